@@ -1,0 +1,1 @@
+"""Producers: the world -> Kafka."""

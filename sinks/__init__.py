@@ -1,0 +1,1 @@
+"""Sinks: Kafka -> the world."""

@@ -1,0 +1,119 @@
+"""gpu.attributed: the sample, with who held each device at that time and the workload that owns it."""
+
+from typing import Any, Literal
+
+import msgspec
+
+from topics import samples
+from topics.samples import Event, Job, Mig, Process, State
+from topics.topic import Name, Topic, UInt, Version
+
+Attribution = Literal["exact", "late", "none"]
+
+
+class Workload(msgspec.Struct, frozen=True):
+    """The top of a pod's owner chain."""
+
+    kind: str
+    name: str
+
+
+class Parts(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What of a shared device is one holder's, or nobody's."""
+
+    utilization_ratio: int | float | None = None
+    memory_used_bytes: int | float | None = None
+    power_watts: int | float | None = None
+
+
+class Holder(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A container that holds a device. At most one of ``job``, ``statefulset`` and ``deployment`` is set."""
+
+    namespace: str
+    pod: str
+    pod_uid: str | None = None
+    container: str | None = None
+    resource: str | None = None
+    workload: Workload | None = None
+    job: str | None = None
+    statefulset: str | None = None
+    deployment: str | None = None
+    labels: dict[str, str] = {}
+    annotations: dict[str, str] = {}
+    namespace_labels: dict[str, str] = {}
+    parts: Parts | None = None
+
+
+class AttributedDevice(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A device of a sample and its holders."""
+
+    uuid: str
+    index: UInt | None = None
+    vendor: str = "nvidia"
+    model: str | None = None
+    pci_bus_id: str | None = None
+    minor: UInt | None = None
+    state: State = "ok"
+    mig: Mig | None = None
+    metrics: dict[str, int | float | None] = {}
+    processes: tuple[Process, ...] | None = None
+    jobs: tuple[Job, ...] | None = None
+    events: tuple[Event, ...] | None = None
+    holders: tuple[Holder, ...] = ()
+    unattributed: Parts | None = None
+
+
+class AttributedSample(msgspec.Struct, frozen=True, kw_only=True):
+    """A node's tick with holders. ``offset`` is the sample's in its partition of gpu.samples.
+
+    ``attribution`` says what the holders rest on: ``exact`` the snapshot that the sample names, ``late`` the last one
+    known because that one never came, ``none`` nothing.
+    """
+
+    schema: Version
+    cluster: Name
+    node: Name
+    run_id: UInt
+    seq: UInt
+    ts_ms: UInt
+    allocations_seq: UInt | None = None
+    offset: UInt
+    attribution: Attribution
+    node_labels: dict[str, str] = {}
+    devices: tuple[AttributedDevice, ...] = ()
+
+
+def _example() -> dict[str, Any]:
+    sample = samples.TOPIC.example
+    holder = {
+        "namespace": "ml-team",
+        "pod": "bert-0",
+        "pod_uid": "1b6c0f0e-8a1d-4f0b-9d55-0f6f1c9b7a10",
+        "container": "pytorch",
+        "resource": "nvidia.com/gpu",
+        "workload": {"kind": "Job", "name": "bert-finetune-v3"},
+        "job": "bert-finetune-v3",
+        "labels": {"app": "bert"},
+    }
+    return {
+        **{k: v for k, v in sample.items() if k != "devices"},
+        "offset": 40312,
+        "attribution": "exact",
+        "node_labels": {"topology.kubernetes.io/zone": "us-east-1a"},
+        "devices": [{**device, "holders": [holder]} for device in sample["devices"]],
+    }
+
+
+TOPIC = Topic(
+    name="gpu.attributed",
+    key="cluster/node",
+    record=AttributedSample,
+    cleanup="delete",
+    retention_hours=24,
+    by_node=True,
+    promise=(
+        "In the partition number that the sample came from, in order per node. At least once: a record whose offset is "
+        "at or below the node's last is a replay."
+    ),
+    example=_example(),
+)

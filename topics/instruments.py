@@ -1,0 +1,51 @@
+"""A component's own metrics as a table: the code, the exposition and the docs read the same rows."""
+
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+
+class Instrument(NamedTuple):
+    """One metric of a component: its full name (counters end in ``_total``), kind, help and label names."""
+
+    name: str
+    kind: Literal["counter", "gauge", "histogram"]
+    help: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+
+class Instruments:
+    """The instruments of one component, made from its table in a registry of its own."""
+
+    def __init__(self, table: Iterable[Instrument], registry: CollectorRegistry | None = None) -> None:
+        self.registry = registry or CollectorRegistry()
+        self._counters: dict[str, Counter] = {}
+        self._gauges: dict[str, Gauge] = {}
+        self._histograms: dict[str, Histogram] = {}
+        for row in table:
+            self._make(row)
+
+    def _make(self, row: Instrument) -> None:
+        if row.kind == "counter":
+            self._counters[row.name] = Counter(row.name, row.help, row.labels, registry=self.registry)
+        elif row.kind == "gauge":
+            self._gauges[row.name] = Gauge(row.name, row.help, row.labels, registry=self.registry)
+        else:
+            buckets = row.buckets or Histogram.DEFAULT_BUCKETS
+            self._histograms[row.name] = Histogram(
+                row.name, row.help, row.labels, registry=self.registry, buckets=buckets
+            )
+
+    def counter(self, name: str, *labels: str) -> Counter:
+        """The counter of that name, at those label values."""
+        return self._counters[name].labels(*labels) if labels else self._counters[name]
+
+    def gauge(self, name: str, *labels: str) -> Gauge:
+        """The gauge of that name, at those label values."""
+        return self._gauges[name].labels(*labels) if labels else self._gauges[name]
+
+    def histogram(self, name: str, *labels: str) -> Histogram:
+        """The histogram of that name, at those label values."""
+        return self._histograms[name].labels(*labels) if labels else self._histograms[name]

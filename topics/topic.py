@@ -1,0 +1,61 @@
+"""What a topic is: its name, key, record and the broker settings it needs.
+
+Source: the Kafka topic configuration reference for the names in :meth:`Topic.settings`.
+"""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+SCHEMA = 1
+"""The version every record carries; a field never changes unit or meaning under the same version."""
+
+MAX_MESSAGE_BYTES = 4 * 1024 * 1024
+"""The largest record batch a topic takes, and so the largest record that can be sent."""
+
+PARTITIONS = 32
+REPLICATION_FACTOR = 3
+
+_HOUR_MS = 3_600_000
+
+Name = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9._-]{1,253}\Z", description="1-253 of A-Z a-z 0-9 . _ -")]
+"""The name of a cluster or a node."""
+
+UInt = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+"""A count, a sequence number or a time in milliseconds since the epoch."""
+
+Version = Literal[1]
+
+
+class Topic(msgspec.Struct, frozen=True, kw_only=True):
+    """One topic of the contract.
+
+    ``record`` is the type of its values (None: they are not JSON of ours), ``key`` says what its keys are, ``promise``
+    what a reader may rely on, ``by_node`` whether it is keyed by ``cluster/node`` and co-partitioned with the others.
+    """
+
+    name: str
+    key: str
+    record: type[msgspec.Struct] | None
+    cleanup: Literal["delete", "compact"]
+    retention_hours: int | None
+    by_node: bool
+    promise: str
+    example: dict[str, Any]
+
+    def settings(self) -> dict[str, str]:
+        """The broker settings that the topic must have, by their Kafka names."""
+        settings = {
+            "cleanup.policy": self.cleanup,
+            "message.timestamp.type": "LogAppendTime",
+            "max.message.bytes": str(MAX_MESSAGE_BYTES),
+            "segment.ms": str(_HOUR_MS),
+        }
+        if self.retention_hours is not None:
+            settings["retention.ms"] = str(self.retention_hours * _HOUR_MS)
+        return settings
+
+
+def node_key(cluster: str, node: str) -> bytes:
+    """The key of every record that is about a node: ``cluster/node`` in UTF-8."""
+    return f"{cluster}/{node}".encode()
