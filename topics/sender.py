@@ -1,0 +1,237 @@
+"""How a record gets onto a topic: once, in order, acknowledged by every replica in sync.
+
+In: a topic, a value, and where it belongs. Out: a future of the record's offset.
+State: what was sent and is not yet acknowledged, in order.
+On failure: a broker that is away is waited for, for as long as it takes. A record that the broker refuses poisons an
+idempotent producer (every later record of its partition is then out of sequence), so the producer is replaced, and what
+it had not delivered is sent again one at a time: a record that is refused even alone is ``Unsendable``.
+"""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from aiokafka import AIOKafkaProducer
+from aiokafka.errors import (
+    CorruptRecordException,
+    InvalidMessageError,
+    InvalidTimestampError,
+    KafkaError,
+    MessageSizeTooLargeError,
+    PolicyViolationError,
+    RecordListTooLargeError,
+)
+
+from topics.topic import MAX_MESSAGE_BYTES
+
+log = logging.getLogger(__name__)
+
+Headers = Sequence[tuple[str, bytes]]
+
+RECORD_OVERHEAD_BYTES = 200
+"""What a batch of one record adds to its key, value and headers, generously."""
+
+_REFUSALS = (
+    MessageSizeTooLargeError,
+    RecordListTooLargeError,
+    InvalidTimestampError,
+    InvalidMessageError,
+    CorruptRecordException,
+    PolicyViolationError,
+)
+_REQUEST_TIMEOUT_MS = 30_000
+_BACKOFF_S = (0.2, 0.5, 1.0, 2.0, 5.0)
+
+
+class Unsendable(Exception):
+    """This record can never be sent: it is too large, or the broker refused it even alone. Drop or dead-letter it."""
+
+
+class _Record:
+    """A record on its way: ``sent`` is the client's future once it took it, ``acknowledged`` the caller's."""
+
+    __slots__ = ("acknowledged", "headers", "key", "partition", "sent", "topic", "value")
+
+    def __init__(self, topic: str, value: bytes, key: bytes | None, partition: int | None, headers: Headers) -> None:
+        self.topic, self.value, self.key, self.partition, self.headers = topic, value, key, partition, headers
+        self.sent: asyncio.Future[Any] | None = None
+        self.acknowledged: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    def size(self) -> int:
+        headers = sum(len(name) + len(value) + 10 for name, value in self.headers)
+        return len(self.value) + len(self.key or b"") + headers + RECORD_OVERHEAD_BYTES
+
+
+class Sender:
+    """An idempotent producer that outlives refused records and broker outages.
+
+    ``kafka`` is ``HOST:PORT[,...]``. Records sent one after the other to a partition are stored in that order; with a
+    key and no partition, the partition is the key's by murmur2, as for every Kafka client in Java.
+    """
+
+    def __init__(self, kafka: str, *, client_id: str, linger_ms: int = 20, max_batch_bytes: int = 65536) -> None:
+        self._settings: dict[str, Any] = {
+            "bootstrap_servers": kafka.split(","),
+            "client_id": client_id,
+            "acks": "all",
+            "enable_idempotence": True,
+            "linger_ms": linger_ms,
+            "max_batch_size": max_batch_bytes,
+            "max_request_size": 2 * MAX_MESSAGE_BYTES,
+            "request_timeout_ms": _REQUEST_TIMEOUT_MS,
+        }
+        self._producer: AIOKafkaProducer | None = None
+        self._unacknowledged: dict[_Record, None] = {}
+        self._healthy = asyncio.Event()
+        self._handing_over = 0
+        self._recovery: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Connect, retrying with backoff until a broker answers; cancel to give up."""
+        self._producer = await self._connected()
+        self._healthy.set()
+
+    async def send(
+        self, topic: str, value: bytes, *, key: bytes | None = None, partition: int | None = None, headers: Headers = ()
+    ) -> asyncio.Future[int]:
+        """Send a record, waiting for room. The future gives its offset once acknowledged, or raises Unsendable."""
+        record = _Record(topic, value, key, partition, headers)
+        if record.size() > MAX_MESSAGE_BYTES:
+            record.acknowledged.set_exception(
+                Unsendable(f"{len(value)} bytes, and a record may have {MAX_MESSAGE_BYTES - RECORD_OVERHEAD_BYTES}")
+            )
+            return record.acknowledged
+        await self._healthy.wait()
+        self._unacknowledged[record] = None
+        try:
+            await self._hand_over(record)
+        except asyncio.CancelledError:
+            self._unacknowledged.pop(record, None)
+            raise
+        return record.acknowledged
+
+    async def stop(self, timeout_s: float = 5.0) -> None:
+        """Wait for what is unacknowledged, at most ``timeout_s``, and let go. What is left is cancelled."""
+        waiting = [record.acknowledged for record in self._unacknowledged]
+        if waiting:
+            await asyncio.wait(waiting, timeout=timeout_s)
+        if self._recovery is not None:
+            self._recovery.cancel()
+        for record in self._unacknowledged:
+            record.acknowledged.cancel()
+        self._unacknowledged.clear()
+        if self._producer is not None:
+            await _let_go(self._producer)
+            self._producer = None
+
+    def _client(self) -> AIOKafkaProducer:
+        if self._producer is None:
+            raise RuntimeError("the sender is not started, or was stopped")
+        return self._producer
+
+    async def _hand_over(self, record: _Record) -> None:
+        """Give a record to the client. An error leaves it to the recovery."""
+        self._handing_over += 1
+        try:
+            record.sent = await self._client().send(
+                record.topic, record.value, record.key, partition=record.partition, headers=record.headers
+            )
+            record.sent.add_done_callback(lambda sent: self._settle(record, sent))
+        except KafkaError as error:
+            self._recover(record, error)
+        finally:
+            self._handing_over -= 1
+
+    def _settle(self, record: _Record, sent: "asyncio.Future[Any]") -> None:
+        if record not in self._unacknowledged:
+            return
+        error = asyncio.CancelledError() if sent.cancelled() else sent.exception()
+        if error is not None:
+            self._recover(record, error)
+            return
+        del self._unacknowledged[record]
+        if not record.acknowledged.done():
+            record.acknowledged.set_result(sent.result().offset)
+
+    def _recover(self, record: _Record, error: BaseException) -> None:
+        if self._recovery is not None:
+            return
+        log.warning("%s: not acknowledged (%s): replacing the producer", record.topic, describe(error))
+        self._healthy.clear()
+        self._recovery = asyncio.create_task(self._replace())
+
+    async def _replace(self) -> None:
+        """Send again, one at a time and in order, what the old producer did not deliver; then take new records."""
+        while self._handing_over:
+            await asyncio.sleep(_BACKOFF_S[0])  # noqa: ASYNC110 - a counter, and only after a failure
+        sent = [record.sent for record in self._unacknowledged if record.sent is not None]
+        if sent:
+            await asyncio.wait(sent)
+        await self._renew()
+        for record in list(self._unacknowledged):
+            await self._deliver(record)
+        self._recovery = None
+        self._healthy.set()
+
+    async def _deliver(self, record: _Record) -> None:
+        for attempt in range(1_000_000):
+            try:
+                metadata = await self._client().send_and_wait(
+                    record.topic, record.value, record.key, partition=record.partition, headers=record.headers
+                )
+            except _REFUSALS as error:
+                self._resolve(record, Unsendable(describe(error)))
+                await self._renew()
+                return
+            except KafkaError as error:
+                log.warning("%s: not acknowledged (%s): trying again", record.topic, describe(error))
+                await asyncio.sleep(_BACKOFF_S[min(attempt, len(_BACKOFF_S) - 1)])
+                await self._renew()
+            else:
+                self._resolve(record, metadata.offset)
+                return
+
+    def _resolve(self, record: _Record, outcome: int | Unsendable) -> None:
+        self._unacknowledged.pop(record, None)
+        if record.acknowledged.done():
+            return
+        if isinstance(outcome, Unsendable):
+            record.acknowledged.set_exception(outcome)
+        else:
+            record.acknowledged.set_result(outcome)
+
+    async def _renew(self) -> None:
+        if self._producer is not None:
+            await _let_go(self._producer)
+        self._producer = await self._connected()
+
+    async def _connected(self) -> AIOKafkaProducer:
+        attempt = 0
+        while True:
+            producer = AIOKafkaProducer(**self._settings)
+            try:
+                await producer.start()
+            except KafkaError as error:
+                await _let_go(producer)
+                if attempt == 0:
+                    log.warning("%s: %s; trying again", self._settings["bootstrap_servers"], describe(error))
+                await asyncio.sleep(_BACKOFF_S[min(attempt, len(_BACKOFF_S) - 1)])
+                attempt += 1
+            else:
+                return producer
+
+
+def describe(error: BaseException) -> str:
+    """One line that names an error and what it says."""
+    return f"{type(error).__name__}: {error}".strip(": ")
+
+
+async def _let_go(producer: AIOKafkaProducer) -> None:
+    """Stop a producer, but not for ever: an idempotent one waits without end for brokers that are away."""
+    stopping = asyncio.ensure_future(producer.stop())
+    done, _ = await asyncio.wait([stopping], timeout=2.0)
+    if not done:
+        stopping.cancel()
+    elif not stopping.cancelled():
+        stopping.exception()
