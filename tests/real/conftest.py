@@ -1,0 +1,100 @@
+"""Fixtures of the real servers. A test here is marked `real`, and skipped, loudly, where its server can't be had.
+
+With GPUSTREAM_REQUIRE_REAL=1 a server that can't be had is a failure, but for the optional Prometheus 2.42.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.real.servers import (
+    KafkaServer,
+    Missing,
+    PrometheusServer,
+    find_java,
+    find_kafka,
+    find_prometheus,
+    find_prometheus_2,
+)
+
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks every test below this folder."""
+    for item in items:
+        if item.path.is_relative_to(HERE):
+            item.add_marker(pytest.mark.real)
+
+
+def need(*finders: Callable[[], Path]) -> None:
+    """Skips the test where a program is missing, or fails it where real servers are required."""
+    for find in finders:
+        try:
+            find()
+        except Missing as missing:
+            if os.environ.get("GPUSTREAM_REQUIRE_REAL") == "1":
+                pytest.fail(f"GPUSTREAM_REQUIRE_REAL=1, but {missing}")
+            pytest.skip(f"REAL SERVER MISSING: {missing}")
+
+
+@pytest.fixture(scope="session")
+def kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KafkaServer]:
+    """One Apache Kafka for the whole run: never stop it, and name your own topics, or use ``empty_kafka``."""
+    need(find_java, find_kafka)
+    with KafkaServer(tmp_path_factory.mktemp("kafka")) as server:
+        yield server
+
+
+@pytest.fixture
+def empty_kafka(kafka: KafkaServer) -> KafkaServer:
+    """The run's Apache Kafka without topics and consumer groups."""
+    kafka.empty()
+    return kafka
+
+
+@pytest.fixture
+def start_kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., KafkaServer]]:
+    """Starts brokers of the test's own, to be killed: ``start_kafka(settings={...}, heap="512m")``."""
+    need(find_java, find_kafka)
+    with ExitStack() as servers:
+
+        def start(**options: object) -> KafkaServer:
+            return servers.enter_context(KafkaServer(tmp_path_factory.mktemp("kafka"), **options))  # type: ignore[arg-type]
+
+        yield start
+
+
+@pytest.fixture(scope="session")
+def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrometheusServer]:
+    """One Prometheus 3 for the whole run: never stop it, and write under your own cluster name."""
+    need(find_prometheus)
+    with PrometheusServer(tmp_path_factory.mktemp("prometheus")) as server:
+        yield server
+
+
+@pytest.fixture
+def start_prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., PrometheusServer]]:
+    """Starts servers of the test's own, to be killed: ``start_prometheus(options=["--..."])``."""
+    need(find_prometheus)
+    with ExitStack() as servers:
+
+        def start(**options: object) -> PrometheusServer:
+            directory = tmp_path_factory.mktemp("prometheus")
+            return servers.enter_context(PrometheusServer(directory, **options))  # type: ignore[arg-type]
+
+        yield start
+
+
+@pytest.fixture(scope="session")
+def prometheus_2_42(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrometheusServer]:
+    """A Prometheus that takes remote write 1.0 only; optional, so that its absence is always a skip."""
+    try:
+        program = find_prometheus_2()
+    except Missing as missing:
+        pytest.skip(f"OPTIONAL REAL SERVER MISSING: {missing}")
+    with PrometheusServer(tmp_path_factory.mktemp("prometheus-2"), program=program) as server:
+        yield server

@@ -1,0 +1,123 @@
+"""The fixtures themselves: what is promised to the tests that stand on them."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
+
+from tests.real.process import HeldPort, listens
+from tests.real.servers import KafkaServer, PrometheusServer
+
+
+async def produce(address: str, topic: str, value: bytes) -> int:
+    producer = AIOKafkaProducer(bootstrap_servers=address, acks="all")
+    await producer.start()
+    try:
+        return int((await producer.send_and_wait(topic, value)).offset)
+    finally:
+        await producer.stop()
+
+
+async def consume_one(address: str, topic: str) -> bytes:
+    consumer = AIOKafkaConsumer(bootstrap_servers=address, auto_offset_reset="earliest")
+    await consumer.start()
+    try:
+        consumer.assign([TopicPartition(topic, 0)])
+        return bytes((await consumer.getone()).value)
+    finally:
+        await consumer.stop()
+
+
+async def test_a_record_can_be_produced_and_consumed(kafka: KafkaServer) -> None:
+    kafka.create_topics({"round-trip": 1})
+    assert await produce(kafka.address, "round-trip", b"hello") == 0
+    assert await consume_one(kafka.address, "round-trip") == b"hello"
+
+
+async def test_an_acknowledged_record_outlives_kill_9_on_the_same_address(
+    start_kafka: Callable[..., KafkaServer],
+) -> None:
+    broker = start_kafka()
+    address = broker.address
+    broker.create_topics({"kept": 1})
+    await produce(address, "kept", b"still here")
+    broker.kill9()
+    assert not listens(broker.ports[0].number)
+    broker.start()
+    assert broker.address == address
+    assert await consume_one(address, "kept") == b"still here"
+
+
+def test_emptying_a_broker_leaves_no_topic(empty_kafka: KafkaServer) -> None:
+    empty_kafka.create_topics({"a": 3, "b": 1})
+    assert empty_kafka.topics() == {"a": 3, "b": 1}
+    empty_kafka.empty()
+    assert empty_kafka.topics() == {}
+
+
+def test_prometheus_answers_a_query(prometheus: PrometheusServer) -> None:
+    (only,) = prometheus.query("vector(1)", time_ms=1_795_219_152_000)
+    assert only.points == [(1_795_219_152_000, 1.0)]
+    assert prometheus.query("scalar(vector(2))")[0].value == 2.0
+
+
+def test_prometheus_restarts_on_the_same_url_after_kill_9(start_prometheus: Callable[..., PrometheusServer]) -> None:
+    server = start_prometheus()
+    url = server.url
+    server.kill9()
+    assert not server.ready()
+    assert server.restart().url == url
+    assert server.query("vector(3)")[0].value == 3.0
+
+
+def test_the_old_prometheus_answers_too(prometheus_2_42: PrometheusServer) -> None:
+    assert prometheus_2_42.query("vector(4)")[0].value == 4.0
+
+
+def test_a_paused_server_keeps_its_connections_and_goes_on(start_prometheus: Callable[..., PrometheusServer]) -> None:
+    server = start_prometheus()
+    server.sigstop()
+    assert server.running
+    assert not server.ready()
+    server.sigcont()
+    assert server.query("vector(5)")[0].value == 5.0
+
+
+def test_a_held_port_is_kept_from_others_but_refuses_connections() -> None:
+    port = HeldPort()
+    try:
+        with pytest.raises(subprocess.CalledProcessError):
+            subprocess.run(
+                [sys.executable, "-c", f"import socket; socket.socket().bind(('127.0.0.1', {port.number}))"],
+                check=True,
+                capture_output=True,
+            )
+        assert not listens(port.number)
+    finally:
+        port.release()
+
+
+def test_servers_do_not_outlive_a_test_run_that_is_killed(tmp_path: Path) -> None:
+    code = (
+        "import os, sys, pathlib\n"
+        "from tests.real.process import Server\n"
+        "class Sleeper(Server):\n"
+        "    def command(self): return ['sleep', '600']\n"
+        "    def ready(self): return True\n"
+        "print(Sleeper(pathlib.Path(sys.argv[1])).start().pid, flush=True)\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    killed = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert ended(int(killed.stdout), within_s=10)
+
+
+def ended(pid: int, within_s: float) -> bool:
+    """Whether that process, not a child of ours, is gone or a zombie within that time."""
+    waited = subprocess.run(["tail", f"--pid={pid}", "-f", os.devnull], timeout=within_s, check=False)
+    return waited.returncode == 0
