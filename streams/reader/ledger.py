@@ -1,0 +1,97 @@
+"""What was read and not yet finished, per partition, in offset order; and so what may be committed.
+
+In: the offsets that were read, and which of them are finished, in any order. Out: the offset after the last one of the
+finished prefix, per partition. State: one window of open slots per partition. No clock, no Kafka.
+"""
+
+from collections import deque
+from collections.abc import Mapping
+from typing import NamedTuple
+
+
+class Partition(NamedTuple):
+    """A partition of a topic."""
+
+    topic: str
+    partition: int
+
+
+class Slot:
+    """One record that was read: its place, its size in bytes, and the epoch in which it was read."""
+
+    __slots__ = ("done", "epoch", "offset", "size", "tp")
+
+    def __init__(self, tp: Partition, offset: int, epoch: int, size: int) -> None:
+        self.tp, self.offset, self.epoch, self.size, self.done = tp, offset, epoch, size, False
+
+
+class Ledger:
+    """The only source of offsets to commit.
+
+    An epoch ends (:meth:`forget`) whenever partitions go or positions are about to move: what was read in it may be
+    finished later without effect, because somebody reads it again. ``ready`` says that positions are known.
+    """
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        self.ready = False
+        self.finished = 0
+        self.open_bytes = 0
+        self._expected: dict[Partition, int] = {}
+        self._windows: dict[Partition, deque[Slot]] = {}
+        self._prefix: dict[Partition, int] = {}
+
+    def forget(self) -> int:
+        """End the epoch: nothing read in it counts any more. Returns the number of the new one."""
+        self.epoch += 1
+        self.ready = False
+        self.open_bytes = 0
+        self._expected, self._windows, self._prefix = {}, {}, {}
+        return self.epoch
+
+    def begin(self, positions: Mapping[Partition, int]) -> None:
+        """Read on from these positions: for each partition, the next offset."""
+        self.forget()
+        self._expected = dict(positions)
+        self._prefix = dict(positions)
+        self._windows = {tp: deque() for tp in positions}
+        self.ready = True
+
+    def expected(self, tp: Partition) -> int | None:
+        """The next offset to read, or None where the partition is not ours."""
+        return self._expected.get(tp)
+
+    def position(self, tp: Partition) -> int | None:
+        """The offset after the last one of the finished prefix, or None where the partition is not ours."""
+        return self._prefix.get(tp)
+
+    def positions(self) -> dict[Partition, int]:
+        """Every partition's :meth:`position`."""
+        return dict(self._prefix)
+
+    def admit(self, tp: Partition, offset: int, size: int) -> Slot:
+        """Open a slot for a record of a partition that is ours, at or after the expected offset."""
+        slot = Slot(tp, offset, self.epoch, size)
+        self._windows[tp].append(slot)
+        self._expected[tp] = offset + 1
+        self.open_bytes += size
+        return slot
+
+    def finish(self, slot: Slot) -> None:
+        """The record needs nothing more. Finishing twice, or after the epoch has ended, has no effect."""
+        if slot.epoch != self.epoch or slot.done:
+            return
+        slot.done = True
+        self.finished += 1
+        self.open_bytes -= slot.size
+        window = self._windows[slot.tp]
+        while window and window[0].done:
+            self._prefix[slot.tp] = window.popleft().offset + 1
+
+    def open_in(self, tp: Partition) -> bool:
+        """Whether a record of this partition was read and is not finished."""
+        return bool(self._windows.get(tp))
+
+    def open(self) -> int:
+        """How many records were read and are not finished."""
+        return sum(not slot.done for window in self._windows.values() for slot in window)
