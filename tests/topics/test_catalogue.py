@@ -1,0 +1,186 @@
+"""The metric catalogue: what each profile may be relied on to say, and in which units."""
+
+import re
+from itertools import chain
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from topics.catalogue import CATALOGUE, DERIVED, PROFILES, Profile, Ratio, Series, label_names, series
+
+KEYS = """
+gpu_utilization_ratio memory_controller_utilization_ratio encoder_utilization_ratio decoder_utilization_ratio
+memory_used_bytes memory_free_bytes memory_total_bytes memory_reserved_bytes power_watts power_limit_watts
+energy_joules_total temperature_celsius memory_temperature_celsius graphics_clock_hz sm_clock_hz memory_clock_hz
+pcie_tx_bytes_per_second pcie_rx_bytes_per_second pcie_replays_total ecc_corrected_volatile_total
+ecc_uncorrected_volatile_total remapped_rows_correctable_total remapped_rows_uncorrectable_total row_remap_pending
+row_remap_failure clock_event_reasons fan_speed_ratio performance_state
+"""
+
+DEVICE_AND_HOLDER_LABELS = """
+k8s_cluster_name k8s_node_name host_name gpu_vendor gpu_index gpu_uuid gpu_model gpu_mig_uuid gpu_mig_profile
+service_name k8s_namespace_name k8s_pod_name k8s_container_name gpu UUID pci_bus_id device modelName GPU_I_PROFILE
+GPU_I_ID hostname instance cluster container namespace pod uuid node container_name pod_name pod_namespace
+"""
+
+every_profile = pytest.mark.parametrize("profile", PROFILES)
+
+
+def every_series(profile: Profile) -> list[Series | Ratio]:
+    return [*chain.from_iterable(series(profile).values()), *DERIVED[profile]]
+
+
+def value(profile: Profile, key: str, of: float) -> float:
+    return series(profile)[key][0].of(of)
+
+
+def test_every_key_that_a_sample_may_carry_has_a_row() -> None:
+    assert sorted(CATALOGUE) == sorted(KEYS.split())
+
+
+def test_keys_are_in_base_units_and_say_so() -> None:
+    for metric in CATALOGUE.values():
+        stem = metric.key.removesuffix("_total")
+        base = {"hertz": "hz"}.get(metric.unit, metric.unit)
+        assert metric.unit in {"errors", "rows", "replays", "bool", "state", "bitmask"} or stem.endswith(f"_{base}")
+        assert (metric.kind == "counter") == metric.key.endswith("_total")
+
+
+def test_every_row_says_what_it_is_and_where_nvml_has_it() -> None:
+    for metric in CATALOGUE.values():
+        assert metric.help.endswith(".")
+        assert metric.nvml
+
+
+@every_profile
+def test_no_two_series_of_a_profile_have_one_name_and_one_set_of_labels(profile: Profile) -> None:
+    identities = [(one.name, frozenset(one.labels)) for one in every_series(profile)]
+
+    assert len(identities) == len(set(identities))
+
+
+@every_profile
+def test_series_of_one_name_are_told_apart_by_the_same_labels(profile: Profile) -> None:
+    names: dict[str, set[tuple[str, ...]]] = {}
+    for one in every_series(profile):
+        names.setdefault(one.name, set()).add(tuple(name for name, _ in one.labels))
+
+    assert {name for name, labels in names.items() if len(labels) > 1} <= {"gpu_throttle_reason"}
+
+
+@every_profile
+def test_names_and_labels_are_ones_that_prometheus_takes(profile: Profile) -> None:
+    for one in every_series(profile):
+        assert re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*", one.name)
+        for name, text in one.labels:
+            assert re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*", name)
+            assert text
+        assert list(one.labels) == sorted(set(one.labels))
+
+
+@every_profile
+def test_a_label_that_tells_series_apart_is_never_one_of_the_device_or_its_holder(profile: Profile) -> None:
+    assert not label_names(profile) & set(DEVICE_AND_HOLDER_LABELS.split())
+
+
+def test_the_otel_profile_names_every_key() -> None:
+    assert list(series("otel")) == list(CATALOGUE)
+
+
+def test_the_otel_profile_has_no_unit_suffixes() -> None:
+    names = {one.name for one in every_series("otel")}
+
+    assert not [name for name in names if re.search(r"_(ratio|bytes|per_second|watts|celsius|MHz|mJ|joules)$", name)]
+    assert all(name.startswith("gpu_") for name in names)
+
+
+def test_the_otel_profile_tells_its_series_apart_by_these_labels() -> None:
+    assert label_names("otel") == {
+        "gpu_task_type",
+        "gpu_temperature_sensor",
+        "gpu_clock_type",
+        "gpu_interconnect_type",
+        "gpu_interconnect_direction",
+        "gpu_ecc_error_type",
+        "gpu_ecc_count_type",
+        "gpu_throttle_cause",
+    }
+
+
+@pytest.mark.parametrize("profile", ["dcgm", "dcgm-legacy"])
+def test_the_dcgm_profiles_tell_series_apart_by_name_alone(profile: Profile) -> None:
+    assert label_names(profile) == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("profile", "key", "of", "expected"),
+    [
+        ("otel", "gpu_utilization_ratio", 0.57, 0.57),
+        ("otel", "memory_used_bytes", 68719476736, 68719476736.0),
+        ("otel", "sm_clock_hz", 1_410_000_000, 1410.0),
+        ("otel", "energy_joules_total", 12.345, 12345.0),
+        ("dcgm", "gpu_utilization_ratio", 0.57, 57.0),
+        ("dcgm", "memory_used_bytes", 68719476736, 65536.0),
+        ("dcgm", "memory_clock_hz", 2_619_000_000, 2619.0),
+        ("dcgm", "energy_joules_total", 12.345, 12345.0),
+        ("dcgm", "power_watts", 693.25, 693.25),
+        ("dcgm-legacy", "memory_controller_utilization_ratio", 0.29, 29.0),
+        ("dcgm-legacy", "memory_total_bytes", 85899345920, 81920.0),
+        ("dcgm-legacy", "temperature_celsius", 0, 0.0),
+    ],
+)
+def test_a_value_is_in_the_unit_of_its_profile(profile: Profile, key: str, of: float, expected: float) -> None:
+    assert value(profile, key, of) == expected
+
+
+@given(percent=st.integers(0, 100))
+def test_a_whole_percentage_stays_whole(percent: int) -> None:
+    assert value("dcgm", "gpu_utilization_ratio", percent / 100) == percent
+
+
+@given(mhz=st.integers(0, 10_000))
+def test_a_whole_number_of_megahertz_stays_whole(mhz: int) -> None:
+    assert value("otel", "graphics_clock_hz", mhz * 1_000_000) == mhz
+
+
+@given(mib=st.integers(0, 1 << 24))
+def test_a_whole_number_of_mebibytes_stays_whole(mib: int) -> None:
+    assert value("dcgm", "memory_free_bytes", mib << 20) == mib
+
+
+@pytest.mark.parametrize(
+    ("reasons", "causes"),
+    [
+        (0x0, set()),
+        (0x1, set()),
+        (0x4, {"power_software"}),
+        (0x10, {"syncboost"}),
+        (0x20, {"temp_software"}),
+        (0x40, {"temp_hardware"}),
+        (0x8 | 0x80 | 0x100, set()),
+        (0x1FF, {"power_software", "syncboost", "temp_software", "temp_hardware"}),
+    ],
+)
+def test_the_causes_of_throttling_are_the_bits_that_are_set(reasons: int, causes: set[str]) -> None:
+    bitmask, *rows = series("otel")["clock_event_reasons"]
+
+    assert (bitmask.labels, bitmask.of(reasons)) == ((), float(reasons))
+    assert {row.labels[0][1] for row in rows if row.of(reasons) == 1.0} == causes
+    assert {row.of(reasons) for row in rows} <= {0.0, 1.0}
+
+
+def test_the_percentage_of_memory_in_use_is_0_to_100() -> None:
+    ratio = next(one for one in DERIVED["otel"] if one.name == "gpu_memory_used_percent")
+
+    assert (ratio.of(64, 64), ratio.of(0, 64), ratio.of(16, 64), ratio.of(1, 0)) == (100.0, 0.0, 25.0, None)
+
+
+@every_profile
+def test_what_is_derived_is_made_of_keys_of_the_catalogue(profile: Profile) -> None:
+    assert {key for one in DERIVED[profile] for key in (one.numerator, one.denominator)} <= set(CATALOGUE)
+
+
+@pytest.mark.parametrize("key", ["memory_total_bytes", "graphics_clock_hz", "fan_speed_ratio", "clock_event_reasons"])
+def test_a_key_that_dcgm_has_no_default_name_for_is_absent_there(key: str) -> None:
+    assert key not in series("dcgm")

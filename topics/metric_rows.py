@@ -1,0 +1,307 @@
+"""The rows of the metric catalogue.
+
+Source: nvml.h for the calls, fields and clock event bits; dcgm-exporter's default and 1.x counters for ``dcgm`` and
+``dcgm-legacy``; l9gpu's OpenTelemetry names, dots to underscores and without unit suffixes, for ``otel``.
+"""
+
+from topics.metric import Labels, Metric, Profile, Series
+
+_PERCENT = 100.0
+_MHZ = 1e-6
+_MILLIJOULES = 1e3
+_MIB = 1.0 / (1 << 20)
+_KB = 1e-3
+
+_SW_POWER_CAP = 0x04
+_SYNC_BOOST = 0x10
+_SW_THERMAL = 0x20
+_HW_THERMAL = 0x40
+"""Bits of clock_event_reasons, as nvml.h has them."""
+
+
+def _metric(
+    key: str,
+    unit: str,
+    help: str,  # noqa: A002 - the column's name
+    nvml: str,
+    *,
+    otel: tuple[Series, ...],
+    dcgm: tuple[Series, ...] = (),
+    legacy: tuple[Series, ...] = (),
+) -> Metric:
+    profiles: dict[Profile, tuple[Series, ...]] = {"otel": otel, "dcgm": dcgm, "dcgm-legacy": legacy}
+    names = {profile: series for profile, series in profiles.items() if series}
+    return Metric(
+        key=key, unit=unit, kind="counter" if key.endswith("_total") else "gauge", help=help, nvml=nvml, names=names
+    )
+
+
+def _labels(**labels: str) -> Labels:
+    return tuple(sorted(labels.items()))
+
+
+_UTILIZATION = (
+    _metric(
+        "gpu_utilization_ratio",
+        "ratio",
+        "Share of the last sample period (1/6 s to 1 s) in which at least one kernel ran.",
+        "nvmlDeviceGetUtilizationRates, gpu",
+        otel=(Series("gpu_utilization", _labels(gpu_task_type="compute")),),
+        dcgm=(Series("DCGM_FI_DEV_GPU_UTIL", scale=_PERCENT),),
+        legacy=(Series("dcgm_gpu_utilization", scale=_PERCENT),),
+    ),
+    _metric(
+        "memory_controller_utilization_ratio",
+        "ratio",
+        "Share of the last sample period in which device memory was read or written.",
+        "nvmlDeviceGetUtilizationRates, memory",
+        otel=(Series("gpu_memory_utilization", _labels(gpu_task_type="memory_controller")),),
+        dcgm=(Series("DCGM_FI_DEV_MEM_COPY_UTIL", scale=_PERCENT),),
+        legacy=(Series("dcgm_mem_copy_utilization", scale=_PERCENT),),
+    ),
+    _metric(
+        "encoder_utilization_ratio",
+        "ratio",
+        "Share of the sample period in which the video encoder was busy.",
+        "nvmlDeviceGetEncoderUtilization",
+        otel=(Series("gpu_encode_utilization", _labels(gpu_task_type="encoder")),),
+        dcgm=(Series("DCGM_FI_DEV_ENC_UTIL", scale=_PERCENT),),
+        legacy=(Series("dcgm_enc_utilization", scale=_PERCENT),),
+    ),
+    _metric(
+        "decoder_utilization_ratio",
+        "ratio",
+        "Share of the sample period in which the video decoder was busy.",
+        "nvmlDeviceGetDecoderUtilization",
+        otel=(Series("gpu_decode_utilization", _labels(gpu_task_type="decoder")),),
+        dcgm=(Series("DCGM_FI_DEV_DEC_UTIL", scale=_PERCENT),),
+        legacy=(Series("dcgm_dec_utilization", scale=_PERCENT),),
+    ),
+)
+
+_MEMORY = (
+    _metric(
+        "memory_used_bytes",
+        "bytes",
+        "Device memory in use, without what is reserved.",
+        "nvmlDeviceGetMemoryInfo_v2, used",
+        otel=(Series("gpu_memory_used"),),
+        dcgm=(Series("DCGM_FI_DEV_FB_USED", scale=_MIB),),
+        legacy=(Series("dcgm_fb_used", scale=_MIB),),
+    ),
+    _metric(
+        "memory_free_bytes",
+        "bytes",
+        "Device memory that is free.",
+        "nvmlDeviceGetMemoryInfo_v2, free",
+        otel=(Series("gpu_memory_free"),),
+        dcgm=(Series("DCGM_FI_DEV_FB_FREE", scale=_MIB),),
+        legacy=(Series("dcgm_fb_free", scale=_MIB),),
+    ),
+    _metric(
+        "memory_total_bytes",
+        "bytes",
+        "Device memory in all: used, free and reserved.",
+        "nvmlDeviceGetMemoryInfo_v2, total",
+        otel=(Series("gpu_memory_total"),),
+        legacy=(Series("dcgm_fb_total", scale=_MIB),),
+    ),
+    _metric(
+        "memory_reserved_bytes",
+        "bytes",
+        "Device memory that the driver and firmware keep for themselves.",
+        "nvmlDeviceGetMemoryInfo_v2, reserved",
+        otel=(Series("gpu_memory_reserved"),),
+        dcgm=(Series("DCGM_FI_DEV_FB_RESERVED", scale=_MIB),),
+    ),
+)
+
+_POWER = (
+    _metric(
+        "power_watts",
+        "watts",
+        "Power that the device draws.",
+        "nvmlDeviceGetPowerUsage",
+        otel=(Series("gpu_power_draw"),),
+        dcgm=(Series("DCGM_FI_DEV_POWER_USAGE"),),
+        legacy=(Series("dcgm_power_usage"),),
+    ),
+    _metric(
+        "power_limit_watts",
+        "watts",
+        "Power limit in force.",
+        "nvmlDeviceGetEnforcedPowerLimit",
+        otel=(Series("gpu_power_limit"),),
+    ),
+    _metric(
+        "energy_joules_total",
+        "joules",
+        "Energy since the driver was loaded.",
+        "nvmlDeviceGetTotalEnergyConsumption",
+        otel=(Series("gpu_energy_consumption", scale=_MILLIJOULES),),
+        dcgm=(Series("DCGM_FI_DEV_TOTAL_ENERGY_CONSUMPTION", scale=_MILLIJOULES),),
+        legacy=(Series("dcgm_total_energy_consumption", scale=_MILLIJOULES),),
+    ),
+    _metric(
+        "temperature_celsius",
+        "celsius",
+        "Temperature of the GPU.",
+        "nvmlDeviceGetTemperatureV, NVML_TEMPERATURE_GPU",
+        otel=(Series("gpu_temperature", _labels(gpu_temperature_sensor="edge")),),
+        dcgm=(Series("DCGM_FI_DEV_GPU_TEMP"),),
+        legacy=(Series("dcgm_gpu_temp"),),
+    ),
+    _metric(
+        "memory_temperature_celsius",
+        "celsius",
+        "Temperature of the device memory.",
+        "field NVML_FI_DEV_MEMORY_TEMP",
+        otel=(Series("gpu_temperature", _labels(gpu_temperature_sensor="memory")),),
+        dcgm=(Series("DCGM_FI_DEV_MEMORY_TEMP"),),
+        legacy=(Series("dcgm_memory_temp"),),
+    ),
+    _metric(
+        "fan_speed_ratio",
+        "ratio",
+        "Speed that the fan is set to, of its maximum; may exceed 1.",
+        "nvmlDeviceGetFanSpeed",
+        otel=(Series("gpu_fan_speed"),),
+    ),
+    _metric(
+        "performance_state",
+        "state",
+        "Performance state: 0 is the fastest, 15 the slowest.",
+        "nvmlDeviceGetPerformanceState",
+        otel=(Series("gpu_power_state"),),
+    ),
+)
+
+_CLOCKS = (
+    _metric(
+        "graphics_clock_hz",
+        "hertz",
+        "Clock of the graphics engine.",
+        "nvmlDeviceGetClockInfo, NVML_CLOCK_GRAPHICS",
+        otel=(Series("gpu_clock_frequency", _labels(gpu_clock_type="graphics"), _MHZ),),
+    ),
+    _metric(
+        "sm_clock_hz",
+        "hertz",
+        "Clock of the streaming multiprocessors.",
+        "nvmlDeviceGetClockInfo, NVML_CLOCK_SM",
+        otel=(Series("gpu_clock_frequency", _labels(gpu_clock_type="sm"), _MHZ),),
+        dcgm=(Series("DCGM_FI_DEV_SM_CLOCK", scale=_MHZ),),
+        legacy=(Series("dcgm_sm_clock", scale=_MHZ),),
+    ),
+    _metric(
+        "memory_clock_hz",
+        "hertz",
+        "Clock of the device memory.",
+        "nvmlDeviceGetClockInfo, NVML_CLOCK_MEM",
+        otel=(Series("gpu_clock_frequency", _labels(gpu_clock_type="memory"), _MHZ),),
+        dcgm=(Series("DCGM_FI_DEV_MEM_CLOCK", scale=_MHZ),),
+        legacy=(Series("dcgm_memory_clock", scale=_MHZ),),
+    ),
+    _metric(
+        "clock_event_reasons",
+        "bitmask",
+        "Why the clocks are below what was asked for, as a bitmask.",
+        "nvmlDeviceGetCurrentClocksEventReasons",
+        otel=(
+            Series("gpu_throttle_reason"),
+            Series("gpu_throttle_reason", _labels(gpu_throttle_cause="power_software"), bits=_SW_POWER_CAP),
+            Series("gpu_throttle_reason", _labels(gpu_throttle_cause="temp_software"), bits=_SW_THERMAL),
+            Series("gpu_throttle_reason", _labels(gpu_throttle_cause="temp_hardware"), bits=_HW_THERMAL),
+            Series("gpu_throttle_reason", _labels(gpu_throttle_cause="syncboost"), bits=_SYNC_BOOST),
+        ),
+    ),
+)
+
+_PCIE = (
+    _metric(
+        "pcie_tx_bytes_per_second",
+        "bytes_per_second",
+        "What the device sends over PCIe.",
+        "field NVML_FI_DEV_PCIE_COUNT_TX_BYTES, per second",
+        otel=(
+            Series("gpu_pcie_throughput", _labels(gpu_interconnect_type="pcie", gpu_interconnect_direction="transmit")),
+        ),
+        dcgm=(Series("DCGM_FI_PROF_PCIE_TX_BYTES"),),
+        legacy=(Series("dcgm_fi_prof_pcie_tx_bytes"), Series("dcgm_pcie_tx_throughput", scale=_KB)),
+    ),
+    _metric(
+        "pcie_rx_bytes_per_second",
+        "bytes_per_second",
+        "What the device receives over PCIe.",
+        "field NVML_FI_DEV_PCIE_COUNT_RX_BYTES, per second",
+        otel=(
+            Series("gpu_pcie_throughput", _labels(gpu_interconnect_type="pcie", gpu_interconnect_direction="receive")),
+        ),
+        dcgm=(Series("DCGM_FI_PROF_PCIE_RX_BYTES"),),
+        legacy=(Series("dcgm_fi_prof_pcie_rx_bytes"), Series("dcgm_pcie_rx_throughput", scale=_KB)),
+    ),
+    _metric(
+        "pcie_replays_total",
+        "replays",
+        "PCIe packets that were sent again.",
+        "nvmlDeviceGetPcieReplayCounter",
+        otel=(Series("gpu_pcie_replay_count"),),
+        dcgm=(Series("DCGM_FI_DEV_PCIE_REPLAY_COUNTER"),),
+        legacy=(Series("dcgm_pcie_replay_counter"),),
+    ),
+)
+
+_FAULTS = (
+    _metric(
+        "ecc_corrected_volatile_total",
+        "errors",
+        "Memory errors corrected since the driver was loaded.",
+        "nvmlDeviceGetTotalEccErrors, corrected, volatile",
+        otel=(Series("gpu_ecc_errors", _labels(gpu_ecc_count_type="volatile", gpu_ecc_error_type="correctable")),),
+        dcgm=(Series("DCGM_FI_DEV_ECC_SBE_VOL_TOTAL"),),
+        legacy=(Series("dcgm_ecc_sbe_volatile_total"),),
+    ),
+    _metric(
+        "ecc_uncorrected_volatile_total",
+        "errors",
+        "Memory errors that could not be corrected since the driver was loaded.",
+        "nvmlDeviceGetTotalEccErrors, uncorrected, volatile",
+        otel=(Series("gpu_ecc_errors", _labels(gpu_ecc_count_type="volatile", gpu_ecc_error_type="uncorrectable")),),
+        dcgm=(Series("DCGM_FI_DEV_ECC_DBE_VOL_TOTAL"),),
+        legacy=(Series("dcgm_ecc_dbe_volatile_total"),),
+    ),
+    _metric(
+        "remapped_rows_correctable_total",
+        "rows",
+        "Memory rows remapped for correctable errors.",
+        "nvmlDeviceGetRemappedRows, corrected",
+        otel=(Series("gpu_row_remap_count", _labels(gpu_ecc_error_type="correctable")),),
+        dcgm=(Series("DCGM_FI_DEV_CORRECTABLE_REMAPPED_ROWS"),),
+    ),
+    _metric(
+        "remapped_rows_uncorrectable_total",
+        "rows",
+        "Memory rows remapped for uncorrectable errors.",
+        "nvmlDeviceGetRemappedRows, uncorrected",
+        otel=(Series("gpu_row_remap_count", _labels(gpu_ecc_error_type="uncorrectable")),),
+        dcgm=(Series("DCGM_FI_DEV_UNCORRECTABLE_REMAPPED_ROWS"),),
+    ),
+    _metric(
+        "row_remap_pending",
+        "bool",
+        "1 where a row is to be remapped at the next reset.",
+        "nvmlDeviceGetRemappedRows, pending",
+        otel=(Series("gpu_row_remap_pending"),),
+    ),
+    _metric(
+        "row_remap_failure",
+        "bool",
+        "1 where a row could not be remapped.",
+        "nvmlDeviceGetRemappedRows, failure",
+        otel=(Series("gpu_row_remap_failure"),),
+        dcgm=(Series("DCGM_FI_DEV_ROW_REMAP_FAILURE"),),
+    ),
+)
+
+ROWS: tuple[Metric, ...] = (*_UTILIZATION, *_MEMORY, *_POWER, *_CLOCKS, *_PCIE, *_FAULTS)
+"""Every row, in the order of the docs."""
