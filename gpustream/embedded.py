@@ -1,0 +1,168 @@
+"""A Kafka broker for trying things out: librdkafka's mock cluster, in a child process, on a port of 127.0.0.1.
+
+In: the topics to have, with their partition counts. Out: an address for any Kafka client.
+State: memory only; it ends with the broker, and the broker with the process that started it.
+On failure: the child ends (librdkafka aborts where one consumer group mixes assignors), and ``running`` says so.
+
+What it does not do, as Apache Kafka would:
+
+- no CreateTopics or other administration: a topic is there from the start, or made with 4 partitions on first use;
+- no topic settings: no compaction, no retention by time, no LogAppendTime (timestamps are the producer's), no largest
+  message but 100 MB a request;
+- **retention by size, not adjustable**: 5 MiB or 100,000 batches of a partition, as stored (so compressed ones count
+  compressed), the oldest batch first and at once. A consumer further behind than that has its offset reset;
+- no offsets by time: asking answers that there are none;
+- offsets and groups outlive their consumers but not the broker; a member that joins a running group is let in only
+  after the session timeout less a second, so short session timeouts are better.
+
+Source: rdkafka_mock.h of librdkafka for the calls, rdkafka_mock.c for the limits.
+"""
+
+import ctypes
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Self
+
+from confluent_kafka import cimpl
+
+from topics import TOPICS
+
+PARTITIONS = 4
+STOP_TIMEOUT_S = 5.0
+REBALANCE_DELAY_MS = 100
+
+_RD_KAFKA_PRODUCER = 0
+_BROKER_ID = 1
+_ERROR_BYTES = 512
+
+
+class EmbeddedBrokerError(Exception):
+    """The embedded broker did not come up, or is not running; the message says why."""
+
+
+def every_topic(partitions: int = PARTITIONS) -> dict[str, int]:
+    """All topics, each with that many partitions."""
+    return dict.fromkeys(TOPICS, partitions)
+
+
+class EmbeddedBroker:
+    """The broker's child process; a context manager that stops it."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+        self._address: str | None = None
+
+    @property
+    def address(self) -> str:
+        """``HOST:PORT`` for clients; raises :class:`EmbeddedBrokerError` before ``start`` and after ``stop``."""
+        if self._address is None:
+            raise EmbeddedBrokerError("the embedded broker is not running")
+        return self._address
+
+    @property
+    def running(self) -> bool:
+        """Whether the child process lives."""
+        return self._process is not None and self._process.poll() is None
+
+    def start(self, topics: Mapping[str, int]) -> None:
+        """Starts the broker with these topics and their partition counts, and returns when it serves (about 0.3 s).
+
+        Raises ``ValueError`` for a topic without a name or partitions, and :class:`EmbeddedBrokerError` when the broker
+        does not come up; nothing is left running then.
+        """
+        if wrong := [name for name, partitions in topics.items() if not name or partitions < 1]:
+            raise ValueError(f"topics without a name or partitions: {wrong}")
+        command = [sys.executable, "-m", "gpustream.embedded", json.dumps(dict(topics))]
+        self._process = subprocess.Popen(  # noqa: S603 - this very module
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
+        self._address = self._process.stdout.readline().strip() if self._process.stdout else None
+        if not self._address:
+            code = self._process.wait(STOP_TIMEOUT_S)
+            self.stop()
+            raise EmbeddedBrokerError(f"the embedded broker did not start: its process ended with {code}")
+
+    def stop(self) -> None:
+        """Ends the broker and forgets what it held; nothing happens where it does not run."""
+        process, self._process, self._address = self._process, None, None
+        if process is None:
+            return
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                pipe.close()
+        try:
+            process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+def serve(topics: Mapping[str, int]) -> str:
+    """Starts the broker's threads in this process, for as long as it lives, and returns their address.
+
+    Raises :class:`EmbeddedBrokerError` when librdkafka refuses.
+    """
+    library = _library()
+    client = _client(library)
+    cluster = library.rd_kafka_handle_mock_cluster(client)
+    library.rd_kafka_mock_set_controller_id(cluster, _BROKER_ID)
+    library.rd_kafka_mock_group_initial_rebalance_delay_ms(cluster, REBALANCE_DELAY_MS)
+    for name, partitions in topics.items():
+        error = library.rd_kafka_mock_topic_create(cluster, name.encode(), partitions, 1)
+        if error:
+            raise EmbeddedBrokerError(f"topic {name}: {library.rd_kafka_err2str(error).decode()}")
+    address: bytes = library.rd_kafka_mock_cluster_bootstraps(cluster)
+    return address.decode()
+
+
+def _library() -> ctypes.CDLL:
+    """librdkafka, found through the extension module that is linked with it, with the types of what is called here."""
+    library = ctypes.CDLL(cimpl.__file__)
+    pointer, text, number, size = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_size_t
+    signatures = {
+        "rd_kafka_conf_new": (pointer, []),
+        "rd_kafka_conf_set": (number, [pointer, text, text, text, size]),
+        "rd_kafka_new": (pointer, [number, pointer, text, size]),
+        "rd_kafka_handle_mock_cluster": (pointer, [pointer]),
+        "rd_kafka_mock_set_controller_id": (number, [pointer, ctypes.c_int32]),
+        "rd_kafka_mock_group_initial_rebalance_delay_ms": (None, [pointer, ctypes.c_int32]),
+        "rd_kafka_mock_topic_create": (number, [pointer, text, number, number]),
+        "rd_kafka_mock_cluster_bootstraps": (text, [pointer]),
+        "rd_kafka_err2str": (text, [number]),
+    }
+    for name, (result, arguments) in signatures.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library
+
+
+def _client(library: ctypes.CDLL) -> int:
+    """The librdkafka client that a mock cluster lives in."""
+    error = ctypes.create_string_buffer(_ERROR_BYTES)
+    conf = library.rd_kafka_conf_new()
+    for name, value in {"test.mock.num.brokers": "1", "log_level": "2"}.items():
+        if library.rd_kafka_conf_set(conf, name.encode(), value.encode(), error, _ERROR_BYTES):
+            raise EmbeddedBrokerError(error.value.decode())
+    client: int | None = library.rd_kafka_new(_RD_KAFKA_PRODUCER, conf, error, _ERROR_BYTES)
+    if client is None:
+        raise EmbeddedBrokerError(error.value.decode())
+    return client
+
+
+def _main() -> None:
+    """The child process: says its address, and ends when its parent does."""
+    sys.stdout.write(serve(json.loads(sys.argv[1])) + "\n")
+    sys.stdout.flush()
+    sys.stdin.read()
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,149 @@
+"""The embedded broker, as the Kafka clients of the product see it."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
+from aiokafka.admin import AIOKafkaAdminClient
+
+from gpustream.embedded import EmbeddedBroker, EmbeddedBrokerError, every_topic
+from topics import TOPICS
+
+TOPIC = "gpu.samples"
+
+
+@pytest.fixture(scope="module")
+def broker() -> Iterator[EmbeddedBroker]:
+    with EmbeddedBroker() as broker:
+        broker.start(every_topic(8) | {"in-group": 2, "limited": 1})
+        yield broker
+
+
+@pytest.fixture
+async def producer(broker: EmbeddedBroker) -> AIOKafkaProducer:
+    producer = AIOKafkaProducer(bootstrap_servers=broker.address, acks="all", enable_idempotence=True)
+    await producer.start()
+    yield producer
+    await producer.stop()
+
+
+def consumer_of(broker: EmbeddedBroker, *topics: str, group: str | None = None) -> AIOKafkaConsumer:
+    return AIOKafkaConsumer(
+        *topics,
+        bootstrap_servers=broker.address,
+        group_id=group,
+        auto_offset_reset="earliest",
+        enable_auto_commit=False,
+        session_timeout_ms=2000,
+        heartbeat_interval_ms=500,
+    )
+
+
+async def test_every_topic_is_there_with_its_partitions(broker: EmbeddedBroker) -> None:
+    async with consumer_of(broker, *TOPICS) as consumer:
+        assert {name: len(consumer.partitions_for_topic(name)) for name in TOPICS} == dict.fromkeys(TOPICS, 8)
+
+
+async def test_an_admin_client_finds_the_controller_and_the_topics(broker: EmbeddedBroker) -> None:
+    admin = AIOKafkaAdminClient(bootstrap_servers=broker.address)
+    await admin.start()
+    (topic,) = await admin.describe_topics([TOPIC])
+    await admin.close()
+    assert len(topic["partitions"]) == 8
+
+
+async def test_a_record_keeps_its_partition_key_value_and_headers(
+    broker: EmbeddedBroker, producer: AIOKafkaProducer
+) -> None:
+    sent = await producer.send_and_wait(TOPIC, b"value", key=b"key", partition=7, headers=[("stage", b"test")])
+    async with consumer_of(broker) as consumer:
+        consumer.assign([TopicPartition(TOPIC, 7)])
+        record = await consumer.getone()
+    assert (sent.offset, record.offset) == (0, 0)
+    assert (record.key, record.value, record.headers) == (b"key", b"value", (("stage", b"test"),))
+
+
+async def test_a_group_goes_on_from_its_committed_offset(broker: EmbeddedBroker, producer: AIOKafkaProducer) -> None:
+    partition = TopicPartition("in-group", 1)
+    for value in (b"first", b"second"):
+        await producer.send_and_wait("in-group", value, partition=1)
+    for expected in (b"first", b"second"):
+        async with consumer_of(broker, "in-group", group="readers") as consumer:
+            record = await consumer.getone()
+            assert record.value == expected
+            await consumer.commit({partition: record.offset + 1})
+    async with consumer_of(broker, group="readers") as consumer:
+        assert await consumer.committed(partition) == 2
+
+
+async def test_a_partition_keeps_its_last_five_mebibytes(broker: EmbeddedBroker, producer: AIOKafkaProducer) -> None:
+    for _ in range(12):
+        await producer.send_and_wait("limited", bytes(500_000), partition=0)
+    partition = TopicPartition("limited", 0)
+    async with consumer_of(broker) as consumer:
+        consumer.assign([partition])
+        first, end = await consumer.beginning_offsets([partition]), await consumer.end_offsets([partition])
+    assert end[partition] - first[partition] == 10
+
+
+async def test_there_are_no_offsets_by_time(broker: EmbeddedBroker, producer: AIOKafkaProducer) -> None:
+    await producer.send_and_wait(TOPIC, b"timed", partition=3)
+    partition = TopicPartition(TOPIC, 3)
+    async with consumer_of(broker) as consumer:
+        consumer.assign([partition])
+        assert await consumer.offsets_for_times({partition: 0}) == {partition: None}
+
+
+def test_it_listens_on_the_loopback_address_only(broker: EmbeddedBroker) -> None:
+    host, port = broker.address.split(":")
+    assert host == "127.0.0.1"
+    assert int(port) > 0
+
+
+def test_it_has_no_address_before_start_and_after_stop() -> None:
+    broker = EmbeddedBroker()
+    with pytest.raises(EmbeddedBrokerError):
+        _ = broker.address
+    broker.start({"one": 1})
+    assert broker.running
+    broker.stop()
+    broker.stop()
+    assert not broker.running
+    with pytest.raises(EmbeddedBrokerError):
+        _ = broker.address
+
+
+@pytest.mark.parametrize("topics", [{"one": 0}, {"": 1}])
+def test_topics_that_no_broker_has_are_refused(topics: dict[str, int]) -> None:
+    broker = EmbeddedBroker()
+    with pytest.raises(ValueError):
+        broker.start(topics)
+    assert not broker.running
+
+
+def test_a_child_that_ends_at_once_is_an_error_and_leaves_nothing_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    broker = EmbeddedBroker()
+    with pytest.raises(EmbeddedBrokerError, match="ended with 1"):
+        broker.start({"one": 1})
+    assert not broker.running
+
+
+def test_it_ends_with_the_process_that_started_it() -> None:
+    code = (
+        "import os\n"
+        "from gpustream.embedded import EmbeddedBroker\n"
+        "broker = EmbeddedBroker()\n"
+        "broker.start({'one': 1})\n"
+        "print(broker._process.pid, flush=True)\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    killed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    waited = subprocess.run(["tail", f"--pid={killed.stdout.strip()}", "-f", os.devnull], timeout=10, check=False)
+    assert waited.returncode == 0
