@@ -1,0 +1,183 @@
+"""How a node's ticks reach Kafka: each snapshot before the samples that name it, in order, through outages.
+
+In: each tick's devices and containers. Out: records on gpu.samples and gpu.allocations, keyed by ``cluster/node``.
+State: the ticks that wait, in a ring bounded by bytes and age, and those in flight.
+On failure: a broker that is away is waited for, and the oldest tick gives way and is counted; a tick keeps its ``seq``,
+so the gap is visible downstream. What can never be sent is dropped and counted. A snapshot that can never be sent
+leaves its samples to go without: their reader finds that it never came.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from producers import instruments as names
+from producers.numbering import Numbering
+from producers.ring import Dropped, Ring, Waiting
+from producers.sending import LARGEST_VALUE_BYTES, RecordSender, SnapshotSender
+from topics import samples
+from topics.instruments import Instruments
+from topics.topic import node_key
+
+MAX_IN_FLIGHT = 64
+"""Ticks of one node that may wait for their acknowledgement: enough to catch up at thousands per second."""
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """How much of one node is kept while Kafka is away: ``max_bytes`` of ticks, none older than ``max_age_s``."""
+
+    max_bytes: int = 16 * 1024 * 1024
+    max_age_s: float = 900.0
+
+
+class NodePublisher:
+    """The sending half of one node. Call :meth:`publish` each tick, and keep :meth:`run` running beside it.
+
+    ``run_id`` is milliseconds since the epoch at the start, and differs from that of any earlier publisher of the node.
+    ``clock`` gives seconds and never steps back. Raises ValueError where ``cluster`` or ``node`` can't be a name.
+    """
+
+    def __init__(
+        self,
+        sender: RecordSender,
+        instruments: Instruments,
+        *,
+        cluster: str,
+        node: str,
+        run_id: int,
+        buffer: Buffer = Buffer(),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._numbering = Numbering(cluster=cluster, node=node, run_id=run_id)
+        self._key = node_key(cluster, node)
+        self._sender, self._instruments, self._clock = sender, instruments, clock
+        self._ring = Ring(max_bytes=buffer.max_bytes, max_age_s=buffer.max_age_s)
+        self._in_flight: dict[Waiting, None] = {}
+        self._wake, self._empty = asyncio.Event(), asyncio.Event()
+        self._empty.set()
+        self._snapshots = SnapshotSender(sender, instruments, self._key, clock)
+        instruments.counter(names.RUNS).inc()
+
+    @property
+    def run_id(self) -> int:
+        """The run of the last tick."""
+        return self._numbering.run_id
+
+    @property
+    def held(self) -> int:
+        """Ticks that wait to be sent or to be acknowledged."""
+        return len(self._ring) + len(self._in_flight)
+
+    def waited_s(self) -> float:
+        """For how long the oldest held tick has waited; 0 where none is held."""
+        oldest = next(iter(self._in_flight), None) or self._ring.head()
+        return self._clock() - oldest.made_at_s if oldest else 0.0
+
+    def publish(
+        self, ts_ms: int, devices: Sequence[Mapping[str, Any]], containers: Iterable[Mapping[str, Any]] | None
+    ) -> int:
+        """Take a tick read at ``ts_ms``, without waiting; gives its ``seq`` in :attr:`run_id`.
+
+        ``devices`` and ``containers`` are dicts as in gpu.samples and gpu.allocations; ``containers`` None: there is no
+        kubelet. They may be changed once this returns.
+        """
+        before = self._numbering.run_id
+        tick = self._numbering.step(ts_ms, devices, containers)
+        if tick.run_id != before:
+            self._instruments.counter(names.RUNS).inc()
+        self._instruments.counter(names.MADE).inc()
+        if tick.value is None:
+            self._count_dropped("unencodable")
+        elif len(tick.value) > LARGEST_VALUE_BYTES:
+            self._count_dropped("too_large")
+        else:
+            self._push(Waiting(tick.value, tick.snapshot, self._clock()))
+        return tick.seq
+
+    async def run(self) -> None:
+        """Send what is published, for as long as it runs. Cancel it to stop, after :meth:`drain`."""
+        while True:
+            self._expire()
+            head = self._ring.head()
+            if head is None or len(self._in_flight) >= MAX_IN_FLIGHT:
+                await self._sleep()
+            elif self._snapshots.fresh(head.snapshot):
+                await self._send(self._ring.pop())
+            else:
+                await self._snapshots.send(head.snapshot)
+
+    async def drain(self, timeout_s: float) -> int:
+        """Wait until all is acknowledged, at most ``timeout_s``; what is left is dropped and counted, and its number
+        returned. Publish nothing after it."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._empty.wait()
+        left = self.held
+        while self._ring.head() is not None:
+            self._drop(Dropped(self._ring.pop(), "stopped"))
+        for tick in list(self._in_flight):
+            self._land(tick)
+            self._count_dropped("stopped")
+        return left
+
+    def _push(self, tick: Waiting) -> None:
+        self._expire()
+        self._hold(1, len(tick.value))
+        self._empty.clear()
+        for dropped in self._ring.push(tick):
+            self._drop(dropped)
+        self._wake.set()
+
+    def _expire(self) -> None:
+        for dropped in self._ring.expire(self._clock()):
+            self._drop(dropped)
+
+    def _drop(self, dropped: Dropped) -> None:
+        self._release(dropped.tick)
+        self._count_dropped(dropped.reason)
+
+    def _count_dropped(self, reason: str) -> None:
+        self._instruments.counter(names.DROPPED, reason).inc()
+
+    def _hold(self, ticks: int, size: int) -> None:
+        self._instruments.gauge(names.HELD).inc(ticks)
+        self._instruments.gauge(names.BUFFERED).inc(size)
+
+    def _release(self, tick: Waiting) -> None:
+        self._hold(-1, -len(tick.value))
+        if not self.held:
+            self._empty.set()
+
+    async def _sleep(self) -> None:
+        """Wait for a tick or an acknowledgement; where none comes for long, send the snapshots in use again."""
+        self._wake.clear()
+        try:
+            async with asyncio.timeout(self._snapshots.idle_s()):
+                await self._wake.wait()
+        except TimeoutError:
+            await self._snapshots.repeat(tick.snapshot for tick in self._in_flight)
+
+    async def _send(self, tick: Waiting) -> None:
+        self._in_flight[tick] = None
+        self._ring.in_flight_bytes += len(tick.value)
+        acknowledged = await self._sender.send(samples.TOPIC.name, tick.value, key=self._key)
+        acknowledged.add_done_callback(lambda done: self._settle(tick, done))
+
+    def _settle(self, tick: Waiting, done: "asyncio.Future[int]") -> None:
+        if done.cancelled() or tick not in self._in_flight:
+            return
+        self._land(tick)
+        if done.exception() is None:
+            self._instruments.counter(names.SENT).inc()
+        else:
+            self._count_dropped("refused")
+        self._wake.set()
+
+    def _land(self, tick: Waiting) -> None:
+        del self._in_flight[tick]
+        self._ring.in_flight_bytes -= len(tick.value)
+        self._release(tick)

@@ -1,0 +1,88 @@
+"""How snapshots reach gpu.allocations: acknowledged before a sample names them, and again while they are in use.
+
+In: the snapshot that the next sample names. Out: records on gpu.allocations.
+State: the last snapshot sent, and when. On failure: a snapshot that can never be sent is counted, once.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from producers import instruments as names
+from producers.numbering import Snapshot
+from topics import allocations
+from topics.instruments import Instruments
+from topics.sender import Headers
+from topics.topic import MAX_MESSAGE_BYTES
+
+RESEND_S = 300.0
+"""How long a record of state counts as just sent; readers look back 10 minutes for what a sample rests on."""
+
+LARGEST_VALUE_BYTES = MAX_MESSAGE_BYTES - 2048
+"""What is left of a batch for one value beside its key and the batch's own framing."""
+
+
+class RecordSender(Protocol):
+    """What a publisher needs of :class:`topics.sender.Sender`."""
+
+    async def send(
+        self, topic: str, value: bytes, *, key: bytes | None = None, partition: int | None = None, headers: Headers = ()
+    ) -> "asyncio.Future[int]":
+        """Send a record, waiting for room; the future gives its offset or raises Unsendable."""
+
+
+class SnapshotSender:
+    """Which snapshot of one node is in the log, and how recently it was handed over."""
+
+    def __init__(self, sender: RecordSender, instruments: Instruments, key: bytes, clock: Callable[[], float]) -> None:
+        self._sender, self._instruments, self._key, self._clock = sender, instruments, key, clock
+        self._last: Snapshot | None = None
+        self._last_sent_s = self._last_repeat_s = clock()
+        self._repeats: set[asyncio.Future[int]] = set()
+
+    def fresh(self, snapshot: Snapshot | None) -> bool:
+        """Whether a sample that names ``snapshot`` may go: it names none, or the last one sent, not long ago."""
+        return snapshot is None or (snapshot is self._last and self._clock() - self._last_sent_s < RESEND_S)
+
+    def idle_s(self) -> float:
+        """Seconds after which :meth:`repeat` is due, if no sample brings the last snapshot along before."""
+        return max(self._last_sent_s, self._last_repeat_s) + RESEND_S - self._clock()
+
+    async def send(self, snapshot: Snapshot | None) -> None:
+        """Send a snapshot and wait until it is acknowledged, or can never be."""
+        if snapshot is None:
+            return
+        handed_over_s = self._clock()
+        if len(snapshot.value) > LARGEST_VALUE_BYTES:
+            self._count_dropped("too_large")
+        else:
+            acknowledged = await self._hand_over(snapshot)
+            await asyncio.wait([acknowledged])
+            self._settle(acknowledged)
+        self._last, self._last_sent_s = snapshot, handed_over_s
+
+    async def repeat(self, named: Iterable[Snapshot | None]) -> None:
+        """Send the snapshots in use again. They were acknowledged before, so nothing waits for them now."""
+        self._last_repeat_s = self._clock()
+        if self._repeats or self._last is None:
+            return
+        for snapshot in dict.fromkeys((*named, self._last)):
+            if snapshot is not None and len(snapshot.value) <= LARGEST_VALUE_BYTES:
+                repeated = await self._hand_over(snapshot)
+                self._repeats.add(repeated)
+                repeated.add_done_callback(self._settle)
+
+    async def _hand_over(self, snapshot: Snapshot) -> "asyncio.Future[int]":
+        return await self._sender.send(allocations.TOPIC.name, snapshot.value, key=self._key)
+
+    def _settle(self, done: "asyncio.Future[int]") -> None:
+        self._repeats.discard(done)
+        if done.cancelled():
+            return
+        if done.exception() is None:
+            self._instruments.counter(names.SNAPSHOTS).inc()
+        else:
+            self._count_dropped("refused")
+
+    def _count_dropped(self, reason: str) -> None:
+        self._instruments.counter(names.SNAPSHOTS_DROPPED, reason).inc()
