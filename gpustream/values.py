@@ -1,0 +1,129 @@
+"""The values that options take, from text: pure parsers.
+
+In:       what a user typed, or an environment variable held.
+Out:      a float in seconds, an int in bytes, or one of the small tuples below.
+On failure: ``ValueError`` with a sentence that says what would have been right, and never repeats a secret.
+"""
+
+import re
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+_NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
+_SECONDS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
+_BYTES = {"": 1, "B": 1, "KiB": 1024, "MiB": 1024**2, "GiB": 1024**3}
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,253}")
+_FLEET = re.compile(r"(\d{1,6})x(\d{1,3})")
+_HOST = re.compile(r"\[[0-9A-Fa-f:.%a-z]+\]|[A-Za-z0-9._-]+")
+_HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+
+
+class Address(NamedTuple):
+    """Where to listen. Port 0 is any free one."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+class FleetSize(NamedTuple):
+    """So many nodes of so many GPUs each."""
+
+    nodes: int
+    gpus: int
+
+    def __str__(self) -> str:
+        return f"{self.nodes}x{self.gpus}"
+
+
+def duration(text: str) -> float:
+    """Seconds: ``500ms``, ``30s``, ``15m``, ``2h``; a bare number is seconds."""
+    number, unit = _number_and_unit(text)
+    if number is None or unit not in _SECONDS:
+        raise ValueError(f"{text!r} is not a duration: write 500ms, 30s, 15m or 2h (a bare number is seconds)")
+    return number * _SECONDS[unit]
+
+
+def size(text: str) -> int:
+    """Bytes: ``512B``, ``64KiB``, ``4MiB``, ``1GiB``; a bare number is bytes."""
+    number, unit = _number_and_unit(text)
+    if number is None or unit not in _BYTES:
+        raise ValueError(f"{text!r} is not a size: write 512B, 64KiB, 4MiB or 1GiB (a bare number is bytes)")
+    return int(number * _BYTES[unit])
+
+
+def _number_and_unit(text: str) -> tuple[float | None, str]:
+    match = _NUMBER.fullmatch(text.strip())
+    return (float(match[1]), match[2]) if match else (None, "")
+
+
+def name(text: str) -> str:
+    """The name of a cluster or a node: 1-253 of ``A-Z a-z 0-9 . _ -``."""
+    if not _NAME.fullmatch(text):
+        raise ValueError(f"{text!r} is not a name: use 1 to 253 of A-Z a-z 0-9 . _ -")
+    return text
+
+
+def fleet_size(text: str) -> FleetSize:
+    """``100x8``: a hundred nodes of eight GPUs."""
+    match = _FLEET.fullmatch(text.strip())
+    parsed = FleetSize(int(match[1]), int(match[2])) if match else FleetSize(0, 0)
+    if 0 in parsed:
+        raise ValueError(f"{text!r} is not a fleet: write NODESxGPUS, such as 4x8")
+    return parsed
+
+
+def host_ports(text: str) -> str:
+    """``HOST:PORT[,HOST:PORT...]``, without spaces around the commas."""
+    parts = [part.strip() for part in text.split(",")]
+    for part in parts:
+        host, _, port = part.rpartition(":")
+        if not _HOST.fullmatch(host) or not _is_port(port) or port == "0":
+            raise ValueError(f"{part!r} is not HOST:PORT, such as kafka-0:9092 (several are separated by commas)")
+    return ",".join(parts)
+
+
+def listen(text: str) -> Address | None:
+    """``HOST:PORT``, or None for ``off``."""
+    if text.strip().lower() == "off":
+        return None
+    host, _, port = text.strip().rpartition(":")
+    if not _HOST.fullmatch(host) or not _is_port(port):
+        raise ValueError(f"{text!r} is not HOST:PORT, such as 127.0.0.1:9401 (0.0.0.0:9401: every interface), or off")
+    return Address(host.strip("[]"), int(port))
+
+
+def url(text: str) -> str:
+    """An absolute http or https URL, as given. A password in it is not repeated in the error."""
+    try:
+        parts = urlsplit(text)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        usable = False
+    if not usable or re.search(r"\s", text):
+        raise ValueError("not a URL such as http://prometheus:9090/api/v1/write")
+    return text
+
+
+def header(text: str) -> tuple[str, str]:
+    """``Name: value``. The value, which may be a secret, is not repeated in the error."""
+    key, colon, value = text.partition(":")
+    if not colon or not _HEADER_NAME.fullmatch(key.strip()) or not value.strip() or "\n" in value or "\r" in value:
+        raise ValueError("not a header such as 'X-Scope-OrgID: team-a'")
+    return key.strip(), value.strip()
+
+
+def start_from(text: str) -> str | float:
+    """Where a new consumer group starts: ``earliest``, ``latest``, or that many seconds ago."""
+    if text in ("earliest", "latest"):
+        return text
+    try:
+        return duration(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is neither earliest, latest, nor a duration such as 1h") from None
+
+
+def _is_port(text: str) -> bool:
+    return text.isascii() and text.isdigit() and int(text) <= 65535

@@ -1,0 +1,101 @@
+"""All configuration is checked at the start, and one message lists every mistake."""
+
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from gpustream import options as o
+from gpustream.command import Command
+
+
+def _together(given: dict[str, Any]) -> list[str]:
+    return ["--interval must be at least 1 s"] if given["interval"] < 1 else []
+
+
+@click.command(cls=Command, check=_together, example="gpustream thing --kafka 127.0.0.1:9092")
+@o.everywhere
+@o.INTERVAL
+@o.option("--header", type=o.HEADER, multiple=True)
+@o.option("--flag", is_flag=True)
+def thing(**given: Any) -> None:
+    """A thing to run."""
+    click.echo(repr(given))
+
+
+def _run(*args: str, **env: str) -> Result:
+    return CliRunner().invoke(thing, list(args), env={"GPUSTREAM_KAFKA": "127.0.0.1:9092", **env}, prog_name="thing")
+
+
+def test_every_mistake_is_listed_in_one_message_with_exit_code_2() -> None:
+    result = _run("--kafka", "nope", "--lisen", "off", "--cluster", GPUSTREAM_INTERVAL="soon")
+
+    assert result.exit_code == 2
+    assert "4 mistakes" in result.stderr
+    for part in ("'--cluster' requires an argument", "'nope' is not HOST:PORT", "'soon' is not a duration"):
+        assert part in result.stderr
+    assert "No such option '--lisen'. Did you mean --listen?" in result.stderr
+
+
+def test_a_mistake_in_the_environment_names_the_variable() -> None:
+    result = _run(GPUSTREAM_LOG_FORMAT="xml")
+
+    assert result.exit_code == 2
+    assert "GPUSTREAM_LOG_FORMAT" in result.stderr
+
+
+def test_one_mistake_is_one_sentence() -> None:
+    result = _run("--interval", "soon")
+
+    assert "mistakes" not in result.stderr
+    assert "Error: Invalid value for '--interval'" in result.stderr
+
+
+def test_what_is_wrong_together_is_reported_with_the_rest() -> None:
+    result = _run("--interval", "100ms", "--listen", "nowhere")
+
+    assert "2 mistakes" in result.stderr
+    assert "--interval must be at least 1 s" in result.stderr
+
+
+def test_a_missing_option_does_not_hide_other_mistakes() -> None:
+    result = _run("--interval", "soon", GPUSTREAM_KAFKA="")
+
+    assert "Missing option '--kafka'" in result.stderr
+    assert "'soon' is not a duration" in result.stderr
+
+
+def test_surplus_arguments_are_mistakes() -> None:
+    result = _run("one", "two", "--flag=yes")
+
+    assert "3 mistakes" in result.stderr
+    assert "Got an unexpected argument 'two'" in result.stderr
+
+
+def test_help_wins_over_mistakes() -> None:
+    result = _run("--help", "--kafka", "nope", "--lisen")
+
+    assert result.exit_code == 0
+
+
+@pytest.mark.parametrize("part", ["GPUSTREAM_INTERVAL", "default: 1s", "gpustream thing --kafka", "A thing to run."])
+def test_help_teaches(part: str) -> None:
+    assert part in _run("--help").output
+
+
+def test_a_variable_sets_its_option() -> None:
+    result = _run(GPUSTREAM_INTERVAL="1500ms", GPUSTREAM_LISTEN="off")
+
+    assert "'interval': 1.5" in result.output
+    assert "'listen': None" in result.output
+
+
+def test_an_argument_wins_over_its_variable() -> None:
+    assert "'interval': 2.0" in _run("--interval", "2s", GPUSTREAM_INTERVAL="500ms").output
+
+
+def test_a_repeatable_option_takes_a_line_each_from_its_variable() -> None:
+    result = _run(GPUSTREAM_HEADER="A: b c\nD: e")
+
+    assert "'header': (('A', 'b c'), ('D', 'e'))" in result.output

@@ -1,0 +1,132 @@
+"""What options take, and what they refuse."""
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpustream import values
+from gpustream.values import Address, FleetSize
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("500ms", 0.5), ("30s", 30.0), ("15m", 900.0), ("2h", 7200.0), ("1.5s", 1.5), ("10", 10.0), (" 3 s ", 3.0)],
+)
+def test_a_duration_is_seconds(text: str, seconds: float) -> None:
+    assert values.duration(text) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("text", ["", "s", "-1s", "1d", "1S", "1 0s", "nan", "inf", "1e3", "0x10"])
+def test_what_is_no_duration_is_refused_with_the_right_spelling(text: str) -> None:
+    with pytest.raises(ValueError, match="500ms, 30s, 15m or 2h"):
+        values.duration(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("512B", 512), ("64KiB", 65536), ("4MiB", 4194304), ("1GiB", 2**30), ("7", 7)]
+)
+def test_a_size_is_bytes(text: str, count: int) -> None:
+    assert values.size(text) == count
+
+
+@pytest.mark.parametrize("text", ["64kb", "64KB", "-1", "KiB", ""])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="64KiB"):
+        values.size(text)
+
+
+def test_a_fleet_is_nodes_times_gpus() -> None:
+    assert values.fleet_size("100x8") == FleetSize(100, 8)
+    assert str(FleetSize(100, 8)) == "100x8"
+
+
+@pytest.mark.parametrize("text", ["", "4", "4x", "x8", "0x8", "4x0", "4X8", "-4x8", "4x8x2"])
+def test_what_is_no_fleet_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="4x8"):
+        values.fleet_size(text)
+
+
+@pytest.mark.parametrize("text", ["kafka:9092", "a:1,b:2", "10.0.0.1:65535", "[::1]:9092", "a:1, b:2"])
+def test_brokers_are_hosts_and_ports(text: str) -> None:
+    assert values.host_ports(text) == text.replace(" ", "")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "kafka", "kafka:", ":9092", "kafka:0", "kafka:65536", "a:1,,b:2", "a b:1", "http://a:1"]
+)
+def test_what_is_no_broker_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="HOST:PORT"):
+        values.host_ports(text)
+
+
+def test_listening_is_an_address_or_off() -> None:
+    assert values.listen("off") is None
+    assert values.listen("127.0.0.1:9401") == Address("127.0.0.1", 9401)
+    assert values.listen("[::]:0") == Address("::", 0)
+    assert str(values.listen("[::]:0")) == "[::]:0"
+
+
+@pytest.mark.parametrize("text", ["", ":9401", "9401", "on", "127.0.0.1:x"])
+def test_what_is_no_address_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="or off"):
+        values.listen(text)
+
+
+@pytest.mark.parametrize("text", ["http://p:9090/api/v1/write", "https://u:s3cret@mimir/api?x=1", "http://[::1]:9090/"])
+def test_a_url_is_taken_as_given(text: str) -> None:
+    assert values.url(text) == text
+
+
+@pytest.mark.parametrize(
+    "text", ["", "p:9090", "ftp://p/", "http://", "http:///x", "http://p:99999/", "http://p/a b", "http://[::1/"]
+)
+def test_what_is_no_url_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="http://prometheus:9090"):
+        values.url(text)
+
+
+def test_a_header_is_a_name_and_a_value() -> None:
+    assert values.header("X-Scope-OrgID:  team-a ") == ("X-Scope-OrgID", "team-a")
+
+
+@pytest.mark.parametrize("text", ["", "s3cret", ": s3cret", "A B: s3cret", "A:", "A: s3cret\r\nB: c"])
+def test_a_refused_header_is_not_repeated_as_it_may_hold_a_secret(text: str) -> None:
+    with pytest.raises(ValueError, match="not a header") as refused:
+        values.header(text)
+
+    assert "s3cret" not in str(refused.value)
+
+
+def test_a_new_group_starts_at_an_end_or_some_time_ago() -> None:
+    assert values.start_from("earliest") == "earliest"
+    assert values.start_from("latest") == "latest"
+    assert values.start_from("1h") == pytest.approx(3600.0)
+    with pytest.raises(ValueError, match="earliest, latest"):
+        values.start_from("yesterday")
+
+
+@given(st.text())
+def test_names_are_letters_digits_dots_underscores_and_dashes(text: str) -> None:
+    allowed = 0 < len(text) < 254 and all(c.isascii() and (c.isalnum() or c in "._-") for c in text)
+    if allowed:
+        assert values.name(text) == text
+    else:
+        with pytest.raises(ValueError, match="A-Z a-z 0-9"):
+            values.name(text)
+
+
+@given(st.text())
+def test_no_text_makes_a_parser_fail_otherwise_than_with_a_value_error(text: str) -> None:
+    parsers = (values.duration, values.size, values.fleet_size, values.host_ports, values.listen, values.url)
+
+    assert {_outcome(parse, text) for parse in parsers} <= {"parsed", "refused"}
+
+
+def _outcome(parse: Callable[[str], object], text: str) -> str:
+    try:
+        parse(text)
+    except ValueError:
+        return "refused"
+    return "parsed"
