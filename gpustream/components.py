@@ -1,0 +1,87 @@
+"""Components by name: found, loaded and configured without importing any before it is wanted.
+
+A component is a class with ``name``, ``registry``, ``run(stop)`` and ``not_ready()``, made from one frozen dataclass of
+settings whose fields are named as the options are (``grace_s`` is ``--grace``, ``buffer_bytes`` is ``--buffer``).
+"""
+
+import asyncio
+import dataclasses
+import importlib
+import importlib.util
+import inspect
+import typing
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+
+from prometheus_client import CollectorRegistry
+
+_UNITS = ("_s", "_ms", "_bytes")
+
+
+@runtime_checkable
+class Component(Protocol):
+    """A producer, a stream or a sink."""
+
+    name: str
+    registry: CollectorRegistry
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Works until ``stop`` is set, and returns within 8 s of that. Raises when it can't go on."""
+
+    def not_ready(self) -> list[str]:
+        """Why it is not ready yet; empty when it is."""
+
+
+def exists(target: str) -> bool:
+    """Whether the module of an import string ``module:name`` is there, without importing it."""
+    module, _, _ = target.partition(":")
+    try:
+        return bool(module) and importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def load(target: str) -> Any:
+    """The object that an import string ``module:name`` names."""
+    module, _, attribute = target.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def settings_type(component: type[Any]) -> type[Any]:
+    """The dataclass that a component is made from: the type of its constructor's first parameter."""
+    hints = typing.get_type_hints(component.__init__)
+    first = next(iter(inspect.signature(component).parameters))
+    kind: type[Any] = hints[first]
+    return kind
+
+
+def settings(component: type[Any], options: Mapping[str, Any]) -> Any:
+    """The settings of a component from the options that have a field of that name, with or without its unit.
+
+    Options that were not given (None) are left to the field's own default.
+    """
+    kind = settings_type(component)
+    given: dict[str, Any] = {}
+    for field in dataclasses.fields(kind):
+        value = options.get(field.name, options.get(option_of(field.name)))
+        if value is not None or field.name in options:
+            given[field.name] = value
+    optional = {f.name for f in dataclasses.fields(kind) if f.default is not dataclasses.MISSING}
+    return kind(**{key: value for key, value in given.items() if value is not None or key not in optional})
+
+
+def option_of(field: str) -> str:
+    """The option that sets a field: its name without the unit."""
+    for unit in _UNITS:
+        if field.endswith(unit):
+            return field.removesuffix(unit)
+    return field
+
+
+def mistakes(component: type[Any], options: Mapping[str, Any]) -> list[str]:
+    """What the component itself finds wrong with its settings: ``validate()``, or a ValueError when they are made."""
+    try:
+        made = settings(component, options)
+    except ValueError as error:
+        return [str(error)]
+    return list(made.validate()) if hasattr(made, "validate") else []

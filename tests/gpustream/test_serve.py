@@ -1,0 +1,127 @@
+"""A component as a process: signals, exit codes, and an end that always comes."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+
+import pytest
+
+from gpustream import serve
+from gpustream.values import Address
+from tests.gpustream.fakes import FakeComponent, FakeSettings
+
+SETTINGS = FakeSettings("127.0.0.1:1", "c")
+
+PROCESS = """
+import asyncio, sys, time
+from gpustream import logs, serve
+from gpustream.values import Address
+
+async def main(stop):
+    print("up", flush=True)
+    {body}
+    return 0
+
+logs.setup()
+sys.exit(serve.run(main, stop_within_s={within}))
+"""
+
+
+def _process(body: str, within: float = 10.0) -> subprocess.Popen[str]:
+    code = PROCESS.format(body=body, within=within)
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "up\n"
+    return process
+
+
+def test_sigterm_stops_cleanly() -> None:
+    process = _process("await stop.wait()")
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=20)
+
+    assert process.returncode == 0
+    assert "signal=SIGTERM" in err
+
+
+@pytest.mark.parametrize("body", ["await asyncio.sleep(60)", "time.sleep(60)", "threading.Event().wait(60)"])
+def test_a_stop_that_hangs_ends_with_70(body: str) -> None:
+    process = _process("import threading; " + body, within=0.2)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=20)
+
+    assert process.returncode == 70
+    assert "not stopped in time" in err
+
+
+def test_a_second_signal_ends_at_once() -> None:
+    process = _process("await asyncio.sleep(60)", within=60)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=20)
+
+    assert process.returncode == 70
+
+
+def test_a_component_that_fails_is_exit_code_1() -> None:
+    assert serve.serve(lambda: FakeComponent(SETTINGS, RuntimeError("boom")), None, lambda _: None) == 1
+
+
+def test_a_component_may_ask_to_be_restarted() -> None:
+    class Restart(Exception):
+        exit_code = 70
+
+    assert serve.serve(lambda: FakeComponent(SETTINGS, Restart()), None, lambda _: None) == 70
+
+
+def test_a_port_in_use_is_exit_code_1_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = Address("127.0.0.1", taken.getsockname()[1])
+
+        assert serve.serve(lambda: FakeComponent(SETTINGS), address, lambda _: None) == 1
+
+    assert "can't listen on 127.0.0.1" in caplog.messages[-1]
+    assert caplog.records[-1].exc_info is None
+
+
+def test_a_component_serves_while_it_runs_and_stops_on_a_signal(unused_port: int) -> None:
+    component = FakeComponent(SETTINGS)
+    answers: list[str] = []
+
+    def ask() -> None:
+        while not component.started.is_set():
+            time.sleep(0.01)
+        with urllib.request.urlopen(f"http://127.0.0.1:{unused_port}/metrics") as answer:
+            answers.append(answer.read().decode())
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    client = threading.Thread(target=ask)
+    client.start()
+    code = serve.serve(lambda: component, Address("127.0.0.1", unused_port))
+    client.join()
+
+    assert code == 0
+    assert "gpustream_build_info" in answers[0]
+
+
+@pytest.fixture
+def unused_port() -> int:
+    """A port that was free a moment ago."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+    return port
+
+
+async def test_signals_are_given_back() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with serve.stop_on_signals(asyncio.Event(), serve.Deadline(exit_process=lambda _: None)):
+        assert signal.getsignal(signal.SIGTERM) is not before
+
+    assert signal.getsignal(signal.SIGTERM) is before
