@@ -1,0 +1,98 @@
+"""What is lost is found from sequence numbers."""
+
+import msgspec
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpustream.tally import Run, Sampled, Seqs, Tally
+
+NODE = Run("c", "n-0", 1000)
+OTHER = Run("c", "n-1", 1000)
+
+seqs = st.lists(st.integers(1, 30))
+
+
+def _tally(**taken: list[int]) -> Tally:
+    tally = Tally(taken)
+    for name, numbers in taken.items():
+        for seq in numbers:
+            tally.sinks[name].ticks.add(NODE, seq)
+    return tally
+
+
+@given(seqs)
+def test_sequence_numbers_are_a_set(numbers: list[int]) -> None:
+    known = Seqs()
+    new = [known.add(seq) for seq in numbers]
+
+    assert new == [seq not in numbers[:i] for i, seq in enumerate(numbers)]
+    assert len(known) == len(set(numbers))
+    assert {seq for seq in range(-1, 40) if seq in known} == set(numbers)
+
+
+def test_a_long_run_in_order_is_only_a_prefix() -> None:
+    known = Seqs()
+    for seq in range(1, 100_001):
+        known.add(seq)
+
+    assert (known.prefix, known._beyond) == (100_000, set())
+
+
+@given(seqs, seqs, st.integers(0, 30))
+def test_lost_is_what_was_sampled_and_some_sink_did_not_take(scrape: list[int], write: list[int], last: int) -> None:
+    tally = _tally(scrape=scrape, remote_write=write)
+
+    assert tally.undelivered([Sampled(NODE, last)]) == len(set(range(1, last + 1)) - (set(scrape) & set(write)))
+
+
+def test_the_ticks_of_an_unknown_run_are_lost() -> None:
+    assert _tally(scrape=[1, 2]).undelivered([Sampled(NODE, 2), Sampled(OTHER, 3)]) == 3
+
+
+def test_without_a_sink_nothing_can_be_lost() -> None:
+    assert Tally([]).undelivered([Sampled(NODE, 2)]) == 0
+
+
+def test_a_replay_of_an_attributed_tick_is_not_counted_again() -> None:
+    tally = Tally([])
+
+    assert tally.attributed(NODE, 1, "exact")
+    assert not tally.attributed(NODE, 1, "late")
+    assert tally.summary([Sampled(NODE, 1)], 0, 0).attributed.exact == 1
+
+
+def test_ticks_of_other_producers_on_the_same_kafka_are_not_counted() -> None:
+    tally = _tally(scrape=[1])
+    tally.attributed(NODE, 1, "exact")
+    tally.attributed(OTHER, 1, "none")
+
+    assert tally.summary([Sampled(NODE, 1)], 8, 0).attributed.none == 0
+    assert tally.unattributed([Sampled(NODE, 2)]) == 1
+
+
+def test_the_summary_is_one_object_with_all_its_names() -> None:
+    tally = _tally(scrape=[1, 2], remote_write=[1])
+    tally.attributed(NODE, 1, "exact")
+    tally.attributed(NODE, 2, "late")
+    tally.dead_lettered((b"gpu.samples", b"0", b"7"))
+    tally.dead_lettered((b"gpu.samples", b"0", b"7"))
+    tally.sinks["scrape"].values += 8
+    summary = tally.summary([Sampled(NODE, 2)], 8, 0)
+
+    assert msgspec.json.decode(msgspec.json.encode(summary)) == {
+        "ticks": 2,
+        "samples": 8,
+        "attributed": {"exact": 1, "late": 1, "none": 0},
+        "delivered": {"scrape": 8, "remote_write": 0},
+        "dead_lettered": 1,
+        "dropped": 0,
+        "lost": 1,
+    }
+    assert not summary.ok
+
+
+def test_dropped_ticks_are_those_of_producers_and_sinks() -> None:
+    tally = _tally(scrape=[])
+    tally.sinks["scrape"].dropped += 2
+
+    assert tally.summary([], 0, 3).dropped == 5
