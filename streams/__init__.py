@@ -1,1 +1,6 @@
 """Streams: Kafka -> Kafka."""
+
+STREAMS = {
+    "attribution": "streams.attribution.component:Attribution",
+}
+"""Every stream, as an import string."""
