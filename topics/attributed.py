@@ -6,7 +6,7 @@ import msgspec
 
 from topics import samples
 from topics.samples import Event, Job, Mig, Process, State
-from topics.topic import Name, Topic, UInt, Version
+from topics.topic import Name, Number, Topic, UInt, Version
 
 Attribution = Literal["exact", "late", "none"]
 
@@ -21,9 +21,9 @@ class Workload(msgspec.Struct, frozen=True):
 class Parts(msgspec.Struct, frozen=True, omit_defaults=True):
     """What of a shared device is one holder's, or nobody's."""
 
-    utilization_ratio: int | float | None = None
-    memory_used_bytes: int | float | None = None
-    power_watts: int | float | None = None
+    utilization_ratio: Number | None = None
+    memory_used_bytes: Number | None = None
+    power_watts: Number | None = None
 
 
 class Holder(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -55,7 +55,7 @@ class AttributedDevice(msgspec.Struct, frozen=True, omit_defaults=True):
     minor: UInt | None = None
     state: State = "ok"
     mig: Mig | None = None
-    metrics: dict[str, int | float | None] = {}
+    metrics: dict[str, Number | None] = {}
     processes: tuple[Process, ...] | None = None
     jobs: tuple[Job, ...] | None = None
     events: tuple[Event, ...] | None = None

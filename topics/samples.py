@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-from topics.topic import Name, Topic, UInt, Version
+from topics.topic import Name, Number, Topic, UInt, Version
 
 State = Literal["ok", "lost", "timeout"]
 
@@ -26,7 +26,7 @@ class Process(msgspec.Struct, frozen=True, omit_defaults=True):
     pod_uid: str | None = None
     container_id: str | None = None
     memory_used_bytes: UInt | None = None
-    sm_utilization_ratio: int | float | None = None
+    sm_utilization_ratio: Number | None = None
     job_id: str | None = None
 
 
@@ -57,7 +57,7 @@ class Device(msgspec.Struct, frozen=True, omit_defaults=True):
     minor: UInt | None = None
     state: State = "ok"
     mig: Mig | None = None
-    metrics: dict[str, int | float | None] = {}
+    metrics: dict[str, Number | None] = {}
     processes: tuple[Process, ...] | None = None
     jobs: tuple[Job, ...] | None = None
     events: tuple[Event, ...] | None = None

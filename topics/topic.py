@@ -24,6 +24,9 @@ Name = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9._-]{1,253}\Z", descrip
 UInt = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 """A count, a sequence number or a time in milliseconds since the epoch."""
 
+Number = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] | float
+"""A measured value. Bounded, for an integer of 400 digits is JSON and no float."""
+
 Version = Literal[1]
 
 

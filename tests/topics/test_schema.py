@@ -1,0 +1,116 @@
+"""The JSON Schemas that are given to other readers: fresh, and of one mind with our own."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.topics import records
+from topics import generated, registry, schema
+from topics.decoding import decoder
+from topics.topic import Topic
+
+TOPICS = [topic for topic in registry.load().values() if topic.record is not None]
+
+every_topic = pytest.mark.parametrize("topic", TOPICS, ids=lambda topic: topic.name)
+
+
+def validator(topic: Topic) -> jsonschema.Draft202012Validator:
+    return jsonschema.Draft202012Validator(msgspec.json.decode((schema.FOLDER / f"{topic.name}.json").read_bytes()))
+
+
+def accepted(topic: Topic, record: Any) -> bool:
+    """Whether our own reader takes it."""
+    assert topic.record is not None
+    try:
+        decoder(topic.record)(msgspec.json.encode(record))
+    except msgspec.DecodeError:
+        return False
+    return True
+
+
+def test_the_schemas_in_the_tree_are_those_of_the_record_types() -> None:
+    assert generated.stale(schema.files()) == []
+
+
+def test_the_tree_has_the_schema_of_every_record_and_no_other() -> None:
+    assert {path.name for path in schema.FOLDER.iterdir()} == {f"{topic.name}.json" for topic in TOPICS}
+
+
+@every_topic
+def test_a_schema_is_valid_json_schema(topic: Topic) -> None:
+    assert jsonschema.Draft202012Validator.check_schema(schema.schema(topic)) is None
+
+
+@every_topic
+def test_the_example_is_a_record(topic: Topic) -> None:
+    assert validator(topic).is_valid(topic.example)
+    assert accepted(topic, topic.example)
+
+
+@every_topic
+@settings(suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_every_record_that_the_type_allows_fits_its_schema_and_is_read_back(topic: Topic, data: st.DataObject) -> None:
+    record = data.draw(records.of(topic))
+
+    validator(topic).validate(record)
+    assert topic.record is not None
+    decoded = decoder(topic.record)(records.encoded(record))
+    again = msgspec.json.encode(decoded)
+    assert decoder(topic.record)(again) == decoded
+    assert validator(topic).is_valid(msgspec.json.decode(again))
+
+
+@every_topic
+def test_a_record_without_a_required_field_is_refused_by_schema_and_reader_alike(topic: Topic) -> None:
+    assert topic.record is not None
+    required = [field.name for field in msgspec.structs.fields(topic.record) if field.required]
+
+    assert {"schema", "cluster", "node"} <= set(required)
+    for name in required:
+        for record in ({**topic.example, name: None}, {k: v for k, v in topic.example.items() if k != name}):
+            assert (validator(topic).is_valid(record), accepted(topic, record)) == (False, False)
+
+
+@every_topic
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"schema": 2},
+        {"cluster": ""},
+        {"cluster": "a/b"},
+        {"node": "n" * 254},
+        {"node": "ünode"},
+        {"ts_ms": -1},
+        {"ts_ms": 1.5},
+        {"ts_ms": "1"},
+        {"ts_ms": 2**63},
+    ],
+    ids=str,
+)
+def test_a_field_outside_its_bounds_is_refused_by_schema_and_reader_alike(topic: Topic, wrong: dict[str, Any]) -> None:
+    record = {**topic.example, **wrong}
+
+    assert (validator(topic).is_valid(record), accepted(topic, record)) == (False, False)
+
+
+def test_a_pattern_of_a_schema_uses_no_anchor_that_ecma_262_lacks() -> None:
+    assert not [path.name for path, text in schema.files().items() if r"\\A" in text or r"\\Z" in text]
+
+
+def test_a_topic_without_a_record_type_has_no_schema() -> None:
+    with pytest.raises(ValueError, match=r"gpu\.dead-letters has no record type"):
+        schema.schema(registry.load()["gpu.dead-letters"])
+
+
+def test_the_command_says_that_nothing_is_stale() -> None:
+    command = [sys.executable, "-m", "topics.schema", "--check"]
+
+    assert subprocess.run(command, check=False, cwd=Path(schema.FOLDER).parent.parent).returncode == 0
