@@ -1,0 +1,70 @@
+# One command each; `make` alone lists them. Nothing has to be installed by hand but Python 3.11 or newer.
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+# The newest Python on PATH that is new enough; `make install PYTHON=...` for another one.
+ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
+PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3.11; do \
+	"$$python" -c '$(ENOUGH)' 2>/dev/null && { echo "$$python"; break; }; done)
+
+# More arguments for pytest: make test ARGS="-k attribution -x"
+ARGS ?=
+
+SCRIPTS := .ci/run tests/real/build/build
+GENERATORS := $(patsubst %.py,%,$(subst /,.,$(wildcard topics/schema.py topics/reference.py gpustream/reference.py)))
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test check format bench storm real-servers lock
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+install: $(STAMP) ## make .venv from the lock file, gpustream in it as an editable install
+
+$(STAMP): requirements.lock pyproject.toml
+	@test -n "$(PYTHON)" || { echo "gpustream needs Python 3.11 or newer, and there is none on PATH:" \
+	  "$$(python3 --version 2>&1)" >&2; exit 1; }
+	@"$(PYTHON)" -c '$(ENOUGH)' || { echo "gpustream needs Python 3.11 or newer; $(PYTHON) is" \
+	  "$$("$(PYTHON)" --version 2>&1)" >&2; exit 1; }
+	@"$(PYTHON)" -m venv $(VENV) || { echo "no virtual environment could be made; on Debian and Ubuntu:" \
+	  "apt-get install python3-venv" >&2; exit 1; }
+	$(BIN)/pip install --quiet --disable-pip-version-check --require-hashes --no-deps -r requirements.lock
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+
+demo: install ## everything in one command: a simulated fleet of 4 nodes of 8 GPUs
+	$(BIN)/gpustream run --simulate 4x8
+
+test: install ## unit and property tests, and every real test whose server is at hand; skips are listed at the end
+	$(BIN)/pytest -rs $(ARGS)
+
+check: install ## lint, format, types, imports, schemas, docs and scripts; never writes
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	@for generator in $(GENERATORS); do echo "$$generator --check"; $(BIN)/python -m $$generator --check || exit 1; done
+	@for script in $(SCRIPTS); do echo "bash -n $$script"; bash -n $$script || exit 1; done
+
+format: install ## format the code, mend what lint can mend, write the schemas and the generated docs
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+	@for generator in $(GENERATORS); do echo "$$generator"; $(BIN)/python -m $$generator || exit 1; done
+
+bench: install ## measure: tests/bench
+	$(BIN)/pytest tests/bench -o python_files='bench_*.py' --timeout=1800 -s -rs $(ARGS)
+
+storm: install ## ten minutes of faults against real servers, every record counted
+	GPUSTREAM_STORM_SECONDS=600 $(BIN)/pytest tests/real/test_storm.py --timeout=2400 -s -rs $(ARGS)
+
+real-servers: ## build Apache Kafka and Prometheus for the tests, into $GPUSTREAM_REAL_DIR or ~/.cache/gpustream-real
+	tests/real/build/build
+
+lock: install ## choose the newest allowed versions of all dependencies again: requirements.lock
+	$(PYTHON) -m venv $(VENV)/lock
+	$(VENV)/lock/bin/pip install --quiet --disable-pip-version-check pip-tools==7.6.2
+	env -u PIP_FIND_LINKS -u PIP_NO_INDEX CUSTOM_COMPILE_COMMAND="make lock" $(VENV)/lock/bin/pip-compile --quiet --upgrade --generate-hashes --extra dev \
+	  --all-build-deps --allow-unsafe --strip-extras --no-emit-options --no-emit-index-url --no-emit-find-links \
+	  --no-emit-trusted-host --output-file requirements.lock pyproject.toml
