@@ -41,4 +41,4 @@ def test_every_package_has_hashes() -> None:
 
 
 def test_the_lock_names_no_server_and_no_folder() -> None:
-    assert re.findall(r"https?:|file:|^-|--(?:index|find|extra|trusted)|\s/\w", LOCK, re.MULTILINE) == []
+    assert re.findall(r"https?:|file:/|^-|--(?:index|find|extra|trusted)|\s/\w", LOCK, re.MULTILINE) == []
