@@ -27,8 +27,9 @@ from faust.channels import Channel
 from faust.transport.drivers import aiokafka as driver
 from mode.utils.queues import FlowControlEvent, ThrowableQueue
 
-from streams.reader.consumer import Batch, LosslessConsumer, Reading, Stage
+from streams.reader.consumer import LosslessConsumer
 from streams.reader.ledger import Slot
+from streams.reader.reader import Batch, Client, Reader, Stage
 from streams.reader.watchdog import Deadlines, Pulse, Watchdog, fail_stop
 from topics.sender import Sender
 
@@ -86,14 +87,14 @@ class ReaderApp(faust.App):  # type: ignore[misc]
         self.settings = settings
         self.fail = fail
         self.sender = Sender(settings.kafka, client_id=settings.group, max_batch_bytes=512 * 1024)
-        self.reading = Reading(
+        self.reader = Reader(
             stage,
+            self._deliver,
             inputs=frozenset(settings.inputs),
             states=frozenset(settings.states),
-            deliver=self._deliver,
-            fail=fail,
             max_open_bytes=settings.max_open_bytes,
         )
+        self._answers = 0
         self._beat = 0
         self._ask = asyncio.Event()
         self._watchdog = Watchdog(self._pulse, settings.deadlines, fail=fail)
@@ -106,7 +107,7 @@ class ReaderApp(faust.App):  # type: ignore[misc]
 
     def finish(self, slot: Slot) -> None:
         """The record of this slot needs nothing more."""
-        self.reading.ledger.finish(slot)
+        self.reader.ledger.finish(slot)
 
     def finish_when(self, slot: Slot, acknowledged: Sequence["asyncio.Future[int]"]) -> None:
         """The record of this slot needs nothing more once all these are acknowledged; a failure ends the process."""
@@ -117,7 +118,7 @@ class ReaderApp(faust.App):  # type: ignore[misc]
 
         def done(future: "asyncio.Future[int]") -> None:
             nonlocal left
-            if slot.epoch != self.reading.ledger.epoch:
+            if slot.epoch != self.reader.ledger.epoch:
                 return
             if future.cancelled() or future.exception() is not None:
                 reason = "cancelled" if future.cancelled() else repr(future.exception())
@@ -132,7 +133,7 @@ class ReaderApp(faust.App):  # type: ignore[misc]
 
     def current(self, slot: Slot) -> bool:
         """Whether the slot still counts. Ask again after every await."""
-        return slot.epoch == self.reading.ledger.epoch
+        return slot.epoch == self.reader.ledger.epoch
 
     def ask_ends(self) -> None:
         """Ask the broker at once where the partitions end; the stage is told."""
@@ -155,9 +156,9 @@ class ReaderApp(faust.App):  # type: ignore[misc]
 
     def not_ready(self) -> list[str]:
         """What keeps the reader from reading; empty when it reads."""
-        if not self.reading.ledger.ready:
+        if not self.reader.ledger.ready:
             return ["no partitions assigned yet"]
-        pending = len(self.reading.pending_states())
+        pending = len(self.reader.pending_states())
         return [f"state of {pending} partitions still being read"] if pending else []
 
     async def _until(self, stop: asyncio.Event) -> None:
@@ -167,7 +168,8 @@ class ReaderApp(faust.App):  # type: ignore[misc]
             failed = self.crash_reason or (self._consumer is not None and self._consumer.crash_reason)
             if failed or self.should_stop:
                 stopping.cancel()
-                raise RuntimeError(f"the reader ended by itself: {failed!r}")
+                self.fail(f"the consumer ended by itself: {failed!r}")
+                return
 
     async def _end(self) -> None:
         """Stop, in bounded time: a broker that is away is not waited for."""
@@ -199,35 +201,49 @@ class ReaderApp(faust.App):  # type: ignore[misc]
                 await asyncio.wait_for(self._ask.wait(), _ASK_EVERY_S)
             self._ask.clear()
             self._beat += 1
-            if self.reading.ledger.ready:
+            if self.reader.ledger.ready:
                 await self._ask_once()
             await asyncio.sleep(_ASK_AT_MOST_EVERY_S)
 
     async def _ask_once(self) -> None:
-        ledger, epoch, asked_s = self.reading.ledger, self.reading.ledger.epoch, time.monotonic()
-        asking = asyncio.ensure_future(self.consumer.log_of_broker.ends(list(ledger.positions())))
+        ledger, epoch, asked_s = self.reader.ledger, self.reader.ledger.epoch, time.monotonic()
+        asking = asyncio.ensure_future(self._client().ends(list(ledger.positions())))
         done, _ = await asyncio.wait([asking], timeout=_ASK_EVERY_S * 10)
         if not done:
             asking.cancel()
         elif asking.exception() is not None:
             log.info("where the partitions end is not known: %r", asking.exception())
         elif epoch == ledger.epoch:
-            self.reading.stage.ends(asked_s, asking.result())
+            self.reader.stage.ends(asked_s, asking.result())
+
+    def _client(self) -> Client:
+        if self.reader.client is None:
+            raise RuntimeError("not started")
+        return self.reader.client
+
+    def _answered(self) -> None:
+        self._answers += 1
 
     def _pulse(self) -> Pulse:
-        reading = self.reading
+        ledger = self.reader.ledger
         return Pulse(
             beat=self._beat,
-            progress=reading.ledger.finished,
-            working=reading.ledger.open_bytes > 0,
+            progress=ledger.finished,
+            working=ledger.open_bytes > 0,
             ready=not self.not_ready(),
-            reachable=reading.answers,
+            reachable=self._answers,
         )
 
     # -- Faust's hooks
 
     def _new_transport(self) -> Any:
-        consumer = type("Consumer", (LosslessConsumer,), {"reading": self.reading, "kafka": self.settings.kafka})
+        wiring = {
+            "reader": self.reader,
+            "kafka": self.settings.kafka,
+            "fail": staticmethod(self.fail),
+            "answered": staticmethod(self._answered),
+        }
+        consumer = type("Consumer", (LosslessConsumer,), wiring)
         transport = type("Transport", (driver.Transport,), {"Consumer": consumer})
         return transport(self.conf.broker_consumer, self)
 

@@ -1,0 +1,1 @@
+"""gpu.samples, gpu.allocations and gpu.workloads -> gpu.attributed."""

@@ -1,0 +1,96 @@
+"""Who holds each device of a tick, from a snapshot of the node's containers and what is known of their pods."""
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from streams.attribution.workloads import DraKey, PodName
+from topics.allocations import Allocations, Container
+from topics.attributed import Holder, Workload
+from topics.device_ids import DeviceIndex, UnknownDeviceId, parse
+from topics.samples import Device
+from topics.workloads import Owner, Pod
+
+Pods = Mapping[PodName, Pod | None]
+"""The pods that a snapshot names, as they were at the time of the sample; None: not known."""
+
+
+_CONTROLLERS = (("batch", "Job"), ("apps", "StatefulSet"), ("apps", "Deployment"))
+
+
+class Held(msgspec.Struct, frozen=True):
+    """The holders of each device, by uuid, and the device ids that mean no device in any grammar that is known."""
+
+    holders: dict[str, tuple[Holder, ...]]
+    unknown_ids: tuple[str, ...] = ()
+
+
+def hold(snapshot: Allocations, devices: Sequence[Device], pods: Pods, dra: Mapping[DraKey, str]) -> Held:
+    """The holders of each of ``devices``, each (pod, container, physical device) once, in the snapshot's order."""
+    index = DeviceIndex(devices)
+    found: dict[str, dict[tuple[str, str, str], Holder]] = {}
+    unknown: list[str] = []
+    for container in snapshot.containers:
+        uuids, strange = _devices_of(container, index, dra)
+        unknown += strange
+        for uuid in uuids:
+            key = (container.namespace, container.pod, container.container)
+            found.setdefault(uuid, {}).setdefault(key, _holder(container, pods))
+    return Held({uuid: tuple(holders.values()) for uuid, holders in found.items()}, tuple(unknown))
+
+
+def _devices_of(container: Container, index: DeviceIndex, dra: Mapping[DraKey, str]) -> tuple[list[str], list[str]]:
+    """The uuids of a container's devices that are in the tick, and the ids that could not be read."""
+    ids = list(container.device_ids)
+    ids += [dra[key] for c in container.claims if (key := (c.driver, c.pool, c.device)) in dra]
+    uuids, unknown = [], []
+    for device_id in ids:
+        try:
+            uuid = index.find(parse(device_id))
+        except UnknownDeviceId:
+            unknown.append(device_id)
+        else:
+            if uuid is not None:
+                uuids.append(uuid)
+    return uuids, unknown
+
+
+def _holder(container: Container, pods: Pods) -> Holder:
+    pod = pods.get((container.namespace, container.pod))
+    if pod is None:
+        return Holder(
+            namespace=container.namespace,
+            pod=container.pod,
+            container=container.container,
+            resource=container.resource,
+        )
+    job, statefulset, deployment = _controllers(pod.owners)
+    return Holder(
+        namespace=container.namespace,
+        pod=container.pod,
+        pod_uid=pod.uid,
+        container=container.container,
+        resource=container.resource,
+        workload=_top(pod),
+        job=job,
+        statefulset=statefulset,
+        deployment=deployment,
+        labels=pod.labels,
+        annotations=pod.annotations,
+        namespace_labels=pod.namespace_labels,
+    )
+
+
+def _top(pod: Pod) -> Workload:
+    """The top of the owner chain; a pod that nothing owns is its own workload."""
+    return Workload(pod.owners[-1].kind, pod.owners[-1].name) if pod.owners else Workload("Pod", pod.name)
+
+
+def _controllers(owners: Sequence[Owner]) -> tuple[str | None, str | None, str | None]:
+    """The Job, StatefulSet or Deployment that is nearest to the pod: at most one of the three."""
+    for owner in owners:
+        kind = (owner.api_version.split("/")[0], owner.kind)
+        if kind in _CONTROLLERS:
+            i = _CONTROLLERS.index(kind)
+            return owner.name if i == 0 else None, owner.name if i == 1 else None, owner.name if i == 2 else None
+    return None, None, None

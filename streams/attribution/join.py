@@ -1,0 +1,369 @@
+"""The join of one node: samples wait for the snapshot that they name, and are given its holders.
+
+In: the node's samples, snapshots and workloads in the order of their logs, and what the reader learns about time and
+offsets. Out: attributed samples, in the order of the samples. State: one immutable :class:`NodeState` a node.
+Pure: no clock, no network, no log. Times called ``_s`` are seconds of the reader's monotonic clock.
+
+A sample names the snapshot in force by number, within one run of its producer, so no clock is compared. It waits until
+that snapshot is there, or until it is certain that it never comes: the allocations partition has been read to an end
+that was asked of the broker at least ``grace`` after the sample was read. A node that waited in vain once, or holds too
+many, is not made to wait that long again: any end asked after the sample was read will do, because a snapshot is
+acknowledged before the first sample that names it.
+"""
+
+from collections.abc import Iterator, Mapping
+
+import msgspec
+
+from streams.attribution.holders import Held, hold
+from streams.attribution.workloads import DraKey, Knowledge, PodName, forget_before, learn
+from topics.allocations import Allocations
+from topics.attributed import AttributedDevice, AttributedSample, Attribution, Holder
+from topics.samples import Device, Mig, Sample
+from topics.workloads import NodeWorkloads, Pod
+
+MAX_HELD = 64
+"""How many samples a node may hold before the end of its allocations is asked at once."""
+
+POD_WAIT_S = 2.0
+"""How long the first sample of a pod that the node's workloads do not have yet waits for them."""
+
+_MARK_EVERY_MS = 10_000
+_RUNS = 8
+
+SnapshotId = tuple[int, int]
+"""A snapshot's run_id and seq."""
+
+Inventory = tuple[tuple[str, int | None, Mig | None], ...]
+
+
+class Tick(msgspec.Struct, frozen=True):
+    """A sample that was read: its offset, when it was read, and until when it may wait for the workloads."""
+
+    sample: Sample
+    offset: int
+    read_s: float
+    pods_until_s: float
+
+
+class AllocationsRead(msgspec.Struct, frozen=True):
+    """The allocations have been read to an end that was asked of the broker at ``asked_s``."""
+
+    asked_s: float
+
+
+class Passed(msgspec.Struct, frozen=True):
+    """It is ``now_s``."""
+
+    now_s: float
+
+
+class Committed(msgspec.Struct, frozen=True):
+    """Samples below ``offset`` are finished for good and will not be read again."""
+
+    offset: int
+
+
+class Forget(msgspec.Struct, frozen=True):
+    """Drop the samples that wait; they are read again."""
+
+
+Record = Tick | Allocations | NodeWorkloads | AllocationsRead | Passed | Committed | Forget
+
+
+class Joined(msgspec.Struct, frozen=True):
+    """An attributed sample, and the device ids that could not be read, where its holders were worked out anew."""
+
+    sample: AttributedSample
+    unknown_ids: tuple[str, ...]
+
+
+class Mark(msgspec.Struct, frozen=True):
+    """From this offset on, the node's samples are at or after ``ts_ms`` and ``snapshot``."""
+
+    offset: int
+    ts_ms: int
+    snapshot: SnapshotId | None
+
+
+class Memo(msgspec.Struct, frozen=True):
+    """The last answer, and all that it depends on."""
+
+    snapshot: Allocations
+    inventory: Inventory
+    pods: dict[PodName, Pod | None]
+    dra: Mapping[DraKey, str]
+    held: Held
+
+
+class NodeState(msgspec.Struct, frozen=True):
+    """All that the join remembers of a node."""
+
+    snapshots: dict[SnapshotId, Allocations] = {}
+    snapshot_runs: tuple[int, ...] = ()
+    sample_runs: tuple[int, ...] = ()
+    workloads: Knowledge | None = None
+    held: tuple[Tick, ...] = ()
+    impatient: bool = False
+    allocations_read_s: float = float("-inf")
+    now_s: float = float("-inf")
+    given_up: frozenset[PodName] = frozenset()
+    marks: tuple[Mark, ...] = ()
+    memo: Memo | None = None
+
+
+NEW = NodeState()
+_NO_PODS: dict[PodName, Pod | None] = {}
+_NO_DRA: dict[DraKey, str] = {}
+_replace = msgspec.structs.replace
+
+
+def step(state: NodeState, record: Record, grace_s: float) -> tuple[NodeState, list[Joined]]:
+    """The state after a record, and the samples that it lets go."""
+    if isinstance(record, Tick):
+        state = _replace(state, held=(*state.held, record), sample_runs=_arrived(state.sample_runs, record.sample))
+        if len(state.held) > MAX_HELD and not state.impatient:
+            state = _replace(state, impatient=True)
+        return _release(state, grace_s)
+    if isinstance(record, Allocations):
+        return _release(_with_snapshot(state, record), grace_s)
+    if isinstance(record, NodeWorkloads):
+        return _release(_with_workloads(state, record), grace_s)
+    if isinstance(record, AllocationsRead):
+        read_s = max(state.allocations_read_s, record.asked_s)
+        return _release(_replace(state, allocations_read_s=read_s), grace_s)
+    if isinstance(record, Passed):
+        return _release(_replace(state, now_s=record.now_s), grace_s)
+    if isinstance(record, Committed):
+        return _pruned(state, record.offset), []
+    return _replace(state, held=(), marks=()), []
+
+
+def wants_end(state: NodeState, now_s: float, grace_s: float) -> bool:
+    """Whether the end of the node's allocations has to be asked for its samples to go on."""
+    if not state.held:
+        return False
+    head = state.held[0]
+    wait_s = 0.0 if state.impatient else grace_s
+    return not _has_snapshot(state, head.sample) and now_s >= head.read_s + wait_s > state.allocations_read_s
+
+
+# -- what arrives
+
+
+def _arrived(runs: tuple[int, ...], sample: Sample) -> tuple[int, ...]:
+    """The runs of a node's samples in order of arrival."""
+    return runs if sample.run_id in runs else (*runs, sample.run_id)[-_RUNS:]
+
+
+def _with_snapshot(state: NodeState, snapshot: Allocations) -> NodeState:
+    """The first record of a snapshot counts: it is sent again unchanged."""
+    key = (snapshot.run_id, snapshot.seq)
+    if key in state.snapshots:
+        return _replace(state, impatient=False) if state.impatient else state
+    runs = state.snapshot_runs
+    return _replace(
+        state,
+        snapshots={**state.snapshots, key: snapshot},
+        snapshot_runs=runs if snapshot.run_id in runs else (*runs, snapshot.run_id),
+        impatient=False,
+    )
+
+
+def _with_workloads(state: NodeState, record: NodeWorkloads) -> NodeState:
+    workloads = learn(state.workloads, record)
+    return _replace(
+        state, workloads=workloads, given_up=frozenset(n for n in state.given_up if n not in workloads.lives)
+    )
+
+
+# -- what may go
+
+
+def _release(state: NodeState, grace_s: float) -> tuple[NodeState, list[Joined]]:
+    """Let go the samples at the head that wait for nothing more."""
+    out: list[Joined] = []
+    while state.held:
+        head = state.held[0]
+        if not _has_snapshot(state, head.sample):
+            if not _never_comes(state, head, grace_s):
+                break
+            state = _replace(state, impatient=True)
+        snapshot, attribution = _snapshot(state, head.sample)
+        pods = _pods(state, snapshot, head.sample.ts_ms)
+        missing = _awaited(state, pods)
+        if missing and state.now_s < head.pods_until_s:
+            break
+        state, joined = _joined(state, head, snapshot, attribution, pods)
+        out.append(joined)
+        state = _replace(
+            state,
+            held=state.held[1:],
+            given_up=state.given_up | missing if missing else state.given_up,
+            marks=_marked(state.marks, head),
+        )
+    return state, out
+
+
+def _has_snapshot(state: NodeState, sample: Sample) -> bool:
+    return sample.allocations_seq is None or (sample.run_id, sample.allocations_seq) in state.snapshots
+
+
+def _never_comes(state: NodeState, tick: Tick, grace_s: float) -> bool:
+    """Whether the allocations have been read far enough to know that the snapshot is not among them."""
+    return state.allocations_read_s >= tick.read_s + (0.0 if state.impatient else grace_s)
+
+
+def _snapshot(state: NodeState, sample: Sample) -> tuple[Allocations | None, Attribution]:
+    """The snapshot that a sample names, else the last one known before it."""
+    if sample.allocations_seq is None:
+        return None, "none"
+    named = state.snapshots.get((sample.run_id, sample.allocations_seq))
+    if named is not None:
+        return named, "exact"
+    known = _latest(state, sample.run_id, below=sample.allocations_seq)
+    for run_id in () if known else _runs_before(state, sample.run_id):
+        known = known or _latest(state, run_id)
+    return (known, "late") if known else (None, "none")
+
+
+def _latest(state: NodeState, run_id: int, *, below: int | None = None) -> Allocations | None:
+    seqs = [seq for run, seq in state.snapshots if run == run_id and (below is None or seq < below)]
+    return state.snapshots[run_id, max(seqs)] if seqs else None
+
+
+def _runs_before(state: NodeState, run_id: int) -> Iterator[int]:
+    """The runs that arrived before a run, the last first: by the samples where they tell, else by the snapshots."""
+    samples = state.sample_runs[: state.sample_runs.index(run_id)] if run_id in state.sample_runs else ()
+    yield from reversed(samples)
+    first = samples[0] if samples else run_id
+    if first in state.snapshot_runs:
+        yield from reversed(state.snapshot_runs[: state.snapshot_runs.index(first)])
+    elif not samples:
+        yield from reversed(state.snapshot_runs)
+
+
+def _pods(state: NodeState, snapshot: Allocations | None, ts_ms: int) -> dict[PodName, Pod | None]:
+    """The pods that a snapshot names, as they were at a time."""
+    if snapshot is None or state.workloads is None:
+        return _NO_PODS
+    names = {(c.namespace, c.pod) for c in snapshot.containers}
+    return {name: state.workloads.pod_at(name, ts_ms) for name in names}
+
+
+def _awaited(state: NodeState, pods: Mapping[PodName, Pod | None]) -> frozenset[PodName]:
+    """The pods that are not known yet, but for those already waited for in vain."""
+    if not pods:
+        return frozenset()
+    return frozenset(name for name, pod in pods.items() if pod is None and name not in state.given_up)
+
+
+# -- what goes
+
+
+def _joined(
+    state: NodeState,
+    tick: Tick,
+    snapshot: Allocations | None,
+    attribution: Attribution,
+    pods: dict[PodName, Pod | None],
+) -> tuple[NodeState, Joined]:
+    sample = tick.sample
+    labels = state.workloads.node_labels_at(sample.ts_ms) if state.workloads else {}
+    if snapshot is None:
+        return state, Joined(_attributed(tick, attribution, labels, {}), ())
+    dra = state.workloads.dra_at(sample.ts_ms) if state.workloads else _NO_DRA
+    inventory = tuple([(d.uuid, d.index, d.mig) for d in sample.devices])
+    memo = state.memo
+    if memo and _still(memo, snapshot, inventory, pods, dra):
+        return state, Joined(_attributed(tick, attribution, labels, memo.held.holders), ())
+    held = hold(snapshot, sample.devices, pods, dra)
+    state = _replace(state, memo=Memo(snapshot, inventory, pods, dra, held))
+    return state, Joined(_attributed(tick, attribution, labels, held.holders), held.unknown_ids)
+
+
+def _still(
+    memo: Memo,
+    snapshot: Allocations,
+    inventory: Inventory,
+    pods: Mapping[PodName, Pod | None],
+    dra: Mapping[DraKey, str],
+) -> bool:
+    return (
+        memo.snapshot is snapshot
+        and memo.dra is dra
+        and memo.inventory == inventory
+        and len(memo.pods) == len(pods)
+        and all(pods[name] is pod for name, pod in memo.pods.items() if name in pods)
+    )
+
+
+def _attributed(
+    tick: Tick, attribution: Attribution, node_labels: dict[str, str], holders: Mapping[str, tuple[Holder, ...]]
+) -> AttributedSample:
+    sample = tick.sample
+    return AttributedSample(
+        schema=1,
+        cluster=sample.cluster,
+        node=sample.node,
+        run_id=sample.run_id,
+        seq=sample.seq,
+        ts_ms=sample.ts_ms,
+        allocations_seq=sample.allocations_seq,
+        offset=tick.offset,
+        attribution=attribution,
+        node_labels=node_labels,
+        devices=tuple([_device(device, holders.get(device.uuid, ())) for device in sample.devices]),
+    )
+
+
+def _device(d: Device, holders: tuple[Holder, ...]) -> AttributedDevice:
+    return AttributedDevice(
+        d.uuid, d.index, d.vendor, d.model, d.pci_bus_id, d.minor, d.state, d.mig, d.metrics, d.processes, d.jobs,
+        d.events, holders,
+    )  # fmt: skip
+
+
+# -- what may be forgotten
+
+
+def _marked(marks: tuple[Mark, ...], tick: Tick) -> tuple[Mark, ...]:
+    sample = tick.sample
+    named = None if sample.allocations_seq is None else (sample.run_id, sample.allocations_seq)
+    last = marks[-1] if marks else None
+    if last and last.snapshot == named and 0 <= sample.ts_ms - last.ts_ms < _MARK_EVERY_MS:
+        return marks
+    return (*marks, Mark(tick.offset, sample.ts_ms, named))
+
+
+def _pruned(state: NodeState, offset: int) -> NodeState:
+    """Forget what only samples below ``offset`` could ask for."""
+    marks = state.marks
+    while len(marks) > 1 and marks[1].offset < offset:
+        marks = marks[1:]
+    if len(marks) == len(state.marks) or marks[0].offset >= offset:
+        return state
+    workloads = forget_before(state.workloads, marks[0].ts_ms) if state.workloads else None
+    state = _replace(state, marks=marks, workloads=workloads, memo=None)
+    return _without_older_snapshots(state, marks[0].snapshot)
+
+
+def _without_older_snapshots(state: NodeState, named: SnapshotId | None) -> NodeState:
+    """Keep the snapshot that the last committed sample was given, and what came or may come after it."""
+    if named is None or named not in state.snapshots:
+        return state
+    run_id, seq = named
+    gone = set(state.snapshot_runs[: state.snapshot_runs.index(run_id)])
+    kept = {
+        key: snapshot
+        for key, snapshot in state.snapshots.items()
+        if key[0] not in gone and not (key[0] == run_id and key[1] < seq)
+    }
+    present = {run for run, _ in kept}
+    named_pods = {(c.namespace, c.pod) for snapshot in kept.values() for c in snapshot.containers}
+    return _replace(
+        state,
+        snapshots=kept,
+        snapshot_runs=tuple(run for run in state.snapshot_runs if run in present),
+        given_up=state.given_up & named_pods,
+    )

@@ -1,0 +1,161 @@
+"""What a node's NodeWorkloads records say, kept so that it can be asked as of the time of a sample.
+
+Pods are kept per uid, because a StatefulSet's come back under the same name, and each with the versions that it had,
+because a label may change. Everything here is pure and immutable; times are in ms since the epoch.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+import msgspec
+
+from topics.workloads import NodeWorkloads, Pod
+
+TOLERANCE_MS = 2_000
+"""By how much a node's clock may differ from the API server's before a sample misses its pod."""
+
+T = TypeVar("T")
+
+Versions = tuple[tuple[int, T], ...]
+"""What something was from a time on, in order of time."""
+
+PodName = tuple[str, str]
+"""A pod's namespace and name."""
+
+DraKey = tuple[str, str, str]
+"""A DRA device's driver, pool and name."""
+
+
+class Life(msgspec.Struct, frozen=True):
+    """One pod, by uid: the versions that were known of it, and when it ran."""
+
+    uid: str
+    versions: Versions[Pod]
+    started_ms: int | None
+    ended_ms: int | None
+
+    def distance_ms(self, ts_ms: int) -> int:
+        """How far a time lies outside [started_ms, ended_ms)."""
+        if self.started_ms is not None and ts_ms < self.started_ms:
+            return self.started_ms - ts_ms
+        if self.ended_ms is not None and ts_ms >= self.ended_ms:
+            return ts_ms - self.ended_ms + 1
+        return 0
+
+    def rank(self, ts_ms: int) -> tuple[int, int, str]:
+        """Among several lives of one name the lowest is meant: the nearest in time, then the one that began last."""
+        return self.distance_ms(ts_ms), -(self.started_ms or 0), self.uid
+
+
+class Knowledge(msgspec.Struct, frozen=True):
+    """Everything known of a node's pods."""
+
+    epoch: int
+    seq: int
+    node_labels: Versions[dict[str, str]]
+    dra: Versions[dict[DraKey, str]]
+    lives: dict[PodName, tuple[Life, ...]]
+
+    def pod_at(self, name: PodName, ts_ms: int) -> Pod | None:
+        """The pod of that name that ran at a time, in the version of that time, or None."""
+        lives = [life for life in self.lives.get(name, ()) if life.distance_ms(ts_ms) <= TOLERANCE_MS]
+        if not lives:
+            return None
+        life = lives[0] if len(lives) == 1 else min(lives, key=lambda life: life.rank(ts_ms))
+        return at(life.versions, ts_ms)
+
+    def node_labels_at(self, ts_ms: int) -> dict[str, str]:
+        """The node's labels at a time."""
+        return at(self.node_labels, ts_ms)
+
+    def dra_at(self, ts_ms: int) -> dict[DraKey, str]:
+        """The UUIDs of the DRA devices at a time."""
+        return at(self.dra, ts_ms)
+
+
+def at(versions: Versions[T], ts_ms: int) -> T:
+    """The version with the greatest time at or before ``ts_ms``, else the earliest."""
+    i = bisect_right(versions, ts_ms, key=lambda version: version[0])
+    return versions[max(0, i - 1)][1]
+
+
+def learn(known: Knowledge | None, record: NodeWorkloads) -> Knowledge:
+    """What is known after a record. One of an older epoch, or an older or the same one again, changes nothing."""
+    if known is not None and (record.epoch, record.seq) <= (known.epoch, known.seq):
+        return known
+    dra = {(d.driver, d.pool, d.device): d.uuid for d in record.dra_devices}
+    return Knowledge(
+        epoch=record.epoch,
+        seq=record.seq,
+        node_labels=_add(known.node_labels if known else (), record.ts_ms, record.node_labels),
+        dra=_add(known.dra if known else (), record.ts_ms, dra),
+        lives=_learn_pods(known.lives if known else {}, record),
+    )
+
+
+def forget_before(known: Knowledge, ts_ms: int) -> Knowledge:
+    """Drop what no sample at or after a time can ask for."""
+    lives = {}
+    for name, pods in known.lives.items():
+        kept = tuple(
+            msgspec.structs.replace(life, versions=_since(life.versions, ts_ms))
+            for life in pods
+            if life.ended_ms is None or life.ended_ms + TOLERANCE_MS >= ts_ms
+        )
+        if kept:
+            lives[name] = kept
+    return msgspec.structs.replace(
+        known, lives=lives, node_labels=_since(known.node_labels, ts_ms), dra=_since(known.dra, ts_ms)
+    )
+
+
+def _learn_pods(lives: Mapping[PodName, tuple[Life, ...]], record: NodeWorkloads) -> dict[PodName, tuple[Life, ...]]:
+    learned = dict(lives)
+    for pod in record.pods:
+        name = (pod.namespace, pod.name)
+        learned[name] = _with_pod(learned.get(name, ()), pod, record.ts_ms)
+    present = {pod.uid for pod in record.pods}
+    for name, pods in learned.items():
+        if any(life.uid not in present and life.ended_ms is None for life in pods):
+            learned[name] = tuple(_ended(life, record.ts_ms) if life.uid not in present else life for life in pods)
+    return learned
+
+
+def _with_pod(pods: tuple[Life, ...], pod: Pod, ts_ms: int) -> tuple[Life, ...]:
+    life = next((life for life in pods if life.uid == pod.uid), None)
+    versions = _add(life.versions if life else (), ts_ms, pod, same=_looks_the_same)
+    started = pod.started_ms if pod.started_ms is not None else (life.started_ms if life else None)
+    new = Life(pod.uid, versions, started, pod.ended_ms)
+    return (*(other for other in pods if other.uid != pod.uid), new)
+
+
+def _ended(life: Life, ts_ms: int) -> Life:
+    """A pod that the cluster knows no more has ended, at the latest by the record that does not have it."""
+    return life if life.ended_ms is not None else msgspec.structs.replace(life, ended_ms=ts_ms)
+
+
+def _looks_the_same(a: Pod, b: Pod) -> bool:
+    return (a.labels, a.annotations, a.namespace_labels, a.owners) == (
+        b.labels,
+        b.annotations,
+        b.namespace_labels,
+        b.owners,
+    )
+
+
+def _equal(a: T, b: T) -> bool:
+    return a == b
+
+
+def _add(versions: Versions[T], ts_ms: int, value: T, *, same: Callable[[T, T], bool] = _equal) -> Versions[T]:
+    """The versions with one more, where it differs from what held at its time."""
+    i = bisect_right(versions, ts_ms, key=lambda version: version[0])
+    if i and same(versions[i - 1][1], value):
+        return versions
+    return (*versions[:i], (ts_ms, value), *versions[i:])
+
+
+def _since(versions: Versions[T], ts_ms: int) -> Versions[T]:
+    i = bisect_right(versions, ts_ms, key=lambda version: version[0])
+    return versions[max(0, i - 1) :]

@@ -1,0 +1,269 @@
+"""Reads inputs and state without losing a record, whatever the group does.
+
+In: the records of assigned partitions. Out: batches for an agent, and commits of finished prefixes.
+State: a ledger of what was read and is not finished, and what this process holds of the state topics.
+
+- Positions are set by one loop alone, each partition explicitly, and until then nothing is taken.
+- A record out of sequence is not believed the first time: it may have been fetched before a seek.
+- Inputs wait until the state of their partition has been learned to where it ended at the assignment.
+- Only finished prefixes are committed.
+- Whatever is awaited may come back in another epoch, and is then worth nothing.
+
+On failure: what the broker may yet answer is tried again; anything else ends the process, and reading again is the
+recovery.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import Any, Protocol
+
+from aiokafka.errors import KafkaError
+
+from streams.reader import start
+from streams.reader.ledger import Ledger, Partition, Slot
+
+log = logging.getLogger(__name__)
+
+Batch = list[tuple[Slot, Any]]
+"""Records of one partition in offset order, each with its slot."""
+
+NOT_OURS = (KafkaError, AssertionError)
+"""What the client raises for a partition that has been taken away, or a broker that has not answered yet."""
+
+_FETCH_S = 0.5
+_COMMIT_ON_REVOKE_S = 5.0
+_RETRY_S = 0.2
+_IDLE_S = 0.05
+
+
+class Client(start.Log, Protocol):
+    """The group's consumer: what it has, what it gives, and where it reads."""
+
+    def assignment(self) -> set[Partition]:
+        """The partitions that are ours now."""
+
+    def flowing(self) -> bool:
+        """Whether records may be taken: not in the middle of a rebalance."""
+
+    async def fetch(self, active: set[Partition], timeout_s: float) -> Mapping[Partition, list[Any]]:
+        """Records of these partitions, in order; none when none came in time."""
+
+    async def seek(self, positions: Mapping[Partition, int]) -> None:
+        """Read on from these offsets."""
+
+    async def position(self, tp: Partition) -> int:
+        """The next offset to be given, past whatever holds no record."""
+
+    async def commit(self, offsets: Mapping[Partition, int]) -> bool:
+        """Commit; False where the group has moved on."""
+
+
+class Stage(Protocol):
+    """What works on the records, told of everything that ends or bounds that work."""
+
+    def forget(self) -> None:
+        """Drop what is unfinished: the partitions go, or are read again."""
+
+    def drop(self, partitions: frozenset[int]) -> None:
+        """Drop the state of these partition numbers."""
+
+    def committed(self, offsets: Mapping[Partition, int]) -> None:
+        """The broker has committed these offsets."""
+
+    def ends(self, asked_s: float, ends: Mapping[Partition, int]) -> None:
+        """Where the assigned partitions end, asked of the broker at ``asked_s`` of the monotonic clock."""
+
+
+class Reader:
+    """Reads the topics of ``inputs``, which are committed, and of ``states``, which each process reads for itself.
+
+    ``deliver`` takes a batch, waiting for room; ``compacted`` are topics whose holes are believed at once;
+    ``max_open_bytes`` bounds what is read and not finished.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        deliver: Callable[[Batch], Awaitable[None]],
+        *,
+        inputs: frozenset[str],
+        states: frozenset[str],
+        compacted: frozenset[str] = frozenset(),
+        max_open_bytes: int,
+    ) -> None:
+        self.stage, self.deliver = stage, deliver
+        self.inputs, self.states, self.compacted, self.max_open_bytes = inputs, states, compacted, max_open_bytes
+        self.client: Client | None = None
+        self.ledger = Ledger()
+        self.commits: dict[Partition, int] = {}
+        self.state_ends: dict[Partition, int] = {}
+        self.holes = self.lost = self.rebalances = 0
+        self._held = start.Held()
+        self._waiting: set[int] = set()
+        self._full = False
+        self._doubted: set[tuple[Partition, int]] = set()
+        self._committing: asyncio.Task[bool] | None = None
+
+    # -- offsets
+
+    async def commit(self) -> bool:
+        """Commit every input's finished prefix. One at a time: a second caller waits for the first."""
+        if self._committing is None or self._committing.done():
+            self._committing = asyncio.create_task(self._commit_prefixes())
+        await asyncio.wait([self._committing])
+        return not self._committing.cancelled() and self._committing.exception() is None and self._committing.result()
+
+    async def _commit_prefixes(self) -> bool:
+        epoch = self.ledger.epoch
+        offsets = {
+            tp: offset
+            for tp, offset in self.ledger.positions().items()
+            if tp.topic in self.inputs and self.commits.get(tp) != offset
+        }
+        if not offsets or not await self._client().commit(offsets):
+            return False
+        if epoch == self.ledger.epoch:
+            self.commits |= offsets
+            self.stage.committed(offsets)
+        return True
+
+    # -- assignment
+
+    async def revoked(self) -> None:
+        """Partitions go: commit what is finished, in bounded time, and let everything else go."""
+        committing = asyncio.ensure_future(self.commit())
+        await asyncio.wait([committing], timeout=_COMMIT_ON_REVOKE_S)
+        self.rebalances += 1
+        self.end_epoch()
+
+    def end_epoch(self) -> None:
+        """Positions are unknown until the loop has set them; what is unfinished is read again."""
+        if self.ledger.ready:
+            states = {tp: at for tp, at in self.ledger.positions().items() if tp.topic in self.states}
+            self._held = start.Held(states, dict(self.commits))
+        self.ledger.forget()
+        self.stage.forget()
+
+    def pending_states(self) -> list[Partition]:
+        """The state partitions that are not learned to where they ended at the assignment."""
+        positions = self.ledger.positions()
+        return [tp for tp, end in self.state_ends.items() if positions.get(tp, end) < end]
+
+    # -- the loop
+
+    async def turn(self) -> None:
+        """One turn of the loop: wait for the group, set positions, or read."""
+        if not self._client().flowing():
+            await asyncio.sleep(_IDLE_S)
+        elif not self.ledger.ready:
+            await self._position()
+        else:
+            await self._read()
+
+    async def _position(self) -> None:
+        """Set every position, or none: an assignment that changes meanwhile is positioned anew."""
+        client, epoch = self._client(), self.ledger.epoch
+        assigned = client.assignment()
+        inputs = {tp for tp in assigned if tp.topic in self.inputs}
+        states = {tp for tp in assigned if tp.topic in self.states}
+        try:
+            found = await start.find(client, inputs, states, self._held)
+            if epoch != self.ledger.epoch or assigned != client.assignment():
+                return
+            await client.seek(found.positions)
+        except NOT_OURS as error:
+            log.info("positions not set, trying again: %r", error)
+            await asyncio.sleep(_RETRY_S)
+            return
+        if epoch == self.ledger.epoch:
+            self._begin(found)
+
+    def _begin(self, found: start.Start) -> None:
+        for tp, offset in found.lost.items():
+            self.lost += max(0, found.positions[tp] - offset)
+            log.error("%s %s: offset %s is not in the log; reading on from %s", *tp, offset, found.positions[tp])
+        ours = {tp.partition for tp in found.state_ends}
+        self.stage.drop(found.fresh | ({tp.partition for tp in self._held.states} - ours))
+        self.ledger.begin(found.positions)
+        self.commits = {tp: offset for tp, offset in found.positions.items() if tp.topic in self.inputs}
+        self.state_ends = dict(found.state_ends)
+        self._doubted.clear()
+        self._waiting = ours
+        log.info("reading %s partitions, %s of them state", len(found.positions), len(found.state_ends))
+
+    async def _read(self) -> None:
+        self._release()
+        active = self._active()
+        if not active:
+            await asyncio.sleep(_IDLE_S)
+            return
+        epoch = self.ledger.epoch
+        records = await self._client().fetch(active, _FETCH_S)
+        if self._waiting and not records:
+            await self._step_over_markers()
+        for tp in sorted(records, key=lambda tp: tp.topic not in self.states):  # state first
+            if epoch != self.ledger.epoch:
+                return
+            await self._take(tp, records[tp])
+
+    def _active(self) -> set[Partition]:
+        """What is to be fetched: state always, an input once its state is learned and there is room."""
+        return {
+            tp
+            for tp in self.ledger.positions()
+            if tp.topic in self.states or not (self._full or tp.partition in self._waiting)
+        }
+
+    def _release(self) -> None:
+        """Let inputs flow whose state is learned; hold all back while too many bytes are open."""
+        if self._waiting:
+            self._waiting &= {tp.partition for tp in self.pending_states()}
+        limit = self.max_open_bytes // 2 if self._full else self.max_open_bytes
+        self._full = self.ledger.open_bytes >= limit
+
+    async def _step_over_markers(self) -> None:
+        """A partition may end in markers that no reader is given: the client's position tells that nothing is left."""
+        for tp in self.pending_states():
+            try:
+                position = await self._client().position(tp)
+            except NOT_OURS:
+                return
+            if position >= self.state_ends.get(tp, 0) and not self.ledger.open_in(tp):
+                self.state_ends.pop(tp, None)
+
+    async def _take(self, tp: Partition, records: Iterable[Any]) -> None:
+        batch: Batch = []
+        for record in records:
+            expected = self.ledger.expected(tp)
+            if expected is None:
+                break
+            if record.offset < expected or (tp.topic not in self.states and tp.partition in self._waiting):
+                continue
+            if record.offset > expected and not await self._believe(tp, expected, record.offset):
+                break
+            size = len(record.value or b"") + len(record.key or b"")
+            batch.append((self.ledger.admit(tp, record.offset, size), record))
+        if batch:
+            await self.deliver(batch)
+
+    async def _believe(self, tp: Partition, expected: int, offset: int) -> bool:
+        """Whether a hole is real. The first time, look again: the records may have been fetched before a seek."""
+        if tp.topic in self.compacted:
+            return True
+        if (tp, expected) in self._doubted:
+            self._doubted.discard((tp, expected))
+            self.holes += 1
+            log.warning("%s %s: no records from %s to %s", *tp, expected, offset - 1)
+            return True
+        self._doubted.add((tp, expected))
+        try:
+            await self._client().seek({tp: expected})
+        except NOT_OURS:
+            self.end_epoch()
+        return False
+
+    def _client(self) -> Client:
+        if self.client is None:
+            raise RuntimeError("the reader has no client yet")
+        return self.client
