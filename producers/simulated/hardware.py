@@ -1,0 +1,184 @@
+"""The GPUs that a simulated node may have, and how its devices appear to NVML and to its kubelet.
+
+In: a node's place in the fleet. Out: its devices, and the units of them that pods can be given.
+A GPU in MIG mode stays a device: NVML still answers its power, temperature, clocks and energy, refuses its utilization,
+and tells its memory to privileged callers only. Its instances are devices of their own, of which NVML tells the memory.
+So memory, too, adds up over a node's devices.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from producers.simulated import names
+
+MIB = 1024 * 1024
+
+Flavour = Literal["plain", "shared", "mig"]
+
+REPLICAS = 4
+"""How many pods a shared GPU is offered to."""
+
+
+class Slice(NamedTuple):
+    """A MIG instance of a layout: its profile, its GPU instance id, and its share of the memory."""
+
+    profile: str
+    gpu_instance: int
+    memory_share: float
+
+
+MIG_LAYOUT = (
+    Slice("3g.40gb", 2, 4 / 8),
+    Slice("2g.20gb", 3, 2 / 8),
+    Slice("1g.10gb", 9, 1 / 8),
+    Slice("1g.10gb", 10, 1 / 8),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A GPU model: watts, MHz, bytes; ``fan`` and ``memory_sensor`` say whether it has one."""
+
+    name: str
+    memory_bytes: int
+    reserved_bytes: int
+    power_limit_watts: float
+    idle_watts: float
+    idle_mhz: int
+    boost_mhz: int
+    memory_mhz: int
+    idle_pstate: int
+    pcie_bytes_per_second: float
+    instance_type: str
+    mig: bool = False
+    fan: bool = False
+    memory_sensor: bool = True
+    remaps_rows: bool = True
+
+
+MODELS = (
+    Model(
+        "NVIDIA H100 80GB HBM3", 81559 * MIB, 551 * MIB, 700.0, 68.0, 345, 1980, 2619, 0, 5.5e10, "p5.48xlarge", True
+    ),
+    Model("NVIDIA L40S", 46068 * MIB, 473 * MIB, 350.0, 34.0, 210, 2520, 9001, 8, 2.8e10, "g6e.48xlarge"),
+    Model(
+        "NVIDIA A100-SXM4-80GB", 81920 * MIB, 636 * MIB, 400.0, 56.0, 210, 1410, 1593, 0, 2.8e10, "p4de.24xlarge", True
+    ),
+    Model(
+        "NVIDIA RTX 6000 Ada Generation",
+        49140 * MIB,
+        509 * MIB,
+        300.0,
+        22.0,
+        210,
+        2505,
+        10001,
+        8,
+        2.8e10,
+        "bare-metal-8x6000ada",
+        fan=True,
+        memory_sensor=False,
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A device as NVML shows it. ``slice_of`` is the position of its parent among the node's devices."""
+
+    uuid: str
+    index: int
+    pci_bus_id: str
+    model: Model
+    mig_mode: bool = False
+    slice_of: int | None = None
+    slice: Slice | None = None
+
+    @property
+    def memory_bytes(self) -> int:
+        """The memory of the device; of a MIG instance, its share."""
+        share = self.slice.memory_share if self.slice else 1.0
+        return int(self.model.memory_bytes * share)
+
+    def identity(self, parent_uuid: str | None) -> dict[str, Any]:
+        """What a sample says of the device beside its readings."""
+        mig = None
+        if self.slice is not None:
+            mig = {
+                "uuid": self.uuid,
+                "parent_uuid": parent_uuid,
+                "gpu_instance": self.slice.gpu_instance,
+                "compute_instance": 0,
+                "profile": self.slice.profile,
+            }
+        return {
+            "uuid": self.uuid,
+            "index": self.index,
+            "vendor": "nvidia",
+            "model": self.model.name,
+            "pci_bus_id": self.pci_bus_id,
+            "minor": self.index,
+            "state": "ok",
+            "mig": mig,
+        }
+
+
+class Unit(NamedTuple):
+    """What a pod can be given: a device plugin's id, its resource, and the position of the device in its node."""
+
+    device_id: str
+    resource: str
+    device: int
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The hardware of one node. ``devices`` is in NVML's order, each GPU followed by its MIG instances."""
+
+    flavour: Flavour
+    model: Model
+    devices: tuple[Device, ...]
+    units: tuple[Unit, ...]
+    labels: dict[str, str]
+
+
+def machine(cluster: str, seed: int, index: int, gpus: int) -> Machine:
+    """The hardware of the node number ``index``: of five, three have whole GPUs, one shares them, one cuts some up."""
+    flavour: Flavour = ("plain", "shared", "plain", "mig", "plain")[index % 5]
+    model = MODELS[index // 2 % len(MODELS)] if flavour != "mig" else MODELS[index // 5 % 2 * 2]
+    devices: list[Device] = []
+    for gpu in range(gpus):
+        cut = flavour == "mig" and gpu % 2 == 0
+        uuid = names.device_uuid("GPU", cluster, seed, index, gpu)
+        bus = f"{0 if gpu < 16 else 1:08X}:{(0x0A + 0x0F * (gpu % 16)) & 0xFF:02X}:00.0"
+        parent = len(devices)
+        devices.append(Device(uuid, gpu, bus, model, mig_mode=cut))
+        for part in MIG_LAYOUT if cut else ():
+            mig_uuid = names.device_uuid("MIG", cluster, seed, index, gpu, part.gpu_instance)
+            devices.append(Device(mig_uuid, gpu, bus, model, slice_of=parent, slice=part))
+    units = tuple(unit for at, device in enumerate(devices) for unit in _units(device, at, flavour))
+    return Machine(flavour, model, tuple(devices), units, _labels(cluster, index, gpus, flavour, model))
+
+
+def _units(device: Device, at: int, flavour: Flavour) -> tuple[Unit, ...]:
+    if device.mig_mode:
+        return ()
+    if device.slice is not None:
+        return (Unit(device.uuid, f"nvidia.com/mig-{device.slice.profile}", at),)
+    if flavour == "shared":
+        return tuple(Unit(f"{device.uuid}::{n}", "nvidia.com/gpu.shared", at) for n in range(REPLICAS))
+    return (Unit(device.uuid, "nvidia.com/gpu", at),)
+
+
+def _labels(cluster: str, index: int, gpus: int, flavour: Flavour, model: Model) -> dict[str, str]:
+    region = ("us-east-1", "eu-central-1", "ap-northeast-1")[int(names.fraction("region", cluster) * 3)]
+    product = model.name.replace(" ", "-") + ("-SHARED" if flavour == "shared" else "")
+    return {
+        "kubernetes.io/arch": "amd64",
+        "topology.kubernetes.io/region": region,
+        "topology.kubernetes.io/zone": f"{region}{'abc'[index % 3]}",
+        "node.kubernetes.io/instance-type": model.instance_type,
+        "nvidia.com/gpu.product": product,
+        "nvidia.com/gpu.count": str(gpus),
+        "nvidia.com/gpu.sharing-strategy": "time-slicing" if flavour == "shared" else "none",
+    }

@@ -1,0 +1,52 @@
+"""Identities as NVIDIA and Kubernetes make them, each a pure function of what it identifies.
+
+Source: Kubernetes' apimachinery for the alphabet of generated suffixes, which has no vowels, and for how the hash of a
+pod template is written in it.
+"""
+
+import hashlib
+import random
+import uuid
+
+_ALPHABET = "bcdfghjklmnpqrstvwxz2456789"
+
+
+def digest(*parts: object) -> bytes:
+    """32 bytes that stand for ``parts``; equal parts give equal bytes on every machine."""
+    return hashlib.blake2b("\x1f".join(map(str, parts)).encode(), digest_size=32).digest()
+
+
+def generator(*parts: object) -> random.Random:
+    """A random generator of its own for what ``parts`` name."""
+    return random.Random(int.from_bytes(digest(*parts)[:8], "big"))
+
+
+def fraction(*parts: object) -> float:
+    """A number in [0, 1) that stands for ``parts``."""
+    return int.from_bytes(digest(*parts)[:6], "big") / 2**48
+
+
+def object_uid(*parts: object) -> str:
+    """The uid of a Kubernetes object: a version 4 UUID."""
+    return str(uuid.UUID(bytes=digest("uid", *parts)[:16], version=4))
+
+
+def device_uuid(prefix: str, *parts: object) -> str:
+    """The UUID of a GPU (``prefix`` GPU) or of a MIG device (MIG), lower hex 8-4-4-4-12."""
+    return f"{prefix}-{uuid.UUID(bytes=digest(prefix, *parts)[:16])}"
+
+
+def suffix(*parts: object) -> str:
+    """The 5 characters that Kubernetes appends to a generated name."""
+    return "".join(_ALPHABET[byte % len(_ALPHABET)] for byte in digest("suffix", *parts)[:5])
+
+
+def template_hash(*parts: object) -> str:
+    """The hash of a pod template, as in the name of a ReplicaSet: a decimal number in the alphabet of suffixes."""
+    number = str(int.from_bytes(digest("template", *parts)[:4], "big"))
+    return "".join(_ALPHABET[ord(digit) % len(_ALPHABET)] for digit in number)
+
+
+def container_id(*parts: object) -> str:
+    """A container runtime's id: 64 hex digits."""
+    return digest("container", *parts).hex()

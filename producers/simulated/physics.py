@@ -1,0 +1,235 @@
+"""How a GPU answers to what runs on it: load, memory, power, heat, clocks and counters.
+
+In: the pods that hold a GPU, from when and until when. Out: the metrics and processes of a sample.
+State: what the GPU did since the last redraw. Between two redraws everything is constant, but for energy, which is the
+integral of power, and temperature, which follows power with a lag. A GPU is redrawn at fixed times and when a pod comes
+or goes, so that its values are a function of the time since the start, whenever they are read.
+"""
+
+import math
+import random
+from dataclasses import dataclass
+from typing import Any
+
+from producers.simulated.hardware import MIB, REPLICAS, Device, Model
+from producers.simulated.pods import Container, Pod
+
+REDRAW_MS = 1_000
+LOADING_MS = 8_000
+"""How long a pod takes to fill its memory."""
+
+GPU_IDLE, POWER_CAP, THERMAL_SLOWDOWN = 0x1, 0x4, 0x20
+"""Bits of clock_event_reasons."""
+
+_HEAT_LAG_MS = 25_000.0
+_PAGE = 2 * MIB
+
+
+@dataclass(slots=True)
+class Load:
+    """One container on one device: its share of it, and what it does until the next redraw."""
+
+    pod: Pod
+    container_id: str
+    pid: int
+    share: float
+    activity: float = 0.0
+    memory_bytes: int = 0
+
+    def process(self, *, utilization: bool) -> dict[str, Any]:
+        """Its process as NVML shows it, with its pod; NVML has no utilization of processes in MIG mode."""
+        row = {
+            "pid": self.pid,
+            "pod_uid": self.pod.uid,
+            "container_id": self.container_id,
+            "memory_used_bytes": self.memory_bytes,
+        }
+        return {**row, "sm_utilization_ratio": self.activity} if utilization else row
+
+
+class Part:
+    """What NVML has of its own for a GPU or a MIG instance: memory, processes, and their sum of activity."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.loads: list[Load] = []
+        self.utilization = 0.0
+        self.used_bytes = 0
+        self.reserved_bytes = int(device.model.reserved_bytes * (device.memory_bytes / device.model.memory_bytes))
+
+    def begin(self, pod: Pod, container: Container, position: int) -> None:
+        """``container`` of ``pod`` has the device at ``position`` from now on."""
+        held = sum(unit.device == position for unit in container.units)
+        shared = container.units[0].resource.endswith(".shared")
+        pid = 2_000 + int(container.container_id[:6], 16) % 4_000_000
+        self.loads.append(Load(pod, container.container_id, pid, held / REPLICAS if shared else 1.0))
+
+    def end(self, pod: Pod) -> None:
+        """``pod`` has let go."""
+        self.loads = [load for load in self.loads if load.pod is not pod]
+
+    def redraw(self, now_ms: int, chance: random.Random) -> None:
+        """What each container does from now on. Where they want more than there is, each gets less."""
+        for load in self.loads:
+            load.activity = activity(load.pod, now_ms, chance.random()) * (1.0 if load.share == 1.0 else 0.5)
+            load.memory_bytes = memory(load, self.device.memory_bytes, now_ms)
+        wanted = sum(load.activity for load in self.loads)
+        for load in self.loads:
+            load.activity = round(load.activity / max(wanted, 1.0), 2)
+        self.utilization = min(1.0, round(sum((load.activity for load in self.loads), 0.0), 2))
+        overhead = 3 * MIB + 12 * MIB * len(self.loads)
+        self.used_bytes = overhead + sum(load.memory_bytes for load in self.loads)
+
+    def video(self) -> float:
+        """The activity of what encodes and decodes video."""
+        return sum(load.activity for load in self.loads if load.pod.template.name == "video-edge")
+
+    def memory(self) -> dict[str, int]:
+        """The memory of the device; used, free and reserved add up to total."""
+        total = self.device.memory_bytes
+        return {
+            "memory_used_bytes": self.used_bytes,
+            "memory_free_bytes": total - self.used_bytes - self.reserved_bytes,
+            "memory_total_bytes": total,
+            "memory_reserved_bytes": self.reserved_bytes,
+        }
+
+
+def activity(pod: Pod, now_ms: int, chance: float) -> float:
+    """How busy a pod keeps its device, 0 to 1: by its kind of work, its age and a ``chance`` in [0, 1)."""
+    age_ms = now_ms - pod.start_ms
+    if age_ms < LOADING_MS / 2:
+        return 0.0
+    match pod.template.activity:
+        case "busy":
+            return 0.97 - 0.12 * chance if chance > 0.04 else 0.15
+        case "serving":
+            wave = math.sin(2 * math.pi * (age_ms / 90_000 + pod.seed))
+            return min(1.0, max(0.0, 0.5 + 0.3 * wave + 0.3 * (chance - 0.5)))
+        case "bursty":
+            period_ms = 20_000 + 40_000 * pod.seed
+            return 0.75 + 0.25 * chance if age_ms % period_ms < 0.4 * period_ms else 0.02 * chance
+        case "idle":
+            return 0.05 if chance > 0.98 else 0.0
+
+
+def memory(load: Load, total_bytes: int, now_ms: int) -> int:
+    """The bytes that a container's process has on the device: it loads for a while, and then keeps what it has."""
+    wanted = {"busy": 0.7, "serving": 0.8, "bursty": 0.35, "idle": 0.05}[load.pod.template.activity]
+    loaded = min(1.0, 0.02 + (now_ms - load.pod.start_ms) / LOADING_MS)
+    share = (wanted + 0.15 * load.pod.seed) * loaded * load.share
+    return max(1, int(total_bytes * share) // _PAGE) * _PAGE
+
+
+class Gpu:
+    """A physical GPU: itself, or, in MIG mode, its instances with what they have in common."""
+
+    def __init__(self, devices: list[Device], chance: random.Random) -> None:
+        self.device = devices[0]
+        self.parts = [Part(device) for device in (devices[1:] if self.device.mig_mode else devices)]
+        self._chance = chance
+        self._model: Model = self.device.model
+        self._drawn_ms = 0
+        self._warmth = 26.0 + 4.0 * chance.random()
+        self._fragile = chance.random() < 0.05
+        self.power_watts = self._model.idle_watts
+        self._energy_joules = float(chance.randrange(10**8))
+        self._temperature = self._warmth
+        self._drawn = False
+        self.load = self.video = 0.0
+        self.corrected = self.replays = 0
+        self.remapped = int(chance.random() < 0.02)
+        self._spread = 0.5
+
+    def redraw(self, now_ms: int) -> None:
+        """What the GPU does from now on, after ``now_ms`` minus the last redraw of what it did."""
+        self._energy_joules, self._temperature = self.energy_joules(now_ms), self.temperature(now_ms)
+        first, self._drawn = not self._drawn, True
+        self._drawn_ms = now_ms
+        for part in self.parts:
+            part.redraw(now_ms, self._chance)
+        self._spread = spread = self._chance.random()
+        whole = self._model.memory_bytes
+        self.load = min(1.0, sum(part.utilization * part.device.memory_bytes for part in self.parts) / whole)
+        self.video = sum(part.video() for part in self.parts)
+        wanted = (0.06 if self.occupied() else 0.0) + self.load * (0.80 + 0.18 * spread)
+        room = self._model.power_limit_watts - self._model.idle_watts
+        self.power_watts = round(self._model.idle_watts * (0.97 + 0.06 * spread) + room * min(0.97, wanted), 3)
+        if first:
+            self._temperature = self._target()
+        if self._fragile and spread > 0.999:
+            self.corrected += 1
+            self.replays += 1
+
+    def occupied(self) -> bool:
+        """Whether anything runs on it."""
+        return any(part.loads for part in self.parts)
+
+    def energy_joules(self, now_ms: int) -> float:
+        """The energy since the driver was loaded: the integral of power."""
+        return self._energy_joules + self.power_watts * (now_ms - self._drawn_ms) / 1000
+
+    def temperature(self, now_ms: int) -> float:
+        """The temperature in degrees Celsius: it nears, with a lag, what the power would bring it to."""
+        target = self._target()
+        return target + (self._temperature - target) * math.exp((self._drawn_ms - now_ms) / _HEAT_LAG_MS)
+
+    def _target(self) -> float:
+        return self._warmth + 48.0 * self.power_watts / self._model.power_limit_watts
+
+    def common(self, now_ms: int) -> dict[str, float]:
+        """The metrics that a GPU has in every mode."""
+        model, spread = self._model, self._spread
+        heat = int(self.temperature(now_ms))
+        clock = self._clock_hz()
+        rate = model.pcie_bytes_per_second * self.load
+        found: dict[str, float] = {
+            "power_watts": self.power_watts,
+            "power_limit_watts": model.power_limit_watts,
+            "energy_joules_total": round(self.energy_joules(now_ms), 3),
+            "temperature_celsius": heat,
+            "graphics_clock_hz": clock,
+            "sm_clock_hz": clock,
+            "memory_clock_hz": (405 if self._asleep() else model.memory_mhz) * 1_000_000,
+            "pcie_tx_bytes_per_second": int(rate * 0.04 * spread + 40_000 * (1 + spread)),
+            "pcie_rx_bytes_per_second": int(rate * 0.10 * spread + 150_000 * (1 + spread)),
+            "pcie_replays_total": self.replays,
+            "ecc_corrected_volatile_total": self.corrected,
+            "ecc_uncorrected_volatile_total": 0,
+            "clock_event_reasons": self._reasons(heat),
+            "performance_state": model.idle_pstate if not self.occupied() else 0,
+        }
+        if model.memory_sensor:
+            found["memory_temperature_celsius"] = heat + 6 + int(6 * self.load)
+        if model.fan:
+            found["fan_speed_ratio"] = round(min(1.0, max(0.3, (heat - 20) / 65)), 2)
+        return found
+
+    def unshared(self) -> dict[str, float]:
+        """The metrics that NVML refuses in MIG mode."""
+        found: dict[str, float] = {
+            "gpu_utilization_ratio": self.parts[0].utilization,
+            "memory_controller_utilization_ratio": round(self.load * (0.3 + 0.3 * self._spread), 2),
+            "encoder_utilization_ratio": min(1.0, round(0.5 * self.video, 2)),
+            "decoder_utilization_ratio": min(1.0, round(0.7 * self.video, 2)),
+        }
+        if self._model.remaps_rows:
+            found["remapped_rows_correctable_total"] = self.remapped
+            found["remapped_rows_uncorrectable_total"] = 0
+            found["row_remap_pending"] = found["row_remap_failure"] = 0
+        return found
+
+    def _asleep(self) -> bool:
+        return self._model.idle_pstate > 0 and not self.occupied()
+
+    def _clock_hz(self) -> int:
+        if not self.occupied():
+            return self._model.idle_mhz * 1_000_000
+        megahertz = self._model.boost_mhz * (1.0 - 0.12 * self.load * self._spread)
+        return int(megahertz) // 15 * 15 * 1_000_000
+
+    def _reasons(self, heat: int) -> int:
+        if self.load == 0:
+            return GPU_IDLE
+        capped = self.power_watts > 0.95 * self._model.power_limit_watts
+        return (POWER_CAP if capped else 0) | (THERMAL_SLOWDOWN if heat >= 85 else 0)

@@ -1,0 +1,215 @@
+"""The pods of a simulated fleet: what runs, who owns it, and how long it lives.
+
+In: a template, and the pod's place in the fleet. Out: a pod with its names, owners, labels and devices.
+Times are milliseconds since the fleet's start; those before it are negative.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
+
+from producers.simulated import names
+from producers.simulated.hardware import Unit
+
+Activity = Literal["busy", "idle", "bursty", "serving"]
+Kind = Literal["Deployment", "Job", "CronJob", "StatefulSet", "DaemonSet", "RayCluster", "Pod"]
+
+
+class Template(NamedTuple):
+    """A workload: ``units`` it may ask for, ``life`` of its pods as a multiple of the fleet's mean, its containers."""
+
+    kind: Kind
+    name: str
+    namespace: str
+    team: str
+    activity: Activity
+    units: tuple[int, ...]
+    life: float
+    containers: tuple[str, ...] = ("main",)
+
+
+TEMPLATES = (
+    Template("Job", "finetune-bert", "ml-research", "research", "busy", (1, 2, 4, 8), 1.0, ("pytorch",)),
+    Template("Deployment", "llm-gateway", "serving", "platform", "serving", (1, 2), 1.2, ("vllm",)),
+    Template("StatefulSet", "vector-index", "search", "search", "serving", (1,), 1.5, ("milvus",)),
+    Template("Pod", "jupyter-ana", "notebooks", "research", "idle", (1,), 0.8, ("notebook",)),
+    Template("CronJob", "nightly-eval", "ml-research", "research", "busy", (1, 2), 0.4, ("eval",)),
+    Template("RayCluster", "ray-tune", "ml-research", "research", "bursty", (1, 2), 0.8, ("ray-worker",)),
+    Template("Deployment", "embedder", "search", "search", "bursty", (2,), 1.0, ("triton", "reranker")),
+    Template("DaemonSet", "video-edge", "media", "media", "bursty", (1,), 4.0, ("transcode",)),
+    Template("Job", "pretrain-vision", "vision", "vision", "busy", (4, 8), 1.5, ("trainer", "evaluator")),
+    Template("StatefulSet", "feature-server", "vision", "vision", "bursty", (1, 2), 1.0, ("server",)),
+    Template("Pod", "jupyter-tomo", "notebooks", "vision", "idle", (1,), 0.6, ("notebook",)),
+    Template("Deployment", "speech-to-text", "media", "media", "serving", (1,), 0.9, ("whisper",)),
+)
+
+_API_VERSIONS = {
+    "ReplicaSet": "apps/v1",
+    "Deployment": "apps/v1",
+    "StatefulSet": "apps/v1",
+    "DaemonSet": "apps/v1",
+    "Job": "batch/v1",
+    "CronJob": "batch/v1",
+    "RayCluster": "ray.io/v1",
+}
+
+
+class Container(NamedTuple):
+    """A container of a pod and what it was given."""
+
+    name: str
+    container_id: str
+    units: tuple[Unit, ...]
+
+    def devices(self) -> tuple[int, ...]:
+        """The positions of its devices in the node, each once: it may hold several replicas of one GPU."""
+        return tuple(dict.fromkeys(unit.device for unit in self.units))
+
+
+@dataclass(frozen=True)
+class Pod:
+    """A pod of one node. It runs in [start_ms, end_ms); the API server tells of both ends a little later."""
+
+    template: Template
+    namespace: str
+    name: str
+    uid: str
+    start_ms: int
+    end_ms: int
+    known_ms: int
+    end_known_ms: int
+    containers: tuple[Container, ...]
+    labels: dict[str, str]
+    owners: tuple[dict[str, str], ...]
+    seed: float = field(default=0.0)
+
+    @property
+    def workload(self) -> dict[str, str]:
+        """The kind and name at the top of the pod's owner chain; its own where it has no owner."""
+        if not self.owners:
+            return {"kind": "Pod", "name": self.name}
+        return {"kind": self.owners[-1]["kind"], "name": self.owners[-1]["name"]}
+
+    @cached_property
+    def holders(self) -> dict[str, dict[str, Any]]:
+        """What the truth says of each of its containers, by the container's name."""
+        pod = {"namespace": self.namespace, "pod": self.name, "pod_uid": self.uid}
+        tail = {"workload": self.workload, "labels": self.labels}
+        return {container.name: {**pod, "container": container.name, **tail} for container in self.containers}
+
+    @cached_property
+    def allocated(self) -> tuple[dict[str, Any], ...]:
+        """What the kubelet says of its containers."""
+        pod = {"namespace": self.namespace, "pod": self.name}
+        return tuple(
+            {
+                **pod,
+                "container": container.name,
+                "resource": container.units[0].resource,
+                "device_ids": [unit.device_id for unit in container.units],
+            }
+            for container in self.containers
+        )
+
+    def known(self, at_ms: int, start_ms: int) -> dict[str, Any]:
+        """What the API server says of it at ``at_ms``, for a fleet that started at ``start_ms`` since the epoch."""
+        ended = self.end_known_ms <= at_ms
+        row = {
+            "namespace": self.namespace,
+            "name": self.name,
+            "uid": self.uid,
+            "phase": self._last_phase() if ended else "Running",
+            "started_ms": max(0, start_ms + self.start_ms),
+            "labels": self.labels,
+            "namespace_labels": {"kubernetes.io/metadata.name": self.namespace, "team": self.template.team},
+            "owners": self.owners,
+        }
+        return {**row, "ended_ms": max(0, start_ms + self.end_ms)} if ended else row
+
+    def _last_phase(self) -> str:
+        return "Succeeded" if self.template.kind in ("Job", "CronJob") else "Failed"
+
+
+class Place(NamedTuple):
+    """Where in the fleet a pod is: the node, which of its tenants, and the number of the pod among that tenant's."""
+
+    cluster: str
+    seed: int
+    node: int
+    tenant: int
+    number: int
+
+
+def pod(template: Template, place: Place, start_ms: int, end_ms: int, units: Sequence[Unit]) -> Pod:
+    """The pod that runs ``template`` at ``place``, with its identity and the delays of the API server."""
+    name, owners, extra = _identity(template, place, start_ms)
+    known_ms = start_ms + int(1500 * names.fraction("known", *place))
+    return Pod(
+        template=template,
+        namespace=template.namespace,
+        name=name,
+        uid=names.object_uid("pod", *place),
+        start_ms=start_ms,
+        end_ms=end_ms,
+        known_ms=known_ms,
+        end_known_ms=max(known_ms, end_ms + int(1500 * names.fraction("ended", *place))),
+        containers=_containers(template, place, units),
+        labels={"app": template.name, "team": template.team, **extra},
+        owners=tuple(owners),
+        seed=names.fraction("activity", *place),
+    )
+
+
+def _containers(template: Template, place: Place, units: Sequence[Unit]) -> tuple[Container, ...]:
+    """The units shared out: every container after the first gets one, while there are enough."""
+    extra = min(len(template.containers), len(units)) - 1
+    shares = [tuple(units[extra:]), *((unit,) for unit in units[:extra])]
+    return tuple(
+        Container(name, names.container_id(name, *place), share)
+        for name, share in zip(template.containers, shares, strict=False)
+    )
+
+
+def _identity(template: Template, place: Place, start_ms: int) -> tuple[str, list[dict[str, str]], dict[str, str]]:
+    """A pod's name, its owners from the pod upward, and the labels that its controller adds."""
+    fleet = (place.cluster, place.seed, template.namespace, template.name)
+    base, five = _base(template, place), names.suffix("pod", *place)
+    match template.kind:
+        case "Deployment":
+            tag = names.template_hash(*fleet)
+            owners = [_owner("ReplicaSet", f"{base}-{tag}", *fleet), _owner("Deployment", base, *fleet)]
+            return f"{base}-{tag}-{five}", owners, {"pod-template-hash": tag}
+        case "Job":
+            job = f"{base}-{names.suffix('job', *place)}"
+            return f"{job}-{five}", [_owner("Job", job, *fleet)], {"batch.kubernetes.io/job-name": job}
+        case "CronJob":
+            job = f"{base}-{_cron_minute(place, start_ms)}"
+            owners = [_owner("Job", job, *fleet), _owner("CronJob", base, *fleet)]
+            return f"{job}-{five}", owners, {"batch.kubernetes.io/job-name": job}
+        case "StatefulSet":
+            name = f"{base}-{place.node * 100 + place.tenant}"
+            return name, [_owner("StatefulSet", base, *fleet)], {"statefulset.kubernetes.io/pod-name": name}
+        case "DaemonSet":
+            tag = names.template_hash(*fleet)
+            return f"{base}-{five}", [_owner("DaemonSet", base, *fleet)], {"controller-revision-hash": tag}
+        case "RayCluster":
+            return f"{base}-worker-{five}", [_owner("RayCluster", base, *fleet)], {"ray.io/cluster": base}
+        case "Pod":
+            return f"{base}-{place.node}-{place.tenant}-{place.number}", [], {}
+
+
+def _base(template: Template, place: Place) -> str:
+    """The workload's name; each fleet has its own, so that pods without a generated suffix differ too."""
+    return f"{template.name}-{names.suffix('fleet', place.cluster, place.seed)}"
+
+
+def _owner(kind: str, name: str, *fleet: object) -> dict[str, str]:
+    uid = names.object_uid(kind, name, *fleet)
+    return {"api_version": _API_VERSIONS[kind], "kind": kind, "name": name, "uid": uid}
+
+
+def _cron_minute(place: Place, start_ms: int) -> int:
+    """The minute a CronJob's run was due, counted from an epoch of the fleet's own, as in the name of its Job."""
+    epoch = 29_000_000 + int(1_000_000 * names.fraction("cron", place.cluster, place.seed))
+    return epoch + start_ms // 60_000
