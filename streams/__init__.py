@@ -4,3 +4,8 @@ STREAMS = {
     "attribution": "streams.attribution.component:Attribution",
 }
 """Every stream, as an import string."""
+
+STREAMS = {
+    "attribution": "streams.attribution.component:Attribution",
+}
+"""Every stream, as an import string of its component."""
