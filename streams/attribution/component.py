@@ -6,6 +6,7 @@ On failure: what can't be decoded or sent goes to gpu.dead-letters; an output th
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import defaultdict, deque
@@ -37,6 +38,7 @@ SAMPLES, ALLOCATIONS, WORKLOADS = "gpu.samples", "gpu.allocations", "gpu.workloa
 OUTPUT, DEAD_LETTERS = "gpu.attributed", "gpu.dead-letters"
 
 _LOOK_EVERY_S = 0.2
+_ASK_BROKER_EVERY_S = 1.0
 
 
 class AttributionSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,7 +66,9 @@ class Attribution:
     async def run(self, stop: asyncio.Event) -> None:
         """Check the topics, then attribute until ``stop`` is set."""
         s = self._settings
-        checked = await broker.check(s.kafka, (SAMPLES, ALLOCATIONS, WORKLOADS, OUTPUT, DEAD_LETTERS))
+        checked = await self._checked(stop)
+        if checked is None:
+            return
         reads = ReaderSettings(
             group=s.group,
             kafka=s.kafka,
@@ -86,6 +90,25 @@ class Attribution:
             await app.run(stop)
         finally:
             looking.cancel()
+
+    async def _checked(self, stop: asyncio.Event) -> broker.Checked | None:
+        """The topics, once the broker answers; None when stopped before."""
+        names = (SAMPLES, ALLOCATIONS, WORKLOADS, OUTPUT, DEAD_LETTERS)
+        deadline_s = time.monotonic() + self._settings.start_timeout_s
+        while not stop.is_set():
+            try:
+                checked = await broker.check(self._settings.kafka, names)
+            except broker.BrokerUnavailable as error:
+                if time.monotonic() > deadline_s:
+                    raise
+                log.info("waiting for Kafka: %s", error)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(stop.wait(), _ASK_BROKER_EVERY_S)
+            else:
+                for mismatch in checked.harmless:
+                    log.warning("%s", mismatch)
+                return checked
+        return None
 
     def not_ready(self) -> list[str]:
         """What keeps it from attributing; empty when it does."""
