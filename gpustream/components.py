@@ -1,11 +1,10 @@
 """Components by name: found, loaded and configured without importing any before it is wanted.
 
-A component is a class with ``name``, ``registry``, ``run(stop)`` and ``not_ready()``, made from one frozen dataclass of
+A component is a class with ``name``, ``registry``, ``run(stop)`` and ``not_ready()``, made from one frozen record of
 settings whose fields are named as the options are (``grace_s`` is ``--grace``, ``buffer_bytes`` is ``--buffer``).
 """
 
 import asyncio
-import dataclasses
 import importlib
 import importlib.util
 import inspect
@@ -48,7 +47,7 @@ def load(target: str) -> Any:
 
 
 def settings_type(component: type[Any]) -> type[Any]:
-    """The dataclass that a component is made from: the type of its constructor's first parameter."""
+    """The record of settings that a component is made from: the type of its constructor's first parameter."""
     hints = typing.get_type_hints(component.__init__)
     first = next(iter(inspect.signature(component).parameters))
     kind: type[Any] = hints[first]
@@ -62,12 +61,11 @@ def settings(component: type[Any], options: Mapping[str, Any]) -> Any:
     """
     kind = settings_type(component)
     given: dict[str, Any] = {}
-    for field in dataclasses.fields(kind):
-        value = options.get(field.name, options.get(option_of(field.name)))
-        if value is not None or field.name in options:
-            given[field.name] = value
-    optional = {f.name for f in dataclasses.fields(kind) if f.default is not dataclasses.MISSING}
-    return kind(**{key: value for key, value in given.items() if value is not None or key not in optional})
+    for name, parameter in inspect.signature(kind).parameters.items():
+        value = options.get(name, options.get(option_of(name)))
+        if value is not None or parameter.default is inspect.Parameter.empty:
+            given[name] = value
+    return kind(**given)
 
 
 def option_of(field: str) -> str:

@@ -1,0 +1,183 @@
+"""The command line: ``gpustream run | produce | stream | sink | topics``.
+
+A command that runs a component names it by import string, loads it only when it is wanted, and is absent where the
+component does not exist.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import click
+
+from gpustream import components, logs
+from gpustream import options as o
+from gpustream.command import Argument, Command
+from gpustream.options import option, stack
+from producers import PRODUCERS
+from sinks import SINKS
+from streams import STREAMS
+from topics.topic import PARTITIONS, REPLICATION_FACTOR
+
+
+@click.group(epilog="gpustream COMMAND --help says more, with an example.")
+@click.version_option(package_name="gpustream")
+def main() -> None:
+    """GPU telemetry as a stream: which pod, Job or team uses which GPU.
+
+    Every option has one environment variable, whatever the command: --session-timeout is GPUSTREAM_SESSION_TIMEOUT.
+    Durations are written 500ms, 30s, 15m, 2h (a bare number is seconds), sizes 64KiB, 4MiB.
+
+    Exit codes: 0 done, 1 failed, 2 wrong usage, 70 stopped itself to be restarted.
+    """
+
+
+@main.group()
+def produce() -> None:
+    """Read GPUs and pods, and send what they say to Kafka."""
+
+
+@main.group()
+def sink() -> None:
+    """Take gpu.attributed from Kafka to where it is wanted."""
+
+
+class Served(NamedTuple):
+    """A command that runs one component for as long as the process lives."""
+
+    group: click.Group
+    name: str
+    registry: Mapping[str, str]
+    help: str
+    example: str
+    options: tuple[o.Decorator[Any], ...]
+
+
+SERVED = (
+    Served(
+        group=produce,
+        name="simulated",
+        registry=PRODUCERS,
+        help="A fleet that is not there: nodes, GPUs, pods that come and go, and a kubelet that lags.",
+        example="gpustream produce simulated --kafka 127.0.0.1:9092 --fleet 100x8 --seed 1 --truth truth.jsonl",
+        options=(
+            option("--fleet", type=o.FLEET_SIZE, default="4x8", help="So many nodes of so many GPUs."),
+            o.simulation,
+        ),
+    ),
+    Served(
+        group=sink,
+        name="remote-write",
+        registry=SINKS,
+        help="Every value to Prometheus, Mimir or any other remote-write receiver, once.",
+        example=(
+            "gpustream sink remote-write --kafka 127.0.0.1:9092 --url http://127.0.0.1:9090/api/v1/write\n"
+            "gpustream sink remote-write --kafka kafka-0:9092,kafka-1:9092 --url https://mimir/api/v1/push \\\n"
+            "    --header 'X-Scope-OrgID: ml' --bearer-token-file /etc/gpustream/token"
+        ),
+        options=(
+            option("--url", type=o.URL, required=True, help="Where to write to, as given."),
+            o.receiver,
+            o.naming,
+            o.consuming,
+            o.start_from("1h"),
+        ),
+    ),
+    Served(
+        group=sink,
+        name="scrape",
+        registry=SINKS,
+        help="The latest value of every series, for Prometheus to scrape.",
+        example="gpustream sink scrape --kafka 127.0.0.1:9092 --scrape-listen 0.0.0.0:9400 --names dcgm",
+        options=(
+            option(
+                "--scrape-listen",
+                type=o.LISTEN,
+                default="127.0.0.1:9400",
+                help="Where the GPUs' /metrics is served; --listen stays this process's own.",
+            ),
+            o.naming,
+            o.consuming,
+            o.start_from("latest"),
+        ),
+    ),
+)
+
+
+def _serving(target: Callable[[dict[str, Any]], str], *options: o.Decorator[Any], **attributes: Any) -> click.Command:
+    """A command that runs the component that ``target`` names, given the options."""
+
+    def check(given: dict[str, Any]) -> list[str]:
+        return components.mistakes(components.load(target(given)), given)
+
+    def callback(**given: Any) -> None:
+        from gpustream import serve
+
+        logs.setup(given["log_format"])
+        component = components.load(target(given))
+        settings = components.settings(component, given)
+        raise SystemExit(serve.serve(lambda: component(settings), given["listen"]))
+
+    return click.command(cls=Command, check=check, **attributes)(stack(*options)(callback))
+
+
+def _add_served(row: Served) -> None:
+    target = row.registry.get(row.name, "")
+    if components.exists(target):
+        options = (o.everywhere, *row.options)
+        row.group.add_command(_serving(lambda _: target, *options, name=row.name, help=row.help, example=row.example))
+
+
+def _add_stream() -> None:
+    names = [name for name, target in STREAMS.items() if components.exists(target)]
+    if not names:
+        return
+    command = _serving(
+        lambda given: STREAMS[given["name"]],
+        click.argument("name", cls=Argument, type=click.Choice(names), default="attribution"),
+        o.everywhere,
+        option("--grace", type=o.DURATION, default="10s", help="How long a sample waits for the snapshot it names."),
+        o.membership,
+        name="stream",
+        help="Join samples with the pods that held the GPUs, and send gpu.attributed.",
+        example="gpustream stream attribution --kafka 127.0.0.1:9092 --instance-id attribution-0",
+    )
+    main.add_command(command)
+
+
+for _row in SERVED:
+    _add_served(_row)
+_add_stream()
+for _group in (produce, sink):
+    if not _group.commands:
+        main.commands.pop(str(_group.name))
+
+
+@main.group()
+def topics() -> None:
+    """Create the topics, or compare them with what they should be."""
+
+
+@topics.command(cls=Command, example="gpustream topics create --kafka 127.0.0.1:9092 --replication-factor 1")
+@o.KAFKA
+@option("--partitions", type=click.IntRange(min=1), default=PARTITIONS, help="Of every topic; can't grow later.")
+@option(
+    "--replication-factor", type=click.IntRange(min=1), default=REPLICATION_FACTOR, help="Copies of every partition."
+)
+@o.LOG_FORMAT
+def create(kafka: str, partitions: int, replication_factor: int, log_format: logs.Format) -> None:
+    """Create the topics that are missing, with the settings they need. Changes none that is there."""
+    from gpustream import topic_commands
+
+    logs.setup(log_format)
+    raise SystemExit(topic_commands.create(kafka, partitions, replication_factor))
+
+
+@topics.command("list", cls=Command, example="gpustream topics list --kafka 127.0.0.1:9092")
+@o.KAFKA
+@o.LOG_FORMAT
+def list_(kafka: str, log_format: logs.Format) -> None:
+    """Compare the broker's topics with what they should be. Exit code 1 if any differs or is missing."""
+    from gpustream import topic_commands
+
+    logs.setup(log_format)
+    raise SystemExit(topic_commands.compare(kafka))

@@ -1,0 +1,63 @@
+"""``topics create`` and ``topics list`` against brokers that are there, and one that is not."""
+
+from collections.abc import Iterator
+
+import pytest
+from click.testing import CliRunner, Result
+
+from gpustream import topic_commands
+from gpustream.cli import main
+from gpustream.embedded import EmbeddedBroker, every_topic
+from topics import broker, registry
+from topics.broker import Found
+
+NOWHERE = "127.0.0.1:1"
+
+
+@pytest.fixture(scope="module")
+def embedded() -> Iterator[str]:
+    """A broker with every topic."""
+    with EmbeddedBroker() as running:
+        running.start(every_topic())
+        yield running.address
+
+
+def _topics(*args: str) -> Result:
+    return CliRunner().invoke(main, ["topics", *args])
+
+
+def test_a_row_says_what_is_missing_or_wrong() -> None:
+    topics = list(registry.load().values())
+    found = {topic.name: Found(4) for topic in topics if topic.name != "gpu.alerts"} | {"gpu.workloads": Found(8)}
+    table = {row.topic: row for row in topic_commands.rows(topics, found, broker.mismatches(topics, found))}
+
+    assert table["gpu.samples"].verdict == "yes"
+    assert table["gpu.alerts"].verdict == "missing"
+    assert table["gpu.alerts"].partitions == "-"
+    assert table["gpu.workloads"].verdict == "its number of partitions is 8, must be 4, as gpu.samples has"
+
+
+def test_a_piped_list_is_tab_separated_and_0_where_all_is_well(embedded: str) -> None:
+    result = _topics("list", "--kafka", embedded)
+
+    lines = [line.split("\t") for line in result.stdout.splitlines()]
+    assert result.exit_code == 0
+    assert lines[1] == ["gpu.samples", "cluster/node", "4", "delete", "24 h", "yes"]
+    assert len(lines) == 1 + len(registry.load())
+    assert "settings were not compared" in result.stderr
+
+
+def test_topics_cannot_be_created_on_a_broker_without_settings(embedded: str) -> None:
+    result = _topics("create", "--kafka", embedded, "--partitions", "4")
+
+    assert result.exit_code == 1
+    assert "can't be created" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["list", "create"])
+def test_a_broker_that_is_not_there_is_one_sentence(command: str) -> None:
+    result = _topics(command, "--kafka", NOWHERE)
+
+    assert result.exit_code == 1
+    assert NOWHERE in result.stderr
+    assert "Traceback" not in result.stderr
