@@ -1,0 +1,242 @@
+"""The simulated fleet as a producer: it reads its nodes as time passes, and sends what they say.
+
+In: a fleet's size and seed. Out: gpu.samples, gpu.allocations and gpu.workloads, and the truth as a file.
+State: the nodes, and what of theirs is not yet acknowledged.
+On failure: see the publishers; a truth that can't be written ends it.
+"""
+
+import asyncio
+import contextlib
+import heapq
+import logging
+import math
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+from producers import instruments as shared
+from producers.publisher import Buffer, NodePublisher
+from producers.sending import RecordSender
+from producers.simulated import instruments as own
+from producers.simulated import truth
+from producers.simulated.clock import FleetClock
+from producers.simulated.fleet import Fleet, parse_size
+from producers.workloads import WorkloadsPublisher
+from topics.instruments import Instruments
+from topics.sender import Sender
+
+log = logging.getLogger(__name__)
+
+DRAIN_S = 4.0
+SHORTEST_INTERVAL_S = 0.01
+SMALLEST_BUFFER_BYTES = 256 * 1024
+UNREADY_AFTER_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """``fleet`` is NODESxGPUS. ``interval``, ``buffer``, ``pod_life`` and ``duration`` are seconds; ``buffer_bytes`` is
+    shared by all nodes. ``truth`` is a file that lines are appended to. It ends after ``duration``, or after ``ticks``
+    of every node; None: not by itself. Raises ValueError, in one message, for what can't be."""
+
+    kafka: str
+    cluster: str = "default"
+    fleet: str = "100x8"
+    seed: int = 1
+    interval: float = 1.0
+    truth: Path | None = None
+    buffer: float = 900.0
+    buffer_bytes: int = 256 * 1024 * 1024
+    pod_life: float = 300.0
+    duration: float | None = None
+    ticks: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check everything, so that all mistakes are told at once."""
+        mistakes = [mistake for mistake in self._mistakes() if mistake]
+        if mistakes:
+            raise ValueError("; ".join(mistakes))
+
+    def _mistakes(self) -> Iterator[str]:
+        if not self.interval >= SHORTEST_INTERVAL_S:
+            yield f"interval {self.interval} s: it must be at least {SHORTEST_INTERVAL_S} s"
+        if not (self.buffer > 0 and self.buffer_bytes > 0):
+            yield "buffer: it must be above 0, in time and in bytes"
+        yield _mistake(lambda: parse_size(self.fleet))
+        yield _mistake(lambda: Fleet(1, 1, cluster=self.cluster, seed=self.seed, pod_life_s=self.pod_life))
+
+    def made(self) -> Fleet:
+        """The fleet that they describe."""
+        nodes, gpus = parse_size(self.fleet)
+        return Fleet(nodes, gpus, cluster=self.cluster, seed=self.seed, pod_life_s=self.pod_life)
+
+
+def _mistake(build: Callable[[], object]) -> str:
+    """What building something says is wrong with it; empty where nothing is."""
+    try:
+        build()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+class FleetSender(RecordSender, Protocol):
+    """What the fleet needs of :class:`topics.sender.Sender`."""
+
+    async def start(self) -> None:
+        """Connect, for as long as it takes."""
+
+    async def stop(self, timeout_s: float = 5.0) -> None:
+        """Let go."""
+
+
+class SimulatedFleet:
+    """The component ``produce simulated``. ``sender`` and ``clock`` are for tests."""
+
+    name = "simulated"
+
+    def __init__(
+        self, settings: Settings, *, sender: FleetSender | None = None, clock: FleetClock | None = None
+    ) -> None:
+        self._settings = settings
+        self._fleet = settings.made()
+        self._instruments = Instruments((*shared.INSTRUMENTS, *own.INSTRUMENTS))
+        self.registry = self._instruments.registry
+        self._clock = clock or FleetClock()
+        self._sender = sender or Sender(settings.kafka, client_id=f"gpustream-{self.name}")
+        self._connected = False
+        self._nodes = [self._fleet.node(index) for index in range(self._fleet.nodes)]
+        share = max(SMALLEST_BUFFER_BYTES, settings.buffer_bytes // self._fleet.nodes)
+        buffer = Buffer(max_bytes=share, max_age_s=settings.buffer)
+        self._publishers = [self._publisher(node.name, buffer) for node in self._nodes]
+        self._workloads = WorkloadsPublisher(
+            self._sender, self._instruments, cluster=settings.cluster, epoch=self._clock.start_ms
+        )
+
+    def not_ready(self) -> list[str]:
+        """Why it is not ready; empty where it is."""
+        if not self._connected:
+            return [f"no Kafka broker has answered at {self._settings.kafka} yet"]
+        waited_s = max(publisher.waited_s() for publisher in self._publishers)
+        return [f"a tick has waited {waited_s:.0f} s for Kafka"] if waited_s > UNREADY_AFTER_S else []
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Read and send until ``stop`` is set or the limit is reached, then send what is left, for at most 4 s."""
+        try:
+            with self._truth() as file:
+                async with self._background():
+                    await self._tick(stop, file)
+                    await self._drain()
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from failures
+        finally:
+            await self._sender.stop(0.5)
+
+    def _publisher(self, node: str, buffer: Buffer) -> NodePublisher:
+        return NodePublisher(
+            self._sender,
+            self._instruments,
+            cluster=self._settings.cluster,
+            node=node,
+            run_id=self._clock.start_ms,
+            buffer=buffer,
+        )
+
+    @contextlib.contextmanager
+    def _truth(self) -> Iterator[BinaryIO | None]:
+        if self._settings.truth is None:
+            yield None
+            return
+        with self._settings.truth.open("ab") as file:
+            yield file
+
+    @contextlib.asynccontextmanager
+    async def _background(self) -> AsyncIterator[None]:
+        """What runs beside the ticks; a failure in it ends them."""
+        async with asyncio.TaskGroup() as group:
+            running = [group.create_task(publisher.run()) for publisher in self._publishers]
+            running += [group.create_task(part()) for part in (self._connect, self._workloads.run, self._tell)]
+            yield
+            for task in running:
+                task.cancel()
+
+    async def _connect(self) -> None:
+        await self._sender.start()
+        self._connected = True
+
+    async def _tick(self, stop: asyncio.Event, file: BinaryIO | None) -> None:
+        """Read each node at its own time within every interval."""
+        interval_ms = round(self._settings.interval * 1000)
+        order = sorted((self._fleet.phase_ms(index, interval_ms), index) for index in range(self._fleet.nodes))
+        began_ms = self._clock.elapsed_ms()
+        limit_ms = math.inf if self._settings.duration is None else began_ms + 1000 * self._settings.duration
+        number, made = began_ms // interval_ms, 0
+        while self._settings.ticks is None or made < self._settings.ticks:
+            for phase_ms, index in order:
+                if not await self._wait(stop, number * interval_ms + phase_ms, limit_ms):
+                    return
+                self._read(index, file)
+            made += 1
+            late = self._clock.elapsed_ms() // interval_ms - number - 1
+            if late > 0:
+                self._instruments.counter(own.MISSED).inc(late * len(order))
+            number += 1 + max(0, late)
+
+    async def _wait(self, stop: asyncio.Event, due_ms: int, limit_ms: float) -> bool:
+        """Wait for ``due_ms`` since the start; False where the stop or ``limit_ms`` comes first."""
+        while not stop.is_set():
+            elapsed_ms = self._clock.elapsed_ms()
+            if elapsed_ms >= limit_ms:
+                return False
+            if elapsed_ms >= due_ms:
+                await asyncio.sleep(0)
+                return True
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout((min(due_ms, limit_ms) - elapsed_ms) / 1000):
+                    await stop.wait()
+        return False
+
+    def _read(self, index: int, file: BinaryIO | None) -> None:
+        node, publisher = self._nodes[index], self._publishers[index]
+        elapsed_ms = self._clock.elapsed_ms()
+        reading, ts_ms = node.read(elapsed_ms), self._clock.start_ms + elapsed_ms
+        seq = publisher.publish(ts_ms, reading.devices, reading.containers)
+        if file is not None:
+            rows = truth.rows(
+                reading,
+                cluster=self._settings.cluster,
+                node=node.name,
+                run_id=publisher.run_id,
+                seq=seq,
+                ts_ms=ts_ms,
+            )
+            file.write(truth.lines(rows))
+            file.flush()
+            self._instruments.counter(own.TRUTHS).inc(len(rows))
+
+    async def _tell(self) -> None:
+        """Publish what the API server comes to know, when it does."""
+        due = [(0, index) for index in range(len(self._nodes))]
+        while due:
+            elapsed_ms = self._clock.elapsed_ms()
+            if due[0][0] > elapsed_ms:
+                await asyncio.sleep((due[0][0] - elapsed_ms) / 1000)
+                continue
+            index = heapq.heappop(due)[1]
+            node = self._nodes[index]
+            for known in node.news(elapsed_ms, self._clock.start_ms):
+                ts_ms = self._clock.start_ms + known.at_ms
+                self._workloads.publish(ts_ms, node.name, node.machine.labels, known.pods)
+            coming_ms = node.next_news_ms()
+            if coming_ms is not None:
+                heapq.heappush(due, (max(coming_ms, elapsed_ms + 1), index))
+            await asyncio.sleep(0)
+
+    async def _drain(self) -> None:
+        """Send what can be sent, and say what could not."""
+        *left, news = await asyncio.gather(
+            *(publisher.drain(DRAIN_S) for publisher in self._publishers), self._workloads.drain(DRAIN_S)
+        )
+        if any(left) or news:
+            log.warning("left unsent at the stop: %d ticks, %d records of workloads", sum(left), news)
