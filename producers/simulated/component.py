@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from producers import instruments as shared
-from producers.publisher import Buffer, NodePublisher
+from producers.publisher import Buffer, NodePublisher, SampledRun
 from producers.sending import RecordSender
 from producers.simulated import instruments as own
 from producers.simulated import truth
@@ -36,40 +36,37 @@ UNREADY_AFTER_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """``fleet`` is NODESxGPUS. ``interval``, ``buffer``, ``pod_life`` and ``duration`` are seconds; ``buffer_bytes`` is
-    shared by all nodes. ``truth`` is a file that lines are appended to. It ends after ``duration``, or after ``ticks``
-    of every node; None: not by itself. Raises ValueError, in one message, for what can't be."""
+    """What the fleet is told: ``fleet`` is NODESxGPUS, ``truth`` a file that lines are appended to. While Kafka is away
+    ticks are kept for ``buffer_s``, and ``buffer_size`` bytes of them for all nodes together. It ends by itself after
+    ``stop_after_s``, or after ``stop_after_ticks`` of every node; None: never."""
 
     kafka: str
     cluster: str = "default"
     fleet: str = "100x8"
     seed: int = 1
-    interval: float = 1.0
+    interval_s: float = 1.0
     truth: Path | None = None
-    buffer: float = 900.0
-    buffer_bytes: int = 256 * 1024 * 1024
-    pod_life: float = 300.0
-    duration: float | None = None
-    ticks: int | None = None
+    buffer_s: float = 900.0
+    buffer_size: int = 256 * 1024 * 1024
+    pod_life_s: float = 300.0
+    stop_after_s: float | None = None
+    stop_after_ticks: int | None = None
 
-    def __post_init__(self) -> None:
-        """Check everything, so that all mistakes are told at once."""
-        mistakes = [mistake for mistake in self._mistakes() if mistake]
-        if mistakes:
-            raise ValueError("; ".join(mistakes))
-
-    def _mistakes(self) -> Iterator[str]:
-        if not self.interval >= SHORTEST_INTERVAL_S:
-            yield f"interval {self.interval} s: it must be at least {SHORTEST_INTERVAL_S} s"
-        if not (self.buffer > 0 and self.buffer_bytes > 0):
-            yield "buffer: it must be above 0, in time and in bytes"
-        yield _mistake(lambda: parse_size(self.fleet))
-        yield _mistake(lambda: Fleet(1, 1, cluster=self.cluster, seed=self.seed, pod_life_s=self.pod_life))
+    def mistakes(self) -> list[str]:
+        """What is wrong with them; empty where nothing is."""
+        found = []
+        if not self.interval_s >= SHORTEST_INTERVAL_S:
+            found.append(f"interval {self.interval_s} s: it must be at least {SHORTEST_INTERVAL_S} s")
+        if not (self.buffer_s > 0 and self.buffer_size > 0):
+            found.append("buffer: it must be above 0, in time and in bytes")
+        found.append(_mistake(lambda: parse_size(self.fleet)))
+        found.append(_mistake(lambda: Fleet(1, 1, cluster=self.cluster, seed=self.seed, pod_life_s=self.pod_life_s)))
+        return [mistake for mistake in found if mistake]
 
     def made(self) -> Fleet:
-        """The fleet that they describe."""
+        """The fleet that they describe; raises ValueError where there is no such fleet."""
         nodes, gpus = parse_size(self.fleet)
-        return Fleet(nodes, gpus, cluster=self.cluster, seed=self.seed, pod_life_s=self.pod_life)
+        return Fleet(nodes, gpus, cluster=self.cluster, seed=self.seed, pod_life_s=self.pod_life_s)
 
 
 def _mistake(build: Callable[[], object]) -> str:
@@ -107,9 +104,11 @@ class SimulatedFleet:
         self._sender = sender or Sender(settings.kafka, client_id=f"gpustream-{self.name}")
         self._connected = False
         self._nodes = [self._fleet.node(index) for index in range(self._fleet.nodes)]
-        share = max(SMALLEST_BUFFER_BYTES, settings.buffer_bytes // self._fleet.nodes)
-        buffer = Buffer(max_bytes=share, max_age_s=settings.buffer)
+        share = max(SMALLEST_BUFFER_BYTES, settings.buffer_size // self._fleet.nodes)
+        buffer = Buffer(max_bytes=share, max_age_s=settings.buffer_s)
         self._publishers = [self._publisher(node.name, buffer) for node in self._nodes]
+        self._last_seqs: dict[tuple[str, int], int] = {}
+        self.sampled_values = 0
         self._workloads = WorkloadsPublisher(
             self._sender, self._instruments, cluster=settings.cluster, epoch=self._clock.start_ms
         )
@@ -120,6 +119,14 @@ class SimulatedFleet:
             return [f"no Kafka broker has answered at {self._settings.kafka} yet"]
         waited_s = max(publisher.waited_s() for publisher in self._publishers)
         return [f"a tick has waited {waited_s:.0f} s for Kafka"] if waited_s > UNREADY_AFTER_S else []
+
+    def sampled(self) -> list[tuple[str, int, int]]:
+        """Every run of every node so far: node, run_id, and the ``seq`` of its last tick, dropped ones included."""
+        return [(node, run_id, seq) for (node, run_id), seq in self._last_seqs.items()]
+
+    def sampled(self) -> list[SampledRun]:
+        """Every run of every node so far, and its last tick, dropped ones included."""
+        return [run for publisher in self._publishers for run in publisher.sampled()]
 
     async def run(self, stop: asyncio.Event) -> None:
         """Read and send until ``stop`` is set or the limit is reached, then send what is left, for at most 4 s."""
@@ -167,12 +174,12 @@ class SimulatedFleet:
 
     async def _tick(self, stop: asyncio.Event, file: BinaryIO | None) -> None:
         """Read each node at its own time within every interval."""
-        interval_ms = round(self._settings.interval * 1000)
+        interval_ms = round(self._settings.interval_s * 1000)
         order = sorted((self._fleet.phase_ms(index, interval_ms), index) for index in range(self._fleet.nodes))
         began_ms = self._clock.elapsed_ms()
-        limit_ms = math.inf if self._settings.duration is None else began_ms + 1000 * self._settings.duration
+        limit_ms = math.inf if self._settings.stop_after_s is None else began_ms + 1000 * self._settings.stop_after_s
         number, made = began_ms // interval_ms, 0
-        while self._settings.ticks is None or made < self._settings.ticks:
+        while self._settings.stop_after_ticks is None or made < self._settings.stop_after_ticks:
             for phase_ms, index in order:
                 if not await self._wait(stop, number * interval_ms + phase_ms, limit_ms):
                     return
@@ -202,6 +209,8 @@ class SimulatedFleet:
         elapsed_ms = self._clock.elapsed_ms()
         reading, ts_ms = node.read(elapsed_ms), self._clock.start_ms + elapsed_ms
         seq = publisher.publish(ts_ms, reading.devices, reading.containers)
+        self._last_seqs[node.name, publisher.run_id] = seq
+        self.sampled_values += sum(len(device["metrics"]) for device in reading.devices)
         if file is not None:
             rows = truth.rows(
                 reading,
