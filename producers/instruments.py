@@ -3,6 +3,7 @@
 from topics.instruments import Instrument
 
 MADE = "gpustream_producer_ticks_made_total"
+VALUES = "gpustream_producer_values_made_total"
 SENT = "gpustream_producer_ticks_sent_total"
 DROPPED = "gpustream_producer_ticks_dropped_total"
 HELD = "gpustream_producer_ticks_held"
@@ -15,6 +16,7 @@ RUNS = "gpustream_producer_runs_total"
 
 INSTRUMENTS: tuple[Instrument, ...] = (
     Instrument(MADE, "counter", "Ticks that were sampled; each ends as sent, dropped or held."),
+    Instrument(VALUES, "counter", "Metric values in the ticks that were sampled."),
     Instrument(SENT, "counter", "Ticks that the broker acknowledged."),
     Instrument(
         DROPPED,

@@ -41,10 +41,13 @@ class Numbering:
         self.cluster = records.checked_name("cluster", cluster)
         self.node = records.checked_name("node", node)
         self.run_id = run_id
-        self._runs = {run_id}
-        self._seq = 0
+        self._seqs = {run_id: 0}
         self._last_ts_ms = -1
         self._snapshot: Snapshot | None = None
+
+    def runs(self) -> dict[int, int]:
+        """The last ``seq`` of every run so far."""
+        return dict(self._seqs)
 
     def step(
         self, ts_ms: int, devices: Sequence[Mapping[str, Any]], containers: Iterable[Mapping[str, Any]] | None
@@ -56,29 +59,28 @@ class Numbering:
         if ts_ms <= self._last_ts_ms:
             self._start_run(ts_ms)
         self._last_ts_ms = ts_ms
-        self._seq += 1
+        seq = self._seqs[self.run_id] = self._seqs[self.run_id] + 1
         try:
             named = None if containers is None else self._snapshot_of(ts_ms, containers)
             value = records.sample(
                 cluster=self.cluster,
                 node=self.node,
                 run_id=self.run_id,
-                seq=self._seq,
+                seq=seq,
                 ts_ms=ts_ms,
                 allocations_seq=named.seq if named else None,
                 devices=devices,
             )
         except records.Unencodable:
-            return Numbered(self.run_id, self._seq, None, None)
-        return Numbered(self.run_id, self._seq, value, named)
+            return Numbered(self.run_id, seq, None, None)
+        return Numbered(self.run_id, seq, value, named)
 
     def _start_run(self, ts_ms: int) -> None:
         run_id = ts_ms
-        while run_id in self._runs:
+        while run_id in self._seqs:
             run_id += 1
-        self._runs.add(run_id)
         self.run_id = run_id
-        self._seq = 0
+        self._seqs[run_id] = 0
         self._snapshot = None
 
     def _snapshot_of(self, ts_ms: int, containers: Iterable[Mapping[str, Any]]) -> Snapshot:

@@ -55,6 +55,7 @@ class NodePublisher:
         self._numbering = Numbering(cluster=cluster, node=node, run_id=run_id)
         self._key = node_key(cluster, node)
         self._sender, self._instruments, self._clock = sender, instruments, clock
+        self.sampled_values = 0
         self._ring = Ring(max_bytes=buffer.max_bytes, max_age_s=buffer.max_age_s)
         self._in_flight: dict[Waiting, None] = {}
         self._wake, self._empty = asyncio.Event(), asyncio.Event()
@@ -66,6 +67,10 @@ class NodePublisher:
     def run_id(self) -> int:
         """The run of the last tick."""
         return self._numbering.run_id
+
+    def sampled(self) -> dict[int, int]:
+        """Every run so far, and the ``seq`` of its last tick, dropped ones included."""
+        return self._numbering.runs()
 
     @property
     def held(self) -> int:
@@ -90,6 +95,9 @@ class NodePublisher:
         if tick.run_id != before:
             self._instruments.counter(names.RUNS).inc()
         self._instruments.counter(names.MADE).inc()
+        values = sum(len(device.get("metrics") or ()) for device in devices)
+        self.sampled_values += values
+        self._instruments.counter(names.VALUES).inc(values)
         if tick.value is None:
             self._count_dropped("unencodable")
         elif len(tick.value) > LARGEST_VALUE_BYTES:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from producers import instruments as shared
-from producers.publisher import Buffer, NodePublisher, SampledRun
+from producers.publisher import Buffer, NodePublisher
 from producers.sending import RecordSender
 from producers.simulated import instruments as own
 from producers.simulated import truth
@@ -107,8 +107,6 @@ class SimulatedFleet:
         share = max(SMALLEST_BUFFER_BYTES, settings.buffer_size // self._fleet.nodes)
         buffer = Buffer(max_bytes=share, max_age_s=settings.buffer_s)
         self._publishers = [self._publisher(node.name, buffer) for node in self._nodes]
-        self._last_seqs: dict[tuple[str, int], int] = {}
-        self.sampled_values = 0
         self._workloads = WorkloadsPublisher(
             self._sender, self._instruments, cluster=settings.cluster, epoch=self._clock.start_ms
         )
@@ -122,11 +120,13 @@ class SimulatedFleet:
 
     def sampled(self) -> list[tuple[str, int, int]]:
         """Every run of every node so far: node, run_id, and the ``seq`` of its last tick, dropped ones included."""
-        return [(node, run_id, seq) for (node, run_id), seq in self._last_seqs.items()]
+        nodes = zip(self._nodes, self._publishers, strict=True)
+        return [(node.name, run_id, seq) for node, of in nodes for run_id, seq in of.sampled().items() if seq]
 
-    def sampled(self) -> list[SampledRun]:
-        """Every run of every node so far, and its last tick, dropped ones included."""
-        return [run for publisher in self._publishers for run in publisher.sampled()]
+    @property
+    def sampled_values(self) -> int:
+        """The metric values in all ticks so far, those of dropped ones included."""
+        return sum(publisher.sampled_values for publisher in self._publishers)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Read and send until ``stop`` is set or the limit is reached, then send what is left, for at most 4 s."""
@@ -209,8 +209,6 @@ class SimulatedFleet:
         elapsed_ms = self._clock.elapsed_ms()
         reading, ts_ms = node.read(elapsed_ms), self._clock.start_ms + elapsed_ms
         seq = publisher.publish(ts_ms, reading.devices, reading.containers)
-        self._last_seqs[node.name, publisher.run_id] = seq
-        self.sampled_values += sum(len(device["metrics"]) for device in reading.devices)
         if file is not None:
             rows = truth.rows(
                 reading,
