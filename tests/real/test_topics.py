@@ -1,0 +1,138 @@
+"""The contract's topics on a real broker: made once, mended, compared, and never resized."""
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+
+import pytest
+from confluent_kafka.admin import ConfigResource
+
+from tests.real.servers import ASK_TIMEOUT_S, KafkaServer
+from topics import TOPICS, allocations, broker, samples
+
+FLOW = ["gpu.samples", "gpu.allocations", "gpu.workloads", "gpu.attributed"]
+
+
+def wait_for(kafka: KafkaServer, names: Iterable[str]) -> None:
+    """The broker hears of a topic made or deleted a little later than the one who asked."""
+    wanted, deadline = set(names), time.monotonic() + ASK_TIMEOUT_S
+    while set(kafka.topics()) != wanted:
+        assert time.monotonic() < deadline, f"{kafka.topics()} and not {wanted}"
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def empty(empty_kafka: KafkaServer) -> KafkaServer:
+    wait_for(empty_kafka, [])
+    return empty_kafka
+
+
+def have(kafka: KafkaServer, partitions: Mapping[str, int], settings: Mapping[str, str]) -> None:
+    """Topics made by somebody else."""
+    before = kafka.topics()
+    kafka.create_topics(partitions, settings)
+    wait_for(kafka, {**before, **partitions})
+
+
+def settings(kafka: KafkaServer, topic: str) -> dict[str, str]:
+    resource = ConfigResource(ConfigResource.Type.TOPIC, topic)
+    admin = kafka.admin()
+    described = admin.describe_configs([resource])[resource].result(ASK_TIMEOUT_S)
+    return {name: entry.value for name, entry in described.items()}
+
+
+async def test_create_makes_every_topic_with_its_settings(empty: KafkaServer) -> None:
+    lines = await broker.create(empty.address, partitions=4, replication_factor=1)
+
+    assert lines == [f"{name}: created, 4 partitions, replication factor 1" for name in TOPICS]
+    assert empty.topics() == dict.fromkeys(TOPICS, 4)
+    found = settings(empty, "gpu.samples")
+    assert found["cleanup.policy"] == "delete"
+    assert found["retention.ms"] == str(24 * 3_600_000)
+    assert found["message.timestamp.type"] == "LogAppendTime"
+    assert found["max.message.bytes"] == str(4 * 1024 * 1024)
+    assert found["segment.ms"] == "3600000"
+    assert settings(empty, "gpu.alerts")["cleanup.policy"] == "compact"
+    assert settings(empty, "gpu.dead-letters")["retention.ms"] == str(7 * 24 * 3_600_000)
+
+
+async def test_create_again_changes_nothing(empty: KafkaServer) -> None:
+    await broker.create(empty.address, partitions=4, replication_factor=1)
+
+    assert await broker.create(empty.address, partitions=4, replication_factor=1) == []
+    assert await broker.compare(empty.address) == []
+
+
+async def test_create_makes_what_is_missing_and_alters_what_is_wrong_and_says_so(empty: KafkaServer) -> None:
+    own = {
+        "cleanup.policy": "compact",
+        "retention.ms": "1000",
+        "max.message.bytes": "9999999",
+        "retention.bytes": "777",
+    }
+    have(empty, {"gpu.samples": 4}, own)
+
+    lines = await broker.create(empty.address, partitions=4, replication_factor=1)
+
+    assert sorted(line for line in lines if line.startswith("gpu.samples")) == [
+        "gpu.samples: cleanup.policy altered from compact to delete",
+        "gpu.samples: message.timestamp.type altered from CreateTime to LogAppendTime",
+        "gpu.samples: retention.ms altered from 1000 to 86400000",
+        "gpu.samples: segment.ms altered from 604800000 to 3600000",
+    ]
+    assert len(lines) == 4 + len(TOPICS) - 1
+    assert await broker.create(empty.address, partitions=4, replication_factor=1) == []
+    assert settings(empty, "gpu.samples")["retention.bytes"] == "777"
+    assert settings(empty, "gpu.samples")["max.message.bytes"] == "9999999"
+
+
+@pytest.mark.parametrize("partitions", [8, 2])
+async def test_another_number_of_partitions_is_refused_and_nothing_changes(empty: KafkaServer, partitions: int) -> None:
+    have(empty, {"gpu.samples": 4}, {"retention.ms": "1000"})
+
+    with pytest.raises(broker.ContractMismatch, match=r"gpu\.samples: .* is 4, must be .* breaks key -> partition"):
+        await broker.create(empty.address, partitions=partitions, replication_factor=1)
+
+    assert empty.topics() == {"gpu.samples": 4}
+    assert settings(empty, "gpu.samples")["retention.ms"] == "1000"
+
+
+async def test_a_replication_factor_above_the_number_of_brokers_is_refused_with_the_reason(
+    empty: KafkaServer,
+) -> None:
+    with pytest.raises(broker.Refused, match=r"gpu\.samples: not created: .*replication factor of 3"):
+        await broker.create(empty.address, partitions=4, replication_factor=3)
+
+    assert empty.topics() == {}
+
+
+async def test_topics_that_fit_may_be_used(empty: KafkaServer) -> None:
+    await broker.create(empty.address, partitions=4, replication_factor=1)
+
+    assert await broker.check(empty.address, FLOW) == broker.Checked(dict.fromkeys(FLOW, 4))
+
+
+async def test_every_mistake_is_in_one_message(empty: KafkaServer) -> None:
+    for topic in (samples.TOPIC, allocations.TOPIC):
+        have(empty, {topic.name: 4}, topic.settings())
+    have(empty, {"gpu.attributed": 6}, {"cleanup.policy": "compact", "max.message.bytes": "1000"})
+
+    with pytest.raises(broker.ContractMismatch) as raised:
+        await broker.check(empty.address, FLOW)
+
+    assert str(raised.value).splitlines() == [
+        "gpu.workloads: the topic is missing, must be there",
+        "gpu.attributed: its number of partitions is 6, must be 4, as gpu.samples has",
+        "gpu.attributed: cleanup.policy is compact, must be delete",
+        "gpu.attributed: message.timestamp.type is CreateTime, must be LogAppendTime",
+        "gpu.attributed: max.message.bytes is 1000, must be at least 4194304",
+    ]
+    assert [one.what for one in await broker.compare(empty.address, FLOW) if not one.breaks] == ["segment.ms"]
+
+
+async def test_asking_for_a_topic_does_not_create_it(start_kafka: Callable[..., KafkaServer]) -> None:
+    kafka = start_kafka(settings={"auto.create.topics.enable": "true"})
+
+    wrong = await broker.compare(kafka.address)
+
+    assert {one.have for one in wrong} == {"missing"}
+    assert kafka.topics() == {}

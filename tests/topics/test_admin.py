@@ -1,0 +1,106 @@
+"""What is made of a broker's answers, by a client that gives them."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from aiokafka.admin import NewTopic
+
+from topics.admin import Admin, Layout, Refused, Setting, SettingsUnknown
+
+TOPIC = 2
+UNKNOWN_TOPIC, UNAUTHORIZED, EXISTS, BAD_FACTOR, BAD_CONFIG = 3, 29, 36, 38, 40
+
+
+class Answers:
+    """A client of the administration whose answers are given beforehand."""
+
+    def __init__(self, **answers: Any) -> None:
+        self._answers = answers
+        self.asked: list[Any] = []
+
+    async def describe_topics(self) -> Any:
+        return self._answers["topics"]
+
+    async def describe_configs(self, resources: list[Any]) -> Any:
+        self.asked.append([resource.name for resource in resources])
+        return [SimpleNamespace(resources=self._answers["settings"])]
+
+    async def alter_configs(self, resources: list[Any]) -> Any:
+        self.asked.append([(resource.name, resource.configs) for resource in resources])
+        return [SimpleNamespace(resources=self._answers["altered"])]
+
+    async def create_topics(self, topics: list[NewTopic]) -> Any:
+        self.asked.append([topic.name for topic in topics])
+        return SimpleNamespace(topic_errors=self._answers["created"])
+
+
+def admin(**answers: Any) -> Admin:
+    return Admin(Answers(**answers))
+
+
+def topic(name: str, leaders: list[int]) -> dict[str, Any]:
+    return {"topic": name, "partitions": [{"partition": n, "leader": leader} for n, leader in enumerate(leaders)]}
+
+
+async def test_a_partition_without_a_leader_counts_and_is_told() -> None:
+    rows = [topic("a", [1, 2, 3]), topic("b", [1, -1]), topic("deleted", [])]
+
+    assert await admin(topics=rows).layouts() == {"a": Layout(3, led=True), "b": Layout(2, led=False)}
+
+
+async def test_a_setting_is_the_topics_own_by_its_source_or_by_not_being_a_default() -> None:
+    sources: list[Any] = [("by.topic", "1", False, 1, False, []), ("by.broker", "2", False, 4, False, [])]
+    defaults = [("own", "1", False, False, False), ("default", None, False, True, False)]
+    rows = [(0, None, TOPIC, "new", sources), (0, None, TOPIC, "old", defaults)]
+
+    assert await admin(settings=rows).settings(["new", "old"]) == {
+        "new": {"by.topic": Setting("1", own=True), "by.broker": Setting("2", own=False)},
+        "old": {"own": Setting("1", own=True), "default": Setting("", own=False)},
+    }
+
+
+async def test_no_topics_are_asked_for_no_settings() -> None:
+    client = Answers()
+
+    assert (await Admin(client).settings([]), client.asked) == ({}, [])
+
+
+async def test_a_topic_deleted_meanwhile_has_no_settings() -> None:
+    assert await admin(settings=[(UNKNOWN_TOPIC, None, TOPIC, "gone", [])]).settings(["gone"]) == {}
+
+
+async def test_settings_that_may_not_be_read_are_not_known() -> None:
+    with pytest.raises(SettingsUnknown, match="may not read the settings of a"):
+        await admin(settings=[(UNAUTHORIZED, "no", TOPIC, "a", [])]).settings(["a"])
+
+
+async def test_settings_that_cannot_be_read_are_an_error() -> None:
+    with pytest.raises(Refused, match="a: settings not read: the disk is gone"):
+        await admin(settings=[(56, "the disk is gone", TOPIC, "a", [])]).settings(["a"])
+
+
+async def test_topics_that_somebody_else_made_first_are_not_told_as_made() -> None:
+    rows = [("a", 0, None), ("b", EXISTS, "there is b")]
+
+    assert await admin(created=rows).create([NewTopic("a", 1, 1), NewTopic("b", 1, 1)]) == ["a"]
+
+
+async def test_every_topic_that_is_refused_is_named_with_the_brokers_reason() -> None:
+    rows = [("a", 0, None), ("b", BAD_FACTOR, "3 is more than 1"), ("c", UNAUTHORIZED, None)]
+
+    with pytest.raises(Refused) as raised:
+        await admin(created=rows).create([NewTopic(name, 1, 3) for name in "abc"])
+
+    assert str(raised.value).splitlines() == [
+        "b: not created: 3 is more than 1",
+        "c: not created: TopicAuthorizationFailedError",
+    ]
+
+
+async def test_settings_that_are_refused_are_an_error() -> None:
+    client = Answers(altered=[(BAD_CONFIG, "no such policy", TOPIC, "a")])
+
+    with pytest.raises(Refused, match="a: settings not altered: no such policy"):
+        await Admin(client).alter("a", {"cleanup.policy": "shred"})
+    assert client.asked == [[("a", {"cleanup.policy": "shred"})]]

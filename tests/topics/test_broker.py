@@ -1,0 +1,126 @@
+"""What a broker has against what it must have, without a broker, and on an embedded one that has little to say."""
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+from confluent_kafka import Producer
+from hypothesis import given
+from hypothesis import strategies as st
+
+from topics import TOPICS, broker, registry
+from topics.admin import Setting
+from topics.broker import Found, Mismatch, mismatches
+from topics.topic import Topic
+
+ALL = registry.load()
+BY_NODE = [name for name, topic in ALL.items() if topic.by_node]
+
+numbers = st.integers(1, 1000)
+
+
+def found(topic: Topic, partitions: int, **other: str) -> Found:
+    """A topic as it must be, but for other settings (dots as underscores)."""
+    wanted = topic.settings() | {name.replace("_", "."): value for name, value in other.items()}
+    return Found(partitions, {name: Setting(value, own=True) for name, value in wanted.items()})
+
+
+def of_samples(other: dict[str, str]) -> list[Mismatch]:
+    topic = ALL["gpu.samples"]
+    return mismatches([topic], {topic.name: found(topic, 32, **other)})
+
+
+@given(numbers)
+def test_topics_as_they_must_be_have_no_mismatch(partitions: int) -> None:
+    assert mismatches(ALL.values(), {name: found(topic, partitions) for name, topic in ALL.items()}) == []
+
+
+def test_every_topic_that_is_missing_is_named() -> None:
+    wrong = mismatches(ALL.values(), {})
+
+    assert [one.topic for one in wrong] == list(TOPICS)
+    assert str(wrong[0]) == "gpu.samples: the topic is missing, must be there"
+
+
+@given(st.fixed_dictionaries(dict.fromkeys(ALL, numbers)))
+def test_topics_keyed_by_node_must_have_as_many_partitions_as_the_samples(counts: dict[str, int]) -> None:
+    wrong = mismatches(ALL.values(), {name: found(topic, counts[name]) for name, topic in ALL.items()})
+
+    assert [one.topic for one in wrong] == [name for name in BY_NODE if counts[name] != counts["gpu.samples"]]
+    assert all(one.breaks for one in wrong)
+
+
+def test_topics_not_keyed_by_node_may_have_any_number_of_partitions() -> None:
+    topics = [ALL["gpu.attributed"], ALL["gpu.alerts"], ALL["gpu.dead-letters"]]
+
+    assert mismatches(topics, {topic.name: found(topic, number) for number, topic in enumerate(topics, 1)}) == []
+
+
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        ({"cleanup_policy": "compact"}, "gpu.samples: cleanup.policy is compact, must be delete"),
+        ({"message_timestamp_type": "CreateTime"}, "message.timestamp.type is CreateTime, must be LogAppendTime"),
+        ({"retention_ms": "86399999"}, "retention.ms is 86399999, must be at least 86400000"),
+        ({"max_message_bytes": "1048588"}, "max.message.bytes is 1048588, must be at least 4194304"),
+    ],
+)
+def test_a_setting_that_breaks_what_readers_rely_on_is_a_mistake(other: dict[str, str], says: str) -> None:
+    (wrong,) = of_samples(other)
+
+    assert says in str(wrong)
+    assert wrong.breaks
+
+
+def test_a_setting_that_does_no_harm_is_told_and_does_not_break() -> None:
+    (wrong,) = of_samples({"segment_ms": "604800000"})
+
+    assert (wrong.what, wrong.breaks) == ("segment.ms", False)
+
+
+@pytest.mark.parametrize(
+    "other", [{"retention_ms": "-1"}, {"retention_ms": "604800000"}, {"max_message_bytes": "9999999"}]
+)
+def test_more_retention_and_larger_messages_are_as_good(other: dict[str, str]) -> None:
+    assert of_samples(other) == []
+
+
+def test_settings_that_the_broker_does_not_tell_are_not_mistakes() -> None:
+    assert mismatches(ALL.values(), dict.fromkeys(ALL, Found(4))) == []
+
+
+@pytest.fixture
+def embedded() -> Iterator[str]:
+    """The address of librdkafka's broker, with a topic of 4 partitions. It lives as long as its producer."""
+    producer = Producer({"test.mock.num.brokers": "1", "bootstrap.servers": "of no account", "log_level": 0})
+    producer.produce("gpu.samples", b"x")
+    producer.flush(10)
+    (address,) = producer.list_topics(timeout=10).brokers.values()
+    yield f"{address.host}:{address.port}"
+    producer.purge()
+
+
+async def test_on_an_embedded_broker_only_partition_counts_are_checked(embedded: str) -> None:
+    assert await broker.check(embedded, ["gpu.samples"]) == broker.Checked(
+        {"gpu.samples": 4}, (), "the broker has no topic settings"
+    )
+
+
+async def test_on_an_embedded_broker_a_missing_topic_is_a_mistake_and_stays_missing(embedded: str) -> None:
+    for _ in range(2):
+        with pytest.raises(broker.ContractMismatch, match=r"gpu\.attributed: the topic is missing"):
+            await broker.check(embedded, ["gpu.samples", "gpu.attributed"])
+
+
+async def test_topics_are_not_created_on_an_embedded_broker(embedded: str) -> None:
+    with pytest.raises(broker.SettingsUnknown, match="can't be created: the broker has no topic settings"):
+        await broker.create(embedded)
+
+
+async def test_a_broker_that_is_not_there_is_named() -> None:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{held.getsockname()[1]}"
+
+        with pytest.raises(broker.BrokerUnavailable, match=f"no Kafka broker answers at {address}"):
+            await broker.check(address, ["gpu.samples"])
