@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.real.pipeline import Gpustream
 from tests.real.servers import (
     KafkaServer,
     Missing,
@@ -98,3 +99,16 @@ def prometheus_2_42(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Promet
         pytest.skip(f"OPTIONAL REAL SERVER MISSING: {missing}")
     with PrometheusServer(tmp_path_factory.mktemp("prometheus-2"), program=program) as server:
         yield server
+
+
+@pytest.fixture
+def gpustream(tmp_path: Path) -> Iterator[Callable[..., Gpustream]]:
+    """Makes `gpustream` processes, to be started and killed: ``gpustream("worker-a", "stream", "--kafka", ...)``."""
+    with ExitStack() as processes:
+
+        def make(name: str, *arguments: str) -> Gpustream:
+            process = Gpustream(tmp_path / name, *arguments)
+            processes.callback(process.close)
+            return process
+
+        yield make

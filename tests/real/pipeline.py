@@ -1,0 +1,183 @@
+"""The pipeline as an operator runs it, process by process, and its answers held against the truth."""
+
+import json
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from aiokafka import AIOKafkaConsumer, TopicPartition
+
+from tests.real.process import Server
+from tests.real.servers import PrometheusServer, Series
+
+Tick = tuple[str, str, int, int]
+"""A tick's identity: cluster, node, run_id, seq."""
+
+Point = tuple[str, str, str, int]
+"""A device's reading: cluster, node, device uuid, ts_ms."""
+
+
+class Gpustream(Server):
+    """One `gpustream` process; it is up when its /readyz says so."""
+
+    def __init__(self, directory: Path, *arguments: str) -> None:
+        super().__init__(directory)
+        self.arguments = list(arguments)
+
+    def command(self) -> Sequence[str]:
+        """The command in the foreground."""
+        listen = f"127.0.0.1:{self.ports[0].number}"
+        return [sys.executable, "-m", "gpustream", *self.arguments, "--listen", listen]
+
+    def ready(self) -> bool:
+        """Whether /readyz answers 200."""
+        return self.get("/readyz") is not None
+
+    def get(self, path: str) -> str | None:
+        """What its own HTTP server answers with 200, or None."""
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.ports[0].number}{path}", timeout=2) as answer:
+                text: str = answer.read().decode()
+                return text
+        except (OSError, urllib.error.HTTPError):
+            return None
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit code, or None while it runs."""
+        return None if self._process is None else self._process.poll()
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the truth says of one device at one time: the pods reported to hold it, and its values."""
+
+    holders: frozenset[tuple[str, str]]
+    containers: frozenset[tuple[str, str, str]]
+    values: Mapping[str, float]
+
+
+@dataclass
+class Truth:
+    """A truth file: every tick that was sampled, and every reading in it."""
+
+    ticks: set[Tick] = field(default_factory=set)
+    readings: dict[Point, Expected] = field(default_factory=dict)
+    of_tick: dict[Point, Tick] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, *paths: Path) -> "Truth":
+        """The truth of these files."""
+        truth = cls()
+        for row in (row for path in paths for row in _rows(path)):
+            truth._add(row)
+        return truth
+
+    def _add(self, row: Mapping[str, Any]) -> None:
+        tick = (row["cluster"], row["node"], row["run_id"], row["seq"])
+        point = (row["cluster"], row["node"], row["uuid"], row["ts_ms"])
+        values = {name: row[name] for name in ("utilization_ratio", "memory_used_bytes") if row[name] is not None}
+        holders = row["reported"]
+        self.ticks.add(tick)
+        self.of_tick[point] = tick
+        self.readings[point] = Expected(
+            holders=frozenset((h["namespace"], h["pod"]) for h in holders),
+            containers=frozenset((h["namespace"], h["pod"], h["container"]) for h in holders),
+            values=values,
+        )
+
+    def points(self, value: str) -> dict[Point, Expected]:
+        """The readings that have this value."""
+        return {point: expected for point, expected in self.readings.items() if value in expected.values}
+
+
+def _rows(path: Path) -> Iterator[Mapping[str, Any]]:
+    with path.open() as lines:
+        for line in lines:
+            if line.endswith("\n"):
+                yield json.loads(line)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One sample as the receiver has it: its value, and the pod that its labels name, if any."""
+
+    value: float
+    holder: tuple[str, str] | None
+
+
+def stored(prometheus: PrometheusServer, metric: str, cluster: str, window: str) -> dict[Point, Stored]:
+    """Every raw sample of a metric. Two series with a sample of one device at one time fail the test."""
+    found: dict[Point, Stored] = {}
+    for series in prometheus.query(f'{metric}{{k8s_cluster_name="{cluster}"}}[{window}]'):
+        labels = series.labels
+        uuid = labels.get("gpu_mig_uuid") or labels["gpu_uuid"]
+        for ts_ms, value in series.points:
+            point = (cluster, labels["k8s_node_name"], uuid, ts_ms)
+            assert point not in found, f"two series say something of {point}: {labels}"
+            found[point] = Stored(value, _holder(series))
+    return found
+
+
+def _holder(series: Series) -> tuple[str, str] | None:
+    pod = series.labels.get("k8s_pod_name")
+    return (series.labels["k8s_namespace_name"], pod) if pod else None
+
+
+def differences(expected: Mapping[Point, Expected], found: Mapping[Point, Stored], value: str) -> list[str]:
+    """Every way in which what is stored is not what the truth reports, by identity."""
+    wrong = []
+    for point, truth in expected.items():
+        holder = next(iter(truth.holders)) if len(truth.holders) == 1 else None
+        stored_one = found.get(point)
+        if stored_one is None:
+            wrong.append(f"missing {point}")
+        elif stored_one.holder != holder:
+            wrong.append(f"holder of {point}: {stored_one.holder}, not {holder}")
+        elif stored_one.value != truth.values[value]:
+            wrong.append(f"value of {point}: {stored_one.value}, not {truth.values[value]}")
+    wrong += [f"never sampled: {point}" for point in found.keys() - expected.keys()]
+    return wrong
+
+
+async def read_all(kafka: str, topic: str) -> list[Any]:
+    """Every record of a topic, to where it ends now."""
+    consumer = AIOKafkaConsumer(bootstrap_servers=kafka, enable_auto_commit=False, max_partition_fetch_bytes=8 << 20)
+    await consumer.start()
+    try:
+        partitions = await consumer._client.fetch_all_metadata()
+        numbers = partitions.partitions_for_topic(topic) or set()
+        tps = [TopicPartition(topic, number) for number in sorted(numbers)]
+        consumer.assign(tps)
+        ends = await consumer.end_offsets(tps)
+        begins = await consumer.beginning_offsets(tps)
+        for tp in tps:
+            consumer.seek(tp, begins[tp])
+        left = {tp for tp in tps if begins[tp] < ends[tp]}
+        records: list[Any] = []
+        while left:
+            for tp, batch in (await consumer.getmany(*left, timeout_ms=1000)).items():
+                records += batch
+                if batch[-1].offset + 1 >= ends[tp]:
+                    left.discard(tp)
+        return records
+    finally:
+        await consumer.stop()
+
+
+async def lag(kafka: str, group: str, topics: Iterable[str]) -> int:
+    """How many records of these topics the group has not committed."""
+    consumer = AIOKafkaConsumer(bootstrap_servers=kafka, group_id=group, enable_auto_commit=False)
+    await consumer.start()
+    try:
+        metadata = await consumer._client.fetch_all_metadata()
+        tps = [TopicPartition(t, n) for t in topics for n in metadata.partitions_for_topic(t) or ()]
+        consumer.assign(tps)
+        ends = await consumer.end_offsets(tps)
+        return sum([ends[tp] - (await consumer.committed(tp) or 0) for tp in tps])
+    finally:
+        await consumer.stop()
