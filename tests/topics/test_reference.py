@@ -1,0 +1,58 @@
+"""The reference pages: fresh, and whole."""
+
+import pytest
+
+from topics import TOPICS, generated, reference
+from topics.catalogue import CATALOGUE, DERIVED, PROFILES, Profile
+
+
+def section(profile: Profile) -> str:
+    return reference.metrics_markdown().partition(f"### {profile}\n")[2].partition("\n### ")[0]
+
+
+def test_the_pages_in_the_tree_are_those_of_the_tables() -> None:
+    assert generated.stale(reference.files()) == []
+
+
+def test_every_topic_has_a_section_with_its_settings() -> None:
+    page = reference.topics_markdown()
+
+    assert [name for name in TOPICS if f"\n## {name}\n" not in page] == []
+    assert page.count("`message.timestamp.type` | `LogAppendTime`") == len(TOPICS)
+
+
+def test_every_key_has_a_row() -> None:
+    page = reference.metrics_markdown()
+
+    assert [key for key in CATALOGUE if f"\n| `{key}` |" not in page] == []
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_every_series_of_a_profile_has_a_row_in_its_section_and_in_no_other(profile: Profile) -> None:
+    rows = [line for line in section(profile).splitlines() if line.startswith("| `")]
+    series = [one for metric in CATALOGUE.values() for one in metric.names.get(profile, ())]
+
+    assert len(rows) == len(series) + len(DERIVED[profile])
+    assert all(any(row.startswith(f"| `{one.name}") for row in rows) for one in series)
+
+
+@pytest.mark.parametrize(
+    ("profile", "row"),
+    [
+        ("otel", '| `gpu_clock_frequency{gpu_clock_type="sm"}` | MHz | gauge | `sm_clock_hz` |'),
+        ("otel", "| `gpu_memory_used_percent` | 0-100 | gauge | `memory_used_bytes` / `memory_total_bytes` |"),
+        (
+            "otel",
+            '| `gpu_throttle_reason{gpu_throttle_cause="syncboost"}` | 0 or 1 | gauge | `clock_event_reasons` & 0x10 |',
+        ),
+        ("dcgm", "| `DCGM_FI_DEV_FB_USED` | MiB | gauge | `memory_used_bytes` |"),
+        ("dcgm", "| `DCGM_FI_DEV_TOTAL_ENERGY_CONSUMPTION` | mJ | counter | `energy_joules_total` |"),
+        ("dcgm-legacy", "| `dcgm_gpu_utilization` | % | gauge | `gpu_utilization_ratio` |"),
+    ],
+)
+def test_a_row_says_unit_kind_and_source(profile: Profile, row: str) -> None:
+    assert row in section(profile)
+
+
+def test_a_page_is_the_same_each_time_it_is_written() -> None:
+    assert reference.files() == reference.files()

@@ -1,0 +1,161 @@
+"""The reference pages ``docs/topics.md`` and ``docs/metrics.md``: ``python -m topics.reference [--check]``.
+
+In: the tables that the code goes by, of topics and of metrics. Out: Markdown.
+"""
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from topics import generated, registry
+from topics.catalogue import CATALOGUE, DERIVED, PROFILES, Labels, Metric, Profile, Series
+from topics.topic import PARTITIONS, REPLICATION_FACTOR, SCHEMA, Topic
+
+FOLDER = Path(__file__).parent.parent / "docs"
+MARK = "<!-- Written by `python -m topics.reference`: change the tables in `topics/`, not this file. -->"
+
+_UNITS: Mapping[tuple[str, float], str] = {
+    ("ratio", 100.0): "%",
+    ("bytes", 1 / (1 << 20)): "MiB",
+    ("bytes_per_second", 1e-3): "kB/s",
+    ("joules", 1e3): "mJ",
+    ("hertz", 1e-6): "MHz",
+}
+"""What a unit is called after scaling."""
+
+_SYMBOLS: Mapping[str, str] = {
+    "ratio": "0-1",
+    "percent": "0-100",
+    "bytes": "bytes",
+    "bytes_per_second": "bytes/s",
+    "watts": "W",
+    "joules": "J",
+    "celsius": "°C",
+    "hertz": "Hz",
+    "bool": "0 or 1",
+}
+
+_PROFILES: Mapping[Profile, str] = {
+    "otel": "The default: OpenTelemetry's names for GPUs, with underscores for dots and without unit suffixes.",
+    "dcgm": "The names and units of dcgm-exporter's counters, of those that NVML has without profiling.",
+    "dcgm-legacy": "The names and units of dcgm-exporter 1.x.",
+}
+
+
+def topics_markdown() -> str:
+    """The reference of the topics."""
+    topics = list(registry.load().values())
+    rows = [
+        (f"[`{topic.name}`](#{_anchor(topic.name)})", topic.key, topic.cleanup, _retention(topic)) for topic in topics
+    ]
+    parts = [
+        "# Topics",
+        MARK,
+        f"A record is one JSON object in UTF-8 and carries `schema: {SCHEMA}`; under one version no field changes its "
+        "unit or its meaning. Absent and null mean the same: not known. Readers ignore fields that they do not know.",
+        _table(("topic", "key", "cleanup", "kept for"), rows),
+        f"`gpustream topics create` makes them, with {PARTITIONS} partitions and a replication factor of "
+        f"{REPLICATION_FACTOR} unless told otherwise. Topics keyed by `cluster/node` need one number of partitions, so "
+        "that one worker sees all of a node, and none can be given another number later: a node's records would then "
+        "be in two partitions. Run again, it sets what has come to differ; a longer retention and larger messages may "
+        "stay.",
+        *(_topic(topic) for topic in topics),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def metrics_markdown() -> str:
+    """The reference of the metrics and of their names in each profile."""
+    rows = [
+        (f"`{metric.key}`", _unit(metric.unit), metric.kind, metric.help, _code(metric.nvml))
+        for metric in CATALOGUE.values()
+    ]
+    parts = [
+        "# Metrics",
+        MARK,
+        "What a device's `metrics` may hold, in base units. A value that is not known is absent; zero is zero.",
+        _table(("key", "unit", "kind", "meaning", "NVML"), rows),
+        "## Names",
+        "`--names` picks what sinks call them. A key without a name in a profile is not emitted in it.",
+        *(_profile(profile) for profile in PROFILES),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def files() -> dict[Path, str]:
+    """The files as they should be."""
+    return {FOLDER / "topics.md": topics_markdown(), FOLDER / "metrics.md": metrics_markdown()}
+
+
+def unit_of(metric: Metric, series: Series) -> str:
+    """The unit of a series, in words; raises KeyError for a scale that has no name."""
+    if series.bits is not None:
+        return _unit("bool")
+    return _unit(metric.unit) if series.scale == 1.0 else _UNITS[metric.unit, series.scale]
+
+
+def _topic(topic: Topic) -> str:
+    settings = _table(("setting", "value"), [(f"`{name}`", f"`{value}`") for name, value in topic.settings().items()])
+    parts = [f"## {topic.name}", topic.promise, settings]
+    if topic.record is not None:
+        parts += [
+            f"`{topic.record.__name__}`: {topic.record.__doc__}".replace("``", "`"),
+            f"JSON Schema: [`topics/schemas/{topic.name}.json`](../topics/schemas/{topic.name}.json).",
+            "```json\n" + msgspec.json.format(msgspec.json.encode(topic.example), indent=2).decode() + "\n```",
+        ]
+    return "\n\n".join(parts)
+
+
+def _profile(profile: Profile) -> str:
+    rows: list[Sequence[str]] = [
+        (
+            _name(series.name, series.labels),
+            unit_of(metric, series),
+            metric.kind if series.bits is None else "gauge",
+            f"`{metric.key}`" + ("" if series.bits is None else f" & {series.bits:#x}"),
+        )
+        for metric in CATALOGUE.values()
+        for series in metric.names.get(profile, ())
+    ]
+    derived: list[Sequence[str]] = [
+        (_name(ratio.name, ratio.labels), _unit(ratio.unit), "gauge", f"`{ratio.numerator}` / `{ratio.denominator}`")
+        for ratio in DERIVED[profile]
+    ]
+    return "\n\n".join(
+        (f"### {profile}", _PROFILES[profile], _table(("series", "unit", "kind", "from"), rows + derived))
+    )
+
+
+def _name(name: str, labels: Labels) -> str:
+    inside = ",".join(f'{label}="{value}"' for label, value in labels)
+    return f"`{name}{{{inside}}}`" if inside else f"`{name}`"
+
+
+def _unit(unit: str) -> str:
+    return _SYMBOLS.get(unit, unit)
+
+
+def _code(nvml: str) -> str:
+    """An NVML source with its first name, the call or field, as code."""
+    words = nvml.split(", ")
+    call = words[0].split()
+    return ", ".join([" ".join([*call[:-1], f"`{call[-1]}`"]), *words[1:]])
+
+
+def _retention(topic: Topic) -> str:
+    return "the last of each key" if topic.retention_hours is None else f"{topic.retention_hours} h"
+
+
+def _anchor(heading: str) -> str:
+    return heading.replace(".", "")
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+if __name__ == "__main__":
+    sys.exit(generated.main(files(), "topics.reference", sys.argv[1:]))
