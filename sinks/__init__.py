@@ -1,1 +1,6 @@
-"""Sinks: Kafka -> the world."""
+"""Kafka -> the world: each sink reads gpu.attributed in a consumer group of its own."""
+
+SINKS = {
+    "remote-write": "sinks.remote_write.sink:RemoteWriteSink",
+}
+"""Every sink, as an import string."""

@@ -1,0 +1,193 @@
+"""One partition, from when it is assigned to when it is taken away: a batch, its delivery, and only then the commit.
+
+In: the partition's records. Out: a handler's steps, the offset committed after each.
+State: the next offset to finish. Kafka is the buffer: what is not delivered is not read past.
+On failure: whoever takes the partition away sets ``abandon`` and waits, bounded, for what is under way. Everything that
+was awaited may come back after that, so it is looked at before anything is committed or kept.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from typing import Any, Protocol
+
+from aiokafka.errors import IllegalStateError, KafkaError
+
+from sinks.dead_letters import Abandoned, Record
+from sinks.outcomes import Outcomes
+from sinks.positions import From, Positions, Start
+
+log = logging.getLogger(__name__)
+
+BATCH_RECORDS = 500
+"""So many records of a partition are read, and held, at a time."""
+
+_POLL_MS = 500
+_RETRY_S = 0.5
+_QUIET_EVERY_S = 1.0
+_FRESH_MS = 5_000
+
+
+class Handler(Protocol):
+    """What a sink does with one partition's records, in their order."""
+
+    def recall(self, records: Sequence[Record]) -> None:
+        """Records that were finished before: know them, deliver nothing."""
+
+    def deliver(self, records: Sequence[Record], abandon: asyncio.Event) -> AsyncGenerator[int]:
+        """Finish the records in steps: gives, after each step, the offset after the last finished one.
+
+        That is committed before the next step. Counts what became of the records it finished. Raises Abandoned.
+        """
+
+    async def quiet(self, abandon: asyncio.Event) -> None:
+        """The partition is read to its end; called about once a second while it is. Raises Abandoned."""
+
+    def forget(self) -> None:
+        """The topic was made anew: its offsets start again."""
+
+
+class Assignment:
+    """A partition that is ours for now. ``next`` is the offset after the last finished record, once that is known.
+
+    ``busy``: something is under way that is worth waiting for. ``kept``: the same partition's last assignment here.
+    """
+
+    def __init__(self, consumer: Any, tp: Any, handler: Handler, outcomes: Outcomes, kept: "Assignment | None") -> None:
+        self.tp = tp
+        self.abandon = asyncio.Event()
+        self.next: int | None = None
+        self.busy = False
+        self._consumer = consumer
+        self._handler = handler
+        self._outcomes = outcomes
+        self._kept = kept
+        self._over = False
+        self._quiet_s = 0.0
+
+    async def run(self, from_: From, recall_s: float) -> None:
+        """Read and deliver until abandoned. Raises Abandoned, KafkaError, and whatever the handler raises."""
+        start = await self._open(from_, recall_s)
+        self._kept = None
+        position, resume = start.position, start.resume
+        while not self.abandon.is_set():
+            if position >= resume:
+                self.next = position
+                await self._when_quiet(position)
+            batch = await self._consumer.getmany(self.tp, timeout_ms=_POLL_MS, max_records=BATCH_RECORDS)
+            if self.abandon.is_set():
+                return
+            records: Sequence[Record] = batch.get(self.tp, ())
+            if not records:
+                position = max(position, min(resume, await self._consumer.position(self.tp)))
+                continue
+            if records[0].offset != position:
+                resume = await self._jump(max(position, resume), position, records[0].offset)
+            await self._process(records, resume)
+            position = records[-1].offset + 1
+
+    def close(self) -> None:
+        """It is somebody else's now: nothing may be committed any more."""
+        self._over = True
+
+    def lag(self) -> int:
+        """How many records are not finished, as of the last answer of the broker."""
+        with contextlib.suppress(AssertionError, AttributeError):  # between two assignments the client has no answer
+            end = self._consumer.highwater(self.tp)
+            return max(0, end - self.next) if end is not None and self.next is not None else 0
+        return 0
+
+    async def _open(self, from_: From, recall_s: float) -> Start:
+        """Find where to start, for as long as that takes, and go there."""
+        known = self._kept.next if self._kept else None
+        while not self.abandon.is_set():
+            try:
+                start = await Positions(self._consumer, self.tp).find(from_, recall_s, known=known)
+            except IllegalStateError:
+                raise
+            except KafkaError as error:
+                log.warning("%s: not opened (%s), trying again", self.tp, error)
+                await asyncio.sleep(_RETRY_S)
+            else:
+                await self._go(start)
+                return start
+        raise Abandoned
+
+    async def _go(self, start: Start) -> None:
+        if self.abandon.is_set():
+            raise Abandoned
+        if start.known and self._kept is not None:
+            self._handler = self._kept._handler  # noqa: SLF001 - of this class
+        self._outcomes.expired(start.expired)
+        if start.is_new:
+            await self._commit(start.resume)
+        self._consumer.seek(self.tp, start.position)
+
+    async def _jump(self, resume: int, wanted: int, got: int) -> int:
+        """Records are missing, or the topic was made anew. Gives where to resume now."""
+        if got < wanted:
+            log.warning("%s: offsets start again at %d: the topic was made anew", self.tp, got)
+            self._handler.forget()
+            return got
+        begin = (await self._consumer.beginning_offsets([self.tp]))[self.tp]
+        if begin > resume:
+            log.warning("%s: offsets %d to %d were gone before they were read", self.tp, resume, begin - 1)
+            self._outcomes.expired(begin - resume)
+        return resume
+
+    async def _process(self, records: Sequence[Record], resume: int) -> None:
+        history = [record for record in records if record.offset < resume]
+        if history:
+            self._handler.recall(history)
+            await asyncio.sleep(0)
+        if len(history) < len(records):
+            await self._deliver(records[len(history) :])
+
+    async def _deliver(self, records: Sequence[Record]) -> None:
+        """Deliver records step by step, each committed before the next; what is not finished is given back."""
+        self._outcomes.read(len(records))
+        finished = 0
+        try:
+            with self._work():
+                async with contextlib.aclosing(self._handler.deliver(records, self.abandon)) as steps:
+                    async for upto in steps:
+                        while finished < len(records) and records[finished].offset < upto:
+                            finished += 1
+                        await self._commit(upto)
+                        self.next = upto
+                        if self.abandon.is_set():
+                            raise Abandoned
+        finally:
+            self._outcomes.release(len(records) - finished)
+
+    async def _commit(self, offset: int) -> None:
+        if self._over:
+            raise Abandoned
+        try:
+            await self._consumer.commit({self.tp: offset})
+        except KafkaError:
+            self._outcomes.committed(ok=False)
+            raise
+        self._outcomes.committed(ok=True)
+
+    async def _when_quiet(self, position: int) -> None:
+        """Tell the handler that the partition is read to its end, if the broker said so just now."""
+        now_s = time.monotonic()
+        if now_s - self._quiet_s < _QUIET_EVERY_S:
+            return
+        self._quiet_s = now_s
+        end, asked_ms = self._consumer.highwater(self.tp), self._consumer.last_poll_timestamp(self.tp)
+        if end is None or position < end or time.time() * 1000 - asked_ms > _FRESH_MS:
+            return
+        with self._work():
+            await self._handler.quiet(self.abandon)
+
+    @contextlib.contextmanager
+    def _work(self) -> Iterator[None]:
+        self.busy = True
+        try:
+            yield
+        finally:
+            self.busy = False

@@ -1,0 +1,83 @@
+"""Where a sink puts what it could not decode or deliver, before it goes past it."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Coroutine
+from typing import Any, Protocol
+
+from topics import dead_letters
+from topics.dead_letters import Origin
+from topics.sender import Sender, Unsendable
+
+log = logging.getLogger(__name__)
+
+
+class Record(Protocol):
+    """A record as it was read: what this module and the sinks use of it."""
+
+    @property
+    def topic(self) -> str:
+        """Where it was read."""
+
+    @property
+    def partition(self) -> int:
+        """Its partition."""
+
+    @property
+    def offset(self) -> int:
+        """Its offset."""
+
+    @property
+    def timestamp(self) -> int:
+        """When the broker appended it, in milliseconds since the epoch."""
+
+    @property
+    def key(self) -> bytes | None:
+        """Its key."""
+
+    @property
+    def value(self) -> bytes | None:
+        """Its bytes."""
+
+
+class Abandoned(Exception):
+    """Whoever asked is to let go of the partition: what was under way may have been done, or not."""
+
+
+class DeadLetters:
+    """Writes dead letters and waits for the broker to have them."""
+
+    def __init__(self, sender: Sender, stage: str) -> None:
+        self._sender = sender
+        self._stage = stage
+
+    async def bury(self, record: Record, error: str, abandon: asyncio.Event) -> None:
+        """Write a record to the dead letters; returns once it is there. Raises Abandoned where that is not awaited."""
+        origin = Origin(record.topic, record.partition, record.offset)
+        log.warning("%s: dead-lettered: %s", origin, error)
+        value, headers = dead_letters.letter(
+            record.value or b"", origin, stage=self._stage, error=error, at_ms=int(time.time() * 1000)
+        )
+        await unless(abandon, self._send(value, record.key, headers, origin))
+
+    async def _send(self, value: bytes, key: bytes | None, headers: dead_letters.Headers, origin: Origin) -> None:
+        sent = await self._sender.send(dead_letters.TOPIC.name, value, key=key, headers=headers)
+        try:
+            await sent
+        except Unsendable as error:
+            log.error("%s: not even its dead letter could be sent: %s", origin, error)
+
+
+async def unless(abandon: asyncio.Event, work: Coroutine[Any, Any, None]) -> None:
+    """Await work until ``abandon`` is set. Raises Abandoned, with the work cancelled, or what the work raises."""
+    task = asyncio.ensure_future(work)
+    given_up = asyncio.ensure_future(abandon.wait())
+    try:
+        await asyncio.wait((task, given_up), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise Abandoned
+        await task
+    finally:
+        given_up.cancel()
+        task.cancel()

@@ -1,0 +1,89 @@
+"""What became of each record that a sink read: it ends in exactly one outcome, or is held, or was given back.
+
+read = delivered + duplicate + dropped + dead_lettered + released + held, at any time of a process's life.
+"""
+
+from collections.abc import Iterable
+from typing import Literal
+
+from prometheus_client import Counter
+
+from topics.instruments import Instrument, Instruments
+
+Outcome = Literal["delivered", "duplicate", "dropped", "dead_lettered"]
+
+
+def instruments(component: str) -> tuple[Instrument, ...]:
+    """The instruments that every sink has, under its own name."""
+    prefix = f"gpustream_{component}"
+    return (
+        Instrument(f"{prefix}_records_read_total", "counter", "Records read, to be delivered."),
+        Instrument(f"{prefix}_records_delivered_total", "counter", "Records of which all was delivered."),
+        Instrument(f"{prefix}_records_duplicate_total", "counter", "Records that were replays."),
+        Instrument(
+            f"{prefix}_records_dropped_total", "counter", "Records refused for their time, by reason.", ("reason",)
+        ),
+        Instrument(
+            f"{prefix}_records_dead_lettered_total",
+            "counter",
+            "Records that could not be decoded, or of which a part was refused.",
+        ),
+        Instrument(
+            f"{prefix}_records_released_total", "counter", "Records given back unfinished, for whoever reads them next."
+        ),
+        Instrument(f"{prefix}_records_held", "gauge", "Records read and not finished."),
+        Instrument(
+            f"{prefix}_records_expired_total",
+            "counter",
+            "Records that the topic's retention removed before they were read.",
+        ),
+        Instrument(f"{prefix}_commits_total", "counter", "Offset commits, by whether they succeeded.", ("result",)),
+        Instrument(f"{prefix}_partitions", "gauge", "Partitions assigned."),
+        Instrument(f"{prefix}_lag_records", "gauge", "Records not yet finished, in the partitions assigned."),
+    )
+
+
+class Outcomes:
+    """Counts records by what became of them."""
+
+    def __init__(self, component: str, made: Instruments) -> None:
+        self._prefix = f"gpustream_{component}"
+        self._made = made
+        self._held = 0
+
+    def read(self, records: int) -> None:
+        """Records were read, and are held now."""
+        self._counter("records_read_total").inc(records)
+        self._hold(records)
+
+    def finish(self, outcome: Outcome, reason: str = "") -> None:
+        """A record ended."""
+        labels = (reason,) if outcome == "dropped" else ()
+        self._counter(f"records_{outcome}_total", *labels).inc()
+        self._hold(-1)
+
+    def release(self, records: int) -> None:
+        """Records were given back unfinished."""
+        self._counter("records_released_total").inc(records)
+        self._hold(-records)
+
+    def expired(self, records: int) -> None:
+        """Records were gone before they were read."""
+        self._counter("records_expired_total").inc(records)
+
+    def committed(self, *, ok: bool) -> None:
+        """An offset commit ended."""
+        self._counter("commits_total", "ok" if ok else "failed").inc()
+
+    def assigned(self, lags: Iterable[int]) -> None:
+        """The partitions at hand, each with how many records are ahead."""
+        known = list(lags)
+        self._made.gauge(f"{self._prefix}_partitions").set(len(known))
+        self._made.gauge(f"{self._prefix}_lag_records").set(sum(known))
+
+    def _counter(self, name: str, *labels: str) -> Counter:
+        return self._made.counter(f"{self._prefix}_{name}", *labels)
+
+    def _hold(self, more: int) -> None:
+        self._held += more
+        self._made.gauge(f"{self._prefix}_records_held").set(self._held)

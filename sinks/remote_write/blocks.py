@@ -1,0 +1,154 @@
+"""Series by the block: those of one device under one label set, which change only when a pod or a metric comes or goes.
+
+In: the metrics of a device. Out: rows (what its series are called) and their values.
+A block is made once and then only given values, so whatever an encoder works out for its labels it may keep on it.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from sinks.labels import Labels
+from topics.catalogue import CATALOGUE, DERIVED, series
+from topics.metric import Metric, Profile, Ratio
+from topics.metric import Series as CatalogueSeries
+
+Kind = Literal["gauge", "counter"]
+Value = int | float
+Metrics = Mapping[str, Value | None]
+
+_MEMO_SIZE = 4096
+_LAYOUTS = 1024
+
+
+class Row(NamedTuple):
+    """One series of a device, without the device's labels. ``primary``: a value of ``metrics``, not made of one."""
+
+    name: str
+    labels: Labels = ()
+    kind: Kind = "gauge"
+    help: str = ""
+    primary: bool = True
+
+
+Rows = tuple[Row, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Block:
+    """The series of one device: its labels (sorted by name, none of them a row's) and the rows.
+
+    ``cache`` is the encoders': what they made of labels and rows, under a key of their own.
+    """
+
+    labels: Labels
+    rows: Rows
+    cache: dict[Any, Any] = field(default_factory=dict)
+
+
+class Group(NamedTuple):
+    """A block at one time: a value for each of its rows, in milliseconds since the epoch."""
+
+    block: Block
+    ts_ms: int
+    values: Sequence[Value]
+
+
+class Measured(NamedTuple):
+    """A device's metrics in a naming profile: rows and a value for each."""
+
+    rows: Rows
+    values: list[float]
+
+
+class Layouts:
+    """How the metrics of a device become rows and values in a naming profile, remembered by which keys are known."""
+
+    def __init__(self, names: Profile) -> None:
+        self._names = names
+        self._layouts: dict[tuple[str, ...], _Layout] = {}
+        self._rows: dict[Rows, Rows] = {}
+
+    def measure(self, metrics: Metrics) -> Measured:
+        """The rows of what is known; equal rows are the same object.
+
+        Raises OverflowError for an integer that is beyond any float.
+        """
+        keys = tuple(metrics)
+        if None in metrics.values():
+            keys = tuple(key for key in keys if metrics[key] is not None)
+        layout = self._layouts.get(keys) or self._learn(keys)
+        values = layout.values(metrics)
+        if None in values[layout.plain :]:
+            return self._without_gaps(layout, values)
+        return Measured(layout.rows, values)  # type: ignore[arg-type] # None was looked for
+
+    def _learn(self, keys: tuple[str, ...]) -> "_Layout":
+        if len(self._layouts) >= _LAYOUTS:
+            self._layouts.clear()
+            self._rows.clear()
+        layout = self._layouts[keys] = _Layout(self._names, keys, self._same)
+        return layout
+
+    def _same(self, rows: Iterable[Row]) -> Rows:
+        made = tuple(rows)
+        return self._rows.setdefault(made, made)
+
+    def _without_gaps(self, layout: "_Layout", values: Sequence[float | None]) -> Measured:
+        there = [(row, value) for row, value in zip(layout.rows, values, strict=True) if value is not None]
+        return Measured(self._same(row for row, _ in there), [value for _, value in there])
+
+
+class _Layout:
+    """The rows of a device of which just these keys are known; those past ``plain`` are made of two keys."""
+
+    def __init__(self, names: Profile, keys: tuple[str, ...], same: Callable[[Iterable[Row]], Rows]) -> None:
+        plain = [(key, one) for key, many in series(names).items() if key in keys for one in many]
+        self._ratios = [ratio for ratio in DERIVED[names] if ratio.numerator in keys and ratio.denominator in keys]
+        self._makers = [(key, _converter(one)) for key, one in plain]
+        self.plain = len(plain)
+        self.rows = same([*(_row(CATALOGUE[key], one) for key, one in plain), *map(_ratio_row, self._ratios)])
+
+    def values(self, metrics: Metrics) -> list[float | None]:
+        """The value of each row; None for a ratio of which the denominator is zero."""
+        values: list[float | None] = [make(metrics[key]) for key, make in self._makers]
+        values.extend(_ratio(ratio, metrics) for ratio in self._ratios)
+        return values
+
+
+class _Scaled(dict[Any, float]):
+    """The values of a series by those of its key, remembered: a GPU's clocks, temperatures and percentages are few."""
+
+    def __init__(self, of: Callable[[Value], float]) -> None:
+        super().__init__()
+        self._of = of
+
+    def __missing__(self, value: Value) -> float:
+        if len(self) >= _MEMO_SIZE:
+            self.clear()
+        made = self[value] = self._of(value)
+        return made
+
+
+def _converter(one: CatalogueSeries) -> Callable[[Any], float]:
+    return float if one.scale == 1.0 and one.bits is None else _Scaled(one.of).__getitem__
+
+
+def _row(metric: Metric, one: CatalogueSeries) -> Row:
+    kind: Kind = metric.kind if one.bits is None else "gauge"
+    primary = any(many[0] == one for many in metric.names.values())
+    return Row(one.name, one.labels, kind, metric.help, primary)
+
+
+def _ratio_row(ratio: Ratio) -> Row:
+    return Row(ratio.name, ratio.labels, "gauge", ratio.help, primary=False)
+
+
+def _ratio(ratio: Ratio, metrics: Metrics) -> float | None:
+    numerator, denominator = metrics[ratio.numerator], metrics[ratio.denominator]
+    return None if numerator is None or denominator is None else ratio.of(numerator, denominator)
+
+
+def primaries(groups: Iterable[Group]) -> int:
+    """How many values of ``metrics`` are in these groups."""
+    return sum(row.primary for group in groups for row in group.block.rows)

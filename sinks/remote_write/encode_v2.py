@@ -1,0 +1,187 @@
+"""Remote write 2.0: groups of samples -> a Request with interned symbols, before snappy.
+
+What rows are called, label names and help are symbols of every request, in front and always at the same place, so that
+all of a series but the references to its device's label values, its value and its time is constant. References have the
+same number of bytes throughout a request, so that the constant parts never move.
+
+Source: the message definitions of io.prometheus.write.v2: Request{4 symbols, 5 timeseries}, TimeSeries{1 labels_refs,
+2 samples, 5 metadata}, Sample{1 double value, 2 int64 timestamp}, Metadata{1 type, 3 help_ref}.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import chain
+from operator import itemgetter
+from struct import Struct
+from typing import Any, NamedTuple
+
+from sinks.remote_write.blocks import Block, Group, Kind, Row, Rows
+from sinks.remote_write.protobuf import fixed_varint, message, text, ts_width, varint
+
+NAME = "__name__"
+
+_SYMBOL = 0x22
+_TIMESERIES = 0x2A
+_LABELS_REFS = 0x0A
+_SAMPLES = 0x12
+_METADATA = 0x2A
+_VALUE = b"\x09"
+_TIMESTAMP = b"\x10"
+_TYPE = b"\x08"
+_HELP_REF = b"\x18"
+_TYPES: dict[Kind, int] = {"counter": 1, "gauge": 2}
+
+_VALUE_BYTES = 9
+_REF_WIDTHS = (2, 3, 5)
+_MAX_CONSTANTS = 8192
+
+
+class _Shape(NamedTuple):
+    """What decides how a block is written, but for its label values, its values and its time."""
+
+    names: tuple[str, ...]
+    rows: Rows
+    ref_width: int
+    ts_width: int
+
+
+class _Plan(NamedTuple):
+    """How blocks of one shape are written: the packer, its constant arguments, where to cut the device's references,
+    and the order in which constants, cuts, values and the time are its arguments.
+    """
+
+    pack: Struct
+    constants: tuple[bytes, ...]
+    cuts: tuple[slice, ...]
+    order: "itemgetter[Any]"
+
+
+class Encoder:
+    """Encodes requests; what it keeps between them is the constant symbols and the plans made of them."""
+
+    def __init__(self) -> None:
+        self._forget()
+
+    def _forget(self) -> None:
+        self._token = object()
+        self._constants: dict[str, int] = {"": 0}
+        self._constant_symbols = bytearray(text(_SYMBOL, ""))
+        self._plans: dict[_Shape, _Plan] = {}
+
+    def encode(self, groups: Sequence[Group]) -> bytes:
+        """The request that writes these groups, uncompressed."""
+        if max(len(self._constants), len(self._plans)) > _MAX_CONSTANTS:
+            self._forget()
+        for group in groups:
+            if self._token not in group.block.cache:
+                self._intern(group.block)
+        width = _ref_width(len(self._constants) + sum(len(group.block.labels) for group in groups))
+        symbols = dict(self._constants)
+        fresh: list[bytes] = []
+        series = [self._group(group, width, symbols, fresh) for group in groups]
+        return b"".join([bytes(self._constant_symbols), *fresh, *series])
+
+    def _intern(self, block: Block) -> None:
+        """Give what is constant in a block, its label names and its rows, a symbol."""
+        own = chain.from_iterable((row.name, row.help, *chain.from_iterable(row.labels)) for row in block.rows)
+        for symbol in (NAME, *(name for name, _ in block.labels), *own):
+            if symbol not in self._constants:
+                self._constants[symbol] = len(self._constants)
+                self._constant_symbols += text(_SYMBOL, symbol)
+        block.cache[self._token] = {}
+
+    def _group(self, group: Group, width: int, symbols: dict[str, int], fresh: list[bytes]) -> bytes:
+        block, ts_ms, values = group
+        widths = (width, ts_width(ts_ms))
+        plan: _Plan | None = block.cache[self._token].get(widths)
+        if plan is None:
+            plan = block.cache[self._token][widths] = self._planned(block, *widths)
+        refs = _device_refs(block, width, symbols, fresh)
+        cuts = [refs[cut] for cut in plan.cuts]
+        return plan.pack.pack(*plan.order((*plan.constants, *cuts, *values, _timestamp(ts_ms))))
+
+    def _planned(self, block: Block, width: int, of_ts: int) -> _Plan:
+        shape = _Shape(tuple(name for name, _ in block.labels), block.rows, width, of_ts)
+        plan = self._plans.get(shape)
+        if plan is None:
+            plan = self._plans[shape] = _plan(shape, self._constants)
+        return plan
+
+
+def _ref_width(symbols: int) -> int:
+    return next(width for width in _REF_WIDTHS if symbols < 1 << 7 * width)
+
+
+def _device_refs(block: Block, width: int, symbols: dict[str, int], fresh: list[bytes]) -> bytes:
+    """References to a device's labels, name and value by turns; values that are new here become symbols."""
+    refs = []
+    for name, value in block.labels:
+        at = symbols.get(value)
+        if at is None:
+            at = symbols[value] = len(symbols)
+            fresh.append(_symbol(value))
+        refs += [_ref(symbols[name], width), _ref(at, width)]
+    return b"".join(refs)
+
+
+@lru_cache(maxsize=65536)
+def _symbol(value: str) -> bytes:
+    return text(_SYMBOL, value)
+
+
+@lru_cache(maxsize=65536)
+def _ref(symbol: int, width: int) -> bytes:
+    return fixed_varint(symbol, width)
+
+
+@lru_cache(maxsize=1024)
+def _timestamp(ts_ms: int) -> bytes:
+    return _TIMESTAMP + fixed_varint(ts_ms, ts_width(ts_ms))
+
+
+def _plan(shape: _Shape, symbols: dict[str, int]) -> _Plan:
+    """Work out a shape: every series is a head, cuts of the device's references around the row's own, and a sample."""
+    constants: list[bytes] = []
+    cuts: dict[tuple[int, int], int] = {}
+    parts: list[tuple[str, int]] = []
+    sizes: list[str] = []
+    for number, row in enumerate(shape.rows):
+        head, pieces, tail = _series(row, shape, symbols)
+        for piece in (head, *pieces, _SAMPLE_HEAD[shape.ts_width]):
+            if isinstance(piece, bytes):
+                parts.append(("constant", len(constants)))
+                sizes.append(f"{len(piece)}s")
+                constants.append(piece)
+            else:
+                parts.append(("cut", cuts.setdefault(piece, len(cuts))))
+                sizes.append(f"{piece[1] - piece[0]}s")
+        parts += [("value", number), ("time", 0), ("constant", len(constants))]
+        sizes += ["d", f"{1 + shape.ts_width}s", f"{len(tail)}s"]
+        constants.append(tail)
+    starts = {"constant": 0, "cut": len(constants)}
+    starts["value"] = starts["cut"] + len(cuts)
+    starts["time"] = starts["value"] + len(shape.rows)
+    order = itemgetter(*(starts[kind] + number for kind, number in parts))
+    return _Plan(Struct("<" + "".join(sizes)), tuple(constants), tuple(slice(*cut) for cut in cuts), order)
+
+
+_SAMPLE_HEAD = {width: bytes((_SAMPLES,)) + varint(_VALUE_BYTES + 1 + width) + _VALUE for width in range(1, 11)}
+
+
+def _series(row: Row, shape: _Shape, symbols: dict[str, int]) -> tuple[bytes, list[bytes | tuple[int, int]], bytes]:
+    """The head of a series, its labels (a pair is a cut through the device's references), and its metadata."""
+    pieces: list[bytes | tuple[int, int]] = []
+    start = 0
+    for name, value in sorted(((NAME, row.name), *row.labels)):
+        at = bisect_left(shape.names, name) * 2 * shape.ref_width
+        pieces += [(start, at), _ref(symbols[name], shape.ref_width) + _ref(symbols[value], shape.ref_width)]
+        start = at
+    pieces.append((start, len(shape.names) * 2 * shape.ref_width))
+    refs = (len(shape.names) + 1 + len(row.labels)) * 2 * shape.ref_width
+    metadata = message(_METADATA, _TYPE + varint(_TYPES[row.kind]) + _HELP_REF + varint(symbols[row.help]))
+    labels = bytes((_LABELS_REFS,)) + varint(refs)
+    sample = len(_SAMPLE_HEAD[shape.ts_width]) - 1 + _VALUE_BYTES + 1 + shape.ts_width
+    size = len(labels) + refs + sample + len(metadata)
+    head = bytes((_TIMESERIES,)) + varint(size) + labels
+    return head, [piece for piece in pieces if isinstance(piece, bytes) or piece[0] != piece[1]], metadata

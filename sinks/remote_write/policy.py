@@ -1,0 +1,97 @@
+"""What a receiver's answer means: one policy for each status.
+
+| answer | policy |
+|---|---|
+| 2xx to 1.0; 2xx to 2.0 that says all was written | accepted |
+| 2xx or 4xx to 2.0 that does not count what was written, 415 | not 2.0: `auto` goes on in 1.0, `2.0` is a failure |
+| 2xx to 2.0 that says that less was written | refused: narrowed down |
+| none, 408, 425, 429, 5xx but 500 | tried again for as long as it takes, after what `Retry-After` says, never split |
+| 500 | likewise, and narrowed down after 5 in a row while other requests are accepted |
+| 401, 403, 404, 405, 407, 3xx | tried again: the configuration is wrong, not the samples |
+| any other 4xx | refused: narrowed down |
+
+Source: the remote-write specifications 1.0 and 2.0; the texts are Prometheus's and Mimir's.
+"""
+
+import re
+from typing import Literal, NamedTuple
+
+Protocol = Literal["1.0", "2.0"]
+Meaning = Literal["accepted", "refused", "again", "server-error", "not-2.0", "misconfigured"]
+
+AHEAD_MS = 5 * 60_000
+"""How far in the receiver's future a sample that is out of its bounds must lie to be ahead of them, not behind."""
+
+UNTIMELY = frozenset({"out_of_order", "too_old", "duplicate"})
+"""Reasons for which a node's tick as a whole is dropped: sending it in parts would change nothing."""
+
+WHOLE = UNTIMELY | {"too_far_ahead"}
+"""Reasons that hold for all of a node's tick, as all of it has one time."""
+
+_TOO_MANY = 429
+_SERVER_ERROR = 500
+_NOT_IN_2_0 = 415
+_AGAIN = frozenset({0, 408, 425, _TOO_MANY})
+_MISCONFIGURED = frozenset({401, 403, 404, 405, 407})
+
+_REASONS: tuple[tuple[str, re.Pattern[str]], ...] = (
+    ("too_far_ahead", re.compile(r"too[ -]far[ -]in[ -](the )?future")),
+    ("duplicate", re.compile(r"duplicate sample|duplicate[ -]timestamp")),
+    ("too_old", re.compile(r"too old|timestamp-too-old")),
+    ("out_of_order", re.compile(r"out[ -]of[ -]order")),
+)
+_OUT_OF_BOUNDS = re.compile(r"out of bounds")
+
+
+class Answer(NamedTuple):
+    """What came back. ``status`` 0: nothing did, and ``text`` says why. ``written``: samples, where it was said."""
+
+    status: int
+    text: str = ""
+    written: int | None = None
+    retry_after_s: float | None = None
+
+
+class Refusal(NamedTuple):
+    """Why samples were refused: a reason to count by, and one line of what was said."""
+
+    reason: str
+    text: str
+
+
+def meaning(answer: Answer, protocol: Protocol, samples: int, *, speaks_2_0: bool = False) -> Meaning:
+    """What to do about an answer to a request of so many samples.
+
+    ``speaks_2_0``: the receiver once counted what it wrote, so one that says nothing is not one of 1.0.
+    """
+    status = answer.status
+    uncounted = protocol == "2.0" and answer.written is None
+    if status in _AGAIN or status > _SERVER_ERROR:
+        return "again"
+    if status == _SERVER_ERROR:
+        return "server-error"
+    if status in _MISCONFIGURED or 300 <= status < 400 or status < 200:
+        return "misconfigured"
+    if status < 300:
+        return "not-2.0" if uncounted else _written(answer, protocol, samples)
+    if uncounted and (status == _NOT_IN_2_0 or not speaks_2_0):
+        return "not-2.0"
+    return "misconfigured" if status == _NOT_IN_2_0 else "refused"
+
+
+def _written(answer: Answer, protocol: Protocol, samples: int) -> Meaning:
+    return "accepted" if protocol == "1.0" or (answer.written or 0) >= samples else "refused"
+
+
+def refusal(answer: Answer, ts_ms: int, now_ms: int) -> Refusal:
+    """Why samples of about that time were refused, from what the receiver said."""
+    said = answer.text.lower()
+    text = " ".join(answer.text.split())[:300] or f"HTTP {answer.status}"
+    if answer.status < 300:
+        return Refusal("not_written", f"HTTP {answer.status}, and {answer.written} samples written")
+    for reason, pattern in _REASONS:
+        if pattern.search(said):
+            return Refusal(reason, text)
+    if _OUT_OF_BOUNDS.search(said):
+        return Refusal("too_far_ahead" if ts_ms > now_ms + AHEAD_MS else "too_old", text)
+    return Refusal("server_error" if answer.status == _SERVER_ERROR else "rejected", text)

@@ -1,0 +1,161 @@
+"""What a partition's nodes have written so far, and so what each tick writes: its series, and an end for those gone.
+
+In: records of gpu.attributed, in the order of their partition. Out: groups of samples.
+State, per node: the last offset and timestamp, and the open series. It changes only when a tick is settled.
+A series that is missing from a tick ends there, with a staleness marker at the tick's time; those of a node that went
+silent end 1 ms after its last tick, so that whatever it still sends later is later.
+"""
+
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from sinks.labels import Labels, LabelSet, Seen, labels, seen
+from sinks.remote_write.blocks import Block, Group, Layouts, Row
+from topics.attributed import AttributedDevice, AttributedSample
+from topics.metric import Profile
+
+STALE: float = struct.unpack("<d", struct.pack("<Q", 0x7FF0000000000002))[0]
+"""The value that ends a series in Prometheus: a NaN with just these bits."""
+
+_MAX_MS = 2**63 - 1
+_FORGET_AFTER_S = 24 * 3600
+_SPARE_DEVICES = 64
+
+NodeKey = tuple[str, str]
+
+
+class _Known(NamedTuple):
+    """A device as it was last labelled, and the block of it."""
+
+    seen: Seen
+    block: Block
+
+
+@dataclass(slots=True)
+class _Node:
+    """What is known of a node. ``offset`` is its last sample's, ``heard_s`` the clock's when that was settled."""
+
+    offset: int
+    heard_s: float
+    ts_ms: int | None = None
+    open: tuple[Block, ...] = ()
+    known: dict[str, _Known] = field(default_factory=dict)
+
+
+class Tick(NamedTuple):
+    """What a record writes. ``clashes`` counts values that are left out because another device has the same labels."""
+
+    sample: AttributedSample
+    groups: list[Group]
+    blocks: tuple[Block, ...]
+    markers: int
+    clashes: int
+
+    @property
+    def node(self) -> NodeKey:
+        """Whose tick it is."""
+        return self.sample.cluster, self.sample.node
+
+
+class Silence(NamedTuple):
+    """The end of all open series of a node that was not heard of for long."""
+
+    node: NodeKey
+    groups: list[Group]
+
+
+class Series:
+    """The series of one partition. ``now_s`` is always a clock that never steps back."""
+
+    def __init__(self, names: Profile, label_set: LabelSet) -> None:
+        self._layouts = Layouts(names)
+        self._label_set = label_set
+        self._nodes: dict[NodeKey, _Node] = {}
+        self._strangers: dict[NodeKey, dict[str, _Known]] = {}
+
+    def is_replay(self, sample: AttributedSample) -> bool:
+        """Whether this record, or a later one of its node, was settled before."""
+        node = self._nodes.get((sample.cluster, sample.node))
+        return node is not None and sample.offset <= node.offset
+
+    def tick(self, sample: AttributedSample) -> Tick:
+        """What a record writes. Raises OverflowError for a value that is beyond any float."""
+        node = self._nodes.get((sample.cluster, sample.node))
+        known = node.known if node else self._strangers.setdefault((sample.cluster, sample.node), {})
+        groups = [group for device in sample.devices if (group := self._group(sample, device, known))]
+        blocks = tuple(group.block for group in groups)
+        if node is not None and blocks == node.open:
+            return Tick(sample, groups, blocks, 0, 0)
+        kept = _unique(groups)
+        clashes = sum(len(group.values) for group in groups) - sum(len(group.values) for group in kept)
+        markers = _ended(node.open, kept, sample.ts_ms) if node else []
+        count = sum(len(group.values) for group in markers)
+        return Tick(sample, [*kept, *markers], tuple(group.block for group in kept), count, clashes)
+
+    def settle(self, tick: Tick, now_s: float, *, accepted: bool) -> None:
+        """A tick was finished. One that was refused leaves the open series as they were before it."""
+        sample = tick.sample
+        node = self._nodes.get(tick.node)
+        if node is None:
+            node = self._nodes[tick.node] = _Node(sample.offset, now_s, known=self._strangers.pop(tick.node, {}))
+        node.offset, node.heard_s = sample.offset, now_s
+        if accepted:
+            node.ts_ms, node.open = sample.ts_ms, tick.blocks
+            if len(node.known) > len(sample.devices) + _SPARE_DEVICES:
+                node.known.clear()
+
+    def recall(self, sample: AttributedSample, now_s: float) -> None:
+        """A record that an earlier life settled: know it, and write nothing."""
+        if not self.is_replay(sample):
+            self.settle(self.tick(sample), now_s, accepted=True)
+
+    def silent(self, now_s: float, stale_after_s: float) -> list[Silence]:
+        """The ends of the nodes that were not heard of for so long. They are open until :meth:`ended`."""
+        for key in [key for key, node in self._nodes.items() if now_s - node.heard_s > _FORGET_AFTER_S]:
+            del self._nodes[key]
+        quiet = [(key, node) for key, node in self._nodes.items() if now_s - node.heard_s >= stale_after_s]
+        return [Silence(key, _end_all(node)) for key, node in quiet if node.open and node.ts_ms is not None]
+
+    def ended(self, silence: Silence) -> None:
+        """A node's silence was written, or refused for good."""
+        self._nodes[silence.node].open = ()
+
+    def forget(self) -> None:
+        """The topic was made anew: offsets start again."""
+        self._nodes.clear()
+        self._strangers.clear()
+
+    def _group(self, sample: AttributedSample, device: AttributedDevice, known: dict[str, _Known]) -> Group | None:
+        measured = self._layouts.measure(device.metrics)
+        if not measured.rows:
+            return None
+        now = seen(sample.cluster, sample.node, device)
+        before = known.get(device.uuid)
+        if before is None or before.seen != now:
+            before = known[device.uuid] = _Known(now, Block(labels(self._label_set, now), measured.rows))
+        elif before.block.rows is not measured.rows:
+            before = known[device.uuid] = _Known(now, Block(before.block.labels, measured.rows))
+        return Group(before.block, sample.ts_ms, measured.values)
+
+
+def _unique(groups: Iterable[Group]) -> list[Group]:
+    """The groups, the first of those whose labels are the same: a series has one value at a time."""
+    return list({group.block.labels: group for group in reversed(list(groups))}.values())[::-1]
+
+
+def _ended(before: Sequence[Block], now: Iterable[Group], ts_ms: int) -> list[Group]:
+    there: dict[Labels, frozenset[Row]] = {group.block.labels: frozenset(group.block.rows) for group in now}
+    gone = [(block, [row for row in block.rows if row not in there.get(block.labels, ())]) for block in before]
+    return [_end(block.labels, rows, ts_ms) for block, rows in gone if rows]
+
+
+def _end_all(node: _Node) -> list[Group]:
+    ts_ms = min((node.ts_ms or 0) + 1, _MAX_MS)
+    return [_end(block.labels, block.rows, ts_ms) for block in node.open]
+
+
+def _end(of: Labels, rows: Iterable[Row], ts_ms: int) -> Group:
+    ends = tuple(row._replace(primary=False) for row in rows)
+    return Group(Block(of, ends), ts_ms, [STALE] * len(ends))

@@ -1,0 +1,86 @@
+"""The remote-write sink: gpu.attributed -> a receiver of Prometheus remote write, once, in order, with series' ends.
+
+In: gpu.attributed. Out: requests to ``--url``; gpu.dead-letters. State: none that a restart does not read back.
+On failure: an outage of the receiver or of Kafka is waited for; what the receiver refuses is found out and left out.
+"""
+
+import asyncio
+import contextlib
+
+from sinks.consumer import ConsumerSettings, GroupReader
+from sinks.dead_letters import DeadLetters
+from sinks.labels import default_labels
+from sinks.outcomes import Outcomes
+from sinks.remote_write.client import Client
+from sinks.remote_write.config import RemoteWriteSettings
+from sinks.remote_write.instruments import COMPONENT, INSTRUMENTS
+from sinks.remote_write.partition import OnOutcome, RemoteWritePartition, Shared
+from sinks.remote_write.series import Series
+from sinks.remote_write.transmit import Transmitter
+from topics.attributed import TOPIC
+from topics.instruments import Instruments
+from topics.sender import Sender
+
+_SENDER_STOP_S = 0.5
+
+
+class RemoteWriteSink:
+    """A component: :meth:`run` it until it is told to stop. ``settings`` are to be without mistakes."""
+
+    name = "remote-write"
+
+    def __init__(self, settings: RemoteWriteSettings, on_outcome: OnOutcome | None = None) -> None:
+        self.settings = settings
+        self._on_outcome = on_outcome
+        self._instruments = Instruments(INSTRUMENTS)
+        self.registry = self._instruments.registry
+        self._reader: GroupReader | None = None
+        self._transmitter: Transmitter | None = None
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Deliver until ``stop``; returns within 8 s of it. Raises what cannot be waited for."""
+        client = Client(self.settings)
+        sender = Sender(self.settings.kafka, client_id=self.settings.group)
+        connecting = asyncio.ensure_future(sender.start())
+        try:
+            self._reader = self._assemble(client, sender)
+            await self._reader.run(stop)
+        finally:
+            connecting.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await connecting
+            await sender.stop(_SENDER_STOP_S)
+            await client.close()
+
+    def not_ready(self) -> list[str]:
+        """Why nothing is delivered; empty when all is well."""
+        if self._reader is None or self._transmitter is None:
+            return ["not started"]
+        failing = self._transmitter.failing
+        return [*self._reader.not_ready(), *([f"the receiver does not accept: {failing}"] if failing else [])]
+
+    def _assemble(self, client: Client, sender: Sender) -> GroupReader:
+        settings = self.settings
+        outcomes = Outcomes(COMPONENT, self._instruments)
+        self._transmitter = Transmitter(client.post, settings.protocol, self._instruments)
+        shared = Shared(
+            transmitter=self._transmitter,
+            letters=DeadLetters(sender, "sink remote-write"),
+            outcomes=outcomes,
+            instruments=self._instruments,
+            slots=asyncio.Semaphore(settings.max_in_flight),
+            max_samples=settings.max_request_samples,
+            stale_after_s=settings.stale_after_s,
+            on_outcome=self._on_outcome,
+        )
+        labels = settings.labels or default_labels(settings.names)
+        consumer = ConsumerSettings(
+            kafka=settings.kafka,
+            topic=TOPIC.name,
+            group=settings.group,
+            from_=settings.from_,
+            recall_s=settings.stale_after_s,
+            instance_id=settings.instance_id,
+            session_timeout_s=settings.session_timeout_s,
+        )
+        return GroupReader(consumer, lambda _: RemoteWritePartition(Series(settings.names, labels), shared), outcomes)
