@@ -4,6 +4,8 @@ A command that runs a component names it by import string, loads it only when it
 component does not exist.
 """
 
+import logging
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -150,6 +152,56 @@ _add_stream()
 for _group in (produce, sink):
     if not _group.commands:
         main.commands.pop(str(_group.name))
+
+
+def _check_run(given: dict[str, Any]) -> list[str]:
+    """What is wrong with ``run``'s options together."""
+    if given["simulate"] is None:
+        return [
+            "Missing option '--simulate': only simulated GPUs can be run in one process yet, such as --simulate 4x8"
+        ]
+    simulated = components.load(PRODUCERS["simulated"])
+    options = {**given, "kafka": given["kafka"] or o.HOST_PORTS.example, "fleet": given["simulate"], "duration": None}
+    return components.mistakes(simulated, options)
+
+
+@main.command(
+    cls=Command,
+    check=_check_run,
+    example=(
+        "gpustream run --simulate 4x8\n"
+        "gpustream run --simulate 4x8 --remote-write http://127.0.0.1:9090/api/v1/write --duration 1m --summary json"
+    ),
+)
+@option("--simulate", type=o.FLEET_SIZE, help="Simulate so many nodes of so many GPUs.")
+@option("--kafka", type=o.HOST_PORTS, show_default="a broker inside this process", help="Kafka's bootstrap brokers.")
+@o.CLUSTER
+@option(
+    "--scrape-listen",
+    type=o.LISTEN,
+    default="127.0.0.1:9400",
+    help="Where the GPUs' /metrics is served; --listen stays this process's own.",
+)
+@option("--remote-write", type=o.URL, help="Write every value to this remote-write receiver too.")
+@option("--duration", type=o.DURATION, show_default="on a terminal until Ctrl-C, else 30s", help="How long to sample.")
+@option(
+    "--summary", type=click.Choice(["text", "json"]), default="text", help="How the end is told on standard output."
+)
+@o.naming
+@o.simulation
+@o.LISTEN_OPTION
+@o.LOG_FORMAT
+def run(log_format: logs.Format, **given: Any) -> None:
+    """Everything in one process: GPUs, stream, sinks, and a broker where none is given.
+
+    Samples until its time is over or Ctrl-C, lets everything arrive, and says what became of every tick. Exit code 1 if
+    any was lost or dropped.
+    """
+    from gpustream.run import RunSettings
+    from gpustream.run import run as run_all
+
+    logs.setup(log_format, logging.WARNING if sys.stdout.isatty() else logging.INFO)
+    raise SystemExit(run_all(RunSettings(**given, watched=sys.stdout.isatty())))
 
 
 @main.group()

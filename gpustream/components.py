@@ -1,7 +1,7 @@
 """Components by name: found, loaded and configured without importing any before it is wanted.
 
 A component is a class with ``name``, ``registry``, ``run(stop)`` and ``not_ready()``, made from one frozen record of
-settings whose fields are named as the options are (``grace_s`` is ``--grace``, ``buffer_bytes`` is ``--buffer``).
+settings whose fields are named as the options are (``grace_s`` is ``--grace``, ``headers`` is ``--header``).
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from prometheus_client import CollectorRegistry
 
-_UNITS = ("_s", "_ms", "_bytes")
+_ENDINGS = ("_s", "_bytes", "s")
 
 
 @runtime_checkable
@@ -69,17 +69,17 @@ def settings(component: type[Any], options: Mapping[str, Any]) -> Any:
 
 
 def option_of(field: str) -> str:
-    """The option that sets a field: its name without the unit."""
-    for unit in _UNITS:
-        if field.endswith(unit):
-            return field.removesuffix(unit)
+    """The option that sets a field: its name without the unit, and one of what may be given several times."""
+    for ending in _ENDINGS:
+        if field.endswith(ending):
+            return field.removesuffix(ending)
     return field
 
 
 def mistakes(component: type[Any], options: Mapping[str, Any]) -> list[str]:
-    """What the component itself finds wrong with its settings: ``validate()``, or a ValueError when they are made."""
+    """What the component itself finds wrong with its settings: ``mistakes()``, or a ValueError when they are made."""
     try:
         made = settings(component, options)
     except ValueError as error:
         return [str(error)]
-    return list(made.validate()) if hasattr(made, "validate") else []
+    return list(made.mistakes()) if hasattr(made, "mistakes") else []

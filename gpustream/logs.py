@@ -35,6 +35,7 @@ def setup(log_format: Format = "text", level: int = logging.INFO) -> None:
     """Sends every record of the process to standard error. Safe to call again."""
     handler = _StandardError()
     handler.setFormatter(Json() if log_format == "json" else Text())
+    handler.addFilter(_is_news)
     handler.addFilter(Repeats())
     logging.basicConfig(level=level, handlers=[handler], force=True)
     logging.captureWarnings(True)
@@ -54,6 +55,11 @@ def fields(record: logging.LogRecord) -> dict[str, Any]:
     extra = {key: value for key, value in vars(record).items() if key not in _STANDARD}
     held_back = getattr(record, "held_back", 0)
     return {**extra, "held_back": held_back} if held_back else extra
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Not the comings and goings of Faust's inner services, which it logs in the name of whoever started them."""
+    return record.levelno > logging.INFO or not record.getMessage().startswith("[^")
 
 
 class Repeats(logging.Filter):

@@ -20,12 +20,15 @@ import uvloop
 from gpustream.components import Component
 from gpustream.health import Health, ListenError, listening
 from gpustream.values import Address
+from topics.broker import BrokerError
 
 log = logging.getLogger(__name__)
 
 FAILED = 1
 RESTART = 70
 STOP_WITHIN_S = 10.0
+
+_SENTENCES = (ListenError, BrokerError)
 
 Exit = Callable[[int], object]
 
@@ -106,14 +109,19 @@ def run(
 
     try:
         return uvloop.run(guarded())
-    except ListenError as error:
-        log.error("%s", error)
-        return FAILED
-    except Exception as error:
-        log.critical("failed", exc_info=error)
-        return int(getattr(error, "exit_code", FAILED))
+    except Exception as error:  # noqa: BLE001 - the last place where anybody can be told
+        return _failed(error)
     finally:
         deadline.cancel()
+
+
+def _failed(error: Exception) -> int:
+    """Tells of the error, in a sentence where that says it all, and gives the exit code."""
+    if isinstance(error, _SENTENCES) or isinstance(error.__cause__, _SENTENCES):
+        log.critical("%s", error)
+    else:
+        log.critical("failed", exc_info=error)
+    return int(getattr(error, "exit_code", FAILED))
 
 
 @contextlib.asynccontextmanager

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from sinks.outcomes import Outcome
 from topics.attributed import Attribution
 
 
@@ -72,12 +73,18 @@ class Sampled(NamedTuple):
 
 
 class SinkTally:
-    """What one sink did: the ticks that it took or dead-lettered, the values it delivered, the ticks it dropped."""
+    """What one sink did: the ticks that it took or dead-lettered, and how many it dropped."""
 
     def __init__(self) -> None:
         self.ticks = Ticks()
-        self.values = 0
         self.dropped = 0
+
+    def outcome(self, cluster: str, node: str, run_id: int, seq: int, outcome: Outcome) -> None:
+        """Takes in what became of a tick. A duplicate is one that was taken before."""
+        if outcome == "dropped":
+            self.dropped += 1
+        else:
+            self.ticks.add(Run(cluster, node, run_id), seq)
 
 
 class Attributed(msgspec.Struct, frozen=True):
@@ -128,17 +135,22 @@ class Tally:
         """How many of the sampled ticks have not come out of attribution."""
         return missing(sampled, [self._attributed])
 
+    def behind(self, sink: str, sampled: Iterable[Sampled]) -> int:
+        """How many of the sampled ticks one sink has neither taken nor dead-lettered."""
+        return missing(sampled, [self.sinks[sink].ticks])
+
     def undelivered(self, sampled: Iterable[Sampled]) -> int:
         """How many of the sampled ticks some sink has neither taken nor dead-lettered."""
         return missing(sampled, [sink.ticks for sink in self.sinks.values()])
 
-    def summary(self, sampled: Collection[Sampled], values: int, dropped: int) -> Summary:
-        """The end of the run. ``values`` are those in the sampled ticks, ``dropped`` the ticks not dropped by sinks."""
+    def summary(self, sampled: Collection[Sampled], *, values: int, delivered: dict[str, int], dropped: int) -> Summary:
+        """The end of the run: ``values`` in the sampled ticks, ``delivered`` values by sink, ticks that producers
+        ``dropped``."""
         return Summary(
             ticks=sum(one.last_seq for one in sampled),
             samples=values,
             attributed=Attributed(*(self._count(sampled, kind) for kind in ("exact", "late", "none"))),
-            delivered={name: sink.values for name, sink in self.sinks.items()},
+            delivered=delivered,
             dead_lettered=len(self._letters),
             dropped=dropped + sum(sink.dropped for sink in self.sinks.values()),
             lost=self.undelivered(sampled),

@@ -13,7 +13,7 @@ _NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 _SECONDS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 _BYTES = {"": 1, "B": 1, "KiB": 1024, "MiB": 1024**2, "GiB": 1024**3}
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,253}")
-_FLEET = re.compile(r"(\d{1,6})x(\d{1,3})")
+_FLEET = re.compile(r"[1-9][0-9]{0,5}x[1-9][0-9]{0,2}")
 _HOST = re.compile(r"\[[0-9A-Fa-f:.%a-z]+\]|[A-Za-z0-9._-]+")
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 
@@ -26,16 +26,6 @@ class Address(NamedTuple):
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
-
-
-class FleetSize(NamedTuple):
-    """So many nodes of so many GPUs each."""
-
-    nodes: int
-    gpus: int
-
-    def __str__(self) -> str:
-        return f"{self.nodes}x{self.gpus}"
 
 
 def duration(text: str) -> float:
@@ -66,13 +56,11 @@ def name(text: str) -> str:
     return text
 
 
-def fleet_size(text: str) -> FleetSize:
+def fleet_size(text: str) -> str:
     """``100x8``: a hundred nodes of eight GPUs."""
-    match = _FLEET.fullmatch(text.strip())
-    parsed = FleetSize(int(match[1]), int(match[2])) if match else FleetSize(0, 0)
-    if 0 in parsed:
+    if not _FLEET.fullmatch(text.strip()):
         raise ValueError(f"{text!r} is not a fleet: write NODESxGPUS, such as 4x8")
-    return parsed
+    return text.strip()
 
 
 def host_ports(text: str) -> str:

@@ -102,6 +102,7 @@ def test_setup_sends_records_to_the_standard_error_of_the_moment(capsys: pytest.
         logs.setup("json")
         logging.getLogger("gpustream").info("started", extra={"component": "fake"})
         logging.getLogger("aiokafka.consumer").info("noise")
+        logging.getLogger("abc").info("[^-Consumer]: Starting...")
         root.handlers[0].flush()
     finally:
         root.handlers[:] = before

@@ -1,10 +1,13 @@
 """What is lost is found from sequence numbers."""
 
+from typing import cast
+
 import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpustream.tally import Run, Sampled, Seqs, Tally
+from gpustream.tally import Run, Sampled, Seqs, Summary, Tally
+from sinks.outcomes import Outcome
 
 NODE = Run("c", "n-0", 1000)
 OTHER = Run("c", "n-1", 1000)
@@ -58,7 +61,7 @@ def test_a_replay_of_an_attributed_tick_is_not_counted_again() -> None:
 
     assert tally.attributed(NODE, 1, "exact")
     assert not tally.attributed(NODE, 1, "late")
-    assert tally.summary([Sampled(NODE, 1)], 0, 0).attributed.exact == 1
+    assert _summary(tally, Sampled(NODE, 1)).attributed.exact == 1
 
 
 def test_ticks_of_other_producers_on_the_same_kafka_are_not_counted() -> None:
@@ -66,7 +69,7 @@ def test_ticks_of_other_producers_on_the_same_kafka_are_not_counted() -> None:
     tally.attributed(NODE, 1, "exact")
     tally.attributed(OTHER, 1, "none")
 
-    assert tally.summary([Sampled(NODE, 1)], 8, 0).attributed.none == 0
+    assert _summary(tally, Sampled(NODE, 1)).attributed.none == 0
     assert tally.unattributed([Sampled(NODE, 2)]) == 1
 
 
@@ -76,8 +79,7 @@ def test_the_summary_is_one_object_with_all_its_names() -> None:
     tally.attributed(NODE, 2, "late")
     tally.dead_lettered((b"gpu.samples", b"0", b"7"))
     tally.dead_lettered((b"gpu.samples", b"0", b"7"))
-    tally.sinks["scrape"].values += 8
-    summary = tally.summary([Sampled(NODE, 2)], 8, 0)
+    summary = tally.summary([Sampled(NODE, 2)], values=8, delivered={"scrape": 8, "remote_write": 0}, dropped=0)
 
     assert msgspec.json.decode(msgspec.json.encode(summary)) == {
         "ticks": 2,
@@ -91,8 +93,15 @@ def test_the_summary_is_one_object_with_all_its_names() -> None:
     assert not summary.ok
 
 
-def test_dropped_ticks_are_those_of_producers_and_sinks() -> None:
-    tally = _tally(scrape=[])
-    tally.sinks["scrape"].dropped += 2
+def test_a_dropped_tick_is_not_taken() -> None:
+    tally = Tally(["scrape"])
+    for seq, outcome in enumerate(("delivered", "dead_lettered", "duplicate", "dropped"), start=1):
+        tally.sinks["scrape"].outcome(*NODE, seq, cast("Outcome", outcome))
+    summary = tally.summary([Sampled(NODE, 4)], values=0, delivered={}, dropped=3)
 
-    assert tally.summary([], 0, 3).dropped == 5
+    assert (summary.lost, summary.dropped) == (1, 4)
+    assert tally.behind("scrape", [Sampled(NODE, 4)]) == 1
+
+
+def _summary(tally: Tally, *sampled: Sampled) -> Summary:
+    return tally.summary(sampled, values=0, delivered={}, dropped=0)

@@ -1,0 +1,97 @@
+"""The live view of a run: tables on a terminal, a line now and then elsewhere, and the summary for people.
+
+In:       a :class:`~gpustream.fleet.View` and the counts of the run.
+Out:      renderables of rich, and plain lines.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+from rich.box import SIMPLE_HEAD
+from rich.columns import Columns
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from gpustream.fleet import PodUse, View
+from gpustream.tally import Summary
+
+ROWS = 8
+_GIB = 1024.0**3
+
+
+@dataclasses.dataclass(frozen=True)
+class Frame:
+    """One moment of a run: ``delivered`` values and ``behind`` ticks (sampled, not yet taken) by sink."""
+
+    elapsed_s: float
+    title: str
+    view: View
+    delivered: dict[str, int]
+    behind: dict[str, int]
+    starting: Sequence[str] = ()
+
+
+def screen(frame: Frame) -> RenderableType:
+    """The frame as tables."""
+    idle = frame.view.idle
+    pods = _pods("busiest pods", frame.view.pods[:ROWS])
+    return Group(_headline(frame), Columns([pods, _pods(f"idle pods ({len(idle)})", idle[:ROWS])], padding=(0, 3)))
+
+
+def line(frame: Frame) -> str:
+    """The frame as one line."""
+    if frame.starting:
+        return f"{frame.elapsed_s:5.0f} s  starting: {'; '.join(frame.starting)}"
+    busiest = frame.view.pods[:1]
+    tail = [f"busiest {use.namespace}/{use.pod} at {use.utilization_ratio:.0%}" for use in busiest]
+    return f"{frame.elapsed_s:5.0f} s  " + ", ".join([*_facts(frame), *tail])
+
+
+def summary_text(summary: Summary) -> str:
+    """The end of a run for people."""
+    attributed = summary.attributed
+    rows = [
+        ("sampled", f"{summary.ticks:,} ticks, {summary.samples:,} values"),
+        ("attributed", f"{attributed.exact:,} exact, {attributed.late:,} late, {attributed.none:,} without a holder"),
+        *((f"to {name}", f"{values:,} values") for name, values in summary.delivered.items()),
+        ("dead-lettered", f"{summary.dead_lettered:,}"),
+        ("dropped", f"{summary.dropped:,}"),
+        ("lost", f"{summary.lost:,}"),
+    ]
+    return "\n".join(f"{name:>16}  {text}" for name, text in rows)
+
+
+def _headline(frame: Frame) -> RenderableType:
+    head = Text.assemble((f"{frame.title}  ", "bold"), f"{frame.elapsed_s:.0f} s")
+    if frame.starting:
+        return Group(head, Text("starting: " + "; ".join(frame.starting), style="yellow"))
+    return Group(head, Text(", ".join(_facts(frame))))
+
+
+def _facts(frame: Frame) -> list[str]:
+    view = frame.view
+    latency = [] if view.latency_s is None else [f"{view.latency_s:.1f} s old on arrival"]
+    return [
+        f"{view.nodes} nodes, {view.gpus} GPUs ({view.held} held)",
+        f"{view.ticks_per_s:,.0f} ticks/s, {view.values_per_s:,.0f} values/s",
+        *latency,
+        *(f"{name} {_delivered(frame, name)}" for name in frame.delivered),
+    ]
+
+
+def _delivered(frame: Frame, name: str) -> str:
+    behind = frame.behind.get(name, 0)
+    return f"{frame.delivered[name]:,} values" + (f" ({behind:,} ticks behind)" if behind else "")
+
+
+def _pods(title: str, uses: Sequence[PodUse]) -> Table:
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("pod", no_wrap=True, max_width=36)
+    table.add_column("workload", no_wrap=True, max_width=28)
+    for name in ("GPUs", "used", "memory"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for use in uses:
+        memory = f"{use.memory_used_bytes / _GIB:.0f} GiB"
+        table.add_row(f"{use.namespace}/{use.pod}", use.workload, str(use.gpus), f"{use.utilization_ratio:.0%}", memory)
+    return table

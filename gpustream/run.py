@@ -1,0 +1,192 @@
+"""``gpustream run``: a fleet, the stream and the sinks in one process, with a broker of its own where none is given.
+
+In:       the options of ``run``.
+Out:      a live view on a terminal (lines elsewhere), and the summary on standard output.
+On failure: 1 where a tick was lost or dropped, or a component failed.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import click
+import msgspec
+from prometheus_client import CollectorRegistry
+
+from gpustream import components, serve
+from gpustream.display import Display, displayed
+from gpustream.embedded import EmbeddedBroker, every_topic
+from gpustream.fleet import Fleet
+from gpustream.live import Frame, summary_text
+from gpustream.pipeline import Pipeline
+from gpustream.tail import Tail
+from gpustream.tally import Run, Sampled, Summary, Tally
+from gpustream.values import Address
+from producers import PRODUCERS
+from sinks import SINKS
+from streams import STREAMS
+from topics import broker, registry
+from topics.attributed import AttributedSample
+
+UNWATCHED_S = 30.0
+"""How long a run lasts that nobody watches and nobody gave a duration."""
+
+_DROPPED = "gpustream_producer_ticks_dropped_total"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """The options of ``run``, and whether a terminal watches it. ``kafka`` None: the embedded broker."""
+
+    kafka: str | None
+    cluster: str
+    listen: Address | None
+    simulate: str
+    interval: float
+    seed: int
+    truth: Path | None
+    names: str
+    labels: str | None
+    scrape_listen: Address | None
+    remote_write: str | None
+    duration: float | None
+    summary: Literal["text", "json"]
+    watched: bool
+
+
+def run(chosen: RunSettings) -> int:
+    """Runs until its end, prints the summary, and gives the exit code."""
+    with _broker(chosen.kafka) as kafka:
+        return serve.run(lambda stop: OneProcess(chosen, kafka).run(stop))
+
+
+@contextlib.contextmanager
+def _broker(kafka: str | None) -> Iterator[str]:
+    if kafka is not None:
+        yield kafka
+        return
+    with EmbeddedBroker() as embedded:
+        embedded.start(every_topic())
+        yield embedded.address
+
+
+class Simulated:
+    """The simulated fleet, telling what it sampled in the terms of the tally."""
+
+    def __init__(self, fleet: Any, cluster: str) -> None:
+        self._fleet = fleet
+        self._cluster = cluster
+        self.name: str = fleet.name
+        self.registry = fleet.registry
+        self.run = fleet.run
+        self.not_ready = fleet.not_ready
+
+    def sampled(self) -> list[Sampled]:
+        """Every run of every node so far, and the last tick of each."""
+        return [Sampled(Run(self._cluster, node, run_id), seq) for node, run_id, seq in self._fleet.sampled()]
+
+    @property
+    def values(self) -> int:
+        """Metric values in the sampled ticks."""
+        return int(self._fleet.sampled_values)
+
+    @property
+    def dropped(self) -> int:
+        """Ticks that never reached Kafka."""
+        return _counted(self.registry, _DROPPED)
+
+
+class OneProcess:
+    """The components of a run, and what is known of it."""
+
+    def __init__(self, chosen: RunSettings, kafka: str) -> None:
+        self._chosen = chosen
+        self._kafka = kafka
+        self._fleet = Fleet()
+        options = _options(chosen, kafka)
+        self._tally = Tally(_key(name) for name in _enabled(chosen))
+        sinks = {_key(name): self._sink(name, options) for name in _enabled(chosen)}
+        self._producer = Simulated(_make(PRODUCERS["simulated"], options), chosen.cluster)
+        tail = Tail(kafka, self._on_tick, self._tally.dead_lettered)
+        stream = _make(STREAMS["attribution"], options)
+        self._pipeline = Pipeline(self._producer, stream, sinks, tail, self._tally, self._look)
+        self._began_s = time.monotonic()
+        self._display: Display | None = None
+
+    async def run(self, stop: asyncio.Event) -> int:
+        """Runs until ``stop`` or its end, and prints the summary."""
+        duration_s = self._chosen.duration
+        if duration_s is None and not self._chosen.watched:
+            duration_s = UNWATCHED_S
+        await broker.check(self._kafka, registry.load())
+        with displayed(watched=self._chosen.watched, to_stderr=self._chosen.summary == "json") as self._display:
+            async with serve.observed(self._pipeline.components, self._chosen.listen):
+                await self._pipeline.run(stop, duration_s)
+        summary = self._tally.summary(
+            self._producer.sampled(),
+            values=self._producer.values,
+            delivered=self._delivered(),
+            dropped=self._producer.dropped,
+        )
+        _print(summary, self._chosen.summary)
+        return 0 if summary.ok else serve.FAILED
+
+    def _sink(self, name: str, options: Mapping[str, Any]) -> Any:
+        return _make(SINKS[name], options, on_outcome=self._tally.sinks[_key(name)].outcome)
+
+    def _delivered(self) -> dict[str, int]:
+        """Metric values that each sink delivered, as it counts them itself."""
+        return {
+            name: _counted(sink.registry, f"gpustream_{name}_values_delivered_total")
+            for name, sink in self._pipeline.sinks.items()
+        }
+
+    def _on_tick(self, tick: AttributedSample) -> None:
+        if self._tally.attributed(Run(tick.cluster, tick.node, tick.run_id), tick.seq, tick.attribution):
+            self._fleet.observe(tick, time.monotonic(), int(time.time() * 1000))
+
+    def _look(self, not_ready: list[str]) -> None:
+        if self._display is not None:
+            self._display.show(time.monotonic() - self._began_s, lambda: self._frame(not_ready))
+
+    def _frame(self, not_ready: list[str]) -> Frame:
+        sampled = self._producer.sampled()
+        return Frame(
+            elapsed_s=time.monotonic() - self._began_s,
+            title=f"gpustream, {self._chosen.simulate} GPUs simulated",
+            view=self._fleet.view(time.monotonic()),
+            delivered=self._delivered(),
+            behind={name: self._tally.behind(name, sampled) for name in self._tally.sinks},
+            starting=not_ready,
+        )
+
+
+def _enabled(chosen: RunSettings) -> Iterable[str]:
+    wanted = ["scrape", "remote-write"] if chosen.remote_write else ["scrape"]
+    return [name for name in wanted if components.exists(SINKS.get(name, ""))]
+
+
+def _key(sink: str) -> str:
+    """What the summary calls a sink."""
+    return sink.replace("-", "_")
+
+
+def _options(chosen: RunSettings, kafka: str) -> dict[str, Any]:
+    return {**vars(chosen), "kafka": kafka, "fleet": chosen.simulate, "url": chosen.remote_write}
+
+
+def _make(target: str, options: Mapping[str, Any], **hooks: Any) -> Any:
+    component = components.load(target)
+    return component(components.settings(component, {**options, "duration": None}), **hooks)
+
+
+def _counted(registry: CollectorRegistry, counter: str) -> int:
+    return int(sum(s.value for family in registry.collect() for s in family.samples if s.name == counter))
+
+
+def _print(summary: Summary, form: Literal["text", "json"]) -> None:
+    click.echo(msgspec.json.encode(summary).decode() if form == "json" else summary_text(summary))

@@ -1,0 +1,90 @@
+"""The live view's numbers."""
+
+import pytest
+
+from gpustream.fleet import Fleet, PodUse
+from topics.attributed import AttributedDevice, AttributedSample, Holder, Workload
+from topics.samples import Mig
+
+
+def _device(uuid: str, used: float | None, *pods: str, mig_of: str | None = None) -> AttributedDevice:
+    metrics: dict[str, int | float | None] = {"memory_used_bytes": 1024}
+    if used is not None:
+        metrics["gpu_utilization_ratio"] = used
+    holders = tuple(Holder("team", pod, workload=Workload("Job", f"{pod}-job")) for pod in pods)
+    mig = Mig(uuid, mig_of) if mig_of else None
+    return AttributedDevice(uuid=uuid, metrics=metrics, holders=holders, mig=mig)
+
+
+def _tick(*devices: AttributedDevice, node: str = "n-0", ts_ms: int = 0) -> AttributedSample:
+    return AttributedSample(
+        schema=1, cluster="c", node=node, run_id=1, seq=1, ts_ms=ts_ms, offset=0, attribution="exact", devices=devices
+    )
+
+
+def test_a_pod_is_as_busy_as_its_gpus_are_on_average() -> None:
+    fleet = Fleet()
+    fleet.observe(_tick(_device("a", 0.4, "bert"), _device("b", 0.0, "bert"), _device("c", 0.9, "llm")), 0.0, 0)
+
+    view = fleet.view(0.0)
+    assert (view.nodes, view.gpus, view.held) == (1, 3, 3)
+    assert view.pods[0] == PodUse("team", "llm", "Job/llm-job", 1, 0.9, 1024)
+    assert view.pods[1] == PodUse("team", "bert", "Job/bert-job", 2, 0.2, 2048)
+
+
+def test_zero_is_zero_and_missing_is_missing() -> None:
+    fleet = Fleet()
+    fleet.observe(_tick(_device("a", 0.0, "zero"), _device("b", None, "missing")), 0.0, 0)
+
+    assert [pod.pod for pod in fleet.view(0.0).idle] == ["zero"]
+    assert [pod.pod for pod in fleet.view(0.0).pods] == ["zero"]
+
+
+def test_idle_pods_come_with_the_most_gpus_first_and_free_gpus_are_nobodys() -> None:
+    fleet = Fleet()
+    devices = [_device("a", 0.01, "one"), _device("b", 0.0, "two"), _device("c", 0.02, "two"), _device("d", 0.0)]
+    fleet.observe(_tick(*devices), 0.0, 0)
+
+    assert [pod.pod for pod in fleet.view(0.0).idle] == ["two", "one"]
+    assert fleet.view(0.0).held == 3
+
+
+def test_slices_of_one_gpu_are_one_gpu() -> None:
+    fleet = Fleet()
+    fleet.observe(
+        _tick(_device("a", None), _device("m1", 0.5, "x", mig_of="a"), _device("m2", 0.5, "x", mig_of="a")), 0.0, 0
+    )
+
+    assert (fleet.view(0.0).gpus, fleet.view(0.0).held) == (1, 1)
+    assert fleet.view(0.0).pods[0].gpus == 1
+
+
+def test_use_is_smoothed_while_the_pod_stays_and_starts_anew_with_another() -> None:
+    fleet = Fleet()
+    fleet.observe(_tick(_device("a", 1.0, "old")), 0.0, 0)
+    fleet.observe(_tick(_device("a", 0.0, "old")), 1.0, 0)
+    assert fleet.view(1.0).pods[0].utilization_ratio == pytest.approx(0.9)
+
+    fleet.observe(_tick(_device("a", 0.0, "new")), 2.0, 0)
+    assert fleet.view(2.0).pods[0].utilization_ratio == 0.0
+
+
+def test_rates_and_latency_are_of_the_last_seconds() -> None:
+    fleet = Fleet()
+    for second in range(10):
+        fleet.observe(_tick(_device("a", 1.0), ts_ms=1000 * second), float(second), 1000 * second + 250)
+
+    view = fleet.view(9.0)
+    assert view.ticks == 10
+    assert view.ticks_per_s == pytest.approx(6 / 5)
+    assert view.values_per_s == pytest.approx(12 / 5)
+    assert view.latency_s == pytest.approx(0.25)
+
+
+def test_a_silent_node_is_left_out() -> None:
+    fleet = Fleet()
+    fleet.observe(_tick(_device("a", 1.0), node="n-0"), 0.0, 0)
+    fleet.observe(_tick(_device("b", 1.0), node="n-1"), 50.0, 0)
+
+    assert fleet.view(61.0).nodes == 1
+    assert fleet.view(61.0).latency_s is None

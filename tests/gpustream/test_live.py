@@ -1,0 +1,74 @@
+"""What a run looks like."""
+
+import pytest
+from rich.console import Console
+
+from gpustream import live
+from gpustream.fleet import PodUse, View
+from gpustream.live import Frame
+from gpustream.tally import Attributed, Summary
+
+BUSY = PodUse("ml-team", "bert-0", "Job/bert-finetune-v3", 2, 0.93, 64 * 1024**3)
+IDLE = PodUse("nlp", "notebook-7f", "Deployment/notebook", 1, 0.0, 1024**3)
+VIEW = View(4, 32, 30, 120, 4.0, 890.0, 0.3, [BUSY, IDLE])
+FRAME = Frame(12.0, "4x8 simulated", VIEW, {"scrape": 9600}, {"scrape": 2})
+
+
+def _drawn(frame: Frame, width: int = 160) -> str:
+    console = Console(width=width, record=True, force_terminal=False)
+    with console.capture() as capture:
+        console.print(live.screen(frame))
+    return capture.get()
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        "4x8 simulated  12 s",
+        "4 nodes, 32 GPUs (30 held)",
+        "4 ticks/s, 890 values/s",
+        "0.3 s old on arrival",
+        "scrape 9,600 values (2 ticks behind)",
+        "ml-team/bert-0",
+        "Job/bert-finetune-v3",
+        "93%",
+        "64 GiB",
+        "idle pods (1)",
+    ],
+)
+def test_the_screen_shows(part: str) -> None:
+    assert part in _drawn(FRAME)
+
+
+def test_a_narrow_terminal_still_shows_both_tables() -> None:
+    drawn = _drawn(FRAME, width=80)
+
+    assert "ml-team/bert-0" in drawn
+    assert "nlp/notebook-7f" in drawn
+
+
+def test_while_it_starts_it_says_what_it_waits_for() -> None:
+    starting = Frame(1.0, "x", View(0, 0, 0, 0, 0.0, 0.0, None, []), {}, {}, ["sink: no assignment yet"])
+
+    assert "starting: sink: no assignment yet" in _drawn(starting)
+    assert live.line(starting) == "    1 s  starting: sink: no assignment yet"
+
+
+def test_a_line_says_the_same_in_one_line() -> None:
+    assert live.line(FRAME) == (
+        "   12 s  4 nodes, 32 GPUs (30 held), 4 ticks/s, 890 values/s, 0.3 s old on arrival, "
+        "scrape 9,600 values (2 ticks behind), busiest ml-team/bert-0 at 93%"
+    )
+
+
+def test_the_summary_says_where_everything_went() -> None:
+    summary = Summary(60, 13200, Attributed(58, 1, 1), {"scrape": 13200}, 0, 0, 2)
+
+    assert live.summary_text(summary).splitlines() == [
+        "         sampled  60 ticks, 13,200 values",
+        "      attributed  58 exact, 1 late, 1 without a holder",
+        "       to scrape  13,200 values",
+        "   dead-lettered  0",
+        "         dropped  0",
+        "            lost  2",
+    ]

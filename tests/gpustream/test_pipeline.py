@@ -1,0 +1,174 @@
+"""A run in one process: the order of its start and end, and what fails."""
+
+import asyncio
+from collections.abc import Callable, Iterable
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from gpustream import pipeline
+from gpustream.pipeline import Failed, Pipeline
+from gpustream.tally import Run, Sampled, Tally
+
+NODE = Run("c", "n-0", 1)
+
+
+class Part:
+    """A component that writes down when it starts and stops."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name = name
+        self.log = log
+        self.registry = CollectorRegistry()
+        self.reasons: list[str] = []
+        self.error: Exception | None = None
+        self.ends = False
+        self.hangs = False
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Waits for ``stop``."""
+        self.log.append(f"{self.name} starts")
+        if self.error:
+            raise self.error
+        if self.hangs:
+            await asyncio.sleep(60)
+        if not self.ends:
+            await stop.wait()
+        self.log.append(f"{self.name} stops")
+
+    def not_ready(self) -> list[str]:
+        """The reasons set by the test."""
+        return self.reasons
+
+
+class Source(Part):
+    """A producer of ten ticks."""
+
+    def sampled(self) -> Iterable[Sampled]:
+        """What it sampled."""
+        return [Sampled(NODE, 10)]
+
+
+class Eyes:
+    """A tail that reads nothing."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+
+    async def start(self) -> None:
+        """Stands at the end."""
+        self.log.append("tail stands at the end")
+
+    async def run(self) -> None:
+        """Reads."""
+        await asyncio.sleep(60)
+
+    async def stop(self) -> None:
+        """Closes."""
+        self.log.append("tail closes")
+
+
+class Made:
+    """A pipeline of fakes whose sink takes every tick at once, unless told otherwise."""
+
+    def __init__(self, taken: int = 10) -> None:
+        self.log: list[str] = []
+        self.reasons: list[list[str]] = []
+        self.source, self.stream, self.sink = (
+            Source("producer", self.log),
+            Part("stream", self.log),
+            Part("sink", self.log),
+        )
+        self.tally = Tally(["sink"])
+        for seq in range(1, taken + 1):
+            self.take(seq)
+        self.pipeline = Pipeline(
+            self.source, self.stream, {"sink": self.sink}, Eyes(self.log), self.tally, self.reasons.append
+        )
+
+    def take(self, seq: int) -> None:
+        """The tick has come out of attribution and into the sink."""
+        self.tally.attributed(NODE, seq, "exact")
+        self.tally.sinks["sink"].ticks.add(NODE, seq)
+
+
+async def _until(there: Callable[[], bool]) -> None:
+    while not there():  # noqa: ASYNC110 - a list has no event to wait for
+        await asyncio.sleep(0)
+
+
+async def test_it_starts_back_to_front_and_ends_front_to_back() -> None:
+    made = Made()
+    await made.pipeline.run(asyncio.Event(), 0.0)
+
+    assert made.log[:4] == ["tail stands at the end", "sink starts", "stream starts", "producer starts"]
+    assert made.log[4] == "producer stops"
+    assert set(made.log[5:7]) == {"stream stops", "sink stops"}
+    assert made.log[7:] == ["tail closes"]
+
+
+async def test_nothing_is_sampled_before_all_is_ready() -> None:
+    made = Made()
+    made.sink.reasons = ["no assignment yet"]
+    running = asyncio.create_task(made.pipeline.run(asyncio.Event(), 0.0))
+    await _until(lambda: bool(made.reasons))
+    assert "producer starts" not in made.log
+    assert made.reasons == [["sink: no assignment yet"]]
+
+    made.sink.reasons = []
+    await running
+    assert "producer starts" in made.log
+
+
+async def test_a_stop_before_all_is_ready_samples_nothing() -> None:
+    made, stop = Made(), asyncio.Event()
+    made.sink.reasons = ["no assignment yet"]
+    stop.set()
+    await made.pipeline.run(stop, None)
+
+    assert "producer starts" not in made.log
+
+
+async def test_the_drain_waits_for_the_last_tick() -> None:
+    made = Made(taken=9)
+    running = asyncio.create_task(made.pipeline.run(asyncio.Event(), 0.0))
+    await _until(lambda: "producer stops" in made.log)
+    assert "sink stops" not in made.log
+
+    made.take(10)
+    await running
+    assert made.tally.undelivered(made.source.sampled()) == 0
+
+
+async def test_the_drain_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "DRAIN_S", 0.05)
+    made = Made(taken=7)
+    await made.pipeline.run(asyncio.Event(), 0.0)
+
+    assert made.tally.undelivered(made.source.sampled()) == 3
+
+
+async def test_a_component_that_does_not_stop_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "STOPPED_BY_S", 0.05)
+    made = Made()
+    made.sink.hangs = True
+    await made.pipeline.run(asyncio.Event(), 0.0)
+
+    assert made.log[-1] == "tail closes"
+    assert "sink stops" not in made.log
+
+
+async def test_a_component_that_fails_ends_the_run_and_the_others_stop() -> None:
+    made = Made()
+    made.stream.error = RuntimeError("boom")
+    with pytest.raises(Failed, match="stream failed: boom"):
+        await made.pipeline.run(asyncio.Event(), None)
+
+    assert "sink stops" in made.log
+
+
+async def test_a_component_that_ends_on_its_own_has_failed() -> None:
+    made = Made()
+    made.sink.ends = True
+    with pytest.raises(Failed, match="sink ended on its own"):
+        await made.pipeline.run(asyncio.Event(), None)
