@@ -132,6 +132,7 @@ class Joiner:
         self._lock = asyncio.Lock()
         self._encoder = msgspec.json.Encoder()
         self._letters: set[asyncio.Task[None]] = set()
+        self._counted: dict[str, int] = {}
 
     # -- records
 
@@ -301,6 +302,10 @@ class Joiner:
         gauge("gpustream_attribution_held_ticks").set(held)
         gauge("gpustream_attribution_open_bytes").set(reader.ledger.open_bytes)
         gauge("gpustream_attribution_nodes").set(sum(len(states) for states in self._states.values()))
+        for name, count in (("rebalances", reader.rebalances), ("holes", reader.holes), ("lost_offsets", reader.lost)):
+            counter = self._instruments.counter(f"gpustream_attribution_{name}_total")
+            counter.inc(count - self._counted.get(name, 0))
+            self._counted[name] = count
 
 
 def _pod_wait_s(logged_ms: int) -> float:

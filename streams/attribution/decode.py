@@ -1,11 +1,12 @@
 """From a record of the log to a record of the contract, or the reason why it is none."""
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Literal
 
 import msgspec
 
 from topics.allocations import Allocations
+from topics.decoding import decoder
 from topics.samples import Sample
 from topics.topic import MAX_MESSAGE_BYTES, node_key
 from topics.workloads import NodeWorkloads
@@ -13,10 +14,10 @@ from topics.workloads import NodeWorkloads
 Reason = Literal["undecodable", "key", "oversized", "unsendable"]
 NodeRecord = Sample | Allocations | NodeWorkloads
 
-_DECODERS: Mapping[str, msgspec.json.Decoder[Any]] = {
-    "gpu.samples": msgspec.json.Decoder(Sample),
-    "gpu.allocations": msgspec.json.Decoder(Allocations),
-    "gpu.workloads": msgspec.json.Decoder(NodeWorkloads),
+_DECODERS: Mapping[str, Callable[[bytes], NodeRecord]] = {
+    "gpu.samples": decoder(Sample),
+    "gpu.allocations": decoder(Allocations),
+    "gpu.workloads": decoder(NodeWorkloads),
 }
 
 
@@ -35,8 +36,8 @@ def decode(topic: str, key: bytes | None, value: bytes | None) -> NodeRecord:
     if len(value) > MAX_MESSAGE_BYTES:
         raise Malformed("oversized", f"{len(value)} bytes, and a record may have {MAX_MESSAGE_BYTES}")
     try:
-        record: NodeRecord = _DECODERS[topic].decode(value)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        record = _DECODERS[topic](value)
+    except msgspec.DecodeError as error:
         raise Malformed("undecodable", str(error)) from error
     if key != node_key(record.cluster, record.node):
         raise Malformed("key", f"the key {key!r:.300} is not {record.cluster}/{record.node}")

@@ -111,8 +111,14 @@ class Reader:
         """Commit every input's finished prefix. One at a time: a second caller waits for the first."""
         if self._committing is None or self._committing.done():
             self._committing = asyncio.create_task(self._commit_prefixes())
-        await asyncio.wait([self._committing])
-        return not self._committing.cancelled() and self._committing.exception() is None and self._committing.result()
+        committing = self._committing
+        await asyncio.wait([committing])
+        if committing.cancelled():
+            return False
+        if committing.exception() is not None:
+            log.warning("not committed, trying again: %r", committing.exception())
+            return False
+        return committing.result()
 
     async def _commit_prefixes(self) -> bool:
         epoch = self.ledger.epoch
@@ -133,7 +139,10 @@ class Reader:
     async def revoked(self) -> None:
         """Partitions go: commit what is finished, in bounded time, and let everything else go."""
         committing = asyncio.ensure_future(self.commit())
-        await asyncio.wait([committing], timeout=_COMMIT_ON_REVOKE_S)
+        done, _ = await asyncio.wait([committing], timeout=_COMMIT_ON_REVOKE_S)
+        if not done and self._committing is not None:  # the next assignment's commits do not wait for it
+            self._committing.cancel()
+            self._committing = None
         self.rebalances += 1
         self.end_epoch()
 

@@ -38,6 +38,7 @@ class Storm:
     truth_file: Path
     proxy: KillingProxy = field(init=False)
     poisoned: set[Place] = field(default_factory=set)
+    rebalances: int = 0
 
     def __post_init__(self) -> None:
         self.proxy = KillingProxy(self.prometheus.write_url)
@@ -122,6 +123,12 @@ class Storm:
         )
         poison.cancel()
 
+    def rebalances_of(self, worker: Gpustream) -> int:
+        """How often partitions were taken from a worker since it started, by its own metric."""
+        lines = (worker.get("/metrics") or "").splitlines()
+        values = [line.split()[1] for line in lines if line.startswith("gpustream_attribution_rebalances_total ")]
+        return int(float(values[0])) if values else 0
+
     async def drain(self) -> None:
         """Stop sampling, and wait until both groups have committed all there is."""
         await asyncio.to_thread(self.fleet.stop)
@@ -144,6 +151,7 @@ async def raging(storm: Storm) -> AsyncIterator[Storm]:
             await asyncio.to_thread(process.start)
         await storm.rage()
         await storm.drain()
+        storm.rebalances = await asyncio.to_thread(storm.rebalances_of, storm.first)
         yield storm
     finally:
         await storm.sender.stop()
@@ -166,7 +174,12 @@ async def test_a_storm_loses_nothing_and_books_every_tick_to_its_pod(
         letters = await read_all(storm.kafka.address, "gpu.dead-letters")
     window = f"{int(STORM_S + 2 * DRAIN_S)}s"
 
+    print(  # noqa: T201 - what was done, for whoever reads the run
+        f"{len(truth.ticks)} ticks sampled, {len(attributed)} records attributed, {len(letters)} dead letters, "
+        f"{storm.proxy.kills} kills between write and commit, {storm.rebalances} rebalances seen by worker-a"
+    )
     assert storm.proxy.kills >= 5
+    assert storm.rebalances >= 2
     assert len(truth.ticks) > NODES * STORM_S * 0.8
     assert {_place(record.headers) for record in letters} >= storm.poisoned
     assert _first_occurrences_out_of_order(attributed) == []
