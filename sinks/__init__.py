@@ -2,5 +2,6 @@
 
 SINKS = {
     "remote-write": "sinks.remote_write.sink:RemoteWriteSink",
+    "scrape": "sinks.scrape.sink:ScrapeSink",
 }
 """Every sink, as an import string."""

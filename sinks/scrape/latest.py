@@ -1,0 +1,150 @@
+"""The latest tick of every node of a partition.
+
+In:       records of gpu.attributed, in the order of their partition.
+Out:      the devices to show, and what became of each record.
+State:    per node, the offset and the devices of its last tick, and when it was heard of. A series that is missing from
+          a node's last tick is not shown; nor is a node that was not heard of for ``stale_after``, nor a partition that
+          was taken away.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import msgspec
+
+from sinks.dead_letters import DeadLetters, Record
+from sinks.labels import LabelSet, Seen, labels, seen
+from sinks.outcomes import Outcome, Outcomes
+from sinks.remote_write.blocks import Layouts
+from sinks.scrape.text import Device, Lines, lines
+from topics.attributed import TOPIC, AttributedDevice, AttributedSample
+from topics.decoding import decoder
+from topics.instruments import Instruments
+from topics.metric import Profile
+
+OnOutcome = Callable[[str, str, int, int, Outcome], None]
+"""Told the cluster, node, run_id and seq of each tick, and what became of it."""
+
+VALUES = "gpustream_scrape_values_delivered_total"
+
+_STEP = 50
+
+_decode = decoder(AttributedSample)
+
+
+@dataclass(slots=True)
+class _Node:
+    """A node's last tick, as it is shown."""
+
+    offset: int
+    heard_s: float
+    devices: dict[str, tuple[Seen, Device]]
+
+
+class Shared(NamedTuple):
+    """What all partitions of a sink use together."""
+
+    names: Profile
+    label_set: LabelSet
+    stale_after_s: float
+    outcomes: Outcomes
+    instruments: Instruments
+    letters: DeadLetters
+    on_outcome: OnOutcome | None = None
+    now_s: Callable[[], float] = time.monotonic
+
+
+class LatestOfPartition:
+    """The handler of a partition."""
+
+    def __init__(self, partition: int, shared: Shared) -> None:
+        self.partition = partition
+        self._shared = shared
+        self._layouts = Layouts(shared.names)
+        self._nodes: dict[tuple[str, str], _Node] = {}
+        self._abandon: asyncio.Event | None = None
+
+    def devices(self) -> Iterator[Device]:
+        """What is to be shown now."""
+        if self._abandon is not None and self._abandon.is_set():
+            return
+        oldest_s = self._shared.now_s() - self._shared.stale_after_s
+        for key in [key for key, node in self._nodes.items() if node.heard_s <= oldest_s]:
+            del self._nodes[key]
+        for node in self._nodes.values():
+            yield from (device for _, device in node.devices.values())
+
+    def recall(self, records: Sequence[Record]) -> None:
+        """Show what was shown before."""
+        for record in records:
+            try:
+                self._apply(_decode(record.value or b""))
+            except (msgspec.DecodeError, OverflowError):
+                continue  # its dead letter was written then
+
+    async def deliver(self, records: Sequence[Record], abandon: asyncio.Event) -> AsyncGenerator[int]:
+        """Show the records, some at a time."""
+        self._abandon = abandon
+        for start in range(0, len(records), _STEP):
+            step = records[start : start + _STEP]
+            for record in step:
+                await self._take(record, abandon)
+            yield step[-1].offset + 1
+
+    async def quiet(self, abandon: asyncio.Event) -> None:
+        """The partition is still ours."""
+        self._abandon = abandon
+
+    def forget(self) -> None:
+        """The topic was made anew."""
+        self._nodes.clear()
+
+    async def _take(self, record: Record, abandon: asyncio.Event) -> None:
+        sample: AttributedSample | None = None
+        outcome: Outcome = "dead_lettered"
+        try:
+            sample = _decode(record.value or b"")
+            outcome = self._apply(sample)
+        except msgspec.DecodeError as error:
+            await self._shared.letters.bury(record, f"not a record of {TOPIC.name}: {error}", abandon)
+        except OverflowError as error:
+            await self._shared.letters.bury(record, f"a value is no float: {error}", abandon)
+        self._finish(sample, outcome)
+
+    def _apply(self, sample: AttributedSample) -> Outcome:
+        """Shows a tick instead of the node's last one. Raises OverflowError for a value that is beyond any float."""
+        key = (sample.cluster, sample.node)
+        before = self._nodes.get(key)
+        if before is not None and sample.offset <= before.offset:
+            return "duplicate"
+        known = before.devices if before else {}
+        devices = {device.uuid: self._device(sample, device, known.get(device.uuid)) for device in sample.devices}
+        self._nodes[key] = _Node(sample.offset, self._shared.now_s(), devices)
+        return "delivered"
+
+    def _device(
+        self, sample: AttributedSample, device: AttributedDevice, before: tuple[Seen, Device] | None
+    ) -> tuple[Seen, Device]:
+        now = seen(sample.cluster, sample.node, device)
+        rows, values = self._layouts.measure(device.metrics)
+        if before is not None and before[0] == now and before[1].lines.rows is rows:
+            return now, Device(before[1].lines, values)
+        made: Lines = lines(labels(self._shared.label_set, now), rows)
+        return now, Device(made, values)
+
+    def _finish(self, sample: AttributedSample | None, outcome: Outcome) -> None:
+        self._shared.outcomes.finish(outcome)
+        if sample is None:
+            return
+        if outcome == "delivered":
+            self._shared.instruments.counter(VALUES).inc(self._values(sample))
+        if self._shared.on_outcome is not None:
+            self._shared.on_outcome(sample.cluster, sample.node, sample.run_id, sample.seq, outcome)
+
+    def _values(self, sample: AttributedSample) -> int:
+        """Values of ``metrics`` among what is shown of a tick."""
+        shown = self._nodes[sample.cluster, sample.node].devices.values()
+        return sum(row.primary for _, device in shown for row in device.lines.rows)

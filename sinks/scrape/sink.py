@@ -1,0 +1,167 @@
+"""The scrape sink: gpu.attributed -> /metrics on ``--scrape-listen``.
+
+In:       gpu.attributed. Out: the latest value of every series, on request; gpu.dead-letters.
+State:    the latest tick of every node; what a restart needs of it is read back from the log.
+On failure: an outage of Kafka is waited for, and what is older than ``--stale-after`` is not shown meanwhile.
+"""
+
+import asyncio
+import contextlib
+import weakref
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Literal
+
+from aiohttp import web
+
+from sinks import outcomes
+from sinks.consumer import ConsumerSettings, GroupReader
+from sinks.dead_letters import DeadLetters
+from sinks.labels import LABEL_SETS, LabelSet, default_labels
+from sinks.outcomes import Outcomes
+from sinks.scrape.latest import VALUES, LatestOfPartition, OnOutcome, Shared
+from sinks.scrape.text import CONTENT_TYPE, expose
+from topics.attributed import TOPIC
+from topics.instruments import Instrument, Instruments
+from topics.metric import PROFILES, Profile
+from topics.sender import Sender
+
+COMPONENT = "scrape"
+
+INSTRUMENTS: tuple[Instrument, ...] = (
+    *outcomes.instruments(COMPONENT),
+    Instrument(VALUES, "counter", "Values of metrics that were shown, without derived series."),
+    Instrument("gpustream_scrape_requests_total", "counter", "Requests for /metrics."),
+)
+
+_SENDER_STOP_S = 0.5
+
+
+class ListenError(Exception):
+    """The address to serve on can't be had; the message says why."""
+
+    exit_code = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScrapeSettings:
+    """Settings, named as options. ``scrape_listen`` is a host and a port (0: any free one), or None: not served.
+
+    ``labels`` None is the label set of ``names``. ``from_``: ``earliest``, ``latest`` or how many seconds back a new
+    group starts.
+    """
+
+    kafka: str
+    scrape_listen: tuple[str, int] | None = ("127.0.0.1", 9400)
+    names: Profile = "otel"
+    labels: LabelSet | None = None
+    stale_after_s: float = 60.0
+    group: str = "gpustream-sink-scrape"
+    from_: Literal["earliest", "latest"] | float = "latest"
+    instance_id: str | None = None
+    session_timeout_s: float = 10.0
+
+    def mistakes(self) -> list[str]:
+        """Every mistake in the settings, in words for whoever wrote them; empty when there is none."""
+        wrong = [] if self.names in PROFILES else [f"--names: {self.names!r} is not one of {', '.join(PROFILES)}"]
+        if self.labels is not None and self.labels not in LABEL_SETS:
+            wrong.append(f"--labels: {self.labels!r} is not one of {', '.join(LABEL_SETS)}")
+        if self.stale_after_s <= 0:
+            wrong.append("--stale-after: must be above zero")
+        if self.session_timeout_s < 1:
+            wrong.append("--session-timeout: must be at least 1 s")
+        return wrong
+
+
+class ScrapeSink:
+    """A component: :meth:`run` it until it is told to stop."""
+
+    name = "scrape"
+
+    def __init__(self, settings: ScrapeSettings, on_outcome: OnOutcome | None = None) -> None:
+        self.settings = settings
+        self.address: tuple[str, int] | None = None
+        self._on_outcome = on_outcome
+        self._instruments = Instruments(INSTRUMENTS)
+        self.registry = self._instruments.registry
+        self._partitions: weakref.WeakSet[LatestOfPartition] = weakref.WeakSet()
+        self._reader: GroupReader | None = None
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Read and serve until ``stop``; returns within 8 s of it. Raises ListenError, and what can't be waited for."""
+        sender = Sender(self.settings.kafka, client_id=self.settings.group)
+        async with self._serving():
+            connecting = asyncio.ensure_future(sender.start())
+            try:
+                self._reader = self._assemble(sender)
+                await self._reader.run(stop)
+            finally:
+                connecting.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await connecting
+                await sender.stop(_SENDER_STOP_S)
+
+    def not_ready(self) -> list[str]:
+        """Why not everything is shown; empty when it is."""
+        return self._reader.not_ready() if self._reader is not None else ["not started"]
+
+    def metrics(self) -> str:
+        """What a scrape gets now."""
+        partitions = sorted(self._partitions, key=lambda one: one.partition)
+        return expose(device for partition in partitions for device in partition.devices())
+
+    def _assemble(self, sender: Sender) -> GroupReader:
+        settings = self.settings
+        shared = Shared(
+            names=settings.names,
+            label_set=settings.labels or default_labels(settings.names),
+            stale_after_s=settings.stale_after_s,
+            outcomes=Outcomes(COMPONENT, self._instruments),
+            instruments=self._instruments,
+            letters=DeadLetters(sender, "sink scrape"),
+            on_outcome=self._on_outcome,
+        )
+        consumer = ConsumerSettings(
+            kafka=settings.kafka,
+            topic=TOPIC.name,
+            group=settings.group,
+            from_=settings.from_,
+            recall_s=settings.stale_after_s,
+            instance_id=settings.instance_id,
+            session_timeout_s=settings.session_timeout_s,
+        )
+        return GroupReader(consumer, lambda partition: self._partition(partition, shared), shared.outcomes)
+
+    def _partition(self, partition: int, shared: Shared) -> LatestOfPartition:
+        """A handler; it is known here for as long as the reader has a use for it."""
+        handler = LatestOfPartition(partition, shared)
+        self._partitions.add(handler)
+        return handler
+
+    @contextlib.asynccontextmanager
+    async def _serving(self) -> AsyncIterator[None]:
+        if self.settings.scrape_listen is None:
+            yield
+            return
+        application = web.Application()
+        application.router.add_get("/metrics", self._answer)
+        runner = web.AppRunner(application, handle_signals=False, access_log=None, shutdown_timeout=1.0)
+        await runner.setup()
+        try:
+            await self._listen(runner, *self.settings.scrape_listen)
+            yield
+        finally:
+            await runner.cleanup()
+
+    async def _listen(self, runner: web.AppRunner, host: str, port: int) -> None:
+        try:
+            await web.TCPSite(runner, host, port).start()
+        except OSError as error:
+            raise ListenError(f"can't serve metrics on {host}:{port}: {error.strerror or error}") from error
+        self.address = (host, runner.addresses[0][1])
+
+    async def _answer(self, _: web.Request) -> web.Response:
+        self._instruments.counter("gpustream_scrape_requests_total").inc()
+        response = web.Response(body=self.metrics().encode(), headers={"Content-Type": CONTENT_TYPE})
+        response.enable_compression()
+        return response

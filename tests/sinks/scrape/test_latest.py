@@ -1,0 +1,209 @@
+"""What is shown is the latest tick of every node, and nothing that has ended."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import pytest
+
+from sinks.dead_letters import DeadLetters, Record
+from sinks.outcomes import Outcome, Outcomes
+from sinks.scrape.latest import VALUES, LatestOfPartition, Shared
+from sinks.scrape.sink import COMPONENT, INSTRUMENTS
+from sinks.scrape.text import expose
+from topics.attributed import AttributedDevice, AttributedSample, Holder
+from topics.instruments import Instruments
+
+
+@dataclass
+class FakeRecord:
+    """A record as it was read."""
+
+    value: bytes | None
+    offset: int = 0
+    topic: str = "gpu.attributed"
+    partition: int = 0
+    timestamp: int = 0
+    key: bytes | None = b"c/n-0"
+
+
+class FakeLetters(DeadLetters):
+    """Keeps the errors."""
+
+    def __init__(self) -> None:
+        self.errors: list[str] = []
+
+    async def bury(self, record: Record, error: str, abandon: asyncio.Event) -> None:
+        """Keeps the error."""
+        self.errors.append(error)
+
+
+@dataclass
+class Bench:
+    """A handler, and all that it tells."""
+
+    now_s: float = 0.0
+    letters: FakeLetters = field(default_factory=FakeLetters)
+    told: list[tuple[str, int, Outcome]] = field(default_factory=list)
+    abandon: asyncio.Event = field(default_factory=asyncio.Event)
+    instruments: Instruments = field(default_factory=lambda: Instruments(INSTRUMENTS))
+
+    def __post_init__(self) -> None:
+        """Makes the handler."""
+        shared = Shared(
+            names="otel",
+            label_set="otel",
+            stale_after_s=60.0,
+            outcomes=Outcomes(COMPONENT, self.instruments),
+            instruments=self.instruments,
+            letters=self.letters,
+            on_outcome=lambda cluster, node, run_id, seq, outcome: self.told.append((node, seq, outcome)),
+            now_s=lambda: self.now_s,
+        )
+        self.handler = LatestOfPartition(0, shared)
+
+    async def deliver(self, *records: FakeRecord) -> list[int]:
+        """Delivers the records; gives the offsets to commit."""
+        read: Sequence[Any] = records
+        return [upto async for upto in self.handler.deliver(read, self.abandon)]
+
+    def shown(self) -> str:
+        """What a scrape gets."""
+        return expose(self.handler.devices())
+
+    def counted(self, name: str) -> float:
+        """A counter's value."""
+        value = self.instruments.registry.get_sample_value(name)
+        assert value is not None
+        return value
+
+
+def _device(uuid: str, used: float, *pods: str, **metrics: float) -> AttributedDevice:
+    holders = tuple(Holder("ml-team", pod) for pod in pods)
+    return AttributedDevice(uuid=uuid, metrics={"gpu_utilization_ratio": used, **metrics}, holders=holders)
+
+
+def _tick(offset: int, *devices: AttributedDevice, node: str = "n-0") -> FakeRecord:
+    sample = AttributedSample(
+        schema=1,
+        cluster="c",
+        node=node,
+        run_id=1,
+        seq=offset + 1,
+        ts_ms=1000 * offset,
+        offset=offset,
+        attribution="exact",
+        devices=devices,
+    )
+    return FakeRecord(msgspec.json.encode(sample), offset)
+
+
+async def test_the_last_tick_of_every_node_is_shown() -> None:
+    bench = Bench()
+    await bench.deliver(_tick(0, _device("a", 0.1, "bert-0")), _tick(1, _device("z", 0.3), node="n-1"))
+    await bench.deliver(_tick(2, _device("a", 0.2, "bert-0")))
+
+    assert 'gpu_uuid="a"' in bench.shown()
+    assert 'k8s_pod_name="bert-0",service_name="gpustream",gpu_task_type="compute"} 0.2\n' in bench.shown()
+    assert 'k8s_node_name="n-1"' in bench.shown()
+    assert " 0.1\n" not in bench.shown()
+
+
+async def test_a_series_of_a_pod_that_ended_is_gone() -> None:
+    bench = Bench()
+    await bench.deliver(_tick(0, _device("a", 0.5, "old"), _device("b", 0.5)))
+    await bench.deliver(_tick(1, _device("a", 0.5, "new")))
+
+    assert "old" not in bench.shown()
+    assert "new" in bench.shown()
+    assert 'gpu_uuid="b"' not in bench.shown()
+
+
+async def test_a_device_that_several_pods_hold_is_shown_once_without_holder() -> None:
+    bench = Bench()
+    await bench.deliver(_tick(0, _device("a", 0.5, "one", "other")))
+
+    assert bench.shown().count("gpu_utilization{") == 1
+    assert "k8s_pod_name" not in bench.shown()
+
+
+async def test_a_replay_is_a_duplicate_and_changes_nothing() -> None:
+    bench = Bench()
+    await bench.deliver(_tick(0, _device("a", 0.1)), _tick(1, _device("a", 0.2)))
+    await bench.deliver(_tick(0, _device("a", 0.1)))
+
+    assert [outcome for _, _, outcome in bench.told] == ["delivered", "delivered", "duplicate"]
+    assert " 0.2\n" in bench.shown()
+
+
+async def test_values_are_counted_without_derived_series() -> None:
+    bench = Bench()
+    await bench.deliver(_tick(0, _device("a", 0.1, memory_used_bytes=1.0, memory_total_bytes=2.0)))
+
+    assert "gpu_memory_used_percent{" in bench.shown()
+    assert bench.counted(VALUES) == 3.0
+
+
+async def test_a_silent_node_is_not_shown() -> None:
+    bench = Bench()
+    await bench.deliver(_tick(0, _device("a", 0.1)))
+    bench.now_s = 59.0
+    assert "n-0" in bench.shown()
+
+    bench.now_s = 60.0
+    assert bench.shown() == ""
+
+
+async def test_a_partition_that_was_taken_away_is_not_shown_until_it_is_ours_again() -> None:
+    bench = Bench()
+    await bench.deliver(_tick(0, _device("a", 0.1)))
+    bench.abandon.set()
+    assert bench.shown() == ""
+
+    await bench.handler.quiet(asyncio.Event())
+    assert "n-0" in bench.shown()
+
+
+async def test_what_an_earlier_life_showed_is_shown_again() -> None:
+    bench = Bench()
+    recalled: Any = [_tick(0, _device("a", 0.1)), FakeRecord(b"{"), FakeRecord(None)]
+    bench.handler.recall(recalled)
+
+    assert "n-0" in bench.shown()
+    assert bench.told == []
+    await bench.deliver(_tick(0, _device("a", 0.1)))
+    assert bench.told == [("n-0", 1, "duplicate")]
+
+
+@pytest.mark.parametrize("value", [b"", b"{", b'{"schema":2}', None])
+async def test_what_cannot_be_decoded_is_dead_lettered(value: bytes | None) -> None:
+    bench = Bench()
+
+    assert await bench.deliver(FakeRecord(value, 7)) == [8]
+    assert bench.letters.errors[0].startswith("not a record of gpu.attributed")
+    assert bench.counted("gpustream_scrape_records_dead_lettered_total") == 1.0
+
+
+async def test_a_value_beyond_any_float_is_dead_lettered_and_the_last_tick_stays() -> None:
+    bench = Bench()
+    await bench.deliver(_tick(0, _device("a", 0.1)), _tick(1, _device("a", 10**400)))
+
+    assert len(bench.letters.errors) == 1
+    assert " 0.1\n" in bench.shown()
+
+
+async def test_a_topic_made_anew_starts_anew() -> None:
+    bench = Bench()
+    await bench.deliver(_tick(5, _device("a", 0.1)))
+    bench.handler.forget()
+    await bench.deliver(_tick(0, _device("a", 0.2)))
+
+    assert " 0.2\n" in bench.shown()
+
+
+async def test_many_records_are_committed_in_steps() -> None:
+    bench = Bench()
+
+    assert await bench.deliver(*(_tick(n, _device("a", 0.1)) for n in range(120))) == [50, 100, 120]

@@ -1,0 +1,43 @@
+"""The scrape sink as a component."""
+
+import asyncio
+import socket
+
+import aiohttp
+import pytest
+
+from sinks.scrape.sink import ListenError, ScrapeSettings, ScrapeSink
+
+NOWHERE = "127.0.0.1:1"
+
+
+def test_every_mistake_of_the_settings_is_told() -> None:
+    wrong = ScrapeSettings(kafka=NOWHERE, stale_after_s=0.0, session_timeout_s=0.5).mistakes()
+
+    assert [mistake.split(":")[0] for mistake in wrong] == ["--stale-after", "--session-timeout"]
+    assert ScrapeSettings(kafka=NOWHERE).mistakes() == []
+
+
+async def test_a_port_in_use_is_a_clear_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        sink = ScrapeSink(ScrapeSettings(kafka=NOWHERE, scrape_listen=("127.0.0.1", port)))
+
+        with pytest.raises(ListenError, match=rf"can't serve metrics on 127\.0\.0\.1:{port}: .*in use"):
+            await sink.run(asyncio.Event())
+
+
+async def test_without_kafka_it_serves_what_it_has_and_says_why_it_is_not_ready() -> None:
+    sink, stop = ScrapeSink(ScrapeSettings(kafka=NOWHERE, scrape_listen=("127.0.0.1", 0))), asyncio.Event()
+    assert sink.not_ready() == ["not started"]
+    running = asyncio.create_task(sink.run(stop))
+    while sink.address is None:  # noqa: ASYNC110 - set by the sink once it listens
+        await asyncio.sleep(0.01)
+
+    async with aiohttp.ClientSession() as session, session.get("http://{}:{}/metrics".format(*sink.address)) as answer:
+        assert (answer.status, await answer.text()) == (200, "")
+        assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+    assert sink.not_ready()
+
+    stop.set()
+    await running
