@@ -33,6 +33,8 @@ _BEAT_S = 1.0
 class ListenError(Exception):
     """The address to listen on can't be had."""
 
+    exit_code = 1
+
 
 class Health:
     """What a process says of itself. ``not_ready`` gives the reasons of all its components."""

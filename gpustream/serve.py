@@ -18,7 +18,7 @@ from types import FrameType
 import uvloop
 
 from gpustream.components import Component
-from gpustream.health import Health, ListenError, listening
+from gpustream.health import Health, listening
 from gpustream.values import Address
 from topics.broker import BrokerError
 
@@ -27,8 +27,6 @@ log = logging.getLogger(__name__)
 FAILED = 1
 RESTART = 70
 STOP_WITHIN_S = 10.0
-
-_SENTENCES = (ListenError, BrokerError)
 
 Exit = Callable[[int], object]
 
@@ -116,12 +114,13 @@ def run(
 
 
 def _failed(error: Exception) -> int:
-    """Tells of the error, in a sentence where that says it all, and gives the exit code."""
-    if isinstance(error, _SENTENCES) or isinstance(error.__cause__, _SENTENCES):
+    """Tells of the error and gives the exit code. One with a code of its own, or a broker's, is told in a sentence."""
+    deliberate = [one for one in (error, error.__cause__) if hasattr(one, "exit_code") or isinstance(one, BrokerError)]
+    if deliberate:
         log.critical("%s", error)
     else:
         log.critical("failed", exc_info=error)
-    return int(getattr(error, "exit_code", FAILED))
+    return int(getattr(deliberate[-1] if deliberate else error, "exit_code", FAILED))
 
 
 @contextlib.asynccontextmanager
