@@ -36,7 +36,11 @@ _LOG_EVERY_S = 30.0
 
 
 class Transmitter:
-    """Sends requests of one sink to its receiver; several may be under way at once."""
+    """Sends requests of one sink to its receiver; several may be under way at once.
+
+    ``failing`` says why the last answer was no success, None where it was. ``first_s`` is the first wait before trying
+    again; it doubles, to half a minute.
+    """
 
     def __init__(
         self,
@@ -44,7 +48,7 @@ class Transmitter:
         protocol: Literal["auto", "1.0", "2.0"],
         instruments: Instruments,
         *,
-        first_s: float | None = None,
+        first_s: float = _BACKOFF_FIRST_S,
     ) -> None:
         self._post = post
         self._fixed = protocol != "auto"

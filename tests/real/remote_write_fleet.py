@@ -1,0 +1,138 @@
+"""What the real tests of the remote-write sink share: a fleet's records, sinks to run, and what Prometheus then has."""
+
+import asyncio
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+from aiokafka import AIOKafkaProducer
+
+from sinks.remote_write.config import RemoteWriteSettings
+from sinks.remote_write.sink import RemoteWriteSink
+from tests.real.servers import KafkaServer, PrometheusServer
+from topics.topic import node_key
+
+GIVE_UP_S = 60.0
+PARTITIONS = 3
+METRICS = {"gpu_utilization_ratio": 0.5, "memory_used_bytes": 1 << 30, "temperature_celsius": 0, "power_watts": None}
+VALUES = 3
+"""How many of them are known."""
+
+Points = dict[str, list[tuple[int, float]]]
+
+
+class Fleet:
+    """Nodes of one GPU, in a cluster of the test's own, as records of gpu.attributed."""
+
+    def __init__(self) -> None:
+        self.cluster = f"c-{uuid.uuid4().hex[:12]}"
+        self.records: list[dict[str, Any]] = []
+
+    def tick(self, node: int, seq: int, ts_ms: int, pod: str | None = "pod", **more: Any) -> dict[str, Any]:
+        """A tick; its offset is its number, as if the node were alone in its partition of the samples."""
+        owner = {"job": "train", "workload": {"kind": "Job", "name": "train"}}
+        device = {
+            "uuid": f"GPU-{node}",
+            "index": 0,
+            "model": "H100",
+            "metrics": {**METRICS, "gpu_utilization_ratio": seq / 1000},
+            "holders": [{"namespace": "ml", "pod": pod, "container": "c", **owner}] if pod else [],
+        }
+        header = {"schema": 1, "cluster": self.cluster, "node": f"node-{node}", "run_id": 1, "seq": seq, "ts_ms": ts_ms}
+        return {**header, "offset": seq, "attribution": "exact", "devices": [device], **more}
+
+    def history(self, last_ms: int, ticks: int, nodes: int, first: int = 1) -> list[dict[str, Any]]:
+        """Ticks of nodes by turns, a second apart, and the last at that time."""
+        return [
+            self.tick(node, seq, last_ms - (ticks - seq) * 1000, f"pod-{node}")
+            for seq in range(first, ticks + 1)
+            for node in range(nodes)
+        ]
+
+    async def stored(self, prometheus: PrometheusServer, name: str) -> Points:
+        """The stored points of a metric by node and pod, staleness markers left out."""
+        found = await asyncio.to_thread(prometheus.query, f'{name}{{k8s_cluster_name="{self.cluster}"}}[2h]')
+        return {f"{one.labels['host_name']} {one.labels.get('k8s_pod_name', '-')}": list(one.points) for one in found}
+
+    async def now(self, prometheus: PrometheusServer, name: str, at_ms: int) -> dict[str, float]:
+        """What an instant query answers, by node and pod."""
+        query = f'{name}{{k8s_cluster_name="{self.cluster}"}}'
+        found = await asyncio.to_thread(prometheus.query, query, at_ms)
+        return {f"{one.labels['host_name']} {one.labels.get('k8s_pod_name', '-')}": one.value for one in found}
+
+
+def expected(records: Iterable[Mapping[str, Any]]) -> Points:
+    """What Prometheus must have of gpu_utilization."""
+    points: Points = {}
+    for one in records:
+        holders = one["devices"][0]["holders"]
+        key = f"{one['node']} {holders[0]['pod'] if holders else '-'}"
+        points.setdefault(key, []).append((one["ts_ms"], one["seq"] / 1000))
+    return points
+
+
+async def write(kafka: KafkaServer, records: Iterable[dict[str, Any] | bytes]) -> None:
+    """Puts records onto gpu.attributed, each in its node's partition, bytes in partition 0."""
+    producer = AIOKafkaProducer(bootstrap_servers=kafka.address, linger_ms=5)
+    await producer.start()
+    try:
+        for one in records:
+            value = one if isinstance(one, bytes) else json.dumps(one).encode()
+            node = "node-0" if isinstance(one, bytes) else str(one["node"])
+            partition = int(node.removeprefix("node-")) % PARTITIONS
+            await producer.send("gpu.attributed", value, key=node_key("c", node), partition=partition)
+        await producer.flush()
+    finally:
+        await producer.stop()
+
+
+def sink(kafka: KafkaServer, url: str, **more: Any) -> RemoteWriteSink:
+    """A sink that starts at the beginning, with 1.0 unless said otherwise."""
+    on_outcome = more.pop("on_outcome", None)
+    fixed: dict[str, Any] = {"from_": "earliest", "protocol": "1.0", **more}
+    return RemoteWriteSink(RemoteWriteSettings(kafka=kafka.address, url=url, **fixed), on_outcome)
+
+
+@asynccontextmanager
+async def running(*sinks: RemoteWriteSink) -> AsyncIterator[None]:
+    """Runs sinks, and stops them in good order."""
+    stop = asyncio.Event()
+    tasks = [asyncio.ensure_future(one.run(stop)) for one in sinks]
+    try:
+        yield
+    finally:
+        stop.set()
+        await asyncio.wait_for(asyncio.gather(*tasks), 10)
+
+
+async def until(condition: Callable[[], bool], what: str) -> None:
+    """Waits for a condition, at most a minute."""
+    deadline = time.monotonic() + GIVE_UP_S
+    while not condition():
+        if time.monotonic() > deadline:
+            raise AssertionError(what)
+        await asyncio.sleep(0.05)
+
+
+def count(of: RemoteWriteSink, name: str) -> float:
+    """One of the sink's own counters, over all its labels."""
+    wanted = f"gpustream_remote_write_{name}"
+    return sum(one.value for metric in of.registry.collect() for one in metric.samples if one.name == wanted)
+
+
+ENDS = ("delivered", "duplicate", "dropped", "dead_lettered")
+
+
+def ends(of: RemoteWriteSink) -> dict[str, int]:
+    """How many records ended in which way, without those that none did."""
+    counts = {end: int(count(of, f"records_{end}_total")) for end in ENDS}
+    return {end: number for end, number in counts.items() if number}
+
+
+def balanced(of: RemoteWriteSink) -> bool:
+    """Whether every record read ended in exactly one way, or is held, or was given back."""
+    read = count(of, "records_read_total")
+    return read == sum(ends(of).values()) + count(of, "records_released_total") + count(of, "records_held")

@@ -1,0 +1,25 @@
+"""Runs a remote-write sink as a process of its own, to be killed: ``python -m ... KAFKA URL PROTOCOL``."""
+
+import asyncio
+import sys
+
+from sinks.remote_write.config import RemoteWriteSettings
+from sinks.remote_write.sink import RemoteWriteSink
+
+
+def main() -> None:
+    """Runs until killed, as a static member, so that the next life has the partitions at once."""
+    kafka, url, protocol = sys.argv[1:]
+    settings = RemoteWriteSettings(
+        kafka=kafka,
+        url=url,
+        protocol="2.0" if protocol == "2.0" else "1.0",
+        from_="earliest",
+        instance_id="only",
+        session_timeout_s=6.0,
+    )
+    asyncio.run(RemoteWriteSink(settings).run(asyncio.Event()))
+
+
+if __name__ == "__main__":
+    main()

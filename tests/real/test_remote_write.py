@@ -1,0 +1,301 @@
+"""The remote-write sink between a real Kafka and a real Prometheus in its default configuration."""
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+from aiokafka import AIOKafkaConsumer
+
+from sinks.remote_write.sink import RemoteWriteSink
+from tests.real.remote_write_fleet import (
+    PARTITIONS,
+    VALUES,
+    Fleet,
+    balanced,
+    count,
+    ends,
+    expected,
+    running,
+    sink,
+    until,
+    write,
+)
+from tests.real.servers import KafkaServer, PrometheusServer
+
+Forward = Callable[[], Awaitable[web.Response]]
+Receive = Callable[[web.Request, Forward], Awaitable[web.StreamResponse]]
+
+WRITTEN = "X-Prometheus-Remote-Write-Samples-Written"
+
+
+@pytest.fixture
+def attributed(empty_kafka: KafkaServer) -> KafkaServer:
+    """Kafka with the two topics that the sink uses."""
+    topics = {"gpu.attributed": PARTITIONS, "gpu.dead-letters": 1}
+    empty_kafka.create_topics(topics, {"message.timestamp.type": "LogAppendTime"})
+    return empty_kafka
+
+
+@asynccontextmanager
+async def receiver(prometheus: PrometheusServer, receive: Receive) -> AsyncIterator[str]:
+    """A receiver of the test's own, which may forward what it gets to Prometheus; gives its address."""
+    async with aiohttp.ClientSession() as session:
+
+        async def handle(request: web.Request) -> web.StreamResponse:
+            body = await request.read()
+
+            async def forward() -> web.Response:
+                headers = {name: request.headers[name] for name in request.headers if name != "Host"}
+                async with session.post(prometheus.write_url, data=body, headers=headers) as answer:
+                    counted = {WRITTEN: answer.headers[WRITTEN]} if WRITTEN in answer.headers else {}
+                    return web.Response(status=answer.status, text=await answer.text(), headers=counted)
+
+            return await receive(request, forward)
+
+        app = web.Application(client_max_size=1 << 26)
+        app.router.add_post("/write", handle)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        try:
+            yield f"http://127.0.0.1:{runner.addresses[0][1]}/write"
+        finally:
+            await runner.cleanup()
+
+
+def now_ms() -> int:
+    """The time, in milliseconds since the epoch."""
+    return int(time.time() * 1000)
+
+
+@pytest.mark.parametrize("protocol", ["1.0", "2.0", "auto"])
+async def test_every_sample_is_stored_once_with_its_timestamp(
+    attributed: KafkaServer, prometheus: PrometheusServer, protocol: str
+) -> None:
+    fleet, seen = Fleet(), Counter[tuple[Any, ...]]()
+    records = fleet.history(now_ms(), 40, 5)
+    await write(attributed, records)
+    outcomes = lambda *what: seen.update([what])  # noqa: E731
+    one = sink(attributed, prometheus.write_url, protocol=protocol, on_outcome=outcomes)
+    async with running(one):
+        await until(lambda: sum(ends(one).values()) == 200, "200 records finished")
+    assert ends(one) == {"delivered": 200}
+    assert balanced(one)
+    assert count(one, "values_delivered_total") == 200 * VALUES
+    assert await fleet.stored(prometheus, "gpu_utilization") == expected(records)
+    zeros = await fleet.stored(prometheus, "gpu_temperature")
+    assert [value for points in zeros.values() for _, value in points] == [0.0] * 200
+    assert await fleet.stored(prometheus, "gpu_power_draw") == {}
+    assert seen == Counter((fleet.cluster, one["node"], 1, one["seq"], "delivered") for one in records)
+
+
+@pytest.mark.parametrize("protocol", ["1.0", "2.0"])
+async def test_a_kill_between_an_accepted_write_and_its_commit_loses_and_repeats_nothing(
+    attributed: KafkaServer, prometheus: PrometheusServer, protocol: str
+) -> None:
+    fleet = Fleet()
+    records = fleet.history(now_ms(), 60, 5)
+    await write(attributed, records)
+    kills, accepted = [5, 9], 0
+    process: asyncio.subprocess.Process | None = None
+
+    async def accept_then_kill(_: web.Request, forward: Forward) -> web.StreamResponse:
+        nonlocal accepted
+        answer = await forward()
+        accepted += 1
+        if kills and accepted >= kills[0] and process is not None and process.returncode is None:
+            kills.pop(0)
+            os.kill(process.pid, signal.SIGKILL)
+        return answer
+
+    async with receiver(prometheus, accept_then_kill) as url:
+        for _ in range(2):
+            process = await start(attributed, url, protocol)
+            assert await asyncio.wait_for(process.wait(), 60) == -signal.SIGKILL
+        last = sink(attributed, url, protocol=protocol, instance_id="only", session_timeout_s=6.0)
+        async with running(last):
+            await until(lambda: caught_up(last), "the rest delivered")
+    assert set(ends(last)) == {"delivered"}
+    assert count(last, "requests_total") == accepted_by(last)
+    assert await fleet.stored(prometheus, "gpu_utilization") == expected(records)
+
+
+async def start(kafka: KafkaServer, url: str, protocol: str) -> asyncio.subprocess.Process:
+    """A sink in a process of its own."""
+    arguments = ("-m", "tests.real.remote_write_process", kafka.address, url, protocol)
+    return await asyncio.create_subprocess_exec(sys.executable, *arguments)
+
+
+def caught_up(one: RemoteWriteSink) -> bool:
+    """Whether a sink has partitions and no record of them is unfinished."""
+    return count(one, "partitions") == PARTITIONS and count(one, "lag_records") == 0 and not one.not_ready()
+
+
+def accepted_by(one: RemoteWriteSink) -> float:
+    """How many requests the receiver took."""
+    return sum(
+        sample.value
+        for metric in one.registry.collect()
+        for sample in metric.samples
+        if sample.name == "gpustream_remote_write_requests_total" and sample.labels["result"] == "accepted"
+    )
+
+
+async def test_a_receiver_that_says_204_to_2_0_and_stores_nothing_gets_1_0(
+    attributed: KafkaServer, prometheus: PrometheusServer
+) -> None:
+    fleet = Fleet()
+    records = fleet.history(now_ms(), 20, 4)
+    await write(attributed, records)
+
+    async def only_1_0(request: web.Request, forward: Forward) -> web.StreamResponse:
+        if request.headers["X-Prometheus-Remote-Write-Version"] == "2.0.0":
+            return web.Response(status=204)
+        return await forward()
+
+    async with receiver(prometheus, only_1_0) as url:
+        one = sink(attributed, url, protocol="auto")
+        async with running(one):
+            await until(lambda: ends(one) == {"delivered": 80}, "80 records delivered")
+    assert await fleet.stored(prometheus, "gpu_utilization") == expected(records)
+
+
+async def test_an_explicit_2_0_waits_where_only_1_0_is_spoken(
+    attributed: KafkaServer, prometheus: PrometheusServer
+) -> None:
+    fleet, asked = Fleet(), 0
+    await write(attributed, fleet.history(now_ms(), 2, 1))
+
+    async def no_2_0(_: web.Request, __: Forward) -> web.StreamResponse:
+        nonlocal asked
+        asked += 1
+        return web.Response(status=204)
+
+    async with receiver(prometheus, no_2_0) as url:
+        one = sink(attributed, url, protocol="2.0")
+        async with running(one):
+            await until(lambda: asked > 2, "tried again")
+            assert one.not_ready() == ["the receiver does not accept: not-2.0: HTTP 204: "]
+    assert ends(one) == {}
+    assert balanced(one)
+
+
+async def test_an_outage_of_the_receiver_is_waited_for(attributed: KafkaServer, prometheus: PrometheusServer) -> None:
+    fleet, asked = Fleet(), 0
+    records = fleet.history(now_ms(), 20, 4)
+    await write(attributed, records)
+
+    async def comes_back(_: web.Request, forward: Forward) -> web.StreamResponse:
+        nonlocal asked
+        asked += 1
+        if asked < 12:
+            return web.Response(status=503) if asked % 2 else await forward() and web.Response(status=502)
+        return await forward()
+
+    async with receiver(prometheus, comes_back) as url:
+        one = sink(attributed, url)
+        async with running(one):
+            await until(lambda: ends(one) == {"delivered": 80}, "80 records delivered")
+    assert await fleet.stored(prometheus, "gpu_utilization") == expected(records)
+
+
+async def test_a_pod_that_ends_and_a_node_that_goes_silent_get_staleness_markers(
+    attributed: KafkaServer, prometheus: PrometheusServer
+) -> None:
+    fleet, start_ms = Fleet(), now_ms() - 20_000
+    ticks = [
+        fleet.tick(0, 1, start_ms, "before"),
+        fleet.tick(1, 1, start_ms, "silent"),
+        fleet.tick(0, 2, start_ms + 1000, "after"),
+    ]
+    await write(attributed, ticks)
+    one = sink(attributed, prometheus.write_url, stale_after_s=3.0)
+    async with running(one):
+        await until(lambda: ends(one) == {"delivered": 3}, "three ticks delivered")
+        assert await fleet.now(prometheus, "gpu_utilization", start_ms + 500) == {
+            "node-0 before": 0.001,
+            "node-1 silent": 0.001,
+        }
+        assert "node-0 before" not in await fleet.now(prometheus, "gpu_utilization", start_ms + 1000)
+        await until(lambda: count(one, "markers_total") == 3 * VALUES, "silent nodes ended")
+        assert await fleet.now(prometheus, "gpu_utilization", start_ms + 5000) == {}
+        late = fleet.tick(1, 2, start_ms + 2000, "silent")
+        await write(attributed, [late])
+        await until(lambda: ends(one) == {"delivered": 4}, "late data still fits")
+    assert await fleet.stored(prometheus, "gpu_utilization") == expected([*ticks, late])
+
+
+async def test_a_restarted_sink_ends_the_series_that_its_last_life_opened(
+    attributed: KafkaServer, prometheus: PrometheusServer
+) -> None:
+    fleet, start_ms = Fleet(), now_ms() - 20_000
+    await write(attributed, [fleet.tick(0, 1, start_ms, "before")])
+    first = sink(attributed, prometheus.write_url)
+    async with running(first):
+        await until(lambda: ends(first) == {"delivered": 1}, "the first tick delivered")
+    await write(attributed, [fleet.tick(0, 1, start_ms, "before"), fleet.tick(0, 2, start_ms + 1000, "after")])
+    second = sink(attributed, prometheus.write_url)
+    async with running(second):
+        await until(lambda: ends(second) == {"delivered": 1, "duplicate": 1}, "a replay and the next tick")
+    assert await fleet.now(prometheus, "gpu_utilization", start_ms + 1500) == {"node-0 after": 0.002}
+
+
+@pytest.mark.parametrize("protocol", ["1.0", "2.0"])
+async def test_a_node_far_ahead_and_one_behind_cost_the_others_nothing(
+    attributed: KafkaServer, prometheus: PrometheusServer, protocol: str
+) -> None:
+    fleet, at_ms = Fleet(), now_ms()
+    good = fleet.history(at_ms, 10, 9)
+    ahead = [fleet.tick(9, seq, at_ms + 3_600_000 + seq * 1000) for seq in range(1, 4)]
+    behind = [fleet.tick(0, 11, at_ms - 5_000, "pod-0")]
+    await write(attributed, [*good[:45], *ahead, *good[45:], *behind, b"{nonsense"])
+    one = sink(attributed, prometheus.write_url, protocol=protocol)
+    async with running(one):
+        await until(lambda: sum(ends(one).values()) == 95, "95 records finished")
+    assert ends(one) == {"delivered": 90, "dead_lettered": 4, "dropped": 1}
+    assert (
+        one.registry.get_sample_value("gpustream_remote_write_records_dropped_total", {"reason": "out_of_order"}) == 1
+    )
+    assert await fleet.stored(prometheus, "gpu_utilization") == expected(good)
+    errors = [dict(letter.headers)["error"].decode() for letter in await dead_letters(attributed, 4)]
+    assert sorted(error.split(":")[0] for error in errors) == ["not a record of gpu.attributed", *["too_far_ahead"] * 3]
+
+
+async def dead_letters(kafka: KafkaServer, wanted: int) -> list[Any]:
+    """The dead letters, of which there must be so many."""
+    consumer = AIOKafkaConsumer("gpu.dead-letters", bootstrap_servers=kafka.address, auto_offset_reset="earliest")
+    await consumer.start()
+    try:
+        return [await asyncio.wait_for(consumer.getone(), 20) for _ in range(wanted)]
+    finally:
+        await consumer.stop()
+
+
+async def test_members_that_come_and_go_lose_and_repeat_nothing(
+    attributed: KafkaServer, prometheus: PrometheusServer
+) -> None:
+    fleet, at_ms = Fleet(), now_ms()
+    records = fleet.history(at_ms, 90, 6)
+    stays = sink(attributed, prometheus.write_url, session_timeout_s=6.0)
+    async with running(stays):
+        members = [stays]
+        for part in range(3):
+            other = sink(attributed, prometheus.write_url, session_timeout_s=6.0)
+            members.append(other)
+            async with running(other):
+                await write(attributed, records[part * 180 : part * 180 + 180])
+                await until(lambda: all(count(one, "partitions") for one in members[-1:]), "the member has partitions")
+        await until(lambda: sum(ends(one).get("delivered", 0) for one in members) >= 540, "all delivered")
+    assert all(balanced(one) for one in members)
+    assert all(set(ends(one)) <= {"delivered", "duplicate"} for one in members)
+    assert await fleet.stored(prometheus, "gpu_utilization") == expected(records)
