@@ -21,8 +21,8 @@ from streams import STREAMS
 from topics.topic import PARTITIONS, REPLICATION_FACTOR
 
 
-@click.group(epilog="gpustream COMMAND --help says more, with an example.")
-@click.version_option(package_name="gpustream")
+@click.group("gpustream", epilog="gpustream COMMAND --help says more, with an example.")
+@click.version_option(package_name="gpustream", prog_name="gpustream")
 def main() -> None:
     """GPU telemetry as a stream: which pod, Job or team uses which GPU.
 

@@ -1,0 +1,125 @@
+"""The command line as a whole."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from gpustream import cli, components, options
+from gpustream.cli import main
+from producers import PRODUCERS
+from sinks import SINKS
+from streams import STREAMS
+
+EVERYWHERE = {"kafka", "cluster", "listen", "log_format"}
+SETTINGS_LESS = {"listen", "log_format", "cluster"}
+"""Options that the runner uses itself, and the cluster's name, which sinks and streams find in the records."""
+
+
+def _invoke(*args: str, **env: str) -> Result:
+    return CliRunner().invoke(main, list(args), env=env)
+
+
+def _commands(group: click.Group = main, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+    for name, command in group.commands.items():
+        if isinstance(command, click.Group):
+            yield from _commands(command, (*path, name))
+        else:
+            yield (*path, name), command
+
+
+COMMANDS = dict(_commands())
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
+def test_every_option_has_its_one_variable_and_a_help_text(path: tuple[str, ...]) -> None:
+    for param in COMMANDS[path].params:
+        if isinstance(param, click.Option):
+            assert param.envvar == options.envvar(param.opts[0])
+            assert param.help
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
+def test_help_shows_an_example_that_the_command_takes(path: tuple[str, ...]) -> None:
+    result = _invoke(*path, "--help")
+
+    example = result.output.split("Example:")[1].split()
+    known = {name for param in COMMANDS[path].params for name in param.opts}
+    assert result.exit_code == 0
+    assert example[: 1 + len(path)] == ["gpustream", *path]
+    assert {word for word in example if word.startswith("--")} <= known
+
+
+@pytest.mark.parametrize(
+    ("path", "target"),
+    [
+        (("produce", "simulated"), PRODUCERS["simulated"]),
+        (("stream",), STREAMS["attribution"]),
+        (("sink", "remote-write"), SINKS["remote-write"]),
+        (("sink", "scrape"), SINKS["scrape"]),
+    ],
+)
+def test_every_option_of_a_component_sets_one_of_its_settings(path: tuple[str, ...], target: str) -> None:
+    kind = components.settings_type(components.load(target))
+    fields = {name for field in _fields(kind) for name in (field, components.option_of(field))}
+    given = {param.name for param in COMMANDS[path].params if isinstance(param, click.Option)}
+
+    assert given - SETTINGS_LESS <= fields
+    assert given >= EVERYWHERE
+
+
+def _fields(kind: type) -> list[str]:
+    return list(kind.__annotations__)
+
+
+def test_a_component_that_is_not_there_is_no_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = click.Group("sink")
+    row = cli.SERVED[-1]._replace(group=group, name="pigeon", registry={"pigeon": "sinks.pigeon:Pigeon"})
+    cli._add_served(row)
+
+    assert group.commands == {}
+
+
+def test_a_component_s_own_mistakes_are_listed_with_the_others() -> None:
+    result = _invoke(
+        "sink", "remote-write", "--kafka", "nope", "--url", "http://127.0.0.1:1/", "--basic-auth-user", "me"
+    )
+
+    assert result.exit_code == 2
+    assert "2 mistakes" in result.stderr
+    assert "--basic-auth-password-file" in result.stderr
+
+
+def test_an_unknown_stream_is_a_mistake() -> None:
+    result = _invoke("stream", "nonsense", "--kafka", "127.0.0.1:1")
+
+    assert result.exit_code == 2
+    assert "'nonsense' is not 'attribution'" in result.stderr
+
+
+def test_run_without_a_fleet_says_what_to_do() -> None:
+    result = _invoke("run")
+
+    assert result.exit_code == 2
+    assert "--simulate 4x8" in result.stderr
+
+
+def test_the_version_is_the_package_s() -> None:
+    assert _invoke("--version").output == "gpustream, version 0.1.0\n"
+
+
+def test_help_loads_neither_faust_nor_a_kafka_client() -> None:
+    code = (
+        "import sys; from gpustream.cli import main; sys.exit(bool({'faust', 'aiokafka', 'rich'} & set(sys.modules)))"
+    )
+
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_it_runs_as_a_module() -> None:
+    done = subprocess.run([sys.executable, "-m", "gpustream", "--help"], check=True, capture_output=True, text=True)
+
+    assert "Usage: gpustream" in done.stdout

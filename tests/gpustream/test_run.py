@@ -1,0 +1,79 @@
+"""``gpustream run`` as it is: a simulated fleet, the embedded broker, the stream and the scrape sink."""
+
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import msgspec
+import pytest
+
+COMMAND = [sys.executable, "-m", "gpustream", "run", "--simulate", "2x4", "--interval", "250ms"]
+
+
+@pytest.fixture
+def port() -> int:
+    """A port that was free a moment ago."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        found: int = server.getsockname()[1]
+    return found
+
+
+def _options(port: int, *more: str) -> list[str]:
+    return [*COMMAND, "--listen", "off", "--scrape-listen", f"127.0.0.1:{port}", *more]
+
+
+def test_a_short_run_loses_nothing_and_says_so_in_one_object(port: int, tmp_path: Path) -> None:
+    truth = tmp_path / "truth.jsonl"
+    done = subprocess.run(
+        _options(port, "--duration", "3s", "--summary", "json", "--truth", str(truth)),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stdout.splitlines()
+    summary = msgspec.json.decode(line)
+    assert summary["ticks"] == summary["attributed"]["exact"] >= 16
+    assert summary["delivered"] == {"scrape": summary["samples"]}
+    assert (summary["lost"], summary["dropped"], summary["dead_lettered"]) == (0, 0, 0)
+    assert truth.read_text().count("\n") > summary["ticks"]
+
+
+def test_ctrl_c_drains_and_tells_people_the_end(port: int) -> None:
+    process = subprocess.Popen(_options(port), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    shown = _scraped(port)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+
+    assert process.returncode == 0, err
+    assert "k8s_pod_name" in shown
+    assert out.splitlines()[-1].split() == ["lost", "0"]
+
+
+def _scraped(port: int) -> str:
+    """The first scrape that shows anything."""
+    for _ in range(300):
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+                text: str = answer.read().decode()
+        except OSError:
+            text = ""
+        if text:
+            return text
+        time.sleep(0.1)
+    raise AssertionError("nothing was ever shown")
+
+
+def test_a_port_in_use_is_one_sentence_and_exit_code_1() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        done = subprocess.run(_options(taken.getsockname()[1]), capture_output=True, text=True, check=False, timeout=60)
+
+    assert done.returncode == 1
+    assert "can't serve metrics on 127.0.0.1" in done.stderr
+    assert "Traceback" not in done.stderr
