@@ -1,0 +1,119 @@
+"""Node ticks per CPU-second through the attribution stream, next to a bare aiokafka loop over the same log.
+
+    python -m tests.bench.attribution [TICKS]
+
+The log is a simulated fleet's, with 8 GPUs a node and all the values that the catalogue has for them. CPU is user and
+system time of the whole process from when it is ready, all threads, read from /proc.
+"""
+
+import asyncio
+import os
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import orjson
+from aiokafka import AIOKafkaConsumer
+
+from producers.simulated.fleet import Fleet, Tick, ticks
+from tests.real.pipeline import Gpustream, lag
+from tests.real.servers import KafkaServer
+from topics import broker
+from topics.sender import Sender
+from topics.topic import node_key
+
+NODES, GPUS, PARTITIONS = 200, 8, 4
+
+
+def main(count: int) -> None:
+    """Prints a row for the bare loop and one for the stream."""
+    with ExitStack() as servers:
+        directory = Path(servers.enter_context(tempfile.TemporaryDirectory()))
+        kafka = servers.enter_context(KafkaServer(directory / "kafka"))
+        asyncio.run(broker.create(kafka.address, partitions=PARTITIONS, replication_factor=1))
+        listening = ("--kafka", kafka.address, "--log-format", "json")
+        stream = servers.enter_context(Gpustream(directory / "stream", "stream", "attribution", *listening))
+        before_s = cpu_s(stream.pid)
+        size = asyncio.run(produce(kafka.address, count))
+        while asyncio.run(lag(kafka.address, "gpustream-attribution", ["gpu.samples"])):
+            time.sleep(0.2)
+        stream_s = cpu_s(stream.pid) - before_s
+        bare_s = asyncio.run(bare(kafka.address, count))
+        rows = (("bare aiokafka loop, nothing decoded", bare_s), ("attribution stream", stream_s))
+        sys.stdout.write(f"{count} ticks of {size / count:.0f} bytes\n\n")
+        sys.stdout.write("| | node ticks per CPU-second | CPU us a tick | x the bare loop |\n|---|---|---|---|\n")
+        for name, spent_s in rows:
+            sys.stdout.write(
+                f"| {name} | {count / spent_s:.0f} | {spent_s / count * 1e6:.0f} | {spent_s / bare_s:.1f} |\n"
+            )
+
+
+def cpu_s(pid: int) -> float:
+    """User and system time of a process."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+async def produce(kafka: str, count: int) -> int:
+    """The log of a fleet, at any pace; returns the bytes of its samples."""
+    sender = Sender(kafka, client_id="bench", max_batch_bytes=512 * 1024)
+    await sender.start()
+    size = 0
+    waiting = []
+    async for topic, key, value in records(count):
+        size += len(value) if topic == "gpu.samples" else 0
+        sent = await sender.send(topic, value, key=key)
+        waiting.append(sent)
+        if topic == "gpu.allocations":
+            await sent
+    await asyncio.gather(*waiting)
+    await sender.stop()
+    return size
+
+
+async def records(count: int) -> AsyncIterator[tuple[str, bytes, bytes]]:
+    """Topic, key and value of what the fleet's producers would send."""
+    fleet = Fleet(NODES, GPUS, pod_life_s=600)
+    last: dict[str, tuple[int, object]] = {}
+    start_ms = time.time_ns() // 1_000_000
+    made = 0
+    for tick in ticks(fleet, start_ms, 1000, count // NODES + 1):
+        key, fields = node_key("default", tick.node.name), identity(tick, start_ms)
+        for news in tick.news:
+            workloads = {**fields, "epoch": start_ms, "seq": tick.seq, "ts_ms": news.at_ms, "pods": news.pods}
+            yield "gpu.workloads", key, orjson.dumps(workloads)
+        seq, content = last.get(tick.node.name, (0, None))
+        if content != tick.reading.containers:
+            seq += 1
+            last[tick.node.name] = seq, tick.reading.containers
+            yield "gpu.allocations", key, orjson.dumps({**fields, "seq": seq, "containers": tick.reading.containers})
+        if made < count:
+            made += 1
+            sample = {**fields, "seq": tick.seq, "allocations_seq": seq, "devices": tick.reading.devices}
+            yield "gpu.samples", key, orjson.dumps(sample)
+
+
+def identity(tick: Tick, start_ms: int) -> dict[str, object]:
+    """The fields that every record of a tick has."""
+    return {"schema": 1, "cluster": "default", "node": tick.node.name, "run_id": start_ms, "ts_ms": tick.ts_ms}
+
+
+async def bare(kafka: str, count: int) -> float:
+    """CPU seconds of a loop that only reads the samples, in this process."""
+    consumer = AIOKafkaConsumer(
+        "gpu.samples", bootstrap_servers=kafka, auto_offset_reset="earliest", max_partition_fetch_bytes=8 << 20
+    )
+    await consumer.start()
+    before_s, seen = time.process_time(), 0
+    while seen < count:
+        seen += sum(map(len, (await consumer.getmany(timeout_ms=1000, max_records=500)).values()))
+    spent_s = time.process_time() - before_s
+    await consumer.stop()
+    return spent_s
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 20_000)
