@@ -14,7 +14,6 @@ ARGS ?=
 
 SCRIPTS := .ci/run tests/real/build/build
 GENERATORS := $(patsubst %.py,%,$(subst /,.,$(wildcard topics/schema.py topics/reference.py gpustream/reference.py)))
-BENCHES := $(filter-out tests.bench.__init__,$(patsubst %.py,%,$(subst /,.,$(wildcard tests/bench/*.py))))
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test check format bench storm real-servers lock
@@ -54,8 +53,8 @@ format: install ## format the code, mend what lint can mend, write the schemas a
 	$(BIN)/ruff format
 	@for generator in $(GENERATORS); do echo "$$generator"; $(BIN)/python -m $$generator || exit 1; done
 
-bench: install ## measure: every module of tests/bench
-	@for bench in $(BENCHES); do echo "$$bench"; $(BIN)/python -m $$bench || exit 1; done
+bench: install ## measure: tests/bench, one after another
+	$(BIN)/python -m tests.bench
 
 storm: install ## ten minutes of faults against real servers, every record counted
 	GPUSTREAM_STORM_SECONDS=600 $(BIN)/pytest tests/real/test_storm.py --timeout=2400 -s -rs $(ARGS)
