@@ -11,7 +11,7 @@ many, is not made to wait that long again: any end asked after the sample was re
 acknowledged before the first sample that names it.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import msgspec
 
@@ -34,7 +34,8 @@ _RUNS = 8
 SnapshotId = tuple[int, int]
 """A snapshot's run_id and seq."""
 
-Inventory = tuple[tuple[str, int | None, Mig | None], ...]
+Inventory = tuple[tuple[str, int | None, int | None, Mig | None], ...]
+"""Of each device of a tick what an id may say of it: uuid, index, minor number and MIG place."""
 
 
 class Tick(msgspec.Struct, frozen=True):
@@ -79,7 +80,7 @@ class Joined(msgspec.Struct, frozen=True):
 
 
 class Mark(msgspec.Struct, frozen=True):
-    """From this offset on, the node's samples are at or after ``ts_ms`` and ``snapshot``."""
+    """From this offset on, the node's samples are at or after ``ts_ms`` and are given ``snapshot`` or a later one."""
 
     offset: int
     ts_ms: int
@@ -200,7 +201,7 @@ def _release(state: NodeState, grace_s: float) -> tuple[NodeState, list[Joined]]
             state,
             held=state.held[1:],
             given_up=state.given_up | missing if missing else state.given_up,
-            marks=_marked(state.marks, head),
+            marks=_marked(state.marks, head, snapshot),
         )
     return state, out
 
@@ -222,8 +223,8 @@ def _snapshot(state: NodeState, sample: Sample) -> tuple[Allocations | None, Att
     if named is not None:
         return named, "exact"
     known = _latest(state, sample.run_id, below=sample.allocations_seq)
-    for run_id in () if known else _runs_before(state, sample.run_id):
-        known = known or _latest(state, run_id)
+    if known is None and (run_id := _run_before(state, sample)) is not None:
+        known = _latest(state, run_id)
     return (known, "late") if known else (None, "none")
 
 
@@ -232,15 +233,19 @@ def _latest(state: NodeState, run_id: int, *, below: int | None = None) -> Alloc
     return state.snapshots[run_id, max(seqs)] if seqs else None
 
 
-def _runs_before(state: NodeState, run_id: int) -> Iterator[int]:
-    """The runs that arrived before a run, the last first: by the samples where they tell, else by the snapshots."""
-    samples = state.sample_runs[: state.sample_runs.index(run_id)] if run_id in state.sample_runs else ()
-    yield from reversed(samples)
-    first = samples[0] if samples else run_id
-    if first in state.snapshot_runs:
-        yield from reversed(state.snapshot_runs[: state.snapshot_runs.index(first)])
-    elif not samples:
-        yield from reversed(state.snapshot_runs)
+def _run_before(state: NodeState, sample: Sample) -> int | None:
+    """The last run with a snapshot that came before a sample's.
+
+    Where no snapshot of the sample's own run tells its place, the snapshots may have been read far ahead: of those runs
+    count which had samples before, or whose snapshots are of an earlier time.
+    """
+    runs = state.snapshot_runs
+    if sample.run_id in runs:
+        before = runs[: runs.index(sample.run_id)]
+        return before[-1] if before else None
+    sampled = state.sample_runs[: state.sample_runs.index(sample.run_id)]
+    earlier = {run for (run, _), snapshot in state.snapshots.items() if snapshot.ts_ms <= sample.ts_ms}
+    return next((run for run in reversed(runs) if run in sampled or run in earlier), None)
 
 
 def _pods(state: NodeState, snapshot: Allocations | None, ts_ms: int) -> dict[PodName, Pod | None]:
@@ -273,7 +278,7 @@ def _joined(
     if snapshot is None:
         return state, Joined(_attributed(tick, attribution, labels, {}), ())
     dra = state.workloads.dra_at(sample.ts_ms) if state.workloads else _NO_DRA
-    inventory = tuple([(d.uuid, d.index, d.mig) for d in sample.devices])
+    inventory = tuple([(d.uuid, d.index, d.minor, d.mig) for d in sample.devices])
     memo = state.memo
     if memo and _still(memo, snapshot, inventory, pods, dra):
         return state, Joined(_attributed(tick, attribution, labels, memo.held.holders), ())
@@ -327,13 +332,12 @@ def _device(d: Device, holders: tuple[Holder, ...]) -> AttributedDevice:
 # -- what may be forgotten
 
 
-def _marked(marks: tuple[Mark, ...], tick: Tick) -> tuple[Mark, ...]:
-    sample = tick.sample
-    named = None if sample.allocations_seq is None else (sample.run_id, sample.allocations_seq)
+def _marked(marks: tuple[Mark, ...], tick: Tick, snapshot: Allocations | None) -> tuple[Mark, ...]:
+    ts_ms, given = tick.sample.ts_ms, (snapshot.run_id, snapshot.seq) if snapshot else None
     last = marks[-1] if marks else None
-    if last and last.snapshot == named and 0 <= sample.ts_ms - last.ts_ms < _MARK_EVERY_MS:
+    if last and last.snapshot == given and 0 <= ts_ms - last.ts_ms < _MARK_EVERY_MS:
         return marks
-    return (*marks, Mark(tick.offset, sample.ts_ms, named))
+    return (*marks, Mark(tick.offset, ts_ms, given))
 
 
 def _pruned(state: NodeState, offset: int) -> NodeState:
@@ -343,16 +347,17 @@ def _pruned(state: NodeState, offset: int) -> NodeState:
         marks = marks[1:]
     if len(marks) == len(state.marks) or marks[0].offset >= offset:
         return state
-    workloads = forget_before(state.workloads, marks[0].ts_ms) if state.workloads else None
+    since_ms = min([mark.ts_ms for mark in marks] + [tick.sample.ts_ms for tick in state.held])
+    workloads = forget_before(state.workloads, since_ms) if state.workloads else None
     state = _replace(state, marks=marks, workloads=workloads, memo=None)
     return _without_older_snapshots(state, marks[0].snapshot)
 
 
-def _without_older_snapshots(state: NodeState, named: SnapshotId | None) -> NodeState:
+def _without_older_snapshots(state: NodeState, given: SnapshotId | None) -> NodeState:
     """Keep the snapshot that the last committed sample was given, and what came or may come after it."""
-    if named is None or named not in state.snapshots:
+    if given is None or given not in state.snapshots:
         return state
-    run_id, seq = named
+    run_id, seq = given
     gone = set(state.snapshot_runs[: state.snapshot_runs.index(run_id)])
     kept = {
         key: snapshot

@@ -1,0 +1,138 @@
+"""What the records mean, worked out the slow way from complete logs: every question looks at everything.
+
+Nothing here is shared with the join: no state, no pruning, no order of arrival but that of each log.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from topics.allocations import Allocations
+from topics.attributed import AttributedSample
+from topics.samples import Sample
+from topics.workloads import NodeWorkloads, Pod
+
+TOLERANCE_MS = 2_000
+
+
+class Holding(NamedTuple):
+    """A container on a device; the pod's uid and labels where the pod is known."""
+
+    namespace: str
+    pod: str
+    container: str | None
+    uid: str | None
+    labels: tuple[tuple[str, str], ...]
+
+
+class Answer(NamedTuple):
+    """What a sample is given."""
+
+    attribution: str
+    node_labels: dict[str, str]
+    holders: dict[str, tuple[Holding, ...]]
+
+    def without_labels(self) -> "Answer":
+        """What does not rest on the workloads."""
+        bare = {uuid: tuple(h._replace(uid=None, labels=()) for h in held) for uuid, held in self.holders.items()}
+        return Answer(self.attribution, {}, bare)
+
+
+class Logs(NamedTuple):
+    """The complete logs of a partition; ``runs`` are each node's runs in the order in which they ran."""
+
+    samples: Sequence[Sample]
+    allocations: Sequence[Allocations]
+    workloads: Sequence[NodeWorkloads]
+    runs: dict[str, list[int]]
+
+
+def answer(logs: Logs, sample: Sample) -> Answer:
+    """What the sample must be given."""
+    snapshots = [a for a in logs.allocations if a.node == sample.node]
+    workloads = accepted([w for w in logs.workloads if w.node == sample.node])
+    attribution, snapshot = _snapshot(snapshots, sample, logs.runs[sample.node])
+    holders: dict[str, tuple[Holding, ...]] = {device.uuid: () for device in sample.devices}
+    for c in snapshot.containers if snapshot else ():
+        found = pod_at(workloads, (c.namespace, c.pod), sample.ts_ms)
+        labels = tuple(sorted(found.labels.items())) if found else ()
+        holding = Holding(c.namespace, c.pod, c.container, found.uid if found else None, labels)
+        for uuid in {device_id.split("::")[0] for device_id in c.device_ids} & holders.keys():
+            if not any(held[:3] == holding[:3] for held in holders[uuid]):
+                holders[uuid] = (*holders[uuid], holding)
+    return Answer(attribution, node_labels(workloads, sample.ts_ms), holders)
+
+
+def given(out: AttributedSample) -> Answer:
+    """What an attributed sample was given."""
+    holders = {
+        device.uuid: tuple(
+            Holding(h.namespace, h.pod, h.container, h.pod_uid, tuple(sorted(h.labels.items()))) for h in device.holders
+        )
+        for device in out.devices
+    }
+    return Answer(out.attribution, out.node_labels, holders)
+
+
+def _snapshot(snapshots: Iterable[Allocations], sample: Sample, runs: Sequence[int]) -> tuple[str, Allocations | None]:
+    if sample.allocations_seq is None:
+        return "none", None
+    by_run: dict[int, dict[int, Allocations]] = {run: {} for run in runs}
+    for s in snapshots:
+        by_run[s.run_id][s.seq] = s
+    own = by_run[sample.run_id]
+    if sample.allocations_seq in own:
+        return "exact", own[sample.allocations_seq]
+    below = [seq for seq in own if seq < sample.allocations_seq]
+    if below:
+        return "late", own[max(below)]
+    for run in reversed(runs[: runs.index(sample.run_id)]):
+        if by_run[run]:
+            return "late", by_run[run][max(by_run[run])]
+    return "none", None
+
+
+def accepted(records: Iterable[NodeWorkloads]) -> list[NodeWorkloads]:
+    """The records that count: none of an older epoch, none older within its epoch."""
+    counted: list[NodeWorkloads] = []
+    for record in records:
+        if not counted or (record.epoch, record.seq) > (counted[-1].epoch, counted[-1].seq):
+            counted.append(record)
+    return counted
+
+
+def node_labels(records: Sequence[NodeWorkloads], ts_ms: int) -> dict[str, str]:
+    """The node's labels at a time."""
+    return _version(records, ts_ms).node_labels if records else {}
+
+
+def pod_at(records: Sequence[NodeWorkloads], name: tuple[str, str], ts_ms: int) -> Pod | None:
+    """The pod of that name at a time: of those that ran within the tolerance the nearest, then the youngest."""
+    best: tuple[int, int, str] | None = None
+    for uid in {p.uid for r in records for p in r.pods if (p.namespace, p.name) == name}:
+        started, ended = _life(records, uid)
+        before = max(0, started - ts_ms) if started is not None else 0
+        after = max(0, ts_ms - ended + 1) if ended is not None else 0
+        if max(before, after) <= TOLERANCE_MS:
+            rank = (before or after, -(started or 0), uid)
+            best = min(best, rank) if best else rank
+    if best is None:
+        return None
+    having = [r for r in records if any(p.uid == best[2] for p in r.pods)]
+    return next(p for p in _version(having, ts_ms).pods if p.uid == best[2])
+
+
+def _life(records: Sequence[NodeWorkloads], uid: str) -> tuple[int | None, int | None]:
+    """When a pod ran: it ended when its last record says, or by the first record after that does not have it."""
+    having = [(i, p) for i, r in enumerate(records) for p in r.pods if p.uid == uid]
+    i, last = having[-1]
+    starts = [p.started_ms for _, p in having if p.started_ms is not None]
+    ended = last.ended_ms
+    if ended is None and i + 1 < len(records):
+        ended = records[i + 1].ts_ms
+    return (starts[-1] if starts else None), ended
+
+
+def _version(records: Sequence[NodeWorkloads], ts_ms: int) -> NodeWorkloads:
+    """The one with the greatest time at or before, else the earliest; of several with one time the last."""
+    before = [r for r in records if r.ts_ms <= ts_ms]
+    return max(enumerate(before), key=lambda ir: (ir[1].ts_ms, ir[0]))[1] if before else records[0]

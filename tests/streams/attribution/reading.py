@@ -1,0 +1,155 @@
+"""A reader of a partition that drives the join as the component does, in any order that topics may race in.
+
+It asserts, whatever it is made to do, that a node's outputs keep the order of its samples, that none comes twice in an
+epoch, and that none is given up before it is certain that its snapshot never comes.
+"""
+
+from collections import defaultdict
+
+import msgspec
+
+from streams.attribution import join
+from tests.streams.attribution.stories import Act, Story
+from topics.samples import Sample
+
+GRACE_S = 10.0
+
+
+class Reading:
+    """One partition, read. ``out`` has each output by offset; one that comes again must be the same."""
+
+    def __init__(self, story: Story, *, workloads_first: bool) -> None:
+        self.story, self.workloads_first = story, workloads_first
+        self.out: dict[int, bytes] = {}
+        self.now_s, self.committed = 0.0, 0
+        self.agrees = workloads_first
+        self._begin()
+
+    def _begin(self) -> None:
+        """A process that knows nothing: it reads the state to its present end before any sample."""
+        self.states: dict[str, join.NodeState] = defaultdict(lambda: join.NEW)
+        self.at = {"samples": self.committed, "allocations": 0, "workloads": 0}
+        self.asked: list[tuple[float, int]] = []
+        self.read_s = float("-inf")
+        self.impatient: dict[str, bool] = defaultdict(bool)
+        self._new_epoch()
+        if self.workloads_first:
+            self.workloads(len(self.story.logs.workloads))
+
+    def _new_epoch(self) -> None:
+        self.at["samples"] = self.committed
+        self.reads: dict[int, float] = {}
+        self.released: dict[str, list[int]] = defaultdict(list)
+        self.asked.clear()
+
+    # -- what may happen
+
+    def act(self, act: Act) -> None:
+        """Let something happen."""
+        getattr(self, act.kind)(act.amount)
+
+    def wait(self, amount: int) -> None:
+        """Time passes."""
+        self.now_s += amount / 2
+
+    def allocations(self, amount: int) -> None:
+        """Some more of the allocations that are written by now arrive."""
+        for record in self.story.logs.allocations[self.at["allocations"] :][:amount]:
+            if self.story.allocated_s[self.at["allocations"]] > self.now_s:
+                return
+            self.at["allocations"] += 1
+            self.impatient[record.node] = False
+            self._step(record.node, record)
+
+    def workloads(self, amount: int) -> None:
+        """Some more of the workloads arrive."""
+        for record in self.story.logs.workloads[self.at["workloads"] :][:amount]:
+            self.at["workloads"] += 1
+            self._step(record.node, record)
+
+    def samples(self, amount: int) -> None:
+        """Some more of the samples that are written by now arrive."""
+        for sample in self.story.logs.samples[self.at["samples"] :][:amount]:
+            offset = self.at["samples"]
+            if self.story.sampled_s[offset] > self.now_s:
+                return
+            self.at["samples"] += 1
+            self.reads[offset] = self.now_s
+            self._step(sample.node, join.Tick(sample, offset, self.now_s, self.now_s + join.POD_WAIT_S))
+
+    def ask(self, _: int) -> None:
+        """The broker is asked where the allocations end."""
+        self.asked.append((self.now_s, sum(at_s <= self.now_s for at_s in self.story.allocated_s)))
+
+    def read(self, _: int) -> None:
+        """The allocations have been read to an end that was asked for."""
+        reached = [asked_s for asked_s, end in self.asked if self.at["allocations"] >= end]
+        if reached:
+            self.asked = [a for a in self.asked if a[0] > reached[-1]]
+            self.read_s = max(self.read_s, reached[-1])
+            for node in self.story.logs.runs:
+                self._step(node, join.AllocationsRead(reached[-1]))
+
+    def look(self, _: int) -> None:
+        """The clock is looked at."""
+        for node in self.story.logs.runs:
+            self._step(node, join.Passed(self.now_s))
+
+    def commit(self, amount: int) -> None:
+        """Some of the finished prefix is committed."""
+        done = {offset for offsets in self.released.values() for offset in offsets}
+        prefix = next(o for o in range(self.committed, len(self.story.logs.samples) + 1) if o not in done)
+        self.committed += -(-(prefix - self.committed) * amount // 6)
+        for node in self.story.logs.runs:
+            self._step(node, join.Committed(self.committed))
+
+    def forget(self, amount: int) -> None:
+        """What is not committed is read again; nodes for which nothing waits need not be told."""
+        self._new_epoch()
+        for node in self.story.logs.runs:
+            if amount > 3 or self.states[node].held:
+                self._step(node, join.Forget())
+
+    def restart(self, _: int) -> None:
+        """Another process goes on."""
+        self._begin()
+        self.allocations(len(self.story.logs.allocations))
+
+    def drain(self) -> None:
+        """Everything arrives, and time passes; then no sample may be left."""
+        self.now_s = max(self.now_s, 1000.0)
+        everything = len(self.story.logs.samples) + len(self.story.logs.allocations) + len(self.story.logs.workloads)
+        for kind in ("workloads", "allocations", "samples", "look", "ask", "read"):
+            self.act(Act(kind, everything))
+        self.now_s += GRACE_S
+        for kind in ("look", "ask", "read", "look", "commit"):
+            self.act(Act(kind, 6))
+        assert self.committed == len(self.story.logs.samples)
+        assert not any(state.held for state in self.states.values())
+
+    # -- what must hold
+
+    def _step(self, node: str, record: join.Record) -> None:
+        if isinstance(record, join.Tick):
+            self.impatient[node] |= len(self.states[node].held) >= join.MAX_HELD
+        self.states[node], joined = join.step(self.states[node], record, GRACE_S)
+        for one in joined:
+            self._check(node, one.sample.offset)
+            value = msgspec.json.encode(one.sample)
+            if self.agrees:
+                assert self.out.get(one.sample.offset, value) == value
+            self.out[one.sample.offset] = value
+
+    def _check(self, node: str, offset: int) -> None:
+        waiting = [o for o in self.reads if self.story.logs.samples[o].node == node]
+        assert offset == waiting[len(self.released[node])], "the next of the node's samples, and no other"
+        self.released[node].append(offset)
+        sample = self.story.logs.samples[offset]
+        if sample.allocations_seq is not None and not self._arrived(sample):
+            wait_s = 0.0 if self.impatient[node] else GRACE_S
+            assert self.read_s >= self.reads[offset] + wait_s, "given up too early"
+            self.impatient[node] = True
+
+    def _arrived(self, sample: Sample) -> bool:
+        named = (sample.node, sample.run_id, sample.allocations_seq)
+        return any((a.node, a.run_id, a.seq) == named for a in self.story.logs.allocations[: self.at["allocations"]])

@@ -1,0 +1,62 @@
+"""Records of one node, made short."""
+
+from topics.allocations import Allocations, Container
+from topics.samples import Device, Sample
+from topics.workloads import NodeWorkloads, Owner, Pod
+
+CLUSTER = "c"
+
+
+def gpu(number: int) -> str:
+    """The UUID of a GPU."""
+    return f"GPU-{number:08x}-0000-4000-8000-000000000000"
+
+
+def tick(
+    seq: int, named: int | None, *, run_id: int = 1, ts_ms: int = 0, node: str = "n", gpus: int = 2, power: float = 0.0
+) -> Sample:
+    """A sample that names a snapshot."""
+    return Sample(
+        schema=1,
+        cluster=CLUSTER,
+        node=node,
+        run_id=run_id,
+        seq=seq,
+        ts_ms=ts_ms,
+        allocations_seq=named,
+        devices=tuple([Device(gpu(i), index=i, metrics={"power_watts": power}) for i in range(gpus)]),
+    )
+
+
+def snapshot(seq: int, *containers: Container, run_id: int = 1, ts_ms: int = 0, node: str = "n") -> Allocations:
+    """A snapshot of these containers."""
+    return Allocations(
+        schema=1, cluster=CLUSTER, node=node, run_id=run_id, seq=seq, ts_ms=ts_ms, containers=tuple(containers)
+    )
+
+
+def container(pod: str, *ids: str, name: str = "main", namespace: str = "ns") -> Container:
+    """A container that was given devices."""
+    return Container(namespace, pod, name, resource="nvidia.com/gpu", device_ids=tuple(ids))
+
+
+def pod(
+    name: str,
+    *,
+    uid: str = "",
+    started: int | None = 0,
+    ended: int | None = None,
+    labels: dict[str, str] | None = None,
+    owners: tuple[Owner, ...] = (),
+) -> Pod:
+    """A pod, by default one that has always run."""
+    return Pod("ns", name, uid or f"uid-{name}", started_ms=started, ended_ms=ended, labels=labels or {}, owners=owners)
+
+
+def known(
+    seq: int, *pods: Pod, ts_ms: int = 0, epoch: int = 1, labels: dict[str, str] | None = None, node: str = "n"
+) -> NodeWorkloads:
+    """What the API server knows of a node's pods."""
+    return NodeWorkloads(
+        schema=1, cluster=CLUSTER, node=node, epoch=epoch, seq=seq, ts_ms=ts_ms, node_labels=labels or {}, pods=pods
+    )

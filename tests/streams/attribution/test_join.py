@@ -1,0 +1,49 @@
+"""The join: every sample is given what the complete logs say, in whatever order the topics arrive."""
+
+import msgspec
+from hypothesis import HealthCheck, given, settings
+
+from tests.streams.attribution import model
+from tests.streams.attribution.reading import Reading
+from tests.streams.attribution.stories import Act, Story, schedules, stories
+from topics.attributed import AttributedSample
+
+_decode = msgspec.json.Decoder(AttributedSample).decode
+thorough = settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.too_slow])
+
+
+def read(story: Story, schedule: list[Act], *, workloads_first: bool = True) -> dict[int, bytes]:
+    """All outputs, by offset, after a schedule and then everything else."""
+    reading = Reading(story, workloads_first=workloads_first)
+    for act in schedule:
+        reading.act(act)
+    reading.drain()
+    return reading.out
+
+
+@thorough
+@given(stories(), schedules)
+def test_every_sample_is_given_what_the_logs_say_whatever_the_order_of_arrival(
+    story: Story, schedule: list[Act]
+) -> None:
+    out = read(story, schedule)
+
+    assert sorted(out) == list(range(len(story.logs.samples)))
+    for offset, sample in enumerate(story.logs.samples):
+        assert model.given(_decode(out[offset])) == model.answer(story.logs, sample), sample
+
+
+@thorough
+@given(stories(), schedules, schedules)
+def test_two_replays_agree_in_every_byte(story: Story, schedule: list[Act], other: list[Act]) -> None:
+    assert read(story, schedule) == read(story, other)
+
+
+@thorough
+@given(stories(), schedules)
+def test_who_holds_a_device_does_not_depend_on_when_the_workloads_arrive(story: Story, schedule: list[Act]) -> None:
+    out = read(story, schedule, workloads_first=False)
+
+    for offset, sample in enumerate(story.logs.samples):
+        found, expected = model.given(_decode(out[offset])), model.answer(story.logs, sample)
+        assert found.without_labels() == expected.without_labels()

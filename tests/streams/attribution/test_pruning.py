@@ -1,0 +1,149 @@
+"""The join: what is behind the committed samples is forgotten, and nothing that a later sample asks for."""
+
+import itertools
+
+import pytest
+from msgspec.structs import replace
+
+from streams.attribution import join
+from streams.attribution.join import AllocationsRead, Committed, Forget, NodeState, Tick
+from tests.streams.attribution.records import container, gpu, known, pod, snapshot, tick
+from topics.samples import Sample
+
+GRACE_S = 10.0
+
+
+def run(state: NodeState, *records: join.Record) -> tuple[NodeState, list[join.Joined]]:
+    """The state after some records, and all that they let go."""
+    out: list[join.Joined] = []
+    for record in records:
+        state, joined = join.step(state, record, GRACE_S)
+        out += joined
+    return state, out
+
+
+def read(sample: Sample, offset: int) -> Tick:
+    return Tick(sample, offset, 0.0, 0.0)
+
+
+def size(state: NodeState) -> dict[str, int]:
+    """How much is remembered of each kind."""
+    workloads = state.workloads
+    lives = [life for lives in workloads.lives.values() for life in lives] if workloads else []
+    return {
+        "snapshots": len(state.snapshots),
+        "runs": max(len(state.snapshot_runs), len(state.sample_runs)),
+        "held": len(state.held),
+        "marks": len(state.marks),
+        "given up": len(state.given_up),
+        "lives": len(lives),
+        "versions": max([len(life.versions) for life in lives] + [len(workloads.node_labels) if workloads else 0]),
+    }
+
+
+@pytest.mark.parametrize("lost_every", [1_000_000, 3, 1])
+def test_a_node_of_many_runs_snapshots_and_pods_is_remembered_in_little(lost_every: int) -> None:
+    state, most = join.NEW, dict[str, int]()
+    for i, (run_id, seq) in enumerate(itertools.product(range(40, 0, -1), range(1, 21))):
+        ts_ms, named = i * 11_000, seq + 1_000 * ((i + 1) % lost_every == 0)
+        state, out = run(
+            state,
+            known(i, pod(f"p{i}", started=ts_ms), ts_ms=ts_ms, labels={"i": str(i)}),
+            snapshot(seq, container(f"p{i}", gpu(0)), run_id=run_id, ts_ms=ts_ms),
+            read(tick(seq, named, run_id=run_id, ts_ms=ts_ms), i),
+            join.Passed(i),
+            AllocationsRead(i + GRACE_S),
+            Committed(i + 1),
+        )
+        assert len(out) == 1
+        most = {kind: max(count, most.get(kind, 0)) for kind, count in size(state).items()}
+
+    bounds = {"snapshots": 3, "runs": 8, "held": 0, "marks": 2, "given up": 2, "lives": 3, "versions": 3}
+    assert {kind: count for kind, count in most.items() if count > bounds[kind]} == {}
+
+
+def test_a_quiet_node_keeps_one_mark_in_ten_seconds() -> None:
+    state, _ = run(join.NEW, snapshot(1), *(read(tick(i, 1, ts_ms=i * 1000), i) for i in range(100)))
+
+    assert len(state.marks) == 10
+
+
+def test_a_pod_and_a_snapshot_that_uncommitted_samples_ask_for_are_kept() -> None:
+    samples = [tick(i, 1 + i // 5, ts_ms=i * 5_000) for i in range(10)]
+    before = (
+        known(1, pod("p", ended=20_000, labels={"a": "1"})),
+        snapshot(1, container("p", gpu(0))),
+        snapshot(2),
+    )
+    state, first = run(
+        join.NEW, *before, *(read(sample, i) for i, sample in enumerate(samples)), Committed(4), Forget()
+    )
+    _, again = run(state, *(read(sample, i) for i, sample in enumerate(samples) if i >= 4))
+
+    assert [one.sample for one in again] == [one.sample for one in first[4:]]
+    assert again[0].sample.devices[0].holders[0].labels == {"a": "1"}
+
+
+def test_a_pod_is_kept_for_samples_of_a_run_whose_clock_was_set_back_before_the_commit() -> None:
+    """A commit can lie between a sample of a fast clock and one of the run after it."""
+    samples = [tick(1, 1), tick(2, 1, ts_ms=90_000), tick(1, 1, run_id=2, ts_ms=10_000)]
+    state, first = run(
+        join.NEW,
+        known(1, pod("p", ended=20_000, labels={"a": "1"})),
+        snapshot(1, container("p", gpu(0))),
+        snapshot(1, container("p", gpu(0)), run_id=2),
+        join.Passed(1.0),
+        *(read(sample, i) for i, sample in enumerate(samples)),
+        Committed(2),
+        Forget(),
+    )
+    _, again = run(state, read(samples[2], 2))
+
+    assert first[2].sample.devices[0].holders[0].pod_uid == "uid-p"
+    assert again[0].sample == first[2].sample
+
+
+def test_the_last_snapshot_of_the_run_before_is_kept_while_a_late_sample_may_need_it() -> None:
+    held = snapshot(2, container("p", gpu(0)))
+    state, _ = run(join.NEW, snapshot(1), held, read(tick(1, 1), 0), read(tick(2, 2, ts_ms=11_000), 1), Committed(2))
+    _, out = run(state, read(tick(1, 1, run_id=9, ts_ms=12_000), 2), AllocationsRead(GRACE_S))
+
+    assert out[0].sample.attribution == "late"
+    assert [holder.pod for holder in out[0].sample.devices[0].holders] == ["p"]
+
+
+def test_snapshots_do_not_pile_up_behind_samples_that_never_name_one_of_them() -> None:
+    state = join.NEW
+    for i in range(50):
+        state, _ = run(
+            state,
+            snapshot(i + 1, ts_ms=i * 11_000),
+            read(tick(i, i + 1000, ts_ms=i * 11_000), i),
+            AllocationsRead(GRACE_S),
+            Committed(i + 1),
+        )
+
+    assert len(state.snapshots) <= 2
+
+
+# -- the last answer is used again only where it is the same
+
+
+def test_a_minor_number_that_appears_within_a_snapshot_counts() -> None:
+    """An id that names the device file means another device once the tick says which."""
+    held, first, second = snapshot(1, container("p", "nvidia1")), tick(1, 1), tick(2, 1)
+    swapped = tuple(replace(device, minor=1 - (device.index or 0)) for device in second.devices)
+    second = replace(second, devices=swapped)
+
+    _, out = run(join.NEW, held, read(first, 0), read(second, 1))
+
+    assert [[bool(device.holders) for device in one.sample.devices] for one in out] == [[False, True], [True, False]]
+
+
+def test_device_ids_in_no_grammar_are_reported_once_a_snapshot() -> None:
+    held = snapshot(1, container("p", "strange", gpu(0)))
+
+    _, out = run(join.NEW, held, read(tick(1, 1), 0), read(tick(2, 1), 1))
+
+    assert [one.unknown_ids for one in out] == [("strange",), ()]
+    assert all(one.sample.devices[0].holders for one in out)

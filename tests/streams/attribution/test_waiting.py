@@ -1,0 +1,195 @@
+"""The join: what a sample waits for, and for how long."""
+
+from collections.abc import Iterable
+
+import pytest
+
+from streams.attribution import join
+from streams.attribution.join import AllocationsRead, Forget, Joined, NodeState, Passed, Tick, wants_end
+from tests.streams.attribution.records import container, gpu, known, pod, snapshot, tick
+from topics.attributed import Attribution
+from topics.samples import Sample
+from topics.workloads import NodeWorkloads
+
+GRACE_S = 10.0
+SNAPSHOT = snapshot(1, container("p", gpu(0)))
+
+
+def run(state: NodeState, *records: join.Record) -> tuple[NodeState, list[Joined]]:
+    """The state after some records, and all that they let go."""
+    out: list[Joined] = []
+    for record in records:
+        state, joined = join.step(state, record, GRACE_S)
+        out += joined
+    return state, out
+
+
+def read(sample: Sample, at_s: float) -> Tick:
+    """A sample that was read at a time, in offset order of its seq."""
+    return Tick(sample, sample.seq, at_s, at_s + join.POD_WAIT_S)
+
+
+def attributions(out: Iterable[Joined]) -> list[tuple[int, Attribution]]:
+    return [(one.sample.seq, one.sample.attribution) for one in out]
+
+
+def lost_once() -> NodeState:
+    """A node that has run out of grace: its snapshot 2 never came."""
+    state, out = run(join.NEW, SNAPSHOT, read(tick(1, 2), 0.0), AllocationsRead(GRACE_S))
+    assert attributions(out) == [(1, "late")]
+    return state
+
+
+def test_a_sample_goes_at_once_when_its_snapshot_is_there() -> None:
+    assert attributions(run(join.NEW, SNAPSHOT, read(tick(1, 1), 0.0))[1]) == [(1, "exact")]
+
+
+def test_a_sample_waits_for_its_snapshot_and_those_behind_it_wait_too() -> None:
+    state, out = run(join.NEW, SNAPSHOT, read(tick(1, 2), 0.0), read(tick(2, 1), 0.0), Passed(1e9))
+    assert out == []
+
+    assert attributions(run(state, snapshot(2))[1]) == [(1, "exact"), (2, "exact")]
+
+
+def test_a_snapshot_of_another_run_with_the_same_number_is_not_the_one() -> None:
+    _, out = run(join.NEW, SNAPSHOT, read(tick(1, 1, run_id=2), 0.0))
+
+    assert out == []
+
+
+@pytest.mark.parametrize(("asked_s", "released"), [(14.999, []), (15.0, [(1, "none")])])
+def test_grace_is_up_when_an_end_has_been_read_that_was_asked_that_long_after_the_sample(
+    asked_s: float, released: list[tuple[int, str]]
+) -> None:
+    _, out = run(join.NEW, read(tick(1, 1), 5.0), Passed(1e9), AllocationsRead(asked_s))
+
+    assert attributions(out) == released
+
+
+def test_a_node_that_ran_out_of_grace_waits_only_for_an_end_asked_after_the_sample() -> None:
+    state, out = run(lost_once(), read(tick(2, 2), 20.0), AllocationsRead(19.9))
+    assert out == []
+
+    assert attributions(run(state, AllocationsRead(20.0))[1]) == [(2, "late")]
+
+
+def test_a_snapshot_makes_the_node_wait_the_whole_grace_again() -> None:
+    state, out = run(lost_once(), snapshot(3), read(tick(2, 4), 20.0), AllocationsRead(29.9))
+    assert out == []
+
+    assert attributions(run(state, AllocationsRead(30.0))[1]) == [(2, "late")]
+
+
+def test_a_snapshot_that_is_sent_again_makes_the_node_wait_the_whole_grace_again() -> None:
+    _, out = run(lost_once(), SNAPSHOT, read(tick(2, 2), 20.0), AllocationsRead(29.9))
+
+    assert out == []
+
+
+def test_a_node_that_holds_more_than_64_samples_does_not_wait_for_grace() -> None:
+    state, out = run(join.NEW, *(read(tick(seq, 1), 5.0) for seq in range(1, join.MAX_HELD + 1)), AllocationsRead(5.0))
+    assert out == []
+
+    state, out = run(state, read(tick(65, 1), 5.0))
+    assert attributions(out) == [(seq, "none") for seq in range(1, 66)]
+
+
+def test_an_older_end_that_arrives_later_takes_nothing_back() -> None:
+    _, out = run(join.NEW, AllocationsRead(50.0), AllocationsRead(1.0), read(tick(1, 1), 30.0))
+
+    assert attributions(out) == [(1, "none")]
+
+
+@pytest.mark.parametrize(("now_s", "wanted"), [(14.9, False), (15.0, True)])
+def test_an_end_is_wanted_when_grace_is_up(now_s: float, wanted: bool) -> None:
+    state, _ = run(join.NEW, read(tick(1, 1), 5.0))
+
+    assert wants_end(state, now_s, GRACE_S) is wanted
+
+
+def test_an_impatient_node_wants_an_end_at_once() -> None:
+    state, _ = run(lost_once(), read(tick(2, 2), 20.0))
+
+    assert wants_end(state, 20.0, GRACE_S)
+
+
+def test_no_end_is_wanted_for_a_node_that_waits_for_nothing_or_for_a_pod() -> None:
+    waiting_for_a_pod, out = run(join.NEW, known(1), SNAPSHOT, read(tick(1, 1), 0.0))
+
+    assert out == []
+    assert not wants_end(waiting_for_a_pod, 1e9, GRACE_S)
+    assert not wants_end(join.NEW, 1e9, GRACE_S)
+
+
+def test_an_end_that_was_read_is_not_wanted_again() -> None:
+    state, out = run(join.NEW, known(1), SNAPSHOT, read(tick(1, 2), 0.0), AllocationsRead(GRACE_S))
+
+    assert out == []
+    assert not wants_end(state, 1e9, GRACE_S)
+
+
+def test_what_was_forgotten_does_not_come_out() -> None:
+    state, _ = run(join.NEW, read(tick(1, 1), 0.0), Forget())
+    state, out = run(state, SNAPSHOT, AllocationsRead(1e9))
+    assert out == []
+
+    assert attributions(run(state, read(tick(1, 1), 2e9))[1]) == [(1, "exact")]
+
+
+# -- pods
+
+
+def test_where_nothing_tells_of_workloads_no_pod_is_waited_for() -> None:
+    _, out = run(join.NEW, SNAPSHOT, read(tick(1, 1), 0.0))
+
+    assert out[0].sample.devices[0].holders[0].pod_uid is None
+
+
+def test_a_new_pod_is_waited_for_until_the_workloads_have_it() -> None:
+    state, out = run(join.NEW, known(1), SNAPSHOT, read(tick(1, 1), 0.0), Passed(1.9))
+    assert out == []
+
+    _, out = run(state, known(2, pod("p")))
+    assert out[0].sample.devices[0].holders[0].pod_uid == "uid-p"
+
+
+def test_a_new_pod_is_waited_for_two_seconds_and_then_only_named() -> None:
+    state, out = run(join.NEW, known(1), SNAPSHOT, read(tick(1, 1), 0.0), Passed(1.999))
+    assert out == []
+
+    _, out = run(state, Passed(2.0))
+    holder = out[0].sample.devices[0].holders[0]
+    assert (holder.namespace, holder.pod, holder.pod_uid, holder.workload) == ("ns", "p", None, None)
+
+
+def test_a_pod_that_did_not_come_is_not_waited_for_by_later_samples() -> None:
+    _, out = run(join.NEW, known(1), SNAPSHOT, read(tick(1, 1), 0.0), Passed(2.0), read(tick(2, 1), 2.0))
+
+    assert attributions(out) == [(1, "exact"), (2, "exact")]
+
+
+def test_another_pod_is_waited_for_although_one_did_not_come() -> None:
+    both = snapshot(2, container("p", gpu(0)), container("q", gpu(1)))
+
+    state, out = run(join.NEW, known(1), SNAPSHOT, both, read(tick(1, 1), 0.0), Passed(2.0), read(tick(2, 2), 2.0))
+
+    assert attributions(out) == [(1, "exact")]
+    assert attributions(run(state, Passed(4.0))[1]) == [(2, "exact")]
+
+
+def test_a_pod_that_comes_after_it_was_given_up_is_known_to_the_samples_that_follow() -> None:
+    _, out = run(
+        join.NEW, known(1), SNAPSHOT, read(tick(1, 1), 0.0), Passed(2.0), known(2, pod("p")), read(tick(2, 1), 3.0)
+    )
+
+    assert [one.sample.devices[0].holders[0].pod_uid for one in out] == [None, "uid-p"]
+
+
+@pytest.mark.parametrize(
+    ("record", "uid"),
+    [(known(1, pod("p", uid="old", ended=1_000)), None), (known(1, pod("p", uid="next", started=60_000)), None)],
+)
+def test_a_pod_of_that_name_at_another_time_is_not_the_pod(record: NodeWorkloads, uid: str | None) -> None:
+    _, out = run(join.NEW, record, SNAPSHOT, read(tick(1, 1, ts_ms=30_000), 0.0), Passed(2.0))
+
+    assert [one.sample.devices[0].holders[0].pod_uid for one in out] == [uid]
