@@ -21,7 +21,15 @@ from streams import STREAMS
 from topics.topic import PARTITIONS, REPLICATION_FACTOR
 
 
-@click.group("gpustream", epilog="gpustream COMMAND --help says more, with an example.")
+class InOrder(click.Group):
+    """A group that lists its commands in the order of the flow, not of the alphabet."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """The commands that there are."""
+        return [name for name in ("run", "produce", "stream", "sink", "topics") if name in self.commands]
+
+
+@click.group("gpustream", cls=InOrder, epilog="gpustream COMMAND --help says more, with an example.")
 @click.version_option(package_name="gpustream", prog_name="gpustream")
 def main() -> None:
     """GPU telemetry as a stream: which pod, Job or team uses which GPU.

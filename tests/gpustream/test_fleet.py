@@ -3,7 +3,7 @@
 import pytest
 
 from gpustream.fleet import Fleet, PodUse
-from topics.attributed import AttributedDevice, AttributedSample, Holder, Workload
+from topics.attributed import AttributedDevice, AttributedSample, Holder, Parts, Workload
 from topics.samples import Mig
 
 
@@ -30,6 +30,21 @@ def test_a_pod_is_as_busy_as_its_gpus_are_on_average() -> None:
     assert (view.nodes, view.gpus, view.held) == (1, 3, 3)
     assert view.pods[0] == PodUse("team", "llm", "Job/llm-job", 1, 0.9, 1024)
     assert view.pods[1] == PodUse("team", "bert", "Job/bert-job", 2, 0.2, 2048)
+
+
+def test_pods_that_share_a_gpu_have_their_own_workloads_and_parts() -> None:
+    holders = (
+        Holder("team", "one", workload=Workload("Job", "j"), parts=Parts(utilization_ratio=0.7, memory_used_bytes=700)),
+        Holder("team", "two", workload=Workload("Pod", "two"), parts=Parts(utilization_ratio=0.2)),
+    )
+    metrics: dict[str, int | float | None] = {"gpu_utilization_ratio": 0.9, "memory_used_bytes": 1024}
+    fleet = Fleet()
+    fleet.observe(_tick(AttributedDevice(uuid="a", metrics=metrics, holders=holders)), 0.0, 0)
+
+    assert fleet.view(0.0).pods == [
+        PodUse("team", "one", "Job/j", 1, 0.7, 700),
+        PodUse("team", "two", "Pod/two", 1, 0.2, 1024),
+    ]
 
 
 def test_zero_is_zero_and_missing_is_missing() -> None:

@@ -1,5 +1,7 @@
 """What a run looks like."""
 
+import dataclasses
+
 import pytest
 from rich.console import Console
 
@@ -11,13 +13,13 @@ from gpustream.tally import Attributed, Summary
 BUSY = PodUse("ml-team", "bert-0", "Job/bert-finetune-v3", 2, 0.93, 64 * 1024**3)
 IDLE = PodUse("nlp", "notebook-7f", "Deployment/notebook", 1, 0.0, 1024**3)
 VIEW = View(4, 32, 30, 120, 4.0, 890.0, 0.3, [BUSY, IDLE])
-FRAME = Frame(12.0, "4x8 simulated", VIEW, {"scrape": 9600}, {"scrape": 2})
+FRAME = Frame(12.0, "4x8 simulated", VIEW, {"scrape": 9600}, {"scrape": 9})
 
 
 def _drawn(frame: Frame, width: int = 160) -> str:
     console = Console(width=width, record=True, force_terminal=False)
     with console.capture() as capture:
-        console.print(live.screen(frame))
+        console.print(live.screen(frame, 24))
     return capture.get()
 
 
@@ -28,12 +30,12 @@ def _drawn(frame: Frame, width: int = 160) -> str:
         "4 nodes, 32 GPUs (30 held)",
         "4 ticks/s, 890 values/s",
         "0.3 s old on arrival",
-        "scrape 9,600 values (2 ticks behind)",
+        "scrape 9,600 values (9 ticks behind)",
         "ml-team/bert-0",
         "Job/bert-finetune-v3",
         "93%",
         "64 GiB",
-        "idle pods (1)",
+        "pods that idle: 1",
     ],
 )
 def test_the_screen_shows(part: str) -> None:
@@ -47,6 +49,19 @@ def test_a_narrow_terminal_still_shows_both_tables() -> None:
     assert "nlp/notebook-7f" in drawn
 
 
+def test_a_tall_list_fits_a_short_screen() -> None:
+    pods = [BUSY._replace(pod=f"bert-{n}") for n in range(50)] + [IDLE._replace(pod=f"idle-{n}") for n in range(50)]
+    drawn = _drawn(dataclasses.replace(FRAME, view=VIEW._replace(pods=pods)))
+
+    assert len(drawn.splitlines()) <= 24
+    assert "bert-0" in drawn
+    assert "idle-0" in drawn
+
+
+def test_a_sink_that_is_just_a_moment_behind_is_not_said_to_be() -> None:
+    assert "behind" not in live.line(dataclasses.replace(FRAME, behind={"scrape": 8}))
+
+
 def test_while_it_starts_it_says_what_it_waits_for() -> None:
     starting = Frame(1.0, "x", View(0, 0, 0, 0, 0.0, 0.0, None, []), {}, {}, ["sink: no assignment yet"])
 
@@ -57,7 +72,7 @@ def test_while_it_starts_it_says_what_it_waits_for() -> None:
 def test_a_line_says_the_same_in_one_line() -> None:
     assert live.line(FRAME) == (
         "   12 s  4 nodes, 32 GPUs (30 held), 4 ticks/s, 890 values/s, 0.3 s old on arrival, "
-        "scrape 9,600 values (2 ticks behind), busiest ml-team/bert-0 at 93%"
+        "scrape 9,600 values (9 ticks behind), busiest ml-team/bert-0 at 93%"
     )
 
 
@@ -66,7 +81,7 @@ def test_the_summary_says_where_everything_went() -> None:
 
     assert live.summary_text(summary).splitlines() == [
         "         sampled  60 ticks, 13,200 values",
-        "      attributed  58 exact, 1 late, 1 without a holder",
+        "      attributed  58 exact, 1 late, 1 without a snapshot",
         "       to scrape  13,200 values",
         "   dead-lettered  0",
         "         dropped  0",

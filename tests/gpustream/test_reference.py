@@ -1,0 +1,35 @@
+"""The generated pages say what the code does."""
+
+import click
+
+from gpustream import reference
+from gpustream.cli import main
+from topics import generated
+
+
+def test_the_pages_are_fresh() -> None:
+    assert generated.stale(reference.files()) == []
+
+
+def test_every_option_of_every_command_is_in_the_page() -> None:
+    text = reference.options_markdown()
+    for path, command in reference.commands(main, ("gpustream",)):
+        section = text.split(f"## {' '.join(path)}\n")[1].split("\n## ")[0]
+        for param in command.params:
+            if isinstance(param, click.Option):
+                assert f"`{param.opts[0]}" in section
+                assert f"`{param.envvar}`" in section
+
+
+def test_every_metric_is_told_once_under_our_prefix() -> None:
+    names = [row.name for section in reference.sections() for row in section.rows]
+
+    assert len(names) == len(set(names))
+    assert {name.split("_")[0] for name in names} == {"gpustream"}
+
+
+def test_counters_end_in_total_and_nothing_else_does() -> None:
+    rows = [row for section in reference.sections() for row in section.rows]
+
+    assert [row.name for row in rows if (row.kind == "counter") != row.name.endswith("_total")] == []
+    assert [row.name for row in rows if not row.help.endswith(".")] == []
