@@ -33,7 +33,7 @@ class Screen:
         """Twice a second."""
         if elapsed_s >= self._due_s:
             self._due_s = elapsed_s + DRAW_EVERY_S
-            self._drawn.update(live.screen(frame()), refresh=True)
+            self._drawn.update(live.screen(frame(), self._drawn.console.height), refresh=True)
 
 
 class Lines:

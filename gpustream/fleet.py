@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from topics.attributed import AttributedDevice, AttributedSample
+from topics.attributed import AttributedDevice, AttributedSample, Holder, Parts
 
 SILENT_S = 60.0
 """A node that has said nothing for this long is left out."""
@@ -53,14 +53,26 @@ class View(NamedTuple):
         return sorted(idle, key=lambda pod: (-pod.gpus, pod.utilization_ratio))
 
 
+class _Held(NamedTuple):
+    """What one pod has of a device: its own part where the device is split, else all of it."""
+
+    pod: Pod
+    workload: str
+    utilization_ratio: float | None
+    memory_used_bytes: float
+
+
 class _Device(NamedTuple):
     """A device of a node's last tick; ``gpu`` is the UUID of the physical one."""
 
     gpu: str
-    pods: tuple[Pod, ...]
-    workload: str
     utilization_ratio: float | None
-    memory_used_bytes: float
+    held: tuple[_Held, ...]
+
+    @property
+    def pods(self) -> tuple[Pod, ...]:
+        """Who holds it."""
+        return tuple(held.pod for held in self.held)
 
 
 class _Node(NamedTuple):
@@ -104,7 +116,7 @@ class Fleet:
         return View(
             nodes=len(self._nodes),
             gpus=len({device.gpu for device in devices}),
-            held=len({device.gpu for device in devices if device.pods}),
+            held=len({device.gpu for device in devices if device.held}),
             ticks=self._ticks,
             ticks_per_s=len(self._arrivals) / _WINDOW_S,
             values_per_s=sum(arrival.values for arrival in self._arrivals) / _WINDOW_S,
@@ -120,29 +132,43 @@ class Fleet:
 
 
 def _device(device: AttributedDevice, before: _Device | None, weight: float) -> _Device:
+    used = device.metrics.get("gpu_utilization_ratio")
     pods = tuple(dict.fromkeys((holder.namespace, holder.pod) for holder in device.holders))
-    workload = next((f"{h.workload.kind}/{h.workload.name}" for h in device.holders if h.workload), "")
-    now = device.metrics.get("gpu_utilization_ratio")
-    if now is not None and before is not None and before.pods == pods and before.utilization_ratio is not None:
-        now = before.utilization_ratio + (now - before.utilization_ratio) * weight
-    gpu = device.mig.parent_uuid if device.mig else device.uuid
-    return _Device(gpu, pods, workload, now, device.metrics.get("memory_used_bytes") or 0.0)
+    if used is not None and before is not None and before.pods == pods and before.utilization_ratio is not None:
+        used = before.utilization_ratio + (used - before.utilization_ratio) * weight
+    memory = device.metrics.get("memory_used_bytes") or 0.0
+    first = {(holder.namespace, holder.pod): holder for holder in reversed(device.holders)}
+    held = tuple(_held(pod, first[pod], used, memory) for pod in pods)
+    return _Device(device.mig.parent_uuid if device.mig else device.uuid, used, held)
+
+
+def _held(pod: Pod, holder: Holder, used: float | None, memory: float) -> _Held:
+    workload = f"{holder.workload.kind}/{holder.workload.name}" if holder.workload else ""
+    parts = holder.parts or Parts()
+    return _Held(
+        pod,
+        workload,
+        used if parts.utilization_ratio is None else parts.utilization_ratio,
+        memory if parts.memory_used_bytes is None else parts.memory_used_bytes,
+    )
 
 
 def _pods(devices: Iterable[_Device]) -> list[PodUse]:
     """Every pod that holds a device, the busiest first. Devices that do not say how busy they are don't count."""
-    held: dict[Pod, list[_Device]] = {}
+    uses: dict[Pod, list[tuple[str, _Held]]] = {}
     for device in devices:
-        for pod in device.pods:
-            held.setdefault(pod, []).append(device)
-    uses = [_use(pod, of) for pod, of in held.items()]
-    return sorted((use for use in uses if use is not None), key=lambda use: (-use.utilization_ratio, use.pod))
+        for held in device.held:
+            uses.setdefault(held.pod, []).append((device.gpu, held))
+    known = [use for of in uses.values() if (use := _use(of)) is not None]
+    return sorted(known, key=lambda use: (-use.utilization_ratio, use.pod))
 
 
-def _use(pod: Pod, devices: list[_Device]) -> PodUse | None:
-    known = [device.utilization_ratio for device in devices if device.utilization_ratio is not None]
-    if not known:
+def _use(of: list[tuple[str, _Held]]) -> PodUse | None:
+    ratios = [held.utilization_ratio for _, held in of if held.utilization_ratio is not None]
+    if not ratios:
         return None
-    memory = sum(device.memory_used_bytes for device in devices)
-    gpus = len({device.gpu for device in devices})
-    return PodUse(*pod, devices[0].workload, gpus, sum(known) / len(known), memory)
+    first = of[0][1]
+    gpus = len({gpu for gpu, _ in of})
+    return PodUse(
+        *first.pod, first.workload, gpus, sum(ratios) / len(ratios), sum(held.memory_used_bytes for _, held in of)
+    )

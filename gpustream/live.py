@@ -7,8 +7,6 @@ Out:      renderables of rich, and plain lines.
 import dataclasses
 from collections.abc import Sequence
 
-from rich.box import SIMPLE_HEAD
-from rich.columns import Columns
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -16,7 +14,13 @@ from rich.text import Text
 from gpustream.fleet import PodUse, View
 from gpustream.tally import Summary
 
-ROWS = 8
+_CHROME = 10
+"""Lines of the screen that are no pod: the head, and the tables' titles and rules."""
+
+_BEHIND = 2
+"""A sink is behind, and said to be, when it lacks more than so many ticks a node."""
+
+_NUMBER_WIDTH = 7
 _GIB = 1024.0**3
 
 
@@ -32,11 +36,13 @@ class Frame:
     starting: Sequence[str] = ()
 
 
-def screen(frame: Frame) -> RenderableType:
-    """The frame as tables."""
-    idle = frame.view.idle
-    pods = _pods("busiest pods", frame.view.pods[:ROWS])
-    return Group(_headline(frame), Columns([pods, _pods(f"idle pods ({len(idle)})", idle[:ROWS])], padding=(0, 3)))
+def screen(frame: Frame, height: int) -> RenderableType:
+    """The frame as tables, in so many lines."""
+    rows = max(2, height - _CHROME)
+    idle = frame.view.idle[: rows // 2]
+    busiest = [pod for pod in frame.view.pods if pod not in idle][: rows - len(idle)]
+    count = len(frame.view.idle)
+    return Group(_headline(frame), _pods("busiest pods", busiest), _pods(f"pods that idle: {count}", idle))
 
 
 def line(frame: Frame) -> str:
@@ -53,7 +59,7 @@ def summary_text(summary: Summary) -> str:
     attributed = summary.attributed
     rows = [
         ("sampled", f"{summary.ticks:,} ticks, {summary.samples:,} values"),
-        ("attributed", f"{attributed.exact:,} exact, {attributed.late:,} late, {attributed.none:,} without a holder"),
+        ("attributed", f"{attributed.exact:,} exact, {attributed.late:,} late, {attributed.none:,} without a snapshot"),
         *((f"to {name}", f"{values:,} values") for name, values in summary.delivered.items()),
         ("dead-lettered", f"{summary.dead_lettered:,}"),
         ("dropped", f"{summary.dropped:,}"),
@@ -82,15 +88,18 @@ def _facts(frame: Frame) -> list[str]:
 
 def _delivered(frame: Frame, name: str) -> str:
     behind = frame.behind.get(name, 0)
-    return f"{frame.delivered[name]:,} values" + (f" ({behind:,} ticks behind)" if behind else "")
+    late = f" ({behind:,} ticks behind)" if behind > _BEHIND * frame.view.nodes else ""
+    return f"{frame.delivered[name]:,} values{late}"
 
 
 def _pods(title: str, uses: Sequence[PodUse]) -> Table:
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("pod", no_wrap=True, max_width=36)
-    table.add_column("workload", no_wrap=True, max_width=28)
+    table = Table(
+        title=f"\n{title}", title_justify="left", title_style="bold", box=None, header_style="dim", expand=True
+    )
+    for name, share in (("pod", 4), ("workload", 3)):
+        table.add_column(name, no_wrap=True, overflow="ellipsis", ratio=share)
     for name in ("GPUs", "used", "memory"):
-        table.add_column(name, justify="right", no_wrap=True)
+        table.add_column(name, justify="right", no_wrap=True, width=_NUMBER_WIDTH)
     for use in uses:
         memory = f"{use.memory_used_bytes / _GIB:.0f} GiB"
         table.add_row(f"{use.namespace}/{use.pod}", use.workload, str(use.gpus), f"{use.utilization_ratio:.0%}", memory)
