@@ -40,8 +40,12 @@ _REFUSALS = (
     CorruptRecordException,
     PolicyViolationError,
 )
+_IMPOSSIBLE = (AssertionError, TypeError, ValueError)
+"""What the client raises for a record that it can't even encode, or whose partition does not exist."""
+
 _REQUEST_TIMEOUT_MS = 30_000
 _BACKOFF_S = (0.2, 0.5, 1.0, 2.0, 5.0)
+_LET_GO_S = 2.0
 
 
 class Unsendable(Exception):
@@ -86,6 +90,7 @@ class Sender:
         self._healthy = asyncio.Event()
         self._handing_over = 0
         self._recovery: asyncio.Task[None] | None = None
+        self._stopped = False
 
     async def start(self) -> None:
         """Connect, retrying with backoff until a broker answers; cancel to give up."""
@@ -95,7 +100,10 @@ class Sender:
     async def send(
         self, topic: str, value: bytes, *, key: bytes | None = None, partition: int | None = None, headers: Headers = ()
     ) -> asyncio.Future[int]:
-        """Send a record, waiting for room. The future gives its offset once acknowledged, or raises Unsendable."""
+        """Send a record, waiting for room. The future gives its offset once acknowledged, or raises Unsendable.
+
+        Once the sender is stopped, it is cancelled.
+        """
         record = _Record(topic, value, key, partition, headers)
         if record.size() > MAX_MESSAGE_BYTES:
             record.acknowledged.set_exception(
@@ -103,6 +111,9 @@ class Sender:
             )
             return record.acknowledged
         await self._healthy.wait()
+        if self._stopped:
+            record.acknowledged.cancel()
+            return record.acknowledged
         self._unacknowledged[record] = None
         try:
             await self._hand_over(record)
@@ -116,8 +127,11 @@ class Sender:
         waiting = [record.acknowledged for record in self._unacknowledged]
         if waiting:
             await asyncio.wait(waiting, timeout=timeout_s)
+        self._stopped = True
+        self._healthy.set()
         if self._recovery is not None:
             self._recovery.cancel()
+            await asyncio.wait([self._recovery], timeout=_LET_GO_S)
         for record in self._unacknowledged:
             record.acknowledged.cancel()
         self._unacknowledged.clear()
@@ -140,13 +154,15 @@ class Sender:
             record.sent.add_done_callback(lambda sent: self._settle(record, sent))
         except KafkaError as error:
             self._recover(record, error)
+        except _IMPOSSIBLE as error:
+            self._resolve(record, Unsendable(describe(error)))
         finally:
             self._handing_over -= 1
 
     def _settle(self, record: _Record, sent: "asyncio.Future[Any]") -> None:
+        error = asyncio.CancelledError() if sent.cancelled() else sent.exception()
         if record not in self._unacknowledged:
             return
-        error = asyncio.CancelledError() if sent.cancelled() else sent.exception()
         if error is not None:
             self._recover(record, error)
             return
@@ -155,7 +171,9 @@ class Sender:
             record.acknowledged.set_result(sent.result().offset)
 
     def _recover(self, record: _Record, error: BaseException) -> None:
-        if self._recovery is not None:
+        if self._stopped:
+            record.acknowledged.cancel()
+        if self._stopped or self._recovery is not None:
             return
         log.warning("%s: not acknowledged (%s): replacing the producer", record.topic, describe(error))
         self._healthy.clear()
@@ -163,8 +181,8 @@ class Sender:
 
     async def _replace(self) -> None:
         """Send again, one at a time and in order, what the old producer did not deliver; then take new records."""
-        while self._handing_over:
-            await asyncio.sleep(_BACKOFF_S[0])  # noqa: ASYNC110 - a counter, and only after a failure
+        while self._handing_over:  # noqa: ASYNC110 - only after a failure, and for a moment
+            await asyncio.sleep(_BACKOFF_S[0])
         sent = [record.sent for record in self._unacknowledged if record.sent is not None]
         if sent:
             await asyncio.wait(sent)
@@ -183,6 +201,9 @@ class Sender:
             except _REFUSALS as error:
                 self._resolve(record, Unsendable(describe(error)))
                 await self._renew()
+                return
+            except _IMPOSSIBLE as error:
+                self._resolve(record, Unsendable(describe(error)))
                 return
             except KafkaError as error:
                 log.warning("%s: not acknowledged (%s): trying again", record.topic, describe(error))
@@ -218,6 +239,9 @@ class Sender:
                     log.warning("%s: %s; trying again", self._settings["bootstrap_servers"], describe(error))
                 await asyncio.sleep(_BACKOFF_S[min(attempt, len(_BACKOFF_S) - 1)])
                 attempt += 1
+            except BaseException:
+                await _let_go(producer)
+                raise
             else:
                 return producer
 
@@ -230,7 +254,7 @@ def describe(error: BaseException) -> str:
 async def _let_go(producer: AIOKafkaProducer) -> None:
     """Stop a producer, but not for ever: an idempotent one waits without end for brokers that are away."""
     stopping = asyncio.ensure_future(producer.stop())
-    done, _ = await asyncio.wait([stopping], timeout=2.0)
+    done, _ = await asyncio.wait([stopping], timeout=_LET_GO_S)
     if not done:
         stopping.cancel()
     elif not stopping.cancelled():

@@ -1,0 +1,298 @@
+"""What a sender promises, against a producer that lingers, batches, refuses and poisons as the real one does."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from functools import partial
+
+import pytest
+from aiokafka.errors import (
+    InvalidTimestampError,
+    KafkaTimeoutError,
+    MessageSizeTooLargeError,
+    RequestTimedOutError,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.clock import run
+from tests.topics.fake_producer import Cluster, FakeProducer
+from topics import sender as module
+from topics.sender import Sender, Unsendable
+from topics.topic import MAX_MESSAGE_BYTES
+
+Scenario = Callable[[Sender, Cluster], Awaitable[None]]
+
+
+def play(scenario: Scenario, cluster: Cluster | None = None) -> Cluster:
+    """Run a scenario with a sender on a fake cluster, and stop the sender."""
+    cluster = cluster or Cluster()
+
+    async def main() -> None:
+        sender = Sender("127.0.0.1:1", client_id="test")
+        await sender.start()
+        await scenario(sender, cluster)
+        await sender.stop()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "AIOKafkaProducer", partial(FakeProducer, cluster))
+        run(main())
+    return cluster
+
+
+async def outcome(sent: "asyncio.Future[int]") -> int | str:
+    try:
+        return await sent
+    except Unsendable:
+        return "unsendable"
+
+
+async def send_all(sender: Sender, values: list[bytes], topic: str = "t") -> list[int | str]:
+    sent = [await sender.send(topic, value) for value in values]
+    return [await outcome(one) for one in sent]
+
+
+def test_records_are_stored_in_the_order_of_their_sends_with_their_offsets() -> None:
+    async def scenario(sender: Sender, cluster: Cluster) -> None:
+        assert await send_all(sender, [b"a", b"b", b"c"]) == [0, 1, 2]
+        assert cluster.log("t") == [b"a", b"b", b"c"]
+
+    play(scenario)
+
+
+def test_the_producer_is_idempotent_and_waits_for_every_replica() -> None:
+    async def scenario(sender: Sender, cluster: Cluster) -> None:
+        (producer,) = cluster.producers
+        assert producer.settings["enable_idempotence"] is True
+        assert producer.settings["acks"] == "all"
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("refusal", [MessageSizeTooLargeError, InvalidTimestampError])
+def test_of_a_refused_batch_only_the_bad_record_is_unsendable_and_the_others_keep_their_order(
+    refusal: type[Exception],
+) -> None:
+    async def scenario(sender: Sender, cluster: Cluster) -> None:
+        cluster.refused[b"bad"] = refusal
+        assert await send_all(sender, [b"a", b"bad", b"b", b"c"]) == [0, "unsendable", 1, 2]
+        assert cluster.log("t") == [b"a", b"b", b"c"]
+
+    play(scenario)
+
+
+def test_a_good_record_after_a_refused_one_is_not_out_of_sequence() -> None:
+    async def scenario(sender: Sender, cluster: Cluster) -> None:
+        cluster.refused[b"bad"] = MessageSizeTooLargeError
+        assert await send_all(sender, [b"bad"]) == ["unsendable"]
+        assert await send_all(sender, [b"good"]) == [0]
+
+    play(scenario)
+
+
+def test_two_refused_records_in_a_row_are_both_unsendable() -> None:
+    async def scenario(sender: Sender, cluster: Cluster) -> None:
+        cluster.refused |= {b"bad": MessageSizeTooLargeError, b"worse": MessageSizeTooLargeError}
+        assert await send_all(sender, [b"bad", b"worse", b"good"]) == ["unsendable", "unsendable", 0]
+
+    play(scenario)
+
+
+def test_a_record_that_is_too_large_is_never_given_to_the_client() -> None:
+    async def scenario(sender: Sender, cluster: Cluster) -> None:
+        assert await send_all(sender, [bytes(MAX_MESSAGE_BYTES), b"good"]) == ["unsendable", 0]
+        assert cluster.log("t") == [b"good"]
+        assert len(cluster.producers) == 1
+
+    play(scenario)
+
+
+def test_a_partition_that_does_not_exist_is_unsendable_and_stalls_nothing() -> None:
+    async def scenario(sender: Sender, cluster: Cluster) -> None:
+        with pytest.raises(Unsendable):
+            await (await sender.send("t", b"nowhere", partition=-1))
+        assert await send_all(sender, [b"good"]) == [0]
+
+    play(scenario)
+
+
+def test_a_record_without_room_for_long_is_sent_when_there_is() -> None:
+    async def scenario(sender: Sender, cluster: Cluster) -> None:
+        cluster.raised = [KafkaTimeoutError()]
+        assert await send_all(sender, [b"a", b"b"]) == [0, 1]
+        assert cluster.log("t") == [b"a", b"b"]
+
+    play(scenario)
+
+
+def test_a_lost_answer_is_sent_again_and_never_reordered() -> None:
+    async def scenario(sender: Sender, cluster: Cluster) -> None:
+        cluster.lost_answers = [RequestTimedOutError()]
+        assert await send_all(sender, [b"a", b"b"]) == [2, 3]
+        assert await send_all(sender, [b"c"]) == [4]
+        assert cluster.log("t") == [b"a", b"b", b"a", b"b", b"c"]
+
+    play(scenario)
+
+
+def test_start_waits_for_a_broker_for_as_long_as_it_takes() -> None:
+    async def scenario(sender: Sender, cluster: Cluster) -> None:
+        assert await send_all(sender, [b"a"]) == [0]
+
+    cluster = play(scenario, Cluster(failed_starts=20))
+    assert len(cluster.producers) == 21
+    assert cluster.open() == []
+
+
+def test_a_start_that_is_cancelled_leaves_no_producer_behind() -> None:
+    async def main() -> None:
+        starting = asyncio.create_task(Sender("127.0.0.1:1", client_id="test").start())
+        await asyncio.sleep(0.005)
+        starting.cancel()
+        await asyncio.wait([starting])
+        assert starting.cancelled()
+
+    cluster = Cluster()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "AIOKafkaProducer", partial(FakeProducer, cluster))
+        run(main())
+    assert cluster.open() == []
+
+
+def test_a_replacement_that_cannot_connect_keeps_trying_and_loses_nothing() -> None:
+    async def scenario(sender: Sender, cluster: Cluster) -> None:
+        cluster.lost_answers = [RequestTimedOutError()]
+        cluster.failed_starts = 7
+        assert await send_all(sender, [b"a"]) == [1]
+
+    assert play(scenario).open() == []
+
+
+def test_a_producer_whose_stop_never_returns_is_not_waited_for() -> None:
+    async def scenario(sender: Sender, cluster: Cluster) -> None:
+        cluster.refused[b"bad"] = MessageSizeTooLargeError
+        cluster.stop_hangs = True
+        assert await send_all(sender, [b"bad", b"good"]) == ["unsendable", 0]
+
+    play(scenario)
+
+
+def test_sends_wait_while_the_producer_is_replaced_and_keep_their_order() -> None:
+    async def scenario(sender: Sender, cluster: Cluster) -> None:
+        cluster.refused[b"bad"] = MessageSizeTooLargeError
+        cluster.failed_starts = 3
+        first = [await sender.send("t", value) for value in (b"a", b"bad", b"b")]
+        await asyncio.sleep(0.1)
+        assert cluster.log("t") == []
+        later = [asyncio.create_task(sender.send("t", value)) for value in (b"c", b"d", b"e")]
+        assert [await outcome(sent) for sent in first] == [0, "unsendable", 1]
+        assert [await (await sending) for sending in later] == [2, 3, 4]
+        assert cluster.log("t") == [b"a", b"b", b"c", b"d", b"e"]
+
+    play(scenario)
+
+
+def test_a_send_that_is_cancelled_while_it_waits_is_not_sent() -> None:
+    async def scenario(sender: Sender, cluster: Cluster) -> None:
+        cluster.lost_answers = [RequestTimedOutError()]
+        cluster.failed_starts = 3
+        first = await sender.send("t", b"a")
+        await asyncio.sleep(0.1)
+        waiting = asyncio.create_task(sender.send("t", b"cancelled"))
+        await asyncio.sleep(0.01)
+        waiting.cancel()
+        assert await first == 1
+        assert await send_all(sender, [b"b"]) == [2]
+        assert cluster.log("t") == [b"a", b"a", b"b"]
+
+    play(scenario)
+
+
+def test_a_future_that_its_owner_cancelled_disturbs_nobody() -> None:
+    async def scenario(sender: Sender, cluster: Cluster) -> None:
+        (await sender.send("t", b"a")).cancel()
+        assert await send_all(sender, [b"b"]) == [1]
+
+    play(scenario)
+
+
+def test_an_outage_is_waited_for_and_everything_arrives_once_in_order() -> None:
+    async def scenario(sender: Sender, cluster: Cluster) -> None:
+        cluster.away = asyncio.Event()
+        sent = [await sender.send("t", value) for value in (b"a", b"b")]
+        await asyncio.sleep(600)
+        assert not any(one.done() for one in sent)
+        cluster.away.set()
+        assert [await one for one in sent] == [0, 1]
+
+    play(scenario)
+
+
+def test_stopping_in_an_outage_takes_its_time_and_cancels_what_is_left() -> None:
+    async def scenario(sender: Sender, cluster: Cluster) -> None:
+        cluster.away = asyncio.Event()
+        cluster.stop_hangs = True
+        sent = await sender.send("t", b"a")
+        began_s = asyncio.get_running_loop().time()
+        await sender.stop(timeout_s=1.0)
+        assert asyncio.get_running_loop().time() - began_s < 6
+        assert sent.cancelled()
+
+    play(scenario)
+
+
+def test_stopping_while_the_producer_is_replaced_ends_every_send_and_leaves_no_producer() -> None:
+    async def scenario(sender: Sender, cluster: Cluster) -> None:
+        cluster.lost_answers = [RequestTimedOutError()]
+        cluster.failed_starts = 1_000_000
+        first = await sender.send("t", b"a")
+        await asyncio.sleep(0.1)
+        waiting = asyncio.create_task(sender.send("t", b"b"))
+        await asyncio.sleep(0.1)
+        await sender.stop(timeout_s=1.0)
+        assert first.cancelled()
+        assert (await waiting).cancelled()
+
+    assert play(scenario).open() == []
+
+
+def test_a_send_after_the_stop_is_cancelled_and_connects_to_nobody() -> None:
+    async def scenario(sender: Sender, cluster: Cluster) -> None:
+        await sender.stop()
+        assert (await sender.send("t", b"a")).cancelled()
+        await asyncio.sleep(10)
+        assert len(cluster.producers) == 1
+
+    play(scenario)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    records=st.lists(
+        st.tuples(st.integers(0, 1), st.booleans(), st.sampled_from([0.0, 0.0, 0.001, 0.03, 1.0])), max_size=25
+    ),
+    lost_answers=st.integers(0, 3),
+    failed_starts=st.integers(0, 3),
+    stop_hangs=st.booleans(),
+)
+def test_every_record_is_stored_in_order_or_unsendable(
+    records: list[tuple[int, bool, float]], lost_answers: int, failed_starts: int, stop_hangs: bool
+) -> None:
+    async def scenario(sender: Sender, cluster: Cluster) -> None:
+        cluster.lost_answers = [RequestTimedOutError()] * lost_answers
+        cluster.failed_starts, cluster.stop_hangs = failed_starts, stop_hangs
+        sent = []
+        for number, (partition, refused, pause_s) in enumerate(records):
+            value = b"%d" % number
+            if refused:
+                cluster.refused[value] = MessageSizeTooLargeError
+            sent.append(await sender.send("t", value, partition=partition))
+            await asyncio.sleep(pause_s)
+        outcomes = [await outcome(one) for one in sent]
+        assert [one == "unsendable" for one in outcomes] == [refused for _, refused, _ in records]
+        for partition in (0, 1):
+            first_seen = list(dict.fromkeys(cluster.log("t", partition)))
+            assert first_seen == [
+                b"%d" % n for n, (p, refused, _) in enumerate(records) if p == partition and not refused
+            ]
+
+    play(scenario)
