@@ -1,0 +1,88 @@
+"""Every block of the README is true: shell blocks run, the sample could be had, links lead somewhere."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import msgspec
+import pytest
+
+from gpustream.cli import main
+from gpustream.tally import Summary
+
+ROOT = Path(__file__).parent.parent.parent
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+LINES = [line for kind, block in BLOCKS if kind == "sh" for line in block.splitlines()]
+MAKE = [line for line in LINES if line.startswith("make")]
+HERE = [line for line in LINES if line.startswith(".venv/bin/gpustream")]
+ELSEWHERE = [line for line in LINES if line.startswith("gpustream")]
+
+
+def test_every_line_of_every_shell_block_is_tested() -> None:
+    assert sorted(LINES) == sorted(MAKE + HERE + ELSEWHERE)
+    assert len(MAKE) >= 2
+    assert len(HERE) >= 1
+
+
+@pytest.mark.parametrize("line", MAKE)
+def test_make_knows_the_target(line: str) -> None:
+    done = subprocess.run([*shlex.split(line), "-n"], cwd=ROOT, capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("line", HERE)
+def test_what_needs_no_server_runs_and_ends_as_the_sample_says(line: str) -> None:
+    arguments = shlex.split(line.removeprefix(".venv/bin/gpustream"))
+    own = {"GPUSTREAM_LISTEN": "127.0.0.1:0", "GPUSTREAM_SCRAPE_LISTEN": "127.0.0.1:0"}
+    done = subprocess.run(
+        [sys.executable, "-m", "gpustream", *arguments],
+        cwd=ROOT,
+        env={**os.environ, **own},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert _summary(done.stdout.splitlines()[-1]).ok
+
+
+def test_the_sample_summary_is_one_that_could_be_had() -> None:
+    (sample,) = [_summary(block) for kind, block in BLOCKS if kind == "json"]
+
+    assert sample.ok
+    assert sample.ticks == sample.attributed.exact
+    assert sample.delivered == {"scrape": sample.samples}
+
+
+def _summary(text: str) -> Summary:
+    return msgspec.json.decode(text, type=Summary)
+
+
+@pytest.mark.parametrize("line", ELSEWHERE)
+def test_what_needs_servers_is_a_command_line_that_is_right(line: str) -> None:
+    command: click.Command = main
+    arguments = shlex.split(line)[1:]
+    while isinstance(command, click.Group):
+        name, *arguments = arguments
+        command = command.commands[name]
+
+    assert command.make_context(name, arguments).params["kafka"] == "kafka-0:9092"
+
+
+def test_links_lead_somewhere() -> None:
+    links = re.findall(r"\]\(([^)]+)\)", README)
+
+    assert links
+    assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_it_fits_a_screen_or_two() -> None:
+    assert len(README.splitlines()) <= 100
