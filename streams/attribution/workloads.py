@@ -36,12 +36,10 @@ class Life(msgspec.Struct, frozen=True):
     ended_ms: int | None
 
     def distance_ms(self, ts_ms: int) -> int:
-        """How far a time lies outside [started_ms, ended_ms)."""
-        if self.started_ms is not None and ts_ms < self.started_ms:
-            return self.started_ms - ts_ms
-        if self.ended_ms is not None and ts_ms >= self.ended_ms:
-            return ts_ms - self.ended_ms + 1
-        return 0
+        """How far a time lies outside [started_ms, ended_ms); the two are of different clocks and may be crossed."""
+        before = 0 if self.started_ms is None else self.started_ms - ts_ms
+        after = 0 if self.ended_ms is None else ts_ms - self.ended_ms + 1
+        return max(before, after, 0)
 
     def rank(self, ts_ms: int) -> tuple[int, int, str]:
         """Among several lives of one name the lowest is meant: the nearest in time, then the one that began last."""

@@ -113,7 +113,7 @@ def pod_at(records: Sequence[NodeWorkloads], name: tuple[str, str], ts_ms: int) 
         before = max(0, started - ts_ms) if started is not None else 0
         after = max(0, ts_ms - ended + 1) if ended is not None else 0
         if max(before, after) <= TOLERANCE_MS:
-            rank = (before or after, -(started or 0), uid)
+            rank = (max(before, after), -(started or 0), uid)
             best = min(best, rank) if best else rank
     if best is None:
         return None

@@ -1,0 +1,291 @@
+"""What is known of a node's pods, as of the time of a sample."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streams.attribution.workloads import TOLERANCE_MS, Knowledge, at, forget_before, learn
+from tests.streams.attribution import model
+from tests.streams.attribution.records import known, pod
+from topics.workloads import DraDevice, NodeWorkloads, Owner, Pod
+
+NAME = ("ns", "p")
+
+
+def after(*records: NodeWorkloads) -> Knowledge:
+    """What is known after these records."""
+    knowledge: Knowledge | None = None
+    for record in records:
+        knowledge = learn(knowledge, record)
+    assert knowledge is not None
+    return knowledge
+
+
+def uid_at(knowledge: Knowledge, ts_ms: int) -> str | None:
+    found = knowledge.pod_at(NAME, ts_ms)
+    return found.uid if found else None
+
+
+def labels_at(knowledge: Knowledge, ts_ms: int) -> dict[str, str]:
+    found = knowledge.pod_at(NAME, ts_ms)
+    assert found is not None
+    return found.labels
+
+
+# -- life times
+
+
+@pytest.mark.parametrize(
+    ("ts_ms", "runs"),
+    [
+        (10_000 - TOLERANCE_MS - 1, False),
+        (10_000 - TOLERANCE_MS, True),
+        (10_000, True),
+        (19_999, True),
+        (20_000 + TOLERANCE_MS - 1, True),
+        (20_000 + TOLERANCE_MS, False),
+    ],
+)
+def test_a_pod_is_there_from_its_start_to_before_its_end_give_or_take_two_seconds(ts_ms: int, runs: bool) -> None:
+    knowledge = after(known(1, pod("p", started=10_000, ended=20_000)))
+
+    assert (knowledge.pod_at(NAME, ts_ms) is not None) is runs
+
+
+def test_a_pod_without_times_has_always_run() -> None:
+    knowledge = after(known(1, pod("p", started=None)))
+
+    assert uid_at(knowledge, 0) == uid_at(knowledge, 10**15) == "uid-p"
+
+
+@pytest.mark.parametrize(("ts_ms", "uid"), [(19_000, "first"), (20_499, "first"), (20_500, "next"), (21_000, "next"), (25_000, "next")])
+def test_of_two_pods_of_one_name_the_nearest_in_time_is_meant(ts_ms: int, uid: str) -> None:
+    first = pod("p", uid="first", started=0, ended=20_000)
+
+    assert uid_at(after(known(1, first, pod("p", uid="next", started=21_000))), ts_ms) == uid
+
+
+def test_of_two_pods_that_ran_at_once_the_one_that_began_last_is_meant() -> None:
+    knowledge = after(known(1, pod("p", uid="a", started=10_000), pod("p", uid="b", started=5_000)))
+
+    assert uid_at(knowledge, 30_000) == "a"
+
+
+def test_a_pod_that_a_newer_record_does_not_have_has_ended_by_then() -> None:
+    knowledge = after(known(1, pod("p")), known(2, ts_ms=50_000))
+
+    assert uid_at(knowledge, 49_999) == "uid-p"
+    assert uid_at(knowledge, 50_000 + TOLERANCE_MS) is None
+
+
+def test_the_end_that_was_told_counts_and_not_the_record_that_lacks_the_pod() -> None:
+    knowledge = after(known(1, pod("p", ended=10_000)), known(2, ts_ms=50_000), known(3, ts_ms=90_000))
+
+    assert uid_at(knowledge, 9_999) == "uid-p"
+    assert uid_at(knowledge, 30_000) is None
+
+
+def test_a_pod_that_is_missing_once_and_comes_back_never_ended() -> None:
+    knowledge = after(known(1, pod("p")), known(2, ts_ms=50_000), known(3, pod("p"), ts_ms=90_000))
+
+    assert uid_at(knowledge, 70_000) == "uid-p"
+
+
+def test_a_start_that_was_told_once_is_not_forgotten() -> None:
+    knowledge = after(known(1, pod("p", started=50_000)), known(2, pod("p", started=None), ts_ms=60_000))
+
+    assert uid_at(knowledge, 10_000) is None
+
+
+def test_a_pod_of_another_namespace_is_another_pod() -> None:
+    assert after(known(1, pod("p"))).pod_at(("other", "p"), 0) is None
+
+
+@pytest.mark.parametrize(("ts_ms", "there"), [(999, False), (1_000, True), (1_999, True), (3_000, False)])
+def test_a_pod_that_ended_before_it_began_was_there_where_both_clocks_allow_it(ts_ms: int, there: bool) -> None:
+    """Its start is the node's word, and its end, where it is only missing, the API server's."""
+    knowledge = after(known(1, pod("p", started=3_000, ended=1_000)))
+
+    assert (knowledge.pod_at(NAME, ts_ms) is not None) is there
+
+
+# -- versions
+
+
+@pytest.mark.parametrize(("ts_ms", "version"), [(0, "1"), (10_000, "1"), (19_999, "1"), (20_000, "2"), (10**12, "2")])
+def test_labels_are_of_the_last_version_before_the_sample_else_of_the_earliest(ts_ms: int, version: str) -> None:
+    knowledge = after(
+        known(1, pod("p", labels={"v": "1"}), ts_ms=10_000, labels={"node": "1"}),
+        known(2, pod("p", labels={"v": "2"}), ts_ms=20_000, labels={"node": "2"}),
+    )
+
+    assert labels_at(knowledge, ts_ms) == {"v": version}
+    assert knowledge.node_labels_at(ts_ms) == {"node": version}
+
+
+def test_annotations_namespace_labels_and_owners_make_a_version_too() -> None:
+    plain = pod("p")
+    changed = [
+        Pod("ns", "p", "uid-p", annotations={"a": "1"}),
+        Pod("ns", "p", "uid-p", namespace_labels={"team": "1"}),
+        Pod("ns", "p", "uid-p", owners=(Owner("batch/v1", "Job", "j"),)),
+    ]
+    for other in changed:
+        knowledge = after(known(1, plain), known(2, other, ts_ms=1_000))
+        assert knowledge.pod_at(NAME, 999) == plain
+        assert knowledge.pod_at(NAME, 1_000) == other
+
+
+def test_of_two_records_at_one_time_the_later_counts() -> None:
+    knowledge = after(known(1, pod("p", labels={"v": "1"})), known(2, pod("p", labels={"v": "2"})))
+
+    assert labels_at(knowledge, 0) == {"v": "2"}
+
+
+def test_a_leader_whose_clock_is_behind_has_its_versions_sorted_by_time() -> None:
+    knowledge = after(
+        known(9, pod("p", labels={"v": "1"}), ts_ms=10_000, epoch=1),
+        known(1, pod("p", labels={"v": "2"}), ts_ms=9_000, epoch=2),
+        known(2, pod("p", labels={"v": "3"}), ts_ms=11_000, epoch=2),
+    )
+
+    assert [labels_at(knowledge, ts_ms)["v"] for ts_ms in (9_500, 10_500, 11_500)] == ["2", "1", "3"]
+
+
+def test_a_dra_device_is_what_the_last_record_before_the_sample_says() -> None:
+    def slices(seq: int, ts_ms: int, uuid: str) -> NodeWorkloads:
+        device = DraDevice("gpu.nvidia.com", "n", "gpu-0", uuid)
+        return NodeWorkloads(
+            schema=1, cluster="c", node="n", epoch=1, seq=seq, ts_ms=ts_ms, pods=(), dra_devices=(device,)
+        )
+
+    knowledge = after(slices(1, 0, "GPU-a"), slices(2, 10_000, "GPU-b"))
+
+    assert knowledge.dra_at(9_999) == {("gpu.nvidia.com", "n", "gpu-0"): "GPU-a"}
+    assert knowledge.dra_at(10_000) == {("gpu.nvidia.com", "n", "gpu-0"): "GPU-b"}
+
+
+# -- which records count
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        known(99, pod("other"), epoch=1, ts_ms=10**6),
+        known(4, pod("other"), epoch=2, ts_ms=10**6),
+        known(5, pod("other"), epoch=2, ts_ms=10**6),
+    ],
+    ids=["an older epoch", "an older record", "the same record"],
+)
+def test_what_is_not_newer_changes_nothing(record: NodeWorkloads) -> None:
+    knowledge = after(known(5, pod("p"), epoch=2))
+
+    assert learn(knowledge, record) is knowledge
+
+
+def test_a_new_leader_counts_from_one_again() -> None:
+    knowledge = after(known(5, epoch=1), known(1, pod("p"), epoch=2))
+
+    assert uid_at(knowledge, 0) == "uid-p"
+
+
+def test_what_is_said_again_takes_no_more_room() -> None:
+    knowledge = after(*(known(i, pod("p"), ts_ms=i * 1000, labels={"a": "b"}) for i in range(50)))
+
+    assert len(knowledge.node_labels) == len(knowledge.dra) == len(knowledge.lives[NAME][0].versions) == 1
+
+
+# -- against the slow way, and pruned
+
+times = st.integers(0, 40).map(lambda i: i * 500)
+pods = st.builds(
+    pod,
+    st.sampled_from(["p", "q"]),
+    uid=st.sampled_from(["a", "b", "c"]),
+    started=st.none() | times,
+    ended=st.none() | times,
+    labels=st.dictionaries(st.just("v"), st.sampled_from("12"), max_size=1),
+)
+
+
+@st.composite
+def logs(draw: st.DrawFn) -> list[NodeWorkloads]:
+    """A node's records: times only rise, epochs and seqs now and then fall back, and a uid keeps its name."""
+    records, ts_ms = list[NodeWorkloads](), 0
+    for _ in range(draw(st.integers(1, 7))):
+        ts_ms += draw(st.integers(0, 8)) * 500
+        here = draw(st.lists(pods, max_size=3, unique_by=lambda p: p.uid))
+        named = [Pod("ns", "q" if p.uid == "c" else "p", p.uid, None, p.started_ms, p.ended_ms, p.labels) for p in here]
+        labels = {"v": draw(st.sampled_from("12"))}
+        records.append(
+            known(draw(st.integers(1, 9)), *named, ts_ms=ts_ms, epoch=draw(st.integers(1, 2)), labels=labels)
+        )
+    return records
+
+
+def seen(knowledge: Knowledge, ts_ms: int) -> tuple[object, ...]:
+    """All that can be asked of a time."""
+    found = [knowledge.pod_at(("ns", name), ts_ms) for name in "pq"]
+    return knowledge.node_labels_at(ts_ms), [(p.uid, p.labels) if p else None for p in found]
+
+
+@settings(deadline=None, max_examples=200)
+@given(logs(), times)
+def test_every_answer_is_that_of_looking_at_all_records(records: list[NodeWorkloads], ts_ms: int) -> None:
+    counted = model.accepted(records)
+    found = [model.pod_at(counted, ("ns", name), ts_ms) for name in "pq"]
+
+    expected = model.node_labels(counted, ts_ms), [(p.uid, p.labels) if p else None for p in found]
+    assert seen(after(*records), ts_ms) == expected
+
+
+@settings(deadline=None, max_examples=200)
+@given(logs(), times, times)
+def test_pruning_never_changes_an_answer_at_or_after_its_time(
+    records: list[NodeWorkloads], since_ms: int, later_ms: int
+) -> None:
+    whole = after(*records)
+    pruned = forget_before(whole, since_ms)
+
+    for ts_ms in {since_ms, since_ms + 1, since_ms + later_ms}:
+        assert seen(pruned, ts_ms) == seen(whole, ts_ms)
+    assert forget_before(pruned, since_ms) == pruned
+
+
+@settings(deadline=None, max_examples=200)
+@given(logs(), st.lists(times, min_size=7, max_size=7), times)
+def test_pruning_between_records_changes_no_answer_about_pods_that_stay_gone(
+    records: list[NodeWorkloads], prunings: list[int], ts_ms: int
+) -> None:
+    whole, pruned, since_ms, gone = None, None, 0, set[str]()
+    for record, at_ms in zip(records, prunings, strict=False):
+        record = NodeWorkloads(
+            schema=1,
+            cluster="c",
+            node="n",
+            epoch=record.epoch,
+            seq=record.seq,
+            ts_ms=record.ts_ms,
+            node_labels=record.node_labels,
+            pods=tuple(p for p in record.pods if p.uid not in gone),
+        )
+        whole, pruned, since_ms = learn(whole, record), learn(pruned, record), max(since_ms, min(at_ms, record.ts_ms))
+        pruned = forget_before(pruned, since_ms)
+        gone |= {life.uid for lives in whole.lives.values() for life in lives if life.ended_ms is not None}
+
+    assert whole is not None
+    assert pruned is not None
+    assert seen(pruned, since_ms + ts_ms) == seen(whole, since_ms + ts_ms)
+
+
+def test_a_pod_that_ended_before_is_forgotten_with_its_name() -> None:
+    knowledge = forget_before(after(known(1, pod("p", ended=10_000))), 10_000 + TOLERANCE_MS + 1)
+
+    assert knowledge.lives == {}
+
+
+@given(st.lists(st.integers(0, 20), min_size=1, unique=True).map(sorted), st.integers(-1, 21))
+def test_the_version_at_a_time_is_the_last_one_that_began_by_then(begins: list[int], ts_ms: int) -> None:
+    versions = tuple((begin, begin) for begin in begins)
+
+    assert at(versions, ts_ms) == max([begin for begin in begins if begin <= ts_ms], default=begins[0])
