@@ -58,7 +58,9 @@ def test_a_pod_without_times_has_always_run() -> None:
     assert uid_at(knowledge, 0) == uid_at(knowledge, 10**15) == "uid-p"
 
 
-@pytest.mark.parametrize(("ts_ms", "uid"), [(19_000, "first"), (20_499, "first"), (20_500, "next"), (21_000, "next"), (25_000, "next")])
+@pytest.mark.parametrize(
+    ("ts_ms", "uid"), [(19_000, "first"), (20_499, "first"), (20_500, "next"), (21_000, "next"), (25_000, "next")]
+)
 def test_of_two_pods_of_one_name_the_nearest_in_time_is_meant(ts_ms: int, uid: str) -> None:
     first = pod("p", uid="first", started=0, ended=20_000)
 
