@@ -70,10 +70,7 @@ class Layouts:
         self._rows: dict[Rows, Rows] = {}
 
     def measure(self, metrics: Metrics) -> Measured:
-        """The rows of what is known; equal rows are the same object.
-
-        Raises OverflowError for an integer that is beyond any float.
-        """
+        """The rows of what is known; equal rows are the same object."""
         keys = tuple(metrics)
         if None in metrics.values():
             keys = tuple(key for key in keys if metrics[key] is not None)

@@ -64,7 +64,7 @@ class RemoteWritePartition:
         for record in records:
             try:
                 self._series.recall(_DECODER.decode(record.value or b""), time.monotonic())
-            except (msgspec.MsgspecError, ValueError, OverflowError):
+            except (msgspec.MsgspecError, ValueError):
                 continue  # its dead letter was written then
 
     async def deliver(self, records: Sequence[Record], abandon: asyncio.Event) -> AsyncGenerator[int]:
@@ -126,10 +126,7 @@ class RemoteWritePartition:
             return _Read(record, error=sample)
         if self._series.is_replay(sample):
             return _Read(record, sample)
-        try:
-            return _Read(record, sample, self._series.tick(sample))
-        except OverflowError as error:
-            return _Read(record, sample, error=f"a value is no float: {error}")
+        return _Read(record, sample, self._series.tick(sample))
 
     async def _finish(self, batch: Sequence[_Read], fates: Sequence[Fate], abandon: asyncio.Event) -> None:
         """Settle a request's records: dead letters first, so that nothing is counted that may be repeated."""

@@ -81,7 +81,7 @@ class Series:
         return node is not None and sample.offset <= node.offset
 
     def tick(self, sample: AttributedSample) -> Tick:
-        """What a record writes. Raises OverflowError for a value that is beyond any float."""
+        """What a record writes."""
         node = self._nodes.get((sample.cluster, sample.node))
         known = node.known if node else self._strangers.setdefault((sample.cluster, sample.node), {})
         groups = [group for device in sample.devices if (group := self._group(sample, device, known))]

@@ -1,7 +1,8 @@
 """Sends requests until the receiver accepts or refuses them: encoding, retries with backoff, and which protocol it is.
 
 In: groups of samples. Out: accepted, or why they were refused.
-State: the protocol that the receiver was found to speak; how many requests it accepted; why it does not accept.
+State: the protocol that the receiver was found to speak; how many requests it accepted, and the last of them, which is
+sent again to learn whether a row of 500 is the receiver's fault or the request's; why it does not accept.
 On failure: tried again for as long as it takes. Whoever must give up sets ``abandon``, and gets ``Abandoned`` after the
 attempt that is under way; the request may be in then, or not.
 """
@@ -58,6 +59,7 @@ class Transmitter:
         self._encoder = encode_v2.Encoder()
         self._speaks_2_0 = False
         self._accepted = 0
+        self._newest: Sequence[Group] = ()
         self._logged_s = -_LOG_EVERY_S
         self.failing: str | None = None
 
@@ -73,15 +75,26 @@ class Transmitter:
             means = meaning(answer, protocol, samples, speaks_2_0=self._speaks_2_0)
             self._note(means, answer, protocol, samples)
             if means == "accepted":
+                self._newest = groups[:1]
                 return None
             errors = errors + 1 if means == "server-error" else 0
-            if means == "refused" or (errors >= SERVER_ERRORS and self._accepted > accepted_before):
+            if errors == SERVER_ERRORS and self._accepted == accepted_before:
+                errors = 0 if not await self._still_accepts() else errors
+            if means == "refused" or errors >= SERVER_ERRORS:
                 return refusal(answer, groups[0].ts_ms, int(time.time() * 1000))
             if means == "not-2.0" and not self._fixed:
                 self._fall_back(answer)
                 continue
             await self._pause(attempt, answer, abandon)
             attempt += 1
+
+    async def _still_accepts(self) -> bool:
+        """Whether the receiver takes again what it took last: an exact duplicate, which changes nothing."""
+        if not self._newest:
+            return False
+        protocol, samples = self.protocol, sum(len(group.values) for group in self._newest)
+        answer = await self._attempt(self._encode(self._newest, protocol), protocol)
+        return meaning(answer, protocol, samples, speaks_2_0=self._speaks_2_0) == "accepted"
 
     def _encode(self, groups: Sequence[Group], protocol: Protocol) -> bytes:
         body = encode_v1.encode(groups) if protocol == "1.0" else self._encoder.encode(groups)

@@ -1,0 +1,77 @@
+"""Receivers that need no network: what they store, what they refuse and how, as Prometheus and Mimir do."""
+
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from sinks.remote_write.policy import Answer, Protocol
+from tests.sinks.remote_write.wire import Sample, read_v1, read_v2, unsnappy
+
+Refuse = Callable[[Sample], str | None]
+"""What is wrong with a sample; None: nothing."""
+
+STALE_BITS = 0x7FF0000000000002
+
+
+@dataclass
+class Receiver:
+    """Keeps samples by series, refuses what is out of order, and what ``refuse`` says.
+
+    ``partial``: it keeps the good part of a request that it refuses (2.0, Mimir), else nothing of it (Prometheus, 1.0).
+    """
+
+    refuse: Refuse = lambda _: None
+    partial: bool = False
+    speaks_2_0: bool = True
+    stored: dict[frozenset[tuple[str, str]], list[tuple[int, int]]] = field(default_factory=dict)
+    requests: int = 0
+
+    async def post(self, body: bytes, protocol: Protocol) -> Answer:
+        """Takes a request as a receiver would."""
+        self.requests += 1
+        if protocol == "2.0" and not self.speaks_2_0:
+            return Answer(204)
+        read = read_v1 if protocol == "1.0" else read_v2
+        return self.take(read(unsnappy(body)), count=protocol == "2.0")
+
+    def take(self, samples: Sequence[Sample], *, count: bool = False) -> Answer:
+        """Stores samples, or says what is wrong with the first of those that are."""
+        wrong = {number: why for number, sample in enumerate(samples) if (why := self._wrong(sample))}
+        if not wrong or self.partial or count:
+            for number, sample in enumerate(samples):
+                if number not in wrong:
+                    self._store(sample)
+        written = len(samples) - len(wrong) if count else None
+        return Answer(400, next(iter(wrong.values())), written) if wrong else Answer(204, "", written)
+
+    def values(self) -> dict[str, list[tuple[int, float]]]:
+        """The stored values by metric name, without markers."""
+        by_name: dict[str, list[tuple[int, float]]] = {}
+        for series, points in self.stored.items():
+            kept = [(ts_ms, number(bits)) for ts_ms, bits in points if bits != STALE_BITS]
+            by_name.setdefault(dict(series)["__name__"], []).extend(kept)
+        return by_name
+
+    def markers(self) -> int:
+        """How many staleness markers are stored."""
+        return sum(bits == STALE_BITS for points in self.stored.values() for _, bits in points)
+
+    def _wrong(self, sample: Sample) -> str | None:
+        points = self.stored.get(sample.series)
+        newest = points[-1] if points else (-1, 0)
+        if sample.ts_ms < newest[0]:
+            return "out of order sample"
+        if sample.ts_ms == newest[0] and sample.bits != newest[1]:
+            return "duplicate sample for timestamp"
+        return self.refuse(sample)
+
+    def _store(self, sample: Sample) -> None:
+        points = self.stored.setdefault(sample.series, [])
+        if not points or points[-1][0] < sample.ts_ms:
+            points.append((sample.ts_ms, sample.bits))
+
+
+def number(bits: int) -> float:
+    """The float of these bits."""
+    value: float = struct.unpack("<d", struct.pack("<Q", bits))[0]
+    return value

@@ -1,0 +1,170 @@
+"""One attempt over HTTP, whatever the receiver does with it."""
+
+import asyncio
+import base64
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from sinks.remote_write import client as module
+from sinks.remote_write.client import Client
+from sinks.remote_write.config import RemoteWriteSettings
+from sinks.remote_write.policy import Answer
+
+Handle = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@asynccontextmanager
+async def receiving(handle: Handle, **more: Any) -> AsyncIterator[Client]:
+    """A receiver that does as it is told, and a client of it."""
+    app = web.Application()
+    app.router.add_post("/write", handle)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    url = f"http://127.0.0.1:{runner.addresses[0][1]}/write"
+    client = Client(RemoteWriteSettings(kafka="none", url=url, **more))
+    try:
+        yield client
+    finally:
+        await client.close()
+        await runner.cleanup()
+
+
+def answering(status: int, text: str = "", **headers: str) -> Handle:
+    async def handle(request: web.Request) -> web.StreamResponse:
+        await request.read()
+        return web.Response(status=status, text=text, headers={k.replace("_", "-"): v for k, v in headers.items()})
+
+    return handle
+
+
+async def test_a_request_says_what_the_specification_asks_for() -> None:
+    seen: list[dict[str, str]] = []
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        seen.append(
+            {name.lower(): value for name, value in request.headers.items()} | {"body": (await request.read()).decode()}
+        )
+        return web.Response(status=204)
+
+    async with receiving(handle, headers=(("X-Scope-OrgID", "team"),)) as client:
+        await client.post(b"one", "1.0")
+        await client.post(b"two", "2.0")
+    first, second = seen
+    assert (first["body"], second["body"]) == ("one", "two")
+    assert first["content-type"] == "application/x-protobuf"
+    assert second["content-type"] == "application/x-protobuf;proto=io.prometheus.write.v2.Request"
+    assert first["x-prometheus-remote-write-version"] == "0.1.0"
+    assert second["x-prometheus-remote-write-version"] == "2.0.0"
+    for headers in seen:
+        assert headers["content-encoding"] == "snappy"
+        assert headers["user-agent"].startswith("gpustream/")
+        assert headers["x-scope-orgid"] == "team"
+
+
+async def test_an_answer_is_status_text_count_and_how_long_to_wait() -> None:
+    counted = answering(400, "bad", X_Prometheus_Remote_Write_Samples_Written="3", Retry_After="7")
+    async with receiving(counted) as client:
+        assert await client.post(b"", "2.0") == Answer(400, "bad", 3, 7.0)
+    later = format_datetime(datetime.now(UTC) + timedelta(seconds=100))
+    async with receiving(answering(429, Retry_After=later)) as client:
+        waits = (await client.post(b"", "1.0")).retry_after_s
+        assert waits is not None
+        assert 90 < waits <= 100
+    async with receiving(answering(429, Retry_After="soon")) as client:
+        assert (await client.post(b"", "1.0")).retry_after_s is None
+
+
+async def test_a_redirect_is_not_followed() -> None:
+    async with receiving(answering(302, Location="http://127.0.0.1:1/elsewhere")) as client:
+        assert (await client.post(b"", "1.0")).status == 302
+
+
+async def test_a_receiver_that_hangs_is_no_answer() -> None:
+    async def hang(_: web.Request) -> web.StreamResponse:
+        await asyncio.sleep(30)
+        return web.Response()
+
+    async with receiving(hang, request_timeout_s=0.05) as client:
+        answer = await client.post(b"", "1.0")
+    assert answer.status == 0
+    assert "Timeout" in answer.text
+
+
+async def test_a_receiver_that_closes_in_the_middle_of_its_answer_is_no_answer() -> None:
+    async def close(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(status=200, headers={"Content-Length": "1000"})
+        await response.prepare(request)
+        await response.write(b"half")
+        if request.transport is not None:
+            request.transport.close()
+        return response
+
+    async with receiving(close) as client:
+        assert (await client.post(b"", "1.0")).status == 0
+
+
+async def test_a_receiver_that_is_not_there_is_no_answer() -> None:
+    client = Client(RemoteWriteSettings(kafka="none", url="http://127.0.0.1:1/write"))
+    try:
+        answer = await client.post(b"", "1.0")
+    finally:
+        await client.close()
+    assert answer.status == 0
+    assert "127.0.0.1" in answer.text
+
+
+async def test_an_endless_answer_is_cut() -> None:
+    async with receiving(answering(400, "x" * 1_000_000)) as client:
+        assert len((await client.post(b"", "1.0")).text) <= 16 * 1024
+
+
+async def test_a_token_that_changes_in_its_file_is_used(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(module, "_LOOK_EVERY_S", 0.0)
+    token, seen = tmp_path / "token", []
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        seen.append(request.headers.get("Authorization"))
+        return web.Response(status=204)
+
+    token.write_text("first\n")
+    async with receiving(handle, bearer_token_file=token) as client:
+        await client.post(b"", "1.0")
+        token.write_text("the second\n")
+        await client.post(b"", "1.0")
+        token.unlink()
+        answer = await client.post(b"", "1.0")
+    assert seen == ["Bearer first", "Bearer the second"]
+    assert answer.status == 0
+    assert "token" in answer.text
+
+
+async def test_a_password_comes_from_its_file(tmp_path: Path) -> None:
+    (tmp_path / "password").write_text("s3cret\n")
+    seen: list[str] = []
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        seen.append(request.headers["Authorization"])
+        return web.Response(status=204)
+
+    async with receiving(handle, basic_auth_user="me", basic_auth_password_file=tmp_path / "password") as client:
+        await client.post(b"", "1.0")
+    assert seen == ["Basic " + base64.b64encode(b"me:s3cret").decode()]
+
+
+async def test_a_certificate_that_is_none_is_no_answer(tmp_path: Path) -> None:
+    (tmp_path / "ca").write_text("nonsense")
+    client = Client(RemoteWriteSettings(kafka="none", url="https://127.0.0.1:1/write", tls_ca=tmp_path / "ca"))
+    try:
+        answer = await client.post(b"", "1.0")
+    finally:
+        await client.close()
+    assert answer.status == 0
+    assert ssl.SSLError.__name__ in answer.text

@@ -1,0 +1,56 @@
+"""The settings' mistakes, all of them at once."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sinks.remote_write.config import RemoteWriteSettings
+
+GOOD: dict[str, Any] = {"kafka": "127.0.0.1:9092", "url": "https://mimir.example/api/v1/push"}
+
+
+def test_good_settings_have_no_mistakes(tmp_path: Path) -> None:
+    secret = tmp_path / "token"
+    secret.write_text("s3cret")
+    assert RemoteWriteSettings(**GOOD).mistakes() == []
+    assert (
+        RemoteWriteSettings(
+            **GOOD, bearer_token_file=secret, tls_ca=secret, headers=(("X-Scope-OrgID", "a"),)
+        ).mistakes()
+        == []
+    )
+
+
+@pytest.mark.parametrize(
+    ("more", "option"),
+    [
+        ({"url": "mimir:9009"}, "--url"),
+        ({"url": "https://user:pass@mimir/push"}, "--url"),
+        ({"protocol": "3.0"}, "--protocol"),
+        ({"names": "nope"}, "--names"),
+        ({"labels": "nope"}, "--labels"),
+        ({"from_": "yesterday"}, "--from"),
+        ({"from_": -1.0}, "--from"),
+        ({"kafka": ""}, "--kafka"),
+        ({"group": ""}, "--group"),
+        ({"basic_auth_user": "me"}, "--basic-auth-user"),
+        ({"bearer_token_file": Path("/nowhere/token")}, "--bearer-token-file"),
+        ({"tls_cert": Path("/nowhere/cert")}, "--tls-cert"),
+        ({"tls_key": Path("/nowhere/key")}, "--tls-key"),
+        ({"headers": (("Content-Encoding", "gzip"),)}, "--header"),
+        ({"headers": (("X-A", "b\r\nX-Evil: c"),)}, "--header"),
+        ({"stale_after_s": 0}, "--stale-after"),
+        ({"session_timeout_s": 0.1}, "--session-timeout"),
+        ({"max_in_flight": 0}, "limits"),
+    ],
+)
+def test_a_mistake_names_its_option(more: dict[str, Any], option: str) -> None:
+    found = RemoteWriteSettings(**{**GOOD, **more}).mistakes()
+    assert found
+    assert all(mistake.startswith(option) or option == "--tls-key" for mistake in found)
+
+
+def test_every_mistake_is_listed() -> None:
+    found = RemoteWriteSettings(kafka="", url="nope", protocol="9", stale_after_s=-1).mistakes()  # type: ignore[arg-type]
+    assert [mistake.split(":")[0] for mistake in found] == ["--url", "--protocol", "--kafka", "--stale-after"]

@@ -1,0 +1,112 @@
+"""Whatever a receiver refuses, every other sample is delivered, once."""
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sinks.remote_write.blocks import Block, Group, Row
+from sinks.remote_write.deliver import Fate, deliver
+from sinks.remote_write.instruments import INSTRUMENTS
+from sinks.remote_write.policy import Protocol, Refusal
+from sinks.remote_write.transmit import Transmitter
+from tests.sinks.remote_write.receivers import Receiver
+from tests.sinks.remote_write.wire import Sample
+from topics.instruments import Instruments
+
+ROWS = tuple(Row(f"m{number}") for number in range(4))
+
+
+def tick(node: int, ts_ms: int = 5, devices: int = 2) -> list[Group]:
+    names = [(("device", str(device)), ("node", str(node))) for device in range(devices)]
+    return [Group(Block(labels, ROWS), ts_ms, [float(row) for row in range(len(ROWS))]) for labels in names]
+
+
+async def send(receiver: Receiver, ticks: Sequence[Sequence[Group]], protocol: Protocol) -> list[Fate]:
+    transmitter = Transmitter(receiver.post, protocol, Instruments(INSTRUMENTS), first_s=0.0)
+    return await deliver(ticks, lambda groups: transmitter.send(groups, asyncio.Event()))
+
+
+def identity(sample: Sample) -> tuple[int, int, str]:
+    labels = dict(sample.labels)
+    return int(labels["node"]), int(labels["device"]), labels["__name__"]
+
+
+def named(fates: Sequence[Fate]) -> set[tuple[int, int, str]]:
+    """What the fates say was refused."""
+    return {
+        (node, int(dict(group.block.labels)["device"]), row.name)
+        for node, fate in enumerate(fates)
+        for group, _ in fate.refused
+        for row in group.block.rows
+    }
+
+
+ALL = {(node, device, f"m{row}") for node in range(4) for device in range(2) for row in range(4)}
+KINDS: list[tuple[Protocol, bool]] = [("1.0", False), ("1.0", True), ("2.0", True)]
+
+
+@pytest.mark.parametrize(("protocol", "partial"), KINDS)
+@given(bad=st.sets(st.sampled_from(sorted(ALL))) | st.just(ALL))
+@settings(max_examples=60, deadline=None)
+def test_whatever_is_refused_every_other_sample_is_delivered_once(
+    protocol: Protocol, partial: bool, bad: set[tuple[int, int, str]]
+) -> None:
+    receiver = Receiver(lambda one: "label too long" if identity(one) in bad else None, partial=partial)
+    fates = asyncio.run(send(receiver, [tick(node) for node in range(4)], protocol))
+    stored = {(int(dict(key)["node"]), int(dict(key)["device"]), dict(key)["__name__"]) for key in receiver.stored}
+    assert stored == ALL - bad
+    assert all(len(points) == 1 for points in receiver.stored.values())
+    assert named(fates) == bad
+    assert {refusal.reason for fate in fates for _, refusal in fate.refused} <= {"rejected"}
+
+
+@pytest.mark.parametrize(("protocol", "partial"), KINDS)
+async def test_ticks_of_a_last_life_that_are_sent_again_are_accepted(protocol: Protocol, partial: bool) -> None:
+    receiver = Receiver(partial=partial)
+    await send(receiver, [tick(node) for node in range(4)], protocol)
+    fates = await send(receiver, [tick(node) for node in range(4)], protocol)
+    assert named(fates) == set()
+    assert all(len(points) == 1 for points in receiver.stored.values())
+
+
+@pytest.mark.parametrize(("protocol", "partial"), KINDS)
+async def test_a_tick_that_is_out_of_order_is_not_split_and_costs_the_others_nothing(
+    protocol: Protocol, partial: bool
+) -> None:
+    receiver = Receiver(partial=partial)
+    await send(receiver, [tick(1, ts_ms=9)], protocol)
+    receiver.requests = 0
+    fates = await send(receiver, [tick(node) for node in range(4)], protocol)
+    assert [{refusal.reason for _, refusal in fate.refused} for fate in fates] == [
+        set(),
+        {"out_of_order"},
+        set(),
+        set(),
+    ]
+    assert fates[1].whole(tick(1))
+    assert receiver.requests == 5  # all; the first half; its two ticks; the other half
+    assert len(receiver.stored) == 4 * 8
+
+
+async def test_the_earlier_half_goes_first() -> None:
+    order: list[list[int]] = []
+
+    def note(samples: Sequence[Group]) -> None:
+        order.append(sorted({int(dict(group.block.labels)["node"]) for group in samples}))
+
+    async def refuse_many(groups: Sequence[Group]) -> Refusal | None:
+        note(groups)
+        return None if len(order) > 1 else refused
+
+    refused = Refusal("rejected", "")
+    await deliver([tick(node) for node in range(4)], refuse_many)
+    assert order == [[0, 1, 2, 3], [0, 1], [2, 3]]
+
+
+async def test_a_tick_without_samples_is_delivered_by_doing_nothing() -> None:
+    receiver = Receiver()
+    assert await send(receiver, [[], []], "1.0") == [Fate(), Fate()]
+    assert receiver.requests == 0

@@ -1,0 +1,273 @@
+"""What becomes of each record of a partition: exactly one thing."""
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sinks.dead_letters import Abandoned, DeadLetters
+from sinks.outcomes import Outcome, Outcomes
+from sinks.remote_write.instruments import COMPONENT, INSTRUMENTS
+from sinks.remote_write.partition import RemoteWritePartition, Shared
+from sinks.remote_write.policy import Protocol
+from sinks.remote_write.series import Series
+from sinks.remote_write.transmit import Transmitter
+from tests.sinks.conftest import KEYS, device, sample
+from tests.sinks.records import FakeSender, Read, record
+from tests.sinks.remote_write.receivers import Receiver
+from tests.sinks.remote_write.wire import Sample
+from topics.instruments import Instruments
+
+ENDS = ("delivered", "duplicate", "dropped", "dead_lettered")
+
+
+class Setup:
+    """A partition's handler between records and a receiver, with all that it counts."""
+
+    def __init__(self, receiver: Receiver | None = None, protocol: Protocol = "1.0", max_samples: int = 1000) -> None:
+        self.receiver = receiver or Receiver()
+        self.sender = FakeSender()
+        self.made = Instruments(INSTRUMENTS)
+        self.counted = Outcomes(COMPONENT, self.made)
+        self.outcomes: list[tuple[str, int, Outcome]] = []
+        self.steps: list[int] = []
+        self.abandon = asyncio.Event()
+        shared = Shared(
+            transmitter=Transmitter(self.receiver.post, protocol, self.made, first_s=0.0),
+            letters=DeadLetters(self.sender, "sink remote-write"),  # type: ignore[arg-type] # a fake
+            outcomes=self.counted,
+            instruments=self.made,
+            slots=asyncio.Semaphore(2),
+            max_samples=max_samples,
+            stale_after_s=0.0,
+            on_outcome=lambda _cluster, node, _run, seq, outcome: self.outcomes.append((node, seq, outcome)),
+        )
+        self.handler = RemoteWritePartition(Series("otel", "otel"), shared)
+
+    async def deliver(self, *records: Read) -> None:
+        self.counted.read(len(records))
+        finished = 0
+        try:
+            async for step in self.handler.deliver(records, self.abandon):
+                self.steps.append(step)
+                finished = sum(one.offset < step for one in records)
+        finally:
+            self.counted.release(len(records) - finished)
+
+    def count(self, name: str) -> int:
+        wanted = f"gpustream_remote_write_{name}"
+        return int(sum(one.value for m in self.made.registry.collect() for one in m.samples if one.name == wanted))
+
+    def ends(self) -> dict[str, int]:
+        counts = {end: self.count(f"records_{end}_total") for end in ENDS}
+        return {end: number for end, number in counts.items() if number}
+
+    def balanced(self) -> bool:
+        rest = self.count("records_released_total") + self.count("records_held")
+        return self.count("records_read_total") == sum(self.ends().values()) + rest
+
+
+def name(of: Sample) -> str:
+    return dict(of.labels)["__name__"]
+
+
+async def test_what_is_accepted_is_delivered_with_its_values() -> None:
+    one = Setup()
+    await one.deliver(*(record(sample(seq)) for seq in (1, 2, 3)))
+    assert one.ends() == {"delivered": 3}
+    assert one.count("values_delivered_total") == 3 * len(KEYS)
+    assert one.outcomes == [("n1", 1, "delivered"), ("n1", 2, "delivered"), ("n1", 3, "delivered")]
+    assert len(one.receiver.values()["gpu_utilization"]) == 3
+
+
+async def test_derived_series_and_markers_are_no_delivered_values() -> None:
+    one = Setup()
+    metrics = {"memory_used_bytes": 1, "memory_total_bytes": 4, "clock_event_reasons": 4}
+    await one.deliver(record(sample(1, device(pod="a", metrics=metrics))), record(sample(2, device("GPU-z", pod="b"))))
+    assert one.count("values_delivered_total") == 3 + len(KEYS)
+    assert one.count("markers_total") == one.receiver.markers() > 0
+
+
+async def test_a_request_holds_one_tick_of_a_node_and_ends_when_full() -> None:
+    one = Setup(max_samples=2 * len(KEYS))
+    nodes = "a", "b", "a", "c", "d", "e"
+    await one.deliver(*(record(sample(number, node=node)) for number, node in enumerate(nodes, 1)))
+    assert one.steps == [3, 5, 7]
+    assert one.receiver.requests == 3
+
+
+async def test_a_replay_is_dropped_as_a_duplicate_even_within_a_batch() -> None:
+    one = Setup()
+    await one.deliver(record(sample(1)), record(sample(2)), record(sample(2), offset=3), record(sample(1), offset=4))
+    assert one.ends() == {"delivered": 2, "duplicate": 2}
+    assert one.receiver.requests == 2
+
+
+async def test_what_was_recalled_is_not_sent_again() -> None:
+    one = Setup()
+    one.handler.recall([record(sample(1, device(pod="a"))), record(b"nonsense", offset=2)])
+    await one.deliver(record(sample(1, device(pod="a")), offset=3), record(sample(2, device(pod="b")), offset=4))
+    assert one.ends() == {"delivered": 1, "duplicate": 1}
+    assert one.receiver.markers() == len(KEYS)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        b"",
+        b"{",
+        b"\xff\xfe",
+        b"[]",
+        b'{"schema":2}',
+        msgspec.json.encode(sample(1)).replace(b"GPU-a", b"\xff"),
+        msgspec.json.encode(sample(1)).replace(b"GPU-a", b"\\ud800"),
+        msgspec.json.encode(sample(1)).replace(b"1.0", b"1" + b"0" * 400, 1),
+    ],
+)
+async def test_what_is_no_record_is_dead_lettered_before_it_is_gone_past(bad: bytes) -> None:
+    one = Setup()
+    await one.deliver(record(bad, offset=7), record(sample(8)))
+    assert one.ends() == {"delivered": 1, "dead_lettered": 1}
+    ((topic, value, headers),) = one.sender.sent
+    assert (topic, value, headers["offset"], headers["stage"]) == ("gpu.dead-letters", bad, b"7", b"sink remote-write")
+
+
+async def test_a_record_waits_for_its_dead_letter_to_be_acknowledged() -> None:
+    one = Setup()
+    one.sender.away = True
+    delivering = asyncio.ensure_future(one.deliver(record(b"{", offset=1)))
+    done, _ = await asyncio.wait([delivering], timeout=0.05)
+    assert not done
+    assert one.steps == []
+    one.abandon.set()
+    with pytest.raises(Abandoned):
+        await delivering
+    assert one.ends() == {}
+    assert one.balanced()
+
+
+@pytest.mark.parametrize(("protocol", "partial"), [("1.0", False), ("1.0", True), ("2.0", True)])
+async def test_a_tick_of_which_a_value_is_refused_is_dead_lettered_and_the_rest_delivered(
+    protocol: Protocol, partial: bool
+) -> None:
+    refuse = Receiver(lambda one: "label too long" if name(one) == "gpu_temperature" else None, partial=partial)
+    one = Setup(refuse, protocol)
+    original = record(sample(1, device(pod="a")))
+    await one.deliver(original)
+    ((_, value, headers),) = one.sender.sent
+    assert value == original.value
+    assert headers["error"].startswith(b"rejected: label too long: gpu_temperature{")
+    assert b'k8s_pod_name="a"' in headers["error"]
+    assert one.ends() == {"dead_lettered": 1}
+    assert one.count("values_delivered_total") == len(KEYS) - 1
+    assert one.count("values_refused_total") == 1
+    assert set(one.receiver.stored) == {
+        key for key in one.receiver.stored if dict(key)["__name__"] != "gpu_temperature"
+    }
+
+
+@pytest.mark.parametrize(("protocol", "partial"), [("1.0", False), ("1.0", True), ("2.0", True)])
+async def test_a_clock_that_steps_back_is_dropped_by_reason_until_it_is_past(protocol: Protocol, partial: bool) -> None:
+    one = Setup(Receiver(partial=partial), protocol)
+    back = [sample(seq, ts_ms=ts_ms) for seq, ts_ms in enumerate((5000, 6000, 3000, 6000, 7000), 1)]
+    await one.deliver(
+        *map(record, [*back[:3], sample(4, device(metrics={"temperature_celsius": 9}), ts_ms=6000), back[4]])
+    )
+    assert one.ends() == {"delivered": 3, "dropped": 2}
+    reasons = {"out_of_order": 1.0, "duplicate": 1.0}
+    for reason, number in reasons.items():
+        dropped = one.made.registry.get_sample_value("gpustream_remote_write_records_dropped_total", {"reason": reason})
+        assert dropped == number
+    assert [ts_ms for ts_ms, _ in one.receiver.values()["gpu_utilization"]] == [5000, 6000, 7000]
+
+
+async def test_a_tick_without_devices_is_delivered_and_ends_the_series() -> None:
+    one = Setup()
+    empty = json.loads(msgspec.json.encode(sample(2))) | {"devices": []}
+    await one.deliver(record(sample(1)), record(json.dumps(empty).encode(), offset=2))
+    assert one.ends() == {"delivered": 2}
+    assert one.receiver.markers() == len(KEYS)
+
+
+async def test_a_silent_node_is_ended_once_and_late_data_still_fits() -> None:
+    one = Setup()
+    await one.deliver(record(sample(1)))
+    await one.handler.quiet(one.abandon)
+    await one.handler.quiet(one.abandon)
+    assert one.receiver.markers() == len(KEYS) == one.count("markers_total")
+    await one.deliver(record(sample(2)))
+    assert one.ends() == {"delivered": 2}
+
+
+async def test_a_topic_made_anew_has_no_replays() -> None:
+    one = Setup()
+    await one.deliver(record(sample(5)))
+    one.handler.forget()
+    await one.deliver(record(sample(1, ts_ms=2**41)))
+    assert one.ends() == {"delivered": 2}
+
+
+async def test_labels_from_hell_are_written_as_they_are_or_cut() -> None:
+    one = Setup()
+    model = 'a"b\\c\nd\te\0 ' + "é" * 10_000
+    await one.deliver(record(sample(1, device(model=model, pod=""))))
+    (labels,) = {dict(key)["gpu_model"] for key in one.receiver.stored}
+    assert model.startswith(labels)
+    assert len(labels.encode()) in {1023, 1024}
+    assert not any("k8s_pod_name" in dict(key) for key in one.receiver.stored)
+
+
+Refused = Callable[[Sample], str | None]
+REASONS = (None, "label too long", "out of order sample", "too old sample")
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["good", "good", "replay", "bad"])), max_size=12),
+    st.sets(st.tuples(st.sampled_from("abc"), st.sampled_from(["gpu_utilization", "gpu_temperature"]))),
+    st.sampled_from([("1.0", False), ("1.0", True), ("2.0", True)]),
+    st.integers(1, 30),
+)
+def test_every_record_ends_in_exactly_one_way_and_every_good_sample_is_stored_once(
+    plan: Sequence[tuple[str, str]], refused: set[tuple[str, str]], kind: tuple[Protocol, bool], max_samples: int
+) -> None:
+    def refuse(of: Sample) -> str | None:
+        labels = dict(of.labels)
+        return "label too long" if (labels["host_name"], labels["__name__"]) in refused else None
+
+    async def play() -> Setup:
+        one = Setup(Receiver(refuse, partial=kind[1]), kind[0], max_samples)
+        await one.deliver(*records)
+        return one
+
+    records: list[Read] = []
+    good: list[tuple[str, int]] = []
+    for offset, (node, what) in enumerate(plan, 1):
+        last = max((seq for of, seq in good if of == node), default=None)
+        if what == "good" or (what == "replay" and last is None):
+            good.append((node, offset))
+            records.append(record(sample(offset, node=node)))
+        else:
+            replay: Any = sample(last or 0, node=node)
+            records.append(record(replay, offset) if what == "replay" else record(b"{", offset))
+    one = asyncio.run(play())
+    assert one.balanced()
+    assert one.count("records_held") == one.count("records_released_total") == 0
+    stored = {
+        (dict(key)["host_name"], dict(key)["__name__"], ts_ms)
+        for key, points in one.receiver.stored.items()
+        for ts_ms, _ in points
+    }
+    assert stored == {
+        (node, metric, sample(seq).ts_ms)
+        for node, seq in good
+        for metric in ("gpu_utilization", "gpu_temperature", "gpu_memory_used")
+        if (node, metric) not in refused
+    }
+    ended = [(node, seq) for node, seq, outcome in one.outcomes if outcome != "duplicate"]
+    assert sorted(ended) == sorted(good)

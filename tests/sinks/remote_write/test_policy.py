@@ -1,0 +1,75 @@
+"""What a receiver's answer means."""
+
+import pytest
+
+from sinks.remote_write.policy import Answer, Meaning, Protocol, meaning, refusal
+
+NOW_MS = 1_795_219_152_000
+
+
+@pytest.mark.parametrize(
+    ("answer", "protocol", "means"),
+    [
+        (Answer(200), "1.0", "accepted"),
+        (Answer(204), "1.0", "accepted"),
+        (Answer(204, written=7), "2.0", "accepted"),
+        (Answer(204, written=6), "2.0", "refused"),
+        (Answer(204), "2.0", "not-2.0"),
+        (Answer(415), "2.0", "not-2.0"),
+        (Answer(400, "cannot parse"), "2.0", "not-2.0"),
+        (Answer(400, written=3), "2.0", "refused"),
+        (Answer(400), "1.0", "refused"),
+        (Answer(409), "1.0", "refused"),
+        (Answer(413), "1.0", "refused"),
+        (Answer(422), "1.0", "refused"),
+        (Answer(415), "1.0", "misconfigured"),
+        (Answer(401), "1.0", "misconfigured"),
+        (Answer(404), "2.0", "misconfigured"),
+        (Answer(302), "1.0", "misconfigured"),
+        (Answer(0, "refused"), "1.0", "again"),
+        (Answer(408), "1.0", "again"),
+        (Answer(429, retry_after_s=3), "2.0", "again"),
+        (Answer(500), "1.0", "server-error"),
+        (Answer(502), "1.0", "again"),
+        (Answer(503), "2.0", "again"),
+        (Answer(504), "1.0", "again"),
+        (Answer(507), "1.0", "again"),
+    ],
+)
+def test_each_status_has_its_policy(answer: Answer, protocol: Protocol, means: Meaning) -> None:
+    assert meaning(answer, protocol, 7) == means
+
+
+def test_a_refusal_without_a_count_is_no_sign_of_1_0_once_the_receiver_counted() -> None:
+    assert meaning(Answer(400), "2.0", 7, speaks_2_0=True) == "refused"
+    assert meaning(Answer(415), "2.0", 7, speaks_2_0=True) == "not-2.0"
+    assert meaning(Answer(204), "2.0", 7, speaks_2_0=True) == "not-2.0"
+
+
+@pytest.mark.parametrize(
+    ("text", "ts_ms", "reason"),
+    [
+        ("out of order sample", NOW_MS, "out_of_order"),
+        ("the sample has been rejected (err-mimir-sample-out-of-order)", NOW_MS, "out_of_order"),
+        ("too old sample", NOW_MS, "too_old"),
+        ("rejected (err-mimir-sample-timestamp-too-old). out of order window 5m", NOW_MS, "too_old"),
+        ("out of bounds", NOW_MS - 7_200_000, "too_old"),
+        ("out of bounds", NOW_MS + 1_800_000, "too_far_ahead"),
+        ("timestamp is too far in the future", NOW_MS, "too_far_ahead"),
+        ("err-mimir-too-far-in-future", NOW_MS, "too_far_ahead"),
+        ("duplicate sample for timestamp", NOW_MS, "duplicate"),
+        ("err-mimir-sample-duplicate-timestamp", NOW_MS, "duplicate"),
+        ("label value too long", NOW_MS, "rejected"),
+        ("", NOW_MS, "rejected"),
+    ],
+)
+def test_a_refusal_is_counted_by_what_was_said(text: str, ts_ms: int, reason: str) -> None:
+    assert refusal(Answer(400, text), ts_ms, NOW_MS).reason == reason
+
+
+def test_a_refusal_says_one_line() -> None:
+    assert refusal(Answer(400, "a\n b\n" + "x" * 999), NOW_MS, NOW_MS).text.startswith("a b xxx")
+    assert "\n" not in refusal(Answer(400, "a\nb"), NOW_MS, NOW_MS).text
+    assert refusal(Answer(422), NOW_MS, NOW_MS).text == "HTTP 422"
+    assert refusal(Answer(204, written=0), NOW_MS, NOW_MS).reason == "not_written"
+    assert refusal(Answer(500, "boom"), NOW_MS, NOW_MS).reason == "server_error"

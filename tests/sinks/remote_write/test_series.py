@@ -1,0 +1,216 @@
+"""What a tick writes: its series, and an end for those that are gone."""
+
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sinks.remote_write.blocks import Group
+from sinks.remote_write.series import STALE, Series, Tick
+from tests.sinks.conftest import device, sample
+from topics.attributed import AttributedSample
+
+PER_DEVICE = 3
+
+
+def series() -> Series:
+    return Series("otel", "otel")
+
+
+def play(state: Series, *samples: AttributedSample, now_s: float = 0.0) -> list[Tick]:
+    ticks = []
+    for one in samples:
+        ticks.append(state.tick(one))
+        state.settle(ticks[-1], now_s, accepted=True)
+    return ticks
+
+
+def ended(groups: Sequence[Group]) -> list[tuple[int, str, str | None]]:
+    """Time, name and pod of the series that end."""
+    return sorted(
+        (group.ts_ms, row.name, dict(group.block.labels).get("k8s_pod_name"))
+        for group in groups
+        for row, value in zip(group.block.rows, group.values, strict=True)
+        if struct.pack("<d", value) == struct.pack("<d", STALE)
+    )
+
+
+def test_a_marker_has_the_bits_that_prometheus_ends_a_series_by() -> None:
+    assert struct.pack("<d", STALE) == struct.pack("<Q", 0x7FF0000000000002)
+
+
+def test_a_steady_tick_writes_its_values_and_ends_nothing() -> None:
+    first, second = play(series(), sample(1), sample(2))
+    assert [len(group.values) for group in first.groups] == [PER_DEVICE]
+    assert second.blocks == first.blocks
+    assert (second.markers, ended(second.groups)) == (0, [])
+
+
+def test_a_pod_that_ends_gets_staleness_markers_at_the_tick_in_which_it_is_missing() -> None:
+    _, second = play(series(), sample(1, device(pod="a")), sample(2, device(pod="b")))
+    ts_ms = second.sample.ts_ms
+    names = ["gpu_memory_used", "gpu_temperature", "gpu_utilization"]
+    assert ended(second.groups) == [(ts_ms, name, "a") for name in names]
+    assert second.markers == PER_DEVICE
+
+
+def test_a_metric_that_is_missing_ends_alone() -> None:
+    less = device(metrics={"gpu_utilization_ratio": 1, "temperature_celsius": None})
+    _, second, third = play(series(), sample(1), sample(2, less), sample(3, less))
+    assert [name for _, name, _ in ended(second.groups)] == ["gpu_memory_used", "gpu_temperature"]
+    assert ended(third.groups) == []
+
+
+def test_a_device_that_is_lost_or_not_there_ends() -> None:
+    lost = device(metrics={}, state="lost")
+    _, second = play(series(), sample(1), sample(2, lost))
+    assert len(ended(second.groups)) == PER_DEVICE
+    _, second = play(series(), sample(1, device("GPU-a"), device("GPU-b")), sample(2, device("GPU-b")))
+    assert len(ended(second.groups)) == PER_DEVICE
+
+
+def test_the_order_of_metrics_and_devices_ends_nothing() -> None:
+    metrics = {"gpu_utilization_ratio": 1.0, "memory_used_bytes": 2.0}
+    turned = dict(reversed(metrics.items()))
+    one = sample(1, device("GPU-a", metrics=metrics), device("GPU-b"))
+    other = sample(2, device("GPU-b"), device("GPU-a", metrics=turned))
+    _, second = play(series(), one, other)
+    assert ended(second.groups) == []
+
+
+def test_zero_is_zero_and_what_is_null_or_absent_is_not_written() -> None:
+    metrics = {"gpu_utilization_ratio": 0, "memory_used_bytes": 0.0, "temperature_celsius": None}
+    (tick,) = play(series(), sample(1, device(metrics=metrics)))
+    assert [list(group.values) for group in tick.groups] == [[0.0, 0.0]]
+
+
+def test_a_ratio_without_a_denominator_is_not_written() -> None:
+    rows = []
+    for total in (8, 0):
+        metrics = {"memory_used_bytes": 4, "memory_total_bytes": total}
+        (tick,) = play(series(), sample(1, device(metrics=metrics)))
+        rows.append({row.name for group in tick.groups for row in group.block.rows})
+    assert rows[0] - rows[1] == {"gpu_memory_used_percent"}
+
+
+def test_of_two_devices_with_the_same_labels_the_first_is_written() -> None:
+    second = device(metrics={"gpu_utilization_ratio": 9})
+    tick, again = play(series(), sample(1, device(), second), sample(2, device(), second))
+    assert [list(group.values) for group in tick.groups] == [[1.0, 2.0, 3.0]]
+    assert (tick.clashes, again.clashes, again.markers) == (1, 1, 0)
+
+
+def test_a_replay_is_a_record_at_or_below_the_last_offset_of_its_node() -> None:
+    state = series()
+    play(state, sample(5), sample(3, node="n2"))
+    assert state.is_replay(sample(5))
+    assert state.is_replay(sample(4))
+    assert not state.is_replay(sample(6))
+    assert not state.is_replay(sample(4, node="n2"))
+    assert not state.is_replay(sample(1, node="n3"))
+
+
+def test_a_new_run_is_no_replay_whatever_its_clock_says() -> None:
+    state = series()
+    play(state, sample(5, run_id=9))
+    assert not state.is_replay(sample(6, run_id=1, ts_ms=5))
+
+
+def test_a_refused_tick_leaves_the_open_series_as_they_were() -> None:
+    state = series()
+    play(state, sample(1, device(pod="a")))
+    refused = state.tick(sample(2, device(pod="b")))
+    state.settle(refused, 0.0, accepted=False)
+    assert state.is_replay(sample(2))
+    third = state.tick(sample(3, device(pod="c")))
+    assert {pod for _, _, pod in ended(third.groups)} == {"a"}
+
+
+def test_a_silent_node_ends_one_millisecond_after_its_last_tick_and_only_once() -> None:
+    state = series()
+    play(state, sample(1), sample(2), now_s=100.0)
+    play(state, sample(1, node="n2"), now_s=150.0)
+    assert state.silent(159.9, 60) == []
+    (silence,) = state.silent(160.0, 60)
+    assert silence.node == ("c1", "n1")
+    assert {ts_ms for ts_ms, _, _ in ended(silence.groups)} == {sample(2).ts_ms + 1}
+    assert len(ended(silence.groups)) == PER_DEVICE
+    state.ended(silence)
+    assert state.silent(161.0, 60) == []
+
+
+def test_a_node_that_comes_back_after_silence_ends_nothing_and_opens_again() -> None:
+    state = series()
+    play(state, sample(1, device(pod="a")))
+    state.ended(state.silent(60.0, 60)[0])
+    (tick,) = play(state, sample(2, device(pod="b")), now_s=61.0)
+    assert ended(tick.groups) == []
+    assert len(state.silent(200.0, 60)) == 1
+
+
+def test_the_last_millisecond_there_is_has_an_end_too() -> None:
+    state = series()
+    play(state, sample(1, ts_ms=2**63 - 1))
+    assert {ts_ms for ts_ms, _, _ in ended(state.silent(60.0, 60)[0].groups)} == {2**63 - 1}
+
+
+def test_what_was_recalled_is_open_and_a_replay() -> None:
+    state = series()
+    state.recall(sample(1, device(pod="a")), 0.0)
+    state.recall(sample(1, device(pod="b")), 0.0)
+    assert state.is_replay(sample(1))
+    assert {pod for _, _, pod in ended(state.tick(sample(2, device(pod="b"))).groups)} == {"a"}
+
+
+def test_a_node_not_heard_of_for_a_day_is_forgotten() -> None:
+    state = series()
+    play(state, sample(1))
+    state.silent(24 * 3600 + 1.0, 60)
+    assert not state.is_replay(sample(1))
+
+
+DEVICES = st.lists(
+    st.builds(
+        device,
+        st.sampled_from(["GPU-a", "GPU-b"]),
+        st.sampled_from([None, "p", "q"]),
+        metrics=st.dictionaries(
+            st.sampled_from(["gpu_utilization_ratio", "memory_used_bytes", "memory_total_bytes"]),
+            st.none() | st.integers(0, 3),
+        ),
+    ),
+    max_size=3,
+)
+
+
+@given(st.lists(DEVICES, min_size=1, max_size=6), st.data())
+def test_after_any_ticks_just_the_series_of_the_last_accepted_one_are_open(
+    ticks: list[Any], data: st.DataObject
+) -> None:
+    state = series()
+    alive: set[Any] = set()
+    for number, devices in enumerate(ticks, 1):
+        one = sample(number)
+        tick = state.tick(sample(number, *devices) if devices else AttributedSample(**_header(one)))
+        written = [(series_of(group, row), value) for group in tick.groups for row, value in rows_of(group)]
+        assert len({key for key, _ in written}) == len(written)
+        accepted = data.draw(st.booleans())
+        state.settle(tick, 0.0, accepted=accepted)
+        if accepted:
+            now = {key for key, value in written if value == value}
+            assert {key for key, value in written if value != value} == alive - now
+            alive = now
+
+
+def _header(one: AttributedSample) -> dict[str, Any]:
+    return {name: getattr(one, name) for name in one.__struct_fields__ if name != "devices"}
+
+
+def rows_of(group: Group) -> list[tuple[Any, float]]:
+    return list(zip(group.block.rows, group.values, strict=True))
+
+
+def series_of(group: Group, row: Any) -> Any:
+    return row.name, row.labels, group.block.labels

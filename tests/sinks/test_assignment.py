@@ -1,0 +1,202 @@
+"""One partition, from when it is assigned to when it is taken away."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+
+import pytest
+from aiokafka.errors import CommitFailedError
+
+from sinks import outcomes
+from sinks.assignment import Assignment
+from sinks.dead_letters import Abandoned, Record
+from sinks.outcomes import Outcomes
+from tests.sinks.records import FakeConsumer, Read
+from topics.instruments import Instruments
+
+LOG = [Read(offset, str(offset).encode(), offset * 1000) for offset in range(10)]
+
+
+class FakeHandler:
+    """Finishes two records a step, and remembers."""
+
+    def __init__(self, counted: Outcomes, before: Callable[[int], None] = lambda _: None) -> None:
+        self.recalled: list[int] = []
+        self.delivered: list[int] = []
+        self.forgotten = 0
+        self.quiet_after: list[list[int]] = []
+        self._counted = counted
+        self._before = before
+
+    def recall(self, records: Sequence[Record]) -> None:
+        self.recalled += [one.offset for one in records]
+
+    async def deliver(self, records: Sequence[Record], abandon: asyncio.Event) -> AsyncGenerator[int]:
+        for start in range(0, len(records), 2):
+            some = records[start : start + 2]
+            self._before(some[0].offset)
+            if abandon.is_set():
+                raise Abandoned
+            self.delivered += [one.offset for one in some]
+            for _ in some:
+                self._counted.finish("delivered")
+            yield some[-1].offset + 1
+
+    async def quiet(self, abandon: asyncio.Event) -> None:
+        self.quiet_after.append(list(self.delivered))
+
+    def forget(self) -> None:
+        self.forgotten += 1
+
+
+class Setup:
+    """An assignment and what it works with."""
+
+    def __init__(self, consumer: FakeConsumer, kept: Assignment | None = None) -> None:
+        self.made = Instruments(outcomes.instruments("test"))
+        self.counted = Outcomes("test", self.made)
+        self.consumer = consumer
+        self.before: Callable[[int], None] = lambda _: None
+        self.handler = FakeHandler(self.counted, lambda offset: self.before(offset))
+        self.assignment = Assignment(consumer, 0, self.handler, self.counted, kept)
+
+    async def read(self) -> None:
+        """Runs until all is read, then takes the partition away."""
+        running = asyncio.ensure_future(self.assignment.run("earliest", 2.0))
+        polled = asyncio.ensure_future(self.consumer.polled.wait())
+        await asyncio.wait((running, polled), timeout=10, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.sleep(0.01)
+        self.assignment.abandon.set()
+        polled.cancel()
+        await asyncio.wait_for(running, 10)
+
+    def count(self, name: str) -> float:
+        return self.made.registry.get_sample_value(f"gpustream_test_records_{name}") or 0.0
+
+    def balanced(self) -> bool:
+        ended = sum(self.count(f"{name}_total") for name in ("delivered", "released"))
+        return self.count("read_total") == ended + self.count("held")
+
+
+async def test_each_step_is_committed_before_the_next() -> None:
+    one = Setup(FakeConsumer(LOG))
+    seen: list[tuple[int, list[int]]] = []
+    one.before = lambda offset: seen.append((offset, list(one.consumer.commits)))
+    await one.read()
+    assert one.handler.delivered == list(range(10))
+    assert seen == [(0, [0]), (2, [0, 2]), (4, [0, 2, 4]), (6, [0, 2, 4, 6]), (8, [0, 2, 4, 6, 8])]
+    assert one.consumer.group == 10
+    assert one.balanced()
+
+
+async def test_a_new_group_commits_where_it_starts_so_that_latest_means_once() -> None:
+    one = Setup(FakeConsumer([], begin=7))
+    await one.read()
+    assert one.consumer.commits == [7]
+
+
+async def test_what_was_finished_lately_is_recalled_and_not_delivered() -> None:
+    one = Setup(FakeConsumer(LOG, group=6))
+    await one.read()
+    assert one.handler.recalled == [3, 4, 5]
+    assert one.handler.delivered == [6, 7, 8, 9]
+    assert one.count("read_total") == 4
+
+
+async def test_what_is_not_finished_when_it_is_abandoned_is_given_back() -> None:
+    one = Setup(FakeConsumer(LOG))
+    one.before = lambda offset: one.assignment.abandon.set() if offset == 4 else None
+    with pytest.raises(Abandoned):
+        await one.assignment.run("earliest", 2.0)
+    assert one.consumer.group == 4
+    assert (one.count("delivered_total"), one.count("released_total"), one.count("held")) == (4, 6, 0)
+
+
+async def test_after_it_is_over_nothing_is_committed() -> None:
+    one = Setup(FakeConsumer(LOG))
+    one.before = lambda offset: one.assignment.close() if offset == 4 else None
+    with pytest.raises(Abandoned):
+        await one.assignment.run("earliest", 2.0)
+    assert one.consumer.commits == [0, 2, 4]
+    assert one.balanced()
+
+
+async def test_a_commit_that_fails_ends_it_and_is_counted() -> None:
+    class Refusing(FakeConsumer):
+        async def commit(self, offsets: dict[object, int]) -> None:
+            if self.commits:
+                raise CommitFailedError("rebalanced")
+            await super().commit(offsets)
+
+    one = Setup(Refusing(LOG))
+    with pytest.raises(CommitFailedError):
+        await one.assignment.run("earliest", 2.0)
+    assert one.made.registry.get_sample_value("gpustream_test_commits_total", {"result": "failed"}) == 1
+    assert one.count("delivered_total") == 2
+    assert one.count("released_total") == 8
+
+
+async def test_a_broker_that_is_away_at_the_start_is_waited_for() -> None:
+    one = Setup(FakeConsumer(LOG, away=1))
+    await one.read()
+    assert one.handler.delivered == list(range(10))
+
+
+async def test_an_assignment_that_follows_unchanged_keeps_its_handler() -> None:
+    first = Setup(FakeConsumer(LOG))
+    await first.read()
+    second = Setup(first.consumer, kept=first.assignment)
+    first.consumer.log = [*LOG, Read(10, b"10")]
+    first.consumer.polled.clear()
+    await second.read()
+    assert first.handler.delivered == list(range(11))
+    assert second.handler.delivered == second.handler.recalled == []
+
+
+async def test_a_topic_that_is_made_anew_is_delivered_from_its_start() -> None:
+    one = Setup(FakeConsumer(LOG))
+
+    def anew(offset: int) -> None:
+        if offset == 8:
+            one.consumer.log, one.consumer.at = LOG[:3], 0
+
+    one.before = anew
+    await one.read()
+    assert one.handler.forgotten == 1
+    assert one.handler.delivered == [*range(10), 0, 1, 2]
+
+
+async def test_records_that_retention_removed_before_they_were_read_are_counted() -> None:
+    one = Setup(FakeConsumer(LOG))
+
+    def expire(offset: int) -> None:
+        if offset == 8:
+            one.consumer.log, one.consumer.begin = [*LOG, Read(15, b"")], 14
+
+    one.before = expire
+    await one.read()
+    assert one.count("expired_total") == 4
+
+
+async def test_holes_of_control_records_are_no_loss() -> None:
+    one = Setup(FakeConsumer([*LOG, Read(12, b"")]))
+    await one.read()
+    assert one.count("expired_total") == 0
+    assert one.consumer.group == 13
+
+
+async def test_a_partition_is_quiet_where_all_of_it_is_read_and_only_there() -> None:
+    ended, behind = Setup(FakeConsumer(LOG, group=10)), Setup(FakeConsumer(LOG, group=4))
+    await ended.read()
+    await behind.read()
+    assert ended.handler.quiet_after == [[]]
+    assert behind.handler.quiet_after == [[4, 5, 6, 7, 8, 9]]
+
+
+async def test_a_partition_is_not_quiet_because_the_broker_is() -> None:
+    class Silent(FakeConsumer):
+        def last_poll_timestamp(self, _: object) -> int:
+            return 1000
+
+    one = Setup(Silent(LOG, group=10))
+    await one.read()
+    assert one.handler.quiet_after == []

@@ -1,0 +1,178 @@
+"""What labels a device's series carry."""
+
+import re
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sinks.labels import LABEL_SETS, MAX_VALUE_BYTES, Held, Seen, labels, sanitised, seen, sole_holder
+from topics.attributed import AttributedDevice, Holder, Workload
+from topics.catalogue import label_names
+from topics.metric import PROFILES
+
+NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*\Z")
+
+MIG = {"uuid": "MIG-1", "parent_uuid": "GPU-a", "gpu_instance": 7, "compute_instance": 0, "profile": "1g.10gb"}
+BERT = {
+    "namespace": "ml-team",
+    "pod": "bert-0",
+    "pod_uid": "u1",
+    "container": "pytorch",
+    "job": "bert",
+    "workload": {"kind": "CronJob", "name": "nightly"},
+}
+
+
+def of(label_set: Any, *holders: dict[str, Any], **more: Any) -> dict[str, str]:
+    content = {
+        "uuid": "GPU-a",
+        "index": 3,
+        "minor": 4,
+        "model": "H100",
+        "pci_bus_id": "00000000:0A:00.0",
+        "holders": list(holders),
+        **more,
+    }
+    return dict(labels(label_set, seen("prod", "n1", msgspec.convert(content, AttributedDevice))))
+
+
+def test_otel_names_the_device_its_holder_and_the_owner_of_the_pod() -> None:
+    assert of("otel", BERT) == {
+        "k8s_cluster_name": "prod",
+        "k8s_node_name": "n1",
+        "host_name": "n1",
+        "service_name": "gpustream",
+        "gpu_vendor": "nvidia",
+        "gpu_index": "3",
+        "gpu_uuid": "GPU-a",
+        "gpu_model": "H100",
+        "k8s_namespace_name": "ml-team",
+        "k8s_pod_name": "bert-0",
+        "k8s_container_name": "pytorch",
+        "k8s_job_name": "bert",
+        "k8s_workload_kind": "CronJob",
+        "k8s_workload_name": "nightly",
+    }
+
+
+def test_dcgm_has_what_dashboards_of_a_scraped_exporter_filter_by() -> None:
+    assert of("dcgm", BERT) == {
+        "gpu": "3",
+        "UUID": "GPU-a",
+        "pci_bus_id": "00000000:0A:00.0",
+        "device": "nvidia4",
+        "modelName": "H100",
+        "hostname": "n1",
+        "instance": "n1:9400",
+        "cluster": "prod",
+        "namespace": "ml-team",
+        "pod": "bert-0",
+        "container": "pytorch",
+    }
+
+
+def test_pod_devices_has_its_five_labels_and_nothing_else() -> None:
+    five = {"gpu": "3", "uuid": "GPU-a", "pod_namespace": "ml-team", "pod_name": "bert-0", "container_name": "pytorch"}
+    assert of("pod-devices", BERT) == five
+    assert of("dcgm-legacy", BERT) == {**five, "node": "n1", "cluster": "prod"}
+
+
+@pytest.mark.parametrize(
+    ("label_set", "expected"),
+    [
+        ("otel", {"gpu_uuid": "GPU-a", "gpu_mig_uuid": "MIG-1", "gpu_mig_profile": "1g.10gb"}),
+        ("dcgm", {"UUID": "GPU-a", "GPU_I_PROFILE": "1g.10gb", "GPU_I_ID": "7"}),
+        ("dcgm-legacy", {"uuid": "MIG-1"}),
+        ("pod-devices", {"uuid": "MIG-1"}),
+    ],
+)
+def test_a_mig_device_is_told_from_its_gpu(label_set: Any, expected: dict[str, str]) -> None:
+    made = of(label_set, uuid="MIG-1", mig=MIG)
+    assert {name: made.get(name) for name in expected} == expected
+
+
+@pytest.mark.parametrize("label_set", LABEL_SETS)
+def test_a_device_that_several_pods_hold_carries_no_holder_labels(label_set: Any) -> None:
+    assert of(label_set, BERT, {**BERT, "pod": "bert-1", "pod_uid": "u2"}) == of(label_set)
+    assert of(label_set, BERT, {**BERT, "pod_uid": "u2"}) == of(label_set)
+
+
+def test_two_containers_of_one_pod_are_one_holder_without_a_container() -> None:
+    both = of("otel", BERT, {**BERT, "container": "sidecar"})
+    assert both == {name: value for name, value in of("otel", BERT).items() if name != "k8s_container_name"}
+
+
+def test_one_container_that_holds_a_device_twice_keeps_its_name() -> None:
+    assert of("otel", BERT, {**BERT, "resource": "nvidia.com/gpu.shared"}) == of("otel", BERT)
+
+
+def test_at_most_one_owner_label_is_set() -> None:
+    made = of("otel", {**BERT, "statefulset": "s", "deployment": "d"})
+    assert [name for name in made if name in {"k8s_job_name", "k8s_statefulset_name", "k8s_deployment_name"}] == [
+        "k8s_job_name"
+    ]
+
+
+def test_no_holder_is_no_holder() -> None:
+    assert sole_holder(()) is None
+    assert "k8s_pod_name" not in of("otel")
+
+
+def test_a_value_is_cut_at_a_character_and_lone_surrogates_are_replaced() -> None:
+    assert sanitised("a" * 5000) == "a" * MAX_VALUE_BYTES
+    assert sanitised("é" * 5000) == "é" * (MAX_VALUE_BYTES // 2)
+    assert sanitised("x" + "é" * 5000) == "x" + "é" * ((MAX_VALUE_BYTES - 1) // 2)
+    assert sanitised("a\ud800b") == "a?b"
+    assert sanitised('a\n\t"\\\0b') == 'a\n\t"\\\0b'
+
+
+TEXT = st.text(st.characters(), max_size=40) | st.just("x" * 2000)
+SOME = st.none() | TEXT
+HELD = st.builds(
+    Held,
+    TEXT,
+    TEXT,
+    SOME,
+    SOME,
+    SOME,
+    SOME,
+    st.none() | st.builds(Workload, kind=TEXT, name=TEXT),
+)
+NUMBER = st.none() | st.integers(0, 200)
+SEEN = st.builds(Seen, TEXT, TEXT, TEXT, SOME, NUMBER, NUMBER, TEXT, SOME, SOME, SOME, NUMBER, st.none() | HELD)
+
+
+@given(SEEN, st.sampled_from(LABEL_SETS))
+def test_labels_are_sorted_and_none_is_repeated_or_empty_whatever_the_device_says(device: Seen, label_set: Any) -> None:
+    made = labels(label_set, device)
+    names = [name for name, _ in made]
+    assert names == sorted(set(names))
+    assert all(NAME.match(name) for name in names)
+    assert all(0 < len(value.encode()) <= MAX_VALUE_BYTES for _, value in made)
+
+
+@given(
+    st.lists(
+        st.builds(Holder, namespace=st.sampled_from("ab"), pod=st.sampled_from("pq"), container=st.sampled_from("cd")),
+        max_size=4,
+    )
+)
+def test_the_sole_holder_is_of_the_only_pod_there_is(holders: list[Holder]) -> None:
+    pods = {(one.namespace, one.pod) for one in holders}
+    held = sole_holder(holders)
+    assert (held is not None) == (len(pods) == 1)
+    if held is not None:
+        containers = {one.container for one in holders}
+        assert held.container == (containers.pop() if len(containers) == 1 else None)
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_no_label_of_a_device_is_one_that_tells_series_of_a_name_apart(profile: Any) -> None:
+    device = Seen(
+        "c", "n", "u", "p", 0, 0, "v", "m", "b", "x", 0, Held("n", "p", "c", "j", "s", "d", Workload("K", "n"))
+    )
+    for label_set in LABEL_SETS:
+        assert not {name for name, _ in labels(label_set, device)} & (label_names(profile) | {"__name__"})
