@@ -28,7 +28,7 @@ from faust.transport.drivers import aiokafka as driver
 from mode.utils.queues import FlowControlEvent, ThrowableQueue
 
 from streams.reader.consumer import LosslessConsumer
-from streams.reader.ledger import Slot
+from streams.reader.ledger import Partition, Slot
 from streams.reader.reader import Batch, Client, Reader, Stage
 from streams.reader.watchdog import Deadlines, Pulse, Watchdog, fail_stop
 from topics.sender import Sender
@@ -68,6 +68,10 @@ class Batches(Channel):  # type: ignore[misc]  # faust has no types that pass st
             self._queue = ThrowableQueue(maxsize=_BATCHES_IN_HAND, flow_control=flow)
         return self._queue
 
+    def readers(self) -> int:
+        """How many are given the batches: without one they are dropped, and each of several is given all."""
+        return len(self._subscribers)
+
 
 class _Boot(BootStrategy):  # type: ignore[misc]
     """No producer and no web server: records are sent by a sender of ours."""
@@ -97,6 +101,7 @@ class ReaderApp(faust.App):  # type: ignore[misc]
         self._answers = 0
         self._beat = 0
         self._ask = asyncio.Event()
+        self._asking: asyncio.Task[None] | None = None
         self._watchdog = Watchdog(self._pulse, settings.deadlines, fail=fail)
         super().__init__(settings.group, **(_faust_settings(settings) | options))
         self.batches = Batches(self)
@@ -143,15 +148,16 @@ class ReaderApp(faust.App):  # type: ignore[misc]
 
     async def run(self, stop: asyncio.Event) -> None:
         """Read until ``stop`` is set or something fails."""
-        await self.sender.start()
-        self._watchdog.start()
-        asking = asyncio.create_task(self._ask_for_ends())
+        starting = asyncio.create_task(self._start())
+        stopping = asyncio.create_task(stop.wait())
         try:
-            await self.start()
-            self._check_wiring()
-            await self._until(stop)
+            await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
+            if starting.done():
+                starting.result()
+                await self._until(stopping)
         finally:
-            asking.cancel()
+            stopping.cancel()
+            starting.cancel()
             await self._end()
 
     def not_ready(self) -> list[str]:
@@ -161,18 +167,27 @@ class ReaderApp(faust.App):  # type: ignore[misc]
         pending = len(self.reader.pending_states())
         return [f"state of {pending} partitions still being read"] if pending else []
 
-    async def _until(self, stop: asyncio.Event) -> None:
-        stopping = asyncio.create_task(stop.wait())
+    async def _start(self) -> None:
+        await self.sender.start()
+        self._watchdog.start()
+        asking = asyncio.create_task(self._ask_for_ends())
+        asking.add_done_callback(self._asked)
+        self._asking = asking
+        await self.start()
+        self._check_wiring()
+
+    async def _until(self, stopping: "asyncio.Task[bool]") -> None:
         while not stopping.done():
             await asyncio.wait([stopping], timeout=0.5)
             failed = self.crash_reason or (self._consumer is not None and self._consumer.crash_reason)
             if failed or self.should_stop:
-                stopping.cancel()
                 self.fail(f"the consumer ended by itself: {failed!r}")
                 return
 
     async def _end(self) -> None:
         """Stop, in bounded time: a broker that is away is not waited for."""
+        if self._asking is not None:
+            self._asking.cancel()
         ending = asyncio.ensure_future(self._stop_all())
         done, _ = await asyncio.wait([ending], timeout=_STOP_S)
         self._watchdog.stop()
@@ -182,14 +197,18 @@ class ReaderApp(faust.App):  # type: ignore[misc]
 
     async def _stop_all(self) -> None:
         await self.stop()
+        self.reader.end_epoch()  # nothing can be committed any more, and what is not sent now is no failure
         await self.sender.stop(timeout_s=1.0)
 
     def _check_wiring(self) -> None:
         """Refuse to run unless the consumer is ours, the agent is there, and every topic is one that is read."""
         if not isinstance(self.consumer, LosslessConsumer):
             raise TypeError(f"the consumer is {type(self.consumer)}, not the lossless one")
-        if len(self.agents) != 1:
-            raise RuntimeError(f"{len(self.agents)} agents on the batches, not one")
+        if self.batches.readers() != 1:
+            raise RuntimeError(f"{self.batches.readers()} agents on the batches, not one")
+        read = {*self.settings.inputs, *self.settings.states}
+        if others := {name for topic in self.topics for name in topic.topics} - read:
+            raise RuntimeError(f"subscribed to topics that nothing reads: {', '.join(sorted(others))}")
 
     async def _deliver(self, batch: Batch) -> None:
         await self.batches.send(value=batch)
@@ -201,25 +220,26 @@ class ReaderApp(faust.App):  # type: ignore[misc]
                 await asyncio.wait_for(self._ask.wait(), _ASK_EVERY_S)
             self._ask.clear()
             self._beat += 1
-            if self.reader.ledger.ready:
-                await self._ask_once()
+            if self.reader.client is not None:
+                await self._ask_once(self.reader.client)
             await asyncio.sleep(_ASK_AT_MOST_EVERY_S)
 
-    async def _ask_once(self) -> None:
+    async def _ask_once(self, client: Client) -> None:
+        """Ask where our partitions end; of any partition where none is ours, to know whether the broker answers."""
         ledger, epoch, asked_s = self.reader.ledger, self.reader.ledger.epoch, time.monotonic()
-        asking = asyncio.ensure_future(self._client().ends(list(ledger.positions())))
+        ours = list(ledger.positions())
+        asking = asyncio.ensure_future(client.ends(ours or [Partition(self.settings.inputs[0], 0)]))
         done, _ = await asyncio.wait([asking], timeout=_ASK_EVERY_S * 10)
-        if not done:
+        if not done or asking.cancelled():
             asking.cancel()
         elif asking.exception() is not None:
             log.info("where the partitions end is not known: %r", asking.exception())
-        elif epoch == ledger.epoch:
+        elif ours and epoch == ledger.epoch:
             self.reader.stage.ends(asked_s, asking.result())
 
-    def _client(self) -> Client:
-        if self.reader.client is None:
-            raise RuntimeError("not started")
-        return self.reader.client
+    def _asked(self, asking: "asyncio.Task[None]") -> None:
+        if not asking.cancelled():
+            self.fail(f"nobody asks where the partitions end any more: {asking.exception()!r}")
 
     def _answered(self) -> None:
         self._answers += 1
@@ -229,12 +249,16 @@ class ReaderApp(faust.App):  # type: ignore[misc]
         return Pulse(
             beat=self._beat,
             progress=ledger.finished,
+            turns=self.reader.turns,
             working=ledger.open_bytes > 0,
             ready=not self.not_ready(),
             reachable=self._answers,
         )
 
     # -- Faust's hooks
+
+    def _create_directories(self) -> None:
+        """Nothing is kept on disk."""
 
     def _new_transport(self) -> Any:
         wiring = {

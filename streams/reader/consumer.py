@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from aiokafka import AIOKafkaConsumer, TopicPartition
+from aiokafka.errors import CommitFailedError, IllegalStateError
 from faust.transport.drivers import aiokafka as driver
 
 from streams.reader.ledger import Partition
@@ -54,6 +55,8 @@ class LosslessConsumer(driver.Consumer):  # type: ignore[misc]  # faust has no t
             try:
                 await self.reader.turn()
             except asyncio.CancelledError:
+                if not (self.should_stop or fetcher.should_stop or self.app.should_stop):
+                    self.fail("the reader was cancelled")  # Faust would go on without it
                 raise
             except self.consumer_stopped_errors:
                 if not self.app.should_stop:
@@ -134,9 +137,20 @@ class ThreadClient:
 
     async def commit(self, offsets: Mapping[Partition, int]) -> bool:
         """Commit; False where the group has moved on."""
-        committed: bool = await self._thread.commit({_theirs(tp): offset for tp, offset in offsets.items()})
-        if committed:
-            self._consumer.answered()
+        consumer = self._thread._ensure_consumer()
+
+        async def commit() -> bool:
+            assigned = consumer.assignment()  # now, and no longer what it was when this was asked for
+            ours = {_theirs(tp): offset for tp, offset in offsets.items() if _theirs(tp) in assigned}
+            if ours:
+                await consumer.commit(ours)
+            return len(ours) == len(offsets)
+
+        try:
+            committed: bool = await self._thread.call_thread(commit)
+        except (CommitFailedError, IllegalStateError):
+            return False
+        self._consumer.answered()
         return committed
 
     async def _ask(self, method: str, *args: Any) -> Any:

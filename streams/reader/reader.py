@@ -4,7 +4,8 @@ In: the records of assigned partitions. Out: batches for an agent, and commits o
 State: a ledger of what was read and is not finished, and what this process holds of the state topics.
 
 - Positions are set by one loop alone, each partition explicitly, and until then nothing is taken.
-- A record out of sequence is not believed the first time: it may have been fetched before a seek.
+- A record out of sequence is not believed until it comes again: it may have been fetched before a seek. A hole is then
+  passed over; where the log goes on before what was read, it is another log, and positions are set anew.
 - Inputs wait until the state of their partition has been learned to where it ended at the assignment.
 - Only finished prefixes are committed.
 - Whatever is awaited may come back in another epoch, and is then worth nothing.
@@ -15,7 +16,7 @@ recovery.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from aiokafka.errors import KafkaError
@@ -98,11 +99,11 @@ class Reader:
         self.ledger = Ledger()
         self.commits: dict[Partition, int] = {}
         self.state_ends: dict[Partition, int] = {}
-        self.holes = self.lost = self.rebalances = 0
+        self.holes = self.lost = self.rebalances = self.turns = 0
         self._held = start.Held()
         self._waiting: set[int] = set()
         self._full = False
-        self._doubted: set[tuple[Partition, int]] = set()
+        self._doubted: dict[Partition, tuple[int, int]] = {}
         self._committing: asyncio.Task[bool] | None = None
 
     # -- offsets
@@ -156,13 +157,14 @@ class Reader:
 
     def pending_states(self) -> list[Partition]:
         """The state partitions that are not learned to where they ended at the assignment."""
-        positions = self.ledger.positions()
-        return [tp for tp, end in self.state_ends.items() if positions.get(tp, end) < end]
+        positions, ends = self.ledger.positions(), dict(self.state_ends)  # copied: the watchdog's thread asks too
+        return [tp for tp, end in ends.items() if positions.get(tp, end) < end]
 
     # -- the loop
 
     async def turn(self) -> None:
         """One turn of the loop: wait for the group, set positions, or read."""
+        self.turns += 1
         if not self._client().flowing():
             await asyncio.sleep(_IDLE_S)
         elif not self.ledger.ready:
@@ -209,8 +211,8 @@ class Reader:
             return
         epoch = self.ledger.epoch
         records = await self._client().fetch(active, _FETCH_S)
-        if self._waiting and not records:
-            await self._step_over_markers()
+        if self._waiting:
+            await self._step_over_markers([tp for tp in self.pending_states() if tp not in records])
         for tp in sorted(records, key=lambda tp: tp.topic not in self.states):  # state first
             if epoch != self.ledger.epoch:
                 return
@@ -231,9 +233,9 @@ class Reader:
         limit = self.max_open_bytes // 2 if self._full else self.max_open_bytes
         self._full = self.ledger.open_bytes >= limit
 
-    async def _step_over_markers(self) -> None:
+    async def _step_over_markers(self, silent: list[Partition]) -> None:
         """A partition may end in markers that no reader is given: the client's position tells that nothing is left."""
-        for tp in self.pending_states():
+        for tp in silent:
             try:
                 position = await self._client().position(tp)
             except NOT_OURS:
@@ -241,15 +243,17 @@ class Reader:
             if position >= self.state_ends.get(tp, 0) and not self.ledger.open_in(tp):
                 self.state_ends.pop(tp, None)
 
-    async def _take(self, tp: Partition, records: Iterable[Any]) -> None:
+    async def _take(self, tp: Partition, records: Sequence[Any]) -> None:
         batch: Batch = []
         for record in records:
             expected = self.ledger.expected(tp)
             if expected is None:
                 break
-            if record.offset < expected or (tp.topic not in self.states and tp.partition in self._waiting):
+            if record.offset < expected <= records[-1].offset:
                 continue
-            if record.offset > expected and not await self._believe(tp, expected, record.offset):
+            if tp.topic not in self.states and tp.partition in self._waiting:
+                continue
+            if record.offset != expected and not await self._believe(tp, expected, record.offset):
                 break
             size = len(record.value or b"") + len(record.key or b"")
             batch.append((self.ledger.admit(tp, record.offset, size), record))
@@ -257,20 +261,27 @@ class Reader:
             await self.deliver(batch)
 
     async def _believe(self, tp: Partition, expected: int, offset: int) -> bool:
-        """Whether a hole is real. The first time, look again: the records may have been fetched before a seek."""
-        if tp.topic in self.compacted:
+        """Whether records are to be passed over: a hole that is still there when looked at again."""
+        if offset > expected and tp.topic in self.compacted:
             return True
-        if (tp, expected) in self._doubted:
-            self._doubted.discard((tp, expected))
+        if self._doubted.get(tp) != (expected, offset):
+            self._doubted[tp] = expected, offset
+            await self._look_again(tp, expected)
+            return False
+        del self._doubted[tp]
+        if offset > expected:
             self.holes += 1
             log.warning("%s %s: no records from %s to %s", *tp, expected, offset - 1)
             return True
-        self._doubted.add((tp, expected))
+        log.error("%s %s: offset %s is gone, and the log goes on at %s: setting positions anew", *tp, expected, offset)
+        self.end_epoch()
+        return False
+
+    async def _look_again(self, tp: Partition, expected: int) -> None:
         try:
             await self._client().seek({tp: expected})
         except NOT_OURS:
             self.end_epoch()
-        return False
 
     def _client(self) -> Client:
         if self.client is None:

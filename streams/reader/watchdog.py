@@ -31,11 +31,13 @@ class Pulse(msgspec.Struct, frozen=True):
     """What a watchdog looks at: a beat of the event loop, the progress so far, and what is being waited for.
 
     ``progress`` is any number that changes when work is done. ``working``: there is work that should be getting done.
+    ``turns`` counts how often the reader has looked for records.
     ``reachable`` counts the broker's answers: without them nothing can progress, and ending the process helps nobody.
     """
 
     beat: int
     progress: int
+    turns: int
     working: bool
     ready: bool
     reachable: int
@@ -55,7 +57,7 @@ class Judge:
     def __init__(self, deadlines: Deadlines) -> None:
         self._deadlines = deadlines
         self._last: Pulse | None = None
-        self._unready = self._still = self._stuck = 0
+        self._unready = self._still = self._stuck = self._idle = 0
 
     def look(self, pulse: Pulse) -> str | None:
         """The reason to end the process, or None."""
@@ -64,7 +66,7 @@ class Judge:
             return None
         answered = pulse.reachable != last.reachable
         self._still = self._still + 1 if pulse.beat == last.beat else 0
-        if pulse.ready:
+        if pulse.ready or pulse.progress != last.progress:
             self._unready = 0
         elif answered:
             self._unready += 1
@@ -72,6 +74,10 @@ class Judge:
             self._stuck = 0
         elif answered:
             self._stuck += 1
+        if pulse.turns != last.turns:
+            self._idle = 0
+        elif answered:
+            self._idle += 1
         return self._verdict()
 
     def _verdict(self) -> str | None:
@@ -81,6 +87,8 @@ class Judge:
             return f"not ready after {self._unready} s of a broker that answers"
         if self._stuck >= self._deadlines.progress:
             return f"records were read and none was finished in {self._stuck} s of a broker that answers"
+        if self._idle >= self._deadlines.progress:
+            return f"no records were looked for in {self._idle} s of a broker that answers"
         return None
 
 
@@ -104,7 +112,13 @@ class Watchdog:
     def _run(self) -> None:
         while not self._stopped.is_set():
             time.sleep(1.0)
-            reason = self._judge.look(self._pulse())
+            reason = self._look()
             if reason is not None and not self._stopped.is_set():
                 self._fail(reason)
                 return
+
+    def _look(self) -> str | None:
+        try:
+            return self._judge.look(self._pulse())
+        except Exception as error:  # noqa: BLE001 - whatever it is, nobody else would notice
+            return f"the watchdog failed: {error!r}"

@@ -107,6 +107,8 @@ class FakeProducer:
         return len(log) - len(batch)
 
     def _refusal(self, tp: tuple[str, int], values: list[bytes]) -> Exception | None:
-        if tp in self.poisoned:
-            return OutOfOrderSequenceNumber()
-        return next((self.cluster.refused[value]() for value in values if value in self.cluster.refused), None)
+        error: Exception | None = OutOfOrderSequenceNumber() if tp in self.poisoned else None
+        for value in values:
+            if error is None and value in self.cluster.refused:
+                error = self.cluster.refused[value]()
+        return error

@@ -1,0 +1,398 @@
+"""A broker, a consumer group and processes that read, all in memory and on a made-up clock.
+
+The broker keeps what it was asked to keep and nothing else; the client is as contrary as the real one may be: whatever
+is awaited takes its time, so that partitions go in the middle of it. :class:`World` holds what is promised against what
+happens: a commit past an unfinished record, a hole, an input before its state, all fail where they happen.
+"""
+
+import asyncio
+import random
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+
+from aiokafka.errors import IllegalStateError, KafkaConnectionError
+
+from streams.reader.ledger import Partition, Slot
+from streams.reader.reader import Batch, Reader
+
+INPUT = "ticks"
+STATES = ("owners", "labels")
+TOPICS = (INPUT, *STATES)
+MISSED_CALL_S = 1.0
+
+
+@dataclass(frozen=True)
+class Record:
+    """A record as the client gives it; ``timestamp`` in ms of log time."""
+
+    offset: int
+    value: bytes = b"x" * 10
+    key: bytes | None = None
+    timestamp: int = 1_000_000
+
+
+@dataclass
+class Log:
+    """One partition: offsets that hold a record, and where it begins and ends."""
+
+    begin: int = 0
+    end: int = 0
+    records: dict[int, Record] = field(default_factory=dict)
+
+    def append(self, count: int = 1, *, timestamp: int = 1_000_000) -> None:
+        """Store so many records."""
+        for _ in range(count):
+            self.records[self.end] = Record(self.end, timestamp=timestamp)
+            self.end += 1
+
+    def mark(self) -> None:
+        """Store what no reader is given: a transaction's marker."""
+        self.end += 1
+
+    def compact(self, offset: int) -> None:
+        """Lose the record at an offset, and keep the offset."""
+        self.records.pop(offset, None)
+
+    def retain(self, begin: int) -> None:
+        """Lose everything before an offset."""
+        self.begin = max(self.begin, min(begin, self.end))
+        self.records = {at: record for at, record in self.records.items() if at >= self.begin}
+
+    def recreate(self) -> None:
+        """Be deleted and made anew."""
+        self.begin = self.end = 0
+        self.records = {}
+
+
+@dataclass
+class Broker:
+    """The logs, the group's commits, and what is wrong at the moment."""
+
+    partitions: int = 2
+    logs: dict[Partition, Log] = field(default_factory=lambda: defaultdict(Log))
+    committed: dict[Partition, int] = field(default_factory=dict)
+    away: bool = False
+    commits: str = "taken"  # or refused, failed, hanging
+    on_commit: Callable[[Partition, int], None] = lambda _tp, _offset: None
+
+    def all(self) -> set[Partition]:
+        """Every partition of every topic."""
+        return {Partition(topic, number) for topic in TOPICS for number in range(self.partitions)}
+
+
+class FakeClient:
+    """One process' consumer. ``chance`` decides how long everything takes, and what is late."""
+
+    def __init__(self, broker: Broker, chance: random.Random) -> None:
+        self.broker, self.chance = broker, chance
+        self.tps: set[Partition] = set()
+        self.flow = True
+        self.generation = 0
+        self.late = False
+        self.max_records = 5
+        self.positions: dict[Partition, int] = {}
+        self.read_ahead: dict[Partition, int] = {}
+        self.seeks: list[dict[Partition, int]] = []
+        self.asked_to_commit: list[dict[Partition, int]] = []
+
+    def assign(self, tps: set[Partition]) -> None:
+        """Have these partitions, at what the client takes for their positions."""
+        self.generation += 1
+        self.tps = set(tps)
+        self.positions = {tp: self.broker.committed.get(tp, self.broker.logs[tp].begin) for tp in tps}
+        self.read_ahead = {}
+
+    def assignment(self) -> set[Partition]:
+        return set(self.tps)
+
+    def flowing(self) -> bool:
+        return self.flow
+
+    async def fetch(self, active: set[Partition], timeout_s: float) -> Mapping[Partition, list[Record]]:
+        assert active, "nothing asked for, which the real client takes for everything"
+        await self._answer(fails=False)
+        records = {tp: found for tp in sorted(active & self.tps) if (found := self._read(tp))}
+        if not records or self.broker.away:
+            await asyncio.sleep(timeout_s)
+        return {} if self.broker.away else records
+
+    def _read(self, tp: Partition) -> list[Record]:
+        if self.broker.away:
+            return []
+        log = self.broker.logs[tp]
+        if late := self._from(log, self.read_ahead.pop(tp, log.end)):
+            return late
+        if not log.begin <= self.positions[tp] <= log.end:
+            self.positions[tp] = log.begin
+        found = self._from(log, self.positions[tp])
+        self.positions[tp] = found[-1].offset + 1 if found else log.end
+        return found
+
+    def _from(self, log: Log, at: int) -> list[Record]:
+        return [log.records[offset] for offset in range(at, log.end) if offset in log.records][: self.max_records]
+
+    async def seek(self, positions: Mapping[Partition, int]) -> None:
+        self.seeks.append(dict(positions))
+        await self._answer(fails=False)
+        for tp, offset in positions.items():
+            self._mine(tp)
+            if self.late and self.positions[tp] != offset and self.chance.random() < 0.5:
+                self.read_ahead[tp] = self.positions[tp]  # was fetched before the seek, and is given after it
+            self.positions[tp] = offset
+
+    async def position(self, tp: Partition) -> int:
+        await self._answer()
+        self._mine(tp)
+        return self.positions[tp]
+
+    async def committed(self, tp: Partition) -> int | None:
+        await self._answer()
+        self._mine(tp)
+        return self.broker.committed.get(tp)
+
+    async def beginnings(self, tps: list[Partition]) -> Mapping[Partition, int]:
+        await self._answer()
+        return {tp: self.broker.logs[tp].begin for tp in tps}
+
+    async def ends(self, tps: list[Partition]) -> Mapping[Partition, int]:
+        await self._answer()
+        return {tp: self.broker.logs[tp].end for tp in tps}
+
+    async def offsets_at(self, times_ms: Mapping[Partition, int]) -> Mapping[Partition, int | None]:
+        await self._answer()
+        return {tp: self._first_since(tp, at) for tp, at in times_ms.items()}
+
+    def _first_since(self, tp: Partition, at_ms: int) -> int | None:
+        records = self.broker.logs[tp].records
+        return min((offset for offset, record in records.items() if record.timestamp >= at_ms), default=None)
+
+    async def times(self, offsets: Mapping[Partition, int]) -> Mapping[Partition, int | None]:
+        await self._answer()
+        return {tp: self._time_of(tp, at) for tp, at in offsets.items()}
+
+    def _time_of(self, tp: Partition, at: int) -> int | None:
+        records = self.broker.logs[tp].records
+        found = min((offset for offset in records if offset >= at), default=None)
+        return None if found is None else records[found].timestamp
+
+    async def commit(self, offsets: Mapping[Partition, int]) -> bool:
+        generation = self.generation
+        self.asked_to_commit.append(dict(offsets))
+        await self._answer(fails=False)
+        match self.broker.commits:
+            case "hanging":
+                await asyncio.get_running_loop().create_future()
+            case "failed":
+                raise KafkaConnectionError("no coordinator")
+            case "refused":
+                return False
+        if generation != self.generation:
+            return False
+        for tp, offset in offsets.items():
+            self.broker.on_commit(tp, offset)
+            self.broker.committed[tp] = offset
+        return True
+
+    def _mine(self, tp: Partition) -> None:
+        if tp not in self.tps:
+            raise IllegalStateError(f"{tp} is not assigned")
+
+    async def _answer(self, *, fails: bool = True) -> None:
+        """Take some time; fail where the broker is away, as what asks it does."""
+        await asyncio.sleep(self.chance.choice((0, 0, 0.001, 0.05, 0.3)))
+        if fails and self.broker.away:
+            await asyncio.sleep(MISSED_CALL_S)
+            raise KafkaConnectionError("the broker is away")
+
+
+class Process:
+    """A reader with its loop, its agent and its commits. The agent finishes in any order, some of it late."""
+
+    def __init__(self, world: "World", chance: random.Random) -> None:
+        self.world, self.chance = world, chance
+        self.client = FakeClient(world.broker, chance)
+        self.reader = Reader(
+            self,
+            self._deliver,
+            inputs=frozenset({INPUT}),
+            states=frozenset(STATES),
+            max_open_bytes=world.max_open_bytes,
+        )
+        self.reader.client = self.client
+        self.memory: dict[Partition, set[int]] = defaultdict(set)
+        self.to_learn: dict[Partition, int] = {}
+        self.last: dict[tuple[int, Partition], int] = {}
+        self.queue: asyncio.Queue[Batch] = asyncio.Queue(maxsize=3)
+        self.failed: list[BaseException] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        self._open: list[tuple[Slot, Record]] = []
+
+    def start(self) -> None:
+        """Begin to read."""
+        work = (self._loop, self._commit, self._agent, self._finish)
+        self._tasks = [asyncio.create_task(self._guarded(one)) for one in work]
+
+    def kill(self) -> None:
+        """End as if by SIGKILL."""
+        for task in self._tasks:
+            task.cancel()
+        self.client.generation += 1
+        self.client.tps = set()
+
+    async def revoke(self) -> None:
+        """What Faust does when the group rebalances."""
+        await self.reader.revoked()
+        if self.client.tps:
+            self.client.flow = False
+
+    async def assign(self, tps: set[Partition]) -> None:
+        """What Faust does with an assignment: the flow may go on before it asks for the seek."""
+        self.client.assign(tps)
+        self.to_learn = {tp: self.world.broker.logs[tp].end for tp in tps if tp.topic in STATES}
+        self.client.flow = self.client.flow or self.chance.random() < 0.3
+        await asyncio.sleep(self.chance.choice((0, 0, 0.2)))
+        if tps:
+            self.reader.end_epoch()
+        self.client.flow = True
+
+    async def _guarded(self, work: Callable[[], Awaitable[None]]) -> None:
+        try:
+            while True:
+                await asyncio.sleep(0)
+                await work()
+        except Exception as error:
+            self.failed.append(error)
+            raise
+
+    async def _loop(self) -> None:
+        await self.reader.turn()
+
+    async def _commit(self) -> None:
+        await asyncio.sleep(1)
+        await self.reader.commit()
+
+    async def _deliver(self, batch: Batch) -> None:
+        await self.queue.put(batch)
+
+    async def _agent(self) -> None:
+        for slot, record in await self.queue.get():
+            if slot.epoch != self.reader.ledger.epoch:
+                continue
+            self._check_sequence(slot)
+            if slot.tp.topic in STATES:
+                self.memory[slot.tp].add(record.offset)
+                self.reader.ledger.finish(slot)
+                continue
+            self._check_state(slot.tp)
+            self._open.append((slot, record))
+            await asyncio.sleep(self.chance.choice((0, 0, 0, 0.01)))
+
+    async def _finish(self) -> None:
+        await asyncio.sleep(self.chance.choice((0.01, 0.01, 0.1, 3.0 if self.world.slow else 0.1)))
+        self.chance.shuffle(self._open)
+        for _ in range(min(len(self._open), 4)):
+            slot, record = self._open.pop()
+            self.world.finished(slot.tp, record)
+            self.reader.ledger.finish(slot)
+            if self.chance.random() < 0.1:
+                self.reader.ledger.finish(slot)
+
+    def _check_sequence(self, slot: Slot) -> None:
+        """Within an epoch, each record of a partition comes once, in order, and none that exists is left out."""
+        before = self.last.get((slot.epoch, slot.tp))
+        self.last[slot.epoch, slot.tp] = slot.offset
+        if before is not None:
+            assert slot.offset > before, f"{slot.tp}: {slot.offset} after {before}"
+            missed = [at for at in range(before + 1, slot.offset) if at in self.world.broker.logs[slot.tp].records]
+            assert not missed, f"{slot.tp}: left out {missed}"
+
+    def _check_state(self, tp: Partition) -> None:
+        """No input before all of its partition's state was learned, to where it ended at the assignment."""
+        for topic in STATES:
+            state = Partition(topic, tp.partition)
+            wanted = {at for at in self.world.broker.logs[state].records if at < self.to_learn[state]}
+            assert wanted <= self.memory[state], f"{tp} before {state}: {sorted(wanted - self.memory[state])}"
+
+    # -- the stage
+
+    def forget(self) -> None:
+        """Nothing waits here but slots of the old epoch, which are finished all the same, to no effect."""
+
+    def drop(self, partitions: frozenset[int]) -> None:
+        self.memory = defaultdict(set, {tp: at for tp, at in self.memory.items() if tp.partition not in partitions})
+
+    def committed(self, offsets: Mapping[Partition, int]) -> None:
+        assert all(tp.topic == INPUT for tp in offsets)
+
+    def ends(self, asked_s: float, ends: Mapping[Partition, int]) -> None:
+        raise AssertionError("nobody asked")
+
+
+class World:
+    """The broker, the processes and what was finished."""
+
+    def __init__(self, seed: int, *, partitions: int = 2, max_open_bytes: int = 200) -> None:
+        self.chance = random.Random(seed)
+        self.broker = Broker(partitions=partitions, on_commit=self.check_commit)
+        self.max_open_bytes = max_open_bytes
+        self.slow = False
+        self.done: dict[Partition, set[int]] = defaultdict(set)
+        self.lives: list[Process] = []
+        self.processes: list[Process] = []
+
+    def log(self, topic: str, partition: int = 0) -> Log:
+        return self.broker.logs[Partition(topic, partition)]
+
+    def join(self) -> Process:
+        """A process more; it has nothing until the next rebalance."""
+        process = Process(self, random.Random(self.chance.random()))
+        self.processes.append(process)
+        self.lives.append(process)
+        process.start()
+        return process
+
+    def kill(self, index: int = 0) -> None:
+        """A process less."""
+        if self.processes:
+            self.processes.pop(index % len(self.processes)).kill()
+
+    async def rebalance(self, shares: list[int] | None = None) -> None:
+        """Give partition number i to the process that ``shares`` names, all topics of it together."""
+        await asyncio.gather(*(process.revoke() for process in self.processes))
+        numbers = shares or [number % max(1, len(self.processes)) for number in range(self.broker.partitions)]
+        for index, process in enumerate(self.processes):
+            mine = {tp for tp in self.broker.all() if numbers[tp.partition] % len(self.processes) == index}
+            await process.assign(mine)
+
+    def finished(self, tp: Partition, record: Record) -> None:
+        self.done[tp].add(record.offset)
+
+    def unfinished(self, tp: Partition, until: int | None = None) -> list[int]:
+        """The offsets whose records exist and were never finished."""
+        records = self.broker.logs[tp].records
+        return [at for at in records if at not in self.done[tp] and (until is None or at < until)]
+
+    def check_commit(self, tp: Partition, offset: int) -> None:
+        assert tp.topic == INPUT
+        assert not self.unfinished(tp, offset), f"{tp}: {offset} committed past {self.unfinished(tp, offset)}"
+
+    async def settle(self, seconds: float = 90.0) -> None:
+        """Everything works again, for long enough."""
+        self.broker.away, self.broker.commits, self.slow = False, "taken", False
+        if not self.processes:
+            self.join()
+        await self.rebalance()
+        await asyncio.sleep(seconds)
+
+    def check_settled(self) -> None:
+        """Nothing lost, nothing held, all committed, and nobody failed."""
+        assert [error for process in self.lives for error in process.failed] == []
+        for number in range(self.broker.partitions):
+            tp = Partition(INPUT, number)
+            assert self.unfinished(tp) == []
+            last = max(self.broker.logs[tp].records, default=-1)
+            assert self.broker.committed.get(tp, 0) >= last + 1, f"{tp}: {self.broker.committed} of {last + 1}"
+        for process in self.processes:
+            assert process.reader.ledger.open_bytes == 0
+            assert process.reader.ledger.open() == 0

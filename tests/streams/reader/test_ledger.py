@@ -1,0 +1,78 @@
+"""The ledger says what may be committed, whatever is finished in whatever order."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streams.reader.ledger import Ledger, Partition, Slot
+
+TP = Partition("ticks", 0)
+OTHER = Partition("ticks", 1)
+
+
+def ledger_at(offset: int = 0) -> Ledger:
+    ledger = Ledger()
+    ledger.begin({TP: offset, OTHER: 0})
+    return ledger
+
+
+@given(st.permutations(range(12)), st.integers(0, 12), st.lists(st.integers(1, 5), min_size=12, max_size=12))
+def test_the_position_is_the_offset_after_the_finished_prefix(
+    order: list[int], finished: int, steps: list[int]
+) -> None:
+    ledger = ledger_at(5)
+    offsets = [5 + sum(steps[:i]) for i in range(12)]
+    slots = [ledger.admit(TP, offset, size=offset) for offset in offsets]
+    done = set(order[:finished])
+    for index in order[:finished]:
+        ledger.finish(slots[index])
+    first_open = next((i for i in range(12) if i not in done), 12)
+    assert ledger.position(TP) == (offsets[first_open - 1] + 1 if first_open else 5)
+    assert ledger.open() == 12 - finished
+    assert ledger.open_bytes == sum(offsets[i] for i in range(12) if i not in done)
+    assert ledger.position(OTHER) == 0
+
+
+def test_finishing_twice_counts_once() -> None:
+    ledger = ledger_at()
+    slot = ledger.admit(TP, 0, 10)
+    ledger.finish(slot)
+    ledger.finish(slot)
+    assert (ledger.finished, ledger.open_bytes, ledger.position(TP)) == (1, 0, 1)
+
+
+def test_what_was_read_in_an_older_epoch_counts_for_nothing() -> None:
+    ledger = ledger_at()
+    old = ledger.admit(TP, 0, 10)
+    ledger.forget()
+    ledger.finish(old)
+    ledger.begin({TP: 0})
+    new = ledger.admit(TP, 0, 10)
+    ledger.finish(old)
+    assert ledger.position(TP) == 0
+    assert ledger.open_bytes == 10
+    ledger.finish(new)
+    assert ledger.position(TP) == 1
+
+
+def test_every_forgetting_and_every_beginning_is_a_new_epoch() -> None:
+    ledger = Ledger()
+    epochs = [ledger.epoch]
+    for _ in range(3):
+        ledger.begin({TP: 0})
+        epochs.append(ledger.epoch)
+        ledger.forget()
+        epochs.append(ledger.epoch)
+    assert len(set(epochs)) == 7
+
+
+def test_forgetting_leaves_nothing_open_and_no_position() -> None:
+    ledger = ledger_at()
+    ledger.admit(TP, 0, 10)
+    ledger.forget()
+    assert (ledger.open(), ledger.open_bytes, ledger.ready, ledger.positions()) == (0, 0, False, {})
+    assert ledger.expected(TP) is None
+
+
+def test_a_slot_knows_its_place() -> None:
+    slot: Slot = ledger_at(7).admit(TP, 9, 3)
+    assert (slot.tp, slot.offset, slot.size, slot.done) == (TP, 9, 3, False)

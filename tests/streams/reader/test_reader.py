@@ -1,0 +1,628 @@
+"""The reader, one promise at a time."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from aiokafka.errors import IllegalStateError, KafkaConnectionError
+
+from streams.reader.ledger import Partition, Slot
+from tests.streams.reader.desk import LABELS, OWNERS, TICKS, Desk, instant, meanwhile
+
+# -- state before inputs
+
+
+@instant
+async def test_inputs_wait_until_every_state_topic_of_their_partition_is_learned() -> None:
+    desk = Desk()
+    desk.log(TICKS).append(3)
+    desk.log(OWNERS).append(2)
+    desk.log(LABELS).append(250)
+    await desk.assign()
+    await desk.turn(8)
+    topics = [slot.tp for slot, _ in desk.delivered]
+    assert topics[:252].count(TICKS) == 0
+    assert desk.offsets(TICKS) == [0, 1, 2]
+
+
+@instant
+async def test_state_that_was_delivered_but_not_learned_still_holds_the_inputs() -> None:
+    desk = Desk()
+    desk.hold = lambda slot: slot.tp == LABELS
+    desk.log(TICKS).append(1)
+    desk.log(OWNERS).append(1)
+    desk.log(LABELS).append(1)
+    await desk.assign()
+    await desk.turn(5)
+    assert desk.offsets(TICKS) == []
+    desk.reader.ledger.finish(*desk.slots(LABELS))
+    await desk.turn(2)
+    assert desk.offsets(TICKS) == [0]
+
+
+@instant
+async def test_state_that_comes_after_the_assignment_is_not_waited_for() -> None:
+    desk = Desk()
+    desk.log(TICKS).append(1)
+    desk.log(OWNERS).append(1)
+    await desk.assign()
+    await desk.turn()
+    desk.hold = lambda slot: slot.offset >= 1
+    desk.log(OWNERS).append(5)
+    await desk.turn(3)
+    assert desk.offsets(TICKS) == [0]
+
+
+@instant
+async def test_inputs_that_were_in_flight_at_a_seek_are_not_admitted_before_the_state() -> None:
+    desk = Desk()
+    desk.log(TICKS).append(2)
+    desk.log(OWNERS).append(200)
+    await desk.assign()
+    await desk.turn()
+    await desk.reader._take(TICKS, list(desk.log(TICKS).records.values()))
+    assert desk.delivered == []
+    await desk.turn(6)
+    assert desk.offsets(TICKS) == [0, 1]
+    assert len(desk.offsets(OWNERS)) == 200
+
+
+@instant
+async def test_state_that_ends_in_markers_holds_no_input_even_while_others_never_pause() -> None:
+    desk = Desk(partitions=2)
+    busy = Partition("ticks", 1)
+    desk.log(OWNERS).append(2)
+    desk.log(OWNERS).mark()
+    desk.log(TICKS).append(1)
+    await desk.assign()
+    for _ in range(8):
+        desk.log(busy).append(1)
+        await desk.turn()
+    assert desk.offsets(TICKS) == [0]
+    assert len(desk.offsets(busy)) > 4
+
+
+@instant
+async def test_one_partitions_state_does_not_hold_another_partition() -> None:
+    desk = Desk(partitions=2)
+    desk.hold = lambda slot: slot.tp == OWNERS
+    desk.log(OWNERS).append(1)
+    desk.log(TICKS).append(1)
+    desk.log(Partition("ticks", 1)).append(1)
+    await desk.assign()
+    await desk.turn(4)
+    assert desk.offsets(TICKS) == []
+    assert desk.offsets(Partition("ticks", 1)) == [0]
+
+
+# -- what is held
+
+
+@instant
+async def test_one_record_that_is_held_stops_nothing_but_its_own_commit() -> None:
+    desk = Desk()
+    desk.hold = lambda slot: slot.offset == 5
+    desk.log(TICKS).append(5000)
+    await desk.assign()
+    await desk.turn(60)
+    assert len(desk.offsets(TICKS)) == 5000
+    await desk.reader.commit()
+    assert desk.broker.committed == {TICKS: 5}
+    assert desk.reader.ledger.open() == 1
+    assert desk.reader.ledger.open_bytes == 10
+
+
+@instant
+async def test_inputs_stop_at_the_limit_of_open_bytes_and_go_on_at_half_of_it_while_state_flows() -> None:
+    desk = Desk(max_open_bytes=1000)
+    desk.hold = lambda slot: slot.tp == TICKS
+    desk.log(TICKS).append(500)
+    await desk.assign()
+    await desk.turn(6)
+    assert len(desk.offsets(TICKS)) == 100
+    desk.log(OWNERS).append(1)
+    await desk.turn(2)
+    assert desk.offsets(OWNERS) == [0]
+    finish(desk, desk.slots(TICKS)[:45])
+    await desk.turn(2)
+    assert len(desk.offsets(TICKS)) == 100
+    finish(desk, desk.slots(TICKS)[45:51])
+    await desk.turn(2)
+    assert len(desk.offsets(TICKS)) == 200
+
+
+def finish(desk: Desk, slots: list[Slot]) -> None:
+    for slot in slots:
+        desk.reader.ledger.finish(slot)
+
+
+# -- holes
+
+
+@instant
+async def test_a_hole_is_looked_at_again_before_it_is_believed() -> None:
+    desk = Desk()
+    desk.log(TICKS).append(10)
+    desk.log(TICKS).compact(4)
+    await desk.assign()
+    await desk.turn(5)
+    assert desk.offsets(TICKS) == [0, 1, 2, 3, 5, 6, 7, 8, 9]
+    assert desk.client.seeks[1:] == [{TICKS: 4}]
+    assert desk.reader.holes == 1
+
+
+@instant
+async def test_records_fetched_before_a_seek_are_no_hole() -> None:
+    desk = Desk()
+    desk.log(TICKS).append(10)
+    await desk.assign()
+    await desk.turn()
+    desk.client.read_ahead[TICKS] = 6
+    await desk.turn(4)
+    assert desk.offsets(TICKS) == list(range(10))
+    assert desk.reader.holes == 0
+
+
+@instant
+async def test_a_hole_that_moves_when_looked_at_again_is_not_believed() -> None:
+    desk = Desk()
+    desk.log(TICKS).append(10)
+    desk.log(TICKS).compact(0)
+    await desk.assign()
+    await desk.turn()
+    for ahead in (5, 7):
+        desk.client.read_ahead[TICKS] = ahead
+        await desk.turn()
+    await desk.turn(5)
+    assert desk.offsets(TICKS) == list(range(1, 10))
+
+
+@instant
+async def test_a_hole_in_a_compacted_topic_is_believed_at_once() -> None:
+    desk = Desk(compacted=frozenset({"owners"}))
+    desk.log(OWNERS).append(50)
+    for offset in range(0, 49, 2):
+        desk.log(OWNERS).compact(offset)
+    await desk.assign()
+    await desk.turn(3)
+    assert len(desk.offsets(OWNERS)) == 25
+    assert len(desk.client.seeks) == 1
+
+
+@instant
+async def test_retention_that_overtakes_the_reader_is_a_hole_and_no_stall() -> None:
+    desk = Desk()
+    desk.log(TICKS).append(10)
+    await desk.assign()
+    await desk.turn(2)
+    desk.log(TICKS).append(10)
+    desk.log(TICKS).retain(15)
+    await desk.turn(4)
+    assert desk.offsets(TICKS) == [*range(10), *range(15, 20)]
+    assert desk.reader.holes == 1
+
+
+@instant
+async def test_a_partition_lost_while_looking_again_is_positioned_anew() -> None:
+    desk = Desk()
+    desk.log(TICKS).append(5)
+    desk.log(TICKS).compact(0)
+    await desk.assign()
+    await desk.turn()
+
+    async def lost(positions: Any) -> None:
+        raise IllegalStateError("not assigned")
+
+    seek, desk.client.seek = desk.client.seek, lost  # type: ignore[method-assign]
+    await desk.turn()
+    assert not desk.reader.ledger.ready
+    desk.client.seek = seek  # type: ignore[method-assign]
+    await desk.turn(4)
+    assert desk.offsets(TICKS) == [1, 2, 3, 4]
+
+
+# -- logs that are not what they were
+
+
+@instant
+async def test_a_topic_that_is_made_anew_under_the_reader_is_read_from_its_beginning() -> None:
+    desk = Desk()
+    desk.log(TICKS).append(50)
+    await desk.assign()
+    await desk.turn(2)
+    await desk.reader.commit()
+    desk.log(TICKS).recreate()
+    await desk.turn(2)
+    desk.log(TICKS).append(3)
+    await desk.turn(6)
+    assert desk.offsets(TICKS) == [*range(50), 0, 1, 2]
+    await desk.reader.commit()
+    assert desk.broker.committed == {TICKS: 3}
+
+
+@instant
+async def test_state_that_is_made_anew_under_the_reader_is_dropped_and_learned_anew() -> None:
+    desk = Desk()
+    desk.log(OWNERS).append(50)
+    await desk.assign()
+    await desk.turn(2)
+    desk.log(OWNERS).recreate()
+    await desk.turn(2)
+    desk.log(OWNERS).append(3)
+    await desk.turn(6)
+    assert desk.offsets(OWNERS)[50:] == [0, 1, 2]
+    assert desk.dropped[-1] == {0}
+
+
+@instant
+async def test_a_commit_beyond_the_end_is_no_reason_to_skip_what_there_is() -> None:
+    desk = Desk()
+    desk.broker.committed[TICKS] = 1000
+    desk.log(TICKS).append(5)
+    await desk.assign()
+    await desk.turn(2)
+    assert desk.offsets(TICKS) == [0, 1, 2, 3, 4]
+
+
+@instant
+async def test_a_commit_below_the_beginning_is_counted_as_lost_and_read_on_from_there() -> None:
+    desk = Desk()
+    desk.broker.committed[TICKS] = 3
+    desk.log(TICKS).append(10)
+    desk.log(TICKS).retain(7)
+    await desk.assign()
+    await desk.turn(2)
+    assert desk.offsets(TICKS) == [7, 8, 9]
+    assert desk.reader.lost == 4
+
+
+# -- commits
+
+
+@instant
+async def test_nothing_is_committed_that_the_broker_already_has() -> None:
+    desk = Desk()
+    desk.log(TICKS).append(5)
+    await desk.assign()
+    await desk.turn(2)
+    assert await desk.reader.commit()
+    assert not await desk.reader.commit()
+    assert desk.client.asked_to_commit == [{TICKS: 5}]
+    assert desk.told_committed == [{TICKS: 5}]
+
+
+@instant
+async def test_state_is_never_committed() -> None:
+    desk = Desk()
+    desk.log(OWNERS).append(5)
+    await desk.assign()
+    await desk.turn(2)
+    assert not await desk.reader.commit()
+    assert desk.client.asked_to_commit == []
+
+
+@pytest.mark.parametrize("trouble", ["refused", "failed"])
+def test_a_commit_that_fails_is_tried_again(trouble: str) -> None:
+    @instant
+    async def scenario() -> None:
+        desk = Desk()
+        desk.log(TICKS).append(5)
+        await desk.assign()
+        await desk.turn(2)
+        desk.broker.commits = trouble
+        assert not await desk.reader.commit()
+        assert desk.told_committed == []
+        desk.broker.commits = "taken"
+        assert await desk.reader.commit()
+        assert desk.broker.committed == {TICKS: 5}
+
+    scenario()
+
+
+@instant
+async def test_two_who_commit_at_the_same_time_commit_once() -> None:
+    desk = Desk()
+    desk.log(TICKS).append(5)
+    await desk.assign()
+    await desk.turn(2)
+    assert await asyncio.gather(*(desk.reader.commit() for _ in range(5))) == [True] * 5
+    assert desk.client.asked_to_commit == [{TICKS: 5}]
+
+
+@instant
+async def test_waiting_for_anothers_commit_gives_that_ones_result() -> None:
+    desk = Desk()
+    desk.log(TICKS).append(5)
+    await desk.assign()
+    await desk.turn(2)
+
+    async def again_and_again() -> bool:
+        await desk.reader.commit()
+        desk.reader.commits = {}
+        return await desk.reader.commit()
+
+    assert await asyncio.gather(*(again_and_again() for _ in range(3))) == [True] * 3
+
+
+@instant
+async def test_a_commit_that_never_returns_holds_a_revocation_for_seconds_and_later_commits_not_at_all() -> None:
+    desk = Desk()
+    desk.log(TICKS).append(5)
+    await desk.assign()
+    await desk.turn(2)
+    desk.broker.commits = "hanging"
+    began_s = asyncio.get_running_loop().time()
+    await desk.reader.revoked()
+    assert asyncio.get_running_loop().time() - began_s <= 5.1
+    desk.broker.commits = "taken"
+    await desk.assign()
+    await desk.turn(2)
+    assert await desk.reader.commit()
+    assert desk.broker.committed == {TICKS: 5}
+
+
+@instant
+async def test_a_commit_that_swallows_its_cancellation_holds_nobody() -> None:
+    desk = Desk()
+    desk.log(TICKS).append(5)
+    await desk.assign()
+    await desk.turn(2)
+    taken = desk.client.commit
+
+    async def stubborn(offsets: Any) -> bool:
+        while True:
+            try:
+                await asyncio.sleep(1e6)
+            except asyncio.CancelledError:
+                if asyncio.get_running_loop().time() > 60:
+                    raise
+
+    desk.client.commit = stubborn  # type: ignore[method-assign]
+    await desk.reader.revoked()
+    desk.client.commit = taken  # type: ignore[method-assign]
+    await desk.assign()
+    await desk.turn(2)
+    assert await desk.reader.commit()
+    await asyncio.sleep(60)
+
+
+@instant
+async def test_what_is_finished_is_committed_before_the_partitions_go() -> None:
+    desk = Desk()
+    desk.hold = lambda slot: slot.offset >= 3
+    desk.log(TICKS).append(5)
+    await desk.assign()
+    await desk.turn(2)
+    await desk.reader.revoked()
+    assert desk.broker.committed == {TICKS: 3}
+
+
+@instant
+async def test_a_commit_that_returns_in_another_epoch_says_nothing_of_this_one() -> None:
+    desk = Desk()
+    desk.log(TICKS).append(5)
+    await desk.assign()
+    await desk.turn(2)
+    slow = asyncio.Event()
+    commit = desk.client.commit
+
+    async def slowly(offsets: Any) -> bool:
+        await slow.wait()
+        return await commit(offsets)
+
+    desk.client.commit = slowly  # type: ignore[method-assign]
+    committing = asyncio.create_task(desk.reader.commit())
+    await asyncio.sleep(0.01)
+    await desk.assign()
+    await desk.turn()
+    slow.set()
+    await committing
+    assert desk.reader.commits == {TICKS: 0}
+    assert desk.told_committed == []
+
+
+# -- assignments that change
+
+
+@instant
+async def test_an_empty_assignment_is_no_failure_and_reads_nothing() -> None:
+    desk = Desk()
+    desk.log(TICKS).append(1)
+    await desk.assign(set())
+    await desk.turn(3)
+    assert desk.reader.ledger.ready
+    assert desk.reader.ledger.positions() == {}
+    await desk.reader.revoked()
+    await desk.assign()
+    await desk.turn(2)
+    assert desk.offsets(TICKS) == [0]
+
+
+@instant
+async def test_nothing_is_read_in_the_middle_of_a_rebalance() -> None:
+    desk = Desk()
+    desk.log(TICKS).append(1)
+    await desk.assign()
+    desk.client.flow = False
+    await desk.turn(3)
+    assert desk.client.seeks == []
+    assert desk.delivered == []
+
+
+@pytest.mark.parametrize("call", ["committed", "beginnings", "ends", "times", "offsets_at", "seek"])
+@pytest.mark.parametrize("error", [IllegalStateError("not assigned"), AssertionError(), KafkaConnectionError("away")])
+def test_a_partition_lost_while_positions_are_set_is_no_failure(call: str, error: Exception) -> None:
+    @instant
+    async def scenario() -> None:
+        desk = Desk()
+        desk.log(TICKS).append(2)
+        desk.log(OWNERS).append(1)
+        await desk.assign()
+        working = getattr(desk.client, call)
+
+        async def lost(*_args: Any) -> None:
+            raise error
+
+        setattr(desk.client, call, lost)
+        await desk.turn(3)
+        assert not desk.reader.ledger.ready
+        setattr(desk.client, call, working)
+        await desk.turn(4)
+        assert desk.offsets(TICKS) == [0, 1]
+
+    scenario()
+
+
+@pytest.mark.parametrize("call", ["committed", "beginnings", "ends", "times", "offsets_at", "seek"])
+def test_positions_that_were_found_for_an_older_epoch_are_not_used(call: str) -> None:
+    @instant
+    async def scenario() -> None:
+        desk = Desk(partitions=2)
+        desk.log(TICKS).append(2)
+        desk.log(OWNERS).append(1)
+        await desk.assign()
+        working, back = getattr(desk.client, call), asyncio.Event()
+
+        async def slowly(*args: Any) -> Any:
+            await back.wait()
+            return await working(*args)
+
+        setattr(desk.client, call, slowly)
+        await meanwhile(desk.turn(), lambda: desk.assign({TICKS, OWNERS, LABELS}), back.set)
+        assert not desk.reader.ledger.ready
+        setattr(desk.client, call, working)
+        await desk.turn(4)
+        assert set(desk.reader.ledger.positions()) == {TICKS, OWNERS, LABELS}
+        assert desk.offsets(TICKS) == [0, 1]
+
+    scenario()
+
+
+@instant
+async def test_of_two_seeks_that_overlap_the_later_wins() -> None:
+    desk = Desk()
+    desk.log(TICKS).append(10)
+    await desk.assign()
+    seek, back = desk.client.seek, asyncio.Event()
+
+    async def slowly(positions: Any) -> None:
+        await back.wait()
+        await seek(positions)
+
+    desk.client.seek = slowly  # type: ignore[method-assign]
+
+    def set_forward() -> None:
+        desk.broker.committed[TICKS] = 7
+        desk.reader.end_epoch()
+
+    await meanwhile(desk.turn(), set_forward, back.set)
+    await desk.turn(3)
+    assert desk.offsets(TICKS) == [7, 8, 9]
+
+
+@instant
+async def test_a_revocation_in_the_middle_of_a_fetch_makes_its_records_worthless() -> None:
+    desk = Desk()
+    desk.log(TICKS).append(10)
+    await desk.assign()
+    await desk.turn()
+    fetch, back = desk.client.fetch, asyncio.Event()
+
+    async def slowly(active: Any, timeout_s: float) -> Any:
+        records = await fetch(active, timeout_s)
+        await back.wait()
+        return records
+
+    desk.client.fetch = slowly  # type: ignore[method-assign]
+    await meanwhile(desk.turn(), desk.reader.revoked, lambda: desk.assign(set()), back.set)
+    assert desk.delivered == []
+    assert desk.reader.ledger.open_bytes == 0
+
+
+@instant
+async def test_slots_that_waited_for_room_while_the_epoch_ended_count_for_nothing() -> None:
+    desk = Desk()
+    desk.log(TICKS).append(10)
+    await desk.assign()
+    await desk.turn()
+    desk.room.clear()
+    await meanwhile(desk.turn(), desk.reader.revoked, desk.assign, desk.room.set)
+    assert desk.offsets(TICKS) == list(range(10))
+    await desk.turn()
+    await desk.reader.commit()
+    assert desk.broker.committed == {}
+    await desk.turn()
+    await desk.reader.commit()
+    assert desk.broker.committed == {TICKS: 10}
+    assert desk.offsets(TICKS) == [*range(10), *range(10)]
+
+
+@instant
+async def test_the_stage_forgets_at_every_end_of_an_epoch() -> None:
+    desk = Desk()
+    await desk.assign()
+    await desk.turn()
+    before = desk.forgotten
+    await desk.reader.revoked()
+    await desk.assign()
+    assert desk.forgotten == before + 2
+
+
+# -- what a process keeps
+
+
+@instant
+async def test_state_that_a_process_holds_is_read_on_and_not_anew() -> None:
+    desk = Desk()
+    desk.log(OWNERS).append(5)
+    await desk.assign()
+    await desk.turn(3)
+    await desk.reader.revoked()
+    desk.log(OWNERS).append(2)
+    await desk.assign()
+    await desk.turn(3)
+    assert desk.offsets(OWNERS) == [0, 1, 2, 3, 4, 5, 6]
+    assert desk.dropped == [{0}, set()]
+
+
+@instant
+async def test_state_of_a_partition_that_went_is_dropped_and_read_anew_when_it_comes_back() -> None:
+    desk = Desk()
+    desk.log(OWNERS).append(2)
+    await desk.assign()
+    await desk.turn(3)
+    await desk.assign(set())
+    await desk.turn()
+    await desk.assign()
+    await desk.turn(3)
+    assert desk.dropped == [{0}, {0}, {0}]
+    assert desk.offsets(OWNERS) == [0, 1, 0, 1]
+
+
+@instant
+async def test_state_that_was_delivered_but_not_learned_when_the_epoch_ended_is_read_again() -> None:
+    desk = Desk()
+    desk.hold = lambda slot: slot.offset >= 1
+    desk.log(OWNERS).append(3)
+    await desk.assign()
+    await desk.turn(3)
+    desk.hold = lambda _slot: False
+    await desk.assign()
+    await desk.turn(3)
+    assert desk.offsets(OWNERS) == [0, 1, 2, 1, 2]
+
+
+@instant
+async def test_a_group_that_was_set_back_has_its_state_read_anew() -> None:
+    desk = Desk()
+    desk.log(OWNERS).append(3)
+    desk.log(TICKS).append(5)
+    await desk.assign()
+    await desk.turn(3)
+    await desk.reader.revoked()
+    desk.broker.committed[TICKS] = 2
+    await desk.assign()
+    await desk.turn(3)
+    assert desk.dropped[-1] == {0}
+    assert desk.offsets(OWNERS) == [0, 1, 2, 0, 1, 2]
+    assert desk.offsets(TICKS) == [0, 1, 2, 3, 4, 2, 3, 4]

@@ -1,0 +1,111 @@
+"""When a process is to be ended, and when it only looks like it."""
+
+import threading
+
+import msgspec
+
+from streams.reader.watchdog import Deadlines, Judge, Pulse, Watchdog
+
+DEADLINES = Deadlines(start=120, beat=60, progress=90)
+IDLE = Pulse(beat=0, progress=0, turns=0, working=False, ready=True, reachable=0)
+
+
+class Life:
+    """A process as the judge sees it, a look a second."""
+
+    def __init__(self) -> None:
+        self.judge = Judge(DEADLINES)
+        self.pulse = IDLE
+
+    def live(self, seconds: int, **stands_still: object) -> str | None:
+        """So many looks; everything moves but what is given. The first verdict, if any."""
+        for _ in range(seconds):
+            moves = {name: getattr(self.pulse, name) + 1 for name in ("beat", "progress", "turns", "reachable")}
+            self.pulse = msgspec.structs.replace(self.pulse, **(moves | stands_still))
+            if verdict := self.judge.look(self.pulse):
+                return verdict
+        return None
+
+
+def test_a_process_that_works_lives_for_ever() -> None:
+    assert Life().live(100_000, working=True) is None
+
+
+def test_a_process_without_anything_to_do_lives_for_ever() -> None:
+    assert Life().live(100_000, working=False, progress=0) is None
+
+
+def test_an_event_loop_that_hangs_ends_the_process() -> None:
+    life = Life()
+    assert life.live(60, beat=0, turns=0, progress=0, reachable=0) is None
+    assert "event loop" in str(life.live(1, beat=0, turns=0, progress=0, reachable=0))
+
+
+def test_records_that_are_never_finished_end_the_process() -> None:
+    life = Life()
+    assert life.live(90, working=True, progress=0) is None
+    assert "none was finished" in str(life.live(2, working=True, progress=0))
+
+
+def test_a_broker_that_is_away_ends_nothing() -> None:
+    assert Life().live(100_000, working=True, progress=0, reachable=0) is None
+    assert Life().live(100_000, ready=False, progress=0, turns=0, reachable=0) is None
+
+
+def test_a_reader_that_never_gets_ready_ends_the_process() -> None:
+    life = Life()
+    assert life.live(120, ready=False, progress=0) is None
+    assert "not ready" in str(life.live(2, ready=False, progress=0))
+
+
+def test_state_that_takes_long_to_read_ends_nothing_while_it_is_read() -> None:
+    assert Life().live(10_000, ready=False, working=True) is None
+
+
+def test_a_reader_that_looks_for_no_records_ends_the_process_even_with_nothing_open() -> None:
+    life = Life()
+    assert life.live(90, turns=0, progress=0) is None
+    assert "looked for" in str(life.live(2, turns=0, progress=0))
+
+
+def test_a_wait_that_ends_in_time_starts_the_count_anew() -> None:
+    life = Life()
+    for _ in range(10):
+        assert life.live(80, working=True, progress=life.pulse.progress) is None
+        assert life.live(1, working=True) is None
+
+
+def test_a_process_that_was_suspended_has_not_stalled() -> None:
+    life = Life()
+    life.live(10, working=True)
+    suspended = life.pulse  # for hours, but nobody looked: the next look is a second later
+    assert life.judge.look(suspended) is None
+    assert life.live(10, working=True) is None
+
+
+def test_the_first_look_has_nothing_to_compare_with() -> None:
+    assert Judge(Deadlines(start=0, beat=0, progress=0)).look(IDLE) is None
+
+
+def test_a_watchdog_that_cannot_look_ends_the_process_rather_than_its_watch() -> None:
+    reasons: list[str] = []
+    ended = threading.Event()
+
+    def fail(reason: str) -> None:
+        reasons.append(reason)
+        ended.set()
+
+    def broken() -> Pulse:
+        raise RuntimeError("dictionary changed size during iteration")
+
+    Watchdog(broken, DEADLINES, fail=fail).start()
+    assert ended.wait(10)
+    assert "dictionary changed size" in reasons[0]
+
+
+def test_a_watchdog_that_is_stopped_ends_nothing() -> None:
+    reasons: list[str] = []
+    watchdog = Watchdog(lambda: IDLE, Deadlines(start=0, beat=0, progress=0), fail=reasons.append)
+    watchdog.stop()
+    watchdog._run()
+    assert reasons == []
