@@ -38,16 +38,21 @@ Rows = tuple[Row, ...]
 class Block:
     """The series of one device: its labels (sorted by name, none of them a row's) and the rows.
 
-    ``cache`` is the encoders': what they made of labels and rows, under a key of their own.
+    ``primaries`` counts the rows that are a value of ``metrics``. ``cache`` is the encoders': what they made of labels
+    and rows, under a key of their own.
     """
 
     labels: Labels
     rows: Rows
-    cache: dict[Any, Any] = field(default_factory=dict)
+    primaries: int = field(init=False)
+    cache: dict[Any, Any] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "primaries", sum([row.primary for row in self.rows]))
 
 
 class Group(NamedTuple):
-    """A block at one time: a value for each of its rows, in milliseconds since the epoch."""
+    """A block at one time, in milliseconds since the epoch: a value for each of its rows. NaN ends a series."""
 
     block: Block
     ts_ms: int
@@ -147,5 +152,5 @@ def _ratio(ratio: Ratio, metrics: Metrics) -> float | None:
 
 
 def primaries(groups: Iterable[Group]) -> int:
-    """How many values of ``metrics`` are in these groups."""
-    return sum(row.primary for group in groups for row in group.block.rows)
+    """How many values of ``metrics`` are in these groups; ends of series, which are all of a group's, are none."""
+    return sum([block.primaries for block, _, values in groups if values[0] == values[0]])

@@ -14,12 +14,12 @@ from itertools import accumulate
 from struct import Struct
 from typing import Any, NamedTuple
 
-from sinks.remote_write.blocks import Block, Group, Row
+from sinks.remote_write.blocks import Block, Group, Rows
 from sinks.remote_write.protobuf import fixed_varint, message, text, ts_width, varint
 
 NAME = "__name__"
 
-_SERIES = 0x0A
+_SERIES = b"\x0a"
 _LABEL = 0x0A
 _SAMPLES = 0x12
 _FIRST = 0x0A
@@ -59,34 +59,35 @@ def _timestamp(ts_ms: int) -> bytes:
 
 
 def _prepare(block: Block, width: int) -> _Packed:
-    names = [name for name, _ in block.labels]
     encoded = [label(name, value) for name, value in block.labels]
     ends = list(accumulate((len(one) for one in encoded), initial=0))
     blob = b"".join(encoded)
     sample = bytes((_SAMPLES,)) + varint(_VALUE_BYTES + 1 + width) + _VALUE
+    rest = len(sample) - 1 + _VALUE_BYTES + 1 + width
     arguments: list[Any] = []
-    for row in block.rows:
-        own = _cut(row, names, ends, blob)
-        size = len(own) + len(sample) - 1 + _VALUE_BYTES + 1 + width
-        arguments += [bytes((_SERIES,)) + varint(size) + own + sample, 0.0, b""]
+    for own in _own(block.rows, tuple(name for name, _ in block.labels)):
+        labels = _merge(own, ends, blob)
+        arguments += [b"".join((_SERIES, varint(len(labels) + rest), labels, sample)), 0.0, b""]
     pattern = "".join(f"{len(head)}sd{1 + width}s" for head in arguments[::3])
     return _Packed(Struct(f"<{pattern}"), arguments)
 
 
-def _cut(row: Row, names: Sequence[str], ends: Sequence[int], blob: bytes) -> bytes:
-    """A series' labels: the device's in ``blob``, those of the row put where they sort."""
+@lru_cache(maxsize=1024)
+def _own(rows: Rows, names: tuple[str, ...]) -> tuple[tuple[tuple[int, bytes], ...], ...]:
+    """The labels of each row itself, sorted, each with the number of the device's labels that sort before it."""
+    sorted_labels = [sorted(((NAME, row.name), *row.labels)) for row in rows]
+    return tuple(tuple((bisect_left(names, name), label(name, value)) for name, value in own) for own in sorted_labels)
+
+
+def _merge(own: tuple[tuple[int, bytes], ...], ends: Sequence[int], blob: bytes) -> bytes:
+    """A series' labels: the device's in ``blob``, which end at ``ends``, and those of the row where they sort."""
     pieces: list[bytes] = []
     start = 0
-    for name, value in sorted(((NAME, row.name), *row.labels)):
-        at = ends[bisect_left(names, name)]
-        pieces += [blob[start:at], _row_label(name, value)]
+    for before, one in own:
+        at = ends[before]
+        pieces += (blob[start:at], one)
         start = at
-    return b"".join([*pieces, blob[start:]])
-
-
-@lru_cache(maxsize=1024)
-def _row_label(name: str, value: str) -> bytes:
-    return label(name, value)
+    return b"".join((*pieces, blob[start:]))
 
 
 def label(name: str, value: str) -> bytes:

@@ -148,14 +148,15 @@ def _unique(groups: Iterable[Group]) -> list[Group]:
 def _ended(before: Sequence[Block], now: Iterable[Group], ts_ms: int) -> list[Group]:
     there: dict[Labels, frozenset[Row]] = {group.block.labels: frozenset(group.block.rows) for group in now}
     gone = [(block, [row for row in block.rows if row not in there.get(block.labels, ())]) for block in before]
-    return [_end(block.labels, rows, ts_ms) for block, rows in gone if rows]
+    return [_end(block, rows, ts_ms) for block, rows in gone if rows]
 
 
 def _end_all(node: _Node) -> list[Group]:
     ts_ms = min((node.ts_ms or 0) + 1, _MAX_MS)
-    return [_end(block.labels, block.rows, ts_ms) for block in node.open]
+    return [_end(block, block.rows, ts_ms) for block in node.open]
 
 
-def _end(of: Labels, rows: Iterable[Row], ts_ms: int) -> Group:
-    ends = tuple(row._replace(primary=False) for row in rows)
-    return Group(Block(of, ends), ts_ms, [STALE] * len(ends))
+def _end(block: Block, rows: Sequence[Row], ts_ms: int) -> Group:
+    """The end of some of a block's series: of all of them, as a rule, and then the block is one that was written."""
+    some = block if len(rows) == len(block.rows) else Block(block.labels, tuple(rows))
+    return Group(some, ts_ms, [STALE] * len(rows))

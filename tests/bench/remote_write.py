@@ -1,0 +1,234 @@
+"""How many samples a CPU-second sends by remote write: ``python -m tests.bench.remote_write [--nodes N] [--ticks N]``.
+
+Ticks of 8 GPUs with 27 values each go through the sink's own handler (decode, series, encode, snappy, and a POST to a
+server in another process that answers 204 at once); Kafka's part is left out. Prints stage by stage, then all of it,
+warm and with every label set new in every tick, for 1.0 and 2.0. CPU time of this process only.
+"""
+
+import argparse
+import asyncio
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import msgspec
+from cramjam import snappy
+
+from sinks.dead_letters import DeadLetters
+from sinks.outcomes import Outcomes
+from sinks.remote_write import encode_v1, encode_v2
+from sinks.remote_write.blocks import Group
+from sinks.remote_write.client import Client
+from sinks.remote_write.config import RemoteWriteSettings
+from sinks.remote_write.instruments import COMPONENT, INSTRUMENTS
+from sinks.remote_write.partition import RemoteWritePartition, Shared
+from sinks.remote_write.policy import Protocol
+from sinks.remote_write.series import Series
+from sinks.remote_write.transmit import Transmitter
+from topics.attributed import AttributedSample
+from topics.catalogue import CATALOGUE
+from topics.instruments import Instruments
+
+GPUS = 8
+KEYS = list(CATALOGUE)[:27]
+START_MS = 1_795_219_152_000
+
+NULL_RECEIVER = """
+import asyncio
+ANSWER = b"HTTP/1.1 204 No Content\\r\\nX-Prometheus-Remote-Write-Samples-Written: 99999999\\r\\n\\r\\n"
+async def serve(reader, writer):
+    try:
+        while True:
+            head = (await reader.readuntil(b"\\r\\n\\r\\n")).lower()
+            length = int(head.split(b"content-length:")[1].split(b"\\r\\n")[0])
+            await reader.readexactly(length)
+            writer.write(ANSWER)
+    except (asyncio.IncompleteReadError, ConnectionError):
+        writer.close()
+async def main():
+    server = await asyncio.start_server(serve, "127.0.0.1", 0, limit=1 << 24)
+    print(server.sockets[0].getsockname()[1], flush=True)
+    await server.serve_forever()
+asyncio.run(main())
+"""
+
+
+class Read(NamedTuple):
+    """A record as it is read."""
+
+    offset: int
+    value: bytes
+    timestamp: int = 0
+    key: bytes | None = None
+    topic: str = "gpu.attributed"
+    partition: int = 0
+
+
+def device(rng: random.Random, node: int, gpu: int, pod: str) -> dict[str, Any]:
+    """One GPU that a Job's pod holds."""
+    return {
+        "uuid": f"GPU-{node:08x}-1c2d-3e4f-5a6b-{gpu:012x}",
+        "index": gpu,
+        "minor": gpu,
+        "model": "NVIDIA H100 80GB HBM3",
+        "pci_bus_id": f"00000000:{gpu:02X}:00.0",
+        "metrics": {key: reading(rng, key) for key in KEYS},
+        "holders": [
+            {
+                "namespace": "ml-team",
+                "pod": pod,
+                "pod_uid": "1b6c0f0e-8a1d-4f0b-9d55-0f6f1c9b7a10",
+                "container": "pytorch",
+                "resource": "nvidia.com/gpu",
+                "workload": {"kind": "Job", "name": "bert-finetune-v3"},
+                "job": "bert-finetune-v3",
+                "labels": {"app": "bert"},
+            }
+        ],
+    }
+
+
+def reading(rng: random.Random, key: str) -> float:
+    """A value as a GPU gives them: ratios in percent, few clocks and reasons, anything else."""
+    if key.endswith("_ratio"):
+        return rng.randrange(101) / 100
+    if key.endswith("_clock_hz"):
+        return 15_000_000 * rng.randrange(20, 132)
+    return 1 << rng.randrange(8) if key == "clock_event_reasons" else rng.randrange(10**9)
+
+
+def log(nodes: int, ticks: int, *, cold: bool) -> list[Read]:
+    """Records of a partition; with ``cold`` every tick finds other pods."""
+    rng = random.Random(1)
+    records: list[Read] = []
+    for seq in range(1, ticks + 1):
+        for node in range(nodes):
+            pod = f"bert-{node}-{seq if cold else 0}"
+            content = {
+                "schema": 1,
+                "cluster": "prod-us-east-1",
+                "node": f"gpu-node-{node}",
+                "run_id": 1,
+                "seq": seq,
+                "ts_ms": START_MS + seq * 1000,
+                "offset": seq,
+                "attribution": "exact",
+                "devices": [device(rng, node, gpu, f"{pod}-{gpu}") for gpu in range(GPUS)],
+            }
+            records.append(Read(len(records), msgspec.json.encode(content)))
+    return records
+
+
+def say(line: str) -> None:
+    """Prints a line at once."""
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def per_cpu_second(work: Callable[[], Any], values: int, label: str) -> None:
+    """Runs and prints."""
+    start = time.process_time()
+    work()
+    spent = time.process_time() - start
+    per_tick_us = spent * 1e6 * GPUS * len(KEYS) / values
+    say(f"  {label:<28}{per_tick_us:9.1f} us/tick {values / spent / 1e6:8.2f} M values/CPU-s")
+
+
+def stages(records: Sequence[Read]) -> None:
+    """Each step on its own, warm."""
+    values = len(records) * GPUS * len(KEYS)
+    decoder = msgspec.json.Decoder(AttributedSample)
+    samples: list[AttributedSample] = []
+    per_cpu_second(lambda: samples.extend(decoder.decode(one.value) for one in records), values, "decode")
+    series = Series("otel", "otel")
+    for one in samples:
+        series.tick(one)
+    groups: list[list[Group]] = []
+
+    def play() -> None:
+        for one in samples:
+            tick = series.tick(one)
+            groups.append(tick.groups)
+            series.settle(tick, 0.0, accepted=True)
+
+    play()
+    groups.clear()
+    series.forget()
+    per_cpu_second(play, values, "series")
+    batches = [[group for tick in groups[at : at + 32] for group in tick] for at in range(0, len(groups), 32)]
+    encoders: dict[str, Callable[[Sequence[Group]], bytes]] = {
+        "1.0": encode_v1.encode,
+        "2.0": encode_v2.Encoder().encode,
+    }
+    for protocol, encode in encoders.items():
+        encode(batches[0])
+        bodies: list[bytes] = []
+        per_cpu_second(lambda: bodies.extend(map(encode, batches)), values, f"encode {protocol}")  # noqa: B023
+        packed: list[Any] = []
+        per_cpu_second(lambda: packed.extend(map(snappy.compress_raw, bodies)), values, f"snappy {protocol}")  # noqa: B023
+        size = sum(map(len, packed)) / values
+        say(f"  {'':<28}{size:9.1f} B/value on the wire")
+
+
+async def all_of_it(records: Sequence[Read], url: str, protocol: Protocol) -> tuple[float, float]:
+    """Delivers the records as the sink does; gives CPU and wall-clock seconds."""
+    settings = RemoteWriteSettings(kafka="none", url=url, protocol=protocol)
+    made = Instruments(INSTRUMENTS)
+    client = Client(settings)
+    shared = Shared(
+        transmitter=Transmitter(client.post, protocol, made),
+        letters=DeadLetters(None, ""),  # type: ignore[arg-type] # nothing is refused
+        outcomes=Outcomes(COMPONENT, made),
+        instruments=made,
+        slots=asyncio.Semaphore(settings.max_in_flight),
+        max_samples=settings.max_request_samples,
+        stale_after_s=60.0,
+    )
+    handler = RemoteWritePartition(Series("otel", "otel"), shared)
+    cpu, wall = time.process_time(), time.perf_counter()
+    async for _ in handler.deliver(records, asyncio.Event()):
+        pass
+    spent = time.process_time() - cpu, time.perf_counter() - wall
+    await client.close()
+    delivered = made.registry.get_sample_value("gpustream_remote_write_values_delivered_total")
+    if delivered != len(records) * GPUS * len(KEYS):
+        raise RuntimeError(f"{delivered} values delivered")
+    return spent
+
+
+@contextmanager
+def null_receiver() -> Iterator[str]:
+    """A server that says that it took whatever it is sent."""
+    with subprocess.Popen([sys.executable, "-c", NULL_RECEIVER], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            port = process.stdout.readline().strip() if process.stdout else ""
+            yield f"http://127.0.0.1:{port}/write"
+        finally:
+            process.terminate()
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--nodes", type=int, default=64)
+    parser.add_argument("--ticks", type=int, default=20)
+    options = parser.parse_args()
+    warm, cold = (log(options.nodes, options.ticks, cold=cold) for cold in (False, True))
+    values = len(warm) * GPUS * len(KEYS)
+    say(f"{len(warm)} ticks of {GPUS} GPUs x {len(KEYS)} values")
+    stages(warm)
+    with null_receiver() as url:
+        protocols: tuple[Protocol, ...] = ("1.0", "2.0")
+        for name, records in (("warm", warm), ("cold label sets", cold)):
+            for protocol in protocols:
+                cpu, wall = asyncio.run(all_of_it(records, url, protocol))
+                rates = f"{values / cpu / 1e6:8.2f} M values/CPU-s {values / wall / 1e6:8.2f} M/s"
+                say(f"all, {protocol}, {name:<16} {rates}")
+
+
+if __name__ == "__main__":
+    main()

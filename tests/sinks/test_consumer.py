@@ -1,0 +1,114 @@
+"""A member of a consumer group: what it does with its partitions as they come and go."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+import pytest
+from aiokafka import TopicPartition
+
+from sinks import consumer as module
+from sinks import outcomes
+from sinks.consumer import ConsumerSettings, GroupReader
+from sinks.dead_letters import Abandoned, Record
+from sinks.outcomes import Outcomes
+from tests.sinks.records import FakeConsumer, Read
+from topics.instruments import Instruments
+
+SETTINGS = ConsumerSettings(kafka="127.0.0.1:1", topic="t", group="g", from_="earliest", recall_s=1.0)
+LOG = [Read(offset, b"", offset * 1000) for offset in range(4)]
+
+
+class Handler:
+    """Waits for ``go`` before it finishes a record, or for its partition to be taken away."""
+
+    def __init__(self, patient: bool) -> None:
+        self.started = asyncio.Event()
+        self.go = asyncio.Event()
+        self.delivered: list[int] = []
+        self._patient = patient
+
+    def recall(self, records: Sequence[Record]) -> None:
+        """Nothing to know."""
+
+    async def deliver(self, records: Sequence[Record], abandon: asyncio.Event) -> AsyncGenerator[int]:
+        for one in records:
+            self.started.set()
+            if self._patient:
+                await self.go.wait()
+            elif await abandon.wait():
+                raise Abandoned
+            self.delivered.append(one.offset)
+            yield one.offset + 1
+
+    async def quiet(self, abandon: asyncio.Event) -> None:
+        """Nothing to end."""
+
+    def forget(self) -> None:
+        """Nothing known."""
+
+
+def reading(handler: Any, log: Sequence[Read] = LOG) -> tuple[GroupReader, FakeConsumer]:
+    """A reader that has one partition, with a client in memory."""
+    counted = Outcomes("test", Instruments(outcomes.instruments("test")))
+    reader, client = GroupReader(SETTINGS, lambda _: handler, counted), FakeConsumer(log)
+    reader._consumer = client
+    reader.take([TopicPartition("t", 0)])
+    return reader, client
+
+
+async def test_what_is_under_way_is_waited_for_and_committed_when_a_partition_is_revoked() -> None:
+    handler = Handler(patient=True)
+    reader, client = reading(handler)
+    await asyncio.wait_for(handler.started.wait(), 10)
+    leaving = asyncio.ensure_future(reader.leave())
+    await asyncio.sleep(0.01)
+    assert not leaving.done()
+    handler.go.set()
+    await asyncio.wait_for(leaving, 10)
+    assert handler.delivered == [0]
+    assert client.group == 1
+
+
+async def test_what_hangs_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LEAVE_S", 0.02)
+    handler = Handler(patient=True)
+    reader, client = reading(handler)
+    await asyncio.wait_for(handler.started.wait(), 10)
+    await asyncio.wait_for(reader.leave(), 10)
+    handler.go.set()
+    await asyncio.sleep(0.01)
+    assert handler.delivered == []
+    assert client.group == 0
+
+
+async def test_what_gives_up_by_itself_is_not_waited_for_longer() -> None:
+    handler = Handler(patient=False)
+    reader, client = reading(handler)
+    await asyncio.wait_for(handler.started.wait(), 10)
+    await asyncio.wait_for(reader.leave(), 1)
+    assert client.group == 0
+
+
+async def test_a_handler_that_fails_ends_the_sink() -> None:
+    class Failing(Handler):
+        async def deliver(self, records: Sequence[Record], abandon: asyncio.Event) -> AsyncGenerator[int]:
+            raise ZeroDivisionError
+            yield 0
+
+    reader, _ = reading(Failing(patient=True))
+    reader._failure = asyncio.get_running_loop().create_future()
+    with pytest.raises(ZeroDivisionError):
+        await asyncio.wait_for(reader._failure, 10)
+    await reader.leave()
+
+
+async def test_a_reader_without_a_broker_says_so_and_stops_when_told() -> None:
+    counted = Outcomes("test", Instruments(outcomes.instruments("test")))
+    reader = GroupReader(SETTINGS, lambda _: Handler(patient=True), counted)
+    stop = asyncio.Event()
+    running = asyncio.ensure_future(reader.run(stop))
+    await asyncio.sleep(0.05)
+    assert reader.not_ready() == ["not connected to Kafka"]
+    stop.set()
+    await asyncio.wait_for(running, 8)
