@@ -1,0 +1,189 @@
+"""A reader's app without a broker: its ledger is the real one, and its sender is told what becomes of each record."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Mapping, Sequence
+from random import Random
+from typing import Any, NamedTuple, cast
+
+import msgspec
+import pytest
+
+from streams.attribution import component
+from streams.attribution.component import ALLOCATIONS, DEAD_LETTERS, OUTPUT, SAMPLES, WORKLOADS, Joiner
+from streams.attribution.instruments import INSTRUMENTS
+from streams.reader.app import ReaderApp
+from streams.reader.ledger import Ledger, Partition, Slot
+from topics.allocations import Allocations
+from topics.attributed import AttributedSample
+from topics.instruments import Instruments
+from topics.samples import Sample
+from topics.sender import Unsendable
+from topics.topic import node_key
+from topics.workloads import NodeWorkloads
+
+TOPICS = (SAMPLES, ALLOCATIONS, WORKLOADS)
+
+
+class Sent(NamedTuple):
+    """A record that was sent, and its acknowledgement."""
+
+    topic: str
+    value: bytes
+    key: bytes | None
+    partition: int | None
+    headers: dict[str, bytes]
+    acknowledged: "asyncio.Future[int]"
+
+
+class FakeSender:
+    """Takes records after up to ``turns`` turns of the loop, and acknowledges them at once unless ``holding``."""
+
+    def __init__(self) -> None:
+        self.sent: list[Sent] = []
+        self.turns = 0
+        self.holding = False
+        self.largest = 10**9
+        self.broken = False
+        self.room = asyncio.Event()
+        self.room.set()
+        self._random = Random(1)
+
+    async def send(
+        self,
+        topic: str,
+        value: bytes,
+        *,
+        key: bytes | None = None,
+        partition: int | None = None,
+        headers: Sequence[tuple[str, bytes]] = (),
+    ) -> "asyncio.Future[int]":
+        if self.broken:
+            raise RuntimeError("broken")
+        await self.room.wait()
+        for _ in range(self._random.randint(0, self.turns)):
+            await asyncio.sleep(0)
+        acknowledged: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self.sent.append(Sent(topic, value, key, partition, dict(headers), acknowledged))
+        if topic == OUTPUT and len(value) > self.largest:
+            acknowledged.set_exception(Unsendable("too large"))
+        elif not self.holding:
+            acknowledged.set_result(len(self.sent))
+        return acknowledged
+
+    def outputs(self) -> list[AttributedSample]:
+        """What was sent to gpu.attributed, in order."""
+        return [msgspec.json.decode(s.value, type=AttributedSample) for s in self.sent if s.topic == OUTPUT]
+
+    def letters(self) -> list[Sent]:
+        """What was sent to gpu.dead-letters, in order."""
+        return [sent for sent in self.sent if sent.topic == DEAD_LETTERS]
+
+
+class Record(NamedTuple):
+    """A record of the log, as far as it is looked at."""
+
+    key: bytes | None
+    value: bytes | None
+    timestamp: int = 0
+
+
+class FakeApp:
+    """What the joiner sees of its app. Records are appended to logs, and the joiner reads them in batches."""
+
+    def __init__(self, *, grace_s: float = 0.0, partitions: int = 4) -> None:
+        self.sender = FakeSender()
+        self.reader = self
+        self.ledger = Ledger()
+        self.rebalances = self.holes = self.lost = 0
+        self.failures: list[str] = []
+        self.ends_asked = 0
+        self.instruments = Instruments(INSTRUMENTS)
+        self.joiner = Joiner(self.instruments, grace_s=grace_s, partitions=partitions)
+        self.joiner.app = cast("ReaderApp", self)
+        self.logs = {Partition(topic, i): list[Record]() for topic in TOPICS for i in range(partitions)}
+        self.begin({})
+
+    # -- what the joiner may ask
+
+    def finish(self, slot: Slot) -> None:
+        self.ledger.finish(slot)
+
+    def finish_when(self, slot: Slot, acknowledged: Sequence["asyncio.Future[int]"]) -> None:
+        ReaderApp.finish_when(cast("ReaderApp", self), slot, acknowledged)
+
+    def current(self, slot: Slot) -> bool:
+        return slot.epoch == self.ledger.epoch
+
+    def fail(self, reason: str) -> None:
+        self.failures.append(reason)
+
+    def ask_ends(self) -> None:
+        self.ends_asked += 1
+
+    # -- what tests do
+
+    def begin(self, positions: Mapping[Partition, int]) -> None:
+        """A new epoch, in which these partitions are read from these positions, and others from where they were."""
+        before = self.ledger.positions() or dict.fromkeys(self.logs, 0)
+        self.ledger.forget()
+        self.joiner.forget()
+        self.ledger.begin({**before, **positions})
+
+    def log(self, record: Sample | Allocations | NodeWorkloads, partition: int = 0) -> None:
+        """Write a record."""
+        topic = {Sample: SAMPLES, Allocations: ALLOCATIONS, NodeWorkloads: WORKLOADS}[type(record)]
+        key = node_key(record.cluster, record.node)
+        self.logs[Partition(topic, partition)].append(Record(key, msgspec.json.encode(record)))
+
+    def batch(self, topic: str, partition: int = 0, limit: int = 10**6) -> list[tuple[Slot, Any]]:
+        """The next records of a partition."""
+        tp = Partition(topic, partition)
+        at = self.ledger.expected(tp)
+        assert at is not None
+        return [
+            (self.ledger.admit(tp, at + i, len(record.value or b"")), record)
+            for i, record in enumerate(self.logs[tp][at : at + limit])
+        ]
+
+    async def read(self, *topics: str, partition: int = 0) -> None:
+        """Have the joiner take all that there is of these topics."""
+        for topic in topics:
+            await self.joiner.take(self.batch(topic, partition))
+            await self.settle()
+
+    async def settle(self) -> None:
+        """Let callbacks run."""
+        for _ in range(10):
+            await asyncio.sleep(0)
+
+    def position(self, topic: str, partition: int = 0) -> int:
+        """The offset that would be committed."""
+        found = self.ledger.position(Partition(topic, partition))
+        assert found is not None
+        return found
+
+    def total(self, name: str, *labels: str) -> float:
+        """The value of a counter or gauge."""
+        row = next(row for row in INSTRUMENTS if row.name == f"gpustream_attribution_{name}")
+        value = self.instruments.registry.get_sample_value(row.name, dict(zip(row.labels, labels, strict=True)))
+        return value or 0.0
+
+
+@contextlib.asynccontextmanager
+async def looking(app: FakeApp, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
+    """The joiner looks at the clock again and again, without pause."""
+    monkeypatch.setattr(component, "_LOOK_EVERY_S", 0.0)
+    task = asyncio.create_task(app.joiner.look())
+    yield
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def until_sent(app: FakeApp, count: int) -> None:
+    """Wait until that many records were sent."""
+    async with asyncio.timeout(10):
+        while len(app.sender.sent) < count:  # noqa: ASYNC110 - the sender is not to know who waits
+            await asyncio.sleep(0)
+    await app.settle()

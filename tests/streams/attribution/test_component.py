@@ -1,0 +1,188 @@
+"""The joiner: what it sends, in which order, and when a record counts as finished."""
+
+import asyncio
+import time
+
+import pytest
+
+from streams.attribution.component import ALLOCATIONS, OUTPUT, SAMPLES, WORKLOADS
+from streams.reader.ledger import Partition
+from tests.streams.attribution.fakes import FakeApp, Record, looking
+from tests.streams.attribution.records import container, gpu, snapshot, tick
+from topics.topic import MAX_MESSAGE_BYTES
+
+KEY = b"c/n"
+
+
+# -- what is sent
+
+
+async def test_a_tick_goes_to_the_partition_that_it_came_from_with_its_offset_and_key() -> None:
+    app = FakeApp()
+    app.log(snapshot(1, container("p", gpu(0))), partition=3)
+    for i in range(3):
+        app.log(tick(i, 1), partition=3)
+
+    await app.read(ALLOCATIONS, SAMPLES, partition=3)
+
+    assert [(s.topic, s.key, s.partition) for s in app.sender.sent] == [(OUTPUT, KEY, 3)] * 3
+    assert [(out.seq, out.offset, out.attribution) for out in app.sender.outputs()] == [
+        (0, 0, "exact"),
+        (1, 1, "exact"),
+        (2, 2, "exact"),
+    ]
+    assert [h.pod for h in app.sender.outputs()[0].devices[0].holders] == ["p"]
+
+
+async def test_a_tick_is_finished_only_when_its_output_is_acknowledged() -> None:
+    app = FakeApp()
+    app.sender.holding = True
+    app.log(tick(1, None))
+    app.log(tick(2, None))
+    await app.read(SAMPLES)
+    assert app.position(SAMPLES) == 0
+
+    app.sender.sent[1].acknowledged.set_result(1)
+    await app.settle()
+    assert app.position(SAMPLES) == 0
+
+    app.sender.sent[0].acknowledged.set_result(0)
+    await app.settle()
+    assert app.position(SAMPLES) == 2
+    assert app.total("ticks_total", "none") == 2
+
+
+async def test_a_tick_that_waits_is_not_finished_and_those_of_other_nodes_go_on() -> None:
+    app = FakeApp(grace_s=1e6)
+    for i in range(50):
+        app.log(tick(i, 1, node="stuck"))
+        app.log(tick(i, None, node="fine"))
+
+    await app.read(SAMPLES)
+
+    assert [out.node for out in app.sender.outputs()] == ["fine"] * 50
+    assert (app.position(SAMPLES), app.ledger.open()) == (0, 50)
+
+
+async def test_outputs_keep_the_order_of_each_nodes_ticks_whatever_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    app = FakeApp(grace_s=0.0)
+    app.sender.turns = 5
+    for i in range(60):
+        for node in ("a", "b"):
+            app.log(tick(i, 1 + i // 10, node=node), partition=i % 2)
+            if i % 20 == 0:
+                app.log(snapshot(1 + i // 10, node=node), partition=i % 2)
+
+    async with looking(app, monkeypatch):
+        taking = [
+            asyncio.create_task(app.joiner.take(batch))
+            for _ in range(12)
+            for partition in (0, 1)
+            for batch in (app.batch(SAMPLES, partition, 7), app.batch(ALLOCATIONS, partition, 1))
+        ]
+        while len(app.sender.sent) < 120 and not app.failures:
+            app.joiner.ends(time.monotonic(), {tp: len(log) for tp, log in app.logs.items() if tp.topic == ALLOCATIONS})
+            await asyncio.sleep(0.001)
+        await asyncio.gather(*taking)
+
+    for node, partition in (("a", 0), ("a", 1), ("b", 0), ("b", 1)):
+        seqs = [out.seq for out in app.sender.outputs() if out.node == node and out.seq % 2 == partition]
+        assert seqs == list(range(partition, 60, 2))
+    assert app.failures == []
+
+
+async def test_a_node_that_another_partitioner_placed_is_counted_once_and_read_all_the_same() -> None:
+    app = FakeApp(partitions=4)
+    for partition in range(4):
+        app.log(tick(1, None), partition=partition)
+        app.log(tick(2, None), partition=partition)
+        await app.read(SAMPLES, partition=partition)
+
+    assert app.total("misplaced_nodes_total") == 3
+    assert len(app.sender.outputs()) == 8
+
+
+# -- what can't be used
+
+
+async def test_what_cannot_be_decoded_goes_to_the_dead_letters_and_the_rest_goes_on() -> None:
+    app = FakeApp()
+    app.log(tick(1, None))
+    app.logs[Partition(SAMPLES, 0)].append(Record(KEY, b"{broken"))
+    app.logs[Partition(SAMPLES, 0)].append(Record(None, None))
+    app.log(tick(2, None))
+
+    await app.read(SAMPLES)
+
+    assert [out.seq for out in app.sender.outputs()] == [1, 2]
+    first, second = app.sender.letters()
+    assert (first.value, first.key, second.value, second.key) == (b"{broken", KEY, b"", None)
+    assert (first.headers["topic"], first.headers["partition"], first.headers["offset"]) == (b"gpu.samples", b"0", b"1")
+    assert app.position(SAMPLES) == 4
+    assert app.total("dead_lettered_total", SAMPLES, "undecodable") == 2
+
+
+@pytest.mark.parametrize("topic", [SAMPLES, ALLOCATIONS, WORKLOADS])
+async def test_a_bad_record_is_finished_only_when_its_letter_is_acknowledged(topic: str) -> None:
+    app = FakeApp()
+    app.sender.holding = True
+    app.logs[Partition(topic, 0)].append(Record(KEY, b"?"))
+    await app.read(topic)
+    assert app.position(topic) == 0
+
+    app.sender.letters()[0].acknowledged.set_result(0)
+    await app.settle()
+    assert app.position(topic) == 1
+
+
+async def test_a_tick_whose_output_is_too_large_is_dead_lettered_as_it_came() -> None:
+    app = FakeApp()
+    app.sender.largest, app.sender.holding = 100, True
+    app.log(tick(1, None))
+    await app.read(SAMPLES)
+
+    letter = app.sender.letters()[0]
+    assert letter.value == app.logs[Partition(SAMPLES, 0)][0].value
+    assert (letter.headers["offset"], letter.headers["error"]) == (b"0", b"unsendable: too large")
+    assert app.position(SAMPLES) == 0
+
+    letter.acknowledged.set_result(0)
+    await app.settle()
+    assert app.position(SAMPLES) == 1
+    assert app.total("dead_lettered_total", SAMPLES, "unsendable") == 1
+    assert app.total("ticks_total", "none") == 0
+
+
+async def test_a_letter_is_never_larger_than_what_can_be_sent() -> None:
+    app = FakeApp()
+    app.logs[Partition(SAMPLES, 0)].append(Record(KEY, b"x" * 10_000_000))
+
+    await app.read(SAMPLES)
+
+    letter = app.sender.letters()[0]
+    assert len(letter.value) + sum(map(len, letter.headers.values())) < MAX_MESSAGE_BYTES
+    assert letter.headers["length"] == b"10000000"
+
+
+async def test_a_sender_that_fails_ends_the_process_and_raises_nothing() -> None:
+    app = FakeApp()
+    app.sender.broken = True
+    app.log(tick(1, None))
+
+    await app.read(SAMPLES)
+
+    assert len(app.failures) == 1
+    assert app.position(SAMPLES) == 0
+
+
+async def test_an_output_that_is_not_acknowledged_ends_the_process() -> None:
+    app = FakeApp()
+    app.sender.holding = True
+    app.log(tick(1, None))
+    await app.read(SAMPLES)
+
+    app.sender.sent[0].acknowledged.set_exception(OSError("gone"))
+    await app.settle()
+
+    assert len(app.failures) == 1
+    assert app.position(SAMPLES) == 0

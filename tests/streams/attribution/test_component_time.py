@@ -1,0 +1,240 @@
+"""The joiner: what waits for time to pass, and what an epoch that ends leaves behind."""
+
+import asyncio
+import time
+
+import pytest
+
+from streams.attribution.component import ALLOCATIONS, DEAD_LETTERS, SAMPLES, WORKLOADS
+from streams.reader.ledger import Partition
+from tests.streams.attribution.fakes import FakeApp, Record, looking, until_sent
+from tests.streams.attribution.records import container, gpu, known, pod, snapshot, tick
+
+KEY = b"c/n"
+
+
+# -- time
+
+
+async def test_a_tick_whose_snapshot_never_comes_goes_when_the_end_has_been_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    app = FakeApp(grace_s=0.0)
+    app.log(snapshot(1, container("p", gpu(0))))
+    app.log(tick(1, 2))
+    await app.read(SAMPLES)
+
+    async with looking(app, monkeypatch):
+        app.joiner.ends(time.monotonic(), {Partition(ALLOCATIONS, 0): 1})
+        await asyncio.sleep(0.01)
+        assert app.sender.sent == []
+        assert app.ends_asked > 0
+
+        await app.read(ALLOCATIONS)
+        await until_sent(app, 1)
+
+    assert app.sender.outputs()[0].attribution == "late"
+    assert app.position(SAMPLES) == 1
+
+
+async def test_an_end_that_was_asked_before_the_tick_was_read_says_nothing_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    app = FakeApp(grace_s=0.0)
+    before_s = time.monotonic()
+    app.log(tick(1, 1))
+    await app.read(SAMPLES)
+
+    async with looking(app, monkeypatch):
+        app.joiner.ends(before_s, {Partition(ALLOCATIONS, 0): 0})
+        await asyncio.sleep(0.01)
+
+    assert app.sender.sent == []
+
+
+async def test_the_end_of_another_partition_says_nothing_of_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    app = FakeApp(grace_s=0.0)
+    app.log(tick(1, 1))
+    await app.read(SAMPLES)
+
+    async with looking(app, monkeypatch):
+        app.joiner.ends(time.monotonic(), {Partition(ALLOCATIONS, 1): 0, Partition(WORKLOADS, 0): 0})
+        await asyncio.sleep(0.01)
+
+    assert app.sender.sent == []
+
+
+async def test_a_pod_of_a_backlog_is_not_waited_for_longer_than_a_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    app = FakeApp(grace_s=1e6)
+    app.log(known(1, pod("other")))
+    app.log(snapshot(1, container("p", gpu(0))))
+    app.log(tick(1, 1))
+    await app.read(WORKLOADS, ALLOCATIONS, SAMPLES)
+    assert app.sender.sent == []
+
+    async with looking(app, monkeypatch):
+        await until_sent(app, 1)
+
+    assert app.sender.outputs()[0].devices[0].holders[0].pod_uid is None
+
+
+async def test_a_tick_logged_just_now_waits_for_its_pod(monkeypatch: pytest.MonkeyPatch) -> None:
+    app = FakeApp()
+    app.log(known(1))
+    app.log(snapshot(1, container("p", gpu(0))))
+    app.log(tick(1, 1))
+    log = app.logs[Partition(SAMPLES, 0)]
+    log[0] = log[0]._replace(timestamp=time.time_ns() // 1_000_000 + 60_000)
+    await app.read(WORKLOADS, ALLOCATIONS, SAMPLES)
+
+    async with looking(app, monkeypatch):
+        await asyncio.sleep(0.01)
+        assert app.sender.sent == []
+
+        app.log(known(2, pod("p")))
+        await app.read(WORKLOADS)
+
+    assert app.sender.outputs()[0].devices[0].holders[0].pod_uid == "uid-p"
+
+
+# -- epochs
+
+
+async def test_a_batch_of_an_epoch_that_is_over_does_nothing() -> None:
+    app = FakeApp()
+    app.log(tick(1, None))
+    app.logs[Partition(SAMPLES, 0)].append(Record(KEY, b"?"))
+    stale = app.batch(SAMPLES)
+    app.begin({})
+
+    await app.joiner.take(stale)
+
+    assert app.sender.sent == []
+    assert app.total("read_total", SAMPLES) == 0
+
+
+async def test_an_epoch_that_ends_while_the_sender_has_no_room_ends_the_batch() -> None:
+    app = FakeApp()
+    for i in range(3):
+        app.log(tick(i, None))
+    app.sender.room.clear()
+    taking = asyncio.create_task(app.joiner.take(app.batch(SAMPLES)))
+    await app.settle()
+    app.begin({Partition(SAMPLES, 0): 0})
+    app.sender.room.set()
+    await taking
+    assert app.position(SAMPLES) == 0
+
+    await app.read(SAMPLES)
+    assert [out.seq for out in app.sender.outputs()] == [0, 0, 1, 2]
+    assert app.position(SAMPLES) == 3
+
+
+async def test_an_acknowledgement_of_an_epoch_that_is_over_finishes_nothing() -> None:
+    app = FakeApp()
+    app.sender.holding = True
+    app.log(tick(1, None))
+    await app.read(SAMPLES)
+    app.begin({Partition(SAMPLES, 0): 0})
+    await app.read(SAMPLES)
+
+    app.sender.sent[0].acknowledged.set_result(0)
+    await app.settle()
+    assert app.position(SAMPLES) == 0
+
+    app.sender.sent[1].acknowledged.set_result(1)
+    await app.settle()
+    assert app.position(SAMPLES) == 1
+    assert app.total("ticks_total", "none") == 1
+
+
+async def test_a_tick_that_waited_when_the_epoch_ended_goes_once_when_it_is_read_again() -> None:
+    app = FakeApp(grace_s=1e6)
+    app.log(tick(1, 1))
+    app.log(tick(2, 1))
+    await app.read(SAMPLES)
+    app.begin({Partition(SAMPLES, 0): 0})
+    app.log(snapshot(1))
+    await app.read(ALLOCATIONS)
+    assert app.sender.sent == []
+
+    await app.read(SAMPLES)
+    assert [out.seq for out in app.sender.outputs()] == [1, 2]
+    assert app.position(SAMPLES) == 2
+
+
+async def test_an_end_asked_in_an_epoch_that_is_over_lets_nothing_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    app = FakeApp(grace_s=0.0)
+    app.log(tick(1, 1))
+    await app.read(SAMPLES)
+    app.joiner.ends(time.monotonic(), {Partition(ALLOCATIONS, 0): 0})
+    app.begin({Partition(SAMPLES, 0): 0})
+    await app.read(SAMPLES)
+
+    async with looking(app, monkeypatch):
+        await asyncio.sleep(0.01)
+
+    assert app.sender.sent == []
+
+
+async def test_state_that_is_kept_is_used_after_a_rebalance_and_state_that_is_dropped_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    app = FakeApp(grace_s=0.0)
+    for partition in (0, 1):
+        app.log(snapshot(1, container("p", gpu(0))), partition=partition)
+        await app.read(ALLOCATIONS, partition=partition)
+        app.log(tick(1, 1), partition=partition)
+    app.begin({})
+    app.joiner.drop(frozenset({1}))
+    await app.read(SAMPLES, partition=0)
+    await app.read(SAMPLES, partition=1)
+    assert [s.partition for s in app.sender.sent] == [0]
+
+    async with looking(app, monkeypatch):
+        app.joiner.ends(time.monotonic(), {Partition(ALLOCATIONS, 1): 1})
+        await until_sent(app, 2)
+    assert [out.attribution for out in app.sender.outputs()] == ["exact", "none"]
+
+
+async def test_what_is_held_open_and_known_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    app = FakeApp(grace_s=1e6)
+    app.log(tick(1, 1, node="a"))
+    app.log(tick(1, 1, node="b"))
+    await app.read(SAMPLES)
+
+    async with looking(app, monkeypatch):
+        await asyncio.sleep(0.01)
+
+    assert (app.total("held_ticks"), app.total("nodes")) == (2, 2)
+    assert app.total("open_bytes") == app.ledger.open_bytes > 0
+
+
+async def test_snapshots_behind_the_committed_ticks_are_forgotten_and_those_ahead_kept() -> None:
+    app = FakeApp()
+    for seq in range(1, 6):
+        app.log(snapshot(seq, container(f"p{seq}", gpu(0))))
+        app.log(tick(seq, seq, ts_ms=seq * 1000))
+    await app.read(ALLOCATIONS, SAMPLES)
+
+    app.joiner.committed({Partition(SAMPLES, 0): 3})
+    state = app.joiner._states[0][KEY]
+    assert [seq for _, seq in state.snapshots] == [3, 4, 5]
+
+    app.begin({Partition(SAMPLES, 0): 3})
+    await app.read(SAMPLES)
+    assert [(out.seq, out.attribution) for out in app.sender.outputs()[5:]] == [(4, "exact"), (5, "exact")]
+
+
+async def test_nothing_of_a_large_fleet_is_left_waiting_when_all_of_it_is_finished() -> None:
+    app = FakeApp(grace_s=1e6)
+    for i in range(200):
+        app.log(tick(1, 1, node=f"n{i}"))
+        app.log(snapshot(1, node=f"n{i}"))
+    await app.read(SAMPLES, ALLOCATIONS)
+
+    assert sorted(out.node for out in app.sender.outputs()) == sorted(f"n{i}" for i in range(200))
+    assert app.position(SAMPLES) == 200
+    assert not any(app.joiner._waiting.values())
+    assert not app.joiner._open
+    assert [sent for sent in app.sender.sent if sent.topic == DEAD_LETTERS] == []
