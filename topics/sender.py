@@ -21,6 +21,7 @@ from aiokafka.errors import (
     MessageSizeTooLargeError,
     PolicyViolationError,
     RecordListTooLargeError,
+    UnknownError,
 )
 
 from topics.topic import MAX_MESSAGE_BYTES
@@ -40,6 +41,9 @@ _REFUSALS = (
     CorruptRecordException,
     PolicyViolationError,
 )
+_UNKNOWN_TRIES = 5
+"""How often an error is believed to pass that the client has no name for, as it has none for INVALID_RECORD."""
+
 _IMPOSSIBLE = (AssertionError, TypeError, ValueError)
 """What the client raises for a record that it can't even encode, or whose partition does not exist."""
 
@@ -198,14 +202,14 @@ class Sender:
                 metadata = await self._client().send_and_wait(
                     record.topic, record.value, record.key, partition=record.partition, headers=record.headers
                 )
-            except _REFUSALS as error:
-                self._resolve(record, Unsendable(describe(error)))
-                await self._renew()
-                return
             except _IMPOSSIBLE as error:
                 self._resolve(record, Unsendable(describe(error)))
                 return
             except KafkaError as error:
+                if _refused(error, attempt):
+                    self._resolve(record, Unsendable(describe(error)))
+                    await self._renew()
+                    return
                 log.warning("%s: not acknowledged (%s): trying again", record.topic, describe(error))
                 await asyncio.sleep(_BACKOFF_S[min(attempt, len(_BACKOFF_S) - 1)])
                 await self._renew()
@@ -249,6 +253,11 @@ class Sender:
 def describe(error: BaseException) -> str:
     """One line that names an error and what it says."""
     return f"{type(error).__name__}: {error}".strip(": ")
+
+
+def _refused(error: KafkaError, attempt: int) -> bool:
+    """Whether an error says that this record, alone, can never be sent."""
+    return isinstance(error, _REFUSALS) or (isinstance(error, UnknownError) and attempt + 1 >= _UNKNOWN_TRIES)
 
 
 async def _let_go(producer: AIOKafkaProducer) -> None:

@@ -10,6 +10,7 @@ from aiokafka.errors import (
     KafkaTimeoutError,
     MessageSizeTooLargeError,
     RequestTimedOutError,
+    UnknownError,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -76,6 +77,23 @@ def test_of_a_refused_batch_only_the_bad_record_is_unsendable_and_the_others_kee
         cluster.refused[b"bad"] = refusal
         assert await send_all(sender, [b"a", b"bad", b"b", b"c"]) == [0, "unsendable", 1, 2]
         assert cluster.log("t") == [b"a", b"b", b"c"]
+
+    play(scenario)
+
+
+def test_a_refusal_that_the_client_has_no_name_for_is_tried_a_few_times_and_then_believed() -> None:
+    async def scenario(sender: Sender, cluster: Cluster) -> None:
+        cluster.refused[b"bad"] = UnknownError
+        assert await send_all(sender, [b"a", b"bad", b"b"]) == [0, "unsendable", 1]
+        assert len(cluster.producers) == 7
+
+    play(scenario)
+
+
+def test_an_unknown_error_that_passes_loses_nothing() -> None:
+    async def scenario(sender: Sender, cluster: Cluster) -> None:
+        cluster.lost_answers = [UnknownError() for _ in range(4)]
+        assert await send_all(sender, [b"a"]) == [4]
 
     play(scenario)
 

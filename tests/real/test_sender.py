@@ -1,0 +1,74 @@
+"""What a sender promises, on Apache Kafka."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from tests.real.contents import values
+from tests.real.servers import KafkaServer
+from topics.sender import Sender, Unsendable
+
+
+@asynccontextmanager
+async def sender_to(kafka: KafkaServer) -> AsyncIterator[Sender]:
+    sender = Sender(kafka.address, client_id="test")
+    await sender.start()
+    try:
+        yield sender
+    finally:
+        await sender.stop()
+
+
+async def test_of_records_in_one_batch_only_the_one_that_the_topic_refuses_is_unsendable(kafka: KafkaServer) -> None:
+    kafka.create_topics({"sender-small": 1}, {"max.message.bytes": "20000"})
+    good = [b"%d" % number for number in range(40)]
+    async with sender_to(kafka) as sender:
+        sent = []
+        for number, value in enumerate(good):
+            sent.append(await sender.send("sender-small", value))
+            if number in (10, 11, 25):
+                with_it = await sender.send("sender-small", bytes(30_000))
+                sent.append(with_it)
+        outcomes = await asyncio.gather(*sent, return_exceptions=True)
+        after = await (await sender.send("sender-small", b"after"))
+    assert [type(one) for one in outcomes].count(Unsendable) == 3
+    assert [one for one in outcomes if isinstance(one, int)] == list(range(40))
+    assert after == 40
+    assert await values(kafka.address, "sender-small") == {0: [*good, b"after"]}
+
+
+async def test_a_record_that_kafka_finds_invalid_is_unsendable_and_stalls_nothing(kafka: KafkaServer) -> None:
+    kafka.create_topics({"sender-compacted": 1}, {"cleanup.policy": "compact"})
+    async with sender_to(kafka) as sender:
+        without_a_key = await sender.send("sender-compacted", b"bad")
+        good = await sender.send("sender-compacted", b"good", key=b"k")
+        with pytest.raises(Unsendable):
+            await asyncio.wait_for(without_a_key, 30)
+        assert await asyncio.wait_for(good, 30) == 0
+
+
+async def test_a_broker_that_is_killed_in_mid_stream_loses_nothing_and_keeps_the_order(
+    start_kafka: Callable[..., KafkaServer],
+) -> None:
+    broker = await asyncio.to_thread(start_kafka)
+    broker.create_topics({"sender-outage": 2})
+    async with sender_to(broker) as sender:
+        sent = []
+
+        async def stream() -> None:
+            for number in range(3000):
+                sent.append(await sender.send("sender-outage", b"%d" % number, partition=number % 2))
+                await asyncio.sleep(0.001)
+
+        streaming = asyncio.create_task(stream())
+        await asyncio.sleep(1)
+        await asyncio.to_thread(broker.kill9)
+        await asyncio.sleep(1)
+        await asyncio.to_thread(broker.start)
+        await streaming
+        await asyncio.gather(*sent)
+    found = await values(broker.address, "sender-outage", partitions=2)
+    for partition, stored in found.items():
+        assert list(dict.fromkeys(stored)) == [b"%d" % number for number in range(3000) if number % 2 == partition]
