@@ -109,6 +109,7 @@ def gpustream(tmp_path: Path) -> Iterator[Callable[..., Gpustream]]:
         def make(name: str, *arguments: str) -> Gpustream:
             process = Gpustream(tmp_path / name, *arguments)
             processes.callback(process.close)
+            processes.callback(process.stop)  # it leaves its group, so that the next test need not wait for that
             return process
 
         yield make

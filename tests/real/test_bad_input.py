@@ -1,0 +1,167 @@
+"""What should never be sent, sent: each record ends where it should, and the stream goes on."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from aiokafka import AIOKafkaProducer
+
+from tests.real.pipeline import Gpustream, read_all
+from tests.real.servers import KafkaServer
+from topics import broker
+
+GPU = "GPU-00000000-0000-0000-0000-000000000001"
+HUGE = 12 * 1024 * 1024
+
+Send = Callable[..., Awaitable[Any]]
+
+
+def tick(node: str, seq: int = 1, **fields: Any) -> dict[str, Any]:
+    """A tick of a node that names no snapshot."""
+    device = {"uuid": GPU, "index": 0, "metrics": {"gpu_utilization_ratio": 0.5}}
+    made = {"schema": 1, "cluster": "c", "node": node, "run_id": 1, "seq": seq, "ts_ms": 1_795_219_152_000 + seq}
+    return {**made, "devices": [device], **fields}
+
+
+def snapshot(node: str, *device_ids: str, pod: str = "p-0") -> dict[str, Any]:
+    """A snapshot in which a pod holds these devices."""
+    container = {"namespace": "ns", "pod": pod, "container": "c", "resource": "nvidia.com/gpu"}
+    made = {"schema": 1, "cluster": "c", "node": node, "run_id": 1, "seq": 1, "ts_ms": 1_795_219_151_000}
+    return {**made, "containers": [{**container, "device_ids": list(device_ids)}]}
+
+
+@pytest.fixture
+async def send(empty_kafka: KafkaServer) -> Any:
+    """Sends a value, as JSON unless it is bytes, and waits until it is stored; larger than any producer of ours."""
+    await broker.create(empty_kafka.address, partitions=2, replication_factor=1)
+    await asyncio.to_thread(_allow, empty_kafka, "gpu.samples", HUGE)
+    producer = AIOKafkaProducer(bootstrap_servers=empty_kafka.address, max_request_size=HUGE, acks="all")
+    await producer.start()
+
+    async def store(topic: str, value: Any, node: str = "n") -> Any:
+        body = value if isinstance(value, bytes) else json.dumps(value).encode()
+        return await producer.send_and_wait(topic, body, f"c/{node}".encode())
+
+    yield store
+    await producer.stop()
+
+
+def _allow(kafka: KafkaServer, topic: str, size: int) -> None:
+    from confluent_kafka.admin import AlterConfigOpType, ConfigEntry, ConfigResource, ResourceType
+
+    entry = ConfigEntry("max.message.bytes", str(size), incremental_operation=AlterConfigOpType.SET)
+    resource = ConfigResource(ResourceType.TOPIC, topic, incremental_configs=[entry])
+    admin = kafka.admin()
+    for done in admin.incremental_alter_configs([resource]).values():
+        done.result(10)
+
+
+async def attributed_until(kafka: KafkaServer, node: str) -> list[Any]:
+    """The records of gpu.attributed, once one of this node is there."""
+    for _ in range(60):
+        records = await read_all(kafka.address, "gpu.attributed")
+        if any(json.loads(record.value)["node"] == node for record in records):
+            return records
+        await asyncio.sleep(0.5)
+    pytest.fail(f"no record of {node}")
+
+
+MALFORMED = {
+    "truncated JSON": b'{"schema": 1, "cluster": "c"',
+    "wrong types": tick("n", run_id="one"),
+    "NaN": json.dumps(tick("n")).replace("0.5", "NaN").encode(),
+    "an empty node name": tick(""),
+    "a node name with a newline": tick("a\nb"),
+    "bytes that are not UTF-8": b'{"schema": 1, "cluster": "\xff\xfe"}',
+    "another schema": tick("n", schema=2),
+    "no value of JSON": b"null",
+    "10 MB": tick("n", padding="x" * 10_000_000),
+}
+
+
+async def test_each_malformed_record_is_a_dead_letter_and_the_next_tick_is_attributed(
+    empty_kafka: KafkaServer, send: Send, gpustream: Callable[..., Gpustream]
+) -> None:
+    places = {}
+    for name, value in MALFORMED.items():
+        stored = await send("gpu.samples", value)
+        places["gpu.samples", stored.partition, stored.offset] = name
+    for topic in ("gpu.allocations", "gpu.workloads"):
+        stored = await send(topic, b"{")
+        places[topic, stored.partition, stored.offset] = topic
+    await send("gpu.samples", tick("n"))
+    stream = gpustream("stream", "stream", "attribution", "--kafka", empty_kafka.address)
+    await asyncio.to_thread(stream.start)
+    await attributed_until(empty_kafka, "n")
+    letters = {}
+    for letter in await read_all(empty_kafka.address, "gpu.dead-letters"):
+        headers = {key: value.decode() for key, value in letter.headers}
+        letters[headers["topic"], int(headers["partition"]), int(headers["offset"])] = (letter, headers)
+
+    assert letters.keys() == places.keys()
+    for place, name in places.items():
+        letter, headers = letters[place]
+        assert headers["stage"] == "attribution", name
+        assert headers["error"], name
+        assert len(letter.value) == min(int(headers["length"]), 64 * 1024), name
+    assert stream.returncode is None, stream.log_tail()
+
+
+async def test_an_unknown_device_id_costs_that_device_its_holder_and_nothing_else(
+    empty_kafka: KafkaServer, send: Send, gpustream: Callable[..., Gpustream]
+) -> None:
+    pod = 'quo"ted\nand broken'
+    await send("gpu.allocations", snapshot("n", "TPU-7", GPU, pod=pod))
+    await send("gpu.samples", tick("n", allocations_seq=1))
+    stream = gpustream("stream", "stream", "attribution", "--kafka", empty_kafka.address)
+    await asyncio.to_thread(stream.start)
+    (record,) = await attributed_until(empty_kafka, "n")
+    (device,) = json.loads(record.value)["devices"]
+
+    assert [holder["pod"] for holder in device["holders"]] == [pod]
+    assert "gpustream_attribution_unknown_device_ids_total 1.0" in (stream.get("/metrics") or "")
+
+
+async def test_a_tick_that_is_too_large_once_enriched_is_a_dead_letter_and_leaves_the_worker_up(
+    empty_kafka: KafkaServer, send: Send, gpustream: Callable[..., Gpustream]
+) -> None:
+    pod = {"namespace": "ns", "name": "p-0", "uid": "u", "started_ms": 0, "labels": {"big": "x" * 200_000}}
+    workloads = {"schema": 1, "cluster": "c", "node": "n", "epoch": 1, "seq": 1, "ts_ms": 1, "pods": [pod]}
+    devices = [{"uuid": f"{GPU[:-2]}{i:02}", "model": "m" * 150_000} for i in range(20)]
+    await send("gpu.workloads", workloads)
+    await send("gpu.allocations", snapshot("n", *(str(device["uuid"]) for device in devices)))
+    large = await send("gpu.samples", tick("n", allocations_seq=1, devices=devices))
+    await send("gpu.samples", tick("n", seq=2, allocations_seq=1))
+    stream = gpustream("stream", "stream", "attribution", "--kafka", empty_kafka.address)
+    await asyncio.to_thread(stream.start)
+    (record,) = await attributed_until(empty_kafka, "n")
+    (letter,) = await read_all(empty_kafka.address, "gpu.dead-letters")
+    headers = {key: value.decode() for key, value in letter.headers}
+
+    assert json.loads(record.value)["seq"] == 2
+    assert (headers["topic"], int(headers["offset"])) == ("gpu.samples", large.offset)
+    assert headers["error"].startswith("unsendable")
+    assert stream.returncode is None, stream.log_tail()
+
+
+async def test_a_node_whose_snapshots_never_come_does_not_delay_the_others(
+    empty_kafka: KafkaServer, send: Send, gpustream: Callable[..., Gpustream]
+) -> None:
+    nodes = [f"n{i}" for i in range(199)]
+    stream = gpustream("stream", "stream", "attribution", "--kafka", empty_kafka.address, "--grace", "6s")
+    await asyncio.to_thread(stream.start)
+    for node in nodes:
+        await send("gpu.allocations", snapshot(node, GPU), node)
+    waiting = await send("gpu.samples", tick("lost", allocations_seq=1), "lost")
+    others = [await send("gpu.samples", tick(node, allocations_seq=1), node) for node in nodes]
+    records = await attributed_until(empty_kafka, "lost")
+    late = next(record for record in records if json.loads(record.value)["node"] == "lost")
+    rest = [record for record in records if record is not late]
+
+    assert json.loads(late.value)["attribution"] == "none"
+    assert late.timestamp - waiting.timestamp >= 6000
+    assert {json.loads(record.value)["node"] for record in rest} == set(nodes)
+    assert max(record.timestamp for record in rest) < late.timestamp
+    assert max(record.timestamp for record in rest) - max(sent.timestamp for sent in others) < 6000
