@@ -1,7 +1,6 @@
 """What a real broker holds: the values of a topic, and a group's commits."""
 
 from aiokafka import AIOKafkaConsumer, TopicPartition
-from aiokafka.admin import AIOKafkaAdminClient
 
 
 async def values(address: str, topic: str, partitions: int = 1) -> dict[int, list[bytes]]:
@@ -34,12 +33,13 @@ async def ends(address: str, topic: str, partitions: int = 1) -> dict[int, int]:
         await consumer.stop()
 
 
-async def committed(address: str, group: str, topic: str) -> dict[int, int]:
-    """What a group has committed, by partition; those without a commit are left out."""
-    admin = AIOKafkaAdminClient(bootstrap_servers=address)
-    await admin.start()
+async def committed(address: str, group: str, topic: str, partitions: int = 1) -> dict[int, int]:
+    """What a group has committed, by partition; 0 where it has not."""
+    consumer = AIOKafkaConsumer(bootstrap_servers=address, group_id=group, enable_auto_commit=False)
+    await consumer.start()
     try:
-        found = await admin.list_consumer_group_offsets(group)
-        return {tp.partition: at.offset for tp, at in found.items() if tp.topic == topic and at.offset >= 0}
+        tps = [TopicPartition(topic, number) for number in range(partitions)]
+        consumer.assign(tps)
+        return {tp.partition: await consumer.committed(tp) or 0 for tp in tps}
     finally:
-        await admin.close()
+        await consumer.stop()

@@ -1,0 +1,143 @@
+"""The reader in Faust's place, on Apache Kafka: members come, go and are killed, and nothing is lost."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager
+
+import pytest
+
+from streams.reader.consumer import LosslessConsumer
+from tests.real.contents import committed, ends, values
+from tests.real.reader_process import Echo, EchoProcess, echo_app
+from tests.real.servers import KafkaServer
+from topics.sender import Sender
+
+PARTITIONS = 4
+
+Start = Callable[..., EchoProcess]
+
+
+@pytest.fixture
+def start(kafka: KafkaServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
+    """Starts processes that write on what they read: ``start(name, instance_id=...)``."""
+    with ExitStack() as processes:
+
+        def start(name: str, **options: object) -> EchoProcess:
+            echo = Echo(kafka=kafka.address, name=name, **options)  # type: ignore[arg-type]
+            return processes.enter_context(EchoProcess(tmp_path_factory.mktemp(name), echo))
+
+        yield start
+
+
+def create(kafka: KafkaServer, name: str) -> None:
+    kafka.create_topics({f"{name}-{topic}": PARTITIONS for topic in ("in", "state", "out")})
+
+
+@asynccontextmanager
+async def producing(kafka: KafkaServer, name: str, *, every_s: float = 0.005) -> AsyncIterator[list[bytes]]:
+    """Sends value after value for as long as it lasts; gives what was sent. The state has a record per partition."""
+    sender = Sender(kafka.address, client_id="test")
+    await sender.start()
+    sent: list[bytes] = []
+
+    async def produce() -> None:
+        for number in range(1_000_000):
+            await sender.send(f"{name}-in", b"%d" % number, partition=number % PARTITIONS)
+            sent.append(b"%d" % number)
+            await asyncio.sleep(every_s)
+
+    for partition in range(PARTITIONS):
+        await sender.send(f"{name}-state", b"state", partition=partition)
+    task = asyncio.create_task(produce())
+    try:
+        yield sent
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+        await sender.stop()
+
+
+async def until(condition: Callable[[], Awaitable[bool]], within_s: float = 40.0) -> None:
+    async with asyncio.timeout(within_s):
+        while not await condition():  # noqa: ASYNC110 - a broker tells nobody
+            await asyncio.sleep(0.1)
+
+
+async def check(kafka: KafkaServer, name: str, sent: list[bytes]) -> None:
+    """All is committed, and every value was written on, in the order in which it was sent, at the first time."""
+
+    async def all_committed() -> bool:
+        end = await ends(kafka.address, f"{name}-in", PARTITIONS)
+        return await committed(kafka.address, name, f"{name}-in", PARTITIONS) == end
+
+    assert sent
+    await until(all_committed)
+    found = await values(kafka.address, f"{name}-out", PARTITIONS)
+    for partition, written in found.items():
+        assert list(dict.fromkeys(written)) == [value for value in sent if int(value) % PARTITIONS == partition]
+
+
+async def test_a_backlog_goes_through_once_by_our_own_consumer_and_all_is_committed(kafka: KafkaServer) -> None:
+    create(kafka, "reader-alone")
+    async with producing(kafka, "reader-alone", every_s=0) as sent:
+        await until(lambda: asyncio.sleep(0, len(sent) > 3000))
+    app, stop = echo_app(Echo(kafka=kafka.address, name="reader-alone")), asyncio.Event()
+    running = asyncio.create_task(app.run(stop))
+    try:
+        await check(kafka, "reader-alone", sent)
+        assert isinstance(app.consumer, LosslessConsumer)
+        assert app.reader.holes == 0
+        assert app.reader.ledger.open_bytes == 0
+    finally:
+        stop.set()
+        await running
+    written = await values(kafka.address, "reader-alone-out", PARTITIONS)
+    assert sum(map(len, written.values())) == len(sent)
+
+
+async def test_members_that_join_leave_and_are_killed_lose_nothing(kafka: KafkaServer, start: Start) -> None:
+    create(kafka, "reader-group")
+    async with producing(kafka, "reader-group") as sent:
+        first = await asyncio.to_thread(start, "reader-group", session_timeout_s=6.0)
+        second = await asyncio.to_thread(start, "reader-group", session_timeout_s=6.0)
+        await asyncio.sleep(1)
+        await asyncio.to_thread(second.stop)
+        await asyncio.sleep(1)
+        await asyncio.to_thread(second.start)
+        await asyncio.sleep(1)
+        await asyncio.to_thread(first.kill9)
+        await asyncio.sleep(1)
+    await check(kafka, "reader-group", sent)
+    assert second.running
+
+
+async def test_no_web_server_listens(kafka: KafkaServer, start: Start) -> None:
+    create(kafka, "reader-web")
+    process = await asyncio.to_thread(start, "reader-web")
+    assert process.listening_ports() == set()
+
+
+async def test_a_member_with_an_instance_id_is_back_long_before_its_session_ends(
+    kafka: KafkaServer, start: Start
+) -> None:
+    create(kafka, "reader-static")
+    async with producing(kafka, "reader-static") as sent:
+        process = await asyncio.to_thread(start, "reader-static", instance_id="one", session_timeout_s=60.0)
+        await asyncio.sleep(1)
+        await asyncio.to_thread(process.kill9)
+        await asyncio.to_thread(process.start)
+        read = len(sent)
+
+        async def goes_on() -> bool:
+            found = await values(kafka.address, "reader-static-out", PARTITIONS)
+            return any(int(value) > read for written in found.values() for value in written)
+
+        await until(goes_on, within_s=30)
+    await check(kafka, "reader-static", sent)
+
+
+async def test_a_process_that_is_told_to_stop_ends_in_good_order(kafka: KafkaServer, start: Start) -> None:
+    create(kafka, "reader-stop")
+    process = await asyncio.to_thread(start, "reader-stop")
+    await asyncio.to_thread(process.stop)
+    assert process.exit_code == 0, process.log_tail()
