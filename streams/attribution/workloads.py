@@ -74,6 +74,8 @@ class Knowledge(msgspec.Struct, frozen=True):
 
 def at(versions: Versions[T], ts_ms: int) -> T:
     """The version with the greatest time at or before ``ts_ms``, else the earliest."""
+    if len(versions) == 1:
+        return versions[0][1]
     i = bisect_right(versions, ts_ms, key=lambda version: version[0])
     return versions[max(0, i - 1)][1]
 
