@@ -20,6 +20,9 @@ Format = Literal["text", "json"]
 REPEAT_S = 10.0
 """An event class (logger, level, message before its arguments) is written at most this often."""
 
+NOISE_S = 60.0
+"""And that of a library, which repeats itself for as long as a broker is away, at most this often."""
+
 _CLASSES = 1024
 _NOISY = ("aiokafka", "faust", "mode", "kafka", "asyncio", "aiohttp")
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "held_back", "taskName"}
@@ -74,9 +77,10 @@ class Repeats(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether the record is to be written."""
         event = (record.name, record.levelno, str(record.msg))
-        written, held_back = self._seen.pop(event, (-self._every_s, 0))
+        written, held_back = self._seen.pop(event, (float("-inf"), 0))
         now = self._now()
-        through = now - written >= self._every_s
+        every_s = NOISE_S if record.name.partition(".")[0] in _NOISY else self._every_s
+        through = now - written >= every_s
         self._seen[event] = (now, 0) if through else (written, held_back + 1)
         if len(self._seen) > _CLASSES:
             self._seen.pop(next(iter(self._seen)))

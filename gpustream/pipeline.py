@@ -24,6 +24,7 @@ DRAIN_S = 8.0
 STOPPED_BY_S = 9.5
 """From the end of sampling, when components that have not stopped are cancelled."""
 
+_CLOSE_S = 1.0
 _LOOK_EVERY_S = 0.1
 
 
@@ -113,20 +114,22 @@ class Pipeline:
         return bool(self.tally.undelivered(sampled) or self.tally.unattributed(sampled))
 
     async def _stop(self) -> None:
+        """Stops the components, then the reader; what does not stop in time is cancelled and left behind."""
         for event in self._stops.values():
             event.set()
-        tail = self._tasks.pop("tail", None)
         left_s = STOPPED_BY_S - (time.monotonic() - (self._ended_s or time.monotonic()))
-        if self._tasks:
-            _, late = await asyncio.wait(self._tasks.values(), timeout=left_s)
-            for task in late:
-                log.warning("did not stop in time", extra={"component": task.get_name()})
-                task.cancel()
-        if tail is not None:
-            tail.cancel()
-        await asyncio.gather(*self._tasks.values(), *([tail] if tail else []), return_exceptions=True)
-        with contextlib.suppress(Exception):  # closing a consumer of a broker that is gone
-            await self.reader.stop()
+        tail = self._tasks.pop("tail", None)
+        late = await _unfinished(self._tasks.values(), max(0.0, left_s))
+        for task in late:
+            log.warning("did not stop in time", extra={"component": task.get_name()})
+        for task in [*late, *([tail] if tail else [])]:
+            task.cancel()
+        closing = asyncio.create_task(self.reader.stop())
+        for task in await _unfinished([closing], _CLOSE_S):
+            task.cancel()
+        for task in [*self._tasks.values(), closing]:
+            if task.done() and not task.cancelled():
+                task.exception()  # told of before, or of no interest any more
 
     async def _pause(self, stop: asyncio.Event, reasons: list[str]) -> None:
         """A moment, unless a component ends in it that was not asked to."""
@@ -149,3 +152,9 @@ class Pipeline:
 
     def _event(self, component: Component) -> asyncio.Event:
         return self._stops.setdefault(component.name, asyncio.Event())
+
+
+async def _unfinished(tasks: Iterable["asyncio.Task[None]"], timeout_s: float) -> set["asyncio.Task[None]"]:
+    """Those of the tasks that are not done after so long."""
+    waited = list(tasks)
+    return (await asyncio.wait(waited, timeout=timeout_s))[1] if waited else set()

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import click
 import msgspec
@@ -22,7 +22,7 @@ from gpustream.display import Display, displayed
 from gpustream.embedded import EmbeddedBroker, every_topic
 from gpustream.fleet import Fleet
 from gpustream.live import Frame, summary_text
-from gpustream.pipeline import Pipeline
+from gpustream.pipeline import Failed, Pipeline
 from gpustream.tail import Tail
 from gpustream.tally import Run, Sampled, Summary, Tally
 from gpustream.values import Address
@@ -64,14 +64,27 @@ def run(chosen: RunSettings) -> int:
         return serve.run(lambda stop: OneProcess(chosen, kafka).run(stop))
 
 
+class BrokerEnded(Failed):
+    """The embedded broker's process is gone, and all that it held."""
+
+    exit_code = serve.FAILED
+
+
+class Broker(NamedTuple):
+    """Where Kafka is, and the embedded broker if it is that one."""
+
+    address: str
+    embedded: EmbeddedBroker | None = None
+
+
 @contextlib.contextmanager
-def _broker(kafka: str | None) -> Iterator[str]:
+def _broker(kafka: str | None) -> Iterator[Broker]:
     if kafka is not None:
-        yield kafka
+        yield Broker(kafka)
         return
     with EmbeddedBroker() as embedded:
         embedded.start(every_topic())
-        yield embedded.address
+        yield Broker(embedded.address, embedded)
 
 
 class Simulated:
@@ -103,15 +116,15 @@ class Simulated:
 class OneProcess:
     """The components of a run, and what is known of it."""
 
-    def __init__(self, chosen: RunSettings, kafka: str) -> None:
+    def __init__(self, chosen: RunSettings, kafka: Broker) -> None:
         self._chosen = chosen
         self._kafka = kafka
         self._fleet = Fleet()
-        options = _options(chosen, kafka)
+        options = _options(chosen, kafka.address)
         self._tally = Tally(_key(name) for name in _enabled(chosen))
         sinks = {_key(name): self._sink(name, options) for name in _enabled(chosen)}
         self._producer = Simulated(_make(PRODUCERS["simulated"], options), chosen.cluster)
-        tail = Tail(kafka, self._on_tick, self._tally.dead_lettered)
+        tail = Tail(kafka.address, self._on_tick, self._tally.dead_lettered)
         stream = _make(STREAMS["attribution"], options)
         self._pipeline = Pipeline(self._producer, stream, sinks, tail, self._tally, self._look)
         self._began_s = time.monotonic()
@@ -122,7 +135,7 @@ class OneProcess:
         duration_s = self._chosen.duration
         if duration_s is None and not self._chosen.watched:
             duration_s = UNWATCHED_S
-        await broker.check(self._kafka, registry.load())
+        await broker.check(self._kafka.address, registry.load())
         with displayed(watched=self._chosen.watched, to_stderr=self._chosen.summary == "json") as self._display:
             async with serve.observed(self._pipeline.components, self._chosen.listen):
                 await self._pipeline.run(stop, duration_s)
@@ -150,6 +163,8 @@ class OneProcess:
             self._fleet.observe(tick, time.monotonic(), int(time.time() * 1000))
 
     def _look(self, not_ready: list[str]) -> None:
+        if self._kafka.embedded is not None and not self._kafka.embedded.running:
+            raise BrokerEnded("the embedded broker ended, and all that it held is gone")
         if self._display is not None:
             self._display.show(time.monotonic() - self._began_s, lambda: self._frame(not_ready))
 

@@ -11,8 +11,10 @@ import contextlib
 import logging
 import os
 import signal
+import sys
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from types import FrameType
 
 import uvloop
@@ -20,13 +22,15 @@ import uvloop
 from gpustream.components import Component
 from gpustream.health import Health, listening
 from gpustream.values import Address
-from topics.broker import BrokerError
+from topics.broker import BrokerError, ContractMismatch
 
 log = logging.getLogger(__name__)
 
 FAILED = 1
 RESTART = 70
 STOP_WITHIN_S = 10.0
+
+_CANCEL_S = 1.0
 
 Exit = Callable[[int], object]
 
@@ -97,26 +101,59 @@ def run(
     stop_within_s: float = STOP_WITHIN_S,
 ) -> int:
     """Runs ``main`` on uvloop with signals and deadline, and turns what it raises into an exit code."""
-
     deadline = Deadline(stop_within_s, exit_process)
+    threads = set(threading.enumerate())
 
     async def guarded() -> int:
         stop = asyncio.Event()
         with stop_on_signals(stop, deadline):
-            return await main(stop)
+            try:
+                code = await main(stop)
+            except Exception as error:  # noqa: BLE001 - the last place where anybody can be told
+                code = _failed(error)
+            if await _stragglers():
+                _leave(code, exit_process)
+            return code
 
     try:
-        return uvloop.run(guarded())
-    except Exception as error:  # noqa: BLE001 - the last place where anybody can be told
-        return _failed(error)
+        code = uvloop.run(guarded())
     finally:
         deadline.cancel()
+    if _hanging(set(threading.enumerate()) - threads):
+        _leave(code, exit_process)
+    return code
+
+
+async def _stragglers() -> set["asyncio.Task[object]"]:
+    """Cancels what still runs, and gives the tasks that will not have it: the loop would wait for them for ever."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    return (await asyncio.wait(tasks, timeout=_CANCEL_S))[1] if tasks else set()
+
+
+def _hanging(threads: Iterable[threading.Thread]) -> bool:
+    """Whether any of the threads, which the interpreter would wait for, does not end soon."""
+    waited_for = [thread for thread in threads if not thread.daemon]
+    end = time.monotonic() + _CANCEL_S
+    for thread in waited_for:
+        thread.join(max(0.0, end - time.monotonic()))
+    return any(thread.is_alive() for thread in waited_for)
+
+
+def _leave(code: int, exit_process: Exit) -> None:
+    """Ends the process with what it has to say said, whatever still hangs in it."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    exit_process(code)
 
 
 def _failed(error: Exception) -> int:
     """Tells of the error and gives the exit code. One with a code of its own, or a broker's, is told in a sentence."""
     deliberate = [one for one in (error, error.__cause__) if hasattr(one, "exit_code") or isinstance(one, BrokerError)]
-    if deliberate:
+    if isinstance(deliberate[-1] if deliberate else None, ContractMismatch):
+        log.critical("%s\n`gpustream topics create` makes what is missing, and mends settings", error)
+    elif deliberate:
         log.critical("%s", error)
     else:
         log.critical("failed", exc_info=error)

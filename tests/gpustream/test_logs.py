@@ -60,6 +60,17 @@ def test_an_event_class_is_written_once_per_period_with_the_number_held_back() -
     assert logs.fields(later) == {"held_back": 3}
 
 
+def test_a_library_repeats_itself_less_often() -> None:
+    now = [100.0]
+    repeats = logs.Repeats(10.0, lambda: now[0])
+    record = logging.makeLogRecord({"name": "aiokafka.conn", "levelno": logging.ERROR, "msg": "no broker"})
+    passed = [repeats.filter(record)]
+    for now[0] in (110.0, 159.0, 160.0):
+        passed.append(repeats.filter(record))
+
+    assert passed == [True, False, False, True]
+
+
 def test_another_event_class_is_not_held_back() -> None:
     repeats = logs.Repeats(10.0, lambda: 0.0)
 

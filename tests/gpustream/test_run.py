@@ -1,5 +1,6 @@
 """``gpustream run`` as it is: a simulated fleet, the embedded broker, the stream and the scrape sink."""
 
+import os
 import signal
 import socket
 import subprocess
@@ -68,6 +69,19 @@ def _scraped(port: int) -> str:
             return text
         time.sleep(0.1)
     raise AssertionError("nothing was ever shown")
+
+
+def test_a_broker_that_dies_ends_the_run_soon(port: int) -> None:
+    process = subprocess.Popen(_options(port), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    _scraped(port)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    for child in children:
+        os.kill(int(child), signal.SIGKILL)
+    _, err = process.communicate(timeout=30)
+
+    assert len(children) == 1
+    assert process.returncode == 1
+    assert "the embedded broker ended" in err
 
 
 def test_a_port_in_use_is_one_sentence_and_exit_code_1() -> None:

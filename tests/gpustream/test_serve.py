@@ -19,7 +19,7 @@ from tests.gpustream.fakes import FakeComponent, FakeSettings
 SETTINGS = FakeSettings("127.0.0.1:1", "c")
 
 PROCESS = """
-import asyncio, sys, time
+import asyncio, sys, threading, time
 from gpustream import logs, serve
 from gpustream.values import Address
 
@@ -52,12 +52,40 @@ def test_sigterm_stops_cleanly() -> None:
 
 @pytest.mark.parametrize("body", ["await asyncio.sleep(60)", "time.sleep(60)", "threading.Event().wait(60)"])
 def test_a_stop_that_hangs_ends_with_70(body: str) -> None:
-    process = _process("import threading; " + body, within=0.2)
+    process = _process(body, within=0.2)
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=20)
 
     assert process.returncode == 70
     assert "not stopped in time" in err
+
+
+def test_a_task_that_will_not_end_does_not_keep_the_process() -> None:
+    stubborn = """
+    async def stubborn():
+        while True:
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                pass
+
+    task = asyncio.create_task(stubborn())
+    await stop.wait()
+    print("the end")
+    return 3
+    """
+    process = _process(stubborn, within=60)
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=20)
+
+    assert (process.returncode, out) == (3, "the end\n")
+
+
+def test_a_thread_that_will_not_end_does_not_keep_the_process() -> None:
+    process = _process("threading.Thread(target=time.sleep, args=(60,)).start(); return 3", within=60)
+    process.communicate(timeout=20)
+
+    assert process.returncode == 3
 
 
 def test_a_second_signal_ends_at_once() -> None:
@@ -104,7 +132,7 @@ def test_a_component_serves_while_it_runs_and_stops_on_a_signal(unused_port: int
 
     client = threading.Thread(target=ask)
     client.start()
-    code = serve.serve(lambda: component, Address("127.0.0.1", unused_port))
+    code = serve.serve(lambda: component, Address("127.0.0.1", unused_port), lambda _: None)
     client.join()
 
     assert code == 0
