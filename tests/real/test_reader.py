@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager
+from pathlib import Path
 
 import pytest
 
@@ -141,3 +142,20 @@ async def test_a_process_that_is_told_to_stop_ends_in_good_order(kafka: KafkaSer
     process = await asyncio.to_thread(start, "reader-stop")
     await asyncio.to_thread(process.stop)
     assert process.exit_code == 0, process.log_tail()
+
+
+async def test_a_stop_while_the_broker_is_away_ends_in_good_order_too(
+    start_kafka: Callable[..., KafkaServer], tmp_path: Path
+) -> None:
+    broker = await asyncio.to_thread(start_kafka)
+    create(broker, "outage")
+    process = EchoProcess(tmp_path, Echo(kafka=broker.address, name="outage"))
+    await asyncio.to_thread(process.start)
+    try:
+        async with producing(broker, "outage"):
+            await asyncio.sleep(1)
+        await asyncio.to_thread(broker.kill9)
+        await asyncio.to_thread(process.stop)
+        assert process.exit_code == 0, process.log_tail()
+    finally:
+        process.close()
