@@ -8,7 +8,9 @@ from msgspec.structs import replace
 from streams.attribution import join
 from streams.attribution.join import AllocationsRead, Committed, Forget, NodeState, Tick
 from tests.streams.attribution.records import container, gpu, known, pod, snapshot, tick
+from topics.allocations import Claim, Container
 from topics.samples import Sample
+from topics.workloads import DraDevice
 
 GRACE_S = 10.0
 
@@ -103,6 +105,22 @@ def test_a_pod_is_kept_for_samples_of_a_run_whose_clock_was_set_back_before_the_
     assert again[0].sample == first[2].sample
 
 
+def test_a_pod_is_kept_for_a_sample_that_waits_while_later_ones_are_committed() -> None:
+    """Another run's clock may be behind the one whose samples are finished."""
+    samples = [tick(1, 1), tick(2, 1, ts_ms=90_000), tick(1, 1, run_id=2, ts_ms=10_000)]
+    state, _ = run(
+        join.NEW,
+        known(1, pod("p", ended=20_000)),
+        snapshot(1, container("p", gpu(0))),
+        join.Passed(1.0),
+        *(read(sample, i) for i, sample in enumerate(samples)),
+        Committed(2),
+    )
+    _, out = run(state, snapshot(1, container("p", gpu(0)), run_id=2))
+
+    assert [one.sample.devices[0].holders[0].pod_uid for one in out] == ["uid-p"]
+
+
 def test_the_last_snapshot_of_the_run_before_is_kept_while_a_late_sample_may_need_it() -> None:
     held = snapshot(2, container("p", gpu(0)))
     state, _ = run(join.NEW, snapshot(1), held, read(tick(1, 1), 0), read(tick(2, 2, ts_ms=11_000), 1), Committed(2))
@@ -147,3 +165,16 @@ def test_device_ids_in_no_grammar_are_reported_once_a_snapshot() -> None:
 
     assert [one.unknown_ids for one in out] == [("strange",), ()]
     assert all(one.sample.devices[0].holders for one in out)
+
+
+def test_a_resource_slice_that_changes_within_a_snapshot_counts() -> None:
+    claimed = Container("ns", "p", "main", claims=(Claim("claim", "ns", "gpu.nvidia.com", "n", "gpu-0"),))
+    slices = [
+        replace(known(i, ts_ms=i * 1000), dra_devices=(DraDevice("gpu.nvidia.com", "n", "gpu-0", gpu(i)),))
+        for i in range(2)
+    ]
+
+    ticks = (read(tick(i, 1, ts_ms=i * 1000), i) for i in range(2))
+    _, out = run(join.NEW, *slices, snapshot(1, claimed), join.Passed(1.0), *ticks)
+
+    assert [[bool(device.holders) for device in one.sample.devices] for one in out] == [[True, False], [False, True]]
