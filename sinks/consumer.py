@@ -29,6 +29,7 @@ _CANCEL_S = 0.5
 _CLOSE_S = 2.0
 _RETRY_S = 0.5
 _MEASURE_S = 1.0
+_FETCH_WAIT_MS = 200
 _MAX_FETCH = 32 << 20
 _MAX_PARTITION_FETCH = 8 << 20
 _NEVER_MS = 2**31 - 1
@@ -198,6 +199,7 @@ def _options(settings: ConsumerSettings) -> dict[str, Any]:
         "max_poll_interval_ms": _NEVER_MS,  # an outage of the receiver is no reason to leave the group
         "enable_auto_commit": False,
         "auto_offset_reset": "earliest",
+        "fetch_max_wait_ms": _FETCH_WAIT_MS,
         "fetch_max_bytes": _MAX_FETCH,
         "max_partition_fetch_bytes": _MAX_PARTITION_FETCH,
         "metadata_max_age_ms": _METADATA_MS,

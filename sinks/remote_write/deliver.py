@@ -9,7 +9,7 @@ receivers take an exact duplicate of the newest sample silently, whether they ke
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
-from sinks.remote_write.blocks import Block, Group
+from sinks.blocks import Block, Group
 from sinks.remote_write.policy import WHOLE, Refusal
 
 Send = Callable[[Sequence[Group]], Awaitable[Refusal | None]]

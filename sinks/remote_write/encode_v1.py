@@ -14,7 +14,7 @@ from itertools import accumulate
 from struct import Struct
 from typing import Any, NamedTuple
 
-from sinks.remote_write.blocks import Block, Group, Rows
+from sinks.blocks import Block, Group, Rows
 from sinks.remote_write.protobuf import fixed_varint, message, text, ts_width, varint
 
 NAME = "__name__"

@@ -16,7 +16,7 @@ from operator import itemgetter
 from struct import Struct
 from typing import Any, NamedTuple
 
-from sinks.remote_write.blocks import Block, Group, Kind, Row, Rows
+from sinks.blocks import Block, Group, Kind, Row, Rows
 from sinks.remote_write.protobuf import fixed_varint, message, text, ts_width, varint
 
 NAME = "__name__"

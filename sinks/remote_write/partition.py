@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import msgspec
 
+from sinks.blocks import Group, primaries
 from sinks.dead_letters import DeadLetters, Record
 from sinks.outcomes import Outcome, Outcomes
-from sinks.remote_write.blocks import Group, primaries
 from sinks.remote_write.deliver import Fate, deliver
 from sinks.remote_write.policy import UNTIMELY
 from sinks.remote_write.series import NodeKey, Series, Tick

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from sinks.blocks import Block, Group, Layouts, Row
 from sinks.labels import Labels, LabelSet, Seen, labels, seen
-from sinks.remote_write.blocks import Block, Group, Layouts, Row
 from topics.attributed import AttributedDevice, AttributedSample
 from topics.metric import Profile
 

@@ -16,9 +16,9 @@ from typing import Literal
 
 from cramjam import snappy
 
+from sinks.blocks import Group
 from sinks.dead_letters import Abandoned
 from sinks.remote_write import encode_v1, encode_v2
-from sinks.remote_write.blocks import Group
 from sinks.remote_write.policy import Answer, Meaning, Protocol, Refusal, meaning, refusal
 from topics.instruments import Instruments
 

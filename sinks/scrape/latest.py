@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 import msgspec
 
+from sinks.blocks import Layouts
 from sinks.dead_letters import DeadLetters, Record
 from sinks.labels import LabelSet, Seen, labels, seen
 from sinks.outcomes import Outcome, Outcomes
-from sinks.remote_write.blocks import Layouts
 from sinks.scrape.text import Device, Lines, lines
 from topics.attributed import TOPIC, AttributedDevice, AttributedSample
 from topics.decoding import decoder

@@ -8,8 +8,8 @@ Source:   the exposition formats page of the Prometheus documentation.
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from sinks.blocks import Row, Rows
 from sinks.labels import Labels
-from sinks.remote_write.blocks import Row, Rows
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

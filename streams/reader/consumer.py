@@ -19,6 +19,7 @@ from streams.reader.reader import Reader
 log = logging.getLogger(__name__)
 
 _PEEKS = 10
+_FETCH_WAIT_MS = 200
 
 
 class LosslessConsumer(driver.Consumer):  # type: ignore[misc]  # faust has no types that pass strict
@@ -32,6 +33,9 @@ class LosslessConsumer(driver.Consumer):  # type: ignore[misc]  # faust has no t
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.reader.client = ThreadClient(self)
+
+    def _new_consumer_thread(self) -> Any:
+        return _Thread(self, loop=self.loop, beacon=self.beacon)
 
     async def commit(self, topics: Any = None, start_new_transaction: bool = True) -> bool:
         """Commit what the reader's ledger has finished, and nothing else."""
@@ -66,6 +70,15 @@ class LosslessConsumer(driver.Consumer):  # type: ignore[misc]  # faust has no t
                 log.exception("the reader failed")
                 self.fail(f"the reader failed: {error!r}")
                 return
+
+
+class _Thread(driver.AIOKafkaConsumerThread):  # type: ignore[misc]
+    """Faust's thread, whose fetches wait 1.5 s for a broker that does not answer as soon as there is something."""
+
+    def _create_worker_consumer(self, transport: Any) -> Any:
+        consumer = super()._create_worker_consumer(transport)
+        consumer._fetch_max_wait_ms = _FETCH_WAIT_MS
+        return consumer
 
 
 class ThreadClient:

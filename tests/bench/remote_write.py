@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import msgspec
 from cramjam import snappy
 
+from sinks.blocks import Group
 from sinks.dead_letters import DeadLetters
 from sinks.outcomes import Outcomes
 from sinks.remote_write import encode_v1, encode_v2
-from sinks.remote_write.blocks import Group
 from sinks.remote_write.client import Client
 from sinks.remote_write.config import RemoteWriteSettings
 from sinks.remote_write.instruments import COMPONENT, INSTRUMENTS

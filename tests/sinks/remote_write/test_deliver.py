@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sinks.remote_write.blocks import Block, Group, Row
+from sinks.blocks import Block, Group, Row
 from sinks.remote_write.deliver import Fate, deliver
 from sinks.remote_write.instruments import INSTRUMENTS
 from sinks.remote_write.policy import Protocol, Refusal

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sinks.remote_write.blocks import Group
+from sinks.blocks import Group
 from sinks.remote_write.series import STALE, Series, Tick
 from tests.sinks.conftest import device, sample
 from topics.attributed import AttributedSample

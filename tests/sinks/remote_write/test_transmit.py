@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 import pytest
 
+from sinks.blocks import Block, Group, Row
 from sinks.dead_letters import Abandoned
-from sinks.remote_write.blocks import Block, Group, Row
 from sinks.remote_write.instruments import INSTRUMENTS
 from sinks.remote_write.policy import Answer, Protocol
 from sinks.remote_write.transmit import SERVER_ERRORS, Transmitter

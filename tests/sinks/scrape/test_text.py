@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from sinks.remote_write.blocks import Row
+from sinks.blocks import Row
 from sinks.scrape.text import Device, expose, lines
 
 USED = Row("gpu_utilization", (), "gauge", "Share of the time.")
