@@ -154,6 +154,7 @@ async def test_a_tick_that_waited_when_the_epoch_ended_goes_once_when_it_is_read
     app.log(tick(2, 1))
     await app.read(SAMPLES)
     app.begin({Partition(SAMPLES, 0): 0})
+    assert not app.joiner._open
     app.log(snapshot(1))
     await app.read(ALLOCATIONS)
     assert app.sender.sent == []

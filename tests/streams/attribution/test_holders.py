@@ -95,6 +95,14 @@ def test_a_container_that_the_kubelet_names_per_resource_holds_a_device_once() -
     assert held(container("p", f"{A}::0"), container("p", f"{A}::1", B)) == {A: ["p"], B: ["p"]}
 
 
+def test_a_device_under_two_resources_is_held_under_the_first() -> None:
+    shared = Container("ns", "p", "main", resource="nvidia.com/gpu.shared", device_ids=(f"{A}::1",))
+
+    holders = hold(snapshot(1, container("p", A), shared), DEVICES, {}, {}).holders[A]
+
+    assert [holder.resource for holder in holders] == ["nvidia.com/gpu"]
+
+
 def test_two_containers_of_a_pod_are_two_holders() -> None:
     assert held(container("p", A, name="x"), container("p", A, name="y")) == {A: ["p", "p"]}
 

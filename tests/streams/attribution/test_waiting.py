@@ -193,3 +193,13 @@ def test_a_pod_of_that_name_at_another_time_is_not_the_pod(record: NodeWorkloads
     _, out = run(join.NEW, record, SNAPSHOT, read(tick(1, 1, ts_ms=30_000), 0.0), Passed(2.0))
 
     assert [one.sample.devices[0].holders[0].pod_uid for one in out] == [uid]
+
+
+def test_the_next_pod_of_a_name_that_was_given_up_once_is_waited_for() -> None:
+    state, _ = run(join.NEW, known(1), SNAPSHOT, read(tick(1, 1), 0.0), Passed(2.0))
+    state, _ = run(state, known(2, pod("p", ended=10_000)))
+
+    state, out = run(state, read(tick(2, 1, ts_ms=60_000), 60.0), Passed(61.9))
+    assert out == []
+
+    assert attributions(run(state, Passed(62.0))[1]) == [(2, "exact")]
