@@ -12,6 +12,7 @@ from typing import Any
 from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.errors import CommitFailedError, IllegalStateError
 from faust.transport.drivers import aiokafka as driver
+from mode.threads import WorkerThread
 
 from streams.reader.ledger import Partition
 from streams.reader.reader import Reader
@@ -20,6 +21,14 @@ log = logging.getLogger(__name__)
 
 _PEEKS = 10
 _FETCH_WAIT_MS = 200
+
+
+class _Daemon(WorkerThread):  # type: ignore[misc]
+    """The consumer's thread. The end of the process does not wait for it, as it may itself wait for a broker."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.daemon = True
 
 
 class LosslessConsumer(driver.Consumer):  # type: ignore[misc]  # faust has no types that pass strict
@@ -35,7 +44,7 @@ class LosslessConsumer(driver.Consumer):  # type: ignore[misc]  # faust has no t
         self.reader.client = ThreadClient(self)
 
     def _new_consumer_thread(self) -> Any:
-        return _Thread(self, loop=self.loop, beacon=self.beacon)
+        return _Thread(self, loop=self.loop, beacon=self.beacon, Worker=_Daemon)
 
     async def commit(self, topics: Any = None, start_new_transaction: bool = True) -> bool:
         """Commit what the reader's ledger has finished, and nothing else."""

@@ -171,6 +171,11 @@ async def test_there_is_no_web_server_and_no_producer_of_fausts(bench: Bench) ->
     assert not {"Web", "Producer"} & set(services)
 
 
+async def test_the_end_of_the_process_waits_for_no_thread_that_waits_for_a_broker(bench: Bench) -> None:
+    thread = bench.app.consumer._thread
+    assert thread.Worker(thread).daemon
+
+
 async def test_partitions_are_given_out_by_the_co_partitioning_assignor(bench: Bench) -> None:
     assert bench.app.conf.table_standby_replicas == 1
     assert not bench.app.tables
