@@ -3,7 +3,8 @@
     python -m tests.bench.attribution [TICKS]
 
 The log is a simulated fleet's: 8 whole GPUs a node of up to 27 values each (15 where a GPU is cut up by MIG), and pods
-that change. The stream starts on all of it. CPU is user and system time of the whole process, all threads, less that of a start on empty topics.
+that change. The stream starts on all of it.
+CPU is user and system time of the whole process, all threads, less that of a start on empty topics.
 """
 
 import asyncio
