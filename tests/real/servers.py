@@ -128,11 +128,15 @@ class KafkaServer(Server):
         return AdminClient({"bootstrap.servers": self.address, "log_level": 0})
 
     def create_topics(self, partitions: Mapping[str, int], settings: Mapping[str, str] | None = None) -> None:
-        """Creates topics with these partition counts and settings; raises ``KafkaException`` where one exists."""
+        """Creates topics with these partition counts and settings; raises ``KafkaException`` where one exists.
+
+        They are seen when it returns: a broker says that it is done before its own metadata say so.
+        """
         wanted = [NewTopic(name, count, 1, config=dict(settings or {})) for name, count in partitions.items()]
         admin = self.admin()  # a client that nothing refers to gives up what it was asked
         for done in admin.create_topics(wanted, operation_timeout=ASK_TIMEOUT_S).values():
             done.result(ASK_TIMEOUT_S)
+        self.wait_until(lambda: partitions.items() <= self.topics().items())
 
     def topics(self) -> dict[str, int]:
         """The partition count of every topic but Kafka's own."""
@@ -145,6 +149,7 @@ class KafkaServer(Server):
         if names := list(self.topics()):
             for done in admin.delete_topics(names, operation_timeout=ASK_TIMEOUT_S).values():
                 done.result(ASK_TIMEOUT_S)
+            self.wait_until(lambda: not self.topics())
         groups = [group.group_id for group in admin.list_consumer_groups().result(ASK_TIMEOUT_S).valid]
         for done in (admin.delete_consumer_groups(groups) if groups else {}).values():
             error = done.exception(ASK_TIMEOUT_S)
