@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from aiokafka import AIOKafkaConsumer
 from aiokafka.abc import ConsumerRebalanceListener
@@ -50,6 +50,36 @@ class ConsumerSettings:
     recall_s: float
     instance_id: str | None = None
     session_timeout_s: float = 10.0
+
+
+class SinkSettings(Protocol):
+    """What the settings of every sink have."""
+
+    @property
+    def kafka(self) -> str: ...
+    @property
+    def group(self) -> str: ...
+    @property
+    def from_(self) -> From: ...
+    @property
+    def stale_after_s(self) -> float: ...
+    @property
+    def instance_id(self) -> str | None: ...
+    @property
+    def session_timeout_s(self) -> float: ...
+
+
+def reading(topic: str, settings: SinkSettings) -> ConsumerSettings:
+    """How a sink with these settings reads a topic: it reads back as much as a node may be silent for."""
+    return ConsumerSettings(
+        kafka=settings.kafka,
+        topic=topic,
+        group=settings.group,
+        from_=settings.from_,
+        recall_s=settings.stale_after_s,
+        instance_id=settings.instance_id,
+        session_timeout_s=settings.session_timeout_s,
+    )
 
 
 class GroupReader:

@@ -5,8 +5,8 @@ from typing import Any, Literal
 import msgspec
 
 from topics import samples
-from topics.samples import Event, Job, Mig, Process, State
-from topics.topic import Name, Number, Topic, UInt, Version
+from topics.samples import Device, Sample
+from topics.topic import Number, Topic, UInt
 
 Attribution = Literal["exact", "late", "none"]
 
@@ -44,42 +44,23 @@ class Holder(msgspec.Struct, frozen=True, omit_defaults=True):
     parts: Parts | None = None
 
 
-class AttributedDevice(msgspec.Struct, frozen=True, omit_defaults=True):
+class AttributedDevice(Device, frozen=True, omit_defaults=True):
     """A device of a sample and its holders."""
 
-    uuid: str
-    index: UInt | None = None
-    vendor: str = "nvidia"
-    model: str | None = None
-    pci_bus_id: str | None = None
-    minor: UInt | None = None
-    state: State = "ok"
-    mig: Mig | None = None
-    metrics: dict[str, Number | None] = {}
-    processes: tuple[Process, ...] | None = None
-    jobs: tuple[Job, ...] | None = None
-    events: tuple[Event, ...] | None = None
     holders: tuple[Holder, ...] = ()
     unattributed: Parts | None = None
 
 
-class AttributedSample(msgspec.Struct, frozen=True, kw_only=True):
+class AttributedSample(Sample, frozen=True, kw_only=True):
     """A node's tick with holders. ``offset`` is the sample's in its partition of gpu.samples.
 
     ``attribution`` says what the holders rest on: ``exact`` the snapshot that the sample names, ``late`` the last one
     known because that one never came, ``none`` nothing.
     """
 
-    schema: Version
-    cluster: Name
-    node: Name
-    run_id: UInt
-    seq: UInt
-    ts_ms: UInt
-    allocations_seq: UInt | None = None
     offset: UInt
     attribution: Attribution
-    node_labels: dict[str, str] = {}
+    node_labels: dict[str, str] = msgspec.field(default_factory=dict)
     devices: tuple[AttributedDevice, ...] = ()
 
 

@@ -7,7 +7,7 @@ On failure: an outage of the receiver or of Kafka is waited for; what the receiv
 import asyncio
 import contextlib
 
-from sinks.consumer import ConsumerSettings, GroupReader
+from sinks.consumer import GroupReader, reading
 from sinks.dead_letters import DeadLetters
 from sinks.labels import default_labels
 from sinks.outcomes import Outcomes
@@ -74,13 +74,5 @@ class RemoteWriteSink:
             on_outcome=self._on_outcome,
         )
         labels = settings.labels or default_labels(settings.names)
-        consumer = ConsumerSettings(
-            kafka=settings.kafka,
-            topic=TOPIC.name,
-            group=settings.group,
-            from_=settings.from_,
-            recall_s=settings.stale_after_s,
-            instance_id=settings.instance_id,
-            session_timeout_s=settings.session_timeout_s,
-        )
+        consumer = reading(TOPIC.name, settings)
         return GroupReader(consumer, lambda _: RemoteWritePartition(Series(settings.names, labels), shared), outcomes)

@@ -15,7 +15,7 @@ from typing import Literal
 from aiohttp import web
 
 from sinks import outcomes
-from sinks.consumer import ConsumerSettings, GroupReader
+from sinks.consumer import GroupReader, reading
 from sinks.dead_letters import DeadLetters
 from sinks.labels import LABEL_SETS, LabelSet, default_labels
 from sinks.outcomes import Outcomes
@@ -121,15 +121,7 @@ class ScrapeSink:
             letters=DeadLetters(sender, "sink scrape"),
             on_outcome=self._on_outcome,
         )
-        consumer = ConsumerSettings(
-            kafka=settings.kafka,
-            topic=TOPIC.name,
-            group=settings.group,
-            from_=settings.from_,
-            recall_s=settings.stale_after_s,
-            instance_id=settings.instance_id,
-            session_timeout_s=settings.session_timeout_s,
-        )
+        consumer = reading(TOPIC.name, settings)
         return GroupReader(consumer, lambda partition: self._partition(partition, shared), shared.outcomes)
 
     def _partition(self, partition: int, shared: Shared) -> LatestOfPartition:
