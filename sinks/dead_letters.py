@@ -56,13 +56,13 @@ class DeadLetters:
         """Write a record to the dead letters; returns once it is there. Raises Abandoned where that is not awaited."""
         origin = Origin(record.topic, record.partition, record.offset)
         log.warning("%s: dead-lettered: %s", origin, error)
-        value, headers = dead_letters.letter(
-            record.value or b"", origin, stage=self._stage, error=error, at_ms=int(time.time() * 1000)
+        letter = dead_letters.letter(
+            record.key, record.value, origin, stage=self._stage, error=error, at_ms=int(time.time() * 1000)
         )
-        await unless(abandon, self._send(value, record.key, headers, origin))
+        await unless(abandon, self._send(letter, origin))
 
-    async def _send(self, value: bytes, key: bytes | None, headers: dead_letters.Headers, origin: Origin) -> None:
-        sent = await self._sender.send(dead_letters.TOPIC.name, value, key=key, headers=headers)
+    async def _send(self, letter: dead_letters.Letter, origin: Origin) -> None:
+        sent = await self._sender.send(dead_letters.TOPIC.name, letter.value, key=letter.key, headers=letter.headers)
         try:
             await sent
         except Unsendable as error:

@@ -5,6 +5,8 @@ from typing import NamedTuple
 from topics.topic import Topic
 
 MAX_VALUE_BYTES = 64 * 1024
+MAX_KEY_BYTES = 1024
+"""A longer key is no key of ours, and could make the dead letter itself too large to be sent."""
 
 Headers = list[tuple[str, bytes]]
 
@@ -17,11 +19,20 @@ class Origin(NamedTuple):
     offset: int
 
 
-def letter(value: bytes, origin: Origin, *, stage: str, error: str, at_ms: int) -> tuple[bytes, Headers]:
-    """The value and headers of a dead letter: the first 64 KiB of the original bytes, and why they are here.
+class Letter(NamedTuple):
+    """A dead letter as it is sent."""
+
+    key: bytes | None
+    value: bytes
+    headers: Headers
+
+
+def letter(key: bytes | None, value: bytes | None, origin: Origin, *, stage: str, error: str, at_ms: int) -> Letter:
+    """The dead letter of a record: the first 64 KiB of its value, its key unless that is overlong, and why it is here.
 
     ``stage`` is the component that gave up, ``error`` one line of what was wrong, ``at_ms`` when.
     """
+    value = value or b""
     headers = {
         "topic": origin.topic,
         "partition": str(origin.partition),
@@ -31,12 +42,16 @@ def letter(value: bytes, origin: Origin, *, stage: str, error: str, at_ms: int) 
         "length": str(len(value)),
         "at_ms": str(at_ms),
     }
-    return value[:MAX_VALUE_BYTES], [(name, text.encode("utf-8", "replace")) for name, text in headers.items()]
+    return Letter(
+        key if key is not None and len(key) <= MAX_KEY_BYTES else None,
+        value[:MAX_VALUE_BYTES],
+        [(name, text.encode("utf-8", "replace")) for name, text in headers.items()],
+    )
 
 
 TOPIC = Topic(
     name="gpu.dead-letters",
-    key="the original record's",
+    key="the original record's, unless that is longer than 1 KiB",
     record=None,
     cleanup="delete",
     retention_hours=7 * 24,

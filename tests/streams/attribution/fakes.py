@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, cast
 import msgspec
 import pytest
 
-from streams.attribution import component
-from streams.attribution.component import ALLOCATIONS, DEAD_LETTERS, OUTPUT, SAMPLES, WORKLOADS, Joiner
+from streams.attribution import joiner
 from streams.attribution.instruments import INSTRUMENTS
+from streams.attribution.joiner import ALLOCATIONS, DEAD_LETTERS, OUTPUT, SAMPLES, WORKLOADS, Joiner
 from streams.reader.app import ReaderApp
 from streams.reader.ledger import Ledger, Partition, Slot
 from topics.allocations import Allocations
@@ -173,7 +173,7 @@ class FakeApp:
 @contextlib.asynccontextmanager
 async def looking(app: FakeApp, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
     """The joiner looks at the clock again and again, without pause."""
-    monkeypatch.setattr(component, "_LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(joiner, "_LOOK_EVERY_S", 0.0)
     task = asyncio.create_task(app.joiner.look())
     yield
     task.cancel()

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from streams.attribution.component import ALLOCATIONS, OUTPUT, SAMPLES, WORKLOADS
+from streams.attribution.joiner import ALLOCATIONS, OUTPUT, SAMPLES, WORKLOADS
 from streams.reader.ledger import Partition
 from tests.streams.attribution.fakes import FakeApp, Record, looking
 from tests.streams.attribution.records import container, gpu, snapshot, tick

@@ -1,0 +1,235 @@
+"""Carries out the join on what the reader delivers: decode, step, send, finish.
+
+In: batches of records, each with its slot, and the reader's word on offsets. Out: gpu.attributed, gpu.dead-letters.
+State: one :class:`~streams.attribution.join.NodeState` a node, by partition; the slots of the samples that wait.
+On failure: what can't be decoded or sent is a dead letter; anything else ends the process.
+"""
+
+import asyncio
+import logging
+import time
+from collections import defaultdict, deque
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from aiokafka.partitioner import murmur2
+
+from streams.attribution import join
+from streams.attribution.decode import Malformed, Reason, decode
+from streams.reader.app import ReaderApp
+from streams.reader.ledger import Partition, Slot
+from streams.reader.reader import Batch
+from topics.dead_letters import Origin, letter
+from topics.instruments import Instruments
+from topics.samples import Sample
+from topics.sender import Unsendable
+from topics.topic import node_key
+
+log = logging.getLogger(__name__)
+
+SAMPLES, ALLOCATIONS, WORKLOADS = "gpu.samples", "gpu.allocations", "gpu.workloads"
+OUTPUT, DEAD_LETTERS = "gpu.attributed", "gpu.dead-letters"
+
+_LOOK_EVERY_S = 0.2
+
+
+class Joiner:
+    """Carries out the join: gives it its records, sends what it lets go, and finishes what is acknowledged.
+
+    Records of a node are joined and sent under one lock, so that its outputs keep their order whatever is awaited.
+    """
+
+    app: ReaderApp
+
+    def __init__(self, instruments: Instruments, *, grace_s: float, partitions: int) -> None:
+        self._instruments, self._grace_s, self._partitions = instruments, grace_s, partitions
+        self._states: dict[int, dict[bytes, join.NodeState]] = defaultdict(dict)
+        self._waiting: dict[int, dict[bytes, None]] = defaultdict(dict)
+        self._open: dict[tuple[int, int], tuple[Slot, Any]] = {}
+        self._asked: dict[int, deque[tuple[float, int]]] = defaultdict(deque)
+        self._lock = asyncio.Lock()
+        self._encoder = msgspec.json.Encoder()
+        self._letters: set[asyncio.Task[None]] = set()
+        self._counted: dict[str, int] = {}
+
+    # -- records
+
+    async def take(self, batch: Batch) -> None:
+        """Join a batch of one partition. Nothing is raised: a fault here ends the process."""
+        try:
+            async with self._lock:
+                for slot, record in batch:
+                    if not self.app.current(slot):
+                        return
+                    await self._take(slot, record)
+        except Exception as error:
+            log.exception("the join failed")
+            self.app.fail(f"the join failed: {error!r}")
+
+    async def _take(self, slot: Slot, record: Any) -> None:
+        self._instruments.counter("gpustream_attribution_read_total", slot.tp.topic).inc()
+        try:
+            decoded = decode(slot.tp.topic, record.key, record.value)
+        except Malformed as error:
+            await self._dead_letter(slot, record, error.reason, str(error))
+            return
+        if not isinstance(decoded, Sample):
+            await self._step(slot.tp.partition, record.key, decoded)
+            self.app.finish(slot)
+            return
+        self._open[slot.tp.partition, slot.offset] = (slot, record)
+        now_s = time.monotonic()
+        tick = join.Tick(decoded, slot.offset, now_s, now_s + _pod_wait_s(record.timestamp))
+        await self._step(slot.tp.partition, record.key, tick)
+
+    async def _step(self, partition: int, key: bytes, record: join.Record) -> None:
+        states = self._states[partition]
+        state = states.get(key)
+        if state is None:
+            self._check_partition(partition, key)
+            state = join.NEW
+        states[key], joined = join.step(state, record, self._grace_s)
+        if states[key].held:
+            self._waiting[partition][key] = None
+        elif state.held:
+            self._waiting[partition].pop(key, None)
+        for one in joined:
+            await self._send(partition, one)
+
+    def _check_partition(self, partition: int, key: bytes) -> None:
+        """Once a node: whether its key belongs here, or another partitioner put it here."""
+        if (murmur2(key) & 0x7FFFFFFF) % self._partitions != partition:
+            self._instruments.counter("gpustream_attribution_misplaced_nodes_total").inc()
+            log.warning(
+                "%s is in partition %s, where murmur2 would not put it", key.decode("utf-8", "replace"), partition
+            )
+
+    async def _send(self, partition: int, joined: join.Joined) -> None:
+        sample = joined.sample
+        slot, record = self._open.pop((partition, sample.offset), (None, None))
+        if slot is None or not self.app.current(slot):
+            return
+        if joined.unknown_ids:
+            self._instruments.counter("gpustream_attribution_unknown_device_ids_total").inc(len(joined.unknown_ids))
+            log.warning(
+                "%s/%s: device ids in no known grammar: %.300s", sample.cluster, sample.node, joined.unknown_ids
+            )
+        value = self._encoder.encode(sample)
+        sent = await self.app.sender.send(OUTPUT, value, key=node_key(sample.cluster, sample.node), partition=partition)
+        sent.add_done_callback(lambda future: self._acknowledged(slot, record, sample.attribution, future))
+
+    def _acknowledged(self, slot: Slot, record: Any, attribution: str, sent: "asyncio.Future[int]") -> None:
+        if sent.cancelled():
+            return
+        error = sent.exception()
+        if isinstance(error, Unsendable):
+            writing = asyncio.ensure_future(self._dead_letter(slot, record, "unsendable", str(error)))
+            self._letters.add(writing)
+            writing.add_done_callback(self._written)
+        elif error is not None:
+            self.app.fail(f"{slot.tp} offset {slot.offset}: output not acknowledged: {error!r}")
+        elif self.app.current(slot):
+            self._instruments.counter("gpustream_attribution_ticks_total", attribution).inc()
+            self.app.finish(slot)
+
+    def _written(self, writing: "asyncio.Task[None]") -> None:
+        self._letters.discard(writing)
+        if not writing.cancelled() and writing.exception() is not None:
+            self.app.fail(f"no dead letter could be written: {writing.exception()!r}")
+
+    async def _dead_letter(self, slot: Slot, record: Any, reason: Reason, error: str) -> None:
+        self._instruments.counter("gpustream_attribution_dead_lettered_total", slot.tp.topic, reason).inc()
+        log.warning("%s partition %s offset %s: %s: %.300s", *slot.tp, slot.offset, reason, error)
+        dead = letter(
+            record.key,
+            record.value,
+            Origin(slot.tp.topic, slot.tp.partition, slot.offset),
+            stage="attribution",
+            error=f"{reason}: {error}",
+            at_ms=time.time_ns() // 1_000_000,
+        )
+        sent = await self.app.sender.send(DEAD_LETTERS, dead.value, key=dead.key, headers=dead.headers)
+        self.app.finish_when(slot, [sent])
+
+    # -- time
+
+    async def look(self) -> None:
+        """Let go, again and again, what waits for time to pass or for the end of the allocations. Never returns."""
+        while True:
+            await asyncio.sleep(_LOOK_EVERY_S)
+            async with self._lock:
+                for partition in list(self._waiting):
+                    await self._look_at(partition)
+            self._observe()
+
+    async def _look_at(self, partition: int) -> None:
+        asked_s = self._read_to(partition)
+        now_s = time.monotonic()
+        for key in list(self._waiting[partition]):
+            if asked_s is not None and key in self._waiting[partition]:
+                await self._step(partition, key, join.AllocationsRead(asked_s))
+            if key in self._waiting[partition]:
+                await self._step(partition, key, join.Passed(now_s))
+                if join.wants_end(self._states[partition].get(key, join.NEW), now_s, self._grace_s):
+                    self.app.ask_ends()
+
+    def _read_to(self, partition: int) -> float | None:
+        """When the newest of the ends was asked that the allocations have been learned to."""
+        learned = self.app.reader.ledger.position(Partition(ALLOCATIONS, partition)) or 0
+        asked = self._asked[partition]
+        newest = None
+        while asked and learned >= asked[0][1]:
+            newest = asked.popleft()[0]
+        return newest
+
+    # -- the reader's word
+
+    def forget(self) -> None:
+        """Drop the samples that wait: they are read again."""
+        self._open.clear()
+        self._asked.clear()
+        for partition, waiting in self._waiting.items():
+            for key in waiting:
+                self._states[partition][key], _ = join.step(self._states[partition][key], join.Forget(), self._grace_s)
+        self._waiting.clear()
+
+    def drop(self, partitions: frozenset[int]) -> None:
+        """Drop the state of these partitions: it is read anew, or another worker's now."""
+        for partition in partitions:
+            self._states.pop(partition, None)
+
+    def committed(self, offsets: Mapping[Partition, int]) -> None:
+        """Forget what only finished samples could ask for."""
+        for tp, offset in offsets.items():
+            states = self._states[tp.partition]
+            for key, state in states.items():
+                if len(state.marks) > 1:
+                    states[key], _ = join.step(state, join.Committed(offset), self._grace_s)
+
+    def ends(self, asked_s: float, ends: Mapping[Partition, int]) -> None:
+        """The broker has said where the partitions end."""
+        lags: dict[str, int] = defaultdict(int)
+        for tp, end in ends.items():
+            learned = self.app.reader.ledger.position(tp)
+            lags[tp.topic] += max(0, end - learned) if learned is not None else 0
+            if tp.topic == ALLOCATIONS and self._waiting.get(tp.partition):
+                self._asked[tp.partition].append((asked_s, end))
+        for topic, lag in lags.items():
+            self._instruments.gauge("gpustream_attribution_lag_records", topic).set(lag)
+
+    def _observe(self) -> None:
+        gauge, reader = self._instruments.gauge, self.app.reader
+        held = sum(len(self._states[p][key].held) for p, keys in self._waiting.items() for key in keys)
+        gauge("gpustream_attribution_held_ticks").set(held)
+        gauge("gpustream_attribution_open_bytes").set(reader.ledger.open_bytes)
+        gauge("gpustream_attribution_nodes").set(sum(len(states) for states in self._states.values()))
+        for name, count in (("rebalances", reader.rebalances), ("holes", reader.holes), ("lost_offsets", reader.lost)):
+            counter = self._instruments.counter(f"gpustream_attribution_{name}_total")
+            counter.inc(count - self._counted.get(name, 0))
+            self._counted[name] = count
+
+
+def _pod_wait_s(logged_ms: int) -> float:
+    """How long a sample may wait for its pods: 2 s from when it was logged, so that a backlog does not wait at all."""
+    return min(join.POD_WAIT_S, max(0.0, join.POD_WAIT_S - (time.time() - logged_ms / 1000)))
