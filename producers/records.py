@@ -90,7 +90,7 @@ def _device(device: Mapping[str, Any]) -> Mapping[str, Any]:
     """A device without its missing values; most have none, and go out as they are."""
     metrics = device.get("metrics")
     processes = device.get("processes")
-    if _all_finite(metrics) and not (processes and any(not _all_numbers_finite(row) for row in processes)):
+    if _all_finite(metrics) and all(map(_all_present, processes or ())):
         return device
     clean = _present(device)
     if metrics is not None:
@@ -108,8 +108,8 @@ def _all_finite(metrics: Mapping[str, Any] | None) -> bool:
         return False
 
 
-def _all_numbers_finite(row: Mapping[str, Any]) -> bool:
-    return not any(isinstance(value, float) and not math.isfinite(value) for value in row.values())
+def _all_present(row: Mapping[str, Any]) -> bool:
+    return all(map(_is_present, row.values()))
 
 
 def _present(row: Mapping[str, Any]) -> JsonDict:

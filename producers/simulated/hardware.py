@@ -102,16 +102,7 @@ class Device:
 
     def identity(self, parent_uuid: str | None) -> dict[str, Any]:
         """What a sample says of the device beside its readings."""
-        mig = None
-        if self.slice is not None:
-            mig = {
-                "uuid": self.uuid,
-                "parent_uuid": parent_uuid,
-                "gpu_instance": self.slice.gpu_instance,
-                "compute_instance": 0,
-                "profile": self.slice.profile,
-            }
-        return {
+        found = {
             "uuid": self.uuid,
             "index": self.index,
             "vendor": "nvidia",
@@ -119,8 +110,17 @@ class Device:
             "pci_bus_id": self.pci_bus_id,
             "minor": self.index,
             "state": "ok",
-            "mig": mig,
         }
+        if self.slice is None:
+            return found
+        mig = {
+            "uuid": self.uuid,
+            "parent_uuid": parent_uuid,
+            "gpu_instance": self.slice.gpu_instance,
+            "compute_instance": 0,
+            "profile": self.slice.profile,
+        }
+        return {**found, "mig": mig}
 
 
 class Unit(NamedTuple):

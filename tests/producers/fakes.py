@@ -1,0 +1,124 @@
+"""A sender whose broker is in the test's hand, and readings to publish."""
+
+import asyncio
+import itertools
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+from prometheus_client import CollectorRegistry
+
+from producers.instruments import INSTRUMENTS
+from topics.instruments import Instruments
+from topics.sender import Headers, Unsendable
+
+CLUSTER, NODE = "prod", "gpu-1"
+
+
+class Event(NamedTuple):
+    """What happened to a record at the broker, and when."""
+
+    what: Literal["sent", "acknowledged", "refused"]
+    topic: str
+    key: bytes | None
+    record: dict[str, Any]
+    at_s: float
+
+
+class FakeClock:
+    """A clock that goes where the test says."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class FakeSender:
+    """Keeps what is sent until it is told to acknowledge or refuse it; ``events`` is all that happened, in order.
+
+    With ``prompt`` it acknowledges at once.
+    """
+
+    def __init__(self, clock: FakeClock | None = None, *, prompt: bool = False) -> None:
+        self.prompt = prompt
+        self.events: list[Event] = []
+        self.started = self.stopped = False
+        self._clock = clock or FakeClock()
+        self._waiting: list[tuple[Event, asyncio.Future[int]]] = []
+        self._offsets = itertools.count()
+
+    async def start(self) -> None:
+        self.started = True
+
+    async def stop(self, timeout_s: float = 5.0) -> None:
+        self.stopped = True
+
+    async def send(
+        self, topic: str, value: bytes, *, key: bytes | None = None, partition: int | None = None, headers: Headers = ()
+    ) -> asyncio.Future[int]:
+        event = Event("sent", topic, key, msgspec.json.decode(value), self._clock())
+        self.events.append(event)
+        future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._waiting.append((event, future))
+        if self.prompt:
+            self.acknowledge()
+        return future
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    def acknowledge(self, count: int = 1_000_000) -> None:
+        """The oldest ``count`` records are in the log."""
+        for event, future in self._take(count):
+            self.events.append(event._replace(what="acknowledged", at_s=self._clock()))
+            future.set_result(next(self._offsets))
+
+    def refuse(self, count: int = 1) -> None:
+        """The oldest ``count`` records can never be sent."""
+        for event, future in self._take(count):
+            self.events.append(event._replace(what="refused", at_s=self._clock()))
+            future.set_exception(Unsendable("the broker said no"))
+
+    def of(self, topic: str, what: str = "sent") -> list[dict[str, Any]]:
+        """The records of a topic to which that happened, in order."""
+        return [event.record for event in self.events if event.topic == topic and event.what == what]
+
+    def _take(self, count: int) -> list[tuple[Event, "asyncio.Future[int]"]]:
+        taken, self._waiting = self._waiting[:count], self._waiting[count:]
+        return taken
+
+
+def instruments() -> Instruments:
+    return Instruments(INSTRUMENTS, CollectorRegistry())
+
+
+def value(made: Instruments, name: str, **labels: str) -> float:
+    """What a metric of a component says; 0 where it says nothing."""
+    return made.registry.get_sample_value(name, labels) or 0.0
+
+
+def devices(utilization: float | None = 0.5) -> list[dict[str, Any]]:
+    """A node of one GPU."""
+    return [{"uuid": "GPU-0f12ab34-5c6d-7e8f-9a0b-1c2d3e4f5a6b", "metrics": {"gpu_utilization_ratio": utilization}}]
+
+
+def containers(*pods: str) -> list[dict[str, Any]]:
+    """A kubelet's answer in which each pod has a GPU."""
+    return [
+        {
+            "namespace": "ml",
+            "pod": pod,
+            "container": "main",
+            "resource": "nvidia.com/gpu",
+            "device_ids": [f"GPU-0f12ab34-5c6d-7e8f-9a0b-{number:012x}"],
+        }
+        for number, pod in enumerate(pods)
+    ]
+
+
+async def settle(rounds: int = 20) -> None:
+    """Let every task run until it waits."""
+    for _ in range(rounds):
+        await asyncio.sleep(0)

@@ -1,0 +1,335 @@
+"""A node's ticks reach the log in order, each after the snapshot that it names, whatever the broker does."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from producers import instruments as names
+from producers.publisher import MAX_IN_FLIGHT, Buffer, NodePublisher
+from producers.sending import LARGEST_VALUE_BYTES, RESEND_S
+from tests.producers.fakes import CLUSTER, NODE, FakeClock, FakeSender, containers, devices, instruments, settle, value
+from topics.instruments import Instruments
+
+SAMPLES, ALLOCATIONS = "gpu.samples", "gpu.allocations"
+
+
+class Bench:
+    """A publisher, running, between a test's clock and a test's broker."""
+
+    def __init__(self, *, prompt: bool = False, buffer: Buffer | None = None) -> None:
+        self.clock = FakeClock()
+        self.sender = FakeSender(self.clock, prompt=prompt)
+        self.instruments: Instruments = instruments()
+        self.ts_ms = 1_000
+        self.publisher = NodePublisher(
+            self.sender,
+            self.instruments,
+            cluster=CLUSTER,
+            node=NODE,
+            run_id=1_000,
+            buffer=buffer or Buffer(),
+            clock=self.clock,
+        )
+
+    def publish(self, *pods: str, kubelet: bool = True) -> int:
+        self.ts_ms += 1_000
+        return self.publisher.publish(self.ts_ms, devices(), containers(*pods) if kubelet else None)
+
+    def count(self, name: str, **labels: str) -> float:
+        return value(self.instruments, name, **labels)
+
+    def dropped(self) -> dict[str, float]:
+        found = {reason: self.count(names.DROPPED, reason=reason) for reason in names.DROP_REASONS}
+        return {reason: count for reason, count in found.items() if count}
+
+    def seqs(self, what: str = "sent") -> list[int]:
+        return [record["seq"] for record in self.sender.of(SAMPLES, what)]
+
+
+@asynccontextmanager
+async def running(bench: Bench) -> AsyncIterator[Bench]:
+    task = asyncio.create_task(bench.publisher.run())
+    try:
+        yield bench
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+async def test_the_snapshot_is_acknowledged_before_the_first_sample_that_names_it_is_sent() -> None:
+    async with running(Bench()) as bench:
+        bench.publish("a")
+        await settle()
+        assert [(event.what, event.topic) for event in bench.sender.events] == [("sent", ALLOCATIONS)]
+
+        bench.sender.acknowledge()
+        await settle()
+
+    assert [(event.what, event.topic) for event in bench.sender.events] == [
+        ("sent", ALLOCATIONS),
+        ("acknowledged", ALLOCATIONS),
+        ("sent", SAMPLES),
+    ]
+    assert {event.key for event in bench.sender.events} == {b"prod/gpu-1"}
+
+
+async def test_a_node_without_a_kubelet_sends_samples_alone() -> None:
+    async with running(Bench(prompt=True)) as bench:
+        bench.publish(kubelet=False)
+        await settle()
+
+    assert [record["allocations_seq"] for record in bench.sender.of(SAMPLES)] == [None]
+    assert bench.sender.of(ALLOCATIONS) == []
+
+
+async def test_samples_are_pipelined_up_to_a_limit() -> None:
+    async with running(Bench()) as bench:
+        for _ in range(MAX_IN_FLIGHT + 10):
+            bench.publish(kubelet=False)
+        await settle(MAX_IN_FLIGHT + 20)
+        assert bench.seqs() == list(range(1, MAX_IN_FLIGHT + 1))
+
+        bench.sender.acknowledge(3)
+        await settle()
+        assert bench.seqs() == list(range(1, MAX_IN_FLIGHT + 4))
+        assert bench.publisher.held == MAX_IN_FLIGHT + 7
+
+
+async def test_an_overflow_drops_the_oldest_unsent_and_leaves_a_gap() -> None:
+    size = len(Bench().publisher._numbering.step(9_000, devices(), None).value or b"")
+    async with running(Bench(buffer=Buffer(max_bytes=(MAX_IN_FLIGHT + 5) * (size + 1)))) as bench:
+        for _ in range(MAX_IN_FLIGHT + 20):
+            bench.publish(kubelet=False)
+            await settle(2)
+        bench.sender.prompt = True
+        bench.sender.acknowledge()
+        await settle(100)
+
+    sent = bench.seqs("acknowledged")
+    lost = set(range(1, MAX_IN_FLIGHT + 21)) - set(sent)
+    assert sent == sorted(sent)
+    assert len(lost) == bench.dropped()["buffer_full"] > 10
+    assert lost == set(range(MAX_IN_FLIGHT + 1, MAX_IN_FLIGHT + 1 + len(lost)))
+    assert bench.count(names.HELD) == bench.count(names.BUFFERED) == 0
+
+
+async def test_acknowledged_ticks_make_room_for_others() -> None:
+    async with running(Bench(prompt=True, buffer=Buffer(max_bytes=1_000))) as bench:
+        for _ in range(50):
+            bench.publish(kubelet=False)
+            bench.publish(kubelet=False)
+            await settle(5)
+
+    assert bench.seqs("acknowledged") == list(range(1, 101))
+
+
+async def test_ticks_that_waited_for_too_long_are_dropped_before_they_are_sent() -> None:
+    bench = Bench(prompt=True, buffer=Buffer(max_age_s=60.0))
+    bench.publish(kubelet=False)
+    bench.clock.now_s += 61.0
+    bench.publish(kubelet=False)
+    async with running(bench):
+        await settle()
+
+    assert bench.seqs() == [2]
+    assert bench.dropped() == {"buffer_age": 1}
+
+
+async def test_a_refused_tick_is_counted_and_the_others_go_on() -> None:
+    async with running(Bench()) as bench:
+        for _ in range(3):
+            bench.publish(kubelet=False)
+        await settle()
+        bench.sender.acknowledge(1)
+        bench.sender.refuse(1)
+        bench.sender.acknowledge(1)
+        await settle()
+
+    assert bench.seqs("acknowledged") == [1, 3]
+    assert bench.dropped() == {"refused": 1}
+    assert bench.count(names.SENT) == 2
+
+
+async def test_a_tick_larger_than_a_message_is_refused_before_it_is_sent() -> None:
+    async with running(Bench(prompt=True)) as bench:
+        large = [{"uuid": "GPU-0", "metrics": {}, "model": "x" * LARGEST_VALUE_BYTES}]
+        assert bench.publisher.publish(2_000, large, None) == 1
+        assert bench.publisher.publish(3_000, [{"uuid": "\ud800"}], None) == 2
+        assert bench.publisher.publish(4_000, devices(), None) == 3
+        await settle()
+
+    assert bench.seqs() == [3]
+    assert bench.dropped() == {"too_large": 1, "unencodable": 1}
+
+
+@pytest.mark.parametrize("cause", ["refused", "too_large"])
+async def test_samples_go_without_a_snapshot_that_can_never_be_sent(cause: str) -> None:
+    async with running(Bench()) as bench:
+        bench.publish("a" if cause == "refused" else "a" * LARGEST_VALUE_BYTES)
+        await settle()
+        bench.sender.refuse(cause == "refused")
+        bench.sender.prompt = True
+        bench.sender.acknowledge()
+        await settle()
+
+    assert bench.seqs("acknowledged") == [1]
+    assert bench.count(names.SNAPSHOTS_DROPPED, reason=cause) == 1
+
+
+async def test_a_snapshot_in_use_is_sent_again_unchanged_after_five_minutes() -> None:
+    async with running(Bench(prompt=True)) as bench:
+        for _ in range(5):
+            bench.publish("a")
+            await settle()
+            bench.clock.now_s += RESEND_S / 2
+    first, *repeats = bench.sender.of(ALLOCATIONS)
+
+    assert repeats == [first, first]
+    assert bench.seqs() == [1, 2, 3, 4, 5]
+
+
+async def test_after_an_outage_the_snapshot_comes_before_the_samples_that_name_it() -> None:
+    async with running(Bench()) as bench:
+        for _ in range(MAX_IN_FLIGHT + 1):
+            bench.publish("a")
+        await settle()
+        bench.sender.acknowledge()
+        await settle(2 * MAX_IN_FLIGHT)
+        bench.clock.now_s += RESEND_S
+        before = len(bench.sender.events)
+        bench.sender.prompt = True
+        bench.sender.acknowledge()
+        await settle()
+
+    after = [(event.what, event.topic) for event in bench.sender.events[before:]]
+    assert after[-4:] == [
+        ("sent", ALLOCATIONS),
+        ("acknowledged", ALLOCATIONS),
+        ("sent", SAMPLES),
+        ("acknowledged", SAMPLES),
+    ]
+
+
+async def test_what_a_stopped_clock_held_up_is_sent_in_the_order_of_its_runs() -> None:
+    async with running(Bench(prompt=True)) as bench:
+        bench.publish("a")
+        bench.publish("a")
+        bench.ts_ms = 0
+        bench.publish("a")
+        await settle()
+
+    runs = [(record["run_id"], record["seq"]) for record in bench.sender.of(SAMPLES)]
+    assert runs == [(1_000, 1), (1_000, 2), (1_001, 1)]
+    assert [(record["run_id"], record["seq"]) for record in bench.sender.of(ALLOCATIONS)] == [(1_000, 1), (1_001, 1)]
+    assert bench.publisher.sampled() == {1_000: 2, 1_001: 1}
+    assert bench.count(names.RUNS) == 2
+
+
+async def test_a_drain_waits_for_the_broker() -> None:
+    async with running(Bench()) as bench:
+        bench.publish("a")
+        draining = asyncio.create_task(bench.publisher.drain(60.0))
+        await settle()
+        assert not draining.done()
+        bench.sender.prompt = True
+        bench.sender.acknowledge()
+
+        assert await draining == 0
+    assert bench.dropped() == {}
+
+
+async def test_what_is_left_after_a_drain_is_dropped_and_counted() -> None:
+    async with running(Bench()) as bench:
+        for _ in range(MAX_IN_FLIGHT + 3):
+            bench.publish(kubelet=False)
+        await settle(2 * MAX_IN_FLIGHT)
+
+        assert await bench.publisher.drain(0.0) == MAX_IN_FLIGHT + 3
+    assert bench.dropped() == {"stopped": MAX_IN_FLIGHT + 3}
+    assert bench.count(names.HELD) == bench.count(names.BUFFERED) == 0
+
+
+async def test_how_long_a_tick_has_waited_is_known() -> None:
+    async with running(Bench()) as bench:
+        assert bench.publisher.waited_s() == 0.0
+        bench.publish(kubelet=False)
+        await settle()
+        bench.clock.now_s += 31.0
+
+        assert bench.publisher.waited_s() == 31.0
+
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("publish"), st.sampled_from([None, (), ("a",), ("b",), ("a", "b")])),
+        st.tuples(st.just("acknowledge"), st.integers(1, 8)),
+        st.tuples(st.just("refuse"), st.just(1)),
+        st.tuples(st.just("pass"), st.sampled_from([1.0, 100.0, RESEND_S])),
+        st.tuples(st.just("step back"), st.just(None)),
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(STEPS, st.integers(300, 5_000))
+def test_whatever_the_broker_does_every_tick_is_accounted_for_and_follows_its_snapshot(
+    steps: list[tuple[str, Any]], max_bytes: int
+) -> None:
+    asyncio.run(_live_through(steps, max_bytes))
+
+
+async def _live_through(steps: list[tuple[str, Any]], max_bytes: int) -> None:
+    bench = Bench(buffer=Buffer(max_bytes=max_bytes, max_age_s=600.0))
+    made: list[tuple[int, int]] = []
+    async with running(bench):
+        for what, argument in steps:
+            _do(bench, made, what, argument)
+            await settle(4)
+        bench.sender.prompt = True
+        bench.sender.acknowledge()
+        assert await bench.publisher.drain(30.0) == 0
+    _check(bench, made)
+
+
+def _do(bench: Bench, made: list[tuple[int, int]], what: str, argument: Any) -> None:
+    match what:
+        case "publish":
+            seq = bench.publish(*(argument or ()), kubelet=argument is not None)
+            made.append((bench.publisher.run_id, seq))
+        case "acknowledge":
+            bench.sender.acknowledge(argument)
+        case "refuse":
+            bench.sender.refuse(argument)
+        case "pass":
+            bench.clock.now_s += argument
+        case "step back":
+            bench.ts_ms = max(0, bench.ts_ms - 10_000)
+
+
+def _check(bench: Bench, made: list[tuple[int, int]]) -> None:
+    sent = [(record["run_id"], record["seq"]) for record in bench.sender.of(SAMPLES)]
+    assert [tick for tick in made if tick in set(sent)] == sent
+    assert len(made) == len(set(made)) == bench.count(names.MADE)
+    assert bench.count(names.MADE) == bench.count(names.SENT) + sum(bench.dropped().values())
+    assert bench.count(names.SENT) == len(bench.sender.of(SAMPLES, "acknowledged"))
+    settled: dict[tuple[int, int], float] = {}
+    last: tuple[int, int] | None = None
+    handed_over: dict[tuple[int, int], float] = {}
+    for event in bench.sender.events:
+        record = event.record
+        if event.topic == ALLOCATIONS and event.what == "sent":
+            handed_over[record["run_id"], record["seq"]] = event.at_s
+        elif event.topic == ALLOCATIONS:
+            last = (record["run_id"], record["seq"])
+            settled[last] = handed_over[last]
+        elif event.what == "sent" and record["allocations_seq"] is not None:
+            named = (record["run_id"], record["allocations_seq"])
+            assert named in settled
+            assert event.at_s - settled[named] < RESEND_S
+            assert last is not None

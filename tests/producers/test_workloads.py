@@ -1,0 +1,119 @@
+"""What the API server knows is sent when it changes, and again while it does not."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from producers import instruments as names
+from producers.sending import LARGEST_VALUE_BYTES, RESEND_S
+from producers.workloads import MAX_IN_FLIGHT, WorkloadsPublisher
+from tests.producers.fakes import FakeClock, FakeSender, instruments, settle, value
+
+WORKLOADS = "gpu.workloads"
+
+
+def _pods(*pods: str) -> list[dict[str, Any]]:
+    return [{"namespace": "ml", "name": pod, "uid": f"uid-{pod}"} for pod in pods]
+
+
+class Bench:
+    """A publisher, running, between a test's clock and a test's broker."""
+
+    def __init__(self, *, prompt: bool = True) -> None:
+        self.clock = FakeClock()
+        self.sender = FakeSender(self.clock, prompt=prompt)
+        self.instruments = instruments()
+        self.publisher = WorkloadsPublisher(self.sender, self.instruments, cluster="prod", epoch=5, clock=self.clock)
+
+    def publish(self, node: str, *pods: str, ts_ms: int = 1) -> int | None:
+        return self.publisher.publish(ts_ms, node, {"zone": "a"}, _pods(*pods))
+
+    def sent(self) -> list[tuple[str, int, list[str]]]:
+        records = self.sender.of(WORKLOADS)
+        return [(record["node"], record["seq"], [pod["name"] for pod in record["pods"]]) for record in records]
+
+    def dropped(self, reason: str) -> float:
+        return value(self.instruments, names.WORKLOADS_DROPPED, reason=reason)
+
+
+@asynccontextmanager
+async def running(bench: Bench) -> AsyncIterator[Bench]:
+    task = asyncio.create_task(bench.publisher.run())
+    try:
+        yield bench
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+async def test_a_node_is_sent_when_it_changes_and_only_then() -> None:
+    async with running(Bench()) as bench:
+        assert [bench.publish("n1", "a"), bench.publish("n1", "a"), bench.publish("n2", "a")] == [1, None, 1]
+        await settle()
+        assert bench.publish("n1", "a", "b") == 2
+        await settle()
+
+    assert bench.sent() == [("n1", 1, ["a"]), ("n2", 1, ["a"]), ("n1", 2, ["a", "b"])]
+    assert {event.key for event in bench.sender.events} == {b"prod/n1", b"prod/n2"}
+    assert {record["epoch"] for record in bench.sender.of(WORKLOADS)} == {5}
+
+
+async def test_only_the_newest_record_of_a_node_waits_for_the_broker() -> None:
+    async with running(Bench(prompt=False)) as bench:
+        for number in range(MAX_IN_FLIGHT):
+            bench.publish(f"n{number}", "a")
+        await settle(2 * MAX_IN_FLIGHT)
+        for pod in "bcd":
+            bench.publish("n0", pod)
+        await settle()
+        bench.sender.prompt = True
+        bench.sender.acknowledge()
+        assert await bench.publisher.drain(30.0) == 0
+
+    assert bench.sent()[MAX_IN_FLIGHT:] == [("n0", 4, ["d"])]
+    assert bench.dropped("superseded") == 2
+
+
+async def test_a_node_that_does_not_change_is_sent_again_after_five_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("producers.workloads.CHECK_S", 0.0)
+    async with running(Bench()) as bench:
+        bench.publish("n1", "a", ts_ms=7)
+        await settle()
+        bench.clock.now_s += RESEND_S
+        await settle()
+    first, again = bench.sender.of(WORKLOADS)
+
+    assert again == first
+
+
+async def test_what_can_never_be_sent_is_counted_and_the_next_is_sent() -> None:
+    async with running(Bench(prompt=False)) as bench:
+        bench.publish("n1", "a" * LARGEST_VALUE_BYTES)
+        bench.publish("n1", "\ud800")
+        bench.publish("n1", "a")
+        await settle()
+        bench.sender.refuse()
+        await settle()
+        bench.publish("n1", "b")
+        await settle()
+        bench.sender.acknowledge()
+        assert await bench.publisher.drain(30.0) == 0
+
+    assert [bench.dropped(reason) for reason in ("too_large", "unencodable", "refused")] == [1, 1, 1]
+    assert value(bench.instruments, names.WORKLOADS) == 1
+
+
+async def test_a_drain_says_what_it_left() -> None:
+    async with running(Bench(prompt=False)) as bench:
+        bench.publish("n1", "a")
+        await settle()
+
+        assert await bench.publisher.drain(0.0) == 1
+
+
+def test_a_wrong_name_is_refused() -> None:
+    with pytest.raises(ValueError, match="node 'a/b'"):
+        Bench().publish("a/b", "a")
