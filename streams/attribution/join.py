@@ -15,12 +15,45 @@ from collections.abc import Mapping
 
 import msgspec
 
-from streams.attribution.holders import Held, hold
-from streams.attribution.workloads import DraKey, Knowledge, PodName, forget_before, learn
+from streams.attribution.holders import hold
+from streams.attribution.state import (
+    NEW,
+    AllocationsRead,
+    Committed,
+    Forget,
+    Inventory,
+    Joined,
+    Mark,
+    Memo,
+    NodeState,
+    Passed,
+    Record,
+    Tick,
+    marked,
+    pruned,
+)
+from streams.attribution.workloads import DraKey, PodName, learn
 from topics.allocations import Allocations
 from topics.attributed import AttributedDevice, AttributedSample, Attribution, Holder
-from topics.samples import Device, Mig, Sample
+from topics.samples import Device, Sample
 from topics.workloads import NodeWorkloads, Pod
+
+__all__ = [
+    "MAX_HELD",
+    "NEW",
+    "POD_WAIT_S",
+    "AllocationsRead",
+    "Committed",
+    "Forget",
+    "Joined",
+    "Mark",
+    "NodeState",
+    "Passed",
+    "Record",
+    "Tick",
+    "step",
+    "wants_end",
+]
 
 MAX_HELD = 64
 """How many samples a node may hold before the end of its allocations is asked at once."""
@@ -28,92 +61,8 @@ MAX_HELD = 64
 POD_WAIT_S = 2.0
 """How long the first sample of a pod that the node's workloads do not have yet waits for them."""
 
-_MARK_EVERY_MS = 10_000
 _RUNS = 8
 
-SnapshotId = tuple[int, int]
-"""A snapshot's run_id and seq."""
-
-Inventory = tuple[tuple[str, int | None, int | None, Mig | None], ...]
-"""Of each device of a tick what an id may say of it: uuid, index, minor number and MIG place."""
-
-
-class Tick(msgspec.Struct, frozen=True):
-    """A sample that was read: its offset, when it was read, and until when it may wait for the workloads."""
-
-    sample: Sample
-    offset: int
-    read_s: float
-    pods_until_s: float
-
-
-class AllocationsRead(msgspec.Struct, frozen=True):
-    """The allocations have been read to an end that was asked of the broker at ``asked_s``."""
-
-    asked_s: float
-
-
-class Passed(msgspec.Struct, frozen=True):
-    """It is ``now_s``."""
-
-    now_s: float
-
-
-class Committed(msgspec.Struct, frozen=True):
-    """Samples below ``offset`` are finished for good and will not be read again."""
-
-    offset: int
-
-
-class Forget(msgspec.Struct, frozen=True):
-    """Drop the samples that wait; they are read again."""
-
-
-Record = Tick | Allocations | NodeWorkloads | AllocationsRead | Passed | Committed | Forget
-
-
-class Joined(msgspec.Struct, frozen=True):
-    """An attributed sample, and the device ids that could not be read, where its holders were worked out anew."""
-
-    sample: AttributedSample
-    unknown_ids: tuple[str, ...]
-
-
-class Mark(msgspec.Struct, frozen=True):
-    """From this offset on, the node's samples are at or after ``ts_ms`` and are given ``snapshot`` or a later one."""
-
-    offset: int
-    ts_ms: int
-    snapshot: SnapshotId | None
-
-
-class Memo(msgspec.Struct, frozen=True):
-    """The last answer, and all that it depends on."""
-
-    snapshot: Allocations
-    inventory: Inventory
-    pods: dict[PodName, Pod | None]
-    dra: Mapping[DraKey, str]
-    held: Held
-
-
-class NodeState(msgspec.Struct, frozen=True):
-    """All that the join remembers of a node."""
-
-    snapshots: dict[SnapshotId, Allocations] = {}
-    snapshot_runs: tuple[int, ...] = ()
-    sample_runs: tuple[int, ...] = ()
-    workloads: Knowledge | None = None
-    held: tuple[Tick, ...] = ()
-    impatient: bool = False
-    allocations_read_s: float = float("-inf")
-    now_s: float = float("-inf")
-    given_up: frozenset[PodName] = frozenset()
-    marks: tuple[Mark, ...] = ()
-    memo: Memo | None = None
-
-
-NEW = NodeState()
 _NO_PODS: dict[PodName, Pod | None] = {}
 _NO_DRA: dict[DraKey, str] = {}
 _replace = msgspec.structs.replace
@@ -136,7 +85,7 @@ def step(state: NodeState, record: Record, grace_s: float) -> tuple[NodeState, l
     if isinstance(record, Passed):
         return _release(_replace(state, now_s=record.now_s), grace_s)
     if isinstance(record, Committed):
-        return _pruned(state, record.offset), []
+        return pruned(state, record.offset), []
     return _replace(state, held=(), marks=()), []
 
 
@@ -201,7 +150,7 @@ def _release(state: NodeState, grace_s: float) -> tuple[NodeState, list[Joined]]
             state,
             held=state.held[1:],
             given_up=state.given_up | missing if missing else state.given_up,
-            marks=_marked(state.marks, head, snapshot),
+            marks=marked(state.marks, head, snapshot),
         )
     return state, out
 
@@ -327,48 +276,3 @@ def _device(d: Device, holders: tuple[Holder, ...]) -> AttributedDevice:
         d.uuid, d.index, d.vendor, d.model, d.pci_bus_id, d.minor, d.state, d.mig, d.metrics, d.processes, d.jobs,
         d.events, holders,
     )  # fmt: skip
-
-
-# -- what may be forgotten
-
-
-def _marked(marks: tuple[Mark, ...], tick: Tick, snapshot: Allocations | None) -> tuple[Mark, ...]:
-    ts_ms, given = tick.sample.ts_ms, (snapshot.run_id, snapshot.seq) if snapshot else None
-    last = marks[-1] if marks else None
-    if last and last.snapshot == given and 0 <= ts_ms - last.ts_ms < _MARK_EVERY_MS:
-        return marks
-    return (*marks, Mark(tick.offset, ts_ms, given))
-
-
-def _pruned(state: NodeState, offset: int) -> NodeState:
-    """Forget what only samples below ``offset`` could ask for."""
-    marks = state.marks
-    while len(marks) > 1 and marks[1].offset < offset:
-        marks = marks[1:]
-    if len(marks) == len(state.marks) or marks[0].offset >= offset:
-        return state
-    since_ms = min([mark.ts_ms for mark in marks] + [tick.sample.ts_ms for tick in state.held])
-    workloads = forget_before(state.workloads, since_ms) if state.workloads else None
-    state = _replace(state, marks=marks, workloads=workloads, memo=None)
-    return _without_older_snapshots(state, marks[0].snapshot)
-
-
-def _without_older_snapshots(state: NodeState, given: SnapshotId | None) -> NodeState:
-    """Keep the snapshot that the last committed sample was given, and what came or may come after it."""
-    if given is None or given not in state.snapshots:
-        return state
-    run_id, seq = given
-    gone = set(state.snapshot_runs[: state.snapshot_runs.index(run_id)])
-    kept = {
-        key: snapshot
-        for key, snapshot in state.snapshots.items()
-        if key[0] not in gone and not (key[0] == run_id and key[1] < seq)
-    }
-    present = {run for run, _ in kept}
-    named_pods = {(c.namespace, c.pod) for snapshot in kept.values() for c in snapshot.containers}
-    return _replace(
-        state,
-        snapshots=kept,
-        snapshot_runs=tuple(run for run in state.snapshot_runs if run in present),
-        given_up=state.given_up & named_pods,
-    )

@@ -1,0 +1,145 @@
+"""What the join remembers of a node, what it is told, and what it may forget.
+
+Everything is immutable. Times called ``_s`` are seconds of the reader's monotonic clock.
+"""
+
+from collections.abc import Mapping
+
+import msgspec
+
+from streams.attribution.holders import Held
+from streams.attribution.workloads import DraKey, Knowledge, PodName, forget_before
+from topics.allocations import Allocations
+from topics.attributed import AttributedSample
+from topics.samples import Mig, Sample
+from topics.workloads import NodeWorkloads, Pod
+
+_MARK_EVERY_MS = 10_000
+
+SnapshotId = tuple[int, int]
+"""A snapshot's run_id and seq."""
+
+Inventory = tuple[tuple[str, int | None, int | None, Mig | None], ...]
+"""Of each device of a tick what an id may say of it: uuid, index, minor number and MIG place."""
+
+
+class Tick(msgspec.Struct, frozen=True):
+    """A sample that was read: its offset, when it was read, and until when it may wait for the workloads."""
+
+    sample: Sample
+    offset: int
+    read_s: float
+    pods_until_s: float
+
+
+class AllocationsRead(msgspec.Struct, frozen=True):
+    """The allocations have been read to an end that was asked of the broker at ``asked_s``."""
+
+    asked_s: float
+
+
+class Passed(msgspec.Struct, frozen=True):
+    """It is ``now_s``."""
+
+    now_s: float
+
+
+class Committed(msgspec.Struct, frozen=True):
+    """Samples below ``offset`` are finished for good and will not be read again."""
+
+    offset: int
+
+
+class Forget(msgspec.Struct, frozen=True):
+    """Drop the samples that wait; they are read again."""
+
+
+Record = Tick | Allocations | NodeWorkloads | AllocationsRead | Passed | Committed | Forget
+
+
+class Joined(msgspec.Struct, frozen=True):
+    """An attributed sample, and the device ids that could not be read, where its holders were worked out anew."""
+
+    sample: AttributedSample
+    unknown_ids: tuple[str, ...]
+
+
+class Mark(msgspec.Struct, frozen=True):
+    """From this offset on, the node's samples are at or after ``ts_ms`` and are given ``snapshot`` or a later one."""
+
+    offset: int
+    ts_ms: int
+    snapshot: SnapshotId | None
+
+
+class Memo(msgspec.Struct, frozen=True):
+    """The last answer, and all that it depends on."""
+
+    snapshot: Allocations
+    inventory: Inventory
+    pods: dict[PodName, Pod | None]
+    dra: Mapping[DraKey, str]
+    held: Held
+
+
+class NodeState(msgspec.Struct, frozen=True):
+    """All that the join remembers of a node."""
+
+    snapshots: dict[SnapshotId, Allocations] = {}
+    snapshot_runs: tuple[int, ...] = ()
+    sample_runs: tuple[int, ...] = ()
+    workloads: Knowledge | None = None
+    held: tuple[Tick, ...] = ()
+    impatient: bool = False
+    allocations_read_s: float = float("-inf")
+    now_s: float = float("-inf")
+    given_up: frozenset[PodName] = frozenset()
+    marks: tuple[Mark, ...] = ()
+    memo: Memo | None = None
+
+
+NEW = NodeState()
+
+_replace = msgspec.structs.replace
+
+
+def marked(marks: tuple[Mark, ...], tick: Tick, snapshot: Allocations | None) -> tuple[Mark, ...]:
+    ts_ms, given = tick.sample.ts_ms, (snapshot.run_id, snapshot.seq) if snapshot else None
+    last = marks[-1] if marks else None
+    if last and last.snapshot == given and 0 <= ts_ms - last.ts_ms < _MARK_EVERY_MS:
+        return marks
+    return (*marks, Mark(tick.offset, ts_ms, given))
+
+
+def pruned(state: NodeState, offset: int) -> NodeState:
+    """Forget what only samples below ``offset`` could ask for."""
+    marks = state.marks
+    while len(marks) > 1 and marks[1].offset < offset:
+        marks = marks[1:]
+    if len(marks) == len(state.marks) or marks[0].offset >= offset:
+        return state
+    since_ms = min([mark.ts_ms for mark in marks] + [tick.sample.ts_ms for tick in state.held])
+    workloads = forget_before(state.workloads, since_ms) if state.workloads else None
+    state = _replace(state, marks=marks, workloads=workloads, memo=None)
+    return _without_older_snapshots(state, marks[0].snapshot)
+
+
+def _without_older_snapshots(state: NodeState, given: SnapshotId | None) -> NodeState:
+    """Keep the snapshot that the last committed sample was given, and what came or may come after it."""
+    if given is None or given not in state.snapshots:
+        return state
+    run_id, seq = given
+    gone = set(state.snapshot_runs[: state.snapshot_runs.index(run_id)])
+    kept = {
+        key: snapshot
+        for key, snapshot in state.snapshots.items()
+        if key[0] not in gone and not (key[0] == run_id and key[1] < seq)
+    }
+    present = {run for run, _ in kept}
+    named_pods = {(c.namespace, c.pod) for snapshot in kept.values() for c in snapshot.containers}
+    return _replace(
+        state,
+        snapshots=kept,
+        snapshot_runs=tuple(run for run in state.snapshot_runs if run in present),
+        given_up=state.given_up & named_pods,
+    )
