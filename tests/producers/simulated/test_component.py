@@ -1,0 +1,224 @@
+"""The simulated fleet as it runs: what it sends is what it says it sent, and what the truth says."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from producers import PRODUCERS
+from producers import instruments as names
+from producers.simulated import instruments as own
+from producers.simulated.clock import FleetClock
+from producers.simulated.component import Settings, SimulatedFleet
+from tests.producers.fakes import FakeSender
+from topics.allocations import Allocations
+from topics.decoding import decoder
+from topics.samples import Sample
+from topics.workloads import NodeWorkloads
+
+RECORDS: dict[str, type[msgspec.Struct]] = {
+    "gpu.samples": Sample,
+    "gpu.allocations": Allocations,
+    "gpu.workloads": NodeWorkloads,
+}
+
+
+def settings(**changed: Any) -> Settings:
+    chosen = {"fleet": "5x4", "cluster": "prod-1", "interval_s": 0.02, "stop_after_ticks": 4, "pod_life_s": 0.5}
+    return Settings(kafka="127.0.0.1:1", **{**chosen, **changed})
+
+
+async def run(component: SimulatedFleet, stop: asyncio.Event | None = None) -> None:
+    async with asyncio.timeout(30):
+        await component.run(stop or asyncio.Event())
+
+
+def truth_of(path: Path) -> dict[tuple[str, int, int], list[dict[str, Any]]]:
+    """The rows of a truth file by tick."""
+    found: dict[tuple[str, int, int], list[dict[str, Any]]] = {}
+    for row in map(json.loads, path.read_text().splitlines()):
+        found.setdefault((row["node"], row["run_id"], row["seq"]), []).append(row)
+    return found
+
+
+async def test_the_truth_is_what_was_sent(tmp_path: Path) -> None:
+    sender, path = FakeSender(prompt=True), tmp_path / "truth.jsonl"
+    component = SimulatedFleet(settings(truth=path), sender=sender)
+    await run(component)
+    truth = truth_of(path)
+    sent = {(tick["node"], tick["run_id"], tick["seq"]): tick for tick in sender.of("gpu.samples")}
+
+    assert sent.keys() == truth.keys()
+    assert len(sent) == 20
+    for tick, rows in truth.items():
+        assert {(row["cluster"], row["ts_ms"]) for row in rows} == {(sent[tick]["cluster"], sent[tick]["ts_ms"])}
+        found = [
+            (device["uuid"], device["metrics"].get("gpu_utilization_ratio"), device["metrics"].get("memory_used_bytes"))
+            for device in sent[tick]["devices"]
+        ]
+        assert [(row["uuid"], row["utilization_ratio"], row["memory_used_bytes"]) for row in rows] == found
+    assert component.registry.get_sample_value(own.TRUTHS) == sum(map(len, truth.values()))
+
+
+async def test_reported_is_what_the_named_snapshot_says(tmp_path: Path) -> None:
+    sender, path = FakeSender(prompt=True), tmp_path / "truth.jsonl"
+    await run(SimulatedFleet(settings(truth=path, interval_s=0.1, stop_after_ticks=8), sender=sender))
+    said = {
+        (snapshot["node"], snapshot["run_id"], snapshot["seq"]): {
+            (row["namespace"], row["pod"], row["container"]) for row in snapshot["containers"]
+        }
+        for snapshot in sender.of("gpu.allocations")
+    }
+    ticks = {(tick["node"], tick["run_id"], tick["seq"]): tick for tick in sender.of("gpu.samples")}
+
+    assert len(said) > 5
+    for (node, run_id, seq), rows in truth_of(path).items():
+        named = (node, run_id, ticks[node, run_id, seq]["allocations_seq"])
+        reported = {(of["namespace"], of["pod"], of["container"]) for row in rows for of in row["reported"]}
+        assert reported == said[named]
+
+
+async def test_what_it_sends_is_what_readers_decode_and_all_of_a_node_has_one_key() -> None:
+    sender = FakeSender(prompt=True)
+    await run(SimulatedFleet(settings(), sender=sender))
+    decoded = [(event, decoder(RECORDS[event.topic])(json.dumps(event.record).encode())) for event in sender.events]
+
+    assert {event.topic for event, _ in decoded} == RECORDS.keys()
+    assert all(event.key == f"prod-1/{event.record['node']}".encode() for event, _ in decoded)
+
+
+async def test_every_pod_that_a_snapshot_names_is_known_to_the_api_server_or_soon_will_be() -> None:
+    sender = FakeSender(prompt=True)
+    await run(SimulatedFleet(settings(pod_life_s=300.0), sender=sender))
+    named = {(row["namespace"], row["pod"]) for s in sender.of("gpu.allocations") for row in s["containers"]}
+    known = {(pod["namespace"], pod["name"]) for w in sender.of("gpu.workloads") for pod in w["pods"]}
+
+    assert len(named) >= 5
+    assert len(named - known) <= 2
+    assert {w["epoch"] for w in sender.of("gpu.workloads")} == {sender.of("gpu.samples")[0]["run_id"]}
+
+
+async def test_it_counts_its_ticks_and_the_values_in_them() -> None:
+    sender = FakeSender(prompt=True)
+    component = SimulatedFleet(settings(), sender=sender)
+    await run(component)
+    ticks = sender.of("gpu.samples")
+
+    assert component.sampled() == [(f"sim-{n:04d}", ticks[0]["run_id"], 4) for n in range(5)]
+    assert component.sampled_values == sum(len(d["metrics"]) for tick in ticks for d in tick["devices"])
+    assert component.registry.get_sample_value(names.MADE) == component.registry.get_sample_value(names.SENT) == 20
+    assert component.registry.get_sample_value(names.VALUES) == component.sampled_values
+
+
+async def test_a_clock_that_steps_back_starts_a_new_run_of_every_node() -> None:
+    wall = [1_000_000.0]
+    loop = asyncio.get_running_loop()
+    began_s = loop.time()
+    clock = FleetClock(lambda: wall[0] + loop.time() - began_s, loop.time)
+    sender, stop = FakeSender(prompt=True), asyncio.Event()
+    component = SimulatedFleet(settings(stop_after_ticks=None), sender=sender, clock=clock)
+    running = asyncio.create_task(run(component, stop))
+    for total in (10, 20):
+        while sum(seq for _, _, seq in component.sampled()) < total:  # noqa: ASYNC110 - real time passes
+            await asyncio.sleep(0.005)
+        wall[0] -= 3600.0
+    stop.set()
+    await running
+
+    assert len(component.sampled()) == 10
+    assert {record["run_id"] for record in sender.of("gpu.allocations")} == {run for _, run, _ in component.sampled()}
+
+
+async def test_a_stop_ends_it_and_leaves_nothing_unsent() -> None:
+    sender, stop = FakeSender(prompt=True), asyncio.Event()
+    component = SimulatedFleet(settings(stop_after_ticks=None), sender=sender)
+    running = asyncio.create_task(run(component, stop))
+    while not sender.of("gpu.samples"):  # noqa: ASYNC110 - real time passes
+        await asyncio.sleep(0.005)
+    stop.set()
+    await running
+
+    assert sender.stopped
+    assert len(sender.of("gpu.samples", "acknowledged")) == sum(seq for _, _, seq in component.sampled())
+
+
+async def test_it_stops_though_kafka_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("producers.simulated.component.DRAIN_S", 0.01)
+    sender = FakeSender()
+    component = SimulatedFleet(settings(stop_after_ticks=2), sender=sender)
+    await run(component)
+
+    assert sender.stopped
+    assert component.registry.get_sample_value(names.DROPPED, {"reason": "stopped"}) == 10
+    assert component.registry.get_sample_value(names.HELD) == 0
+
+
+async def test_it_ends_after_a_time() -> None:
+    sender = FakeSender(prompt=True)
+    await run(SimulatedFleet(settings(stop_after_ticks=None, stop_after_s=0.05), sender=sender))
+
+    assert sender.stopped
+    assert sender.of("gpu.samples")
+
+
+async def test_it_is_ready_once_kafka_has_answered() -> None:
+    sender = FakeSender(prompt=True)
+    component = SimulatedFleet(settings(), sender=sender)
+
+    assert component.not_ready() == ["no Kafka broker has answered at 127.0.0.1:1 yet"]
+    await run(component)
+    assert component.not_ready() == []
+
+
+async def test_a_truth_that_cannot_be_written_ends_it(tmp_path: Path) -> None:
+    sender = FakeSender(prompt=True)
+    with pytest.raises(IsADirectoryError):
+        await run(SimulatedFleet(settings(truth=tmp_path), sender=sender))
+
+    assert sender.stopped
+
+
+async def test_a_sender_that_fails_ends_it_with_its_own_error() -> None:
+    class Broken(FakeSender):
+        async def start(self) -> None:
+            raise RuntimeError("out of order")
+
+    with pytest.raises(RuntimeError, match="out of order"):
+        await run(SimulatedFleet(settings(stop_after_ticks=None), sender=Broken()))
+
+
+async def test_a_process_that_was_held_up_skips_ticks_and_says_so() -> None:
+    jump = [0.0]
+    loop = asyncio.get_running_loop()
+    clock = FleetClock(lambda: loop.time() + jump[0], lambda: loop.time() + jump[0])
+    sender, stop = FakeSender(prompt=True), asyncio.Event()
+    component = SimulatedFleet(settings(stop_after_ticks=None), sender=sender, clock=clock)
+    running = asyncio.create_task(run(component, stop))
+    while not sender.of("gpu.samples"):  # noqa: ASYNC110 - real time passes
+        await asyncio.sleep(0.005)
+    jump[0] = 2.0
+    while not component.registry.get_sample_value(own.MISSED):  # noqa: ASYNC110 - real time passes
+        await asyncio.sleep(0.005)
+    stop.set()
+    await running
+
+    assert (component.registry.get_sample_value(own.MISSED) or 0) >= 5 * 90
+
+
+def test_every_mistake_in_the_settings_is_told() -> None:
+    wrong = settings(fleet="8", cluster="a/b", interval_s=0.0, buffer_s=0.0)
+
+    assert [mistake.split(":")[0].split(" ")[0] for mistake in wrong.mistakes()] == [
+        "interval",
+        "buffer",
+        "fleet",
+        "cluster",
+    ]
+    assert settings().mistakes() == []
+
+
+def test_the_registry_names_it() -> None:
+    assert PRODUCERS["simulated"] == f"{SimulatedFleet.__module__}:{SimulatedFleet.__qualname__}"

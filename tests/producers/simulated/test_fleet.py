@@ -1,0 +1,239 @@
+"""A fleet is a function of its seed and of the time since its start, and its pods behave like Kubernetes'."""
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from producers.simulated.fleet import Fleet, Tick, parse_size, ticks
+from producers.simulated.kubelet import LONGEST_LAG_MS, SHORTEST_LAG_MS, Lag
+from producers.simulated.pods import TEMPLATES, Pod
+from producers.simulated.schedule import REBIRTH_MS
+from topics import device_ids
+
+START_MS = 1_795_218_340_000
+
+fleets = st.builds(
+    Fleet,
+    nodes=st.integers(1, 4),
+    gpus=st.sampled_from([1, 2, 8]),
+    cluster=st.sampled_from(["default", "prod-1"]),
+    seed=st.integers(0, 1000),
+    pod_life_s=st.sampled_from([1.5, 20.0, 300.0]),
+)
+
+
+def relative(tick: Tick, start_ms: int) -> tuple[Any, ...]:
+    """All that a tick says, with its times counted from the start."""
+    news = [(known.at_ms - start_ms, [{**pod, **_ages(pod, start_ms)} for pod in known.pods]) for known in tick.news]
+    return (tick.node.name, tick.seq, tick.ts_ms - start_ms, tick.reading, news)
+
+
+def _ages(pod: dict[str, Any], start_ms: int) -> dict[str, int]:
+    return {key: pod[key] - start_ms for key in ("started_ms", "ended_ms") if key in pod}
+
+
+def _pods(fleet: Fleet, until_ms: int) -> list[Pod]:
+    """Every pod that starts by then."""
+    return [pod for index in range(fleet.nodes) for pod in fleet.node(index)._schedule.advance(until_ms)]
+
+
+@settings(max_examples=20, deadline=None)
+@given(fleets, st.integers(10**12, 10**13))
+def test_the_same_seed_is_the_same_fleet_whenever_it_starts(fleet: Fleet, start_ms: int) -> None:
+    one = [relative(tick, START_MS) for tick in ticks(fleet, START_MS, 1000, 8)]
+    other = [relative(tick, start_ms) for tick in ticks(fleet, start_ms, 1000, 8)]
+
+    assert one == other
+
+
+@settings(max_examples=20, deadline=None)
+@given(fleets, st.lists(st.integers(0, 60_000), min_size=1, max_size=20))
+def test_what_a_node_says_does_not_depend_on_when_it_was_asked_before(fleet: Fleet, times: list[int]) -> None:
+    often = fleet.node(0)
+    answers = [(at_ms, often.read(at_ms)) for at_ms in sorted(times)]
+
+    for at_ms, answer in answers:
+        assert fleet.node(0).read(at_ms) == answer
+
+
+@settings(max_examples=10, deadline=None)
+@given(fleets)
+def test_another_cluster_or_seed_has_no_name_in_common(fleet: Fleet) -> None:
+    others = [dataclasses.replace(fleet, cluster="elsewhere"), dataclasses.replace(fleet, seed=fleet.seed + 1)]
+    mine = _identities(fleet)
+
+    for other in others:
+        assert not mine & _identities(other)
+
+
+def _identities(fleet: Fleet) -> set[str]:
+    pods = _pods(fleet, 20_000)
+    uuids = {device.uuid for index in range(fleet.nodes) for device in fleet.node(index).machine.devices}
+    return uuids | {pod.name for pod in pods} | {pod.uid for pod in pods}
+
+
+@settings(max_examples=15, deadline=None)
+@given(fleets)
+def test_no_unit_is_held_twice_and_no_name_is_two_pods_at_a_time(fleet: Fleet) -> None:
+    pods = _pods(fleet, 200_000)
+    by_unit: dict[str, list[Pod]] = {}
+    by_name: dict[tuple[str, str], list[Pod]] = {}
+    for pod in pods:
+        by_name.setdefault((pod.namespace, pod.name), []).append(pod)
+        for unit in (unit for container in pod.containers for unit in container.units):
+            by_unit.setdefault(unit.device_id, []).append(pod)
+
+    assert len({pod.uid for pod in pods}) == len(pods)
+    assert all(before.end_ms <= after.start_ms for lives in by_unit.values() for before, after in _pairs(lives))
+    for lives in by_name.values():
+        assert all(after.start_ms - before.end_ms >= REBIRTH_MS[0] > LONGEST_LAG_MS for before, after in _pairs(lives))
+
+
+def _pairs(lives: list[Pod]) -> Sequence[tuple[Pod, Pod]]:
+    return list(itertools.pairwise(sorted(lives, key=lambda pod: pod.start_ms)))
+
+
+def test_every_kind_of_workload_and_of_node_is_there() -> None:
+    fleet = Fleet(5, 8, pod_life_s=30)
+    pods = _pods(fleet, 120_000)
+    nodes = [fleet.node(index) for index in range(5)]
+
+    assert {pod.template.kind for pod in pods} == {template.kind for template in TEMPLATES}
+    assert {node.machine.flavour for node in nodes} == {"plain", "shared", "mig"}
+    assert any(len(pod.containers) > 1 for pod in pods)
+    assert any(pod.start_ms < 0 <= pod.end_ms for pod in pods)
+    resources = {unit.resource for pod in pods for container in pod.containers for unit in container.units}
+    assert {"nvidia.com/gpu", "nvidia.com/gpu.shared", "nvidia.com/mig-1g.10gb"} <= resources
+
+
+def test_pods_are_named_and_owned_as_kubernetes_does_it() -> None:
+    pods = {pod.template.kind: pod for pod in _pods(Fleet(5, 8, pod_life_s=30), 120_000)}
+    found = {kind: ([owner["kind"] for owner in pod.owners], pod.name) for kind, pod in pods.items()}
+    five, base = "[bcdfghjklmnpqrstvwxz2456789]{5}", "[a-z0-9-]+"
+
+    assert {kind: owners for kind, (owners, _) in found.items()} == {
+        "Deployment": ["ReplicaSet", "Deployment"],
+        "Job": ["Job"],
+        "CronJob": ["Job", "CronJob"],
+        "StatefulSet": ["StatefulSet"],
+        "DaemonSet": ["DaemonSet"],
+        "RayCluster": ["RayCluster"],
+        "Pod": [],
+    }
+    assert re.fullmatch(rf"{base}-[bcdf4-9]{{6,10}}-{five}", found["Deployment"][1])
+    assert re.fullmatch(rf"{base}-{five}-{five}", found["Job"][1])
+    assert re.fullmatch(rf"{base}-[0-9]{{8}}-{five}", found["CronJob"][1])
+    assert re.fullmatch(rf"{base}-[0-9]+", found["StatefulSet"][1])
+    assert pods["Pod"].workload == {"kind": "Pod", "name": pods["Pod"].name}
+    assert pods["Job"].workload["kind"] == "Job"
+    assert pods["CronJob"].workload["kind"] == "CronJob"
+
+
+def test_a_stateful_pod_comes_back_under_its_name_with_another_uid() -> None:
+    lives: dict[str, list[str]] = {}
+    for pod in _pods(Fleet(2, 8, pod_life_s=5), 60_000):
+        if pod.template.kind == "StatefulSet":
+            lives.setdefault(pod.name, []).append(pod.uid)
+
+    assert lives
+    assert all(len(uids) == len(set(uids)) > 1 for uids in lives.values())
+
+
+def test_pods_begin_and_end_off_the_ticks() -> None:
+    pods = _pods(Fleet(2, 8, pod_life_s=5), 60_000)
+
+    assert len({pod.start_ms % 1000 for pod in pods}) > len(pods) / 3
+    assert len({pod.end_ms % 1000 for pod in pods}) > len(pods) / 3
+
+
+def test_pods_live_about_as_long_as_asked() -> None:
+    pods = [pod for pod in _pods(Fleet(20, 8, pod_life_s=10), 300_000) if pod.start_ms < 200_000]
+    lives_s = [(pod.end_ms - pod.start_ms) / 1000 / pod.template.life for pod in pods]
+
+    assert sum(lives_s) / len(lives_s) == pytest.approx(10, rel=0.15)
+
+
+def test_the_kubelet_lags_within_its_bounds_and_never_goes_back() -> None:
+    lag = Lag("default", 1, 0)
+    seen = [(at_ms, lag.seen_ms(at_ms)) for at_ms in range(0, 200_000, 7)]
+
+    assert all(SHORTEST_LAG_MS - 1 <= at_ms - seen_ms <= LONGEST_LAG_MS + 1 for at_ms, seen_ms in seen)
+    assert all(before[1] <= after[1] for before, after in itertools.pairwise(seen))
+    assert max(at - then for at, then in seen) - min(at - then for at, then in seen) > 500
+
+
+@settings(max_examples=10, deadline=None)
+@given(fleets)
+def test_reported_is_what_was_true_a_moment_ago(fleet: Fleet) -> None:
+    pods = _pods(fleet, 40_000)
+    seen_ms = [Lag(fleet.cluster, fleet.seed, index).seen_ms for index in range(fleet.nodes)]
+    for tick in ticks(fleet, START_MS, 1000, 20):
+        at_ms = tick.ts_ms - START_MS
+        index = int(tick.node.name.removeprefix("sim-"))
+        for time_ms, found in ((at_ms, tick.reading.holders), (seen_ms[index](at_ms), tick.reading.reported)):
+            alive = {pod.uid for pod in pods if pod.start_ms <= time_ms < pod.end_ms}
+            assert {row["pod_uid"] for rows in found for row in rows} <= alive
+
+
+@settings(max_examples=10, deadline=None)
+@given(fleets)
+def test_the_containers_say_the_same_as_reported(fleet: Fleet) -> None:
+    for tick in ticks(fleet, START_MS, 1000, 5):
+        resolved: dict[str, set[tuple[str, str, str]]] = {device["uuid"]: set() for device in tick.reading.devices}
+        for row in tick.reading.containers:
+            for device_id in row["device_ids"]:
+                uuid = device_ids.parse(device_id).uuid
+                assert uuid is not None
+                resolved[uuid].add((row["namespace"], row["pod"], row["container"]))
+        reported = [
+            {(row["namespace"], row["pod"], row["container"]) for row in rows} for rows in tick.reading.reported
+        ]
+        assert list(resolved.values()) == reported
+        assert all(len(rows) == len(found) for rows, found in zip(tick.reading.reported, reported, strict=True))
+
+
+def test_the_api_server_knows_a_pod_within_1500_ms_and_keeps_it_for_30_minutes_after_its_end() -> None:
+    fleet = Fleet(1, 2, pod_life_s=60)
+    node, pods = fleet.node(0), _pods(fleet, 4_000_000)
+    known = [known for at_ms in range(0, 4_000_000, 1000) for known in node.news(at_ms, START_MS)]
+    first = {uid: at_ms for at_ms, rows in reversed(known) for uid in (row["uid"] for row in rows)}
+    ended = {row["uid"]: at_ms for at_ms, rows in reversed(known) for row in rows if "ended_ms" in row}
+    last = {uid: at_ms for at_ms, rows in known for uid in (row["uid"] for row in rows)}
+    lived = [pod for pod in pods if pod.start_ms > 0 and pod.end_ms < 2_000_000]
+
+    assert len(lived) > 20
+    for pod in lived:
+        assert 0 <= first[pod.uid] - pod.start_ms <= 1500
+        assert pod.end_ms <= ended[pod.uid] <= max(pod.end_ms, pod.start_ms) + 1500
+        assert last[pod.uid] < pod.end_ms + 30 * 60_000 < 4_000_000
+        assert last[pod.uid] > pod.end_ms + 25 * 60_000
+    assert [at_ms for at_ms, _ in known] == sorted({at_ms for at_ms, _ in known})
+
+
+@pytest.mark.parametrize("text", ["", "8", "0x8", "4x0", "4x17", "4x8x2", "-1x8", "4 x 8", "x"])
+def test_a_fleet_that_cannot_be_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="NODESxGPUS"):
+        parse_size(text)
+
+
+def test_a_fleet_is_nodes_by_gpus() -> None:
+    assert parse_size("100x8") == (100, 8)
+
+
+@settings(max_examples=20, deadline=None)
+@given(fleets, st.sampled_from([100, 1000, 10_000]))
+def test_ticks_come_in_order_and_each_node_keeps_its_phase(fleet: Fleet, interval_ms: int) -> None:
+    found = list(ticks(fleet, START_MS, interval_ms, 3))
+    phases = {tick.node.name: set[int]() for tick in found}
+    for tick in found:
+        phases[tick.node.name].add((tick.ts_ms - START_MS) % interval_ms)
+
+    assert [tick.ts_ms for tick in found] == sorted(tick.ts_ms for tick in found)
+    assert len(found) == 3 * fleet.nodes == sum(tick.seq for tick in found) / 2
+    assert all(len(phase) == 1 for phase in phases.values())

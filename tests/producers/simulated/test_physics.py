@@ -1,0 +1,128 @@
+"""A simulated GPU keeps to the laws that a real one keeps to."""
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from producers.simulated.fleet import Fleet
+from producers.simulated.hardware import MODELS
+from producers.simulated.node import JsonDict, SimulatedNode
+from producers.simulated.physics import GPU_IDLE
+from producers.simulated.pods import TEMPLATES
+from topics.catalogue import CATALOGUE
+
+LIMITS = {model.name: model for model in MODELS}
+RATIOS = [key for key in CATALOGUE if key.endswith("_ratio")]
+COUNTERS = [key for key in CATALOGUE if key.endswith("_total")]
+
+nodes = st.builds(
+    lambda seed, index, life: Fleet(5, 4, seed=seed, pod_life_s=life).node(index),
+    st.integers(0, 1000),
+    st.integers(0, 4),
+    st.sampled_from([2.0, 30.0]),
+)
+
+
+def devices(node: SimulatedNode, times: range) -> list[list[JsonDict]]:
+    """The node's devices at those times, by device."""
+    return [list(rows) for rows in zip(*(node.read(at_ms).devices for at_ms in times), strict=True)]
+
+
+@settings(max_examples=25, deadline=None)
+@given(nodes)
+def test_every_value_is_of_the_catalogue_and_within_its_bounds(node: SimulatedNode) -> None:
+    for rows in devices(node, range(0, 30_000, 700)):
+        for device in rows:
+            metrics, model = device["metrics"], LIMITS[device["model"]]
+            assert metrics.keys() <= CATALOGUE.keys()
+            assert all(value >= 0 for value in metrics.values())
+            assert all(metrics[key] <= 1 for key in RATIOS if key in metrics)
+            if "power_watts" in metrics:
+                assert 0.9 * model.idle_watts < metrics["power_watts"] <= 1.05 * model.power_limit_watts
+                assert 20 <= metrics["temperature_celsius"] <= 90
+                assert metrics["graphics_clock_hz"] <= model.boost_mhz * 1_000_000
+
+
+@settings(max_examples=25, deadline=None)
+@given(nodes)
+def test_memory_adds_up(node: SimulatedNode) -> None:
+    for rows in devices(node, range(0, 30_000, 700)):
+        for device in rows:
+            metrics = device["metrics"]
+            if "memory_total_bytes" in metrics:
+                parts = [metrics[f"memory_{part}_bytes"] for part in ("used", "free", "reserved")]
+                assert sum(parts) == metrics["memory_total_bytes"]
+                assert sum(row["memory_used_bytes"] for row in device["processes"]) <= metrics["memory_used_bytes"]
+
+
+@settings(max_examples=25, deadline=None)
+@given(nodes)
+def test_counters_never_go_back(node: SimulatedNode) -> None:
+    for rows in devices(node, range(0, 30_000, 700)):
+        for key in COUNTERS:
+            values = [device["metrics"][key] for device in rows if key in device["metrics"]]
+            assert values == sorted(values)
+
+
+@settings(max_examples=10, deadline=None)
+@given(nodes, st.integers(0, 20_000))
+def test_energy_is_the_integral_of_power(node: SimulatedNode, start_ms: int) -> None:
+    for rows in devices(node, range(start_ms, start_ms + 3_000)):
+        if "power_watts" in rows[0]["metrics"]:
+            power = [device["metrics"]["power_watts"] for device in rows]
+            energy = [device["metrics"]["energy_joules_total"] for device in rows]
+            assert energy[-1] - energy[0] == pytest.approx(sum(power[:-1]) / 1000, abs=0.003)
+            assert all(after > before - 1e-9 for before, after in itertools.pairwise(energy))
+
+
+@settings(max_examples=25, deadline=None)
+@given(nodes)
+def test_a_gpu_is_used_by_those_who_hold_it_and_by_nobody_else(node: SimulatedNode) -> None:
+    for at_ms in range(0, 30_000, 700):
+        reading = node.read(at_ms)
+        for device, holders in zip(reading.devices, reading.holders, strict=True):
+            assert {row["pod_uid"] for row in device["processes"]} == {holder["pod_uid"] for holder in holders}
+            used = device["metrics"].get("gpu_utilization_ratio")
+            if not holders and used is not None:
+                assert used == 0
+                assert device["metrics"]["clock_event_reasons"] == GPU_IDLE
+            elif used is not None:
+                parts = sum(row["sm_utilization_ratio"] for row in device["processes"])
+                assert used == pytest.approx(min(1.0, parts), abs=0.005)
+
+
+def test_a_gpu_in_mig_mode_has_no_utilization_and_leaves_memory_to_its_instances() -> None:
+    node = Fleet(4, 2).node(3)
+    gpu, *instances, other = node.read(5_000).devices
+
+    assert {"gpu_utilization_ratio", "encoder_utilization_ratio", "memory_used_bytes"} & gpu["metrics"].keys() == set()
+    assert {"power_watts", "energy_joules_total", "temperature_celsius"} <= gpu["metrics"].keys()
+    assert [row["mig"]["profile"] for row in instances] == ["3g.40gb", "2g.20gb", "1g.10gb", "1g.10gb"]
+    for row in instances:
+        assert row["metrics"].keys() == {f"memory_{part}_bytes" for part in ("used", "free", "total", "reserved")}
+        assert (row["index"], row["pci_bus_id"], row["minor"]) == (gpu["index"], gpu["pci_bus_id"], gpu["minor"])
+        assert (row["mig"]["parent_uuid"], row["mig"]["uuid"]) == (gpu["uuid"], row["uuid"])
+    assert "gpu_utilization_ratio" in other["metrics"]
+
+
+def test_busy_idle_and_bursty_pods_and_unheld_gpus_are_told_apart() -> None:
+    seen: dict[str, set[float]] = {"": set()}
+    for index in (0, 2, 4):
+        node = Fleet(5, 8).node(index)
+        for at_ms in range(0, 120_000, 1000):
+            reading = node.read(at_ms)
+            for device, holders in zip(reading.devices, reading.holders, strict=True):
+                kinds = {_activity(holder["labels"]["app"]) for holder in holders} or {""}
+                seen.setdefault(kinds.pop(), set()).add(device["metrics"]["gpu_utilization_ratio"])
+
+    assert seen.keys() == {"", "busy", "idle", "bursty", "serving"}
+    assert seen[""] == {0}
+    assert max(seen["busy"]) > 0.9
+    assert max(seen["idle"]) <= 0.05
+    assert min(seen["bursty"]) < 0.05 < 0.7 < max(seen["bursty"])
+
+
+def _activity(app: str) -> str:
+    return next(template.activity for template in TEMPLATES if template.name == app)
