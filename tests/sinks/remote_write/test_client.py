@@ -10,6 +10,7 @@ from email.utils import format_datetime
 from pathlib import Path
 from typing import Any
 
+import pytest
 from aiohttp import web
 
 from sinks.remote_write import client as module
@@ -17,18 +18,20 @@ from sinks.remote_write.client import Client
 from sinks.remote_write.config import RemoteWriteSettings
 from sinks.remote_write.policy import Answer
 
+TLS = Path(__file__).parent / "tls"
+
 Handle = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @asynccontextmanager
-async def receiving(handle: Handle, **more: Any) -> AsyncIterator[Client]:
+async def receiving(handle: Handle, tls: ssl.SSLContext | None = None, **more: Any) -> AsyncIterator[Client]:
     """A receiver that does as it is told, and a client of it."""
     app = web.Application()
     app.router.add_post("/write", handle)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    url = f"http://127.0.0.1:{runner.addresses[0][1]}/write"
+    await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=tls).start()
+    url = f"{'https' if tls else 'http'}://127.0.0.1:{runner.addresses[0][1]}/write"
     client = Client(RemoteWriteSettings(kafka="none", url=url, **more))
     try:
         yield client
@@ -157,6 +160,33 @@ async def test_a_password_comes_from_its_file(tmp_path: Path) -> None:
     async with receiving(handle, basic_auth_user="me", basic_auth_password_file=tmp_path / "password") as client:
         await client.post(b"", "1.0")
     assert seen == ["Basic " + base64.b64encode(b"me:s3cret").decode()]
+
+
+def serving_tls(*, ask_clients: bool = False) -> ssl.SSLContext:
+    """The receiver's side of TLS; ``ask_clients``: only those with a certificate of the authority get in."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=TLS / "ca.pem")
+    context.load_cert_chain(TLS / "server.pem", TLS / "server.key")
+    context.verify_mode = ssl.CERT_REQUIRED if ask_clients else ssl.CERT_NONE
+    return context
+
+
+@pytest.mark.parametrize(
+    ("trusted", "ask_clients", "cert", "status"),
+    [
+        ("ca.pem", False, False, 204),
+        ("other.pem", False, False, 0),
+        ("ca.pem", True, True, 204),
+        ("ca.pem", True, False, 0),
+    ],
+    ids=["the authority is trusted", "it is not", "the client shows a certificate", "it shows none"],
+)
+async def test_both_sides_of_tls_are_checked(trusted: str, ask_clients: bool, cert: bool, status: int) -> None:
+    own = {"tls_cert": TLS / "client.pem", "tls_key": TLS / "client.key"} if cert else {}
+    receiver = receiving(answering(204), serving_tls(ask_clients=ask_clients), tls_ca=TLS / trusted, **own)
+    async with receiver as client:
+        answer = await client.post(b"body", "1.0")
+    assert answer.status == status
+    assert bool(answer.text) == (status == 0)
 
 
 async def test_a_certificate_that_is_none_is_no_answer(tmp_path: Path) -> None:
