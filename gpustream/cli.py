@@ -225,7 +225,7 @@ def topics() -> None:
 )
 @o.LOG_FORMAT
 def create(kafka: str, partitions: int, replication_factor: int, log_format: logs.Format) -> None:
-    """Create the topics that are missing, with the settings they need. Changes none that is there."""
+    """Create the topics that are missing, and mend the settings of those that are there. Partitions never change."""
     from gpustream import topic_commands
 
     logs.setup(log_format)

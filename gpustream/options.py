@@ -123,6 +123,7 @@ _READABLE = click.Path(exists=True, dir_okay=False, readable=True, path_type=Pat
 simulation = stack(
     INTERVAL,
     option("--seed", type=int, default=1, help="What the fleet is made from: the same seed is the same fleet."),
+    option("--pod-life", type=DURATION, default="5m", help="How long a pod lives, on average."),
     option("--truth", type=_FILE, help="Write who really held each GPU to this file, one JSON object a line."),
 )
 """The options of a simulated fleet, but for its size."""

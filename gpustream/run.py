@@ -48,6 +48,7 @@ class RunSettings:
     simulate: str
     interval: float
     seed: int
+    pod_life: float
     truth: Path | None
     names: str
     labels: str | None
