@@ -10,6 +10,12 @@ import uuid
 
 _ALPHABET = "bcdfghjklmnpqrstvwxz2456789"
 
+SUFFIXES = len(_ALPHABET) ** 5
+"""How many suffixes there are."""
+
+_SCATTER = 9_999_991
+"""Shares no factor with SUFFIXES, so that no two numbers below it meet."""
+
 
 def digest(*parts: object) -> bytes:
     """32 bytes that stand for ``parts``; equal parts give equal bytes on every machine."""
@@ -39,6 +45,17 @@ def device_uuid(prefix: str, *parts: object) -> str:
 def suffix(*parts: object) -> str:
     """The 5 characters that Kubernetes appends to a generated name."""
     return "".join(_ALPHABET[byte % len(_ALPHABET)] for byte in digest("suffix", *parts)[:5])
+
+
+def numbered_suffix(number: int, *parts: object) -> str:
+    """The suffix of the ``number``-th object that ``parts`` generate: as an API server refuses a name that is taken, no
+    two numbers have the same one until all SUFFIXES are used up."""
+    rest = (number * _SCATTER + int.from_bytes(digest("suffix", *parts)[:8], "big")) % SUFFIXES
+    letters = []
+    for _ in range(5):
+        rest, letter = divmod(rest, len(_ALPHABET))
+        letters.append(_ALPHABET[letter])
+    return "".join(letters)
 
 
 def template_hash(*parts: object) -> str:

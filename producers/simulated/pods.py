@@ -140,6 +140,16 @@ class Place(NamedTuple):
     tenant: int
     number: int
 
+    @property
+    def slot(self) -> int:
+        """Which of the fleet's tenants it is; a node has fewer than 100."""
+        return self.node * 100 + self.tenant
+
+    @property
+    def serial(self) -> int:
+        """The number of the pod in its fleet: no two that could live at the same time have one in common."""
+        return self.number * 100_003 + self.slot
+
 
 def pod(template: Template, place: Place, start_ms: int, end_ms: int, units: Sequence[Unit]) -> Pod:
     """The pod that runs ``template`` at ``place``, with its identity and the delays of the API server."""
@@ -174,21 +184,21 @@ def _containers(template: Template, place: Place, units: Sequence[Unit]) -> tupl
 def _identity(template: Template, place: Place, start_ms: int) -> tuple[str, list[dict[str, str]], dict[str, str]]:
     """A pod's name, its owners from the pod upward, and the labels that its controller adds."""
     fleet = (place.cluster, place.seed, template.namespace, template.name)
-    base, five = _base(template, place), names.suffix("pod", *place)
+    base, five = _base(template, place), names.numbered_suffix(place.serial, "pod", *fleet)
     match template.kind:
         case "Deployment":
             tag = names.template_hash(*fleet)
             owners = [_owner("ReplicaSet", f"{base}-{tag}", *fleet), _owner("Deployment", base, *fleet)]
             return f"{base}-{tag}-{five}", owners, {"pod-template-hash": tag}
         case "Job":
-            job = f"{base}-{names.suffix('job', *place)}"
+            job = f"{base}-{names.numbered_suffix(place.serial, 'job', *fleet)}"
             return f"{job}-{five}", [_owner("Job", job, *fleet)], {"batch.kubernetes.io/job-name": job}
         case "CronJob":
             job = f"{base}-{_cron_minute(place, start_ms)}"
             owners = [_owner("Job", job, *fleet), _owner("CronJob", base, *fleet)]
             return f"{job}-{five}", owners, {"batch.kubernetes.io/job-name": job}
         case "StatefulSet":
-            name = f"{base}-{place.node * 100 + place.tenant}"
+            name = f"{base}-{place.slot}"
             return name, [_owner("StatefulSet", base, *fleet)], {"statefulset.kubernetes.io/pod-name": name}
         case "DaemonSet":
             tag = names.template_hash(*fleet)

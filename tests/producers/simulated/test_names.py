@@ -26,6 +26,14 @@ def test_generated_names_have_no_vowels(of: tuple[object, ...]) -> None:
     assert re.fullmatch(r"[bcdf456789]{1,10}", names.template_hash(*of))
 
 
+@given(parts, st.sets(st.integers(0, names.SUFFIXES - 1), max_size=100))
+def test_numbered_objects_have_suffixes_of_their_own(of: tuple[object, ...], numbers: set[int]) -> None:
+    found = {names.numbered_suffix(number, *of) for number in numbers}
+
+    assert len(found) == len(numbers)
+    assert all(re.fullmatch(r"[bcdfghjklmnpqrstvwxz2456789]{5}", suffix) for suffix in found)
+
+
 @given(parts)
 def test_a_fraction_is_at_least_0_and_below_1(of: tuple[object, ...]) -> None:
     assert 0 <= names.fraction(*of) < 1
