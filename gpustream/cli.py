@@ -72,6 +72,7 @@ SERVED = (
         options=(
             option("--fleet", type=o.FLEET_SIZE, default="4x8", help="So many nodes of so many GPUs."),
             o.simulation,
+            option("--buffer", type=o.DURATION, default="15m", help="How long ticks are kept while Kafka is away."),
         ),
     ),
     Served(
