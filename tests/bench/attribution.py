@@ -113,13 +113,13 @@ def identity(tick: Tick, start_ms: int) -> dict[str, object]:
 
 def whole(devices: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The whole GPUs, with at most 27 values each."""
-    return [{**d, "metrics": dict(list(d["metrics"].items())[:VALUES])} for d in devices if not d["mig"]][:GPUS]
+    return [{**d, "metrics": dict(list(d["metrics"].items())[:VALUES])} for d in devices if not d.get("mig")][:GPUS]
 
 
-async def bare(kafka: str, count: int) -> float:
-    """CPU seconds of a loop that only reads the samples, in this process."""
+async def bare(kafka: str, count: int, topic: str = "gpu.samples") -> float:
+    """CPU seconds of a loop that only reads a topic, in this process."""
     consumer = AIOKafkaConsumer(
-        "gpu.samples", bootstrap_servers=kafka, auto_offset_reset="earliest", max_partition_fetch_bytes=8 << 20
+        topic, bootstrap_servers=kafka, auto_offset_reset="earliest", max_partition_fetch_bytes=8 << 20
     )
     await consumer.start()
     before_s, seen = time.process_time(), 0

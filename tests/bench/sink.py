@@ -1,0 +1,80 @@
+"""Values per CPU-second from gpu.attributed to a receiver, next to a bare aiokafka loop over the same log.
+
+    python -m tests.bench.sink [TICKS]
+
+The sink is the whole process, reading a log of 8 GPUs x 27 values a tick from Apache Kafka, for a receiver that takes
+everything at once. CPU is user and system time, all threads, less that of a start on a group that has read it all.
+"""
+
+import asyncio
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+from tests.bench.attribution import bare, cpu_s
+from tests.bench.remote_write import GPUS, KEYS, log, null_receiver
+from tests.real.pipeline import Gpustream, lag
+from tests.real.servers import KafkaServer
+from topics import broker
+from topics.sender import Sender
+
+NODES = 64
+TOPIC = "gpu.attributed"
+
+
+def main(count: int) -> None:
+    """Prints a row for the bare loop, and one for each protocol, warm and with cold label sets."""
+    values = count * GPUS * len(KEYS)
+    sys.stdout.write(f"{count} ticks of {GPUS} x {len(KEYS)} values, {NODES} nodes\n\n")
+    sys.stdout.write("| | values per CPU-second | CPU us a tick | x the bare loop |\n|---|---|---|---|\n")
+    for label, cold in (("warm", False), ("cold label sets", True)):
+        with ExitStack() as servers:
+            directory = Path(servers.enter_context(tempfile.TemporaryDirectory()))
+            kafka = servers.enter_context(KafkaServer(directory / "kafka"))
+            url = servers.enter_context(null_receiver())
+            asyncio.run(broker.create(kafka.address, partitions=4, replication_factor=1))
+            asyncio.run(produce(kafka.address, count, cold=cold))
+            bare_s = asyncio.run(bare(kafka.address, count, TOPIC))
+            row(f"bare aiokafka loop, nothing decoded ({label})", values, bare_s, bare_s, count)
+            for protocol in ("1.0", "2.0"):
+                options = ("--kafka", kafka.address, "--url", url, "--protocol", protocol, "--from", "earliest")
+                sink = Gpustream(directory / protocol, "sink", "remote-write", *options, "--group", f"bench-{protocol}")
+                servers.callback(sink.close)
+                spent_s = cpu_of(sink, kafka.address, f"bench-{protocol}")
+                spent_s -= cpu_of(sink, kafka.address, f"bench-{protocol}")
+                row(f"remote write {protocol}, {label}", values, spent_s, bare_s, count)
+
+
+def row(name: str, values: int, spent_s: float, bare_s: float, count: int) -> None:
+    """One line of the table."""
+    figures = f"{values / spent_s / 1e6:.2f} M | {spent_s / count * 1e6:.0f} | {spent_s / bare_s:.1f}"
+    sys.stdout.write(f"| {name} | {figures} |\n")
+    sys.stdout.flush()
+
+
+def cpu_of(sink: Gpustream, kafka: str, group: str) -> float:
+    """CPU seconds of a sink from its start until it has committed all there is."""
+    sink.start()
+    while asyncio.run(lag(kafka, group, [TOPIC])):
+        time.sleep(0.5)
+    spent_s = cpu_s(sink.pid)
+    sink.stop()
+    return spent_s
+
+
+async def produce(kafka: str, count: int, *, cold: bool) -> None:
+    """The log, with a node's ticks in one partition and offsets as the stream writes them."""
+    sender = Sender(kafka, client_id="bench", max_batch_bytes=512 * 1024)
+    await sender.start()
+    waiting = [
+        await sender.send(TOPIC, record.value, key=b"%d" % (number % NODES))
+        for number, record in enumerate(log(NODES, count // NODES, cold=cold))
+    ]
+    await asyncio.gather(*waiting)
+    await sender.stop()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 6400)
