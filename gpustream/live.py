@@ -77,7 +77,7 @@ def _headline(frame: Frame) -> RenderableType:
 
 def _facts(frame: Frame) -> list[str]:
     view = frame.view
-    latency = [] if view.latency_s is None else [f"{view.latency_s:.1f} s old on arrival"]
+    latency = [] if view.latency_s is None else [f"lag {view.latency_s:.1f} s"]
     return [
         f"{view.nodes} nodes, {view.gpus} GPUs ({view.held} held)",
         f"{view.ticks_per_s:,.0f} ticks/s, {view.values_per_s:,.0f} values/s",

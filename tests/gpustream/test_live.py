@@ -29,7 +29,7 @@ def _drawn(frame: Frame, width: int = 160) -> str:
         "4x8 simulated  12 s",
         "4 nodes, 32 GPUs (30 held)",
         "4 ticks/s, 890 values/s",
-        "0.3 s old on arrival",
+        "lag 0.3 s",
         "scrape 9,600 values (9 ticks behind)",
         "ml-team/bert-0",
         "Job/bert-finetune-v3",
@@ -71,7 +71,7 @@ def test_while_it_starts_it_says_what_it_waits_for() -> None:
 
 def test_a_line_says_the_same_in_one_line() -> None:
     assert live.line(FRAME) == (
-        "   12 s  4 nodes, 32 GPUs (30 held), 4 ticks/s, 890 values/s, 0.3 s old on arrival, "
+        "   12 s  4 nodes, 32 GPUs (30 held), 4 ticks/s, 890 values/s, lag 0.3 s, "
         "scrape 9,600 values (9 ticks behind), busiest ml-team/bert-0 at 93%"
     )
 
