@@ -32,6 +32,8 @@ SAMPLES, ALLOCATIONS, WORKLOADS = "gpu.samples", "gpu.allocations", "gpu.workloa
 OUTPUT, DEAD_LETTERS = "gpu.attributed", "gpu.dead-letters"
 
 _LOOK_EVERY_S = 0.2
+_FORGET_AFTER_MS = 48 * 3_600_000
+_FORGET_EVERY_MS = 600_000
 
 
 class Joiner:
@@ -48,6 +50,8 @@ class Joiner:
         self._waiting: dict[int, dict[bytes, None]] = defaultdict(dict)
         self._open: dict[tuple[int, int], tuple[Slot, Any]] = {}
         self._asked: dict[int, deque[tuple[float, int]]] = defaultdict(deque)
+        self._heard_ms: dict[int, dict[bytes, int]] = defaultdict(dict)
+        self._forgot_ms = 0
         self._lock = asyncio.Lock()
         self._encoder = msgspec.json.Encoder()
         self._letters: set[asyncio.Task[None]] = set()
@@ -74,6 +78,7 @@ class Joiner:
         except Malformed as error:
             await self._dead_letter(slot, record, error.reason, str(error))
             return
+        self._hear(slot.tp.partition, record.key, record.timestamp)
         if not isinstance(decoded, Sample):
             await self._step(slot.tp.partition, record.key, decoded)
             self.app.finish(slot)
@@ -82,6 +87,18 @@ class Joiner:
         now_s = time.monotonic()
         tick = join.Tick(decoded, slot.offset, now_s, now_s + _pod_wait_s(record.timestamp))
         await self._step(slot.tp.partition, record.key, tick)
+
+    def _hear(self, partition: int, key: bytes, logged_ms: int) -> None:
+        """Forget, now and then, the nodes that no record was about for longer than any sample is kept."""
+        self._heard_ms[partition][key] = logged_ms
+        if logged_ms - self._forgot_ms < _FORGET_EVERY_MS:
+            return
+        self._forgot_ms = logged_ms
+        for number, nodes in self._heard_ms.items():
+            for gone in [node for node, heard_ms in nodes.items() if logged_ms - heard_ms > _FORGET_AFTER_MS]:
+                if gone not in self._waiting[number]:
+                    del nodes[gone]
+                    self._states[number].pop(gone, None)
 
     async def _step(self, partition: int, key: bytes, record: join.Record) -> None:
         states = self._states[partition]
@@ -198,6 +215,7 @@ class Joiner:
         """Drop the state of these partitions: it is read anew, or another worker's now."""
         for partition in partitions:
             self._states.pop(partition, None)
+            self._heard_ms.pop(partition, None)
 
     def committed(self, offsets: Mapping[Partition, int]) -> None:
         """Forget what only finished samples could ask for."""

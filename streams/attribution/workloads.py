@@ -10,10 +10,14 @@ from typing import TypeVar
 
 import msgspec
 
+from topics.samples import TOPIC as SAMPLES
 from topics.workloads import NodeWorkloads, Pod
 
 TOLERANCE_MS = 2_000
 """By how much a node's clock may differ from the API server's before a sample misses its pod."""
+
+KEPT_MS = (SAMPLES.retention_hours or 0) * 3_600_000 + 3_600_000
+"""For how long what has ended is kept where no sample says that it is not asked for any more: as long as one can be."""
 
 T = TypeVar("T")
 
@@ -85,13 +89,14 @@ def learn(known: Knowledge | None, record: NodeWorkloads) -> Knowledge:
     if known is not None and (record.epoch, record.seq) <= (known.epoch, known.seq):
         return known
     dra = {(d.driver, d.pool, d.device): d.uuid for d in record.dra_devices}
-    return Knowledge(
+    learned = Knowledge(
         epoch=record.epoch,
         seq=record.seq,
         node_labels=_add(known.node_labels if known else (), record.ts_ms, record.node_labels),
         dra=_add(known.dra if known else (), record.ts_ms, dra),
         lives=_learn_pods(known.lives if known else {}, record),
     )
+    return forget_before(learned, record.ts_ms - KEPT_MS)
 
 
 def forget_before(known: Knowledge, ts_ms: int) -> Knowledge:

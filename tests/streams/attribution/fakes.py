@@ -130,11 +130,11 @@ class FakeApp:
         self.joiner.forget()
         self.ledger.begin({**before, **positions})
 
-    def log(self, record: Sample | Allocations | NodeWorkloads, partition: int = 0) -> None:
-        """Write a record."""
+    def log(self, record: Sample | Allocations | NodeWorkloads, partition: int = 0, *, timestamp: int = 0) -> None:
+        """Write a record, logged at a time in ms."""
         topic = {Sample: SAMPLES, Allocations: ALLOCATIONS, NodeWorkloads: WORKLOADS}[type(record)]
         key = node_key(record.cluster, record.node)
-        self.logs[Partition(topic, partition)].append(Record(key, msgspec.json.encode(record)))
+        self.logs[Partition(topic, partition)].append(Record(key, msgspec.json.encode(record), timestamp))
 
     def batch(self, topic: str, partition: int = 0, limit: int = 10**6) -> list[tuple[Slot, Any]]:
         """The next records of a partition."""
@@ -156,6 +156,10 @@ class FakeApp:
         """Let callbacks run."""
         for _ in range(10):
             await asyncio.sleep(0)
+
+    def nodes(self) -> set[bytes]:
+        """The keys of the nodes whose state is held."""
+        return {key for states in self.joiner._states.values() for key in states}
 
     def position(self, topic: str, partition: int = 0) -> int:
         """The offset that would be committed."""

@@ -239,3 +239,30 @@ async def test_nothing_of_a_large_fleet_is_left_waiting_when_all_of_it_is_finish
     assert not any(app.joiner._waiting.values())
     assert not app.joiner._open
     assert [sent for sent in app.sender.sent if sent.topic == DEAD_LETTERS] == []
+
+
+# -- nodes that are gone
+
+
+async def test_a_node_that_nothing_was_heard_of_for_two_days_is_forgotten() -> None:
+    app = FakeApp()
+    hour_ms = 3_600_000
+    app.log(snapshot(1, container("p", gpu(0)), node="gone"), timestamp=0)
+    app.log(snapshot(1, container("p", gpu(0)), node="there"), timestamp=0)
+    app.log(snapshot(1, container("p", gpu(0)), node="there"), timestamp=47 * hour_ms)
+    await app.read(ALLOCATIONS)
+    assert app.nodes() == {b"c/gone", b"c/there"}
+
+    app.log(snapshot(1, container("p", gpu(0)), node="there"), timestamp=49 * hour_ms)
+    await app.read(ALLOCATIONS)
+    assert app.nodes() == {b"c/there"}
+
+
+async def test_a_node_with_a_tick_that_waits_is_not_forgotten() -> None:
+    app = FakeApp()
+    app.log(tick(1, 7, node="waits"), timestamp=0)
+    await app.read(SAMPLES)
+    app.log(snapshot(1, container("p", gpu(0)), node="there"), timestamp=100 * 3_600_000)
+    await app.read(ALLOCATIONS)
+
+    assert app.nodes() == {b"c/waits", b"c/there"}

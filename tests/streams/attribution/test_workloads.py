@@ -291,3 +291,12 @@ def test_the_version_at_a_time_is_the_last_one_that_began_by_then(begins: list[i
     versions = tuple((begin, begin) for begin in begins)
 
     assert at(versions, ts_ms) == max([begin for begin in begins if begin <= ts_ms], default=begins[0])
+
+
+def test_what_ended_longer_ago_than_samples_are_kept_is_forgotten_without_a_sample() -> None:
+    hour_ms = 3_600_000
+    knowledge = learn(None, known(1, pod("old", started=0, ended=1), pod("young", started=0), ts_ms=10))
+    for hour in range(1, 30):
+        knowledge = learn(knowledge, known(1 + hour, pod("young", started=0), ts_ms=hour * hour_ms))
+
+    assert set(knowledge.lives) == {("ns", "young")}
