@@ -21,13 +21,14 @@ from sinks.remote_write.policy import UNTIMELY
 from sinks.remote_write.series import NodeKey, Series, Tick
 from sinks.remote_write.transmit import Transmitter
 from topics.attributed import TOPIC, AttributedSample
+from topics.decoding import decoder
 from topics.instruments import Instruments
 
 OnOutcome = Callable[[str, str, int, int, Outcome], None]
 """Told the cluster, node, run_id and seq of each tick, and what became of it."""
 
 _SERIES_NAMED = 3
-_DECODER = msgspec.json.Decoder(AttributedSample)
+_decode = decoder(AttributedSample)
 
 
 class Shared(NamedTuple):
@@ -63,8 +64,8 @@ class RemoteWritePartition:
         """Know what was sent before."""
         for record in records:
             try:
-                self._series.recall(_DECODER.decode(record.value or b""), time.monotonic())
-            except (msgspec.MsgspecError, ValueError):
+                self._series.recall(_decode(record.value or b""), time.monotonic())
+            except msgspec.DecodeError:
                 continue  # its dead letter was written then
 
     async def deliver(self, records: Sequence[Record], abandon: asyncio.Event) -> AsyncGenerator[int]:
@@ -117,8 +118,8 @@ class RemoteWritePartition:
 
     def _decode(self, record: Record) -> AttributedSample | str:
         try:
-            return _DECODER.decode(record.value or b"")
-        except (msgspec.MsgspecError, ValueError) as error:
+            return _decode(record.value or b"")
+        except msgspec.DecodeError as error:
             return f"not a record of {TOPIC.name}: {error}"
 
     def _interpret(self, record: Record, sample: AttributedSample | str) -> _Read:

@@ -127,6 +127,7 @@ async def test_what_was_recalled_is_not_sent_again() -> None:
         msgspec.json.encode(sample(1)).replace(b"GPU-a", b"\xff"),
         msgspec.json.encode(sample(1)).replace(b"GPU-a", b"\\ud800"),
         msgspec.json.encode(sample(1)).replace(b"1.0", b"1" + b"0" * 400, 1),
+        b'{"x":' + b"[" * 5000 + b"]" * 5000 + b"}",
     ],
 )
 async def test_what_is_no_record_is_dead_lettered_before_it_is_gone_past(bad: bytes) -> None:
@@ -135,6 +136,20 @@ async def test_what_is_no_record_is_dead_lettered_before_it_is_gone_past(bad: by
     assert one.ends() == {"delivered": 1, "dead_lettered": 1}
     ((topic, value, headers),) = one.sender.sent
     assert (topic, value, headers["offset"], headers["stage"]) == ("gpu.dead-letters", bad, b"7", b"sink remote-write")
+
+
+async def test_what_an_earlier_life_buried_is_passed_over_when_it_is_recalled() -> None:
+    one = Setup()
+    one.handler.recall([record(b"{", offset=1), record(b'{"x":' + b"[" * 5000 + b"]" * 5000 + b"}", offset=2)])
+    await one.deliver(record(sample(3), offset=3))
+    assert one.ends() == {"delivered": 1}
+
+
+async def test_null_is_what_is_absent() -> None:
+    one = Setup()
+    written = msgspec.json.decode(msgspec.json.encode(sample(1)))
+    await one.deliver(record(msgspec.json.encode({**written, "node_labels": None}), offset=1))
+    assert one.ends() == {"delivered": 1}
 
 
 async def test_a_record_waits_for_its_dead_letter_to_be_acknowledged() -> None:
