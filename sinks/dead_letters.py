@@ -1,9 +1,10 @@
 """Where a sink puts what it could not decode or deliver, before it goes past it."""
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from typing import Any, Protocol
 
 from topics import dead_letters
@@ -11,6 +12,8 @@ from topics.dead_letters import Origin
 from topics.sender import Sender, Unsendable
 
 log = logging.getLogger(__name__)
+
+_SENDER_STOP_S = 0.5
 
 
 class Record(Protocol):
@@ -43,6 +46,19 @@ class Record(Protocol):
 
 class Abandoned(Exception):
     """Whoever asked is to let go of the partition: what was under way may have been done, or not."""
+
+
+@contextlib.asynccontextmanager
+async def connecting(sender: Sender) -> AsyncIterator[None]:
+    """The sender connects while inside, for as long as that takes, and is let go at the end."""
+    starting = asyncio.ensure_future(sender.start())
+    try:
+        yield
+    finally:
+        starting.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await starting
+        await sender.stop(_SENDER_STOP_S)
 
 
 class DeadLetters:

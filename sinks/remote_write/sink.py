@@ -5,10 +5,9 @@ On failure: an outage of the receiver or of Kafka is waited for; what the receiv
 """
 
 import asyncio
-import contextlib
 
 from sinks.consumer import GroupReader, reading
-from sinks.dead_letters import DeadLetters
+from sinks.dead_letters import DeadLetters, connecting
 from sinks.labels import default_labels
 from sinks.outcomes import Outcomes
 from sinks.remote_write.client import Client
@@ -20,8 +19,6 @@ from sinks.remote_write.transmit import Transmitter
 from topics.attributed import TOPIC
 from topics.instruments import Instruments
 from topics.sender import Sender
-
-_SENDER_STOP_S = 0.5
 
 
 class RemoteWriteSink:
@@ -41,15 +38,11 @@ class RemoteWriteSink:
         """Deliver until ``stop``; returns within 8 s of it. Raises what cannot be waited for."""
         client = Client(self.settings)
         sender = Sender(self.settings.kafka, client_id=self.settings.group)
-        connecting = asyncio.ensure_future(sender.start())
         try:
-            self._reader = self._assemble(client, sender)
-            await self._reader.run(stop)
+            async with connecting(sender):
+                self._reader = self._assemble(client, sender)
+                await self._reader.run(stop)
         finally:
-            connecting.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await connecting
-            await sender.stop(_SENDER_STOP_S)
             await client.close()
 
     def not_ready(self) -> list[str]:

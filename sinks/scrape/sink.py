@@ -16,7 +16,7 @@ from aiohttp import web
 
 from sinks import outcomes
 from sinks.consumer import GroupReader, reading
-from sinks.dead_letters import DeadLetters
+from sinks.dead_letters import DeadLetters, connecting
 from sinks.labels import LABEL_SETS, LabelSet, default_labels
 from sinks.outcomes import Outcomes
 from sinks.scrape.latest import VALUES, LatestOfPartition, OnOutcome, Shared
@@ -33,8 +33,6 @@ INSTRUMENTS: tuple[Instrument, ...] = (
     Instrument(VALUES, "counter", "Values of metrics that were shown, without derived series."),
     Instrument("gpustream_scrape_requests_total", "counter", "Requests for /metrics."),
 )
-
-_SENDER_STOP_S = 0.5
 
 
 class ListenError(Exception):
@@ -90,16 +88,9 @@ class ScrapeSink:
     async def run(self, stop: asyncio.Event) -> None:
         """Read and serve until ``stop``; returns within 8 s of it. Raises ListenError, and what can't be waited for."""
         sender = Sender(self.settings.kafka, client_id=self.settings.group)
-        async with self._serving():
-            connecting = asyncio.ensure_future(sender.start())
-            try:
-                self._reader = self._assemble(sender)
-                await self._reader.run(stop)
-            finally:
-                connecting.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await connecting
-                await sender.stop(_SENDER_STOP_S)
+        async with self._serving(), connecting(sender):
+            self._reader = self._assemble(sender)
+            await self._reader.run(stop)
 
     def not_ready(self) -> list[str]:
         """Why not everything is shown; empty when it is."""
