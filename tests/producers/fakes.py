@@ -2,12 +2,16 @@
 
 import asyncio
 import itertools
-from typing import Any, Literal, NamedTuple
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import msgspec
 from prometheus_client import CollectorRegistry
 
 from producers.instruments import INSTRUMENTS
+from producers.publisher import NodePublisher
+from producers.workloads import WorkloadsPublisher
 from topics.instruments import Instruments
 from topics.sender import Headers, Unsendable
 
@@ -122,3 +126,25 @@ async def settle(rounds: int = 20) -> None:
     """Let every task run until it waits."""
     for _ in range(rounds):
         await asyncio.sleep(0)
+
+
+class HasPublisher(Protocol):
+    """A test's bench around what it publishes with."""
+
+    @property
+    def publisher(self) -> NodePublisher | WorkloadsPublisher:
+        """What is to run."""
+
+
+B = TypeVar("B", bound=HasPublisher)
+
+
+@asynccontextmanager
+async def running(bench: B) -> AsyncIterator[B]:
+    """The bench, with its publisher at work."""
+    task = asyncio.create_task(bench.publisher.run())
+    try:
+        yield bench
+    finally:
+        task.cancel()
+        await asyncio.wait([task])

@@ -1,8 +1,6 @@
 """A node's ticks reach the log in order, each after the snapshot that it names, whatever the broker does."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -12,7 +10,18 @@ from hypothesis import strategies as st
 from producers import instruments as names
 from producers.publisher import MAX_IN_FLIGHT, Buffer, NodePublisher
 from producers.sending import LARGEST_VALUE_BYTES, RESEND_S
-from tests.producers.fakes import CLUSTER, NODE, FakeClock, FakeSender, containers, devices, instruments, settle, value
+from tests.producers.fakes import (
+    CLUSTER,
+    NODE,
+    FakeClock,
+    FakeSender,
+    containers,
+    devices,
+    instruments,
+    running,
+    settle,
+    value,
+)
 from topics.instruments import Instruments
 
 SAMPLES, ALLOCATIONS = "gpu.samples", "gpu.allocations"
@@ -49,16 +58,6 @@ class Bench:
 
     def seqs(self, what: str = "sent") -> list[int]:
         return [record["seq"] for record in self.sender.of(SAMPLES, what)]
-
-
-@asynccontextmanager
-async def running(bench: Bench) -> AsyncIterator[Bench]:
-    task = asyncio.create_task(bench.publisher.run())
-    try:
-        yield bench
-    finally:
-        task.cancel()
-        await asyncio.wait([task])
 
 
 async def test_the_snapshot_is_acknowledged_before_the_first_sample_that_names_it_is_sent() -> None:

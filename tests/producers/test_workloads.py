@@ -1,8 +1,5 @@
 """What the API server knows is sent when it changes, and again while it does not."""
 
-import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -10,7 +7,7 @@ import pytest
 from producers import instruments as names
 from producers.sending import LARGEST_VALUE_BYTES, RESEND_S
 from producers.workloads import MAX_IN_FLIGHT, WorkloadsPublisher
-from tests.producers.fakes import FakeClock, FakeSender, instruments, settle, value
+from tests.producers.fakes import FakeClock, FakeSender, instruments, running, settle, value
 
 WORKLOADS = "gpu.workloads"
 
@@ -37,16 +34,6 @@ class Bench:
 
     def dropped(self, reason: str) -> float:
         return value(self.instruments, names.WORKLOADS_DROPPED, reason=reason)
-
-
-@asynccontextmanager
-async def running(bench: Bench) -> AsyncIterator[Bench]:
-    task = asyncio.create_task(bench.publisher.run())
-    try:
-        yield bench
-    finally:
-        task.cancel()
-        await asyncio.wait([task])
 
 
 async def test_a_node_is_sent_when_it_changes_and_only_then() -> None:
