@@ -1,5 +1,6 @@
 """Producers: the world -> Kafka. ``PRODUCERS`` names each one's component, to be imported when it is asked for."""
 
 PRODUCERS: dict[str, str] = {
+    "node": "producers.node.component:NodeProducer",
     "simulated": "producers.simulated.component:SimulatedFleet",
 }

@@ -1,0 +1,1 @@
+"""The node: its GPUs as NVML tells, its pods as the kubelet tells -> gpu.samples, gpu.allocations."""

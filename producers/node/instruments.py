@@ -1,0 +1,51 @@
+"""What the node producer counts about itself, beside what every producer does."""
+
+from topics.instruments import Instrument
+
+MISSED = "gpustream_node_ticks_missed_total"
+GPUS = "gpustream_node_gpus"
+READ_SECONDS = "gpustream_node_gpu_read_seconds"
+NVML_ERRORS = "gpustream_node_nvml_errors_total"
+OPENED = "gpustream_node_nvml_opened_total"
+KUBELET_CALLS = "gpustream_node_kubelet_calls_total"
+KUBELET_AGE = "gpustream_node_kubelet_age_seconds"
+PROCESSES = "gpustream_node_processes"
+
+KUBELET_RESULTS = ("ok", "unavailable", "deadline", "rate_limited", "too_large", "undecodable", "refused")
+
+INSTRUMENTS: tuple[Instrument, ...] = (
+    Instrument(MISSED, "counter", "Ticks that were never read, because the process was late by a whole interval."),
+    Instrument(GPUS, "gauge", "GPUs and MIG devices in the last tick, by state: ok, lost, timeout.", ("state",)),
+    Instrument(
+        READ_SECONDS,
+        "histogram",
+        "How long reading all of one GPU took, its MIG devices included; one that hangs is counted when it returns.",
+        (),
+        (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0),
+    ),
+    Instrument(
+        NVML_ERRORS,
+        "counter",
+        "Values that were left out, by what was asked for and the error that NVML gave (without NVML_ERROR_), or"
+        " IMPLAUSIBLE where the value can't be. What a device does not support is asked for once, and not counted.",
+        ("call", "error"),
+    ),
+    Instrument(
+        OPENED, "counter", "How often NVML was initialised: at the start, and when GPUs came, went or changed."
+    ),
+    Instrument(
+        KUBELET_CALLS,
+        "counter",
+        "Calls of the kubelet's List by result: ok, unavailable (nobody answers on the socket), deadline (no answer in"
+        " time), rate_limited (the kubelet's own limit), too_large, undecodable, refused (any other error).",
+        ("result",),
+    ),
+    Instrument(KUBELET_AGE, "gauge", "Seconds since the kubelet last answered; 0 where it never did."),
+    Instrument(
+        PROCESSES,
+        "gauge",
+        "Processes on GPUs in the last tick: those whose pod or job its cgroup names, others on the host, and unseen"
+        " (not in procfs: the host's PIDs are not visible).",
+        ("kind",),
+    ),
+)
