@@ -1,19 +1,27 @@
 """The HTTP server of every component: its own metrics, whether it lives, and whether it is ready.
 
 In:       the registries and the readiness reasons of the components of this process.
-Out:      ``/metrics`` (Prometheus text), ``/healthz`` (200 while the event loop turns), ``/readyz`` (503 and the
-          reasons until there are none).
+Out:      ``/metrics`` (Prometheus text or OpenMetrics), ``/healthz`` (200 while the event loop turns, else 503),
+          ``/readyz`` (503 and the reasons until there are none).
 On failure: ``ListenError`` if the address can't be had.
+It answers from threads of its own, so that it can say that the event loop hangs, and it needs no more than
+prometheus-client loads anyway: a node's producer has to stay small.
 """
 
 import asyncio
+import concurrent.futures
 import contextlib
+import socket
+import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from importlib.metadata import version
+from socketserver import TCPServer
+from typing import TYPE_CHECKING
+from wsgiref.simple_server import WSGIRequestHandler
 
-from aiohttp import web
-from prometheus_client import CollectorRegistry, Metric
-from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client import CollectorRegistry, Metric, make_wsgi_app
+from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.gc_collector import GCCollector
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
@@ -21,13 +29,22 @@ from prometheus_client.registry import Collector
 from gpustream.values import Address
 from topics.instruments import Instrument, Instruments
 
+if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
+
 INSTRUMENTS = (
     Instrument("gpustream_build_info", "gauge", "Always 1; the version is a label.", ("version",)),
     Instrument("gpustream_ready", "gauge", "Whether the process is ready, as /readyz says: 1 or 0."),
     Instrument("gpustream_loop_lag_seconds", "gauge", "By how much the event loop was late at its last beat."),
 )
 
+HUNG_AFTER_S = 10.0
+"""An event loop that has not turned for this long hangs."""
+
 _BEAT_S = 1.0
+_ASK_S = 2.0
+_POLL_S = 0.1
+_IDLE_CLIENT_S = 10
 
 
 class ListenError(Exception):
@@ -37,47 +54,68 @@ class ListenError(Exception):
 
 
 class Health:
-    """What a process says of itself. ``not_ready`` gives the reasons of all its components."""
+    """What a process says of itself. ``not_ready`` gives the reasons of all its components.
+
+    Made on the event loop; every method but :meth:`beat` may be called from any other thread.
+    """
 
     def __init__(self, registries: Iterable[CollectorRegistry], not_ready: Callable[[], list[str]]) -> None:
-        self.not_ready = not_ready
+        self._not_ready = not_ready
+        self._loop = asyncio.get_running_loop()
+        self._beat_s = time.monotonic()
         self.instruments = Instruments(INSTRUMENTS)
         self.instruments.gauge("gpustream_build_info", version("gpustream")).set(1)
         ProcessCollector(registry=self.instruments.registry)
         GCCollector(registry=self.instruments.registry)
-        self.families = Families([*registries, self.instruments.registry])
+        self._exposition: WSGIApplication = make_wsgi_app(Families([*registries, self.instruments.registry]))
 
-    def metrics(self) -> bytes:
-        """The metrics of every component in Prometheus text format."""
-        self.instruments.gauge("gpustream_ready").set(not self.not_ready())
-        return generate_latest(self.families)
+    def reasons(self) -> list[str]:
+        """Why the process is not ready, asked of the components on their own thread."""
+        asked = asyncio.run_coroutine_threadsafe(self._ask(), self._loop)
+        try:
+            return asked.result(_ASK_S)
+        except (concurrent.futures.TimeoutError, concurrent.futures.CancelledError):
+            return [f"the event loop has not answered for {_ASK_S:.0f} s"]
 
-    def application(self) -> web.Application:
+    def hung(self) -> bool:
+        """Whether the event loop has not turned for too long."""
+        return time.monotonic() - self._beat_s > HUNG_AFTER_S
+
+    def application(self) -> "WSGIApplication":
         """The routes."""
-        application = web.Application()
-        application.router.add_get("/metrics", self._metrics)
-        application.router.add_get("/healthz", self._healthz)
-        application.router.add_get("/readyz", self._readyz)
-        return application
+        routes = {"/metrics": self._metrics, "/healthz": self._healthz, "/readyz": self._readyz}
 
-    async def _metrics(self, _: web.Request) -> web.Response:
-        return web.Response(body=self.metrics(), headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
+        def answer(environ: "WSGIEnvironment", start: "StartResponse") -> Iterable[bytes]:
+            route = routes.get(environ.get("PATH_INFO", ""), _not_found)
+            return route(environ, start)
 
-    async def _healthz(self, _: web.Request) -> web.Response:
-        return web.Response(text="ok\n")
-
-    async def _readyz(self, _: web.Request) -> web.Response:
-        reasons = self.not_ready()
-        text = "".join(f"{reason}\n" for reason in reasons) or "ready\n"
-        return web.Response(text=text, status=503 if reasons else 200)
+        return answer
 
     async def beat(self) -> None:
         """Measures, for ever, how late the event loop is."""
-        loop = asyncio.get_running_loop()
         while True:
-            due = loop.time() + _BEAT_S
+            due_s = time.monotonic() + _BEAT_S
             await asyncio.sleep(_BEAT_S)
-            self.instruments.gauge("gpustream_loop_lag_seconds").set(max(0.0, loop.time() - due))
+            self._beat_s = time.monotonic()
+            self.instruments.gauge("gpustream_loop_lag_seconds").set(max(0.0, self._beat_s - due_s))
+
+    async def _ask(self) -> list[str]:
+        return self._not_ready()
+
+    def _metrics(self, environ: "WSGIEnvironment", start: "StartResponse") -> Iterable[bytes]:
+        self.instruments.gauge("gpustream_ready").set(not self.reasons())
+        return self._exposition(environ, start)
+
+    def _healthz(self, _: "WSGIEnvironment", start: "StartResponse") -> Iterable[bytes]:
+        if self.hung():
+            return _text(start, "503 Service Unavailable", "the event loop hangs\n")
+        return _text(start, "200 OK", "ok\n")
+
+    def _readyz(self, _: "WSGIEnvironment", start: "StartResponse") -> Iterable[bytes]:
+        reasons = self.reasons()
+        if reasons:
+            return _text(start, "503 Service Unavailable", "".join(f"{reason}\n" for reason in reasons))
+        return _text(start, "200 OK", "ready\n")
 
 
 class Families(Collector):
@@ -98,19 +136,54 @@ class Families(Collector):
 
 
 @contextlib.asynccontextmanager
-async def listening(application: web.Application, address: Address | None) -> AsyncIterator[Address | None]:
+async def listening(application: "WSGIApplication", address: Address | None) -> AsyncIterator[Address | None]:
     """Serves the application while inside; gives the address it got, or None where it is off."""
     if address is None:
         yield None
         return
-    runner = web.AppRunner(application, handle_signals=False, access_log=None, shutdown_timeout=1.0)
-    await runner.setup()
     try:
-        site = web.TCPSite(runner, address.host, address.port)
-        try:
-            await site.start()
-        except OSError as error:
-            raise ListenError(f"can't listen on {address}: {error.strerror or error}") from error
-        yield Address(address.host, runner.addresses[0][1])
+        server = _Server(address)
+    except OSError as error:
+        raise ListenError(f"can't listen on {address}: {error.strerror or error}") from error
+    server.set_app(application)
+    threading.Thread(target=server.serve_forever, args=(_POLL_S,), name="health", daemon=True).start()
+    try:
+        yield Address(address.host, server.server_port)
     finally:
-        await runner.cleanup()
+        await asyncio.to_thread(server.shutdown)
+        server.server_close()
+
+
+class _Handler(WSGIRequestHandler):
+    """Answers without a log line, and lets go of a client that says nothing."""
+
+    timeout = _IDLE_CLIENT_S
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the parameter's name where it is called
+        """Nothing is logged."""
+
+
+class _Server(ThreadingWSGIServer):
+    """The library's server, at an IPv4 or IPv6 address, which never asks a name server for its own name."""
+
+    request_queue_size = 32
+
+    def __init__(self, address: Address) -> None:
+        self.address_family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+        super().__init__((address.host, address.port), _Handler)
+
+    def server_bind(self) -> None:
+        """Binds, and says what WSGI wants to know."""
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment] # a TCP address
+        self.setup_environ()
+
+
+def _text(start: "StartResponse", status: str, text: str) -> Iterable[bytes]:
+    body = text.encode()
+    start(status, [("Content-Type", "text/plain; charset=utf-8"), ("Content-Length", str(len(body)))])
+    return [body]
+
+
+def _not_found(_: "WSGIEnvironment", start: "StartResponse") -> Iterable[bytes]:
+    return _text(start, "404 Not Found", "/metrics, /healthz and /readyz are here\n")

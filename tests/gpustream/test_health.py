@@ -1,15 +1,33 @@
 """What a process says of itself over HTTP."""
 
+import asyncio
 import socket
+import time
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import NamedTuple
 
 import pytest
-from aiohttp.test_utils import TestClient, TestServer
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
+from gpustream import health as module
 from gpustream.health import Health, ListenError, listening
 from gpustream.values import Address
 from tests.gpustream.fakes import INSTRUMENTS
 from topics.instruments import Instruments
+
+ANYWHERE = Address("127.0.0.1", 0)
+
+
+class Answer(NamedTuple):
+    """What a path answered."""
+
+    status: int
+    text: str
+    content_type: str
 
 
 def _health(*reasons: str) -> Health:
@@ -19,42 +37,118 @@ def _health(*reasons: str) -> Health:
     return Health([one.registry, other.registry], lambda: list(reasons))
 
 
-def test_a_metric_of_two_components_is_one_family_with_the_samples_of_both() -> None:
-    text = _health().metrics().decode()
+@asynccontextmanager
+async def _served(health: Health) -> AsyncIterator[Address]:
+    async with listening(health.application(), ANYWHERE) as address:
+        assert address is not None
+        yield address
 
-    families = {family.name: family for family in text_string_to_metric_families(text)}
+
+def _ask(address: Address, path: str, accept: str = "*/*") -> Answer:
+    request = urllib.request.Request(f"http://{address}{path}", headers={"Accept": accept})
+    try:
+        with urllib.request.urlopen(request, timeout=10) as answer:  # noqa: S310 - http, as written above
+            return Answer(answer.status, answer.read().decode(), answer.headers["Content-Type"])
+    except urllib.error.HTTPError as error:
+        return Answer(error.code, error.read().decode(), error.headers["Content-Type"])
+
+
+async def _get(health: Health, path: str, accept: str = "*/*") -> Answer:
+    async with _served(health) as address:
+        return await asyncio.to_thread(_ask, address, path, accept)
+
+
+async def test_a_metric_of_two_components_is_one_family_with_the_samples_of_both() -> None:
+    answer = await _get(_health(), "/metrics")
+
+    families = {family.name: family for family in text_string_to_metric_families(answer.text)}
     steps = families["gpustream_fake_steps"].samples
     assert {(s.labels["kind"], s.value) for s in steps} == {("a", 1.0), ("b", 2.0)}
-    assert text.count("# TYPE gpustream_fake_steps_total") == 1
+    assert answer.text.count("# TYPE gpustream_fake_steps_total") == 1
+    assert answer.content_type.startswith("text/plain")
 
 
-def test_the_process_tells_its_version_readiness_and_memory() -> None:
-    families = {f.name: f for f in text_string_to_metric_families(_health("starting").metrics().decode())}
+async def test_the_process_tells_its_version_readiness_and_memory() -> None:
+    answer = await _get(_health("starting"), "/metrics")
+    families = {family.name: family for family in text_string_to_metric_families(answer.text)}
 
     assert families["gpustream_build_info"].samples[0].labels == {"version": "0.1.0"}
     assert families["gpustream_ready"].samples[0].value == 0.0
     assert families["process_resident_memory_bytes"].samples[0].value > 0
 
 
+async def test_who_asks_for_openmetrics_gets_it() -> None:
+    answer = await _get(_health(), "/metrics", "application/openmetrics-text; version=1.0.0")
+
+    assert answer.content_type.startswith("application/openmetrics-text")
+    assert "gpustream_fake_steps" in {family.name for family in openmetrics(answer.text)}  # type: ignore[no-untyped-call]
+
+
 async def test_not_ready_is_503_with_the_reasons() -> None:
-    async with TestClient(TestServer(_health("fake: no assignment yet").application())) as client:
-        answer = await client.get("/readyz")
+    answer = await _get(_health("fake: no assignment yet", "fake: no broker"), "/readyz")
 
-        assert (answer.status, await answer.text()) == (503, "fake: no assignment yet\n")
+    assert answer[:2] == (503, "fake: no assignment yet\nfake: no broker\n")
 
 
-async def test_ready_and_alive_are_200() -> None:
-    async with TestClient(TestServer(_health().application())) as client:
-        assert (await client.get("/readyz")).status == 200
-        assert (await client.get("/healthz")).status == 200
-        metrics = await client.get("/metrics")
-        assert metrics.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+async def test_ready_and_alive_are_200_and_the_rest_is_not_there() -> None:
+    async with _served(_health()) as address:
+        statuses = {
+            path: (await asyncio.to_thread(_ask, address, path)).status for path in ("/readyz", "/healthz", "/")
+        }
+
+    assert statuses == {"/readyz": 200, "/healthz": 200, "/": 404}
+
+
+async def test_a_hanging_event_loop_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "HUNG_AFTER_S", 0.2)
+    monkeypatch.setattr(module, "_ASK_S", 0.2)
+    async with _served(_health()) as address:
+        asking = [
+            asyncio.get_running_loop().run_in_executor(None, _later, address, path) for path in ("/healthz", "/readyz")
+        ]
+        await asyncio.sleep(0.05)
+        time.sleep(2)  # noqa: ASYNC251 - the hang
+        alive, ready = await asyncio.gather(*asking)
+
+    assert (alive.status, ready.status) == (503, 503)
+    assert "has not answered" in ready.text
+
+
+def _later(address: Address, path: str) -> Answer:
+    time.sleep(0.5)
+    return _ask(address, path)
+
+
+async def test_the_loop_is_alive_while_it_beats(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_BEAT_S", 0.01)
+    health = _health()
+    health._beat_s -= 60
+    assert health.hung()
+
+    beat = asyncio.create_task(health.beat())
+    await asyncio.sleep(0.2)
+    beat.cancel()
+
+    assert not health.hung()
+
+
+async def test_a_client_that_says_nothing_does_not_keep_others_waiting() -> None:
+    async with _served(_health()) as address:
+        with socket.create_connection((address.host, address.port)):
+            answer = await asyncio.to_thread(_ask, address, "/healthz")
+
+    assert answer.status == 200
 
 
 async def test_listening_on_port_0_tells_the_port() -> None:
-    async with listening(_health().application(), Address("127.0.0.1", 0)) as address:
-        assert address is not None
+    async with _served(_health()) as address:
         assert address.port > 0
+
+
+async def test_an_ipv6_address_is_served() -> None:
+    async with listening(_health().application(), Address("::1", 0)) as address:
+        assert address is not None
+        assert (await asyncio.to_thread(_ask, address, "/healthz")).status == 200
 
 
 async def test_off_listens_nowhere() -> None:
@@ -68,3 +162,9 @@ async def test_a_port_in_use_is_a_clear_error() -> None:
         with pytest.raises(ListenError, match=rf"can't listen on 127\.0\.0\.1:{port}: .*in use"):
             async with listening(_health().application(), Address("127.0.0.1", port)):
                 pass
+
+
+async def test_a_name_that_can_not_be_had_is_a_clear_error() -> None:
+    with pytest.raises(ListenError, match=r"can't listen on no-such-host\.invalid:1"):
+        async with listening(_health().application(), Address("no-such-host.invalid", 1)):
+            pass
