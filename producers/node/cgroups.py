@@ -1,0 +1,121 @@
+"""Where a process belongs, as the path of its control group says: a pod's container, a batch system's job, or neither.
+
+In: process ids, and procfs. Out: the pod's uid, the container's id, the job's id.
+State: the places of the processes asked for last, by process id and start time: ids are used again.
+On failure: a process that can't be seen has no place (None); one whose group says nothing has an empty one.
+
+Source: Kubernetes names groups ``kubepods[...]-pod<uid>.slice/<runtime>-<id>.scope`` (systemd, ``_`` for ``-``) or
+``kubepods/[burstable/]pod<uid>/<id>`` (cgroupfs), Slurm ``slurm/uid_<u>/job_<id>`` (v1) or
+``slurmstepd.scope/job_<id>`` (v2). A reader in a namespace of its own sees only the part that differs from its own
+path, so nothing is anchored at the start; and groups may lie below a container's own, so nothing is at the end.
+"""
+
+import re
+import threading
+from collections import OrderedDict
+from pathlib import Path
+from typing import NamedTuple
+
+_REMEMBERED = 4096
+"""Far above the processes that a node has on its GPUs."""
+
+_START_TIME = 19
+"""The place of field 22 of ``stat`` behind the parenthesis that closes field 2."""
+
+_POD = re.compile(r"pod([0-9a-f]{8}(?:[-_][0-9a-f]{4}){3}[-_][0-9a-f]{12}|[0-9a-f]{32})(?=[/.:]|$)")
+_CONTAINER = re.compile(r"(?:^|[/:-])(?<!/crio-conmon-)([0-9a-f]{64})(?=\.scope|/|$)")
+_JOB = re.compile(r"/job_([0-9]+)(?=/|$)")
+
+
+class Place(NamedTuple):
+    """What a process's control group says: the uid of its pod, the id of its container, and of its batch job."""
+
+    pod_uid: str | None
+    container_id: str | None
+    job_id: str | None
+
+
+NOWHERE = Place(None, None, None)
+
+
+def parse(text: str) -> Place:
+    """The place that the whole of ``/proc/<pid>/cgroup`` names; never raises.
+
+    Of several lines (one per hierarchy), one that names a pod goes before others.
+    """
+    paths = [line.split(":", 2)[2] for line in text.split("\n") if line.count(":") >= 2]
+    places = sorted(map(_of_path, paths), key=lambda place: place.pod_uid is None)
+    return Place(*(next(filter(None, found), None) for found in zip(*places, strict=True))) if places else NOWHERE
+
+
+def _of_path(path: str) -> Place:
+    """The outermost pod of a path, the container right below it, and the job if it is Slurm's."""
+    pod = _POD.search(path)
+    container = _CONTAINER.search(path, pod.end() if pod else 0)
+    job = _JOB.search(path) if "slurm" in path else None
+    return Place(
+        pod[1].replace("_", "-") if pod else None, container[1] if container else None, job[1] if job else None
+    )
+
+
+class Places:
+    """Asks ``procfs`` for the places of processes, from any thread, and remembers what names a pod or a job."""
+
+    def __init__(self, procfs: Path = Path("/proc")) -> None:
+        self._procfs = procfs
+        self._lock = threading.Lock()
+        self._known: OrderedDict[int, tuple[int, Place]] = OrderedDict()
+
+    def of(self, pid: int) -> Place | None:
+        """The place of a process; None where it is not in procfs: it ended, or the host's ids are not visible here."""
+        started = self._started(pid)
+        if started is None:
+            self._forget(pid)
+            return None
+        return self._recall(pid, started) or self._look(pid, started)
+
+    def _look(self, pid: int, started: int) -> Place | None:
+        """Read a place; None where the process ended meanwhile: the id may be another's by now."""
+        place = parse(_read(self._procfs / str(pid) / "cgroup") or "")
+        if self._started(pid) != started:
+            return None
+        if place != NOWHERE:  # a batch system may adopt a process after it began
+            self._remember(pid, started, place)
+        return place
+
+    def _started(self, pid: int) -> int | None:
+        """When a process began, in ticks since the boot: with its id, which process it is."""
+        return _start_time(_read(self._procfs / str(pid) / "stat") or "")
+
+    def _recall(self, pid: int, started: int) -> Place | None:
+        with self._lock:
+            known = self._known.get(pid)
+            if known is None or known[0] != started:
+                return None
+            self._known.move_to_end(pid)
+            return known[1]
+
+    def _remember(self, pid: int, started: int, place: Place) -> None:
+        with self._lock:
+            self._known[pid] = (started, place)
+            self._known.move_to_end(pid)
+            if len(self._known) > _REMEMBERED:
+                self._known.popitem(last=False)
+
+    def _forget(self, pid: int) -> None:
+        with self._lock:
+            self._known.pop(pid, None)
+
+
+def _start_time(stat: str) -> int | None:
+    """Field 22 of ``stat``. Field 2, the command's name in parentheses, may hold anything, parentheses too."""
+    fields = stat.rpartition(")")[2].split()
+    return int(fields[_START_TIME]) if len(fields) > _START_TIME and fields[_START_TIME].isdecimal() else None
+
+
+def _read(path: Path) -> str | None:
+    """A file of procfs; None where it can't be read, as of a process that ends just now or is hidden."""
+    try:
+        return path.read_bytes().decode("ascii", "replace")
+    except OSError:
+        return None

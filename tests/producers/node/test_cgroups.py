@@ -1,0 +1,261 @@
+"""A process is booked to the pod and the job that its control group names, in every form that runtimes write."""
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from producers.node import cgroups
+from producers.node.cgroups import NOWHERE, Place, Places, parse
+
+UID = "1b6c3f0a-90ab-4cde-8f01-23456789abcd"
+SLICE_UID = UID.replace("-", "_")
+STATIC_UID = "9f86d081884c7d659a2feaa0c55ad015"
+ID = "9f2e" * 16
+OUTER_ID = "abcd" * 16
+
+POD = Place(UID, ID, None)
+BURSTABLE = f"/kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod{SLICE_UID}.slice"
+
+FORMS = {
+    "systemd, burstable": (f"0::{BURSTABLE}/cri-containerd-{ID}.scope", POD),
+    "systemd, guaranteed": (f"0::/kubepods.slice/kubepods-pod{SLICE_UID}.slice/cri-containerd-{ID}.scope", POD),
+    "systemd, docker": (f"0::{BURSTABLE}/docker-{ID}.scope", POD),
+    "systemd, a group below the container's": (f"0::{BURSTABLE}/cri-containerd-{ID}.scope/init.scope", POD),
+    "cgroupfs, burstable": (f"0::/kubepods/burstable/pod{UID}/{ID}", POD),
+    "cgroupfs, guaranteed": (f"0::/kubepods/pod{UID}/{ID}", POD),
+    "cgroupfs, CRI-O": (f"0::/kubepods/besteffort/pod{UID}/crio-{ID}", POD),
+    "CRI-O": (f"0::{BURSTABLE}/crio-{ID}.scope", POD),
+    "CRI-O with crun": (f"0::{BURSTABLE}/crio-{ID}.scope/container", POD),
+    "CRI-O's monitor is not the workload": (f"0::{BURSTABLE}/crio-conmon-{ID}.scope", Place(UID, None, None)),
+    "kubelet on cgroupfs, containerd on systemd": (
+        f"0::/system.slice/containerd.service/kubepods-burstable-pod{SLICE_UID}.slice:cri-containerd:{ID}",
+        POD,
+    ),
+    "kind": (
+        f"0::/kubelet.slice/kubelet-kubepods.slice/kubelet-kubepods-pod{SLICE_UID}.slice/cri-containerd-{ID}.scope",
+        POD,
+    ),
+    "kind, seen from outside": (
+        f"0::/system.slice/docker-{OUTER_ID}.scope/kubelet.slice/kubelet-kubepods.slice/"
+        f"kubelet-kubepods-pod{SLICE_UID}.slice/cri-containerd-{ID}.scope",
+        POD,
+    ),
+    "a container engine inside a pod": (f"0::/kubepods/burstable/pod{UID}/{ID}/docker/{OUTER_ID}", POD),
+    "static pod, systemd": (
+        f"0::/kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod{STATIC_UID}.slice/cri-containerd-{ID}.scope",
+        Place(STATIC_UID, ID, None),
+    ),
+    "static pod, cgroupfs": (f"0::/kubepods/burstable/pod{STATIC_UID}/{ID}", Place(STATIC_UID, ID, None)),
+    "v1": (f"12:devices:/kubepods/burstable/pod{UID}/{ID}\n4:memory:/kubepods/burstable/pod{UID}/{ID}\n", POD),
+    "v1, only some hierarchies": (f"12:devices:/\n4:cpu,cpuacct:/kubepods/pod{UID}/{ID}\n1:name=systemd:/\n", POD),
+    "v1, a runtime's own hierarchy first": (f"9:misc:/docker/{OUTER_ID}\n4:cpu:/kubepods/pod{UID}/{ID}", POD),
+    "hybrid": (f"11:devices:{BURSTABLE}/cri-containerd-{ID}.scope\n0::/\n", POD),
+    "hybrid, unified first": (f"0::/\n11:devices:{BURSTABLE}/cri-containerd-{ID}.scope", POD),
+    "another pod, seen from a namespace": (f"0::/../../kubepods-pod{SLICE_UID}.slice/cri-containerd-{ID}.scope", POD),
+    "another container of the pod, seen from a namespace": (
+        f"0::/../cri-containerd-{ID}.scope",
+        Place(None, ID, None),
+    ),
+    "itself, seen from a namespace": ("0::/", NOWHERE),
+    "the host's first, seen from a namespace": ("0::/../../../..", NOWHERE),
+    "docker without Kubernetes": (f"0::/system.slice/docker-{ID}.scope", Place(None, ID, None)),
+    "Slurm v1": ("4:memory:/slurm/uid_1000/job_4242/step_0/task_1", Place(None, None, "4242")),
+    "Slurm v1, several daemons": ("4:memory:/slurm_gpu-1/uid_1000/job_4242/step_batch", Place(None, None, "4242")),
+    "Slurm v2": ("0::/system.slice/slurmstepd.scope/job_4242/step_0/user/task_0", Place(None, None, "4242")),
+    "Slurm v2, several daemons": (
+        "0::/system.slice/gpu-1_slurmstepd.scope/job_4242/step_extern/user/task_special",
+        Place(None, None, "4242"),
+    ),
+    "Slurm v2, the job itself": ("0::/system.slice/slurmstepd.scope/job_4242", Place(None, None, "4242")),
+    "a container in a Slurm job": (
+        f"0::/system.slice/slurmstepd.scope/job_7/step_0/user/task_0/libpod-{ID}.scope",
+        Place(None, ID, "7"),
+    ),
+    "a job that is not Slurm's": ("0::/system.slice/build.service/job_4242", NOWHERE),
+    "a login": ("0::/user.slice/user-1000.slice/session-2.scope", NOWHERE),
+    "a service that has pod in its name": ("0::/system.slice/podman.service", NOWHERE),
+    "hexadecimal that is too long": (f"0::/kubepods/pod{UID}/{ID}0", Place(UID, None, None)),
+    "nothing": ("", NOWHERE),
+    "no control groups at all": ("what is this\n::", NOWHERE),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_each_form_names_its_pod_container_and_job(form: str) -> None:
+    text, place = FORMS[form]
+    assert parse(text) == place
+
+
+@given(st.text() | st.lists(st.sampled_from([*"0:/.-_\npod8", UID, SLICE_UID, ID, "job_", "slurm"])).map("".join))
+def test_no_text_is_too_strange_to_be_read(text: str) -> None:
+    place = parse(text)
+    assert place.pod_uid is None or place.pod_uid.replace("-", "_") in text.replace("-", "_")
+    assert place.container_id is None or place.container_id in text
+    assert place.job_id is None or f"job_{place.job_id}" in text
+
+
+class Procfs:
+    """A procfs of files, with processes that begin and end as a test wants."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.places = Places(root)
+
+    def begin(self, pid: int, started: int, cgroup: str | None, comm: str = "python") -> None:
+        folder = self.root / str(pid)
+        folder.mkdir(exist_ok=True)
+        fields = " ".join(str(number) for number in range(4, 22))
+        (folder / "stat").write_text(f"{pid} ({comm}) S {fields} {started} 23 24 25\n")
+        if cgroup is None:
+            (folder / "cgroup").unlink(missing_ok=True)
+        else:
+            (folder / "cgroup").write_text(cgroup)
+
+    def end(self, pid: int) -> None:
+        for name in ("stat", "cgroup"):
+            (self.root / str(pid) / name).unlink(missing_ok=True)
+        (self.root / str(pid)).rmdir()
+
+
+@pytest.fixture
+def procfs(tmp_path: Path) -> Procfs:
+    return Procfs(tmp_path)
+
+
+def in_pod(uid: str) -> str:
+    return f"0::/kubepods/pod{uid}/{ID}\n"
+
+
+def test_a_process_is_found_where_its_group_says(procfs: Procfs) -> None:
+    procfs.begin(42, 1000, in_pod(UID))
+    assert procfs.places.of(42) == POD
+
+
+def test_a_process_that_is_not_in_procfs_has_no_place(procfs: Procfs) -> None:
+    assert procfs.places.of(42) is None
+
+
+def test_a_process_outside_of_pods_and_jobs_is_seen_and_nowhere(procfs: Procfs) -> None:
+    procfs.begin(42, 1000, "0::/user.slice\n")
+    assert procfs.places.of(42) == NOWHERE
+
+
+def test_the_group_of_a_known_process_is_not_read_again(procfs: Procfs) -> None:
+    procfs.begin(42, 1000, in_pod(UID))
+    procfs.places.of(42)
+    procfs.begin(42, 1000, None)
+    assert procfs.places.of(42) == POD
+
+
+def test_a_process_id_that_is_used_again_is_another_process(procfs: Procfs) -> None:
+    other = UID.replace("1b6c", "2222")
+    procfs.begin(42, 1000, in_pod(UID))
+    procfs.places.of(42)
+    procfs.begin(42, 1001, in_pod(other))
+    assert procfs.places.of(42) == Place(other, ID, None)
+
+
+def test_a_process_that_a_batch_system_adopts_later_is_found_there(procfs: Procfs) -> None:
+    procfs.begin(42, 1000, "0::/user.slice\n")
+    procfs.places.of(42)
+    procfs.begin(42, 1000, "0::/system.slice/slurmstepd.scope/job_7/step_extern\n")
+    assert procfs.places.of(42) == Place(None, None, "7")
+
+
+@pytest.mark.parametrize(
+    "comm", ["a b", "a) S 1 2 (b", ")", "((", "", "x\ny", "2) R 9 9 9 9 9 9 9 9 9 9 9 9 9 9 9 9 9 9 9"]
+)
+def test_the_start_time_is_read_past_any_command_name(procfs: Procfs, comm: str) -> None:
+    procfs.begin(42, 1000, in_pod(UID), comm)
+    procfs.places.of(42)
+    procfs.begin(42, 1000, None, comm)
+    assert procfs.places.of(42) == POD
+    procfs.begin(42, 1001, None, comm)
+    assert procfs.places.of(42) == NOWHERE
+
+
+@pytest.mark.parametrize("stat", ["", "42", "42 (python) S 1 2 3", "42 (python) S" + " x" * 30, ")" * 100])
+def test_a_stat_that_is_none_is_no_process(procfs: Procfs, stat: str) -> None:
+    procfs.begin(42, 1000, in_pod(UID))
+    (procfs.root / "42" / "stat").write_text(stat)
+    assert procfs.places.of(42) is None
+
+
+def test_a_process_whose_group_is_hidden_is_nowhere(procfs: Procfs) -> None:
+    procfs.begin(42, 1000, None)
+    (procfs.root / "42" / "cgroup").mkdir()  # reading it fails, whoever reads
+    assert procfs.places.of(42) == NOWHERE
+
+
+def test_a_process_that_may_not_be_read_has_no_place(procfs: Procfs) -> None:
+    procfs.begin(42, 1000, in_pod(UID))
+    (procfs.root / "42" / "stat").unlink()
+    (procfs.root / "42" / "stat").mkdir()
+    assert procfs.places.of(42) is None
+
+
+@pytest.mark.parametrize("successor", [None, 2000])
+def test_a_process_that_ends_between_two_reads_has_no_place(
+    procfs: Procfs, monkeypatch: pytest.MonkeyPatch, successor: int | None
+) -> None:
+    procfs.begin(42, 1000, in_pod(UID))
+    read = cgroups._read
+
+    def ending(path: Path) -> str | None:
+        if path.name == "cgroup":
+            procfs.end(42)
+            if successor is not None:
+                procfs.begin(42, successor, in_pod(UID))
+        return read(path)
+
+    monkeypatch.setattr(cgroups, "_read", ending)
+    assert procfs.places.of(42) is None
+
+
+def test_what_ended_is_forgotten(procfs: Procfs) -> None:
+    procfs.begin(42, 1000, in_pod(UID))
+    procfs.places.of(42)
+    procfs.end(42)
+    procfs.places.of(42)
+    assert not procfs.places._known
+
+
+def test_no_more_is_remembered_than_there_is_room_for(procfs: Procfs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cgroups, "_REMEMBERED", 3)
+    for pid in (1, 2, 3):
+        procfs.begin(pid, 1000, in_pod(UID))
+        procfs.places.of(pid)
+    procfs.places.of(1)
+    procfs.begin(4, 1000, in_pod(UID))
+    procfs.places.of(4)
+    assert set(procfs.places._known) == {3, 1, 4}
+
+
+def test_many_threads_may_ask_at_once(procfs: Procfs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cgroups, "_REMEMBERED", 8)
+    for pid in range(16):
+        procfs.begin(pid, 1000, f"0::/slurm/job_{pid}\n")
+    wrong: list[object] = []
+
+    def ask() -> None:
+        found = [(pid, procfs.places.of(pid)) for _ in range(20) for pid in range(16)]
+        wrong.extend(pair for pair in found if pair[1] != Place(None, None, str(pair[0])))
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert len(procfs.places._known) <= 8
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="no procfs here")
+def test_the_procfs_of_this_machine_is_read() -> None:
+    places = Places()
+    assert places.of(os.getpid()) == parse(Path("/proc/self/cgroup").read_text())
+    assert places.of(2**22 + 1) is None
