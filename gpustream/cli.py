@@ -4,6 +4,7 @@ A command that runs a component names it by import string, loads it only when it
 component does not exist.
 """
 
+import ctypes
 import logging
 import sys
 from collections.abc import Callable, Mapping
@@ -65,14 +66,34 @@ class Served(NamedTuple):
 SERVED = (
     Served(
         group=produce,
+        name="node",
+        registry=PRODUCERS,
+        help="This machine's GPUs, and the pods and processes that have them.",
+        example=(
+            "gpustream produce node --kafka kafka-0:9092 --cluster prod-us-east-1\n"
+            "gpustream produce node --kafka kafka-0:9092 --pod-resources-socket off    # a machine without Kubernetes"
+        ),
+        options=(
+            o.NODE,
+            o.INTERVAL,
+            o.reading_a_node,
+            o.BUFFER,
+            option(
+                "--buffer-size", type=o.SIZE, default="16MiB", help="And how many bytes of them; the oldest give way."
+            ),
+        ),
+    ),
+    Served(
+        group=produce,
         name="simulated",
         registry=PRODUCERS,
         help="A fleet that is not there: nodes, GPUs, pods that come and go, and a kubelet that lags.",
         example="gpustream produce simulated --kafka 127.0.0.1:9092 --fleet 100x8 --seed 1 --truth truth.jsonl",
         options=(
             option("--fleet", type=o.FLEET_SIZE, default="4x8", help="So many nodes of so many GPUs."),
+            o.INTERVAL,
             o.simulation,
-            option("--buffer", type=o.DURATION, default="15m", help="How long ticks are kept while Kafka is away."),
+            o.BUFFER,
         ),
     ),
     Served(
@@ -165,24 +186,41 @@ for _group in (produce, sink):
 
 def _check_run(given: dict[str, Any]) -> list[str]:
     """What is wrong with ``run``'s options together."""
-    if given["simulate"] is None:
+    simulate = given["simulate"]
+    if simulate is None and not _driver_is_here():
         return [
-            "Missing option '--simulate': only simulated GPUs can be run in one process yet, such as --simulate 4x8"
+            "Missing option '--simulate': this machine has no NVIDIA driver (no libnvidia-ml.so.1) whose GPUs could be"
+            " read. To see a fleet that is not there: --simulate 4x8"
         ]
-    simulated = components.load(PRODUCERS["simulated"])
-    options = {**given, "kafka": given["kafka"] or o.HOST_PORTS.example, "fleet": given["simulate"], "duration": None}
-    return components.mistakes(simulated, options)
+    producer = components.load(PRODUCERS["simulated" if simulate else "node"])
+    options = {**given, "kafka": given["kafka"] or o.HOST_PORTS.example, "fleet": simulate, "duration": None}
+    return components.mistakes(producer, options)
+
+
+def _driver_is_here() -> bool:
+    """Whether NVML's library can be loaded; its driver may still be away."""
+    try:
+        ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return False
+    return True
 
 
 @main.command(
     cls=Command,
     check=_check_run,
     example=(
+        "gpustream run                      # the GPUs of this machine\n"
         "gpustream run --simulate 4x8\n"
         "gpustream run --simulate 4x8 --remote-write http://127.0.0.1:9090/api/v1/write --duration 1m --summary json"
     ),
 )
-@option("--simulate", type=o.FLEET_SIZE, help="Simulate so many nodes of so many GPUs.")
+@option(
+    "--simulate",
+    type=o.FLEET_SIZE,
+    show_default="this machine's GPUs",
+    help="Simulate so many nodes of so many GPUs.",
+)
 @option("--kafka", type=o.HOST_PORTS, show_default="a broker inside this process", help="Kafka's bootstrap brokers.")
 @o.CLUSTER
 @option(
@@ -197,6 +235,9 @@ def _check_run(given: dict[str, Any]) -> list[str]:
     "--summary", type=click.Choice(["text", "json"]), default="text", help="How the end is told on standard output."
 )
 @o.naming
+@o.INTERVAL
+@o.NODE
+@o.reading_a_node
 @o.simulation
 @o.LISTEN_OPTION
 @o.LOG_FORMAT

@@ -57,15 +57,26 @@ def settings_type(component: type[Any]) -> type[Any]:
 def settings(component: type[Any], options: Mapping[str, Any]) -> Any:
     """The settings of a component from the options that have a field of that name, with or without its unit.
 
-    Options that were not given (None) are left to the field's own default.
+    None is an option that was not given, which leaves the field's own default; but where the field may be None itself,
+    it is what was given, such as ``off``.
     """
     kind = settings_type(component)
+    hints = typing.get_type_hints(kind)
     given: dict[str, Any] = {}
-    for name, parameter in inspect.signature(kind).parameters.items():
-        value = options.get(name, options.get(option_of(name)))
-        if value is not None or parameter.default is inspect.Parameter.empty:
-            given[name] = value
+    for field, parameter in inspect.signature(kind).parameters.items():
+        option = field if field in options else option_of(field)
+        value = options.get(option)
+        if (
+            value is not None
+            or parameter.default is parameter.empty
+            or (option in options and _may_be_none(hints[field]))
+        ):
+            given[field] = value
     return kind(**given)
+
+
+def _may_be_none(hint: Any) -> bool:
+    return type(None) in typing.get_args(hint)
 
 
 def option_of(field: str) -> str:

@@ -1,12 +1,13 @@
 """What gpu.attributed says of a fleet right now: nodes, GPUs, who uses them and who only holds them. Pure.
 
-In:       ticks, and the time of their arrival in seconds on one clock that never steps back.
+In:       ticks, and the time of their arrival in seconds on one clock that never steps back. A device that no pod holds
+          is its processes'.
 Out:      a :class:`View` to draw.
 State:    the last tick of each node, and a utilization per device smoothed over some seconds while its pods stay.
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from topics.attributed import AttributedDevice, AttributedSample, Holder, Parts
@@ -20,18 +21,28 @@ IDLE_RATIO = 0.05
 _SMOOTHING_S = 10.0
 _WINDOW_S = 5.0
 
-Pod = tuple[str, str]
+Who = tuple[str, str]
+"""A pod's namespace and name; a process has no namespace, and is named by its PID."""
+
+CommandOf = Callable[[str, int], str]
+"""The command of a process by its node and PID; empty where it is not known."""
 
 
-class PodUse(NamedTuple):
-    """A pod, the top of its owner chain, and what it does with the GPUs that it alone or with others holds."""
+class Use(NamedTuple):
+    """A pod (or a process), the top of its owner chain (or its command), and what it does with the GPUs that it alone
+    or with others holds."""
 
     namespace: str
-    pod: str
+    name: str
     workload: str
     gpus: int
     utilization_ratio: float
     memory_used_bytes: float
+
+    @property
+    def who(self) -> str:
+        """How it is called."""
+        return f"{self.namespace}/{self.name}" if self.namespace else self.name
 
 
 class View(NamedTuple):
@@ -44,22 +55,22 @@ class View(NamedTuple):
     ticks_per_s: float
     values_per_s: float
     latency_s: float | None
-    pods: list[PodUse]
+    uses: list[Use]
 
     @property
-    def idle(self) -> list[PodUse]:
-        """Pods that hold GPUs and hardly use them, those with most GPUs first."""
-        idle = [pod for pod in self.pods if pod.utilization_ratio < IDLE_RATIO]
-        return sorted(idle, key=lambda pod: (-pod.gpus, pod.utilization_ratio))
+    def idle(self) -> list[Use]:
+        """Those who hold GPUs and hardly use them, those with most GPUs first."""
+        idle = [use for use in self.uses if use.utilization_ratio < IDLE_RATIO]
+        return sorted(idle, key=lambda use: (-use.gpus, use.utilization_ratio))
 
 
 class _Held(NamedTuple):
-    """What one pod has of a device: its own part where the device is split, else all of it."""
+    """What one pod or process has of a device: its own part where that is known, else all of it (None)."""
 
-    pod: Pod
+    who: Who
     workload: str
     utilization_ratio: float | None
-    memory_used_bytes: float
+    memory_used_bytes: float | None
 
 
 class _Device(NamedTuple):
@@ -70,9 +81,9 @@ class _Device(NamedTuple):
     held: tuple[_Held, ...]
 
     @property
-    def pods(self) -> tuple[Pod, ...]:
+    def users(self) -> tuple[Who, ...]:
         """Who holds it."""
-        return tuple(held.pod for held in self.held)
+        return tuple(held.who for held in self.held)
 
 
 class _Node(NamedTuple):
@@ -91,8 +102,9 @@ class _Arrival(NamedTuple):
 class Fleet:
     """Takes ticks in, and gives a view of the fleet."""
 
-    def __init__(self) -> None:
-        self._nodes: dict[Pod, _Node] = {}
+    def __init__(self, command_of: CommandOf = lambda _node, _pid: "") -> None:
+        self._command_of = command_of
+        self._nodes: dict[tuple[str, str], _Node] = {}
         self._arrivals: deque[_Arrival] = deque()
         self._ticks = 0
 
@@ -101,7 +113,7 @@ class Fleet:
         key = (tick.cluster, tick.node)
         before = self._nodes.get(key, _Node(at_s, {}))
         weight = min(1.0, (at_s - before.at_s) / _SMOOTHING_S)
-        devices = {device.uuid: _device(device, before.devices.get(device.uuid), weight) for device in tick.devices}
+        devices = {device.uuid: self._device(tick.node, device, before, weight) for device in tick.devices}
         self._nodes[key] = _Node(at_s, devices)
         values = sum(len(device.metrics) for device in tick.devices)
         self._arrivals.append(_Arrival(at_s, values, max(0.0, (wall_ms - tick.ts_ms) / 1000)))
@@ -121,7 +133,20 @@ class Fleet:
             ticks_per_s=len(self._arrivals) / _WINDOW_S,
             values_per_s=sum(arrival.values for arrival in self._arrivals) / _WINDOW_S,
             latency_s=latencies[len(latencies) // 2] if latencies else None,
-            pods=_pods(devices),
+            uses=_uses(devices),
+        )
+
+    def _device(self, node: str, device: AttributedDevice, before: _Node, weight: float) -> _Device:
+        held = _holders(device) if device.holders else _processes(device, lambda pid: self._command_of(node, pid))
+        used, last = device.metrics.get("gpu_utilization_ratio"), before.devices.get(device.uuid)
+        same = last is not None and last.users == tuple(one.who for one in held)
+        if used is not None and last is not None and same and last.utilization_ratio is not None:
+            used = last.utilization_ratio + (used - last.utilization_ratio) * weight
+        memory = device.metrics.get("memory_used_bytes") or 0.0
+        return _Device(
+            device.mig.parent_uuid if device.mig else device.uuid,
+            used,
+            tuple(_whole(one, used, memory) for one in held),
         )
 
     def _forget(self, now_s: float) -> None:
@@ -131,44 +156,50 @@ class Fleet:
             del self._nodes[key]
 
 
-def _device(device: AttributedDevice, before: _Device | None, weight: float) -> _Device:
-    used = device.metrics.get("gpu_utilization_ratio")
-    pods = tuple(dict.fromkeys((holder.namespace, holder.pod) for holder in device.holders))
-    if used is not None and before is not None and before.pods == pods and before.utilization_ratio is not None:
-        used = before.utilization_ratio + (used - before.utilization_ratio) * weight
-    memory = device.metrics.get("memory_used_bytes") or 0.0
+def _holders(device: AttributedDevice) -> list[_Held]:
+    """Each pod that holds the device, once."""
     first = {(holder.namespace, holder.pod): holder for holder in reversed(device.holders)}
-    held = tuple(_held(pod, first[pod], used, memory) for pod in pods)
-    return _Device(device.mig.parent_uuid if device.mig else device.uuid, used, held)
+    pods = dict.fromkeys((holder.namespace, holder.pod) for holder in device.holders)
+    return [_held(pod, first[pod]) for pod in pods]
 
 
-def _held(pod: Pod, holder: Holder, used: float | None, memory: float) -> _Held:
+def _held(pod: Who, holder: Holder) -> _Held:
     workload = f"{holder.workload.kind}/{holder.workload.name}" if holder.workload else ""
     parts = holder.parts or Parts()
-    return _Held(
-        pod,
-        workload,
-        used if parts.utilization_ratio is None else parts.utilization_ratio,
-        memory if parts.memory_used_bytes is None else parts.memory_used_bytes,
+    return _Held(pod, workload, parts.utilization_ratio, parts.memory_used_bytes)
+
+
+def _processes(device: AttributedDevice, command_of: Callable[[int], str]) -> list[_Held]:
+    """Each process on a device that no pod holds."""
+    return [
+        _Held(("", f"pid {one.pid}"), command_of(one.pid), one.sm_utilization_ratio, one.memory_used_bytes)
+        for one in device.processes or ()
+    ]
+
+
+def _whole(held: _Held, used: float | None, memory: float) -> _Held:
+    """The device's own figures where the part is not known."""
+    return held._replace(
+        utilization_ratio=used if held.utilization_ratio is None else held.utilization_ratio,
+        memory_used_bytes=memory if held.memory_used_bytes is None else held.memory_used_bytes,
     )
 
 
-def _pods(devices: Iterable[_Device]) -> list[PodUse]:
-    """Every pod that holds a device, the busiest first. Devices that do not say how busy they are don't count."""
-    uses: dict[Pod, list[tuple[str, _Held]]] = {}
+def _uses(devices: Iterable[_Device]) -> list[Use]:
+    """Everyone who holds a device, the busiest first. Devices that do not say how busy they are don't count."""
+    held: dict[Who, list[tuple[str, _Held]]] = {}
     for device in devices:
-        for held in device.held:
-            uses.setdefault(held.pod, []).append((device.gpu, held))
-    known = [use for of in uses.values() if (use := _use(of)) is not None]
-    return sorted(known, key=lambda use: (-use.utilization_ratio, use.pod))
+        for one in device.held:
+            held.setdefault(one.who, []).append((device.gpu, one))
+    known = [use for of in held.values() if (use := _use(of)) is not None]
+    return sorted(known, key=lambda use: (-use.utilization_ratio, use.who))
 
 
-def _use(of: list[tuple[str, _Held]]) -> PodUse | None:
+def _use(of: list[tuple[str, _Held]]) -> Use | None:
     ratios = [held.utilization_ratio for _, held in of if held.utilization_ratio is not None]
     if not ratios:
         return None
     first = of[0][1]
     gpus = len({gpu for gpu, _ in of})
-    return PodUse(
-        *first.pod, first.workload, gpus, sum(ratios) / len(ratios), sum(held.memory_used_bytes for _, held in of)
-    )
+    memory = sum(held.memory_used_bytes or 0.0 for _, held in of)
+    return Use(*first.who, first.workload, gpus, sum(ratios) / len(ratios), memory)

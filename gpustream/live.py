@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from gpustream.fleet import PodUse, View
+from gpustream.fleet import Use, View
 from gpustream.tally import Summary
 
 _CHROME = 10
@@ -26,32 +26,43 @@ _GIB = 1024.0**3
 
 @dataclasses.dataclass(frozen=True)
 class Frame:
-    """One moment of a run: ``delivered`` values and ``behind`` ticks (sampled, not yet taken) by sink."""
+    """One moment of a run: ``delivered`` values and ``behind`` ticks (sampled, not yet taken) by sink.
+
+    ``not_ready`` is what is waited for until the first tick is there, and what is wrong after that.
+    """
 
     elapsed_s: float
     title: str
     view: View
     delivered: dict[str, int]
     behind: dict[str, int]
-    starting: Sequence[str] = ()
+    not_ready: Sequence[str] = ()
+
+    @property
+    def trouble(self) -> str:
+        """What is not ready, in a line; empty where all is."""
+        if not self.not_ready:
+            return ""
+        return f"{'not ready' if self.view.ticks else 'starting'}: {'; '.join(self.not_ready)}"
 
 
 def screen(frame: Frame, height: int) -> RenderableType:
     """The frame as tables, in so many lines."""
     rows = max(2, height - _CHROME)
     idle = frame.view.idle[: rows // 2]
-    busiest = [pod for pod in frame.view.pods if pod not in idle][: rows - len(idle)]
+    busiest = [use for use in frame.view.uses if use not in idle][: rows - len(idle)]
+    noun = "pods" if not frame.view.uses or any(use.namespace for use in frame.view.uses) else "processes"
     count = len(frame.view.idle)
-    return Group(_headline(frame), _pods("busiest pods", busiest), _pods(f"pods that idle: {count}", idle))
+    return Group(
+        _headline(frame), _table(noun, f"busiest {noun}", busiest), _table(noun, f"{noun} that idle: {count}", idle)
+    )
 
 
 def line(frame: Frame) -> str:
     """The frame as one line."""
-    if frame.starting:
-        return f"{frame.elapsed_s:5.0f} s  starting: {'; '.join(frame.starting)}"
-    busiest = frame.view.pods[:1]
-    tail = [f"busiest {use.namespace}/{use.pod} at {use.utilization_ratio:.0%}" for use in busiest]
-    return f"{frame.elapsed_s:5.0f} s  " + ", ".join([*_facts(frame), *tail])
+    busiest = [f"busiest {use.who} at {use.utilization_ratio:.0%}" for use in frame.view.uses[:1]]
+    facts = [*_facts(frame), *busiest] if frame.view.ticks or not frame.trouble else []
+    return f"{frame.elapsed_s:5.0f} s  " + ", ".join([*facts, *([frame.trouble] if frame.trouble else [])])
 
 
 def summary_text(summary: Summary) -> str:
@@ -70,9 +81,8 @@ def summary_text(summary: Summary) -> str:
 
 def _headline(frame: Frame) -> RenderableType:
     head = Text.assemble((f"{frame.title}  ", "bold"), f"{frame.elapsed_s:.0f} s")
-    if frame.starting:
-        return Group(head, Text("starting: " + "; ".join(frame.starting), style="yellow"))
-    return Group(head, Text(", ".join(_facts(frame))))
+    facts = [Text(", ".join(_facts(frame)))] if frame.view.ticks or not frame.trouble else []
+    return Group(head, *facts, *([Text(frame.trouble, style="yellow")] if frame.trouble else []))
 
 
 def _facts(frame: Frame) -> list[str]:
@@ -92,15 +102,16 @@ def _delivered(frame: Frame, name: str) -> str:
     return f"{frame.delivered[name]:,} values{late}"
 
 
-def _pods(title: str, uses: Sequence[PodUse]) -> Table:
+def _table(noun: str, title: str, uses: Sequence[Use]) -> Table:
     table = Table(
         title=f"\n{title}", title_justify="left", title_style="bold", box=None, header_style="dim", expand=True
     )
-    for name, share in (("pod", 4), ("workload", 3)):
+    whose, what = ("pod", "workload") if noun == "pods" else ("process", "command")
+    for name, share in ((whose, 4), (what, 3)):
         table.add_column(name, no_wrap=True, overflow="ellipsis", ratio=share)
     for name in ("GPUs", "used", "memory"):
         table.add_column(name, justify="right", no_wrap=True, width=_NUMBER_WIDTH)
     for use in uses:
         memory = f"{use.memory_used_bytes / _GIB:.0f} GiB"
-        table.add_row(f"{use.namespace}/{use.pod}", use.workload, str(use.gpus), f"{use.utilization_ratio:.0%}", memory)
+        table.add_row(use.who, use.workload, str(use.gpus), f"{use.utilization_ratio:.0%}", memory)
     return table

@@ -50,6 +50,8 @@ NAME = Parsed("NAME", values.name, "default")
 URL = Parsed("URL", values.url, "http://127.0.0.1:9090/api/v1/write")
 LISTEN = Parsed("HOST:PORT|off", values.listen, "127.0.0.1:9401")
 HEADER = Parsed("'NAME: VALUE'", values.header, "X-Scope-OrgID: team-a", lines=True)
+SOCKET = Parsed("PATH|off", values.socket_path, "/var/lib/kubelet/pod-resources/kubelet.sock")
+PREFIXES = Parsed("PREFIX[,...]", values.prefixes, "nvidia.com/")
 START_FROM = Parsed("earliest|latest|DURATION", values.start_from, "1h")
 
 
@@ -117,11 +119,36 @@ NODE = option(
 
 INTERVAL = option("--interval", type=DURATION, default="1s", help="Time between two readings of a node.")
 
+BUFFER = option("--buffer", type=DURATION, default="15m", help="How long ticks are kept while Kafka is away.")
+
+reading_a_node = stack(
+    option(
+        "--pod-resources-socket",
+        type=SOCKET,
+        default="/var/lib/kubelet/pod-resources/kubelet.sock",
+        help="Where the kubelet tells which container has which GPU. Mount its folder, not the socket. off: there is "
+        "no kubelet on this machine.",
+    ),
+    option(
+        "--resource-prefixes",
+        type=PREFIXES,
+        default="nvidia.com/",
+        help="A resource whose name begins with one of these is a GPU's.",
+    ),
+    option(
+        "--procfs",
+        type=click.Path(exists=True, file_okay=False, path_type=Path),
+        default="/proc",
+        help="The host's procfs, where the pod of a GPU's process is found: /proc in a pod with hostPID, else where "
+        "the host's is mounted.",
+    ),
+)
+"""How a node is read, but for its name and how often."""
+
 _FILE = click.Path(dir_okay=False, path_type=Path)
 _READABLE = click.Path(exists=True, dir_okay=False, readable=True, path_type=Path)
 
 simulation = stack(
-    INTERVAL,
     option("--seed", type=int, default=1, help="What the fleet is made from: the same seed is the same fleet."),
     option("--pod-life", type=DURATION, default="5m", help="How long a pod lives, on average."),
     option("--truth", type=_FILE, help="Write who really held each GPU to this file, one JSON object a line."),

@@ -1,4 +1,6 @@
-"""``gpustream run``: a fleet, the stream and the sinks in one process, with a broker of its own where none is given.
+"""``gpustream run``: this machine's GPUs or a simulated fleet, the stream and the sinks in one process.
+
+It brings a broker of its own where none is given.
 
 In:       the options of ``run``.
 Out:      a live view on a terminal (lines elsewhere), and the summary on standard output.
@@ -40,13 +42,20 @@ _DROPPED = "gpustream_producer_ticks_dropped_total"
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """The options of ``run``, and whether a terminal watches it. ``kafka`` None: the embedded broker."""
+    """The options of ``run``, and whether a terminal watches it.
+
+    ``kafka`` None is the embedded broker, ``simulate`` None the GPUs of this machine.
+    """
 
     kafka: str | None
     cluster: str
+    node: str
     listen: Address | None
-    simulate: str
+    simulate: str | None
     interval: float
+    pod_resources_socket: Path | None
+    resource_prefixes: tuple[str, ...]
+    procfs: Path
     seed: int
     pod_life: float
     truth: Path | None
@@ -88,25 +97,25 @@ def _broker(kafka: str | None) -> Iterator[Broker]:
         yield Broker(embedded.address, embedded)
 
 
-class Simulated:
-    """The simulated fleet, telling what it sampled in the terms of the tally."""
+class Sampling:
+    """A producer of samples, telling what it sampled in the terms of the tally."""
 
-    def __init__(self, fleet: Any, cluster: str) -> None:
-        self._fleet = fleet
+    def __init__(self, producer: Any, cluster: str) -> None:
+        self._producer = producer
         self._cluster = cluster
-        self.name: str = fleet.name
-        self.registry = fleet.registry
-        self.run = fleet.run
-        self.not_ready = fleet.not_ready
+        self.name: str = producer.name
+        self.registry = producer.registry
+        self.run = producer.run
+        self.not_ready = producer.not_ready
 
     def sampled(self) -> list[Sampled]:
         """Every run of every node so far, and the last tick of each."""
-        return [Sampled(Run(self._cluster, node, run_id), seq) for node, run_id, seq in self._fleet.sampled()]
+        return [Sampled(Run(self._cluster, node, run_id), seq) for node, run_id, seq in self._producer.sampled()]
 
     @property
     def values(self) -> int:
         """Metric values in the sampled ticks."""
-        return int(self._fleet.sampled_values)
+        return int(self._producer.sampled_values)
 
     @property
     def dropped(self) -> int:
@@ -120,11 +129,11 @@ class OneProcess:
     def __init__(self, chosen: RunSettings, kafka: Broker) -> None:
         self._chosen = chosen
         self._kafka = kafka
-        self._fleet = Fleet()
+        self._fleet = Fleet(self._command_of)
         options = _options(chosen, kafka.address)
         self._tally = Tally(_key(name) for name in _enabled(chosen))
         sinks = {_key(name): self._sink(name, options) for name in _enabled(chosen)}
-        self._producer = Simulated(_make(PRODUCERS["simulated"], options), chosen.cluster)
+        self._producer = Sampling(_make(PRODUCERS["simulated" if chosen.simulate else "node"], options), chosen.cluster)
         tail = Tail(kafka.address, self._on_tick, self._tally.dead_lettered)
         stream = _make(STREAMS["attribution"], options)
         self._pipeline = Pipeline(self._producer, stream, sinks, tail, self._tally, self._look)
@@ -152,6 +161,20 @@ class OneProcess:
     def _sink(self, name: str, options: Mapping[str, Any]) -> Any:
         return _make(SINKS[name], options, on_outcome=self._tally.sinks[_key(name)].outcome)
 
+    @property
+    def _source(self) -> str:
+        simulated = self._chosen.simulate
+        return f"{simulated} GPUs simulated" if simulated else f"the GPUs of {self._chosen.node}"
+
+    def _command_of(self, node: str, pid: int) -> str:
+        """The command of a process of this machine, as procfs has it."""
+        if self._chosen.simulate or node != self._chosen.node:
+            return ""
+        try:
+            return (self._chosen.procfs / str(pid) / "comm").read_text(errors="replace").strip()
+        except OSError:
+            return ""
+
     def _delivered(self) -> dict[str, int]:
         """Metric values that each sink delivered, as it counts them itself."""
         return {
@@ -173,11 +196,11 @@ class OneProcess:
         sampled = self._producer.sampled()
         return Frame(
             elapsed_s=time.monotonic() - self._began_s,
-            title=f"gpustream, {self._chosen.simulate} GPUs simulated",
+            title=f"gpustream, {self._source}",
             view=self._fleet.view(time.monotonic()),
             delivered=self._delivered(),
             behind={name: self._tally.behind(name, sampled) for name in self._tally.sinks},
-            starting=not_ready,
+            not_ready=not_ready,
         )
 
 
@@ -192,7 +215,11 @@ def _key(sink: str) -> str:
 
 
 def _options(chosen: RunSettings, kafka: str) -> dict[str, Any]:
-    return {**vars(chosen), "kafka": kafka, "fleet": chosen.simulate, "url": chosen.remote_write}
+    """The options of every component. A machine that has no kubelet when the run begins is not said to lack one."""
+    socket = chosen.pod_resources_socket
+    kubelet = socket if socket is not None and socket.exists() else None
+    own = {"kafka": kafka, "fleet": chosen.simulate, "url": chosen.remote_write, "pod_resources_socket": kubelet}
+    return {**vars(chosen), **own}
 
 
 def _make(target: str, options: Mapping[str, Any], **hooks: Any) -> Any:

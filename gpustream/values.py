@@ -5,7 +5,9 @@ Out:      a float in seconds, an int in bytes, or one of the small tuples below.
 On failure: ``ValueError`` with a sentence that says what would have been right, and never repeats a secret.
 """
 
+import os
 import re
+from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -15,6 +17,10 @@ _BYTES = {"": 1, "B": 1, "KiB": 1024, "MiB": 1024**2, "GiB": 1024**3}
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,253}")
 _FLEET = re.compile(r"[1-9][0-9]{0,5}x[1-9][0-9]{0,2}")
 _HOST = re.compile(r"\[[0-9A-Fa-f:.%a-z]+\]|[A-Za-z0-9._-]+")
+_PREFIX = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9.-]*[A-Za-z0-9])?/[A-Za-z0-9._-]*")
+_LONGEST_SOCKET_PATH = 107
+"""Of a sockaddr_un's 108 bytes the last is a zero."""
+
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 
 
@@ -111,6 +117,25 @@ def start_from(text: str) -> str | float:
         return duration(text)
     except ValueError:
         raise ValueError(f"{text!r} is neither earliest, latest, nor a duration such as 1h") from None
+
+
+def socket_path(text: str) -> Path | None:
+    """The absolute path of a unix socket, or None for ``off``."""
+    if text.strip().lower() == "off":
+        return None
+    path = Path(text.strip())
+    if not path.is_absolute() or len(os.fsencode(path)) > _LONGEST_SOCKET_PATH:
+        raise ValueError(f"{text!r} is not a socket: write its absolute path (at most 107 bytes), or off")
+    return path
+
+
+def prefixes(text: str) -> tuple[str, ...]:
+    """Prefixes of resource names, separated by commas: ``nvidia.com/,k8s.amazonaws.com/vgpu``."""
+    parts = tuple(part.strip() for part in text.split(","))
+    for part in parts:
+        if not _PREFIX.fullmatch(part):
+            raise ValueError(f"{part!r} is not the beginning of a resource's name, such as nvidia.com/")
+    return parts
 
 
 def _is_port(text: str) -> bool:

@@ -4,6 +4,7 @@ import pytest
 
 from gpustream import components
 from gpustream.components import Component
+from sinks import SINKS
 from tests.gpustream.fakes import FakeComponent, FakeSettings
 
 
@@ -17,6 +18,13 @@ def test_an_option_that_was_not_given_leaves_the_default() -> None:
     options = {"kafka": "a:1", "cluster": "c", "grace": None, "instance_id": None}
 
     assert components.settings(FakeComponent, options) == FakeSettings("a:1", "c")
+
+
+def test_off_is_given_to_a_field_that_may_be_none() -> None:
+    scrape = components.load(SINKS["scrape"])
+
+    assert components.settings(scrape, {"kafka": "a:1", "scrape_listen": None, "group": None}).scrape_listen is None
+    assert components.settings(scrape, {"kafka": "a:1"}).scrape_listen == ("127.0.0.1", 9400)
 
 
 def test_a_component_says_what_is_wrong_with_its_settings() -> None:

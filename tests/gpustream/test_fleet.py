@@ -2,9 +2,9 @@
 
 import pytest
 
-from gpustream.fleet import Fleet, PodUse
+from gpustream.fleet import Fleet, Use
 from topics.attributed import AttributedDevice, AttributedSample, Holder, Parts, Workload
-from topics.samples import Mig
+from topics.samples import Mig, Process
 
 
 def _device(uuid: str, used: float | None, *pods: str, mig_of: str | None = None) -> AttributedDevice:
@@ -28,8 +28,8 @@ def test_a_pod_is_as_busy_as_its_gpus_are_on_average() -> None:
 
     view = fleet.view(0.0)
     assert (view.nodes, view.gpus, view.held) == (1, 3, 3)
-    assert view.pods[0] == PodUse("team", "llm", "Job/llm-job", 1, 0.9, 1024)
-    assert view.pods[1] == PodUse("team", "bert", "Job/bert-job", 2, 0.2, 2048)
+    assert view.uses[0] == Use("team", "llm", "Job/llm-job", 1, 0.9, 1024)
+    assert view.uses[1] == Use("team", "bert", "Job/bert-job", 2, 0.2, 2048)
 
 
 def test_pods_that_share_a_gpu_have_their_own_workloads_and_parts() -> None:
@@ -41,9 +41,9 @@ def test_pods_that_share_a_gpu_have_their_own_workloads_and_parts() -> None:
     fleet = Fleet()
     fleet.observe(_tick(AttributedDevice(uuid="a", metrics=metrics, holders=holders)), 0.0, 0)
 
-    assert fleet.view(0.0).pods == [
-        PodUse("team", "one", "Job/j", 1, 0.7, 700),
-        PodUse("team", "two", "Pod/two", 1, 0.2, 1024),
+    assert fleet.view(0.0).uses == [
+        Use("team", "one", "Job/j", 1, 0.7, 700),
+        Use("team", "two", "Pod/two", 1, 0.2, 1024),
     ]
 
 
@@ -51,8 +51,8 @@ def test_zero_is_zero_and_missing_is_missing() -> None:
     fleet = Fleet()
     fleet.observe(_tick(_device("a", 0.0, "zero"), _device("b", None, "missing")), 0.0, 0)
 
-    assert [pod.pod for pod in fleet.view(0.0).idle] == ["zero"]
-    assert [pod.pod for pod in fleet.view(0.0).pods] == ["zero"]
+    assert [use.name for use in fleet.view(0.0).idle] == ["zero"]
+    assert [use.name for use in fleet.view(0.0).uses] == ["zero"]
 
 
 def test_idle_pods_come_with_the_most_gpus_first_and_free_gpus_are_nobodys() -> None:
@@ -60,7 +60,7 @@ def test_idle_pods_come_with_the_most_gpus_first_and_free_gpus_are_nobodys() -> 
     devices = [_device("a", 0.01, "one"), _device("b", 0.0, "two"), _device("c", 0.02, "two"), _device("d", 0.0)]
     fleet.observe(_tick(*devices), 0.0, 0)
 
-    assert [pod.pod for pod in fleet.view(0.0).idle] == ["two", "one"]
+    assert [use.name for use in fleet.view(0.0).idle] == ["two", "one"]
     assert fleet.view(0.0).held == 3
 
 
@@ -71,17 +71,17 @@ def test_slices_of_one_gpu_are_one_gpu() -> None:
     )
 
     assert (fleet.view(0.0).gpus, fleet.view(0.0).held) == (1, 1)
-    assert fleet.view(0.0).pods[0].gpus == 1
+    assert fleet.view(0.0).uses[0].gpus == 1
 
 
 def test_use_is_smoothed_while_the_pod_stays_and_starts_anew_with_another() -> None:
     fleet = Fleet()
     fleet.observe(_tick(_device("a", 1.0, "old")), 0.0, 0)
     fleet.observe(_tick(_device("a", 0.0, "old")), 1.0, 0)
-    assert fleet.view(1.0).pods[0].utilization_ratio == pytest.approx(0.9)
+    assert fleet.view(1.0).uses[0].utilization_ratio == pytest.approx(0.9)
 
     fleet.observe(_tick(_device("a", 0.0, "new")), 2.0, 0)
-    assert fleet.view(2.0).pods[0].utilization_ratio == 0.0
+    assert fleet.view(2.0).uses[0].utilization_ratio == 0.0
 
 
 def test_rates_and_latency_are_of_the_last_seconds() -> None:
@@ -103,3 +103,36 @@ def test_a_silent_node_is_left_out() -> None:
 
     assert fleet.view(61.0).nodes == 1
     assert fleet.view(61.0).latency_s is None
+
+
+def test_a_device_that_no_pod_holds_is_its_processes() -> None:
+    processes = (Process(7, memory_used_bytes=512, sm_utilization_ratio=0.8), Process(8))
+    metrics: dict[str, int | float | None] = {"gpu_utilization_ratio": 0.9, "memory_used_bytes": 1024}
+    fleet = Fleet(lambda node, pid: f"{node}-python{pid}")
+    fleet.observe(_tick(AttributedDevice(uuid="a", metrics=metrics, processes=processes)), 0.0, 0)
+
+    view = fleet.view(0.0)
+    assert view.held == 1
+    assert view.uses == [Use("", "pid 8", "n-0-python8", 1, 0.9, 1024), Use("", "pid 7", "n-0-python7", 1, 0.8, 512)]
+
+
+def test_a_process_on_several_gpus_is_one_that_has_them() -> None:
+    processes = (Process(7, memory_used_bytes=512, sm_utilization_ratio=0.5),)
+    devices = [AttributedDevice(uuid=uuid, processes=processes) for uuid in ("a", "b")]
+    fleet = Fleet()
+    fleet.observe(_tick(*devices), 0.0, 0)
+
+    assert fleet.view(0.0).uses == [Use("", "pid 7", "", 2, 0.5, 1024)]
+
+
+def test_the_processes_of_a_pod_are_the_pods() -> None:
+    device = AttributedDevice(
+        uuid="a",
+        metrics={"gpu_utilization_ratio": 0.9},
+        holders=(Holder("team", "bert"),),
+        processes=(Process(7, sm_utilization_ratio=0.8),),
+    )
+    fleet = Fleet()
+    fleet.observe(_tick(device), 0.0, 0)
+
+    assert [use.who for use in fleet.view(0.0).uses] == ["team/bert"]

@@ -6,12 +6,12 @@ import pytest
 from rich.console import Console
 
 from gpustream import live
-from gpustream.fleet import PodUse, View
+from gpustream.fleet import Use, View
 from gpustream.live import Frame
 from gpustream.tally import Attributed, Summary
 
-BUSY = PodUse("ml-team", "bert-0", "Job/bert-finetune-v3", 2, 0.93, 64 * 1024**3)
-IDLE = PodUse("nlp", "notebook-7f", "Deployment/notebook", 1, 0.0, 1024**3)
+BUSY = Use("ml-team", "bert-0", "Job/bert-finetune-v3", 2, 0.93, 64 * 1024**3)
+IDLE = Use("nlp", "notebook-7f", "Deployment/notebook", 1, 0.0, 1024**3)
 VIEW = View(4, 32, 30, 120, 4.0, 890.0, 0.3, [BUSY, IDLE])
 FRAME = Frame(12.0, "4x8 simulated", VIEW, {"scrape": 9600}, {"scrape": 9})
 
@@ -50,8 +50,8 @@ def test_a_narrow_terminal_still_shows_both_tables() -> None:
 
 
 def test_a_tall_list_fits_a_short_screen() -> None:
-    pods = [BUSY._replace(pod=f"bert-{n}") for n in range(50)] + [IDLE._replace(pod=f"idle-{n}") for n in range(50)]
-    drawn = _drawn(dataclasses.replace(FRAME, view=VIEW._replace(pods=pods)))
+    pods = [BUSY._replace(name=f"bert-{n}") for n in range(50)] + [IDLE._replace(name=f"idle-{n}") for n in range(50)]
+    drawn = _drawn(dataclasses.replace(FRAME, view=VIEW._replace(uses=pods)))
 
     assert len(drawn.splitlines()) <= 24
     assert "bert-0" in drawn
@@ -67,6 +67,23 @@ def test_while_it_starts_it_says_what_it_waits_for() -> None:
 
     assert "starting: sink: no assignment yet" in _drawn(starting)
     assert live.line(starting) == "    1 s  starting: sink: no assignment yet"
+
+
+def test_what_goes_wrong_later_is_said_beside_the_facts() -> None:
+    wrong = dataclasses.replace(FRAME, not_ready=["node: GPU 3 is lost"])
+
+    assert "not ready: node: GPU 3 is lost" in _drawn(wrong)
+    assert "ml-team/bert-0" in _drawn(wrong)
+    assert live.line(wrong).endswith("busiest ml-team/bert-0 at 93%, not ready: node: GPU 3 is lost")
+
+
+def test_on_a_machine_without_pods_processes_are_shown() -> None:
+    process = Use("", "pid 4242", "python3", 1, 0.9, 1024**3)
+    drawn = _drawn(dataclasses.replace(FRAME, view=VIEW._replace(uses=[process])))
+
+    assert "busiest processes" in drawn
+    assert "pid 4242" in drawn
+    assert "python3" in drawn
 
 
 def test_a_line_says_the_same_in_one_line() -> None:

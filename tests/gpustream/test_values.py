@@ -1,6 +1,7 @@
 """What options take, and what they refuse."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -129,3 +130,24 @@ def _outcome(parse: Callable[[str], object], text: str) -> str:
     except ValueError:
         return "refused"
     return "parsed"
+
+
+def test_a_socket_is_an_absolute_path_or_off() -> None:
+    assert values.socket_path(" /run/kubelet.sock ") == Path("/run/kubelet.sock")
+    assert values.socket_path("OFF") is None
+
+
+@pytest.mark.parametrize("text", ["", "kubelet.sock", "./kubelet.sock", "unix:///run/kubelet.sock", "/" + 107 * "x"])
+def test_what_is_no_socket_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="absolute path"):
+        values.socket_path(text)
+
+
+def test_prefixes_are_separated_by_commas() -> None:
+    assert values.prefixes("nvidia.com/, k8s.amazonaws.com/vgpu") == ("nvidia.com/", "k8s.amazonaws.com/vgpu")
+
+
+@pytest.mark.parametrize("text", ["", "nvidia.com", "/", "nvidia.com/,", "nvidia .com/", "cpu"])
+def test_what_begins_no_extended_resource_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"nvidia\.com/"):
+        values.prefixes(text)
