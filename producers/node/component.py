@@ -1,0 +1,238 @@
+"""The node as a producer: at each tick its GPUs and its kubelet are read at the same time, and what they say is sent.
+
+In: NVML, the kubelet's pod-resources socket, procfs. Out: gpu.samples, gpu.allocations.
+State: the devices and containers last known, and the ticks that Kafka has not acknowledged.
+On failure: without a driver, a kubelet or a Kafka it runs, says so, and works when they come. A tick goes out at 80 %
+of the interval with whoever answered.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from producers import instruments as shared
+from producers.node import instruments as own
+from producers.node.cgroups import Places
+from producers.node.gpus import Gpus
+from producers.node.kubelet import Kubelet
+from producers.publisher import Buffer, NodePublisher
+from producers.sending import RecordSender
+from topics.instruments import Instruments
+from topics.sender import Sender
+
+log = logging.getLogger(__name__)
+
+KUBELET_SOCKET = "/var/lib/kubelet/pod-resources/kubelet.sock"
+"""Where a kubelet serves its pod resources."""
+
+SHORTEST_INTERVAL_S = 0.1
+ANSWER_WITHIN = 0.8
+"""The share of the interval that the GPUs and the kubelet have to answer in."""
+
+OPEN_WITHIN_S = 10.0
+"""The first tick waits this long for the driver, so that a restart does not look like a node without GPUs."""
+
+DRAIN_S = 4.0
+UNREADY_AFTER_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the node is told. ``pod_resources_socket`` None: no kubelet is asked. A resource that begins with one of
+    ``resource_prefixes`` is a GPU's. While Kafka is away ticks are kept for ``buffer_s``, and ``buffer_size`` bytes of
+    them."""
+
+    kafka: str
+    node: str
+    cluster: str = "default"
+    interval_s: float = 1.0
+    pod_resources_socket: Path | None = Path(KUBELET_SOCKET)
+    resource_prefixes: tuple[str, ...] = ("nvidia.com/",)
+    procfs: Path = Path("/proc")
+    buffer_s: float = 900.0
+    buffer_size: int = 16 * 1024 * 1024
+
+    def mistakes(self) -> list[str]:
+        """What is wrong with them; empty where nothing is."""
+        found = []
+        if not self.interval_s >= SHORTEST_INTERVAL_S:
+            found.append(f"--interval: {self.interval_s:g} s is less than a GPU can be read in; the least is 100ms")
+        if not (self.buffer_s > 0 and self.buffer_size > 0):
+            found.append("--buffer and --buffer-size: must be above 0")
+        if not all(self.resource_prefixes) or not self.resource_prefixes:
+            found.append("--resource-prefixes: an empty prefix would take every resource for a GPU")
+        return found
+
+
+class NodeSender(RecordSender, Protocol):
+    """What the node needs of :class:`topics.sender.Sender`."""
+
+    async def start(self) -> None:
+        """Connect, for as long as it takes."""
+
+    async def stop(self, timeout_s: float = 5.0) -> None:
+        """Let go."""
+
+
+class GpuReader(Protocol):
+    """What the node needs of :class:`producers.node.gpus.Gpus`."""
+
+    async def open(self, within_s: float) -> None:
+        """Begin with the driver; returns when that ended, or after ``within_s``."""
+
+    async def read(self, within_s: float) -> list[dict[str, Any]]:
+        """The devices of a tick."""
+
+    async def run(self) -> None:
+        """Look for GPUs that come, go or change."""
+
+    def not_ready(self) -> list[str]:
+        """What is wrong with them."""
+
+    def fatal(self) -> Exception | None:
+        """What only a new process can mend."""
+
+    def close(self) -> None:
+        """Let go, without waiting."""
+
+
+class ContainerReader(Protocol):
+    """What the node needs of :class:`producers.node.kubelet.Kubelet`."""
+
+    async def read(self, within_s: float) -> list[dict[str, Any]] | None:
+        """The containers in force."""
+
+    def not_ready(self) -> list[str]:
+        """What is wrong with the kubelet."""
+
+    async def close(self) -> None:
+        """Let go, without waiting."""
+
+
+class NodeProducer:
+    """The component ``produce node``. ``sender``, ``gpus`` and ``kubelet`` are for tests."""
+
+    name = "node"
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        sender: NodeSender | None = None,
+        gpus: GpuReader | None = None,
+        kubelet: ContainerReader | None = None,
+    ) -> None:
+        self._settings = settings
+        self._instruments = Instruments((*shared.INSTRUMENTS, *own.INSTRUMENTS))
+        self.registry = self._instruments.registry
+        self._sender = sender or Sender(settings.kafka, client_id=f"gpustream-{self.name}-{settings.node}")
+        self._connected = False
+        self._gpus = gpus or Gpus(self._instruments, Places(settings.procfs), interval_s=settings.interval_s)
+        self._kubelet = kubelet or Kubelet(
+            settings.pod_resources_socket, self._instruments, prefixes=settings.resource_prefixes
+        )
+        self._publisher = NodePublisher(
+            self._sender,
+            self._instruments,
+            cluster=settings.cluster,
+            node=settings.node,
+            run_id=_now_ms(),
+            buffer=Buffer(max_bytes=settings.buffer_size, max_age_s=settings.buffer_s),
+        )
+
+    def not_ready(self) -> list[str]:
+        """Why it is not ready; empty where it is."""
+        return [*self._gpus.not_ready(), *self._kubelet.not_ready(), *self._not_sent()]
+
+    def sampled(self) -> list[tuple[str, int, int]]:
+        """Every run so far: node, run_id, and the ``seq`` of its last tick, dropped ones included."""
+        return [(self._settings.node, run_id, seq) for run_id, seq in self._publisher.sampled().items() if seq]
+
+    @property
+    def sampled_values(self) -> int:
+        """The metric values in all ticks so far, those of dropped ones included."""
+        return self._publisher.sampled_values
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Read and send until ``stop``, then send what is left, for at most 4 s.
+
+        Raises what only a new process can mend.
+        """
+        try:
+            async with self._background():
+                await _first_of(stop, self._gpus.open(OPEN_WITHIN_S))
+                await self._tick(stop)
+                await self._drain()
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from failures
+        finally:
+            self._gpus.close()
+            await self._kubelet.close()
+            await self._sender.stop(0.5)
+        if (fatal := self._gpus.fatal()) is not None:
+            raise fatal
+
+    def _not_sent(self) -> list[str]:
+        if not self._connected:
+            return [f"no Kafka broker has answered at {self._settings.kafka} yet"]
+        waited_s = self._publisher.waited_s()
+        return [f"a tick has waited {waited_s:.0f} s for Kafka"] if waited_s > UNREADY_AFTER_S else []
+
+    @contextlib.asynccontextmanager
+    async def _background(self) -> AsyncIterator[None]:
+        """What runs beside the ticks; a failure in it ends them."""
+        async with asyncio.TaskGroup() as group:
+            running = [group.create_task(part()) for part in (self._publisher.run, self._connect, self._gpus.run)]
+            yield
+            for task in running:
+                task.cancel()
+
+    async def _connect(self) -> None:
+        await self._sender.start()
+        self._connected = True
+
+    async def _tick(self, stop: asyncio.Event) -> None:
+        """Read once an interval until the end; a tick that would begin a whole interval late is never read."""
+        interval_s, began_s, number = self._settings.interval_s, time.monotonic(), 0
+        while not stop.is_set() and self._gpus.fatal() is None:
+            await _first_of(stop, self._read())
+            passed_s = time.monotonic() - began_s
+            late = max(0, int(passed_s / interval_s) - number - 1)
+            if late:
+                self._instruments.counter(own.MISSED).inc(late)
+            number += 1 + late
+            await _first_of(stop, asyncio.sleep(number * interval_s - passed_s))
+
+    async def _read(self) -> None:
+        """One tick."""
+        ts_ms = _now_ms()
+        within_s = self._settings.interval_s * ANSWER_WITHIN
+        devices: Sequence[Mapping[str, Any]]
+        containers, devices = await asyncio.gather(self._kubelet.read(within_s), self._gpus.read(within_s))
+        self._publisher.publish(ts_ms, devices, containers)
+
+    async def _drain(self) -> None:
+        """Send what can be sent, and say what could not."""
+        if left := await self._publisher.drain(DRAIN_S):
+            log.warning("left unsent at the stop: %d ticks", left)
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000
+
+
+async def _first_of(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> None:
+    """Do the work, unless the stop comes before its end."""
+    doing, stopped = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait((doing, stopped), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in (doing, stopped):
+            task.cancel()
+    if doing.done() and not doing.cancelled():
+        doing.result()

@@ -1,0 +1,248 @@
+"""The node as it runs: what was read is what is sent, at its time, whatever hangs or is away."""
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import orjson
+import pytest
+
+from producers import PRODUCERS
+from producers import instruments as shared
+from producers.node import instruments as own
+from producers.node.component import NodeProducer, Settings
+from tests.producers.fakes import FakeSender, containers, devices
+from topics.decoding import decoder
+from topics.samples import Sample
+
+
+class FakeGpus:
+    """Answers what the test says, after ``takes_s``; ``done`` is called after each answer."""
+
+    def __init__(self, answer: list[dict[str, Any]] | None = None, *, opens_in_s: float = 0.0) -> None:
+        self.answer = devices() if answer is None else answer
+        self.takes_s = 0.0
+        self.reads = 0
+        self.asked_within_s: set[float] = set()
+        self.reasons: list[str] = []
+        self.error: Exception | None = None
+        self.closed = self.ran = False
+        self._opens_in_s = opens_in_s
+
+    async def open(self, within_s: float) -> None:
+        await asyncio.sleep(min(self._opens_in_s, within_s))
+
+    async def read(self, within_s: float) -> list[dict[str, Any]]:
+        self.reads += 1
+        self.asked_within_s.add(within_s)
+        await asyncio.sleep(self.takes_s)
+        return self.answer
+
+    async def run(self) -> None:
+        self.ran = True
+        await asyncio.Event().wait()
+
+    def not_ready(self) -> list[str]:
+        return self.reasons
+
+    def fatal(self) -> Exception | None:
+        return self.error
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class FakeKubelet:
+    """Answers what the test says."""
+
+    def __init__(self, answer: list[dict[str, Any]] | None) -> None:
+        self.answer = answer
+        self.reasons: list[str] = []
+        self.closed = False
+
+    async def read(self, within_s: float) -> list[dict[str, Any]] | None:
+        return self.answer
+
+    def not_ready(self) -> list[str]:
+        return self.reasons
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+class Bench:
+    """A node producer, and all that is around it."""
+
+    def __init__(self, *, prompt: bool = True, opens_in_s: float = 0.0, **changed: Any) -> None:
+        self.sender = FakeSender(prompt=prompt)
+        self.gpus, self.kubelet = FakeGpus(opens_in_s=opens_in_s), FakeKubelet(containers("bert-0"))
+        self.stop = asyncio.Event()
+        settings = Settings("127.0.0.1:1", "gpu-1", **{"interval_s": 0.1, **changed})
+        self.component = NodeProducer(settings, sender=self.sender, gpus=self.gpus, kubelet=self.kubelet)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Run it until the condition holds, and stop it."""
+        running = asyncio.create_task(self.component.run(self.stop))
+        async with asyncio.timeout(30):
+            while not condition() and not running.done():  # noqa: ASYNC110 - nobody tells when it holds
+                await asyncio.sleep(0.01)
+            self.stop.set()
+            await running
+
+    @property
+    def ticks(self) -> list[dict[str, Any]]:
+        """The samples that were sent."""
+        return self.sender.of("gpu.samples")
+
+    def value(self, name: str, **labels: str) -> float:
+        return self.component.registry.get_sample_value(name, labels) or 0.0
+
+
+async def test_each_tick_is_what_was_read_and_names_its_snapshot() -> None:
+    bench = Bench()
+    await bench.until(lambda: len(bench.ticks) >= 3)
+
+    assert [tick["seq"] for tick in bench.ticks] == list(range(1, len(bench.ticks) + 1))
+    assert {tick["allocations_seq"] for tick in bench.ticks} == {1}
+    assert {tick["run_id"] for tick in bench.ticks} == {bench.sender.of("gpu.allocations")[0]["run_id"]}
+    assert all(tick["devices"] == devices() for tick in bench.ticks)
+    assert bench.component.sampled() == [("gpu-1", bench.ticks[0]["run_id"], len(bench.ticks))]
+
+
+async def test_what_is_sent_is_a_record_of_the_contract() -> None:
+    bench = Bench()
+    await bench.until(lambda: len(bench.ticks) >= 1)
+
+    assert decoder(Sample)(orjson.dumps(bench.ticks[0])).node == "gpu-1"
+
+
+async def test_without_a_kubelet_no_snapshot_is_named() -> None:
+    bench = Bench()
+    bench.kubelet.answer = None
+    await bench.until(lambda: len(bench.ticks) >= 1)
+
+    assert bench.ticks[0].get("allocations_seq") is None
+    assert bench.sender.of("gpu.allocations") == []
+
+
+async def test_a_node_whose_gpus_are_gone_still_ticks() -> None:
+    bench = Bench()
+    bench.gpus.answer = []
+    await bench.until(lambda: len(bench.ticks) >= 2)
+
+    assert bench.ticks[0]["devices"] == []
+
+
+async def test_gpus_and_kubelet_have_four_fifths_of_the_interval() -> None:
+    bench = Bench()
+    await bench.until(lambda: bench.gpus.reads >= 1)
+
+    assert bench.gpus.asked_within_s == {pytest.approx(0.08)}
+
+
+async def test_the_first_tick_waits_for_the_driver() -> None:
+    bench = Bench(opens_in_s=0.3)
+    await bench.until(lambda: len(bench.ticks) >= 1)
+
+    assert bench.gpus.ran
+    assert bench.ticks[0]["devices"] == devices()
+
+
+async def test_a_stop_does_not_wait_for_a_driver_that_hangs() -> None:
+    bench = Bench(opens_in_s=3600.0)
+    asyncio.get_running_loop().call_later(0.1, bench.stop.set)
+    await bench.until(lambda: False)
+
+    assert bench.gpus.closed
+    assert bench.kubelet.closed
+    assert bench.ticks == []
+
+
+async def test_a_stop_does_not_wait_for_a_reading_that_hangs() -> None:
+    bench = Bench(interval_s=3600.0)
+    bench.gpus.takes_s = 3600.0
+    asyncio.get_running_loop().call_later(0.1, bench.stop.set)
+    await bench.until(lambda: False)
+
+    assert bench.sender.stopped
+
+
+async def test_a_tick_that_would_be_an_interval_late_is_never_read_and_counted() -> None:
+    bench = Bench()
+    bench.gpus.takes_s = 0.35
+    await bench.until(lambda: len(bench.ticks) >= 2)
+
+    assert bench.value(own.MISSED) >= 2
+    assert [tick["seq"] for tick in bench.ticks][:2] == [1, 2]
+
+
+async def test_what_kafka_has_not_taken_at_the_stop_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("producers.node.component.DRAIN_S", 0.1)
+    bench = Bench(prompt=False)
+    await bench.until(lambda: bench.gpus.reads >= 3)
+
+    made = bench.value(shared.MADE)
+    assert made >= 2
+    assert bench.value(shared.DROPPED, reason="stopped") == made
+    assert bench.sender.stopped
+
+
+async def test_what_only_a_new_process_can_mend_ends_it_after_the_drain() -> None:
+    class Mismatch(Exception):
+        exit_code = 70
+
+    bench = Bench()
+
+    def fails() -> bool:
+        if len(bench.ticks) >= 2:
+            bench.gpus.error = Mismatch("the library is older than the driver")
+        return False
+
+    with pytest.raises(Mismatch):
+        await bench.until(fails)
+    assert bench.value(shared.SENT) == bench.value(shared.MADE) >= 2
+
+
+async def test_everything_that_is_missing_is_told() -> None:
+    bench = Bench()
+    bench.gpus.reasons = ["no NVIDIA driver"]
+    bench.kubelet.reasons = ["no kubelet at /run/kubelet.sock"]
+
+    assert bench.component.not_ready() == [
+        "no NVIDIA driver",
+        "no kubelet at /run/kubelet.sock",
+        "no Kafka broker has answered at 127.0.0.1:1 yet",
+    ]
+    bench.gpus.reasons = bench.kubelet.reasons = []
+    await bench.until(lambda: len(bench.ticks) >= 1)
+    assert bench.component.not_ready() == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "word"),
+    [
+        ({"interval_s": 0.05}, "--interval"),
+        ({"interval_s": float("nan")}, "--interval"),
+        ({"buffer_s": 0.0}, "--buffer"),
+        ({"buffer_size": 0}, "--buffer-size"),
+        ({"resource_prefixes": ("",)}, "--resource-prefixes"),
+    ],
+)
+def test_settings_that_can_not_be_are_mistakes(changed: dict[str, Any], word: str) -> None:
+    (mistake,) = Settings("127.0.0.1:1", "gpu-1", **changed).mistakes()
+
+    assert word in mistake
+
+
+def test_it_is_registered_and_loads_nothing_heavy() -> None:
+    assert PRODUCERS["node"] == f"{NodeProducer.__module__}:{NodeProducer.__qualname__}"
+    code = (
+        "import sys, gpustream.cli, gpustream.serve, gpustream.logs, producers.node.component\n"
+        "print({name.partition('.')[0] for name in sys.modules})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    heavy = {"faust", "mode", "kubernetes_asyncio", "confluent_kafka", "aiohttp", "rich", "cramjam", "streams", "sinks"}
+
+    assert {name for name in heavy if f"'{name}'" in done.stdout} <= {"streams", "sinks"}
