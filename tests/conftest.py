@@ -1,0 +1,26 @@
+"""What tests of more than one folder use."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.nvml.scripted import NoCompiler, ScriptedNvml, library
+
+
+@pytest.fixture
+def nvml_directory(tmp_path: Path) -> Path:
+    """A folder for a scripted NVML; skips, loudly, without a C compiler, and fails with GPUSTREAM_REQUIRE_REAL=1."""
+    try:
+        library()
+    except NoCompiler as missing:
+        if os.environ.get("GPUSTREAM_REQUIRE_REAL") == "1":
+            pytest.fail(f"GPUSTREAM_REQUIRE_REAL=1, but {missing}")
+        pytest.skip(f"C COMPILER MISSING: {missing}")
+    return tmp_path / "nvml"
+
+
+@pytest.fixture
+def nvml(nvml_directory: Path) -> ScriptedNvml:
+    """A scripted NVML of 8 GPUs that keeps a log, for this process (``nvml.load()``) or a child's environment."""
+    return ScriptedNvml(nvml_directory, log=True)
