@@ -19,7 +19,7 @@ from sinks.blocks import Layouts
 from sinks.dead_letters import DeadLetters, Record
 from sinks.labels import LabelSet, Seen, labels, seen
 from sinks.outcomes import Outcome, Outcomes
-from sinks.scrape.text import Device, Lines, lines
+from sinks.scrape.families import Device, lines
 from topics.attributed import TOPIC, AttributedDevice, AttributedSample
 from topics.decoding import decoder
 from topics.instruments import Instruments
@@ -130,8 +130,7 @@ class LatestOfPartition:
         rows, values = self._layouts.measure(device.metrics)
         if before is not None and before[0] == now and before[1].lines.rows is rows:
             return now, Device(before[1].lines, values)
-        made: Lines = lines(labels(self._shared.label_set, now), rows)
-        return now, Device(made, values)
+        return now, Device(lines(labels(self._shared.label_set, now), rows), values)
 
     def _finish(self, sample: AttributedSample | None, outcome: Outcome) -> None:
         self._shared.outcomes.finish(outcome)

@@ -12,15 +12,15 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Literal
 
-from aiohttp import web
-
 from sinks import outcomes
 from sinks.consumer import GroupReader, reading
 from sinks.dead_letters import DeadLetters, connecting
 from sinks.labels import LABEL_SETS, LabelSet, default_labels
 from sinks.outcomes import Outcomes
+from sinks.scrape.families import Device
 from sinks.scrape.latest import VALUES, LatestOfPartition, OnOutcome, Shared
-from sinks.scrape.text import CONTENT_TYPE, expose
+from sinks.scrape.rendering import Renderings
+from sinks.scrape.server import serving
 from topics.attributed import TOPIC
 from topics.instruments import Instrument, Instruments
 from topics.metric import PROFILES, Profile
@@ -33,12 +33,6 @@ INSTRUMENTS: tuple[Instrument, ...] = (
     Instrument(VALUES, "counter", "Values of metrics that were shown, without derived series."),
     Instrument("gpustream_scrape_requests_total", "counter", "Requests for /metrics."),
 )
-
-
-class ListenError(Exception):
-    """The address to serve on can't be had; the message says why."""
-
-    exit_code = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,10 +90,10 @@ class ScrapeSink:
         """Why not everything is shown; empty when it is."""
         return self._reader.not_ready() if self._reader is not None else ["not started"]
 
-    def metrics(self) -> str:
-        """What a scrape gets now."""
+    def devices(self) -> list[Device]:
+        """What a scrape shows now."""
         partitions = sorted(self._partitions, key=lambda one: one.partition)
-        return expose(device for partition in partitions for device in partition.devices())
+        return [device for partition in partitions for device in partition.devices()]
 
     def _assemble(self, sender: Sender) -> GroupReader:
         settings = self.settings
@@ -126,25 +120,7 @@ class ScrapeSink:
         if self.settings.scrape_listen is None:
             yield
             return
-        application = web.Application()
-        application.router.add_get("/metrics", self._answer)
-        runner = web.AppRunner(application, handle_signals=False, access_log=None, shutdown_timeout=1.0)
-        await runner.setup()
-        try:
-            await self._listen(runner, *self.settings.scrape_listen)
+        renderings = Renderings(self.settings.names, self.devices)
+        scrapes = self._instruments.counter("gpustream_scrape_requests_total")
+        async with serving(renderings, self.settings.scrape_listen, scrapes.inc) as self.address:
             yield
-        finally:
-            await runner.cleanup()
-
-    async def _listen(self, runner: web.AppRunner, host: str, port: int) -> None:
-        try:
-            await web.TCPSite(runner, host, port).start()
-        except OSError as error:
-            raise ListenError(f"can't serve metrics on {host}:{port}: {error.strerror or error}") from error
-        self.address = (host, runner.addresses[0][1])
-
-    async def _answer(self, _: web.Request) -> web.Response:
-        self._instruments.counter("gpustream_scrape_requests_total").inc()
-        response = web.Response(body=self.metrics().encode(), headers={"Content-Type": CONTENT_TYPE})
-        response.enable_compression()
-        return response

@@ -10,9 +10,10 @@ import pytest
 
 from sinks.dead_letters import DeadLetters, Record
 from sinks.outcomes import Outcome, Outcomes
+from sinks.scrape.families import Families, abouts
+from sinks.scrape.formats import TEXT
 from sinks.scrape.latest import VALUES, LatestOfPartition, Shared
 from sinks.scrape.sink import COMPONENT, INSTRUMENTS
-from sinks.scrape.text import expose
 from topics.attributed import AttributedDevice, AttributedSample, Holder
 from topics.instruments import Instruments
 
@@ -71,7 +72,7 @@ class Bench:
 
     def shown(self) -> str:
         """What a scrape gets."""
-        return expose(self.handler.devices())
+        return TEXT.encode(Families(abouts("otel"), self.handler.devices())).decode()
 
     def counted(self, name: str) -> float:
         """A counter's value."""
@@ -106,7 +107,7 @@ async def test_the_last_tick_of_every_node_is_shown() -> None:
     await bench.deliver(_tick(2, _device("a", 0.2, "bert-0")))
 
     assert 'gpu_uuid="a"' in bench.shown()
-    assert 'k8s_pod_name="bert-0",service_name="gpustream",gpu_task_type="compute"} 0.2\n' in bench.shown()
+    assert 'k8s_pod_name="bert-0",service_name="gpustream"} 0.2\n' in bench.shown()
     assert 'k8s_node_name="n-1"' in bench.shown()
     assert " 0.1\n" not in bench.shown()
 

@@ -6,7 +6,8 @@ import socket
 import aiohttp
 import pytest
 
-from sinks.scrape.sink import ListenError, ScrapeSettings, ScrapeSink
+from sinks.scrape.server import ListenError
+from sinks.scrape.sink import ScrapeSettings, ScrapeSink
 
 NOWHERE = "127.0.0.1:1"
 

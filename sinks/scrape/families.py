@@ -1,0 +1,114 @@
+"""Devices as the client library's metric families. Pure.
+
+In:       devices, each with its labels, its series and their values.
+Out:      ``Metric`` families in the order of their names, without timestamps (a scraper adds its own), for any of the
+          library's expositions.
+Source:   OpenMetrics 1.0 for the types: a counter's sample ends in ``_total`` and its family does not, so that a
+          counter that a profile calls otherwise has no type (``unknown``, in the text format ``untyped``).
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from prometheus_client import Metric
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
+
+from sinks.blocks import Kind, Rows
+from sinks.labels import Labels
+from topics.catalogue import CATALOGUE, DERIVED, series
+from topics.metric import Profile
+
+_TOTAL = "_total"
+
+
+class About(NamedTuple):
+    """What a family says of itself: its name, its type and its help."""
+
+    name: str
+    type: str
+    help: str
+
+
+class Lines(NamedTuple):
+    """The series of one device under one label set, with all labels of each. Made once, used often, never changed."""
+
+    labels: Labels
+    rows: Rows
+    pairs: tuple[dict[str, str], ...]
+
+
+class Device(NamedTuple):
+    """A device at one time: a value for each of its rows."""
+
+    lines: Lines
+    values: Sequence[float]
+
+
+def lines(labels: Labels, rows: Rows) -> Lines:
+    """The series of a device but for their values; those with the same labels share them."""
+    pairs = {row.labels: dict(sorted((*labels, *row.labels))) for row in rows}
+    return Lines(labels, rows, tuple(pairs[row.labels] for row in rows))
+
+
+def abouts(names: Profile) -> dict[str, About]:
+    """The family of each series name of a profile. One that several keys share says what each of them is."""
+    found: dict[str, tuple[Kind, dict[str, None]]] = {}
+    for name, kind, text in _named(names):
+        found.setdefault(name, (kind, {}))[1][text] = None
+    return {name: _about(name, kind, " ".join(texts)) for name, (kind, texts) in found.items()}
+
+
+def _named(names: Profile) -> Iterator[tuple[str, Kind, str]]:
+    for key, many in series(names).items():
+        metric = CATALOGUE[key]
+        for one in many:
+            yield one.name, metric.kind if one.bits is None else "gauge", metric.help
+    for ratio in DERIVED[names]:
+        yield ratio.name, "gauge", ratio.help
+
+
+def _about(name: str, kind: Kind, text: str) -> About:
+    if kind == "gauge":
+        return About(name, "gauge", text)
+    if name.endswith(_TOTAL):
+        return About(name.removesuffix(_TOTAL), "counter", text)
+    return About(name, "unknown", text)
+
+
+class Families(Collector):
+    """What a scrape shows: devices as they were when this was made. ``given_up`` ends a rendering between families."""
+
+    def __init__(
+        self, known: Mapping[str, About], devices: Iterable[Device], given_up: Callable[[], bool] = lambda: False
+    ) -> None:
+        self._known = known
+        self._devices = tuple(devices)
+        self._given_up = given_up
+
+    def collect(self) -> Iterator[Metric]:
+        """Every family that has a series, once."""
+        samples = self._samples()
+        for name in sorted(samples):
+            if self._given_up():
+                raise GivenUp
+            about = self._known[name]
+            metric = Metric(about.name, about.help, about.type)
+            metric.samples = samples.pop(name)
+            yield metric
+
+    def _samples(self) -> dict[str, list[Sample]]:
+        """The samples by name. Of devices with the same labels the first is shown: a series has one value."""
+        samples: dict[str, list[Sample]] = {}
+        shown: set[Labels] = set()
+        for (labels, rows, pairs), values in self._devices:
+            if labels in shown:
+                continue
+            shown.add(labels)
+            for row, pair, value in zip(rows, pairs, values, strict=True):
+                samples.setdefault(row.name, []).append(Sample(row.name, pair, value))
+        return samples
+
+
+class GivenUp(Exception):
+    """Nobody waits for the rendering any more."""

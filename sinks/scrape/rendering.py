@@ -1,0 +1,63 @@
+"""What a scrape gets, rendered beside the event loop.
+
+In:       the devices to show, taken on the loop when a rendering begins: tuples that nobody changes.
+Out:      bytes, compressed or not.
+State:    what is being rendered: one thing at a time, on one thread; scrapes that ask for the same meanwhile share it.
+On failure: a rendering's error is that of every scrape that waits for it; the next scrape begins anew.
+"""
+
+import asyncio
+import gzip
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+from sinks.scrape.families import Device, Families, GivenUp, abouts
+from sinks.scrape.formats import Format
+from topics.metric import Profile
+
+_LEVEL = 6
+"""Of gzip: a fleet's text is so repetitive that the best ratio costs a tenth of the rendering."""
+
+
+class Renderings:
+    """Renders what ``devices`` gives, in a naming profile."""
+
+    def __init__(self, names: Profile, devices: Callable[[], Iterable[Device]]) -> None:
+        self._known = abouts(names)
+        self._devices = devices
+        self._thread = ThreadPoolExecutor(1, "scrape")
+        self._under_way: dict[tuple[Format, bool], asyncio.Future[bytes]] = {}
+        self._closed = False
+
+    async def text(self, format_: Format) -> bytes:
+        """The exposition now, or as it was when the rendering of it that is under way began."""
+        return await self._share((format_, False), lambda: self._begin(format_))
+
+    async def compressed(self, format_: Format) -> bytes:
+        """The same, compressed by gzip."""
+        text = await self.text(format_)
+        return await self._share((format_, True), lambda: lambda: gzip.compress(text, _LEVEL))
+
+    def close(self) -> None:
+        """Give up what is under way, and what waits for it."""
+        self._closed = True
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _begin(self, format_: Format) -> Callable[[], bytes]:
+        families = Families(self._known, self._devices(), lambda: self._closed)
+        return lambda: format_.encode(families)
+
+    async def _share(self, key: tuple[Format, bool], begin: Callable[[], Callable[[], bytes]]) -> bytes:
+        """The result of what is under way under that key, else of what ``begin`` gives to do."""
+        if self._closed:
+            raise GivenUp
+        if key not in self._under_way:
+            doing = asyncio.get_running_loop().run_in_executor(self._thread, begin())
+            self._under_way[key] = doing
+            doing.add_done_callback(lambda done: self._end(key, done))
+        return await asyncio.shield(self._under_way[key])
+
+    def _end(self, key: tuple[Format, bool], done: "asyncio.Future[bytes]") -> None:
+        del self._under_way[key]
+        if not done.cancelled():
+            done.exception()  # whoever waited has it; nobody may have

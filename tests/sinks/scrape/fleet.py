@@ -1,0 +1,72 @@
+"""Devices to show, in any names and labels."""
+
+from collections.abc import Iterable, Mapping
+
+import msgspec
+from prometheus_client import Metric
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_families
+from prometheus_client.parser import text_string_to_metric_families as text_families
+from prometheus_client.samples import Sample
+
+from sinks.blocks import Layouts
+from sinks.labels import LabelSet, labels, seen
+from sinks.scrape.families import Device, Families, abouts, lines
+from sinks.scrape.formats import OPENMETRICS, TEXT, TEXT_1, Format
+from topics.attributed import AttributedSample
+from topics.catalogue import CATALOGUE
+from topics.metric import Profile
+
+EVERY_KEY = {key: float(number) for number, key in enumerate(CATALOGUE, 1)}
+"""A value for each key of the catalogue."""
+
+BERT = {
+    "namespace": "ml-team",
+    "pod": "bert-0",
+    "container": "pytorch",
+    "job": "bert",
+    "workload": {"kind": "Job", "name": "bert"},
+}
+
+
+def shown(tick: AttributedSample, names: Profile, label_set: LabelSet) -> list[Device]:
+    """A tick's devices as they are shown."""
+    layouts = Layouts(names)
+    measured = [(seen(tick.cluster, tick.node, device), layouts.measure(device.metrics)) for device in tick.devices]
+    return [Device(lines(labels(label_set, one), rows), values) for one, (rows, values) in measured]
+
+
+def node(*devices: Mapping[str, object], name: str = "gpu-node-1") -> AttributedSample:
+    """A node's tick with these devices."""
+    header = {"schema": 1, "cluster": "prod", "node": name, "run_id": 1, "seq": 1, "ts_ms": 1_795_219_152_000}
+    content = {**header, "offset": 0, "attribution": "exact", "devices": devices}
+    return msgspec.convert(content, AttributedSample)
+
+
+def full_node() -> AttributedSample:
+    """A node with every key: a GPU that one pod holds, one that two hold, one that none does, and a MIG device."""
+    common = {"model": "NVIDIA H100 80GB HBM3", "pci_bus_id": "00000000:0A:00.0", "metrics": EVERY_KEY}
+    mig = {"uuid": "MIG-c", "parent_uuid": "GPU-d", "gpu_instance": 7, "compute_instance": 0, "profile": "1g.10gb"}
+    return node(
+        {**common, "uuid": "GPU-a", "index": 0, "minor": 0, "holders": [BERT]},
+        {**common, "uuid": "GPU-b", "index": 1, "minor": 1, "holders": [BERT, {"namespace": "x", "pod": "y"}]},
+        {**common, "uuid": "GPU-d", "index": 2, "minor": 2},
+        {**common, "uuid": "MIG-c", "index": 2, "minor": 2, "mig": mig, "holders": [BERT]},
+    )
+
+
+def exposed(devices: Iterable[Device], names: Profile = "otel", format_: Format = TEXT) -> str:
+    """What a scraper gets."""
+    return format_.encode(Families(abouts(names), devices)).decode()
+
+
+def parsed(text: str, format_: Format = TEXT) -> list[Metric]:
+    """The families of an exposition, as the client library's own parser reads them."""
+    return list((openmetrics_families if format_ is OPENMETRICS else text_families)(text))
+
+
+def samples(text: str, format_: Format = TEXT) -> list[Sample]:
+    """Its samples."""
+    return [sample for family in parsed(text, format_) for sample in family.samples]
+
+
+FORMATS = {"text": TEXT, "text-1": TEXT_1, "openmetrics": OPENMETRICS}

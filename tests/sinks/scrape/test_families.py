@@ -1,0 +1,194 @@
+"""What a scraper reads, in each of the formats, read back by the official parser."""
+
+import re
+from collections import Counter
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sinks.labels import LABEL_SETS, LabelSet
+from sinks.scrape.families import Device, Families, GivenUp, abouts, lines
+from sinks.scrape.formats import OPENMETRICS, TEXT, Format
+from tests.sinks.scrape.fleet import FORMATS, exposed, full_node, node, samples, shown
+from topics.catalogue import CATALOGUE, DERIVED, series
+from topics.metric import PROFILES, Profile
+
+GPU = {"uuid": "GPU-a", "metrics": {"gpu_utilization_ratio": 0.5}}
+NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*\Z")
+
+every_format = pytest.mark.parametrize("format_", FORMATS.values(), ids=FORMATS)
+every_profile = pytest.mark.parametrize("names", PROFILES)
+every_naming = pytest.mark.parametrize(("names", "label_set"), list(product(PROFILES, LABEL_SETS)))
+
+
+def test_devices_become_families_in_the_order_of_their_names_without_timestamps() -> None:
+    metrics = {"temperature_celsius": 33, "fan_speed_ratio": 0.5}
+    tick = node({"uuid": "GPU-b", "metrics": metrics}, {"uuid": "GPU-a", "metrics": {"temperature_celsius": 0}})
+
+    assert exposed(shown(tick, "dcgm", "pod-devices"), "dcgm") == (
+        "# HELP DCGM_FI_DEV_GPU_TEMP Temperature of the GPU.\n"
+        "# TYPE DCGM_FI_DEV_GPU_TEMP gauge\n"
+        'DCGM_FI_DEV_GPU_TEMP{uuid="GPU-b"} 33.0\n'
+        'DCGM_FI_DEV_GPU_TEMP{uuid="GPU-a"} 0.0\n'
+    )
+    assert exposed(shown(tick, "otel", "pod-devices"), format_=OPENMETRICS) == (
+        "# HELP gpu_fan_speed Speed that the fan is set to, of its maximum; may exceed 1.\n"
+        "# TYPE gpu_fan_speed gauge\n"
+        'gpu_fan_speed{uuid="GPU-b"} 0.5\n'
+        "# HELP gpu_temperature Temperature of the GPU. Temperature of the device memory.\n"
+        "# TYPE gpu_temperature gauge\n"
+        'gpu_temperature{gpu_temperature_sensor="edge",uuid="GPU-b"} 33.0\n'
+        'gpu_temperature{gpu_temperature_sensor="edge",uuid="GPU-a"} 0.0\n'
+        "# EOF\n"
+    )
+
+
+COUNTERS = [(names, key, one.name) for names in PROFILES for key, many in series(names).items() for one in many[:1]]
+COUNTERS = [(names, key, name) for names, key, name in COUNTERS if CATALOGUE[key].kind == "counter"]
+
+
+@pytest.mark.parametrize(("names", "key", "name"), COUNTERS)
+def test_a_counter_is_one_where_its_name_says_so_and_else_of_no_type(names: Profile, key: str, name: str) -> None:
+    devices = shown(node({"uuid": "GPU-a", "metrics": {key: 12}}), names, "pod-devices")
+    text, openmetrics = exposed(devices, names), exposed(devices, names, OPENMETRICS)
+
+    if name.endswith("_total"):
+        assert f"# TYPE {name} counter\n" in text
+        assert f"# TYPE {name.removesuffix('_total')} counter\n" in openmetrics
+    else:
+        assert f"# TYPE {name} untyped\n" in text
+        assert f"# TYPE {name} unknown\n" in openmetrics
+    assert [one.name for one in samples(text)] == [one.name for one in samples(openmetrics, OPENMETRICS)] == [name]
+
+
+def test_there_are_counters_of_both_kinds() -> None:
+    assert Counter(name.endswith("_total") for _, _, name in COUNTERS)[True] == 2
+
+
+@every_format
+@every_naming
+def test_every_series_is_there_once_with_each_label_once_and_none_empty(
+    names: Profile, label_set: LabelSet, format_: Format
+) -> None:
+    tick = full_node()
+    text = exposed(shown(tick, names, label_set), names, format_)
+    found = samples(text, format_)
+    rows = sum(map(len, series(names).values())) + len(DERIVED[names])
+
+    assert len(found) == rows * len(tick.devices)
+    assert len({(one.name, *sorted(one.labels.items())) for one in found}) == len(found)
+    assert all(one.labels and all(one.labels.values()) for one in found)
+    assert all(one.timestamp is None for one in found)
+    pairs = [re.findall(r'([^{,"]+)="[^"]*"', line) for line in text.splitlines() if not line.startswith("#")]
+    assert all(len(set(line)) == len(line) > 1 for line in pairs)
+
+
+@every_format
+@every_naming
+def test_every_name_is_valid_and_every_family_is_told_of_once(
+    names: Profile, label_set: LabelSet, format_: Format
+) -> None:
+    text = exposed(shown(full_node(), names, label_set), names, format_)
+    about = Counter(tuple(line.split(" ", 3)[1:3]) for line in text.splitlines() if line.startswith("# "))
+
+    assert set(about.values()) == {1}
+    assert all(NAME.match(name) for one in samples(text, format_) for name in (one.name, *one.labels))
+
+
+@every_naming
+def test_all_formats_say_the_same(names: Profile, label_set: LabelSet) -> None:
+    devices = shown(full_node(), names, label_set)
+    first, *others = [samples(exposed(devices, names, one), one) for one in FORMATS.values()]
+
+    assert others == [first, first]
+
+
+@every_profile
+def test_families_never_clash_in_openmetrics(names: Profile) -> None:
+    suffixes = ("_total", "_created", "_info", "_bucket", "_count", "_sum", "_gcount", "_gsum")
+    families = {about.name: about for about in abouts(names).values()}
+
+    assert len(families) == len(abouts(names))
+    assert not {f"{name}{suffix}" for name in families for suffix in suffixes} & families.keys()
+
+
+@every_profile
+def test_all_series_of_a_name_are_of_one_kind(names: Profile) -> None:
+    kinds = {
+        (one.name, CATALOGUE[key].kind if one.bits is None else "") for key, m in series(names).items() for one in m
+    }
+    kinds -= {("gpu_throttle_reason", "")}  # bits of a gauge
+
+    assert len(kinds) == len({name for name, _ in kinds})
+
+
+def test_a_device_that_several_pods_hold_carries_no_holder_labels() -> None:
+    text = exposed(shown(full_node(), "dcgm", "dcgm"), "dcgm")
+    held = {one.labels["UUID"]: one.labels.get("pod") for one in samples(text) if "GPU_I_ID" not in one.labels}
+
+    assert held == {"GPU-a": "bert-0", "GPU-b": None, "GPU-d": None}
+
+
+@every_format
+def test_of_two_devices_with_the_same_labels_the_first_is_shown(format_: Format) -> None:
+    tick = node(GPU, {**GPU, "metrics": {"gpu_utilization_ratio": 0.7, "fan_speed_ratio": 0.1}})
+
+    assert [one.value for one in samples(exposed(shown(tick, "otel", "otel"), format_=format_), format_)] == [0.5]
+
+
+def test_nothing_is_a_valid_exposition() -> None:
+    assert exposed([]) == ""
+    assert exposed([], format_=OPENMETRICS) == "# EOF\n"
+
+
+ODD = ['"', "\\", "\n", '\\"', "\\n", "\\\\n", "a\nb", "\r", "\r\n", "\t", "{}", '"} 1\nup 1', "# EOF", "ü", "😀", " "]
+
+
+@every_format
+@pytest.mark.parametrize("odd", [*ODD, "\u2028", "\x85", "\x0b", "\x00", "\x7f"])
+def test_what_a_tenant_calls_a_pod_is_read_back_as_it_was(odd: str, format_: Format) -> None:
+    tick = node({**GPU, "model": odd, "holders": [{"namespace": odd, "pod": odd}]}, {**GPU, "uuid": "GPU-b"})
+    one, other = samples(exposed(shown(tick, "otel", "dcgm"), format_=format_), format_)
+
+    assert (one.labels["modelName"], one.labels["namespace"], one.labels["pod"]) == (odd, odd, odd)
+    assert other.labels["UUID"] == "GPU-b"
+
+
+@every_format
+@pytest.mark.parametrize("broken", ["\ud800", "a\udfffb", "b\udce4"])
+def test_half_a_character_costs_only_itself(broken: str, format_: Format) -> None:
+    tick = node({**GPU, "holders": [{"namespace": "n", "pod": f"p{broken}"}]})
+    (one,) = samples(exposed(shown(tick, "otel", "pod-devices"), format_=format_), format_)
+
+    assert one.labels["pod_name"].startswith("p")
+    assert "?" in one.labels["pod_name"]
+
+
+@given(st.text(), st.text(min_size=1), st.floats(allow_nan=False, allow_infinity=False))
+def test_any_label_and_any_value_are_read_back_as_they_were(model: str, pod: str, value: float) -> None:
+    (device,) = shown(node(GPU), "otel", "otel")
+    labels = (("gpu_model", model), ("k8s_pod_name", pod))
+    for format_ in FORMATS.values():
+        (one,) = samples(exposed([Device(lines(labels, device.lines.rows), [value])], format_=format_), format_)
+        assert one.labels == {**dict(labels), "gpu_task_type": "compute"}
+        assert one.value == value
+
+
+def test_series_with_the_same_labels_share_them() -> None:
+    (device, *_) = shown(full_node(), "dcgm", "dcgm")
+
+    assert len({id(pair) for pair in device.lines.pairs}) == 1
+
+
+def test_a_rendering_that_nobody_waits_for_is_given_up() -> None:
+    asked: list[bool] = []
+
+    def given_up() -> bool:
+        asked.append(True)
+        return len(asked) > 2
+
+    with pytest.raises(GivenUp):
+        TEXT.encode(Families(abouts("otel"), shown(full_node(), "otel", "otel"), given_up))
+    assert len(asked) == 3

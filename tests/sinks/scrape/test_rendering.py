@@ -1,0 +1,140 @@
+"""What is rendered beside the event loop, for whom, and how often."""
+
+import asyncio
+import gzip
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import pytest
+from prometheus_client.registry import Collector
+
+from sinks.scrape.families import Device, GivenUp
+from sinks.scrape.formats import OPENMETRICS, TEXT, Format
+from sinks.scrape.rendering import Renderings
+from tests.sinks.scrape.fleet import exposed, full_node, node, shown
+
+DEVICES = shown(full_node(), "otel", "otel")
+
+
+@dataclass
+class Held:
+    """A format whose rendering waits to be let go, and that remembers what it rendered, where and how often at once."""
+
+    go: threading.Event = field(default_factory=threading.Event)
+    began: threading.Event = field(default_factory=threading.Event)
+    threads: list[int] = field(default_factory=list)
+    at_once: int = 0
+    most_at_once: int = 0
+
+    def format(self, content_type: str = "held") -> Format:
+        """Such a format."""
+        return Format(self.encode, content_type)
+
+    def encode(self, families: Collector) -> bytes:
+        """Renders as text."""
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
+        self.threads.append(threading.get_ident())
+        self.began.set()
+        assert self.go.wait(30)
+        text = TEXT.encode(families)
+        self.at_once -= 1
+        return text
+
+    async def under_way(self) -> None:
+        """Until a rendering has begun."""
+        await asyncio.to_thread(self.began.wait, 30)
+
+
+@contextmanager
+def rendering(devices: list[Device]) -> Iterator[Renderings]:
+    """Renderings of these devices, closed after."""
+    made = Renderings("otel", lambda: devices)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.mark.parametrize("format_", [TEXT, OPENMETRICS])
+async def test_a_scrape_gets_what_is_shown_now(format_: Format) -> None:
+    devices = list(DEVICES)
+    with rendering(devices) as renderings:
+        assert (await renderings.text(format_)).decode() == exposed(DEVICES, format_=format_)
+        assert gzip.decompress(await renderings.compressed(format_)) == await renderings.text(format_)
+        devices.clear()
+        assert (await renderings.text(format_)).decode() == exposed([], format_=format_)
+
+
+async def test_scrapes_at_the_same_time_share_a_rendering_which_leaves_the_event_loop_free() -> None:
+    held = Held()
+    with rendering(DEVICES) as renderings:
+        scrapes = [asyncio.create_task(renderings.text(held.format())) for _ in range(5)]
+        scrapes += [asyncio.create_task(renderings.compressed(held.format())) for _ in range(5)]
+        await held.under_way()
+        assert not any(scrape.done() for scrape in scrapes)
+        held.go.set()
+        texts = await asyncio.gather(*scrapes)
+
+    assert len(held.threads) == 1
+    assert held.threads != [threading.get_ident()]
+    assert len({id(text) for text in texts}) == 2
+    assert gzip.decompress(texts[-1]) == texts[0] == exposed(DEVICES).encode()
+
+
+async def test_formats_are_rendered_one_after_the_other() -> None:
+    held = Held()
+    with rendering(DEVICES) as renderings:
+        scrapes = [asyncio.create_task(renderings.text(held.format(f"f{n}"))) for n in range(3)]
+        await held.under_way()
+        held.go.set()
+        await asyncio.gather(*scrapes)
+
+    assert (len(held.threads), held.most_at_once) == (3, 1)
+
+
+async def test_a_scraper_that_goes_away_takes_nothing_from_the_others() -> None:
+    held = Held()
+    with rendering(DEVICES) as renderings:
+        gone, stays = [asyncio.create_task(renderings.text(held.format())) for _ in range(2)]
+        await held.under_way()
+        gone.cancel()
+        await asyncio.wait([gone])
+        held.go.set()
+        assert await stays == exposed(DEVICES).encode()
+    assert gone.cancelled()
+
+
+async def test_what_comes_during_a_rendering_is_not_in_it_but_in_the_next() -> None:
+    held, devices = Held(), list(DEVICES)
+    with rendering(devices) as renderings:
+        first = asyncio.create_task(renderings.text(held.format()))
+        await held.under_way()
+        devices[:] = shown(node({"uuid": "GPU-new", "metrics": {"fan_speed_ratio": 1.0}}), "otel", "otel")
+        held.go.set()
+        assert b"GPU-new" not in await first
+        assert b"GPU-new" in await renderings.text(held.format())
+
+
+async def test_a_rendering_that_fails_is_told_and_the_next_is_a_new_one() -> None:
+    broken = Format(lambda _: bytes(1 // 0), "broken")
+    with rendering(DEVICES) as renderings:
+        for _ in range(2):
+            with pytest.raises(ZeroDivisionError):
+                await renderings.compressed(broken)
+        assert await renderings.text(TEXT)
+
+
+async def test_closing_gives_up_what_is_under_way_and_refuses_what_comes() -> None:
+    held = Held()
+    with rendering(DEVICES) as renderings:
+        scrape = asyncio.create_task(renderings.text(held.format()))
+        await held.under_way()
+        renderings.close()
+        held.go.set()
+        with pytest.raises(GivenUp):
+            await scrape
+        with pytest.raises(GivenUp):
+            await renderings.text(TEXT)

@@ -1,0 +1,152 @@
+"""What is answered to whom, and what is not."""
+
+import asyncio
+import gzip
+import socket
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import NamedTuple
+
+import aiohttp
+import pytest
+from prometheus_client.registry import Collector
+
+from sinks.scrape import server
+from sinks.scrape.formats import OPENMETRICS, TEXT, Format
+from sinks.scrape.rendering import Renderings
+from sinks.scrape.server import ListenError, serving
+from tests.sinks.scrape.fleet import exposed, full_node, parsed, shown
+
+DEVICES = shown(full_node(), "otel", "otel")
+ANY_PORT = ("127.0.0.1", 0)
+
+
+class Answer(NamedTuple):
+    """What came back."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+
+class Bench:
+    """A server and a client that adds no headers of its own."""
+
+    def __init__(self, address: tuple[str, int], client: aiohttp.ClientSession) -> None:
+        self.url = "http://{}:{}".format(*address)
+        self.client = client
+        self.scrapes = 0
+
+    async def ask(self, path: str, method: str = "GET", **headers: str) -> Answer:
+        """Asks, with headers written with underscores."""
+        given = {name.replace("_", "-"): value for name, value in headers.items()}
+        async with self.client.request(method, self.url + path, headers=given) as answer:
+            return Answer(answer.status, {**answer.headers}, await answer.read())
+
+
+@asynccontextmanager
+async def bench() -> AsyncIterator[Bench]:
+    """Serves the devices."""
+    scrapes: list[None] = []
+    renderings = Renderings("otel", lambda: DEVICES)
+    without = ("Accept", "Accept-Encoding", "User-Agent")
+    async with (
+        serving(renderings, ANY_PORT, lambda: scrapes.append(None)) as address,
+        aiohttp.ClientSession(skip_auto_headers=without, auto_decompress=False) as client,
+    ):
+        made = Bench(address, client)
+        yield made
+        made.scrapes = len(scrapes)
+
+
+async def test_a_scraper_gets_the_format_it_asks_for() -> None:
+    async with bench() as made:
+        plain = await made.ask("/metrics")
+        other = await made.ask("/metrics", Accept="application/openmetrics-text;version=1.0.0,text/plain;q=0.5")
+
+    assert (plain.status, plain.headers["Content-Type"]) == (200, TEXT.content_type)
+    assert plain.body.decode() == exposed(DEVICES)
+    assert (other.status, other.headers["Content-Type"]) == (200, OPENMETRICS.content_type)
+    assert parsed(other.body.decode(), OPENMETRICS)
+    assert made.scrapes == 2
+
+
+@pytest.mark.parametrize("accept", ["nonsense", "application/openmetrics-text;version=banana", ";q=;;,", "image/png"])
+async def test_a_bad_accept_header_gets_the_plain_text(accept: str) -> None:
+    async with bench() as made:
+        answer = await made.ask("/metrics", Accept=accept)
+
+    assert (answer.status, answer.headers["Content-Type"]) == (200, TEXT.content_type)
+    assert answer.body.decode() == exposed(DEVICES)
+
+
+async def test_who_takes_gzip_gets_gzip() -> None:
+    async with bench() as made:
+        packed = await made.ask("/metrics", Accept_Encoding="gzip")
+        plain = await made.ask("/metrics", Accept_Encoding="gzip;q=0")
+
+    assert packed.headers["Content-Encoding"] == "gzip"
+    assert gzip.decompress(packed.body).decode() == exposed(DEVICES)
+    assert "Content-Encoding" not in plain.headers
+    assert plain.body.decode() == exposed(DEVICES)
+
+
+async def test_head_says_what_get_would_be_without_rendering_it() -> None:
+    async with bench() as made:
+        answer = await made.ask("/metrics", "HEAD")
+
+    assert (answer.status, answer.headers["Content-Type"], answer.body) == (200, TEXT.content_type, b"")
+    assert made.scrapes == 0
+
+
+async def test_the_root_leads_to_the_metrics() -> None:
+    async with bench() as made:
+        page, head = await made.ask("/"), await made.ask("/", "HEAD")
+
+    assert (page.status, page.headers["Content-Type"]) == (200, "text/html; charset=utf-8")
+    assert b'<a href="/metrics">' in page.body
+    assert (head.status, head.body) == (200, b"")
+
+
+@pytest.mark.parametrize("path", ["/metric", "/metrics/", "/..%2fetc/passwd", "/healthz"])
+async def test_elsewhere_is_told_where_the_metrics_are(path: str) -> None:
+    async with bench() as made:
+        answer = await made.ask(path)
+
+    assert (answer.status, answer.body) == (404, b"/metrics is here\n")
+
+
+@pytest.mark.parametrize("path", ["/", "/metrics"])
+@pytest.mark.parametrize("method", ["POST", "DELETE", "OPTIONS"])
+async def test_nothing_can_be_written(path: str, method: str) -> None:
+    async with bench() as made:
+        answer = await made.ask(path, method)
+
+    assert (answer.status, answer.headers["Allow"]) == (405, "GET,HEAD")
+
+
+async def test_a_scrape_that_stopping_overtakes_is_told_so_and_delays_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    began, go = threading.Event(), threading.Event()
+
+    def encode(families: Collector) -> bytes:
+        began.set()
+        assert go.wait(30)
+        return TEXT.encode(families)
+
+    monkeypatch.setattr(server, "accepted", lambda _: Format(encode, "text/plain"))
+    async with aiohttp.ClientSession() as client:
+        async with serving(Renderings("otel", lambda: DEVICES), ANY_PORT, lambda: None) as address:
+            scrape = asyncio.create_task(client.get("http://{}:{}/metrics".format(*address)))
+            await asyncio.to_thread(began.wait, 30)
+            asyncio.get_running_loop().call_later(0.1, go.set)
+        answer = await asyncio.wait_for(scrape, 30)
+        assert (answer.status, await answer.text()) == (503, "stopping\n")
+
+
+async def test_a_port_in_use_is_a_clear_error() -> None:
+    with socket.create_server(ANY_PORT) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ListenError, match=rf"can't serve metrics on 127\.0\.0\.1:{port}: .*in use"):
+            async with serving(Renderings("otel", list), ("127.0.0.1", port), lambda: None):
+                pytest.fail("it serves")
