@@ -1,0 +1,183 @@
+"""GPU time per hour, namespace and workload: gpu.attributed into SQLite, every tick counted once.
+
+    python gpu_hours.py --kafka 127.0.0.1:9092 --database gpu-hours.db
+
+In: gpu.attributed, as a consumer group. Out: the table `usage`, printed when the program ends.
+State: the same database: the sums, and in one transaction with them how far each node has been counted. A record that
+comes again (after a crash, a rebalance, or with the group set back) is known by its `offset` and not counted again.
+On failure: a record that is none is logged and skipped; anything else ends the program, and a new start goes on.
+"""
+
+import argparse
+import asyncio
+import logging
+import signal
+import sqlite3
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import msgspec
+from aiokafka import AIOKafkaConsumer
+from aiokafka.errors import CommitFailedError, IllegalStateError
+
+from topics.attributed import AttributedDevice, AttributedSample, Holder
+from topics.decoding import decoder
+
+LONGEST_TICK_MS = 10_000
+"""A tick stands for the time since the node's last one, but a gap that is longer than this is nobody's."""
+
+NOBODY, UNKNOWN = "(nobody)", "(unknown)"
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS nodes (
+    cluster TEXT, node TEXT, "offset" INTEGER, run_id INTEGER, ts_ms INTEGER, PRIMARY KEY (cluster, node)
+);
+CREATE TABLE IF NOT EXISTS usage (
+    hour TEXT, cluster TEXT, namespace TEXT, workload TEXT, device TEXT,
+    held_seconds REAL, measured_seconds REAL, used_seconds REAL,
+    PRIMARY KEY (hour, cluster, namespace, workload, device)
+);
+"""
+
+ADD = """
+INSERT INTO usage VALUES (strftime('%Y-%m-%dT%H:00Z', ? / 1000, 'unixepoch'), ?, ?, ?, ?, ?, ?, ?)
+ON CONFLICT DO UPDATE SET held_seconds = held_seconds + excluded.held_seconds,
+    measured_seconds = measured_seconds + excluded.measured_seconds, used_seconds = used_seconds + excluded.used_seconds
+"""
+
+REPORT = """
+SELECT namespace, workload, device, sum(held_seconds) / 3600, sum(used_seconds) / nullif(sum(measured_seconds), 0)
+FROM usage GROUP BY namespace, workload, device ORDER BY 4 DESC
+"""
+
+log = logging.getLogger("gpu_hours")
+decode = decoder(AttributedSample)
+
+
+class Share(NamedTuple):
+    """What of a device's time is a workload's, and how busy that was: of the whole device, 0-1; None: not known."""
+
+    namespace: str
+    workload: str
+    held: float
+    used: float | None
+
+
+def shares(tick: AttributedSample, device: AttributedDevice) -> Iterator[Share]:
+    """Who had the device during a tick. The `held` of all of them is 1."""
+    utilization = device.metrics.get("gpu_utilization_ratio")
+    if tick.attribution == "none":
+        yield Share(UNKNOWN, "", 1.0, utilization)
+        return
+    pods: dict[tuple[str, str], list[Holder]] = defaultdict(list)
+    for holder in device.holders:
+        pods[holder.namespace, holder.pod].append(holder)
+    if not pods:
+        yield Share(NOBODY, "", 1.0, utilization)
+    for (namespace, pod), holders in pods.items():
+        workload = holders[0].workload
+        name = f"{workload.kind}/{workload.name}" if workload else f"Pod/{pod}"
+        yield Share(namespace, name, 1 / len(pods), _used(holders, utilization, len(pods)))
+
+
+def _used(holders: list[Holder], utilization: float | None, pods: int) -> float | None:
+    """A pod's part of the utilization: the one that the record gives, else an equal one."""
+    known = [holder.parts.utilization_ratio for holder in holders if holder.parts]
+    parts = [part for part in known if part is not None]
+    if parts:
+        return sum(parts)
+    return None if utilization is None else utilization / pods
+
+
+def devices(tick: AttributedSample) -> Iterator[tuple[str, AttributedDevice]]:
+    """The devices that can be held, with their kind: a GPU in MIG mode is not one, its MIG devices are."""
+    parents = {device.mig.parent_uuid for device in tick.devices if device.mig}
+    for device in tick.devices:
+        if device.uuid not in parents:
+            yield ("GPU" if device.mig is None else device.mig.profile or "MIG"), device
+
+
+def count(database: sqlite3.Connection, values: Iterable[bytes | None]) -> None:
+    """Add records to the sums, those that were counted before excepted."""
+    with database:
+        database.execute("BEGIN IMMEDIATE")
+        for value in values:
+            try:
+                tick = decode(value or b"")
+            except msgspec.DecodeError as error:
+                log.warning("skipped what is no record of gpu.attributed: %s", error)
+            else:
+                _count(database, tick)
+
+
+def _count(database: sqlite3.Connection, tick: AttributedSample) -> None:
+    node = (tick.cluster, tick.node)
+    last = database.execute('SELECT "offset", run_id, ts_ms FROM nodes WHERE (cluster, node) = (?, ?)', node).fetchone()
+    if last and tick.offset <= last[0]:
+        return  # a replay
+    database.execute("REPLACE INTO nodes VALUES (?, ?, ?, ?, ?)", (*node, tick.offset, tick.run_id, tick.ts_ms))
+    since_ms = tick.ts_ms - last[2] if last and tick.run_id == last[1] else 0
+    if not 0 < since_ms <= LONGEST_TICK_MS:
+        return  # the first tick of a run, or the first after a gap
+    seconds = since_ms / 1000
+    for kind, device in devices(tick):
+        for namespace, workload, held, used in shares(tick, device):
+            known = (0.0, 0.0) if used is None else (held * seconds, used * seconds)
+            key = (tick.ts_ms, tick.cluster, namespace, workload, kind)
+            database.execute(ADD, (*key, held * seconds, *known))
+
+
+async def consume(kafka: str, group: str, database: sqlite3.Connection, stop: asyncio.Event) -> None:
+    """Count until `stop`. What is committed to Kafka has been committed to the database before."""
+    consumer: Any = AIOKafkaConsumer(
+        "gpu.attributed",
+        bootstrap_servers=kafka,
+        group_id=group,
+        auto_offset_reset="earliest",
+        enable_auto_commit=False,  # it would commit what has been read, not what has been counted
+        max_partition_fetch_bytes=4 << 20,  # the largest record
+    )
+    await consumer.start()
+    try:
+        while not stop.is_set():
+            batches = await consumer.getmany(timeout_ms=1000, max_records=2000)
+            if not batches:
+                continue
+            values = [record.value for batch in batches.values() for record in batch]
+            await asyncio.to_thread(count, database, values)
+            try:
+                await consumer.commit({tp: batch[-1].offset + 1 for tp, batch in batches.items()})
+            except (CommitFailedError, IllegalStateError):
+                log.info("a rebalance took the partitions: who has them now reads this again, and drops it")
+    finally:
+        await consumer.stop()
+
+
+def report(database: sqlite3.Connection) -> None:
+    """Print the sums over all hours."""
+    for namespace, workload, device, hours, busy in database.execute(REPORT):
+        used = "-" if busy is None else f"{busy:.0%}"
+        sys.stdout.write(f"{namespace:20} {workload:45} {device:8} {hours:10.4f} h {used:>5}\n")
+
+
+async def main() -> None:
+    """Count until Ctrl-C or SIGTERM, then print the sums."""
+    parser = argparse.ArgumentParser(description="GPU time per hour, namespace and workload.")
+    parser.add_argument("--kafka", required=True)
+    parser.add_argument("--database", default="gpu-hours.db")
+    parser.add_argument("--group", default="gpu-hours")
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s")
+    database = sqlite3.connect(options.database, isolation_level=None, check_same_thread=False)
+    database.executescript(SCHEMA)
+    stop = asyncio.Event()
+    for sign in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(sign, stop.set)
+    await consume(options.kafka, options.group, database, stop)
+    report(database)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,125 @@
+"""Who holds idle GPUs right now: an ordinary Faust agent, and a page with its answer.
+
+    KAFKA=127.0.0.1:9092 python idle_gpus.py worker --web-port 6066
+    curl http://127.0.0.1:6066/idle/
+
+In: gpu.attributed, from its end. Out: the page, with a row for each pod that holds a GPU which has long been idle.
+State: the last tick of each node, in memory. A worker that is given a partition knows all its nodes a second later, so
+that nothing has to be kept, and what an agent misses at a rebalance does no harm.
+On failure: a record that is none is logged and skipped.
+"""
+
+import logging
+import os
+import time
+from collections.abc import AsyncIterator
+from typing import Any, NamedTuple
+
+import faust
+import msgspec
+
+from topics.attributed import AttributedDevice, AttributedSample
+from topics.decoding import decoder
+
+IDLE_BELOW = 0.05
+IDLE_AFTER_MS = 1000 * int(os.environ.get("IDLE_AFTER_SECONDS", "600"))
+FORGET_AFTER_S = 60.0
+"""A node that has sent nothing for so long is down, or another worker's."""
+
+log = logging.getLogger("idle_gpus")
+decode = decoder(AttributedSample)
+
+Pods = frozenset[tuple[str, str]]
+
+
+class Idle(NamedTuple):
+    """Since when a device has been idle, and held by these pods."""
+
+    since_ms: int
+    pods: Pods
+
+
+class Node(NamedTuple):
+    """A node's last tick, its idle devices by UUID, and when the tick came, by this process's clock."""
+
+    tick: AttributedSample
+    idle: dict[str, Idle]
+    came_s: float
+
+
+nodes: dict[tuple[str, str], Node] = {}
+
+
+def see(tick: AttributedSample, now_s: float) -> None:
+    """Take a tick, unless it is a replay of one that was seen."""
+    last = nodes.get((tick.cluster, tick.node))
+    if last and tick.offset <= last.tick.offset and now_s - last.came_s < FORGET_AFTER_S:
+        return
+    before = last.idle if last and last.tick.run_id == tick.run_id else {}
+    idle = {d.uuid: _idle(tick.ts_ms, d, before.get(d.uuid)) for d in tick.devices if is_idle(d)}
+    nodes[tick.cluster, tick.node] = Node(tick, idle, now_s)
+
+
+def is_idle(device: AttributedDevice) -> bool:
+    """Whether a pod holds the device and nothing uses it. NVML tells no utilization of MIG devices: they never are."""
+    utilization = device.metrics.get("gpu_utilization_ratio")
+    return bool(device.holders) and utilization is not None and utilization < IDLE_BELOW
+
+
+def _idle(ts_ms: int, device: AttributedDevice, before: Idle | None) -> Idle:
+    pods = frozenset((holder.namespace, holder.pod) for holder in device.holders)
+    return before if before and before.pods == pods else Idle(ts_ms, pods)
+
+
+def rows(now_s: float) -> list[dict[str, Any]]:
+    """A row for each idle device and pod that holds it, the longest idle first."""
+    for name in [name for name, node in nodes.items() if now_s - node.came_s > FORGET_AFTER_S]:
+        del nodes[name]
+    found = [
+        {
+            "cluster": node.tick.cluster,
+            "node": node.tick.node,
+            "uuid": uuid,
+            "namespace": namespace,
+            "pod": pod,
+            "idle_seconds": (node.tick.ts_ms - idle.since_ms) / 1000,
+            "ts_ms": node.tick.ts_ms,
+        }
+        for node in nodes.values()
+        for uuid, idle in node.idle.items()
+        for namespace, pod in idle.pods
+        if node.tick.ts_ms - idle.since_ms >= IDLE_AFTER_MS
+    ]
+    return sorted(found, key=lambda row: -row["idle_seconds"])
+
+
+app = faust.App(
+    "idle-gpus",
+    broker="kafka://" + os.environ.get("KAFKA", "127.0.0.1:9092").replace(",", ";kafka://"),
+    consumer_auto_offset_reset="latest",
+    consumer_max_fetch_size=8 << 20,  # with less, a worker waits more than it works
+    topic_allow_declare=False,  # the topic is gpustream's: never make it
+    topic_disable_leader=True,
+)
+attributed = app.topic("gpu.attributed", key_type=bytes, value_type=bytes, value_serializer="raw")
+
+
+@app.agent(attributed)  # type: ignore[untyped-decorator]
+async def watch(values: AsyncIterator[bytes | None]) -> None:
+    """Keep the last tick of each node. An exception that left the loop would lose records: none does."""
+    async for value in values:
+        try:
+            see(decode(value or b""), time.monotonic())
+        except msgspec.DecodeError as error:
+            log.warning("skipped what is no record of gpu.attributed: %s", error)
+
+
+@app.page("/idle/")  # type: ignore[untyped-decorator]
+async def idle_page(view: Any, request: Any) -> Any:
+    """The rows, as JSON."""
+    del request
+    return view.json(rows(time.monotonic()))
+
+
+if __name__ == "__main__":
+    app.main()
