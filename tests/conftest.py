@@ -1,6 +1,7 @@
 """What tests of more than one folder use."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,12 @@ def nvml_directory(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def nvml(nvml_directory: Path) -> ScriptedNvml:
-    """A scripted NVML of 8 GPUs that keeps a log, for this process (``nvml.load()``) or a child's environment."""
-    return ScriptedNvml(nvml_directory, log=True)
+def nvml(nvml_directory: Path) -> Iterator[ScriptedNvml]:
+    """A scripted NVML of 8 GPUs that keeps a log, for this process (``nvml.load()``) or a child's environment.
+
+    After the test nothing hangs, and a process that has it loaded finds no driver.
+    """
+    scripted = ScriptedNvml(nvml_directory, log=True)
+    yield scripted
+    scripted.release()
+    scripted.driver("absent")
