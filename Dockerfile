@@ -1,8 +1,13 @@
-# The image of every component: docker build -t gpustream . && docker run gpustream --help
+# The image of every component: docker build -t gpustream . && docker run --rm gpustream --help
 
-FROM python:3.11-slim AS build
+ARG BASE=python:3.11-slim-trixie
+
+FROM ${BASE} AS build
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1 \
+    PIP_NO_CACHE_DIR=1
 WORKDIR /src
 COPY requirements.lock .
+# Every wheel of the lock file, its hash checked; those for development stay in this stage.
 RUN pip wheel --quiet --require-hashes --no-deps --wheel-dir /wheels -r requirements.lock
 COPY pyproject.toml README.md LICENSE ./
 COPY gpustream gpustream
@@ -10,15 +15,19 @@ COPY topics topics
 COPY producers producers
 COPY streams streams
 COPY sinks sinks
-# Only what pyproject.toml needs to run, from the wheels whose hashes were checked.
-RUN python -m venv /opt/gpustream \
- && /opt/gpustream/bin/pip install --quiet --no-index --find-links /wheels .
+# Of these wheels what pyproject.toml needs to run, and nothing from elsewhere: no pip, no compiler.
+RUN python -m venv --without-pip /opt/gpustream \
+ && pip --python /opt/gpustream/bin/python install --quiet --no-index --find-links /wheels .
 
-FROM python:3.11-slim
+FROM ${BASE}
+LABEL org.opencontainers.image.title="gpustream" \
+      org.opencontainers.image.description="GPU telemetry as a stream: which pod, Job or team uses which GPU" \
+      org.opencontainers.image.licenses="Apache-2.0"
 COPY --from=build /opt/gpustream /opt/gpustream
 ENV PATH=/opt/gpustream/bin:$PATH \
     PYTHONUNBUFFERED=1
 WORKDIR /tmp
 USER 65532:65532
 EXPOSE 9400 9401
+# No HEALTHCHECK: commands that end have nothing to ask, and the others serve /healthz where --listen says.
 ENTRYPOINT ["gpustream"]

@@ -1,17 +1,29 @@
-"""docker-compose.yml, held against the command's options: no Docker needed."""
+"""docker-compose.yml, held against the Compose schema, the command's options and its own parts: no Docker needed."""
 
+import importlib.metadata
+import json
 from pathlib import Path
 from typing import Any
 
 import click
+import jsonschema
 import pytest
 import yaml
 
 from gpustream.cli import main
+from tests.real import servers
 
 ROOT = Path(__file__).parent.parent
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
-OURS = {name: service for name, service in COMPOSE["services"].items() if service["image"] == "gpustream"}
+SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
+OURS = {name: service for name, service in SERVICES.items() if service["image"] == "gpustream"}
+OTHERS = SERVICES.keys() - OURS.keys()
+SCHEMA = "check_jsonschema/builtin_schemas/vendor/compose-spec.json"
+
+
+def config(name: str) -> Any:
+    """A configuration file that the compose file holds, parsed."""
+    return yaml.safe_load(COMPOSE["configs"][name]["content"])
 
 
 def parsed(arguments: list[str]) -> click.Context:
@@ -21,6 +33,28 @@ def parsed(arguments: list[str]) -> click.Context:
         name, *arguments = arguments
         command = command.commands[name]
     return command.make_context(command.name, arguments)
+
+
+def violations(document: Any) -> list[str]:
+    """Where a document breaks the Compose schema, which comes with check-jsonschema."""
+    path = importlib.metadata.distribution("check-jsonschema").locate_file(SCHEMA)
+    schema = json.loads(Path(str(path)).read_text())
+    kind = jsonschema.validators.validator_for(schema)
+    kind.check_schema(schema)
+    return [f"{error.json_path}: {error.message}" for error in kind(schema).iter_errors(document)]
+
+
+def test_it_is_what_the_compose_schema_says() -> None:
+    assert violations(COMPOSE) == []
+
+
+@pytest.mark.parametrize(
+    ("service", "attribute", "value"),
+    [("kafka", "port", ["9092"]), ("grafana", "healthcheck", "wget"), ("node", "deploy", {"resources": {"gpus": 1}})],
+)
+def test_the_schema_finds_what_compose_would_refuse(service: str, attribute: str, value: object) -> None:
+    wrong = {**COMPOSE, "services": {**SERVICES, service: {**SERVICES[service], attribute: value}}}
+    assert any(f"'{attribute}'" in found or f".{attribute}" in found for found in violations(wrong))
 
 
 @pytest.mark.parametrize("service", OURS.values(), ids=list(OURS))
@@ -36,35 +70,114 @@ def test_every_service_is_a_command_line_that_is_right(
 
 def test_the_services_are_the_whole_pipeline() -> None:
     commands = [" ".join(service["command"][:2]) for service in OURS.values()]
-    assert commands == ["topics create", "produce simulated", "stream attribution", "sink remote-write"]
+    assert commands == [
+        "topics create",
+        "produce simulated",
+        "produce node",
+        "stream attribution",
+        "sink remote-write",
+    ]
+
+
+def test_only_the_gpus_of_the_machine_want_a_profile() -> None:
+    profiles = {name: service["profiles"] for name, service in SERVICES.items() if "profiles" in service}
+    assert profiles == {"node": ["gpu"]}
+    devices = SERVICES["node"]["deploy"]["resources"]["reservations"]["devices"]
+    assert devices == [{"driver": "nvidia", "count": "all", "capabilities": ["gpu", "utility"]}]
 
 
 def test_nothing_starts_before_what_it_needs() -> None:
-    services = COMPOSE["services"]
-    for service in services.values():
+    for service in SERVICES.values():
         for name, needed in service.get("depends_on", {}).items():
             if needed["condition"] == "service_healthy":
-                assert "healthcheck" in services[name]
+                assert "healthcheck" in SERVICES[name]
             else:
                 assert needed["condition"] == "service_completed_successfully"
-                assert "restart" not in services[name]
+                assert "restart" not in SERVICES[name]
+
+
+def test_what_writes_to_a_server_waits_for_it() -> None:
+    waits_for = {name: set(service.get("depends_on", {})) for name, service in SERVICES.items()}
+    assert waits_for["topics"] == {"kafka"}
+    assert waits_for["remote-write"] == {"topics", "prometheus"}
+    assert waits_for["grafana"] == {"prometheus"}
+    assert {frozenset(waits_for[name]) for name in ("producer", "node", "attribution")} == {frozenset({"topics"})}
+
+
+def test_whatever_stays_up_is_restarted_and_asked_whether_it_is_well() -> None:
+    staying = {name: service for name, service in SERVICES.items() if name != "topics"}
+    assert {service["restart"] for service in staying.values()} == {"unless-stopped"}
+    assert {service["healthcheck"]["test"][0] for service in staying.values()} == {"CMD"}
 
 
 def test_ports_are_published_on_the_loopback_address_only() -> None:
-    ports = [port for service in COMPOSE["services"].values() for port in service.get("ports", [])]
-    assert [port for port in ports if not port.startswith("127.0.0.1:")] == []
+    ports = [port for service in SERVICES.values() for port in service.get("ports", [])]
+    assert sorted(ports) == [f"127.0.0.1:{port}:{port}" for port in (3000, 9090, 9092, 9093)]
+
+
+def test_images_of_others_are_pinned_to_the_version_that_is_tested_where_there_is_one() -> None:
+    images = dict(SERVICES[name]["image"].split(":") for name in OTHERS)
+    assert images["apache/kafka"] == servers.KAFKA.removeprefix("kafka-")
+    assert images["prom/prometheus"] == "v" + servers.PROMETHEUS.removeprefix("prometheus-")
+    assert all(tag.removeprefix("v").count(".") == 2 for tag in images.values())
+
+
+def test_nobody_runs_as_root() -> None:
+    assert [name for name, service in SERVICES.items() if "user" in service or service.get("privileged")] == []
+
+
+def test_what_is_mounted_is_there_and_read_only_or_a_named_volume() -> None:
+    mounts = [mount.split(":") for service in SERVICES.values() for mount in service.get("volumes", [])]
+    named = {mount[0] for mount in mounts if not mount[0].startswith(".")}
+    assert named == COMPOSE["volumes"].keys()
+    files = {mount[0]: mount[2:] for mount in mounts if mount[0].startswith(".")}
+    assert set(map(tuple, files.values())) == {("ro",)}
+    assert [path for path in files if not (ROOT / path).exists()] == []
+
+
+def test_every_configuration_is_given_to_somebody() -> None:
+    given = [entry["source"] for service in SERVICES.values() for entry in service.get("configs", [])]
+    assert sorted(given) == sorted(COMPOSE["configs"])
+    assert [name for name in given if "$" in COMPOSE["configs"][name]["content"]] == []  # Compose would fill it in
 
 
 def test_prometheus_scrapes_every_component_where_it_listens() -> None:
-    (job,) = yaml.safe_load(COMPOSE["configs"]["prometheus"]["content"])["scrape_configs"]
-    (targets,) = job["static_configs"]
+    (job,) = config("prometheus")["scrape_configs"]
+    (always,), (started,) = job["static_configs"], job["dns_sd_configs"]
     listening = {name for name, service in OURS.items() if "GPUSTREAM_LISTEN" in service["environment"]}
-    assert set(targets["targets"]) == {f"{name}:9401" for name in listening}
+    targets = always["targets"] + [f"{name}:{started['port']}" for name in started["names"]]
+    assert set(targets) == {f"{name}:9401" for name in listening}
 
 
-def test_the_image_holds_every_package_of_the_distribution() -> None:
-    dockerfile = (ROOT / "Dockerfile").read_text()
-    ignored = (ROOT / ".dockerignore").read_text()
-    for package in ("gpustream", "topics", "producers", "streams", "sinks"):
-        assert f"COPY {package} {package}\n" in dockerfile
-        assert f"!{package}/\n" in ignored
+def test_prometheus_takes_remote_writes_and_sends_alerts() -> None:
+    assert "--web.enable-remote-write-receiver" in SERVICES["prometheus"]["command"]
+    ((manager,),) = [entry["static_configs"] for entry in config("prometheus")["alerting"]["alertmanagers"]]
+    assert manager["targets"] == ["alertmanager:9093"]
+    assert (
+        f"./k8s/prometheus/{config('prometheus')['rule_files'][0]}:/etc/prometheus/rules.yml:ro"
+        in (SERVICES["prometheus"]["volumes"])
+    )
+
+
+def test_the_route_of_alertmanager_has_its_receiver() -> None:
+    settings = config("alertmanager")
+    assert [receiver["name"] for receiver in settings["receivers"]] == [settings["route"]["receiver"]]
+
+
+def test_grafana_shows_the_dashboard_to_anybody_and_lets_nobody_in() -> None:
+    environment = SERVICES["grafana"]["environment"]
+    assert environment["GF_AUTH_ANONYMOUS_ENABLED"] == "true"
+    assert environment["GF_AUTH_ANONYMOUS_ORG_ROLE"] == "Viewer"
+    assert environment["GF_AUTH_BASIC_ENABLED"] == "false"  # admin and its default password
+    (provider,) = config("grafana-dashboards")["providers"]
+    folder = provider["options"]["path"]
+    assert f"./k8s/grafana:{folder}:ro" in SERVICES["grafana"]["volumes"]
+    home = Path(environment["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"])
+    assert str(home.parent) == folder
+    assert (ROOT / "k8s" / "grafana" / home.name).is_file()
+
+
+def test_grafana_asks_prometheus_where_it_is() -> None:
+    (source,) = config("grafana-data-sources")["datasources"]
+    assert (source["type"], source["url"]) == ("prometheus", "http://prometheus:9090")
+    assert source["jsonData"]["timeInterval"] == config("prometheus")["global"]["scrape_interval"]

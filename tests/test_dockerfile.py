@@ -1,0 +1,101 @@
+"""Dockerfile and .dockerignore: what can be said of the image without building it."""
+
+import fnmatch
+import re
+import tomllib
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+IGNORED = (ROOT / ".dockerignore").read_text().splitlines()
+PACKAGES = [pattern.removesuffix("*") for pattern in PROJECT["tool"]["setuptools"]["packages"]["find"]["include"]]
+
+
+class Instruction(NamedTuple):
+    """One instruction of a Dockerfile: its name in capitals, and the rest of its lines as one."""
+
+    name: str
+    rest: str
+
+
+def instructions(text: str) -> list[Instruction]:
+    """The instructions of a Dockerfile, without comments."""
+    lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    joined = re.sub(r"\s*\\\n\s*", " ", "\n".join(lines))
+    return [Instruction(*line.split(maxsplit=1)) for line in joined.splitlines()]
+
+
+DOCKERFILE = instructions((ROOT / "Dockerfile").read_text())
+STARTS = [number for number, instruction in enumerate(DOCKERFILE) if instruction.name == "FROM"]
+BUILD, FINAL = DOCKERFILE[STARTS[0] : STARTS[1]], DOCKERFILE[STARTS[1] :]
+
+
+def of(stage: list[Instruction], name: str) -> list[str]:
+    """What the instructions of one name say."""
+    return [instruction.rest for instruction in stage if instruction.name == name]
+
+
+def sources() -> list[str]:
+    """What is copied from the build's context."""
+    copies = [rest.split() for rest in of(BUILD, "COPY") + of(FINAL, "COPY")]
+    return [source for words in copies if not words[0].startswith("--from=") for source in words[:-1]]
+
+
+def test_there_are_two_stages_of_one_pinned_slim_base() -> None:
+    (base,) = of(DOCKERFILE[: STARTS[0]], "ARG")
+    assert re.fullmatch(r"BASE=python:3\.\d+-slim-[a-z]+", base)
+    assert [DOCKERFILE[start].rest for start in STARTS] == ["${BASE} AS build", "${BASE}"]
+
+
+def test_the_base_is_a_python_that_the_project_supports() -> None:
+    (base,) = of(DOCKERFILE[: STARTS[0]], "ARG")
+    minor = int(base.split("3.")[1].split("-")[0])
+    assert minor >= int(PROJECT["project"]["requires-python"].removeprefix(">=3."))
+
+
+def test_every_dependency_comes_from_the_lock_file_with_its_hash() -> None:
+    fetch, install = of(BUILD, "RUN")
+    assert "--require-hashes --no-deps" in fetch
+    assert "-r requirements.lock" in fetch
+    assert "--no-index --find-links /wheels" in install
+
+
+def test_the_final_stage_only_takes_what_was_built() -> None:
+    assert of(FINAL, "COPY") == ["--from=build /opt/gpustream /opt/gpustream"]
+    assert of(FINAL, "RUN") == []
+
+
+def test_what_is_built_has_no_pip() -> None:
+    assert "venv --without-pip /opt/gpustream" in of(BUILD, "RUN")[1]
+
+
+def test_it_runs_as_nobody_in_particular() -> None:
+    (user,) = of(FINAL, "USER")
+    assert min(map(int, user.split(":"))) > 0
+
+
+def test_its_entry_point_is_the_command() -> None:
+    assert of(FINAL, "ENTRYPOINT") == ['["gpustream"]']
+    assert "gpustream" in PROJECT["project"]["scripts"]
+
+
+def test_the_image_holds_every_package_of_the_distribution() -> None:
+    assert set(PACKAGES) <= set(sources())
+    assert {line.split()[1] for line in of(BUILD, "COPY") if line.split()[0] in PACKAGES} == set(PACKAGES)
+
+
+def test_everything_copied_is_in_the_tree_and_in_the_context() -> None:
+    assert [source for source in sources() if not (ROOT / source).exists()] == []
+    kept = {line.removeprefix("!").rstrip("/") for line in IGNORED if line.startswith("!")}
+    assert kept == set(sources())
+
+
+def test_the_context_is_nothing_else() -> None:
+    assert IGNORED[0] == "*"
+    assert any(fnmatch.fnmatch("streams/reader/__pycache__", line.rstrip("/")) for line in IGNORED if "!" not in line)
+
+
+def test_the_licence_is_told() -> None:
+    (labels,) = of(FINAL, "LABEL")
+    assert f'org.opencontainers.image.licenses="{PROJECT["project"]["license"]}"' in labels
