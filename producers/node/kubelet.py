@@ -1,0 +1,288 @@
+"""The kubelet's pod resources: which container of this node was given which devices, asked at each tick.
+
+In: the answers to ``/v1.PodResourcesLister/List`` on the kubelet's unix socket. Out: the containers of gpu.allocations.
+State: the last answer that could be read, in force until there is another; one call at most.
+On failure: a call that fails is counted by what went wrong, said in the log when that changes, and made again at the
+next tick; where that can't help, less often. The last known containers stay, for as long as it takes.
+
+Source: podresources.proto; the kubelet limits all its clients together to 100 calls a second.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+from urllib.parse import quote
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError
+
+from producers.node import instruments as names
+from producers.node.podresources_pb2 import ContainerResources, ListPodResourcesResponse
+from topics.instruments import Instruments
+
+log = logging.getLogger(__name__)
+
+DEADLINE_S = 5.0
+LARGEST_ANSWER_BYTES = 64 * 1024 * 1024
+UNREADY_AFTER_S = 30.0
+
+_SAY_AGAIN_S = 60.0
+_LONGEST_REASON = 300
+
+_RECONNECT = (
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.min_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+)
+
+Result = Literal["ok", "unavailable", "deadline", "rate_limited", "too_large", "undecodable", "refused"]
+State = Literal["absent"] | Result
+
+_PAUSE_S: Mapping[State, float] = {"too_large": 60.0, "refused": 10.0}
+"""How long it is not asked again after what no repetition mends."""
+
+_SENTENCES: Mapping[State, str] = {
+    "absent": "no kubelet at %s: %s",
+    "unavailable": "nobody answers on the kubelet's socket %s: %s",
+    "deadline": "the kubelet at %s does not answer in time: %s",
+    "rate_limited": "the kubelet at %s is asked too often by all its clients together: %s",
+    "too_large": "the answer of the kubelet at %s is larger than any node's should be; look at what device plugins list"
+    " there, or at what serves the socket: %s",
+    "undecodable": "the answer of the kubelet at %s can't be read: %s",
+    "refused": "the kubelet at %s does not answer v1.PodResourcesLister/List: %s",
+}
+
+
+class Undecodable(ValueError):
+    """The kubelet's answer is none. Keep the last one, and ask again."""
+
+
+class _Holder(NamedTuple):
+    """Who was given devices: a container and a resource; None: through resource claims."""
+
+    namespace: str
+    pod: str
+    container: str
+    resource: str | None
+
+
+class _Claim(NamedTuple):
+    """A device of a resource claim, as in gpu.allocations."""
+
+    claim: str
+    namespace: str
+    driver: str
+    pool: str
+    device: str
+
+
+def containers(answer: bytes, prefixes: Sequence[str]) -> list[dict[str, Any]]:
+    """The containers of gpu.allocations in a ListPodResourcesResponse.
+
+    One dict for each container and resource whose name begins with one of ``prefixes``, and one for the claims of a
+    container whose driver is of the domain of one ("gpu.nvidia.com" is of "nvidia.com/"). What the answer says twice is
+    there once. Raises :class:`Undecodable`.
+    """
+    given: dict[_Holder, dict[str | _Claim, None]] = {}
+    for holder, device in _given(_decoded(answer), tuple(prefixes)):
+        given.setdefault(holder, {})[device] = None
+    if not all(all(holder[:3]) for holder in given):
+        raise Undecodable("a container with devices, or its pod or namespace, has no name")
+    return [_row(holder, list(devices)) for holder, devices in given.items()]
+
+
+def _decoded(answer: bytes) -> ListPodResourcesResponse:
+    try:
+        return ListPodResourcesResponse.FromString(answer)
+    except DecodeError as error:
+        raise Undecodable(str(error)) from error
+
+
+def _given(answer: ListPodResourcesResponse, prefixes: tuple[str, ...]) -> Iterator[tuple[_Holder, str | _Claim]]:
+    for pod in answer.pod_resources:
+        for container in pod.containers:
+            for resource, device in chain(_devices(container, prefixes), _claims(container, prefixes)):
+                yield _Holder(pod.namespace, pod.name, container.name, resource), device
+
+
+def _devices(container: ContainerResources, prefixes: tuple[str, ...]) -> Iterator[tuple[str | None, str | _Claim]]:
+    for devices in container.devices:
+        if devices.resource_name.startswith(prefixes):
+            for device_id in devices.device_ids:
+                yield devices.resource_name, device_id
+
+
+def _claims(container: ContainerResources, prefixes: tuple[str, ...]) -> Iterator[tuple[str | None, str | _Claim]]:
+    for dynamic in container.dynamic_resources:
+        for claimed in dynamic.claim_resources:
+            if any(_is_of(claimed.driver_name, prefix) for prefix in prefixes):
+                place = (claimed.driver_name, claimed.pool_name, claimed.device_name)
+                yield None, _Claim(dynamic.claim_name, dynamic.claim_namespace, *place)
+
+
+def _is_of(driver: str, prefix: str) -> bool:
+    """Whether a driver's name is the domain of a resource prefix, or below it."""
+    return f".{driver}".endswith("." + prefix.partition("/")[0])
+
+
+def _row(holder: _Holder, devices: list[Any]) -> dict[str, Any]:
+    row = {"namespace": holder.namespace, "pod": holder.pod, "container": holder.container}
+    if holder.resource is None:
+        return {**row, "claims": [claim._asdict() for claim in sorted(devices)]}
+    return {**row, "resource": holder.resource, "device_ids": devices}
+
+
+def failure(code: grpc.StatusCode, details: str | None) -> tuple[Result, str]:
+    """What a call's error status means here, and in words. RESOURCE_EXHAUSTED has two meanings, told apart by text."""
+    text = " ".join((details or "").split())[:_LONGEST_REASON]
+    reason = f"{code.name}: {text}"
+    if code is grpc.StatusCode.UNAVAILABLE:
+        return "unavailable", reason
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return "deadline", reason
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in text:
+        return "too_large", reason
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "rate limit" in text:
+        return "rate_limited", reason
+    return "refused", reason
+
+
+class Kubelet:
+    """Asks one kubelet, on ``socket``; None: there is none. A resource that begins with one of ``prefixes`` counts.
+
+    ``clock`` gives seconds and never steps back.
+    """
+
+    def __init__(
+        self,
+        socket: Path | None,
+        instruments: Instruments,
+        *,
+        prefixes: Sequence[str] = ("nvidia.com/",),
+        clock: Callable[[], float] = time.monotonic,
+        deadline_s: float = DEADLINE_S,
+        largest_answer_bytes: int = LARGEST_ANSWER_BYTES,
+    ) -> None:
+        self._socket, self._instruments, self._prefixes, self._clock = socket, instruments, tuple(prefixes), clock
+        self._deadline_s, self._largest_answer_bytes = deadline_s, largest_answer_bytes
+        self._channel: grpc.aio.Channel | None = None
+        self._asking: asyncio.Task[None] | None = None
+        self._ask_again_s = clock()
+        self._answer: bytes | None = None
+        self._containers: list[dict[str, Any]] | None = None
+        self._answered_s: float | None = None
+        self._state: State | None = None
+        self._reason = ""
+        self._told: State | None = None
+        self._told_s: dict[State, float] = {}
+
+    async def read(self, within_s: float) -> list[dict[str, Any]] | None:
+        """Ask, and give the last known containers after at most ``within_s``; None while nothing is known.
+
+        They are dicts as in gpu.allocations, not to be changed. An answer that comes later is in force from then on.
+        """
+        if self._socket is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(within_s):
+                    await self._ended()
+                    self._begin(self._socket)
+                    await self._ended()
+            age_s = 0.0 if self._answered_s is None else self._clock() - self._answered_s
+            self._instruments.gauge(names.KUBELET_AGE).set(age_s)
+        return self._containers
+
+    def not_ready(self) -> list[str]:
+        """Why it is not ready: the kubelet never answered, or not for 30 s."""
+        if self._socket is None:
+            return []
+        silent_s = None if self._answered_s is None else self._clock() - self._answered_s
+        if silent_s is not None and silent_s <= UNREADY_AFTER_S:
+            return []
+        since = "has not answered yet" if silent_s is None else f"has not answered for {silent_s:.0f} s"
+        if self._state in (None, "ok"):
+            return [f"the kubelet at {self._socket} {since}"]
+        return [f"{self._sentence()} (it {since})"]
+
+    async def close(self) -> None:
+        """Let go, without waiting for an answer."""
+        if self._asking is not None:
+            self._asking.cancel()
+            await asyncio.wait([self._asking], timeout=1.0)
+        if self._channel is not None:
+            await self._channel.close()
+
+    async def _ended(self) -> None:
+        """Wait for the call in flight, if there is one. That it is no longer waited for does not end it."""
+        asking = self._asking
+        if asking is not None:
+            await asyncio.wait([asking])
+            self._asking = None
+            asking.result()
+
+    def _begin(self, socket: Path) -> None:
+        absence = _absence(socket)
+        if absence is not None:
+            self._ask_again_s = self._clock()
+            self._note("absent", absence)
+        elif self._clock() >= self._ask_again_s:
+            self._asking = asyncio.create_task(self._ask(socket))
+
+    async def _ask(self, socket: Path) -> None:
+        result, reason = await self._call(socket)
+        if result == "ok":
+            self._answered_s = self._clock()
+        self._ask_again_s = self._clock() + _PAUSE_S.get(result, 0.0)
+        self._instruments.counter(names.KUBELET_CALLS, result).inc()
+        self._note(result, reason)
+
+    async def _call(self, socket: Path) -> tuple[Result, str]:
+        try:
+            self._take(await self._list(socket)(b"", timeout=self._deadline_s))
+        except grpc.aio.AioRpcError as error:
+            return failure(error.code(), error.details())
+        except Undecodable as error:
+            return "undecodable", str(error)
+        return "ok", ""
+
+    def _list(self, socket: Path) -> "grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]":
+        if self._channel is None:
+            limit = ("grpc.max_receive_message_length", self._largest_answer_bytes)
+            self._channel = grpc.aio.insecure_channel(f"unix:{quote(str(socket))}", (limit, *_RECONNECT))
+        return self._channel.unary_unary("/v1.PodResourcesLister/List")
+
+    def _take(self, answer: bytes) -> None:
+        if answer != self._answer:
+            self._containers = containers(answer, self._prefixes)
+            self._answer = answer
+
+    def _note(self, state: State, reason: str) -> None:
+        """Remember how it is with the kubelet; say so when it changed, and of one that wavers once a minute."""
+        self._state, self._reason = state, reason
+        now_s = self._clock()
+        if state == self._told or now_s - self._told_s.get(state, float("-inf")) < _SAY_AGAIN_S:
+            return
+        self._told, self._told_s[state] = state, now_s
+        if state == "ok":
+            log.info("the kubelet answers", extra={"socket": str(self._socket)})
+        else:
+            log.warning(_SENTENCES[state], self._socket, reason)
+
+    def _sentence(self) -> str:
+        return _SENTENCES[self._state or "absent"] % (self._socket, self._reason)
+
+
+def _absence(socket: Path) -> str | None:
+    """Why there is no socket to connect to; None where there is one."""
+    try:
+        socket.stat()
+    except FileNotFoundError:
+        return "the socket is not there"
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
