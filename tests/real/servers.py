@@ -73,15 +73,22 @@ def find_prometheus_2() -> Path:
     raise Missing(f"no Prometheus 2.42 in {real_dir() / PROMETHEUS_2} or on PATH: Debian 12's `prometheus` is one")
 
 
+def find_promtool() -> Path:
+    """Prometheus' tool that checks what it would scrape; raises :class:`Missing`."""
+    for program in _programs(PROMETHEUS, "promtool"):
+        return program
+    raise Missing(f"no promtool in {real_dir() / PROMETHEUS} or on PATH: run `make real-servers`")
+
+
 def takes_remote_write_2(program: Path) -> bool:
     """Whether that Prometheus lets one choose the remote-write messages it accepts, which came with 2.0."""
     done = subprocess.run([program, "--help"], capture_output=True, text=True, check=False, timeout=30)
     return "remote-write-receiver.accepted-protobuf-messages" in done.stdout + done.stderr
 
 
-def _programs(folder: str) -> list[Path]:
-    built = shutil.which(str(real_dir() / folder / "prometheus"))
-    on_path = shutil.which("prometheus")
+def _programs(folder: str, name: str = "prometheus") -> list[Path]:
+    built = shutil.which(str(real_dir() / folder / name))
+    on_path = shutil.which(name)
     return [Path(found) for found in (built, on_path) if found]
 
 

@@ -1,0 +1,230 @@
+"""The scrape sink as Prometheus reads it: checked by promtool, and scraped by a Prometheus from a real Kafka."""
+
+import asyncio
+import json
+import subprocess
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from contextlib import asynccontextmanager
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiokafka import AIOKafkaProducer
+
+from sinks.labels import LABEL_SETS, LabelSet
+from sinks.scrape import server
+from sinks.scrape.families import abouts
+from sinks.scrape.formats import OPENMETRICS, TEXT, Format, accepted
+from sinks.scrape.sink import ScrapeSettings, ScrapeSink
+from tests.real.conftest import need
+from tests.real.servers import KafkaServer, PrometheusServer, find_promtool
+from tests.sinks.scrape.fleet import exposed, full_node, node, shown
+from topics.metric import PROFILES, Profile
+from topics.topic import node_key
+
+GIVE_UP_S = 60.0
+
+TOTAL_OF_A_GAUGE = 'non-counter metrics should not have "_total" suffix'
+
+COMPLAINTS: dict[Profile, set[tuple[str, str]]] = {
+    "otel": {("gpu_memory_total", TOTAL_OF_A_GAUGE)},
+    "dcgm": set(),
+    "dcgm-legacy": {("dcgm_fb_total", TOTAL_OF_A_GAUGE)},
+}
+"""All that promtool finds of a profile: names that are its own."""
+
+CAMEL_CASE = "label names should be written in 'snake_case' not 'camelCase'"
+"""What it finds of the label set dcgm, of every metric: ``modelName``."""
+
+
+def check(text: str) -> set[tuple[str, str]]:
+    """What promtool has to say of a text, by metric; a text that it can't parse fails the test."""
+    need(find_promtool)
+    command: list[str | Path] = [find_promtool(), "check", "metrics"]
+    done = subprocess.run(command, input=text, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode in (0, 3), done.stdout + done.stderr
+    found = (done.stdout + done.stderr).splitlines()
+    return {(name, complaint) for name, _, complaint in (line.partition(" ") for line in found if line)}
+
+
+@pytest.mark.parametrize(("names", "label_set"), list(product(PROFILES, LABEL_SETS)))
+def test_promtool_finds_only_what_the_profiles_own_names_force(names: Profile, label_set: LabelSet) -> None:
+    model_name = {(name, CAMEL_CASE) for name in abouts(names)} if label_set == "dcgm" else set()
+
+    assert check(exposed(shown(full_node(), names, label_set), names)) == COMPLAINTS[names] | model_name
+
+
+def test_promtool_complains_where_it_should() -> None:
+    assert check("# TYPE a_total gauge\na_total 1\n") == {
+        ("a_total", "no help text"),
+        ("a_total", TOTAL_OF_A_GAUGE),
+    }
+
+
+ODD = 'quo"ted\\ back\nslash # EOF\r\t\x00\x7f\x85\u2028ü😀{a="b"} 1'
+
+
+def test_promtool_parses_whatever_a_tenant_calls_a_pod() -> None:
+    holders = [{"namespace": ODD, "pod": f"{ODD}\ud800", "container": ODD}]
+    tick = node({"uuid": "GPU-a", "metrics": {"temperature_celsius": 33}, "holders": holders})
+
+    assert check(exposed(shown(tick, "dcgm-legacy", "pod-devices"), "dcgm-legacy")) == set()
+
+
+class Scraper(PrometheusServer):
+    """A Prometheus that scrapes one target twice a second; ``protocols`` None is what it asks for by itself."""
+
+    def __init__(self, directory: Path, *, target: tuple[str, int], protocols: list[str] | None) -> None:
+        super().__init__(directory)
+        self.target = "{}:{}".format(*target)
+        self.protocols = protocols
+
+    def prepare(self) -> None:
+        """Writes the configuration: JSON, which is YAML."""
+        job: dict[str, Any] = {
+            "job_name": "gpustream",
+            "scrape_interval": "500ms",
+            "scrape_timeout": "500ms",
+            "honor_labels": True,
+            "static_configs": [{"targets": [self.target]}],
+        }
+        if self.protocols:
+            job["scrape_protocols"] = self.protocols
+        (self.directory / "prometheus.yml").write_text(json.dumps({"scrape_configs": [job]}))
+
+    def scraped(self) -> dict[tuple[str, ...], float]:
+        """Every series that an instant query finds now: its name, its labels but for the target's, its value."""
+        found = self.query('{__name__=~"dcgm_.*"}')
+        return {identity(one.labels): one.value for one in found}
+
+
+def identity(labels: Mapping[str, str]) -> tuple[str, ...]:
+    """A series' name and labels, without those that Prometheus adds of the target."""
+    return tuple(f"{name}={value}" for name, value in sorted(labels.items()) if name not in ("job", "instance"))
+
+
+METRICS = {
+    "temperature_celsius": 0,
+    "memory_used_bytes": 1 << 30,
+    "memory_total_bytes": 80 << 30,
+    "power_watts": 412.345,
+    "energy_joules_total": 123456789.012,
+    "ecc_corrected_volatile_total": 3,
+}
+NAMED = {
+    "dcgm_gpu_temp": 0.0,
+    "dcgm_fb_used": 1024.0,
+    "dcgm_fb_total": 81920.0,
+    "dcgm_power_usage": 412.345,
+    "dcgm_total_energy_consumption": 123456789012.0,
+    "dcgm_ecc_sbe_volatile_total": 3.0,
+}
+"""What METRICS is called in dcgm-legacy."""
+
+
+def tick(name: str, seq: int, *pods: str | None) -> dict[str, Any]:
+    """A node's tick: a GPU for each pod, with a container of the pod's own name; None: nobody holds it."""
+    holders = [[{"namespace": "ml", "pod": pod, "container": pod}] if pod else [] for pod in pods]
+    devices = [
+        {"uuid": f"GPU-{name}-{index}", "index": index, "metrics": METRICS, "holders": one}
+        for index, one in enumerate(holders)
+    ]
+    header = {"schema": 1, "cluster": "scraped", "node": name, "run_id": 1, "seq": seq, "ts_ms": seq * 1000}
+    return {**header, "offset": seq, "attribution": "exact", "devices": devices}
+
+
+def expected(ticks: Iterable[dict[str, Any]]) -> dict[tuple[str, ...], float]:
+    """What Prometheus must have of these ticks."""
+    devices = [({"node": one["node"], "cluster": one["cluster"]}, device) for one in ticks for device in one["devices"]]
+    return {
+        identity({"__name__": name, **of_node, **of_device(device)}): value
+        for of_node, device in devices
+        for name, value in NAMED.items()
+    }
+
+
+def of_device(device: dict[str, Any]) -> dict[str, str]:
+    """The labels of a device and its holder."""
+    labels = {"gpu": str(device["index"]), "uuid": device["uuid"]}
+    for holder in device["holders"]:
+        labels |= {"pod_namespace": "ml", "pod_name": holder["pod"], "container_name": holder["pod"]}
+    return labels
+
+
+async def send(kafka: KafkaServer, *ticks: dict[str, Any]) -> None:
+    """Puts ticks onto gpu.attributed, each node in its own partition."""
+    producer = AIOKafkaProducer(bootstrap_servers=kafka.address)
+    await producer.start()
+    try:
+        for one in ticks:
+            key = node_key(one["cluster"], one["node"])
+            await producer.send_and_wait("gpu.attributed", json.dumps(one).encode(), key, int(one["node"][-1]))
+    finally:
+        await producer.stop()
+
+
+async def until(prometheus: Scraper, wanted: dict[tuple[str, ...], float]) -> None:
+    """Waits until an instant query answers just this."""
+    deadline = time.monotonic() + GIVE_UP_S
+    while (found := await asyncio.to_thread(prometheus.scraped)) != wanted:
+        if time.monotonic() > deadline:
+            assert found == wanted
+        await asyncio.sleep(0.1)
+
+
+@asynccontextmanager
+async def scraping(kafka: KafkaServer) -> AsyncIterator[tuple[str, int]]:
+    """A sink at work, once it listens; gives its address."""
+    settings = ScrapeSettings(
+        kafka=kafka.address, scrape_listen=("127.0.0.1", 0), names="dcgm-legacy", from_="earliest", group="scraped"
+    )
+    sink, stop = ScrapeSink(settings), asyncio.Event()
+    running = asyncio.ensure_future(sink.run(stop))
+    try:
+        while sink.address is None:  # noqa: ASYNC110 - set by the sink once it listens
+            await asyncio.sleep(0.01)
+        yield sink.address
+    finally:
+        stop.set()
+        await asyncio.wait_for(running, 10)
+
+
+@pytest.mark.parametrize(("protocols", "format_"), [(None, OPENMETRICS), (["PrometheusText0.0.4"], TEXT)])
+async def test_prometheus_has_what_was_sent_and_not_what_ended(
+    empty_kafka: KafkaServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    protocols: list[str] | None,
+    format_: Format,
+) -> None:
+    empty_kafka.create_topics({"gpu.attributed": 2, "gpu.dead-letters": 1})
+    given: dict[str, int] = defaultdict(int)
+    monkeypatch.setattr(server, "accepted", counting(given))
+    first = [tick("n-0", 1, "bert", None, ODD), tick("n-1", 1, "llama")]
+    then = [tick("n-0", 2, "next", None), first[1]]
+    await send(empty_kafka, *first)
+    async with scraping(empty_kafka) as address:
+        with Scraper(tmp_path, target=address, protocols=protocols) as prometheus:
+            await until(prometheus, expected(first))
+            await send(empty_kafka, then[0])
+            await until(prometheus, expected(then))
+            (up,) = await asyncio.to_thread(prometheus.query, "min_over_time(up[5m])")
+
+    assert up.value == 1
+    assert given.keys() == {format_.content_type}
+    assert len(expected(first)) == 4 * len(NAMED)
+    assert len(expected(then)) == 3 * len(NAMED)
+
+
+def counting(given: dict[str, int]) -> Callable[[str], Format]:
+    """Chooses as ever, and counts what was chosen."""
+
+    def choose(accept: str) -> Format:
+        chosen = accepted(accept)
+        given[chosen.content_type] += 1
+        return chosen
+
+    return choose
