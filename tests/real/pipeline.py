@@ -24,8 +24,8 @@ Point = tuple[str, str, str, int]
 class Gpustream(Server):
     """One `gpustream` process; it is up when its /readyz says so."""
 
-    def __init__(self, directory: Path, *arguments: str) -> None:
-        super().__init__(directory)
+    def __init__(self, directory: Path, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
+        super().__init__(directory, environment=environment)
         self.arguments = list(arguments)
 
     def command(self) -> Sequence[str]:

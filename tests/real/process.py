@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Self
 
@@ -67,10 +67,12 @@ class Server:
 
     A subclass gives the command (:meth:`command`) and what it means to be up (:meth:`ready`), and may prepare its
     directory (:meth:`prepare`), once. All methods block; a coroutine calls them by ``asyncio.to_thread``.
+    ``environment`` is added to the tests' own.
     """
 
-    def __init__(self, directory: Path, *, ports: int = 1) -> None:
+    def __init__(self, directory: Path, *, ports: int = 1, environment: Mapping[str, str] | None = None) -> None:
         self.directory = directory
+        self.environment = dict(environment or {})
         self.log = directory / "server.log"
         self.ports = [HeldPort() for _ in range(ports)]
         self._process: subprocess.Popen[bytes] | None = None
@@ -108,7 +110,7 @@ class Server:
             self.prepare()
             self._prepared = True
         with self.log.open("ab") as log:
-            self._process = _spawn(self.command(), log, self.directory)
+            self._process = _spawn(self.command(), log, self.directory, self.environment)
         self.wait_until(self.ready)
         return self
 
@@ -182,9 +184,17 @@ class Server:
         self.close()
 
 
-def _spawn(command: Sequence[str], log: IO[bytes], directory: Path) -> subprocess.Popen[bytes]:
+def _spawn(
+    command: Sequence[str], log: IO[bytes], directory: Path, environment: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
     process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=directory, start_new_session=True
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        cwd=directory,
+        env=os.environ | environment,
+        start_new_session=True,
     )
     _tell_reaper(f"+{process.pid}")
     return process
