@@ -50,8 +50,16 @@ class Node(NamedTuple):
 nodes: dict[tuple[str, str], Node] = {}
 
 
+def take(value: bytes | None, now_s: float) -> None:
+    """Take a record. What is none is skipped, here: an exception that left the agent's loop would lose others."""
+    try:
+        see(decode(value or b""), now_s)
+    except msgspec.DecodeError as error:
+        log.warning("skipped what is no record of gpu.attributed: %s", error)
+
+
 def see(tick: AttributedSample, now_s: float) -> None:
-    """Take a tick, unless it is a replay of one that was seen."""
+    """Keep a tick, unless it is a replay of one that was seen."""
     last = nodes.get((tick.cluster, tick.node))
     if last and tick.offset <= last.tick.offset and now_s - last.came_s < FORGET_AFTER_S:
         return
@@ -106,12 +114,9 @@ attributed = app.topic("gpu.attributed", key_type=bytes, value_type=bytes, value
 
 @app.agent(attributed)  # type: ignore[untyped-decorator]
 async def watch(values: AsyncIterator[bytes | None]) -> None:
-    """Keep the last tick of each node. An exception that left the loop would lose records: none does."""
+    """Keep the last tick of each node."""
     async for value in values:
-        try:
-            see(decode(value or b""), time.monotonic())
-        except msgspec.DecodeError as error:
-            log.warning("skipped what is no record of gpu.attributed: %s", error)
+        take(value, time.monotonic())
 
 
 @app.page("/idle/")  # type: ignore[untyped-decorator]

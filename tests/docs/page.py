@@ -1,0 +1,27 @@
+"""A page of the documentation, as tests read it: its code blocks, by section and language."""
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+CONSUMERS = ROOT / "docs" / "consumers"
+
+_FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+class Block(NamedTuple):
+    """A code block, and the title of the section it is in."""
+
+    section: str
+    language: str
+    text: str
+
+
+def blocks(page: str, language: str, section: str | None = None) -> list[Block]:
+    """The blocks of `docs/PAGE` in one language, of one section or all."""
+    found = []
+    for part in re.split(r"^## ", (ROOT / "docs" / page).read_text(), flags=re.MULTILINE):
+        title = part.partition("\n")[0]
+        found += [Block(title, *match) for match in _FENCE.findall(part)]
+    return [block for block in found if block.language == language and section in (None, block.section)]

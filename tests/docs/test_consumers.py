@@ -1,0 +1,236 @@
+"""docs/consumers.md without a broker: its excerpts, what its programs do with single records, and the SQL's paths."""
+
+import importlib.util
+import json
+import re
+import sqlite3
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from tests.docs.page import CONSUMERS, ROOT, blocks
+from topics.attributed import TOPIC
+from topics.catalogue import CATALOGUE
+
+JsonDict = dict[str, Any]
+
+
+def load(name: str) -> Any:
+    """A program of docs/consumers as a module."""
+    spec = importlib.util.spec_from_file_location(name, CONSUMERS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module: ModuleType = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def gpu_hours() -> Any:
+    return load("gpu_hours")
+
+
+@pytest.fixture
+async def idle_gpus() -> Any:
+    """Anew for each test, as it has its nodes, and within the test's event loop, as it has a Faust app."""
+    return load("idle_gpus")
+
+
+def held_by(*pods: str, **fields: Any) -> list[JsonDict]:
+    return [{"namespace": "ml", "pod": pod, "container": "c", **fields} for pod in pods]
+
+
+def device(uuid: str = "GPU-1", **fields: Any) -> JsonDict:
+    return {"uuid": uuid, "metrics": {"gpu_utilization_ratio": 0.5}, **fields}
+
+
+def tick(number: int, *devices: JsonDict, **fields: Any) -> bytes:
+    """The tick at that second of the node."""
+    identity = {"schema": 1, "cluster": "c", "node": "n", "run_id": 1, "seq": number, "ts_ms": number * 1000}
+    return json.dumps({**identity, "offset": number, "attribution": "exact", "devices": devices, **fields}).encode()
+
+
+def counted(gpu_hours: Any, *values: bytes | None) -> dict[tuple[str, str, str], tuple[float, float, float]]:
+    database = sqlite3.connect(":memory:", isolation_level=None)
+    database.executescript(gpu_hours.SCHEMA)
+    gpu_hours.count(database, values)
+    rows = database.execute(
+        "SELECT namespace, workload, device, held_seconds, measured_seconds, used_seconds FROM usage"
+    )
+    found = {row[:3]: row[3:] for row in rows}
+    database.close()
+    return found
+
+
+def test_each_excerpt_of_a_program_is_in_its_file() -> None:
+    files = {"Python": "gpu_hours.py", "Faust": "idle_gpus.py", "ClickHouse": "clickhouse_queries.sql"}
+    excerpts = [b for language in ("python", "sql") for b in blocks("consumers.md", language)]
+    compared = [block for block in excerpts if not (block.section == "Python" and block.language == "sql")]
+    assert len(compared) == 4
+    for block in compared:
+        assert block.text in (CONSUMERS / files[block.section]).read_text()
+
+
+def test_each_file_is_linked_from_the_page_and_each_link_leads_somewhere() -> None:
+    page = (ROOT / "docs" / "consumers.md").read_text()
+    links = [link for link in re.findall(r"\]\(([^)#]+)[^)]*\)", page) if "://" not in link]
+    assert [link for link in links if not (ROOT / "docs" / link).exists()] == []
+    files = {f"consumers/{path.name}" for path in CONSUMERS.iterdir() if path.is_file()}
+    assert files - set(links) == set()
+
+
+def test_a_tick_is_the_time_since_the_last_one_of_its_run(gpu_hours: Any) -> None:
+    ticks = [tick(n, device(holders=held_by("a"))) for n in (1, 2, 4)]
+    assert counted(gpu_hours, *ticks) == {("ml", "Pod/a", "GPU"): (3.0, 3.0, 1.5)}
+
+
+def test_neither_a_long_gap_nor_a_new_run_is_anybodys_time(gpu_hours: Any) -> None:
+    ticks = [tick(n, device(holders=held_by("a"))) for n in (1, 60)]
+    assert counted(gpu_hours, *ticks, tick(61, device(holders=held_by("a")), run_id=2)) == {}
+
+
+def test_a_record_that_comes_again_is_not_counted_again(gpu_hours: Any) -> None:
+    ticks = [tick(n, device(holders=held_by("a"))) for n in (1, 2, 3)]
+    assert counted(gpu_hours, *ticks, *ticks, *ticks[1:]) == counted(gpu_hours, *ticks)
+    assert counted(gpu_hours, *ticks)
+
+
+def test_a_shared_gpu_is_divided_by_pods_and_two_containers_are_one_pod(gpu_hours: Any) -> None:
+    holders = held_by("a", "a", "b", workload={"kind": "Job", "name": "j"})
+    found = counted(gpu_hours, tick(1), tick(2, device(holders=holders[1:])))
+    assert found == {("ml", "Job/j", "GPU"): (1.0, 1.0, 0.5)}
+    alone = counted(gpu_hours, tick(1), tick(2, device(holders=held_by("a", "a", "b"))))
+    assert alone == {("ml", "Pod/a", "GPU"): (0.5, 0.5, 0.25), ("ml", "Pod/b", "GPU"): (0.5, 0.5, 0.25)}
+
+
+def test_the_parts_that_a_record_gives_say_who_used_a_shared_gpu(gpu_hours: Any) -> None:
+    holders = held_by("a", parts={"utilization_ratio": 0.4}) + held_by("b", parts={"utilization_ratio": 0.1})
+    found = counted(gpu_hours, tick(1), tick(2, device(holders=holders)))
+    assert found == {("ml", "Pod/a", "GPU"): (0.5, 0.5, 0.4), ("ml", "Pod/b", "GPU"): (0.5, 0.5, 0.1)}
+
+
+def test_a_gpu_in_mig_mode_is_not_counted_beside_its_mig_devices(gpu_hours: Any) -> None:
+    mig = {"uuid": "MIG-1", "parent_uuid": "GPU-1", "profile": "1g.10gb"}
+    parent, part = device(metrics={}), device("MIG-1", mig=mig, metrics={}, holders=held_by("a"))
+    assert counted(gpu_hours, tick(1), tick(2, parent, part)) == {("ml", "Pod/a", "1g.10gb"): (1.0, 0.0, 0.0)}
+
+
+def test_what_nobody_held_is_not_what_is_not_known(gpu_hours: Any) -> None:
+    found = counted(gpu_hours, tick(1), tick(2, device()), tick(3, device(), attribution="none"))
+    assert found.keys() == {("(nobody)", "", "GPU"), ("(unknown)", "", "GPU")}
+
+
+BROKEN = [None, b"", b"not json", b"\xff", b"{}", b'{"schema": 2}', b"[" * 100_000]
+
+
+@pytest.mark.parametrize("broken", BROKEN, ids=range(len(BROKEN)))
+def test_what_is_no_record_is_skipped_with_a_word_and_the_rest_is_counted(
+    gpu_hours: Any, broken: bytes | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    ticks = [tick(n, device(holders=held_by("a"))) for n in (1, 2)]
+    assert counted(gpu_hours, ticks[0], broken, ticks[1]) == counted(gpu_hours, *ticks)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+@pytest.mark.parametrize("broken", BROKEN, ids=range(len(BROKEN)))
+def test_the_agent_skips_what_is_no_record_with_a_word(
+    idle_gpus: Any, broken: bytes | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    idle_gpus.take(broken, 0.0)
+    idle_gpus.take(tick(1, device(holders=held_by("a"))), 1.0)
+    assert [node.tick.seq for node in idle_gpus.nodes.values()] == [1]
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def idle(module: Any, now_s: float) -> list[tuple[str, float]]:
+    return [(row["pod"], row["idle_seconds"]) for row in module.rows(now_s)]
+
+
+def quiet(*pods: str, uuid: str = "GPU-1") -> JsonDict:
+    return device(uuid, metrics={"gpu_utilization_ratio": 0.0}, holders=held_by(*pods))
+
+
+def see(module: Any, value: bytes, now_s: float) -> None:
+    module.see(module.decode(value), now_s)
+
+
+def test_a_pod_is_idle_after_ten_minutes_of_holding_a_gpu_unused(idle_gpus: Any) -> None:
+    for second in (0, 300, 599):
+        see(idle_gpus, tick(second, quiet("a")), second)
+    assert idle(idle_gpus, 599) == []
+    see(idle_gpus, tick(600, quiet("a")), 600)
+    assert idle(idle_gpus, 600) == [("a", 600.0)]
+
+
+@pytest.mark.parametrize(
+    "between",
+    [device(holders=held_by("a")), quiet("b"), quiet(), device(metrics={}, holders=held_by("a"))],
+    ids=["used", "another's", "nobody's", "not known"],
+)
+def test_idleness_begins_anew_after_anything_else(idle_gpus: Any, between: JsonDict) -> None:
+    for second, one in ((0, quiet("a")), (300, between), (301, quiet("a")), (900, quiet("a"))):
+        see(idle_gpus, tick(second, one), second)
+    assert idle(idle_gpus, 900) == []
+    see(idle_gpus, tick(901, quiet("a")), 901)
+    assert idle(idle_gpus, 901) == [("a", 600.0)]
+
+
+def test_a_replay_does_not_bring_back_what_was(idle_gpus: Any) -> None:
+    for second in (0, 600):
+        see(idle_gpus, tick(second, quiet("a")), second)
+    see(idle_gpus, tick(601, quiet()), 601)
+    see(idle_gpus, tick(600, quiet("a")), 602)
+    assert idle(idle_gpus, 602) == []
+
+
+def test_a_node_that_says_nothing_for_a_minute_is_forgotten(idle_gpus: Any) -> None:
+    for second in (0, 600):
+        see(idle_gpus, tick(second, quiet("a")), second)
+    assert idle(idle_gpus, 660) == [("a", 600.0)]
+    assert idle(idle_gpus, 661) == []
+    assert idle_gpus.nodes == {}
+
+
+def _paths() -> list[tuple[str, list[str]]]:
+    """What the view of clickhouse.sql reads: from the record, a device or a holder, and the path."""
+    sql = (CONSUMERS / "clickhouse.sql").read_text()
+    calls = re.findall(r"JSON(?:Extract\w*|Has)\((\w+), ([^()]*)(?:\(\w+\)')?\)", sql)
+    assert len(calls) == sql.count("JSONExtract") + sql.count("JSONHas")
+    return [(of, [p for p in re.findall(r"'([^']*)'", path) if not p.startswith("Nullable")]) for of, path in calls]
+
+
+def _known(of: str, path: list[str]) -> bool:
+    """Whether the schema of gpu.attributed has such a path."""
+    schema = json.loads((ROOT / "topics" / "schemas" / "gpu.attributed.json").read_text())["$defs"]
+    name = {"record": "AttributedSample", "device": "AttributedDevice", "holder": "Holder"}[of]
+    node = schema[name]
+    for step in path:
+        node = node.get("properties", {}).get(step) or (node.get("additionalProperties") and {})
+        if node is None:
+            return False
+        choices = [node, *node.get("anyOf", [])]
+        node = next((schema[c["$ref"].rpartition("/")[2]] for c in choices if "$ref" in c), node)
+        node = next((c for c in choices if "additionalProperties" in c), node)
+    return True
+
+
+def test_every_path_that_the_clickhouse_view_reads_is_in_the_schema() -> None:
+    paths = _paths()
+    assert len(paths) > 15
+    assert [(of, path) for of, path in paths if not _known(of, path)] == []
+    assert not _known("device", ["mig", "parent"])
+    assert not _known("record", ["timestamp"])
+
+
+def test_every_metric_that_the_clickhouse_view_reads_is_in_the_catalogue() -> None:
+    keys = {path[1] for of, path in _paths() if of == "device" and path[0] == "metrics"}
+    assert keys
+    assert keys <= CATALOGUE.keys()
+
+
+def test_the_programs_take_the_example_of_the_topic(gpu_hours: Any, idle_gpus: Any) -> None:
+    value = json.dumps(TOPIC.example).encode()
+    gpu_hours.decode(value)
+    idle_gpus.take(value, 0.0)
+    assert len(idle_gpus.nodes) == 1
