@@ -1,0 +1,219 @@
+"""k8s/prometheus/rules.yml and the configurations of docker-compose.yml, as promtool reads and tries them."""
+
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+
+from tests.k8s.dashboard import PROMETHEUS
+from tests.real.conftest import need
+from tests.real.servers import find_promtool
+from tests.test_compose import COMPOSE
+
+RULES = PROMETHEUS / "rules.yml"
+ALERTS = [rule["alert"] for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]]
+
+SCRAPED = 'job="gpustream",instance="producer"'
+DEVICE = 'k8s_cluster_name="c",k8s_node_name="n",gpu_index="0",gpu_uuid="GPU-0"'
+HELD = f'{DEVICE},k8s_namespace_name="ml",k8s_pod_name="bert-0"'
+NEXT = f'{DEVICE},k8s_namespace_name="ml",k8s_pod_name="bert-1"'
+
+
+class Case(NamedTuple):
+    """Series a minute apart, in promtool's notation, and whether the alert fires for them at that time."""
+
+    alert: str
+    series: Mapping[str, str]
+    at: str
+    fires: bool
+
+
+CASES = [
+    Case("GpustreamDown", {f"up{{{SCRAPED}}}": "1 0 0 0"}, "3m", True),
+    Case("GpustreamDown", {f"up{{{SCRAPED}}}": "1 0 1 0"}, "3m", False),
+    Case("GpustreamDown", {'up{job="another"}': "0x9"}, "9m", False),
+    Case("GpustreamNotReady", {f"gpustream_ready{{{SCRAPED}}}": "0x9"}, "9m", True),
+    Case("GpustreamNotReady", {f"gpustream_ready{{{SCRAPED}}}": "0x3 1x6"}, "9m", False),
+    Case(
+        "GpustreamTicksDropped",
+        {f'gpustream_producer_ticks_dropped_total{{{SCRAPED},reason="stopped"}}': "_x9 7"},
+        "10m",
+        True,
+    ),
+    Case(
+        "GpustreamTicksDropped",
+        {f'gpustream_producer_ticks_dropped_total{{{SCRAPED},reason="stopped"}}': "7x9 8"},
+        "10m",
+        True,
+    ),
+    Case(
+        "GpustreamTicksDropped",
+        {f'gpustream_producer_ticks_dropped_total{{{SCRAPED},reason="stopped"}}': "7x20"},
+        "20m",
+        False,
+    ),
+    Case(
+        "GpustreamAttributionBehind",
+        {
+            f'gpustream_attribution_lag_records{{{SCRAPED},topic="gpu.samples"}}': "300x20",
+            f'gpustream_attribution_ticks_total{{{SCRAPED},attribution="exact"}}': "0+240x20",
+        },
+        "20m",
+        True,
+    ),
+    Case(
+        "GpustreamAttributionBehind",
+        {
+            f'gpustream_attribution_lag_records{{{SCRAPED},topic="gpu.samples"}}': "200x20",
+            f'gpustream_attribution_ticks_total{{{SCRAPED},attribution="exact"}}': "0+240x20",
+        },
+        "20m",
+        False,
+    ),
+    Case(
+        "GpustreamRemoteWriteBehind",
+        {
+            f"gpustream_remote_write_lag_records{{{SCRAPED}}}": "1x20",
+            f"gpustream_remote_write_records_delivered_total{{{SCRAPED}}}": "9x20",
+        },
+        "20m",
+        True,
+    ),
+    Case(
+        "GpustreamRemoteWriteBehind",
+        {
+            f"gpustream_remote_write_lag_records{{{SCRAPED}}}": "1x20",
+            f"gpustream_remote_write_records_delivered_total{{{SCRAPED}}}": "0+240x20",
+        },
+        "20m",
+        False,
+    ),
+    Case("GpustreamReceiverFailing", {f"gpustream_remote_write_receiver_failing{{{SCRAPED}}}": "1x9"}, "9m", True),
+    Case(
+        "GpustreamReceiverFailing", {f"gpustream_remote_write_receiver_failing{{{SCRAPED}}}": "1x3 0 1x4"}, "9m", False
+    ),
+    Case(
+        "GpustreamDeadLetters",
+        {f'gpustream_attribution_dead_lettered_total{{{SCRAPED},topic="t",reason="key"}}': "_x9 1"},
+        "10m",
+        True,
+    ),
+    Case(
+        "GpustreamDeadLetters",
+        {f"gpustream_remote_write_records_dead_lettered_total{{{SCRAPED}}}": "0x9 1"},
+        "10m",
+        True,
+    ),
+    Case("GpustreamDeadLetters", {f"gpustream_scrape_records_dead_lettered_total{{{SCRAPED}}}": "3x20"}, "20m", False),
+    Case(
+        "GpustreamLateAttribution",
+        {
+            f'gpustream_attribution_ticks_total{{{SCRAPED},attribution="exact"}}': "0+90x30",
+            f'gpustream_attribution_ticks_total{{{SCRAPED},attribution="late"}}': "0+10x30",
+        },
+        "30m",
+        True,
+    ),
+    Case(
+        "GpustreamLateAttribution",
+        {
+            f'gpustream_attribution_ticks_total{{{SCRAPED},attribution="exact"}}': "0+9000x30",
+            f'gpustream_attribution_ticks_total{{{SCRAPED},attribution="late"}}': "0+10x30",
+        },
+        "30m",
+        False,
+    ),
+    Case("GpustreamGpusSilent", {f'gpustream_node_gpus{{{SCRAPED},state="lost"}}': "0 1x4"}, "5m", True),
+    Case("GpustreamGpusSilent", {f'gpustream_node_gpus{{{SCRAPED},state="ok"}}': "8x5"}, "5m", False),
+    Case("GpustreamKubeletSilent", {f"gpustream_node_kubelet_age_seconds{{{SCRAPED}}}": "240+60x5"}, "5m", True),
+    Case("GpustreamKubeletSilent", {f"gpustream_node_kubelet_age_seconds{{{SCRAPED}}}": "0x5"}, "5m", False),
+    Case(
+        "GpuUncorrectableErrors",
+        {f'gpu_ecc_errors{{{HELD},gpu_ecc_error_type="uncorrectable"}}': "2x9 3x5"},
+        "12m",
+        True,
+    ),
+    Case(  # another pod's series begins where the last one's ended: the GPU had no new error
+        "GpuUncorrectableErrors",
+        {
+            f'gpu_ecc_errors{{{HELD},gpu_ecc_error_type="uncorrectable"}}': "2x5 stale",
+            f'gpu_ecc_errors{{{NEXT},gpu_ecc_error_type="uncorrectable"}}': "_x6 2x9",
+        },
+        "12m",
+        False,
+    ),
+    Case(
+        "GpuUncorrectableErrors", {f'gpu_ecc_errors{{{HELD},gpu_ecc_error_type="correctable"}}': "0+1x12"}, "12m", False
+    ),
+    Case("GpuRowRemapFailure", {f"gpu_row_remap_failure{{{HELD}}}": "1"}, "0m", True),
+    Case("GpuRowRemapFailure", {f"gpu_row_remap_failure{{{HELD}}}": "0"}, "0m", False),
+    Case("GpuRowRemapPending", {f"gpu_row_remap_pending{{{HELD}}}": "1x61"}, "61m", True),
+    Case("GpuRowRemapPending", {f"gpu_row_remap_pending{{{HELD}}}": "1x59"}, "59m", False),
+    Case(
+        "GpuHardwareSlowdown", {f'gpu_throttle_reason{{{HELD},gpu_throttle_cause="temp_hardware"}}': "1x6"}, "6m", True
+    ),
+    Case(
+        "GpuHardwareSlowdown",
+        {f'gpu_throttle_reason{{{HELD},gpu_throttle_cause="power_software"}}': "1x6"},
+        "6m",
+        False,
+    ),
+    Case("GpuHeldAndIdle", {f"gpu_utilization{{{HELD}}}": "0.01x70"}, "70m", True),
+    Case("GpuHeldAndIdle", {f"gpu_utilization{{{HELD}}}": "0.01x55 0.9x15"}, "70m", False),
+    Case("GpuHeldAndIdle", {f"gpu_utilization{{{HELD}}}": "_x30 0x40"}, "70m", False),
+    Case("GpuHeldAndIdle", {f"gpu_utilization{{{DEVICE}}}": "0x70"}, "70m", False),
+]
+
+
+def promtool(*arguments: str | Path) -> None:
+    """Runs promtool; what it finds wrong fails the test with its words."""
+    need(find_promtool)
+    done = subprocess.run([find_promtool(), *arguments], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def unit_test(case: Case) -> dict[str, Any]:
+    """The case in the form of ``promtool test rules``, which compares the names of alerts that fire."""
+    return {
+        "name": f"{case.alert} fires: {case.fires}",
+        "interval": "1m",
+        "input_series": [{"series": name, "values": values} for name, values in case.series.items()],
+        "promql_expr_test": [
+            {
+                "expr": f'count(ALERTS{{alertname="{case.alert}",alertstate="firing"}})',
+                "eval_time": case.at,
+                "exp_samples": [{"labels": "{}", "value": 1}] if case.fires else [],
+            }
+        ],
+    }
+
+
+def test_the_rules_are_rules() -> None:
+    promtool("check", "rules", "--lint-fatal", RULES)
+
+
+def test_the_configuration_of_compose_is_one_of_prometheus(tmp_path: Path) -> None:
+    shutil.copy(RULES, tmp_path)
+    written = tmp_path / "prometheus.yml"
+    written.write_text(COMPOSE["configs"]["prometheus"]["content"])
+    promtool("check", "config", "--lint-fatal", written)
+
+
+def test_every_alert_fires_when_it_should_and_not_when_it_should_not(tmp_path: Path) -> None:
+    assert {(case.alert, case.fires) for case in CASES} == {(name, fires) for name in ALERTS for fires in (True, False)}
+    written = tmp_path / "tests.yml"
+    document = {"rule_files": [str(RULES)], "evaluation_interval": "1m", "tests": [unit_test(case) for case in CASES]}
+    written.write_text(yaml.safe_dump(document))
+    promtool("test", "rules", written)
+
+
+def test_promtool_would_say_that_an_alert_does_not_fire(tmp_path: Path) -> None:
+    written = tmp_path / "tests.yml"
+    case = Case("GpuRowRemapFailure", {f"gpu_row_remap_failure{{{HELD}}}": "0"}, "0m", fires=True)
+    written.write_text(yaml.safe_dump({"rule_files": [str(RULES)], "tests": [unit_test(case)]}))
+    with pytest.raises(AssertionError, match="FAILED"):
+        promtool("test", "rules", written)
