@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from sinks.labels import Labels
+from sinks.tenants import Labels
 from topics.catalogue import CATALOGUE, DERIVED, series
 from topics.metric import Metric, Profile, Ratio
 from topics.metric import Series as CatalogueSeries

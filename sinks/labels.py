@@ -2,45 +2,61 @@
 
 In: a device of gpu.attributed, its node. Out: (name, value) pairs sorted by name, each name once, no value empty.
 A device that several pods hold carries no holder labels, so that a sum over pods never counts it twice; two containers
-of one pod count as one holder without a container.
+of one pod count as one holder without a container. What tenants wrote on a pod and its namespace comes last: as much of
+it as a series has room for, the rest is on ``gpu_pod_info``.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, get_args
 
-from topics.attributed import AttributedDevice, Holder, Workload
+from sinks.tenants import Labels, Pairs, sanitised, tenant_labels
+from topics.attributed import AttributedDevice, AttributedSample, Holder, Workload
 from topics.metric import Profile
+from topics.samples import Job
 
 LabelSet = Literal["otel", "dcgm", "dcgm-legacy", "pod-devices"]
 LABEL_SETS: tuple[LabelSet, ...] = get_args(LabelSet)
 
-Labels = tuple[tuple[str, str], ...]
+MAX_LABELS = 30
+"""Of one series, its name included: what receivers commonly allow."""
 
-MAX_VALUE_BYTES = 1024
-"""Longer values are cut, at a character: receivers commonly refuse a series for a value beyond 2 KiB."""
+ROW_LABELS = 3
+"""What a series has beside its device's labels: its name, and at most two that tell it from others of that name."""
 
 SERVICE_NAME = "gpustream"
 SCRAPE_PORT = 9400
 """The port in ``instance``, which dashboards made for a scraped exporter filter by."""
 
 
+class Place(NamedTuple):
+    """A node, and where it stands: the same for all devices of a tick."""
+
+    cluster: str
+    node: str
+    zone: str | None = None
+    region: str | None = None
+    host_type: str | None = None
+
+
 class Held(NamedTuple):
-    """The one pod that holds a device, its container where it is one, and what owns the pod."""
+    """The one pod that holds a device, its container where it is one, what owns the pod and what is written on it."""
 
     namespace: str
     pod: str
+    pod_uid: str | None
     container: str | None
     job: str | None
     statefulset: str | None
     deployment: str | None
     workload: Workload | None
+    labels: dict[str, str]
+    namespace_labels: dict[str, str]
 
 
 class Seen(NamedTuple):
     """All of a device that its labels are made of: equal ones have equal labels."""
 
-    cluster: str
-    node: str
+    place: Place
     uuid: str
     parent: str | None
     number: int | None
@@ -51,6 +67,7 @@ class Seen(NamedTuple):
     profile: str | None
     gpu_instance: int | None
     held: Held | None
+    job: Job | None
 
 
 def default_labels(names: Profile) -> LabelSet:
@@ -69,7 +86,23 @@ def sole_holder(holders: Sequence[Holder]) -> Held | None:
             return None
         if other.container != container:
             container = None
-    return Held(first.namespace, first.pod, container, first.job, first.statefulset, first.deployment, first.workload)
+    return held(first, container)
+
+
+def held(holder: Holder, container: str | None = None) -> Held:
+    """What labels are made of in a holder."""
+    return Held(
+        holder.namespace,
+        holder.pod,
+        holder.pod_uid,
+        container,
+        holder.job,
+        holder.statefulset,
+        holder.deployment,
+        holder.workload,
+        holder.labels,
+        holder.namespace_labels,
+    )
 
 
 def _same_pod(one: Holder, other: Holder) -> bool:
@@ -78,13 +111,24 @@ def _same_pod(one: Holder, other: Holder) -> bool:
     return one.pod_uid is None or other.pod_uid is None or one.pod_uid == other.pod_uid
 
 
-def seen(cluster: str, node: str, device: AttributedDevice) -> Seen:
+def place(sample: AttributedSample) -> Place:
+    """Where a tick was read."""
+    known = sample.node_labels
+    return Place(
+        sample.cluster,
+        sample.node,
+        known.get("topology.kubernetes.io/zone"),
+        known.get("topology.kubernetes.io/region"),
+        known.get("node.kubernetes.io/instance-type"),
+    )
+
+
+def seen(where: Place, device: AttributedDevice) -> Seen:
     """What of a device its labels are made of."""
     mig = device.mig
     parent, profile, instance = (mig.parent_uuid, mig.profile, mig.gpu_instance) if mig else (None, None, None)
     return Seen(
-        cluster,
-        node,
+        where,
         device.uuid,
         parent,
         device.index,
@@ -95,32 +139,37 @@ def seen(cluster: str, node: str, device: AttributedDevice) -> Seen:
         profile,
         instance,
         sole_holder(device.holders) if device.holders else None,
+        device.jobs[0] if device.jobs and len(device.jobs) == 1 else None,
     )
 
 
-def labels(label_set: LabelSet, device: Seen) -> Labels:
-    """The labels of a device's series, sorted by name; what is not known or empty is left out."""
-    pairs = ((name, sanitised(str(value))) for name, value in _PAIRS[label_set](device) if value is not None)
-    return tuple(sorted((name, value) for name, value in pairs if value))
+def labels(label_set: LabelSet, device: Seen, most: int = MAX_LABELS) -> Labels:
+    """The labels of a device's series, sorted by name; what is not known or empty is left out.
 
-
-def sanitised(value: str) -> str:
-    """A value that any receiver takes: valid UTF-8 (lone surrogates become ``?``), at most 1024 bytes of it.
-
-    Control characters and newlines stay: a label value may hold them.
+    With its name and the labels of its own no series has more than ``most``, as far as tenants' labels make them more.
     """
-    if value.isascii() and len(value) <= MAX_VALUE_BYTES:
-        return value
-    return value.encode("utf-8", "replace")[:MAX_VALUE_BYTES].decode("utf-8", "ignore")
+    pairs = known(_PAIRS[label_set](device))
+    if label_set == "otel" and device.held is not None:
+        pairs += tenant_labels(device.held.labels, device.held.namespace_labels)[
+            : max(0, most - ROW_LABELS - len(pairs))
+        ]
+    return tuple(sorted(pairs))
 
 
-Pairs = Iterable[tuple[str, str | int | None]]
+def known(pairs: Pairs) -> list[tuple[str, str]]:
+    """Those pairs that have a value, with values that any receiver takes."""
+    texts = ((name, sanitised(str(value))) for name, value in pairs if value is not None)
+    return [(name, text) for name, text in texts if text]
 
 
 def _otel(device: Seen) -> Pairs:
-    yield "k8s_cluster_name", device.cluster
-    yield "k8s_node_name", device.node
-    yield "host_name", device.node
+    where = device.place
+    yield "k8s_cluster_name", where.cluster
+    yield "k8s_node_name", where.node
+    yield "host_name", where.node
+    yield "host_type", where.host_type
+    yield "cloud_availability_zone", where.zone
+    yield "cloud_region", where.region
     yield "service_name", SERVICE_NAME
     yield "gpu_vendor", device.vendor
     yield "gpu_index", device.number
@@ -129,19 +178,25 @@ def _otel(device: Seen) -> Pairs:
     if device.parent is not None:
         yield "gpu_mig_uuid", device.uuid
         yield "gpu_mig_profile", device.profile
+    if device.job is not None:
+        yield "job_id", device.job.id
+        yield "job_user", device.job.user
+        yield "job_partition", device.job.partition
     if device.held is not None:
-        yield from _otel_holder(device.held)
+        yield "k8s_container_name", device.held.container
+        yield from otel_pod(device.held)
 
 
-def _otel_holder(held: Held) -> Pairs:
-    yield "k8s_namespace_name", held.namespace
-    yield "k8s_pod_name", held.pod
-    yield "k8s_container_name", held.container
-    owners = (("job", held.job), ("statefulset", held.statefulset), ("deployment", held.deployment))
+def otel_pod(pod: Held) -> Pairs:
+    """The pod and what owns it."""
+    yield "k8s_namespace_name", pod.namespace
+    yield "k8s_pod_name", pod.pod
+    yield "k8s_pod_uid", pod.pod_uid
+    owners = (("job", pod.job), ("statefulset", pod.statefulset), ("deployment", pod.deployment))
     yield from [(f"k8s_{kind}_name", name) for kind, name in owners if name][:1]
-    if held.workload is not None:
-        yield "k8s_workload_kind", held.workload.kind
-        yield "k8s_workload_name", held.workload.name
+    if pod.workload is not None:
+        yield "k8s_workload_kind", pod.workload.kind
+        yield "k8s_workload_name", pod.workload.name
 
 
 def _dcgm(device: Seen) -> Pairs:
@@ -152,9 +207,9 @@ def _dcgm(device: Seen) -> Pairs:
     yield "modelName", device.model
     yield "GPU_I_PROFILE", device.profile
     yield "GPU_I_ID", device.gpu_instance
-    yield "hostname", device.node
-    yield "instance", f"{device.node}:{SCRAPE_PORT}"
-    yield "cluster", device.cluster
+    yield "hostname", device.place.node
+    yield "instance", f"{device.place.node}:{SCRAPE_PORT}"
+    yield "cluster", device.place.cluster
     if device.held is not None:
         yield "namespace", device.held.namespace
         yield "pod", device.held.pod
@@ -172,8 +227,8 @@ def _pod_devices(device: Seen) -> Pairs:
 
 def _dcgm_legacy(device: Seen) -> Pairs:
     yield from _pod_devices(device)
-    yield "node", device.node
-    yield "cluster", device.cluster
+    yield "node", device.place.node
+    yield "cluster", device.place.cluster
 
 
 _PAIRS: dict[LabelSet, Callable[[Seen], Pairs]] = {

@@ -4,13 +4,15 @@ Producers read what to sample here, sinks what to call it, the docs are written 
 profile is not emitted in that profile.
 """
 
-from topics.metric import PROFILES, Labels, Metric, Profile, Ratio, Series
+from topics.metric import PROFILES, Info, Labels, Metric, Profile, Ratio, Series
 from topics.metric_rows import ROWS
 
 __all__ = [
     "CATALOGUE",
     "DERIVED",
+    "POD_INFO",
     "PROFILES",
+    "Info",
     "Labels",
     "Metric",
     "Profile",
@@ -45,6 +47,13 @@ DERIVED: dict[Profile, tuple[Ratio, ...]] = {
     "dcgm-legacy": (),
 }
 """The series that are made of two keys."""
+
+
+POD_INFO = Info(
+    "gpu_pod_info",
+    "Always 1, for each pod that holds a device: what is written on it and its namespace, for joins.",
+)
+"""With the label set ``otel``."""
 
 
 def series(profile: Profile) -> dict[str, tuple[Series, ...]]:

@@ -46,6 +46,13 @@ class Ratio(NamedTuple):
         return numerator / denominator * self.scale if denominator else None
 
 
+class Info(NamedTuple):
+    """A series that is always 1, for what its labels say."""
+
+    name: str
+    help: str
+
+
 class Metric(msgspec.Struct, frozen=True, kw_only=True):
     """One row: a key, in base units. Of its series in a profile the first is the value, the rest are made from it."""
 

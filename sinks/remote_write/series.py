@@ -11,8 +11,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from sinks import pod_info
 from sinks.blocks import Block, Group, Layouts, Row
-from sinks.labels import Labels, LabelSet, Seen, labels, seen
+from sinks.labels import MAX_LABELS, LabelSet, Place, Seen, labels, place, seen
+from sinks.pod_info import HoldingPod, holding_pods
+from sinks.tenants import Labels
 from topics.attributed import AttributedDevice, AttributedSample
 from topics.metric import Profile
 
@@ -21,16 +24,20 @@ STALE: float = struct.unpack("<d", struct.pack("<Q", 0x7FF0000000000002))[0]
 
 _MAX_MS = 2**63 - 1
 _FORGET_AFTER_S = 24 * 3600
-_SPARE_DEVICES = 64
+_SPARE = 64
 
 NodeKey = tuple[str, str]
 
 
 class _Known(NamedTuple):
-    """A device as it was last labelled, and the block of it."""
+    """A device or a pod as it was last labelled, and the block of it."""
 
-    seen: Seen
+    seen: Seen | HoldingPod
     block: Block
+
+
+_KnownBy = dict[str | tuple[str, ...], _Known]
+"""By a device's uuid, or by a pod's namespace, name and uid."""
 
 
 @dataclass(slots=True)
@@ -41,7 +48,7 @@ class _Node:
     heard_s: float
     ts_ms: int | None = None
     open: tuple[Block, ...] = ()
-    known: dict[str, _Known] = field(default_factory=dict)
+    known: _KnownBy = field(default_factory=dict)
 
 
 class Tick(NamedTuple):
@@ -69,11 +76,11 @@ class Silence(NamedTuple):
 class Series:
     """The series of one partition. ``now_s`` is always a clock that never steps back."""
 
-    def __init__(self, names: Profile, label_set: LabelSet) -> None:
+    def __init__(self, names: Profile, label_set: LabelSet, max_labels: int = MAX_LABELS) -> None:
         self._layouts = Layouts(names)
-        self._label_set = label_set
+        self._label_set, self._max_labels = label_set, max_labels
         self._nodes: dict[NodeKey, _Node] = {}
-        self._strangers: dict[NodeKey, dict[str, _Known]] = {}
+        self._strangers: dict[NodeKey, _KnownBy] = {}
 
     def is_replay(self, sample: AttributedSample) -> bool:
         """Whether this record, or a later one of its node, was settled before."""
@@ -84,7 +91,7 @@ class Series:
         """What a record writes."""
         node = self._nodes.get((sample.cluster, sample.node))
         known = node.known if node else self._strangers.setdefault((sample.cluster, sample.node), {})
-        groups = [group for device in sample.devices if (group := self._group(sample, device, known))]
+        groups = self._groups(sample, known)
         blocks = tuple(group.block for group in groups)
         if node is not None and blocks == node.open:
             return Tick(sample, groups, blocks, 0, 0)
@@ -103,7 +110,7 @@ class Series:
         node.offset, node.heard_s = sample.offset, now_s
         if accepted:
             node.ts_ms, node.open = sample.ts_ms, tick.blocks
-            if len(node.known) > len(sample.devices) + _SPARE_DEVICES:
+            if len(node.known) > 2 * len(tick.blocks) + _SPARE:
                 node.known.clear()
 
     def recall(self, sample: AttributedSample, now_s: float) -> None:
@@ -127,17 +134,35 @@ class Series:
         self._nodes.clear()
         self._strangers.clear()
 
-    def _group(self, sample: AttributedSample, device: AttributedDevice, known: dict[str, _Known]) -> Group | None:
+    def _groups(self, sample: AttributedSample, known: _KnownBy) -> list[Group]:
+        """What a record says of its devices, and of the pods that hold them."""
+        where = place(sample)
+        groups = [group for device in sample.devices if (group := self._device(where, sample, device, known))]
+        pods = [self._pod(pod, known) for pod in holding_pods(self._label_set, where, sample)]
+        return groups + [Group(block, sample.ts_ms, (1.0,)) for block in pods]
+
+    def _device(
+        self, where: Place, sample: AttributedSample, device: AttributedDevice, known: _KnownBy
+    ) -> Group | None:
         measured = self._layouts.measure(device.metrics)
         if not measured.rows:
             return None
-        now = seen(sample.cluster, sample.node, device)
+        now = seen(where, device)
         before = known.get(device.uuid)
         if before is None or before.seen != now:
-            before = known[device.uuid] = _Known(now, Block(labels(self._label_set, now), measured.rows))
+            made = labels(self._label_set, now, self._max_labels)
+            before = known[device.uuid] = _Known(now, Block(made, measured.rows))
         elif before.block.rows is not measured.rows:
             before = known[device.uuid] = _Known(now, Block(before.block.labels, measured.rows))
         return Group(before.block, sample.ts_ms, measured.values)
+
+    def _pod(self, pod: HoldingPod, known: _KnownBy) -> Block:
+        key = (pod.pod.namespace, pod.pod.pod, pod.pod.pod_uid or "")
+        before = known.get(key)
+        if before is None or before.seen != pod:
+            made = pod_info.labels(pod, self._max_labels)
+            before = known[key] = _Known(pod, Block(made, pod_info.ROWS))
+        return before.block
 
 
 def _unique(groups: Iterable[Group]) -> list[Group]:

@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from sinks.blocks import Kind, Rows
-from sinks.labels import Labels
+from sinks.tenants import Labels
 from topics.catalogue import CATALOGUE, DERIVED, series
 from topics.metric import Profile
 

@@ -17,7 +17,7 @@ import msgspec
 
 from sinks.blocks import Layouts
 from sinks.dead_letters import DeadLetters, Record
-from sinks.labels import LabelSet, Seen, labels, seen
+from sinks.labels import LabelSet, Seen, labels, place, seen
 from sinks.outcomes import Outcome, Outcomes
 from sinks.scrape.families import Device, lines
 from topics.attributed import TOPIC, AttributedDevice, AttributedSample
@@ -126,7 +126,7 @@ class LatestOfPartition:
     def _device(
         self, sample: AttributedSample, device: AttributedDevice, before: tuple[Seen, Device] | None
     ) -> tuple[Seen, Device]:
-        now = seen(sample.cluster, sample.node, device)
+        now = seen(place(sample), device)
         rows, values = self._layouts.measure(device.metrics)
         if before is not None and before[0] == now and before[1].lines.rows is rows:
             return now, Device(before[1].lines, values)

@@ -8,12 +8,33 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sinks.labels import LABEL_SETS, MAX_VALUE_BYTES, Held, Seen, labels, sanitised, seen, sole_holder
-from topics.attributed import AttributedDevice, Holder, Workload
+from sinks import pod_info
+from sinks.labels import LABEL_SETS, MAX_LABELS, ROW_LABELS, Held, Place, Seen, labels, place, seen, sole_holder
+from sinks.pod_info import HoldingPod, holding_pods
+from sinks.tenants import MAX_VALUE_BYTES, sanitised, tenant_labels
+from topics.attributed import AttributedDevice, AttributedSample, Holder, Workload
 from topics.catalogue import label_names
 from topics.metric import PROFILES
+from topics.samples import Job
 
 NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*\Z")
+
+PLACE = Place("prod", "n1")
+FULL = Seen(
+    Place("prod", "n1", "us-east-1a", "us-east-1", "p5.48xlarge"),
+    "MIG-1",
+    "GPU-a",
+    0,
+    0,
+    "nvidia",
+    "H100",
+    "00000000:0A:00.0",
+    "1g.10gb",
+    7,
+    Held("ml", "bert-0", "u1", "main", "job", None, None, Workload("Job", "job"), {"app": "bert"}, {"team": "ml"}),
+    Job("12345", "ada", "gpu"),
+)
+"""A device of which everything is known."""
 
 MIG = {"uuid": "MIG-1", "parent_uuid": "GPU-a", "gpu_instance": 7, "compute_instance": 0, "profile": "1g.10gb"}
 BERT = {
@@ -36,7 +57,7 @@ def of(label_set: Any, *holders: dict[str, Any], **more: Any) -> dict[str, str]:
         "holders": list(holders),
         **more,
     }
-    return dict(labels(label_set, seen("prod", "n1", msgspec.convert(content, AttributedDevice))))
+    return dict(labels(label_set, seen(PLACE, msgspec.convert(content, AttributedDevice))))
 
 
 def test_otel_names_the_device_its_holder_and_the_owner_of_the_pod() -> None:
@@ -51,6 +72,7 @@ def test_otel_names_the_device_its_holder_and_the_owner_of_the_pod() -> None:
         "gpu_model": "H100",
         "k8s_namespace_name": "ml-team",
         "k8s_pod_name": "bert-0",
+        "k8s_pod_uid": "u1",
         "k8s_container_name": "pytorch",
         "k8s_job_name": "bert",
         "k8s_workload_kind": "CronJob",
@@ -131,18 +153,13 @@ def test_a_value_is_cut_at_a_character_and_lone_surrogates_are_replaced() -> Non
 
 TEXT = st.text(st.characters(), max_size=40) | st.just("x" * 2000)
 SOME = st.none() | TEXT
-HELD = st.builds(
-    Held,
-    TEXT,
-    TEXT,
-    SOME,
-    SOME,
-    SOME,
-    SOME,
-    st.none() | st.builds(Workload, kind=TEXT, name=TEXT),
-)
+TENANT = st.dictionaries(TEXT, TEXT, max_size=40)
+WORKLOAD = st.none() | st.builds(Workload, kind=TEXT, name=TEXT)
+HELD = st.builds(Held, TEXT, TEXT, SOME, SOME, SOME, SOME, SOME, WORKLOAD, TENANT, TENANT)
+JOB = st.none() | st.builds(Job, id=TEXT, user=SOME, partition=SOME)
 NUMBER = st.none() | st.integers(0, 200)
-SEEN = st.builds(Seen, TEXT, TEXT, TEXT, SOME, NUMBER, NUMBER, TEXT, SOME, SOME, SOME, NUMBER, st.none() | HELD)
+PLACES = st.builds(Place, TEXT, TEXT, SOME, SOME, SOME)
+SEEN = st.builds(Seen, PLACES, TEXT, SOME, NUMBER, NUMBER, TEXT, SOME, SOME, SOME, NUMBER, st.none() | HELD, JOB)
 
 
 @given(SEEN, st.sampled_from(LABEL_SETS))
@@ -152,6 +169,7 @@ def test_labels_are_sorted_and_none_is_repeated_or_empty_whatever_the_device_say
     assert names == sorted(set(names))
     assert all(NAME.match(name) for name in names)
     assert all(0 < len(value.encode()) <= MAX_VALUE_BYTES for _, value in made)
+    assert len(made) + ROW_LABELS <= MAX_LABELS
 
 
 @given(
@@ -171,8 +189,98 @@ def test_the_sole_holder_is_of_the_only_pod_there_is(holders: list[Holder]) -> N
 
 @pytest.mark.parametrize("profile", PROFILES)
 def test_no_label_of_a_device_is_one_that_tells_series_of_a_name_apart(profile: Any) -> None:
-    device = Seen(
-        "c", "n", "u", "p", 0, 0, "v", "m", "b", "x", 0, Held("n", "p", "c", "j", "s", "d", Workload("K", "n"))
-    )
     for label_set in LABEL_SETS:
-        assert not {name for name, _ in labels(label_set, device)} & (label_names(profile) | {"__name__"})
+        assert not {name for name, _ in labels(label_set, FULL)} & (label_names(profile) | {"__name__"})
+
+
+def test_a_node_says_where_it_stands() -> None:
+    record = AttributedSample(
+        schema=1,
+        cluster="prod",
+        node="n1",
+        run_id=1,
+        seq=1,
+        ts_ms=1,
+        offset=0,
+        attribution="exact",
+        node_labels={
+            "topology.kubernetes.io/zone": "us-east-1a",
+            "topology.kubernetes.io/region": "us-east-1",
+            "node.kubernetes.io/instance-type": "p5.48xlarge",
+        },
+    )
+    where = {"cloud_availability_zone": "us-east-1a", "cloud_region": "us-east-1", "host_type": "p5.48xlarge"}
+
+    assert place(record) == FULL.place
+    assert where.items() <= dict(labels("otel", FULL)).items()
+
+
+def test_the_job_of_a_device_is_named_where_there_is_one() -> None:
+    one, other = {"id": "12345", "user": "ada", "partition": "gpu"}, {"id": "2"}
+    jobs = {"job_id": "12345", "job_user": "ada", "job_partition": "gpu"}
+
+    assert jobs.items() <= of("otel", jobs=[one]).items()
+    assert of("otel", jobs=[one, other]) == of("otel")
+    assert of("dcgm", jobs=[one]) == of("dcgm")
+
+
+def test_what_tenants_wrote_is_on_the_series() -> None:
+    made = of("otel", {**BERT, "labels": {"app.kubernetes.io/name": "bert"}, "namespace_labels": {"team": "ml"}})
+
+    assert made["k8s_pod_label_app_kubernetes_io_name"] == "bert"
+    assert made["k8s_namespace_label_team"] == "ml"
+
+
+def test_a_series_has_at_most_so_many_labels_and_its_pods_info_has_the_rest() -> None:
+    tenant = {f"key-{n:02}": f"value {n}" for n in range(24)}
+    held = FULL._replace(held=FULL.held._replace(labels=tenant, namespace_labels={}) if FULL.held else None)
+    assert held.held is not None
+    series, info = dict(labels("otel", held)), dict(pod_info.labels(HoldingPod(held.place, held.held)))
+    written = {f"k8s_pod_label_key_{n:02}" for n in range(24)}
+
+    assert len(series) + ROW_LABELS == MAX_LABELS
+    assert len(info) + 1 <= MAX_LABELS
+    assert written - set(series) <= set(info)
+    assert len(labels("otel", held, 100)) == pod_info.DEVICE_LABELS + 24
+
+
+def test_no_device_has_more_labels_of_its_own_than_is_reckoned_with() -> None:
+    bare = FULL._replace(held=FULL.held._replace(labels={}, namespace_labels={}) if FULL.held else None)
+
+    assert len(labels("otel", bare)) == pod_info.DEVICE_LABELS
+
+
+def test_keys_that_become_one_name_are_told_apart() -> None:
+    made = tenant_labels({"a-b": "1", "a.b": "2", "a/b": "", "c": "3"}, {"a-b": "4"})
+
+    assert made == [
+        ("k8s_pod_label_c", "3"),
+        ("k8s_pod_label_a_b_conflict1", "1"),
+        ("k8s_pod_label_a_b_conflict2", "2"),
+        ("k8s_namespace_label_a_b", "4"),
+    ]
+
+
+def test_each_pod_that_holds_a_device_has_an_info_once() -> None:
+    shared = AttributedDevice(uuid="GPU-a", holders=(Holder("ml", "a"), Holder("ml", "b"), Holder("ml", "a")))
+    record = AttributedSample(
+        schema=1,
+        cluster="c",
+        node="n",
+        run_id=1,
+        seq=1,
+        ts_ms=1,
+        offset=0,
+        attribution="exact",
+        devices=(shared, shared),
+    )
+    pods = holding_pods("otel", place(record), record)
+
+    assert [(pod.pod.namespace, pod.pod.pod) for pod in pods] == [("ml", "a"), ("ml", "b")]
+    assert holding_pods("dcgm", place(record), record) == []
+    assert dict(pod_info.labels(pods[0])) == {
+        "k8s_cluster_name": "c",
+        "k8s_node_name": "n",
+        "k8s_namespace_name": "ml",
+        "k8s_pod_name": "a",
+    }

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sinks.blocks import Block, Group, Row
-from sinks.labels import Labels
 from sinks.remote_write import encode_v1, encode_v2
 from sinks.remote_write.protobuf import fixed_varint, varint
 from sinks.remote_write.series import STALE
+from sinks.tenants import Labels
 from tests.sinks.remote_write.wire import Sample, bits, metadata_v2, read_v1, read_v2
 
 ENCODERS: dict[str, Any] = {

@@ -51,9 +51,33 @@ def test_a_steady_tick_writes_its_values_and_ends_nothing() -> None:
 def test_a_pod_that_ends_gets_staleness_markers_at_the_tick_in_which_it_is_missing() -> None:
     _, second = play(series(), sample(1, device(pod="a")), sample(2, device(pod="b")))
     ts_ms = second.sample.ts_ms
-    names = ["gpu_memory_used", "gpu_temperature", "gpu_utilization"]
+    names = ["gpu_memory_used", "gpu_pod_info", "gpu_temperature", "gpu_utilization"]
     assert ended(second.groups) == [(ts_ms, name, "a") for name in names]
-    assert second.markers == PER_DEVICE
+    assert second.markers == PER_DEVICE + 1
+
+
+def test_a_pod_has_one_info_series_however_many_devices_it_holds() -> None:
+    _, second = play(series(), *(sample(n, device("GPU-a", pod="a"), device("GPU-b", pod="a")) for n in (1, 2)))
+    rows = [
+        (row.name, value) for group in second.groups for row, value in zip(group.block.rows, group.values, strict=True)
+    ]
+    assert [value for name, value in rows if name == "gpu_pod_info"] == [1.0]
+    assert second.markers == 0
+
+
+def test_a_label_that_changes_is_another_series() -> None:
+    before, after = ({"app": "bert", "version": version} for version in "12")
+    first, second = play(series(), sample(1, labelled(before)), sample(2, labelled(after)))
+    versions = [dict(group.block.labels).get("k8s_pod_label_version") for group in second.groups]
+    assert versions == ["2", "2", "1", "1"]
+    assert second.markers == PER_DEVICE + 1
+    assert [dict(group.block.labels)["k8s_pod_label_app"] for group in first.groups] == ["bert", "bert"]
+
+
+def labelled(labels: dict[str, str]) -> dict[str, Any]:
+    """A device whose pod carries these labels."""
+    holder = {"namespace": "ns", "pod": "a", "pod_uid": "u", "container": "main", "labels": labels}
+    return {**device(), "holders": [holder]}
 
 
 def test_a_metric_that_is_missing_ends_alone() -> None:

@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families as text_fami
 from prometheus_client.samples import Sample
 
 from sinks.blocks import Layouts
-from sinks.labels import LabelSet, labels, seen
+from sinks.labels import LabelSet, labels, place, seen
 from sinks.scrape.families import Device, Families, abouts, lines
 from sinks.scrape.formats import OPENMETRICS, TEXT, TEXT_1, Format
 from topics.attributed import AttributedSample
@@ -31,7 +31,7 @@ BERT = {
 def shown(tick: AttributedSample, names: Profile, label_set: LabelSet) -> list[Device]:
     """A tick's devices as they are shown."""
     layouts = Layouts(names)
-    measured = [(seen(tick.cluster, tick.node, device), layouts.measure(device.metrics)) for device in tick.devices]
+    measured = [(seen(place(tick), device), layouts.measure(device.metrics)) for device in tick.devices]
     return [Device(lines(labels(label_set, one), rows), values) for one, (rows, values) in measured]
 
 
