@@ -1,84 +1,14 @@
 """What is shown is the latest tick of every node, and nothing that has ended."""
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 import pytest
 
-from sinks.dead_letters import DeadLetters, Record
-from sinks.outcomes import Outcome, Outcomes
-from sinks.scrape.families import Families, abouts
-from sinks.scrape.formats import TEXT
-from sinks.scrape.latest import VALUES, LatestOfPartition, Shared
-from sinks.scrape.sink import COMPONENT, INSTRUMENTS
+from sinks.scrape.latest import VALUES
+from tests.sinks.scrape.handler import Bench, FakeRecord
 from topics.attributed import AttributedDevice, AttributedSample, Holder
-from topics.instruments import Instruments
-
-
-@dataclass
-class FakeRecord:
-    """A record as it was read."""
-
-    value: bytes | None
-    offset: int = 0
-    topic: str = "gpu.attributed"
-    partition: int = 0
-    timestamp: int = 0
-    key: bytes | None = b"c/n-0"
-
-
-class FakeLetters(DeadLetters):
-    """Keeps the errors."""
-
-    def __init__(self) -> None:
-        self.errors: list[str] = []
-
-    async def bury(self, record: Record, error: str, abandon: asyncio.Event) -> None:
-        """Keeps the error."""
-        self.errors.append(error)
-
-
-@dataclass
-class Bench:
-    """A handler, and all that it tells."""
-
-    now_s: float = 0.0
-    letters: FakeLetters = field(default_factory=FakeLetters)
-    told: list[tuple[str, int, Outcome]] = field(default_factory=list)
-    abandon: asyncio.Event = field(default_factory=asyncio.Event)
-    instruments: Instruments = field(default_factory=lambda: Instruments(INSTRUMENTS))
-
-    def __post_init__(self) -> None:
-        """Makes the handler."""
-        shared = Shared(
-            names="otel",
-            label_set="otel",
-            stale_after_s=60.0,
-            outcomes=Outcomes(COMPONENT, self.instruments),
-            instruments=self.instruments,
-            letters=self.letters,
-            on_outcome=lambda cluster, node, run_id, seq, outcome: self.told.append((node, seq, outcome)),
-            now_s=lambda: self.now_s,
-        )
-        self.handler = LatestOfPartition(0, shared)
-
-    async def deliver(self, *records: FakeRecord) -> list[int]:
-        """Delivers the records; gives the offsets to commit."""
-        read: Sequence[Any] = records
-        return [upto async for upto in self.handler.deliver(read, self.abandon)]
-
-    def shown(self) -> str:
-        """What a scrape gets."""
-        return TEXT.encode(Families(abouts("otel"), self.handler.devices())).decode()
-
-    def counted(self, name: str) -> float:
-        """A counter's value."""
-        value = self.instruments.registry.get_sample_value(name)
-        assert value is not None
-        return value
 
 
 def _device(uuid: str, used: float, *pods: str, **metrics: float) -> AttributedDevice:

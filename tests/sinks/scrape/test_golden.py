@@ -1,0 +1,175 @@
+"""One node as the exporters that ours replaces expose it, and every way in which ours differs from them.
+
+golden/README.md says where the texts are from. ``instance`` and ``cluster`` are not compared: a scraper adds them to
+what an exporter says.
+"""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from prometheus_client import Metric
+
+from sinks.labels import LabelSet
+from tests.sinks.scrape.fleet import FORMATS, parsed
+from tests.sinks.scrape.handler import Bench, FakeRecord
+from topics.metric import Profile
+
+GOLDEN = Path(__file__).parent / "golden"
+NODE = (GOLDEN / "node.json").read_bytes()
+NOT_COMPARED = {"instance", "cluster"}
+
+SHARED = "GPU-e92a5d74-6b1f-43c8-a057-c84be1d6039f"
+MIG = "MIG-0b6d9a52-3c74-5e18-8f29-d7a1406be3c5"
+
+Labels = dict[str, str]
+Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+class Difference(NamedTuple):
+    """Labels that only the exporter has, where ``where`` says."""
+
+    why: str
+    labels: set[str]
+    where: Callable[[Labels], bool] = lambda _: True
+
+
+class Extra(NamedTuple):
+    """Series that only we have."""
+
+    why: str
+    which: Callable[[str, Labels], bool]
+
+
+class Exporter(NamedTuple):
+    """An exporter's text, the options that replace it, and all differences. ``untyped`` are its counters that ours
+    are not: their names do not end in ``_total``, and the client library would make them do so.
+    """
+
+    text: str
+    names: Profile
+    label_set: LabelSet
+    labels_of_theirs: tuple[Difference, ...]
+    series_of_ours: tuple[Extra, ...]
+    untyped: set[str]
+    gauges: set[str]
+
+
+DCGM = Exporter(
+    "dcgm-exporter.txt",
+    "dcgm",
+    "dcgm",
+    labels_of_theirs=(
+        Difference("no record says which driver a node has", {"DCGM_FI_DRIVER_VERSION"}),
+        Difference(
+            "a device that several pods hold carries no holder: theirs names the last one that it found",
+            {"namespace", "pod", "container"},
+            lambda labels: labels["UUID"] == SHARED,
+        ),
+    ),
+    series_of_ours=(),
+    untyped={
+        "DCGM_FI_DEV_CORRECTABLE_REMAPPED_ROWS",
+        "DCGM_FI_DEV_ECC_DBE_VOL_TOTAL",
+        "DCGM_FI_DEV_ECC_SBE_VOL_TOTAL",
+        "DCGM_FI_DEV_PCIE_REPLAY_COUNTER",
+        "DCGM_FI_DEV_TOTAL_ENERGY_CONSUMPTION",
+        "DCGM_FI_DEV_UNCORRECTABLE_REMAPPED_ROWS",
+    },
+    gauges=set(),
+)
+
+POD_DEVICES = Exporter(
+    "pod-devices-exporter.txt",
+    "dcgm-legacy",
+    "pod-devices",
+    labels_of_theirs=(
+        Difference(
+            "a device that several pods hold carries no holder: theirs names the last one that it found",
+            {"pod_namespace", "pod_name", "container_name"},
+            lambda labels: labels["uuid"] == SHARED,
+        ),
+    ),
+    series_of_ours=(
+        Extra("the 1.x script lists no MIG devices", lambda _, labels: labels["uuid"] == MIG),
+        Extra(
+            "the 2.x exporter's 1.x names, which are in the profile too, have these; the script has not",
+            lambda name, _: name in {"dcgm_fi_prof_pcie_tx_bytes", "dcgm_fi_prof_pcie_rx_bytes"},
+        ),
+    ),
+    untyped={"dcgm_pcie_replay_counter", "dcgm_total_energy_consumption"},
+    gauges={"dcgm_pcie_tx_throughput", "dcgm_pcie_rx_throughput"},  # the script calls counters what are rates
+)
+
+every_exporter = pytest.mark.parametrize("exporter", [DCGM, POD_DEVICES], ids=lambda one: one.names)
+every_format = pytest.mark.parametrize("format_", FORMATS)
+
+
+async def ours(exporter: Exporter, format_: str = "text") -> list[Metric]:
+    """What the sink says of the node."""
+    bench = Bench(names=exporter.names, label_set=exporter.label_set)
+    await bench.deliver(FakeRecord(NODE))
+    return parsed(bench.shown(FORMATS[format_]), FORMATS[format_])
+
+
+def theirs(exporter: Exporter) -> list[Metric]:
+    """What the exporter says of it. The parser makes every counter end in ``_total``: here they are as written."""
+    families = parsed((GOLDEN / exporter.text).read_text())
+    for family in (one for one in families if one.name in exporter.untyped | exporter.gauges):
+        family.samples = [sample._replace(name=sample.name.removesuffix("_total")) for sample in family.samples]
+    return families
+
+
+def series(families: Iterable[Metric], differences: Iterable[Difference] = ()) -> Series:
+    """Every series and its value, without the labels that are not compared; each must be there once."""
+    found: Series = {}
+    for sample in (sample for family in families for sample in family.samples):
+        left_out = NOT_COMPARED.union(*(one.labels for one in differences if one.where(sample.labels)))
+        key = (sample.name, frozenset(pair for pair in sample.labels.items() if pair[0] not in left_out))
+        assert key not in found
+        found[key] = sample.value
+    return found
+
+
+@every_format
+@every_exporter
+async def test_every_series_of_the_exporter_is_there_with_its_labels_and_value(
+    exporter: Exporter, format_: str
+) -> None:
+    found, expected = series(await ours(exporter, format_)), series(theirs(exporter), exporter.labels_of_theirs)
+    extra = {key for key in found if any(one.which(key[0], dict(key[1])) for one in exporter.series_of_ours)}
+
+    assert {key: value for key, value in found.items() if key not in extra} == expected
+    assert len(expected) > 60
+
+
+@every_exporter
+async def test_every_difference_that_is_listed_is_one(exporter: Exporter) -> None:
+    of_theirs = [sample.labels for family in theirs(exporter) for sample in family.samples]
+    of_ours = [sample for family in await ours(exporter) for sample in family.samples]
+
+    for difference in exporter.labels_of_theirs:
+        assert any(difference.labels <= labels.keys() for labels in of_theirs if difference.where(labels))
+        assert not any(difference.labels & one.labels.keys() for one in of_ours if difference.where(one.labels))
+    for extra in exporter.series_of_ours:
+        assert any(extra.which(one.name, one.labels) for one in of_ours)
+        assert not any(extra.which(one.name, one.labels) for family in theirs(exporter) for one in family.samples)
+
+
+@every_exporter
+async def test_types_are_the_exporters_but_for_those_listed(exporter: Exporter) -> None:
+    found = {family.name: family.type for family in await ours(exporter)}
+    expected = {family.name: family.type for family in theirs(exporter)}
+    differs = {name: (was, found[name]) for name, was in expected.items() if found[name] != was}
+    listed = dict.fromkeys(exporter.untyped, ("counter", "unknown")) | dict.fromkeys(
+        exporter.gauges, ("counter", "gauge")
+    )
+
+    assert differs == listed
+
+
+def test_every_label_of_pod_devices_is_one_of_five() -> None:
+    labels = {name for family in theirs(POD_DEVICES) for one in family.samples for name in one.labels}
+
+    assert labels == {"container_name", "gpu", "pod_name", "pod_namespace", "uuid"}
