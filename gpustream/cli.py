@@ -110,6 +110,7 @@ SERVED = (
             option("--url", type=o.URL, required=True, help="Where to write to, as given."),
             o.receiver,
             o.naming,
+            o.MAX_LABELS,
             o.consuming,
             o.start_from("1h"),
         ),

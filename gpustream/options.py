@@ -168,6 +168,14 @@ naming = stack(
 )
 """What a sink calls metrics and labels."""
 
+MAX_LABELS = option(
+    "--max-labels",
+    type=click.IntRange(min=1),
+    default=30,
+    help="What is written on pods and namespaces never makes more labels than this on a series; gpu_pod_info has "
+    "the rest.",
+)
+
 consuming = stack(
     option("--group", type=NAME, show_default="gpustream-sink-NAME", help="The consumer group."),
     membership,

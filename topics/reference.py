@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from topics import generated, registry
-from topics.catalogue import CATALOGUE, DERIVED, PROFILES, Labels, Metric, Profile, Series
+from topics.catalogue import CATALOGUE, DERIVED, POD_INFO, PROFILES, Labels, Metric, Profile, Series
 from topics.topic import PARTITIONS, REPLICATION_FACTOR, SCHEMA, Topic
 
 FOLDER = Path(__file__).parent.parent / "docs"
@@ -123,8 +123,9 @@ def _profile(profile: Profile) -> str:
         (_name(ratio.name, ratio.labels), _unit(ratio.unit), "gauge", f"`{ratio.numerator}` / `{ratio.denominator}`")
         for ratio in DERIVED[profile]
     ]
+    infos: list[Sequence[str]] = [(_name(POD_INFO.name, ()), "", "gauge", POD_INFO.help)] if profile == "otel" else []
     return "\n\n".join(
-        (f"### {profile}", _PROFILES[profile], _table(("series", "unit", "kind", "from"), rows + derived))
+        (f"### {profile}", _PROFILES[profile], _table(("series", "unit", "kind", "from"), rows + derived + infos))
     )
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
-from sinks.labels import LABEL_SETS, LabelSet
+from sinks.labels import LABEL_SETS, MAX_LABELS, LabelSet
 from topics.metric import PROFILES, Profile
 
 PROTOCOLS = ("auto", "1.0", "2.0")
@@ -18,8 +18,9 @@ RESERVED_HEADERS = frozenset(
 class RemoteWriteSettings:
     """Settings; see :func:`mistakes`. ``from_``: ``earliest``, ``latest`` or how many seconds back a new group starts.
 
-    ``labels`` None is the label set of ``names``. ``headers`` are sent with each request. ``max_request_samples`` and
-    ``max_in_flight`` bound a request and how many are under way, ``request_timeout_s`` an attempt.
+    ``labels`` None is the label set of ``names``; tenants' labels never make more than ``max_labels`` on a series.
+    ``headers`` are sent with each request. ``max_request_samples`` and ``max_in_flight`` bound a request and how many
+    are under way, ``request_timeout_s`` an attempt.
     """
 
     kafka: str
@@ -28,6 +29,7 @@ class RemoteWriteSettings:
     protocol: Literal["auto", "1.0", "2.0"] = "auto"
     names: Profile = "otel"
     labels: LabelSet | None = None
+    max_labels: int = MAX_LABELS
     headers: tuple[tuple[str, str], ...] = ()
     basic_auth_user: str | None = None
     basic_auth_password_file: Path | None = None

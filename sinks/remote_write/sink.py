@@ -68,4 +68,8 @@ class RemoteWriteSink:
         )
         labels = settings.labels or default_labels(settings.names)
         consumer = reading(TOPIC.name, settings)
-        return GroupReader(consumer, lambda _: RemoteWritePartition(Series(settings.names, labels), shared), outcomes)
+
+        def handler(_: int) -> RemoteWritePartition:
+            return RemoteWritePartition(Series(settings.names, labels, settings.max_labels), shared)
+
+        return GroupReader(consumer, handler, outcomes)
