@@ -50,7 +50,8 @@ def squares(panel: dict[str, Any]) -> set[tuple[int, int]]:
     return set(itertools.product(range(at["x"], at["x"] + at["w"]), range(at["y"], at["y"] + at["h"])))
 
 
-def test_every_panel_has_a_number_of_its_own_and_a_title() -> None:
+def test_every_panel_has_a_number_and_a_title_of_its_own() -> None:
+    assert [title for title, count in Counter(panel["title"] for panel in PANELS).items() if count > 1] == []
     assert [number for number, count in Counter(panel["id"] for panel in PANELS).items() if count > 1] == []
     assert [panel for panel in PANELS if not panel["title"] or panel["id"] < 1] == []
 
