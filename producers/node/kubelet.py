@@ -3,27 +3,26 @@
 In: the answers to ``/v1.PodResourcesLister/List`` on the kubelet's unix socket. Out: the containers of gpu.allocations.
 State: the last answer that could be read, in force until there is another; one call at most.
 On failure: a call that fails is counted by what went wrong, said in the log when that changes, and made again at the
-next tick; where that can't help, less often. The last known containers stay, for as long as it takes.
+next tick; where that can't help, less often. The last known containers stay, for as long as it takes. A kubelet that
+begins again answers before it knows all its pods: until it has settled, what it lacks of them is not believed gone.
 
-Source: podresources.proto; the kubelet limits all its clients together to 100 calls a second.
+Source: Kubernetes' pod-resources API, v1; the kubelet limits all its clients together to 100 calls a second.
 """
 
 import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 from urllib.parse import quote
 
 import grpc
 import grpc.aio
-from google.protobuf.message import DecodeError
 
 from producers.node import instruments as names
-from producers.node.podresources_pb2 import ContainerResources, ListPodResourcesResponse
+from producers.node.podresources import Undecodable, containers
 from topics.instruments import Instruments
 
 log = logging.getLogger(__name__)
@@ -32,8 +31,12 @@ DEADLINE_S = 5.0
 LARGEST_ANSWER_BYTES = 64 * 1024 * 1024
 UNREADY_AFTER_S = 30.0
 
+SETTLED_AFTER_S = 15.0
+"""A kubelet lists static pods at once, and the others when the API server has told it of them, seconds later."""
+
 _SAY_AGAIN_S = 60.0
 _LONGEST_REASON = 300
+_DECODED_ASIDE_BYTES = 256 * 1024
 
 _RECONNECT = (
     ("grpc.initial_reconnect_backoff_ms", 200),
@@ -57,85 +60,6 @@ _SENTENCES: Mapping[State, str] = {
     "undecodable": "the answer of the kubelet at %s can't be read: %s",
     "refused": "the kubelet at %s does not answer v1.PodResourcesLister/List: %s",
 }
-
-
-class Undecodable(ValueError):
-    """The kubelet's answer is none. Keep the last one, and ask again."""
-
-
-class _Holder(NamedTuple):
-    """Who was given devices: a container and a resource; None: through resource claims."""
-
-    namespace: str
-    pod: str
-    container: str
-    resource: str | None
-
-
-class _Claim(NamedTuple):
-    """A device of a resource claim, as in gpu.allocations."""
-
-    claim: str
-    namespace: str
-    driver: str
-    pool: str
-    device: str
-
-
-def containers(answer: bytes, prefixes: Sequence[str]) -> list[dict[str, Any]]:
-    """The containers of gpu.allocations in a ListPodResourcesResponse.
-
-    One dict for each container and resource whose name begins with one of ``prefixes``, and one for the claims of a
-    container whose driver is of the domain of one ("gpu.nvidia.com" is of "nvidia.com/"). What the answer says twice is
-    there once. Raises :class:`Undecodable`.
-    """
-    given: dict[_Holder, dict[str | _Claim, None]] = {}
-    for holder, device in _given(_decoded(answer), tuple(prefixes)):
-        given.setdefault(holder, {})[device] = None
-    if not all(all(holder[:3]) for holder in given):
-        raise Undecodable("a container with devices, or its pod or namespace, has no name")
-    return [_row(holder, list(devices)) for holder, devices in given.items()]
-
-
-def _decoded(answer: bytes) -> ListPodResourcesResponse:
-    try:
-        return ListPodResourcesResponse.FromString(answer)
-    except DecodeError as error:
-        raise Undecodable(str(error)) from error
-
-
-def _given(answer: ListPodResourcesResponse, prefixes: tuple[str, ...]) -> Iterator[tuple[_Holder, str | _Claim]]:
-    for pod in answer.pod_resources:
-        for container in pod.containers:
-            for resource, device in chain(_devices(container, prefixes), _claims(container, prefixes)):
-                yield _Holder(pod.namespace, pod.name, container.name, resource), device
-
-
-def _devices(container: ContainerResources, prefixes: tuple[str, ...]) -> Iterator[tuple[str | None, str | _Claim]]:
-    for devices in container.devices:
-        if devices.resource_name.startswith(prefixes):
-            for device_id in devices.device_ids:
-                yield devices.resource_name, device_id
-
-
-def _claims(container: ContainerResources, prefixes: tuple[str, ...]) -> Iterator[tuple[str | None, str | _Claim]]:
-    for dynamic in container.dynamic_resources:
-        for claimed in dynamic.claim_resources:
-            if any(_is_of(claimed.driver_name, prefix) for prefix in prefixes):
-                place = (claimed.driver_name, claimed.pool_name, claimed.device_name)
-                yield None, _Claim(dynamic.claim_name, dynamic.claim_namespace, *place)
-
-
-def _is_of(driver: str, prefix: str) -> bool:
-    """Whether a driver's name is the domain of a resource prefix, or below it."""
-    return f".{driver}".endswith("." + prefix.partition("/")[0])
-
-
-def _row(holder: _Holder, devices: list[Any]) -> dict[str, Any]:
-    row = {"namespace": holder.namespace, "pod": holder.pod, "container": holder.container}
-    if holder.resource is None:
-        return {**row, "claims": [claim._asdict() for claim in sorted(devices)]}
-    return {**row, "resource": holder.resource, "device_ids": devices}
 
 
 def failure(code: grpc.StatusCode, details: str | None) -> tuple[Result, str]:
@@ -173,7 +97,8 @@ class Kubelet:
         self._deadline_s, self._largest_answer_bytes = deadline_s, largest_answer_bytes
         self._channel: grpc.aio.Channel | None = None
         self._asking: asyncio.Task[None] | None = None
-        self._ask_again_s = clock()
+        self._ask_again_s = self._settled_s = clock()
+        self._met: tuple[int, ...] | None = None
         self._answer: bytes | None = None
         self._containers: list[dict[str, Any]] | None = None
         self._answered_s: float | None = None
@@ -221,17 +146,27 @@ class Kubelet:
         """Wait for the call in flight, if there is one. That it is no longer waited for does not end it."""
         asking = self._asking
         if asking is not None:
-            await asyncio.wait([asking])
+            if not asking.done():
+                await asyncio.wait([asking])
             self._asking = None
             asking.result()
 
     def _begin(self, socket: Path) -> None:
-        absence = _absence(socket)
-        if absence is not None:
-            self._ask_again_s = self._clock()
-            self._note("absent", absence)
-        elif self._clock() >= self._ask_again_s:
+        try:
+            found = socket.stat()
+        except OSError as error:
+            self._note("absent", _absence(error))
+            return
+        self._meet((found.st_dev, found.st_ino, found.st_ctime_ns))
+        if self._clock() >= self._ask_again_s:
             self._asking = asyncio.create_task(self._ask(socket))
+
+    def _meet(self, identity: tuple[int, ...]) -> None:
+        """Another socket than before is of a kubelet that has just begun, whatever the last one refused."""
+        if identity != self._met:
+            begun_again, self._met = self._met is not None, identity
+            self._ask_again_s = self._clock()
+            self._settled_s = self._clock() + (SETTLED_AFTER_S if begun_again else 0.0)
 
     async def _ask(self, socket: Path) -> None:
         result, reason = await self._call(socket)
@@ -243,7 +178,7 @@ class Kubelet:
 
     async def _call(self, socket: Path) -> tuple[Result, str]:
         try:
-            self._take(await self._list(socket)(b"", timeout=self._deadline_s))
+            await self._take(await self._list(socket)(b"", timeout=self._deadline_s))
         except grpc.aio.AioRpcError as error:
             return failure(error.code(), error.details())
         except Undecodable as error:
@@ -256,10 +191,15 @@ class Kubelet:
             self._channel = grpc.aio.insecure_channel(f"unix:{quote(str(socket))}", (limit, *_RECONNECT))
         return self._channel.unary_unary("/v1.PodResourcesLister/List")
 
-    def _take(self, answer: bytes) -> None:
-        if answer != self._answer:
-            self._containers = containers(answer, self._prefixes)
-            self._answer = answer
+    async def _take(self, answer: bytes) -> None:
+        if answer == self._answer:
+            return
+        if len(answer) < _DECODED_ASIDE_BYTES:
+            found = containers(answer, self._prefixes)
+        else:
+            found = await asyncio.to_thread(containers, answer, self._prefixes)
+        if self._clock() >= self._settled_s or _holders(found) >= _holders(self._containers or ()):
+            self._containers, self._answer = found, answer
 
     def _note(self, state: State, reason: str) -> None:
         """Remember how it is with the kubelet; say so when it changed, and of one that wavers once a minute."""
@@ -277,12 +217,9 @@ class Kubelet:
         return _SENTENCES[self._state or "absent"] % (self._socket, self._reason)
 
 
-def _absence(socket: Path) -> str | None:
-    """Why there is no socket to connect to; None where there is one."""
-    try:
-        socket.stat()
-    except FileNotFoundError:
-        return "the socket is not there"
-    except OSError as error:
-        return error.strerror or str(error)
-    return None
+def _absence(error: OSError) -> str:
+    return "the socket is not there" if isinstance(error, FileNotFoundError) else error.strerror or str(error)
+
+
+def _holders(rows: Iterable[Mapping[str, Any]]) -> set[tuple[Any, ...]]:
+    return {(row["namespace"], row["pod"], row["container"], row.get("resource")) for row in rows}

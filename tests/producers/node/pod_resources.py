@@ -27,6 +27,7 @@ from producers.node.podresources_pb2 import (
 )
 
 GPU = "nvidia.com/gpu"
+GPU_A, GPU_B = "GPU-0f12ab34-5c6d-7e8f-9a0b-1c2d3e4f5a6b", "GPU-1f12ab34-5c6d-7e8f-9a0b-1c2d3e4f5a6b"
 _LONGEST_S = 60.0
 
 
@@ -57,6 +58,10 @@ def answer(*pods: PodResources) -> bytes:
 def pods_on(gpus: Mapping[str, str]) -> bytes:
     """The answer of a node where each GPU (by id) is held by a pod of one container."""
     return answer(*(pod(name, container(gpus=[gpu])) for gpu, name in gpus.items()))
+
+
+INVALID_UTF8 = pods_on({GPU_A: "bert-0"}).replace(b"bert-0", b"ber\xff-0")
+"""An answer, but for a name that is no text."""
 
 
 def many(count: int, namespace: str = "ml-team") -> bytes:

@@ -3,36 +3,27 @@
 import asyncio
 import contextlib
 import logging
-import signal
-import subprocess
-import sys
+import threading
 import time
-import tomllib
 from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import grpc
-import msgspec
 import pytest
-from google.protobuf import descriptor_pb2
-from grpc_tools import protoc  # type: ignore[import-untyped]
-from hypothesis import given
-from hypothesis import strategies as st
-from packaging.requirements import Requirement
 
 from producers.node import instruments as names
 from producers.node import kubelet as module
-from producers.node import podresources_pb2
-from producers.node.kubelet import Kubelet, Undecodable, containers, failure
-from producers.node.podresources_pb2 import ContainerDevices, ContainerResources, PodResources
-from producers.records import containers_content
+from producers.node.kubelet import SETTLED_AFTER_S, Kubelet, failure
+from producers.node.podresources import containers
 from tests.producers.fakes import FakeClock, value
 from tests.producers.node.pod_resources import (
+    GPU_A,
+    GPU_B,
+    INVALID_UTF8,
     Server,
     answer,
-    claiming,
     container,
     dead,
     listening,
@@ -41,136 +32,7 @@ from tests.producers.node.pod_resources import (
     pods_on,
     serving,
 )
-from topics.allocations import Container
 from topics.instruments import Instruments
-
-ROOT = Path(__file__).parents[3]
-NVIDIA = ("nvidia.com/",)
-GPU_A, GPU_B = "GPU-0f12ab34-5c6d-7e8f-9a0b-1c2d3e4f5a6b", "GPU-1f12ab34-5c6d-7e8f-9a0b-1c2d3e4f5a6b"
-
-
-# -- the answer
-
-
-def test_each_container_and_resource_is_a_row() -> None:
-    said = answer(
-        pod("bert-0", container("pytorch", gpus=[GPU_A, GPU_B]), container("sidecar")),
-        pod("bert-1", container("pytorch", **{"nvidia.com/gpu.shared": [f"{GPU_A}::3"], "nvidia.com/gpu": [GPU_B]})),
-    )
-    assert containers(said, NVIDIA) == [
-        {"namespace": "ml-team", "pod": "bert-0", "container": "pytorch", "resource": "nvidia.com/gpu"}
-        | {"device_ids": [GPU_A, GPU_B]},
-        {"namespace": "ml-team", "pod": "bert-1", "container": "pytorch", "resource": "nvidia.com/gpu.shared"}
-        | {"device_ids": [f"{GPU_A}::3"]},
-        {"namespace": "ml-team", "pod": "bert-1", "container": "pytorch", "resource": "nvidia.com/gpu"}
-        | {"device_ids": [GPU_B]},
-    ]
-
-
-def test_devices_that_are_listed_by_numa_node_are_one_row_and_each_is_there_once() -> None:
-    by_node = [ContainerDevices(resource_name="nvidia.com/gpu", device_ids=ids) for ids in ([GPU_B], [GPU_A, GPU_B])]
-    said = answer(pod("bert-0", ContainerResources(name="main", devices=by_node)))
-    assert [row["device_ids"] for row in containers(said, NVIDIA)] == [[GPU_B, GPU_A]]
-
-
-def test_claims_are_a_row_of_their_own_without_a_resource() -> None:
-    said = answer(
-        pod("bert-0", claiming("main", "gpus", ("gpu.nvidia.com", "n", "gpu-1"), ("gpu.nvidia.com", "n", "gpu-0")))
-    )
-    claim = {"claim": "gpus", "namespace": "ml-team", "driver": "gpu.nvidia.com", "pool": "n"}
-    assert containers(said, NVIDIA) == [
-        {"namespace": "ml-team", "pod": "bert-0", "container": "main"}
-        | {"claims": [{**claim, "device": "gpu-0"}, {**claim, "device": "gpu-1"}]}
-    ]
-
-
-@pytest.mark.parametrize(
-    ("driver", "prefix", "counts"),
-    [
-        ("gpu.nvidia.com", "nvidia.com/", True),
-        ("nvidia.com", "nvidia.com/", True),
-        ("gpu.nvidia.com", "nvidia.com/gpu", True),
-        ("gpu.notnvidia.com", "nvidia.com/", False),
-        ("notnvidia.com", "nvidia.com/", False),
-        ("nvidia.com.example.org", "nvidia.com/", False),
-        ("gpu.amd.com", "nvidia.com/", False),
-        ("", "nvidia.com/", False),
-    ],
-)
-def test_a_claim_counts_if_its_driver_is_of_the_domain_of_a_prefix(driver: str, prefix: str, counts: bool) -> None:
-    said = answer(pod("bert-0", claiming("main", "gpus", (driver, "n", "gpu-0"))))
-    assert bool(containers(said, (prefix,))) is counts
-
-
-def test_only_resources_of_the_prefixes_count() -> None:
-    said = answer(pod("p", container("c", **{"amd.com/gpu": ["a"], "nvidia.com/gpu": [GPU_A], "rdma/hca": ["m"]})))
-    assert [row["resource"] for row in containers(said, NVIDIA)] == ["nvidia.com/gpu"]
-    assert [row["resource"] for row in containers(said, ("amd.com/gpu", "rdma/"))] == ["amd.com/gpu", "rdma/hca"]
-
-
-def test_containers_without_devices_are_left_out() -> None:
-    assert containers(answer(pod("p", container("c"), container("d", gpus=[])), pod("q")), NVIDIA) == []
-    assert containers(b"", NVIDIA) == []
-
-
-def test_what_a_newer_kubelet_says_beside_it_is_skipped() -> None:
-    cpus_and_memory = b"\x1a\x02\x01\x02" + b"\x22\x02\x0a\x00"
-    extra = ContainerResources.FromString(container(gpus=[GPU_A]).SerializeToString() + cpus_and_memory)
-    assert containers(answer(pod("p", extra)) + b"\x9a\x06\x01x", NVIDIA) == containers(pods_on({GPU_A: "p"}), NVIDIA)
-
-
-@pytest.mark.parametrize(
-    "said",
-    [
-        answer(PodResources(name="", namespace="n", containers=[container(gpus=[GPU_A])])),
-        answer(PodResources(name="p", namespace="", containers=[container(gpus=[GPU_A])])),
-        answer(pod("p", container("", gpus=[GPU_A]))),
-        answer(pod("p", claiming("", "gpus", ("gpu.nvidia.com", "n", "gpu-0")))),
-    ],
-)
-def test_an_answer_with_devices_of_nobody_is_none(said: bytes) -> None:
-    with pytest.raises(Undecodable, match="has no name"):
-        containers(said, NVIDIA)
-
-
-def test_names_are_needed_only_where_there_are_devices() -> None:
-    assert containers(answer(pod("", container(""))), NVIDIA) == []
-
-
-INVALID_UTF8 = pods_on({GPU_A: "bert-0"}).replace(b"bert-0", b"ber\xff-0")
-
-
-@pytest.mark.parametrize("said", [b"\xff", b"hello", INVALID_UTF8, pods_on({GPU_A: "bert-0"})[:-1]])
-def test_what_is_no_answer_is_said_to_be_none(said: bytes) -> None:
-    with pytest.raises(Undecodable):
-        containers(said, NVIDIA)
-
-
-@given(st.binary() | st.builds(lambda cut: many(3)[cut:], st.integers(0, 100)))
-def test_any_bytes_are_containers_or_undecodable(said: bytes) -> None:
-    with contextlib.suppress(Undecodable):
-        msgspec.convert(containers(said, NVIDIA), list[Container])
-
-
-IDS = st.lists(st.sampled_from([GPU_A, GPU_B, "nvidia0", "x"]), max_size=3)
-RESOURCES = st.sampled_from(["nvidia.com/gpu", "nvidia.com/mig-1g.5gb", "rdma/hca"])
-NAMES = st.sampled_from(["a", "b"])
-
-
-@given(st.lists(st.tuples(NAMES, NAMES, NAMES, RESOURCES, IDS)))
-def test_every_device_is_in_the_row_of_its_holder_and_no_other(
-    said: list[tuple[str, str, str, str, list[str]]],
-) -> None:
-    pods = [pod(p, container(c, **{r: ids}), namespace=n) for n, p, c, r, ids in said]
-    rows = containers(answer(*pods), NVIDIA)
-
-    held = {(n, p, c, r, i) for n, p, c, r, ids in said if r.startswith("nvidia.com/") for i in ids}
-    found = [(r["namespace"], r["pod"], r["container"], r["resource"], i) for r in rows for i in r["device_ids"]]
-    assert set(found) == held
-    assert len(found) == len(held)
-    assert len({row[:4] for row in found}) == len(rows)
-    assert containers_content(rows) == containers_content(containers(answer(*reversed(pods)), NVIDIA))
-
 
 # -- what an error means
 
@@ -294,6 +156,23 @@ async def test_an_unchanged_answer_is_decoded_once(path: Path, server: Server, m
         assert len(decoded) == 1
 
 
+@pytest.mark.parametrize(("count", "aside"), [(100, False), (5_000, True)])
+async def test_a_large_answer_is_decoded_beside_the_loop(
+    path: Path, server: Server, monkeypatch: pytest.MonkeyPatch, count: int, aside: bool
+) -> None:
+    threads: list[int] = []
+
+    def watched(said: bytes, prefixes: Sequence[str]) -> list[dict[str, Any]]:
+        threads.append(threading.get_ident())
+        return containers(said, prefixes)
+
+    monkeypatch.setattr(module, "containers", watched)
+    server.reply = many(count)
+    async with asking(path) as bench:
+        assert len(await bench.pods() or ()) == count
+        assert [thread != threading.get_ident() for thread in threads] == [aside]
+
+
 async def test_a_kubelet_that_comes_later_is_found(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     async with asking(path) as bench:
@@ -325,9 +204,46 @@ async def test_a_kubelet_that_restarts_keeps_its_containers_and_is_asked_again(p
         server.stop()
         dead(path)
         assert await bench.until("unavailable") == ["bert-0"]
-        server.reply = pods_on({GPU_A: "bert-1"})
+        server.reply = pods_on({GPU_A: "bert-0", GPU_B: "bert-1"})
         server.start()
-        assert await bench.until("ok", 2) == ["bert-1"]
+        assert await bench.until("ok", 2) == ["bert-0", "bert-1"]
+
+
+async def test_a_kubelet_that_begins_again_is_believed_that_a_container_ended_when_it_has_settled(
+    path: Path, server: Server
+) -> None:
+    async with asking(path) as bench:
+        assert await bench.pods() == ["bert-0"]
+        server.stop()
+        await bench.pods()
+        server.reply = answer(pod("static"))
+        server.start()
+        assert await bench.until("ok", 2) == ["bert-0"]
+        server.reply = pods_on({GPU_B: "bert-1"})
+        bench.clock.now_s += SETTLED_AFTER_S - 0.1
+        assert await bench.pods() == ["bert-0"]
+        bench.clock.now_s += 0.1
+        assert await bench.pods() == ["bert-1"]
+
+
+async def test_a_kubelet_that_begins_again_and_knows_its_pods_is_believed_at_once(path: Path, server: Server) -> None:
+    async with asking(path) as bench:
+        assert await bench.pods() == ["bert-0"]
+        server.stop()
+        await bench.pods()
+        server.reply = pods_on({GPU_B: "bert-0", GPU_A: "bert-1"})
+        server.start()
+        assert await bench.until("ok", 2) == ["bert-0", "bert-1"]
+
+
+async def test_another_kubelet_is_asked_whatever_the_last_one_refused(path: Path, server: Server) -> None:
+    async with asking(path) as bench:
+        server.fail(grpc.StatusCode.UNIMPLEMENTED, "unknown service")
+        assert await bench.until("refused") is None
+        server.stop()
+        server.fail(None)
+        server.start()
+        assert await bench.until("ok") == ["bert-0"]
 
 
 async def test_containers_stay_while_the_socket_is_gone(path: Path, server: Server) -> None:
@@ -572,95 +488,6 @@ async def test_the_loop_runs_on_while_the_kubelet_hangs_and_close_does_not_wait(
         await asyncio.wait([reading])
 
 
-# -- the process
-
-
-SCENARIO = """
-import asyncio, logging, sys, uvloop
-from pathlib import Path
-from producers.node import instruments
-from producers.node.kubelet import Kubelet
-from topics.instruments import Instruments
-
-logging.disable()  # what is left on standard error is not ours
-
-async def main():
-    assert isinstance(asyncio.get_running_loop(), uvloop.Loop)
-    kubelet = Kubelet(Path(sys.argv[1]), Instruments(instruments.INSTRUMENTS), deadline_s=60.0)
-    while True:
-        print(len(await kubelet.read(0.5) or ()), flush=True)
-        if await asyncio.to_thread(sys.stdin.readline) == "end\\n":
-            break
-    if sys.argv[2] == "close":
-        await kubelet.close()
-
-uvloop.run(main())
-"""
-
-
-@pytest.mark.parametrize("end", ["close", "leave"])
-def test_on_uvloop_a_stopped_kubelet_is_waited_out_and_the_process_ends(path: Path, end: str) -> None:
-    with kubelet_process(path, 3) as kubelet, scenario(path, end) as asked:
-        assert tick(asked) == "3"
-        kubelet.send_signal(signal.SIGSTOP)
-        assert tick(asked, "next") == "3"
-        assert tick(asked, "next") == "3"
-        out, err = asked.communicate("end\n", timeout=30)
-        assert (asked.returncode, out, err) == (0, "", "")
-
-
-def test_on_uvloop_a_kubelet_that_is_killed_is_found_again(path: Path) -> None:
-    with scenario(path, "close") as asked:
-        assert tick(asked) == "0"
-        with kubelet_process(path, 3):
-            asked_until(asked, "3")
-        assert path.is_socket()
-        assert tick(asked, "next") == "3"
-        with kubelet_process(path, 4):
-            asked_until(asked, "4")
-        out, err = asked.communicate("end\n", timeout=30)
-        assert (asked.returncode, out, err) == (0, "", "")
-
-
-def asked_until(asked: "subprocess.Popen[str]", answer: str) -> None:
-    for _ in range(100):
-        if tick(asked, "next") == answer:
-            return
-        time.sleep(0.05)
-    raise AssertionError(f"never {answer}")
-
-
-def tick(asked: "subprocess.Popen[str]", line: str | None = None) -> str:
-    assert asked.stdin is not None
-    assert asked.stdout is not None
-    if line is not None:
-        asked.stdin.write(line + "\n")
-        asked.stdin.flush()
-    return asked.stdout.readline().strip()
-
-
-@contextlib.contextmanager
-def scenario(path: Path, end: str) -> "Iterator[subprocess.Popen[str]]":
-    pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    with subprocess.Popen([sys.executable, "-c", SCENARIO, str(path), end], cwd=ROOT, text=True, **pipes) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
-@contextlib.contextmanager
-def kubelet_process(path: Path, count: int) -> "Iterator[subprocess.Popen[str]]":
-    command = [sys.executable, "-m", "tests.producers.node.pod_resources", str(path), str(count)]
-    with subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "serving\n"
-            yield process
-        finally:
-            process.kill()
-
-
 async def longest_gap_s(for_s: float) -> float:
     """The longest time that the event loop did nothing else for."""
     end_s, last_s, longest_s = time.monotonic() + for_s, time.monotonic(), 0.0
@@ -673,27 +500,3 @@ async def longest_gap_s(for_s: float) -> float:
 
 async def server_has(server: Server, *, calls: int) -> None:
     await asyncio.to_thread(server.called, calls)
-
-
-# -- the generated module
-
-
-def test_the_generated_module_is_what_its_proto_says(tmp_path: Path) -> None:
-    assert protoc.main(["protoc", f"-I{ROOT}", f"--descriptor_set_out={tmp_path / 'set'}", str(PROTO)]) == 0
-    compiled = descriptor_pb2.FileDescriptorSet.FromString((tmp_path / "set").read_bytes())
-    for field in (field for message in compiled.file[0].message_type for field in message.field):
-        field.ClearField("json_name")  # which modules go without
-    assert list(compiled.file) == [
-        descriptor_pb2.FileDescriptorProto.FromString(podresources_pb2.DESCRIPTOR.serialized_pb)
-    ]
-
-
-PROTO = ROOT / "producers" / "node" / "podresources.proto"
-
-
-def test_the_oldest_protobuf_that_is_allowed_can_run_the_generated_module() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    allowed = next(found for found in map(Requirement, project["dependencies"]) if found.name == "protobuf")
-    made_for = (PROTO.parent / "podresources_pb2.py").read_text().partition("Protobuf Python Version: ")[2].split()[0]
-    assert made_for in allowed.specifier
-    assert {one.version for one in allowed.specifier if one.operator == ">="} == {made_for}

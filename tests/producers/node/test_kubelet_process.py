@@ -1,0 +1,106 @@
+"""On the loop that the command runs on, a kubelet that is stopped or killed holds nobody up, and the process ends."""
+
+import contextlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+
+
+SCENARIO = """
+import asyncio, logging, sys, uvloop
+from pathlib import Path
+from producers.node import instruments
+from producers.node.kubelet import Kubelet
+from topics.instruments import Instruments
+
+logging.disable()  # what is left on standard error is not ours
+
+async def main():
+    assert isinstance(asyncio.get_running_loop(), uvloop.Loop)
+    kubelet = Kubelet(Path(sys.argv[1]), Instruments(instruments.INSTRUMENTS), deadline_s=60.0)
+    while True:
+        print(len(await kubelet.read(0.5) or ()), flush=True)
+        if await asyncio.to_thread(sys.stdin.readline) == "end\\n":
+            break
+    if sys.argv[2] == "close":
+        await kubelet.close()
+
+uvloop.run(main())
+"""
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Where a kubelet's socket may come to be."""
+    return tmp_path / "kubelet.sock"
+
+
+@pytest.mark.parametrize("end", ["close", "leave"])
+def test_on_uvloop_a_stopped_kubelet_is_waited_out_and_the_process_ends(path: Path, end: str) -> None:
+    with kubelet_process(path, 3) as kubelet, scenario(path, end) as asked:
+        assert tick(asked) == "3"
+        kubelet.send_signal(signal.SIGSTOP)
+        assert tick(asked, "next") == "3"
+        assert tick(asked, "next") == "3"
+        out, err = asked.communicate("end\n", timeout=30)
+        assert (asked.returncode, out, err) == (0, "", "")
+
+
+def test_on_uvloop_a_kubelet_that_is_killed_is_found_again(path: Path) -> None:
+    with scenario(path, "close") as asked:
+        assert tick(asked) == "0"
+        with kubelet_process(path, 3):
+            asked_until(asked, "3")
+        assert path.is_socket()
+        assert tick(asked, "next") == "3"
+        with kubelet_process(path, 4):
+            asked_until(asked, "4")
+        out, err = asked.communicate("end\n", timeout=30)
+        assert (asked.returncode, out, err) == (0, "", "")
+
+
+def asked_until(asked: "subprocess.Popen[str]", answer: str) -> None:
+    for _ in range(100):
+        if tick(asked, "next") == answer:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"never {answer}")
+
+
+def tick(asked: "subprocess.Popen[str]", line: str | None = None) -> str:
+    assert asked.stdin is not None
+    assert asked.stdout is not None
+    if line is not None:
+        asked.stdin.write(line + "\n")
+        asked.stdin.flush()
+    return asked.stdout.readline().strip()
+
+
+@contextlib.contextmanager
+def scenario(path: Path, end: str) -> "Iterator[subprocess.Popen[str]]":
+    pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen([sys.executable, "-c", SCENARIO, str(path), end], cwd=ROOT, text=True, **pipes) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@contextlib.contextmanager
+def kubelet_process(path: Path, count: int) -> "Iterator[subprocess.Popen[str]]":
+    command = [sys.executable, "-m", "tests.producers.node.pod_resources", str(path), str(count)]
+    with subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "serving\n"
+            yield process
+        finally:
+            process.kill()

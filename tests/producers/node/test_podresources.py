@@ -1,0 +1,172 @@
+"""Who holds which devices is read from a kubelet's answer, and what is no answer is said to be none."""
+
+import contextlib
+import tomllib
+from pathlib import Path
+
+import msgspec
+import pytest
+from google.protobuf import descriptor_pb2
+from grpc_tools import protoc  # type: ignore[import-untyped]
+from hypothesis import given
+from hypothesis import strategies as st
+from packaging.requirements import Requirement
+
+from producers.node import podresources_pb2
+from producers.node.podresources import Undecodable, containers
+from producers.node.podresources_pb2 import ContainerDevices, ContainerResources, PodResources
+from producers.records import containers_content
+from tests.producers.node.pod_resources import (
+    GPU_A,
+    GPU_B,
+    INVALID_UTF8,
+    answer,
+    claiming,
+    container,
+    many,
+    pod,
+    pods_on,
+)
+from topics.allocations import Container
+
+ROOT = Path(__file__).parents[3]
+PROTO = ROOT / "producers" / "node" / "podresources.proto"
+NVIDIA = ("nvidia.com/",)
+
+
+def test_each_container_and_resource_is_a_row() -> None:
+    said = answer(
+        pod("bert-0", container("pytorch", gpus=[GPU_A, GPU_B]), container("sidecar")),
+        pod("bert-1", container("pytorch", **{"nvidia.com/gpu.shared": [f"{GPU_A}::3"], "nvidia.com/gpu": [GPU_B]})),
+    )
+    assert containers(said, NVIDIA) == [
+        {"namespace": "ml-team", "pod": "bert-0", "container": "pytorch", "resource": "nvidia.com/gpu"}
+        | {"device_ids": [GPU_A, GPU_B]},
+        {"namespace": "ml-team", "pod": "bert-1", "container": "pytorch", "resource": "nvidia.com/gpu.shared"}
+        | {"device_ids": [f"{GPU_A}::3"]},
+        {"namespace": "ml-team", "pod": "bert-1", "container": "pytorch", "resource": "nvidia.com/gpu"}
+        | {"device_ids": [GPU_B]},
+    ]
+
+
+def test_devices_that_are_listed_by_numa_node_are_one_row_and_each_is_there_once() -> None:
+    by_node = [ContainerDevices(resource_name="nvidia.com/gpu", device_ids=ids) for ids in ([GPU_B], [GPU_A, GPU_B])]
+    said = answer(pod("bert-0", ContainerResources(name="main", devices=by_node)))
+    assert [row["device_ids"] for row in containers(said, NVIDIA)] == [[GPU_B, GPU_A]]
+
+
+def test_claims_are_a_row_of_their_own_without_a_resource() -> None:
+    said = answer(
+        pod("bert-0", claiming("main", "gpus", ("gpu.nvidia.com", "n", "gpu-1"), ("gpu.nvidia.com", "n", "gpu-0")))
+    )
+    claim = {"claim": "gpus", "namespace": "ml-team", "driver": "gpu.nvidia.com", "pool": "n"}
+    assert containers(said, NVIDIA) == [
+        {"namespace": "ml-team", "pod": "bert-0", "container": "main"}
+        | {"claims": [{**claim, "device": "gpu-0"}, {**claim, "device": "gpu-1"}]}
+    ]
+
+
+@pytest.mark.parametrize(
+    ("driver", "prefix", "counts"),
+    [
+        ("gpu.nvidia.com", "nvidia.com/", True),
+        ("nvidia.com", "nvidia.com/", True),
+        ("gpu.nvidia.com", "nvidia.com/gpu", True),
+        ("gpu.notnvidia.com", "nvidia.com/", False),
+        ("notnvidia.com", "nvidia.com/", False),
+        ("nvidia.com.example.org", "nvidia.com/", False),
+        ("gpu.amd.com", "nvidia.com/", False),
+        ("", "nvidia.com/", False),
+    ],
+)
+def test_a_claim_counts_if_its_driver_is_of_the_domain_of_a_prefix(driver: str, prefix: str, counts: bool) -> None:
+    said = answer(pod("bert-0", claiming("main", "gpus", (driver, "n", "gpu-0"))))
+    assert bool(containers(said, (prefix,))) is counts
+
+
+def test_only_resources_of_the_prefixes_count() -> None:
+    said = answer(pod("p", container("c", **{"amd.com/gpu": ["a"], "nvidia.com/gpu": [GPU_A], "rdma/hca": ["m"]})))
+    assert [row["resource"] for row in containers(said, NVIDIA)] == ["nvidia.com/gpu"]
+    assert [row["resource"] for row in containers(said, ("amd.com/gpu", "rdma/"))] == ["amd.com/gpu", "rdma/hca"]
+
+
+def test_containers_without_devices_are_left_out() -> None:
+    assert containers(answer(pod("p", container("c"), container("d", gpus=[])), pod("q")), NVIDIA) == []
+    assert containers(b"", NVIDIA) == []
+
+
+def test_what_a_newer_kubelet_says_beside_it_is_skipped() -> None:
+    cpus_and_memory = b"\x1a\x02\x01\x02" + b"\x22\x02\x0a\x00"
+    extra = ContainerResources.FromString(container(gpus=[GPU_A]).SerializeToString() + cpus_and_memory)
+    assert containers(answer(pod("p", extra)) + b"\x9a\x06\x01x", NVIDIA) == containers(pods_on({GPU_A: "p"}), NVIDIA)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        answer(PodResources(name="", namespace="n", containers=[container(gpus=[GPU_A])])),
+        answer(PodResources(name="p", namespace="", containers=[container(gpus=[GPU_A])])),
+        answer(pod("p", container("", gpus=[GPU_A]))),
+        answer(pod("p", claiming("", "gpus", ("gpu.nvidia.com", "n", "gpu-0")))),
+    ],
+)
+def test_an_answer_with_devices_of_nobody_is_none(said: bytes) -> None:
+    with pytest.raises(Undecodable, match="has no name"):
+        containers(said, NVIDIA)
+
+
+def test_names_are_needed_only_where_there_are_devices() -> None:
+    assert containers(answer(pod("", container(""))), NVIDIA) == []
+
+
+@pytest.mark.parametrize("said", [b"\xff", b"hello", INVALID_UTF8, pods_on({GPU_A: "bert-0"})[:-1]])
+def test_what_is_no_answer_is_said_to_be_none(said: bytes) -> None:
+    with pytest.raises(Undecodable):
+        containers(said, NVIDIA)
+
+
+@given(st.binary() | st.builds(lambda cut: many(3)[cut:], st.integers(0, 100)))
+def test_any_bytes_are_containers_or_undecodable(said: bytes) -> None:
+    with contextlib.suppress(Undecodable):
+        msgspec.convert(containers(said, NVIDIA), list[Container])
+
+
+IDS = st.lists(st.sampled_from([GPU_A, GPU_B, "nvidia0", "x"]), max_size=3)
+RESOURCES = st.sampled_from(["nvidia.com/gpu", "nvidia.com/mig-1g.5gb", "rdma/hca"])
+NAMES = st.sampled_from(["a", "b"])
+
+
+@given(st.lists(st.tuples(NAMES, NAMES, NAMES, RESOURCES, IDS)))
+def test_every_device_is_in_the_row_of_its_holder_and_no_other(
+    said: list[tuple[str, str, str, str, list[str]]],
+) -> None:
+    pods = [pod(p, container(c, **{r: ids}), namespace=n) for n, p, c, r, ids in said]
+    rows = containers(answer(*pods), NVIDIA)
+
+    held = {(n, p, c, r, i) for n, p, c, r, ids in said if r.startswith("nvidia.com/") for i in ids}
+    found = [(r["namespace"], r["pod"], r["container"], r["resource"], i) for r in rows for i in r["device_ids"]]
+    assert set(found) == held
+    assert len(found) == len(held)
+    assert len({row[:4] for row in found}) == len(rows)
+    assert containers_content(rows) == containers_content(containers(answer(*reversed(pods)), NVIDIA))
+
+
+# -- the generated module
+
+
+def test_the_generated_module_is_what_its_proto_says(tmp_path: Path) -> None:
+    assert protoc.main(["protoc", f"-I{ROOT}", f"--descriptor_set_out={tmp_path / 'set'}", str(PROTO)]) == 0
+    compiled = descriptor_pb2.FileDescriptorSet.FromString((tmp_path / "set").read_bytes())
+    for field in (field for message in compiled.file[0].message_type for field in message.field):
+        field.ClearField("json_name")  # which modules go without
+    assert list(compiled.file) == [
+        descriptor_pb2.FileDescriptorProto.FromString(podresources_pb2.DESCRIPTOR.serialized_pb)
+    ]
+
+
+def test_the_oldest_protobuf_that_is_allowed_can_run_the_generated_module() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    allowed = next(found for found in map(Requirement, project["dependencies"]) if found.name == "protobuf")
+    made_for = (PROTO.parent / "podresources_pb2.py").read_text().partition("Protobuf Python Version: ")[2].split()[0]
+    assert made_for in allowed.specifier
+    assert {one.version for one in allowed.specifier if one.operator == ">="} == {made_for}
