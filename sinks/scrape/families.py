@@ -4,7 +4,8 @@ In:       devices, each with its labels, its series and their values.
 Out:      ``Metric`` families in the order of their names, without timestamps (a scraper adds its own), for any of the
           library's expositions.
 Source:   OpenMetrics 1.0 for the types: a counter's sample ends in ``_total`` and its family does not, so that a
-          counter that a profile calls otherwise has no type (``unknown``, in the text format ``untyped``).
+          counter that a profile calls otherwise has no type (``unknown``, in the text format ``untyped``). An info's
+          sample ends in ``_info`` likewise (in the text format it is a gauge).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,10 +17,11 @@ from prometheus_client.samples import Sample
 
 from sinks.blocks import Kind, Rows
 from sinks.tenants import Labels
-from topics.catalogue import CATALOGUE, DERIVED, series
+from topics.catalogue import CATALOGUE, DERIVED, POD_INFO, series
 from topics.metric import Profile
 
 _TOTAL = "_total"
+_INFO = "_info"
 
 
 class About(NamedTuple):
@@ -56,7 +58,8 @@ def abouts(names: Profile) -> dict[str, About]:
     found: dict[str, tuple[Kind, dict[str, None]]] = {}
     for name, kind, text in _named(names):
         found.setdefault(name, (kind, {}))[1][text] = None
-    return {name: _about(name, kind, " ".join(texts)) for name, (kind, texts) in found.items()}
+    known = {name: _about(name, kind, " ".join(texts)) for name, (kind, texts) in found.items()}
+    return {**known, POD_INFO.name: About(POD_INFO.name.removesuffix(_INFO), "info", POD_INFO.help)}
 
 
 def _named(names: Profile) -> Iterator[tuple[str, Kind, str]]:

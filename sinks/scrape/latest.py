@@ -15,10 +15,12 @@ from typing import NamedTuple
 
 import msgspec
 
+from sinks import pod_info
 from sinks.blocks import Layouts
 from sinks.dead_letters import DeadLetters, Record
-from sinks.labels import LabelSet, Seen, labels, place, seen
+from sinks.labels import LabelSet, Place, Seen, labels, place, seen
 from sinks.outcomes import Outcome, Outcomes
+from sinks.pod_info import HoldingPod, holding_pods
 from sinks.scrape.families import Device, lines
 from topics.attributed import TOPIC, AttributedDevice, AttributedSample
 from topics.decoding import decoder
@@ -35,13 +37,24 @@ _STEP = 50
 _decode = decoder(AttributedSample)
 
 
+class _Known(NamedTuple):
+    """A device, or a pod that holds one, as it was last labelled, and what is shown of it."""
+
+    seen: Seen | HoldingPod
+    device: Device
+
+
+_KnownBy = dict[str | tuple[str, ...], _Known]
+"""By a device's uuid, or by a pod's namespace, name and uid."""
+
+
 @dataclass(slots=True)
 class _Node:
     """A node's last tick, as it is shown."""
 
     offset: int
     heard_s: float
-    devices: dict[str, tuple[Seen, Device]]
+    known: _KnownBy
 
 
 class Shared(NamedTuple):
@@ -75,7 +88,7 @@ class LatestOfPartition:
         for key in [key for key, node in self._nodes.items() if node.heard_s <= oldest_s]:
             del self._nodes[key]
         for node in self._nodes.values():
-            yield from (device for _, device in node.devices.values())
+            yield from (known.device for known in node.known.values())
 
     def recall(self, records: Sequence[Record]) -> None:
         """Show what was shown before."""
@@ -118,19 +131,32 @@ class LatestOfPartition:
         before = self._nodes.get(key)
         if before is not None and sample.offset <= before.offset:
             return "duplicate"
-        known = before.devices if before else {}
-        devices = {device.uuid: self._device(sample, device, known.get(device.uuid)) for device in sample.devices}
-        self._nodes[key] = _Node(sample.offset, self._shared.now_s(), devices)
+        known = self._shown(sample, before.known if before else {})
+        self._nodes[key] = _Node(sample.offset, self._shared.now_s(), known)
         return "delivered"
 
-    def _device(
-        self, sample: AttributedSample, device: AttributedDevice, before: tuple[Seen, Device] | None
-    ) -> tuple[Seen, Device]:
-        now = seen(place(sample), device)
+    def _shown(self, sample: AttributedSample, before: _KnownBy) -> _KnownBy:
+        """What a tick shows: its devices, of those with the same uuid the first, and the pods that hold them."""
+        where, shown = place(sample), _KnownBy()
+        for device in sample.devices:
+            if device.uuid not in shown:
+                shown[device.uuid] = self._device(where, device, before.get(device.uuid))
+        for pod in holding_pods(self._shared.label_set, where, sample):
+            key = (pod.pod.namespace, pod.pod.pod, pod.pod.pod_uid or "")
+            shown[key] = self._pod(pod, before.get(key))
+        return shown
+
+    def _device(self, where: Place, device: AttributedDevice, before: _Known | None) -> _Known:
+        now = seen(where, device)
         rows, values = self._layouts.measure(device.metrics)
-        if before is not None and before[0] == now and before[1].lines.rows is rows:
-            return now, Device(before[1].lines, values)
-        return now, Device(lines(labels(self._shared.label_set, now), rows), values)
+        if before is not None and before.seen == now and before.device.lines.rows is rows:
+            return _Known(now, Device(before.device.lines, values))
+        return _Known(now, Device(lines(labels(self._shared.label_set, now), rows), values))
+
+    def _pod(self, pod: HoldingPod, before: _Known | None) -> _Known:
+        if before is not None and before.seen == pod:
+            return before
+        return _Known(pod, Device(lines(pod_info.labels(pod), pod_info.ROWS), (1.0,)))
 
     def _finish(self, sample: AttributedSample | None, outcome: Outcome) -> None:
         self._shared.outcomes.finish(outcome)
@@ -143,5 +169,5 @@ class LatestOfPartition:
 
     def _values(self, sample: AttributedSample) -> int:
         """Values of ``metrics`` among what is shown of a tick."""
-        shown = self._nodes[sample.cluster, sample.node].devices.values()
-        return sum(row.primary for _, device in shown for row in device.lines.rows)
+        shown = self._nodes[sample.cluster, sample.node].known.values()
+        return sum(row.primary for known in shown for row in known.device.lines.rows)

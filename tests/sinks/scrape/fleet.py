@@ -8,9 +8,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as text_families
 from prometheus_client.samples import Sample
 
-from sinks.blocks import Layouts
-from sinks.labels import LabelSet, labels, place, seen
-from sinks.scrape.families import Device, Families, abouts, lines
+from sinks.scrape.families import Device, Families, abouts
 from sinks.scrape.formats import OPENMETRICS, TEXT, TEXT_1, Format
 from topics.attributed import AttributedSample
 from topics.catalogue import CATALOGUE
@@ -26,13 +24,6 @@ BERT = {
     "job": "bert",
     "workload": {"kind": "Job", "name": "bert"},
 }
-
-
-def shown(tick: AttributedSample, names: Profile, label_set: LabelSet) -> list[Device]:
-    """A tick's devices as they are shown."""
-    layouts = Layouts(names)
-    measured = [(seen(place(tick), device), layouts.measure(device.metrics)) for device in tick.devices]
-    return [Device(lines(labels(label_set, one), rows), values) for one, (rows, values) in measured]
 
 
 def node(*devices: Mapping[str, object], name: str = "gpu-node-1") -> AttributedSample:

@@ -5,13 +5,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from sinks.dead_letters import DeadLetters, Record
 from sinks.labels import LabelSet
 from sinks.outcomes import Outcome, Outcomes
+from sinks.scrape.families import Device
 from sinks.scrape.formats import TEXT, Format
 from sinks.scrape.latest import LatestOfPartition, Shared
 from sinks.scrape.sink import COMPONENT, INSTRUMENTS
 from tests.sinks.scrape.fleet import exposed
+from topics.attributed import AttributedSample
 from topics.instruments import Instruments
 from topics.metric import Profile
 
@@ -79,3 +83,10 @@ class Bench:
         value = self.instruments.registry.get_sample_value(name)
         assert value is not None
         return value
+
+
+def shown(tick: AttributedSample, names: Profile, label_set: LabelSet) -> list[Device]:
+    """What is shown of a tick."""
+    bench = Bench(names=names, label_set=label_set)
+    bench.handler.recall([FakeRecord(msgspec.json.encode(tick))])
+    return list(bench.handler.devices())

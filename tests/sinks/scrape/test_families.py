@@ -3,19 +3,22 @@
 import re
 from collections import Counter
 from itertools import product
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sinks.labels import LABEL_SETS, LabelSet
+from sinks.labels import LABEL_SETS, LabelSet, Place, labels, seen
 from sinks.scrape.families import Device, Families, GivenUp, abouts, lines
 from sinks.scrape.formats import OPENMETRICS, TEXT, Format
-from tests.sinks.scrape.fleet import FORMATS, exposed, full_node, node, samples, shown
+from tests.sinks.scrape.fleet import FORMATS, exposed, full_node, node, samples
+from tests.sinks.scrape.handler import shown
+from topics.attributed import AttributedDevice, Holder
 from topics.catalogue import CATALOGUE, DERIVED, series
 from topics.metric import PROFILES, Profile
 
-GPU = {"uuid": "GPU-a", "metrics": {"gpu_utilization_ratio": 0.5}}
+GPU: dict[str, Any] = {"uuid": "GPU-a", "metrics": {"gpu_utilization_ratio": 0.5}}
 NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*\Z")
 
 every_format = pytest.mark.parametrize("format_", FORMATS.values(), ids=FORMATS)
@@ -76,8 +79,9 @@ def test_every_series_is_there_once_with_each_label_once_and_none_empty(
     text = exposed(shown(tick, names, label_set), names, format_)
     found = samples(text, format_)
     rows = sum(map(len, series(names).values())) + len(DERIVED[names])
+    pods = 2 if label_set == "otel" else 0
 
-    assert len(found) == rows * len(tick.devices)
+    assert len(found) == rows * len(tick.devices) + pods
     assert len({(one.name, *sorted(one.labels.items())) for one in found}) == len(found)
     assert all(one.labels and all(one.labels.values()) for one in found)
     assert all(one.timestamp is None for one in found)
@@ -133,9 +137,19 @@ def test_a_device_that_several_pods_hold_carries_no_holder_labels() -> None:
 
 @every_format
 def test_of_two_devices_with_the_same_labels_the_first_is_shown(format_: Format) -> None:
-    tick = node(GPU, {**GPU, "metrics": {"gpu_utilization_ratio": 0.7, "fan_speed_ratio": 0.1}})
+    mig = {"parent_uuid": "GPU-a", "gpu_instance": 1, "profile": "1g.10gb"}
+    first, second = [
+        {
+            "uuid": f"MIG-{n}",
+            "mig": {**mig, "uuid": f"MIG-{n}", "compute_instance": n},
+            "metrics": {"fan_speed_ratio": n},
+        }
+        for n in range(2)
+    ]
+    devices = shown(node(first, {**second, "metrics": {**GPU["metrics"], "fan_speed_ratio": 1}}), "otel", "dcgm")
 
-    assert [one.value for one in samples(exposed(shown(tick, "otel", "otel"), format_=format_), format_)] == [0.5]
+    assert len(devices) == 2
+    assert [one.value for one in samples(exposed(devices, format_=format_), format_)] == [0.0]
 
 
 def test_nothing_is_a_valid_exposition() -> None:
@@ -159,20 +173,22 @@ def test_what_a_tenant_calls_a_pod_is_read_back_as_it_was(odd: str, format_: For
 @every_format
 @pytest.mark.parametrize("broken", ["\ud800", "a\udfffb", "b\udce4"])
 def test_half_a_character_costs_only_itself(broken: str, format_: Format) -> None:
-    tick = node({**GPU, "holders": [{"namespace": "n", "pod": f"p{broken}"}]})
-    (one,) = samples(exposed(shown(tick, "otel", "pod-devices"), format_=format_), format_)
+    pod = seen(Place("c", "n"), AttributedDevice(uuid="GPU-a", holders=(Holder("n", f"p{broken}"),)))
+    (device,) = shown(node(GPU), "otel", "otel")
+    made = Device(lines(labels("otel", pod), device.lines.rows), device.values)
+    (one,) = samples(exposed([made], format_=format_), format_)
 
-    assert one.labels["pod_name"].startswith("p")
-    assert "?" in one.labels["pod_name"]
+    assert one.labels["k8s_pod_name"].startswith("p")
+    assert "?" in one.labels["k8s_pod_name"]
 
 
 @given(st.text(), st.text(min_size=1), st.floats(allow_nan=False, allow_infinity=False))
 def test_any_label_and_any_value_are_read_back_as_they_were(model: str, pod: str, value: float) -> None:
     (device,) = shown(node(GPU), "otel", "otel")
-    labels = (("gpu_model", model), ("k8s_pod_name", pod))
+    known = (("gpu_model", model), ("k8s_pod_name", pod))
     for format_ in FORMATS.values():
-        (one,) = samples(exposed([Device(lines(labels, device.lines.rows), [value])], format_=format_), format_)
-        assert one.labels == {**dict(labels), "gpu_task_type": "compute"}
+        (one,) = samples(exposed([Device(lines(known, device.lines.rows), [value])], format_=format_), format_)
+        assert one.labels == {**dict(known), "gpu_task_type": "compute"}
         assert one.value == value
 
 

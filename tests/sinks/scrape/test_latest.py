@@ -6,7 +6,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from sinks.scrape.formats import OPENMETRICS
 from sinks.scrape.latest import VALUES
+from tests.sinks.scrape.fleet import parsed, samples
 from tests.sinks.scrape.handler import Bench, FakeRecord
 from topics.attributed import AttributedDevice, AttributedSample, Holder
 
@@ -47,8 +49,8 @@ async def test_a_series_of_a_pod_that_ended_is_gone() -> None:
     await bench.deliver(_tick(0, _device("a", 0.5, "old"), _device("b", 0.5)))
     await bench.deliver(_tick(1, _device("a", 0.5, "new")))
 
-    assert "old" not in bench.shown()
-    assert "new" in bench.shown()
+    assert 'pod_name="old"' not in bench.shown()
+    assert 'pod_name="new"' in bench.shown()
     assert 'gpu_uuid="b"' not in bench.shown()
 
 
@@ -56,8 +58,32 @@ async def test_a_device_that_several_pods_hold_is_shown_once_without_holder() ->
     bench = Bench()
     await bench.deliver(_tick(0, _device("a", 0.5, "one", "other")))
 
-    assert bench.shown().count("gpu_utilization{") == 1
-    assert "k8s_pod_name" not in bench.shown()
+    (used,) = (one for one in samples(bench.shown()) if one.name == "gpu_utilization")
+    assert "k8s_pod_name" not in used.labels
+
+
+async def test_every_pod_that_holds_a_device_has_an_info_series_until_it_ends() -> None:
+    bench = Bench()
+    await bench.deliver(_tick(0, _device("a", 0.5, "one", "other"), _device("b", 0.5, "one")))
+    assert _pods(bench) == ["one", "other"]
+    assert {(one.name, one.type) for one in parsed(bench.shown(OPENMETRICS), OPENMETRICS)} == {
+        ("gpu_pod", "info"),
+        ("gpu_utilization", "gauge"),
+    }
+
+    await bench.deliver(_tick(1, _device("a", 0.5, "other")))
+    assert _pods(bench) == ["other"]
+
+
+def _pods(bench: Bench) -> list[str]:
+    return [one.labels["k8s_pod_name"] for one in samples(bench.shown()) if one.name == "gpu_pod_info"]
+
+
+async def test_other_label_sets_have_no_info_series() -> None:
+    bench = Bench(names="otel", label_set="dcgm")
+    await bench.deliver(_tick(0, _device("a", 0.5, "one")))
+
+    assert "gpu_pod_info" not in bench.shown()
 
 
 async def test_a_replay_is_a_duplicate_and_changes_nothing() -> None:
@@ -108,13 +134,30 @@ async def test_what_an_earlier_life_showed_is_shown_again() -> None:
     assert bench.told == [("n-0", 1, "duplicate")]
 
 
-@pytest.mark.parametrize("value", [b"", b"{", b'{"schema":2}', None])
+@pytest.mark.parametrize("value", [b"", b"{", b'{"schema":2}', b"\xff", None])
 async def test_what_cannot_be_decoded_is_dead_lettered(value: bytes | None) -> None:
     bench = Bench()
 
     assert await bench.deliver(FakeRecord(value, 7)) == [8]
     assert bench.letters.errors[0].startswith("not a record of gpu.attributed")
     assert bench.counted("gpustream_scrape_records_dead_lettered_total") == 1.0
+
+
+@pytest.mark.parametrize("broken", [b"\xff", b"\xed\xa0\x80", b"\\ud800", b"\\udfff", b"a\nb"])
+async def test_a_name_that_is_no_text_is_dead_lettered_and_the_last_tick_stays(broken: bytes) -> None:
+    bench = Bench()
+    value = _tick(1, _device("a", 0.2, "bert-0")).value or b""
+    await bench.deliver(_tick(0, _device("a", 0.1)), FakeRecord(value.replace(b"bert-0", broken), 1))
+
+    assert len(bench.letters.errors) == 1
+    assert " 0.1\n" in bench.shown()
+
+
+async def test_of_two_devices_with_one_uuid_the_first_is_shown() -> None:
+    bench = Bench()
+    await bench.deliver(_tick(0, _device("a", 0.1), _device("a", 0.2)))
+
+    assert [one.value for one in samples(bench.shown())] == [0.1]
 
 
 async def test_a_value_beyond_any_float_is_dead_lettered_and_the_last_tick_stays() -> None:

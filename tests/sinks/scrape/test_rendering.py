@@ -13,7 +13,8 @@ from prometheus_client.registry import Collector
 from sinks.scrape.families import Device, GivenUp
 from sinks.scrape.formats import OPENMETRICS, TEXT, Format
 from sinks.scrape.rendering import Renderings
-from tests.sinks.scrape.fleet import exposed, full_node, node, shown
+from tests.sinks.scrape.fleet import exposed, full_node, node
+from tests.sinks.scrape.handler import shown
 
 DEVICES = shown(full_node(), "otel", "otel")
 

@@ -16,7 +16,8 @@ from sinks.scrape import server
 from sinks.scrape.formats import OPENMETRICS, TEXT, Format
 from sinks.scrape.rendering import Renderings
 from sinks.scrape.server import ListenError, serving
-from tests.sinks.scrape.fleet import exposed, full_node, parsed, shown
+from tests.sinks.scrape.fleet import exposed, full_node, parsed
+from tests.sinks.scrape.handler import shown
 
 DEVICES = shown(full_node(), "otel", "otel")
 ANY_PORT = ("127.0.0.1", 0)
