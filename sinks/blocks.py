@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from sinks.tenants import Labels
-from topics.catalogue import CATALOGUE, DERIVED, series
+from topics.attributed import AttributedDevice, Attribution
+from topics.catalogue import CATALOGUE, DERIVED, HOLDERS, series
 from topics.metric import Metric, Profile, Ratio
 from topics.metric import Series as CatalogueSeries
 
@@ -67,18 +68,20 @@ class Measured(NamedTuple):
 
 
 class Layouts:
-    """How the metrics of a device become rows and values in a naming profile, remembered by which keys are known."""
+    """How a device becomes rows and values in a naming profile, remembered by what is known of it."""
 
     def __init__(self, names: Profile) -> None:
         self._names = names
         self._layouts: dict[tuple[str, ...], _Layout] = {}
         self._rows: dict[Rows, Rows] = {}
 
-    def measure(self, metrics: Metrics) -> Measured:
-        """The rows of what is known; equal rows are the same object."""
+    def measure(self, metrics: Metrics, holders: int | None = None) -> Measured:
+        """The rows of what is known; equal rows are the same object. ``holders`` None: that is not known."""
         keys = tuple(metrics)
         if None in metrics.values():
             keys = tuple(key for key in keys if metrics[key] is not None)
+        if holders is not None and keys and self._names == "otel":
+            keys, metrics = (*keys, HOLDERS.name), {**metrics, HOLDERS.name: holders}
         layout = self._layouts.get(keys) or self._learn(keys)
         values = layout.values(metrics)
         if None in values[layout.plain :]:
@@ -101,6 +104,9 @@ class Layouts:
         return Measured(self._same(row for row, _ in there), [value for _, value in there])
 
 
+_HOLDERS = Row(HOLDERS.name, (), "gauge", HOLDERS.help, primary=False)
+
+
 class _Layout:
     """The rows of a device of which just these keys are known; those past ``plain`` are made of two keys."""
 
@@ -108,8 +114,12 @@ class _Layout:
         plain = [(key, one) for key, many in series(names).items() if key in keys for one in many]
         self._ratios = [ratio for ratio in DERIVED[names] if ratio.numerator in keys and ratio.denominator in keys]
         self._makers = [(key, _converter(one)) for key, one in plain]
-        self.plain = len(plain)
-        self.rows = same([*(_row(CATALOGUE[key], one) for key, one in plain), *map(_ratio_row, self._ratios)])
+        rows = [_row(CATALOGUE[key], one) for key, one in plain]
+        if HOLDERS.name in keys:
+            self._makers.append((HOLDERS.name, float))
+            rows.append(_HOLDERS)
+        self.plain = len(rows)
+        self.rows = same([*rows, *map(_ratio_row, self._ratios)])
 
     def values(self, metrics: Metrics) -> list[float | None]:
         """The value of each row; None for a ratio of which the denominator is zero."""
@@ -149,6 +159,13 @@ def _ratio_row(ratio: Ratio) -> Row:
 def _ratio(ratio: Ratio, metrics: Metrics) -> float | None:
     numerator, denominator = metrics[ratio.numerator], metrics[ratio.denominator]
     return None if numerator is None or denominator is None else ratio.of(numerator, denominator)
+
+
+def holders(device: AttributedDevice, attribution: Attribution) -> int | None:
+    """How many pods hold the device; None where nobody knows."""
+    if attribution == "none":
+        return None
+    return len({(one.namespace, one.pod, one.pod_uid) for one in device.holders}) if device.holders else 0
 
 
 def primaries(groups: Iterable[Group]) -> int:

@@ -10,6 +10,7 @@ from topics.metric_rows import ROWS
 __all__ = [
     "CATALOGUE",
     "DERIVED",
+    "HOLDERS",
     "POD_INFO",
     "PROFILES",
     "Info",
@@ -48,6 +49,12 @@ DERIVED: dict[Profile, tuple[Ratio, ...]] = {
 }
 """The series that are made of two keys."""
 
+
+HOLDERS = Info(
+    "gpu_holders",
+    "Pods that hold the device: 0 where nobody does. Absent where the node's kubelet has not said who does.",
+)
+"""With the names of ``otel``."""
 
 POD_INFO = Info(
     "gpu_pod_info",

@@ -47,7 +47,7 @@ class Ratio(NamedTuple):
 
 
 class Info(NamedTuple):
-    """A series that is always 1, for what its labels say."""
+    """A series that is made of who holds a device, not of its metrics."""
 
     name: str
     help: str

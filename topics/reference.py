@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from topics import generated, registry
-from topics.catalogue import CATALOGUE, DERIVED, POD_INFO, PROFILES, Labels, Metric, Profile, Series
+from topics.catalogue import CATALOGUE, DERIVED, HOLDERS, POD_INFO, PROFILES, Labels, Metric, Profile, Series
 from topics.topic import PARTITIONS, REPLICATION_FACTOR, SCHEMA, Topic
 
 FOLDER = Path(__file__).parent.parent / "docs"
@@ -123,7 +123,8 @@ def _profile(profile: Profile) -> str:
         (_name(ratio.name, ratio.labels), _unit(ratio.unit), "gauge", f"`{ratio.numerator}` / `{ratio.denominator}`")
         for ratio in DERIVED[profile]
     ]
-    infos: list[Sequence[str]] = [(_name(POD_INFO.name, ()), "", "gauge", POD_INFO.help)] if profile == "otel" else []
+    said = (HOLDERS, POD_INFO) if profile == "otel" else ()
+    infos: list[Sequence[str]] = [(_name(info.name, ()), "", "gauge", info.help) for info in said]
     return "\n\n".join(
         (f"### {profile}", _PROFILES[profile], _table(("series", "unit", "kind", "from"), rows + derived + infos))
     )

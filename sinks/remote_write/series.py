@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from sinks import pod_info
-from sinks.blocks import Block, Group, Layouts, Row
+from sinks.blocks import Block, Group, Layouts, Row, holders
 from sinks.labels import MAX_LABELS, LabelSet, Place, Seen, labels, place, seen
 from sinks.pod_info import HoldingPod, holding_pods
 from sinks.tenants import Labels
@@ -144,7 +144,7 @@ class Series:
     def _device(
         self, where: Place, sample: AttributedSample, device: AttributedDevice, known: _KnownBy
     ) -> Group | None:
-        measured = self._layouts.measure(device.metrics)
+        measured = self._layouts.measure(device.metrics, holders(device, sample.attribution))
         if not measured.rows:
             return None
         now = seen(where, device)

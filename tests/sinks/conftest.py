@@ -10,6 +10,8 @@ import pytest
 from topics.attributed import AttributedSample
 
 KEYS = ("gpu_utilization_ratio", "memory_used_bytes", "temperature_celsius")
+SERIES = (*KEYS, "gpu_holders")
+"""What a device writes: a series for each of its keys, and how many pods hold it."""
 
 MakeSample = Callable[..., AttributedSample]
 

@@ -17,7 +17,7 @@ from sinks.remote_write.partition import RemoteWritePartition, Shared
 from sinks.remote_write.policy import Protocol
 from sinks.remote_write.series import Series
 from sinks.remote_write.transmit import Transmitter
-from tests.sinks.conftest import KEYS, device, sample
+from tests.sinks.conftest import KEYS, SERIES, device, sample
 from tests.sinks.records import FakeSender, Read, record
 from tests.sinks.remote_write.receivers import Receiver
 from tests.sinks.remote_write.wire import Sample
@@ -113,7 +113,7 @@ async def test_what_was_recalled_is_not_sent_again() -> None:
     one.handler.recall([record(sample(1, device(pod="a"))), record(b"nonsense", offset=2)])
     await one.deliver(record(sample(1, device(pod="a")), offset=3), record(sample(2, device(pod="b")), offset=4))
     assert one.ends() == {"delivered": 1, "duplicate": 1}
-    assert one.receiver.markers() == len(KEYS) + len(["gpu_pod_info"])
+    assert one.receiver.markers() == len(SERIES) + len(["gpu_pod_info"])
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ async def test_a_tick_without_devices_is_delivered_and_ends_the_series() -> None
     empty = json.loads(msgspec.json.encode(sample(2))) | {"devices": []}
     await one.deliver(record(sample(1)), record(json.dumps(empty).encode(), offset=2))
     assert one.ends() == {"delivered": 2}
-    assert one.receiver.markers() == len(KEYS)
+    assert one.receiver.markers() == len(SERIES)
 
 
 async def test_a_silent_node_is_ended_once_and_late_data_still_fits() -> None:
@@ -214,7 +214,7 @@ async def test_a_silent_node_is_ended_once_and_late_data_still_fits() -> None:
     await one.deliver(record(sample(1)))
     await one.handler.quiet(one.abandon)
     await one.handler.quiet(one.abandon)
-    assert one.receiver.markers() == len(KEYS) == one.count("markers_total")
+    assert one.receiver.markers() == len(SERIES) == one.count("markers_total")
     await one.deliver(record(sample(2)))
     assert one.ends() == {"delivered": 2}
 
@@ -281,7 +281,7 @@ def test_every_record_ends_in_exactly_one_way_and_every_good_sample_is_stored_on
     assert stored == {
         (node, metric, sample(seq).ts_ms)
         for node, seq in good
-        for metric in ("gpu_utilization", "gpu_temperature", "gpu_memory_used")
+        for metric in ("gpu_utilization", "gpu_temperature", "gpu_memory_used", "gpu_holders")
         if (node, metric) not in refused
     }
     ended = [(node, seq) for node, seq, outcome in one.outcomes if outcome != "duplicate"]

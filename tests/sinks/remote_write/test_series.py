@@ -9,10 +9,12 @@ from hypothesis import strategies as st
 
 from sinks.blocks import Group
 from sinks.remote_write.series import STALE, Series, Tick
-from tests.sinks.conftest import device, sample
+from tests.sinks.conftest import SERIES, device, sample
 from topics.attributed import AttributedSample
 
-PER_DEVICE = 3
+PER_DEVICE = len(SERIES)
+NOBODY = 0.0
+"""The value of gpu_holders of a device that nobody holds."""
 
 
 def series() -> Series:
@@ -51,7 +53,7 @@ def test_a_steady_tick_writes_its_values_and_ends_nothing() -> None:
 def test_a_pod_that_ends_gets_staleness_markers_at_the_tick_in_which_it_is_missing() -> None:
     _, second = play(series(), sample(1, device(pod="a")), sample(2, device(pod="b")))
     ts_ms = second.sample.ts_ms
-    names = ["gpu_memory_used", "gpu_pod_info", "gpu_temperature", "gpu_utilization"]
+    names = ["gpu_holders", "gpu_memory_used", "gpu_pod_info", "gpu_temperature", "gpu_utilization"]
     assert ended(second.groups) == [(ts_ms, name, "a") for name in names]
     assert second.markers == PER_DEVICE + 1
 
@@ -63,6 +65,18 @@ def test_a_pod_has_one_info_series_however_many_devices_it_holds() -> None:
     ]
     assert [value for name, value in rows if name == "gpu_pod_info"] == [1.0]
     assert second.markers == 0
+
+
+def test_how_many_pods_hold_a_device_is_a_series_where_it_is_known() -> None:
+    def holders(*devices: dict[str, Any], attribution: str = "exact") -> list[float]:
+        (tick,) = play(series(), sample(1, *devices, attribution=attribution))
+        rows = [pair for g in tick.groups for pair in zip(g.block.rows, g.values, strict=True)]
+        return [value for row, value in rows if row.name == "gpu_holders"]
+
+    two = [{"namespace": "ml", "pod": pod, "container": c} for pod in "ab" for c in ("main", "sidecar")]
+    assert holders(device(), device("GPU-b", pod="a"), device("GPU-c", holders=two)) == [0.0, 1.0, 2.0]
+    assert holders(device(), attribution="late") == [0.0]
+    assert holders(device(), attribution="none") == []
 
 
 def test_a_label_that_changes_is_another_series() -> None:
@@ -107,7 +121,7 @@ def test_the_order_of_metrics_and_devices_ends_nothing() -> None:
 def test_zero_is_zero_and_what_is_null_or_absent_is_not_written() -> None:
     metrics = {"gpu_utilization_ratio": 0, "memory_used_bytes": 0.0, "temperature_celsius": None}
     (tick,) = play(series(), sample(1, device(metrics=metrics)))
-    assert [list(group.values) for group in tick.groups] == [[0.0, 0.0]]
+    assert [list(group.values) for group in tick.groups] == [[0.0, 0.0, NOBODY]]
 
 
 def test_a_ratio_without_a_denominator_is_not_written() -> None:
@@ -122,8 +136,8 @@ def test_a_ratio_without_a_denominator_is_not_written() -> None:
 def test_of_two_devices_with_the_same_labels_the_first_is_written() -> None:
     second = device(metrics={"gpu_utilization_ratio": 9})
     tick, again = play(series(), sample(1, device(), second), sample(2, device(), second))
-    assert [list(group.values) for group in tick.groups] == [[1.0, 2.0, 3.0]]
-    assert (tick.clashes, again.clashes, again.markers) == (1, 1, 0)
+    assert [list(group.values) for group in tick.groups] == [[1.0, 2.0, 3.0, NOBODY]]
+    assert (tick.clashes, again.clashes, again.markers) == (2, 2, 0)
 
 
 def test_a_replay_is_a_record_at_or_below_the_last_offset_of_its_node() -> None:
