@@ -6,7 +6,8 @@ import subprocess
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,12 @@ from sinks.labels import LABEL_SETS, LabelSet
 from sinks.scrape import server
 from sinks.scrape.families import abouts
 from sinks.scrape.formats import OPENMETRICS, TEXT, Format, accepted
+from sinks.scrape.rendering import Renderings
+from sinks.scrape.server import serving
 from sinks.scrape.sink import ScrapeSettings, ScrapeSink
 from tests.real.conftest import need
-from tests.real.servers import KafkaServer, PrometheusServer, find_promtool
-from tests.sinks.scrape.fleet import exposed, full_node, node
+from tests.real.servers import KafkaServer, PrometheusServer, find_prometheus, find_promtool
+from tests.sinks.scrape.fleet import exposed, full_node, node, samples
 from tests.sinks.scrape.handler import shown
 from topics.catalogue import POD_INFO
 from topics.metric import PROFILES, Profile
@@ -67,6 +70,10 @@ def test_promtool_complains_where_it_should() -> None:
     }
 
 
+every_protocol = pytest.mark.parametrize(
+    ("protocols", "format_"), [(None, OPENMETRICS), (["PrometheusText0.0.4"], TEXT)], ids=["openmetrics", "text"]
+)
+
 ODD = 'quo"ted\\ back\nslash # EOF\r\t\x00\x7f\x85\u2028ü😀{a="b"} 1'
 
 
@@ -78,30 +85,27 @@ def test_promtool_parses_whatever_a_tenant_calls_a_pod() -> None:
 
 
 class Scraper(PrometheusServer):
-    """A Prometheus that scrapes one target twice a second; ``protocols`` None is what it asks for by itself."""
+    """A Prometheus that scrapes some targets twice a second; ``protocols`` None is what it asks for by itself."""
 
-    def __init__(self, directory: Path, *, target: tuple[str, int], protocols: list[str] | None) -> None:
+    def __init__(self, directory: Path, targets: Mapping[str, tuple[str, int]], *, protocols: list[str] | None) -> None:
         super().__init__(directory)
-        self.target = "{}:{}".format(*target)
+        self.targets = targets
         self.protocols = protocols
 
     def prepare(self) -> None:
         """Writes the configuration: JSON, which is YAML."""
-        job: dict[str, Any] = {
-            "job_name": "gpustream",
-            "scrape_interval": "500ms",
-            "scrape_timeout": "500ms",
-            "honor_labels": True,
-            "static_configs": [{"targets": [self.target]}],
-        }
-        if self.protocols:
-            job["scrape_protocols"] = self.protocols
-        (self.directory / "prometheus.yml").write_text(json.dumps({"scrape_configs": [job]}))
+        jobs = [self._job(name, "{}:{}".format(*address)) for name, address in self.targets.items()]
+        (self.directory / "prometheus.yml").write_text(json.dumps({"scrape_configs": jobs}))
 
-    def scraped(self) -> dict[tuple[str, ...], float]:
-        """Every series that an instant query finds now: its name, its labels but for the target's, its value."""
-        found = self.query('{__name__=~"dcgm_.*"}')
+    def scraped(self, job: str = "gpustream") -> dict[tuple[str, ...], float]:
+        """Every series of a job that an instant query finds now, by name and labels but for the target's."""
+        found = self.query(f'{{job="{job}",__name__!~"up|scrape_.*"}}')
         return {identity(one.labels): one.value for one in found}
+
+    def _job(self, name: str, target: str) -> dict[str, Any]:
+        pace = {"scrape_interval": "500ms", "scrape_timeout": "500ms", "honor_labels": True}
+        asked = {"scrape_protocols": self.protocols} if self.protocols else {}
+        return {"job_name": name, **pace, **asked, "static_configs": [{"targets": [target]}]}
 
 
 def identity(labels: Mapping[str, str]) -> tuple[str, ...]:
@@ -169,10 +173,10 @@ async def send(kafka: KafkaServer, *ticks: dict[str, Any]) -> None:
         await producer.stop()
 
 
-async def until(prometheus: Scraper, wanted: dict[tuple[str, ...], float]) -> None:
+async def until(prometheus: Scraper, wanted: dict[tuple[str, ...], float], job: str = "gpustream") -> None:
     """Waits until an instant query answers just this."""
     deadline = time.monotonic() + GIVE_UP_S
-    while (found := await asyncio.to_thread(prometheus.scraped)) != wanted:
+    while (found := await asyncio.to_thread(prometheus.scraped, job)) != wanted:
         if time.monotonic() > deadline:
             assert found == wanted
         await asyncio.sleep(0.1)
@@ -195,7 +199,7 @@ async def scraping(kafka: KafkaServer) -> AsyncIterator[tuple[str, int]]:
         await asyncio.wait_for(running, 10)
 
 
-@pytest.mark.parametrize(("protocols", "format_"), [(None, OPENMETRICS), (["PrometheusText0.0.4"], TEXT)])
+@every_protocol
 async def test_prometheus_has_what_was_sent_and_not_what_ended(
     empty_kafka: KafkaServer,
     tmp_path: Path,
@@ -203,6 +207,7 @@ async def test_prometheus_has_what_was_sent_and_not_what_ended(
     protocols: list[str] | None,
     format_: Format,
 ) -> None:
+    need(find_prometheus)
     empty_kafka.create_topics({"gpu.attributed": 2, "gpu.dead-letters": 1})
     given: dict[str, int] = defaultdict(int)
     monkeypatch.setattr(server, "accepted", counting(given))
@@ -210,7 +215,7 @@ async def test_prometheus_has_what_was_sent_and_not_what_ended(
     then = [tick("n-0", 2, "next", None), first[1]]
     await send(empty_kafka, *first)
     async with scraping(empty_kafka) as address:
-        with Scraper(tmp_path, target=address, protocols=protocols) as prometheus:
+        with Scraper(tmp_path, {"gpustream": address}, protocols=protocols) as prometheus:
             await until(prometheus, expected(first))
             await send(empty_kafka, then[0])
             await until(prometheus, expected(then))
@@ -220,6 +225,26 @@ async def test_prometheus_has_what_was_sent_and_not_what_ended(
     assert given.keys() == {format_.content_type}
     assert len(expected(first)) == 4 * len(NAMED)
     assert len(expected(then)) == 3 * len(NAMED)
+
+
+@every_protocol
+async def test_prometheus_reads_every_series_of_every_profile(
+    tmp_path: Path, protocols: list[str] | None, format_: Format
+) -> None:
+    need(find_prometheus)
+    devices = {names: shown(full_node(), names, names) for names in PROFILES}
+    async with AsyncExitStack() as servers:
+        targets: dict[str, tuple[str, int]] = {}
+        for names in PROFILES:
+            renderings = Renderings(names, partial(devices.__getitem__, names))
+            served = serving(renderings, ("127.0.0.1", 0), lambda: None)
+            targets[names] = await servers.enter_async_context(served)
+        with Scraper(tmp_path, targets, protocols=protocols) as prometheus:
+            for names in PROFILES:
+                read = samples(exposed(devices[names], names, format_), format_)
+                wanted = {identity({"__name__": one.name, **one.labels}): one.value for one in read}
+                await until(prometheus, wanted, names)
+                assert len(wanted) == len(read) > 60
 
 
 def counting(given: dict[str, int]) -> Callable[[str], Format]:
