@@ -1,0 +1,113 @@
+"""What a simulated fleet's truth says to the questions of docs/consumers.md, found without the programs there."""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+from typing import Any
+
+IDLE_BELOW = 0.05
+SURELY_IDLE_S = 10.0
+LONGEST_TICK_MS = 10_000
+
+Row = dict[str, Any]
+Sums = dict[tuple[str, str, str], float]
+"""By namespace, workload and "GPU" or "MIG"."""
+
+
+def parents(truth: list[Row]) -> set[str]:
+    """The GPUs in MIG mode: of them alone a simulated fleet never knows the utilization, MIG devices apart."""
+    known: dict[str, bool] = defaultdict(bool)
+    for row in truth:
+        known[row["uuid"]] |= row["utilization_ratio"] is not None
+    return {uuid for uuid, is_known in known.items() if uuid.startswith("GPU-") and not is_known}
+
+
+def devices(truth: list[Row]) -> list[Row]:
+    """The readings of what can be held: of a GPU in MIG mode, those of its MIG devices."""
+    in_mig_mode = parents(truth)
+    assert in_mig_mode
+    return [row for row in truth if row["uuid"] not in in_mig_mode]
+
+
+def pods(row: Row) -> dict[tuple[str, str], str]:
+    """The pods that were reported to hold a device, and their workloads."""
+    return {(h["namespace"], h["pod"]): f"{h['workload']['kind']}/{h['workload']['name']}" for h in row["reported"]}
+
+
+def workloads(truth: list[Row]) -> dict[tuple[str, str], str]:
+    """The workload of each pod by what is said of it while the API server does not know it: Pod/NAME."""
+    return {(ns, f"Pod/{pod}"): workload for row in truth for (ns, pod), workload in pods(row).items()}
+
+
+def with_workloads(truth: list[Row], found: Mapping[tuple[str, str, str], float]) -> Sums:
+    """Sums under the workloads that the pods truly have."""
+    known = workloads(truth)
+    sums: Sums = defaultdict(float)
+    for (namespace, workload, device), value in found.items():
+        kind = "GPU" if device == "GPU" else "MIG"
+        sums[namespace, known.get((namespace, workload), workload), kind] += value
+    return dict(sums)
+
+
+def true_sums(truth: list[Row], seconds: Callable[[Row], float]) -> Sums:
+    """What a device's time comes to by namespace and workload, divided by the pods that held it."""
+    sums: Sums = defaultdict(float)
+    for row in devices(truth):
+        holding = pods(row) or {("(nobody)", ""): ""}
+        for (namespace, _), workload in holding.items():
+            sums[namespace, workload, row["uuid"][:3]] += seconds(row) / len(holding)
+    return {key: value for key, value in sums.items() if value}
+
+
+def elapsed(truth: list[Row]) -> Callable[[Row], float]:
+    """The time since the node's last tick; zero for the first, and after a gap."""
+    times: dict[str, list[int]] = {}
+    for node in {row["node"] for row in truth}:
+        times[node] = sorted({row["ts_ms"] for row in truth if row["node"] == node})
+    before = {(node, b): a for node, all_of in times.items() for a, b in pairwise(all_of)}
+
+    def seconds(row: Row) -> float:
+        since_ms: int = row["ts_ms"] - before.get((row["node"], row["ts_ms"]), row["ts_ms"])
+        return since_ms / 1000 if since_ms <= LONGEST_TICK_MS else 0.0
+
+    return seconds
+
+
+def last_ticks(truth: list[Row]) -> dict[str, int]:
+    """When each node was last read."""
+    return {row["node"]: row["ts_ms"] for row in sorted(truth, key=lambda row: row["ts_ms"])}
+
+
+def idle_since(truth: list[Row]) -> dict[tuple[str, str, str, int], int]:
+    """Of what is idle in its node's last tick, since when: by node, device, pod and the time of that tick."""
+    last, by_device = last_ticks(truth), defaultdict(list)
+    for row in sorted(truth, key=lambda row: -row["ts_ms"]):
+        by_device[row["node"], row["uuid"]].append(row)
+    found = {}
+    for (node, uuid), rows in by_device.items():
+        since = None
+        for row in rows:
+            used = row["utilization_ratio"] is None or row["utilization_ratio"] >= IDLE_BELOW
+            if used or pods(row).keys() != pods(rows[0]).keys():
+                break
+            since = row["ts_ms"]
+        if since is not None:
+            found.update({(node, uuid, pod, last[node]): since for _, pod in pods(rows[0])})
+    return found
+
+
+def surely_idle(truth: list[Row]) -> set[tuple[str, str, str, int]]:
+    """What has been idle for so long that whoever read along for a while knows it."""
+    return {key for key, since in idle_since(truth).items() if key[3] - since >= SURELY_IDLE_S * 1000}
+
+
+def surely_idle_pods(truth: list[Row]) -> set[tuple[str, str]]:
+    """Devices and pods of which the truth says nothing but that they were idle, to the end."""
+    last, idle = last_ticks(truth), idle_since(truth)
+    busy = {
+        (row["uuid"], pod)
+        for row in truth
+        for _, pod in pods(row)
+        if row["utilization_ratio"] is None or row["utilization_ratio"] >= IDLE_BELOW
+    }
+    return {(uuid, pod) for node, uuid, pod, at_ms in idle if at_ms == last[node]} - busy
