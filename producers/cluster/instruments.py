@@ -1,0 +1,77 @@
+"""What the cluster producer counts about itself, beside what every producer does."""
+
+from topics.instruments import Instrument
+
+EVENTS = "gpustream_cluster_watch_events_total"
+RESTARTS = "gpustream_cluster_watch_restarts_total"
+AGE = "gpustream_cluster_watch_age_seconds"
+OBJECTS = "gpustream_cluster_objects"
+OWNER_REQUESTS = "gpustream_cluster_owner_requests_total"
+UNDECODABLE = "gpustream_cluster_undecodable_total"
+LEADING = "gpustream_cluster_leading"
+TRANSITIONS = "gpustream_cluster_lease_transitions_total"
+API_REQUESTS = "gpustream_cluster_api_requests_total"
+
+EVENT_TYPES = ("ADDED", "MODIFIED", "DELETED", "BOOKMARK", "ERROR", "listed", "other", "too_long")
+
+RESTART_REASONS = (
+    "ended",
+    "empty",
+    "cut",
+    "connection",
+    "tls",
+    "timeout",
+    "slow",
+    "expired",
+    "unauthorized",
+    "forbidden",
+    "absent",
+    "throttled",
+    "server_error",
+    "refused",
+    "unsupported",
+    "garbage",
+    "too_long",
+)
+
+INSTRUMENTS: tuple[Instrument, ...] = (
+    Instrument(
+        EVENTS,
+        "counter",
+        "What the API server said on a watch, by the event's type; listed is an object of a paged list, other a type"
+        " that is not known and was ignored, too_long a line of more than 32 MiB that was dropped.",
+        ("resource", "type"),
+    ),
+    Instrument(
+        RESTARTS,
+        "counter",
+        "How often a watch or list was begun again, by why the last one ended: ended (in good order, as every few"
+        " minutes), empty (at once, without a word), cut (in the middle of a line), connection, tls, timeout, slow (a"
+        " list that never ended), expired (410: listed anew), unauthorized, forbidden, absent (404), throttled (429),"
+        " server_error, refused (another status), unsupported (no streaming lists: pages instead), garbage, too_long.",
+        ("resource", "reason"),
+    ),
+    Instrument(
+        AGE,
+        "gauge",
+        "Seconds since the API server last said anything on this watch; it does every minute.",
+        ("resource",),
+    ),
+    Instrument(OBJECTS, "gauge", "Objects that are kept, of those that are watched.", ("resource",)),
+    Instrument(
+        OWNER_REQUESTS,
+        "counter",
+        "Owners that were asked for, by their kind: found, gone, forbidden (the chain ends there), other (another"
+        " object of that name), failed (asked for again later).",
+        ("kind", "result"),
+    ),
+    Instrument(UNDECODABLE, "counter", "Objects that could not be read, and were left out.", ("resource",)),
+    Instrument(LEADING, "gauge", "1 while this process leads and publishes, 0 while it stands by."),
+    Instrument(TRANSITIONS, "counter", "How often this process began to lead, or to stand by.", ("to",)),
+    Instrument(
+        API_REQUESTS,
+        "counter",
+        "Requests to the API server by the answer's status, or connection, tls, timeout or cut where there was none.",
+        ("code",),
+    ),
+)
