@@ -10,6 +10,7 @@ import asyncio
 import gzip
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from sinks.scrape.families import Device, Families, GivenUp, abouts
 from sinks.scrape.formats import Format
@@ -17,6 +18,9 @@ from topics.metric import Profile
 
 _LEVEL = 6
 """Of gzip: a fleet's text is so repetitive that the best ratio costs a tenth of the rendering."""
+
+_Key = tuple[Format, int | None]
+"""A format, and the text that is being compressed, if any."""
 
 
 class Renderings:
@@ -26,17 +30,17 @@ class Renderings:
         self._known = abouts(names)
         self._devices = devices
         self._thread = ThreadPoolExecutor(1, "scrape")
-        self._under_way: dict[tuple[Format, bool], asyncio.Future[bytes]] = {}
+        self._under_way: dict[_Key, asyncio.Future[bytes]] = {}
         self._closed = False
 
     async def text(self, format_: Format) -> bytes:
         """The exposition now, or as it was when the rendering of it that is under way began."""
-        return await self._share((format_, False), lambda: self._begin(format_))
+        return await self._share((format_, None), lambda: self._begin(format_))
 
     async def compressed(self, format_: Format) -> bytes:
         """The same, compressed by gzip."""
         text = await self.text(format_)
-        return await self._share((format_, True), lambda: lambda: gzip.compress(text, _LEVEL))
+        return await self._share((format_, id(text)), lambda: partial(gzip.compress, text, _LEVEL))
 
     def close(self) -> None:
         """Give up what is under way, and what waits for it."""
@@ -45,9 +49,9 @@ class Renderings:
 
     def _begin(self, format_: Format) -> Callable[[], bytes]:
         families = Families(self._known, self._devices(), lambda: self._closed)
-        return lambda: format_.encode(families)
+        return partial(format_.encode, families)
 
-    async def _share(self, key: tuple[Format, bool], begin: Callable[[], Callable[[], bytes]]) -> bytes:
+    async def _share(self, key: _Key, begin: Callable[[], Callable[[], bytes]]) -> bytes:
         """The result of what is under way under that key, else of what ``begin`` gives to do."""
         if self._closed:
             raise GivenUp
@@ -57,7 +61,7 @@ class Renderings:
             doing.add_done_callback(lambda done: self._end(key, done))
         return await asyncio.shield(self._under_way[key])
 
-    def _end(self, key: tuple[Format, bool], done: "asyncio.Future[bytes]") -> None:
+    def _end(self, key: _Key, done: "asyncio.Future[bytes]") -> None:
         del self._under_way[key]
         if not done.cancelled():
             done.exception()  # whoever waited has it; nobody may have

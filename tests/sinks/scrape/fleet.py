@@ -23,6 +23,8 @@ BERT = {
     "container": "pytorch",
     "job": "bert",
     "workload": {"kind": "Job", "name": "bert"},
+    "labels": {"app.kubernetes.io/name": "bert", "team": "ml"},
+    "namespace_labels": {"cost-center": "42"},
 }
 
 
