@@ -104,7 +104,7 @@ class GpuReader(Protocol):
 class ContainerReader(Protocol):
     """What the node needs of :class:`producers.node.kubelet.Kubelet`."""
 
-    async def read(self, within_s: float) -> list[dict[str, Any]] | None:
+    async def read(self, within_s: float) -> Sequence[Mapping[str, Any]] | None:
         """The containers in force."""
 
     def not_ready(self) -> list[str]:

@@ -30,9 +30,7 @@ INSTRUMENTS: tuple[Instrument, ...] = (
         " IMPLAUSIBLE where the value can't be. What a device does not support is asked for once, and not counted.",
         ("call", "error"),
     ),
-    Instrument(
-        OPENED, "counter", "How often NVML was initialised: at the start, and when GPUs came, went or changed."
-    ),
+    Instrument(OPENED, "counter", "How often NVML was initialised: at the start, and when GPUs came, went or changed."),
     Instrument(
         KUBELET_CALLS,
         "counter",

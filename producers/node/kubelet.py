@@ -4,7 +4,8 @@ In: the answers to ``/v1.PodResourcesLister/List`` on the kubelet's unix socket.
 State: the last answer that could be read, in force until there is another; one call at most.
 On failure: a call that fails is counted by what went wrong, said in the log when that changes, and made again at the
 next tick; where that can't help, less often. The last known containers stay, for as long as it takes. A kubelet that
-begins again answers before it knows all its pods: until it has settled, what it lacks of them is not believed gone.
+begins again answers before it knows all its pods: until it has settled, what it lacks of them is not believed gone,
+unless another has its devices.
 
 Source: Kubernetes' pod-resources API, v1; the kubelet limits all its clients together to 100 calls a second.
 """
@@ -31,7 +32,7 @@ DEADLINE_S = 5.0
 LARGEST_ANSWER_BYTES = 64 * 1024 * 1024
 UNREADY_AFTER_S = 30.0
 
-SETTLED_AFTER_S = 15.0
+SETTLED_AFTER_S = 5.0
 """A kubelet lists static pods at once, and the others when the API server has told it of them, seconds later."""
 
 _SAY_AGAIN_S = 60.0
@@ -43,6 +44,8 @@ _RECONNECT = (
     ("grpc.min_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 1000),
 )
+
+JsonDict = Mapping[str, Any]
 
 Result = Literal["ok", "unavailable", "deadline", "rate_limited", "too_large", "undecodable", "refused"]
 State = Literal["absent"] | Result
@@ -100,14 +103,14 @@ class Kubelet:
         self._ask_again_s = self._settled_s = clock()
         self._met: tuple[int, ...] | None = None
         self._answer: bytes | None = None
-        self._containers: list[dict[str, Any]] | None = None
+        self._containers: list[JsonDict] | None = None
         self._answered_s: float | None = None
         self._state: State | None = None
         self._reason = ""
         self._told: State | None = None
         self._told_s: dict[State, float] = {}
 
-    async def read(self, within_s: float) -> list[dict[str, Any]] | None:
+    async def read(self, within_s: float) -> list[JsonDict] | None:
         """Ask, and give the last known containers after at most ``within_s``; None while nothing is known.
 
         They are dicts as in gpu.allocations, not to be changed. An answer that comes later is in force from then on.
@@ -198,8 +201,9 @@ class Kubelet:
             found = containers(answer, self._prefixes)
         else:
             found = await asyncio.to_thread(containers, answer, self._prefixes)
-        if self._clock() >= self._settled_s or _holders(found) >= _holders(self._containers or ()):
-            self._containers, self._answer = found, answer
+        settled = self._clock() >= self._settled_s
+        missed = [] if settled else _not_yet_listed(self._containers or [], found)
+        self._containers, self._answer = [*found, *missed], answer if settled else None
 
     def _note(self, state: State, reason: str) -> None:
         """Remember how it is with the kubelet; say so when it changed, and of one that wavers once a minute."""
@@ -221,5 +225,16 @@ def _absence(error: OSError) -> str:
     return "the socket is not there" if isinstance(error, FileNotFoundError) else error.strerror or str(error)
 
 
-def _holders(rows: Iterable[Mapping[str, Any]]) -> set[tuple[Any, ...]]:
-    return {(row["namespace"], row["pod"], row["container"], row.get("resource")) for row in rows}
+def _not_yet_listed(known: Iterable[JsonDict], found: Iterable[JsonDict]) -> list[JsonDict]:
+    """What was known and is not in an answer that may lack pods, but for those whose devices others have by now."""
+    there, taken = {_holder(row) for row in found}, {device for row in found for device in _devices(row)}
+    return [row for row in known if _holder(row) not in there and taken.isdisjoint(_devices(row))]
+
+
+def _holder(row: JsonDict) -> tuple[Any, ...]:
+    return (row["namespace"], row["pod"], row["container"], row.get("resource"))
+
+
+def _devices(row: JsonDict) -> set[Any]:
+    claimed = {(claim["driver"], claim["pool"], claim["device"]) for claim in row.get("claims", ())}
+    return {*row.get("device_ids", ()), *claimed}

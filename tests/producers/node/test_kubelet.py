@@ -221,9 +221,21 @@ async def test_a_kubelet_that_begins_again_is_believed_that_a_container_ended_wh
         assert await bench.until("ok", 2) == ["bert-0"]
         server.reply = pods_on({GPU_B: "bert-1"})
         bench.clock.now_s += SETTLED_AFTER_S - 0.1
-        assert await bench.pods() == ["bert-0"]
+        assert sorted(await bench.pods() or ()) == ["bert-0", "bert-1"]
         bench.clock.now_s += 0.1
         assert await bench.pods() == ["bert-1"]
+
+
+async def test_a_kubelet_that_begins_again_is_believed_at_once_that_a_device_has_gone_to_another(
+    path: Path, server: Server
+) -> None:
+    async with asking(path) as bench:
+        assert await bench.pods() == ["bert-0"]
+        server.stop()
+        await bench.pods()
+        server.reply = pods_on({GPU_A: "bert-1"})
+        server.start()
+        assert await bench.until("ok", 2) == ["bert-1"]
 
 
 async def test_a_kubelet_that_begins_again_and_knows_its_pods_is_believed_at_once(path: Path, server: Server) -> None:

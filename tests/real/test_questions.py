@@ -1,0 +1,324 @@
+"""The questions of docs/queries.md, answered by Prometheus, each held against the truth.
+
+Two simulated clusters whose nodes have the same names, and a node of Slurm, through one stream and one sink. Beside
+them stand kube-state-metrics' series of the first cluster, once with labels renamed to ours and once as they are.
+"""
+
+import asyncio
+import json
+import re
+import time
+import urllib.request
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import cramjam
+import pytest
+from prometheus_client import CollectorRegistry
+
+from producers.instruments import INSTRUMENTS
+from producers.publisher import NodePublisher
+from sinks.blocks import Block, Group, Row
+from sinks.remote_write import encode_v1
+from tests.real.conftest import need
+from tests.real.pipeline import Gpustream, lag, read_all
+from tests.real.servers import KafkaServer, PrometheusServer, Series, find_java, find_kafka, find_prometheus
+from topics import broker
+from topics.instruments import Instruments
+from topics.sender import Sender
+
+PAGE = Path(__file__).parents[2] / "docs" / "queries.md"
+CLUSTERS = ("prod-us-east-1", "prod-eu-west-1")
+OURS = CLUSTERS[0]
+FLEET_S = 15.0
+JOB = {"id": "12345", "user": "ada", "partition": "gpu"}
+IDLE = 0.05
+NOT_RENAMED = "kube_pod_labels_as_they_are"
+"""Where the test keeps those that were not renamed: a Prometheus has one form of them."""
+
+Device = dict[str, Any]
+Labels = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Answers:
+    """A Prometheus that has everything, when to ask it, and what the truth says at that time of the first cluster."""
+
+    prometheus: PrometheusServer
+    at_ms: int
+    devices: list[Device]
+
+    def ask(self, query: str) -> list[Series]:
+        if "label_replace" in query:
+            query = query.replace("kube_pod_labels", NOT_RENAMED)
+        return self.prometheus.query(query, self.at_ms)
+
+    def held(self) -> list[tuple[Device, dict[str, Any]]]:
+        """The devices that exactly one pod holds, and that pod."""
+        pods = [
+            (device, {(one["namespace"], one["pod"]): one for one in device["reported"]}) for device in self.devices
+        ]
+        return [(device, next(iter(of.values()))) for device, of in pods if len(of) == 1]
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Answers]:
+    """The fleets for some seconds, through everything, until all is in Prometheus."""
+    need(find_java, find_kafka, find_prometheus)
+    directory = tmp_path_factory.mktemp("questions")
+    with ExitStack() as servers:
+        kafka = servers.enter_context(KafkaServer(directory / "kafka"))
+        prometheus = servers.enter_context(PrometheusServer(directory / "prometheus"))
+        asyncio.run(broker.create(kafka.address, partitions=4, replication_factor=1))
+        yield _answers(servers, directory, kafka.address, prometheus)
+
+
+def _answers(servers: ExitStack, directory: Path, kafka: str, prometheus: PrometheusServer) -> Answers:
+    def process(name: str, *arguments: str) -> Gpustream:
+        return servers.enter_context(Gpustream(directory / name, *arguments, "--kafka", kafka))
+
+    process("stream", "stream", "attribution")
+    process("sink", "sink", "remote-write", "--url", prometheus.write_url, "--from", "earliest")
+    fleets = [
+        process(cluster, *_fleet(cluster, seed, directory / f"{cluster}.jsonl"))
+        for seed, cluster in enumerate(CLUSTERS)
+    ]
+    asyncio.run(_slurm(kafka))
+    time.sleep(FLEET_S)
+    for fleet in fleets:
+        fleet.stop()
+    _wait_until_delivered(kafka)
+    records = [json.loads(record.value) for record in asyncio.run(read_all(kafka, "gpu.attributed"))]
+    devices = _devices(directory / f"{OURS}.jsonl", records)
+    at_ms = max(device["ts_ms"] for device in devices)
+    _kube_state_metrics(prometheus, at_ms, devices)
+    return Answers(prometheus, at_ms, devices)
+
+
+def _fleet(cluster: str, seed: int, truth: Path) -> tuple[str, ...]:
+    size = ("--fleet", "10x8", "--seed", str(seed), "--pod-life", "10m")
+    return ("produce", "simulated", "--cluster", cluster, *size, "--truth", str(truth))
+
+
+async def _slurm(kafka: str) -> None:
+    """A node without Kubernetes, one of whose two GPUs runs a job."""
+    sender = Sender(kafka, client_id="slurm")
+    await sender.start()
+    instruments = Instruments(INSTRUMENTS, CollectorRegistry())
+    now_ms = time.time_ns() // 1_000_000
+    publisher = NodePublisher(sender, instruments, cluster=OURS, node="slurm-1", run_id=now_ms)
+    running = asyncio.create_task(publisher.run())
+    for number, share in enumerate((0.25, 0.5)):
+        devices: list[Device] = [
+            {"uuid": "GPU-slurm-0", "index": 0, "metrics": {"gpu_utilization_ratio": share}, "jobs": [JOB]},
+            {"uuid": "GPU-slurm-1", "index": 1, "metrics": {"temperature_celsius": 41}},
+        ]
+        publisher.publish(now_ms + number, devices, None)
+    assert await publisher.drain(20) == 0
+    running.cancel()
+    await sender.stop()
+
+
+def _wait_until_delivered(kafka: str) -> None:
+    for _ in range(120):
+        behind = asyncio.run(lag(kafka, "gpustream-attribution", ["gpu.samples"]))
+        if behind + asyncio.run(lag(kafka, "gpustream-sink-remote-write", ["gpu.attributed"])) == 0:
+            return
+        time.sleep(0.5)
+    raise AssertionError("not everything was delivered in a minute")
+
+
+def _devices(truth: Path, records: Iterable[Mapping[str, Any]]) -> list[Device]:
+    """Each device of the fleet as the truth and its record have it in its last tick."""
+    described = {
+        (tick["node"], tick["run_id"], tick["seq"], device["uuid"]): device
+        for tick in records
+        if tick["cluster"] == OURS
+        for device in tick["devices"]
+    }
+    last: dict[tuple[str, str], Device] = {}
+    for row in map(json.loads, truth.read_text().splitlines()):
+        record = described[row["node"], row["run_id"], row["seq"], row["uuid"]]
+        last[row["node"], row["uuid"]] = {**row, "index": record["index"], "metrics": record["metrics"]}
+    return list(last.values())
+
+
+def _kube_state_metrics(prometheus: PrometheusServer, at_ms: int, devices: Iterable[Device]) -> None:
+    """What kube-state-metrics says of the cluster's pods: as it is, and renamed by the scrape, as another metric."""
+    pods = {(h["namespace"], h["pod"]): h["labels"]["app"] for device in devices for h in device["reported"]}
+    groups = []
+    for (namespace, pod), app in pods.items():
+        renamed = (("k8s_namespace_name", namespace), ("k8s_pod_label_app", f"ksm-{app}"), ("k8s_pod_name", pod))
+        own = (("label_app", f"ksm-{app}"), ("namespace", namespace), ("pod", pod))
+        groups.append(Group(Block(renamed, (Row("kube_pod_labels"),)), at_ms, [1.0]))
+        groups.append(Group(Block(own, (Row(NOT_RENAMED),)), at_ms, [1.0]))
+    body = bytes(cramjam.snappy.compress_raw(encode_v1.encode(groups)))
+    headers = {"Content-Type": "application/x-protobuf", "Content-Encoding": "snappy"}
+    request = urllib.request.Request(prometheus.write_url, body, headers)  # noqa: S310 - http, and ours
+    with urllib.request.urlopen(request, timeout=20) as answer:  # noqa: S310 - http, and ours
+        assert answer.status in (200, 204)
+
+
+def _queries() -> list[str]:
+    """The page's queries, in order."""
+    return [block.strip() for block in re.findall(r"```promql\n(.*?)```", PAGE.read_text(), re.DOTALL)]
+
+
+def _query(*words: str) -> str:
+    """The page's only query that has all of these words."""
+    (found,) = [query for query in _queries() if all(word in query for word in words)]
+    return found
+
+
+def _mean(values: Iterable[tuple[Hashable, float]]) -> dict[Hashable, Any]:
+    """The mean of each key, to be compared by approximation."""
+    by: dict[Hashable, list[float]] = defaultdict(list)
+    for key, value in values:
+        by[key].append(value)
+    return {key: pytest.approx(sum(of) / len(of), abs=1e-9) for key, of in by.items()}
+
+
+def _by(answer: Iterable[Series], *names: str) -> dict[Hashable, float]:
+    """An answer by these labels; a series without one of them has None there."""
+    return {tuple(one.labels.get(name) for name in names): one.value for one in answer}
+
+
+def _used(device: Device) -> float | None:
+    value: float | None = device["metrics"].get("gpu_utilization_ratio")
+    return value
+
+
+def _workload(kind: str) -> Callable[[dict[str, Any]], str | None]:
+    return lambda pod: pod["workload"]["name"] if pod["workload"]["kind"] == kind else None
+
+
+def _utilization(answers: Answers, key: Callable[[dict[str, Any]], Hashable]) -> list[tuple[Hashable, float]]:
+    """The utilization of every device that tells it, by what ``key`` says of the one pod that holds it, else None."""
+    pods = {device["uuid"]: pod for device, pod in answers.held()}
+    rows = [(device, pods.get(device["uuid"])) for device in answers.devices]
+    return [((key(pod) if pod else None,), used) for device, pod in rows if (used := _used(device)) is not None]
+
+
+def test_every_query_of_the_page_is_answered(answers: Answers) -> None:
+    queries = [
+        re.sub("bert-finetune-v3", ".+", query).replace('k8s_job_name=".+"', 'k8s_job_name=~".+"')
+        for query in _queries()
+    ]
+
+    assert len(queries) == 11
+    assert [query for query in queries if not answers.ask(query)] == []
+
+
+def test_what_a_namespace_uses_on_average(answers: Answers) -> None:
+    answer = answers.ask(_query("avg by (k8s_namespace_name)"))
+    slurm: list[tuple[Hashable, float]] = [((None,), 0.5)]
+
+    assert _by(answer, "k8s_namespace_name") == _mean([*_utilization(answers, lambda pod: pod["namespace"]), *slurm])
+    assert len(answer) > 4
+
+
+def test_what_an_app_uses_on_average(answers: Answers) -> None:
+    answer = answers.ask(_query("avg by (k8s_pod_label_app)"))
+    slurm: list[tuple[Hashable, float]] = [((None,), 0.5)]
+
+    assert _by(answer, "k8s_pod_label_app") == _mean([*_utilization(answers, lambda pod: pod["labels"]["app"]), *slurm])
+    assert len(answer) > 4
+
+
+def test_the_memory_of_a_deployment(answers: Answers) -> None:
+    answer = answers.ask(_query("avg by (k8s_deployment_name"))
+    deployment = _workload("Deployment")
+    rows = [
+        ((deployment(pod), pod["namespace"]), 100.0 * m["memory_used_bytes"] / m["memory_total_bytes"])
+        for device, pod in answers.held()
+        if "memory_total_bytes" in (m := device["metrics"]) and deployment(pod)
+    ]
+    found = {key: value for key, value in _by(answer, "k8s_deployment_name", "k8s_namespace_name").items() if key[0]}  # type: ignore[index]
+
+    assert found == _mean(rows)
+    assert len(found) > 1
+
+
+def test_what_a_statefulset_uses(answers: Answers) -> None:
+    answer = _by(answers.ask(_query("avg by (k8s_statefulset_name)")), "k8s_statefulset_name")
+    expected = _mean(_utilization(answers, _workload("StatefulSet")))
+
+    assert {key: value for key, value in answer.items() if key != (None,)} == {
+        key: value for key, value in expected.items() if key != (None,)
+    }
+    assert len(answer) > 2
+
+
+def test_what_a_job_does_on_each_gpu(answers: Answers) -> None:
+    job = _workload("Job")
+    name = next(job(pod) for device, pod in answers.held() if job(pod) and _used(device) is not None)
+    answer = answers.ask(_query("avg by (gpu_index)").replace("bert-finetune-v3", str(name)))
+    rows = [
+        ((str(device["index"]),), used)
+        for device, pod in answers.held()
+        if job(pod) == name and (used := _used(device)) is not None
+    ]
+
+    assert _by(answer, "gpu_index") == _mean(rows)
+
+
+def test_what_a_job_of_slurm_does(answers: Answers) -> None:
+    (series,) = answers.ask(_query('job_id="12345"'))
+
+    assert series.value == 0.5
+    assert (series.labels["job_user"], series.labels["job_partition"]) == ("ada", "gpu")
+    assert series.labels["gpu_uuid"] == "GPU-slurm-0"
+
+
+@pytest.mark.parametrize(("words", "held"), [("gpu_holders == 0", False), ("gpu_holders > 0", True)])
+def test_idle_gpus_are_told_by_whether_anybody_holds_them(answers: Answers, words: str, held: bool) -> None:
+    found = {one.labels.get("gpu_mig_uuid") or one.labels["gpu_uuid"] for one in answers.ask(_query(words))}
+    expected = {
+        device["uuid"]
+        for device in answers.devices
+        if (used := _used(device)) is not None and used < IDLE and bool(device["reported"]) == held
+    }
+
+    assert found == expected
+    assert found
+
+
+def _memory(answers: Answers, label: Callable[[dict[str, Any]], str]) -> dict[Hashable, float]:
+    return {
+        (device["uuid"], label(pod)): float(device["metrics"]["memory_used_bytes"])
+        for device, pod in answers.held()
+        if "memory_used_bytes" in device["metrics"]
+    }
+
+
+def _by_device(answer: Iterable[Series], label: str) -> dict[Hashable, float]:
+    return {(one.labels.get("gpu_mig_uuid") or one.labels["gpu_uuid"], one.labels[label]): one.value for one in answer}
+
+
+def test_labels_come_from_our_own_info(answers: Answers) -> None:
+    answer = answers.ask(_query("gpu_pod_info"))
+
+    assert _by_device(answer, "k8s_pod_label_team") == _memory(answers, lambda pod: pod["labels"]["team"])
+
+
+@pytest.mark.parametrize("words", [("topk", ") kube_pod_labels)"), ("topk", "label_replace")])
+def test_the_ten_largest_with_labels_of_kube_state_metrics(answers: Answers, words: tuple[str, ...]) -> None:
+    answer = _by_device(answers.ask(_query(*words)), "k8s_pod_label_app")
+    memory = _memory(answers, lambda pod: "ksm-" + pod["labels"]["app"])
+    tenth = sorted(memory.values(), reverse=True)[9]
+
+    assert len(answer) == 10
+    assert answer.items() <= memory.items()
+    assert min(answer.values()) == tenth
+
+
+def test_the_other_cluster_with_nodes_of_the_same_names_is_another_one(answers: Answers) -> None:
+    query = 'count(count by (k8s_cluster_name, k8s_node_name, gpu_uuid) (gpu_utilization{k8s_node_name="sim-0000"}))'
+    nodes = answers.ask("count by (k8s_cluster_name) (count by (k8s_cluster_name, k8s_node_name) (gpu_power_draw))")
+
+    assert _by(nodes, "k8s_cluster_name") == {(OURS,): 11, (CLUSTERS[1],): 10}
+    assert answers.ask(query)[0].value == 16
