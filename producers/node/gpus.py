@@ -1,0 +1,227 @@
+"""The node's GPUs, whatever becomes of them and of their driver: what the component asks each tick.
+
+In: NVML, on threads of its own. Out: devices as in gpu.samples.
+State: the GPUs of the driver that is open, those that have gone since the start, and what the last census saw.
+On failure: a GPU that hangs or is lost is reported so, under the identity that it had, and the others go on; without a
+driver there are no devices, and it is tried again. What only a new process can mend is :meth:`Gpus.fatal`.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from producers.node import instruments as names
+from producers.node.nvml.binding import Nvml, Pynvml
+from producers.node.nvml.card import Card, Reading
+from producers.node.nvml.census import Census
+from producers.node.nvml.driver import Driver
+from producers.node.nvml.gpu import Gpu, bare
+from producers.node.nvml.processes import Placing
+from producers.node.nvml.reopening import Reopening
+from topics.instruments import Instruments
+
+log = logging.getLogger(__name__)
+
+STATES = ("ok", "lost", "timeout")
+KINDS = ("attributed", "host", "unseen")
+
+QUIET_WITHIN_S = 2.0
+"""How long to wait for the calls in flight before NVML is opened again; it is put off where one takes longer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How often things are looked at, in seconds: a driver that is not there, the GPUs that a new process would see
+    (``soon_s`` after one was lost), and the MIG devices of each GPU."""
+
+    retry_s: float = 5.0
+    census_s: float = 40.0
+    soon_s: float = 10.0
+    list_s: float = 10.0
+
+
+class Gpus:
+    """Call :meth:`open`, then :meth:`read` each tick, and keep :meth:`run` running beside it.
+
+    ``interval_s`` is that of the ticks. ``nvml``, ``census``, ``pace`` and ``clock`` are for tests.
+    """
+
+    def __init__(
+        self,
+        instruments: Instruments,
+        places: Placing,
+        *,
+        interval_s: float = 1.0,
+        nvml: Nvml | None = None,
+        census: Census | None = None,
+        pace: Pace = Pace(),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._instruments, self._places, self._pace, self._clock = instruments, places, pace, clock
+        self._nvml = nvml or Pynvml()
+        self._hangs_after_s = max(2.0, 2 * interval_s)
+        self._driver = Driver(self._nvml, instruments, clock)
+        self._census = census
+        self._gpus: list[Gpu] = []
+        self._gone: dict[str, Sequence[Mapping[str, Any]]] = {}
+        self._opening: asyncio.Task[None] | None = None
+        self._reopening = Reopening(pace.census_s, clock)
+        self._soon = asyncio.Event()
+        self._looked_s = clock()
+
+    async def open(self, within_s: float) -> None:
+        """Begin to open NVML and its GPUs; returns when that ended, well or not, or after ``within_s``."""
+        ends_s = self._clock() + within_s
+        await asyncio.wait([self._open()], timeout=within_s)
+        if self._driver.attached:
+            await self._answers(ends_s)
+
+    async def read(self, within_s: float) -> list[dict[str, Any]]:
+        """The devices of one tick, by index, MIG devices after their GPU; after ``within_s`` those that did not answer
+        are ``timeout``."""
+        ends_s = self._clock() + within_s
+        if self._opening is not None and not self._opening.done() and self._gpus:
+            await asyncio.wait([self._opening], timeout=within_s)
+        devices = self._report(await self._answers(ends_s))
+        self._count(devices)
+        return devices
+
+    async def run(self) -> None:
+        """Wait for a driver, and look for GPUs that come, go or change; until it is cancelled."""
+        while True:
+            if self._driver.attached:
+                await self._until_due()
+                await self._look()
+            else:
+                await self._try()
+
+    def not_ready(self) -> list[str]:
+        """What is wrong, for people."""
+        gone = [f"{_title(known)} is lost: it is not there any more" for known in self._gone.values()]
+        indexes = {known[0].get("index") for known in self._gone.values()}
+        here = [gpu for gpu in self._gpus if not (gpu.refused and gpu.index in indexes)]
+        return [*self._driver.not_ready(), *gone, *(text for gpu in here for text in gpu.not_ready())]
+
+    def fatal(self) -> Exception | None:
+        """What only a new process can mend."""
+        return self._driver.fatal
+
+    def close(self) -> None:
+        """Let go, without waiting for anybody."""
+        if self._opening is not None:
+            self._opening.cancel()
+        if self._census is not None:
+            self._census.close()
+        for gpu in self._gpus:
+            gpu.stop()
+        self._driver.close(detach=not any(gpu.busy for gpu in self._gpus))
+
+    def _open(self, why: str | None = None) -> "asyncio.Task[None]":
+        """Open NVML, or open it again where ``why`` says why; one at a time."""
+        if self._opening is None or self._opening.done():
+            self._opening = asyncio.create_task(self._attach(why))
+        return self._opening
+
+    async def _attach(self, why: str | None) -> None:
+        """While this runs no GPU is asked anything."""
+        if why is not None and not await self._quiet():
+            return
+        await self._driver.attach(why)
+        self._gone.update({gpu.uuid: gpu.known for gpu in self._gpus if gpu.uuid is not None})
+        for gpu in self._gpus:
+            gpu.stop()
+        self._gpus = [self._gpu(index) for index in range(self._driver.count)]
+        self._looked_s = self._clock()
+
+    def _gpu(self, index: int) -> Gpu:
+        card = Card(self._nvml, index, self._places, list_every_s=self._pace.list_s, clock=self._clock)
+        return Gpu(card, self._instruments, changed=self._changed, hangs_after_s=self._hangs_after_s, clock=self._clock)
+
+    async def _quiet(self) -> bool:
+        """Wait until no call is in flight: handles are void when NVML is opened again."""
+        ends_s = self._clock() + QUIET_WITHIN_S
+        while any(gpu.busy for gpu in self._gpus):
+            if self._clock() > ends_s:
+                return False
+            await asyncio.sleep(0.01)
+        return True
+
+    async def _answers(self, ends_s: float) -> dict[Gpu, Reading]:
+        """Ask every GPU that can be asked; those that answered in time."""
+        if self._opening is not None and not self._opening.done():
+            return {}
+        asked = {gpu: gpu.ask() for gpu in self._gpus if not (gpu.busy or gpu.refused)}
+        if asked:
+            await asyncio.wait(asked.values(), timeout=max(0.0, ends_s - self._clock()))
+        return {gpu: one.result() for gpu, one in asked.items() if one.done() and one.exception() is None}
+
+    def _report(self, answers: Mapping[Gpu, Reading]) -> list[dict[str, Any]]:
+        """Every device ever seen, by index."""
+        for gpu in self._gpus:
+            gpu.watch()
+        found = [(gpu.index, gpu.devices(answers.get(gpu))) for gpu in self._gpus if gpu.uuid is not None]
+        unsure = any(gpu.busy and gpu.uuid is None for gpu in self._gpus)
+        state = "timeout" if unsure else "lost"
+        found += [(known[0]["index"], bare(known, state)) for known in self._gone.values()]
+        self._count_kinds(answers.values())
+        return [device for _, devices in sorted(found, key=lambda one: one[0]) for device in devices]
+
+    def _count(self, devices: Iterable[Mapping[str, Any]]) -> None:
+        states = Counter(device["state"] for device in devices)
+        for state in STATES:
+            self._instruments.gauge(names.GPUS, state).set(states[state])
+
+    def _count_kinds(self, readings: Iterable[Reading]) -> None:
+        """A process that is on two GPUs is one process."""
+        kinds = Counter({pid: kind for reading in readings for pid, kind in reading.kinds.items()}.values())
+        for kind in KINDS:
+            self._instruments.gauge(names.PROCESSES, kind).set(kinds[kind])
+
+    def _changed(self, gpu: Gpu) -> None:
+        """A GPU was read: who it is may be known now, and whether it works."""
+        if gpu.lost is not None:
+            self._driver.judge(gpu.lost.error)
+            self._soon.set()
+        if gpu.uuid is None:
+            return
+        self._gone.pop(gpu.uuid, None)
+        if (twin := next((one for one in self._gpus if one is not gpu and one.uuid == gpu.uuid), None)) is not None:
+            gpu.refuse(f"it has the UUID of GPU {twin.index}")
+        elif gpu.works:
+            self._reopening.worked(gpu.uuid)
+
+    async def _try(self) -> None:
+        opening = self._open()
+        await asyncio.wait([opening])
+        opening.result()
+        if not self._driver.attached:
+            await asyncio.sleep(self._pace.retry_s)
+
+    async def _until_due(self) -> None:
+        """Wait for the next census: sooner, but not at once, where a GPU was lost."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._looked_s + self._pace.census_s - self._clock()):
+                await self._soon.wait()
+        await asyncio.sleep(max(0.0, self._looked_s + self._pace.soon_s - self._clock()))
+        self._soon.clear()
+
+    async def _look(self) -> None:
+        """Ask a new process which GPUs work; where one does that does not work here, open NVML again."""
+        if self._census is None:
+            self._census = Census()
+        seen = await self._census.take()
+        self._looked_s = self._clock()
+        why = self._reopening.why(seen or frozenset(), {gpu.uuid for gpu in self._gpus if gpu.works})
+        if why is not None and not any(gpu.hangs for gpu in self._gpus):
+            opening = self._open(why)
+            await asyncio.wait([opening])
+            opening.result()
+
+
+def _title(known: Sequence[Mapping[str, Any]]) -> str:
+    return f"GPU {known[0].get('index')} ({known[0]['uuid']})"

@@ -1,0 +1,104 @@
+"""Asking one GPU, on its thread: what is being asked just now, what went wrong, and when that means that it is gone.
+
+In: questions to NVML. Out: answers. State: the question that has not returned, and the errors of this tick.
+On failure: :class:`Lost` where the answer is that nothing can be asked of the GPU at all, NvmlError else.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from producers.node.nvml import binding
+from producers.node.nvml.binding import FieldValue, Handle, Nvml, NvmlError
+
+_LOST = frozenset(
+    {
+        binding.GPU_IS_LOST,
+        binding.GPU_NOT_FOUND,
+        binding.UNINITIALIZED,
+        binding.DRIVER_NOT_LOADED,
+        binding.LIB_RM_VERSION_MISMATCH,
+    }
+)
+"""A GPU that fell off the bus, or a driver that did."""
+
+_UNSUPPORTED = frozenset(
+    {
+        binding.NOT_SUPPORTED,
+        binding.FUNCTION_NOT_FOUND,
+        binding.ARGUMENT_VERSION_MISMATCH,
+        binding.DEPRECATED,
+    }
+)
+"""What the device or its driver can't be asked, now and later."""
+
+
+class Lost(Exception):
+    """Nothing can be asked of the GPU: ``call`` answered ``error``."""
+
+    def __init__(self, call: str, error: NvmlError) -> None:
+        self.call, self.error = call, error
+        super().__init__(f"{error.name} ({call})")
+
+
+def is_lost(error: NvmlError) -> bool:
+    """Whether nothing can be asked of the GPU."""
+    return error.code in _LOST
+
+
+def is_unsupported(error: NvmlError) -> bool:
+    """Whether there is no use in asking again."""
+    return error.code in _UNSUPPORTED
+
+
+class Asking:
+    """NVML as one GPU's thread asks it. ``doing`` may be read from any thread."""
+
+    def __init__(self, nvml: Nvml) -> None:
+        self._nvml = nvml
+        self._errors: list[tuple[str, str]] = []
+        self.doing = ""
+
+    def open(self, index: int) -> Handle:
+        """The GPU of that index. Raises NvmlError."""
+        self.doing = "nvmlDeviceGetHandleByIndex"
+        return self._nvml.handle(index)
+
+    def ask(self, function: str, handle: Handle, *arguments: Any) -> Any:
+        """What pynvml's ``function`` gives. Raises Lost, NvmlError."""
+        self.doing = function
+        try:
+            return self._nvml.ask(function, handle, *arguments)
+        except NvmlError as error:
+            raise self._judged(function, error) from None
+
+    def fields(self, handle: Handle, numbers: Sequence[int]) -> list[FieldValue]:
+        """What nvmlDeviceGetFieldValues gives. Raises Lost, NvmlError."""
+        self.doing = "nvmlDeviceGetFieldValues"
+        try:
+            return self._nvml.fields(handle, numbers)
+        except NvmlError as error:
+            raise self._judged(self.doing, error) from None
+
+    def optional(self, function: str, handle: Handle) -> Any:
+        """What pynvml's ``function`` gives; None where it fails, which is counted. Raises Lost."""
+        try:
+            return self.ask(function, handle)
+        except NvmlError as error:
+            if not is_unsupported(error):
+                self.count(function, error.name)
+            return None
+
+    def count(self, call: str, error: str) -> None:
+        """A value is left out."""
+        self._errors.append((call, error))
+
+    def errors(self) -> list[tuple[str, str]]:
+        """What was counted since the last time: call and error."""
+        found, self._errors = self._errors, []
+        return found
+
+    def _judged(self, call: str, error: NvmlError) -> Exception:
+        if not is_lost(error):
+            return error
+        self.count(call, error.name)
+        return Lost(call, error)

@@ -1,0 +1,242 @@
+"""One physical GPU, on its own thread: who it is, its values and processes, and the MIG devices that it is cut into.
+
+In: NVML's answers. Out: a :class:`Reading` per tick.
+State: the identity from the healthy time, since a lost GPU can't be asked for it; the layout of its MIG devices.
+On failure: a reading never raises for what NVML answers; it says that the GPU can't be opened, or is lost.
+Source: nvml.h. Handles of MIG devices go stale when the layout changes, and may be used again for others: each reading
+asks a handle for its UUID first.
+"""
+
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from producers.node.nvml import binding
+from producers.node.nvml.asking import Asking, Lost, is_unsupported
+from producers.node.nvml.binding import Handle, Nvml, NvmlError
+from producers.node.nvml.device import Device
+from producers.node.nvml.processes import Found, Placing, Processes
+
+_PROFILE = re.compile(r" MIG (\S+)$")
+
+
+class Reading(NamedTuple):
+    """What a GPU said in one tick. ``devices`` are as in gpu.samples: the GPU, then its MIG devices; empty where
+    ``trouble`` says why the GPU is lost or, without ``identity``, can't be opened."""
+
+    identity: Mapping[str, Any] | None
+    devices: Sequence[dict[str, Any]]
+    trouble: Lost | None
+    errors: Sequence[tuple[str, str]]
+    kinds: Mapping[int, str]
+    took_s: float
+
+
+class _Instance(NamedTuple):
+    """A MIG device as it is listed."""
+
+    handle: Handle
+    uuid: str
+    gpu_instance: int | None
+    compute_instance: int | None
+    profile: str | None
+
+
+class _Layout(NamedTuple):
+    """Whether the GPU is in MIG mode, and into what it is cut."""
+
+    cut: bool = False
+    parts: tuple[tuple[str, int | None, int | None], ...] = ()
+
+
+class _Part(NamedTuple):
+    """A MIG device as it is read."""
+
+    identity: Mapping[str, Any]
+    device: Device
+    processes: Processes
+
+
+class Card:
+    """The GPU at an index. :meth:`read` is for one thread at a time."""
+
+    def __init__(
+        self,
+        nvml: Nvml,
+        index: int,
+        places: Placing,
+        *,
+        list_every_s: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.index = index
+        self._asking = Asking(nvml)
+        self._places, self._list_every_s, self._clock = places, list_every_s, clock
+        self._identity: Mapping[str, Any] | None = None
+        self._lost = False
+        self._can_be_cut = True
+        self._listed_s: float | None = None
+        self._layout = _Layout()
+        self._parts: dict[str, _Part] = {}
+
+    @property
+    def doing(self) -> str:
+        """The call that was made last; of a GPU that hangs, the one that has not returned. For any thread."""
+        return self._asking.doing
+
+    def read(self) -> Reading:
+        """One tick; the GPU is opened first where it is not yet."""
+        began_s = self._clock()
+        devices: Sequence[dict[str, Any]] = ()
+        kinds: dict[int, str] = {}
+        trouble = None
+        try:
+            devices = self._opened(kinds)
+        except Lost as lost:
+            trouble = lost
+            self._forget()
+        return Reading(self._identity, devices, trouble, self._asking.errors(), kinds, self._clock() - began_s)
+
+    def _opened(self, kinds: dict[int, str]) -> Sequence[dict[str, Any]]:
+        if self._identity is None:
+            self._identity = self._open()
+        elif self._lost:
+            self._whole.probe()
+            self._lost = False
+        if self._listed_s is None or self._clock() - self._listed_s >= self._list_every_s:
+            self._list()
+        return [self._device(self._identity, kinds), *self._cut_devices(kinds)]
+
+    def _open(self) -> Mapping[str, Any]:
+        """Find out who it is; the UUID is a must. Raises Lost."""
+        try:
+            self._handle = self._asking.open(self.index)
+            uuid = self._asking.ask("nvmlDeviceGetUUID", self._handle)
+        except NvmlError as error:
+            self._asking.count(self.doing, error.name)
+            raise Lost(self.doing, error) from None
+        self._renew()
+        return self._asked_identity(uuid)
+
+    def _asked_identity(self, uuid: str) -> Mapping[str, Any]:
+        asked = {
+            "uuid": uuid,
+            "index": self.index,
+            "vendor": "nvidia",
+            "model": self._asking.optional("nvmlDeviceGetName", self._handle),
+            "pci_bus_id": _pci_bus_id(self._asking.optional("nvmlDeviceGetPciInfo", self._handle)),
+            "minor": self._asking.optional("nvmlDeviceGetMinorNumber", self._handle),
+        }
+        return {key: value for key, value in asked.items() if value is not None}
+
+    def _renew(self) -> None:
+        """Ask anew what the GPU supports: that changes with its layout."""
+        self._whole = Device(self._asking, self._handle, cut=self._layout.cut, clock=self._clock)
+        self._processes = Processes(self._asking, self._handle, self._places, clock=self._clock)
+
+    def _forget(self) -> None:
+        """It is lost: when it is back, its counters may have begun anew, and its layout may be another."""
+        self._lost = True
+        if self._identity is not None:
+            self._whole.forget_counts()
+        self._listed_s = None
+
+    def _device(self, identity: Mapping[str, Any], kinds: dict[int, str]) -> dict[str, Any]:
+        """The GPU itself. Where it is cut, the processes are its parts'."""
+        metrics = self._whole.values()
+        found = Found(None, {}) if self._layout.cut else self._processes.read()
+        return _device(identity, metrics, found, kinds)
+
+    def _cut_devices(self, kinds: dict[int, str]) -> Sequence[dict[str, Any]]:
+        """The MIG devices; where a handle turns out to be another's, all are listed again, once."""
+        if not all(map(self._is_current, self._parts.items())):
+            self._list()
+        current = [part for uuid, part in self._parts.items() if self._is_current((uuid, part))]
+        return [_device(part.identity, part.device.values(), part.processes.read(), kinds) for part in current]
+
+    def _is_current(self, named: tuple[str, _Part]) -> bool:
+        uuid, part = named
+        try:
+            return bool(self._asking.ask("nvmlDeviceGetUUID", part.device.handle) == uuid)
+        except NvmlError:  # stale: what it was is found out by listing
+            return False
+
+    def _list(self) -> None:
+        """Find out into what the GPU is cut. What can't be asked leaves things as they were."""
+        self._listed_s = self._clock()
+        if not self._can_be_cut:
+            return
+        try:
+            cut = bool(self._asking.ask("nvmlDeviceGetMigMode", self._handle)[0])
+            instances = list(self._instances()) if cut else []
+        except NvmlError as error:
+            self._can_be_cut = not is_unsupported(error)
+            if self._can_be_cut:
+                self._asking.count(self.doing, error.name)
+            return
+        self._arrange(cut, instances)
+
+    def _arrange(self, cut: bool, instances: Sequence[_Instance]) -> None:
+        """Take a listing; handles are always taken from the newest one."""
+        layout = _Layout(cut, tuple((one.uuid, one.gpu_instance, one.compute_instance) for one in instances))
+        if layout != self._layout:
+            self._layout = layout
+            self._renew()
+            self._parts = {one.uuid: self._part(one) for one in instances}
+        for one in instances:
+            part = self._parts[one.uuid]
+            part.device.handle = part.processes.handle = one.handle
+
+    def _part(self, one: _Instance) -> _Part:
+        identity = self._identity or {}
+        mig = {
+            "uuid": one.uuid,
+            "parent_uuid": identity["uuid"],
+            "gpu_instance": one.gpu_instance,
+            "compute_instance": one.compute_instance,
+            "profile": one.profile,
+        }
+        return _Part(
+            {**identity, "uuid": one.uuid, "mig": {key: value for key, value in mig.items() if value is not None}},
+            Device(self._asking, one.handle, cut=True, clock=self._clock),
+            Processes(self._asking, one.handle, self._places, cut=True, clock=self._clock),
+        )
+
+    def _instances(self) -> Iterable[_Instance]:
+        """The MIG devices; slots may be empty in between. Raises NvmlError, Lost."""
+        for slot in range(self._asking.ask("nvmlDeviceGetMaxMigDeviceCount", self._handle)):
+            try:
+                handle = self._asking.ask("nvmlDeviceGetMigDeviceHandleByIndex", self._handle, slot)
+                uuid = self._asking.ask("nvmlDeviceGetUUID", handle)
+            except NvmlError as error:
+                if error.code not in (binding.NOT_FOUND, binding.INVALID_ARGUMENT):
+                    self._asking.count(self.doing, error.name)
+                continue
+            yield self._instance(handle, uuid)
+
+    def _instance(self, handle: Handle, uuid: str) -> _Instance:
+        profile = _PROFILE.search(self._asking.optional("nvmlDeviceGetName", handle) or "")
+        return _Instance(
+            handle,
+            uuid,
+            self._asking.optional("nvmlDeviceGetGpuInstanceId", handle),
+            self._asking.optional("nvmlDeviceGetComputeInstanceId", handle),
+            profile[1] if profile else None,
+        )
+
+
+def _device(
+    identity: Mapping[str, Any], metrics: dict[str, float], processes: Found, kinds: dict[int, str]
+) -> dict[str, Any]:
+    """A device as in gpu.samples that answered."""
+    kinds.update(processes.kinds)
+    device = {**identity, "state": "ok", "metrics": metrics}
+    if processes.rows is not None:
+        device["processes"] = processes.rows
+    return device
+
+
+def _pci_bus_id(info: Any) -> str | None:
+    """With a domain of 8 digits and the function, as NVML and dcgm-exporter write it: 00000000:0A:00.0."""
+    return None if info is None else f"{info.domain:08X}:{info.bus:02X}:{info.device:02X}.0"

@@ -1,0 +1,186 @@
+"""The metric values of one device, a GPU or a part of one, as the table says.
+
+In: NVML's answers. Out: values by the catalogue's keys.
+State: the source of each key that the device supports, and the last reading of each counter that makes a rate.
+On failure: a source that the device does not support gives way to the next one, for good, and is not counted; any other
+error leaves out its values this time, and is counted; so is a value that can't be.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from producers.node.nvml import binding, values
+from producers.node.nvml.asking import Asking, Lost, is_lost, is_unsupported
+from producers.node.nvml.binding import FieldValue, Handle, NvmlError
+from producers.node.nvml.table import TABLE, Call, Field, Row, Source
+from producers.node.nvml.values import Absent, Count
+
+IMPLAUSIBLE = "IMPLAUSIBLE"
+
+FIELDS = Call("nvmlDeviceGetFieldValues")
+
+_TOTAL = "memory_total_bytes"
+_PARTS = ("memory_used_bytes", "memory_free_bytes", "memory_reserved_bytes")
+
+
+class Wanted(NamedTuple):
+    """A key, and the source that it is to be had from."""
+
+    row: Row
+    source: Source
+
+
+Plan = Mapping[Call, Sequence[Wanted]]
+"""Every question of a tick, and what is wanted of its answer."""
+
+
+def plan(sources: Iterable[tuple[Row, Sequence[Source]]]) -> Plan:
+    """The first source of each row, those of one question together; rows without a source are left out."""
+    found: dict[Call, list[Wanted]] = {}
+    for row, left in sources:
+        if left:
+            question = left[0].question
+            found.setdefault(question if isinstance(question, Call) else FIELDS, []).append(Wanted(row, left[0]))
+    return found
+
+
+class Device:
+    """What one handle is asked. ``cut``: it is a part of a GPU, or a GPU that is cut into parts."""
+
+    def __init__(
+        self, asking: Asking, handle: Handle, *, cut: bool = False, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._asking, self.handle, self._cut, self._clock = asking, handle, cut, clock
+        self._sources: dict[Row, Sequence[Source]] = {row: row.sources for row in TABLE}
+        self._plan = plan(self._sources.items())
+        self._answered: set[Call] = set()
+        self._counts: dict[str, Count] = {}
+
+    def values(self) -> dict[str, float]:
+        """The values of this moment. Raises Lost: also where all that answers is that a reset is needed."""
+        found: dict[str, float] = {}
+        self._refused: Lost | None = None
+        self._answers = 0
+        pending = self._plan
+        while pending:
+            pending = self._fall_back([row for one in pending.items() for row in self._take(*one, found)])
+        if self._refused is not None and not self._answers:
+            raise self._refused
+        return self._consistent(found)
+
+    def probe(self) -> None:
+        """Ask the first question only. Raises Lost where that is all that the device says."""
+        question = next((question for question in self._plan if question is not FIELDS), None)
+        if question is None:
+            return
+        try:
+            self._asking.ask(question.function, self.handle, *question.arguments)
+        except NvmlError as error:
+            self._asking.count(question.name, error.name)
+            if error.code == binding.RESET_REQUIRED:
+                raise Lost(question.name, error) from None
+
+    def forget_counts(self) -> None:
+        """The counters may begin anew."""
+        self._counts.clear()
+
+    def _fall_back(self, missed: Sequence[Row]) -> Plan:
+        """Forget the sources of these rows; the plan for their next ones."""
+        if not missed:
+            return {}
+        for row in missed:
+            self._sources[row] = self._sources[row][1:]
+        self._plan = plan(self._sources.items())
+        return plan((row, self._sources[row]) for row in missed)
+
+    def _take(self, question: Call, wanted: Sequence[Wanted], found: dict[str, float]) -> Iterable[Row]:
+        """Ask, and put what is wanted of the answer into ``found``; gives the rows that the device does not support."""
+        if question is FIELDS:
+            return self._take_fields(wanted, found)
+        try:
+            answer = self._asking.ask(question.function, self.handle, *question.arguments)
+        except NvmlError as error:
+            return [one.row for one in wanted] if self._never(question, error) else self._failed(question.name, error)
+        self._answers += 1
+        self._answered.add(question)
+        for row, source in wanted:
+            self._put(row, source, _part(answer, source.part), source.bits, found)
+        return ()
+
+    def _take_fields(self, wanted: Sequence[Wanted], found: dict[str, float]) -> Iterable[Row]:
+        fields = [one.source.question for one in wanted]
+        try:
+            answers = self._asking.fields(self.handle, [field.number for field in fields if isinstance(field, Field)])
+        except NvmlError as error:
+            if error.code == binding.INVALID_ARGUMENT and len(wanted) > 1:  # one of them, unknown to this driver
+                return [row for one in wanted for row in self._take_fields([one], found)]
+            if is_unsupported(error) or error.code == binding.INVALID_ARGUMENT:
+                return [one.row for one in wanted]
+            return self._failed(FIELDS.name, error)
+        pairs = zip(wanted, answers, strict=True)
+        return [one.row for one, answer in pairs if not self._put_field(one, answer, found)]
+
+    def _put_field(self, wanted: Wanted, answer: FieldValue, found: dict[str, float]) -> bool:
+        """Whether the device supports the field."""
+        row, source = wanted
+        if not answer.code:
+            self._answers += 1
+            self._put(row, source, answer.value, answer.bits, found, answer.at_us)
+            return True
+        error = NvmlError(answer.code)
+        if is_lost(error):
+            raise Lost(source.question.name, error)
+        if is_unsupported(error) or error.code == binding.INVALID_ARGUMENT:
+            return False
+        self._failed(source.question.name, error)
+        return True
+
+    def _put(self, row: Row, source: Source, raw: Any, bits: int, found: dict[str, float], at_us: int = 0) -> None:
+        if raw == source.unknown and raw is not None:
+            return
+        if row.rate:
+            value = self._rate(row, Count(raw, bits, at_us, self._clock()))
+        else:
+            value = values.measured(raw, bits, source.scale, row.limits)
+        if value is Absent.IMPLAUSIBLE:
+            self._asking.count(source.question.name, IMPLAUSIBLE)
+        elif not isinstance(value, Absent):
+            found[row.key] = value
+
+    def _rate(self, row: Row, now: Count) -> float | Absent:
+        if not isinstance(now.raw, int) or values.is_blank(now.raw, now.bits):
+            return Absent.IMPLAUSIBLE
+        last = self._counts.get(row.key)
+        if last is not None and values.is_same_reading(last, now):
+            return Absent.UNKNOWN
+        self._counts[row.key] = now
+        value = None if last is None else values.per_second(last, now)
+        return Absent.UNKNOWN if value is None else values.within(value, row.limits)
+
+    def _never(self, question: Call, error: NvmlError) -> bool:
+        """Whether there is no use in asking again; what a part can't be asked is often an invalid argument."""
+        first = self._cut and question not in self._answered
+        return is_unsupported(error) or (first and error.code == binding.INVALID_ARGUMENT)
+
+    def _failed(self, name: str, error: NvmlError) -> tuple[Row, ...]:
+        self._asking.count(name, error.name)
+        if error.code == binding.RESET_REQUIRED:
+            self._refused = Lost(name, error)
+        return ()
+
+    def _consistent(self, found: dict[str, float]) -> dict[str, float]:
+        """Leave out parts of the memory that are larger than all of it."""
+        total = found.get(_TOTAL)
+        for key in _PARTS:
+            if total is not None and found.get(key, 0) > total:
+                del found[key]
+                self._asking.count("nvmlDeviceGetMemoryInfo", IMPLAUSIBLE)
+        return found
+
+
+def _part(answer: Any, part: str | int | None) -> Any:
+    """A part of an answer: an attribute, an item, or all of it."""
+    if part is None:
+        return answer
+    return getattr(answer, part) if isinstance(part, str) else answer[part]

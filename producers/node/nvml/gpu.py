@@ -1,0 +1,144 @@
+"""One GPU as the event loop sees it: asked once per tick, and known by its identity while it does not answer.
+
+In: the readings of its card. Out: its devices as in gpu.samples: ok, lost or timeout.
+State: who it and its MIG devices are, whether it is lost, and since when.
+On failure: while a call has not returned there is no other, and its devices are ``timeout``. A reading that comes too
+late for its tick counts, but is not reported.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from producers.node import instruments as names
+from producers.node.nvml.asking import Lost
+from producers.node.nvml.card import Card, Reading
+from producers.node.nvml.worker import Worker
+from topics.instruments import Instruments
+
+log = logging.getLogger(__name__)
+
+
+def bare(devices: Iterable[Mapping[str, Any]], state: str) -> list[dict[str, Any]]:
+    """Devices that did not answer: who they are, and nothing else."""
+    kept = ("uuid", "index", "vendor", "model", "pci_bus_id", "minor", "mig")
+    return [{**{key: one[key] for key in kept if key in one}, "state": state, "metrics": {}} for one in devices]
+
+
+class Gpu:
+    """The GPU at an index, since NVML was opened. ``changed`` is called after each reading that changed its state."""
+
+    def __init__(
+        self,
+        card: Card,
+        instruments: Instruments,
+        *,
+        changed: Callable[["Gpu"], None],
+        hangs_after_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.index = card.index
+        self._card, self._instruments, self._changed, self._clock = card, instruments, changed, clock
+        self._worker = Worker(f"nvml-{card.index}", clock)
+        self._hangs_after_s = hangs_after_s
+        self._told_hang = False
+        self._since_s = clock()
+        self.uuid: str | None = None
+        self.known: Sequence[Mapping[str, Any]] = ()
+        self.trouble: str | None = None
+        self.lost: Lost | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a call has not returned."""
+        return self._worker.busy
+
+    @property
+    def hangs(self) -> bool:
+        """Whether a call has not returned for so long that it is worth a word."""
+        return self._worker.busy_s() > self._hangs_after_s
+
+    @property
+    def refused(self) -> bool:
+        """Whether it could not be opened; there is no use in asking it again."""
+        return self.trouble is not None and self.uuid is None
+
+    @property
+    def works(self) -> bool:
+        """Whether it answered when it was asked last."""
+        return self.uuid is not None and self.trouble is None
+
+    def ask(self) -> "asyncio.Future[Reading]":
+        """Begin to read. Only for one that is not busy and was not refused."""
+        reading = self._worker.ask(self._card.read)
+        reading.add_done_callback(self._settle)
+        return reading
+
+    def devices(self, reading: Reading | None) -> Sequence[dict[str, Any]]:
+        """Its devices in this tick, whose reading is not there where it did not answer in time."""
+        if reading is not None and reading.devices:
+            return reading.devices
+        return bare(self.known, "lost" if self.trouble is not None and not self.busy else "timeout")
+
+    def watch(self) -> None:
+        """Say once that it hangs."""
+        if self.hangs and not self._told_hang:
+            self._told_hang = True
+            log.warning("%s has not answered for %.0f s (%s)", self.title, self._worker.busy_s(), self._card.doing)
+
+    def not_ready(self) -> list[str]:
+        """What is wrong with it."""
+        if self.hangs:
+            return [f"{self.title} has not answered for {self._worker.busy_s():.0f} s ({self._card.doing})"]
+        return [f"{self._trouble_text()} (for {self._clock() - self._since_s:.0f} s)"] if self.trouble else []
+
+    def refuse(self, why: str) -> None:
+        """Never report it; it is somebody else."""
+        self.uuid, self.known = None, ()
+        self._change(why)
+
+    def stop(self) -> None:
+        """Let its thread end."""
+        self._worker.stop()
+
+    @property
+    def title(self) -> str:
+        """For people."""
+        return f"GPU {self.index} ({self.uuid})" if self.uuid else f"GPU {self.index}"
+
+    def _settle(self, future: "asyncio.Future[Reading]") -> None:
+        if self._told_hang:
+            self._told_hang = False
+            log.info("%s has returned", self.title)
+        if (fault := future.exception()) is not None:
+            if self.trouble is None:
+                log.error("%s can't be read", self.title, exc_info=fault)
+            self._change(f"{type(fault).__name__}: {fault}")
+            return
+        self._take(future.result())
+
+    def _take(self, reading: Reading) -> None:
+        self._instruments.histogram(names.READ_SECONDS).observe(reading.took_s)
+        for call, error in reading.errors:
+            self._instruments.counter(names.NVML_ERRORS, call, error).inc()
+        if reading.identity is not None:
+            self.uuid = str(reading.identity["uuid"])
+            self.known = reading.devices or self.known or [reading.identity]
+        self.lost = reading.trouble
+        self._change(str(reading.trouble) if reading.trouble else None)
+
+    def _change(self, trouble: str | None) -> None:
+        before, self.trouble = self.trouble, trouble
+        if trouble is not None and before is None:
+            self._since_s = self._clock()
+            log.warning("%s", self._trouble_text())
+        elif trouble is None and before is not None:
+            log.info("%s answers again", self.title)
+        self._changed(self)
+
+    def _trouble_text(self) -> str:
+        if self.uuid is None:
+            return f"GPU {self.index} can't be opened: {self.trouble}"
+        return f"{self.title} is lost: {self.trouble}"

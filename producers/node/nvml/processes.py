@@ -1,0 +1,189 @@
+"""The processes on one device: what memory they hold, how busy they keep it, and which pod or job they are of.
+
+In: NVML's lists of processes, their control groups. Out: processes as in gpu.samples.
+State: which lists the device has; the newest utilization seen, and until when.
+On failure: where a list can't be had there are no processes at all this time (a part of them would look like all);
+where the utilization can't, the processes come without.
+Source: nvml.h. A process that did nothing in the last sample period has no utilization sample: that is 0.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from producers.node.cgroups import Place
+from producers.node.nvml import binding, values
+from producers.node.nvml.asking import Asking, is_unsupported
+from producers.node.nvml.binding import Handle, NvmlError
+from producers.node.nvml.device import IMPLAUSIBLE
+from producers.node.nvml.table import LARGEST_MEMORY_BYTES
+from producers.node.nvml.values import Absent, Limits, Scale
+
+LISTS: tuple[tuple[str, ...], ...] = tuple(
+    (f"nvmlDeviceGet{kind}RunningProcesses_v3", f"nvmlDeviceGet{kind}RunningProcesses_v2")
+    for kind in ("Compute", "Graphics", "MPSCompute")
+)
+"""Every list of processes, by its newest and its older function."""
+
+UTILIZATION = ("nvmlDeviceGetProcessesUtilizationInfo", "nvmlDeviceGetProcessUtilization")
+
+SAMPLE_PERIOD_S = 0.9
+"""Until then nothing new may mean that no sample has been taken since; later, that nothing was done."""
+
+_MEMORY = Limits(0, LARGEST_MEMORY_BYTES)
+_RATIO = Limits(0, 1)
+_PERCENT = Scale(per=100)
+_FUTURE_US = 60_000_000
+
+
+class Placing(Protocol):
+    """What is needed of :class:`producers.node.cgroups.Places`."""
+
+    def of(self, pid: int) -> Place | None:
+        """Where a process belongs; None: it can't be seen."""
+
+
+class Found(NamedTuple):
+    """The processes as in gpu.samples, None where they can't be had, and of which kind each pid is."""
+
+    rows: list[dict[str, Any]] | None
+    kinds: Mapping[int, str]
+
+
+class _Failed(Exception):
+    """What was asked can't be had this time; it is counted."""
+
+
+class Processes:
+    """Those of one handle. ``cut``: it is a part of a GPU."""
+
+    def __init__(
+        self,
+        asking: Asking,
+        handle: Handle,
+        places: Placing,
+        *,
+        cut: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._asking, self.handle, self._places, self._cut, self._clock = asking, handle, places, cut, clock
+        self._lists: list[Sequence[str]] = list(LISTS)
+        self._utilization: Sequence[str] = UTILIZATION
+        self._newest_us = 0
+        self._ratios: dict[int, float | None] = {}
+        self._sampled_s = clock()
+
+    def read(self) -> Found:
+        """Those of this moment, each once. Raises Lost."""
+        try:
+            memory = self._memory()
+        except _Failed:
+            return Found(None, {})
+        if memory is None:
+            return Found(None, {})
+        ratios = self._ratio_of() if memory else None
+        placed = [(pid, held, self._places.of(pid)) for pid, held in memory.items()]
+        rows = [_row(pid, held, ratios, place) for pid, held, place in placed]
+        return Found(rows, {pid: _kind(place) for pid, _, place in placed})
+
+    def _memory(self) -> dict[int, int | None] | None:
+        """What each process holds, None where that is not known; None where the device lists no processes."""
+        found: dict[int, int | None] = {}
+        listed = False
+        for place, names in enumerate(self._lists):
+            self._lists[place], answer = self._first_supported(names)
+            listed = listed or answer is not None
+            for process in answer or ():
+                held = self._held(process.usedGpuMemory)
+                found[process.pid] = _larger(found.get(process.pid), held)
+        return found if listed else None
+
+    def _held(self, raw: int | None) -> int | None:
+        if raw is None:
+            return None
+        held = values.measured(raw, 64, Scale(), _MEMORY)
+        if isinstance(held, Absent):
+            self._asking.count("usedGpuMemory", IMPLAUSIBLE)
+            return None
+        return raw
+
+    def _ratio_of(self) -> Mapping[int, float | None] | None:
+        """How busy each process keeps the device; those that are not there did nothing. None: it can't be said."""
+        try:
+            self._utilization, samples = self._first_supported(self._utilization, self._newest_us)
+        except _Failed:
+            return None
+        if samples is None:
+            return None
+        now_s = self._clock()
+        if samples or now_s - self._sampled_s > SAMPLE_PERIOD_S:
+            self._ratios, self._sampled_s = self._newest(samples), now_s
+        return self._ratios
+
+    def _newest(self, samples: Iterable[Any]) -> dict[int, float | None]:
+        """The newest sample of each process; None where it can't be, which is counted."""
+        found: dict[int, float | None] = {}
+        horizon_us = time.time_ns() // 1000 + _FUTURE_US
+        for sample in sorted(samples, key=lambda sample: int(sample.timeStamp)):
+            if sample.timeStamp <= horizon_us:
+                self._newest_us = max(self._newest_us, sample.timeStamp)
+            found[sample.pid] = self._ratio(sample.smUtil)
+        return found
+
+    def _ratio(self, raw: int) -> float | None:
+        ratio = values.measured(raw, 32, _PERCENT, _RATIO)
+        if not isinstance(ratio, Absent):
+            return ratio
+        self._asking.count("smUtil", IMPLAUSIBLE)
+        return None
+
+    def _first_supported(self, names: Sequence[str], *arguments: Any) -> tuple[Sequence[str], Sequence[Any] | None]:
+        """The names that are left, and what the first of them answers; None where none is. Raises _Failed."""
+        while names:
+            try:
+                return names, self._listed(names[0], *arguments)
+            except NvmlError as error:
+                if not (is_unsupported(error) or (self._cut and error.code == binding.INVALID_ARGUMENT)):
+                    self._asking.count(names[0], error.name)
+                    raise _Failed from None
+                names = names[1:]
+        return names, None
+
+    def _listed(self, name: str, *arguments: Any) -> Sequence[Any]:
+        """A list; one that grew while it was asked for is asked for once more. Raises NvmlError, Lost."""
+        try:
+            return self._found(name, *arguments)
+        except NvmlError as error:
+            if error.code != binding.INSUFFICIENT_SIZE:
+                raise
+            return self._found(name, *arguments)
+
+    def _found(self, name: str, *arguments: Any) -> Sequence[Any]:
+        try:
+            found: Sequence[Any] = self._asking.ask(name, self.handle, *arguments)
+        except NvmlError as error:
+            if error.code != binding.NOT_FOUND:
+                raise
+            return ()
+        return found
+
+
+def _larger(one: int | None, other: int | None) -> int | None:
+    """Of a process that is in two lists."""
+    return other if one is None else one if other is None else max(one, other)
+
+
+def _row(pid: int, held: int | None, ratios: Mapping[int, float | None] | None, place: Place | None) -> dict[str, Any]:
+    """A process as in gpu.samples; what is not known is left out."""
+    ratio = None if ratios is None else ratios.get(pid, 0.0)
+    found = {"pid": pid, "memory_used_bytes": held, "sm_utilization_ratio": ratio}
+    if place is not None:
+        found.update(place._asdict())
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _kind(place: Place | None) -> str:
+    """As the instrument ``gpustream_node_processes`` has it."""
+    if place is None:
+        return "unseen"
+    return "host" if place.pod_uid is None and place.job_id is None else "attributed"

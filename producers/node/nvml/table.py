@@ -1,0 +1,164 @@
+"""What is asked of a device for each key of the catalogue: the sources in order of preference, units, limits.
+
+The first source that a device supports is used; those of the catalogue's own column come first. The numbers of PCIe
+come from byte counters: nvmlDeviceGetPcieThroughput measures for 20 ms in each direction, so it is never asked.
+
+Source: nvml.h for calls, fields and units. The limits are far beyond any device, and far below any garbage.
+"""
+
+from typing import Any, Final, NamedTuple
+
+from producers.node.nvml.values import Limits, Scale
+
+
+class Call(NamedTuple):
+    """One of pynvml's functions, and what it is asked beside the handle."""
+
+    function: str
+    arguments: tuple[Any, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """What errors are counted by."""
+        return self.function
+
+
+class Field(NamedTuple):
+    """One of the fields of nvmlDeviceGetFieldValues, which gives all that are wanted in one call."""
+
+    number: int
+    name: str
+
+
+class Source(NamedTuple):
+    """Where a value is: what to ask, which part of the answer, how wide (a field says so itself), and its unit.
+
+    ``unknown`` is the number that stands for "the device does not know".
+    """
+
+    question: Call | Field
+    part: str | int | None = None
+    scale: Scale = Scale()
+    bits: int = 32
+    unknown: int | None = None
+
+
+class Row(NamedTuple):
+    """A key of the catalogue, its limits, and its sources. ``rate``: a counter is read, and what it runs per second is
+    the value."""
+
+    key: str
+    limits: Limits
+    sources: tuple[Source, ...]
+    rate: bool = False
+
+
+MEMORY_V2: Final = 0x02000028
+"""nvmlMemory_v2: the size of its structure, and its version."""
+
+LARGEST_MEMORY_BYTES: Final = 1 << 44
+
+_AS_IS = Scale()
+_PERCENT = Scale(per=100)
+_MILLI = Scale(per=1000)
+_MHZ = Scale(times=1_000_000)
+
+_RATIO = Limits(0, 1)
+_BYTES = Limits(0, LARGEST_MEMORY_BYTES)
+_WATTS = Limits(0, 20_000)
+_JOULES = Limits(0, 1e14)
+_CELSIUS = Limits(-60, 200)
+_HERTZ = Limits(0, 20e9)
+_FAN = Limits(0, 3)
+_STATE = Limits(0, 15)
+_BITMASK = Limits(0, (1 << 31) - 1)
+_PCIE = Limits(0, 1e12)
+_COUNT = Limits(0, 1e12)
+_ROWS = Limits(0, 1_000_000)
+_FLAG = Limits(0, 1)
+
+_RATES = Call("nvmlDeviceGetUtilizationRates")
+_MEMORY = Call("nvmlDeviceGetMemoryInfo", (MEMORY_V2,))
+_MEMORY_V1 = Call("nvmlDeviceGetMemoryInfo")
+_REMAPPED = Call("nvmlDeviceGetRemappedRows")
+
+
+def _of(function: str, *arguments: int, **more: Any) -> Source:
+    return Source(Call(function, arguments), **more)
+
+
+def _field(number: int, name: str, scale: Scale = _AS_IS) -> Source:
+    return Source(Field(number, f"NVML_FI_DEV_{name}"), scale=scale)
+
+
+def _memory(part: str) -> tuple[Source, ...]:
+    """A part of the memory; an older driver counts what is reserved as used."""
+    found = (Source(_MEMORY, part, bits=64),)
+    return found if part == "reserved" else (*found, Source(_MEMORY_V1, part, bits=64))
+
+
+TABLE: tuple[Row, ...] = (
+    Row("gpu_utilization_ratio", _RATIO, (Source(_RATES, "gpu", _PERCENT),)),
+    Row("memory_controller_utilization_ratio", _RATIO, (Source(_RATES, "memory", _PERCENT),)),
+    Row("encoder_utilization_ratio", _RATIO, (_of("nvmlDeviceGetEncoderUtilization", part=0, scale=_PERCENT),)),
+    Row("decoder_utilization_ratio", _RATIO, (_of("nvmlDeviceGetDecoderUtilization", part=0, scale=_PERCENT),)),
+    Row("memory_used_bytes", _BYTES, _memory("used")),
+    Row("memory_free_bytes", _BYTES, _memory("free")),
+    Row("memory_total_bytes", _BYTES, _memory("total")),
+    Row("memory_reserved_bytes", _BYTES, _memory("reserved")),
+    Row(
+        "power_watts",
+        _WATTS,
+        (_of("nvmlDeviceGetPowerUsage", scale=_MILLI), _field(185, "POWER_AVERAGE", _MILLI)),
+    ),
+    Row(
+        "power_limit_watts",
+        _WATTS,
+        (_of("nvmlDeviceGetEnforcedPowerLimit", scale=_MILLI), _field(190, "POWER_CURRENT_LIMIT", _MILLI)),
+    ),
+    Row(
+        "energy_joules_total",
+        _JOULES,
+        (
+            _of("nvmlDeviceGetTotalEnergyConsumption", scale=_MILLI, bits=64),
+            _field(83, "TOTAL_ENERGY_CONSUMPTION", _MILLI),
+        ),
+    ),
+    Row(
+        "temperature_celsius",
+        _CELSIUS,
+        (_of("nvmlDeviceGetTemperatureV", 0), _of("nvmlDeviceGetTemperature", 0)),
+    ),
+    Row("memory_temperature_celsius", _CELSIUS, (_field(82, "MEMORY_TEMP"),)),
+    Row("fan_speed_ratio", _FAN, (_of("nvmlDeviceGetFanSpeed", scale=_PERCENT),)),
+    Row("performance_state", _STATE, (_of("nvmlDeviceGetPerformanceState", unknown=32),)),
+    Row("graphics_clock_hz", _HERTZ, (_of("nvmlDeviceGetClockInfo", 0, scale=_MHZ),)),
+    Row("sm_clock_hz", _HERTZ, (_of("nvmlDeviceGetClockInfo", 1, scale=_MHZ),)),
+    Row("memory_clock_hz", _HERTZ, (_of("nvmlDeviceGetClockInfo", 2, scale=_MHZ),)),
+    Row(
+        "clock_event_reasons",
+        _BITMASK,
+        (
+            _of("nvmlDeviceGetCurrentClocksEventReasons", bits=64),
+            _of("nvmlDeviceGetCurrentClocksThrottleReasons", bits=64),
+        ),
+    ),
+    Row("pcie_tx_bytes_per_second", _PCIE, (_field(197, "PCIE_COUNT_TX_BYTES"),), rate=True),
+    Row("pcie_rx_bytes_per_second", _PCIE, (_field(198, "PCIE_COUNT_RX_BYTES"),), rate=True),
+    Row("pcie_replays_total", _COUNT, (_of("nvmlDeviceGetPcieReplayCounter"), _field(94, "PCIE_REPLAY_COUNTER"))),
+    Row(
+        "ecc_corrected_volatile_total",
+        _COUNT,
+        (_of("nvmlDeviceGetTotalEccErrors", 0, 0, bits=64), _field(3, "ECC_SBE_VOL_TOTAL")),
+    ),
+    Row(
+        "ecc_uncorrected_volatile_total",
+        _COUNT,
+        (_of("nvmlDeviceGetTotalEccErrors", 1, 0, bits=64), _field(4, "ECC_DBE_VOL_TOTAL")),
+    ),
+    Row("remapped_rows_correctable_total", _ROWS, (Source(_REMAPPED, 0), _field(142, "REMAPPED_COR"))),
+    Row("remapped_rows_uncorrectable_total", _ROWS, (Source(_REMAPPED, 1), _field(143, "REMAPPED_UNC"))),
+    Row("row_remap_pending", _FLAG, (Source(_REMAPPED, 2), _field(144, "REMAPPED_PENDING"))),
+    Row("row_remap_failure", _FLAG, (Source(_REMAPPED, 3), _field(145, "REMAPPED_FAILURE"))),
+)
+"""Every key of the catalogue. The first call of a device is the first row's that it supports."""

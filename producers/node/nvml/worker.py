@@ -1,0 +1,84 @@
+"""A thread that does one job at a time, so that a call that hangs holds up nobody else, and not the exit either.
+
+In: jobs, from the event loop. Out: futures of the loop. State: the job that runs.
+On failure: what a job raises is its future's. A job that never returns leaves its worker busy for ever; the thread is a
+daemon and never joined. An answer that comes when the loop is closed goes nowhere.
+"""
+
+import asyncio
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+T = TypeVar("T")
+
+
+class _Job(NamedTuple):
+    """What is to be done, and who is to be told the answer and the error; None: nobody."""
+
+    work: Callable[[], Any]
+    tell: Callable[[Any, BaseException | None], object] | None = None
+
+
+class Worker:
+    """One thread. All methods are for the event loop's thread."""
+
+    def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._clock = clock
+        self._since_s: float | None = None
+        threading.Thread(target=self._work, name=name, daemon=True).start()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a job has not returned yet."""
+        return self._since_s is not None
+
+    def busy_s(self) -> float:
+        """For how long the present job has run; 0 where there is none."""
+        return 0.0 if self._since_s is None else self._clock() - self._since_s
+
+    def ask(self, work: Callable[[], T]) -> "asyncio.Future[T]":
+        """Do ``work`` on the thread. Only for a worker that is not busy; it is, until ``work`` has returned, even where
+        the future is cancelled."""
+        if self.busy:
+            raise RuntimeError("asked while another job runs")
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+        self._since_s = self._clock()
+        self._jobs.put(_Job(work, lambda *outcome: loop.call_soon_threadsafe(self._settle, future, *outcome)))
+        return future
+
+    def leave(self, work: Callable[[], None]) -> None:
+        """Do ``work`` as the last thing, for nobody."""
+        self._jobs.put(_Job(work))
+
+    def stop(self) -> None:
+        """Let the thread end when it has nothing to do any more."""
+        self._jobs.put(None)
+
+    def _work(self) -> None:
+        for job in iter(self._jobs.get, None):
+            answer, error = _outcome(job.work)
+            if job.tell is not None:
+                with contextlib.suppress(RuntimeError):  # the loop is closed
+                    job.tell(answer, error)
+
+    def _settle(self, future: "asyncio.Future[Any]", answer: Any, error: BaseException | None) -> None:
+        self._since_s = None
+        if future.cancelled():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(answer)
+
+
+def _outcome(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:
+    try:
+        return work(), None
+    except Exception as error:  # noqa: BLE001 - it is raised where the future is awaited
+        return None, error
