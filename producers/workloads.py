@@ -1,7 +1,8 @@
 """How what the API server knows reaches gpu.workloads: when it changes, and every 5 minutes.
 
 In: a node's pods, with their owners and labels. Out: records on gpu.workloads, keyed by ``cluster/node``.
-State: the last record of each node, and the nodes whose last record was not handed over yet.
+State: the last record of each node, and the nodes whose last record was not handed over yet. A node that is gone is
+forgotten once its last record was handed over.
 On failure: while the broker is away only the newest record of a node is kept, for it says all that the older ones did.
 """
 
@@ -55,6 +56,9 @@ class WorkloadsPublisher:
         self._sender, self._instruments, self._clock = sender, instruments, clock
         self._nodes: dict[str, _Node] = {}
         self._waiting: dict[str, None] = {}
+        self._leaving: set[str] = set()
+        self._least_seq = 1
+        self._moved_s = clock()
         self._sent_s: dict[str, float] = {}
         self._in_flight: set[asyncio.Future[int]] = set()
         self._wake, self._empty = asyncio.Event(), asyncio.Event()
@@ -74,6 +78,7 @@ class WorkloadsPublisher:
         ``pods`` and ``dra_devices`` are dicts as in gpu.workloads. Raises ValueError where ``node`` can't be a name.
         """
         last = self._nodes.get(node)
+        self._leaving.discard(node)
         try:
             content = records.workloads_content(node_labels, pods, dra_devices)
         except records.Unencodable:
@@ -81,7 +86,7 @@ class WorkloadsPublisher:
             return None
         if last is not None and last.content == content:
             return None
-        seq = last.seq + 1 if last else 1
+        seq = last.seq + 1 if last else self._least_seq
         value = records.workloads(
             cluster=self._cluster,
             node=records.checked_name("node", node),
@@ -93,6 +98,20 @@ class WorkloadsPublisher:
         self._nodes[node] = _Node(node_key(self._cluster, node), seq, content, value)
         self._queue(node)
         return seq
+
+    def forget(self, node: str) -> None:
+        """A node is gone: what was published of it last is sent, and never again.
+
+        Should it come back, its numbers go on above those of every node that is forgotten.
+        """
+        if node in self._waiting:
+            self._leaving.add(node)
+        else:
+            self._drop(node)
+
+    def waited_s(self) -> float:
+        """For how long something has waited without anything being acknowledged; 0 where nothing waits."""
+        return 0.0 if self._empty.is_set() else self._clock() - self._moved_s
 
     async def run(self) -> None:
         """Send what is published, for as long as it runs. Cancel it to stop, after :meth:`drain`."""
@@ -117,6 +136,8 @@ class WorkloadsPublisher:
         if node in self._waiting:
             self._count_dropped("superseded")
         self._waiting[node] = None
+        if self._empty.is_set():
+            self._moved_s = self._clock()
         self._empty.clear()
         self._wake.set()
 
@@ -125,12 +146,15 @@ class WorkloadsPublisher:
         self._sent_s.pop(node, None)
         self._sent_s[node] = self._clock()
         known = self._nodes[node]
+        if node in self._leaving:
+            self._drop(node)
         acknowledged = await self._sender.send(workloads.TOPIC.name, known.value, key=known.key)
         self._in_flight.add(acknowledged)
         acknowledged.add_done_callback(self._settle)
 
     def _settle(self, done: "asyncio.Future[int]") -> None:
         self._in_flight.discard(done)
+        self._moved_s = self._clock()
         self._wake.set()
         if not self._waiting and not self._in_flight:
             self._empty.set()
@@ -158,6 +182,13 @@ class WorkloadsPublisher:
                 return
             if node not in self._waiting:
                 self._queue(node)
+
+    def _drop(self, node: str) -> None:
+        self._leaving.discard(node)
+        self._sent_s.pop(node, None)
+        known = self._nodes.pop(node, None)
+        if known is not None:
+            self._least_seq = max(self._least_seq, known.seq + 1)
 
     def _count_dropped(self, reason: str) -> None:
         self._instruments.counter(names.WORKLOADS_DROPPED, reason).inc()

@@ -8,6 +8,8 @@ AGE = "gpustream_cluster_watch_age_seconds"
 OBJECTS = "gpustream_cluster_objects"
 OWNER_REQUESTS = "gpustream_cluster_owner_requests_total"
 UNDECODABLE = "gpustream_cluster_undecodable_total"
+CUT = "gpustream_cluster_labels_cut_total"
+SHED = "gpustream_cluster_pods_shed_total"
 LEADING = "gpustream_cluster_leading"
 TRANSITIONS = "gpustream_cluster_lease_transitions_total"
 API_REQUESTS = "gpustream_cluster_api_requests_total"
@@ -61,11 +63,22 @@ INSTRUMENTS: tuple[Instrument, ...] = (
     Instrument(
         OWNER_REQUESTS,
         "counter",
-        "Owners that were asked for, by their kind: found, gone, forbidden (the chain ends there), other (another"
-        " object of that name), failed (asked for again later).",
+        "Owners that were asked for, by their kind (other: one that the API server is not known to have): ok, gone,"
+        " forbidden, refused (another status), unknown_kind, malformed (no name or version of an API's), undecodable:"
+        " the chain ends there; away: asked for again soon.",
         ("kind", "result"),
     ),
     Instrument(UNDECODABLE, "counter", "Objects that could not be read, and were left out.", ("resource",)),
+    Instrument(
+        CUT,
+        "counter",
+        "Labels and annotations of pods on an allow-list that were cut, or left out because the pod has too many.",
+    ),
+    Instrument(
+        SHED,
+        "counter",
+        "Pods that a record had no room for, or none for their labels and annotations; counted for each record.",
+    ),
     Instrument(LEADING, "gauge", "1 while this process leads and publishes, 0 while it stands by."),
     Instrument(TRANSITIONS, "counter", "How often this process began to lead, or to stand by.", ("to",)),
     Instrument(

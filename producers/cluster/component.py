@@ -1,0 +1,309 @@
+"""The cluster as a producer: what its API server says of GPU pods is told of node by node, by one of all replicas.
+
+In: watches of pods, nodes, namespaces and resource slices; owners, asked for once each. Out: gpu.workloads.
+State: the cluster as far as it concerns GPUs, kept by every replica; a standby knows all that the leader knows.
+On failure: without an API server or a Kafka it runs, says so, and works when they come. Nothing is told before all of
+the pods and nodes are known, for readers take a pod that is not told of for ended.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import re
+import socket
+import time
+from collections.abc import AsyncIterator, Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+from uuid import uuid4
+
+from producers import instruments as shared
+from producers import records
+from producers.cluster import instruments as own
+from producers.cluster import listeners, selection
+from producers.cluster.api import Api
+from producers.cluster.lease import Lease
+from producers.cluster.owners import Owners
+from producers.cluster.pace import Pace
+from producers.cluster.pods import Reading
+from producers.cluster.selection import ANNOTATION_BOUNDS, LABEL_BOUNDS, NODE_LABEL_BOUNDS, AllowList
+from producers.cluster.state import Selection, State
+from producers.cluster.watch import Watch
+from producers.sending import RecordSender
+from producers.workloads import WorkloadsPublisher
+from topics.instruments import Instruments
+from topics.sender import Sender
+
+log = logging.getLogger(__name__)
+
+LEASE_NAME = "gpustream-cluster"
+OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+"""Where a pod finds the name of its namespace."""
+
+RESOURCE_SLICES = "/apis/resource.k8s.io/v1/resourceslices"
+"""What an API server without dynamic resource allocation does not have."""
+
+EXTRAS_WITHIN_S = 10.0
+"""So long the first record waits for what it can be without: namespaces, resource slices, owner chains."""
+
+CHECK_S = 1.0
+AT_ONCE = 64
+"""How many records are made before anything else has its turn."""
+
+DRAIN_S = 3.0
+UNREADY_AFTER_S = 30.0
+
+_LEASE = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?/[a-z0-9]([-.a-z0-9]{0,251}[a-z0-9])?")
+
+
+def default_lease() -> str:
+    """The Lease in the namespace of this process's pod; outside of a cluster in ``default``."""
+    try:
+        namespace = OWN_NAMESPACE.read_text().strip()
+    except OSError:
+        namespace = "default"
+    return f"{namespace}/{LEASE_NAME}"
+
+
+def default_identity() -> str:
+    """The pod's name; outside of a cluster the host's, and something that no other process of it has."""
+    return os.environ.get("POD_NAME") or f"{socket.gethostname()}-{uuid4().hex[:8]}"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the cluster producer is told. ``kubeconfig`` None: found as kubectl finds it. A resource that begins with
+    one of ``resource_prefixes`` is a GPU's. The allow-lists hold exact names, ``prefix/*`` and ``*``; ``node_labels``
+    are kept beside those of :data:`producers.cluster.selection.NODE_LABELS`. ``lease`` is NAMESPACE/NAME; None: there
+    is no other replica."""
+
+    kafka: str
+    cluster: str = "default"
+    kubeconfig: Path | None = None
+    resource_prefixes: tuple[str, ...] = ("nvidia.com/",)
+    pod_labels: tuple[str, ...] = selection.POD_LABELS
+    pod_annotations: tuple[str, ...] = selection.POD_ANNOTATIONS
+    namespace_labels: tuple[str, ...] = selection.NAMESPACE_LABELS
+    node_labels: tuple[str, ...] = ()
+    lease: str | None = field(default_factory=default_lease)
+    identity: str = field(default_factory=default_identity)
+
+    def mistakes(self) -> list[str]:
+        """What is wrong with them; empty where nothing is."""
+        found = []
+        for name in ("pod_labels", "pod_annotations", "namespace_labels", "node_labels"):
+            found += selection.mistakes(f"--{name.replace('_', '-')}", getattr(self, name))
+        if not all(self.resource_prefixes) or not self.resource_prefixes:
+            found.append("--resource-prefixes: an empty prefix would take every resource for a GPU")
+        if self.lease is not None and not _LEASE.fullmatch(self.lease):
+            found.append(f"--lease: {self.lease!r} is not NAMESPACE/NAME, as {LEASE_NAME} in a namespace is")
+        if not self.identity:
+            found.append("--identity: two replicas without a name can't be told apart")
+        return [*found, *_mistake(self.cluster)]
+
+    def selection(self) -> Selection:
+        """What is kept of the cluster."""
+        return Selection(
+            concerns=selection.gpu_pods(self.resource_prefixes),
+            drivers=selection.gpu_drivers(self.resource_prefixes),
+            pods=Reading(AllowList(self.pod_labels, LABEL_BOUNDS), AllowList(self.pod_annotations, ANNOTATION_BOUNDS)),
+            namespace_labels=AllowList(self.namespace_labels, LABEL_BOUNDS),
+            node_labels=AllowList((*selection.NODE_LABELS, *self.node_labels), NODE_LABEL_BOUNDS),
+        )
+
+
+def _mistake(cluster: str) -> list[str]:
+    try:
+        records.checked_name("cluster", cluster)
+    except ValueError as error:
+        return [str(error)]
+    return []
+
+
+class ClusterSender(RecordSender, Protocol):
+    """What the cluster needs of :class:`topics.sender.Sender`."""
+
+    async def start(self) -> None:
+        """Connect, for as long as it takes."""
+
+    async def stop(self, timeout_s: float = 5.0) -> None:
+        """Let go."""
+
+
+class ClusterProducer:
+    """The component ``produce cluster``. ``sender`` and ``api`` are for tests."""
+
+    name = "cluster"
+
+    def __init__(self, settings: Settings, *, sender: ClusterSender | None = None, api: Api | None = None) -> None:
+        self._settings = settings
+        self._instruments = Instruments((*shared.INSTRUMENTS, *own.INSTRUMENTS))
+        self.registry = self._instruments.registry
+        self._sender = sender or Sender(settings.kafka, client_id=f"gpustream-{self.name}")
+        self._connected = False
+        self._publisher: WorkloadsPublisher | None = None
+        self._api = api or Api(settings.kubeconfig, self._instruments)
+        self._owners = Owners(self._api, self._instruments, self._learn)
+        self._state = State(settings.selection(), self._owners)
+        self._wake, self._stop = asyncio.Event(), asyncio.Event()
+        self._required, self._extras = self._watches()
+
+    def not_ready(self) -> list[str]:
+        """Why it is not ready; empty where it is. A standby is."""
+        watches = (*self._required, *self._extras)
+        return [*(reason for watch in watches for reason in watch.not_ready()), *self._not_sent()]
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Watch, and tell of what is known while this replica leads, until ``stop``; then send what is left, for at
+        most 3 s. Raises what only a new process, or another configuration, can mend."""
+        self._stop = stop
+        try:
+            await self._api.start()
+            async with self._background():
+                await _first_of(stop, self._synced())
+                if not stop.is_set():
+                    await self._lead(stop)
+        except ExceptionGroup as failures:
+            raise _first(failures) from failures
+        finally:
+            await self._sender.stop(0.5)
+            await self._api.close()
+
+    def _watches(self) -> tuple[tuple[Watch, ...], tuple[Watch, ...]]:
+        """The watches without which nothing is told, and the others."""
+
+        def watch(name: str, path: str, listener: listeners.Listener[Any], **how: bool) -> Watch:
+            return Watch(self._api, path, listener, self._instruments, name=name, **how)
+
+        told = self._state, self._instruments, self._wake.set
+        return (
+            watch("pods", "/api/v1/pods", listeners.pods(*told, _now_ms)),
+            watch("nodes", "/api/v1/nodes", listeners.nodes(*told, _now_ms)),
+        ), (
+            watch("namespaces", "/api/v1/namespaces", listeners.namespaces(*told)),
+            watch("resourceslices", RESOURCE_SLICES, listeners.slices(*told), optional=True),
+        )
+
+    @contextlib.asynccontextmanager
+    async def _background(self) -> AsyncIterator[None]:
+        """What runs beside the telling; a failure in it ends all."""
+        async with asyncio.TaskGroup() as group:
+            parts = [watch.run() for watch in (*self._required, *self._extras)]
+            parts += [self._owners.run(), self._connect()]
+            running = [group.create_task(part) for part in parts]
+            try:
+                yield
+            finally:
+                for task in running:
+                    task.cancel()
+
+    async def _connect(self) -> None:
+        await self._sender.start()
+        self._connected = True
+        self._wake.set()
+
+    async def _synced(self) -> None:
+        """Wait for Kafka, for pods and nodes, and, not for long, for what a record can be without."""
+        while not (self._connected and all(watch.synced for watch in self._required)):
+            await self._sleep(0.1)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(EXTRAS_WITHIN_S):
+                while not self._extras_known():
+                    await self._sleep(0.1)
+
+    def _extras_known(self) -> bool:
+        return all(watch.synced for watch in self._extras) and not self._owners.unknown
+
+    async def _lead(self, stop: asyncio.Event) -> None:
+        """Tell, whenever this replica leads, until the stop."""
+        if self._settings.lease is None:
+            self._instruments.gauge(own.LEADING).set(1)
+            await _first_of(stop, self._work(_now_ms()))
+            return
+        namespace, _, name = self._settings.lease.partition("/")
+        log.info("all is known; standing by until the lease %s is free", self._settings.lease)
+        lease = Lease(self._api, self._instruments, namespace=namespace, name=name, identity=self._settings.identity)
+        await lease.run(self._work, stop)
+
+    async def _work(self, epoch: int) -> None:
+        """Tell of all nodes, then of what changes, until it is cancelled."""
+        log.info("leading", extra={"epoch": epoch, "nodes": len(self._state.nodes), "pods": len(self._state.pods)})
+        publisher = WorkloadsPublisher(self._sender, self._instruments, cluster=self._settings.cluster, epoch=epoch)
+        async with asyncio.TaskGroup() as group:
+            sending = group.create_task(publisher.run())
+            self._publisher = publisher
+            try:
+                await self._tell(publisher)
+            finally:
+                self._publisher = None
+                if self._stop.is_set() and (left := await publisher.drain(DRAIN_S)):
+                    log.warning("left unsent at the stop: %d records of workloads", left)
+                sending.cancel()
+
+    async def _tell(self, publisher: WorkloadsPublisher) -> None:
+        self._state.mark_all()
+        pace = Pace()
+        while True:
+            self._state.expire(_now_ms())
+            now_s = time.monotonic()
+            due = pace.due(self._state.changed(), self._state.awaits, now_s)
+            for node in due.nodes[:AT_ONCE]:
+                self._publish(publisher, node)
+                pace.told(node, now_s)
+            if len(due.nodes) > AT_ONCE:
+                await asyncio.sleep(0)
+            else:
+                await self._sleep(CHECK_S if due.next_s is None else min(CHECK_S, due.next_s - now_s))
+
+    def _publish(self, publisher: WorkloadsPublisher, node: str) -> None:
+        content = self._state.take(node)
+        if content is None:
+            return
+        self._instruments.counter(own.SHED).inc(content.shed)
+        publisher.publish(_now_ms(), node, content.node_labels, content.pods, content.dra_devices)
+        if content.last:
+            publisher.forget(node)
+
+    def _learn(self, owner_uid: str, chain: tuple[Any, ...]) -> None:
+        self._state.learn(owner_uid, chain)
+        self._wake.set()
+
+    async def _sleep(self, longest_s: float) -> None:
+        """Wait for news."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(longest_s):
+                await self._wake.wait()
+        self._wake.clear()
+
+    def _not_sent(self) -> list[str]:
+        if not self._connected:
+            return [f"no Kafka broker has answered at {self._settings.kafka} yet"]
+        waited_s = self._publisher.waited_s() if self._publisher else 0.0
+        return [f"what is known has waited {waited_s:.0f} s for Kafka"] if waited_s > UNREADY_AFTER_S else []
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000
+
+
+def _first(failures: BaseExceptionGroup[Exception]) -> Exception:
+    """The first failure of a group, however deep."""
+    failure: Exception | BaseExceptionGroup[Exception] = failures
+    while isinstance(failure, BaseExceptionGroup):
+        failure = failure.exceptions[0]
+    return failure
+
+
+async def _first_of(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> None:
+    """Do the work, unless the stop comes before its end; returns when it has ended."""
+    doing, stopped = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait((doing, stopped), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in (doing, stopped):
+            task.cancel()
+        await asyncio.wait((doing, stopped))
+    if not doing.cancelled():
+        doing.result()

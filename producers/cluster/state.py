@@ -1,0 +1,308 @@
+"""What is known of the cluster, and what of it is told of each node.
+
+In: pods, nodes, namespaces and slices as the API server has them, and owner chains. Out: the content of a node's
+gpu.workloads record, and which nodes changed.
+State: the GPU pods, and the labels, chains and devices that they are told with.
+On failure: what would not fit into a record gives way in a fixed order, and is counted.
+All of it is pure: times are given, in ms since the epoch.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+import orjson
+
+from producers import records
+from producers.cluster import objects, pods, slices
+from producers.cluster.pods import Change, Pods, Reading
+from producers.cluster.selection import AllowList
+from producers.cluster.slices import Slices
+from producers.sending import LARGEST_VALUE_BYTES
+from topics.workloads import Owner
+
+HEAD_BYTES = 4096
+"""What a record has beside its pods, devices and labels, generously."""
+
+JsonDict = dict[str, Any]
+
+
+class Selection(NamedTuple):
+    """What is kept of the cluster: see :mod:`producers.cluster.selection`."""
+
+    concerns: Callable[[objects.Pod], bool]
+    drivers: Callable[[str], bool]
+    pods: Reading
+    namespace_labels: AllowList
+    node_labels: AllowList
+
+
+class Follower(Protocol):
+    """Who finds out the owner chains; see :class:`producers.cluster.owners.Owners`."""
+
+    def follow(self, owner: Owner, namespace: str) -> None:
+        """The chain from this owner up is wanted."""
+
+    def forget(self, uid: str) -> None:
+        """It is not wanted any more."""
+
+
+class Content(NamedTuple):
+    """What a record tells of a node. ``last``: the node is gone. ``shed`` is how many pods could not be told of, or not
+    with all their labels and annotations."""
+
+    node_labels: dict[str, str]
+    pods: list[JsonDict]
+    dra_devices: list[JsonDict]
+    last: bool
+    shed: int
+
+
+class State:
+    """The cluster as far as it concerns GPUs."""
+
+    def __init__(self, selection: Selection, follower: Follower) -> None:
+        self._selection, self._follower = selection, follower
+        self.pods = Pods()
+        self.slices = Slices()
+        self.nodes = _Labelled()
+        self.namespaces = _Labelled()
+        self._chains: dict[str, tuple[JsonDict, ...]] = {}
+        self._followed: set[str] = set()
+        self._gone_ms: dict[str, int] = {}
+        self._left_namespaces: dict[str, None] = {}
+        self._changed: dict[str, None] = {}
+
+    def changed(self) -> Sequence[str]:
+        """The nodes of which a new record may be due, since each was last taken; those that changed first are first."""
+        return list(self._changed)
+
+    def mark_all(self) -> None:
+        """A record of every node is due."""
+        self._mark((*self.nodes, *self._gone_ms))
+
+    def awaits(self, node: str) -> bool:
+        """Whether the owner chain of a pod that runs there is not known yet."""
+        return any(
+            pod.ended_ms is None and pod.owner and pod.owner.uid in self._followed and pod.owner.uid not in self._chains
+            for pod in self.pods.on_node(node)
+        )
+
+    def take(self, node: str) -> Content | None:
+        """What is to be told of a node now; None where there is no such node."""
+        self._changed.pop(node, None)
+        gone_ms = self._gone_ms.pop(node, None)
+        labels = self.nodes.get(node)
+        if labels is None and gone_ms is None:
+            return None
+        devices = [] if labels is None else [msgspec.to_builtins(device) for device in self.slices.of_node(node)]
+        room = LARGEST_VALUE_BYTES - HEAD_BYTES - _size(devices) - _size(labels)
+        rows, shed = fit([self._row(pod, gone_ms) for pod in self.pods.on_node(node)], room)
+        return Content(labels or {}, rows, devices, labels is None, shed)
+
+    def put_pod(self, pod: objects.Pod, now_ms: int) -> int:
+        """A pod as it is now; gives how many of its labels and annotations were cut or left out since it last was."""
+        if not pod.spec.node_name or not self._selection.concerns(pod):
+            self._apply(self.pods.end(pod.metadata.uid, now_ms))
+            return 0
+        before = self.pods.get(pod.metadata.uid)
+        known = pods.known(pod, self._selection.pods, before, now_ms)
+        self._apply(self.pods.put(known, now_ms))
+        return known.cut if before is None or before.cut != known.cut else 0
+
+    def remove_pod(self, uid: str, now_ms: int) -> None:
+        """A pod was deleted."""
+        self._apply(self.pods.end(uid, now_ms))
+
+    def complete_pods(self, now_ms: int) -> None:
+        """A full list of pods is over."""
+        self._apply(self.pods.complete(now_ms))
+
+    def put_node(self, name: str, labels: Mapping[str, str] | None) -> None:
+        """A node as it is now; raises ValueError where a record can't have its name."""
+        kept = self._selection.node_labels.keep(labels).entries
+        self._gone_ms.pop(records.checked_name("node", name), None)
+        if self.nodes.put(name, kept):
+            self._mark([name])
+
+    def remove_node(self, name: str, now_ms: int) -> None:
+        """A node was removed from the cluster, and with it all that ran there."""
+        if self.nodes.remove(name):
+            self._gone_ms[name] = now_ms
+            self._mark([name])
+
+    def complete_nodes(self, now_ms: int) -> None:
+        """A full list of nodes is over."""
+        for name in self.nodes.missing():
+            self.remove_node(name, now_ms)
+
+    def put_namespace(self, name: str, labels: Mapping[str, str] | None) -> None:
+        """A namespace as it is now."""
+        self._left_namespaces.pop(name, None)
+        if self.namespaces.put(name, self._selection.namespace_labels.keep(labels).entries):
+            self._mark(pod.node for pod in self.pods.in_namespace(name))
+
+    def complete_namespaces(self) -> None:
+        """A full list of namespaces is over."""
+        for name in self.namespaces.missing():
+            self.remove_namespace(name)
+
+    def remove_namespace(self, name: str) -> None:
+        """A namespace was deleted; it is forgotten with the last pod in it."""
+        self._left_namespaces[name] = None
+        self._forget_namespaces()
+
+    def put_slice(self, part: objects.Slice) -> None:
+        """A resource slice as it is now."""
+        if self._selection.drivers(part.spec.driver):
+            self._mark(self.slices.put(part.metadata.uid, slices.known(part)))
+
+    def remove_slice(self, uid: str) -> None:
+        """A resource slice was deleted."""
+        self._mark(self.slices.remove(uid))
+
+    def complete_slices(self) -> None:
+        """A full list of resource slices is over."""
+        self._mark(self.slices.complete())
+
+    def learn(self, owner_uid: str, chain: Iterable[Owner]) -> None:
+        """The chain from an owner up, the owner included."""
+        if owner_uid in self._followed:
+            self._chains[owner_uid] = tuple(msgspec.to_builtins(owner) for owner in chain)
+            self._mark(pod.node for pod in self.pods.of_owner(owner_uid))
+
+    def expire(self, now_ms: int) -> None:
+        """Forget what ended long ago."""
+        self._apply(self.pods.expire(now_ms))
+        for node in [node for node, gone_ms in self._gone_ms.items() if gone_ms + pods.KEPT_MS <= now_ms]:
+            del self._gone_ms[node]
+        self._forget_namespaces()
+
+    def _forget_namespaces(self) -> None:
+        for name in [name for name in self._left_namespaces if not self.pods.in_namespace(name)]:
+            del self._left_namespaces[name]
+            self.namespaces.remove(name)
+
+    def _apply(self, changes: Iterable[Change]) -> None:
+        for before, after in changes:
+            self._mark(pod.node for pod in (before, after) if pod)
+            if after:
+                self._follow(after)
+            if before:
+                self._unfollow(before)
+
+    def _mark(self, nodes: Iterable[str]) -> None:
+        for node in nodes:
+            if node in self.nodes or node in self._gone_ms:
+                self._changed[node] = None
+
+    def _follow(self, pod: pods.Known) -> None:
+        if pod.owner and pod.owner.uid and pod.owner.uid not in self._followed:
+            self._followed.add(pod.owner.uid)
+            self._follower.follow(pod.owner, pod.namespace)
+
+    def _unfollow(self, pod: pods.Known) -> None:
+        uid = pod.owner.uid if pod.owner else None
+        if uid in self._followed and not self.pods.of_owner(uid):
+            self._followed.discard(uid)
+            self._chains.pop(uid, None)
+            self._follower.forget(uid)
+
+    def _row(self, pod: pods.Known, gone_ms: int | None) -> JsonDict:
+        return {
+            "namespace": pod.namespace,
+            "name": pod.name,
+            "uid": pod.uid,
+            "phase": pod.phase,
+            "started_ms": pod.started_ms,
+            "ended_ms": gone_ms if pod.ended_ms is None else pod.ended_ms,
+            "labels": pod.labels,
+            "annotations": pod.annotations,
+            "namespace_labels": self.namespaces.get(pod.namespace) or {},
+            "owners": self._owners(pod),
+        }
+
+    def _owners(self, pod: pods.Known) -> Sequence[JsonDict]:
+        """The chain as far as it is known; the pod itself names the first link."""
+        if pod.owner is None:
+            return ()
+        return self._chains.get(pod.owner.uid or "") or (msgspec.to_builtins(pod.owner),)
+
+
+class _Labelled:
+    """Objects by name, with their labels."""
+
+    def __init__(self) -> None:
+        self._labels: dict[str, dict[str, str]] = {}
+        self._unseen: dict[str, None] | None = None
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._labels)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._labels
+
+    def get(self, name: str) -> dict[str, str] | None:
+        """The labels of the object of that name."""
+        return self._labels.get(name)
+
+    def begin(self) -> None:
+        """A full list begins."""
+        self._unseen = dict.fromkeys(self._labels)
+
+    def seen(self, name: str) -> None:
+        """A full list has the object."""
+        if self._unseen is not None:
+            self._unseen.pop(name, None)
+
+    def missing(self) -> list[str]:
+        """The full list is over: the names that it did not have."""
+        missing, self._unseen = self._unseen or {}, None
+        return list(missing)
+
+    def put(self, name: str, labels: dict[str, str]) -> bool:
+        """An object as it is now; gives whether it is new or has other labels."""
+        self.seen(name)
+        changed = self._labels.get(name) != labels
+        self._labels[name] = labels
+        return changed
+
+    def remove(self, name: str) -> bool:
+        """An object is gone; gives whether it was there."""
+        return self._labels.pop(name, None) is not None
+
+
+def fit(rows: list[JsonDict], room: int) -> tuple[list[JsonDict], int]:
+    """As many of a node's pods as fit into so many bytes, and how many are not told of, or not in full.
+
+    First the pods that ended give way, the earliest end first; then annotations and labels of those that have the most;
+    then the pods that began last, for it is the first ones that got the GPUs.
+    """
+    sizes = [_size(row) + 1 for row in rows]
+    over = sum(sizes) - room
+    if over <= 0:
+        return rows, 0
+    kept: dict[int, JsonDict] = dict(enumerate(rows))
+    shed = set()
+    for i in sorted((i for i, row in kept.items() if row["ended_ms"] is not None), key=lambda i: rows[i]["ended_ms"]):
+        if over > 0:
+            over -= sizes[i]
+            del kept[i]
+            shed.add(i)
+    for i in sorted(kept, key=lambda i: -sizes[i]):
+        if over > 0:
+            kept[i] = {**rows[i], "labels": {}, "annotations": {}}
+            over -= sizes[i] - _size(kept[i]) - 1
+            shed.add(i)
+    for i in sorted(kept, key=lambda i: -(rows[i]["started_ms"] or 0)):
+        if over > 0:
+            over -= _size(kept.pop(i)) + 1
+            shed.add(i)
+    return list(kept.values()), len(shed)
+
+
+def _size(row: object) -> int:
+    return len(orjson.dumps(row))
