@@ -44,6 +44,7 @@ check: install ## lint, format, types, imports, schemas, docs and scripts; never
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+	$(BIN)/mypy docs/consumers/*.py
 	$(BIN)/lint-imports
 	@for generator in $(GENERATORS); do echo "$$generator --check"; $(BIN)/python -m $$generator --check || exit 1; done
 	@for script in $(SCRIPTS); do echo "bash -n $$script"; bash -n $$script || exit 1; done

@@ -119,8 +119,15 @@ SERVED = (
         group=sink,
         name="scrape",
         registry=SINKS,
-        help="The latest value of every series, for Prometheus to scrape.",
-        example="gpustream sink scrape --kafka 127.0.0.1:9092 --scrape-listen 0.0.0.0:9400 --names dcgm",
+        help=(
+            "The latest value of every series on /metrics, as Prometheus text or OpenMetrics, whichever the scraper"
+            " asks for. In place of dcgm-exporter with --names dcgm, of pod-devices-exporter with --names dcgm-legacy"
+            " --labels pod-devices."
+        ),
+        example=(
+            "gpustream sink scrape --kafka 127.0.0.1:9092 --scrape-listen 0.0.0.0:9400 --names dcgm\n"
+            "gpustream sink scrape --kafka 127.0.0.1:9092 --names dcgm-legacy --labels pod-devices"
+        ),
         options=(
             option(
                 "--scrape-listen",
@@ -129,6 +136,7 @@ SERVED = (
                 help="Where the GPUs' /metrics is served; --listen stays this process's own.",
             ),
             o.naming,
+            o.MAX_LABELS,
             o.consuming,
             o.start_from("latest"),
         ),

@@ -105,6 +105,8 @@ def _topic(topic: Topic) -> str:
             f"JSON Schema: [`topics/schemas/{topic.name}.json`](../topics/schemas/{topic.name}.json).",
             "```json\n" + msgspec.json.format(msgspec.json.encode(topic.example), indent=2).decode() + "\n```",
         ]
+    if topic.name == "gpu.attributed":
+        parts.append("How to read it with Python, Faust, kcat and jq, or ClickHouse: [consumers.md](consumers.md).")
     return "\n\n".join(parts)
 
 

@@ -17,7 +17,7 @@ from prometheus_client.samples import Sample
 
 from sinks.blocks import Kind, Rows
 from sinks.tenants import Labels
-from topics.catalogue import CATALOGUE, DERIVED, POD_INFO, series
+from topics.catalogue import CATALOGUE, DERIVED, HOLDERS, POD_INFO, series
 from topics.metric import Profile
 
 _TOTAL = "_total"
@@ -59,7 +59,9 @@ def abouts(names: Profile) -> dict[str, About]:
     for name, kind, text in _named(names):
         found.setdefault(name, (kind, {}))[1][text] = None
     known = {name: _about(name, kind, " ".join(texts)) for name, (kind, texts) in found.items()}
-    return {**known, POD_INFO.name: About(POD_INFO.name.removesuffix(_INFO), "info", POD_INFO.help)}
+    known[HOLDERS.name] = About(HOLDERS.name, "gauge", HOLDERS.help)
+    known[POD_INFO.name] = About(POD_INFO.name.removesuffix(_INFO), "info", POD_INFO.help)
+    return known
 
 
 def _named(names: Profile) -> Iterator[tuple[str, Kind, str]]:

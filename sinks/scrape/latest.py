@@ -16,13 +16,13 @@ from typing import NamedTuple
 import msgspec
 
 from sinks import pod_info
-from sinks.blocks import Layouts
+from sinks.blocks import Layouts, Measured, holders
 from sinks.dead_letters import DeadLetters, Record
-from sinks.labels import LabelSet, Place, Seen, labels, place, seen
+from sinks.labels import MAX_LABELS, LabelSet, Seen, labels, place, seen
 from sinks.outcomes import Outcome, Outcomes
 from sinks.pod_info import HoldingPod, holding_pods
 from sinks.scrape.families import Device, lines
-from topics.attributed import TOPIC, AttributedDevice, AttributedSample
+from topics.attributed import TOPIC, AttributedSample
 from topics.decoding import decoder
 from topics.instruments import Instruments
 from topics.metric import Profile
@@ -66,6 +66,7 @@ class Shared(NamedTuple):
     outcomes: Outcomes
     instruments: Instruments
     letters: DeadLetters
+    max_labels: int = MAX_LABELS
     on_outcome: OnOutcome | None = None
     now_s: Callable[[], float] = time.monotonic
 
@@ -140,23 +141,23 @@ class LatestOfPartition:
         where, shown = place(sample), _KnownBy()
         for device in sample.devices:
             if device.uuid not in shown:
-                shown[device.uuid] = self._device(where, device, before.get(device.uuid))
+                measured = self._layouts.measure(device.metrics, holders(device, sample.attribution))
+                shown[device.uuid] = self._device(seen(where, device), measured, before.get(device.uuid))
         for pod in holding_pods(self._shared.label_set, where, sample):
             key = (pod.pod.namespace, pod.pod.pod, pod.pod.pod_uid or "")
             shown[key] = self._pod(pod, before.get(key))
         return shown
 
-    def _device(self, where: Place, device: AttributedDevice, before: _Known | None) -> _Known:
-        now = seen(where, device)
-        rows, values = self._layouts.measure(device.metrics)
-        if before is not None and before.seen == now and before.device.lines.rows is rows:
-            return _Known(now, Device(before.device.lines, values))
-        return _Known(now, Device(lines(labels(self._shared.label_set, now), rows), values))
+    def _device(self, now: Seen, measured: Measured, before: _Known | None) -> _Known:
+        if before is not None and before.seen == now and before.device.lines.rows is measured.rows:
+            return _Known(now, Device(before.device.lines, measured.values))
+        made = labels(self._shared.label_set, now, self._shared.max_labels)
+        return _Known(now, Device(lines(made, measured.rows), measured.values))
 
     def _pod(self, pod: HoldingPod, before: _Known | None) -> _Known:
         if before is not None and before.seen == pod:
             return before
-        return _Known(pod, Device(lines(pod_info.labels(pod), pod_info.ROWS), (1.0,)))
+        return _Known(pod, Device(lines(pod_info.labels(pod, self._shared.max_labels), pod_info.ROWS), (1.0,)))
 
     def _finish(self, sample: AttributedSample | None, outcome: Outcome) -> None:
         self._shared.outcomes.finish(outcome)

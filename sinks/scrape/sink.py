@@ -15,7 +15,7 @@ from typing import Literal
 from sinks import outcomes
 from sinks.consumer import GroupReader, reading
 from sinks.dead_letters import DeadLetters, connecting
-from sinks.labels import LABEL_SETS, LabelSet, default_labels
+from sinks.labels import LABEL_SETS, MAX_LABELS, LabelSet, default_labels
 from sinks.outcomes import Outcomes
 from sinks.scrape.families import Device
 from sinks.scrape.latest import VALUES, LatestOfPartition, OnOutcome, Shared
@@ -39,14 +39,15 @@ INSTRUMENTS: tuple[Instrument, ...] = (
 class ScrapeSettings:
     """Settings, named as options. ``scrape_listen`` is a host and a port (0: any free one), or None: not served.
 
-    ``labels`` None is the label set of ``names``. ``from_``: ``earliest``, ``latest`` or how many seconds back a new
-    group starts.
+    ``labels`` None is the label set of ``names``; tenants' labels never make more than ``max_labels`` on a series.
+    ``from_``: ``earliest``, ``latest`` or how many seconds back a new group starts.
     """
 
     kafka: str
     scrape_listen: tuple[str, int] | None = ("127.0.0.1", 9400)
     names: Profile = "otel"
     labels: LabelSet | None = None
+    max_labels: int = MAX_LABELS
     stale_after_s: float = 60.0
     group: str = "gpustream-sink-scrape"
     from_: Literal["earliest", "latest"] | float = "latest"
@@ -100,6 +101,7 @@ class ScrapeSink:
         shared = Shared(
             names=settings.names,
             label_set=settings.labels or default_labels(settings.names),
+            max_labels=settings.max_labels,
             stale_after_s=settings.stale_after_s,
             outcomes=Outcomes(COMPONENT, self._instruments),
             instruments=self._instruments,

@@ -28,10 +28,10 @@ BERT = {
 }
 
 
-def node(*devices: Mapping[str, object], name: str = "gpu-node-1") -> AttributedSample:
-    """A node's tick with these devices."""
+def node(*devices: Mapping[str, object], name: str = "gpu-node-1", attribution: str = "none") -> AttributedSample:
+    """A node's tick with these devices. With attribution ``none`` nobody says how many pods hold them."""
     header = {"schema": 1, "cluster": "prod", "node": name, "run_id": 1, "seq": 1, "ts_ms": 1_795_219_152_000}
-    content = {**header, "offset": 0, "attribution": "exact", "devices": devices}
+    content = {**header, "offset": 0, "attribution": attribution, "devices": devices}
     return msgspec.convert(content, AttributedSample)
 
 

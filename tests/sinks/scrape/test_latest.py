@@ -67,9 +67,11 @@ async def test_every_pod_that_holds_a_device_has_an_info_series_until_it_ends() 
     await bench.deliver(_tick(0, _device("a", 0.5, "one", "other"), _device("b", 0.5, "one")))
     assert _pods(bench) == ["one", "other"]
     assert {(one.name, one.type) for one in parsed(bench.shown(OPENMETRICS), OPENMETRICS)} == {
+        ("gpu_holders", "gauge"),
         ("gpu_pod", "info"),
         ("gpu_utilization", "gauge"),
     }
+    assert [one.value for one in samples(bench.shown()) if one.name == "gpu_holders"] == [2.0, 1.0]
 
     await bench.deliver(_tick(1, _device("a", 0.5, "other")))
     assert _pods(bench) == ["other"]
@@ -157,7 +159,7 @@ async def test_of_two_devices_with_one_uuid_the_first_is_shown() -> None:
     bench = Bench()
     await bench.deliver(_tick(0, _device("a", 0.1), _device("a", 0.2)))
 
-    assert [one.value for one in samples(bench.shown())] == [0.1]
+    assert [one.value for one in samples(bench.shown()) if one.name == "gpu_utilization"] == [0.1]
 
 
 async def test_a_value_beyond_any_float_is_dead_lettered_and_the_last_tick_stays() -> None:
