@@ -1,4 +1,4 @@
-"""``gpustream run`` as it is: a simulated fleet, the embedded broker, the stream and the scrape sink."""
+"""``gpustream run`` as it is: a simulated fleet or this machine's GPUs, the embedded broker, the stream and the sink."""
 
 import os
 import signal
@@ -12,7 +12,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-COMMAND = [sys.executable, "-m", "gpustream", "run", "--simulate", "2x4", "--interval", "250ms"]
+from tests.nvml.scripted import ScriptedNvml
+
+RUN = [sys.executable, "-m", "gpustream", "run"]
+COMMAND = [*RUN, "--simulate", "2x4", "--interval", "250ms"]
 
 
 @pytest.fixture
@@ -90,3 +93,38 @@ def test_a_port_in_use_is_one_sentence_and_exit_code_1() -> None:
     assert done.returncode == 1
     assert "can't serve metrics on 127.0.0.1" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_without_a_fleet_it_is_the_gpus_and_processes_of_this_machine(port: int, nvml: ScriptedNvml) -> None:
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    nvml.processes(0, [(process.pid, 1 << 30)])
+    nvml.set(0, utilization_gpu=93)
+    try:
+        options = ["--duration", "9s", "--interval", "250ms", "--node", "workstation", "--listen", "off"]
+        where = ["--scrape-listen", f"127.0.0.1:{port}", "--pod-resources-socket", "/no/such/kubelet.sock"]
+        done = subprocess.run(
+            [*RUN, *options, *where],
+            env=os.environ | nvml.environment(),
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+    finally:
+        process.communicate(b"\n")
+
+    assert done.returncode == 0, done.stderr
+    assert f"{nvml.gpus} GPUs (1 held)" in done.stdout
+    assert f"busiest pid {process.pid}" in done.stdout
+    assert "not ready" not in done.stdout
+    assert done.stdout.splitlines()[-1].split() == ["lost", "0"]
+
+
+def test_a_machine_without_a_driver_is_told_what_to_do() -> None:
+    done = subprocess.run(RUN, env=os.environ | {"LD_LIBRARY_PATH": ""}, capture_output=True, text=True, check=False)
+
+    if Path("/proc/driver/nvidia").exists():
+        pytest.skip("this machine has a driver")
+    assert done.returncode == 2
+    assert "no NVIDIA driver" in done.stderr
+    assert "--simulate 4x8" in done.stderr
