@@ -100,7 +100,8 @@ def test_an_unknown_stream_is_a_mistake() -> None:
     assert "'nonsense' is not 'attribution'" in result.stderr
 
 
-def test_run_without_a_fleet_says_what_to_do() -> None:
+def test_run_without_a_fleet_or_a_driver_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpustream.cli._driver_is_here", lambda: False)
     result = _invoke("run")
 
     assert result.exit_code == 2

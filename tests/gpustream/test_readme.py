@@ -31,7 +31,9 @@ def test_every_line_of_every_shell_block_is_tested() -> None:
 
 @pytest.mark.parametrize("line", MAKE)
 def test_make_knows_the_target(line: str) -> None:
-    done = subprocess.run([*shlex.split(line), "-n"], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*shlex.split(line, comments=True), "-n"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
 
     assert done.returncode == 0, done.stderr
 
@@ -69,7 +71,7 @@ def _summary(text: str) -> Summary:
 @pytest.mark.parametrize("line", ELSEWHERE)
 def test_what_needs_servers_is_a_command_line_that_is_right(line: str) -> None:
     command: click.Command = main
-    arguments = shlex.split(line)[1:]
+    arguments = shlex.split(line, comments=True)[1:]
     while isinstance(command, click.Group):
         name, *arguments = arguments
         command = command.commands[name]

@@ -1,4 +1,4 @@
-"""``gpustream run`` as it is: a simulated fleet or this machine's GPUs, the embedded broker, the stream and the sink."""
+"""``gpustream run`` as it is: a fleet or this machine's GPUs, the embedded broker, the stream, the sink."""
 
 import os
 import signal
