@@ -1,0 +1,639 @@
+"""What a listener knows is what the API server has, whatever the server does on the way."""
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from producers.cluster import instruments as names
+from producers.cluster import watch as module
+from producers.cluster.api import Api
+from producers.cluster.watch import Resource, Watch, message, refused
+from tests.producers.cluster.api_server import (
+    ApiServer,
+    Behaviour,
+    Json,
+    Reply,
+    Request,
+    answers,
+    event,
+    hang,
+    kubeconfig,
+    list_end,
+    says,
+    status_object,
+)
+from tests.producers.fakes import value
+from topics.instruments import Instruments
+
+PODS = "/api/v1/pods"
+
+
+def pod(name: str, **spec: Any) -> Json:
+    return {"metadata": {"name": name, "uid": f"uid-{name}"}, "spec": spec}
+
+
+def versioned(name: str, version: int | str) -> Json:
+    return {"metadata": {"name": name, "resourceVersion": str(version)}}
+
+
+class Known:
+    """A listener that knows what it was told; ``calls`` is how."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, Json] = {}
+        self.calls: list[str] = []
+        self._listed: set[str] | None = None
+
+    def begin(self) -> None:
+        self.calls.append("begin")
+        self._listed = set()
+
+    def put(self, raw: bytes) -> None:
+        assert type(raw) is bytes
+        content = json.loads(raw)
+        name = content["metadata"]["name"]
+        self.calls.append(f"put {name}")
+        self.objects[name] = content
+        if self._listed is not None:
+            self._listed.add(name)
+
+    def remove(self, raw: bytes) -> None:
+        name = json.loads(raw)["metadata"]["name"]
+        self.calls.append(f"remove {name}")
+        self.objects.pop(name, None)
+
+    def complete(self) -> None:
+        self.calls.append("complete")
+        self.objects = {name: self.objects[name] for name in self._listed or ()}
+        self._listed = None
+
+    @property
+    def lists(self) -> int:
+        return self.calls.count("complete")
+
+
+class Bench:
+    """A watch of a server's pods, and what its listener knows."""
+
+    def __init__(self, server: ApiServer, api: Api, instruments: Instruments, **settings: Any) -> None:
+        self.server, self.api, self.instruments, self.known = server, api, instruments, Known()
+        self.watch = Watch(api, PODS, self.known, instruments, name="pods", **settings)
+        self.task = asyncio.create_task(self.watch.run())
+
+    def restarts(self, reason: str) -> float:
+        return value(self.instruments, names.RESTARTS, resource="pods", reason=reason)
+
+    def events(self, kind: str) -> float:
+        return value(self.instruments, names.EVENTS, resource="pods", type=kind)
+
+    async def until(self, condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+        async with asyncio.timeout(timeout_s):
+            while not condition():
+                assert not self.task.done(), self.task.result()
+                await asyncio.sleep(0.005)
+
+    async def knows(self, *names: str) -> None:
+        await self.until(lambda: set(self.known.objects) == set(names) and self.watch.synced)
+
+    async def watching(self) -> None:
+        await self.until(lambda: self.server.watchers(PODS) == 1)
+
+
+Start = Callable[..., Awaitable[Bench]]
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[ApiServer]:
+    async with ApiServer(objects={PODS: {}}) as running:
+        yield running
+
+
+@pytest.fixture
+async def start(server: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
+    """Starts a watch of the server; waits are short unless a test says otherwise."""
+    monkeypatch.setattr(module, "FIRST_WAIT_S", 0.01)
+    config = tmp_path / "config"
+    config.write_text(kubeconfig(server.url, {"token": "t"}))
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def begin(**settings: Any) -> Bench:
+            instruments = Instruments(names.INSTRUMENTS)
+            api = Api(config, instruments)
+            await api.start()
+            stack.push_async_callback(api.close)
+            bench = Bench(server, api, instruments, **settings)
+            stack.push_async_callback(ended, bench.task)
+            return bench
+
+        yield begin
+
+
+async def ended(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.wait([task])
+
+
+# -- lists
+
+
+async def test_what_is_there_and_what_comes_changes_and_goes_is_known(server: ApiServer, start: Start) -> None:
+    server.put(PODS, pod("a", n=1))
+    bench = await start()
+    await bench.knows("a")
+    await bench.watching()
+    server.put(PODS, pod("b"))
+    server.put(PODS, pod("a", n=2))
+    await bench.until(lambda: bench.known.objects["a"]["spec"] == {"n": 2})
+    server.delete(PODS, "a")
+    await bench.knows("b")
+    assert bench.known.calls == ["begin", "put a", "complete", "put b", "put a", "remove a"]
+    assert (bench.events("ADDED"), bench.events("MODIFIED"), bench.events("DELETED")) == (2, 1, 1)
+    assert bench.watch.not_ready() == []
+
+
+async def test_a_streaming_list_asks_for_its_end_and_a_watch_goes_on_from_there(
+    server: ApiServer, start: Start
+) -> None:
+    server.put(PODS, pod("a"))
+    bench = await start()
+    await bench.watching()
+    await server.drop()
+    await bench.until(lambda: len(server.requests) == 2)
+    first, second = server.requests
+    assert first.params["sendInitialEvents"] == "true"
+    assert first.params["resourceVersionMatch"] == "NotOlderThan"
+    assert "resourceVersion" not in first.params
+    assert second.params["resourceVersion"] == str(server.version)
+    for request in (first, second):
+        assert request.params["allowWatchBookmarks"] == "true"
+        assert 240 <= int(request.params["timeoutSeconds"]) <= 480
+
+
+async def test_nothing_is_ready_before_the_end_of_the_list(server: ApiServer, start: Start) -> None:
+    server.next(says(event("ADDED", versioned("a", 5)), then="hang"))
+    bench = await start()
+    await bench.until(lambda: "a" in bench.known.objects)
+    assert not bench.watch.synced
+    assert bench.watch.not_ready() == ["pods: the list is not complete yet"]
+
+
+async def test_the_versions_of_a_lists_own_events_are_never_gone_on_from(server: ApiServer, start: Start) -> None:
+    server.put(PODS, pod("kept"))
+    server.next(says(event("ADDED", versioned("a", 999_999)), then="reset"))
+    bench = await start()
+    await bench.knows("kept")
+    assert "resourceVersion" not in server.requests[1].params
+
+
+@pytest.mark.parametrize("status", [400, 422])
+async def test_a_server_without_streaming_lists_is_listed_in_pages(
+    server: ApiServer, start: Start, status: int
+) -> None:
+    server.streaming, server.page_size = False, 2
+    for index in range(5):
+        server.put(PODS, pod(f"p{index}"))
+    server.next(
+        answers(status, "sendInitialEvents is forbidden for watch unless the WatchList feature gate is enabled")
+    )
+    bench = await start()
+    await bench.knows(*(f"p{index}" for index in range(5)))
+    await bench.watching()
+    server.put(PODS, pod("later"))
+    await bench.until(lambda: "later" in bench.known.objects)
+    assert [request.params.get("limit") for request in server.requests] == [None, "500", "500", "500", None]
+    assert all("resourceVersion" not in request.params for request in server.requests[:4])
+    assert bench.events("listed") == 5
+    assert bench.restarts("unsupported") == 1
+    assert bench.known.calls[0] == "begin"
+
+
+async def test_a_server_that_knows_no_resource_version_match_is_listed_in_pages(
+    server: ApiServer, start: Start
+) -> None:
+    server.put(PODS, pod("a"))
+    server.next(answers(422, "resourceVersionMatch is forbidden for watch"))
+    bench = await start()
+    await bench.knows("a")
+    assert bench.events("listed") == 1
+
+
+async def test_a_page_that_expired_begins_the_list_again(server: ApiServer, start: Start) -> None:
+    server.streaming, server.page_size = False, 1
+    server.put(PODS, pod("a"))
+    server.put(PODS, pod("b"))
+
+    async def first_page_then_gone(request: Request, reply: Reply) -> None:
+        server.next(answers(410, "The provided continue parameter is too old"))
+        await reply.answer(
+            200, {"metadata": {"resourceVersion": "7", "continue": "1"}, "items": [versioned("gone", 3)]}
+        )
+
+    server.next(answers(422, "sendInitialEvents"), first_page_then_gone)
+    bench = await start()
+    await bench.knows("a", "b")
+    assert bench.restarts("expired") == 1
+    assert bench.known.lists == 1
+
+
+async def test_a_list_that_never_ends_is_given_up_for_pages(server: ApiServer, start: Start) -> None:
+    server.put(PODS, pod("a"))
+
+    async def endless(request: Request, reply: Reply) -> None:
+        await reply.begin()
+        for number in range(1_000_000):
+            await reply.event("ADDED", versioned(f"x{number}", number))
+            await asyncio.sleep(0.02)
+
+    server.next(endless)
+    bench = await start(list_within_s=0.3)
+    await bench.knows("a")
+    assert bench.restarts("slow") == 1
+    assert bench.events("listed") == 1
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"<html>ok</html>",
+        b"{}",
+        b'{"metadata": {}, "items": []}',
+        b'{"metadata": {"resourceVersion": ""}, "items": []}',
+    ],
+)
+async def test_a_page_that_is_none_is_asked_for_again(server: ApiServer, start: Start, body: bytes) -> None:
+    server.put(PODS, pod("a"))
+
+    async def garbage(request: Request, reply: Reply) -> None:
+        await reply.answer(200, body)
+
+    server.next(answers(422, "sendInitialEvents"), garbage)
+    bench = await start()
+    await bench.knows("a")
+    assert bench.restarts("garbage") == 1
+
+
+# -- going on
+
+
+async def test_what_went_while_nobody_watched_is_gone_after_the_next_list(server: ApiServer, start: Start) -> None:
+    for name in ("a", "b"):
+        server.put(PODS, pod(name))
+    bench = await start()
+    await bench.knows("a", "b")
+    await bench.watching()
+    await server.stop()
+    del server.objects[PODS]["a"]
+    server.next(says(event("ERROR", status_object(410, "too old resource version: 5 (7)"))))
+    await server.start()
+    await bench.knows("b")
+    assert bench.restarts("expired") == 1
+    assert bench.known.lists == 2
+
+
+@pytest.mark.parametrize(
+    "gone",
+    [
+        answers(410, "Expired"),
+        says(event("ERROR", status_object(410, "too old resource version"))),
+        says(event("ERROR", {"kind": "Status", "code": 410, "reason": "Gone"})),
+    ],
+)
+async def test_gone_in_any_form_lists_anew(server: ApiServer, start: Start, gone: Behaviour) -> None:
+    bench = await start()
+    await bench.watching()
+    server.next(gone)
+    await server.drop()
+    await bench.until(lambda: bench.known.lists == 2)
+    assert bench.restarts("expired") == 1
+    assert "resourceVersion" not in server.requests[-1].params
+
+
+async def test_bookmarks_move_on_where_it_goes_on_from(server: ApiServer, start: Start) -> None:
+    bench = await start()
+    await bench.watching()
+    server.tell(PODS, "BOOKMARK", {"metadata": {"resourceVersion": "opaque-7", "annotations": None}, "spec": None})
+    await bench.until(lambda: bench.events("BOOKMARK") == 2)
+    await server.drop()
+    await bench.until(lambda: len(server.requests) == 2)
+    assert server.requests[-1].params["resourceVersion"] == "opaque-7"
+    assert bench.known.calls == ["begin", "complete"]
+
+
+async def test_an_event_of_an_unknown_type_is_counted_and_ignored(server: ApiServer, start: Start) -> None:
+    bench = await start()
+    await bench.watching()
+    server.tell(PODS, "SPLIT", {"no": "metadata"})
+    server.put(PODS, pod("a"))
+    await bench.knows("a")
+    assert bench.events("other") == 1
+    assert bench.known.lists == 1
+
+
+async def test_a_line_may_come_in_any_pieces(server: ApiServer, start: Start) -> None:
+    lines = event("ADDED", versioned("a", 5)) + b"\n" + event("ADDED", versioned("b", 6)) + list_end(7)
+    pieces = [lines[n : n + 3] for n in range(0, len(lines), 3)]
+    server.next(says(*pieces, then="hang"))
+    bench = await start()
+    await bench.knows("a", "b")
+    assert bench.events("ADDED") == 2
+
+
+async def test_a_line_of_six_megabytes_is_one_like_any_other(server: ApiServer, start: Start) -> None:
+    server.put(PODS, pod("large", text="<" * 6_000_000))
+    bench = await start()
+    await bench.knows("large")
+    await bench.watching()
+    server.put(PODS, pod("large", text="<" * 6_000_001))
+    await bench.until(lambda: bench.events("MODIFIED") == 1)
+    assert bench.known.lists == 1
+
+
+async def test_a_line_that_is_too_long_is_dropped_and_the_list_read_anew(server: ApiServer, start: Start) -> None:
+    server.put(PODS, pod("large"))
+    server.put(PODS, pod("small"))
+    bench = await start(largest_line_bytes=10_000)
+    await bench.knows("large", "small")
+    await bench.watching()
+    server.put(PODS, pod("large", text="x" * 20_000))
+    server.put(PODS, pod("next"))
+    await bench.knows("small", "next")  # what can't be read is not kept as it was before
+    assert bench.restarts("too_long") == 1
+    assert bench.events("too_long") == 2
+
+
+# -- trouble
+
+
+@pytest.mark.parametrize(
+    ("trouble", "reason"),
+    [
+        (answers(401, "Unauthorized"), "unauthorized"),
+        (answers(403, "forbidden"), "forbidden"),
+        (answers(404, "not found"), "absent"),
+        (answers(429, "slow down"), "throttled"),
+        (answers(500, "etcdserver: leader changed"), "server_error"),
+        (answers(503), "server_error"),
+        (answers(504, "Too large resource version"), "server_error"),
+        (answers(302, Location="http://127.0.0.1:1/"), "refused"),
+        (answers(400, "limit: Invalid value"), "refused"),
+        (says(), "empty"),
+        (says(b"\n\n\n"), "empty"),
+        (says(event("ADDED", versioned("half", 5))), "empty"),
+        (says(b"<html>\n<body>502 Bad Gateway</body>\n</html>\n"), "garbage"),
+        (says(b'{"kind": "PodList", "items": []}\n'), "garbage"),
+        (says(b"[1, 2]\n"), "garbage"),
+        (says(b'"\xff\xfe"\n'), "garbage"),
+        (says(b'{"type": "BOOKMARK", "object": {"metadata": {}}}\n'), "garbage"),
+        (says(b'{"type": "BOOKMARK", "object": null}\n'), "garbage"),
+        (says(b'{"type": "ADDED", "obj'), "cut"),
+        (says(event("ADDED", versioned("half", 5)), then="reset"), "connection"),
+        (says(then="hang"), "timeout"),
+        (hang, "timeout"),
+        (says(event("ERROR", status_object(500, "internal"))), "server_error"),
+        (says(event("ERROR", {})), "refused"),
+        (says(b'{"type": "ERROR", "object": 7}\n'), "garbage"),
+    ],
+)
+async def test_trouble_at_the_start_is_counted_and_got_over(
+    server: ApiServer, start: Start, trouble: Behaviour, reason: str
+) -> None:
+    server.put(PODS, pod("a"))
+    server.next(trouble)
+    bench = await start(silence_s=1.0)
+    await bench.knows("a")
+    assert bench.restarts(reason) == 1
+
+
+@pytest.mark.parametrize(
+    ("trouble", "reason"),
+    [
+        (b"garbage\n", "garbage"),
+        (b'{"type": "MODIFIED", "object": {"metadata": {}}}\n', "garbage"),
+        (b'{"type": "MODIFIED", "object": {"metadata": {"resourceVersion": 7}}}\n', "garbage"),
+        (event("ERROR", status_object(500, "internal")), "server_error"),
+        (b'{"type": "MODI', "cut"),
+    ],
+)
+async def test_trouble_after_the_list_loses_nothing(
+    server: ApiServer, start: Start, trouble: bytes, reason: str
+) -> None:
+    server.put(PODS, pod("a"))
+    server.next(says(event("ADDED", versioned("a", 5)), list_end(6), trouble))
+    bench = await start()
+    await bench.until(lambda: bench.restarts(reason) == 1)
+    server.put(PODS, pod("b"))
+    await bench.until(lambda: "a" in bench.known.objects)
+    assert bench.watch.synced
+    await bench.watching()
+    server.put(PODS, pod("c"))
+    await bench.until(lambda: "c" in bench.known.objects)
+
+
+@pytest.mark.parametrize("trouble", [answers(503), answers(403), answers(401), hang, says(b"<html>\n"), says()])
+async def test_what_was_known_stays_while_the_api_server_is_in_trouble(
+    server: ApiServer, start: Start, trouble: Behaviour
+) -> None:
+    server.put(PODS, pod("a"))
+    bench = await start(silence_s=1.0)
+    await bench.knows("a")
+    await bench.watching()
+    server.next(trouble, trouble)
+    await server.drop()
+    await bench.until(lambda: server.faults_left == 0)
+    assert set(bench.known.objects) == {"a"}
+    server.put(PODS, pod("b"))
+    await bench.until(lambda: server.watchers(PODS) >= 1)
+    server.put(PODS, pod("c"))
+    await bench.until(lambda: "c" in bench.known.objects)
+
+
+async def test_a_server_that_is_away_is_found_when_it_comes_back(server: ApiServer, start: Start) -> None:
+    server.put(PODS, pod("a"))
+    bench = await start()
+    await bench.knows("a")
+    await bench.watching()
+    await server.stop()
+    await bench.until(lambda: bench.restarts("connection") >= 3)
+    assert set(bench.known.objects) == {"a"}
+    await server.start()
+    await bench.watching()
+    server.put(PODS, pod("b"))
+    await bench.knows("a", "b")
+    assert bench.known.lists == 1
+
+
+async def test_a_watch_that_is_silent_where_a_bookmark_was_due_is_begun_with_a_new_list(
+    server: ApiServer, start: Start
+) -> None:
+    bench = await start(silence_s=1.0)
+    await bench.watching()
+    server.next(says(then="hang"))  # what a server does that does not know the version yet, or never will
+    await server.drop()
+    await bench.until(lambda: bench.known.lists == 2)
+    assert bench.restarts("timeout") >= 1
+
+
+async def test_retry_after_is_waited_for(server: ApiServer, start: Start) -> None:
+    server.next(answers(429, "slow down", Retry_After="2"))
+    bench = await start()
+    await bench.until(lambda: bench.restarts("throttled") == 1)
+    began = asyncio.get_running_loop().time()
+    await bench.watching()
+    assert asyncio.get_running_loop().time() - began >= 1.9
+
+
+def test_a_retry_after_of_a_day_is_not_waited_for() -> None:
+    assert refused(Resource("", "pods"), 429, b"", 86_400.0).wait_s == module.LONGEST_RETRY_AFTER_S
+
+
+async def test_a_server_that_closes_at_once_is_not_asked_in_a_loop(
+    server: ApiServer, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "FIRST_WAIT_S", 0.1)
+    server.next(*[says()] * 1000)
+    bench = await start()
+    await asyncio.sleep(2.0)
+    assert 2 <= bench.restarts("empty") <= 9
+
+
+async def test_lists_that_expire_at_once_are_not_read_in_a_loop(
+    server: ApiServer, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "FIRST_WAIT_S", 0.1)
+    server.next(*[says(list_end(5), event("ERROR", status_object(410)))] * 1000)
+    bench = await start()
+    await asyncio.sleep(2.0)
+    assert 2 <= bench.restarts("expired") <= 9
+
+
+async def test_waits_double_up_to_30_s_and_begin_again_once_it_went_well(start: Start) -> None:
+    bench = await start()
+    await ended(bench.task)
+    waits = [bench.watch._settle(module.Restart("connection", "")) for _ in range(16)]
+    assert waits[0] <= 0.01
+    assert all(15 <= wait <= 30 for wait in waits[-3:])
+    bench.watch._well_since_s = asyncio.get_running_loop().time() - 10
+    assert bench.watch._settle(module.Restart("ended", "")) <= 0.01
+
+
+async def test_an_exception_of_the_listener_ends_the_watch(server: ApiServer, start: Start) -> None:
+    server.put(PODS, pod("a"))
+    bench = await start()
+    await bench.knows("a")
+
+    def fail(raw: bytes) -> None:
+        raise ValueError("a bug")
+
+    bench.known.remove = fail  # type: ignore[method-assign]
+    await bench.watching()
+    server.delete(PODS, "a")
+    with pytest.raises(ValueError, match="a bug"):
+        await bench.task
+
+
+# -- what is said
+
+
+async def test_a_403_says_which_rule_is_missing(
+    server: ApiServer, start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.next(*[answers(403, 'pods is forbidden: User "u" cannot list resource "pods"')] * 100)
+    bench = await start()
+    await bench.until(lambda: bench.restarts("forbidden") >= 3)
+    (reason,) = bench.watch.not_ready()
+    assert '{apiGroups: [""], resources: [pods], verbs: [list, watch]}' in reason
+    assert 'User "u" cannot list' in reason
+    said = [record for record in caplog.records if record.name == module.__name__]
+    assert len(said) == 1, "once, not at every attempt"
+    assert said[0].levelno == logging.WARNING
+
+
+async def test_coming_back_is_said_and_so_is_what_is_wrong_when_that_changes(
+    server: ApiServer, start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    server.next(answers(403), answers(403), answers(503), answers(503))
+    bench = await start()
+    await bench.watching()
+    said = [record.getMessage() for record in caplog.records if record.name == module.__name__]
+    assert [line.split(";")[0].split(":")[1].strip() for line in said] == [
+        "not allowed (403)",
+        "the API server fails (503)",
+        "watching",
+    ]
+
+
+async def test_a_blip_that_is_got_over_at_once_is_not_said(
+    server: ApiServer, start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench = await start()
+    await bench.watching()
+    await server.drop()
+    await bench.until(lambda: len(server.requests) == 2)
+    await bench.watching()
+    assert [record for record in caplog.records if record.name == module.__name__ and record.levelno > 20] == []
+    assert bench.restarts("connection") == 1
+
+
+async def test_an_outage_of_30_s_is_not_ready(start: Start, monkeypatch: pytest.MonkeyPatch, server: ApiServer) -> None:
+    bench = await start()
+    await bench.watching()
+    await server.stop()
+    await bench.until(lambda: bench.restarts("connection") >= 2)
+    assert bench.watch.not_ready() == []
+    monkeypatch.setattr(module, "UNREADY_AFTER_S", -1.0)
+    (reason,) = bench.watch.not_ready()
+    assert reason.startswith("pods: ClientConnectorError: ")
+
+
+async def test_an_optional_resource_that_is_not_there_is_an_empty_one(server: ApiServer, start: Start) -> None:
+    server.next(answers(404, "the server could not find the requested resource"))
+    bench = await start(optional=True)
+    await bench.until(lambda: bench.watch.synced)
+    assert bench.known.calls == ["begin", "complete"]
+    assert bench.watch.not_ready() == []
+    assert len(server.requests) == 1
+
+
+async def test_the_age_is_that_of_the_last_word(server: ApiServer, start: Start) -> None:
+    bench = await start()
+    await bench.watching()
+    bench.watch._heard_s -= 50
+    assert 50 <= value(bench.instruments, names.AGE, resource="pods") < 80
+    server.put(PODS, pod("a"))
+    await bench.knows("a")
+    assert value(bench.instruments, names.AGE, resource="pods") < 30
+
+
+@pytest.mark.parametrize(
+    ("path", "resource"),
+    [
+        ("/api/v1/pods", Resource("", "pods")),
+        ("/api/v1/namespaces/default/pods", Resource("", "pods")),
+        ("/apis/resource.k8s.io/v1/resourceclaims", Resource("resource.k8s.io", "resourceclaims")),
+    ],
+)
+def test_a_path_names_its_group_and_resource(path: str, resource: Resource) -> None:
+    assert Resource.of(path) == resource
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b'{"kind": "Status", "message": "no\\n way"}', "no way"),
+        (b"<html>\n\n502</html>", "<html> 502</html>"),
+        (b"", "without a word"),
+        (b"{}", "without a word"),
+        (b"\xff", "�"),
+        (b'{"message": 7}', '{"message": 7}'),
+        (b"x" * 100_000, "x" * 300),
+    ],
+)
+def test_what_a_body_says_is_one_line_of_bounded_length(body: bytes, said: str) -> None:
+    assert message(body) == said
