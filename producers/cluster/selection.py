@@ -92,11 +92,11 @@ def _bounded(entries: Mapping[str, str], bounds: Bounds) -> Kept:
     room, cut = bounds.total_bytes, 0
     for name, whole in entries.items():
         value = shortened(whole, bounds.value_bytes)
-        room -= _json_bytes(name, value)
-        if room < 0 or len(kept) == bounds.entries:
-            break
-        kept[name] = value
-        cut += value is not whole
+        size = _json_bytes(name, value)
+        if size <= room and len(kept) < bounds.entries:
+            kept[name] = value
+            room -= size
+            cut += value is not whole
     return Kept(kept, cut + len(entries) - len(kept))
 
 

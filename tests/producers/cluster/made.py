@@ -1,0 +1,134 @@
+"""Objects as an API server has them, made for a test."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from producers.cluster import objects, selection
+from producers.cluster.objects import decode, reader
+from producers.cluster.pods import Reading
+from producers.cluster.selection import ANNOTATION_BOUNDS, LABEL_BOUNDS, NODE_LABEL_BOUNDS, AllowList
+from producers.cluster.state import Selection, State
+from topics.workloads import Owner
+
+JsonDict = dict[str, Any]
+
+PREFIXES = ("nvidia.com/",)
+START = "2026-03-01T12:00:00Z"
+START_MS = 1_772_366_400_000
+
+_POD, _SLICE = reader(objects.Pod), reader(objects.Slice)
+
+
+def raw(of: JsonDict) -> bytes:
+    """The bytes of an object."""
+    return json.dumps(of).encode()
+
+
+def pod_json(name: str = "bert-0", uid: str = "", **changed: Any) -> JsonDict:
+    """A bound pod that asks for a GPU. ``limits``, ``node``, ``labels``, ``annotations``, ``owner``, ``namespace``,
+    ``deleting`` and ``status`` change it."""
+    owner = changed.get("owner")
+    return {
+        "kind": "Pod",
+        "apiVersion": "v1",
+        "metadata": {
+            "name": name,
+            "namespace": changed.get("namespace", "ml"),
+            "uid": uid or f"uid-{name}",
+            "creationTimestamp": START,
+            "deletionTimestamp": START if changed.get("deleting") else None,
+            "labels": changed.get("labels", {"app": "bert"}),
+            "annotations": changed.get("annotations"),
+            "ownerReferences": [reference(owner)] if owner else None,
+            "managedFields": [{"manager": "kubelet", "fieldsV1": {"f:status": {}}}],
+        },
+        "spec": {
+            "nodeName": changed.get("node", "n1"),
+            "containers": [{"name": "main", "resources": {"limits": changed.get("limits", {"nvidia.com/gpu": "1"})}}],
+        },
+        "status": {"phase": "Running", "startTime": START, **changed.get("status", {})},
+    }
+
+
+def reference(owner: Owner) -> JsonDict:
+    """A controller's reference."""
+    return {
+        "apiVersion": owner.api_version,
+        "kind": owner.kind,
+        "name": owner.name,
+        "uid": owner.uid,
+        "controller": True,
+    }
+
+
+def pod(name: str = "bert-0", uid: str = "", **changed: Any) -> objects.Pod:
+    """The same, decoded."""
+    return decode(_POD, raw(pod_json(name, uid, **changed)))
+
+
+def over(phase: str = "Succeeded", *finished: str | None) -> JsonDict:
+    """The status of a pod that is over, with the ends of its containers."""
+    ends = [{"state": {"terminated": {"exitCode": 0, "finishedAt": end}}} for end in finished]
+    return {"phase": phase, "containerStatuses": ends or None}
+
+
+def slice_json(name: str = "s", **changed: Any) -> JsonDict:
+    """A resource slice; ``uuids`` are those of its devices."""
+    uuids: Sequence[str | None] = changed.get("uuids", ("GPU-a", "GPU-b"))
+    node: str | None = changed.get("node", "n1")
+    devices = [
+        {"name": f"gpu-{number}", "attributes": {"uuid": {"string": uuid}, "index": {"int": number}}}
+        for number, uuid in enumerate(uuids)
+    ]
+    return {
+        "metadata": {"name": name, "uid": f"uid-{name}"},
+        "spec": {
+            "driver": changed.get("driver", "gpu.nvidia.com"),
+            "nodeName": node,
+            "pool": {"name": changed.get("pool", node), "generation": changed.get("generation", 1)},
+            "devices": devices,
+        },
+    }
+
+
+def slice_(name: str = "s", **changed: Any) -> objects.Slice:
+    """The same, decoded."""
+    return decode(_SLICE, raw(slice_json(name, **changed)))
+
+
+def named(name: str, labels: Mapping[str, str | None] | None = None) -> JsonDict:
+    """A node or a namespace."""
+    return {"metadata": {"name": name, "uid": f"uid-{name}", "labels": labels}}
+
+
+class Follower:
+    """Notes whose chains are wanted."""
+
+    def __init__(self) -> None:
+        self.wanted: dict[str, str] = {}
+
+    def follow(self, owner: Owner, namespace: str) -> None:
+        self.wanted[owner.uid or ""] = namespace
+
+    def forget(self, uid: str) -> None:
+        del self.wanted[uid]
+
+
+def chosen(*, labels: Sequence[str] = selection.POD_LABELS) -> Selection:
+    """The default selection, but for the labels of pods."""
+    return Selection(
+        concerns=selection.gpu_pods(PREFIXES),
+        drivers=selection.gpu_drivers(PREFIXES),
+        pods=Reading(AllowList(labels, LABEL_BOUNDS), AllowList(selection.POD_ANNOTATIONS, ANNOTATION_BOUNDS)),
+        namespace_labels=AllowList(selection.NAMESPACE_LABELS, LABEL_BOUNDS),
+        node_labels=AllowList(selection.NODE_LABELS, NODE_LABEL_BOUNDS),
+    )
+
+
+def state(*nodes: str, follower: Follower | None = None) -> State:
+    """An empty cluster of some nodes."""
+    made = State(chosen(), follower or Follower())
+    for node in nodes:
+        made.put_node(node, {})
+    return made

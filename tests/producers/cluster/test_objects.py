@@ -1,0 +1,70 @@
+"""Objects are read as the API server writes them; what is malformed is told from what is merely empty."""
+
+import pytest
+
+from producers.cluster import objects
+from producers.cluster.objects import Undecodable, controller, decode, milliseconds, reader
+from tests.producers.cluster.made import START_MS, pod, pod_json, raw
+
+_POD, _IDENTITY = reader(objects.Pod), reader(objects.Identity)
+
+
+def test_what_is_read_of_a_pod_is_what_the_api_server_says() -> None:
+    read = pod("bert-0", "u1", labels={"app": "x"}, limits={"nvidia.com/gpu": "1", "memory": "8Gi"})
+
+    assert (read.metadata.name, read.metadata.uid, read.metadata.namespace) == ("bert-0", "u1", "ml")
+    assert (read.spec.node_name, read.metadata.labels) == ("n1", {"app": "x"})
+    assert milliseconds(read.status.start_time) == START_MS
+
+
+def test_lists_and_maps_may_be_null_or_absent() -> None:
+    nothing = {"spec": {"containers": None}, "status": {"containerStatuses": None, "conditions": None}}
+    sparse = {"metadata": {"name": "a", "uid": "u", "labels": None, "ownerReferences": None}, **nothing}
+
+    assert decode(_POD, raw(sparse)).spec.containers is None
+    assert decode(_POD, raw({"metadata": {"name": "a", "uid": "u"}})).status.phase is None
+
+
+@pytest.mark.parametrize(
+    "mangled",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'{"metadata": {"name": "a"}}',
+        b'{"metadata": {"name": "a", "uid": 7}}',
+        b'{"metadata": {"name": "a", "uid": "u", "labels": {"a": 1}}}',
+        b'{"metadata": {"name": "a", "uid": "u", "creationTimestamp": "yesterday"}}',
+        b'{"metadata": {"name": "\xff", "uid": "u"}}',
+        b'{"metadata": {"name": "\\ud800", "uid": "u"}}',
+        b'{"metadata": {"name": "a", "uid": "u"}, "x": ' + b"[" * 100_000,
+    ],
+    ids=range(10),
+)
+def test_what_is_no_pod_is_undecodable(mangled: bytes) -> None:
+    with pytest.raises(Undecodable):
+        decode(_POD, mangled)
+
+
+def test_a_pod_that_is_malformed_elsewhere_still_says_which_it_is() -> None:
+    mangled = {**pod_json("bert-0", "u1"), "spec": "none"}
+
+    assert decode(_IDENTITY, raw(mangled)).metadata == objects.Names("bert-0", "u1")
+
+
+def test_the_controller_is_the_owner_that_says_so() -> None:
+    of = pod_json()
+    rows = [{"apiVersion": "v1", "kind": "A", "name": "a", "uid": "1", "controller": flag} for flag in (None, False)]
+    of["metadata"]["ownerReferences"] = rows
+    assert controller(decode(_POD, raw(of)).metadata) is None
+
+    of["metadata"]["ownerReferences"] = [*rows, {**rows[0], "uid": "2", "controller": True}]
+    found = controller(decode(_POD, raw(of)).metadata)
+    assert found is not None
+    assert found.uid == "2"
+
+
+def test_a_time_before_the_epoch_is_the_epoch() -> None:
+    of = pod_json(status={"startTime": "0001-01-01T00:00:00Z"})
+
+    assert milliseconds(decode(_POD, raw(of)).status.start_time) == 0

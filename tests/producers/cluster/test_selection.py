@@ -1,0 +1,116 @@
+"""GPU pods are told from others, and what is kept of labels is what an allow-list names, in bounds."""
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from producers.cluster import objects, selection
+from producers.cluster.objects import decode, reader
+from producers.cluster.selection import ANNOTATION_BOUNDS, LABEL_BOUNDS, AllowList, Bounds, shortened
+from tests.producers.cluster.made import PREFIXES, pod, pod_json, raw
+
+_POD = reader(objects.Pod)
+
+
+@pytest.mark.parametrize(
+    ("limits", "concerns"),
+    [
+        ({"nvidia.com/gpu": "1"}, True),
+        ({"nvidia.com/mig-1g.10gb": 1}, True),
+        ({"nvidia.com/gpu.shared": "2", "cpu": "1"}, True),
+        ({"amd.com/gpu": "1"}, False),
+        ({"cpu": "500m"}, False),
+        ({}, False),
+        (None, False),
+    ],
+)
+def test_a_gpu_pod_asks_for_a_resource_of_the_prefixes(limits: object, concerns: bool) -> None:
+    assert selection.gpu_pods(PREFIXES)(pod(limits=limits)) is concerns
+
+
+def test_a_sidecar_or_a_claim_makes_a_gpu_pod_too() -> None:
+    concerns = selection.gpu_pods(PREFIXES)
+    plain = pod_json(limits={})
+    sidecar, claim, extended = pod_json(limits={}), pod_json(limits={}), pod_json(limits={})
+    sidecar["spec"]["initContainers"] = [{"name": "s", "resources": {"limits": {"nvidia.com/gpu": "1"}}}]
+    claim["spec"]["resourceClaims"] = [{"name": "gpu", "resourceClaimTemplateName": "one"}]
+    extended["status"]["extendedResourceClaimStatus"] = {"resourceClaimName": "x", "requestMappings": []}
+
+    assert [concerns(decode(_POD, raw(of))) for of in (plain, sidecar, claim, extended)] == [False, True, True, True]
+
+
+def test_a_driver_is_of_the_domain_of_a_prefix() -> None:
+    concerns = selection.gpu_drivers(("nvidia.com/", "k8s.amazonaws.com/vgpu"))
+    drivers = ("gpu.nvidia.com", "nvidia.com", "compute-domain.nvidia.com", "notnvidia.com", "net.example.com")
+
+    assert [concerns(driver) for driver in drivers] == [True, True, True, False, False]
+
+
+def test_an_allow_list_keeps_names_prefixes_and_all() -> None:
+    labels = {"app": "1", "app.kubernetes.io/name": "2", "apple": "3", "team": "4"}
+
+    def kept(*allowed: str) -> list[str]:
+        return list(AllowList(allowed, LABEL_BOUNDS).keep(labels).entries)
+
+    assert kept("app") == ["app"]
+    assert kept("app.kubernetes.io/*", "team") == ["app.kubernetes.io/name", "team"]
+    assert kept("*") == sorted(labels)
+    assert kept() == []
+    assert AllowList(["*"], LABEL_BOUNDS).keep(None) == ({}, 0)
+
+
+def test_every_mistake_of_an_allow_list_is_named() -> None:
+    wrong = ("", "a b", "app*", "/x", "a/b/*", "UPPER/x", "-a", "x/*y")
+    found = selection.mistakes("--pod-labels", ("app", "app.kubernetes.io/*", "*", "Ab_c.d", "a.b/C", *wrong))
+
+    assert [repr(name) in mistake for name, mistake in zip(wrong, found, strict=True)] == [True] * len(wrong)
+    assert all(mistake.startswith("--pod-labels: ") for mistake in found)
+
+
+def test_the_default_allow_lists_have_no_mistakes() -> None:
+    lists = (selection.POD_LABELS, selection.POD_ANNOTATIONS, selection.NAMESPACE_LABELS, selection.NODE_LABELS)
+
+    assert [selection.mistakes("x", allowed) for allowed in lists] == [[], [], [], []]
+
+
+def test_of_ten_thousand_labels_the_first_sixty_four_are_kept_and_the_rest_counted() -> None:
+    kept = AllowList(["*"], LABEL_BOUNDS).keep({f"l{number:05}": "x" for number in range(10_000)})
+
+    assert list(kept.entries) == [f"l{number:05}" for number in range(64)]
+    assert kept.cut == 10_000 - 64
+
+
+def test_of_a_megabyte_the_first_four_kilobytes_are_kept() -> None:
+    kept = AllowList(["gpustream.dev/*"], ANNOTATION_BOUNDS).keep({"gpustream.dev/x": "a" * 1_000_000, "y": "b"})
+
+    assert kept == ({"gpustream.dev/x": "a" * 4096}, 1)
+
+
+@given(st.text(max_size=40), st.integers(0, 50))
+def test_a_shortened_text_is_a_beginning_that_fits(text: str, longest: int) -> None:
+    short = shortened(text, longest)
+
+    assert text.startswith(short)
+    assert len(short.encode()) <= longest
+    assert short == text or len(short.encode()) > longest - 4
+
+
+_BOUNDS = Bounds(4, 12, 100)
+
+
+@given(st.dictionaries(st.text(max_size=30), st.text(max_size=30), max_size=8))
+def test_what_is_kept_is_within_all_bounds_and_the_rest_is_counted(labels: dict[str, str]) -> None:
+    kept, cut = AllowList(["*"], _BOUNDS).keep(labels)
+
+    assert len(kept) <= _BOUNDS.entries
+    assert len(orjson.dumps(kept)) <= _BOUNDS.total_bytes + 2
+    assert cut == sum(kept.get(name) != value for name, value in labels.items())
+    assert list(kept) == sorted(kept)
+
+
+def test_one_entry_that_does_not_fit_leaves_room_for_the_others() -> None:
+    kept = AllowList(["*"], _BOUNDS).keep({"a": "\x01" * 20, "b": "x"})
+
+    assert kept == ({"a": "\x01" * 12, "b": "x"}, 1)
+    assert AllowList(["*"], Bounds(4, 20, 60)).keep({"a": "\x01" * 20, "b": "x"}) == ({"b": "x"}, 1)

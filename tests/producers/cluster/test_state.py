@@ -1,0 +1,418 @@
+"""What is told of a node is what the API server said last, in whatever order; no tenant can spoil another's record."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import hypothesis.strategies as st
+import orjson
+import pytest
+from hypothesis import given, settings
+
+from producers import records
+from producers.cluster.pods import KEPT_MS
+from producers.cluster.state import Content, State, fit
+from producers.sending import LARGEST_VALUE_BYTES
+from tests.producers.cluster.made import START_MS, Follower, over, pod, slice_, state
+from topics.decoding import decoder
+from topics.workloads import NodeWorkloads, Owner
+
+NOW = START_MS + 3_600_000
+RS = Owner("apps/v1", "ReplicaSet", "llm-5d", "rs-1")
+DEPLOYMENT = Owner("apps/v1", "Deployment", "llm", "dep-1")
+
+
+def told(of: State, node: str = "n1") -> Content:
+    content = of.take(node)
+    assert content is not None
+    return content
+
+
+def row(of: State, node: str = "n1", number: int = 0) -> dict[str, Any]:
+    return told(of, node).pods[number]
+
+
+def encoded(content: Content, node: str = "n1") -> bytes:
+    rows = records.workloads_content(content.node_labels, content.pods, content.dra_devices)
+    return records.workloads(cluster="prod", node=node, epoch=1, seq=1, ts_ms=NOW, content=rows)
+
+
+def test_a_gpu_pod_is_told_of_with_all_that_is_known() -> None:
+    cluster = state("n1")
+    cluster.put_namespace("ml", {"team": "research", "secret": "x"})
+    cluster.put_pod(pod(labels={"app": "bert", "secret": "x"}, annotations={"gpustream.dev/a": "1", "b": "2"}), NOW)
+
+    assert row(cluster) == {
+        "namespace": "ml",
+        "name": "bert-0",
+        "uid": "uid-bert-0",
+        "phase": "Running",
+        "started_ms": START_MS,
+        "ended_ms": None,
+        "labels": {"app": "bert"},
+        "annotations": {"gpustream.dev/a": "1"},
+        "namespace_labels": {"team": "research"},
+        "owners": (),
+    }
+
+
+def test_what_is_told_is_a_record_of_the_contract() -> None:
+    cluster = state("n1")
+    cluster.put_pod(pod(owner=RS), NOW)
+    cluster.put_slice(slice_())
+    read = decoder(NodeWorkloads)(encoded(told(cluster)))
+
+    assert read.pods[0].owners == (RS,)
+    assert [device.uuid for device in read.dra_devices] == ["GPU-a", "GPU-b"]
+
+
+@pytest.mark.parametrize("how", [{"limits": {"cpu": "1"}}, {"node": None}, {"node": ""}])
+def test_a_pod_without_a_gpu_or_a_node_is_not_told_of(how: dict[str, Any]) -> None:
+    cluster = state("n1")
+    cluster.take("n1")
+    cluster.put_pod(pod(**how), NOW)
+
+    assert (len(cluster.pods), "n1" in cluster.changed()) == (0, False)
+
+
+def test_a_pod_is_told_of_once_it_is_bound() -> None:
+    cluster = state("n1")
+    cluster.put_pod(pod(node=None), NOW)
+    cluster.put_pod(pod(), NOW)
+
+    assert [pod["name"] for pod in told(cluster).pods] == ["bert-0"]
+
+
+def test_only_what_changes_a_record_makes_it_due() -> None:
+    cluster = state("n1", "n2")
+    cluster.put_pod(pod(), NOW)
+    for node in ("n1", "n2"):
+        cluster.take(node)
+    cluster.put_pod(pod(), NOW)
+    cluster.put_node("n1", {"beta.kubernetes.io/os": "linux"})
+    cluster.put_namespace("other", {"team": "x"})
+    assert cluster.changed() == []
+
+    cluster.put_pod(pod(labels={"app": "other"}), NOW)
+    assert cluster.changed() == ["n1"]
+
+
+def test_a_namespaces_labels_change_the_nodes_of_its_pods() -> None:
+    cluster = state("n1", "n2")
+    cluster.put_pod(pod(), NOW)
+    for node in ("n1", "n2"):
+        cluster.take(node)
+    cluster.put_namespace("ml", {"team": "new"})
+
+    assert cluster.changed() == ["n1"]
+    assert row(cluster)["namespace_labels"] == {"team": "new"}
+
+
+def test_a_namespace_keeps_its_labels_until_its_last_pod_has_left() -> None:
+    cluster = state("n1")
+    cluster.put_namespace("ml", {"team": "research"})
+    cluster.put_pod(pod(), NOW)
+    cluster.remove_pod("uid-bert-0", NOW)
+    cluster.remove_namespace("ml")
+    assert row(cluster)["namespace_labels"] == {"team": "research"}
+
+    cluster.expire(NOW + KEPT_MS)
+    assert len(cluster.namespaces) == 0
+
+
+def test_node_labels_are_those_of_the_allow_list() -> None:
+    cluster = state()
+    kept = {"topology.kubernetes.io/zone": "a", "nvidia.com/gpu.product": "H100"}
+    cluster.put_node("n1", {**kept, "kubernetes.io/hostname": "n1"})
+
+    assert told(cluster).node_labels == kept
+
+
+def test_a_node_that_has_no_pods_is_told_of_too() -> None:
+    assert told(state("n1")) == Content({}, [], [], last=False, shed=0)
+
+
+def test_a_pod_on_a_node_that_is_not_there_is_told_of_when_it_comes() -> None:
+    cluster = state()
+    cluster.put_pod(pod(node="n9"), NOW)
+    assert (cluster.changed(), cluster.take("n9")) == ([], None)
+
+    cluster.put_node("n9", {})
+    assert (cluster.changed(), row(cluster, "n9")["name"]) == (["n9"], "bert-0")
+
+
+def test_the_last_record_of_a_node_says_that_its_pods_ended() -> None:
+    cluster = state("n1")
+    cluster.put_pod(pod(), NOW)
+    cluster.put_slice(slice_())
+    cluster.remove_node("n1", NOW + 5)
+    last = told(cluster)
+
+    assert (last.last, last.pods[0]["ended_ms"], last.dra_devices) == (True, NOW + 5, [])
+    assert (cluster.take("n1"), cluster.changed()) == (None, [])
+
+
+def test_a_node_that_comes_back_has_the_pods_that_it_still_has() -> None:
+    cluster = state("n1")
+    cluster.put_pod(pod(), NOW)
+    cluster.remove_node("n1", NOW + 5)
+    cluster.take("n1")
+    cluster.put_node("n1", {})
+
+    assert row(cluster)["ended_ms"] is None
+
+
+def test_a_node_that_a_full_list_does_not_have_is_gone_but_not_one_that_could_not_be_read() -> None:
+    cluster = state("n1", "n2", "n3")
+    cluster.nodes.begin()
+    cluster.put_node("n2", {})
+    cluster.nodes.seen("n3")
+    cluster.complete_nodes(NOW)
+
+    assert [told(cluster, node).last for node in ("n1", "n2", "n3")] == [True, False, False]
+
+
+def test_a_node_whose_name_no_record_can_have_is_refused() -> None:
+    with pytest.raises(ValueError, match="node 'a/b'"):
+        state().put_node("a/b", {})
+
+
+def test_a_removed_node_is_forgotten_where_nobody_tells_of_it() -> None:
+    cluster = state("n1")
+    cluster.remove_node("n1", NOW)
+    cluster.expire(NOW + KEPT_MS)
+
+    assert cluster.take("n1") is None
+
+
+def test_a_pods_own_owner_is_told_of_before_its_chain_is_known() -> None:
+    cluster = state("n1")
+    cluster.put_pod(pod(owner=RS), NOW)
+    assert cluster.awaits("n1")
+    assert [owner["kind"] for owner in row(cluster)["owners"]] == ["ReplicaSet"]
+
+    cluster.learn("rs-1", [RS, DEPLOYMENT])
+    assert (cluster.awaits("n1"), cluster.changed()) == (False, ["n1"])
+    assert [owner["kind"] for owner in row(cluster)["owners"]] == ["ReplicaSet", "Deployment"]
+
+
+def test_each_owner_is_followed_once_and_until_its_last_pod_has_left() -> None:
+    follower = Follower()
+    cluster = state("n1", follower=follower)
+    cluster.put_pod(pod("a", owner=RS), NOW)
+    cluster.put_pod(pod("b", owner=RS), NOW)
+    cluster.remove_pod("uid-a", NOW)
+    cluster.remove_pod("uid-b", NOW + 1)
+    cluster.expire(NOW + KEPT_MS)
+    assert follower.wanted == {"rs-1": "ml"}
+
+    cluster.expire(NOW + KEPT_MS + 1)
+    assert follower.wanted == {}
+    cluster.learn("rs-1", [RS, DEPLOYMENT])
+    assert not cluster.awaits("n1")
+
+
+def test_an_owner_without_a_uid_is_told_of_and_not_waited_for() -> None:
+    cluster = state("n1")
+    cluster.put_pod(pod(owner=Owner("v1", "Thing", "x", "")), NOW)
+
+    assert (cluster.awaits("n1"), row(cluster)["owners"][0]["name"]) == (False, "x")
+
+
+def test_slices_of_other_drivers_do_not_matter() -> None:
+    cluster = state("n1")
+    cluster.put_slice(slice_(driver="net.example.com"))
+
+    assert told(cluster).dra_devices == []
+
+
+def test_all_nodes_can_be_made_due() -> None:
+    cluster = state("n1", "n2", "n3")
+    cluster.remove_node("n3", NOW)
+    for node in ("n1", "n2"):
+        cluster.take(node)
+    cluster.mark_all()
+
+    assert set(cluster.changed()) == {"n1", "n2", "n3"}
+
+
+def test_what_a_tenant_writes_is_cut_and_counted_once() -> None:
+    cluster = state("n1")
+    greedy = pod(labels={f"app.kubernetes.io/{number}": "x" for number in range(100)})
+
+    assert [cluster.put_pod(greedy, NOW), cluster.put_pod(greedy, NOW)] == [36, 0]
+
+
+def test_no_node_of_greedy_tenants_has_a_record_that_is_too_large() -> None:
+    cluster = state("n1")
+    cluster.put_pod(pod("modest"), NOW)
+    evil = {f"gpustream.dev/{number}": "\x01" * 300 for number in range(70)}
+    for number in range(500):
+        cluster.put_pod(pod(f"evil-{number}", annotations=evil, labels={"app": "a" * 253}), NOW)
+    content = told(cluster)
+
+    assert len(encoded(content)) <= LARGEST_VALUE_BYTES
+    assert content.shed > 0
+    assert next(pod for pod in content.pods if pod["name"] == "modest")["labels"] == {"app": "bert"}
+
+
+def _row(name: str, *, ended: int | None = None, began: int = 0, size: int = 0) -> dict[str, Any]:
+    return {"name": name, "ended_ms": ended, "started_ms": began, "labels": {"x": "a" * size}, "annotations": {}}
+
+
+def _names(rows: Iterable[dict[str, Any]]) -> list[str]:
+    return [row["name"] + ("" if row["labels"] else "-") for row in rows]
+
+
+def test_what_does_not_fit_gives_way_in_order() -> None:
+    rows = [_row("a"), _row("old", ended=1), _row("older", ended=0), _row("big", size=500), _row("new", began=9)]
+    sizes = {row["name"]: len(orjson.dumps(row)) + 1 for row in rows}
+    whole = sum(sizes.values())
+
+    def left(room: int) -> tuple[list[str], int]:
+        kept, shed = fit(rows, room)
+        return _names(kept), shed
+
+    assert left(whole) == (["a", "old", "older", "big", "new"], 0)
+    assert left(whole - 1) == (["a", "old", "big", "new"], 1)
+    assert left(whole - sizes["older"] - 1) == (["a", "big", "new"], 2)
+    assert left(whole - sizes["older"] - sizes["old"] - 1) == (["a", "big-", "new"], 3)
+    assert left(150)[0] == ["a-", "big-"]
+    assert left(0) == ([], 5)
+    assert all(row["labels"] for row in rows)
+
+
+Event = tuple[str, Any]
+
+_NAMES = st.sampled_from(["a", "b", "c"])
+_NODES = st.sampled_from(["n1", "n2", None])
+_LABELS = st.dictionaries(st.sampled_from(["app", "team", "junk"]), st.text(max_size=4), max_size=3)
+_STATUSES = st.sampled_from([{}, {"phase": "Pending"}, {"phase": "Unknown"}])
+_LIMITS = st.sampled_from([{"nvidia.com/gpu": "1"}, {"cpu": "1"}])
+_PODS = st.builds(
+    lambda name, **how: pod(name, **how),
+    _NAMES,
+    node=_NODES,
+    labels=_LABELS,
+    status=_STATUSES,
+    limits=_LIMITS,
+    owner=st.sampled_from([None, RS, DEPLOYMENT]),
+)
+_EVENTS = st.one_of(
+    st.tuples(st.just("pod"), _PODS),
+    st.tuples(st.just("pod gone"), _NAMES),
+    st.tuples(st.just("node"), st.tuples(st.sampled_from(["n1", "n2"]), _LABELS)),
+    st.tuples(st.just("node gone"), st.sampled_from(["n1", "n2"])),
+    st.tuples(st.just("namespace"), _LABELS),
+    st.tuples(st.just("slice"), st.builds(slice_, _NAMES, node=st.sampled_from(["n1", "n2"]), pool=st.just("p"))),
+    st.tuples(st.just("slice gone"), _NAMES),
+)
+
+
+def _apply(cluster: State, events: Iterable[Event]) -> dict[tuple[str, Any], Event]:
+    """Tell of the events; gives the objects that are there at the end, by what they are."""
+    last: dict[tuple[str, Any], Event] = {}
+    for number, (what, of) in enumerate(events):
+        now_ms = NOW + number
+        if what == "pod":
+            cluster.put_pod(of, now_ms)
+            last["pod", of.metadata.uid] = what, of
+        elif what == "pod gone":
+            cluster.remove_pod(f"uid-{of}", now_ms)
+            last.pop(("pod", f"uid-{of}"), None)
+        elif what == "node":
+            cluster.put_node(*of)
+            last["node", of[0]] = what, of
+        elif what == "node gone":
+            cluster.remove_node(of, now_ms)
+            last.pop(("node", of), None)
+        elif what == "namespace":
+            cluster.put_namespace("ml", of)
+            last["namespace", "ml"] = what, of
+        elif what == "slice":
+            cluster.put_slice(of)
+            last["slice", of.metadata.uid] = what, of
+        else:
+            cluster.remove_slice(f"uid-{of}")
+            last.pop(("slice", f"uid-{of}"), None)
+    return last
+
+
+def _alive(cluster: State) -> dict[str, Any]:
+    """What is told of each node, but for what has ended."""
+    told = {node: cluster.take(node) for node in ("n1", "n2")}
+    return {
+        node: (
+            content.node_labels,
+            sorted((row for row in content.pods if row["ended_ms"] is None), key=lambda row: row["uid"]),
+            sorted(content.dra_devices, key=lambda row: (row["pool"], row["device"], row["uuid"])),
+        )
+        for node, content in told.items()
+        if content and not content.last
+    }
+
+
+@given(st.lists(_EVENTS, max_size=30), st.randoms())
+@settings(max_examples=200)
+def test_any_history_leaves_what_a_fresh_list_of_the_last_objects_does(events: list[Event], chance: Any) -> None:
+    lived, fresh = state(), state()
+    objects = list(_apply(lived, events).values())
+    chance.shuffle(objects)
+    _apply(fresh, objects)
+
+    assert _alive(lived) == _alive(fresh)
+
+
+@given(st.lists(_EVENTS, max_size=30))
+@settings(max_examples=100)
+def test_a_full_list_of_the_same_objects_changes_nothing(events: list[Event]) -> None:
+    cluster = state()
+    objects = list(_apply(cluster, events).values())
+    before = _alive(cluster)
+    for part in (cluster.pods, cluster.nodes, cluster.slices):
+        part.begin()
+    _apply(cluster, objects)
+    cluster.complete_pods(NOW)
+    cluster.complete_nodes(NOW)
+    cluster.complete_slices()
+
+    assert cluster.changed() == []
+    assert _alive(cluster) == before
+
+
+@given(st.lists(_EVENTS, max_size=20))
+@settings(max_examples=100)
+def test_a_node_that_is_told_of_differently_was_made_due(events: list[Event]) -> None:
+    cluster = state("n1", "n2")
+    before = _alive(cluster)
+    for event in events:
+        _apply(cluster, [event])
+        changed = set(cluster.changed())
+        now = _alive(cluster)
+        assert {node for node in ("n1", "n2") if now.get(node) != before.get(node)} <= changed
+        before = now
+
+
+@given(
+    st.dictionaries(st.text(max_size=20), st.text(max_size=60), max_size=70),
+    st.dictionaries(st.text(max_size=20).map("gpustream.dev/".__add__), st.text(max_size=60), max_size=70),
+)
+@settings(max_examples=100)
+def test_no_label_of_a_tenant_changes_another_pod(labels: dict[str, str], annotations: dict[str, str]) -> None:
+    alone, together = state("n1"), state("n1")
+    for cluster in (alone, together):
+        cluster.put_pod(pod("mine", labels={"app": "mine"}), NOW)
+    together.put_pod(pod("theirs", labels={**labels, "app": "x"}, annotations=annotations), NOW)
+    content = told(together)
+
+    assert next(row for row in content.pods if row["name"] == "mine") == row(alone)
+    assert decoder(NodeWorkloads)(encoded(content)).pods[0].labels == {"app": "mine"}
+
+
+def test_ended_pods_are_told_of_with_their_ends() -> None:
+    cluster = state("n1")
+    cluster.put_pod(pod("a"), NOW)
+    cluster.put_pod(pod("b", status=over("Succeeded", "2026-03-01T12:40:00Z")), NOW)
+    cluster.remove_pod("uid-a", NOW + 1)
+    ends: Sequence[Any] = [(row["name"], row["ended_ms"], row["phase"]) for row in told(cluster).pods]
+
+    assert ends == [("b", START_MS + 40 * 60_000, "Succeeded"), ("a", NOW + 1, "Running")]
