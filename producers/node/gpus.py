@@ -34,6 +34,10 @@ QUIET_WITHIN_S = 2.0
 """How long to wait for the calls in flight before NVML is opened again; it is put off where one takes longer."""
 
 
+TURNS_SHARE = 0.25
+"""The share of a tick in which every GPU has begun to be read, however slow those before it are."""
+
+
 @dataclass(frozen=True, slots=True)
 class Pace:
     """How often things are looked at, in seconds: a driver that is not there, the GPUs that a new process would see
@@ -85,7 +89,7 @@ class Gpus:
         """The devices of one tick, by index, MIG devices after their GPU; after ``within_s`` those that did not answer
         are ``timeout``."""
         ends_s = self._clock() + within_s
-        if self._opening is not None and not self._opening.done() and self._gpus:
+        if self._opening is not None and self._gpus:
             await asyncio.wait([self._opening], timeout=within_s)
         devices = self._report(await self._answers(ends_s))
         self._count(devices)
@@ -121,14 +125,18 @@ class Gpus:
             gpu.stop()
         self._driver.close(detach=not any(gpu.busy for gpu in self._gpus))
 
+    @property
+    def _is_opening(self) -> bool:
+        """While it is, no GPU may be asked anything."""
+        return self._opening is not None and not self._opening.done()
+
     def _open(self, why: str | None = None) -> "asyncio.Task[None]":
         """Open NVML, or open it again where ``why`` says why; one at a time."""
-        if self._opening is None or self._opening.done():
+        if self._opening is None or not self._is_opening:
             self._opening = asyncio.create_task(self._attach(why))
         return self._opening
 
     async def _attach(self, why: str | None) -> None:
-        """While this runs no GPU is asked anything."""
         if why is not None and not await self._quiet():
             return
         await self._driver.attach(why)
@@ -152,10 +160,19 @@ class Gpus:
         return True
 
     async def _answers(self, ends_s: float) -> dict[Gpu, Reading]:
-        """Ask every GPU that can be asked; those that answered in time."""
-        if self._opening is not None and not self._opening.done():
-            return {}
-        asked = {gpu: gpu.ask() for gpu in self._gpus if not (gpu.busy or gpu.refused)}
+        """Ask every GPU that can be asked; those that answered in time.
+
+        One after the other while they are quick, for their threads would spend more on taking turns than on NVML.
+        """
+        asked: dict[Gpu, asyncio.Future[Reading]] = {}
+        gpus = self._gpus
+        turn_s = TURNS_SHARE * (ends_s - self._clock()) / max(1, len(gpus))
+        for gpu in gpus:
+            if self._is_opening or gpus is not self._gpus:
+                break
+            if not (gpu.busy or gpu.refused):
+                asked[gpu] = gpu.ask()
+                await asyncio.wait([asked[gpu]], timeout=turn_s)
         if asked:
             await asyncio.wait(asked.values(), timeout=max(0.0, ends_s - self._clock()))
         return {gpu: one.result() for gpu, one in asked.items() if one.done() and one.exception() is None}

@@ -75,7 +75,7 @@ def per_second(last: Count, now: Count) -> float | None:
     Reset to 0, it looks wrapped: of 64 bits far beyond any limit, of 32 bits not to be told from a wrap.
     """
     elapsed_s = _elapsed_s(last, now)
-    if elapsed_s <= 0 or last.bits != now.bits or (now.bits < 64 and elapsed_s > AMBIGUOUS_AFTER_S):
+    if not elapsed_s > 0 or last.bits != now.bits or (now.bits < 64 and elapsed_s > AMBIGUOUS_AFTER_S):
         return None
     return float((now.raw - last.raw) % (1 << now.bits)) / elapsed_s
 

@@ -1,0 +1,258 @@
+"""NVML as a test says, behind the boundary: errors, hangs, GPUs that come and go, MIG devices, processes."""
+
+import asyncio
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from producers.node.cgroups import Place
+from producers.node.nvml import binding
+from producers.node.nvml.binding import FieldValue, Handle, NvmlError
+
+GIB = 1 << 30
+
+
+def memory(used: int = 4 * GIB, total: int = 80 * GIB, reserved: int = GIB) -> SimpleNamespace:
+    return SimpleNamespace(total=total, reserved=reserved, free=total - used - reserved, used=used)
+
+
+def running(pid: int, held: int | None = GIB) -> SimpleNamespace:
+    return SimpleNamespace(pid=pid, usedGpuMemory=held)
+
+
+def busy(pid: int, percent: int, at_us: int = 1) -> SimpleNamespace:
+    return SimpleNamespace(pid=pid, smUtil=percent, timeStamp=at_us)
+
+
+def _answers() -> dict[Any, Any]:
+    return {
+        "nvmlDeviceGetName": "NVIDIA H100 80GB HBM3",
+        "nvmlDeviceGetPciInfo": SimpleNamespace(domain=0, bus=10, device=0),
+        "nvmlDeviceGetMinorNumber": 0,
+        "nvmlDeviceGetMigMode": NvmlError(binding.NOT_SUPPORTED),
+        "nvmlDeviceGetUtilizationRates": SimpleNamespace(gpu=93, memory=40),
+        "nvmlDeviceGetEncoderUtilization": [0, 1000],
+        "nvmlDeviceGetDecoderUtilization": [7, 1000],
+        "nvmlDeviceGetMemoryInfo": memory(),
+        "nvmlDeviceGetPowerUsage": 250_123,
+        "nvmlDeviceGetEnforcedPowerLimit": 700_000,
+        "nvmlDeviceGetTotalEnergyConsumption": 1_500,
+        "nvmlDeviceGetTemperatureV": 41,
+        "nvmlDeviceGetTemperature": 42,
+        "nvmlDeviceGetFanSpeed": 105,
+        "nvmlDeviceGetPerformanceState": 0,
+        ("nvmlDeviceGetClockInfo", 0): 1980,
+        ("nvmlDeviceGetClockInfo", 1): 1965,
+        ("nvmlDeviceGetClockInfo", 2): 2619,
+        "nvmlDeviceGetCurrentClocksEventReasons": 4,
+        "nvmlDeviceGetCurrentClocksThrottleReasons": 8,
+        "nvmlDeviceGetPcieReplayCounter": 3,
+        ("nvmlDeviceGetTotalEccErrors", 0, 0): 11,
+        ("nvmlDeviceGetTotalEccErrors", 1, 0): 0,
+        "nvmlDeviceGetRemappedRows": (1, 2, 0, 1),
+        "nvmlDeviceGetComputeRunningProcesses_v3": [],
+        "nvmlDeviceGetGraphicsRunningProcesses_v3": [],
+        "nvmlDeviceGetMPSComputeRunningProcesses_v3": [],
+        "nvmlDeviceGetProcessesUtilizationInfo": [],
+        "nvmlDeviceGetProcessUtilization": [],
+    }
+
+
+@dataclass
+class FakeDevice:
+    """A GPU or a MIG device. What is not in ``answers`` is NOT_SUPPORTED; an NvmlError there is raised, and what can be
+    called is, with the arguments. ``parts`` are MIG devices by slot, None being a hole."""
+
+    uuid: str
+    answers: dict[Any, Any] = field(default_factory=_answers)
+    fields: dict[int, FieldValue] = field(default_factory=lambda: {82: FieldValue(0, 55, 32, 0)})
+    parts: list["FakeDevice | None"] = field(default_factory=list)
+    error: int | None = None
+    open_error: int | None = None
+
+    def fail(self, function: Any, code: int) -> None:
+        self.answers[function] = NvmlError(code)
+
+    def cut(self, *parts: "FakeDevice | None") -> None:
+        """Into MIG devices."""
+        self.parts = list(parts)
+        self.answers |= {
+            "nvmlDeviceGetMigMode": [1, 1],
+            "nvmlDeviceGetMaxMigDeviceCount": len(parts),
+        }
+
+
+def part(uuid: str, gpu_instance: int = 1, profile: str = "1g.10gb", **answers: Any) -> FakeDevice:
+    """A MIG device with memory and processes, which is what they have."""
+    kinds = ("Compute", "Graphics", "MPSCompute")
+    device = FakeDevice(
+        uuid,
+        {
+            "nvmlDeviceGetName": f"NVIDIA H100 80GB HBM3 MIG {profile}",
+            "nvmlDeviceGetGpuInstanceId": gpu_instance,
+            "nvmlDeviceGetComputeInstanceId": 0,
+            "nvmlDeviceGetMemoryInfo": memory(GIB, 10 * GIB),
+            **{f"nvmlDeviceGet{kind}RunningProcesses_v3": [] for kind in kinds},
+            **answers,
+        },
+    )
+    device.fields = {}
+    return device
+
+
+class Hang(NamedTuple):
+    """Calls that do not return until ``end`` is set."""
+
+    begun: threading.Event
+    end: threading.Event
+
+
+class _Open(NamedTuple):
+    device: FakeDevice
+    session: int
+
+
+class FakeNvml:
+    """A machine. Which GPUs there are is seen at init, as in reality."""
+
+    def __init__(self, gpus: int = 2) -> None:
+        self.gpus = [FakeDevice(f"GPU-{index}") for index in range(gpus)]
+        for index, gpu in enumerate(self.gpus):
+            gpu.answers["nvmlDeviceGetMinorNumber"] = index
+        self.driver_error: int | None = None
+        self.asked: Counter[tuple[str, str]] = Counter()
+        self.threads: set[str] = set()
+        self.inits = self.shutdowns = 0
+        self._seen: list[FakeDevice] = []
+        self._hangs: dict[tuple[str | None, str], Hang] = {}
+
+    def hang(self, uuid: str | None, function: str) -> Hang:
+        hang = self._hangs[uuid, function] = Hang(threading.Event(), threading.Event())
+        return hang
+
+    def release(self) -> None:
+        for hang in self._hangs.values():
+            hang.end.set()
+        self._hangs.clear()
+
+    def init(self) -> None:
+        self._called(None, "nvmlInit")
+        self.inits += 1
+        if self.driver_error is not None:
+            raise NvmlError(self.driver_error)
+        self._seen = list(self.gpus)
+
+    def shutdown(self) -> None:
+        self._called(None, "nvmlShutdown")
+        self.shutdowns += 1
+
+    def driver_version(self) -> str:
+        return "580.0"
+
+    def count(self) -> int:
+        return len(self._seen)
+
+    def handle(self, index: int) -> Handle:
+        device = self._seen[index]
+        self._called(device.uuid, "nvmlDeviceGetHandleByIndex")
+        for error in (device.open_error, device.error):
+            if error is not None:
+                raise NvmlError(error)
+        return Handle(_Open(device, self.inits))
+
+    def ask(self, function: str, handle: Handle, *arguments: Any) -> Any:
+        device = self._device(handle, function)
+        if function == "nvmlDeviceGetUUID":
+            return device.uuid
+        if function == "nvmlDeviceGetMigDeviceHandleByIndex":
+            found = device.parts[arguments[0]] if arguments[0] < len(device.parts) else None
+            return Handle(_Open(_existing(found), self.inits))
+        answer = device.answers.get((function, *arguments), device.answers.get(function))
+        if callable(answer):
+            answer = answer(*arguments)
+        if answer is None:
+            raise NvmlError(binding.NOT_SUPPORTED)
+        if isinstance(answer, NvmlError):
+            raise NvmlError(answer.code)
+        return answer
+
+    def fields(self, handle: Handle, fields: Sequence[int]) -> list[FieldValue]:
+        device = self._device(handle, "nvmlDeviceGetFieldValues")
+        if (error := device.answers.get("nvmlDeviceGetFieldValues")) is not None:
+            answer = error(fields) if callable(error) else error
+            if isinstance(answer, NvmlError):
+                raise NvmlError(answer.code)
+        for number in fields:
+            self.asked[device.uuid, f"field {number}"] += 1
+        return [device.fields.get(number, FieldValue(binding.NOT_SUPPORTED)) for number in fields]
+
+    def _device(self, handle: Any, function: str) -> FakeDevice:
+        device: FakeDevice = handle.device
+        self._called(device.uuid, function)
+        if handle.session != self.inits:
+            raise NvmlError(binding.UNINITIALIZED)
+        if device.error is not None:
+            raise NvmlError(device.error)
+        return device
+
+    def _called(self, uuid: str | None, function: str) -> None:
+        self.asked[uuid or "", function] += 1
+        self.threads.add(threading.current_thread().name)
+        if (hang := self._hangs.get((uuid, function))) is not None:
+            hang.begun.set()
+            hang.end.wait(60)
+
+
+def _existing(found: FakeDevice | None) -> FakeDevice:
+    if found is None:
+        raise NvmlError(binding.NOT_FOUND)
+    return found
+
+
+class FakePlaces:
+    """Where processes belong, as the test says; the others are not to be seen."""
+
+    def __init__(self, places: dict[int, Place] | None = None) -> None:
+        self.places = places or {}
+
+    def of(self, pid: int) -> Place | None:
+        return self.places.get(pid)
+
+
+class FakeCensus:
+    """What a new process would see, as the test says."""
+
+    def __init__(self, look: Callable[[], Iterable[str] | None]) -> None:
+        self._look = look
+        self.times: list[float] = []
+        self.closed = False
+
+    async def take(self) -> frozenset[str] | None:
+        self.times.append(time.monotonic())
+        seen = self._look()
+        return None if seen is None else frozenset(seen)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+async def until(condition: Callable[[], object], within_s: float = 30.0) -> None:
+    """Wait for what is to come; fail where it does not."""
+    ends_s = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < ends_s, "it did not come"
+        await asyncio.sleep(0.005)
+
+
+class Clock:
+    """Seconds, as the test says."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s

@@ -1,0 +1,283 @@
+"""One GPU through its life: opened, read, cut into MIG devices, lost, back."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from producers.node.cgroups import Place
+from producers.node.nvml import binding
+from producers.node.nvml.binding import NvmlError
+from producers.node.nvml.card import Card, Reading
+from tests.producers.node.nvml.fake import GIB, Clock, FakeNvml, FakePlaces, part, running
+
+COMPUTE = "nvmlDeviceGetComputeRunningProcesses_v3"
+
+
+class Bench:
+    def __init__(self) -> None:
+        self.nvml, self.clock = FakeNvml(1), Clock()
+        self.gpu = self.nvml.gpus[0]
+        self.nvml.init()
+        places = FakePlaces({7: Place("1b6c", None, None)})
+        self.card = Card(self.nvml, 0, places, list_every_s=10, clock=self.clock)
+
+    def read(self) -> Reading:
+        self.clock.now_s += 1
+        return self.card.read()
+
+    def uuids(self) -> list[str]:
+        return [device["uuid"] for device in self.read().devices]
+
+    def asked(self, function: str, uuid: str = "GPU-0") -> int:
+        return self.nvml.asked[uuid, function]
+
+
+def test_a_gpu_says_who_it_is_and_how_it_is() -> None:
+    bench = Bench()
+    bench.gpu.answers[COMPUTE] = [running(7)]
+    reading = bench.read()
+    (device,) = reading.devices
+    metrics = device.pop("metrics")
+    assert device == {
+        "uuid": "GPU-0",
+        "index": 0,
+        "vendor": "nvidia",
+        "model": "NVIDIA H100 80GB HBM3",
+        "pci_bus_id": "00000000:0A:00.0",
+        "minor": 0,
+        "state": "ok",
+        "processes": [{"pid": 7, "memory_used_bytes": GIB, "sm_utilization_ratio": 0.0, "pod_uid": "1b6c"}],
+    }
+    assert metrics["gpu_utilization_ratio"] == 0.93
+    assert reading.kinds == {7: "attributed"}
+    assert (reading.trouble, reading.errors) == (None, [])
+
+
+def test_who_it_is_is_asked_once() -> None:
+    bench = Bench()
+    bench.read()
+    bench.read()
+    for function in ("HandleByIndex", "UUID", "Name", "PciInfo", "MinorNumber"):
+        assert bench.asked(f"nvmlDeviceGet{function}") == 1
+
+
+def test_a_pci_address_is_written_with_a_domain_of_eight_digits_in_upper_case() -> None:
+    bench = Bench()
+    bench.gpu.answers["nvmlDeviceGetPciInfo"] = SimpleNamespace(domain=0xABCD1, bus=0xC1, device=0x1F)
+    assert bench.read().devices[0]["pci_bus_id"] == "000ABCD1:C1:1F.0"
+
+
+def test_of_the_identity_only_the_uuid_is_a_must() -> None:
+    bench = Bench()
+    for function in ("Name", "PciInfo", "MinorNumber"):
+        bench.gpu.fail(f"nvmlDeviceGet{function}", binding.NOT_SUPPORTED)
+    bench.gpu.fail("nvmlDeviceGetPciInfo", binding.UNKNOWN)
+    reading = bench.read()
+    assert {"model", "pci_bus_id", "minor"}.isdisjoint(reading.devices[0])
+    assert reading.errors == [("nvmlDeviceGetPciInfo", "UNKNOWN")]
+
+
+@pytest.mark.parametrize(("code", "name"), [(4, "NO_PERMISSION"), (15, "GPU_IS_LOST"), (999, "UNKNOWN")])
+def test_a_gpu_that_can_not_be_opened_says_why(code: int, name: str) -> None:
+    bench = Bench()
+    bench.gpu.open_error = code
+    reading = bench.read()
+    assert (reading.identity, list(reading.devices)) == (None, [])
+    assert str(reading.trouble) == f"{name} (nvmlDeviceGetHandleByIndex)"
+    assert reading.errors == [("nvmlDeviceGetHandleByIndex", name)]
+
+
+def test_a_lost_gpu_is_asked_one_thing_and_is_back_when_it_answers() -> None:
+    bench = Bench()
+    bench.read()
+    bench.gpu.error = binding.GPU_IS_LOST
+    for _ in range(3):
+        bench.nvml.asked.clear()
+        reading = bench.read()
+        assert str(reading.trouble) == "GPU_IS_LOST (nvmlDeviceGetUtilizationRates)"
+        assert reading.identity is not None
+        assert reading.identity["uuid"] == "GPU-0"
+        assert bench.nvml.asked.total() == 1
+        assert reading.errors == [("nvmlDeviceGetUtilizationRates", "GPU_IS_LOST")]
+    bench.gpu.error = None
+    assert bench.uuids() == ["GPU-0"]
+
+
+def test_a_gpu_that_is_lost_while_it_is_opened_is_known_by_its_uuid() -> None:
+    bench = Bench()
+    bench.gpu.fail("nvmlDeviceGetMigMode", binding.GPU_IS_LOST)
+    reading = bench.read()
+    assert reading.identity is not None
+    assert (reading.identity["uuid"], list(reading.devices)) == ("GPU-0", [])
+
+
+def test_a_gpu_that_needs_a_reset_is_lost_and_asked_one_thing() -> None:
+    bench = Bench()
+    bench.read()
+    bench.gpu.error = binding.RESET_REQUIRED
+    assert str(bench.read().trouble).startswith("RESET_REQUIRED")
+    bench.nvml.asked.clear()
+    assert str(bench.read().trouble).startswith("RESET_REQUIRED")
+    assert bench.nvml.asked.total() == 1
+
+
+def test_mig_devices_come_after_their_gpu_with_what_they_have() -> None:
+    bench = Bench()
+    bench.gpu.cut(
+        part("MIG-a", 1, **{COMPUTE: [running(7)]}),
+        None,
+        part("MIG-b", 5, "1c.3g.40gb"),
+        part("MIG-c", 6, "1g.5gb+me"),
+    )
+    reading = bench.read()
+    whole, one, other, third = reading.devices
+    assert (whole["uuid"], "mig" in whole, "processes" in whole) == ("GPU-0", False, False)
+    assert {key: one[key] for key in one if key not in ("metrics", "processes")} == {
+        "uuid": "MIG-a",
+        "index": 0,
+        "vendor": "nvidia",
+        "model": "NVIDIA H100 80GB HBM3",
+        "pci_bus_id": "00000000:0A:00.0",
+        "minor": 0,
+        "state": "ok",
+        "mig": {
+            "uuid": "MIG-a",
+            "parent_uuid": "GPU-0",
+            "gpu_instance": 1,
+            "compute_instance": 0,
+            "profile": "1g.10gb",
+        },
+    }
+    assert one["processes"] == [{"pid": 7, "memory_used_bytes": GIB, "pod_uid": "1b6c"}]
+    assert one["metrics"] == {
+        "memory_used_bytes": GIB,
+        "memory_free_bytes": 8 * GIB,
+        "memory_total_bytes": 10 * GIB,
+        "memory_reserved_bytes": GIB,
+    }
+    assert (other["mig"]["profile"], third["mig"]["profile"]) == ("1c.3g.40gb", "1g.5gb+me")
+    assert reading.errors == []
+
+
+def test_a_gpu_that_can_not_be_cut_is_asked_about_it_once() -> None:
+    bench = Bench()
+    for _ in range(30):
+        bench.read()
+    assert bench.asked("nvmlDeviceGetMigMode") == 1
+
+
+def test_a_new_layout_is_noticed_at_the_next_listing() -> None:
+    bench = Bench()
+    bench.gpu.cut(part("MIG-a"))
+    assert bench.uuids() == ["GPU-0", "MIG-a"]
+    bench.gpu.cut(part("MIG-a"), part("MIG-b"))
+    seen = [bench.uuids() for _ in range(10)]
+    assert seen[0] == ["GPU-0", "MIG-a"]
+    assert seen[-1] == ["GPU-0", "MIG-a", "MIG-b"]
+
+
+def test_a_stale_handle_is_noticed_at_once() -> None:
+    bench = Bench()
+    old, new = part("MIG-a"), part("MIG-b")
+    bench.gpu.cut(old)
+    bench.read()
+    old.error = binding.INVALID_ARGUMENT
+    bench.gpu.cut(new)
+    assert bench.uuids() == ["GPU-0", "MIG-b"]
+
+
+def test_a_handle_that_is_another_devices_by_now_is_noticed_at_once() -> None:
+    bench = Bench()
+    slot = part("MIG-a")
+    bench.gpu.cut(slot)
+    bench.read()
+    slot.uuid = "MIG-z"
+    assert bench.uuids() == ["GPU-0", "MIG-z"]
+
+
+def test_an_instance_that_can_not_be_listed_is_left_out_and_counted() -> None:
+    bench = Bench()
+    bad = part("MIG-bad")
+    bad.error = binding.UNKNOWN
+    bench.gpu.cut(bad, part("MIG-a"))
+    reading = bench.read()
+    assert [device["uuid"] for device in reading.devices] == ["GPU-0", "MIG-a"]
+    assert reading.errors == [("nvmlDeviceGetUUID", "UNKNOWN")]
+
+
+def test_a_listing_that_fails_leaves_the_layout_and_is_counted() -> None:
+    bench = Bench()
+    bench.gpu.cut(part("MIG-a"))
+    bench.read()
+    bench.gpu.fail("nvmlDeviceGetMigMode", binding.UNKNOWN)
+    readings = [bench.read() for _ in range(12)]
+    assert {len(reading.devices) for reading in readings} == {2}
+    assert [error for reading in readings for error in reading.errors] == [("nvmlDeviceGetMigMode", "UNKNOWN")]
+
+
+def test_what_a_gpu_supports_is_asked_anew_when_its_layout_changes() -> None:
+    bench = Bench()
+    bench.gpu.answers["nvmlDeviceGetMigMode"] = [0, 0]
+    rates = "nvmlDeviceGetUtilizationRates"
+    kept = bench.gpu.answers[rates]
+    assert "gpu_utilization_ratio" in bench.read().devices[0]["metrics"]
+    bench.gpu.cut(part("MIG-a"))
+    bench.gpu.fail(rates, binding.INVALID_ARGUMENT)
+    readings = [bench.read() for _ in range(20)]
+    assert "gpu_utilization_ratio" not in readings[-1].devices[0]["metrics"]
+    assert readings[-1].errors == []
+    bench.gpu.answers |= {"nvmlDeviceGetMigMode": [0, 0], rates: kept}
+    devices = [bench.read() for _ in range(11)][-1].devices
+    assert [device["uuid"] for device in devices] == ["GPU-0"]
+    assert "gpu_utilization_ratio" in devices[0]["metrics"]
+
+
+def test_an_unchanged_layout_is_not_asked_anew_what_it_supports() -> None:
+    bench = Bench()
+    bench.gpu.cut(part("MIG-a"))
+    for _ in range(30):
+        bench.read()
+    assert bench.asked("nvmlDeviceGetPowerUsage", "MIG-a") == 1
+    assert bench.asked("nvmlDeviceGetMaxMigDeviceCount") == 3
+
+
+def test_a_mig_device_that_says_that_the_gpu_is_lost_is_right() -> None:
+    bench = Bench()
+    cut = part("MIG-a")
+    bench.gpu.cut(cut)
+    bench.read()
+    cut.fail("nvmlDeviceGetMemoryInfo", binding.GPU_IS_LOST)
+    assert str(bench.read().trouble) == "GPU_IS_LOST (nvmlDeviceGetMemoryInfo)"
+
+
+def test_counters_begin_anew_after_a_loss() -> None:
+    bench = Bench()
+    counted = binding.FieldValue(0, 1000, 64, 0)
+    bench.gpu.fields |= {197: counted, 198: counted}
+    bench.read()
+    assert bench.read().devices[0]["metrics"]["pcie_tx_bytes_per_second"] == 0
+    bench.gpu.error = binding.GPU_IS_LOST
+    bench.read()
+    bench.gpu.error = None
+    assert "pcie_tx_bytes_per_second" not in bench.read().devices[0]["metrics"]
+
+
+def test_what_is_being_asked_can_be_seen_from_outside() -> None:
+    bench = Bench()
+    seen: list[str] = []
+
+    def slow() -> Any:
+        seen.append(bench.card.doing)
+        return NvmlError(binding.NOT_SUPPORTED)
+
+    bench.gpu.answers["nvmlDeviceGetFanSpeed"] = slow
+    bench.read()
+    assert seen == ["nvmlDeviceGetFanSpeed"]
+
+
+def test_a_device_of_nothing_but_a_uuid_is_a_device() -> None:
+    bench = Bench()
+    bench.gpu.answers.clear()
+    bench.gpu.fields.clear()
+    assert bench.read().devices == [{"uuid": "GPU-0", "index": 0, "vendor": "nvidia", "state": "ok", "metrics": {}}]

@@ -1,0 +1,97 @@
+"""A census sees what a new process would, and harms nobody when it can't."""
+
+import sys
+import time
+from collections.abc import Callable
+
+import pytest
+
+from producers.node.nvml.census import Census, parse
+from tests.nvml.scripted import ScriptedNvml
+from tests.producers.node.nvml.fake import until
+
+Environment = Callable[[ScriptedNvml], None]
+
+
+@pytest.fixture
+def inherit(monkeypatch: pytest.MonkeyPatch) -> Environment:
+    """What this process's children find NVML by."""
+
+    def give(nvml: ScriptedNvml) -> None:
+        for name, value in nvml.environment().items():
+            monkeypatch.setenv(name, value)
+
+    return give
+
+
+def says(text: str) -> list[str]:
+    return [sys.executable, "-I", "-S", "-c", text]
+
+
+async def test_it_sees_the_gpus_that_work(nvml: ScriptedNvml, inherit: Environment) -> None:
+    inherit(nvml)
+    nvml.gpus = 3
+    nvml.lose(1)
+    nvml.fail(2, "nvmlDeviceGetMemoryInfo", 3)
+    census = Census()
+    uuid = "GPU-5c41b7ed-0000-4000-8000-00000000000{}"
+    assert await census.take() == {uuid.format(0), uuid.format(2)}
+    nvml.gpus = 4
+    nvml.recover(1)
+    nvml.fail(0, "nvmlDeviceGetMemoryInfo", 16)
+    assert await census.take() == {uuid.format(index) for index in (1, 2, 3)}
+    census.close()
+
+
+@pytest.mark.parametrize("state", ["absent", "mismatch"])
+async def test_without_a_driver_it_sees_nothing_and_does_not_mind(
+    nvml: ScriptedNvml, inherit: Environment, state: str
+) -> None:
+    inherit(nvml)
+    nvml.driver("absent" if state == "absent" else "mismatch")
+    census = Census()
+    assert await census.take() is None
+    census.close()
+
+
+async def test_a_child_that_is_slow_is_ended_and_another_is_asked_later() -> None:
+    census = Census(within_s=0.2, command=says("import time; time.sleep(600)"))
+    assert await census.take() is None
+    child = census._child
+    assert child is not None
+    await until(lambda: child.poll() is not None)
+    census._command = says("print('[\"GPU-0\"]')")
+    census._within_s = 60
+    assert await census.take() == {"GPU-0"}
+    census.close()
+
+
+async def test_there_is_no_second_child_beside_one_that_can_not_be_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    census = Census(within_s=0.1, command=says("import time; time.sleep(600)"))
+    with monkeypatch.context() as patched:
+        patched.setattr("subprocess.Popen.kill", lambda child: None)
+        assert await census.take() is None
+    child = census._child
+    assert child is not None
+    began_s = time.monotonic()
+    assert await census.take() is None
+    assert census._child is child
+    assert time.monotonic() - began_s < 60
+    census.close()
+    assert child.wait(20) != 0
+
+
+async def test_a_child_that_can_not_be_started_changes_nothing() -> None:
+    census = Census(command=["/nowhere/at-all"])
+    assert await census.take() is None
+    census.close()
+
+
+@pytest.mark.parametrize("said", [b"", b"{}", b"[1]", b'[""]', b'"GPU"', b"\xff", b"null", b"[" * 100])
+def test_nonsense_is_no_census(said: bytes) -> None:
+    assert parse(said) is None
+
+
+def test_a_list_of_uuids_is_one() -> None:
+    assert parse(b'["GPU-1", "GPU-0"]\n') == {"GPU-0", "GPU-1"}
+    assert parse(b"[]") == frozenset()

@@ -1,0 +1,334 @@
+"""A device is asked for what it supports, and says what it can."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from producers.node.nvml import binding
+from producers.node.nvml.asking import Asking, Lost
+from producers.node.nvml.binding import FieldValue, NvmlError
+from producers.node.nvml.device import Device
+from producers.node.nvml.table import TABLE
+from tests.producers.node.nvml.fake import GIB, Clock, FakeNvml, memory
+from topics.catalogue import CATALOGUE
+
+BROKEN = binding.UNKNOWN
+POWER, AVERAGE = "nvmlDeviceGetPowerUsage", 185
+
+
+class Bench:
+    """A device, and the machine that it is in."""
+
+    def __init__(self, *, cut: bool = False) -> None:
+        self.nvml, self.clock = FakeNvml(1), Clock()
+        self.gpu = self.nvml.gpus[0]
+        self.nvml.init()
+        self.asking = Asking(self.nvml)
+        self.device = Device(self.asking, self.asking.open(0), cut=cut, clock=self.clock)
+
+    def values(self) -> dict[str, float]:
+        return self.device.values()
+
+    def asked(self, function: str) -> int:
+        return self.nvml.asked["GPU-0", function]
+
+    def counters(self, tx: int, rx: int, *, bits: int = 64, at_us: int = 0) -> None:
+        """The PCIe counters."""
+        self.gpu.fields |= {197: FieldValue(0, tx, bits, at_us), 198: FieldValue(0, rx, bits, at_us)}
+
+
+def test_every_key_of_the_catalogue_comes_in_base_units() -> None:
+    bench = Bench()
+    bench.counters(0, 0)
+    bench.values()
+    bench.clock.now_s += 2
+    bench.counters(2000, 500)
+    found = bench.values()
+    assert found == {
+        "gpu_utilization_ratio": 0.93,
+        "memory_controller_utilization_ratio": 0.4,
+        "encoder_utilization_ratio": 0,
+        "decoder_utilization_ratio": 0.07,
+        "memory_used_bytes": 4 * GIB,
+        "memory_free_bytes": 75 * GIB,
+        "memory_total_bytes": 80 * GIB,
+        "memory_reserved_bytes": GIB,
+        "power_watts": 250.123,
+        "power_limit_watts": 700,
+        "energy_joules_total": 1.5,
+        "temperature_celsius": 41,
+        "memory_temperature_celsius": 55,
+        "fan_speed_ratio": 1.05,
+        "performance_state": 0,
+        "graphics_clock_hz": 1_980_000_000,
+        "sm_clock_hz": 1_965_000_000,
+        "memory_clock_hz": 2_619_000_000,
+        "clock_event_reasons": 4,
+        "pcie_tx_bytes_per_second": 1000,
+        "pcie_rx_bytes_per_second": 250,
+        "pcie_replays_total": 3,
+        "ecc_corrected_volatile_total": 11,
+        "ecc_uncorrected_volatile_total": 0,
+        "remapped_rows_correctable_total": 1,
+        "remapped_rows_uncorrectable_total": 2,
+        "row_remap_pending": 0,
+        "row_remap_failure": 1,
+    }
+    assert sorted(found) == sorted(CATALOGUE)
+    assert bench.asking.errors() == []
+
+
+def test_what_answers_several_keys_is_asked_once_a_tick() -> None:
+    bench = Bench()
+    bench.values()
+    bench.values()
+    for function in ("UtilizationRates", "MemoryInfo", "RemappedRows", "FieldValues"):
+        assert bench.asked(f"nvmlDeviceGet{function}") == 2
+
+
+@pytest.mark.parametrize("code", [3, 13, 25, 26])
+def test_what_a_device_does_not_support_is_asked_once_and_not_counted(code: int) -> None:
+    bench = Bench()
+    bench.gpu.fail("nvmlDeviceGetFanSpeed", code)
+    bench.gpu.fail("nvmlDeviceGetRemappedRows", code)
+    assert "fan_speed_ratio" not in bench.values()
+    assert "fan_speed_ratio" not in bench.values()
+    assert bench.asked("nvmlDeviceGetFanSpeed") == 1
+    assert bench.asked("nvmlDeviceGetRemappedRows") == 1
+    assert [bench.asked(f"field {number}") for number in (82, 142)] == [2, 1]
+    assert bench.asking.errors() == []
+
+
+@pytest.mark.parametrize(
+    ("newer", "key", "value"),
+    [
+        ("nvmlDeviceGetTemperatureV", "temperature_celsius", 42),
+        ("nvmlDeviceGetCurrentClocksEventReasons", "clock_event_reasons", 8),
+        (POWER, "power_watts", 199),
+        ("nvmlDeviceGetEnforcedPowerLimit", "power_limit_watts", 300),
+        ("nvmlDeviceGetTotalEnergyConsumption", "energy_joules_total", 9),
+        ("nvmlDeviceGetPcieReplayCounter", "pcie_replays_total", 5),
+        (("nvmlDeviceGetTotalEccErrors", 0, 0), "ecc_corrected_volatile_total", 6),
+        (("nvmlDeviceGetTotalEccErrors", 1, 0), "ecc_uncorrected_volatile_total", 7),
+        ("nvmlDeviceGetRemappedRows", "remapped_rows_uncorrectable_total", 8),
+    ],
+)
+def test_the_next_source_answers_in_the_same_tick_where_the_first_is_not_supported(
+    newer: Any, key: str, value: float
+) -> None:
+    bench = Bench()
+    raw = {185: 199_000, 190: 300_000, 83: 9_000, 94: 5, 3: 6, 4: 7, 142: 1, 143: 8, 144: 0, 145: 0}
+    bench.gpu.fields |= {number: FieldValue(0, one) for number, one in raw.items()}
+    bench.gpu.fail(newer, binding.FUNCTION_NOT_FOUND)
+    assert [bench.values()[key], bench.values()[key]] == [value, value]
+    assert bench.asking.errors() == []
+
+
+def test_an_older_driver_tells_the_memory_without_what_is_reserved() -> None:
+    bench = Bench()
+    older = memory(5 * GIB, reserved=0)
+    bench.gpu.answers["nvmlDeviceGetMemoryInfo"] = lambda *version: NvmlError(13) if version else older
+    found = bench.values()
+    assert found["memory_used_bytes"] == 5 * GIB
+    assert "memory_reserved_bytes" not in found
+
+
+def test_an_error_leaves_out_that_value_this_time_and_is_counted_and_no_other_source_is_taken() -> None:
+    bench = Bench()
+    bench.gpu.fields[AVERAGE] = FieldValue(0, 1)
+    bench.gpu.fail(POWER, BROKEN)
+    assert "power_watts" not in bench.values()
+    assert bench.asking.errors() == [(POWER, "UNKNOWN")]
+    bench.gpu.answers[POWER] = 100_000
+    assert bench.values()["power_watts"] == 100
+    assert bench.asking.errors() == []
+
+
+def test_an_invalid_argument_is_an_error_of_a_gpu_and_an_answer_of_a_part_that_never_gave_another() -> None:
+    whole, cut = Bench(), Bench(cut=True)
+    for bench in (whole, cut):
+        bench.values()
+        for function in ("nvmlDeviceGetFanSpeed", POWER):
+            bench.gpu.fail(function, binding.INVALID_ARGUMENT)
+    fresh = Device(cut.asking, cut.asking.open(0), cut=True)
+    for _ in range(2):
+        whole.values()
+        fresh.values()
+        cut.values()
+    assert whole.asking.errors() == [(POWER, "INVALID_ARGUMENT"), ("nvmlDeviceGetFanSpeed", "INVALID_ARGUMENT")] * 2
+    assert len(cut.asking.errors()) == 4
+    assert cut.asked(POWER) == 1 + 1 + 2
+
+
+def test_a_field_that_fails_leaves_out_only_itself() -> None:
+    bench = Bench()
+    bench.counters(0, 0)
+    bench.values()
+    bench.clock.now_s += 1
+    bench.gpu.fields[82] = FieldValue(BROKEN)
+    assert "memory_temperature_celsius" not in (found := bench.values())
+    assert "pcie_tx_bytes_per_second" in found
+    assert bench.asking.errors() == [("NVML_FI_DEV_MEMORY_TEMP", "UNKNOWN")]
+
+
+def test_a_field_that_an_older_driver_does_not_know_does_not_take_the_others_along() -> None:
+    bench = Bench()
+
+    def older(fields: list[int]) -> NvmlError | None:
+        return NvmlError(binding.INVALID_ARGUMENT) if {197, 198} & set(fields) else None
+
+    bench.gpu.answers["nvmlDeviceGetFieldValues"] = older
+    assert bench.values()["memory_temperature_celsius"] == 55
+    before = bench.asked("nvmlDeviceGetFieldValues")
+    assert bench.values()["memory_temperature_celsius"] == 55
+    assert bench.asked("nvmlDeviceGetFieldValues") == before + 1
+    assert bench.asking.errors() == []
+
+
+def test_without_the_call_for_fields_there_are_none_and_it_is_asked_once() -> None:
+    bench = Bench()
+    bench.gpu.fail("nvmlDeviceGetFieldValues", binding.FUNCTION_NOT_FOUND)
+    assert "memory_temperature_celsius" not in bench.values()
+    bench.values()
+    assert bench.asked("nvmlDeviceGetFieldValues") == 1
+
+
+def test_a_call_for_fields_that_fails_is_counted_once() -> None:
+    bench = Bench()
+    bench.gpu.fail("nvmlDeviceGetFieldValues", BROKEN)
+    assert "memory_temperature_celsius" not in bench.values()
+    assert bench.asking.errors() == [("nvmlDeviceGetFieldValues", "UNKNOWN")]
+
+
+@pytest.mark.parametrize("raw", [0xFFFFFFFF, -1, 0x7FFFFFF0, 10**9])
+def test_a_blank_or_absurd_value_is_left_out_and_counted(raw: int) -> None:
+    bench = Bench()
+    bench.gpu.answers[POWER] = raw
+    assert "power_watts" not in bench.values()
+    assert bench.asking.errors() == [(POWER, "IMPLAUSIBLE")]
+
+
+def test_a_performance_state_that_the_device_does_not_know_is_no_value_and_no_error() -> None:
+    bench = Bench()
+    bench.gpu.answers["nvmlDeviceGetPerformanceState"] = 32
+    assert "performance_state" not in bench.values()
+    assert bench.asking.errors() == []
+
+
+def test_a_part_of_the_memory_that_is_larger_than_all_of_it_is_left_out() -> None:
+    bench = Bench()
+    bench.gpu.answers["nvmlDeviceGetMemoryInfo"] = memory(81 * GIB, reserved=0)
+    found = bench.values()
+    assert "memory_used_bytes" not in found
+    assert found["memory_total_bytes"] == 80 * GIB
+    assert ("nvmlDeviceGetMemoryInfo", "IMPLAUSIBLE") in bench.asking.errors()
+
+
+def test_pcie_rates_need_two_readings_and_a_counter_that_wraps_runs_on() -> None:
+    bench = Bench()
+    bench.counters(2**32 - 1000, 0, bits=32)
+    assert "pcie_tx_bytes_per_second" not in bench.values()
+    bench.clock.now_s += 1
+    bench.counters(1000, 0, bits=32)
+    found = bench.values()
+    assert (found["pcie_tx_bytes_per_second"], found["pcie_rx_bytes_per_second"]) == (2000, 0)
+
+
+def test_a_counter_that_begins_anew_gives_no_rate() -> None:
+    bench = Bench()
+    bench.counters(10**15, 0)
+    bench.values()
+    bench.clock.now_s += 1
+    bench.counters(5, 10)
+    found = bench.values()
+    assert "pcie_tx_bytes_per_second" not in found
+    assert found["pcie_rx_bytes_per_second"] == 10
+    assert bench.asking.errors() == [("NVML_FI_DEV_PCIE_COUNT_TX_BYTES", "IMPLAUSIBLE")]
+
+
+def test_a_reading_that_the_driver_repeats_is_not_taken_for_silence() -> None:
+    bench = Bench()
+    bench.counters(0, 0, at_us=10**15)
+    bench.values()
+    bench.clock.now_s += 1
+    assert "pcie_tx_bytes_per_second" not in bench.values()
+    bench.clock.now_s += 1
+    bench.counters(4000, 0, at_us=10**15 + 2_000_000)
+    assert bench.values()["pcie_tx_bytes_per_second"] == 2000
+
+
+def test_counters_that_are_forgotten_give_no_rate_at_first() -> None:
+    bench = Bench()
+    bench.counters(0, 0)
+    bench.values()
+    bench.device.forget_counts()
+    bench.clock.now_s += 1
+    assert "pcie_tx_bytes_per_second" not in bench.values()
+
+
+@pytest.mark.parametrize("raw", [1.5, -1, 2**64 - 1])
+def test_what_is_no_counter_gives_no_rate(raw: float) -> None:
+    bench = Bench()
+    bench.gpu.fields[197] = FieldValue(0, raw, 64)
+    assert "pcie_tx_bytes_per_second" not in bench.values()
+    assert bench.asking.errors() == [("NVML_FI_DEV_PCIE_COUNT_TX_BYTES", "IMPLAUSIBLE")]
+
+
+@pytest.mark.parametrize("code", [1, 9, 15, 18, 28])
+def test_a_device_that_is_lost_is_not_asked_further(code: int) -> None:
+    bench = Bench()
+    bench.values()
+    bench.nvml.asked.clear()
+    bench.gpu.error = code
+    with pytest.raises(Lost):
+        bench.values()
+    assert bench.nvml.asked.total() == 1
+
+
+def test_a_field_may_say_that_the_device_is_lost() -> None:
+    bench = Bench()
+    bench.gpu.fields[82] = FieldValue(binding.GPU_IS_LOST)
+    with pytest.raises(Lost, match="GPU_IS_LOST"):
+        bench.values()
+
+
+def test_that_a_reset_is_needed_is_a_loss_only_where_nothing_answers() -> None:
+    bench = Bench()
+    bench.gpu.fail(POWER, binding.RESET_REQUIRED)
+    assert "temperature_celsius" in bench.values()
+    bench.gpu.error = binding.RESET_REQUIRED
+    with pytest.raises(Lost, match="RESET_REQUIRED"):
+        bench.values()
+    with pytest.raises(Lost, match="RESET_REQUIRED"):
+        bench.device.probe()
+
+
+def test_what_is_lost_is_probed_with_one_question() -> None:
+    bench = Bench()
+    bench.values()
+    bench.nvml.asked.clear()
+    bench.device.probe()
+    assert bench.nvml.asked.total() == 1
+    bench.gpu.fail("nvmlDeviceGetUtilizationRates", BROKEN)
+    bench.device.probe()
+
+
+ANSWER = st.one_of(
+    st.integers(-(2**31), 2**64), st.floats(), st.sampled_from([NvmlError(code) for code in range(1, 31)])
+)
+
+
+@given(st.lists(ANSWER, min_size=40, max_size=40))
+def test_whatever_a_device_says_its_values_are_within_their_limits(answers: list[Any]) -> None:
+    bench = Bench()
+    for function, answer in zip([POWER, "nvmlDeviceGetFanSpeed", *bench.gpu.answers], answers, strict=False):
+        if isinstance(bench.gpu.answers.get(function), int) or isinstance(answer, NvmlError):
+            bench.gpu.answers[function] = answer
+    limits = {row.key: row.limits for row in TABLE}
+    try:
+        found = bench.values()
+    except Lost:
+        return
+    assert all(limits[key].low <= value <= limits[key].high for key, value in found.items())

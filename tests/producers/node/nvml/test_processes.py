@@ -1,0 +1,201 @@
+"""Which processes are on a device, each once, with what is known of them."""
+
+import time
+from typing import Any
+
+import pytest
+
+from producers.node.cgroups import Place
+from producers.node.nvml import binding
+from producers.node.nvml.asking import Asking, Lost
+from producers.node.nvml.processes import Found, Processes
+from tests.producers.node.nvml.fake import GIB, Clock, FakeNvml, FakePlaces, busy, running
+
+COMPUTE, GRAPHICS, MPS = (f"nvmlDeviceGet{kind}RunningProcesses_v3" for kind in ("Compute", "Graphics", "MPSCompute"))
+NEWER, OLDER = "nvmlDeviceGetProcessesUtilizationInfo", "nvmlDeviceGetProcessUtilization"
+POD = Place("1b6c", "9f2e", None)
+
+
+class Bench:
+    def __init__(self, places: dict[int, Place] | None = None, *, cut: bool = False) -> None:
+        self.nvml, self.clock = FakeNvml(1), Clock()
+        self.answers = self.nvml.gpus[0].answers
+        self.nvml.init()
+        self.asking = Asking(self.nvml)
+        self.processes = Processes(self.asking, self.asking.open(0), FakePlaces(places), cut=cut, clock=self.clock)
+
+    def read(self) -> Found:
+        return self.processes.read()
+
+    def fail(self, function: str, code: int) -> None:
+        self.nvml.gpus[0].fail(function, code)
+
+    def asked(self, function: str) -> int:
+        return self.nvml.asked["GPU-0", function]
+
+
+def test_a_process_has_its_memory_its_share_and_its_place() -> None:
+    bench = Bench({7: POD, 8: Place(None, None, "4711"), 9: Place(None, None, None)})
+    bench.answers[COMPUTE] = [running(7, 5 * GIB), running(8, 0), running(9, None)]
+    bench.answers[MPS] = [running(10)]
+    bench.answers[NEWER] = [busy(7, 90), busy(9, 100)]
+    found = bench.read()
+    assert found.rows == [
+        {
+            "pid": 7,
+            "memory_used_bytes": 5 * GIB,
+            "sm_utilization_ratio": 0.9,
+            "pod_uid": "1b6c",
+            "container_id": "9f2e",
+        },
+        {"pid": 8, "memory_used_bytes": 0, "sm_utilization_ratio": 0.0, "job_id": "4711"},
+        {"pid": 9, "sm_utilization_ratio": 1.0},
+        {"pid": 10, "memory_used_bytes": GIB, "sm_utilization_ratio": 0.0},
+    ]
+    assert found.kinds == {7: "attributed", 8: "attributed", 9: "host", 10: "unseen"}
+
+
+def test_a_process_that_is_in_two_lists_is_there_once() -> None:
+    bench = Bench()
+    bench.answers[COMPUTE] = [running(7, None), running(8, 5)]
+    bench.answers[GRAPHICS] = [running(7, 5), running(8, 6), running(8, None)]
+    rows = bench.read().rows or []
+    assert [(row["pid"], row["memory_used_bytes"]) for row in rows] == [(7, 5), (8, 6)]
+
+
+def test_a_device_without_processes_has_none_and_is_not_asked_how_busy_they_are() -> None:
+    bench = Bench()
+    assert bench.read() == Found([], {})
+    assert bench.asked(NEWER) == 0
+
+
+@pytest.mark.parametrize("raw", [-1, 2**64 - 1, 2**60])
+def test_memory_that_can_not_be_is_left_out_and_counted(raw: int) -> None:
+    bench = Bench()
+    bench.answers[COMPUTE] = [running(7, raw)]
+    assert bench.read().rows == [{"pid": 7, "sm_utilization_ratio": 0.0}]
+    assert bench.asking.errors() == [("usedGpuMemory", "IMPLAUSIBLE")]
+
+
+def test_a_share_that_can_not_be_is_left_out_and_counted() -> None:
+    bench = Bench()
+    bench.answers[COMPUTE] = [running(7)]
+    bench.answers[NEWER] = [busy(7, 101)]
+    assert bench.read().rows == [{"pid": 7, "memory_used_bytes": GIB}]
+    assert bench.asking.errors() == [("smUtil", "IMPLAUSIBLE")]
+
+
+def test_an_older_driver_has_the_older_lists() -> None:
+    bench = Bench()
+    for name in (COMPUTE, GRAPHICS, MPS, NEWER):
+        bench.fail(name, binding.FUNCTION_NOT_FOUND)
+    bench.answers["nvmlDeviceGetComputeRunningProcesses_v2"] = [running(7)]
+    bench.answers[OLDER] = [busy(7, 50)]
+    for _ in range(2):
+        assert bench.read().rows == [{"pid": 7, "memory_used_bytes": GIB, "sm_utilization_ratio": 0.5}]
+    assert [bench.asked(name) for name in (COMPUTE, MPS, NEWER, OLDER)] == [1, 1, 1, 2]
+    assert bench.asking.errors() == []
+
+
+def test_where_no_list_is_supported_the_processes_are_not_known() -> None:
+    bench = Bench()
+    for name in (COMPUTE, GRAPHICS, MPS):
+        bench.fail(name, binding.NOT_SUPPORTED)
+    assert bench.read() == Found(None, {})
+
+
+def test_a_list_that_fails_is_not_taken_for_the_rest() -> None:
+    bench = Bench()
+    bench.answers[COMPUTE] = [running(7)]
+    bench.fail(GRAPHICS, binding.NO_PERMISSION)
+    assert bench.read() == Found(None, {})
+    assert bench.asking.errors() == [(GRAPHICS, "NO_PERMISSION")]
+
+
+def test_a_list_that_grew_is_asked_for_once_more() -> None:
+    bench = Bench()
+    answers: list[Any] = [binding.NvmlError(binding.INSUFFICIENT_SIZE), [running(7)]]
+    bench.answers[COMPUTE] = lambda: answers.pop(0)
+    assert bench.read().kinds == {7: "unseen"}
+    bench.fail(COMPUTE, binding.INSUFFICIENT_SIZE)
+    assert bench.read().rows is None
+    assert bench.asking.errors() == [(COMPUTE, "INSUFFICIENT_SIZE")]
+    assert bench.asked(COMPUTE) == 4
+
+
+def test_that_there_is_nothing_new_means_that_nothing_was_done() -> None:
+    bench = Bench()
+    bench.answers[COMPUTE] = [running(7)]
+    bench.answers[NEWER] = [busy(7, 50)]
+    assert _shares(bench) == [0.5]
+    bench.fail(NEWER, binding.NOT_FOUND)
+    bench.clock.now_s += 0.5
+    assert _shares(bench) == [0.5]  # within the sample period: no sample has been taken yet
+    bench.clock.now_s += 0.5
+    assert _shares(bench) == [0.0]
+    assert bench.asking.errors() == []
+
+
+def test_only_what_is_newer_than_the_newest_sample_is_asked_for() -> None:
+    bench = Bench()
+    asked = []
+
+    def since(last_us: int) -> list[Any]:
+        asked.append(last_us)
+        return [busy(7, 50, 300), busy(7, 10, 200), busy(8, 20, 250)]
+
+    bench.answers[COMPUTE] = [running(7), running(8)]
+    bench.answers[NEWER] = since
+    assert _shares(bench) == [0.5, 0.2]
+    bench.read()
+    assert asked == [0, 300]
+
+
+def test_a_sample_from_the_future_does_not_hide_those_of_the_present() -> None:
+    bench = Bench()
+    asked = []
+    now_us = time.time_ns() // 1000
+
+    def since(last_us: int) -> list[Any]:
+        asked.append(last_us)
+        return [busy(7, 50, 2**64 - 1), busy(8, 5, now_us)]
+
+    bench.answers[COMPUTE] = [running(7)]
+    bench.answers[NEWER] = since
+    bench.read()
+    bench.read()
+    assert asked == [0, now_us]
+
+
+def test_where_it_can_not_be_said_how_busy_they_are_the_processes_come_without() -> None:
+    bench = Bench()
+    bench.answers[COMPUTE] = [running(7)]
+    bench.fail(NEWER, binding.UNKNOWN)
+    assert bench.read().rows == [{"pid": 7, "memory_used_bytes": GIB}]
+    assert bench.asking.errors() == [(NEWER, "UNKNOWN")]
+    bench.fail(NEWER, binding.NOT_SUPPORTED)
+    bench.fail(OLDER, binding.NOT_SUPPORTED)
+    assert bench.read().rows == [{"pid": 7, "memory_used_bytes": GIB}]
+    assert bench.asking.errors() == []
+
+
+def test_an_invalid_argument_means_not_supported_only_for_a_part() -> None:
+    whole, part = Bench(), Bench(cut=True)
+    for bench in (whole, part):
+        bench.answers[COMPUTE] = [running(7)]
+        bench.fail(NEWER, binding.INVALID_ARGUMENT)
+        bench.fail(OLDER, binding.INVALID_ARGUMENT)
+        bench.read()
+        bench.read()
+    assert (whole.asked(NEWER), part.asked(NEWER), part.asked(OLDER)) == (2, 1, 1)
+
+
+def test_a_lost_device_says_so() -> None:
+    bench = Bench()
+    bench.nvml.gpus[0].error = binding.GPU_IS_LOST
+    with pytest.raises(Lost):
+        bench.read()
+
+
+def _shares(bench: Bench) -> list[float | None]:
+    return [row.get("sm_utilization_ratio") for row in bench.read().rows or []]

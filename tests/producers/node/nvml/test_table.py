@@ -1,0 +1,48 @@
+"""The table is the catalogue's, and what it names is what pynvml has."""
+
+import pynvml
+import pytest
+
+from producers.node.nvml.table import MEMORY_V2, TABLE, Call, Field, Row, Source
+from topics.catalogue import CATALOGUE
+
+SOURCES = [(row, source) for row in TABLE for source in row.sources]
+
+
+def test_every_key_of_the_catalogue_is_asked_for_once() -> None:
+    assert sorted(row.key for row in TABLE) == sorted(CATALOGUE)
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.key)
+def test_the_first_source_is_the_catalogues_own(row: Row) -> None:
+    assert row.sources[0].question.name in CATALOGUE[row.key].nvml
+
+
+@pytest.mark.parametrize(("row", "source"), SOURCES, ids=lambda one: one.key if isinstance(one, Row) else "")
+def test_every_source_is_one_that_pynvml_has(row: Row, source: Source) -> None:
+    question = source.question
+    if isinstance(question, Call):
+        assert callable(getattr(pynvml, question.function))
+    else:
+        assert getattr(pynvml, question.name) == question.number
+
+
+def test_what_the_arguments_stand_for() -> None:
+    assert pynvml.nvmlMemory_v2 == MEMORY_V2
+    asked = {row.key: row.sources[0].question for row in TABLE}
+    clock = "nvmlDeviceGetClockInfo"
+    assert asked["graphics_clock_hz"] == Call(clock, (pynvml.NVML_CLOCK_GRAPHICS,))
+    assert asked["sm_clock_hz"] == Call(clock, (pynvml.NVML_CLOCK_SM,))
+    assert asked["memory_clock_hz"] == Call(clock, (pynvml.NVML_CLOCK_MEM,))
+    assert asked["temperature_celsius"] == Call("nvmlDeviceGetTemperatureV", (pynvml.NVML_TEMPERATURE_GPU,))
+    kinds = (pynvml.NVML_MEMORY_ERROR_TYPE_CORRECTED, pynvml.NVML_VOLATILE_ECC)
+    assert asked["ecc_corrected_volatile_total"] == Call("nvmlDeviceGetTotalEccErrors", kinds)
+    kinds = (pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC)
+    assert asked["ecc_uncorrected_volatile_total"] == Call("nvmlDeviceGetTotalEccErrors", kinds)
+
+
+def test_pcie_is_read_from_counters_since_its_throughput_call_measures_for_20_ms() -> None:
+    assert not any(source.question.name == "nvmlDeviceGetPcieThroughput" for _, source in SOURCES)
+    rates = {row.key: row.sources for row in TABLE if row.rate}
+    assert all(isinstance(source.question, Field) for sources in rates.values() for source in sources)
+    assert sorted(rates) == ["pcie_rx_bytes_per_second", "pcie_tx_bytes_per_second"]

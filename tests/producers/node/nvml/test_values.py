@@ -1,0 +1,98 @@
+"""What comes out is in base units and can be; what can't be, or stands for "not available", does not come out."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from producers.node.nvml.values import Absent, Count, Limits, Scale, is_same_reading, measured, per_second
+from tests.producers.node.nvml.fake import memory
+
+ANYTHING = st.one_of(st.integers(), st.floats(), st.none(), st.text(max_size=3))
+LIMITS = st.tuples(st.floats(0, 1e15), st.floats(0, 1e15)).map(lambda pair: Limits(*sorted(pair)))
+SCALES = st.sampled_from([Scale(), Scale(per=100), Scale(per=1000), Scale(times=1_000_000)])
+PERCENT = Scale(per=100)
+RATIO = Limits(0, 1)
+
+
+@given(ANYTHING, st.sampled_from([0, 16, 32, 64]), SCALES, LIMITS)
+def test_whatever_a_device_says_is_within_the_limits_or_absent(
+    raw: object, bits: int, scale: Scale, limits: Limits
+) -> None:
+    value = measured(raw, bits, scale, limits)
+    assert value is Absent.IMPLAUSIBLE or (limits.low <= value <= limits.high and math.isfinite(value))
+
+
+@given(st.integers(0, 100))
+def test_a_percentage_is_the_ratio_that_is_written_for_it(percent: int) -> None:
+    assert measured(percent, 32, PERCENT, RATIO) == float(f"{percent / 100:.2f}")
+
+
+def test_zero_is_zero() -> None:
+    assert measured(0, 32, PERCENT, RATIO) == 0
+    assert measured(0, 64, Scale(), Limits(0, 1e12)) == 0
+
+
+@pytest.mark.parametrize(
+    ("raw", "bits"),
+    [
+        (-1, 32), (-1, 64), (-1.0, 0), (0xFFFF, 16), (0xFFFFFFFF, 32), (0xFFFFFFFF_FFFFFFFF, 64), (0x7FFFFFF0, 32),
+        (0x7FFFFFF3, 32), (0x7FFFFFFF_FFFFFFF0, 64), (math.nan, 0), (math.inf, 0), (None, 32), ("1", 32),
+        (memory(), 64),
+    ],
+)  # fmt: skip
+def test_what_stands_for_not_available_is_no_value(raw: object, bits: int) -> None:
+    assert measured(raw, bits, Scale(), Limits(-10, 1e30)) is Absent.IMPLAUSIBLE
+
+
+def test_all_ones_of_a_narrower_type_is_a_value_of_a_wider_one() -> None:
+    assert measured(0xFFFFFFFF, 64, Scale(), Limits(0, 1e12)) == 0xFFFFFFFF
+
+
+@pytest.mark.parametrize(("raw", "kept"), [(100, True), (101, False), (255, False), (-2, False)])
+def test_a_value_beyond_its_limits_is_none(raw: int, kept: bool) -> None:
+    assert (measured(raw, 32, PERCENT, RATIO) is not Absent.IMPLAUSIBLE) is kept
+
+
+@given(st.sampled_from([16, 32, 64]), st.integers(0), st.integers(0), st.floats(0.05, 9), st.sampled_from([0, 10**15]))
+def test_a_counter_that_wrapped_has_run_on(bits: int, start: int, run: int, seconds: float, at_us: int) -> None:
+    start, run = start % (1 << bits), run % (1 << bits)
+    last = Count(start, bits, at_us, 100.0)
+    now = Count((start + run) % (1 << bits), bits, at_us and at_us + round(seconds * 1e6), 100.0 + seconds)
+    rate = per_second(last, now)
+    assert rate is not None
+    assert rate >= 0
+    assert rate == pytest.approx(run / seconds, rel=1e-4)
+
+
+@given(st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1), st.floats(), st.floats(), st.integers(), st.integers())
+def test_no_clock_makes_a_rate_negative_or_endless(
+    one: int, other: int, then_s: float, now_s: float, then_us: int, now_us: int
+) -> None:
+    rate = per_second(Count(one, 64, then_us, then_s), Count(other, 64, now_us, now_s))
+    assert rate is None or rate >= 0
+
+
+def test_the_counters_own_clock_tells_how_long_it_ran_where_it_can_be_right() -> None:
+    last = Count(0, 64, 1_000_000, 10.0)
+    assert per_second(last, Count(1000, 64, 1_500_000, 10.9)) == 2000
+    assert per_second(last, Count(1000, 64, 9_000_000, 10.5)) == 2000
+    assert per_second(last, Count(1000, 64, 900_000, 10.5)) == 2000
+    assert per_second(Count(0, 64, 0, 10.0), Count(1000, 64, 500_000, 10.5)) == 2000
+
+
+def test_a_counter_of_32_bits_that_was_not_read_for_long_tells_nothing() -> None:
+    assert per_second(Count(0, 32, 0, 0.0), Count(5, 32, 0, 11.0)) is None
+    assert per_second(Count(0, 64, 0, 0.0), Count(5, 64, 0, 10.0)) == 0.5
+
+
+def test_a_counter_of_another_width_or_no_time_tells_nothing() -> None:
+    assert per_second(Count(0, 32, 0, 0.0), Count(5, 64, 0, 1.0)) is None
+    assert per_second(Count(0, 64, 0, 1.0), Count(5, 64, 0, 1.0)) is None
+
+
+def test_an_answer_given_twice_is_known_by_its_own_time() -> None:
+    assert is_same_reading(Count(5, 64, 7, 0.0), Count(5, 64, 7, 1.0))
+    assert not is_same_reading(Count(5, 64, 0, 0.0), Count(5, 64, 0, 1.0))
+    assert not is_same_reading(Count(5, 64, 7, 0.0), Count(6, 64, 7, 1.0))

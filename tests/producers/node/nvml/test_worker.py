@@ -1,0 +1,92 @@
+"""A worker does one thing at a time, and what it does holds up nobody."""
+
+import asyncio
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from producers.node.nvml.worker import Worker
+from tests.producers.node.nvml.fake import until
+
+HANGS = """
+import asyncio, threading
+from producers.node.nvml.worker import Worker
+
+async def main():
+    await asyncio.wait([Worker("hangs").ask(threading.Event().wait)], timeout=0.05)
+
+asyncio.run(main())
+"""
+
+
+async def test_the_answer_comes_to_the_loop_from_another_thread() -> None:
+    worker = Worker("worker-here")
+    assert await worker.ask(lambda: threading.current_thread().name) == "worker-here"
+    assert await worker.ask(lambda: 2) == 2
+    worker.stop()
+
+
+async def test_what_a_job_raises_is_raised_where_it_is_awaited() -> None:
+    worker = Worker("worker")
+    with pytest.raises(ZeroDivisionError):
+        await worker.ask(lambda: 1 // 0)
+    assert await worker.ask(lambda: 2) == 2
+    worker.stop()
+
+
+async def test_there_is_no_second_job_beside_one_that_has_not_returned() -> None:
+    worker, end = Worker("worker"), threading.Event()
+    job = worker.ask(end.wait)
+    assert worker.busy
+    with pytest.raises(RuntimeError):
+        worker.ask(end.wait)
+    end.set()
+    assert await job
+    assert not worker.busy
+    assert worker.busy_s() == 0
+    worker.stop()
+
+
+async def test_a_job_that_nobody_waits_for_any_more_still_keeps_the_worker_busy_until_it_returns() -> None:
+    worker, end = Worker("worker"), threading.Event()
+    job = worker.ask(end.wait)
+    job.cancel()
+    await asyncio.sleep(0)
+    assert worker.busy
+    end.set()
+    await until(lambda: not worker.busy)
+    worker.stop()
+
+
+async def test_it_says_for_how_long_a_job_has_run() -> None:
+    now = [100.0]
+    worker, end = Worker("worker", lambda: now[0]), threading.Event()
+    job = worker.ask(end.wait)
+    now[0] += 40
+    assert worker.busy_s() == 40
+    end.set()
+    await job
+    worker.stop()
+
+
+def test_an_answer_that_comes_when_the_loop_is_closed_goes_nowhere() -> None:
+    end, workers = threading.Event(), []
+
+    async def ask() -> None:
+        worker = Worker("worker-late")
+        workers.append(worker)
+        worker.ask(end.wait)
+
+    asyncio.run(ask())
+    end.set()
+    workers[0].stop()
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "worker-late"] or [None]
+    if thread is not None:
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+def test_a_process_ends_although_a_job_hangs() -> None:
+    assert subprocess.run([sys.executable, "-c", HANGS], timeout=60, check=False).returncode == 0

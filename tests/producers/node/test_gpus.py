@@ -1,0 +1,493 @@
+"""The node's GPUs, whatever becomes of them: each answers for itself, and each is known for as long as the process."""
+
+import asyncio
+import contextlib
+import gc
+import logging
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
+
+import msgspec
+import pytest
+
+from producers.node import instruments as own
+from producers.node.cgroups import Place
+from producers.node.gpus import Gpus, Pace
+from producers.node.nvml import binding
+from producers.node.nvml.binding import Nvml
+from producers.node.nvml.driver import DriverReplaced
+from tests.producers.node.nvml.fake import Clock, FakeCensus, FakeDevice, FakeNvml, FakePlaces, part, running, until
+from topics.instruments import Instruments
+from topics.samples import Device
+
+QUICK = Pace(retry_s=0.01, census_s=0.05, soon_s=0.01, list_s=0.01)
+NEVER = Pace(retry_s=3600, census_s=3600, soon_s=3600)
+COMPUTE = "nvmlDeviceGetComputeRunningProcesses_v3"
+POWER = "nvmlDeviceGetPowerUsage"
+
+Devices = list[dict[str, Any]]
+
+
+class Bench:
+    """GPUs, the machine that they are in, and what is counted."""
+
+    def __init__(self, gpus: int = 3, *, pace: Pace = NEVER) -> None:
+        self.nvml, self.clock, self.places = FakeNvml(gpus), Clock(), FakePlaces()
+        self.census = FakeCensus(lambda: None)
+        self.instruments = Instruments(own.INSTRUMENTS)
+        self.pace = pace
+        self.gpus = self.make()
+        self.tasks: list[asyncio.Task[None]] = []
+
+    def make(self, *, nvml: Nvml | None = None, clock: Callable[[], float] | None = None) -> Gpus:
+        more: dict[str, Any] = {} if clock is None else {"clock": clock}
+        census: Any = self.census
+        return Gpus(self.instruments, self.places, nvml=nvml or self.nvml, census=census, pace=self.pace, **more)
+
+    async def open(self) -> Devices:
+        await self.gpus.open(30)
+        return await self.read()
+
+    async def read(self, within_s: float = 30) -> Devices:
+        return await self.gpus.read(within_s)
+
+    async def states(self, within_s: float = 30) -> dict[str, str]:
+        return {device["uuid"]: device["state"] for device in await self.read(within_s)}
+
+    def run(self) -> None:
+        self.tasks.append(asyncio.create_task(self.gpus.run()))
+
+    async def comes(self, expected: dict[str, str]) -> None:
+        """Tick until the devices are in these states."""
+        for _ in range(3000):
+            if (last := await self.states()) == expected:
+                return
+            await asyncio.sleep(0.01)
+        raise AssertionError(last)
+
+    def value(self, name: str, **labels: str) -> float:
+        return self.instruments.registry.get_sample_value(name, labels) or 0.0
+
+    async def close(self) -> None:
+        self.nvml.release()
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+        self.gpus.close()
+
+
+@pytest.fixture
+async def bench() -> AsyncIterator[Bench]:
+    async with opened(Bench()) as one:
+        yield one
+
+
+@pytest.fixture
+async def quick() -> AsyncIterator[Bench]:
+    async with opened(Bench(pace=QUICK)) as one:
+        yield one
+
+
+@contextlib.asynccontextmanager
+async def opened(one: Bench) -> AsyncIterator[Bench]:
+    yield one
+    await one.close()
+
+
+OK = {"GPU-0": "ok", "GPU-1": "ok", "GPU-2": "ok"}
+
+
+async def test_all_gpus_come_by_index_and_are_devices_of_the_contract(bench: Bench) -> None:
+    devices = await bench.open()
+    assert [(device["uuid"], device["index"], device["state"]) for device in devices] == [
+        (f"GPU-{index}", index, "ok") for index in range(3)
+    ]
+    for device in devices:
+        decoded = msgspec.convert(device, Device)
+        assert decoded.metrics["power_watts"] == 250.123
+    assert bench.gpus.not_ready() == []
+    assert bench.value(own.GPUS, state="ok") == 3
+    assert bench.value(own.OPENED) == 1
+    assert bench.value(f"{own.READ_SECONDS}_count") == 6
+
+
+async def test_nothing_is_asked_on_the_loops_thread_and_each_gpu_has_one_of_its_own(bench: Bench) -> None:
+    await bench.open()
+    assert bench.nvml.threads == {"nvml-driver", "nvml-0", "nvml-1", "nvml-2"}
+    assert all(thread.daemon for thread in threading.enumerate() if thread.name.startswith("nvml-"))
+
+
+async def test_before_it_is_opened_it_says_so() -> None:
+    async with opened(Bench()) as bench:
+        assert bench.gpus.not_ready() == ["the NVIDIA driver has not been asked yet"]
+        assert await bench.read() == []
+
+
+async def test_a_gpu_that_hangs_is_a_timeout_and_the_others_are_on_time(bench: Bench) -> None:
+    await bench.open()
+    hang = bench.nvml.hang("GPU-1", POWER)
+    for _ in range(3):
+        devices = await bench.read(0.2)
+        assert [device["state"] for device in devices] == ["ok", "timeout", "ok"]
+    assert devices[1] == {
+        "uuid": "GPU-1",
+        "index": 1,
+        "vendor": "nvidia",
+        "model": "NVIDIA H100 80GB HBM3",
+        "pci_bus_id": "00000000:0A:00.0",
+        "minor": 1,
+        "state": "timeout",
+        "metrics": {},
+    }
+    assert bench.value(own.GPUS, state="timeout") == 1
+    assert bench.nvml.asked["GPU-1", POWER] == 3  # opened, read once, and the one that hangs
+    hang.end.set()
+    await bench.comes(OK)
+
+
+async def test_one_that_hangs_is_counted_when_it_returns_and_what_it_says_then_is_not_of_that_tick(
+    bench: Bench,
+) -> None:
+    await bench.open()
+    hang = bench.nvml.hang("GPU-1", POWER)
+    assert (await bench.states(0.05))["GPU-1"] == "timeout"
+    before = bench.value(f"{own.READ_SECONDS}_count")
+    hang.end.set()
+    await until(lambda: bench.value(f"{own.READ_SECONDS}_count") == before + 1)
+    assert await bench.states() == OK
+
+
+async def test_what_hangs_is_told_with_its_time_and_the_call_and_once_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with opened(Bench()) as bench:
+        bench.gpus = bench.make(clock=bench.clock)
+        await bench.open()
+        caplog.set_level(logging.INFO)
+        bench.nvml.hang("GPU-1", POWER)
+        reading = asyncio.create_task(bench.read(0.2))
+        await reading
+        assert bench.gpus.not_ready() == []
+        bench.clock.now_s += 40
+        for _ in range(3):
+            await bench.read(0.2)
+        told = "GPU 1 (GPU-1) has not answered for 40 s (nvmlDeviceGetPowerUsage)"
+        assert bench.gpus.not_ready() == [told]
+        bench.nvml.release()
+        await until(lambda: not bench.gpus.not_ready())
+        assert [record.getMessage() for record in caplog.records] == [told, "GPU 1 (GPU-1) has returned"]
+
+
+async def test_the_mig_devices_of_a_gpu_that_hangs_or_is_lost_are_known_too(bench: Bench) -> None:
+    gpu = bench.nvml.gpus[1]
+    gpu.cut(part("MIG-a", **{COMPUTE: [running(7)]}))
+    assert (await bench.open())[2]["mig"]["parent_uuid"] == "GPU-1"
+    gpu.error = binding.GPU_IS_LOST
+    assert await bench.states() == {"GPU-0": "ok", "GPU-1": "lost", "MIG-a": "lost", "GPU-2": "ok"}
+    lost = (await bench.read())[2]
+    assert (lost["mig"]["uuid"], lost["metrics"], "processes" in lost) == ("MIG-a", {}, False)
+    gpu.error = None
+    bench.nvml.hang("GPU-1", "nvmlDeviceGetMigMode")
+    assert await bench.states(0.2) == {"GPU-0": "ok", "GPU-1": "timeout", "MIG-a": "timeout", "GPU-2": "ok"}
+
+
+async def test_a_lost_gpu_keeps_its_identity_and_is_back_when_it_answers(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    await bench.open()
+    caplog.set_level(logging.INFO)
+    bench.nvml.gpus[2].error = binding.GPU_IS_LOST
+    for _ in range(3):
+        assert await bench.states() == OK | {"GPU-2": "lost"}
+    why = "GPU 2 (GPU-2) is lost: GPU_IS_LOST (nvmlDeviceGetUtilizationRates)"
+    assert [reason.partition(" (for ")[0] for reason in bench.gpus.not_ready()] == [why]
+    assert bench.value(own.NVML_ERRORS, call="nvmlDeviceGetUtilizationRates", error="GPU_IS_LOST") == 3
+    bench.nvml.gpus[2].error = None
+    assert await bench.states() == OK
+    assert [record.getMessage() for record in caplog.records] == [why, "GPU 2 (GPU-2) answers again"]
+    assert bench.gpus.not_ready() == []
+
+
+@pytest.mark.parametrize(("code", "name"), [(4, "NO_PERMISSION"), (15, "GPU_IS_LOST"), (999, "UNKNOWN")])
+async def test_a_gpu_that_can_not_be_opened_is_left_out_counted_and_told(bench: Bench, code: int, name: str) -> None:
+    bench.nvml.gpus[1].open_error = code
+    await bench.open()
+    assert await bench.states() == {"GPU-0": "ok", "GPU-2": "ok"}
+    assert bench.value(own.NVML_ERRORS, call="nvmlDeviceGetHandleByIndex", error=name) == 1
+    why = f"GPU 1 can't be opened: {name} (nvmlDeviceGetHandleByIndex)"
+    assert [reason.partition(" (for ")[0] for reason in bench.gpus.not_ready()] == [why]
+    assert bench.nvml.asked["GPU-1", "nvmlDeviceGetHandleByIndex"] == 1
+
+
+async def test_a_gpu_that_hangs_while_it_is_opened_holds_up_no_other_and_comes_when_it_returns(bench: Bench) -> None:
+    hang = bench.nvml.hang("GPU-1", "nvmlDeviceGetHandleByIndex")
+    await bench.gpus.open(0.2)
+    assert await bench.states(0.2) == {"GPU-0": "ok", "GPU-2": "ok"}
+    hang.end.set()
+    await bench.comes(OK)
+
+
+async def test_two_gpus_of_one_uuid_are_one(bench: Bench) -> None:
+    bench.nvml.gpus[2].uuid = "GPU-0"
+    await bench.open()
+    assert await bench.states() == {"GPU-0": "ok", "GPU-1": "ok"}
+    assert "it has the UUID of GPU 0" in bench.gpus.not_ready()[0]
+
+
+async def test_a_fault_in_reading_one_gpu_is_told_and_holds_up_no_other(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    await bench.open()
+    bench.nvml.gpus[1].answers["nvmlDeviceGetRemappedRows"] = ()
+    for _ in range(3):
+        assert await bench.states() == OK | {"GPU-1": "lost"}
+    assert "IndexError" in bench.gpus.not_ready()[0]
+    assert len([record for record in caplog.records if record.exc_info]) == 1
+
+
+async def test_processes_are_counted_once_each_by_what_is_known_of_them(bench: Bench) -> None:
+    bench.places.places = {1: Place("pod", None, None), 2: Place(None, None, "job"), 3: Place(None, None, None)}
+    bench.nvml.gpus[0].answers[COMPUTE] = [running(1), running(2), running(3)]
+    bench.nvml.gpus[1].answers[COMPUTE] = [running(1), running(4)]
+    await bench.open()
+    kinds = ("attributed", "host", "unseen")
+    assert [bench.value(own.PROCESSES, kind=kind) for kind in kinds] == [2, 1, 1]
+    bench.nvml.gpus[0].answers[COMPUTE] = bench.nvml.gpus[1].answers[COMPUTE] = []
+    await bench.read()
+    assert [bench.value(own.PROCESSES, kind=kind) for kind in kinds] == [0, 0, 0]
+
+
+async def test_errors_are_counted_by_call_and_error(bench: Bench) -> None:
+    await bench.open()
+    bench.nvml.gpus[0].fail(POWER, binding.UNKNOWN)
+    bench.nvml.gpus[1].answers["nvmlDeviceGetFanSpeed"] = 0xFFFFFFFF
+    await bench.read()
+    await bench.read()
+    assert bench.value(own.NVML_ERRORS, call=POWER, error="UNKNOWN") == 2
+    assert bench.value(own.NVML_ERRORS, call="nvmlDeviceGetFanSpeed", error="IMPLAUSIBLE") == 2
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        (binding.LIBRARY_NOT_FOUND, "libnvidia-ml.so.1 is not found"),
+        (binding.DRIVER_NOT_LOADED, "kernel module is not loaded"),
+        (binding.LIB_RM_VERSION_MISMATCH, "of different versions"),
+        (binding.NO_PERMISSION, "NO_PERMISSION"),
+        (77, "CODE_77"),
+    ],
+)
+async def test_a_driver_that_comes_later_works_and_until_then_it_is_told_once(
+    quick: Bench, caplog: pytest.LogCaptureFixture, code: int, told: str
+) -> None:
+    caplog.set_level(logging.INFO)
+    quick.nvml.driver_error = code
+    assert await quick.open() == []
+    assert told in quick.gpus.not_ready()[0]
+    quick.run()
+    await until(lambda: quick.nvml.inits > 3)
+    assert await quick.read() == []
+    quick.nvml.driver_error = None
+    await quick.comes(OK)
+    assert quick.gpus.not_ready() == []
+    assert quick.gpus.fatal() is None
+    assert len(caplog.records) == 2
+    assert caplog.records[1].getMessage() == "NVIDIA driver 580.0 with 3 GPUs"
+
+
+async def test_a_driver_without_gpus_says_so() -> None:
+    async with opened(Bench(0)) as bench:
+        assert await bench.open() == []
+        assert bench.gpus.not_ready() == ["the NVIDIA driver has no GPU"]
+
+
+async def test_an_init_that_does_not_return_is_told_and_there_is_no_second_one_beside_it() -> None:
+    async with opened(Bench(pace=QUICK)) as bench:
+        bench.gpus = bench.make(clock=bench.clock)
+        hang = bench.nvml.hang(None, "nvmlInit")
+        await bench.gpus.open(0.05)
+        bench.run()
+        bench.clock.now_s += 40
+        assert await bench.read(0.05) == []
+        assert bench.gpus.not_ready() == ["the NVIDIA driver does not answer: nvmlInit has not returned for 40 s"]
+        await asyncio.sleep(0.1)
+        assert bench.nvml.asked["", "nvmlInit"] == 1
+        hang.end.set()
+        await bench.comes(OK)
+
+
+async def test_a_new_gpu_that_a_new_process_sees_is_there_after_opening_again(
+    quick: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    quick.census = FakeCensus(lambda: [gpu.uuid for gpu in quick.nvml.gpus])
+    quick.gpus = quick.make()
+    await quick.open()
+    quick.run()
+    await until(lambda: len(quick.census.times) > 2)
+    assert quick.nvml.inits == 1
+    quick.nvml.gpus.append(FakeDevice("GPU-new"))
+    await quick.comes(OK | {"GPU-new": "ok"})
+    assert (quick.nvml.inits, quick.nvml.shutdowns) == (2, 1)
+    assert quick.value(own.OPENED) == 2
+    again = [record.getMessage() for record in caplog.records][-1]
+    assert again.endswith("opened again: GPU-new would answer a new process, and not this one")
+
+
+async def test_a_gpu_that_is_not_there_any_more_stays_known_as_lost(quick: Bench) -> None:
+    quick.census = FakeCensus(lambda: [gpu.uuid for gpu in quick.nvml.gpus])
+    quick.gpus = quick.make()
+    await quick.open()
+    quick.run()
+    gone = quick.nvml.gpus.pop(1)
+    gone.error = binding.GPU_IS_LOST
+    await quick.comes(OK | {"GPU-1": "lost"})
+    quick.nvml.gpus.append(FakeDevice("GPU-new"))
+    await quick.comes(OK | {"GPU-1": "lost", "GPU-new": "ok"})
+    assert quick.gpus.not_ready() == ["GPU 1 (GPU-1) is lost: it is not there any more"]
+    assert [device["index"] for device in await quick.read()] == [0, 1, 1, 2]
+    gone.error = None
+    quick.nvml.gpus.insert(1, gone)
+    await quick.comes(OK | {"GPU-new": "ok"})
+    assert quick.gpus.not_ready() == []
+
+
+async def test_a_driver_that_was_reloaded_is_opened_again(quick: Bench) -> None:
+    quick.census = FakeCensus(lambda: [gpu.uuid for gpu in quick.nvml.gpus])
+    quick.gpus = quick.make()
+    await quick.open()
+    for gpu in quick.nvml.gpus:
+        gpu.error = binding.UNINITIALIZED
+    assert set((await quick.states()).values()) == {"lost"}
+    for gpu in quick.nvml.gpus:
+        gpu.fail("nvmlDeviceGetUtilizationRates", binding.DRIVER_NOT_LOADED)
+        gpu.error = None
+    assert set((await quick.states()).values()) == {"lost"}
+    fresh = [FakeDevice(gpu.uuid) for gpu in quick.nvml.gpus]
+    quick.nvml.gpus = fresh
+    quick.run()
+    await quick.comes(OK)
+    assert quick.value(own.OPENED) == 2
+
+
+async def test_opening_again_that_fails_is_tried_until_it_works(quick: Bench) -> None:
+    quick.census = FakeCensus(lambda: [*OK, "GPU-new"])
+    quick.gpus = quick.make()
+    await quick.open()
+    quick.nvml.driver_error = binding.DRIVER_NOT_LOADED
+    quick.run()
+    await quick.comes(dict.fromkeys(OK, "lost"))
+    assert len(quick.gpus.not_ready()) == 4
+    quick.nvml.driver_error = None
+    await quick.comes(OK)
+
+
+async def test_while_nvml_is_opened_again_no_gpu_is_asked_and_all_are_timeouts(quick: Bench) -> None:
+    quick.census = FakeCensus(lambda: ["GPU-new"])
+    quick.gpus = quick.make()
+    await quick.open()
+    hang = quick.nvml.hang(None, "nvmlInit")
+    quick.run()
+    await until(hang.begun.is_set)
+    before = quick.nvml.asked.total()
+    assert await quick.states(0.1) == dict.fromkeys(OK, "timeout")
+    assert quick.nvml.asked.total() == before
+    hang.end.set()
+    await quick.comes(OK)
+
+
+async def test_nvml_is_not_opened_again_while_a_gpu_hangs() -> None:
+    async with opened(Bench(pace=QUICK)) as bench:
+        bench.census = FakeCensus(lambda: ["GPU-new"])
+        bench.gpus = bench.make(clock=bench.clock)
+        await bench.open()
+        hang = bench.nvml.hang("GPU-1", POWER)
+        await bench.read(0.05)
+        bench.clock.now_s += 100
+        bench.run()
+        for _ in range(5):
+            seen = len(bench.census.times)
+            bench.clock.now_s += 100
+            await until(lambda seen=seen: len(bench.census.times) > seen)  # type: ignore[misc]
+        assert bench.nvml.shutdowns == 0
+        hang.end.set()
+        await until(lambda: bench.nvml.asked["GPU-1", "nvmlDeviceGetRemappedRows"] > 2)
+
+
+async def test_a_loss_calls_for_a_census_soon_but_not_at_once() -> None:
+    pace = Pace(census_s=3600, soon_s=0.3)
+    async with opened(Bench(pace=pace)) as bench:
+        bench.gpus = bench.make()
+        loop = asyncio.get_running_loop()
+        await bench.open()
+        began_s = loop.time()
+        bench.run()
+        bench.nvml.gpus[0].error = binding.GPU_IS_LOST
+        await bench.read()
+        await until(lambda: bench.census.times)
+        assert loop.time() - began_s > 0.2
+
+
+async def test_a_library_of_another_driver_needs_a_new_process(quick: Bench) -> None:
+    await quick.open()
+    quick.nvml.gpus[0].error = binding.LIB_RM_VERSION_MISMATCH
+    assert (await quick.states())["GPU-0"] == "lost"
+    fatal = quick.gpus.fatal()
+    assert isinstance(fatal, DriverReplaced)
+    assert fatal.exit_code == 70
+    assert "must be started again" in str(fatal)
+    assert str(fatal) in quick.gpus.not_ready()
+
+
+async def test_so_does_an_init_that_finds_another_driver_than_before(quick: Bench) -> None:
+    quick.census = FakeCensus(lambda: ["GPU-new"])
+    quick.gpus = quick.make()
+    await quick.open()
+    quick.nvml.driver_error = binding.LIB_RM_VERSION_MISMATCH
+    quick.run()
+    await until(lambda: quick.gpus.fatal() is not None)
+
+
+async def test_closing_does_not_wait_for_what_hangs(bench: Bench) -> None:
+    await bench.open()
+    bench.nvml.hang("GPU-1", POWER)
+    await bench.read(0.05)
+    bench.gpus.close()
+    assert bench.nvml.shutdowns == 0
+
+
+async def test_closing_detaches_from_the_driver_where_nobody_uses_it_any_more(bench: Bench) -> None:
+    await bench.open()
+    bench.gpus.close()
+    await until(lambda: bench.nvml.shutdowns == 1)
+    assert bench.census.closed
+
+
+async def test_closing_while_the_driver_is_silent_leaves_it_alone() -> None:
+    bench = Bench()
+    hang = bench.nvml.hang(None, "nvmlInit")
+    await bench.gpus.open(0.05)
+    await until(hang.begun.is_set)
+    bench.gpus.close()
+    hang.end.set()
+    await asyncio.sleep(0.05)
+    gc.collect()
+    assert bench.nvml.shutdowns == 0
+
+
+def test_a_fault_of_the_opening_itself_is_raised_by_run() -> None:
+    class Faulty(FakeNvml):
+        def init(self) -> None:
+            raise ZeroDivisionError
+
+    async def main() -> None:
+        bench = Bench()
+        gpus = bench.make(nvml=Faulty(1))
+        await gpus.open(30)
+        running: Coroutine[Any, Any, None] = gpus.run()
+        with pytest.raises(ZeroDivisionError):
+            await running
+        gpus.close()
+
+    asyncio.run(main())
