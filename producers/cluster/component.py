@@ -144,6 +144,7 @@ class ClusterProducer:
         self._sender = sender or Sender(settings.kafka, client_id=f"gpustream-{self.name}")
         self._connected = False
         self._publisher: WorkloadsPublisher | None = None
+        self._lease: Lease | None = None
         self._api = api or Api(settings.kubeconfig, self._instruments)
         self._owners = Owners(self._api, self._instruments, self._learn)
         self._state = State(settings.selection(), self._owners)
@@ -152,8 +153,8 @@ class ClusterProducer:
 
     def not_ready(self) -> list[str]:
         """Why it is not ready; empty where it is. A standby is."""
-        watches = (*self._required, *self._extras)
-        return [*(reason for watch in watches for reason in watch.not_ready()), *self._not_sent()]
+        parts = (*self._required, *self._extras, *([self._lease] if self._lease else ()))
+        return [*(reason for part in parts for reason in part.not_ready()), *self._not_sent()]
 
     async def run(self, stop: asyncio.Event) -> None:
         """Watch, and tell of what is known while this replica leads, until ``stop``; then send what is left, for at
@@ -223,9 +224,10 @@ class ClusterProducer:
             await _first_of(stop, self._work(_now_ms()))
             return
         namespace, _, name = self._settings.lease.partition("/")
-        log.info("all is known; standing by until the lease %s is free", self._settings.lease)
-        lease = Lease(self._api, self._instruments, namespace=namespace, name=name, identity=self._settings.identity)
-        await lease.run(self._work, stop)
+        self._lease = Lease(
+            self._api, self._instruments, namespace=namespace, name=name, identity=self._settings.identity
+        )
+        await self._lease.run(self._work, stop)
 
     async def _work(self, epoch: int) -> None:
         """Tell of all nodes, then of what changes, until it is cancelled."""

@@ -232,11 +232,14 @@ class Owners:
             return remembered[1]
         asked = self._asking.get(uid)
         if asked is None:
-            asked = self._asking[uid] = asyncio.ensure_future(self._ask(owner, namespace))
+            asked = self._asking[uid] = asyncio.ensure_future(self._ask_once(owner, namespace))
             asked.add_done_callback(lambda _: self._asking.pop(uid, None))
-        link = await asyncio.shield(asked)
+        return await asyncio.shield(asked)
+
+    async def _ask_once(self, owner: Owner, namespace: str) -> Link:
+        link = await self._ask(owner, namespace)
         if link.again_s is None:
-            self._remember(uid, link)
+            self._remember(owner.uid or "", link)
         return link
 
     def _remember(self, uid: str, link: Link) -> None:

@@ -76,6 +76,62 @@ async def test_a_node_that_does_not_change_is_sent_again_after_five_minutes(monk
     assert again == first
 
 
+async def test_the_last_record_of_a_forgotten_node_is_sent_and_never_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("producers.workloads.CHECK_S", 0.0)
+    async with running(Bench()) as bench:
+        bench.publish("n1", "a")
+        bench.publish("n2", "a")
+        await settle()
+        bench.publish("n1")
+        bench.publisher.forget("n1")
+        await settle()
+        bench.publisher.forget("n2")
+        bench.clock.now_s += RESEND_S
+        await settle()
+
+    assert bench.sent() == [("n1", 1, ["a"]), ("n2", 1, ["a"]), ("n1", 2, [])]
+
+
+async def test_a_node_that_comes_back_goes_on_above_its_last_number() -> None:
+    async with running(Bench()) as bench:
+        for pod in "abc":
+            bench.publish("n1", pod)
+        await settle()
+        bench.publisher.forget("n1")
+
+        assert [bench.publish("n1", "c"), bench.publish("n1", "d"), bench.publish("n3", "a")] == [4, 5, 4]
+
+
+async def test_a_node_that_comes_back_before_its_last_record_was_sent_is_not_forgotten() -> None:
+    async with running(Bench()) as bench:
+        bench.publish("n1", "a")
+        bench.publisher.forget("n1")
+        bench.publish("n1", "b")
+        await settle()
+
+        assert (bench.publish("n1", "b"), bench.publish("n1", "c")) == (None, 3)
+
+
+async def test_how_long_nothing_was_acknowledged_is_known() -> None:
+    async with running(Bench(prompt=False)) as bench:
+        bench.clock.now_s += 50
+        assert bench.publisher.waited_s() == 0
+        bench.publish("n1", "a")
+        bench.publish("n2", "a")
+        bench.clock.now_s += 10
+        assert bench.publisher.waited_s() == 10
+
+        await settle()
+        bench.sender.acknowledge(1)
+        await settle()
+        assert bench.publisher.waited_s() == 0
+        bench.clock.now_s += 5
+        assert bench.publisher.waited_s() == 5
+        bench.sender.acknowledge()
+        await settle()
+        assert bench.publisher.waited_s() == 0
+
+
 async def test_what_can_never_be_sent_is_counted_and_the_next_is_sent() -> None:
     async with running(Bench(prompt=False)) as bench:
         bench.publish("n1", "a" * LARGEST_VALUE_BYTES)

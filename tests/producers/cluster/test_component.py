@@ -1,0 +1,346 @@
+"""The cluster as it runs: what the API server says is what is sent, by one replica at a time."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from producers import PRODUCERS
+from producers.cluster import component as module
+from producers.cluster import instruments as own
+from producers.cluster.component import ClusterProducer, Settings, default_identity, default_lease
+from tests.producers.cluster.api_server import ApiServer, answers, kubeconfig
+from tests.producers.cluster.made import named, over, pod_json, slice_json
+from tests.producers.fakes import FakeSender
+from topics.decoding import decoder
+from topics.workloads import NodeWorkloads, Owner
+
+PODS, NODES, NAMESPACES = "/api/v1/pods", "/api/v1/nodes", "/api/v1/namespaces"
+SLICES = "/apis/resource.k8s.io/v1/resourceslices"
+REPLICA_SETS = "/apis/apps/v1/namespaces/ml/replicasets"
+LEASES = "/apis/coordination.k8s.io/v1/namespaces/gpus/leases"
+RS = Owner("apps/v1", "ReplicaSet", "llm-5d", "rs-1")
+DEPLOYMENT = Owner("apps/v1", "Deployment", "llm", "dep-1")
+
+
+def cluster_of(*nodes: str) -> ApiServer:
+    """An API server with these nodes."""
+    server = ApiServer()
+    server.objects = {
+        PODS: {},
+        NODES: {node: named(node, {"topology.kubernetes.io/zone": "a"}) for node in nodes},
+        NAMESPACES: {"ml": named("ml", {"team": "research"})},
+        LEASES: {},
+    }
+    return server
+
+
+class Replica:
+    """A cluster producer at work, and what it sent."""
+
+    def __init__(self, server: ApiServer, directory: Path, *, prompt: bool = True, **changed: Any) -> None:
+        config = directory / "kubeconfig"
+        config.write_text(kubeconfig(server.url, {"token": "t"}))
+        self.sender, self.stop = FakeSender(prompt=prompt), asyncio.Event()
+        settings = Settings("127.0.0.1:1", **{"kubeconfig": config, "lease": None, **changed})
+        self.component = ClusterProducer(settings, sender=self.sender)
+        self.task = asyncio.create_task(self.component.run(self.stop))
+
+    def records(self, node: str = "n1") -> list[dict[str, Any]]:
+        return [record for record in self.sender.of("gpu.workloads") if record["node"] == node]
+
+    def pods(self, node: str = "n1") -> dict[str, dict[str, Any]]:
+        """The pods of a node's last record, by uid."""
+        records = self.records(node)
+        return {pod["uid"]: pod for pod in records[-1]["pods"]} if records else {}
+
+    def value(self, name: str, **labels: str) -> float:
+        return self.component.registry.get_sample_value(name, labels) or 0.0
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        async with asyncio.timeout(30):
+            while not condition():
+                assert not self.task.done(), self.task.result()
+                await asyncio.sleep(0.005)
+
+    async def end(self) -> None:
+        self.stop.set()
+        async with asyncio.timeout(10):
+            await self.task
+
+
+@contextlib.asynccontextmanager
+async def running(server: ApiServer, directory: Path, **how: Any) -> AsyncIterator[Replica]:
+    """A replica, stopped at the end."""
+    replica = Replica(server, directory, **how)
+    try:
+        yield replica
+    finally:
+        await replica.end()
+
+
+async def test_each_node_is_told_of_with_its_pods_labels_and_devices(tmp_path: Path) -> None:
+    server = cluster_of("n1", "n2")
+    server.objects[PODS]["bert-0"] = pod_json()
+    server.objects[SLICES] = {"s": slice_json()}
+    async with server, running(server, tmp_path) as replica:
+        await replica.until(lambda: replica.records("n1") and replica.records("n2"))
+        first = decoder(NodeWorkloads)(orjson.dumps(replica.records()[0]))
+
+    assert (first.cluster, first.seq, first.node_labels) == ("default", 1, {"topology.kubernetes.io/zone": "a"})
+    assert [(pod.uid, pod.namespace_labels) for pod in first.pods] == [("uid-bert-0", {"team": "research"})]
+    assert [device.uuid for device in first.dra_devices] == ["GPU-a", "GPU-b"]
+    assert replica.records("n2")[0]["pods"] == []
+
+
+async def test_the_first_record_of_a_pod_has_its_whole_owner_chain(tmp_path: Path) -> None:
+    server = cluster_of("n1")
+    server.objects[REPLICA_SETS] = {"llm-5d": pod_json("llm-5d", "rs-1", owner=DEPLOYMENT)}
+    async with server, running(server, tmp_path) as replica:
+        await replica.until(replica.records)
+        server.put(PODS, pod_json(owner=RS))
+        await replica.until(replica.pods)
+        chains = [[owner["kind"] for pod in record["pods"] for owner in pod["owners"]] for record in replica.records()]
+
+    assert chains == [[], ["ReplicaSet", "Deployment"]]
+
+
+async def test_a_pod_whose_owner_is_not_to_be_had_is_told_of_all_the_same(tmp_path: Path) -> None:
+    server = cluster_of("n1")
+    async with server, running(server, tmp_path) as replica:
+        await replica.until(replica.records)
+        server.next(answers(503))
+        server.put(PODS, pod_json(owner=RS))
+        await replica.until(replica.pods)
+
+    assert [owner["kind"] for owner in replica.pods()["uid-bert-0"]["owners"]] == ["ReplicaSet"]
+
+
+async def test_a_pod_that_comes_back_under_its_name_is_another(tmp_path: Path) -> None:
+    server = cluster_of("n1")
+    server.objects[PODS]["bert-0"] = pod_json(uid="first")
+    async with server, running(server, tmp_path) as replica:
+        await replica.until(replica.pods)
+        server.delete(PODS, "bert-0")
+        server.put(PODS, pod_json(uid="second"))
+        await replica.until(lambda: len(replica.pods()) == 2)
+
+    assert "ended_ms" in replica.pods()["first"]
+    assert "ended_ms" not in replica.pods()["second"]
+
+
+async def test_what_is_gone_when_the_api_server_comes_back_has_ended(tmp_path: Path) -> None:
+    server = cluster_of("n1", "n2")
+    server.objects[PODS] = {name: pod_json(name) for name in ("stays", "goes")}
+    server.objects[PODS]["moves"] = pod_json("moves", node="n2")
+    async with server, running(server, tmp_path) as replica:
+        await replica.until(lambda: replica.pods() and replica.pods("n2"))
+        await server.stop()
+        del server.objects[PODS]["goes"]
+        del server.objects[NODES]["n2"]
+        server.next(*[answers(410)] * 3)
+        await server.start()
+        await replica.until(lambda: "ended_ms" in replica.pods()["uid-goes"])
+        await replica.until(lambda: "ended_ms" in replica.pods("n2")["uid-moves"])
+
+    assert "ended_ms" not in replica.pods()["uid-stays"]
+
+
+async def test_a_malformed_object_is_counted_and_nothing_else_is_lost(tmp_path: Path) -> None:
+    server = cluster_of("n1")
+    server.objects[PODS]["bert-0"] = pod_json()
+    async with server, running(server, tmp_path) as replica:
+        await replica.until(replica.pods)
+        server.put(PODS, {**pod_json("broken"), "spec": "none"})
+        server.put(PODS, {**pod_json(), "spec": {"containers": 7}})
+        server.tell(PODS, "DELETED", {"metadata": {"name": "who", "resourceVersion": "9"}})
+        server.put(PODS, pod_json("good"))
+        await replica.until(lambda: "uid-good" in replica.pods())
+
+    assert set(replica.pods()) == {"uid-bert-0", "uid-good"}
+    assert "ended_ms" not in replica.pods()["uid-bert-0"]
+    assert replica.value(own.UNDECODABLE, resource="pods") == 3
+    assert replica.value(own.OBJECTS, resource="pods") == 2
+
+
+async def test_a_greedy_pods_labels_are_cut_and_counted(tmp_path: Path) -> None:
+    server = cluster_of("n1")
+    greedy: dict[str, Any] = {
+        "labels": {f"l{n}": "x" for n in range(10_000)},
+        "annotations": {"gpustream.dev/x": "a" * 1_000_000},
+    }
+    server.objects[PODS]["bert-0"] = pod_json(**greedy)
+    async with server, running(server, tmp_path, pod_labels=("*",)) as replica:
+        await replica.until(replica.pods)
+
+    assert len(replica.pods()["uid-bert-0"]["labels"]) == 64
+    assert len(replica.pods()["uid-bert-0"]["annotations"]["gpustream.dev/x"]) == 4096
+    assert replica.value(own.CUT) == 10_000 - 64 + 1
+
+
+async def test_nothing_is_told_before_all_pods_and_nodes_are_known(tmp_path: Path) -> None:
+    server = cluster_of("n1")
+    server.objects[PODS]["bert-0"] = pod_json()
+    nodes = server.objects.pop(NODES)
+    async with server, running(server, tmp_path) as replica:
+        await replica.until(lambda: replica.value(own.OBJECTS, resource="pods") == 1)
+        await asyncio.sleep(0.3)
+        assert replica.records() == []
+        assert any("nodes" in reason for reason in replica.component.not_ready())
+
+        server.objects[NODES] = nodes
+        await replica.until(replica.pods)
+
+
+async def test_what_a_record_can_be_without_is_not_waited_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "EXTRAS_WITHIN_S", 0.1)
+    server = cluster_of("n1")
+    server.objects[PODS]["bert-0"] = pod_json()
+    del server.objects[NAMESPACES]
+    async with server, running(server, tmp_path) as replica:
+        await replica.until(replica.pods)
+        assert any("namespaces" in reason for reason in replica.component.not_ready())
+
+        server.objects[NAMESPACES] = {"ml": named("ml", {"team": "research"})}
+        await replica.until(lambda: replica.pods()["uid-bert-0"].get("namespace_labels"))
+
+
+async def test_the_last_record_of_a_removed_node_says_that_its_pods_ended(tmp_path: Path) -> None:
+    server = cluster_of("n1", "n2")
+    server.objects[PODS]["bert-0"] = pod_json()
+    async with server, running(server, tmp_path) as replica:
+        await replica.until(replica.pods)
+        server.delete(NODES, "n1")
+        await replica.until(lambda: "ended_ms" in replica.pods()["uid-bert-0"])
+        server.put(PODS, pod_json("late"))
+        server.put(PODS, pod_json("other", node="n2"))
+        await replica.until(lambda: replica.pods("n2"))
+        assert set(replica.pods()) == {"uid-bert-0"}
+
+        server.put(NODES, named("n1"))
+        await replica.until(lambda: "uid-late" in replica.pods())
+
+    assert [record["seq"] for record in replica.records()] == sorted({r["seq"] for r in replica.records()})
+
+
+async def test_an_ended_pod_says_when(tmp_path: Path) -> None:
+    server = cluster_of("n1")
+    server.objects[PODS]["bert-0"] = pod_json()
+    async with server, running(server, tmp_path) as replica:
+        await replica.until(replica.pods)
+        server.put(PODS, pod_json(status=over("Succeeded", "2026-03-01T13:00:00Z")))
+        await replica.until(lambda: "ended_ms" in replica.pods()["uid-bert-0"])
+
+    assert replica.pods()["uid-bert-0"]["ended_ms"] == 1_772_370_000_000
+
+
+async def test_a_standby_is_ready_and_silent_and_takes_over_with_a_higher_epoch(tmp_path: Path) -> None:
+    server = cluster_of("n1", "n2")
+    server.objects[PODS]["bert-0"] = pod_json()
+    lease = {"lease": "gpus/gpustream-cluster"}
+    async with server, running(server, tmp_path, **lease, identity="b") as second:
+        async with running(server, tmp_path, **lease, identity="a") as first:
+            await first.until(lambda: first.pods() or second.pods())
+            leader, standby = (first, second) if first.pods() else (second, first)
+            await standby.until(
+                lambda: standby.value(own.OBJECTS, resource="pods") and not standby.component.not_ready()
+            )
+            assert (leader.value(own.LEADING), standby.value(own.LEADING)) == (1, 0)
+            assert standby.sender.events == []
+
+            server.put(PODS, pod_json("new"))
+            await leader.until(lambda: "uid-new" in leader.pods())
+            await leader.end()
+            await standby.until(lambda: standby.records("n1") and standby.records("n2"))
+        assert {*standby.pods()} == {"uid-bert-0", "uid-new"}
+        assert standby.records()[0]["epoch"] > leader.records()[-1]["epoch"]
+
+
+async def test_a_stop_releases_the_lease(tmp_path: Path) -> None:
+    server = cluster_of("n1")
+    async with server:
+        async with running(server, tmp_path, lease="gpus/gpustream-cluster", identity="a") as replica:
+            await replica.until(replica.records)
+            assert server.objects[LEASES]["gpustream-cluster"]["spec"]["holderIdentity"] == "a"
+
+        assert server.objects[LEASES]["gpustream-cluster"]["spec"]["holderIdentity"] == ""
+    assert replica.sender.stopped
+
+
+async def test_what_is_not_acknowledged_makes_it_unready_and_a_stop_does_not_wait_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "UNREADY_AFTER_S", 0.0)
+    monkeypatch.setattr(module, "DRAIN_S", 0.1)
+    server = cluster_of("n1")
+    async with server, running(server, tmp_path, prompt=False) as replica:
+        await replica.until(replica.records)
+        await replica.until(lambda: any("for Kafka" in reason for reason in replica.component.not_ready()))
+
+
+async def test_a_stop_before_anything_is_known_ends_it(tmp_path: Path) -> None:
+    server = ApiServer()
+    async with server:
+        replica = Replica(server, tmp_path)
+        await asyncio.sleep(0.1)
+        assert replica.component.not_ready()
+        await replica.end()
+
+    assert replica.records() == []
+
+
+async def test_a_defect_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("a defect")
+
+    server = cluster_of("n1")
+    monkeypatch.setattr("producers.workloads.WorkloadsPublisher.publish", fail)
+    async with server:
+        replica = Replica(server, tmp_path, lease="gpus/x", identity="a")
+        with pytest.raises(RuntimeError, match="a defect"):
+            async with asyncio.timeout(30):
+                await replica.task
+
+
+def test_every_mistake_of_the_settings_is_named() -> None:
+    settings = Settings(
+        "k:1",
+        cluster="a/b",
+        resource_prefixes=("",),
+        pod_labels=("a b",),
+        pod_annotations=("c d",),
+        namespace_labels=("e f",),
+        node_labels=("g h",),
+        lease="no-slash",
+        identity="",
+    )
+    beginnings = ("--pod-labels", "--pod-annotations", "--namespace-labels", "--node-labels", "--resource-prefixes")
+
+    found = settings.mistakes()
+    assert [mistake.startswith(start) for mistake, start in zip(found, beginnings, strict=False)] == [True] * 5
+    assert found[5].startswith("--lease")
+    assert found[6].startswith("--identity")
+    assert "a/b" in found[7]
+    assert Settings("k:1").mistakes() == []
+
+
+def test_the_lease_and_the_identity_have_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "OWN_NAMESPACE", tmp_path / "namespace")
+    assert default_lease() == "default/gpustream-cluster"
+    (tmp_path / "namespace").write_text("gpustream\n")
+    assert default_lease() == "gpustream/gpustream-cluster"
+
+    monkeypatch.delenv("POD_NAME", raising=False)
+    assert default_identity() != default_identity()
+    monkeypatch.setenv("POD_NAME", "gpustream-cluster-0")
+    assert default_identity() == "gpustream-cluster-0"
+
+
+def test_the_registry_names_it() -> None:
+    assert PRODUCERS["cluster"] == f"{ClusterProducer.__module__}:{ClusterProducer.__name__}"

@@ -1,0 +1,337 @@
+"""Owner chains go to the top, each owner is asked for once, and one that can't be asked holds up no other."""
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+from prometheus_client import CollectorRegistry
+
+from producers.cluster import instruments as names
+from producers.cluster.api import Answer, Unreachable
+from producers.cluster.owners import AGAIN_S, AT_ONCE, DEEPEST, LONGEST_PAUSE_S, NEW_KIND_S, Owners
+from tests.producers.cluster.made import reference
+from tests.producers.fakes import FakeClock, settle, value
+from topics.instruments import Instruments
+from topics.workloads import Owner
+
+RS = Owner("apps/v1", "ReplicaSet", "llm-5d", "rs-1")
+DEPLOYMENT = Owner("apps/v1", "Deployment", "llm", "dep-1")
+JOB = Owner("batch/v1", "Job", "eval-28", "job-1")
+CRONJOB = Owner("batch/v1", "CronJob", "eval", "cron-1")
+RAY = Owner("ray.io/v1", "RayCluster", "tune", "ray-1")
+RAY_JOB = Owner("ray.io/v1", "RayJob", "tune", "ray-job-1")
+RAY_RESOURCES = {"RayCluster": ("rayclusters", True), "RayJob": ("rayjobs", True)}
+
+
+class FakeApi:
+    """Answers what the test says; ``asked`` is every path that was asked for."""
+
+    def __init__(self) -> None:
+        self.answers: dict[str, Answer | Exception] = {}
+        self.asked: list[str] = []
+        self.hanging: set[str] = set()
+        self.at_once = self.most_at_once = 0
+
+    async def request(
+        self, method: str, path: str, *, headers: dict[str, str] | None = None, timeout_s: float = 10.0
+    ) -> Answer:
+        assert method == "GET"
+        self.asked.append(path)
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
+        try:
+            await asyncio.sleep(0)
+            if any(path.startswith(hangs) for hangs in self.hanging):
+                await asyncio.Event().wait()
+        finally:
+            self.at_once -= 1
+        answer = self.answers.get(path, Answer(404, b"{}", None))
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def has(self, path: str, owner: Owner, above: Owner | None = None, *, uid: str | None = None) -> None:
+        """The API server has this owner, and what is above it."""
+        metadata = {"name": owner.name, "uid": uid or owner.uid, "ownerReferences": [reference(above)] if above else []}
+        body = {"kind": "PartialObjectMetadata", "metadata": metadata}
+        self.answers[path] = Answer(200, json.dumps(body).encode(), None)
+
+    def serves(self, base: str, kinds: dict[str, tuple[str, bool]]) -> None:
+        """A version of an API group, and the plural and scope of each of its kinds."""
+        rows = [{"kind": kind, "name": plural, "namespaced": of} for kind, (plural, of) in kinds.items()]
+        rows += [{**row, "name": f"{row['name']}/status"} for row in rows]
+        self.answers[base] = Answer(200, json.dumps({"kind": "APIResourceList", "resources": rows}).encode(), None)
+
+
+class Bench:
+    """Owners at work between a test's API server and a test's clock."""
+
+    def __init__(self) -> None:
+        self.api, self.clock = FakeApi(), FakeClock()
+        self.instruments = Instruments(names.INSTRUMENTS, CollectorRegistry())
+        self.learned: list[tuple[str, list[str]]] = []
+        self.owners = Owners(self.api, self.instruments, self._learn, clock=self.clock)
+
+    def _learn(self, uid: str, chain: Iterable[Owner]) -> None:
+        self.learned.append((uid, [f"{owner.kind}/{owner.name}" for owner in chain]))
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator["Bench"]:
+        task = asyncio.create_task(self.owners.run())
+        try:
+            yield self
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+
+    async def chain(self, owner: Owner, namespace: str = "ml") -> list[str]:
+        """The chain as it is told of."""
+        self.owners.follow(owner, namespace)
+        await self.until(lambda: any(uid == owner.uid for uid, _ in self.learned))
+        return dict(self.learned)[owner.uid or ""]
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(30):
+            while not condition():  # noqa: ASYNC110 - nobody tells when it holds
+                await asyncio.sleep(0.001)
+
+    async def pass_s(self, seconds: float) -> None:
+        """Let time pass, and everything that is due then happen."""
+        self.clock.now_s += seconds
+        self.owners._wake.set()
+        await settle(60)
+
+    def requests(self, kind: str, result: str) -> float:
+        return value(self.instruments, names.OWNER_REQUESTS, kind=kind, result=result)
+
+
+RS_PATH = "/apis/apps/v1/namespaces/ml/replicasets/llm-5d"
+DEPLOYMENT_PATH = "/apis/apps/v1/namespaces/ml/deployments/llm"
+JOB_PATH = "/apis/batch/v1/namespaces/ml/jobs/eval-28"
+RAY_PATH = "/apis/ray.io/v1/namespaces/ml/rayclusters/tune"
+RAY_JOB_PATH = "/apis/ray.io/v1/namespaces/ml/rayjobs/tune"
+
+
+async def test_a_replica_sets_chain_goes_on_to_its_deployment() -> None:
+    async with Bench().running() as bench:
+        bench.api.has(RS_PATH, RS, DEPLOYMENT)
+        bench.api.has(DEPLOYMENT_PATH, DEPLOYMENT)
+
+        assert await bench.chain(RS) == ["ReplicaSet/llm-5d", "Deployment/llm"]
+        assert bench.api.asked == [RS_PATH, DEPLOYMENT_PATH]
+        assert (bench.requests("ReplicaSet", "ok"), bench.owners.unknown) == (1, 0)
+
+
+async def test_a_custom_controllers_plural_is_found_out_once() -> None:
+    async with Bench().running() as bench:
+        bench.api.serves("/apis/ray.io/v1", RAY_RESOURCES)
+        bench.api.has(RAY_PATH, RAY, RAY_JOB)
+        bench.api.has(RAY_JOB_PATH, RAY_JOB)
+
+        assert await bench.chain(RAY) == ["RayCluster/tune", "RayJob/tune"]
+        assert bench.api.asked == ["/apis/ray.io/v1", RAY_PATH, RAY_JOB_PATH]
+
+
+async def test_an_owner_of_the_whole_cluster_is_asked_for_without_a_namespace() -> None:
+    queue = Owner("example.com/v1", "Queue", "gpus", "q-1")
+    async with Bench().running() as bench:
+        bench.api.serves("/apis/example.com/v1", {"Queue": ("queues", False)})
+        bench.api.has("/apis/example.com/v1/queues/gpus", queue)
+        await bench.chain(queue)
+
+        assert bench.requests("Queue", "ok") == 1
+
+
+async def test_a_name_is_written_so_that_it_stays_one_part_of_the_path() -> None:
+    odd = Owner("apps/v1", "ReplicaSet", "a?b:c", "rs-9")
+    async with Bench().running() as bench:
+        await bench.chain(odd)
+
+        assert bench.api.asked == ["/apis/apps/v1/namespaces/ml/replicasets/a%3Fb%3Ac"]
+
+
+async def test_each_owner_is_asked_for_once_however_many_pods_it_has() -> None:
+    other = Owner("apps/v1", "ReplicaSet", "llm-6e", "rs-2")
+    async with Bench().running() as bench:
+        for owner in (RS, other):
+            bench.api.has(f"/apis/apps/v1/namespaces/ml/replicasets/{owner.name}", owner, DEPLOYMENT)
+        bench.api.has(DEPLOYMENT_PATH, DEPLOYMENT)
+        bench.owners.follow(RS, "ml")
+        bench.owners.follow(other, "ml")
+        await bench.until(lambda: len(bench.learned) == 2)
+        assert bench.api.asked.count(DEPLOYMENT_PATH) == 1
+
+        bench.owners.forget("rs-1")
+        bench.learned.clear()
+        assert await bench.chain(RS) == ["ReplicaSet/llm-5d", "Deployment/llm"]
+        assert len(bench.api.asked) == 3
+
+
+async def test_a_static_pods_node_is_the_top_and_is_not_asked_for() -> None:
+    async with Bench().running() as bench:
+        assert await bench.chain(Owner("v1", "Node", "n1", "node-1")) == ["Node/n1"]
+        assert bench.api.asked == []
+
+
+async def test_a_kind_that_may_not_be_read_ends_the_chain_is_logged_once_and_asked_again_later(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    second = Owner("batch/v1", "Job", "eval-29", "job-2")
+    async with Bench().running() as bench:
+        bench.api.answers[JOB_PATH] = Answer(403, b"{}", None)
+        with caplog.at_level(logging.WARNING):
+            assert await bench.chain(JOB) == ["Job/eval-28"]
+            assert await bench.chain(second) == ["Job/eval-29"]
+        assert (bench.api.asked, bench.requests("Job", "forbidden")) == ([JOB_PATH], 1)
+        assert [record.getMessage().partition(":")[0] for record in caplog.records] == ["Job of batch/v1"]
+
+        bench.api.has(JOB_PATH, JOB, CRONJOB)
+        bench.api.answers["/apis/batch/v1/namespaces/ml/cronjobs/eval"] = Answer(403, b"{}", None)
+        await bench.pass_s(AGAIN_S * 1.3)
+        await bench.until(lambda: bench.learned[-1] == ("job-1", ["Job/eval-28", "CronJob/eval"]))
+
+
+async def test_a_permission_of_one_namespace_is_told_from_that_of_another() -> None:
+    other = Owner("batch/v1", "Job", "train", "job-2")
+    async with Bench().running() as bench:
+        bench.api.answers[JOB_PATH] = Answer(403, b"{}", None)
+        bench.api.has("/apis/batch/v1/namespaces/free/jobs/train", other, CRONJOB)
+        await bench.chain(JOB)
+
+        assert (await bench.chain(other, "free"))[:2] == ["Job/train", "CronJob/eval"]
+
+
+@pytest.mark.parametrize("uid", [None, "another"])
+async def test_an_owner_that_is_gone_stays_in_the_chain(uid: str | None) -> None:
+    async with Bench().running() as bench:
+        bench.api.has(RS_PATH, RS, DEPLOYMENT)
+        if uid:
+            bench.api.has(DEPLOYMENT_PATH, DEPLOYMENT, RAY, uid=uid)
+
+        assert await bench.chain(RS) == ["ReplicaSet/llm-5d", "Deployment/llm"]
+        assert bench.requests("Deployment", "gone") == 1
+
+
+async def test_an_unknown_kind_ends_the_chain_until_the_api_server_has_it() -> None:
+    async with Bench().running() as bench:
+        assert await bench.chain(RAY) == ["RayCluster/tune"]
+        assert bench.requests("other", "unknown_kind") == 1
+
+        bench.api.serves("/apis/ray.io/v1", RAY_RESOURCES)
+        bench.api.has(RAY_PATH, RAY, RAY_JOB)
+        bench.clock.now_s += NEW_KIND_S
+        await bench.chain(RAY_JOB)
+        await bench.pass_s(AGAIN_S * 1.3)
+        await bench.until(lambda: bench.learned[-1] == ("ray-1", ["RayCluster/tune", "RayJob/tune"]))
+
+
+@pytest.mark.parametrize(
+    "owner",
+    [
+        Owner("../../api/v1", "Secret", "x", "u"),
+        Owner("v1?x=", "Secret", "x", "u"),
+        Owner("", "Secret", "x", "u"),
+        Owner("apps/v1", "ReplicaSet", "..", "u"),
+        Owner("apps/v1", "ReplicaSet", "a/b", "u"),
+        Owner("apps/v1", "ReplicaSet", "a%2fb", "u"),
+        Owner("apps/v1", "ReplicaSet", "", "u"),
+    ],
+)
+async def test_what_can_be_no_path_is_never_asked_for(owner: Owner) -> None:
+    async with Bench().running() as bench:
+        assert await bench.chain(owner) == [f"{owner.kind}/{owner.name}"]
+        assert bench.api.asked == []
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b'{"metadata": {}}', b"<html>"])
+async def test_an_answer_that_is_no_object_ends_the_chain_and_is_counted(body: bytes) -> None:
+    async with Bench().running() as bench:
+        bench.api.answers[RS_PATH] = Answer(200, body, None)
+        bench.api.answers["/apis/ray.io/v1"] = Answer(200, body.replace(b'{"metadata": {}}', b'{"resources": 1}'), None)
+
+        assert await bench.chain(RS) == ["ReplicaSet/llm-5d"]
+        assert await bench.chain(RAY) == ["RayCluster/tune"]
+        assert value(bench.instruments, names.UNDECODABLE, resource="owners") == 2
+
+
+@pytest.mark.parametrize(
+    "away",
+    [Unreachable("connection", "refused"), Answer(503, b"", None), Answer(429, b"", 2.0), Answer(401, b"", None)],
+    ids=str,
+)
+async def test_an_api_that_is_away_is_asked_again_until_it_answers(away: Answer | Exception) -> None:
+    async with Bench().running() as bench:
+        bench.api.answers[RS_PATH] = away
+        assert await bench.chain(RS) == ["ReplicaSet/llm-5d"]
+        for _ in range(12):
+            await bench.pass_s(LONGEST_PAUSE_S * 1.3)
+        assert 10 <= bench.requests("ReplicaSet", "away") <= 13
+
+        bench.api.has(RS_PATH, RS, DEPLOYMENT)
+        bench.api.has(DEPLOYMENT_PATH, DEPLOYMENT)
+        await bench.pass_s(LONGEST_PAUSE_S * 1.3)
+        await bench.until(lambda: bench.learned[-1] == ("rs-1", ["ReplicaSet/llm-5d", "Deployment/llm"]))
+
+
+async def test_an_api_that_said_when_is_left_alone_until_then() -> None:
+    async with Bench().running() as bench:
+        bench.api.answers[RS_PATH] = Answer(429, b"", 30.0)
+        await bench.chain(RS)
+        await bench.pass_s(29.0)
+        assert len(bench.api.asked) == 1
+
+        await bench.pass_s(10.0)
+        assert len(bench.api.asked) == 2
+
+
+async def test_a_group_that_hangs_holds_up_no_other() -> None:
+    async with Bench().running() as bench:
+        bench.api.hanging.add("/apis/ray.io/")
+        for number in range(50):
+            bench.owners.follow(Owner("ray.io/v1", "RayCluster", f"r{number}", f"ray-{number}"), "ml")
+        bench.api.has(JOB_PATH, JOB, None)
+
+        assert await bench.chain(JOB) == ["Job/eval-28"]
+        assert (bench.api.most_at_once, bench.owners.unknown) == (AT_ONCE + 1, 50)
+
+
+async def test_an_owner_that_nobody_wants_any_more_is_not_told_of() -> None:
+    async with Bench().running() as bench:
+        bench.api.answers[RS_PATH] = Unreachable("timeout", "")
+        await bench.chain(RS)
+        bench.owners.forget("rs-1")
+        bench.api.has(RS_PATH, RS, DEPLOYMENT)
+        await bench.pass_s(100.0)
+
+        assert (len(bench.learned), len(bench.api.asked)) == (1, 1)
+
+
+@given(st.dictionaries(st.integers(0, 12), st.integers(0, 12)))
+@settings(max_examples=100, deadline=None)
+def test_every_chain_ends_without_going_in_circles(above: dict[int, int]) -> None:
+    def owner(number: int) -> Owner:
+        return Owner("apps/v1", "ReplicaSet", f"r{number}", f"u{number}")
+
+    async def learn() -> list[tuple[str, list[str]]]:
+        bench = Bench()
+        for number in range(13):
+            upper: Any = owner(above[number]) if number in above else None
+            bench.api.has(f"/apis/apps/v1/namespaces/ml/replicasets/r{number}", owner(number), upper)
+        async with bench.running():
+            for number in range(13):
+                bench.owners.follow(owner(number), "ml")
+            await bench.until(lambda: not bench.owners.unknown)
+        assert len(bench.api.asked) <= 13
+        return bench.learned
+
+    for uid, chain in asyncio.run(learn()):
+        expected = [int(uid[1:])]
+        while len(expected) < DEEPEST and (upper := above.get(expected[-1])) is not None and upper not in expected:
+            expected.append(upper)
+        assert chain == [f"ReplicaSet/r{number}" for number in expected]
