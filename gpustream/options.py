@@ -142,6 +142,12 @@ reading_a_node = stack(
         help="The host's procfs, where the pod of a GPU's process is found: /proc in a pod with hostPID, else where "
         "the host's is mounted.",
     ),
+    option(
+        "--hpc-job-mapping-dir",
+        type=click.Path(file_okay=False, path_type=Path),
+        help="A directory in which a batch system's prolog tells the jobs of each GPU: a file named 0 (its index) or "
+        "2.1 (index and GPU instance), a job id a line.",
+    ),
 )
 """How a node is read, but for its name and how often."""
 

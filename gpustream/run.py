@@ -56,6 +56,7 @@ class RunSettings:
     pod_resources_socket: Path | None
     resource_prefixes: tuple[str, ...]
     procfs: Path
+    hpc_job_mapping_dir: Path | None
     seed: int
     pod_life: float
     truth: Path | None

@@ -1,8 +1,12 @@
 """Where a process belongs, as the path of its control group says: a pod's container, a batch system's job, or neither.
 
-In: process ids, and procfs. Out: the pod's uid, the container's id, the job's id.
-State: the places of the processes asked for last, by process id and start time: ids are used again.
-On failure: a process that can't be seen has no place (None); one whose group says nothing has an empty one.
+In: process ids, and procfs. Out: the pod's uid, the container's id, the job's id, and whose that job is.
+State: the places of the processes asked for last, by process id and start time: ids are used again; and their jobs.
+On failure: a process that can't be seen has no place (None); one whose group says nothing has an empty one. Where the
+environment may not be read, which is how it is without privileges, it says nothing.
+
+Outside of pods a job that no group names is taken from the environment, where Slurm puts it too. A user can set that to
+anything, so the group goes before it, and what it says of another job than the group's does not count.
 
 Source: Kubernetes names groups ``kubepods[...]-pod<uid>.slice/<runtime>-<id>.scope`` (systemd, ``_`` for ``-``) or
 ``kubepods/[burstable/]pod<uid>/<id>`` (cgroupfs), Slurm ``slurm/uid_<u>/job_<id>`` (v1) or
@@ -16,6 +20,11 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import NamedTuple
 
+from producers.node.jobs import Evidence, Job, KnownJobs
+from producers.node.slurm import Claim, claim
+
+LARGEST_ENVIRON_BYTES = 256 * 1024
+
 _REMEMBERED = 4096
 """Far above the processes that a node has on its GPUs."""
 
@@ -25,6 +34,8 @@ _START_TIME = 19
 _POD = re.compile(r"pod([0-9a-f]{8}(?:[-_][0-9a-f]{4}){3}[-_][0-9a-f]{12}|[0-9a-f]{32})(?=[/.:]|$)")
 _CONTAINER = re.compile(r"(?:^|[/:-])(?<!/crio-conmon-)([0-9a-f]{64})(?=\.scope|/|$)")
 _JOB = re.compile(r"/job_([0-9]+)(?=/|$)")
+_UID = re.compile(r"^Uid:\s+([0-9]{1,10})\s", re.MULTILINE)
+"""The real one: unlike the folder's owner, it is right for processes that may not be dumped too."""
 
 
 class Place(NamedTuple):
@@ -61,8 +72,9 @@ def _of_path(path: str) -> Place:
 class Places:
     """Asks ``procfs`` for the places of processes, from any thread, and remembers what names a pod or a job."""
 
-    def __init__(self, procfs: Path = Path("/proc")) -> None:
+    def __init__(self, procfs: Path = Path("/proc"), jobs: KnownJobs | None = None) -> None:
         self._procfs = procfs
+        self._jobs = jobs or KnownJobs()
         self._lock = threading.Lock()
         self._known: OrderedDict[int, tuple[int, Place]] = OrderedDict()
 
@@ -74,11 +86,20 @@ class Places:
             return None
         return self._recall(pid, started) or self._look(pid, started)
 
+    def job(self, job_id: str) -> Job:
+        """Whose job it is, as far as its processes showed."""
+        return self._jobs.of(job_id)
+
     def _look(self, pid: int, started: int) -> Place | None:
         """Read a place; None where the process ended meanwhile: the id may be another's by now."""
-        place = parse(_read(self._procfs / str(pid) / "cgroup") or "")
+        folder = self._procfs / str(pid)
+        by_group = parse(_read(folder / "cgroup") or "")
+        claimed = claim(_read_bytes(folder / "environ", LARGEST_ENVIRON_BYTES) or b"") if not by_group.pod_uid else None
+        place, shown = _booked(by_group, claimed, _uid(_read(folder / "status") or ""))
         if self._started(pid) != started:
             return None
+        if place.job_id is not None:
+            self._jobs.learn(place.job_id, shown)
         if place != NOWHERE:  # a batch system may adopt a process after it began
             self._remember(pid, started, place)
         return place
@@ -113,9 +134,29 @@ def _start_time(stat: str) -> int | None:
     return int(fields[_START_TIME]) if len(fields) > _START_TIME and fields[_START_TIME].isdecimal() else None
 
 
+def _booked(place: Place, claimed: Claim | None, uid: int | None) -> tuple[Place, Evidence]:
+    """Where a process belongs by its group, else by its environment, and what it shows of its job."""
+    if claimed is None or place.job_id not in (None, claimed.job_id):
+        return place, Evidence(sure=place.job_id is not None, uid=uid)
+    shown = Evidence(place.job_id is not None, claimed.user, claimed.partition, uid)
+    return place._replace(job_id=claimed.job_id), shown
+
+
+def _uid(status: str) -> int | None:
+    """Who began a process."""
+    found = _UID.search(status)
+    return int(found[1]) if found else None
+
+
 def _read(path: Path) -> str | None:
-    """A file of procfs; None where it can't be read, as of a process that ends just now or is hidden."""
+    content = _read_bytes(path)
+    return None if content is None else content.decode("ascii", "replace")
+
+
+def _read_bytes(path: Path, most: int = -1) -> bytes | None:
+    """A file of procfs, at most so much of it; None where it can't be read: hidden, or its process ends just now."""
     try:
-        return path.read_bytes().decode("ascii", "replace")
+        with path.open("rb") as file:
+            return file.read(most)
     except OSError:
         return None

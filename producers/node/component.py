@@ -1,6 +1,6 @@
 """The node as a producer: at each tick its GPUs and its kubelet are read at the same time, and what they say is sent.
 
-In: NVML, the kubelet's pod-resources socket, procfs. Out: gpu.samples, gpu.allocations.
+In: NVML, the kubelet's pod-resources socket, procfs, a batch system's job files. Out: gpu.samples, gpu.allocations.
 State: the devices and containers last known, and the ticks that Kafka has not acknowledged.
 On failure: without a driver, a kubelet or a Kafka it runs, says so, and works when they come. A tick goes out at 80 %
 of the interval with whoever answered.
@@ -19,6 +19,8 @@ from producers import instruments as shared
 from producers.node import instruments as own
 from producers.node.cgroups import Places
 from producers.node.gpus import Gpus
+from producers.node.job_files import JobFiles
+from producers.node.jobs import with_jobs
 from producers.node.kubelet import Kubelet
 from producers.publisher import Buffer, NodePublisher
 from producers.sending import RecordSender
@@ -44,8 +46,8 @@ UNREADY_AFTER_S = 30.0
 @dataclass(frozen=True, slots=True)
 class Settings:
     """What the node is told. ``pod_resources_socket`` None: no kubelet is asked. A resource that begins with one of
-    ``resource_prefixes`` is a GPU's. While Kafka is away ticks are kept for ``buffer_s``, and ``buffer_size`` bytes of
-    them."""
+    ``resource_prefixes`` is a GPU's. ``hpc_job_mapping_dir`` None: no files tell of jobs. While Kafka is away ticks are
+    kept for ``buffer_s``, and ``buffer_size`` bytes of them."""
 
     kafka: str
     node: str
@@ -54,6 +56,7 @@ class Settings:
     pod_resources_socket: Path | None = Path(KUBELET_SOCKET)
     resource_prefixes: tuple[str, ...] = ("nvidia.com/",)
     procfs: Path = Path("/proc")
+    hpc_job_mapping_dir: Path | None = None
     buffer_s: float = 900.0
     buffer_size: int = 16 * 1024 * 1024
 
@@ -115,7 +118,7 @@ class ContainerReader(Protocol):
 
 
 class NodeProducer:
-    """The component ``produce node``. ``sender``, ``gpus`` and ``kubelet`` are for tests."""
+    """The component ``produce node``. ``sender``, ``gpus``, ``kubelet`` and ``places`` are for tests."""
 
     name = "node"
 
@@ -126,13 +129,16 @@ class NodeProducer:
         sender: NodeSender | None = None,
         gpus: GpuReader | None = None,
         kubelet: ContainerReader | None = None,
+        places: Places | None = None,
     ) -> None:
         self._settings = settings
         self._instruments = Instruments((*shared.INSTRUMENTS, *own.INSTRUMENTS))
         self.registry = self._instruments.registry
         self._sender = sender or Sender(settings.kafka, client_id=f"gpustream-{self.name}-{settings.node}")
         self._connected = False
-        self._gpus = gpus or Gpus(self._instruments, Places(settings.procfs), interval_s=settings.interval_s)
+        self._places = places or Places(settings.procfs)
+        self._gpus = gpus or Gpus(self._instruments, self._places, interval_s=settings.interval_s)
+        self._job_files = JobFiles(settings.hpc_job_mapping_dir, self._instruments)
         self._kubelet = kubelet or Kubelet(
             settings.pod_resources_socket, self._instruments, prefixes=settings.resource_prefixes
         )
@@ -172,6 +178,7 @@ class NodeProducer:
             raise failures.exceptions[0] from failures
         finally:
             self._gpus.close()
+            self._job_files.close()
             await self._kubelet.close()
             await self._sender.stop(0.5)
         if (fatal := self._gpus.fatal()) is not None:
@@ -212,9 +219,10 @@ class NodeProducer:
         """One tick."""
         ts_ms = _now_ms()
         within_s = self._settings.interval_s * ANSWER_WITHIN
-        devices: Sequence[Mapping[str, Any]]
-        containers, devices = await asyncio.gather(self._kubelet.read(within_s), self._gpus.read(within_s))
-        self._publisher.publish(ts_ms, devices, containers)
+        containers, devices, mapped = await asyncio.gather(
+            self._kubelet.read(within_s), self._gpus.read(within_s), self._job_files.read(within_s)
+        )
+        self._publisher.publish(ts_ms, with_jobs(devices, mapped, self._places.job), containers)
 
     async def _drain(self) -> None:
         """Send what can be sent, and say what could not."""

@@ -10,6 +10,7 @@ OPENED = "gpustream_node_nvml_opened_total"
 KUBELET_CALLS = "gpustream_node_kubelet_calls_total"
 KUBELET_AGE = "gpustream_node_kubelet_age_seconds"
 PROCESSES = "gpustream_node_processes"
+JOB_FILE_ERRORS = "gpustream_node_job_file_errors_total"
 
 KUBELET_RESULTS = ("ok", "unavailable", "deadline", "rate_limited", "too_large", "undecodable", "refused")
 
@@ -45,5 +46,12 @@ INSTRUMENTS: tuple[Instrument, ...] = (
         "Processes on GPUs in the last tick: those whose pod or job its cgroup names, others on the host, and unseen"
         " (not in procfs: the host's PIDs are not visible).",
         ("kind",),
+    ),
+    Instrument(
+        JOB_FILE_ERRORS,
+        "counter",
+        "What was left out of the directory of job files at a tick, by reason: directory and file (can't be read), line"
+        " (no job id, or too many in one file), timeout (not read in time: the last ones stay in force).",
+        ("reason",),
     ),
 )

@@ -1,6 +1,7 @@
 """A process is booked to the pod and the job that its control group names, in every form that runtimes write."""
 
 import os
+import subprocess
 import threading
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from hypothesis import strategies as st
 
 from producers.node import cgroups
 from producers.node.cgroups import NOWHERE, Place, Places, parse
+from producers.node.jobs import Job, KnownJobs
+from producers.node.users import Users
 
 UID = "1b6c3f0a-90ab-4cde-8f01-23456789abcd"
 SLICE_UID = UID.replace("-", "_")
@@ -103,9 +106,18 @@ class Procfs:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.places = Places(root)
+        self.places = Places(root, KnownJobs(Users({1000: "alice"}.get, wait_s=30.0)))
 
-    def begin(self, pid: int, started: int, cgroup: str | None, comm: str = "python") -> None:
+    def begin(
+        self,
+        pid: int,
+        started: int,
+        cgroup: str | None,
+        comm: str = "python",
+        *,
+        environ: bytes | None = None,
+        uid: int | None = None,
+    ) -> None:
         folder = self.root / str(pid)
         folder.mkdir(exist_ok=True)
         fields = " ".join(str(number) for number in range(4, 22))
@@ -114,9 +126,13 @@ class Procfs:
             (folder / "cgroup").unlink(missing_ok=True)
         else:
             (folder / "cgroup").write_text(cgroup)
+        if environ is not None:
+            (folder / "environ").write_bytes(environ)
+        if uid is not None:
+            (folder / "status").write_text(f"Name:\tpython\nUid:\t{uid}\t0\t0\t0\nGid:\t5\t5\t5\t5\n")
 
     def end(self, pid: int) -> None:
-        for name in ("stat", "cgroup"):
+        for name in ("stat", "cgroup", "environ", "status"):
             (self.root / str(pid) / name).unlink(missing_ok=True)
         (self.root / str(pid)).rmdir()
 
@@ -252,6 +268,115 @@ def test_many_threads_may_ask_at_once(procfs: Procfs, monkeypatch: pytest.Monkey
         thread.join()
     assert not wrong
     assert len(procfs.places._known) <= 8
+
+
+BATCH = b"HOME=/\0SLURM_JOB_ID=7\0SLURM_JOB_USER=carol\0SLURM_JOB_PARTITION=gpu\0"
+IN_JOB = "0::/system.slice/slurmstepd.scope/job_7/step_0/user/task_0\n"
+LOGIN = "0::/user.slice/user-1000.slice/session-2.scope\n"
+
+
+def test_a_process_in_no_group_of_a_job_is_of_the_job_that_its_environment_names(procfs: Procfs) -> None:
+    procfs.begin(42, 1000, LOGIN, environ=BATCH)
+    assert procfs.places.of(42) == Place(None, None, "7")
+    assert procfs.places.job("7") == Job("7", "carol", "gpu")
+
+
+def test_a_container_that_is_no_pods_keeps_its_id_beside_the_job_of_its_environment(procfs: Procfs) -> None:
+    procfs.begin(42, 1000, f"0::/system.slice/docker-{ID}.scope", environ=BATCH)
+    assert procfs.places.of(42) == Place(None, ID, "7")
+
+
+def test_the_environment_of_a_pods_process_does_not_count(procfs: Procfs) -> None:
+    procfs.begin(42, 1000, in_pod(UID), environ=BATCH)
+    assert procfs.places.of(42) == POD
+    assert procfs.places.job("7") == Job("7")
+
+
+def test_the_group_goes_before_the_environment(procfs: Procfs) -> None:
+    procfs.begin(42, 1000, IN_JOB, environ=BATCH.replace(b"=7", b"=8"), uid=1000)
+    assert procfs.places.of(42) == Place(None, None, "7")
+    assert procfs.places.job("7") == Job("7", "alice"), "who it is of is not taken from another job's environment"
+    assert procfs.places.job("8") == Job("8")
+
+
+def test_a_job_in_a_group_has_the_user_and_partition_of_its_environment(procfs: Procfs) -> None:
+    procfs.begin(42, 1000, IN_JOB, environ=BATCH, uid=1000)
+    procfs.places.of(42)
+    assert procfs.places.job("7") == Job("7", "carol", "gpu")
+
+
+@pytest.mark.parametrize(("uid", "user"), [(1000, "alice"), (1001, "1001"), (None, None)])
+def test_where_no_environment_may_be_read_the_user_is_who_began_the_process(
+    procfs: Procfs, uid: int | None, user: str | None
+) -> None:
+    procfs.begin(42, 1000, IN_JOB, uid=uid)
+    (procfs.root / "42" / "environ").mkdir()  # reading it fails, whoever reads
+    assert procfs.places.of(42) == Place(None, None, "7")
+    assert procfs.places.job("7") == Job("7", user)
+
+
+def test_whoever_says_to_be_of_anothers_job_does_not_take_it(procfs: Procfs) -> None:
+    procfs.begin(42, 1000, IN_JOB, uid=1000)
+    procfs.begin(43, 1000, LOGIN, environ=BATCH, uid=2000)
+    for pid in (42, 43):
+        procfs.places.of(pid)
+    assert procfs.places.job("7") == Job("7", "alice")
+
+
+def test_an_environment_is_read_once(procfs: Procfs) -> None:
+    procfs.begin(42, 1000, LOGIN, environ=BATCH)
+    procfs.places.of(42)
+    procfs.begin(42, 1000, LOGIN, environ=b"")
+    assert procfs.places.of(42) == Place(None, None, "7")
+
+
+def test_of_an_environment_no_more_is_read_than_has_a_bound(procfs: Procfs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cgroups, "LARGEST_ENVIRON_BYTES", len(b"HOME=/\0SLURM_JOB_ID=7"))
+    procfs.begin(42, 1000, LOGIN, environ=BATCH.replace(b"=7", b"=77"))
+    assert procfs.places.of(42) == NOWHERE, "half a number is none"
+
+
+@pytest.mark.parametrize(
+    "status", ["", "Uid:", "Uid:\tx\t0\t0\t0\n", "Name:\tUid:\t1000\t\n", "Uid:\t99999999999\t0\n"]
+)
+def test_a_status_that_tells_no_user_leaves_the_job_without(procfs: Procfs, status: str) -> None:
+    procfs.begin(42, 1000, IN_JOB)
+    (procfs.root / "42" / "status").write_text(status)
+    assert procfs.places.of(42) == Place(None, None, "7")
+    assert procfs.places.job("7") == Job("7")
+
+
+def test_a_process_that_ends_while_it_is_looked_at_teaches_nothing_of_its_job(
+    procfs: Procfs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    procfs.begin(42, 1000, LOGIN, environ=BATCH)
+    read = cgroups._read_bytes
+
+    def ending(path: Path, most: int = -1) -> bytes | None:
+        content = read(path, most)
+        if path.name == "environ":
+            procfs.end(42)
+            procfs.begin(42, 2000, LOGIN)
+        return content
+
+    monkeypatch.setattr(cgroups, "_read_bytes", ending)
+    assert procfs.places.of(42) is None
+    assert procfs.places.job("7") == Job("7")
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="no procfs here")
+def test_the_environment_and_the_user_of_a_real_process_are_read() -> None:
+    variables = {"SLURM_JOB_ID": "4242", "SLURM_JOB_PARTITION": "gpu"}
+    with subprocess.Popen(["sleep", "60"], env={**os.environ, **variables}) as process:
+        try:
+            places = Places(jobs=KnownJobs(Users({os.getuid(): "alice"}.get, wait_s=30.0)))
+            place = places.of(process.pid)
+        finally:
+            process.kill()
+    assert place is not None
+    if place.pod_uid is not None or place.job_id != "4242":
+        pytest.skip("this machine's own groups name a pod or a job")
+    assert places.job("4242") == Job("4242", "alice", "gpu")
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="no procfs here")

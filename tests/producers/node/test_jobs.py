@@ -1,0 +1,141 @@
+"""A device has the jobs of its processes and of its file, each once, with whose it is."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from producers.node import jobs
+from producers.node.jobs import Evidence, Job, KnownJobs, file_name, jobs_of, merged, with_jobs
+from producers.node.users import Users
+from topics.decoding import decoder
+from topics.samples import Sample
+
+ALICES = Job("7", "alice", "gpu")
+
+
+def known(job_id: str) -> Job:
+    return ALICES if job_id == "7" else Job(job_id)
+
+
+def device(*job_ids: str | None, index: int | None = 2, **rest: Any) -> dict[str, Any]:
+    processes = [{"pid": pid, **({"job_id": job_id} if job_id else {})} for pid, job_id in enumerate(job_ids, 100)]
+    return {"uuid": "GPU-1", "index": index, "metrics": {}, "processes": processes, **rest}
+
+
+def mig(instance: int | None) -> dict[str, Any]:
+    return {"uuid": "MIG-1", "parent_uuid": "GPU-1", **({} if instance is None else {"gpu_instance": instance})}
+
+
+def test_the_job_of_a_process_is_the_devices() -> None:
+    assert jobs_of(device("7"), {}, known) == [{"id": "7", "user": "alice", "partition": "gpu"}]
+
+
+def test_many_processes_of_one_job_are_one_job() -> None:
+    assert [job["id"] for job in jobs_of(device("7", None, "8", "7"), {}, known)] == ["7", "8"]
+
+
+def test_what_is_not_known_of_a_job_is_left_out() -> None:
+    assert jobs_of(device("8"), {}, known) == [{"id": "8"}]
+
+
+def test_a_device_that_nothing_runs_on_has_the_jobs_of_its_file() -> None:
+    assert jobs_of(device(), {"2": ("7",), "1": ("9",)}, known) == [ALICES._asdict()]
+
+
+def test_jobs_of_the_file_and_of_processes_are_told_once_each() -> None:
+    assert [job["id"] for job in jobs_of(device("8", "7"), {"2": ("7", "9")}, known)] == ["7", "9", "8"]
+
+
+@pytest.mark.parametrize(
+    ("made", "name"),
+    [
+        (device(index=0), "0"),
+        (device(index=2, mig=None), "2"),
+        (device(index=2, mig=mig(1)), "2.1"),
+        (device(index=2, mig=mig(0)), "2.0"),
+        (device(index=2, mig=mig(None)), None),
+        (device(index=None), None),
+        (device(index=None, mig=mig(1)), None),
+        ({"uuid": "GPU-1"}, None),
+    ],
+)
+def test_the_file_of_a_device_is_named_by_index_and_instance(made: dict[str, Any], name: str | None) -> None:
+    assert file_name(made) == name
+
+
+def test_the_file_of_a_gpu_is_not_its_parts() -> None:
+    mapped = {"2": ("7",), "2.1": ("8",)}
+    assert [job["id"] for job in jobs_of(device(mig=mig(1)), mapped, known)] == ["8"]
+    assert jobs_of(device(mig=mig(2)), mapped, known) == []
+    assert jobs_of(device(index=None), mapped, known) == []
+
+
+def test_only_devices_with_jobs_are_told_to_have_some_and_none_is_changed() -> None:
+    made = [device("7"), device(index=3), {"uuid": "GPU-3", "state": "timeout", "processes": None}]
+    before = [dict(one) for one in made]
+
+    told = with_jobs(made, {}, known)
+
+    assert ["jobs" in one for one in told] == [True, False, False]
+    assert made == before
+
+
+def test_a_device_with_jobs_is_one_of_the_contract() -> None:
+    tick = {"schema": 1, "cluster": "c", "node": "n", "run_id": 1, "seq": 1, "ts_ms": 1}
+    (told,) = with_jobs([device("7", "8")], {}, known)
+    made = decoder(Sample)(msgspec.json.encode({**tick, "devices": [told]}))
+    assert made.devices[0].jobs is not None
+    assert [(job.id, job.user, job.partition) for job in made.devices[0].jobs] == [tuple(ALICES), ("8", None, None)]
+
+
+SURE, CLAIMED = Evidence(sure=True, uid=1000), Evidence(sure=False, uid=2000)
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "holds"),
+    [
+        (None, CLAIMED, CLAIMED),
+        (SURE, CLAIMED, SURE),
+        (CLAIMED, SURE, SURE),
+        (SURE, SURE._replace(user="alice", partition="gpu"), Evidence(True, "alice", "gpu", 1000)),
+        (Evidence(True, "alice", "gpu", 1000), SURE, Evidence(True, "alice", "gpu", 1000)),
+        (Evidence(True, "alice", "gpu", 1000), Evidence(True, "bob", "cpu", 1001), Evidence(True, "bob", "cpu", 1001)),
+        (SURE, SURE._replace(uid=0), SURE),
+        (SURE._replace(uid=0), SURE, SURE),
+        (SURE._replace(uid=0), SURE._replace(uid=0), SURE._replace(uid=0)),
+        (SURE._replace(uid=None), SURE._replace(uid=0), SURE._replace(uid=0)),
+        (SURE._replace(uid=0), SURE._replace(uid=None), SURE._replace(uid=0)),
+        (SURE, SURE._replace(uid=1001), SURE._replace(uid=1001)),
+    ],
+)
+def test_what_is_sure_wins_then_what_is_newer_and_root_last(
+    first: Evidence | None, then: Evidence, holds: Evidence
+) -> None:
+    assert merged(first, then) == holds
+
+
+def of_users(**names: str) -> KnownJobs:
+    return KnownJobs(Users({int(uid.removeprefix("u")): name for uid, name in names.items()}.get, wait_s=30.0))
+
+
+def test_a_job_is_of_who_slurm_says_else_of_who_began_it_by_name_or_number() -> None:
+    seen = of_users(u1000="alice")
+    seen.learn("1", Evidence(True, "carol", "gpu", 1000))
+    seen.learn("2", Evidence(True, uid=1000))
+    seen.learn("3", Evidence(True, uid=1001))
+    seen.learn("4", Evidence(True))
+
+    assert seen.of("1") == Job("1", "carol", "gpu")
+    assert [seen.of(job_id).user for job_id in "2345"] == ["alice", "1001", None, None]
+
+
+def test_no_more_jobs_are_remembered_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "_REMEMBERED", 2)
+    seen = of_users()
+    seen.learn("1", Evidence(True, "alice"))
+    seen.learn("2", Evidence(True, "bob"))
+    seen.of("1")
+    seen.learn("3", Evidence(True, "carol"))
+
+    assert [seen.of(job_id).user for job_id in "123"] == ["alice", None, "carol"]
