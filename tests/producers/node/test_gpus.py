@@ -181,7 +181,7 @@ async def test_what_hangs_is_told_with_its_time_and_the_call_and_once_in_the_log
 
 async def test_the_mig_devices_of_a_gpu_that_hangs_or_is_lost_are_known_too(bench: Bench) -> None:
     gpu = bench.nvml.gpus[1]
-    gpu.cut(part("MIG-a", **{COMPUTE: [running(7)]}))
+    gpu.cut(part("MIG-a", 1, "1g.10gb", 7))
     assert (await bench.open())[2]["mig"]["parent_uuid"] == "GPU-1"
     gpu.error = binding.GPU_IS_LOST
     assert await bench.states() == {"GPU-0": "ok", "GPU-1": "lost", "MIG-a": "lost", "GPU-2": "ok"}
@@ -392,9 +392,45 @@ async def test_while_nvml_is_opened_again_no_gpu_is_asked_and_all_are_timeouts(q
     await until(hang.begun.is_set)
     before = quick.nvml.asked.total()
     assert await quick.states(0.1) == dict.fromkeys(OK, "timeout")
+    await asyncio.sleep(0.1)
     assert quick.nvml.asked.total() == before
+    reading = asyncio.create_task(quick.states())
+    await asyncio.sleep(0.05)
     hang.end.set()
+    assert await reading == OK
+
+
+async def test_a_tick_that_nvml_is_opened_again_in_asks_no_gpu_by_an_old_handle(quick: Bench) -> None:
+    quick.census = FakeCensus(lambda: ["GPU-new"])
+    quick.gpus = quick.make()
+    await quick.open()
+    slow = quick.nvml.hang("GPU-0", POWER)
+    reading = asyncio.create_task(quick.states())
+    await until(slow.begun.is_set)
+    opening = quick.nvml.hang(None, "nvmlInit")
+    quick.run()
+    await until(lambda: quick.gpus._is_opening)
+    quick.nvml.asked.clear()
+    slow.end.set()
+    assert await reading == OK | {"GPU-1": "timeout", "GPU-2": "timeout"}
+    await until(opening.begun.is_set)
+    assert {uuid for uuid, _ in quick.nvml.asked} == {"", "GPU-0"}
+    opening.end.set()
     await quick.comes(OK)
+
+
+async def test_a_gpu_that_hangs_while_nvml_is_opened_again_is_a_timeout_and_not_lost(quick: Bench) -> None:
+    quick.census = FakeCensus(lambda: [gpu.uuid for gpu in quick.nvml.gpus])
+    quick.gpus = quick.make()
+    await quick.open()
+    hang = quick.nvml.hang("GPU-1", "nvmlDeviceGetHandleByIndex")
+    quick.nvml.gpus.append(FakeDevice("GPU-new"))
+    quick.run()
+    await until(lambda: quick.value(own.OPENED) == 2)
+    assert await quick.states(0.1) == OK | {"GPU-1": "timeout", "GPU-new": "ok"}
+    assert hang.begun.is_set()
+    hang.end.set()
+    await quick.comes(OK | {"GPU-new": "ok"})
 
 
 async def test_nvml_is_not_opened_again_while_a_gpu_hangs() -> None:
@@ -409,7 +445,8 @@ async def test_nvml_is_not_opened_again_while_a_gpu_hangs() -> None:
         for _ in range(5):
             seen = len(bench.census.times)
             bench.clock.now_s += 100
-            await until(lambda seen=seen: len(bench.census.times) > seen)  # type: ignore[misc]
+            await until(lambda: len(bench.census.times) > seen)  # noqa: B023 - it is awaited here
+            assert await bench.states(0.1) == OK | {"GPU-1": "timeout"}
         assert bench.nvml.shutdowns == 0
         hang.end.set()
         await until(lambda: bench.nvml.asked["GPU-1", "nvmlDeviceGetRemappedRows"] > 2)

@@ -86,7 +86,7 @@ class FakeDevice:
         }
 
 
-def part(uuid: str, gpu_instance: int = 1, profile: str = "1g.10gb", **answers: Any) -> FakeDevice:
+def part(uuid: str, gpu_instance: int = 1, profile: str = "1g.10gb", *pids: int) -> FakeDevice:
     """A MIG device with memory and processes, which is what they have."""
     kinds = ("Compute", "Graphics", "MPSCompute")
     device = FakeDevice(
@@ -97,7 +97,7 @@ def part(uuid: str, gpu_instance: int = 1, profile: str = "1g.10gb", **answers: 
             "nvmlDeviceGetComputeInstanceId": 0,
             "nvmlDeviceGetMemoryInfo": memory(GIB, 10 * GIB),
             **{f"nvmlDeviceGet{kind}RunningProcesses_v3": [] for kind in kinds},
-            **answers,
+            "nvmlDeviceGetComputeRunningProcesses_v3": [running(pid) for pid in pids],
         },
     )
     device.fields = {}

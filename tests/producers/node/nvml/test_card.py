@@ -125,7 +125,7 @@ def test_a_gpu_that_needs_a_reset_is_lost_and_asked_one_thing() -> None:
 def test_mig_devices_come_after_their_gpu_with_what_they_have() -> None:
     bench = Bench()
     bench.gpu.cut(
-        part("MIG-a", 1, **{COMPUTE: [running(7)]}),
+        part("MIG-a", 1, "1g.10gb", 7),
         None,
         part("MIG-b", 5, "1c.3g.40gb"),
         part("MIG-c", 6, "1g.5gb+me"),
@@ -185,6 +185,18 @@ def test_a_stale_handle_is_noticed_at_once() -> None:
     old.error = binding.INVALID_ARGUMENT
     bench.gpu.cut(new)
     assert bench.uuids() == ["GPU-0", "MIG-b"]
+
+
+def test_handles_are_taken_from_the_newest_listing_even_where_the_layout_is_the_same() -> None:
+    bench = Bench()
+    old = part("MIG-a", 1, "1g.10gb", 7)
+    bench.gpu.cut(old)
+    bench.read()
+    old.error = binding.INVALID_ARGUMENT
+    bench.gpu.cut(part("MIG-a", 1, "1g.10gb", 8))
+    device = bench.read().devices[1]
+    assert (device["uuid"], device["processes"][0]["pid"]) == ("MIG-a", 8)
+    assert device["metrics"]["memory_used_bytes"] == GIB
 
 
 def test_a_handle_that_is_another_devices_by_now_is_noticed_at_once() -> None:

@@ -35,11 +35,11 @@ async def test_it_sees_the_gpus_that_work(nvml: ScriptedNvml, inherit: Environme
     nvml.fail(2, "nvmlDeviceGetMemoryInfo", 3)
     census = Census()
     uuid = "GPU-5c41b7ed-0000-4000-8000-00000000000{}"
-    assert await census.take() == {uuid.format(0), uuid.format(2)}
+    assert await census.take() == frozenset({uuid.format(0), uuid.format(2)})
     nvml.gpus = 4
     nvml.recover(1)
     nvml.fail(0, "nvmlDeviceGetMemoryInfo", 16)
-    assert await census.take() == {uuid.format(index) for index in (1, 2, 3)}
+    assert await census.take() == frozenset(uuid.format(index) for index in (1, 2, 3))
     census.close()
 
 
@@ -62,7 +62,7 @@ async def test_a_child_that_is_slow_is_ended_and_another_is_asked_later() -> Non
     await until(lambda: child.poll() is not None)
     census._command = says("print('[\"GPU-0\"]')")
     census._within_s = 60
-    assert await census.take() == {"GPU-0"}
+    assert await census.take() == frozenset({"GPU-0"})
     census.close()
 
 
@@ -93,5 +93,5 @@ def test_nonsense_is_no_census(said: bytes) -> None:
 
 
 def test_a_list_of_uuids_is_one() -> None:
-    assert parse(b'["GPU-1", "GPU-0"]\n') == {"GPU-0", "GPU-1"}
+    assert parse(b'["GPU-1", "GPU-0"]\n') == frozenset({"GPU-0", "GPU-1"})
     assert parse(b"[]") == frozenset()

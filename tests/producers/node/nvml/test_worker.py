@@ -82,8 +82,7 @@ def test_an_answer_that_comes_when_the_loop_is_closed_goes_nowhere() -> None:
     asyncio.run(ask())
     end.set()
     workers[0].stop()
-    (thread,) = [thread for thread in threading.enumerate() if thread.name == "worker-late"] or [None]
-    if thread is not None:
+    for thread in [thread for thread in threading.enumerate() if thread.name == "worker-late"]:
         thread.join(20)
         assert not thread.is_alive()
 
