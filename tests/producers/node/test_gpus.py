@@ -128,7 +128,7 @@ async def test_a_gpu_that_hangs_is_a_timeout_and_the_others_are_on_time(bench: B
     await bench.open()
     hang = bench.nvml.hang("GPU-1", POWER)
     for _ in range(3):
-        devices = await bench.read(0.2)
+        devices = await bench.read(0.7)
         assert [device["state"] for device in devices] == ["ok", "timeout", "ok"]
     assert devices[1] == {
         "uuid": "GPU-1",
@@ -166,12 +166,12 @@ async def test_what_hangs_is_told_with_its_time_and_the_call_and_once_in_the_log
         await bench.open()
         caplog.set_level(logging.INFO)
         bench.nvml.hang("GPU-1", POWER)
-        reading = asyncio.create_task(bench.read(0.2))
+        reading = asyncio.create_task(bench.read(0.7))
         await reading
         assert bench.gpus.not_ready() == []
         bench.clock.now_s += 40
         for _ in range(3):
-            await bench.read(0.2)
+            await bench.read(0.7)
         told = "GPU 1 (GPU-1) has not answered for 40 s (nvmlDeviceGetPowerUsage)"
         assert bench.gpus.not_ready() == [told]
         bench.nvml.release()
@@ -189,7 +189,7 @@ async def test_the_mig_devices_of_a_gpu_that_hangs_or_is_lost_are_known_too(benc
     assert (lost["mig"]["uuid"], lost["metrics"], "processes" in lost) == ("MIG-a", {}, False)
     gpu.error = None
     bench.nvml.hang("GPU-1", "nvmlDeviceGetMigMode")
-    assert await bench.states(0.2) == {"GPU-0": "ok", "GPU-1": "timeout", "MIG-a": "timeout", "GPU-2": "ok"}
+    assert await bench.states(0.7) == {"GPU-0": "ok", "GPU-1": "timeout", "MIG-a": "timeout", "GPU-2": "ok"}
 
 
 async def test_a_lost_gpu_keeps_its_identity_and_is_back_when_it_answers(
@@ -222,8 +222,8 @@ async def test_a_gpu_that_can_not_be_opened_is_left_out_counted_and_told(bench: 
 
 async def test_a_gpu_that_hangs_while_it_is_opened_holds_up_no_other_and_comes_when_it_returns(bench: Bench) -> None:
     hang = bench.nvml.hang("GPU-1", "nvmlDeviceGetHandleByIndex")
-    await bench.gpus.open(0.2)
-    assert await bench.states(0.2) == {"GPU-0": "ok", "GPU-2": "ok"}
+    await bench.gpus.open(0.7)
+    assert await bench.states(0.7) == {"GPU-0": "ok", "GPU-2": "ok"}
     hang.end.set()
     await bench.comes(OK)
 
@@ -427,7 +427,7 @@ async def test_a_gpu_that_hangs_while_nvml_is_opened_again_is_a_timeout_and_not_
     quick.nvml.gpus.append(FakeDevice("GPU-new"))
     quick.run()
     await until(lambda: quick.value(own.OPENED) == 2)
-    assert await quick.states(0.1) == OK | {"GPU-1": "timeout", "GPU-new": "ok"}
+    assert await quick.states(0.7) == OK | {"GPU-1": "timeout", "GPU-new": "ok"}
     assert hang.begun.is_set()
     hang.end.set()
     await quick.comes(OK | {"GPU-new": "ok"})
@@ -446,7 +446,7 @@ async def test_nvml_is_not_opened_again_while_a_gpu_hangs() -> None:
             seen = len(bench.census.times)
             bench.clock.now_s += 100
             await until(lambda: len(bench.census.times) > seen)  # noqa: B023 - it is awaited here
-            assert await bench.states(0.1) == OK | {"GPU-1": "timeout"}
+            assert await bench.states(0.7) == OK | {"GPU-1": "timeout"}
         assert bench.nvml.shutdowns == 0
         hang.end.set()
         await until(lambda: bench.nvml.asked["GPU-1", "nvmlDeviceGetRemappedRows"] > 2)

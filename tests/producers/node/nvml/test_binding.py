@@ -1,0 +1,122 @@
+"""What comes through the boundary: answers, and errors of one kind."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pynvml
+import pytest
+
+from producers.node.nvml import binding
+from producers.node.nvml.binding import FieldValue, NvmlError, Pynvml
+from tests.nvml.scripted import Process, ScriptedNvml
+
+CODES = [name for name in vars(binding) if isinstance(getattr(binding, name), int) and name.isupper()]
+
+
+@pytest.fixture
+def real(nvml: ScriptedNvml) -> Iterator[Pynvml]:
+    nvml.load()
+    bound = Pynvml()
+    bound.init()
+    yield bound
+    bound.shutdown()
+
+
+def error(ask: Callable[[], Any]) -> tuple[int, str]:
+    with pytest.raises(NvmlError) as caught:
+        ask()
+    return caught.value.code, caught.value.name
+
+
+@pytest.mark.parametrize("name", CODES)
+def test_the_codes_are_those_of_pynvml(name: str) -> None:
+    assert getattr(pynvml, f"NVML_ERROR_{name}") == getattr(binding, name)
+    assert NvmlError(getattr(binding, name)).name == name
+
+
+def test_a_code_of_a_later_nvml_has_a_name_too() -> None:
+    assert NvmlError(4711).name == "CODE_4711"
+
+
+def test_answers_are_those_of_pynvml(nvml: ScriptedNvml, real: Pynvml) -> None:
+    assert real.count() == 8
+    assert real.driver_version() == pynvml.nvmlSystemGetDriverVersion()
+    gpu = real.handle(1)
+    assert real.ask("nvmlDeviceGetUUID", gpu) == "GPU-5c41b7ed-0000-4000-8000-000000000001"
+    nvml.set(1, power_mw=123)
+    assert real.ask("nvmlDeviceGetPowerUsage", gpu) == 123
+
+
+def test_errors_come_as_one_kind_with_code_and_name(nvml: ScriptedNvml, real: Pynvml) -> None:
+    gpu = real.handle(0)
+    nvml.fail(0, "nvmlDeviceGetPowerUsage", 999)
+    assert error(lambda: real.ask("nvmlDeviceGetPowerUsage", gpu)) == (999, "UNKNOWN")
+    nvml.fail(0, "nvmlDeviceGetPowerUsage", 4711)
+    assert error(lambda: real.ask("nvmlDeviceGetPowerUsage", gpu)) == (4711, "CODE_4711")
+    nvml.lose(0)
+    assert error(lambda: real.handle(0)) == (15, "GPU_IS_LOST")
+
+
+def test_without_a_driver_or_after_the_end_there_are_errors_too(nvml: ScriptedNvml) -> None:
+    nvml.load()
+    nvml.driver("absent")
+    assert error(Pynvml().init) == (9, "DRIVER_NOT_LOADED")
+    assert error(Pynvml().shutdown) == (1, "UNINITIALIZED")
+    assert error(Pynvml().count) == (1, "UNINITIALIZED")
+
+
+def test_a_list_of_processes_that_is_empty_by_success_is_empty(nvml: ScriptedNvml, real: Pynvml) -> None:
+    nvml.empty_processes(succeed=True)
+    for function in ("nvmlDeviceGetProcessUtilization", "nvmlDeviceGetProcessesUtilizationInfo"):
+        assert list(real.ask(function, real.handle(0), 1 << 62)) == []
+    nvml.processes(0, [Process(7, None)])
+    (process,) = real.ask("nvmlDeviceGetComputeRunningProcesses_v3", real.handle(0))
+    assert (process.pid, process.usedGpuMemory) == (7, None)
+
+
+def test_what_this_pynvml_does_not_have_is_missing_like_what_the_driver_does_not_have(real: Pynvml) -> None:
+    assert error(lambda: real.ask("nvmlDeviceGetTea", real.handle(0))) == (13, "FUNCTION_NOT_FOUND")
+
+
+@pytest.mark.parametrize(
+    ("raised", "code"),
+    [
+        (pynvml.NVMLLibraryMismatchError("x"), 13),
+        (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "x"), 999),
+        (pynvml.NVMLError(15), 15),
+    ],
+)
+def test_pynvmls_other_exceptions_are_errors_as_well(
+    monkeypatch: pytest.MonkeyPatch, raised: Exception, code: int
+) -> None:
+    def fail(handle: object) -> None:
+        raise raised
+
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetName", fail)
+    with pytest.raises(NvmlError) as caught:
+        Pynvml().ask("nvmlDeviceGetName", binding.Handle(None))
+    assert caught.value.code == code
+
+
+def test_each_field_has_its_own_code_width_and_time(nvml: ScriptedNvml, real: Pynvml) -> None:
+    nvml.set(0, memory_temperature=71, pcie_tx_bytes=2**40, type_197=1, type_83=99)
+    nvml.fail(0, "field:94", 999)
+    temperature, sent, replays, energy, none = real.fields(real.handle(0), [82, 197, 94, 83, 138])
+    assert (temperature.code, temperature.value, temperature.bits) == (0, 71, 32)
+    assert temperature.at_us > 10**15
+    assert (sent.code, sent.value, sent.bits) == (0, 0, 32)
+    assert (replays, none) == (FieldValue(999), FieldValue(3))
+    assert energy == FieldValue(3)  # a type that is not known
+
+
+@pytest.mark.parametrize(("kind", "bits"), [(0, 0), (1, 32), (2, 64), (3, 64), (4, 64), (5, 32), (6, 16)])
+def test_a_value_is_as_wide_as_its_type(nvml: ScriptedNvml, real: Pynvml, kind: int, bits: int) -> None:
+    nvml.set(0, memory_temperature=71, type_82=kind)
+    (value,) = real.fields(real.handle(0), [82])
+    assert (value.code, value.bits) == (0, bits)
+    assert kind == 0 or value.value == 71
+
+
+def test_nothing_is_loaded_by_making_one(tmp_path: Path) -> None:
+    assert Pynvml()._functions == {}

@@ -1,0 +1,319 @@
+"""The node's GPUs through the real bindings, on a scripted NVML that fails as drivers do."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from producers.node import instruments as own
+from producers.node.gpus import Gpus, Pace
+from tests.nvml.scripted import Mig, Process, ScriptedNvml
+from tests.producers.node.nvml.fake import FakePlaces, until
+from topics.catalogue import CATALOGUE
+from topics.instruments import Instruments
+from topics.samples import Device
+
+QUICK = Pace(retry_s=0.05, census_s=0.2, soon_s=0.1, list_s=0.1)
+UUID = "GPU-5c41b7ed-0000-4000-8000-{:012}"
+POWER = "nvmlDeviceGetPowerUsage"
+GENEROUS_S = 30.0
+
+CHILD = """
+import asyncio, json, sys
+from producers.node import instruments
+from producers.node.gpus import Gpus
+from tests.producers.node.nvml.fake import FakePlaces
+from topics.instruments import Instruments
+
+async def main():
+    table = Instruments(instruments.INSTRUMENTS)
+    gpus = Gpus(table, FakePlaces())
+    await gpus.open(float(sys.argv[1]))
+    devices = await gpus.read(float(sys.argv[1]))
+    counted = [[*one.labels.values(), one.value] for family in table.registry.collect()
+               for one in family.samples if one.name == instruments.NVML_ERRORS]
+    print(json.dumps([devices, counted, gpus.not_ready()]))
+    gpus.close()
+
+asyncio.run(main())
+"""
+
+
+class Node:
+    """GPUs on the scripted NVML."""
+
+    def __init__(self, nvml: ScriptedNvml) -> None:
+        self.nvml = nvml
+        self.instruments = Instruments(own.INSTRUMENTS)
+        self.gpus = Gpus(self.instruments, FakePlaces(), pace=QUICK)
+        self.running: asyncio.Task[None] | None = None
+
+    async def open(self, within_s: float = GENEROUS_S) -> None:
+        await self.gpus.open(within_s)
+        self.running = asyncio.create_task(self.gpus.run())
+
+    async def read(self, within_s: float = GENEROUS_S) -> list[dict[str, Any]]:
+        devices = await self.gpus.read(within_s)
+        msgspec.convert(devices, list[Device])
+        return devices
+
+    async def states(self, within_s: float = GENEROUS_S) -> list[str]:
+        return [device["state"] for device in await self.read(within_s)]
+
+    async def comes(self, states: list[str]) -> list[dict[str, Any]]:
+        for _ in range(3000):
+            devices = await self.read()
+            if [device["state"] for device in devices] == states:
+                return devices
+            await asyncio.sleep(0.01)
+        raise AssertionError(devices)
+
+    def errors(self) -> dict[tuple[str, str], float]:
+        families = self.instruments.registry.collect()
+        samples = [one for family in families for one in family.samples if one.name == own.NVML_ERRORS]
+        return {(one.labels["call"], one.labels["error"]): one.value for one in samples}
+
+    def asked(self, function: str, gpu: int) -> int:
+        return sum(call.function == function and call.gpu == gpu for call in self.nvml.calls())
+
+
+@pytest.fixture
+async def node(nvml: ScriptedNvml, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Node]:
+    for name, value in nvml.environment().items():
+        monkeypatch.setenv(name, value)  # for the census
+    nvml.load()
+    one = Node(nvml)
+    yield one
+    nvml.release()
+    if one.running is not None:
+        one.running.cancel()
+        await asyncio.wait([one.running])
+    await until(lambda: not any(gpu.busy for gpu in one.gpus._gpus))
+    one.gpus.close()
+
+
+def in_a_process(nvml: ScriptedNvml, within_s: float = GENEROUS_S) -> Any:
+    """Devices, errors, and what is wrong, as a process of its own finds them."""
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD, str(within_s)],
+        env=os.environ | nvml.environment(),
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+async def test_all_keys_come_of_all_gpus_with_the_values_that_nvml_has(node: Node) -> None:
+    node.nvml.set(2, utilization_gpu=93, power_mw=412_345, temperature=-3)
+    node.nvml.set(2, fan_speed=0, energy_mj=5_000, ecc_corrected_volatile=7)
+    await node.open()
+    devices = await node.read()
+    assert [device["uuid"] for device in devices] == [UUID.format(index) for index in range(8)]
+    assert all(set(device["metrics"]) == set(CATALOGUE) for device in devices)
+    assert (devices[2]["index"], devices[2]["minor"], devices[2]["model"]) == (2, 2, "NVIDIA H100 80GB HBM3")
+    assert devices[0]["pci_bus_id"] == "00000000:0A:00.0"
+    found = devices[2]["metrics"]
+    expected = {
+        "gpu_utilization_ratio": 0.93,
+        "power_watts": 412.345,
+        "temperature_celsius": -3,
+        "fan_speed_ratio": 0,
+        "energy_joules_total": 5,
+        "ecc_corrected_volatile_total": 7,
+    }
+    assert {key: found[key] for key in expected} == expected
+    assert 0 <= found["pcie_tx_bytes_per_second"] < 1e9
+    assert node.errors() == {}
+    assert node.gpus.not_ready() == []
+
+
+async def test_every_gpu_has_its_thread_and_none_is_the_loops(node: Node) -> None:
+    await node.open()
+    await node.read()
+    calls = node.nvml.calls()
+    assert threading.get_native_id() not in {call.thread for call in calls}
+    threads = {index: {call.thread for call in calls if call.gpu == index} for index in range(8)}
+    assert all(len(one) == 1 for one in threads.values())
+    assert len(set.union(*threads.values())) == 8
+    assert not any(call.function == "nvmlDeviceGetPcieThroughput" for call in calls)
+
+
+async def test_a_gpu_that_is_lost_in_mid_run_is_known_although_its_uuid_can_not_be_asked(node: Node) -> None:
+    await node.open()
+    node.nvml.lose(3)
+    devices = await node.comes(["ok"] * 3 + ["lost"] + ["ok"] * 4)
+    lost = devices[3]
+    assert (lost["uuid"], lost["index"], lost["metrics"]) == (UUID.format(3), 3, {})
+    assert lost["model"] == "NVIDIA H100 80GB HBM3"
+    assert node.gpus.not_ready()[0].startswith(f"GPU 3 ({UUID.format(3)}) is lost: GPU_IS_LOST")
+    node.nvml.recover(3)
+    await node.comes(["ok"] * 8)
+    assert node.gpus.not_ready() == []
+
+
+async def test_a_call_that_hangs_for_5_s_costs_only_its_own_gpu_and_is_not_made_twice(node: Node) -> None:
+    await node.open()
+    before = node.asked(POWER, 5)
+    node.nvml.hang(5, POWER, 5)
+    for _ in range(3):
+        assert await node.states(1.5) == ["ok"] * 5 + ["timeout"] + ["ok"] * 2
+    assert node.asked(POWER, 5) == before + 1
+    node.nvml.set(5, power_mw=1_000)
+    node.nvml.release()
+    assert (await node.comes(["ok"] * 8))[5]["metrics"]["power_watts"] == 1
+
+
+async def test_blank_and_absurd_values_are_left_out_and_counted(node: Node) -> None:
+    blank = dict.fromkeys(("power_mw", "memory_temperature", "fan_speed"), 0xFFFFFFFF)
+    blank |= dict.fromkeys(("energy_mj", "memory_used"), 2**64 - 1)
+    node.nvml.set(0, **blank, utilization_gpu=255, temperature=-32768, sm_clock_mhz=4_000_000, performance_state=32)
+    await node.open()
+    metrics = (await node.read())[0]["metrics"]
+    absent = {
+        "power_watts",
+        "gpu_utilization_ratio",
+        "temperature_celsius",
+        "energy_joules_total",
+        "sm_clock_hz",
+        "memory_used_bytes",
+        "performance_state",
+        "memory_temperature_celsius",
+        "fan_speed_ratio",
+    }
+    assert set(CATALOGUE) - set(metrics) == absent
+    assert -1 not in metrics.values()
+    assert set(node.errors()) == {
+        (POWER, "IMPLAUSIBLE"),
+        ("nvmlDeviceGetUtilizationRates", "IMPLAUSIBLE"),
+        ("nvmlDeviceGetTemperatureV", "IMPLAUSIBLE"),
+        ("nvmlDeviceGetTotalEnergyConsumption", "IMPLAUSIBLE"),
+        ("nvmlDeviceGetClockInfo", "IMPLAUSIBLE"),
+        ("nvmlDeviceGetMemoryInfo", "IMPLAUSIBLE"),
+        ("NVML_FI_DEV_MEMORY_TEMP", "IMPLAUSIBLE"),
+        ("nvmlDeviceGetFanSpeed", "IMPLAUSIBLE"),
+    }
+
+
+async def test_a_call_that_fails_leaves_out_its_value_on_that_gpu(node: Node) -> None:
+    await node.open()
+    node.nvml.fail(0, POWER, 999)
+    first, second, *_ = await node.read()
+    assert "power_watts" not in first["metrics"]
+    assert "power_watts" in second["metrics"]
+    assert node.errors() == {(POWER, "UNKNOWN"): 1}
+
+
+async def test_processes_come_with_memory_and_share(node: Node) -> None:
+    node.nvml.processes(0, [Process(41, 1 << 30, sm=90), Process(42, None), Process(43, 5, kind="graphics", sm=0)])
+    node.nvml.empty_processes(succeed=True)
+    await node.open()
+    devices = await node.read()
+    shares = {
+        row["pid"]: (row.get("memory_used_bytes"), row["sm_utilization_ratio"]) for row in devices[0]["processes"]
+    }
+    assert shares == {41: (1 << 30, 0.9), 42: (None, 0.1), 43: (5, 0.0)}
+    assert devices[1]["processes"] == []
+    assert node.errors() == {}
+
+
+async def test_a_gpu_that_is_added_is_noticed(node: Node) -> None:
+    await node.open()
+    node.nvml.gpus = 9
+    devices = await node.comes(["ok"] * 9)
+    assert devices[8]["uuid"] == UUID.format(8)
+    node.nvml.gpus = 8
+    devices = await node.comes(["ok"] * 8 + ["lost"])
+    assert devices[8]["uuid"] == UUID.format(8)
+
+
+async def test_a_gpu_that_is_cut_anew_is_noticed(node: Node) -> None:
+    await node.open()
+    node.nvml.mig(1, [Mig(1, 0), None, Mig(5, 0, "3g.40gb", 40 << 30, 2 << 30, "MIG-mine")])
+    node.nvml.processes(1, [Process(11, 5, gpu_instance=5, compute_instance=0)])
+    devices = await node.comes(["ok"] * 10)
+    whole, _, mine = devices[1:4]
+    assert whole["uuid"] == UUID.format(1)
+    assert "gpu_utilization_ratio" not in whole["metrics"]
+    assert "power_watts" in whole["metrics"]
+    assert mine["mig"] == {
+        "uuid": "MIG-mine",
+        "parent_uuid": UUID.format(1),
+        "gpu_instance": 5,
+        "compute_instance": 0,
+        "profile": "3g.40gb",
+    }
+    assert (mine["index"], mine["minor"], mine["pci_bus_id"]) == (1, 1, whole["pci_bus_id"])
+    assert mine["metrics"]["memory_used_bytes"] == 2 << 30
+    assert mine["processes"] == [{"pid": 11, "memory_used_bytes": 5}]
+    node.nvml.mig(1, [Mig(5, 0, "3g.40gb", uuid="MIG-other")])
+    assert (await node.comes(["ok"] * 9))[2]["uuid"] == "MIG-other"
+    node.nvml.mig(1, None)
+    assert "gpu_utilization_ratio" in (await node.comes(["ok"] * 8))[1]["metrics"]
+    assert node.errors() == {}
+
+
+async def test_a_driver_that_comes_later_works(node: Node) -> None:
+    node.nvml.driver("absent")
+    await node.open()
+    assert await node.read() == []
+    assert "no NVIDIA driver" in node.gpus.not_ready()[0]
+    node.nvml.driver("ok")
+    await node.comes(["ok"] * 8)
+
+
+async def test_an_init_that_hangs_is_waited_for_beside_the_ticks(node: Node) -> None:
+    node.nvml.hang(None, "nvmlInit", 3600)
+    await node.open(0.1)
+    assert await node.read(0.1) == []
+    node.nvml.release()
+    await node.comes(["ok"] * 8)
+    assert Counter(call.function for call in node.nvml.calls())["nvmlInitWithFlags"] == 1
+
+
+async def test_calls_that_find_another_driver_end_the_process(node: Node) -> None:
+    await node.open()
+    node.nvml.fail(None, "*", 18)
+    assert set(await node.states()) == {"lost"}
+    assert getattr(node.gpus.fatal(), "exit_code", None) == 70
+
+
+def test_an_older_driver_gives_what_it_has_without_an_error(nvml_directory: Path) -> None:
+    nvml = ScriptedNvml(nvml_directory, gpus=2, old=True)
+    nvml.processes(0, [Process(41, 1 << 30, sm=90)])
+    devices, errors, wrong = in_a_process(nvml)
+    assert [device["state"] for device in devices] == ["ok", "ok"]
+    missing = set(CATALOGUE) - set(devices[0]["metrics"])
+    assert missing <= {"memory_reserved_bytes", "pcie_tx_bytes_per_second", "pcie_rx_bytes_per_second"}
+    assert "memory_reserved_bytes" in missing
+    assert devices[0]["processes"] == [{"pid": 41, "memory_used_bytes": 1 << 30, "sm_utilization_ratio": 0.9}]
+    assert (errors, wrong) == ([], [])
+
+
+def test_a_process_ends_while_a_gpu_hangs(nvml: ScriptedNvml) -> None:
+    nvml.hang(2, POWER, 3600)
+    devices, _, _ = in_a_process(nvml, 2.0)
+    assert [device["index"] for device in devices] == [0, 1, 3, 4, 5, 6, 7]
+
+
+def test_a_process_ends_while_the_driver_hangs(nvml: ScriptedNvml) -> None:
+    nvml.hang(None, "nvmlInit", 3600)
+    assert in_a_process(nvml, 0.2)[0] == []
+
+
+def test_without_a_library_there_are_no_devices_and_it_is_said_what_is_missing() -> None:
+    done = subprocess.run([sys.executable, "-c", CHILD, "5"], capture_output=True, text=True, timeout=100, check=False)
+    devices, errors, wrong = json.loads(done.stdout)
+    assert (devices, errors) == ([], [])
+    assert "libnvidia-ml.so.1 is not found" in wrong[0]
