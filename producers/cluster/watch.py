@@ -21,6 +21,7 @@ import msgspec
 
 from producers.cluster import instruments as names
 from producers.cluster.api import SILENCE_S, Api, Unreachable
+from producers.cluster.condition import Condition
 from topics.instruments import Instruments
 
 T = TypeVar("T")
@@ -40,8 +41,6 @@ FIRST_WAIT_S, LONGEST_WAIT_S = 0.2, 30.0
 LONGEST_RETRY_AFTER_S = 120.0
 ABSENT_WAIT_S = 300.0
 WENT_WELL_S = 5.0
-UNREADY_AFTER_S = 30.0
-_SAY_AGAIN_S = 60.0
 _LONGEST_MESSAGE = 300
 
 _CHANGES = frozenset({"ADDED", "MODIFIED", "DELETED"})
@@ -194,7 +193,7 @@ class Watch:
         self._heard_s = time.monotonic()
         self._well_since_s: float | None = None
         self._wait_s = 0.0
-        self._health = _Health(name)
+        self._condition = Condition(name, log)
         self.synced = False
         instruments.gauge(names.AGE, name).set_function(lambda: time.monotonic() - self._heard_s)
 
@@ -207,7 +206,10 @@ class Watch:
 
     def not_ready(self) -> list[str]:
         """Why it is not ready: the first list is not complete, or the API server has been away for 30 s."""
-        return self._health.not_ready(self.synced)
+        if self.synced:
+            return self._condition.lasting()
+        problem = self._condition.problem
+        return [f"{self._name}: the list is not complete yet" + (f": {problem}" if problem else "")]
 
     async def _attempt(self) -> Restart:
         """List where there is nothing to go on from, and watch for as long as it goes well; how that ended."""
@@ -231,7 +233,7 @@ class Watch:
             self._be_empty(str(restart))
             return ABSENT_WAIT_S * random.uniform(0.8, 1.2)
         if self._well_since_s is None and restart.reason not in ("unsupported", "expired"):
-            self._health.failed(restart.reason, str(restart))
+            self._condition.bad(restart.reason, str(restart))
         self._wait_s = 0.0 if self._went_well() else min(LONGEST_WAIT_S, max(FIRST_WAIT_S, 2 * self._wait_s))
         return restart.wait_s + max(self._wait_s, FIRST_WAIT_S) * random.uniform(0.5, 1)
 
@@ -239,7 +241,7 @@ class Watch:
         """There is no such resource, and so none of its objects."""
         self._listener.begin()
         self._complete(None)
-        self._health.absent(why)
+        self._condition.good(f"there are none: {why}")
 
     async def _list_pages(self) -> None:
         self._listener.begin()
@@ -378,7 +380,7 @@ class Watch:
 
     def _is_well(self) -> None:
         self._well_since_s = time.monotonic()
-        self._health.well()
+        self._condition.good("watching")
 
     def _went_well(self) -> bool:
         return self._well_since_s is not None and time.monotonic() - self._well_since_s >= WENT_WELL_S
@@ -396,48 +398,3 @@ def _read(decoder: msgspec.json.Decoder[T], raw: msgspec.Raw) -> T:
 
 def _garbage(what: str, body: bytes, error: Exception) -> Restart:
     return Restart("garbage", f"{what} ({error}): {message(body)}", anew=True)
-
-
-class _Health:
-    """How a watch is, told in the log when that changes: of one that wavers, once a minute for each reason."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._problem = ""
-        self._since_s: float | None = None
-        self._told = ""
-        self._told_s: dict[str, float] = {}
-
-    def well(self) -> None:
-        """The watch is open, and what it tells is complete."""
-        self._problem, self._since_s = "", None
-        if self._news("well"):
-            log.info("%s: watching", self._name)
-
-    def absent(self, why: str) -> None:
-        """There is no such resource, and none is needed."""
-        self._problem, self._since_s = "", None
-        if self._news("not there"):
-            log.info("%s: there are none: %s", self._name, why)
-
-    def failed(self, reason: str, why: str) -> None:
-        """It could not be listed or watched."""
-        self._problem = why
-        if self._since_s is None:
-            self._since_s = time.monotonic()
-        if self._news(reason):
-            log.warning("%s: %s", self._name, why)
-
-    def not_ready(self, synced: bool) -> list[str]:
-        """Why it is not ready."""
-        failing_s = 0.0 if self._since_s is None else time.monotonic() - self._since_s
-        if not synced:
-            return [f"{self._name}: the list is not complete yet" + (f": {self._problem}" if self._problem else "")]
-        return [f"{self._name}: {self._problem} (for {failing_s:.0f} s)"] if failing_s > UNREADY_AFTER_S else []
-
-    def _news(self, state: str) -> bool:
-        now_s = time.monotonic()
-        if state == self._told or now_s - self._told_s.get(state, float("-inf")) < _SAY_AGAIN_S:
-            return False
-        self._told, self._told_s[state] = state, now_s
-        return True

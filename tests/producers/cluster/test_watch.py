@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from producers.cluster import condition
 from producers.cluster import instruments as names
 from producers.cluster import watch as module
 from producers.cluster.api import Api
@@ -587,7 +588,7 @@ async def test_an_outage_of_30_s_is_not_ready(start: Start, monkeypatch: pytest.
     await server.stop()
     await bench.until(lambda: bench.restarts("connection") >= 2)
     assert bench.watch.not_ready() == []
-    monkeypatch.setattr(module, "UNREADY_AFTER_S", -1.0)
+    monkeypatch.setattr(condition, "UNREADY_AFTER_S", -1.0)
     (reason,) = bench.watch.not_ready()
     assert reason.startswith("pods: ClientConnectorError: ")
 

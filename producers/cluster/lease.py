@@ -1,0 +1,364 @@
+"""Who leads: of several processes the one that holds a Lease, and never two at a time.
+
+In: a coordination.k8s.io/v1 Lease. Out: the work, run while this process holds it.
+State: the Lease as last seen, and when that was on our own clock.
+On failure: without a renewal for 7 s the work is cancelled and awaited, before the Lease's 10 s are over and another
+may take it. Work that does not end by then ends the process.
+
+Source: the Lease's fields as client-go's leader election writes them. Clocks of two machines are never compared:
+another's Lease is over when it has not changed for as long as it says, on our clock.
+"""
+
+import asyncio
+import contextlib
+import logging
+import math
+import random
+import time
+from collections.abc import Callable, Coroutine
+from datetime import UTC, datetime, timedelta
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+
+from producers.cluster import instruments as names
+from producers.cluster.api import Answer, Unreachable
+from producers.cluster.condition import Condition
+from producers.cluster.watch import message
+from topics.instruments import Instruments
+
+log = logging.getLogger(__name__)
+
+DURATION_S = 10.0
+RENEW_S = 2.0
+GIVE_UP_S = 7.0
+CALL_WITHIN_S = 4.0
+RELEASE_WITHIN_S = 2.0
+LEAST_TO_END_S = 1.0
+"""What the work has to end in where the Lease is over already, because the whole process had stood still."""
+
+LONGEST_DURATION_S = 60.0
+"""However long a Lease says that it holds: every leader is one of ours, and a slip must not stop the next for a day."""
+
+_LAST_YEAR = 9000  # above it there is little left to count up in
+_MOST_TRANSITIONS = 2**31 - 2
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+Work = Callable[[int], Coroutine[Any, Any, None]]
+Json = dict[str, Any]
+
+
+class Requests(Protocol):
+    """What a Lease needs of :class:`producers.cluster.api.Api`."""
+
+    async def request(self, method: str, path: str, *, body: bytes | None = None, timeout_s: float = 10.0) -> Answer:
+        """Ask; raises Unreachable."""
+
+
+class Stuck(Exception):
+    """The work did not end before another may lead. The process has to end instead."""
+
+    exit_code = 1
+
+
+class Refused(Exception):
+    """The Lease could not be read or written; the message is a sentence, ``reason`` its kind. Try again."""
+
+    def __init__(self, reason: str, why: str) -> None:
+        super().__init__(why)
+        self.reason = reason
+
+
+class Record(NamedTuple):
+    """What a Lease says. Times are microseconds since the epoch, of the clock of whoever wrote them."""
+
+    holder: str = ""
+    duration_s: float = DURATION_S
+    acquired_us: int = 0
+    renewed_us: int = 0
+    transitions: int = 0
+
+    @property
+    def epoch(self) -> int:
+        """When the holder took it, in milliseconds since the epoch."""
+        return self.acquired_us // 1000
+
+
+def record_of(lease: Json) -> Record:
+    """What a Lease says; what is missing or makes no sense in it is as in one that nobody holds."""
+    spec = lease.get("spec")
+    spec = spec if isinstance(spec, dict) else {}
+    holder, transitions = spec.get("holderIdentity"), spec.get("leaseTransitions")
+    return Record(
+        holder=holder if isinstance(holder, str) else "",
+        duration_s=_duration_s(spec.get("leaseDurationSeconds")),
+        acquired_us=_micros(spec.get("acquireTime")),
+        renewed_us=_micros(spec.get("renewTime")),
+        transitions=min(max(transitions, 0), _MOST_TRANSITIONS) if isinstance(transitions, int) else 0,
+    )
+
+
+def spec_of(record: Record) -> Json:
+    """A record as a Lease's spec."""
+    return {
+        "holderIdentity": record.holder,
+        "leaseDurationSeconds": math.ceil(record.duration_s),
+        "acquireTime": _time(record.acquired_us),
+        "renewTime": _time(record.renewed_us),
+        "leaseTransitions": record.transitions,
+    }
+
+
+def taken(last: Record, identity: str, *, duration_s: float, now_us: int) -> Record:
+    """The record of whoever takes the Lease after ``last``: its epoch is above, even where clocks stepped back."""
+    acquired_us = max(now_us, (last.epoch + 1) * 1000)
+    return Record(identity, duration_s, acquired_us, now_us, last.transitions + 1)
+
+
+def _duration_s(value: Any) -> float:
+    return float(min(max(value, 1), LONGEST_DURATION_S)) if isinstance(value, int) else DURATION_S
+
+
+def _micros(value: Any) -> int:
+    """A time of the API in microseconds since the epoch; 0 where it is none."""
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
+        time_of_day = datetime.fromisoformat(value).astimezone(UTC)
+        return (time_of_day - _EPOCH) // timedelta(microseconds=1) if time_of_day.year < _LAST_YEAR else 0
+    return 0
+
+
+def _time(micros: int) -> str:
+    return (_EPOCH + timedelta(microseconds=micros)).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+
+
+def _now_us() -> int:
+    return time.time_ns() // 1000
+
+
+class Lease:
+    """The Lease ``namespace``/``name``, and this process, which writes ``identity`` into it.
+
+    Another takes it where it has not changed for ``duration_s``; who leads renews it every ``renew_s``, and gives up
+    ``give_up_s`` after the last time. ``now_us`` is the time of day, which may step back.
+    """
+
+    def __init__(
+        self,
+        api: Requests,
+        instruments: Instruments,
+        *,
+        namespace: str,
+        name: str,
+        identity: str,
+        duration_s: float = DURATION_S,
+        renew_s: float = RENEW_S,
+        give_up_s: float = GIVE_UP_S,
+        now_us: Callable[[], int] = _now_us,
+    ) -> None:
+        self._store = _Store(api, namespace, name)
+        self._instruments, self._identity, self._now_us = instruments, identity, now_us
+        self._duration_s, self._renew_s, self._give_up_s = duration_s, renew_s, give_up_s
+        self._condition = Condition(f"lease {namespace}/{name}", log)
+        self._seen = self._latest = self._mine = Record()
+        self._seen_s = self._renewed_s = float("-inf")
+        self.leading = False
+        instruments.gauge(names.LEADING).set(0)
+
+    async def run(self, work: Work, stop: asyncio.Event) -> None:
+        """Wait to lead, run ``work(epoch)`` while leading, and again, until ``stop`` or until the work returns.
+
+        The work is cancelled and awaited before anybody else can lead, and then the Lease is released. Raises what the
+        work raises, and :class:`Stuck`.
+        """
+        stopping = asyncio.ensure_future(stop.wait())
+        try:
+            while not stop.is_set():
+                if not await self._take():
+                    await asyncio.wait({stopping}, timeout=self._pause_s())
+                elif await self._lead(work, stopping):
+                    return
+        finally:
+            stopping.cancel()
+
+    def not_ready(self) -> list[str]:
+        """Why it is not ready: the Lease could not be read or written for 30 s. Standing by is ready."""
+        return self._condition.lasting()
+
+    # -- taking it
+
+    async def _take(self) -> bool:
+        """Try to hold the Lease; whether that worked."""
+        try:
+            self._see(await self._store.read(CALL_WITHIN_S))
+            took = self._free() and await self._write(self._taken(), CALL_WITHIN_S)
+        except (Refused, Unreachable) as error:
+            self._condition.bad(error.reason, str(error))
+            return False
+        self._condition.good("it can be read and written" if took else "standing by")
+        return took
+
+    def _taken(self) -> Record:
+        return taken(self._latest, self._identity, duration_s=self._duration_s, now_us=self._now_us())
+
+    def _see(self, lease: Json | None) -> None:
+        """Note what the Lease says, and since when. One that was deleted holds for as long as it did."""
+        record = self._seen if lease is None else record_of(lease)
+        if record != self._seen:
+            if record.holder not in ("", self._seen.holder, self._identity):
+                log.info("%s leads", record.holder)
+            self._seen, self._seen_s = record, time.monotonic()
+        if record.epoch >= self._latest.epoch:
+            self._latest = record
+
+    def _free(self) -> bool:
+        """Whether nobody can be leading by what was seen."""
+        over = time.monotonic() - self._seen_s >= self._seen.duration_s
+        return not self._seen.holder or self._is_mine() or over
+
+    def _is_mine(self) -> bool:
+        """Whether what was seen is what this very process wrote, maybe without hearing of its success."""
+        return (self._seen.holder, self._seen.acquired_us) == (self._identity, self._mine.acquired_us)
+
+    def _pause_s(self) -> float:
+        """How long to wait before looking again: less where the Lease is over earlier."""
+        pause_s = self._renew_s * random.uniform(0.8, 1.0)
+        left_s = self._seen_s + self._seen.duration_s - time.monotonic()
+        return min(pause_s, left_s) if self._seen.holder and left_s > 0 else pause_s
+
+    # -- holding it
+
+    async def _lead(self, work: Work, stopping: "asyncio.Future[Any]") -> bool:
+        """Run the work while the Lease is held; whether the work returned by itself. Raises what it raises."""
+        self._set_leading(True)
+        working, keeping = asyncio.create_task(work(self._mine.epoch)), asyncio.create_task(self._keep())
+        try:
+            await asyncio.wait({working, keeping, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            returned = working.done()
+            if keeping.done():
+                log.warning("no longer leading: %s", keeping.result())
+        finally:
+            keeping.cancel()
+            await self._end(working)
+            await asyncio.wait({keeping})
+            self._set_leading(False)
+            await self._release()
+        if not working.cancelled():
+            working.result()
+        return returned
+
+    async def _keep(self) -> str:
+        """Renew for as long as that goes; why we can't lead any more."""
+        pause_s = self._renew_s
+        while (left_s := self._left_s()) > 0:
+            await asyncio.sleep(min(pause_s, left_s))
+            try:
+                held = await self._update(self._mine, min(CALL_WITHIN_S, max(0.0, self._left_s())))
+            except (Refused, Unreachable) as error:
+                pause_s = self._renew_s / 4
+                self._condition.bad(error.reason, str(error))
+            else:
+                pause_s = self._renew_s
+                self._condition.good("it can be read and written")
+                if not held:
+                    return f"the lease is {self._seen.holder or 'nobody'}'s"
+        return f"the lease could not be renewed for {self._give_up_s:g} s: {self._condition.problem}"
+
+    def _left_s(self) -> float:
+        return self._renewed_s + self._give_up_s - time.monotonic()
+
+    async def _end(self, working: "asyncio.Task[None]") -> None:
+        """Cancel the work and wait for its end, at most until another may lead."""
+        working.cancel()
+        left_s = self._renewed_s + self._duration_s - time.monotonic()
+        done, _ = await asyncio.wait({working}, timeout=max(LEAST_TO_END_S, left_s))
+        if not done:
+            raise Stuck("the work did not end before another may lead; this process ends instead")
+
+    async def _release(self) -> None:
+        """Let the next one lead at once, where the Lease is ours still. Without an answer it runs out by itself."""
+        with contextlib.suppress(Refused, Unreachable, TimeoutError):
+            async with asyncio.timeout(RELEASE_WITHIN_S):
+                if await self._update(self._mine._replace(holder=""), RELEASE_WITHIN_S):
+                    log.info("the lease is released")
+
+    async def _update(self, record: Record, within_s: float) -> bool:
+        """Write our record with the time of now; False where it is another's. Others may write labels beside us."""
+        record = record._replace(renewed_us=max(self._now_us(), record.renewed_us + 1))
+        if self._is_mine() and await self._write(record, within_s):
+            return True
+        self._see(await self._store.read(within_s))
+        return self._is_mine() and await self._write(record, within_s)
+
+    async def _write(self, record: Record, within_s: float) -> bool:
+        """Write a record over what was read; False where it is not that any more. It holds from before it was sent."""
+        self._mine, began_s = record, time.monotonic()
+        if not await self._store.write(spec_of(record), within_s):
+            return False
+        self._renewed_s = began_s
+        self._seen, self._seen_s, self._latest = record, time.monotonic(), record
+        return True
+
+    def _set_leading(self, leading: bool) -> None:
+        self.leading = leading
+        self._instruments.gauge(names.LEADING).set(int(leading))
+        self._instruments.counter(names.TRANSITIONS, "leading" if leading else "standby").inc()
+        if leading:
+            log.info("leading, with epoch %d", self._mine.epoch)
+
+
+class _Store:
+    """The Lease at the API server, as last read or written."""
+
+    def __init__(self, api: Requests, namespace: str, name: str) -> None:
+        self._api, self._name = api, name
+        self._collection = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
+        self._new: Json = {
+            "apiVersion": "coordination.k8s.io/v1",
+            "kind": "Lease",
+            "metadata": {"name": name, "namespace": namespace},
+        }
+        self._lease: Json | None = None
+
+    async def read(self, within_s: float) -> Json | None:
+        """The Lease; None: there is none. Raises Refused and Unreachable."""
+        answer = await self._ask("GET", f"{self._collection}/{self._name}", None, within_s)
+        if answer.status not in (200, 404):
+            raise self._refusal("get", answer)
+        self._lease = None if answer.status == 404 else _object(answer.body)
+        return self._lease
+
+    async def write(self, spec: Json, within_s: float) -> bool:
+        """Write this spec into the Lease, or a new one; False where it changed since. Raises Refused, Unreachable."""
+        body = msgspec.json.encode({**(self._lease or self._new), "spec": spec})
+        if self._lease is None:
+            verb, answer = "create", await self._ask("POST", self._collection, body, within_s)
+        else:
+            verb, answer = "update", await self._ask("PUT", f"{self._collection}/{self._name}", body, within_s)
+        if answer.status == 409 or (answer.status == 404 and verb == "update"):
+            return False
+        if answer.status not in (200, 201):
+            raise self._refusal(verb, answer)
+        self._lease = _object(answer.body)
+        return True
+
+    async def _ask(self, method: str, path: str, body: bytes | None, within_s: float) -> Answer:
+        try:
+            async with asyncio.timeout(within_s):
+                return await self._api.request(method, path, body=body, timeout_s=max(within_s, 0.001))
+        except TimeoutError as error:
+            raise Unreachable("timeout", f"no answer within {within_s:.1f} s") from error
+
+    def _refusal(self, verb: str, answer: Answer) -> Refused:
+        said = f"{message(answer.body)} ({answer.status})"
+        if answer.status != 403:
+            return Refused(str(answer.status), f"the API server does not {verb} it: {said}")
+        only = "" if verb == "create" else f', resourceNames: ["{self._name}"]'
+        rule = f'{{apiGroups: ["coordination.k8s.io"], resources: [leases]{only}, verbs: [{verb}]}}'
+        return Refused("403", f"not allowed (403); our Role lacks {rule}: {said}")
+
+
+def _object(body: bytes) -> Json:
+    try:
+        return msgspec.json.decode(body, type=Json)
+    except msgspec.DecodeError as error:
+        raise Refused("garbage", f"an answer that is no Lease ({error}): {message(body)}") from error

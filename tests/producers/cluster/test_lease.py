@@ -1,0 +1,441 @@
+"""Never two lead at a time, and the next one leads soon, with a higher epoch."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from producers.cluster import condition
+from producers.cluster import instruments as names
+from producers.cluster import lease as module
+from producers.cluster.api import Answer, Api, Unreachable
+from producers.cluster.lease import Lease, Record, Stuck, record_of, spec_of, taken
+from tests.producers.cluster.api_server import ApiServer, Behaviour, Json, Reply, Request, answers, kubeconfig
+from tests.producers.fakes import value
+from topics.instruments import Instruments
+
+LEASES = "/apis/coordination.k8s.io/v1/namespaces/gpu/leases"
+NOW_US = 1_795_000_000_123_456
+
+
+class Line:
+    """The way to the API server, which can be cut: then nothing is answered."""
+
+    def __init__(self, api: Api) -> None:
+        self.api, self.cut = api, False
+
+    async def request(self, method: str, path: str, *, body: bytes | None = None, timeout_s: float = 10.0) -> Answer:
+        if self.cut:
+            await asyncio.sleep(timeout_s)
+            raise Unreachable("timeout", "no answer in time")
+        return await self.api.request(method, path, body=body, timeout_s=timeout_s)
+
+
+class Candidate:
+    """A process that wants to lead: ``diary`` is written by all of them, as (who, what)."""
+
+    def __init__(self, api: Api, identity: str, diary: list[tuple[str, str]], **settings: Any) -> None:
+        times = {"duration_s": 4.0, "renew_s": 0.1, "give_up_s": 2.5, **settings}
+        self.line, self.identity, self.diary = Line(api), identity, diary
+        self.instruments = Instruments(names.INSTRUMENTS)
+        self.lease = Lease(self.line, self.instruments, namespace="gpu", name="leader", identity=identity, **times)
+        self.stop = asyncio.Event()
+        self.epochs: list[int] = []
+        self.ends = asyncio.Event()
+        self.task = asyncio.create_task(self.lease.run(self.work, self.stop))
+
+    async def work(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+        self.diary.append((self.identity, "begins"))
+        try:
+            await self.ends.wait()
+        finally:
+            await asyncio.sleep(0.2)
+            self.diary.append((self.identity, "ends"))
+
+    async def leads(self) -> None:
+        await until(lambda: self.lease.leading and bool(self.epochs) and self.diary[-1] == (self.identity, "begins"))
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110 - what is waited for is not ours to set an event
+            await asyncio.sleep(0.005)
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[ApiServer]:
+    async with ApiServer() as running:
+        yield running
+
+
+Join = Callable[..., Candidate]
+
+
+@pytest.fixture
+async def join(server: ApiServer, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Join]:
+    """Adds a candidate; the test's diary is theirs together."""
+    config = tmp_path_factory.mktemp("config") / "config"
+    config.write_text(kubeconfig(server.url, {}))
+    api = Api(config)
+    await api.start()
+    diary: list[tuple[str, str]] = []
+    candidates: list[Candidate] = []
+
+    def add(identity: str, **settings: Any) -> Candidate:
+        candidates.append(Candidate(api, identity, diary, **settings))
+        return candidates[-1]
+
+    yield add
+    for candidate in candidates:
+        candidate.task.cancel()
+    await asyncio.gather(*(candidate.task for candidate in candidates), return_exceptions=True)
+    await api.close()
+
+
+def spec(server: ApiServer) -> Json:
+    content: Json = server.objects[LEASES]["leader"]["spec"]
+    return content
+
+
+def held_by(holder: str, **fields: Any) -> Json:
+    record = {**spec_of(Record(holder, 2.0, NOW_US, NOW_US, 7)), **fields}
+    return {"metadata": {"name": "leader", "namespace": "gpu", "labels": {"a": "b"}}, "spec": record}
+
+
+# -- taking it
+
+
+async def test_the_first_one_makes_the_lease_and_leads(server: ApiServer, join: Join) -> None:
+    first = join("a", now_us=lambda: NOW_US)
+    await first.leads()
+    assert spec(server) == {
+        "holderIdentity": "a",
+        "leaseDurationSeconds": 4,
+        "acquireTime": "2026-11-18T11:06:40.123456Z",
+        "renewTime": spec(server)["renewTime"],
+        "leaseTransitions": 1,
+    }
+    assert first.epochs == [NOW_US // 1000]
+    assert value(first.instruments, names.LEADING) == 1
+    assert first.lease.not_ready() == []
+
+
+async def test_one_stands_by_while_another_renews(server: ApiServer, join: Join) -> None:
+    first = join("a")
+    await first.leads()
+    second = join("b")
+    renewals = len({request.body for request in server.requests if request.method == "PUT"})
+    await until(lambda: len({r.body for r in server.requests if r.method == "PUT"}) > renewals + 45)  # > the duration
+    assert second.epochs == []
+    assert not second.lease.leading
+    assert second.lease.not_ready() == []
+    assert value(second.instruments, names.LEADING) == 0
+
+
+async def test_what_is_not_renewed_is_taken_after_its_duration_and_not_before(server: ApiServer, join: Join) -> None:
+    server.put(LEASES, held_by("dead"))
+    began = asyncio.get_running_loop().time()
+    next_one = join("b", renew_s=0.5)
+    await next_one.leads()
+    assert asyncio.get_running_loop().time() - began >= 2.0
+    assert spec(server)["leaseTransitions"] == 8
+    assert server.objects[LEASES]["leader"]["metadata"]["labels"] == {"a": "b"}
+
+
+async def test_a_lease_that_nobody_holds_is_taken_at_once(server: ApiServer, join: Join) -> None:
+    server.put(LEASES, held_by("", leaseDurationSeconds=3600))
+    await join("b").leads()
+
+
+async def test_a_lease_that_says_nothing_is_taken(server: ApiServer, join: Join) -> None:
+    server.put(LEASES, {"metadata": {"name": "leader"}})
+    await join("b").leads()
+
+
+async def test_of_two_that_take_it_at_once_one_leads(server: ApiServer, join: Join) -> None:
+    server.put(LEASES, held_by(""))
+    both = [join("a"), join("b")]
+    await until(lambda: any(one.lease.leading for one in both))
+    await until(lambda: len(server.requests) > 40)
+    assert [one.lease.leading for one in both].count(True) == 1
+    assert len(both[0].diary) == 1
+
+
+async def test_one_who_did_not_hear_that_it_took_the_lease_leads_all_the_same(server: ApiServer, join: Join) -> None:
+    server.put(LEASES, held_by(""))
+
+    async def reads(request: Request, reply: Reply) -> None:
+        await reply.answer(200, server.objects[LEASES]["leader"])
+
+    async def writes_and_says_nothing(request: Request, reply: Reply) -> None:
+        server.put(LEASES, msgspec.json.decode(request.body))
+        reply.reset()
+
+    server.next(reads, writes_and_says_nothing)
+    began = asyncio.get_running_loop().time()
+    await join("a", duration_s=50.0).leads()
+    assert asyncio.get_running_loop().time() - began < 40
+
+
+# -- handing it over
+
+
+async def test_a_stop_ends_the_work_and_then_lets_the_next_one_lead(server: ApiServer, join: Join) -> None:
+    first = join("a", duration_s=50.0)
+    await first.leads()
+    second = join("b")
+    await until(lambda: len(server.requests) > 10)
+    first.stop.set()
+    await second.leads()
+    await first.task
+    assert first.diary == [("a", "begins"), ("a", "ends"), ("b", "begins")]
+    assert second.epochs[0] > first.epochs[0]
+    assert value(first.instruments, names.LEADING) == 0
+    assert value(first.instruments, names.TRANSITIONS, to="standby") == 1
+
+
+async def test_one_that_is_cut_off_ends_its_work_before_another_leads(server: ApiServer, join: Join) -> None:
+    first = join("a")
+    await first.leads()
+    second = join("b")
+    await until(lambda: len(server.requests) > 10)
+    first.line.cut = True
+    await second.leads()
+    assert first.diary == [("a", "begins"), ("a", "ends"), ("b", "begins")]
+    assert second.epochs[0] > first.epochs[0]
+    first.line.cut = False
+    await until(lambda: first.lease._condition.problem == "")
+    assert not first.lease.leading
+
+
+async def test_one_that_lost_leads_again_when_the_other_ends(server: ApiServer, join: Join) -> None:
+    first = join("a")
+    await first.leads()
+    second = join("b")
+    first.line.cut = True
+    await second.leads()
+    first.line.cut = False
+    second.stop.set()
+    await until(lambda: len(first.epochs) == 2)
+    assert first.epochs[0] < second.epochs[0] < first.epochs[1]
+
+
+async def test_a_lease_that_another_wrote_is_lost_at_once(server: ApiServer, join: Join) -> None:
+    first = join("a", give_up_s=45.0, duration_s=50.0)
+    await first.leads()
+    server.put(LEASES, held_by("thief", leaseDurationSeconds=60))
+    await until(lambda: first.diary[-1] == ("a", "ends") and not first.lease.leading)
+    asked = len(server.requests)
+    await until(lambda: len(server.requests) > asked + 4)
+    assert spec(server)["holderIdentity"] == "thief", "it is not released for another"
+
+
+async def test_a_label_on_the_lease_changes_nothing(server: ApiServer, join: Join) -> None:
+    first = join("a")
+    await first.leads()
+    for number in range(5):
+        content = server.objects[LEASES]["leader"]
+        server.put(LEASES, {**content, "metadata": {**content["metadata"], "labels": {"n": str(number)}}})
+        asked = len(server.requests)
+        await until(lambda asked=asked: len(server.requests) > asked + 4)  # type: ignore[misc]
+    assert first.diary == [("a", "begins")]
+    assert server.objects[LEASES]["leader"]["metadata"]["labels"] == {"n": "4"}
+
+
+async def test_a_lease_that_is_deleted_is_made_again_by_its_leader(server: ApiServer, join: Join) -> None:
+    first = join("a")
+    await first.leads()
+    second = join("b")
+    await until(lambda: len(server.requests) > 10)
+    epoch = spec(server)["acquireTime"]
+    server.delete(LEASES, "leader")
+    await until(lambda: "leader" in server.objects[LEASES])
+    assert (spec(server)["holderIdentity"], spec(server)["acquireTime"]) == ("a", epoch)
+    assert first.diary == [("a", "begins")]
+    assert second.epochs == []
+
+
+@pytest.mark.parametrize(
+    "trouble", [answers(500), answers(429), answers(403), answers(401), answers(504, "Too large resource version")]
+)
+async def test_a_few_failures_do_not_end_the_lead(server: ApiServer, join: Join, trouble: Behaviour) -> None:
+    first = join("a")
+    await first.leads()
+    server.next(trouble, trouble, trouble)
+    await until(lambda: server.faults_left == 0)
+    asked = len(server.requests)
+    await until(lambda: len(server.requests) > asked + 4)
+    assert first.diary == [("a", "begins")]
+
+
+async def test_html_in_place_of_a_lease_is_not_one(server: ApiServer, join: Join) -> None:
+    async def html(request: Request, reply: Reply) -> None:
+        await reply.answer(200, b"<html>sign in</html>")
+
+    server.next(html, html)
+    first = join("a")
+    await first.leads()
+    server.next(html, html)
+    await until(lambda: server.faults_left == 0)
+    asked = len(server.requests)
+    await until(lambda: len(server.requests) > asked + 4)
+    assert first.diary == [("a", "begins")]
+
+
+# -- the work
+
+
+async def test_work_that_returns_ends_the_run_and_lets_the_next_one_lead(server: ApiServer, join: Join) -> None:
+    first = join("a", duration_s=50.0)
+    await first.leads()
+    first.ends.set()
+    await first.task
+    assert spec(server)["holderIdentity"] == ""
+    await join("b").leads()
+
+
+async def test_work_that_raises_ends_the_run_with_it_and_releases_the_lease(server: ApiServer, join: Join) -> None:
+    first = join("a")
+
+    async def fails(epoch: int) -> None:
+        raise ValueError("a bug")
+
+    first.task.cancel()
+    with pytest.raises(ValueError, match="a bug"):
+        await first.lease.run(fails, first.stop)
+    assert spec(server)["holderIdentity"] == ""
+
+
+async def test_work_that_does_not_end_in_time_ends_the_process(server: ApiServer, join: Join) -> None:
+    first = join("a")
+    first.task.cancel()
+    over = asyncio.Event()
+
+    async def stubborn(epoch: int) -> None:
+        while not over.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await over.wait()
+
+    run = asyncio.create_task(first.lease.run(stubborn, first.stop))
+    await until(lambda: first.lease.leading)
+    first.stop.set()
+    with pytest.raises(Stuck):
+        await run
+    assert spec(server)["holderIdentity"] == "a", "it is not released while the work goes on"
+    assert Stuck.exit_code == 1
+    over.set()
+
+
+async def test_a_run_that_is_cancelled_ends_its_work_first(server: ApiServer, join: Join) -> None:
+    first = join("a")
+    await first.leads()
+    first.task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first.task
+    assert first.diary == [("a", "begins"), ("a", "ends")]
+    assert spec(server)["holderIdentity"] == ""
+
+
+async def test_a_stop_while_standing_by_is_no_wait(server: ApiServer, join: Join) -> None:
+    server.put(LEASES, held_by("other", leaseDurationSeconds=60))
+    first = join("a", renew_s=3600.0)
+    await until(lambda: len(server.requests) == 1)
+    first.stop.set()
+    async with asyncio.timeout(30):
+        await first.task
+    assert first.epochs == []
+
+
+# -- what is said
+
+
+@pytest.mark.parametrize(
+    ("made", "faults", "rule"),
+    [
+        (True, 1, '{apiGroups: ["coordination.k8s.io"], resources: [leases], resourceNames: ["leader"], verbs: [get]}'),
+        (True, 2, 'resourceNames: ["leader"], verbs: [update]}'),
+        (False, 2, "resources: [leases], verbs: [create]}"),
+    ],
+)
+async def test_a_403_says_which_rule_is_missing(
+    server: ApiServer,
+    join: Join,
+    made: bool,
+    faults: int,
+    rule: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(condition, "UNREADY_AFTER_S", -1.0)
+    server.objects[LEASES] = {}
+    if made:
+        server.put(LEASES, held_by(""))
+
+    async def denied(request: Request, reply: Reply) -> None:
+        server.next(denied)
+        if request.method == "GET" and faults == 2:
+            content = server.objects[LEASES].get("leader")
+            return await (reply.answer(200, content) if content else reply.status(404))
+        return await reply.status(403, 'User "u" cannot')
+
+    server.next(denied)
+    first = join("a")
+    await until(lambda: len(server.requests) > 6)
+    (reason,) = first.lease.not_ready()
+    assert rule in reason
+    assert 'User "u" cannot' in reason
+    warnings = [r for r in caplog.records if r.name == module.__name__ and r.levelno >= logging.WARNING]
+    assert len(warnings) == 1
+
+
+# -- the record
+
+
+def test_the_epoch_rises_where_clocks_step_back() -> None:
+    last = Record("a", acquired_us=NOW_US)
+    after = taken(last, "b", duration_s=10.0, now_us=NOW_US - 3_600_000_000)
+    assert after.epoch == last.epoch + 1
+    assert record_of({"spec": spec_of(after)}) == after
+
+
+async def test_the_epoch_rises_over_a_released_lease_of_a_faster_clock(server: ApiServer, join: Join) -> None:
+    server.put(LEASES, held_by(""))
+    first = join("a", now_us=lambda: NOW_US - 10**9)
+    await first.leads()
+    assert first.epochs == [NOW_US // 1000 + 1]
+
+
+@given(st.integers(0, 4 * 10**15), st.integers(0, 4 * 10**15), st.integers(1, 60), st.integers(0, 2**31 - 2))
+def test_a_record_is_read_as_it_was_written(acquired: int, renewed: int, duration: int, transitions: int) -> None:
+    record = Record("who", float(duration), acquired, renewed, transitions)
+    assert record_of(msgspec.json.decode(msgspec.json.encode({"spec": spec_of(record)}))) == record
+
+
+anything = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(), st.lists, max_leaves=3)
+
+
+@given(st.dictionaries(st.sampled_from([*spec_of(Record())]), anything), anything)
+def test_nonsense_in_a_lease_is_a_lease_of_nobody_or_a_bounded_one(content: Json, other: Any) -> None:
+    record = record_of({"spec": content})
+    assert 1 <= record.duration_s <= 60
+    assert spec_of(taken(record, "me", duration_s=10.0, now_us=NOW_US))["leaseTransitions"] < 2**31
+    assert record_of({"spec": other}) == Record() or isinstance(other, dict)
+
+
+@pytest.mark.parametrize("time", ["9999-12-31T23:59:59.999999Z", "0001-01-01T00:00:00Z", "yesterday", ""])
+def test_a_time_at_the_end_of_the_calendar_is_none(time: str) -> None:
+    record = taken(record_of({"spec": {"acquireTime": time}}), "me", duration_s=10.0, now_us=NOW_US)
+    assert record.epoch == NOW_US // 1000
+
+
+def test_times_are_utc_with_microseconds() -> None:
+    assert datetime.fromisoformat(spec_of(Record(acquired_us=NOW_US))["acquireTime"]).tzinfo == UTC
+    assert record_of({"spec": {"acquireTime": "2026-11-18T12:06:40.123456+01:00"}}).acquired_us == NOW_US
