@@ -43,7 +43,7 @@ INSTRUMENTS: tuple[Instrument, ...] = (
     Instrument(
         PROCESSES,
         "gauge",
-        "Processes on GPUs in the last tick: those whose pod or job its cgroup names, others on the host, and unseen"
+        "Processes on GPUs in the last tick: those of a pod or a job, others on the host, and unseen"
         " (not in procfs: the host's PIDs are not visible).",
         ("kind",),
     ),

@@ -4,6 +4,7 @@ import asyncio
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -13,7 +14,9 @@ from producers import PRODUCERS
 from producers import instruments as shared
 from producers.node import instruments as own
 from producers.node.component import NodeProducer, Settings
+from tests.nvml.scripted import Process, ScriptedNvml
 from tests.producers.fakes import FakeSender, containers, devices
+from tests.producers.node.procfs import Procfs
 from topics.decoding import decoder
 from topics.samples import Sample
 
@@ -139,7 +142,7 @@ async def test_gpus_and_kubelet_have_four_fifths_of_the_interval() -> None:
     bench = Bench()
     await bench.until(lambda: bench.gpus.reads >= 1)
 
-    assert bench.gpus.asked_within_s == {pytest.approx(0.08)}
+    assert list(bench.gpus.asked_within_s) == [pytest.approx(0.08)]
 
 
 async def test_the_first_tick_waits_for_the_driver() -> None:
@@ -218,6 +221,51 @@ async def test_everything_that_is_missing_is_told() -> None:
     bench.gpus.reasons = bench.kubelet.reasons = []
     await bench.until(lambda: len(bench.ticks) >= 1)
     assert bench.component.not_ready() == []
+
+
+async def test_a_device_carries_the_jobs_of_its_file_and_a_job_that_ends_is_gone(tmp_path: Path) -> None:
+    bench = Bench(hpc_job_mapping_dir=tmp_path)
+    bench.gpus.answer = [{**devices()[0], "index": index} for index in (0, 1)]
+    (tmp_path / "1").write_text("7\n8\n")
+
+    def ended() -> bool:
+        if bench.ticks:
+            (tmp_path / "1").unlink(missing_ok=True)
+        return bool(bench.ticks) and "jobs" not in bench.ticks[-1]["devices"][1]
+
+    await bench.until(ended)
+    assert [device.get("jobs") for device in bench.ticks[0]["devices"]] == [None, [{"id": "7"}, {"id": "8"}]]
+    assert "jobs" not in bench.ticks[-1]["devices"][1]
+
+
+async def test_a_process_of_a_job_gives_its_gpu_the_job_its_user_and_its_partition(
+    tmp_path: Path, nvml: ScriptedNvml
+) -> None:
+    procfs, files = Procfs(tmp_path / "proc"), tmp_path / "jobs"
+    batch = b"SLURM_JOB_ID=7\0SLURM_JOB_USER=carol\0SLURM_JOB_PARTITION=gpu\0"
+    procfs.begin(42, 1000, "0::/system.slice/slurmstepd.scope/job_7/step_0/user/task_0\n", environ=batch)
+    procfs.begin(43, 1000, "0::/user.slice\n", environ=batch.replace(b"=7", b"=8"))
+    files.mkdir()
+    (files / "1").write_text("7\n9\n")
+    nvml.load()
+    nvml.gpus = 3
+    nvml.processes(0, [Process(42, 1 << 30)])
+    nvml.processes(1, [Process(43, 1 << 30)])
+    settings = Settings("127.0.0.1:1", "gpu-1", procfs=procfs.root, hpc_job_mapping_dir=files)
+    sender, stop = FakeSender(prompt=True), asyncio.Event()
+    running = asyncio.create_task(NodeProducer(settings, sender=sender, kubelet=FakeKubelet(None)).run(stop))
+    carols = [{"id": job_id, "user": "carol", "partition": "gpu"} for job_id in "78"]
+    wanted = [carols[:1], [carols[0], {"id": "9"}, carols[1]], None]
+    async with asyncio.timeout(60):
+        while wanted not in (jobs_in(tick) for tick in sender.of("gpu.samples")):
+            assert not running.done()
+            await asyncio.sleep(0.01)
+        stop.set()
+        await running
+
+
+def jobs_in(tick: dict[str, Any]) -> list[Any]:
+    return [device.get("jobs") for device in tick["devices"]]
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,6 @@ def test_a_name_service_that_hangs_costs_the_name_and_no_more_threads_than_a_few
     for thread in asking:
         thread.join(LONG_S)
     assert known.name(1000) == "user-1000"
-    known.ask(1009)
 
 
 def test_no_more_names_are_remembered_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
