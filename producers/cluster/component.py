@@ -153,7 +153,8 @@ class ClusterProducer:
 
     def not_ready(self) -> list[str]:
         """Why it is not ready; empty where it is. A standby is."""
-        parts = (*self._required, *self._extras, *([self._lease] if self._lease else ()))
+        lease = self._lease
+        parts = (*self._required, *self._extras, *([lease] if lease else ()))
         return [*(reason for part in parts for reason in part.not_ready()), *self._not_sent()]
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -282,7 +283,8 @@ class ClusterProducer:
     def _not_sent(self) -> list[str]:
         if not self._connected:
             return [f"no Kafka broker has answered at {self._settings.kafka} yet"]
-        waited_s = self._publisher.waited_s() if self._publisher else 0.0
+        publisher = self._publisher
+        waited_s = publisher.waited_s() if publisher else 0.0
         return [f"what is known has waited {waited_s:.0f} s for Kafka"] if waited_s > UNREADY_AFTER_S else []
 
 

@@ -7,13 +7,16 @@ Source: the Kubernetes API reference, v1 of core, meta and resource.k8s.io.
 """
 
 from datetime import datetime
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 
 T = TypeVar("T", bound=msgspec.Struct)
 
 Labels = dict[str, str]
+
+Time = Annotated[datetime, msgspec.Meta(tz=True)]
+"""A time that says where it counts from, as RFC 3339 has it."""
 
 
 class Undecodable(Exception):
@@ -36,7 +39,7 @@ class Meta(msgspec.Struct, frozen=True, rename="camel"):
     name: str
     uid: str
     namespace: str = ""
-    creation_timestamp: datetime | None = None
+    creation_timestamp: Time | None = None
     labels: Labels | None = None
     annotations: Labels | None = None
     owner_references: list[Reference] | None = None
@@ -85,7 +88,7 @@ class PodSpec(msgspec.Struct, frozen=True, rename="camel"):
 class Terminated(msgspec.Struct, frozen=True, rename="camel"):
     """The end of a container."""
 
-    finished_at: datetime | None = None
+    finished_at: Time | None = None
 
 
 class ContainerState(msgspec.Struct, frozen=True):
@@ -103,7 +106,7 @@ class ContainerStatus(msgspec.Struct, frozen=True):
 class Condition(msgspec.Struct, frozen=True, rename="camel"):
     """Something that became true or false of a pod."""
 
-    last_transition_time: datetime | None = None
+    last_transition_time: Time | None = None
 
 
 class Present(msgspec.Struct, frozen=True):
@@ -114,7 +117,7 @@ class PodStatus(msgspec.Struct, frozen=True, rename="camel"):
     """A pod as the kubelet tells of it."""
 
     phase: str | None = None
-    start_time: datetime | None = None
+    start_time: Time | None = None
     conditions: list[Condition] | None = None
     container_statuses: list[ContainerStatus] | None = None
     init_container_statuses: list[ContainerStatus] | None = None

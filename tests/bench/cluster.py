@@ -36,7 +36,7 @@ PODS, NODES, NAMESPACES = "/api/v1/pods", "/api/v1/nodes", "/api/v1/namespaces"
 STAGES = 6
 """What the API server says of a pod's life: made and bound, running, changed, being deleted, over, gone."""
 
-_FIELDS = {f"f:field-{number}": {".": {}, "f:name": {}, "f:value": {}} for number in range(46)}
+_FIELDS: JsonDict = {f"f:field-{number}": {".": {}, "f:name": {}, "f:value": {}} for number in range(46)}
 _MANAGED = [
     {"manager": name, "operation": "Update", "time": "2026-03-01T12:00:00Z", "fieldsV1": {"f:spec": _FIELDS}}
     for name in ("kube-controller-manager", "kubelet")

@@ -35,11 +35,12 @@ def test_lists_and_maps_may_be_null_or_absent() -> None:
         b'{"metadata": {"name": "a", "uid": 7}}',
         b'{"metadata": {"name": "a", "uid": "u", "labels": {"a": 1}}}',
         b'{"metadata": {"name": "a", "uid": "u", "creationTimestamp": "yesterday"}}',
+        b'{"metadata": {"name": "a", "uid": "u", "creationTimestamp": "2026-03-01T12:00:00"}}',
         b'{"metadata": {"name": "\xff", "uid": "u"}}',
         b'{"metadata": {"name": "\\ud800", "uid": "u"}}',
         b'{"metadata": {"name": "a", "uid": "u"}, "x": ' + b"[" * 100_000,
     ],
-    ids=range(10),
+    ids=range(11),
 )
 def test_what_is_no_pod_is_undecodable(mangled: bytes) -> None:
     with pytest.raises(Undecodable):
