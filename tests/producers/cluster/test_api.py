@@ -1,0 +1,406 @@
+"""The way to the API server: who we are, and what becomes of a request."""
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from producers.cluster import api as module
+from producers.cluster import instruments as names
+from producers.cluster.api import Api, ConfigError, Unreachable
+from tests.producers.cluster.api_server import ApiServer, Reply, Request, answers, hang, kubeconfig, says
+from tests.producers.fakes import value
+from topics.instruments import Instruments
+
+Open = Callable[..., Awaitable[Api]]
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[ApiServer]:
+    async with ApiServer(objects={"/things": {}}) as running:
+        yield running
+
+
+@pytest.fixture
+def config(server: ApiServer, tmp_path: Path) -> Path:
+    """A kubeconfig for the server, of a user without credentials."""
+    path = tmp_path / "config"
+    path.write_text(kubeconfig(server.url, {}))
+    return path
+
+
+@pytest.fixture
+async def connect(config: Path, tmp_path: Path) -> AsyncIterator[Open]:
+    """Starts an Api, of the kubeconfig unless told otherwise."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def start(path: Path | None = config, **settings: Any) -> Api:
+            api = Api(path, service_account=tmp_path / "account", **settings)
+            await api.start()
+            stack.push_async_callback(api.close)
+            return api
+
+        yield start
+
+
+# -- requests
+
+
+async def test_a_request_is_answered_whatever_its_status(server: ApiServer, connect: Open) -> None:
+    api = await connect()
+    server.next(answers(429, "slow down", Retry_After="7"))
+    answer = await api.request("GET", "/things", params={"limit": "1"})
+    assert (answer.status, answer.retry_after_s) == (429, 7.0)
+    assert b"slow down" in answer.body
+    answer = await api.request("PUT", "/things/x", body=b'{"metadata": {"name": "x"}}', headers={"Accept": "a/b"})
+    assert answer.status == 404
+    first, second = server.requests
+    assert (first.method, first.params) == ("GET", {"limit": "1"})
+    assert "authorization" not in first.headers
+    assert first.headers["user-agent"].startswith("gpustream/")
+    assert (second.method, second.body) == ("PUT", b'{"metadata": {"name": "x"}}')
+    assert (second.headers["content-type"], second.headers["accept"]) == ("application/json", "a/b")
+
+
+async def test_a_redirect_is_not_followed(server: ApiServer, connect: Open) -> None:
+    api = await connect()
+    server.next(answers(302, Location=f"{server.url}/things"))
+    assert (await api.request("GET", "/x")).status == 302
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize("text", ["", "soon", "-1", "1.5", "²", "Wed, 21 Oct 2026 07:28:00 GMT", "9" * 400])
+async def test_a_retry_after_that_is_no_number_of_seconds_is_none(server: ApiServer, connect: Open, text: str) -> None:
+    api = await connect()
+    server.next(answers(503, Retry_After=text))
+    assert (await api.request("GET", "/things")).retry_after_s is None
+
+
+async def test_requests_are_counted_by_their_status_or_by_why_there_is_none(server: ApiServer, connect: Open) -> None:
+    instruments = Instruments(names.INSTRUMENTS)
+    api = await connect(instruments=instruments)
+    await api.request("GET", "/things")
+    await api.request("GET", "/nothing")
+    await server.stop()
+    with pytest.raises(Unreachable):
+        await api.request("GET", "/things")
+    assert [value(instruments, names.API_REQUESTS, code=code) for code in ("200", "404", "connection")] == [1, 1, 1]
+
+
+async def test_nobody_there_is_told_from_a_silence(server: ApiServer, connect: Open) -> None:
+    api = await connect()
+    server.next(hang, says(b"half", then="hang"))
+    for _ in range(2):
+        with pytest.raises(Unreachable) as silence:
+            await api.request("GET", "/things", timeout_s=0.3)
+        assert silence.value.reason == "timeout"
+    await server.stop()
+    with pytest.raises(Unreachable, match=str(server.port)) as nobody:
+        await api.request("GET", "/things")
+    assert nobody.value.reason == "connection"
+
+
+async def test_an_answer_that_is_broken_off_is_none(server: ApiServer, connect: Open) -> None:
+    api = await connect()
+
+    async def half(request: Request, reply: Reply) -> None:
+        await reply.raw(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nhalf")
+        reply.reset()
+
+    async def no_http(request: Request, reply: Reply) -> None:
+        await reply.raw(b"SSH-2.0-OpenSSH_9.2\r\n\r\n")
+
+    server.next(half, says(b"x", then="reset"), no_http)
+    for _ in range(3):
+        with pytest.raises(Unreachable) as error:
+            await api.request("GET", "/things")
+        assert error.value.reason == "connection"
+
+
+async def test_a_server_without_tls_at_an_https_address_is_a_matter_of_tls(connect: Open, tmp_path: Path) -> None:
+    async def plain(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(plain, "127.0.0.1", 0) as serving:
+        (tmp_path / "https").write_text(kubeconfig(f"https://127.0.0.1:{port(serving)}", {"token": "t"}))
+        api = await connect(tmp_path / "https")
+        with pytest.raises(Unreachable) as error:
+            await api.request("GET", "/things")
+    assert error.value.reason == "tls"
+
+
+def port(server: asyncio.Server) -> int:
+    return int(server.sockets[0].getsockname()[1])
+
+
+async def test_an_answer_without_an_end_is_cut(
+    server: ApiServer, connect: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "LARGEST_ANSWER_BYTES", 1000)
+    api = await connect()
+    server.next(says(b"x" * 1001), says(b"x" * 1000))
+    with pytest.raises(Unreachable) as error:
+        await api.request("GET", "/things")
+    assert error.value.reason == "cut"
+    assert len((await api.request("GET", "/things")).body) == 1000
+
+
+# -- streams
+
+
+async def lines(api: Api, cap: int = 100, **settings: Any) -> list[bytes | None]:
+    async with api.stream("/things", {"watch": "1"}, **settings) as stream:
+        return [line async for line in stream.lines(cap)]
+
+
+async def test_a_stream_is_read_line_by_line(server: ApiServer, connect: Open) -> None:
+    server.next(says(b"on", b"e\n\ntwo\nth", b"ree\n"))
+    assert await lines(await connect()) == [b"one", b"two", b"three"]
+
+
+async def test_a_line_over_the_cap_is_dropped_and_the_next_one_is_not(server: ApiServer, connect: Open) -> None:
+    server.next(says(b"x" * 60, b"x" * 60 + b"\nnext\n" + b"y" * 100 + b"\n" + b"z" * 101 + b"\n"))
+    assert await lines(await connect()) == [None, b"next", b"y" * 100, None]
+
+
+@pytest.mark.parametrize("piece", [b"one\nhalf", b"one\n" + b"x" * 200])
+async def test_a_stream_that_ends_in_a_line_is_cut(server: ApiServer, connect: Open, piece: bytes) -> None:
+    api = await connect()
+    server.next(says(piece))
+    async with api.stream("/things", {}) as stream:
+        reading = stream.lines(100)
+        assert await anext(reading) == b"one"
+        with pytest.raises(Unreachable) as error:
+            await anext(reading)
+    assert error.value.reason == "cut"
+
+
+async def test_a_stream_that_is_silent_for_too_long_is_over(server: ApiServer, connect: Open) -> None:
+    api = await connect()
+    server.next(says(b"one\n", then="hang"), hang)
+    for _ in range(2):
+        with pytest.raises(Unreachable) as error:
+            await lines(api, silence_s=0.3)
+        assert error.value.reason == "timeout"
+
+
+async def test_a_refused_stream_gives_its_status_and_the_beginning_of_what_it_says(
+    server: ApiServer, connect: Open
+) -> None:
+    api = await connect()
+    server.next(answers(403, "x" * 200_000, Retry_After="3"))
+    async with api.stream("/things", {}) as stream:
+        assert (stream.status, stream.retry_after_s) == (403, 3.0)
+        assert len(await stream.error_body()) == module.LARGEST_ERROR_BYTES
+
+
+async def test_what_is_raised_while_reading_a_stream_stays_what_it_is(server: ApiServer, connect: Open) -> None:
+    api = await connect()
+    with pytest.raises(ValueError, match="mine"):
+        async with api.stream("/things", {"watch": "1"}):
+            raise ValueError("mine")
+
+
+@given(st.lists(st.binary(max_size=12)), st.integers(1, 8))
+def test_lines_are_the_same_however_they_are_cut_into_pieces(parts: list[bytes], size: int) -> None:
+    whole = b"\n".join(parts) + b"\n"
+    splitter = module._Lines(cap=10)
+    pieces = [whole[n : n + size] for n in range(0, len(whole), size)]
+    found = [line for piece in pieces for line in splitter.feed(piece)]
+    assert found == [line if len(line) <= 10 else None for line in whole.split(b"\n") if line]
+    assert not splitter.unfinished
+
+
+# -- credentials
+
+
+async def until(condition: Callable[[], Awaitable[bool]]) -> None:
+    async with asyncio.timeout(30):
+        while not await condition():  # noqa: ASYNC110 - what is waited for is not ours to set an event
+            await asyncio.sleep(0.02)
+
+
+async def accepted(api: Api) -> bool:
+    return (await api.request("GET", "/things")).status == 200
+
+
+async def test_a_token_file_is_read_again_and_stripped(server: ApiServer, connect: Open, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("one\n")
+    (tmp_path / "config").write_text(kubeconfig(server.url, {"tokenFile": "token"}))
+    server.tokens = {"one"}
+    api = await connect(refresh_s=0.1)
+    assert await accepted(api)
+    token.write_text("two\n\n")
+    server.tokens = {"two"}
+    await until(lambda: accepted(api))
+
+
+async def test_a_401_has_the_credentials_read_again(server: ApiServer, connect: Open, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("one")
+    (tmp_path / "config").write_text(kubeconfig(server.url, {"tokenFile": "token"}))
+    server.tokens = {"two"}
+    api = await connect(refresh_s=3600.0)
+    token.write_text("two")
+    assert not await accepted(api)
+    await until(lambda: accepted(api))
+
+
+async def test_a_token_that_vanished_stays_what_it_was(
+    server: ApiServer, connect: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    token = tmp_path / "token"
+    token.write_text("one")
+    (tmp_path / "config").write_text(kubeconfig(server.url, {"tokenFile": "token"}))
+    server.tokens = {"one"}
+    api = await connect(refresh_s=0.05)
+    token.unlink()
+    await asyncio.sleep(0.5)
+    assert await accepted(api)
+    told = [record for record in caplog.records if record.name == module.__name__]
+    assert len(told) == 1, "once, and not at every attempt"
+    assert "stay what they were" in told[0].getMessage()
+
+
+async def test_a_login_command_gives_the_token_and_is_run_again_after_a_401(
+    server: ApiServer, connect: Open, tmp_path: Path
+) -> None:
+    token = tmp_path / "token"
+    token.write_text("one")
+    answer = '{"apiVersion": "v1", "kind": "ExecCredential", "status": {"token": "%s"}}'
+    code = f"print('{answer}' % open({str(token)!r}).read())"
+    command = {"apiVersion": "v1", "command": sys.executable, "args": ["-c", code]}
+    (tmp_path / "config").write_text(kubeconfig(server.url, {"exec": command}))
+    server.tokens = {"one"}
+    api = await connect(refresh_s=3600.0)
+    assert await accepted(api)
+    server.tokens = {"two"}
+    token.write_text("two")
+    assert not await accepted(api)
+    await until(lambda: accepted(api))
+
+
+async def test_a_token_that_is_no_header_is_said(server: ApiServer, connect: Open, tmp_path: Path) -> None:
+    (tmp_path / "config").write_text(kubeconfig(server.url, {"token": "one\r\nX-Other: 1"}))
+    api = await connect()
+    with pytest.raises(Unreachable, match="header"):
+        await api.request("GET", "/things")
+    assert server.requests == []
+
+
+# -- configuration
+
+
+async def test_without_a_cluster_and_a_kubeconfig_it_says_what_to_do(
+    connect: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("KUBECONFIG", raising=False)
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(ConfigError, match="--kubeconfig") as error:
+        await connect(None)
+    assert error.value.exit_code == 1
+
+
+async def test_kubeconfigs_are_found_where_kubectl_finds_them(
+    server: ApiServer, connect: Open, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    monkeypatch.setenv("KUBECONFIG", os.pathsep.join([str(tmp_path / "nowhere"), str(config)]))
+    assert await accepted(await connect(None))
+    monkeypatch.delenv("KUBECONFIG")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".kube").mkdir()
+    (tmp_path / "config").rename(tmp_path / ".kube" / "config")
+    assert await accepted(await connect(None))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "a: [",
+        "[]",
+        "{}",
+        "current-context: nothing",
+        kubeconfig("", {}),
+        kubeconfig("http://127.0.0.1", {}).replace('"clusters"', '"crowds"'),
+        kubeconfig("http://127.0.0.1", {}).replace('"server"', '"waiter"'),
+        kubeconfig("https://127.0.0.1", {"client-certificate": "/nowhere"}),
+        kubeconfig("https://127.0.0.1", {"client-certificate-data": "bm9uZQ==", "client-key-data": "bm9uZQ=="}),
+        kubeconfig("http://127.0.0.1", {"tokenFile": "/nowhere"}),
+        kubeconfig("http://127.0.0.1", {"exec": {"apiVersion": "v1", "command": "/nowhere"}}),
+        kubeconfig("http://127.0.0.1", {"exec": {"apiVersion": "v1", "command": "false"}}),
+        kubeconfig("http://127.0.0.1", {"exec": {"apiVersion": "v1", "command": "echo", "args": ["no JSON"]}}),
+        "\x00",
+    ],
+)
+async def test_a_kubeconfig_that_is_none_is_said_in_a_sentence(connect: Open, tmp_path: Path, text: str) -> None:
+    (tmp_path / "none").write_text(text)
+    with pytest.raises(ConfigError, match=str(tmp_path / "none")):
+        await connect(tmp_path / "none")
+
+
+async def test_a_kubeconfig_that_is_not_there_is_said(connect: Open, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"there is no kubeconfig at .*/nowhere"):
+        await connect(tmp_path / "nowhere")
+
+
+async def test_an_account_without_a_certificate_authority_is_said(
+    connect: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
+    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "1")
+    account = tmp_path / "account"
+    account.mkdir()
+    (account / "token").write_text("t")
+    with pytest.raises(ConfigError, match=r"service account in .*account"):
+        await connect(None)
+    (account / "ca.crt").write_text("no certificate")
+    with pytest.raises(ConfigError, match=r"service account in .*account"):
+        await connect(None)
+
+
+# -- where it runs
+
+
+def test_the_kubernetes_library_is_loaded_when_it_is_wanted() -> None:
+    code = (
+        "import sys, producers.cluster.api, producers.cluster.watch, producers.cluster.lease;"
+        "sys.exit('kubernetes_asyncio' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+async def test_it_works_on_uvloop_and_leaves_nothing_open(server: ApiServer, tmp_path: Path) -> None:
+    login = '{"apiVersion": "v1", "kind": "ExecCredential", "status": {"token": "one"}}'
+    command = {"apiVersion": "v1", "command": "echo", "args": [login]}
+    (tmp_path / "config").write_text(kubeconfig(server.url, {"exec": command}))
+    server.tokens = {"one"}
+    code = (
+        "import asyncio, pathlib, sys, uvloop\n"
+        "from producers.cluster.api import Api\n"
+        "async def main():\n"
+        "    api = Api(pathlib.Path(sys.argv[1]))\n"
+        "    await api.start()\n"
+        "    print((await api.request('GET', '/things')).status)\n"
+        "    async with api.stream('/things', {'watch': '1', 'sendInitialEvents': 'true'}) as stream:\n"
+        "        print((await anext(stream.lines(10_000))).decode())\n"
+        "    await api.close()\n"
+        "uvloop.run(main())\n"
+    )
+    command_line = [sys.executable, "-W", "error", "-X", "dev", "-c", code, str(tmp_path / "config")]
+    done = await asyncio.to_thread(partial(subprocess.run, command_line, capture_output=True, text=True, timeout=60))
+    assert done.stdout.startswith('200\n{"type": "BOOKMARK"'), done.stderr
+    assert done.stderr == ""
