@@ -232,7 +232,7 @@ class ClusterProducer:
 
     async def _work(self, epoch: int) -> None:
         """Tell of all nodes, then of what changes, until it is cancelled."""
-        log.info("leading", extra={"epoch": epoch, "nodes": len(self._state.nodes), "pods": len(self._state.pods)})
+        log.info("telling of %d GPU pods on %d nodes", len(self._state.pods), len(self._state.nodes))
         publisher = WorkloadsPublisher(self._sender, self._instruments, cluster=self._settings.cluster, epoch=epoch)
         async with asyncio.TaskGroup() as group:
             sending = group.create_task(publisher.run())

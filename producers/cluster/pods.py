@@ -58,14 +58,13 @@ def known(pod: objects.Pod, reading: Reading, before: Known | None, now_ms: int)
     """What is kept of a bound pod, with what was known of it before."""
     labels, annotations = reading.labels.keep(pod.metadata.labels), reading.annotations.keep(pod.metadata.annotations)
     owner = controller(pod.metadata)
-    started = pod.status.start_time or pod.metadata.creation_timestamp
     return Known(
         uid=pod.metadata.uid,
         namespace=pod.metadata.namespace,
         name=pod.metadata.name,
         node=pod.spec.node_name or "",
         phase=pod.status.phase,
-        started_ms=milliseconds(started),
+        started_ms=milliseconds(_began(pod)),
         ended_ms=_ended_ms(pod, before, now_ms),
         labels=labels.entries,
         annotations=annotations.entries,
@@ -84,16 +83,22 @@ def _ended_ms(pod: objects.Pod, before: Known | None, now_ms: int) -> int | None
     """When it ended: when its last container did, else when it was seen; None while it runs.
 
     One that is being deleted runs until it is gone. One that was over when it was first seen, and does not say when,
-    never ran: it ended when it began.
+    never ran: it ended when it began. None ends before it begins, whatever the clocks say that both come from.
     """
     if pod.status.phase not in _OVER:
         return None
-    told = milliseconds(_last_end(pod.status))
-    if told is not None:
-        return told
+    began_ms = milliseconds(_began(pod))
+    told_ms = milliseconds(_last_end(pod.status))
+    if told_ms is not None:
+        return max(told_ms, began_ms or 0)
     if before is None:
-        return milliseconds(pod.status.start_time or pod.metadata.creation_timestamp) or now_ms
-    return before.ended_ms if before.ended_ms is not None else now_ms
+        return now_ms if began_ms is None else began_ms
+    return now_ms if before.ended_ms is None else before.ended_ms
+
+
+def _began(pod: objects.Pod) -> datetime | None:
+    """When the kubelet took it; before that, when it was made."""
+    return pod.status.start_time or pod.metadata.creation_timestamp
 
 
 def _last_end(status: objects.PodStatus) -> datetime | None:

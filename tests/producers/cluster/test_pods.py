@@ -55,6 +55,10 @@ def test_a_container_that_does_not_say_when_it_ended_leaves_it_to_the_conditions
     assert known(status=lost).ended_ms == START_MS + 30 * 60_000
 
 
+def test_no_pod_ends_before_it_begins() -> None:
+    assert known(status=over("Succeeded", "2026-03-01T11:00:00Z")).ended_ms == START_MS
+
+
 def test_an_end_without_a_time_is_when_it_was_seen_and_stays_so() -> None:
     running = known()
     first = known(status=over("Failed"), before=running, now_ms=NOW)
