@@ -53,7 +53,7 @@ def sink() -> None:
 
 
 class Served(NamedTuple):
-    """A command that runs one component for as long as the process lives."""
+    """A command that runs one component for as long as the process lives; a ``light`` one in little memory."""
 
     group: click.Group
     name: str
@@ -61,6 +61,7 @@ class Served(NamedTuple):
     help: str
     example: str
     options: tuple[o.Decorator[Any], ...]
+    light: bool = False
 
 
 SERVED = (
@@ -82,6 +83,7 @@ SERVED = (
                 "--buffer-size", type=o.SIZE, default="16MiB", help="And how many bytes of them; the oldest give way."
             ),
         ),
+        light=True,
     ),
     Served(
         group=produce,
@@ -144,7 +146,9 @@ SERVED = (
 )
 
 
-def _serving(target: Callable[[dict[str, Any]], str], *options: o.Decorator[Any], **attributes: Any) -> click.Command:
+def _serving(
+    target: Callable[[dict[str, Any]], str], *options: o.Decorator[Any], light: bool = False, **attributes: Any
+) -> click.Command:
     """A command that runs the component that ``target`` names, given the options."""
 
     def check(given: dict[str, Any]) -> list[str]:
@@ -156,7 +160,7 @@ def _serving(target: Callable[[dict[str, Any]], str], *options: o.Decorator[Any]
         logs.setup(given["log_format"])
         component = components.load(target(given))
         settings = components.settings(component, given)
-        raise SystemExit(serve.serve(lambda: component(settings), given["listen"]))
+        raise SystemExit(serve.serve(lambda: component(settings), given["listen"], light=light))
 
     return click.command(cls=Command, check=check, **attributes)(stack(*options)(callback))
 
@@ -164,8 +168,8 @@ def _serving(target: Callable[[dict[str, Any]], str], *options: o.Decorator[Any]
 def _add_served(row: Served) -> None:
     target = row.registry.get(row.name, "")
     if components.exists(target):
-        options = (o.everywhere, *row.options)
-        row.group.add_command(_serving(lambda _: target, *options, name=row.name, help=row.help, example=row.example))
+        options, about = (o.everywhere, *row.options), {"name": row.name, "help": row.help, "example": row.example}
+        row.group.add_command(_serving(lambda _: target, *options, light=row.light, **about))
 
 
 def _add_stream() -> None:

@@ -15,10 +15,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from types import FrameType
-
-import uvloop
 
 from gpustream.components import Component
 from gpustream.health import Health, listening
@@ -83,8 +81,10 @@ def _note(stop: asyncio.Event, name: str) -> None:
     stop.set()
 
 
-def serve(make: Callable[[], Component], listen: Address | None, exit_process: Exit = os._exit) -> int:
-    """Runs one component until it ends or a signal asks it to, and gives the exit code."""
+def serve(
+    make: Callable[[], Component], listen: Address | None, exit_process: Exit = os._exit, *, light: bool = False
+) -> int:
+    """Runs one component until it ends or a signal asks it to, and gives the exit code. ``light`` is of :func:`run`."""
 
     async def main(stop: asyncio.Event) -> int:
         component = make()
@@ -94,15 +94,20 @@ def serve(make: Callable[[], Component], listen: Address | None, exit_process: E
         log.info("stopped", extra={"component": component.name})
         return 0
 
-    return run(main, exit_process)
+    return run(main, exit_process, light=light)
 
 
 def run(
     main: Callable[[asyncio.Event], Awaitable[int]],
     exit_process: Exit = os._exit,
     stop_within_s: float = STOP_WITHIN_S,
+    *,
+    light: bool = False,
 ) -> int:
-    """Runs ``main`` on uvloop with signals and deadline, and turns what it raises into an exit code."""
+    """Runs ``main`` with signals and deadline, and turns what it raises into an exit code.
+
+    On uvloop; on asyncio's own loop where ``light`` asks for a small process rather than for one that does much.
+    """
     deadline = Deadline(stop_within_s, exit_process)
     threads = set(threading.enumerate())
     _collect_less()
@@ -119,12 +124,21 @@ def run(
             return code
 
     try:
-        code = uvloop.run(guarded())
+        code = _runner(light)(guarded())
     finally:
         deadline.cancel()
     if _hanging(set(threading.enumerate()) - threads):
         _leave(code, exit_process)
     return code
+
+
+def _runner(light: bool) -> Callable[[Coroutine[None, None, int]], int]:
+    if light:
+        return asyncio.run
+    import uvloop
+
+    run_on_uvloop: Callable[[Coroutine[None, None, int]], int] = uvloop.run
+    return run_on_uvloop
 
 
 def _collect_less() -> None:

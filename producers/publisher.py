@@ -109,6 +109,7 @@ class NodePublisher:
     async def run(self) -> None:
         """Send what is published, for as long as it runs. Cancel it to stop, after :meth:`drain`."""
         while True:
+            await self._sender.ready()
             self._expire()
             head = self._ring.head()
             if head is None or len(self._in_flight) >= MAX_IN_FLIGHT:

@@ -25,6 +25,9 @@ LARGEST_VALUE_BYTES = MAX_MESSAGE_BYTES - 2048
 class RecordSender(Protocol):
     """What a publisher needs of :class:`topics.sender.Sender`."""
 
+    async def ready(self) -> None:
+        """Wait until records are taken."""
+
     async def send(
         self, topic: str, value: bytes, *, key: bytes | None = None, partition: int | None = None, headers: Headers = ()
     ) -> "asyncio.Future[int]":

@@ -14,9 +14,12 @@ Source: Kubernetes names groups ``kubepods[...]-pod<uid>.slice/<runtime>-<id>.sc
 path, so nothing is anchored at the start; and groups may lie below a container's own, so nothing is at the end.
 """
 
+import math
 import re
 import threading
+import time
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,6 +27,9 @@ from producers.node.jobs import Evidence, Job, KnownJobs
 from producers.node.slurm import Claim, claim
 
 LARGEST_ENVIRON_BYTES = 256 * 1024
+
+ADOPTED_WITHIN_S = 10.0
+"""After so long it is looked again whether a process that belonged nowhere has been put somewhere."""
 
 _REMEMBERED = 4096
 """Far above the processes that a node has on its GPUs."""
@@ -69,14 +75,28 @@ def _of_path(path: str) -> Place:
     )
 
 
-class Places:
-    """Asks ``procfs`` for the places of processes, from any thread, and remembers what names a pod or a job."""
+class _Known(NamedTuple):
+    """Where a process belongs, which began then, and how long that is believed."""
 
-    def __init__(self, procfs: Path = Path("/proc"), jobs: KnownJobs | None = None) -> None:
-        self._procfs = procfs
+    started: int
+    place: Place
+    until_s: float
+
+
+class Places:
+    """Asks ``procfs`` for the places of processes, from any thread, and remembers them: what names a pod or a job for
+    good, else for 10 s, since a batch system may adopt a process after it began."""
+
+    def __init__(
+        self,
+        procfs: Path = Path("/proc"),
+        jobs: KnownJobs | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._procfs, self._clock = procfs, clock
         self._jobs = jobs or KnownJobs()
         self._lock = threading.Lock()
-        self._known: OrderedDict[int, tuple[int, Place]] = OrderedDict()
+        self._known: OrderedDict[int, _Known] = OrderedDict()
 
     def of(self, pid: int) -> Place | None:
         """The place of a process; None where it is not in procfs: it ended, or the host's ids are not visible here."""
@@ -100,8 +120,9 @@ class Places:
             return None
         if place.job_id is not None:
             self._jobs.learn(place.job_id, shown)
-        if place != NOWHERE:  # a batch system may adopt a process after it began
-            self._remember(pid, started, place)
+        self._remember(
+            pid, _Known(started, place, self._clock() + (ADOPTED_WITHIN_S if place == NOWHERE else math.inf))
+        )
         return place
 
     def _started(self, pid: int) -> int | None:
@@ -111,14 +132,14 @@ class Places:
     def _recall(self, pid: int, started: int) -> Place | None:
         with self._lock:
             known = self._known.get(pid)
-            if known is None or known[0] != started:
+            if known is None or known.started != started or known.until_s <= self._clock():
                 return None
             self._known.move_to_end(pid)
-            return known[1]
+            return known.place
 
-    def _remember(self, pid: int, started: int, place: Place) -> None:
+    def _remember(self, pid: int, known: "_Known") -> None:
         with self._lock:
-            self._known[pid] = (started, place)
+            self._known[pid] = known
             self._known.move_to_end(pid)
             if len(self._known) > _REMEMBERED:
                 self._known.popitem(last=False)

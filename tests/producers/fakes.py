@@ -41,13 +41,15 @@ class FakeClock:
 class FakeSender:
     """Keeps what is sent until it is told to acknowledge or refuse it; ``events`` is all that happened, in order.
 
-    With ``prompt`` it acknowledges at once.
+    With ``prompt`` it acknowledges at once; it takes records while ``taking`` is set.
     """
 
     def __init__(self, clock: FakeClock | None = None, *, prompt: bool = False) -> None:
         self.prompt = prompt
         self.events: list[Event] = []
         self.started = self.stopped = False
+        self.taking = asyncio.Event()
+        self.taking.set()
         self._clock = clock or FakeClock()
         self._waiting: list[tuple[Event, asyncio.Future[int]]] = []
         self._offsets = itertools.count()
@@ -57,6 +59,9 @@ class FakeSender:
 
     async def stop(self, timeout_s: float = 5.0) -> None:
         self.stopped = True
+
+    async def ready(self) -> None:
+        await self.taking.wait()
 
     async def send(
         self, topic: str, value: bytes, *, key: bytes | None = None, partition: int | None = None, headers: Headers = ()

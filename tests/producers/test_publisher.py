@@ -60,6 +60,21 @@ class Bench:
         return [record["seq"] for record in self.sender.of(SAMPLES, what)]
 
 
+async def test_while_no_record_is_taken_the_oldest_ticks_give_way_and_no_other() -> None:
+    async with running(Bench(prompt=True, buffer=Buffer(max_age_s=5.0))) as bench:
+        bench.sender.taking.clear()
+        await settle()
+        for _ in range(20):
+            bench.publish()
+            await settle()
+            bench.clock.now_s += 1.0
+        bench.sender.taking.set()
+        await settle()
+
+    assert bench.seqs() == list(range(16, 21))
+    assert bench.dropped() == {"buffer_age": 15}
+
+
 async def test_the_snapshot_is_acknowledged_before_the_first_sample_that_names_it_is_sent() -> None:
     async with running(Bench()) as bench:
         bench.publish("a")

@@ -118,13 +118,20 @@ class Driver:
         self._doing = "nvmlInit"
         self._nvml.init()
         try:
-            self._doing = "nvmlSystemGetDriverVersion"
-            version = self._nvml.driver_version()
+            version = self._version()
             self._doing = "nvmlDeviceGetCount"
             return _Attached(version, self._nvml.count())
         except NvmlError:
             self._detach()
             raise
+
+    def _version(self) -> str:
+        """The driver's version; one that does not tell it is used all the same."""
+        self._doing = "nvmlSystemGetDriverVersion"
+        try:
+            return self._nvml.driver_version()
+        except NvmlError as error:
+            return f"of a version that it does not tell ({error.name})"
 
     def _detach(self) -> None:
         self._doing = "nvmlShutdown"

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from producers.node import cgroups
-from producers.node.cgroups import NOWHERE, Place, Places, parse
+from producers.node.cgroups import ADOPTED_WITHIN_S, NOWHERE, Place, Places, parse
 from producers.node.jobs import Job, KnownJobs
 from producers.node.users import Users
 from tests.producers.node.procfs import Procfs
@@ -141,10 +141,14 @@ def test_a_process_id_that_is_used_again_is_another_process(procfs: Procfs) -> N
 
 
 def test_a_process_that_a_batch_system_adopts_later_is_found_there(procfs: Procfs) -> None:
+    now_s = 0.0
+    places = Places(procfs.root, clock=lambda: now_s)
     procfs.begin(42, 1000, "0::/user.slice\n")
-    procfs.places.of(42)
+    places.of(42)
     procfs.begin(42, 1000, "0::/system.slice/slurmstepd.scope/job_7/step_extern\n")
-    assert procfs.places.of(42) == Place(None, None, "7")
+    assert places.of(42) == NOWHERE
+    now_s = ADOPTED_WITHIN_S
+    assert places.of(42) == Place(None, None, "7")
 
 
 @pytest.mark.parametrize(
