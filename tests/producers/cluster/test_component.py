@@ -182,18 +182,76 @@ async def test_a_greedy_pods_labels_are_cut_and_counted(tmp_path: Path) -> None:
     assert replica.value(own.CUT) == 10_000 - 64 + 1
 
 
-async def test_nothing_is_told_before_all_pods_and_nodes_are_known(tmp_path: Path) -> None:
+@pytest.mark.parametrize("unknown", [PODS, NODES])
+async def test_nothing_is_told_before_all_pods_and_nodes_are_known(unknown: str, tmp_path: Path) -> None:
     server = cluster_of("n1")
     server.objects[PODS]["bert-0"] = pod_json()
-    nodes = server.objects.pop(NODES)
+    late = server.objects.pop(unknown)
     async with server, running(server, tmp_path) as replica:
-        await replica.until(lambda: replica.value(own.OBJECTS, resource="pods") == 1)
-        await asyncio.sleep(0.3)
+        await replica.until(lambda: replica.value(own.OBJECTS, resource="namespaces") == 1)
+        await replica.until(lambda: len(server.asked(unknown)) >= 2)
         assert replica.records() == []
-        assert any("nodes" in reason for reason in replica.component.not_ready())
+        assert any(unknown.rpartition("/")[2] in reason for reason in replica.component.not_ready())
 
-        server.objects[NODES] = nodes
+        server.objects[unknown] = late
         await replica.until(replica.pods)
+
+
+async def test_an_ended_pod_leaves_in_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("producers.cluster.pods.KEPT_MS", 500)
+    server = cluster_of("n1")
+    server.objects[PODS]["bert-0"] = pod_json()
+    async with server, running(server, tmp_path) as replica:
+        await replica.until(replica.pods)
+        server.delete(PODS, "bert-0")
+        await replica.until(lambda: not replica.pods())
+
+    assert [["ended_ms" in pod for pod in record["pods"]] for record in replica.records()] == [[False], [True], []]
+
+
+async def test_a_removed_node_is_told_of_no_more_while_others_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("producers.workloads.RESEND_S", 0.2)
+    monkeypatch.setattr("producers.workloads.CHECK_S", 0.05)
+    server = cluster_of("n1", "n2")
+    server.objects[PODS]["bert-0"] = pod_json()
+    async with server, running(server, tmp_path) as replica:
+        await replica.until(replica.pods)
+        server.delete(NODES, "n1")
+        await replica.until(lambda: "ended_ms" in replica.pods()["uid-bert-0"])
+        last, others = len(replica.records()), len(replica.records("n2"))
+        await replica.until(lambda: len(replica.records("n2")) >= others + 3)
+
+    assert len(replica.records()) == last
+
+
+async def test_who_leads_again_tells_of_every_node_again(tmp_path: Path) -> None:
+    server = cluster_of("n1", "n2")
+    async with server, running(server, tmp_path, lease="gpus/gpustream-cluster", identity="a") as replica:
+        await replica.until(lambda: replica.records("n1") and replica.records("n2"))
+        lease = server.objects[LEASES]["gpustream-cluster"]
+        stolen = {**lease["spec"], "holderIdentity": "b", "leaseDurationSeconds": 1}
+        server.put(LEASES, {**lease, "spec": stolen})
+        await replica.until(lambda: len(replica.records("n1")) == len(replica.records("n2")) == 2)
+
+    first, again = replica.records()
+    assert again["epoch"] > first["epoch"]
+
+
+async def test_what_is_not_sent_at_the_stop_is_sent_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("producers.workloads.MAX_IN_FLIGHT", 1)
+    server = cluster_of("n1", "n2", "n3")
+    async with server:
+        replica = Replica(server, tmp_path, prompt=False)
+        await replica.until(lambda: replica.sender.events)
+        replica.stop.set()
+        await asyncio.sleep(0.05)
+        replica.sender.prompt = True
+        replica.sender.acknowledge()
+        await replica.end()
+
+    assert {record["node"] for record in replica.sender.of("gpu.workloads")} == {"n1", "n2", "n3"}
 
 
 async def test_what_a_record_can_be_without_is_not_waited_for_long(

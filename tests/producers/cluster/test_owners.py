@@ -290,6 +290,32 @@ async def test_an_api_that_said_when_is_left_alone_until_then() -> None:
         assert len(bench.api.asked) == 2
 
 
+async def test_the_pauses_grow_and_are_of_the_whole_group() -> None:
+    async with Bench().running() as bench:
+        bench.api.answers[RS_PATH] = Unreachable("connection", "refused")
+        await bench.chain(RS)
+        await bench.chain(DEPLOYMENT)
+        assert bench.api.asked == [RS_PATH]
+
+        bench.owners.forget("dep-1")
+        for waited_s, asked in ((0.7, 2), (0.7, 2), (0.6, 3), (1.9, 3), (0.6, 4)):
+            await bench.pass_s(waited_s)
+            assert len(bench.api.asked) == asked
+
+
+async def test_an_owner_that_is_forgotten_while_it_is_asked_for_is_not_told_of() -> None:
+    async with Bench().running() as bench:
+        bench.api.has(RS_PATH, RS, None)
+        bench.owners.follow(RS, "ml")
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert bench.learned == []
+        bench.owners.forget("rs-1")
+        await settle(60)
+
+        assert (bench.learned, bench.api.asked) == ([], [RS_PATH])
+
+
 async def test_a_group_that_hangs_holds_up_no_other() -> None:
     async with Bench().running() as bench:
         bench.api.hanging.add("/apis/ray.io/")

@@ -161,6 +161,16 @@ def test_a_node_that_comes_back_has_the_pods_that_it_still_has() -> None:
     assert row(cluster)["ended_ms"] is None
 
 
+def test_a_node_that_was_away_for_a_moment_never_left() -> None:
+    cluster = state("n1")
+    cluster.put_pod(pod(), NOW)
+    cluster.remove_node("n1", NOW + 5)
+    cluster.put_node("n1", {})
+    content = told(cluster)
+
+    assert (content.last, content.pods[0]["ended_ms"]) == (False, None)
+
+
 def test_a_node_that_a_full_list_does_not_have_is_gone_but_not_one_that_could_not_be_read() -> None:
     cluster = state("n1", "n2", "n3")
     cluster.nodes.begin()
@@ -209,6 +219,13 @@ def test_each_owner_is_followed_once_and_until_its_last_pod_has_left() -> None:
     assert follower.wanted == {}
     cluster.learn("rs-1", [RS, DEPLOYMENT])
     assert not cluster.awaits("n1")
+
+    cluster.put_pod(pod("c", owner=RS), NOW)
+    cluster.learn("rs-1", [RS, DEPLOYMENT])
+    cluster.remove_pod("uid-c", NOW)
+    cluster.expire(NOW + KEPT_MS)
+    cluster.put_pod(pod("d", owner=RS), NOW)
+    assert cluster.awaits("n1")
 
 
 def test_an_owner_without_a_uid_is_told_of_and_not_waited_for() -> None:

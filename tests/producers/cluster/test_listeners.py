@@ -1,0 +1,118 @@
+"""What a watch says becomes known; what can't be read is counted, and takes nothing away."""
+
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from producers.cluster import instruments as names
+from producers.cluster import listeners
+from producers.cluster.listeners import Listener
+from tests.producers.cluster.made import START_MS, named, pod_json, raw, slice_json, state
+from tests.producers.fakes import value
+from topics.instruments import Instruments
+
+
+class Bench:
+    """All listeners of a cluster of two nodes; ``woken`` is how often there was news."""
+
+    def __init__(self) -> None:
+        self.instruments = Instruments(names.INSTRUMENTS, CollectorRegistry())
+        self.state, self.woken = state(), 0
+        told = self.state, self.instruments, self._wake
+        self.pods = listeners.pods(*told, lambda: START_MS)
+        self.nodes = listeners.nodes(*told, lambda: START_MS)
+        self.namespaces = listeners.namespaces(*told)
+        self.slices = listeners.slices(*told)
+
+    def _wake(self) -> None:
+        self.woken += 1
+
+    def fill(self) -> "Bench":
+        self.nodes.put(raw(named("n1", {"nvidia.com/gpu.product": "H100"})))
+        self.namespaces.put(raw(named("ml", {"team": "research"})))
+        self.slices.put(raw(slice_json()))
+        self.pods.put(raw(pod_json()))
+        return self
+
+    def kept(self) -> list[float]:
+        resources = ("pods", "nodes", "namespaces", "resourceslices")
+        return [value(self.instruments, names.OBJECTS, resource=resource) for resource in resources]
+
+    def all(self) -> list[tuple[Listener[Any], bytes]]:
+        """Each listener, and the bytes of what it knows."""
+        whole = (raw(pod_json()), raw(named("n1")), raw(named("ml")), raw(slice_json()))
+        every: tuple[Listener[Any], ...] = (self.pods, self.nodes, self.namespaces, self.slices)
+        return list(zip(every, whole, strict=True))
+
+
+def test_what_a_watch_says_becomes_known() -> None:
+    bench = Bench().fill()
+    content = bench.state.take("n1")
+    assert content is not None
+
+    assert (bench.kept(), bench.woken) == ([1, 1, 1, 1], 4)
+    assert content.node_labels == {"nvidia.com/gpu.product": "H100"}
+    assert [(pod["name"], pod["namespace_labels"]) for pod in content.pods] == [("bert-0", {"team": "research"})]
+    assert [device["uuid"] for device in content.dra_devices] == ["GPU-a", "GPU-b"]
+
+
+def test_what_is_deleted_is_gone_and_a_pod_has_ended() -> None:
+    bench = Bench().fill()
+    for listener, whole in reversed(bench.all()):
+        listener.remove(whole)
+
+    assert bench.kept() == [1, 0, 1, 0]
+    assert [pod.ended_ms for pod in bench.state.pods.on_node("n1")] == [START_MS]
+
+
+def test_a_list_leaves_what_it_had() -> None:
+    bench = Bench().fill()
+    for listener, whole in bench.all():
+        listener.begin()
+        listener.put(whole)
+        listener.complete()
+
+    assert bench.kept() == [1, 1, 1, 1]
+    assert [pod.ended_ms for pod in bench.state.pods.on_node("n1")] == [None]
+
+
+def test_an_empty_list_leaves_nothing() -> None:
+    bench = Bench().fill()
+    for listener, _ in bench.all():
+        listener.begin()
+        listener.complete()
+
+    assert bench.kept() == [1, 0, 1, 0]
+    assert [pod.ended_ms for pod in bench.state.pods.on_node("n1")] == [START_MS]
+
+
+def test_what_a_list_has_but_in_a_form_that_cannot_be_read_stays_as_it_was() -> None:
+    bench = Bench().fill()
+    for listener, whole in bench.all():
+        listener.begin()
+        listener.put(
+            whole.replace(b'"metadata": {', b'"spec": 7, "metadata": {"labels": 7, "deletionTimestamp": null, ')
+        )
+        listener.put(b"{")
+        listener.complete()
+
+    assert bench.kept() == [1, 1, 1, 1]
+    assert [pod.ended_ms for pod in bench.state.pods.on_node("n1")] == [None]
+    resources = ("pods", "nodes", "namespaces", "resourceslices")
+    assert [value(bench.instruments, names.UNDECODABLE, resource=resource) for resource in resources] == [2, 2, 2, 2]
+
+
+def test_a_deletion_that_does_not_say_of_what_is_counted() -> None:
+    bench = Bench().fill()
+    bench.pods.remove(b"null")
+
+    assert value(bench.instruments, names.UNDECODABLE, resource="pods") == 1
+    assert bench.kept() == [1, 1, 1, 1]
+
+
+def test_a_node_whose_name_no_record_can_have_is_counted() -> None:
+    bench = Bench()
+    bench.nodes.put(raw(named("a b")))
+
+    assert value(bench.instruments, names.UNDECODABLE, resource="nodes") == 1
+    assert bench.kept() == [0, 0, 0, 0]
