@@ -21,7 +21,6 @@ from types import FrameType
 from gpustream.components import Component
 from gpustream.health import Health, listening
 from gpustream.values import Address
-from topics.broker import BrokerError, ContractMismatch
 
 log = logging.getLogger(__name__)
 
@@ -172,15 +171,14 @@ def _leave(code: int, exit_process: Exit) -> None:
 
 
 def _failed(error: Exception) -> int:
-    """Tells of the error and gives the exit code. One with a code of its own, or a broker's, is told in a sentence."""
-    deliberate = [one for one in (error, error.__cause__) if hasattr(one, "exit_code") or isinstance(one, BrokerError)]
-    if isinstance(deliberate[-1] if deliberate else None, ContractMismatch):
-        log.critical("%s\n`gpustream topics create` makes what is missing, and mends settings", error)
-    elif deliberate:
-        log.critical("%s", error)
-    else:
-        log.critical("failed", exc_info=error)
-    return int(getattr(deliberate[-1] if deliberate else error, "exit_code", FAILED))
+    """Tells of the error and gives the exit code. One with an ``exit_code`` of its own is told in a sentence, with its
+    ``advice``."""
+    deliberate = [one for one in (error, error.__cause__) if hasattr(one, "exit_code")]
+    if deliberate:
+        log.critical("%s", "\n".join(filter(None, (str(error), getattr(deliberate[-1], "advice", "")))))
+        return int(deliberate[-1].exit_code)  # type: ignore[union-attr] # which it has
+    log.critical("failed", exc_info=error)
+    return FAILED
 
 
 @contextlib.asynccontextmanager

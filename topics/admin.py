@@ -37,6 +37,8 @@ _SILENCE = (KafkaConnectionError, NodeNotReadyError, RequestTimedOutError, Stale
 class BrokerError(Exception):
     """What is asked of the broker can't be had; the message says why, in one line or one line a mistake."""
 
+    exit_code = 1
+
 
 class BrokerUnavailable(BrokerError):
     """No broker answers. Try again later."""

@@ -76,6 +76,8 @@ class Checked(NamedTuple):
 class ContractMismatch(BrokerError):
     """Topics are missing or not as they must be; one line a mistake. ``gpustream topics create`` mends most."""
 
+    advice = "`gpustream topics create` makes what is missing, and mends settings"
+
     def __init__(self, mistakes: Iterable[Mismatch]) -> None:
         self.mistakes = tuple(mistakes)
         super().__init__("\n".join(str(mistake) for mistake in self.mistakes))
