@@ -21,7 +21,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from aiokafka import AIOKafkaConsumer
+from aiokafka import AIOKafkaConsumer, TopicPartition
 
 from tests.bench.attribution import cpu_s
 from tests.producers.cluster.api_server import ApiServer, kubeconfig
@@ -30,6 +30,7 @@ from topics import broker
 
 JsonDict = dict[str, Any]
 
+PARTITIONS = 4
 PER_NODE = 20
 GPU_SHARE = 5
 PODS, NODES, NAMESPACES = "/api/v1/pods", "/api/v1/nodes", "/api/v1/namespaces"
@@ -58,11 +59,11 @@ _KINDS = (
 def main(pods: int, seconds: int) -> None:
     """Prints a row for the start, and one for each rate of changes."""
     sys.stdout.write(f"{pods} pods of {len(_bytes(0, pods))} bytes on {pods // PER_NODE} nodes, {pods // GPU_SHARE}")
-    sys.stdout.write(" of them with GPUs\n\n| | CPU | memory, MiB: now, peak |\n|---|---|---|\n")
+    sys.stdout.write(" of them with GPUs\n\n| | CPU | records sent | memory, MiB: now, peak |\n|---|---|---|---|\n")
     with ExitStack() as servers:
         directory = Path(servers.enter_context(tempfile.TemporaryDirectory()))
         kafka = servers.enter_context(KafkaServer(directory / "kafka"))
-        asyncio.run(broker.create(kafka.address, partitions=4, replication_factor=1))
+        asyncio.run(broker.create(kafka.address, partitions=PARTITIONS, replication_factor=1))
         server = servers.enter_context(_child("serve", str(pods)))
         config = directory / "kubeconfig"
         config.write_text(kubeconfig(f"http://127.0.0.1:{int(_line(server))}", {"token": "t"}))
@@ -70,11 +71,18 @@ def main(pods: int, seconds: int) -> None:
         began_s = time.monotonic()
         asyncio.run(_all_told(kafka.address, pods // PER_NODE))
         took_s = time.monotonic() - began_s
-        _row(f"from the start until all nodes are told of ({took_s:.1f} s)", f"{cpu_s(producer.pid):.2f} s", producer)
+        _row(
+            f"from the start until all nodes are told of ({took_s:.1f} s)",
+            f"{cpu_s(producer.pid):.2f} s",
+            asyncio.run(_sent(kafka.address)),
+            producer,
+        )
         for rate, what in ((0, "nothing changes"), (50, "50 changes/s"), (50 * STAGES, "50 pods/s, each made to gone")):
             time.sleep(2)
+            before = asyncio.run(_sent(kafka.address))
             share = _share(server, producer, rate, seconds)
-            _row(f"{what}, for {seconds} s", f"{100 * share:.1f} % of a core", producer)
+            sent = asyncio.run(_sent(kafka.address)) - before
+            _row(f"{what}, for {seconds} s", f"{100 * share:.1f} % of a core", sent, producer)
 
 
 def _share(server: "subprocess.Popen[str]", producer: "subprocess.Popen[str]", rate: int, seconds: int) -> float:
@@ -87,11 +95,21 @@ def _share(server: "subprocess.Popen[str]", producer: "subprocess.Popen[str]", r
     return (cpu_s(producer.pid) - before_s) / (time.monotonic() - began_s)
 
 
-def _row(name: str, cpu: str, producer: "subprocess.Popen[str]") -> None:
+def _row(name: str, cpu: str, sent: int, producer: "subprocess.Popen[str]") -> None:
     status = Path(f"/proc/{producer.pid}/status").read_text().split("\n")
     kib = {line.split(":")[0]: int(line.split()[1]) for line in status if line.startswith(("VmRSS", "VmHWM"))}
-    sys.stdout.write(f"| {name} | {cpu} | {kib['VmRSS'] / 1024:.0f}, {kib['VmHWM'] / 1024:.0f} |\n")
+    sys.stdout.write(f"| {name} | {cpu} | {sent} | {kib['VmRSS'] / 1024:.0f}, {kib['VmHWM'] / 1024:.0f} |\n")
     sys.stdout.flush()
+
+
+async def _sent(kafka: str) -> int:
+    """The records of gpu.workloads so far."""
+    consumer = AIOKafkaConsumer(bootstrap_servers=kafka)
+    await consumer.start()
+    partitions = [TopicPartition("gpu.workloads", number) for number in range(PARTITIONS)]
+    ends = await consumer.end_offsets(partitions)
+    await consumer.stop()
+    return sum(ends.values())
 
 
 async def _all_told(kafka: str, nodes: int) -> None:
