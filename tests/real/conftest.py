@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.real.kubernetes import ApiServer, find_etcd, find_kube_apiserver, find_openssl
 from tests.real.pipeline import Gpustream
 from tests.real.servers import (
     KafkaServer,
@@ -99,6 +100,27 @@ def prometheus_2_42(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Promet
         pytest.skip(f"OPTIONAL REAL SERVER MISSING: {missing}")
     with PrometheusServer(tmp_path_factory.mktemp("prometheus-2"), program=program) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def kube_api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
+    """One Kubernetes API for the whole run: never stop it, and use namespaces and nodes of your own."""
+    need(find_etcd, find_kube_apiserver, find_openssl)
+    with ApiServer(tmp_path_factory.mktemp("kubernetes")) as server:
+        yield server
+
+
+@pytest.fixture
+def start_kube_api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., ApiServer]]:
+    """Starts APIs of the test's own, to be killed and emptied: ``start_kube_api(users=["producer"])``."""
+    need(find_etcd, find_kube_apiserver, find_openssl)
+    with ExitStack() as servers:
+
+        def start(**options: object) -> ApiServer:
+            directory = tmp_path_factory.mktemp("kubernetes")
+            return servers.enter_context(ApiServer(directory, **options))  # type: ignore[arg-type]
+
+        yield start
 
 
 @pytest.fixture

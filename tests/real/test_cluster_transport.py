@@ -1,0 +1,373 @@
+"""The cluster producer's way to a real API server: what is known is what is there, and one leads."""
+
+import asyncio
+import contextlib
+import json
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from producers.cluster import instruments as names
+from producers.cluster import watch as module
+from producers.cluster.api import Api
+from producers.cluster.lease import Lease
+from producers.cluster.watch import Watch
+from tests.producers.cluster.test_watch import Known
+from tests.producers.fakes import value
+from tests.real.cut import Line
+from tests.real.kubernetes import ApiServer, Json
+from topics.instruments import Instruments
+
+READ_MAPS = {"apiGroups": [""], "resources": ["configmaps"], "verbs": ["list", "watch"]}
+LEASE_RULES: list[Json] = [
+    {"apiGroups": ["coordination.k8s.io"], "resources": ["leases"], "verbs": ["create"]},
+    {
+        "apiGroups": ["coordination.k8s.io"],
+        "resources": ["leases"],
+        "resourceNames": ["leader"],
+        "verbs": ["get", "update"],
+    },
+]
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110 - what is waited for is not ours to set an event
+            await asyncio.sleep(0.02)
+
+
+class Maps:
+    """The config maps of a namespace, and a watch of them."""
+
+    def __init__(self, server: ApiServer, api: Api, namespace: str, **settings: Any) -> None:
+        self.server, self.namespace, self.known = server, namespace, Known()
+        self.instruments = Instruments(names.INSTRUMENTS)
+        self.path = f"/api/v1/namespaces/{namespace}/configmaps"
+        self.watch = Watch(api, self.path, self.known, self.instruments, name="maps", **settings)
+        self.task = asyncio.create_task(self.watch.run())
+
+    @property
+    def found(self) -> set[str]:
+        return set(self.known.objects)
+
+    async def knows(self, *found: str) -> None:
+        await until(lambda: self.task.done() or (self.watch.synced and self.found == set(found)))
+        assert not self.task.done(), self.task.result()
+
+    async def put(self, name: str, **data: str) -> None:
+        await asyncio.to_thread(self.server.apply, config_map(self.namespace, name, **data))
+
+    async def delete(self, name: str) -> None:
+        await asyncio.to_thread(self.server.delete, f"{self.path}/{name}")
+
+    def restarts(self, reason: str) -> float:
+        return value(self.instruments, names.RESTARTS, resource="maps", reason=reason)
+
+    def events(self, kind: str) -> float:
+        return value(self.instruments, names.EVENTS, resource="maps", type=kind)
+
+
+def config_map(namespace: str, name: str, **data: str) -> Json:
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name, "namespace": namespace}, "data": data}
+
+
+Watching = Callable[..., Awaitable[Maps]]
+
+
+@pytest.fixture
+async def watching(request: pytest.FixtureRequest) -> AsyncIterator[Watching]:
+    """Watches the config maps of a namespace of the test's own, as admin unless there is another kubeconfig."""
+    namespace = re.sub("[^a-z0-9]+", "-", request.node.name.removeprefix("test_"))[:50].strip("-")
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def watch(
+            server: ApiServer, kubeconfig: Path | None = None, *, before: Sequence[str] = (), **settings: Any
+        ) -> Maps:
+            await asyncio.to_thread(server.namespace, namespace)
+            for name in before:
+                await asyncio.to_thread(server.apply, config_map(namespace, name))
+            api = Api(kubeconfig or server.kubeconfig("admin"))
+            await api.start()
+            stack.push_async_callback(api.close)
+            maps = Maps(server, api, namespace, **settings)
+            stack.push_async_callback(ended, maps.task)
+            return maps
+
+        yield watch
+
+
+async def ended(*tasks: "asyncio.Task[Any]") -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+# -- the watch
+
+
+async def test_what_is_there_comes_changes_and_goes_is_known(kube_api: ApiServer, watching: Watching) -> None:
+    maps = await watching(kube_api)
+    await maps.knows()
+    for name in ("a", "b"):
+        await maps.put(name, n="1")
+    await maps.knows("a", "b")
+    await maps.put("a", n="2")
+    await until(lambda: maps.known.objects["a"]["data"] == {"n": "2"})
+    await maps.delete("a")
+    await maps.knows("b")
+    assert maps.known.lists == 1
+    assert maps.events("listed") == 0, "it is a streaming list"
+
+
+async def test_a_server_without_streaming_lists_is_listed_in_pages(
+    start_kube_api: Callable[..., ApiServer], watching: Watching, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PAGE", 3)
+    server = await asyncio.to_thread(lambda: start_kube_api(options=["--feature-gates=WatchList=false"]))
+    expected = [f"m{index}" for index in range(7)]
+    maps = await watching(server, before=expected)
+    await maps.knows(*expected)
+    await maps.put("later")
+    await maps.knows(*expected, "later")
+    assert maps.restarts("unsupported") == 1
+    assert (maps.events("listed"), maps.known.lists) == (7, 1)
+
+
+async def test_a_403_says_the_rule_and_with_exactly_that_rule_it_watches(
+    kube_api: ApiServer, watching: Watching, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "LONGEST_WAIT_S", 1.0)
+    maps = await watching(kube_api, kube_api.kubeconfig("one"))
+    await until(lambda: maps.restarts("forbidden") >= 2)
+    (reason,) = maps.watch.not_ready()
+    assert 'configmaps is forbidden: User "one" cannot watch resource "configmaps"' in reason
+    found = re.search(r"{apiGroups: \[(.*?)\], resources: \[(.*?)\], verbs: \[(.*?)\]}", reason)
+    assert found is not None
+    group, resource, verbs = found.groups()
+    rule = {"apiGroups": [group.strip('"')], "resources": [resource], "verbs": verbs.split(", ")}
+    assert rule == READ_MAPS
+    await asyncio.to_thread(kube_api.grant, "one", rule)
+    await maps.knows()
+    assert maps.watch.not_ready() == []
+
+
+async def test_it_goes_on_over_a_restart_of_the_api_server(
+    start_kube_api: Callable[..., ApiServer], watching: Watching
+) -> None:
+    server = await asyncio.to_thread(start_kube_api)
+    maps = await watching(server)
+    await maps.put("before")
+    await maps.knows("before")
+    await asyncio.to_thread(server.restart)
+    await maps.put("after")
+    await maps.knows("before", "after")
+    await asyncio.to_thread(server.kill9)
+    await until(lambda: maps.restarts("connection") >= 3)
+    assert maps.found == {"before", "after"}, "what was known stays"
+    await asyncio.to_thread(server.start)
+    await maps.delete("before")
+    await maps.knows("after")
+    assert not maps.task.done()
+
+
+async def test_a_version_that_was_compacted_away_is_listed_anew(
+    start_kube_api: Callable[..., ApiServer], watching: Watching
+) -> None:
+    server = await asyncio.to_thread(start_kube_api)
+    async with Line(server.ports[0].number) as line:
+        maps = await watching(server, server.kubeconfig("admin", server=f"https://127.0.0.1:{line.port}"))
+        await maps.put("goes")
+        await maps.put("stays")
+        await maps.knows("goes", "stays")
+        line.silence()
+        line.breaks()
+        await maps.delete("goes")
+        await maps.put("new")
+        await asyncio.to_thread(server.etcd.compact)
+        await asyncio.to_thread(server.restart)  # its own memory of what happened is gone, and so is etcd's
+        assert maps.found == {"goes", "stays"}
+        line.mend()
+        line.breaks()
+        await maps.knows("stays", "new")
+    assert maps.restarts("expired") == 1
+    assert maps.events("ERROR") == 1, "it is said on a line, in an answer of 200"
+    assert maps.known.lists == 2
+
+
+async def test_bookmarks_move_on_where_it_goes_on_from_while_others_change(
+    kube_api: ApiServer, watching: Watching, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "SHORTEST_WATCH_S", 5)
+    monkeypatch.setattr(module, "LONGEST_WATCH_S", 5)
+    maps = await watching(kube_api)
+    await maps.knows()
+    began = maps.watch._version
+    await asyncio.to_thread(kube_api.namespace, "elsewhere")
+    await asyncio.to_thread(kube_api.apply, config_map("elsewhere", "changes"))
+    await until(lambda: maps.restarts("ended") >= 2)
+    assert maps.events("BOOKMARK") >= 2, "the end of the list, and one shortly before the end of each watch"
+    assert maps.watch._version != began
+    assert maps.known.lists == 1
+    await maps.put("a")
+    await maps.knows("a")
+
+
+async def test_a_connection_on_which_nothing_moves_is_given_up(kube_api: ApiServer, watching: Watching) -> None:
+    async with Line(kube_api.ports[0].number) as line:
+        config = kube_api.kubeconfig("admin", server=f"https://127.0.0.1:{line.port}")
+        maps = await watching(kube_api, config, silence_s=3.0)
+        await maps.knows()
+        line.silence()
+        await maps.put("unseen")
+        await until(lambda: maps.restarts("timeout") >= 1)
+        assert maps.found == set()
+        line.mend()
+        line.breaks()
+        await maps.knows("unseen")
+
+
+async def test_a_certificate_of_another_authority_is_not_trusted(kube_api: ApiServer, watching: Watching) -> None:
+    config = kube_api.kubeconfig("admin")
+    text = json.loads(config.read_text())
+    del text["clusters"][0]["cluster"]["certificate-authority"]
+    config.write_text(json.dumps(text))
+    maps = await watching(kube_api, config)
+    await until(lambda: maps.restarts("tls") >= 2)
+    assert "certificate" in maps.watch.not_ready()[0]
+
+
+# -- who asks
+
+
+async def test_a_token_file_that_rotates_is_followed_as_a_pod_and_by_a_kubeconfig(
+    kube_api: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
+    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(kube_api.ports[0].number))
+    account = tmp_path / "account"
+    account.mkdir()
+    (account / "ca.crt").write_bytes(kube_api.ca.read_bytes())
+    token = account / "token"
+    token.write_text(await asyncio.to_thread(kube_api.service_account, "rotating", "producer"))
+    await asyncio.to_thread(kube_api.grant, "rotating:producer", READ_MAPS)
+    config = kube_api.kubeconfig(tokenFile=str(token))
+    apis = [Api(None, service_account=account, refresh_s=0.5), Api(config, refresh_s=0.5)]
+    for api in apis:
+        await api.start()
+        assert await status(api) == 200
+    await asyncio.to_thread(kube_api.delete, "/api/v1/namespaces/rotating/serviceaccounts/producer")
+    for api in apis:
+        await until_status(api, 401)  # the old token is dead
+    fresh = await asyncio.to_thread(kube_api.service_account, "rotating", "producer")
+    token.write_text(fresh + "\n")
+    for api in apis:
+        await until_status(api, 200)
+        await api.close()
+
+
+async def status(api: Api) -> int:
+    return (await api.request("GET", "/api/v1/configmaps", params={"limit": "1"})).status
+
+
+async def until_status(api: Api, expected: int) -> None:
+    async with asyncio.timeout(60):
+        while await status(api) != expected:  # noqa: ASYNC110 - the server gives no event
+            await asyncio.sleep(0.2)
+
+
+# -- the lease
+
+
+class Candidate:
+    """A process that wants to lead, on a line of its own; the diary is of all: (who, what, when)."""
+
+    def __init__(self, api: Api, line: Line, identity: str, diary: list[tuple[str, str, float]]) -> None:
+        self.identity, self.line, self.diary = identity, line, diary
+        instruments = Instruments(names.INSTRUMENTS)
+        self.lease = Lease(api, instruments, namespace="default", name="leader", identity=identity)
+        self.stop = asyncio.Event()
+        self.epochs: list[int] = []
+        self.task = asyncio.create_task(self.lease.run(self.work, self.stop))
+
+    async def work(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+        self.note("begins")
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0.3)
+            self.note("ends")
+
+    def note(self, what: str) -> None:
+        self.diary.append((self.identity, what, asyncio.get_running_loop().time()))
+
+    async def leads(self) -> None:
+        await until(lambda: self.lease.leading and bool(self.epochs))
+
+
+Joins = Callable[[str], Awaitable[Candidate]]
+
+
+@pytest.fixture
+async def joins(start_kube_api: Callable[..., ApiServer]) -> AsyncIterator[Joins]:
+    """Adds a candidate, as a user who may do with leases what is needed and nothing else."""
+    server = await asyncio.to_thread(start_kube_api)
+    await asyncio.to_thread(lambda: server.grant("one", *LEASE_RULES, namespace="default"))
+    diary: list[tuple[str, str, float]] = []
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def join(identity: str) -> Candidate:
+            line = await stack.enter_async_context(Line(server.ports[0].number))
+            api = Api(server.kubeconfig("one", server=f"https://127.0.0.1:{line.port}"))
+            await api.start()
+            stack.push_async_callback(api.close)
+            candidate = Candidate(api, line, identity, diary)
+            stack.push_async_callback(ended, candidate.task)
+            return candidate
+
+        yield join
+
+
+async def test_who_is_killed_is_followed_within_15_s_with_a_higher_epoch(joins: Joins) -> None:
+    first = await joins("first")
+    await first.leads()
+    second = await joins("second")
+    await asyncio.sleep(3)
+    first.line.silence()  # a killed process says nothing more, and its work is over at once
+    killed_s = asyncio.get_running_loop().time()
+    await second.leads()
+    assert asyncio.get_running_loop().time() - killed_s < 15
+    assert second.epochs[0] > first.epochs[0]
+
+
+async def test_who_is_cut_off_ends_its_work_before_the_other_leads(joins: Joins) -> None:
+    first = await joins("first")
+    await first.leads()
+    second = await joins("second")
+    await asyncio.sleep(3)
+    first.line.silence()
+    await second.leads()
+    first.line.mend()
+    what = [(who, event) for who, event, _ in first.diary]
+    assert what == [("first", "begins"), ("first", "ends"), ("second", "begins")]
+    await until(lambda: first.lease._seen.holder == "second")
+    assert not first.lease.leading
+    second.stop.set()
+    await until(lambda: len(first.epochs) == 2)
+    assert first.epochs[0] < second.epochs[0] < first.epochs[1]
+
+
+async def test_who_stops_in_order_is_followed_at_once(joins: Joins, caplog: pytest.LogCaptureFixture) -> None:
+    first = await joins("first")
+    await first.leads()
+    second = await joins("second")
+    await until(lambda: second.lease._seen.holder == "first")
+    stopped_s = asyncio.get_running_loop().time()
+    first.stop.set()
+    await second.leads()
+    assert asyncio.get_running_loop().time() - stopped_s < 10, "sooner than the lease would be over"
+    assert [(who, event) for who, event, _ in first.diary][1:] == [("first", "ends"), ("second", "begins")]
+    assert [record for record in caplog.records if record.levelname == "WARNING"] == []
