@@ -1,0 +1,408 @@
+"""The manifests of k8s/, held against the command, the Compose file and one another: no Kubernetes needed."""
+
+import tomllib
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import yaml
+
+from gpustream import values
+from gpustream.serve import STOP_WITHIN_S
+from producers.cluster import owners
+from producers.cluster import defaults
+from producers.cluster.component import ClusterProducer
+from producers.cluster.component import Settings as ClusterSettings
+from tests.k8s.manifests import (
+    K8S,
+    OBJECTS,
+    OURS,
+    README,
+    WORKLOADS,
+    Manifest,
+    Object,
+    config_maps,
+    environment,
+    kustomizations,
+    merged,
+    the,
+)
+from tests.test_compose import SERVICES, parsed
+
+ROOT = K8S.parent
+VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+
+API_VERSIONS = {
+    "v1": {"Namespace", "Service", "ServiceAccount"},
+    "apps/v1": {"DaemonSet", "Deployment", "StatefulSet"},
+    "batch/v1": {"Job"},
+    "policy/v1": {"PodDisruptionBudget"},
+    "rbac.authorization.k8s.io/v1": {"ClusterRole", "ClusterRoleBinding", "Role", "RoleBinding"},
+}
+KNOWN_VARIABLES = {
+    "node": {"NODE_NAME": "spec.nodeName", "NVIDIA_VISIBLE_DEVICES": "all", "NVIDIA_DRIVER_CAPABILITIES": "utility"},
+    "cluster": {"POD_NAME": "metadata.name"},
+}
+"""Those that are no option's: what a producer takes its own name from, and what NVIDIA's container runtime reads."""
+
+of_all = pytest.mark.parametrize("thing", OBJECTS, ids=str)
+of_workloads = pytest.mark.parametrize("thing", WORKLOADS, ids=str)
+of_ours = pytest.mark.parametrize("thing", OURS, ids=str)
+SERVING = [thing for thing in OURS if thing.kind != "Job"]
+of_serving = pytest.mark.parametrize("thing", SERVING, ids=str)
+
+
+def selects(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:
+    """Whether the labels have all that the selector names."""
+    return selector.items() <= labels.items()
+
+
+def labels_of(thing: Object) -> dict[str, str]:
+    """The labels of its pods."""
+    labels: dict[str, str] = thing.pod["metadata"]["labels"]
+    return labels
+
+
+def selected_by(selector: Mapping[str, str]) -> list[Object]:
+    """The workloads whose pods a selector selects."""
+    return [thing for thing in WORKLOADS if selects(selector, labels_of(thing))]
+
+
+def ports_of(thing: Object) -> dict[str, int]:
+    """The container's ports by name."""
+    return {port["name"]: port["containerPort"] for port in thing.container.get("ports", [])}
+
+
+def probes_of(thing: Object) -> dict[str, Manifest]:
+    """The container's probes by their names in the manifest."""
+    return {name: probe for name, probe in thing.container.items() if name.endswith("Probe")}
+
+
+def port_of(listen: str) -> int:
+    """The port of an address that every interface listens on."""
+    address = values.listen(listen)
+    assert address is not None
+    assert address.host == "0.0.0.0"  # noqa: S104 - the kubelet asks from outside the pod
+    return address.port
+
+
+# Files
+
+
+@pytest.mark.parametrize(("folder", "said"), kustomizations().items(), ids=lambda value: getattr(value, "name", ""))
+def test_a_kustomization_names_every_file_beside_it_and_none_that_is_not_there(folder: Path, said: Manifest) -> None:
+    here = {file.name for file in folder.glob("*.yaml")} - {"kustomization.yaml"}
+    assert here == {name for name in said.get("resources", []) if name.endswith(".yaml")}
+    assert {file.name for file in folder.glob("*.env")} == {
+        name for generator in said.get("configMapGenerator", []) for name in generator.get("envs", [])
+    }
+    below = [folder / name for name in said.get("resources", []) if not name.endswith(".yaml")]
+    assert [path for path in below if not (path / "kustomization.yaml").is_file()] == []
+
+
+def test_everything_is_part_of_the_base_of_the_try_or_a_component() -> None:
+    named = {
+        (folder / name).resolve() for folder, said in kustomizations().items() for name in said.get("resources", [])
+    }
+    tops = {folder for folder in kustomizations() if folder not in named}
+    assert {top.relative_to(K8S).parts[0] for top in tops} == {"base", "try", "components"}
+    assert {top for top in tops if top.relative_to(K8S).parts[0] != "components"} == {K8S / "base", K8S / "try"}
+    manifests = {file for part in ("base", "try", "components") for file in (K8S / part).rglob("*.yaml")}
+    assert {file.parent for file in manifests} <= kustomizations().keys()
+
+
+@of_all
+def test_there_is_one_object_in_a_file_and_the_file_has_the_name_of_its_kind(thing: Object) -> None:
+    assert thing.path.name == f"{thing.kind.lower()}.yaml"
+    assert Counter(other.path for other in OBJECTS)[thing.path] == 1
+
+
+@of_all
+def test_api_versions_are_those_that_are_served_today(thing: Object) -> None:
+    assert thing.kind in API_VERSIONS[thing.content["apiVersion"]]
+
+
+@of_all
+def test_a_namespace_is_named_by_a_components_objects_which_would_else_be_in_any(thing: Object) -> None:
+    named = thing.content["metadata"].get("namespace")
+    in_a_namespace = thing.kind not in {"Namespace", "ClusterRole", "ClusterRoleBinding"}
+    of_a_component = str(thing).startswith("components/")
+    assert named == (kustomizations()[K8S / "base"]["namespace"] if in_a_namespace and of_a_component else None)
+
+
+def test_the_base_is_the_whole_pipeline_of_a_cluster() -> None:
+    commands = {" ".join(thing.container["args"][:2]) for thing in OURS if "base" in str(thing)}
+    assert commands == {"topics create", "produce node", "produce cluster", "stream attribution", "sink remote-write"}
+
+
+# What the containers run
+
+
+@of_ours
+@pytest.mark.parametrize("maps", [config_maps(), merged()], ids=["base", "try"])
+def test_every_container_is_a_command_line_that_is_right(
+    thing: Object, maps: dict[str, dict[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = environment(thing.container, maps)
+    for name, value in seen.items():
+        monkeypatch.setenv(name, value)
+    with parsed(list(thing.container["args"])) as context:
+        options = {param.envvar for param in context.command.params}
+    known = KNOWN_VARIABLES.get(thing.name, {})
+    assert {name: seen[name] for name in known} == known
+    assert seen.keys() - known.keys() <= options
+
+
+def test_the_command_line_of_the_try_is_right_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPUSTREAM_KAFKA", merged()["gpustream"]["GPUSTREAM_KAFKA"])
+    (patch,) = [one for one in kustomizations()[K8S / "try"]["patches"] if one["target"].get("name") == "topics"]
+    ((operation),) = yaml.safe_load(patch["patch"])
+    with parsed(list(operation["value"])) as context:
+        assert context.params["replication_factor"] == 1
+
+
+def test_what_the_environment_files_show_commented_out_is_an_option_too() -> None:
+    shown = [
+        line.removeprefix("# ").partition("=")[0]
+        for file in K8S.rglob("*.env")
+        for line in file.read_text().splitlines()
+        if line.startswith("# GPUSTREAM_")
+    ]
+    options = {param.envvar for param in parsed(["sink", "remote-write", *REMOTE_WRITE]).command.params}
+    assert shown
+    assert set(shown) <= options
+
+
+REMOTE_WRITE = ["--kafka", "kafka:9092", "--url", "http://prometheus:9090/api/v1/write"]
+
+
+@of_ours
+def test_all_of_gpustream_is_one_image_of_this_version(thing: Object) -> None:
+    assert thing.container["image"] == f"gpustream:{VERSION}"
+    assert "command" not in thing.container  # the image's entry point
+
+
+@of_serving
+def test_it_is_asked_where_it_listens(thing: Object) -> None:
+    seen = environment(thing.container, config_maps())
+    ports = {"metrics": port_of(seen["GPUSTREAM_LISTEN"])}
+    if "GPUSTREAM_SCRAPE_LISTEN" in seen:
+        ports["gpus"] = port_of(seen["GPUSTREAM_SCRAPE_LISTEN"])
+    assert ports_of(thing) == ports
+    asked = {name: (probe["httpGet"]["path"], probe["httpGet"]["port"]) for name, probe in probes_of(thing).items()}
+    assert asked == {
+        "startupProbe": ("/healthz", "metrics"),
+        "livenessProbe": ("/healthz", "metrics"),
+        "readinessProbe": ("/readyz", "metrics"),
+    }
+
+
+@of_ours
+def test_it_has_the_time_that_a_stop_takes(thing: Object) -> None:
+    assert thing.pod["spec"]["terminationGracePeriodSeconds"] >= STOP_WITHIN_S + 3
+
+
+@pytest.mark.parametrize("name", ["attribution", "remote-write", "scrape"])
+def test_the_members_of_a_group_have_names_that_last(name: str) -> None:
+    member = the("StatefulSet", name)
+    assert environment(member.container, config_maps())["GPUSTREAM_INSTANCE_ID"] == "metadata.name"
+
+
+# How the parts fit
+
+
+@pytest.mark.parametrize("thing", [one for one in WORKLOADS if one.kind != "Job"], ids=str)
+def test_a_workload_selects_its_own_pods_and_no_others(thing: Object) -> None:
+    selector = thing.content["spec"]["selector"]["matchLabels"]
+    assert selected_by(selector) == [thing]
+    spread = thing.pod["spec"].get("topologySpreadConstraints", [])
+    assert [one["labelSelector"]["matchLabels"] for one in spread] == [selector] * len(spread)
+
+
+@pytest.mark.parametrize("thing", [one for one in OBJECTS if one.kind == "PodDisruptionBudget"], ids=str)
+def test_a_disruption_budget_is_for_one_workload_of_several_pods_and_lets_nodes_be_drained(thing: Object) -> None:
+    (workload,) = selected_by(thing.content["spec"]["selector"]["matchLabels"])
+    assert workload.content["spec"]["replicas"] > 1
+    assert thing.content["spec"]["maxUnavailable"] == 1
+
+
+@pytest.mark.parametrize("thing", [one for one in OBJECTS if one.kind == "Service"], ids=str)
+def test_a_service_has_ports_of_one_workload(thing: Object) -> None:
+    (workload,) = selected_by(thing.content["spec"]["selector"])
+    ports = {port["targetPort"]: port["port"] for port in thing.content["spec"]["ports"]}
+    assert ports == ports_of(workload)
+
+
+@pytest.mark.parametrize("thing", [one for one in WORKLOADS if one.kind == "StatefulSet"], ids=str)
+def test_a_stateful_set_is_governed_by_a_headless_service_beside_it(thing: Object) -> None:
+    service = the("Service", thing.content["spec"]["serviceName"])
+    assert service.path.parent == thing.path.parent
+    assert service.content["spec"]["clusterIP"] == "None"
+    assert selected_by(service.content["spec"]["selector"]) == [thing]
+
+
+def test_the_kafka_of_the_try_is_that_of_the_compose_file_but_for_where_it_listens() -> None:
+    kafka = the("StatefulSet", "kafka").container
+    assert kafka["image"] == SERVICES["kafka"]["image"]
+    here, there = environment(kafka, {}), {k: str(v) for k, v in SERVICES["kafka"]["environment"].items()}
+    differ = {name for name in here.keys() | there.keys() if here.get(name) != there.get(name)}
+    assert {name for name in differ if "LISTENER" not in name} == {"KAFKA_HEAP_OPTS"}
+    assert merged()["gpustream"]["GPUSTREAM_KAFKA"] in here["KAFKA_ADVERTISED_LISTENERS"]
+
+
+def test_the_prometheus_of_the_try_is_that_of_the_compose_file_and_takes_what_is_written() -> None:
+    prometheus = the("Deployment", "prometheus").container
+    assert prometheus["image"] == SERVICES["prometheus"]["image"]
+    assert "--web.enable-remote-write-receiver" in prometheus["args"]
+    assert merged()["remote-write"]["GPUSTREAM_URL"] == "http://prometheus:9090/api/v1/write"
+
+
+# What the pods may
+
+
+@of_workloads
+def test_no_pod_has_more_rights_than_it_needs(thing: Object) -> None:
+    pod, container = thing.pod["spec"], thing.container["securityContext"]
+    assert pod["securityContext"]["runAsNonRoot"] == (thing.name != "node")
+    assert (pod["securityContext"]["runAsUser"] > 0) == (thing.name != "node")
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert container["capabilities"] == {"drop": ["ALL"]}
+    assert container["allowPrivilegeEscalation"] is False
+    assert container.get("readOnlyRootFilesystem", False) == (thing.name != "kafka")
+    assert container.keys() <= {"capabilities", "allowPrivilegeEscalation", "readOnlyRootFilesystem"}
+
+
+@of_workloads
+def test_only_the_node_producer_sees_anything_of_its_node(thing: Object) -> None:
+    pod = thing.pod["spec"]
+    host = {key: value for key, value in pod.items() if key.startswith("host")}
+    paths = [volume["hostPath"]["path"] for volume in pod["volumes"] if "hostPath" in volume]
+    if thing.name == "node":
+        assert (host, paths) == ({"hostPID": True}, ["/var/lib/kubelet/pod-resources"])
+    else:
+        assert (host, paths) == ({}, [])
+
+
+def test_the_folder_of_the_kubelets_socket_is_mounted_where_it_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPUSTREAM_KAFKA", "kafka:9092")
+    node = the("DaemonSet", "node")
+    mounts = {mount["name"]: mount for mount in node.container["volumeMounts"]}
+    with parsed(list(node.container["args"])) as context:
+        assert str(context.params["pod_resources_socket"].parent) == mounts["pod-resources"]["mountPath"]
+    assert mounts["pod-resources"]["readOnly"] is True
+
+
+@of_workloads
+def test_only_the_cluster_producer_has_a_token_and_nobody_has_variables_of_services(thing: Object) -> None:
+    assert thing.pod["spec"].get("automountServiceAccountToken", True) == (thing.name == "cluster")
+    assert thing.pod["spec"].get("serviceAccountName") == ("cluster" if thing.name == "cluster" else None)
+    assert thing.pod["spec"]["enableServiceLinks"] is False
+
+
+@of_workloads
+def test_every_container_says_what_it_needs_and_at_most_takes(thing: Object) -> None:
+    resources = thing.container["resources"]
+    assert {kind: set(amounts) for kind, amounts in resources.items()} == {
+        "requests": {"cpu", "memory"},
+        "limits": {"cpu", "memory"},
+    }
+    assert not any("nvidia.com" in str(amounts) for amounts in resources.values())
+
+
+@of_workloads
+def test_every_mount_is_of_a_volume_and_every_volume_is_mounted(thing: Object) -> None:
+    volumes = {volume["name"] for volume in thing.pod["spec"].get("volumes", [])}
+    assert {mount["name"] for mount in thing.container["volumeMounts"]} == volumes
+
+
+def test_the_credentials_of_remote_write_are_where_the_environment_file_says() -> None:
+    sink = the("StatefulSet", "remote-write")
+    (mount,) = [one for one in sink.container["volumeMounts"] if one["name"] == "credentials"]
+    (volume,) = [one for one in sink.pod["spec"]["volumes"] if one["name"] == "credentials"]
+    assert volume["secret"]["optional"] is True
+    assert sink.pod["spec"]["securityContext"]["fsGroup"] == sink.pod["spec"]["securityContext"]["runAsGroup"]
+    text = (K8S / "base" / "remote-write" / "remote-write.env").read_text()
+    assert f"_FILE={mount['mountPath']}/" in text
+
+
+def rules(*names: str) -> set[tuple[str, str, str, str]]:
+    """The rules of roles, one by one: group, resource, verb, and the only object that may be meant."""
+    return {
+        (group, resource, verb, only)
+        for thing in OBJECTS
+        if thing.kind in {"ClusterRole", "Role"} and thing.name in names
+        for rule in thing.content["rules"]
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+        for only in rule.get("resourceNames", [""])
+    }
+
+
+def test_the_cluster_producer_reads_and_writes_nothing_but_its_lease() -> None:
+    everything = rules("gpustream-cluster", "gpustream-cluster-custom-owners", "cluster")
+    lease = {rule for rule in everything if rule[0] == "coordination.k8s.io"}
+    assert lease == {
+        ("coordination.k8s.io", "leases", "create", ""),
+        ("coordination.k8s.io", "leases", "get", "gpustream-cluster"),
+        ("coordination.k8s.io", "leases", "update", "gpustream-cluster"),
+    }
+    assert {verb for _, _, verb, _ in everything - lease} == {"get", "list", "watch"}
+    assert not any("*" in part or part == "secrets" for rule in everything for part in rule)
+
+
+async def test_the_rules_are_for_what_the_cluster_producer_asks() -> None:
+    producer = ClusterProducer(ClusterSettings(kafka="kafka:9092"))
+    watched = {group_and_resource(watch._path) for watch in (*producer._required, *producer._extras)}
+    assert rules("gpustream-cluster") == {(*what, verb, "") for what in watched for verb in ("list", "watch")} | {
+        (api_version.rpartition("/")[0], resource.plural, "get", "")
+        for (api_version, kind), resource in owners._BUILT_IN.items()
+        if kind not in ABOVE_FEW
+    }
+    lease = defaults.lease().rpartition("/")[2]
+    assert {only for *_, only in rules("cluster") if only} == {lease}
+
+
+ABOVE_FEW = {"Pod", "ReplicationController"}
+"""Owners that only stand between others: above a LeaderWorkerSet's workers, and below a DeploymentConfig."""
+
+
+def group_and_resource(path: str) -> tuple[str, str]:
+    """What ``/api/v1/pods`` and ``/apis/apps/v1/deployments`` are to a role."""
+    *_, group, _, resource = path.removeprefix("/apis").replace("/api/", "//").split("/")
+    return group, resource
+
+
+@pytest.mark.parametrize("thing", [one for one in OBJECTS if one.kind.endswith("Binding")], ids=str)
+def test_every_role_is_bound_to_the_cluster_producer(thing: Object) -> None:
+    role = thing.content["roleRef"]
+    assert the(role["kind"], role["name"]).path.parent == thing.path.parent
+    (subject,) = thing.content["subjects"]
+    assert subject == {"kind": "ServiceAccount", "name": the("ServiceAccount", "cluster").name}  # kustomize says where
+
+
+def table(heading: str) -> list[list[str]]:
+    """The cells of the rows of the first table below a heading of the README, without their back ticks."""
+    lines = README.split(f"\n## {heading}\n", 1)[1].split("\n## ")[0].splitlines()
+    rows = [line.strip("|").split("|") for line in lines if line.startswith("|")]
+    return [[cell.strip().replace("`", "") for cell in row] for row in rows[2:]]
+
+
+def test_the_readme_gives_a_reason_for_every_rule_and_for_no_other() -> None:
+    told = set()
+    for group, resources, verbs, reason in table("What the cluster producer may do"):
+        assert reason
+        told |= {
+            ("" if group == "core" else group, resource, verb.split(" ")[0])
+            for resource in resources.split(", ")
+            for verb in verbs.split(", ")
+        }
+    assert told == {rule[:3] for rule in rules("gpustream-cluster", "cluster")}
+
+
+def test_the_readme_says_what_every_file_is_for() -> None:
+    told = {row[0] for row in table("What each file is for")}
+    assert told == {str(thing) for thing in OBJECTS} | {
+        str(file.relative_to(K8S)) for file in (*K8S.rglob("*.env"), *K8S.glob("components/*/kustomization.yaml"))
+    }
