@@ -87,6 +87,20 @@ SERVED = (
     ),
     Served(
         group=produce,
+        name="cluster",
+        registry=PRODUCERS,
+        help=(
+            "What the Kubernetes API server says of the pods that have GPUs, for all nodes: owners, labels, life times."
+            " Run two; a Lease decides which of them publishes."
+        ),
+        example=(
+            "gpustream produce cluster --kafka kafka-0:9092 --cluster prod-us-east-1\n"
+            "gpustream produce cluster --kafka 127.0.0.1:9092 --kubeconfig ~/.kube/config --lease off"
+        ),
+        options=(o.reading_a_cluster,),
+    ),
+    Served(
+        group=produce,
         name="simulated",
         registry=PRODUCERS,
         help="A fleet that is not there: nodes, GPUs, pods that come and go, and a kubelet that lags.",

@@ -10,6 +10,7 @@ import click
 
 from gpustream import values
 from gpustream.command import Option
+from producers.cluster import defaults
 
 F = TypeVar("F", bound=Callable[..., Any])
 Decorator = Callable[[F], F]
@@ -51,6 +52,8 @@ URL = Parsed("URL", values.url, "http://127.0.0.1:9090/api/v1/write")
 LISTEN = Parsed("HOST:PORT|off", values.listen, "127.0.0.1:9401")
 HEADER = Parsed("'NAME: VALUE'", values.header, "X-Scope-OrgID: team-a", lines=True)
 SOCKET = Parsed("PATH|off", values.socket_path, "/var/lib/kubelet/pod-resources/kubelet.sock")
+NAMES = Parsed("NAME|PREFIX/*[,...]", values.names, "app,app.kubernetes.io/*")
+LEASE = Parsed("NAMESPACE/NAME|off", values.lease, "gpustream/gpustream-cluster")
 PREFIXES = Parsed("PREFIX[,...]", values.prefixes, "nvidia.com/")
 START_FROM = Parsed("earliest|latest|DURATION", values.start_from, "1h")
 
@@ -121,6 +124,13 @@ INTERVAL = option("--interval", type=DURATION, default="1s", help="Time between 
 
 BUFFER = option("--buffer", type=DURATION, default="15m", help="How long ticks are kept while Kafka is away.")
 
+RESOURCE_PREFIXES = option(
+    "--resource-prefixes",
+    type=PREFIXES,
+    default="nvidia.com/",
+    help="A resource whose name begins with one of these is a GPU's.",
+)
+
 reading_a_node = stack(
     option(
         "--pod-resources-socket",
@@ -129,12 +139,7 @@ reading_a_node = stack(
         help="Where the kubelet tells which container has which GPU. Mount its folder, not the socket. off: there is "
         "no kubelet on this machine.",
     ),
-    option(
-        "--resource-prefixes",
-        type=PREFIXES,
-        default="nvidia.com/",
-        help="A resource whose name begins with one of these is a GPU's.",
-    ),
+    RESOURCE_PREFIXES,
     option(
         "--procfs",
         type=click.Path(exists=True, file_okay=False, path_type=Path),
@@ -153,6 +158,45 @@ reading_a_node = stack(
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
 _READABLE = click.Path(exists=True, dir_okay=False, readable=True, path_type=Path)
+
+
+def _allowed(name: str, what: str, default: tuple[str, ...]) -> Decorator[Any]:
+    return option(name, type=NAMES, default=",".join(default), help=f"{what} are published; the rest is not read on.")
+
+
+reading_a_cluster = stack(
+    option(
+        "--kubeconfig",
+        type=_READABLE,
+        show_default="the pod's service account, else KUBECONFIG, else ~/.kube/config",
+        help="How to reach the API server.",
+    ),
+    RESOURCE_PREFIXES,
+    _allowed("--pod-labels", "Which labels of pods", defaults.POD_LABELS),
+    _allowed("--pod-annotations", "Which annotations of pods", defaults.POD_ANNOTATIONS),
+    _allowed("--namespace-labels", "Which labels of namespaces", defaults.NAMESPACE_LABELS),
+    option(
+        "--node-labels",
+        type=NAMES,
+        show_default="none",
+        help=f"Which labels of nodes are published beside {', '.join(defaults.NODE_LABELS)}.",
+    ),
+    option(
+        "--lease",
+        type=LEASE,
+        default=defaults.lease,
+        show_default=f"{defaults.LEASE_NAME} in the pod's namespace",
+        help="By which Lease several replicas agree on the one that publishes. off: this is the only one.",
+    ),
+    option(
+        "--identity",
+        type=NAME,
+        default=defaults.identity,
+        show_default="POD_NAME, else the host's name and a random part",
+        help="What this replica is called in the Lease.",
+    ),
+)
+"""How the API server is read, and by whom."""
 
 simulation = stack(
     option("--seed", type=int, default=1, help="What the fleet is made from: the same seed is the same fleet."),

@@ -138,5 +138,23 @@ def prefixes(text: str) -> tuple[str, ...]:
     return parts
 
 
+def names(text: str) -> tuple[str, ...]:
+    """Names of labels or annotations, separated by commas, such as ``app,app.kubernetes.io/*``; none in no text."""
+    parts = [part.strip() for part in text.split(",")]
+    if any(re.search(r"\s", part) for part in parts):
+        raise ValueError(f"{text!r} is not a list of names, such as app,app.kubernetes.io/*")
+    return tuple(part for part in parts if part)
+
+
+def lease(text: str) -> str | None:
+    """``NAMESPACE/NAME``, or None for ``off``."""
+    if text.strip().lower() == "off":
+        return None
+    namespace, slash, name_ = text.strip().partition("/")
+    if not (namespace and slash and name_) or "/" in name_:
+        raise ValueError(f"{text!r} is not NAMESPACE/NAME, such as gpustream/gpustream-cluster, or off")
+    return text.strip()
+
+
 def _is_port(text: str) -> bool:
     return text.isascii() and text.isdigit() and int(text) <= 65535

@@ -9,20 +9,17 @@ the pods and nodes are known, for readers take a pod that is not told of for end
 import asyncio
 import contextlib
 import logging
-import os
 import re
-import socket
 import time
 from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
-from uuid import uuid4
 
 from producers import instruments as shared
 from producers import records
+from producers.cluster import defaults, listeners, selection
 from producers.cluster import instruments as own
-from producers.cluster import listeners, selection
 from producers.cluster.api import Api
 from producers.cluster.lease import Lease
 from producers.cluster.owners import Owners
@@ -37,10 +34,6 @@ from topics.instruments import Instruments
 from topics.sender import Sender
 
 log = logging.getLogger(__name__)
-
-LEASE_NAME = "gpustream-cluster"
-OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
-"""Where a pod finds the name of its namespace."""
 
 RESOURCE_SLICES = "/apis/resource.k8s.io/v1/resourceslices"
 """What an API server without dynamic resource allocation does not have."""
@@ -58,37 +51,23 @@ UNREADY_AFTER_S = 30.0
 _LEASE = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?/[a-z0-9]([-.a-z0-9]{0,251}[a-z0-9])?")
 
 
-def default_lease() -> str:
-    """The Lease in the namespace of this process's pod; outside of a cluster in ``default``."""
-    try:
-        namespace = OWN_NAMESPACE.read_text().strip()
-    except OSError:
-        namespace = "default"
-    return f"{namespace}/{LEASE_NAME}"
-
-
-def default_identity() -> str:
-    """The pod's name; outside of a cluster the host's, and something that no other process of it has."""
-    return os.environ.get("POD_NAME") or f"{socket.gethostname()}-{uuid4().hex[:8]}"
-
-
 @dataclass(frozen=True, slots=True)
 class Settings:
     """What the cluster producer is told. ``kubeconfig`` None: found as kubectl finds it. A resource that begins with
     one of ``resource_prefixes`` is a GPU's. The allow-lists hold exact names, ``prefix/*`` and ``*``; ``node_labels``
-    are kept beside those of :data:`producers.cluster.selection.NODE_LABELS`. ``lease`` is NAMESPACE/NAME; None: there
+    are kept beside those of :data:`producers.cluster.defaults.NODE_LABELS`. ``lease`` is NAMESPACE/NAME; None: there
     is no other replica."""
 
     kafka: str
     cluster: str = "default"
     kubeconfig: Path | None = None
     resource_prefixes: tuple[str, ...] = ("nvidia.com/",)
-    pod_labels: tuple[str, ...] = selection.POD_LABELS
-    pod_annotations: tuple[str, ...] = selection.POD_ANNOTATIONS
-    namespace_labels: tuple[str, ...] = selection.NAMESPACE_LABELS
+    pod_labels: tuple[str, ...] = defaults.POD_LABELS
+    pod_annotations: tuple[str, ...] = defaults.POD_ANNOTATIONS
+    namespace_labels: tuple[str, ...] = defaults.NAMESPACE_LABELS
     node_labels: tuple[str, ...] = ()
-    lease: str | None = field(default_factory=default_lease)
-    identity: str = field(default_factory=default_identity)
+    lease: str | None = field(default_factory=defaults.lease)
+    identity: str = field(default_factory=defaults.identity)
 
     def mistakes(self) -> list[str]:
         """What is wrong with them; empty where nothing is."""
@@ -98,7 +77,7 @@ class Settings:
         if not all(self.resource_prefixes) or not self.resource_prefixes:
             found.append("--resource-prefixes: an empty prefix would take every resource for a GPU")
         if self.lease is not None and not _LEASE.fullmatch(self.lease):
-            found.append(f"--lease: {self.lease!r} is not NAMESPACE/NAME, as {LEASE_NAME} in a namespace is")
+            found.append(f"--lease: {self.lease!r} is not NAMESPACE/NAME, as {defaults.LEASE_NAME} in a namespace is")
         if not self.identity:
             found.append("--identity: two replicas without a name can't be told apart")
         return [*found, *_mistake(self.cluster)]
@@ -110,7 +89,7 @@ class Settings:
             drivers=selection.gpu_drivers(self.resource_prefixes),
             pods=Reading(AllowList(self.pod_labels, LABEL_BOUNDS), AllowList(self.pod_annotations, ANNOTATION_BOUNDS)),
             namespace_labels=AllowList(self.namespace_labels, LABEL_BOUNDS),
-            node_labels=AllowList((*selection.NODE_LABELS, *self.node_labels), NODE_LABEL_BOUNDS),
+            node_labels=AllowList((*defaults.NODE_LABELS, *self.node_labels), NODE_LABEL_BOUNDS),
         )
 
 

@@ -13,34 +13,6 @@ import orjson
 
 from producers.cluster.objects import Container, Pod
 
-POD_LABELS = (
-    "app",
-    "app.kubernetes.io/*",
-    "team",
-    "project",
-    "owner",
-    "cost-center",
-    "queue",
-    "ray.io/cluster",
-    "ray.io/group",
-    "ray.io/node-type",
-    "training.kubeflow.org/*",
-    "batch.kubernetes.io/job-completion-index",
-    "jobset.sigs.k8s.io/*",
-    "leaderworkerset.sigs.k8s.io/*",
-    "kueue.x-k8s.io/queue-name",
-    "workflows.argoproj.io/workflow",
-)
-POD_ANNOTATIONS = ("gpustream.dev/*", "hami.io/vgpu-devices-allocated")
-NAMESPACE_LABELS = ("team", "project", "owner", "cost-center", "environment", "gpustream.dev/*")
-NODE_LABELS = (
-    "topology.kubernetes.io/zone",
-    "topology.kubernetes.io/region",
-    "node.kubernetes.io/instance-type",
-    "nvidia.com/*",
-)
-"""What is kept of a node's labels whatever else is."""
-
 _DNS = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*"
 _ALLOWED = re.compile(rf"\*|{_DNS}/\*|({_DNS}/)?[A-Za-z0-9]([A-Za-z0-9._-]{{0,61}}[A-Za-z0-9])?")
 

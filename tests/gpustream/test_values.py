@@ -151,3 +151,24 @@ def test_prefixes_are_separated_by_commas() -> None:
 def test_what_begins_no_extended_resource_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"nvidia\.com/"):
         values.prefixes(text)
+
+
+def test_names_are_separated_by_commas() -> None:
+    assert values.names("app, app.kubernetes.io/*,") == ("app", "app.kubernetes.io/*")
+    assert values.names("") == ()
+
+
+def test_what_is_no_list_of_names_is_refused() -> None:
+    with pytest.raises(ValueError, match="list of names"):
+        values.names("app team")
+
+
+def test_a_lease_has_a_namespace_and_a_name_or_is_off() -> None:
+    assert values.lease(" gpustream/one ") == "gpustream/one"
+    assert values.lease("off") is None
+
+
+@pytest.mark.parametrize("text", ["", "one", "/one", "gpustream/", "a/b/c"])
+def test_what_is_no_lease_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="NAMESPACE/NAME"):
+        values.lease(text)

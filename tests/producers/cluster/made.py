@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from producers.cluster import objects, selection
+from producers.cluster import defaults, objects, selection
 from producers.cluster.objects import decode, reader
 from producers.cluster.pods import Reading
 from producers.cluster.selection import ANNOTATION_BOUNDS, LABEL_BOUNDS, NODE_LABEL_BOUNDS, AllowList
@@ -115,14 +115,14 @@ class Follower:
         del self.wanted[uid]
 
 
-def chosen(*, labels: Sequence[str] = selection.POD_LABELS) -> Selection:
+def chosen(*, labels: Sequence[str] = defaults.POD_LABELS) -> Selection:
     """The default selection, but for the labels of pods."""
     return Selection(
         concerns=selection.gpu_pods(PREFIXES),
         drivers=selection.gpu_drivers(PREFIXES),
-        pods=Reading(AllowList(labels, LABEL_BOUNDS), AllowList(selection.POD_ANNOTATIONS, ANNOTATION_BOUNDS)),
-        namespace_labels=AllowList(selection.NAMESPACE_LABELS, LABEL_BOUNDS),
-        node_labels=AllowList(selection.NODE_LABELS, NODE_LABEL_BOUNDS),
+        pods=Reading(AllowList(labels, LABEL_BOUNDS), AllowList(defaults.POD_ANNOTATIONS, ANNOTATION_BOUNDS)),
+        namespace_labels=AllowList(defaults.NAMESPACE_LABELS, LABEL_BOUNDS),
+        node_labels=AllowList(defaults.NODE_LABELS, NODE_LABEL_BOUNDS),
     )
 
 

@@ -11,8 +11,9 @@ import pytest
 
 from producers import PRODUCERS
 from producers.cluster import component as module
+from producers.cluster import defaults
 from producers.cluster import instruments as own
-from producers.cluster.component import ClusterProducer, Settings, default_identity, default_lease
+from producers.cluster.component import ClusterProducer, Settings
 from tests.producers.cluster.api_server import ApiServer, answers, kubeconfig
 from tests.producers.cluster.made import named, over, pod_json, slice_json
 from tests.producers.fakes import FakeSender
@@ -389,15 +390,15 @@ def test_every_mistake_of_the_settings_is_named() -> None:
 
 
 def test_the_lease_and_the_identity_have_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "OWN_NAMESPACE", tmp_path / "namespace")
-    assert default_lease() == "default/gpustream-cluster"
+    monkeypatch.setattr(defaults, "OWN_NAMESPACE", tmp_path / "namespace")
+    assert defaults.lease() == "default/gpustream-cluster"
     (tmp_path / "namespace").write_text("gpustream\n")
-    assert default_lease() == "gpustream/gpustream-cluster"
+    assert defaults.lease() == "gpustream/gpustream-cluster"
 
     monkeypatch.delenv("POD_NAME", raising=False)
-    assert default_identity() != default_identity()
+    assert defaults.identity() != defaults.identity()
     monkeypatch.setenv("POD_NAME", "gpustream-cluster-0")
-    assert default_identity() == "gpustream-cluster-0"
+    assert defaults.identity() == "gpustream-cluster-0"
 
 
 def test_the_registry_names_it() -> None:

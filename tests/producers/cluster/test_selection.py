@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from producers.cluster import objects, selection
+from producers.cluster import defaults, objects, selection
 from producers.cluster.objects import decode, reader
 from producers.cluster.selection import ANNOTATION_BOUNDS, LABEL_BOUNDS, AllowList, Bounds, shortened
 from tests.producers.cluster.made import PREFIXES, pod, pod_json, raw
@@ -69,7 +69,7 @@ def test_every_mistake_of_an_allow_list_is_named() -> None:
 
 
 def test_the_default_allow_lists_have_no_mistakes() -> None:
-    lists = (selection.POD_LABELS, selection.POD_ANNOTATIONS, selection.NAMESPACE_LABELS, selection.NODE_LABELS)
+    lists = (defaults.POD_LABELS, defaults.POD_ANNOTATIONS, defaults.NAMESPACE_LABELS, defaults.NODE_LABELS)
 
     assert [selection.mistakes("x", allowed) for allowed in lists] == [[], [], [], []]
 
