@@ -106,7 +106,7 @@ class Gpus:
 
     def not_ready(self) -> list[str]:
         """What is wrong, for people."""
-        gone = [f"{_title(known)} is lost: it is not there any more" for known in self._gone.values()]
+        gone = [f"{_title(known)} is lost: the driver does not open it any more" for known in self._gone.values()]
         indexes = {known[0].get("index") for known in self._gone.values()}
         here = [gpu for gpu in self._gpus if not (gpu.refused and gpu.index in indexes)]
         return [*self._driver.not_ready(), *gone, *(text for gpu in here for text in gpu.not_ready())]
@@ -203,6 +203,7 @@ class Gpus:
         """A GPU was read: who it is may be known now, and whether it works."""
         if gpu.lost is not None:
             self._driver.judge(gpu.lost.error)
+        if gpu.turned and not gpu.works:
             self._soon.set()
         if gpu.uuid is None:
             return

@@ -28,7 +28,8 @@ def bare(devices: Iterable[Mapping[str, Any]], state: str) -> list[dict[str, Any
 
 
 class Gpu:
-    """The GPU at an index, since NVML was opened. ``changed`` is called after each reading that changed its state."""
+    """The GPU at an index, since NVML was opened. ``changed`` is called after each reading; ``turned`` says whether
+    the trouble began or ended with it."""
 
     def __init__(
         self,
@@ -49,6 +50,7 @@ class Gpu:
         self.known: Sequence[Mapping[str, Any]] = ()
         self.trouble: str | None = None
         self.lost: Lost | None = None
+        self.turned = False
 
     @property
     def busy(self) -> bool:
@@ -131,6 +133,7 @@ class Gpu:
 
     def _change(self, trouble: str | None) -> None:
         before, self.trouble = self.trouble, trouble
+        self.turned = (trouble is None) is not (before is None)
         if trouble is not None and before is None:
             self._since_s = self._clock()
             log.warning("%s", self._trouble_text())

@@ -128,7 +128,8 @@ async def test_a_gpu_that_hangs_is_a_timeout_and_the_others_are_on_time(bench: B
     await bench.open()
     hang = bench.nvml.hang("GPU-1", POWER)
     for _ in range(3):
-        devices = await bench.read(0.7)
+        async with asyncio.timeout(15):
+            devices = await bench.read(0.7)
         assert [device["state"] for device in devices] == ["ok", "timeout", "ok"]
     assert devices[1] == {
         "uuid": "GPU-1",
@@ -345,12 +346,25 @@ async def test_a_gpu_that_is_not_there_any_more_stays_known_as_lost(quick: Bench
     await quick.comes(OK | {"GPU-1": "lost"})
     quick.nvml.gpus.append(FakeDevice("GPU-new"))
     await quick.comes(OK | {"GPU-1": "lost", "GPU-new": "ok"})
-    assert quick.gpus.not_ready() == ["GPU 1 (GPU-1) is lost: it is not there any more"]
+    assert quick.gpus.not_ready() == ["GPU 1 (GPU-1) is lost: the driver does not open it any more"]
     assert [device["index"] for device in await quick.read()] == [0, 1, 1, 2]
     gone.error = None
     quick.nvml.gpus.insert(1, gone)
     await quick.comes(OK | {"GPU-new": "ok"})
     assert quick.gpus.not_ready() == []
+
+
+async def test_a_gpu_that_can_not_be_opened_again_stays_known_and_is_told_once(quick: Bench) -> None:
+    quick.census = FakeCensus(lambda: [gpu.uuid for gpu in quick.nvml.gpus if gpu.error is None])
+    quick.gpus = quick.make()
+    await quick.open()
+    quick.nvml.gpus[1].error = binding.GPU_IS_LOST
+    quick.nvml.gpus.append(FakeDevice("GPU-new"))
+    quick.run()
+    await quick.comes(OK | {"GPU-1": "lost", "GPU-new": "ok"})
+    assert quick.gpus.not_ready() == ["GPU 1 (GPU-1) is lost: the driver does not open it any more"]
+    quick.nvml.gpus[1].error = None
+    await quick.comes(OK | {"GPU-new": "ok"})
 
 
 async def test_a_driver_that_was_reloaded_is_opened_again(quick: Bench) -> None:
@@ -464,6 +478,20 @@ async def test_a_loss_calls_for_a_census_soon_but_not_at_once() -> None:
         await bench.read()
         await until(lambda: bench.census.times)
         assert loop.time() - began_s > 0.2
+
+
+async def test_a_gpu_that_stays_lost_calls_for_no_more_than_the_others() -> None:
+    pace = Pace(census_s=3600, soon_s=0.01)
+    async with opened(Bench(pace=pace)) as bench:
+        await bench.open()
+        bench.run()
+        bench.nvml.gpus[0].error = binding.GPU_IS_LOST
+        await bench.read()
+        await until(lambda: bench.census.times)
+        for _ in range(20):
+            await bench.read()
+            await asyncio.sleep(0.01)
+        assert len(bench.census.times) == 1
 
 
 async def test_a_library_of_another_driver_needs_a_new_process(quick: Bench) -> None:
