@@ -37,6 +37,13 @@ PODS, NODES, NAMESPACES = "/api/v1/pods", "/api/v1/nodes", "/api/v1/namespaces"
 STAGES = 6
 """What the API server says of a pod's life: made and bound, running, changed, being deleted, over, gone."""
 
+RATES = (
+    (0, "none", "nothing changes"),
+    (50, "lives", "50 changes/s of pods that come and go"),
+    (50, "labels", "50 changes/s of GPU pods' labels"),
+    (50 * STAGES, "lives", "50 pods/s, each made to gone"),
+)
+
 _FIELDS: JsonDict = {f"f:field-{number}": {".": {}, "f:name": {}, "f:value": {}} for number in range(46)}
 _MANAGED = [
     {"manager": name, "operation": "Update", "time": "2026-03-01T12:00:00Z", "fieldsV1": {"f:spec": _FIELDS}}
@@ -77,19 +84,19 @@ def main(pods: int, seconds: int) -> None:
             asyncio.run(_sent(kafka.address)),
             producer,
         )
-        for rate, what in ((0, "nothing changes"), (50, "50 changes/s"), (50 * STAGES, "50 pods/s, each made to gone")):
+        for rate, kind, what in RATES:
             time.sleep(2)
             before = asyncio.run(_sent(kafka.address))
-            share = _share(server, producer, rate, seconds)
+            share = _share(server, producer, f"{rate} {kind} {seconds}")
             sent = asyncio.run(_sent(kafka.address)) - before
             _row(f"{what}, for {seconds} s", f"{100 * share:.1f} % of a core", sent, producer)
 
 
-def _share(server: "subprocess.Popen[str]", producer: "subprocess.Popen[str]", rate: int, seconds: int) -> float:
-    """The share of a core that the producer takes while so many pods change each second."""
+def _share(server: "subprocess.Popen[str]", producer: "subprocess.Popen[str]", changes: str) -> float:
+    """The share of a core that the producer takes while the API server lets pods change."""
     before_s, began_s = cpu_s(producer.pid), time.monotonic()
     assert server.stdin is not None
-    server.stdin.write(f"{rate} {seconds}\n")
+    server.stdin.write(f"{changes}\n")
     server.stdin.flush()
     _line(server)
     return (cpu_s(producer.pid) - before_s) / (time.monotonic() - began_s)
@@ -150,7 +157,7 @@ def produce(kafka: str, config: str) -> None:
 
 
 async def serve_pods(pods: int) -> None:
-    """The API server: prints its port, then, for each line of a rate and seconds, lets pods change for so long."""
+    """The API server: prints its port, then, for each line of a rate, a kind and seconds, lets pods change."""
     server = ApiServer()
     nodes = {f"node-{number:04}": {"metadata": _named(f"node-{number:04}")} for number in range(pods // PER_NODE)}
     server.objects = {NODES: nodes, NAMESPACES: {f"ns-{n}": {"metadata": _named(f"ns-{n}")} for n in range(20)}}
@@ -161,20 +168,29 @@ async def serve_pods(pods: int) -> None:
         sys.stdout.write(f"{server.port}\n")
         sys.stdout.flush()
         while line := await asyncio.to_thread(sys.stdin.readline):
-            rate, seconds = map(int, line.split())
-            await _change(server, pods, rate, seconds)
+            rate, kind, seconds = line.split()
+            await _change(server, pods, int(rate), kind, int(seconds))
             sys.stdout.write("done\n")
             sys.stdout.flush()
 
 
-async def _change(server: ApiServer, pods: int, rate: int, seconds: int) -> None:
-    """Let new pods live, each through all stages, so that the API server says ``rate`` things a second."""
+async def _change(server: ApiServer, pods: int, rate: int, kind: str, seconds: int) -> None:
+    """Let the API server say ``rate`` things a second: of new pods, each through all stages, or of GPU pods' labels."""
     began_s, chance = time.monotonic(), random.Random(1)
     for number in range(rate * seconds):
         await asyncio.sleep(max(0.0, began_s + number / rate - time.monotonic()))
-        life, stage = divmod(number, STAGES)
-        _tell(server, pods + life + 1_000_000 * rate, stage, pods, chance)
+        if kind == "lives":
+            life, stage = divmod(number, STAGES)
+            _tell(server, pods + life + 1_000_000 * rate, stage, pods, chance)
+        else:
+            _relabel(server, GPU_SHARE * chance.randrange(pods // GPU_SHARE), number)
     await asyncio.sleep(max(0.0, began_s + seconds - time.monotonic()))
+
+
+def _relabel(server: ApiServer, number: int, value: int) -> None:
+    pod = server.objects[PODS][f"pod-{number}"]
+    labels = {**pod["metadata"]["labels"], "team": f"team-{value}"}
+    server.put(PODS, {**pod, "metadata": {**pod["metadata"], "labels": labels}})
 
 
 def _tell(server: ApiServer, number: int, stage: int, pods: int, chance: random.Random) -> None:
