@@ -1,114 +1,28 @@
 """Who owns a pod: the chain of controllers from its own to the top, each asked for once.
 
-In: a pod's controller, as its owner reference names it; the API server's metadata of each owner. Out: owner chains.
-State: what each owner's own controller is, and how each kind is asked for.
-On failure: a kind that may not be read ends the chain there, and is tried again after ten minutes; an owner that is
-gone stays in the chain as the last; an API that is away is asked again with growing pauses, and only its kinds wait.
+In: a pod's controller, as its owner reference names it. Out: owner chains.
+State: the chains that are wanted, and what is above each owner.
+On failure: a chain ends where it can't be followed, and is tried again; what was once found of it stays. An owner that
+is gone stays in the chain as the last.
 """
 
 import asyncio
 import heapq
-import logging
-import random
-import re
 import time
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
-from urllib.parse import quote
+from collections.abc import Callable
+from dataclasses import dataclass
 
-from producers.cluster import instruments as names
-from producers.cluster import objects
-from producers.cluster.api import Answer, Unreachable
-from producers.cluster.objects import Undecodable, controller, decode, reader
-from producers.cluster.pods import as_owner
+from producers.cluster.asking import Asking, Link, Requests
 from topics.instruments import Instruments
 from topics.workloads import Owner
 
-log = logging.getLogger(__name__)
-
 DEEPEST = 8
 """The most links of a chain."""
-
-AGAIN_S = 600.0
-"""After how long to ask again what may not be read, or is not known."""
-
-NEW_KIND_S = 30.0
-"""After how long a kind that an API group did not have may be there."""
 
 KEPT_S = 3600.0
 """For how long an owner's answer is good for other pods."""
 
 MOST_LINKS = 16_384
-MOST_GROUPS = 256
-AT_ONCE = 4
-"""Requests of one API group at the same time: one that hangs holds up no other."""
-
-TIMEOUT_S = 5.0
-SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 60.0
-
-_GROUP_VERSION = re.compile(r"([a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*/)?v[a-z0-9]{1,62}")
-_NAME = re.compile(r"(?!\.{1,2}\Z)[^/%\x00-\x20\x7f]{1,253}")
-_METADATA_ONLY = {"Accept": "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"}
-_JSON = {"Accept": "application/json"}
-
-_OBJECT = reader(objects.Object)
-_RESOURCES = reader(objects.ApiResources)
-
-
-class Requests(Protocol):
-    """What this needs of :class:`producers.cluster.api.Api`."""
-
-    def request(
-        self,
-        method: str,
-        path: str,
-        *,
-        headers: dict[str, str] | None = None,
-        timeout_s: float = 10.0,
-    ) -> Coroutine[None, None, Answer]:
-        """Ask, and give the answer of whatever status; raises Unreachable where there is none."""
-
-
-class Resource(NamedTuple):
-    """How a kind is asked for."""
-
-    plural: str
-    namespaced: bool
-
-
-class Link(NamedTuple):
-    """What is above an owner, and in how many seconds to ask again; None: that is known."""
-
-    above: Owner | None
-    again_s: float | None = None
-
-
-TOP = Link(None)
-
-_BUILT_IN = {
-    ("v1", "Pod"): Resource("pods", namespaced=True),
-    ("v1", "ReplicationController"): Resource("replicationcontrollers", namespaced=True),
-    ("apps/v1", "ReplicaSet"): Resource("replicasets", namespaced=True),
-    ("apps/v1", "Deployment"): Resource("deployments", namespaced=True),
-    ("apps/v1", "StatefulSet"): Resource("statefulsets", namespaced=True),
-    ("apps/v1", "DaemonSet"): Resource("daemonsets", namespaced=True),
-    ("batch/v1", "Job"): Resource("jobs", namespaced=True),
-    ("batch/v1", "CronJob"): Resource("cronjobs", namespaced=True),
-}
-_TOPS = {("v1", "Node")}
-"""Kinds that nothing owns: a static pod's node."""
-
-
-@dataclass(slots=True)
-class _Group:
-    """A version of an API group: what it serves, where that was asked, and until when it is left alone."""
-
-    kinds: dict[str, Resource] | None = None
-    asked_s: float = 0.0
-    paused_until_s: float = 0.0
-    failures: int = 0
-    slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(AT_ONCE))
 
 
 @dataclass(slots=True)
@@ -135,15 +49,13 @@ class Owners:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._api, self._instruments, self._learned, self._clock = api, instruments, learned, clock
+        self._learned, self._clock = learned, clock
+        self._api = Asking(api, instruments, clock=clock)
         self._roots: dict[str, _Root] = {}
         self._due: list[tuple[float, str]] = []
         self._climbing: set[str] = set()
         self._links: dict[str, tuple[float, Link]] = {}
         self._asking: dict[str, asyncio.Future[Link]] = {}
-        self._groups: dict[str, _Group] = {}
-        self._refused: dict[tuple[str, str, str], float] = {}
-        self._told_of: set[tuple[str, str]] = set()
         self._wake = asyncio.Event()
 
     @property
@@ -237,7 +149,7 @@ class Owners:
         return await asyncio.shield(asked)
 
     async def _ask_once(self, owner: Owner, namespace: str) -> Link:
-        link = await self._ask(owner, namespace)
+        link = await self._api.above(owner, namespace)
         if link.again_s is None:
             self._remember(owner.uid or "", link)
         return link
@@ -247,135 +159,3 @@ class Owners:
         self._links[uid] = (self._clock() + KEPT_S, link)
         if len(self._links) > MOST_LINKS:
             del self._links[next(iter(self._links))]
-
-    async def _ask(self, owner: Owner, namespace: str) -> Link:
-        """Ask the API server what is above an owner."""
-        kind = (owner.api_version, owner.kind)
-        if kind in _TOPS:
-            return TOP
-        if not _GROUP_VERSION.fullmatch(owner.api_version) or not _NAME.fullmatch(owner.name):
-            return self._ended(owner, "malformed", None)
-        if (wait_s := self._refused.get((*kind, namespace), 0.0) - self._clock()) > 0:
-            return Link(None, wait_s)
-        group = self._group(owner.api_version)
-        async with group.slots:
-            if (wait_s := group.paused_until_s - self._clock()) > 0:
-                return Link(None, _spread(wait_s))
-            try:
-                return await self._ask_now(group, owner, namespace)
-            except Unreachable:
-                return self._away(group, owner, None)
-
-    async def _ask_now(self, group: _Group, owner: Owner, namespace: str) -> Link:
-        resource = _BUILT_IN.get((owner.api_version, owner.kind))
-        if resource is None:
-            known = await self._kinds(group, owner)
-            if isinstance(known, Link):
-                return known
-            resource = known.get(owner.kind)
-            if resource is None:
-                return self._ended(owner, "unknown_kind", AGAIN_S)
-        path = _path(owner, resource, namespace)
-        answer = await self._api.request("GET", path, headers=_METADATA_ONLY, timeout_s=TIMEOUT_S)
-        return self._read(group, owner, namespace, answer)
-
-    async def _kinds(self, group: _Group, owner: Owner) -> dict[str, Resource] | Link:
-        """The kinds that a version of an API group serves; a link that ends the chain where that can't be known."""
-        if group.kinds is not None:
-            good_for_s = AGAIN_S if owner.kind in group.kinds else NEW_KIND_S
-            if self._clock() - group.asked_s < good_for_s:
-                return group.kinds
-        answer = await self._api.request("GET", _base(owner.api_version), headers=_JSON, timeout_s=TIMEOUT_S)
-        if answer.status == 404:
-            group.kinds = {}
-        elif answer.status != 200:
-            return self._not_read(group, owner, "", answer)
-        else:
-            try:
-                served = decode(_RESOURCES, answer.body).resources or ()
-            except Undecodable:
-                return self._undecodable(owner)
-            group.kinds = {row.kind: Resource(row.name, row.namespaced) for row in served if "/" not in row.name}
-        group.asked_s, group.failures = self._clock(), 0
-        return group.kinds
-
-    def _read(self, group: _Group, owner: Owner, namespace: str, answer: Answer) -> Link:
-        """What an answer says of the owner's own controller."""
-        if answer.status == 404:
-            return self._ended(owner, "gone", None)
-        if answer.status != 200:
-            return self._not_read(group, owner, namespace, answer)
-        group.failures = 0
-        try:
-            meta = decode(_OBJECT, answer.body).metadata
-        except Undecodable:
-            return self._undecodable(owner)
-        if meta.uid != owner.uid:
-            return self._ended(owner, "gone", None)
-        self._count(owner, "ok")
-        above = controller(meta)
-        return Link(as_owner(above)) if above else TOP
-
-    def _not_read(self, group: _Group, owner: Owner, namespace: str, answer: Answer) -> Link:
-        """An answer that says nothing of the owner: the API is away for now, or does not let it be read."""
-        if answer.status in (401, 408, 429) or answer.status >= 500:
-            return self._away(group, owner, answer.retry_after_s)
-        kind = (owner.api_version, owner.kind)
-        self._forget_refusals()
-        self._refused.pop((*kind, namespace), None)
-        self._refused[*kind, namespace] = self._clock() + AGAIN_S
-        if kind not in self._told_of and len(self._told_of) < MOST_GROUPS:
-            self._told_of.add(kind)
-            reason = f"HTTP {answer.status}"
-            log.warning("%s of %s: not to be read (%s); owner chains end there", owner.kind, owner.api_version, reason)
-        return self._ended(owner, "forbidden" if answer.status == 403 else "refused", AGAIN_S)
-
-    def _forget_refusals(self) -> None:
-        """Forget the refusals that are over, so that there are never more than were met in ten minutes."""
-        now_s = self._clock()
-        while self._refused and next(iter(self._refused.values())) <= now_s:
-            del self._refused[next(iter(self._refused))]
-
-    def _away(self, group: _Group, owner: Owner, retry_after_s: float | None) -> Link:
-        """Leave the API group alone for a while."""
-        self._count(owner, "away")
-        pause_s = min(LONGEST_PAUSE_S, SHORTEST_PAUSE_S * 2 ** min(group.failures, 10))
-        group.failures += 1
-        pause_s = max(pause_s, min(LONGEST_PAUSE_S, retry_after_s or 0.0))
-        group.paused_until_s = self._clock() + pause_s
-        return Link(None, _spread(pause_s))
-
-    def _undecodable(self, owner: Owner) -> Link:
-        self._instruments.counter(names.UNDECODABLE, "owners").inc()
-        return self._ended(owner, "undecodable", AGAIN_S)
-
-    def _ended(self, owner: Owner, result: str, again_s: float | None) -> Link:
-        self._count(owner, result)
-        return Link(None, None if again_s is None else _spread(again_s))
-
-    def _count(self, owner: Owner, result: str) -> None:
-        """A kind that the API server is not known to have may be any text: it is counted as other."""
-        kinds = self._group(owner.api_version).kinds or {}
-        known = (owner.api_version, owner.kind) in _BUILT_IN or owner.kind in kinds
-        self._instruments.counter(names.OWNER_REQUESTS, owner.kind if known else "other", result).inc()
-
-    def _group(self, api_version: str) -> _Group:
-        group = self._groups.pop(api_version, None) or _Group()
-        self._groups[api_version] = group
-        if len(self._groups) > MOST_GROUPS:
-            del self._groups[next(iter(self._groups))]
-        return group
-
-
-def _base(api_version: str) -> str:
-    return f"/apis/{api_version}" if "/" in api_version else f"/api/{api_version}"
-
-
-def _path(owner: Owner, resource: Resource, namespace: str) -> str:
-    of_namespace = f"/namespaces/{quote(namespace, safe='')}" if resource.namespaced else ""
-    return f"{_base(owner.api_version)}{of_namespace}/{resource.plural}/{quote(owner.name, safe='')}"
-
-
-def _spread(wait_s: float) -> float:
-    """A little more, so that not all who wait come back at once."""
-    return wait_s * random.uniform(1.0, 1.2)

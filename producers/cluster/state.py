@@ -7,15 +7,16 @@ On failure: what would not fit into a record gives way in a fixed order, and is 
 All of it is pure: times are given, in ms since the epoch.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 import msgspec
-import orjson
 
 from producers import records
 from producers.cluster import objects, pods, slices
+from producers.cluster.labelled import Labelled
 from producers.cluster.pods import Change, Pods, Reading
+from producers.cluster.room import JsonDict, fit, size
 from producers.cluster.selection import AllowList
 from producers.cluster.slices import Slices
 from producers.sending import LARGEST_VALUE_BYTES
@@ -23,8 +24,6 @@ from topics.workloads import Owner
 
 HEAD_BYTES = 4096
 """What a record has beside its pods, devices and labels, generously."""
-
-JsonDict = dict[str, Any]
 
 
 class Selection(NamedTuple):
@@ -65,8 +64,8 @@ class State:
         self._selection, self._follower = selection, follower
         self.pods = Pods()
         self.slices = Slices()
-        self.nodes = _Labelled()
-        self.namespaces = _Labelled()
+        self.nodes = Labelled()
+        self.namespaces = Labelled()
         self._chains: dict[str, tuple[JsonDict, ...]] = {}
         self._followed: set[str] = set()
         self._gone_ms: dict[str, int] = {}
@@ -96,7 +95,7 @@ class State:
         if labels is None and gone_ms is None:
             return None
         devices = [] if labels is None else [msgspec.to_builtins(device) for device in self.slices.of_node(node)]
-        room = LARGEST_VALUE_BYTES - HEAD_BYTES - _size(devices) - _size(labels)
+        room = LARGEST_VALUE_BYTES - HEAD_BYTES - size(devices) - size(labels)
         rows, shed = fit([self._row(pod, gone_ms) for pod in self.pods.on_node(node)], room)
         return Content(labels or {}, rows, devices, labels is None, shed)
 
@@ -227,82 +226,3 @@ class State:
         if pod.owner is None:
             return ()
         return self._chains.get(pod.owner.uid or "") or (msgspec.to_builtins(pod.owner),)
-
-
-class _Labelled:
-    """Objects by name, with their labels."""
-
-    def __init__(self) -> None:
-        self._labels: dict[str, dict[str, str]] = {}
-        self._unseen: dict[str, None] | None = None
-
-    def __len__(self) -> int:
-        return len(self._labels)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._labels)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._labels
-
-    def get(self, name: str) -> dict[str, str] | None:
-        """The labels of the object of that name."""
-        return self._labels.get(name)
-
-    def begin(self) -> None:
-        """A full list begins."""
-        self._unseen = dict.fromkeys(self._labels)
-
-    def seen(self, name: str) -> None:
-        """A full list has the object."""
-        if self._unseen is not None:
-            self._unseen.pop(name, None)
-
-    def missing(self) -> list[str]:
-        """The full list is over: the names that it did not have."""
-        missing, self._unseen = self._unseen or {}, None
-        return list(missing)
-
-    def put(self, name: str, labels: dict[str, str]) -> bool:
-        """An object as it is now; gives whether it is new or has other labels."""
-        self.seen(name)
-        changed = self._labels.get(name) != labels
-        self._labels[name] = labels
-        return changed
-
-    def remove(self, name: str) -> bool:
-        """An object is gone; gives whether it was there."""
-        return self._labels.pop(name, None) is not None
-
-
-def fit(rows: list[JsonDict], room: int) -> tuple[list[JsonDict], int]:
-    """As many of a node's pods as fit into so many bytes, and how many are not told of, or not in full.
-
-    First the pods that ended give way, the earliest end first; then annotations and labels of those that have the most;
-    then the pods that began last, for it is the first ones that got the GPUs.
-    """
-    sizes = [_size(row) + 1 for row in rows]
-    over = sum(sizes) - room
-    if over <= 0:
-        return rows, 0
-    kept: dict[int, JsonDict] = dict(enumerate(rows))
-    shed = set()
-    for i in sorted((i for i, row in kept.items() if row["ended_ms"] is not None), key=lambda i: rows[i]["ended_ms"]):
-        if over > 0:
-            over -= sizes[i]
-            del kept[i]
-            shed.add(i)
-    for i in sorted(kept, key=lambda i: -sizes[i]):
-        if over > 0:
-            kept[i] = {**rows[i], "labels": {}, "annotations": {}}
-            over -= sizes[i] - _size(kept[i]) - 1
-            shed.add(i)
-    for i in sorted(kept, key=lambda i: -(rows[i]["started_ms"] or 0)):
-        if over > 0:
-            over -= _size(kept.pop(i)) + 1
-            shed.add(i)
-    return list(kept.values()), len(shed)
-
-
-def _size(row: object) -> int:
-    return len(orjson.dumps(row))

@@ -14,7 +14,8 @@ from prometheus_client import CollectorRegistry
 
 from producers.cluster import instruments as names
 from producers.cluster.api import Answer, Unreachable
-from producers.cluster.owners import AGAIN_S, AT_ONCE, DEEPEST, LONGEST_PAUSE_S, NEW_KIND_S, Owners
+from producers.cluster.asking import AGAIN_S, AT_ONCE, LONGEST_PAUSE_S, NEW_KIND_S
+from producers.cluster.owners import DEEPEST, Owners
 from tests.producers.cluster.made import reference
 from tests.producers.fakes import FakeClock, settle, value
 from topics.instruments import Instruments

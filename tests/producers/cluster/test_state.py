@@ -4,13 +4,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import hypothesis.strategies as st
-import orjson
 import pytest
 from hypothesis import given, settings
 
 from producers import records
 from producers.cluster.pods import KEPT_MS
-from producers.cluster.state import Content, State, fit
+from producers.cluster.state import Content, State
 from producers.sending import LARGEST_VALUE_BYTES
 from tests.producers.cluster.made import START_MS, Follower, over, pod, slice_, state
 from topics.decoding import decoder
@@ -270,32 +269,6 @@ def test_no_node_of_greedy_tenants_has_a_record_that_is_too_large() -> None:
     assert len(encoded(content)) <= LARGEST_VALUE_BYTES
     assert content.shed > 0
     assert next(pod for pod in content.pods if pod["name"] == "modest")["labels"] == {"app": "bert"}
-
-
-def _row(name: str, *, ended: int | None = None, began: int = 0, size: int = 0) -> dict[str, Any]:
-    return {"name": name, "ended_ms": ended, "started_ms": began, "labels": {"x": "a" * size}, "annotations": {}}
-
-
-def _names(rows: Iterable[dict[str, Any]]) -> list[str]:
-    return [row["name"] + ("" if row["labels"] else "-") for row in rows]
-
-
-def test_what_does_not_fit_gives_way_in_order() -> None:
-    rows = [_row("a"), _row("old", ended=1), _row("older", ended=0), _row("big", size=500), _row("new", began=9)]
-    sizes = {row["name"]: len(orjson.dumps(row)) + 1 for row in rows}
-    whole = sum(sizes.values())
-
-    def left(room: int) -> tuple[list[str], int]:
-        kept, shed = fit(rows, room)
-        return _names(kept), shed
-
-    assert left(whole) == (["a", "old", "older", "big", "new"], 0)
-    assert left(whole - 1) == (["a", "old", "big", "new"], 1)
-    assert left(whole - sizes["older"] - 1) == (["a", "big", "new"], 2)
-    assert left(whole - sizes["older"] - sizes["old"] - 1) == (["a", "big-", "new"], 3)
-    assert left(150)[0] == ["a-", "big-"]
-    assert left(0) == ([], 5)
-    assert all(row["labels"] for row in rows)
 
 
 Event = tuple[str, Any]
