@@ -232,21 +232,22 @@ class Api:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._refresh_s):
                     await self._denied.wait()
-            problem = await self._refresh()
+            denied = self._denied.is_set()
+            self._denied.clear()
+            problem = await self._refresh(anew=denied)
             if problem and problem != told:
                 log.warning("the credentials could not be read again, and stay what they were: %s", problem)
             told = problem
-            self._denied.clear()
             await asyncio.sleep(min(REFRESH_AGAIN_S, self._refresh_s))
 
-    async def _refresh(self) -> str:
+    async def _refresh(self, *, anew: bool) -> str:
         """Read the credentials again; the problem, or nothing."""
         old = self._connection
         if old is None:
             return ""
         try:
             async with asyncio.timeout(LOAD_WITHIN_S):
-                changed = await self._source.refreshed(old, anew=self._denied.is_set())
+                changed = await self._source.refreshed(old, anew=anew)
         except (ConfigError, TimeoutError) as error:
             return str(error) or f"they were not there within {LOAD_WITHIN_S:g} s"
         if changed is not None:

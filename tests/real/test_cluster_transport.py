@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import re
+import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,13 @@ import pytest
 
 from producers.cluster import instruments as names
 from producers.cluster import watch as module
-from producers.cluster.api import Api
+from producers.cluster.api import Api, Unreachable
 from producers.cluster.lease import Lease
 from producers.cluster.watch import Watch
-from tests.producers.cluster.test_watch import Known
+from tests.producers.cluster.known import Known
 from tests.producers.fakes import value
 from tests.real.cut import Line
-from tests.real.kubernetes import ApiServer, Json
+from tests.real.kubernetes import ApiServer, Json, find_openssl
 from topics.instruments import Instruments
 
 READ_MAPS = {"apiGroups": [""], "resources": ["configmaps"], "verbs": ["list", "watch"]}
@@ -266,6 +267,34 @@ async def test_a_token_file_that_rotates_is_followed_as_a_pod_and_by_a_kubeconfi
     for api in apis:
         await until_status(api, 200)
         await api.close()
+
+
+async def test_a_certificate_authority_that_is_replaced_is_followed(
+    kube_api: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
+    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(kube_api.ports[0].number))
+    (tmp_path / "token").write_text(kube_api.token("admin"))
+    await asyncio.to_thread(make_authority, tmp_path / "ca.crt")
+    api = Api(None, service_account=tmp_path, refresh_s=0.2)
+    await api.start()
+    with pytest.raises(Unreachable, match="certificate") as error:
+        await status(api)
+    assert error.value.reason == "tls"
+    (tmp_path / "ca.crt").write_bytes(kube_api.ca.read_bytes())
+    async with asyncio.timeout(60):
+        while True:
+            with contextlib.suppress(Unreachable):
+                assert await status(api) == 200
+                break
+            await asyncio.sleep(0.05)
+    await api.close()
+
+
+def make_authority(path: Path) -> None:
+    """A certificate of somebody else."""
+    what = ["req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=other", "-keyout", f"{path}.key"]
+    subprocess.run([find_openssl(), *what, "-out", path], check=True, capture_output=True)
 
 
 async def status(api: Api) -> int:

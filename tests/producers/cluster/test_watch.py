@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -29,6 +28,7 @@ from tests.producers.cluster.api_server import (
     says,
     status_object,
 )
+from tests.producers.cluster.known import Known
 from tests.producers.fakes import value
 from topics.instruments import Instruments
 
@@ -41,42 +41,6 @@ def pod(name: str, **spec: Any) -> Json:
 
 def versioned(name: str, version: int | str) -> Json:
     return {"metadata": {"name": name, "resourceVersion": str(version)}}
-
-
-class Known:
-    """A listener that knows what it was told; ``calls`` is how."""
-
-    def __init__(self) -> None:
-        self.objects: dict[str, Json] = {}
-        self.calls: list[str] = []
-        self._listed: set[str] | None = None
-
-    def begin(self) -> None:
-        self.calls.append("begin")
-        self._listed = set()
-
-    def put(self, raw: bytes) -> None:
-        assert type(raw) is bytes
-        content = json.loads(raw)
-        name = content["metadata"]["name"]
-        self.calls.append(f"put {name}")
-        self.objects[name] = content
-        if self._listed is not None:
-            self._listed.add(name)
-
-    def remove(self, raw: bytes) -> None:
-        name = json.loads(raw)["metadata"]["name"]
-        self.calls.append(f"remove {name}")
-        self.objects.pop(name, None)
-
-    def complete(self) -> None:
-        self.calls.append("complete")
-        self.objects = {name: self.objects[name] for name in self._listed or ()}
-        self._listed = None
-
-    @property
-    def lists(self) -> int:
-        return self.calls.count("complete")
 
 
 class Bench:
@@ -600,6 +564,28 @@ async def test_an_optional_resource_that_is_not_there_is_an_empty_one(server: Ap
     assert bench.known.calls == ["begin", "complete"]
     assert bench.watch.not_ready() == []
     assert len(server.requests) == 1
+
+
+async def test_an_optional_resource_may_come_later_and_go_again(
+    server: ApiServer, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "ABSENT_WAIT_S", 0.05)
+    server.next(answers(404), answers(404))
+    server.put(PODS, pod("a"))
+    bench = await start(optional=True)
+    await bench.knows("a")
+    await bench.watching()
+    server.next(answers(404))
+    await server.drop()
+    await bench.until(lambda: bench.known.objects == {})
+    await bench.knows("a")
+    assert bench.known.calls == ["begin", "complete"] * 2 + ["begin", "put a", "complete"] + [
+        "begin",
+        "complete",
+        "begin",
+        "put a",
+        "complete",
+    ]
 
 
 async def test_the_age_is_that_of_the_last_word(server: ApiServer, start: Start) -> None:
