@@ -1,0 +1,328 @@
+"""k8s/, rendered by kustomize and taken by an API server: server-side dry runs, roles, and what pods may do."""
+
+import json
+import os
+import re
+import shutil
+import ssl
+import subprocess
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from itertools import count
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+
+from tests.k8s.manifests import K8S, README, Manifest
+from tests.real.conftest import need
+from tests.real.kubernetes import ADMIN, ApiServer
+from tests.real.servers import Missing, find_promtool, real_dir
+
+KUSTOMIZE = "kustomize-5.8.2"
+
+COMPONENTS = sorted(folder.parent.name for folder in (K8S / "components").glob("*/kustomization.yaml"))
+ACCOUNT = "system:serviceaccount:gpustream:cluster"
+STRICT = "fieldManager=tests&force=true&fieldValidation=Strict"
+
+
+def find_kustomize() -> Path:
+    """Kustomize itself, where ``make real-servers`` put it, or on PATH; raises :class:`Missing`."""
+    found = shutil.which("kustomize", path=f"{real_dir() / KUSTOMIZE}{os.pathsep}{os.environ.get('PATH', '')}")
+    if not found:
+        raise Missing(f"no {KUSTOMIZE} in {real_dir()} and none on PATH: make real-servers")
+    return Path(found)
+
+
+class Answer(NamedTuple):
+    """What the API server said, and what it warned of."""
+
+    status: int
+    body: dict[str, Any]
+    warnings: list[str]
+
+
+class Cluster:
+    """The API server, asked as an administrator or with another's token."""
+
+    def __init__(self, server: ApiServer) -> None:
+        self._server, self._tls = server, ssl.create_default_context(cafile=str(server.ca))
+
+    def ask(
+        self, method: str, path: str, body: object = None, *, token: str = "", kind: str = "application/json"
+    ) -> Answer:
+        """Ask; every status is an answer."""
+        headers = {"Authorization": f"Bearer {token or self._server.token(ADMIN)}", "Content-Type": kind}
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self._server.url + path, data, headers, method=method)  # noqa: S310 - https, and ours
+        try:
+            with urllib.request.urlopen(request, timeout=30, context=self._tls) as answer:  # noqa: S310 - likewise
+                return Answer(answer.status, json.load(answer), answer.headers.get_all("Warning") or [])
+        except urllib.error.HTTPError as error:
+            with error:
+                return Answer(error.code, json.load(error), [])
+
+    def apply(self, thing: Manifest, *, dry: bool) -> Answer:
+        """Apply an object as ``kubectl apply --server-side`` does, strictly validated."""
+        path = f"{self._server.collection(thing)}/{thing['metadata']['name']}?{STRICT}{'&dryRun=All' if dry else ''}"
+        return self.ask("PATCH", path, thing, kind="application/apply-patch+yaml")
+
+    def may(self, user: str, **what: str) -> bool:
+        """Whether a user may do something."""
+        review = {"spec": {"user": user, "resourceAttributes": what}}
+        answer = self.ask("POST", "/apis/authorization.k8s.io/v1/subjectaccessreviews", review)
+        return bool(answer.body["status"]["allowed"])
+
+
+@pytest.fixture(scope="module")
+def cluster(kube_api: ApiServer) -> Cluster:
+    """The run's API server, where the namespaces of k8s/ are, and of the rest only what a test leaves there."""
+    asked = Cluster(kube_api)
+    for folder in ("base", "try"):
+        (namespace,) = [thing for thing in render(K8S / folder) if thing["kind"] == "Namespace"]
+        assert asked.apply(namespace, dry=False).status in {200, 201}
+    return asked
+
+
+def render(folder: Path) -> list[Manifest]:
+    """What kustomize makes of a folder."""
+    need(find_kustomize)
+    ran = subprocess.run([find_kustomize(), "build", folder], capture_output=True, text=True, check=False, timeout=60)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    return list(yaml.safe_load_all(ran.stdout))
+
+
+Render = Callable[[Manifest], list[Manifest]]
+
+
+@pytest.fixture
+def overlay(tmp_path: Path) -> Render:
+    """Renders a kustomization that lies beside k8s/."""
+    numbers = count()
+
+    def render_it(said: Manifest) -> list[Manifest]:
+        folder = tmp_path / f"overlay-{next(numbers)}"
+        folder.mkdir()
+        k8s = os.path.relpath(K8S, folder.resolve())
+        text = yaml.safe_dump(said).replace("- ../k8s/", f"- {k8s}/")
+        (folder / "kustomization.yaml").write_text(text)
+        return render(folder)
+
+    return render_it
+
+
+def with_components(*names: str) -> Manifest:
+    """An overlay of the base with some components."""
+    return {"resources": ["../k8s/base"], "components": [f"../k8s/components/{name}" for name in names]}
+
+
+def examples(word: str) -> Iterator[Any]:
+    """The YAML blocks of the README that have this word."""
+    return (yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", README, re.DOTALL) if word in text)
+
+
+OVERLAYS = {
+    "base": {"resources": ["../k8s/base"]},
+    "try": {"resources": ["../k8s/try"]},
+    "base with every component": with_components(*COMPONENTS),
+} | {f"example {number} of the README": said for number, said in enumerate(examples("kind: Kustomization"), 1)}
+
+
+@pytest.mark.parametrize("said", OVERLAYS.values(), ids=list(OVERLAYS))
+def test_every_object_is_accepted_strictly_and_without_a_warning(
+    cluster: Cluster, overlay: Render, said: Manifest
+) -> None:
+    things = overlay(said)
+    answers = {f"{thing['kind']}/{thing['metadata']['name']}": cluster.apply(thing, dry=True) for thing in things}
+    assert len(answers) == len(things) >= 8
+    assert {
+        name: answer for name, answer in answers.items() if answer.status not in {200, 201} or answer.warnings
+    } == {}
+
+
+def test_the_server_finds_a_field_that_is_none(cluster: Cluster) -> None:
+    (daemon_set,) = [thing for thing in render(K8S / "base") if thing["kind"] == "DaemonSet"]
+    daemon_set["spec"]["template"]["spec"]["hostPid"] = True
+    answer = cluster.apply(daemon_set, dry=True)
+    assert answer.status in {400, 500}
+    assert "hostPid" in answer.body["message"]
+
+
+def test_every_reference_is_to_an_object_that_is_rendered() -> None:
+    for folder in ("base", "try"):
+        things = render(K8S / folder)
+        maps = {thing["metadata"]["name"] for thing in things if thing["kind"] == "ConfigMap"}
+        assert all(re.fullmatch(r"(gpustream|remote-write)-[a-z0-9]{10}", name) for name in maps)
+        assert set(config_maps_named_in(things)) == maps
+
+
+def config_maps_named_in(node: object) -> Iterator[str]:
+    """The names of the ConfigMaps that pods take variables from."""
+    if isinstance(node, Mapping):
+        for key, value in node.items():
+            if key in {"configMapRef", "configMapKeyRef"}:
+                yield value["name"]
+            else:
+                yield from config_maps_named_in(value)
+    elif isinstance(node, list):
+        for value in node:
+            yield from config_maps_named_in(value)
+
+
+def test_in_a_namespace_of_another_name_the_roles_are_bound_to_the_account_that_is_there(overlay: Render) -> None:
+    things = overlay(with_components(*COMPONENTS) | {"namespace": "elsewhere"})
+    assert {thing["metadata"].get("namespace", "elsewhere") for thing in things} == {"elsewhere"}
+    subjects = [subject for thing in things for subject in thing.get("subjects", [])]
+    assert [subject["namespace"] for subject in subjects] == ["elsewhere"] * 3
+    (namespace,) = [thing for thing in things if thing["kind"] == "Namespace"]
+    assert namespace["metadata"]["name"] == "elsewhere"
+
+
+def test_the_readmes_overlay_changes_what_it_says(overlay: Render) -> None:
+    (said,) = examples("newName:")
+    things = overlay(said)
+    pods = [thing["spec"]["template"]["spec"] for thing in things if "template" in thing.get("spec", {})]
+    assert {pod["containers"][0]["image"] for pod in pods} == {"registry.example.com/gpustream:0.1.0"}
+    assert [pod["runtimeClassName"] for pod in pods if pod.get("hostPID")] == ["nvidia"]
+    (told,) = [
+        thing["data"]
+        for thing in things
+        if thing["kind"] == "ConfigMap" and thing["metadata"]["name"].startswith("gpustream")
+    ]
+    assert (told["GPUSTREAM_CLUSTER"], told["GPUSTREAM_LOG_FORMAT"]) == ("prod-us-east-1", "json")
+
+
+def test_a_promtool_takes_the_readmes_scrape_configuration(tmp_path: Path) -> None:
+    need(find_promtool)
+    (said,) = examples("scrape_configs:")
+    (tmp_path / "prometheus.yml").write_text(yaml.safe_dump(said))
+    checked = subprocess.run(
+        [find_promtool(), "check", "config", tmp_path / "prometheus.yml"], capture_output=True, text=True, check=False
+    )
+    assert checked.returncode == 0, checked.stderr
+
+
+# What the cluster producer may do
+
+
+@pytest.fixture(scope="module")
+def token(cluster: Cluster) -> str:
+    """A token of the cluster producer's account, bound to what the base binds it to."""
+    rights = {"ServiceAccount", "Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding"}
+    for thing in render(K8S / "base"):
+        if thing["kind"] in rights:
+            assert cluster.apply(thing, dry=False).status in {200, 201}
+    path = "/api/v1/namespaces/gpustream/serviceaccounts/cluster/token"
+    answer = cluster.ask("POST", path, {"spec": {"expirationSeconds": 3600}})
+    return str(answer.body["status"]["token"])
+
+
+LISTED = ["/api/v1/pods", "/api/v1/nodes", "/api/v1/namespaces", "/apis/resource.k8s.io/v1/resourceslices"]
+LEASES = "/apis/coordination.k8s.io/v1/namespaces/gpustream/leases"
+REFUSED = [
+    "/api/v1/secrets",
+    "/api/v1/configmaps",
+    "/api/v1/namespaces/gpustream/pods/node-x",
+    "/api/v1/namespaces/gpustream/serviceaccounts/cluster",
+    "/apis/apps/v1/deployments",
+    "/apis/batch/v1/jobs",
+    "/apis/ray.io/v1/namespaces/default/rayclusters/r",
+    "/apis/resource.k8s.io/v1/resourceclaims",
+    "/apis/rbac.authorization.k8s.io/v1/clusterroles",
+    LEASES,
+    f"{LEASES}/another",
+    "/apis/coordination.k8s.io/v1/namespaces/default/leases/gpustream-cluster",
+]
+
+
+@pytest.mark.parametrize("path", LISTED)
+def test_the_cluster_producer_lists_and_watches_what_it_must(cluster: Cluster, token: str, path: str) -> None:
+    assert cluster.ask("GET", f"{path}?limit=1", token=token).status == 200
+    resource = path.rsplit("/", 1)[1]
+    group = "resource.k8s.io" if path.startswith("/apis/") else ""
+    assert cluster.may(ACCOUNT, verb="watch", group=group, resource=resource)
+    assert not cluster.may(ACCOUNT, verb="get", group=group, resource=resource, name="x")
+
+
+@pytest.mark.parametrize(
+    ("group", "kinds"),
+    [("apps", ["replicasets", "deployments", "statefulsets", "daemonsets"]), ("batch", ["jobs", "cronjobs"])],
+)
+def test_the_cluster_producer_gets_owners_by_their_names(
+    cluster: Cluster, token: str, group: str, kinds: list[str]
+) -> None:
+    for kind in kinds:
+        assert cluster.ask("GET", f"/apis/{group}/v1/namespaces/default/{kind}/gone", token=token).status == 404
+        assert not cluster.may(ACCOUNT, verb="list", group=group, resource=kind)
+
+
+@pytest.mark.parametrize("path", REFUSED)
+def test_the_cluster_producer_reads_nothing_else(cluster: Cluster, token: str, path: str) -> None:
+    assert cluster.ask("GET", path, token=token).status == 403
+
+
+@pytest.mark.parametrize("group", ["", "apps", "batch"])
+@pytest.mark.parametrize("verb", ["create", "update", "patch", "delete", "deletecollection", "impersonate", "bind"])
+def test_the_cluster_producer_changes_nothing(cluster: Cluster, token: str, group: str, verb: str) -> None:
+    for resource in ("pods", "nodes", "namespaces", "jobs", "replicasets", "users"):
+        assert not cluster.may(ACCOUNT, verb=verb, group=group, resource=resource)
+
+
+def test_the_cluster_producer_makes_and_keeps_its_lease_and_does_nothing_else_to_any(
+    cluster: Cluster, token: str
+) -> None:
+    lease = {
+        "apiVersion": "coordination.k8s.io/v1",
+        "kind": "Lease",
+        "metadata": {"name": "gpustream-cluster"},
+        "spec": {"holderIdentity": "cluster-0"},
+    }
+    path = f"{LEASES}/gpustream-cluster"
+    cluster.ask("DELETE", path)
+    made = cluster.ask("POST", LEASES, lease, token=token)
+    assert made.status == 201
+    kept = cluster.ask("PUT", path, made.body, token=token)
+    assert (kept.status, cluster.ask("GET", path, token=token).status) == (200, 200)
+    assert cluster.ask("DELETE", path, token=token).status == 403
+    assert cluster.apply(lease | {"metadata": {"name": "another", "namespace": "gpustream"}}, dry=True).status == 201
+    assert cluster.ask("PUT", f"{LEASES}/another", made.body, token=token).status == 403
+
+
+# What the pods may do
+
+
+def pods_of(folder: str) -> dict[str, Manifest]:
+    """A pod of each workload, as its controller would make it."""
+    return {
+        thing["metadata"]["name"]: {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"generateName": "pod-", "labels": thing["spec"]["template"]["metadata"]["labels"]},
+            "spec": thing["spec"]["template"]["spec"],
+        }
+        for thing in render(K8S / folder)
+        if "template" in thing.get("spec", {})
+    }
+
+
+def let_in(cluster: Cluster, namespace: str, pod: Manifest) -> tuple[bool, str]:
+    """Whether a pod is let into a namespace, and what is said where it is not."""
+    answer = cluster.ask("POST", f"/api/v1/namespaces/{namespace}/pods?dryRun=All&fieldValidation=Strict", pod)
+    return answer.status == 201, answer.body.get("message", "")
+
+
+@pytest.mark.parametrize(("folder", "namespace"), [("base", "gpustream"), ("try", "gpustream-try")])
+def test_the_namespace_lets_every_pod_in(cluster: Cluster, folder: str, namespace: str) -> None:
+    outcomes = {name: let_in(cluster, namespace, pod) for name, pod in pods_of(folder).items()}
+    assert outcomes == dict.fromkeys(outcomes, (True, ""))
+    assert outcomes
+
+
+def test_all_but_the_node_producer_would_be_let_in_by_the_restricted_standard(cluster: Cluster) -> None:
+    outcomes = {name: let_in(cluster, "gpustream-try", pod) for name, pod in pods_of("base").items()}
+    refused = {name: message for name, (admitted, message) in outcomes.items() if not admitted}
+    assert refused.keys() == {"node"}
+    assert "hostPID=true" in refused["node"]
+    assert "hostPath" in refused["node"]
