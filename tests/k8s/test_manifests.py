@@ -10,7 +10,7 @@ import yaml
 
 from gpustream import values
 from gpustream.serve import STOP_WITHIN_S
-from producers.cluster import owners
+from producers.cluster import asking
 from producers.cluster import defaults
 from producers.cluster.component import ClusterProducer
 from producers.cluster.component import Settings as ClusterSettings
@@ -357,7 +357,7 @@ async def test_the_rules_are_for_what_the_cluster_producer_asks() -> None:
     watched = {group_and_resource(watch._path) for watch in (*producer._required, *producer._extras)}
     assert rules("gpustream-cluster") == {(*what, verb, "") for what in watched for verb in ("list", "watch")} | {
         (api_version.rpartition("/")[0], resource.plural, "get", "")
-        for (api_version, kind), resource in owners._BUILT_IN.items()
+        for (api_version, kind), resource in asking._BUILT_IN.items()
         if kind not in ABOVE_FEW
     }
     lease = defaults.lease().rpartition("/")[2]

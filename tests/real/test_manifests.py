@@ -19,7 +19,8 @@ import yaml
 from tests.k8s.manifests import K8S, README, Manifest
 from tests.real.conftest import need
 from tests.real.kubernetes import ADMIN, ApiServer
-from tests.real.servers import Missing, find_promtool, real_dir
+from tests.real.pipeline import Gpustream
+from tests.real.servers import KafkaServer, Missing, find_promtool, real_dir
 
 KUSTOMIZE = "kustomize-5.8.2"
 
@@ -288,6 +289,67 @@ def test_the_cluster_producer_makes_and_keeps_its_lease_and_does_nothing_else_to
     assert cluster.ask("DELETE", path, token=token).status == 403
     assert cluster.apply(lease | {"metadata": {"name": "another", "namespace": "gpustream"}}, dry=True).status == 201
     assert cluster.ask("PUT", f"{LEASES}/another", made.body, token=token).status == 403
+
+
+OWNED = [("ReplicaSet", "Deployment"), ("Job", "CronJob"), ("StatefulSet",), ("DaemonSet",)]
+"""Owner chains of GPU pods, from the pod upward."""
+
+
+def owned_pod(api: ApiServer, chain: tuple[str, ...]) -> None:
+    """A GPU pod on the node ``n``, with its owners."""
+    name, reference = chain[0].lower(), None
+    labels = {"app": name}
+    container = {"name": "c", "image": "x", "resources": {"limits": {"nvidia.com/gpu": "1"}}}
+    spec = {"containers": [container], "restartPolicy": "Never" if "Job" in chain else "Always"}
+    template = {"metadata": {"labels": labels}, "spec": spec}
+    for kind in reversed(chain):
+        selector = {} if "Job" in kind else {"selector": {"matchLabels": labels}}
+        made = api.create(
+            {
+                "apiVersion": "batch/v1" if "Job" in kind else "apps/v1",
+                "kind": kind,
+                "metadata": {"name": name, "ownerReferences": reference or []},
+                "spec": {"schedule": "0 * * * *", "jobTemplate": {"spec": {"template": template}}}
+                if kind == "CronJob"
+                else {**selector, "template": template},
+            }
+        )
+        reference = [{"controller": True, "uid": made["metadata"]["uid"], "name": name} | kind_of(made)]
+    metadata = {"name": name, "labels": labels, "ownerReferences": reference}
+    api.create({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": {**spec, "nodeName": "n"}})
+
+
+def kind_of(thing: Manifest) -> Manifest:
+    """What of an object a reference to it says."""
+    return {"apiVersion": thing["apiVersion"], "kind": thing["kind"]}
+
+
+def test_what_the_base_grants_is_enough_for_the_cluster_producer_and_all_of_it_is_used(
+    start_kube_api: Callable[..., ApiServer], empty_kafka: KafkaServer, gpustream: Callable[..., Gpustream]
+) -> None:
+    api = start_kube_api()
+    for thing in render(K8S / "base"):
+        assert api.apply(thing).status == 201
+    api.create({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "n"}})
+    for chain in OWNED:
+        owned_pod(api, chain)
+    empty_kafka.create_topics({"gpu.workloads": 1})
+    kubeconfig = api.kubeconfig(token=api.service_account("gpustream", "cluster"))
+    options = ["--kubeconfig", str(kubeconfig), "--lease", "gpustream/gpustream-cluster", "--identity", "cluster-0"]
+    producer = gpustream("cluster", "produce", "cluster", "--kafka", empty_kafka.address, *options).start()
+
+    def counted(metric: str) -> list[str]:
+        return [line for line in (producer.get("/metrics") or "").splitlines() if line.startswith(metric)]
+
+    wanted = {f'kind="{kind}",result="ok"}} 1.0' for chain in OWNED for kind in chain}
+    producer.wait_until(lambda: "gpustream_cluster_leading 1.0" in counted("gpustream_cluster_leading"))
+    asked = "gpustream_cluster_owner_requests_total"
+    producer.wait_until(lambda: {line.partition("{")[2] for line in counted(asked)} == wanted)
+    refused = [line for line in counted("gpustream_cluster_api_requests_total") if 'code="403"' in line]
+    assert refused == []
+    assert producer.get("/readyz") is not None
+    lease = api.get("/apis/coordination.k8s.io/v1/namespaces/gpustream/leases/gpustream-cluster")
+    assert lease["spec"]["holderIdentity"] == "cluster-0"
 
 
 # What the pods may do
