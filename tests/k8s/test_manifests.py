@@ -10,8 +10,7 @@ import yaml
 
 from gpustream import values
 from gpustream.serve import STOP_WITHIN_S
-from producers.cluster import asking
-from producers.cluster import defaults
+from producers.cluster import asking, defaults
 from producers.cluster.component import ClusterProducer
 from producers.cluster.component import Settings as ClusterSettings
 from tests.k8s.manifests import (
