@@ -60,7 +60,7 @@ bench: install ## measure: tests/bench, one after another
 storm: install ## ten minutes of faults against real servers, every record counted
 	GPUSTREAM_STORM_SECONDS=600 $(BIN)/pytest tests/real/test_storm.py --timeout=2400 -s -rs $(ARGS)
 
-real-servers: ## build Apache Kafka, Prometheus, etcd and kube-apiserver for the tests, into $GPUSTREAM_REAL_DIR or ~/.cache/gpustream-real
+real-servers: ## build the servers of the tests (Kafka, Prometheus, kube-apiserver, ...) into $GPUSTREAM_REAL_DIR or ~/.cache/gpustream-real
 	tests/real/build/build
 
 lock: install ## choose the newest allowed versions of all dependencies again: requirements.lock

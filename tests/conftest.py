@@ -1,5 +1,6 @@
 """What tests of more than one folder use."""
 
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,6 +8,16 @@ from pathlib import Path
 import pytest
 
 from tests.nvml.scripted import NoCompiler, ScriptedNvml, library
+
+
+@pytest.fixture(autouse=True)
+def logging_as_it_was() -> Iterator[None]:
+    """What a test sets of the root logger, as a command does that runs in process, is not left to the next one."""
+    root = logging.getLogger()
+    level, handlers, filters = root.level, root.handlers[:], root.filters[:]
+    yield
+    root.setLevel(level)
+    root.handlers[:], root.filters[:] = handlers, filters
 
 
 @pytest.fixture
