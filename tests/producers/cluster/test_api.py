@@ -278,7 +278,8 @@ async def test_a_login_command_gives_the_token_and_is_run_again_after_a_401(
 ) -> None:
     token = tmp_path / "token"
     token.write_text("one")
-    answer = '{"apiVersion": "v1", "kind": "ExecCredential", "status": {"token": "%s"}}'
+    status = '{"token": "%s", "expirationTimestamp": "2099-01-01T00:00:00Z"}'
+    answer = f'{{"apiVersion": "v1", "kind": "ExecCredential", "status": {status}}}'
     code = f"print('{answer}' % open({str(token)!r}).read())"
     command = {"apiVersion": "v1", "command": sys.executable, "args": ["-c", code]}
     (tmp_path / "config").write_text(kubeconfig(server.url, {"exec": command}))

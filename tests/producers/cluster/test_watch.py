@@ -148,6 +148,14 @@ async def test_nothing_is_ready_before_the_end_of_the_list(server: ApiServer, st
     assert bench.watch.not_ready() == ["pods: the list is not complete yet"]
 
 
+async def test_a_bookmark_in_a_list_is_not_its_end(server: ApiServer, start: Start) -> None:
+    bookmark = event("BOOKMARK", {"metadata": {"resourceVersion": "6", "annotations": {"other": "true"}}})
+    server.next(says(event("ADDED", versioned("a", 5)), bookmark, event("ADDED", versioned("b", 7)), list_end(8)))
+    bench = await start()
+    await bench.until(lambda: bench.known.lists == 1)
+    assert bench.known.calls[:4] == ["begin", "put a", "put b", "complete"]
+
+
 async def test_the_versions_of_a_lists_own_events_are_never_gone_on_from(server: ApiServer, start: Start) -> None:
     server.put(PODS, pod("kept"))
     server.next(says(event("ADDED", versioned("a", 999_999)), then="reset"))
