@@ -34,6 +34,16 @@ class RecordSender(Protocol):
         """Send a record, waiting for room; the future gives its offset or raises Unsendable."""
 
 
+class ConnectedSender(RecordSender, Protocol):
+    """What a component needs of :class:`topics.sender.Sender` beside that."""
+
+    async def start(self) -> None:
+        """Connect, for as long as it takes."""
+
+    async def stop(self, timeout_s: float = 5.0) -> None:
+        """Let go."""
+
+
 class SnapshotSender:
     """Which snapshot of one node is in the log, and how recently it was handed over."""
 

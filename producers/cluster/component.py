@@ -11,10 +11,10 @@ import contextlib
 import logging
 import re
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from producers import instruments as shared
 from producers import records
@@ -28,7 +28,8 @@ from producers.cluster.pods import Reading
 from producers.cluster.selection import ANNOTATION_BOUNDS, LABEL_BOUNDS, NODE_LABEL_BOUNDS, AllowList
 from producers.cluster.state import Selection, State
 from producers.cluster.watch import Watch
-from producers.sending import RecordSender
+from producers.sending import ConnectedSender
+from producers.stopping import first_failure, first_of
 from producers.workloads import WorkloadsPublisher
 from topics.instruments import Instruments
 from topics.sender import Sender
@@ -101,22 +102,12 @@ def _mistake(cluster: str) -> list[str]:
     return []
 
 
-class ClusterSender(RecordSender, Protocol):
-    """What the cluster needs of :class:`topics.sender.Sender`."""
-
-    async def start(self) -> None:
-        """Connect, for as long as it takes."""
-
-    async def stop(self, timeout_s: float = 5.0) -> None:
-        """Let go."""
-
-
 class ClusterProducer:
     """The component ``produce cluster``. ``sender`` and ``api`` are for tests."""
 
     name = "cluster"
 
-    def __init__(self, settings: Settings, *, sender: ClusterSender | None = None, api: Api | None = None) -> None:
+    def __init__(self, settings: Settings, *, sender: ConnectedSender | None = None, api: Api | None = None) -> None:
         self._settings = settings
         self._instruments = Instruments((*shared.INSTRUMENTS, *own.INSTRUMENTS))
         self.registry = self._instruments.registry
@@ -143,11 +134,11 @@ class ClusterProducer:
         try:
             await self._api.start()
             async with self._background():
-                await _first_of(stop, self._synced())
+                await first_of(stop, self._synced())
                 if not stop.is_set():
                     await self._lead(stop)
         except ExceptionGroup as failures:
-            raise _first(failures) from failures
+            raise first_failure(failures) from failures
         finally:
             await self._sender.stop(0.5)
             await self._api.close()
@@ -201,7 +192,7 @@ class ClusterProducer:
         """Tell, whenever this replica leads, until the stop."""
         if self._settings.lease is None:
             self._instruments.gauge(own.LEADING).set(1)
-            await _first_of(stop, self._work(_now_ms()))
+            await first_of(stop, self._work(_now_ms()))
             return
         namespace, _, name = self._settings.lease.partition("/")
         self._lease = Lease(
@@ -269,24 +260,3 @@ class ClusterProducer:
 
 def _now_ms() -> int:
     return time.time_ns() // 1_000_000
-
-
-def _first(failures: BaseExceptionGroup[Exception]) -> Exception:
-    """The first failure of a group, however deep."""
-    failure: Exception | BaseExceptionGroup[Exception] = failures
-    while isinstance(failure, BaseExceptionGroup):
-        failure = failure.exceptions[0]
-    return failure
-
-
-async def _first_of(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> None:
-    """Do the work, unless the stop comes before its end; returns when it has ended."""
-    doing, stopped = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
-    try:
-        await asyncio.wait((doing, stopped), return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in (doing, stopped):
-            task.cancel()
-        await asyncio.wait((doing, stopped))
-    if not doing.cancelled():
-        doing.result()

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,7 +23,8 @@ from producers.node.job_files import JobFiles
 from producers.node.jobs import with_jobs
 from producers.node.kubelet import Kubelet
 from producers.publisher import Buffer, NodePublisher
-from producers.sending import RecordSender
+from producers.sending import ConnectedSender
+from producers.stopping import first_failure, first_of
 from topics.instruments import Instruments
 from topics.sender import Sender
 
@@ -72,16 +73,6 @@ class Settings:
         return found
 
 
-class NodeSender(RecordSender, Protocol):
-    """What the node needs of :class:`topics.sender.Sender`."""
-
-    async def start(self) -> None:
-        """Connect, for as long as it takes."""
-
-    async def stop(self, timeout_s: float = 5.0) -> None:
-        """Let go."""
-
-
 class GpuReader(Protocol):
     """What the node needs of :class:`producers.node.gpus.Gpus`."""
 
@@ -126,7 +117,7 @@ class NodeProducer:
         self,
         settings: Settings,
         *,
-        sender: NodeSender | None = None,
+        sender: ConnectedSender | None = None,
         gpus: GpuReader | None = None,
         kubelet: ContainerReader | None = None,
         places: Places | None = None,
@@ -171,11 +162,11 @@ class NodeProducer:
         """
         try:
             async with self._background():
-                await _first_of(stop, self._gpus.open(OPEN_WITHIN_S))
+                await first_of(stop, self._gpus.open(OPEN_WITHIN_S))
                 await self._tick(stop)
                 await self._drain()
         except ExceptionGroup as failures:
-            raise failures.exceptions[0] from failures
+            raise first_failure(failures) from failures
         finally:
             self._gpus.close()
             self._job_files.close()
@@ -207,13 +198,13 @@ class NodeProducer:
         """Read once an interval until the end; a tick that would begin a whole interval late is never read."""
         interval_s, began_s, number = self._settings.interval_s, time.monotonic(), 0
         while not stop.is_set() and self._gpus.fatal() is None:
-            await _first_of(stop, self._read())
+            await first_of(stop, self._read())
             passed_s = time.monotonic() - began_s
             late = max(0, int(passed_s / interval_s) - number - 1)
             if late:
                 self._instruments.counter(own.MISSED).inc(late)
             number += 1 + late
-            await _first_of(stop, asyncio.sleep(number * interval_s - passed_s))
+            await first_of(stop, asyncio.sleep(number * interval_s - passed_s))
 
     async def _read(self) -> None:
         """One tick."""
@@ -232,15 +223,3 @@ class NodeProducer:
 
 def _now_ms() -> int:
     return time.time_ns() // 1_000_000
-
-
-async def _first_of(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> None:
-    """Do the work, unless the stop comes before its end."""
-    doing, stopped = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
-    try:
-        await asyncio.wait((doing, stopped), return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in (doing, stopped):
-            task.cancel()
-    if doing.done() and not doing.cancelled():
-        doing.result()

@@ -13,15 +13,16 @@ import math
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO
 
 from producers import instruments as shared
 from producers.publisher import Buffer, NodePublisher
-from producers.sending import RecordSender
+from producers.sending import ConnectedSender
 from producers.simulated import instruments as own
 from producers.simulated import truth
 from producers.simulated.clock import FleetClock
 from producers.simulated.fleet import Fleet, parse_size
+from producers.stopping import first_failure
 from producers.workloads import WorkloadsPublisher
 from topics.instruments import Instruments
 from topics.sender import Sender
@@ -78,23 +79,13 @@ def _mistake(build: Callable[[], object]) -> str:
     return ""
 
 
-class FleetSender(RecordSender, Protocol):
-    """What the fleet needs of :class:`topics.sender.Sender`."""
-
-    async def start(self) -> None:
-        """Connect, for as long as it takes."""
-
-    async def stop(self, timeout_s: float = 5.0) -> None:
-        """Let go."""
-
-
 class SimulatedFleet:
     """The component ``produce simulated``. ``sender`` and ``clock`` are for tests."""
 
     name = "simulated"
 
     def __init__(
-        self, settings: Settings, *, sender: FleetSender | None = None, clock: FleetClock | None = None
+        self, settings: Settings, *, sender: ConnectedSender | None = None, clock: FleetClock | None = None
     ) -> None:
         self._settings = settings
         self._fleet = settings.made()
@@ -136,7 +127,7 @@ class SimulatedFleet:
                     await self._tick(stop, file)
                     await self._drain()
         except ExceptionGroup as failures:
-            raise failures.exceptions[0] from failures
+            raise first_failure(failures) from failures
         finally:
             await self._sender.stop(0.5)
 

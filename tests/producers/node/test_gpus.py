@@ -98,6 +98,12 @@ async def opened(one: Bench) -> AsyncIterator[Bench]:
 OK = {"GPU-0": "ok", "GPU-1": "ok", "GPU-2": "ok"}
 
 
+async def test_a_driver_that_does_not_tell_its_version_is_used_all_the_same(bench: Bench) -> None:
+    bench.nvml.version_error = binding.FUNCTION_NOT_FOUND
+    await bench.open()
+    assert await bench.states() == OK
+
+
 async def test_all_gpus_come_by_index_and_are_devices_of_the_contract(bench: Bench) -> None:
     devices = await bench.open()
     assert [(device["uuid"], device["index"], device["state"]) for device in devices] == [

@@ -124,6 +124,7 @@ class FakeNvml:
         for index, gpu in enumerate(self.gpus):
             gpu.answers["nvmlDeviceGetMinorNumber"] = index
         self.driver_error: int | None = None
+        self.version_error: int | None = None
         self.asked: Counter[tuple[str, str]] = Counter()
         self.threads: set[str] = set()
         self.inits = self.shutdowns = 0
@@ -151,6 +152,8 @@ class FakeNvml:
         self.shutdowns += 1
 
     def driver_version(self) -> str:
+        if self.version_error is not None:
+            raise NvmlError(self.version_error)
         return "580.0"
 
     def count(self) -> int:
