@@ -1,0 +1,731 @@
+"""The cluster producer as it is deployed: what the API server knows of GPU pods is on gpu.workloads and on the ticks.
+
+Two replicas with a Lease, as the service account of k8s/base with what the base and the custom-owners example grant it,
+and no more; a stream; and nodes that tick. The API server has neither controllers nor kubelets: what those would write
+the tests write.
+"""
+
+import asyncio
+import contextlib
+import http.client
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from itertools import count
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar
+from uuid import uuid4
+
+import pytest
+import yaml
+from confluent_kafka import Consumer, TopicPartition
+from prometheus_client.parser import text_string_to_metric_families
+
+from producers import instruments as shared
+from producers.cluster import instruments as own
+from producers.cluster.owners import DEEPEST
+from producers.cluster.selection import ANNOTATION_BOUNDS, LABEL_BOUNDS
+from producers.publisher import NodePublisher
+from tests.k8s.manifests import K8S
+from tests.real.conftest import need
+from tests.real.kubernetes import ApiServer, Denied, Json, find_etcd, find_kube_apiserver, find_openssl
+from tests.real.pipeline import Gpustream
+from tests.real.servers import KafkaServer, find_java, find_kafka
+from tests.real.test_manifests import find_kustomize, render
+from topics import broker
+from topics.attributed import AttributedSample, Holder, Workload
+from topics.decoding import decoder
+from topics.instruments import Instruments
+from topics.sender import Sender
+from topics.workloads import NodeWorkloads, Pod
+
+CLUSTER = "prod"
+LEASE = "gpustream/gpustream-cluster"
+RIGHTS = {"Namespace", "ServiceAccount", "Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding"}
+WITHIN_S = 60.0
+TAKEN_OVER_WITHIN_S = 15.0
+NEAR_MS = 2_000
+"""So near a change of a pod a tick may be booked to the one before or after it."""
+
+TICK_S = 0.5
+LIFE_S = 6.0
+
+RAY = ("rayclusters", "rayjobs")
+AWAY = (Denied, OSError, http.client.HTTPException)
+
+R = TypeVar("R", bound=NodeWorkloads | AttributedSample)
+
+
+class Record(NamedTuple, Generic[R]):
+    """A record, and when the broker was given it."""
+
+    value: R
+    ts_ms: int
+
+
+class Log(Generic[R]):
+    """A topic, read from its beginning as it grows; a node's records are in their order."""
+
+    def __init__(self, kafka: KafkaServer, topic: str, kind: type[R]) -> None:
+        self._consumer = Consumer(
+            {"bootstrap.servers": kafka.address, "group.id": "tests", "enable.auto.commit": False}
+        )
+        self._consumer.assign([TopicPartition(topic, number, 0) for number in range(kafka.topics()[topic])])
+        self._decode = decoder(kind)
+        self._records: list[Record[R]] = []
+
+    def close(self) -> None:
+        self._consumer.close()
+
+    def records(self) -> list[Record[R]]:
+        """Everything so far."""
+        while found := self._consumer.consume(1000, timeout=0.05):
+            for message in found:
+                assert message.error() is None, message.error()
+                self._records.append(Record(self._decode(message.value()), message.timestamp()[1]))
+        return self._records
+
+    def of(self, node: str, cluster: str = CLUSTER) -> list[R]:
+        """The records of a node."""
+        return [value for value, _ in self.records() if (value.cluster, value.node) == (cluster, node)]
+
+
+def comes(condition: Callable[[], object], within_s: float = WITHIN_S) -> bool:
+    """Whether something comes in time."""
+    deadline_s = time.monotonic() + within_s
+    while not condition():
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def until(condition: Callable[[], object], within_s: float = WITHIN_S) -> None:
+    """Wait for something that has to come."""
+    assert comes(condition, within_s)
+
+
+class Cluster:
+    """The servers, the replicas and the stream."""
+
+    def __init__(self, api: ApiServer, kafka: KafkaServer, directory: Path, stack: ExitStack) -> None:
+        self.api, self.kafka, self._directory, self._stack = api, kafka, directory, stack
+        self.workloads = Log(kafka, "gpu.workloads", NodeWorkloads)
+        self.ticks = Log(kafka, "gpu.attributed", AttributedSample)
+        stack.callback(self.workloads.close)
+        stack.callback(self.ticks.close)
+        self.replicas: dict[str, Gpustream] = {}
+        self._numbers = count()
+
+    def process(self, name: str, *arguments: str) -> Gpustream:
+        """A `gpustream` process, not started."""
+        process = Gpustream(self._directory / name, *arguments, "--kafka", self.kafka.address)
+        self._stack.callback(process.close)
+        return process
+
+    def replica(self) -> Gpustream:
+        """One more replica of the producer."""
+        identity = f"cluster-{next(self._numbers)}"
+        config = self.api.kubeconfig(token=self.api.service_account("gpustream", "cluster"))
+        options = ("--cluster", CLUSTER, "--lease", LEASE, "--identity", identity, "--node-labels", "rack")
+        self.replicas[identity] = self.process(
+            identity, "produce", "cluster", "--kubeconfig", str(config), *options
+        ).start()
+        return self.replicas[identity]
+
+    def lease(self) -> Json:
+        namespace, _, name = LEASE.partition("/")
+        spec: Json = self.api.get(f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases/{name}")["spec"]
+        return spec
+
+    def leader(self) -> Gpustream:
+        """The replica that leads."""
+        until(lambda: self.lease()["holderIdentity"] in self.replicas)
+        return self.replicas[self.lease()["holderIdentity"]]
+
+    def standby(self) -> Gpustream:
+        """The other one that runs."""
+        (found,) = [one for one in self.replicas.values() if one.running and one is not self.leader()]
+        return found
+
+    def node(self, name: str, **labels: str) -> str:
+        """A new node, whose name it gives."""
+        self.api.create({"apiVersion": "v1", "kind": "Node", "metadata": {"name": name, "labels": labels}})
+        return name
+
+    def told(self, node: str) -> dict[str, Pod]:
+        """The pods of a node's last record that run, by name."""
+        records = self.workloads.of(node)
+        return {pod.name: pod for pod in records[-1].pods if pod.ended_ms is None} if records else {}
+
+    def settle(self) -> None:
+        """Wait until each node's last record says what the API server says."""
+        if not comes(lambda: self._all_told() == there(self.api)):
+            assert self._all_told() == there(self.api)
+
+    def _all_told(self) -> dict[str, set[tuple[str, ...]]]:
+        last = {value.node: value for value, _ in self.workloads.records() if value.cluster == CLUSTER}
+        there_now = {node["metadata"]["name"] for node in self.api.get("/api/v1/nodes")["items"]}
+        return {
+            node: {
+                (pod.namespace, pod.name, pod.uid, pod.labels.get("app", ""))
+                for pod in record.pods
+                if pod.ended_ms is None
+            }
+            for node, record in last.items()
+            if node in there_now or any(pod.ended_ms is None for pod in record.pods)
+        }
+
+
+def there(api: ApiServer) -> dict[str, set[tuple[str, ...]]]:
+    """The GPU pods of each node as the API server has them."""
+    found: dict[str, set[tuple[str, ...]]] = {
+        node["metadata"]["name"]: set() for node in api.get("/api/v1/nodes")["items"]
+    }
+    for pod in api.get("/api/v1/pods")["items"]:
+        meta, node = pod["metadata"], pod["spec"].get("nodeName")
+        if node in found and has_gpus(pod["spec"]) and pod["status"]["phase"] not in {"Succeeded", "Failed"}:
+            found[node].add((meta["namespace"], meta["name"], meta["uid"], meta.get("labels", {}).get("app", "")))
+    return found
+
+
+def has_gpus(spec: Json) -> bool:
+    """Whether a pod's spec asks for GPUs."""
+    containers = spec["containers"] + spec.get("initContainers", [])
+    limits = [container.get("resources", {}).get("limits", {}) for container in containers]
+    return "resourceClaims" in spec or any("nvidia.com/gpu" in one for one in limits)
+
+
+def counted(process: Gpustream, metric: str, **labels: str) -> float:
+    """The sum of a metric of a process over the labels that are not given."""
+    families = text_string_to_metric_families(process.get("/metrics") or "")
+    return sum(
+        sample.value
+        for family in families
+        for sample in family.samples
+        if sample.name == metric and labels.items() <= sample.labels.items()
+    )
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """All of it, with two replicas of the producer."""
+    need(find_java, find_kafka, find_etcd, find_kube_apiserver, find_openssl, find_kustomize)
+    directory = tmp_path_factory.mktemp("cluster")
+    with ExitStack() as stack:
+        kafka, api = KafkaServer(directory / "kafka"), ApiServer(directory / "kubernetes")
+        with ThreadPoolExecutor(2) as starting:
+            for started in [starting.submit(stack.enter_context, server) for server in (kafka, api)]:
+                started.result()
+        asyncio.run(broker.create(kafka.address, partitions=4, replication_factor=1))
+        grant(api, directory)
+        define(api, "ray.io", *RAY)
+        define(api, "secret.example.com", "widgets")
+        made = Cluster(api, kafka, directory, stack)
+        made.process("stream", "stream", "attribution").start()
+        made.replica()
+        made.replica()
+        yield made
+
+
+def grant(api: ApiServer, directory: Path) -> None:
+    """Apply what the base and the custom-owners example let the producer do."""
+    overlay = directory / "overlay"
+    overlay.mkdir()
+    paths = {name: os.path.relpath(K8S / name, overlay.resolve()) for name in ("base", "components/custom-owners")}
+    said = {"resources": [paths["base"]], "components": [paths["components/custom-owners"]]}
+    (overlay / "kustomization.yaml").write_text(yaml.safe_dump(said))
+    things = [thing for thing in render(overlay) if thing["kind"] in RIGHTS]
+    assert {thing["kind"] for thing in things} == RIGHTS
+    for thing in things:
+        assert api.apply(thing).status == 201
+
+
+def define(api: ApiServer, group: str, *plurals: str) -> None:
+    """Custom resources whose kinds are named RayCluster for rayclusters, and so on."""
+    for plural in plurals:
+        kind = KINDS[plural]
+        schema = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+        version = {"name": "v1", "served": True, "storage": True, "schema": {"openAPIV3Schema": schema}}
+        names = {"plural": plural, "singular": plural[:-1], "kind": kind}
+        spec = {"group": group, "scope": "Namespaced", "names": names, "versions": [version]}
+        metadata = {"name": f"{plural}.{group}"}
+        crd = {"apiVersion": "apiextensions.k8s.io/v1", "kind": "CustomResourceDefinition"}
+        api.create({**crd, "metadata": metadata, "spec": spec})
+        until(lambda path=f"/apis/{group}/v1/{plural}": api.request("GET", path).status == 200)  # type: ignore[misc]
+
+
+KINDS = {"rayclusters": "RayCluster", "rayjobs": "RayJob", "widgets": "Widget"}
+API_VERSIONS = {
+    "ReplicaSet": "apps/v1",
+    "Deployment": "apps/v1",
+    "StatefulSet": "apps/v1",
+    "DaemonSet": "apps/v1",
+    "Job": "batch/v1",
+    "CronJob": "batch/v1",
+    "RayCluster": "ray.io/v1",
+    "RayJob": "ray.io/v1",
+    "Widget": "secret.example.com/v1",
+}
+"""The API version of every kind of owner here."""
+
+CONTAINER = {"name": "main", "image": "x", "resources": {"limits": {"nvidia.com/gpu": "1"}}}
+
+
+class Made(NamedTuple):
+    """An object that was made."""
+
+    kind: str
+    name: str
+    uid: str
+
+    @property
+    def reference(self) -> Json:
+        """As the controller of something."""
+        said = {"apiVersion": API_VERSIONS[self.kind], "kind": self.kind, "name": self.name, "uid": self.uid}
+        return {**said, "controller": True}
+
+
+def owner(api: ApiServer, namespace: str, kind: str, name: str, above: Made | None = None) -> Made:
+    """An owner of pods, and what controls it."""
+    metadata: Json = {"name": name, "namespace": namespace, "ownerReferences": [above.reference] if above else []}
+    labels = {"app": name}
+    pods = {"restartPolicy": "Never" if "Job" in kind else "Always", "containers": [CONTAINER]}
+    template: Json = {"template": {"metadata": {"labels": labels}, "spec": pods}}
+    specs: dict[str, Json] = {
+        "Job": template,
+        "CronJob": {"schedule": "0 * * * *", "jobTemplate": {"spec": template}},
+        "RayCluster": {},
+        "RayJob": {},
+        "Widget": {},
+    }
+    spec = specs.get(kind, {**template, "selector": {"matchLabels": labels}})
+    made = api.create({"apiVersion": API_VERSIONS[kind], "kind": kind, "metadata": metadata, "spec": spec})
+    return Made(kind, name, made["metadata"]["uid"])
+
+
+def owners(api: ApiServer, namespace: str, name: str, *kinds: str) -> list[Made]:
+    """A chain of owners, from the top downward; it is given from the bottom upward."""
+    chain: list[Made] = []
+    for level, kind in enumerate(kinds):
+        chain.append(owner(api, namespace, kind, f"{name}-{level}", chain[-1] if chain else None))
+    return chain[::-1]
+
+
+def pod(api: ApiServer, namespace: str, name: str, node: str | None, above: Made | None = None, **more: Any) -> str:
+    """A GPU pod that runs, whose uid it gives. ``labels`` and ``annotations`` go to its metadata, the rest to its
+    spec."""
+    metadata: Json = {key: more.pop(key) for key in ("labels", "annotations") if key in more}
+    metadata |= {"name": name, "namespace": namespace, "ownerReferences": [above.reference] if above else []}
+    spec = {"containers": [CONTAINER], **({"nodeName": node} if node else {}), **more}
+    made = api.create({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec})
+    if node:
+        now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        api.patch(f"/api/v1/namespaces/{namespace}/pods/{name}", running(now), status=True)
+    return str(made["metadata"]["uid"])
+
+
+def running(since: str) -> Json:
+    """What a kubelet says of a pod that it began to run."""
+    return {"status": {"phase": "Running", "startTime": since}}
+
+
+def delete_pod(api: ApiServer, namespace: str, name: str) -> None:
+    api.delete(f"/api/v1/namespaces/{namespace}/pods/{name}")
+
+
+def chain_of(told: Pod) -> list[Made]:
+    """The owners of a pod in a record."""
+    assert all(one.api_version == API_VERSIONS[one.kind] for one in told.owners)
+    return [Made(one.kind, one.name, one.uid or "") for one in told.owners]
+
+
+# -- nodes
+
+
+class Node:
+    """A node's producer in little: a tick of all GPUs now and then, and to which pod each is given."""
+
+    def __init__(self, kafka: KafkaServer, name: str, gpus: int) -> None:
+        self._kafka, self.name = kafka.address, name
+        self.gpus = [f"GPU-{uuid4()}" for _ in range(gpus)]
+        self.containers: list[Json] = []
+
+    def give(self, *pods: tuple[str, str]) -> None:
+        """The first GPU is the first pod's, and so on, as the kubelet says."""
+        self.containers = [
+            {
+                "namespace": namespace,
+                "pod": name,
+                "container": "main",
+                "resource": "nvidia.com/gpu",
+                "device_ids": [uuid],
+                "claims": [],
+            }
+            for uuid, (namespace, name) in zip(self.gpus, pods, strict=False)
+        ]
+
+    def tick(self) -> int:
+        """One tick, in the log when it returns; its time."""
+        return asyncio.run(self._ticks(lambda: False))
+
+    @contextlib.contextmanager
+    def ticking(self) -> Iterator[None]:
+        """A tick each 0.5 s for as long as this is entered."""
+        stop = threading.Event()
+        thread = threading.Thread(target=lambda: asyncio.run(self._ticks(lambda: not stop.is_set())))
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join()
+
+    async def _ticks(self, goes_on: Callable[[], bool]) -> int:
+        """At least one tick; the time of the last."""
+        sender = Sender(self._kafka, client_id="node")
+        await sender.start()
+        instruments, run_id = Instruments(shared.INSTRUMENTS), now_ms()
+        publisher = NodePublisher(sender, instruments, cluster=CLUSTER, node=self.name, run_id=run_id)
+        sending = asyncio.create_task(publisher.run())
+        ts_ms = self._publish(publisher)
+        while goes_on():
+            await asyncio.sleep(TICK_S)
+            ts_ms = self._publish(publisher)
+        assert await publisher.drain(20) == 0
+        sending.cancel()
+        await sender.stop()
+        return ts_ms
+
+    def _publish(self, publisher: NodePublisher) -> int:
+        ts_ms = now_ms()
+        devices = [{"uuid": uuid, "index": index, "metrics": {}} for index, uuid in enumerate(self.gpus)]
+        publisher.publish(ts_ms, devices, self.containers)
+        return ts_ms
+
+
+def holders(cluster: Cluster, node: Node) -> list[Holder | None]:
+    """Who holds each GPU of a node now, as its tick says."""
+    ts_ms = node.tick()
+    until(lambda: any(tick.ts_ms == ts_ms for tick in cluster.ticks.of(node.name)))
+    (tick,) = [tick for tick in cluster.ticks.of(node.name) if tick.ts_ms == ts_ms]
+    assert tick.attribution == "exact"
+    return [device.holders[0] if device.holders else None for device in tick.devices]
+
+
+def now_ms() -> int:
+    return time.time_ns() // 1_000_000
+
+
+# -- owners
+
+
+CHAINS = {
+    "deployment": ("Deployment", "ReplicaSet"),
+    "cronjob": ("CronJob", "Job"),
+    "job": ("Job",),
+    "statefulset": ("StatefulSet",),
+    "daemonset": ("DaemonSet",),
+    "ray": ("RayCluster",),
+    "rayjob": ("RayJob", "RayCluster"),
+    "rayjob-of-jobs": ("RayJob", "Job"),
+    "forbidden": ("Widget",),
+    "half-forbidden": ("Widget", "StatefulSet"),
+}
+"""Owners from the top downward."""
+
+
+@pytest.fixture(scope="module")
+def owned(cluster: Cluster) -> dict[str, list[Made]]:
+    """A pod on the node ``owned`` for each chain, and one without; the owners by the pod's name, from it upward."""
+    node, made = cluster.node("owned"), dict[str, list[Made]]()
+    cluster.api.namespace("owned")
+    pod(cluster.api, "owned", "bare", node)
+    made["bare"] = []
+    for name, kinds in CHAINS.items():
+        made[name] = owners(cluster.api, "owned", name, *kinds)
+        pod(cluster.api, "owned", name, node, made[name][0])
+    until(lambda: set(cluster.told("owned")) == set(made))
+    until(lambda: all(len(cluster.told("owned")[name].owners) >= len(chain) for name, chain in made.items()))
+    return made
+
+
+def test_a_pod_has_the_owners_that_it_has_up_to_the_top(cluster: Cluster, owned: dict[str, list[Made]]) -> None:
+    assert {name: chain_of(told) for name, told in cluster.told("owned").items()} == owned
+
+
+def test_what_is_above_a_kind_that_may_not_be_read_is_not_known_and_that_is_logged_once(
+    cluster: Cluster, owned: dict[str, list[Made]]
+) -> None:
+    hidden = owners(cluster.api, "owned", "hidden", "RayJob", "Widget")
+    pod(cluster.api, "owned", "hidden", "owned", hidden[0])
+    until(lambda: "hidden" in cluster.told("owned"))
+    cluster.settle()
+    assert chain_of(cluster.told("owned")["hidden"]) == hidden[:1]
+    for process in cluster.replicas.values():
+        until(lambda one=process: counted(one, own.OWNER_REQUESTS, kind="Widget", result="forbidden") >= 1)  # type: ignore[misc]
+        said = process.log.read_text().splitlines()
+        assert len([line for line in said if "Widget of secret.example.com/v1: not to be read" in line]) == 1
+
+
+TOPS = {
+    "bare": ("Pod", "bare"),
+    "deployment": ("Deployment", "deployment-0"),
+    "cronjob": ("CronJob", "cronjob-0"),
+    "job": ("Job", "job-0"),
+    "statefulset": ("StatefulSet", "statefulset-0"),
+    "daemonset": ("DaemonSet", "daemonset-0"),
+    "ray": ("RayCluster", "ray-0"),
+    "rayjob": ("RayJob", "rayjob-0"),
+    "rayjob-of-jobs": ("RayJob", "rayjob-of-jobs-0"),
+    "forbidden": ("Widget", "forbidden-0"),
+    "half-forbidden": ("Widget", "half-forbidden-0"),
+}
+NAMED = {
+    "deployment": (None, None, "deployment-0"),
+    "cronjob": ("cronjob-1", None, None),
+    "job": ("job-0", None, None),
+    "statefulset": (None, "statefulset-0", None),
+    "rayjob-of-jobs": ("rayjob-of-jobs-1", None, None),
+    "half-forbidden": (None, "half-forbidden-1", None),
+}
+"""The Job, StatefulSet and Deployment of the pods that have one of them."""
+
+
+def test_a_tick_names_the_workload_of_each_of_them(cluster: Cluster, owned: dict[str, list[Made]]) -> None:
+    node, names = Node(cluster.kafka, "owned", len(owned)), list(owned)
+    node.give(*(("owned", name) for name in names))
+    uids = {name: told.uid for name, told in cluster.told("owned").items()}
+    found = dict(zip(names, holders(cluster, node), strict=True))
+    assert {name: (one.pod, one.pod_uid) for name, one in found.items() if one} == {
+        name: (name, uids[name]) for name in names
+    }
+    assert {name: one.workload for name, one in found.items() if one} == {
+        name: Workload(*top) for name, top in TOPS.items()
+    }
+    assert {name: (one.job, one.statefulset, one.deployment) for name, one in found.items() if one} == {
+        name: NAMED.get(name, (None, None, None)) for name in names
+    }
+
+
+def test_a_chain_ends_at_an_owner_that_is_gone_at_a_loop_and_at_the_deepest_level(cluster: Cluster) -> None:
+    api, node = cluster.api, cluster.node("ends")
+    api.namespace("ends")
+    gone = Made("ReplicaSet", "gone", str(uuid4()))
+    another = Made("RayJob", owner(api, "ends", "RayJob", "another").name, str(uuid4()))
+    below = owner(api, "ends", "RayCluster", "below", another)
+    deep = owners(api, "ends", "deep", *["RayJob", "RayCluster"] * DEEPEST)
+    loop = owners(api, "ends", "loop", "RayJob", "RayCluster")
+    path = f"/apis/ray.io/v1/namespaces/ends/rayjobs/{loop[1].name}"
+    api.patch(path, {"metadata": {"ownerReferences": [loop[0].reference]}})
+    expected = {"gone": [gone], "another": [below, another], "deep": deep[:DEEPEST], "loop": loop}
+    for name, chain in expected.items():
+        pod(api, "ends", name, node, chain[0])
+    until(lambda: all(len(told.owners) >= len(expected[name]) for name, told in cluster.told("ends").items()))
+    cluster.settle()
+    assert {name: chain_of(told) for name, told in cluster.told("ends").items()} == expected
+    assert counted(cluster.leader(), own.OWNER_REQUESTS, kind="ReplicaSet", result="gone") == 1
+    assert counted(cluster.leader(), own.OWNER_REQUESTS, kind="RayJob", result="gone") == 1
+
+
+# -- labels, annotations, devices
+
+
+def test_of_labels_and_annotations_what_is_allowed_is_told_and_follows_every_change(cluster: Cluster) -> None:
+    api, node = cluster.api, Node(cluster.kafka, "labelled", 1)
+    labels = {"topology.kubernetes.io/zone": "z", "nvidia.com/gpu.product": "H100", "rack": "r1", "other": "x"}
+    cluster.node("labelled", **labels)
+    namespace = {"name": "labelled", "labels": {"team": "research", "gpustream.dev/tier": "gold", "other": "x"}}
+    api.create({"apiVersion": "v1", "kind": "Namespace", "metadata": namespace})
+    said = {"app": "bert", "app.kubernetes.io/part-of": "nlp", "kueue.x-k8s.io/queue-name": "q", "other": "x"}
+    notes = {"gpustream.dev/note": "ünïcode \"' \\", "kubectl.kubernetes.io/last-applied-configuration": "{}"}
+    pod(api, "labelled", "bert", "labelled", labels=said, annotations=notes)
+    until(lambda: "bert" in cluster.told("labelled"))
+    told = cluster.told("labelled")["bert"]
+    assert told.labels == {"app": "bert", "app.kubernetes.io/part-of": "nlp", "kueue.x-k8s.io/queue-name": "q"}
+    assert told.annotations == {"gpustream.dev/note": "ünïcode \"' \\"}
+    assert told.namespace_labels == {"team": "research", "gpustream.dev/tier": "gold"}
+    shown = {name: label for name, label in labels.items() if name != "other"}
+    assert cluster.workloads.of("labelled")[-1].node_labels == shown
+
+    node.give(("labelled", "bert"))
+    (holder,) = holders(cluster, node)
+    assert holder is not None
+    assert (holder.labels, holder.annotations, holder.namespace_labels) == (
+        told.labels,
+        told.annotations,
+        told.namespace_labels,
+    )
+    api.patch("/api/v1/namespaces/labelled/pods/bert", {"metadata": {"labels": {"app": "gpt", "team": "a"}}})
+    until(lambda: cluster.told("labelled")["bert"].labels["app"] == "gpt")
+    api.patch("/api/v1/namespaces/labelled", {"metadata": {"labels": {"team": "product"}}})
+    until(lambda: cluster.told("labelled")["bert"].namespace_labels["team"] == "product")
+    api.patch("/api/v1/nodes/labelled", {"metadata": {"labels": {"rack": None}}})
+    until(lambda: "rack" not in cluster.workloads.of("labelled")[-1].node_labels)
+    assert [tick.node_labels for tick in cluster.ticks.of("labelled")] == [shown]
+    (holder,) = holders(cluster, node)
+    assert holder is not None
+    assert (holder.labels["app"], holder.labels["team"], holder.namespace_labels["team"]) == ("gpt", "a", "product")
+    assert "rack" not in cluster.ticks.of("labelled")[-1].node_labels
+
+
+def test_however_much_a_tenant_writes_a_bounded_part_is_told_and_nobody_else_loses_anything(cluster: Cluster) -> None:
+    api, node = cluster.api, cluster.node("flooded")
+    api.namespace("flooded")
+    cut = counted(cluster.leader(), own.CUT)
+    labels = {f"app.kubernetes.io/l-{number:05}": "x" for number in range(10_000)}
+    pod(api, "flooded", "labels", node, labels=labels)
+    until(lambda: counted(cluster.leader(), own.CUT) == cut + 10_000 - LABEL_BOUNDS.entries)
+    pod(api, "flooded", "note", node, annotations={"gpustream.dev/note": "ü" * 100_000}, labels={"app": "note"})
+    until(lambda: counted(cluster.leader(), own.CUT) == cut + 10_000 - LABEL_BOUNDS.entries + 1)
+    pod(api, "flooded", "after", node, labels={"app": "after"})
+    until(lambda: set(cluster.told("flooded")) == {"labels", "note", "after"})
+    told = cluster.told("flooded")
+    assert list(told["labels"].labels) == sorted(labels)[: LABEL_BOUNDS.entries]
+    assert told["note"].annotations == {"gpustream.dev/note": "ü" * (ANNOTATION_BOUNDS.value_bytes // 2)}
+    assert (told["note"].labels, told["after"].labels) == ({"app": "note"}, {"app": "after"})
+    delete_pod(api, "flooded", "labels")
+    cluster.settle()
+
+
+def test_only_gpu_pods_that_a_node_has_are_told_of_from_the_binding_to_the_end(cluster: Cluster) -> None:
+    api, node = cluster.api, cluster.node("bound")
+    api.namespace("bound")
+    pod(api, "bound", "pending", None)
+    pod(api, "bound", "no-gpu", node, containers=[{"name": "main", "image": "x"}])
+    sidecar = {**CONTAINER, "name": "sidecar", "restartPolicy": "Always"}
+    plain = [{"name": "main", "image": "x"}]
+    pod(api, "bound", "sidecar", node, containers=plain, initContainers=[sidecar])
+    until(lambda: set(cluster.told("bound")) == {"sidecar"})
+    cluster.settle()
+    api.bind("bound", "pending", node)
+    until(lambda: set(cluster.told("bound")) == {"sidecar", "pending"})
+    ended = {"terminated": {"exitCode": 0, "finishedAt": "2026-01-02T03:04:05Z"}}
+    status = {"phase": "Succeeded", "startTime": "2026-01-02T03:00:00Z"}
+    containers = [{"name": "main", "image": "x", "imageID": "", "ready": False, "restartCount": 0, "state": ended}]
+    api.patch(
+        "/api/v1/namespaces/bound/pods/pending", {"status": {**status, "containerStatuses": containers}}, status=True
+    )
+    until(lambda: set(cluster.told("bound")) == {"sidecar"})
+    (over,) = [pod for pod in cluster.workloads.of("bound")[-1].pods if pod.ended_ms is not None]
+    assert (over.name, over.phase, over.started_ms, over.ended_ms) == (
+        "pending",
+        "Succeeded",
+        1_767_322_800_000,
+        1_767_323_045_000,
+    )
+
+
+def test_a_node_that_is_removed_has_a_last_record_in_which_its_pods_ended(cluster: Cluster) -> None:
+    api, node = cluster.api, cluster.node("removed")
+    api.namespace("removed")
+    uid = pod(api, "removed", "p", node)
+    until(lambda: "p" in cluster.told("removed"))
+    before_ms = now_ms()
+    api.delete("/api/v1/nodes/removed")
+    until(lambda: not cluster.told("removed"))
+    (ended,) = cluster.workloads.of("removed")[-1].pods
+    assert ended.uid == uid
+    assert ended.ended_ms is not None
+    assert before_ms <= ended.ended_ms <= now_ms()
+    records = len(cluster.workloads.of("removed"))
+    delete_pod(api, "removed", "p")
+    cluster.node("removed")
+    until(lambda: len(cluster.workloads.of("removed")) > records)
+    again = cluster.workloads.of("removed")[-1]
+    assert [pod.ended_ms is None for pod in again.pods if pod.uid == uid] in ([], [False])
+    seqs = [record.seq for record in cluster.workloads.of("removed")]
+    assert seqs == sorted(set(seqs))
+
+
+def test_the_devices_of_resource_claims_are_told_with_their_uuids_and_a_tick_names_their_pod(cluster: Cluster) -> None:
+    api, node = cluster.api, Node(cluster.kafka, "dra", 2)
+    api.namespace("dra")
+    cluster.node("dra")
+    for driver, uuids in (("gpu.nvidia.com", node.gpus), ("nic.example.com", ["NIC-1"])):
+        devices = [
+            {"name": f"gpu-{index}", "attributes": {"uuid": {"string": uuid}, "index": {"int": index}}}
+            for index, uuid in enumerate(uuids)
+        ]
+        pool = {"name": "dra", "generation": 1, "resourceSliceCount": 1}
+        spec = {"driver": driver, "nodeName": "dra", "pool": pool, "devices": devices}
+        slice_of = {"apiVersion": "resource.k8s.io/v1", "kind": "ResourceSlice"}
+        api.create({**slice_of, "metadata": {"name": f"dra-{driver}"}, "spec": spec})
+    claims = [{"name": "gpu", "resourceClaimName": "one-gpu"}]
+    plain = [{"name": "main", "image": "x", "resources": {"claims": [{"name": "gpu"}]}}]
+    uid = pod(api, "dra", "claims", "dra", containers=plain, resourceClaims=claims)
+    until(lambda: "claims" in cluster.told("dra") and cluster.workloads.of("dra")[-1].dra_devices)
+    cluster.settle()
+    found = cluster.workloads.of("dra")[-1].dra_devices
+    assert [(one.driver, one.pool, one.device, one.uuid) for one in found] == [
+        ("gpu.nvidia.com", "dra", f"gpu-{index}", uuid) for index, uuid in enumerate(node.gpus)
+    ]
+    claim = {"claim": "one-gpu", "namespace": "dra", "driver": "gpu.nvidia.com", "pool": "dra", "device": "gpu-1"}
+    node.containers = [
+        {
+            "namespace": "dra",
+            "pod": "claims",
+            "container": "main",
+            "resource": None,
+            "device_ids": [],
+            "claims": [claim],
+        }
+    ]
+    free, held = holders(cluster, node)
+    assert free is None
+    assert held is not None
+    assert (held.pod, held.pod_uid) == ("claims", uid)
+    api.delete("/apis/resource.k8s.io/v1/resourceslices/dra-gpu.nvidia.com")
+    until(lambda: not cluster.workloads.of("dra")[-1].dra_devices)
+    assert set(cluster.told("dra")) == {"claims"}
+
+
+# -- pods that come back
+
+
+class Life(NamedTuple):
+    """A pod under its name: its uid, and from when to when it was there."""
+
+    uid: str
+    began_ms: int
+    ended_ms: int
+
+
+def test_the_ticks_of_a_pod_that_comes_back_under_its_name_are_booked_to_the_right_uid(cluster: Cluster) -> None:
+    """But for ticks within 2 s of the change. The kubelet says the same before and after, or nothing for a while."""
+    api, node = cluster.api, Node(cluster.kafka, "returning", 1)
+    api.namespace("returning")
+    cluster.node("returning")
+    controller = owner(api, "returning", "StatefulSet", "web")
+    lives: list[Life] = []
+    with node.ticking():
+        for away_s in (0.0, 0.0, 1.2, 0.0):
+            began_ms = now_ms()
+            uid = pod(api, "returning", "web-0", "returning", controller, labels={"app": "web"})
+            node.give(("returning", "web-0"))
+            time.sleep(LIFE_S)
+            delete_pod(api, "returning", "web-0")
+            lives.append(Life(uid, began_ms, now_ms()))
+            if away_s:
+                node.give()
+                time.sleep(away_s)
+    last_ms = lives[-1].ended_ms - NEAR_MS
+    until(lambda: cluster.ticks.of("returning")[-1].ts_ms >= last_ms)
+    booked = [
+        (life, tick.devices[0].holders[0])
+        for tick in cluster.ticks.of("returning")
+        for life in lives
+        if life.began_ms + NEAR_MS <= tick.ts_ms <= life.ended_ms - NEAR_MS
+    ]
+    assert len(booked) >= len(lives) * (LIFE_S - 2 * NEAR_MS / 1000) / TICK_S / 2
+    assert {life.uid: {holder.pod_uid for one, holder in booked if one is life} for life in lives} == {
+        life.uid: {life.uid} for life in lives
+    }
+    described = {(one.statefulset, one.workload, tuple(one.labels.items())) for _, one in booked}
+    assert described == {("web", Workload("StatefulSet", "web"), (("app", "web"),))}
+    near = [tick for tick in cluster.ticks.of("returning") if tick.ts_ms >= lives[0].began_ms]
+    uids = {holder.pod_uid for tick in near for holder in tick.devices[0].holders}
+    assert uids - {None} == {life.uid for life in lives}
