@@ -248,7 +248,7 @@ class Sender:
             except KafkaError as error:
                 await _let_go(producer)
                 if attempt == 0:
-                    log.warning("%s: %s; trying again", self._settings["bootstrap_servers"], describe(error))
+                    log.warning("no Kafka broker answers: %s; trying again", describe(error))
                 await asyncio.sleep(_BACKOFF_S[min(attempt, len(_BACKOFF_S) - 1)])
                 attempt += 1
             except BaseException:
@@ -259,8 +259,9 @@ class Sender:
 
 
 def describe(error: BaseException) -> str:
-    """One line that names an error and what it says."""
-    return f"{type(error).__name__}: {error}".strip(": ")
+    """One line that names an error, once, and what it says."""
+    name, text = type(error).__name__, str(error)
+    return text if text.startswith(name) else f"{name}: {text}".strip(": ")
 
 
 def _refused(error: KafkaError, attempt: int) -> bool:
