@@ -11,7 +11,7 @@ import http.client
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import count
@@ -26,6 +26,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from producers import instruments as shared
 from producers.cluster import instruments as own
+from producers.cluster.lease import DURATION_S
 from producers.cluster.owners import DEEPEST
 from producers.cluster.selection import ANNOTATION_BOUNDS, LABEL_BOUNDS
 from producers.publisher import NodePublisher
@@ -729,3 +730,175 @@ def test_the_ticks_of_a_pod_that_comes_back_under_its_name_are_booked_to_the_rig
     near = [tick for tick in cluster.ticks.of("returning") if tick.ts_ms >= lives[0].began_ms]
     uids = {holder.pod_uid for tick in near for holder in tick.devices[0].holders}
     assert uids - {None} == {life.uid for life in lives}
+
+
+# -- an API server that goes away
+
+
+class Churn:
+    """Pods of some nodes that come, change and go, whether the API server is there or not."""
+
+    def __init__(self, api: ApiServer, namespace: str, nodes: Sequence[str]) -> None:
+        self._api, self._namespace, self._nodes = api, namespace, nodes
+        self.done = 0
+
+    @contextlib.contextmanager
+    def going(self) -> Iterator[None]:
+        """Goes on for as long as this is entered."""
+        stop = threading.Event()
+        thread = threading.Thread(target=self._run, args=(stop,))
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join()
+
+    def turn(self, times: int) -> None:
+        """So many changes of each kind."""
+        for _ in range(times):
+            self._change()
+
+    def _run(self, stop: threading.Event) -> None:
+        while not stop.wait(0.02):
+            with contextlib.suppress(*AWAY):
+                self._change()
+
+    def _change(self) -> None:
+        """Pod n is made, n-1 gets another label, and n-2 to n-3 go, in pairs; an answer that was lost does no harm."""
+        number = self.done = self.done + 1
+        path = f"/api/v1/namespaces/{self._namespace}/pods"
+        node = self._nodes[number % len(self._nodes)]
+        with contextlib.suppress(Denied):
+            pod(self._api, self._namespace, f"p-{number}", node, labels={"app": "new"})
+        with contextlib.suppress(Denied):
+            self._api.patch(f"{path}/p-{number - 1}", {"metadata": {"labels": {"app": f"changed-{number}"}}})
+        with contextlib.suppress(Denied):
+            delete_pod(self._api, self._namespace, f"p-{number - 5}")
+
+
+@pytest.fixture(scope="module")
+def churn(cluster: Cluster) -> Churn:
+    """Changes on four nodes."""
+    cluster.api.namespace("churn")
+    return Churn(cluster.api, "churn", [cluster.node(f"churn-{number}") for number in range(4)])
+
+
+@pytest.mark.parametrize("end", ["stop", "kill9"])
+def test_nothing_is_lost_while_pods_change_and_the_api_server_is_started_again(
+    cluster: Cluster, churn: Churn, end: str
+) -> None:
+    restarts = {one: counted(one, own.RESTARTS, resource="pods") for one in cluster.replicas.values()}
+    with churn.going():
+        until(lambda done=churn.done: churn.done > done + 10)  # type: ignore[misc]
+        getattr(cluster.api, end)()
+        cluster.api.start()
+        until(lambda done=churn.done: churn.done > done + 10)  # type: ignore[misc]
+    cluster.settle()
+    assert len(there(cluster.api)["churn-1"]) >= 1
+    for one, before in restarts.items():
+        assert counted(one, own.RESTARTS, resource="pods") > before
+        until(one.ready)
+
+
+def test_nothing_is_lost_where_the_changes_meanwhile_were_compacted_away(cluster: Cluster, churn: Churn) -> None:
+    replicas = list(cluster.replicas.values())
+    churn.turn(8)
+    cluster.settle()
+    expired = [counted(one, own.RESTARTS, resource="pods", reason="expired") for one in replicas]
+    for one in replicas:
+        one.sigstop()
+    churn.turn(8)
+    cluster.api.delete(f"/api/v1/nodes/{cluster.node('short-lived')}")
+    cluster.api.etcd.compact()
+    cluster.api.kill9()
+    cluster.api.start()
+    for one in replicas:
+        one.sigcont()
+    cluster.settle()
+    for one, before in zip(replicas, expired, strict=True):
+        until(lambda one=one, before=before: counted(one, own.RESTARTS, resource="pods", reason="expired") > before)  # type: ignore[misc]
+    churn.turn(3)
+    cluster.settle()
+
+
+# -- who leads
+
+
+def epochs(cluster: Cluster, node: str) -> list[int]:
+    """The epochs of a node's records, in the log's order."""
+    return [record.epoch for record in cluster.workloads.of(node)]
+
+
+def since(cluster: Cluster, epoch: int) -> list[Record[NodeWorkloads]]:
+    """The records of later epochs."""
+    return [record for record in cluster.workloads.records() if record.value.epoch > epoch]
+
+
+def epoch_now(cluster: Cluster) -> int:
+    """The highest epoch that was told."""
+    return max(value.epoch for value, _ in cluster.workloads.records())
+
+
+def test_a_leader_that_is_killed_is_followed_within_15_s_without_a_node_missing(cluster: Cluster, churn: Churn) -> None:
+    churn.turn(5)
+    cluster.settle()
+    leader, before = cluster.leader(), epoch_now(cluster)
+    killed_ms = now_ms()
+    leader.kill9()
+    cluster.replicas = {name: one for name, one in cluster.replicas.items() if one is not leader}
+    churn.turn(5)
+    until(lambda: {value.node for value, _ in since(cluster, before)} >= there(cluster.api).keys())
+    cluster.settle()
+    told = since(cluster, before)
+    assert len({value.epoch for value, _ in told}) == 1
+    assert min(ts_ms for _, ts_ms in told) - killed_ms < TAKEN_OVER_WITHIN_S * 1000
+    cluster.replica()
+
+
+def test_a_leader_that_is_paused_past_its_lease_tells_nothing_that_a_reader_takes(
+    cluster: Cluster, churn: Churn
+) -> None:
+    api, node = cluster.api, Node(cluster.kafka, "paused", 1)
+    api.namespace("paused")
+    cluster.node("paused")
+    node.give(("paused", "web-0"))
+    old = pod(api, "paused", "web-0", "paused", labels={"app": "old"})
+    churn.turn(5)
+    cluster.settle()
+    (holder,) = holders(cluster, node)
+    assert holder is not None
+    assert holder.pod_uid == old
+
+    paused, standby, before = cluster.leader(), cluster.standby(), epoch_now(cluster)
+    paused.sigstop()
+    until(lambda: counted(standby, own.LEADING) == 1)
+    delete_pod(api, "paused", "web-0")
+    new = pod(api, "paused", "web-0", "paused", labels={"app": "new"})
+    churn.turn(20)
+    cluster.settle()
+    with churn.going():
+        paused.sigcont()
+        until(lambda: counted(paused, own.TRANSITIONS, to="standby") >= 1)
+        assert "no longer leading" in paused.log.read_text()
+        until(lambda done=churn.done: churn.done > done + 20)  # type: ignore[misc]
+    cluster.settle()
+    assert cluster.leader() is standby
+    assert {value.epoch for value, _ in since(cluster, before)} == {epoch_now(cluster)}
+    assert all(max(epochs(cluster, name)) == epoch_now(cluster) for name in there(api))
+    time.sleep(NEAR_MS / 1000)
+    (holder,) = holders(cluster, node)
+    assert holder is not None
+    assert (holder.pod_uid, holder.labels) == (new, {"app": "new"})
+
+
+def test_a_clean_stop_hands_over_at_once(cluster: Cluster, churn: Churn) -> None:
+    churn.turn(5)
+    cluster.settle()
+    leader, before, began_ms = cluster.leader(), epoch_now(cluster), now_ms()
+    leader.stop()
+    cluster.replicas = {name: one for name, one in cluster.replicas.items() if one is not leader}
+    assert leader.returncode == 0
+    until(lambda: {value.node for value, _ in since(cluster, before)} >= there(cluster.api).keys())
+    assert min(ts_ms for _, ts_ms in since(cluster, before)) - began_ms < DURATION_S * 1000 / 2
+    cluster.settle()
