@@ -3,8 +3,9 @@
 In: an owner reference, as a tenant's pod may have it; the API server's metadata of the owner. Out: the owner's own
 controller, or that there is none, or when to ask again.
 State: the kinds of each API group, the kinds that may not be read, and the groups that are left alone for a while.
-On failure: what may not be read, or makes no sense, is tried again after ten minutes; an API that is away with growing
-pauses, each group for itself.
+On failure: what may not be read is tried again with pauses that grow to ten minutes, for an API server that has just
+started refuses what it allows later; what makes no sense after ten minutes; an API that is away with growing pauses,
+each group for itself.
 """
 
 import asyncio
@@ -28,7 +29,10 @@ from topics.workloads import Owner
 log = logging.getLogger(__name__)
 
 AGAIN_S = 600.0
-"""After how long to ask again what may not be read, or is not known."""
+"""After how long to ask again what is not known, and at most what may not be read."""
+
+REFUSED_S = 5.0
+"""After how long to ask again what may not be read, the first time; the pause grows fourfold with each refusal."""
 
 NEW_KIND_S = 30.0
 """After how long a kind that an API group did not have may be there."""
@@ -104,13 +108,20 @@ class _Group:
     slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(AT_ONCE))
 
 
+class _Refusal(NamedTuple):
+    """That a kind may not be read in a namespace: when that was said, and how long it is believed."""
+
+    at_s: float
+    pause_s: float
+
+
 class Asking:
     """Asks for owners, several of one API group at the same time, but not many."""
 
     def __init__(self, api: Requests, instruments: Instruments, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._api, self._instruments, self._clock = api, instruments, clock
         self._groups: dict[str, _Group] = {}
-        self._refused: dict[tuple[str, str, str], float] = {}
+        self._refused: dict[tuple[str, str, str], _Refusal] = {}
         self._told_of: set[tuple[str, str]] = set()
 
     async def above(self, owner: Owner, namespace: str) -> Link:
@@ -120,11 +131,10 @@ class Asking:
             return TOP
         if not _GROUP_VERSION.fullmatch(owner.api_version) or not _NAME.fullmatch(owner.name):
             return self._ended(owner, "malformed", None)
-        if (wait_s := self._refused.get((*kind, namespace), 0.0) - self._clock()) > 0:
-            return Link(None, wait_s)
         group = self._group(owner.api_version)
         async with group.slots:
-            if (wait_s := group.paused_until_s - self._clock()) > 0:
+            wait_s = max(group.paused_until_s - self._clock(), self._refused_for_s((*kind, namespace)))
+            if wait_s > 0:
                 return Link(None, _spread(wait_s))
             try:
                 return await self._ask_now(group, owner, namespace)
@@ -178,6 +188,7 @@ class Asking:
         if meta.uid != owner.uid:
             return self._ended(owner, "gone", None)
         self._count(owner, "ok")
+        self._refused.pop((owner.api_version, owner.kind, namespace), None)
         above = controller(meta)
         return Link(as_owner(above)) if above else TOP
 
@@ -186,20 +197,28 @@ class Asking:
         if answer.status in (401, 408, 429) or answer.status >= 500:
             return self._away(group, owner, answer.retry_after_s)
         kind = (owner.api_version, owner.kind)
-        self._forget_refusals()
-        self._refused.pop((*kind, namespace), None)
-        self._refused[*kind, namespace] = self._clock() + AGAIN_S
+        pause_s = self._refuse((*kind, namespace))
         if kind not in self._told_of and len(self._told_of) < MOST_GROUPS:
             self._told_of.add(kind)
             reason = f"HTTP {answer.status}"
             log.warning("%s of %s: not to be read (%s); owner chains end there", owner.kind, owner.api_version, reason)
-        return self._ended(owner, "forbidden" if answer.status == 403 else "refused", AGAIN_S)
+        return self._ended(owner, "forbidden" if answer.status == 403 else "refused", pause_s)
 
-    def _forget_refusals(self) -> None:
-        """Forget the refusals that are over, so that there are never more than were met in ten minutes."""
-        now_s = self._clock()
-        while self._refused and next(iter(self._refused.values())) <= now_s:
-            del self._refused[next(iter(self._refused))]
+    def _refused_for_s(self, key: tuple[str, str, str]) -> float:
+        """For how long a refusal is still believed; 0 or less: it is not."""
+        refusal = self._refused.get(key)
+        return refusal.at_s + refusal.pause_s - self._clock() if refusal else 0.0
+
+    def _refuse(self, key: tuple[str, str, str]) -> float:
+        """Note a refusal; how long it is believed. Those of long ago are forgotten, so that they never grow many."""
+        now_s, before = self._clock(), self._refused.pop(key, None)
+        while self._refused and (oldest := next(iter(self._refused.items())))[1].at_s + 2 * AGAIN_S <= now_s:
+            del self._refused[oldest[0]]
+        pause_s = min(AGAIN_S, 4 * before.pause_s) if before else REFUSED_S
+        if before and before.at_s + before.pause_s > now_s:  # several were asked for at once
+            now_s, pause_s = before
+        self._refused[key] = _Refusal(now_s, pause_s)
+        return pause_s
 
     def _away(self, group: _Group, owner: Owner, retry_after_s: float | None) -> Link:
         """Leave the API group alone for a while."""

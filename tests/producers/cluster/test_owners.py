@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from producers.cluster import instruments as names
 from producers.cluster.api import Answer, Unreachable
-from producers.cluster.asking import AGAIN_S, AT_ONCE, LONGEST_PAUSE_S, NEW_KIND_S
+from producers.cluster.asking import AGAIN_S, AT_ONCE, LONGEST_PAUSE_S, NEW_KIND_S, REFUSED_S
 from producers.cluster.owners import DEEPEST, Owners
 from tests.producers.cluster.made import reference
 from tests.producers.fakes import FakeClock, settle, value
@@ -196,6 +196,62 @@ async def test_a_kind_that_may_not_be_read_ends_the_chain_is_logged_once_and_ask
         bench.api.answers["/apis/batch/v1/namespaces/ml/cronjobs/eval"] = Answer(403, b"{}", None)
         await bench.pass_s(AGAIN_S * 1.3)
         await bench.until(lambda: bench.learned[-1] == ("job-1", ["Job/eval-28", "CronJob/eval"]))
+
+
+async def test_a_refusal_while_an_api_server_starts_does_not_last_and_one_that_lasts_is_met_ever_less_often() -> None:
+    """An API server refuses what it will allow a moment later, when it has read its roles."""
+    async with Bench().running() as bench:
+        bench.api.answers[JOB_PATH] = Answer(403, b"{}", None)
+        assert await bench.chain(JOB) == ["Job/eval-28"]
+        for refusals, pause_s in enumerate((REFUSED_S, 4 * REFUSED_S, 16 * REFUSED_S), start=1):
+            await bench.pass_s(pause_s * 0.9)
+            assert bench.requests("Job", "forbidden") == refusals
+            await bench.pass_s(pause_s * 0.4)
+            assert bench.requests("Job", "forbidden") == refusals + 1
+        for _ in range(20):
+            await bench.pass_s(AGAIN_S * 1.3)
+        asked = bench.requests("Job", "forbidden")
+        await bench.pass_s(AGAIN_S * 0.9)
+        assert bench.requests("Job", "forbidden") == asked
+
+        bench.api.has(JOB_PATH, JOB, CRONJOB)
+        await bench.pass_s(AGAIN_S * 0.4)
+        await bench.until(lambda: bench.learned[-1] == ("job-1", ["Job/eval-28", "CronJob/eval"]))
+
+
+async def test_many_owners_of_a_kind_that_may_not_be_read_are_asked_for_once_for_all() -> None:
+    jobs = [Owner("batch/v1", "Job", f"job-{number}", f"uid-{number}") for number in range(4 * AT_ONCE)]
+    paths = [f"/apis/batch/v1/namespaces/ml/jobs/{job.name}" for job in jobs]
+    async with Bench().running() as bench:
+        bench.api.answers = dict.fromkeys(paths, Answer(403, b"{}", None))
+        for job in jobs:
+            bench.owners.follow(job, "ml")
+        await bench.until(lambda: bench.owners.unknown == 0)
+        assert len(bench.api.asked) <= AT_ONCE
+
+        for path, job in zip(paths, jobs, strict=True):
+            bench.api.has(path, job, CRONJOB)
+        await bench.pass_s(REFUSED_S * 1.5)
+        await bench.until(lambda: {uid for uid, chain in bench.learned if len(chain) == 2} == {job.uid for job in jobs})
+
+
+async def test_what_was_allowed_again_is_asked_for_soon_where_it_is_refused_once_more() -> None:
+    others = [Owner("batch/v1", "Job", f"job-{number}", f"other-{number}") for number in range(2)]
+    async with Bench().running() as bench:
+        bench.api.answers[JOB_PATH] = Answer(403, b"{}", None)
+        await bench.chain(JOB)
+        await bench.pass_s(REFUSED_S * 1.3)
+        bench.api.has(JOB_PATH, JOB)
+        await bench.pass_s(4 * REFUSED_S * 1.3)
+        assert bench.requests("Job", "ok") == 1
+
+        for other in others:
+            bench.api.answers[f"/apis/batch/v1/namespaces/ml/jobs/{other.name}"] = Answer(403, b"{}", None)
+            await bench.chain(other)
+        for other in others:
+            bench.api.has(f"/apis/batch/v1/namespaces/ml/jobs/{other.name}", other, CRONJOB)
+        await bench.pass_s(REFUSED_S * 1.3)
+        await bench.until(lambda: {len(chain) for uid, chain in bench.learned[-2:]} == {2})
 
 
 async def test_a_permission_of_one_namespace_is_told_from_that_of_another() -> None:
