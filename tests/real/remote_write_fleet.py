@@ -21,6 +21,9 @@ METRICS = {"gpu_utilization_ratio": 0.5, "memory_used_bytes": 1 << 30, "temperat
 VALUES = 3
 """How many of them are known."""
 
+SERIES = VALUES + 2
+"""Of a device that a pod holds: its values, gpu_holders, and the pod's gpu_pod_info."""
+
 Points = dict[str, list[tuple[int, float]]]
 
 

@@ -318,7 +318,7 @@ def test_the_ten_largest_with_labels_of_kube_state_metrics(answers: Answers, wor
 
 def test_the_other_cluster_with_nodes_of_the_same_names_is_another_one(answers: Answers) -> None:
     query = 'count(count by (k8s_cluster_name, k8s_node_name, gpu_uuid) (gpu_utilization{k8s_node_name="sim-0000"}))'
-    nodes = answers.ask("count by (k8s_cluster_name) (count by (k8s_cluster_name, k8s_node_name) (gpu_power_draw))")
+    nodes = answers.ask("count by (k8s_cluster_name) (count by (k8s_cluster_name, k8s_node_name) (gpu_utilization))")
 
     assert _by(nodes, "k8s_cluster_name") == {(OURS,): 11, (CLUSTERS[1],): 10}
     assert answers.ask(query)[0].value == 16

@@ -18,6 +18,7 @@ from aiokafka import AIOKafkaConsumer
 from sinks.remote_write.sink import RemoteWriteSink
 from tests.real.remote_write_fleet import (
     PARTITIONS,
+    SERIES,
     VALUES,
     Fleet,
     balanced,
@@ -227,7 +228,7 @@ async def test_a_pod_that_ends_and_a_node_that_goes_silent_get_staleness_markers
             "node-1 silent": 0.001,
         }
         assert "node-0 before" not in await fleet.now(prometheus, "gpu_utilization", start_ms + 1000)
-        await until(lambda: count(one, "markers_total") == 3 * VALUES, "silent nodes ended")
+        await until(lambda: count(one, "markers_total") == 3 * SERIES, "silent nodes ended")
         assert await fleet.now(prometheus, "gpu_utilization", start_ms + 5000) == {}
         late = fleet.tick(1, 2, start_ms + 2000, "silent")
         await write(attributed, [late])

@@ -26,7 +26,7 @@ from tests.real.conftest import need
 from tests.real.servers import KafkaServer, PrometheusServer, find_prometheus, find_promtool
 from tests.sinks.scrape.fleet import exposed, full_node, node, samples
 from tests.sinks.scrape.handler import shown
-from topics.catalogue import POD_INFO
+from topics.catalogue import HOLDERS, POD_INFO
 from topics.metric import PROFILES, Profile
 from topics.topic import node_key
 
@@ -57,7 +57,7 @@ def check(text: str) -> set[tuple[str, str]]:
 
 @pytest.mark.parametrize(("names", "label_set"), list(product(PROFILES, LABEL_SETS)))
 def test_promtool_finds_only_what_the_profiles_own_names_force(names: Profile, label_set: LabelSet) -> None:
-    described = abouts(names).keys() - {POD_INFO.name}
+    described = abouts(names).keys() - {POD_INFO.name, HOLDERS.name}
     model_name = {(name, CAMEL_CASE) for name in described} if label_set == "dcgm" else set()
 
     assert check(exposed(shown(full_node(), names, label_set), names)) == COMPLAINTS[names] | model_name
