@@ -10,6 +10,7 @@ from click.testing import CliRunner, Result
 
 from gpustream import cli, components, options
 from gpustream.cli import main
+from gpustream.served import SERVED
 from producers import PRODUCERS
 from sinks import SINKS
 from streams import STREAMS
@@ -77,8 +78,8 @@ def _fields(kind: type) -> list[str]:
 
 def test_a_component_that_is_not_there_is_no_command(monkeypatch: pytest.MonkeyPatch) -> None:
     group = click.Group("sink")
-    row = cli.SERVED[-1]._replace(group=group, name="pigeon", registry={"pigeon": "sinks.pigeon:Pigeon"})
-    cli._add_served(row)
+    monkeypatch.setitem(cli._GROUPS, "sink", group)
+    cli._add_served(SERVED[-1]._replace(name="pigeon", registry={"pigeon": "sinks.pigeon:Pigeon"}))
 
     assert group.commands == {}
 
