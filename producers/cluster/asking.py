@@ -20,7 +20,7 @@ from urllib.parse import quote
 
 from producers.cluster import instruments as names
 from producers.cluster import objects
-from producers.cluster.api import Answer, Unreachable
+from producers.cluster.answers import Answer, Unreachable
 from producers.cluster.objects import Undecodable, controller, decode, reader
 from producers.cluster.pods import as_owner
 from topics.instruments import Instruments

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from producers.cluster import instruments as names
-from producers.cluster.api import Answer, Unreachable
+from producers.cluster.answers import Answer, Unreachable
 from producers.cluster.condition import Condition
 from producers.cluster.watch import message
 from topics.instruments import Instruments

@@ -20,7 +20,8 @@ from typing import Annotated, NamedTuple, Protocol, TypeVar
 import msgspec
 
 from producers.cluster import instruments as names
-from producers.cluster.api import SILENCE_S, Api, Unreachable
+from producers.cluster.answers import Unreachable
+from producers.cluster.api import SILENCE_S, Api
 from producers.cluster.condition import Condition
 from topics.instruments import Instruments
 

@@ -13,7 +13,8 @@ import pytest
 
 from producers.cluster import instruments as names
 from producers.cluster import watch as module
-from producers.cluster.api import Api, Unreachable
+from producers.cluster.answers import Unreachable
+from producers.cluster.api import Api
 from producers.cluster.lease import Lease
 from producers.cluster.watch import Watch
 from tests.producers.cluster.known import Known

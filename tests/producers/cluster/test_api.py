@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 
 from producers.cluster import api as module
 from producers.cluster import instruments as names
-from producers.cluster.api import Api, ConfigError, Unreachable
+from producers.cluster.answers import LARGEST_ERROR_BYTES, Lines, Unreachable
+from producers.cluster.api import Api
+from producers.cluster.credentials import ConfigError
 from tests.producers.cluster.api_server import ApiServer, Reply, Request, answers, hang, kubeconfig, says
 from tests.producers.fakes import value
 from topics.instruments import Instruments
@@ -201,7 +203,7 @@ async def test_a_refused_stream_gives_its_status_and_the_beginning_of_what_it_sa
     server.next(answers(403, "x" * 200_000, Retry_After="3"))
     async with api.stream("/things", {}) as stream:
         assert (stream.status, stream.retry_after_s) == (403, 3.0)
-        assert len(await stream.error_body()) == module.LARGEST_ERROR_BYTES
+        assert len(await stream.error_body()) == LARGEST_ERROR_BYTES
 
 
 async def test_what_is_raised_while_reading_a_stream_stays_what_it_is(server: ApiServer, connect: Open) -> None:
@@ -214,7 +216,7 @@ async def test_what_is_raised_while_reading_a_stream_stays_what_it_is(server: Ap
 @given(st.lists(st.binary(max_size=12)), st.integers(1, 8))
 def test_lines_are_the_same_however_they_are_cut_into_pieces(parts: list[bytes], size: int) -> None:
     whole = b"\n".join(parts) + b"\n"
-    splitter = module._Lines(cap=10)
+    splitter = Lines(cap=10)
     pieces = [whole[n : n + size] for n in range(0, len(whole), size)]
     found = [line for piece in pieces for line in splitter.feed(piece)]
     assert found == [line if len(line) <= 10 else None for line in whole.split(b"\n") if line]

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from producers.cluster import condition
 from producers.cluster import instruments as names
 from producers.cluster import lease as module
-from producers.cluster.api import Answer, Api, Unreachable
+from producers.cluster.answers import Answer, Unreachable
+from producers.cluster.api import Api
 from producers.cluster.lease import Lease, Record, Stuck, record_of, spec_of, taken
 from tests.producers.cluster.api_server import ApiServer, Behaviour, Json, Reply, Request, answers, kubeconfig
 from tests.producers.fakes import value

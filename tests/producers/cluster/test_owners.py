@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from prometheus_client import CollectorRegistry
 
 from producers.cluster import instruments as names
-from producers.cluster.api import Answer, Unreachable
+from producers.cluster.answers import Answer, Unreachable
 from producers.cluster.asking import AGAIN_S, AT_ONCE, LONGEST_PAUSE_S, NEW_KIND_S, REFUSED_S
 from producers.cluster.owners import DEEPEST, Owners
 from tests.producers.cluster.made import reference

@@ -1,0 +1,155 @@
+"""Who we are to the API server, and the connections that say so.
+
+In: the service account's files or a kubeconfig. Out: :class:`Connection`.
+On failure: :class:`ConfigError`, in a sentence.
+
+Source: kubernetes_asyncio's configuration loaders, whose own refreshing leaves out token files of a kubeconfig and
+certificates. The package takes 0.3 s and 37 MiB to import, so that it is imported where a connection is made.
+"""
+
+import asyncio
+import importlib
+import os
+import ssl
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import aiohttp
+
+from producers.cluster.answers import said
+
+SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+"""Where a pod finds its token, the CA and its namespace."""
+
+
+class ConfigError(Exception):
+    """The configuration can't be used; the message is a sentence. Nothing to retry."""
+
+    exit_code = 1
+
+
+class Connection:
+    """A pool of connections with one TLS context; ``stamp`` tells whether its certificates are still those."""
+
+    def __init__(self, configuration: Any, loader: Any, stamp: tuple[bytes | None, ...]) -> None:
+        client = importlib.import_module("kubernetes_asyncio.client")
+        self.configuration, self.loader, self.stamp = configuration, loader, stamp
+        self._client = client.ApiClient(configuration)
+        self._agent = f"gpustream/{version('gpustream')}"
+
+    async def ask(
+        self, method: str, path: str, timeout: aiohttp.ClientTimeout, *, headers: Mapping[str, str], **how: Any
+    ) -> aiohttp.ClientResponse:
+        """The answer, unread. The pool is used as it is: the client's own requests would write JSON bodies again."""
+        rest = self._client.rest_client
+        sent = {"User-Agent": self._agent, **headers}
+        if (token := await self.configuration.get_api_key_with_prefix("BearerToken")) is not None:
+            sent["Authorization"] = token.strip()
+        response: aiohttp.ClientResponse = await rest.pool_manager.request(
+            method,
+            self.configuration.host + path,
+            headers=sent,
+            timeout=timeout,
+            allow_redirects=False,
+            proxy=rest.proxy,
+            server_hostname=rest.server_hostname,
+            **how,
+        )
+        return response
+
+    async def close(self) -> None:
+        """Close every connection."""
+        await self._client.close()
+
+
+class Source(NamedTuple):
+    """Where the configuration comes from."""
+
+    kubeconfig: Path | None
+    service_account: Path
+
+    async def connect(self) -> Connection:
+        """A new connection. Raises :class:`ConfigError`."""
+        await asyncio.to_thread(importlib.import_module, "kubernetes_asyncio.config")
+        configuration, loader = await self._loaded()
+        try:
+            stamp = await asyncio.to_thread(_stamp, configuration)
+            return Connection(configuration, loader, stamp)
+        except (OSError, ssl.SSLError, ValueError) as error:
+            raise ConfigError(f"the certificates of {self._name()} can't be used: {error}") from error
+
+    async def refreshed(self, old: Connection, *, anew: bool) -> Connection | None:
+        """Give an open connection the credentials of now; a new connection where its certificates changed.
+
+        ``anew`` forgets what a login command said before. Raises :class:`ConfigError`.
+        """
+        configuration, loader = await self._loaded(None if anew else old.loader)
+        if await asyncio.to_thread(_stamp, configuration) != old.stamp or configuration.host != old.configuration.host:
+            return await self.connect()
+        old.configuration.api_key, old.loader = configuration.api_key, loader
+        return None
+
+    async def _loaded(self, loader: Any = None) -> tuple[Any, Any]:
+        configuration = importlib.import_module("kubernetes_asyncio.client").Configuration()
+        configuration.host = ""
+        configuration.disable_strict_ssl_verification = True  # no cluster's own certificates hold to all of RFC 5280
+        try:
+            loader = await self._load(configuration, loader)
+        except ConfigError:
+            raise
+        except Exception as error:  # the library raises whatever a file's contents lead to
+            raise ConfigError(f"{self._name()} can't be used: {said(error)}") from error
+        if not configuration.host:
+            raise ConfigError(f"{self._name()} names no server")
+        return configuration, loader
+
+    async def _load(self, configuration: Any, loader: Any) -> Any:
+        config = importlib.import_module("kubernetes_asyncio.config")
+        if self.in_cluster():
+            files = {
+                "token_filename": str(self.service_account / "token"),
+                "cert_filename": str(self.service_account / "ca.crt"),
+            }
+            await asyncio.to_thread(config.load_incluster_config, configuration, try_refresh_token=False, **files)
+        elif loader is not None:
+            await loader.load_and_set(configuration)
+        else:
+            paths = os.pathsep.join(map(str, self._kubeconfigs()))
+            loader = await config.load_kube_config(paths, client_configuration=configuration, persist_config=False)
+        return loader
+
+    def in_cluster(self) -> bool:
+        """Whether this is a pod that was given a service account, and told nothing else."""
+        in_pod = "KUBERNETES_SERVICE_HOST" in os.environ and (self.service_account / "token").exists()
+        return self.kubeconfig is None and in_pod
+
+    def _kubeconfigs(self) -> list[Path]:
+        """The kubeconfigs that are there. Raises :class:`ConfigError` where none is."""
+        named = os.environ.get("KUBECONFIG", "")
+        paths = [Path(path).expanduser() for path in named.split(os.pathsep) if path] or [
+            Path.home() / ".kube" / "config"
+        ]
+        if self.kubeconfig is not None:
+            paths = [self.kubeconfig]
+        if there := [path for path in paths if path.is_file()]:
+            return there
+        sought = " and ".join(map(str, paths))
+        if self.kubeconfig is not None:
+            raise ConfigError(f"there is no kubeconfig at {sought}")
+        raise ConfigError(
+            f"no way to the Kubernetes API: this is not a pod with a service account ({self.service_account}), and"
+            f" there is no kubeconfig at {sought}; name one with --kubeconfig"
+        )
+
+    def _name(self) -> str:
+        if self.in_cluster():
+            return f"the service account in {self.service_account}"
+        return f"the kubeconfig {self.kubeconfig or os.environ.get('KUBECONFIG') or '~/.kube/config'}"
+
+
+def _stamp(configuration: Any) -> tuple[bytes | None, ...]:
+    """What the certificates of a configuration are, in full: a file may keep its name, its size and its time."""
+    files = (configuration.ssl_ca_cert, configuration.cert_file, configuration.key_file)
+    return tuple(Path(file).read_bytes() if file else None for file in files)
