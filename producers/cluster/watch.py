@@ -15,7 +15,7 @@ import logging
 import random
 import time
 from collections.abc import AsyncIterator, Mapping
-from typing import Annotated, NamedTuple, Protocol, TypeVar
+from typing import Annotated, Protocol, TypeVar
 
 import msgspec
 
@@ -23,6 +23,7 @@ from producers.cluster import instruments as names
 from producers.cluster.answers import Unreachable
 from producers.cluster.api import SILENCE_S, Api
 from producers.cluster.condition import Condition
+from producers.cluster.restarts import Resource, Restart, Status, message, refused
 from topics.instruments import Instruments
 
 T = TypeVar("T")
@@ -39,10 +40,8 @@ BOOKMARK_WITHIN = 0.75
 """Bookmarks come every 60 s: the share of the 100 s of silence after which one is missing."""
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.2, 30.0
-LONGEST_RETRY_AFTER_S = 120.0
 ABSENT_WAIT_S = 300.0
 WENT_WELL_S = 5.0
-_LONGEST_MESSAGE = 300
 
 _CHANGES = frozenset({"ADDED", "MODIFIED", "DELETED"})
 _LIST_ENDS = "k8s.io/initial-events-end"
@@ -62,14 +61,6 @@ class Listener(Protocol):
 
     def complete(self) -> None:
         """The full list was put."""
-
-
-class Restart(Exception):
-    """Why a watch has to begin again; ``anew``: with a new list. ``reason`` is one of RESTART_REASONS."""
-
-    def __init__(self, reason: str, message: str, *, anew: bool = False, wait_s: float = 0.0) -> None:
-        super().__init__(message)
-        self.reason, self.anew, self.wait_s = reason, anew, wait_s
 
 
 Version = Annotated[str, msgspec.Meta(min_length=1)]
@@ -105,65 +96,11 @@ class _Page(msgspec.Struct):
     items: list[msgspec.Raw] | None
 
 
-class _Status(msgspec.Struct):
-    code: int = 0
-    message: str = ""
-    reason: str = ""
-
-
 _event = msgspec.json.Decoder(_Event)
 _object = msgspec.json.Decoder(_Object)
 _bookmark = msgspec.json.Decoder(_Bookmark)
 _page = msgspec.json.Decoder(_Page)
-_status = msgspec.json.Decoder(_Status)
-
-
-class Resource(NamedTuple):
-    """What a path names: ``/apis/apps/v1/replicasets`` is replicasets of the group apps."""
-
-    group: str
-    name: str
-
-    @classmethod
-    def of(cls, path: str) -> "Resource":
-        """The resource of an API path."""
-        parts = path.strip("/").split("/")
-        return cls(parts[1] if parts[0] == "apis" else "", parts[-1])
-
-    def rule(self, *verbs: str) -> str:
-        """The RBAC rule that allows these verbs, as it is written in a role."""
-        return f'{{apiGroups: ["{self.group}"], resources: [{self.name}], verbs: [{", ".join(verbs)}]}}'
-
-
-def refused(resource: Resource, status: int, body: bytes, retry_after_s: float | None = None) -> Restart:
-    """What a status that is no success means: how it is counted, said, and when it is worth asking again."""
-    said = message(body)
-    wait_s = min(retry_after_s or 0.0, LONGEST_RETRY_AFTER_S)
-    if status in (400, 422) and ("sendInitialEvents" in said or "resourceVersionMatch" in said):
-        return Restart("unsupported", f"no streaming lists: {said}", anew=True)
-    if status == 410:
-        return Restart("expired", said, anew=True)
-    if status == 401:
-        return Restart("unauthorized", f"our credentials are not accepted (401): {said}", wait_s=wait_s)
-    if status == 403:
-        rule = resource.rule("list", "watch")
-        return Restart("forbidden", f"not allowed (403); our ClusterRole lacks {rule}: {said}", wait_s=wait_s)
-    if status == 404:
-        return Restart("absent", f"the API server has no such resource (404): {said}", anew=True, wait_s=wait_s)
-    if status == 429:
-        return Restart("throttled", f"the API server is too busy for us (429): {said}", wait_s=wait_s)
-    if status >= 500:
-        return Restart("server_error", f"the API server fails ({status}): {said}", wait_s=wait_s)
-    return Restart("refused", f"an answer that makes no sense here ({status}): {said}", anew=True, wait_s=wait_s)
-
-
-def message(body: bytes) -> str:
-    """The sentence in an API server's Status; of any other body, its beginning."""
-    try:
-        said = _status.decode(body).message
-    except msgspec.DecodeError:
-        said = body[: 4 * _LONGEST_MESSAGE].decode("utf-8", "replace")
-    return " ".join(said.split())[:_LONGEST_MESSAGE] or "without a word"
+_status = msgspec.json.Decoder(Status)
 
 
 class Watch:

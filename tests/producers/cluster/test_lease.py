@@ -17,7 +17,8 @@ from producers.cluster import instruments as names
 from producers.cluster import lease as module
 from producers.cluster.answers import Answer, Unreachable
 from producers.cluster.api import Api
-from producers.cluster.lease import Lease, Record, Stuck, record_of, spec_of, taken
+from producers.cluster.lease import Lease, Stuck
+from producers.cluster.lease_record import Record, record_of, spec_of, taken
 from tests.producers.cluster.api_server import ApiServer, Behaviour, Json, Reply, Request, answers, kubeconfig
 from tests.producers.fakes import value
 from topics.instruments import Instruments

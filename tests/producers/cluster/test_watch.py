@@ -13,7 +13,8 @@ from producers.cluster import condition
 from producers.cluster import instruments as names
 from producers.cluster import watch as module
 from producers.cluster.api import Api
-from producers.cluster.watch import Resource, Watch, message, refused
+from producers.cluster.restarts import LONGEST_RETRY_AFTER_S, Resource, Restart, message, refused
+from producers.cluster.watch import Watch
 from tests.producers.cluster.api_server import (
     ApiServer,
     Behaviour,
@@ -462,7 +463,7 @@ async def test_retry_after_is_waited_for(server: ApiServer, start: Start) -> Non
 
 
 def test_a_retry_after_of_a_day_is_not_waited_for() -> None:
-    assert refused(Resource("", "pods"), 429, b"", 86_400.0).wait_s == module.LONGEST_RETRY_AFTER_S
+    assert refused(Resource("", "pods"), 429, b"", 86_400.0).wait_s == LONGEST_RETRY_AFTER_S
 
 
 async def test_a_server_that_closes_at_once_is_not_asked_in_a_loop(
@@ -488,11 +489,11 @@ async def test_lists_that_expire_at_once_are_not_read_in_a_loop(
 async def test_waits_double_up_to_30_s_and_begin_again_once_it_went_well(start: Start) -> None:
     bench = await start()
     await ended(bench.task)
-    waits = [bench.watch._settle(module.Restart("connection", "")) for _ in range(16)]
+    waits = [bench.watch._settle(Restart("connection", "")) for _ in range(16)]
     assert waits[0] <= 0.01
     assert all(15 <= wait <= 30 for wait in waits[-3:])
     bench.watch._well_since_s = asyncio.get_running_loop().time() - 10
-    assert bench.watch._settle(module.Restart("ended", "")) <= 0.01
+    assert bench.watch._settle(Restart("ended", "")) <= 0.01
 
 
 async def test_an_exception_of_the_listener_ends_the_watch(server: ApiServer, start: Start) -> None:
