@@ -1,4 +1,4 @@
-"""Why a watch begins again, by what the API server answered: how it is counted and said, and when to ask again. Pure."""
+"""Why a watch begins again, by what the API server answered: how it is counted, said, and when to ask again. Pure."""
 
 from typing import NamedTuple
 
