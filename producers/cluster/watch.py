@@ -131,6 +131,7 @@ class Watch:
         self._heard_s = time.monotonic()
         self._well_since_s: float | None = None
         self._wait_s = 0.0
+        self._last_end = ""
         self._condition = Condition(name, log)
         self.synced = False
         instruments.gauge(names.AGE, name).set_function(lambda: time.monotonic() - self._heard_s)
@@ -165,6 +166,7 @@ class Watch:
         """Take in how an attempt ended; how long to wait before the next one, in seconds."""
         if restart.anew:
             self._version = None
+        lapsed, self._last_end = restart.reason == "expired" != self._last_end, restart.reason
         if restart.reason in ("unsupported", "slow"):
             self._streaming = False
         if restart.reason == "absent" and self._optional:
@@ -172,6 +174,8 @@ class Watch:
             return ABSENT_WAIT_S * random.uniform(0.8, 1.2)
         if self._well_since_s is None and restart.reason not in ("unsupported", "expired"):
             self._condition.bad(restart.reason, str(restart))
+        if lapsed:  # the API server is back and told us to list anew: not to be waited for, but once
+            return FIRST_WAIT_S * random.uniform(0.5, 1)
         self._wait_s = 0.0 if self._went_well() else min(LONGEST_WAIT_S, max(FIRST_WAIT_S, 2 * self._wait_s))
         return restart.wait_s + max(self._wait_s, FIRST_WAIT_S) * random.uniform(0.5, 1)
 

@@ -496,6 +496,18 @@ async def test_waits_double_up_to_30_s_and_begin_again_once_it_went_well(start: 
     assert bench.watch._settle(Restart("ended", "")) <= 0.01
 
 
+async def test_after_an_outage_a_version_that_is_gone_is_listed_anew_at_once_but_not_again_and_again(
+    start: Start,
+) -> None:
+    bench = await start()
+    await ended(bench.task)
+    outage = [bench.watch._settle(Restart("connection", "")) for _ in range(16)]
+    gone = [bench.watch._settle(Restart("expired", "", anew=True)) for _ in range(3)]
+    assert outage[-1] >= 15
+    assert gone[0] <= module.FIRST_WAIT_S
+    assert all(wait >= 15 for wait in gone[1:])
+
+
 async def test_an_exception_of_the_listener_ends_the_watch(server: ApiServer, start: Start) -> None:
     server.put(PODS, pod("a"))
     bench = await start()
