@@ -18,6 +18,9 @@ from topics.topic import MAX_MESSAGE_BYTES
 RESEND_S = 300.0
 """How long a record of state counts as just sent; readers look back 10 minutes for what a sample rests on."""
 
+UNREADY_AFTER_S = 30.0
+"""A producer whose records have waited for longer is not ready."""
+
 LARGEST_VALUE_BYTES = MAX_MESSAGE_BYTES - 2048
 """What is left of a batch for one value beside its key and the batch's own framing."""
 
@@ -42,6 +45,13 @@ class ConnectedSender(RecordSender, Protocol):
 
     async def stop(self, timeout_s: float = 5.0) -> None:
         """Let go."""
+
+
+def not_sent(kafka: str, *, connected: bool, what: str, waited_s: float) -> list[str]:
+    """Why a producer's records do not get to ``kafka``; empty where they do. ``what`` has waited for ``waited_s``."""
+    if not connected:
+        return [f"no Kafka broker has answered at {kafka} yet"]
+    return [f"{what} has waited {waited_s:.0f} s for Kafka"] if waited_s > UNREADY_AFTER_S else []
 
 
 class SnapshotSender:

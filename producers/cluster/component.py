@@ -28,7 +28,7 @@ from producers.cluster.pods import Reading
 from producers.cluster.selection import ANNOTATION_BOUNDS, LABEL_BOUNDS, NODE_LABEL_BOUNDS, AllowList
 from producers.cluster.state import Selection, State
 from producers.cluster.watch import Watch
-from producers.sending import ConnectedSender
+from producers.sending import ConnectedSender, not_sent
 from producers.stopping import first_failure, first_of
 from producers.workloads import WorkloadsPublisher
 from topics.instruments import Instruments
@@ -47,7 +47,6 @@ AT_ONCE = 64
 """How many records are made before anything else has its turn."""
 
 DRAIN_S = 3.0
-UNREADY_AFTER_S = 30.0
 
 _LEASE = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?/[a-z0-9]([-.a-z0-9]{0,251}[a-z0-9])?")
 
@@ -251,11 +250,8 @@ class ClusterProducer:
         self._wake.clear()
 
     def _not_sent(self) -> list[str]:
-        if not self._connected:
-            return [f"no Kafka broker has answered at {self._settings.kafka} yet"]
-        publisher = self._publisher
-        waited_s = publisher.waited_s() if publisher else 0.0
-        return [f"what is known has waited {waited_s:.0f} s for Kafka"] if waited_s > UNREADY_AFTER_S else []
+        waited_s = self._publisher.waited_s() if self._publisher else 0.0
+        return not_sent(self._settings.kafka, connected=self._connected, what="what is known", waited_s=waited_s)
 
 
 def _now_ms() -> int:

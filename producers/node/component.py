@@ -23,7 +23,7 @@ from producers.node.job_files import JobFiles
 from producers.node.jobs import with_jobs
 from producers.node.kubelet import Kubelet
 from producers.publisher import Buffer, NodePublisher
-from producers.sending import ConnectedSender
+from producers.sending import ConnectedSender, not_sent
 from producers.stopping import first_failure, first_of
 from topics.instruments import Instruments
 from topics.sender import Sender
@@ -41,7 +41,6 @@ OPEN_WITHIN_S = 10.0
 """The first tick waits this long for the driver, so that a restart does not look like a node without GPUs."""
 
 DRAIN_S = 4.0
-UNREADY_AFTER_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,10 +175,8 @@ class NodeProducer:
             raise fatal
 
     def _not_sent(self) -> list[str]:
-        if not self._connected:
-            return [f"no Kafka broker has answered at {self._settings.kafka} yet"]
         waited_s = self._publisher.waited_s()
-        return [f"a tick has waited {waited_s:.0f} s for Kafka"] if waited_s > UNREADY_AFTER_S else []
+        return not_sent(self._settings.kafka, connected=self._connected, what="a tick", waited_s=waited_s)
 
     @contextlib.asynccontextmanager
     async def _background(self) -> AsyncIterator[None]:

@@ -17,7 +17,7 @@ from typing import BinaryIO
 
 from producers import instruments as shared
 from producers.publisher import Buffer, NodePublisher
-from producers.sending import ConnectedSender
+from producers.sending import ConnectedSender, not_sent
 from producers.simulated import instruments as own
 from producers.simulated import truth
 from producers.simulated.clock import FleetClock
@@ -32,7 +32,6 @@ log = logging.getLogger(__name__)
 DRAIN_S = 4.0
 SHORTEST_INTERVAL_S = 0.01
 SMALLEST_BUFFER_BYTES = 256 * 1024
-UNREADY_AFTER_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +103,8 @@ class SimulatedFleet:
 
     def not_ready(self) -> list[str]:
         """Why it is not ready; empty where it is."""
-        if not self._connected:
-            return [f"no Kafka broker has answered at {self._settings.kafka} yet"]
         waited_s = max(publisher.waited_s() for publisher in self._publishers)
-        return [f"a tick has waited {waited_s:.0f} s for Kafka"] if waited_s > UNREADY_AFTER_S else []
+        return not_sent(self._settings.kafka, connected=self._connected, what="a tick", waited_s=waited_s)
 
     def sampled(self) -> list[tuple[str, int, int]]:
         """Every run of every node so far: node, run_id, and the ``seq`` of its last tick, dropped ones included."""

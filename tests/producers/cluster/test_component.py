@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 import pytest
 
-from producers import PRODUCERS
+from producers import PRODUCERS, sending
 from producers.cluster import component as module
 from producers.cluster import defaults
 from producers.cluster import instruments as own
@@ -335,7 +335,7 @@ async def test_a_stop_releases_the_lease(tmp_path: Path) -> None:
 async def test_what_is_not_acknowledged_makes_it_unready_and_a_stop_does_not_wait_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "UNREADY_AFTER_S", 0.0)
+    monkeypatch.setattr(sending, "UNREADY_AFTER_S", 0.0)
     monkeypatch.setattr(module, "DRAIN_S", 0.1)
     server = cluster_of("n1")
     async with server, running(server, tmp_path, prompt=False) as replica:
