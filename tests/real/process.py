@@ -148,12 +148,23 @@ class Server:
         return self.start()
 
     def sigstop(self) -> None:
-        """Pauses the server: connections stay open and nothing is answered."""
+        """Pauses the server: connections stay open and nothing is answered.
+
+        A thread that is on another core goes on until it next enters the kernel: returns when each has stopped.
+        """
         self._signal(signal.SIGSTOP)
+        self.wait_until(self._stopped)
 
     def sigcont(self) -> None:
         """Lets a paused server go on."""
         self._signal(signal.SIGCONT)
+
+    def _stopped(self) -> bool:
+        tasks = Path(f"/proc/{self.pid}/task").iterdir()
+        try:
+            return all((task / "stat").read_text().rpartition(")")[2].split()[0] == "T" for task in tasks)
+        except OSError:  # a thread that has just ended
+            return False
 
     def close(self) -> None:
         """Ends the server at once, for good, and lets go of its ports."""
