@@ -39,7 +39,7 @@ class Job(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Event(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Something that happened on the device within the tick, such as an XID error."""
+    """Something that happened on the device since the tick before, such as an XID error (``kind`` is "xid")."""
 
     kind: str
     code: int | None = None
@@ -47,7 +47,13 @@ class Event(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Device(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A GPU or a MIG device. ``metrics`` is keyed by the catalogue; what is absent or null is not known."""
+    """A GPU or a MIG device. ``metrics`` is keyed by the catalogue; what is absent or null is not known.
+
+    ``info`` is what the device is, each where it is known: ``serial``, ``driver_version``, ``cuda_version``,
+    ``vbios_version``, ``mig_mode`` ("enabled" or "disabled"), ``processes_visible`` ("true" or "false": whether its
+    processes are in the producer's procfs; absent while it has none). ``xids`` counts XID errors by code since the
+    producer's start.
+    """
 
     uuid: str
     index: UInt | None = None
@@ -61,6 +67,8 @@ class Device(msgspec.Struct, frozen=True, omit_defaults=True):
     processes: tuple[Process, ...] | None = None
     jobs: tuple[Job, ...] | None = None
     events: tuple[Event, ...] | None = None
+    info: dict[str, str] = {}
+    xids: dict[str, UInt] = {}
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):

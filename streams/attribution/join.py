@@ -274,5 +274,5 @@ def _attributed(
 def _device(d: Device, holders: tuple[Holder, ...]) -> AttributedDevice:
     return AttributedDevice(
         d.uuid, d.index, d.vendor, d.model, d.pci_bus_id, d.minor, d.state, d.mig, d.metrics, d.processes, d.jobs,
-        d.events, holders,
+        d.events, d.info, d.xids, holders,
     )  # fmt: skip
