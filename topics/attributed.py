@@ -27,7 +27,10 @@ class Parts(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Holder(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A container that holds a device. At most one of ``job``, ``statefulset`` and ``deployment`` is set."""
+    """A container that holds a device. At most one of ``job``, ``statefulset`` and ``deployment`` is set.
+
+    ``observed``: the kubelet did not give it the device, but a process of the pod runs there.
+    """
 
     namespace: str
     pod: str
@@ -42,13 +45,22 @@ class Holder(msgspec.Struct, frozen=True, omit_defaults=True):
     annotations: dict[str, str] = {}
     namespace_labels: dict[str, str] = {}
     parts: Parts | None = None
+    observed: bool = False
 
 
 class AttributedDevice(Device, frozen=True, omit_defaults=True):
-    """A device of a sample and its holders."""
+    """A device of a sample and its holders.
+
+    The holders' parts and ``unattributed`` add up to the device; ``split_scaled``: the processes' sum was more than the
+    device, and their parts were scaled down. ``conflict`` is what the processes say otherwise than the kubelet:
+    ``unallocated_process`` (a pod's process on a device that it was not given) or ``no_pod`` (a process of no pod on a
+    device that pods hold).
+    """
 
     holders: tuple[Holder, ...] = ()
     unattributed: Parts | None = None
+    split_scaled: bool = False
+    conflict: str | None = None
 
 
 class AttributedSample(Sample, frozen=True, kw_only=True):

@@ -51,6 +51,8 @@ def _scalars(kind: inspect.Type) -> st.SearchStrategy[Any]:
             return st.from_regex(kind.pattern) if kind.pattern else st.text(max_size=10)
         case inspect.LiteralType():
             return st.sampled_from(kind.values)
+        case inspect.BoolType():
+            return st.booleans()
         case inspect.NoneType():
             return st.none()
         case _:
