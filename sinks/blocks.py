@@ -15,6 +15,9 @@ from topics.metric import Metric, Profile, Ratio
 from topics.metric import Series as CatalogueSeries
 
 Kind = Literal["gauge", "counter"]
+Subject = Literal["metrics", "info", "rest", "part", "pod"]
+"""What the series of a block are of: blocks about different things may have the same labels, and share no name."""
+
 Value = int | float
 Metrics = Mapping[str, Value | None]
 
@@ -37,7 +40,7 @@ Rows = tuple[Row, ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Block:
-    """The series of one device: its labels (sorted by name, none of them a row's) and the rows.
+    """The series of one device: its labels (sorted by name, none of them a row's), the rows, what they are about.
 
     ``primaries`` counts the rows that are a value of ``metrics``. ``cache`` is the encoders': what they made of labels
     and rows, under a key of their own.
@@ -45,6 +48,7 @@ class Block:
 
     labels: Labels
     rows: Rows
+    subject: Subject = "metrics"
     primaries: int = field(init=False)
     cache: dict[Any, Any] = field(default_factory=dict, init=False)
 

@@ -125,6 +125,12 @@ def place(sample: AttributedSample) -> Place:
 
 def seen(where: Place, device: AttributedDevice) -> Seen:
     """What of a device its labels are made of."""
+    pod = sole_holder(device.holders) if device.holders else None
+    return alone(where, device, pod, device.jobs[0] if device.jobs and len(device.jobs) == 1 else None)
+
+
+def alone(where: Place, device: AttributedDevice, pod: Held | None = None, job: Job | None = None) -> Seen:
+    """The same of a device whoever holds it: with this pod and this job."""
     mig = device.mig
     parent, profile, instance = (mig.parent_uuid, mig.profile, mig.gpu_instance) if mig else (None, None, None)
     return Seen(
@@ -138,8 +144,8 @@ def seen(where: Place, device: AttributedDevice) -> Seen:
         device.pci_bus_id,
         profile,
         instance,
-        sole_holder(device.holders) if device.holders else None,
-        device.jobs[0] if device.jobs and len(device.jobs) == 1 else None,
+        pod,
+        job,
     )
 
 

@@ -9,10 +9,17 @@ from topics.metric_rows import ROWS
 
 __all__ = [
     "CATALOGUE",
+    "CONFLICT",
     "DERIVED",
+    "DEVICE_INFO",
+    "FURTHER",
     "HOLDERS",
     "POD_INFO",
+    "POD_PARTS",
     "PROFILES",
+    "SPLIT_SCALED",
+    "UNATTRIBUTED",
+    "XID_ERRORS",
     "Info",
     "Labels",
     "Metric",
@@ -61,6 +68,63 @@ POD_INFO = Info(
     "Always 1, for each pod that holds a device: what is written on it and its namespace, for joins.",
 )
 """With the label set ``otel``."""
+
+POD_PARTS = {
+    "utilization_ratio": Info(
+        "gpu_pod_utilization_ratio", "A pod's part of the utilization of a device that it shares.", "ratio"
+    ),
+    "memory_used_bytes": Info(
+        "gpu_pod_memory_used_bytes", "A pod's part of the memory in use on a device that it shares.", "bytes"
+    ),
+    "power_watts": Info(
+        "gpu_pod_power_watts", "A pod's part of the power drawn by a device that it shares, mean of the tick.", "watts"
+    ),
+}
+"""By their field of ``Parts``: with all names and labels, one for each pod of a device that is split."""
+
+UNATTRIBUTED = {
+    "utilization_ratio": Info(
+        "gpu_unattributed_utilization_ratio", "What of a shared device's utilization is no pod's part.", "ratio"
+    ),
+    "memory_used_bytes": Info(
+        "gpu_unattributed_memory_used_bytes", "What of the memory in use on a shared device is no pod's part.", "bytes"
+    ),
+    "power_watts": Info(
+        "gpu_unattributed_power_watts", "What of the power drawn by a shared device is no pod's part.", "watts"
+    ),
+}
+"""By their field of ``Parts``: one for each device that is split. With its pods' parts it is the device's value."""
+
+SPLIT_SCALED = Info(
+    "gpu_split_scaled",
+    "Whether a shared device's processes came to more than the device and the parts were scaled down to it.",
+    "bool",
+)
+
+CONFLICT = Info(
+    "gpu_attribution_conflict",
+    "1 while the processes on a device say otherwise than the kubelet: unallocated_process is one of a pod that was "
+    "not given the device, no_pod one of no pod on a device that pods hold.",
+    "bool",
+    labels=("reason",),
+)
+
+DEVICE_INFO = Info(
+    "gpu_info",
+    "Always 1, for each device: what it is. With processes_visible no, nothing is split.",
+    labels=("cuda_version", "driver_version", "mig_mode", "processes_visible", "serial", "vbios_version"),
+)
+
+XID_ERRORS = Info(
+    "gpu_xid_errors_total",
+    "XID errors of the device by code, since the node's producer started.",
+    "errors",
+    "counter",
+    ("xid",),
+)
+
+FURTHER = (*POD_PARTS.values(), *UNATTRIBUTED.values(), SPLIT_SCALED, CONFLICT, DEVICE_INFO, XID_ERRORS)
+"""What a device has beside its metrics, called the same with all names."""
 
 
 def series(profile: Profile) -> dict[str, tuple[Series, ...]]:

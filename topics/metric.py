@@ -47,10 +47,13 @@ class Ratio(NamedTuple):
 
 
 class Info(NamedTuple):
-    """A series that is made of who holds a device, not of its metrics."""
+    """A series that is not made of a device's metrics. ``labels``: the names of those that tell its series apart."""
 
     name: str
     help: str
+    unit: str = ""
+    kind: Literal["gauge", "counter"] = "gauge"
+    labels: tuple[str, ...] = ()
 
 
 class Metric(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,7 +10,19 @@ from pathlib import Path
 import msgspec
 
 from topics import generated, registry
-from topics.catalogue import CATALOGUE, DERIVED, HOLDERS, POD_INFO, PROFILES, Labels, Metric, Profile, Series
+from topics.catalogue import (
+    CATALOGUE,
+    DERIVED,
+    FURTHER,
+    HOLDERS,
+    POD_INFO,
+    PROFILES,
+    Info,
+    Labels,
+    Metric,
+    Profile,
+    Series,
+)
 from topics.topic import PARTITIONS, REPLICATION_FACTOR, SCHEMA, Topic
 
 FOLDER = Path(__file__).parent.parent / "docs"
@@ -39,7 +51,7 @@ _SYMBOLS: Mapping[str, str] = {
 
 _PROFILES: Mapping[Profile, str] = {
     "otel": "The default: OpenTelemetry's names for GPUs, with underscores for dots and without unit suffixes.",
-    "dcgm": "The names and units of dcgm-exporter's counters, of those that NVML has without profiling.",
+    "dcgm": "The names and units of dcgm-exporter's counters, of those that NVML has.",
     "dcgm-legacy": "The names and units of dcgm-exporter 1.x.",
 }
 
@@ -80,6 +92,13 @@ def metrics_markdown() -> str:
         "## Names",
         "`--names` picks what sinks call them. A key without a name in a profile is not emitted in it.",
         *(_profile(profile) for profile in PROFILES),
+        "### With all names",
+        "What a device has beside its metrics, called the same in every profile. These series carry the device's own "
+        "labels, never those of who holds it; the `gpu_pod_` ones, one for each device and pod, carry the pod's as "
+        "well, but no container's. A pod's part and a device's rest are there where the device is split between the "
+        "pods that share it, and of what is known of it. `gpu_info` has its labels with every label set, "
+        "`pod-devices` too.",
+        _table(("series", "unit", "kind", "meaning"), map(_info, FURTHER)),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -126,10 +145,15 @@ def _profile(profile: Profile) -> str:
         for ratio in DERIVED[profile]
     ]
     said = (HOLDERS, POD_INFO) if profile == "otel" else ()
-    infos: list[Sequence[str]] = [(_name(info.name, ()), "", "gauge", info.help) for info in said]
+    infos = list(map(_info, said))
     return "\n\n".join(
         (f"### {profile}", _PROFILES[profile], _table(("series", "unit", "kind", "from"), rows + derived + infos))
     )
+
+
+def _info(info: Info) -> Sequence[str]:
+    name = f"{info.name}{{{','.join(info.labels)}}}" if info.labels else info.name
+    return f"`{name}`", _unit(info.unit), info.kind, info.help
 
 
 def _name(name: str, labels: Labels) -> str:

@@ -11,10 +11,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from sinks import pod_info
-from sinks.blocks import Block, Group, Layouts, Row, holders
+from sinks.blocks import Block, Group, Layouts, Row, Subject, holders
+from sinks.device_series import Further, MadeOf, further, made
 from sinks.labels import MAX_LABELS, LabelSet, Place, Seen, labels, place, seen
-from sinks.pod_info import HoldingPod, holding_pods
 from sinks.tenants import Labels
 from topics.attributed import AttributedDevice, AttributedSample
 from topics.metric import Profile
@@ -30,14 +29,14 @@ NodeKey = tuple[str, str]
 
 
 class _Known(NamedTuple):
-    """A device or a pod as it was last labelled, and the block of it."""
+    """A device, or what it has beside its metrics, as it was last labelled, and the block of it."""
 
-    seen: Seen | HoldingPod
+    seen: Seen | MadeOf
     block: Block
 
 
 _KnownBy = dict[str | tuple[str, ...], _Known]
-"""By a device's uuid, or by a pod's namespace, name and uid."""
+"""By a device's uuid, or by the key of what is beside its metrics."""
 
 
 @dataclass(slots=True)
@@ -135,11 +134,11 @@ class Series:
         self._strangers.clear()
 
     def _groups(self, sample: AttributedSample, known: _KnownBy) -> list[Group]:
-        """What a record says of its devices, and of the pods that hold them."""
+        """What a record says of its devices' metrics, and beside them."""
         where = place(sample)
         groups = [group for device in sample.devices if (group := self._device(where, sample, device, known))]
-        pods = [self._pod(pod, known) for pod in holding_pods(self._label_set, where, sample)]
-        return groups + [Group(block, sample.ts_ms, (1.0,)) for block in pods]
+        beside = further(self._label_set, where, sample)
+        return groups + [Group(self._beside(one, known), sample.ts_ms, one.values) for one in beside]
 
     def _device(
         self, where: Place, sample: AttributedSample, device: AttributedDevice, known: _KnownBy
@@ -150,29 +149,33 @@ class Series:
         now = seen(where, device)
         before = known.get(device.uuid)
         if before is None or before.seen != now:
-            made = labels(self._label_set, now, self._max_labels)
-            before = known[device.uuid] = _Known(now, Block(made, measured.rows))
+            pairs = labels(self._label_set, now, self._max_labels)
+            before = known[device.uuid] = _Known(now, Block(pairs, measured.rows))
         elif before.block.rows is not measured.rows:
             before = known[device.uuid] = _Known(now, Block(before.block.labels, measured.rows))
         return Group(before.block, sample.ts_ms, measured.values)
 
-    def _pod(self, pod: HoldingPod, known: _KnownBy) -> Block:
-        key = (pod.pod.namespace, pod.pod.pod, pod.pod.pod_uid or "")
-        before = known.get(key)
-        if before is None or before.seen != pod:
-            made = pod_info.labels(pod, self._max_labels)
-            before = known[key] = _Known(pod, Block(made, pod_info.ROWS))
+    def _beside(self, one: Further, known: _KnownBy) -> Block:
+        before = known.get(one.key)
+        if before is None or before.seen != one.of:
+            before = known[one.key] = _Known(one.of, Block(*made(self._label_set, one.of, self._max_labels)))
         return before.block
 
 
 def _unique(groups: Iterable[Group]) -> list[Group]:
-    """The groups, the first of those whose labels are the same: a series has one value at a time."""
-    return list({group.block.labels: group for group in reversed(list(groups))}.values())[::-1]
+    """The groups, the first of those whose series are the same: a series has one value at a time."""
+    return list({_series(group.block): group for group in reversed(list(groups))}.values())[::-1]
+
+
+def _series(block: Block) -> tuple[Subject, Labels]:
+    return block.subject, block.labels
 
 
 def _ended(before: Sequence[Block], now: Iterable[Group], ts_ms: int) -> list[Group]:
-    there: dict[Labels, frozenset[Row]] = {group.block.labels: frozenset(group.block.rows) for group in now}
-    gone = [(block, [row for row in block.rows if row not in there.get(block.labels, ())]) for block in before]
+    there: dict[tuple[Subject, Labels], frozenset[Row]] = {
+        _series(group.block): frozenset(group.block.rows) for group in now
+    }
+    gone = [(block, [row for row in block.rows if row not in there.get(_series(block), ())]) for block in before]
     return [_end(block, rows, ts_ms) for block, rows in gone if rows]
 
 
@@ -183,5 +186,5 @@ def _end_all(node: _Node) -> list[Group]:
 
 def _end(block: Block, rows: Sequence[Row], ts_ms: int) -> Group:
     """The end of some of a block's series: of all of them, as a rule, and then the block is one that was written."""
-    some = block if len(rows) == len(block.rows) else Block(block.labels, tuple(rows))
+    some = block if len(rows) == len(block.rows) else Block(block.labels, tuple(rows), block.subject)
     return Group(some, ts_ms, [STALE] * len(rows))

@@ -15,9 +15,9 @@ from prometheus_client import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-from sinks.blocks import Kind, Rows
+from sinks.blocks import Kind, Rows, Subject
 from sinks.tenants import Labels
-from topics.catalogue import CATALOGUE, DERIVED, HOLDERS, POD_INFO, series
+from topics.catalogue import CATALOGUE, DERIVED, FURTHER, HOLDERS, POD_INFO, series
 from topics.metric import Profile
 
 _TOTAL = "_total"
@@ -38,6 +38,7 @@ class Lines(NamedTuple):
     labels: Labels
     rows: Rows
     pairs: tuple[dict[str, str], ...]
+    subject: Subject = "metrics"
 
 
 class Device(NamedTuple):
@@ -47,10 +48,10 @@ class Device(NamedTuple):
     values: Sequence[float]
 
 
-def lines(labels: Labels, rows: Rows) -> Lines:
+def lines(labels: Labels, rows: Rows, subject: Subject = "metrics") -> Lines:
     """The series of a device but for their values; those with the same labels share them."""
     pairs = {row.labels: dict(sorted((*labels, *row.labels))) for row in rows}
-    return Lines(labels, rows, tuple(pairs[row.labels] for row in rows))
+    return Lines(labels, rows, tuple(pairs[row.labels] for row in rows), subject)
 
 
 def abouts(names: Profile) -> dict[str, About]:
@@ -59,9 +60,7 @@ def abouts(names: Profile) -> dict[str, About]:
     for name, kind, text in _named(names):
         found.setdefault(name, (kind, {}))[1][text] = None
     known = {name: _about(name, kind, " ".join(texts)) for name, (kind, texts) in found.items()}
-    known[HOLDERS.name] = About(HOLDERS.name, "gauge", HOLDERS.help)
-    known[POD_INFO.name] = About(POD_INFO.name.removesuffix(_INFO), "info", POD_INFO.help)
-    return known
+    return known | {one.name: _about(one.name, one.kind, one.help) for one in (HOLDERS, POD_INFO, *FURTHER)}
 
 
 def _named(names: Profile) -> Iterator[tuple[str, Kind, str]]:
@@ -74,6 +73,8 @@ def _named(names: Profile) -> Iterator[tuple[str, Kind, str]]:
 
 
 def _about(name: str, kind: Kind, text: str) -> About:
+    if name.endswith(_INFO):
+        return About(name.removesuffix(_INFO), "info", text)
     if kind == "gauge":
         return About(name, "gauge", text)
     if name.endswith(_TOTAL):
@@ -103,13 +104,13 @@ class Families(Collector):
             yield metric
 
     def _samples(self) -> dict[str, list[Sample]]:
-        """The samples by name. Of devices with the same labels the first is shown: a series has one value."""
+        """The samples by name. Of those that are the same series the first is shown: a series has one value."""
         samples: dict[str, list[Sample]] = {}
-        shown: set[Labels] = set()
-        for (labels, rows, pairs), values in self._devices:
-            if labels in shown:
+        shown: set[tuple[Subject, Labels]] = set()
+        for (labels, rows, pairs, subject), values in self._devices:
+            if (subject, labels) in shown:
                 continue
-            shown.add(labels)
+            shown.add((subject, labels))
             for row, pair, value in zip(rows, pairs, values, strict=True):
                 samples.setdefault(row.name, []).append(Sample(row.name, pair, value))
         return samples

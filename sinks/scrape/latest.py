@@ -15,12 +15,11 @@ from typing import NamedTuple
 
 import msgspec
 
-from sinks import pod_info
 from sinks.blocks import Layouts, Measured, holders
 from sinks.dead_letters import DeadLetters, Record
+from sinks.device_series import Further, MadeOf, further, made
 from sinks.labels import MAX_LABELS, LabelSet, Seen, labels, place, seen
 from sinks.outcomes import Outcome, Outcomes
-from sinks.pod_info import HoldingPod, holding_pods
 from sinks.scrape.families import Device, lines
 from topics.attributed import TOPIC, AttributedSample
 from topics.decoding import decoder
@@ -38,14 +37,14 @@ _decode = decoder(AttributedSample)
 
 
 class _Known(NamedTuple):
-    """A device, or a pod that holds one, as it was last labelled, and what is shown of it."""
+    """A device, or what it has beside its metrics, as it was last labelled, and what is shown of it."""
 
-    seen: Seen | HoldingPod
+    seen: Seen | MadeOf
     device: Device
 
 
 _KnownBy = dict[str | tuple[str, ...], _Known]
-"""By a device's uuid, or by a pod's namespace, name and uid."""
+"""By a device's uuid, or by the key of what is beside its metrics."""
 
 
 @dataclass(slots=True)
@@ -137,27 +136,27 @@ class LatestOfPartition:
         return "delivered"
 
     def _shown(self, sample: AttributedSample, before: _KnownBy) -> _KnownBy:
-        """What a tick shows: its devices, of those with the same uuid the first, and the pods that hold them."""
+        """What a tick shows: its devices, of those with the same uuid the first, and what is beside their metrics."""
         where, shown = place(sample), _KnownBy()
         for device in sample.devices:
             if device.uuid not in shown:
                 measured = self._layouts.measure(device.metrics, holders(device, sample.attribution))
                 shown[device.uuid] = self._device(seen(where, device), measured, before.get(device.uuid))
-        for pod in holding_pods(self._shared.label_set, where, sample):
-            key = (pod.pod.namespace, pod.pod.pod, pod.pod.pod_uid or "")
-            shown[key] = self._pod(pod, before.get(key))
+        for one in further(self._shared.label_set, where, sample):
+            if one.key not in shown:
+                shown[one.key] = self._beside(one, before.get(one.key))
         return shown
 
     def _device(self, now: Seen, measured: Measured, before: _Known | None) -> _Known:
         if before is not None and before.seen == now and before.device.lines.rows is measured.rows:
             return _Known(now, Device(before.device.lines, measured.values))
-        made = labels(self._shared.label_set, now, self._shared.max_labels)
-        return _Known(now, Device(lines(made, measured.rows), measured.values))
+        pairs = labels(self._shared.label_set, now, self._shared.max_labels)
+        return _Known(now, Device(lines(pairs, measured.rows), measured.values))
 
-    def _pod(self, pod: HoldingPod, before: _Known | None) -> _Known:
-        if before is not None and before.seen == pod:
-            return before
-        return _Known(pod, Device(lines(pod_info.labels(pod, self._shared.max_labels), pod_info.ROWS), (1.0,)))
+    def _beside(self, one: Further, before: _Known | None) -> _Known:
+        if before is not None and before.seen == one.of:
+            return _Known(one.of, Device(before.device.lines, one.values))
+        return _Known(one.of, Device(lines(*made(self._shared.label_set, one.of, self._shared.max_labels)), one.values))
 
     def _finish(self, sample: AttributedSample | None, outcome: Outcome) -> None:
         self._shared.outcomes.finish(outcome)

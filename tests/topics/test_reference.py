@@ -3,7 +3,7 @@
 import pytest
 
 from topics import TOPICS, generated, reference
-from topics.catalogue import CATALOGUE, DERIVED, HOLDERS, POD_INFO, PROFILES, Profile
+from topics.catalogue import CATALOGUE, DERIVED, FURTHER, HOLDERS, POD_INFO, PROFILES, Profile
 
 
 def section(profile: Profile) -> str:
@@ -36,6 +36,14 @@ def test_every_series_of_a_profile_has_a_row_in_its_section_and_in_no_other(prof
     assert len(rows) == len(series) + len(DERIVED[profile]) + len(infos)
     assert all(any(row.startswith(f"| `{one.name}`") for row in rows) for one in infos)
     assert all(any(row.startswith(f"| `{one.name}") for row in rows) for one in series)
+
+
+def test_what_is_beside_the_metrics_has_a_section_of_its_own() -> None:
+    rows = reference.metrics_markdown().partition("### With all names\n")[2]
+
+    assert rows.count("\n| `gpu_") == len(FURTHER)
+    assert [one.name for one in FURTHER if rows.count(f"| `{one.name}") != 1] == []
+    assert "| `gpu_xid_errors_total{xid}` | errors | counter |" in rows
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from sinks.blocks import Group
 from sinks.remote_write.series import STALE, Series, Tick
-from tests.sinks.conftest import SERIES, device, sample
+from tests.sinks.conftest import KEYS, SERIES, device, sample
 from topics.attributed import AttributedSample
 
 PER_DEVICE = len(SERIES)
@@ -77,6 +77,60 @@ def test_how_many_pods_hold_a_device_is_a_series_where_it_is_known() -> None:
     assert holders(device(), device("GPU-b", pod="a"), device("GPU-c", holders=two)) == [0.0, 1.0, 2.0]
     assert holders(device(), attribution="late") == [0.0]
     assert holders(device(), attribution="none") == []
+
+
+def shared(*pods: str, **more: Any) -> dict[str, Any]:
+    """A device that these pods share."""
+    holders = [{"namespace": "ml", "pod": pod, "parts": {"memory_used_bytes": 1}} for pod in pods]
+    return device(holders=holders, unattributed={"memory_used_bytes": 2}, **more)
+
+
+def test_a_steady_shared_device_writes_the_same_blocks_again() -> None:
+    full = {"info": {"serial": "7"}, "xids": {"79": 1}, "conflict": "no_pod"}
+    first, second = play(series(), sample(1, shared("a", "b", **full)), sample(2, shared("a", "b", **full)))
+    assert all(one is other for one, other in zip(first.blocks, second.blocks, strict=True))
+    assert (first.clashes, second.clashes, second.markers) == (0, 0, 0)
+    assert sum(block.primaries for block in second.blocks) == len(KEYS)
+
+
+def test_a_part_ends_with_its_pod_and_the_rest_with_the_split() -> None:
+    _, second, third = play(
+        series(), sample(1, shared("a", "b", "c")), sample(2, shared("b", "c")), sample(3, device(pod="c"))
+    )
+    part, info = "gpu_pod_memory_used_bytes", "gpu_pod_info"
+    assert {(name, pod) for _, name, pod in ended(second.groups)} == {(part, "a"), (info, "a")}
+    assert {(name, pod) for _, name, pod in ended(third.groups)} == {
+        *{(name, "b") for name in (part, info)},
+        (part, "c"),
+        *{(name, None) for name in ("gpu_unattributed_memory_used_bytes", "gpu_split_scaled")},
+        *{(name, None) for name in ("gpu_holders", "gpu_memory_used", "gpu_temperature", "gpu_utilization")},
+    }
+
+
+def test_a_conflict_that_is_over_ends_alone() -> None:
+    _, second, third = play(
+        series(), sample(1, shared("a", conflict="no_pod")), sample(2, shared("a")), sample(3, shared("a"))
+    )
+    assert [name for _, name, _ in ended(second.groups)] == ["gpu_attribution_conflict"]
+    assert (second.markers, third.markers) == (1, 0)
+
+
+def test_a_part_of_a_pod_without_containers_is_written_beside_the_devices_own_series_of_it() -> None:
+    (tick,) = play(series(), sample(1, shared("a")))
+    (part,) = [group for group in tick.groups if group.block.subject == "part"]
+    assert part.block.labels == tick.groups[0].block.labels
+    assert tick.clashes == 0
+
+
+def test_an_xid_error_of_another_code_begins_a_series_and_ends_none() -> None:
+    counts: list[dict[str, int]] = [{"79": 1}, {"79": 2, "48": 1}]
+    ticks = play(series(), *(sample(n, device(xids=xids)) for n, xids in enumerate(counts, 1)))
+    found = [
+        {dict(row.labels)["xid"]: value for g in tick.groups for row, value in rows_of(g) if "xid" in row.name}
+        for tick in ticks
+    ]
+    assert found == counts
+    assert ticks[1].markers == 0
 
 
 def test_a_label_that_changes_is_another_series() -> None:
@@ -218,6 +272,10 @@ DEVICES = st.lists(
             st.sampled_from(["gpu_utilization_ratio", "memory_used_bytes", "memory_total_bytes"]),
             st.none() | st.integers(0, 3),
         ),
+        unattributed=st.none() | st.fixed_dictionaries({}, optional={"power_watts": st.integers(0, 3)}),
+        conflict=st.sampled_from([None, "no_pod", "unallocated_process"]),
+        xids=st.dictionaries(st.sampled_from(["48", "79"]), st.integers(0, 3)),
+        info=st.dictionaries(st.just("serial"), st.sampled_from("78")),
     ),
     max_size=3,
 )

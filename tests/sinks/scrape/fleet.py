@@ -35,13 +35,35 @@ def node(*devices: Mapping[str, object], name: str = "gpu-node-1", attribution: 
     return msgspec.convert(content, AttributedSample)
 
 
+SPLIT = {"utilization_ratio": 0.25, "memory_used_bytes": 1 << 30, "power_watts": 100.5}
+INFO = {
+    "serial": "1652822012345",
+    "driver_version": "570.124.06",
+    "cuda_version": "12.8",
+    "vbios_version": "96.00.99.00.01",
+    "mig_mode": "disabled",
+    "processes_visible": "yes",
+}
+SHARED = {
+    "holders": [{**BERT, "parts": SPLIT}, {"namespace": "x", "pod": "y", "parts": SPLIT, "observed": True}],
+    "unattributed": SPLIT,
+    "conflict": "unallocated_process",
+    "info": INFO,
+    "xids": {"79": 1},
+}
+"""Of a device that two pods hold: all that a device may have beside its metrics."""
+
+BESIDE = 2 * 3 + 3 + 4
+"""How many series that is: the pods' parts and the rest, whether it was scaled, the conflict, the errors, the info."""
+
+
 def full_node() -> AttributedSample:
-    """A node with every key: a GPU that one pod holds, one that two hold, one that none does, and a MIG device."""
+    """A node with every key: a GPU that one pod holds, one that two share, one that none does, and a MIG device."""
     common = {"model": "NVIDIA H100 80GB HBM3", "pci_bus_id": "00000000:0A:00.0", "metrics": EVERY_KEY}
     mig = {"uuid": "MIG-c", "parent_uuid": "GPU-d", "gpu_instance": 7, "compute_instance": 0, "profile": "1g.10gb"}
     return node(
         {**common, "uuid": "GPU-a", "index": 0, "minor": 0, "holders": [BERT]},
-        {**common, "uuid": "GPU-b", "index": 1, "minor": 1, "holders": [BERT, {"namespace": "x", "pod": "y"}]},
+        {**common, "uuid": "GPU-b", "index": 1, "minor": 1, **SHARED},
         {**common, "uuid": "GPU-d", "index": 2, "minor": 2},
         {**common, "uuid": "MIG-c", "index": 2, "minor": 2, "mig": mig, "holders": [BERT]},
     )

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sinks.labels import LABEL_SETS, LabelSet, Place, labels, seen
 from sinks.scrape.families import Device, Families, GivenUp, abouts, lines
 from sinks.scrape.formats import OPENMETRICS, TEXT, Format
-from tests.sinks.scrape.fleet import FORMATS, exposed, full_node, node, samples
+from tests.sinks.scrape.fleet import BESIDE, FORMATS, exposed, full_node, node, parsed, samples
 from tests.sinks.scrape.handler import shown
 from topics.attributed import AttributedDevice, Holder
 from topics.catalogue import CATALOGUE, DERIVED, series
@@ -48,6 +48,19 @@ def test_devices_become_families_in_the_order_of_their_names_without_timestamps(
     )
 
 
+BESIDE_METRICS = {
+    "gpu": "info",
+    "gpu_attribution_conflict": "gauge",
+    "gpu_pod_memory_used_bytes": "gauge",
+    "gpu_pod_power_watts": "gauge",
+    "gpu_pod_utilization_ratio": "gauge",
+    "gpu_split_scaled": "gauge",
+    "gpu_unattributed_memory_used_bytes": "gauge",
+    "gpu_unattributed_power_watts": "gauge",
+    "gpu_unattributed_utilization_ratio": "gauge",
+    "gpu_xid_errors": "counter",
+}
+
 COUNTERS = [(names, key, one.name) for names in PROFILES for key, many in series(names).items() for one in many[:1]]
 COUNTERS = [(names, key, name) for names, key, name in COUNTERS if CATALOGUE[key].kind == "counter"]
 
@@ -81,7 +94,7 @@ def test_every_series_is_there_once_with_each_label_once_and_none_empty(
     rows = sum(map(len, series(names).values())) + len(DERIVED[names])
     pods = 2 if label_set == "otel" else 0
 
-    assert len(found) == rows * len(tick.devices) + pods
+    assert len(found) == rows * len(tick.devices) + BESIDE + pods
     assert len({(one.name, *sorted(one.labels.items())) for one in found}) == len(found)
     assert all(one.labels and all(one.labels.values()) for one in found)
     assert all(one.timestamp is None for one in found)
@@ -129,10 +142,27 @@ def test_all_series_of_a_name_are_of_one_kind(names: Profile) -> None:
 
 
 def test_a_device_that_several_pods_hold_carries_no_holder_labels() -> None:
-    text = exposed(shown(full_node(), "dcgm", "dcgm"), "dcgm")
-    held = {one.labels["UUID"]: one.labels.get("pod") for one in samples(text) if "GPU_I_ID" not in one.labels}
+    found = [
+        one
+        for one in samples(exposed(shown(full_node(), "dcgm", "dcgm"), "dcgm"))
+        if "GPU_I_ID" not in one.labels and not one.name.startswith("gpu_pod_")
+    ]
 
-    assert held == {"GPU-a": "bert-0", "GPU-b": None, "GPU-d": None}
+    assert {(one.labels["UUID"], one.labels.get("pod")) for one in found} == {
+        ("GPU-a", "bert-0"),
+        ("GPU-b", None),
+        ("GPU-d", None),
+    }
+
+
+@every_naming
+def test_what_is_beside_the_metrics_has_the_same_names_and_types_everywhere(
+    names: Profile, label_set: LabelSet
+) -> None:
+    text = exposed(shown(full_node(), names, label_set), names, OPENMETRICS)
+    found = {family.name: family.type for family in parsed(text, OPENMETRICS) if family.name in BESIDE_METRICS}
+
+    assert found == BESIDE_METRICS
 
 
 @every_format

@@ -61,7 +61,7 @@ DCGM = Exporter(
     "dcgm",
     "dcgm",
     labels_of_theirs=(
-        Difference("no record says which driver a node has", {"DCGM_FI_DRIVER_VERSION"}),
+        Difference("which driver a node has is on gpu_info, not on every series", {"DCGM_FI_DRIVER_VERSION"}),
         Difference(
             "a device that several pods hold carries no holder: theirs names the last one that it found",
             {"namespace", "pod", "container"},

@@ -10,7 +10,7 @@ from sinks.scrape.formats import OPENMETRICS
 from sinks.scrape.latest import VALUES
 from tests.sinks.scrape.fleet import parsed, samples
 from tests.sinks.scrape.handler import Bench, FakeRecord
-from topics.attributed import AttributedDevice, AttributedSample, Holder
+from topics.attributed import AttributedDevice, AttributedSample, Holder, Parts
 
 
 def _device(uuid: str, used: float, *pods: str, **metrics: float) -> AttributedDevice:
@@ -88,6 +88,57 @@ async def test_other_label_sets_have_no_info_series() -> None:
     assert "gpu_pod_info" not in bench.shown()
 
 
+def _parts(memory: float) -> Parts:
+    return Parts(memory_used_bytes=memory)
+
+
+def _shared(used: float, *pods: str, **more: Any) -> AttributedDevice:
+    """A device that these pods share, by parts of 1, 2, ... bytes."""
+    holders = tuple(Holder("ml-team", pod, parts=_parts(n)) for n, pod in enumerate(pods, 1))
+    return AttributedDevice(
+        uuid="a", metrics={"gpu_utilization_ratio": used}, holders=holders, unattributed=_parts(9), **more
+    )
+
+
+async def test_parts_of_a_shared_device_are_shown_while_it_is_shared() -> None:
+    bench = Bench()
+    await bench.deliver(_tick(0, _shared(0.5, "one", "other")))
+    assert _memory(bench) == {"one": 1.0, "other": 2.0, None: 9.0}
+
+    await bench.deliver(_tick(1, _shared(0.5, "other", "next")))
+    assert _memory(bench) == {"other": 1.0, "next": 2.0, None: 9.0}
+
+    await bench.deliver(_tick(2, _device("a", 0.5, "next")))
+    assert _memory(bench) == {}
+    assert {one.name for one in samples(bench.shown())} == {"gpu_holders", "gpu_pod_info", "gpu_utilization"}
+
+
+def _memory(bench: Bench) -> dict[str | None, float]:
+    """Parts and the rest, by pod."""
+    found = [one for one in samples(bench.shown()) if one.name.endswith("_memory_used_bytes")]
+    return {one.labels.get("k8s_pod_name"): one.value for one in found}
+
+
+async def test_a_part_of_a_pod_without_containers_is_shown_beside_the_devices_own_series_of_it() -> None:
+    bench = Bench()
+    await bench.deliver(_tick(0, _shared(0.5, "one")))
+    labels = {one.name: one.labels for one in samples(bench.shown())}
+
+    assert labels["gpu_pod_memory_used_bytes"].items() == labels["gpu_holders"].items()
+
+
+async def test_what_a_device_is_and_its_errors_are_shown_as_the_last_tick_has_them() -> None:
+    bench = Bench(names="dcgm-legacy", label_set="pod-devices")
+    for offset, errors in enumerate((1, 2)):
+        one = _shared(0.5, info={"serial": "7"}, xids={"79": errors}, conflict="no_pod" if offset == 0 else None)
+        await bench.deliver(_tick(offset, one))
+    found = {one.name: (one.labels, one.value) for one in samples(bench.shown())}
+
+    assert found["gpu_info"] == ({"uuid": "a", "serial": "7"}, 1.0)
+    assert found["gpu_xid_errors_total"] == ({"uuid": "a", "xid": "79"}, 2.0)
+    assert "gpu_attribution_conflict" not in found
+
+
 async def test_a_replay_is_a_duplicate_and_changes_nothing() -> None:
     bench = Bench()
     await bench.deliver(_tick(0, _device("a", 0.1)), _tick(1, _device("a", 0.2)))
@@ -103,6 +154,9 @@ async def test_values_are_counted_without_derived_series() -> None:
 
     assert "gpu_memory_used_percent{" in bench.shown()
     assert bench.counted(VALUES) == 3.0
+
+    await bench.deliver(_tick(1, _shared(0.1, "one", "other", info={"serial": "7"}, xids={"79": 1})))
+    assert bench.counted(VALUES) == 4.0
 
 
 async def test_a_silent_node_is_not_shown() -> None:
