@@ -222,7 +222,7 @@ _PCIE = (
         "pcie_tx_bytes_per_second",
         "bytes_per_second",
         "What the device sends over PCIe.",
-        "field NVML_FI_DEV_PCIE_COUNT_TX_BYTES, per second",
+        "field NVML_FI_DEV_PCIE_COUNT_TX_BYTES, per second; else GPM NVML_GPM_METRIC_PCIE_TX_PER_SEC",
         otel=(
             Series("gpu_pcie_throughput", _labels(gpu_interconnect_type="pcie", gpu_interconnect_direction="transmit")),
         ),
@@ -233,7 +233,7 @@ _PCIE = (
         "pcie_rx_bytes_per_second",
         "bytes_per_second",
         "What the device receives over PCIe.",
-        "field NVML_FI_DEV_PCIE_COUNT_RX_BYTES, per second",
+        "field NVML_FI_DEV_PCIE_COUNT_RX_BYTES, per second; else GPM NVML_GPM_METRIC_PCIE_RX_PER_SEC",
         otel=(
             Series("gpu_pcie_throughput", _labels(gpu_interconnect_type="pcie", gpu_interconnect_direction="receive")),
         ),
@@ -303,5 +303,107 @@ _FAULTS = (
     ),
 )
 
-ROWS: tuple[Metric, ...] = (*_UTILIZATION, *_MEMORY, *_POWER, *_CLOCKS, *_PCIE, *_FAULTS)
+
+def _spread(stem: str, unit: str, what: str, nvml: str, otel: str) -> tuple[Metric, ...]:
+    """Mean, minimum and maximum of what the driver sampled in a tick."""
+    parts = {"mean": ("Mean", "avg"), "min": ("Smallest", "min"), "max": ("Largest", "max")}
+    return tuple(
+        _metric(
+            f"{stem}_{part}_{unit}",
+            unit,
+            f"{word} of the driver's own samples of {what} since the last tick.",
+            f"nvmlDeviceGetSamples, {nvml}",
+            otel=(Series(f"{otel}_{suffix}"),),
+        )
+        for part, (word, suffix) in parts.items()
+    )
+
+
+_SPREADS = (
+    *_spread("gpu_utilization", "ratio", "utilization", "NVML_GPU_UTILIZATION_SAMPLES", "gpu_utilization"),
+    *_spread("power", "watts", "the power drawn", "NVML_TOTAL_POWER_SAMPLES", "gpu_power_draw"),
+)
+
+
+def _activity(key: str, text: str, nvml: str, otel: str, dcgm: str, *, legacy: bool = True) -> Metric:
+    """A share of the tick, from two samples of GPM."""
+    return _metric(
+        key,
+        "ratio",
+        f"{text}, over the tick; Hopper and later.",
+        f"GPM NVML_GPM_METRIC_{nvml}",
+        otel=(Series(otel),),
+        dcgm=(Series(f"DCGM_FI_PROF_{dcgm}"),),
+        legacy=(Series(f"dcgm_fi_prof_{dcgm.lower()}"),) if legacy else (),
+    )
+
+
+def _nvlink(way: str, direction: str, text: str) -> Metric:
+    return _metric(
+        f"nvlink_{way}_bytes_per_second",
+        "bytes_per_second",
+        f"What the device {text} over all NVLinks, over the tick; Hopper and later.",
+        f"GPM NVML_GPM_METRIC_NVLINK_TOTAL_{way.upper()}_PER_SEC",
+        otel=(
+            Series(
+                "gpu_interconnect_throughput",
+                _labels(gpu_interconnect_type="nvlink", gpu_interconnect_direction=direction),
+            ),
+        ),
+        dcgm=(Series(f"DCGM_FI_PROF_NVLINK_{way.upper()}_BYTES"),),
+    )
+
+
+_PROFILING = (
+    _activity(
+        "graphics_engine_active_ratio",
+        "Share of the time in which the graphics or compute engine was busy",
+        "GRAPHICS_UTIL",
+        "gpu_gr_engine_active",
+        "GR_ENGINE_ACTIVE",
+    ),
+    _activity(
+        "sm_active_ratio",
+        "Share of the streaming multiprocessors that were busy",
+        "SM_UTIL",
+        "gpu_sm_active",
+        "SM_ACTIVE",
+    ),
+    _activity(
+        "sm_occupancy_ratio",
+        "Warps that were resident, of the most that there can be",
+        "SM_OCCUPANCY",
+        "gpu_sm_occupancy",
+        "SM_OCCUPANCY",
+    ),
+    _activity(
+        "tensor_active_ratio",
+        "Share of the time in which any tensor pipe was busy",
+        "ANY_TENSOR_UTIL",
+        "gpu_pipe_tensor_active",
+        "PIPE_TENSOR_ACTIVE",
+    ),
+    _activity(
+        "dram_active_ratio",
+        "Bandwidth of the device memory that was used, of the most that there can be",
+        "DRAM_BW_UTIL",
+        "gpu_dram_active",
+        "DRAM_ACTIVE",
+    ),
+    *(
+        _activity(
+            f"fp{bits}_active_ratio",
+            f"Share of the time in which the FP{bits} pipe was busy, tensors apart",
+            f"FP{bits}_UTIL",
+            f"gpu_pipe_fp{bits}_active",
+            f"PIPE_FP{bits}_ACTIVE",
+            legacy=False,
+        )
+        for bits in (64, 32, 16)
+    ),
+    _nvlink("tx", "transmit", "sends"),
+    _nvlink("rx", "receive", "receives"),
+)
+
+ROWS: tuple[Metric, ...] = (*_UTILIZATION, *_MEMORY, *_POWER, *_CLOCKS, *_PCIE, *_FAULTS, *_SPREADS, *_PROFILING)
 """Every row, in the order of the docs."""

@@ -137,7 +137,7 @@ class Gpus:
         return self._opening
 
     async def _attach(self, why: str | None) -> None:
-        if why is not None and not await self._quiet():
+        if why is not None and not (await self._quiet() and await self._let_go()):
             return
         await self._driver.attach(why)
         self._gone.update({gpu.uuid: gpu.known for gpu in self._gpus if gpu.uuid is not None})
@@ -158,6 +158,13 @@ class Gpus:
                 return False
             await asyncio.sleep(0.01)
         return True
+
+    async def _let_go(self) -> bool:
+        """Have every GPU give back what NVML has lent it; whether all have."""
+        asked = [gpu.let_go() for gpu in self._gpus]
+        if asked:
+            await asyncio.wait(asked, timeout=QUIET_WITHIN_S)
+        return all(one.done() for one in asked)
 
     async def _answers(self, ends_s: float) -> dict[Gpu, Reading]:
         """Ask every GPU that can be asked; those that answered in time.

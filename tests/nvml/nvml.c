@@ -26,7 +26,7 @@ typedef int status;
 
 enum {
   SUCCESS = 0, UNINITIALIZED = 1, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, NOT_FOUND = 6, INSUFFICIENT_SIZE = 7,
-  TIMEOUT = 10, GPU_IS_LOST = 15, VERSION_MISMATCH = 25
+  TIMEOUT = 10, GPU_IS_LOST = 15, OUT_OF_MEMORY = 20, NO_DATA = 21, VERSION_MISMATCH = 25
 };
 
 enum { GPUS = 64, SLOTS = 8, SETTINGS = 1024, RULES = 256, PROCESSES = 1024, XIDS = 64, ANY = -1, NONE = -1 };
@@ -754,6 +754,132 @@ status nvmlDeviceGetProcessesUtilizationInfo(device_t device, struct process_use
     if (is_of(p, &call, NULL))
       *out++ = (struct process_use){measured_us(), p->pid, p->sm, p->memory, p->encoder, p->decoder, 0, 0};
   }
+  return SUCCESS;
+}
+#endif
+
+/* -- samples that the driver keeps: as many a second as `sample_period_us` says, values from a list in turn --------- */
+
+enum { KEPT = 120, POWER_SAMPLES = 0, UTILIZATION_SAMPLES = 1 };
+
+struct sample { ull timestamp_us; union number value; };
+
+/* The value at that number of samples since 1970: the script's list in turn, or what the one call answers. */
+static ull sample_value(int gpu, const char *list_key, const char *key, ull at) {
+  const char *list = setting(gpu, list_key);
+  ull found[32];
+  int count = 0, used = 0;
+  for (; list && count < 32 && sscanf(list, "%llu%n", &found[count], &used) == 1; list += used) count++;
+  return count ? found[at % (ull)count] : value(gpu, key);
+}
+
+static status samples(struct call *call, const char *list_key, const char *key, ull since_us, uint *count,
+                      struct sample *out) {
+  ull period_us = number(call->gpu, "sample_period_us", 166667), newest = now_us() / period_us;
+  if (!out) return *count = KEPT, SUCCESS;
+  uint found = 0, room = *count < KEPT ? *count : KEPT;
+  for (ull at = newest - KEPT + 1; at <= newest && found < room; at++)
+    if (at * period_us > since_us)
+      out[found++] = (struct sample){at * period_us, {.ui = (uint)sample_value(call->gpu, list_key, key, at)}};
+  return *count = found, found ? SUCCESS : NOT_FOUND;
+}
+
+status nvmlDeviceGetSamples(device_t device, uint kind, ull since_us, uint *type, uint *count, struct sample *out) {
+  GPU_CALL;
+  *type = UINT;
+  if (kind == POWER_SAMPLES) return samples(&call, "power_samples_mw", "power_mw", since_us, count, out);
+  if (kind != UTILIZATION_SAMPLES || value(call.gpu, "mig_mode")) return NOT_SUPPORTED;
+  return samples(&call, "utilization_samples", "utilization_gpu", since_us, count, out);
+}
+
+/* -- GPM: a metric is what the script says when the newer sample is taken; samples are counted in and out ------------ */
+
+#ifndef OLD
+enum { SAMPLES = 1024, METRICS = 477 };
+
+static struct gpm_sample { int lent, gpu, gi; double taken_s; } gpm_samples[SAMPLES];
+static int gpm_next;
+
+struct gpm_support { uint version, supported; };
+struct gpm_metric { uint id; status code; double value; const char *name, *long_name, *unit; };
+struct gpm_question { uint version, count; struct gpm_sample *older, *newer; struct gpm_metric metrics[METRICS]; };
+
+static int is_lent(const struct gpm_sample *sample) {
+  return sample >= gpm_samples && sample < gpm_samples + SAMPLES && sample->lent;
+}
+
+status nvmlGpmQueryDeviceSupport(device_t device, struct gpm_support *out) {
+  DEVICE_CALL;
+  if (out->version != 1) return VERSION_MISMATCH;
+  return put(&out->supported, number(call.gpu, "gpm_supported", 1));
+}
+
+status nvmlGpmSampleAlloc(struct gpm_sample **out) {
+  CALL(begin(__func__, NONE, NONE));
+  for (int tried = 0; tried < SAMPLES; tried++) {
+    struct gpm_sample *sample = &gpm_samples[gpm_next++ % SAMPLES];
+    if (sample->lent) continue;
+    *sample = (struct gpm_sample){.lent = 1};
+    return *out = sample, SUCCESS;
+  }
+  return OUT_OF_MEMORY;
+}
+
+status nvmlGpmSampleFree(struct gpm_sample *sample) {
+  CALL(begin(__func__, NONE, NONE));
+  if (!is_lent(sample)) return INVALID_ARGUMENT;
+  return sample->lent = 0, SUCCESS;
+}
+
+static status gpm_take(const struct call *call, int gi, struct gpm_sample *sample) {
+  if (!is_lent(sample)) return INVALID_ARGUMENT;
+  if (!number(call->gpu, "gpm_supported", 1)) return NOT_SUPPORTED;
+  *sample = (struct gpm_sample){1, call->gpu, gi, clock_s(CLOCK_MONOTONIC)};
+  return SUCCESS;
+}
+
+status nvmlGpmSampleGet(device_t device, struct gpm_sample *sample) {
+  DEVICE_CALL;
+  return gpm_take(&call, call.mig ? (int)call.mig->gi : NONE, sample);
+}
+
+status nvmlGpmMigSampleGet(device_t device, uint gi, struct gpm_sample *sample) {
+  GPU_CALL;
+  for (int slot = 0; slot < SLOTS; slot++)
+    if (world.mig[call.gpu][slot].present && world.mig[call.gpu][slot].gi == gi) return gpm_take(&call, (int)gi, sample);
+  return NOT_FOUND;
+}
+
+static status gpm_failure(int gpu, uint id) {
+  char name[24];
+  snprintf(name, sizeof name, "gpm:%u", id);
+  for (int i = world.fails - 1; i >= 0; i--)
+    if ((world.fail[i].gpu == ANY || world.fail[i].gpu == gpu) && !strcmp(world.fail[i].function, name))
+      return world.fail[i].code;
+  return SUCCESS;
+}
+
+/* By default what tells metrics, GPUs and GPU instances apart: 1.25 for the first metric of GPU 0. PCIe and NVLink are
+   the whole GPU's. */
+static void gpm_answer(const struct gpm_sample *newer, struct gpm_metric *out) {
+  char key[40];
+  snprintf(key, sizeof key, newer->gi == NONE ? "gpm_%u" : "gpm_%u_gi%d", out->id, newer->gi);
+  const char *set = setting(newer->gpu, key);
+  out->code = newer->gi != NONE && out->id >= 20 ? NOT_SUPPORTED : gpm_failure(newer->gpu, out->id);
+  if (!out->code && !(out->id <= 13 || out->id == 20 || out->id == 21 || out->id == 60 || out->id == 61))
+    out->code = NOT_SUPPORTED;
+  out->value = set ? strtod(set, NULL) : out->id + 0.25 + newer->gpu + (newer->gi == NONE ? 0 : 10 * newer->gi);
+}
+
+status nvmlGpmMetricsGet(struct gpm_question *question) {
+  CALL(begin(__func__, is_lent(question->newer) ? question->newer->gpu : NONE, NONE));
+  const struct gpm_sample *older = question->older, *newer = question->newer;
+  if (question->version != 1) return VERSION_MISMATCH;
+  if (question->count > METRICS || !is_lent(older) || !is_lent(newer) || older->gpu != newer->gpu ||
+      older->gi != newer->gi || older->taken_s >= newer->taken_s)
+    return INVALID_ARGUMENT;
+  if (newer->taken_s - older->taken_s < 0.1) return NO_DATA;
+  for (uint i = 0; i < question->count; i++) gpm_answer(newer, &question->metrics[i]);
   return SUCCESS;
 }
 #endif

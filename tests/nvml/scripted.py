@@ -12,6 +12,7 @@ import atexit
 import ctypes
 import functools
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -35,10 +36,15 @@ memory_temperature graphics_clock_mhz sm_clock_mhz memory_clock_mhz video_clock_
 performance_state pcie_replays pcie_tx_bytes pcie_rx_bytes pcie_tx_rate pcie_rx_rate ecc_corrected_volatile
 ecc_uncorrected_volatile ecc_corrected_aggregate ecc_uncorrected_aggregate rows_correctable rows_uncorrectable
 row_remap_pending row_remap_failure retired_single_bit retired_double_bit retired_pending throttled_power_ns
-throttled_thermal_ns throttled_ns
+throttled_thermal_ns throttled_ns gpm_supported sample_period_us utilization_samples power_samples_mw
 """
 KEYS = frozenset(NAMES.split())
-"""What :meth:`ScriptedNvml.set` takes, in NVML's own units; and ``type_N``, the value type that field N says it has."""
+"""What :meth:`ScriptedNvml.set` takes, in NVML's own units. Samples are a list in turn, as text: "10 90".
+
+And ``type_N``, the value type that field N says it has; ``gpm_N``, what GPM says for metric N, as text or number;
+``gpm_N_giM``, what it says of GPU instance M.
+"""
+_NUMBERED = re.compile(r"type_\d+|gpm_\d+(_gi\d+)?")
 
 
 class NoCompiler(Exception):
@@ -109,7 +115,7 @@ class ScriptedNvml:
         directory.mkdir(parents=True, exist_ok=True)
         self._script, self._log = directory / "nvml.script", directory / "nvml.log" if log else None
         self._gpus, self._driver, self._written_ns = gpus, 0, 0
-        self._values: dict[tuple[int, str], int | str] = {}
+        self._values: dict[tuple[int, str], float | str] = {}
         self._lost: set[int] = set()
         self._hangs: dict[tuple[int, str], float] = {}
         self._failures: dict[tuple[int, str], int] = {}
@@ -145,10 +151,10 @@ class ScriptedNvml:
         self._gpus = count
         self._write()
 
-    def set(self, gpu: int | None, **values: int | str | None) -> None:
+    def set(self, gpu: int | None, **values: float | str | None) -> None:
         """Sets values by the names of :data:`KEYS`, in NVML's own units; None: the default one again."""
         for key, value in values.items():
-            if key not in KEYS and not key.startswith("type_"):
+            if key not in KEYS and not _NUMBERED.fullmatch(key):
                 raise ValueError(f"no such value: {key}")
             if value is None:
                 self._values.pop((_number(gpu), key), None)
@@ -177,7 +183,8 @@ class ScriptedNvml:
         self._write()
 
     def fail(self, gpu: int | None, function: str, code: int) -> None:
-        """Calls answer this code from now on, 0 what they did before. ``field:82`` is one of GetFieldValues' fields."""
+        """Calls answer this code from now on, 0 what they did before. ``field:82`` is one of GetFieldValues'
+        fields, ``gpm:2`` one of GPM's metrics."""
         self._failures[_number(gpu), function] = code
         self._write()
 

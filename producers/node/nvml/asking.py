@@ -4,11 +4,16 @@ In: questions to NVML. Out: answers. State: the question that has not returned, 
 On failure: :class:`Lost` where the answer is that nothing can be asked of the GPU at all, NvmlError else.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from producers.node.nvml import binding
-from producers.node.nvml.binding import FieldValue, Handle, Nvml, NvmlError
+from producers.node.nvml.binding import FieldValue, GpmSample, Handle, Nvml, NvmlError
+
+T = TypeVar("T")
+
+IMPLAUSIBLE = "IMPLAUSIBLE"
+"""What a value that can't be is counted as."""
 
 _LOST = frozenset(
     {
@@ -65,19 +70,31 @@ class Asking:
 
     def ask(self, function: str, handle: Handle, *arguments: Any) -> Any:
         """What pynvml's ``function`` gives. Raises Lost, NvmlError."""
-        self.doing = function
-        try:
-            return self._nvml.ask(function, handle, *arguments)
-        except NvmlError as error:
-            raise self._judged(function, error) from None
+        return self._do(function, lambda: self._nvml.ask(function, handle, *arguments))
 
     def fields(self, handle: Handle, numbers: Sequence[int]) -> list[FieldValue]:
         """What nvmlDeviceGetFieldValues gives. Raises Lost, NvmlError."""
-        self.doing = "nvmlDeviceGetFieldValues"
+        return self._do("nvmlDeviceGetFieldValues", lambda: self._nvml.fields(handle, numbers))
+
+    def samples(self, handle: Handle, kind: int, since_us: int) -> list[FieldValue]:
+        """What nvmlDeviceGetSamples gives. Raises Lost, NvmlError."""
+        return self._do("nvmlDeviceGetSamples", lambda: self._nvml.samples(handle, kind, since_us))
+
+    def gpm_sample(self) -> GpmSample:
+        """A buffer. Raises Lost, NvmlError."""
+        return self._do("nvmlGpmSampleAlloc", self._nvml.gpm_sample)
+
+    def gpm_free(self, sample: GpmSample) -> None:
+        """Give a buffer back; where that fails it is counted, and the buffer gone."""
+        self.doing = "nvmlGpmSampleFree"
         try:
-            return self._nvml.fields(handle, numbers)
+            self._nvml.gpm_free(sample)
         except NvmlError as error:
-            raise self._judged(self.doing, error) from None
+            self.count(self.doing, error.name)
+
+    def gpm_metrics(self, older: GpmSample, newer: GpmSample, metrics: Sequence[int]) -> list[FieldValue]:
+        """What nvmlGpmMetricsGet gives. Raises Lost, NvmlError."""
+        return self._do("nvmlGpmMetricsGet", lambda: self._nvml.gpm_metrics(older, newer, metrics))
 
     def optional(self, function: str, handle: Handle) -> Any:
         """What pynvml's ``function`` gives; None where it fails, which is counted. Raises Lost."""
@@ -96,6 +113,13 @@ class Asking:
         """What was counted since the last time: call and error."""
         found, self._errors = self._errors, []
         return found
+
+    def _do(self, call: str, work: Callable[[], T]) -> T:
+        self.doing = call
+        try:
+            return work()
+        except NvmlError as error:
+            raise self._judged(call, error) from None
 
     def _judged(self, call: str, error: NvmlError) -> Exception:
         if not is_lost(error):

@@ -7,6 +7,7 @@ Source: nvml.h and pynvml. pynvml's own errors are unhashable, can't be compared
 where a list of processes is empty; a missing symbol is sometimes an error of another family.
 """
 
+import threading
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple, NewType, Protocol
 
@@ -14,6 +15,9 @@ import pynvml
 
 Handle = NewType("Handle", object)
 """A GPU or a MIG device, as NVML names it between nvmlInit and nvmlShutdown."""
+
+GpmSample = NewType("GpmSample", object)
+"""A buffer for what GPM samples."""
 
 UNINITIALIZED: Final = 1
 INVALID_ARGUMENT: Final = 2
@@ -90,12 +94,25 @@ class Nvml(Protocol):
     def fields(self, handle: Handle, fields: Sequence[int]) -> list[FieldValue]:
         """Many fields in one call, in that order."""
 
+    def samples(self, handle: Handle, kind: int, since_us: int) -> list[FieldValue]:
+        """What nvmlDeviceGetSamples has of that kind, newer than that."""
+
+    def gpm_sample(self) -> GpmSample:
+        """A buffer, to be given back to :meth:`gpm_free`."""
+
+    def gpm_free(self, sample: GpmSample) -> None:
+        """Give a buffer back."""
+
+    def gpm_metrics(self, older: GpmSample, newer: GpmSample, metrics: Sequence[int]) -> list[FieldValue]:
+        """These metrics of the time between two samples of one device, in that order."""
+
 
 class Pynvml:
     """NVML as pynvml has it."""
 
     def __init__(self) -> None:
         self._functions: dict[str, Any] = {}
+        self._threads = threading.local()
 
     def init(self) -> None:
         """Load the library and attach to the driver."""
@@ -124,6 +141,41 @@ class Pynvml:
     def fields(self, handle: Handle, fields: Sequence[int]) -> list[FieldValue]:
         """Many fields in one call, in that order."""
         return [_field_value(value) for value in self._call("nvmlDeviceGetFieldValues", handle, fields)]
+
+    def samples(self, handle: Handle, kind: int, since_us: int) -> list[FieldValue]:
+        """What nvmlDeviceGetSamples has of that kind, newer than that."""
+        answer = self._call("nvmlDeviceGetSamples", handle, kind, since_us)
+        if not answer:
+            return []
+        name, bits = _BITS.get(answer[0], ("", 0))
+        if not name:
+            raise NvmlError(NOT_SUPPORTED)
+        return [FieldValue(0, getattr(one.sampleValue, name), bits, one.timeStamp) for one in answer[1]]
+
+    def gpm_sample(self) -> GpmSample:
+        """A buffer, to be given back to :meth:`gpm_free`."""
+        return GpmSample(self._call("nvmlGpmSampleAlloc"))
+
+    def gpm_free(self, sample: GpmSample) -> None:
+        """Give a buffer back."""
+        self._call("nvmlGpmSampleFree", sample)
+
+    def gpm_metrics(self, older: GpmSample, newer: GpmSample, metrics: Sequence[int]) -> list[FieldValue]:
+        """These metrics of the time between two samples of one device, in that order."""
+        asked = self._gpm_question()
+        asked.numMetrics, asked.sample1, asked.sample2 = len(metrics), older, newer
+        for place, number in enumerate(metrics):
+            asked.metrics[place].metricId = number
+        self._call("nvmlGpmMetricsGet", asked)
+        answers = [asked.metrics[place] for place in range(len(metrics))]
+        return [FieldValue(one.nvmlReturn, 0 if one.nvmlReturn else one.value, 0) for one in answers]
+
+    def _gpm_question(self) -> Any:
+        """Of 19 kB, and so one for each thread."""
+        found = getattr(self._threads, "gpm", None)
+        if found is None:
+            found = self._threads.gpm = pynvml.c_nvmlGpmMetricsGet_t(version=pynvml.NVML_GPM_METRICS_GET_VERSION)
+        return found
 
     def _call(self, function: str, *arguments: Any) -> Any:
         try:

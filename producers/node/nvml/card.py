@@ -9,6 +9,7 @@ asks a handle for its UUID first.
 
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from producers.node.nvml.asking import Asking, Lost, is_unsupported
 from producers.node.nvml.binding import Handle, Nvml, NvmlError
 from producers.node.nvml.device import Device
 from producers.node.nvml.processes import Found, Placing, Processes
+from producers.node.nvml.profiling import Profiling
 
 _PROFILE = re.compile(r" MIG (\S+)$")
 
@@ -79,6 +81,7 @@ class Card:
         self._listed_s: float | None = None
         self._layout = _Layout()
         self._parts: dict[str, _Part] = {}
+        self._profilings: list[Profiling] = []
 
     @property
     def doing(self) -> str:
@@ -97,6 +100,11 @@ class Card:
             trouble = lost
             self._forget()
         return Reading(self._identity, devices, trouble, self._asking.errors(), kinds, self._clock() - began_s)
+
+    def let_go(self) -> None:
+        """Give back what NVML has lent, before it is closed. It is had anew where the GPU is read again."""
+        for profiling in self._profilings:
+            profiling.free()
 
     def _opened(self, kinds: dict[int, str]) -> Sequence[dict[str, Any]]:
         if self._identity is None:
@@ -132,14 +140,23 @@ class Card:
 
     def _renew(self) -> None:
         """Ask anew what the GPU supports: that changes with its layout."""
-        self._whole = Device(self._asking, self._handle, cut=self._layout.cut, clock=self._clock)
+        self.let_go()
+        self._profilings.clear()
+        profiling = self._profiling()
+        self._whole = Device(self._asking, self._handle, cut=self._layout.cut, profiling=profiling, clock=self._clock)
         self._processes = Processes(self._asking, self._handle, self._places, clock=self._clock)
+
+    def _profiling(self, instance: int | None = None) -> Profiling:
+        profiling = Profiling(self._asking, self._handle, instance, clock=self._clock)
+        self._profilings.append(profiling)
+        return profiling
 
     def _forget(self) -> None:
         """It is lost: when it is back, its counters may have begun anew, and its layout may be another."""
         self._lost = True
         if self._identity is not None:
-            self._whole.forget_counts()
+            for device in (self._whole, *(part.device for part in self._parts.values())):
+                device.forget_counts()
         self._listed_s = None
 
     def _device(self, identity: Mapping[str, Any], kinds: dict[int, str]) -> dict[str, Any]:
@@ -183,12 +200,15 @@ class Card:
         if layout != self._layout:
             self._layout = layout
             self._renew()
-            self._parts = {one.uuid: self._part(one) for one in instances}
+            shares = Counter(one.gpu_instance for one in instances)
+            self._parts = {one.uuid: self._part(one, alone=shares[one.gpu_instance] == 1) for one in instances}
         for one in instances:
             part = self._parts[one.uuid]
             part.device.handle = part.processes.handle = one.handle
 
-    def _part(self, one: _Instance) -> _Part:
+    def _part(self, one: _Instance, *, alone: bool) -> _Part:
+        """A MIG device. What GPM says is its own only where it is ``alone`` in its GPU instance."""
+        profiling = self._profiling(one.gpu_instance) if alone and one.gpu_instance is not None else None
         identity = self._identity or {}
         mig = {
             "uuid": one.uuid,
@@ -199,7 +219,7 @@ class Card:
         }
         return _Part(
             {**identity, "uuid": one.uuid, "mig": {key: value for key, value in mig.items() if value is not None}},
-            Device(self._asking, one.handle, cut=True, clock=self._clock),
+            Device(self._asking, one.handle, cut=True, profiling=profiling, clock=self._clock),
             Processes(self._asking, one.handle, self._places, cut=True, clock=self._clock),
         )
 

@@ -11,14 +11,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from producers.node.nvml import binding, values
-from producers.node.nvml.asking import Asking, Lost, is_lost, is_unsupported
+from producers.node.nvml.asking import IMPLAUSIBLE, Asking, Lost, is_lost, is_unsupported
 from producers.node.nvml.binding import FieldValue, Handle, NvmlError
-from producers.node.nvml.table import TABLE, Call, Field, Row, Source
+from producers.node.nvml.profiling import Profiling
+from producers.node.nvml.spread import Samples
+from producers.node.nvml.table import TABLE, Call, Field, Metric, Row, Sampled, Source
 from producers.node.nvml.values import Absent, Count
 
-IMPLAUSIBLE = "IMPLAUSIBLE"
-
 FIELDS = Call("nvmlDeviceGetFieldValues")
+METRICS = Call("nvmlGpmMetricsGet")
 
 _TOTAL = "memory_total_bytes"
 _PARTS = ("memory_used_bytes", "memory_free_bytes", "memory_reserved_bytes")
@@ -31,30 +32,44 @@ class Wanted(NamedTuple):
     source: Source
 
 
-Plan = Mapping[Call, Sequence[Wanted]]
+Plan = Mapping[Call | Sampled, Sequence[Wanted]]
 """Every question of a tick, and what is wanted of its answer."""
 
 
 def plan(sources: Iterable[tuple[Row, Sequence[Source]]]) -> Plan:
     """The first source of each row, those of one question together; rows without a source are left out."""
-    found: dict[Call, list[Wanted]] = {}
+    found: dict[Call | Sampled, list[Wanted]] = {}
     for row, left in sources:
         if left:
-            question = left[0].question
-            found.setdefault(question if isinstance(question, Call) else FIELDS, []).append(Wanted(row, left[0]))
+            found.setdefault(_asked_with(left[0].question), []).append(Wanted(row, left[0]))
     return found
 
 
+def _asked_with(question: Call | Field | Metric | Sampled) -> Call | Sampled:
+    """The call that gives it."""
+    if isinstance(question, Field):
+        return FIELDS
+    return METRICS if isinstance(question, Metric) else question
+
+
 class Device:
-    """What one handle is asked. ``cut``: it is a part of a GPU, or a GPU that is cut into parts."""
+    """What one handle is asked. ``cut``: it is a part of a GPU, or a GPU that is cut into parts. ``profiling``: what
+    GPM says of it, where it can be asked."""
 
     def __init__(
-        self, asking: Asking, handle: Handle, *, cut: bool = False, clock: Callable[[], float] = time.monotonic
+        self,
+        asking: Asking,
+        handle: Handle,
+        *,
+        cut: bool = False,
+        profiling: Profiling | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._asking, self.handle, self._cut, self._clock = asking, handle, cut, clock
+        self._asking, self.handle, self._cut, self._profiling, self._clock = asking, handle, cut, profiling, clock
         self._sources: dict[Row, Sequence[Source]] = {row: row.sources for row in TABLE}
         self._plan = plan(self._sources.items())
-        self._answered: set[Call] = set()
+        self._answered: set[Call | Sampled] = set()
+        self._samples: dict[Sampled, Samples] = {}
         self._counts: dict[str, Count] = {}
 
     def values(self) -> dict[str, float]:
@@ -71,8 +86,9 @@ class Device:
 
     def probe(self) -> None:
         """Ask the first question only. Raises Lost where that is all that the device says."""
-        question = next((question for question in self._plan if question is not FIELDS), None)
-        if question is None:
+        calls = (question for question in self._plan if question not in (FIELDS, METRICS))
+        question = next(calls, None)
+        if not isinstance(question, Call):
             return
         try:
             self._asking.ask(question.function, self.handle, *question.arguments)
@@ -82,8 +98,12 @@ class Device:
                 raise Lost(question.name, error) from None
 
     def forget_counts(self) -> None:
-        """The counters may begin anew."""
+        """The counters may begin anew; what was sampled is of another time."""
         self._counts.clear()
+        for samples in self._samples.values():
+            samples.forget()
+        if self._profiling is not None:
+            self._profiling.forget()
 
     def _fall_back(self, missed: Sequence[Row]) -> Plan:
         """Forget the sources of these rows; the plan for their next ones."""
@@ -94,10 +114,14 @@ class Device:
         self._plan = plan(self._sources.items())
         return plan((row, self._sources[row]) for row in missed)
 
-    def _take(self, question: Call, wanted: Sequence[Wanted], found: dict[str, float]) -> Iterable[Row]:
+    def _take(self, question: Call | Sampled, wanted: Sequence[Wanted], found: dict[str, float]) -> Iterable[Row]:
         """Ask, and put what is wanted of the answer into ``found``; gives the rows that the device does not support."""
         if question is FIELDS:
             return self._take_fields(wanted, found)
+        if question is METRICS:
+            return self._take_metrics(wanted, found)
+        if isinstance(question, Sampled):
+            return self._take_samples(question, wanted, found)
         try:
             answer = self._asking.ask(question.function, self.handle, *question.arguments)
         except NvmlError as error:
@@ -121,8 +145,36 @@ class Device:
         pairs = zip(wanted, answers, strict=True)
         return [one.row for one, answer in pairs if not self._put_field(one, answer, found)]
 
+    def _take_metrics(self, wanted: Sequence[Wanted], found: dict[str, float]) -> Iterable[Row]:
+        metrics = [one.source.question for one in wanted]
+        if self._profiling is None:
+            return [one.row for one in wanted]
+        try:
+            answers = self._profiling.read([metric.number for metric in metrics if isinstance(metric, Metric)])
+        except NvmlError as error:
+            return (
+                [one.row for one in wanted] if self._never(METRICS, error) else self._failed(self._asking.doing, error)
+            )
+        self._answered.add(METRICS)
+        if answers is None:
+            return ()
+        pairs = zip(wanted, answers, strict=True)
+        return [one.row for one, answer in pairs if not self._put_field(one, answer, found)]
+
+    def _take_samples(self, sampled: Sampled, wanted: Sequence[Wanted], found: dict[str, float]) -> Iterable[Row]:
+        samples = self._samples.setdefault(sampled, Samples(self._asking, sampled.name, sampled.number))
+        row, source = wanted[0]
+        try:
+            spread = samples.read(self.handle, source.scale, row.limits)
+        except NvmlError as error:
+            return [one.row for one in wanted] if self._never(sampled, error) else self._failed(sampled.name, error)
+        self._answered.add(sampled)
+        if spread is not None:
+            found.update({row.key: _part(spread, source.part) for row, source in wanted})
+        return ()
+
     def _put_field(self, wanted: Wanted, answer: FieldValue, found: dict[str, float]) -> bool:
-        """Whether the device supports the field."""
+        """Whether the device supports the field or metric."""
         row, source = wanted
         if not answer.code:
             self._answers += 1
@@ -139,7 +191,7 @@ class Device:
     def _put(self, row: Row, source: Source, raw: Any, bits: int, found: dict[str, float], at_us: int = 0) -> None:
         if raw == source.unknown and raw is not None:
             return
-        if row.rate:
+        if source.rate:
             value = self._rate(row, Count(raw, bits, at_us, self._clock()))
         else:
             value = values.measured(raw, bits, source.scale, row.limits)
@@ -158,7 +210,7 @@ class Device:
         value = None if last is None else values.per_second(last, now)
         return Absent.UNKNOWN if value is None else values.within(value, row.limits)
 
-    def _never(self, question: Call, error: NvmlError) -> bool:
+    def _never(self, question: Call | Sampled, error: NvmlError) -> bool:
         """Whether there is no use in asking again; what a part can't be asked is often an invalid argument."""
         first = self._cut and question not in self._answered
         return is_unsupported(error) or (first and error.code == binding.INVALID_ARGUMENT)

@@ -78,6 +78,10 @@ class Gpu:
         reading.add_done_callback(self._settle)
         return reading
 
+    def let_go(self) -> "asyncio.Future[None]":
+        """Begin to give back what NVML has lent. Only for one that is not busy."""
+        return self._worker.ask(self._card.let_go)
+
     def devices(self, reading: Reading | None) -> Sequence[dict[str, Any]]:
         """Its devices in this tick, whose reading is not there where it did not answer in time."""
         if reading is not None and reading.devices:

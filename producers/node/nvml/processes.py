@@ -13,9 +13,8 @@ from typing import Any, NamedTuple, Protocol
 
 from producers.node.cgroups import Place
 from producers.node.nvml import binding, values
-from producers.node.nvml.asking import Asking, is_unsupported
+from producers.node.nvml.asking import IMPLAUSIBLE, Asking, is_unsupported
 from producers.node.nvml.binding import Handle, NvmlError
-from producers.node.nvml.device import IMPLAUSIBLE
 from producers.node.nvml.table import LARGEST_MEMORY_BYTES
 from producers.node.nvml.values import Absent, Limits, Scale
 

@@ -30,27 +30,41 @@ class Field(NamedTuple):
     name: str
 
 
+class Metric(NamedTuple):
+    """One of the metrics of GPM, which gives all that are wanted in one call."""
+
+    number: int
+    name: str
+
+
+class Sampled(NamedTuple):
+    """One of the kinds of samples that the driver keeps of its own accord."""
+
+    number: int
+    name: str
+
+
 class Source(NamedTuple):
     """Where a value is: what to ask, which part of the answer, how wide (a field says so itself), and its unit.
 
-    ``unknown`` is the number that stands for "the device does not know".
+    ``unknown`` is the number that stands for "the device does not know". ``rate``: a counter is read, and what it runs
+    per second is the value.
     """
 
-    question: Call | Field
+    question: Call | Field | Metric | Sampled
     part: str | int | None = None
     scale: Scale = Scale()
     bits: int = 32
     unknown: int | None = None
+    rate: bool = False
 
 
 class Row(NamedTuple):
-    """A key of the catalogue, its limits, and its sources. ``rate``: a counter is read, and what it runs per second is
-    the value."""
+    """A key of the catalogue, its limits, and its sources."""
 
     key: str
     limits: Limits
     sources: tuple[Source, ...]
-    rate: bool = False
 
 
 MEMORY_V2: Final = 0x02000028
@@ -62,8 +76,10 @@ _AS_IS = Scale()
 _PERCENT = Scale(per=100)
 _MILLI = Scale(per=1000)
 _MHZ = Scale(times=1_000_000)
+_MIB = Scale(times=1 << 20)
 
 _RATIO = Limits(0, 1)
+_ACTIVITY = Limits(0, 1, slack=0.02)
 _BYTES = Limits(0, LARGEST_MEMORY_BYTES)
 _WATTS = Limits(0, 20_000)
 _JOULES = Limits(0, 1e14)
@@ -73,6 +89,7 @@ _FAN = Limits(0, 3)
 _STATE = Limits(0, 15)
 _BITMASK = Limits(0, (1 << 31) - 1)
 _PCIE = Limits(0, 1e12)
+_NVLINK = Limits(0, 1e14)
 _COUNT = Limits(0, 1e12)
 _ROWS = Limits(0, 1_000_000)
 _FLAG = Limits(0, 1)
@@ -87,8 +104,18 @@ def _of(function: str, *arguments: int, **more: Any) -> Source:
     return Source(Call(function, arguments), **more)
 
 
-def _field(number: int, name: str, scale: Scale = _AS_IS) -> Source:
-    return Source(Field(number, f"NVML_FI_DEV_{name}"), scale=scale)
+def _field(number: int, name: str, scale: Scale = _AS_IS, *, rate: bool = False) -> Source:
+    return Source(Field(number, f"NVML_FI_DEV_{name}"), scale=scale, rate=rate)
+
+
+def _gpm(number: int, name: str, scale: Scale = _PERCENT) -> Source:
+    return Source(Metric(number, f"NVML_GPM_METRIC_{name}"), scale=scale)
+
+
+def _spread(stem: str, unit: str, limits: Limits, sampled: Sampled, scale: Scale) -> tuple[Row, ...]:
+    """Mean, minimum and maximum of what was sampled in a tick."""
+    parts = {"mean": "mean", "min": "minimum", "max": "maximum"}
+    return tuple(Row(f"{stem}_{name}_{unit}", limits, (Source(sampled, part, scale),)) for name, part in parts.items())
 
 
 def _memory(part: str) -> tuple[Source, ...]:
@@ -143,8 +170,16 @@ TABLE: tuple[Row, ...] = (
             _of("nvmlDeviceGetCurrentClocksThrottleReasons", bits=64),
         ),
     ),
-    Row("pcie_tx_bytes_per_second", _PCIE, (_field(197, "PCIE_COUNT_TX_BYTES"),), rate=True),
-    Row("pcie_rx_bytes_per_second", _PCIE, (_field(198, "PCIE_COUNT_RX_BYTES"),), rate=True),
+    Row(
+        "pcie_tx_bytes_per_second",
+        _PCIE,
+        (_field(197, "PCIE_COUNT_TX_BYTES", rate=True), _gpm(20, "PCIE_TX_PER_SEC", _MIB)),
+    ),
+    Row(
+        "pcie_rx_bytes_per_second",
+        _PCIE,
+        (_field(198, "PCIE_COUNT_RX_BYTES", rate=True), _gpm(21, "PCIE_RX_PER_SEC", _MIB)),
+    ),
     Row("pcie_replays_total", _COUNT, (_of("nvmlDeviceGetPcieReplayCounter"), _field(94, "PCIE_REPLAY_COUNTER"))),
     Row(
         "ecc_corrected_volatile_total",
@@ -160,5 +195,17 @@ TABLE: tuple[Row, ...] = (
     Row("remapped_rows_uncorrectable_total", _ROWS, (Source(_REMAPPED, 1), _field(143, "REMAPPED_UNC"))),
     Row("row_remap_pending", _FLAG, (Source(_REMAPPED, 2), _field(144, "REMAPPED_PENDING"))),
     Row("row_remap_failure", _FLAG, (Source(_REMAPPED, 3), _field(145, "REMAPPED_FAILURE"))),
+    *_spread("gpu_utilization", "ratio", _RATIO, Sampled(1, "NVML_GPU_UTILIZATION_SAMPLES"), _PERCENT),
+    *_spread("power", "watts", _WATTS, Sampled(0, "NVML_TOTAL_POWER_SAMPLES"), _MILLI),
+    Row("graphics_engine_active_ratio", _ACTIVITY, (_gpm(1, "GRAPHICS_UTIL"),)),
+    Row("sm_active_ratio", _ACTIVITY, (_gpm(2, "SM_UTIL"),)),
+    Row("sm_occupancy_ratio", _ACTIVITY, (_gpm(3, "SM_OCCUPANCY"),)),
+    Row("tensor_active_ratio", _ACTIVITY, (_gpm(5, "ANY_TENSOR_UTIL"),)),
+    Row("dram_active_ratio", _ACTIVITY, (_gpm(10, "DRAM_BW_UTIL"),)),
+    Row("fp64_active_ratio", _ACTIVITY, (_gpm(11, "FP64_UTIL"),)),
+    Row("fp32_active_ratio", _ACTIVITY, (_gpm(12, "FP32_UTIL"),)),
+    Row("fp16_active_ratio", _ACTIVITY, (_gpm(13, "FP16_UTIL"),)),
+    Row("nvlink_tx_bytes_per_second", _NVLINK, (_gpm(61, "NVLINK_TOTAL_TX_PER_SEC", _MIB),)),
+    Row("nvlink_rx_bytes_per_second", _NVLINK, (_gpm(60, "NVLINK_TOTAL_RX_PER_SEC", _MIB),)),
 )
 """Every key of the catalogue. The first call of a device is the first row's that it supports."""

@@ -24,10 +24,12 @@ class Scale(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """The smallest and the largest value, in base units, that a device can have."""
+    """The smallest and the largest value, in base units, that a device can have; what is over the largest by at most
+    ``slack``, as what is measured may be, is the largest."""
 
     low: float
     high: float
+    slack: float = 0.0
 
 
 class Count(NamedTuple):
@@ -66,7 +68,7 @@ def measured(raw: object, bits: int, scale: Scale, limits: Limits) -> float | Ab
 
 def within(value: float, limits: Limits) -> float | Absent:
     """The value itself, or IMPLAUSIBLE; NaN is within nothing."""
-    return value if limits.low <= value <= limits.high else Absent.IMPLAUSIBLE
+    return min(value, limits.high) if limits.low <= value <= limits.high + limits.slack else Absent.IMPLAUSIBLE
 
 
 def per_second(last: Count, now: Count) -> float | None:

@@ -342,6 +342,21 @@ async def test_a_new_gpu_that_a_new_process_sees_is_there_after_opening_again(
     assert again.endswith("opened again: GPU-new would answer a new process, and not this one")
 
 
+async def test_what_nvml_has_lent_is_given_back_before_it_is_opened_again(quick: Bench) -> None:
+    quick.census = FakeCensus(lambda: [gpu.uuid for gpu in quick.nvml.gpus])
+    quick.gpus = quick.make()
+    for gpu in quick.nvml.gpus:
+        gpu.profiled({2: 80})
+    await quick.open()
+    before = list(quick.nvml.lent)
+    quick.run()
+    quick.nvml.gpus.append(FakeDevice("GPU-new"))
+    await quick.comes(OK | {"GPU-new": "ok"})
+    assert (len(before), quick.nvml.lent_at_shutdown) == (6, [0])
+    assert len(quick.nvml.lent) == 6
+    assert not set(before) & set(quick.nvml.lent)
+
+
 async def test_a_gpu_that_is_not_there_any_more_stays_known_as_lost(quick: Bench) -> None:
     quick.census = FakeCensus(lambda: [gpu.uuid for gpu in quick.nvml.gpus])
     quick.gpus = quick.make()

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -66,6 +67,12 @@ class Node:
         msgspec.convert(devices, list[Device])
         return devices
 
+    async def complete(self) -> list[dict[str, Any]]:
+        """A tick that has what needs a tick before it."""
+        await self.read()
+        await asyncio.sleep(0.15)
+        return await self.read()
+
     async def states(self, within_s: float = GENEROUS_S) -> list[str]:
         return [device["state"] for device in await self.read(within_s)]
 
@@ -118,8 +125,9 @@ def in_a_process(nvml: ScriptedNvml, within_s: float = GENEROUS_S) -> Any:
 async def test_all_keys_come_of_all_gpus_with_the_values_that_nvml_has(node: Node) -> None:
     node.nvml.set(2, utilization_gpu=93, power_mw=412_345, temperature=-3)
     node.nvml.set(2, fan_speed=0, energy_mj=5_000, ecc_corrected_volatile=7)
+    node.nvml.set(None, sample_period_us=1_000)
     await node.open()
-    devices = await node.read()
+    devices = await node.complete()
     assert [device["uuid"] for device in devices] == [UUID.format(index) for index in range(8)]
     assert all(set(device["metrics"]) == set(CATALOGUE) for device in devices)
     assert (devices[2]["index"], devices[2]["minor"], devices[2]["model"]) == (2, 2, "NVIDIA H100 80GB HBM3")
@@ -132,6 +140,11 @@ async def test_all_keys_come_of_all_gpus_with_the_values_that_nvml_has(node: Nod
         "fan_speed_ratio": 0,
         "energy_joules_total": 5,
         "ecc_corrected_volatile_total": 7,
+        "gpu_utilization_max_ratio": 0.93,
+        "power_min_watts": 412.345,
+        "graphics_engine_active_ratio": 0.0325,
+        "nvlink_rx_bytes_per_second": 62.25 * (1 << 20),
+        "nvlink_tx_bytes_per_second": 63.25 * (1 << 20),
     }
     assert {key: found[key] for key in expected} == expected
     assert 0 <= found["pcie_tx_bytes_per_second"] < 1e9
@@ -179,9 +192,15 @@ async def test_blank_and_absurd_values_are_left_out_and_counted(node: Node) -> N
     blank = dict.fromkeys(("power_mw", "memory_temperature", "fan_speed"), 0xFFFFFFFF)
     blank |= dict.fromkeys(("energy_mj", "memory_used"), 2**64 - 1)
     node.nvml.set(0, **blank, utilization_gpu=255, temperature=-32768, sm_clock_mhz=4_000_000, performance_state=32)
+    node.nvml.set(0, gpm_2="nan", gpm_3=101.5, gpm_5=250, gpm_60=1e12, sample_period_us=1_000)
     await node.open()
-    metrics = (await node.read())[0]["metrics"]
+    metrics = (await node.complete())[0]["metrics"]
     absent = {
+        "sm_active_ratio",
+        "tensor_active_ratio",
+        "nvlink_rx_bytes_per_second",
+        *(f"gpu_utilization_{part}_ratio" for part in ("mean", "min", "max")),
+        *(f"power_{part}_watts" for part in ("mean", "min", "max")),
         "power_watts",
         "gpu_utilization_ratio",
         "temperature_celsius",
@@ -203,7 +222,13 @@ async def test_blank_and_absurd_values_are_left_out_and_counted(node: Node) -> N
         ("nvmlDeviceGetMemoryInfo", "IMPLAUSIBLE"),
         ("NVML_FI_DEV_MEMORY_TEMP", "IMPLAUSIBLE"),
         ("nvmlDeviceGetFanSpeed", "IMPLAUSIBLE"),
+        ("NVML_GPM_METRIC_SM_UTIL", "IMPLAUSIBLE"),
+        ("NVML_GPM_METRIC_ANY_TENSOR_UTIL", "IMPLAUSIBLE"),
+        ("NVML_GPM_METRIC_NVLINK_TOTAL_RX_PER_SEC", "IMPLAUSIBLE"),
+        ("NVML_GPU_UTILIZATION_SAMPLES", "IMPLAUSIBLE"),
+        ("NVML_TOTAL_POWER_SAMPLES", "IMPLAUSIBLE"),
     }
+    assert metrics["sm_occupancy_ratio"] == 1
 
 
 async def test_a_call_that_fails_leaves_out_its_value_on_that_gpu(node: Node) -> None:
@@ -264,6 +289,31 @@ async def test_a_gpu_that_is_cut_anew_is_noticed(node: Node) -> None:
     assert node.errors() == {}
 
 
+async def test_each_gpu_instance_has_its_own_activity_also_after_it_was_cut_anew(node: Node) -> None:
+    node.nvml.mig(1, [Mig(1), Mig(5, 0, "3g.40gb")])
+    node.nvml.set(1, gpm_2_gi1=25, gpm_2_gi5=75.5)
+    await node.open()
+    found = [device["metrics"].get("sm_active_ratio") for device in (await node.complete())[:4]]
+    assert found == [0.0225, 0.0325, 0.25, 0.755]
+    node.nvml.mig(1, [Mig(5, 0, "3g.40gb", uuid="MIG-other")])
+    await node.comes(["ok"] * 9)
+    devices = await node.complete()
+    assert [device["metrics"]["sm_active_ratio"] for device in devices[1:3]] == [0.0325, 0.755]
+    calls = Counter(call.function for call in node.nvml.calls())
+    assert calls["nvmlGpmSampleAlloc"] - calls["nvmlGpmSampleFree"] == 2 * 9
+    assert node.errors() == {}
+
+
+async def test_spikes_between_two_ticks_are_seen(node: Node) -> None:
+    node.nvml.set(0, utilization_samples="0 0 0 100", power_samples_mw="100000 100000 500000", sample_period_us=1_000)
+    await node.open()
+    metrics = (await node.complete())[0]["metrics"]
+    assert [metrics[f"gpu_utilization_{part}_ratio"] for part in ("min", "max")] == [0, 1]
+    assert [metrics[f"power_{part}_watts"] for part in ("min", "max")] == [100, 500]
+    assert metrics["gpu_utilization_mean_ratio"] == pytest.approx(0.25, abs=0.02)
+    assert metrics["power_mean_watts"] == pytest.approx(233.3, abs=10)
+
+
 async def test_a_driver_that_comes_later_works(node: Node) -> None:
     node.nvml.driver("absent")
     await node.open()
@@ -294,7 +344,8 @@ def test_an_older_driver_gives_what_it_has_without_an_error(nvml_directory: Path
     nvml.processes(0, [Process(41, 1 << 30, sm=90)])
     devices, errors, wrong = in_a_process(nvml)
     assert [device["state"] for device in devices] == ["ok", "ok"]
-    missing = set(CATALOGUE) - set(devices[0]["metrics"])
+    gpm_and_samples = {metric.key for metric in CATALOGUE.values() if re.match("GPM|nvmlDeviceGetSamples", metric.nvml)}
+    missing = set(CATALOGUE) - set(devices[0]["metrics"]) - gpm_and_samples
     assert missing <= {"memory_reserved_bytes", "pcie_tx_bytes_per_second", "pcie_rx_bytes_per_second"}
     assert "memory_reserved_bytes" in missing
     assert devices[0]["processes"] == [{"pid": 41, "memory_used_bytes": 1 << 30, "sm_utilization_ratio": 0.9}]

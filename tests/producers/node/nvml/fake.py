@@ -1,6 +1,7 @@
 """NVML as a test says, behind the boundary: errors, hangs, GPUs that come and go, MIG devices, processes."""
 
 import asyncio
+import itertools
 import threading
 import time
 from collections import Counter
@@ -65,17 +66,29 @@ def _answers() -> dict[Any, Any]:
 @dataclass
 class FakeDevice:
     """A GPU or a MIG device. What is not in ``answers`` is NOT_SUPPORTED; an NvmlError there is raised, and what can be
-    called is, with the arguments. ``parts`` are MIG devices by slot, None being a hole."""
+    called is, with the arguments. ``parts`` are MIG devices by slot, None being a hole. ``gpm`` is what GPM says, by
+    metric, or by GPU instance and metric; ``samples`` are what the driver keeps, by kind."""
 
     uuid: str
     answers: dict[Any, Any] = field(default_factory=_answers)
     fields: dict[int, FieldValue] = field(default_factory=lambda: {82: FieldValue(0, 55, 32, 0)})
     parts: list["FakeDevice | None"] = field(default_factory=list)
+    gpm: dict[Any, FieldValue] = field(default_factory=dict)
+    samples: dict[int, list[FieldValue]] = field(default_factory=dict)
     error: int | None = None
     open_error: int | None = None
 
     def fail(self, function: Any, code: int) -> None:
         self.answers[function] = NvmlError(code)
+
+    def profiled(self, metrics: dict[Any, float]) -> None:
+        """It has GPM, which says this."""
+        self.answers |= {
+            "nvmlGpmQueryDeviceSupport": SimpleNamespace(isSupportedDevice=1),
+            "nvmlGpmSampleGet": lambda sample: sample.take(self, None),
+            "nvmlGpmMigSampleGet": lambda instance, sample: sample.take(self, instance),
+        }
+        self.gpm = {metric: FieldValue(0, value, 0) for metric, value in metrics.items()}
 
     def cut(self, *parts: "FakeDevice | None") -> None:
         """Into MIG devices."""
@@ -111,6 +124,22 @@ class Hang(NamedTuple):
     end: threading.Event
 
 
+class FakeSample:
+    """A buffer of GPM. What it is of is said by ``take``."""
+
+    def __init__(self) -> None:
+        self.device: FakeDevice | None = None
+        self.instance: int | None = None
+        self.number = 0
+
+    def take(self, device: FakeDevice, instance: int | None) -> "FakeSample":
+        self.device, self.instance, self.number = device, instance, next(_TAKEN)
+        return self
+
+
+_TAKEN = itertools.count(1)
+
+
 class _Open(NamedTuple):
     device: FakeDevice
     session: int
@@ -125,6 +154,10 @@ class FakeNvml:
             gpu.answers["nvmlDeviceGetMinorNumber"] = index
         self.driver_error: int | None = None
         self.version_error: int | None = None
+        self.lent: list[Any] = []
+        self.lent_at_shutdown: list[int] = []
+        self.free_error: int | None = None
+        self.windows: list[tuple[int, int]] = []
         self.asked: Counter[tuple[str, str]] = Counter()
         self.threads: set[str] = set()
         self.inits = self.shutdowns = 0
@@ -150,6 +183,7 @@ class FakeNvml:
     def shutdown(self) -> None:
         self._called(None, "nvmlShutdown")
         self.shutdowns += 1
+        self.lent_at_shutdown.append(len(self.lent))
 
     def driver_version(self) -> str:
         if self.version_error is not None:
@@ -192,6 +226,39 @@ class FakeNvml:
         for number in fields:
             self.asked[device.uuid, f"field {number}"] += 1
         return [device.fields.get(number, FieldValue(binding.NOT_SUPPORTED)) for number in fields]
+
+    def samples(self, handle: Handle, kind: int, since_us: int) -> list[FieldValue]:
+        device = self._device(handle, "nvmlDeviceGetSamples")
+        if isinstance(error := device.answers.get(("nvmlDeviceGetSamples", kind)), NvmlError):
+            raise NvmlError(error.code)
+        if kind not in device.samples:
+            raise NvmlError(binding.NOT_SUPPORTED)
+        new = [one for one in device.samples[kind] if one.at_us > since_us]
+        if not new:
+            raise NvmlError(binding.NOT_FOUND)
+        return new
+
+    def gpm_sample(self) -> Any:
+        self._called(None, "nvmlGpmSampleAlloc")
+        self.lent.append(FakeSample())
+        return self.lent[-1]
+
+    def gpm_free(self, sample: Any) -> None:
+        self._called(None, "nvmlGpmSampleFree")
+        if self.free_error is not None:
+            raise NvmlError(self.free_error)
+        self.lent.remove(sample)
+
+    def gpm_metrics(self, older: Any, newer: Any, metrics: Sequence[int]) -> list[FieldValue]:
+        assert {older, newer} <= set(self.lent)
+        assert (older.device, older.instance) == (newer.device, newer.instance)
+        device: FakeDevice = newer.device
+        self._called(device.uuid, "nvmlGpmMetricsGet")
+        if isinstance(error := device.answers.get("nvmlGpmMetricsGet"), NvmlError):
+            raise NvmlError(error.code)
+        self.windows.append((older.number, newer.number))
+        keys = [one if newer.instance is None else (newer.instance, one) for one in metrics]
+        return [device.gpm.get(key, FieldValue(binding.NOT_SUPPORTED)) for key in keys]
 
     def _device(self, handle: Any, function: str) -> FakeDevice:
         device: FakeDevice = handle.device

@@ -1,5 +1,6 @@
 """What comes through the boundary: answers, and errors of one kind."""
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -120,3 +121,38 @@ def test_a_value_is_as_wide_as_its_type(nvml: ScriptedNvml, real: Pynvml, kind: 
 
 def test_nothing_is_loaded_by_making_one(tmp_path: Path) -> None:
     assert Pynvml()._functions == {}
+
+
+def test_samples_come_with_their_time_and_where_none_is_new_that_is_not_found(nvml: ScriptedNvml, real: Pynvml) -> None:
+    nvml.set(0, utilization_samples="10 90", sample_period_us=1_000)
+    gpu = real.handle(0)
+    found = real.samples(gpu, 1, 0)
+    assert {(one.code, one.value, one.bits) for one in found} == {(0, 10, 32), (0, 90, 32)}
+    times = [one.at_us for one in found]
+    assert times == sorted(times)
+    assert all(one.at_us > times[50] for one in real.samples(gpu, 1, times[50]))
+    assert error(lambda: real.samples(gpu, 1, 1 << 62)) == (6, "NOT_FOUND")
+    assert error(lambda: real.samples(gpu, 7, 0)) == (3, "NOT_SUPPORTED")
+
+
+def test_gpm_compares_two_samples_metric_by_metric(nvml: ScriptedNvml, real: Pynvml) -> None:
+    nvml.set(1, gpm_2=12.5)
+    nvml.fail(1, "gpm:10", 999)
+    gpu = real.handle(1)
+    older, newer = real.gpm_sample(), real.gpm_sample()
+    real.ask("nvmlGpmSampleGet", gpu, older)
+    real.ask("nvmlGpmSampleGet", gpu, newer)
+    assert error(lambda: real.gpm_metrics(older, newer, [2])) == (21, "NO_DATA")
+    time.sleep(0.11)
+    real.ask("nvmlGpmSampleGet", gpu, newer)
+    assert real.gpm_metrics(older, newer, [2, 10, 61]) == [
+        FieldValue(0, 12.5, 0),
+        FieldValue(999, 0, 0),
+        FieldValue(0, 62.25, 0),
+    ]
+    assert [one.value for one in real.gpm_metrics(older, newer, [61])] == [62.25]
+    assert error(lambda: real.gpm_metrics(newer, older, [2])) == (2, "INVALID_ARGUMENT")
+    for sample in (older, newer):
+        real.gpm_free(sample)
+    assert error(lambda: real.gpm_free(older)) == (2, "INVALID_ARGUMENT")
+    assert error(lambda: real.gpm_metrics(older, newer, [2])) == (2, "INVALID_ARGUMENT")

@@ -293,3 +293,64 @@ def test_a_device_of_nothing_but_a_uuid_is_a_device() -> None:
     bench.gpu.answers.clear()
     bench.gpu.fields.clear()
     assert bench.read().devices == [{"uuid": "GPU-0", "index": 0, "vendor": "nvidia", "state": "ok", "metrics": {}}]
+
+
+def test_gpm_is_read_of_the_gpu_and_of_each_gpu_instance_through_the_gpu() -> None:
+    bench = Bench()
+    bench.gpu.cut(part("MIG-a", 1), None, part("MIG-b", 5))
+    bench.gpu.profiled({2: 80, (1, 2): 20, (5, 2): 60, (5, 1): 7})
+    bench.read()
+    whole, a, b = (device["metrics"] for device in bench.read().devices)
+    assert [one["sm_active_ratio"] for one in (whole, a, b)] == [0.8, 0.2, 0.6]
+    assert b["graphics_engine_active_ratio"] == 0.07
+    assert "graphics_engine_active_ratio" not in a
+    assert len(bench.nvml.lent) == 6
+
+
+def test_what_gpm_says_of_a_gpu_instance_is_no_compute_instances_own_where_there_are_several() -> None:
+    bench = Bench()
+    bench.gpu.cut(part("MIG-a", 1), part("MIG-b", 1), part("MIG-c", 2))
+    bench.gpu.profiled({2: 80, (1, 2): 20, (2, 2): 60})
+    bench.read()
+    found = [device["metrics"].get("sm_active_ratio") for device in bench.read().devices]
+    assert found == [0.8, None, None, 0.6]
+
+
+def test_the_buffers_of_gpm_are_given_back_when_the_layout_changes_and_when_it_lets_go() -> None:
+    bench = Bench()
+    bench.gpu.answers["nvmlDeviceGetMigMode"] = [0, 0]
+    bench.gpu.profiled({2: 80, (1, 2): 20})
+    bench.read()
+    assert len(bench.nvml.lent) == 2
+    bench.gpu.cut(part("MIG-a", 1))
+    bench.clock.now_s += 10
+    bench.read()
+    assert len(bench.nvml.lent) == 4
+    assert bench.asked("nvmlGpmSampleFree", "") == 2
+    bench.card.let_go()
+    bench.card.let_go()
+    assert bench.nvml.lent == []
+    bench.read()
+    assert bench.read().devices[1]["metrics"]["sm_active_ratio"] == 0.2
+    assert len(bench.nvml.lent) == 4
+
+
+def test_the_buffers_of_gpm_stay_while_a_gpu_is_lost() -> None:
+    bench = Bench()
+    bench.gpu.profiled({2: 80})
+    bench.read()
+    bench.gpu.error = binding.GPU_IS_LOST
+    bench.read()
+    bench.gpu.error = None
+    assert "sm_active_ratio" not in bench.read().devices[0]["metrics"]
+    assert bench.read().devices[0]["metrics"]["sm_active_ratio"] == 0.8
+    assert (len(bench.nvml.lent), bench.asked("nvmlGpmSampleAlloc", "")) == (2, 2)
+
+
+def test_a_buffer_that_can_not_be_given_back_is_counted() -> None:
+    bench = Bench()
+    bench.gpu.profiled({2: 80})
+    bench.read()
+    bench.nvml.free_error = binding.UNINITIALIZED
+    bench.card.let_go()
+    assert bench.read().errors == [("nvmlGpmSampleFree", "UNINITIALIZED")] * 2

@@ -1,5 +1,7 @@
 """A device is asked for what it supports, and says what it can."""
 
+import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,12 +12,14 @@ from producers.node.nvml import binding
 from producers.node.nvml.asking import Asking, Lost
 from producers.node.nvml.binding import FieldValue, NvmlError
 from producers.node.nvml.device import Device
+from producers.node.nvml.profiling import Profiling
 from producers.node.nvml.table import TABLE
 from tests.producers.node.nvml.fake import GIB, Clock, FakeNvml, memory
 from topics.catalogue import CATALOGUE
 
 BROKEN = binding.UNKNOWN
 POWER, AVERAGE = "nvmlDeviceGetPowerUsage", 185
+SAMPLED_POWER, UTILIZATION = 0, 1
 
 
 class Bench:
@@ -23,10 +27,18 @@ class Bench:
 
     def __init__(self, *, cut: bool = False) -> None:
         self.nvml, self.clock = FakeNvml(1), Clock()
+        self._sampled_us = 10**15
         self.gpu = self.nvml.gpus[0]
         self.nvml.init()
         self.asking = Asking(self.nvml)
-        self.device = Device(self.asking, self.asking.open(0), cut=cut, clock=self.clock)
+        handle = self.asking.open(0)
+        profiling = Profiling(self.asking, handle, clock=self.clock)
+        self.device = Device(self.asking, handle, cut=cut, profiling=profiling, clock=self.clock)
+
+    def keep(self, kind: int, *raw: float) -> None:
+        """The driver takes samples of that kind."""
+        self._sampled_us += 1_000_000
+        self.gpu.samples[kind] = [FieldValue(0, one, 32, self._sampled_us + n) for n, one in enumerate(raw)]
 
     def values(self) -> dict[str, float]:
         return self.device.values()
@@ -42,11 +54,32 @@ class Bench:
 def test_every_key_of_the_catalogue_comes_in_base_units() -> None:
     bench = Bench()
     bench.counters(0, 0)
+    bench.gpu.profiled({1: 93.5, 2: 80, 3: 40, 5: 70.25, 10: 55, 11: 0, 12: 12.5, 13: 6.25, 60: 3, 61: 2})
+    bench.keep(UTILIZATION, 1)
+    bench.keep(SAMPLED_POWER, 1)
     bench.values()
     bench.clock.now_s += 2
     bench.counters(2000, 500)
+    bench.keep(UTILIZATION, 93, 0, 57)
+    bench.keep(SAMPLED_POWER, 250_500, 749_500)
     found = bench.values()
     assert found == {
+        "gpu_utilization_mean_ratio": 0.5,
+        "gpu_utilization_min_ratio": 0,
+        "gpu_utilization_max_ratio": 0.93,
+        "power_mean_watts": 500,
+        "power_min_watts": 250.5,
+        "power_max_watts": 749.5,
+        "graphics_engine_active_ratio": 0.935,
+        "sm_active_ratio": 0.8,
+        "sm_occupancy_ratio": 0.4,
+        "tensor_active_ratio": 0.7025,
+        "dram_active_ratio": 0.55,
+        "fp64_active_ratio": 0,
+        "fp32_active_ratio": 0.125,
+        "fp16_active_ratio": 0.0625,
+        "nvlink_tx_bytes_per_second": 2 << 20,
+        "nvlink_rx_bytes_per_second": 3 << 20,
         "gpu_utilization_ratio": 0.93,
         "memory_controller_utilization_ratio": 0.4,
         "encoder_utilization_ratio": 0,
@@ -313,6 +346,165 @@ def test_what_is_lost_is_probed_with_one_question() -> None:
     assert bench.nvml.asked.total() == 1
     bench.gpu.fail("nvmlDeviceGetUtilizationRates", BROKEN)
     bench.device.probe()
+
+
+def test_gpm_needs_two_samples_more_than_100_ms_apart() -> None:
+    bench = Bench()
+    bench.gpu.profiled({2: 80})
+    assert "sm_active_ratio" not in bench.values()
+    bench.clock.now_s += 0.0999
+    assert "sm_active_ratio" not in bench.values()
+    assert bench.asked("nvmlGpmSampleGet") == 1
+    bench.clock.now_s += 0.05
+    assert bench.values()["sm_active_ratio"] == 0.8
+    assert [newer - older for older, newer in bench.nvml.windows] == [1]
+    assert bench.asking.errors() == []
+
+
+def test_gpm_is_asked_for_the_time_between_one_tick_and_the_next_with_two_buffers() -> None:
+    bench = Bench()
+    bench.gpu.profiled({2: 80})
+    for _ in range(5):
+        bench.values()
+        bench.clock.now_s += 1
+    assert len(bench.nvml.windows) == 4
+    assert all(newer == older + 1 for older, newer in bench.nvml.windows)
+    assert len(bench.nvml.lent) == 2
+    assert bench.asked("nvmlGpmQueryDeviceSupport") == 1
+
+
+@pytest.mark.parametrize("answer", [NvmlError(3), NvmlError(13), SimpleNamespace(isSupportedDevice=0)])
+def test_a_device_without_gpm_is_asked_once_and_lends_nothing(answer: Any) -> None:
+    bench = Bench()
+    bench.gpu.profiled({2: 80})
+    bench.gpu.answers["nvmlGpmQueryDeviceSupport"] = answer
+    for _ in range(3):
+        assert "sm_active_ratio" not in bench.values()
+        bench.clock.now_s += 1
+    assert bench.asked("nvmlGpmQueryDeviceSupport") == 1
+    assert (bench.nvml.lent, bench.asking.errors()) == ([], [])
+
+
+def test_each_metric_of_gpm_fails_for_itself() -> None:
+    bench = Bench()
+    bench.gpu.profiled({1: 50, 2: 80, 3: math.nan, 10: 150, 12: -1, 13: 101})
+    bench.gpu.gpm[2] = FieldValue(BROKEN)
+    bench.values()
+    bench.clock.now_s += 1
+    found = bench.values()
+    assert {key: found.get(key) for key in ("graphics_engine_active_ratio", "fp16_active_ratio")} == {
+        "graphics_engine_active_ratio": 0.5,
+        "fp16_active_ratio": 1.0,  # a little over 100 % is how it is measured
+    }
+    absent = {"sm_active_ratio", "sm_occupancy_ratio", "dram_active_ratio", "fp32_active_ratio", "fp64_active_ratio"}
+    assert not absent & set(found)
+    assert bench.asking.errors() == [
+        ("NVML_GPM_METRIC_SM_UTIL", "UNKNOWN"),
+        ("NVML_GPM_METRIC_SM_OCCUPANCY", "IMPLAUSIBLE"),
+        ("NVML_GPM_METRIC_DRAM_BW_UTIL", "IMPLAUSIBLE"),
+        ("NVML_GPM_METRIC_FP32_UTIL", "IMPLAUSIBLE"),
+    ]
+
+
+@pytest.mark.parametrize("function", ["nvmlGpmSampleGet", "nvmlGpmMetricsGet"])
+def test_gpm_that_fails_is_counted_and_goes_on_afterwards(function: str) -> None:
+    bench = Bench()
+    bench.gpu.profiled({2: 80})
+    good = bench.gpu.answers.get(function)
+    bench.values()
+    bench.clock.now_s += 1
+    bench.gpu.fail(function, BROKEN)
+    assert "sm_active_ratio" not in bench.values()
+    assert bench.asking.errors() == [(function, "UNKNOWN")]
+    bench.gpu.answers[function] = good
+    bench.clock.now_s += 1
+    assert bench.values()["sm_active_ratio"] == 0.8
+
+
+def test_what_gpm_sampled_before_a_loss_is_not_compared_with_what_it_samples_after_it() -> None:
+    bench = Bench()
+    bench.gpu.profiled({2: 80})
+    bench.values()
+    bench.device.forget_counts()
+    bench.clock.now_s += 1
+    assert "sm_active_ratio" not in bench.values()
+    bench.clock.now_s += 1
+    assert "sm_active_ratio" in bench.values()
+    assert len(bench.nvml.windows) == 1
+
+
+def test_gpm_has_the_bytes_of_pcie_where_there_are_no_counters() -> None:
+    bench = Bench()
+    bench.gpu.profiled({20: 7, 21: 5})
+    bench.values()
+    bench.clock.now_s += 1
+    found = bench.values()
+    assert (found["pcie_tx_bytes_per_second"], found["pcie_rx_bytes_per_second"]) == (7 << 20, 5 << 20)
+
+
+def test_the_first_samples_reach_further_back_than_a_tick_and_are_left_out() -> None:
+    bench = Bench()
+    bench.keep(UTILIZATION, 100)
+    assert "gpu_utilization_max_ratio" not in bench.values()
+    bench.keep(UTILIZATION, 10, 20)
+    assert bench.values()["gpu_utilization_max_ratio"] == 0.2
+
+
+def test_samples_are_told_once_and_where_none_is_new_there_is_no_value_and_no_error() -> None:
+    bench = Bench()
+    bench.keep(UTILIZATION, 1)
+    bench.values()
+    bench.keep(UTILIZATION, 10)
+    assert bench.values()["gpu_utilization_mean_ratio"] == 0.1
+    assert "gpu_utilization_mean_ratio" not in bench.values()
+    assert bench.asking.errors() == []
+
+
+def test_samples_that_a_device_does_not_keep_are_asked_for_once() -> None:
+    bench = Bench()
+    bench.values()
+    bench.values()
+    assert bench.asked("nvmlDeviceGetSamples") == 2  # one for each kind
+    assert bench.asking.errors() == []
+
+
+def test_samples_that_can_not_be_had_are_counted() -> None:
+    bench = Bench()
+    bench.gpu.fail(("nvmlDeviceGetSamples", SAMPLED_POWER), BROKEN)
+    bench.values()
+    assert bench.asking.errors() == [("NVML_TOTAL_POWER_SAMPLES", "UNKNOWN")]
+
+
+def test_a_sample_that_can_not_be_is_left_out_and_counted() -> None:
+    bench = Bench()
+    bench.keep(UTILIZATION, 1)
+    bench.values()
+    bench.keep(UTILIZATION, 50, 255, 0xFFFFFFFF, 70)
+    found = bench.values()
+    spread = [found[f"gpu_utilization_{part}_ratio"] for part in ("min", "mean", "max")]
+    assert spread == [0.5, pytest.approx(0.6), 0.7]
+    assert bench.asking.errors() == [("NVML_GPU_UTILIZATION_SAMPLES", "IMPLAUSIBLE")] * 2
+    bench.keep(UTILIZATION, 255)
+    assert "gpu_utilization_max_ratio" not in bench.values()
+
+
+def test_a_sample_of_the_far_future_does_not_keep_out_those_that_follow() -> None:
+    bench = Bench()
+    bench.keep(UTILIZATION, 1)
+    bench.values()
+    bench.gpu.samples[UTILIZATION] = [FieldValue(0, 50, 32, 10**17)]
+    assert "gpu_utilization_max_ratio" not in bench.values()
+    bench.keep(UTILIZATION, 70)
+    assert bench.values()["gpu_utilization_max_ratio"] == 0.7
+
+
+def test_samples_from_before_a_loss_are_of_another_time() -> None:
+    bench = Bench()
+    bench.keep(UTILIZATION, 1)
+    bench.values()
+    bench.device.forget_counts()
+    bench.keep(UTILIZATION, 90)
+    assert "gpu_utilization_max_ratio" not in bench.values()
 
 
 ANSWER = st.one_of(

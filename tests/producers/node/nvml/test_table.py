@@ -3,7 +3,8 @@
 import pynvml
 import pytest
 
-from producers.node.nvml.table import MEMORY_V2, TABLE, Call, Field, Row, Source
+from producers.node.nvml.table import MEMORY_V2, TABLE, Call, Field, Metric, Row, Sampled, Source
+from producers.node.nvml.values import Scale
 from topics.catalogue import CATALOGUE
 
 SOURCES = [(row, source) for row in TABLE for source in row.sources]
@@ -43,6 +44,21 @@ def test_what_the_arguments_stand_for() -> None:
 
 def test_pcie_is_read_from_counters_since_its_throughput_call_measures_for_20_ms() -> None:
     assert not any(source.question.name == "nvmlDeviceGetPcieThroughput" for _, source in SOURCES)
-    rates = {row.key: row.sources for row in TABLE if row.rate}
-    assert all(isinstance(source.question, Field) for sources in rates.values() for source in sources)
+    rates = {row.key: source for row, source in SOURCES if source.rate}
+    assert all(isinstance(source.question, Field) for source in rates.values())
     assert sorted(rates) == ["pcie_rx_bytes_per_second", "pcie_tx_bytes_per_second"]
+
+
+def test_mean_minimum_and_maximum_are_had_with_one_question() -> None:
+    asked = {source.question for _, source in SOURCES if isinstance(source.question, Sampled)}
+    assert len(asked) == 2
+    for sampled in asked:
+        wanted = [(row.limits, source.scale) for row, source in SOURCES if source.question == sampled]
+        assert len(wanted) == 3
+        assert len(set(wanted)) == 1
+
+
+def test_what_gpm_writes_as_percentages_are_ratios_and_what_it_writes_per_mebibyte_are_bytes() -> None:
+    for row, source in SOURCES:
+        if isinstance(source.question, Metric):
+            assert source.scale == (Scale(per=100) if row.key.endswith("_ratio") else Scale(times=1 << 20))

@@ -1,0 +1,83 @@
+"""What GPM (Hopper and later) says of one GPU or GPU instance: how busy its parts were between two samples.
+
+In: two samples of the driver, taken a tick apart. Out: the answer for each metric, with a return code of its own.
+State: two buffers for as long as the handle is good, of which the one with the older sample is filled next.
+On failure: NvmlError; the sample that was taken last stays, and the next values are those of a longer time.
+Source: nvml.h. Samples have to be more than 100 ms apart; of a GPU instance they are taken through its GPU.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+
+from producers.node.nvml import binding
+from producers.node.nvml.asking import Asking, is_unsupported
+from producers.node.nvml.binding import FieldValue, GpmSample, Handle, NvmlError
+
+SHORTEST_S = 0.1
+"""Samples must be further apart."""
+
+
+class Profiling:
+    """Of the GPU, or of its GPU instance ``instance``. For the thread of that GPU."""
+
+    def __init__(
+        self,
+        asking: Asking,
+        gpu: Handle,
+        instance: int | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._asking, self._gpu, self._instance, self._clock = asking, gpu, instance, clock
+        self._supported: bool | None = None
+        self._buffers: list[GpmSample] = []
+        self._taken_s: float | None = None
+
+    def read(self, metrics: Sequence[int]) -> Sequence[FieldValue] | None:
+        """The metrics since the last time, in that order; None the first time, and where that was too short a time ago.
+
+        Raises Lost, NvmlError: NOT_SUPPORTED where the GPU has no GPM.
+        """
+        self._must_be_supported()
+        now_s = self._clock()
+        since_s = self._taken_s
+        if since_s is not None and now_s - since_s <= SHORTEST_S:
+            return None
+        self._take()
+        self._taken_s = now_s
+        older, newer = self._buffers
+        return None if since_s is None else self._asking.gpm_metrics(older, newer, metrics)
+
+    def forget(self) -> None:
+        """What was sampled is of another time: the GPU was lost since."""
+        self._taken_s = None
+
+    def free(self) -> None:
+        """Give the buffers back; they are had anew where it is read again."""
+        self.forget()
+        while self._buffers:
+            self._asking.gpm_free(self._buffers.pop())
+
+    def _must_be_supported(self) -> None:
+        if self._supported is None:
+            self._supported = self._is_supported()
+        if not self._supported:
+            raise NvmlError(binding.NOT_SUPPORTED)
+
+    def _is_supported(self) -> bool:
+        try:
+            return bool(self._asking.ask("nvmlGpmQueryDeviceSupport", self._gpu).isSupportedDevice)
+        except NvmlError as error:
+            if not is_unsupported(error):
+                raise
+            return False
+
+    def _take(self) -> None:
+        """Fill the older buffer, and make it the newer one."""
+        while len(self._buffers) < 2:
+            self._buffers.append(self._asking.gpm_sample())
+        if self._instance is None:
+            self._asking.ask("nvmlGpmSampleGet", self._gpu, self._buffers[0])
+        else:
+            self._asking.ask("nvmlGpmMigSampleGet", self._gpu, self._instance, self._buffers[0])
+        self._buffers.reverse()
