@@ -64,13 +64,18 @@ def _holder(container: Container, pods: Pods) -> Holder:
             container=container.container,
             resource=container.resource,
         )
+    return holder_of(pod, container=container.container, resource=container.resource)
+
+
+def holder_of(pod: Pod, *, container: str | None = None, resource: str | None = None, observed: bool = False) -> Holder:
+    """A container of a pod that is known, with its labels and who owns it."""
     job, statefulset, deployment = _controllers(pod.owners)
     return Holder(
-        namespace=container.namespace,
-        pod=container.pod,
+        namespace=pod.namespace,
+        pod=pod.name,
         pod_uid=pod.uid,
-        container=container.container,
-        resource=container.resource,
+        container=container,
+        resource=resource,
         workload=_top(pod),
         job=job,
         statefulset=statefulset,
@@ -78,6 +83,7 @@ def _holder(container: Container, pods: Pods) -> Holder:
         labels=pod.labels,
         annotations=pod.annotations,
         namespace_labels=pod.namespace_labels,
+        observed=observed,
     )
 
 

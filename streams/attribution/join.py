@@ -15,7 +15,9 @@ from collections.abc import Mapping
 
 import msgspec
 
+from streams.attribution.evidence import PodOf, observe
 from streams.attribution.holders import hold
+from streams.attribution.split import split
 from streams.attribution.state import (
     NEW,
     AllocationsRead,
@@ -225,15 +227,26 @@ def _joined(
     sample = tick.sample
     labels = state.workloads.node_labels_at(sample.ts_ms) if state.workloads else {}
     if snapshot is None:
-        return state, Joined(_attributed(tick, attribution, labels, {}), ())
+        return state, Joined(_attributed(tick, attribution, labels, {}, _nobody), ())
     dra = state.workloads.dra_at(sample.ts_ms) if state.workloads else _NO_DRA
     inventory = tuple([(d.uuid, d.index, d.minor, d.mig) for d in sample.devices])
     memo = state.memo
-    if memo and _still(memo, snapshot, inventory, pods, dra):
-        return state, Joined(_attributed(tick, attribution, labels, memo.held.holders), ())
-    held = hold(snapshot, sample.devices, pods, dra)
-    state = _replace(state, memo=Memo(snapshot, inventory, pods, dra, held))
-    return state, Joined(_attributed(tick, attribution, labels, held.holders), held.unknown_ids)
+    unknown_ids: tuple[str, ...] = ()
+    if memo is None or not _still(memo, snapshot, inventory, pods, dra):
+        memo = Memo(snapshot, inventory, pods, dra, hold(snapshot, sample.devices, pods, dra))
+        state, unknown_ids = _replace(state, memo=memo), memo.held.unknown_ids
+    out = _attributed(tick, attribution, labels, memo.held.holders, _pod_of(state, sample.ts_ms))
+    return state, Joined(out, unknown_ids)
+
+
+def _pod_of(state: NodeState, ts_ms: int) -> PodOf:
+    """Which pod a uid is at a time."""
+    workloads = state.workloads
+    return _nobody if workloads is None else lambda uid: workloads.pod_of(uid, ts_ms)
+
+
+def _nobody(uid: str) -> Pod | None:
+    """No pod is known."""
 
 
 def _still(
@@ -253,7 +266,11 @@ def _still(
 
 
 def _attributed(
-    tick: Tick, attribution: Attribution, node_labels: dict[str, str], holders: Mapping[str, tuple[Holder, ...]]
+    tick: Tick,
+    attribution: Attribution,
+    node_labels: dict[str, str],
+    holders: Mapping[str, tuple[Holder, ...]],
+    pod_of: PodOf,
 ) -> AttributedSample:
     sample = tick.sample
     return AttributedSample(
@@ -267,12 +284,15 @@ def _attributed(
         offset=tick.offset,
         attribution=attribution,
         node_labels=node_labels,
-        devices=tuple([_device(device, holders.get(device.uuid, ())) for device in sample.devices]),
+        devices=tuple([_device(device, holders.get(device.uuid, ()), pod_of) for device in sample.devices]),
     )
 
 
-def _device(d: Device, holders: tuple[Holder, ...]) -> AttributedDevice:
+def _device(d: Device, holders: tuple[Holder, ...], pod_of: PodOf) -> AttributedDevice:
+    """The device with its holders, those that its processes show included, and their parts of it."""
+    all_holders, conflict = observe(d, holders, pod_of)
+    shared = split(d, all_holders)
     return AttributedDevice(
         d.uuid, d.index, d.vendor, d.model, d.pci_bus_id, d.minor, d.state, d.mig, d.metrics, d.processes, d.jobs,
-        d.events, d.info, d.xids, holders,
+        d.events, d.info, d.xids, shared.holders, shared.unattributed, shared.scaled, conflict,
     )  # fmt: skip

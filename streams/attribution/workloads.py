@@ -67,6 +67,14 @@ class Knowledge(msgspec.Struct, frozen=True):
         life = lives[0] if len(lives) == 1 else min(lives, key=lambda life: life.rank(ts_ms))
         return at(life.versions, ts_ms)
 
+    def pod_of(self, uid: str, ts_ms: int) -> Pod | None:
+        """The pod of that uid, in the version of a time at which it ran, or None."""
+        for pods in self.lives.values():
+            for life in pods:
+                if life.uid == uid:
+                    return at(life.versions, ts_ms) if life.distance_ms(ts_ms) <= TOLERANCE_MS else None
+        return None
+
     def node_labels_at(self, ts_ms: int) -> dict[str, str]:
         """The node's labels at a time."""
         return at(self.node_labels, ts_ms)

@@ -1,0 +1,143 @@
+"""What processes say otherwise than the kubelet, and how ticks carry it and the parts."""
+
+import msgspec
+import pytest
+
+from streams.attribution import join
+from streams.attribution.evidence import Evidence, observe
+from tests.streams.attribution.records import container, gpu, known, pod, snapshot, tick
+from topics.attributed import AttributedDevice, Holder, Parts, Workload
+from topics.samples import Device, Process
+from topics.workloads import NodeWorkloads, Owner, Pod
+
+A = Holder("ns", "a", pod_uid="uid-a")
+JOB = Owner("batch/v1", "Job", "train")
+PODS = {f"uid-{name}": pod(name, labels={"app": name}, owners=(JOB,)) for name in "abc"}
+METRICS: dict[str, int | float | None] = {"gpu_utilization_ratio": 0.5, "memory_used_bytes": 100, "power_watts": 200.0}
+
+
+def process(pod_name: str | None, memory: int | None = 40, ratio: float | None = 0.25) -> Process:
+    """A process of a pod, or of none."""
+    uid = None if pod_name is None else f"uid-{pod_name}"
+    return Process(1, pod_uid=uid, memory_used_bytes=memory, sm_utilization_ratio=ratio)
+
+
+def seen(*processes: Process, holders: tuple[Holder, ...] = (A,), **info: str) -> Evidence:
+    """What is observed on a GPU; the pods a, b and c are known."""
+    return observe(Device(gpu(1), processes=processes, info=info), holders, PODS.get)
+
+
+def names(evidence: Evidence) -> list[tuple[str, bool]]:
+    """The pods, and whether each was observed."""
+    return [(holder.pod, holder.observed) for holder in evidence.holders]
+
+
+def test_processes_of_the_holder_are_no_news() -> None:
+    assert seen(process("a"), process("a")) == Evidence((A,), None)
+
+
+def test_a_pod_on_a_device_that_it_was_not_given_is_an_observed_holder_with_all_that_is_known() -> None:
+    found = seen(process("a"), process("b"))
+
+    assert found.conflict == "unallocated_process"
+    assert found.holders == (
+        A,
+        Holder(
+            "ns",
+            "b",
+            pod_uid="uid-b",
+            workload=Workload("Job", "train"),
+            job="train",
+            labels={"app": "b"},
+            observed=True,
+        ),
+    )
+
+
+def test_a_pod_on_a_device_that_nobody_holds_is_shown() -> None:
+    assert names(seen(process("b"), holders=())) == [("b", True)]
+    assert seen(process("b"), holders=()).conflict == "unallocated_process"
+
+
+def test_observed_holders_stand_in_one_order_each_once() -> None:
+    assert names(seen(process("c"), process("b"), process("c"))) == [("a", False), ("b", True), ("c", True)]
+
+
+def test_a_process_of_no_pod_on_a_device_that_pods_hold_is_a_conflict() -> None:
+    assert seen(process(None), process("a")) == Evidence((A,), "no_pod")
+
+
+def test_a_pods_process_goes_before_one_of_no_pod() -> None:
+    assert seen(process(None), process("b")).conflict == "unallocated_process"
+
+
+def test_a_process_of_no_pod_on_a_device_that_nobody_holds_is_none() -> None:
+    assert seen(process(None), holders=()) == Evidence((), None)
+
+
+@pytest.mark.parametrize("memory", [0, None])
+@pytest.mark.parametrize("pod_name", ["b", None])
+def test_a_process_without_memory_on_the_device_does_not_count(pod_name: str | None, memory: int | None) -> None:
+    assert seen(process(pod_name, memory)) == Evidence((A,), None)
+
+
+def test_a_pod_that_the_workloads_do_not_have_is_neither_shown_nor_a_conflict() -> None:
+    assert seen(process("z")) == Evidence((A,), None)
+
+
+def test_a_holder_whose_uid_is_not_known_is_known_by_its_name() -> None:
+    nameless = Holder("ns", "b")
+
+    assert seen(process("b"), holders=(nameless,)) == Evidence((nameless,), None)
+
+
+def test_where_processes_cannot_be_seen_there_is_no_evidence() -> None:
+    assert seen(process("b"), process(None), processes_visible="false") == Evidence((A,), None)
+    assert observe(Device(gpu(1), processes=None), (A,), PODS.get) == Evidence((A,), None)
+
+
+# -- in a tick
+
+
+def joined(*processes: Process, named: int | None = 1, workloads: tuple[Pod, ...] | None = None) -> AttributedDevice:
+    """A GPU with these processes that the pods a and b hold by time-slicing, a twice."""
+    shared = snapshot(1, container("a", f"{gpu(0)}::0", f"{gpu(0)}::2"), container("b", f"{gpu(0)}::1"))
+    device = Device(gpu(0), index=0, metrics=METRICS, processes=processes, info={"serial": "7"}, xids={"79": 1})
+    sample = msgspec.structs.replace(tick(1, named), devices=(device,))
+    pods = tuple(PODS.values()) if workloads is None else workloads
+    state = join.NEW
+    records: list[NodeWorkloads | join.Record] = [known(1, *pods), shared, join.Tick(sample, 0, 0.0, 0.0)]
+    for record in records:
+        state, out = join.step(state, record, 10.0)
+    return out[0].sample.devices[0]
+
+
+def test_two_pods_on_one_gpu_by_time_slicing_have_their_parts_and_one_twice_has_it_once() -> None:
+    found = joined(process("a", 40, 0.25), process("b", 50, 0.125))
+
+    assert [(h.pod, h.parts) for h in found.holders] == [("a", Parts(0.25, 40, 50.0)), ("b", Parts(0.125, 50, 25.0))]
+    assert (found.unattributed, found.split_scaled, found.conflict) == (Parts(0.125, 10, 125.0), False, None)
+    assert (found.info, found.xids) == ({"serial": "7"}, {"79": 1})
+
+
+def test_a_tick_says_what_was_scaled_and_who_was_observed() -> None:
+    found = joined(process("a", 90), process("c", 90))
+
+    assert [(h.pod, h.parts and h.parts.memory_used_bytes, h.observed) for h in found.holders] == [
+        ("a", 50, False),
+        ("b", 0, False),
+        ("c", 50, True),
+    ]
+    assert (found.split_scaled, found.conflict) == (True, "unallocated_process")
+
+
+def test_a_tick_without_a_kubelet_is_not_divided() -> None:
+    found = joined(process("a"), named=None)
+
+    assert (found.holders, found.unattributed, found.conflict) == ((), None, None)
+
+
+def test_a_pod_that_had_ended_is_not_observed() -> None:
+    ended = (*[PODS[uid] for uid in ("uid-a", "uid-b")], pod("c", ended=-60_000))
+
+    assert [h.pod for h in joined(process("c"), workloads=ended).holders] == ["a", "b"]

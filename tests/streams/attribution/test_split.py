@@ -1,0 +1,265 @@
+"""The split of shared devices: the parts and the rest are the device."""
+
+import math
+import random
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from streams.attribution.split import Split, split
+from tests.streams.attribution.records import gpu
+from topics.attributed import Holder, Parts
+from topics.samples import Device, Process
+
+GIB = 1 << 30
+QUANTITIES = {
+    "utilization_ratio": "gpu_utilization_ratio",
+    "memory_used_bytes": "memory_used_bytes",
+    "power_watts": "power_watts",
+}
+
+
+def holder(pod: str, *, container: str = "main", uid: str | None = "") -> Holder:
+    """A holder whose pod's uid is known, unless it is None."""
+    return Holder("ns", pod, pod_uid=f"uid-{pod}" if uid == "" else uid, container=container)
+
+
+def process(pod: str | None, ratio: float | None = None, memory: int | None = None) -> Process:
+    """A process of a pod, or of none."""
+    uid = None if pod is None else f"uid-{pod}"
+    return Process(1, pod_uid=uid, memory_used_bytes=memory, sm_utilization_ratio=ratio)
+
+
+def device(*processes: Process, **metrics: float) -> Device:
+    """A GPU with processes."""
+    return Device(gpu(1), metrics=dict(metrics), processes=processes)
+
+
+def busy(*processes: Process) -> Device:
+    """One that does 0.8 of what it can, with 10 GiB, at 400 W."""
+    return device(*processes, gpu_utilization_ratio=0.8, memory_used_bytes=10 * GIB, power_watts=400.0)
+
+
+def parts_of(found: tuple[Holder, ...]) -> list[tuple[Any, ...] | None]:
+    """Each holder's parts: utilization, memory, power."""
+    return [None if h.parts is None else msgspec.structs.astuple(h.parts) for h in found]
+
+
+def rest_of(found: Split) -> tuple[Any, ...]:
+    """What is nobody's: utilization, memory, power."""
+    assert found.unattributed is not None
+    return msgspec.structs.astuple(found.unattributed)
+
+
+# -- what each one has
+
+
+def test_two_pods_have_what_their_processes_use_and_nobody_the_rest() -> None:
+    found = split(
+        busy(process("a", 0.5, 4 * GIB), process("b", 0.25, 3 * GIB), process("a", 0.0, GIB)),
+        (holder("a"), holder("b")),
+    )
+
+    assert parts_of(found.holders) == [(0.5, 5 * GIB, 200.0), (0.25, 3 * GIB, 100.0)]
+    assert rest_of(found) == (pytest.approx(0.05), 2 * GIB, 100.0)
+    assert not found.scaled
+
+
+def test_processes_that_sum_to_more_than_the_device_are_scaled_down_and_leave_no_rest() -> None:
+    found = split(busy(process("a", 0.9, 15 * GIB), process("b", 0.3, 5 * GIB)), (holder("a"), holder("b")))
+
+    assert parts_of(found.holders) == [
+        (pytest.approx(0.6), pytest.approx(7.5 * GIB), pytest.approx(240)),
+        (pytest.approx(0.2), pytest.approx(2.5 * GIB), pytest.approx(80)),
+    ]
+    assert rest_of(found) == (0, 0, pytest.approx(80))
+    assert found.scaled
+
+
+def test_a_sum_that_only_rounding_makes_more_than_the_device_is_not_scaled() -> None:
+    found = split(device(process("a", 0.1), process("b", 0.2), gpu_utilization_ratio=0.3), (holder("a"), holder("b")))
+
+    assert 0.1 + 0.2 > 0.3
+    assert not found.scaled
+    assert found.unattributed == Parts(0)
+
+
+def test_an_idle_device_is_nobodys_but_for_its_memory() -> None:
+    idle = device(process("a", 0.0, GIB), gpu_utilization_ratio=0, memory_used_bytes=2 * GIB, power_watts=60)
+
+    found = split(idle, (holder("a"),))
+
+    assert parts_of(found.holders) == [(0, GIB, 0)]
+    assert found.unattributed == Parts(0, GIB, 60)
+
+
+def test_a_sole_holder_has_parts_too() -> None:
+    found = split(busy(process("a", 0.8, 10 * GIB)), (holder("a"),))
+
+    assert parts_of(found.holders) == [(0.8, 10 * GIB, pytest.approx(320))]
+    assert rest_of(found) == (0, 0, pytest.approx(80))
+
+
+def test_a_device_without_processes_is_all_rest() -> None:
+    found = split(busy(), (holder("a"), holder("b")))
+
+    assert parts_of(found.holders) == [(0, 0, 0), (0, 0, 0)]
+    assert found.unattributed == Parts(0.8, 10 * GIB, 400.0)
+
+
+def test_processes_of_no_pod_and_of_unknown_pods_are_of_the_rest() -> None:
+    found = split(busy(process(None, 0.7, 8 * GIB), process("x", 0.7, GIB), process("a", 0.1, GIB)), (holder("a"),))
+
+    assert parts_of(found.holders) == [(0.1, GIB, pytest.approx(40))]
+    assert not found.scaled
+
+
+def test_what_one_process_does_not_say_is_of_the_rest() -> None:
+    found = split(busy(process("a", None, GIB), process("b", 0.5, None)), (holder("a"), holder("b")))
+
+    assert parts_of(found.holders) == [(0, GIB, 0), (0.5, 0, 200.0)]
+
+
+# -- what is not divided
+
+
+@pytest.mark.parametrize(
+    ("given_device", "holders"),
+    [
+        (Device(gpu(1), metrics={"gpu_utilization_ratio": 0.5}, processes=None), (holder("a"),)),
+        (busy(process("a", 0.5, GIB)), ()),
+        (msgspec.structs.replace(busy(process(None, 0.5, GIB)), info={"processes_visible": "false"}), (holder("a"),)),
+        (device(process("a", 0.5, GIB)), (holder("a"),)),
+        (device(process("a", None, None), gpu_utilization_ratio=0.5, memory_used_bytes=1), (holder("a"),)),
+        (device(process("a", 0.5, 1), gpu_utilization_ratio=-0.5, memory_used_bytes=1e300), (holder("a"),)),
+    ],
+    ids=["no list", "no holder", "not visible", "no metrics", "processes say nothing", "impossible values"],
+)
+def test_what_cannot_be_divided_has_neither_parts_nor_a_rest(given_device: Device, holders: tuple[Holder, ...]) -> None:
+    assert split(given_device, holders) == (holders, None, False)
+
+
+def test_a_mig_device_has_memory_only() -> None:
+    found = split(
+        device(process("a", None, GIB), process("b", None, GIB), memory_used_bytes=3 * GIB),
+        (holder("a"), holder("b")),
+    )
+
+    assert parts_of(found.holders) == [(None, GIB, None), (None, GIB, None)]
+    assert found.unattributed == Parts(None, GIB, None)
+
+
+def test_without_utilization_there_is_no_part_of_the_power() -> None:
+    found = split(device(process("a", None, 1), power_watts=300.0, memory_used_bytes=1), (holder("a"),))
+
+    assert parts_of(found.holders) == [(None, 1, None)]
+
+
+def test_a_utilization_above_one_gives_no_more_power_than_there_is() -> None:
+    found = split(device(process("a", 1.0), gpu_utilization_ratio=4.0, power_watts=400.0), (holder("a"),))
+
+    assert parts_of(found.holders) == [(1.0, None, 100.0)]
+    assert found.unattributed == Parts(3.0, None, 300.0)
+
+
+# -- whose a process is
+
+
+def test_two_containers_of_a_pod_have_its_part_once() -> None:
+    found = split(busy(process("a", 0.4, GIB)), (holder("a", container="y"), holder("a", container="x")))
+
+    assert parts_of(found.holders) == [(0, 0, 0), (0.4, GIB, 160.0)]
+
+
+def test_the_only_pod_has_the_processes_of_one_pod_when_its_uid_is_not_known() -> None:
+    found = split(busy(process("?", 0.4, GIB), process(None, 0.4, GIB)), (holder("a", uid=None),))
+
+    assert parts_of(found.holders) == [(0.4, GIB, 160.0)]
+
+
+@pytest.mark.parametrize(
+    ("processes", "holders"),
+    [
+        ((process("1", 0.4), process("2", 0.4)), (holder("a", uid=None),)),
+        ((process("1", 0.4),), (holder("a", uid=None), holder("b", uid=None))),
+        ((process("1", 0.4),), (holder("a", uid=None), holder("b"))),
+        ((process(None, 0.4),), (holder("a", uid=None),)),
+    ],
+    ids=["processes of two pods", "two pods", "one pod known", "processes of no pod"],
+)
+def test_nobody_has_processes_that_may_be_anothers(processes: tuple[Process, ...], holders: tuple[Holder, ...]) -> None:
+    found = split(device(*processes, gpu_utilization_ratio=0.8), holders)
+
+    assert {row and row[0] for row in parts_of(found.holders)} == {0}
+    assert found.unattributed == Parts(0.8)
+
+
+# -- properties
+
+_amounts = st.floats(0, 1e12, allow_subnormal=False) | st.integers(0, 1 << 50)
+_ratios = st.floats(-0.5, 1.5, allow_subnormal=False)
+_pods = st.sampled_from("abcx")
+_processes = st.lists(
+    st.builds(process, st.none() | _pods, st.none() | _ratios, st.none() | st.integers(0, 1 << 45)), max_size=8
+)
+_holders = st.lists(
+    st.builds(holder, st.sampled_from("abc"), container=st.sampled_from("xyz"), uid=st.just("") | st.none()),
+    min_size=1,
+    max_size=5,
+    unique_by=lambda h: (h.pod, h.container),
+)
+_metrics = st.fixed_dictionaries(
+    {},
+    optional={
+        "gpu_utilization_ratio": st.floats(0, 1, allow_subnormal=False) | st.sampled_from((0, 1)),
+        "memory_used_bytes": st.integers(0, 1 << 46),
+        "power_watts": _amounts,
+    },
+)
+
+
+@given(_metrics, _processes, _holders)
+def test_the_parts_and_the_rest_are_the_device(
+    metrics: dict[str, float], processes: list[Process], holders: list[Holder]
+) -> None:
+    found = split(device(*processes, **metrics), tuple(holders))
+    assume(found.unattributed is not None)
+
+    for part, metric in QUANTITIES.items():
+        rest = getattr(found.unattributed, part)
+        shares = [getattr(h.parts, part) for h in found.holders]
+        if rest is None:
+            assert set(shares) == {None}
+        else:
+            assert min([rest, *shares]) >= 0
+            assert math.isclose(math.fsum([rest, *shares]), metrics[metric], rel_tol=1e-9, abs_tol=0)
+    if found.scaled:
+        assert found.unattributed is not None
+        assert 0 in (found.unattributed.utilization_ratio, found.unattributed.memory_used_bytes)
+
+
+@given(_metrics, _processes, _holders, st.randoms(use_true_random=False))
+def test_neither_the_order_of_processes_nor_of_holders_matters(
+    metrics: dict[str, float], processes: list[Process], holders: list[Holder], dice: random.Random
+) -> None:
+    found = split(device(*processes, **metrics), tuple(holders))
+    dice.shuffle(processes)
+    dice.shuffle(holders)
+    again = split(device(*processes, **metrics), tuple(holders))
+
+    assert {(h.pod, h.container): h.parts for h in found.holders} == {
+        (h.pod, h.container): h.parts for h in again.holders
+    }
+    assert (found.unattributed, found.scaled) == (again.unattributed, again.scaled)
+
+
+@given(_metrics, _processes, _holders)
+def test_only_the_parts_of_holders_change(
+    metrics: dict[str, float], processes: list[Process], holders: list[Holder]
+) -> None:
+    found = split(device(*processes, **metrics), tuple(holders))
+
+    assert [msgspec.structs.replace(h, parts=None) for h in found.holders] == holders
