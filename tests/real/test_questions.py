@@ -1,7 +1,8 @@
 """The questions of docs/queries.md, answered by Prometheus, each held against the truth.
 
-Two simulated clusters whose nodes have the same names, and a node of Slurm, through one stream and one sink. Beside
-them stand kube-state-metrics' series of the first cluster, once with labels renamed to ours and once as they are.
+Two simulated clusters whose nodes have the same names, and a node of Slurm, through one stream and one sink; and a node
+whose GPUs are split, as the stream would write it. Beside them stand kube-state-metrics' series of the first cluster,
+once with labels renamed to ours and once as they are.
 """
 
 import asyncio
@@ -30,6 +31,7 @@ from tests.real.servers import KafkaServer, PrometheusServer, Series, find_java,
 from topics import broker
 from topics.instruments import Instruments
 from topics.sender import Sender
+from topics.topic import node_key
 
 PAGE = Path(__file__).parents[2] / "docs" / "queries.md"
 CLUSTERS = ("prod-us-east-1", "prod-eu-west-1")
@@ -37,6 +39,17 @@ OURS = CLUSTERS[0]
 FLEET_S = 15.0
 JOB = {"id": "12345", "user": "ada", "partition": "gpu"}
 IDLE = 0.05
+QUANTITIES = {
+    "utilization_ratio": "gpu_utilization_ratio",
+    "memory_used_bytes": "memory_used_bytes",
+    "power_watts": "power_watts",
+}
+"""What a device is split by, and the key of the whole."""
+
+OTHERS: list[tuple[Hashable, float]] = [((None,), 0.5), *[((None,), 0.6)] * 3]
+"""The utilization of the devices that are not the fleets': they are no one pod's."""
+
+SPLIT_NODE = "split-1"
 NOT_RENAMED = "kube_pod_labels_as_they_are"
 """Where the test keeps those that were not renamed: a Prometheus has one form of them."""
 
@@ -51,6 +64,8 @@ class Answers:
     prometheus: PrometheusServer
     at_ms: int
     devices: list[Device]
+    last: list[tuple[str, Device]]
+    """The cluster and the record of every device in the last tick of its node."""
 
     def ask(self, query: str) -> list[Series]:
         if "label_replace" in query:
@@ -88,6 +103,7 @@ def _answers(servers: ExitStack, directory: Path, kafka: str, prometheus: Promet
         for seed, cluster in enumerate(CLUSTERS)
     ]
     asyncio.run(_slurm(kafka))
+    asyncio.run(_split(kafka))
     time.sleep(FLEET_S)
     for fleet in fleets:
         fleet.stop()
@@ -96,7 +112,7 @@ def _answers(servers: ExitStack, directory: Path, kafka: str, prometheus: Promet
     devices = _devices(directory / f"{OURS}.jsonl", records)
     at_ms = max(device["ts_ms"] for device in devices)
     _kube_state_metrics(prometheus, at_ms, devices)
-    return Answers(prometheus, at_ms, devices)
+    return Answers(prometheus, at_ms, devices, _last(records, at_ms))
 
 
 def _fleet(cluster: str, seed: int, truth: Path) -> tuple[str, ...]:
@@ -121,6 +137,59 @@ async def _slurm(kafka: str) -> None:
     assert await publisher.drain(20) == 0
     running.cancel()
     await sender.stop()
+
+
+async def _split(kafka: str) -> None:
+    """Three ticks of a node of whose three devices, the second a MIG device, pods share: one has XID errors, on one
+    runs a pod that was not given it, and one is scaled.
+    """
+    sender = Sender(kafka, client_id="split")
+    await sender.start()
+    now_ms = time.time_ns() // 1_000_000
+    for seq in (1, 2, 3):
+        tick = _split_tick(seq, now_ms - 3000 + 1000 * seq)
+        await (await sender.send("gpu.attributed", json.dumps(tick).encode(), key=node_key(OURS, SPLIT_NODE)))
+    await sender.stop()
+
+
+def _split_tick(seq: int, ts_ms: int) -> dict[str, Any]:
+    mig = {"uuid": "MIG-split-1", "parent_uuid": "GPU-split-1", "gpu_instance": 7, "profile": "1g.10gb"}
+    xids = {"79": seq} | ({"48": 1} if seq == 3 else {})
+    devices = [
+        _split_device("GPU-split-0", seq, {"alone": (0.1, 0.2), "beside": (0.3,)}, xids=xids),
+        _split_device(
+            "MIG-split-1", seq, {"alone": (0.5,), "beside": (0.25,)}, mig=mig, conflict="unallocated_process"
+        ),
+        _split_device("GPU-split-2", seq, {"alone": (0.6,), "beside": (0.4,)}, split_scaled=True),
+    ]
+    header = {"schema": 1, "cluster": OURS, "node": SPLIT_NODE, "run_id": 1, "seq": seq, "ts_ms": ts_ms}
+    return {**header, "offset": seq, "attribution": "exact", "devices": devices}
+
+
+def _split_device(uuid: str, seq: int, shares: Mapping[str, Iterable[float]], **more: Any) -> Device:
+    """A device of which the containers of these pods have these shares."""
+    metrics = {"gpu_utilization_ratio": 0.6, "memory_used_bytes": (64 << 30) + seq, "power_watts": 600.0 + seq}
+    holders = [
+        {
+            "namespace": "shared",
+            "pod": pod,
+            "pod_uid": f"uid-{pod}",
+            "container": f"c{number}",
+            "parts": {quantity: share * metrics[key] for quantity, key in QUANTITIES.items()},
+        }
+        for pod, of in shares.items()
+        for number, share in enumerate(of)
+    ]
+    given = sum(share for of in shares.values() for share in of)
+    rest = {quantity: max(0.0, 1 - given) * metrics[key] for quantity, key in QUANTITIES.items()}
+    info = {"driver_version": "570.124.06", "processes_visible": "yes"}
+    return {"uuid": uuid, "metrics": metrics, "holders": holders, "unattributed": rest, "info": info, **more}
+
+
+def _last(records: Iterable[Mapping[str, Any]], at_ms: int) -> list[tuple[str, Device]]:
+    """Every device as its node's last tick until then has it."""
+    ticks = {(tick["cluster"], tick["node"]): tick for tick in records if tick["ts_ms"] <= at_ms}
+    return [(cluster, device) for (cluster, _), tick in ticks.items() for device in tick["devices"]]
 
 
 def _wait_until_delivered(kafka: str) -> None:
@@ -209,23 +278,21 @@ def test_every_query_of_the_page_is_answered(answers: Answers) -> None:
         for query in _queries()
     ]
 
-    assert len(queries) == 11
+    assert len(queries) == 16
     assert [query for query in queries if not answers.ask(query)] == []
 
 
 def test_what_a_namespace_uses_on_average(answers: Answers) -> None:
     answer = answers.ask(_query("avg by (k8s_namespace_name)"))
-    slurm: list[tuple[Hashable, float]] = [((None,), 0.5)]
-
-    assert _by(answer, "k8s_namespace_name") == _mean([*_utilization(answers, lambda pod: pod["namespace"]), *slurm])
+    assert _by(answer, "k8s_namespace_name") == _mean([*_utilization(answers, lambda pod: pod["namespace"]), *OTHERS])
     assert len(answer) > 4
 
 
 def test_what_an_app_uses_on_average(answers: Answers) -> None:
     answer = answers.ask(_query("avg by (k8s_pod_label_app)"))
-    slurm: list[tuple[Hashable, float]] = [((None,), 0.5)]
-
-    assert _by(answer, "k8s_pod_label_app") == _mean([*_utilization(answers, lambda pod: pod["labels"]["app"]), *slurm])
+    assert _by(answer, "k8s_pod_label_app") == _mean(
+        [*_utilization(answers, lambda pod: pod["labels"]["app"]), *OTHERS]
+    )
     assert len(answer) > 4
 
 
@@ -274,6 +341,71 @@ def test_what_a_job_of_slurm_does(answers: Answers) -> None:
     assert series.labels["gpu_uuid"] == "GPU-slurm-0"
 
 
+def _memory_by_namespace(last: Iterable[tuple[str, Device]]) -> dict[Hashable, float]:
+    """Our cluster's memory in use: pods' parts where a device has some, else the device's, by who alone holds it."""
+    by: dict[Hashable, float] = defaultdict(float)
+    for cluster, device in last:
+        memory = device["metrics"].get("memory_used_bytes")
+        holders = device.get("holders", ())
+        parts = [(one["namespace"], one["parts"]["memory_used_bytes"]) for one in holders if "parts" in one]
+        pods = {(one["namespace"], one["pod"]) for one in holders}
+        alone = next(iter(pods))[0] if len(pods) == 1 else None
+        for namespace, used in parts or [(alone, memory)]:
+            if cluster == OURS and used is not None:
+                by[namespace,] += used
+    return by
+
+
+def test_the_memory_of_a_namespace_alone_and_shared(answers: Answers) -> None:
+    found = _by(answers.ask(_query("sum by (k8s_namespace_name)")), "k8s_namespace_name")
+
+    assert found == pytest.approx(_memory_by_namespace(answers.last), rel=1e-9)
+    assert found["shared",] > 64 << 30
+
+
+@pytest.mark.parametrize(("quantity", "key"), QUANTITIES.items())
+def test_the_parts_and_the_rest_are_the_device(answers: Answers, quantity: str, key: str) -> None:
+    query = _query("sum by (gpu_uuid, gpu_mig_uuid)").replace("memory_used_bytes", quantity)
+    expected = {
+        _identity(device): device["metrics"][key]
+        for _, device in answers.last
+        if any(quantity in one.get("parts", ()) for one in device.get("holders", ()))
+    }
+
+    assert _by(answers.ask(query), "gpu_uuid", "gpu_mig_uuid") == pytest.approx(expected, rel=1e-9)
+    assert {("GPU-split-0", None), ("GPU-split-1", "MIG-split-1"), ("GPU-split-2", None)} <= expected.keys()
+
+
+def _identity(device: Device) -> Hashable:
+    mig = device.get("mig")
+    return (mig["parent_uuid"], device["uuid"]) if mig else (device["uuid"], None)
+
+
+def test_devices_whose_processes_say_otherwise(answers: Answers) -> None:
+    found = _by(answers.ask(_query("gpu_attribution_conflict")), "gpu_uuid", "gpu_mig_uuid", "reason")
+    expected = {
+        (*_identity(device), device["conflict"]): 1.0  # type: ignore[misc]
+        for cluster, device in answers.last
+        if cluster == OURS and device.get("conflict")
+    }
+
+    assert found == expected
+    assert ("GPU-split-1", "MIG-split-1", "unallocated_process") in found
+
+
+def test_xid_errors_of_the_last_hour_the_first_of_a_code_among_them(answers: Answers) -> None:
+    found = _by(answers.ask(_query("gpu_xid_errors_total")), "gpu_uuid", "xid")
+
+    assert found.keys() == {("GPU-split-0", "79"), ("GPU-split-0", "48")}
+    assert found["GPU-split-0", "48"] == 1.0
+
+
+def test_which_drivers_there_are(answers: Answers) -> None:
+    found = _by(answers.ask(_query("gpu_info")), "driver_version", "processes_visible")
+
+    assert found["570.124.06", "yes"] == 3.0
+
+
 @pytest.mark.parametrize(("words", "held"), [("gpu_holders == 0", False), ("gpu_holders > 0", True)])
 def test_idle_gpus_are_told_by_whether_anybody_holds_them(answers: Answers, words: str, held: bool) -> None:
     found = {one.labels.get("gpu_mig_uuid") or one.labels["gpu_uuid"] for one in answers.ask(_query(words))}
@@ -320,5 +452,5 @@ def test_the_other_cluster_with_nodes_of_the_same_names_is_another_one(answers: 
     query = 'count(count by (k8s_cluster_name, k8s_node_name, gpu_uuid) (gpu_utilization{k8s_node_name="sim-0000"}))'
     nodes = answers.ask("count by (k8s_cluster_name) (count by (k8s_cluster_name, k8s_node_name) (gpu_utilization))")
 
-    assert _by(nodes, "k8s_cluster_name") == {(OURS,): 11, (CLUSTERS[1],): 10}
+    assert _by(nodes, "k8s_cluster_name") == {(OURS,): 12, (CLUSTERS[1],): 10}
     assert answers.ask(query)[0].value == 16
