@@ -222,7 +222,7 @@ _PCIE = (
         "pcie_tx_bytes_per_second",
         "bytes_per_second",
         "What the device sends over PCIe.",
-        "field NVML_FI_DEV_PCIE_COUNT_TX_BYTES, per second; else GPM NVML_GPM_METRIC_PCIE_TX_PER_SEC",
+        "field NVML_FI_DEV_PCIE_COUNT_TX_BYTES, per second; else GPM `NVML_GPM_METRIC_PCIE_TX_PER_SEC`",
         otel=(
             Series("gpu_pcie_throughput", _labels(gpu_interconnect_type="pcie", gpu_interconnect_direction="transmit")),
         ),
@@ -233,7 +233,7 @@ _PCIE = (
         "pcie_rx_bytes_per_second",
         "bytes_per_second",
         "What the device receives over PCIe.",
-        "field NVML_FI_DEV_PCIE_COUNT_RX_BYTES, per second; else GPM NVML_GPM_METRIC_PCIE_RX_PER_SEC",
+        "field NVML_FI_DEV_PCIE_COUNT_RX_BYTES, per second; else GPM `NVML_GPM_METRIC_PCIE_RX_PER_SEC`",
         otel=(
             Series("gpu_pcie_throughput", _labels(gpu_interconnect_type="pcie", gpu_interconnect_direction="receive")),
         ),
