@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from streams.attribution.hami import Chosen, chosen, is_slot
 from streams.attribution.workloads import DraKey, PodName
 from topics.allocations import Allocations, Container
 from topics.attributed import Holder, Workload
@@ -27,11 +28,11 @@ class Held(msgspec.Struct, frozen=True):
 
 def hold(snapshot: Allocations, devices: Sequence[Device], pods: Pods, dra: Mapping[DraKey, str]) -> Held:
     """The holders of each of ``devices``, each (pod, container, physical device) once, in the snapshot's order."""
-    index = DeviceIndex(devices)
+    index, by_hami = DeviceIndex(devices), chosen(snapshot.containers, pods)
     found: dict[str, dict[tuple[str, str, str], Holder]] = {}
     unknown: list[str] = []
     for container in snapshot.containers:
-        uuids, strange = _devices_of(container, index, dra)
+        uuids, strange = _devices_of(container, index, dra, by_hami)
         unknown += strange
         for uuid in uuids:
             key = (container.namespace, container.pod, container.container)
@@ -39,9 +40,17 @@ def hold(snapshot: Allocations, devices: Sequence[Device], pods: Pods, dra: Mapp
     return Held({uuid: tuple(holders.values()) for uuid, holders in found.items()}, tuple(unknown))
 
 
-def _devices_of(container: Container, index: DeviceIndex, dra: Mapping[DraKey, str]) -> tuple[list[str], list[str]]:
-    """The uuids of a container's devices that are in the tick, and the ids that could not be read."""
+def _devices_of(
+    container: Container, index: DeviceIndex, dra: Mapping[DraKey, str], by_hami: Chosen
+) -> tuple[list[str], list[str]]:
+    """The uuids of a container's devices that are in the tick, and the ids that could not be read.
+
+    Where HAMi's annotation names the devices, they are in place of the slots that the kubelet picked.
+    """
     ids = list(container.device_ids)
+    named = by_hami.get(((container.namespace, container.pod), container.container))
+    if named is not None and any(map(is_slot, ids)):
+        ids = [device_id for device_id in ids if not is_slot(device_id)] + list(named)
     ids += [dra[key] for c in container.claims if (key := (c.driver, c.pool, c.device)) in dra]
     uuids, unknown = [], []
     for device_id in ids:

@@ -1,0 +1,112 @@
+"""HAMi's annotation goes before the slots that the kubelet picked."""
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streams.attribution.hami import ANNOTATION, devices
+from streams.attribution.holders import hold
+from tests.streams.attribution.records import container, gpu, pod, snapshot
+from topics.allocations import Container
+from topics.device_ids import parse
+from topics.samples import Device
+
+A, B, C = gpu(0xA), gpu(0xB), gpu(0xC)
+DEVICES = tuple(Device(uuid, index=i) for i, uuid in enumerate((A, B, C)))
+
+
+def entry(uuid: str) -> str:
+    """A device as HAMi writes it."""
+    return f"{uuid},NVIDIA,500,5:"
+
+
+def held(annotation: str | None, *containers: Container) -> dict[str, list[tuple[str, str | None]]]:
+    """The pod and container of each device's holders, the pod p with this annotation."""
+    annotations = {} if annotation is None else {ANNOTATION: annotation}
+    pods = {("ns", "p"): msgspec.structs.replace(pod("p"), annotations=annotations)}
+    found = hold(snapshot(1, *containers), DEVICES, pods, {})
+    assert found.unknown_ids == ()
+    return {uuid: [(h.pod, h.container) for h in holders] for uuid, holders in found.holders.items()}
+
+
+@pytest.mark.parametrize(
+    ("annotation", "ids"),
+    [
+        (f"{entry(A)};", ((A,),)),
+        (f"{entry(A)}{entry(B)};", ((A, B),)),
+        (f"{entry(A)};{entry(B)};", ((A,), (B,))),
+        (f";{entry(A)};;{entry(B)};", ((A,), (B,))),
+        (entry(A).rstrip(":"), ((A,),)),
+        (f"{A},NVIDIA-Tesla P4,500,5:;", ((A,),)),
+        (f"{A},NVIDIA,500,5,more:;", ((A,),)),
+    ],
+)
+def test_each_container_has_the_devices_of_its_section(annotation: str, ids: tuple[tuple[str, ...], ...]) -> None:
+    assert devices(annotation) == ids
+
+
+@pytest.mark.parametrize(
+    "annotation",
+    [
+        "",
+        ";",
+        ":;",
+        "x",
+        f"{A};",
+        f"{A},NVIDIA,500;",
+        "MLU-1,MLU,500,5:;",
+        f"{A}-3,NVIDIA,500,5:;",
+        f"{A}::3,NVIDIA,500,5:;",
+        f"{A}[0-1],NVIDIA,500,5:;",
+        f"nvidia0,NVIDIA,500,5:;{entry(B)}",
+        f"{entry(A)}broken:;",
+    ],
+)
+def test_an_annotation_that_names_no_devices_says_nothing(annotation: str) -> None:
+    assert devices(annotation) is None
+    assert held(annotation, container("p", f"{C}-1")) == {C: [("p", "main")]}
+
+
+@given(st.text(alphabet=f";:,-[] \n{A}", max_size=200) | st.text(max_size=50))
+def test_no_annotation_raises_and_all_that_is_read_are_device_ids(annotation: str) -> None:
+    for section in devices(annotation) or ():
+        assert [parse(device_id).uuid for device_id in section]
+
+
+def test_the_annotation_beats_the_slots_of_the_kubelet() -> None:
+    assert held(f"{entry(B)};", container("p", f"{A}-3")) == {B: [("p", "main")]}
+
+
+def test_sections_belong_to_the_containers_with_slots_in_order() -> None:
+    given_slots = (container("p", f"{C}-0", name="x"), container("p", f"{C}-1", f"{C}-2", name="y"))
+
+    assert held(f"{entry(A)};;{entry(B)}{entry(C)};", *given_slots) == {
+        A: [("p", "x")],
+        B: [("p", "y")],
+        C: [("p", "y")],
+    }
+
+
+def test_where_sections_and_containers_differ_in_number_the_pod_has_all_devices() -> None:
+    assert held(f"{entry(A)};{entry(B)};", container("p", f"{C}-0")) == {A: [("p", "main")], B: [("p", "main")]}
+
+
+def test_without_an_annotation_or_a_pod_the_slots_name_the_device() -> None:
+    assert held(None, container("p", f"{A}-3")) == {A: [("p", "main")]}
+    assert held(f"{entry(B)};", container("q", f"{A}-3")) == {A: [("q", "main")]}
+
+
+def test_ids_that_are_no_slots_stand_beside_the_annotation() -> None:
+    assert held(f"{entry(B)};", container("p", A)) == {A: [("p", "main")]}
+    assert held(f"{entry(B)};", container("p", A, f"{C}-0")) == {A: [("p", "main")], B: [("p", "main")]}
+
+
+def test_an_annotated_device_that_the_tick_does_not_have_is_nobodys() -> None:
+    assert held(f"{entry(gpu(99))};", container("p", f"{A}-3")) == {}
+
+
+def test_two_pods_with_slots_of_one_gpu_share_it() -> None:
+    assert held(f"{entry(A)};", container("p", f"{B}-0"), container("q", f"{A}-1")) == {
+        A: [("p", "main"), ("q", "main")]
+    }
