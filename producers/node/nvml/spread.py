@@ -8,7 +8,7 @@ Source: nvml.h: samples are stamped in microseconds since the epoch; NOT_FOUND s
 """
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
@@ -62,4 +62,9 @@ class Samples:
         good = [one for one in found if not isinstance(one, Absent)]
         for _ in range(len(found) - len(good)):
             self._asking.count(self._name, IMPLAUSIBLE)
-        return Spread(fmean(good), min(good), max(good)) if good else None
+        return _spread(good) if good else None
+
+
+def _spread(good: Sequence[float]) -> Spread:
+    low, high = min(good), max(good)
+    return Spread(min(max(fmean(good), low), high), low, high)  # rounding may take the mean of equals past them

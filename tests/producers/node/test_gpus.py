@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from producers.node import gpus
 from producers.node import instruments as own
 from producers.node.cgroups import Place
 from producers.node.gpus import Gpus, Pace
@@ -355,6 +356,25 @@ async def test_what_nvml_has_lent_is_given_back_before_it_is_opened_again(quick:
     assert (len(before), quick.nvml.lent_at_shutdown) == (6, [0])
     assert len(quick.nvml.lent) == 6
     assert not set(before) & set(quick.nvml.lent)
+
+
+async def test_where_giving_back_hangs_nvml_is_not_opened_again_until_it_returns(
+    quick: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpus, "QUIET_WITHIN_S", 0.1)
+    quick.census = FakeCensus(lambda: [gpu.uuid for gpu in quick.nvml.gpus])
+    quick.gpus = quick.make()
+    quick.nvml.gpus[0].profiled({2: 80})
+    await quick.open()
+    hang = quick.nvml.hang(None, "nvmlGpmSampleFree")
+    quick.run()
+    quick.nvml.gpus.append(FakeDevice("GPU-new"))
+    await until(hang.begun.is_set)
+    looked = len(quick.census.times)
+    await until(lambda: len(quick.census.times) > looked + 2)
+    assert quick.nvml.shutdowns == 0
+    quick.nvml.release()
+    await quick.comes(OK | {"GPU-new": "ok"})
 
 
 async def test_a_gpu_that_is_not_there_any_more_stays_known_as_lost(quick: Bench) -> None:

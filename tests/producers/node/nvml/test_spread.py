@@ -1,0 +1,119 @@
+"""What the driver sampled between two ticks: each sample once, in whatever order it comes."""
+
+import time
+from random import Random
+from statistics import fmean
+from unittest.mock import patch
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from producers.node.nvml import binding
+from producers.node.nvml.asking import Asking
+from producers.node.nvml.binding import FieldValue, NvmlError
+from producers.node.nvml.spread import Samples, Spread
+from producers.node.nvml.values import Limits, Scale
+from tests.producers.node.nvml.fake import FakeNvml
+
+UTILIZATION = 1
+PERCENT, RATIO = Scale(per=100), Limits(0, 1)
+NAME = "NVML_GPU_UTILIZATION_SAMPLES"
+
+
+class Bench:
+    def __init__(self) -> None:
+        self.nvml = FakeNvml(1)
+        self.nvml.init()
+        self.kept = self.nvml.gpus[0].samples[UTILIZATION] = []
+        self.asking = Asking(self.nvml)
+        self.samples = Samples(self.asking, NAME, UTILIZATION)
+        self._gpu = self.asking.open(0)
+
+    def keep(self, at_us: int, raw: float) -> None:
+        self.kept.append(FieldValue(0, raw, 32, at_us))
+
+    def read(self) -> Spread | None:
+        return self.samples.read(self._gpu, PERCENT, RATIO)
+
+
+@given(st.lists(st.integers(0, 100), min_size=1), st.randoms())
+def test_the_spread_is_that_of_the_new_samples_in_any_order(raw: list[int], random: Random) -> None:
+    bench = Bench()
+    bench.keep(1, 100)
+    assert bench.read() is None
+    at_us = list(range(2, 2 + len(raw)))
+    random.shuffle(at_us)
+    for when, value in zip(at_us, raw, strict=True):
+        bench.keep(when, value)
+    found = bench.read()
+    assert found is not None
+    assert (found.minimum, found.maximum) == (min(raw) / 100, max(raw) / 100)
+    assert found.mean == pytest.approx(fmean(raw) / 100)
+    assert found.minimum <= found.mean <= found.maximum
+    assert bench.read() is None
+
+
+@given(st.lists(st.lists(st.integers(0, 100), max_size=5), max_size=8))
+def test_no_sample_is_lost_or_told_twice_over_the_ticks(ticks: list[list[int]]) -> None:
+    bench = Bench()
+    bench.read()
+    at_us, told = 0, []
+    for tick in ticks:
+        for raw in tick:
+            at_us += 1
+            bench.keep(at_us, raw)
+        found = bench.read()
+        told.append(None if found is None else found.maximum)
+    assert told == [max(tick) / 100 if tick else None for tick in ticks]
+
+
+@given(st.lists(st.one_of(st.integers(-(2**31), 2**64), st.floats())))
+def test_whatever_the_samples_say_their_spread_is_within_the_limits_and_the_others_are_counted(
+    raw: list[float],
+) -> None:
+    bench = Bench()
+    bench.read()
+    for number, value in enumerate(raw, 1):
+        bench.keep(number, value)
+    good = [value for value in raw if 0 <= value / 100 <= 1]
+    found = bench.read()
+    assert (found is None) is (not good)
+    assert found is None or 0 <= found.minimum <= found.mean <= found.maximum <= 1
+    assert bench.asking.errors() == [(NAME, "IMPLAUSIBLE")] * (len(raw) - len(good))
+
+
+def test_a_driver_that_gives_older_samples_than_asked_for_is_not_believed_twice() -> None:
+    bench = Bench()
+    bench.keep(5, 100)
+    bench.read()
+    with patch.object(bench.nvml, "samples", lambda *_: [*bench.kept, FieldValue(0, 10, 32, 6)]):
+        found = bench.read()
+    assert found == Spread(0.1, 0.1, 0.1)
+
+
+def test_a_clock_that_is_set_back_does_not_silence_the_samples() -> None:
+    bench = Bench()
+    now_us = time.time_ns() // 1000
+    bench.keep(now_us, 1)
+    bench.read()
+    bench.kept.clear()
+    hour_us = 3_600_000_000
+    with patch.object(time, "time_ns", lambda: (now_us - hour_us) * 1000):
+        bench.keep(now_us - hour_us, 50)
+        assert bench.read() is None  # how far back they reach is not known
+        bench.keep(now_us - hour_us + 1, 70)
+        assert bench.read() == Spread(0.7, 0.7, 0.7)
+
+
+def test_what_fails_is_raised_and_what_came_meanwhile_is_told_later() -> None:
+    bench = Bench()
+    bench.keep(1, 1)
+    bench.read()
+    bench.keep(2, 90)
+    bench.nvml.gpus[0].fail(("nvmlDeviceGetSamples", UTILIZATION), binding.UNKNOWN)
+    with pytest.raises(NvmlError, match="UNKNOWN"):
+        bench.read()
+    del bench.nvml.gpus[0].answers["nvmlDeviceGetSamples", UTILIZATION]
+    bench.keep(3, 10)
+    assert bench.read() == Spread(0.5, 0.1, 0.9)
