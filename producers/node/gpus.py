@@ -20,9 +20,11 @@ from producers.node.nvml.binding import Nvml, Pynvml
 from producers.node.nvml.card import Card, Reading
 from producers.node.nvml.census import Census
 from producers.node.nvml.driver import Driver
+from producers.node.nvml.events import Events, Xid
 from producers.node.nvml.gpu import Gpu, bare
 from producers.node.nvml.processes import Placing
 from producers.node.nvml.reopening import Reopening
+from producers.node.nvml.xids import Xids
 from topics.instruments import Instruments
 
 log = logging.getLogger(__name__)
@@ -71,6 +73,8 @@ class Gpus:
         self._hangs_after_s = max(2.0, 2 * interval_s)
         self._driver = Driver(self._nvml, instruments, clock)
         self._census = census
+        self._xids = Xids(instruments)
+        self._events = Events(self._nvml, tell=self._told, count=self._count_error, clock=clock)
         self._gpus: list[Gpu] = []
         self._gone: dict[str, Sequence[Mapping[str, Any]]] = {}
         self._opening: asyncio.Task[None] | None = None
@@ -91,7 +95,7 @@ class Gpus:
         ends_s = self._clock() + within_s
         if self._opening is not None and self._gpus:
             await asyncio.wait([self._opening], timeout=within_s)
-        devices = self._report(await self._answers(ends_s))
+        devices = self._xids.onto(self._report(await self._answers(ends_s)))
         self._count(devices)
         return devices
 
@@ -123,7 +127,7 @@ class Gpus:
             self._census.close()
         for gpu in self._gpus:
             gpu.stop()
-        self._driver.close(detach=not any(gpu.busy for gpu in self._gpus))
+        self._driver.close(detach=not any(gpu.busy for gpu in self._gpus), after=self._events.close())
 
     @property
     def _is_opening(self) -> bool:
@@ -138,6 +142,7 @@ class Gpus:
 
     async def _attach(self, why: str | None) -> None:
         if why is not None and not (await self._quiet() and await self._let_go()):
+            self._events.watch()
             return
         await self._driver.attach(why)
         self._gone.update({gpu.uuid: gpu.known for gpu in self._gpus if gpu.uuid is not None})
@@ -145,6 +150,15 @@ class Gpus:
             gpu.stop()
         self._gpus = [self._gpu(index) for index in range(self._driver.count)]
         self._looked_s = self._clock()
+        if self._driver.attached:
+            self._events.watch()
+
+    def _told(self, xid: Xid) -> None:
+        """An XID error has come."""
+        self._xids.note(xid, self._gpus[xid.gpu].known if xid.gpu is not None else ())
+
+    def _count_error(self, call: str, error: str) -> None:
+        self._instruments.counter(names.NVML_ERRORS, call, error).inc()
 
     def _gpu(self, index: int) -> Gpu:
         card = Card(self._nvml, index, self._places, list_every_s=self._pace.list_s, clock=self._clock)
@@ -152,8 +166,12 @@ class Gpus:
 
     async def _quiet(self) -> bool:
         """Wait until no call is in flight: handles are void when NVML is opened again."""
+        return await self._until(lambda: not (self._events.busy or any(gpu.busy for gpu in self._gpus)))
+
+    async def _until(self, quiet: Callable[[], bool]) -> bool:
+        """Whether it came to that soon enough."""
         ends_s = self._clock() + QUIET_WITHIN_S
-        while any(gpu.busy for gpu in self._gpus):
+        while not quiet():
             if self._clock() > ends_s:
                 return False
             await asyncio.sleep(0.01)
@@ -214,6 +232,8 @@ class Gpus:
             self._soon.set()
         if gpu.uuid is None:
             return
+        if gpu.works and not self._is_opening:
+            self._events.add(gpu.index, gpu.handle)
         self._gone.pop(gpu.uuid, None)
         if (twin := next((one for one in self._gpus if one is not gpu and one.uuid == gpu.uuid), None)) is not None:
             gpu.refuse(f"it has the UUID of GPU {twin.index}")
@@ -243,6 +263,8 @@ class Gpus:
         self._looked_s = self._clock()
         why = self._reopening.why(seen or frozenset(), {gpu.uuid for gpu in self._gpus if gpu.works})
         if why is not None and not any(gpu.hangs for gpu in self._gpus):
+            self._events.pause()  # before ticks have to wait for it
+            await self._until(lambda: not self._events.busy)
             opening = self._open(why)
             await asyncio.wait([opening])
             opening.result()

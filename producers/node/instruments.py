@@ -10,6 +10,7 @@ OPENED = "gpustream_node_nvml_opened_total"
 KUBELET_CALLS = "gpustream_node_kubelet_calls_total"
 KUBELET_AGE = "gpustream_node_kubelet_age_seconds"
 PROCESSES = "gpustream_node_processes"
+XIDS = "gpustream_node_xid_errors_total"
 JOB_FILE_ERRORS = "gpustream_node_job_file_errors_total"
 
 KUBELET_RESULTS = ("ok", "unavailable", "deadline", "rate_limited", "too_large", "undecodable", "refused")
@@ -46,6 +47,13 @@ INSTRUMENTS: tuple[Instrument, ...] = (
         "Processes on GPUs in the last tick: those of a pod or a job, others on the host, and unseen"
         " (not in procfs: the host's PIDs are not visible).",
         ("kind",),
+    ),
+    Instrument(
+        XIDS,
+        "counter",
+        "XID errors that the driver told of, by whether the GPU is known: device, unknown_device (they are in the log,"
+        " and in no record).",
+        ("of",),
     ),
     Instrument(
         JOB_FILE_ERRORS,

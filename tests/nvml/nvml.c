@@ -29,7 +29,7 @@ enum {
   TIMEOUT = 10, GPU_IS_LOST = 15, OUT_OF_MEMORY = 20, NO_DATA = 21, VERSION_MISMATCH = 25
 };
 
-enum { GPUS = 64, SLOTS = 8, SETTINGS = 1024, RULES = 256, PROCESSES = 1024, XIDS = 64, ANY = -1, NONE = -1 };
+enum { GPUS = 64, SLOTS = 8, SETTINGS = 1024, RULES = 256, PROCESSES = 1024, XIDS = 4096, ANY = -1, NONE = -1 };
 
 #define NOT_AVAILABLE 0xFFFFFFFFFFFFFFFFull
 #define NO_INSTANCE 0xFFFFFFFFu
@@ -40,7 +40,7 @@ struct setting { int gpu; char key[40], text[104]; };
 struct rule { int gpu; char function[64]; double seconds; int code; };
 struct process { int gpu; char kind[12]; uint pid; ull bytes; uint sm, memory, encoder, decoder, gi, ci; };
 struct mig { int present; uint gi, ci; char profile[24], uuid[72]; ull total, used; };
-struct xid { int gpu; uint code; };
+struct xid { int gpu; ull code; uint gi, ci; };
 
 static struct world {
   int gpus, driver, lost[GPUS], settings, hangs, fails, processes, xids, no_process_is_success;
@@ -67,7 +67,7 @@ static int parse_rest(struct world *w, const char *line) {
   if (sscanf(line, "mig %d %d %u %u %23s %llu %llu %71s", &gpu, &slot, &m.gi, &m.ci, m.profile, &m.total, &m.used,
              m.uuid) == 8 && gpu >= 0 && gpu < GPUS && slot >= 0 && slot < SLOTS)
     return w->mig[gpu][slot] = m, 1;
-  if (sscanf(line, "xid %d %u", &x.gpu, &x.code) == 2 && w->xids < XIDS)
+  if (sscanf(line, "xid %d %llu %u %u", &x.gpu, &x.code, &x.gi, &x.ci) == 4 && w->xids < XIDS)
     return w->xid[w->xids++] = x, 1;
   return 0;
 }
@@ -947,7 +947,7 @@ enum { XID_EVENT = 8 };
 
 status nvmlDeviceGetSupportedEventTypes(device_t device, ull *out) {
   GPU_CALL;
-  return put_long(out, XID_EVENT | 1 | 2);
+  return put_long(out, number(call.gpu, "event_types", XID_EVENT | 1 | 2));
 }
 
 status nvmlEventSetCreate(struct event_set **out) {
@@ -972,7 +972,7 @@ static int next_event(struct event_set *set, struct event *out) {
   while (set->told < world.xids) {
     struct xid xid = world.xid[set->told++];
     if (xid.gpu < 0 || xid.gpu >= GPUS || !set->registered[xid.gpu]) continue;
-    *out = (struct event){&gpu_handle[xid.gpu], XID_EVENT, xid.code, NO_INSTANCE, NO_INSTANCE};
+    *out = (struct event){&gpu_handle[xid.gpu], XID_EVENT, xid.code, xid.gi, xid.ci};
     return 1;
   }
   return 0;
@@ -982,6 +982,8 @@ status nvmlEventSetWait_v2(struct event_set *set, struct event *out, uint timeou
   double until = clock_s(CLOCK_MONOTONIC) + timeout_ms / 1e3;
   CALL(begin(__func__, NONE, NONE));
   while (!next_event(set, out)) {
+    for (int gpu = 0; gpu < GPUS; gpu++)
+      if (set->registered[gpu] && state_of(gpu) == GPU_IS_LOST) return GPU_IS_LOST;
     if (clock_s(CLOCK_MONOTONIC) >= until) return TIMEOUT;
     pthread_mutex_unlock(&lock);
     sleep_ms(10);

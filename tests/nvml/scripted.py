@@ -37,6 +37,7 @@ performance_state pcie_replays pcie_tx_bytes pcie_rx_bytes pcie_tx_rate pcie_rx_
 ecc_uncorrected_volatile ecc_corrected_aggregate ecc_uncorrected_aggregate rows_correctable rows_uncorrectable
 row_remap_pending row_remap_failure retired_single_bit retired_double_bit retired_pending throttled_power_ns
 throttled_thermal_ns throttled_ns gpm_supported sample_period_us utilization_samples power_samples_mw
+throttled_thermal_ns throttled_ns event_types
 """
 KEYS = frozenset(NAMES.split())
 """What :meth:`ScriptedNvml.set` takes, in NVML's own units. Samples are a list in turn, as text: "10 90".
@@ -121,7 +122,7 @@ class ScriptedNvml:
         self._failures: dict[tuple[int, str], int] = {}
         self._processes: dict[int, list[Process]] = {}
         self._mig: dict[int, list[Mig | None]] = {}
-        self._xids: list[tuple[int, int]] = []
+        self._xids: list[tuple[int, int, int, int]] = []
         self._no_process_is_success = False
         self._write()
 
@@ -208,9 +209,17 @@ class ScriptedNvml:
         self._driver = DRIVER[state]
         self._write()
 
-    def xid(self, gpu: int, code: int) -> None:
-        """An XID error, for those who wait for events now."""
-        self._xids.append((gpu, code))
+    def xid(
+        self,
+        gpu: int,
+        code: int,
+        gpu_instance: int = NO_INSTANCE,
+        compute_instance: int = NO_INSTANCE,
+        *,
+        times: int = 1,
+    ) -> None:
+        """An XID error, of the GPU or of an instance of it, for those who wait for events now."""
+        self._xids += [(gpu, code, gpu_instance, compute_instance)] * times
         self._write()
 
     def calls(self) -> list[Call]:
@@ -236,7 +245,7 @@ class ScriptedNvml:
         yield from (f"fail {gpu} {function} {code}" for (gpu, function), code in self._failures.items() if code)
         yield from (_process_line(gpu, process) for gpu, found in self._processes.items() for process in found)
         yield from _mig_lines(self._mig)
-        yield from (f"xid {gpu} {code}" for gpu, code in self._xids)
+        yield from (f"xid {' '.join(map(str, xid))}" for xid in self._xids)
 
 
 def _number(gpu: int | None) -> int:

@@ -7,6 +7,7 @@ Source: nvml.h and pynvml. pynvml's own errors are unhashable, can't be compared
 where a list of processes is empty; a missing symbol is sometimes an error of another family.
 """
 
+import ctypes
 import threading
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple, NewType, Protocol
@@ -19,6 +20,9 @@ Handle = NewType("Handle", object)
 GpmSample = NewType("GpmSample", object)
 """A buffer for what GPM samples."""
 
+EventSet = NewType("EventSet", object)
+"""Events that are waited for together."""
+
 UNINITIALIZED: Final = 1
 INVALID_ARGUMENT: Final = 2
 NOT_SUPPORTED: Final = 3
@@ -26,6 +30,7 @@ NO_PERMISSION: Final = 4
 NOT_FOUND: Final = 6
 INSUFFICIENT_SIZE: Final = 7
 DRIVER_NOT_LOADED: Final = 9
+TIMEOUT: Final = 10
 LIBRARY_NOT_FOUND: Final = 12
 FUNCTION_NOT_FOUND: Final = 13
 GPU_IS_LOST: Final = 15
@@ -70,6 +75,17 @@ class FieldValue(NamedTuple):
     at_us: int = 0
 
 
+class Told(NamedTuple):
+    """An event of the GPU at that :meth:`Nvml.address`: its kind, its data (of an XID error, the code), and the
+    instances that it is of, where it is of a part of the GPU."""
+
+    address: int
+    kind: int
+    data: int
+    gpu_instance: int | None = None
+    compute_instance: int | None = None
+
+
 class Nvml(Protocol):
     """What is asked of NVML. Every method raises :class:`NvmlError`, and may hang."""
 
@@ -105,6 +121,21 @@ class Nvml(Protocol):
 
     def gpm_metrics(self, older: GpmSample, newer: GpmSample, metrics: Sequence[int]) -> list[FieldValue]:
         """These metrics of the time between two samples of one device, in that order."""
+
+    def address(self, handle: Handle) -> int:
+        """What the handle of a GPU and the events of that GPU have in common."""
+
+    def events(self) -> EventSet:
+        """A new set of events."""
+
+    def register(self, handle: Handle, kinds: int, events: EventSet) -> None:
+        """Take a GPU's events into the set."""
+
+    def wait(self, events: EventSet, within_ms: int) -> Told | None:
+        """The next event, None where none has come."""
+
+    def free(self, events: EventSet) -> None:
+        """Let go of a set."""
 
 
 class Pynvml:
@@ -177,6 +208,33 @@ class Pynvml:
             found = self._threads.gpm = pynvml.c_nvmlGpmMetricsGet_t(version=pynvml.NVML_GPM_METRICS_GET_VERSION)
         return found
 
+    def address(self, handle: Handle) -> int:
+        """What the handle of a GPU and the events of that GPU have in common."""
+        return _address(handle)
+
+    def events(self) -> EventSet:
+        """A new set of events."""
+        return EventSet(self._call("nvmlEventSetCreate"))
+
+    def register(self, handle: Handle, kinds: int, events: EventSet) -> None:
+        """Take a GPU's events into the set."""
+        self._call("nvmlDeviceRegisterEvents", handle, kinds, events)
+
+    def wait(self, events: EventSet, within_ms: int) -> Told | None:
+        """The next event, None where none has come."""
+        try:
+            told = self._call("nvmlEventSetWait_v2", events, within_ms)
+        except NvmlError as error:
+            if error.code == TIMEOUT:
+                return None
+            raise
+        instances = _instance(told.gpuInstanceId), _instance(told.computeInstanceId)
+        return Told(_address(told.device), told.eventType, told.eventData, *instances)
+
+    def free(self, events: EventSet) -> None:
+        """Let go of a set."""
+        self._call("nvmlEventSetFree", events)
+
     def _call(self, function: str, *arguments: Any) -> Any:
         try:
             return self._function(function)(*arguments)
@@ -198,6 +256,15 @@ class Pynvml:
                 raise NvmlError(FUNCTION_NOT_FOUND)
             self._functions[name] = found
         return found
+
+
+def _address(handle: Any) -> int:
+    """Each answer of NVML is a new pointer of ctypes; where it points to is the same."""
+    return ctypes.cast(handle, ctypes.c_void_p).value or 0
+
+
+def _instance(number: int) -> int | None:
+    return None if number == 0xFFFFFFFF else number
 
 
 def _field_value(value: Any) -> FieldValue:

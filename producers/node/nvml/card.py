@@ -88,6 +88,11 @@ class Card:
         """The call that was made last; of a GPU that hangs, the one that has not returned. For any thread."""
         return self._asking.doing
 
+    @property
+    def handle(self) -> Handle:
+        """The GPU's, once it has been opened. For any thread."""
+        return self._handle
+
     def read(self) -> Reading:
         """One tick; the GPU is opened first where it is not yet."""
         began_s = self._clock()

@@ -9,6 +9,7 @@ and there is no second one beside it.
 import asyncio
 import contextlib
 import logging
+import threading
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from topics.instruments import Instruments
 log = logging.getLogger(__name__)
 
 SILENT_AFTER_S = 2.0
+ENDS_WITHIN_S = 5.0
 
 _TEXTS = {
     binding.LIBRARY_NOT_FOUND: (
@@ -104,11 +106,15 @@ class Driver:
             return [_text(self._trouble)]
         return [] if self._now.gpus else ["the NVIDIA driver has no GPU"]
 
-    def close(self, *, detach: bool) -> None:
-        """Let the thread end, after closing NVML where ``detach`` says that nobody uses it."""
+    def close(self, *, detach: bool, after: threading.Event) -> None:
+        """Let the thread end, after closing NVML where ``detach`` says that nobody uses it but who ends ``after``."""
         if detach and self.attached and not self._worker.busy:
-            self._worker.leave(self._detach)
+            self._worker.leave(lambda: self._detach_after(after))
         self._worker.stop()
+
+    def _detach_after(self, after: threading.Event) -> None:
+        if after.wait(ENDS_WITHIN_S):
+            self._detach()
 
     def _reattach(self) -> _Attached:
         self._detach()

@@ -14,6 +14,7 @@ from typing import Any
 
 from producers.node import instruments as names
 from producers.node.nvml.asking import Lost
+from producers.node.nvml.binding import Handle
 from producers.node.nvml.card import Card, Reading
 from producers.node.nvml.worker import Worker
 from topics.instruments import Instruments
@@ -71,6 +72,11 @@ class Gpu:
     def works(self) -> bool:
         """Whether it answered when it was asked last."""
         return self.uuid is not None and self.trouble is None
+
+    @property
+    def handle(self) -> Handle:
+        """Its handle, since it has answered."""
+        return self._card.handle
 
     def ask(self) -> "asyncio.Future[Reading]":
         """Begin to read. Only for one that is not busy and was not refused."""

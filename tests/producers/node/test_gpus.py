@@ -18,6 +18,7 @@ from producers.node.gpus import Gpus, Pace
 from producers.node.nvml import binding
 from producers.node.nvml.binding import Nvml
 from producers.node.nvml.driver import DriverReplaced
+from producers.node.nvml.events import XID_EVENT
 from tests.producers.node.nvml.fake import Clock, FakeCensus, FakeDevice, FakeNvml, FakePlaces, part, running, until
 from topics.instruments import Instruments
 from topics.samples import Device
@@ -121,7 +122,7 @@ async def test_all_gpus_come_by_index_and_are_devices_of_the_contract(bench: Ben
 
 async def test_nothing_is_asked_on_the_loops_thread_and_each_gpu_has_one_of_its_own(bench: Bench) -> None:
     await bench.open()
-    assert bench.nvml.threads == {"nvml-driver", "nvml-0", "nvml-1", "nvml-2"}
+    await until(lambda: bench.nvml.threads == {"nvml-driver", "nvml-events", "nvml-0", "nvml-1", "nvml-2"})
     assert all(thread.daemon for thread in threading.enumerate() if thread.name.startswith("nvml-"))
 
 
@@ -597,3 +598,57 @@ def test_a_fault_of_the_opening_itself_is_raised_by_run() -> None:
         gpus.close()
 
     asyncio.run(main())
+
+
+def _with_events(bench: Bench) -> None:
+    for gpu in bench.nvml.gpus:
+        gpu.answers["nvmlDeviceGetSupportedEventTypes"] = XID_EVENT
+
+
+async def _registered(bench: Bench) -> None:
+    await until(lambda: bench.nvml.sets and len(bench.nvml.sets[0].devices) == len(bench.nvml.gpus))
+
+
+async def test_an_xid_error_is_in_the_next_tick_of_a_lost_gpu_too(bench: Bench) -> None:
+    _with_events(bench)
+    await bench.open()
+    await _registered(bench)
+    bench.nvml.gpus[1].error = binding.GPU_IS_LOST
+    bench.nvml.xid(bench.nvml.gpus[1], 79)
+    await until(lambda: bench.value(own.XIDS, of="device") == 1)
+    devices = await bench.read()
+    assert [(device["state"], device.get("xids")) for device in devices] == [
+        ("ok", None),
+        ("lost", {"79": 1}),
+        ("ok", None),
+    ]
+    assert [event["code"] for event in devices[1]["events"]] == [79]
+    assert "events" not in (await bench.read())[1]
+
+
+async def test_events_that_hang_disturb_neither_the_ticks_nor_the_end(bench: Bench) -> None:
+    _with_events(bench)
+    hang = bench.nvml.hang(None, "nvmlEventSetWait")
+    await bench.open()
+    await until(hang.begun.is_set)
+    for _ in range(3):
+        assert await bench.states() == OK
+    bench.gpus.close()
+    assert bench.nvml.shutdowns == 0
+
+
+async def test_events_are_waited_for_anew_when_nvml_was_opened_again(quick: Bench) -> None:
+    _with_events(quick)
+    quick.census = FakeCensus(lambda: [gpu.uuid for gpu in quick.nvml.gpus])
+    quick.gpus = quick.make()
+    await quick.open()
+    await _registered(quick)
+    quick.nvml.gpus.append(FakeDevice("GPU-3"))
+    _with_events(quick)
+    quick.run()
+    await quick.comes({**OK, "GPU-3": "ok"})
+    await _registered(quick)
+    quick.nvml.xid(quick.nvml.gpus[3], 31)
+    await until(lambda: quick.value(own.XIDS, of="device") == 1)
+    assert (await quick.read())[3]["xids"] == {"31": 1}
+    assert len(quick.nvml.sets) == 1

@@ -98,6 +98,7 @@ async def node(nvml: ScriptedNvml, monkeypatch: pytest.MonkeyPatch) -> AsyncIter
     for name, value in nvml.environment().items():
         monkeypatch.setenv(name, value)  # for the census
     nvml.load()
+    before = set(threading.enumerate())
     one = Node(nvml)
     yield one
     nvml.release()
@@ -106,6 +107,7 @@ async def node(nvml: ScriptedNvml, monkeypatch: pytest.MonkeyPatch) -> AsyncIter
         await asyncio.wait([one.running])
     await until(lambda: not any(gpu.busy for gpu in one.gpus._gpus))
     one.gpus.close()
+    await until(lambda: not {thread for thread in threading.enumerate() if thread.name.startswith("nvml-")} - before)
 
 
 def in_a_process(nvml: ScriptedNvml, within_s: float = GENEROUS_S) -> Any:
@@ -157,6 +159,8 @@ async def test_every_gpu_has_its_thread_and_none_is_the_loops(node: Node) -> Non
     await node.read()
     calls = node.nvml.calls()
     assert threading.get_native_id() not in {call.thread for call in calls}
+    (events,) = {call.thread for call in calls if call.function == "nvmlEventSetCreate"}
+    calls = [call for call in calls if call.thread != events]
     threads = {index: {call.thread for call in calls if call.gpu == index} for index in range(8)}
     assert all(len(one) == 1 for one in threads.values())
     assert len(set.union(*threads.values())) == 8
@@ -368,3 +372,41 @@ def test_without_a_library_there_are_no_devices_and_it_is_said_what_is_missing()
     devices, errors, wrong = json.loads(done.stdout)
     assert (devices, errors) == ([], [])
     assert "libnvidia-ml.so.1 is not found" in wrong[0]
+
+
+async def test_xid_errors_are_in_the_next_tick_with_their_mig_device_and_survive_a_gpu_that_comes_back(
+    node: Node,
+) -> None:
+    node.nvml.mig(1, [Mig(3), Mig(4)])
+    await node.open()
+    await node.read()
+    await until(lambda: node.asked("nvmlDeviceRegisterEvents", 7))
+    node.nvml.xid(0, 79)
+    node.nvml.xid(1, 31, 4, times=100)
+
+    async def told() -> list[dict[str, Any]]:
+        for _ in range(3000):
+            if found := [device for device in await node.read() if "events" in device]:
+                return found
+            await asyncio.sleep(0.01)
+        raise AssertionError("no event came")
+
+    found = await told()
+    if len(found) == 1:
+        found += await told()
+    assert [(one["uuid"][:3], one["index"], one["events"][0]["code"]) for one in found] == [
+        ("GPU", 0, 79),
+        ("MIG", 1, 31),
+    ]
+    node.nvml.lose(0)
+    states = await node.comes(["lost", *["ok"] * 9])
+    assert states[0]["xids"] == {"79": 1}
+    node.nvml.recover(0)
+    await node.comes(["ok"] * 10)
+    last: list[dict[str, Any]] = []
+    for _ in range(300):  # what comes while nobody is registered is lost
+        node.nvml.xid(0, 79)
+        await asyncio.sleep(0.1)
+        if (last := await node.read())[0]["xids"]["79"] > 1:
+            break
+    assert last[0]["xids"]["79"] > 1

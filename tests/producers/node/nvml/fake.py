@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import queue
 import threading
 import time
 from collections import Counter
@@ -12,7 +13,8 @@ from typing import Any, NamedTuple
 
 from producers.node.cgroups import Place
 from producers.node.nvml import binding
-from producers.node.nvml.binding import FieldValue, Handle, NvmlError
+from producers.node.nvml.binding import EventSet, FieldValue, Handle, NvmlError, Told
+from producers.node.nvml.events import XID_EVENT
 
 GIB = 1 << 30
 
@@ -145,6 +147,15 @@ class _Open(NamedTuple):
     session: int
 
 
+class _Events:
+    """A set of events."""
+
+    def __init__(self, session: int) -> None:
+        self.session = session
+        self.devices: list[FakeDevice] = []
+        self.told: queue.SimpleQueue[Told | NvmlError] = queue.SimpleQueue()
+
+
 class FakeNvml:
     """A machine. Which GPUs there are is seen at init, as in reality."""
 
@@ -158,6 +169,8 @@ class FakeNvml:
         self.lent_at_shutdown: list[int] = []
         self.free_error: int | None = None
         self.windows: list[tuple[int, int]] = []
+        self.events_error: int | None = None
+        self.sets: list[Any] = []
         self.asked: Counter[tuple[str, str]] = Counter()
         self.threads: set[str] = set()
         self.inits = self.shutdowns = 0
@@ -259,6 +272,43 @@ class FakeNvml:
         self.windows.append((older.number, newer.number))
         keys = [one if newer.instance is None else (newer.instance, one) for one in metrics]
         return [device.gpm.get(key, FieldValue(binding.NOT_SUPPORTED)) for key in keys]
+
+    def address(self, handle: Handle) -> int:
+        return id(handle.device)  # type: ignore[attr-defined]
+
+    def events(self) -> EventSet:
+        self._called(None, "nvmlEventSetCreate")
+        if self.events_error is not None:
+            raise NvmlError(self.events_error)
+        events = EventSet(_Events(self.inits))
+        self.sets.append(events)
+        return events
+
+    def register(self, handle: Handle, kinds: int, events: Any) -> None:
+        device = self._device(handle, "nvmlDeviceRegisterEvents")
+        assert kinds == XID_EVENT
+        events.devices.append(device)
+
+    def wait(self, events: Any, within_ms: int) -> Told | None:
+        self._called(None, "nvmlEventSetWait")
+        assert events.session == self.inits, "the set is void"
+        try:
+            told = events.told.get(timeout=within_ms / 1000)
+        except queue.Empty:
+            return None
+        if isinstance(told, NvmlError):
+            raise told
+        found: Told = told
+        return found
+
+    def free(self, events: Any) -> None:
+        self._called(None, "nvmlEventSetFree")
+        self.sets.remove(events)
+
+    def xid(self, gpu: FakeDevice, code: int, gpu_instance: int | None = None) -> None:
+        """An XID error, for the sets that the GPU is in."""
+        for events in self.sets:
+            events.told.put(Told(id(gpu), XID_EVENT, code, gpu_instance))
 
     def _device(self, handle: Any, function: str) -> FakeDevice:
         device: FakeDevice = handle.device

@@ -1,0 +1,196 @@
+"""XID errors are waited for on a thread that may hang, fail and be late, and nothing else is."""
+
+import contextlib
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+
+from producers.node.nvml import binding
+from producers.node.nvml.binding import NvmlError, Told
+from producers.node.nvml.events import XID_EVENT, Events, Xid
+from tests.producers.node.nvml.fake import FakeNvml, until
+
+WAIT = "nvmlEventSetWait"
+SUPPORTED = "nvmlDeviceGetSupportedEventTypes"
+
+
+class Bench:
+    def __init__(self, gpus: int = 2) -> None:
+        self.nvml = FakeNvml(gpus)
+        self.nvml.init()
+        for gpu in self.nvml.gpus:
+            gpu.answers[SUPPORTED] = XID_EVENT | 3
+        self.told: list[Xid] = []
+        self.errors: list[tuple[str, str]] = []
+        self.events = Events(self.nvml, tell=self.told.append, count=lambda *error: self.errors.append(error))
+
+    def add(self) -> None:
+        self.events.watch()
+        for index in range(len(self.nvml.gpus)):
+            self.events.add(index, self.nvml.handle(index))
+
+    async def watch(self) -> None:
+        self.add()
+        await until(lambda: all(self.nvml.asked[gpu.uuid, SUPPORTED] for gpu in self.nvml.gpus))
+        await until(self.waiting)
+
+    def waiting(self) -> bool:
+        return bool(self.nvml.asked["", WAIT])
+
+    async def renewed(self, sets: int) -> None:
+        await until(lambda: self.nvml.asked["", "nvmlEventSetCreate"] == sets)
+        before = self.nvml.asked["", WAIT]
+        await until(lambda: self.nvml.asked["", WAIT] > before)
+
+    def codes(self) -> list[tuple[int | None, int]]:
+        return [(xid.gpu, xid.code) for xid in self.told]
+
+
+@pytest.fixture
+async def bench() -> AsyncIterator[Bench]:
+    async with closing(Bench()) as one:
+        yield one
+
+
+@contextlib.asynccontextmanager
+async def closing(one: Bench) -> AsyncIterator[Bench]:
+    yield one
+    one.nvml.release()
+    ended = one.events.close()
+    await until(ended.is_set)
+
+
+async def test_each_error_is_told_with_its_gpu_its_code_and_the_time_when_it_was_seen(bench: Bench) -> None:
+    await bench.watch()
+    before_ms = time.time_ns() // 1_000_000
+    bench.nvml.xid(bench.nvml.gpus[1], 79)
+    bench.nvml.xid(bench.nvml.gpus[0], 31, 4)
+    await until(lambda: len(bench.told) == 2)
+    assert bench.codes() == [(1, 79), (0, 31)]
+    assert [xid.gpu_instance for xid in bench.told] == [None, 4]
+    assert all(before_ms <= xid.ts_ms <= time.time_ns() // 1_000_000 for xid in bench.told)
+    assert bench.errors == []
+
+
+async def test_it_goes_on_after_an_error(bench: Bench) -> None:
+    await bench.watch()
+    for times in (1, 2, 3):
+        bench.nvml.xid(bench.nvml.gpus[0], times)
+        await until(lambda: len(bench.told) == times)  # noqa: B023 - awaited here
+    assert bench.codes() == [(0, 1), (0, 2), (0, 3)]
+
+
+async def test_a_gpu_without_these_events_is_not_registered_and_not_counted(bench: Bench) -> None:
+    del bench.nvml.gpus[0].answers[SUPPORTED]
+    bench.nvml.gpus[1].answers[SUPPORTED] = 3
+    bench.add()
+    await until(lambda: not bench.events.busy)
+    assert bench.nvml.asked["", WAIT] == 0
+    assert bench.nvml.sets == []
+    assert bench.errors == []
+
+
+async def test_only_those_are_registered_that_have_them(bench: Bench) -> None:
+    del bench.nvml.gpus[0].answers[SUPPORTED]
+    await bench.watch()
+    assert [device.uuid for device in bench.nvml.sets[0].devices] == ["GPU-1"]
+
+
+async def test_a_gpu_that_can_not_be_asked_is_counted_and_the_others_are_waited_for(bench: Bench) -> None:
+    bench.nvml.gpus[0].fail(SUPPORTED, binding.UNKNOWN)
+    await bench.watch()
+    bench.nvml.xid(bench.nvml.gpus[1], 13)
+    await until(lambda: bench.told)
+    assert bench.errors == [(SUPPORTED, "UNKNOWN")]
+
+
+async def test_an_event_of_a_gpu_that_is_not_known_is_told_without_one(bench: Bench) -> None:
+    await bench.watch()
+    bench.nvml.sets[0].told.put(Told(4711, XID_EVENT, 13))
+    await until(lambda: bench.told)
+    assert bench.codes() == [(None, 13)]
+
+
+async def test_other_events_are_not_told(bench: Bench) -> None:
+    await bench.watch()
+    bench.nvml.sets[0].told.put(Told(id(bench.nvml.gpus[0]), 1, 5))
+    bench.nvml.xid(bench.nvml.gpus[0], 13)
+    await until(lambda: bench.told)
+    assert bench.codes() == [(0, 13)]
+
+
+async def test_a_set_that_fails_is_made_anew_and_counted(bench: Bench) -> None:
+    await bench.watch()
+    bench.nvml.gpus[0].error = binding.GPU_IS_LOST
+    bench.nvml.sets[0].told.put(NvmlError(binding.GPU_IS_LOST))
+    await bench.renewed(2)
+    bench.nvml.xid(bench.nvml.gpus[1], 79)
+    await until(lambda: bench.told)
+    assert bench.codes() == [(1, 79)]
+    assert bench.errors == [(WAIT, "GPU_IS_LOST")]
+    assert len(bench.nvml.sets) == 1
+
+
+async def test_a_driver_without_events_is_asked_once_and_not_counted(bench: Bench) -> None:
+    bench.nvml.events_error = binding.FUNCTION_NOT_FOUND
+    bench.add()
+    await until(lambda: not bench.events.busy)
+    assert bench.nvml.asked["", "nvmlEventSetCreate"] == 1
+    assert bench.errors == []
+
+
+async def test_paused_it_lets_go_of_the_set_and_can_begin_anew(bench: Bench) -> None:
+    await bench.watch()
+    bench.events.pause()
+    await until(lambda: not bench.events.busy)
+    assert bench.nvml.sets == []
+    bench.nvml.init()
+    bench.add()
+    await bench.renewed(2)
+    bench.nvml.xid(bench.nvml.gpus[0], 13)
+    await until(lambda: bench.told)
+    assert bench.codes() == [(0, 13)]
+
+
+async def test_a_wait_that_hangs_does_not_hold_up_the_end() -> None:
+    bench = Bench()
+    hang = bench.nvml.hang(None, WAIT)
+    bench.add()
+    await until(hang.begun.is_set)
+    ended = bench.events.close()
+    assert bench.events.busy
+    assert not ended.is_set()
+    bench.nvml.release()
+    await until(ended.is_set)
+
+
+async def test_without_gpus_nothing_is_asked() -> None:
+    async with closing(Bench(0)) as bench:
+        bench.add()
+        assert not bench.events.busy
+        assert bench.nvml.asked.total() == 1
+
+
+async def test_while_it_is_paused_no_gpu_is_added(bench: Bench) -> None:
+    bench.events.add(0, bench.nvml.handle(0))
+    assert not bench.events.busy
+
+
+async def test_a_gpu_that_is_added_again_is_registered_once(bench: Bench) -> None:
+    await bench.watch()
+    bench.add()
+    bench.nvml.xid(bench.nvml.gpus[0], 13)
+    await until(lambda: bench.told)
+    assert bench.nvml.asked["GPU-0", "nvmlDeviceRegisterEvents"] == 1
+
+
+async def test_a_gpu_that_comes_later_is_added_to_those_that_are_waited_for(bench: Bench) -> None:
+    bench.events.watch()
+    bench.events.add(0, bench.nvml.handle(0))
+    await until(bench.waiting)
+    bench.events.add(1, bench.nvml.handle(1))
+    await until(lambda: bench.nvml.asked["GPU-1", "nvmlDeviceRegisterEvents"])
+    bench.nvml.xid(bench.nvml.gpus[1], 13)
+    await until(lambda: bench.told)
+    assert bench.codes() == [(1, 13)]

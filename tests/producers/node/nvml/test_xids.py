@@ -1,0 +1,129 @@
+"""XID errors reach the record of their device once, the counts always, and the log with the same identity."""
+
+import logging
+from typing import Any
+
+import msgspec
+import pytest
+
+from producers.node import instruments as own
+from producers.node.nvml.events import Xid
+from producers.node.nvml.xids import MOST_EVENTS, Xids
+from topics.instruments import Instruments
+from topics.samples import Device
+
+GPU: dict[str, Any] = {"uuid": "GPU-0", "index": 0, "state": "ok", "metrics": {}}
+
+
+def mig(uuid: str, gpu_instance: int, compute_instance: int = 0) -> dict[str, Any]:
+    instances = {"gpu_instance": gpu_instance, "compute_instance": compute_instance}
+    return {**GPU, "uuid": uuid, "mig": {"uuid": uuid, "parent_uuid": "GPU-0", **instances}}
+
+
+CUT = [GPU, mig("MIG-1", 1), mig("MIG-2", 2), mig("MIG-3", 2, 1)]
+
+
+class Bench:
+    def __init__(self) -> None:
+        self.instruments = Instruments(own.INSTRUMENTS)
+        self.xids = Xids(self.instruments)
+
+    def onto(self, devices: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        found = self.xids.onto(devices)
+        msgspec.convert(found, list[Device])
+        return found
+
+    def counted(self, of: str) -> float:
+        return self.instruments.registry.get_sample_value(own.XIDS, {"of": of}) or 0.0
+
+
+def test_an_error_is_in_one_tick_and_its_count_in_all_that_follow() -> None:
+    bench = Bench()
+    assert bench.onto([GPU]) == [GPU]
+    bench.xids.note(Xid(0, 79, 1_000), [GPU])
+    bench.xids.note(Xid(0, 31, 1_001), [GPU])
+    bench.xids.note(Xid(0, 31, 1_002), [GPU])
+    (first,) = bench.onto([GPU])
+    assert first["events"] == [
+        {"kind": "xid", "code": 79, "ts_ms": 1_000},
+        {"kind": "xid", "code": 31, "ts_ms": 1_001},
+        {"kind": "xid", "code": 31, "ts_ms": 1_002},
+    ]
+    assert first["xids"] == {"79": 1, "31": 2}
+    assert bench.onto([GPU]) == [{**GPU, "xids": {"79": 1, "31": 2}}]
+    assert bench.counted("device") == 3
+
+
+def test_what_a_tick_was_given_does_not_change_afterwards() -> None:
+    bench = Bench()
+    bench.xids.note(Xid(0, 31, 1), [GPU])
+    (first,) = bench.onto([GPU])
+    bench.xids.note(Xid(0, 31, 2), [GPU])
+    assert first["xids"] == {"31": 1}
+    assert len(first["events"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("gpu_instance", "compute_instance", "uuids"),
+    [
+        (None, None, ["GPU-0"]),
+        (1, None, ["MIG-1"]),
+        (2, None, ["MIG-2", "MIG-3"]),
+        (2, 1, ["MIG-3"]),
+        (7, None, ["GPU-0"]),
+    ],
+)
+def test_an_error_of_an_instance_is_its_mig_devices(
+    gpu_instance: int | None, compute_instance: int | None, uuids: list[str]
+) -> None:
+    bench = Bench()
+    bench.xids.note(Xid(0, 31, 1, gpu_instance, compute_instance), CUT)
+    assert [device["uuid"] for device in bench.onto(CUT) if "events" in device] == uuids
+    assert [device["uuid"] for device in bench.onto(CUT) if "xids" in device] == uuids
+
+
+def test_an_error_of_a_gpu_that_is_not_known_is_counted_and_told(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench()
+    bench.xids.note(Xid(None, 79, 1), ())
+    assert bench.onto([GPU]) == [GPU]
+    assert bench.counted("unknown_device") == 1
+    assert [record.getMessage() for record in caplog.records] == ["XID 79"]
+
+
+def test_of_a_storm_a_tick_tells_so_many_and_counts_all() -> None:
+    bench = Bench()
+    for at_ms in range(1000):
+        bench.xids.note(Xid(0, 31, at_ms), [GPU])
+    (device,) = bench.onto([GPU])
+    assert len(device["events"]) == MOST_EVENTS
+    assert device["xids"] == {"31": 1000}
+
+
+def test_codes_without_end_are_counted_as_unknown_past_a_bound() -> None:
+    bench = Bench()
+    for code in range(1, 101):
+        bench.xids.note(Xid(0, code, 1), [GPU])
+    bench.xids.note(Xid(0, 2**64 - 1, 1), [GPU])
+    (device,) = bench.onto([GPU])
+    assert sum(device["xids"].values()) == 101
+    assert device["xids"]["999"] == 37
+    assert len(device["xids"]) == 65
+
+
+def test_devices_without_end_are_forgotten_from_the_oldest() -> None:
+    bench = Bench()
+    for number in range(2000):
+        bench.xids.note(Xid(0, 31, 1), [{**GPU, "uuid": f"GPU-{number}"}])
+    first, last = bench.onto([GPU, {**GPU, "uuid": "GPU-1999"}])
+    assert "xids" not in first
+    assert last["xids"] == {"31": 1}
+
+
+def test_the_log_has_the_same_identity(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench()
+    with caplog.at_level(logging.WARNING):
+        bench.xids.note(Xid(0, 79, 5), CUT)
+        bench.xids.note(Xid(0, 31, 6, 1), CUT)
+    extras = [(vars(record)["gpu_uuid"], vars(record)["gpu_index"], vars(record)["xid"]) for record in caplog.records]
+    assert extras == [("GPU-0", 0, 79), ("GPU-0", 0, 31)]
+    assert [vars(record).get("gpu_mig_uuid") for record in caplog.records] == [None, "MIG-1"]
