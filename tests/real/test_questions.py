@@ -202,7 +202,9 @@ def _wait_until_delivered(kafka: str) -> None:
 
 
 def _devices(truth: Path, records: Iterable[Mapping[str, Any]]) -> list[Device]:
-    """Each device of the fleet as the truth and its record have it in its last tick."""
+    """Each device of the fleet as the truth and its record have it in its last tick, pods seen there by their processes
+    beside those that were reported.
+    """
     described = {
         (tick["node"], tick["run_id"], tick["seq"], device["uuid"]): device
         for tick in records
@@ -212,7 +214,10 @@ def _devices(truth: Path, records: Iterable[Mapping[str, Any]]) -> list[Device]:
     last: dict[tuple[str, str], Device] = {}
     for row in map(json.loads, truth.read_text().splitlines()):
         record = described[row["node"], row["run_id"], row["seq"], row["uuid"]]
-        last[row["node"], row["uuid"]] = {**row, "index": record["index"], "metrics": record["metrics"]}
+        observed = {(one["namespace"], one["pod"]) for one in record.get("holders", ()) if one.get("observed")}
+        seen = [one for one in row["holders"] if (one["namespace"], one["pod"]) in observed]
+        known = {"index": record["index"], "metrics": record["metrics"], "reported": [*row["reported"], *seen]}
+        last[row["node"], row["uuid"]] = {**row, **known}
     return list(last.values())
 
 
