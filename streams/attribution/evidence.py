@@ -37,16 +37,21 @@ def observe(device: Device, holders: tuple[Holder, ...], pod_of: PodOf) -> Evide
     """The holders of a device with those that its processes show."""
     if not device.processes or not seen(device):
         return Evidence(holders)
-    uids = {process.pod_uid for process in device.processes if process.memory_used_bytes}
-    strangers = _strangers({uid for uid in uids if uid is not None}, holders, pod_of)
+    known = {holder.pod_uid for holder in holders if holder.pod_uid is not None}
+    uids = {process.pod_uid for process in device.processes if process.memory_used_bytes} - known
+    if not uids:
+        return Evidence(holders)
+    strangers = _strangers(uids, holders, pod_of)
     if strangers:
         return Evidence((*holders, *strangers), UNALLOCATED)
     return Evidence(holders, NO_POD if holders and None in uids else None)
 
 
-def _strangers(uids: set[str], holders: tuple[Holder, ...], pod_of: PodOf) -> list[Holder]:
+def _strangers(uids: set[str | None], holders: tuple[Holder, ...], pod_of: PodOf) -> list[Holder]:
     """The pods of these uids that do not hold the device. A holder without a uid is known by its name."""
-    uids -= {holder.pod_uid for holder in holders if holder.pod_uid is not None}
     unknown = {(holder.namespace, holder.pod) for holder in holders if holder.pod_uid is None}
-    pods = [pod for uid in sorted(uids) if (pod := pod_of(uid)) and (pod.namespace, pod.name) not in unknown]
-    return [holder_of(pod, observed=True) for pod in sorted(pods, key=lambda pod: (pod.namespace, pod.name, pod.uid))]
+    pods = [pod for uid in uids if uid is not None and (pod := pod_of(uid))]
+    strange = [pod for pod in pods if (pod.namespace, pod.name) not in unknown]
+    return [
+        holder_of(pod, observed=True) for pod in sorted(strange, key=lambda pod: (pod.namespace, pod.name, pod.uid))
+    ]

@@ -18,9 +18,9 @@ utilization nor power of its own) or that none of the processes has. Records do 
 the others have zeros: sums over a pod's rows are right, whichever it was.
 """
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import repeat
+from typing import NamedTuple, TypeGuard
 
 import msgspec
 
@@ -33,8 +33,7 @@ _SLACK = 1e-9
 _LARGEST = 1e30
 """What is larger measures nothing, and sums of it may not be floats."""
 
-Row = int
-"""The place of a holder among a device's."""
+Amount = int | float
 
 _replace = msgspec.structs.replace
 
@@ -48,31 +47,60 @@ class Split(NamedTuple):
 
 
 class _Shares(NamedTuple):
-    """One quantity: what each row has of it, and the rest."""
+    """One quantity: what each holder has of it, and the rest."""
 
-    of: dict[Row, int | float]
-    rest: int | float
+    of: list[Amount]
+    rest: Amount
     scaled: bool
+
+
+_Quantities = tuple[_Shares | None, _Shares | None, _Shares | None]
+"""Utilization, memory and power, as :class:`Parts` has them; None: can't be divided."""
 
 
 def split(device: Device, holders: tuple[Holder, ...]) -> Split:
     """The parts of a device; without any where it has no holder or its processes can't be seen."""
-    if not holders or not seen(device):
+    processes = device.processes
+    if not holders or processes is None or not seen(device):
         return Split(holders)
-    processes = device.processes or ()
-    rows = _rows(processes, holders)
-    metrics = device.metrics
-    utilization = _shares(metrics.get("gpu_utilization_ratio"), _ratios(processes), rows, math.fsum)
-    memory = _shares(metrics.get("memory_used_bytes"), [p.memory_used_bytes for p in processes], rows, sum)
-    power = _power(metrics.get("power_watts"), utilization)
+    utilization, memory, power = _divided(device.metrics, processes, _rows(processes, holders), len(holders))
     if utilization is None and memory is None:
         return Split(holders)
-    found = (utilization, memory, power)
+    rows = zip(holders, _column(utilization), _column(memory), _column(power), strict=False)
     return Split(
-        tuple([_replace(holder, parts=_parts(row, *found)) for row, holder in enumerate(holders)]),
-        Parts(*[None if shares is None else shares.rest for shares in found]),
-        any(shares is not None and shares.scaled for shares in (utilization, memory)),
+        tuple([_replace(holder, parts=Parts(busy, used, watts)) for holder, busy, used, watts in rows]),
+        Parts(_rest(utilization), _rest(memory), _rest(power)),
+        _scaled(utilization) or _scaled(memory),
     )
+
+
+def _divided(
+    metrics: Mapping[str, Amount | None], processes: Sequence[Process], rows: Sequence[int], n: int
+) -> _Quantities:
+    """Each quantity that the device has and, where there are processes, at least one of them."""
+    ratios = [(a, row) for p, row in zip(processes, rows, strict=True) if (a := p.sm_utilization_ratio) is not None]
+    held = [(a, row) for p, row in zip(processes, rows, strict=True) if (a := p.memory_used_bytes) is not None]
+    busy = metrics.get("gpu_utilization_ratio") if ratios or not processes else None
+    used = metrics.get("memory_used_bytes") if held or not processes else None
+    watts = metrics.get("power_watts")
+    utilization = _fitted(busy, _sums(ratios, n, 1.0)) if _measured(busy) else None
+    memory = _fitted(used, _sums(held, n, _LARGEST)) if _measured(used) else None
+    if utilization is None or not _measured(busy) or not _measured(watts):
+        return utilization, memory, None
+    per_ratio = watts / max(1.0, busy)
+    return utilization, memory, _fitted(watts, [per_ratio * part for part in utilization.of])
+
+
+def _column(shares: _Shares | None) -> Iterable[Amount | None]:
+    return repeat(None) if shares is None else shares.of
+
+
+def _rest(shares: _Shares | None) -> Amount | None:
+    return None if shares is None else shares.rest
+
+
+def _scaled(shares: _Shares | None) -> bool:
+    return shares is not None and shares.scaled
 
 
 def seen(device: Device) -> bool:
@@ -80,61 +108,42 @@ def seen(device: Device) -> bool:
     return device.processes is not None and device.info.get("processes_visible") != "false"
 
 
-def _rows(processes: Iterable[Process], holders: Sequence[Holder]) -> list[Row | None]:
-    """Whose each process is: the row that has its pod's part, or None.
+def _rows(processes: Sequence[Process], holders: Sequence[Holder]) -> list[int]:
+    """Whose each process is: the place of the holder that has its pod's part, or the one behind the last.
 
     A pod whose uid is not known has the processes if it is the only one and they are all of one pod.
     """
-    firsts: dict[tuple[str, str, str | None], Row] = {}
-    for row in sorted(range(len(holders)), key=lambda row: holders[row].container or ""):
-        holder = holders[row]
-        firsts.setdefault((holder.namespace, holder.pod, holder.pod_uid), row)
-    by_uid: dict[str | None, Row] = {key[2]: row for key, row in firsts.items() if key[2] is not None}
-    if len(firsts) == 1 and not by_uid:
+    nobody = len(holders)
+    if nobody == 1 and (uid := holders[0].pod_uid) is not None:
+        return [0 if process.pod_uid == uid else 1 for process in processes]
+    by_uid: dict[str | None, int] = {}
+    for row in sorted(range(nobody), key=lambda row: holders[row].container or ""):
+        by_uid.setdefault(holders[row].pod_uid, row)
+    unknown = by_uid.pop(None) if None in by_uid else None
+    if unknown is not None and not by_uid and len({(holder.namespace, holder.pod) for holder in holders}) == 1:
         uids = {process.pod_uid for process in processes} - {None}
         if len(uids) == 1:
-            by_uid = {uids.pop(): next(iter(firsts.values()))}
-    return [by_uid.get(process.pod_uid) for process in processes]
+            by_uid = {uids.pop(): unknown}
+    return [by_uid.get(process.pod_uid, nobody) for process in processes]
 
 
-def _ratios(processes: Iterable[Process]) -> list[float | None]:
-    return [None if (ratio := p.sm_utilization_ratio) is None else min(max(0.0, ratio), 1.0) for p in processes]
+def _measured(whole: Amount | None) -> TypeGuard[Amount]:
+    """Whether a device's value can be divided."""
+    return whole is not None and 0 <= whole <= _LARGEST
 
 
-def _shares(
-    whole: int | float | None,
-    used: Sequence[int | float | None],
-    rows: Sequence[Row | None],
-    add: Callable[[Iterable[int | float]], int | float],
-) -> _Shares | None:
-    """A quantity divided by what each process uses; None where it can't be."""
-    if whole is None or not 0 <= whole <= _LARGEST or (used and all(amount is None for amount in used)):
-        return None
-    amounts: dict[Row, list[int | float]] = {}
-    for row, amount in zip(rows, used, strict=True):
-        if row is not None and amount:
-            amounts.setdefault(row, []).append(amount)
-    return _fitted(whole, {row: add(several) for row, several in amounts.items()}, add)
+def _sums(amounts: Sequence[tuple[Amount, int]], n: int, most: Amount) -> list[Amount]:
+    """What the processes of each holder use. Floats are added from the least, so that their order does not matter."""
+    used: list[Amount] = [0] * (n + 1)
+    for amount, row in sorted(amounts) if len(amounts) > 2 else amounts:
+        if amount > 0:
+            used[row] += min(amount, most)
+    return used[:n]
 
 
-def _fitted(
-    whole: int | float, of: Mapping[Row, int | float], add: Callable[[Iterable[int | float]], int | float]
-) -> _Shares:
+def _fitted(whole: Amount, used: list[Amount]) -> _Shares:
     """Shares that are not more than the whole, and the rest."""
-    total = add(of.values())
+    total = used[0] if len(used) == 1 else sum(sorted(used))
     if total <= whole:
-        return _Shares(dict(of), whole - total, scaled=False)
-    scaled = {row: whole * (amount / total) for row, amount in of.items()}
-    return _Shares(scaled, 0, scaled=total > whole * (1 + _SLACK))
-
-
-def _power(whole: int | float | None, utilization: _Shares | None) -> _Shares | None:
-    """The power of the time in which each row ran."""
-    if utilization is None or whole is None or not 0 <= whole <= _LARGEST:
-        return None
-    busy = max(1.0, math.fsum([*utilization.of.values(), utilization.rest]))
-    return _fitted(whole, {row: whole * (part / busy) for row, part in utilization.of.items()}, math.fsum)
-
-
-def _parts(row: Row, *found: _Shares | None) -> Parts:
-    return Parts(*[None if shares is None else shares.of.get(row, 0) for shares in found])
+        return _Shares(used, whole - total, scaled=False)
+    return _Shares([whole * (amount / total) for amount in used], 0, scaled=total > whole * (1 + _SLACK))
