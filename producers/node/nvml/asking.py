@@ -105,6 +105,16 @@ class Asking:
                 self.count(function, error.name)
             return None
 
+    def system(self, function: str) -> Any:
+        """What pynvml's ``function`` of no GPU gives; None where it fails, which is counted."""
+        self.doing = function
+        try:
+            return self._nvml.system(function)
+        except NvmlError as error:
+            if not is_unsupported(error):
+                self.count(function, error.name)
+            return None
+
     def count(self, call: str, error: str) -> None:
         """A value is left out."""
         self._errors.append((call, error))

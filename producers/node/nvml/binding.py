@@ -98,6 +98,9 @@ class Nvml(Protocol):
     def driver_version(self) -> str:
         """The driver's version, as it writes it."""
 
+    def system(self, function: str) -> Any:
+        """What pynvml's ``function`` of no GPU gives."""
+
     def count(self) -> int:
         """How many GPUs there are, those that can't be opened too."""
 
@@ -156,6 +159,10 @@ class Pynvml:
     def driver_version(self) -> str:
         """The driver's version, as it writes it."""
         return str(self._call("nvmlSystemGetDriverVersion"))
+
+    def system(self, function: str) -> Any:
+        """What pynvml's ``function`` of no GPU gives."""
+        return self._call(function)
 
     def count(self) -> int:
         """How many GPUs there are, those that can't be opened too."""

@@ -78,6 +78,7 @@ class Card:
         self._identity: Mapping[str, Any] | None = None
         self._lost = False
         self._can_be_cut = True
+        self._mig_mode: Mapping[str, str] = {}
         self._listed_s: float | None = None
         self._layout = _Layout()
         self._parts: dict[str, _Part] = {}
@@ -140,8 +141,19 @@ class Card:
             "model": self._asking.optional("nvmlDeviceGetName", self._handle),
             "pci_bus_id": _pci_bus_id(self._asking.optional("nvmlDeviceGetPciInfo", self._handle)),
             "minor": self._asking.optional("nvmlDeviceGetMinorNumber", self._handle),
+            "info": self._asked_info() or None,
         }
         return {key: value for key, value in asked.items() if value is not None}
+
+    def _asked_info(self) -> dict[str, str]:
+        """What does not change while NVML is open."""
+        asked = {
+            "serial": self._asking.optional("nvmlDeviceGetSerial", self._handle),
+            "driver_version": self._asking.system("nvmlSystemGetDriverVersion"),
+            "cuda_version": _version(self._asking.system("nvmlSystemGetCudaDriverVersion_v2")),
+            "vbios_version": self._asking.optional("nvmlDeviceGetVbiosVersion", self._handle),
+        }
+        return {key: value for key, value in asked.items() if value}
 
     def _renew(self) -> None:
         """Ask anew what the GPU supports: that changes with its layout."""
@@ -168,14 +180,17 @@ class Card:
         """The GPU itself. Where it is cut, the processes are its parts'."""
         metrics = self._whole.values()
         found = Found(None, {}) if self._layout.cut else self._processes.read()
-        return _device(identity, metrics, found, kinds)
+        return _device(identity, self._mig_mode, metrics, found, kinds)
 
     def _cut_devices(self, kinds: dict[int, str]) -> Sequence[dict[str, Any]]:
         """The MIG devices; where a handle turns out to be another's, all are listed again, once."""
         if not all(map(self._is_current, self._parts.items())):
             self._list()
         current = [part for uuid, part in self._parts.items() if self._is_current((uuid, part))]
-        return [_device(part.identity, part.device.values(), part.processes.read(), kinds) for part in current]
+        return [
+            _device(part.identity, self._mig_mode, part.device.values(), part.processes.read(), kinds)
+            for part in current
+        ]
 
     def _is_current(self, named: tuple[str, _Part]) -> bool:
         uuid, part = named
@@ -197,6 +212,7 @@ class Card:
             if self._can_be_cut:
                 self._asking.count(self.doing, error.name)
             return
+        self._mig_mode = {"mig_mode": "enabled" if cut else "disabled"}
         self._arrange(cut, instances)
 
     def _arrange(self, cut: bool, instances: Sequence[_Instance]) -> None:
@@ -252,14 +268,31 @@ class Card:
 
 
 def _device(
-    identity: Mapping[str, Any], metrics: dict[str, float], processes: Found, kinds: dict[int, str]
+    identity: Mapping[str, Any],
+    mig_mode: Mapping[str, str],
+    metrics: dict[str, float],
+    processes: Found,
+    kinds: dict[int, str],
 ) -> dict[str, Any]:
     """A device as in gpu.samples that answered."""
     kinds.update(processes.kinds)
     device = {**identity, "state": "ok", "metrics": metrics}
     if processes.rows is not None:
         device["processes"] = processes.rows
+    if info := {**identity.get("info", {}), **mig_mode, **_visible(processes)}:
+        device["info"] = info
     return device
+
+
+def _visible(processes: Found) -> Mapping[str, str]:
+    """Whether any of its processes can be seen, where it has some."""
+    seen = any(kind != "unseen" for kind in processes.kinds.values())
+    return {"processes_visible": "true" if seen else "false"} if processes.kinds else {}
+
+
+def _version(number: int | None) -> str | None:
+    """CUDA's version as people write it: 13000 is 13.0."""
+    return f"{number // 1000}.{number % 1000 // 10}" if number else None
 
 
 def _pci_bus_id(info: Any) -> str | None:

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 def bare(devices: Iterable[Mapping[str, Any]], state: str) -> list[dict[str, Any]]:
     """Devices that did not answer: who they are, and nothing else."""
-    kept = ("uuid", "index", "vendor", "model", "pci_bus_id", "minor", "mig")
+    kept = ("uuid", "index", "vendor", "model", "pci_bus_id", "minor", "mig", "info")
     return [{**{key: one[key] for key in kept if key in one}, "state": state, "metrics": {}} for one in devices]
 
 

@@ -170,6 +170,7 @@ class FakeNvml:
         self.free_error: int | None = None
         self.windows: list[tuple[int, int]] = []
         self.events_error: int | None = None
+        self.system_answers: dict[str, Any] = {}
         self.sets: list[Any] = []
         self.asked: Counter[tuple[str, str]] = Counter()
         self.threads: set[str] = set()
@@ -202,6 +203,12 @@ class FakeNvml:
         if self.version_error is not None:
             raise NvmlError(self.version_error)
         return "580.0"
+
+    def system(self, function: str) -> Any:
+        self._called(None, function)
+        if function not in self.system_answers:
+            raise NvmlError(binding.NOT_SUPPORTED)
+        return self.system_answers[function]
 
     def count(self) -> int:
         return len(self._seen)

@@ -48,6 +48,7 @@ def test_a_gpu_says_who_it_is_and_how_it_is() -> None:
         "minor": 0,
         "state": "ok",
         "processes": [{"pid": 7, "memory_used_bytes": GIB, "sm_utilization_ratio": 0.0, "pod_uid": "1b6c"}],
+        "info": {"processes_visible": "true"},
     }
     assert metrics["gpu_utilization_ratio"] == 0.93
     assert reading.kinds == {7: "attributed"}
@@ -148,6 +149,7 @@ def test_mig_devices_come_after_their_gpu_with_what_they_have() -> None:
             "compute_instance": 0,
             "profile": "1g.10gb",
         },
+        "info": {"mig_mode": "enabled", "processes_visible": "true"},
     }
     assert one["processes"] == [{"pid": 7, "memory_used_bytes": GIB, "pod_uid": "1b6c"}]
     assert one["metrics"] == {
@@ -354,3 +356,35 @@ def test_a_buffer_that_can_not_be_given_back_is_counted() -> None:
     bench.nvml.free_error = binding.UNINITIALIZED
     bench.card.let_go()
     assert bench.read().errors == [("nvmlGpmSampleFree", "UNINITIALIZED")] * 2
+
+
+def test_what_a_gpu_is_is_asked_once_and_told_each_tick() -> None:
+    bench = Bench()
+    bench.nvml.system_answers = {
+        "nvmlSystemGetDriverVersion": "580.95.05",
+        "nvmlSystemGetCudaDriverVersion_v2": 12080,
+    }
+    bench.gpu.answers["nvmlDeviceGetSerial"] = "1650023012345"
+    bench.gpu.answers["nvmlDeviceGetVbiosVersion"] = "96.00.74.00.01"
+    bench.gpu.answers["nvmlDeviceGetMigMode"] = [0, 1]
+    expected = {
+        "serial": "1650023012345",
+        "driver_version": "580.95.05",
+        "cuda_version": "12.8",
+        "vbios_version": "96.00.74.00.01",
+        "mig_mode": "disabled",
+    }
+    assert [bench.read().devices[0]["info"] for _ in range(2)] == [expected, expected]
+    assert bench.asked("nvmlDeviceGetSerial") == 1
+    bench.gpu.cut(part("MIG-a"))
+    bench.clock.now_s += 10
+    assert [one["info"] for one in bench.read().devices] == [{**expected, "mig_mode": "enabled"}] * 2
+
+
+def test_processes_are_visible_where_one_of_them_is_in_procfs() -> None:
+    bench = Bench()
+    assert "info" not in bench.read().devices[0]
+    bench.gpu.answers[COMPUTE] = [running(8), running(9)]
+    assert bench.read().devices[0]["info"] == {"processes_visible": "false"}
+    bench.gpu.answers[COMPUTE] = [running(8), running(7)]
+    assert bench.read().devices[0]["info"] == {"processes_visible": "true"}
