@@ -29,6 +29,26 @@ def devices(truth: list[Row]) -> list[Row]:
     return [row for row in truth if row["uuid"] not in in_mig_mode]
 
 
+def with_seen(truth: list[Row], ticks: list[Row]) -> list[Row]:
+    """The truth with the pods that records show by their processes, before the kubelet reported them, as reported too.
+
+    A reading that the record splits says so: ``parts`` is each pod's utilization.
+    """
+    known = {(tick["node"], tick["run_id"], tick["seq"], one["uuid"]): one for tick in ticks for one in tick["devices"]}
+    return [_with_seen(row, known[row["node"], row["run_id"], row["seq"], row["uuid"]]) for row in truth]
+
+
+def _with_seen(row: Row, device: Row) -> Row:
+    holders = device.get("holders", ())
+    observed = {(one["namespace"], one["pod"]) for one in holders if one.get("observed")}
+    seen = [one for one in row["holders"] if (one["namespace"], one["pod"]) in observed]
+    parts: dict[tuple[str, str], float] = defaultdict(float)
+    for one in holders:
+        if (used := one.get("parts", {}).get("utilization_ratio")) is not None:
+            parts[one["namespace"], one["pod"]] += used
+    return {**row, "reported": [*row["reported"], *seen], "parts": dict(parts)}
+
+
 def pods(row: Row) -> dict[tuple[str, str], str]:
     """The pods that were reported to hold a device, and their workloads."""
     return {(h["namespace"], h["pod"]): f"{h['workload']['kind']}/{h['workload']['name']}" for h in row["reported"]}
@@ -56,6 +76,17 @@ def true_sums(truth: list[Row], seconds: Callable[[Row], float]) -> Sums:
         holding = pods(row) or {("(nobody)", ""): ""}
         for (namespace, _), workload in holding.items():
             sums[namespace, workload, row["uuid"][:3]] += seconds(row) / len(holding)
+    return {key: value for key, value in sums.items() if value}
+
+
+def true_use(truth: list[Row], seconds: Callable[[Row], float]) -> Sums:
+    """How much of a device's time was used, by namespace and workload: a pod's part, or an equal one."""
+    sums: Sums = defaultdict(float)
+    for row in devices(truth):
+        holding = pods(row) or {("(nobody)", ""): ""}
+        equal = (row["utilization_ratio"] or 0.0) / len(holding)
+        for pod, workload in holding.items():
+            sums[pod[0], workload, row["uuid"][:3]] += seconds(row) * row["parts"].get(pod, equal)
     return {key: value for key, value in sums.items() if value}
 
 

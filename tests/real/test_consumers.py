@@ -37,6 +37,8 @@ from tests.real.consumers_truth import (
     surely_idle,
     surely_idle_pods,
     true_sums,
+    true_use,
+    with_seen,
     with_workloads,
 )
 from tests.real.pipeline import Gpustream, lag, read_all
@@ -135,7 +137,9 @@ def _fill(servers: ExitStack, directory: Path, kafka: KafkaServer) -> Filled:
     exits = {name: program.returncode for name, program in programs.items()}
     ticks = [json.loads(record.value) for record in asyncio.run(read_all(kafka.address, "gpu.attributed"))]
     database = programs["Python"].directory / "gpu-hours.db"
-    return Filled(kafka.address, truth, ticks, database, rows, exits, programs["Python"].log.read_text())
+    return Filled(
+        kafka.address, with_seen(truth, ticks), ticks, database, rows, exits, programs["Python"].log.read_text()
+    )
 
 
 def _run_fleet(servers: ExitStack, directory: Path, kafka: KafkaServer, counting: Program) -> list[Row]:
@@ -224,7 +228,7 @@ def test_gpu_hours_counts_each_tick_once_for_who_held_the_device(filled: Filled)
 
 def test_gpu_hours_counts_what_of_that_time_was_used(filled: Filled) -> None:
     seconds = elapsed(filled.truth)
-    expected = true_sums(filled.truth, lambda row: seconds(row) * (row["utilization_ratio"] or 0.0))
+    expected = true_use(filled.truth, seconds)
     found = with_workloads(filled.truth, _used(filled.database, "used_seconds"))
     assert {key: value for key, value in found.items() if value} == pytest.approx(expected)
     assert len(expected) > 5
