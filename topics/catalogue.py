@@ -111,7 +111,7 @@ CONFLICT = Info(
 
 DEVICE_INFO = Info(
     "gpu_info",
-    "Always 1, for each device: what it is. With processes_visible no, nothing is split.",
+    "Always 1, for each device: what it is. With processes_visible false, nothing is split.",
     labels=("cuda_version", "driver_version", "mig_mode", "processes_visible", "serial", "vbios_version"),
 )
 
