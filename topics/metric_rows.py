@@ -9,6 +9,8 @@ from topics.metric import Labels, Metric, Profile, Series
 _PERCENT = 100.0
 _MHZ = 1e-6
 _MILLIJOULES = 1e3
+_MICROSECONDS = 1e6
+_NANOSECONDS = 1e9
 _MIB = 1.0 / (1 << 20)
 _KB = 1e-3
 
@@ -38,6 +40,10 @@ def _metric(
 
 def _labels(**labels: str) -> Labels:
     return tuple(sorted(labels.items()))
+
+
+def _nvlink_error(error: str) -> Labels:
+    return _labels(gpu_interconnect_type="nvlink", gpu_interconnect_error_type=error)
 
 
 _UTILIZATION = (
@@ -405,5 +411,149 @@ _PROFILING = (
     _nvlink("rx", "receive", "receives"),
 )
 
-ROWS: tuple[Metric, ...] = (*_UTILIZATION, *_MEMORY, *_POWER, *_CLOCKS, *_PCIE, *_FAULTS, *_SPREADS, *_PROFILING)
+_COUNTED = (
+    _metric(
+        "ecc_corrected_aggregate_total",
+        "errors",
+        "Memory errors corrected in the GPU's life; they are only cleared by hand.",
+        "nvmlDeviceGetTotalEccErrors, corrected, aggregate",
+        otel=(Series("gpu_ecc_errors", _labels(gpu_ecc_count_type="aggregate", gpu_ecc_error_type="correctable")),),
+        dcgm=(Series("DCGM_FI_DEV_ECC_SBE_AGG_TOTAL"),),
+        legacy=(Series("dcgm_ecc_sbe_aggregate_total"),),
+    ),
+    _metric(
+        "ecc_uncorrected_aggregate_total",
+        "errors",
+        "Memory errors that could not be corrected in the GPU's life; they are only cleared by hand.",
+        "nvmlDeviceGetTotalEccErrors, uncorrected, aggregate",
+        otel=(Series("gpu_ecc_errors", _labels(gpu_ecc_count_type="aggregate", gpu_ecc_error_type="uncorrectable")),),
+        dcgm=(Series("DCGM_FI_DEV_ECC_DBE_AGG_TOTAL"),),
+        legacy=(Series("dcgm_ecc_dbe_aggregate_total"),),
+    ),
+    _metric(
+        "retired_pages_single_bit_total",
+        "pages",
+        "Memory pages retired for several single-bit errors, never reset; of GPUs before Ampere.",
+        "field NVML_FI_DEV_RETIRED_SBE",
+        otel=(Series("gpu_retired_pages", _labels(gpu_ecc_error_type="correctable")),),
+        dcgm=(Series("DCGM_FI_DEV_RETIRED_SBE"),),
+        legacy=(Series("dcgm_retired_pages_sbe"),),
+    ),
+    _metric(
+        "retired_pages_double_bit_total",
+        "pages",
+        "Memory pages retired for a double-bit error, never reset; of GPUs before Ampere.",
+        "field NVML_FI_DEV_RETIRED_DBE",
+        otel=(Series("gpu_retired_pages", _labels(gpu_ecc_error_type="uncorrectable")),),
+        dcgm=(Series("DCGM_FI_DEV_RETIRED_DBE"),),
+        legacy=(Series("dcgm_retired_pages_dbe"),),
+    ),
+    _metric(
+        "retired_pages_pending",
+        "bool",
+        "1 where pages are to be retired at the next reset.",
+        "field NVML_FI_DEV_RETIRED_PENDING",
+        otel=(Series("gpu_retired_pages_pending"),),
+        dcgm=(Series("DCGM_FI_DEV_RETIRED_PENDING"),),
+        legacy=(Series("dcgm_retired_pages_pending"),),
+    ),
+    _metric(
+        "nvlink_crc_errors_total",
+        "errors",
+        "NVLink packets with a wrong checksum (flow control), of all links, since the GPU was reset.",
+        "field NVML_FI_DEV_NVLINK_CRC_FLIT_ERROR_COUNT_TOTAL",
+        otel=(Series("gpu_interconnect_errors", _nvlink_error("crc")),),
+        dcgm=(Series("DCGM_FI_DEV_NVLINK_CRC_FLIT_ERROR_COUNT_TOTAL"),),
+        legacy=(Series("dcgm_nvlink_flit_crc_error_count_total"),),
+    ),
+    _metric(
+        "nvlink_replay_errors_total",
+        "errors",
+        "NVLink packets that were sent again, of all links, since the GPU was reset.",
+        "field NVML_FI_DEV_NVLINK_REPLAY_ERROR_COUNT_TOTAL",
+        otel=(Series("gpu_interconnect_errors", _nvlink_error("replay")),),
+        dcgm=(Series("DCGM_FI_DEV_NVLINK_REPLAY_ERROR_COUNT_TOTAL"),),
+        legacy=(Series("dcgm_nvlink_replay_error_count_total"),),
+    ),
+    _metric(
+        "nvlink_recovery_errors_total",
+        "errors",
+        "Times that an NVLink was trained again after errors, of all links, since the GPU was reset.",
+        "field NVML_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL",
+        otel=(
+            Series(
+                "gpu_interconnect_errors",
+                _nvlink_error("recovery"),
+            ),
+        ),
+        dcgm=(Series("DCGM_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL"),),
+        legacy=(Series("dcgm_nvlink_recovery_error_count_total"),),
+    ),
+    _metric(
+        "power_violation_seconds_total",
+        "seconds",
+        "Time for which the power limit kept the clocks down, since the driver was loaded.",
+        "field NVML_FI_DEV_PERF_POLICY_POWER",
+        otel=(Series("gpu_violation_time", _labels(gpu_violation_cause="power")),),
+        dcgm=(Series("DCGM_FI_DEV_POWER_VIOLATION", scale=_NANOSECONDS),),
+        legacy=(Series("dcgm_power_violation", scale=_MICROSECONDS),),
+    ),
+    _metric(
+        "thermal_violation_seconds_total",
+        "seconds",
+        "Time for which the temperature kept the clocks down, since the driver was loaded.",
+        "field NVML_FI_DEV_PERF_POLICY_THERMAL",
+        otel=(Series("gpu_violation_time", _labels(gpu_violation_cause="thermal")),),
+        dcgm=(Series("DCGM_FI_DEV_THERMAL_VIOLATION", scale=_NANOSECONDS),),
+        legacy=(Series("dcgm_thermal_violation", scale=_MICROSECONDS),),
+    ),
+    _metric(
+        "sync_boost_violation_seconds_total",
+        "seconds",
+        "Time for which the slowest GPU of its sync boost group kept the clocks down, since the driver was loaded.",
+        "field NVML_FI_DEV_PERF_POLICY_SYNC_BOOST",
+        otel=(Series("gpu_violation_time", _labels(gpu_violation_cause="sync_boost")),),
+        dcgm=(Series("DCGM_FI_DEV_SYNC_BOOST_VIOLATION", scale=_NANOSECONDS),),
+        legacy=(Series("dcgm_sync_boost_violation", scale=_MICROSECONDS),),
+    ),
+    _metric(
+        "board_limit_violation_seconds_total",
+        "seconds",
+        "Time for which the board's limits kept the clocks down, since the driver was loaded.",
+        "field NVML_FI_DEV_PERF_POLICY_BOARD_LIMIT",
+        otel=(Series("gpu_violation_time", _labels(gpu_violation_cause="board_limit")),),
+        dcgm=(Series("DCGM_FI_DEV_BOARD_LIMIT_VIOLATION", scale=_NANOSECONDS),),
+        legacy=(Series("dcgm_board_limit_violation", scale=_MICROSECONDS),),
+    ),
+    _metric(
+        "low_utilization_violation_seconds_total",
+        "seconds",
+        "Time for which low utilization kept the clocks down, since the driver was loaded.",
+        "field NVML_FI_DEV_PERF_POLICY_LOW_UTILIZATION",
+        otel=(Series("gpu_violation_time", _labels(gpu_violation_cause="low_utilization")),),
+        dcgm=(Series("DCGM_FI_DEV_LOW_UTIL_VIOLATION", scale=_NANOSECONDS),),
+        legacy=(Series("dcgm_low_util_violation", scale=_MICROSECONDS),),
+    ),
+    _metric(
+        "reliability_violation_seconds_total",
+        "seconds",
+        "Time for which the limits of reliable voltage kept the clocks down, since the driver was loaded.",
+        "field NVML_FI_DEV_PERF_POLICY_RELIABILITY",
+        otel=(Series("gpu_violation_time", _labels(gpu_violation_cause="reliability")),),
+        dcgm=(Series("DCGM_FI_DEV_RELIABILITY_VIOLATION", scale=_NANOSECONDS),),
+        legacy=(Series("dcgm_reliability_violation", scale=_MICROSECONDS),),
+    ),
+)
+
+ROWS: tuple[Metric, ...] = (
+    *_UTILIZATION,
+    *_MEMORY,
+    *_POWER,
+    *_CLOCKS,
+    *_PCIE,
+    *_FAULTS,
+    *_COUNTED,
+    *_SPREADS,
+    *_PROFILING,
+)
 """Every row, in the order of the docs."""

@@ -34,6 +34,8 @@ _UNITS: Mapping[tuple[str, float], str] = {
     ("bytes_per_second", 1e-3): "kB/s",
     ("joules", 1e3): "mJ",
     ("hertz", 1e-6): "MHz",
+    ("seconds", 1e9): "ns",
+    ("seconds", 1e6): "us",
 }
 """What a unit is called after scaling."""
 

@@ -10,6 +10,11 @@ from hypothesis import strategies as st
 from topics.catalogue import CATALOGUE, DERIVED, PROFILES, Profile, Ratio, Series, label_names, series
 
 KEYS = """
+ecc_corrected_aggregate_total ecc_uncorrected_aggregate_total retired_pages_single_bit_total
+retired_pages_double_bit_total retired_pages_pending nvlink_crc_errors_total nvlink_replay_errors_total
+nvlink_recovery_errors_total power_violation_seconds_total thermal_violation_seconds_total
+sync_boost_violation_seconds_total board_limit_violation_seconds_total low_utilization_violation_seconds_total
+reliability_violation_seconds_total
 gpu_utilization_ratio memory_controller_utilization_ratio encoder_utilization_ratio decoder_utilization_ratio
 memory_used_bytes memory_free_bytes memory_total_bytes memory_reserved_bytes power_watts power_limit_watts
 energy_joules_total temperature_celsius memory_temperature_celsius graphics_clock_hz sm_clock_hz memory_clock_hz
@@ -46,7 +51,8 @@ def test_keys_are_in_base_units_and_say_so() -> None:
     for metric in CATALOGUE.values():
         stem = metric.key.removesuffix("_total")
         base = {"hertz": "hz"}.get(metric.unit, metric.unit)
-        assert metric.unit in {"errors", "rows", "replays", "bool", "state", "bitmask"} or stem.endswith(f"_{base}")
+        counted = {"errors", "rows", "pages", "replays", "bool", "state", "bitmask"}
+        assert metric.unit in counted or stem.endswith(f"_{base}")
         assert (metric.kind == "counter") == metric.key.endswith("_total")
 
 
@@ -105,6 +111,8 @@ def test_the_otel_profile_tells_its_series_apart_by_these_labels() -> None:
         "gpu_clock_type",
         "gpu_interconnect_type",
         "gpu_interconnect_direction",
+        "gpu_interconnect_error_type",
+        "gpu_violation_cause",
         "gpu_ecc_error_type",
         "gpu_ecc_count_type",
         "gpu_throttle_cause",

@@ -75,6 +75,7 @@ LARGEST_MEMORY_BYTES: Final = 1 << 44
 _AS_IS = Scale()
 _PERCENT = Scale(per=100)
 _MILLI = Scale(per=1000)
+_NANO = Scale(per=1_000_000_000)
 _MHZ = Scale(times=1_000_000)
 _MIB = Scale(times=1 << 20)
 
@@ -93,6 +94,7 @@ _NVLINK = Limits(0, 1e14)
 _COUNT = Limits(0, 1e12)
 _ROWS = Limits(0, 1_000_000)
 _FLAG = Limits(0, 1)
+_SECONDS = Limits(0, 1e10)
 
 _RATES = Call("nvmlDeviceGetUtilizationRates")
 _MEMORY = Call("nvmlDeviceGetMemoryInfo", (MEMORY_V2,))
@@ -195,6 +197,28 @@ TABLE: tuple[Row, ...] = (
     Row("remapped_rows_uncorrectable_total", _ROWS, (Source(_REMAPPED, 1), _field(143, "REMAPPED_UNC"))),
     Row("row_remap_pending", _FLAG, (Source(_REMAPPED, 2), _field(144, "REMAPPED_PENDING"))),
     Row("row_remap_failure", _FLAG, (Source(_REMAPPED, 3), _field(145, "REMAPPED_FAILURE"))),
+    Row(
+        "ecc_corrected_aggregate_total",
+        _COUNT,
+        (_of("nvmlDeviceGetTotalEccErrors", 0, 1, bits=64), _field(5, "ECC_SBE_AGG_TOTAL")),
+    ),
+    Row(
+        "ecc_uncorrected_aggregate_total",
+        _COUNT,
+        (_of("nvmlDeviceGetTotalEccErrors", 1, 1, bits=64), _field(6, "ECC_DBE_AGG_TOTAL")),
+    ),
+    Row("retired_pages_single_bit_total", _ROWS, (_field(29, "RETIRED_SBE"),)),
+    Row("retired_pages_double_bit_total", _ROWS, (_field(30, "RETIRED_DBE"),)),
+    Row("retired_pages_pending", _FLAG, (_field(31, "RETIRED_PENDING"),)),
+    Row("nvlink_crc_errors_total", _COUNT, (_field(38, "NVLINK_CRC_FLIT_ERROR_COUNT_TOTAL"),)),
+    Row("nvlink_replay_errors_total", _COUNT, (_field(52, "NVLINK_REPLAY_ERROR_COUNT_TOTAL"),)),
+    Row("nvlink_recovery_errors_total", _COUNT, (_field(59, "NVLINK_RECOVERY_ERROR_COUNT_TOTAL"),)),
+    Row("power_violation_seconds_total", _SECONDS, (_field(74, "PERF_POLICY_POWER", _NANO),)),
+    Row("thermal_violation_seconds_total", _SECONDS, (_field(75, "PERF_POLICY_THERMAL", _NANO),)),
+    Row("sync_boost_violation_seconds_total", _SECONDS, (_field(76, "PERF_POLICY_SYNC_BOOST", _NANO),)),
+    Row("board_limit_violation_seconds_total", _SECONDS, (_field(77, "PERF_POLICY_BOARD_LIMIT", _NANO),)),
+    Row("low_utilization_violation_seconds_total", _SECONDS, (_field(78, "PERF_POLICY_LOW_UTILIZATION", _NANO),)),
+    Row("reliability_violation_seconds_total", _SECONDS, (_field(79, "PERF_POLICY_RELIABILITY", _NANO),)),
     *_spread("gpu_utilization", "ratio", _RATIO, Sampled(1, "NVML_GPU_UTILIZATION_SAMPLES"), _PERCENT),
     *_spread("power", "watts", _WATTS, Sampled(0, "NVML_TOTAL_POWER_SAMPLES"), _MILLI),
     Row("graphics_engine_active_ratio", _ACTIVITY, (_gpm(1, "GRAPHICS_UTIL"),)),

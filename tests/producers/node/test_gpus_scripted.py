@@ -127,6 +127,7 @@ def in_a_process(nvml: ScriptedNvml, within_s: float = GENEROUS_S) -> Any:
 async def test_all_keys_come_of_all_gpus_with_the_values_that_nvml_has(node: Node) -> None:
     node.nvml.set(2, utilization_gpu=93, power_mw=412_345, temperature=-3)
     node.nvml.set(2, fan_speed=0, energy_mj=5_000, ecc_corrected_volatile=7)
+    node.nvml.set(2, ecc_corrected_aggregate=1234, nvlink_replay_errors=3, throttled_power_ns=1_500_000_000)
     node.nvml.set(None, sample_period_us=1_000)
     await node.open()
     devices = await node.complete()
@@ -142,6 +143,9 @@ async def test_all_keys_come_of_all_gpus_with_the_values_that_nvml_has(node: Nod
         "fan_speed_ratio": 0,
         "energy_joules_total": 5,
         "ecc_corrected_volatile_total": 7,
+        "ecc_corrected_aggregate_total": 1234,
+        "nvlink_replay_errors_total": 3,
+        "power_violation_seconds_total": 1.5,
         "gpu_utilization_max_ratio": 0.93,
         "power_min_watts": 412.345,
         "graphics_engine_active_ratio": 0.0325,

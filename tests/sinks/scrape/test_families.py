@@ -80,7 +80,8 @@ def test_a_counter_is_one_where_its_name_says_so_and_else_of_no_type(names: Prof
 
 
 def test_there_are_counters_of_both_kinds() -> None:
-    assert Counter(name.endswith("_total") for _, _, name in COUNTERS)[True] == 2
+    assert Counter(name.endswith("_total") for _, _, name in COUNTERS)[True] > 0
+    assert Counter(name.endswith("_total") for _, _, name in COUNTERS)[False] > 0
 
 
 @every_format

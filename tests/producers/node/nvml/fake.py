@@ -56,6 +56,8 @@ def _answers() -> dict[Any, Any]:
         "nvmlDeviceGetPcieReplayCounter": 3,
         ("nvmlDeviceGetTotalEccErrors", 0, 0): 11,
         ("nvmlDeviceGetTotalEccErrors", 1, 0): 0,
+        ("nvmlDeviceGetTotalEccErrors", 0, 1): 21,
+        ("nvmlDeviceGetTotalEccErrors", 1, 1): 1,
         "nvmlDeviceGetRemappedRows": (1, 2, 0, 1),
         "nvmlDeviceGetComputeRunningProcesses_v3": [],
         "nvmlDeviceGetGraphicsRunningProcesses_v3": [],
@@ -63,6 +65,11 @@ def _answers() -> dict[Any, Any]:
         "nvmlDeviceGetProcessesUtilizationInfo": [],
         "nvmlDeviceGetProcessUtilization": [],
     }
+
+
+def _fields() -> dict[int, FieldValue]:
+    counters = {29: 5, 30: 1, 31: 0, 38: 2, 52: 3, 59: 4, **{number: number * 10**9 for number in range(74, 80)}}
+    return {82: FieldValue(0, 55, 32, 0), **{number: FieldValue(0, raw) for number, raw in counters.items()}}
 
 
 @dataclass
@@ -73,7 +80,7 @@ class FakeDevice:
 
     uuid: str
     answers: dict[Any, Any] = field(default_factory=_answers)
-    fields: dict[int, FieldValue] = field(default_factory=lambda: {82: FieldValue(0, 55, 32, 0)})
+    fields: dict[int, FieldValue] = field(default_factory=_fields)
     parts: list["FakeDevice | None"] = field(default_factory=list)
     gpm: dict[Any, FieldValue] = field(default_factory=dict)
     samples: dict[int, list[FieldValue]] = field(default_factory=dict)

@@ -64,6 +64,20 @@ def test_every_key_of_the_catalogue_comes_in_base_units() -> None:
     bench.keep(SAMPLED_POWER, 250_500, 749_500)
     found = bench.values()
     assert found == {
+        "ecc_corrected_aggregate_total": 21,
+        "ecc_uncorrected_aggregate_total": 1,
+        "retired_pages_single_bit_total": 5,
+        "retired_pages_double_bit_total": 1,
+        "retired_pages_pending": 0,
+        "nvlink_crc_errors_total": 2,
+        "nvlink_replay_errors_total": 3,
+        "nvlink_recovery_errors_total": 4,
+        "power_violation_seconds_total": 74,
+        "thermal_violation_seconds_total": 75,
+        "sync_boost_violation_seconds_total": 76,
+        "board_limit_violation_seconds_total": 77,
+        "low_utilization_violation_seconds_total": 78,
+        "reliability_violation_seconds_total": 79,
         "gpu_utilization_mean_ratio": 0.5,
         "gpu_utilization_min_ratio": 0,
         "gpu_utilization_max_ratio": 0.93,
