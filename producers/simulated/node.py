@@ -95,8 +95,9 @@ class SimulatedNode:
             self._order += 1
             self._recent.append(pod)
             self._api.append(pod)
-            heapq.heappush(self._changes, (pod.start_ms, 2 * self._order, pod, True))
-            heapq.heappush(self._changes, (pod.end_ms, 2 * self._order + 1, pod, False))
+            if pod.works_ms < pod.end_ms:
+                heapq.heappush(self._changes, (pod.works_ms, 2 * self._order, pod, True))
+                heapq.heappush(self._changes, (pod.end_ms, 2 * self._order + 1, pod, False))
             for at_ms in (pod.known_ms, pod.end_known_ms, pod.end_ms + ENDED_KEPT_MS):
                 heapq.heappush(self._news, (at_ms, self._order))
 
@@ -116,7 +117,7 @@ class SimulatedNode:
                     gpu.redraw(at_ms)
 
     def _change(self, change: tuple[int, int, Pod, bool]) -> None:
-        """A pod comes or goes. Before the start nothing is drawn: the GPUs begin with who is there at 0."""
+        """A pod's processes come or go. Before the start nothing is drawn: the GPUs begin with who is there at 0."""
         at_ms, _, pod, begins = change
         touched: dict[Gpu, None] = {}
         for container in pod.containers:

@@ -1,9 +1,9 @@
 """How a GPU answers to what runs on it: load, memory, power, heat, clocks and counters.
 
-In: the pods that hold a GPU, from when and until when. Out: the metrics and processes of a sample.
+In: the pods that work on a GPU, from when and until when. Out: the metrics and processes of a sample.
 State: what the GPU did since the last redraw. Between two redraws everything is constant, but for energy, which is the
-integral of power, and temperature, which follows power with a lag. A GPU is redrawn at fixed times and when a pod comes
-or goes, so that its values are a function of the time since the start, whenever they are read.
+integral of power, and temperature, which follows power with a lag. A GPU is redrawn at fixed times and when a pod's
+work begins or ends, so that its values are a function of the time since the start, whenever they are read.
 """
 
 import math
@@ -58,7 +58,7 @@ class Part:
         self.reserved_bytes = int(device.model.reserved_bytes * (device.memory_bytes / device.model.memory_bytes))
 
     def begin(self, pod: Pod, container: Container, position: int) -> None:
-        """``container`` of ``pod`` has the device at ``position`` from now on."""
+        """``container`` of ``pod`` works on the device at ``position`` from now on."""
         held = sum(unit.device == position for unit in container.units)
         shared = container.units[0].resource.endswith(".shared")
         pid = 2_000 + int(container.container_id[:6], 16) % 4_000_000
@@ -96,8 +96,8 @@ class Part:
 
 
 def activity(pod: Pod, now_ms: int, chance: float) -> float:
-    """How busy a pod keeps its device, 0 to 1: by its kind of work, its age and a ``chance`` in [0, 1)."""
-    age_ms = now_ms - pod.start_ms
+    """How busy a pod keeps its device, 0 to 1: by its kind of work, since when it works, and a ``chance`` in [0, 1)."""
+    age_ms = now_ms - pod.works_ms
     if age_ms < LOADING_MS / 2:
         return 0.0
     match pod.template.activity:
@@ -116,7 +116,7 @@ def activity(pod: Pod, now_ms: int, chance: float) -> float:
 def memory(load: Load, total_bytes: int, now_ms: int) -> int:
     """The bytes that a container's process has on the device: it loads for a while, and then keeps what it has."""
     wanted = {"busy": 0.7, "serving": 0.8, "bursty": 0.35, "idle": 0.05}[load.pod.template.activity]
-    loaded = min(1.0, 0.02 + (now_ms - load.pod.start_ms) / LOADING_MS)
+    loaded = min(1.0, 0.02 + (now_ms - load.pod.works_ms) / LOADING_MS)
     share = (wanted + 0.15 * load.pod.seed) * loaded * load.share
     return max(1, int(total_bytes * share) // _PAGE) * _PAGE
 

@@ -12,6 +12,10 @@ from typing import Any, Literal, NamedTuple
 from producers.simulated import names
 from producers.simulated.hardware import Unit
 
+STARTING_MS = 2_000
+"""How long the images of a pod's containers take to start, in which it has its devices and no process on them: longer
+than a kubelet lags, so that no process is seen of a pod that is not reported yet."""
+
 Activity = Literal["busy", "idle", "bursty", "serving"]
 Kind = Literal["Deployment", "Job", "CronJob", "StatefulSet", "DaemonSet", "RayCluster", "Pod"]
 
@@ -69,7 +73,8 @@ class Container(NamedTuple):
 
 @dataclass(frozen=True)
 class Pod:
-    """A pod of one node. It runs in [start_ms, end_ms); the API server tells of both ends a little later."""
+    """A pod of one node. It holds its devices in [start_ms, end_ms), and processes on them from ``works_ms`` on. The
+    API server tells of both ends a little later."""
 
     template: Template
     namespace: str
@@ -83,6 +88,11 @@ class Pod:
     labels: dict[str, str]
     owners: tuple[dict[str, str], ...]
     seed: float = field(default=0.0)
+
+    @property
+    def works_ms(self) -> int:
+        """When its containers have started; a pod may end before."""
+        return self.start_ms + STARTING_MS
 
     @property
     def workload(self) -> dict[str, str]:

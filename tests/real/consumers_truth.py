@@ -29,24 +29,20 @@ def devices(truth: list[Row]) -> list[Row]:
     return [row for row in truth if row["uuid"] not in in_mig_mode]
 
 
-def with_seen(truth: list[Row], ticks: list[Row]) -> list[Row]:
-    """The truth with the pods that records show by their processes, before the kubelet reported them, as reported too.
-
-    A reading that the record splits says so: ``parts`` is each pod's utilization.
-    """
+def with_parts(truth: list[Row], ticks: list[Row]) -> list[Row]:
+    """The truth with what each pod that was reported used of a device, by the processes that were sampled with it."""
     known = {(tick["node"], tick["run_id"], tick["seq"], one["uuid"]): one for tick in ticks for one in tick["devices"]}
-    return [_with_seen(row, known[row["node"], row["run_id"], row["seq"], row["uuid"]]) for row in truth]
+    processes = [known[row["node"], row["run_id"], row["seq"], row["uuid"]]["processes"] for row in truth]
+    return [{**row, "parts": _parts(row, of)} for row, of in zip(truth, processes, strict=True)]
 
 
-def _with_seen(row: Row, device: Row) -> Row:
-    holders = device.get("holders", ())
-    observed = {(one["namespace"], one["pod"]) for one in holders if one.get("observed")}
-    seen = [one for one in row["holders"] if (one["namespace"], one["pod"]) in observed]
-    parts: dict[tuple[str, str], float] = defaultdict(float)
-    for one in holders:
-        if (used := one.get("parts", {}).get("utilization_ratio")) is not None:
-            parts[one["namespace"], one["pod"]] += used
-    return {**row, "reported": [*row["reported"], *seen], "parts": dict(parts)}
+def _parts(row: Row, processes: list[Row]) -> dict[tuple[str, str], float]:
+    used: dict[str, float] = defaultdict(float)
+    for process in processes:
+        used[process["pod_uid"]] += process.get("sm_utilization_ratio", 0.0)
+    whole, total = row["utilization_ratio"] or 0.0, sum(used.values())
+    share = whole / total if total > whole else 1.0
+    return {(one["namespace"], one["pod"]): share * used[one["pod_uid"]] for one in row["reported"]}
 
 
 def pods(row: Row) -> dict[tuple[str, str], str]:
@@ -80,13 +76,13 @@ def true_sums(truth: list[Row], seconds: Callable[[Row], float]) -> Sums:
 
 
 def true_use(truth: list[Row], seconds: Callable[[Row], float]) -> Sums:
-    """How much of a device's time was used, by namespace and workload: a pod's part, or an equal one."""
+    """How much of a device's time was used, by namespace and workload: each pod's part of it."""
     sums: Sums = defaultdict(float)
     for row in devices(truth):
         holding = pods(row) or {("(nobody)", ""): ""}
-        equal = (row["utilization_ratio"] or 0.0) / len(holding)
         for pod, workload in holding.items():
-            sums[pod[0], workload, row["uuid"][:3]] += seconds(row) * row["parts"].get(pod, equal)
+            used = row["parts"].get(pod, row["utilization_ratio"] or 0.0)
+            sums[pod[0], workload, row["uuid"][:3]] += seconds(row) * used
     return {key: value for key, value in sums.items() if value}
 
 

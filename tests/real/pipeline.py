@@ -54,19 +54,11 @@ class Gpustream(Server):
 
 @dataclass(frozen=True)
 class Expected:
-    """What the truth says of one device at one time: the pods reported to hold it, and its values.
-
-    ``present`` are those whose processes were there: one that was not reported yet is seen by them, once it is known.
-    """
+    """What the truth says of one device at one time: the pods reported to hold it, and its values."""
 
     holders: frozenset[tuple[str, str]]
     containers: frozenset[tuple[str, str, str]]
     values: Mapping[str, float]
-    present: frozenset[tuple[str, str]] = frozenset()
-
-    def alone(self) -> set[tuple[str, str] | None]:
-        """The pod that alone holds the device, or None: as the kubelet reports it, and as its processes show."""
-        return {next(iter(pods)) if len(pods) == 1 else None for pods in (self.holders, self.holders | self.present)}
 
 
 @dataclass
@@ -96,7 +88,6 @@ class Truth:
             holders=frozenset((h["namespace"], h["pod"]) for h in holders),
             containers=frozenset((h["namespace"], h["pod"], h["container"]) for h in holders),
             values=values,
-            present=frozenset((h["namespace"], h["pod"]) for h in row["holders"]),
         )
 
     def points(self, value: str) -> dict[Point, Expected]:
@@ -141,11 +132,12 @@ def differences(expected: Mapping[Point, Expected], found: Mapping[Point, Stored
     """Every way in which what is stored is not what the truth reports, by identity."""
     wrong = []
     for point, truth in expected.items():
+        holder = next(iter(truth.holders)) if len(truth.holders) == 1 else None
         stored_one = found.get(point)
         if stored_one is None:
             wrong.append(f"missing {point}")
-        elif stored_one.holder not in truth.alone():
-            wrong.append(f"holder of {point}: {stored_one.holder}, not of {truth.alone()}")
+        elif stored_one.holder != holder:
+            wrong.append(f"holder of {point}: {stored_one.holder}, not {holder}")
         elif stored_one.value != truth.values[value]:
             wrong.append(f"value of {point}: {stored_one.value}, not {truth.values[value]}")
     wrong += [f"never sampled: {point}" for point in found.keys() - expected.keys()]

@@ -38,7 +38,7 @@ from tests.real.consumers_truth import (
     surely_idle_pods,
     true_sums,
     true_use,
-    with_seen,
+    with_parts,
     with_workloads,
 )
 from tests.real.pipeline import Gpustream, lag, read_all
@@ -137,9 +137,8 @@ def _fill(servers: ExitStack, directory: Path, kafka: KafkaServer) -> Filled:
     exits = {name: program.returncode for name, program in programs.items()}
     ticks = [json.loads(record.value) for record in asyncio.run(read_all(kafka.address, "gpu.attributed"))]
     database = programs["Python"].directory / "gpu-hours.db"
-    return Filled(
-        kafka.address, with_seen(truth, ticks), ticks, database, rows, exits, programs["Python"].log.read_text()
-    )
+    report = programs["Python"].log.read_text()
+    return Filled(kafka.address, with_parts(truth, ticks), ticks, database, rows, exits, report)
 
 
 def _run_fleet(servers: ExitStack, directory: Path, kafka: KafkaServer, counting: Program) -> list[Row]:

@@ -202,9 +202,7 @@ def _wait_until_delivered(kafka: str) -> None:
 
 
 def _devices(truth: Path, records: Iterable[Mapping[str, Any]]) -> list[Device]:
-    """Each device of the fleet as the truth and its record have it in its last tick, pods seen there by their processes
-    beside those that were reported.
-    """
+    """Each device of the fleet as the truth and its record have it in its last tick."""
     described = {
         (tick["node"], tick["run_id"], tick["seq"], device["uuid"]): device
         for tick in records
@@ -214,10 +212,7 @@ def _devices(truth: Path, records: Iterable[Mapping[str, Any]]) -> list[Device]:
     last: dict[tuple[str, str], Device] = {}
     for row in map(json.loads, truth.read_text().splitlines()):
         record = described[row["node"], row["run_id"], row["seq"], row["uuid"]]
-        observed = {(one["namespace"], one["pod"]) for one in record.get("holders", ()) if one.get("observed")}
-        seen = [one for one in row["holders"] if (one["namespace"], one["pod"]) in observed]
-        known = {"index": record["index"], "metrics": record["metrics"], "reported": [*row["reported"], *seen]}
-        last[row["node"], row["uuid"]] = {**row, **known}
+        last[row["node"], row["uuid"]] = {**row, "index": record["index"], "metrics": record["metrics"]}
     return list(last.values())
 
 

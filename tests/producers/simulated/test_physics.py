@@ -1,6 +1,7 @@
 """A simulated GPU keeps to the laws that a real one keeps to."""
 
 import itertools
+from collections.abc import Iterable
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +11,7 @@ from producers.simulated.fleet import Fleet
 from producers.simulated.hardware import MODELS
 from producers.simulated.node import JsonDict, SimulatedNode
 from producers.simulated.physics import GPU_IDLE
-from producers.simulated.pods import TEMPLATES
+from producers.simulated.pods import STARTING_MS, TEMPLATES
 from topics.catalogue import CATALOGUE
 
 LIMITS = {model.name: model for model in MODELS}
@@ -79,18 +80,34 @@ def test_energy_is_the_integral_of_power(node: SimulatedNode, start_ms: int) -> 
 
 @settings(max_examples=25, deadline=None)
 @given(nodes)
-def test_a_gpu_is_used_by_those_who_hold_it_and_by_nobody_else(node: SimulatedNode) -> None:
-    for at_ms in range(0, 30_000, 700):
+def test_a_gpu_is_used_by_those_who_have_held_it_long_enough_to_start_and_by_nobody_else(node: SimulatedNode) -> None:
+    before = node.read(0).holders
+    for at_ms in range(STARTING_MS, 30_000, STARTING_MS):
         reading = node.read(at_ms)
-        for device, holders in zip(reading.devices, reading.holders, strict=True):
-            assert {row["pod_uid"] for row in device["processes"]} == {holder["pod_uid"] for holder in holders}
+        for device, holders, earlier in zip(reading.devices, reading.holders, before, strict=True):
+            working = {row["pod_uid"] for row in device["processes"]}
+            assert working == _uids(holders) & _uids(earlier)
             used = device["metrics"].get("gpu_utilization_ratio")
-            if not holders and used is not None:
+            if not working and used is not None:
                 assert used == 0
                 assert device["metrics"]["clock_event_reasons"] == GPU_IDLE
             elif used is not None:
                 parts = sum(row["sm_utilization_ratio"] for row in device["processes"])
                 assert used == pytest.approx(min(1.0, parts), abs=0.005)
+        before = reading.holders
+
+
+def _uids(holders: Iterable[JsonDict]) -> set[str]:
+    return {holder["pod_uid"] for holder in holders}
+
+
+@settings(max_examples=25, deadline=None)
+@given(nodes)
+def test_whatever_works_on_a_device_was_reported_to_hold_it(node: SimulatedNode) -> None:
+    for at_ms in range(0, 60_000, 700):
+        reading = node.read(at_ms)
+        for device, reported in zip(reading.devices, reading.reported, strict=True):
+            assert {row["pod_uid"] for row in device["processes"]} <= _uids(reported)
 
 
 def test_a_gpu_in_mig_mode_has_no_utilization_and_leaves_memory_to_its_instances() -> None:
