@@ -11,7 +11,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,8 @@ from producers.node.nvml.card import Card, Reading
 from producers.node.nvml.census import Census
 from producers.node.nvml.driver import Driver
 from producers.node.nvml.events import Events, Xid
-from producers.node.nvml.gpu import Gpu, bare
+from producers.node.nvml.gpu import Gpu
+from producers.node.nvml.missing import Missing
 from producers.node.nvml.processes import Placing
 from producers.node.nvml.reopening import Reopening
 from producers.node.nvml.xids import Xids
@@ -76,7 +77,7 @@ class Gpus:
         self._xids = Xids(instruments)
         self._events = Events(self._nvml, tell=self._told, count=self._count_error, clock=clock)
         self._gpus: list[Gpu] = []
-        self._gone: dict[str, Sequence[Mapping[str, Any]]] = {}
+        self._missing = Missing()
         self._opening: asyncio.Task[None] | None = None
         self._reopening = Reopening(pace.census_s, clock)
         self._soon = asyncio.Event()
@@ -110,10 +111,13 @@ class Gpus:
 
     def not_ready(self) -> list[str]:
         """What is wrong, for people."""
-        gone = [f"{_title(known)} is lost: the driver does not open it any more" for known in self._gone.values()]
-        indexes = {known[0].get("index") for known in self._gone.values()}
+        indexes = self._missing.indexes
         here = [gpu for gpu in self._gpus if not (gpu.refused and gpu.index in indexes)]
-        return [*self._driver.not_ready(), *gone, *(text for gpu in here for text in gpu.not_ready())]
+        return [
+            *self._driver.not_ready(),
+            *self._missing.not_ready(),
+            *(text for gpu in here for text in gpu.not_ready()),
+        ]
 
     def fatal(self) -> Exception | None:
         """What only a new process can mend."""
@@ -145,8 +149,9 @@ class Gpus:
             self._events.watch()
             return
         await self._driver.attach(why)
-        self._gone.update({gpu.uuid: gpu.known for gpu in self._gpus if gpu.uuid is not None})
         for gpu in self._gpus:
+            if gpu.uuid is not None:
+                self._missing.expect(gpu.uuid, gpu.known, told=not gpu.works)
             gpu.stop()
         self._gpus = [self._gpu(index) for index in range(self._driver.count)]
         self._looked_s = self._clock()
@@ -207,9 +212,11 @@ class Gpus:
         for gpu in self._gpus:
             gpu.watch()
         found = [(gpu.index, gpu.devices(answers.get(gpu))) for gpu in self._gpus if gpu.uuid is not None]
-        unsure = any(gpu.busy and gpu.uuid is None for gpu in self._gpus)
-        state = "timeout" if unsure else "lost"
-        found += [(known[0]["index"], bare(known, state)) for known in self._gone.values()]
+        unsure = any(gpu.uuid is None and not gpu.refused for gpu in self._gpus)
+        if self._driver.attached and not unsure:
+            self._missing.tell()
+        here = [device for _, devices in found for device in devices]
+        found += self._missing.devices("timeout" if unsure else "lost", here)
         self._count_kinds(answers.values())
         return [device for _, devices in sorted(found, key=lambda one: one[0]) for device in devices]
 
@@ -234,7 +241,7 @@ class Gpus:
             return
         if gpu.works and not self._is_opening:
             self._events.add(gpu.index, gpu.handle)
-        self._gone.pop(gpu.uuid, None)
+        self._missing.answered(gpu.uuid)
         if (twin := next((one for one in self._gpus if one is not gpu and one.uuid == gpu.uuid), None)) is not None:
             gpu.refuse(f"it has the UUID of GPU {twin.index}")
         elif gpu.works:
@@ -268,7 +275,3 @@ class Gpus:
             opening = self._open(why)
             await asyncio.wait([opening])
             opening.result()
-
-
-def _title(known: Sequence[Mapping[str, Any]]) -> str:
-    return f"GPU {known[0].get('index')} ({known[0]['uuid']})"

@@ -9,23 +9,18 @@ late for its tick counts, but is not reported.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from producers.node import instruments as names
 from producers.node.nvml.asking import Lost
 from producers.node.nvml.binding import Handle
 from producers.node.nvml.card import Card, Reading
+from producers.node.nvml.missing import bare, identity
 from producers.node.nvml.worker import Worker
 from topics.instruments import Instruments
 
 log = logging.getLogger(__name__)
-
-
-def bare(devices: Iterable[Mapping[str, Any]], state: str) -> list[dict[str, Any]]:
-    """Devices that did not answer: who they are, and nothing else."""
-    kept = ("uuid", "index", "vendor", "model", "pci_bus_id", "minor", "mig", "info")
-    return [{**{key: one[key] for key in kept if key in one}, "state": state, "metrics": {}} for one in devices]
 
 
 class Gpu:
@@ -146,9 +141,9 @@ class Gpu:
         self.turned = (trouble is None) is not (before is None)
         if trouble is not None and before is None:
             self._since_s = self._clock()
-            log.warning("%s", self._trouble_text())
+            log.warning(self._trouble_text(), extra=identity(self.known[0]) if self.known else {})  # each has a line
         elif trouble is None and before is not None:
-            log.info("%s answers again", self.title)
+            log.info(f"{self.title} answers again")  # noqa: G004 - one does not hold back another
         self._changed(self)
 
     def _trouble_text(self) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from gpustream.logs import Repeats
 from producers.node import gpus
 from producers.node import instruments as own
 from producers.node.cgroups import Place
@@ -389,11 +390,68 @@ async def test_a_gpu_that_is_not_there_any_more_stays_known_as_lost(quick: Bench
     quick.nvml.gpus.append(FakeDevice("GPU-new"))
     await quick.comes(OK | {"GPU-1": "lost", "GPU-new": "ok"})
     assert quick.gpus.not_ready() == ["GPU 1 (GPU-1) is lost: the driver does not open it any more"]
-    assert [device["index"] for device in await quick.read()] == [0, 1, 1, 2]
+    assert [device.get("index") for device in await quick.read()] == [0, 1, None, 2]  # 1 is GPU-2's by now
     gone.error = None
     quick.nvml.gpus.insert(1, gone)
     await quick.comes(OK | {"GPU-new": "ok"})
     assert quick.gpus.not_ready() == []
+
+
+async def test_a_gpu_that_vanishes_is_lost_with_its_identity_told_once_and_back_when_it_comes_back(
+    quick: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    quick.census = FakeCensus(lambda: [gpu.uuid for gpu in quick.nvml.gpus])
+    quick.gpus = quick.make()
+    quick.nvml.gpus[2].answers["nvmlDeviceGetSerial"] = "1650922"
+    before = (await quick.open())[2]
+    caplog.set_level(logging.INFO)
+    quick.run()
+    gone = quick.nvml.gpus.pop()
+    quick.nvml.gpus.append(FakeDevice("GPU-a"))
+    quick.nvml.gpus[2].answers["nvmlDeviceGetMinorNumber"] = 7
+    await quick.comes({"GPU-0": "ok", "GPU-1": "ok", "GPU-2": "lost", "GPU-a": "ok"})
+    quick.nvml.gpus.append(FakeDevice("GPU-b"))
+    await quick.comes({"GPU-0": "ok", "GPU-1": "ok", "GPU-2": "lost", "GPU-a": "ok", "GPU-b": "ok"})
+    (lost,) = [device for device in await quick.read() if device["uuid"] == "GPU-2"]
+    kept = {key: before[key] for key in ("uuid", "vendor", "model", "pci_bus_id", "minor", "info")}
+    assert lost == {**kept, "state": "lost", "metrics": {}}
+    told = [record for record in caplog.records if "GPU-2" in record.getMessage()]
+    assert [record.getMessage() for record in told] == ["GPU 2 (GPU-2) is lost: the driver does not open it any more"]
+    assert {key: getattr(told[0], key) for key in ("gpu_uuid", "pci_bus_id", "serial")} == {
+        "gpu_uuid": "GPU-2",
+        "pci_bus_id": "00000000:0A:00.0",
+        "serial": "1650922",
+    }
+    quick.nvml.gpus.insert(2, gone)
+    await quick.comes({"GPU-0": "ok", "GPU-1": "ok", "GPU-2": "ok", "GPU-a": "ok", "GPU-b": "ok"})
+    assert caplog.messages[-1] == "GPU 2 (GPU-2) is back"
+
+
+async def test_two_gpus_that_are_lost_at_once_have_a_line_each(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    await bench.open()
+    for gpu in bench.nvml.gpus[:2]:
+        gpu.error = binding.GPU_IS_LOST
+    repeats = Repeats()
+    await bench.read()
+    lines = [record.getMessage().partition(" is lost")[0] for record in caplog.records if repeats.filter(record)]
+    assert lines == ["GPU 0 (GPU-0)", "GPU 1 (GPU-1)"]
+
+
+async def test_a_mig_device_of_a_gpu_that_is_cut_anew_is_not_missing_and_those_of_a_missing_gpu_are(
+    quick: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    quick.census = FakeCensus(lambda: [gpu.uuid for gpu in quick.nvml.gpus])
+    quick.gpus = quick.make()
+    quick.nvml.gpus[1].cut(part("MIG-a"), part("MIG-b", 2))
+    await quick.open()
+    quick.nvml.gpus[1].cut(part("MIG-c", 3))
+    await quick.comes({**OK, "MIG-c": "ok"})
+    assert caplog.records == []
+    quick.nvml.gpus[1].error = binding.GPU_IS_LOST
+    quick.nvml.gpus.pop(1)
+    quick.nvml.gpus.append(FakeDevice("GPU-new"))
+    quick.run()
+    await quick.comes({**OK, "GPU-1": "lost", "MIG-c": "lost", "GPU-new": "ok"})
 
 
 async def test_a_gpu_that_can_not_be_opened_again_stays_known_and_is_told_once(quick: Bench) -> None:

@@ -271,6 +271,20 @@ async def test_a_gpu_that_is_added_is_noticed(node: Node) -> None:
     assert devices[8]["uuid"] == UUID.format(8)
 
 
+async def test_a_gpu_that_another_took_the_place_of_is_lost_with_its_identity(node: Node) -> None:
+    await node.open()
+    before = (await node.read())[3]
+    node.nvml.set(3, uuid="GPU-another")
+    devices = await node.comes(["ok"] * 4 + ["lost"] + ["ok"] * 4)
+    assert (devices[3]["uuid"], devices[3]["index"], devices[3]["minor"]) == ("GPU-another", 3, 3)
+    kept = {key: before[key] for key in ("uuid", "vendor", "model", "pci_bus_id", "info")}
+    assert devices[4] == {**kept, "state": "lost", "metrics": {}}
+    node.nvml.set(3, uuid=None)
+    node.nvml.gpus = 9
+    devices = await node.comes(["ok"] * 4 + ["lost"] + ["ok"] * 5)
+    assert [devices[3]["uuid"], devices[4]["uuid"]] == [before["uuid"], "GPU-another"]
+
+
 async def test_a_gpu_that_is_cut_anew_is_noticed(node: Node) -> None:
     await node.open()
     node.nvml.mig(1, [Mig(1, 0), None, Mig(5, 0, "3g.40gb", 40 << 30, 2 << 30, "MIG-mine")])
