@@ -6,8 +6,9 @@ Pure. Nothing is said where the processes can't be seen.
 
 A process counts that has memory on the device: what only asks it, as monitoring does, has none. A pod's process on a
 device that it was not given makes the pod an observed holder, where the node's workloads have the pod; a pod that they
-do not have (it asked for no GPU, as a daemon of the GPU operator does) can't be named, and is no conflict. Any process
-of no pod is one on a device that pods hold: an MPS server or a display server of the node itself, too.
+do not have (it asked for no GPU, as a daemon of the GPU operator does) can't be named, and is no conflict. What was
+observed is a holder as any other: it is counted as one, has its part, and has a device alone that no other pod holds.
+Any process of no pod is a conflict on a device that pods hold: an MPS server or a display server of the node, too.
 """
 
 from collections.abc import Callable
@@ -22,6 +23,9 @@ from topics.workloads import Pod
 UNALLOCATED = "unallocated_process"
 NO_POD = "no_pod"
 
+Uids = set[str | None]
+"""Of pods; None stands for processes of no pod."""
+
 PodOf = Callable[[str], Pod | None]
 """The pod of a uid, as it was at the time of the tick."""
 
@@ -33,12 +37,16 @@ class Evidence(NamedTuple):
     conflict: str | None = None
 
 
+def shown(device: Device) -> Uids:
+    """The pods that processes show on a device; none where they can't be seen."""
+    if not device.processes or not seen(device):
+        return set()
+    return {process.pod_uid for process in device.processes if process.memory_used_bytes}
+
+
 def observe(device: Device, holders: tuple[Holder, ...], pod_of: PodOf) -> Evidence:
     """The holders of a device with those that its processes show."""
-    if not device.processes or not seen(device):
-        return Evidence(holders)
-    known = {holder.pod_uid for holder in holders if holder.pod_uid is not None}
-    uids = {process.pod_uid for process in device.processes if process.memory_used_bytes} - known
+    uids = shown(device) - {holder.pod_uid for holder in holders if holder.pod_uid is not None}
     if not uids:
         return Evidence(holders)
     strangers = _strangers(uids, holders, pod_of)
@@ -47,7 +55,7 @@ def observe(device: Device, holders: tuple[Holder, ...], pod_of: PodOf) -> Evide
     return Evidence(holders, NO_POD if holders and None in uids else None)
 
 
-def _strangers(uids: set[str | None], holders: tuple[Holder, ...], pod_of: PodOf) -> list[Holder]:
+def _strangers(uids: Uids, holders: tuple[Holder, ...], pod_of: PodOf) -> list[Holder]:
     """The pods of these uids that do not hold the device. A holder without a uid is known by its name."""
     unknown = {(holder.namespace, holder.pod) for holder in holders if holder.pod_uid is None}
     pods = [pod for uid in uids if uid is not None and (pod := pod_of(uid))]

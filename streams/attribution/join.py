@@ -15,7 +15,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from streams.attribution.evidence import PodOf, observe
+from streams.attribution.evidence import PodOf, observe, shown
 from streams.attribution.holders import hold
 from streams.attribution.split import split
 from streams.attribution.state import (
@@ -64,6 +64,8 @@ POD_WAIT_S = 2.0
 """How long the first sample of a pod that the node's workloads do not have yet waits for them."""
 
 _RUNS = 8
+_STRANGERS = 64
+"""How many pods that only their processes show, and that nothing tells of, are remembered as waited for in vain."""
 
 _NO_PODS: dict[PodName, Pod | None] = {}
 _NO_DRA: dict[DraKey, str] = {}
@@ -143,8 +145,8 @@ def _release(state: NodeState, grace_s: float) -> tuple[NodeState, list[Joined]]
             state = _replace(state, impatient=True)
         snapshot, attribution = _snapshot(state, head.sample)
         pods = _pods(state, snapshot, head.sample.ts_ms)
-        missing = _awaited(state, pods)
-        if missing and state.now_s < head.pods_until_s:
+        missing, strangers = _awaited(state, pods), _strangers(state, snapshot, head.sample, pods)
+        if (missing or strangers) and state.now_s < head.pods_until_s:
             break
         state, joined = _joined(state, head, snapshot, attribution, pods)
         out.append(joined)
@@ -152,6 +154,7 @@ def _release(state: NodeState, grace_s: float) -> tuple[NodeState, list[Joined]]
             state,
             held=state.held[1:],
             given_up=state.given_up | missing if missing else state.given_up,
+            strangers=(*state.strangers, *strangers)[-_STRANGERS:] if strangers else state.strangers,
             marks=marked(state.marks, head, snapshot),
         )
     return state, out
@@ -212,6 +215,18 @@ def _awaited(state: NodeState, pods: Mapping[PodName, Pod | None]) -> frozenset[
     if not pods:
         return frozenset()
     return frozenset(name for name, pod in pods.items() if pod is None and name not in state.given_up)
+
+
+def _strangers(
+    state: NodeState, snapshot: Allocations | None, sample: Sample, pods: Mapping[PodName, Pod | None]
+) -> list[str]:
+    """The uids of the pods that only processes show and that are not known yet, but for those waited for in vain."""
+    if snapshot is None or state.workloads is None:
+        return []
+    uids = {uid for device in sample.devices for uid in shown(device)}
+    uids -= {pod.uid for pod in pods.values() if pod is not None}
+    unknown = [uid for uid in uids.difference(state.strangers) if uid is not None]
+    return sorted(uid for uid in unknown if state.workloads.life_of(uid) is None)
 
 
 # -- what goes

@@ -83,7 +83,11 @@ class Memo(msgspec.Struct, frozen=True):
 
 
 class NodeState(msgspec.Struct, frozen=True):
-    """All that the join remembers of a node."""
+    """All that the join remembers of a node.
+
+    Of the pods that were waited for in vain, ``given_up`` are those of snapshots, by name, and ``strangers`` those that
+    only processes show, by uid.
+    """
 
     snapshots: dict[SnapshotId, Allocations] = {}
     snapshot_runs: tuple[int, ...] = ()
@@ -94,6 +98,7 @@ class NodeState(msgspec.Struct, frozen=True):
     allocations_read_s: float = float("-inf")
     now_s: float = float("-inf")
     given_up: frozenset[PodName] = frozenset()
+    strangers: tuple[str, ...] = ()
     marks: tuple[Mark, ...] = ()
     memo: Memo | None = None
 

@@ -69,10 +69,15 @@ class Knowledge(msgspec.Struct, frozen=True):
 
     def pod_of(self, uid: str, ts_ms: int) -> Pod | None:
         """The pod of that uid, in the version of a time at which it ran, or None."""
+        life = self.life_of(uid)
+        return at(life.versions, ts_ms) if life and life.distance_ms(ts_ms) <= TOLERANCE_MS else None
+
+    def life_of(self, uid: str) -> Life | None:
+        """What is known of the pod of that uid."""
         for pods in self.lives.values():
             for life in pods:
                 if life.uid == uid:
-                    return at(life.versions, ts_ms) if life.distance_ms(ts_ms) <= TOLERANCE_MS else None
+                    return life
         return None
 
     def node_labels_at(self, ts_ms: int) -> dict[str, str]:

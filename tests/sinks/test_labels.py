@@ -122,6 +122,15 @@ def test_a_device_that_several_pods_hold_carries_no_holder_labels(label_set: Any
     assert of(label_set, BERT, {**BERT, "pod_uid": "u2"}) == of(label_set)
 
 
+@pytest.mark.parametrize("label_set", LABEL_SETS)
+def test_a_pod_that_only_its_processes_show_is_a_holder_as_any_other(label_set: Any) -> None:
+    other = {**BERT, "pod": "bert-1", "pod_uid": "u2", "observed": True}
+    pod = {"otel": "k8s_pod_name", "dcgm": "pod"}.get(label_set, "pod_name")
+
+    assert of(label_set, BERT, other) == of(label_set)
+    assert of(label_set, other)[pod] == "bert-1"
+
+
 def test_two_containers_of_one_pod_are_one_holder_without_a_container() -> None:
     both = of("otel", BERT, {**BERT, "container": "sidecar"})
     assert both == {name: value for name, value in of("otel", BERT).items() if name != "k8s_container_name"}

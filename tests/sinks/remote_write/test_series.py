@@ -75,6 +75,8 @@ def test_how_many_pods_hold_a_device_is_a_series_where_it_is_known() -> None:
 
     two = [{"namespace": "ml", "pod": pod, "container": c} for pod in "ab" for c in ("main", "sidecar")]
     assert holders(device(), device("GPU-b", pod="a"), device("GPU-c", holders=two)) == [0.0, 1.0, 2.0]
+    seen = [{"namespace": "ml", "pod": pod, "observed": pod == "b"} for pod in "ab"]
+    assert holders(device(holders=seen), device("GPU-b", holders=seen[1:])) == [2.0, 1.0]
     assert holders(device(), attribution="late") == [0.0]
     assert holders(device(), attribution="none") == []
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from topics.allocations import Allocations
 from topics.attributed import AttributedSample
-from topics.samples import Sample
+from topics.samples import Device, Sample
 from topics.workloads import NodeWorkloads, Pod
 
 TOLERANCE_MS = 2_000
@@ -22,6 +22,7 @@ class Holding(NamedTuple):
     container: str | None
     uid: str | None
     labels: tuple[tuple[str, str], ...]
+    observed: bool = False
 
 
 class Answer(NamedTuple):
@@ -33,7 +34,8 @@ class Answer(NamedTuple):
 
     def without_labels(self) -> "Answer":
         """What does not rest on the workloads."""
-        bare = {uuid: tuple(h._replace(uid=None, labels=()) for h in held) for uuid, held in self.holders.items()}
+        given = {uuid: [h for h in held if not h.observed] for uuid, held in self.holders.items()}
+        bare = {uuid: tuple(h._replace(uid=None, labels=()) for h in held) for uuid, held in given.items()}
         return Answer(self.attribution, {}, bare)
 
 
@@ -54,19 +56,37 @@ def answer(logs: Logs, sample: Sample) -> Answer:
     holders: dict[str, tuple[Holding, ...]] = {device.uuid: () for device in sample.devices}
     for c in snapshot.containers if snapshot else ():
         found = pod_at(workloads, (c.namespace, c.pod), sample.ts_ms)
-        labels = tuple(sorted(found.labels.items())) if found else ()
-        holding = Holding(c.namespace, c.pod, c.container, found.uid if found else None, labels)
+        holding = Holding(c.namespace, c.pod, c.container, found.uid if found else None, _labels(found))
         for uuid in {device_id.split("::")[0] for device_id in c.device_ids} & holders.keys():
             if not any(held[:3] == holding[:3] for held in holders[uuid]):
                 holders[uuid] = (*holders[uuid], holding)
+    for device in sample.devices if snapshot else ():
+        holders[device.uuid] += _observed(workloads, device, holders[device.uuid], sample.ts_ms)
     return Answer(attribution, node_labels(workloads, sample.ts_ms), holders)
+
+
+def _observed(
+    workloads: Sequence[NodeWorkloads], device: Device, held: Sequence[Holding], ts_ms: int
+) -> tuple[Holding, ...]:
+    """The pods that only their processes show on a device, by name."""
+    uids = {p.pod_uid for p in device.processes or () if p.pod_uid and p.memory_used_bytes} - {h.uid for h in held}
+    pods = [pod for uid in uids if (pod := pod_of(workloads, uid, ts_ms)) is not None]
+    nameless = {h[:2] for h in held if h.uid is None}
+    strange = [p for p in pods if (p.namespace, p.name) not in nameless]
+    rows = [Holding(p.namespace, p.name, None, p.uid, _labels(p), observed=True) for p in strange]
+    return tuple(sorted(rows, key=lambda row: (row.namespace, row.pod, row.uid or "")))
+
+
+def _labels(pod: Pod | None) -> tuple[tuple[str, str], ...]:
+    return tuple(sorted(pod.labels.items())) if pod else ()
 
 
 def given(out: AttributedSample) -> Answer:
     """What an attributed sample was given."""
     holders = {
         device.uuid: tuple(
-            Holding(h.namespace, h.pod, h.container, h.pod_uid, tuple(sorted(h.labels.items()))) for h in device.holders
+            Holding(h.namespace, h.pod, h.container, h.pod_uid, tuple(sorted(h.labels.items())), h.observed)
+            for h in device.holders
         )
         for device in out.devices
     }
@@ -109,16 +129,27 @@ def pod_at(records: Sequence[NodeWorkloads], name: tuple[str, str], ts_ms: int) 
     """The pod of that name at a time: of those that ran within the tolerance the nearest, then the youngest."""
     best: tuple[int, int, str] | None = None
     for uid in {p.uid for r in records for p in r.pods if (p.namespace, p.name) == name}:
-        started, ended = _life(records, uid)
-        before = max(0, started - ts_ms) if started is not None else 0
-        after = max(0, ts_ms - ended + 1) if ended is not None else 0
-        if max(before, after) <= TOLERANCE_MS:
-            rank = (max(before, after), -(started or 0), uid)
+        away_ms = _away_ms(records, uid, ts_ms)
+        if away_ms <= TOLERANCE_MS:
+            rank = (away_ms, -(_life(records, uid)[0] or 0), uid)
             best = min(best, rank) if best else rank
-    if best is None:
+    return pod_of(records, best[2], ts_ms) if best else None
+
+
+def pod_of(records: Sequence[NodeWorkloads], uid: str, ts_ms: int) -> Pod | None:
+    """The pod of that uid, where it ran within the tolerance of a time, as it was then."""
+    having = [r for r in records if any(p.uid == uid for p in r.pods)]
+    if not having or _away_ms(records, uid, ts_ms) > TOLERANCE_MS:
         return None
-    having = [r for r in records if any(p.uid == best[2] for p in r.pods)]
-    return next(p for p in _version(having, ts_ms).pods if p.uid == best[2])
+    return next(p for p in _version(having, ts_ms).pods if p.uid == uid)
+
+
+def _away_ms(records: Sequence[NodeWorkloads], uid: str, ts_ms: int) -> int:
+    """By how much a time lies outside of a pod's life."""
+    started, ended = _life(records, uid)
+    before = max(0, started - ts_ms) if started is not None else 0
+    after = max(0, ts_ms - ended + 1) if ended is not None else 0
+    return max(before, after)
 
 
 def _life(records: Sequence[NodeWorkloads], uid: str) -> tuple[int | None, int | None]:

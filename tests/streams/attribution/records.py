@@ -1,7 +1,9 @@
 """Records of one node, made short."""
 
+from collections.abc import Sequence
+
 from topics.allocations import Allocations, Container
-from topics.samples import Device, Sample
+from topics.samples import Device, Process, Sample
 from topics.workloads import NodeWorkloads, Owner, Pod
 
 CLUSTER = "c"
@@ -13,9 +15,17 @@ def gpu(number: int) -> str:
 
 
 def tick(
-    seq: int, named: int | None, *, run_id: int = 1, ts_ms: int = 0, node: str = "n", gpus: int = 2, power: float = 0.0
+    seq: int,
+    named: int | None,
+    *,
+    run_id: int = 1,
+    ts_ms: int = 0,
+    node: str = "n",
+    gpus: int = 2,
+    power: float = 0.0,
+    processes: Sequence[tuple[Process, ...] | None] = (),
 ) -> Sample:
-    """A sample that names a snapshot."""
+    """A sample that names a snapshot; ``processes`` are those of its first GPUs."""
     return Sample(
         schema=1,
         cluster=CLUSTER,
@@ -24,8 +34,18 @@ def tick(
         seq=seq,
         ts_ms=ts_ms,
         allocations_seq=named,
-        devices=tuple([Device(gpu(i), index=i, metrics={"power_watts": power}) for i in range(gpus)]),
+        devices=tuple(
+            [
+                Device(gpu(i), index=i, metrics={"power_watts": power}, processes=of)
+                for i, of in enumerate([*processes, *[None] * (gpus - len(processes))])
+            ]
+        ),
     )
+
+
+def process(uid: str | None, memory: int | None = 40) -> Process:
+    """A process of the pod of that uid, or of none, with memory on its device."""
+    return Process(1, pod_uid=uid, memory_used_bytes=memory)
 
 
 def snapshot(seq: int, *containers: Container, run_id: int = 1, ts_ms: int = 0, node: str = "n") -> Allocations:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from hypothesis import strategies as st
 
 from tests.streams.attribution.model import Logs
-from tests.streams.attribution.records import container, gpu, known, pod, snapshot, tick
+from tests.streams.attribution.records import container, gpu, known, pod, process, snapshot, tick
 from topics.allocations import Allocations, Container
 from topics.samples import Sample
 from topics.workloads import NodeWorkloads, Pod
@@ -34,6 +34,13 @@ containers = st.lists(
     ),
     max_size=3,
 )
+
+
+uids = st.sampled_from([*(f"{name}-{generation}" for name in PODS for generation in (0, 0, 1, 2)), "stranger", None])
+processes = st.lists(
+    st.none() | st.lists(st.builds(process, uids, st.sampled_from([40, 40, 0])), max_size=3).map(tuple), max_size=2
+)
+"""Those on the first GPUs of a tick."""
 
 
 class _Node:
@@ -67,7 +74,8 @@ class _Node:
         self.ticks += 1
         self.ts_ms += self.draw(st.sampled_from([1_000, 1_000, 11_000]))
         named = named if self.draw(st.integers(0, 7)) else None
-        self.written.append(tick(self.ticks, named, run_id=run_id, ts_ms=self.ts_ms, node=self.name))
+        shown = self.draw(processes)
+        self.written.append(tick(self.ticks, named, run_id=run_id, ts_ms=self.ts_ms, node=self.name, processes=shown))
 
     def workloads(self) -> list[NodeWorkloads]:
         """What the API server says; where the clock steps back it never changes."""

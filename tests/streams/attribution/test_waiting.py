@@ -6,7 +6,7 @@ import pytest
 
 from streams.attribution import join
 from streams.attribution.join import AllocationsRead, Forget, Joined, NodeState, Passed, Tick, wants_end
-from tests.streams.attribution.records import container, gpu, known, pod, snapshot, tick
+from tests.streams.attribution.records import container, gpu, known, pod, process, snapshot, tick
 from topics.attributed import Attribution
 from topics.samples import Sample
 from topics.workloads import NodeWorkloads
@@ -203,3 +203,72 @@ def test_the_next_pod_of_a_name_that_was_given_up_once_is_waited_for() -> None:
     assert out == []
 
     assert attributions(run(state, Passed(62.0))[1]) == [(2, "exact")]
+
+
+# -- pods that only processes show
+
+
+def shown(seq: int, *uids: str | None, memory: int | None = 40) -> Sample:
+    """A tick of the snapshot 1 in which processes of these pods are on the second GPU, which nobody was given."""
+    return tick(seq, 1, processes=((), tuple(process(uid, memory) for uid in uids)))
+
+
+def observed(out: Iterable[Joined]) -> list[tuple[int, list[str]]]:
+    """Who is seen on the second GPU, by tick."""
+    return [(one.sample.seq, [h.pod for h in one.sample.devices[1].holders if h.observed]) for one in out]
+
+
+HELD = (known(1, pod("p")), SNAPSHOT)
+
+
+def test_a_pod_that_only_its_processes_show_is_waited_for_until_the_workloads_have_it() -> None:
+    state, out = run(join.NEW, *HELD, read(shown(1, "uid-q"), 0.0), Passed(1.9))
+    assert out == []
+
+    assert observed(run(state, known(2, pod("p"), pod("q")))[1]) == [(1, ["q"])]
+
+
+def test_it_is_waited_for_two_seconds_and_once() -> None:
+    state, out = run(join.NEW, *HELD, read(shown(1, "uid-q"), 0.0), Passed(1.999))
+    assert out == []
+
+    state, out = run(state, Passed(2.0), read(shown(2), 3.0), read(shown(3, "uid-q"), 4.0))
+    assert observed(out) == [(1, []), (2, []), (3, [])]
+
+
+def test_once_the_workloads_have_it_after_all_it_is_shown() -> None:
+    came = known(2, pod("p"), pod("q"))
+    _, out = run(join.NEW, *HELD, read(shown(1, "uid-q"), 0.0), Passed(2.0), came, read(shown(2, "uid-q"), 3.0))
+
+    assert observed(out) == [(1, []), (2, ["q"])]
+
+
+def test_another_one_is_waited_for_although_one_did_not_come() -> None:
+    state, out = run(join.NEW, *HELD, read(shown(1, "uid-q"), 0.0), Passed(2.0), read(shown(2, "uid-q", "uid-r"), 2.0))
+    assert observed(out) == [(1, [])]
+
+    assert observed(run(state, Passed(4.0))[1]) == [(2, [])]
+
+
+def test_of_those_that_did_not_come_the_last_64_are_remembered() -> None:
+    state, out = run(join.NEW, *HELD, read(shown(1, "uid-q"), 0.0), Passed(2.0))
+    state, out = run(state, read(shown(2, *[f"uid-{n:02d}" for n in range(64)]), 2.0), Passed(4.0))
+    assert len(out) == 1
+
+    state, out = run(state, read(shown(3, "uid-00", "uid-63"), 4.0), read(shown(4, "uid-q"), 4.0))
+    assert observed(out) == [(3, [])]
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        (SNAPSHOT, read(shown(1, "uid-q"), 0.0)),
+        (*HELD, read(tick(1, None, processes=((process("uid-q"),),)), 0.0)),
+        (*HELD, read(shown(1, "uid-q", memory=None), 0.0)),
+        (*HELD, read(shown(1, None), 0.0)),
+        (*HELD, read(shown(1, "uid-p"), 0.0)),
+    ],
+    ids=["no workloads", "no kubelet", "no memory", "of no pod", "known"],
+)
+def test_nothing_is_waited_for_where_nothing_can_come_of_it(records: tuple[join.Record, ...]) -> None:
+    assert len(run(join.NEW, *records)[1]) == 1

@@ -1,0 +1,122 @@
+"""What is said live and what a replay says later: the same bytes, for pods that only their processes show, too.
+
+Live, processes are seen at once, the kubelet tells of a pod some seconds later, and the API server within 1.5 s.
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import msgspec
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from streams.attribution import join
+from tests.streams.attribution.records import container, gpu, known, pod, process, snapshot, tick
+from topics.allocations import Allocations
+from topics.samples import Sample
+from topics.workloads import NodeWorkloads
+
+STEP_MS = 500
+END_MS = 12_000
+FIRST = pod("first", started=-60_000)
+
+
+class Life(NamedTuple):
+    """A pod on one of two GPUs: when it starts, how much later the API server and the kubelet tell, when it ends."""
+
+    start_ms: int
+    told_ms: int
+    reported_ms: int
+    end_ms: int
+    gpu: int
+
+
+def steps(least: int, most: int) -> st.SearchStrategy[int]:
+    """A time."""
+    return st.integers(least, most).map(lambda number: number * STEP_MS)
+
+
+lives = st.lists(st.builds(Life, steps(1, 12), steps(0, 3), steps(0, 8), steps(14, 30), st.integers(0, 1)), max_size=4)
+
+
+class Logged(NamedTuple):
+    """A record, and when it was written."""
+
+    at_ms: int
+    record: Sample | Allocations | NodeWorkloads
+
+
+def log_of(pods: list[Life]) -> list[Logged]:
+    """What is written of these pods, in order: workloads, snapshots and ticks, one every second."""
+    found: list[Logged] = []
+    for at_ms in range(0, END_MS, STEP_MS):
+        told = [pod(f"p{n}", started=p.start_ms) for n, p in enumerate(pods) if p.start_ms + p.told_ms <= at_ms]
+        if not at_ms or len(told) != _told(found):
+            found.append(Logged(at_ms, known(len(found) + 1, FIRST, *told, ts_ms=at_ms)))
+        if at_ms % 1000 == 0:
+            found += _read(pods, at_ms)
+    return found
+
+
+def _told(found: Iterable[Logged]) -> int:
+    """How many pods the last workloads have, the first apart."""
+    return [len(one.record.pods) - 1 for one in found if isinstance(one.record, NodeWorkloads)][-1]
+
+
+def _read(pods: list[Life], at_ms: int) -> list[Logged]:
+    """A snapshot and the tick that names it."""
+    seq = at_ms // 1000 + 1
+    reported = [container(f"p{n}", gpu(p.gpu)) for n, p in enumerate(pods) if _runs(p, at_ms - p.reported_ms)]
+    shown = [[process(f"uid-p{n}") for n, p in enumerate(pods) if p.gpu == i and _runs(p, at_ms)] for i in (0, 1)]
+    sample = tick(seq, seq, ts_ms=at_ms, processes=[tuple(of) for of in shown])
+    return [Logged(at_ms, snapshot(seq, container("first", gpu(0)), *reported, ts_ms=at_ms)), Logged(at_ms, sample)]
+
+
+def _runs(one: Life, at_ms: int) -> bool:
+    return one.start_ms <= at_ms < one.end_ms
+
+
+def live(log: list[Logged]) -> list[bytes]:
+    """What comes out while it is written, each record read at once."""
+    records: list[join.Record] = []
+    for at_ms in range(0, END_MS + 3_000, STEP_MS):
+        records += [_read_at(one, at_ms / 1000) for one in log if one.at_ms == at_ms]
+        records.append(join.Passed(at_ms / 1000))
+    return outputs(records)
+
+
+def replay(log: list[Logged]) -> list[bytes]:
+    """What comes out long after: the state is read first, and nothing is waited for."""
+    state = [one for one in log if not isinstance(one.record, Sample)]
+    samples = [one for one in log if isinstance(one.record, Sample)]
+    return outputs([*[_read_at(one, 0.0) for one in state], *[_read_at(one, 0.0, wait_s=0.0) for one in samples]])
+
+
+def _read_at(one: Logged, now_s: float, *, wait_s: float = join.POD_WAIT_S) -> join.Record:
+    record = one.record
+    return join.Tick(record, record.seq, now_s, now_s + wait_s) if isinstance(record, Sample) else record
+
+
+def outputs(records: Iterable[join.Record]) -> list[bytes]:
+    """All that the join lets go, encoded."""
+    state, out = join.NEW, list[bytes]()
+    for record in records:
+        state, joined = join.step(state, record, 10.0)
+        out += [msgspec.json.encode(one.sample) for one in joined]
+    return out
+
+
+@settings(max_examples=200, deadline=None)
+@given(lives)
+@example([Life(500, 1_500, 4_000, 9_000, 1)])
+def test_a_replay_gives_the_bytes_that_were_given_live(pods: list[Life]) -> None:
+    log = log_of(pods)
+
+    assert live(log) == replay(log)
+    assert len(live(log)) == END_MS // 1000
+
+
+def test_a_pod_that_its_processes_show_first_is_shown_live() -> None:
+    shown = [b'"observed":true' in tick for tick in live(log_of([Life(500, 1_500, 4_000, 9_000, 1)]))]
+
+    assert shown == [False, *[True] * 4, *[False] * 7]
