@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tests.streams.attribution.model import Logs
 from tests.streams.attribution.records import container, gpu, known, pod, process, snapshot, tick
 from topics.allocations import Allocations, Container
-from topics.samples import Sample
+from topics.samples import Process, Sample
 from topics.workloads import NodeWorkloads, Pod
 
 Written = Sample | Allocations
@@ -36,11 +36,11 @@ containers = st.lists(
 )
 
 
-uids = st.sampled_from([*(f"{name}-{generation}" for name in PODS for generation in (0, 0, 1, 2)), "stranger", None])
-processes = st.lists(
-    st.none() | st.lists(st.builds(process, uids, st.sampled_from([40, 40, 0])), max_size=3).map(tuple), max_size=2
-)
-"""Those on the first GPUs of a tick."""
+def processes(generation: int) -> st.SearchStrategy[list[tuple[Process, ...] | None]]:
+    """Those on the first GPUs of a tick, most of them of pods of this generation."""
+    uids = st.sampled_from([*[f"{name}-{generation}" for name in PODS] * 2, "p0-0", "p1-1", "stranger", None])
+    of = st.lists(st.builds(process, uids, st.sampled_from([40, 40, 0])), max_size=4)
+    return st.lists(st.none() | of.map(tuple), max_size=2)
 
 
 class _Node:
@@ -74,7 +74,7 @@ class _Node:
         self.ticks += 1
         self.ts_ms += self.draw(st.sampled_from([1_000, 1_000, 11_000]))
         named = named if self.draw(st.integers(0, 7)) else None
-        shown = self.draw(processes)
+        shown = self.draw(processes(self._generation(self.ts_ms)))
         self.written.append(tick(self.ticks, named, run_id=run_id, ts_ms=self.ts_ms, node=self.name, processes=shown))
 
     def workloads(self) -> list[NodeWorkloads]:
@@ -90,11 +90,15 @@ class _Node:
                 records.append(self.draw(st.sampled_from(records)))
         return records
 
+    def _generation(self, ts_ms: int) -> int:
+        """Which of the pods of a name run then."""
+        return ts_ms // 15_000 if self.steady else 0
+
     def _pod(self, name: str, ts_ms: int) -> Pod | None:
         age = self.draw(st.sampled_from([_ABSENT, 0, 0, 0, 3, 9]))
         if age == _ABSENT:
             return None
-        generation = ts_ms // 15_000 if self.steady else 0
+        generation = self._generation(ts_ms)
         ended = ts_ms - 1_000 if age == 9 and self.steady else None
         started = generation * 15_000 if self.steady else 0
         return pod(name, uid=f"{name}-{generation}", started=started, ended=ended, labels={"age": str(age)})

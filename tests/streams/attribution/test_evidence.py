@@ -141,3 +141,16 @@ def test_a_pod_that_had_ended_is_not_observed() -> None:
     ended = (*[PODS[uid] for uid in ("uid-a", "uid-b")], pod("c", ended=-60_000))
 
     assert [h.pod for h in joined(process("c"), workloads=ended).holders] == ["a", "b"]
+
+
+def test_a_lost_gpu_has_the_holders_that_the_kubelet_still_says_and_is_not_divided() -> None:
+    lost = Device(gpu(0), index=0, state="lost", info={"serial": "7"})
+    sample = msgspec.structs.replace(tick(1, 1), devices=(lost,))
+    state = join.NEW
+    records: list[join.Record] = [known(1, *PODS.values()), snapshot(1, container("a", gpu(0)))]
+    for record in [*records, join.Tick(sample, 0, 0.0, 0.0)]:
+        state, out = join.step(state, record, 10.0)
+    (found,) = out[0].sample.devices
+
+    assert [(h.pod, h.pod_uid, h.parts) for h in found.holders] == [("a", "uid-a", None)]
+    assert (found.state, found.info, found.unattributed) == ("lost", {"serial": "7"}, None)
