@@ -9,6 +9,7 @@ What it answers by default differs by GPU and stays as it is, but for the energy
 """
 
 import atexit
+import contextlib
 import ctypes
 import functools
 import os
@@ -17,7 +18,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -125,6 +126,7 @@ class ScriptedNvml:
         self._mig: dict[int, list[Mig | None]] = {}
         self._xids: list[tuple[int, int, int, int]] = []
         self._no_process_is_success = False
+        self._holding_back = False
         self._write()
 
     def environment(self) -> dict[str, str]:
@@ -223,6 +225,16 @@ class ScriptedNvml:
         self._xids += [(gpu, code, gpu_instance, compute_instance)] * times
         self._write()
 
+    @contextlib.contextmanager
+    def at_once(self) -> Iterator[None]:
+        """What is changed inside is seen when it ends, all of it at once."""
+        self._holding_back = True
+        try:
+            yield
+        finally:
+            self._holding_back = False
+            self._write()
+
     def calls(self) -> list[Call]:
         """Every call so far; needs ``log``."""
         assert self._log is not None, "made without log=True"
@@ -230,6 +242,8 @@ class ScriptedNvml:
 
     def _write(self) -> None:
         """Replaces the script; the time of its change differs each time, since that is how the change is seen."""
+        if self._holding_back:
+            return
         self._written_ns = max(self._written_ns + 1, time.time_ns())
         new = self._script.with_suffix(".new")
         new.write_text("".join(f"{line}\n" for line in self._lines()))

@@ -372,6 +372,15 @@ def test_a_process_that_has_it_loaded_can_have_another_script(nvml_directory: Pa
     second.driver("absent")
 
 
+def test_what_is_changed_at_once_is_seen_at_once(nvml: ScriptedNvml, ask: Ask) -> None:
+    before = ask("[p.nvmlDeviceGetPowerUsage(a), p.nvmlDeviceGetMigMode(b)]")
+    with nvml.at_once():
+        nvml.set(0, power_mw=5)
+        nvml.mig(1, [Mig(1)])
+        assert ask("[p.nvmlDeviceGetPowerUsage(a), p.nvmlDeviceGetMigMode(b)]") == before
+    assert ask("[p.nvmlDeviceGetPowerUsage(a), p.nvmlDeviceGetMigMode(b)]") == [5, [1, 1]]
+
+
 def test_threads_may_ask_while_the_script_changes(nvml: ScriptedNvml, ask: Ask) -> None:
     stop = threading.Event()
 
