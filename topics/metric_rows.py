@@ -460,8 +460,8 @@ _COUNTED = (
     _metric(
         "nvlink_crc_errors_total",
         "errors",
-        "NVLink packets with a wrong checksum (flow control), of all links, since the GPU was reset.",
-        "field NVML_FI_DEV_NVLINK_CRC_FLIT_ERROR_COUNT_TOTAL",
+        "NVLink packets with a wrong checksum, of all links, since the GPU was reset; not told by Blackwell and later.",
+        "field NVML_FI_DEV_NVLINK_ERROR_DL_CRC, of each link (before Hopper a total)",
         otel=(Series("gpu_interconnect_errors", _nvlink_error("crc")),),
         dcgm=(Series("DCGM_FI_DEV_NVLINK_CRC_FLIT_ERROR_COUNT_TOTAL"),),
         legacy=(Series("dcgm_nvlink_flit_crc_error_count_total"),),
@@ -469,8 +469,8 @@ _COUNTED = (
     _metric(
         "nvlink_replay_errors_total",
         "errors",
-        "NVLink packets that were sent again, of all links, since the GPU was reset.",
-        "field NVML_FI_DEV_NVLINK_REPLAY_ERROR_COUNT_TOTAL",
+        "NVLink packets that were sent again, of all links, since the GPU was reset; not told by Blackwell and later.",
+        "field NVML_FI_DEV_NVLINK_ERROR_DL_REPLAY, of each link (before Hopper a total)",
         otel=(Series("gpu_interconnect_errors", _nvlink_error("replay")),),
         dcgm=(Series("DCGM_FI_DEV_NVLINK_REPLAY_ERROR_COUNT_TOTAL"),),
         legacy=(Series("dcgm_nvlink_replay_error_count_total"),),
@@ -479,7 +479,7 @@ _COUNTED = (
         "nvlink_recovery_errors_total",
         "errors",
         "Times that an NVLink was trained again after errors, of all links, since the GPU was reset.",
-        "field NVML_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL",
+        "field NVML_FI_DEV_NVLINK_ERROR_DL_RECOVERY, of each link (before Hopper a total)",
         otel=(
             Series(
                 "gpu_interconnect_errors",

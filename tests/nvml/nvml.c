@@ -609,6 +609,17 @@ status nvmlDeviceGetCurrentClocksEventReasons(device_t device, ull *out) {
 }
 #endif
 
+#ifdef OLD
+enum { ARCHITECTURE = 7, NVLINKS = 12 }; /* Ampere's */
+#else
+enum { ARCHITECTURE = 9, NVLINKS = 18 }; /* Hopper's */
+#endif
+
+status nvmlDeviceGetArchitecture(device_t device, uint *out) {
+  DEVICE_CALL;
+  return put(out, ARCHITECTURE);
+}
+
 /* -- many values a call ------------------------------------------------------------------------------------------- */
 
 enum { UINT = 1, ULONGLONG = 3 };
@@ -618,7 +629,9 @@ static const struct field { uint id; const char *key; int type, recent; } fields
     {5, "ecc_corrected_aggregate", ULONGLONG, 0}, {6, "ecc_uncorrected_aggregate", ULONGLONG, 0},
     {29, "retired_single_bit", ULONGLONG, 0}, {30, "retired_double_bit", ULONGLONG, 0},
     {31, "retired_pending", ULONGLONG, 0}, {38, "nvlink_crc_errors", ULONGLONG, 0},
-    {52, "nvlink_replay_errors", ULONGLONG, 0}, {59, "nvlink_recovery_errors", ULONGLONG, 0},
+    {52, "nvlink_replay_errors", ULONGLONG, 0}, {59, "nvlink_recovery_errors", ULONGLONG, 0}, {91, "nvlinks", UINT, 0},
+    {161, "nvlink_replay_errors", ULONGLONG, 1}, {162, "nvlink_recovery_errors", ULONGLONG, 1},
+    {163, "nvlink_crc_errors", ULONGLONG, 1},
     {74, "throttled_power_ns", ULONGLONG, 0}, {75, "throttled_thermal_ns", ULONGLONG, 0},
     {76, "throttled_ns", ULONGLONG, 0}, {77, "throttled_ns", ULONGLONG, 0}, {78, "throttled_ns", ULONGLONG, 0},
     {79, "throttled_ns", ULONGLONG, 0}, {80, "throttled_ns", ULONGLONG, 0}, {81, "throttled_ns", ULONGLONG, 0},
@@ -647,10 +660,19 @@ static status field_failure(int gpu, uint id) {
   return SUCCESS;
 }
 
+/* The first link has all the errors; the totals over all links are 0 where each link counts for itself. */
+static ull field_answer(int gpu, const struct field *field, uint scope) {
+  if (field->id == 91) return NVLINKS;
+#ifndef OLD
+  if (field->id == 38 || field->id == 52 || field->id == 59) return 0;
+#endif
+  return scope ? 0 : value(gpu, field->key);
+}
+
 static void answer_field(const struct call *call, struct field_value *out) {
   char type[24];
   const struct field *field = field_of(out->id);
-  int missing = !field || call->mig;
+  int missing = !field || call->mig || out->scope >= NVLINKS;
 #ifdef OLD
   missing = missing || field->recent;
 #endif
@@ -660,7 +682,7 @@ static void answer_field(const struct call *call, struct field_value *out) {
   if (out->code) return;
   snprintf(type, sizeof type, "type_%u", out->id);
   out->type = (uint)number(call->gpu, type, (ull)field->type);
-  ull answer = value(call->gpu, field->key);
+  ull answer = field_answer(call->gpu, field, out->scope);
   if (out->type == 0) out->value.d = (double)(long long)answer;
   else if (out->type == UINT) out->value.ui = (uint)answer;
   else out->value.u = answer;

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from producers.node.nvml import binding
-from producers.node.nvml.binding import FieldValue, GpmSample, Handle, Nvml, NvmlError
+from producers.node.nvml.binding import FieldId, FieldValue, GpmSample, Handle, Nvml, NvmlError
 
 T = TypeVar("T")
 
@@ -72,7 +72,7 @@ class Asking:
         """What pynvml's ``function`` gives. Raises Lost, NvmlError."""
         return self._do(function, lambda: self._nvml.ask(function, handle, *arguments))
 
-    def fields(self, handle: Handle, numbers: Sequence[int]) -> list[FieldValue]:
+    def fields(self, handle: Handle, numbers: Sequence[FieldId]) -> list[FieldValue]:
         """What nvmlDeviceGetFieldValues gives. Raises Lost, NvmlError."""
         return self._do("nvmlDeviceGetFieldValues", lambda: self._nvml.fields(handle, numbers))
 

@@ -23,6 +23,9 @@ GpmSample = NewType("GpmSample", object)
 EventSet = NewType("EventSet", object)
 """Events that are waited for together."""
 
+FieldId = int | tuple[int, int]
+"""A field of nvmlDeviceGetFieldValues, or one of one of its scopes: of a link."""
+
 UNINITIALIZED: Final = 1
 INVALID_ARGUMENT: Final = 2
 NOT_SUPPORTED: Final = 3
@@ -110,7 +113,7 @@ class Nvml(Protocol):
     def ask(self, function: str, handle: Handle, *arguments: Any) -> Any:
         """What pynvml's ``function`` gives; an empty list where it has nothing to list."""
 
-    def fields(self, handle: Handle, fields: Sequence[int]) -> list[FieldValue]:
+    def fields(self, handle: Handle, fields: Sequence[FieldId]) -> list[FieldValue]:
         """Many fields in one call, in that order."""
 
     def samples(self, handle: Handle, kind: int, since_us: int) -> list[FieldValue]:
@@ -176,7 +179,7 @@ class Pynvml:
         """What pynvml's ``function`` gives; an empty list where it has nothing to list."""
         return self._call(function, handle, *arguments)
 
-    def fields(self, handle: Handle, fields: Sequence[int]) -> list[FieldValue]:
+    def fields(self, handle: Handle, fields: Sequence[FieldId]) -> list[FieldValue]:
         """Many fields in one call, in that order."""
         return [_field_value(value) for value in self._call("nvmlDeviceGetFieldValues", handle, fields)]
 

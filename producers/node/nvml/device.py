@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 from producers.node.nvml import binding, values
 from producers.node.nvml.asking import IMPLAUSIBLE, Asking, Lost, is_lost, is_unsupported
 from producers.node.nvml.binding import FieldValue, Handle, NvmlError
+from producers.node.nvml.links import Links
 from producers.node.nvml.profiling import Profiling
 from producers.node.nvml.spread import Samples
-from producers.node.nvml.table import TABLE, Call, Field, Metric, Row, Sampled, Source
+from producers.node.nvml.table import TABLE, Call, Field, Linked, Metric, Row, Sampled, Source
 from producers.node.nvml.values import Absent, Count
 
 FIELDS = Call("nvmlDeviceGetFieldValues")
@@ -32,20 +33,23 @@ class Wanted(NamedTuple):
     source: Source
 
 
-Plan = Mapping[Call | Sampled, Sequence[Wanted]]
+Question = Call | Sampled | Linked
+"""What is asked at once."""
+
+Plan = Mapping[Question, Sequence[Wanted]]
 """Every question of a tick, and what is wanted of its answer."""
 
 
 def plan(sources: Iterable[tuple[Row, Sequence[Source]]]) -> Plan:
     """The first source of each row, those of one question together; rows without a source are left out."""
-    found: dict[Call | Sampled, list[Wanted]] = {}
+    found: dict[Question, list[Wanted]] = {}
     for row, left in sources:
         if left:
             found.setdefault(_asked_with(left[0].question), []).append(Wanted(row, left[0]))
     return found
 
 
-def _asked_with(question: Call | Field | Metric | Sampled) -> Call | Sampled:
+def _asked_with(question: Call | Field | Metric | Sampled | Linked) -> Question:
     """The call that gives it."""
     if isinstance(question, Field):
         return FIELDS
@@ -68,8 +72,9 @@ class Device:
         self._asking, self.handle, self._cut, self._profiling, self._clock = asking, handle, cut, profiling, clock
         self._sources: dict[Row, Sequence[Source]] = {row: row.sources for row in TABLE}
         self._plan = plan(self._sources.items())
-        self._answered: set[Call | Sampled] = set()
+        self._answered: set[Question] = set()
         self._samples: dict[Sampled, Samples] = {}
+        self._links = Links(asking)
         self._counts: dict[str, Count] = {}
 
     def values(self) -> dict[str, float]:
@@ -100,6 +105,7 @@ class Device:
     def forget_counts(self) -> None:
         """The counters may begin anew; what was sampled is of another time."""
         self._counts.clear()
+        self._links.forget()
         for samples in self._samples.values():
             samples.forget()
         if self._profiling is not None:
@@ -114,7 +120,7 @@ class Device:
         self._plan = plan(self._sources.items())
         return plan((row, self._sources[row]) for row in missed)
 
-    def _take(self, question: Call | Sampled, wanted: Sequence[Wanted], found: dict[str, float]) -> Iterable[Row]:
+    def _take(self, question: Question, wanted: Sequence[Wanted], found: dict[str, float]) -> Iterable[Row]:
         """Ask, and put what is wanted of the answer into ``found``; gives the rows that the device does not support."""
         if question is FIELDS:
             return self._take_fields(wanted, found)
@@ -122,6 +128,8 @@ class Device:
             return self._take_metrics(wanted, found)
         if isinstance(question, Sampled):
             return self._take_samples(question, wanted, found)
+        if isinstance(question, Linked):
+            return self._take_linked(question, wanted, found)
         try:
             answer = self._asking.ask(question.function, self.handle, *question.arguments)
         except NvmlError as error:
@@ -173,6 +181,22 @@ class Device:
             found.update({row.key: _part(spread, source.part) for row, source in wanted})
         return ()
 
+    def _take_linked(self, linked: Linked, wanted: Sequence[Wanted], found: dict[str, float]) -> Iterable[Row]:
+        row, source = wanted[0]
+        try:
+            counted = self._links.errors(self.handle, linked)
+        except NvmlError as error:
+            if not self._never(linked, error):
+                return self._failed(linked.name, error)
+            if self._links.newer:  # the field for all links says 0, whatever they count
+                self._sources[row] = row.sources[:1]
+            return [row]
+        self._answers += 1
+        self._answered.add(linked)
+        value = counted if isinstance(counted, Absent) else values.within(counted, row.limits)
+        self._keep(row, source, value, found)
+        return ()
+
     def _put_field(self, wanted: Wanted, answer: FieldValue, found: dict[str, float]) -> bool:
         """Whether the device supports the field or metric."""
         row, source = wanted
@@ -195,6 +219,9 @@ class Device:
             value = self._rate(row, Count(raw, bits, at_us, self._clock()))
         else:
             value = values.measured(raw, bits, source.scale, row.limits)
+        self._keep(row, source, value, found)
+
+    def _keep(self, row: Row, source: Source, value: float | Absent, found: dict[str, float]) -> None:
         if value is Absent.IMPLAUSIBLE:
             self._asking.count(source.question.name, IMPLAUSIBLE)
         elif not isinstance(value, Absent):
@@ -210,7 +237,7 @@ class Device:
         value = None if last is None else values.per_second(last, now)
         return Absent.UNKNOWN if value is None else values.within(value, row.limits)
 
-    def _never(self, question: Call | Sampled, error: NvmlError) -> bool:
+    def _never(self, question: Question, error: NvmlError) -> bool:
         """Whether there is no use in asking again; what a part can't be asked is often an invalid argument."""
         first = self._cut and question not in self._answered
         return is_unsupported(error) or (first and error.code == binding.INVALID_ARGUMENT)

@@ -44,6 +44,14 @@ class Sampled(NamedTuple):
     name: str
 
 
+class Linked(NamedTuple):
+    """Errors that each NVLink counts, by this field, or where it has not that one by the field ``later``."""
+
+    number: int
+    name: str
+    later: int | None = None
+
+
 class Source(NamedTuple):
     """Where a value is: what to ask, which part of the answer, how wide (a field says so itself), and its unit.
 
@@ -51,7 +59,7 @@ class Source(NamedTuple):
     per second is the value.
     """
 
-    question: Call | Field | Metric | Sampled
+    question: Call | Field | Metric | Sampled | Linked
     part: str | int | None = None
     scale: Scale = Scale()
     bits: int = 32
@@ -112,6 +120,10 @@ def _field(number: int, name: str, scale: Scale = _AS_IS, *, rate: bool = False)
 
 def _gpm(number: int, name: str, scale: Scale = _PERCENT) -> Source:
     return Source(Metric(number, f"NVML_GPM_METRIC_{name}"), scale=scale)
+
+
+def _linked(number: int, name: str, later: int | None = None) -> Source:
+    return Source(Linked(number, f"NVML_FI_DEV_NVLINK_ERROR_DL_{name}", later))
 
 
 def _spread(stem: str, unit: str, limits: Limits, sampled: Sampled, scale: Scale) -> tuple[Row, ...]:
@@ -210,9 +222,13 @@ TABLE: tuple[Row, ...] = (
     Row("retired_pages_single_bit_total", _ROWS, (_field(29, "RETIRED_SBE"),)),
     Row("retired_pages_double_bit_total", _ROWS, (_field(30, "RETIRED_DBE"),)),
     Row("retired_pages_pending", _FLAG, (_field(31, "RETIRED_PENDING"),)),
-    Row("nvlink_crc_errors_total", _COUNT, (_field(38, "NVLINK_CRC_FLIT_ERROR_COUNT_TOTAL"),)),
-    Row("nvlink_replay_errors_total", _COUNT, (_field(52, "NVLINK_REPLAY_ERROR_COUNT_TOTAL"),)),
-    Row("nvlink_recovery_errors_total", _COUNT, (_field(59, "NVLINK_RECOVERY_ERROR_COUNT_TOTAL"),)),
+    Row("nvlink_crc_errors_total", _COUNT, (_linked(163, "CRC"), _field(38, "NVLINK_CRC_FLIT_ERROR_COUNT_TOTAL"))),
+    Row("nvlink_replay_errors_total", _COUNT, (_linked(161, "REPLAY"), _field(52, "NVLINK_REPLAY_ERROR_COUNT_TOTAL"))),
+    Row(
+        "nvlink_recovery_errors_total",
+        _COUNT,
+        (_linked(162, "RECOVERY", later=215), _field(59, "NVLINK_RECOVERY_ERROR_COUNT_TOTAL")),
+    ),
     Row("power_violation_seconds_total", _SECONDS, (_field(74, "PERF_POLICY_POWER", _NANO),)),
     Row("thermal_violation_seconds_total", _SECONDS, (_field(75, "PERF_POLICY_THERMAL", _NANO),)),
     Row("sync_boost_violation_seconds_total", _SECONDS, (_field(76, "PERF_POLICY_SYNC_BOOST", _NANO),)),

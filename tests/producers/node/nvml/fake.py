@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from producers.node.cgroups import Place
 from producers.node.nvml import binding
-from producers.node.nvml.binding import EventSet, FieldValue, Handle, NvmlError, Told
+from producers.node.nvml.binding import EventSet, FieldId, FieldValue, Handle, NvmlError, Told
 from producers.node.nvml.events import XID_EVENT
 
 GIB = 1 << 30
@@ -67,7 +67,7 @@ def _answers() -> dict[Any, Any]:
     }
 
 
-def _fields() -> dict[int, FieldValue]:
+def _fields() -> dict[FieldId, FieldValue]:
     counters = {29: 5, 30: 1, 31: 0, 38: 2, 52: 3, 59: 4, **{number: number * 10**9 for number in range(74, 80)}}
     return {82: FieldValue(0, 55, 32, 0), **{number: FieldValue(0, raw) for number, raw in counters.items()}}
 
@@ -80,7 +80,7 @@ class FakeDevice:
 
     uuid: str
     answers: dict[Any, Any] = field(default_factory=_answers)
-    fields: dict[int, FieldValue] = field(default_factory=_fields)
+    fields: dict[FieldId, FieldValue] = field(default_factory=_fields)
     parts: list["FakeDevice | None"] = field(default_factory=list)
     gpm: dict[Any, FieldValue] = field(default_factory=dict)
     samples: dict[int, list[FieldValue]] = field(default_factory=dict)
@@ -244,7 +244,7 @@ class FakeNvml:
             raise NvmlError(answer.code)
         return answer
 
-    def fields(self, handle: Handle, fields: Sequence[int]) -> list[FieldValue]:
+    def fields(self, handle: Handle, fields: Sequence[FieldId]) -> list[FieldValue]:
         device = self._device(handle, "nvmlDeviceGetFieldValues")
         if (error := device.answers.get("nvmlDeviceGetFieldValues")) is not None:
             answer = error(fields) if callable(error) else error
