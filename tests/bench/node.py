@@ -2,9 +2,10 @@
 
     python -m tests.bench.node [SECONDS]
 
-8 scripted GPUs with 4 processes each, read once a second, a kubelet of 32 containers, Apache Kafka. The scripted NVML
-answers in microseconds, so that what a driver takes comes on top. CPU is user and system time of all threads, and of
-the short-lived children; memory is the process's own.
+8 scripted GPUs, 6 whole ones shared by 4 pods each and 2 cut into 7 MIG devices of a pod each, with all that there is
+to read once a second: GPM of each GPU and GPU instance, the driver's own samples, processes, XID errors. A kubelet of
+38 containers, Apache Kafka. The scripted NVML answers in microseconds, so that what a driver takes comes on top. CPU is
+user and system time of all threads, and of the short-lived children; memory is the process's own.
 """
 
 import asyncio
@@ -16,13 +17,15 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from tests.bench.attribution import cpu_s
-from tests.nvml.scripted import Process, ScriptedNvml
+from tests.nvml.scripted import Mig, Process, ScriptedNvml
 from tests.producers.node import pod_resources
 from tests.real.pipeline import Gpustream
 from tests.real.servers import KafkaServer
 from topics import broker
 
-GPUS, SHARED = 8, 4
+WHOLE, SHARED = 6, 4
+CUT, PARTS = 2, 7
+XID_EVERY_S = 5.0
 WARM_UP_S = 10.0
 
 
@@ -38,27 +41,33 @@ def main(seconds: float) -> None:
         pids = running()
         paths = ("--pod-resources-socket", str(socket), "--procfs", str(pods_of(pids, directory / "proc")))
         options = ("--kafka", kafka.address, "--node", "bench", *paths)
-        environment = gpus(directory / "nvml", pids).environment()
-        node = Gpustream(directory / "node", "produce", "node", *options, environment=environment)
+        nvml = gpus(directory / "nvml", pids)
+        node = Gpustream(directory / "node", "produce", "node", *options, environment=nvml.environment())
         servers.enter_context(node)
         for state, change in (("there", None), ("away", kafka.kill9), ("back", kafka.start)):
             if change is not None:
                 change()
             time.sleep(WARM_UP_S)
-            row(state, node.pid, seconds)
+            row(state, node.pid, nvml, seconds)
 
 
 def running() -> list[int]:
     """Processes of this machine, one for each container where there are so many."""
     found = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()]
-    return [found[n % len(found)] for n in range(GPUS * SHARED)]
+    return [found[n % len(found)] for n in range(WHOLE * SHARED + CUT * PARTS)]
 
 
 def gpus(directory: Path, pids: list[int]) -> ScriptedNvml:
-    """The GPUs, shared by these processes."""
-    nvml = ScriptedNvml(directory, gpus=GPUS)
-    for gpu in range(GPUS):
-        nvml.processes(gpu, [Process(pid, 1 << 30) for pid in pids[gpu * SHARED : (gpu + 1) * SHARED]])
+    """The GPUs, and each process on one of them or on a part of one."""
+    nvml = ScriptedNvml(directory, gpus=WHOLE + CUT)
+    left = iter(pids)
+    for gpu in range(WHOLE):
+        nvml.processes(gpu, [Process(next(left), 1 << 30) for _ in range(SHARED)])
+    for gpu in range(WHOLE, WHOLE + CUT):
+        instances = range(1, 1 + PARTS)
+        nvml.mig(gpu, [Mig(instance) for instance in instances])
+        on_parts = [Process(next(left), 1 << 30, gpu_instance=one, compute_instance=0) for one in instances]
+        nvml.processes(gpu, on_parts)
     return nvml
 
 
@@ -74,15 +83,22 @@ def pods_of(pids: list[int], procfs: Path) -> Path:
 
 
 def containers() -> bytes:
-    """The kubelet's answer: each GPU shared by 4 pods."""
-    uuids = [f"GPU-5c41b7ed-0000-4000-8000-{gpu:012x}" for gpu in range(GPUS)]
-    return pod_resources.pods_on({f"{u}::{n}": f"bert-{i}-{n}" for i, u in enumerate(uuids) for n in range(SHARED)})
+    """The kubelet's answer: whole GPUs shared by several pods, each MIG device of one."""
+    whole = [f"GPU-5c41b7ed-0000-4000-8000-{gpu:012x}::{n}" for gpu in range(WHOLE) for n in range(SHARED)]
+    cut = [
+        f"MIG-5c41b7ed-{gpu:04x}-5000-8000-{instance:06x}{0:06x}"
+        for gpu in range(WHOLE, WHOLE + CUT)
+        for instance in range(1, 1 + PARTS)
+    ]
+    return pod_resources.pods_on({device: f"bert-{n}" for n, device in enumerate([*whole, *cut])})
 
 
-def row(state: str, pid: int, seconds: float) -> None:
-    """One line of the table, after that many seconds."""
+def row(state: str, pid: int, nvml: ScriptedNvml, seconds: float) -> None:
+    """One line of the table, after that many seconds, with an XID error now and then."""
     before_s, began = all_cpu_s(pid), time.monotonic()
-    time.sleep(seconds)
+    while (left_s := began + seconds - time.monotonic()) > 0:
+        time.sleep(min(left_s, XID_EVERY_S))
+        nvml.xid(0, 43)
     share = (all_cpu_s(pid) - before_s) / (time.monotonic() - began)
     memory = memory_bytes(pid)
     sys.stdout.write(f"| {state} | {memory['Rss'] / 1e6:.1f} | {memory['Anonymous'] / 1e6:.1f} | {share * 100:.2f} |\n")
