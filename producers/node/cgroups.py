@@ -2,8 +2,9 @@
 
 In: process ids, and procfs. Out: the pod's uid, the container's id, the job's id, and whose that job is.
 State: the places of the processes asked for last, by process id and start time: ids are used again; and their jobs.
-On failure: a process that can't be seen has no place (None); one whose group says nothing has an empty one. Where the
-environment may not be read, which is how it is without privileges, it says nothing.
+On failure: a process that can't be seen has no place (None), but for one that was seen just before: it has ended since
+NVML listed it, and is where it was. One whose group says nothing has an empty place. Where the environment may not be
+read, which is how it is without privileges, it says nothing.
 
 Outside of pods a job that no group names is taken from the environment, where Slurm puts it too. A user can set that to
 anything, so the group goes before it, and what it says of another job than the group's does not count.
@@ -30,6 +31,9 @@ LARGEST_ENVIRON_BYTES = 256 * 1024
 
 ADOPTED_WITHIN_S = 10.0
 """After so long it is looked again whether a process that belonged nowhere has been put somewhere."""
+
+ENDED_WITHIN_S = 10.0
+"""So long after it was last seen an id without a process is still that of the one that was there."""
 
 _REMEMBERED = 4096
 """Far above the processes that a node has on its GPUs."""
@@ -76,11 +80,12 @@ def _of_path(path: str) -> Place:
 
 
 class _Known(NamedTuple):
-    """Where a process belongs, which began then, and how long that is believed."""
+    """Where a process belongs, which began then, how long that is believed, and when it was last seen."""
 
     started: int
     place: Place
     until_s: float
+    seen_s: float
 
 
 class Places:
@@ -99,11 +104,11 @@ class Places:
         self._known: OrderedDict[int, _Known] = OrderedDict()
 
     def of(self, pid: int) -> Place | None:
-        """The place of a process; None where it is not in procfs: it ended, or the host's ids are not visible here."""
+        """The place of a process that NVML lists; None where it is not in procfs, and was not just before: it ended
+        unseen, or the host's ids are not visible here."""
         started = self._started(pid)
         if started is None:
-            self._forget(pid)
-            return None
+            return self._last_seen(pid)
         return self._recall(pid, started) or self._look(pid, started)
 
     def job(self, job_id: str) -> Job:
@@ -120,9 +125,9 @@ class Places:
             return None
         if place.job_id is not None:
             self._jobs.learn(place.job_id, shown)
-        self._remember(
-            pid, _Known(started, place, self._clock() + (ADOPTED_WITHIN_S if place == NOWHERE else math.inf))
-        )
+        now_s = self._clock()
+        believed_s = ADOPTED_WITHIN_S if place == NOWHERE else math.inf
+        self._remember(pid, _Known(started, place, now_s + believed_s, now_s))
         return place
 
     def _started(self, pid: int) -> int | None:
@@ -131,11 +136,21 @@ class Places:
 
     def _recall(self, pid: int, started: int) -> Place | None:
         with self._lock:
-            known = self._known.get(pid)
-            if known is None or known.started != started or known.until_s <= self._clock():
+            known, now_s = self._known.get(pid), self._clock()
+            if known is None or known.started != started or known.until_s <= now_s:
                 return None
+            self._known[pid] = known._replace(seen_s=now_s)
             self._known.move_to_end(pid)
             return known.place
+
+    def _last_seen(self, pid: int) -> Place | None:
+        """The place of a process that has ended; later its id may be another's."""
+        with self._lock:
+            known = self._known.get(pid)
+            if known is not None and self._clock() - known.seen_s <= ENDED_WITHIN_S:
+                return known.place
+            self._known.pop(pid, None)
+            return None
 
     def _remember(self, pid: int, known: "_Known") -> None:
         with self._lock:
@@ -143,10 +158,6 @@ class Places:
             self._known.move_to_end(pid)
             if len(self._known) > _REMEMBERED:
                 self._known.popitem(last=False)
-
-    def _forget(self, pid: int) -> None:
-        with self._lock:
-            self._known.pop(pid, None)
 
 
 def _start_time(stat: str) -> int | None:

@@ -201,12 +201,27 @@ def test_a_process_that_ends_between_two_reads_has_no_place(
     assert procfs.places.of(42) is None
 
 
-def test_what_ended_is_forgotten(procfs: Procfs) -> None:
+def test_what_ended_since_it_was_listed_is_where_it_was_and_forgotten_soon_after(procfs: Procfs) -> None:
+    now_s = 0.0
+    places = Places(procfs.root, clock=lambda: now_s)
+    procfs.begin(42, 1000, in_pod(UID))
+    assert places.of(42) == POD
+    now_s = 3600
+    assert places.of(42) == POD
+    procfs.end(42)
+    now_s = 3609
+    assert places.of(42) == POD
+    now_s = 3611
+    assert places.of(42) is None
+    assert not places._known
+
+
+def test_an_id_that_is_another_process_by_now_is_not_where_the_first_one_was(procfs: Procfs) -> None:
     procfs.begin(42, 1000, in_pod(UID))
     procfs.places.of(42)
     procfs.end(42)
-    procfs.places.of(42)
-    assert not procfs.places._known
+    procfs.begin(42, 2000, LOGIN)
+    assert procfs.places.of(42) == NOWHERE
 
 
 def test_no_more_is_remembered_than_there_is_room_for(procfs: Procfs, monkeypatch: pytest.MonkeyPatch) -> None:
