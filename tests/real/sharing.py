@@ -35,13 +35,15 @@ def pod_uid(name: str) -> str:
 
 class Running(NamedTuple):
     """A process on a device: whose it is, what it holds (None: NVML can't tell), and how many percent of the time it
-    keeps the device busy. ``init``: it is of an init container, which the kubelet does not list."""
+    keeps the device busy. ``init``: it is of an init container, which the kubelet does not list; ``ended``: NVML lists
+    it a while longer than procfs."""
 
     pid: int
     pod: str
     memory: int | None
     busy: int = 0
     init: bool = False
+    ended: bool = False
 
     @property
     def cgroup(self) -> str:
@@ -178,9 +180,9 @@ class World:
     def end(self, name: str) -> None:
         """A pod ends, and all its processes."""
         del self.given[name]
-        for uuid, truth in self.devices.items():
+        for device, truth in self.devices.items():
             alive = tuple(one for one in truth.processes if one.pod != name)
-            self.device(uuid, holders=truth.holders - {name}, processes=alive)
+            self.device(device, holders=truth.holders - {name}, processes=alive)
 
     def run(self, uuid: str, *processes: Running) -> None:
         """Begins processes on a device."""
@@ -188,8 +190,14 @@ class World:
 
     def kill(self, *pids: int) -> None:
         """Ends processes."""
-        for uuid, truth in self.devices.items():
-            self.device(uuid, processes=tuple(one for one in truth.processes if one.pid not in pids))
+        for device, truth in self.devices.items():
+            self.device(device, processes=tuple(one for one in truth.processes if one.pid not in pids))
+
+    def fade(self, pid: int) -> None:
+        """Ends a process that NVML does not know of yet."""
+        for device, truth in self.devices.items():
+            faded = tuple(one._replace(ended=True) if one.pid == pid else one for one in truth.processes)
+            self.device(device, processes=faded)
 
     def cut(self, gpu: int, *migs: Mig) -> None:
         """Cuts a GPU anew: what it was cut into is gone."""
@@ -219,6 +227,10 @@ def story() -> Iterator[Scene]:
     world.xids = [(4, 94, None), (6, 31, 5)]
     yield world.scene("a GPU is cut that was whole, and two XID errors happen")
 
+    world.fade(102)
+    yield world.scene("a process has ended that NVML still lists")
+
+    world.kill(102)
     world.end("beta")
     world.device(GPUS[0], memory=22 * GIB + 1)
     yield world.scene("one of two pods ends: the other is alone")
@@ -334,5 +346,6 @@ def _of_two_containers(world: World) -> None:
 
 
 def pids(scenes: Iterable[Scene]) -> dict[int, Running]:
-    """Every process of some scenes."""
-    return {one.pid: one for scene in scenes for truth in scene.devices.values() for one in truth.processes}
+    """Every process of some scenes that is in procfs."""
+    every = (one for scene in scenes for truth in scene.devices.values() for one in truth.processes)
+    return {one.pid: one for one in every if not one.ended}
