@@ -326,6 +326,60 @@ async def test_each_gpu_instance_has_its_own_activity_also_after_it_was_cut_anew
     assert node.errors() == {}
 
 
+async def test_of_eight_gpus_two_are_cut_and_change_while_the_others_stay_as_they_are(node: Node) -> None:
+    """What each instance has is its own: memory, activity and processes, also where two GPUs number them alike."""
+    node.nvml.mig(2, [Mig(1, 0, "1g.10gb", used_bytes=21), Mig(2, 0, "1g.10gb", used_bytes=22)])
+    node.nvml.processes(2, [Process(201, 1, gpu_instance=1, compute_instance=0)])
+    node.nvml.set(2, gpm_2_gi1=21, gpm_2_gi2=22)
+    node.nvml.processes(5, [Process(500, 5, sm=50)])
+    await node.open()
+    await node.comes(["ok"] * 10)
+
+    with node.nvml.at_once():
+        node.nvml.mig(2, [None, Mig(2, 0, "1g.10gb", used_bytes=22), Mig(1, 0, "3g.40gb", used_bytes=23, uuid="MIG-n")])
+        node.nvml.processes(2, [Process(202, 2, gpu_instance=2, compute_instance=0)])
+        node.nvml.mig(5, [Mig(1, 0, "7g.80gb", used_bytes=51)])
+        node.nvml.processes(5, [Process(501, 6, gpu_instance=1, compute_instance=0)])
+        node.nvml.set(5, gpm_2_gi1=51)
+    await node.comes(["ok"] * 11)
+    devices = await node.complete()
+
+    assert [(one["index"], one["uuid"][:3]) for one in devices] == [
+        *((0, "GPU"), (1, "GPU"), (2, "GPU"), (2, "MIG"), (2, "MIG"), (3, "GPU"), (4, "GPU"), (5, "GPU"), (5, "MIG")),
+        *((6, "GPU"), (7, "GPU")),
+    ]
+    assert [_of_instance(one) for one in devices if one.get("mig")] == [
+        ("1g.10gb", 22, 0.22, [202]),
+        ("3g.40gb", 23, 0.21, []),
+        ("7g.80gb", 51, 0.51, [501]),
+    ]
+    whole = [one for one in devices if not one.get("mig")]
+    assert ["processes" in one for one in whole] == [one["index"] not in (2, 5) for one in whole]
+    assert ["gpu_utilization_ratio" in one["metrics"] for one in whole] == [one["index"] not in (2, 5) for one in whole]
+    assert node.errors() == {}
+
+
+def _of_instance(device: dict[str, Any]) -> tuple[str, float, float, list[int]]:
+    metrics = device["metrics"]
+    pids = [process["pid"] for process in device["processes"]]
+    return device["mig"]["profile"], metrics["memory_used_bytes"], metrics["sm_active_ratio"], pids
+
+
+async def test_processes_that_together_use_more_than_the_gpu_are_told_as_nvml_tells_them(node: Node) -> None:
+    """Dividing the GPU among them is not the node's."""
+    node.nvml.set(0, utilization_gpu=90, memory_used=40)
+    node.nvml.processes(0, [Process(1, 30, sm=80), Process(2, 30, sm=71), Process(3, 1, sm=100, kind="graphics")])
+    await node.open()
+    device = (await node.read())[0]
+    assert {row["pid"]: (row["memory_used_bytes"], row["sm_utilization_ratio"]) for row in device["processes"]} == {
+        1: (30, 0.8),
+        2: (30, 0.71),
+        3: (1, 1.0),
+    }
+    assert (device["metrics"]["memory_used_bytes"], device["metrics"]["gpu_utilization_ratio"]) == (40, 0.9)
+    assert node.errors() == {}
+
+
 async def test_spikes_between_two_ticks_are_seen(node: Node) -> None:
     node.nvml.set(0, utilization_samples="0 0 0 100", power_samples_mw="100000 100000 500000", sample_period_us=1_000)
     await node.open()
