@@ -49,7 +49,7 @@ class _Layout(NamedTuple):
     """Whether the GPU is in MIG mode, and into what it is cut."""
 
     cut: bool = False
-    parts: tuple[tuple[str, int | None, int | None], ...] = ()
+    parts: tuple[tuple[str, int | None, int | None, str | None], ...] = ()
 
 
 class _Part(NamedTuple):
@@ -184,18 +184,20 @@ class Card:
 
     def _cut_devices(self, kinds: dict[int, str]) -> Sequence[dict[str, Any]]:
         """The MIG devices; where a handle turns out to be another's, all are listed again, once."""
-        if not all(map(self._is_current, self._parts.items())):
+        stale = [part for part in self._parts.values() if not self._is_current(part)]
+        for part in stale:
+            part.device.forget_counts()  # where it is listed again it was made anew
+        if stale:
             self._list()
-        current = [part for uuid, part in self._parts.items() if self._is_current((uuid, part))]
+        current = [part for part in self._parts.values() if self._is_current(part)]
         return [
             _device(part.identity, self._mig_mode, part.device.values(), part.processes.read(), kinds)
             for part in current
         ]
 
-    def _is_current(self, named: tuple[str, _Part]) -> bool:
-        uuid, part = named
+    def _is_current(self, part: _Part) -> bool:
         try:
-            return bool(self._asking.ask("nvmlDeviceGetUUID", part.device.handle) == uuid)
+            return bool(self._asking.ask("nvmlDeviceGetUUID", part.device.handle) == part.identity["uuid"])
         except NvmlError:  # stale: what it was is found out by listing
             return False
 
@@ -217,7 +219,8 @@ class Card:
 
     def _arrange(self, cut: bool, instances: Sequence[_Instance]) -> None:
         """Take a listing; handles are always taken from the newest one."""
-        layout = _Layout(cut, tuple((one.uuid, one.gpu_instance, one.compute_instance) for one in instances))
+        parts = [(one.uuid, one.gpu_instance, one.compute_instance, one.profile) for one in instances]
+        layout = _Layout(cut, tuple(parts))
         if layout != self._layout:
             self._layout = layout
             self._renew()

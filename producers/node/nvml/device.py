@@ -163,9 +163,9 @@ class Device:
             return (
                 [one.row for one in wanted] if self._never(METRICS, error) else self._failed(self._asking.doing, error)
             )
-        self._answered.add(METRICS)
         if answers is None:
             return ()
+        self._answered.add(METRICS)
         pairs = zip(wanted, answers, strict=True)
         return [one.row for one, answer in pairs if not self._put_field(one, answer, found)]
 

@@ -8,13 +8,14 @@ Source: nvml.h. A process that did nothing in the last sample period has no util
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from producers.node.cgroups import Place
 from producers.node.nvml import binding, values
 from producers.node.nvml.asking import IMPLAUSIBLE, Asking, is_unsupported
 from producers.node.nvml.binding import Handle, NvmlError
+from producers.node.nvml.newest import Newest
 from producers.node.nvml.table import LARGEST_MEMORY_BYTES
 from producers.node.nvml.values import Absent, Limits, Scale
 
@@ -32,7 +33,6 @@ SAMPLE_PERIOD_S = 0.9
 _MEMORY = Limits(0, LARGEST_MEMORY_BYTES)
 _RATIO = Limits(0, 1)
 _PERCENT = Scale(per=100)
-_FUTURE_US = 60_000_000
 
 
 class Placing(Protocol):
@@ -68,7 +68,7 @@ class Processes:
         self._asking, self.handle, self._places, self._cut, self._clock = asking, handle, places, cut, clock
         self._lists: list[Sequence[str]] = list(LISTS)
         self._utilization: Sequence[str] = UTILIZATION
-        self._newest_us = 0
+        self._newest = Newest()
         self._ratios: dict[int, float | None] = {}
         self._sampled_s = clock()
 
@@ -80,7 +80,7 @@ class Processes:
             return Found(None, {})
         if memory is None:
             return Found(None, {})
-        ratios = self._ratio_of() if memory else None
+        ratios = self._ratio_of(memory) if memory else None
         placed = [(pid, held, self._places.of(pid)) for pid, held in memory.items()]
         rows = [_row(pid, held, ratios, place) for pid, held, place in placed]
         return Found(rows, {pid: _kind(place) for pid, _, place in placed})
@@ -106,28 +106,26 @@ class Processes:
             return None
         return raw
 
-    def _ratio_of(self) -> Mapping[int, float | None] | None:
+    def _ratio_of(self, pids: Container[int]) -> Mapping[int, float | None] | None:
         """How busy each process keeps the device; those that are not there did nothing. None: it can't be said."""
+        since_us = self._newest.since_us() or 0
         try:
-            self._utilization, samples = self._first_supported(self._utilization, self._newest_us)
+            self._utilization, samples = self._first_supported(self._utilization, since_us)
         except _Failed:
             return None
         if samples is None:
             return None
-        now_s = self._clock()
-        if samples or now_s - self._sampled_s > SAMPLE_PERIOD_S:
-            self._ratios, self._sampled_s = self._newest(samples), now_s
+        now_s, new = self._clock(), [one for one in samples if self._newest.is_new(one.timeStamp)]
+        if new or now_s - self._sampled_s > SAMPLE_PERIOD_S:
+            self._ratios, self._sampled_s = self._of_newest(new, pids), now_s
         return self._ratios
 
-    def _newest(self, samples: Iterable[Any]) -> dict[int, float | None]:
-        """The newest sample of each process; None where it can't be, which is counted."""
-        found: dict[int, float | None] = {}
-        horizon_us = time.time_ns() // 1000 + _FUTURE_US
-        for sample in sorted(samples, key=lambda sample: int(sample.timeStamp)):
-            if sample.timeStamp <= horizon_us:
-                self._newest_us = max(self._newest_us, sample.timeStamp)
-            found[sample.pid] = self._ratio(sample.smUtil)
-        return found
+    def _of_newest(self, new: Sequence[Any], pids: Container[int]) -> dict[int, float | None]:
+        """The newest sample of each process; None where it can't be, which is counted. The driver also has samples of
+        processes that have ended, and of none: those are of no use."""
+        self._newest.read(sample.timeStamp for sample in new)
+        ordered = sorted(new, key=lambda sample: int(sample.timeStamp))
+        return {sample.pid: self._ratio(sample.smUtil) for sample in ordered if sample.pid in pids}
 
     def _ratio(self, raw: int) -> float | None:
         ratio = values.measured(raw, 32, _PERCENT, _RATIO)

@@ -4,10 +4,9 @@ In: the driver's buffer of samples. Out: their spread, in the table's units.
 State: the time of the newest sample seen. The first reading only takes note of that: the buffer reaches back further
 than a tick.
 On failure: NvmlError. A sample that can't be is left out, and counted.
-Source: nvml.h: samples are stamped in microseconds since the epoch; NOT_FOUND says that there is no new one.
+Source: nvml.h: NOT_FOUND says that there is no new one.
 """
 
-import time
 from collections.abc import Iterable, Sequence
 from statistics import fmean
 from typing import NamedTuple
@@ -15,9 +14,8 @@ from typing import NamedTuple
 from producers.node.nvml import binding, values
 from producers.node.nvml.asking import IMPLAUSIBLE, Asking
 from producers.node.nvml.binding import FieldValue, Handle, NvmlError
+from producers.node.nvml.newest import Newest
 from producers.node.nvml.values import Absent, Limits, Scale
-
-_FUTURE_US = 60_000_000
 
 
 class Spread(NamedTuple):
@@ -33,21 +31,18 @@ class Samples:
 
     def __init__(self, asking: Asking, name: str, kind: int) -> None:
         self._asking, self._name, self._kind = asking, name, kind
-        self._newest_us: int | None = None
+        self._newest = Newest()
 
     def read(self, handle: Handle, scale: Scale, limits: Limits) -> Spread | None:
         """Of the samples since the last time; None the first time, and where there are none. Raises Lost, NvmlError."""
-        horizon_us = time.time_ns() // 1000 + _FUTURE_US
-        since_us = self._newest_us
-        if since_us is not None and since_us > horizon_us:  # the clock was set back
-            since_us = None
-        new = [one for one in self._since(handle, since_us or 0) if (since_us or 0) < one.at_us <= horizon_us]
-        self._newest_us = max((one.at_us for one in new), default=since_us or 0)
+        since_us = self._newest.since_us()
+        new = [one for one in self._since(handle, since_us or 0) if self._newest.is_new(one.at_us)]
+        self._newest.read(one.at_us for one in new)
         return None if since_us is None else self._spread(new, scale, limits)
 
     def forget(self) -> None:
         """What was sampled until now is of another time."""
-        self._newest_us = None
+        self._newest.forget()
 
     def _since(self, handle: Handle, since_us: int) -> Iterable[FieldValue]:
         try:

@@ -210,6 +210,28 @@ def test_a_handle_that_is_another_devices_by_now_is_noticed_at_once() -> None:
     assert bench.uuids() == ["GPU-0", "MIG-z"]
 
 
+def test_an_instance_of_the_same_ids_and_another_profile_is_another() -> None:
+    bench = Bench()
+    bench.gpu.cut(part("MIG-a", 1, "1g.10gb"))
+    bench.read()
+    bench.gpu.cut(part("MIG-a", 1, "1g.20gb"))
+    profiles = [bench.read().devices[1]["mig"]["profile"] for _ in range(11)]
+    assert (profiles[0], profiles[-1]) == ("1g.10gb", "1g.20gb")
+
+
+def test_an_instance_that_was_made_anew_is_not_profiled_from_the_time_before() -> None:
+    bench = Bench()
+    bench.gpu.profiled({2: 40, (1, 2): 60})
+    old = part("MIG-a")
+    bench.gpu.cut(old)
+    bench.read()
+    assert "sm_active_ratio" in bench.read().devices[1]["metrics"]
+    old.error = binding.INVALID_ARGUMENT
+    bench.gpu.cut(part("MIG-a"))
+    seen = [bench.read().devices[1]["metrics"].get("sm_active_ratio") for _ in range(2)]
+    assert seen == [None, 0.6]
+
+
 def test_an_instance_that_can_not_be_listed_is_left_out_and_counted() -> None:
     bench = Bench()
     bad = part("MIG-bad")

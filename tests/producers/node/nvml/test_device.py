@@ -379,6 +379,19 @@ def test_gpm_needs_two_samples_more_than_100_ms_apart() -> None:
     assert bench.asking.errors() == []
 
 
+def test_gpm_that_is_an_invalid_argument_for_a_part_is_not_asked_for_again() -> None:
+    whole, cut = Bench(), Bench(cut=True)
+    for bench in (whole, cut):
+        bench.gpu.profiled({2: 80})
+        bench.gpu.fail("nvmlGpmMetricsGet", binding.INVALID_ARGUMENT)
+        for _ in range(4):
+            bench.values()
+            bench.clock.now_s += 1
+    assert [bench.asked("nvmlGpmMetricsGet") for bench in (whole, cut)] == [3, 1]
+    assert whole.asking.errors() == [("nvmlGpmMetricsGet", "INVALID_ARGUMENT")] * 3
+    assert cut.asking.errors() == []
+
+
 def test_gpm_is_asked_for_the_time_between_one_tick_and_the_next_with_two_buffers() -> None:
     bench = Bench()
     bench.gpu.profiled({2: 80})

@@ -2,6 +2,7 @@
 
 import time
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -160,11 +161,60 @@ def test_a_sample_from_the_future_does_not_hide_those_of_the_present() -> None:
         asked.append(last_us)
         return [busy(7, 50, 2**64 - 1), busy(8, 5, now_us)]
 
-    bench.answers[COMPUTE] = [running(7)]
+    bench.answers[COMPUTE] = [running(7), running(8)]
     bench.answers[NEWER] = since
-    bench.read()
+    assert _shares(bench) == [0.0, 0.05]
     bench.read()
     assert asked == [0, now_us]
+
+
+def test_a_clock_that_is_set_back_does_not_make_busy_processes_idle() -> None:
+    bench = Bench()
+    now_us, hour_us = time.time_ns() // 1000, 3_600_000_000
+    kept = [busy(7, 50, now_us)]
+
+    def since(last_us: int) -> list[Any]:
+        return [one for one in kept if one.timeStamp > last_us]
+
+    bench.answers[COMPUTE] = [running(7)]
+    bench.answers[NEWER] = since
+    assert _shares(bench) == [0.5]
+    kept[:] = [busy(7, 80, now_us - hour_us)]
+    bench.clock.now_s += 1
+    with patch.object(time, "time_ns", lambda: (now_us - hour_us) * 1000):
+        assert _shares(bench) == [0.8]
+
+
+def test_a_clock_that_began_with_the_machine_tells_what_is_new_as_well() -> None:
+    bench = Bench()
+    asked = []
+
+    def since(last_us: int) -> list[Any]:
+        asked.append(last_us)
+        return [busy(7, 10 * len(asked), 1_000_000 * len(asked))]
+
+    bench.answers[COMPUTE] = [running(7)]
+    bench.answers[NEWER] = since
+    assert [_shares(bench), _shares(bench)] == [[0.1], [0.2]]
+    assert asked == [0, 1_000_000]
+
+
+def test_samples_that_are_older_than_was_asked_for_are_not_taken_for_new_ones() -> None:
+    bench = Bench()
+    bench.answers[COMPUTE] = [running(7), running(8)]
+    bench.answers[NEWER] = [busy(7, 90, 100), busy(8, 50, 200)]
+    bench.read()
+    bench.clock.now_s += 1
+    bench.answers[NEWER] = [busy(7, 90, 100), busy(8, 20, 300)]
+    assert _shares(bench) == [0.0, 0.2]
+
+
+def test_garbage_of_processes_that_are_not_on_the_device_is_no_error() -> None:
+    bench = Bench()
+    bench.answers[COMPUTE] = [running(7)]
+    bench.answers[NEWER] = [busy(0, 2**31), busy(99, 4_000_000_000, 2), busy(7, 10, 3)]
+    assert _shares(bench) == [0.1]
+    assert bench.asking.errors() == []
 
 
 def test_where_it_can_not_be_said_how_busy_they_are_the_processes_come_without() -> None:
