@@ -1,8 +1,9 @@
 """How many samples a CPU-second sends by remote write: ``python -m tests.bench.remote_write [--nodes N] [--ticks N]``.
 
-Ticks of 8 GPUs with 27 values each go through the sink's own handler (decode, series, encode, snappy, and a POST to a
-server in another process that answers 204 at once); Kafka's part is left out. Prints stage by stage, then all of it,
-warm and with every label set new in every tick, for 1.0 and 2.0. CPU time of this process only.
+Ticks of 8 GPUs with 27 values each, and what each GPU is, go through the sink's own handler (decode, series, encode,
+snappy, and a POST to a server in another process that answers 204 at once); Kafka's part is left out. Prints stage by
+stage, then all of it, warm, with a quarter of the GPUs shared by 4 pods each, and with every label set new in every
+tick, for 1.0 and 2.0. CPU time of this process only.
 """
 
 import argparse
@@ -35,6 +36,7 @@ from topics.instruments import Instruments
 
 GPUS = 8
 KEYS = list(CATALOGUE)[:27]
+SHARED_BY = 4
 START_MS = 1_795_219_152_000
 
 NULL_RECEIVER = """
@@ -68,28 +70,45 @@ class Read(NamedTuple):
     partition: int = 0
 
 
-def device(rng: random.Random, node: int, gpu: int, pod: str) -> dict[str, Any]:
-    """One GPU that a Job's pod holds."""
+def device(rng: random.Random, node: int, gpu: int, pods: Sequence[str]) -> dict[str, Any]:
+    """One GPU that Jobs' pods hold; where there are several, with their parts."""
+    parts = {"utilization_ratio": 0.2, "memory_used_bytes": 1 << 30, "power_watts": 50.5}
+    shared = len(pods) > 1
     return {
         "uuid": f"GPU-{node:08x}-1c2d-3e4f-5a6b-{gpu:012x}",
         "index": gpu,
         "minor": gpu,
         "model": "NVIDIA H100 80GB HBM3",
         "pci_bus_id": f"00000000:{gpu:02X}:00.0",
+        "info": {
+            "serial": f"{gpu}",
+            "driver_version": "580.95.05",
+            "mig_mode": "disabled",
+            "processes_visible": "true",
+        },
         "metrics": {key: reading(rng, key) for key in KEYS},
-        "holders": [
-            {
-                "namespace": "ml-team",
-                "pod": pod,
-                "pod_uid": "1b6c0f0e-8a1d-4f0b-9d55-0f6f1c9b7a10",
-                "container": "pytorch",
-                "resource": "nvidia.com/gpu",
-                "workload": {"kind": "Job", "name": "bert-finetune-v3"},
-                "job": "bert-finetune-v3",
-                "labels": {"app": "bert"},
-            }
-        ],
+        "holders": [{**holder(pod), **({"parts": parts} if shared else {})} for pod in pods],
+        **({"unattributed": parts, "split_scaled": False} if shared else {}),
     }
+
+
+def holder(pod: str) -> dict[str, Any]:
+    """A Job's pod."""
+    return {
+        "namespace": "ml-team",
+        "pod": pod,
+        "pod_uid": "1b6c0f0e-8a1d-4f0b-9d55-0f6f1c9b7a10",
+        "container": "pytorch",
+        "resource": "nvidia.com/gpu",
+        "workload": {"kind": "Job", "name": "bert-finetune-v3"},
+        "job": "bert-finetune-v3",
+        "labels": {"app": "bert"},
+    }
+
+
+def pods_of(gpu: int, stem: str, *, shared: bool) -> list[str]:
+    """Who holds a GPU; with ``shared`` every fourth is held by several."""
+    return [f"{stem}-{gpu}-{n}" for n in range(SHARED_BY if shared and gpu % 4 == 0 else 1)]
 
 
 def reading(rng: random.Random, key: str) -> float:
@@ -101,13 +120,14 @@ def reading(rng: random.Random, key: str) -> float:
     return 1 << rng.randrange(8) if key == "clock_event_reasons" else rng.randrange(10**9)
 
 
-def log(nodes: int, ticks: int, *, cold: bool) -> list[Read]:
-    """Records of a partition; with ``cold`` every tick finds other pods."""
+def log(nodes: int, ticks: int, *, cold: bool = False, shared: bool = False) -> list[Read]:
+    """Records of a partition; with ``cold`` every tick finds other pods, with ``shared`` a quarter of the GPUs is."""
     rng = random.Random(1)
     records: list[Read] = []
     for seq in range(1, ticks + 1):
         for node in range(nodes):
-            pod = f"bert-{node}-{seq if cold else 0}"
+            stem = f"bert-{node}-{seq if cold else 0}"
+            devices = [device(rng, node, gpu, pods_of(gpu, stem, shared=shared)) for gpu in range(GPUS)]
             content = {
                 "schema": 1,
                 "cluster": "prod-us-east-1",
@@ -117,7 +137,7 @@ def log(nodes: int, ticks: int, *, cold: bool) -> list[Read]:
                 "ts_ms": START_MS + seq * 1000,
                 "offset": seq,
                 "attribution": "exact",
-                "devices": [device(rng, node, gpu, f"{pod}-{gpu}") for gpu in range(GPUS)],
+                "devices": devices,
             }
             records.append(Read(len(records), msgspec.json.encode(content)))
     return records
@@ -217,13 +237,15 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=64)
     parser.add_argument("--ticks", type=int, default=20)
     options = parser.parse_args()
-    warm, cold = (log(options.nodes, options.ticks, cold=cold) for cold in (False, True))
+    size = options.nodes, options.ticks
+    warm = log(*size)
+    logs = (("warm", warm), ("warm, shared", log(*size, shared=True)), ("cold label sets", log(*size, cold=True)))
     values = len(warm) * GPUS * len(KEYS)
     say(f"{len(warm)} ticks of {GPUS} GPUs x {len(KEYS)} values")
     stages(warm)
     with null_receiver() as url:
         protocols: tuple[Protocol, ...] = ("1.0", "2.0")
-        for name, records in (("warm", warm), ("cold label sets", cold)):
+        for name, records in logs:
             for protocol in protocols:
                 cpu, wall = asyncio.run(all_of_it(records, url, protocol))
                 rates = f"{values / cpu / 1e6:8.2f} M values/CPU-s {values / wall / 1e6:8.2f} M/s"
