@@ -51,7 +51,7 @@ class Device(msgspec.Struct, frozen=True, omit_defaults=True):
 
     ``info`` is what the device is, each where it is known: ``serial``, ``driver_version``, ``cuda_version``,
     ``vbios_version``, ``mig_mode`` ("enabled" or "disabled"), ``processes_visible`` ("true" or "false": whether its
-    processes are in the producer's procfs; absent while it has none). ``xids`` counts XID errors by code since the
+    processes are in the producer's procfs; absent until it has had one). ``xids`` counts XID errors by code since the
     producer's start.
     """
 

@@ -1,7 +1,8 @@
 """One physical GPU, on its own thread: who it is, its values and processes, and the MIG devices that it is cut into.
 
 In: NVML's answers. Out: a :class:`Reading` per tick.
-State: the identity from the healthy time, since a lost GPU can't be asked for it; the layout of its MIG devices.
+State: the identity from the healthy time, since a lost GPU can't be asked for it; the layout of its MIG devices;
+whether its processes can be seen, which one that was seen shows for good.
 On failure: a reading never raises for what NVML answers; it says that the GPU can't be opened, or is lost.
 Source: nvml.h. Handles of MIG devices go stale when the layout changes, and may be used again for others: each reading
 asks a handle for its UUID first.
@@ -79,6 +80,7 @@ class Card:
         self._lost = False
         self._can_be_cut = True
         self._mig_mode: Mapping[str, str] = {}
+        self._visible: bool | None = None
         self._listed_s: float | None = None
         self._layout = _Layout()
         self._parts: dict[str, _Part] = {}
@@ -120,7 +122,8 @@ class Card:
             self._lost = False
         if self._listed_s is None or self._clock() - self._listed_s >= self._list_every_s:
             self._list()
-        return [self._device(self._identity, kinds), *self._cut_devices(kinds)]
+        devices = [self._device(self._identity, kinds), *self._cut_devices(kinds)]
+        return [self._with_visible(device, kinds) for device in devices]
 
     def _open(self) -> Mapping[str, Any]:
         """Find out who it is; the UUID is a must. Raises Lost."""
@@ -181,6 +184,14 @@ class Card:
         metrics = self._whole.values()
         found = Found(None, {}) if self._layout.cut else self._processes.read()
         return _device(identity, self._mig_mode, metrics, found, kinds)
+
+    def _with_visible(self, device: dict[str, Any], kinds: Mapping[int, str]) -> dict[str, Any]:
+        """The device, and whether its processes can be seen, once there were some. One that has just ended can't."""
+        if kinds:
+            self._visible = self._visible or any(kind != "unseen" for kind in kinds.values())
+        if self._visible is None:
+            return device
+        return {**device, "info": {**device.get("info", {}), "processes_visible": str(self._visible).lower()}}
 
     def _cut_devices(self, kinds: dict[int, str]) -> Sequence[dict[str, Any]]:
         """The MIG devices; where a handle turns out to be another's, all are listed again, once."""
@@ -282,15 +293,9 @@ def _device(
     device = {**identity, "state": "ok", "metrics": metrics}
     if processes.rows is not None:
         device["processes"] = processes.rows
-    if info := {**identity.get("info", {}), **mig_mode, **_visible(processes)}:
+    if info := {**identity.get("info", {}), **mig_mode}:
         device["info"] = info
     return device
-
-
-def _visible(processes: Found) -> Mapping[str, str]:
-    """Whether any of its processes can be seen, where it has some."""
-    seen = any(kind != "unseen" for kind in processes.kinds.values())
-    return {"processes_visible": "true" if seen else "false"} if processes.kinds else {}
 
 
 def _version(number: int | None) -> str | None:

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -353,6 +354,9 @@ def test_the_environment_and_the_user_of_a_real_process_are_read() -> None:
     variables = {"SLURM_JOB_ID": "4242", "SLURM_JOB_PARTITION": "gpu"}
     with subprocess.Popen(["sleep", "60"], env={**os.environ, **variables}) as process:
         try:
+            environ = Path(f"/proc/{process.pid}/environ")
+            while not environ.read_bytes():  # it has begun before it has one
+                time.sleep(0.01)
             places = Places(jobs=KnownJobs(Users({os.getuid(): "alice"}.get, wait_s=30.0)))
             place = places.of(process.pid)
         finally:

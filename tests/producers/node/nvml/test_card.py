@@ -403,10 +403,18 @@ def test_what_a_gpu_is_is_asked_once_and_told_each_tick() -> None:
     assert [one["info"] for one in bench.read().devices] == [{**expected, "mig_mode": "enabled"}] * 2
 
 
-def test_processes_are_visible_where_one_of_them_is_in_procfs() -> None:
+def test_processes_are_visible_once_one_of_them_was_in_procfs() -> None:
+    """One that has ended is not in procfs either; and without any, what is known of it stays."""
     bench = Bench()
-    assert "info" not in bench.read().devices[0]
-    bench.gpu.answers[COMPUTE] = [running(8), running(9)]
-    assert bench.read().devices[0]["info"] == {"processes_visible": "false"}
-    bench.gpu.answers[COMPUTE] = [running(8), running(7)]
-    assert bench.read().devices[0]["info"] == {"processes_visible": "true"}
+    said = [bench.read().devices[0].get("info")]
+    for pids in ((8, 9), (), (8, 7), (), (8,)):
+        bench.gpu.answers[COMPUTE] = [running(pid) for pid in pids]
+        said.append(bench.read().devices[0].get("info"))
+    hidden, visible = {"processes_visible": "false"}, {"processes_visible": "true"}
+    assert said == [None, hidden, hidden, visible, visible, visible]
+
+
+def test_what_is_visible_on_one_mig_device_is_on_the_others_of_its_gpu() -> None:
+    bench = Bench()
+    bench.gpu.cut(part("MIG-a", 1, "1g.10gb", 7), part("MIG-b", 2))
+    assert {one["info"]["processes_visible"] for one in bench.read().devices} == {"true"}
