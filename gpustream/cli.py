@@ -1,4 +1,4 @@
-"""The command line: ``gpustream run | produce | stream | sink | topics``.
+"""The command line: ``gpustream run | devices | produce | stream | sink | topics``.
 
 A command that runs a component names it by import string, loads it only when it is wanted, and is absent where the
 component does not exist.
@@ -8,7 +8,7 @@ import ctypes
 import logging
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import click
 
@@ -27,7 +27,7 @@ class InOrder(click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """The commands that there are."""
-        return [name for name in ("run", "produce", "stream", "sink", "topics") if name in self.commands]
+        return [name for name in ("run", "devices", "produce", "stream", "sink", "topics") if name in self.commands]
 
 
 @click.group("gpustream", cls=InOrder, epilog="gpustream COMMAND --help says more, with an example.")
@@ -174,6 +174,42 @@ def run(log_format: logs.Format, **given: Any) -> None:
 
     logs.setup(log_format, logging.WARNING if sys.stdout.isatty() else logging.INFO)
     raise SystemExit(run_all(RunSettings(**given, watched=sys.stdout.isatty())))
+
+
+def _check_devices(given: dict[str, Any]) -> list[str]:
+    """What is wrong with the settings of the node that is to be read."""
+    return components.mistakes(components.load(PRODUCERS["node"]), {**given, "kafka": o.HOST_PORTS.example})
+
+
+@main.command(
+    cls=Command,
+    check=_check_devices,
+    example=(
+        "gpustream devices\n"
+        "gpustream devices --device 3 --interval 5s\n"
+        "gpustream devices --pod-resources-socket off --format json    # a machine without Kubernetes"
+    ),
+)
+@option(
+    "--device", show_default="all", help="Only the GPU of this index or UUID, with its MIG devices, or one of them."
+)
+@option("--format", "form", type=click.Choice(["text", "json"]), default="text", help="json: one object, on one line.")
+@o.INTERVAL
+@o.NODE
+@o.reading_a_node
+@o.LOG_FORMAT
+def devices(device: str | None, form: Literal["text", "json"], log_format: logs.Format, **given: Any) -> None:
+    """What of this machine would be sampled now: GPUs, MIG devices, who holds them, their values.
+
+    And what would be left out, by which call of NVML and which error. It takes two readings, an --interval apart, just
+    as the node producer does, which may run beside it; it sends nothing. Exit code 1 without a driver or without a GPU.
+    """
+    from gpustream import devices as command
+
+    logs.setup(log_format, logging.ERROR)
+    node = components.load(PRODUCERS["node"])
+    settings = components.settings(node, {**given, "kafka": o.HOST_PORTS.example})
+    raise SystemExit(command.show(settings, form, device))
 
 
 @main.group()

@@ -13,9 +13,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from producers.node import instruments as names
+from producers.node.nvml.asking import LeftOut, Tried
 from producers.node.nvml.binding import Nvml, Pynvml
 from producers.node.nvml.card import Card, Reading
 from producers.node.nvml.census import Census
@@ -50,6 +51,15 @@ class Pace:
     census_s: float = 40.0
     soon_s: float = 10.0
     list_s: float = 10.0
+
+
+class Refusal(NamedTuple):
+    """The GPU at ``place`` of the driver can't be read, and why. ``uuid`` None: it could not be opened either, and is
+    in no tick."""
+
+    place: int
+    uuid: str | None
+    why: Tried
 
 
 class Gpus:
@@ -109,6 +119,11 @@ class Gpus:
             else:
                 await self._try()
 
+    @property
+    def count(self) -> int:
+        """How many GPUs the driver has; 0 without a driver."""
+        return self._driver.count
+
     def not_ready(self) -> list[str]:
         """What is wrong, for people."""
         indexes = self._missing.indexes
@@ -118,6 +133,20 @@ class Gpus:
             *self._missing.not_ready(),
             *(text for gpu in here for text in gpu.not_ready()),
         ]
+
+    def left_out(self) -> dict[str, LeftOut]:
+        """What the last readings could not have, by the UUID of the device, and why."""
+        found = {uuid: left_out for gpu in self._gpus for uuid, left_out in gpu.left_out().items()}
+        silent = self._events.refusals()
+        for gpu in self._gpus:
+            if gpu.uuid in found and gpu.index in silent:
+                found[gpu.uuid]["xids"] = (silent[gpu.index],)
+        return found
+
+    def refusals(self) -> list[Refusal]:
+        """The GPUs that can't be read now, and why."""
+        asked = [(gpu, gpu.refusal()) for gpu in self._gpus]
+        return [Refusal(gpu.index, gpu.uuid, why) for gpu, why in asked if why is not None]
 
     def fatal(self) -> Exception | None:
         """What only a new process can mend."""

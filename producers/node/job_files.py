@@ -146,7 +146,7 @@ class JobFiles:
         self._worker = None if self._look is None else Worker("job-files")
         self._reading: asyncio.Future[Found] | None = None
         self._jobs: Jobs = {}
-        self._problems: set[tuple[Reason, Path]] = set()
+        self._problems: Mapping[tuple[Reason, Path], Problem] = {}
         self._said_s: dict[tuple[Reason, Path], float] = {}
 
     async def read(self, within_s: float) -> Jobs:
@@ -161,6 +161,10 @@ class JobFiles:
         if not self._take():
             self._tell([Problem("timeout", self._directory, "reading it takes too long")])
         return self._jobs
+
+    def troubles(self) -> list[str]:
+        """What is wrong with what was read last, for people."""
+        return [_sentence(problem) for problem in self._problems.values()]
 
     def close(self) -> None:
         """Let go, without waiting."""
@@ -185,7 +189,7 @@ class JobFiles:
             if which not in self._problems and now_s - self._said_s.get(which, float("-inf")) >= _SAY_AGAIN_S:
                 self._said_s[which] = now_s
                 log.warning("%s", _sentence(problem))
-        self._problems = {(problem.reason, problem.path) for problem in problems}
+        self._problems = {(problem.reason, problem.path): problem for problem in problems}
         self._said_s = {
             which: said_s
             for which, said_s in self._said_s.items()

@@ -5,7 +5,7 @@ On failure: :class:`Lost` where the answer is that nothing can be asked of the G
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from producers.node.nvml import binding
 from producers.node.nvml.binding import FieldId, FieldValue, GpmSample, Handle, Nvml, NvmlError
@@ -14,6 +14,12 @@ T = TypeVar("T")
 
 IMPLAUSIBLE = "IMPLAUSIBLE"
 """What a value that can't be is counted as."""
+
+NO_VALUE = "NO_VALUE"
+"""The error of what was answered without a value: it is not known, or there is nothing new."""
+
+SHARED_INSTANCE = "SHARED_INSTANCE"
+"""The error of what is only known of a whole GPU instance, which several MIG devices share."""
 
 _LOST = frozenset(
     {
@@ -37,6 +43,17 @@ _UNSUPPORTED = frozenset(
 """What the device or its driver can't be asked, now and later."""
 
 
+class Tried(NamedTuple):
+    """What was asked for in vain, and the error that NVML gave, without NVML_ERROR_, or one of those above."""
+
+    call: str
+    error: str
+
+
+LeftOut = dict[str, tuple[Tried, ...]]
+"""By what there is not (a key of the catalogue, "processes", "info.serial", ...), what was tried, in that order."""
+
+
 class Lost(Exception):
     """Nothing can be asked of the GPU: ``call`` answered ``error``."""
 
@@ -56,12 +73,13 @@ def is_unsupported(error: NvmlError) -> bool:
 
 
 class Asking:
-    """NVML as one GPU's thread asks it. ``doing`` may be read from any thread."""
+    """NVML as one GPU's thread asks it. ``doing`` may be read from any thread; ``refusals`` is what was noted."""
 
     def __init__(self, nvml: Nvml) -> None:
         self._nvml = nvml
         self._errors: list[tuple[str, str]] = []
         self.doing = ""
+        self.refusals: dict[str, Tried] = {}
 
     def open(self, index: int) -> Handle:
         """The GPU of that index. Raises NvmlError."""
@@ -96,24 +114,23 @@ class Asking:
         """What nvmlGpmMetricsGet gives. Raises Lost, NvmlError."""
         return self._do("nvmlGpmMetricsGet", lambda: self._nvml.gpm_metrics(older, newer, metrics))
 
-    def optional(self, function: str, handle: Handle) -> Any:
-        """What pynvml's ``function`` gives; None where it fails, which is counted. Raises Lost."""
+    def optional(self, function: str, handle: Handle, what: str = "") -> Any:
+        """What pynvml's ``function`` gives; None where it fails, which is counted, and noted as ``what``.
+
+        Raises Lost.
+        """
         try:
             return self.ask(function, handle)
         except NvmlError as error:
-            if not is_unsupported(error):
-                self.count(function, error.name)
-            return None
+            return self._refused(what, error)
 
-    def system(self, function: str) -> Any:
-        """What pynvml's ``function`` of no GPU gives; None where it fails, which is counted."""
+    def system(self, function: str, what: str = "") -> Any:
+        """What pynvml's ``function`` of no GPU gives; None where it fails, which is counted, and noted as ``what``."""
         self.doing = function
         try:
             return self._nvml.system(function)
         except NvmlError as error:
-            if not is_unsupported(error):
-                self.count(function, error.name)
-            return None
+            return self._refused(what, error)
 
     def count(self, call: str, error: str) -> None:
         """A value is left out."""
@@ -123,6 +140,12 @@ class Asking:
         """What was counted since the last time: call and error."""
         found, self._errors = self._errors, []
         return found
+
+    def _refused(self, what: str, error: NvmlError) -> None:
+        if what:
+            self.refusals[what] = Tried(self.doing, error.name)
+        if not is_unsupported(error):
+            self.count(self.doing, error.name)
 
     def _do(self, call: str, work: Callable[[], T]) -> T:
         self.doing = call

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from producers.node.nvml import binding
-from producers.node.nvml.asking import Asking, Lost, is_unsupported
+from producers.node.nvml.asking import Asking, LeftOut, Lost, Tried, is_unsupported
 from producers.node.nvml.binding import Handle, Nvml, NvmlError
 from producers.node.nvml.device import Device
 from producers.node.nvml.processes import Found, Placing, Processes
@@ -109,6 +109,17 @@ class Card:
             self._forget()
         return Reading(self._identity, devices, trouble, self._asking.errors(), kinds, self._clock() - began_s)
 
+    def left_out(self) -> dict[str, LeftOut]:
+        """What the last reading could not have, by the UUID of the device, and why. Not while it reads."""
+        if self._identity is None:
+            return {}
+        parts = {uuid: {**part.device.left_out(), **part.processes.left_out()} for uuid, part in self._parts.items()}
+        whole = {**self._refusals(), **self._whole.left_out(), **self._processes.left_out()}
+        return {self._identity["uuid"]: whole, **parts}
+
+    def _refusals(self) -> LeftOut:
+        return {what: (tried,) for what, tried in self._asking.refusals.items()}
+
     def let_go(self) -> None:
         """Give back what NVML has lent, before it is closed. It is had anew where the GPU is read again."""
         for profiling in self._profilings:
@@ -141,9 +152,9 @@ class Card:
             "uuid": uuid,
             "index": self.index,
             "vendor": "nvidia",
-            "model": self._asking.optional("nvmlDeviceGetName", self._handle),
-            "pci_bus_id": _pci_bus_id(self._asking.optional("nvmlDeviceGetPciInfo", self._handle)),
-            "minor": self._asking.optional("nvmlDeviceGetMinorNumber", self._handle),
+            "model": self._asking.optional("nvmlDeviceGetName", self._handle, "model"),
+            "pci_bus_id": _pci_bus_id(self._asking.optional("nvmlDeviceGetPciInfo", self._handle, "pci_bus_id")),
+            "minor": self._asking.optional("nvmlDeviceGetMinorNumber", self._handle, "minor"),
             "info": self._asked_info() or None,
         }
         return {key: value for key, value in asked.items() if value is not None}
@@ -151,10 +162,10 @@ class Card:
     def _asked_info(self) -> dict[str, str]:
         """What does not change while NVML is open."""
         asked = {
-            "serial": self._asking.optional("nvmlDeviceGetSerial", self._handle),
-            "driver_version": self._asking.system("nvmlSystemGetDriverVersion"),
-            "cuda_version": _version(self._asking.system("nvmlSystemGetCudaDriverVersion_v2")),
-            "vbios_version": self._asking.optional("nvmlDeviceGetVbiosVersion", self._handle),
+            "serial": self._asking.optional("nvmlDeviceGetSerial", self._handle, "info.serial"),
+            "driver_version": self._asking.system("nvmlSystemGetDriverVersion", "info.driver_version"),
+            "cuda_version": _version(self._asking.system("nvmlSystemGetCudaDriverVersion_v2", "info.cuda_version")),
+            "vbios_version": self._asking.optional("nvmlDeviceGetVbiosVersion", self._handle, "info.vbios_version"),
         }
         return {key: value for key, value in asked.items() if value}
 
@@ -221,10 +232,12 @@ class Card:
             cut = bool(self._asking.ask("nvmlDeviceGetMigMode", self._handle)[0])
             instances = list(self._instances()) if cut else []
         except NvmlError as error:
+            self._asking.refusals["mig"] = Tried(self.doing, error.name)
             self._can_be_cut = not is_unsupported(error)
             if self._can_be_cut:
                 self._asking.count(self.doing, error.name)
             return
+        self._asking.refusals.pop("mig", None)
         self._mig_mode = {"mig_mode": "enabled" if cut else "disabled"}
         self._arrange(cut, instances)
 

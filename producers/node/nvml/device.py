@@ -1,7 +1,8 @@
 """The metric values of one device, a GPU or a part of one, as the table says.
 
 In: NVML's answers. Out: values by the catalogue's keys.
-State: the source of each key that the device supports, and the last reading of each counter that makes a rate.
+State: the source of each key that the device supports, why it is not one before, and the last reading of each counter
+that makes a rate.
 On failure: a source that the device does not support gives way to the next one, for good, and is not counted; any other
 error leaves out its values this time, and is counted; so is a value that can't be.
 """
@@ -11,7 +12,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from producers.node.nvml import binding, values
-from producers.node.nvml.asking import IMPLAUSIBLE, Asking, Lost, is_lost, is_unsupported
+from producers.node.nvml.asking import (
+    IMPLAUSIBLE,
+    NO_VALUE,
+    SHARED_INSTANCE,
+    Asking,
+    LeftOut,
+    Lost,
+    Tried,
+    is_lost,
+    is_unsupported,
+)
 from producers.node.nvml.binding import FieldValue, Handle, NvmlError
 from producers.node.nvml.links import Links
 from producers.node.nvml.profiling import Profiling
@@ -22,6 +33,7 @@ from producers.node.nvml.values import Absent, Count
 FIELDS = Call("nvmlDeviceGetFieldValues")
 METRICS = Call("nvmlGpmMetricsGet")
 
+_MEMORY = "nvmlDeviceGetMemoryInfo"
 _TOTAL = "memory_total_bytes"
 _PARTS = ("memory_used_bytes", "memory_free_bytes", "memory_reserved_bytes")
 
@@ -35,6 +47,14 @@ class Wanted(NamedTuple):
 
 Question = Call | Sampled | Linked
 """What is asked at once."""
+
+
+class Missed(NamedTuple):
+    """A key whose source the device does not support."""
+
+    row: Row
+    why: Tried
+
 
 Plan = Mapping[Question, Sequence[Wanted]]
 """Every question of a tick, and what is wanted of its answer."""
@@ -76,18 +96,32 @@ class Device:
         self._samples: dict[Sampled, Samples] = {}
         self._links = Links(asking)
         self._counts: dict[str, Count] = {}
+        self._unsupported: LeftOut = {}
+        self._failures: dict[str, Tried] = {}
+        self._found: Mapping[str, float] = {}
 
     def values(self) -> dict[str, float]:
         """The values of this moment. Raises Lost: also where all that answers is that a reset is needed."""
         found: dict[str, float] = {}
         self._refused: Lost | None = None
         self._answers = 0
+        self._failures.clear()
         pending = self._plan
         while pending:
-            pending = self._fall_back([row for one in pending.items() for row in self._take(*one, found)])
+            pending = self._fall_back([missed for one in pending.items() for missed in self._take(*one, found)])
         if self._refused is not None and not self._answers:
             raise self._refused
-        return self._consistent(found)
+        self._found = self._consistent(found)
+        return found
+
+    def left_out(self) -> LeftOut:
+        """Every key without a value in the last reading: the sources that it does not support, then what the one that
+        it does support gave instead of a value."""
+        return {row.key: self._tried(row, left) for row, left in self._sources.items() if row.key not in self._found}
+
+    def _tried(self, row: Row, left: Sequence[Source]) -> tuple[Tried, ...]:
+        last = (self._failures.get(row.key, Tried(left[0].question.name, NO_VALUE)),) if left else ()
+        return (*self._unsupported.get(row.key, ()), *last)
 
     def probe(self) -> None:
         """Ask the first question only. Raises Lost where that is all that the device says."""
@@ -111,16 +145,17 @@ class Device:
         if self._profiling is not None:
             self._profiling.forget()
 
-    def _fall_back(self, missed: Sequence[Row]) -> Plan:
+    def _fall_back(self, missed: Sequence[Missed]) -> Plan:
         """Forget the sources of these rows; the plan for their next ones."""
         if not missed:
             return {}
-        for row in missed:
+        for row, why in missed:
             self._sources[row] = self._sources[row][1:]
+            self._unsupported[row.key] = (*self._unsupported.get(row.key, ()), why)
         self._plan = plan(self._sources.items())
-        return plan((row, self._sources[row]) for row in missed)
+        return plan((row, self._sources[row]) for row, _ in missed)
 
-    def _take(self, question: Question, wanted: Sequence[Wanted], found: dict[str, float]) -> Iterable[Row]:
+    def _take(self, question: Question, wanted: Sequence[Wanted], found: dict[str, float]) -> Iterable[Missed]:
         """Ask, and put what is wanted of the answer into ``found``; gives the rows that the device does not support."""
         if question is FIELDS:
             return self._take_fields(wanted, found)
@@ -133,69 +168,74 @@ class Device:
         try:
             answer = self._asking.ask(question.function, self.handle, *question.arguments)
         except NvmlError as error:
-            return [one.row for one in wanted] if self._never(question, error) else self._failed(question.name, error)
+            return self._without(question.name, wanted, error, never=self._never(question, error))
         self._answers += 1
         self._answered.add(question)
         for row, source in wanted:
             self._put(row, source, _part(answer, source.part), source.bits, found)
         return ()
 
-    def _take_fields(self, wanted: Sequence[Wanted], found: dict[str, float]) -> Iterable[Row]:
+    def _take_fields(self, wanted: Sequence[Wanted], found: dict[str, float]) -> Iterable[Missed]:
         fields = [one.source.question for one in wanted]
         try:
             answers = self._asking.fields(self.handle, [field.number for field in fields if isinstance(field, Field)])
         except NvmlError as error:
             if error.code == binding.INVALID_ARGUMENT and len(wanted) > 1:  # one of them, unknown to this driver
-                return [row for one in wanted for row in self._take_fields([one], found)]
-            if is_unsupported(error) or error.code == binding.INVALID_ARGUMENT:
-                return [one.row for one in wanted]
-            return self._failed(FIELDS.name, error)
-        pairs = zip(wanted, answers, strict=True)
-        return [one.row for one, answer in pairs if not self._put_field(one, answer, found)]
+                return [missed for one in wanted for missed in self._take_fields([one], found)]
+            never = is_unsupported(error) or error.code == binding.INVALID_ARGUMENT
+            return self._without(FIELDS.name, wanted, error, never=never)
+        return self._take_each(wanted, answers, found)
 
-    def _take_metrics(self, wanted: Sequence[Wanted], found: dict[str, float]) -> Iterable[Row]:
+    def _take_metrics(self, wanted: Sequence[Wanted], found: dict[str, float]) -> Iterable[Missed]:
         metrics = [one.source.question for one in wanted]
         if self._profiling is None:
-            return [one.row for one in wanted]
+            return _missed(wanted, Tried(METRICS.name, SHARED_INSTANCE))
         try:
             answers = self._profiling.read([metric.number for metric in metrics if isinstance(metric, Metric)])
         except NvmlError as error:
-            return (
-                [one.row for one in wanted] if self._never(METRICS, error) else self._failed(self._asking.doing, error)
-            )
+            return self._without(self._asking.doing, wanted, error, never=self._never(METRICS, error))
         if answers is None:
             return ()
         self._answered.add(METRICS)
-        pairs = zip(wanted, answers, strict=True)
-        return [one.row for one, answer in pairs if not self._put_field(one, answer, found)]
+        return self._take_each(wanted, answers, found)
 
-    def _take_samples(self, sampled: Sampled, wanted: Sequence[Wanted], found: dict[str, float]) -> Iterable[Row]:
+    def _take_samples(self, sampled: Sampled, wanted: Sequence[Wanted], found: dict[str, float]) -> Iterable[Missed]:
         samples = self._samples.setdefault(sampled, Samples(self._asking, sampled.name, sampled.number))
         row, source = wanted[0]
         try:
             spread = samples.read(self.handle, source.scale, row.limits)
         except NvmlError as error:
-            return [one.row for one in wanted] if self._never(sampled, error) else self._failed(sampled.name, error)
+            return self._without(sampled.name, wanted, error, never=self._never(sampled, error))
         self._answered.add(sampled)
         if spread is not None:
             found.update({row.key: _part(spread, source.part) for row, source in wanted})
         return ()
 
-    def _take_linked(self, linked: Linked, wanted: Sequence[Wanted], found: dict[str, float]) -> Iterable[Row]:
+    def _take_linked(self, linked: Linked, wanted: Sequence[Wanted], found: dict[str, float]) -> Iterable[Missed]:
         row, source = wanted[0]
         try:
             counted = self._links.errors(self.handle, linked)
         except NvmlError as error:
-            if not self._never(linked, error):
-                return self._failed(linked.name, error)
-            if self._links.newer:  # the field for all links says 0, whatever they count
+            never = self._never(linked, error)
+            if never and self._links.newer:  # the field for all links says 0, whatever they count
                 self._sources[row] = row.sources[:1]
-            return [row]
+            return self._without(linked.name, wanted, error, never=never)
         self._answers += 1
         self._answered.add(linked)
         value = counted if isinstance(counted, Absent) else values.within(counted, row.limits)
         self._keep(row, source, value, found)
         return ()
+
+    def _take_each(
+        self, wanted: Sequence[Wanted], answers: Sequence[FieldValue], found: dict[str, float]
+    ) -> Iterable[Missed]:
+        """Answers with a return code each."""
+        pairs = zip(wanted, answers, strict=True)
+        return [
+            Missed(one.row, Tried(one.source.question.name, NvmlError(answer.code).name))
+            for one, answer in pairs
+            if not self._put_field(one, answer, found)
+        ]
 
     def _put_field(self, wanted: Wanted, answer: FieldValue, found: dict[str, float]) -> bool:
         """Whether the device supports the field or metric."""
@@ -209,7 +249,7 @@ class Device:
             raise Lost(source.question.name, error)
         if is_unsupported(error) or error.code == binding.INVALID_ARGUMENT:
             return False
-        self._failed(source.question.name, error)
+        self._failed(source.question.name, [wanted], error)
         return True
 
     def _put(self, row: Row, source: Source, raw: Any, bits: int, found: dict[str, float], at_us: int = 0) -> None:
@@ -224,6 +264,7 @@ class Device:
     def _keep(self, row: Row, source: Source, value: float | Absent, found: dict[str, float]) -> None:
         if value is Absent.IMPLAUSIBLE:
             self._asking.count(source.question.name, IMPLAUSIBLE)
+            self._failures[row.key] = Tried(source.question.name, IMPLAUSIBLE)
         elif not isinstance(value, Absent):
             found[row.key] = value
 
@@ -242,8 +283,13 @@ class Device:
         first = self._cut and question not in self._answered
         return is_unsupported(error) or (first and error.code == binding.INVALID_ARGUMENT)
 
-    def _failed(self, name: str, error: NvmlError) -> tuple[Row, ...]:
+    def _without(self, name: str, wanted: Sequence[Wanted], error: NvmlError, *, never: bool) -> Iterable[Missed]:
+        """What is wanted can't be had: not this time, or ``never``."""
+        return _missed(wanted, Tried(name, error.name)) if never else self._failed(name, wanted, error)
+
+    def _failed(self, name: str, wanted: Iterable[Wanted], error: NvmlError) -> tuple[Missed, ...]:
         self._asking.count(name, error.name)
+        self._failures.update({one.row.key: Tried(name, error.name) for one in wanted})
         if error.code == binding.RESET_REQUIRED:
             self._refused = Lost(name, error)
         return ()
@@ -254,8 +300,13 @@ class Device:
         for key in _PARTS:
             if total is not None and found.get(key, 0) > total:
                 del found[key]
-                self._asking.count("nvmlDeviceGetMemoryInfo", IMPLAUSIBLE)
+                self._asking.count(_MEMORY, IMPLAUSIBLE)
+                self._failures[key] = Tried(_MEMORY, IMPLAUSIBLE)
         return found
+
+
+def _missed(wanted: Iterable[Wanted], why: Tried) -> list[Missed]:
+    return [Missed(one.row, why) for one in wanted]
 
 
 def _part(answer: Any, part: str | int | None) -> Any:

@@ -18,8 +18,8 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from producers.node.nvml.asking import is_lost, is_unsupported
-from producers.node.nvml.binding import EventSet, Handle, Nvml, NvmlError, Told
+from producers.node.nvml.asking import Tried, is_lost, is_unsupported
+from producers.node.nvml.binding import NOT_SUPPORTED, EventSet, Handle, Nvml, NvmlError, Told
 from producers.node.nvml.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -76,6 +76,11 @@ class Events:
         """Whether NVML may not be opened again."""
         return self._worker.busy
 
+    def refusals(self) -> dict[int, Tried]:
+        """The GPUs, by index, whose XID errors are not told, and why."""
+        useless = self._watch.useless
+        return dict(self._watch.refusals) if useless is None else dict.fromkeys(self._added, useless)
+
     def watch(self) -> None:
         """From now on GPUs may be added: NVML is open."""
         self._paused = False
@@ -123,11 +128,16 @@ class Events:
 
 
 class _Watch:
-    """The set of events of NVML as it is open now. All but ``ending`` and ``new`` is for the thread."""
+    """The set of events of NVML as it is open now. ``useless``: why no GPU is ever told of.
+
+    All else but ``ending``, ``new`` and ``refusals`` is for the thread.
+    """
 
     def __init__(self, nvml: Nvml, clock: Callable[[], float]) -> None:
         self.ending = threading.Event()
         self.new: queue.SimpleQueue[tuple[int, Handle]] = queue.SimpleQueue()
+        self.refusals: dict[int, Tried] = {}
+        self.useless: Tried | None = None
         self._nvml, self._clock = nvml, clock
         self._handles: dict[int, Handle] = {}
         self._events: EventSet | None = None
@@ -136,13 +146,12 @@ class _Watch:
         self._again_s = clock()
         self._rest_s = 0.0
         self._doing = ""
-        self._useless = False
 
     @property
     def ended(self) -> bool:
         """Whether nothing is to be waited for any more."""
         idle = not (self._indexes or self._missing) and self.new.empty()
-        return self._useless or idle or self.ending.is_set()
+        return self.useless is not None or idle or self.ending.is_set()
 
     def run(self) -> _Seen:
         """Wait until there is something to tell."""
@@ -166,8 +175,11 @@ class _Watch:
     def _failed(self, error: NvmlError, seen: _Seen) -> None:
         """The set is of no use any more; one that never will be is not to be made anew."""
         self.close()
-        self._useless = is_unsupported(error)
-        if not self._useless:
+        why = Tried(self._doing, error.name)
+        self.refusals = dict.fromkeys(self._handles, why)
+        if is_unsupported(error):
+            self.useless = why
+        else:
             seen.errors.append((self._doing, error.name))
             self._rest_s = min(LONGEST_REST_S, max(1.0, 2 * self._rest_s))
 
@@ -200,6 +212,7 @@ class _Watch:
             try:
                 self._register_one(gpu, self._handles[gpu])
             except NvmlError as error:
+                self.refusals = {**self.refusals, gpu: Tried(self._doing, error.name)}
                 if is_unsupported(error):
                     self._leave_out(gpu)
                 elif not is_lost(error):  # whoever reads its values says so
@@ -210,12 +223,12 @@ class _Watch:
             return
         self._doing = "nvmlDeviceGetSupportedEventTypes"
         if not self._nvml.ask(self._doing, handle) & XID_EVENT:
-            self._leave_out(gpu)
-            return
+            raise NvmlError(NOT_SUPPORTED)
         self._doing = "nvmlDeviceRegisterEvents"
         self._nvml.register(handle, XID_EVENT, self._events)
         self._indexes[self._nvml.address(handle)] = gpu
         self._missing.discard(gpu)
+        self.refusals = {index: why for index, why in self.refusals.items() if index != gpu}
 
     def _leave_out(self, gpu: int) -> None:
         """It has no such events."""

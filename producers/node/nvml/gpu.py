@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from producers.node import instruments as names
-from producers.node.nvml.asking import Lost
+from producers.node.nvml.asking import LeftOut, Lost, Tried
 from producers.node.nvml.binding import Handle
 from producers.node.nvml.card import Card, Reading
 from producers.node.nvml.missing import bare, identity
@@ -21,6 +21,9 @@ from producers.node.nvml.worker import Worker
 from topics.instruments import Instruments
 
 log = logging.getLogger(__name__)
+
+TIMEOUT = "TIMEOUT"
+"""The error of a call that has not returned."""
 
 
 class Gpu:
@@ -88,6 +91,18 @@ class Gpu:
         if reading is not None and reading.devices:
             return reading.devices
         return bare(self.known, "lost" if self.trouble is not None and not self.busy else "timeout")
+
+    def left_out(self) -> dict[str, LeftOut]:
+        """What the last reading could not have, by the UUID of the device, and why; nothing while it reads."""
+        return {} if self.busy else self._card.left_out()
+
+    def refusal(self) -> Tried | None:
+        """The call that ended the last reading, or that has not returned; None where it works."""
+        if self.busy:
+            return Tried(self._card.doing, TIMEOUT)
+        if self.lost is not None:
+            return Tried(self.lost.call, self.lost.error.name)
+        return Tried("", self.trouble) if self.trouble is not None else None
 
     def watch(self) -> None:
         """Say once that it hangs."""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 from producers.node.cgroups import Place
 from producers.node.nvml import binding, values
-from producers.node.nvml.asking import IMPLAUSIBLE, Asking, is_unsupported
+from producers.node.nvml.asking import IMPLAUSIBLE, Asking, LeftOut, Tried, is_unsupported
 from producers.node.nvml.binding import Handle, NvmlError
 from producers.node.nvml.newest import Newest
 from producers.node.nvml.table import LARGEST_MEMORY_BYTES
@@ -71,19 +71,32 @@ class Processes:
         self._newest = Newest()
         self._ratios: dict[int, float | None] = {}
         self._sampled_s = clock()
+        self._errors: dict[str, str] = {}
+        self._left_out: dict[str, Sequence[str]] = {}
 
     def read(self) -> Found:
         """Those of this moment, each once. Raises Lost."""
+        self._left_out.clear()
         try:
             memory = self._memory()
         except _Failed:
-            return Found(None, {})
+            memory = None
         if memory is None:
+            self._left_out["processes"] = [name for names in LISTS for name in names]
             return Found(None, {})
         ratios = self._ratio_of(memory) if memory else None
+        if memory and ratios is None:
+            self._left_out["processes.sm_utilization_ratio"] = UTILIZATION
         placed = [(pid, held, self._places.of(pid)) for pid, held in memory.items()]
         rows = [_row(pid, held, ratios, place) for pid, held, place in placed]
         return Found(rows, {pid: _kind(place) for pid, _, place in placed})
+
+    def left_out(self) -> LeftOut:
+        """What the last reading could not have of them."""
+        return {
+            what: tuple(Tried(name, self._errors[name]) for name in names if name in self._errors)
+            for what, names in self._left_out.items()
+        }
 
     def _memory(self) -> dict[int, int | None] | None:
         """What each process holds, None where that is not known; None where the device lists no processes."""
@@ -140,6 +153,7 @@ class Processes:
             try:
                 return names, self._listed(names[0], *arguments)
             except NvmlError as error:
+                self._errors[names[0]] = error.name
                 if not (is_unsupported(error) or (self._cut and error.code == binding.INVALID_ARGUMENT)):
                     self._asking.count(names[0], error.name)
                     raise _Failed from None

@@ -29,14 +29,15 @@ class Profiling:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._asking, self._gpu, self._instance, self._clock = asking, gpu, instance, clock
-        self._supported: bool | None = None
+        self._asked = False
+        self._unsupported: NvmlError | None = None
         self._buffers: list[GpmSample] = []
         self._taken_s: float | None = None
 
     def read(self, metrics: Sequence[int]) -> Sequence[FieldValue] | None:
         """The metrics since the last time, in that order; None the first time, and where that was too short a time ago.
 
-        Raises Lost, NvmlError: NOT_SUPPORTED where the GPU has no GPM.
+        Raises Lost, NvmlError: one of those that no repetition mends where the GPU has no GPM.
         """
         self._must_be_supported()
         now_s = self._clock()
@@ -59,18 +60,20 @@ class Profiling:
             self._asking.gpm_free(self._buffers.pop())
 
     def _must_be_supported(self) -> None:
-        if self._supported is None:
-            self._supported = self._is_supported()
-        if not self._supported:
-            raise NvmlError(binding.NOT_SUPPORTED)
+        if not self._asked:
+            self._unsupported, self._asked = self._refusal(), True
+        if self._unsupported is not None:
+            raise self._unsupported
 
-    def _is_supported(self) -> bool:
+    def _refusal(self) -> NvmlError | None:
+        """Why the GPU has no GPM; None where it has. Raises Lost, NvmlError."""
         try:
-            return bool(self._asking.ask("nvmlGpmQueryDeviceSupport", self._gpu).isSupportedDevice)
+            supported = self._asking.ask("nvmlGpmQueryDeviceSupport", self._gpu).isSupportedDevice
         except NvmlError as error:
             if not is_unsupported(error):
                 raise
-            return False
+            return error
+        return None if supported else NvmlError(binding.NOT_SUPPORTED)
 
     def _take(self) -> None:
         """Fill the older buffer, and make it the newer one."""

@@ -61,10 +61,10 @@ class Bench:
     def run(self) -> None:
         self.tasks.append(asyncio.create_task(self.gpus.run()))
 
-    async def comes(self, expected: dict[str, str]) -> None:
+    async def comes(self, expected: dict[str, str], within_s: float = 30) -> None:
         """Tick until the devices are in these states."""
         for _ in range(3000):
-            if (last := await self.states()) == expected:
+            if (last := await self.states(within_s)) == expected:
                 return
             await asyncio.sleep(0.01)
         raise AssertionError(last)
@@ -541,7 +541,7 @@ async def test_a_gpu_that_hangs_while_nvml_is_opened_again_is_a_timeout_and_not_
     quick.nvml.gpus.append(FakeDevice("GPU-new"))
     quick.run()
     await until(lambda: quick.value(own.OPENED) == 2)
-    assert await quick.states(0.7) == OK | {"GPU-1": "timeout", "GPU-new": "ok"}
+    await quick.comes(OK | {"GPU-1": "timeout", "GPU-new": "ok"}, 0.7)
     assert hang.begun.is_set()
     hang.end.set()
     await quick.comes(OK | {"GPU-new": "ok"})
@@ -710,3 +710,49 @@ async def test_events_are_waited_for_anew_when_nvml_was_opened_again(quick: Benc
     await until(lambda: quick.value(own.XIDS, of="device") == 1)
     assert (await quick.read())[3]["xids"] == {"31": 1}
     assert len(quick.nvml.sets) == 1
+
+
+async def test_gpus_that_can_not_be_read_say_by_which_call_and_why_and_those_that_work_what_they_leave_out(
+    bench: Bench,
+) -> None:
+    bench.nvml.gpus.append(FakeDevice("GPU-3"))
+    bench.nvml.gpus[3].open_error = binding.NO_PERMISSION
+    await bench.open()
+    assert bench.gpus.count == 4
+    assert set(bench.gpus.left_out()) == set(OK)
+    bench.nvml.gpus[0].error = binding.GPU_IS_LOST
+    hang = bench.nvml.hang("GPU-1", POWER)
+    await bench.read(0.7)
+    assert bench.gpus.refusals() == [
+        (0, "GPU-0", ("nvmlDeviceGetUtilizationRates", "GPU_IS_LOST")),
+        (1, "GPU-1", (POWER, "TIMEOUT")),
+        (3, None, ("nvmlDeviceGetHandleByIndex", "NO_PERMISSION")),
+    ]
+    assert "GPU-1" not in bench.gpus.left_out()
+    bench.nvml.gpus[0].error = None
+    hang.end.set()
+    await bench.comes(OK)
+    assert [refusal.place for refusal in bench.gpus.refusals()] == [3]
+
+
+async def test_a_gpu_that_tells_no_xid_errors_leaves_them_out_until_it_does(bench: Bench) -> None:
+    _with_events(bench)
+    bench.nvml.gpus[1].fail("nvmlDeviceGetSupportedEventTypes", binding.NO_PERMISSION)
+    bench.nvml.gpus[2].answers["nvmlDeviceGetSupportedEventTypes"] = 0
+    await bench.open()
+
+    def silent() -> dict[str, Any]:
+        return {uuid: found["xids"] for uuid, found in bench.gpus.left_out().items() if "xids" in found}
+
+    types = "nvmlDeviceGetSupportedEventTypes"
+    both = {"GPU-1": ((types, "NO_PERMISSION"),), "GPU-2": ((types, "NOT_SUPPORTED"),)}
+    await until(lambda: silent() == both)
+    _with_events(bench)
+    await until(lambda: silent() == {"GPU-2": both["GPU-2"]})
+
+
+async def test_without_sets_of_events_no_gpu_tells_xid_errors(bench: Bench) -> None:
+    bench.nvml.events_error = binding.FUNCTION_NOT_FOUND
+    await bench.open()
+    why = ("nvmlEventSetCreate", "FUNCTION_NOT_FOUND")
+    await until(lambda: {found.get("xids") for found in bench.gpus.left_out().values()} == {(why,)})
