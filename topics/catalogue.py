@@ -59,7 +59,8 @@ DERIVED: dict[Profile, tuple[Ratio, ...]] = {
 
 HOLDERS = Info(
     "gpu_holders",
-    "Pods that hold the device: 0 where nobody does. Absent where the node's kubelet has not said who does.",
+    "Pods that hold the device, those that only their processes show among them: 0 where nobody does. Absent where the "
+    "node's kubelet has not said who does.",
 )
 """With the names of ``otel``."""
 

@@ -195,7 +195,7 @@ class SimulatedFleet:
     def _read(self, index: int, file: BinaryIO | None) -> None:
         node, publisher = self._nodes[index], self._publishers[index]
         elapsed_ms = self._clock.elapsed_ms()
-        reading, ts_ms = node.read(elapsed_ms), self._clock.start_ms + elapsed_ms
+        reading, ts_ms = node.read(elapsed_ms, self._clock.start_ms), self._clock.start_ms + elapsed_ms
         seq = publisher.publish(ts_ms, reading.devices, reading.containers)
         if file is not None:
             rows = truth.rows(

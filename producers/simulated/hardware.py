@@ -37,7 +37,8 @@ MIG_LAYOUT = (
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A GPU model: watts, MHz, bytes; ``fan`` and ``memory_sensor`` say whether it has one."""
+    """A GPU model: watts, MHz, bytes; ``fan`` and ``memory_sensor`` say whether it has one, ``gpm`` whether it has
+    GPM, as Hopper and later have, and ``nvlink_bytes_per_second`` is what its NVLinks carry in each direction."""
 
     name: str
     memory_bytes: int
@@ -54,15 +55,58 @@ class Model:
     fan: bool = False
     memory_sensor: bool = True
     remaps_rows: bool = True
+    gpm: bool = False
+    nvlink_bytes_per_second: float = 0.0
+    vbios_version: str = ""
 
 
 MODELS = (
     Model(
-        "NVIDIA H100 80GB HBM3", 81559 * MIB, 551 * MIB, 700.0, 68.0, 345, 1980, 2619, 0, 5.5e10, "p5.48xlarge", True
+        "NVIDIA H100 80GB HBM3",
+        81559 * MIB,
+        551 * MIB,
+        700.0,
+        68.0,
+        345,
+        1980,
+        2619,
+        0,
+        5.5e10,
+        "p5.48xlarge",
+        mig=True,
+        gpm=True,
+        nvlink_bytes_per_second=4.5e11,
+        vbios_version="96.00.99.00.01",
     ),
-    Model("NVIDIA L40S", 46068 * MIB, 473 * MIB, 350.0, 34.0, 210, 2520, 9001, 8, 2.8e10, "g6e.48xlarge"),
     Model(
-        "NVIDIA A100-SXM4-80GB", 81920 * MIB, 636 * MIB, 400.0, 56.0, 210, 1410, 1593, 0, 2.8e10, "p4de.24xlarge", True
+        "NVIDIA L40S",
+        46068 * MIB,
+        473 * MIB,
+        350.0,
+        34.0,
+        210,
+        2520,
+        9001,
+        8,
+        2.8e10,
+        "g6e.48xlarge",
+        vbios_version="95.02.66.00.02",
+    ),
+    Model(
+        "NVIDIA A100-SXM4-80GB",
+        81920 * MIB,
+        636 * MIB,
+        400.0,
+        56.0,
+        210,
+        1410,
+        1593,
+        0,
+        2.8e10,
+        "p4de.24xlarge",
+        mig=True,
+        nvlink_bytes_per_second=3.0e11,
+        vbios_version="92.00.45.00.03",
     ),
     Model(
         "NVIDIA RTX 6000 Ada Generation",
@@ -78,8 +122,12 @@ MODELS = (
         "bare-metal-8x6000ada",
         fan=True,
         memory_sensor=False,
+        vbios_version="95.02.2D.00.05",
     ),
 )
+
+DRIVERS = (("570.124.06", "12.8"), ("550.163.01", "12.4"))
+"""Versions of the driver and of the CUDA that it has; every fourth node is not updated yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +138,7 @@ class Device:
     index: int
     pci_bus_id: str
     model: Model
+    info: dict[str, str]
     mig_mode: bool = False
     slice_of: int | None = None
     slice: Slice | None = None
@@ -110,6 +159,7 @@ class Device:
             "pci_bus_id": self.pci_bus_id,
             "minor": self.index,
             "state": "ok",
+            "info": self.info,
         }
         if self.slice is None:
             return found
@@ -152,12 +202,21 @@ def machine(cluster: str, seed: int, index: int, gpus: int) -> Machine:
         uuid = names.device_uuid("GPU", cluster, seed, index, gpu)
         bus = f"{0 if gpu < 16 else 1:08X}:{(0x0A + 0x0F * (gpu % 16)) & 0xFF:02X}:00.0"
         parent = len(devices)
-        devices.append(Device(uuid, gpu, bus, model, mig_mode=cut))
+        info = _info(index, model, serial=names.serial(cluster, seed, index, gpu), cut=cut)
+        devices.append(Device(uuid, gpu, bus, model, info, mig_mode=cut))
         for part in MIG_LAYOUT if cut else ():
             mig_uuid = names.device_uuid("MIG", cluster, seed, index, gpu, part.gpu_instance)
-            devices.append(Device(mig_uuid, gpu, bus, model, slice_of=parent, slice=part))
+            devices.append(Device(mig_uuid, gpu, bus, model, info, slice_of=parent, slice=part))
     units = tuple(unit for at, device in enumerate(devices) for unit in _units(device, at, flavour))
     return Machine(flavour, model, tuple(devices), units, _labels(cluster, index, gpus, flavour, model))
+
+
+def _info(node: int, model: Model, *, serial: str, cut: bool) -> dict[str, str]:
+    """What a GPU is; its MIG devices are the same."""
+    driver, cuda = DRIVERS[node % 4 == 3]
+    versions = {"driver_version": driver, "cuda_version": cuda, "vbios_version": model.vbios_version}
+    mode = {"mig_mode": "enabled" if cut else "disabled"} if model.mig else {}
+    return {"serial": serial, **versions, **mode}
 
 
 def _units(device: Device, at: int, flavour: Flavour) -> tuple[Unit, ...]:

@@ -42,6 +42,11 @@ def device_uuid(prefix: str, *parts: object) -> str:
     return f"{prefix}-{uuid.UUID(bytes=digest(prefix, *parts)[:16])}"
 
 
+def serial(*parts: object) -> str:
+    """The serial number of a GPU: 13 digits."""
+    return f"{int.from_bytes(digest('serial', *parts)[:8], 'big') % 10**13:013d}"
+
+
 def suffix(*parts: object) -> str:
     """The 5 characters that Kubernetes appends to a generated name."""
     return "".join(_ALPHABET[byte % len(_ALPHABET)] for byte in digest("suffix", *parts)[:5])

@@ -60,13 +60,14 @@ class SimulatedNode:
         self._order = 0
         self._redraw_ms = 0
 
-    def read(self, at_ms: int) -> Reading:
-        """What a producer on the node would read at ``at_ms``."""
+    def read(self, at_ms: int, start_ms: int = 0) -> Reading:
+        """What a producer on the node would read at ``at_ms``, for a fleet that began at ``start_ms`` since the epoch:
+        a function of the time, but for the events, which are those since the reading before."""
         self._advance(at_ms)
         seen_ms = self._lag.seen_ms(at_ms)
         self._recent = [pod for pod in self._recent if pod.end_ms > seen_ms]
         return Reading(
-            devices=[self._device(position, at_ms) for position in range(len(self._identities))],
+            devices=[self._device(position, at_ms, start_ms) for position in range(len(self._identities))],
             containers=kubelet.containers(self._recent, seen_ms),
             holders=self._holders(at_ms),
             reported=self._holders(seen_ms),
@@ -133,14 +134,22 @@ class SimulatedNode:
             for gpu in touched:
                 gpu.redraw(at_ms)
 
-    def _device(self, position: int, at_ms: int) -> JsonDict:
+    def _device(self, position: int, at_ms: int, start_ms: int) -> JsonDict:
         gpu, part = self._owner[position]
         identity = self._identities[position]
         if part is None:
             return {**identity, "metrics": gpu.common(at_ms), "processes": []}
         whole = part.device.slice is None
-        metrics = {**gpu.unshared(), **part.memory(), **gpu.common(at_ms)} if whole else part.memory()
-        return {**identity, "metrics": metrics, "processes": [load.process(utilization=whole) for load in part.loads]}
+        metrics = (
+            {**gpu.unshared(), **part.memory(), **gpu.common(at_ms)} if whole else {**part.memory(), **part.profile}
+        )
+        processes = [load.process(utilization=whole) for load in part.loads]
+        found = {**identity, "metrics": metrics, "processes": processes}
+        if part.worked:
+            found["info"] = {**identity["info"], "processes_visible": "true"}
+        if part.xids:
+            found |= {"xids": part.xids, "events": part.events(start_ms)}
+        return found
 
     def _holders(self, at_ms: int) -> tuple[Holders, ...]:
         """Who held each device at ``at_ms``: each container once, in the order of their names."""

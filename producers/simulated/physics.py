@@ -11,6 +11,7 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
+from producers.simulated import profiling
 from producers.simulated.hardware import MIB, REPLICAS, Device, Model
 from producers.simulated.pods import Container, Pod
 
@@ -20,6 +21,9 @@ LOADING_MS = 8_000
 
 GPU_IDLE, POWER_CAP, THERMAL_SLOWDOWN = 0x1, 0x4, 0x20
 """Bits of clock_event_reasons."""
+
+XIDS = (13, 31, 43)
+"""The codes of XID errors that programs cause: an engine's exception, a page fault, a channel that was stopped."""
 
 _HEAT_LAG_MS = 25_000.0
 _PAGE = 2 * MIB
@@ -48,13 +52,17 @@ class Load:
 
 
 class Part:
-    """What NVML has of its own for a GPU or a MIG instance: memory, processes, and their sum of activity."""
+    """What NVML has of its own for a GPU or a MIG instance: memory, processes, their sum of activity, XID errors."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
         self.loads: list[Load] = []
         self.utilization = 0.0
         self.used_bytes = 0
+        self.worked = False
+        self.profile: dict[str, float] = {}
+        self.xids: dict[str, int] = {}
+        self._untold: list[tuple[int, int]] = []
         self.reserved_bytes = int(device.model.reserved_bytes * (device.memory_bytes / device.model.memory_bytes))
 
     def begin(self, pod: Pod, container: Container, position: int) -> None:
@@ -73,12 +81,25 @@ class Part:
         for load in self.loads:
             load.activity = activity(load.pod, now_ms, chance.random()) * (1.0 if load.share == 1.0 else 0.5)
             load.memory_bytes = memory(load, self.device.memory_bytes, now_ms)
+        self.worked |= bool(self.loads)
         wanted = sum(load.activity for load in self.loads)
         for load in self.loads:
             load.activity = round(load.activity / max(wanted, 1.0), 2)
         self.utilization = min(1.0, round(sum((load.activity for load in self.loads), 0.0), 2))
         overhead = 3 * MIB + 12 * MIB * len(self.loads)
         self.used_bytes = overhead + sum(load.memory_bytes for load in self.loads)
+        if self.device.model.gpm:
+            self.profile = profiling.active(self.utilization, chance.random())
+
+    def fail(self, now_ms: int, code: int) -> None:
+        """An XID error."""
+        self.xids = {**self.xids, str(code): self.xids.get(str(code), 0) + 1}
+        self._untold.append((now_ms, code))
+
+    def events(self, start_ms: int) -> list[dict[str, Any]]:
+        """The errors since this was asked last, their times added to ``start_ms``."""
+        untold, self._untold = self._untold, []
+        return [{"kind": "xid", "code": code, "ts_ms": start_ms + at_ms} for at_ms, code in untold]
 
     def video(self) -> float:
         """The activity of what encodes and decodes video."""
@@ -140,6 +161,7 @@ class Gpu:
         self.corrected = self.replays = 0
         self.remapped = int(chance.random() < 0.02)
         self._spread = 0.5
+        self._profile: dict[str, float] = {}
 
     def redraw(self, now_ms: int) -> None:
         """What the GPU does from now on, after ``now_ms`` minus the last redraw of what it did."""
@@ -157,9 +179,30 @@ class Gpu:
         self.power_watts = round(self._model.idle_watts * (0.97 + 0.06 * spread) + room * min(0.97, wanted), 3)
         if first:
             self._temperature = self._target()
+        self._profile = self._profiled(self._chance.random())
         if self._fragile and spread > 0.999:
-            self.corrected += 1
-            self.replays += 1
+            self._suffer(now_ms)
+
+    def _suffer(self, now_ms: int) -> None:
+        """What happens to a fragile GPU now and then; where programs run on it, one of them fails."""
+        self.corrected += 1
+        self.replays += 1
+        working = [part for part in self.parts if part.loads]
+        if working:
+            self._chance.choice(working).fail(now_ms, self._chance.choice(XIDS))
+
+    def _profiled(self, chance: float) -> dict[str, float]:
+        """What the driver sampled within the second, and what GPM says of it. In MIG mode NVML has neither samples of
+        the utilization nor NVLinks."""
+        model, power = self._model, self.power_watts
+        idle, limit = 1.03 * model.idle_watts, model.power_limit_watts
+        found = profiling.spread("power", "watts", power, least=idle, most=limit, chance=chance)
+        if self.device.mig_mode:
+            return found | (profiling.active(self.load, chance) if model.gpm else {})
+        busy = self.parts[0].utilization
+        found |= profiling.spread("gpu_utilization", "ratio", busy, least=0.0, most=1.0, chance=chance)
+        links = profiling.links(model.nvlink_bytes_per_second, self.load, chance) if model.gpm else {}
+        return found | self.parts[0].profile | links
 
     def occupied(self) -> bool:
         """Whether anything runs on it."""
@@ -203,7 +246,7 @@ class Gpu:
             found["memory_temperature_celsius"] = heat + 6 + int(6 * self.load)
         if model.fan:
             found["fan_speed_ratio"] = round(min(1.0, max(0.3, (heat - 20) / 65)), 2)
-        return found
+        return {**found, **self._profile}
 
     def unshared(self) -> dict[str, float]:
         """The metrics that NVML refuses in MIG mode."""

@@ -16,9 +16,9 @@ from producers.simulated.pods import TEMPLATES, Place, Pod, Template, pod
 
 SHORTEST_LIFE_MS = 500
 
-REBIRTH_MS = (2_500, 8_000)
-"""How long a pod of a StatefulSet is away before it is back under its name: longer than a kubelet lags, so that at no
-time one name stands for two pods that a snapshot could mean."""
+REBIRTH_MS = (4_000, 9_000)
+"""How long a pod of a StatefulSet is away before it is back under its name: more than twice as long as a kubelet lags.
+So at no time one name stands for two pods that a snapshot could mean: the one that it tells of is the nearer one."""
 
 
 class Tenant(NamedTuple):

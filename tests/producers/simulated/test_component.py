@@ -121,10 +121,10 @@ async def test_a_clock_that_steps_back_starts_a_new_run_of_every_node() -> None:
     sender, stop = FakeSender(prompt=True), asyncio.Event()
     component = SimulatedFleet(settings(stop_after_ticks=None), sender=sender, clock=clock)
     running = asyncio.create_task(run(component, stop))
-    for total in (10, 20):
+    for total, step_s in ((10, 3600.0), (20, 0.0)):
         while sum(seq for _, _, seq in component.sampled()) < total:  # noqa: ASYNC110 - real time passes
             await asyncio.sleep(0.005)
-        wall[0] -= 3600.0
+        wall[0] -= step_s
     stop.set()
     await running
 

@@ -21,6 +21,11 @@ def test_a_pods_uid_is_a_version_4_uuid(of: tuple[object, ...]) -> None:
 
 
 @given(parts)
+def test_a_serial_number_has_13_digits(of: tuple[object, ...]) -> None:
+    assert re.fullmatch(r"[0-9]{13}", names.serial(*of))
+
+
+@given(parts)
 def test_generated_names_have_no_vowels(of: tuple[object, ...]) -> None:
     assert re.fullmatch(r"[bcdfghjklmnpqrstvwxz2456789]{5}", names.suffix(*of))
     assert re.fullmatch(r"[bcdf456789]{1,10}", names.template_hash(*of))

@@ -1,6 +1,7 @@
 """A simulated GPU keeps to the laws that a real one keeps to."""
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable
 
 import pytest
@@ -17,6 +18,9 @@ from topics.catalogue import CATALOGUE
 LIMITS = {model.name: model for model in MODELS}
 RATIOS = [key for key in CATALOGUE if key.endswith("_ratio")]
 COUNTERS = [key for key in CATALOGUE if key.endswith("_total")]
+PROFILED = {key for key in CATALOGUE if key.endswith(("_active_ratio", "_occupancy_ratio"))}
+"""What GPM says of GPUs and GPU instances."""
+SAMPLED = (("gpu_utilization", "ratio", "gpu_utilization_ratio"), ("power", "watts", "power_watts"))
 
 nodes = st.builds(
     lambda seed, index, life: Fleet(5, 4, seed=seed, pod_life_s=life).node(index),
@@ -117,11 +121,106 @@ def test_a_gpu_in_mig_mode_has_no_utilization_and_leaves_memory_to_its_instances
     assert {"gpu_utilization_ratio", "encoder_utilization_ratio", "memory_used_bytes"} & gpu["metrics"].keys() == set()
     assert {"power_watts", "energy_joules_total", "temperature_celsius"} <= gpu["metrics"].keys()
     assert [row["mig"]["profile"] for row in instances] == ["3g.40gb", "2g.20gb", "1g.10gb", "1g.10gb"]
+    own = {f"memory_{part}_bytes" for part in ("used", "free", "total", "reserved")}
     for row in instances:
-        assert row["metrics"].keys() == {f"memory_{part}_bytes" for part in ("used", "free", "total", "reserved")}
+        assert row["metrics"].keys() == own | PROFILED
         assert (row["index"], row["pci_bus_id"], row["minor"]) == (gpu["index"], gpu["pci_bus_id"], gpu["minor"])
         assert (row["mig"]["parent_uuid"], row["mig"]["uuid"]) == (gpu["uuid"], row["uuid"])
     assert "gpu_utilization_ratio" in other["metrics"]
+
+
+@settings(max_examples=25, deadline=None)
+@given(nodes)
+def test_what_the_driver_samples_goes_up_and_down_around_what_it_says(node: SimulatedNode) -> None:
+    for rows in devices(node, range(0, 30_000, 700)):
+        for stem, unit, key in SAMPLED:
+            for metrics in (device["metrics"] for device in rows):
+                if key in metrics:
+                    least, mean, most = (metrics[f"{stem}_{part}_{unit}"] for part in ("min", "mean", "max"))
+                    assert least <= mean == pytest.approx(metrics[key], abs=0.001)
+                    assert mean <= most
+                else:
+                    assert f"{stem}_mean_{unit}" not in metrics
+
+
+def test_spikes_of_a_second_are_seen() -> None:
+    gaps = [
+        device["metrics"]["gpu_utilization_max_ratio"] - device["metrics"]["gpu_utilization_ratio"]
+        for rows in devices(Fleet(1, 8).node(0), range(0, 60_000, 1_000))
+        for device in rows
+    ]
+
+    assert min(gaps) == pytest.approx(0, abs=1e-9)
+    assert max(gaps) > 0.1
+
+
+def test_gpm_is_there_on_hopper_and_later_and_knows_the_links_of_whole_gpus() -> None:
+    links = {"nvlink_tx_bytes_per_second", "nvlink_rx_bytes_per_second"}
+    for index in range(8):
+        for device in Fleet(8, 2).node(index).read(20_000).devices:
+            hopper = "H100" in device["model"]
+            profiled = (PROFILED | links) & device["metrics"].keys()
+            cut = device["info"].get("mig_mode") == "enabled"
+            assert profiled == (PROFILED | (set() if cut else links) if hopper else set())
+
+
+@settings(max_examples=25, deadline=None)
+@given(nodes)
+def test_what_is_busy_was_profiled_as_busy(node: SimulatedNode) -> None:
+    for rows in devices(node, range(0, 30_000, 700)):
+        for device in rows:
+            metrics = device["metrics"]
+            if "sm_active_ratio" in metrics:
+                engine = metrics["graphics_engine_active_ratio"]
+                assert engine == metrics.get("gpu_utilization_ratio", engine)
+                assert max(metrics[key] for key in PROFILED) == engine
+                assert (engine == 0) == (metrics["sm_active_ratio"] == 0)
+
+
+def test_a_device_says_what_it_is_and_its_mig_devices_say_the_same() -> None:
+    gpu, *instances, other = Fleet(4, 2).node(3).read(5_000).devices
+    versions = {"serial", "driver_version", "cuda_version", "vbios_version", "mig_mode"}
+
+    assert versions <= gpu["info"].keys() <= versions | {"processes_visible"}
+    assert (gpu["info"]["mig_mode"], other["info"]["mig_mode"]) == ("enabled", "disabled")
+    assert gpu["info"]["serial"] != other["info"]["serial"]
+    for row in instances:
+        assert {**row["info"], "processes_visible": "true"} == {**gpu["info"], "processes_visible": "true"}
+
+
+def test_processes_are_visible_from_the_first_one_on() -> None:
+    found = set()
+    for rows in devices(Fleet(4, 8, pod_life_s=5).node(1), range(0, 60_000, 1_000)):
+        had = False
+        for device in rows:
+            had |= bool(device["processes"])
+            assert device["info"].get("processes_visible") == ("true" if had else None)
+            found.add(had)
+
+    assert found == {True, False}
+
+
+def test_an_xid_error_is_told_once_with_its_time_and_counted_from_then_on() -> None:
+    node = Fleet(4, 8).node(3)
+    for gpu in node._gpus:
+        gpu._fragile = True
+    told: dict[str, list[JsonDict]] = {}
+    for at_ms in range(0, 1_000_000, 5_000):
+        for device in node.read(at_ms, 10**12).devices:
+            events = told.setdefault(device["uuid"], [])
+            for event in device.get("events", ()):
+                assert event["kind"] == "xid"
+                assert at_ms - 5_000 < event["ts_ms"] - 10**12 <= at_ms
+                events.append(event)
+            assert device.get("xids", {}) == Counter(str(event["code"]) for event in events)
+
+    assert {uuid[:3] for uuid, events in told.items() if events} == {"GPU", "MIG"}
+
+
+def test_most_gpus_never_have_an_xid_error() -> None:
+    gpus = [gpu for index in range(20) for gpu in Fleet(20, 8).node(index)._gpus]
+
+    assert 0 < sum(gpu._fragile for gpu in gpus) < len(gpus) / 8
 
 
 def test_busy_idle_and_bursty_pods_and_unheld_gpus_are_told_apart() -> None:

@@ -1,0 +1,106 @@
+"""A simulated fleet through the join: who is reported to hold a device holds it, and parts and rest are the device."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import msgspec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from producers.simulated.fleet import Fleet, Tick, ticks
+from streams.attribution import join
+from topics.allocations import Allocations
+from topics.attributed import AttributedDevice
+from topics.samples import Sample
+from topics.workloads import NodeWorkloads
+
+START_MS = 1_795_218_340_000
+TOLD_WITHIN = 2
+"""How many ticks later the API server has told of a pod."""
+
+QUANTITIES = (
+    ("gpu_utilization_ratio", "utilization_ratio"),
+    ("memory_used_bytes", "memory_used_bytes"),
+    ("power_watts", "power_watts"),
+)
+
+fleets = st.builds(
+    Fleet,
+    nodes=st.just(4),
+    gpus=st.sampled_from([1, 2, 8]),
+    seed=st.integers(0, 10_000),
+    pod_life_s=st.sampled_from([3.0, 10.0, 60.0]),
+)
+
+
+class Seen(NamedTuple):
+    """A device of a tick as it was attributed, and who was reported to hold it."""
+
+    device: AttributedDevice
+    reported: list[tuple[str, ...]]
+
+    def held(self) -> list[tuple[str, ...]]:
+        """The containers that hold it."""
+        rows = [(h.namespace, h.pod, h.pod_uid or "", h.container or "") for h in self.device.holders]
+        return sorted(rows)
+
+
+def attributed(fleet: Fleet, count: int) -> Iterator[Seen]:
+    """Every device of every tick, joined in a replay: what is known of the pods is read first."""
+    log = list(ticks(fleet, START_MS, 1000, count + TOLD_WITHIN))
+    states: dict[str, join.NodeState] = {}
+    for tick in log:
+        for told in _told(tick):
+            states[tick.node.name], _ = join.step(states.get(tick.node.name, join.NEW), told, 10.0)
+    for tick in (tick for tick in log if tick.seq <= count):
+        for record in _read(tick):
+            states[tick.node.name], joined = join.step(states[tick.node.name], record, 10.0)
+        for device, rows in zip(joined[0].sample.devices, tick.reading.reported, strict=True):
+            reported = [(h["namespace"], h["pod"], h["pod_uid"], h["container"]) for h in rows]
+            yield Seen(device, sorted(reported))
+
+
+def _told(tick: Tick) -> Iterable[NodeWorkloads]:
+    head = {"schema": 1, "cluster": "default", "node": tick.node.name, "epoch": 1}
+    for known in tick.news:
+        told: dict[str, Any] = {**head, "seq": known.at_ms, "ts_ms": known.at_ms, "pods": known.pods}
+        yield msgspec.convert(told, NodeWorkloads)
+
+
+def _read(tick: Tick) -> Iterable[join.Record]:
+    head = {"schema": 1, "cluster": "default", "node": tick.node.name, "run_id": 1, "seq": tick.seq}
+    yield msgspec.convert({**head, "ts_ms": tick.ts_ms, "containers": tick.reading.containers}, Allocations)
+    sample = {**head, "ts_ms": tick.ts_ms, "allocations_seq": tick.seq, "devices": tick.reading.devices}
+    yield join.Tick(msgspec.convert(sample, Sample), tick.seq, 0.0, float("-inf"))
+
+
+@settings(max_examples=25, deadline=None)
+@given(fleets)
+def test_those_who_are_reported_to_hold_a_device_hold_it_and_nobody_else(fleet: Fleet) -> None:
+    for seen in attributed(fleet, 30):
+        assert seen.held() == seen.reported
+        assert seen.device.conflict is None
+
+
+@settings(max_examples=25, deadline=None)
+@given(fleets)
+def test_parts_and_rest_are_the_device_at_every_tick_and_none_is_negative(fleet: Fleet) -> None:
+    for device, _ in attributed(fleet, 30):
+        parts = [holder.parts for holder in device.holders]
+        assert (device.unattributed is not None) == bool(parts)
+        for key, quantity in QUANTITIES:
+            of = [getattr(one, quantity) for one in (*parts, device.unattributed) if one is not None]
+            whole = device.metrics.get(key)
+            if whole is None or not parts or (device.mig and quantity != "memory_used_bytes"):
+                assert all(value is None for value in of)
+            else:
+                assert min(of) >= 0
+                assert abs(sum(of) - whole) <= 1e-9 * whole
+
+
+def test_pods_share_gpus_and_their_processes_may_sum_to_more() -> None:
+    seen = [device for device, _ in attributed(Fleet(2, 8, pod_life_s=60), 60)]
+    pods = [{(h.namespace, h.pod) for h in device.holders} for device in seen]
+
+    assert max(map(len, pods)) > 2
+    assert any(len(of) > 1 and device.unattributed for of, device in zip(pods, seen, strict=True))
