@@ -249,7 +249,7 @@ _PCIE = (
     _metric(
         "pcie_replays_total",
         "replays",
-        "PCIe packets that were sent again.",
+        "PCIe packets that were sent again, since the GPU was reset.",
         "nvmlDeviceGetPcieReplayCounter",
         otel=(Series("gpu_pcie_replay_count"),),
         dcgm=(Series("DCGM_FI_DEV_PCIE_REPLAY_COUNTER"),),
@@ -279,7 +279,7 @@ _FAULTS = (
     _metric(
         "remapped_rows_correctable_total",
         "rows",
-        "Memory rows remapped for correctable errors.",
+        "Memory rows remapped for correctable errors in the GPU's life; never reset.",
         "nvmlDeviceGetRemappedRows, corrected",
         otel=(Series("gpu_row_remap_count", _labels(gpu_ecc_error_type="correctable")),),
         dcgm=(Series("DCGM_FI_DEV_CORRECTABLE_REMAPPED_ROWS"),),
@@ -287,7 +287,7 @@ _FAULTS = (
     _metric(
         "remapped_rows_uncorrectable_total",
         "rows",
-        "Memory rows remapped for uncorrectable errors.",
+        "Memory rows remapped for uncorrectable errors in the GPU's life; never reset.",
         "nvmlDeviceGetRemappedRows, uncorrected",
         otel=(Series("gpu_row_remap_count", _labels(gpu_ecc_error_type="uncorrectable")),),
         dcgm=(Series("DCGM_FI_DEV_UNCORRECTABLE_REMAPPED_ROWS"),),

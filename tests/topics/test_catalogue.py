@@ -62,6 +62,14 @@ def test_every_row_says_what_it_is_and_where_nvml_has_it() -> None:
         assert metric.nvml
 
 
+def test_every_counter_says_since_when_it_counts() -> None:
+    counters = [metric for metric in CATALOGUE.values() if metric.kind == "counter"]
+    assert counters
+    assert [
+        metric.key for metric in counters if not re.search(r"since the|in the GPU's life|never reset", metric.help)
+    ] == []
+
+
 @every_profile
 def test_no_two_series_of_a_profile_have_one_name_and_one_set_of_labels(profile: Profile) -> None:
     identities = [(one.name, frozenset(one.labels)) for one in every_series(profile)]
