@@ -125,7 +125,7 @@ def _device(device: Json, told: dict[str, str]) -> Iterator[str]:
 
 
 def _block(device: Json, told: dict[str, str], width: int) -> Iterator[str]:
-    yield _title(device)
+    yield from _line("", _title(device), width)
     if device["refusal"] is not None:
         yield from _line("why", sentence([device["refusal"]]), width)
     yield from _line("uuid", device["uuid"], width)

@@ -344,6 +344,14 @@ def test_many_processes_are_counted_and_the_first_are_shown() -> None:
     assert any("and 12 more" in line for line in lines)
 
 
+def test_no_line_is_too_long_however_long_names_are() -> None:
+    who = {"namespace": "n" * 63, "pod": "p" * 253, "container": "c" * 63, "resource": "r" * 63, "hami_slot": True}
+    holders = [{**who, "device_id": "d" * 300}]
+    device = {**DEVICE, "model": "m" * 96, "holders": holders, "refusal": {"call": "c" * 120, "error": "E" * 80}}
+    report = {**REPORT, "node": "n" * 253, "devices": [{**device, "state": "lost", "left_out": []}]}
+    assert max(map(len, devices_text.text(report).splitlines())) <= devices_text.WIDTH
+
+
 def test_a_value_too_long_for_a_column_has_a_line_of_its_own() -> None:
     metrics = {"gpu_utilization_ratio": 1, "low_utilization_violation_seconds_total": 1e12, "power_watts": 5}
     device = {**DEVICE, "metrics": metrics, "holders": [], "refusal": None, "left_out": []}

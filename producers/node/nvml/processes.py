@@ -151,13 +151,16 @@ class Processes:
         """The names that are left, and what the first of them answers; None where none is. Raises _Failed."""
         while names:
             try:
-                return names, self._listed(names[0], *arguments)
+                found = self._listed(names[0], *arguments)
             except NvmlError as error:
                 self._errors[names[0]] = error.name
                 if not (is_unsupported(error) or (self._cut and error.code == binding.INVALID_ARGUMENT)):
                     self._asking.count(names[0], error.name)
                     raise _Failed from None
                 names = names[1:]
+            else:
+                self._errors.pop(names[0], None)
+                return names, found
         return names, None
 
     def _listed(self, name: str, *arguments: Any) -> Sequence[Any]:

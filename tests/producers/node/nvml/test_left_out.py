@@ -118,6 +118,9 @@ def test_processes_that_can_not_be_listed_are_left_out_and_their_utilization_onl
     assert "processes.sm_utilization_ratio" not in found
     bench.gpu.answers[COMPUTE] = []
     assert "processes" not in bench.left_out()
+    graphics = COMPUTE.replace("Compute", "Graphics")
+    bench.gpu.fail(graphics, binding.UNKNOWN)
+    assert _calls(bench.left_out()["processes"]) == [(graphics, "UNKNOWN")]
 
 
 def test_parts_of_the_identity_and_the_mig_mode_are_left_out_too() -> None:
