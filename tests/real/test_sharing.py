@@ -1,13 +1,11 @@
 """GPUs that pods share, from a node's drivers to Prometheus: at every tick the parts and the rest are the device.
 
-One node, told a story (:mod:`tests.real.sharing`) through a scripted NVML, a procfs of files and a kubelet;
-attribution; and a sink with each of two naming profiles, into a Prometheus each. A scene begins in the quiet between
-two ticks, and each GPU's PCIe replays count the scenes, so that each tick says which one it is of.
+A node is told a story (:mod:`tests.real.sharing`), once, on the stage of :mod:`tests.real.sharing_stage`; attribution;
+and a sink with each of two naming profiles, into a Prometheus each.
 """
 
 import asyncio
-import json
-import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -15,26 +13,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from aiokafka import AIOKafkaProducer
 
-from tests.nvml.scripted import NO_INSTANCE, NoCompiler, Process, ScriptedNvml, library
-from tests.producers.node.pod_resources import Server
-from tests.producers.node.procfs import Procfs
+from tests.nvml.scripted import NoCompiler, library
 from tests.real.conftest import need
-from tests.real.pipeline import Gpustream, lag, read_all
+from tests.real.pipeline import read_all
 from tests.real.servers import KafkaServer, Missing, PrometheusServer, Series, find_java, find_kafka, find_prometheus
-from tests.real.sharing import DRA_DEVICES, GPUS, LATE, NAMESPACE, Running, Scene, Truth, mig_uuid, pids, pod_uid, story
+from tests.real.sharing import GPUS, LATE, NAMESPACE, Scene, Truth, mig_uuid, pod_uid
+from tests.real.sharing_stage import BLIND, NODE, TICKS, UNSEEN, tell
 from topics import broker
 from topics.attributed import AttributedDevice, AttributedSample
 from topics.decoding import decoder
-from topics.topic import node_key
 
 pytestmark = pytest.mark.timeout(200)
 
-CLUSTER, NODE = "sharing", "gpu-node-1"
-TICKS = 2
-QUIET_S = 0.2
-WITHIN_S = 60.0
 QUANTITIES = ("utilization_ratio", "memory_used_bytes", "power_watts")
 
 
@@ -79,10 +70,12 @@ Key = tuple[str, str]
 
 @dataclass(frozen=True)
 class Told:
-    """What came out: the scenes, the ticks of gpu.attributed in order, and the receivers by naming profile."""
+    """What came out: the scenes, the ticks of gpu.attributed in order, those of the node that sees no processes, and
+    the receivers by naming profile."""
 
     scenes: Sequence[Scene]
     ticks: Sequence[AttributedSample]
+    blind: Sequence[AttributedSample]
     receivers: Mapping[str, PrometheusServer]
 
     def truths(self, tick: AttributedSample) -> Mapping[str, Truth]:
@@ -103,81 +96,6 @@ def _as_known(truth: Truth, device: AttributedDevice) -> Truth:
     return truth.without(LATE) if unknown else truth
 
 
-class Stage:
-    """Where scenes are played."""
-
-    def __init__(self, directory: Path, kafka: str) -> None:
-        self.nvml = ScriptedNvml(directory / "nvml", gpus=8, log=True)
-        self.procfs = Procfs(directory / "proc")
-        self.kubelet = Server(directory / "kubelet.sock")
-        self._kafka = kafka
-        self._pods: Sequence[Mapping[str, Any]] | None = None
-        self._told = 0
-        self._alive: dict[int, Running] = {}
-
-    def play(self, scene: Scene, number: int) -> None:
-        """Everything says what the scene says; the API server first, but of the pods that it hears of later."""
-        if scene.pods != self._pods:
-            self._pods, self._told = scene.pods, self._told + 1
-            asyncio.run(self._tell(scene.pods))
-        self._wait_for_quiet()
-        self._begin_and_end(pids([scene]))
-        self.kubelet.reply = scene.kubelet
-        with self.nvml.at_once():
-            self._script(scene, number)
-
-    def watched(self, ticks: int) -> None:
-        """Waits until so many ticks more have been read."""
-        self.kubelet.called(self.kubelet.calls + ticks)
-        self._wait_for_quiet()
-
-    def _wait_for_quiet(self) -> None:
-        """Waits until the tick that asked the kubelet has been answered by the GPUs."""
-        calls = -1
-        while calls != (calls := self._calls()):
-            time.sleep(QUIET_S)
-
-    def _calls(self) -> int:
-        return sum(not call.function.startswith("nvmlEvent") for call in self.nvml.calls())
-
-    def _script(self, scene: Scene, number: int) -> None:
-        for gpu, uuid in enumerate(GPUS):
-            truth = scene.devices[uuid]
-            self.nvml.set(gpu, memory_used=truth.memory, power_mw=truth.milliwatts, utilization_gpu=truth.busy or 0)
-            self.nvml.set(gpu, pcie_replays=number, gpm_2=truth.sm_active or 0)
-            if gpu in scene.migs:
-                self.nvml.mig(gpu, scene.migs[gpu])
-                active = {mig.gpu_instance: scene.devices[mig_uuid(gpu, mig.gpu_instance)] for mig in scene.migs[gpu]}
-                self.nvml.set(gpu, **{f"gpm_2_gi{gi}": one.sm_active or 0 for gi, one in active.items()})
-            self.nvml.processes(gpu, [_process(one, instance) for one, instance in scene.on(gpu)])
-        for gpu, code, instance in scene.xids:
-            self.nvml.xid(gpu, code, NO_INSTANCE if instance is None else instance)
-
-    def _begin_and_end(self, alive: Mapping[int, Running]) -> None:
-        for pid in self._alive.keys() - alive.keys():
-            self.procfs.end(pid)
-        for pid in alive.keys() - self._alive.keys():
-            self.procfs.begin(pid, 1000 + pid, alive[pid].cgroup)
-        self._alive = dict(alive)
-
-    async def _tell(self, pods: Sequence[Mapping[str, Any]]) -> None:
-        now = {"schema": 1, "cluster": CLUSTER, "node": NODE, "epoch": 1, "seq": self._told}
-        record = {**now, "ts_ms": int(time.time() * 1000), "pods": pods, "dra_devices": DRA_DEVICES}
-        producer = AIOKafkaProducer(bootstrap_servers=self._kafka)
-        await producer.start()
-        try:
-            key = node_key(CLUSTER, NODE)
-            await producer.send_and_wait("gpu.workloads", json.dumps(record).encode(), key=key)
-        finally:
-            await producer.stop()
-
-
-def _process(one: Running, instance: int | None) -> Process:
-    if instance is None:
-        return Process(one.pid, one.memory, sm=one.busy)
-    return Process(one.pid, one.memory, sm=one.busy, gpu_instance=instance, compute_instance=0)
-
-
 def find_compiler() -> Path:
     """The scripted NVML library; raises :class:`Missing`."""
     try:
@@ -195,51 +113,13 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Told]:
         kafka = servers.enter_context(KafkaServer(directory / "kafka"))
         receivers = {name: servers.enter_context(PrometheusServer(directory / name)) for name in PROFILES}
         asyncio.run(broker.create(kafka.address, partitions=4, replication_factor=1))
-        scenes = _tell(servers, directory, kafka, receivers)
+        scenes = tell(servers, directory, kafka, receivers)
         records = sorted(asyncio.run(read_all(kafka.address, "gpu.attributed")), key=lambda one: one.offset)
-        ticks = [decoder(AttributedSample)(one.value) for one in records]
+        every = [decoder(AttributedSample)(one.value) for one in records]
+        ticks, blind = ([tick for tick in every if tick.node == node] for node in (NODE, BLIND))
         assert len(ticks) >= TICKS * len(scenes)
         assert all(len(tick.devices) >= len(GPUS) for tick in ticks)
-        yield Told(scenes, ticks, receivers)
-
-
-def _tell(
-    servers: ExitStack, directory: Path, kafka: KafkaServer, receivers: Mapping[str, PrometheusServer]
-) -> list[Scene]:
-    def process(name: str, *arguments: str, **options: Any) -> Gpustream:
-        gpustream = Gpustream(directory / name, *arguments, "--kafka", kafka.address, **options)
-        return servers.enter_context(gpustream)
-
-    process("stream", "stream", "attribution")
-    for name, receiver in receivers.items():
-        to = ("--url", receiver.write_url, "--group", name, "--from", "earliest")
-        process(f"sink-{name}", "sink", "remote-write", *to, "--names", name)
-    stage, scenes = Stage(directory, kafka.address), list[Scene]()
-    stage.kubelet.start()
-    servers.callback(stage.kubelet.stop)
-    for number, scene in enumerate(story()):
-        stage.play(scene, number)
-        if not scenes:
-            where = ("--pod-resources-socket", str(stage.kubelet.path), "--procfs", str(stage.procfs.root))
-            options = ("--cluster", CLUSTER, "--node", NODE, *where)
-            node = process("node", "produce", "node", *options, environment=stage.nvml.environment())
-        scenes.append(scene)
-        stage.watched(TICKS)
-    node.stop()
-    _wait(lambda: _behind(kafka.address, receivers) == 0)
-    return scenes
-
-
-def _wait(condition: Any) -> None:
-    deadline = time.monotonic() + WITHIN_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-
-
-def _behind(kafka: str, receivers: Mapping[str, PrometheusServer]) -> int:
-    pairs = [("gpustream-attribution", "gpu.samples"), *((name, "gpu.attributed") for name in receivers)]
-    return sum(asyncio.run(lag(kafka, group, [topic])) for group, topic in pairs)
+        yield Told(scenes, ticks, blind, receivers)
 
 
 def _key(names: Names, device: AttributedDevice) -> Key:
@@ -260,7 +140,9 @@ def _pod(names: Names, series: Series) -> str | None:
 
 
 def _asked(told: Told, profile: str, expr: str, tick: AttributedSample) -> list[Series]:
-    return told.receivers[profile].query(expr, tick.ts_ms)
+    """The answer at the time of a tick, without the GPU of the node that sees no processes."""
+    found = told.receivers[profile].query(expr, tick.ts_ms)
+    return [one for one in found if one.labels[PROFILES[profile].gpu] != UNSEEN]
 
 
 def _close(expected: Mapping[Any, float]) -> Any:
@@ -436,8 +318,35 @@ def test_each_gpu_and_gpu_instance_has_its_own_activity(told: Told, profile: str
 
 @pytest.mark.parametrize("profile", PROFILES)
 def test_what_a_device_is_is_one_series_as_long_as_it_is_there(told: Told, profile: str) -> None:
+    """And the same one, but that at first nobody knows whether processes can be seen, and that MIG is switched on."""
+    names = PROFILES[profile]
+    said: dict[Key, set[frozenset[tuple[str, str]]]] = defaultdict(set)
     for tick in told.ticks:
         info = _asked(told, profile, "gpu_info", tick)
-        names = PROFILES[profile]
         assert sorted(_labelled(names, one) for one in info) == sorted(_key(names, one) for one in tick.devices)
         assert {one.labels.get("processes_visible") for one in info} <= {"true", None}
+        for one in info:
+            said[_labelled(names, one)].add(frozenset(one.labels.items()))
+    assert {len(labels) for key, labels in said.items() if key != (GPUS[5], "")} <= {1, 2}
+    assert len(said[GPUS[5], ""]) <= 3
+
+
+def test_how_many_pods_hold_a_device_is_told(told: Told) -> None:
+    for tick in told.ticks:
+        truths = {_key(OTEL, one): told.truths(tick)[one.uuid] for one in tick.devices}
+        holders = {_labelled(OTEL, one): one.value for one in _asked(told, "otel", "gpu_holders", tick)}
+        assert holders == {key: len(truth.holders) for key, truth in truths.items()}
+
+
+def test_where_processes_can_not_be_seen_nothing_is_divided_and_that_is_said(told: Told) -> None:
+    assert len(told.blind) > len(told.scenes)
+    for tick in told.blind:
+        (device,) = tick.devices
+        assert [(one.pod, one.parts) for one in device.holders] == [("unseen-0", None), ("unseen-1", None)]
+        assert (device.unattributed, device.conflict, device.split_scaled) == (None, None, False)
+    every = told.receivers["otel"].query(f'{{gpu_uuid="{UNSEEN}",gpu_index="0"}}', told.blind[-1].ts_ms)
+    names = {one.labels["__name__"] for one in every}
+    assert {"gpu_memory_used", "gpu_info", "gpu_holders"} <= names
+    assert not {name for name in names if name.startswith(("gpu_pod_", "gpu_unattributed", "gpu_split", "gpu_attrib"))}
+    assert not [one for one in every if "k8s_pod_name" in one.labels]
+    assert {one.labels["processes_visible"] for one in every if one.labels["__name__"] == "gpu_info"} == {"false"}

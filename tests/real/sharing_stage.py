@@ -1,0 +1,165 @@
+"""Where the story of :mod:`tests.real.sharing` is played: a scripted NVML, a procfs of files, a kubelet; and all that
+makes series of it.
+
+A scene begins in the quiet between two ticks, and each GPU's PCIe replays count the scenes, so that each tick says
+which one it is of. Beside the node another one sees no processes: two pods share its GPU, and nobody knows how.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from aiokafka import AIOKafkaProducer
+
+from tests.nvml.scripted import NO_INSTANCE, Process, ScriptedNvml
+from tests.producers.node.pod_resources import Server, answer, container, pod, serving
+from tests.producers.node.procfs import Procfs
+from tests.real.pipeline import Gpustream, lag
+from tests.real.servers import KafkaServer, PrometheusServer
+from tests.real.sharing import DRA_DEVICES, GPUS, Running, Scene, mig_uuid, pids, story
+from topics.topic import node_key
+
+CLUSTER, NODE, BLIND = "sharing", "gpu-node-1", "gpu-node-2"
+UNSEEN = "GPU-b11d0000-0000-4000-8000-000000000000"
+"""The GPU of the node that sees no processes."""
+TICKS = 2
+QUIET_S = 0.2
+WITHIN_S = 60.0
+
+
+class Stage:
+    """Where scenes are played."""
+
+    def __init__(self, directory: Path, kafka: str) -> None:
+        self.nvml = ScriptedNvml(directory / "nvml", gpus=8, log=True)
+        self.procfs = Procfs(directory / "proc")
+        self.kubelet = Server(directory / "kubelet.sock")
+        self._kafka = kafka
+        self._pods: Sequence[Mapping[str, Any]] | None = None
+        self._told = 0
+        self._alive: dict[int, Running] = {}
+
+    def play(self, scene: Scene, number: int) -> None:
+        """Everything says what the scene says; the API server first, but of the pods that it hears of later."""
+        if scene.pods != self._pods:
+            self._pods, self._told = scene.pods, self._told + 1
+            asyncio.run(self._tell(scene.pods))
+        self._wait_for_quiet()
+        self._begin_and_end(pids([scene]))
+        self.kubelet.reply = scene.kubelet
+        with self.nvml.at_once():
+            self._script(scene, number)
+
+    def watched(self, ticks: int) -> None:
+        """Waits until so many ticks more have been read."""
+        self.kubelet.called(self.kubelet.calls + ticks)
+        self._wait_for_quiet()
+
+    def _wait_for_quiet(self) -> None:
+        """Waits until the tick that asked the kubelet has been answered by the GPUs."""
+        calls = -1
+        while calls != (calls := self._calls()):
+            time.sleep(QUIET_S)
+
+    def _calls(self) -> int:
+        return sum(not call.function.startswith("nvmlEvent") for call in self.nvml.calls())
+
+    def _script(self, scene: Scene, number: int) -> None:
+        for gpu, uuid in enumerate(GPUS):
+            truth = scene.devices[uuid]
+            self.nvml.set(gpu, memory_used=truth.memory, power_mw=truth.milliwatts, utilization_gpu=truth.busy or 0)
+            self.nvml.set(gpu, pcie_replays=number, gpm_2=truth.sm_active or 0)
+            if gpu in scene.migs:
+                self.nvml.mig(gpu, scene.migs[gpu])
+                active = {mig.gpu_instance: scene.devices[mig_uuid(gpu, mig.gpu_instance)] for mig in scene.migs[gpu]}
+                self.nvml.set(gpu, **{f"gpm_2_gi{gi}": one.sm_active or 0 for gi, one in active.items()})
+            self.nvml.processes(gpu, [_process(one, instance) for one, instance in scene.on(gpu)])
+        for gpu, code, instance in scene.xids:
+            self.nvml.xid(gpu, code, NO_INSTANCE if instance is None else instance)
+
+    def _begin_and_end(self, alive: Mapping[int, Running]) -> None:
+        for pid in self._alive.keys() - alive.keys():
+            self.procfs.end(pid)
+        for pid in alive.keys() - self._alive.keys():
+            self.procfs.begin(pid, 1000 + pid, alive[pid].cgroup)
+        self._alive = dict(alive)
+
+    async def _tell(self, pods: Sequence[Mapping[str, Any]]) -> None:
+        now = {"schema": 1, "cluster": CLUSTER, "node": NODE, "epoch": 1, "seq": self._told}
+        record = {**now, "ts_ms": int(time.time() * 1000), "pods": pods, "dra_devices": DRA_DEVICES}
+        producer = AIOKafkaProducer(bootstrap_servers=self._kafka)
+        await producer.start()
+        try:
+            key = node_key(CLUSTER, NODE)
+            await producer.send_and_wait("gpu.workloads", json.dumps(record).encode(), key=key)
+        finally:
+            await producer.stop()
+
+
+def _process(one: Running, instance: int | None) -> Process:
+    if instance is None:
+        return Process(one.pid, one.memory, sm=one.busy)
+    return Process(one.pid, one.memory, sm=one.busy, gpu_instance=instance, compute_instance=0)
+
+
+def tell(
+    servers: ExitStack, directory: Path, kafka: KafkaServer, receivers: Mapping[str, PrometheusServer]
+) -> list[Scene]:
+    """Plays the whole story, with a sink for each receiver, named as its naming profile; gives the scenes when all of
+    it has been delivered."""
+
+    def process(name: str, *arguments: str, **options: Any) -> Gpustream:
+        gpustream = Gpustream(directory / name, *arguments, "--kafka", kafka.address, **options)
+        return servers.enter_context(gpustream)
+
+    def node(name: str, nvml: ScriptedNvml, kubelet: Server, procfs: Path) -> Gpustream:
+        where = ("--pod-resources-socket", str(kubelet.path), "--procfs", str(procfs))
+        options = ("--cluster", CLUSTER, "--node", name, *where)
+        return process(f"node-{name}", "produce", "node", *options, environment=nvml.environment())
+
+    process("stream", "stream", "attribution")
+    for name, receiver in receivers.items():
+        to = ("--url", receiver.write_url, "--group", name, "--from", "earliest")
+        process(f"sink-{name}", "sink", "remote-write", *to, "--names", name)
+    stage, scenes = Stage(directory, kafka.address), list[Scene]()
+    nobody = Procfs(directory / "nobody")
+    kubelet = servers.enter_context(serving(directory / "blind.sock", SHARED_BLINDLY))
+    nodes = [node(BLIND, _blind(directory / "nvml-blind"), kubelet, nobody.root)]
+    stage.kubelet.start()
+    servers.callback(stage.kubelet.stop)
+    for number, scene in enumerate(story()):
+        stage.play(scene, number)
+        if not scenes:
+            nodes.append(node(NODE, stage.nvml, stage.kubelet, stage.procfs.root))
+        scenes.append(scene)
+        stage.watched(TICKS)
+    for one in nodes:
+        one.stop()
+    _wait(lambda: _behind(kafka.address, receivers) == 0)
+    return scenes
+
+
+SHARED_BLINDLY = answer(*(pod(f"unseen-{n}", container(gpus=[f"{UNSEEN}::{n}"])) for n in range(2)))
+
+
+def _blind(directory: Path) -> ScriptedNvml:
+    nvml = ScriptedNvml(directory, gpus=1)
+    nvml.set(0, uuid=UNSEEN, memory_used=30 << 30)
+    nvml.processes(0, [Process(901, 10 << 30, sm=40), Process(902, 5 << 30, sm=40)])
+    return nvml
+
+
+def _wait(condition: Any) -> None:
+    deadline = time.monotonic() + WITHIN_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+def _behind(kafka: str, receivers: Mapping[str, PrometheusServer]) -> int:
+    pairs = [("gpustream-attribution", "gpu.samples"), *((name, "gpu.attributed") for name in receivers)]
+    return sum(asyncio.run(lag(kafka, group, [topic])) for group, topic in pairs)
