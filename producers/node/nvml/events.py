@@ -241,14 +241,23 @@ class _Watch:
             return
         self._doing = "nvmlEventSetWait"
         began_s = self._clock()
-        told = self._nvml.wait(self._events, WAIT_MS)
+        try:
+            told = self._nvml.wait(self._events, WAIT_MS)
+        except NvmlError:
+            with contextlib.suppress(NvmlError):  # what a GPU was lost by may stand behind the news that it is
+                self._take(self._events, self._nvml.wait(self._events, 0), seen)
+            raise
         self._rest_s = 0.0
         if told is None and self._clock() - began_s < WAIT_MS / 2000:
             self.ending.wait(WAIT_MS / 1000)  # it has not waited
+        self._take(self._events, told, seen)
+
+    def _take(self, events: EventSet, told: Told | None, seen: _Seen) -> None:
+        """Take an event and those behind it."""
         while told is not None:
             if told.kind & XID_EVENT:
                 seen.xids.append(self._xid(told))
-            told = self._nvml.wait(self._events, 0) if len(seen.xids) < AT_ONCE else None
+            told = self._nvml.wait(events, 0) if len(seen.xids) < AT_ONCE else None
 
     def _xid(self, told: Told) -> Xid:
         now_ms = time.time_ns() // 1_000_000

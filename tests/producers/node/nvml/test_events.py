@@ -132,6 +132,21 @@ async def test_a_set_that_fails_is_made_anew_and_counted(bench: Bench) -> None:
     assert len(bench.nvml.sets) == 1
 
 
+async def test_an_xid_error_that_stands_behind_the_news_of_a_loss_is_told(bench: Bench) -> None:
+    await bench.watch()
+    lost = bench.nvml.gpus[0]
+    lost.error = binding.GPU_IS_LOST
+    waited_on = bench.nvml.sets[0].told
+    hang = bench.nvml.hang(None, WAIT)
+    await until(hang.begun.is_set)
+    for told in (NvmlError(binding.GPU_IS_LOST), Told(id(lost), XID_EVENT, 79), NvmlError(binding.GPU_IS_LOST)):
+        waited_on.put(told)
+    bench.nvml.release()
+    await bench.renewed(2)
+    assert bench.codes() == [(0, 79)]
+    assert bench.errors == [(WAIT, "GPU_IS_LOST")]
+
+
 async def test_a_driver_without_events_is_asked_once_and_not_counted(bench: Bench) -> None:
     bench.nvml.events_error = binding.FUNCTION_NOT_FOUND
     bench.add()
