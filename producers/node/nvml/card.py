@@ -192,9 +192,17 @@ class Card:
 
     def _device(self, identity: Mapping[str, Any], kinds: dict[int, str]) -> dict[str, Any]:
         """The GPU itself. Where it is cut, the processes are its parts'."""
-        metrics = self._whole.values()
+        metrics = self._values()
         found = Found(None, {}) if self._layout.cut else self._processes.read()
         return _device(identity, self._mig_mode, metrics, found, kinds)
+
+    def _values(self) -> dict[str, float]:
+        """Those of the GPU itself; where it may have been cut, or is whole again, that is found out at once."""
+        whole = self._whole
+        metrics = whole.values()
+        if whole.changed:
+            self._list()
+        return metrics if self._whole is whole else self._whole.values()
 
     def _with_visible(self, device: dict[str, Any], kinds: Mapping[int, str]) -> dict[str, Any]:
         """The device, and whether its processes can be seen, once there were some. One that has just ended can't."""

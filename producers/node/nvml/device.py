@@ -99,6 +99,8 @@ class Device:
         self._unsupported: LeftOut = {}
         self._failures: dict[str, Tried] = {}
         self._found: Mapping[str, float] = {}
+        self.changed = False
+        """Whether in the last reading it could not be asked what it had answered before: it may have been cut."""
 
     def values(self) -> dict[str, float]:
         """The values of this moment. Raises Lost: also where all that answers is that a reset is needed."""
@@ -106,6 +108,7 @@ class Device:
         self._refused: Lost | None = None
         self._answers = 0
         self._failures.clear()
+        self.changed = False
         pending = self._plan
         while pending:
             pending = self._fall_back([missed for one in pending.items() for missed in self._take(*one, found)])
@@ -168,6 +171,8 @@ class Device:
         try:
             answer = self._asking.ask(question.function, self.handle, *question.arguments)
         except NvmlError as error:
+            unasked = is_unsupported(error) or error.code == binding.INVALID_ARGUMENT
+            self.changed = self.changed or (unasked and question in self._answered)
             return self._without(question.name, wanted, error, never=self._never(question, error))
         self._answers += 1
         self._answered.add(question)

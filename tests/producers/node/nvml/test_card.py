@@ -179,6 +179,33 @@ def test_a_new_layout_is_noticed_at_the_next_listing() -> None:
     assert seen[-1] == ["GPU-0", "MIG-a", "MIG-b"]
 
 
+@pytest.mark.parametrize("code", [binding.NOT_SUPPORTED, binding.INVALID_ARGUMENT])
+def test_a_gpu_that_can_not_be_asked_what_it_had_answered_before_is_listed_at_once(code: int) -> None:
+    """Else what runs on its parts would look like its own, until the next listing."""
+    bench = Bench()
+    bench.gpu.answers["nvmlDeviceGetMigMode"] = [0, 0]
+    bench.read()
+    bench.gpu.cut(part("MIG-a", 1, "1g.10gb", 7))
+    bench.gpu.answers[COMPUTE] = [running(7)]
+    bench.gpu.fail("nvmlDeviceGetUtilizationRates", code)
+    reading = bench.read()
+    assert [(one["uuid"], "processes" in one) for one in reading.devices] == [("GPU-0", False), ("MIG-a", True)]
+    assert "memory_used_bytes" in reading.devices[0]["metrics"]
+    listings = bench.asked("nvmlDeviceGetMigMode")
+    bench.read()
+    assert bench.asked("nvmlDeviceGetMigMode") == listings
+
+
+def test_a_gpu_that_is_not_cut_is_not_listed_again_for_what_it_stops_to_support() -> None:
+    bench = Bench()
+    bench.gpu.answers["nvmlDeviceGetMigMode"] = [0, 0]
+    bench.read()
+    bench.gpu.fail("nvmlDeviceGetFanSpeed", binding.NOT_SUPPORTED)
+    for _ in range(5):
+        assert bench.read().errors == []
+    assert bench.asked("nvmlDeviceGetMigMode") == 2
+
+
 def test_a_stale_handle_is_noticed_at_once() -> None:
     bench = Bench()
     old, new = part("MIG-a"), part("MIG-b")
