@@ -1009,7 +1009,7 @@ status nvmlEventSetWait_v2(struct event_set *set, struct event *out, uint timeou
       if (set->registered[gpu] && state_of(gpu) == GPU_IS_LOST) return GPU_IS_LOST;
     if (clock_s(CLOCK_MONOTONIC) >= until) return TIMEOUT;
     pthread_mutex_unlock(&lock);
-    sleep_ms(10);
+    sleep_ms(timeout_ms < 50 ? timeout_ms : 50); /* rarely: somebody waits here all the time */
     pthread_mutex_lock(&lock);
     refresh();
     if (!users) return UNINITIALIZED;
