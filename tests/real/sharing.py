@@ -263,9 +263,6 @@ def story() -> Iterator[Scene]:
     world.run(second, Running(152, "mig-e", 2 * GIB))
     yield world.scene("the MIG devices that were made while it ran are used")
 
-    world.unknown.clear()
-    yield world.scene("the API server's list has the pod")
-
     world.end("mig-e")
     world.cut(5, world.migs[5][0], Mig(3, 0, "3g.40gb", 40 * GIB, 7 * GIB))
     third = mig_uuid(5, 3)
@@ -273,6 +270,9 @@ def story() -> Iterator[Scene]:
         world.give(name, container("main", **{"nvidia.com/mig-3g.40gb.shared": [f"{third}::{number}"]}), on=third)
         world.run(third, Running(155 + number, name, (2 + number) * GIB + 1))
     yield world.scene("one is destroyed, and one of another profile is in its place")
+
+    world.unknown.clear()
+    yield world.scene("the API server's list has the pod")
 
     world.run(GPUS[7], Running(175, OPERATOR, GIB + 3, 2))
     world.device(GPUS[7], memory=40 * GIB + 1)

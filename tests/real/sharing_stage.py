@@ -26,8 +26,7 @@ from topics.topic import node_key
 CLUSTER, NODE, BLIND = "sharing", "gpu-node-1", "gpu-node-2"
 UNSEEN = "GPU-b11d0000-0000-4000-8000-000000000000"
 """The GPU of the node that sees no processes."""
-TICKS = 2
-QUIET_S = 0.2
+QUIET_S = 0.25
 WITHIN_S = 60.0
 
 
@@ -38,29 +37,36 @@ class Stage:
         self.nvml = ScriptedNvml(directory / "nvml", gpus=8, log=True)
         self.procfs = Procfs(directory / "proc")
         self.kubelet = Server(directory / "kubelet.sock")
+        self.torn: set[int] = set()
         self._kafka = kafka
-        self._pods: Sequence[Mapping[str, Any]] | None = None
+        self._pods: dict[str, Mapping[str, Any]] = {}
         self._told = 0
         self._alive: dict[int, Running] = {}
 
     def play(self, scene: Scene, number: int) -> None:
-        """Everything says what the scene says; the API server first, but of the pods that it hears of later."""
-        if scene.pods != self._pods:
-            self._pods, self._told = scene.pods, self._told + 1
-            asyncio.run(self._tell(scene.pods))
-        self._wait_for_quiet()
+        """Everything says what the scene says; the API server hears of pods before, and of their end afterwards.
+
+        A tick that begins meanwhile is ``torn``: each tick asks the kubelet once.
+        """
+        pods = {one["uid"]: one for one in scene.pods}
+        if not pods.keys() <= self._pods.keys():
+            self._tell({**self._pods, **pods})
+        if number:
+            self.watched()
+        asked = self.kubelet.calls
         self._begin_and_end(pids([scene]))
         self.kubelet.reply = scene.kubelet
         with self.nvml.at_once():
             self._script(scene, number)
+        self.torn |= set(range(asked + 1, self.kubelet.calls + 1))
+        if not self._pods.keys() <= pods.keys():
+            self._tell(pods)
 
-    def watched(self, ticks: int) -> None:
-        """Waits until so many ticks more have been read."""
-        self.kubelet.called(self.kubelet.calls + ticks)
-        self._wait_for_quiet()
-
-    def _wait_for_quiet(self) -> None:
-        """Waits until the tick that asked the kubelet has been answered by the GPUs."""
+    def watched(self) -> None:
+        """Waits until one tick more has been read: the GPUs have begun to answer and are quiet again."""
+        before = self._calls()
+        self.kubelet.called(self.kubelet.calls + 1)
+        _wait(lambda: self._calls() > before)
         calls = -1
         while calls != (calls := self._calls()):
             time.sleep(QUIET_S)
@@ -88,9 +94,13 @@ class Stage:
             self.procfs.begin(pid, 1000 + pid, alive[pid].cgroup)
         self._alive = dict(alive)
 
-    async def _tell(self, pods: Sequence[Mapping[str, Any]]) -> None:
+    def _tell(self, pods: dict[str, Mapping[str, Any]]) -> None:
+        self._pods, self._told = pods, self._told + 1
         now = {"schema": 1, "cluster": CLUSTER, "node": NODE, "epoch": 1, "seq": self._told}
-        record = {**now, "ts_ms": int(time.time() * 1000), "pods": pods, "dra_devices": DRA_DEVICES}
+        told = {"pods": list(pods.values()), "dra_devices": DRA_DEVICES}
+        asyncio.run(self._send({**now, "ts_ms": int(time.time() * 1000), **told}))
+
+    async def _send(self, record: Mapping[str, Any]) -> None:
         producer = AIOKafkaProducer(bootstrap_servers=self._kafka)
         await producer.start()
         try:
@@ -108,9 +118,9 @@ def _process(one: Running, instance: int | None) -> Process:
 
 def tell(
     servers: ExitStack, directory: Path, kafka: KafkaServer, receivers: Mapping[str, PrometheusServer]
-) -> list[Scene]:
-    """Plays the whole story, with a sink for each receiver, named as its naming profile; gives the scenes when all of
-    it has been delivered."""
+) -> tuple[Sequence[Scene], Stage]:
+    """Plays the whole story, with a sink for each receiver, named as its naming profile; gives the scenes and the stage
+    when all of it has been delivered."""
 
     def process(name: str, *arguments: str, **options: Any) -> Gpustream:
         gpustream = Gpustream(directory / name, *arguments, "--kafka", kafka.address, **options)
@@ -136,11 +146,11 @@ def tell(
         if not scenes:
             nodes.append(node(NODE, stage.nvml, stage.kubelet, stage.procfs.root))
         scenes.append(scene)
-        stage.watched(TICKS)
+        stage.watched()
     for one in nodes:
         one.stop()
     _wait(lambda: _behind(kafka.address, receivers) == 0)
-    return scenes
+    return scenes, stage
 
 
 SHARED_BLINDLY = answer(*(pod(f"unseen-{n}", container(gpus=[f"{UNSEEN}::{n}"])) for n in range(2)))
