@@ -68,7 +68,8 @@ class Split(NamedTuple):
 
 @dataclass(frozen=True)
 class Truth:
-    """A device in one scene. ``busy`` (percent) and ``milliwatts`` None: it has none of its own."""
+    """A device in one scene. ``busy`` (percent) and ``milliwatts`` None: it has none of its own. ``lost``: it does not
+    answer, and only who was given it is known."""
 
     memory: int
     busy: int | None = None
@@ -77,9 +78,12 @@ class Truth:
     holders: frozenset[str] = frozenset()
     conflict: str | None = None
     sm_active: float | None = None
+    lost: bool = False
 
     def values(self) -> dict[str, float]:
         """The device's own values, by the keys of its parts."""
+        if self.lost:
+            return {}
         found = {"memory_used_bytes": float(self.memory)}
         if self.busy is not None:
             found["utilization_ratio"] = self.busy / 100
@@ -88,8 +92,8 @@ class Truth:
         return found
 
     def splits(self) -> dict[str, Split]:
-        """By quantity; nothing where nobody holds the device."""
-        if not self.holders:
+        """By quantity; nothing where nobody holds the device, or it is lost."""
+        if not self.holders or self.lost:
             return {}
         values, found = self.values(), {}
         if any(one.memory is not None for one in self.processes) or not self.processes:
@@ -277,6 +281,12 @@ def story() -> Iterator[Scene]:
     world.run(GPUS[7], Running(175, OPERATOR, GIB + 3, 2))
     world.device(GPUS[7], memory=40 * GIB + 1)
     yield world.scene("a pod that asked for no GPU looks at one")
+
+    world.device(GPUS[4], lost=True)
+    yield world.scene("a GPU is lost that two pods share")
+
+    world.device(GPUS[4], lost=False)
+    yield world.scene("it is back")
 
     world.end("two")
     world.kill(175)

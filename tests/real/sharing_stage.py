@@ -79,6 +79,7 @@ class Stage:
             truth = scene.devices[uuid]
             self.nvml.set(gpu, memory_used=truth.memory, power_mw=truth.milliwatts, utilization_gpu=truth.busy or 0)
             self.nvml.set(gpu, pcie_replays=number, gpm_2=truth.sm_active or 0)
+            (self.nvml.lose if truth.lost else self.nvml.recover)(gpu)
             if gpu in scene.migs:
                 self.nvml.mig(gpu, scene.migs[gpu])
                 active = {mig.gpu_instance: scene.devices[mig_uuid(gpu, mig.gpu_instance)] for mig in scene.migs[gpu]}
