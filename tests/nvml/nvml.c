@@ -815,7 +815,7 @@ status nvmlDeviceGetSamples(device_t device, uint kind, ull since_us, uint *type
   return samples(&call, "utilization_samples", "utilization_gpu", since_us, count, out);
 }
 
-/* -- GPM: a metric is what the script says when the newer sample is taken; samples are counted in and out ------------ */
+/* -- GPM: a metric is what the script says when samples are compared; samples are counted in and out ------------ */
 
 #ifndef OLD
 enum { SAMPLES = 1024, METRICS = 477 };

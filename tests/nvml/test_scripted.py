@@ -26,6 +26,15 @@ for line in sys.stdin:
     print(json.dumps(answer, default=str), flush=True)
 """
 GPU = "p.nvmlDeviceGetHandleByIndex({})"
+COMPARE = """
+def compare(older, newer, *numbers):
+    asked = p.c_nvmlGpmMetricsGet_t()
+    asked.version, asked.numMetrics, asked.sample1, asked.sample2 = 1, len(numbers), older, newer
+    for metric, number in zip(asked.metrics, numbers):
+        metric.metricId = number
+    p.nvmlGpmMetricsGet(asked)
+    return [(one.nvmlReturn, one.value) for one in asked.metrics[:len(numbers)]]
+"""
 Ask = Callable[[str], Any]
 
 
@@ -330,6 +339,60 @@ def test_an_older_driver_lacks_the_newer_calls_and_fields(
         assert isinstance(ask(f"p.nvmlDeviceGet{call}"), int), call
     assert ask("p.nvmlDeviceGetComputeRunningProcesses_v2(a)") == []
     assert ask(FIELDS.format([83, 186])) == [[83, 0, 3], [186, 3, 0]]
+
+
+def test_gpm_answers_for_the_gpu_and_for_each_gpu_instance(nvml: ScriptedNvml, ask: Ask) -> None:
+    """What links do is the whole GPU's."""
+    nvml.mig(1, [Mig(3)])
+    nvml.set(0, gpm_2=20.5)
+    nvml.fail(0, "gpm:10", 3)
+    assert ask(f"exec({COMPARE!r}, globals())") is None
+    assert ask("globals().update(s=[p.nvmlGpmSampleAlloc() for _ in range(4)])") is None
+    take = "[p.nvmlGpmSampleGet(a, s[{0}]), p.nvmlGpmMigSampleGet(b, 3, s[{1}])]"
+    assert ask(take.format(0, 2)) is not None
+    assert ask("p.nvmlGpmMigSampleGet(b, 4, s[3])") == "NVMLError_NotFound 6"
+    nvml.set(0, gpm_2=90.5)
+    nvml.set(1, gpm_2=1, gpm_2_gi3=33.25)
+    time.sleep(0.11)
+    assert ask(take.format(1, 3)) is not None
+    assert ask("compare(s[0], s[1], 2, 10, 60)") == [[0, 90.5], [3, 0.0], [0, 60.25]]
+    assert ask("compare(s[2], s[3], 2, 60)") == [[0, 33.25], [3, 0.0]]
+    assert ask("compare(s[0], s[3], 2)") == "NVMLError_InvalidArgument 2", "samples of two devices"
+    nvml.set(0, gpm_supported=0)
+    assert ask("p.nvmlGpmQueryDeviceSupport(a).isSupportedDevice") == 0
+    assert ask("p.nvmlGpmSampleGet(a, s[0])") == "NVMLError_NotSupported 3"
+
+
+def test_the_samples_that_the_driver_keeps_are_those_since_a_time(nvml: ScriptedNvml, ask: Ask) -> None:
+    nvml.set(0, utilization_samples="10 90", sample_period_us=1_000)
+    assert ask("globals().update(k=lambda since: p.nvmlDeviceGetSamples(a, 1, since))") is None
+    assert ask("globals().update(f=k(0))") is None
+    assert ask("(f[0], len(f[1]), sorted({one.sampleValue.uiVal for one in f[1]}))") == [1, 120, [10, 90]]
+    assert ask("(lambda last: all(one.timeStamp > last for one in k(last)[1]))(f[1][60].timeStamp)") is True
+    assert ask("k(f[1][119].timeStamp + 60_000_000)") == "NVMLError_NotFound 6"
+    nvml.mig(0, [Mig(1)])
+    assert ask("k(0)") == "NVMLError_NotSupported 3"
+
+
+def test_processes_may_use_more_than_the_gpu_and_more_than_it_holds(nvml: ScriptedNvml, ask: Ask) -> None:
+    nvml.set(0, utilization_gpu=90, memory_used=40)
+    nvml.processes(0, [Process(1, 30, sm=80), Process(2, 30, sm=71)])
+    assert ask("[(one.pid, one.smUtil) for one in p.nvmlDeviceGetProcessUtilization(a, 0)]") == [[1, 80], [2, 71]]
+    assert ask("[one.usedGpuMemory for one in p.nvmlDeviceGetComputeRunningProcesses_v3(a)]") == [30, 30]
+    assert ask("p.nvmlDeviceGetUtilizationRates(a).gpu") == 90
+
+
+def test_two_gpus_of_eight_are_cut_while_the_others_are_whole(nvml: ScriptedNvml, ask: Ask) -> None:
+    nvml.mig(0, [Mig(1, used_bytes=11), Mig(2, used_bytes=12)])
+    nvml.mig(1, [Mig(1, used_bytes=21)])
+    part = "p.nvmlDeviceGetMigDeviceHandleByIndex({}, {})"
+    used = f"[p.nvmlDeviceGetMemoryInfo(d, p.nvmlMemory_v2).used for d in ({part}, {part}, {part})]"
+    assert ask(used.format("a", 0, "a", 1, "b", 0)) == [11, 12, 21]
+    assert ask("[p.nvmlDeviceGetMigMode(p.nvmlDeviceGetHandleByIndex(i))[0] for i in range(8)]") == [1, 1, *[0] * 6]
+    assert ask(f"globals().update(m={part.format('a', 1)})") is None
+    nvml.mig(0, [Mig(1, used_bytes=11), Mig(3, used_bytes=13)])
+    assert ask("p.nvmlDeviceGetGpuInstanceId(m)") == 3, "a handle may be used again for another"
+    assert ask(used.format("a", 0, "a", 1, "b", 0)) == [11, 13, 21]
 
 
 def test_events_come_to_who_waits_for_them(nvml: ScriptedNvml, ask: Ask) -> None:
