@@ -10,6 +10,7 @@ import asyncio
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -25,17 +26,17 @@ TOPIC = "gpu.attributed"
 
 
 def main(count: int) -> None:
-    """Prints a row for the bare loop, and one for each protocol, warm and with cold label sets."""
+    """Prints a row for the bare loop, and one for each protocol: warm, with shared GPUs, and with cold label sets."""
     values = count * GPUS * len(KEYS)
     sys.stdout.write(f"{count} ticks of {GPUS} x {len(KEYS)} values, {NODES} nodes\n\n")
     sys.stdout.write("| | values per CPU-second | CPU us a tick | x the bare loop |\n|---|---|---|---|\n")
-    for label, cold in (("warm", False), ("cold label sets", True)):
+    for label, kind in (("warm", {}), ("warm, shared", {"shared": True}), ("cold label sets", {"cold": True})):
         with ExitStack() as servers:
             directory = Path(servers.enter_context(tempfile.TemporaryDirectory()))
             kafka = servers.enter_context(KafkaServer(directory / "kafka"))
             url = servers.enter_context(null_receiver())
             asyncio.run(broker.create(kafka.address, partitions=4, replication_factor=1))
-            asyncio.run(produce(kafka.address, count, cold=cold))
+            asyncio.run(produce(kafka.address, count, kind))
             bare_s = asyncio.run(bare(kafka.address, count, TOPIC))
             row(f"bare aiokafka loop, nothing decoded ({label})", values, bare_s, bare_s, count)
             for protocol in ("1.0", "2.0"):
@@ -64,13 +65,13 @@ def cpu_of(sink: Gpustream, kafka: str, group: str) -> float:
     return spent_s
 
 
-async def produce(kafka: str, count: int, *, cold: bool) -> None:
-    """The log, with a node's ticks in one partition and offsets as the stream writes them."""
+async def produce(kafka: str, count: int, kind: Mapping[str, bool]) -> None:
+    """The log of that kind, with a node's ticks in one partition and offsets as the stream writes them."""
     sender = Sender(kafka, client_id="bench", max_batch_bytes=512 * 1024)
     await sender.start()
     waiting = [
         await sender.send(TOPIC, record.value, key=b"%d" % (number % NODES))
-        for number, record in enumerate(log(NODES, count // NODES, cold=cold))
+        for number, record in enumerate(log(NODES, count // NODES, **kind))
     ]
     await asyncio.gather(*waiting)
     await sender.stop()
