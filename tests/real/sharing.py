@@ -146,7 +146,11 @@ class Scene:
             yield from ((one, mig.gpu_instance) for one in of_it)
 
 
-DRA_DEVICES = [{"driver": "gpu.nvidia.com", "pool": POOL, "device": "gpu-3", "uuid": GPUS[3]}]
+DRIVER, MADE = "gpu.nvidia.com", "gpu-6-mig-1g10gb-9"
+DRA_DEVICES = [
+    {"driver": DRIVER, "pool": POOL, "device": "gpu-3", "uuid": GPUS[3]},
+    {"driver": DRIVER, "pool": POOL, "device": MADE, "uuid": mig_uuid(6, 9)},
+]
 
 
 @dataclass
@@ -255,7 +259,7 @@ def story() -> Iterator[Scene]:
     world.kill(132)
     world.device(GPUS[1], holders=frozenset(), conflict=None)
     world.unknown.add(LATE)
-    world.give(LATE, claiming("main", "gpu", ("gpu.nvidia.com", POOL, "gpu-3")), on=GPUS[3])
+    world.give(LATE, claiming("main", "gpu", (DRIVER, POOL, "gpu-3")), on=GPUS[3])
     world.run(GPUS[3], Running(133, LATE, 2 * GIB + 9, 11))
     world.device(GPUS[3], memory=9 * GIB, busy=60)
     yield world.scene("a claim is shared with a pod that the API server's list does not have")
@@ -277,6 +281,11 @@ def story() -> Iterator[Scene]:
 
     world.unknown.clear()
     yield world.scene("the API server's list has the pod")
+
+    world.cut(6, *world.migs[6], Mig(9, 0, "1g.10gb", 10 * GIB, GIB + 3))
+    world.give("mig-h", claiming("main", "mig", (DRIVER, POOL, MADE)), on=mig_uuid(6, 9))
+    world.run(mig_uuid(6, 9), Running(164, "mig-h", GIB + 1))
+    yield world.scene("a MIG device is made for a claim, and its pod begins at once")
 
     world.run(GPUS[7], Running(175, OPERATOR, GIB + 3, 2))
     world.device(GPUS[7], memory=40 * GIB + 1)
@@ -321,7 +330,7 @@ def _hami(world: World) -> None:
 
 def _claimed(world: World) -> None:
     """GPU 3: one pod, by a claim."""
-    world.give("claimer", claiming("main", "gpu", ("gpu.nvidia.com", POOL, "gpu-3")), on=GPUS[3])
+    world.give("claimer", claiming("main", "gpu", (DRIVER, POOL, "gpu-3")), on=GPUS[3])
     world.run(GPUS[3], Running(131, "claimer", 3 * GIB, 7))
 
 

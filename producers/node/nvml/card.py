@@ -59,6 +59,7 @@ class _Part(NamedTuple):
     identity: Mapping[str, Any]
     device: Device
     processes: Processes
+    profiling: Profiling | None
 
 
 class Card:
@@ -84,7 +85,8 @@ class Card:
         self._listed_s: float | None = None
         self._layout = _Layout()
         self._parts: dict[str, _Part] = {}
-        self._profilings: list[Profiling] = []
+        self._holes: list[int] = []
+        self._profiling: Profiling | None = None
 
     @property
     def doing(self) -> str:
@@ -122,8 +124,9 @@ class Card:
 
     def let_go(self) -> None:
         """Give back what NVML has lent, before it is closed. It is had anew where the GPU is read again."""
-        for profiling in self._profilings:
-            profiling.free()
+        for profiling in (self._profiling, *(part.profiling for part in self._parts.values())):
+            if profiling is not None:
+                profiling.free()
 
     def _opened(self, kinds: dict[int, str]) -> Sequence[dict[str, Any]]:
         if self._identity is None:
@@ -133,6 +136,7 @@ class Card:
             self._lost = False
         if self._listed_s is None or self._clock() - self._listed_s >= self._list_every_s:
             self._list()
+        self._notice()
         devices = [self._device(self._identity, kinds), *self._cut_devices(kinds)]
         return [self._with_visible(device, kinds) for device in devices]
 
@@ -170,17 +174,12 @@ class Card:
         return {key: value for key, value in asked.items() if value}
 
     def _renew(self) -> None:
-        """Ask anew what the GPU supports: that changes with its layout."""
+        """Ask anew what the GPU supports: in MIG mode that is not what it is else."""
         self.let_go()
-        self._profilings.clear()
-        profiling = self._profiling()
-        self._whole = Device(self._asking, self._handle, cut=self._layout.cut, profiling=profiling, clock=self._clock)
+        self._parts = {}
+        cut, self._profiling = self._layout.cut, Profiling(self._asking, self._handle, clock=self._clock)
+        self._whole = Device(self._asking, self._handle, cut=cut, profiling=self._profiling, clock=self._clock)
         self._processes = Processes(self._asking, self._handle, self._places, clock=self._clock)
-
-    def _profiling(self, instance: int | None = None) -> Profiling:
-        profiling = Profiling(self._asking, self._handle, instance, clock=self._clock)
-        self._profilings.append(profiling)
-        return profiling
 
     def _forget(self) -> None:
         """It is lost: when it is back, its counters may have begun anew, and its layout may be another."""
@@ -212,13 +211,16 @@ class Card:
             return device
         return {**device, "info": {**device.get("info", {}), "processes_visible": str(self._visible).lower()}}
 
-    def _cut_devices(self, kinds: dict[int, str]) -> Sequence[dict[str, Any]]:
-        """The MIG devices; where a handle turns out to be another's, all are listed again, once."""
+    def _notice(self) -> None:
+        """List the MIG devices again where a handle turns out to be another's, or one is new."""
         stale = [part for part in self._parts.values() if not self._is_current(part)]
         for part in stale:
             part.device.forget_counts()  # where it is listed again it was made anew
-        if stale:
+        if stale or any(map(self._is_filled, self._holes)):
             self._list()
+
+    def _cut_devices(self, kinds: dict[int, str]) -> Sequence[dict[str, Any]]:
+        """The MIG devices, but for those whose handles are not theirs any more."""
         current = [part for part in self._parts.values() if self._is_current(part)]
         return [
             _device(part.identity, self._mig_mode, part.device.values(), part.processes.read(), kinds)
@@ -231,9 +233,18 @@ class Card:
         except NvmlError:  # stale: what it was is found out by listing
             return False
 
+    def _is_filled(self, slot: int) -> bool:
+        """Whether a MIG device is where none was."""
+        try:
+            self._asking.ask("nvmlDeviceGetMigDeviceHandleByIndex", self._handle, slot)
+        except NvmlError:
+            return False
+        return True
+
     def _list(self) -> None:
         """Find out into what the GPU is cut. What can't be asked leaves things as they were."""
         self._listed_s = self._clock()
+        self._holes.clear()
         if not self._can_be_cut:
             return
         try:
@@ -252,38 +263,57 @@ class Card:
     def _arrange(self, cut: bool, instances: Sequence[_Instance]) -> None:
         """Take a listing; handles are always taken from the newest one."""
         parts = [(one.uuid, one.gpu_instance, one.compute_instance, one.profile) for one in instances]
-        layout = _Layout(cut, tuple(parts))
-        if layout != self._layout:
-            self._layout = layout
+        before, self._layout = self._layout, _Layout(cut, tuple(parts))
+        if before.cut != cut:
             self._renew()
-            shares = Counter(one.gpu_instance for one in instances)
-            self._parts = {one.uuid: self._part(one, alone=shares[one.gpu_instance] == 1) for one in instances}
+        if before != self._layout:
+            self._take_parts(instances)
         for one in instances:
             part = self._parts[one.uuid]
             part.device.handle = part.processes.handle = one.handle
 
+    def _take_parts(self, instances: Sequence[_Instance]) -> None:
+        """The MIG devices of a layout; those that were in the last one go on as they were."""
+        shares = Counter(one.gpu_instance for one in instances)
+        before = self._parts
+        self._parts = {one.uuid: self._part(one, alone=shares[one.gpu_instance] == 1) for one in instances}
+        for uuid, part in before.items():
+            if self._parts.get(uuid) is not part and part.profiling is not None:
+                part.profiling.free()
+
     def _part(self, one: _Instance, *, alone: bool) -> _Part:
-        """A MIG device. What GPM says is its own only where it is ``alone`` in its GPU instance."""
-        profiling = self._profiling(one.gpu_instance) if alone and one.gpu_instance is not None else None
-        identity = self._identity or {}
+        """A MIG device, the known one where there is it. What GPM says is its own only where it is ``alone`` in its GPU
+        instance."""
+        identity = {**(self._identity or {}), "uuid": one.uuid, "mig": self._mig(one)}
+        known, profiled = self._parts.get(one.uuid), alone and one.gpu_instance is not None
+        if known is not None and known.identity == identity and (known.profiling is not None) is profiled:
+            return known
+        profiling = Profiling(self._asking, self._handle, one.gpu_instance, clock=self._clock) if profiled else None
+        return _Part(
+            identity,
+            Device(self._asking, one.handle, cut=True, profiling=profiling, clock=self._clock),
+            Processes(self._asking, one.handle, self._places, cut=True, clock=self._clock),
+            profiling,
+        )
+
+    def _mig(self, one: _Instance) -> Mapping[str, Any]:
+        """What a MIG device is of its GPU, as in gpu.samples."""
         mig = {
             "uuid": one.uuid,
-            "parent_uuid": identity["uuid"],
+            "parent_uuid": (self._identity or {})["uuid"],
             "gpu_instance": one.gpu_instance,
             "compute_instance": one.compute_instance,
             "profile": one.profile,
         }
-        return _Part(
-            {**identity, "uuid": one.uuid, "mig": {key: value for key, value in mig.items() if value is not None}},
-            Device(self._asking, one.handle, cut=True, profiling=profiling, clock=self._clock),
-            Processes(self._asking, one.handle, self._places, cut=True, clock=self._clock),
-        )
+        return {key: value for key, value in mig.items() if value is not None}
 
     def _instances(self) -> Iterable[_Instance]:
         """The MIG devices; slots may be empty in between. Raises NvmlError, Lost."""
         for slot in range(self._asking.ask("nvmlDeviceGetMaxMigDeviceCount", self._handle)):
+            self._holes.append(slot)
             try:
                 handle = self._asking.ask("nvmlDeviceGetMigDeviceHandleByIndex", self._handle, slot)
+                self._holes.remove(slot)
                 uuid = self._asking.ask("nvmlDeviceGetUUID", handle)
             except NvmlError as error:
                 if error.code not in (binding.NOT_FOUND, binding.INVALID_ARGUMENT):

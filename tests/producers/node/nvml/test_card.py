@@ -169,14 +169,32 @@ def test_a_gpu_that_can_not_be_cut_is_asked_about_it_once() -> None:
     assert bench.asked("nvmlDeviceGetMigMode") == 1
 
 
-def test_a_new_layout_is_noticed_at_the_next_listing() -> None:
+def test_a_gpu_that_is_cut_is_noticed_at_the_next_listing_at_the_latest() -> None:
     bench = Bench()
+    bench.gpu.answers["nvmlDeviceGetMigMode"] = [0, 0]
+    assert bench.uuids() == ["GPU-0"]
     bench.gpu.cut(part("MIG-a"))
-    assert bench.uuids() == ["GPU-0", "MIG-a"]
-    bench.gpu.cut(part("MIG-a"), part("MIG-b"))
     seen = [bench.uuids() for _ in range(10)]
-    assert seen[0] == ["GPU-0", "MIG-a"]
-    assert seen[-1] == ["GPU-0", "MIG-a", "MIG-b"]
+    assert seen[0] == ["GPU-0"]
+    assert seen[-1] == ["GPU-0", "MIG-a"]
+
+
+def test_a_mig_device_that_is_made_where_none_was_is_there_at_once() -> None:
+    """A pod may run on it from the beginning."""
+    bench = Bench()
+    one, other = part("MIG-a"), part("MIG-b", 2)
+    bench.gpu.cut(one, None, None)
+    assert bench.uuids() == ["GPU-0", "MIG-a"]
+    bench.gpu.cut(one, None, other)
+    assert bench.uuids() == ["GPU-0", "MIG-a", "MIG-b"]
+    one.error = other.error = binding.INVALID_ARGUMENT
+    bench.gpu.cut(None, None, None)
+    assert bench.uuids() == ["GPU-0"]
+    bench.gpu.cut(None, part("MIG-c", 3), None)
+    assert bench.uuids() == ["GPU-0", "MIG-c"]
+    listings = bench.asked("nvmlDeviceGetMigMode")
+    assert [bench.read().errors for _ in range(5)] == [[]] * 5
+    assert bench.asked("nvmlDeviceGetMigMode") == listings
 
 
 @pytest.mark.parametrize("code", [binding.NOT_SUPPORTED, binding.INVALID_ARGUMENT])
@@ -384,6 +402,37 @@ def test_the_buffers_of_gpm_are_given_back_when_the_layout_changes_and_when_it_l
     bench.read()
     assert bench.read().devices[1]["metrics"]["sm_active_ratio"] == 0.2
     assert len(bench.nvml.lent) == 4
+
+
+def test_the_mig_devices_that_stay_when_another_comes_or_goes_miss_nothing() -> None:
+    """What needs the tick before is there in each: another pod's device is no reason for a gap."""
+    bench = Bench()
+    bench.gpu.profiled({(1, 2): 10, (2, 2): 20, 2: 80})
+    one, other = part("MIG-a", 1), part("MIG-b", 2)
+    bench.gpu.cut(one, None)
+    bench.read()
+    active = []
+    for parts in ((one, other), (one, other), (one, None)):
+        if parts[1] is None:
+            other.error = binding.INVALID_ARGUMENT
+        bench.gpu.cut(*parts)
+        active.append([device["metrics"].get("sm_active_ratio") for device in bench.read().devices])
+    assert active == [[0.8, 0.1, None], [0.8, 0.1, 0.2], [0.8, 0.1]]
+    assert len(bench.nvml.lent) == 4
+    bench.card.let_go()
+    assert bench.nvml.lent == []
+
+
+def test_a_mig_device_that_is_no_longer_alone_in_its_instance_has_no_activity_of_its_own() -> None:
+    bench = Bench()
+    bench.gpu.profiled({(1, 2): 10})
+    one, other = part("MIG-a", 1), part("MIG-b", 1)
+    bench.gpu.cut(one, None)
+    assert [bench.read().devices[1]["metrics"].get("sm_active_ratio") for _ in range(2)] == [None, 0.1]
+    bench.gpu.cut(one, other)
+    for _ in range(2):
+        assert ["sm_active_ratio" in device["metrics"] for device in bench.read().devices[1:]] == [False, False]
+    assert len(bench.nvml.lent) == 2
 
 
 def test_the_buffers_of_gpm_stay_while_a_gpu_is_lost() -> None:
