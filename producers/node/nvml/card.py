@@ -8,20 +8,17 @@ Source: nvml.h. Handles of MIG devices go stale when the layout changes, and may
 asks a handle for its UUID first.
 """
 
-import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from producers.node.nvml import binding
 from producers.node.nvml.asking import Asking, LeftOut, Lost, Tried, is_unsupported
 from producers.node.nvml.binding import Handle, Nvml, NvmlError
 from producers.node.nvml.device import Device
+from producers.node.nvml.instances import Instance, Instances
 from producers.node.nvml.processes import Found, Placing, Processes
 from producers.node.nvml.profiling import Profiling
-
-_PROFILE = re.compile(r" MIG (\S+)$")
 
 
 class Reading(NamedTuple):
@@ -34,16 +31,6 @@ class Reading(NamedTuple):
     errors: Sequence[tuple[str, str]]
     kinds: Mapping[int, str]
     took_s: float
-
-
-class _Instance(NamedTuple):
-    """A MIG device as it is listed."""
-
-    handle: Handle
-    uuid: str
-    gpu_instance: int | None
-    compute_instance: int | None
-    profile: str | None
 
 
 class _Layout(NamedTuple):
@@ -85,7 +72,6 @@ class Card:
         self._listed_s: float | None = None
         self._layout = _Layout()
         self._parts: dict[str, _Part] = {}
-        self._holes: list[int] = []
         self._profiling: Profiling | None = None
 
     @property
@@ -148,6 +134,7 @@ class Card:
         except NvmlError as error:
             self._asking.count(self.doing, error.name)
             raise Lost(self.doing, error) from None
+        self._instances = Instances(self._asking, self._handle)
         self._renew()
         return self._asked_identity(uuid)
 
@@ -216,7 +203,7 @@ class Card:
         stale = [part for part in self._parts.values() if not self._is_current(part)]
         for part in stale:
             part.device.forget_counts()  # where it is listed again it was made anew
-        if stale or any(map(self._is_filled, self._holes)):
+        if stale or self._instances.is_new():
             self._list()
 
     def _cut_devices(self, kinds: dict[int, str]) -> Sequence[dict[str, Any]]:
@@ -233,23 +220,15 @@ class Card:
         except NvmlError:  # stale: what it was is found out by listing
             return False
 
-    def _is_filled(self, slot: int) -> bool:
-        """Whether a MIG device is where none was."""
-        try:
-            self._asking.ask("nvmlDeviceGetMigDeviceHandleByIndex", self._handle, slot)
-        except NvmlError:
-            return False
-        return True
-
     def _list(self) -> None:
         """Find out into what the GPU is cut. What can't be asked leaves things as they were."""
         self._listed_s = self._clock()
-        self._holes.clear()
+        self._instances.forget()
         if not self._can_be_cut:
             return
         try:
             cut = bool(self._asking.ask("nvmlDeviceGetMigMode", self._handle)[0])
-            instances = list(self._instances()) if cut else []
+            instances = self._instances.listed() if cut else []
         except NvmlError as error:
             self._asking.refusals["mig"] = Tried(self.doing, error.name)
             self._can_be_cut = not is_unsupported(error)
@@ -260,7 +239,7 @@ class Card:
         self._mig_mode = {"mig_mode": "enabled" if cut else "disabled"}
         self._arrange(cut, instances)
 
-    def _arrange(self, cut: bool, instances: Sequence[_Instance]) -> None:
+    def _arrange(self, cut: bool, instances: Sequence[Instance]) -> None:
         """Take a listing; handles are always taken from the newest one."""
         parts = [(one.uuid, one.gpu_instance, one.compute_instance, one.profile) for one in instances]
         before, self._layout = self._layout, _Layout(cut, tuple(parts))
@@ -272,7 +251,7 @@ class Card:
             part = self._parts[one.uuid]
             part.device.handle = part.processes.handle = one.handle
 
-    def _take_parts(self, instances: Sequence[_Instance]) -> None:
+    def _take_parts(self, instances: Sequence[Instance]) -> None:
         """The MIG devices of a layout; those that were in the last one go on as they were."""
         shares = Counter(one.gpu_instance for one in instances)
         before = self._parts
@@ -281,7 +260,7 @@ class Card:
             if self._parts.get(uuid) is not part and part.profiling is not None:
                 part.profiling.free()
 
-    def _part(self, one: _Instance, *, alone: bool) -> _Part:
+    def _part(self, one: Instance, *, alone: bool) -> _Part:
         """A MIG device, the known one where there is it. What GPM says is its own only where it is ``alone`` in its GPU
         instance."""
         identity = {**(self._identity or {}), "uuid": one.uuid, "mig": self._mig(one)}
@@ -296,7 +275,7 @@ class Card:
             profiling,
         )
 
-    def _mig(self, one: _Instance) -> Mapping[str, Any]:
+    def _mig(self, one: Instance) -> Mapping[str, Any]:
         """What a MIG device is of its GPU, as in gpu.samples."""
         mig = {
             "uuid": one.uuid,
@@ -306,30 +285,6 @@ class Card:
             "profile": one.profile,
         }
         return {key: value for key, value in mig.items() if value is not None}
-
-    def _instances(self) -> Iterable[_Instance]:
-        """The MIG devices; slots may be empty in between. Raises NvmlError, Lost."""
-        for slot in range(self._asking.ask("nvmlDeviceGetMaxMigDeviceCount", self._handle)):
-            self._holes.append(slot)
-            try:
-                handle = self._asking.ask("nvmlDeviceGetMigDeviceHandleByIndex", self._handle, slot)
-                self._holes.remove(slot)
-                uuid = self._asking.ask("nvmlDeviceGetUUID", handle)
-            except NvmlError as error:
-                if error.code not in (binding.NOT_FOUND, binding.INVALID_ARGUMENT):
-                    self._asking.count(self.doing, error.name)
-                continue
-            yield self._instance(handle, uuid)
-
-    def _instance(self, handle: Handle, uuid: str) -> _Instance:
-        profile = _PROFILE.search(self._asking.optional("nvmlDeviceGetName", handle) or "")
-        return _Instance(
-            handle,
-            uuid,
-            self._asking.optional("nvmlDeviceGetGpuInstanceId", handle),
-            self._asking.optional("nvmlDeviceGetComputeInstanceId", handle),
-            profile[1] if profile else None,
-        )
 
 
 def _device(
