@@ -53,8 +53,8 @@ class AttributedDevice(Device, frozen=True, omit_defaults=True):
 
     The holders' parts and ``unattributed`` add up to the device; ``split_scaled``: the processes' sum was more than the
     device, and their parts were scaled down. ``conflict`` is what the processes say otherwise than the kubelet:
-    ``unallocated_process`` (a pod's process on a device that it was not given) or ``no_pod`` (a process of no pod on a
-    device that pods hold).
+    ``unallocated_process`` (a pod's process on a device that it was not given; the pod is a holder with ``observed``
+    where it is known) or ``no_pod`` (a process of no pod on a device that pods hold).
     """
 
     holders: tuple[Holder, ...] = ()

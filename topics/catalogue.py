@@ -105,7 +105,7 @@ SPLIT_SCALED = Info(
 CONFLICT = Info(
     "gpu_attribution_conflict",
     "1 while the processes on a device say otherwise than the kubelet: unallocated_process is one of a pod that was "
-    "not given the device, no_pod one of no pod on a device that pods hold.",
+    "not given the device, whether or not it can be named, no_pod one of no pod on a device that pods hold.",
     "bool",
     labels=("reason",),
 )

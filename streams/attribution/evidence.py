@@ -5,13 +5,14 @@ observed beside them, and the conflict.
 Pure. Nothing is said where the processes can't be seen.
 
 A process counts that has memory on the device: what only asks it, as monitoring does, has none. A pod's process on a
-device that it was not given makes the pod an observed holder, where the node's workloads have the pod; a pod that they
-do not have (it asked for no GPU, as a daemon of the GPU operator does) can't be named, and is no conflict. What was
+device that it was not given makes the pod an observed holder, where the node's workloads have the pod. What was
 observed is a holder as any other: it is counted as one, has its part, and has a device alone that no other pod holds.
+A pod that they do not have, because it asked for no GPU or had ended by then, is a conflict all the same, though it
+can't be named; but not where a holder's uid is not known, for it may be that holder.
 Any process of no pod is a conflict on a device that pods hold: an MPS server or a display server of the node, too.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from streams.attribution.holders import holder_of
@@ -29,6 +30,9 @@ Uids = set[str | None]
 PodOf = Callable[[str], Pod | None]
 """The pod of a uid, as it was at the time of the tick."""
 
+_STATIC_UID_LENGTH = 32
+"""A control group names a static pod by 32 digits without dashes, and the API server by a uid that differs."""
+
 
 class Evidence(NamedTuple):
     """All holders of a device, and what the processes say otherwise."""
@@ -44,22 +48,35 @@ def shown(device: Device) -> Uids:
     return {process.pod_uid for process in device.processes if process.memory_used_bytes}
 
 
-def observe(device: Device, holders: tuple[Holder, ...], pod_of: PodOf) -> Evidence:
-    """The holders of a device with those that its processes show."""
+def observe(device: Device, holders: tuple[Holder, ...], pod_of: PodOf | None) -> Evidence:
+    """The holders of a device with those that its processes show. ``pod_of``: None where the node has no workloads."""
     uids = shown(device) - {holder.pod_uid for holder in holders if holder.pod_uid is not None}
     if not uids:
         return Evidence(holders)
-    strangers = _strangers(uids, holders, pod_of)
+    pods = {uid: pod_of(uid) for uid in uids if uid is not None} if pod_of else {}
+    strangers = _strangers(pods.values(), holders)
     if strangers:
         return Evidence((*holders, *strangers), UNALLOCATED)
+    if _nameless(pods, holders):
+        return Evidence(holders, UNALLOCATED)
     return Evidence(holders, NO_POD if holders and None in uids else None)
 
 
-def _strangers(uids: Uids, holders: tuple[Holder, ...], pod_of: PodOf) -> list[Holder]:
-    """The pods of these uids that do not hold the device. A holder without a uid is known by its name."""
+def _strangers(pods: Iterable[Pod | None], holders: tuple[Holder, ...]) -> list[Holder]:
+    """Those of these pods that do not hold the device. A holder without a uid is known by its name."""
     unknown = {(holder.namespace, holder.pod) for holder in holders if holder.pod_uid is None}
-    pods = [pod for uid in uids if uid is not None and (pod := pod_of(uid))]
-    strange = [pod for pod in pods if (pod.namespace, pod.name) not in unknown]
+    strange = [pod for pod in pods if pod is not None and (pod.namespace, pod.name) not in unknown]
     return [
         holder_of(pod, observed=True) for pod in sorted(strange, key=lambda pod: (pod.namespace, pod.name, pod.uid))
     ]
+
+
+def _nameless(pods: Mapping[str, Pod | None], holders: tuple[Holder, ...]) -> bool:
+    """Whether one of these uids is of a pod that is not known, and surely of none of the holders."""
+    if any(holder.pod_uid is None for holder in holders):
+        return False
+    return any(pod is None and not _static(uid) for uid, pod in pods.items())
+
+
+def _static(uid: str) -> bool:
+    return len(uid) == _STATIC_UID_LENGTH and "-" not in uid

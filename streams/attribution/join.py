@@ -242,7 +242,7 @@ def _joined(
     sample = tick.sample
     labels = state.workloads.node_labels_at(sample.ts_ms) if state.workloads else {}
     if snapshot is None:
-        return state, Joined(_attributed(tick, attribution, labels, {}, _nobody), ())
+        return state, Joined(_attributed(tick, attribution, labels, {}, None), ())
     dra = state.workloads.dra_at(sample.ts_ms) if state.workloads else _NO_DRA
     inventory = tuple([(d.uuid, d.index, d.minor, d.mig) for d in sample.devices])
     memo = state.memo
@@ -254,14 +254,10 @@ def _joined(
     return state, Joined(out, unknown_ids)
 
 
-def _pod_of(state: NodeState, ts_ms: int) -> PodOf:
-    """Which pod a uid is at a time."""
+def _pod_of(state: NodeState, ts_ms: int) -> PodOf | None:
+    """Which pod a uid is at a time; None where nothing tells of pods."""
     workloads = state.workloads
-    return _nobody if workloads is None else lambda uid: workloads.pod_of(uid, ts_ms)
-
-
-def _nobody(uid: str) -> Pod | None:
-    """No pod is known."""
+    return None if workloads is None else lambda uid: workloads.pod_of(uid, ts_ms)
 
 
 def _still(
@@ -285,7 +281,7 @@ def _attributed(
     attribution: Attribution,
     node_labels: dict[str, str],
     holders: Mapping[str, tuple[Holder, ...]],
-    pod_of: PodOf,
+    pod_of: PodOf | None,
 ) -> AttributedSample:
     sample = tick.sample
     return AttributedSample(
@@ -303,7 +299,7 @@ def _attributed(
     )
 
 
-def _device(d: Device, holders: tuple[Holder, ...], pod_of: PodOf) -> AttributedDevice:
+def _device(d: Device, holders: tuple[Holder, ...], pod_of: PodOf | None) -> AttributedDevice:
     """The device with its holders, those that its processes show included, and their parts of it."""
     all_holders, conflict = observe(d, holders, pod_of)
     shared = split(d, all_holders)

@@ -288,8 +288,8 @@ def story() -> Iterator[Scene]:
     yield world.scene("a MIG device is made for a claim, and its pod begins at once")
 
     world.run(GPUS[7], Running(175, OPERATOR, GIB + 3, 2))
-    world.device(GPUS[7], memory=40 * GIB + 1)
-    yield world.scene("a pod that asked for no GPU looks at one")
+    world.device(GPUS[7], memory=40 * GIB + 1, conflict="unallocated_process")
+    yield world.scene("a pod that asked for no GPU runs on one")
 
     world.device(GPUS[4], lost=True)
     yield world.scene("a GPU is lost that two pods share")
@@ -299,7 +299,7 @@ def story() -> Iterator[Scene]:
 
     world.end("two")
     world.kill(175)
-    world.device(GPUS[7], memory=GIB, busy=0)
+    world.device(GPUS[7], memory=GIB, busy=0, conflict=None)
     world.kill(142)
     world.run(GPUS[4], Running(144, "greedy-b", None, 5))
     yield world.scene("the last pod of a GPU ends, and of one process the memory can't be told")

@@ -31,12 +31,13 @@ class Answer(NamedTuple):
     attribution: str
     node_labels: dict[str, str]
     holders: dict[str, tuple[Holding, ...]]
+    conflicts: dict[str, str | None]
 
     def without_labels(self) -> "Answer":
         """What does not rest on the workloads."""
         given = {uuid: [h for h in held if not h.observed] for uuid, held in self.holders.items()}
         bare = {uuid: tuple(h._replace(uid=None, labels=()) for h in held) for uuid, held in given.items()}
-        return Answer(self.attribution, {}, bare)
+        return Answer(self.attribution, {}, bare, {})
 
 
 class Logs(NamedTuple):
@@ -60,17 +61,33 @@ def answer(logs: Logs, sample: Sample) -> Answer:
         for uuid in {device_id.split("::")[0] for device_id in c.device_ids} & holders.keys():
             if not any(held[:3] == holding[:3] for held in holders[uuid]):
                 holders[uuid] = (*holders[uuid], holding)
+    conflicts: dict[str, str | None] = {device.uuid: None for device in sample.devices}
     for device in sample.devices if snapshot else ():
+        conflicts[device.uuid] = _conflict(workloads, device, holders[device.uuid], sample.ts_ms)
         holders[device.uuid] += _observed(workloads, device, holders[device.uuid], sample.ts_ms)
-    return Answer(attribution, node_labels(workloads, sample.ts_ms), holders)
+    return Answer(attribution, node_labels(workloads, sample.ts_ms), holders, conflicts)
+
+
+def _shown(device: Device) -> set[str | None]:
+    return {p.pod_uid for p in device.processes or () if p.memory_used_bytes}
+
+
+def _conflict(workloads: Sequence[NodeWorkloads], device: Device, held: Sequence[Holding], ts_ms: int) -> str | None:
+    """What the processes on a device say otherwise than the kubelet."""
+    if _observed(workloads, device, held, ts_ms):
+        return "unallocated_process"
+    unknown = [uid for uid in _shown(device) if uid and pod_of(workloads, uid, ts_ms) is None]
+    if workloads and unknown and all(h.uid for h in held):
+        return "unallocated_process"
+    return "no_pod" if held and None in _shown(device) else None
 
 
 def _observed(
     workloads: Sequence[NodeWorkloads], device: Device, held: Sequence[Holding], ts_ms: int
 ) -> tuple[Holding, ...]:
     """The pods that only their processes show on a device, by name."""
-    uids = {p.pod_uid for p in device.processes or () if p.pod_uid and p.memory_used_bytes} - {h.uid for h in held}
-    pods = [pod for uid in uids if (pod := pod_of(workloads, uid, ts_ms)) is not None]
+    uids = _shown(device) - {h.uid for h in held}
+    pods = [pod for uid in uids if uid and (pod := pod_of(workloads, uid, ts_ms)) is not None]
     nameless = {h[:2] for h in held if h.uid is None}
     strange = [p for p in pods if (p.namespace, p.name) not in nameless]
     rows = [Holding(p.namespace, p.name, None, p.uid, _labels(p), observed=True) for p in strange]
@@ -90,7 +107,7 @@ def given(out: AttributedSample) -> Answer:
         )
         for device in out.devices
     }
-    return Answer(out.attribution, out.node_labels, holders)
+    return Answer(out.attribution, out.node_labels, holders, {device.uuid: device.conflict for device in out.devices})
 
 
 def _snapshot(snapshots: Iterable[Allocations], sample: Sample, runs: Sequence[int]) -> tuple[str, Allocations | None]:

@@ -81,8 +81,33 @@ def test_a_process_without_memory_on_the_device_does_not_count(pod_name: str | N
     assert seen(process(pod_name, memory)) == Evidence((A,), None)
 
 
-def test_a_pod_that_the_workloads_do_not_have_is_neither_shown_nor_a_conflict() -> None:
-    assert seen(process("z")) == Evidence((A,), None)
+@pytest.mark.parametrize("holders", [(A,), ()])
+def test_a_pod_that_the_workloads_do_not_have_is_a_conflict_though_it_is_not_shown(holders: tuple[Holder, ...]) -> None:
+    assert seen(process("z"), holders=holders) == Evidence(holders, "unallocated_process")
+
+
+def test_it_goes_before_a_process_of_no_pod() -> None:
+    assert seen(process("z"), process(None)).conflict == "unallocated_process"
+
+
+def test_it_may_be_a_holder_whose_uid_is_not_known() -> None:
+    holders = (A, Holder("ns", "late"))
+
+    assert seen(process("z"), holders=holders) == Evidence(holders, None)
+    assert seen(process("z"), process(None), holders=holders) == Evidence(holders, "no_pod")
+
+
+def test_a_static_pod_is_none_that_the_workloads_do_not_have() -> None:
+    """Its control group names it otherwise than the API server does."""
+    static = Process(1, pod_uid="0123456789abcdef" * 2, memory_used_bytes=40)
+
+    assert seen(static) == Evidence((A,), None)
+
+
+def test_where_the_node_has_no_workloads_no_pod_is_one_that_they_do_not_have() -> None:
+    device = Device(gpu(1), processes=(process("z"), process("b")))
+
+    assert observe(device, (A,), None) == Evidence((A,), None)
 
 
 def test_a_holder_whose_uid_is_not_known_is_known_by_its_name() -> None:
@@ -131,16 +156,17 @@ def test_a_tick_says_what_was_scaled_and_who_was_observed() -> None:
     assert (found.split_scaled, found.conflict) == (True, "unallocated_process")
 
 
-def test_a_tick_without_a_kubelet_is_not_divided() -> None:
-    found = joined(process("a"), named=None)
+def test_a_tick_without_a_kubelet_is_neither_divided_nor_contradicted() -> None:
+    found = joined(process("a"), process("z"), named=None)
 
     assert (found.holders, found.unattributed, found.conflict) == ((), None, None)
 
 
-def test_a_pod_that_had_ended_is_not_observed() -> None:
+def test_a_pod_that_had_ended_is_not_observed_but_a_conflict() -> None:
     ended = (*[PODS[uid] for uid in ("uid-a", "uid-b")], pod("c", ended=-60_000))
+    found = joined(process("c"), workloads=ended)
 
-    assert [h.pod for h in joined(process("c"), workloads=ended).holders] == ["a", "b"]
+    assert ([h.pod for h in found.holders], found.conflict) == (["a", "b"], "unallocated_process")
 
 
 def test_a_lost_gpu_has_the_holders_that_the_kubelet_still_says_and_is_not_divided() -> None:

@@ -1,6 +1,7 @@
 """What is said live and what a replay says later: the same bytes, for pods that only their processes show, too.
 
-Live, processes are seen at once, the kubelet tells of a pod some seconds later, and the API server within 1.5 s.
+Live, processes are seen at once, the kubelet tells of a pod some seconds later, and the API server within 1.5 s, but
+for one that asked for no GPU: of that neither ever tells.
 """
 
 from collections.abc import Iterable
@@ -46,15 +47,16 @@ class Logged(NamedTuple):
     record: Sample | Allocations | NodeWorkloads
 
 
-def log_of(pods: list[Life]) -> list[Logged]:
-    """What is written of these pods, in order: workloads, snapshots and ticks, one every second."""
+def log_of(pods: list[Life], rogue_ms: int = END_MS) -> list[Logged]:
+    """What is written of these pods, in order: workloads, snapshots and ticks, one every second. From ``rogue_ms`` on
+    a process of a pod is on the second GPU that no workloads ever have."""
     found: list[Logged] = []
     for at_ms in range(0, END_MS, STEP_MS):
         told = [pod(f"p{n}", started=p.start_ms) for n, p in enumerate(pods) if p.start_ms + p.told_ms <= at_ms]
         if not at_ms or len(told) != _told(found):
             found.append(Logged(at_ms, known(len(found) + 1, FIRST, *told, ts_ms=at_ms)))
         if at_ms % 1000 == 0:
-            found += _read(pods, at_ms)
+            found += _read(pods, at_ms, rogue=at_ms >= rogue_ms)
     return found
 
 
@@ -63,11 +65,12 @@ def _told(found: Iterable[Logged]) -> int:
     return [len(one.record.pods) - 1 for one in found if isinstance(one.record, NodeWorkloads)][-1]
 
 
-def _read(pods: list[Life], at_ms: int) -> list[Logged]:
+def _read(pods: list[Life], at_ms: int, *, rogue: bool) -> list[Logged]:
     """A snapshot and the tick that names it."""
     seq = at_ms // 1000 + 1
     reported = [container(f"p{n}", gpu(p.gpu)) for n, p in enumerate(pods) if _runs(p, at_ms - p.reported_ms)]
     shown = [[process(f"uid-p{n}") for n, p in enumerate(pods) if p.gpu == i and _runs(p, at_ms)] for i in (0, 1)]
+    shown[1] += [process("uid-rogue")] * rogue
     sample = tick(seq, seq, ts_ms=at_ms, processes=[tuple(of) for of in shown])
     return [Logged(at_ms, snapshot(seq, container("first", gpu(0)), *reported, ts_ms=at_ms)), Logged(at_ms, sample)]
 
@@ -89,7 +92,8 @@ def replay(log: list[Logged]) -> list[bytes]:
     """What comes out long after: the state is read first, and nothing is waited for."""
     state = [one for one in log if not isinstance(one.record, Sample)]
     samples = [one for one in log if isinstance(one.record, Sample)]
-    return outputs([*[_read_at(one, 0.0) for one in state], *[_read_at(one, 0.0, wait_s=0.0) for one in samples]])
+    read = [*[_read_at(one, 0.0) for one in state], *[_read_at(one, 0.0, wait_s=0.0) for one in samples]]
+    return outputs([*read, join.Passed(0.0)])
 
 
 def _read_at(one: Logged, now_s: float, *, wait_s: float = join.POD_WAIT_S) -> join.Record:
@@ -107,10 +111,10 @@ def outputs(records: Iterable[join.Record]) -> list[bytes]:
 
 
 @settings(max_examples=200, deadline=None)
-@given(lives)
-@example([Life(500, 1_500, 4_000, 9_000, 1)])
-def test_a_replay_gives_the_bytes_that_were_given_live(pods: list[Life]) -> None:
-    log = log_of(pods)
+@given(lives, steps(0, END_MS // STEP_MS))
+@example([Life(500, 1_500, 4_000, 9_000, 1)], 3_000)
+def test_a_replay_gives_the_bytes_that_were_given_live(pods: list[Life], rogue_ms: int) -> None:
+    log = log_of(pods, rogue_ms)
 
     assert live(log) == replay(log)
     assert len(live(log)) == END_MS // 1000
@@ -120,3 +124,9 @@ def test_a_pod_that_its_processes_show_first_is_shown_live() -> None:
     shown = [b'"observed":true' in tick for tick in live(log_of([Life(500, 1_500, 4_000, 9_000, 1)]))]
 
     assert shown == [False, *[True] * 4, *[False] * 7]
+
+
+def test_a_pod_that_asked_for_no_gpu_is_a_conflict_live_from_its_first_tick() -> None:
+    contradicted = [b'"conflict":"unallocated_process"' in tick for tick in live(log_of([], rogue_ms=3_000))]
+
+    assert contradicted == [at_ms >= 3_000 for at_ms in range(0, END_MS, 1_000)]
