@@ -196,7 +196,7 @@ def _use(row: Json) -> str:
 
 
 def _whose(row: Json) -> str:
-    names = {"pod_uid": "pod", "container_id": "container", "job_id": "job"}
+    names = {"pod_uid": "pod", "container_id": "container", "job_id": "job", "service": "service"}
     found = [f"{what} {row[key]}" for key, what in names.items() if key in row]
     return " ".join(found) or "of no pod or job that can be seen"
 

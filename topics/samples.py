@@ -20,7 +20,10 @@ class Mig(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Process(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A process on a device, by the host's PID, with the pod and container its cgroup names."""
+    """A process on a device, by the host's PID, with the pod and container its cgroup names.
+
+    ``service`` is set where it computes for the processes of others: "mps" is an MPS server.
+    """
 
     pid: UInt
     pod_uid: str | None = None
@@ -28,6 +31,7 @@ class Process(msgspec.Struct, frozen=True, omit_defaults=True):
     memory_used_bytes: UInt | None = None
     sm_utilization_ratio: Number | None = None
     job_id: str | None = None
+    service: str | None = None
 
 
 class Job(msgspec.Struct, frozen=True, omit_defaults=True):

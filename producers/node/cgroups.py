@@ -1,6 +1,7 @@
 """Where a process belongs, as the path of its control group says: a pod's container, a batch system's job, or neither.
 
-In: process ids, and procfs. Out: the pod's uid, the container's id, the job's id, and whose that job is.
+In: process ids, and procfs. Out: the pod's uid, the container's id, the job's id, whose that job is, and whether the
+process serves others.
 State: the places of the processes asked for last, by process id and start time: ids are used again; and their jobs.
 On failure: a process that can't be seen has no place (None), but for one that was seen just before: it has ended since
 NVML listed it, and is where it was. One whose group says nothing has an empty place. Where the environment may not be
@@ -8,6 +9,8 @@ read, which is how it is without privileges, it says nothing.
 
 Outside of pods a job that no group names is taken from the environment, where Slurm puts it too. A user can set that to
 anything, so the group goes before it, and what it says of another job than the group's does not count.
+
+An MPS server, which computes for the processes of others, is known by the name of its command.
 
 Source: Kubernetes names groups ``kubepods[...]-pod<uid>.slice/<runtime>-<id>.scope`` (systemd, ``_`` for ``-``) or
 ``kubepods/[burstable/]pod<uid>/<id>`` (cgroupfs), Slurm ``slurm/uid_<u>/job_<id>`` (v1) or
@@ -41,6 +44,9 @@ _REMEMBERED = 4096
 _START_TIME = 19
 """The place of field 22 of ``stat`` behind the parenthesis that closes field 2."""
 
+_SERVICES = {"nvidia-cuda-mps": "mps"}
+"""By command, of which the kernel keeps 15 characters: ``nvidia-cuda-mps-server`` and ``nvidia-cuda-mps-control``."""
+
 _POD = re.compile(r"pod([0-9a-f]{8}(?:[-_][0-9a-f]{4}){3}[-_][0-9a-f]{12}|[0-9a-f]{32})(?=[/.:]|$)")
 _CONTAINER = re.compile(r"(?:^|[/:-])(?<!/crio-conmon-)([0-9a-f]{64})(?=\.scope|/|$)")
 _JOB = re.compile(r"/job_([0-9]+)(?=/|$)")
@@ -49,11 +55,15 @@ _UID = re.compile(r"^Uid:\s+([0-9]{1,10})\s", re.MULTILINE)
 
 
 class Place(NamedTuple):
-    """What a process's control group says: the uid of its pod, the id of its container, and of its batch job."""
+    """What a process's control group says: the uid of its pod, the id of its container, and of its batch job.
+
+    ``service`` is "mps" for an MPS server.
+    """
 
     pod_uid: str | None
     container_id: str | None
     job_id: str | None
+    service: str | None = None
 
 
 NOWHERE = Place(None, None, None)
@@ -120,13 +130,14 @@ class Places:
         folder = self._procfs / str(pid)
         by_group = parse(_read(folder / "cgroup") or "")
         claimed = claim(_read_bytes(folder / "environ", LARGEST_ENVIRON_BYTES) or b"") if not by_group.pod_uid else None
-        place, shown = _booked(by_group, claimed, _uid(_read(folder / "status") or ""))
+        booked, shown = _booked(by_group, claimed, _uid(_read(folder / "status") or ""))
+        place = booked._replace(service=_SERVICES.get((_read(folder / "comm") or "").removesuffix("\n")))
         if self._started(pid) != started:
             return None
         if place.job_id is not None:
             self._jobs.learn(place.job_id, shown)
         now_s = self._clock()
-        believed_s = ADOPTED_WITHIN_S if place == NOWHERE else math.inf
+        believed_s = ADOPTED_WITHIN_S if booked == NOWHERE else math.inf
         self._remember(pid, _Known(started, place, now_s + believed_s, now_s))
         return place
 

@@ -9,7 +9,8 @@ device that it was not given makes the pod an observed holder, where the node's 
 observed is a holder as any other: it is counted as one, has its part, and has a device alone that no other pod holds.
 A pod that they do not have, because it asked for no GPU or had ended by then, is a conflict all the same, though it
 can't be named; but not where a holder's uid is not known, for it may be that holder.
-Any process of no pod is a conflict on a device that pods hold: an MPS server or a display server of the node, too.
+Any process of no pod is a conflict on a device that pods hold: a display server of the node, too. An MPS server, in a
+pod or not, computes for others, and is no evidence.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -45,7 +46,7 @@ def shown(device: Device) -> Uids:
     """The pods that processes show on a device; none where they can't be seen."""
     if not device.processes or not seen(device):
         return set()
-    return {process.pod_uid for process in device.processes if process.memory_used_bytes}
+    return {one.pod_uid for one in device.processes if one.memory_used_bytes and one.service is None}
 
 
 def observe(device: Device, holders: tuple[Holder, ...], pod_of: PodOf | None) -> Evidence:

@@ -7,7 +7,7 @@ and holders does not matter.
 Utilization is divided by the processes' ``sm_utilization_ratio``, memory by their ``memory_used_bytes``. A part is the
 sum over the pod's processes; where the pods' sum is more than the device, each is scaled by device / sum, the rest is 0
 and the split is flagged. What no holder's process accounts for is the rest: processes of no pod, or of one that is not
-known, driver and context memory.
+known, an MPS server that is not a holder's own, driver and context memory.
 
 A pod's power is ``power_watts * its utilization part``: the power of the time in which it ran. The power of the time in
 which nobody did, idle power included, is the rest. A pod's energy is the sum over time of its power.
@@ -121,7 +121,7 @@ def _rows(processes: Sequence[Process], holders: Sequence[Holder]) -> list[int]:
         by_uid.setdefault(holders[row].pod_uid, row)
     unknown = by_uid.pop(None) if None in by_uid else None
     if unknown is not None and not by_uid and len({(holder.namespace, holder.pod) for holder in holders}) == 1:
-        uids = {process.pod_uid for process in processes} - {None}
+        uids = {process.pod_uid for process in processes if process.service is None} - {None}
         if len(uids) == 1:
             by_uid = {uids.pop(): unknown}
     return [by_uid.get(process.pod_uid, nobody) for process in processes]

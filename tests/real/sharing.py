@@ -19,6 +19,8 @@ GPUS = [f"GPU-5c41b7ed-0000-4000-8000-{gpu:012x}" for gpu in range(8)]
 HOST = "(the node itself)"
 OPERATOR = "gpu-operator"
 """A pod that asked for no GPU, which the API server's list of GPU pods never has."""
+MPS = "nvidia-cuda-mps"
+"""The command of an MPS server, which computes for others."""
 LATE = "late"
 """A pod that the kubelet knows before the API server's list has it."""
 
@@ -36,7 +38,7 @@ def pod_uid(name: str) -> str:
 class Running(NamedTuple):
     """A process on a device: whose it is, what it holds (None: NVML can't tell), and how many percent of the time it
     keeps the device busy. ``init``: it is of an init container, which the kubelet does not list; ``ended``: NVML lists
-    it a while longer than procfs."""
+    it a while longer than procfs. ``comm``: its command, as the kernel keeps it."""
 
     pid: int
     pod: str
@@ -44,6 +46,7 @@ class Running(NamedTuple):
     busy: int = 0
     init: bool = False
     ended: bool = False
+    comm: str = "python"
 
     @property
     def cgroup(self) -> str:
@@ -319,13 +322,14 @@ def _time_sliced(world: World) -> None:
 
 
 def _hami(world: World) -> None:
-    """GPU 2: the kubelet picked slots of GPU 1 and 2, the scheduler GPU 2 for both."""
+    """GPU 2: the kubelet picked slots of GPU 1 and 2, the scheduler GPU 2 for both. MPS servers compute there, too."""
     for number, slot in enumerate((f"{GPUS[1]}-3", f"{GPUS[2]}-5")):
         name = f"hami-{number}"
         chosen = f"{GPUS[2]},NVIDIA,{10240 * (number + 1)},30:;"
         world.annotations[name] = {"hami.io/vgpu-devices-allocated": chosen}
         world.give(name, container("main", **{"nvidia.com/gpu": [slot]}), on=GPUS[2])
         world.run(GPUS[2], Running(181 + number, name, (1 + number) * GIB + 11, 3 + number))
+    world.run(GPUS[2], Running(183, OPERATOR, GIB // 4, 2, comm=MPS), Running(184, HOST, GIB // 4, 1, comm=MPS))
 
 
 def _claimed(world: World) -> None:

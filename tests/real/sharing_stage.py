@@ -92,7 +92,7 @@ class Stage:
         for pid in self._alive.keys() - alive.keys():
             self.procfs.end(pid)
         for pid in alive.keys() - self._alive.keys():
-            self.procfs.begin(pid, 1000 + pid, alive[pid].cgroup)
+            self.procfs.begin(pid, 1000 + pid, alive[pid].cgroup, alive[pid].comm)
         self._alive = dict(alive)
 
     def _tell(self, pods: dict[str, Mapping[str, Any]]) -> None:

@@ -29,6 +29,7 @@ class Procfs:
         folder.mkdir(exist_ok=True)
         fields = " ".join(str(number) for number in range(4, 22))
         (folder / "stat").write_text(f"{pid} ({comm}) S {fields} {started} 23 24 25\n")
+        (folder / "comm").write_text(f"{comm}\n")
         if cgroup is None:
             (folder / "cgroup").unlink(missing_ok=True)
         else:
@@ -39,6 +40,6 @@ class Procfs:
             (folder / "status").write_text(f"Name:\tpython\nUid:\t{uid}\t0\t0\t0\nGid:\t5\t5\t5\t5\n")
 
     def end(self, pid: int) -> None:
-        for name in ("stat", "cgroup", "environ", "status"):
+        for name in ("stat", "comm", "cgroup", "environ", "status"):
             (self.root / str(pid) / name).unlink(missing_ok=True)
         (self.root / str(pid)).rmdir()

@@ -1,6 +1,7 @@
 """A process is booked to the pod and the job that its control group names, in every form that runtimes write."""
 
 import os
+import shutil
 import subprocess
 import threading
 import time
@@ -253,6 +254,53 @@ def test_many_threads_may_ask_at_once(procfs: Procfs, monkeypatch: pytest.Monkey
         thread.join()
     assert not wrong
     assert len(procfs.places._known) <= 8
+
+
+@pytest.mark.parametrize(
+    ("comm", "service"),
+    [
+        ("nvidia-cuda-mps", "mps"),
+        ("nvidia-cuda-mp", None),
+        ("nvidia-cuda-mps2", None),
+        (" nvidia-cuda-mps", None),
+        ("nvidia-cuda-mps\n", None),
+        ("python", None),
+        ("", None),
+    ],
+)
+def test_an_mps_server_is_known_by_its_command(procfs: Procfs, comm: str, service: str | None) -> None:
+    procfs.begin(42, 1000, in_pod(UID), comm)
+    assert procfs.places.of(42) == POD._replace(service=service)
+
+
+def test_a_process_whose_command_is_hidden_is_no_server(procfs: Procfs) -> None:
+    procfs.begin(42, 1000, in_pod(UID), "nvidia-cuda-mps")
+    (procfs.root / "42" / "comm").unlink()
+    (procfs.root / "42" / "comm").mkdir()  # reading it fails, whoever reads
+    assert procfs.places.of(42) == POD
+
+
+def test_an_mps_server_on_the_node_that_a_batch_system_adopts_later_is_found_there(procfs: Procfs) -> None:
+    now_s = 0.0
+    places = Places(procfs.root, clock=lambda: now_s)
+    procfs.begin(42, 1000, LOGIN, "nvidia-cuda-mps")
+    assert places.of(42) == NOWHERE._replace(service="mps")
+    procfs.begin(42, 1000, IN_JOB, "nvidia-cuda-mps")
+    now_s = ADOPTED_WITHIN_S
+    assert places.of(42) == Place(None, None, "7", "mps")
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="no procfs here")
+def test_the_command_of_a_real_process_is_read_as_long_as_the_kernel_keeps_it(tmp_path: Path) -> None:
+    server = tmp_path / "nvidia-cuda-mps-server"
+    server.symlink_to(shutil.which("sleep") or "sleep")
+    with subprocess.Popen([server, "60"]) as process:
+        try:
+            place = Places().of(process.pid)
+        finally:
+            process.kill()
+    assert place is not None
+    assert place.service == "mps"
 
 
 BATCH = b"HOME=/\0SLURM_JOB_ID=7\0SLURM_JOB_USER=carol\0SLURM_JOB_PARTITION=gpu\0"

@@ -69,7 +69,7 @@ def answer(logs: Logs, sample: Sample) -> Answer:
 
 
 def _shown(device: Device) -> set[str | None]:
-    return {p.pod_uid for p in device.processes or () if p.memory_used_bytes}
+    return {p.pod_uid for p in device.processes or () if p.memory_used_bytes and p.service != "mps"}
 
 
 def _conflict(workloads: Sequence[NodeWorkloads], device: Device, held: Sequence[Holding], ts_ms: int) -> str | None:

@@ -43,9 +43,9 @@ def tick(
     )
 
 
-def process(uid: str | None, memory: int | None = 40) -> Process:
+def process(uid: str | None, memory: int | None = 40, service: str | None = None) -> Process:
     """A process of the pod of that uid, or of none, with memory on its device."""
-    return Process(1, pod_uid=uid, memory_used_bytes=memory)
+    return Process(1, pod_uid=uid, memory_used_bytes=memory, service=service)
 
 
 def snapshot(seq: int, *containers: Container, run_id: int = 1, ts_ms: int = 0, node: str = "n") -> Allocations:

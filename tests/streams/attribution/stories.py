@@ -39,7 +39,8 @@ containers = st.lists(
 def processes(generation: int) -> st.SearchStrategy[list[tuple[Process, ...] | None]]:
     """Those on the first GPUs of a tick, most of them of pods of this generation."""
     uids = st.sampled_from([*[f"{name}-{generation}" for name in PODS] * 2, "p0-0", "p1-1", "stranger", None])
-    of = st.lists(st.builds(process, uids, st.sampled_from([40, 40, 0])), max_size=4)
+    services = st.sampled_from([None, None, None, "mps"])
+    of = st.lists(st.builds(process, uids, st.sampled_from([40, 40, 0]), services), max_size=4)
     return st.lists(st.none() | of.map(tuple), max_size=2)
 
 

@@ -97,6 +97,14 @@ def test_it_may_be_a_holder_whose_uid_is_not_known() -> None:
     assert seen(process("z"), process(None), holders=holders) == Evidence(holders, "no_pod")
 
 
+@pytest.mark.parametrize("pod_name", ["b", "z", None])
+def test_an_mps_server_is_no_evidence_whoever_runs_it(pod_name: str | None) -> None:
+    server = msgspec.structs.replace(process(pod_name), service="mps")
+
+    assert seen(server) == Evidence((A,), None)
+    assert names(seen(server, process("b"))) == [("a", False), ("b", True)]
+
+
 def test_a_static_pod_is_none_that_the_workloads_do_not_have() -> None:
     """Its control group names it otherwise than the API server does."""
     static = Process(1, pod_uid="0123456789abcdef" * 2, memory_used_bytes=40)

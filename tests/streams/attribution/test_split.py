@@ -27,10 +27,12 @@ def holder(pod: str, *, container: str = "main", uid: str | None = "") -> Holder
     return Holder("ns", pod, pod_uid=f"uid-{pod}" if uid == "" else uid, container=container)
 
 
-def process(pod: str | None, ratio: float | None = None, memory: int | None = None) -> Process:
+def process(
+    pod: str | None, ratio: float | None = None, memory: int | None = None, service: str | None = None
+) -> Process:
     """A process of a pod, or of none."""
     uid = None if pod is None else f"uid-{pod}"
-    return Process(1, pod_uid=uid, memory_used_bytes=memory, sm_utilization_ratio=ratio)
+    return Process(1, pod_uid=uid, memory_used_bytes=memory, sm_utilization_ratio=ratio, service=service)
 
 
 def device(*processes: Process, **metrics: float) -> Device:
@@ -172,6 +174,22 @@ def test_two_containers_of_a_pod_have_its_part_once() -> None:
     found = split(busy(process("a", 0.4, GIB)), (holder("a", container="y"), holder("a", container="x")))
 
     assert parts_of(found.holders) == [(0, 0, 0), (0.4, GIB, 160.0)]
+
+
+@pytest.mark.parametrize("pod", ["plugin", None])
+@pytest.mark.parametrize("uid", ["uid-a", None])
+def test_what_an_mps_server_uses_is_of_the_rest(pod: str | None, uid: str | None) -> None:
+    server = process(pod, 0.3, GIB, service="mps")
+
+    assert rest_of(split(busy(server), (holder("a", uid=uid),)))[:2] == (0.8, 10 * GIB)
+    found = split(busy(process("a", 0.4, 2 * GIB), server), (holder("a", uid=uid),))
+    assert parts_of(found.holders) == [(0.4, 2 * GIB, 160.0)]
+
+
+def test_the_server_that_a_holder_runs_for_its_own_processes_is_of_its_part() -> None:
+    found = split(busy(process("a", 0.4, GIB), process("a", 0.1, GIB, service="mps")), (holder("a"),))
+
+    assert parts_of(found.holders) == [(0.5, 2 * GIB, 200.0)]
 
 
 def test_the_only_pod_has_the_processes_of_one_pod_when_its_uid_is_not_known() -> None:
