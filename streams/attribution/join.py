@@ -9,6 +9,9 @@ that snapshot is there, or until it is certain that it never comes: the allocati
 that was asked of the broker at least ``grace`` after the sample was read. A node that waited in vain once, or holds too
 many, is not made to wait that long again: any end asked after the sample was read will do, because a snapshot is
 acknowledged before the first sample that names it.
+
+Of what a snapshot names a pod holds nothing that the workloads told to have ended long before the sample, where none
+of its name may be meant that lives: kubelets go on listing pods that ended until their devices are needed again.
 """
 
 from collections.abc import Mapping
@@ -27,6 +30,7 @@ from streams.attribution.state import (
     Joined,
     Mark,
     Memo,
+    Named,
     NodeState,
     Passed,
     Record,
@@ -38,7 +42,7 @@ from streams.attribution.workloads import DraKey, PodName, learn
 from topics.allocations import Allocations
 from topics.attributed import AttributedDevice, AttributedSample, Attribution, Holder
 from topics.samples import Device, Sample
-from topics.workloads import NodeWorkloads, Pod
+from topics.workloads import NodeWorkloads
 
 __all__ = [
     "MAX_HELD",
@@ -67,7 +71,7 @@ _RUNS = 8
 _STRANGERS = 64
 """How many pods that only their processes show, and that nothing tells of, are remembered as waited for in vain."""
 
-_NO_PODS: dict[PodName, Pod | None] = {}
+_NO_PODS = Named({})
 _NO_DRA: dict[DraKey, str] = {}
 _replace = msgspec.structs.replace
 
@@ -126,9 +130,7 @@ def _with_snapshot(state: NodeState, snapshot: Allocations) -> NodeState:
 
 def _with_workloads(state: NodeState, record: NodeWorkloads) -> NodeState:
     workloads = learn(state.workloads, record)
-    return _replace(
-        state, workloads=workloads, given_up=frozenset(n for n in state.given_up if n not in workloads.lives)
-    )
+    return _replace(state, workloads=workloads, given_up=frozenset(n for n in state.given_up if not workloads.runs(n)))
 
 
 # -- what may go
@@ -144,16 +146,16 @@ def _release(state: NodeState, grace_s: float) -> tuple[NodeState, list[Joined]]
                 break
             state = _replace(state, impatient=True)
         snapshot, attribution = _snapshot(state, head.sample)
-        pods = _pods(state, snapshot, head.sample.ts_ms)
-        missing, strangers = _awaited(state, pods), _strangers(state, snapshot, head.sample, pods)
+        named = _named(state, snapshot, head.sample.ts_ms)
+        missing, strangers = _awaited(state, named), _strangers(state, snapshot, head.sample, named)
         if (missing or strangers) and state.now_s < head.pods_until_s:
             break
-        state, joined = _joined(state, head, snapshot, attribution, pods)
+        state, joined = _joined(state, head, snapshot, attribution, named)
         out.append(joined)
         state = _replace(
             state,
             held=state.held[1:],
-            given_up=state.given_up | missing if missing else state.given_up,
+            given_up=_given_up(state, snapshot, missing),
             strangers=(*state.strangers, *strangers)[-_STRANGERS:] if strangers else state.strangers,
             marks=marked(state.marks, head, snapshot),
         )
@@ -202,29 +204,38 @@ def _run_before(state: NodeState, sample: Sample) -> int | None:
     return next((run for run in reversed(runs) if run in sampled or run in earlier), None)
 
 
-def _pods(state: NodeState, snapshot: Allocations | None, ts_ms: int) -> dict[PodName, Pod | None]:
-    """The pods that a snapshot names, as they were at a time."""
-    if snapshot is None or state.workloads is None:
+def _named(state: NodeState, snapshot: Allocations | None, ts_ms: int) -> Named:
+    workloads = state.workloads
+    if snapshot is None or workloads is None:
         return _NO_PODS
-    names = {(c.namespace, c.pod) for c in snapshot.containers}
-    return {name: state.workloads.pod_at(name, ts_ms) for name in names}
+    pods = {name: workloads.pod_at(name, ts_ms) for name in _names(snapshot)}
+    over = frozenset([name for name, pod in pods.items() if pod is None and workloads.is_over(name, ts_ms)])
+    return Named({name: pod for name, pod in pods.items() if name not in over} if over else pods, over)
 
 
-def _awaited(state: NodeState, pods: Mapping[PodName, Pod | None]) -> frozenset[PodName]:
-    """The pods that are not known yet, but for those already waited for in vain."""
-    if not pods:
-        return frozenset()
-    return frozenset(name for name, pod in pods.items() if pod is None and name not in state.given_up)
+def _names(snapshot: Allocations) -> set[PodName]:
+    return {(c.namespace, c.pod) for c in snapshot.containers}
 
 
-def _strangers(
-    state: NodeState, snapshot: Allocations | None, sample: Sample, pods: Mapping[PodName, Pod | None]
-) -> list[str]:
+def _awaited(state: NodeState, named: Named) -> frozenset[PodName]:
+    """The pods that are not known yet, but for those already waited for in vain. One whose name had a pod that ended
+    long ago may be new."""
+    unknown = [name for name, pod in named.pods.items() if pod is None]
+    return frozenset([*unknown, *named.over]) - state.given_up
+
+
+def _given_up(state: NodeState, snapshot: Allocations | None, missing: frozenset[PodName]) -> frozenset[PodName]:
+    """The pods that were waited for in vain, until a sample's snapshot does not name them."""
+    given_up = state.given_up | missing
+    return given_up & _names(snapshot) if given_up and snapshot else given_up
+
+
+def _strangers(state: NodeState, snapshot: Allocations | None, sample: Sample, named: Named) -> list[str]:
     """The uids of the pods that only processes show and that are not known yet, but for those waited for in vain."""
     if snapshot is None or state.workloads is None:
         return []
     uids = {uid for device in sample.devices for uid in shown(device)}
-    uids -= {pod.uid for pod in pods.values() if pod is not None}
+    uids -= {pod.uid for pod in named.pods.values() if pod is not None}
     unknown = [uid for uid in uids.difference(state.strangers) if uid is not None]
     return sorted(uid for uid in unknown if state.workloads.life_of(uid) is None)
 
@@ -237,7 +248,7 @@ def _joined(
     tick: Tick,
     snapshot: Allocations | None,
     attribution: Attribution,
-    pods: dict[PodName, Pod | None],
+    named: Named,
 ) -> tuple[NodeState, Joined]:
     sample = tick.sample
     labels = state.workloads.node_labels_at(sample.ts_ms) if state.workloads else {}
@@ -247,11 +258,19 @@ def _joined(
     inventory = tuple([(d.uuid, d.index, d.minor, d.mig) for d in sample.devices])
     memo = state.memo
     unknown_ids: tuple[str, ...] = ()
-    if memo is None or not _still(memo, snapshot, inventory, pods, dra):
-        memo = Memo(snapshot, inventory, pods, dra, hold(snapshot, sample.devices, pods, dra))
+    if memo is None or not _still(memo, snapshot, inventory, named, dra):
+        held = hold(_without(snapshot, named.over), sample.devices, named.pods, dra)
+        memo = Memo(snapshot, inventory, named, dra, held)
         state, unknown_ids = _replace(state, memo=memo), memo.held.unknown_ids
     out = _attributed(tick, attribution, labels, memo.held.holders, _pod_of(state, sample.ts_ms))
     return state, Joined(out, unknown_ids)
+
+
+def _without(snapshot: Allocations, over: frozenset[PodName]) -> Allocations:
+    """A snapshot without the containers of pods that were over."""
+    if not over:
+        return snapshot
+    return _replace(snapshot, containers=tuple(c for c in snapshot.containers if (c.namespace, c.pod) not in over))
 
 
 def _pod_of(state: NodeState, ts_ms: int) -> PodOf | None:
@@ -264,15 +283,16 @@ def _still(
     memo: Memo,
     snapshot: Allocations,
     inventory: Inventory,
-    pods: Mapping[PodName, Pod | None],
+    named: Named,
     dra: Mapping[DraKey, str],
 ) -> bool:
     return (
         memo.snapshot is snapshot
         and memo.dra is dra
         and memo.inventory == inventory
-        and len(memo.pods) == len(pods)
-        and all(pods[name] is pod for name, pod in memo.pods.items() if name in pods)
+        and memo.named.over == named.over
+        and len(memo.named.pods) == len(named.pods)
+        and all(named.pods[name] is pod for name, pod in memo.named.pods.items() if name in named.pods)
     )
 
 

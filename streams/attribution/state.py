@@ -4,6 +4,7 @@ Everything is immutable. Times called ``_s`` are seconds of the reader's monoton
 """
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import msgspec
 
@@ -72,12 +73,20 @@ class Mark(msgspec.Struct, frozen=True):
     snapshot: SnapshotId | None
 
 
+class Named(NamedTuple):
+    """The pods that a snapshot names, as they were at a time, those that are not known as None; and apart from them
+    those that had ended long before, which hold nothing."""
+
+    pods: dict[PodName, Pod | None]
+    over: frozenset[PodName] = frozenset()
+
+
 class Memo(msgspec.Struct, frozen=True):
     """The last answer, and all that it depends on."""
 
     snapshot: Allocations
     inventory: Inventory
-    pods: dict[PodName, Pod | None]
+    named: Named
     dra: Mapping[DraKey, str]
     held: Held
 

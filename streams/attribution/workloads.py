@@ -5,16 +5,24 @@ because a label may change. Everything here is pure and immutable; times are in 
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
 import msgspec
 
 from topics.samples import TOPIC as SAMPLES
+from topics.workloads import TOPIC as WORKLOADS
 from topics.workloads import NodeWorkloads, Pod
 
 TOLERANCE_MS = 2_000
 """By how much a node's clock may differ from the API server's before a sample misses its pod."""
+
+LISTED_MS = 10_000
+"""So long after a pod's end the kubelet may list it rightly, for all that differs between clocks and what is told when;
+later it only goes on listing it, as kubelets do that list the pods which ended, too."""
+
+REMEMBERED_MS = ((WORKLOADS.retention_hours or 0) - (SAMPLES.retention_hours or 0)) * 3_600_000
+"""So long after its end a pod is known to have ended: of as much the log tells who reads the oldest sample again."""
 
 KEPT_MS = (SAMPLES.retention_hours or 0) * 3_600_000 + 3_600_000
 """For how long what has ended is kept where no sample says that it is not asked for any more: as long as one can be."""
@@ -32,12 +40,21 @@ DraKey = tuple[str, str, str]
 
 
 class Life(msgspec.Struct, frozen=True):
-    """One pod, by uid: the versions that were known of it, and when it ran."""
+    """One pod, by uid: the versions that were known of it, and when it ran.
+
+    ``told``: its end was told; otherwise it is only missing since.
+    """
 
     uid: str
     versions: Versions[Pod]
     started_ms: int | None
     ended_ms: int | None
+    told: bool = False
+
+    def may_hold(self, ts_ms: int) -> bool:
+        """Whether the kubelet may list it rightly at a time."""
+        begun = self.started_ms is None or self.started_ms - ts_ms <= TOLERANCE_MS
+        return begun and (self.ended_ms is None or ts_ms - self.ended_ms <= LISTED_MS)
 
     def distance_ms(self, ts_ms: int) -> int:
         """How far a time lies outside [started_ms, ended_ms); the two are of different clocks and may be crossed."""
@@ -51,13 +68,14 @@ class Life(msgspec.Struct, frozen=True):
 
 
 class Knowledge(msgspec.Struct, frozen=True):
-    """Everything known of a node's pods."""
+    """Everything known of a node's pods. ``ended`` is when those were told to have ended that ``lives`` has no more."""
 
     epoch: int
     seq: int
     node_labels: Versions[dict[str, str]]
     dra: Versions[dict[DraKey, str]]
     lives: dict[PodName, tuple[Life, ...]]
+    ended: dict[PodName, tuple[int, ...]] = {}
 
     def pod_at(self, name: PodName, ts_ms: int) -> Pod | None:
         """The pod of that name that ran at a time, in the version of that time, or None."""
@@ -66,6 +84,17 @@ class Knowledge(msgspec.Struct, frozen=True):
             return None
         life = lives[0] if len(lives) == 1 else min(lives, key=lambda life: life.rank(ts_ms))
         return at(life.versions, ts_ms)
+
+    def is_over(self, name: PodName, ts_ms: int) -> bool:
+        """Whether a pod of that name was told to have ended long before a time, and no other one may be meant."""
+        lives = self.lives.get(name, ())
+        ends = [*self.ended.get(name, ()), *_told_ends(lives)]
+        over = any(LISTED_MS < ts_ms - ended_ms <= REMEMBERED_MS for ended_ms in ends)
+        return over and not any(life.may_hold(ts_ms) for life in lives)
+
+    def runs(self, name: PodName) -> bool:
+        """Whether a pod of that name has not ended, as far as is known."""
+        return any(life.ended_ms is None for life in self.lives.get(name, ()))
 
     def pod_of(self, uid: str, ts_ms: int) -> Pod | None:
         """The pod of that uid, in the version of a time at which it ran, or None."""
@@ -108,24 +137,41 @@ def learn(known: Knowledge | None, record: NodeWorkloads) -> Knowledge:
         node_labels=_add(known.node_labels if known else (), record.ts_ms, record.node_labels),
         dra=_add(known.dra if known else (), record.ts_ms, dra),
         lives=_learn_pods(known.lives if known else {}, record),
+        ended=known.ended if known else {},
     )
     return forget_before(learned, record.ts_ms - KEPT_MS)
 
 
 def forget_before(known: Knowledge, ts_ms: int) -> Knowledge:
     """Drop what no sample at or after a time can ask for."""
-    lives = {}
+    lives, ended = {}, dict(known.ended)
     for name, pods in known.lives.items():
         kept = tuple(
             msgspec.structs.replace(life, versions=_since(life.versions, ts_ms))
             for life in pods
-            if life.ended_ms is None or life.ended_ms + TOLERANCE_MS >= ts_ms
+            if life.ended_ms is None or life.ended_ms + LISTED_MS >= ts_ms
         )
         if kept:
             lives[name] = kept
+        if len(kept) < len(pods):
+            left = [life for life in pods if life.ended_ms is not None and life.ended_ms + LISTED_MS < ts_ms]
+            ended[name] = tuple(sorted({*ended.get(name, ()), *_told_ends(left)}))
     return msgspec.structs.replace(
-        known, lives=lives, node_labels=_since(known.node_labels, ts_ms), dra=_since(known.dra, ts_ms)
+        known,
+        lives=lives,
+        ended=_remembered(ended, ts_ms),
+        node_labels=_since(known.node_labels, ts_ms),
+        dra=_since(known.dra, ts_ms),
     )
+
+
+def _remembered(ended: Mapping[PodName, tuple[int, ...]], ts_ms: int) -> dict[PodName, tuple[int, ...]]:
+    since_ms = ts_ms - REMEMBERED_MS
+    return {name: kept for name, ends in ended.items() if (kept := tuple([end for end in ends if end >= since_ms]))}
+
+
+def _told_ends(lives: Iterable[Life]) -> list[int]:
+    return [life.ended_ms for life in lives if life.told and life.ended_ms is not None]
 
 
 def _learn_pods(lives: Mapping[PodName, tuple[Life, ...]], record: NodeWorkloads) -> dict[PodName, tuple[Life, ...]]:
@@ -144,7 +190,7 @@ def _with_pod(pods: tuple[Life, ...], pod: Pod, ts_ms: int) -> tuple[Life, ...]:
     life = next((life for life in pods if life.uid == pod.uid), None)
     versions = _add(life.versions if life else (), ts_ms, pod, same=_looks_the_same)
     started = pod.started_ms if pod.started_ms is not None else (life.started_ms if life else None)
-    new = Life(pod.uid, versions, started, pod.ended_ms)
+    new = Life(pod.uid, versions, started, pod.ended_ms, told=pod.ended_ms is not None)
     return (*(other for other in pods if other.uid != pod.uid), new)
 
 

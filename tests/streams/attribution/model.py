@@ -12,6 +12,7 @@ from topics.samples import Device, Sample
 from topics.workloads import NodeWorkloads, Pod
 
 TOLERANCE_MS = 2_000
+LISTED_MS = 10_000
 
 
 class Holding(NamedTuple):
@@ -56,6 +57,8 @@ def answer(logs: Logs, sample: Sample) -> Answer:
     attribution, snapshot = _snapshot(snapshots, sample, logs.runs[sample.node])
     holders: dict[str, tuple[Holding, ...]] = {device.uuid: () for device in sample.devices}
     for c in snapshot.containers if snapshot else ():
+        if is_over(workloads, (c.namespace, c.pod), sample.ts_ms):
+            continue
         found = pod_at(workloads, (c.namespace, c.pod), sample.ts_ms)
         holding = Holding(c.namespace, c.pod, c.container, found.uid if found else None, _labels(found))
         for uuid in {device_id.split("::")[0] for device_id in c.device_ids} & holders.keys():
@@ -151,6 +154,16 @@ def pod_at(records: Sequence[NodeWorkloads], name: tuple[str, str], ts_ms: int) 
             rank = (away_ms, -(_life(records, uid)[0] or 0), uid)
             best = min(best, rank) if best else rank
     return pod_of(records, best[2], ts_ms) if best else None
+
+
+def is_over(records: Sequence[NodeWorkloads], name: tuple[str, str], ts_ms: int) -> bool:
+    """Whether a pod of that name was told to have ended more than 10 s before a time, and none began since."""
+    uids = {p.uid for r in records for p in r.pods if (p.namespace, p.name) == name}
+    told = [[p.ended_ms for r in records for p in r.pods if p.uid == uid][-1] for uid in uids]
+    lives = [_life(records, uid) for uid in uids]
+    begun = [ended for started, ended in lives if started is None or started <= ts_ms + TOLERANCE_MS]
+    over = any(end is not None and end + LISTED_MS < ts_ms for end in told)
+    return over and all(end is not None and end + LISTED_MS < ts_ms for end in begun)
 
 
 def pod_of(records: Sequence[NodeWorkloads], uid: str, ts_ms: int) -> Pod | None:

@@ -15,21 +15,23 @@ from streams.attribution import join
 from tests.streams.attribution.records import container, gpu, known, pod, process, snapshot, tick
 from topics.allocations import Allocations
 from topics.samples import Sample
-from topics.workloads import NodeWorkloads
+from topics.workloads import NodeWorkloads, Pod
 
 STEP_MS = 500
-END_MS = 12_000
+END_MS = 30_000
 FIRST = pod("first", started=-60_000)
 
 
 class Life(NamedTuple):
-    """A pod on one of two GPUs: when it starts, how much later the API server and the kubelet tell, when it ends."""
+    """A pod on one of two GPUs: when it starts, how much later the API server and the kubelet tell, when it ends, and
+    how much longer the kubelet lists it."""
 
     start_ms: int
     told_ms: int
     reported_ms: int
     end_ms: int
     gpu: int
+    listed_ms: int = 0
 
 
 def steps(least: int, most: int) -> st.SearchStrategy[int]:
@@ -37,7 +39,9 @@ def steps(least: int, most: int) -> st.SearchStrategy[int]:
     return st.integers(least, most).map(lambda number: number * STEP_MS)
 
 
-lives = st.lists(st.builds(Life, steps(1, 12), steps(0, 3), steps(0, 8), steps(14, 30), st.integers(0, 1)), max_size=4)
+lives = st.lists(
+    st.builds(Life, steps(1, 12), steps(0, 3), steps(0, 8), steps(14, 30), st.integers(0, 1), steps(0, 40)), max_size=4
+)
 
 
 class Logged(NamedTuple):
@@ -52,23 +56,29 @@ def log_of(pods: list[Life], rogue_ms: int = END_MS) -> list[Logged]:
     a process of a pod is on the second GPU that no workloads ever have."""
     found: list[Logged] = []
     for at_ms in range(0, END_MS, STEP_MS):
-        told = [pod(f"p{n}", started=p.start_ms) for n, p in enumerate(pods) if p.start_ms + p.told_ms <= at_ms]
-        if not at_ms or len(told) != _told(found):
+        told = tuple(_known(n, p, at_ms) for n, p in enumerate(pods) if p.start_ms + p.told_ms <= at_ms)
+        if not at_ms or told != _told(found):
             found.append(Logged(at_ms, known(len(found) + 1, FIRST, *told, ts_ms=at_ms)))
         if at_ms % 1000 == 0:
             found += _read(pods, at_ms, rogue=at_ms >= rogue_ms)
     return found
 
 
-def _told(found: Iterable[Logged]) -> int:
-    """How many pods the last workloads have, the first apart."""
-    return [len(one.record.pods) - 1 for one in found if isinstance(one.record, NodeWorkloads)][-1]
+def _known(number: int, one: Life, at_ms: int) -> Pod:
+    """A pod as the API server has it by then."""
+    ended_ms = one.end_ms if one.end_ms + one.told_ms <= at_ms else None
+    return pod(f"p{number}", started=one.start_ms, ended=ended_ms)
+
+
+def _told(found: Iterable[Logged]) -> tuple[Pod, ...]:
+    """The pods that the last workloads have, the first apart."""
+    return [one.record.pods[1:] for one in found if isinstance(one.record, NodeWorkloads)][-1]
 
 
 def _read(pods: list[Life], at_ms: int, *, rogue: bool) -> list[Logged]:
     """A snapshot and the tick that names it."""
     seq = at_ms // 1000 + 1
-    reported = [container(f"p{n}", gpu(p.gpu)) for n, p in enumerate(pods) if _runs(p, at_ms - p.reported_ms)]
+    reported = [container(f"p{n}", gpu(p.gpu)) for n, p in enumerate(pods) if _listed(p, at_ms)]
     shown = [[process(f"uid-p{n}") for n, p in enumerate(pods) if p.gpu == i and _runs(p, at_ms)] for i in (0, 1)]
     shown[1] += [process("uid-rogue")] * rogue
     sample = tick(seq, seq, ts_ms=at_ms, processes=[tuple(of) for of in shown])
@@ -77,6 +87,10 @@ def _read(pods: list[Life], at_ms: int, *, rogue: bool) -> list[Logged]:
 
 def _runs(one: Life, at_ms: int) -> bool:
     return one.start_ms <= at_ms < one.end_ms
+
+
+def _listed(one: Life, at_ms: int) -> bool:
+    return one.start_ms + one.reported_ms <= at_ms < one.end_ms + max(one.reported_ms, one.listed_ms)
 
 
 def live(log: list[Logged]) -> list[bytes]:
@@ -113,6 +127,7 @@ def outputs(records: Iterable[join.Record]) -> list[bytes]:
 @settings(max_examples=200, deadline=None)
 @given(lives, steps(0, END_MS // STEP_MS))
 @example([Life(500, 1_500, 4_000, 9_000, 1)], 3_000)
+@example([Life(500, 1_500, 1_000, 7_000, 1, 20_000)], END_MS)
 def test_a_replay_gives_the_bytes_that_were_given_live(pods: list[Life], rogue_ms: int) -> None:
     log = log_of(pods, rogue_ms)
 
@@ -123,10 +138,16 @@ def test_a_replay_gives_the_bytes_that_were_given_live(pods: list[Life], rogue_m
 def test_a_pod_that_its_processes_show_first_is_shown_live() -> None:
     shown = [b'"observed":true' in tick for tick in live(log_of([Life(500, 1_500, 4_000, 9_000, 1)]))]
 
-    assert shown == [False, *[True] * 4, *[False] * 7]
+    assert shown == [False, *[True] * 4, *[False] * 25]
 
 
 def test_a_pod_that_asked_for_no_gpu_is_a_conflict_live_from_its_first_tick() -> None:
     contradicted = [b'"conflict":"unallocated_process"' in tick for tick in live(log_of([], rogue_ms=3_000))]
 
     assert contradicted == [at_ms >= 3_000 for at_ms in range(0, END_MS, 1_000)]
+
+
+def test_a_pod_that_the_kubelet_lists_long_after_its_end_holds_its_gpu_for_ten_seconds_more() -> None:
+    held = [b'"pod":"p0"' in tick for tick in live(log_of([Life(500, 1_500, 0, 7_000, 1, 20_000)]))]
+
+    assert held == [False, *[True] * 17, *[False] * 12]

@@ -39,6 +39,7 @@ def size(state: NodeState) -> dict[str, int]:
         "marks": len(state.marks),
         "given up": len(state.given_up),
         "lives": len(lives),
+        "ended": len(workloads.ended) if workloads else 0,
         "versions": max([len(life.versions) for life in lives] + [len(workloads.node_labels) if workloads else 0]),
     }
 
@@ -60,7 +61,7 @@ def test_a_node_of_many_runs_snapshots_and_pods_is_remembered_in_little(lost_eve
         assert len(out) == 1
         most = {kind: max(count, most.get(kind, 0)) for kind, count in size(state).items()}
 
-    bounds = {"snapshots": 3, "runs": 8, "held": 0, "marks": 2, "given up": 2, "lives": 3, "versions": 3}
+    bounds = {"snapshots": 3, "runs": 8, "held": 0, "marks": 2, "given up": 2, "lives": 3, "ended": 0, "versions": 3}
     assert {kind: count for kind, count in most.items() if count > bounds[kind]} == {}
 
 
@@ -142,6 +143,17 @@ def test_snapshots_do_not_pile_up_behind_samples_that_never_name_one_of_them() -
         )
 
     assert len(state.snapshots) <= 2
+
+
+def test_that_a_pod_has_ended_is_remembered_while_a_kubelet_that_begins_anew_lists_nothing() -> None:
+    listing = [container("p", gpu(0))]
+    snapshots = snapshot(1, *listing), snapshot(2, ts_ms=90_000), snapshot(3, *listing, ts_ms=200_000)
+    ticks = [read(tick(1 + i, 1 + i // 5, ts_ms=i * 20_000), i) for i in range(13)]
+    whole, all_out = run(join.NEW, known(1, pod("p", ended=20_000)), *snapshots, join.Passed(1.0), *ticks)
+    _, some_out = run(whole, Committed(9), Forget(), *ticks[9:])
+
+    assert [bool(one.sample.devices[0].holders) for one in all_out] == [True, True, *[False] * 11]
+    assert [one.sample for one in some_out] == [one.sample for one in all_out[9:]]
 
 
 # -- the last answer is used again only where it is the same

@@ -186,23 +186,94 @@ def test_a_pod_that_comes_after_it_was_given_up_is_known_to_the_samples_that_fol
 
 
 @pytest.mark.parametrize(
-    ("record", "uid"),
-    [(known(1, pod("p", uid="old", ended=1_000)), None), (known(1, pod("p", uid="next", started=60_000)), None)],
+    "record", [known(1, pod("p", uid="old", ended=25_000)), known(1, pod("p", uid="next", started=60_000))]
 )
-def test_a_pod_of_that_name_at_another_time_is_not_the_pod(record: NodeWorkloads, uid: str | None) -> None:
+def test_a_pod_of_that_name_at_another_time_is_not_the_pod(record: NodeWorkloads) -> None:
     _, out = run(join.NEW, record, SNAPSHOT, read(tick(1, 1, ts_ms=30_000), 0.0), Passed(2.0))
 
-    assert [one.sample.devices[0].holders[0].pod_uid for one in out] == [uid]
+    assert [one.sample.devices[0].holders[0].pod_uid for one in out] == [None]
 
 
 def test_the_next_pod_of_a_name_that_was_given_up_once_is_waited_for() -> None:
     state, _ = run(join.NEW, known(1), SNAPSHOT, read(tick(1, 1), 0.0), Passed(2.0))
-    state, _ = run(state, known(2, pod("p", ended=10_000)))
+    state, _ = run(state, known(2, pod("p", ended=10_000)), snapshot(2), read(tick(2, 2, ts_ms=11_000), 11.0))
 
-    state, out = run(state, read(tick(2, 1, ts_ms=60_000), 60.0), Passed(61.9))
+    state, out = run(state, read(tick(3, 1, ts_ms=60_000), 60.0), Passed(61.9))
     assert out == []
 
-    assert attributions(run(state, Passed(62.0))[1]) == [(2, "exact")]
+    _, out = run(state, known(3, pod("p", uid="next", started=59_000)))
+    assert out[0].sample.devices[0].holders[0].pod_uid == "next"
+
+
+# -- pods that ended, and that the kubelet goes on listing
+
+OVER = known(1, pod("p", ended=20_000))
+
+
+def listed(seq: int, ts_ms: int) -> Tick:
+    """A tick of the snapshot that has the pod, read when it was made."""
+    return read(tick(seq, 1, ts_ms=ts_ms), ts_ms / 1000)
+
+
+def held(out: Iterable[Joined]) -> list[list[str]]:
+    """Who holds the first GPU, by tick."""
+    return [[holder.pod for holder in one.sample.devices[0].holders] for one in out]
+
+
+def test_a_pod_that_ended_more_than_ten_seconds_before_holds_nothing_from_one_tick_to_the_next() -> None:
+    _, out = run(join.NEW, OVER, SNAPSHOT, listed(1, 21_000), listed(2, 30_000), listed(3, 30_001), Passed(33.0))
+
+    assert held(out) == [["p"], ["p"], []]
+
+
+def test_one_that_is_over_and_one_whose_name_has_a_new_pod_in_the_same_tick_change_places() -> None:
+    pods = pod("p", ended=20_000), pod("q", ended=0), pod("q", uid="next", started=32_500)
+    shared = snapshot(1, container("p", gpu(0)), container("q", gpu(0)))
+    _, out = run(join.NEW, known(1, *pods), shared, listed(1, 30_000), listed(2, 31_000), Passed(33.0))
+
+    assert held(out) == [["p"], ["q"]]
+
+
+def test_the_other_pods_of_the_snapshot_hold_what_they_held() -> None:
+    shared = snapshot(1, container("p", f"{gpu(0)}::0"), container("q", f"{gpu(0)}::1"))
+    _, out = run(join.NEW, known(1, pod("p", ended=20_000), pod("q")), shared, listed(1, 60_000), Passed(62.0))
+
+    assert held(out) == [["q"]]
+
+
+@pytest.mark.parametrize(
+    "workloads",
+    [
+        (known(1, pod("p")),),
+        (known(1, pod("p")), known(2, ts_ms=20_000)),
+        (OVER, known(2, pod("p"), ts_ms=25_000)),
+        (known(1, pod("p", ended=20_000), pod("p", uid="next", started=61_000)),),
+        (known(1, pod("p", ended=20_000), pod("p", uid="next", started=30_000, ended=55_000)),),
+        (known(1, pod("q", ended=20_000)),),
+    ],
+    ids=["runs", "is only missing", "runs after all", "another begins", "another ended just now", "of another name"],
+)
+def test_the_kubelets_word_counts_where_the_pods_end_is_not_told_or_another_may_be_meant(
+    workloads: tuple[NodeWorkloads, ...],
+) -> None:
+    assert held(run(join.NEW, *workloads, SNAPSHOT, listed(1, 60_000), Passed(62.0))[1]) == [["p"]]
+
+
+def test_a_pod_that_ended_long_ago_is_waited_for_once_for_its_name_may_be_another_ones() -> None:
+    state, out = run(join.NEW, OVER, SNAPSHOT, listed(1, 60_000), Passed(61.9))
+    assert out == []
+
+    assert held(run(state, known(2, pod("p", uid="next", started=59_000)))[1]) == [["p"]]
+    again = known(2, pod("p", ended=20_000), ts_ms=60_500)
+    assert held(run(state, Passed(62.0), again, listed(2, 62_000), listed(3, 63_000))[1]) == [[], [], []]
+
+
+def test_the_next_pod_of_that_name_is_waited_for() -> None:
+    state, out = run(join.NEW, OVER, SNAPSHOT, listed(1, 60_000), Passed(62.0), snapshot(2))
+    state, out = run(state, read(tick(2, 2, ts_ms=62_000), 62.0), listed(3, 63_000))
+    assert held(out) == [[]]
+
+    assert held(run(state, known(2, pod("p", uid="next", started=63_000)))[1]) == [["p"]]
 
 
 # -- pods that only processes show

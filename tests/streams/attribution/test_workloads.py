@@ -4,7 +4,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streams.attribution.workloads import TOLERANCE_MS, Knowledge, at, forget_before, learn
+from streams.attribution.workloads import (
+    LISTED_MS,
+    REMEMBERED_MS,
+    TOLERANCE_MS,
+    Knowledge,
+    at,
+    forget_before,
+    learn,
+)
 from tests.streams.attribution import model
 from tests.streams.attribution.records import known, pod
 from topics.workloads import DraDevice, NodeWorkloads, Owner, Pod
@@ -199,7 +207,7 @@ def test_what_is_said_again_takes_no_more_room() -> None:
 
 # -- against the slow way, and pruned
 
-times = st.integers(0, 40).map(lambda i: i * 500)
+times = st.integers(0, 60).map(lambda i: i * 500)
 pods = st.builds(
     pod,
     st.sampled_from(["p", "q"]),
@@ -228,7 +236,8 @@ def logs(draw: st.DrawFn) -> list[NodeWorkloads]:
 def seen(knowledge: Knowledge, ts_ms: int) -> tuple[object, ...]:
     """All that can be asked of a time."""
     found = [knowledge.pod_at(("ns", name), ts_ms) for name in "pq"]
-    return knowledge.node_labels_at(ts_ms), [(p.uid, p.labels) if p else None for p in found]
+    over = [knowledge.is_over(("ns", name), ts_ms) for name in "pq"]
+    return knowledge.node_labels_at(ts_ms), [(p.uid, p.labels) if p else None for p in found], over
 
 
 @settings(deadline=None, max_examples=200)
@@ -237,7 +246,9 @@ def test_every_answer_is_that_of_looking_at_all_records(records: list[NodeWorklo
     counted = model.accepted(records)
     found = [model.pod_at(counted, ("ns", name), ts_ms) for name in "pq"]
 
-    expected = model.node_labels(counted, ts_ms), [(p.uid, p.labels) if p else None for p in found]
+    over = [model.is_over(counted, ("ns", name), ts_ms) for name in "pq"]
+
+    expected = model.node_labels(counted, ts_ms), [(p.uid, p.labels) if p else None for p in found], over
     assert seen(after(*records), ts_ms) == expected
 
 
@@ -280,10 +291,57 @@ def test_pruning_between_records_changes_no_answer_about_pods_that_stay_gone(
     assert seen(pruned, since_ms + ts_ms) == seen(whole, since_ms + ts_ms)
 
 
-def test_a_pod_that_ended_before_is_forgotten_with_its_name() -> None:
-    knowledge = forget_before(after(known(1, pod("p", ended=10_000))), 10_000 + TOLERANCE_MS + 1)
+def test_of_a_pod_that_ended_before_only_its_end_is_remembered_and_that_for_a_day() -> None:
+    knowledge = forget_before(after(known(1, pod("p", ended=10_000))), 10_000 + LISTED_MS + 1)
+    assert (knowledge.lives, knowledge.ended) == ({}, {NAME: (10_000,)})
+    assert REMEMBERED_MS == 24 * 3_600_000
 
-    assert knowledge.lives == {}
+    assert forget_before(knowledge, 10_000 + REMEMBERED_MS).is_over(NAME, 10_000 + REMEMBERED_MS)
+    assert forget_before(knowledge, 10_000 + REMEMBERED_MS + 1).ended == {}
+
+
+def test_a_pod_that_was_only_missing_is_forgotten_with_its_name() -> None:
+    knowledge = forget_before(after(known(1, pod("p")), known(2, ts_ms=10_000)), 10_000 + LISTED_MS + 1)
+
+    assert (knowledge.lives, knowledge.ended) == ({}, {})
+
+
+def test_a_pod_whose_end_is_told_again_and_again_is_remembered_once() -> None:
+    knowledge = after(known(1, pod("p", ended=10_000)))
+    for seq in range(2, 10):
+        again = known(seq, pod("p", ended=10_000), ts_ms=seq * 60_000)
+        knowledge = forget_before(learn(forget_before(knowledge, seq * 60_000), again), seq * 60_000)
+
+    assert knowledge.ended == {NAME: (10_000,)}
+
+
+# -- pods that were over
+
+
+@pytest.mark.parametrize(
+    ("ts_ms", "over"),
+    [
+        (0, False),
+        (10_000 + LISTED_MS, False),
+        (10_000 + LISTED_MS + 1, True),
+        (10_000 + REMEMBERED_MS, True),
+        (10_000 + REMEMBERED_MS + 1, False),
+    ],
+)
+def test_a_pod_is_over_from_ten_seconds_after_its_end_for_a_day(ts_ms: int, over: bool) -> None:
+    assert after(known(1, pod("p", ended=10_000))).is_over(NAME, ts_ms) is over
+
+
+@pytest.mark.parametrize(
+    ("ts_ms", "over"),
+    [(40_000, True), (47_999, True), (48_000, False), (60_000, False), (70_000, False), (70_001, True)],
+)
+def test_it_is_not_while_the_next_of_its_name_lives_or_has_just_ended(ts_ms: int, over: bool) -> None:
+    following = pod("p", uid="next", started=50_000, ended=60_000)
+    knowledge = after(known(1, pod("p", ended=10_000), following))
+
+    assert knowledge.is_over(NAME, ts_ms) is over
+    assert forget_before(knowledge, 40_000).is_over(NAME, ts_ms) is over
 
 
 @given(st.lists(st.integers(0, 20), min_size=1, unique=True).map(sorted), st.integers(-1, 21))
