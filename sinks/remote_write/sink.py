@@ -6,7 +6,7 @@ On failure: an outage of the receiver or of Kafka is waited for; what the receiv
 
 import asyncio
 
-from sinks.consumer import GroupReader, reading
+from sinks.consumer import GroupReader, Source, membership
 from sinks.dead_letters import DeadLetters, connecting
 from sinks.labels import default_labels
 from sinks.outcomes import Outcomes
@@ -67,9 +67,9 @@ class RemoteWriteSink:
             on_outcome=self._on_outcome,
         )
         labels = settings.labels or default_labels(settings.names)
-        consumer = reading(TOPIC.name, settings)
 
         def handler(_: int) -> RemoteWritePartition:
             return RemoteWritePartition(Series(settings.names, labels, settings.max_labels), shared)
 
-        return GroupReader(consumer, handler, outcomes)
+        samples = Source(TOPIC.name, handler, settings.from_, settings.stale_after_s)
+        return GroupReader(membership(settings), [samples], outcomes)
