@@ -122,6 +122,7 @@ async def test_each_topic_is_read_as_it_is_to_be_by_a_handler_of_its_own() -> No
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Assignment, "run", run)
         reader.take([TopicPartition("a", 0), TopicPartition("b", 0), TopicPartition("b", 1)])
+        await asyncio.sleep(0)
         await reader.leave()
     assert made == [("a", 0), ("b", 0), ("b", 1)]
     assert runs == [("a", 1.0), ("b", 2.0), ("b", 2.0)]
