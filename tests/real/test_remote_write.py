@@ -40,8 +40,8 @@ WRITTEN = "X-Prometheus-Remote-Write-Samples-Written"
 
 @pytest.fixture
 def attributed(empty_kafka: KafkaServer) -> KafkaServer:
-    """Kafka with the two topics that the sink uses."""
-    topics = {"gpu.attributed": PARTITIONS, "gpu.dead-letters": 1}
+    """Kafka with the topics that the sink uses."""
+    topics = {"gpu.attributed": PARTITIONS, "gpu.alerts": 1, "gpu.dead-letters": 1}
     empty_kafka.create_topics(topics, {"message.timestamp.type": "LogAppendTime"})
     return empty_kafka
 
