@@ -26,10 +26,10 @@ _MILLISECOND = timedelta(milliseconds=1)
 class Alert(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What an alert has come to. Nothing in it tells when it was written: written again, it has the same bytes.
 
-    ``name`` is the rule's, ``starts_at`` the event time at which it fired, ``ends_at`` (when resolved) the last at
-    which it was found to hold, ``value`` the figure that the rule judges, at this transition. ``labels`` were frozen
-    when it fired. ``resolved_because``: ``condition`` (it no longer holds), ``pod_ended``, ``policy``,
-    ``rule_removed``, ``device_removed``, ``node_removed`` or ``ticks`` (of a node that had been silent).
+    ``name`` is the rule's, ``starts_at`` and ``ends_at`` the event times at which it fired and was resolved, ``value``
+    the figure that the rule judges, when it fired. ``labels`` were frozen then. ``resolved_because``: ``condition`` (it
+    no longer holds), ``pod_ended``, ``policy``, ``rule_removed``, ``device_removed``, ``node_removed``, or ``ticks``
+    (of a node that had been silent).
     """
 
     schema: Version
@@ -50,9 +50,9 @@ class Alert(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Tracked(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A condition that holds, or held so lately that its alert still fires.
 
-    ``since_ms``: the first tick of those at which it held. ``ceased_ms``: it no longer holds, and held last then.
-    ``blind_ms``: there is no evidence now, and was last then. ``alert`` is what was written of it, ``written_ms``
-    when; a condition that is pending has neither.
+    ``since_ms``: from when on it has held. ``ceased_ms``: it no longer does, since then; ``keep_ms``: for how long its
+    alert fires on. ``blind_ms``: there is no evidence since then. ``event``: it is no state that lasts, but something
+    that happened. ``alert`` is what was written of it, ``written_ms`` when; a pending condition has neither.
     """
 
     name: str
@@ -62,6 +62,8 @@ class Tracked(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     since_ms: UInt
     ceased_ms: UInt | None = None
     blind_ms: UInt | None = None
+    event: bool = False
+    keep_ms: UInt = 0
     alert: Alert | None = None
     written_ms: UInt | None = None
 
@@ -70,8 +72,9 @@ class AlertState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What the alert stream remembers of a node, as of the last tick that changed it.
 
     ``offset`` is that tick's own (of the sample), ``position`` that of its record in gpu.attributed, ``generation``
-    how often these offsets have begun again. ``silent``: the node's ticks had stopped. ``resolved``: the fingerprints
-    of resolved alerts that are still in gpu.alerts, and when they were resolved. ``memory`` is the conditions' own.
+    how often these offsets have begun again. ``last_ts_ms`` and ``logged_ms`` are its time, by the node's clock and by
+    the broker's. ``silent``: no tick came after it for a while. ``resolved``: the fingerprints of resolved alerts that
+    are still in gpu.alerts, and when they ended. ``memory`` is the conditions' own.
     """
 
     schema: Version
@@ -81,7 +84,7 @@ class AlertState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     offset: UInt
     position: UInt
     last_ts_ms: UInt
-    run_id: UInt
+    logged_ms: UInt
     silent: bool = False
     tracked: tuple[Tracked, ...] = ()
     resolved: dict[str, UInt] = {}
@@ -172,7 +175,7 @@ STATE = Topic(
         "offset": 40312,
         "position": 40377,
         "last_ts_ms": 1795219152500,
-        "run_id": 1795218340000,
+        "logged_ms": 1795219152540,
         "tracked": [
             {
                 "name": _EXAMPLE["name"],
