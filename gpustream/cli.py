@@ -1,4 +1,4 @@
-"""The command line: ``gpustream run | produce | stream | sink | topics``.
+"""The command line: ``gpustream run | produce | stream | sink | topics | alerts``.
 
 A command that runs a component names it by import string, loads it only when it is wanted, and is absent where the
 component does not exist.
@@ -8,7 +8,7 @@ import ctypes
 import logging
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import click
 
@@ -27,7 +27,7 @@ class InOrder(click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """The commands that there are."""
-        return [name for name in ("run", "produce", "stream", "sink", "topics") if name in self.commands]
+        return [name for name in ("run", "produce", "stream", "sink", "topics", "alerts") if name in self.commands]
 
 
 @click.group("gpustream", cls=InOrder, epilog="gpustream COMMAND --help says more, with an example.")
@@ -205,3 +205,28 @@ def list_(kafka: str, log_format: logs.Format) -> None:
 
     logs.setup(log_format)
     raise SystemExit(topic_commands.compare(kafka))
+
+
+@main.command(
+    cls=Command,
+    example=(
+        "gpustream alerts --kafka 127.0.0.1:9092\n"
+        "gpustream alerts --kafka kafka-0:9092 --follow --format json | jq .annotations.summary"
+    ),
+)
+@o.KAFKA
+@option("--follow", is_flag=True, help="Go on, with each alert that begins or ends, until interrupted.")
+@option(
+    "--format",
+    "form",
+    type=click.Choice(["table", "json"]),
+    default="table",
+    help="json: the records of gpu.alerts, one a line.",
+)
+@o.LOG_FORMAT
+def alerts(kafka: str, follow: bool, form: Literal["table", "json"], log_format: logs.Format) -> None:
+    """List the alerts that fire: since when, where, whose, and what is wrong."""
+    from gpustream import alerts_command
+
+    logs.setup(log_format)
+    raise SystemExit(alerts_command.alerts(kafka, form, follow=follow))
