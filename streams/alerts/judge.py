@@ -8,7 +8,7 @@ from streams.alerts.describe import Described
 from streams.alerts.memory import Memory
 from streams.alerts.rule import Rule, Rules
 from streams.alerts.tick import Tick
-from topics.alerts import AlertState
+from topics.alerts import AlertState, Tracked
 
 
 class Judge:
@@ -22,6 +22,12 @@ class Judge:
     def evaluate(self, tick: Tick, memory: Memory) -> tuple[list[Finding], Memory]:
         """What holds in a tick, and what is remembered after it."""
         return conditions.evaluate(self.rules, tick, memory)
+
+    def because(self, one: Tracked, tick: Tick, memory: Memory) -> str:
+        """Why what held is not found any more; ``memory`` is the one after the tick."""
+        return conditions.because(
+            self.rules, tick, memory, name=one.name, device=one.device, pod_uid=one.pod_uid, key=one.key
+        )
 
     def describe(self, finding: Finding, tick: Tick, since_ms: int) -> Described:
         """The labels and annotations of what a tick shows to have held since a time."""
