@@ -7,8 +7,9 @@ from streams.alerts.conditions import Finding
 from streams.alerts.describe import Described
 from streams.alerts.memory import Memory
 from streams.alerts.rule import Rule, Rules
+from streams.alerts.state import NodeState
 from streams.alerts.tick import Tick
-from topics.alerts import AlertState, Tracked
+from topics.alerts import Tracked
 
 
 class Judge:
@@ -33,6 +34,6 @@ class Judge:
         """The labels and annotations of what a tick shows to have held since a time."""
         return describe.describe(finding, tick, since_ms)
 
-    def describe_silent(self, rule: Rule, state: AlertState) -> Described:
+    def describe_silent(self, rule: Rule, state: NodeState) -> Described:
         """Those of a node without ticks."""
-        return describe.silent(rule, state)
+        return describe.silent(rule, state, state.memory)
