@@ -226,9 +226,14 @@ MAX_LABELS = option(
     "the rest.",
 )
 
-consuming = stack(
+in_a_group = stack(
     option("--group", type=NAME, show_default="gpustream-sink-NAME", help="The consumer group."),
     membership,
+)
+"""The options of a sink's consumer group."""
+
+consuming = stack(
+    in_a_group,
     option(
         "--stale-after",
         type=DURATION,
@@ -236,12 +241,9 @@ consuming = stack(
         help="The series of a node end when it has been silent for this long.",
     ),
 )
-"""The options of a sink, which is a consumer group of its own."""
+"""The options of a sink of samples, which is a consumer group of its own."""
 
-receiver = stack(
-    option(
-        "--protocol", type=click.Choice(["auto", "1.0", "2.0"]), default="auto", help="Which remote write to speak."
-    ),
+over_http = stack(
     option(
         "--header",
         type=HEADER,
@@ -255,7 +257,21 @@ receiver = stack(
     option("--tls-cert", type=_READABLE, help="The client's certificate (PEM)."),
     option("--tls-key", type=_READABLE, help="The client's private key (PEM)."),
 )
-"""How a remote-write receiver is spoken to."""
+"""How a receiver over HTTP is spoken to."""
+
+PROTOCOL = option(
+    "--protocol", type=click.Choice(["auto", "1.0", "2.0"]), default="auto", help="Which remote write to speak."
+)
+
+SIGNED = stack(
+    option(
+        "--secret-file",
+        type=_READABLE,
+        help="The file that holds the key with which X-Gpustream-Signature signs each body (HMAC-SHA256).",
+    ),
+    option("--unsigned", is_flag=True, help="Bodies are not signed."),
+)
+"""Whether a webhook is signed, of which one must be said."""
 
 
 def start_from(default: str) -> Decorator[Any]:

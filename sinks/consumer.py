@@ -107,7 +107,7 @@ class GroupReader:
             self._consumer.subscribe(list(self._sources), listener=_Listener(self))
             while not stopping.done() and not self._failure.done():
                 await asyncio.wait((stopping, self._failure), timeout=_MEASURE_S, return_when=asyncio.FIRST_COMPLETED)
-                self._outcomes.assigned(assignment.lag() for assignment in self._tasks)
+                self._outcomes.assigned((assignment.lag() for assignment in self._tasks), of=self)
             if self._failure.done():
                 self._failure.result()
         finally:
@@ -194,7 +194,7 @@ class GroupReader:
         await self.leave()
         if self._consumer is not None:
             await _bounded(self._consumer.stop(), _CLOSE_S)
-        self._outcomes.assigned(())
+        self._outcomes.assigned((), of=self)
 
 
 class _Listener(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka has no types
