@@ -9,7 +9,7 @@ not hold. Only a device whose state is ``ok`` says anything of itself; no eviden
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from streams.alerts.memory import XID, HeldBy, Memory, Seen, increases, remember, xid_base
+from streams.alerts.memory import XID, HeldBy, Memory, Seen, increases, moving, remember, xid_base
 from streams.alerts.policy import DEFAULT, Policy, policy_of
 from streams.alerts.rule import Kind, Rule, Rules, Subject
 from streams.alerts.tick import Device, Tick
@@ -53,6 +53,13 @@ class Finding(NamedTuple):
     facts: Facts = Facts()
 
 
+class Pod(NamedTuple):
+    """A pod that holds a device, by some of its containers, and what it wants."""
+
+    holders: tuple[Holder, ...]
+    policy: Policy
+
+
 class View(NamedTuple):
     """A device of a tick, as it was remembered and as it is, and what of it says whether it works.
 
@@ -64,7 +71,7 @@ class View(NamedTuple):
     device: Device
     before: Memory
     seen: Seen
-    pods: tuple[tuple[Holder, ...], ...]
+    pods: tuple[Pod, ...]
     work: float
     measured: bool
     whole: bool
@@ -79,8 +86,9 @@ def evaluate(rules: Rules, tick: Tick, memory: Memory) -> tuple[list[Finding], M
     found: list[Finding] = []
     parents = {device.mig.parent_uuid for device in tick.devices if device.mig is not None}
     for device in tick.devices:
-        view = _view(rules, tick, device, memory, now.devices[device.uuid], parents)
-        for judge, ruled in _judges(rules, device.state):
+        seen = now.devices[device.uuid]
+        view = _view(rules, tick, device, memory, seen, parents)
+        for judge, ruled in _judges(rules, device.state, moving(memory.devices.get(device.uuid), seen)):
             for rule in ruled:
                 judge(rule, view, found)
     if len(now.devices) != len(tick.devices):
@@ -128,14 +136,14 @@ def _video(device: Device) -> float:
     return max(device.metrics.encoder_utilization_ratio or 0.0, device.metrics.decoder_utilization_ratio or 0.0)
 
 
-def _by_pod(holders: tuple[Holder, ...]) -> tuple[tuple[Holder, ...], ...]:
+def _by_pod(holders: tuple[Holder, ...]) -> tuple[Pod, ...]:
     """The holders of each pod: a pod may have several containers on a device."""
     if len(holders) < 2:
-        return (holders,) if holders else ()
+        return (Pod(holders, policy_of(holders[0])),) if holders else ()
     pods: dict[tuple[str, str, str | None], list[Holder]] = {}
     for holder in holders:
         pods.setdefault((holder.namespace, holder.pod, holder.pod_uid), []).append(holder)
-    return tuple([tuple(containers) for containers in pods.values()])
+    return tuple([Pod(tuple(containers), policy_of(containers[0])) for containers in pods.values()])
 
 
 def _identity(holder: Holder) -> tuple[str, str]:
@@ -158,7 +166,7 @@ def _ruled(
 
 def _sole(view: View) -> Holder | None:
     """The one pod that holds the device."""
-    return view.pods[0][0] if len(view.pods) == 1 else None
+    return view.pods[0].holders[0] if len(view.pods) == 1 else None
 
 
 # -- who holds it, and what they do
@@ -169,25 +177,29 @@ def _held_idle(rule: Rule, view: View, found: list[Finding]) -> None:
         if view.tick.attribution == "none":
             found.extend(_unseen(rule, view.device.uuid, view.seen))
         return
+    if len(view.pods) == 1 and view.work >= rule.surely_busy:
+        return
     for pod in view.pods:
-        policy = policy_of(pod[0])
-        ruled = None if pod[0].observed or policy.off else _ruled(view.rules, rule, pod[0], policy=policy)
-        if ruled is None:
+        holder = pod.holders[0]
+        if holder.observed or pod.policy.off:
             continue
-        since_ms = _since(view.seen.pods, pod[0]) + ruled.grace_ms
-        idle = _idle(ruled.idle_below, view, pod) if view.tick.ts_ms >= since_ms else False
-        if idle is not False:
-            uid, key = _identity(pod[0])
-            facts = Facts(view.device, None, pod, len(view.pods))
+        ruled = _ruled(view.rules, rule, holder, policy=pod.policy)
+        idle = False if ruled is None else _idle(ruled.idle_below, view, pod)
+        if ruled is None or idle is False:
+            continue
+        since_ms = _since(view.seen.pods, holder) + ruled.grace_ms
+        if view.tick.ts_ms >= since_ms:
+            uid, key = _identity(holder)
+            facts = Facts(view.device, None, pod.holders, len(view.pods))
             found.append(Finding(ruled, view.device.uuid, uid, key, idle, since_ms, facts=facts))
 
 
-def _idle(below: float, view: View, pod: tuple[Holder, ...]) -> bool | None:
+def _idle(below: float, view: View, pod: Pod) -> bool | None:
     """Whether a pod does nothing with a device; None: nothing tells."""
     own = _part(pod)
     if len(view.pods) > 1:
         return _idle_share(below, view, own)
-    if view.work >= below or (own or 0.0) >= below or _processes(view.device, pod[0]) >= below:
+    if view.work >= below or (own or 0.0) >= below or _processes(view.device, pod.holders[0]) >= below:
         return False
     return True if view.measured else None
 
@@ -205,10 +217,11 @@ def _idle_share(below: float, view: View, own: float | None) -> bool | None:
     return True if others and (rest or 0.0) < below and _video(view.device) < below else None
 
 
-def _part(pod: tuple[Holder, ...]) -> float | None:
+def _part(pod: Pod) -> float | None:
     """A pod's part of a device's utilization."""
-    parts = [h.parts.utilization_ratio for h in pod if h.parts is not None and h.parts.utilization_ratio is not None]
-    return sum(parts) if parts else None
+    parts = [holder.parts for holder in pod.holders if holder.parts is not None]
+    known = [part.utilization_ratio for part in parts if part.utilization_ratio is not None]
+    return sum(known) if known else None
 
 
 def _processes(device: Device, pod: Holder) -> float:
@@ -220,9 +233,10 @@ def _processes(device: Device, pod: Holder) -> float:
 
 def _since(pods: Iterable[HeldBy], pod: Holder) -> int:
     """The first tick in which the pod held the device."""
-    return next(
-        (h.since_ms for h in pods if (h.pod, h.pod_uid, h.namespace) == (pod.pod, pod.pod_uid, pod.namespace)), 0
-    )
+    for held in pods:
+        if held.pod_uid == pod.pod_uid and held.pod == pod.pod and held.namespace == pod.namespace:
+            return held.since_ms
+    return 0
 
 
 def _used_unallocated(rule: Rule, view: View, found: list[Finding]) -> None:
@@ -256,12 +270,12 @@ def _attribution_conflict(rule: Rule, view: View, found: list[Finding]) -> None:
 def _policy_invalid(rule: Rule, view: View, found: list[Finding]) -> None:
     """Each mistake of a pod once, whatever devices it holds."""
     for pod in view.pods:
-        for mistake in policy_of(pod[0]).mistakes:
-            uid, name = _identity(pod[0])
+        for mistake in pod.policy.mistakes:
+            uid, name = _identity(pod.holders[0])
             key = f"{name} {mistake.name}".strip()
-            ruled = _ruled(view.rules, rule, pod[0])
+            ruled = _ruled(view.rules, rule, pod.holders[0])
             if ruled is not None and (rule.name, uid, key) not in [(f.rule.name, f.pod_uid, f.key) for f in found]:
-                found.append(Finding(ruled, "", uid, key, facts=Facts(None, None, pod, text=mistake.text)))
+                found.append(Finding(ruled, "", uid, key, facts=Facts(None, None, pod.holders, text=mistake.text)))
 
 
 # -- what is wrong with it
@@ -430,7 +444,8 @@ _OK: dict[Kind, Judge] = {
     "power_brake": _power_brake,
     "nvlink_errors": _nvlink_errors,
 }
-_BLIND: tuple[Kind, ...] = tuple(kind for kind in _OK if kind not in ("ecc_uncorrectable", "nvlink_errors"))
+_COUNTED: tuple[Kind, ...] = ("ecc_uncorrectable", "nvlink_errors")
+_BLIND: tuple[Kind, ...] = tuple(kind for kind in _OK if kind not in _COUNTED)
 _BY_STATE: dict[str, dict[Kind, Judge]] = {
     "ok": _ALWAYS | _OK,
     "lost": _ALWAYS | dict.fromkeys(_BLIND, _blind) | {"lost": _lost},
@@ -438,10 +453,11 @@ _BY_STATE: dict[str, dict[Kind, Judge]] = {
 }
 
 
-def _judges(rules: Rules, state: str) -> list[tuple[Judge, tuple[Rule, ...]]]:
-    """What judges a device in a state, and by which rules."""
-    judges: list[tuple[Judge, tuple[Rule, ...]]] | None = rules.plan.get(state)
+def _judges(rules: Rules, state: str, counted: bool) -> list[tuple[Judge, tuple[Rule, ...]]]:
+    """What judges a device in a state, and by which rules; ``counted``: a counter of it has risen."""
+    judges: list[tuple[Judge, tuple[Rule, ...]]] | None = rules.plan.get((state, counted))
     if judges is None:
-        of = rules.by_kind
-        judges = rules.plan[state] = [(judge, of[kind]) for kind, judge in _BY_STATE[state].items() if kind in of]
+        kinds = {kind: judge for kind, judge in _BY_STATE[state].items() if counted or kind not in _COUNTED}
+        judges = [(judge, rules.by_kind[kind]) for kind, judge in kinds.items() if kind in rules.by_kind]
+        rules.plan[state, counted] = judges
     return judges

@@ -96,6 +96,14 @@ def remember(memory: Memory, tick: Tick, forget_ms: int) -> Memory:
     return Memory(tick.run_id, devices)
 
 
+def moving(before: Seen | None, after: Seen) -> bool:
+    """Whether a counter has risen, as far as it is told now."""
+    if before is None:
+        return False
+    counts = after.counts
+    return before.counts is not counts or any(counts[name].opened_ms for name in RUNNING if name in counts)
+
+
 def increases(seen: Seen | None, name: str, value: float, *, base: float | None = None) -> float:
     """By how much a counter has risen. ``base``: what it was where it is not remembered."""
     count = seen.counts.get(name) if seen is not None else None

@@ -84,7 +84,7 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     driver_severity: Severity = "warning"
     recovered_severity: Severity = "info"
     unknown_severity: Severity = "warning"
-    copy_labels: tuple[str, ...] = ()
+    copy_labels: tuple[str, ...] = ("team", "project", "owner", "cost-center")
     labels: dict[str, str] = {}
     annotations: dict[str, str] = {}
     overrides: tuple[Override, ...] = ()
@@ -99,6 +99,11 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             "unknown": self.unknown_severity,
         }
         return self if self.severity == severities[xid] else msgspec.structs.replace(self, severity=severities[xid])
+
+    @cached_property
+    def surely_busy(self) -> float:
+        """Work that is no idleness for any pod."""
+        return max([self.idle_below, *(float(o.changes.get("idle_below", 0.0)) for o in self.overrides)])
 
     @cached_property
     def label_names(self) -> LabelNames:
@@ -142,7 +147,7 @@ class Rules(msgspec.Struct, frozen=True, dict=True):
         return max((rule.forget_ms for rule in self.rules), default=0)
 
     @cached_property
-    def plan(self) -> dict[str, Any]:
+    def plan(self) -> dict[Any, Any]:
         """What the conditions work out from the rules once."""
         return {}
 
