@@ -15,17 +15,20 @@ attempt that is under way; the request may be in then, or not.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Literal, NamedTuple
 from urllib.parse import urlsplit
 
 from sinks.dead_letters import Abandoned
-from sinks.http import Http, Reply, pause
+from sinks.http import Reply, pause
 from topics.instruments import Instrument, Instruments
 
 log = logging.getLogger(__name__)
 
 Meaning = Literal["accepted", "refused", "again", "misconfigured"]
+
+Post = Callable[[str, bytes, Mapping[str, str]], Awaitable[Reply]]
+"""Makes one attempt at sending a body, with headers, to a URL; whatever goes wrong is in the reply."""
 
 _AGAIN = frozenset({0, 408, 425, 429})
 _MISCONFIGURED = frozenset({401, 403, 404, 405, 407})
@@ -82,7 +85,7 @@ class Receiver:
     def __init__(
         self,
         url: str,
-        http: Http,
+        post: Post,
         component: str,
         made: Instruments,
         *,
@@ -93,7 +96,7 @@ class Receiver:
         self.name = urlsplit(url).netloc.rpartition("@")[2]
         self.failing: str | None = None
         self._url = url
-        self._http = http
+        self._post = post
         self._prefix = f"gpustream_{component}"
         self._made = made
         self._slots = asyncio.Semaphore(at_once)
@@ -126,7 +129,7 @@ class Receiver:
                 body, headers = request()
             except (OSError, ValueError) as error:
                 return Reply(0, f"{type(error).__name__}: {error}")
-            reply = await self._http.post(self._url, body, headers)
+            reply = await self._post(self._url, body, headers)
         self._made.histogram(f"{self._prefix}_request_seconds", self.name).observe(time.perf_counter() - start)
         return reply
 

@@ -68,7 +68,7 @@ class AlertmanagerSink:
 
     def _for(self, url: str, http: Http, letters: DeadLetters, outcomes: Outcomes) -> _Told:
         settings = self.settings
-        teller = Teller(url, settings, http, self._instruments)
+        teller = Teller(url, settings, http.post, self._instruments)
         shared = Shared(teller, letters, outcomes, settings.max_alerts)
         member = ConsumerSettings(
             kafka=settings.kafka,

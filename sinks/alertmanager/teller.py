@@ -17,8 +17,7 @@ from sinks.alertmanager.config import AlertmanagerSettings, alerts_url
 from sinks.alertmanager.encode import request
 from sinks.alertmanager.instruments import COMPONENT
 from sinks.dead_letters import Abandoned
-from sinks.http import Http
-from sinks.receiver import BACKOFF_FIRST_S, Receiver, Request
+from sinks.receiver import BACKOFF_FIRST_S, Post, Receiver, Request
 from topics.alerts import Alert
 from topics.instruments import Instruments
 
@@ -35,13 +34,13 @@ class Teller:
         self,
         url: str,
         settings: AlertmanagerSettings,
-        http: Http,
+        post: Post,
         made: Instruments,
         *,
         first_s: float = BACKOFF_FIRST_S,
     ) -> None:
         again = self._all_due
-        self.receiver = Receiver(alerts_url(url), http, COMPONENT, made, first_s=first_s, on_recovery=again)
+        self.receiver = Receiver(alerts_url(url), post, COMPONENT, made, first_s=first_s, on_recovery=again)
         self.turn = asyncio.Lock()
         self._settings = settings
         self._resent = made.counter("gpustream_alertmanager_resent_total", self.receiver.name)

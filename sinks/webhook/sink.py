@@ -54,7 +54,7 @@ class WebhookSink:
 
     def _assemble(self, http: Http, sender: Sender) -> GroupReader:
         settings = self.settings
-        self._receiver = Receiver(settings.url, http, COMPONENT, self._instruments, at_once=settings.max_in_flight)
+        self._receiver = Receiver(settings.url, http.post, COMPONENT, self._instruments, at_once=settings.max_in_flight)
         outcomes = Outcomes(COMPONENT, self._instruments)
         letters = DeadLetters(sender, "sink webhook")
         shared = Shared(self._receiver, Secret(settings.secret_file), letters, outcomes)
