@@ -7,7 +7,8 @@ On failure: :class:`RulesError` with every mistake and its place; nothing of a f
 import difflib
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -110,41 +111,43 @@ def _parsed(text: str, file: str, base: Mapping[str, Rule]) -> dict[str, Rule]:
     wrong: list[_Wrong] = []
     rules = _rules(document, base, wrong)
     if wrong:
-        raise RulesError(Mistake(file, _line(text, at), _dotted(at), why) for at, why in wrong)
+        line = _places(text)
+        raise RulesError(Mistake(file, line(at), _dotted(at), why) for at, why in wrong)
     return rules
 
 
-def _line(text: str, path: Path_) -> int:
-    """The line at which a path begins: the first up to which the file has it.
+def _places(text: str) -> Callable[[Path_], int]:
+    """Gives the line at which a path begins.
 
-    The TOML parser does not tell; but what is cut off after a whole line is TOML too, unless the cut is within a value
-    of several lines, and a file that is longer has no less.
+    The TOML parser does not tell. But the lines up to the end of any value are TOML too, and longer beginnings have no
+    less in them: the path is in the first value that ends where the beginning of the file has it.
     """
     lines = text.splitlines(keepends=True)
-    low, high = 0, len(lines)
-    while low < high:
-        middle = (low + high) // 2
-        if _has(lines, middle + 1, path):
-            high = middle
-        else:
-            low = middle + 1
-    return min(low, len(lines) - 1) + 1
+
+    @cache
+    def beginning(count: int) -> tuple[int, Any]:
+        """What the file is by so many lines; within a value of several lines, by those before it, and their number."""
+        for end in range(count, 0, -1):
+            try:
+                return end, tomllib.loads("".join(lines[:end]))
+            except ValueError:
+                continue
+        return 0, {}
+
+    def line(path: Path_) -> int:
+        first = bisect_left(range(len(lines)), True, key=lambda i: _has(beginning(i + 1)[1], path))
+        return beginning(first)[0] + 1
+
+    return line
 
 
-def _has(lines: list[str], count: int, path: Path_) -> bool:
-    """Whether the file has the path by so many lines; within a value of several lines, by those before it."""
-    for end in range(count, 0, -1):
-        try:
-            at: Any = tomllib.loads("".join(lines[:end]))
-        except ValueError:
-            continue
-        try:
-            for key in path:
-                at = at[key]
-        except (LookupError, TypeError):
-            return False
-        return True
-    return False
+def _has(document: Any, path: Path_) -> bool:
+    try:
+        for key in path:
+            document = document[key]
+    except (LookupError, TypeError):
+        return False
+    return True
 
 
 def _dotted(path: Path_) -> str:
