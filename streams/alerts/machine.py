@@ -68,10 +68,12 @@ class Place(NamedTuple):
 
 
 class Step(NamedTuple):
-    """The state after a step, the alerts to write in their order, and the fingerprints to delete."""
+    """The state after a step, and what to write: transitions, alerts again that have not changed, and the fingerprints
+    of those to delete."""
 
     state: NodeState
     alerts: tuple[Alert, ...] = ()
+    repeated: tuple[Alert, ...] = ()
     deleted: tuple[str, ...] = ()
 
 
@@ -124,8 +126,8 @@ def step(state: NodeState, tick: Tick, place: Place, judge: Judge) -> Step:
         return Step(after)
     passed_ms = tick.ts_ms - state.last_ts_ms
     now = _Now(tick, judge, state, memory, state.last_ts_ms, not 0 <= passed_ms <= MAX_GAP_MS)
-    tracked, alerts = _all(now, {(f.rule.name, f.device, f.pod_uid, f.key): f for f in findings})
-    return _closed(_replace(after, tracked=tracked), alerts, tick.ts_ms)
+    tracked, alerts, repeated = _all(now, {(f.rule.name, f.device, f.pod_uid, f.key): f for f in findings})
+    return _closed(_replace(after, tracked=tracked), alerts, tick.ts_ms, repeated)
 
 
 def same(durable: NodeState, current: NodeState) -> bool:
@@ -161,6 +163,8 @@ def silence(state: NodeState, rule: Rule, judge: Judge) -> Step:
 
 def retire(state: NodeState, at_ms: int, because: str = "node_removed") -> Step:
     """A node is gone: whatever was open is resolved, and what was remembered of it forgotten."""
+    if not state.tracked and state.memory == Memory():
+        return Step(state)
     at_ms = min(at_ms, MAX_TIME_MS)
     alerts = tuple(_resolved(one.alert, at_ms, because) for one in state.tracked if one.alert is not None)
     return _closed(_replace(quiet(state), tracked=(), memory=Memory()), alerts, at_ms)
@@ -171,15 +175,22 @@ def expire(state: NodeState, now_ms: int) -> Step:
     return _closed(state, (), now_ms)
 
 
-def _all(now: _Now, found: dict[Identity, Finding]) -> tuple[tuple[Tracked, ...], tuple[Alert, ...]]:
+def is_over(state: NodeState) -> bool:
+    """Whether nothing is left to remember of a node."""
+    return state.silent and not state.tracked and not state.resolved and state.memory == Memory()
+
+
+def _all(now: _Now, found: dict[Identity, Finding]) -> tuple[tuple[Tracked, ...], tuple[Alert, ...], tuple[Alert, ...]]:
+    """What is tracked after a tick, the transitions, and the alerts to repeat."""
     tracked: list[Tracked] = []
     alerts: list[Alert] = []
+    repeated: list[Alert] = []
     for one in now.state.tracked:
         after, alert = _next(one, found.pop(identity(one), None), now)
         if after is not None:
             tracked.append(after)
         if alert is not None:
-            alerts.append(alert)
+            (repeated if alert is one.alert else alerts).append(alert)
     for finding in found.values():
         if finding.holds:
             after, alert = _begun(finding, now)
@@ -188,7 +199,7 @@ def _all(now: _Now, found: dict[Identity, Finding]) -> tuple[tuple[Tracked, ...]
                 alerts.append(alert)
     before = now.state.tracked
     unchanged = len(tracked) == len(before) and all(a is b for a, b in zip(tracked, before, strict=True))
-    return before if unchanged else tuple(tracked), tuple(alerts)
+    return before if unchanged else tuple(tracked), tuple(alerts), tuple(repeated)
 
 
 def _next(one: Tracked, finding: Finding | None, now: _Now) -> tuple[Tracked | None, Alert | None]:
@@ -243,7 +254,7 @@ def _fired_if_due(one: Tracked, finding: Finding, now: _Now) -> tuple[Tracked, A
         return one, None
     described = now.judge.describe(finding, now.tick, one.since_ms)
     value = finding.value if finding.value is not None else (now_ms - one.since_ms) / 1000
-    alert = _alert(finding.rule, one, now.state, now_ms, value, described)
+    alert = _alert(finding.rule, one, now.state, now_ms, float(value), described)
     return _held(_replace(one, alert=alert, written_ms=now_ms), finding, now), alert
 
 
@@ -307,7 +318,7 @@ def _resolved(alert: Alert, at_ms: int, because: str) -> Alert:
     return _replace(alert, state="resolved", ends_at=ends_at, resolved_because=because)
 
 
-def _closed(state: NodeState, alerts: tuple[Alert, ...], now_ms: int) -> Step:
+def _closed(state: NodeState, alerts: tuple[Alert, ...], now_ms: int, repeated: tuple[Alert, ...] = ()) -> Step:
     """The step's end: what is resolved is remembered until it is deleted, or fires again."""
     resolved = state.resolved
     if alerts:
@@ -317,7 +328,7 @@ def _closed(state: NodeState, alerts: tuple[Alert, ...], now_ms: int) -> Step:
     deleted = tuple([key for key, at in resolved.items() if now_ms - at >= DELETE_MS])
     if deleted:
         resolved = {key: at for key, at in resolved.items() if key not in deleted}
-    return Step(state if resolved == state.resolved else _replace(state, resolved=resolved), alerts, deleted)
+    return Step(state if resolved == state.resolved else _replace(state, resolved=resolved), alerts, repeated, deleted)
 
 
 def _worth_writing(written: tuple[Tracked, ...], tracked: tuple[Tracked, ...], now_ms: int) -> Sequence[Tracked]:
