@@ -2,11 +2,14 @@
 
 In: records, in order. Out: requests, dead letters, the offset before which all is finished.
 State: the newest transition of each alert, so that one that is written again is not sent again.
-Alerts wait for one another only where the offset would pass an unfinished one.
+Alerts wait for one another only where one is so far ahead of an unfinished one that too much would be sent again after
+a crash.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections import deque
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 from sinks.alerts import Known, Undecodable, read
@@ -15,6 +18,9 @@ from sinks.outcomes import Outcome, Outcomes
 from sinks.receiver import Receiver
 from sinks.webhook.encode import Secret, request
 from topics.alerts import Alert
+
+AHEAD = 32
+"""So many records of a partition are begun, from the first unfinished one on."""
 
 
 class Shared(NamedTuple):
@@ -44,16 +50,21 @@ class WebhookPartition:
 
     async def deliver(self, records: Sequence[Record], abandon: asyncio.Event) -> AsyncGenerator[int]:
         """Send the records, several at once, and finish them in order."""
-        ends = self._begin(records, abandon)
+        begun: deque[tuple[Record, asyncio.Task[Outcome]]] = deque()
+        beginning = self._begin(records, abandon)
         try:
-            for number, (record, end) in enumerate(zip(records, ends, strict=True), 1):
+            begun.extend(islice(beginning, AHEAD))
+            while begun:
+                record, end = begun[0]
                 self._shared.outcomes.finish(await end)
-                if number == len(ends) or not ends[number].done():
+                begun.popleft()
+                begun.extend(islice(beginning, 1))
+                if not begun or not begun[0][1].done():
                     yield record.offset + 1
         finally:
-            for end in ends:
+            for _, end in begun:
                 end.cancel()
-            await asyncio.gather(*ends, return_exceptions=True)
+            await asyncio.gather(*(end for _, end in begun), return_exceptions=True)
 
     async def quiet(self, abandon: asyncio.Event) -> None:
         """Nothing is due by itself."""
@@ -62,15 +73,15 @@ class WebhookPartition:
         """The topic was made anew."""
         self._known.clear()
 
-    def _begin(self, records: Sequence[Record], abandon: asyncio.Event) -> list[asyncio.Task[Outcome]]:
-        """A task for each record, which waits for the one before of the same alert."""
+    def _begin(
+        self, records: Sequence[Record], abandon: asyncio.Event
+    ) -> Iterator[tuple[Record, asyncio.Task[Outcome]]]:
+        """Begin a task for each record, as it is asked for; it waits for the one before of the same alert."""
         newest: dict[bytes | None, asyncio.Task[Outcome]] = {}
-        tasks = []
         for record in records:
             task = asyncio.ensure_future(self._end(record, newest.get(record.key), abandon))
             newest[record.key] = task
-            tasks.append(task)
-        return tasks
+            yield record, task
 
     async def _end(self, record: Record, before: asyncio.Task[Outcome] | None, abandon: asyncio.Event) -> Outcome:
         """Finish a record. Raises Abandoned."""

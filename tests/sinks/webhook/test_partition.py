@@ -17,7 +17,7 @@ from sinks.outcomes import Outcomes
 from sinks.receiver import Receiver
 from sinks.webhook.encode import Secret
 from sinks.webhook.instruments import COMPONENT, INSTRUMENTS
-from sinks.webhook.partition import Shared, WebhookPartition
+from sinks.webhook.partition import AHEAD, Shared, WebhookPartition
 from tests.sinks.alerts import START_MS, alert, alert_record, deleted
 from tests.sinks.receivers import Scripted, until
 from tests.sinks.records import FakeSender, Read
@@ -163,6 +163,18 @@ async def test_no_offset_passes_an_unfinished_transition() -> None:
     with pytest.raises(Abandoned):
         await asyncio.wait_for(anext(steps), 10)
     assert one.ends() == {"delivered": 1}, "the third was accepted, and is posted again by whoever is next"
+
+
+async def test_little_is_posted_ahead_of_an_unfinished_transition() -> None:
+    one = Setup(Scripted(then=lambda body: 503 if b'"k8s_pod_name":"0"' in body else 200))
+    delivering = asyncio.ensure_future(one.deliver(records(*[alert(str(pod)) for pod in range(100)])))
+    await until(lambda: len(one.posted()) == AHEAD - 1)
+    tries = len(one.scripted.got)
+    await until(lambda: len(one.scripted.got) > tries + 20)
+    assert len(one.posted()) == AHEAD - 1
+    one.scripted.then = lambda _: 200
+    assert (await delivering)[-1] == 100
+    assert len(set(one.posted())) == len(one.posted()) == 100
 
 
 async def test_after_the_topic_was_made_anew_everything_is_news() -> None:
