@@ -15,7 +15,7 @@ resolved:
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 
@@ -67,14 +67,24 @@ class Place(NamedTuple):
     logged_ms: int
 
 
+class Write(NamedTuple):
+    """A record of gpu.alerts: a transition, an open alert as it was written before, or the end of one (None)."""
+
+    kind: Literal["alert", "repeat", "deletion"]
+    fingerprint: str
+    alert: Alert | None
+
+
 class Step(NamedTuple):
-    """The state after a step, and what to write: transitions, alerts again that have not changed, and the fingerprints
-    of those to delete."""
+    """The state after a step, and what to write, in this order."""
 
     state: NodeState
-    alerts: tuple[Alert, ...] = ()
-    repeated: tuple[Alert, ...] = ()
-    deleted: tuple[str, ...] = ()
+    writes: tuple[Write, ...] = ()
+
+    @property
+    def alerts(self) -> list[Alert]:
+        """The transitions."""
+        return [alert for kind, _, alert in self.writes if alert is not None and kind == "alert"]
 
 
 class _Now(NamedTuple):
@@ -126,8 +136,8 @@ def step(state: NodeState, tick: Tick, place: Place, judge: Judge) -> Step:
         return Step(after)
     passed_ms = tick.ts_ms - state.last_ts_ms
     now = _Now(tick, judge, state, memory, state.last_ts_ms, not 0 <= passed_ms <= MAX_GAP_MS)
-    tracked, alerts, repeated = _all(now, {(f.rule.name, f.device, f.pod_uid, f.key): f for f in findings})
-    return _closed(_replace(after, tracked=tracked), alerts, tick.ts_ms, repeated)
+    tracked, writes = _all(now, {(f.rule.name, f.device, f.pod_uid, f.key): f for f in findings})
+    return _closed(_replace(after, tracked=tracked), writes, tick.ts_ms)
 
 
 def same(durable: NodeState, current: NodeState) -> bool:
@@ -158,7 +168,7 @@ def silence(state: NodeState, rule: Rule, judge: Judge) -> Step:
     labels, annotations = judge.describe_silent(rule, state)
     alert = _alert(rule, tracked, state, starts_ms, rule.for_ms / 1000, (labels, annotations))
     tracked = _replace(tracked, alert=alert, written_ms=starts_ms)
-    return _closed(_replace(quiet(state), tracked=(*state.tracked, tracked)), (alert,), state.last_ts_ms)
+    return _closed(_replace(quiet(state), tracked=(*state.tracked, tracked)), [_transition(alert)], state.last_ts_ms)
 
 
 def retire(state: NodeState, at_ms: int, because: str = "node_removed") -> Step:
@@ -166,13 +176,13 @@ def retire(state: NodeState, at_ms: int, because: str = "node_removed") -> Step:
     if not state.tracked and state.memory == Memory():
         return Step(state)
     at_ms = min(at_ms, MAX_TIME_MS)
-    alerts = tuple(_resolved(one.alert, at_ms, because) for one in state.tracked if one.alert is not None)
-    return _closed(_replace(quiet(state), tracked=(), memory=Memory()), alerts, at_ms)
+    alerts = [_resolved(one.alert, at_ms, because) for one in state.tracked if one.alert is not None]
+    return _closed(_replace(quiet(state), tracked=(), memory=Memory()), list(map(_transition, alerts)), at_ms)
 
 
 def expire(state: NodeState, now_ms: int) -> Step:
     """Delete the alerts that were resolved long ago."""
-    return _closed(state, (), now_ms)
+    return _closed(state, [], now_ms)
 
 
 def is_over(state: NodeState) -> bool:
@@ -180,26 +190,20 @@ def is_over(state: NodeState) -> bool:
     return state.silent and not state.tracked and not state.resolved and state.memory == Memory()
 
 
-def _all(now: _Now, found: dict[Identity, Finding]) -> tuple[tuple[Tracked, ...], tuple[Alert, ...], tuple[Alert, ...]]:
-    """What is tracked after a tick, the transitions, and the alerts to repeat."""
-    tracked: list[Tracked] = []
-    alerts: list[Alert] = []
-    repeated: list[Alert] = []
-    for one in now.state.tracked:
-        after, alert = _next(one, found.pop(identity(one), None), now)
-        if after is not None:
-            tracked.append(after)
-        if alert is not None:
-            (repeated if alert is one.alert else alerts).append(alert)
-    for finding in found.values():
-        if finding.holds:
-            after, alert = _begun(finding, now)
-            tracked.append(after)
-            if alert is not None:
-                alerts.append(alert)
+def _all(now: _Now, found: dict[Identity, Finding]) -> tuple[tuple[Tracked, ...], list[Write]]:
+    """What is tracked after a tick, and the alerts to write."""
     before = now.state.tracked
+    steps: list[tuple[Tracked | None, Tracked | None, Alert | None]]
+    steps = [(one, *_next(one, found.pop(identity(one), None), now)) for one in before]
+    steps += [(None, *_begun(finding, now)) for finding in found.values() if finding.holds]
+    tracked = tuple([after for _, after, _ in steps if after is not None])
+    writes = [
+        Write("repeat" if one is not None and alert is one.alert else "alert", alert.fingerprint, alert)
+        for one, _, alert in steps
+        if alert is not None
+    ]
     unchanged = len(tracked) == len(before) and all(a is b for a, b in zip(tracked, before, strict=True))
-    return before if unchanged else tuple(tracked), tuple(alerts), tuple(repeated)
+    return before if unchanged else tracked, writes
 
 
 def _next(one: Tracked, finding: Finding | None, now: _Now) -> tuple[Tracked | None, Alert | None]:
@@ -318,17 +322,21 @@ def _resolved(alert: Alert, at_ms: int, because: str) -> Alert:
     return _replace(alert, state="resolved", ends_at=ends_at, resolved_because=because)
 
 
-def _closed(state: NodeState, alerts: tuple[Alert, ...], now_ms: int, repeated: tuple[Alert, ...] = ()) -> Step:
+def _transition(alert: Alert) -> Write:
+    return Write("alert", alert.fingerprint, alert)
+
+
+def _closed(state: NodeState, writes: list[Write], now_ms: int) -> Step:
     """The step's end: what is resolved is remembered until it is deleted, or fires again."""
-    resolved = state.resolved
-    if alerts:
-        ended = {a.fingerprint: milliseconds(a.ends_at) for a in alerts if a.ends_at is not None}
-        firing = {a.fingerprint for a in alerts if a.state == "firing"}
-        resolved = {key: at for key, at in resolved.items() if key not in firing} | ended
-    deleted = tuple([key for key, at in resolved.items() if now_ms - at >= DELETE_MS])
-    if deleted:
-        resolved = {key: at for key, at in resolved.items() if key not in deleted}
-    return Step(state if resolved == state.resolved else _replace(state, resolved=resolved), alerts, repeated, deleted)
+    resolved = dict(state.resolved)
+    for _, key, alert in writes:
+        resolved.pop(key, None)
+        if alert is not None and alert.ends_at is not None:
+            resolved[key] = milliseconds(alert.ends_at)
+    for key in [key for key, at_ms in resolved.items() if now_ms - at_ms >= DELETE_MS]:
+        del resolved[key]
+        writes.append(Write("deletion", key, None))
+    return Step(state if resolved == state.resolved else _replace(state, resolved=resolved), tuple(writes))
 
 
 def _worth_writing(written: tuple[Tracked, ...], tracked: tuple[Tracked, ...], now_ms: int) -> Sequence[Tracked]:

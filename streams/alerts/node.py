@@ -15,11 +15,10 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from streams.alerts import machine
-from streams.alerts.machine import Judge, Place, Step
+from streams.alerts.machine import Judge, Place, Step, Write
 from streams.alerts.state import NodeState, order
 from streams.alerts.tick import Tick
 from streams.reader.ledger import Slot
-from topics.alerts import Alert
 
 Outcome = Literal["judged", "replayed", "resumed"]
 """What a tick was: a new one, one that had been judged before its node's state was written, or the first after that."""
@@ -36,11 +35,9 @@ class Log(NamedTuple):
 
 
 class Due(NamedTuple):
-    """What is to be written: alerts, deletions and, when they are acknowledged, the state."""
+    """What is to be written: alerts in their order and, when they are acknowledged, the state."""
 
-    alerts: tuple[Alert, ...]
-    repeated: tuple[Alert, ...]
-    deleted: tuple[str, ...]
+    writes: tuple[Write, ...]
     state: NodeState
 
 
@@ -52,19 +49,7 @@ class Node:
     ``read_s``: when a tick was last read, of the monotonic clock.
     """
 
-    __slots__ = (
-        "_alerts",
-        "_deleted",
-        "_kept",
-        "_over",
-        "_repeated",
-        "current",
-        "durable",
-        "fresh",
-        "read_s",
-        "stale",
-        "writing",
-    )
+    __slots__ = ("_kept", "_over", "_writes", "current", "durable", "fresh", "read_s", "stale", "writing")
 
     def __init__(self, durable: NodeState | None = None) -> None:
         self.durable = self.current = durable
@@ -72,9 +57,7 @@ class Node:
         self.read_s = float("-inf")
         self._kept: deque[Slot] = deque()
         self._over: list[Slot] = []
-        self._alerts: list[Alert] = []
-        self._repeated: list[Alert] = []
-        self._deleted: list[str] = []
+        self._writes: list[Write] = []
 
     # -- what was read
 
@@ -111,9 +94,7 @@ class Node:
     def close(self, step: Step) -> None:
         """A step was made."""
         self.current = step.state
-        self._alerts += step.alerts
-        self._repeated += step.repeated
-        self._deleted += step.deleted
+        self._writes += step.writes
 
     # -- what is to be done
 
@@ -121,8 +102,8 @@ class Node:
         """What is to be written; from now on it is on its way."""
         if self.current is None or self.writing or not (self.stale or self._changed()):
             return None
-        due = Due(tuple(self._alerts), tuple(self._repeated), tuple(self._deleted), self.current)
-        self._alerts, self._repeated, self._deleted = [], [], []
+        due = Due(tuple(self._writes), self.current)
+        self._writes = []
         self.writing, self.stale = True, False
         return due
 
@@ -150,5 +131,4 @@ class Node:
     def _changed(self) -> bool:
         if self.durable is None or self.current is None:
             return self.current is not None
-        outputs = self._alerts or self._repeated or self._deleted
-        return bool(outputs) or not machine.same(self.durable, self.current)
+        return bool(self._writes) or not machine.same(self.durable, self.current)

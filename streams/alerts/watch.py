@@ -47,10 +47,11 @@ _LOOK_EVERY_S = 1.0
 class Clocks:
     """The worker's own clocks, which judge silence and nothing else."""
 
-    monotonic_s = staticmethod(time.monotonic)
+    def monotonic_s(self) -> float:
+        """Seconds of the clock that is never set."""
+        return time.monotonic()
 
-    @staticmethod
-    def now_ms() -> int:
+    def now_ms(self) -> int:
         """Milliseconds since the epoch."""
         return time.time_ns() // 1_000_000
 
@@ -61,9 +62,9 @@ class Watch:
     app: ReaderApp
 
     def __init__(
-        self, instruments: Instruments, judge: Judge, *, partitions: int, clocks: type[Clocks] = Clocks
+        self, instruments: Instruments, judge: Judge, *, partitions: int, clocks: Clocks | None = None
     ) -> None:
-        self._instruments, self._judge, self._clocks = instruments, judge, clocks
+        self._instruments, self._judge, self._clocks = instruments, judge, clocks or Clocks()
         self._books = Bookkeeping(instruments, stage="alerts", partitions=partitions)
         self._nodes: dict[int, dict[bytes, Node]] = defaultdict(dict)
         self._active: dict[int, dict[bytes, Node]] = defaultdict(dict)
@@ -163,10 +164,10 @@ class Watch:
 
     async def _write(self, partition: int, key: bytes, node: Node, due: Due, epoch: int) -> None:
         """The alerts, and when they are acknowledged the state, and then whatever has come due since."""
-        alerts = [(alert.fingerprint, state.encode(alert)) for alert in (*due.alerts, *due.repeated)]
-        records = [*alerts, *((fingerprint, None) for fingerprint in due.deleted)]
         sender = self.app.sender
-        sent = [await sender.send(ALERTS, value, key=fingerprint.encode()) for fingerprint, value in records]
+        values = [state.encode(write.alert) if write.alert is not None else None for write in due.writes]
+        keys = [write.fingerprint.encode() for write in due.writes]
+        sent = [await sender.send(ALERTS, value, key=one) for one, value in zip(keys, values, strict=True)]
         await self._acknowledged("alert", sent)
         if epoch != self.app.reader.ledger.epoch:
             return
@@ -191,16 +192,12 @@ class Watch:
     def _tell(self, due: Due) -> None:
         """Count and log what was acknowledged."""
         delay_s = max(0, self._clocks.now_ms() - due.state.logged_ms) / 1000
-        for alert in due.alerts:
-            self._instruments.counter("gpustream_alerts_transitions_total", alert.name, alert.state).inc()
-            self._instruments.histogram("gpustream_alerts_delay_seconds").observe(delay_s)
-            log.info("%s %s: %s", alert.name, alert.state, alert.annotations.get("summary", alert.node))
-        for record, count in (
-            ("alert", len(due.alerts)),
-            ("repeat", len(due.repeated)),
-            ("deletion", len(due.deleted)),
-        ):
-            self._instruments.counter("gpustream_alerts_written_total", record).inc(count)
+        for kind, _, alert in due.writes:
+            self._instruments.counter("gpustream_alerts_written_total", kind).inc()
+            if kind == "alert" and alert is not None:
+                self._instruments.counter("gpustream_alerts_transitions_total", alert.name, alert.state).inc()
+                self._instruments.histogram("gpustream_alerts_delay_seconds").observe(delay_s)
+                log.info("%s %s: %s", alert.name, alert.state, alert.annotations.get("summary", alert.node))
 
     # -- time
 

@@ -42,9 +42,9 @@ class Life:
     def take(self, step: machine.Step) -> list[Alert]:
         self.state = step.state
         self.written += step.alerts
-        self.repeated += step.repeated
-        self.deleted += step.deleted
-        return list(step.alerts)
+        self.repeated += [alert for kind, _, alert in step.writes if alert is not None and kind == "repeat"]
+        self.deleted += [fingerprint for _, fingerprint, alert in step.writes if alert is None]
+        return step.alerts
 
     def go(self, seconds: range, *devices: Device) -> list[tuple[int, str, str]]:
         """Ticks at these seconds, all alike; what was written, and at which."""
