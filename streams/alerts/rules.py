@@ -111,8 +111,8 @@ def _parsed(text: str, file: str, base: Mapping[str, Rule]) -> dict[str, Rule]:
     wrong: list[_Wrong] = []
     rules = _rules(document, base, wrong)
     if wrong:
-        line = _places(text)
-        raise RulesError(Mistake(file, line(at), _dotted(at), why) for at, why in wrong)
+        begins = _places(text)
+        raise RulesError(Mistake(file, begins(at), _dotted(at), why) for at, why in wrong)
     return rules
 
 
