@@ -204,13 +204,13 @@ class KafkaServer(Server):
 class AlertmanagerServer(Server):
     """Alertmanager by itself, with one receiver of notifications: a webhook, or nothing.
 
-    It notifies at once, of each alert by itself, and of what is resolved too.
+    It notifies at once, of each alert by itself, and of what is resolved too, unless another configuration is given.
     """
 
-    def __init__(self, directory: Path, *, webhook: str | None = None, options: Sequence[str] = ()) -> None:
+    def __init__(self, directory: Path, *, webhook: str | None = None, configuration: str | None = None) -> None:
         super().__init__(directory)
         self.webhook = webhook
-        self.options = list(options)
+        self.configuration = configuration
 
     @property
     def url(self) -> str:
@@ -218,12 +218,14 @@ class AlertmanagerServer(Server):
         return f"http://127.0.0.1:{self.ports[0].number}"
 
     def prepare(self) -> None:
-        """Writes the configuration, which is JSON, and so is YAML."""
+        """Writes the configuration."""
+        (self.directory / "alertmanager.yml").write_text(self.configuration or self._quick())
+
+    def _quick(self) -> str:
         webhooks = [{"url": self.webhook, "send_resolved": True}] if self.webhook else []
         receiver = {"name": "all", "webhook_configs": webhooks}
         quick = {"group_by": ["..."], "group_wait": "0s", "group_interval": "1s", "repeat_interval": "1h"}
-        configuration = {"route": {"receiver": "all", **quick}, "receivers": [receiver]}
-        (self.directory / "alertmanager.yml").write_text(json.dumps(configuration))
+        return json.dumps({"route": {"receiver": "all", **quick}, "receivers": [receiver]})
 
     def command(self) -> Sequence[str]:
         """The server in the foreground."""
@@ -234,7 +236,6 @@ class AlertmanagerServer(Server):
             f"--web.listen-address=127.0.0.1:{self.ports[0].number}",
             "--cluster.listen-address=",
             "--log.level=warn",
-            *self.options,
         ]
 
     def ready(self) -> bool:

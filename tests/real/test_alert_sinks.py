@@ -15,6 +15,7 @@ from aiohttp import web
 from aiokafka import AIOKafkaProducer
 
 from sinks.webhook.partition import AHEAD
+from tests.docs.page import blocks
 from tests.real.pipeline import Gpustream, lag, read_all
 from tests.real.servers import AlertmanagerServer, KafkaServer
 from tests.sinks.alerts import alert
@@ -175,6 +176,11 @@ async def test_alerts_fire_and_end_in_alertmanager_and_are_notified_once_through
         labels = {one["labels"]["gpustream_fingerprint"] for one in manager.alerts()}
         assert labels == {fleet.firing(pod).fingerprint for pod in [*range(10, 30), "late"]}
     assert await read_all(alerts_kafka.address, "gpu.dead-letters") == []
+
+
+def test_alertmanager_takes_the_route_of_the_docs(start_alertmanager: Callable[..., AlertmanagerServer]) -> None:
+    (route,) = blocks("notifications.md", "yaml")
+    assert start_alertmanager(configuration=route.text).alerts() == []
 
 
 async def test_an_alertmanager_that_is_away_loses_nothing_and_holds_up_no_other(
