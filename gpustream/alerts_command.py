@@ -35,6 +35,7 @@ _RANKS: dict[Severity, int] = {"critical": 0, "warning": 1, "info": 2}
 _STYLES = {"critical": "red", "warning": "yellow"}
 _WAIT_MS = 500
 _FAILED = 1
+_decode = decoder(Alert)
 _UNITS = (("d", 86_400), ("h", 3_600), ("m", 60), ("s", 1))
 
 
@@ -56,14 +57,19 @@ class Seen:
     def __init__(self) -> None:
         self._last: dict[bytes, Alert] = {}
 
-    def see(self, key: bytes, alert: Alert | None) -> bool:
-        """Take a record in. Gives whether it is a transition: not a repeat of the last one, nor a deletion."""
-        before = self._last.get(key)
-        if alert is None:
+    def see(self, record: Any) -> Alert | None:
+        """Take a record in. Gives the alert where it is a transition: not a repeat of the last one, nor a deletion."""
+        key = record.key or b""
+        if record.value is None:
             self._last.pop(key, None)
-            return False
-        self._last[key] = alert
-        return before is None or transition_id(before) != transition_id(alert)
+            return None
+        try:
+            alert = _decode(record.value)
+        except msgspec.DecodeError as error:
+            log.warning("not an alert: %s", error, extra={"partition": record.partition, "offset": record.offset})
+            return None
+        before, self._last[key] = self._last.get(key), alert
+        return None if before is not None and transition_id(before) == transition_id(alert) else alert
 
     def open(self) -> list[Alert]:
         """The alerts that fire, the most severe first, then the oldest."""
@@ -145,28 +151,15 @@ async def _read_all(consumer: Any, seen: Seen) -> None:
     while any([await consumer.position(tp) < end for tp, end in ends.items()]):
         for records in (await consumer.getmany(timeout_ms=_WAIT_MS)).values():
             for record in records:
-                _see(record, seen)
+                seen.see(record)
 
 
 async def _transitions(consumer: Any, seen: Seen) -> AsyncIterator[Alert]:
     while True:
         for records in (await consumer.getmany(timeout_ms=_WAIT_MS)).values():
             for record in records:
-                if (alert := _see(record, seen)) is not None:
+                if (alert := seen.see(record)) is not None:
                     yield alert
-
-
-def _see(record: Any, seen: Seen) -> Alert | None:
-    """Take a record in; the alert where it is a transition."""
-    try:
-        alert = None if record.value is None else _decode(record.value)
-    except msgspec.DecodeError as error:
-        log.warning("not an alert: %s", error, extra={"partition": record.partition, "offset": record.offset})
-        return None
-    return alert if seen.see(record.key or b"", alert) else None
-
-
-_decode = decoder(Alert)
 
 
 def _print_open(firing: list[Alert], form: Form) -> None:

@@ -17,7 +17,7 @@ from gpustream import alerts_command
 from gpustream.alerts_command import Seen
 from gpustream.cli import main
 from gpustream.embedded import EmbeddedBroker
-from tests.sinks.alerts import START_MS, alert
+from tests.sinks.alerts import START_MS, alert, alert_record
 from topics.alerts import Alert
 from topics.alerts import time as at
 
@@ -130,7 +130,8 @@ def test_the_most_severe_come_first_then_the_oldest() -> None:
         alert("mid", START_MS - 5),
     ]
     for one in given:
-        assert seen.see(one.fingerprint.encode(), one)
+        assert seen.see(alert_record(one)) == one
+        assert seen.see(alert_record(one)) is None
     assert [one.labels["k8s_pod_name"] for one in seen.open()] == ["old", "new", "mid", "far"]
 
 
