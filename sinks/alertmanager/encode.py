@@ -1,7 +1,7 @@
 """Alerts as Alertmanager's API v2 takes them.
 
-Alertmanager tells alerts apart by their labels alone, so each carries its fingerprint as a label too: the end of one never
-ends another that has the same labels, such as one about a pod of the same name.
+Alertmanager tells alerts apart by their labels alone, so each carries its fingerprint as a label too: the end of one
+never ends another that has the same labels.
 Source: api/v2/openapi.yaml (postableAlert), and alert/alert.go (Validate) of Alertmanager 0.34.
 """
 

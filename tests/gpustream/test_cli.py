@@ -61,6 +61,8 @@ def test_help_shows_an_example_that_the_command_takes(path: tuple[str, ...]) -> 
         (("stream",), STREAMS["attribution"]),
         (("sink", "remote-write"), SINKS["remote-write"]),
         (("sink", "scrape"), SINKS["scrape"]),
+        (("sink", "alertmanager"), SINKS["alertmanager"]),
+        (("sink", "webhook"), SINKS["webhook"]),
     ],
 )
 def test_every_option_of_a_component_sets_one_of_its_settings(path: tuple[str, ...], target: str) -> None:
@@ -92,6 +94,22 @@ def test_a_component_s_own_mistakes_are_listed_with_the_others() -> None:
     assert result.exit_code == 2
     assert "2 mistakes" in result.stderr
     assert "--basic-auth-password-file" in result.stderr
+
+
+def test_several_alertmanagers_are_in_one_variable() -> None:
+    both = _invoke("sink", "alertmanager", "--kafka", "k:1", GPUSTREAM_URL="http://a:1  http://b:1/api/v2/alerts")
+    one = _invoke("sink", "alertmanager", "--kafka", "k:1", GPUSTREAM_URL="http://a:1 http://a:1/")
+
+    assert (both.exit_code, one.exit_code) == (2, 2)
+    assert "--url: 'http://b:1/api/v2/alerts': without /api/v2/alerts" in both.stderr
+    assert "--url: 'http://a:1' is given twice" in one.stderr
+
+
+def test_a_webhook_is_signed_or_said_to_be_unsigned() -> None:
+    result = _invoke("sink", "webhook", "--kafka", "k:1", "--url", "http://a:1")
+
+    assert result.exit_code == 2
+    assert "--secret-file: missing; or say --unsigned" in result.stderr
 
 
 def test_an_unknown_stream_is_a_mistake() -> None:
