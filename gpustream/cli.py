@@ -8,6 +8,7 @@ import ctypes
 import logging
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal
 
 import click
@@ -27,7 +28,9 @@ class InOrder(click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """The commands that there are."""
-        return [name for name in ("run", "produce", "stream", "sink", "topics", "alerts") if name in self.commands]
+        return [
+            name for name in ("run", "produce", "stream", "sink", "topics", "alerts", "rules") if name in self.commands
+        ]
 
 
 @click.group("gpustream", cls=InOrder, epilog="gpustream COMMAND --help says more, with an example.")
@@ -230,3 +233,72 @@ def alerts(kafka: str, follow: bool, form: Literal["table", "json"], log_format:
 
     logs.setup(log_format)
     raise SystemExit(alerts_command.alerts(kafka, form, follow=follow))
+
+
+@main.group("rules")
+def rules_() -> None:
+    """Check a file of alert rules, or try it on what was recorded."""
+
+
+RULES_FILE = click.argument("file", cls=Argument, type=click.Path(path_type=Path))
+
+
+@rules_.command(cls=Command, example="gpustream rules check rules.toml")
+@RULES_FILE
+def check(file: Path) -> None:
+    """Name every mistake of a file of alert rules, with its line. Exit code 1 if there is any."""
+    from gpustream import rules_command
+
+    raise SystemExit(rules_command.check(file))
+
+
+def _check_source(given: dict[str, Any]) -> list[str]:
+    """Ticks come from one place."""
+    if (given["kafka"] is None) == (given["input"] is None):
+        return ["Give either '--kafka' or '--input': where the ticks are."]
+    return []
+
+
+@rules_.command(
+    cls=Command,
+    check=_check_source,
+    example=(
+        "gpustream rules test rules.toml --kafka 127.0.0.1:9092 --from 24h\n"
+        "gpustream rules test rules.toml --input ticks.jsonl --format json | jq .annotations.summary"
+    ),
+)
+@RULES_FILE
+@option("--kafka", type=o.HOST_PORTS, help="Kafka's bootstrap brokers, to read gpu.attributed from.")
+@option("--from", "start", type=o.START_FROM, default="24h", help="From when on to read Kafka.")
+@option(
+    "--input",
+    type=click.Path(path_type=Path, allow_dash=True),
+    help="A file with records of gpu.attributed, one a line; - is standard input.",
+)
+@option(
+    "--format",
+    "form",
+    type=click.Choice(["table", "json"]),
+    default="table",
+    help="json: the transitions as records of gpu.alerts, one a line.",
+)
+@o.LOG_FORMAT
+def test(
+    file: Path,
+    kafka: str | None,
+    start: str | float,
+    input: Path | None,  # noqa: A002 - the option's name
+    form: Literal["table", "json"],
+    log_format: logs.Format,
+) -> None:
+    """Judge recorded ticks by a file of alert rules, and show what would have fired, and when.
+
+    Nothing is written to Kafka. Nodes that were silent are found by the gaps between their ticks. Exit code 1 if the
+    file has mistakes, or something that was read is no tick.
+    """
+    from gpustream import rules_command
+
+    logs.setup(log_format)
+    if input is not None:
+        raise SystemExit(rules_command.replay_lines(file, input, form))
+    raise SystemExit(rules_command.replay_kafka(file, str(kafka), start, form))

@@ -184,12 +184,11 @@ def _rule(name: str, table: Any, base: Mapping[str, Rule], wrong: list[_Wrong]) 
     if not _NAME.fullmatch(name):
         wrong.append(_Wrong(at, "is not the name of a rule: use a-z, A-Z, 0-9 and _, and no digit first"))
     beneath = _beneath(name, table, base, wrong)
-    if beneath is None:
-        return None
-    changes = _settings(at, table, beneath.kind, ("kind", "overrides"), wrong)
+    of = None if beneath is None else beneath.kind
+    changes = _settings(at, table, of, ("kind", "overrides"), wrong)
     if "overrides" in table:
-        changes["overrides"] = _overrides((*at, "overrides"), table["overrides"], beneath.kind, wrong)
-    return msgspec.structs.replace(beneath, **changes)
+        changes["overrides"] = _overrides((*at, "overrides"), table["overrides"], of, wrong)
+    return None if beneath is None else msgspec.structs.replace(beneath, **changes)
 
 
 def _beneath(name: str, table: Mapping[str, Any], base: Mapping[str, Rule], wrong: list[_Wrong]) -> Rule | None:
@@ -212,14 +211,14 @@ def _beneath(name: str, table: Mapping[str, Any], base: Mapping[str, Rule], wron
     return msgspec.structs.replace(default, name=name) if default is not None else Rule(name=name, kind=of)
 
 
-def _overrides(at: Path_, value: Any, of: Kind, wrong: list[_Wrong]) -> tuple[Override, ...]:
+def _overrides(at: Path_, value: Any, of: Kind | None, wrong: list[_Wrong]) -> tuple[Override, ...]:
     if not isinstance(value, list):
         wrong.append(_Wrong(at, "must be a list of tables: write [[rules.NAME.overrides]]"))
         return ()
     return tuple([_override((*at, i), table, of, wrong) for i, table in enumerate(value)])
 
 
-def _override(at: Path_, table: Any, of: Kind, wrong: list[_Wrong]) -> Override:
+def _override(at: Path_, table: Any, of: Kind | None, wrong: list[_Wrong]) -> Override:
     if not isinstance(table, dict):
         wrong.append(_Wrong(at, "must be a table: write [[rules.NAME.overrides]]"))
         return Override()
@@ -235,22 +234,22 @@ def _override(at: Path_, table: Any, of: Kind, wrong: list[_Wrong]) -> Override:
 
 
 def _settings(
-    at: Path_, table: Mapping[str, Any], of: Kind, others: tuple[str, ...], wrong: list[_Wrong]
+    at: Path_, table: Mapping[str, Any], of: Kind | None, others: tuple[str, ...], wrong: list[_Wrong]
 ) -> dict[str, Any]:
     """The settings of a rule or an override; ``others`` are the keys that are none."""
     return _values(at, {k: v for k, v in table.items() if k not in others}, BY_KEY, of, wrong)
 
 
 def _values(
-    at: Path_, table: Mapping[str, Any], options: Mapping[str, Option], of: Kind, wrong: list[_Wrong]
+    at: Path_, table: Mapping[str, Any], options: Mapping[str, Option], of: Kind | None, wrong: list[_Wrong]
 ) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in table.items():
         option = options.get(key)
         if option is None:
-            usable = [o.key for o in options.values() if not o.kinds or of in o.kinds]
+            usable = [o.key for o in options.values() if not o.kinds or of is None or of in o.kinds]
             wrong.append(_Wrong((*at, key), f"is not known{_close(key, usable)}"))
-        elif option.kinds and of not in option.kinds:
+        elif option.kinds and of is not None and of not in option.kinds:
             wrong.append(_Wrong((*at, key), f"is not read by rules of kind {of}"))
         else:
             try:

@@ -173,6 +173,11 @@ def test_a_mistake_in_the_tables_is_named(text: str, place: tuple[int, str], wor
     assert words in said
 
 
+def test_the_other_mistakes_of_a_rule_whose_kind_is_not_known_are_named_too() -> None:
+    text = '[rules.Mine]\nkind = "idle"\nfor = "x"\nwhat = 1\n[[rules.Mine.overrides]]\nnamespace = 3\nfor = 1'
+    assert [line for line, _, _ in mistakes(text)] == [2, 3, 4, 6]
+
+
 def test_all_mistakes_are_named_each_at_its_own_line() -> None:
     text = '''
 [rules.GPUHeldIdle]
