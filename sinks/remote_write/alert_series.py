@@ -44,12 +44,19 @@ class Malformed(Exception):
 
 @dataclass(slots=True)
 class _Known:
-    """An alert as it was last. ``last_ms`` is the time of its series' last sample; None: of an earlier life's."""
+    """An alert as it was last: ``block`` is None where it is over, and little is kept of those, which are many.
+
+    ``last_ms`` is the time of its series' last sample; None: an earlier life wrote it.
+    """
 
     starts_ms: int
-    block: Block
-    open: bool
+    block: Block | None
     last_ms: int | None
+
+    @property
+    def open(self) -> bool:
+        """Whether it fires."""
+        return self.block is not None
 
 
 class Change(NamedTuple):
@@ -89,14 +96,12 @@ class AlertSeries:
         if alert is None:
             return Change(fingerprint, None, _deleted(known, written_ms, now_ms))
         starts_ms, ends_ms = _times(alert)
-        block = Block(labels(alert, self._max_labels), _ROWS, "alert")
-        again = known is not None and known.open and known.starts_ms == starts_ms
-        if known is not None and again:
-            block = known.block
+        goes_on = known is not None and known.open and known.starts_ms == starts_ms
+        block = known.block if known is not None and known.block is not None and goes_on else self._block(alert)
         last_ms = _last(known, written_ms, now_ms) if known else -1
         if ends_ms is None:
             return Change(fingerprint, alert, [Group(block, starts_ms, _ONE)] if starts_ms > last_ms else [])
-        points = [] if again else [starts_ms]
+        points = [] if goes_on else [starts_ms]
         points += _between(starts_ms, max(last_ms, now_ms - BACK_MS), min(ends_ms, now_ms + 1))
         groups = [Group(block, ts_ms, _ONE) for ts_ms in points if ts_ms > last_ms]
         last_ms = groups[-1].ts_ms if groups else last_ms
@@ -109,9 +114,11 @@ class AlertSeries:
             self._known.pop(fingerprint, None)
             return
         known = self._known.get(fingerprint)
-        block = groups[-1].block if groups else Block(labels(alert, self._max_labels), _ROWS, "alert")
+        block = None
+        if alert.state == "firing":
+            block = groups[-1].block if groups else self._block(alert)
         last_ms = groups[-1].ts_ms if groups else known.last_ms if known else None
-        self._known[fingerprint] = _Known(milliseconds(alert.starts_at), block, alert.state == "firing", last_ms)
+        self._known[fingerprint] = _Known(milliseconds(alert.starts_at), block, last_ms)
 
     def recall(self, fingerprint: str, alert: Alert | None) -> None:
         """A state that an earlier life settled: know it, and write nothing. Raises :class:`Malformed`."""
@@ -119,15 +126,17 @@ class AlertSeries:
             self._known.pop(fingerprint, None)
         elif not self.is_replay(fingerprint, alert):
             starts_ms, ends_ms = _times(alert)
-            block = Block(labels(alert, self._max_labels), _ROWS, "alert")
-            self._known[fingerprint] = _Known(starts_ms, block, ends_ms is None, ends_ms)
+            self._known[fingerprint] = _Known(starts_ms, self._block(alert) if ends_ms is None else None, ends_ms)
+
+    def _block(self, alert: Alert) -> Block:
+        return Block(labels(alert, self._max_labels), _ROWS, "alert")
 
     def due(self, now_ms: int) -> list[Repeat]:
         """The next sample of each firing alert that has one by now; there may be more when these are settled."""
         return [
             Repeat(fingerprint, Group(known.block, ts_ms, _ONE))
             for fingerprint, known in self._known.items()
-            if known.open and (ts_ms := _next(known, now_ms)) is not None
+            if known.block is not None and (ts_ms := _next(known, now_ms)) is not None
         ]
 
     def repeated(self, repeat: Repeat) -> None:
@@ -171,7 +180,7 @@ def _times(alert: Alert) -> tuple[int, int | None]:
 
 
 def _deleted(known: _Known | None, written_ms: int, now_ms: int) -> list[Group]:
-    if known is None or not known.open:
+    if known is None or known.block is None:
         return []
     return [Group(known.block, max(written_ms, _last(known, written_ms, now_ms) + 1), _END)]
 
