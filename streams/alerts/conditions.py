@@ -19,6 +19,9 @@ from topics.attributed import Holder
 HW_THERMAL, SW_THERMAL, HW_POWER_BRAKE = 0x40, 0x20, 0x80
 """Bits of clock_event_reasons, as nvml.h has them."""
 
+BLIND_MS = 600_000
+"""For how long what was found on a device outlasts that the device is missing."""
+
 CONFLICTS = ("unallocated_process", "no_pod")
 """What ``conflict`` of a device may be."""
 
@@ -36,6 +39,8 @@ class Facts(NamedTuple):
 
 class Finding(NamedTuple):
     """A condition that holds, or of which there is no evidence (``holds`` None).
+
+    Where ``holds`` is False, work was seen on a device of which it is not known who holds it now.
 
     It is told from others by the rule's name, ``device`` ("" is the node), ``pod_uid`` and ``key``. It can't have held
     before ``since_ms``. ``value`` is the figure that the rule judges; None: the seconds for which it has held. An
@@ -96,12 +101,12 @@ def evaluate(rules: Rules, tick: Tick, memory: Memory) -> tuple[list[Finding], M
     return found, now
 
 
-def because(rules: Rules, tick: Tick, memory: Memory, *, name: str, device: str, pod_uid: str, key: str) -> str:
-    """Why what held is not found any more, as ``resolved_because`` has it; ``memory`` is the one after the tick."""
+def because(rules: Rules, tick: Tick, *, name: str, device: str, pod_uid: str, key: str) -> str:
+    """Why what held is not found any more, as ``resolved_because`` has it."""
     rule = next((rule for rule in rules.rules if rule.name == name), None)
     if rule is None:
         return "rule_removed"
-    if device and device not in memory.devices:
+    if device and all(one.uuid != device for one in tick.devices):
         return "device_removed"
     if not (pod_uid or rule.kind == "held_idle"):
         return "condition"
@@ -175,9 +180,10 @@ def _sole(view: View) -> Holder | None:
 def _held_idle(rule: Rule, view: View, found: list[Finding]) -> None:
     if not view.pods:
         if view.tick.attribution == "none":
-            found.extend(_unseen(rule, view.device.uuid, view.seen))
+            holds = False if view.work >= rule.least_work else None
+            found.extend(one._replace(holds=holds) for one in _unseen(rule, view.device.uuid, view.seen))
         return
-    if len(view.pods) == 1 and view.work >= rule.surely_busy:
+    if len(view.pods) == 1 and view.work >= rule.most_work:
         return
     for pod in view.pods:
         holder = pod.holders[0]
@@ -424,7 +430,7 @@ def _missing(rules: Rules, tick: Tick, memory: Memory, found: list[Finding]) -> 
     for uuid, seen in memory.devices.items():
         if uuid in present:
             continue
-        for kind in (*_BLIND, "lost", "not_answering"):
+        for kind in (*_BLIND, "lost", "not_answering") if tick.ts_ms - seen.missing_ms <= BLIND_MS else ():
             for rule in rules.of(kind):
                 found.extend(_unseen(rule, uuid, seen))
         if seen.parent is None:

@@ -24,11 +24,9 @@ class Judge:
         """What holds in a tick, and what is remembered after it."""
         return conditions.evaluate(self.rules, tick, memory)
 
-    def because(self, one: Tracked, tick: Tick, memory: Memory) -> str:
-        """Why what held is not found any more; ``memory`` is the one after the tick."""
-        return conditions.because(
-            self.rules, tick, memory, name=one.name, device=one.device, pod_uid=one.pod_uid, key=one.key
-        )
+    def because(self, one: Tracked, tick: Tick) -> str:
+        """Why what held is not found any more."""
+        return conditions.because(self.rules, tick, name=one.name, device=one.device, pod_uid=one.pod_uid, key=one.key)
 
     def describe(self, finding: Finding, tick: Tick, since_ms: int) -> Described:
         """The labels and annotations of what a tick shows to have held since a time."""

@@ -50,7 +50,7 @@ class Judge(Protocol):
     def evaluate(self, tick: Tick, memory: Memory) -> tuple[Sequence[Finding], Memory]:
         """What holds in a tick, and what is remembered after it."""
 
-    def because(self, one: Tracked, tick: Tick, memory: Memory) -> str:
+    def because(self, one: Tracked, tick: Tick) -> str:
         """Why what held is not found any more; "rule_removed" where there is no such rule."""
 
     def describe(self, finding: Finding, tick: Tick, since_ms: int) -> Described:
@@ -96,7 +96,6 @@ class _Now(NamedTuple):
     tick: Tick
     judge: Judge
     state: NodeState
-    memory: Memory
     before_ms: int
     gap: bool
 
@@ -135,7 +134,7 @@ def step(state: NodeState, tick: Tick, place: Place, judge: Judge) -> Step:
     if not findings and not state.tracked and not state.resolved:
         return Step(after)
     passed_ms = tick.ts_ms - state.last_ts_ms
-    now = _Now(tick, judge, state, memory, state.last_ts_ms, not 0 <= passed_ms <= MAX_GAP_MS)
+    now = _Now(tick, judge, state, state.last_ts_ms, not 0 <= passed_ms <= MAX_GAP_MS)
     tracked, writes = _all(now, {(f.rule.name, f.device, f.pod_uid, f.key): f for f in findings})
     return _closed(_replace(after, tracked=tracked), writes, tick.ts_ms)
 
@@ -281,7 +280,7 @@ def _ceased(one: Tracked, now: _Now) -> tuple[Tracked | None, Alert | None]:
     """A firing condition does not hold in this tick."""
     now_ms = now.tick.ts_ms
     ceased_ms = now_ms if one.ceased_ms is None else min(one.ceased_ms, now_ms)
-    because = now.judge.because(one, now.tick, now.memory)
+    because = now.judge.because(one, now.tick)
     if now_ms - ceased_ms >= one.keep_ms or _at_once(one, now, because):
         return _end(one, now, because)
     return _again(one if one.ceased_ms == ceased_ms else _replace(one, ceased_ms=ceased_ms), now)

@@ -101,9 +101,18 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return self if self.severity == severities[xid] else msgspec.structs.replace(self, severity=severities[xid])
 
     @cached_property
-    def surely_busy(self) -> float:
-        """Work that is no idleness for any pod."""
-        return max([self.idle_below, *(float(o.changes.get("idle_below", 0.0)) for o in self.overrides)])
+    def most_work(self) -> float:
+        """What is no idleness for any pod."""
+        return max(self._thresholds)
+
+    @cached_property
+    def least_work(self) -> float:
+        """What is no idleness for some pod."""
+        return min(self._thresholds)
+
+    @property
+    def _thresholds(self) -> list[float]:
+        return [self.idle_below, *(float(o.changes.get("idle_below", self.idle_below)) for o in self.overrides)]
 
     @cached_property
     def label_names(self) -> LabelNames:

@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from streams.alerts.conditions import because, evaluate
-from streams.alerts.memory import Memory
+from streams.alerts.conditions import because
 from streams.alerts.rule import KINDS
 from streams.alerts.tick import Device, Info, Process
 from tests.streams.alerts.ticks import (
@@ -273,6 +272,12 @@ def test_a_gpu_that_has_long_been_missing_is_forgotten() -> None:
     assert not found(*ticks, tick(week + 1, device(0)), of="GPUMissing")
 
 
+def test_what_was_found_on_a_device_outlasts_that_it_is_missing_for_a_while() -> None:
+    ticks = [tick(0, device(0, holder(), row_remap_pending=1)), tick(1)]
+    assert verdict(found(*ticks, tick(601), of="GPURowRemapPending")) is None
+    assert verdict(found(*ticks, tick(602), of="GPURowRemapPending")) is False
+
+
 def test_mig_devices_that_were_taken_down_are_not_missing() -> None:
     cut = tick(0, device(0), mig(1, holder()), mig(2))
     assert not found(cut, tick(1, device(0), mig(1, holder())), of="GPUMissing")
@@ -323,22 +328,18 @@ def test_an_override_goes_by_the_one_pod_that_holds_a_device() -> None:
 )
 def test_why_a_pods_gpu_is_not_idle_any_more(text: str, after: Any, why: str) -> None:
     by = overlay(text)
-    _, memory = evaluate(by, tick(0, device(0, holder(), busy=0.0)), Memory())
-    _, memory = evaluate(by, after, memory)
-    assert because(by, after, memory, name="GPUHeldIdle", device=gpu(0), pod_uid="uid-bert-0", key="") == why
+    assert because(by, after, name="GPUHeldIdle", device=gpu(0), pod_uid="uid-bert-0", key="") == why
 
 
 def test_a_pod_without_a_uid_ends_when_its_name_is_gone() -> None:
     for pod, why in ((holder(pod_uid=None), "condition"), (holder("b", pod_uid=None), "pod_ended")):
         after = tick(1, device(0, pod, busy=0.9))
-        _, memory = evaluate(DEFAULTS, after, Memory())
-        assert because(DEFAULTS, after, memory, name="GPUHeldIdle", device=gpu(0), pod_uid="", key="ml/bert-0") == why
+        assert because(DEFAULTS, after, name="GPUHeldIdle", device=gpu(0), pod_uid="", key="ml/bert-0") == why
 
 
 def test_a_devices_condition_ends_for_itself_whoever_holds_it() -> None:
     after = tick(1, device(0))
-    _, memory = evaluate(DEFAULTS, after, Memory())
-    assert because(DEFAULTS, after, memory, name="GPULost", device=gpu(0), pod_uid="", key="") == "condition"
+    assert because(DEFAULTS, after, name="GPULost", device=gpu(0), pod_uid="", key="") == "condition"
 
 
 def test_processes_are_no_evidence_of_their_own_for_a_conflict() -> None:

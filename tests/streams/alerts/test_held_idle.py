@@ -92,6 +92,12 @@ def test_a_tick_without_a_snapshot_says_nothing_of_who_held_the_device_before() 
     assert (finding.holds, finding.pod_uid) == (None, "uid-bert-0")
 
 
+def test_work_in_a_tick_without_a_snapshot_is_whosever_it_was() -> None:
+    held = device(0, holder(), busy=0.0)
+    (finding,) = found(tick(0, held), tick(GRACE_S + 1, device(0, busy=0.5), attribution="none"), of=RULE)
+    assert (finding.holds, finding.pod_uid) == (False, "uid-bert-0")
+
+
 def test_a_gpu_that_nobody_holds_is_not_held_idle() -> None:
     assert not judged(device(0, busy=0.0))
     assert not judged(device(0, busy=0.0, jobs=(Job("4242"),)))
