@@ -104,10 +104,10 @@ def test_the_gpu_of_mig_devices_is_not_unallocated() -> None:
 
 @pytest.mark.parametrize("name", ["ecc_uncorrected_volatile_total", "ecc_uncorrected_aggregate_total"])
 def test_memory_errors_count_from_the_first_tick_on(name: str) -> None:
-    values = [3, 3, 4, 4, 6, 0, 0, 2]
+    values = [3, 3, 4, 4, 6, 0, 0, 2, 9, 5]
     ticks = [tick(i, device(0, **{name: value})) for i, value in enumerate(values)]
     counts = [[f.value for f in found(*ticks[: i + 1], of="GPUEccUncorrectable")] for i in range(len(ticks))]
-    assert counts == [[], [], [1], [], [2], [], [], [2]]
+    assert counts == [[], [], [1], [], [2], [], [], [2], [7], [5]]
 
 
 def test_memory_errors_are_events_of_the_device_and_a_tick_without_the_counter_loses_none() -> None:
@@ -282,6 +282,7 @@ def test_mig_devices_that_were_taken_down_are_not_missing() -> None:
     cut = tick(0, device(0), mig(1, holder()), mig(2))
     assert not found(cut, tick(1, device(0), mig(1, holder())), of="GPUMissing")
     assert {f.device for f in found(cut, tick(1), of="GPUMissing")} == {gpu(0)}
+    assert {f.device for f in found(cut, tick(1, mig(1), mig(2)), of="GPUMissing")} == {gpu(0)}
 
 
 def test_a_mig_device_whose_gpu_is_lost_says_nothing_until_that_returns() -> None:

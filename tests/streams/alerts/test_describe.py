@@ -64,6 +64,12 @@ def test_an_idle_gpu_is_told_of_by_who_holds_it() -> None:
     }
 
 
+def test_memory_of_a_shared_device_is_no_pods_where_its_part_is_not_known() -> None:
+    a, b = (holder(name, parts=Parts(utilization_ratio=busy)) for name, busy in (("a", 0.0), ("b", 0.9)))
+    one = device(0, a, b, busy=0.9, memory_used_bytes=9e9, unattributed=Parts(utilization_ratio=0.0))
+    assert "Whether it holds memory is not known." in idle(one)[1]["description"]
+
+
 @pytest.mark.parametrize(
     ("one", "words"),
     [

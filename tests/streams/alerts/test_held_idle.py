@@ -166,6 +166,12 @@ def test_the_grace_begins_when_the_pod_gets_the_device() -> None:
     assert finding.since_ms == tick(100 + GRACE_S).ts_ms
 
 
+def test_a_pod_that_was_seen_there_before_it_was_given_the_device_has_it_from_then_on() -> None:
+    seen, given_it = device(0, holder(observed=True), busy=0.0), device(0, holder(), busy=0.0)
+    assert not found(tick(0, seen), tick(100, given_it), tick(GRACE_S, given_it), of=RULE)
+    assert found(tick(0, seen), tick(100, given_it), tick(100 + GRACE_S, given_it), of=RULE)
+
+
 def test_a_pod_of_the_same_name_that_is_another_one_has_a_grace_of_its_own() -> None:
     first, second = device(0, holder(), busy=0.0), device(0, holder(pod_uid="uid-new"), busy=0.0)
     assert not found(tick(0, first), tick(GRACE_S, first), tick(GRACE_S + 1, second), of=RULE)
