@@ -92,11 +92,28 @@ def _add_stream() -> None:
         lambda given: STREAMS[given["name"]],
         click.argument("name", cls=Argument, type=click.Choice(names), default="attribution"),
         o.everywhere,
-        option("--grace", type=o.DURATION, default="10s", help="How long a sample waits for the snapshot it names."),
+        option(
+            "--grace",
+            type=o.DURATION,
+            default="10s",
+            help="attribution: how long a sample waits for the snapshot it names.",
+        ),
+        option(
+            "--rules",
+            type=o.READABLE,
+            show_default="those that come with it",
+            help="alerts: a TOML file of rules, laid over the defaults; see `gpustream rules check`.",
+        ),
         o.membership,
         name="stream",
-        help="Join samples with the pods that held the GPUs, and send gpu.attributed.",
-        example="gpustream stream attribution --kafka 127.0.0.1:9092 --instance-id attribution-0",
+        help=(
+            "attribution: join samples with the pods that held the GPUs, and send gpu.attributed. alerts: judge"
+            " gpu.attributed by the alert rules, and send gpu.alerts."
+        ),
+        example=(
+            "gpustream stream attribution --kafka 127.0.0.1:9092 --instance-id attribution-0\n"
+            "gpustream stream alerts --kafka 127.0.0.1:9092 --rules rules.toml"
+        ),
     )
     main.add_command(command)
 

@@ -157,7 +157,7 @@ reading_a_node = stack(
 """How a node is read, but for its name and how often."""
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
-_READABLE = click.Path(exists=True, dir_okay=False, readable=True, path_type=Path)
+READABLE = click.Path(exists=True, dir_okay=False, readable=True, path_type=Path)
 
 
 def _allowed(name: str, what: str, default: tuple[str, ...]) -> Decorator[Any]:
@@ -167,7 +167,7 @@ def _allowed(name: str, what: str, default: tuple[str, ...]) -> Decorator[Any]:
 reading_a_cluster = stack(
     option(
         "--kubeconfig",
-        type=_READABLE,
+        type=READABLE,
         show_default="the pod's service account, else KUBECONFIG, else ~/.kube/config",
         help="How to reach the API server.",
     ),
@@ -251,11 +251,11 @@ over_http = stack(
         help="Sent with every request. Repeatable; in the variable, one a line.",
     ),
     option("--basic-auth-user", help="The user name of basic authentication."),
-    option("--basic-auth-password-file", type=_READABLE, help="The file that holds its password."),
-    option("--bearer-token-file", type=_READABLE, help="The file that holds a bearer token."),
-    option("--tls-ca", type=_READABLE, show_default="the system's", help="The certificates to trust (PEM)."),
-    option("--tls-cert", type=_READABLE, help="The client's certificate (PEM)."),
-    option("--tls-key", type=_READABLE, help="The client's private key (PEM)."),
+    option("--basic-auth-password-file", type=READABLE, help="The file that holds its password."),
+    option("--bearer-token-file", type=READABLE, help="The file that holds a bearer token."),
+    option("--tls-ca", type=READABLE, show_default="the system's", help="The certificates to trust (PEM)."),
+    option("--tls-cert", type=READABLE, help="The client's certificate (PEM)."),
+    option("--tls-key", type=READABLE, help="The client's private key (PEM)."),
 )
 """How a receiver over HTTP is spoken to."""
 
@@ -266,7 +266,7 @@ PROTOCOL = option(
 SIGNED = stack(
     option(
         "--secret-file",
-        type=_READABLE,
+        type=READABLE,
         help="The file that holds the key with which X-Gpustream-Signature signs each body (HMAC-SHA256).",
     ),
     option("--unsigned", is_flag=True, help="Bodies are not signed."),
