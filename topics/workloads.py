@@ -15,7 +15,10 @@ class Owner(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Pod(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A pod and its owner chain, from the pod upward. It ran in [started_ms, ended_ms)."""
+    """A pod and its owner chain, from the pod upward. It ran in [started_ms, ended_ms).
+
+    Among its ``annotations`` are those of its namespace under ``gpustream.dev/`` that it has not itself.
+    """
 
     namespace: str
     name: str

@@ -4,8 +4,8 @@ In: a holder's annotations and the labels of its namespace. Out: a :class:`Polic
 On failure: what is malformed is as if it were not there, and named in ``mistakes``.
 
 ``gpustream.dev/idle-after: 2h`` sets for how long its GPUs may be idle, ``gpustream.dev/alerts: off`` silences what is
-about the pod's own doing: idle GPUs and errors of its programs, never the state of a GPU. A namespace says the same in
-a label of that name, for its annotations are in no record; a pod's goes before its namespace's.
+about the pod's own doing: idle GPUs and errors of its programs, never the state of a GPU. A namespace says the same by
+an annotation, which its pods inherit in gpu.workloads, or a label; a pod's goes before its namespace's.
 """
 
 from functools import lru_cache

@@ -92,18 +92,19 @@ _OVERRIDES = """\
 
 An override is for what matches all that it gives, each by any of its globs (`*`, `?`, `[abc]`; case counts). All that
 match apply, a later one over an earlier one. They go by the pod that the alert is about; where it is about a device, by
-the one pod that holds it. An override may set every option of its rule; its `severity` is for XID errors of all kinds."""
+the one pod that holds it. An override may set every option of its rule; its `severity` is for XIDs of all kinds."""
 
 _POLICY = f"""\
 ## What pods and namespaces say themselves
 
-| annotation of a pod, or label of its namespace | meaning |
+| annotation of a pod or its namespace | meaning |
 |---|---|
 | `{IDLE_AFTER}: 2h` | for how long its GPUs may be idle, in place of every rule's `for` of kind `held_idle` |
 | `{ALERTS}: "off"` | no alerts about its own doing: idle GPUs, and XID errors of its programs |
 
-A pod's goes before its namespace's, and both before the file. Alerts about the state of a GPU can't be silenced so.
-What can't be read is as if it were not there, and an alert of its own says so (`GPUPolicyInvalid`)."""
+A pod's goes before its namespace's, and both before the file; a namespace may say it by a label, too. Alerts about the
+state of a GPU can't be silenced so. What can't be read is as if it were not there, and an alert of its own says so
+(`GPUPolicyInvalid`)."""
 
 _LABELS = """\
 ## Labels and annotations
