@@ -9,6 +9,7 @@ changes at most twice a minute; then it is as it is, until the next increase.
 """
 
 from collections.abc import Sequence
+from sys import intern
 
 import msgspec
 
@@ -53,6 +54,9 @@ class Count(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     value: float
     opened_ms: int = 0
+
+
+_NONE = Count(0.0)
 
 
 class Seen(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -138,7 +142,7 @@ def _seen(seen: Seen | None, device: Device, tick: Tick, run_id: int) -> Seen:
     ):
         return seen
     parent, profile = (device.mig.parent_uuid, device.mig.profile) if device.mig is not None else (None, None)
-    return Seen(device.index, device.model, device.pci_bus_id, parent, profile, pods, counts)
+    return Seen(device.index, _shared(device.model), device.pci_bus_id, parent, _shared(profile), pods, counts)
 
 
 def _pods(held: tuple[HeldBy, ...], holders: Sequence[Holder], tick: Tick) -> tuple[HeldBy, ...]:
@@ -169,7 +173,12 @@ def _same(pod: HeldBy, holder: Holder) -> bool:
 
 def _held_by(holder: Holder, ts_ms: int) -> HeldBy:
     kind, name = (holder.workload.kind, holder.workload.name) if holder.workload is not None else (None, None)
-    return HeldBy(holder.namespace, holder.pod, ts_ms, holder.pod_uid, kind, name, holder.observed)
+    return HeldBy(intern(holder.namespace), holder.pod, ts_ms, holder.pod_uid, _shared(kind), name, holder.observed)
+
+
+def _shared(text: str | None) -> str | None:
+    """A text of which there are few, as one object for all who have it."""
+    return None if text is None else intern(text)
 
 
 def _counts(seen: Seen | None, device: Device, tick: Tick, run_id: int) -> dict[str, Count]:
@@ -181,9 +190,9 @@ def _counts(seen: Seen | None, device: Device, tick: Tick, run_id: int) -> dict[
         if value is not None:
             count = before.get(name)
             if count is None:
-                after[name] = Count(value)
+                after[name] = _at(value)
             elif value != count.value or count.opened_ms:
-                now = _running(count, value, tick.ts_ms) if name in RUNNING else Count(value)
+                now = _running(count, value, tick.ts_ms) if name in RUNNING else _at(value)
                 if now is not count:
                     after[name] = now
     if run_id not in (tick.run_id, 0):
@@ -191,7 +200,7 @@ def _counts(seen: Seen | None, device: Device, tick: Tick, run_id: int) -> dict[
     for code, total in device.xids.items():
         count = before.get(XID + code)
         if count is None or count.value != total:
-            after[XID + code] = Count(total)
+            after[XID + code] = _at(total)
     return {**before, **after} if after else before
 
 
@@ -202,10 +211,15 @@ def _without_xids(counts: dict[str, Count]) -> dict[str, Count]:
     return {name: count for name, count in counts.items() if not name.startswith(XID)}
 
 
+def _at(value: float) -> Count:
+    """A counter of which no errors are told. Most are zero, and share one object."""
+    return Count(value) if value else _NONE
+
+
 def _running(count: Count, value: float, ts_ms: int) -> Count:
     """What is remembered of a counter that runs; it was reset where it fell."""
     if value < count.value:
-        return Count(0.0, ts_ms if value else 0)
+        return Count(0.0, ts_ms) if value else _NONE
     if count.opened_ms:
         return count if 0 <= ts_ms - count.opened_ms < WINDOW_MS else Count(value)
     return count if value == count.value else Count(count.value, ts_ms)

@@ -106,6 +106,22 @@ A pod's goes before its namespace's, and both before the file; a namespace may s
 state of a GPU can't be silenced so. What can't be read is as if it were not there, and an alert of its own says so
 (`GPUPolicyInvalid`)."""
 
+_TRYING = """\
+## Trying rules
+
+`gpustream rules check` names every mistake of a file with its line; a stream does not start with one.
+`gpustream rules test` judges what was recorded as the stream would have, and lists what would have fired, when, whose it
+is, and why it ended; nothing is written. It reads gpu.attributed from Kafka (which keeps 24 hours), or a file of its
+records, one a line, as any consumer writes them:
+
+```sh
+kafka-console-consumer.sh --bootstrap-server kafka-0:9092 --topic gpu.attributed > ticks.jsonl
+gpustream rules test rules.toml --input ticks.jsonl
+```
+
+It begins without what a live stream remembers: the grace of every pod begins with the first tick, and a GPU that was
+gone before is not missed. `NodeSilent` is found by the gaps between ticks."""
+
 _LABELS = """\
 ## Labels and annotations
 
@@ -143,6 +159,7 @@ def markdown() -> str:
         _OVERRIDES,
         _table(("key", "of kind", "matches"), map(_option, SELECTORS)),
         _POLICY,
+        _TRYING,
         _LABELS,
         _XIDS,
         _table(("code", "kind", "meaning", "what to do"), _xids()),
