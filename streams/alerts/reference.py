@@ -110,8 +110,8 @@ _TRYING = """\
 ## Trying rules
 
 `gpustream rules check` names every mistake of a file with its line; a stream does not start with one.
-`gpustream rules test` judges what was recorded as the stream would have, and lists what would have fired, when, whose it
-is, and why it ended; nothing is written. It reads gpu.attributed from Kafka (which keeps 24 hours), or a file of its
+`gpustream rules test` judges what was recorded as the stream would have, and lists what would have fired, when, whose
+it is, and why it ended; nothing is written. It reads gpu.attributed from Kafka (which keeps 24 hours), or a file of its
 records, one a line, as any consumer writes them:
 
 ```sh
