@@ -46,16 +46,17 @@ class Node:
 
     ``durable`` is the state that the broker has, ``current`` the one after the last tick. ``fresh``: no tick was read
     since the state was. ``stale``: the topic's last state is not ours. ``writing``: something is on its way.
-    ``read_s``: when a tick was last read, of the monotonic clock.
+    ``kept``: the slots of the ticks that a replay must begin with. ``read_s``: when a tick was last read, of the
+    monotonic clock.
     """
 
-    __slots__ = ("_kept", "_over", "_writes", "current", "durable", "fresh", "read_s", "stale", "writing")
+    __slots__ = ("_over", "_writes", "current", "durable", "fresh", "kept", "read_s", "stale", "writing")
 
     def __init__(self, durable: NodeState | None = None) -> None:
         self.durable = self.current = durable
         self.fresh, self.stale, self.writing = True, False, False
         self.read_s = float("-inf")
-        self._kept: deque[Slot] = deque()
+        self.kept: deque[Slot] = deque()
         self._over: list[Slot] = []
         self._writes: list[Write] = []
 
@@ -80,15 +81,15 @@ class Node:
         if fresh and self.current is not None and state.position >= log.ended:  # the log is another one now
             state = _replace(state, generation=state.generation + 1, silent=True)
         elif self.current is not None and tick.offset <= state.offset:
-            again = tick.offset == state.offset and not self._kept
-            (self._kept if again else self._over).append(slot)
+            again = tick.offset == state.offset and not self.kept
+            (self.kept if again else self._over).append(slot)
             return "replayed"
         elif fresh and self.current is not None and not state.silent and not log.torn:
             self.current = machine.arrived(state, tick, place)
-            self._kept.append(slot)
+            self.kept.append(slot)
             return "resumed"
         self.close(machine.step(state, tick, place, judge))
-        self._kept.append(slot)
+        self.kept.append(slot)
         return "judged"
 
     def close(self, step: Step) -> None:
@@ -122,10 +123,10 @@ class Node:
             return over
         if self.settled() and len(self.durable.tracked) == len(self.current.tracked):
             keep = 0 if self.durable.silent else 1
-            while len(self._kept) > keep:
-                over.append(self._kept.popleft())
-        while self._kept and self._kept[0].offset < self.durable.position:
-            over.append(self._kept.popleft())
+            while len(self.kept) > keep:
+                over.append(self.kept.popleft())
+        while self.kept and self.kept[0].offset < self.durable.position:
+            over.append(self.kept.popleft())
         return over
 
     def _changed(self) -> bool:

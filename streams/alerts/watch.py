@@ -132,8 +132,6 @@ class Watch:
         outcome = node.take(tick, slot, record.timestamp, self._judge, told)
         self._instruments.counter("gpustream_alerts_ticks_total", outcome).inc()
         self._settle(partition, key, node)
-        if node.settled():
-            reader.ledger.set_aside(slot)
 
     def _node(self, partition: int, key: bytes) -> Node:
         node = self._nodes[partition].get(key)
@@ -145,12 +143,15 @@ class Watch:
     # -- writing
 
     def _settle(self, partition: int, key: bytes, node: Node) -> None:
-        """Begin to write what is due, and finish what needs nothing more."""
+        """Begin to write what is due, and finish what needs nothing more. What is only kept takes no room."""
         due = node.due()
         if due is not None:
             self._start(self._write(partition, key, node, due, self.app.reader.ledger.epoch))
         for slot in node.finished():
             self.app.finish(slot)
+        if node.settled():
+            for slot in node.kept:
+                self.app.reader.ledger.set_aside(slot)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         writing = asyncio.create_task(work)
