@@ -10,6 +10,8 @@ annotations go over these.
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+import msgspec
+
 from streams.alerts.conditions import Facts, Finding
 from streams.alerts.durations import words
 from streams.alerts.memory import HeldBy, Memory, Seen
@@ -17,7 +19,7 @@ from streams.alerts.rule import Kind, Rule
 from streams.alerts.tick import Device, Tick
 from streams.alerts.waste import share_of
 from streams.alerts.xids import of_code
-from topics.alerts import AlertState
+from topics.alerts import Alert, AlertState
 from topics.attributed import Holder
 
 Described = tuple[dict[str, str], dict[str, str]]
@@ -43,6 +45,19 @@ def describe(finding: Finding, tick: Tick, since_ms: int) -> Described:
         pairs += [("xid", facts.text), ("xid_kind", of_code(_code(finding)).kind)]
     summary, description, more = _WORDS[rule.kind](finding, tick, since_ms)
     return _labels(rule, tick.cluster, tick.node, pairs), _annotations(rule, summary, description, more)
+
+
+def in_the_end(alert: Alert, held_ms: int) -> Alert:
+    """A resolved alert with the figures of all the time for which it held, where it is about waste."""
+    share = alert.annotations.get("gpu_share")
+    if share is None:
+        return alert
+    seconds = max(held_ms, 0) / 1000
+    wasted = f"{seconds * float(share):.0f}"
+    end = f"In the end it was {words(max(held_ms, 0))}, {wasted} GPU-seconds."
+    description = _clean(f"{alert.annotations['description']} {end}")
+    annotations = {**alert.annotations, "description": description, "wasted_gpu_seconds": wasted}
+    return msgspec.structs.replace(alert, value=seconds, annotations=annotations)
 
 
 def silent(rule: Rule, state: AlertState, memory: Memory) -> Described:

@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple, Protocol
 import msgspec
 
 from streams.alerts.conditions import Finding
-from streams.alerts.describe import Described
+from streams.alerts.describe import Described, in_the_end
 from streams.alerts.memory import Memory
 from streams.alerts.rule import Rule
 from streams.alerts.state import Identity, NodeState, identity
@@ -175,7 +175,7 @@ def retire(state: NodeState, at_ms: int, because: str = "node_removed") -> Step:
     if not state.tracked and state.memory == Memory():
         return Step(state)
     at_ms = min(at_ms, MAX_TIME_MS)
-    alerts = [_resolved(one.alert, at_ms, because) for one in state.tracked if one.alert is not None]
+    alerts = [_resolved(one.alert, one, at_ms, because) for one in state.tracked if one.alert is not None]
     return _closed(_replace(quiet(state), tracked=(), memory=Memory()), list(map(_transition, alerts)), at_ms)
 
 
@@ -294,7 +294,7 @@ def _at_once(one: Tracked, now: _Now, because: str) -> bool:
 
 
 def _end(one: Tracked, now: _Now, because: str) -> tuple[None, Alert | None]:
-    return None, None if one.alert is None else _resolved(one.alert, now.tick.ts_ms, because)
+    return None, None if one.alert is None else _resolved(one.alert, one, now.tick.ts_ms, because)
 
 
 def _alert(rule: Rule, one: Tracked, state: NodeState, now_ms: int, value: float, described: Described) -> Alert:
@@ -316,9 +316,11 @@ def _alert(rule: Rule, one: Tracked, state: NodeState, now_ms: int, value: float
     )
 
 
-def _resolved(alert: Alert, at_ms: int, because: str) -> Alert:
+def _resolved(alert: Alert, one: Tracked, at_ms: int, because: str) -> Alert:
     ends_at = max(time(at_ms), alert.starts_at)
-    return _replace(alert, state="resolved", ends_at=ends_at, resolved_because=because)
+    resolved = _replace(alert, state="resolved", ends_at=ends_at, resolved_because=because)
+    held_until_ms = at_ms if one.ceased_ms is None else one.ceased_ms
+    return in_the_end(resolved, held_until_ms - one.since_ms)
 
 
 def _transition(alert: Alert) -> Write:

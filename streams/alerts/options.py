@@ -19,6 +19,8 @@ _LONGEST_TEXT = 4096
 _RESERVED = ("alertname", "severity", "xid", "gpu_", "k8s_", "host_", "job_", "cloud_", "service_", "__")
 """The beginnings of names that labels of our own have."""
 
+_FIGURES = ("gpu_share", "wasted_gpu_seconds")
+
 
 class Option(NamedTuple):
     """A key of a rule's table: the field of Rule that it sets, for which kinds (none: all), and what it says."""
@@ -144,6 +146,8 @@ def annotations(value: Any) -> dict[str, str]:
     for name in found:
         if not _LABEL.fullmatch(name):
             raise ValueError(f"{name[:80]!r} is not the name of an annotation: use a-z, A-Z, 0-9 and _")
+        if name in _FIGURES:
+            raise ValueError(f"{name} is a figure that alerts have of their own")
     return found
 
 

@@ -134,7 +134,7 @@ the device alone.
 
 Annotations are `summary`, `description` (with figures) and `runbook`; of GPUHeldIdle also `gpu_share`, the part of a
 GPU that the pod holds (compute slices of a MIG device, divided equally among the pods on it), and
-`wasted_gpu_seconds`; of XID errors `action`."""
+`wasted_gpu_seconds`, until it fired and, when it is resolved, in all; of XID errors `action`."""
 
 _XIDS = """\
 ## XID errors

@@ -124,7 +124,18 @@ def test_a_firing_condition_is_resolved_when_it_has_not_held_for_long_enough() -
     fired, resolved = life.written
     assert (resolved.ends_at, resolved.resolved_because) == (second(35), "condition")
     same = {"state": "firing", "ends_at": None, "resolved_because": None}
-    assert msgspec.structs.replace(resolved, **same) == fired
+    figures = {"value": fired.value, "annotations": fired.annotations}
+    assert msgspec.structs.replace(resolved, **same, **figures) == fired
+
+
+def test_in_the_end_it_is_said_how_much_was_wasted() -> None:
+    life = Life()
+    life.go(range(30), IDLE)
+    life.go(range(30, 60), BUSY)
+    fired, resolved = life.written
+    assert (fired.value, fired.annotations["wasted_gpu_seconds"]) == (20.0, "20")
+    assert (resolved.value, resolved.annotations["wasted_gpu_seconds"]) == (27.0, "27")
+    assert resolved.annotations["description"].endswith("In the end it was 27s, 27 GPU-seconds.")
 
 
 def test_flapping_neither_resolves_nor_fires_again() -> None:

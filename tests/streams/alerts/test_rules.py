@@ -114,6 +114,7 @@ NEGATIVE = "is not a duration: write 500ms, 30s, 15m, 2h or 7d (a bare number is
         ('labels = { k8s_pod_name = "a" }', "alerts have of their own"),
         ('labels = { severity = "a" }', "alerts have of their own"),
         ('annotations = { "1" = "a" }', "is not the name of an annotation"),
+        ('annotations = { gpu_share = "1" }', "is a figure that alerts have of their own"),
         ("copy_labels = [1]", "must be text, not 1"),
         (f'annotations = {{ a = "{"x" * 5000}" }}', "at most 4096 characters"),
         ("at_least = 1", "is not read by rules of kind held_idle"),
