@@ -1,5 +1,7 @@
 """The alert stream's worker: what it writes and in what order, what it finishes, when it says that a node is silent."""
 
+import msgspec
+
 from streams.alerts.judge import Judge
 from streams.alerts.machine import DELETE_MS
 from streams.alerts.state import NodeState, decode, encode
@@ -84,6 +86,24 @@ async def test_what_changes_while_a_state_is_on_its_way_is_written_after_it() ->
     await settle()
     assert [len(state.tracked) for state in states(broker)] == [0, 1]
     assert worker.position() == 29
+
+
+async def test_while_a_state_is_on_its_way_nothing_that_it_replaces_counts_as_written() -> None:
+    broker = Broker()
+    write(broker, range(1))
+    worker = await working(broker)
+    await worker.live()
+    worker.sender.holding = True
+    write(broker, range(1, 13), HOT)
+    await worker.read()
+    write(broker, range(13, 20))
+    await worker.read()
+    assert (len(worker.sender.flying), worker.position()) == (1, 0)
+    for _ in range(2):
+        worker.sender.land()
+        await settle()
+    assert [len(state.tracked) for state in states(broker)] == [0, 1, 0]
+    assert worker.position() == 19
 
 
 async def test_a_condition_that_ends_soon_is_never_written() -> None:
@@ -193,6 +213,18 @@ async def test_an_older_state_that_another_worker_wrote_late_is_written_over() -
     assert len(broker.logs[STATE]) == written
 
 
+async def test_a_later_state_of_another_worker_is_written_over_once_ticks_were_read() -> None:
+    broker = Broker()
+    write(broker, range(100))
+    worker = await working(broker)
+    await worker.live()
+    later_one = msgspec.structs.replace(states(broker)[-1], offset=150, silent=True)
+    broker.logs[STATE].append(Record(KEY, encode(later_one)))
+    await worker.read(STATE)
+    await worker.wait(1)
+    assert (states(broker)[-1].offset, states(broker)[-1].silent) == (99, False)
+
+
 async def test_of_several_states_the_latest_by_offset_counts_whatever_their_order() -> None:
     broker = Broker()
     write(broker, range(700), HOT)
@@ -231,6 +263,41 @@ async def test_a_node_without_ticks_holds_back_no_commit_once_the_partition_was_
     assert worker.position() == 2
     await worker.wait(40)
     assert worker.position() == 3
+
+
+async def test_a_node_is_not_taken_to_be_silent_before_its_ticks_were_read_again() -> None:
+    """Its state is as old as the last change; what was logged since may be yet to come."""
+    broker = Broker()
+    for node in ("slow", "dead", "busy"):
+        write(broker, range(1), node=node)
+    first = await working(broker)
+    await first.live()
+    write(broker, range(1, 20), node="busy")
+    write(broker, range(20, 21), node="dead")
+    write(broker, range(20, 60), node="busy")
+    write(broker, range(60, 61), node="slow")
+    first.sender.holding = True
+    await first.read()
+    first.commit()
+    second = await working(broker)
+    await second.read(count=41)
+    await second.live()
+    assert second.total("ticks_total", "resumed") == 3
+    assert {state.node for state in states(broker) if state.silent} == {"dead"}
+
+
+async def test_a_rebalance_ends_what_was_known_of_silence() -> None:
+    broker = Broker()
+    write(broker, range(1))
+    worker = await working(broker)
+    await worker.live()
+    await worker.wait(20)
+    write(broker, range(20, 21))
+    await worker.live()
+    await worker.wait(20)
+    await worker.start()
+    await worker.wait(10)
+    assert [state.silent for state in states(broker)] == [False]
 
 
 async def test_the_first_tick_after_a_silence_is_judged_and_the_gap_known() -> None:
