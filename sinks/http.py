@@ -129,7 +129,8 @@ async def pause(
     if retry_after_s is not None:
         delay = max(delay, min(retry_after_s, MAX_RETRY_AFTER_S))
     try:
-        await asyncio.wait_for(abandon.wait(), delay)
+        async with asyncio.timeout(delay):
+            await abandon.wait()
     except TimeoutError:
         return
     raise Abandoned

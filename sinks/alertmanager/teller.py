@@ -76,7 +76,8 @@ class Teller:
         next_s = time.monotonic() + self._settings.resend_s
         while True:
             try:
-                await asyncio.wait_for(self._wake.wait(), next_s - time.monotonic())
+                async with asyncio.timeout(next_s - time.monotonic()):
+                    await self._wake.wait()
             except TimeoutError:
                 next_s = time.monotonic() + self._settings.resend_s
                 self._all_due()
