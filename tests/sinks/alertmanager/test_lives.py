@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.sinks.alertmanager.fake import FakeAlertmanager
-from tests.sinks.alertmanager.test_partition import STARTS_MS, Setup
+from tests.sinks.alertmanager.test_partition import STARTS_MS, Setup, now_ms
 from tests.sinks.alerts import alert, alert_record
 from tests.sinks.records import Read
 from topics.alerts import Alert
@@ -26,7 +26,7 @@ def _log(writings: Sequence[Writing]) -> tuple[list[Read], set[str]]:
         starts_ms = STARTS_MS + len(mine) // 2 * 1000
         mine.append(alert(str(pod), starts_ms, starts_ms + 500 if len(mine) % 2 else None))
         written += [mine[-1], *mine[-1:] * again]
-    records = [alert_record(one, number) for number, one in enumerate(written)]
+    records = [alert_record(one, number, at_ms=now_ms()) for number, one in enumerate(written)]
     return records, {pod for pod, mine in transitions.items() if len(mine) % 2}
 
 

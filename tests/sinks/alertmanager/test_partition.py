@@ -22,9 +22,8 @@ from tests.sinks.records import FakeSender, Read
 from topics.alerts import Alert
 from topics.instruments import Instruments
 
-NOW_MS = int(clock.time() * 1000)
-STARTS_MS = NOW_MS - 600_000
-OVER_MS = NOW_MS - 1_000
+STARTS_MS = int(clock.time() * 1000) - 600_000
+OVER_MS = STARTS_MS + 590_000
 
 
 class Setup:
@@ -89,8 +88,14 @@ def over(pod: str, **more: Any) -> Alert:
     return alert(pod, STARTS_MS, OVER_MS, **more)
 
 
-def records(*alerts: Alert, first: int = 0) -> list[Read]:
-    return [alert_record(one, first + number) for number, one in enumerate(alerts)]
+def records(*alerts: Alert, first: int = 0, ago_ms: int = 0) -> list[Read]:
+    """Records that the broker got just now, or so long ago."""
+    return [alert_record(one, first + number, at_ms=now_ms() - ago_ms) for number, one in enumerate(alerts)]
+
+
+def now_ms() -> int:
+    """The time, in milliseconds since the epoch."""
+    return int(clock.time() * 1000)
 
 
 async def test_each_transition_is_told_in_order_and_each_offset_follows_its_request() -> None:
@@ -118,12 +123,12 @@ async def test_what_is_written_again_is_not_told_as_new() -> None:
 
 async def test_after_a_start_what_is_open_is_told_and_what_ended_lately_and_nothing_else() -> None:
     one = Setup(FakeAlertmanager())
-    long_ago = alert("long ago", STARTS_MS - 86_400_000, NOW_MS - 3_600_000)
     gone = over("gone")
     one.partition.recall(
         [
-            *records(firing("open"), firing("over"), over("over"), firing("long ago"), long_ago, gone),
-            deleted(gone, 6, at_ms=NOW_MS),
+            *records(firing("open"), firing("long ago"), over("long ago"), ago_ms=3_600_000),
+            *records(firing("over"), over("over"), gone, first=3),
+            deleted(gone, 6, at_ms=now_ms()),
             alert_record(b"{nonsense", 7),
         ]
     )
@@ -144,7 +149,7 @@ async def test_what_is_open_is_told_again_and_again_and_later_each_time() -> Non
         ends = one.manager.held["a"]["endsAt"]
         await until(lambda: len(one.manager.told) >= 12)
     assert one.manager.held["a"]["endsAt"] > ends
-    assert one.manager.told[3:7] == [("a", True), ("b", False)] * 2
+    assert one.manager.told[-2:] in ([("a", True), ("b", False)], [("b", False), ("a", True)])
 
 
 async def test_a_partition_that_is_taken_away_is_not_told_any_more() -> None:
@@ -166,21 +171,23 @@ async def test_a_partition_that_is_taken_away_is_not_told_any_more() -> None:
 async def test_an_outage_is_waited_for_and_then_all_that_is_open_is_told() -> None:
     """Alertmanager has alerts in memory only: one that comes back knows none."""
     one = Setup(FakeAlertmanager())
+    one.partition.recall(records(firing("a"), firing("b"), firing("c")))
     async with one.resending():
-        await one.deliver(records(firing("a"), firing("b"), firing("c")))
+        await one.partition.quiet(one.abandon)
         await until(lambda: one.value("resent_total") == 3)
         one.manager.restart()
         one.manager.script = [0, 503, 500, 404]
         assert await one.deliver(records(over("b"), firing("d"), first=3)) == [5]
         await until(lambda: len(one.manager.held) == 4)
     assert one.manager.firing() == {"a", "c", "d"}
-    assert one.ends() == {"delivered": 5}
+    assert one.ends() == {"delivered": 2}
 
 
 async def test_no_older_state_arrives_after_a_newer_one() -> None:
     one = Setup(FakeAlertmanager())
+    one.partition.recall(records(firing("a")))
     async with one.resending():
-        await one.deliver(records(firing("a")))
+        await one.partition.quiet(one.abandon)
         await until(lambda: one.value("resent_total") == 1)
         one.manager.hold.clear()
         one.teller._all_due()
@@ -190,7 +197,7 @@ async def test_no_older_state_arrives_after_a_newer_one() -> None:
         assert one.manager.under_way == 1, "the resolved one waits for its turn"
         one.manager.hold.set()
         await delivering
-    assert one.manager.told == [("a", True)] * 3 + [("a", False)]
+    assert one.manager.told == [("a", True)] * 2 + [("a", False)]
     assert one.manager.most == 1
 
 
@@ -241,7 +248,7 @@ async def test_what_cannot_be_decoded_is_a_dead_letter_and_holds_up_nothing(bad:
 
 async def test_a_tombstone_is_let_pass() -> None:
     one = Setup(FakeAlertmanager())
-    assert await one.deliver([*records(over("a")), deleted(over("a"), 1, at_ms=NOW_MS)]) == [1, 2]
+    assert await one.deliver([*records(over("a")), deleted(over("a"), 1, at_ms=now_ms())]) == [1, 2]
     assert one.ends() == {"delivered": 1, "duplicate": 1}
     async with one.resending():
         await asyncio.sleep(0.02)
