@@ -42,7 +42,10 @@ class DraDevice(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class NodeWorkloads(msgspec.Struct, frozen=True, kw_only=True):
-    """A node's GPU pods. ``epoch`` is the leader's that wrote it: readers drop records of an older one."""
+    """A node's GPU pods. ``epoch`` is the leader's that wrote it: readers drop records of an older one.
+
+    ``removed``: the node is no longer in the cluster; nothing more is said of it unless it comes back.
+    """
 
     schema: Version
     cluster: Name
@@ -53,6 +56,7 @@ class NodeWorkloads(msgspec.Struct, frozen=True, kw_only=True):
     node_labels: dict[str, str] = {}
     pods: tuple[Pod, ...] = ()
     dra_devices: tuple[DraDevice, ...] = ()
+    removed: bool = False
 
 
 TOPIC = Topic(

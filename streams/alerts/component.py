@@ -1,6 +1,7 @@
 """The alert stream: rules, judged in every node's tick, and what became of each alert.
 
-In: gpu.attributed; gpu.alert-state, whole. Out: gpu.alerts by fingerprint, gpu.alert-state.
+In: gpu.attributed; gpu.alert-state, whole; of gpu.workloads, which nodes were removed.
+Out: gpu.alerts by fingerprint, gpu.alert-state.
 State: one :class:`~streams.alerts.node.Node` a node, whose state is written whenever it changes.
 On failure: what can't be decoded goes to gpu.dead-letters; an output that is not acknowledged ends the process.
 """
@@ -15,7 +16,7 @@ from prometheus_client import CollectorRegistry
 from streams.alerts import rules
 from streams.alerts.instruments import INSTRUMENTS
 from streams.alerts.judge import Judge
-from streams.alerts.watch import ALERTS, ATTRIBUTED, SAMPLES, STATE, Watch
+from streams.alerts.watch import ALERTS, ATTRIBUTED, SAMPLES, STATE, WORKLOADS, Watch
 from streams.bookkeeping import DEAD_LETTERS
 from streams.checking import checked
 from streams.reader.app import ReaderApp, ReaderSettings
@@ -60,7 +61,7 @@ class Alerts:
         """Check the topics, then watch until ``stop`` is set."""
         s = self._settings
         judge = Judge(await asyncio.to_thread(rules.load, s.rules))
-        names = (ATTRIBUTED, SAMPLES, STATE, ALERTS, DEAD_LETTERS)
+        names = (ATTRIBUTED, SAMPLES, WORKLOADS, STATE, ALERTS, DEAD_LETTERS)
         topics = await checked(s.kafka, names, stop, timeout_s=s.start_timeout_s)
         if topics is None:
             return
@@ -68,7 +69,7 @@ class Alerts:
             group=s.group,
             kafka=s.kafka,
             inputs=(ATTRIBUTED,),
-            states=(STATE,),
+            states=(STATE, WORKLOADS),
             compacted=(STATE,),
             watched=(SAMPLES,),
             instance_id=s.instance_id,

@@ -19,8 +19,8 @@ from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 
-from streams.alerts.conditions import Finding
 from streams.alerts.describe import Described, in_the_end
+from streams.alerts.finding import Finding
 from streams.alerts.memory import Memory
 from streams.alerts.rule import Rule
 from streams.alerts.state import Identity, NodeState, identity
@@ -172,7 +172,7 @@ def silence(state: NodeState, rule: Rule, judge: Judge) -> Step:
 
 def retire(state: NodeState, at_ms: int, because: str = "node_removed") -> Step:
     """A node is gone: whatever was open is resolved, and what was remembered of it forgotten."""
-    if not state.tracked and state.memory == Memory():
+    if is_retired(state):
         return Step(state)
     at_ms = min(at_ms, MAX_TIME_MS)
     alerts = [_resolved(one.alert, one, at_ms, because) for one in state.tracked if one.alert is not None]
@@ -184,9 +184,14 @@ def expire(state: NodeState, now_ms: int) -> Step:
     return _closed(state, [], now_ms)
 
 
+def is_retired(state: NodeState) -> bool:
+    """Whether all that is known of a node is which of its alerts were resolved."""
+    return state.silent and not state.tracked and state.memory == Memory()
+
+
 def is_over(state: NodeState) -> bool:
     """Whether nothing is left to remember of a node."""
-    return state.silent and not state.tracked and not state.resolved and state.memory == Memory()
+    return is_retired(state) and not state.resolved
 
 
 def _all(now: _Now, found: dict[Identity, Finding]) -> tuple[tuple[Tracked, ...], list[Write]]:

@@ -14,6 +14,8 @@ from collections import Counter, defaultdict
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, get_args
 
+import msgspec
+
 from streams.alerts import machine, state
 from streams.alerts import tick as ticks
 from streams.alerts.attendance import Attendance, Ends
@@ -32,7 +34,7 @@ from topics.sender import Unsendable
 
 log = logging.getLogger(__name__)
 
-ATTRIBUTED, SAMPLES = "gpu.attributed", "gpu.samples"
+ATTRIBUTED, SAMPLES, WORKLOADS = "gpu.attributed", "gpu.samples", "gpu.workloads"
 ALERTS, STATE = "gpu.alerts", "gpu.alert-state"
 
 QUIET_S = 30.0
@@ -40,6 +42,9 @@ QUIET_S = 30.0
 
 FORGET_MS = 24 * 3_600_000
 """After so long without a tick a node is taken to be removed."""
+
+LEAVING_MS = 120_000
+"""For how long a node that was removed from the cluster may send ticks before its machine is off."""
 
 _LOOK_EVERY_S = 1.0
 
@@ -70,6 +75,7 @@ class Watch:
         self._active: dict[int, dict[bytes, Node]] = defaultdict(dict)
         self._attendance: dict[int, Attendance] = defaultdict(Attendance)
         self._logged_ms: dict[int, int] = {}
+        self._removed_ms: dict[int, dict[bytes, int]] = defaultdict(dict)
         self._writing: set[asyncio.Task[None]] = set()
 
     # -- records
@@ -92,6 +98,8 @@ class Watch:
         try:
             if slot.tp.topic == STATE:
                 self._learn(slot, record)
+            elif slot.tp.topic == WORKLOADS:
+                self._hear(slot, record)
             else:
                 self._judged(slot, record, _tick(record))
         except Malformed as error:
@@ -118,6 +126,14 @@ class Watch:
         self._active[partition].pop(key, None)
         if node.current is not None and not node.current.silent:
             self._active[partition][key] = node
+
+    def _hear(self, slot: Slot, record: Any) -> None:
+        """Whether the cluster still has a node. What can't be decoded says nothing: attribution dead-letters it."""
+        removed = self._removed_ms[slot.tp.partition]
+        removed.pop(record.key, None)
+        if _is_removed(record.value):
+            removed[record.key] = record.timestamp
+        self.app.finish(slot)
 
     def _judged(self, slot: Slot, record: Any, tick: Tick) -> None:
         partition, key = slot.tp.partition, record.key
@@ -251,22 +267,24 @@ class Watch:
         nodes = [(key, node) for key, node in self._nodes[partition].items() if key not in self._active[partition]]
         for key, node in nodes:
             if node.settled() and self._attendance[partition].lasted_s(node.read_s) >= QUIET_S:
-                self._judge_silence(node, now_ms)
+                self._judge_silence(node, now_ms, self._removed_ms[partition].get(key))
                 self._settle(partition, key, node)
                 if node.settled() and node.current is not None and machine.is_over(node.current):
                     self._start(self._bury(partition, key, node, node.current))
 
-    def _judge_silence(self, node: Node, now_ms: int) -> None:
-        if node.current is None:
+    def _judge_silence(self, node: Node, now_ms: int, removed_ms: int | None) -> None:
+        """A node without ticks has left, with the cluster's word or after a day, or it is silent."""
+        current = node.current
+        if current is None:
             return
-        silent_ms = now_ms - node.current.logged_ms
-        if silent_ms >= FORGET_MS:
-            node.close(machine.retire(node.current, node.current.last_ts_ms + FORGET_MS))
-            node.close(machine.expire(node.current, now_ms))
-            return
+        if removed_ms is not None and removed_ms + LEAVING_MS >= current.logged_ms:
+            node.close(machine.retire(current, current.last_ts_ms))
+        elif now_ms - current.logged_ms >= FORGET_MS:
+            node.close(machine.retire(current, current.last_ts_ms + FORGET_MS))
         for rule in self._judge.silent:
-            if silent_ms >= rule.for_ms:
-                node.close(machine.silence(node.current, rule, self._judge))
+            if now_ms - current.logged_ms >= rule.for_ms and not machine.is_retired(node.current or current):
+                node.close(machine.silence(node.current or current, rule, self._judge))
+        node.close(machine.expire(node.current or current, now_ms))
 
     async def _bury(self, partition: int, key: bytes, node: Node, last: NodeState) -> None:
         """Delete the state of a node that nothing is left of, unless it comes back meanwhile."""
@@ -299,6 +317,7 @@ class Watch:
         for partition in partitions:
             self._nodes.pop(partition, None)
             self._active.pop(partition, None)
+            self._removed_ms.pop(partition, None)
 
     def committed(self, offsets: Mapping[Partition, int]) -> None:
         """Nothing is kept for what may be read again."""
@@ -326,6 +345,19 @@ class Watch:
         gauge("gpustream_alerts_silent_nodes").set(sum(1 for each in states if each.silent))
         gauge("gpustream_alerts_nodes").set(len(states))
         self._books.observe(self.app.reader)
+
+
+class _Workloads(msgspec.Struct, frozen=True):
+    """What of gpu.workloads is looked at."""
+
+    removed: bool | None = False
+
+
+def _is_removed(value: bytes | None) -> bool:
+    try:
+        return bool(value and msgspec.json.decode(value, type=_Workloads).removed)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False
 
 
 def _tick(record: Any) -> Tick:

@@ -11,7 +11,7 @@ from streams.alerts.attendance import BREAK_S
 from streams.alerts.instruments import INSTRUMENTS
 from streams.alerts.machine import Judge
 from streams.alerts.tick import Tick
-from streams.alerts.watch import ALERTS, ATTRIBUTED, SAMPLES, STATE, Clocks, Watch
+from streams.alerts.watch import ALERTS, ATTRIBUTED, SAMPLES, STATE, WORKLOADS, Clocks, Watch
 from streams.bookkeeping import DEAD_LETTERS
 from streams.reader.app import ReaderApp
 from streams.reader.ledger import Ledger, Partition, Slot
@@ -36,7 +36,7 @@ class Broker:
     """The logs of all topics, and what the group has committed."""
 
     def __init__(self) -> None:
-        self.logs: dict[str, list[Record]] = {name: [] for name in (ATTRIBUTED, STATE, ALERTS, DEAD_LETTERS)}
+        self.logs: dict[str, list[Record]] = {name: [] for name in (ATTRIBUTED, STATE, WORKLOADS, ALERTS, DEAD_LETTERS)}
         self.committed = 0
 
     def log(self, tick: Tick, *, logged_ms: int | None = None) -> None:
@@ -148,7 +148,7 @@ class Worker:
         self.ledger.forget()
         self.watch.forget()
         self.input_ends = {TICKS: len(self.broker.logs[ATTRIBUTED])}
-        self.ledger.begin({TICKS: self.broker.committed, STATES: self.state_read})
+        self.ledger.begin({TICKS: self.broker.committed, STATES: self.state_read, Partition(WORKLOADS, 0): 0})
         await self.read(STATE)
 
     async def read(self, topic: str = ATTRIBUTED, count: int = 10**6) -> None:

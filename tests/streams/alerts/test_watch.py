@@ -1,17 +1,20 @@
 """The alert stream's worker: what it writes and in what order, what it finishes, when it says that a node is silent."""
 
 import msgspec
+import pytest
 
 from streams.alerts.judge import Judge
 from streams.alerts.machine import DELETE_MS
 from streams.alerts.state import NodeState, decode, encode
 from streams.alerts.tick import Device
-from streams.alerts.watch import ALERTS, ATTRIBUTED, FORGET_MS, STATE
+from streams.alerts.watch import ALERTS, ATTRIBUTED, FORGET_MS, STATE, WORKLOADS
 from streams.bookkeeping import DEAD_LETTERS
+from streams.reader.ledger import Partition
 from tests.streams.alerts.fakes import Broker, Record, Worker, settle
 from tests.streams.alerts.stories import later
 from tests.streams.alerts.ticks import START_MS, device, overlay, tick
-from topics.alerts import MAX_TIME_MS
+from topics.alerts import MAX_TIME_MS, time
+from topics.workloads import NodeWorkloads
 
 KEY = b"c/n"
 COOL = device(0, busy=0.0)
@@ -399,7 +402,68 @@ async def test_a_node_that_never_comes_back_is_forgotten_and_its_alerts_are_reso
     assert states(broker)[-1].tracked == ()
 
 
+def told(broker: Broker, second: int, *, removed: bool) -> None:
+    record = NodeWorkloads(schema=1, cluster="c", node="n", epoch=1, seq=1, ts_ms=1, removed=removed)
+    broker.logs[WORKLOADS].append(Record(KEY, encode(record), START_MS + second * 1000))
+
+
+async def test_a_node_that_was_removed_from_the_cluster_is_not_silent_and_its_alerts_are_resolved() -> None:
+    broker = Broker()
+    write(broker, range(700), HOT)
+    worker = await working(broker)
+    worker.clocks.started_ms = START_MS + 700_000
+    told(broker, 690, removed=True)
+    await worker.live()
+    await worker.read(WORKLOADS)
+    await worker.wait(600)
+    assert said(broker) == [("GPUThermalSlowdown", "firing"), ("GPUThermalSlowdown", "resolved")]
+    last = broker.alerts()[-1]
+    assert (last.resolved_because, last.ends_at) == ("node_removed", time(START_MS + 699_000))
+    again = await working(broker)
+    again.clocks.started_ms = START_MS + 10_000_000
+    await again.wait(600)
+    assert len(broker.alerts()) == 2
+
+
+@pytest.mark.parametrize("removed", [[], [True, False], [False]])
+async def test_a_node_that_is_in_the_cluster_is_silent(removed: list[bool]) -> None:
+    broker = Broker()
+    write(broker, range(3))
+    worker = await working(broker)
+    worker.clocks.started_ms = START_MS
+    for one in removed:
+        told(broker, 1, removed=one)
+    await worker.live()
+    await worker.read(WORKLOADS)
+    await worker.wait(200)
+    assert said(broker) == [("NodeSilent", "firing")]
+
+
+async def test_a_node_that_sent_ticks_long_after_it_was_removed_is_silent_when_they_end() -> None:
+    broker = Broker()
+    write(broker, range(200))
+    worker = await working(broker)
+    worker.clocks.started_ms = START_MS + 200_000
+    told(broker, 1, removed=True)
+    await worker.live()
+    await worker.read(WORKLOADS)
+    await worker.wait(200)
+    assert said(broker) == [("NodeSilent", "firing")]
+
+
 # -- what can't be used
+
+
+@pytest.mark.parametrize("value", [b"{", None, b"[]", b'{"removed":7}', b"\xff", b"[" * 100_000, b'{"removed":null}'])
+async def test_workloads_that_are_none_say_nothing(value: bytes | None) -> None:
+    broker = Broker()
+    broker.logs[WORKLOADS].append(Record(KEY, value))
+    broker.logs[WORKLOADS].append(Record(None, value))
+    worker = await working(broker)
+    await worker.read(WORKLOADS)
+    assert worker.failures == []
+    assert worker.ledger.position(Partition(WORKLOADS, 0)) == 2
+    assert broker.logs[DEAD_LETTERS] == []
 
 
 async def test_what_is_no_tick_or_state_goes_to_the_dead_letters_and_the_rest_goes_on() -> None:
