@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
-from streams.alerts.conditions import Facts, Finding
 from streams.alerts.durations import words
+from streams.alerts.finding import Facts, Finding
 from streams.alerts.memory import HeldBy, Memory, Seen
 from streams.alerts.rule import Kind, Rule
 from streams.alerts.tick import Device, Tick

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from streams.alerts import conditions, describe
-from streams.alerts.conditions import Finding
 from streams.alerts.describe import Described
+from streams.alerts.finding import Finding
 from streams.alerts.memory import Memory
 from streams.alerts.rule import Rule, Rules
 from streams.alerts.state import NodeState

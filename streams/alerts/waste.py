@@ -7,7 +7,7 @@ that several pods hold is divided among them equally, whatever each was promised
 import re
 from typing import NamedTuple
 
-from streams.alerts.conditions import Facts
+from streams.alerts.finding import Facts
 from streams.alerts.tick import Device
 
 _PROFILE = re.compile(r"(?:([1-8])c\.)?([1-8])g\.", re.ASCII)

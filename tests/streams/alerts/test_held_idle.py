@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streams.alerts.conditions import Finding
+from streams.alerts.finding import Finding
 from streams.alerts.tick import Device, Info, Process
 from tests.streams.alerts.ticks import GRACE_S, device, found, gpu, holder, mig, overlay, tick, verdict
 from topics.attributed import Parts

@@ -5,7 +5,8 @@ from typing import Any
 import msgspec
 
 from streams.alerts import rules
-from streams.alerts.conditions import Finding, evaluate
+from streams.alerts.conditions import evaluate
+from streams.alerts.finding import Finding
 from streams.alerts.memory import Memory
 from streams.alerts.rule import Rules
 from streams.alerts.tick import Device, Metrics, Tick
