@@ -67,7 +67,8 @@ def screen(frame: Frame, height: int) -> RenderableType:
 def line(frame: Frame) -> str:
     """The frame as one line."""
     busiest = [f"busiest {use.who} at {use.utilization_ratio:.0%}" for use in frame.view.uses[:1]]
-    alerts = [f"{len(frame.alerts)} alerts"] if frame.alerts else []
+    count = len(frame.alerts)
+    alerts = [f"{count} alert{'s' * (count > 1)}"] if count else []
     facts = [*_facts(frame), *alerts, *busiest] if frame.view.ticks or not frame.trouble else []
     return f"{frame.elapsed_s:5.0f} s  " + ", ".join([*facts, *([frame.trouble] if frame.trouble else [])])
 
