@@ -63,15 +63,15 @@ class Node:
     # -- what was read
 
     def learn(self, state: NodeState) -> None:
-        """A state of this node was read, from the topic's end. One that is older than ours was written late, by a
-        worker that had lost the partition; so was a later one, once ticks were read."""
-        if self.writing:
-            return
-        older = self.durable is not None and order(state) < order(self.durable)
-        later = self.durable is None or order(state) > order(self.durable)
-        self.stale = older or (later and not self.fresh)
-        if self.fresh and not older:
+        """A state of this node was read, from the topic's end: it is taken on, unless ticks were read since ours was.
+
+        Then one that is not ours was written late, by a worker that had lost the partition, and ours is written again:
+        the last state in the topic is always the one that its owner goes by.
+        """
+        if self.fresh and not self.writing:
             self.durable = self.current = state
+        elif not self.writing:
+            self.stale = self.durable is None or order(state) != order(self.durable)
 
     def take(self, tick: Tick, slot: Slot, logged_ms: int, judge: Judge, log: Log) -> Outcome:
         """A tick was read."""

@@ -77,12 +77,15 @@ class Watch:
         self._logged_ms: dict[int, int] = {}
         self._removed_ms: dict[int, dict[bytes, int]] = defaultdict(dict)
         self._writing: set[asyncio.Task[None]] = set()
+        self._leftover: set[asyncio.Task[None]] = set()
 
     # -- records
 
     async def take(self, batch: Batch) -> None:
         """Judge a batch of one partition. Nothing is raised: a fault here ends the process."""
         try:
+            if batch and batch[0][0].tp.topic == ATTRIBUTED and self._leftover:
+                await asyncio.wait(self._leftover)
             for slot, record in batch:
                 if not self.app.current(slot):
                     return
@@ -117,6 +120,7 @@ class Watch:
             node = self._node(partition, key)
             node.learn(learned)
             self._attendance[partition].learned(learned.offset)
+            self._settle(partition, key, node)
             if node.fresh:
                 self._rank(partition, key, node)
         self.app.finish(slot)
@@ -176,6 +180,7 @@ class Watch:
 
     def _ended(self, writing: "asyncio.Task[None]") -> None:
         self._writing.discard(writing)
+        self._leftover.discard(writing)
         if not writing.cancelled() and writing.exception() is not None:
             self.app.fail(f"not written: {writing.exception()!r}")
 
@@ -192,10 +197,18 @@ class Watch:
         await self._acknowledged("state", sent)
         self._instruments.counter("gpustream_alerts_written_total", "state").inc()
         if epoch != self.app.reader.ledger.epoch:
+            self._arrived(partition, key, due.state)
             return
         self._tell(due)
         node.written(due.state)
         self._settle(partition, key, node)
+
+    def _arrived(self, partition: int, key: bytes, written: NodeState) -> None:
+        """A state of an older epoch is in the topic after all: ticks have waited for it, and go on from there."""
+        node = self._nodes[partition].get(key)
+        if node is not None:
+            node.learn(written)
+            self._rank(partition, key, node)
 
     async def _acknowledged(self, what: str, sent: Sequence["asyncio.Future[int]"]) -> None:
         """Wait for all. What can never be sent is left out: to stop for it would stop for ever."""
@@ -303,12 +316,13 @@ class Watch:
     # -- the reader's word
 
     def forget(self) -> None:
-        """Whatever was not acknowledged is read and judged again."""
+        """Whatever was not acknowledged is read and judged again, as soon as it is known what has arrived."""
         for partition, nodes in self._nodes.items():
             self._nodes[partition] = {key: Node(node.durable) for key, node in nodes.items() if node.durable}
             self._active[partition] = {
                 key: node for key, node in self._nodes[partition].items() if node.durable and not node.durable.silent
             }
+        self._leftover |= self._writing
         self._attendance.clear()
         self._logged_ms.clear()
 

@@ -228,19 +228,6 @@ async def test_a_later_state_of_another_worker_is_written_over_once_ticks_were_r
     assert (states(broker)[-1].offset, states(broker)[-1].silent) == (99, False)
 
 
-async def test_of_several_states_the_latest_by_offset_counts_whatever_their_order() -> None:
-    broker = Broker()
-    write(broker, range(700), HOT)
-    await (await working(broker)).live()
-    broker.logs[STATE].append(broker.logs[STATE][0])
-    broker.committed = 650
-    worker = await working(broker)
-    await worker.live()
-    await worker.wait(1)
-    assert len(broker.alerts()) == 1
-    assert states(broker)[-1].tracked != ()
-
-
 # -- nodes without ticks
 
 
