@@ -28,7 +28,7 @@ class Attendance:
     def __init__(self) -> None:
         self.newest = -1
         self._asked: deque[Ends] = deque(maxlen=_ASKED_AT_MOST)
-        self._since_s = self._until_s = float("-inf")
+        self._since_s, self._until_s = float("inf"), float("-inf")
 
     def learned(self, offset: int) -> None:
         """A record of the sample at this offset was read."""
@@ -49,10 +49,6 @@ class Attendance:
     def lasted_s(self, since_s: float) -> float:
         """For how long, from that time on, the partition has been watched; below 0: not at all."""
         return self._until_s - max(since_s, self._since_s)
-
-    def attended(self) -> bool:
-        """Whether it has ever been read to its end."""
-        return self._until_s > float("-inf")
 
     def _attributed(self, ends: Ends) -> bool:
         """Whether no sample waits for being attributed: a stream that stands still is not a node that is silent."""

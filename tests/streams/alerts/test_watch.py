@@ -511,6 +511,23 @@ async def test_what_fails_or_is_acknowledged_in_an_older_epoch_changes_nothing()
     assert worker.failures == []
 
 
+async def test_ticks_wait_for_what_an_older_epoch_has_sent_and_go_on_from_there() -> None:
+    broker = Broker()
+    write(broker, range(601), HOT)
+    worker = await working(broker)
+    await worker.read(count=600)
+    worker.sender.holding = True
+    await worker.read()
+    worker.sender.land()
+    await settle()
+    await worker.start()  # the state that says that it fires is on its way
+    written = len(broker.logs[STATE])
+    await worker.read(ATTRIBUTED)
+    assert len(broker.logs[STATE]) == written + 1
+    assert worker.total("ticks_total", "replayed") == 601
+    assert said(broker) == [("GPUThermalSlowdown", "firing")]
+
+
 # -- what it says of itself
 
 
