@@ -16,7 +16,7 @@ import msgspec
 
 from streams.alerts import machine
 from streams.alerts.machine import Judge, Place, Step, Write
-from streams.alerts.state import NodeState, order
+from streams.alerts.state import NodeState, Order, order
 from streams.alerts.tick import Tick
 from streams.reader.ledger import Slot
 
@@ -50,11 +50,12 @@ class Node:
     monotonic clock.
     """
 
-    __slots__ = ("_over", "_writes", "current", "durable", "fresh", "kept", "read_s", "stale", "writing")
+    __slots__ = ("_echoes", "_over", "_writes", "current", "durable", "fresh", "kept", "read_s", "stale", "writing")
 
     def __init__(self, durable: NodeState | None = None) -> None:
         self.durable = self.current = durable
         self.fresh, self.stale, self.writing = True, False, False
+        self._echoes: deque[Order] = deque()
         self.read_s = float("-inf")
         self.kept: deque[Slot] = deque()
         self._over: list[Slot] = []
@@ -68,10 +69,13 @@ class Node:
         Then one that is not ours was written late, by a worker that had lost the partition, and ours is written again:
         the last state in the topic is always the one that its owner goes by.
         """
+        ours = order(state) in self._echoes
+        while ours and self._echoes.popleft() != order(state):
+            pass
         if self.fresh and not self.writing:
             self.durable = self.current = state
-        elif not self.writing:
-            self.stale = self.durable is None or order(state) != order(self.durable)
+        elif not ours:
+            self.stale = not self._echoes
 
     def take(self, tick: Tick, slot: Slot, logged_ms: int, judge: Judge, log: Log) -> Outcome:
         """A tick was read."""
@@ -106,6 +110,7 @@ class Node:
         due = Due(tuple(self._writes), self.current)
         self._writes = []
         self.writing, self.stale = True, False
+        self._echoes.append(order(due.state))
         return due
 
     def written(self, state: NodeState) -> None:

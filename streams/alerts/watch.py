@@ -232,7 +232,7 @@ class Watch:
     # -- time
 
     async def look(self) -> None:
-        """See, again and again, which nodes have fallen silent, and write what was written over. Never returns."""
+        """See, again and again, which nodes have fallen silent. Never returns."""
         while True:
             await asyncio.sleep(_LOOK_EVERY_S)
             waiting = {tp.partition for tp in self.app.reader.pending_states()}
@@ -247,8 +247,6 @@ class Watch:
         self._attendance[partition].read(position)
         self._look_for_quiet(partition)
         self._look_for_silent(partition)
-        for key, node in [(key, node) for key, node in self._nodes[partition].items() if node.stale]:
-            self._settle(partition, key, node)
 
     def _look_for_quiet(self, partition: int) -> None:
         """Write the state of nodes without a tick for a while; those that were heard of last are last."""

@@ -208,11 +208,46 @@ async def test_an_older_state_that_another_worker_wrote_late_is_written_over() -
     older, newest = states(broker)[0], states(broker)[-1]
     broker.logs[STATE].append(Record(KEY, encode(older)))
     await worker.read(STATE)
-    await worker.wait(1)
     assert states(broker)[-1].tracked == newest.tracked
     await worker.read(STATE)
     written = len(broker.logs[STATE])
     await worker.wait(20)
+    assert len(broker.logs[STATE]) == written
+
+
+@pytest.mark.parametrize("first", [True, False])
+async def test_an_older_state_that_is_read_while_ours_is_on_its_way_is_written_over_where_it_is_the_last(
+    first: bool,
+) -> None:
+    broker = Broker()
+    write(broker, range(1))
+    worker = await working(broker)
+    await worker.live()
+    older = broker.logs[STATE][0]
+    worker.sender.holding = True
+    write(broker, range(1, 13), HOT)
+    await worker.read()
+    if first:
+        broker.logs[STATE].append(older)
+    worker.sender.land(acknowledge=False)
+    if not first:
+        broker.logs[STATE].append(older)
+    await worker.read(STATE)
+    (node,) = worker.watch._nodes[0].values()
+    assert node.stale is not first
+
+
+async def test_states_of_its_own_that_are_read_late_are_not_written_again() -> None:
+    broker = Broker()
+    worker = await working(broker)
+    for start in range(0, 100, 20):
+        write(broker, range(start, start + 12), HOT)
+        write(broker, range(start + 12, start + 20))
+        await worker.read(count=12)
+        await worker.read()
+    written = len(broker.logs[STATE])
+    assert written > 4
+    await worker.read(STATE)
     assert len(broker.logs[STATE]) == written
 
 
@@ -224,7 +259,6 @@ async def test_a_later_state_of_another_worker_is_written_over_once_ticks_were_r
     later_one = msgspec.structs.replace(states(broker)[-1], offset=150, silent=True)
     broker.logs[STATE].append(Record(KEY, encode(later_one)))
     await worker.read(STATE)
-    await worker.wait(1)
     assert (states(broker)[-1].offset, states(broker)[-1].silent) == (99, False)
 
 
