@@ -13,7 +13,7 @@ PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3
 ARGS ?=
 
 SCRIPTS := .ci/run tests/real/build/build
-GENERATORS := $(patsubst %.py,%,$(subst /,.,$(wildcard topics/schema.py topics/reference.py gpustream/reference.py)))
+GENERATORS := $(patsubst %.py,%,$(subst /,.,$(wildcard topics/schema.py topics/reference.py gpustream/reference.py streams/alerts/reference.py)))
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test check format bench storm real-servers lock

@@ -1,4 +1,4 @@
-"""The command line: ``gpustream run | devices | produce | stream | sink | topics``.
+"""The command line: ``gpustream run | devices | produce | stream | sink | topics | alerts | rules``.
 
 A command that runs a component names it by import string, loads it only when it is wanted, and is absent where the
 component does not exist.
@@ -8,6 +8,7 @@ import ctypes
 import logging
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal
 
 import click
@@ -21,13 +22,15 @@ from producers import PRODUCERS
 from streams import STREAMS
 from topics.topic import PARTITIONS, REPLICATION_FACTOR
 
+COMMANDS = ("run", "devices", "produce", "stream", "sink", "topics", "alerts", "rules")
+
 
 class InOrder(click.Group):
     """A group that lists its commands in the order of the flow, not of the alphabet."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """The commands that there are."""
-        return [name for name in ("run", "devices", "produce", "stream", "sink", "topics") if name in self.commands]
+        return [name for name in COMMANDS if name in self.commands]
 
 
 @click.group("gpustream", cls=InOrder, epilog="gpustream COMMAND --help says more, with an example.")
@@ -89,11 +92,28 @@ def _add_stream() -> None:
         lambda given: STREAMS[given["name"]],
         click.argument("name", cls=Argument, type=click.Choice(names), default="attribution"),
         o.everywhere,
-        option("--grace", type=o.DURATION, default="10s", help="How long a sample waits for the snapshot it names."),
+        option(
+            "--grace",
+            type=o.DURATION,
+            default="10s",
+            help="attribution: how long a sample waits for the snapshot it names.",
+        ),
+        option(
+            "--rules",
+            type=o.READABLE,
+            show_default="those that come with it",
+            help="alerts: a TOML file of rules, laid over the defaults; see `gpustream rules check`.",
+        ),
         o.membership,
         name="stream",
-        help="Join samples with the pods that held the GPUs, and send gpu.attributed.",
-        example="gpustream stream attribution --kafka 127.0.0.1:9092 --instance-id attribution-0",
+        help=(
+            "attribution: join samples with the pods that held the GPUs, and send gpu.attributed. alerts: judge"
+            " gpu.attributed by the alert rules, and send gpu.alerts."
+        ),
+        example=(
+            "gpustream stream attribution --kafka 127.0.0.1:9092 --instance-id attribution-0\n"
+            "gpustream stream alerts --kafka 127.0.0.1:9092 --rules rules.toml"
+        ),
     )
     main.add_command(command)
 
@@ -241,3 +261,97 @@ def list_(kafka: str, log_format: logs.Format) -> None:
 
     logs.setup(log_format)
     raise SystemExit(topic_commands.compare(kafka))
+
+
+@main.command(
+    cls=Command,
+    example=(
+        "gpustream alerts --kafka 127.0.0.1:9092\n"
+        "gpustream alerts --kafka kafka-0:9092 --follow --format json | jq .annotations.summary"
+    ),
+)
+@o.KAFKA
+@option("--follow", is_flag=True, help="Go on, with each alert that begins or ends, until interrupted.")
+@option(
+    "--format",
+    "form",
+    type=click.Choice(["table", "json"]),
+    default="table",
+    help="json: the records of gpu.alerts, one a line.",
+)
+@o.LOG_FORMAT
+def alerts(kafka: str, follow: bool, form: Literal["table", "json"], log_format: logs.Format) -> None:
+    """List the alerts that fire: since when, where, whose, and what is wrong."""
+    from gpustream import alerts_command
+
+    logs.setup(log_format)
+    raise SystemExit(alerts_command.alerts(kafka, form, follow=follow))
+
+
+@main.group("rules")
+def rules_() -> None:
+    """Check a file of alert rules, or try it on what was recorded."""
+
+
+RULES_FILE = click.argument("file", cls=Argument, type=click.Path(path_type=Path))
+
+
+@rules_.command(cls=Command, example="gpustream rules check rules.toml")
+@RULES_FILE
+def check(file: Path) -> None:
+    """Name every mistake of a file of alert rules, with its line. Exit code 1 if there is any."""
+    from gpustream import rules_command
+
+    raise SystemExit(rules_command.check(file))
+
+
+def _check_source(given: dict[str, Any]) -> list[str]:
+    """Ticks come from one place."""
+    if (given["kafka"] is None) == (given["input"] is None):
+        return ["Give either '--kafka' or '--input': where the ticks are."]
+    return []
+
+
+@rules_.command(
+    cls=Command,
+    check=_check_source,
+    example=(
+        "gpustream rules test rules.toml --kafka 127.0.0.1:9092 --from 24h\n"
+        "gpustream rules test rules.toml --input ticks.jsonl --format json | jq .annotations.summary"
+    ),
+)
+@RULES_FILE
+@option("--kafka", type=o.HOST_PORTS, help="Kafka's bootstrap brokers, to read gpu.attributed from.")
+@option("--from", "start", type=o.START_FROM, default="24h", help="From when on to read Kafka.")
+@option(
+    "--input",
+    type=click.Path(path_type=Path, allow_dash=True),
+    help="A file with records of gpu.attributed, one a line; - is standard input.",
+)
+@option(
+    "--format",
+    "form",
+    type=click.Choice(["table", "json"]),
+    default="table",
+    help="json: the transitions as records of gpu.alerts, one a line.",
+)
+@o.LOG_FORMAT
+def test(
+    file: Path,
+    kafka: str | None,
+    start: str | float,
+    input: Path | None,  # noqa: A002 - the option's name
+    form: Literal["table", "json"],
+    log_format: logs.Format,
+) -> None:
+    """Judge recorded ticks by a file of alert rules, and show what would have fired, and when.
+
+    Nothing is written to Kafka. Nodes that were silent are found by the gaps between their ticks. Exit code 1 if the
+    file has mistakes, or something that was read is no tick.
+    """
+    from gpustream import rules_command
+
+    logs.setup(log_format)
+    if input is not None:
+        raise SystemExit(rules_command.replay_lines(file, input, form))
+    raise SystemExit(rules_command.replay_kafka(file, str(kafka), start, form))

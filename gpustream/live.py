@@ -11,11 +11,15 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from gpustream.alerts_command import Row
 from gpustream.fleet import Use, View
 from gpustream.tally import Summary
 
 _CHROME = 10
 """Lines of the screen that are no pod: the head, and the tables' titles and rules."""
+
+_ALERTS = 4
+"""So many of the alerts that fire are shown, each on a line."""
 
 _BEHIND = 2
 """A sink is behind, and said to be, when it lacks more than so many ticks a node."""
@@ -28,7 +32,8 @@ _GIB = 1024.0**3
 class Frame:
     """One moment of a run: ``delivered`` values and ``behind`` ticks (sampled, not yet taken) by sink.
 
-    ``not_ready`` is what is waited for until the first tick is there, and what is wrong after that.
+    ``alerts`` are those that fire, the most severe first; ``not_ready`` is what is waited for until the first tick is
+    there, and what is wrong after that.
     """
 
     elapsed_s: float
@@ -37,6 +42,7 @@ class Frame:
     delivered: dict[str, int]
     behind: dict[str, int]
     not_ready: Sequence[str] = ()
+    alerts: Sequence[Row] = ()
 
     @property
     def trouble(self) -> str:
@@ -48,20 +54,22 @@ class Frame:
 
 def screen(frame: Frame, height: int) -> RenderableType:
     """The frame as tables, in so many lines."""
-    rows = max(2, height - _CHROME)
+    alerts = _alerts(frame.alerts)
+    rows = max(2, height - _CHROME - len(alerts))
     idle = frame.view.idle[: rows // 2]
     busiest = [use for use in frame.view.uses if use not in idle][: rows - len(idle)]
     noun = "pods" if not frame.view.uses or any(use.namespace for use in frame.view.uses) else "processes"
     count = len(frame.view.idle)
-    return Group(
-        _headline(frame), _table(noun, f"busiest {noun}", busiest), _table(noun, f"{noun} that idle: {count}", idle)
-    )
+    tables = _table(noun, f"busiest {noun}", busiest), _table(noun, f"{noun} that idle: {count}", idle)
+    return Group(_headline(frame), *alerts, *tables)
 
 
 def line(frame: Frame) -> str:
     """The frame as one line."""
     busiest = [f"busiest {use.who} at {use.utilization_ratio:.0%}" for use in frame.view.uses[:1]]
-    facts = [*_facts(frame), *busiest] if frame.view.ticks or not frame.trouble else []
+    count = len(frame.alerts)
+    alerts = [f"{count} alert{'s' * (count > 1)}"] if count else []
+    facts = [*_facts(frame), *alerts, *busiest] if frame.view.ticks or not frame.trouble else []
     return f"{frame.elapsed_s:5.0f} s  " + ", ".join([*facts, *([frame.trouble] if frame.trouble else [])])
 
 
@@ -83,6 +91,15 @@ def _headline(frame: Frame) -> RenderableType:
     head = Text.assemble((f"{frame.title}  ", "bold"), f"{frame.elapsed_s:.0f} s")
     facts = [Text(", ".join(_facts(frame)))] if frame.view.ticks or not frame.trouble else []
     return Group(head, *facts, *([Text(frame.trouble, style="yellow")] if frame.trouble else []))
+
+
+def _alerts(firing: Sequence[Row]) -> list[Text]:
+    """A line for the number of alerts that fire, and one for each of the first few; none where none fires."""
+    if not firing:
+        return []
+    lines = [f"  {one.severity} {one.alert}, {one.where}, for {one.lasted}: {one.summary}" for one in firing[:_ALERTS]]
+    head = Text(f"alerts that fire: {len(firing)}", style="bold", no_wrap=True)
+    return [head, *(Text(line, no_wrap=True, overflow="ellipsis") for line in lines)]
 
 
 def _facts(frame: Frame) -> list[str]:

@@ -157,7 +157,7 @@ reading_a_node = stack(
 """How a node is read, but for its name and how often."""
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
-_READABLE = click.Path(exists=True, dir_okay=False, readable=True, path_type=Path)
+READABLE = click.Path(exists=True, dir_okay=False, readable=True, path_type=Path)
 
 
 def _allowed(name: str, what: str, default: tuple[str, ...]) -> Decorator[Any]:
@@ -167,7 +167,7 @@ def _allowed(name: str, what: str, default: tuple[str, ...]) -> Decorator[Any]:
 reading_a_cluster = stack(
     option(
         "--kubeconfig",
-        type=_READABLE,
+        type=READABLE,
         show_default="the pod's service account, else KUBECONFIG, else ~/.kube/config",
         help="How to reach the API server.",
     ),
@@ -226,9 +226,14 @@ MAX_LABELS = option(
     "the rest.",
 )
 
-consuming = stack(
+in_a_group = stack(
     option("--group", type=NAME, show_default="gpustream-sink-NAME", help="The consumer group."),
     membership,
+)
+"""The options of a sink's consumer group."""
+
+consuming = stack(
+    in_a_group,
     option(
         "--stale-after",
         type=DURATION,
@@ -236,12 +241,9 @@ consuming = stack(
         help="The series of a node end when it has been silent for this long.",
     ),
 )
-"""The options of a sink, which is a consumer group of its own."""
+"""The options of a sink of samples, which is a consumer group of its own."""
 
-receiver = stack(
-    option(
-        "--protocol", type=click.Choice(["auto", "1.0", "2.0"]), default="auto", help="Which remote write to speak."
-    ),
+over_http = stack(
     option(
         "--header",
         type=HEADER,
@@ -249,13 +251,27 @@ receiver = stack(
         help="Sent with every request. Repeatable; in the variable, one a line.",
     ),
     option("--basic-auth-user", help="The user name of basic authentication."),
-    option("--basic-auth-password-file", type=_READABLE, help="The file that holds its password."),
-    option("--bearer-token-file", type=_READABLE, help="The file that holds a bearer token."),
-    option("--tls-ca", type=_READABLE, show_default="the system's", help="The certificates to trust (PEM)."),
-    option("--tls-cert", type=_READABLE, help="The client's certificate (PEM)."),
-    option("--tls-key", type=_READABLE, help="The client's private key (PEM)."),
+    option("--basic-auth-password-file", type=READABLE, help="The file that holds its password."),
+    option("--bearer-token-file", type=READABLE, help="The file that holds a bearer token."),
+    option("--tls-ca", type=READABLE, show_default="the system's", help="The certificates to trust (PEM)."),
+    option("--tls-cert", type=READABLE, help="The client's certificate (PEM)."),
+    option("--tls-key", type=READABLE, help="The client's private key (PEM)."),
 )
-"""How a remote-write receiver is spoken to."""
+"""How a receiver over HTTP is spoken to."""
+
+PROTOCOL = option(
+    "--protocol", type=click.Choice(["auto", "1.0", "2.0"]), default="auto", help="Which remote write to speak."
+)
+
+SIGNED = stack(
+    option(
+        "--secret-file",
+        type=READABLE,
+        help="The file that holds the key with which X-Gpustream-Signature signs each body (HMAC-SHA256).",
+    ),
+    option("--unsigned", is_flag=True, help="Bodies are not signed."),
+)
+"""Whether a webhook is signed, of which one must be said."""
 
 
 def start_from(default: str) -> Decorator[Any]:

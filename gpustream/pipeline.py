@@ -1,4 +1,4 @@
-"""A producer, a stream and sinks in one process: started back to front, drained front to back.
+"""A producer, streams and sinks in one process: started back to front, drained front to back.
 
 In:       the components, and the tail that reads what comes out.
 Out:      frames while it runs, and the tally when it has ended.
@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -57,7 +57,7 @@ class Pipeline:
     """One run. ``look`` is called ten times a second with why it is not ready yet."""
 
     producer: Producer
-    stream: Component
+    streams: Sequence[Component]
     sinks: Mapping[str, Component]
     reader: Reader
     tally: Tally
@@ -69,7 +69,7 @@ class Pipeline:
     @property
     def components(self) -> list[Component]:
         """Every component, in the order of the flow."""
-        return [self.producer, self.stream, *self.sinks.values()]
+        return [self.producer, *self.streams, *self.sinks.values()]
 
     async def run(self, stop: asyncio.Event, duration_s: float | None) -> None:
         """Runs until ``stop`` is set or ``duration_s`` is over, then drains and stops everything.

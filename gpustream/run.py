@@ -1,4 +1,4 @@
-"""``gpustream run``: this machine's GPUs or a simulated fleet, the stream and the sinks in one process.
+"""``gpustream run``: this machine's GPUs or a simulated fleet, the streams and the sinks in one process.
 
 It brings a broker of its own where none is given.
 
@@ -12,6 +12,7 @@ import contextlib
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -20,6 +21,7 @@ import msgspec
 from prometheus_client import CollectorRegistry
 
 from gpustream import components, serve
+from gpustream.alerts_command import Seen, row
 from gpustream.display import Display, displayed
 from gpustream.embedded import EmbeddedBroker, every_topic
 from gpustream.fleet import Fleet
@@ -135,9 +137,10 @@ class OneProcess:
         self._tally = Tally(_key(name) for name in _enabled(chosen))
         sinks = {_key(name): self._sink(name, options) for name in _enabled(chosen)}
         self._producer = Sampling(_make(PRODUCERS["simulated" if chosen.simulate else "node"], options), chosen.cluster)
-        tail = Tail(kafka.address, self._on_tick, self._tally.dead_lettered)
-        stream = _make(STREAMS["attribution"], options)
-        self._pipeline = Pipeline(self._producer, stream, sinks, tail, self._tally, self._look)
+        self._alerts = Seen()
+        tail = Tail(kafka.address, self._on_tick, self._alerts.see, self._tally.dead_lettered)
+        streams = [_make(target, options) for target in STREAMS.values() if components.exists(target)]
+        self._pipeline = Pipeline(self._producer, streams, sinks, tail, self._tally, self._look)
         self._began_s = time.monotonic()
         self._display: Display | None = None
 
@@ -194,7 +197,7 @@ class OneProcess:
             self._display.show(time.monotonic() - self._began_s, lambda: self._frame(not_ready))
 
     def _frame(self, not_ready: list[str]) -> Frame:
-        sampled = self._producer.sampled()
+        sampled, now = self._producer.sampled(), datetime.now(UTC)
         return Frame(
             elapsed_s=time.monotonic() - self._began_s,
             title=f"gpustream, {self._source}",
@@ -202,6 +205,7 @@ class OneProcess:
             delivered=self._delivered(),
             behind={name: self._tally.behind(name, sampled) for name in self._tally.sinks},
             not_ready=not_ready,
+            alerts=[row(alert, now) for alert in self._alerts.open()],
         )
 
 

@@ -81,7 +81,8 @@ SERVED = (
         ),
         options=(
             option("--url", type=o.URL, required=True, help="Where to write to, as given."),
-            o.receiver,
+            o.PROTOCOL,
+            o.over_http,
             o.naming,
             o.MAX_LABELS,
             o.consuming,
@@ -112,6 +113,60 @@ SERVED = (
             o.MAX_LABELS,
             o.consuming,
             o.start_from("latest"),
+        ),
+    ),
+    Served(
+        group="sink",
+        name="alertmanager",
+        registry=SINKS,
+        help=(
+            "The open alerts to one or several Alertmanagers, again and again as they expect, and that they are over."
+            " Each Alertmanager gets all, in a consumer group of its own where there are several."
+        ),
+        example=(
+            "gpustream sink alertmanager --kafka 127.0.0.1:9092 --url http://127.0.0.1:9093\n"
+            "gpustream sink alertmanager --kafka kafka-0:9092 --url http://alertmanager-0:9093 \\\n"
+            "    --url http://alertmanager-1:9093"
+        ),
+        options=(
+            option(
+                "--url",
+                type=o.URL,
+                multiple=True,
+                required=True,
+                help="An Alertmanager, without /api/v2/alerts. Repeatable; in the variable, separated by spaces.",
+            ),
+            option(
+                "--resend",
+                type=o.DURATION,
+                default="1m",
+                help="How often what is open is told again. Where this sink is gone, alerts end after four times that.",
+            ),
+            option("--generator-url", type=o.URL, help="Where notifications link to as the source of an alert."),
+            o.over_http,
+            o.in_a_group,
+            o.start_from("1h"),
+        ),
+    ),
+    Served(
+        group="sink",
+        name="webhook",
+        registry=SINKS,
+        help=(
+            "One JSON POST for each alert that fires or is resolved: the record of gpu.alerts, signed, with the"
+            " transition's identity as Idempotency-Key, in order for each alert."
+        ),
+        example=(
+            "gpustream sink webhook --kafka 127.0.0.1:9092 --url https://hooks.example/gpu \\\n"
+            "    --secret-file /etc/gpustream/key\n"
+            "gpustream sink webhook --kafka 127.0.0.1:9092 --url http://127.0.0.1:8080/ --unsigned"
+        ),
+        options=(
+            option("--url", type=o.URL, required=True, help="Where to post to, as given."),
+            o.SIGNED,
+            o.over_http,
+            o.in_a_group,
+            o.start_from("1h"),
         ),
     ),
 )

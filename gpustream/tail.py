@@ -1,7 +1,8 @@
-"""Reads gpu.attributed and gpu.dead-letters as any consumer downstream would: from the end, in no group.
+"""Reads what comes out as any consumer downstream would: gpu.attributed, gpu.alerts, gpu.dead-letters, in no group.
 
-In:       records from the moment of :meth:`Tail.start`.
-Out:      calls with each tick and each dead letter, in order per partition; a replay is passed on like any record.
+In:       records from the moment of :meth:`Tail.start`; of gpu.alerts, all.
+Out:      calls with each tick, each record of an alert and each dead letter, in order per partition; a replay is passed
+on like any record.
 On failure: an outage is waited out; a record that can't be decoded is logged and passed over.
 """
 
@@ -12,7 +13,7 @@ from typing import Any
 import msgspec
 from aiokafka import AIOKafkaConsumer
 
-from topics import attributed, dead_letters
+from topics import alerts, attributed, dead_letters
 from topics.attributed import AttributedSample
 from topics.decoding import decoder
 
@@ -30,19 +31,27 @@ class Tail:
     """A reader of what comes out."""
 
     def __init__(
-        self, kafka: str, on_tick: Callable[[AttributedSample], None], on_letter: Callable[[Letter], None]
+        self,
+        kafka: str,
+        on_tick: Callable[[AttributedSample], None],
+        on_alert: Callable[[Any], object],
+        on_letter: Callable[[Letter], None],
     ) -> None:
         self._kafka = kafka
         self._on_tick = on_tick
         self._on_letter = on_letter
+        self._takers = {
+            attributed.TOPIC.name: self._tick,
+            alerts.TOPIC.name: on_alert,
+            dead_letters.TOPIC.name: self._letter,
+        }
         self._decode = decoder(AttributedSample)
         self._consumer: Any = None
 
     async def start(self) -> None:
         """Stands at the end of every partition once it returns. Raises aiokafka's errors where that can't be had."""
         self._consumer = AIOKafkaConsumer(
-            attributed.TOPIC.name,
-            dead_letters.TOPIC.name,
+            *self._takers,
             bootstrap_servers=self._kafka,
             enable_auto_commit=False,
             auto_offset_reset="latest",
@@ -52,7 +61,9 @@ class Tail:
         )
         await self._consumer.start()
         partitions = self._consumer.assignment()
-        await self._consumer.seek_to_end(*partitions)
+        whole = [partition for partition in partitions if partition.topic == alerts.TOPIC.name]
+        await self._consumer.seek_to_end(*(partitions - set(whole)))
+        await self._consumer.seek_to_beginning(*whole)
         for partition in partitions:
             await self._consumer.position(partition)
 
@@ -61,9 +72,8 @@ class Tail:
         while True:
             batches = await self._consumer.getmany(timeout_ms=1000)
             for partition, records in batches.items():
-                take = self._tick if partition.topic == attributed.TOPIC.name else self._letter
                 for record in records:
-                    take(record)
+                    self._takers[partition.topic](record)
 
     async def stop(self) -> None:
         """Closes the consumer."""

@@ -73,12 +73,17 @@ def containers_content(containers: Iterable[Mapping[str, Any]]) -> bytes:
 
 
 def workloads_content(
-    node_labels: Mapping[str, str], pods: Iterable[Mapping[str, Any]], dra_devices: Iterable[Mapping[str, Any]] = ()
+    node_labels: Mapping[str, str],
+    pods: Iterable[Mapping[str, Any]],
+    dra_devices: Iterable[Mapping[str, Any]] = (),
+    *,
+    removed: bool = False,
 ) -> bytes:
     """What a gpu.workloads record says beside its numbers, in one order, so that equal content is equal bytes."""
     rows = sorted((_present(pod) for pod in pods), key=lambda pod: (pod["namespace"], pod["name"], pod["uid"]))
     dra = sorted((_present(row) for row in dra_devices), key=lambda row: (row["driver"], row["pool"], row["device"]))
-    return _dumps({"node_labels": dict(node_labels), "pods": rows, "dra_devices": dra}, sort_keys=True)
+    content = {"node_labels": dict(node_labels), "pods": rows, "dra_devices": dra}
+    return _dumps(content | {"removed": True} if removed else content, sort_keys=True)
 
 
 def _container_order(row: JsonDict) -> tuple[str, ...]:

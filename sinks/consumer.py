@@ -1,4 +1,4 @@
-"""Reads a topic for a sink, as a member of the sink's consumer group: one task for each partition it is assigned.
+"""Reads topics for a sink, as a member of the sink's consumer group: one task for each partition it is assigned.
 
 In: which partitions are ours. Out: an :class:`Assignment` of each, at work.
 State: the assignments, and the last ones, so that a partition that comes back unchanged need not be read back.
@@ -7,9 +7,9 @@ On failure: the client finds the group again by itself; a partition's own failur
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from aiokafka import AIOKafkaConsumer
 from aiokafka.abc import ConsumerRebalanceListener
@@ -37,17 +37,25 @@ _REBALANCE_MS = 30_000
 _METADATA_MS = 30_000
 
 
-@dataclass(frozen=True, kw_only=True)
-class ConsumerSettings:
-    """How a sink reads. ``from_`` says where a group without offsets starts, ``recall_s`` how much of the log before
-    the first unfinished record is read back; ``instance_id`` makes the member a static one.
+class Source(NamedTuple):
+    """A topic that a sink reads, and what makes the handler of one of its partitions, given its number.
+
+    ``from_`` says where a group without offsets starts, ``recall_s`` how much of the log before the first unfinished
+    record is read back; ``WHOLE`` is all of it.
     """
 
-    kafka: str
     topic: str
-    group: str
+    handler: Callable[[int], Handler]
     from_: From
     recall_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConsumerSettings:
+    """How a sink is a member of its group; ``instance_id`` makes it a static one."""
+
+    kafka: str
+    group: str
     instance_id: str | None = None
     session_timeout_s: float = 10.0
 
@@ -60,34 +68,27 @@ class SinkSettings(Protocol):
     @property
     def group(self) -> str: ...
     @property
-    def from_(self) -> From: ...
-    @property
-    def stale_after_s(self) -> float: ...
-    @property
     def instance_id(self) -> str | None: ...
     @property
     def session_timeout_s(self) -> float: ...
 
 
-def reading(topic: str, settings: SinkSettings) -> ConsumerSettings:
-    """How a sink with these settings reads a topic: it reads back as much as a node may be silent for."""
+def membership(settings: SinkSettings) -> ConsumerSettings:
+    """How a sink with these settings is a member of its group."""
     return ConsumerSettings(
         kafka=settings.kafka,
-        topic=topic,
         group=settings.group,
-        from_=settings.from_,
-        recall_s=settings.stale_after_s,
         instance_id=settings.instance_id,
         session_timeout_s=settings.session_timeout_s,
     )
 
 
 class GroupReader:
-    """A member of a consumer group. ``handler`` makes what handles a partition, given its number."""
+    """A member of a consumer group."""
 
-    def __init__(self, settings: ConsumerSettings, handler: Callable[[int], Handler], outcomes: Outcomes) -> None:
+    def __init__(self, settings: ConsumerSettings, sources: Sequence[Source], outcomes: Outcomes) -> None:
         self._settings = settings
-        self._handler = handler
+        self._sources = {source.topic: source for source in sources}
         self._outcomes = outcomes
         self._consumer: Any = None
         self._tasks: dict[Assignment, asyncio.Task[None]] = {}
@@ -103,10 +104,10 @@ class GroupReader:
             self._consumer = await self._connect(stopping)
             if self._consumer is None:
                 return
-            self._consumer.subscribe([self._settings.topic], listener=_Listener(self))
+            self._consumer.subscribe(list(self._sources), listener=_Listener(self))
             while not stopping.done() and not self._failure.done():
                 await asyncio.wait((stopping, self._failure), timeout=_MEASURE_S, return_when=asyncio.FIRST_COMPLETED)
-                self._outcomes.assigned(assignment.lag() for assignment in self._tasks)
+                self._outcomes.assigned((assignment.lag() for assignment in self._tasks), of=self)
             if self._failure.done():
                 self._failure.result()
         finally:
@@ -119,10 +120,9 @@ class GroupReader:
             return ["not connected to Kafka"]
         if not self._joined:
             return [f"not a member of the group {self._settings.group}"]
-        if not self._consumer.partitions_for_topic(self._settings.topic):
-            return [f"there is no topic {self._settings.topic}"]
-        opening = sorted(assignment.tp.partition for assignment in self._tasks if assignment.next is None)
-        return [f"reading back partitions {', '.join(map(str, opening))}"] if opening else []
+        if missing := [topic for topic in self._sources if not self._consumer.partitions_for_topic(topic)]:
+            return [f"there is no topic {topic}" for topic in missing]
+        return [reason for topic in self._sources for reason in self._opening(topic)]
 
     async def leave(self) -> None:
         """Let go of all partitions: wait for what is under way, bounded, then cancel it."""
@@ -145,15 +145,21 @@ class GroupReader:
     def take(self, assigned: Iterable[Any]) -> None:
         """Start on these partitions."""
         for tp in assigned:
-            handler = self._handler(tp.partition)
+            source = self._sources[tp.topic]
+            handler = source.handler(tp.partition)
             assignment = Assignment(self._consumer, tp, handler, self._outcomes, self._kept.get(tp))
-            self._tasks[assignment] = asyncio.ensure_future(self._guard(assignment))
+            self._tasks[assignment] = asyncio.ensure_future(self._guard(assignment, source))
         self._kept = {}
         self._joined = True
 
-    async def _guard(self, assignment: Assignment) -> None:
+    def _opening(self, topic: str) -> list[str]:
+        tps = [assignment.tp for assignment in self._tasks if assignment.next is None]
+        partitions = sorted(tp.partition for tp in tps if tp.topic == topic)
+        return [f"reading back {topic}, partitions {', '.join(map(str, partitions))}"] if partitions else []
+
+    async def _guard(self, assignment: Assignment, source: Source) -> None:
         try:
-            await assignment.run(self._settings.from_, self._settings.recall_s)
+            await assignment.run(source.from_, source.recall_s)
         except Abandoned:
             pass
         except (CommitFailedError, IllegalStateError) as error:
@@ -188,7 +194,7 @@ class GroupReader:
         await self.leave()
         if self._consumer is not None:
             await _bounded(self._consumer.stop(), _CLOSE_S)
-        self._outcomes.assigned(())
+        self._outcomes.assigned((), of=self)
 
 
 class _Listener(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka has no types

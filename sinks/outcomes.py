@@ -19,7 +19,11 @@ def instruments(component: str) -> tuple[Instrument, ...]:
     return (
         Instrument(f"{prefix}_records_read_total", "counter", "Records read, to be delivered."),
         Instrument(f"{prefix}_records_delivered_total", "counter", "Records of which all was delivered."),
-        Instrument(f"{prefix}_records_duplicate_total", "counter", "Records that were replays."),
+        Instrument(
+            f"{prefix}_records_duplicate_total",
+            "counter",
+            "Records that say nothing new: replays, and alerts that are deleted.",
+        ),
         Instrument(
             f"{prefix}_records_dropped_total", "counter", "Records refused for their time, by reason.", ("reason",)
         ),
@@ -50,6 +54,7 @@ class Outcomes:
         self._prefix = f"gpustream_{component}"
         self._made = made
         self._held = 0
+        self._lags: dict[object, list[int]] = {}
 
     def read(self, records: int) -> None:
         """Records were read, and are held now."""
@@ -75,9 +80,10 @@ class Outcomes:
         """An offset commit ended."""
         self._counter("commits_total", "ok" if ok else "failed").inc()
 
-    def assigned(self, lags: Iterable[int]) -> None:
-        """The partitions at hand, each with how many records are ahead."""
-        known = list(lags)
+    def assigned(self, lags: Iterable[int], of: object = None) -> None:
+        """The partitions at hand ``of`` one of several readers, each with how many records are ahead."""
+        self._lags[of] = list(lags)
+        known = [lag for some in self._lags.values() for lag in some]
         self._made.gauge(f"{self._prefix}_partitions").set(len(known))
         self._made.gauge(f"{self._prefix}_lag_records").set(sum(known))
 

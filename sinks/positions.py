@@ -1,10 +1,14 @@
 """Where a partition is to be read from: the first unfinished record, and how far before it to read back."""
 
+import math
 import time
 from typing import Any, Literal, NamedTuple
 
 From = Literal["earliest", "latest"] | float
 """Where a group without offsets starts: at an end of the log, or so many seconds ago."""
+
+WHOLE = math.inf
+"""Read back the whole log: of a compacted topic, whose older records are as true as its newest."""
 
 _FETCH_MS = 1000
 _ANY_TIME_MS = 1
@@ -40,7 +44,7 @@ class Positions:
         end = (await self._consumer.end_offsets([self._tp]))[self._tp]
         if committed is None:
             first = await self._first(from_, begin, end)
-            return Start(first, first, is_new=True)
+            return Start(begin if recall_s == WHOLE else first, first, is_new=True)
         if committed > end:  # the topic was made anew
             return Start(begin, begin)
         if committed <= begin:
@@ -59,6 +63,8 @@ class Positions:
 
     async def _before(self, committed: int, begin: int, recall_s: float) -> int:
         """The first record of the time before the last finished one."""
+        if recall_s == WHOLE:
+            return begin
         finished_ms = await self._time_of(committed - 1)
         if finished_ms is None:
             return committed

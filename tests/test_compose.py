@@ -75,7 +75,9 @@ def test_the_services_are_the_whole_pipeline() -> None:
         "produce simulated",
         "produce node",
         "stream attribution",
+        "stream alerts",
         "sink remote-write",
+        "sink alertmanager",
     ]
 
 
@@ -100,8 +102,10 @@ def test_what_writes_to_a_server_waits_for_it() -> None:
     waits_for = {name: set(service.get("depends_on", {})) for name, service in SERVICES.items()}
     assert waits_for["topics"] == {"kafka"}
     assert waits_for["remote-write"] == {"topics", "prometheus"}
+    assert waits_for["alertmanager-sink"] == {"topics", "alertmanager"}
     assert waits_for["grafana"] == {"prometheus"}
-    assert {frozenset(waits_for[name]) for name in ("producer", "node", "attribution")} == {frozenset({"topics"})}
+    streams = {frozenset(waits_for[name]) for name in ("producer", "node", "attribution", "alerts")}
+    assert streams == {frozenset({"topics"})}
 
 
 def test_whatever_stays_up_is_restarted_and_asked_whether_it_is_well() -> None:

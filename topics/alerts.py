@@ -1,25 +1,191 @@
-"""gpu.alerts and gpu.alert-state: the last state of each alert, and what the alert stream remembers."""
+"""gpu.alerts and gpu.alert-state: the last state of each alert, and what the alert stream remembers.
 
-from topics.topic import Topic
+Source: RFC 3339 for the times, RFC 7693 (BLAKE2) for the fingerprint.
+"""
+
+from datetime import UTC, datetime, timedelta
+from hashlib import blake2b
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from topics.topic import Name, Number, Topic, UInt, Version
+
+Severity = Literal["info", "warning", "critical"]
+State = Literal["firing", "resolved"]
+Fingerprint = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{16}\Z", description="16 hex digits")]
+Time = Annotated[datetime, msgspec.Meta(tz=True, description="RFC 3339, UTC, of a whole millisecond")]
+
+MAX_TIME_MS = 253_402_300_799_999
+"""The last millisecond of the year 9999: RFC 3339 has no later one."""
+
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_MILLISECOND = timedelta(milliseconds=1)
+
+
+class Alert(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What an alert has come to. Nothing in it tells when it was written: written again, it has the same bytes.
+
+    ``name`` is the rule's, ``starts_at`` and ``ends_at`` the event times at which it fired and was resolved, ``value``
+    the figure that the rule judges, when it fired. ``labels`` were frozen then. ``resolved_because``: ``condition`` (it
+    no longer holds), ``pod_ended``, ``policy``, ``rule_removed``, ``device_removed``, ``node_removed``, or ``ticks``
+    (of a node that had been silent).
+    """
+
+    schema: Version
+    name: str
+    state: State
+    fingerprint: Fingerprint
+    cluster: Name
+    node: Name
+    starts_at: Time
+    ends_at: Time | None = None
+    severity: Severity
+    value: Number | None = None
+    labels: dict[str, str] = {}
+    annotations: dict[str, str] = {}
+    resolved_because: str | None = None
+
+
+class Tracked(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A condition that holds, or held so lately that its alert still fires.
+
+    ``since_ms``: from when on it has held. ``ceased_ms``: it no longer does, since then; ``keep_ms``: for how long its
+    alert fires on. ``blind_ms``: there is no evidence since then. ``event``: it is no state that lasts, but something
+    that happened. ``alert`` is what was written of it, ``written_ms`` when; a pending condition has neither.
+    """
+
+    name: str
+    device: str = ""
+    pod_uid: str = ""
+    key: str = ""
+    since_ms: UInt
+    ceased_ms: UInt | None = None
+    blind_ms: UInt | None = None
+    event: bool = False
+    keep_ms: UInt = 0
+    alert: Alert | None = None
+    written_ms: UInt | None = None
+
+
+class AlertState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What the alert stream remembers of a node, as of the last tick that changed it.
+
+    ``offset`` is that tick's own (of the sample), ``position`` that of its record in gpu.attributed, ``generation``
+    how often these offsets have begun again. ``last_ts_ms`` and ``logged_ms`` are its time, by the node's clock and by
+    the broker's. ``silent``: no tick came after it for a while. ``resolved``: the fingerprints of resolved alerts that
+    are still in gpu.alerts, and when they ended. ``memory`` is the conditions' own.
+    """
+
+    schema: Version
+    cluster: Name
+    node: Name
+    generation: UInt = 0
+    offset: UInt
+    position: UInt
+    last_ts_ms: UInt
+    logged_ms: UInt
+    silent: bool = False
+    tracked: tuple[Tracked, ...] = ()
+    resolved: dict[str, UInt] = {}
+    memory: Any = None
+
+
+def fingerprint(name: str, cluster: str, node: str, device: str = "", pod_uid: str = "", key: str = "") -> str:
+    """What tells alerts apart: the rule's name, the node, and the device, pod and key that it is about, if any."""
+    return blake2b("\0".join((name, cluster, node, device, pod_uid, key)).encode(), digest_size=8).hexdigest()
+
+
+def transition_id(alert: Alert) -> str:
+    """What tells transitions apart: a repeat after a crash has the same one."""
+    return f"{alert.fingerprint}/{milliseconds(alert.starts_at)}/{alert.state}"
+
+
+def time(ms: int) -> datetime:
+    """The time of milliseconds since the epoch, from 0 to :data:`MAX_TIME_MS`."""
+    return _EPOCH + ms * _MILLISECOND
+
+
+def milliseconds(at: datetime) -> int:
+    """Milliseconds since the epoch."""
+    return (at - _EPOCH) // _MILLISECOND
+
+
+_EXAMPLE = {
+    "schema": 1,
+    "name": "GPUHeldIdle",
+    "state": "firing",
+    "fingerprint": fingerprint(
+        "GPUHeldIdle",
+        "prod-us-east-1",
+        "gpu-node-1",
+        "GPU-0f12ab34-5c6d-7e8f-9a0b-1c2d3e4f5a6b",
+        "1b6c0f0e-8a1d-4f0b-9d55-0f6f1c9b7a10",
+    ),
+    "cluster": "prod-us-east-1",
+    "node": "gpu-node-1",
+    "starts_at": "2026-11-20T23:59:12.500000Z",
+    "severity": "warning",
+    "value": 900.0,
+    "labels": {
+        "alertname": "GPUHeldIdle",
+        "severity": "warning",
+        "k8s_cluster_name": "prod-us-east-1",
+        "k8s_node_name": "gpu-node-1",
+        "gpu_uuid": "GPU-0f12ab34-5c6d-7e8f-9a0b-1c2d3e4f5a6b",
+        "gpu_index": "0",
+        "k8s_namespace_name": "ml-team",
+        "k8s_pod_name": "bert-0",
+        "k8s_workload_kind": "Job",
+        "k8s_workload_name": "bert-finetune-v3",
+    },
+    "annotations": {
+        "summary": "ml-team/bert-0 holds GPU 0 of gpu-node-1 and has not used it for 15m",
+        "runbook": "docs/runbooks/GPUHeldIdle.md",
+    },
+}
 
 TOPIC = Topic(
     name="gpu.alerts",
     key="the alert's fingerprint",
-    record=None,
+    record=Alert,
     cleanup="compact",
     retention_hours=None,
     by_node=False,
-    promise="The last record of a key is the alert's state. Open alerts are written again daily.",
-    example={},
+    promise=(
+        "The last record of a key is the alert's state. A transition is identified by (fingerprint, starts_at, state): "
+        "at least once, and a repeat has the same bytes. Each firing is followed by at most one resolved. Open alerts "
+        "are written again daily; an alert that was resolved 7 days ago is deleted (a record without a value)."
+    ),
+    example=_EXAMPLE,
 )
 
 STATE = Topic(
     name="gpu.alert-state",
     key="cluster/node",
-    record=None,
+    record=AlertState,
     cleanup="compact",
     retention_hours=None,
     by_node=True,
-    promise="Private to the alert stream.",
-    example={},
+    promise="Private to the alert stream, which writes it when it changes and reads it whole when it starts.",
+    example={
+        "schema": 1,
+        "cluster": "prod-us-east-1",
+        "node": "gpu-node-1",
+        "offset": 40312,
+        "position": 40377,
+        "last_ts_ms": 1795219152500,
+        "logged_ms": 1795219152540,
+        "tracked": [
+            {
+                "name": _EXAMPLE["name"],
+                "device": "GPU-0f12ab34-5c6d-7e8f-9a0b-1c2d3e4f5a6b",
+                "pod_uid": "1b6c0f0e-8a1d-4f0b-9d55-0f6f1c9b7a10",
+                "since_ms": 1795218252500,
+                "alert": _EXAMPLE,
+                "written_ms": 1795219152500,
+            }
+        ],
+        "memory": {},
+    },
 )

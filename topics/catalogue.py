@@ -8,6 +8,7 @@ from topics.metric import PROFILES, Info, Labels, Metric, Profile, Ratio, Series
 from topics.metric_rows import ROWS
 
 __all__ = [
+    "ALERT_FIRING",
     "CATALOGUE",
     "CONFLICT",
     "DERIVED",
@@ -123,6 +124,15 @@ XID_ERRORS = Info(
     "counter",
     ("xid",),
 )
+
+ALERT_FIRING = Info(
+    "gpu_alert_firing",
+    "1 while an alert fires, with the alert's labels, its severity and its fingerprint, which no two alerts share. "
+    "From remote write only.",
+    "bool",
+    labels=("alertname", "severity", "fingerprint"),
+)
+"""With all names and labels, from gpu.alerts."""
 
 FURTHER = (*POD_PARTS.values(), *UNATTRIBUTED.values(), SPLIT_SCALED, CONFLICT, DEVICE_INFO, XID_ERRORS)
 """What a device has beside its metrics, called the same with all names."""

@@ -11,6 +11,7 @@ import msgspec
 
 from topics import generated, registry
 from topics.catalogue import (
+    ALERT_FIRING,
     CATALOGUE,
     DERIVED,
     FURTHER,
@@ -101,6 +102,10 @@ def metrics_markdown() -> str:
         "pods that share it, and of what is known of it. `gpu_info` has its labels with every label set, "
         "`pod-devices` too.",
         _table(("series", "unit", "kind", "meaning"), map(_info, FURTHER)),
+        "### Of alerts",
+        "From gpu.alerts, with the alert's own labels, whatever the profile. 1 at its start and again every minute; it "
+        "ends with a staleness marker when the alert does.",
+        _table(("series", "unit", "kind", "meaning"), [_info(ALERT_FIRING)]),
     ]
     return "\n\n".join(parts) + "\n"
 

@@ -64,14 +64,16 @@ class _Record:
 
     __slots__ = ("acknowledged", "headers", "key", "partition", "sent", "topic", "value")
 
-    def __init__(self, topic: str, value: bytes, key: bytes | None, partition: int | None, headers: Headers) -> None:
+    def __init__(
+        self, topic: str, value: bytes | None, key: bytes | None, partition: int | None, headers: Headers
+    ) -> None:
         self.topic, self.value, self.key, self.partition, self.headers = topic, value, key, partition, headers
         self.sent: asyncio.Future[Any] | None = None
         self.acknowledged: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     def size(self) -> int:
         headers = sum(len(name) + len(value) + 10 for name, value in self.headers)
-        return len(self.value) + len(self.key or b"") + headers + RECORD_OVERHEAD_BYTES
+        return len(self.value or b"") + len(self.key or b"") + headers + RECORD_OVERHEAD_BYTES
 
 
 class Sender:
@@ -110,16 +112,22 @@ class Sender:
         await self._healthy.wait()
 
     async def send(
-        self, topic: str, value: bytes, *, key: bytes | None = None, partition: int | None = None, headers: Headers = ()
+        self,
+        topic: str,
+        value: bytes | None,
+        *,
+        key: bytes | None = None,
+        partition: int | None = None,
+        headers: Headers = (),
     ) -> asyncio.Future[int]:
         """Send a record, waiting for room. The future gives its offset once acknowledged, or raises Unsendable.
 
-        Once the sender is stopped, it is cancelled.
+        A record without a value deletes its key from a compacted topic. Once the sender is stopped, it is cancelled.
         """
         record = _Record(topic, value, key, partition, headers)
         if record.size() > MAX_MESSAGE_BYTES:
             record.acknowledged.set_exception(
-                Unsendable(f"{len(value)} bytes, and a record may have {MAX_MESSAGE_BYTES - RECORD_OVERHEAD_BYTES}")
+                Unsendable(f"{record.size()} bytes, and a record may have {MAX_MESSAGE_BYTES}")
             )
             return record.acknowledged
         await self._healthy.wait()

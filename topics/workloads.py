@@ -15,7 +15,10 @@ class Owner(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Pod(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A pod and its owner chain, from the pod upward. It ran in [started_ms, ended_ms)."""
+    """A pod and its owner chain, from the pod upward. It ran in [started_ms, ended_ms).
+
+    Among its ``annotations`` are those of its namespace under ``gpustream.dev/`` that it has not itself.
+    """
 
     namespace: str
     name: str
@@ -39,7 +42,10 @@ class DraDevice(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class NodeWorkloads(msgspec.Struct, frozen=True, kw_only=True):
-    """A node's GPU pods. ``epoch`` is the leader's that wrote it: readers drop records of an older one."""
+    """A node's GPU pods. ``epoch`` is the leader's that wrote it: readers drop records of an older one.
+
+    ``removed``: the node is no longer in the cluster; nothing more is said of it unless it comes back.
+    """
 
     schema: Version
     cluster: Name
@@ -50,6 +56,7 @@ class NodeWorkloads(msgspec.Struct, frozen=True, kw_only=True):
     node_labels: dict[str, str] = {}
     pods: tuple[Pod, ...] = ()
     dra_devices: tuple[DraDevice, ...] = ()
+    removed: bool = False
 
 
 TOPIC = Topic(

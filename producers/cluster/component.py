@@ -234,7 +234,8 @@ class ClusterProducer:
         if content is None:
             return
         self._instruments.counter(own.SHED).inc(content.shed)
-        publisher.publish(_now_ms(), node, content.node_labels, content.pods, content.dra_devices)
+        about = content.node_labels, content.pods, content.dra_devices
+        publisher.publish(_now_ms(), node, *about, removed=content.last)
         if content.last:
             publisher.forget(node)
 

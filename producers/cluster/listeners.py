@@ -115,7 +115,7 @@ def namespaces(state: State, instruments: Instruments, wake: Callable[[], None])
     target = Target(
         kind=objects.Object,
         begin=state.namespaces.begin,
-        put=lambda namespace: state.put_namespace(namespace.metadata.name, namespace.metadata.labels),
+        put=lambda one: state.put_namespace(one.metadata.name, one.metadata.labels, one.metadata.annotations),
         remove=lambda namespace: state.remove_namespace(namespace.name),
         seen=lambda namespace: state.namespaces.seen(namespace.name),
         complete=state.complete_namespaces,

@@ -17,10 +17,13 @@ from producers.cluster import objects, pods, slices
 from producers.cluster.labelled import Labelled
 from producers.cluster.pods import Change, Pods, Reading
 from producers.cluster.room import JsonDict, fit, size
-from producers.cluster.selection import AllowList
+from producers.cluster.selection import LABEL_BOUNDS, AllowList
 from producers.cluster.slices import Slices
 from producers.sending import LARGEST_VALUE_BYTES
 from topics.workloads import Owner
+
+_POLICIES = AllowList(("gpustream.dev/*",), LABEL_BOUNDS)
+"""The annotations of a namespace that its pods inherit."""
 
 HEAD_BYTES = 4096
 """What a record has beside its pods, devices and labels, generously."""
@@ -66,6 +69,7 @@ class State:
         self.slices = Slices()
         self.nodes = Labelled()
         self.namespaces = Labelled()
+        self._policies: dict[str, dict[str, str]] = {}
         self._chains: dict[str, tuple[JsonDict, ...]] = {}
         self._followed: set[str] = set()
         self._gone_ms: dict[str, int] = {}
@@ -135,10 +139,15 @@ class State:
         for name in self.nodes.missing():
             self.remove_node(name, now_ms)
 
-    def put_namespace(self, name: str, labels: Mapping[str, str] | None) -> None:
-        """A namespace as it is now."""
+    def put_namespace(
+        self, name: str, labels: Mapping[str, str] | None, annotations: Mapping[str, str] | None = None
+    ) -> None:
+        """A namespace as it is now. Its policies are its pods' too, where they have none of their own."""
         self._left_namespaces.pop(name, None)
-        if self.namespaces.put(name, self._selection.namespace_labels.keep(labels).entries):
+        policies = _POLICIES.keep(annotations).entries
+        other = self._policies.get(name, {}) != policies
+        self._policies[name] = policies
+        if self.namespaces.put(name, self._selection.namespace_labels.keep(labels).entries) or other:
             self._mark(pod.node for pod in self.pods.in_namespace(name))
 
     def complete_namespaces(self) -> None:
@@ -181,6 +190,7 @@ class State:
         for name in [name for name in self._left_namespaces if not self.pods.in_namespace(name)]:
             del self._left_namespaces[name]
             self.namespaces.remove(name)
+            self._policies.pop(name, None)
 
     def _apply(self, changes: Iterable[Change]) -> None:
         for before, after in changes:
@@ -216,7 +226,7 @@ class State:
             "started_ms": pod.started_ms,
             "ended_ms": gone_ms if pod.ended_ms is None else pod.ended_ms,
             "labels": pod.labels,
-            "annotations": pod.annotations,
+            "annotations": {**self._policies.get(pod.namespace, {}), **pod.annotations},
             "namespace_labels": self.namespaces.get(pod.namespace) or {},
             "owners": self._owners(pod),
         }

@@ -131,7 +131,8 @@ def activity(pod: Pod, now_ms: int, chance: float) -> float:
             period_ms = 20_000 + 40_000 * pod.seed
             return 0.75 + 0.25 * chance if age_ms % period_ms < 0.4 * period_ms else 0.02 * chance
         case "idle":
-            return 0.05 if chance > 0.98 else 0.0
+            period_ms = 1_200_000 + 2_400_000 * pod.seed
+            return 0.05 if chance > 0.9 and age_ms % period_ms < 0.1 * period_ms else 0.0
 
 
 def memory(load: Load, total_bytes: int, now_ms: int) -> int:

@@ -24,6 +24,12 @@ INSTRUMENTS: tuple[Instrument, ...] = (
         "Samples left out because another device of the tick has the same labels.",
     ),
     Instrument(
+        "gpustream_remote_write_alert_samples_refused_total",
+        "counter",
+        "Samples of gpu_alert_firing that the receiver refused, by reason.",
+        ("reason",),
+    ),
+    Instrument(
         "gpustream_remote_write_samples_accepted_total", "counter", "Samples accepted, with derived ones and markers."
     ),
     Instrument("gpustream_remote_write_markers_total", "counter", "Series ended with a staleness marker."),

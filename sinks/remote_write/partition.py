@@ -178,11 +178,11 @@ def _end(read: _Read, fate: Fate | None) -> tuple[Outcome, str]:
     reasons = {refusal.reason for _, refusal in fate.refused}
     if reasons <= UNTIMELY:
         return "dropped", min(reasons)
-    return "dead_lettered", _describe(fate)
+    return "dead_lettered", describe(fate)
 
 
-def _describe(fate: Fate) -> str:
-    """One line: what was said, and which series, the first few of them by name and labels."""
+def describe(fate: Fate) -> str:
+    """One line on what was refused: what was said, and which series, the first few of them by name and labels."""
     refusal = fate.refused[0][1]
     names = [_name(group, row) for group, _ in fate.refused for row in range(len(group.values))]
     more = f" and {len(names) - _SERIES_NAMED} more series" if len(names) > _SERIES_NAMED else ""

@@ -1,21 +1,26 @@
-"""The remote-write sink: gpu.attributed -> a receiver of Prometheus remote write, once, in order, with series' ends.
+"""The remote-write sink: gpu.attributed and gpu.alerts -> a receiver of Prometheus remote write, once, in order.
 
-In: gpu.attributed. Out: requests to ``--url``; gpu.dead-letters. State: none that a restart does not read back.
+In: gpu.attributed; gpu.alerts, read back whole. Out: requests to ``--url``; gpu.dead-letters.
+State: none that a restart does not read back.
 On failure: an outage of the receiver or of Kafka is waited for; what the receiver refuses is found out and left out.
 """
 
 import asyncio
 
-from sinks.consumer import GroupReader, reading
+from sinks.consumer import GroupReader, Source, membership
 from sinks.dead_letters import DeadLetters, connecting
 from sinks.labels import default_labels
 from sinks.outcomes import Outcomes
+from sinks.positions import WHOLE
+from sinks.remote_write.alert_partition import AlertPartition
+from sinks.remote_write.alert_series import AlertSeries
 from sinks.remote_write.client import Client
 from sinks.remote_write.config import RemoteWriteSettings
 from sinks.remote_write.instruments import COMPONENT, INSTRUMENTS
 from sinks.remote_write.partition import OnOutcome, RemoteWritePartition, Shared
 from sinks.remote_write.series import Series
 from sinks.remote_write.transmit import Transmitter
+from topics.alerts import TOPIC as ALERTS
 from topics.attributed import TOPIC
 from topics.instruments import Instruments
 from topics.sender import Sender
@@ -66,10 +71,19 @@ class RemoteWriteSink:
             stale_after_s=settings.stale_after_s,
             on_outcome=self._on_outcome,
         )
-        labels = settings.labels or default_labels(settings.names)
-        consumer = reading(TOPIC.name, settings)
+        return GroupReader(membership(settings), self._sources(shared), outcomes)
 
-        def handler(_: int) -> RemoteWritePartition:
-            return RemoteWritePartition(Series(settings.names, labels, settings.max_labels), shared)
+    def _sources(self, shared: Shared) -> list[Source]:
+        settings = self.settings
+        label_set = settings.labels or default_labels(settings.names)
 
-        return GroupReader(consumer, handler, outcomes)
+        def samples(_: int) -> RemoteWritePartition:
+            return RemoteWritePartition(Series(settings.names, label_set, settings.max_labels), shared)
+
+        def alerts(_: int) -> AlertPartition:
+            return AlertPartition(AlertSeries(settings.max_labels), shared)
+
+        return [
+            Source(TOPIC.name, samples, settings.from_, settings.stale_after_s),
+            Source(ALERTS.name, alerts, settings.from_, WHOLE),
+        ]

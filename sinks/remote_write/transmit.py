@@ -9,7 +9,6 @@ attempt that is under way; the request may be in then, or not.
 
 import asyncio
 import logging
-import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Literal
@@ -17,7 +16,7 @@ from typing import Literal
 from cramjam import snappy
 
 from sinks.blocks import Group
-from sinks.dead_letters import Abandoned
+from sinks.http import pause
 from sinks.remote_write import encode_v1, encode_v2
 from sinks.remote_write.policy import Answer, Meaning, Protocol, Refusal, meaning, refusal
 from topics.instruments import Instruments
@@ -30,7 +29,6 @@ Post = Callable[[bytes, Protocol], Awaitable[Answer]]
 SERVER_ERRORS = 5
 """So many 500 in a row are the request's fault, if others are accepted meanwhile."""
 
-MAX_RETRY_AFTER_S = 300.0
 _BACKOFF_FIRST_S = 0.2
 _BACKOFF_MAX_S = 30.0
 _LOG_EVERY_S = 30.0
@@ -85,7 +83,7 @@ class Transmitter:
             if means == "not-2.0" and not self._fixed:
                 self._fall_back(answer)
                 continue
-            await self._pause(attempt, answer, abandon)
+            await pause(attempt, answer.retry_after_s, abandon, first_s=self._first_s, max_s=_BACKOFF_MAX_S)
             attempt += 1
 
     async def _still_accepts(self) -> bool:
@@ -135,14 +133,3 @@ class Transmitter:
         if self.protocol == "2.0":
             log.info("HTTP %d to remote write 2.0 without a count of what was written: going on in 1.0", answer.status)
             self.protocol = "1.0"
-
-    async def _pause(self, attempt: int, answer: Answer, abandon: asyncio.Event) -> None:
-        """Wait before the next attempt. Raises Abandoned as soon as there is to be none."""
-        delay = min(_BACKOFF_MAX_S, self._first_s * 2 ** min(attempt, 16)) * random.uniform(0.5, 1.0)
-        if answer.retry_after_s is not None:
-            delay = max(delay, min(answer.retry_after_s, MAX_RETRY_AFTER_S))
-        try:
-            await asyncio.wait_for(abandon.wait(), delay)
-        except TimeoutError:
-            return
-        raise Abandoned

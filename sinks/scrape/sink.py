@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sinks import outcomes
-from sinks.consumer import GroupReader, reading
+from sinks.consumer import GroupReader, Source, membership
 from sinks.dead_letters import DeadLetters, connecting
 from sinks.labels import LABEL_SETS, MAX_LABELS, LabelSet, default_labels
 from sinks.outcomes import Outcomes
@@ -108,8 +108,10 @@ class ScrapeSink:
             letters=DeadLetters(sender, "sink scrape"),
             on_outcome=self._on_outcome,
         )
-        consumer = reading(TOPIC.name, settings)
-        return GroupReader(consumer, lambda partition: self._partition(partition, shared), shared.outcomes)
+        source = Source(
+            TOPIC.name, lambda number: self._partition(number, shared), settings.from_, settings.stale_after_s
+        )
+        return GroupReader(membership(settings), [source], shared.outcomes)
 
     def _partition(self, partition: int, shared: Shared) -> LatestOfPartition:
         """A handler; it is known here for as long as the reader has a use for it."""

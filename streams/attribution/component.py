@@ -6,26 +6,21 @@ On failure: what can't be decoded or sent goes to gpu.dead-letters; an output th
 """
 
 import asyncio
-import contextlib
-import logging
-import time
 from collections.abc import AsyncIterable, Callable
 
 import msgspec
 from prometheus_client import CollectorRegistry
 
 from streams.attribution.instruments import INSTRUMENTS
-from streams.attribution.joiner import ALLOCATIONS, DEAD_LETTERS, OUTPUT, SAMPLES, WORKLOADS, Joiner
+from streams.attribution.joiner import ALLOCATIONS, OUTPUT, SAMPLES, WORKLOADS, Joiner
+from streams.bookkeeping import DEAD_LETTERS
+from streams.checking import checked
 from streams.reader.app import ReaderApp, ReaderSettings
 from streams.reader.reader import Batch
 from streams.reader.watchdog import fail_stop
-from topics import broker
 from topics.instruments import Instruments
 
-log = logging.getLogger(__name__)
-
 GROUP = "gpustream-attribution"
-_ASK_BROKER_EVERY_S = 1.0
 
 
 class AttributionSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,8 +48,9 @@ class Attribution:
     async def run(self, stop: asyncio.Event) -> None:
         """Check the topics, then attribute until ``stop`` is set."""
         s = self._settings
-        checked = await self._checked(stop)
-        if checked is None:
+        names = (SAMPLES, ALLOCATIONS, WORKLOADS, OUTPUT, DEAD_LETTERS)
+        topics = await checked(s.kafka, names, stop, timeout_s=s.start_timeout_s)
+        if topics is None:
             return
         reads = ReaderSettings(
             group=s.group,
@@ -64,7 +60,7 @@ class Attribution:
             instance_id=s.instance_id,
             session_timeout_s=s.session_timeout_s,
         )
-        joiner = Joiner(self.instruments, grace_s=s.grace_s, partitions=checked.partitions[SAMPLES])
+        joiner = Joiner(self.instruments, grace_s=s.grace_s, partitions=topics.partitions[SAMPLES])
         app = self._app = joiner.app = ReaderApp(reads, joiner, fail=self._fail)
 
         @app.agent(app.batches, name=self.name)  # type: ignore[untyped-decorator]
@@ -78,25 +74,6 @@ class Attribution:
             await app.run(stop)
         finally:
             looking.cancel()
-
-    async def _checked(self, stop: asyncio.Event) -> broker.Checked | None:
-        """The topics, once the broker answers; None when stopped before."""
-        names = (SAMPLES, ALLOCATIONS, WORKLOADS, OUTPUT, DEAD_LETTERS)
-        deadline_s = time.monotonic() + self._settings.start_timeout_s
-        while not stop.is_set():
-            try:
-                checked = await broker.check(self._settings.kafka, names)
-            except broker.BrokerUnavailable as error:
-                if time.monotonic() > deadline_s:
-                    raise
-                log.info("waiting for Kafka: %s", error)
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(stop.wait(), _ASK_BROKER_EVERY_S)
-            else:
-                for mismatch in checked.harmless:
-                    log.warning("%s", mismatch)
-                return checked
-        return None
 
     def not_ready(self) -> list[str]:
         """What keeps it from attributing; empty when it does."""

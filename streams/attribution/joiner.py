@@ -13,14 +13,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
-from aiokafka.partitioner import murmur2
 
 from streams.attribution import join
-from streams.attribution.decode import Malformed, Reason, decode
+from streams.attribution.decode import decode
+from streams.bookkeeping import Bookkeeping
+from streams.decoding import Malformed, Reason
 from streams.reader.app import ReaderApp
 from streams.reader.ledger import Partition, Slot
 from streams.reader.reader import Batch
-from topics.dead_letters import Origin, letter
 from topics.instruments import Instruments
 from topics.samples import Sample
 from topics.sender import Unsendable
@@ -29,7 +29,7 @@ from topics.topic import node_key
 log = logging.getLogger(__name__)
 
 SAMPLES, ALLOCATIONS, WORKLOADS = "gpu.samples", "gpu.allocations", "gpu.workloads"
-OUTPUT, DEAD_LETTERS = "gpu.attributed", "gpu.dead-letters"
+OUTPUT = "gpu.attributed"
 
 _LOOK_EVERY_S = 0.2
 _FORGET_AFTER_MS = 48 * 3_600_000
@@ -45,7 +45,8 @@ class Joiner:
     app: ReaderApp
 
     def __init__(self, instruments: Instruments, *, grace_s: float, partitions: int) -> None:
-        self._instruments, self._grace_s, self._partitions = instruments, grace_s, partitions
+        self._instruments, self._grace_s = instruments, grace_s
+        self._books = Bookkeeping(instruments, stage="attribution", partitions=partitions)
         self._states: dict[int, dict[bytes, join.NodeState]] = defaultdict(dict)
         self._waiting: dict[int, dict[bytes, None]] = defaultdict(dict)
         self._open: dict[tuple[int, int], tuple[Slot, Any]] = {}
@@ -55,7 +56,6 @@ class Joiner:
         self._lock = asyncio.Lock()
         self._encoder = msgspec.json.Encoder()
         self._letters: set[asyncio.Task[None]] = set()
-        self._counted: dict[str, int] = {}
 
     # -- records
 
@@ -72,7 +72,7 @@ class Joiner:
             self.app.fail(f"the join failed: {error!r}")
 
     async def _take(self, slot: Slot, record: Any) -> None:
-        self._instruments.counter("gpustream_attribution_read_total", slot.tp.topic).inc()
+        self._books.read(slot.tp.topic)
         try:
             decoded = decode(slot.tp.topic, record.key, record.value)
         except Malformed as error:
@@ -104,7 +104,7 @@ class Joiner:
         states = self._states[partition]
         state = states.get(key)
         if state is None:
-            self._check_partition(partition, key)
+            self._books.check_place(partition, key)
             state = join.NEW
         states[key], joined = join.step(state, record, self._grace_s)
         if states[key].held:
@@ -113,14 +113,6 @@ class Joiner:
             self._waiting[partition].pop(key, None)
         for one in joined:
             await self._send(partition, one)
-
-    def _check_partition(self, partition: int, key: bytes) -> None:
-        """Once a node: whether its key belongs here, or another partitioner put it here."""
-        if (murmur2(key) & 0x7FFFFFFF) % self._partitions != partition:
-            self._instruments.counter("gpustream_attribution_misplaced_nodes_total").inc()
-            log.warning(
-                "%s is in partition %s, where murmur2 would not put it", key.decode("utf-8", "replace"), partition
-            )
 
     async def _send(self, partition: int, joined: join.Joined) -> None:
         sample = joined.sample
@@ -156,18 +148,7 @@ class Joiner:
             self.app.fail(f"no dead letter could be written: {writing.exception()!r}")
 
     async def _dead_letter(self, slot: Slot, record: Any, reason: Reason, error: str) -> None:
-        self._instruments.counter("gpustream_attribution_dead_lettered_total", slot.tp.topic, reason).inc()
-        log.warning("%s partition %s offset %s: %s: %.300s", *slot.tp, slot.offset, reason, error)
-        dead = letter(
-            record.key,
-            record.value,
-            Origin(slot.tp.topic, slot.tp.partition, slot.offset),
-            stage="attribution",
-            error=f"{reason}: {error}",
-            at_ms=time.time_ns() // 1_000_000,
-        )
-        sent = await self.app.sender.send(DEAD_LETTERS, dead.value, key=dead.key, headers=dead.headers)
-        self.app.finish_when(slot, [sent])
+        await self._books.dead_letter(self.app, slot, record, reason, error)
 
     # -- time
 
@@ -237,15 +218,11 @@ class Joiner:
             self._instruments.gauge("gpustream_attribution_lag_records", topic).set(lag)
 
     def _observe(self) -> None:
-        gauge, reader = self._instruments.gauge, self.app.reader
+        gauge = self._instruments.gauge
         held = sum(len(self._states[p][key].held) for p, keys in self._waiting.items() for key in keys)
         gauge("gpustream_attribution_held_ticks").set(held)
-        gauge("gpustream_attribution_open_bytes").set(reader.ledger.open_bytes)
         gauge("gpustream_attribution_nodes").set(sum(len(states) for states in self._states.values()))
-        for name, count in (("rebalances", reader.rebalances), ("holes", reader.holes), ("lost_offsets", reader.lost)):
-            counter = self._instruments.counter(f"gpustream_attribution_{name}_total")
-            counter.inc(count - self._counted.get(name, 0))
-            self._counted[name] = count
+        self._books.observe(self.app.reader)
 
 
 def _pod_wait_s(logged_ms: int) -> float:

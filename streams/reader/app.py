@@ -43,12 +43,18 @@ _STOP_S = 6.0
 
 
 class ReaderSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What a stream reads, as whom. Times in seconds, sizes in bytes."""
+    """What a stream reads, as whom. Times in seconds, sizes in bytes.
+
+    ``compacted`` are the states that are read whole. ``watched`` are topics that are not read: only where their
+    partitions end is asked, of those numbers whose inputs are read.
+    """
 
     group: str
     kafka: str
     inputs: tuple[str, ...]
     states: tuple[str, ...]
+    compacted: tuple[str, ...] = ()
+    watched: tuple[str, ...] = ()
     instance_id: str | None = None
     session_timeout_s: float = 10.0
     max_open_bytes: int = 128 * 1024 * 1024
@@ -96,6 +102,7 @@ class ReaderApp(faust.App):  # type: ignore[misc]
             self._deliver,
             inputs=frozenset(settings.inputs),
             states=frozenset(settings.states),
+            compacted=frozenset(settings.compacted),
             max_open_bytes=settings.max_open_bytes,
         )
         self._answers = 0
@@ -228,6 +235,8 @@ class ReaderApp(faust.App):  # type: ignore[misc]
         """Ask where our partitions end; of any partition where none is ours, to know whether the broker answers."""
         ledger, epoch, asked_s = self.reader.ledger, self.reader.ledger.epoch, time.monotonic()
         ours = list(ledger.positions())
+        numbers = {tp.partition for tp in ours if tp.topic in self.settings.inputs}
+        ours += [Partition(topic, number) for topic in self.settings.watched for number in sorted(numbers)]
         asking = asyncio.ensure_future(client.ends(ours or [Partition(self.settings.inputs[0], 0)]))
         done, _ = await asyncio.wait([asking], timeout=_ASK_EVERY_S * 10)
         if not done or asking.cancelled():

@@ -88,6 +88,12 @@ class Ledger:
         while window and window[0].done:
             self._prefix[slot.tp] = window.popleft().offset + 1
 
+    def set_aside(self, slot: Slot) -> None:
+        """The record is not finished, but its bytes are no longer held: only its offset waits."""
+        if slot.epoch == self.epoch and not slot.done:
+            self.open_bytes -= slot.size
+            slot.size = 0
+
     def open_in(self, tp: Partition) -> bool:
         """Whether a record of this partition was read and is not finished."""
         return bool(self._windows.get(tp))

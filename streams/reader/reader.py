@@ -73,14 +73,15 @@ class Stage(Protocol):
         """The broker has committed these offsets."""
 
     def ends(self, asked_s: float, ends: Mapping[Partition, int]) -> None:
-        """Where the assigned partitions end, asked of the broker at ``asked_s`` of the monotonic clock."""
+        """Where assigned and watched partitions end, asked of the broker at ``asked_s`` of the monotonic clock."""
 
 
 class Reader:
     """Reads the topics of ``inputs``, which are committed, and of ``states``, which each process reads for itself.
 
-    ``deliver`` takes a batch, waiting for room; ``compacted`` are topics whose holes are believed at once;
-    ``max_open_bytes`` bounds what is read and not finished.
+    ``deliver`` takes a batch, waiting for room; ``compacted`` are topics that are read whole, and whose holes are
+    believed at once; ``max_open_bytes`` bounds what is read and not finished. ``input_ends`` is where the inputs ended
+    at the assignment, ``torn`` the partition numbers whose committed offset was no longer in the log then.
     """
 
     def __init__(
@@ -99,6 +100,8 @@ class Reader:
         self.ledger = Ledger()
         self.commits: dict[Partition, int] = {}
         self.state_ends: dict[Partition, int] = {}
+        self.input_ends: dict[Partition, int] = {}
+        self.torn: frozenset[int] = frozenset()
         self.holes = self.lost = self.rebalances = self.turns = 0
         self._held = start.Held()
         self._waiting: set[int] = set()
@@ -179,7 +182,7 @@ class Reader:
         inputs = {tp for tp in assigned if tp.topic in self.inputs}
         states = {tp for tp in assigned if tp.topic in self.states}
         try:
-            found = await start.find(client, inputs, states, self._held)
+            found = await start.find(client, inputs, states, self._held, self.compacted)
             if epoch != self.ledger.epoch or assigned != client.assignment():
                 return
             await client.seek(found.positions)
@@ -198,7 +201,8 @@ class Reader:
         self.stage.drop(found.fresh | ({tp.partition for tp in self._held.states} - ours))
         self.ledger.begin(found.positions)
         self.commits = {tp: offset for tp, offset in found.positions.items() if tp.topic in self.inputs}
-        self.state_ends = dict(found.state_ends)
+        self.input_ends, self.state_ends = dict(found.input_ends), dict(found.state_ends)
+        self.torn = frozenset(tp.partition for tp in found.lost)
         self._doubted.clear()
         self._waiting = ours
         log.info("reading %s partitions, %s of them state", len(found.positions), len(found.state_ends))

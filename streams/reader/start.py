@@ -2,7 +2,8 @@
 
 A snapshot of a node is sent again every five minutes, so ten minutes of them hold every node's state; a partition whose
 newest record is older than that is read from ten minutes before it. A broker that can't find offsets by time, or a
-topic without times, is read from the beginning.
+topic without times, is read from the beginning; so is a compacted state topic, whose every record may be the last of
+its key.
 """
 
 import asyncio
@@ -46,13 +47,14 @@ class Held(msgspec.Struct, frozen=True):
 
 
 class Start(msgspec.Struct, frozen=True):
-    """Where reading begins: the next offset of each partition, and where each state partition ends at this moment.
+    """Where reading begins: the next offset of each partition, and where each partition ends at this moment.
 
     ``fresh`` are the partition numbers whose state is read anew, so that what is held of them must be dropped;
     ``lost`` are offsets that were committed as the next to read, but that the log no longer has.
     """
 
     positions: dict[Partition, int]
+    input_ends: dict[Partition, int]
     state_ends: dict[Partition, int]
     fresh: frozenset[int]
     lost: dict[Partition, int]
@@ -69,8 +71,14 @@ class Bounds(msgspec.Struct, frozen=True):
         return offset is not None and self.begins[tp] <= offset <= self.ends[tp]
 
 
-async def find(log: Log, inputs: Iterable[Partition], states: Iterable[Partition], held: Held) -> Start:
-    """Find where to begin to read these input and state partitions."""
+async def find(
+    log: Log,
+    inputs: Iterable[Partition],
+    states: Iterable[Partition],
+    held: Held,
+    compacted: frozenset[str] = frozenset(),
+) -> Start:
+    """Find where to begin to read these input and state partitions. ``compacted`` topics are read whole."""
     inputs, states = list(inputs), list(states)
     bounds = Bounds(*await asyncio.gather(log.beginnings(inputs + states), log.ends(inputs + states)))
     committed = dict(zip(inputs, await asyncio.gather(*(log.committed(tp) for tp in inputs)), strict=True))
@@ -79,8 +87,11 @@ async def find(log: Log, inputs: Iterable[Partition], states: Iterable[Partition
     fresh = {tp.partition for tp in states if not bounds.holds(tp, held.states.get(tp))}
     fresh |= {tp.partition for tp, offset in positions.items() if offset < held.commits.get(tp, 0)}
     kept = {tp: held.states[tp] for tp in states if tp.partition not in fresh}
-    anew = await _state_positions(log, [tp for tp in states if tp.partition in fresh], positions, bounds)
-    return Start(positions | kept | anew, {tp: bounds.ends[tp] for tp in states}, frozenset(fresh), lost)
+    whole = {tp: bounds.begins[tp] for tp in states if tp.partition in fresh and tp.topic in compacted}
+    recent = [tp for tp in states if tp.partition in fresh and tp.topic not in compacted]
+    anew = await _state_positions(log, recent, positions, bounds)
+    ends = {tp: bounds.ends[tp] for tp in inputs}, {tp: bounds.ends[tp] for tp in states}
+    return Start(positions | kept | whole | anew, *ends, frozenset(fresh), lost)
 
 
 def _position(committed: int | None, bounds: Bounds, tp: Partition) -> int:

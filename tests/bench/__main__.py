@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-BENCHMARKS = ("attribution", "latency", "sink", "remote_write", "node", "restart", "score", "cluster")
+BENCHMARKS = ("attribution", "latency", "sink", "remote_write", "node", "restart", "score", "idle", "alerts", "cluster")
 
 
 def main(names: list[str]) -> int:

@@ -14,10 +14,12 @@ from typing import Any, NamedTuple
 import msgspec
 
 from producers.simulated.fleet import Fleet, Tick, ticks
+from producers.simulated.node import Known
 from streams.attribution import join
 from topics.allocations import Allocations
 from topics.attributed import AttributedSample
 from topics.samples import Sample
+from topics.workloads import NodeWorkloads
 
 START_MS = 1_795_219_152_000
 SCRAPE_S = 30
@@ -54,23 +56,33 @@ def score(given: list[tuple[Reading, Holders]]) -> float:
 def attributed(life_s: int) -> tuple[dict[tuple[str, int], Holders], list[Reading]]:
     """The join's answer for every device and time, and the truth about them."""
     fleet = Fleet(NODES, GPUS, seed=7, pod_life_s=life_s)
-    states: dict[str, join.NodeState] = {}
-    snapshots: dict[str, tuple[int, list[dict[str, Any]]]] = {}
     given: dict[tuple[str, int], Holders] = {}
     readings: list[Reading] = []
-    for tick in ticks(fleet, START_MS, 1000, max(600, 3 * life_s)):
+    for tick, sample in joined(fleet, max(600, 3 * life_s)):
         readings += _readings(tick)
-        name = tick.node.name
+        given.update(_given(sample))
+    return given, readings
+
+
+def joined(fleet: Fleet, count: int) -> Iterator[tuple[Tick, AttributedSample]]:
+    """The fleet's ticks, a second apart, and what the join makes of each with all that the fleet's producers say."""
+    states: dict[str, join.NodeState] = {}
+    snapshots: dict[str, tuple[int, list[dict[str, Any]]]] = {}
+    waiting: dict[tuple[str, int], Tick] = {}
+    for tick in ticks(fleet, START_MS, 1000, count):
+        name, now_s = tick.node.name, tick.ts_ms / 1000
+        waiting[name, tick.seq] = tick
         seq, content = snapshots.get(name, (0, []))
-        state = states.get(name, join.NEW)
+        records: list[join.Record] = [_workloads(tick, news) for news in tick.news]
         if not seq or content != tick.reading.containers:
             seq += 1
             snapshots[name] = seq, tick.reading.containers
-            state, _ = join.step(state, _snapshot(tick, seq), 10.0)
-        state, out = join.step(state, join.Tick(_sample(tick, seq), tick.seq, 0.0, 0.0), 10.0)
-        states[name], _ = join.step(state, join.Committed(tick.seq), 10.0)
-        given.update(entry for one in out for entry in _given(one.sample))
-    return given, readings
+            records.append(_snapshot(tick, seq))
+        sample = join.Tick(_sample(tick, seq), tick.seq, now_s, now_s + join.POD_WAIT_S)
+        for record in (*records, join.Passed(now_s), sample):
+            states[name], out = join.step(states.get(name, join.NEW), record, 10.0)
+            yield from ((waiting.pop((name, one.sample.seq)), one.sample) for one in out)
+        states[name], _ = join.step(states[name], join.Committed(tick.seq - len(states[name].held)), 10.0)
 
 
 def scraped(readings: list[Reading]) -> Iterator[tuple[Reading, Holders]]:
@@ -101,6 +113,11 @@ def _given(sample: AttributedSample) -> Iterator[tuple[tuple[str, int], Holders]
 def _snapshot(tick: Tick, seq: int) -> Allocations:
     fields = {"schema": 1, "cluster": "default", "node": tick.node.name, "run_id": START_MS, "ts_ms": tick.ts_ms}
     return msgspec.convert({**fields, "seq": seq, "containers": tick.reading.containers}, Allocations)
+
+
+def _workloads(tick: Tick, news: Known) -> NodeWorkloads:
+    fields = {"schema": 1, "cluster": "default", "node": tick.node.name, "epoch": START_MS, "seq": tick.seq}
+    return msgspec.convert({**fields, "ts_ms": news.at_ms, "pods": news.pods}, NodeWorkloads)
 
 
 def _sample(tick: Tick, allocations_seq: int) -> Sample:

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import click
 import pytest
@@ -58,9 +59,10 @@ def test_help_shows_an_example_that_the_command_takes(path: tuple[str, ...]) -> 
     ("path", "target"),
     [
         (("produce", "simulated"), PRODUCERS["simulated"]),
-        (("stream",), STREAMS["attribution"]),
         (("sink", "remote-write"), SINKS["remote-write"]),
         (("sink", "scrape"), SINKS["scrape"]),
+        (("sink", "alertmanager"), SINKS["alertmanager"]),
+        (("sink", "webhook"), SINKS["webhook"]),
     ],
 )
 def test_every_option_of_a_component_sets_one_of_its_settings(path: tuple[str, ...], target: str) -> None:
@@ -70,6 +72,25 @@ def test_every_option_of_a_component_sets_one_of_its_settings(path: tuple[str, .
 
     assert given - SETTINGS_LESS <= fields
     assert given >= EVERYWHERE
+
+
+def test_every_option_of_the_streams_sets_a_setting_of_one() -> None:
+    kinds = [components.settings_type(components.load(target)) for target in STREAMS.values()]
+    fields = {name for kind in kinds for field in _fields(kind) for name in (field, components.option_of(field))}
+    given = {param.name for param in COMMANDS[("stream",)].params if isinstance(param, click.Option)}
+
+    assert EVERYWHERE <= given <= fields | SETTINGS_LESS
+
+
+def test_every_mistake_of_a_file_of_rules_is_named_before_the_stream_starts(tmp_path: Path) -> None:
+    rules = tmp_path / "rules.toml"
+    rules.write_text('[rules.GPUHeldIdle]\nfor = "soon"\nseverity = "bad"\n')
+    result = _invoke("stream", "alerts", "--kafka", "127.0.0.1:1", "--rules", str(rules))
+
+    assert result.exit_code == 2
+    assert "2 mistakes" in result.stderr
+    assert "rules.toml:2" in result.stderr
+    assert "rules.toml:3" in result.stderr
 
 
 def _fields(kind: type) -> list[str]:
@@ -94,11 +115,27 @@ def test_a_component_s_own_mistakes_are_listed_with_the_others() -> None:
     assert "--basic-auth-password-file" in result.stderr
 
 
+def test_several_alertmanagers_are_in_one_variable() -> None:
+    both = _invoke("sink", "alertmanager", "--kafka", "k:1", GPUSTREAM_URL="http://a:1  http://b:1/api/v2/alerts")
+    one = _invoke("sink", "alertmanager", "--kafka", "k:1", GPUSTREAM_URL="http://a:1 http://a:1/")
+
+    assert (both.exit_code, one.exit_code) == (2, 2)
+    assert "--url: 'http://b:1/api/v2/alerts': without /api/v2/alerts" in both.stderr
+    assert "--url: 'http://a:1' is given twice" in one.stderr
+
+
+def test_a_webhook_is_signed_or_said_to_be_unsigned() -> None:
+    result = _invoke("sink", "webhook", "--kafka", "k:1", "--url", "http://a:1")
+
+    assert result.exit_code == 2
+    assert "--secret-file: missing; or say --unsigned" in result.stderr
+
+
 def test_an_unknown_stream_is_a_mistake() -> None:
     result = _invoke("stream", "nonsense", "--kafka", "127.0.0.1:1")
 
     assert result.exit_code == 2
-    assert "'nonsense' is not 'attribution'" in result.stderr
+    assert "'nonsense' is not one of 'attribution', 'alerts'" in result.stderr
 
 
 def test_run_without_a_fleet_or_a_driver_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,15 +5,19 @@ import dataclasses
 import pytest
 from rich.console import Console
 
-from gpustream import live
+from gpustream import alerts_command, live
 from gpustream.fleet import Use, View
 from gpustream.live import Frame
 from gpustream.tally import Attributed, Summary
+from tests.sinks.alerts import START_MS, alert
+from topics.alerts import time
 
 BUSY = Use("ml-team", "bert-0", "Job/bert-finetune-v3", 2, 0.93, 64 * 1024**3)
 IDLE = Use("nlp", "notebook-7f", "Deployment/notebook", 1, 0.0, 1024**3)
 VIEW = View(4, 32, 30, 120, 4.0, 890.0, 0.3, [BUSY, IDLE])
 FRAME = Frame(12.0, "4x8 simulated", VIEW, {"scrape": 9600}, {"scrape": 9})
+
+ALERTS = [alerts_command.row(alert(f"pod-{n}"), time(START_MS + 61_000)) for n in range(9)]
 
 
 def _drawn(frame: Frame, width: int = 160) -> str:
@@ -40,6 +44,19 @@ def _drawn(frame: Frame, width: int = 160) -> str:
 )
 def test_the_screen_shows(part: str) -> None:
     assert part in _drawn(FRAME)
+
+
+def test_the_first_of_the_alerts_that_fire_are_shown_and_all_are_counted() -> None:
+    pods = [BUSY._replace(name=f"bert-{n}") for n in range(50)]
+    frame = dataclasses.replace(FRAME, alerts=ALERTS, view=VIEW._replace(uses=pods))
+    drawn = _drawn(frame)
+
+    assert "alerts that fire: 9" in drawn
+    assert "warning GPUHeldIdle, c1/n1, for 1m 1s: ml/pod-0 holds GPU 0 of n1 and has not used it for 15m" in drawn
+    assert drawn.count("GPUHeldIdle") == 4
+    assert len(drawn.splitlines()) <= 24
+    assert ", 9 alerts, busiest" in live.line(frame)
+    assert "alerts" not in live.line(FRAME)
 
 
 def test_a_narrow_terminal_still_shows_both_tables() -> None:

@@ -83,7 +83,7 @@ class Made:
         for seq in range(1, taken + 1):
             self.take(seq)
         self.pipeline = Pipeline(
-            self.source, self.stream, {"sink": self.sink}, Eyes(self.log), self.tally, self.reasons.append
+            self.source, [self.stream], {"sink": self.sink}, Eyes(self.log), self.tally, self.reasons.append
         )
 
     def take(self, seq: int) -> None:

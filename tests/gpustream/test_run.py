@@ -95,10 +95,13 @@ def test_a_port_in_use_is_one_sentence_and_exit_code_1() -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_without_a_fleet_it_is_the_gpus_and_processes_of_this_machine(port: int, nvml: ScriptedNvml) -> None:
+def test_without_a_fleet_it_is_the_gpus_the_processes_and_the_alerts_of_this_machine(
+    port: int, nvml: ScriptedNvml
+) -> None:
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     nvml.processes(0, [(process.pid, 1 << 30)])
     nvml.set(0, utilization_gpu=93)
+    nvml.set(1, row_remap_failure=1)
     try:
         options = ["--duration", "9s", "--interval", "250ms", "--node", "workstation", "--listen", "off"]
         where = ["--scrape-listen", f"127.0.0.1:{port}", "--pod-resources-socket", "/no/such/kubelet.sock"]
@@ -116,6 +119,7 @@ def test_without_a_fleet_it_is_the_gpus_and_processes_of_this_machine(port: int,
     assert done.returncode == 0, done.stderr
     assert f"{nvml.gpus} GPUs (1 held)" in done.stdout
     assert f"busiest pid {process.pid}" in done.stdout
+    assert ", 1 alert, " in done.stdout
     assert "not ready" not in done.stdout
     assert done.stdout.splitlines()[-1].split() == ["lost", "0"]
 

@@ -12,6 +12,9 @@ IMAGE = "gpustream"
 
 Manifest = dict[str, Any]
 
+WEBHOOK = {"GPUSTREAM_URL": "https://hooks.example.com/gpu-alerts"}
+"""The ConfigMap that the component `webhook` wants of whoever takes it."""
+
 PODS_OF = {"DaemonSet", "Deployment", "StatefulSet", "Job"}
 """Kinds that make pods."""
 
@@ -82,8 +85,8 @@ def the(kind: str, name: str) -> Object:
 
 
 def config_maps() -> dict[str, dict[str, str]]:
-    """What the ConfigMaps of the base hold, by their names without a hash."""
-    found = {}
+    """What the ConfigMaps of the base hold, and the webhook's, by their names without a hash."""
+    found = {"webhook": dict(WEBHOOK)}
     for folder, said in kustomizations().items():
         for generator in said.get("configMapGenerator", []):
             if generator.get("behavior", "create") == "create":

@@ -132,7 +132,15 @@ def test_a_namespace_is_named_by_a_components_objects_which_would_else_be_in_any
 
 def test_the_base_is_the_whole_pipeline_of_a_cluster() -> None:
     commands = {" ".join(thing.container["args"][:2]) for thing in OURS if "base" in str(thing)}
-    assert commands == {"topics create", "produce node", "produce cluster", "stream attribution", "sink remote-write"}
+    assert commands == {
+        "topics create",
+        "produce node",
+        "produce cluster",
+        "stream attribution",
+        "stream alerts",
+        "sink remote-write",
+        "sink alertmanager",
+    }
 
 
 # What the containers run
@@ -141,11 +149,12 @@ def test_the_base_is_the_whole_pipeline_of_a_cluster() -> None:
 @of_ours
 @pytest.mark.parametrize("maps", [config_maps(), merged()], ids=["base", "try"])
 def test_every_container_is_a_command_line_that_is_right(
-    thing: Object, maps: dict[str, dict[str, str]], monkeypatch: pytest.MonkeyPatch
+    thing: Object, maps: dict[str, dict[str, str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     seen = environment(thing.container, maps)
+    (tmp_path / "file").write_text("mounted")
     for name, value in seen.items():
-        monkeypatch.setenv(name, value)
+        monkeypatch.setenv(name, str(tmp_path / "file") if name.endswith("_FILE") else value)
     with parsed(list(thing.container["args"])) as context:
         options = {param.envvar for param in context.command.params}
     known = KNOWN_VARIABLES.get(thing.name, {})
@@ -161,19 +170,19 @@ def test_the_command_line_of_the_try_is_right_too(monkeypatch: pytest.MonkeyPatc
         assert context.params["replication_factor"] == 1
 
 
-def test_what_the_environment_files_show_commented_out_is_an_option_too() -> None:
-    shown = [
-        line.removeprefix("# ").partition("=")[0]
-        for file in K8S.rglob("*.env")
-        for line in file.read_text().splitlines()
-        if line.startswith("# GPUSTREAM_")
-    ]
-    options = {param.envvar for param in parsed(["sink", "remote-write", *REMOTE_WRITE]).command.params}
+@pytest.mark.parametrize("thing", [one for one in OURS if list(one.path.parent.glob("*.env"))], ids=str)
+def test_what_an_environment_file_shows_commented_out_is_an_option_too(
+    thing: Object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = [line for file in thing.path.parent.glob("*.env") for line in file.read_text().splitlines()]
+    shown = dict(line.removeprefix("# ").split("=", 1) for line in lines if line.startswith("# GPUSTREAM_"))
+    for name, value in environment(thing.container, config_maps()).items():
+        monkeypatch.setenv(name, value)
+    options = {param.envvar for param in parsed(list(thing.container["args"])).command.params}
     assert shown
     assert set(shown) <= options
-
-
-REMOTE_WRITE = ["--kafka", "kafka:9092", "--url", "http://prometheus:9090/api/v1/write"]
+    mounts = [mount["mountPath"] for mount in thing.container["volumeMounts"]]
+    assert {str(Path(value).parent) for name, value in shown.items() if value.startswith("/")} <= set(mounts)
 
 
 @of_ours
@@ -202,7 +211,7 @@ def test_it_has_the_time_that_a_stop_takes(thing: Object) -> None:
     assert thing.pod["spec"]["terminationGracePeriodSeconds"] >= STOP_WITHIN_S + 3
 
 
-@pytest.mark.parametrize("name", ["attribution", "remote-write", "scrape"])
+@pytest.mark.parametrize("name", ["attribution", "alerts", "remote-write", "alertmanager", "webhook", "scrape"])
 def test_the_members_of_a_group_have_names_that_last(name: str) -> None:
     member = the("StatefulSet", name)
     assert environment(member.container, config_maps())["GPUSTREAM_INSTANCE_ID"] == "metadata.name"

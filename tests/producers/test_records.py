@@ -86,6 +86,14 @@ def test_workloads_decode_to_what_the_api_server_knows() -> None:
     assert (known.pods[0].name, known.pods[0].started_ms, known.pods[0].ended_ms) == ("a-0", 5, None)
 
 
+def test_a_node_that_was_removed_says_so_and_another_nothing_of_it() -> None:
+    here, gone = records.workloads_content({}, []), records.workloads_content({}, [], removed=True)
+    last = msgspec.json.decode(records.workloads(**WHO, epoch=3, seq=2, ts_ms=9, content=gone), type=NodeWorkloads)
+
+    assert last.removed
+    assert b"removed" not in here
+
+
 @pytest.mark.parametrize("name", ["", "a/b", "a b", "x" * 254, "nodé", "a\n"])
 def test_a_name_that_readers_would_refuse_is_refused_where_it_enters(name: str) -> None:
     with pytest.raises(ValueError, match="a name has 1-253 of"):

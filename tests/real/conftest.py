@@ -13,9 +13,11 @@ import pytest
 from tests.real.kubernetes import ApiServer, find_etcd, find_kube_apiserver, find_openssl
 from tests.real.pipeline import Gpustream
 from tests.real.servers import (
+    AlertmanagerServer,
     KafkaServer,
     Missing,
     PrometheusServer,
+    find_alertmanager,
     find_java,
     find_kafka,
     find_prometheus,
@@ -100,6 +102,19 @@ def prometheus_2_42(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Promet
         pytest.skip(f"OPTIONAL REAL SERVER MISSING: {missing}")
     with PrometheusServer(tmp_path_factory.mktemp("prometheus-2"), program=program) as server:
         yield server
+
+
+@pytest.fixture
+def start_alertmanager(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., AlertmanagerServer]]:
+    """Starts servers of the test's own, to be killed: ``start_alertmanager(webhook="http://...")``."""
+    need(find_alertmanager)
+    with ExitStack() as servers:
+
+        def start(**options: object) -> AlertmanagerServer:
+            directory = tmp_path_factory.mktemp("alertmanager")
+            return servers.enter_context(AlertmanagerServer(directory, **options))  # type: ignore[arg-type]
+
+        yield start
 
 
 @pytest.fixture(scope="session")

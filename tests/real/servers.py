@@ -26,6 +26,7 @@ from tests.real.process import Server, listens
 KAFKA = "kafka-4.1.1"
 PROMETHEUS = "prometheus-3.15.0"
 PROMETHEUS_2 = "prometheus-2.42.0"
+ALERTMANAGER = "alertmanager-0.34.0"
 ASK_TIMEOUT_S = 10.0
 
 
@@ -78,6 +79,13 @@ def find_promtool() -> Path:
     for program in _programs(PROMETHEUS, "promtool"):
         return program
     raise Missing(f"no promtool in {real_dir() / PROMETHEUS} or on PATH: run `make real-servers`")
+
+
+def find_alertmanager() -> Path:
+    """Alertmanager; raises :class:`Missing`."""
+    for program in _programs(ALERTMANAGER, "alertmanager"):
+        return program
+    raise Missing(f"no Alertmanager in {real_dir() / ALERTMANAGER} or on PATH: run `make real-servers`")
 
 
 def takes_remote_write_2(program: Path) -> bool:
@@ -191,6 +199,58 @@ class KafkaServer(Server):
             "broker.heartbeat.interval.ms": "500",
             "auto.create.topics.enable": "false",
         }
+
+
+class AlertmanagerServer(Server):
+    """Alertmanager by itself, with one receiver of notifications: a webhook, or nothing.
+
+    It notifies at once, of each alert by itself, and of what is resolved too, unless another configuration is given.
+    """
+
+    def __init__(self, directory: Path, *, webhook: str | None = None, configuration: str | None = None) -> None:
+        super().__init__(directory)
+        self.webhook = webhook
+        self.configuration = configuration
+
+    @property
+    def url(self) -> str:
+        """The server's base URL, without a slash at the end."""
+        return f"http://127.0.0.1:{self.ports[0].number}"
+
+    def prepare(self) -> None:
+        """Writes the configuration."""
+        (self.directory / "alertmanager.yml").write_text(self.configuration or self._quick())
+
+    def _quick(self) -> str:
+        webhooks = [{"url": self.webhook, "send_resolved": True}] if self.webhook else []
+        receiver = {"name": "all", "webhook_configs": webhooks}
+        quick = {"group_by": ["..."], "group_wait": "0s", "group_interval": "1s", "repeat_interval": "1h"}
+        return json.dumps({"route": {"receiver": "all", **quick}, "receivers": [receiver]})
+
+    def command(self) -> Sequence[str]:
+        """The server in the foreground."""
+        return [
+            str(find_alertmanager()),
+            f"--config.file={self.directory / 'alertmanager.yml'}",
+            f"--storage.path={self.directory / 'data'}",
+            f"--web.listen-address=127.0.0.1:{self.ports[0].number}",
+            "--cluster.listen-address=",
+            "--log.level=warn",
+        ]
+
+    def ready(self) -> bool:
+        """Whether it says that it is ready."""
+        try:
+            with urllib.request.urlopen(f"{self.url}/-/ready", timeout=2) as answer:  # noqa: S310 - http, and ours
+                return bool(answer.status == 200)
+        except OSError:
+            return False
+
+    def alerts(self) -> list[Mapping[str, Any]]:
+        """The alerts that it holds to be active, as its API gives them."""
+        with urllib.request.urlopen(f"{self.url}/api/v2/alerts", timeout=60) as answer:  # noqa: S310 - http, and ours
+            found: list[Mapping[str, Any]] = json.load(answer)
+        return found
 
 
 @dataclass(frozen=True)

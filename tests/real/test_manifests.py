@@ -109,6 +109,9 @@ def overlay(tmp_path: Path) -> Render:
         k8s = os.path.relpath(K8S, folder.resolve())
         text = yaml.safe_dump(said).replace("- ../k8s/", f"- {k8s}/")
         (folder / "kustomization.yaml").write_text(text)
+        for generator in said.get("configMapGenerator", []):
+            for file in generator.get("files", []):
+                (folder / file).write_text("# of yours\n")
         return render(folder)
 
     return render_it
@@ -155,7 +158,7 @@ def test_every_reference_is_to_an_object_that_is_rendered() -> None:
     for folder in ("base", "try"):
         things = render(K8S / folder)
         maps = {thing["metadata"]["name"] for thing in things if thing["kind"] == "ConfigMap"}
-        assert all(re.fullmatch(r"(gpustream|remote-write)-[a-z0-9]{10}", name) for name in maps)
+        assert all(re.fullmatch(r"(gpustream|alerts|remote-write|alertmanager)-[a-z0-9]{10}", name) for name in maps)
         assert set(config_maps_named_in(things)) == maps
 
 
@@ -193,6 +196,31 @@ def test_the_readmes_overlay_changes_what_it_says(overlay: Render) -> None:
         if thing["kind"] == "ConfigMap" and thing["metadata"]["name"].startswith("gpustream")
     ]
     assert (told["GPUSTREAM_CLUSTER"], told["GPUSTREAM_LOG_FORMAT"]) == ("prod-us-east-1", "json")
+
+
+def test_the_readmes_rules_and_webhook_are_where_the_pods_look_for_them(overlay: Render) -> None:
+    (rules,), (webhook,) = examples("files:"), examples("components/webhook\nconfigMapGenerator")
+    things = overlay(
+        {
+            "resources": ["../k8s/base"],
+            "namespace": "gpustream",
+            "components": webhook["components"],
+            "configMapGenerator": rules["configMapGenerator"] + webhook["configMapGenerator"],
+        }
+    )
+    (of_rules,) = [name for name in names(things, "ConfigMap") if name.startswith("alert-rules-")]
+    (of_webhook,) = [name for name in names(things, "ConfigMap") if name.startswith("webhook-")]
+    pods = {thing["metadata"]["name"]: thing["spec"]["template"] for thing in things if thing["kind"] == "StatefulSet"}
+    volumes = [volume["configMap"]["name"] for volume in pods["alerts"]["spec"]["volumes"] if "configMap" in volume]
+    assert volumes == [of_rules]
+    assert of_webhook in config_maps_named_in(pods["webhook"])
+    (alerts,) = [thing for thing in things if thing["metadata"]["name"].startswith("alerts-")]
+    assert alerts["data"]["GPUSTREAM_RULES"] == "/etc/gpustream/alert-rules/rules.toml"
+
+
+def names(things: list[Manifest], kind: str) -> list[str]:
+    """The names of the objects of a kind."""
+    return [thing["metadata"]["name"] for thing in things if thing["kind"] == kind]
 
 
 def test_a_promtool_takes_the_readmes_scrape_configuration(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import cramjam
+import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
@@ -28,6 +29,7 @@ from sinks.remote_write import encode_v1
 from tests.real.conftest import need
 from tests.real.pipeline import Gpustream, lag, read_all
 from tests.real.servers import KafkaServer, PrometheusServer, Series, find_java, find_kafka, find_prometheus
+from tests.sinks.alerts import alert
 from topics import broker
 from topics.instruments import Instruments
 from topics.sender import Sender
@@ -104,6 +106,7 @@ def _answers(servers: ExitStack, directory: Path, kafka: str, prometheus: Promet
     ]
     asyncio.run(_slurm(kafka))
     asyncio.run(_split(kafka))
+    asyncio.run(_alerts(kafka))
     time.sleep(FLEET_S)
     for fleet in fleets:
         fleet.stop()
@@ -186,6 +189,19 @@ def _split_device(uuid: str, seq: int, shares: Mapping[str, Iterable[float]], **
     return {"uuid": uuid, "metrics": metrics, "holders": holders, "unattributed": rest, "info": info, **more}
 
 
+async def _alerts(kafka: str) -> None:
+    """Two alerts that have fired for five minutes, and one that did for two, until eight minutes ago."""
+    sender, now_ms = Sender(kafka, client_id="alerts"), time.time_ns() // 1_000_000
+    await sender.start()
+    minutes = {("ml", "a"): (5, None), ("ml", "b"): (5, None), ("search", "c"): (10, 8)}
+    for (namespace, pod), (began, over) in minutes.items():
+        labels = {"k8s_cluster_name": OURS, "k8s_namespace_name": namespace, "k8s_pod_name": pod}
+        ends_ms = None if over is None else now_ms - over * 60_000
+        one = alert(pod, now_ms - began * 60_000, ends_ms, labels=labels)
+        await (await sender.send("gpu.alerts", msgspec.json.encode(one), key=one.fingerprint.encode()))
+    await sender.stop()
+
+
 def _last(records: Iterable[Mapping[str, Any]], at_ms: int) -> list[tuple[str, Device]]:
     """Every device as its node's last tick until then has it."""
     ticks = {(tick["cluster"], tick["node"]): tick for tick in records if tick["ts_ms"] <= at_ms}
@@ -195,7 +211,7 @@ def _last(records: Iterable[Mapping[str, Any]], at_ms: int) -> list[tuple[str, D
 def _wait_until_delivered(kafka: str) -> None:
     for _ in range(120):
         behind = asyncio.run(lag(kafka, "gpustream-attribution", ["gpu.samples"]))
-        if behind + asyncio.run(lag(kafka, "gpustream-sink-remote-write", ["gpu.attributed"])) == 0:
+        if behind + asyncio.run(lag(kafka, "gpustream-sink-remote-write", ["gpu.attributed", "gpu.alerts"])) == 0:
             return
         time.sleep(0.5)
     raise AssertionError("not everything was delivered in a minute")
@@ -278,7 +294,7 @@ def test_every_query_of_the_page_is_answered(answers: Answers) -> None:
         for query in _queries()
     ]
 
-    assert len(queries) == 16
+    assert len(queries) == 18
     assert [query for query in queries if not answers.ask(query)] == []
 
 
@@ -357,7 +373,7 @@ def _memory_by_namespace(last: Iterable[tuple[str, Device]]) -> dict[Hashable, f
 
 
 def test_the_memory_of_a_namespace_alone_and_shared(answers: Answers) -> None:
-    found = _by(answers.ask(_query("sum by (k8s_namespace_name)")), "k8s_namespace_name")
+    found = _by(answers.ask(_query("sum by (k8s_namespace_name)", "gpu_pod_memory")), "k8s_namespace_name")
 
     assert found == pytest.approx(_memory_by_namespace(answers.last), rel=1e-9)
     assert found["shared",] > 64 << 30
@@ -408,6 +424,18 @@ def test_which_drivers_there_are(answers: Answers) -> None:
 
     assert found == Counter((info["driver_version"], info.get("processes_visible")) for info in infos)
     assert {("570.124.06", "true"), ("550.163.01", "true"), ("570.124.06", "false")} <= found.keys()
+
+
+def test_how_many_alerts_fire_in_which_namespaces(answers: Answers) -> None:
+    found = _by(answers.ask(_query("gpu_alert_firing", "count by")), "alertname", "k8s_namespace_name")
+
+    assert found == {("GPUHeldIdle", "ml"): 2.0}
+
+
+def test_the_gpu_hours_that_were_held_and_idle(answers: Answers) -> None:
+    found = _by(answers.ask(_query("gpu_alert_firing", "count_over_time")), "k8s_namespace_name")
+
+    assert found == {("ml",): pytest.approx(2 * 6 / 60), ("search",): pytest.approx(2 / 60)}
 
 
 @pytest.mark.parametrize(("words", "held"), [("gpu_holders == 0", False), ("gpu_holders > 0", True)])

@@ -35,13 +35,14 @@ from tests.real.servers import KafkaServer, PrometheusServer
 Forward = Callable[[], Awaitable[web.Response]]
 Receive = Callable[[web.Request, Forward], Awaitable[web.StreamResponse]]
 
+ALERT_PARTITIONS = 1
 WRITTEN = "X-Prometheus-Remote-Write-Samples-Written"
 
 
 @pytest.fixture
 def attributed(empty_kafka: KafkaServer) -> KafkaServer:
-    """Kafka with the two topics that the sink uses."""
-    topics = {"gpu.attributed": PARTITIONS, "gpu.dead-letters": 1}
+    """Kafka with the topics that the sink uses."""
+    topics = {"gpu.attributed": PARTITIONS, "gpu.alerts": ALERT_PARTITIONS, "gpu.dead-letters": 1}
     empty_kafka.create_topics(topics, {"message.timestamp.type": "LogAppendTime"})
     return empty_kafka
 
@@ -139,7 +140,11 @@ async def start(kafka: KafkaServer, url: str, protocol: str) -> asyncio.subproce
 
 def caught_up(one: RemoteWriteSink) -> bool:
     """Whether a sink has partitions and no record of them is unfinished."""
-    return count(one, "partitions") == PARTITIONS and count(one, "lag_records") == 0 and not one.not_ready()
+    return (
+        count(one, "partitions") == PARTITIONS + ALERT_PARTITIONS
+        and count(one, "lag_records") == 0
+        and not one.not_ready()
+    )
 
 
 def accepted_by(one: RemoteWriteSink) -> float:

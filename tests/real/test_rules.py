@@ -75,6 +75,24 @@ CASES = [
         False,
     ),
     Case(
+        "GpustreamAlertsBehind",
+        {
+            f'gpustream_alerts_lag_records{{{SCRAPED},topic="gpu.attributed"}}': "300x20",
+            f'gpustream_alerts_ticks_total{{{SCRAPED},outcome="judged"}}': "0+240x20",
+        },
+        "20m",
+        True,
+    ),
+    Case(
+        "GpustreamAlertsBehind",
+        {
+            f'gpustream_alerts_lag_records{{{SCRAPED},topic="gpu.attributed"}}': "200x20",
+            f'gpustream_alerts_ticks_total{{{SCRAPED},outcome="judged"}}': "0+240x20",
+        },
+        "20m",
+        False,
+    ),
+    Case(
         "GpustreamRemoteWriteBehind",
         {
             f"gpustream_remote_write_lag_records{{{SCRAPED}}}": "1x20",
@@ -95,6 +113,24 @@ CASES = [
     Case("GpustreamReceiverFailing", {f"gpustream_remote_write_receiver_failing{{{SCRAPED}}}": "1x9"}, "9m", True),
     Case(
         "GpustreamReceiverFailing", {f"gpustream_remote_write_receiver_failing{{{SCRAPED}}}": "1x3 0 1x4"}, "9m", False
+    ),
+    Case(
+        "GpustreamReceiverFailing",
+        {f'gpustream_alertmanager_receiver_failing{{{SCRAPED},receiver="http://a"}}': "1x9"},
+        "9m",
+        True,
+    ),
+    Case(
+        "GpustreamReceiverFailing",
+        {f'gpustream_webhook_receiver_failing{{{SCRAPED},receiver="http://a"}}': "1x9"},
+        "9m",
+        True,
+    ),
+    Case(
+        "GpustreamDeadLetters",
+        {f'gpustream_alerts_dead_lettered_total{{{SCRAPED},topic="t",reason="key"}}': "_x9 1"},
+        "10m",
+        True,
     ),
     Case(
         "GpustreamDeadLetters",

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from tests.real.contents import values
+from tests.real.pipeline import read_all
 from tests.real.servers import KafkaServer
 from topics.sender import Sender, Unsendable
 
@@ -47,6 +48,15 @@ async def test_a_record_that_kafka_finds_invalid_is_unsendable_and_stalls_nothin
         with pytest.raises(Unsendable):
             await asyncio.wait_for(without_a_key, 30)
         assert await asyncio.wait_for(good, 30) == 0
+
+
+async def test_a_record_without_a_value_is_stored_with_its_key(kafka: KafkaServer) -> None:
+    kafka.create_topics({"sender-deleted": 1}, {"cleanup.policy": "compact"})
+    async with sender_to(kafka) as sender:
+        await (await sender.send("sender-deleted", b"there", key=b"k"))
+        await (await sender.send("sender-deleted", None, key=b"k"))
+    records = await read_all(kafka.address, "sender-deleted")
+    assert [(record.key, record.value) for record in records] == [(b"k", b"there"), (b"k", None)]
 
 
 async def test_a_broker_that_is_killed_in_mid_stream_loses_nothing_and_keeps_the_order(

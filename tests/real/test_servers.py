@@ -11,7 +11,7 @@ import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 
 from tests.real.process import HeldPort, listens
-from tests.real.servers import KafkaServer, PrometheusServer
+from tests.real.servers import AlertmanagerServer, KafkaServer, PrometheusServer
 
 
 async def produce(address: str, topic: str, value: bytes) -> int:
@@ -77,6 +77,17 @@ def test_prometheus_restarts_on_the_same_url_after_kill_9(start_prometheus: Call
 
 def test_the_old_prometheus_answers_too(prometheus_2_42: PrometheusServer) -> None:
     assert prometheus_2_42.query("vector(4)")[0].value == 4.0
+
+
+def test_alertmanager_restarts_on_the_same_url_and_has_no_alerts(
+    start_alertmanager: Callable[..., AlertmanagerServer],
+) -> None:
+    server = start_alertmanager()
+    url = server.url
+    server.kill9()
+    assert not server.ready()
+    assert server.restart().url == url
+    assert server.alerts() == []
 
 
 def test_a_paused_server_keeps_its_connections_and_goes_on(start_prometheus: Callable[..., PrometheusServer]) -> None:

@@ -9,13 +9,14 @@ from aiokafka import TopicPartition
 
 from sinks import consumer as module
 from sinks import outcomes
-from sinks.consumer import ConsumerSettings, GroupReader
+from sinks.assignment import Assignment
+from sinks.consumer import ConsumerSettings, GroupReader, Source
 from sinks.dead_letters import Abandoned, Record
 from sinks.outcomes import Outcomes
 from tests.sinks.records import FakeConsumer, Read
 from topics.instruments import Instruments
 
-SETTINGS = ConsumerSettings(kafka="127.0.0.1:1", topic="t", group="g", from_="earliest", recall_s=1.0)
+SETTINGS = ConsumerSettings(kafka="127.0.0.1:1", group="g")
 LOG = [Read(offset, b"", offset * 1000) for offset in range(4)]
 
 
@@ -51,7 +52,10 @@ class Handler:
 def reading(handler: Any, log: Sequence[Read] = LOG) -> tuple[GroupReader, FakeConsumer]:
     """A reader that has one partition, with a client in memory."""
     counted = Outcomes("test", Instruments(outcomes.instruments("test")))
-    reader, client = GroupReader(SETTINGS, lambda _: handler, counted), FakeConsumer(log)
+    reader, client = (
+        GroupReader(SETTINGS, [Source("t", lambda _: handler, "earliest", 1.0)], counted),
+        FakeConsumer(log),
+    )
     reader._consumer = client
     reader.take([TopicPartition("t", 0)])
     return reader, client
@@ -103,9 +107,30 @@ async def test_a_handler_that_fails_ends_the_sink() -> None:
     await reader.leave()
 
 
+async def test_each_topic_is_read_as_it_is_to_be_by_a_handler_of_its_own() -> None:
+    made: list[tuple[str, int]] = []
+
+    def source(topic: str, recall_s: float) -> Source:
+        return Source(topic, lambda number: made.append((topic, number)) or Handler(True), "latest", recall_s)  # type: ignore[func-returns-value]
+
+    reader = GroupReader(SETTINGS, [source("a", 1.0), source("b", 2.0)], Outcomes("test", Instruments(())))
+    runs: list[tuple[str, float]] = []
+
+    async def run(assignment: Assignment, _: object, recall_s: float) -> None:
+        runs.append((assignment.tp.topic, recall_s))
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Assignment, "run", run)
+        reader.take([TopicPartition("a", 0), TopicPartition("b", 0), TopicPartition("b", 1)])
+        await asyncio.sleep(0)
+        await reader.leave()
+    assert made == [("a", 0), ("b", 0), ("b", 1)]
+    assert runs == [("a", 1.0), ("b", 2.0), ("b", 2.0)]
+
+
 async def test_a_reader_without_a_broker_says_so_and_stops_when_told() -> None:
     counted = Outcomes("test", Instruments(outcomes.instruments("test")))
-    reader = GroupReader(SETTINGS, lambda _: Handler(patient=True), counted)
+    reader = GroupReader(SETTINGS, [Source("t", lambda _: Handler(patient=True), "earliest", 1.0)], counted)
     stop = asyncio.Event()
     running = asyncio.ensure_future(reader.run(stop))
     await asyncio.sleep(0.05)

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from sinks.positions import Positions, Start
+from sinks.positions import WHOLE, Positions, Start
 from tests.sinks.records import FakeConsumer, Read
 
 LOG = [Read(offset, b"", offset * 1000) for offset in range(10, 200)]
@@ -47,6 +47,12 @@ async def test_no_more_is_read_back_than_there_is() -> None:
 
 async def test_everything_is_read_back_where_the_broker_knows_no_times() -> None:
     assert await find(FakeConsumer(LOG, group=150, begin=10, by_time=False)) == Start(10, 150)
+
+
+async def test_a_topic_that_is_to_be_read_back_whole_is_read_from_its_beginning() -> None:
+    assert await find(FakeConsumer(LOG, group=150, begin=10), recall_s=WHOLE) == Start(10, 150)
+    assert await find(FakeConsumer(LOG, begin=10), "latest", recall_s=WHOLE) == Start(10, 200, is_new=True)
+    assert await find(FakeConsumer(LOG, group=150, begin=10), recall_s=WHOLE, known=150) == Start(150, 150, known=True)
 
 
 async def test_nothing_is_read_back_where_the_last_assignment_ended_just_here() -> None:

@@ -1,5 +1,6 @@
 """Records of any shape that a type allows, as hypothesis strategies over JSON values."""
 
+from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
@@ -53,6 +54,10 @@ def _scalars(kind: inspect.Type) -> st.SearchStrategy[Any]:
             return st.sampled_from(kind.values)
         case inspect.BoolType():
             return st.booleans()
+        case inspect.DateTimeType():
+            return st.datetimes(timezones=st.just(UTC)).map(datetime.isoformat)
+        case inspect.AnyType():
+            return st.dictionaries(st.text(max_size=5), scalars, max_size=2)
         case inspect.NoneType():
             return st.none()
         case _:

@@ -39,11 +39,12 @@ def test_every_series_of_a_profile_has_a_row_in_its_section_and_in_no_other(prof
 
 
 def test_what_is_beside_the_metrics_has_a_section_of_its_own() -> None:
-    rows = reference.metrics_markdown().partition("### With all names\n")[2]
+    rows, _, alerts = reference.metrics_markdown().partition("### With all names\n")[2].partition("### Of alerts\n")
 
     assert rows.count("\n| `gpu_") == len(FURTHER)
     assert [one.name for one in FURTHER if rows.count(f"| `{one.name}") != 1] == []
     assert "| `gpu_xid_errors_total{xid}` | errors | counter |" in rows
+    assert "| `gpu_alert_firing{alertname,severity,fingerprint}` |" in alerts
 
 
 @pytest.mark.parametrize(

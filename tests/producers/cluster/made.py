@@ -97,9 +97,11 @@ def slice_(name: str = "s", **changed: Any) -> objects.Slice:
     return decode(_SLICE, raw(slice_json(name, **changed)))
 
 
-def named(name: str, labels: Mapping[str, str | None] | None = None) -> JsonDict:
+def named(
+    name: str, labels: Mapping[str, str | None] | None = None, annotations: Mapping[str, str] | None = None
+) -> JsonDict:
     """A node or a namespace."""
-    return {"metadata": {"name": name, "uid": f"uid-{name}", "labels": labels}}
+    return {"metadata": {"name": name, "uid": f"uid-{name}", "labels": labels, "annotations": annotations}}
 
 
 class Follower:

@@ -285,6 +285,9 @@ async def test_the_last_record_of_a_removed_node_says_that_its_pods_ended(tmp_pa
         server.put(NODES, named("n1"))
         await replica.until(lambda: "uid-late" in replica.pods())
 
+    removed = [record["node"] for record in replica.records() if record.get("removed")]
+    assert removed == ["n1"]
+    assert not replica.records()[-1].get("removed")
     assert [record["seq"] for record in replica.records()] == sorted({r["seq"] for r in replica.records()})
 
 
@@ -355,7 +358,7 @@ async def test_a_stop_before_anything_is_known_ends_it(tmp_path: Path) -> None:
 
 
 async def test_a_defect_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **_named: object) -> None:
         raise RuntimeError("a defect")
 
     server = cluster_of("n1")

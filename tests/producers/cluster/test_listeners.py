@@ -34,6 +34,10 @@ class Bench:
         self.pods.put(raw(pod_json()))
         return self
 
+    def pods_of(self, node: str) -> list[dict[str, Any]]:
+        content = self.state.take(node)
+        return [] if content is None else content.pods
+
     def kept(self) -> list[float]:
         resources = ("pods", "nodes", "namespaces", "resourceslices")
         return [value(self.instruments, names.OBJECTS, resource=resource) for resource in resources]
@@ -116,3 +120,10 @@ def test_a_node_whose_name_no_record_can_have_is_counted() -> None:
 
     assert value(bench.instruments, names.UNDECODABLE, resource="nodes") == 1
     assert bench.kept() == [0, 0, 0, 0]
+
+
+def test_what_a_namespace_is_annotated_with_is_told_of_its_pods() -> None:
+    bench = Bench().fill()
+    bench.namespaces.put(raw(named("ml", {"team": "research"}, {"gpustream.dev/idle-after": "2h"})))
+    (pod,) = bench.pods_of("n1")
+    assert pod["annotations"]["gpustream.dev/idle-after"] == "2h"

@@ -106,6 +106,22 @@ def test_a_namespaces_labels_change_the_nodes_of_its_pods() -> None:
     assert row(cluster)["namespace_labels"] == {"team": "new"}
 
 
+def test_pods_inherit_the_policies_of_their_namespace_and_their_own_go_over_them() -> None:
+    cluster = state("n1", "n2")
+    policies = {"gpustream.dev/a": "2", "gpustream.dev/idle-after": "2h", "other": "x"}
+    cluster.put_pod(pod(annotations={"gpustream.dev/a": "1"}), NOW)
+    cluster.put_namespace("ml", {}, policies)
+    assert row(cluster)["annotations"] == {"gpustream.dev/a": "1", "gpustream.dev/idle-after": "2h"}
+
+    for node in ("n1", "n2"):
+        cluster.take(node)
+    cluster.put_namespace("ml", {}, {**policies, "other": "y"})
+    assert cluster.changed() == []
+    cluster.put_namespace("ml", {}, None)
+    assert cluster.changed() == ["n1"]
+    assert row(cluster)["annotations"] == {"gpustream.dev/a": "1"}
+
+
 def test_a_namespace_keeps_its_labels_until_its_last_pod_has_left() -> None:
     cluster = state("n1")
     cluster.put_namespace("ml", {"team": "research"})

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from sinks.remote_write import client as module
+from sinks import http as module
 from sinks.remote_write.client import Client
 from sinks.remote_write.config import RemoteWriteSettings
 from sinks.remote_write.policy import Answer

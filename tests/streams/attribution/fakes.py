@@ -11,7 +11,8 @@ import pytest
 
 from streams.attribution import joiner
 from streams.attribution.instruments import INSTRUMENTS
-from streams.attribution.joiner import ALLOCATIONS, DEAD_LETTERS, OUTPUT, SAMPLES, WORKLOADS, Joiner
+from streams.attribution.joiner import ALLOCATIONS, OUTPUT, SAMPLES, WORKLOADS, Joiner
+from streams.bookkeeping import DEAD_LETTERS
 from streams.reader.app import ReaderApp
 from streams.reader.ledger import Ledger, Partition, Slot
 from topics.allocations import Allocations

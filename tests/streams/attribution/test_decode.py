@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streams.attribution.decode import Malformed, decode
+from streams.attribution.decode import decode
+from streams.decoding import Malformed
 from tests.topics import records
 from topics import allocations, samples, workloads
 from topics.allocations import Allocations

@@ -234,6 +234,13 @@ async def test_the_stage_is_told_where_our_partitions_end(bench: Bench) -> None:
     assert bench.stage.told == [{TP: 7, STATE: 7}]
 
 
+async def test_the_stage_is_told_where_watched_topics_end_of_the_numbers_that_are_read() -> None:
+    bench = Bench(watched=("sources",))
+    bench.admit()
+    await bench.app._ask_once(Ends(7))  # type: ignore[arg-type]
+    assert bench.stage.told == [{TP: 7, STATE: 7, Partition("sources", TP.partition): 7}]
+
+
 async def test_without_partitions_the_broker_is_asked_all_the_same_but_the_stage_not_told(bench: Bench) -> None:
     client = Ends(7)
     await bench.app._ask_once(client)  # type: ignore[arg-type]

@@ -54,6 +54,26 @@ def test_what_was_read_in_an_older_epoch_counts_for_nothing() -> None:
     assert ledger.position(TP) == 1
 
 
+def test_what_is_set_aside_holds_back_its_offset_but_no_bytes() -> None:
+    ledger = ledger_at()
+    kept, other = ledger.admit(TP, 0, 10), ledger.admit(TP, 1, 5)
+    ledger.set_aside(kept)
+    ledger.finish(other)
+    assert (ledger.open_bytes, ledger.position(TP), ledger.open()) == (0, 0, 1)
+    ledger.finish(kept)
+    ledger.set_aside(kept)
+    assert (ledger.open_bytes, ledger.position(TP)) == (0, 2)
+
+
+def test_what_is_set_aside_in_an_older_epoch_changes_nothing() -> None:
+    ledger = ledger_at()
+    old = ledger.admit(TP, 0, 10)
+    ledger.begin({TP: 0})
+    ledger.admit(TP, 0, 10)
+    ledger.set_aside(old)
+    assert ledger.open_bytes == 10
+
+
 def test_every_forgetting_and_every_beginning_is_a_new_epoch() -> None:
     ledger = Ledger()
     epochs = [ledger.epoch]

@@ -274,6 +274,7 @@ async def test_a_commit_below_the_beginning_is_counted_as_lost_and_read_on_from_
     await desk.turn(2)
     assert desk.offsets(TICKS) == [7, 8, 9]
     assert desk.reader.lost == 4
+    assert (desk.reader.torn, desk.reader.input_ends) == (frozenset({0}), {TICKS: 10})
 
 
 # -- commits

@@ -8,9 +8,9 @@ MINUTE_MS = 60_000
 NOW_MS = 1_790_000_000_000
 
 
-async def find(desk: Desk, held: Held | None = None) -> Start:
+async def find(desk: Desk, held: Held | None = None, *compacted: str) -> Start:
     desk.client.assign(desk.broker.all())
-    return await start.find(desk.client, [TICKS], [OWNERS, LABELS], held or Held())
+    return await start.find(desk.client, [TICKS], [OWNERS, LABELS], held or Held(), frozenset(compacted))
 
 
 def fill(desk: Desk, *, minutes: int, until_ms: int = NOW_MS) -> None:
@@ -105,6 +105,25 @@ async def test_state_younger_than_ten_minutes_is_read_from_its_beginning() -> No
 
 
 @instant
+async def test_compacted_state_is_read_whole_and_the_rest_as_ever() -> None:
+    desk = Desk()
+    fill(desk, minutes=60)
+    desk.log(LABELS).append(3, timestamp=0)
+    desk.log(LABELS).retain(1)
+    desk.log(TICKS).append(timestamp=NOW_MS)
+    found = await find(desk, None, LABELS.topic)
+    assert (found.positions[LABELS], found.positions[OWNERS]) == (1, 60 - 1 - 10)
+
+
+@instant
+async def test_compacted_state_that_is_held_is_read_on_from_where_it_was() -> None:
+    desk = Desk()
+    desk.log(LABELS).append(9)
+    found = await find(desk, Held({LABELS: 4, OWNERS: 0}), LABELS.topic)
+    assert (found.positions[LABELS], found.fresh) == (4, frozenset())
+
+
+@instant
 async def test_records_without_times_have_their_state_read_from_the_beginning() -> None:
     desk = Desk()
     desk.log(OWNERS).append(5, timestamp=-1)
@@ -182,4 +201,4 @@ async def test_a_group_that_was_set_back_makes_held_state_useless() -> None:
 @instant
 async def test_without_an_assignment_there_is_nowhere_to_begin() -> None:
     desk = Desk()
-    assert await start.find(desk.client, [], [], Held({OWNERS: 3})) == Start({}, {}, frozenset(), {})
+    assert await start.find(desk.client, [], [], Held({OWNERS: 3})) == Start({}, {}, {}, frozenset(), {})

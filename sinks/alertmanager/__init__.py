@@ -1,0 +1,1 @@
+"""Alertmanager: gpu.alerts -> the open alerts of one or several Alertmanagers, API v2."""

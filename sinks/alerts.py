@@ -1,0 +1,65 @@
+"""What sinks of gpu.alerts have in common: reading a record, and knowing which transitions are news."""
+
+from typing import NamedTuple
+
+import msgspec
+
+from sinks.dead_letters import Record
+from topics.alerts import TOPIC, Alert, milliseconds
+from topics.decoding import decoder
+
+_decode = decoder(Alert)
+
+
+class Undecodable(ValueError):
+    """The record is none of gpu.alerts: dead-letter it."""
+
+
+def read(record: Record) -> Alert | None:
+    """The alert in a record; None for a tombstone, of an alert that is long over. Raises Undecodable."""
+    if record.value is None:
+        return None
+    try:
+        alert = _decode(record.value)
+    except msgspec.DecodeError as error:
+        raise Undecodable(f"not a record of {TOPIC.name}: {error}") from error
+    if record.key != alert.fingerprint.encode():
+        raise Undecodable(f"not a record of {TOPIC.name}: its key is not its fingerprint")
+    if alert.state == "resolved" and alert.ends_at is None:
+        raise Undecodable(f"not a record of {TOPIC.name}: resolved, without ends_at")
+    return alert
+
+
+class _Last(NamedTuple):
+    starts_ms: int
+    resolved: bool
+
+
+class Known:
+    """The newest transition of each alert of a partition, so that one that is written again is no news.
+
+    Open alerts are written again daily, and after a crash. An alert that is over does not fire again with the
+    ``starts_at`` that it had; when it fires again, its ``starts_at`` is another, by whichever clock its node then has.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[str, _Last] = {}
+
+    def is_news(self, alert: Alert) -> bool:
+        """Whether this is a transition that is not known, nor one before a known one."""
+        last = self._last.get(alert.fingerprint)
+        if last is None or last.starts_ms != milliseconds(alert.starts_at):
+            return True
+        return alert.state == "resolved" and not last.resolved
+
+    def learn(self, alert: Alert) -> None:
+        """Know it, and forget the ones before."""
+        self._last[alert.fingerprint] = _Last(milliseconds(alert.starts_at), alert.state == "resolved")
+
+    def forget(self, key: bytes | None) -> None:
+        """The alert of a record's key is gone from the topic."""
+        self._last.pop((key or b"").decode("ascii", "replace"), None)
+
+    def clear(self) -> None:
+        """The topic was made anew."""
+        self._last.clear()

@@ -1,0 +1,1 @@
+"""The webhook: gpu.alerts -> one signed JSON POST for each transition."""

@@ -1,0 +1,1 @@
+"""Alerts: gpu.attributed -> gpu.alerts."""

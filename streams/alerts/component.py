@@ -1,0 +1,99 @@
+"""The alert stream: rules, judged in every node's tick, and what became of each alert.
+
+In: gpu.attributed; gpu.alert-state, whole; of gpu.workloads, which nodes were removed.
+Out: gpu.alerts by fingerprint, gpu.alert-state.
+State: one :class:`~streams.alerts.node.Node` a node, whose state is written whenever it changes.
+On failure: what can't be decoded goes to gpu.dead-letters; an output that is not acknowledged ends the process.
+"""
+
+import asyncio
+from collections.abc import AsyncIterable, Callable
+from pathlib import Path
+
+import msgspec
+from prometheus_client import CollectorRegistry
+
+from streams.alerts import rules
+from streams.alerts.instruments import INSTRUMENTS
+from streams.alerts.judge import Judge
+from streams.alerts.watch import ALERTS, ATTRIBUTED, SAMPLES, STATE, WORKLOADS, Watch
+from streams.bookkeeping import DEAD_LETTERS
+from streams.checking import checked
+from streams.reader.app import ReaderApp, ReaderSettings
+from streams.reader.reader import Batch
+from streams.reader.watchdog import fail_stop
+from topics.instruments import Instruments
+
+GROUP = "gpustream-alerts"
+
+
+class AlertSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The options of the alert stream. Times in seconds."""
+
+    kafka: str
+    rules: Path | None = None
+    instance_id: str | None = None
+    session_timeout_s: float = 10.0
+    group: str = GROUP
+    start_timeout_s: float = 60.0
+
+    def mistakes(self) -> list[str]:
+        """What is wrong with the rules."""
+        try:
+            rules.load(self.rules)
+        except rules.RulesError as error:
+            return [str(mistake) for mistake in error.mistakes]
+        return []
+
+
+class Alerts:
+    """The component: ``run`` watches until stopped; a broker or contract that is not as it must be is an error."""
+
+    name = "alerts"
+
+    def __init__(self, settings: AlertSettings, *, fail: Callable[[str], None] = fail_stop) -> None:
+        self._settings, self._fail = settings, fail
+        self.instruments = Instruments(INSTRUMENTS)
+        self.registry: CollectorRegistry = self.instruments.registry
+        self._app: ReaderApp | None = None
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Check the topics, then watch until ``stop`` is set."""
+        s = self._settings
+        judge = Judge(await asyncio.to_thread(rules.load, s.rules))
+        names = (ATTRIBUTED, SAMPLES, WORKLOADS, STATE, ALERTS, DEAD_LETTERS)
+        topics = await checked(s.kafka, names, stop, timeout_s=s.start_timeout_s)
+        if topics is None:
+            return
+        reads = ReaderSettings(
+            group=s.group,
+            kafka=s.kafka,
+            inputs=(ATTRIBUTED,),
+            states=(STATE, WORKLOADS),
+            compacted=(STATE,),
+            watched=(SAMPLES,),
+            instance_id=s.instance_id,
+            session_timeout_s=s.session_timeout_s,
+        )
+        watch = Watch(self.instruments, judge, partitions=topics.partitions[ATTRIBUTED])
+        app = self._app = watch.app = ReaderApp(reads, watch, fail=self._fail)
+
+        @app.agent(app.batches, name=self.name)  # type: ignore[untyped-decorator]
+        async def alerts(batches: AsyncIterable[Batch]) -> None:
+            async for batch in batches:
+                await watch.take(batch)
+
+        looking = asyncio.create_task(watch.look())
+        looking.add_done_callback(self._looked)
+        try:
+            await app.run(stop)
+        finally:
+            looking.cancel()
+
+    def not_ready(self) -> list[str]:
+        """What keeps it from judging; empty when it does."""
+        return self._app.not_ready() if self._app is not None else ["topics not checked yet"]
+
+    def _looked(self, looking: "asyncio.Task[None]") -> None:
+        if not looking.cancelled():
+            self._fail(f"looking at the nodes failed: {looking.exception()!r}")

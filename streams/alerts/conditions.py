@@ -1,0 +1,97 @@
+"""What of a tick is as a rule says. Pure.
+
+In: the rules, a node's tick, and what is remembered of the node. Out: findings, and what is remembered now.
+"""
+
+from streams.alerts import faults, holding
+from streams.alerts.finding import Facts, Finding, Judge, View, identity, in_force, unseen, view_of
+from streams.alerts.memory import Memory, moving, remember
+from streams.alerts.policy import policy_of
+from streams.alerts.rule import Kind, Rule, Rules
+from streams.alerts.tick import Tick
+
+BLIND_MS = 600_000
+"""For how long what was found on a device outlasts that the device is missing."""
+
+
+def evaluate(rules: Rules, tick: Tick, memory: Memory) -> tuple[list[Finding], Memory]:
+    """What is found in a tick. The memory is the same object where nothing of it changed."""
+    now = remember(memory, tick, rules.forget_ms)
+    found: list[Finding] = []
+    parents = {device.mig.parent_uuid for device in tick.devices if device.mig is not None}
+    for device in tick.devices:
+        seen = now.devices[device.uuid]
+        view = view_of(rules, tick, device, memory, seen, parents)
+        for judge, ruled in _judges(rules, device.state, moving(memory.devices.get(device.uuid), seen)):
+            for rule in ruled:
+                judge(rule, view, found)
+    if len(now.devices) != len(tick.devices):
+        _missing(rules, tick, now, found)
+    return found, now
+
+
+def because(rules: Rules, tick: Tick, *, name: str, device: str, pod_uid: str, key: str) -> str:
+    """Why what held is not found any more, as ``resolved_because`` has it."""
+    rule = next((rule for rule in rules.rules if rule.name == name), None)
+    if rule is None:
+        return "rule_removed"
+    if device and all(one.uuid != device for one in tick.devices):
+        return "device_removed"
+    if not (pod_uid or rule.kind == "held_idle"):
+        return "condition"
+    holders = [holder for one in tick.devices if device in ("", one.uuid) for holder in one.holders]
+    uid_or_name = pod_uid or key
+    pod = next((holder for holder in holders if uid_or_name in identity(holder)), None)
+    if pod is None:
+        return "pod_ended"
+    return "policy" if policy_of(pod).off or in_force(rules, rule, pod) is None else "condition"
+
+
+def _blind(rule: Rule, view: View, found: list[Finding]) -> None:
+    """A device that does not answer says nothing."""
+    found.extend(unseen(rule, view.device.uuid, view.seen))
+
+
+def _missing(rules: Rules, tick: Tick, memory: Memory, found: list[Finding]) -> None:
+    """The devices of the inventory that the tick does not have. Of a MIG device its GPU is what is missing."""
+    present = {device.uuid for device in tick.devices}
+    for uuid, seen in memory.devices.items():
+        if uuid in present:
+            continue
+        for kind in (*_BLIND, "lost", "not_answering") if tick.ts_ms - seen.missing_ms <= BLIND_MS else ():
+            for rule in rules.of(kind):
+                found.extend(unseen(rule, uuid, seen))
+        if seen.parent is None:
+            ruled = [in_force(rules, rule, None) for rule in rules.of("missing")]
+            found.extend(Finding(rule, uuid, facts=Facts(None, seen)) for rule in ruled if rule is not None)
+
+
+_ALWAYS: dict[Kind, Judge] = {"xid": faults.xid, "policy_invalid": holding.policy_invalid}
+_OK: dict[Kind, Judge] = {
+    "held_idle": holding.held_idle,
+    "used_unallocated": holding.used_unallocated,
+    "attribution_conflict": holding.attribution_conflict,
+    "ecc_uncorrectable": faults.ecc_uncorrectable,
+    "row_remap_failure": faults.row_remap_failure,
+    "row_remap_pending": faults.row_remap_pending,
+    "thermal_slowdown": faults.thermal_slowdown,
+    "power_brake": faults.power_brake,
+    "nvlink_errors": faults.nvlink_errors,
+}
+_COUNTED: tuple[Kind, ...] = ("ecc_uncorrectable", "nvlink_errors")
+_BLIND: tuple[Kind, ...] = tuple(kind for kind in _OK if kind not in _COUNTED)
+_BY_STATE: dict[str, dict[Kind, Judge]] = {
+    "ok": _ALWAYS | _OK,
+    "lost": _ALWAYS | dict.fromkeys(_BLIND, _blind) | {"lost": faults.lost},
+    "timeout": _ALWAYS | dict.fromkeys(_BLIND, _blind) | {"lost": faults.lost, "not_answering": faults.not_answering},
+}
+
+
+def _judges(rules: Rules, state: str, counted: bool) -> list[tuple[Judge, tuple[Rule, ...]]]:
+    """What judges a device in a state, and by which rules; ``counted``: a counter of it has risen."""
+    judges: list[tuple[Judge, tuple[Rule, ...]]] | None = rules.plan.get((state, counted))
+    if judges is None:
+        kinds = {kind: judge for kind, judge in _BY_STATE[state].items() if counted or kind not in _COUNTED}
+        judges = [(judge, rules.by_kind[kind]) for kind, judge in kinds.items() if kind in rules.by_kind]
+        rules.plan[state, counted] = judges
+    return judges

@@ -1,0 +1,349 @@
+"""An alert's labels and annotations, from what was found. Pure.
+
+In: a finding, its tick, and since when it has held. Out: labels (who and where, in OpenTelemetry's names), and the
+words: a summary, a description with figures, the runbook.
+
+Labels name a pod only where the alert is about one, or exactly one holds the device. A rule's own labels and
+annotations go over these.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import msgspec
+
+from streams.alerts.durations import words
+from streams.alerts.finding import Facts, Finding
+from streams.alerts.memory import HeldBy, Memory, Seen
+from streams.alerts.rule import Kind, Rule
+from streams.alerts.tick import Device, Tick
+from streams.alerts.waste import share_of
+from streams.alerts.xids import of_code
+from topics.alerts import Alert, AlertState
+from topics.attributed import Holder
+
+Described = tuple[dict[str, str], dict[str, str]]
+"""An alert's labels and annotations."""
+
+Pairs = Iterable[tuple[str, str | int | None]]
+
+RUNBOOK = "docs/runbooks/{}.md"
+MAX_VALUE_BYTES = 1024
+"""Longer values are cut, at a character: receivers commonly refuse more than 2 KiB."""
+
+_NOT_IN_A_NAME = re.compile(r"[^a-zA-Z0-9_]")
+_MOST_NAMED = 8
+"""Of pods or processes in a description."""
+
+
+def describe(finding: Finding, tick: Tick, since_ms: int) -> Described:
+    """The labels and annotations of what a tick shows to have held since a time."""
+    facts, rule = finding.facts, finding.rule
+    holders = facts.pods if finding.pod_uid or finding.rule.kind == "held_idle" else _sole(facts.pods)
+    pairs = [*_device(finding), *_pod(holders), *_copied(rule, holders)]
+    if rule.kind == "xid":
+        pairs += [("xid", facts.text), ("xid_kind", of_code(_code(finding)).kind)]
+    summary, description, more = _WORDS[rule.kind](finding, tick, since_ms)
+    return _labels(rule, tick.cluster, tick.node, pairs), _annotations(rule, summary, description, more)
+
+
+def in_the_end(alert: Alert, held_ms: int) -> Alert:
+    """A resolved alert with the figures of all the time for which it held, where it is about waste."""
+    share = alert.annotations.get("gpu_share")
+    if share is None:
+        return alert
+    seconds = max(held_ms, 0) / 1000
+    wasted = f"{seconds * float(share):.0f}"
+    end = f"In the end it was {words(max(held_ms, 0))}, {wasted} GPU-seconds."
+    description = _clean(f"{alert.annotations['description']} {end}")
+    annotations = {**alert.annotations, "description": description, "wasted_gpu_seconds": wasted}
+    return msgspec.structs.replace(alert, value=seconds, annotations=annotations)
+
+
+def silent(rule: Rule, state: AlertState, memory: Memory) -> Described:
+    """Those of a node without ticks."""
+    held = {(pod.namespace, pod.pod) for seen in memory.devices.values() for pod in seen.pods}
+    summary = f"{state.node} has sent nothing for {words(rule.for_ms)}"
+    description = f"{summary}. It had {_count(memory.devices, 'GPU')}, held by {_count(held, 'pod')}."
+    return _labels(rule, state.cluster, state.node, ()), _annotations(rule, summary, description, {})
+
+
+# -- labels
+
+
+def _labels(rule: Rule, cluster: str, node: str, pairs: Pairs) -> dict[str, str]:
+    own: Pairs = (
+        ("alertname", rule.name),
+        ("severity", rule.severity),
+        ("k8s_cluster_name", cluster),
+        ("k8s_node_name", node),
+    )
+    texts = {name: _clean(str(value)) for name, value in (*own, *pairs) if value is not None}
+    return {name: text for name, text in texts.items() if text} | rule.labels
+
+
+def _clean(value: str) -> str:
+    """A value that any receiver takes: valid UTF-8, not too long."""
+    return value.encode("utf-8", "replace")[:MAX_VALUE_BYTES].decode("utf-8", "ignore")
+
+
+def _device(finding: Finding) -> Pairs:
+    facts = finding.facts
+    if not finding.device:
+        return
+    found: Device | Seen | None = facts.device or facts.seen
+    parent = facts.device.mig.parent_uuid if facts.device is not None and facts.device.mig is not None else None
+    yield "gpu_uuid", parent or finding.device
+    if found is not None:
+        yield "gpu_index", found.index
+        yield "gpu_model", found.model
+    if parent is not None and facts.device is not None and facts.device.mig is not None:
+        yield "gpu_mig_uuid", finding.device
+        yield "gpu_mig_profile", facts.device.mig.profile
+
+
+def _sole(holders: Sequence[Holder]) -> Sequence[Holder]:
+    """The containers of the one pod that holds a device."""
+    return holders if len({(h.namespace, h.pod, h.pod_uid) for h in holders}) == 1 else ()
+
+
+def _pod(holders: Sequence[Holder]) -> Pairs:
+    if not holders:
+        return
+    pod = holders[0]
+    yield "k8s_namespace_name", pod.namespace
+    yield "k8s_pod_name", pod.pod
+    yield "k8s_pod_uid", pod.pod_uid
+    if len(holders) == 1:
+        yield "k8s_container_name", pod.container
+    if pod.workload is not None:
+        yield "k8s_workload_kind", pod.workload.kind
+        yield "k8s_workload_name", pod.workload.name
+    yield "k8s_job_name", pod.job
+    yield "k8s_statefulset_name", pod.statefulset
+    yield "k8s_deployment_name", pod.deployment
+
+
+def _copied(rule: Rule, holders: Sequence[Holder]) -> Pairs:
+    """The labels of the pod and of its namespace that the rule asks for."""
+    for name in rule.copy_labels if holders else ():
+        safe = _NOT_IN_A_NAME.sub("_", name)
+        yield f"k8s_pod_label_{safe}", holders[0].labels.get(name)
+        yield f"k8s_namespace_label_{safe}", holders[0].namespace_labels.get(name)
+
+
+# -- words
+
+
+def _annotations(rule: Rule, summary: str, description: str, more: Mapping[str, str]) -> dict[str, str]:
+    runbook = RUNBOOK.format(_RUNBOOKS[rule.kind])
+    found = {"summary": summary, "description": description, "runbook": runbook, **more}
+    return {name: _clean(text) for name, text in found.items()} | rule.annotations
+
+
+_Words = tuple[str, str, dict[str, str]]
+"""A summary, a description, and further annotations."""
+
+
+def _held_idle(finding: Finding, tick: Tick, since_ms: int) -> _Words:
+    pod, idle_ms = finding.facts.pods[0], max(tick.ts_ms - since_ms, 0)
+    share = share_of(finding.facts)
+    summary = f"{_name(pod)} holds {_where(finding, tick)} and has not used it for {words(idle_ms)}"
+    memory = _memory(finding)
+    wasted = idle_ms / 1000 * share.ratio if share.ratio is not None else None
+    parts = [
+        f"{summary}.",
+        f"Workload: {pod.workload.kind} {pod.workload.name}." if pod.workload is not None else "",
+        memory,
+        f"Wasted so far: {wasted:.0f} GPU-seconds ({share.how})." if wasted is not None else "",
+    ]
+    more = {} if wasted is None else {"gpu_share": f"{share.ratio:.4g}", "wasted_gpu_seconds": f"{wasted:.0f}"}
+    return summary, " ".join(filter(None, parts)), more
+
+
+def _memory(finding: Finding) -> str:
+    """Whether memory is held, and how much."""
+    used = held_memory(finding.facts)
+    if used is None:
+        return "Whether it holds memory is not known."
+    if used < max(finding.rule.memory_held_bytes, 1):
+        return "It holds no memory of the GPU."
+    return f"It holds {used / (1 << 30):.1f} GiB of the GPU's memory."
+
+
+def held_memory(facts: Facts) -> float | None:
+    """How much of a device's memory a pod has: its part, else all of a device that it has alone."""
+    parts = [h.parts.memory_used_bytes for h in facts.pods if h.parts and h.parts.memory_used_bytes is not None]
+    if parts:
+        return sum(parts)
+    return facts.device.metrics.memory_used_bytes if facts.sharing == 1 and facts.device is not None else None
+
+
+def _used_unallocated(finding: Finding, tick: Tick, since_ms: int) -> _Words:
+    summary = f"{_where(finding, tick)} works, and no pod was given it"
+    busy = f"It was busy for {finding.value or 0:.0%} of the last sample, and has been for {_long(tick, since_ms)}."
+    return summary, f"{summary}. {busy} {_seen_there(finding)}", {}
+
+
+def _conflict(finding: Finding, tick: Tick, since_ms: int) -> _Words:
+    what = {
+        "unallocated_process": "runs a process of a pod that the kubelet did not give it to",
+        "no_pod": "is held by a pod, and runs a process that is in no pod",
+    }.get(finding.key, f"has the conflict {finding.key[:80]!r}")
+    summary = f"{_where(finding, tick)} {what}"
+    return summary, f"{summary}, for {_long(tick, since_ms)}. {_seen_there(finding)}", {}
+
+
+def _seen_there(finding: Finding) -> str:
+    """Who runs on a device, and who was given it."""
+    device = finding.facts.device
+    given = _listed(_name(h) for h in finding.facts.pods if not h.observed)
+    seen = _listed(_name(h) for h in finding.facts.pods if h.observed)
+    pids = _listed(str(p.pid) for p in device.processes or ()) if device is not None else ""
+    texts = [f"Given to: {given}." if given else "", f"Seen there: {seen}." if seen else ""]
+    return " ".join(filter(None, [*texts, f"Processes: {pids}." if pids else ""])) or "Its processes are not known."
+
+
+def _xid(finding: Finding, tick: Tick, since_ms: int) -> _Words:
+    xid, held = of_code(_code(finding)), _listed(_name(h) for h in finding.facts.pods)
+    summary = f"XID {finding.facts.text} on {_where(finding, tick)}: {xid.meaning}"
+    times = f"{finding.value:.0f} times. " if finding.value is not None and finding.value > 1 else ""
+    holders = f"Held then by {held}. " if held else "No pod held it then. "
+    return summary, f"{summary}. {times}{holders}What to do: {xid.action}.", {"action": xid.action}
+
+
+def _ecc(finding: Finding, tick: Tick, since_ms: int) -> _Words:
+    count = f"{finding.value or 0:.0f}"
+    summary = f"{_where(finding, tick)} had {count} memory errors that ECC could not correct"
+    return summary, f"{summary}. {_held(finding)} Results computed there may be wrong; the GPU needs a reset.", {}
+
+
+def _row_failure(finding: Finding, tick: Tick, since_ms: int) -> _Words:
+    summary = f"{_where(finding, tick)} has a bad row of memory that could not be remapped"
+    return summary, f"{summary}. {_held(finding)} The GPU is to be replaced.", {}
+
+
+def _row_pending(finding: Finding, tick: Tick, since_ms: int) -> _Words:
+    summary = f"{_where(finding, tick)} replaces bad memory at its next reset"
+    return summary, f"{summary}. {_held(finding)} Reset it when it is free.", {}
+
+
+def _thermal(finding: Finding, tick: Tick, since_ms: int) -> _Words:
+    summary = f"{_where(finding, tick)} is slowed down by its temperature"
+    at = f"It is at {finding.value:.0f} °C" if finding.value is not None else "It has been slow"
+    return summary, f"{summary}. {at}, for {_long(tick, since_ms)}. {_held(finding)}", {}
+
+
+def _brake(finding: Finding, tick: Tick, since_ms: int) -> _Words:
+    summary = f"{_where(finding, tick)} is slowed down by the power brake of its machine"
+    at = f"It draws {finding.value:.0f} W" if finding.value is not None else "It has been slow"
+    return summary, f"{summary}. {at}, for {_long(tick, since_ms)}. {_held(finding)}", {}
+
+
+def _nvlink(finding: Finding, tick: Tick, since_ms: int) -> _Words:
+    what = {"crc": "CRC errors", "replay": "replays", "recovery": "recoveries"}[finding.key]
+    summary = f"{_where(finding, tick)} had {finding.value or 0:.0f} NVLink {what} within a minute"
+    return summary, f"{summary}. {_held(finding)}", {}
+
+
+def _lost(finding: Finding, tick: Tick, since_ms: int) -> _Words:
+    summary = f"{_where(finding, tick)} is lost: NVML can't reach it any more"
+    return summary, f"{summary}. {_held(finding)} The node needs a restart, and perhaps the GPU a technician.", {}
+
+
+def _not_answering(finding: Finding, tick: Tick, since_ms: int) -> _Words:
+    summary = f"{_where(finding, tick)} does not answer its driver"
+    return summary, f"{summary}, for {_long(tick, since_ms)}. {_held(finding)}", {}
+
+
+def _missing(finding: Finding, tick: Tick, since_ms: int) -> _Words:
+    seen = finding.facts.seen or Seen()
+    held = _listed(_name(pod) for pod in seen.pods)
+    summary = f"{_where(finding, tick)} is not there any more"
+    last = f"It was held by {held}." if held else "No pod held it."
+    there = _count(tick.devices, "device")
+    return summary, f"{summary}, since {_long(tick, since_ms)}. {last} The node reports {there} now.", {}
+
+
+def _policy(finding: Finding, tick: Tick, since_ms: int) -> _Words:
+    summary = f"{_name(finding.facts.pods[0])} has a malformed policy, which is not followed"
+    return summary, f"{summary}: {finding.facts.text}.", {}
+
+
+def _silent(finding: Finding, tick: Tick, since_ms: int) -> _Words:
+    return finding.rule.name, finding.rule.name, {}
+
+
+_WORDS: Mapping[Kind, Callable[[Finding, Tick, int], _Words]] = {
+    "held_idle": _held_idle,
+    "used_unallocated": _used_unallocated,
+    "attribution_conflict": _conflict,
+    "xid": _xid,
+    "ecc_uncorrectable": _ecc,
+    "row_remap_failure": _row_failure,
+    "row_remap_pending": _row_pending,
+    "thermal_slowdown": _thermal,
+    "power_brake": _brake,
+    "nvlink_errors": _nvlink,
+    "lost": _lost,
+    "not_answering": _not_answering,
+    "missing": _missing,
+    "node_silent": _silent,
+    "policy_invalid": _policy,
+}
+
+_RUNBOOKS: Mapping[Kind, str] = {
+    "held_idle": "GPUHeldIdle",
+    "used_unallocated": "GPUUsedUnallocated",
+    "attribution_conflict": "GPUAttributionConflict",
+    "xid": "GPUXid",
+    "ecc_uncorrectable": "GPUEccUncorrectable",
+    "row_remap_failure": "GPURowRemapFailure",
+    "row_remap_pending": "GPURowRemapPending",
+    "thermal_slowdown": "GPUThermalSlowdown",
+    "power_brake": "GPUPowerBrake",
+    "nvlink_errors": "GPUNvlinkErrors",
+    "lost": "GPULost",
+    "not_answering": "GPUNotAnswering",
+    "missing": "GPUMissing",
+    "node_silent": "NodeSilent",
+    "policy_invalid": "GPUPolicyInvalid",
+}
+
+
+def _where(finding: Finding, tick: Tick) -> str:
+    """``GPU 3 of gpu-node-1``, ``MIG 1g.10gb of GPU 3 of gpu-node-1``."""
+    device = finding.facts.device
+    found: Device | Seen | None = device or finding.facts.seen
+    gpu = f"GPU {finding.device if found is None or found.index is None else found.index} of {tick.node}"
+    return f"MIG {device.mig.profile or device.uuid} of {gpu}" if device is not None and device.mig is not None else gpu
+
+
+def _held(finding: Finding) -> str:
+    held = _listed(_name(h) for h in finding.facts.pods)
+    return f"Held by {held}." if held else "No pod holds it."
+
+
+def _name(pod: Holder | HeldBy) -> str:
+    return f"{pod.namespace}/{pod.pod}"
+
+
+def _listed(names: Iterable[str]) -> str:
+    """Names, each once, at most so many."""
+    found = list(dict.fromkeys(names))
+    more = [f"{len(found) - _MOST_NAMED} more"] if len(found) > _MOST_NAMED else []
+    return ", ".join(found[:_MOST_NAMED] + more)
+
+
+def _count(things: Iterable[object], noun: str) -> str:
+    count = sum(1 for _ in things)
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def _long(tick: Tick, since_ms: int) -> str:
+    return words(max(tick.ts_ms - since_ms, 0))
+
+
+def _code(finding: Finding) -> int | None:
+    code = finding.facts.text
+    return int(code) if code.isascii() and code.isdigit() and len(code) < 7 else None

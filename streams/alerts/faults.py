@@ -1,0 +1,114 @@
+"""Conditions of what is wrong with a device. Pure."""
+
+from collections.abc import Iterable, Sequence
+
+from streams.alerts.finding import Facts, Finding, View, in_force, of_device, sole
+from streams.alerts.memory import XID, increases, xid_base
+from streams.alerts.policy import policy_of
+from streams.alerts.rule import Rule
+from streams.alerts.xids import of_code
+
+HW_THERMAL, SW_THERMAL, HW_POWER_BRAKE = 0x40, 0x20, 0x80
+"""Bits of clock_event_reasons, as nvml.h has them."""
+
+
+def xid(rule: Rule, view: View, found: list[Finding]) -> None:
+    device = view.device
+    if not device.xids and not device.events:
+        return
+    for code, count in _xid_counts(view):
+        _xid_of(rule, view, code, count, found)
+
+
+def _xid_counts(view: View) -> Iterable[tuple[str, float]]:
+    """How many XID errors of each code there are to tell: counted by the producer, else by events."""
+    device, before = view.device, view.before
+    remembered = before.devices.get(device.uuid) if before.run_id == view.tick.run_id else None
+    for code, total in device.xids.items():
+        yield code, increases(remembered, XID + code, total, base=xid_base(before, view.tick, device, code))
+    events = [str(event.code) for event in device.events or () if event.kind == "xid" and event.code is not None]
+    for code in dict.fromkeys(events):
+        if code not in device.xids:
+            yield code, float(events.count(code))
+
+
+def _xid_of(rule: Rule, view: View, code: str, count: float, found: list[Finding]) -> None:
+    if count <= 0:
+        return
+    number = int(code) if code.isascii() and code.isdigit() and len(code) < 7 else None
+    pod, xid = sole(view), of_code(number)
+    ruled = in_force(view.rules, rule, pod, xid=number)
+    if ruled is None:
+        return
+    own = xid.kind == "application" and pod is not None
+    if own and pod is not None and policy_of(pod).off:
+        return
+    found.append(
+        Finding(
+            ruled.with_severity(xid.kind),
+            view.device.uuid,
+            (pod.pod_uid or "") if own and pod is not None else "",
+            code,
+            value=count,
+            event=True,
+            facts=Facts(view.device, None, view.device.holders, text=code),
+        )
+    )
+
+
+def _counter(view: View, names: Sequence[str]) -> float:
+    """The most that any of these counters has risen."""
+    seen, metrics = view.before.devices.get(view.device.uuid), view.device.metrics
+    if seen is None:
+        return 0.0
+    return max(
+        [increases(seen, name, value) for name in names if (value := getattr(metrics, name)) is not None], default=0.0
+    )
+
+
+def ecc_uncorrectable(rule: Rule, view: View, found: list[Finding]) -> None:
+    count = _counter(view, ("ecc_uncorrected_volatile_total", "ecc_uncorrected_aggregate_total"))
+    if count >= rule.at_least:
+        of_device(rule, view, found, value=count, event=True)
+
+
+def nvlink_errors(rule: Rule, view: View, found: list[Finding]) -> None:
+    recoveries = _counter(view, ("nvlink_recovery_errors_total",))
+    if recoveries >= rule.recoveries:
+        of_device(rule, view, found, value=recoveries, event=True, key="recovery")
+    for key in ("crc", "replay"):
+        count = _counter(view, (f"nvlink_{key}_errors_total",))
+        if count >= rule.at_least:
+            of_device(rule, view, found, value=count, key=key)
+
+
+def row_remap_failure(rule: Rule, view: View, found: list[Finding]) -> None:
+    if view.device.metrics.row_remap_failure:
+        of_device(rule, view, found, value=view.device.metrics.row_remap_failure)
+
+
+def row_remap_pending(rule: Rule, view: View, found: list[Finding]) -> None:
+    metrics = view.device.metrics
+    if metrics.row_remap_pending or metrics.retired_pages_pending:
+        of_device(rule, view, found, value=1.0)
+
+
+def thermal_slowdown(rule: Rule, view: View, found: list[Finding]) -> None:
+    reasons = view.device.metrics.clock_event_reasons
+    if reasons and int(reasons) & (HW_THERMAL | SW_THERMAL):
+        of_device(rule, view, found, value=view.device.metrics.temperature_celsius)
+
+
+def power_brake(rule: Rule, view: View, found: list[Finding]) -> None:
+    reasons = view.device.metrics.clock_event_reasons
+    if reasons and int(reasons) & HW_POWER_BRAKE:
+        of_device(rule, view, found, value=view.device.metrics.power_watts)
+
+
+def lost(rule: Rule, view: View, found: list[Finding]) -> None:
+    of_device(rule, view, found, holds=True if view.device.state == "lost" else None)
+
+
+def not_answering(rule: Rule, view: View, found: list[Finding]) -> None:
+    if view.device.state == "timeout":
+        of_device(rule, view, found)

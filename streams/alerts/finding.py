@@ -1,0 +1,156 @@
+"""What is found in a tick, and how a device of it is seen. Pure.
+
+A finding says that a condition holds, or (``holds`` None) that nothing tells whether it does; what is not found does
+not hold. Only a device whose state is ``ok`` says anything of itself; no evidence is not idleness.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from streams.alerts.memory import Memory, Seen
+from streams.alerts.policy import DEFAULT, Policy, policy_of
+from streams.alerts.rule import Rule, Rules, Subject
+from streams.alerts.tick import Device, Tick
+from topics.attributed import Holder
+
+CONFLICTS = ("unallocated_process", "no_pod")
+"""What ``conflict`` of a device may be."""
+
+
+class Facts(NamedTuple):
+    """What a finding rests on: the device of the tick or, where the tick does not have it, of the inventory; the pods
+    that it is about (one) or that hold the device; the rest by kind."""
+
+    device: Device | None = None
+    seen: Seen | None = None
+    pods: tuple[Holder, ...] = ()
+    sharing: int = 1
+    text: str = ""
+
+
+class Finding(NamedTuple):
+    """A condition that holds, or of which there is no evidence (``holds`` None).
+
+    Where ``holds`` is False, work was seen on a device of which it is not known who holds it now.
+
+    It is told from others by the rule's name, ``device`` ("" is the node), ``pod_uid`` and ``key``. It can't have held
+    before ``since_ms``. ``value`` is the figure that the rule judges; None: the seconds for which it has held. An
+    ``event`` is a happening: it fires at once.
+    """
+
+    rule: Rule
+    device: str = ""
+    pod_uid: str = ""
+    key: str = ""
+    holds: bool | None = True
+    since_ms: int = 0
+    value: float | None = None
+    event: bool = False
+    facts: Facts = Facts()
+
+
+class Pod(NamedTuple):
+    """A pod that holds a device, by some of its containers, and what it wants."""
+
+    holders: tuple[Holder, ...]
+    policy: Policy
+
+
+class View(NamedTuple):
+    """A device of a tick, as it was remembered and as it is, and what of it says whether it works.
+
+    ``work`` is the most that any measure of activity shows, ``measured`` whether one shows all of the device's.
+    """
+
+    rules: Rules
+    tick: Tick
+    device: Device
+    before: Memory
+    seen: Seen
+    pods: tuple[Pod, ...]
+    work: float
+    measured: bool
+    whole: bool
+
+
+Judge = Callable[[Rule, View, list[Finding]], None]
+
+
+def view_of(rules: Rules, tick: Tick, device: Device, before: Memory, seen: Seen, parents: set[str]) -> View:
+    metrics = device.metrics
+    main = (
+        metrics.gpu_utilization_ratio,
+        metrics.gpu_utilization_max_ratio,
+        metrics.graphics_engine_active_ratio,
+        metrics.sm_active_ratio,
+    )
+    known = [ratio for ratio in main if ratio is not None]
+    whole = device.mig is not None or (device.uuid not in parents and device.info.mig_mode != "enabled")
+    return View(
+        rules, tick, device, before, seen, _by_pod(device.holders), max(*known, video(device), 0.0), bool(known), whole
+    )
+
+
+def _by_pod(holders: tuple[Holder, ...]) -> tuple[Pod, ...]:
+    """The holders of each pod: a pod may have several containers on a device."""
+    if len(holders) < 2:
+        return (Pod(holders, policy_of(holders[0])),) if holders else ()
+    pods: dict[tuple[str, str, str | None], list[Holder]] = {}
+    for holder in holders:
+        pods.setdefault((holder.namespace, holder.pod, holder.pod_uid), []).append(holder)
+    return tuple([Pod(tuple(containers), policy_of(containers[0])) for containers in pods.values()])
+
+
+def video(device: Device) -> float:
+    """How busy the encoder or the decoder is."""
+    return max(device.metrics.encoder_utilization_ratio or 0.0, device.metrics.decoder_utilization_ratio or 0.0)
+
+
+def identity(holder: Holder) -> tuple[str, str]:
+    """A pod's uid and key in findings: its name is the key of one whose uid is not known."""
+    return (holder.pod_uid, "") if holder.pod_uid else ("", f"{holder.namespace}/{holder.pod}")
+
+
+def in_force(
+    rules: Rules, rule: Rule, pod: Holder | None, *, xid: int | None = None, policy: Policy = DEFAULT
+) -> Rule | None:
+    """The rule as it is for a pod; None: it is disabled there."""
+    if not rule.overrides and policy.idle_after_ms is None:
+        return rule
+    if pod is None:
+        return rules.resolved(rule, Subject(xid=xid, labels=rule.label_names.read({}, {})))
+    kind, workload = (pod.workload.kind, pod.workload.name) if pod.workload is not None else (None, None)
+    labels = rule.label_names.read(pod.labels, pod.namespace_labels)
+    return rules.resolved(rule, Subject(pod.namespace, kind, workload, labels, xid, policy.idle_after_ms))
+
+
+def sole(view: View) -> Holder | None:
+    """The one pod that holds the device."""
+    return view.pods[0].holders[0] if len(view.pods) == 1 else None
+
+
+def of_device(
+    rule: Rule,
+    view: View,
+    found: list[Finding],
+    *,
+    holds: bool | None = True,
+    value: float | None = None,
+    event: bool = False,
+    key: str = "",
+) -> None:
+    """A finding about a device, whoever holds it."""
+    ruled = in_force(view.rules, rule, sole(view))
+    if ruled is not None:
+        facts = Facts(view.device, None, view.device.holders)
+        found.append(Finding(ruled, view.device.uuid, key=key, holds=holds, value=value, event=event, facts=facts))
+
+
+def unseen(rule: Rule, uuid: str, seen: Seen) -> list[Finding]:
+    """No evidence, of everything that a rule may have found on a device."""
+    if rule.kind == "held_idle":
+        pods = [pod for pod in seen.pods if not pod.observed]
+        ids = [(pod.pod_uid, "") if pod.pod_uid else ("", f"{pod.namespace}/{pod.pod}") for pod in pods]
+        return [Finding(rule, uuid, uid, key, holds=None) for uid, key in ids]
+    keys = CONFLICTS if rule.kind == "attribution_conflict" else ("",)
+    return [Finding(rule, uuid, key=key, holds=None) for key in keys]

@@ -1,0 +1,116 @@
+"""Conditions of who holds a device, and what they do with it. Pure."""
+
+from collections.abc import Iterable
+
+from streams.alerts.finding import CONFLICTS, Facts, Finding, Pod, View, identity, in_force, sole, unseen, video
+from streams.alerts.memory import HeldBy
+from streams.alerts.rule import Rule
+from streams.alerts.tick import Device
+from topics.attributed import Holder
+
+
+def held_idle(rule: Rule, view: View, found: list[Finding]) -> None:
+    if not view.pods:
+        if view.tick.attribution == "none":
+            holds = False if view.work >= rule.least_work else None
+            found.extend(one._replace(holds=holds) for one in unseen(rule, view.device.uuid, view.seen))
+        return
+    if len(view.pods) == 1 and view.work >= rule.most_work:
+        return
+    for pod in view.pods:
+        holder = pod.holders[0]
+        if holder.observed or pod.policy.off:
+            continue
+        ruled = in_force(view.rules, rule, holder, policy=pod.policy)
+        idle = False if ruled is None else _idle(ruled.idle_below, view, pod)
+        if ruled is None or idle is False:
+            continue
+        since_ms = _since(view.seen.pods, holder) + ruled.grace_ms
+        if view.tick.ts_ms >= since_ms:
+            uid, key = identity(holder)
+            facts = Facts(view.device, None, pod.holders, len(view.pods))
+            found.append(Finding(ruled, view.device.uuid, uid, key, idle, since_ms, facts=facts))
+
+
+def _idle(below: float, view: View, pod: Pod) -> bool | None:
+    """Whether a pod does nothing with a device; None: nothing tells."""
+    own = _part(pod)
+    if len(view.pods) > 1:
+        return _idle_share(below, view, own)
+    if view.work >= below or (own or 0.0) >= below or _processes(view.device, pod.holders[0]) >= below:
+        return False
+    return True if view.measured else None
+
+
+def _idle_share(below: float, view: View, own: float | None) -> bool | None:
+    """Of a shared device a pod's own part counts. Where work was done that is in no other pod's part, it may be its."""
+    if own is None:
+        return None
+    if own >= below:
+        return False
+    if view.work < below:
+        return True if view.measured else None
+    rest = view.device.unattributed.utilization_ratio if view.device.unattributed is not None else None
+    others = any((_part(other) or 0.0) >= below for other in view.pods)
+    return True if others and (rest or 0.0) < below and video(view.device) < below else None
+
+
+def _part(pod: Pod) -> float | None:
+    """A pod's part of a device's utilization."""
+    parts = [holder.parts for holder in pod.holders if holder.parts is not None]
+    known = [part.utilization_ratio for part in parts if part.utilization_ratio is not None]
+    return sum(known) if known else None
+
+
+def _processes(device: Device, pod: Holder) -> float:
+    """What a pod's processes use of a device, by their own figures."""
+    if not device.processes or pod.pod_uid is None:
+        return 0.0
+    return sum([p.sm_utilization_ratio or 0.0 for p in device.processes if p.pod_uid == pod.pod_uid])
+
+
+def _since(pods: Iterable[HeldBy], pod: Holder) -> int:
+    """The first tick in which the pod held the device."""
+    for held in pods:
+        if held.pod_uid == pod.pod_uid and held.pod == pod.pod and held.namespace == pod.namespace:
+            return held.since_ms
+    return 0
+
+
+def used_unallocated(rule: Rule, view: View, found: list[Finding]) -> None:
+    """Work on a device that neither the kubelet nor a batch system gave to anybody."""
+    device = view.device
+    if not view.whole or device.jobs or not all(holder.observed for holder in device.holders):
+        return
+    holds = True if view.work >= rule.used_above and view.tick.attribution != "none" else None
+    if view.tick.attribution != "none" and view.measured and not holds:
+        return
+    if (ruled := in_force(view.rules, rule, None)) is not None:
+        facts = Facts(device, None, device.holders)
+        found.append(Finding(ruled, device.uuid, holds=holds, value=view.work, facts=facts))
+
+
+def attribution_conflict(rule: Rule, view: View, found: list[Finding]) -> None:
+    device = view.device
+    blind = device.processes is None or device.info.processes_visible == "false" or view.tick.attribution == "none"
+    if not blind and device.conflict is None:
+        return
+    ruled = in_force(view.rules, rule, sole(view))
+    if ruled is None:
+        return
+    if blind:
+        found.extend(Finding(ruled, device.uuid, key=key, holds=None) for key in CONFLICTS)
+    else:
+        facts = Facts(device, None, device.holders)
+        found.append(Finding(ruled, device.uuid, key=device.conflict or "", facts=facts))
+
+
+def policy_invalid(rule: Rule, view: View, found: list[Finding]) -> None:
+    """Each mistake of a pod once, whatever devices it holds."""
+    for pod in view.pods:
+        for mistake in pod.policy.mistakes:
+            uid, name = identity(pod.holders[0])
+            key = f"{name} {mistake.name}".strip()
+            ruled = in_force(view.rules, rule, pod.holders[0])
+            if ruled is not None and (rule.name, uid, key) not in [(f.rule.name, f.pod_uid, f.key) for f in found]:
+                found.append(Finding(ruled, "", uid, key, facts=Facts(None, None, pod.holders, text=mistake.text)))

@@ -1,0 +1,355 @@
+"""The alert state machine: from what the conditions find in a node's tick to what becomes of its alerts.
+
+In: a node's state and a tick, or word that none came. Out: the state after it, and the alerts to write.
+State: none but what is given; all times are the ticks' own, so that a replay gives the same alerts.
+
+A condition, told apart by rule, device, pod and the rule's own key, is inactive, pending since a tick, firing, and then
+resolved:
+
+- It fires in the tick in which it has held for the rule's ``for``. An event fires at once.
+- A pending one ends with the first tick in which it does not hold. Where there is no evidence it neither fires nor
+  ends; after a minute without any, or without a tick, it begins anew.
+- A firing one is resolved in the tick in which it has not held for the rule's ``keep_firing``; without evidence it
+  fires on. It is resolved at once when the pod that it is about is gone, or the rule is.
+- Two firings of one alert never start at the same time, whatever the node's clock does.
+"""
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, Protocol
+
+import msgspec
+
+from streams.alerts.describe import Described, in_the_end
+from streams.alerts.finding import Finding
+from streams.alerts.memory import Memory
+from streams.alerts.rule import Rule
+from streams.alerts.state import Identity, NodeState, identity
+from streams.alerts.tick import Tick
+from topics.alerts import MAX_TIME_MS, Alert, Tracked, fingerprint, milliseconds, time
+
+MAX_GAP_MS = 60_000
+"""For how long a pending condition outlasts that nothing is known."""
+
+REPEAT_MS = 24 * 3_600_000
+"""How often an open alert is written again."""
+
+DELETE_MS = 7 * 24 * 3_600_000
+"""How long a resolved alert stays."""
+
+YOUNG_MS = 10_000
+"""A condition that ends before it was pending for so long never gets into the state that is written."""
+
+_replace = msgspec.structs.replace
+
+
+class Judge(Protocol):
+    """The rules in force, as the machine asks them. ``silent`` are those about nodes without ticks."""
+
+    silent: Sequence[Rule]
+
+    def evaluate(self, tick: Tick, memory: Memory) -> tuple[Sequence[Finding], Memory]:
+        """What holds in a tick, and what is remembered after it."""
+
+    def because(self, one: Tracked, tick: Tick) -> str:
+        """Why what held is not found any more; "rule_removed" where there is no such rule."""
+
+    def describe(self, finding: Finding, tick: Tick, since_ms: int) -> Described:
+        """The labels and annotations of what a tick shows to have held since a time."""
+
+    def describe_silent(self, rule: Rule, state: NodeState) -> Described:
+        """Those of a node without ticks."""
+
+
+class Place(NamedTuple):
+    """Where in its partition of gpu.attributed a tick stands, and when it was logged."""
+
+    position: int
+    logged_ms: int
+
+
+class Write(NamedTuple):
+    """A record of gpu.alerts: a transition, an open alert as it was written before, or the end of one (None)."""
+
+    kind: Literal["alert", "repeat", "deletion"]
+    fingerprint: str
+    alert: Alert | None
+
+
+class Step(NamedTuple):
+    """The state after a step, and what to write, in this order."""
+
+    state: NodeState
+    writes: tuple[Write, ...] = ()
+
+    @property
+    def alerts(self) -> list[Alert]:
+        """The transitions."""
+        return [alert for kind, _, alert in self.writes if alert is not None and kind == "alert"]
+
+
+class _Now(NamedTuple):
+    """A tick in its place: what was remembered before it and is after it.
+
+    ``before_ms`` is the time of the tick before, ``gap`` whether that is too long ago to go on.
+    """
+
+    tick: Tick
+    judge: Judge
+    state: NodeState
+    before_ms: int
+    gap: bool
+
+
+def begin(tick: Tick, place: Place) -> NodeState:
+    """The state of a node before its first tick, which this is."""
+    return NodeState(
+        schema=1,
+        cluster=tick.cluster,
+        node=tick.node,
+        offset=tick.offset,
+        position=place.position,
+        last_ts_ms=tick.ts_ms,
+        logged_ms=place.logged_ms,
+    )
+
+
+def arrived(state: NodeState, tick: Tick, place: Place) -> NodeState:
+    """The state where a tick changes nothing but what the last one is."""
+    return _replace(
+        state,
+        offset=tick.offset,
+        position=place.position,
+        last_ts_ms=tick.ts_ms,
+        logged_ms=place.logged_ms,
+        silent=False,
+    )
+
+
+def step(state: NodeState, tick: Tick, place: Place, judge: Judge) -> Step:
+    """What a tick makes of a node's alerts."""
+    findings, memory = judge.evaluate(tick, state.memory)
+    after = arrived(state, tick, place)
+    if memory is not state.memory:
+        after = _replace(after, memory=memory)
+    if not findings and not state.tracked and not state.resolved:
+        return Step(after)
+    passed_ms = tick.ts_ms - state.last_ts_ms
+    now = _Now(tick, judge, state, state.last_ts_ms, not 0 <= passed_ms <= MAX_GAP_MS)
+    tracked, writes = _all(now, {(f.rule.name, f.device, f.pod_uid, f.key): f for f in findings})
+    return _closed(_replace(after, tracked=tracked), writes, tick.ts_ms)
+
+
+def same(durable: NodeState, current: NodeState) -> bool:
+    """Whether the state that was written says all that is worth being written, so that a replay gives the same."""
+    return (
+        durable.silent == current.silent
+        and durable.memory is current.memory
+        and durable.generation == current.generation
+        and (durable.resolved is current.resolved or durable.resolved == current.resolved)
+        and (
+            durable.tracked is current.tracked
+            or durable.tracked == tuple(_worth_writing(durable.tracked, current.tracked, current.last_ts_ms))
+        )
+    )
+
+
+def quiet(state: NodeState) -> NodeState:
+    """The state of a node of which no tick has come for a while."""
+    return _replace(state, silent=True)
+
+
+def silence(state: NodeState, rule: Rule, judge: Judge) -> Step:
+    """A node has had no tick for as long as the rule says. The same whoever finds it."""
+    starts_ms = min(state.last_ts_ms + rule.for_ms, MAX_TIME_MS)
+    tracked = Tracked(name=rule.name, since_ms=state.last_ts_ms, keep_ms=rule.keep_firing_ms)
+    if any(identity(one) == identity(tracked) for one in state.tracked):
+        return Step(state)
+    labels, annotations = judge.describe_silent(rule, state)
+    alert = _alert(rule, tracked, state, starts_ms, rule.for_ms / 1000, (labels, annotations))
+    tracked = _replace(tracked, alert=alert, written_ms=starts_ms)
+    return _closed(_replace(quiet(state), tracked=(*state.tracked, tracked)), [_transition(alert)], state.last_ts_ms)
+
+
+def retire(state: NodeState, at_ms: int, because: str = "node_removed") -> Step:
+    """A node is gone: whatever was open is resolved, and what was remembered of it forgotten."""
+    if is_retired(state):
+        return Step(state)
+    at_ms = min(at_ms, MAX_TIME_MS)
+    alerts = [_resolved(one.alert, one, at_ms, because) for one in state.tracked if one.alert is not None]
+    return _closed(_replace(quiet(state), tracked=(), memory=Memory()), list(map(_transition, alerts)), at_ms)
+
+
+def expire(state: NodeState, now_ms: int) -> Step:
+    """Delete the alerts that were resolved long ago."""
+    return _closed(state, [], now_ms)
+
+
+def is_retired(state: NodeState) -> bool:
+    """Whether all that is known of a node is which of its alerts were resolved."""
+    return state.silent and not state.tracked and state.memory == Memory()
+
+
+def is_over(state: NodeState) -> bool:
+    """Whether nothing is left to remember of a node."""
+    return is_retired(state) and not state.resolved
+
+
+def _all(now: _Now, found: dict[Identity, Finding]) -> tuple[tuple[Tracked, ...], list[Write]]:
+    """What is tracked after a tick, and the alerts to write."""
+    before = now.state.tracked
+    steps: list[tuple[Tracked | None, Tracked | None, Alert | None]]
+    steps = [(one, *_next(one, found.pop(identity(one), None), now)) for one in before]
+    steps += [(None, *_begun(finding, now)) for finding in found.values() if finding.holds]
+    tracked = tuple([after for _, after, _ in steps if after is not None])
+    writes = [
+        Write("repeat" if one is not None and alert is one.alert else "alert", alert.fingerprint, alert)
+        for one, _, alert in steps
+        if alert is not None
+    ]
+    unchanged = len(tracked) == len(before) and all(a is b for a, b in zip(tracked, before, strict=True))
+    return before if unchanged else tracked, writes
+
+
+def _next(one: Tracked, finding: Finding | None, now: _Now) -> tuple[Tracked | None, Alert | None]:
+    """What becomes of a condition that is pending or firing."""
+    if any(one.name == rule.name for rule in now.judge.silent):
+        return _end(one, now, "ticks")
+    holds = finding.holds if finding is not None else _absent(one, now)
+    if one.alert is None:
+        return _pending(one, finding, holds, now)
+    if finding is not None and holds:
+        return _again(_held(one, finding, now), now)
+    return _again(one, now) if holds is None else _ceased(one, now)
+
+
+def _absent(one: Tracked, now: _Now) -> bool | None:
+    """What it means that nothing was found: a tick that does not say who holds what is no evidence about a pod."""
+    return None if one.pod_uid and now.tick.attribution == "none" else False
+
+
+def _begun(finding: Finding, now: _Now) -> tuple[Tracked, Alert | None]:
+    """A condition that did not hold before."""
+    one = Tracked(
+        name=finding.rule.name,
+        device=finding.device,
+        pod_uid=finding.pod_uid,
+        key=finding.key,
+        since_ms=max(now.tick.ts_ms, finding.since_ms),
+        event=finding.event,
+    )
+    return _fired_if_due(one, finding, now)
+
+
+def _pending(
+    one: Tracked, finding: Finding | None, holds: bool | None, now: _Now
+) -> tuple[Tracked | None, Alert | None]:
+    blind_ms = one.blind_ms if one.blind_ms is not None else now.before_ms
+    in_doubt = holds is None or one.blind_ms is not None
+    anew = now.gap or (in_doubt and now.tick.ts_ms - blind_ms > MAX_GAP_MS)
+    if holds is None:
+        return None if anew else (one if one.blind_ms is not None else _replace(one, blind_ms=blind_ms)), None
+    if finding is None or not holds:
+        return None, None
+    since_ms = max(now.tick.ts_ms if anew else one.since_ms, finding.since_ms)
+    if since_ms != one.since_ms or one.blind_ms is not None:
+        one = _replace(one, since_ms=since_ms, blind_ms=None)
+    return _fired_if_due(one, finding, now)
+
+
+def _fired_if_due(one: Tracked, finding: Finding, now: _Now) -> tuple[Tracked, Alert | None]:
+    now_ms = now.tick.ts_ms
+    if not finding.event and now_ms - one.since_ms < finding.rule.for_ms:
+        return one, None
+    described = now.judge.describe(finding, now.tick, one.since_ms)
+    value = finding.value if finding.value is not None else (now_ms - one.since_ms) / 1000
+    alert = _alert(finding.rule, one, now.state, now_ms, float(value), described)
+    return _held(_replace(one, alert=alert, written_ms=now_ms), finding, now), alert
+
+
+def _held(one: Tracked, finding: Finding, now: _Now) -> Tracked:
+    """A firing condition that holds in this tick; of an event, it is over with it."""
+    ceased_ms, keep_ms = now.tick.ts_ms if finding.event else None, finding.rule.keep_firing_ms
+    if one.ceased_ms == ceased_ms and one.keep_ms == keep_ms:
+        return one
+    return _replace(one, ceased_ms=ceased_ms, keep_ms=keep_ms)
+
+
+def _again(one: Tracked, now: _Now) -> tuple[Tracked, Alert | None]:
+    """A firing condition goes on; its alert is written again now and then."""
+    if one.written_ms is not None and 0 <= now.tick.ts_ms - one.written_ms < REPEAT_MS:
+        return one, None
+    return _replace(one, written_ms=now.tick.ts_ms), one.alert
+
+
+def _ceased(one: Tracked, now: _Now) -> tuple[Tracked | None, Alert | None]:
+    """A firing condition does not hold in this tick."""
+    now_ms = now.tick.ts_ms
+    ceased_ms = now_ms if one.ceased_ms is None else min(one.ceased_ms, now_ms)
+    because = now.judge.because(one, now.tick)
+    if now_ms - ceased_ms >= one.keep_ms or _at_once(one, now, because):
+        return _end(one, now, because)
+    return _again(one if one.ceased_ms == ceased_ms else _replace(one, ceased_ms=ceased_ms), now)
+
+
+def _at_once(one: Tracked, now: _Now, because: str) -> bool:
+    """Whether it can't hold again. What happened to a pod outlives the pod."""
+    if because == "pod_ended":
+        return not one.event and now.tick.attribution == "exact"
+    return because in ("rule_removed", "policy")
+
+
+def _end(one: Tracked, now: _Now, because: str) -> tuple[None, Alert | None]:
+    return None, None if one.alert is None else _resolved(one.alert, one, now.tick.ts_ms, because)
+
+
+def _alert(rule: Rule, one: Tracked, state: NodeState, now_ms: int, value: float, described: Described) -> Alert:
+    """A firing alert: it starts now, and after the last of its kind ended."""
+    key = fingerprint(rule.name, state.cluster, state.node, one.device, one.pod_uid, one.key)
+    labels, annotations = described
+    return Alert(
+        schema=1,
+        name=rule.name,
+        state="firing",
+        fingerprint=key,
+        cluster=state.cluster,
+        node=state.node,
+        starts_at=time(max(now_ms, state.resolved.get(key, -1) + 1)),
+        severity=rule.severity,
+        value=value,
+        labels=labels,
+        annotations=annotations,
+    )
+
+
+def _resolved(alert: Alert, one: Tracked, at_ms: int, because: str) -> Alert:
+    ends_at = max(time(at_ms), alert.starts_at)
+    resolved = _replace(alert, state="resolved", ends_at=ends_at, resolved_because=because)
+    held_until_ms = at_ms if one.ceased_ms is None else one.ceased_ms
+    return in_the_end(resolved, held_until_ms - one.since_ms)
+
+
+def _transition(alert: Alert) -> Write:
+    return Write("alert", alert.fingerprint, alert)
+
+
+def _closed(state: NodeState, writes: list[Write], now_ms: int) -> Step:
+    """The step's end: what is resolved is remembered until it is deleted, or fires again."""
+    resolved = dict(state.resolved)
+    for _, key, alert in writes:
+        resolved.pop(key, None)
+        if alert is not None and alert.ends_at is not None:
+            resolved[key] = milliseconds(alert.ends_at)
+    for key in [key for key, at_ms in resolved.items() if now_ms - at_ms >= DELETE_MS]:
+        del resolved[key]
+        writes.append(Write("deletion", key, None))
+    return Step(state if resolved == state.resolved else _replace(state, resolved=resolved), tuple(writes))
+
+
+def _worth_writing(written: tuple[Tracked, ...], tracked: tuple[Tracked, ...], now_ms: int) -> Sequence[Tracked]:
+    """What is tracked, less what is young and was not written yet."""
+    known = {identity(one) for one in written}
+    return [one for one in tracked if identity(one) in known or not _young(one, now_ms)]
+
+
+def _young(one: Tracked, now_ms: int) -> bool:
+    return one.alert is None and one.blind_ms is None and 0 <= now_ms - one.since_ms < YOUNG_MS

@@ -1,0 +1,246 @@
+"""What the conditions remember of a node: its devices, who holds them since when, and how far their counters were.
+
+In: ticks. Out: the memory after each; the same object where nothing changed, so that state is written on changes only.
+Pure; all times are of the ticks.
+
+A counter of rare errors is remembered as it was in the last tick that had it. One that may run all the time (CRC errors
+and replays of NVLink) is remembered as it was before its first increase for a minute, so that what is remembered of it
+changes at most twice a minute; then it is as it is, until the next increase.
+"""
+
+from collections.abc import Sequence
+from sys import intern
+
+import msgspec
+
+from streams.alerts.tick import Device, Tick
+from topics.attributed import Holder
+
+WINDOW_MS = 60_000
+"""For how long the errors of a counter that runs are told together."""
+
+RUNNING = ("nvlink_crc_errors_total", "nvlink_replay_errors_total")
+"""The counters of such errors."""
+
+XID = "xid/"
+"""What the names of counters of XID errors begin with; the code follows."""
+
+COUNTERS = (
+    "ecc_uncorrected_volatile_total",
+    "ecc_uncorrected_aggregate_total",
+    "nvlink_recovery_errors_total",
+    *RUNNING,
+)
+"""The metrics whose increases rules judge."""
+
+_replace = msgspec.structs.replace
+
+
+class HeldBy(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A pod that holds a device, and the first tick in which it did."""
+
+    namespace: str
+    pod: str
+    since_ms: int
+    pod_uid: str | None = None
+    workload_kind: str | None = None
+    workload_name: str | None = None
+    observed: bool = False
+
+
+class Count(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A counter's value before the errors that are told now, and of one that runs when the first of them came (0: none
+    are told)."""
+
+    value: float
+    opened_ms: int = 0
+
+
+_NONE = Count(0.0)
+
+
+class Seen(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A device of the inventory as it was when last seen. ``missing_ms``: the first tick without it."""
+
+    index: int | None = None
+    model: str | None = None
+    pci_bus_id: str | None = None
+    parent: str | None = None
+    profile: str | None = None
+    pods: tuple[HeldBy, ...] = ()
+    counts: dict[str, Count] = {}
+    missing_ms: int = 0
+
+
+class Memory(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What is remembered of a node. ``run_id`` 0: nothing yet."""
+
+    run_id: int = 0
+    devices: dict[str, Seen] = {}
+
+
+def remember(memory: Memory, tick: Tick, forget_ms: int) -> Memory:
+    """The memory after a tick. A GPU that is missing is forgotten after a time, or when another is in its place."""
+    changed: dict[str, Seen] = {}
+    for device in tick.devices:
+        seen = memory.devices.get(device.uuid)
+        now = _seen(seen, device, tick, memory.run_id)
+        if now is not seen:
+            changed[device.uuid] = now
+    gone = _absent(memory, tick)
+    if not changed and not gone and memory.run_id == tick.run_id:
+        return memory
+    devices = {**memory.devices, **changed}
+    for uuid in gone:
+        seen = devices.pop(uuid)
+        if not _forgotten(seen, tick, forget_ms):
+            devices[uuid] = seen if seen.missing_ms else _replace(seen, missing_ms=tick.ts_ms)
+    if memory.run_id == tick.run_id and devices == memory.devices:
+        return memory
+    return Memory(tick.run_id, devices)
+
+
+def moving(before: Seen | None, after: Seen) -> bool:
+    """Whether a counter has risen, as far as it is told now."""
+    if before is None:
+        return False
+    counts = after.counts
+    return before.counts is not counts or any(counts[name].opened_ms for name in RUNNING if name in counts)
+
+
+def increases(seen: Seen | None, name: str, value: float, *, base: float | None = None) -> float:
+    """By how much a counter has risen. ``base``: what it was where it is not remembered."""
+    count = seen.counts.get(name) if seen is not None else None
+    before = count.value if count is not None else base
+    if before is None:
+        return 0.0
+    return value - before if value >= before else value
+
+
+def xid_base(memory: Memory, tick: Tick, device: Device, code: str) -> float:
+    """How many XID errors of a code there were before those to tell, where none are remembered of this run.
+
+    On the first tick of a node the earlier ones of the run were another time's; later on, all of a run are to tell.
+    """
+    if memory.run_id:
+        return 0.0
+    events = device.events or ()
+    return device.xids[code] - sum(1 for event in events if event.kind == "xid" and str(event.code) == code)
+
+
+def _seen(seen: Seen | None, device: Device, tick: Tick, run_id: int) -> Seen:
+    pods = _pods(seen.pods if seen is not None else (), device.holders, tick)
+    counts = _counts(seen, device, tick, run_id)
+    if (
+        seen is not None
+        and pods is seen.pods
+        and counts is seen.counts
+        and not seen.missing_ms
+        and seen.index == device.index
+        and seen.model == device.model
+        and seen.pci_bus_id == device.pci_bus_id
+    ):
+        return seen
+    parent, profile = (device.mig.parent_uuid, device.mig.profile) if device.mig is not None else (None, None)
+    return Seen(device.index, _shared(device.model), device.pci_bus_id, parent, _shared(profile), pods, counts)
+
+
+def _pods(held: tuple[HeldBy, ...], holders: Sequence[Holder], tick: Tick) -> tuple[HeldBy, ...]:
+    """Who holds a device now; each pod since it first did. Without a snapshot it is not known, and stays."""
+    if tick.attribution == "none" and not holders:
+        return held
+    if len(held) == len(holders) and all(map(_same, held, holders)):
+        return held
+    since = {(pod.namespace, pod.pod, pod.pod_uid): pod for pod in held}
+    now = {(h.namespace, h.pod, h.pod_uid): h for h in reversed(holders)}
+    pods = tuple(
+        [
+            known if (known := since.get(key)) is not None and known.observed == h.observed else _held_by(h, tick.ts_ms)
+            for key, h in reversed(now.items())
+        ]
+    )
+    return held if pods == held else pods
+
+
+def _same(pod: HeldBy, holder: Holder) -> bool:
+    return (
+        pod.pod == holder.pod
+        and pod.pod_uid == holder.pod_uid
+        and pod.namespace == holder.namespace
+        and pod.observed == holder.observed
+    )
+
+
+def _held_by(holder: Holder, ts_ms: int) -> HeldBy:
+    kind, name = (holder.workload.kind, holder.workload.name) if holder.workload is not None else (None, None)
+    return HeldBy(intern(holder.namespace), holder.pod, ts_ms, holder.pod_uid, _shared(kind), name, holder.observed)
+
+
+def _shared(text: str | None) -> str | None:
+    """A text of which there are few, as one object for all who have it."""
+    return None if text is None else intern(text)
+
+
+def _counts(seen: Seen | None, device: Device, tick: Tick, run_id: int) -> dict[str, Count]:
+    before = seen.counts if seen is not None else {}
+    after: dict[str, Count] = {}
+    metrics = device.metrics
+    for name in COUNTERS:
+        value = getattr(metrics, name)
+        if value is not None:
+            count = before.get(name)
+            if count is None:
+                after[name] = _at(value)
+            elif value != count.value or count.opened_ms:
+                now = _running(count, value, tick.ts_ms) if name in RUNNING else _at(value)
+                if now is not count:
+                    after[name] = now
+    if run_id not in (tick.run_id, 0):
+        before = _without_xids(before)
+    for code, total in device.xids.items():
+        count = before.get(XID + code)
+        if count is None or count.value != total:
+            after[XID + code] = _at(total)
+    return {**before, **after} if after else before
+
+
+def _without_xids(counts: dict[str, Count]) -> dict[str, Count]:
+    """The counters that go on in another run of the producer, which counts XID errors since its start."""
+    if not any(name.startswith(XID) for name in counts):
+        return counts
+    return {name: count for name, count in counts.items() if not name.startswith(XID)}
+
+
+def _at(value: float) -> Count:
+    """A counter of which no errors are told. Most are zero, and share one object."""
+    return Count(value) if value else _NONE
+
+
+def _running(count: Count, value: float, ts_ms: int) -> Count:
+    """What is remembered of a counter that runs; it was reset where it fell."""
+    if value < count.value:
+        return Count(0.0, ts_ms) if value else _NONE
+    if count.opened_ms:
+        return count if 0 <= ts_ms - count.opened_ms < WINDOW_MS else Count(value)
+    return count if value == count.value else Count(count.value, ts_ms)
+
+
+def _absent(memory: Memory, tick: Tick) -> list[str]:
+    """The devices of the inventory that the tick does not have."""
+    devices = memory.devices
+    if len(devices) == len(tick.devices) and all(device.uuid in devices for device in tick.devices):
+        return []
+    present = {device.uuid for device in tick.devices}
+    return [uuid for uuid in devices if uuid not in present]
+
+
+def _forgotten(seen: Seen, tick: Tick, forget_ms: int) -> bool:
+    """Whether a device that is not there has left: a MIG device whose GPU is well without it, a GPU that has another in
+    its place, or what has been away for long."""
+    if seen.missing_ms and tick.ts_ms - seen.missing_ms >= forget_ms:
+        return True
+    if seen.parent is not None:
+        return any(device.uuid == seen.parent and device.state == "ok" for device in tick.devices)
+    return seen.pci_bus_id is not None and any(
+        device.mig is None and device.pci_bus_id == seen.pci_bus_id for device in tick.devices
+    )

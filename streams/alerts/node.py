@@ -1,0 +1,140 @@
+"""What a worker holds of one node: its state, what of it the broker has, and the ticks that a replay must begin with.
+
+In: ticks, states that were read, acknowledgements. Out: what is to be written, and which slots may be finished.
+State: all of it; no clock, no Kafka.
+
+Only what changes a state is written, so a replay must find out the rest: the slot of a node's last tick stays open
+until its next one is judged and, if that changed anything, written. A replay therefore begins at or before the last
+tick that was judged, and the first tick of a node after its state was judged already: only its time is taken over.
+Where no tick comes for a while, a state that says so is written, and nothing stays open.
+"""
+
+from collections import deque
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from streams.alerts import machine
+from streams.alerts.machine import Judge, Place, Step, Write
+from streams.alerts.state import NodeState, Order, order
+from streams.alerts.tick import Tick
+from streams.reader.ledger import Slot
+
+Outcome = Literal["judged", "replayed", "resumed"]
+"""What a tick was: a new one, one that had been judged before its node's state was written, or the first after that."""
+
+_replace = msgspec.structs.replace
+
+
+class Log(NamedTuple):
+    """What is known of the partition that ticks are read from: where it ended at the assignment, and whether ticks
+    were lost before they were read."""
+
+    ended: int
+    torn: bool
+
+
+class Due(NamedTuple):
+    """What is to be written: alerts in their order and, when they are acknowledged, the state."""
+
+    writes: tuple[Write, ...]
+    state: NodeState
+
+
+class Node:
+    """A node of a partition.
+
+    ``durable`` is the state that the broker has, ``current`` the one after the last tick. ``fresh``: no tick was read
+    since the state was. ``stale``: the topic's last state is not ours. ``writing``: something is on its way.
+    ``kept``: the slots of the ticks that a replay must begin with. ``read_s``: when a tick was last read, of the
+    monotonic clock.
+    """
+
+    __slots__ = ("_echoes", "_over", "_writes", "current", "durable", "fresh", "kept", "read_s", "stale", "writing")
+
+    def __init__(self, durable: NodeState | None = None) -> None:
+        self.durable = self.current = durable
+        self.fresh, self.stale, self.writing = True, False, False
+        self._echoes: deque[Order] = deque()
+        self.read_s = float("-inf")
+        self.kept: deque[Slot] = deque()
+        self._over: list[Slot] = []
+        self._writes: list[Write] = []
+
+    # -- what was read
+
+    def learn(self, state: NodeState) -> None:
+        """A state of this node was read, from the topic's end: it is taken on, unless ticks were read since ours was.
+
+        Then one that is not ours was written late, by a worker that had lost the partition, and ours is written again:
+        the last state in the topic is always the one that its owner goes by.
+        """
+        ours = order(state) in self._echoes
+        while ours and self._echoes.popleft() != order(state):
+            pass
+        if self.fresh and not self.writing:
+            self.durable = self.current = state
+        elif not ours:
+            self.stale = not self._echoes
+
+    def take(self, tick: Tick, slot: Slot, logged_ms: int, judge: Judge, log: Log) -> Outcome:
+        """A tick was read."""
+        place = Place(slot.offset, logged_ms)
+        fresh, self.fresh = self.fresh, False
+        state = machine.begin(tick, place) if self.current is None else self.current
+        if fresh and self.current is not None and state.position >= log.ended:  # the log is another one now
+            state = _replace(state, generation=state.generation + 1, silent=True)
+        elif self.current is not None and tick.offset <= state.offset:
+            again = tick.offset == state.offset and not self.kept
+            (self.kept if again else self._over).append(slot)
+            return "replayed"
+        elif fresh and self.current is not None and not state.silent and not log.torn:
+            self.current = machine.arrived(state, tick, place)
+            self.kept.append(slot)
+            return "resumed"
+        self.close(machine.step(state, tick, place, judge))
+        self.kept.append(slot)
+        return "judged"
+
+    def close(self, step: Step) -> None:
+        """A step was made."""
+        self.current = step.state
+        self._writes += step.writes
+
+    # -- what is to be done
+
+    def due(self) -> Due | None:
+        """What is to be written; from now on it is on its way."""
+        if self.current is None or self.writing or not (self.stale or self._changed()):
+            return None
+        due = Due(tuple(self._writes), self.current)
+        self._writes = []
+        self.writing, self.stale = True, False
+        self._echoes.append(order(due.state))
+        return due
+
+    def written(self, state: NodeState) -> None:
+        """All that was due is acknowledged."""
+        self.durable, self.writing = state, False
+
+    def settled(self) -> bool:
+        """Whether the broker has all that is worth having."""
+        return not self.writing and not self._changed()
+
+    def finished(self) -> list[Slot]:
+        """The slots of ticks that no replay needs any more, each once."""
+        over, self._over = self._over, []
+        if self.durable is None or self.current is None:
+            return over
+        if self.settled() and len(self.durable.tracked) == len(self.current.tracked):
+            keep = 0 if self.durable.silent else 1
+            while len(self.kept) > keep:
+                over.append(self.kept.popleft())
+        while self.kept and self.kept[0].offset < self.durable.position:
+            over.append(self.kept.popleft())
+        return over
+
+    def _changed(self) -> bool:
+        if self.durable is None or self.current is None:
+            return self.current is not None
+        return bool(self._writes) or not machine.same(self.durable, self.current)

@@ -1,0 +1,78 @@
+"""What a pod, or its namespace, says about alerts of its own. Pure.
+
+In: a holder's annotations and the labels of its namespace. Out: a :class:`Policy`.
+On failure: what is malformed is as if it were not there, and named in ``mistakes``.
+
+``gpustream.dev/idle-after: 2h`` sets for how long its GPUs may be idle, ``gpustream.dev/alerts: off`` silences what is
+about the pod's own doing: idle GPUs and errors of its programs, never the state of a GPU. A namespace says the same by
+an annotation, which its pods inherit in gpu.workloads, or a label; a pod's goes before its namespace's.
+"""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from streams.alerts.durations import milliseconds
+from topics.attributed import Holder
+
+ALERTS = "gpustream.dev/alerts"
+IDLE_AFTER = "gpustream.dev/idle-after"
+
+_SHORTEST_MS = 1_000
+
+
+class Mistake(NamedTuple):
+    """What is wrong with which annotation or label."""
+
+    name: str
+    text: str
+
+
+class Policy(NamedTuple):
+    """What a pod wants: no alerts about its own doing, and its own duration for idle GPUs; None: the rule's."""
+
+    off: bool = False
+    idle_after_ms: int | None = None
+    mistakes: tuple[Mistake, ...] = ()
+
+
+DEFAULT = Policy()
+
+
+def policy_of(holder: Holder) -> Policy:
+    """The policy of a pod."""
+    pod, namespace = holder.annotations, holder.namespace_labels
+    if not pod and not namespace:
+        return DEFAULT
+    values = (pod.get(ALERTS), namespace.get(ALERTS), pod.get(IDLE_AFTER), namespace.get(IDLE_AFTER))
+    return DEFAULT if values == (None, None, None, None) else _policy(*values)
+
+
+@lru_cache(maxsize=4096)
+def _policy(pod_alerts: str | None, alerts: str | None, pod_idle: str | None, idle: str | None) -> Policy:
+    mistakes: list[Mistake] = []
+    off: bool | None = None
+    idle_after_ms: int | None = None
+    for whose, switch, duration in (("annotation", pod_alerts, pod_idle), ("namespace label", alerts, idle)):
+        off = _switch(whose, switch, mistakes) if off is None else off
+        idle_after_ms = _duration(whose, duration, mistakes) if idle_after_ms is None else idle_after_ms
+    return Policy(bool(off), idle_after_ms, tuple(mistakes))
+
+
+def _switch(whose: str, value: str | None, mistakes: list[Mistake]) -> bool | None:
+    if value is None or (word := value.strip().lower()) in ("on", "off"):
+        return None if value is None else word == "off"
+    mistakes.append(Mistake(ALERTS, f"the {whose} {ALERTS} is {value[:80]!r}: write on or off"))
+    return None
+
+
+def _duration(whose: str, value: str | None, mistakes: list[Mistake]) -> int | None:
+    if value is None:
+        return None
+    try:
+        ms = milliseconds(value)
+        if ms < _SHORTEST_MS:
+            raise ValueError(f"{value[:80]!r} is less than a second")
+    except ValueError as error:
+        mistakes.append(Mistake(IDLE_AFTER, f"the {whose} {IDLE_AFTER} is malformed: {error}"))
+        return None
+    return ms

@@ -1,0 +1,208 @@
+"""The reference page ``docs/alerts.md``: ``python -m streams.alerts.reference [--check]``.
+
+In: the default rules, the table of their options, and the table of XID errors. Out: Markdown.
+"""
+
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from streams.alerts import rules
+from streams.alerts.durations import words
+from streams.alerts.options import OPTIONS, SELECTORS, Option
+from streams.alerts.policy import ALERTS, IDLE_AFTER
+from streams.alerts.rule import Rule
+from streams.alerts.xids import XID_KINDS, XIDS
+from topics import generated
+
+PAGE = Path(__file__).parents[2] / "docs" / "alerts.md"
+MARK = (
+    "<!-- Written by `python -m streams.alerts.reference`: change the tables in `streams/alerts/`, not this file. -->"
+)
+
+_ABOUT = {
+    "held_idle": "A pod holds a GPU and does nothing with it.",
+    "used_unallocated": "A GPU works, and no pod was given it.",
+    "attribution_conflict": "What runs on a GPU is not what the kubelet gave it to.",
+    "xid": "The driver reported an XID error; one alert a code.",
+    "ecc_uncorrectable": "Memory errors that ECC could not correct.",
+    "row_remap_failure": "A bad row of memory could not be replaced.",
+    "row_remap_pending": "Bad memory is replaced at the next reset.",
+    "thermal_slowdown": "Slowed down by its temperature.",
+    "power_brake": "Slowed down by the machine's power brake.",
+    "nvlink_errors": "NVLinks were trained again, or had many errors within a minute.",
+    "lost": "NVML says that the GPU is lost.",
+    "not_answering": "The GPU does not answer its driver.",
+    "missing": "A GPU that the node had is not there any more.",
+    "node_silent": "A node that sent ticks sends none.",
+    "policy_invalid": "A pod's or namespace's policy can't be read.",
+}
+
+_INTRODUCTION = """\
+`gpustream stream alerts` judges every tick of gpu.attributed by rules, in the time of the ticks, and writes what
+fires and what is resolved to gpu.alerts. A rule fires when its condition has held for `for`, and resolves when it has
+not held for `keep_firing_for`. Where a tick is no evidence (a GPU that does not answer, a device without activity
+metrics, a node without a snapshot), it neither fires nor resolves.
+
+```sh
+gpustream stream alerts --kafka kafka-0:9092 --rules rules.toml
+gpustream rules check rules.toml
+gpustream rules test rules.toml --kafka kafka-0:9092 --from 24h
+```
+
+## Rules
+
+Without `--rules` these are in force. A file is laid over them: what it does not name stays as it is here."""
+
+_FILE = """\
+## The file
+
+TOML, a table for each rule. A name that is here changes that rule, `enabled = false` takes it away; a new name needs
+its `kind`, and begins as the default of that kind, so that there may be several of one kind.
+
+```toml
+[rules.GPUHeldIdle]
+for = "30m"
+labels = { pager = "no" }
+
+[[rules.GPUHeldIdle.overrides]]
+namespace = "notebooks-*"
+for = "2h"
+severity = "info"
+
+[[rules.GPUHeldIdle.overrides]]
+workload_kind = ["Deployment", "StatefulSet"]
+pod_labels = { "app.kubernetes.io/component" = "inference*" }
+enabled = false
+
+[[rules.GPUXid.overrides]]
+xid = [43, 45]
+enabled = false
+
+[rules.GPUHeldIdleForHours]
+kind = "held_idle"
+for = "4h"
+severity = "critical"
+```
+
+Durations are `500ms`, `30s`, `15m`, `2h`, `7d` (a bare number is seconds), sizes `64MiB`."""
+
+_OVERRIDES = """\
+### Overrides
+
+An override is for what matches all that it gives, each by any of its globs (`*`, `?`, `[abc]`; case counts). All that
+match apply, a later one over an earlier one. They go by the pod that the alert is about; where it is about a device, by
+the one pod that holds it. An override may set every option of its rule; its `severity` is for XIDs of all kinds."""
+
+_POLICY = f"""\
+## What pods and namespaces say themselves
+
+| annotation of a pod or its namespace | meaning |
+|---|---|
+| `{IDLE_AFTER}: 2h` | for how long its GPUs may be idle, in place of every rule's `for` of kind `held_idle` |
+| `{ALERTS}: "off"` | no alerts about its own doing: idle GPUs, and XID errors of its programs |
+
+A pod's goes before its namespace's, and both before the file; a namespace may say it by a label, too. Alerts about the
+state of a GPU can't be silenced so. What can't be read is as if it were not there, and an alert of its own says so
+(`GPUPolicyInvalid`)."""
+
+_TRYING = """\
+## Trying rules
+
+`gpustream rules check` names every mistake of a file with its line; a stream does not start with one.
+`gpustream rules test` judges what was recorded as the stream would have, and lists what would have fired, when, whose
+it is, and why it ended; nothing is written. It reads gpu.attributed from Kafka (which keeps 24 hours), or a file of its
+records, one a line, as any consumer writes them:
+
+```sh
+kafka-console-consumer.sh --bootstrap-server kafka-0:9092 --topic gpu.attributed > ticks.jsonl
+gpustream rules test rules.toml --input ticks.jsonl
+```
+
+It begins without what a live stream remembers: the grace of every pod begins with the first tick, and a GPU that was
+gone before is not missed. `NodeSilent` is found by the gaps between ticks."""
+
+_LABELS = """\
+## Labels and annotations
+
+Labels are frozen when an alert fires: `alertname`, `severity`, `k8s_cluster_name`, `k8s_node_name`; of a device
+`gpu_uuid` (the physical GPU's), `gpu_index`, `gpu_model`, `gpu_mig_uuid`, `gpu_mig_profile`; of a pod
+`k8s_namespace_name`, `k8s_pod_name`, `k8s_pod_uid`, `k8s_container_name`, `k8s_workload_kind`, `k8s_workload_name`,
+`k8s_job_name`, `k8s_statefulset_name`, `k8s_deployment_name`, and `k8s_pod_label_NAME` and `k8s_namespace_label_NAME`
+of `copy_labels`; of XID errors `xid` and `xid_kind`. An alert that is not about a pod names one only where it holds
+the device alone.
+
+Annotations are `summary`, `description` (with figures) and `runbook`; of GPUHeldIdle also `gpu_share`, the part of a
+GPU that the pod holds (compute slices of a MIG device, divided equally among the pods on it), and
+`wasted_gpu_seconds`, until it fired and, when it is resolved, in all; of XID errors `action`."""
+
+_XIDS = """\
+## XID errors
+
+What they mean and what to do, after NVIDIA's XID catalogue. The kind gives the severity: `severity` for hardware, and
+`driver_severity`, `application_severity`, `recovered_severity` and `unknown_severity` for the others."""
+
+
+def markdown() -> str:
+    """The page."""
+    found = list(rules.defaults().values())
+    parts = [
+        "# Alerts",
+        MARK,
+        _INTRODUCTION,
+        _table(
+            ("rule", "what it is about", "kind", "severity", "for", "keep_firing_for", "further"), map(_rule, found)
+        ),
+        _FILE,
+        "### Options",
+        _table(("key", "of kind", "meaning"), map(_option, OPTIONS)),
+        _OVERRIDES,
+        _table(("key", "of kind", "matches"), map(_option, SELECTORS)),
+        _POLICY,
+        _TRYING,
+        _LABELS,
+        _XIDS,
+        _table(("code", "kind", "meaning", "what to do"), _xids()),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _rule(rule: Rule) -> Sequence[str]:
+    return (
+        f"[{rule.name}](runbooks/{rule.name}.md)",
+        _ABOUT[rule.kind],
+        f"`{rule.kind}`",
+        rule.severity,
+        words(rule.for_ms) if rule.for_ms else "at once",
+        words(rule.keep_firing_ms) if rule.keep_firing_ms else "",
+        ", ".join(f"`{option.key}` {_shown(option, rule)}" for option in OPTIONS if rule.kind in option.kinds),
+    )
+
+
+def _shown(option: Option, rule: Rule) -> str:
+    value = getattr(rule, option.field)
+    if option.field.endswith("_ms"):
+        return words(value)
+    return f"{value / (1 << 20):g}MiB" if option.field.endswith("_bytes") else str(value)
+
+
+def _option(option: Option) -> Sequence[str]:
+    return f"`{option.key}`", ", ".join(f"`{kind}`" for kind in option.kinds) or "any", option.what
+
+
+def _xids() -> Iterable[Sequence[str]]:
+    """A row for all codes that are the same, by kind and then by code."""
+    same: dict[tuple[str, str, str], list[int]] = {}
+    for code, xid in XIDS.items():
+        same.setdefault((xid.kind, xid.meaning, xid.action), []).append(code)
+    rows = sorted(same.items(), key=lambda row: (XID_KINDS.index(row[0][0]), row[1]))
+    return [(", ".join(map(str, codes)), *row) for row, codes in rows]
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+if __name__ == "__main__":
+    sys.exit(generated.main({PAGE: markdown()}, "streams.alerts.reference", sys.argv[1:]))

@@ -1,0 +1,210 @@
+"""A rule, and what an override or a pod's own policy makes of it. Pure."""
+
+from collections.abc import Iterable, Mapping
+from fnmatch import translate
+from functools import cached_property, lru_cache
+from re import Pattern
+from re import compile as compiled
+from typing import Any, Literal, NamedTuple, get_args
+
+import msgspec
+
+from streams.alerts.xids import XidKind
+from topics.alerts import Severity
+
+Kind = Literal[
+    "held_idle",
+    "used_unallocated",
+    "attribution_conflict",
+    "xid",
+    "ecc_uncorrectable",
+    "row_remap_failure",
+    "row_remap_pending",
+    "thermal_slowdown",
+    "power_brake",
+    "nvlink_errors",
+    "lost",
+    "not_answering",
+    "missing",
+    "node_silent",
+    "policy_invalid",
+]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+_CACHED = 10_000
+"""Of how many pods' rules are remembered; past that, all are found again."""
+
+
+class Override(msgspec.Struct, frozen=True, kw_only=True):
+    """Other settings for some of what a rule is about. What is given must all match; each matches by any of its globs.
+
+    ``changes``: fields of :class:`Rule`.
+    """
+
+    namespace: tuple[str, ...] = ()
+    workload_kind: tuple[str, ...] = ()
+    workload: tuple[str, ...] = ()
+    pod_labels: dict[str, tuple[str, ...]] = {}
+    namespace_labels: dict[str, tuple[str, ...]] = {}
+    xid: tuple[int, ...] = ()
+    changes: dict[str, Any] = {}
+
+
+class LabelNames(NamedTuple):
+    """Names of labels of pods, and of namespaces."""
+
+    pod: tuple[str, ...]
+    namespace: tuple[str, ...]
+
+    def read(self, pod: Mapping[str, str], namespace: Mapping[str, str]) -> tuple[str | None, ...]:
+        """The values that these labels have."""
+        return (*map(pod.get, self.pod), *map(namespace.get, self.namespace))
+
+
+class Rule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+    """A rule; ``kind`` says what it judges, and which of the thresholds it reads.
+
+    It fires when it has held for ``for_ms``, and resolves when it has not held for ``keep_firing_ms``.
+    """
+
+    name: str
+    kind: Kind
+    enabled: bool = True
+    severity: Severity = "warning"
+    for_ms: int = 0
+    keep_firing_ms: int = 0
+    idle_below: float = 0.01
+    grace_ms: int = 0
+    memory_held_bytes: float = 0.0
+    used_above: float = 0.05
+    at_least: int = 1
+    recoveries: int = 1
+    forget_ms: int = 0
+    application_severity: Severity = "info"
+    driver_severity: Severity = "warning"
+    recovered_severity: Severity = "info"
+    unknown_severity: Severity = "warning"
+    copy_labels: tuple[str, ...] = ("team", "project", "owner", "cost-center")
+    labels: dict[str, str] = {}
+    annotations: dict[str, str] = {}
+    overrides: tuple[Override, ...] = ()
+
+    def with_severity(self, xid: XidKind) -> "Rule":
+        """The rule for XID errors of a kind."""
+        severities: dict[XidKind, Severity] = {
+            "hardware": self.severity,
+            "driver": self.driver_severity,
+            "application": self.application_severity,
+            "recovered": self.recovered_severity,
+            "unknown": self.unknown_severity,
+        }
+        return self if self.severity == severities[xid] else msgspec.structs.replace(self, severity=severities[xid])
+
+    @cached_property
+    def most_work(self) -> float:
+        """What is no idleness for any pod."""
+        return max(self._thresholds)
+
+    @cached_property
+    def least_work(self) -> float:
+        """What is no idleness for some pod."""
+        return min(self._thresholds)
+
+    @property
+    def _thresholds(self) -> list[float]:
+        return [self.idle_below, *(float(o.changes.get("idle_below", self.idle_below)) for o in self.overrides)]
+
+    @cached_property
+    def label_names(self) -> LabelNames:
+        """The labels of pods, and of namespaces, that the overrides go by."""
+        pod = {name for override in self.overrides for name in override.pod_labels}
+        namespace = {name for override in self.overrides for name in override.namespace_labels}
+        return LabelNames(tuple(sorted(pod)), tuple(sorted(namespace)))
+
+
+class Subject(NamedTuple):
+    """What an override may go by: the pod that a finding is about, and the XID's code. ``labels`` are the pod's, then
+    the namespace's, of the names that :meth:`Rule.label_names` gives.
+    """
+
+    namespace: str | None = None
+    workload_kind: str | None = None
+    workload: str | None = None
+    labels: tuple[str | None, ...] = ()
+    xid: int | None = None
+    idle_after_ms: int | None = None
+
+
+class Rules(msgspec.Struct, frozen=True, dict=True):
+    """The rules in force: those that are enabled, or that an override enables for some."""
+
+    rules: tuple[Rule, ...]
+
+    def of(self, kind: Kind) -> tuple[Rule, ...]:
+        """The rules of a kind."""
+        return self.by_kind.get(kind, ())
+
+    @cached_property
+    def by_kind(self) -> Mapping[Kind, tuple[Rule, ...]]:
+        """The rules by kind, of the kinds that there are."""
+        kinds = {rule.kind for rule in self.rules}
+        return {kind: tuple(rule for rule in self.rules if rule.kind == kind) for kind in KINDS if kind in kinds}
+
+    @cached_property
+    def forget_ms(self) -> int:
+        """After how long a device that is missing is forgotten."""
+        return max((rule.forget_ms for rule in self.rules), default=0)
+
+    @cached_property
+    def plan(self) -> dict[Any, Any]:
+        """What the conditions work out from the rules once."""
+        return {}
+
+    @cached_property
+    def _resolved(self) -> dict[tuple[str, Subject], Rule | None]:
+        return {}
+
+    def resolved(self, rule: Rule, subject: Subject) -> Rule | None:
+        """The rule as it is for a subject; None where it is disabled there."""
+        key = (rule.name, subject)
+        try:
+            return self._resolved[key]
+        except KeyError:
+            if len(self._resolved) >= _CACHED:
+                self._resolved.clear()
+            found = self._resolved[key] = applied(rule, subject)
+            return found
+
+
+def applied(rule: Rule, subject: Subject) -> Rule | None:
+    """The rule with its overrides, a later one over an earlier one, and the pod's policy over all."""
+    changes: dict[str, Any] = {}
+    for override in rule.overrides:
+        if _matches(override, subject, rule.label_names):
+            changes |= override.changes
+    if rule.kind == "held_idle" and subject.idle_after_ms is not None:
+        changes["for_ms"] = subject.idle_after_ms
+    found = msgspec.structs.replace(rule, **changes) if changes else rule
+    return found if found.enabled else None
+
+
+@lru_cache(maxsize=1024)
+def _glob(pattern: str) -> Pattern[str]:
+    return compiled(translate(pattern))
+
+
+def _any(globs: Iterable[str], text: str | None) -> bool:
+    return text is not None and any(_glob(glob).match(text) for glob in globs)
+
+
+def _matches(override: Override, subject: Subject, names: LabelNames) -> bool:
+    pod = dict(zip(names.pod, subject.labels, strict=False))
+    namespace = dict(zip(names.namespace, subject.labels[len(names.pod) :], strict=False))
+    return (
+        (not override.namespace or _any(override.namespace, subject.namespace))
+        and (not override.workload_kind or _any(override.workload_kind, subject.workload_kind))
+        and (not override.workload or _any(override.workload, subject.workload))
+        and (not override.xid or subject.xid in override.xid)
+        and all(_any(globs, pod.get(name)) for name, globs in override.pod_labels.items())
+        and all(_any(globs, namespace.get(name)) for name, globs in override.namespace_labels.items())
+    )

@@ -1,0 +1,89 @@
+"""What of a record of gpu.attributed the rules look at: the rest is not decoded.
+
+In: the JSON of gpu.attributed. Out: a :class:`Tick`.
+On failure: ``msgspec.DecodeError`` for what is no such record.
+"""
+
+import msgspec
+
+from topics.attributed import Attribution, Holder, Parts
+from topics.decoding import decoder
+from topics.samples import Event, Job, Mig, State
+from topics.topic import Name, UInt, Version
+
+
+class Metrics(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
+    """The keys of the catalogue that rules judge or describe by."""
+
+    gpu_utilization_ratio: float | None = None
+    gpu_utilization_max_ratio: float | None = None
+    graphics_engine_active_ratio: float | None = None
+    sm_active_ratio: float | None = None
+    encoder_utilization_ratio: float | None = None
+    decoder_utilization_ratio: float | None = None
+    memory_used_bytes: float | None = None
+    power_watts: float | None = None
+    temperature_celsius: float | None = None
+    clock_event_reasons: float | None = None
+    row_remap_pending: float | None = None
+    row_remap_failure: float | None = None
+    retired_pages_pending: float | None = None
+    ecc_uncorrected_volatile_total: float | None = None
+    ecc_uncorrected_aggregate_total: float | None = None
+    nvlink_crc_errors_total: float | None = None
+    nvlink_replay_errors_total: float | None = None
+    nvlink_recovery_errors_total: float | None = None
+
+
+class Process(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A process on a device."""
+
+    pid: UInt
+    pod_uid: str | None = None
+    sm_utilization_ratio: float | None = None
+
+
+class Info(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a device is."""
+
+    serial: str | None = None
+    driver_version: str | None = None
+    mig_mode: str | None = None
+    processes_visible: str | None = None
+
+
+class Device(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A device of gpu.attributed."""
+
+    uuid: str
+    index: UInt | None = None
+    model: str | None = None
+    pci_bus_id: str | None = None
+    state: State = "ok"
+    mig: Mig | None = None
+    metrics: Metrics = Metrics()
+    processes: tuple[Process, ...] | None = None
+    jobs: tuple[Job, ...] | None = None
+    events: tuple[Event, ...] | None = None
+    info: Info = Info()
+    xids: dict[str, UInt] = {}
+    holders: tuple[Holder, ...] = ()
+    unattributed: Parts | None = None
+    conflict: str | None = None
+
+
+class Tick(msgspec.Struct, frozen=True, kw_only=True):
+    """A node's tick of gpu.attributed."""
+
+    schema: Version
+    cluster: Name
+    node: Name
+    run_id: UInt
+    seq: UInt
+    ts_ms: UInt
+    offset: UInt
+    attribution: Attribution
+    devices: tuple[Device, ...] = ()
+
+
+decode = decoder(Tick)

@@ -1,0 +1,97 @@
+"""What every stream does beside its own work: dead letters, nodes that are in the wrong place, its reader's counts.
+
+Source: murmur2 is the partitioner of Kafka's Java clients.
+"""
+
+import logging
+import time
+from typing import Any, Protocol
+
+from aiokafka.partitioner import murmur2
+
+from streams.decoding import Reason
+from streams.reader.app import ReaderApp
+from streams.reader.ledger import Ledger, Slot
+from topics.dead_letters import Origin, letter
+from topics.instruments import Instrument, Instruments
+
+log = logging.getLogger(__name__)
+
+DEAD_LETTERS = "gpu.dead-letters"
+
+
+class Counts(Protocol):
+    """What a reader counts."""
+
+    ledger: Ledger
+    rebalances: int
+    holes: int
+    lost: int
+
+
+def instruments(stage: str) -> tuple[Instrument, ...]:
+    """What every stream says of itself."""
+    prefix = f"gpustream_{stage}"
+    return (
+        Instrument(f"{prefix}_read_total", "counter", "Records read, replays after a rebalance included.", ("topic",)),
+        Instrument(
+            f"{prefix}_dead_lettered_total",
+            "counter",
+            "Records that went to gpu.dead-letters, by why: undecodable, key, oversized or unsendable.",
+            ("topic", "reason"),
+        ),
+        Instrument(f"{prefix}_open_bytes", "gauge", "Bytes of records that were read and are not finished."),
+        Instrument(f"{prefix}_nodes", "gauge", "Nodes whose state is held."),
+        Instrument(f"{prefix}_lag_records", "gauge", "Records not yet finished, by topic.", ("topic",)),
+        Instrument(
+            f"{prefix}_misplaced_nodes_total",
+            "counter",
+            "Nodes whose key does not belong in their partition: another partitioner wrote them.",
+        ),
+        Instrument(f"{prefix}_rebalances_total", "counter", "Times that partitions were taken away."),
+        Instrument(f"{prefix}_holes_total", "counter", "Gaps in the offsets of a log that proved real."),
+        Instrument(f"{prefix}_lost_offsets_total", "counter", "Offsets that retention took before they were read."),
+    )
+
+
+class Bookkeeping:
+    """One stream's books; ``stage`` is what it is called, ``partitions`` how many its topics have."""
+
+    def __init__(self, instruments: Instruments, *, stage: str, partitions: int) -> None:
+        self._instruments, self._stage, self._partitions = instruments, stage, partitions
+        self._counted: dict[str, int] = {}
+
+    def read(self, topic: str) -> None:
+        """A record of a topic was read."""
+        self._instruments.counter(f"gpustream_{self._stage}_read_total", topic).inc()
+
+    def check_place(self, partition: int, key: bytes) -> None:
+        """Once a node: whether its key belongs here, or another partitioner put it here."""
+        if (murmur2(key) & 0x7FFFFFFF) % self._partitions != partition:
+            self._instruments.counter(f"gpustream_{self._stage}_misplaced_nodes_total").inc()
+            log.warning(
+                "%s is in partition %s, where murmur2 would not put it", key.decode("utf-8", "replace"), partition
+            )
+
+    async def dead_letter(self, app: ReaderApp, slot: Slot, record: Any, reason: Reason, error: str) -> None:
+        """Send a record to the dead letters; its slot is finished when that is acknowledged."""
+        self._instruments.counter(f"gpustream_{self._stage}_dead_lettered_total", slot.tp.topic, reason).inc()
+        log.warning("%s partition %s offset %s: %s: %.300s", *slot.tp, slot.offset, reason, error)
+        dead = letter(
+            record.key,
+            record.value,
+            Origin(slot.tp.topic, slot.tp.partition, slot.offset),
+            stage=self._stage,
+            error=f"{reason}: {error}",
+            at_ms=time.time_ns() // 1_000_000,
+        )
+        sent = await app.sender.send(DEAD_LETTERS, dead.value, key=dead.key, headers=dead.headers)
+        app.finish_when(slot, [sent])
+
+    def observe(self, reader: Counts) -> None:
+        """Take over what the reader has counted."""
+        self._instruments.gauge(f"gpustream_{self._stage}_open_bytes").set(reader.ledger.open_bytes)
+        for name, count in (("rebalances", reader.rebalances), ("holes", reader.holes), ("lost_offsets", reader.lost)):
+            counter = self._instruments.counter(f"gpustream_{self._stage}_{name}_total")
+            counter.inc(count - self._counted.get(name, 0))
+            self._counted[name] = count

@@ -1,0 +1,53 @@
+"""docs/notifications.md: its excerpts work, and its table is what the code does."""
+
+import re
+
+import click
+import pytest
+
+from gpustream.cli import main
+from sinks.receiver import meaning
+from sinks.webhook.encode import signature
+from tests.docs.page import ROOT, blocks
+
+PAGE = "notifications.md"
+
+
+def test_the_check_of_a_signature_takes_ours_and_no_other() -> None:
+    names: dict[str, object] = {}
+    (code,) = blocks(PAGE, "python")
+    exec(code.text, names)  # noqa: S102 - our own page
+    is_ours = names["is_ours"]
+    assert callable(is_ours)
+    assert is_ours(b"body", signature(b"body", b"key"), b"key")
+    assert not is_ours(b"body", signature(b"body", b"another"), b"key")
+    assert not is_ours(b"changed", signature(b"body", b"key"), b"key")
+
+
+@pytest.mark.parametrize("command", [block.text for block in blocks(PAGE, "sh")])
+def test_its_commands_have_no_mistake_but_the_file_that_is_not_here(command: str) -> None:
+    arguments = command.replace("--secret-file /etc/gpustream/webhook-key", "--unsigned").split()[1:]
+    context = main.make_context("gpustream", list(arguments), resilient_parsing=True)
+    group = main.get_command(context, arguments[0])
+    assert isinstance(group, click.Group)
+    sink = group.get_command(context, arguments[1])
+    assert sink is not None
+    assert sink.make_context(arguments[1], arguments[2:]).params["url"]
+
+
+def test_its_table_of_answers_is_the_code_s() -> None:
+    page = (ROOT / "docs" / PAGE).read_text()
+    rows = re.findall(r"^\| ([^|]*\d{3}[^|]*|any other 4xx|2xx) \|", page, flags=re.MULTILINE)
+    again, misconfigured = ({int(number) for number in re.findall(r"\d{3}", row)} for row in rows[1:3])
+    by_meaning = {
+        means: {status for status in range(400, 500) if meaning(status) == means}
+        for means in ("again", "misconfigured")
+    }
+    assert by_meaning == {"again": again, "misconfigured": misconfigured}
+
+
+def test_what_it_links_to_is_there() -> None:
+    page = (ROOT / "docs" / PAGE).read_text()
+    links = re.findall(r"\]\(([^)#]+)", page)
+    assert links
+    assert [link for link in links if not (ROOT / "docs" / link).exists()] == []

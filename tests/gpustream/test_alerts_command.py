@@ -1,0 +1,160 @@
+"""``gpustream alerts``: what people, and what programs, are told of gpu.alerts."""
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+
+import msgspec
+import pytest
+from aiokafka import AIOKafkaProducer
+from click.testing import CliRunner, Result
+from rich.console import Console
+
+from gpustream import alerts_command
+from gpustream.alerts_command import Seen
+from gpustream.cli import main
+from gpustream.embedded import EmbeddedBroker
+from tests.sinks.alerts import START_MS, alert, alert_record
+from topics.alerts import Alert
+from topics.alerts import time as at
+
+LABELS = {
+    "gpu_index": "0",
+    "k8s_namespace_name": "ml",
+    "k8s_pod_name": "a",
+    "k8s_workload_kind": "Job",
+    "k8s_workload_name": "train",
+}
+
+
+@pytest.fixture(scope="module")
+def kafka() -> Iterator[str]:
+    """A broker with alerts: one that fires, one that ended, one that was deleted, and no alert at all."""
+    with EmbeddedBroker() as running:
+        running.start({"gpu.alerts": 2})
+        fires, ended = alert("a", labels=LABELS), alert("b", ends_ms=START_MS + 5_000)
+        gone = alert("c")
+        _write(
+            running.address,
+            [
+                (fires.fingerprint, msgspec.json.encode(fires)),
+                (ended.fingerprint, msgspec.json.encode(alert("b"))),
+                (ended.fingerprint, msgspec.json.encode(ended)),
+                (gone.fingerprint, msgspec.json.encode(gone)),
+                (gone.fingerprint, None),
+                ("junk", b"{"),
+            ],
+        )
+        yield running.address
+
+
+def _write(kafka: str, records: Sequence[tuple[str, bytes | None]]) -> None:
+    async def write() -> None:
+        producer = AIOKafkaProducer(bootstrap_servers=kafka)
+        await producer.start()
+        try:
+            for key, value in records:
+                await producer.send_and_wait("gpu.alerts", value, key=key.encode())
+        finally:
+            await producer.stop()
+
+    asyncio.run(write())
+
+
+def _alerts(*args: str) -> Result:
+    return CliRunner().invoke(main, ["alerts", *args])
+
+
+def test_a_piped_list_has_the_open_alerts_and_nothing_else(kafka: str) -> None:
+    result = _alerts("--kafka", kafka)
+
+    head, *lines = [line.split("\t") for line in result.stdout.splitlines()]
+    assert result.exit_code == 0
+    assert head == list(alerts_command.COLUMNS)
+    ((since, _, *rest),) = lines
+    assert since == "2026-11-20 23:59:12Z"
+    summary = "ml/a holds GPU 0 of n1 and has not used it for 15m"
+    assert rest == ["warning", "GPUHeldIdle", "c1/n1 GPU 0", "ml/a (Job/train)", summary]
+
+
+def test_as_json_they_are_the_records_of_the_topic(kafka: str) -> None:
+    result = _alerts("--kafka", kafka, "--format", "json")
+
+    assert result.stdout_bytes == msgspec.json.encode(alert("a", labels=LABELS)) + b"\n"
+
+
+def test_following_tells_of_each_transition_once() -> None:
+    with EmbeddedBroker() as running:
+        running.start({"gpu.alerts": 1})
+        fires, ended = alert("a"), alert("a", ends_ms=START_MS + 65_000)
+        _write(running.address, [(fires.fingerprint, msgspec.json.encode(fires))])
+        command = [sys.executable, "-m", "gpustream", "alerts", "--kafka", running.address, "--follow"]
+        with subprocess.Popen([*command, "--format", "json"], stdout=subprocess.PIPE, text=True) as process:
+            try:
+                assert process.stdout is not None
+                lines = [json.loads(process.stdout.readline())]
+                again = [fires, ended, ended, alert("b")]
+                _write(running.address, [(one.fingerprint, msgspec.json.encode(one)) for one in again])
+                lines += [json.loads(process.stdout.readline()) for _ in range(2)]
+            finally:
+                process.terminate()
+
+    assert [(one["fingerprint"], one["state"]) for one in lines] == [
+        (fires.fingerprint, "firing"),
+        (fires.fingerprint, "resolved"),
+        (alert("b").fingerprint, "firing"),
+    ]
+
+
+def test_a_broker_that_is_not_there_or_has_no_alerts_is_one_sentence() -> None:
+    with EmbeddedBroker() as running:
+        running.start({"gpu.samples": 1})
+        address = running.address
+        without = _alerts("--kafka", address)
+    nowhere = _alerts("--kafka", "127.0.0.1:1")
+
+    assert (without.exit_code, nowhere.exit_code) == (1, 1)
+    assert without.stderr == f"there is no topic gpu.alerts at {address}: `gpustream topics create` makes it\n"
+    assert "no Kafka broker answers at 127.0.0.1:1" in nowhere.stderr
+
+
+def test_the_most_severe_come_first_then_the_oldest() -> None:
+    seen = Seen()
+    given = [
+        alert("new", START_MS + 1, severity="critical"),
+        alert("old", START_MS, severity="critical"),
+        alert("far", START_MS - 9, severity="info"),
+        alert("mid", START_MS - 5),
+    ]
+    for one in given:
+        assert seen.see(alert_record(one)) == one
+        assert seen.see(alert_record(one)) is None
+    assert [one.labels["k8s_pod_name"] for one in seen.open()] == ["old", "new", "mid", "far"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(-5, "0s"), (0, "0s"), (59, "59s"), (60, "1m 0s"), (7_505, "2h 5m"), (86_400, "1d 0h"), (10**7, "115d 17h")],
+)
+def test_how_long_it_lasted_is_said_in_two_units(seconds: int, said: str) -> None:
+    assert alerts_command.lasted(timedelta(seconds=seconds)) == said
+
+
+def test_what_a_tenant_wrote_can_neither_steer_a_terminal_nor_break_a_table() -> None:
+    evil = alert("a", labels={"k8s_pod_name": "\x1b[31m[red]x[/nonsense]"}, annotations={"summary": "a\tb\n\x07c"})
+    row = alerts_command.row(evil, at(START_MS))
+    console = Console(width=200)
+    with console.capture() as shown:
+        console.print(alerts_command.table([row]))
+    assert row.who == "[31m[red]x[/nonsense]"
+    assert row.summary == "a b c"
+    assert "[red]x[/nonsense]" in shown.get()
+
+
+def test_an_alert_of_a_node_says_so() -> None:
+    node: Alert = alert("", name="NodeSilent", labels={}, annotations={}, severity="critical")
+    row = alerts_command.row(node, at(START_MS + 90_000))
+    assert (row.where, row.who, row.lasted) == ("c1/n1", "", "1m 30s")

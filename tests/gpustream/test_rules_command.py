@@ -1,0 +1,219 @@
+"""``gpustream rules``: a file's mistakes, and what it would have made of recorded ticks."""
+
+import asyncio
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+from aiokafka import AIOKafkaProducer
+from click.testing import CliRunner, Result
+
+from gpustream import rules_command
+from gpustream.cli import main
+from gpustream.embedded import EmbeddedBroker
+from streams.alerts.tick import Tick
+from tests.streams.alerts.ticks import START_MS, device, holder, tick
+
+RULES = """
+[rules.GPUHeldIdle]
+for = "60s"
+grace = "10s"
+
+[[rules.GPUHeldIdle.overrides]]
+namespace = "other"
+enabled = false
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "rules.toml"
+    path.write_text(RULES)
+    return path
+
+
+def story() -> list[Tick]:
+    """A pod that is idle for two minutes and works then, another that is not watched, and a node that goes silent."""
+    ticks = [
+        tick(i, device(0, holder(), busy=0.0 if i < 120 else 0.9), device(1, holder("b", namespace="other"), busy=0.0))
+        for i in range(140)
+    ]
+    return [*ticks, *[tick(i, device(0, busy=0.0), node="m") for i in range(400)]]
+
+
+def encoded(ticks: Iterable[Tick]) -> list[bytes]:
+    return [msgspec.json.encode(one) for one in ticks]
+
+
+def rules(*args: str, stdin: bytes | None = None) -> Result:
+    return CliRunner().invoke(main, ["rules", *args], input=stdin)
+
+
+def fields(result: Result) -> list[dict[str, str]]:
+    head, *lines = [line.split("\t") for line in result.stdout.splitlines()]
+    assert tuple(head) == rules_command.COLUMNS
+    return [dict(zip(head, line, strict=True)) for line in lines]
+
+
+EXPECTED = [
+    {
+        "fired": "2026-11-21 00:00:22Z",
+        "resolved": "2026-11-21 00:01:12Z",
+        "for": "50s",
+        "severity": "warning",
+        "alert": "GPUHeldIdle",
+        "where": "c/n GPU 0",
+        "who": "ml/bert-0 (Job/bert)",
+        "why it ended": "condition",
+        "summary": "ml/bert-0 holds GPU 0 of n and has not used it for 1m",
+    },
+    {
+        "fired": "2026-11-21 00:03:31Z",
+        "resolved": "-",
+        "for": "-",
+        "severity": "critical",
+        "alert": "NodeSilent",
+        "where": "c/n",
+        "who": "",
+        "why it ended": "-",
+        "summary": "n has sent nothing for 2m",
+    },
+]
+
+
+def test_a_file_without_mistakes_is_said_to_be_one(file: Path) -> None:
+    result = rules("check", str(file))
+    assert (result.exit_code, result.stdout) == (0, f"{file}: no mistakes; 15 rules in force\n")
+
+
+def test_every_mistake_is_named_with_its_line(file: Path) -> None:
+    file.write_text(RULES + "\n[rules.GPUXid]\nfor = 'x'\nidle_below = 1\n")
+    result = rules("check", str(file))
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert [line.partition(": ")[0] for line in result.stderr.splitlines()] == [
+        f"{file}:11",
+        f"{file}:12",
+        "2 mistakes",
+    ]
+
+
+def test_a_file_that_is_not_there_is_a_mistake(tmp_path: Path) -> None:
+    result = rules("check", str(tmp_path / "none.toml"))
+    assert (result.exit_code, result.stderr) == (1, f"{tmp_path / 'none.toml'}: No such file or directory\n")
+
+
+def test_recorded_lines_show_what_would_have_fired_and_when(file: Path, tmp_path: Path) -> None:
+    lines = tmp_path / "ticks.jsonl"
+    lines.write_bytes(b"\n".join(encoded(story())))
+    result = rules("test", str(file), "--input", str(lines))
+    assert fields(result) == EXPECTED
+    assert result.stderr == "540 ticks of 2 nodes: 2 alerts would have fired\n"
+    assert result.exit_code == 0
+
+
+def test_standard_input_gives_the_transitions_as_the_stream_writes_them(file: Path) -> None:
+    result = rules("test", str(file), "--input", "-", "--format", "json", stdin=b"\n".join(encoded(story())))
+    alerts = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [(alert["name"], alert["state"]) for alert in alerts] == [
+        ("GPUHeldIdle", "firing"),
+        ("GPUHeldIdle", "resolved"),
+        ("NodeSilent", "firing"),
+    ]
+    assert alerts[0]["fingerprint"] == alerts[1]["fingerprint"]
+
+
+def test_a_silent_node_that_returns_is_resolved_by_its_tick(file: Path) -> None:
+    ticks = [tick(0, device(0)), tick(300, device(0))]
+    (row,) = fields(rules("test", str(file), "--input", "-", stdin=b"\n".join(encoded(ticks))))
+    assert (row["alert"], row["for"], row["why it ended"]) == ("NodeSilent", "3m 0s", "ticks")
+
+
+def test_lines_that_are_no_ticks_are_named_and_left_out(file: Path) -> None:
+    good = encoded(story())
+    lines = [*good[:70], b"{", b"", b'{"schema": 2}', b"\xff", *good[70:140]]
+    result = rules("test", str(file), "--input", "-", stdin=b"\n".join(lines))
+    assert [row["alert"] for row in fields(result)] == ["GPUHeldIdle"]
+    named = [line.partition(": ")[0] for line in result.stderr.splitlines()]
+    assert named[:3] == [f"standard input:{number}" for number in (71, 73, 74)]
+    assert "3 were none" in result.stderr
+    assert result.exit_code == 1
+
+
+def test_of_many_lines_that_are_no_ticks_the_first_are_named(file: Path) -> None:
+    result = rules("test", str(file), "--input", "-", stdin=b"x\n" * 1000)
+    assert len(result.stderr.splitlines()) == 21
+    assert "0 ticks of 0 nodes, 1000 were none: 0 alerts" in result.stderr
+
+
+def test_ticks_that_are_there_twice_count_once(file: Path) -> None:
+    good = encoded(story()[:140])
+    result = rules("test", str(file), "--input", "-", stdin=b"\n".join([*good[:100], *good[50:], *good]))
+    assert [row["alert"] for row in fields(result)] == ["GPUHeldIdle"]
+    assert "140 ticks of 1 node, 190 more were there twice" in result.stderr
+
+
+def test_mistakes_of_the_file_come_before_ticks_are_read(file: Path, tmp_path: Path) -> None:
+    file.write_text("[rules.X]")
+    result = rules("test", str(file), "--input", str(tmp_path / "none"))
+    assert result.exit_code == 1
+    assert "rules.X" in result.stderr
+    assert "none" not in result.stderr
+
+
+def test_input_that_can_not_be_read_is_a_sentence(file: Path, tmp_path: Path) -> None:
+    result = rules("test", str(file), "--input", str(tmp_path / "none"))
+    assert (result.exit_code, result.stderr) == (1, f"{tmp_path / 'none'}: No such file or directory\n")
+
+
+@pytest.mark.parametrize("args", [(), ("--kafka", "127.0.0.1:1", "--input", "-")])
+def test_ticks_come_from_one_place(file: Path, args: Sequence[str]) -> None:
+    result = rules("test", str(file), *args)
+    assert result.exit_code == 2
+    assert "either '--kafka' or '--input'" in result.stderr
+
+
+@pytest.fixture(scope="module")
+def kafka() -> Iterator[str]:
+    """A broker with the story, and with a record that is no tick."""
+    with EmbeddedBroker() as running:
+        running.start({"gpu.attributed": 2})
+        asyncio.run(_write(running.address))
+        yield running.address
+
+
+async def _write(kafka: str) -> None:
+    producer = AIOKafkaProducer(bootstrap_servers=kafka)
+    await producer.start()
+    try:
+        for one in story():
+            await producer.send("gpu.attributed", msgspec.json.encode(one), partition=int(one.node == "m"))
+        await producer.send_and_wait("gpu.attributed", b"{", partition=0)
+        await producer.flush()
+    finally:
+        await producer.stop()
+
+
+def test_what_kafka_has_shows_what_would_have_fired(file: Path, kafka: str) -> None:
+    result = rules("test", str(file), "--kafka", kafka, "--from", "24h")
+    assert fields(result) == EXPECTED
+    assert "gpu.attributed[0]@140: not a record of gpu.attributed" in result.stderr
+    assert "540 ticks of 2 nodes, 1 were none" in result.stderr
+    assert result.exit_code == 1
+
+
+def test_what_was_logged_before_is_not_read(file: Path, kafka: str) -> None:
+    result = rules("test", str(file), "--kafka", kafka, "--from", "0")
+    assert "0 ticks of 0 nodes" in result.stderr
+    assert result.exit_code == 0
+
+
+def test_a_broker_that_is_not_there_is_a_sentence(file: Path) -> None:
+    result = rules("test", str(file), "--kafka", "127.0.0.1:1")
+    assert result.exit_code == 1
+    assert "127.0.0.1:1" in result.stderr
+
+
+def test_the_story_begins_at_a_time_that_is_known() -> None:
+    assert START_MS == 1_795_219_152_000

@@ -1,0 +1,328 @@
+"""The sinks of alerts as processes, between a real Kafka and a real Alertmanager, or a webhook that fails."""
+
+import asyncio
+import hashlib
+import hmac
+import json
+import time as clock
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+from aiohttp import web
+from aiokafka import AIOKafkaProducer
+
+from sinks.webhook.partition import AHEAD
+from tests.docs.page import blocks
+from tests.real.pipeline import Gpustream, lag, read_all
+from tests.real.servers import AlertmanagerServer, KafkaServer
+from tests.sinks.alerts import alert
+from topics.alerts import Alert, transition_id
+
+PARTITIONS = 3
+GIVE_UP_S = 60.0
+
+Start = Callable[..., Gpustream]
+Respond = Callable[[web.Request, bytes], int]
+
+
+@pytest.fixture
+def alerts_kafka(empty_kafka: KafkaServer) -> KafkaServer:
+    """Kafka with the two topics that these sinks use."""
+    return prepared(empty_kafka)
+
+
+def prepared(kafka: KafkaServer) -> KafkaServer:
+    """With the topics made."""
+    by_the_broker = {"message.timestamp.type": "LogAppendTime"}
+    kafka.create_topics({"gpu.alerts": PARTITIONS}, {"cleanup.policy": "compact", **by_the_broker})
+    kafka.create_topics({"gpu.dead-letters": 1}, by_the_broker)
+    return kafka
+
+
+class Fleet:
+    """Alerts of pods that are the test's own, in their order of time."""
+
+    def __init__(self) -> None:
+        self.began_ms = int(clock.time() * 1000) - 60_000
+
+    def firing(self, pod: object, again: int = 0) -> Alert:
+        """The alert of a pod, when it fires for the first time, or again."""
+        return alert(f"pod-{pod}", self.began_ms + again * 2000)
+
+    def over(self, pod: object, again: int = 0) -> Alert:
+        """That it is over."""
+        return alert(f"pod-{pod}", self.began_ms + again * 2000, self.began_ms + again * 2000 + 1000)
+
+    def history(self, pods: int, times: int) -> list[Alert]:
+        """Alerts that fire and end by turns, so many times."""
+        return [
+            state(pod, again) for again in range(times) for state in (self.firing, self.over) for pod in range(pods)
+        ]
+
+
+async def write(kafka: KafkaServer, alerts: Iterable[Alert | bytes]) -> None:
+    """Puts alerts onto gpu.alerts, acknowledged; bytes under a key that is none."""
+    producer = AIOKafkaProducer(bootstrap_servers=kafka.address, acks="all", enable_idempotence=True)
+    await producer.start()
+    try:
+        for one in alerts:
+            value, key = (one, b"x") if isinstance(one, bytes) else (msgspec.json.encode(one), one.fingerprint.encode())
+            await producer.send("gpu.alerts", value, key=key)
+        await producer.flush()
+    finally:
+        await producer.stop()
+
+
+async def until(condition: Callable[[], bool], what: str) -> None:
+    """Waits for a condition, which may block, at most a minute."""
+    deadline = clock.monotonic() + GIVE_UP_S
+    while not await asyncio.to_thread(condition):
+        assert clock.monotonic() < deadline, what
+        await asyncio.sleep(0.1)
+
+
+def pods(server: AlertmanagerServer) -> set[str]:
+    """The pods whose alerts fire, as Alertmanager sees it."""
+    return {one["labels"]["k8s_pod_name"] for one in server.alerts()}
+
+
+def named(numbers: Iterable[object]) -> set[str]:
+    return {f"pod-{number}" for number in numbers}
+
+
+def alertmanager_sink(gpustream: Start, kafka: KafkaServer, name: str, *urls: str, resend: str = "2s") -> Gpustream:
+    """A sink of its own process, as a static member."""
+    to = [argument for url in urls for argument in ("--url", url)]
+    more = ("--resend", resend, "--from", "earliest", "--instance-id", name, "--session-timeout", "6s")
+    return gpustream(name, "sink", "alertmanager", "--kafka", kafka.address, *to, *more)
+
+
+async def caught_up(kafka: KafkaServer, group: str) -> bool:
+    """Whether the group has committed all there is."""
+    return await lag(kafka.address, group, ["gpu.alerts"]) == 0
+
+
+async def until_caught_up(kafka: KafkaServer, group: str) -> None:
+    """Waits for that, at most a minute."""
+    deadline = clock.monotonic() + GIVE_UP_S
+    while not await caught_up(kafka, group):
+        assert clock.monotonic() < deadline, f"{group} does not catch up"
+        await asyncio.sleep(0.2)
+
+
+class Hook:
+    """A webhook: what it got, in order. ``respond`` says with which status it answers."""
+
+    def __init__(self, respond: Respond) -> None:
+        self.url = ""
+        self.respond = respond
+        self.accepted: list[tuple[str, bytes, str]] = []
+
+    async def handle(self, request: web.Request) -> web.Response:
+        """Takes a request."""
+        body = await request.read()
+        status = self.respond(request, body)
+        if status < 300:
+            headers = request.headers
+            self.accepted.append((headers.get("Idempotency-Key", ""), body, headers.get("X-Gpustream-Signature", "")))
+        return web.Response(status=status)
+
+
+@asynccontextmanager
+async def hook(respond: Respond = lambda *_: 204) -> AsyncIterator[Hook]:
+    """A webhook that listens."""
+    app, one = web.Application(), Hook(respond)
+    app.router.add_post("/hook", one.handle)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    one.url = f"http://127.0.0.1:{runner.addresses[0][1]}/hook"
+    try:
+        yield one
+    finally:
+        await runner.cleanup()
+
+
+def notified(by: Hook, pod: str) -> list[str]:
+    """What Alertmanager notified of a pod's alert, in order."""
+    groups = [json.loads(body)["alerts"] for _, body, _ in by.accepted]
+    return [one["status"] for some in groups for one in some if one["labels"]["k8s_pod_name"] == pod]
+
+
+async def test_alerts_fire_and_end_in_alertmanager_and_are_notified_once_through_kills_of_the_sink(
+    alerts_kafka: KafkaServer, start_alertmanager: Callable[..., AlertmanagerServer], gpustream: Start
+) -> None:
+    fleet = Fleet()
+    async with hook() as notifications:
+        manager = await asyncio.to_thread(start_alertmanager, webhook=notifications.url)
+        sink = alertmanager_sink(gpustream, alerts_kafka, "am", manager.url, resend="5s")
+        await write(alerts_kafka, [fleet.firing(pod) for pod in range(30)])
+        await asyncio.to_thread(sink.start)
+        await until(lambda: pods(manager) == named(range(30)), "30 alerts fire")
+        await asyncio.to_thread(sink.kill9)
+        await write(alerts_kafka, [*[fleet.over(pod) for pod in range(10)], fleet.firing("late")])
+        await asyncio.to_thread(sink.start)
+        await until(lambda: pods(manager) == named([*range(10, 30), "late"]), "10 are over, and one more fires")
+        await asyncio.to_thread(sink.kill9)
+        await asyncio.to_thread(sink.start)
+        await until_caught_up(alerts_kafka, "gpustream-sink-alertmanager")
+        wanted = {f"pod-{pod}": ["firing", "resolved"] for pod in range(10)}
+        wanted |= {f"pod-{pod}": ["firing"] for pod in [*range(10, 30), "late"]}
+        await until(lambda: {pod: notified(notifications, pod) for pod in wanted} == wanted, "each is notified once")
+        assert pods(manager) == named([*range(10, 30), "late"])
+        labels = {one["labels"]["gpustream_fingerprint"] for one in manager.alerts()}
+        assert labels == {fleet.firing(pod).fingerprint for pod in [*range(10, 30), "late"]}
+    assert await read_all(alerts_kafka.address, "gpu.dead-letters") == []
+
+
+def test_alertmanager_takes_the_route_of_the_docs(start_alertmanager: Callable[..., AlertmanagerServer]) -> None:
+    (route,) = blocks("notifications.md", "yaml")
+    assert start_alertmanager(configuration=route.text).alerts() == []
+
+
+async def test_an_alertmanager_that_is_away_loses_nothing_and_holds_up_no_other(
+    alerts_kafka: KafkaServer, start_alertmanager: Callable[..., AlertmanagerServer], gpustream: Start
+) -> None:
+    """It is away for long enough that every open alert would have ended in it, and comes back knowing none."""
+    fleet = Fleet()
+    away, stays = await asyncio.to_thread(start_alertmanager), await asyncio.to_thread(start_alertmanager)
+    sink = alertmanager_sink(gpustream, alerts_kafka, "am", away.url, stays.url)
+    await asyncio.to_thread(sink.start)
+    await write(alerts_kafka, [fleet.firing(pod) for pod in range(20)])
+    await until(lambda: pods(away) == pods(stays) == named(range(20)), "both have all")
+    await asyncio.to_thread(away.kill9)
+    await write(alerts_kafka, [fleet.over(pod) for pod in range(5)])
+    await write(alerts_kafka, [fleet.firing(pod) for pod in range(20, 25)])
+    await until(lambda: pods(stays) == named(range(5, 25)), "the other one has what is new")
+    await asyncio.sleep(20)
+    await write(alerts_kafka, [b"{nonsense", fleet.firing("last")])
+    everything = named([*range(5, 25), "last"])
+    await until(lambda: pods(stays) == everything, "the other one has all, all the while")
+    assert sink.get("/readyz") is None, "it says that it cannot tell one of them"
+    await asyncio.to_thread(away.start)
+    await until(lambda: pods(away) == everything, "what is open is told to the one that is back")
+    await until(sink.ready, "all is well again")
+    assert pods(stays) == everything
+    for letter in await read_all(alerts_kafka.address, "gpu.dead-letters"):
+        assert letter.value == b"{nonsense"
+
+
+async def test_while_kafka_is_away_no_alert_ends_and_when_the_sink_is_gone_all_do(
+    start_kafka: Callable[..., KafkaServer],
+    start_alertmanager: Callable[..., AlertmanagerServer],
+    gpustream: Start,
+) -> None:
+    fleet, kafka = Fleet(), prepared(await asyncio.to_thread(start_kafka))
+    manager = await asyncio.to_thread(start_alertmanager)
+    sink = alertmanager_sink(gpustream, kafka, "am", manager.url)
+    await asyncio.to_thread(sink.start)
+    await write(kafka, [fleet.firing(pod) for pod in range(5)])
+    await until(lambda: pods(manager) == named(range(5)), "5 alerts fire")
+    await asyncio.to_thread(kafka.kill9)
+    for _ in range(10):  # longer than they are held
+        await asyncio.sleep(1)
+        assert await asyncio.to_thread(pods, manager) == named(range(5))
+    await asyncio.to_thread(kafka.start)
+    await write(kafka, [fleet.over(0)])
+    await until(lambda: pods(manager) == named(range(1, 5)), "it reads on")
+    await asyncio.to_thread(sink.kill9)
+    await until(lambda: pods(manager) == set(), "nobody tells them any more")
+
+
+async def test_a_member_that_is_killed_leaves_its_alerts_to_the_other(
+    alerts_kafka: KafkaServer, start_alertmanager: Callable[..., AlertmanagerServer], gpustream: Start
+) -> None:
+    fleet = Fleet()
+    manager = await asyncio.to_thread(start_alertmanager)
+    both = [alertmanager_sink(gpustream, alerts_kafka, name, manager.url) for name in ("am-a", "am-b")]
+    for sink in both:
+        await asyncio.to_thread(sink.start)
+    await write(alerts_kafka, [fleet.firing(pod) for pod in range(30)])
+    await until(lambda: pods(manager) == named(range(30)), "30 alerts fire")
+    await asyncio.to_thread(both[0].kill9)
+    await write(alerts_kafka, [fleet.over(pod) for pod in range(15)])
+    await until(lambda: pods(manager) == named(range(15, 30)), "15 are over")
+    for _ in range(10):  # longer than anything is held that is not told again
+        await asyncio.sleep(1)
+        assert await asyncio.to_thread(pods, manager) == named(range(15, 30))
+
+
+def webhook_sink(gpustream: Start, kafka: KafkaServer, name: str, url: str, *more: str) -> Gpustream:
+    """A sink of its own process, as a static member."""
+    fixed = ("--from", "earliest", "--instance-id", name, "--session-timeout", "6s")
+    return gpustream(name, "sink", "webhook", "--kafka", kafka.address, "--url", url, *fixed, *more)
+
+
+def in_order(got: Sequence[tuple[str, bytes, str]], wanted: Iterable[Alert]) -> None:
+    """Each alert's transitions are there, in order as one sees them who knows identities, with one body for each."""
+    bodies: dict[str, bytes] = {}
+    for identity, body, _ in got:
+        assert bodies.setdefault(identity, body) == body
+    assert bodies == {transition_id(one): msgspec.json.encode(one) for one in wanted}
+    for fingerprint in {one.fingerprint for one in wanted}:
+        mine = [transition_id(one) for one in wanted if one.fingerprint == fingerprint]
+        assert [identity for identity in bodies if identity.startswith(fingerprint)] == mine
+
+
+async def test_every_transition_is_posted_signed_and_in_order_through_failures_and_kills(
+    alerts_kafka: KafkaServer, gpustream: Start, tmp_path: Path
+) -> None:
+    """A sink is killed between an accepted request and its commit, four times, by a webhook that often fails."""
+    history, secret = Fleet().history(25, 12), tmp_path / "secret"
+    secret.write_text("s3cret\n")
+    asked, kills = 0, [100, 200, 300, 400]
+
+    def often_fails(_: web.Request, __: bytes) -> int:
+        nonlocal asked
+        asked += 1
+        if kills and len(one.accepted) >= kills[0] and sink.running:
+            kills.pop(0)
+            sink.kill9()
+        return (204, 204, 503, 204, 204, 500, 204, 204, 429)[asked % 9]
+
+    async with hook(often_fails) as one:
+        sink = webhook_sink(gpustream, alerts_kafka, "hook", one.url, "--secret-file", str(secret))
+        await write(alerts_kafka, [*history[:300], *history[275:300], b"{nonsense", *history[300:], *history[-25:]])
+        while kills:
+            await asyncio.to_thread(_start, sink)
+            await until(lambda: not sink.running or not kills, "killed")
+        await asyncio.to_thread(_start, sink)
+        await until_caught_up(alerts_kafka, "gpustream-sink-webhook")
+        await asyncio.to_thread(sink.stop)
+    in_order(one.accepted, history)
+    ahead = 4 * PARTITIONS * AHEAD
+    assert len(one.accepted) <= len(history) + ahead, "only what was not committed at a kill is posted again"
+    for _, body, signature in one.accepted:
+        assert signature == "sha256=" + hmac.new(b"s3cret", body, hashlib.sha256).hexdigest()
+    letters = await read_all(alerts_kafka.address, "gpu.dead-letters")
+    assert {letter.value for letter in letters} == {b"{nonsense"}
+
+
+def _start(sink: Gpustream) -> None:
+    """Starts a sink, which may be killed before it is ready."""
+    try:
+        sink.start()
+    except Exception:
+        if sink.running:
+            raise
+
+
+async def test_members_that_come_and_go_post_every_transition_in_order(
+    alerts_kafka: KafkaServer, gpustream: Start
+) -> None:
+    history = Fleet().history(20, 6)
+    async with hook() as one:
+        stays = webhook_sink(gpustream, alerts_kafka, "stays", one.url, "--unsigned")
+        await asyncio.to_thread(stays.start)
+        for part in range(3):
+            other = webhook_sink(gpustream, alerts_kafka, f"other-{part}", one.url, "--unsigned")
+            await write(alerts_kafka, history[part * 80 : part * 80 + 40])
+            await asyncio.to_thread(other.start)
+            await write(alerts_kafka, history[part * 80 + 40 : part * 80 + 80])
+            await asyncio.to_thread(other.kill9 if part == 1 else other.stop)
+        await until_caught_up(alerts_kafka, "gpustream-sink-webhook")
+    in_order(one.accepted, history)
+    assert all(signature == "" for _, _, signature in one.accepted)

@@ -1,0 +1,206 @@
+"""The alert stream on a real broker: killed again and again, it says the same; and it says when nodes fall silent."""
+
+import asyncio
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import msgspec
+
+from streams.alerts import machine, rules, state
+from streams.alerts.judge import Judge
+from streams.alerts.machine import Place
+from streams.alerts.state import NodeState
+from streams.alerts.tick import Tick
+from tests.real.pipeline import Gpustream, lag, read_all
+from tests.real.servers import KafkaServer
+from tests.streams.alerts.ticks import START_MS, device, holder
+from topics import broker
+from topics.alerts import Alert, milliseconds, transition_id
+from topics.alerts import time as time_of
+from topics.samples import Event
+from topics.sender import Sender
+from topics.topic import node_key
+
+NODES = 12
+TICKS = 400
+TICK_MS = 5_000
+RATE_HZ = 12.0
+LIMIT_S = 120.0
+SILENT_MS = 5_000
+
+RULES = """
+[rules.GPUHeldIdle]
+for = "1m"
+keep_firing_for = "15s"
+grace = "10s"
+[rules.GPUThermalSlowdown]
+for = "30s"
+keep_firing_for = "10s"
+[rules.GPUXid]
+keep_firing_for = "1m"
+[rules.NodeSilent]
+for = "5s"
+"""
+
+
+def life(node: int) -> list[Tick]:
+    """The ticks of a node: its pods come, work, idle and go; it grows hot, and has errors."""
+    chance, ticks, xids = Random(node), list[Tick](), 0
+    while len(ticks) < TICKS:
+        held = [holder(f"pod-{node}-{chance.randint(0, 3)}")] if chance.random() < 0.8 else []
+        busy, hot, xid = chance.choice([0.0, 0.0, 0.9, None]), chance.random() < 0.3, chance.random() < 0.1
+        for _ in range(chance.randint(1, 25)):
+            at_ms = START_MS + len(ticks) * TICK_MS
+            xids += xid
+            fields: dict[str, Any] = {"events": (Event("xid", 79, at_ms),)} if xid else {}
+            gpu = device(0, *held, busy=busy, clock_event_reasons=0x40 * hot, xids={"79": xids}, **fields)
+            ticks.append(_tick(node, len(ticks), at_ms, gpu))
+    return ticks[:TICKS]
+
+
+def _tick(node: int, number: int, at_ms: int, *devices: Any) -> Tick:
+    return Tick(
+        schema=1,
+        cluster="c",
+        node=f"node-{node}",
+        run_id=1,
+        seq=number + 1,
+        ts_ms=at_ms,
+        offset=number * NODES + node,
+        attribution="exact",
+        devices=devices,
+    )
+
+
+def expected(lives: list[list[Tick]], judge: Judge) -> dict[str, bytes]:
+    """Every transition by its identity, as one worker writes it that nothing happens to."""
+    found: dict[str, bytes] = {}
+    for ticks in lives:
+        now: NodeState | None = None
+        for one in ticks:
+            tick = msgspec.json.decode(msgspec.json.encode(one), type=Tick)
+            place = Place(0, 0)
+            step = machine.step(now or machine.begin(tick, place), tick, place, judge)
+            now = step.state
+            found |= {transition_id(alert): state.encode(alert) for alert in step.alerts}
+    return found
+
+
+async def written(kafka: KafkaServer) -> tuple[dict[str, bytes], int]:
+    """The transitions that are in gpu.alerts, each the same in every byte, and how many records there are."""
+    records = [record.value for record in await read_all(kafka.address, "gpu.alerts") if record.value is not None]
+    found: dict[str, bytes] = {}
+    for value in records:
+        identity = transition_id(msgspec.json.decode(value, type=Alert))
+        assert found.setdefault(identity, value) == value
+    return found, len(records)
+
+
+async def send(kafka: KafkaServer, lives: list[list[Tick]]) -> None:
+    """Write the ticks in their order, tick by tick of all nodes, at a steady rate."""
+    sender = Sender(kafka.address, client_id="ticks")
+    await sender.start()
+    for number in range(len(lives[0])):
+        began_s = time.monotonic()
+        for ticks in lives:
+            tick = ticks[number]
+            await sender.send("gpu.attributed", msgspec.json.encode(tick), key=node_key(tick.cluster, tick.node))
+        await asyncio.sleep(max(0.0, 1 / RATE_HZ - (time.monotonic() - began_s)))
+    await sender.stop()
+
+
+async def trouble(first: Gpustream, second: Gpustream, sending: "asyncio.Task[None]") -> int:
+    """Kill a worker whenever it has come up; let another join and leave. Gives how often one was killed."""
+    kills = 0
+    chance = Random(7)
+    while not sending.done():
+        await asyncio.sleep(chance.uniform(1.0, 4.0))
+        await asyncio.to_thread(first.kill9)
+        kills += 1
+        await asyncio.to_thread(first.start)
+        if kills % 2:
+            await asyncio.to_thread(second.start)
+        else:
+            await asyncio.to_thread(second.stop)
+    return kills
+
+
+async def until(what: Callable[[], Any], limit_s: float = LIMIT_S) -> Any:
+    """What a coroutine gives as soon as it gives something."""
+    deadline_s = time.monotonic() + limit_s
+    while not (found := await what()):
+        assert time.monotonic() < deadline_s, "it did not come"
+        await asyncio.sleep(1.0)
+    return found
+
+
+def without_silence(found: dict[str, bytes]) -> dict[str, bytes]:
+    return {key: value for key, value in found.items() if msgspec.json.decode(value, type=Alert).name != "NodeSilent"}
+
+
+async def test_workers_that_are_killed_write_every_transition_as_one_that_is_not(
+    empty_kafka: KafkaServer, gpustream: Callable[..., Gpustream], tmp_path: Path
+) -> None:
+    file = tmp_path / "rules.toml"
+    file.write_text(RULES)
+    lives = [life(node) for node in range(NODES)]
+    right = expected(lives, Judge(rules.load(file)))
+    await broker.create(empty_kafka.address, partitions=4, replication_factor=1)
+    command = ("stream", "alerts", "--kafka", empty_kafka.address, "--rules", str(file))
+    first, second = gpustream("first", *command, "--instance-id", "first"), gpustream("second", *command)
+    await asyncio.to_thread(first.start)
+
+    sending = asyncio.create_task(send(empty_kafka, lives))
+    kills = await trouble(first, second, sending)
+    await sending
+
+    async def all_written() -> bool:
+        return without_silence((await written(empty_kafka))[0]).keys() >= right.keys()
+
+    await until(all_written)
+    assert kills > 2
+    assert without_silence((await written(empty_kafka))[0]) == right
+    assert Counter(alert.partition("/")[2].partition("/")[2] for alert in right)["resolved"] > NODES
+
+    # -- the nodes have fallen silent
+
+    async def all_silent() -> list[Alert]:
+        found = [msgspec.json.decode(value, type=Alert) for value in (await written(empty_kafka))[0].values()]
+        silent = [alert for alert in found if alert.name == "NodeSilent"]
+        return silent if len({alert.node for alert in silent}) == NODES else []
+
+    silent = await until(all_silent)
+    last_ms = lives[0][-1].ts_ms
+    assert {alert.starts_at for alert in silent} == {time_of(last_ms + SILENT_MS)}
+    assert len(silent) == NODES
+
+    async def all_committed() -> bool:
+        return await lag(empty_kafka.address, "gpustream-alerts", ["gpu.attributed"]) == 0
+
+    await until(all_committed)
+
+    # -- and come back, to a worker that knows them from their states alone
+
+    await asyncio.to_thread(first.kill9)
+    await asyncio.to_thread(first.start)
+    again = [[_tick(node, TICKS, last_ms + 60_000, *lives[node][-1].devices)] for node in range(NODES)]
+    await send(empty_kafka, again)
+
+    async def all_back() -> list[Alert]:
+        found = [msgspec.json.decode(value, type=Alert) for value in (await written(empty_kafka))[0].values()]
+        back = [alert for alert in found if alert.name == "NodeSilent" and alert.state == "resolved"]
+        return back if len(back) == NODES else []
+
+    back = await until(all_back)
+    assert {(alert.resolved_because, milliseconds(alert.ends_at or alert.starts_at)) for alert in back} == {
+        ("ticks", last_ms + 60_000)
+    }
+    assert await read_all(empty_kafka.address, "gpu.dead-letters") == []
+    by_key: dict[bytes, list[str]] = defaultdict(list)
+    for record in await read_all(empty_kafka.address, "gpu.alerts"):
+        by_key[record.key].append(transition_id(msgspec.json.decode(record.value, type=Alert)))
+    assert all(len({one.partition("/")[0] for one in ids}) == 1 for ids in by_key.values())

@@ -1,0 +1,55 @@
+"""The settings' mistakes, all of them at once, and the groups of Alertmanagers."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sinks.alertmanager.config import AlertmanagerSettings, alerts_url
+
+GOOD: dict[str, Any] = {"kafka": "127.0.0.1:9092", "urls": ("http://am-0:9093", "http://am-1:9093/prefix/")}
+
+
+def test_good_settings_have_no_mistakes() -> None:
+    assert AlertmanagerSettings(**GOOD).mistakes() == []
+
+
+@pytest.mark.parametrize(
+    ("more", "option"),
+    [
+        ({"urls": ()}, "--url: missing"),
+        ({"urls": ("am:9093",)}, "--url"),
+        ({"urls": ("http://user:pass@am:9093",)}, "--url: credentials"),
+        ({"urls": ("http://am:9093/api/v2/alerts",)}, "--url: 'http://am:9093/api/v2/alerts': without"),
+        ({"urls": ("http://am:9093/?a=b",)}, "--url: 'http://am:9093/?a=b': without a query"),
+        ({"urls": ("http://am:9093", "http://am:9093/")}, "--url: 'http://am:9093' is given twice"),
+        ({"resend_s": 0.5}, "--resend"),
+        ({"from_": -1.0}, "--from"),
+        ({"kafka": ""}, "--kafka"),
+        ({"group": ""}, "--group"),
+        ({"session_timeout_s": 0.1}, "--session-timeout"),
+        ({"headers": (("content-type", "text/plain"),)}, "--header"),
+        ({"tls_ca": Path("/nowhere/ca")}, "--tls-ca"),
+    ],
+)
+def test_a_mistake_names_its_option(more: dict[str, Any], option: str) -> None:
+    (found,) = AlertmanagerSettings(**{**GOOD, **more}).mistakes()
+    assert found.startswith(option)
+
+
+def test_alerts_go_below_an_alertmanager_s_own_address() -> None:
+    assert [alerts_url(url) for url in GOOD["urls"]] == [
+        "http://am-0:9093/api/v2/alerts",
+        "http://am-1:9093/prefix/api/v2/alerts",
+    ]
+
+
+def test_the_only_alertmanager_has_the_group_as_given_and_each_of_several_its_own() -> None:
+    one = AlertmanagerSettings(kafka="k:1", urls=("http://am-0:9093",))
+    two = AlertmanagerSettings(**GOOD, group="mine")
+    assert one.group_of("http://am-0:9093") == "gpustream-sink-alertmanager"
+    groups = [two.group_of(url) for url in two.urls]
+    assert len(set(groups)) == 2
+    assert all(group.startswith("mine-") for group in groups)
+    turned = AlertmanagerSettings(kafka="k:1", urls=two.urls[::-1], group="mine")
+    assert [turned.group_of(url) for url in two.urls] == groups, "whatever their order"

@@ -1,0 +1,76 @@
+"""Alerts as Alertmanager takes them."""
+
+import json
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sinks.alertmanager.encode import postable, request
+from tests.sinks.alerts import START_MS, alert
+from topics.alerts import time
+
+NOW = time(START_MS + 300_000)
+
+
+def encoded(alert_: Any, now: datetime = NOW, url: str | None = None) -> dict[str, Any]:
+    """One alert of a request, as it is on the wire."""
+    (one,) = json.loads(request([alert_], now, 60.0, url).body)
+    assert isinstance(one, dict)
+    return one
+
+
+def test_an_open_alert_ends_by_itself_after_four_resends() -> None:
+    one = alert()
+    assert encoded(one, url="https://grafana.example/d/gpu") == {
+        "labels": {**one.labels, "gpustream_fingerprint": one.fingerprint},
+        "annotations": one.annotations,
+        "startsAt": "2026-11-20T23:59:12.500000Z",
+        "endsAt": "2026-11-21T00:08:12.500000Z",
+        "generatorURL": "https://grafana.example/d/gpu",
+    }
+
+
+def test_a_resolved_alert_ends_when_it_did() -> None:
+    one = encoded(alert(ends_ms=START_MS + 60_000))
+    assert one["startsAt"] == "2026-11-20T23:59:12.500000Z"
+    assert one["endsAt"] == "2026-11-21T00:00:12.500000Z"
+    assert "generatorURL" not in one
+
+
+def test_an_alert_without_labels_has_its_name_and_severity() -> None:
+    one = encoded(alert(labels={}))["labels"]
+    assert one == {"alertname": "GPUHeldIdle", "severity": "warning", "gpustream_fingerprint": alert().fingerprint}
+
+
+def test_two_alerts_with_the_same_labels_are_two() -> None:
+    labels = {"alertname": "GPUHeldIdle", "k8s_pod_name": "bert-0"}
+    assert (
+        postable(alert("a", labels=labels), NOW, 60.0).labels != postable(alert("b", labels=labels), NOW, 60.0).labels
+    )
+
+
+@pytest.mark.parametrize("ends_ms", [START_MS + 3_600_000, START_MS - 3_600_000])
+def test_a_resolved_alert_is_over_now_and_not_before_it_began_whatever_its_node_s_clock_says(ends_ms: int) -> None:
+    one = postable(alert(ends_ms=ends_ms), NOW, 60.0)
+    assert one.starts_at <= one.ends_at <= NOW
+
+
+@given(
+    starts_ms=st.integers(0, 2**42),
+    lasted_ms=st.one_of(st.none(), st.integers(-(2**40), 2**40)),
+    resend_s=st.floats(1, 9e4),
+)
+def test_alertmanager_finds_no_mistake_in_the_times(starts_ms: int, lasted_ms: int | None, resend_s: float) -> None:
+    ends_ms = None if lasted_ms is None else max(0, starts_ms + lasted_ms)
+    one = postable(alert(starts_ms=starts_ms, ends_ms=ends_ms), NOW, resend_s)
+    assert one.starts_at == time(starts_ms)
+    assert one.ends_at >= one.starts_at
+    if lasted_ms is None:
+        assert one.ends_at >= max(NOW, one.starts_at) + timedelta(seconds=4 * resend_s)
+
+
+def test_the_time_has_a_zone() -> None:
+    assert postable(alert(), datetime.now(UTC), 60.0).ends_at.tzinfo is UTC

@@ -1,0 +1,89 @@
+"""Whatever fails, whoever restarts: in the end an Alertmanager holds open what the topic says is open."""
+
+import asyncio
+import random
+from collections.abc import Sequence
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.sinks.alertmanager.fake import FakeAlertmanager
+from tests.sinks.alertmanager.test_partition import STARTS_MS, Setup, now_ms
+from tests.sinks.alerts import alert, alert_record
+from tests.sinks.records import Read
+from topics.alerts import Alert
+
+Writing = tuple[int, int]
+"""Which alert, and how many of its last transitions the stream writes again after the new one, as after a crash."""
+
+
+def _log(writings: Sequence[Writing]) -> tuple[list[Read], set[str]]:
+    """A log of transitions with repeats, and the pods whose alerts are open at its end."""
+    transitions: dict[str, list[Alert]] = {}
+    written: list[Alert] = []
+    for pod, again in writings:
+        mine = transitions.setdefault(str(pod), [])
+        starts_ms = STARTS_MS + len(mine) // 2 * 1000
+        mine.append(alert(str(pod), starts_ms, starts_ms + 500 if len(mine) % 2 else None))
+        written += [mine[-1], *mine[-1:] * again]
+    records = [alert_record(one, number, at_ms=now_ms()) for number, one in enumerate(written)]
+    return records, {pod for pod, mine in transitions.items() if len(mine) % 2}
+
+
+@given(
+    writings=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 2)), min_size=1, max_size=30),
+    statuses=st.lists(st.sampled_from([200, 503, 429, 0, 302]), max_size=30),
+    lives=st.lists(st.integers(1, 6), max_size=5),
+    restarts=st.sets(st.integers(0, 20), max_size=3),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=60, deadline=None)
+def test_in_the_end_what_is_open_fires_and_nothing_else(
+    writings: list[Writing], statuses: list[int], lives: list[int], restarts: set[int], seed: int
+) -> None:
+    log, opened = _log(writings)
+    manager = FakeAlertmanager(*statuses)
+    asyncio.run(_live(manager, log, [*lives, 0], restarts, random.Random(seed)))
+    assert manager.firing() == opened
+
+
+async def _live(
+    manager: FakeAlertmanager, log: list[Read], lives: list[int], restarts: set[int], chance: random.Random
+) -> None:
+    """Deliver the log in several lives of the sink; each but the last is killed before a commit."""
+    committed, batches = 0, 0
+    for requests in lives:
+        one = Setup(manager, max_alerts=3)
+        one.partition.recall(log[:committed])
+        killed_at = len(manager.got) + requests if requests else None
+        async with one.resending():
+            while committed < len(log):
+                batches += 1
+                if batches in restarts:
+                    manager.restart()
+                batch = log[committed : committed + chance.randint(1, 8)]
+                committed, killed = await _batch(one, batch, committed, killed_at)
+                if killed:
+                    break
+            else:
+                await _all_told(one)
+
+
+async def _batch(one: Setup, batch: list[Read], committed: int, killed_at: int | None) -> tuple[int, bool]:
+    """Deliver a batch, or a part of it. Gives what was committed, and whether this life is over."""
+    one.outcomes.read(len(batch))
+    steps = one.partition.deliver(batch, one.abandon)
+    try:
+        async for offset in steps:
+            if killed_at is not None and len(one.manager.got) >= killed_at:
+                return committed, True
+            committed = offset
+    finally:
+        await steps.aclose()
+    return committed, False
+
+
+async def _all_told(one: Setup) -> None:
+    """As a minute later: everything is told once more."""
+    await one.partition.quiet(one.abandon)
+    await asyncio.wait_for(one.teller._resend(one.partition._board), 10)

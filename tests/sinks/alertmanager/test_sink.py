@@ -1,0 +1,49 @@
+"""The sink as a component."""
+
+import asyncio
+
+import pytest
+
+from sinks.alertmanager.config import AlertmanagerSettings
+from sinks.alertmanager.sink import AlertmanagerSink
+from sinks.alertmanager.teller import Teller
+from sinks.consumer import GroupReader
+from tests.sinks.receivers import until
+
+SETTINGS = AlertmanagerSettings(kafka="127.0.0.1:1", urls=("http://127.0.0.1:1", "http://127.0.0.1:2"))
+
+
+async def test_without_a_broker_it_says_so_of_each_alertmanager_and_stops_when_told() -> None:
+    one, stop = AlertmanagerSink(SETTINGS), asyncio.Event()
+    assert one.not_ready() == ["not started"]
+    running = asyncio.ensure_future(one.run(stop))
+    await until(lambda: one.not_ready() != ["not started"])
+    assert one.not_ready() == ["127.0.0.1:1: not connected to Kafka", "127.0.0.1:2: not connected to Kafka"]
+    assert [told.reader._settings.group for told in one._told] == [SETTINGS.group_of(url) for url in SETTINGS.urls]
+    stop.set()
+    await asyncio.wait_for(running, 8)
+
+
+async def test_a_reader_that_fails_ends_the_sink(monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped: list[object] = []
+
+    async def run(self: object, stop: asyncio.Event) -> None:
+        if not stopped:
+            stopped.append("failed")
+            raise ZeroDivisionError
+        await stop.wait()
+        stopped.append("in good order")
+
+    monkeypatch.setattr(GroupReader, "run", run)
+    with pytest.raises(ZeroDivisionError):
+        await asyncio.wait_for(AlertmanagerSink(SETTINGS).run(asyncio.Event()), 8)
+    assert stopped == ["failed", "in good order"]
+
+
+async def test_a_teller_that_fails_ends_the_sink(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def resend(_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(Teller, "resend", resend)
+    with pytest.raises(ZeroDivisionError):
+        await asyncio.wait_for(AlertmanagerSink(SETTINGS).run(asyncio.Event()), 8)

@@ -1,0 +1,60 @@
+"""A receiver over HTTP that needs no network: it answers as it is told, and notes what it got."""
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from sinks.http import Reply
+
+
+class Got(NamedTuple):
+    """A request, and what was answered."""
+
+    url: str
+    body: bytes
+    headers: Mapping[str, str]
+    status: int
+
+
+class Scripted:
+    """Answers with the statuses of the script, one after the other, then with what ``then`` says of a body.
+
+    While ``hold`` is not set, nothing is answered.
+    """
+
+    def __init__(self, *script: int, then: Callable[[bytes], int] = lambda _: 200) -> None:
+        self.script = list(script)
+        self.then = then
+        self.got: list[Got] = []
+        self.under_way = 0
+        self.most = 0
+        self.hold = asyncio.Event()
+        self.hold.set()
+        self.asked = asyncio.Event()
+
+    async def post(self, url: str, body: bytes, headers: Mapping[str, str]) -> Reply:
+        """One attempt."""
+        self.under_way += 1
+        self.most = max(self.most, self.under_way)
+        self.asked.set()
+        try:
+            await asyncio.sleep(0)
+            await self.hold.wait()
+        finally:
+            self.under_way -= 1
+        status = self.script.pop(0) if self.script else self.then(body)
+        self.got.append(Got(url, body, headers, status))
+        return Reply(status, "away" if status == 0 else "said")
+
+    def accepted(self) -> list[Got]:
+        """What was accepted."""
+        return [one for one in self.got if 200 <= one.status < 300]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Waits for a condition, at most 10 s."""
+    deadline_s = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline_s, "it never came to that"
+        await asyncio.sleep(0.001)

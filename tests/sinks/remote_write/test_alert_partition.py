@@ -1,0 +1,358 @@
+"""An alert is 1 from its start to its end, whatever happens to the sink in between."""
+
+import asyncio
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sinks.dead_letters import Abandoned, DeadLetters
+from sinks.outcomes import Outcomes
+from sinks.remote_write.alert_partition import AlertPartition
+from sinks.remote_write.alert_series import AlertSeries, labels
+from sinks.remote_write.instruments import COMPONENT, INSTRUMENTS
+from sinks.remote_write.partition import Shared
+from sinks.remote_write.policy import Protocol
+from sinks.remote_write.transmit import Transmitter
+from tests.sinks.alerts import START_MS, alert, alert_record, deleted
+from tests.sinks.records import FakeSender, Read
+from tests.sinks.remote_write.receivers import STALE_BITS, Receiver
+from topics.alerts import Alert
+from topics.instruments import Instruments
+
+MINUTE_MS = 60_000
+END = "end"
+Point = tuple[int, float | str]
+"""When, in milliseconds after the first alert's start, and what: 1, or the end."""
+
+
+class Setup:
+    """A partition's handler between records and a receiver, at a time of its own, in milliseconds after the start."""
+
+    def __init__(self, receiver: Receiver | None = None, protocol: Protocol = "1.0", max_samples: int = 1000) -> None:
+        self.receiver = receiver or Receiver()
+        self.sender = FakeSender()
+        self.made = Instruments(INSTRUMENTS)
+        self.counted = Outcomes(COMPONENT, self.made)
+        self.now_ms = 0
+        self.abandon = asyncio.Event()
+        shared = Shared(
+            transmitter=Transmitter(self.receiver.post, protocol, self.made, first_s=0.0),
+            letters=DeadLetters(self.sender, "sink remote-write"),  # type: ignore[arg-type] # a fake
+            outcomes=self.counted,
+            instruments=self.made,
+            slots=asyncio.Semaphore(2),
+            max_samples=max_samples,
+            stale_after_s=0.0,
+        )
+        self.handler = AlertPartition(AlertSeries(), shared, lambda: (START_MS + self.now_ms) / 1000)
+
+    async def deliver(self, now_ms: int, *records: Read) -> None:
+        self.now_ms = now_ms
+        self.counted.read(len(records))
+        async for _ in self.handler.deliver(records, self.abandon):
+            pass
+
+    async def quiet(self, now_ms: int) -> None:
+        self.now_ms = now_ms
+        await self.handler.quiet(self.abandon)
+
+    def points(self, of: Alert) -> list[Point]:
+        series = frozenset({("__name__", "gpu_alert_firing"), *labels(of)})
+        stored = self.receiver.stored.get(series, [])
+        return [(ts_ms - START_MS, END if bits == STALE_BITS else 1.0) for ts_ms, bits in stored]
+
+    def ends(self) -> dict[str, int]:
+        names = ("delivered", "duplicate", "dropped", "dead_lettered")
+        counts = {end: self.count(f"records_{end}_total") for end in names}
+        return {end: number for end, number in counts.items() if number}
+
+    def count(self, name: str) -> int:
+        wanted = f"gpustream_remote_write_{name}"
+        return int(sum(one.value for m in self.made.registry.collect() for one in m.samples if one.name == wanted))
+
+
+def ended(after_ms: int) -> Alert:
+    return alert(ends_ms=START_MS + after_ms)
+
+
+async def test_an_alert_is_1_at_its_start_and_each_minute_until_it_ends() -> None:
+    one = Setup()
+    await one.deliver(700, alert_record(alert()))
+    for now_ms in (900, 59_000, 60_500, 61_500, 120_100):
+        await one.quiet(now_ms)
+    await one.deliver(130_900, alert_record(ended(130_000)))
+    await one.quiet(400_000)
+    assert one.points(alert()) == [(0, 1.0), (60_000, 1.0), (120_000, 1.0), (130_000, END)]
+    assert one.ends() == {"delivered": 2}
+    assert one.count("markers_total") == 1
+
+
+async def test_its_series_has_the_alerts_labels_its_severity_and_its_fingerprint() -> None:
+    one = Setup()
+    await one.deliver(0, alert_record(alert()))
+    assert [dict(series) for series in one.receiver.stored] == [
+        {
+            "__name__": "gpu_alert_firing",
+            "alertname": "GPUHeldIdle",
+            "severity": "warning",
+            "fingerprint": alert().fingerprint,
+            "k8s_node_name": "n1",
+            "k8s_pod_name": "a",
+        }
+    ]
+
+
+async def test_alerts_with_the_same_labels_are_series_of_their_own() -> None:
+    one = Setup()
+    same = {"k8s_node_name": "n1"}
+    await one.deliver(0, *(alert_record(alert(pod, labels=same)) for pod in "abc"))
+    assert one.ends() == {"delivered": 3}
+    assert len(one.receiver.stored) == 3
+
+
+def test_labels_from_hell_are_written_as_names_and_values_that_any_receiver_takes() -> None:
+    given = {
+        "a.b": "x",
+        "a/b": "y",
+        "": "z",
+        "9": "n",
+        "__name__": "evil",
+        "alertname": "other",
+        "e": "",
+        "l": "é" * 999,
+    }
+    pairs = labels(alert(labels=given))
+    assert dict(pairs) == {
+        "alertname": "GPUHeldIdle",
+        "severity": "warning",
+        "fingerprint": alert().fingerprint,
+        "a_b": "x",
+        "label_": "z",
+        "label_9": "n",
+        "label___name__": "evil",
+        "l": "é" * 512,
+    }
+    assert pairs == tuple(sorted(pairs))
+
+
+def test_a_series_has_no_more_labels_than_a_receiver_takes_and_what_tells_alerts_apart_stays() -> None:
+    pairs = labels(alert(labels={f"l{n:02}": "x" for n in range(50)}), most=10)
+    assert len(pairs) == 9
+    assert {"alertname", "severity", "fingerprint", "l00", "l05"} <= dict(pairs).keys()
+
+
+async def test_the_end_comes_after_what_was_written_before_it_was_known() -> None:
+    one = Setup()
+    await one.deliver(0, alert_record(alert()))
+    await one.quiet(125_000)
+    await one.deliver(170_000, alert_record(ended(65_000), at_ms=START_MS + 169_000))
+    assert one.points(alert()) == [(0, 1.0), (60_000, 1.0), (120_000, 1.0), (120_001, END)]
+
+
+async def test_an_alert_that_ended_when_it_began_still_has_a_sample() -> None:
+    one = Setup()
+    await one.deliver(1_000, alert_record(alert()), alert_record(ended(0), 1))
+    assert one.points(alert()) == [(0, 1.0), (1, END)]
+
+
+async def test_what_fires_again_begins_after_its_last_end() -> None:
+    one = Setup()
+    again = alert(starts_ms=START_MS + 90_000)
+    await one.deliver(0, alert_record(alert()))
+    await one.quiet(121_000)
+    await one.deliver(122_000, alert_record(ended(61_000), 1), alert_record(again, 2))
+    await one.quiet(151_000)
+    assert one.points(alert()) == [(0, 1.0), (60_000, 1.0), (120_000, 1.0), (120_001, END), (150_000, 1.0)]
+    assert one.ends() == {"delivered": 3}
+
+
+async def test_a_backlog_is_written_as_it_would_have_been() -> None:
+    one = Setup()
+    await one.deliver(900_000, alert_record(alert()), alert_record(ended(130_000), 1), alert_record(alert("b"), 2))
+    await one.quiet(900_500)
+    assert one.points(alert()) == [(0, 1.0), (60_000, 1.0), (120_000, 1.0), (130_000, END)]
+    assert one.points(alert("b")) == [(n * MINUTE_MS, 1.0) for n in range(16)]
+
+
+async def test_the_end_alone_is_enough_where_compaction_took_the_start() -> None:
+    one = Setup()
+    await one.deliver(900_000, alert_record(ended(61_000)))
+    assert one.points(alert()) == [(0, 1.0), (60_000, 1.0), (61_000, END)]
+
+
+async def test_what_has_fired_for_days_is_written_from_an_hour_ago_on() -> None:
+    one = Setup()
+    day_ms = 24 * 60 * MINUTE_MS
+    await one.deliver(3 * day_ms, alert_record(alert()))
+    await one.quiet(3 * day_ms + 1)
+    points = one.points(alert())
+    assert points[0] == (0, 1.0)
+    assert points[1:] == [(3 * day_ms - n * MINUTE_MS, 1.0) for n in range(59, -1, -1)]
+
+
+async def test_an_open_alert_that_an_earlier_life_wrote_goes_on_at_the_same_times() -> None:
+    first = Setup()
+    await first.deliver(0, alert_record(alert()))
+    await first.quiet(61_000)
+    second = Setup(first.receiver)
+    second.handler.recall([alert_record(alert())])
+    for now_ms in (62_000, 119_000, 120_000):
+        await second.quiet(now_ms)
+    assert second.points(alert()) == [(0, 1.0), (60_000, 1.0), (120_000, 1.0)]
+    assert second.count("alert_samples_refused_total") == 0
+
+
+async def test_the_end_of_what_an_earlier_life_wrote_comes_after_all_that_it_can_have_written() -> None:
+    first = Setup()
+    await first.deliver(0, alert_record(alert()))
+    await first.quiet(121_000)
+    second = Setup(first.receiver)
+    second.handler.recall([alert_record(alert())])
+    await second.deliver(900_000, alert_record(ended(61_000), at_ms=START_MS + 122_000))
+    assert second.points(alert()) == [(0, 1.0), (60_000, 1.0), (120_000, 1.0), (120_001, END)]
+    assert second.ends() == {"delivered": 1}
+
+
+async def test_what_was_over_before_is_neither_written_nor_repeated() -> None:
+    one = Setup()
+    one.handler.recall([alert_record(alert()), alert_record(ended(1_000)), alert_record(b"{", key=b"x")])
+    await one.quiet(600_000)
+    assert one.receiver.stored == {}
+
+
+async def test_a_replay_is_a_duplicate_and_changes_nothing() -> None:
+    one = Setup()
+    start, end = alert_record(alert()), alert_record(ended(30_000), 1)
+    await one.deliver(31_000, start, start, end, start, end)
+    await one.quiet(600_000)
+    assert one.points(alert()) == [(0, 1.0), (30_000, END)]
+    assert one.ends() == {"delivered": 2, "duplicate": 3}
+
+
+async def test_an_alert_that_is_deleted_while_it_fires_ends() -> None:
+    one = Setup()
+    await one.deliver(0, alert_record(alert()))
+    await one.deliver(5_000, deleted(alert(), 1, at_ms=START_MS + 4_000), deleted(alert("b"), 2, at_ms=START_MS))
+    await one.quiet(600_000)
+    assert one.points(alert()) == [(0, 1.0), (4_000, END)]
+    assert one.ends() == {"delivered": 1 + 1, "duplicate": 1}
+
+
+async def test_a_topic_made_anew_knows_no_alert() -> None:
+    one = Setup()
+    await one.deliver(0, alert_record(alert()))
+    one.handler.forget()
+    await one.quiet(600_000)
+    assert one.points(alert()) == [(0, 1.0)]
+
+
+BAD = {
+    "no JSON": b"{",
+    "not UTF-8": b"\xff\xfe",
+    "empty": b"",
+    "another schema": msgspec.json.encode(alert()).replace(b'"schema":1', b'"schema":2'),
+    "no time zone": msgspec.json.encode(alert()).replace(b"Z", b""),
+    "before the epoch": msgspec.json.encode(alert()).replace(b"2026-", b"1926-"),
+    "ended, and not when": msgspec.json.encode(alert()).replace(b'"firing"', b'"resolved"'),
+    "deeply nested": b'{"x":' + b"[" * 5000 + b"]" * 5000 + b"}",
+}
+
+
+@pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
+async def test_what_is_no_alert_is_dead_lettered_before_it_is_gone_past(bad: bytes) -> None:
+    one = Setup()
+    await one.deliver(0, alert_record(bad, 7, key=alert().fingerprint.encode()), alert_record(alert("b"), 8))
+    assert one.ends() == {"delivered": 1, "dead_lettered": 1}
+    ((topic, value, headers),) = one.sender.sent
+    assert (topic, value, headers["offset"], headers["stage"]) == ("gpu.dead-letters", bad, b"7", b"sink remote-write")
+
+
+async def test_an_alert_under_anothers_key_is_dead_lettered() -> None:
+    one = Setup()
+    await one.deliver(0, alert_record(alert(), key=b"0123456789abcdef"))
+    assert one.ends() == {"dead_lettered": 1}
+
+
+@pytest.mark.parametrize(("protocol", "partial"), [("1.0", False), ("1.0", True), ("2.0", True)])
+async def test_an_alert_that_is_refused_takes_no_other_with_it(protocol: Protocol, partial: bool) -> None:
+    receiver = Receiver(lambda s: "label too long" if ("k8s_pod_name", "b") in s.labels else None, partial=partial)
+    one = Setup(receiver, protocol)
+    await one.deliver(0, *(alert_record(alert(pod), n) for n, pod in enumerate("abc")))
+    await one.quiet(60_000)
+    assert one.ends() == {"delivered": 2, "dead_lettered": 1}
+    assert b"gpu_alert_firing{" in one.sender.sent[0][2]["error"]
+    assert one.points(alert("a")) == one.points(alert("c")) == [(0, 1.0), (60_000, 1.0)]
+    assert one.count("alert_samples_refused_total") == 2
+
+
+async def test_a_start_that_is_too_old_is_dropped_by_reason_and_the_alert_goes_on() -> None:
+    late = Receiver(lambda sample: "too old sample" if sample.ts_ms < START_MS + 60_000 else None)
+    one = Setup(late)
+    await one.deliver(60_000, alert_record(alert()))
+    await one.quiet(60_000)
+    assert one.ends() == {"dropped": 1}
+    assert one.points(alert()) == [(60_000, 1.0)]
+
+
+async def test_a_record_waits_for_its_dead_letter() -> None:
+    one = Setup()
+    one.sender.away = True
+    delivering = asyncio.ensure_future(one.deliver(0, alert_record(b"{", key=b"x")))
+    done, _ = await asyncio.wait([delivering], timeout=0.05)
+    assert not done
+    one.abandon.set()
+    with pytest.raises(Abandoned):
+        await delivering
+
+
+Event = tuple[str, int, str]
+"""What happens to an alert: ``fire``, ``resolve``, ``crash`` or ``wait``; after so many seconds; which."""
+
+events = st.lists(
+    st.tuples(st.sampled_from(["fire", "resolve", "crash", "wait"]), st.integers(0, 200), st.sampled_from("ab")),
+    max_size=12,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(events, st.sampled_from([("1.0", False), ("1.0", True), ("2.0", True)]), st.integers(1, 3))
+def test_whatever_happens_an_alert_that_fires_is_1_and_one_that_does_not_has_ended(
+    happens: Sequence[Event], speaks: tuple[Protocol, bool], max_samples: int
+) -> None:
+    """A crash comes with a replay of the last record; the alert stream says that something is over after 30 s."""
+    protocol, partial = speaks
+    receiver = Receiver(partial=partial)
+
+    async def run() -> None:
+        one, log, now_ms = Setup(receiver, protocol, max_samples), list[Read](), 0
+        firing: dict[str, Alert] = {}
+        last: dict[str, Alert] = {}
+        for what, wait_s, pod in happens:
+            now_ms += wait_s * 1000 + 1
+            if what == "fire" and pod not in firing:
+                last[pod] = firing[pod] = alert(pod, START_MS + now_ms)
+            elif what == "resolve" and pod in firing:
+                start = firing.pop(pod)
+                last[pod] = alert(pod, round(start.starts_at.timestamp() * 1000), START_MS + max(0, now_ms - 30_000))
+            elif what == "crash":
+                one = Setup(receiver, protocol, max_samples)
+                one.handler.recall(log[:-1])
+                await one.deliver(now_ms, *log[-1:])
+            else:
+                pass
+            known = msgspec.json.encode(last.get(pod))
+            if pod in last and known not in {record.value for record in log}:
+                log.append(alert_record(last[pod], len(log), at_ms=START_MS + now_ms))
+                await one.deliver(now_ms, log[-1])
+            await one.quiet(now_ms)
+        for pod, of in last.items():
+            points = one.points(of)
+            assert [at for at, _ in points] == sorted({at for at, _ in points})
+            assert (points[-1][1] == END) == (pod not in firing)
+            if pod in firing:
+                assert points[-1][0] > now_ms - MINUTE_MS
+
+    asyncio.run(run())

@@ -1,0 +1,88 @@
+"""What sinks make of records of gpu.alerts."""
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from sinks.alerts import Known, Undecodable, read
+from tests.sinks.alerts import START_MS, alert, alert_record, deleted
+from topics.alerts import TOPIC
+
+
+def test_the_topic_s_own_example_is_read() -> None:
+    value = msgspec.json.encode(TOPIC.example)
+    one = read(alert_record(value, key=TOPIC.example["fingerprint"].encode()))
+    assert one is not None
+    assert one.name == "GPUHeldIdle"
+
+
+def test_a_tombstone_is_no_alert_and_no_error() -> None:
+    assert read(deleted(alert(), at_ms=1)) is None
+
+
+def test_what_is_not_known_of_an_alert_may_be_null() -> None:
+    value = json.dumps({**json.loads(msgspec.json.encode(alert())), "value": None, "ends_at": None, "later": 1})
+    assert read(alert_record(value.encode(), key=alert().fingerprint.encode())) == alert(value=None)
+
+
+BAD: dict[str, Any] = {
+    "empty": b"",
+    "no JSON": b"{nonsense",
+    "not UTF-8": b'{"name": "\xff"}',
+    "too deep": b"[" * 100_000,
+    "a list": b"[]",
+    "another schema": {"schema": 2},
+    "no state of ours": {"state": "pending"},
+    "no fingerprint": {"fingerprint": "GPUHeldIdle"},
+    "no time": {"starts_at": "yesterday"},
+    "a time without a zone": {"starts_at": "2026-11-20T23:59:12.5"},
+    "labels that are no text": {"labels": {"gpu_index": 0}},
+    "resolved without an end": {"state": "resolved"},
+}
+
+
+@pytest.mark.parametrize("bad", BAD.values(), ids=BAD.keys())
+def test_what_is_no_alert_is_undecodable(bad: bytes | dict[str, Any]) -> None:
+    good = json.loads(msgspec.json.encode(alert()))
+    value = bad if isinstance(bad, bytes) else json.dumps({**good, **bad}).encode()
+    with pytest.raises(Undecodable, match=r"not a record of gpu\.alerts"):
+        read(alert_record(value, key=alert().fingerprint.encode()))
+
+
+@pytest.mark.parametrize("key", [b"", b"0123456789abcdef", b"\xff"])
+def test_an_alert_under_another_key_is_undecodable(key: bytes) -> None:
+    with pytest.raises(Undecodable, match="key"):
+        read(alert_record(alert(), key=key))
+
+
+def test_a_transition_is_news_once() -> None:
+    known, firing, over = Known(), alert(), alert(ends_ms=START_MS + 5)
+    for one in (firing, over):
+        assert known.is_news(one)
+        known.learn(one)
+        assert not known.is_news(one)
+    assert not known.is_news(firing), "it is over, and does not fire again with the same start"
+
+
+@pytest.mark.parametrize("starts_ms", [START_MS + 60_000, START_MS - 60_000])
+def test_an_alert_that_fires_again_is_news_by_whichever_clock(starts_ms: int) -> None:
+    known = Known()
+    known.learn(alert(ends_ms=START_MS + 5))
+    assert known.is_news(alert(starts_ms=starts_ms))
+
+
+def test_alerts_are_told_apart_and_what_is_deleted_is_forgotten() -> None:
+    known = Known()
+    known.learn(alert("a"))
+    assert known.is_news(alert("b"))
+    known.forget(alert("b").fingerprint.encode())
+    assert not known.is_news(alert("a"))
+    known.forget(alert("a").fingerprint.encode())
+    assert known.is_news(alert("a"))
+    known.learn(alert("a"))
+    known.forget(None)
+    known.forget(b"\xff")
+    known.clear()
+    assert known.is_news(alert("a"))

@@ -1,0 +1,170 @@
+"""A receiver of alerts: which answers mean what, and that what is not refused is sent for as long as it takes."""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+
+import pytest
+
+from sinks.dead_letters import Abandoned
+from sinks.http import Reply
+from sinks.receiver import Receiver, Request, instruments, meaning
+from tests.sinks.receivers import Scripted
+from topics.instruments import Instruments
+
+REQUEST = Request(b"body", {"A": "b"})
+MEANINGS = {
+    "accepted": [200, 201, 202, 204, 299],
+    "again": [0, 408, 425, 429, 500, 501, 502, 503, 504, 599],
+    "misconfigured": [100, 199, 300, 301, 302, 304, 307, 308, 401, 403, 404, 405, 407],
+    "refused": [
+        400,
+        402,
+        406,
+        409,
+        410,
+        411,
+        412,
+        413,
+        414,
+        415,
+        417,
+        418,
+        421,
+        422,
+        423,
+        424,
+        426,
+        428,
+        431,
+        451,
+        499,
+    ],
+}
+
+
+def receiver(scripted: Scripted, url: str = "http://me:secret@host:1/hidden/path") -> Receiver:
+    return Receiver(url, scripted.post, "test", Instruments(instruments("test")), first_s=0.0)
+
+
+async def send(to: Receiver, abandon: asyncio.Event | None = None) -> str | None:
+    return await asyncio.wait_for(to.send(lambda: REQUEST, abandon or asyncio.Event()), 10)
+
+
+@pytest.mark.parametrize(("means", "status"), [(means, one) for means, some in MEANINGS.items() for one in some])
+def test_each_status_has_a_meaning(means: str, status: int) -> None:
+    assert meaning(status) == means
+
+
+@pytest.mark.parametrize("status", MEANINGS["again"] + MEANINGS["misconfigured"])
+async def test_what_is_no_refusal_is_tried_again_for_as_long_as_it_takes(status: int) -> None:
+    scripted = Scripted(*[status] * 20)
+    assert await send(receiver(scripted)) is None
+    assert [one.status for one in scripted.got] == [*[status] * 20, 200]
+    assert {one.body for one in scripted.got} == {b"body"}
+
+
+@pytest.mark.parametrize("status", MEANINGS["refused"])
+async def test_a_refusal_is_told_and_not_sent_again(status: int) -> None:
+    scripted = Scripted(503, status)
+    assert await send(receiver(scripted)) == f"HTTP {status}: said"
+    assert [one.status for one in scripted.got] == [503, status]
+
+
+async def test_retry_after_is_waited_for() -> None:
+    async def post(_: str, body: bytes, __: Mapping[str, str]) -> Reply:
+        statuses.append(asyncio.get_running_loop().time())
+        return Reply(429, "", {"Retry-After": "1"}) if len(statuses) == 1 else Reply(200)
+
+    statuses: list[float] = []
+    to = Receiver("http://host:1", post, "test", Instruments(instruments("test")), first_s=0.0)
+    assert await send(to) is None
+    assert statuses[1] - statuses[0] >= 1
+
+
+async def test_a_request_is_made_anew_for_each_attempt() -> None:
+    scripted, made = Scripted(503, 503), iter([b"1", b"2", b"3"])
+    to = receiver(scripted)
+    await asyncio.wait_for(to.send(lambda: Request(next(made), {}), asyncio.Event()), 10)
+    assert [one.body for one in scripted.got] == [b"1", b"2", b"3"]
+
+
+@pytest.mark.parametrize("error", [OSError("no such file"), ValueError("it is empty")])
+async def test_a_request_that_can_t_be_made_now_is_made_later(error: Exception) -> None:
+    def make() -> Request:
+        if errors:
+            raise errors.pop()
+        return REQUEST
+
+    scripted, errors = Scripted(), [error] * 3
+    assert await asyncio.wait_for(receiver(scripted).send(make, asyncio.Event()), 10) is None
+    assert len(scripted.got) == 1
+
+
+async def test_who_gives_up_does_so_after_the_attempt_that_is_under_way() -> None:
+    scripted, stop = Scripted(then=lambda _: 503), asyncio.Event()
+    scripted.hold.clear()
+    sending = asyncio.ensure_future(receiver(scripted).send(lambda: REQUEST, stop))
+    await asyncio.wait_for(scripted.asked.wait(), 10)
+    stop.set()
+    await asyncio.sleep(0.01)
+    assert not sending.done()
+    scripted.hold.set()
+    with pytest.raises(Abandoned):
+        await asyncio.wait_for(sending, 10)
+    assert len(scripted.got) == 1
+
+
+async def test_nothing_is_sent_for_one_who_has_given_up() -> None:
+    scripted, stop = Scripted(), asyncio.Event()
+    stop.set()
+    with pytest.raises(Abandoned):
+        await send(receiver(scripted), stop)
+    assert scripted.got == []
+
+
+async def test_a_change_is_said_once_without_the_path_and_the_password(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    scripted = Scripted(0, 0, 0)
+    to = receiver(scripted)
+    sending = asyncio.ensure_future(send(to))
+    await asyncio.wait_for(scripted.asked.wait(), 10)
+    await asyncio.wait_for(sending, 10)
+    assert [one.message for one in caplog.records] == [
+        "host:1 does not accept, trying again: again: away",
+        "host:1 answers again",
+    ]
+
+
+async def test_while_it_fails_it_says_why_and_what_waits_for_its_return_is_told() -> None:
+    told: list[str | None] = []
+    scripted = Scripted(503, 401)
+    made = Instruments(instruments("test"))
+    to = Receiver("http://h:1", scripted.post, "test", made, first_s=0.0, on_recovery=lambda: told.append(to.failing))
+    seen: list[str | None] = []
+
+    def make() -> Request:
+        seen.append(to.failing)
+        return REQUEST
+
+    await asyncio.wait_for(to.send(make, asyncio.Event()), 10)
+    assert seen == [None, "again: HTTP 503: said", "misconfigured: HTTP 401: said"]
+    assert told == [None]
+    attempts = {
+        result: made.registry.get_sample_value("gpustream_test_requests_total", {"receiver": "h:1", "result": result})
+        for result in ("accepted", "again", "misconfigured")
+    }
+    assert attempts == {"accepted": 1, "again": 1, "misconfigured": 1}
+
+
+async def test_no_more_attempts_are_under_way_than_may_be_and_one_that_waits_takes_no_place() -> None:
+    scripted = Scripted(then=lambda body: 503 if body == b"bad" and len(scripted.got) < 30 else 200)
+    made = Instruments(instruments("test"))
+    to = Receiver("http://h:1", scripted.post, "test", made, at_once=2, first_s=0.0)
+    bodies = [b"bad", b"bad", *[b"good"] * 10]
+    await asyncio.wait_for(
+        asyncio.gather(*(to.send(lambda body=body: Request(body, {}), asyncio.Event()) for body in bodies)),  # type: ignore[misc]
+        10,
+    )
+    assert scripted.most == 2
+    assert [one.body for one in scripted.accepted()][:10] == [b"good"] * 10

@@ -1,0 +1,51 @@
+"""The settings' mistakes, all of them at once."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sinks.webhook.config import WebhookSettings
+
+GOOD: dict[str, Any] = {"kafka": "127.0.0.1:9092", "url": "https://hooks.example/gpu"}
+
+
+def test_good_settings_have_no_mistakes(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("s3cret\n")
+    assert WebhookSettings(**GOOD, unsigned=True).mistakes() == []
+    assert WebhookSettings(**GOOD, secret_file=secret, headers=(("X-Team", "a"),)).mistakes() == []
+
+
+@pytest.mark.parametrize(
+    ("more", "option"),
+    [
+        ({"url": "hooks:80"}, "--url"),
+        ({"url": "https://user:pass@hooks/"}, "--url"),
+        ({"unsigned": False}, "--secret-file: missing"),
+        ({"unsigned": False, "secret_file": Path("/nowhere/secret")}, "--secret-file: no file"),
+        ({"unsigned": False, "secret_file": Path("/dev/null")}, "--secret-file: no file"),
+        ({"secret_file": Path(__file__)}, "--unsigned"),
+        ({"from_": "yesterday"}, "--from"),
+        ({"kafka": ""}, "--kafka"),
+        ({"group": ""}, "--group"),
+        ({"session_timeout_s": 0.1}, "--session-timeout"),
+        ({"headers": (("idempotency-key", "1"),)}, "--header"),
+        ({"headers": (("X-Gpustream-Signature", "1"),)}, "--header"),
+        ({"bearer_token_file": Path("/nowhere/token")}, "--bearer-token-file"),
+    ],
+)
+def test_a_mistake_names_its_option(more: dict[str, Any], option: str) -> None:
+    (found,) = WebhookSettings(**{**GOOD, "unsigned": True, **more}).mistakes()
+    assert found.startswith(option)
+
+
+def test_an_empty_secret_is_a_mistake(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text(" \n")
+    (found,) = WebhookSettings(**GOOD, secret_file=tmp_path / "secret").mistakes()
+    assert found.endswith("is empty")
+
+
+def test_every_mistake_is_listed() -> None:
+    found = WebhookSettings(kafka="", url="nope").mistakes()
+    assert [mistake.split(":")[0] for mistake in found] == ["--url", "--secret-file", "--kafka"]

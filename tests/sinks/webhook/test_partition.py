@@ -1,0 +1,253 @@
+"""A partition's transitions on their way to a webhook: in order, at least once, and no more often than that."""
+
+import asyncio
+import hashlib
+import hmac
+import random
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sinks.dead_letters import Abandoned, DeadLetters
+from sinks.outcomes import Outcomes
+from sinks.receiver import Receiver
+from sinks.webhook.encode import Secret
+from sinks.webhook.instruments import COMPONENT, INSTRUMENTS
+from sinks.webhook.partition import AHEAD, Shared, WebhookPartition
+from tests.sinks.alerts import START_MS, alert, alert_record, deleted
+from tests.sinks.receivers import Scripted, until
+from tests.sinks.records import FakeSender, Read
+from topics.alerts import Alert, transition_id
+from topics.instruments import Instruments
+
+OVER_MS = START_MS + 60_000
+
+
+class Setup:
+    """A partition and what it works with."""
+
+    def __init__(self, scripted: Scripted, *, at_once: int = 8, secret: Secret | None = None) -> None:
+        made = Instruments(INSTRUMENTS)
+        self.registry = made.registry
+        self.scripted = scripted
+        self.sender = FakeSender()
+        self.outcomes = Outcomes(COMPONENT, made)
+        receiver = Receiver("http://h:1/hook", scripted.post, COMPONENT, made, at_once=at_once, first_s=0.0)
+        letters = DeadLetters(self.sender, "sink webhook")  # type: ignore[arg-type]
+        self.shared = Shared(receiver, secret or Secret(None), letters, self.outcomes)
+        self.partition = WebhookPartition(self.shared)
+        self.abandon = asyncio.Event()
+
+    async def deliver(self, records: Sequence[Read]) -> list[int]:
+        """Delivers records, counted as an assignment does; gives the offsets after each step."""
+        self.outcomes.read(len(records))
+        steps = self.partition.deliver(records, self.abandon)
+        return await asyncio.wait_for(_all(steps), 20)
+
+    def posted(self) -> list[str]:
+        """The identities of the transitions that were accepted."""
+        return [one.headers["Idempotency-Key"] for one in self.scripted.accepted()]
+
+    def ends(self) -> dict[str, int]:
+        """How many records ended in which way."""
+        counts = {
+            end: int(self.registry.get_sample_value(f"gpustream_webhook_records_{end}_total") or 0)
+            for end in ("delivered", "duplicate", "dead_lettered")
+        }
+        return {end: count for end, count in counts.items() if count}
+
+    def errors(self) -> list[str]:
+        """Of the dead letters."""
+        return [headers["error"].decode() for _, _, headers in self.sender.sent]
+
+
+async def _all(steps: AsyncIterator[int]) -> list[int]:
+    return [offset async for offset in steps]
+
+
+def records(*alerts: Alert, first: int = 0) -> list[Read]:
+    return [alert_record(one, first + number) for number, one in enumerate(alerts)]
+
+
+async def test_each_transition_is_posted_as_its_record_is_and_signed(tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    file.write_bytes(b"key\n")
+    one = Setup(Scripted(), secret=Secret(file))
+    firing, over = alert(), alert(ends_ms=OVER_MS)
+    assert (await one.deliver(records(firing, over)))[-1] == 2
+    assert one.posted() == [transition_id(firing), transition_id(over)]
+    for got, sent in zip(one.scripted.got, (firing, over), strict=True):
+        assert got.url == "http://h:1/hook"
+        assert got.body == msgspec.json.encode(sent)
+        wanted = hmac.new(b"key", got.body, hashlib.sha256).hexdigest()
+        assert got.headers["X-Gpustream-Signature"] == f"sha256={wanted}"
+    assert one.ends() == {"delivered": 2}
+
+
+async def test_what_was_posted_before_is_not_posted_when_it_is_written_again() -> None:
+    one = Setup(Scripted())
+    one.partition.recall(records(alert("a"), alert("b"), alert("b", ends_ms=OVER_MS)))
+    again = records(alert("a"), alert("b", ends_ms=OVER_MS), alert("b"), alert("a"), first=3)
+    assert (await one.deliver(again))[-1] == 7
+    assert one.scripted.got == []
+    assert one.ends() == {"duplicate": 4}
+
+
+async def test_what_was_recalled_undecodable_has_its_dead_letter_already() -> None:
+    one = Setup(Scripted())
+    one.partition.recall([alert_record(b"{", 0)])
+    await one.deliver(records(alert(), first=1))
+    assert one.ends() == {"delivered": 1}
+    assert one.sender.sent == []
+
+
+async def test_a_tombstone_is_let_pass_and_its_alert_may_fire_again() -> None:
+    one = Setup(Scripted())
+    over = alert(ends_ms=OVER_MS)
+    again = [alert_record(over, 0), deleted(over, 1, at_ms=OVER_MS), alert_record(over, 2)]
+    assert (await one.deliver(again))[-1] == 3
+    assert one.posted() == [transition_id(over)] * 2
+    assert one.ends() == {"delivered": 2, "duplicate": 1}
+
+
+@pytest.mark.parametrize("bad", [b"{nonsense", b"", b"[]"])
+async def test_what_cannot_be_decoded_is_a_dead_letter_and_holds_up_nothing(bad: bytes) -> None:
+    one = Setup(Scripted())
+    assert (await one.deliver([alert_record(bad, 0), *records(alert(), first=1)]))[-1] == 2
+    assert one.ends() == {"delivered": 1, "dead_lettered": 1}
+    assert one.errors()[0].startswith("not a record of gpu.alerts")
+
+
+async def test_a_refused_transition_is_a_dead_letter_and_the_next_one_goes_on() -> None:
+    one = Setup(Scripted(then=lambda body: 422 if b'"firing"' in body else 204))
+    assert (await one.deliver(records(alert(), alert(ends_ms=OVER_MS))))[-1] == 2
+    assert one.posted() == [transition_id(alert(ends_ms=OVER_MS))]
+    assert one.ends() == {"delivered": 1, "dead_lettered": 1}
+    assert one.errors() == ["refused: HTTP 422: said"]
+
+
+async def test_an_outage_loses_nothing_and_keeps_the_order_of_each_alert() -> None:
+    one = Setup(Scripted(*[0, 503, 429, 500, 401] * 10))
+    await one.deliver(records(*[alert(pod, ends_ms=ends) for ends in (None, OVER_MS) for pod in "abcde"]))
+    assert sorted(one.posted()) == sorted(set(one.posted()))
+    for pod in "abcde":
+        mine = [identity for identity in one.posted() if identity.startswith(alert(pod).fingerprint)]
+        assert mine == [transition_id(alert(pod)), transition_id(alert(pod, ends_ms=OVER_MS))]
+
+
+async def test_alerts_do_not_wait_for_one_another_but_one_waits_for_itself() -> None:
+    one = Setup(Scripted(), at_once=3)
+    one.scripted.hold.clear()
+    delivering = asyncio.ensure_future(
+        one.deliver(records(alert("a"), alert("a", ends_ms=OVER_MS), alert("b"), alert("c"), alert("d"), alert("e")))
+    )
+    await until(lambda: one.scripted.under_way == 3)
+    one.scripted.hold.set()
+    await delivering
+    assert one.scripted.most == 3
+    first = [got.headers["Idempotency-Key"] for got in one.scripted.got[:3]]
+    assert first == [transition_id(alert(pod)) for pod in "abc"]
+
+
+async def test_no_offset_passes_an_unfinished_transition() -> None:
+    one = Setup(Scripted(then=lambda body: 503 if b'"k8s_pod_name":"b"' in body else 200))
+    one.outcomes.read(3)
+    steps = one.partition.deliver(records(alert("a"), alert("b"), alert("c")), one.abandon)
+    assert await asyncio.wait_for(anext(steps), 10) == 1
+    await until(lambda: len(one.posted()) == 2)
+    one.abandon.set()
+    with pytest.raises(Abandoned):
+        await asyncio.wait_for(anext(steps), 10)
+    assert one.ends() == {"delivered": 1}, "the third was accepted, and is posted again by whoever is next"
+
+
+async def test_little_is_posted_ahead_of_an_unfinished_transition() -> None:
+    one = Setup(Scripted(then=lambda body: 503 if b'"k8s_pod_name":"0"' in body else 200))
+    delivering = asyncio.ensure_future(one.deliver(records(*[alert(str(pod)) for pod in range(100)])))
+    await until(lambda: len(one.posted()) == AHEAD - 1)
+    tries = len(one.scripted.got)
+    await until(lambda: len(one.scripted.got) > tries + 20)
+    assert len(one.posted()) == AHEAD - 1
+    one.scripted.then = lambda _: 200
+    assert (await delivering)[-1] == 100
+    assert len(set(one.posted())) == len(one.posted()) == 100
+
+
+async def test_after_the_topic_was_made_anew_everything_is_news() -> None:
+    one = Setup(Scripted())
+    one.partition.recall(records(alert()))
+    one.partition.forget()
+    await one.deliver(records(alert()))
+    assert one.ends() == {"delivered": 1}
+
+
+Writing = tuple[int, int]
+"""Which alert, and how many of its last transitions the stream writes again after the new one, as after a crash."""
+
+
+def _log(writings: Sequence[Writing]) -> tuple[list[Read], dict[str, list[str]]]:
+    """A log of transitions with repeats, and each alert's transitions in order."""
+    transitions: dict[str, list[Alert]] = {}
+    written: list[Alert] = []
+    for pod, again in writings:
+        mine = transitions.setdefault(str(pod), [])
+        starts_ms = START_MS + len(mine) // 2 * 1000
+        mine.append(alert(str(pod), starts_ms, starts_ms + 500 if len(mine) % 2 else None))
+        written += [mine[-1], *mine[-1:] * again]
+    return records(*written), {pod: [transition_id(one) for one in mine] for pod, mine in transitions.items()}
+
+
+@given(
+    writings=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 2)), min_size=1, max_size=30),
+    statuses=st.lists(st.sampled_from([200, 202, 503, 429, 0, 302]), max_size=40),
+    lives=st.lists(st.integers(1, 12), max_size=6),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=60, deadline=None)
+def test_whatever_fails_and_restarts_each_alert_s_transitions_arrive_in_order(
+    writings: list[Writing], statuses: list[int], lives: list[int], seed: int
+) -> None:
+    log, expected = _log(writings)
+    scripted = Scripted(*statuses)
+    asyncio.run(_live(scripted, log, [*lives, 0], random.Random(seed)))
+    posted = [got.headers["Idempotency-Key"] for got in scripted.accepted()]
+    for pod, wanted in expected.items():
+        mine = [one for one in posted if one.startswith(alert(pod).fingerprint)]
+        assert _first_seen(mine) == wanted
+
+
+async def _live(scripted: Scripted, log: list[Read], lives: list[int], chance: random.Random) -> None:
+    """Deliver the log in several lives; each but the last ends after so many requests, and commits what it did."""
+    committed = 0
+    for requests in lives:
+        one = Setup(scripted, at_once=3)
+        one.partition.recall([record for record in log if record.offset < committed])
+        ends_at = len(scripted.got) + requests if requests else None
+        while committed < len(log):
+            batch = log[committed : committed + chance.randint(1, 8)]
+            committed, over = await _batch(one, batch, committed, ends_at)
+            if over:
+                break
+
+
+async def _batch(one: Setup, batch: list[Read], committed: int, ends_at: int | None) -> tuple[int, bool]:
+    """Deliver a batch. Gives the offset that was committed, and whether this life is over."""
+    one.outcomes.read(len(batch))
+    steps = one.partition.deliver(batch, one.abandon)
+    try:
+        async for offset in steps:
+            if ends_at is not None and len(one.scripted.got) >= ends_at:
+                return committed, True  # killed before the commit
+            committed = offset
+    finally:
+        await steps.aclose()
+    return committed, False
+
+
+def _first_seen(identities: list[str]) -> list[str]:
+    """Without what comes again, which is what a receiver that knows identities sees."""
+    return list(dict.fromkeys(identities))

@@ -1,0 +1,18 @@
+"""The sink as a component."""
+
+import asyncio
+
+from sinks.webhook.config import WebhookSettings
+from sinks.webhook.sink import WebhookSink
+from tests.sinks.receivers import until
+
+
+async def test_without_a_broker_it_says_so_and_stops_when_told() -> None:
+    one = WebhookSink(WebhookSettings(kafka="127.0.0.1:1", url="http://127.0.0.1:1", unsigned=True))
+    stop = asyncio.Event()
+    assert one.not_ready() == ["not started"]
+    running = asyncio.ensure_future(one.run(stop))
+    await until(lambda: one.not_ready() != ["not started"])
+    assert one.not_ready() == ["not connected to Kafka"]
+    stop.set()
+    await asyncio.wait_for(running, 8)

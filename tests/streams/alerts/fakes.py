@@ -1,0 +1,218 @@
+"""A broker with one partition of each topic, and workers that are killed whenever it is worst."""
+
+import asyncio
+from collections.abc import Sequence
+from random import Random
+from typing import NamedTuple, cast
+
+import msgspec
+
+from streams.alerts.attendance import BREAK_S
+from streams.alerts.instruments import INSTRUMENTS
+from streams.alerts.machine import Judge
+from streams.alerts.tick import Tick
+from streams.alerts.watch import ALERTS, ATTRIBUTED, SAMPLES, STATE, WORKLOADS, Clocks, Watch
+from streams.bookkeeping import DEAD_LETTERS
+from streams.reader.app import ReaderApp
+from streams.reader.ledger import Ledger, Partition, Slot
+from tests.streams.alerts.stories import JUDGE
+from topics.alerts import Alert
+from topics.instruments import Instruments
+from topics.sender import Unsendable
+from topics.topic import node_key
+
+TICKS, STATES = Partition(ATTRIBUTED, 0), Partition(STATE, 0)
+
+
+class Record(NamedTuple):
+    """A record of a log."""
+
+    key: bytes | None
+    value: bytes | None
+    timestamp: int = 0
+
+
+class Broker:
+    """The logs of all topics, and what the group has committed."""
+
+    def __init__(self) -> None:
+        self.logs: dict[str, list[Record]] = {name: [] for name in (ATTRIBUTED, STATE, WORKLOADS, ALERTS, DEAD_LETTERS)}
+        self.committed = 0
+
+    def log(self, tick: Tick, *, logged_ms: int | None = None) -> None:
+        """Write a tick, logged at a time in ms (default: its own)."""
+        key = node_key(tick.cluster, tick.node)
+        at_ms = tick.ts_ms if logged_ms is None else logged_ms
+        self.logs[ATTRIBUTED].append(Record(key, msgspec.json.encode(tick), at_ms))
+
+    def alerts(self) -> list[Alert]:
+        """What was written to gpu.alerts, less the deletions."""
+        return [msgspec.json.decode(r.value, type=Alert) for r in self.logs[ALERTS] if r.value is not None]
+
+
+class _Sent(NamedTuple):
+    topic: str
+    record: Record
+    acknowledged: "asyncio.Future[int]"
+
+
+class FakeSender:
+    """Takes records at once; what is in flight lands, and is acknowledged, when it is told to."""
+
+    def __init__(self, broker: Broker) -> None:
+        self.broker = broker
+        self.flying: list[_Sent] = []
+        self.holding = False
+        self.largest = 10**9
+
+    async def send(
+        self,
+        topic: str,
+        value: bytes | None,
+        *,
+        key: bytes | None = None,
+        partition: int | None = None,
+        headers: Sequence[tuple[str, bytes]] = (),
+    ) -> "asyncio.Future[int]":
+        assert partition == (0 if topic == STATE else None)
+        acknowledged: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        if len(value or b"") > self.largest:
+            acknowledged.set_exception(Unsendable("too large"))
+            return acknowledged
+        self.flying.append(_Sent(topic, Record(key, value), acknowledged))
+        if not self.holding:
+            self.land()
+        return acknowledged
+
+    def land(self, count: int = 10**6, *, topic: str | None = None, acknowledge: bool = True) -> None:
+        """Let some of what flies arrive, in order."""
+        for sent in [s for s in self.flying if topic is None or s.topic == topic][:count]:
+            self.flying.remove(sent)
+            self.broker.logs[sent.topic].append(sent.record)
+            if acknowledge and not sent.acknowledged.done():
+                sent.acknowledged.set_result(len(self.broker.logs[sent.topic]) - 1)
+
+
+class FakeClocks(Clocks):
+    """The worker's clocks, as they are set."""
+
+    def __init__(self) -> None:
+        self.at_s = 0.0
+        self.started_ms = 0
+
+    def monotonic_s(self) -> float:
+        return self.at_s
+
+    def now_ms(self) -> int:
+        return self.started_ms + round(self.at_s * 1000)
+
+
+class Worker:
+    """A worker that has the partition: what the watch sees of its app."""
+
+    def __init__(self, broker: Broker, judge: Judge = JUDGE) -> None:
+        self.broker, self.sender = broker, FakeSender(broker)
+        self.reader = self
+        self.ledger = Ledger()
+        self.rebalances = self.holes = self.lost = 0
+        self.input_ends: dict[Partition, int] = {}
+        self.torn: frozenset[int] = frozenset()
+        self.failures: list[str] = []
+        self.instruments = Instruments(INSTRUMENTS)
+        self.clocks = FakeClocks()
+        self.watch = Watch(self.instruments, judge, partitions=1, clocks=self.clocks)
+        self.watch.app = cast("ReaderApp", self)
+        self.state_read = 0
+
+    # -- what the watch may ask
+
+    def finish(self, slot: Slot) -> None:
+        self.ledger.finish(slot)
+
+    def finish_when(self, slot: Slot, acknowledged: Sequence["asyncio.Future[int]"]) -> None:
+        ReaderApp.finish_when(cast("ReaderApp", self), slot, acknowledged)
+
+    def current(self, slot: Slot) -> bool:
+        return slot.epoch == self.ledger.epoch
+
+    def fail(self, reason: str) -> None:
+        self.failures.append(reason)
+
+    def pending_states(self) -> list[Partition]:
+        return []
+
+    # -- what happens
+
+    async def start(self) -> None:
+        """Be assigned the partition: read the state, then the ticks from what was committed."""
+        self.ledger.forget()
+        self.watch.forget()
+        self.input_ends = {TICKS: len(self.broker.logs[ATTRIBUTED])}
+        self.ledger.begin({TICKS: self.broker.committed, STATES: self.state_read, Partition(WORKLOADS, 0): 0})
+        await self.read(STATE)
+
+    async def read(self, topic: str = ATTRIBUTED, count: int = 10**6) -> None:
+        """Take the next records of a topic, and let all that follows happen."""
+        tp = Partition(topic, 0)
+        at = self.ledger.expected(tp)
+        assert at is not None
+        records = self.broker.logs[topic][at : at + count]
+        batch = [(self.ledger.admit(tp, at + i, 10), record) for i, record in enumerate(records)]
+        taking = asyncio.create_task(self.watch.take(batch))
+        await settle()
+        while not taking.done():  # it waits for what an older epoch has sent
+            self.sender.land(1)
+            await settle()
+        if topic == STATE:
+            self.state_read = at + len(records)
+
+    async def live(self, count: int = 10**6) -> None:
+        """Read ticks, and the states that were written meanwhile."""
+        await self.read(ATTRIBUTED, count)
+        await self.read(STATE)
+
+    def commit(self) -> None:
+        """Commit what is finished."""
+        self.broker.committed = self.position()
+
+    def position(self) -> int:
+        """The offset that would be committed."""
+        found = self.ledger.position(TICKS)
+        assert found is not None
+        return found
+
+    def position_read(self) -> int:
+        """The next offset to read."""
+        return self.ledger.expected(TICKS) or 0
+
+    async def wait(self, seconds: float, *, samples_end: int | None = None, asking: bool = True) -> None:
+        """Let time pass, in which the broker is asked where the partitions end, and all is looked at."""
+        step_s = BREAK_S / 2
+        while seconds > 0:
+            self.clocks.at_s += min(step_s, seconds)
+            seconds -= step_s
+            if asking:
+                ends = {TICKS: len(self.broker.logs[ATTRIBUTED]), STATES: len(self.broker.logs[STATE])}
+                samples = {} if samples_end is None else {Partition(SAMPLES, 0): samples_end}
+                self.watch.ends(self.clocks.at_s, {**ends, **samples})
+            self.watch._look_at(0)
+            await settle()
+
+    def kill(self, chance: Random) -> None:
+        """End at once: of what flies some arrives, and nobody hears of it."""
+        for topic in (ALERTS, STATE):
+            self.sender.land(chance.randint(0, 3), topic=topic, acknowledge=False)
+        for task in self.watch._writing:
+            task.cancel()
+
+    def total(self, name: str, *labels: str) -> float:
+        """The value of a counter or gauge."""
+        row = next(row for row in INSTRUMENTS if row.name == f"gpustream_alerts_{name}")
+        value = self.instruments.registry.get_sample_value(row.name, dict(zip(row.labels, labels, strict=True)))
+        return value or 0.0
+
+
+async def settle() -> None:
+    """Let callbacks run."""
+    for _ in range(12):
+        await asyncio.sleep(0)

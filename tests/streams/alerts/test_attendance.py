@@ -1,0 +1,70 @@
+"""Since when a partition has been watched: what must be so before it is said that nothing came."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streams.alerts.attendance import BREAK_S, Attendance, Ends
+
+FOREVER = float("-inf")
+
+
+def attended(*asked_s: float) -> Attendance:
+    """A partition that ended at 10 whenever it was asked, and has been read so far."""
+    attendance = Attendance()
+    for at_s in asked_s:
+        attendance.told(Ends(at_s, 10, None))
+        attendance.read(10)
+    return attendance
+
+
+def test_a_partition_is_watched_from_the_first_to_the_last_answer_that_was_read_to() -> None:
+    assert attended(5.0, 6.0, 9.0).lasted_s(FOREVER) == 4.0
+    assert attended(5.0, 6.0, 9.0).lasted_s(7.0) == 2.0
+
+
+def test_a_partition_that_was_never_read_to_its_end_was_never_watched() -> None:
+    attendance = Attendance()
+    attendance.told(Ends(5.0, 10, None))
+    attendance.read(9)
+    assert attendance.lasted_s(FOREVER) < 0
+    assert attendance.lasted_s(0.0) < 0
+
+
+def test_an_answer_counts_once_what_there_was_then_has_been_read() -> None:
+    attendance = attended(1.0)
+    attendance.told(Ends(2.0, 12, None))
+    attendance.told(Ends(3.0, 15, None))
+    attendance.read(12)
+    assert attendance.lasted_s(1.0) == 1.0
+    attendance.read(15)
+    assert attendance.lasted_s(1.0) == 2.0
+
+
+def test_after_a_break_watching_begins_anew() -> None:
+    assert attended(1.0, 1.0 + BREAK_S).lasted_s(FOREVER) == BREAK_S
+    assert attended(1.0, 1.1 + BREAK_S, 3.1 + BREAK_S).lasted_s(FOREVER) == 2.0
+
+
+def test_samples_that_are_not_attributed_keep_a_partition_from_being_watched() -> None:
+    attendance = attended(1.0)
+    attendance.told(Ends(2.0, 10, 8))
+    attendance.learned(6)
+    attendance.read(10)
+    assert attendance.lasted_s(1.0) == 0.0
+    attendance.learned(7)
+    attendance.learned(3)
+    attendance.read(10)
+    assert attendance.lasted_s(1.0) == 1.0
+
+
+@given(st.lists(st.floats(0, 30), max_size=20))
+def test_no_longer_is_claimed_than_there_were_answers(pauses: list[float]) -> None:
+    at_s, since_s = 0.0, 0.0
+    attendance = attended(0.0)
+    for pause_s in pauses:
+        at_s += pause_s
+        if pause_s > BREAK_S:
+            since_s = at_s
+        attendance.told(Ends(at_s, 10, None))
+        attendance.read(10)
+        assert attendance.lasted_s(FOREVER) <= at_s - since_s + 1e-6

@@ -1,0 +1,348 @@
+"""Each rule but GPUHeldIdle: it holds for what it is about, and for nothing else."""
+
+from typing import Any
+
+import pytest
+
+from streams.alerts.conditions import because
+from streams.alerts.rule import KINDS
+from streams.alerts.tick import Device, Info, Process
+from tests.streams.alerts.ticks import (
+    DEFAULTS,
+    GRACE_S,
+    device,
+    found,
+    gpu,
+    holder,
+    mig,
+    overlay,
+    tick,
+    verdict,
+)
+from topics.samples import Event, Job
+
+SEEN: dict[str, Any] = {"processes": (), "info": Info(processes_visible="true")}
+
+
+def test_the_defaults_have_a_rule_of_every_kind() -> None:
+    assert {rule.kind for rule in DEFAULTS.rules} == set(KINDS)
+
+
+def test_a_busy_node_has_nothing_to_say() -> None:
+    pods = [device(i, holder(f"pod-{i}"), busy=0.9, clock_event_reasons=0x4, **SEEN) for i in range(8)]
+    assert not found(tick(0, *pods), tick(GRACE_S, *pods))
+
+
+@pytest.mark.parametrize(
+    ("rule", "one", "holds"),
+    [
+        ("GPUUsedUnallocated", device(0, busy=0.05), True),
+        ("GPUUsedUnallocated", device(0, busy=0.04), False),
+        ("GPUUsedUnallocated", device(0, sm_active_ratio=0.5), True),
+        ("GPUUsedUnallocated", device(0, encoder_utilization_ratio=0.5), True),
+        ("GPUUsedUnallocated", device(0, memory_used_bytes=1e9), None),
+        ("GPUUsedUnallocated", device(0, holder(), busy=0.9), False),
+        ("GPUUsedUnallocated", device(0, holder(observed=True), busy=0.9), True),
+        ("GPUUsedUnallocated", device(0, holder(observed=True), holder("b"), busy=0.9), False),
+        ("GPUUsedUnallocated", device(0, busy=0.9, jobs=(Job("4242"),)), False),
+        ("GPUUsedUnallocated", device(0, busy=0.9, info=Info(mig_mode="enabled")), False),
+        ("GPUUsedUnallocated", device(0, busy=0.9, info=Info(mig_mode="disabled")), True),
+        ("GPUUsedUnallocated", device(0, busy=0.9, state="lost"), None),
+        ("GPUAttributionConflict", device(0, conflict="no_pod", **SEEN), True),
+        ("GPUAttributionConflict", device(0, conflict="unallocated_process", **SEEN), True),
+        ("GPUAttributionConflict", device(0, conflict="what is not known yet", **SEEN), True),
+        ("GPUAttributionConflict", device(0, **SEEN), False),
+        ("GPUAttributionConflict", device(0), None),
+        ("GPUAttributionConflict", device(0, processes=(), info=Info(processes_visible="false")), None),
+        ("GPUAttributionConflict", device(0, conflict="no_pod", **SEEN, state="timeout"), None),
+        ("GPURowRemapFailure", device(0, row_remap_failure=1), True),
+        ("GPURowRemapFailure", device(0, row_remap_failure=0), False),
+        ("GPURowRemapFailure", device(0, row_remap_pending=1), False),
+        ("GPURowRemapFailure", device(0), False),
+        ("GPURowRemapFailure", device(0, row_remap_failure=1, state="lost"), None),
+        ("GPURowRemapPending", device(0, row_remap_pending=1), True),
+        ("GPURowRemapPending", device(0, retired_pages_pending=1), True),
+        ("GPURowRemapPending", device(0, row_remap_pending=0, retired_pages_pending=0), False),
+        ("GPURowRemapPending", device(0, row_remap_failure=1), False),
+        ("GPURowRemapPending", device(0, state="timeout"), None),
+        ("GPUThermalSlowdown", device(0, clock_event_reasons=0x20), True),
+        ("GPUThermalSlowdown", device(0, clock_event_reasons=0x40), True),
+        ("GPUThermalSlowdown", device(0, clock_event_reasons=0x41), True),
+        ("GPUThermalSlowdown", device(0, clock_event_reasons=0x1 | 0x2 | 0x4 | 0x8 | 0x10 | 0x80 | 0x100), False),
+        ("GPUThermalSlowdown", device(0, clock_event_reasons=0), False),
+        ("GPUThermalSlowdown", device(0), False),
+        ("GPUThermalSlowdown", device(0, state="lost"), None),
+        ("GPUPowerBrake", device(0, clock_event_reasons=0x88), True),
+        ("GPUPowerBrake", device(0, clock_event_reasons=0x7F), False),
+        ("GPUPowerBrake", device(0), False),
+        ("GPULost", device(0, state="lost"), True),
+        ("GPULost", device(0, state="timeout"), None),
+        ("GPULost", device(0), False),
+        ("GPUNotAnswering", device(0, state="timeout"), True),
+        ("GPUNotAnswering", device(0, state="lost"), False),
+        ("GPUNotAnswering", device(0), False),
+    ],
+)
+def test_a_rule_holds_for_what_it_is_about(rule: str, one: Device, holds: bool | None) -> None:
+    assert verdict(found(tick(0, one), of=rule)) is holds
+
+
+def test_who_was_given_what_is_not_known_without_a_snapshot() -> None:
+    one = device(0, busy=0.9, conflict="no_pod", **SEEN)
+    assert verdict(found(tick(0, one, attribution="none"), of="GPUUsedUnallocated")) is None
+    assert verdict(found(tick(0, one, attribution="none"), of="GPUAttributionConflict")) is None
+
+
+def test_the_gpu_of_mig_devices_is_not_unallocated() -> None:
+    assert not found(tick(0, device(0, busy=0.9), mig(1, holder())), of="GPUUsedUnallocated")
+    part = mig(1, graphics_engine_active_ratio=0.5)
+    assert verdict(found(tick(0, device(0), part), of="GPUUsedUnallocated"), "MIG-1") is True
+
+
+# -- counters
+
+
+@pytest.mark.parametrize("name", ["ecc_uncorrected_volatile_total", "ecc_uncorrected_aggregate_total"])
+def test_memory_errors_count_from_the_first_tick_on(name: str) -> None:
+    values = [3, 3, 4, 4, 6, 0, 0, 2, 9, 5]
+    ticks = [tick(i, device(0, **{name: value})) for i, value in enumerate(values)]
+    counts = [[f.value for f in found(*ticks[: i + 1], of="GPUEccUncorrectable")] for i in range(len(ticks))]
+    assert counts == [[], [], [1], [], [2], [], [], [2], [7], [5]]
+
+
+def test_memory_errors_are_events_of_the_device_and_a_tick_without_the_counter_loses_none() -> None:
+    ticks = [tick(0, device(0, ecc_uncorrected_volatile_total=1)), tick(1, device(0)), tick(2, device(0, state="lost"))]
+    (finding,) = found(*ticks, tick(3, device(0, ecc_uncorrected_volatile_total=2)), of="GPUEccUncorrectable")
+    assert (finding.event, finding.pod_uid, finding.value) == (True, "", 1)
+
+
+def test_a_counter_that_appears_later_is_not_an_error() -> None:
+    assert not found(tick(0, device(0)), tick(1, device(0, ecc_uncorrected_volatile_total=7)), of="GPUEccUncorrectable")
+
+
+def test_errors_between_two_runs_of_the_producer_count() -> None:
+    before, after = device(0, ecc_uncorrected_volatile_total=1), device(0, ecc_uncorrected_volatile_total=2)
+    assert found(tick(0, before), tick(1, after, run_id=2), of="GPUEccUncorrectable")
+
+
+@pytest.mark.parametrize(
+    ("values", "holds"),
+    [
+        ([0, 50, 99], [False, False, False]),
+        ([0, 50, 100], [False, False, True]),
+        ([1000, 1000, 1100], [False, False, True]),
+        ([1000, 99, 100], [False, False, True]),
+        ([0, 100, 100, 100], [False, True, True, True]),
+        ([0, 200, 200, None, 200], [False, True, True, False, True]),
+    ],
+)
+def test_nvlink_errors_are_too_many_within_a_minute(values: list[int | None], holds: list[bool]) -> None:
+    ticks = [tick(i, device(0, nvlink_crc_errors_total=value)) for i, value in enumerate(values)]
+    assert [bool(found(*ticks[: i + 1], of="GPUNvlinkErrors")) for i in range(len(ticks))] == holds
+
+
+def test_nvlink_errors_that_trickle_are_not_too_many_and_many_after_a_calm_are() -> None:
+    slow = [tick(30 * i, device(0, nvlink_replay_errors_total=20 * i)) for i in range(20)]
+    assert not any(found(*slow[:i], of="GPUNvlinkErrors") for i in range(1, 20))
+    calm = [tick(i, device(0, nvlink_replay_errors_total=5)) for i in range(0, 300, 30)]
+    burst = [tick(300 + i, device(0, nvlink_replay_errors_total=5 + 40 * (i + 1))) for i in range(3)]
+    assert [bool(found(*calm, *burst[:i], of="GPUNvlinkErrors")) for i in (1, 2, 3)] == [False, False, True]
+    over = tick(400, device(0, nvlink_replay_errors_total=125)), tick(401, device(0, nvlink_replay_errors_total=125))
+    assert not found(*calm, *burst, *over, of="GPUNvlinkErrors")
+
+
+def test_one_recovery_of_an_nvlink_is_enough() -> None:
+    ticks = [tick(i, device(0, nvlink_recovery_errors_total=i // 2)) for i in range(3)]
+    assert not found(*ticks[:2], of="GPUNvlinkErrors")
+    (finding,) = found(*ticks, of="GPUNvlinkErrors")
+    assert (finding.key, finding.value, finding.event) == ("recovery", 1, True)
+
+
+# -- XID errors
+
+
+def codes(*ticks: Any, by: Any = DEFAULTS) -> dict[str, float | None]:
+    """The XID errors that are found in the last tick."""
+    return {finding.key: finding.value for finding in found(*ticks, of="GPUXid", by=by)}
+
+
+def event(code: int | None, kind: str = "xid") -> Event:
+    return Event(kind, code)
+
+
+@pytest.mark.parametrize(
+    ("ticks", "expected"),
+    [
+        ([{}], {}),
+        ([{"xids": {"79": 2}}], {}),
+        ([{"xids": {"79": 2}, "events": (event(79),)}], {"79": 1}),
+        ([{"events": (event(79), event(79), event(13))}], {"79": 2, "13": 1}),
+        ([{}, {"xids": {"79": 1}, "events": (event(79),)}], {"79": 1}),
+        ([{}, {"xids": {"79": 3}, "events": (event(79),)}], {"79": 3}),
+        ([{"xids": {"79": 1}}, {"xids": {"79": 1}}], {}),
+        ([{"xids": {"79": 1}}, {"xids": {"79": 1, "13": 2}}], {"13": 2}),
+        ([{}, {"xids": {"79": 1}}, {"xids": {"79": 1}}], {}),
+        ([{}, {"events": (event(None), event(79, "other"))}], {}),
+        ([{}, {"xids": {"what": 1, "²": 1, "9" * 30: 1}}], {"what": 1, "²": 1, "9" * 30: 1}),
+        ([{"state": "lost", "xids": {"79": 1}, "events": (event(79),)}], {"79": 1}),
+        ([{"state": "timeout"}, {"state": "timeout", "xids": {"79": 1}}], {"79": 1}),
+    ],
+)
+def test_each_xid_error_is_found_in_one_tick(ticks: list[dict[str, Any]], expected: dict[str, float]) -> None:
+    assert codes(*[tick(i, device(0, **fields)) for i, fields in enumerate(ticks)]) == expected
+
+
+def test_a_new_run_of_the_producer_counts_from_nothing() -> None:
+    one = device(0, xids={"79": 1})
+    assert codes(tick(0, device(0)), tick(1, one), tick(2, one, run_id=2)) == {"79": 1}
+    assert codes(tick(0, device(0)), tick(1, one), tick(2, one, run_id=2), tick(3, one, run_id=2)) == {}
+    assert codes(tick(0, one), tick(1, device(0), run_id=2), tick(2, one, run_id=2)) == {"79": 1}
+
+
+def test_a_device_that_comes_later_had_its_errors_since() -> None:
+    assert codes(tick(0, device(0)), tick(1, device(0), device(1, xids={"79": 1}))) == {"79": 1}
+
+
+@pytest.mark.parametrize(
+    ("code", "severity", "pod_uid"),
+    [
+        (79, "critical", ""),
+        (48, "critical", ""),
+        (31, "info", "uid-bert-0"),
+        (13, "info", "uid-bert-0"),
+        (38, "warning", ""),
+        (63, "info", ""),
+        (9999, "warning", ""),
+    ],
+)
+def test_errors_of_programs_are_told_apart_from_hardwares(code: int, severity: str, pod_uid: str) -> None:
+    (finding,) = found(tick(0, device(0, holder(), events=(event(code),))), of="GPUXid")
+    assert (finding.rule.severity, finding.pod_uid, finding.event) == (severity, pod_uid, True)
+
+
+def test_an_error_of_a_program_on_a_shared_device_is_nobodys() -> None:
+    (finding,) = found(tick(0, device(0, holder("a"), holder("b"), events=(event(31),))), of="GPUXid")
+    assert finding.pod_uid == ""
+
+
+def test_a_pod_silences_errors_of_its_programs_and_never_the_hardwares() -> None:
+    quiet = holder(annotations={"gpustream.dev/alerts": "off"})
+    assert codes(tick(0, device(0, quiet, events=(event(31), event(79))))) == {"79": 1}
+
+
+def test_an_override_by_code_sets_the_severity_of_that_code() -> None:
+    by = overlay('[[rules.GPUXid.overrides]]\nxid = [31, 63]\nseverity = "critical"\n')
+    one = device(0, holder(), events=(event(31), event(13)))
+    assert {f.key: f.rule.severity for f in found(tick(0, one), of="GPUXid", by=by)} == {"31": "critical", "13": "info"}
+    off = overlay("[[rules.GPUXid.overrides]]\nxid = 31\nenabled = false\n")
+    assert codes(tick(0, one), by=off) == {"13": 1}
+
+
+# -- what is there no more
+
+
+def test_a_gpu_of_the_inventory_that_is_not_there_is_missing() -> None:
+    ticks = [tick(0, device(0), device(1, holder()))]
+    assert not found(*ticks, of="GPUMissing")
+    (finding,) = found(*ticks, tick(1, device(0)), of="GPUMissing")
+    assert (finding.device, finding.holds) == (gpu(1), True)
+    assert not found(*ticks, tick(1, device(0)), tick(2, device(0), device(1)), of="GPUMissing")
+
+
+def test_every_gpu_of_a_node_that_reports_none_is_missing() -> None:
+    assert {f.device for f in found(tick(0, device(0), device(1)), tick(1), of="GPUMissing")} == {gpu(0), gpu(1)}
+
+
+def test_a_gpu_that_is_lost_is_not_missing() -> None:
+    assert not found(tick(0, device(0)), tick(1, device(0, state="lost")), of="GPUMissing")
+
+
+def test_a_gpu_that_has_another_in_its_place_is_not_missing() -> None:
+    new = device(0, uuid="GPU-new")
+    assert not found(tick(0, device(0)), tick(1, new), of="GPUMissing")
+    assert found(
+        tick(0, device(0, pci_bus_id=None)), tick(1, device(0, uuid="GPU-new", pci_bus_id=None)), of="GPUMissing"
+    )
+
+
+def test_a_gpu_that_has_long_been_missing_is_forgotten() -> None:
+    week = 7 * 86_400
+    ticks = [tick(0, device(0), device(1)), tick(1, device(0))]
+    assert found(*ticks, tick(week, device(0)), of="GPUMissing")
+    assert not found(*ticks, tick(week + 1, device(0)), of="GPUMissing")
+
+
+def test_what_was_found_on_a_device_outlasts_that_it_is_missing_for_a_while() -> None:
+    ticks = [tick(0, device(0, holder(), row_remap_pending=1)), tick(1)]
+    assert verdict(found(*ticks, tick(601), of="GPURowRemapPending")) is None
+    assert verdict(found(*ticks, tick(602), of="GPURowRemapPending")) is False
+
+
+def test_mig_devices_that_were_taken_down_are_not_missing() -> None:
+    cut = tick(0, device(0), mig(1, holder()), mig(2))
+    assert not found(cut, tick(1, device(0), mig(1, holder())), of="GPUMissing")
+    assert {f.device for f in found(cut, tick(1), of="GPUMissing")} == {gpu(0)}
+    assert {f.device for f in found(cut, tick(1, mig(1), mig(2)), of="GPUMissing")} == {gpu(0)}
+
+
+def test_a_mig_device_whose_gpu_is_lost_says_nothing_until_that_returns() -> None:
+    cut = tick(0, device(0), mig(1, holder(), row_remap_pending=1))
+    lost = tick(1, device(0, state="lost"))
+    assert verdict(found(cut, lost, of="GPURowRemapPending"), "MIG-1") is None
+    assert verdict(found(cut, lost, tick(2, device(0)), of="GPURowRemapPending"), "MIG-1") is False
+
+
+# -- policies, overrides, reasons
+
+
+def test_a_malformed_policy_is_told_once_a_pod_and_annotation() -> None:
+    bad = {"gpustream.dev/alerts": "maybe", "gpustream.dev/idle-after": "soon"}
+    pod = holder(annotations=bad)
+    findings = found(tick(0, device(0, pod, busy=0.9), device(1, pod, busy=0.9)), of="GPUPolicyInvalid")
+    assert {(f.device, f.pod_uid, f.key) for f in findings} == {("", "uid-bert-0", name) for name in bad}
+    assert len(findings) == 2
+    assert not found(tick(0, device(0, holder(annotations={"gpustream.dev/alerts": "on"}))), of="GPUPolicyInvalid")
+
+
+def test_an_override_goes_by_the_one_pod_that_holds_a_device() -> None:
+    by = overlay('[[rules.GPURowRemapPending.overrides]]\nnamespace = "ml"\nseverity = "critical"\n')
+    for pods, severity in (((holder(),), "critical"), ((holder("a"), holder("b")), "warning"), ((), "warning")):
+        (finding,) = found(tick(0, device(0, *pods, row_remap_pending=1)), of="GPURowRemapPending", by=by)
+        assert finding.rule.severity == severity
+
+
+@pytest.mark.parametrize(
+    ("text", "after", "why"),
+    [
+        ("", tick(1, device(0, holder(), busy=0.9)), "condition"),
+        ("", tick(1, device(0, busy=0.0)), "pod_ended"),
+        ("", tick(1, device(0, holder("other"), busy=0.0)), "pod_ended"),
+        ("", tick(1, device(0, holder(annotations={"gpustream.dev/alerts": "off"}), busy=0.0)), "policy"),
+        ("", tick(1, device(9, uuid="new", pci_bus_id="00000000:00:00.0")), "device_removed"),
+        ("[rules.GPUHeldIdle]\nenabled = false", tick(1, device(0, holder(), busy=0.0)), "rule_removed"),
+        (
+            '[[rules.GPUHeldIdle.overrides]]\nnamespace = "ml"\nenabled = false',
+            tick(1, device(0, holder(), busy=0.0)),
+            "policy",
+        ),
+    ],
+)
+def test_why_a_pods_gpu_is_not_idle_any_more(text: str, after: Any, why: str) -> None:
+    by = overlay(text)
+    assert because(by, after, name="GPUHeldIdle", device=gpu(0), pod_uid="uid-bert-0", key="") == why
+
+
+def test_a_pod_without_a_uid_ends_when_its_name_is_gone() -> None:
+    for pod, why in ((holder(pod_uid=None), "condition"), (holder("b", pod_uid=None), "pod_ended")):
+        after = tick(1, device(0, pod, busy=0.9))
+        assert because(DEFAULTS, after, name="GPUHeldIdle", device=gpu(0), pod_uid="", key="ml/bert-0") == why
+
+
+def test_a_devices_condition_ends_for_itself_whoever_holds_it() -> None:
+    after = tick(1, device(0))
+    assert because(DEFAULTS, after, name="GPULost", device=gpu(0), pod_uid="", key="") == "condition"
+
+
+def test_processes_are_no_evidence_of_their_own_for_a_conflict() -> None:
+    one = device(0, holder(), processes=(Process(1, "uid-x"),), info=Info(processes_visible="true"))
+    assert verdict(found(tick(0, one), of="GPUAttributionConflict")) is False

@@ -1,0 +1,277 @@
+"""What an alert says: of whom, with which figures, and what to do."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streams.alerts import rules
+from streams.alerts.conditions import evaluate
+from streams.alerts.describe import MAX_VALUE_BYTES, Described, describe, silent
+from streams.alerts.memory import Memory, remember
+from streams.alerts.rule import Rules
+from streams.alerts.state import NodeState
+from streams.alerts.tick import Device, Info, Process, Tick
+from streams.alerts.waste import share_of
+from tests.streams.alerts.ticks import DEFAULTS, GRACE_S, START_MS, device, found, gpu, holder, mig, overlay, tick
+from topics.attributed import Parts, Workload
+from topics.samples import Event
+
+ROOT = Path(__file__).parents[3]
+
+
+def said(rule: str, *ticks: Tick, since_s: float = 0.0, by: Rules = DEFAULTS) -> Described:
+    """The labels and annotations of the one finding of a rule."""
+    (finding,) = [finding for finding in found(*ticks, of=rule, by=by) if finding.holds]
+    return describe(finding, ticks[-1], START_MS + round(since_s * 1000))
+
+
+def idle(one: Device, *, seconds: float = 1200.0, by: Rules = DEFAULTS) -> Described:
+    """What is said of a device that has been idle for so long."""
+    return said("GPUHeldIdle", tick(0, one), tick(GRACE_S + seconds, one), since_s=GRACE_S, by=by)
+
+
+def test_an_idle_gpu_is_told_of_by_who_holds_it() -> None:
+    labels, annotations = idle(device(3, holder(job="bert"), busy=0.0, model="NVIDIA H100", memory_used_bytes=3 << 30))
+    assert labels == {
+        "alertname": "GPUHeldIdle",
+        "severity": "warning",
+        "k8s_cluster_name": "c",
+        "k8s_node_name": "n",
+        "gpu_uuid": gpu(3),
+        "gpu_index": "3",
+        "gpu_model": "NVIDIA H100",
+        "k8s_namespace_name": "ml",
+        "k8s_pod_name": "bert-0",
+        "k8s_pod_uid": "uid-bert-0",
+        "k8s_container_name": "main",
+        "k8s_workload_kind": "Job",
+        "k8s_workload_name": "bert",
+        "k8s_job_name": "bert",
+    }
+    assert annotations == {
+        "summary": "ml/bert-0 holds GPU 3 of n and has not used it for 20m",
+        "description": (
+            "ml/bert-0 holds GPU 3 of n and has not used it for 20m. Workload: Job bert. It holds 3.0 GiB of the GPU's "
+            "memory. Wasted so far: 1200 GPU-seconds (a whole GPU)."
+        ),
+        "runbook": "docs/runbooks/GPUHeldIdle.md",
+        "gpu_share": "1",
+        "wasted_gpu_seconds": "1200",
+    }
+
+
+def test_memory_of_a_shared_device_is_no_pods_where_its_part_is_not_known() -> None:
+    a, b = (holder(name, parts=Parts(utilization_ratio=busy)) for name, busy in (("a", 0.0), ("b", 0.9)))
+    one = device(0, a, b, busy=0.9, memory_used_bytes=9e9, unattributed=Parts(utilization_ratio=0.0))
+    assert "Whether it holds memory is not known." in idle(one)[1]["description"]
+
+
+@pytest.mark.parametrize(
+    ("one", "words"),
+    [
+        (device(0, holder(), busy=0.0, memory_used_bytes=0.0), "It holds no memory of the GPU."),
+        (device(0, holder(), busy=0.0, memory_used_bytes=5e6), "It holds no memory of the GPU."),
+        (device(0, holder(), busy=0.0, memory_used_bytes=1 << 26), "It holds 0.1 GiB of the GPU's memory."),
+        (device(0, holder(), busy=0.0), "Whether it holds memory is not known."),
+        (device(0, holder(busy=0.0), busy=0.0, memory_used_bytes=9e9), "It holds 1.0 GiB of the GPU's memory."),
+    ],
+)
+def test_whether_memory_is_held_is_said(one: Device, words: str) -> None:
+    assert words in idle(one)[1]["description"]
+
+
+@pytest.mark.parametrize(
+    ("profile", "model", "pods", "ratio", "how"),
+    [
+        (None, "NVIDIA H100", 1, 1.0, "a whole GPU"),
+        (None, "NVIDIA H100", 4, 0.25, "one of 4 pods on it, divided equally"),
+        ("1g.10gb", "NVIDIA H100", 1, 1 / 7, "1 of 7 compute slices"),
+        ("3g.40gb", "NVIDIA H100", 1, 3 / 7, "3 of 7 compute slices"),
+        ("7g.80gb", "NVIDIA H100", 1, 1.0, "7 of 7 compute slices"),
+        ("1g.10gb+me", "NVIDIA H100", 1, 1 / 7, "1 of 7 compute slices"),
+        ("1c.3g.40gb", "NVIDIA A100", 1, 1 / 7, "1 of 7 compute slices"),
+        ("2g.12gb", "NVIDIA A30", 1, 0.5, "2 of 4 compute slices"),
+        ("1g.5gb", "NVIDIA A300X", 1, 1 / 7, "1 of 7 compute slices"),
+        ("3g.40gb", None, 3, 1 / 7, "3 of 7 compute slices; one of 3 pods on it, divided equally"),
+        ("what", "NVIDIA H100", 1, None, ""),
+        ("", "NVIDIA H100", 2, None, ""),
+    ],
+)
+def test_a_slice_wastes_its_part_of_a_gpu(
+    profile: str | None, model: str | None, pods: int, ratio: float | None, how: str
+) -> None:
+    holders = [holder(f"pod-{i}", busy=0.0) for i in range(pods)]
+    make: dict[str, Any] = {"busy": 0.0, "model": model, "unattributed": Parts(utilization_ratio=0.0)}
+    one = device(0, *holders, **make) if profile is None else mig(1, *holders, profile=profile, **make)
+    finding = found(tick(0, one), tick(GRACE_S, one), of="GPUHeldIdle")[0]
+    assert share_of(finding.facts) == (ratio if ratio is None else pytest.approx(ratio), how)
+    _, annotations = describe(finding, tick(GRACE_S + 700), START_MS + GRACE_S * 1000)
+    assert ("Wasted so far" in annotations["description"]) is (ratio is not None)
+    assert annotations.get("wasted_gpu_seconds") == (None if ratio is None else f"{700 * ratio:.0f}")
+
+
+def test_a_mig_device_is_named_by_its_gpu() -> None:
+    labels, annotations = idle(mig(1, holder(), busy=0.0))
+    names = ("gpu_uuid", "gpu_mig_uuid", "gpu_mig_profile", "gpu_index")
+    assert [labels[name] for name in names] == [gpu(0), "MIG-1", "1g.10gb", "0"]
+    assert "MIG 1g.10gb of GPU 0 of n" in annotations["summary"]
+
+
+def test_several_containers_of_a_pod_are_not_named() -> None:
+    labels, _ = idle(device(0, holder(container="a"), holder(container="b"), busy=0.0))
+    assert "k8s_container_name" not in labels
+    assert labels["k8s_pod_name"] == "bert-0"
+
+
+def test_of_a_shared_device_the_alert_names_the_pod_that_it_is_about() -> None:
+    one = device(0, holder("a", busy=0.9), holder("b", busy=0.0), busy=0.9, unattributed=Parts(utilization_ratio=0.0))
+    assert idle(one)[0]["k8s_pod_name"] == "b"
+
+
+def test_an_alert_about_a_device_names_a_pod_only_where_it_holds_it_alone() -> None:
+    for pods, name in (((holder(),), "bert-0"), ((holder("a"), holder("b")), None), ((), None)):
+        labels, _ = said("GPURowRemapPending", tick(0, device(0, *pods, row_remap_pending=1)))
+        assert labels.get("k8s_pod_name") == name
+
+
+def test_labels_that_a_rule_asks_for_are_copied_from_the_pod_and_its_namespace() -> None:
+    by = overlay('[rules.GPUHeldIdle]\ncopy_labels = ["team", "app.kubernetes.io/name", "none"]')
+    pod = holder(labels={"team": "a", "app.kubernetes.io/name": "x", "other": "y"}, namespace_labels={"team": "b"})
+    labels, _ = idle(device(0, pod, busy=0.0), by=by)
+    assert {name: value for name, value in labels.items() if "label" in name} == {
+        "k8s_pod_label_team": "a",
+        "k8s_pod_label_app_kubernetes_io_name": "x",
+        "k8s_namespace_label_team": "b",
+    }
+
+
+def test_a_rules_own_labels_and_annotations_go_over() -> None:
+    by = overlay('[rules.GPUHeldIdle]\nlabels = { team = "p" }\nannotations = { summary = "s", dashboard = "d" }')
+    labels, annotations = idle(device(0, holder(), busy=0.0), by=by)
+    assert labels["team"] == "p"
+    assert (annotations["summary"], annotations["dashboard"]) == ("s", "d")
+    assert annotations["runbook"] == "docs/runbooks/GPUHeldIdle.md"
+
+
+def test_a_rule_of_another_name_has_the_runbook_of_its_kind() -> None:
+    by = overlay('[rules.Mine]\nkind = "held_idle"')
+    labels, annotations = said("Mine", tick(0, d := device(0, holder(), busy=0.0)), tick(GRACE_S, d), by=by)
+    assert (labels["alertname"], annotations["runbook"]) == ("Mine", "docs/runbooks/GPUHeldIdle.md")
+
+
+@pytest.mark.parametrize(
+    ("rule", "ticks", "words"),
+    [
+        (
+            "GPUUsedUnallocated",
+            [tick(0, device(0, holder("x", observed=True), busy=0.5, processes=(Process(42), Process(43))))],
+            ["GPU 0 of n works, and no pod was given it", "50%", "Seen there: ml/x.", "Processes: 42, 43."],
+        ),
+        ("GPUUsedUnallocated", [tick(0, device(0, busy=0.5))], ["Its processes are not known."]),
+        (
+            "GPUAttributionConflict",
+            [
+                tick(
+                    0,
+                    device(
+                        0,
+                        holder("a"),
+                        holder("b", observed=True),
+                        conflict="unallocated_process",
+                        processes=(),
+                        info=Info(processes_visible="true"),
+                    ),
+                )
+            ],
+            ["did not give it to", "Given to: ml/a.", "Seen there: ml/b."],
+        ),
+        (
+            "GPUXid",
+            [tick(0, device(0, events=(Event("xid", 79),)))],
+            ["XID 79 on GPU 0 of n: ", "No pod held it then."],
+        ),
+        (
+            "GPUXid",
+            [tick(0, device(0, holder(), xids={"31": 3}, events=(Event("xid", 31),) * 3))],
+            ["XID 31", "3 times.", "Held then by ml/bert-0.", "What to do: debug the program"],
+        ),
+        ("GPUXid", [tick(0, device(0, events=(Event("xid", 7777),)))], ["XID 7777", "NVIDIA's XID catalogue"]),
+        (
+            "GPUEccUncorrectable",
+            [tick(i, device(0, ecc_uncorrected_volatile_total=2 * i)) for i in (0, 1)],
+            ["had 2 memory errors that ECC could not correct", "No pod holds it."],
+        ),
+        ("GPURowRemapFailure", [tick(0, device(0, holder(), row_remap_failure=1))], ["Held by ml/bert-0.", "replaced"]),
+        ("GPURowRemapPending", [tick(0, device(0, row_remap_pending=1))], ["next reset"]),
+        (
+            "GPUThermalSlowdown",
+            [tick(90, device(0, clock_event_reasons=0x40, temperature_celsius=91))],
+            ["It is at 91 °C, for 1m 30s."],
+        ),
+        ("GPUPowerBrake", [tick(0, device(0, clock_event_reasons=0x80, power_watts=100))], ["It draws 100 W"]),
+        (
+            "GPUNvlinkErrors",
+            [tick(i, device(0, nvlink_crc_errors_total=500 * i)) for i in (0, 1)],
+            ["had 500 NVLink CRC errors within a minute"],
+        ),
+        ("GPULost", [tick(0, device(0, state="lost"))], ["is lost"]),
+        ("GPUNotAnswering", [tick(75, device(0, state="timeout"))], ["does not answer its driver, for 1m 15s"]),
+        (
+            "GPUMissing",
+            [tick(0, device(0), device(1, holder())), tick(60, device(0))],
+            ["GPU 1 of n is not there any more, since 1m.", "It was held by ml/bert-0.", "1 device now."],
+        ),
+        (
+            "GPUPolicyInvalid",
+            [tick(0, device(0, holder(annotations={"gpustream.dev/idle-after": "2 hours"})))],
+            ["ml/bert-0 has a malformed policy", "the annotation gpustream.dev/idle-after is malformed: '2 hours'"],
+        ),
+    ],
+)
+def test_an_alert_says_what_is_the_matter(rule: str, ticks: list[Tick], words: list[str]) -> None:
+    _, annotations = said(rule, *ticks)
+    for part in words:
+        assert part in annotations["description"]
+
+
+def test_a_silent_node_is_described_by_what_it_had() -> None:
+    memory = remember(Memory(), tick(0, device(0, holder("a")), device(1, holder("a")), device(2)), 1)
+    (rule,) = DEFAULTS.of("node_silent")
+    state = NodeState(schema=1, cluster="c", node="n", offset=0, position=0, last_ts_ms=START_MS, logged_ms=START_MS)
+    labels, annotations = silent(rule, state, memory)
+    assert labels == {
+        "alertname": "NodeSilent",
+        "severity": "critical",
+        "k8s_cluster_name": "c",
+        "k8s_node_name": "n",
+    }
+    assert annotations["description"] == "n has sent nothing for 2m. It had 3 GPUs, held by 1 pod."
+
+
+def test_the_runbook_of_every_rule_is_there() -> None:
+    for rule in rules.load(None).rules:
+        text = (ROOT / "docs" / "runbooks" / f"{rule.name}.md").read_text()
+        assert text.startswith(f"# {rule.name}\n")
+
+
+@given(st.text(max_size=400), st.text(max_size=20))
+def test_whatever_names_there_are_labels_are_utf_8_of_bounded_length(name: str, label: str) -> None:
+    by = overlay('[rules.GPUHeldIdle]\ncopy_labels = ["team"]')
+    pod = holder(namespace=name * 9, labels={"team": label}, workload=Workload(name, label))
+    labels, annotations = idle(device(0, pod, busy=0.0, model=name), by=by)
+    for key, value in (*labels.items(), *annotations.items()):
+        assert re.fullmatch(r"[a-z_][a-z0-9_]*", key)
+        assert 0 < len(value.encode()) <= MAX_VALUE_BYTES
+
+
+def test_a_replay_says_the_same() -> None:
+    one = device(0, holder(), busy=0.0, xids={"31": 1}, events=(Event("xid", 31),))
+    said_twice = []
+    for _ in range(2):
+        findings, _ = evaluate(DEFAULTS, tick(0, one), Memory())
+        said_twice.append([describe(finding, tick(0, one), START_MS) for finding in findings])
+    assert said_twice[0] == said_twice[1]

@@ -1,0 +1,292 @@
+"""GPUHeldIdle: it holds for a pod that does nothing with its device, and for no other."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streams.alerts.finding import Finding
+from streams.alerts.tick import Device, Info, Process
+from tests.streams.alerts.ticks import GRACE_S, device, found, gpu, holder, mig, overlay, tick, verdict
+from topics.attributed import Parts
+from topics.samples import Job
+
+RULE = "GPUHeldIdle"
+RATIOS = (
+    "gpu_utilization_ratio",
+    "gpu_utilization_max_ratio",
+    "graphics_engine_active_ratio",
+    "sm_active_ratio",
+    "encoder_utilization_ratio",
+    "decoder_utilization_ratio",
+)
+
+
+def judged(one: Device, **fields: Any) -> list[Finding]:
+    """What is found of a device that has been held for longer than the grace."""
+    return found(tick(0, one), tick(GRACE_S + 1, one, **fields), of=RULE)
+
+
+def test_a_gpu_whose_pod_does_nothing_is_idle() -> None:
+    (finding,) = judged(device(0, holder(), busy=0.0))
+    assert (finding.holds, finding.device, finding.pod_uid, finding.key) == (True, gpu(0), "uid-bert-0", "")
+    assert not finding.event
+
+
+@pytest.mark.parametrize("name", RATIOS)
+def test_work_by_any_measure_is_no_idleness(name: str) -> None:
+    idle = dict.fromkeys(RATIOS, 0.0)
+    assert verdict(judged(device(0, holder(), **idle))) is True
+    assert verdict(judged(device(0, holder(), **{**idle, name: 0.01}))) is False
+
+
+@pytest.mark.parametrize(
+    ("metrics", "idle"),
+    [
+        ({}, None),
+        ({"memory_used_bytes": 0.0, "power_watts": 60.0}, None),
+        ({"encoder_utilization_ratio": 0.0, "decoder_utilization_ratio": 0.0}, None),
+        ({"encoder_utilization_ratio": 0.5}, False),
+        ({"gpu_utilization_ratio": 0.0}, True),
+        ({"gpu_utilization_max_ratio": 0.0}, True),
+        ({"graphics_engine_active_ratio": 0.0}, True),
+        ({"sm_active_ratio": 0.0}, True),
+        ({"gpu_utilization_ratio": 0.0, "sm_active_ratio": 0.2}, False),
+        ({"gpu_utilization_ratio": 0.0099}, True),
+        ({"gpu_utilization_ratio": 0.01}, False),
+        ({"gpu_utilization_ratio": 1.02}, False),
+    ],
+)
+def test_no_evidence_is_not_idleness(metrics: dict[str, float], idle: bool | None) -> None:
+    assert verdict(judged(device(0, holder(), **metrics))) is idle
+
+
+def test_a_mig_device_without_activity_never_fires() -> None:
+    parent, part = device(0, info=Info(mig_mode="enabled")), mig(1, holder(), memory_used_bytes=0.0, processes=())
+    findings = found(tick(0, parent, part), tick(GRACE_S + 1, parent, part), of=RULE)
+    assert verdict(findings, "MIG-1") is None
+
+
+def test_a_mig_device_with_engine_activity_is_judged_by_it() -> None:
+    parent = device(0, info=Info(mig_mode="enabled"))
+    for active, idle in ((0.0, True), (0.4, False)):
+        part = mig(1, holder(), graphics_engine_active_ratio=active)
+        assert verdict(found(tick(0, parent, part), tick(GRACE_S + 1, parent, part), of=RULE), "MIG-1") is idle
+
+
+@pytest.mark.parametrize("state", ["lost", "timeout"])
+def test_a_device_that_does_not_answer_says_nothing(state: str) -> None:
+    well = device(0, holder(), busy=0.0)
+    findings = found(tick(0, well), tick(GRACE_S + 1, device(0, holder(), busy=0.0, state=state)), of=RULE)
+    assert verdict(findings) is None
+
+
+def test_a_device_that_is_missing_says_nothing() -> None:
+    assert verdict(found(tick(0, device(0, holder(), busy=0.0)), tick(GRACE_S + 1), of=RULE)) is None
+
+
+def test_a_tick_without_a_snapshot_says_nothing_of_who_held_the_device_before() -> None:
+    held = device(0, holder(), busy=0.0)
+    (finding,) = found(tick(0, held), tick(GRACE_S + 1, device(0, busy=0.0), attribution="none"), of=RULE)
+    assert (finding.holds, finding.pod_uid) == (None, "uid-bert-0")
+
+
+def test_work_in_a_tick_without_a_snapshot_is_whosever_it_was() -> None:
+    held = device(0, holder(), busy=0.0)
+    (finding,) = found(tick(0, held), tick(GRACE_S + 1, device(0, busy=0.5), attribution="none"), of=RULE)
+    assert (finding.holds, finding.pod_uid) == (False, "uid-bert-0")
+
+
+def test_a_gpu_that_nobody_holds_is_not_held_idle() -> None:
+    assert not judged(device(0, busy=0.0))
+    assert not judged(device(0, busy=0.0, jobs=(Job("4242"),)))
+
+
+def test_a_pod_that_was_only_seen_there_does_not_hold_the_device() -> None:
+    assert not judged(device(0, holder(observed=True), busy=0.0))
+
+
+def test_the_use_of_the_pods_own_processes_is_work() -> None:
+    own = Process(1, "uid-bert-0", 0.3)
+    strange = Process(2, "uid-other", 0.3)
+    assert verdict(judged(device(0, holder(), busy=0.0, processes=(own,)))) is False
+    assert verdict(judged(device(0, holder(), busy=0.0, processes=(strange,)))) is True
+    assert verdict(judged(device(0, holder(busy=0.3), busy=0.0))) is False
+
+
+@pytest.mark.parametrize(
+    ("parts", "rest", "busy", "idle"),
+    [
+        ((0.0, 0.5), 0.0, 0.5, {"a": True, "b": False}),
+        ((0.0, 0.0), 0.0, 0.0, {"a": True, "b": True}),
+        ((0.3, 0.5), 0.0, 0.8, {"a": False, "b": False}),
+        ((0.0, 0.0), 0.9, 0.9, {"a": None, "b": None}),
+        ((0.0, 0.5), 0.4, 0.9, {"a": None, "b": False}),
+        ((None, 0.5), 0.0, 0.5, {"a": None, "b": False}),
+        ((None, None), None, 0.0, {"a": None, "b": None}),
+    ],
+    ids=["one works", "none works", "both work", "nobody's work", "some is nobody's", "one is not known", "no parts"],
+)
+def test_on_a_shared_device_each_pod_is_judged_by_its_own_part(
+    parts: tuple[float | None, float | None], rest: float | None, busy: float, idle: dict[str, bool | None]
+) -> None:
+    pods = [holder(name, busy=part) for name, part in zip("ab", parts, strict=True)]
+    findings = judged(device(0, *pods, busy=busy, unattributed=Parts(utilization_ratio=rest)))
+    holds = {finding.pod_uid.removeprefix("uid-"): finding.holds for finding in findings}
+    assert {name: holds.get(name, False) for name in "ab"} == idle
+
+
+def test_on_a_shared_device_the_video_engines_work_is_anybodys() -> None:
+    pods = holder("a", busy=0.0), holder("b", busy=0.5)
+    one = device(0, *pods, busy=0.5, encoder_utilization_ratio=0.5, unattributed=Parts(utilization_ratio=0.0))
+    assert [(finding.pod_uid, finding.holds) for finding in judged(one)] == [("uid-a", None)]
+
+
+def test_several_containers_of_a_pod_are_one_holder_with_the_sum_of_their_parts() -> None:
+    main, side = holder(busy=0.5, container="main"), holder(busy=0.0, container="side")
+    assert not judged(device(0, main, side, busy=0.5))
+    main, side = holder(busy=0.0, container="main"), holder(busy=0.0, container="side")
+    (finding,) = judged(device(0, main, side, busy=0.0))
+    assert finding.holds is True
+    assert finding.facts.sharing == 1
+
+
+def test_a_pod_without_a_uid_is_told_apart_by_its_name() -> None:
+    (finding,) = judged(device(0, holder(pod_uid=None), busy=0.0))
+    assert (finding.pod_uid, finding.key) == ("", "ml/bert-0")
+
+
+def test_the_grace_begins_when_the_pod_gets_the_device() -> None:
+    mine, other = device(0, holder("a"), busy=0.0), device(0, holder("b"), busy=0.0)
+    assert not found(tick(0, mine), tick(GRACE_S - 1, mine), of=RULE)
+    assert found(tick(0, mine), tick(GRACE_S, mine), of=RULE)
+    assert not found(tick(0, mine), tick(GRACE_S, other), of=RULE)
+    (finding,) = found(tick(0, mine), tick(100, other), tick(100 + GRACE_S, other), of=RULE)
+    assert finding.since_ms == tick(100 + GRACE_S).ts_ms
+
+
+def test_a_pod_that_was_seen_there_before_it_was_given_the_device_has_it_from_then_on() -> None:
+    seen, given_it = device(0, holder(observed=True), busy=0.0), device(0, holder(), busy=0.0)
+    assert not found(tick(0, seen), tick(100, given_it), tick(GRACE_S, given_it), of=RULE)
+    assert found(tick(0, seen), tick(100, given_it), tick(100 + GRACE_S, given_it), of=RULE)
+
+
+def test_a_pod_of_the_same_name_that_is_another_one_has_a_grace_of_its_own() -> None:
+    first, second = device(0, holder(), busy=0.0), device(0, holder(pod_uid="uid-new"), busy=0.0)
+    assert not found(tick(0, first), tick(GRACE_S, first), tick(GRACE_S + 1, second), of=RULE)
+
+
+@pytest.mark.parametrize(
+    ("fields", "idle"),
+    [
+        ({"annotations": {"gpustream.dev/alerts": "off"}}, False),
+        ({"annotations": {"gpustream.dev/alerts": " OFF "}}, False),
+        ({"annotations": {"gpustream.dev/alerts": "on"}, "namespace_labels": {"gpustream.dev/alerts": "off"}}, True),
+        ({"namespace_labels": {"gpustream.dev/alerts": "off"}}, False),
+        ({"annotations": {"gpustream.dev/alerts": "no"}}, True),
+        ({"annotations": {"gpustream.dev/alerts": "no"}, "namespace_labels": {"gpustream.dev/alerts": "off"}}, False),
+    ],
+)
+def test_a_pod_or_its_namespace_silences_what_is_about_the_pod(fields: dict[str, Any], idle: bool) -> None:
+    assert verdict(judged(device(0, holder(**fields), busy=0.0))) is idle
+
+
+@pytest.mark.parametrize(
+    ("pod", "namespace", "for_s"),
+    [
+        (None, None, 900),
+        ("2h", None, 7200),
+        (None, "30m", 1800),
+        ("2h", "30m", 7200),
+        ("two hours", "30m", 1800),
+        ("0", None, 900),
+        ("-5m", None, 900),
+        ("", None, 900),
+        ("9999999999h", None, 900),
+        ("1h30m", None, 900),
+    ],
+)
+def test_a_pod_or_its_namespace_sets_how_long_its_gpus_may_be_idle(
+    pod: str | None, namespace: str | None, for_s: int
+) -> None:
+    key = "gpustream.dev/idle-after"
+    annotations, labels = ({key: pod} if pod is not None else {}), ({key: namespace} if namespace is not None else {})
+    (finding,) = judged(device(0, holder(annotations=annotations, namespace_labels=labels), busy=0.0))
+    assert finding.rule.for_ms == for_s * 1000
+
+
+@pytest.mark.parametrize(
+    ("override", "matches"),
+    [
+        ('namespace = "ml"', True),
+        ('namespace = "m*"', True),
+        ('namespace = ["x", "m?"]', True),
+        ('namespace = "ML"', False),
+        ('namespace = "m"', False),
+        ('workload_kind = "Job"', True),
+        ('workload_kind = "Deployment"', False),
+        ('workload = "be*"', True),
+        ('pod_labels = { app = "vllm*" }', True),
+        ('pod_labels = { app = "*", tier = "*" }', False),
+        ('pod_labels = { tier = "*" }', False),
+        ('namespace_labels = { team = "research" }', True),
+        ('namespace_labels = { app = "vllm-0" }', False),
+        ('namespace = "ml"\nworkload_kind = "Job"\npod_labels = { app = ["a", "vllm-0"] }', True),
+        ('namespace = "ml"\nworkload_kind = "Pod"', False),
+    ],
+)
+def test_an_override_is_for_the_pods_that_match_all_of_it(override: str, matches: bool) -> None:
+    by = overlay(f'[[rules.GPUHeldIdle.overrides]]\n{override}\nfor = "1h"\nseverity = "info"\n')
+    one = device(0, holder(labels={"app": "vllm-0"}, namespace_labels={"team": "research"}), busy=0.0)
+    (finding,) = found(tick(0, one), tick(GRACE_S, one), of=RULE, by=by)
+    assert (finding.rule.for_ms, finding.rule.severity) == ((3_600_000, "info") if matches else (900_000, "warning"))
+
+
+def test_a_later_override_goes_over_an_earlier_one_and_the_pods_own_policy_over_all() -> None:
+    by = overlay("""
+        [[rules.GPUHeldIdle.overrides]]
+        namespace = "*"
+        for = "1h"
+        severity = "info"
+        [[rules.GPUHeldIdle.overrides]]
+        namespace = "ml"
+        for = "2h"
+    """)
+    one = device(0, holder(), busy=0.0)
+    (finding,) = found(tick(0, one), tick(GRACE_S, one), of=RULE, by=by)
+    assert (finding.rule.for_ms, finding.rule.severity) == (7_200_000, "info")
+    one = device(0, holder(annotations={"gpustream.dev/idle-after": "3h"}), busy=0.0)
+    (finding,) = found(tick(0, one), tick(GRACE_S, one), of=RULE, by=by)
+    assert (finding.rule.for_ms, finding.rule.severity) == (10_800_000, "info")
+
+
+def test_an_override_disables_a_rule_for_some_or_enables_it_for_some() -> None:
+    one = device(0, holder("a"), busy=0.0), device(1, holder("b", namespace="other"), busy=0.0)
+    off = overlay('[[rules.GPUHeldIdle.overrides]]\nnamespace = "ml"\nenabled = false')
+    on = overlay(
+        '[rules.GPUHeldIdle]\nenabled = false\n[[rules.GPUHeldIdle.overrides]]\nnamespace = "ml"\nenabled = true'
+    )
+    for by, pod in ((off, "uid-b"), (on, "uid-a")):
+        assert [f.pod_uid for f in found(tick(0, *one), tick(GRACE_S, *one), of=RULE, by=by)] == [pod]
+
+
+def test_what_counts_as_work_may_differ_by_namespace() -> None:
+    by = overlay('[[rules.GPUHeldIdle.overrides]]\nnamespace = "ml"\nidle_below = 0.2')
+    assert verdict(found(tick(0, d := device(0, holder(), busy=0.1)), tick(GRACE_S, d), of=RULE, by=by)) is True
+    other = device(0, holder(namespace="x"), busy=0.1)
+    assert verdict(found(tick(0, other), tick(GRACE_S, other), of=RULE, by=by)) is False
+
+
+ratios = st.none() | st.floats(0, 1)
+
+
+@given(st.fixed_dictionaries(dict.fromkeys(RATIOS, ratios)), st.none() | st.floats(0, 1), st.floats(0, 1) | st.none())
+def test_work_by_any_measure_is_never_idleness_and_without_a_measure_of_all_nothing_is(
+    metrics: dict[str, float | None], part: float | None, own: float | None
+) -> None:
+    processes = (Process(1, "uid-bert-0", own),)
+    findings = judged(device(0, holder(busy=part), processes=processes, **metrics))
+    works = any(value is not None and value >= 0.01 for value in (*metrics.values(), part, own))
+    known = any(metrics[name] is not None for name in RATIOS[:4])
+    assert verdict(findings) is (False if works else True if known else None)

@@ -1,0 +1,327 @@
+"""The alert machine: when a condition fires, when it is resolved, and that a tick is all it goes by."""
+
+from collections import Counter
+from itertools import takewhile
+
+import msgspec
+from hypothesis import given, settings
+
+from streams.alerts import machine
+from streams.alerts.judge import Judge
+from streams.alerts.machine import DELETE_MS, MAX_GAP_MS, REPEAT_MS, Place
+from streams.alerts.state import NodeState, decode, encode
+from streams.alerts.tick import Device, Tick
+from tests.streams.alerts.stories import JUDGE, SHORT, lives
+from tests.streams.alerts.ticks import START_MS, device, gpu, holder, overlay, tick
+from topics.alerts import Alert, milliseconds, time, transition_id
+from topics.samples import Event
+
+IDLE = device(0, holder(), busy=0.0)
+BUSY = device(0, holder(), busy=0.9)
+UNKNOWN = device(0, holder())
+HOT = device(0, busy=0.0, clock_event_reasons=0x40)
+COOL = device(0, busy=0.0, clock_event_reasons=0)
+
+
+class Life:
+    """A node's state, and all that was written of it."""
+
+    def __init__(self, judge: Judge = JUDGE) -> None:
+        self.judge, self.state = judge, None
+        self.written: list[Alert] = []
+        self.repeated: list[Alert] = []
+        self.deleted: list[str] = []
+
+    state: NodeState | None
+
+    def step(self, one: Tick) -> list[Alert]:
+        """The alerts that a tick brings."""
+        place = Place(one.offset, one.ts_ms)
+        before = self.state or machine.begin(one, place)
+        return self.take(machine.step(before, one, place, self.judge))
+
+    def take(self, step: machine.Step) -> list[Alert]:
+        self.state = step.state
+        self.written += step.alerts
+        self.repeated += [alert for kind, _, alert in step.writes if alert is not None and kind == "repeat"]
+        self.deleted += [fingerprint for _, fingerprint, alert in step.writes if alert is None]
+        return step.alerts
+
+    def go(self, seconds: range, *devices: Device) -> list[tuple[int, str, str]]:
+        """Ticks at these seconds, all alike; what was written, and at which."""
+        return [(s, alert.name, alert.state) for s in seconds for alert in self.step(tick(s, *devices))]
+
+
+def second(at_s: float) -> object:
+    return time(START_MS + round(at_s * 1000))
+
+
+# -- firing
+
+
+def test_a_condition_fires_in_the_tick_in_which_it_has_held_for_long_enough() -> None:
+    life = Life()
+    assert life.go(range(60), IDLE) == [(23, "GPUHeldIdle", "firing")]
+    (alert,) = life.written
+    assert (alert.starts_at, alert.ends_at, alert.value) == (second(23), None, 20.0)
+    assert alert.labels["k8s_pod_name"] == "bert-0"
+
+
+def test_a_condition_that_ends_before_never_fires() -> None:
+    life = Life()
+    for start in range(0, 200, 20):
+        assert life.go(range(start, start + 19), IDLE) == []
+        assert life.go(range(start + 19, start + 20), BUSY) == []
+    assert life.state is not None
+    assert life.state.tracked == ()
+
+
+def test_without_evidence_a_pending_condition_neither_fires_nor_ends() -> None:
+    life = Life()
+    life.go(range(20), IDLE)
+    assert life.go(range(20, 40), UNKNOWN) == []
+    assert life.go(range(40, 41), IDLE) == [(40, "GPUHeldIdle", "firing")]
+
+
+def test_after_a_minute_without_evidence_a_pending_condition_begins_anew() -> None:
+    life = Life()
+    life.go(range(20), IDLE)
+    life.go(range(20, 20 + MAX_GAP_MS // 1000), UNKNOWN)
+    assert life.go(range(80, 120), IDLE) == [(100, "GPUHeldIdle", "firing")]
+
+
+def test_after_a_minute_without_a_tick_a_pending_condition_begins_anew() -> None:
+    life = Life()
+    life.go(range(20), IDLE)
+    assert life.go(range(80, 120), IDLE) == [(100, "GPUHeldIdle", "firing")]
+    life = Life()
+    life.go(range(20), IDLE)
+    assert life.go(range(79, 80), IDLE) == [(79, "GPUHeldIdle", "firing")]
+
+
+def test_after_a_clock_was_set_back_a_pending_condition_begins_anew() -> None:
+    life = Life()
+    life.go(range(1000, 1090), HOT)
+    assert life.go(range(500, 630), HOT) == [(600, "GPUThermalSlowdown", "firing")]
+
+
+def test_an_event_fires_at_once_and_lasts_for_a_while_after_the_last_of_its_kind() -> None:
+    life = Life()
+    life.go(range(1), device(0))
+    life.step(tick(1, device(0, events=(Event("xid", 79, START_MS),), xids={"79": 1})))
+    assert [(a.name, a.starts_at) for a in life.written] == [("GPUXid", second(1))]
+    ended = life.go(range(2, 300), device(0, xids={"79": 1}))
+    assert [state for _, _, state in ended] == ["resolved"]
+    assert ended[0][0] > 30
+
+
+# -- being resolved
+
+
+def test_a_firing_condition_is_resolved_when_it_has_not_held_for_long_enough() -> None:
+    life = Life()
+    life.go(range(30), IDLE)
+    assert life.go(range(30, 60), BUSY) == [(35, "GPUHeldIdle", "resolved")]
+    fired, resolved = life.written
+    assert (resolved.ends_at, resolved.resolved_because) == (second(35), "condition")
+    same = {"state": "firing", "ends_at": None, "resolved_because": None}
+    figures = {"value": fired.value, "annotations": fired.annotations}
+    assert msgspec.structs.replace(resolved, **same, **figures) == fired
+
+
+def test_in_the_end_it_is_said_how_much_was_wasted() -> None:
+    life = Life()
+    life.go(range(30), IDLE)
+    life.go(range(30, 60), BUSY)
+    fired, resolved = life.written
+    assert (fired.value, fired.annotations["wasted_gpu_seconds"]) == (20.0, "20")
+    assert (resolved.value, resolved.annotations["wasted_gpu_seconds"]) == (27.0, "27")
+    assert resolved.annotations["description"].endswith("In the end it was 27s, 27 GPU-seconds.")
+
+
+def test_flapping_neither_resolves_nor_fires_again() -> None:
+    life = Life()
+    life.go(range(30), IDLE)
+    for start in range(30, 90, 5):
+        assert life.go(range(start, start + 4), BUSY) == []
+        assert life.go(range(start + 4, start + 5), IDLE) == []
+
+
+def test_without_evidence_a_firing_condition_fires_on() -> None:
+    life = Life()
+    life.go(range(30), IDLE)
+    assert life.go(range(30, 600), UNKNOWN) == []
+    assert life.go(range(600, 606), BUSY) == [(605, "GPUHeldIdle", "resolved")]
+
+
+def test_a_pod_that_ends_resolves_its_alert_at_once() -> None:
+    life = Life()
+    life.go(range(30), IDLE)
+    assert life.go(range(30, 31), device(0, busy=0.0)) == [(30, "GPUHeldIdle", "resolved")]
+    assert life.written[-1].resolved_because == "pod_ended"
+
+
+def test_a_tick_that_does_not_say_who_holds_what_ends_no_pod() -> None:
+    life = Life()
+    life.go(range(30), IDLE)
+    for s in range(30, 90):
+        assert life.step(tick(s, device(0, busy=0.0), attribution="none")) == []
+    assert life.go(range(90, 120), IDLE) == []
+
+
+def test_a_pods_own_policy_resolves_its_alert_at_once() -> None:
+    life = Life()
+    life.go(range(30), IDLE)
+    off = holder(annotations={"gpustream.dev/alerts": "off"})
+    assert life.go(range(30, 31), device(0, off, busy=0.0)) == [(30, "GPUHeldIdle", "resolved")]
+    assert life.written[-1].resolved_because == "policy"
+
+
+def test_removing_a_rule_resolves_its_alerts_at_the_next_tick_and_ends_what_is_pending() -> None:
+    life = Life()
+    life.go(range(30), IDLE)
+    life.judge = Judge(overlay("[rules.GPUHeldIdle]\nenabled = false"))
+    assert life.go(range(30, 31), IDLE) == [(30, "GPUHeldIdle", "resolved")]
+    assert life.written[-1].resolved_because == "rule_removed"
+    assert life.state is not None
+    assert life.state.tracked == ()
+
+
+def test_an_alert_that_fires_again_is_another_one_even_where_the_clock_was_set_back() -> None:
+    life = Life()
+    life.go(range(1000, 1130), HOT)
+    life.go(range(1130, 1150), COOL)
+    life.go(range(870, 1001), HOT)
+    first, ended, again = life.written
+    assert first.fingerprint == again.fingerprint
+    assert ended.ends_at is not None
+    assert again.starts_at > ended.ends_at > first.starts_at
+
+
+# -- writing again, and deleting
+
+
+def test_an_open_alert_is_written_again_every_day_and_is_the_same() -> None:
+    life = Life()
+    life.go(range(101), HOT)
+    day_s = REPEAT_MS // 1000
+    assert life.go(range(120, 3 * day_s, 60), HOT) == []
+    assert life.repeated == life.written * 2
+
+
+def test_a_resolved_alert_is_deleted_after_a_week_unless_it_fired_again() -> None:
+    life = Life()
+    life.go(range(101), HOT)
+    life.go(range(101, 130), COOL)
+    week_s = DELETE_MS // 1000
+    life.go(range(150, week_s, 3600), COOL)
+    assert life.deleted == []
+    life.go(range(week_s + 60, week_s + 200, 60), COOL)
+    assert life.deleted == [life.written[0].fingerprint]
+    assert life.state is not None
+    assert life.state.resolved == {}
+    life.go(range(week_s + 200, week_s + 310), HOT)
+    assert life.state.resolved == {}
+
+
+# -- nodes without ticks
+
+
+def test_a_silent_nodes_alert_starts_a_rules_duration_after_its_last_tick_and_once() -> None:
+    life = Life()
+    life.go(range(3), BUSY)
+    assert life.state is not None
+    (rule,) = JUDGE.silent
+    for _ in range(2):
+        life.take(machine.silence(life.state, rule, JUDGE))
+    (alert,) = life.written
+    assert (alert.name, alert.starts_at, alert.state) == ("NodeSilent", second(62), "firing")
+
+
+def test_the_next_tick_resolves_a_silent_nodes_alert() -> None:
+    life = Life()
+    life.go(range(3), BUSY)
+    assert life.state is not None
+    life.take(machine.silence(life.state, JUDGE.silent[0], JUDGE))
+    assert life.go(range(300, 301), BUSY) == [(300, "NodeSilent", "resolved")]
+    assert life.written[-1].resolved_because == "ticks"
+
+
+def test_a_tick_that_was_held_up_resolves_a_silent_nodes_alert_no_earlier_than_it_started() -> None:
+    life = Life()
+    life.go(range(3), BUSY)
+    assert life.state is not None
+    life.take(machine.silence(life.state, JUDGE.silent[0], JUDGE))
+    life.go(range(3, 5), BUSY)
+    assert life.written[-1].ends_at == life.written[0].starts_at
+
+
+def test_a_node_that_is_gone_has_its_alerts_resolved_and_in_the_end_nothing_left() -> None:
+    life = Life()
+    life.go(range(30), IDLE)
+    assert life.state is not None
+    life.take(machine.retire(life.state, START_MS + 86_400_000))
+    assert [a.resolved_because for a in life.written if a.state == "resolved"] == ["node_removed"]
+    assert not machine.is_over(life.state)
+    assert life.take(machine.retire(life.state, START_MS + 86_400_000)) == []
+    life.take(machine.expire(life.state, START_MS + 86_400_000 + DELETE_MS))
+    assert life.deleted == [life.written[0].fingerprint]
+    assert machine.is_over(life.state)
+
+
+# -- what must hold of every story
+
+
+@given(lives())
+def test_every_firing_is_followed_by_at_most_one_resolved_of_its_fingerprint(ticks: list[Tick]) -> None:
+    life = Life()
+    for one in ticks:
+        life.step(one)
+
+    assert max(Counter(map(transition_id, life.written)).values(), default=1) == 1
+    open_alerts: dict[str, Alert] = {}
+    for alert in life.written:
+        before = open_alerts.pop(alert.fingerprint, None)
+        assert (before is None) == (alert.state == "firing")
+        if before is None:
+            open_alerts[alert.fingerprint] = alert
+        else:
+            assert (alert.labels, alert.starts_at) == (before.labels, before.starts_at)
+            assert alert.ends_at is not None
+            assert alert.ends_at >= alert.starts_at
+    assert life.state is not None
+    still_open = [one.alert for one in life.state.tracked if one.alert is not None]
+    assert {alert.fingerprint: alert for alert in still_open} == open_alerts
+
+
+def _since(ms: int, ticks: list[Tick]) -> list[Tick]:
+    """The last ticks, all of them after a time; before a clock was set back, others may be of later times."""
+    return list(takewhile(lambda tick: tick.ts_ms > ms, reversed(ticks)))
+
+
+@given(lives())
+@settings(max_examples=300)
+def test_no_gpu_that_worked_within_the_duration_is_held_idle(ticks: list[Tick]) -> None:
+    life = Life()
+    (rule,) = [rule for rule in SHORT.rules if rule.name == "GPUHeldIdle"]
+    for i, one in enumerate(ticks):
+        for alert in life.step(one):
+            if alert.name != "GPUHeldIdle" or alert.state != "firing":
+                continue
+            since_ms = milliseconds(alert.starts_at) - rule.for_ms
+            run = _since(since_ms, ticks[: i + 1])
+            worked = [t for t in run for d in t.devices if d.uuid == gpu(0) and (d.metrics.gpu_utilization_ratio or 0)]
+            assert worked == []
+
+
+@given(lives())
+def test_a_state_that_was_written_and_read_goes_on_in_the_same_way(ticks: list[Tick]) -> None:
+    life, reborn = Life(), Life()
+    for one in ticks:
+        life.step(one)
+        if reborn.state is not None:
+            reborn.state = decode(encode(reborn.state))
+        reborn.step(one)
+        assert reborn.state == life.state
+    for ours, theirs in zip(life.written, reborn.written, strict=True):
+        assert encode(ours) == encode(theirs)

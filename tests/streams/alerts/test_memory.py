@@ -1,0 +1,120 @@
+"""What is remembered of a node: it changes when something happened, and is read back as it was."""
+
+from typing import Any
+
+import msgspec
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streams.alerts.conditions import evaluate
+from streams.alerts.memory import Memory, remember
+from streams.alerts.tick import Device, Tick
+from tests.streams.alerts.ticks import DEFAULTS, device, gpu, holder, mig, tick
+from topics.samples import Event
+
+WEEK_MS = 7 * 86_400_000
+
+
+def after(*ticks: Tick) -> Memory:
+    memory = Memory()
+    for one in ticks:
+        memory = remember(memory, one, WEEK_MS)
+    return memory
+
+
+def test_nothing_is_written_while_nothing_happens() -> None:
+    def node(i: int) -> Tick:
+        pods = holder("a", container="x"), holder("a", container="y"), holder("b")
+        return tick(i, device(0, *pods, busy=i / 100, nvlink_crc_errors_total=7, xids={"13": 2}), mig(1), device(1))
+
+    memory = after(node(0))
+    for i in range(1, 20):
+        assert remember(memory, node(i), WEEK_MS) is memory
+
+
+def test_a_gpu_that_stays_missing_changes_nothing_more() -> None:
+    memory = after(tick(0, device(0), device(1)), tick(1, device(0)))
+    assert memory.devices[gpu(1)].missing_ms == tick(1).ts_ms
+    assert remember(memory, tick(2, device(0)), WEEK_MS) is memory
+
+
+def test_a_counter_that_runs_changes_it_at_most_twice_a_minute() -> None:
+    memory, changes = after(tick(0, device(0, nvlink_crc_errors_total=0))), 0
+    for i in range(1, 600):
+        new = remember(memory, tick(i, device(0, nvlink_crc_errors_total=i)), WEEK_MS)
+        changes += new is not memory
+        memory = new
+    assert 10 <= changes <= 20
+
+
+def test_a_pod_is_remembered_with_its_workload_from_its_first_tick_on() -> None:
+    memory = after(tick(0, device(0)), tick(5, device(0, holder())), tick(9, device(0, holder())))
+    (pod,) = memory.devices[gpu(0)].pods
+    assert (pod.pod, pod.workload_kind, pod.workload_name, pod.since_ms) == ("bert-0", "Job", "bert", tick(5).ts_ms)
+
+
+def test_who_holds_a_device_stays_where_it_is_not_known() -> None:
+    memory = after(tick(0, device(0, holder())))
+    assert remember(memory, tick(1, device(0), attribution="none"), WEEK_MS) is memory
+    assert remember(memory, tick(1, device(0)), WEEK_MS).devices[gpu(0)].pods == ()
+
+
+pods = st.lists(st.sampled_from([holder("a"), holder("b"), holder("b", container="side"), holder("c", pod_uid=None)]))
+devices = st.builds(
+    lambda number, pods, state, counter, xids, events: device(
+        number, *pods, state=state, busy=0.0, nvlink_crc_errors_total=counter, ecc_uncorrected_volatile_total=counter,
+        xids=xids, events=events,
+    ),
+    st.integers(0, 2),
+    pods,
+    st.sampled_from(["ok", "lost", "timeout"]),
+    st.none() | st.integers(0, 300),
+    st.dictionaries(st.sampled_from(["13", "79", "x"]), st.integers(0, 3)),
+    st.none() | st.just((Event("xid", 79),)),
+)  # fmt: skip
+nodes = st.lists(devices, max_size=4)
+stories = st.lists(
+    st.tuples(nodes, st.integers(0, 90_000), st.integers(1, 2), st.sampled_from(["exact", "late", "none"])), max_size=12
+)
+
+
+def ticks_of(story: list[tuple[list[Device], int, int, Any]]) -> list[Tick]:
+    second, ticks = 0.0, []
+    for found, ms, run_id, attribution in story:
+        second += ms / 1000
+        ticks.append(tick(second, *found, run_id=run_id, attribution=attribution))
+    return ticks
+
+
+@given(stories)
+def test_whatever_comes_a_restart_at_any_tick_finds_the_same(story: list[tuple[list[Device], int, int, Any]]) -> None:
+    through, restarted = Memory(), Memory()
+    for one in ticks_of(story):
+        expected, through = evaluate(DEFAULTS, one, through)
+        restarted = msgspec.json.decode(msgspec.json.encode(restarted), type=Memory)
+        findings, restarted = evaluate(DEFAULTS, one, restarted)
+        assert findings == expected
+        assert restarted == through
+
+
+@given(stories)
+def test_whatever_comes_the_same_object_means_the_same_memory(story: list[tuple[list[Device], int, int, Any]]) -> None:
+    memory = Memory()
+    for one in ticks_of(story):
+        before = msgspec.json.encode(memory)
+        new = remember(memory, one, WEEK_MS)
+        assert msgspec.json.encode(memory) == before
+        assert (new is memory) == (new == memory)
+        memory = new
+        assert {device.uuid for device in one.devices} <= set(memory.devices)
+
+
+@given(stories)
+def test_no_finding_is_told_twice_in_a_tick(story: list[tuple[list[Device], int, int, Any]]) -> None:
+    memory = Memory()
+    for one in ticks_of(story):
+        uuids = [device.uuid for device in one.devices]
+        findings, memory = evaluate(DEFAULTS, one, memory)
+        ids = [(f.rule.name, f.device, f.pod_uid, f.key) for f in findings]
+        if len(set(uuids)) == len(uuids):
+            assert len(set(ids)) == len(ids)

@@ -1,0 +1,92 @@
+"""Recorded ticks through the real rules and the state machine: what fires is true, and all that is true fires."""
+
+from collections.abc import Sequence
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streams.alerts.replay import Replay
+from streams.alerts.tick import Device, Tick
+from tests.streams.alerts.ticks import DEFAULTS, device, holder, overlay, tick
+from topics.alerts import Alert, milliseconds
+
+FOR_S, GRACE_S = 30, 10
+RULES = overlay(f'[rules.GPUHeldIdle]\nfor = "{FOR_S}s"\ngrace = "{GRACE_S}s"')
+
+moments = st.tuples(
+    st.sampled_from(["a", "b", ""]),
+    st.sampled_from([0.0, 0.0, 0.0, 0.9, None]),
+    st.sampled_from(["ok", "ok", "ok", "ok", "lost", "timeout"]),
+    st.integers(1, 25),
+)
+"""Who holds the GPU, how busy it is, whether it answers, and for how many seconds."""
+
+
+def spread(story: Sequence[tuple[str, float | None, str, int]]) -> list[Tick]:
+    """A tick a second."""
+    devices = [one for moment in story for one in [_device(*moment[:3])] * moment[3]]
+    return [tick(second, one) for second, one in enumerate(devices)]
+
+
+def _device(pod: str, busy: float | None, state: str) -> Device:
+    return device(0, *([holder(pod)] if pod else []), busy=busy if state == "ok" else None, state=state)
+
+
+def told(ticks: Sequence[Tick]) -> list[Alert]:
+    replay = Replay(RULES)
+    return [alert for one in ticks for alert in replay.take(one) if alert.name == "GPUHeldIdle"]
+
+
+@given(st.lists(moments, max_size=30))
+def test_no_gpu_is_told_to_be_idle_that_worked_or_was_not_held_within_the_duration(
+    story: list[tuple[str, float | None, str, int]],
+) -> None:
+    ticks = spread(story)
+    for alert in told(ticks):
+        if alert.state == "firing":
+            fired_ms = milliseconds(alert.starts_at)
+            last = [one.devices[0] for one in ticks if fired_ms - FOR_S * 1000 <= one.ts_ms <= fired_ms]
+            assert len(last) == FOR_S + 1
+            assert all(one.metrics.gpu_utilization_ratio in (None, 0.0) for one in last)
+            assert last[-1].metrics.gpu_utilization_ratio == 0.0
+            assert {h.pod for one in last for h in one.holders} == {alert.labels["k8s_pod_name"]}
+            assert all(one.holders for one in last)
+
+
+@given(st.lists(moments, max_size=30))
+def test_every_firing_is_followed_by_at_most_one_resolved(story: list[tuple[str, float | None, str, int]]) -> None:
+    states: dict[str, str] = {}
+    for alert in told(spread(story)):
+        assert states.get(alert.fingerprint, "resolved") != alert.state
+        states[alert.fingerprint] = alert.state
+
+
+@given(st.lists(moments, max_size=20), st.integers(0, 20))
+def test_a_gpu_that_was_held_idle_for_long_enough_is_told_whatever_was_before(
+    story: list[tuple[str, float | None, str, int]], more: int
+) -> None:
+    idle = ("new", 0.0, "ok", GRACE_S + FOR_S + 1 + more)
+    ticks = spread([*story, idle])
+    (alert,) = [alert for alert in told(ticks) if alert.labels["k8s_pod_name"] == "new"]
+    assert milliseconds(alert.starts_at) == ticks[-1 - more].ts_ms
+    assert alert.value == FOR_S
+
+
+def test_what_is_wrong_with_a_gpu_fires_once_and_is_resolved_once() -> None:
+    faults = ("row_remap_failure", "row_remap_pending", "ecc_uncorrected_volatile_total")
+    bad = device(0, busy=0.9, clock_event_reasons=0xE0, **dict.fromkeys(faults, 1))
+    well = device(0, busy=0.0, clock_event_reasons=0, **dict.fromkeys(faults, 0))
+    replay = Replay(DEFAULTS)
+    ticks = [tick(0, well), *[tick(i, bad) for i in range(1, 200)]]
+    ticks += [tick(i, device(0, busy=0.0, ecc_uncorrected_volatile_total=1)) for i in range(200, 4200)]
+    transitions = [alert for one in ticks for alert in replay.take(one)]
+    names = [
+        "GPUEccUncorrectable",
+        "GPUPowerBrake",
+        "GPURowRemapFailure",
+        "GPURowRemapPending",
+        "GPUThermalSlowdown",
+        "GPUUsedUnallocated",
+    ]
+    for state in ("firing", "resolved"):
+        assert sorted(alert.name for alert in transitions if alert.state == state) == names

@@ -1,0 +1,300 @@
+"""Rules files: what they set, and every mistake with its place."""
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streams.alerts import rules
+from streams.alerts.options import OPTIONS
+from streams.alerts.rule import KINDS, Rule, Rules
+from streams.alerts.rules import RulesError
+
+
+def parsed(text: str) -> Rules:
+    return rules.parse(text, "rules.toml")
+
+
+def mistakes(text: str) -> list[tuple[int, str, str]]:
+    """Line, path and words of every mistake of a file."""
+    with pytest.raises(RulesError) as caught:
+        parsed(text)
+    return [(mistake.line, mistake.path, mistake.text) for mistake in caught.value.mistakes]
+
+
+def rule(by: Rules, name: str = "GPUHeldIdle") -> Rule:
+    (found,) = [rule for rule in by.rules if rule.name == name]
+    return found
+
+
+def test_an_empty_file_leaves_the_defaults() -> None:
+    assert parsed("") == rules.load(None)
+    assert parsed("# nothing\n[rules]\n") == rules.load(None)
+
+
+def test_what_a_file_does_not_name_stays() -> None:
+    by = parsed('[rules.GPUHeldIdle]\nfor = "2h"\nlabels = { team = "platform" }')
+    assert (rule(by).for_ms, rule(by).severity, rule(by).labels) == (7_200_000, "warning", {"team": "platform"})
+    assert len(by.rules) == len(rules.load(None).rules)
+
+
+def test_a_rule_may_be_disabled() -> None:
+    by = parsed("[rules.GPUHeldIdle]\nenabled = false")
+    assert "GPUHeldIdle" not in {rule.name for rule in by.rules}
+
+
+def test_a_new_rule_of_a_kind_begins_as_the_default_of_that_kind() -> None:
+    by = parsed('[rules.GPUHeldIdleForLong]\nkind = "held_idle"\nfor = "4h"\nseverity = "critical"')
+    new = rule(by, "GPUHeldIdleForLong")
+    assert (new.for_ms, new.severity, new.grace_ms) == (14_400_000, "critical", rule(by).grace_ms)
+    assert by.of("held_idle") == (rule(by), new)
+
+
+@pytest.mark.parametrize(
+    ("line", "field", "value"),
+    [
+        ("for = 90", "for_ms", 90_000),
+        ("for = 0", "for_ms", 0),
+        ("for = 1.5", "for_ms", 1_500),
+        ('for = "500ms"', "for_ms", 500),
+        ('for = "7d"', "for_ms", 604_800_000),
+        ('grace = "0"', "grace_ms", 0),
+        ("idle_below = 1", "idle_below", 1.0),
+        ("idle_below = 0.001", "idle_below", 0.001),
+        ('memory_held = "2GiB"', "memory_held_bytes", 2.0 * (1 << 30)),
+        ("memory_held = 0", "memory_held_bytes", 0.0),
+        ('severity = "info"', "severity", "info"),
+        ("copy_labels = []", "copy_labels", ()),
+        ('copy_labels = "app"', "copy_labels", ("app",)),
+        ('annotations = { summary = "idle" }', "annotations", {"summary": "idle"}),
+    ],
+)
+def test_a_setting_is_read(line: str, field: str, value: object) -> None:
+    assert getattr(rule(parsed(f"[rules.GPUHeldIdle]\n{line}")), field) == value
+
+
+NEGATIVE = "is not a duration: write 500ms, 30s, 15m, 2h or 7d (a bare number is seconds)"
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('for = "soon"', f"'soon' {NEGATIVE}"),
+        ('for = "-5m"', f"'-5m' {NEGATIVE}"),
+        ("for = -5", f"'-5' {NEGATIVE}"),
+        ("for = 1e300", "is not a duration"),
+        ("for = nan", "not nan"),
+        ("for = inf", "not inf"),
+        ("for = true", "not true"),
+        ("for = 2026-11-20", "must be a duration"),
+        ('for = "5000d"', "longer than ten years"),
+        ("for = []", "not a list"),
+        ("for = {}", "not a table"),
+        ("grace = '1w'", "is not a duration"),
+        ("idle_below = 0", "must be a number above 0 and at most 1, not 0"),
+        ("idle_below = 1.1", "not 1.1"),
+        ("idle_below = nan", "not nan"),
+        ('idle_below = "1%"', "not '1%'"),
+        ("idle_below = true", "not true"),
+        ('memory_held = "1 TB"', "must be a size"),
+        ("memory_held = -1", "must be a size"),
+        ("memory_held = 9999999999999999999999", "must be a size"),
+        ('severity = "page"', "must be one of info, warning, critical, not 'page'"),
+        ("severity = []", "must be one of"),
+        ("enabled = 1", "must be true or false, not 1"),
+        ('enabled = "false"', "must be true or false"),
+        ('labels = "team"', "must be a table such as"),
+        ("labels = { team = 3 }", "must be text, not 3"),
+        ('labels = { team = "" }', "must be text"),
+        ('labels = { "te-am" = "a" }', "'te-am' is not the name of a label"),
+        ('labels = { alertname = "a" }', "alerts have of their own"),
+        ('labels = { k8s_pod_name = "a" }', "alerts have of their own"),
+        ('labels = { severity = "a" }', "alerts have of their own"),
+        ('annotations = { "1" = "a" }', "is not the name of an annotation"),
+        ('annotations = { gpu_share = "1" }', "is a figure that alerts have of their own"),
+        ("copy_labels = [1]", "must be text, not 1"),
+        (f'annotations = {{ a = "{"x" * 5000}" }}', "at most 4096 characters"),
+        ("at_least = 1", "is not read by rules of kind held_idle"),
+        ('kind = "xid"', "is held_idle: give a rule of another kind another name"),
+        ('kind = "idle"', "must be one of held_idle,"),
+        ("kind = {}", "must be one of held_idle,"),
+        ('after = "5m"', "is not known"),
+        ('idle_bellow = "5m"', "is not known; did you mean idle_below?"),
+        ("overrides = 1", "must be a list of tables"),
+        ("overrides = [1]", "must be a table"),
+        ("overrides = [{}]", "must say for what it is"),
+        ('overrides = [{ namespace = "a" }]', "changes nothing"),
+        ('overrides = [{ for = "1m" }]', "must say for what it is"),
+        ('overrides = [{ namespace = [], for = "1m" }]', "must not be empty"),
+        ('overrides = [{ namespace = [1], for = "1m" }]', "must be text, not 1"),
+        ('overrides = [{ namespace = "a", kind = "xid" }]', "is not known"),
+        ('overrides = [{ xid = 31, for = "1m" }]', "is not read by rules of kind held_idle"),
+        ('overrides = [{ pod_labels = "app=x", for = "1m" }]', "must be a table such as"),
+        ('overrides = [{ namespace = "a", for = "soon" }]', "is not a duration"),
+        ('overrides = [{ namspace = "a", for = "1m" }]', "is not known"),
+    ],
+)
+def test_a_mistake_is_named_at_its_line(line: str, words: str) -> None:
+    found = mistakes(f"# a comment\n\n[rules.GPUHeldIdle]\n{line}\n")
+    assert {at for at, _, _ in found} == {4}
+    assert all(path.startswith("rules.GPUHeldIdle.") for _, path, _ in found)
+    assert any(words in text for _, _, text in found), found
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "words"),
+    [
+        ("rules = 1", (1, "rules"), "must be tables [rules.NAME]"),
+        ("[[rules]]", (1, "rules"), "must be tables [rules.NAME]"),
+        ("\n[rule.GPUHeldIdle]", (2, "rule"), "is not known: rules are tables [rules.NAME]; did you mean rules?"),
+        ("[rules]\nGPUHeldIdle = 3", (2, "rules.GPUHeldIdle"), "must be a table"),
+        ("[rules.GPUHeldIdel]\nfor = 1", (1, "rules.GPUHeldIdel"), "did you mean GPUHeldIdle?"),
+        ('[rules."a b"]\nkind = "lost"', (1, "rules.a b"), "is not the name of a rule"),
+        (
+            '[rules.GPUXid]\noverrides = [{ xid = "79", enabled = false }]',
+            (2, "rules.GPUXid.overrides[1].xid"),
+            "whole",
+        ),
+        (
+            "[rules.GPUXid]\noverrides = [{ xid = 0, enabled = false }]",
+            (2, "rules.GPUXid.overrides[1].xid"),
+            "at least",
+        ),
+        ("[rules.GPUMissing]\nforget = 0", (2, "rules.GPUMissing.forget"), "must be at least 1s"),
+        ("[rules.GPUNvlinkErrors]\nat_least = 0.5", (2, "rules.GPUNvlinkErrors.at_least"), "a whole number"),
+        ("for = 5", (1, "for"), "is not known"),
+    ],
+)
+def test_a_mistake_in_the_tables_is_named(text: str, place: tuple[int, str], words: str) -> None:
+    ((line, path, said),) = mistakes(text)
+    assert (line, path) == place
+    assert words in said
+
+
+def test_the_other_mistakes_of_a_rule_whose_kind_is_not_known_are_named_too() -> None:
+    text = '[rules.Mine]\nkind = "idle"\nfor = "x"\nwhat = 1\n[[rules.Mine.overrides]]\nnamespace = 3\nfor = 1'
+    assert [line for line, _, _ in mistakes(text)] == [2, 3, 4, 6]
+
+
+def test_all_mistakes_are_named_each_at_its_own_line() -> None:
+    text = '''
+[rules.GPUHeldIdle]
+for = "soon"
+description = """
+for = "later"
+"""
+labels = {
+}
+
+[[rules.GPUHeldIdle.overrides]]
+namespace = "ok"
+for = "1h"
+
+[[rules.GPUHeldIdle.overrides]]
+namespace = [
+  "a",
+  "b",
+]
+severity = "high"
+
+[rules.GPUXid]
+for = 1
+idle_below = 0.5
+
+[other]
+'''
+    assert [(line, path) for line, path, _ in mistakes(text.replace("labels = {\n}", "labels = { }"))] == [
+        (24, "other"),
+        (3, "rules.GPUHeldIdle.for"),
+        (4, "rules.GPUHeldIdle.description"),
+        (18, "rules.GPUHeldIdle.overrides[2].severity"),
+        (22, "rules.GPUXid.idle_below"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("[rules", 1),
+        ("a = 1\nb = \n", 2),
+        ("a = 1\na = 2", 2),
+        ('a = "x', 1),
+        ("[rules.GPUHeldIdle]\n[rules.GPUHeldIdle]\n", 2),
+        ("\ufeffa = 1", 1),
+        ("a = 1\n\x00", 2),
+        (f"a = {'9' * 5000}", 1),
+        ("a = 1979-13-40", 1),
+    ],
+)
+def test_what_is_not_toml_is_named_at_its_line(text: str, line: int) -> None:
+    ((at, path, words),) = mistakes(text)
+    assert (at, path) == (line, "")
+    assert words.startswith("is not TOML: ")
+
+
+def test_what_is_nested_too_deeply_is_a_mistake() -> None:
+    ((_, _, words),) = mistakes(f"a = {'[' * 20_000}{']' * 20_000}")
+    assert words == "is nested too deeply"
+
+
+@pytest.mark.parametrize(
+    ("content", "line", "words"),
+    [(b"a = 1\nb = '\xff'\n", 2, "is not UTF-8"), (b"#" * ((1 << 20) + 1), 0, "is larger than 1 MiB")],
+)
+def test_what_can_not_be_read_is_a_mistake(tmp_path: Path, content: bytes, line: int, words: str) -> None:
+    path = tmp_path / "rules.toml"
+    path.write_bytes(content)
+    with pytest.raises(RulesError) as caught:
+        rules.load(path)
+    assert caught.value.mistakes == (rules.Mistake(str(path), line, "", words),)
+
+
+def test_a_file_that_is_not_there_or_is_a_folder_is_a_mistake(tmp_path: Path) -> None:
+    for path, words in ((tmp_path / "none.toml", "No such file"), (tmp_path, "Is a directory")):
+        with pytest.raises(RulesError, match=words):
+            rules.load(path)
+
+
+def test_a_file_that_may_not_be_read_is_a_mistake(tmp_path: Path) -> None:
+    path = tmp_path / "rules.toml"
+    path.touch(mode=0o000)
+    if os.access(path, os.R_OK):
+        pytest.skip("this user may read everything")
+    with pytest.raises(RulesError, match="Permission denied"):
+        rules.load(path)
+
+
+def test_a_mistake_reads_as_a_compiler_writes_it() -> None:
+    with pytest.raises(RulesError, match=r"^rules.toml:2: rules.GPUHeldIdle.for: 'x' is not a duration"):
+        parsed("[rules.GPUHeldIdle]\nfor = 'x'")
+
+
+def test_every_option_is_a_field_of_rules_and_names_kinds_that_there_are() -> None:
+    fields = set(Rule.__struct_fields__)
+    for option in OPTIONS:
+        assert option.field in fields
+        assert set(option.kinds) <= set(KINDS)
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    max_leaves=4,
+)
+keys = st.sampled_from([option.key for option in OPTIONS] + ["kind", "overrides", "namespace", "xid", "what"])
+
+
+@given(st.dictionaries(st.sampled_from(["GPUHeldIdle", "GPUXid", "mine"]), st.dictionaries(keys, values, max_size=4)))
+def test_whatever_a_table_holds_it_is_a_rule_or_a_mistake(tables: dict[str, dict[str, object]]) -> None:
+    wrong: list[rules._Wrong] = []
+    found = rules._rules({"rules": tables}, rules.defaults(), wrong)
+    assert wrong or all(name in found for name in tables)
+
+
+@given(st.text(max_size=60))
+def test_whatever_a_file_holds_it_is_rules_or_mistakes(text: str) -> None:
+    with suppress(RulesError):
+        assert parsed(text).rules

@@ -1,0 +1,577 @@
+"""The alert stream's worker: what it writes and in what order, what it finishes, when it says that a node is silent."""
+
+import msgspec
+import pytest
+
+from streams.alerts.judge import Judge
+from streams.alerts.machine import DELETE_MS
+from streams.alerts.state import NodeState, decode, encode
+from streams.alerts.tick import Device
+from streams.alerts.watch import ALERTS, ATTRIBUTED, FORGET_MS, STATE, WORKLOADS
+from streams.bookkeeping import DEAD_LETTERS
+from streams.reader.ledger import Partition
+from tests.streams.alerts.fakes import Broker, Record, Worker, settle
+from tests.streams.alerts.stories import later
+from tests.streams.alerts.ticks import START_MS, device, overlay, tick
+from topics.alerts import MAX_TIME_MS, time
+from topics.workloads import NodeWorkloads
+
+KEY = b"c/n"
+COOL = device(0, busy=0.0)
+HOT = device(0, busy=0.0, clock_event_reasons=0x40)
+LONG = Judge(overlay('[rules.GPUThermalSlowdown]\nfor = "10m"\n[rules.NodeSilent]\nfor = "2m"'))
+
+
+def write(broker: Broker, seconds: range, one: Device = COOL, *, node: str = "n") -> None:
+    for s in seconds:
+        broker.log(tick(s, one, node=node))
+
+
+def states(broker: Broker) -> list[NodeState]:
+    return [decode(record.value) for record in broker.logs[STATE] if record.value is not None]
+
+
+def said(broker: Broker) -> list[tuple[str, str]]:
+    return [(alert.name, alert.state) for alert in broker.alerts()]
+
+
+async def working(broker: Broker, judge: Judge = LONG) -> Worker:
+    worker = Worker(broker, judge)
+    await worker.start()
+    return worker
+
+
+# -- what is written, and in what order
+
+
+async def test_ticks_that_change_nothing_write_nothing() -> None:
+    broker = Broker()
+    write(broker, range(100))
+    worker = await working(broker)
+    await worker.live()
+    assert (len(broker.logs[STATE]), broker.logs[ALERTS]) == (1, [])
+    assert worker.position() == 99
+    assert worker.ledger.open_bytes == 0
+
+
+async def test_the_alert_is_acknowledged_then_the_state_then_the_tick_is_finished() -> None:
+    broker = Broker()
+    write(broker, range(601), HOT)
+    worker = await working(broker)
+    await worker.read(count=600)
+    worker.sender.holding = True
+    await worker.read()
+    assert [sent.topic for sent in worker.sender.flying] == [ALERTS]
+    worker.sender.land()
+    await settle()
+    assert [sent.topic for sent in worker.sender.flying] == [STATE]
+    write(broker, range(601, 605), HOT)
+    await worker.read()
+    assert worker.position() == 599
+    worker.sender.land()
+    await settle()
+    assert worker.position() == 604
+    assert said(broker) == [("GPUThermalSlowdown", "firing")]
+
+
+async def test_what_changes_while_a_state_is_on_its_way_is_written_after_it() -> None:
+    broker = Broker()
+    worker = await working(broker)
+    worker.sender.holding = True
+    write(broker, range(1))
+    await worker.read()
+    write(broker, range(1, 30), HOT)
+    await worker.read()
+    assert len(worker.sender.flying) == 1
+    worker.sender.land()
+    await settle()
+    worker.sender.land()
+    await settle()
+    assert [len(state.tracked) for state in states(broker)] == [0, 1]
+    assert worker.position() == 29
+
+
+async def test_while_a_state_is_on_its_way_nothing_that_it_replaces_counts_as_written() -> None:
+    broker = Broker()
+    write(broker, range(1))
+    worker = await working(broker)
+    await worker.live()
+    worker.sender.holding = True
+    write(broker, range(1, 13), HOT)
+    await worker.read()
+    write(broker, range(13, 20))
+    await worker.read()
+    assert (len(worker.sender.flying), worker.position()) == (1, 0)
+    for _ in range(2):
+        worker.sender.land()
+        await settle()
+    assert [len(state.tracked) for state in states(broker)] == [0, 1, 0]
+    assert worker.position() == 19
+
+
+async def test_a_condition_that_ends_soon_is_never_written() -> None:
+    broker = Broker()
+    write(broker, range(1))
+    worker = await working(broker)
+    await worker.live()
+    for start in range(1, 100, 10):
+        write(broker, range(start, start + 5), HOT)
+        await worker.live()
+        assert worker.position() == start - 1
+        write(broker, range(start + 5, start + 10))
+        await worker.live()
+        assert worker.position() == start + 9
+    assert [state.tracked for state in states(broker)] == [()]
+    write(broker, range(101, 113), HOT)
+    await worker.live()
+    assert [len(state.tracked) for state in states(broker)] == [0, 1]
+    assert worker.position() == 112
+
+
+async def test_an_alert_or_state_that_is_too_large_is_left_out_and_counted() -> None:
+    broker = Broker()
+    write(broker, range(700), HOT)
+    worker = await working(broker)
+    worker.sender.largest = 10
+    await worker.live()
+    assert (worker.total("unsendable_total", "alert"), worker.failures) == (1, [])
+    assert worker.total("unsendable_total", "state") >= 2
+    assert worker.position() == 699
+
+
+# -- replays
+
+
+async def test_ticks_up_to_the_states_offset_are_replays() -> None:
+    broker = Broker()
+    write(broker, range(601), HOT)
+    await (await working(broker)).live()
+    written = len(broker.logs[STATE])
+    write(broker, range(601, 700), HOT)
+    worker = await working(broker)
+    await worker.live()
+    assert worker.total("ticks_total", "replayed") == 601
+    assert (len(broker.logs[STATE]), len(broker.logs[ALERTS])) == (written, 1)
+    assert worker.position() == 699
+
+
+async def test_the_first_tick_after_a_state_only_takes_over_its_time() -> None:
+    broker = Broker()
+    write(broker, range(500), HOT)
+    first = await working(broker)
+    await first.live()
+    first.commit()
+    assert broker.committed == 499
+    write(broker, range(500, 700), HOT)
+    second = await working(broker)
+    await second.live()
+    assert second.total("ticks_total", "resumed") == 1
+    (alert,) = broker.alerts()
+    assert alert.value == 600.0
+
+
+async def test_after_ticks_were_lost_the_gap_is_what_the_state_knows_of() -> None:
+    broker = Broker()
+    write(broker, range(500), HOT)
+    first = await working(broker)
+    await first.live()
+    first.commit()
+    write(broker, range(500, 700), HOT)
+    second = Worker(broker, LONG)
+    second.torn = frozenset({0})
+    await second.start()
+    await second.live()
+    assert second.total("ticks_total", "resumed") == 0
+    assert broker.alerts() == []
+
+
+async def test_a_log_that_was_made_anew_begins_its_offsets_again() -> None:
+    broker = Broker()
+    write(broker, range(700), HOT)
+    await (await working(broker)).live()
+    broker.logs[ATTRIBUTED].clear()
+    for s in range(1000, 1400):
+        broker.log(later(tick(s, COOL), offset=s - 1000))
+    worker = await working(broker)
+    await worker.live()
+    assert worker.total("ticks_total", "replayed") == 0
+    last = states(broker)[-1]
+    assert (last.generation, last.offset < 400) == (1, True)
+    assert said(broker) == [("GPUThermalSlowdown", "firing"), ("GPUThermalSlowdown", "resolved")]
+
+
+async def test_an_older_state_that_another_worker_wrote_late_is_written_over() -> None:
+    broker = Broker()
+    write(broker, range(700), HOT)
+    worker = await working(broker)
+    await worker.live()
+    older, newest = states(broker)[0], states(broker)[-1]
+    broker.logs[STATE].append(Record(KEY, encode(older)))
+    await worker.read(STATE)
+    assert states(broker)[-1].tracked == newest.tracked
+    await worker.read(STATE)
+    written = len(broker.logs[STATE])
+    await worker.wait(20)
+    assert len(broker.logs[STATE]) == written
+
+
+@pytest.mark.parametrize("first", [True, False])
+async def test_an_older_state_that_is_read_while_ours_is_on_its_way_is_written_over_where_it_is_the_last(
+    first: bool,
+) -> None:
+    broker = Broker()
+    write(broker, range(1))
+    worker = await working(broker)
+    await worker.live()
+    older = broker.logs[STATE][0]
+    worker.sender.holding = True
+    write(broker, range(1, 13), HOT)
+    await worker.read()
+    if first:
+        broker.logs[STATE].append(older)
+    worker.sender.land(acknowledge=False)
+    if not first:
+        broker.logs[STATE].append(older)
+    await worker.read(STATE)
+    (node,) = worker.watch._nodes[0].values()
+    assert node.stale is not first
+
+
+async def test_states_of_its_own_that_are_read_late_are_not_written_again() -> None:
+    broker = Broker()
+    worker = await working(broker)
+    for start in range(0, 100, 20):
+        write(broker, range(start, start + 12), HOT)
+        write(broker, range(start + 12, start + 20))
+        await worker.read(count=12)
+        await worker.read()
+    written = len(broker.logs[STATE])
+    assert written > 4
+    await worker.read(STATE)
+    assert len(broker.logs[STATE]) == written
+
+
+async def test_a_later_state_of_another_worker_is_written_over_once_ticks_were_read() -> None:
+    broker = Broker()
+    write(broker, range(100))
+    worker = await working(broker)
+    await worker.live()
+    later_one = msgspec.structs.replace(states(broker)[-1], offset=150, silent=True)
+    broker.logs[STATE].append(Record(KEY, encode(later_one)))
+    await worker.read(STATE)
+    assert (states(broker)[-1].offset, states(broker)[-1].silent) == (99, False)
+
+
+# -- nodes without ticks
+
+
+async def test_a_node_without_ticks_holds_back_no_commit_once_the_log_has_gone_on() -> None:
+    broker = Broker()
+    write(broker, range(3), node="dead")
+    worker = await working(broker)
+    await worker.live()
+    for s in range(3, 60):
+        write(broker, range(s, s + 1))
+        await worker.live()
+        assert worker.position() == (2 if s < 32 else len(broker.logs[ATTRIBUTED]) - 1)
+    (silent,) = [state for state in states(broker) if state.silent]
+    assert (silent.node, silent.last_ts_ms) == ("dead", START_MS + 2000)
+
+
+async def test_a_node_without_ticks_holds_back_no_commit_once_the_partition_was_read_for_long() -> None:
+    broker = Broker()
+    write(broker, range(3))
+    worker = await working(broker)
+    await worker.live()
+    await worker.wait(20)
+    assert worker.position() == 2
+    await worker.wait(40)
+    assert worker.position() == 3
+
+
+async def test_a_node_is_not_taken_to_be_silent_before_its_ticks_were_read_again() -> None:
+    """Its state is as old as the last change; what was logged since may be yet to come."""
+    broker = Broker()
+    for node in ("slow", "dead", "busy"):
+        write(broker, range(1), node=node)
+    first = await working(broker)
+    await first.live()
+    write(broker, range(1, 20), node="busy")
+    write(broker, range(20, 21), node="dead")
+    write(broker, range(20, 60), node="busy")
+    write(broker, range(60, 61), node="slow")
+    first.sender.holding = True
+    await first.read()
+    first.commit()
+    second = await working(broker)
+    await second.read(count=41)
+    await second.live()
+    assert second.total("ticks_total", "resumed") == 3
+    assert {state.node for state in states(broker) if state.silent} == {"dead"}
+
+
+async def test_a_rebalance_ends_what_was_known_of_silence() -> None:
+    broker = Broker()
+    write(broker, range(1))
+    worker = await working(broker)
+    await worker.live()
+    await worker.wait(20)
+    write(broker, range(20, 21))
+    await worker.live()
+    await worker.wait(20)
+    await worker.start()
+    await worker.wait(10)
+    assert [state.silent for state in states(broker)] == [False]
+
+
+async def test_the_first_tick_after_a_silence_is_judged_and_the_gap_known() -> None:
+    broker = Broker()
+    write(broker, range(400), HOT)
+    worker = await working(broker)
+    await worker.live()
+    await worker.wait(60)
+    worker.commit()
+    assert broker.committed == 400
+    write(broker, range(450, 640), HOT)
+    again = await working(broker)
+    await again.live()
+    assert again.total("ticks_total", "resumed") == 0
+    assert [alert.value for alert in broker.alerts()] == [600.0]
+
+
+async def test_a_node_is_silent_when_its_partition_was_watched_without_a_break() -> None:
+    broker = Broker()
+    write(broker, range(3))
+    worker = await working(broker)
+    worker.clocks.started_ms = START_MS
+    await worker.live()
+    await worker.wait(110)
+    assert said(broker) == []
+    await worker.wait(20)
+    assert said(broker) == [("NodeSilent", "firing")]
+    assert broker.alerts()[0].starts_at.timestamp() * 1000 == START_MS + 2000 + 120_000
+    await worker.wait(600)
+    write(broker, range(800, 803))
+    await worker.live()
+    assert said(broker) == [("NodeSilent", "firing"), ("NodeSilent", "resolved")]
+
+
+async def test_nobody_is_silent_while_the_broker_does_not_answer_nor_right_after() -> None:
+    broker = Broker()
+    write(broker, range(3))
+    worker = await working(broker)
+    worker.clocks.started_ms = START_MS
+    await worker.live()
+    await worker.wait(20)
+    await worker.wait(600, asking=False)
+    await worker.wait(25)
+    assert said(broker) == []
+    write(broker, range(650, 660))
+    await worker.live()
+    await worker.wait(60)
+    assert said(broker) == []
+
+
+async def test_nobody_is_silent_while_samples_wait_to_be_attributed() -> None:
+    broker = Broker()
+    write(broker, range(3))
+    worker = await working(broker)
+    worker.clocks.started_ms = START_MS
+    await worker.live()
+    await worker.wait(600, samples_end=4)
+    assert said(broker) == []
+    broker.log(later(tick(600, COOL, node="other"), offset=3))
+    await worker.live()
+    await worker.wait(60, samples_end=4)
+    assert said(broker) == [("NodeSilent", "firing")]
+
+
+async def test_a_worker_finds_the_same_silence_as_the_one_before() -> None:
+    broker = Broker()
+    write(broker, range(3))
+    first = await working(broker)
+    first.clocks.started_ms = START_MS
+    await first.live()
+    await first.wait(200)
+    first.commit()
+    broker.logs[STATE].pop()  # it ended before the state was written
+    second = await working(broker)
+    second.clocks.started_ms = START_MS + 500_000
+    await second.wait(60)
+    one, again = broker.alerts()
+    assert one == again
+
+
+async def test_a_node_that_never_comes_back_is_forgotten_and_its_alerts_are_resolved() -> None:
+    broker = Broker()
+    write(broker, range(700), HOT)
+    worker = await working(broker)
+    worker.clocks.started_ms = START_MS
+    await worker.live()
+    await worker.wait(1000)
+    worker.clocks.started_ms += FORGET_MS
+    await worker.wait(60)
+    assert said(broker)[2:] == [("GPUThermalSlowdown", "resolved"), ("NodeSilent", "resolved")]
+    assert {alert.resolved_because for alert in broker.alerts()[2:]} == {"node_removed"}
+    worker.clocks.started_ms += FORGET_MS + DELETE_MS
+    await worker.wait(60)
+    assert [record.value for record in broker.logs[ALERTS][4:]] == [None, None]
+    assert broker.logs[STATE][-1] == Record(KEY, None)
+    await worker.read(STATE)
+    write(broker, range(10_000, 10_003))
+    await worker.live()
+    assert states(broker)[-1].tracked == ()
+
+
+def told(broker: Broker, second: int, *, removed: bool) -> None:
+    record = NodeWorkloads(schema=1, cluster="c", node="n", epoch=1, seq=1, ts_ms=1, removed=removed)
+    broker.logs[WORKLOADS].append(Record(KEY, encode(record), START_MS + second * 1000))
+
+
+async def test_a_node_that_was_removed_from_the_cluster_is_not_silent_and_its_alerts_are_resolved() -> None:
+    broker = Broker()
+    write(broker, range(700), HOT)
+    worker = await working(broker)
+    worker.clocks.started_ms = START_MS + 700_000
+    told(broker, 690, removed=True)
+    await worker.live()
+    await worker.read(WORKLOADS)
+    await worker.wait(600)
+    assert said(broker) == [("GPUThermalSlowdown", "firing"), ("GPUThermalSlowdown", "resolved")]
+    last = broker.alerts()[-1]
+    assert (last.resolved_because, last.ends_at) == ("node_removed", time(START_MS + 699_000))
+    again = await working(broker)
+    again.clocks.started_ms = START_MS + 10_000_000
+    await again.wait(600)
+    assert len(broker.alerts()) == 2
+
+
+@pytest.mark.parametrize("removed", [[], [True, False], [False]])
+async def test_a_node_that_is_in_the_cluster_is_silent(removed: list[bool]) -> None:
+    broker = Broker()
+    write(broker, range(3))
+    worker = await working(broker)
+    worker.clocks.started_ms = START_MS
+    for one in removed:
+        told(broker, 1, removed=one)
+    await worker.live()
+    await worker.read(WORKLOADS)
+    await worker.wait(200)
+    assert said(broker) == [("NodeSilent", "firing")]
+
+
+async def test_a_node_that_sent_ticks_long_after_it_was_removed_is_silent_when_they_end() -> None:
+    broker = Broker()
+    write(broker, range(200))
+    worker = await working(broker)
+    worker.clocks.started_ms = START_MS + 200_000
+    told(broker, 1, removed=True)
+    await worker.live()
+    await worker.read(WORKLOADS)
+    await worker.wait(200)
+    assert said(broker) == [("NodeSilent", "firing")]
+
+
+# -- what can't be used
+
+
+@pytest.mark.parametrize("value", [b"{", None, b"[]", b'{"removed":7}', b"\xff", b"[" * 100_000, b'{"removed":null}'])
+async def test_workloads_that_are_none_say_nothing(value: bytes | None) -> None:
+    broker = Broker()
+    broker.logs[WORKLOADS].append(Record(KEY, value))
+    broker.logs[WORKLOADS].append(Record(None, value))
+    worker = await working(broker)
+    await worker.read(WORKLOADS)
+    assert worker.failures == []
+    assert worker.ledger.position(Partition(WORKLOADS, 0)) == 2
+    assert broker.logs[DEAD_LETTERS] == []
+
+
+async def test_what_is_no_tick_or_state_goes_to_the_dead_letters_and_the_rest_goes_on() -> None:
+    broker = Broker()
+    bad = tick(1, COOL)
+    broker.logs[ATTRIBUTED].append(Record(KEY, b"{"))
+    broker.logs[ATTRIBUTED].append(Record(KEY, None))
+    broker.logs[ATTRIBUTED].append(Record(b"c/other", encode(bad)))
+    broker.logs[ATTRIBUTED].append(Record(KEY, encode(bad).replace(b'"ts_ms":', b'"ts_ms":%d' % MAX_TIME_MS)))
+    broker.logs[STATE].append(Record(KEY, b"[]"))
+    write(broker, range(2, 4))
+    worker = await working(broker)
+    await worker.live()
+    errors = [record.value for record in broker.logs[DEAD_LETTERS]]
+    assert len(errors) == 5
+    assert worker.failures == []
+    assert [worker.total("dead_lettered_total", ATTRIBUTED, why) for why in ("undecodable", "key")] == [3, 1]
+    assert worker.total("dead_lettered_total", STATE, "undecodable") == 1
+    assert worker.position() == 5
+
+
+async def test_a_node_without_its_state_begins_anew() -> None:
+    broker = Broker()
+    write(broker, range(700), HOT)
+    await (await working(broker)).live()
+    broker.logs[STATE].append(Record(KEY, None))
+    broker.committed = 699
+    worker = await working(broker)
+    await worker.live()
+    assert [one.alert for one in states(broker)[-1].tracked] == [None]
+
+
+async def test_an_output_that_fails_ends_the_process() -> None:
+    broker = Broker()
+    write(broker, range(1))
+    worker = await working(broker)
+    worker.sender.holding = True
+    await worker.read()
+    worker.sender.flying[0].acknowledged.set_exception(RuntimeError("broken"))
+    await settle()
+    assert worker.failures == ["not written: RuntimeError('broken')"]
+
+
+async def test_what_fails_or_is_acknowledged_in_an_older_epoch_changes_nothing() -> None:
+    broker = Broker()
+    write(broker, range(2))
+    worker = await working(broker)
+    worker.sender.holding = True
+    await worker.read()
+    await worker.start()
+    worker.sender.land()
+    await settle()
+    assert worker.position() == 0
+    await worker.read(ATTRIBUTED)
+    worker.sender.land()
+    await settle()
+    assert worker.position() == 1
+    assert worker.failures == []
+
+
+async def test_ticks_wait_for_what_an_older_epoch_has_sent_and_go_on_from_there() -> None:
+    broker = Broker()
+    write(broker, range(601), HOT)
+    worker = await working(broker)
+    await worker.read(count=600)
+    worker.sender.holding = True
+    await worker.read()
+    worker.sender.land()
+    await settle()
+    await worker.start()  # the state that says that it fires is on its way
+    written = len(broker.logs[STATE])
+    await worker.read(ATTRIBUTED)
+    assert len(broker.logs[STATE]) == written + 1
+    assert worker.total("ticks_total", "replayed") == 601
+    assert said(broker) == [("GPUThermalSlowdown", "firing")]
+
+
+# -- what it says of itself
+
+
+async def test_it_says_what_fires_and_what_is_pending() -> None:
+    broker = Broker()
+    write(broker, range(700), HOT)
+    write(broker, range(700, 720), HOT, node="other")
+    worker = await working(broker)
+    await worker.live()
+    worker.watch._observe()
+    assert [worker.total("firing", s) for s in ("info", "warning", "critical")] == [0, 1, 0]
+    assert (worker.total("pending"), worker.total("nodes")) == (1, 2)
+    assert worker.total("transitions_total", "GPUThermalSlowdown", "firing") == 1

@@ -1,0 +1,42 @@
+"""The table of XID errors."""
+
+import pytest
+
+from streams.alerts.xids import UNKNOWN, XID_KINDS, XIDS, XidKind, of_code
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        (13, "application"),
+        (31, "application"),
+        (43, "application"),
+        (45, "application"),
+        (48, "hardware"),
+        (62, "hardware"),
+        (63, "recovered"),
+        (64, "hardware"),
+        (74, "hardware"),
+        (79, "hardware"),
+        (92, "recovered"),
+        (94, "hardware"),
+        (95, "hardware"),
+        (119, "hardware"),
+        (145, "hardware"),
+        (38, "driver"),
+    ],
+)
+def test_whose_doing_an_error_is(code: int, kind: XidKind) -> None:
+    assert of_code(code).kind == kind
+
+
+@pytest.mark.parametrize("code", [None, 0, -1, 1, 999, 10**9])
+def test_a_code_without_a_row_is_unknown(code: int | None) -> None:
+    assert of_code(code) == UNKNOWN
+
+
+def test_every_row_says_whose_doing_what_and_what_to_do() -> None:
+    assert len(XIDS) > 90
+    assert {xid.kind for xid in XIDS.values()} == set(XID_KINDS) - {"unknown"}
+    assert all(xid.meaning and xid.action and not xid.meaning.endswith(".") for xid in XIDS.values())
+    assert list(XIDS) == sorted(XIDS)

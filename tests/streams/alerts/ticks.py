@@ -1,0 +1,82 @@
+"""Ticks of one node, made short, and what is found in them."""
+
+from typing import Any
+
+import msgspec
+
+from streams.alerts import rules
+from streams.alerts.conditions import evaluate
+from streams.alerts.finding import Finding
+from streams.alerts.memory import Memory
+from streams.alerts.rule import Rules
+from streams.alerts.tick import Device, Metrics, Tick
+from topics.attributed import Attribution, Holder, Parts, Workload
+from topics.samples import Mig
+
+DEFAULTS = rules.load(None)
+START_MS = 1_795_219_152_000
+GRACE_S = 300
+"""Of GPUHeldIdle, by default."""
+
+
+def gpu(number: int = 0) -> str:
+    """The UUID of a GPU."""
+    return f"GPU-{number:08x}-0000-4000-8000-000000000000"
+
+
+def device(number: int = 0, *holders: Holder, busy: float | None = None, **fields: Any) -> Device:
+    """A GPU; what is a key of metrics goes there, everything else is a field."""
+    names = {field.name for field in msgspec.structs.fields(Metrics)}
+    metrics = {name: fields.pop(name) for name in list(fields) if name in names}
+    if busy is not None:
+        metrics["gpu_utilization_ratio"] = busy
+    given = {"uuid": gpu(number), "index": number, "pci_bus_id": f"00000000:{number:02x}:00.0", "holders": holders}
+    return Device(**{**given, **fields}, metrics=Metrics(**metrics))
+
+
+def mig(number: int, *holders: Holder, parent: int = 0, profile: str | None = "1g.10gb", **fields: Any) -> Device:
+    """A MIG device of a GPU."""
+    where = Mig(f"MIG-{number}", gpu(parent), number, 0, profile)
+    return device(parent, *holders, uuid=f"MIG-{number}", mig=where, **fields)
+
+
+def holder(pod: str = "bert-0", *, busy: float | None = None, **fields: Any) -> Holder:
+    """A container that holds a device; ``busy`` is its part of a shared one."""
+    parts = {"parts": Parts(busy, 1 << 30, 100.0)} if busy is not None else {}
+    given = {"namespace": "ml", "pod": pod, "pod_uid": f"uid-{pod}", "container": "main", **parts}
+    return Holder(**{"workload": Workload("Job", "bert"), **given, **fields})
+
+
+def tick(second: float, *devices: Device, run_id: int = 1, attribution: Attribution = "exact", node: str = "n") -> Tick:
+    """A node's tick, so many seconds after the first."""
+    return Tick(
+        schema=1,
+        cluster="c",
+        node=node,
+        run_id=run_id,
+        seq=int(second) + 1,
+        ts_ms=START_MS + round(second * 1000),
+        offset=int(second),
+        attribution=attribution,
+        devices=devices,
+    )
+
+
+def found(*ticks: Tick, of: str = "", by: Rules = DEFAULTS) -> list[Finding]:
+    """What is found in the last of some ticks, by the rule of a name or by all."""
+    memory, findings = Memory(), list[Finding]()
+    for one in ticks:
+        findings, memory = evaluate(by, one, memory)
+    return [finding for finding in findings if not of or finding.rule.name == of]
+
+
+def verdict(findings: list[Finding], uuid: str = gpu()) -> bool | None:
+    """What is found of a device: whether something holds; None where nothing tells."""
+    holds = {finding.holds for finding in findings if finding.device == uuid}
+    assert len(holds) < 2, findings
+    return holds.pop() if holds else False
+
+
+def overlay(text: str) -> Rules:
+    """The defaults with a file over them."""
+    return rules.parse(text, "rules.toml")

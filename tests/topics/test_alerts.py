@@ -1,0 +1,34 @@
+"""What tells alerts and their transitions apart, and their times."""
+
+import msgspec
+from hypothesis import given
+from hypothesis import strategies as st
+
+from topics.alerts import MAX_TIME_MS, TOPIC, Alert, fingerprint, milliseconds, time, transition_id
+
+ALERT = msgspec.convert(TOPIC.example, Alert)
+
+
+@given(st.integers(0, MAX_TIME_MS))
+def test_a_time_is_read_back_to_the_millisecond_that_was_written(ms: int) -> None:
+    alert = msgspec.structs.replace(ALERT, starts_at=time(ms))
+
+    assert milliseconds(msgspec.json.decode(msgspec.json.encode(alert), type=Alert).starts_at) == ms
+
+
+def test_a_transition_is_told_apart_by_fingerprint_start_and_state() -> None:
+    assert transition_id(ALERT) == "6da51de3be07d817/1795219152500/firing"
+
+
+def test_a_fingerprint_tells_apart_which_field_a_value_stands_in() -> None:
+    one = ("GPUXid", "c", "n")
+    prints = {fingerprint(*one, *rest) for rest in ((), ("x",), ("", "x"), ("", "", "x"), ("x", "x"))}
+
+    assert len(prints) == 5
+    assert all(len(one) == 16 for one in prints)
+
+
+def test_the_example_has_the_fingerprint_of_what_it_is_about() -> None:
+    uuid, pod_uid = "GPU-0f12ab34-5c6d-7e8f-9a0b-1c2d3e4f5a6b", "1b6c0f0e-8a1d-4f0b-9d55-0f6f1c9b7a10"
+
+    assert ALERT.fingerprint == fingerprint(ALERT.name, ALERT.cluster, ALERT.node, uuid, pod_uid)
