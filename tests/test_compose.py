@@ -163,6 +163,15 @@ def test_prometheus_takes_remote_writes_and_sends_alerts() -> None:
     )
 
 
+def test_what_the_alert_stream_judges_is_not_judged_by_prometheus_too() -> None:
+    assert "alerts" in OURS
+    loaded = [ROOT / mount.split(":")[0] for mount in SERVICES["prometheus"]["volumes"] if mount.startswith(".")]
+    groups = [group for file in loaded for group in yaml.safe_load(file.read_text())["groups"]]
+    alerts = [rule["alert"] for group in groups for rule in group["rules"]]
+    assert alerts != []
+    assert [name for name in alerts if not name.startswith("Gpustream")] == []
+
+
 def test_the_route_of_alertmanager_has_its_receiver() -> None:
     settings = config("alertmanager")
     assert [receiver["name"] for receiver in settings["receivers"]] == [settings["route"]["receiver"]]

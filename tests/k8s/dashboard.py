@@ -1,10 +1,12 @@
-"""The dashboard as its tests read it: its panels, its queries, and the queries as Grafana would send them."""
+"""The dashboard and the rules of Prometheus as their tests read them, and the queries as Grafana would send them."""
 
 import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import yaml
 
 GRAFANA = Path(__file__).parents[2] / "k8s" / "grafana"
 PROMETHEUS = Path(__file__).parents[2] / "k8s" / "prometheus"
@@ -30,6 +32,12 @@ def queries() -> list[Query]:
     """Every query of every panel."""
     targets = [(panel["title"], target) for panel in PANELS for target in panel.get("targets", [])]
     return [Query(title, target["refId"], target["expr"]) for title, target in targets]
+
+
+def rules() -> list[dict[str, Any]]:
+    """Every rule of every file for Prometheus."""
+    files = [yaml.safe_load(file.read_text()) for file in sorted(PROMETHEUS.glob("*.yml"))]
+    return [rule for file in files for group in file["groups"] for rule in group["rules"]]
 
 
 def label_queries() -> list[Query]:

@@ -7,7 +7,6 @@ from collections import Counter
 from typing import Any
 
 import pytest
-import yaml
 
 from gpustream import reference
 from tests.k8s import dashboard
@@ -18,11 +17,7 @@ from topics import catalogue
 WIDTH = 24
 GRAFANAS_OWN = {"__rate_interval"}
 PROMETHEUS_OWN = {"up", "ALERTS"}
-RULES: list[dict[str, Any]] = [
-    rule
-    for group in yaml.safe_load((dashboard.PROMETHEUS / "rules.yml").read_text())["groups"]
-    for rule in group["rules"]
-]
+RULES = dashboard.rules()
 EXPRESSIONS: dict[str, str] = {
     **{str(query): query.expr for query in [*dashboard.queries(), *dashboard.label_queries()]},
     **{rule["alert"]: rule["expr"] for rule in RULES},

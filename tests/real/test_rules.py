@@ -1,4 +1,4 @@
-"""k8s/prometheus/rules.yml and the configurations of docker-compose.yml, as promtool reads and tries them."""
+"""The rules in k8s/prometheus and the configurations of docker-compose.yml, as promtool reads and tries them."""
 
 import shutil
 import subprocess
@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
-from tests.k8s.dashboard import PROMETHEUS
+from tests.k8s.dashboard import PROMETHEUS, rules
 from tests.real.conftest import need
 from tests.real.servers import find_promtool
 from tests.test_compose import COMPOSE
 
-RULES = PROMETHEUS / "rules.yml"
-ALERTS = [rule["alert"] for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]]
+FILES = sorted(PROMETHEUS.glob("*.yml"))
+ALERTS = [rule["alert"] for rule in rules()]
 
 SCRAPED = 'job="gpustream",instance="producer"'
 DEVICE = 'k8s_cluster_name="c",k8s_node_name="n",gpu_index="0",gpu_uuid="GPU-0"'
@@ -163,8 +163,8 @@ CASES = [
         "30m",
         False,
     ),
-    Case("GpustreamGpusSilent", {f'gpustream_node_gpus{{{SCRAPED},state="lost"}}': "0 1x4"}, "5m", True),
-    Case("GpustreamGpusSilent", {f'gpustream_node_gpus{{{SCRAPED},state="ok"}}': "8x5"}, "5m", False),
+    Case("GpuSilent", {f'gpustream_node_gpus{{{SCRAPED},state="lost"}}': "0 1x4"}, "5m", True),
+    Case("GpuSilent", {f'gpustream_node_gpus{{{SCRAPED},state="ok"}}': "8x5"}, "5m", False),
     Case("GpustreamKubeletSilent", {f"gpustream_node_kubelet_age_seconds{{{SCRAPED}}}": "240+60x5"}, "5m", True),
     Case("GpustreamKubeletSilent", {f"gpustream_node_kubelet_age_seconds{{{SCRAPED}}}": "0x5"}, "5m", False),
     Case(
@@ -229,11 +229,11 @@ def unit_test(case: Case) -> dict[str, Any]:
 
 
 def test_the_rules_are_rules() -> None:
-    promtool("check", "rules", "--lint-fatal", RULES)
+    promtool("check", "rules", "--lint-fatal", *FILES)
 
 
 def test_the_configuration_of_compose_is_one_of_prometheus(tmp_path: Path) -> None:
-    shutil.copy(RULES, tmp_path)
+    shutil.copy(PROMETHEUS / "rules.yml", tmp_path)
     written = tmp_path / "prometheus.yml"
     written.write_text(COMPOSE["configs"]["prometheus"]["content"])
     promtool("check", "config", "--lint-fatal", written)
@@ -242,7 +242,8 @@ def test_the_configuration_of_compose_is_one_of_prometheus(tmp_path: Path) -> No
 def test_every_alert_fires_when_it_should_and_not_when_it_should_not(tmp_path: Path) -> None:
     assert {(case.alert, case.fires) for case in CASES} == {(name, fires) for name in ALERTS for fires in (True, False)}
     written = tmp_path / "tests.yml"
-    document = {"rule_files": [str(RULES)], "evaluation_interval": "1m", "tests": [unit_test(case) for case in CASES]}
+    tests = [unit_test(case) for case in CASES]
+    document = {"rule_files": list(map(str, FILES)), "evaluation_interval": "1m", "tests": tests}
     written.write_text(yaml.safe_dump(document))
     promtool("test", "rules", written)
 
@@ -250,6 +251,6 @@ def test_every_alert_fires_when_it_should_and_not_when_it_should_not(tmp_path: P
 def test_promtool_would_say_that_an_alert_does_not_fire(tmp_path: Path) -> None:
     written = tmp_path / "tests.yml"
     case = Case("GpuRowRemapFailure", {f"gpu_row_remap_failure{{{HELD}}}": "0"}, "0m", fires=True)
-    written.write_text(yaml.safe_dump({"rule_files": [str(RULES)], "tests": [unit_test(case)]}))
+    written.write_text(yaml.safe_dump({"rule_files": list(map(str, FILES)), "tests": [unit_test(case)]}))
     with pytest.raises(AssertionError, match="FAILED"):
         promtool("test", "rules", written)
