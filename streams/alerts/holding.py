@@ -10,6 +10,7 @@ from topics.attributed import Holder
 
 
 def held_idle(rule: Rule, view: View, found: list[Finding]) -> None:
+    """A pod's grace is no evidence: of one that is firing already, the node's clock was set back."""
     if not view.pods:
         if view.tick.attribution == "none":
             holds = False if view.work >= rule.least_work else None
@@ -26,10 +27,10 @@ def held_idle(rule: Rule, view: View, found: list[Finding]) -> None:
         if ruled is None or idle is False:
             continue
         since_ms = _since(view.seen.pods, holder) + ruled.grace_ms
-        if view.tick.ts_ms >= since_ms:
-            uid, key = identity(holder)
-            facts = Facts(view.device, None, pod.holders, len(view.pods))
-            found.append(Finding(ruled, view.device.uuid, uid, key, idle, since_ms, facts=facts))
+        holds = idle if view.tick.ts_ms >= since_ms else None
+        uid, key = identity(holder)
+        facts = Facts(view.device, None, pod.holders, len(view.pods))
+        found.append(Finding(ruled, view.device.uuid, uid, key, holds, since_ms, facts=facts))
 
 
 def _idle(below: float, view: View, pod: Pod) -> bool | None:

@@ -9,6 +9,7 @@ changes at most twice a minute; then it is as it is, until the next increase.
 """
 
 from collections.abc import Sequence
+from itertools import repeat
 from sys import intern
 
 import msgspec
@@ -37,7 +38,10 @@ _replace = msgspec.structs.replace
 
 
 class HeldBy(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A pod that holds a device, and the first tick in which it did."""
+    """A pod that holds a device, and the first tick in which it did.
+
+    Where the node's clock was set back to before that, it is the first tick since.
+    """
 
     namespace: str
     pod: str
@@ -149,25 +153,27 @@ def _pods(held: tuple[HeldBy, ...], holders: Sequence[Holder], tick: Tick) -> tu
     """Who holds a device now; each pod since it first did. Without a snapshot it is not known, and stays."""
     if tick.attribution == "none" and not holders:
         return held
-    if len(held) == len(holders) and all(map(_same, held, holders)):
+    if len(held) == len(holders) and all(map(_same, held, holders, repeat(tick.ts_ms))):
         return held
     since = {(pod.namespace, pod.pod, pod.pod_uid): pod for pod in held}
     now = {(h.namespace, h.pod, h.pod_uid): h for h in reversed(holders)}
     pods = tuple(
         [
-            known if (known := since.get(key)) is not None and known.observed == h.observed else _held_by(h, tick.ts_ms)
+            known if (known := since.get(key)) is not None and _same(known, h, tick.ts_ms) else _held_by(h, tick.ts_ms)
             for key, h in reversed(now.items())
         ]
     )
     return held if pods == held else pods
 
 
-def _same(pod: HeldBy, holder: Holder) -> bool:
+def _same(pod: HeldBy, holder: Holder, ts_ms: int) -> bool:
+    """Whether the holder is the pod, as it is remembered; not from after now."""
     return (
         pod.pod == holder.pod
         and pod.pod_uid == holder.pod_uid
         and pod.namespace == holder.namespace
         and pod.observed == holder.observed
+        and pod.since_ms <= ts_ms
     )
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streams.alerts.finding import Finding
-from streams.alerts.tick import Device, Info, Process
+from streams.alerts.tick import Device, Info, Process, Tick
 from tests.streams.alerts.ticks import GRACE_S, device, found, gpu, holder, mig, overlay, tick, verdict
 from topics.attributed import Parts
 from topics.samples import Job
@@ -26,6 +26,11 @@ RATIOS = (
 def judged(one: Device, **fields: Any) -> list[Finding]:
     """What is found of a device that has been held for longer than the grace."""
     return found(tick(0, one), tick(GRACE_S + 1, one, **fields), of=RULE)
+
+
+def in_the_end(*ticks: Tick) -> bool | None:
+    """What the last of some ticks says of whether the pod does nothing."""
+    return verdict(found(*ticks, of=RULE))
 
 
 def test_a_gpu_whose_pod_does_nothing_is_idle() -> None:
@@ -159,22 +164,34 @@ def test_a_pod_without_a_uid_is_told_apart_by_its_name() -> None:
 
 def test_the_grace_begins_when_the_pod_gets_the_device() -> None:
     mine, other = device(0, holder("a"), busy=0.0), device(0, holder("b"), busy=0.0)
-    assert not found(tick(0, mine), tick(GRACE_S - 1, mine), of=RULE)
-    assert found(tick(0, mine), tick(GRACE_S, mine), of=RULE)
-    assert not found(tick(0, mine), tick(GRACE_S, other), of=RULE)
+    assert in_the_end(tick(0, mine), tick(GRACE_S - 1, mine)) is None
+    assert in_the_end(tick(0, mine), tick(GRACE_S, mine)) is True
+    assert in_the_end(tick(0, mine), tick(GRACE_S, other)) is None
     (finding,) = found(tick(0, mine), tick(100, other), tick(100 + GRACE_S, other), of=RULE)
     assert finding.since_ms == tick(100 + GRACE_S).ts_ms
 
 
 def test_a_pod_that_was_seen_there_before_it_was_given_the_device_has_it_from_then_on() -> None:
     seen, given_it = device(0, holder(observed=True), busy=0.0), device(0, holder(), busy=0.0)
-    assert not found(tick(0, seen), tick(100, given_it), tick(GRACE_S, given_it), of=RULE)
-    assert found(tick(0, seen), tick(100, given_it), tick(100 + GRACE_S, given_it), of=RULE)
+    assert in_the_end(tick(0, seen), tick(100, given_it), tick(GRACE_S, given_it)) is None
+    assert in_the_end(tick(0, seen), tick(100, given_it), tick(100 + GRACE_S, given_it)) is True
 
 
 def test_a_pod_of_the_same_name_that_is_another_one_has_a_grace_of_its_own() -> None:
     first, second = device(0, holder(), busy=0.0), device(0, holder(pod_uid="uid-new"), busy=0.0)
-    assert not found(tick(0, first), tick(GRACE_S, first), tick(GRACE_S + 1, second), of=RULE)
+    assert in_the_end(tick(0, first), tick(GRACE_S, first), tick(GRACE_S + 1, second)) is None
+
+
+def test_after_a_clock_was_set_back_the_grace_begins_anew_and_no_later() -> None:
+    idle, busy, back_s = device(0, holder(), busy=0.0), device(0, holder(), busy=0.9), -10 * 3600
+    assert in_the_end(tick(0, idle), tick(back_s, idle), tick(back_s + GRACE_S - 1, idle)) is None
+    assert in_the_end(tick(0, idle), tick(back_s, idle), tick(back_s + GRACE_S, idle)) is True
+    assert in_the_end(tick(0, idle), tick(back_s, busy), tick(back_s + 1, busy)) is False
+
+
+def test_a_clock_that_is_set_back_to_when_the_pod_had_the_device_already_changes_nothing() -> None:
+    idle = device(0, holder(), busy=0.0)
+    assert in_the_end(tick(0, idle), tick(2 * GRACE_S, idle), tick(GRACE_S, idle)) is True
 
 
 @pytest.mark.parametrize(

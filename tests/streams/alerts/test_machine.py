@@ -105,6 +105,21 @@ def test_after_a_clock_was_set_back_a_pending_condition_begins_anew() -> None:
     assert life.go(range(500, 630), HOT) == [(600, "GPUThermalSlowdown", "firing")]
 
 
+def test_after_a_clock_was_set_back_by_hours_an_idle_gpu_fires_after_its_grace_and_duration() -> None:
+    life = Life()
+    life.go(range(36_000, 36_010), IDLE)
+    assert life.go(range(120), IDLE) == [(23, "GPUHeldIdle", "firing")]
+
+
+def test_a_firing_one_outlasts_that_a_clock_was_set_back_by_hours_and_ends_when_the_pod_works_or_is_gone() -> None:
+    for end in (BUSY, device(0, busy=0.0)):
+        life = Life()
+        life.go(range(36_000, 36_030), IDLE)
+        assert [alert.state for alert in life.written] == ["firing"]
+        assert life.go(range(120), IDLE) == []
+        assert [state for _, _, state in life.go(range(120, 150), end)] == ["resolved"]
+
+
 def test_an_event_fires_at_once_and_lasts_for_a_while_after_the_last_of_its_kind() -> None:
     life = Life()
     life.go(range(1), device(0))
