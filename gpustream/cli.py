@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import click
+from click.core import ParameterSource
 
 from gpustream import components, logs
 from gpustream import options as o
@@ -306,8 +307,10 @@ def check(file: Path) -> None:
 
 
 def _check_source(given: dict[str, Any]) -> list[str]:
-    """Ticks come from one place."""
-    if (given["kafka"] is None) == (given["input"] is None):
+    """Ticks come from one place; the environment's Kafka is there for other commands too, and gives way to a file."""
+    source = click.get_current_context().get_parameter_source("kafka")
+    kafka = given["kafka"] is not None and (given["input"] is None or source is not ParameterSource.ENVIRONMENT)
+    if kafka == (given["input"] is not None):
         return ["Give either '--kafka' or '--input': where the ticks are."]
     return []
 

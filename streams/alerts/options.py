@@ -1,11 +1,11 @@
 """What a rule in the file may set, as a table: the docs are written from it, and the file is checked by it.
 
-Each parser takes a TOML value and raises ValueError with a sentence.
+Each parser takes a TOML value and raises ValueError with a sentence, or Mistakes of what is within it.
 """
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, get_args
 
 from streams.alerts.durations import milliseconds
@@ -20,6 +20,18 @@ _RESERVED = ("alertname", "severity", "xid", "gpu_", "k8s_", "host_", "job_", "c
 """The beginnings of names that labels of our own have."""
 
 _FIGURES = ("gpu_share", "wasted_gpu_seconds")
+
+
+Within = tuple[str | int, ...]
+"""Where in a value something is: keys of tables, places in lists."""
+
+
+class Mistakes(ValueError):
+    """What is wrong within a table or a list, each with its place."""
+
+    def __init__(self, found: Iterable[tuple[Within, str]]) -> None:
+        self.found = tuple(found)
+        super().__init__("; ".join(text for _, text in self.found))
 
 
 class Option(NamedTuple):
@@ -105,10 +117,7 @@ def text(value: Any) -> str:
 
 def texts(value: Any) -> tuple[str, ...]:
     """One text or several."""
-    values = value if isinstance(value, list) else [value]
-    if not values:
-        raise ValueError("must not be empty")
-    return tuple([text(item) for item in values])
+    return _one_or_several(value, text)
 
 
 def names(value: Any) -> tuple[str, ...]:
@@ -118,36 +127,66 @@ def names(value: Any) -> tuple[str, ...]:
 
 def codes(value: Any) -> tuple[int, ...]:
     """One XID code or several."""
-    values = value if isinstance(value, list) else [value]
-    if not values:
-        raise ValueError("must not be empty")
-    return tuple([count(item) for item in values])
+    return _one_or_several(value, count)
 
 
 def globs_by_label(value: Any) -> dict[str, tuple[str, ...]]:
     """Globs for the values of labels."""
-    return {text(name): texts(globs) for name, globs in _table(value, 'app = "vllm*"').items()}
+    return _by_name(_table(value, 'app = "vllm*"'), text, texts)
 
 
 def labels(value: Any) -> dict[str, str]:
     """Labels that a rule adds."""
-    found = {name: text(item) for name, item in _table(value, 'team = "platform"').items()}
-    for name in found:
-        if not _LABEL.fullmatch(name):
-            raise ValueError(f"{name[:80]!r} is not the name of a label: use a-z, A-Z, 0-9 and _, and no digit first")
-        if name.startswith(_RESERVED):
-            raise ValueError(f"{name[:80]!r} is the name of a label that alerts have of their own")
-    return found
+    return _by_name(_table(value, 'team = "platform"'), _label, text)
 
 
 def annotations(value: Any) -> dict[str, str]:
     """Annotations that a rule adds, or puts in place of its own."""
-    found = {name: text(item) for name, item in _table(value, 'runbook = "https://..."').items()}
-    for name in found:
-        if not _LABEL.fullmatch(name):
-            raise ValueError(f"{name[:80]!r} is not the name of an annotation: use a-z, A-Z, 0-9 and _")
-        if name in _FIGURES:
-            raise ValueError(f"{name} is a figure that alerts have of their own")
+    return _by_name(_table(value, 'runbook = "https://..."'), _annotation, text)
+
+
+def _label(name: str) -> None:
+    if not _LABEL.fullmatch(name):
+        raise ValueError(f"{name[:80]!r} is not the name of a label: use a-z, A-Z, 0-9 and _, and no digit first")
+    if name.startswith(_RESERVED):
+        raise ValueError(f"{name[:80]!r} is the name of a label that alerts have of their own")
+
+
+def _annotation(name: str) -> None:
+    if not _LABEL.fullmatch(name):
+        raise ValueError(f"{name[:80]!r} is not the name of an annotation: use a-z, A-Z, 0-9 and _")
+    if name in _FIGURES:
+        raise ValueError(f"{name} is a figure that alerts have of their own")
+
+
+def _one_or_several(value: Any, parse: Callable[[Any], Any]) -> tuple[Any, ...]:
+    if not isinstance(value, list):
+        return (parse(value),)
+    if not value:
+        raise ValueError("must not be empty")
+    return tuple(_all(enumerate(value), parse).values())
+
+
+def _by_name(table: dict[str, Any], name: Callable[[str], Any], parse: Callable[[Any], Any]) -> dict[str, Any]:
+    def named(pair: tuple[str, Any]) -> Any:
+        name(pair[0])
+        return parse(pair[1])
+
+    return _all(((key, (key, item)) for key, item in table.items()), named)
+
+
+def _all(items: Iterable[tuple[Any, Any]], parse: Callable[[Any], Any]) -> dict[Any, Any]:
+    """Each item parsed, under its place. Raises Mistakes with those of all."""
+    found, wrong = {}, list[tuple[Within, str]]()
+    for at, item in items:
+        try:
+            found[at] = parse(item)
+        except Mistakes as error:
+            wrong += [((at, *within), words) for within, words in error.found]
+        except ValueError as error:
+            wrong.append(((at,), str(error)))
+    if wrong:
+        raise Mistakes(wrong)
     return found
 
 

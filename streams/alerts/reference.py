@@ -92,7 +92,8 @@ _OVERRIDES = """\
 
 An override is for what matches all that it gives, each by any of its globs (`*`, `?`, `[abc]`; case counts). All that
 match apply, a later one over an earlier one. They go by the pod that the alert is about; where it is about a device, by
-the one pod that holds it. An override may set every option of its rule; its `severity` is for XIDs of all kinds."""
+the one pod that holds it. An override may set every option of its rule; its `labels` and `annotations` are added to the
+rule's, its `severity` is for XIDs of all kinds."""
 
 _POLICY = f"""\
 ## What pods and namespaces say themselves

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from streams.alerts.options import BY_KEY, SELECTORS_BY_KEY, Option, kind
+from streams.alerts.options import BY_KEY, SELECTORS_BY_KEY, Mistakes, Option, kind
 from streams.alerts.rule import Kind, Override, Rule, Rules
 
 __all__ = ["DEFAULTS", "Mistake", "Rule", "Rules", "RulesError", "defaults", "load", "parse"]
@@ -254,6 +254,8 @@ def _values(
         else:
             try:
                 found[option.field] = option.parse(value)
+            except Mistakes as error:
+                wrong += [_Wrong((*at, key, *within), text) for within, text in error.found]
             except ValueError as error:
                 wrong.append(_Wrong((*at, key), str(error)))
     return found

@@ -174,6 +174,15 @@ def test_ticks_come_from_one_place(file: Path, args: Sequence[str]) -> None:
     assert "either '--kafka' or '--input'" in result.stderr
 
 
+def test_a_file_of_ticks_goes_before_the_kafka_of_the_environment(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GPUSTREAM_KAFKA", "127.0.0.1:1")
+    (tmp_path / "none.jsonl").write_bytes(b"")
+    result = rules("test", str(file), "--input", str(tmp_path / "none.jsonl"))
+    assert (result.exit_code, result.stderr) == (0, "0 ticks of 0 nodes: 0 alerts would have fired\n")
+
+
 @pytest.fixture(scope="module")
 def kafka() -> Iterator[str]:
     """A broker with the story, and with a record that is no tick."""

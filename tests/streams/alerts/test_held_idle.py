@@ -278,6 +278,25 @@ def test_a_later_override_goes_over_an_earlier_one_and_the_pods_own_policy_over_
     assert (finding.rule.for_ms, finding.rule.severity) == (10_800_000, "info")
 
 
+def test_labels_and_annotations_of_an_override_are_added_to_the_rules() -> None:
+    by = overlay("""
+        [rules.GPUHeldIdle]
+        labels = { team = "platform", pager = "no" }
+        annotations = { runbook = "https://example.com/idle" }
+        [[rules.GPUHeldIdle.overrides]]
+        namespace = "*"
+        labels = { tier = "research" }
+        [[rules.GPUHeldIdle.overrides]]
+        namespace = "ml"
+        labels = { pager = "yes" }
+        annotations = { dashboard = "https://example.com/ml" }
+    """)
+    one = device(0, holder(), busy=0.0)
+    (finding,) = found(tick(0, one), tick(GRACE_S, one), of=RULE, by=by)
+    assert finding.rule.labels == {"team": "platform", "pager": "yes", "tier": "research"}
+    assert finding.rule.annotations == {"runbook": "https://example.com/idle", "dashboard": "https://example.com/ml"}
+
+
 def test_an_override_disables_a_rule_for_some_or_enables_it_for_some() -> None:
     one = device(0, holder("a"), busy=0.0), device(1, holder("b", namespace="other"), busy=0.0)
     off = overlay('[[rules.GPUHeldIdle.overrides]]\nnamespace = "ml"\nenabled = false')

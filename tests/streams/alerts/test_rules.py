@@ -179,6 +179,27 @@ def test_the_other_mistakes_of_a_rule_whose_kind_is_not_known_are_named_too() ->
     assert [line for line, _, _ in mistakes(text)] == [2, 3, 4, 6]
 
 
+@pytest.mark.parametrize(
+    ("setting", "paths"),
+    [
+        (
+            'labels = { alertname = "a", ok = "b", "te-am" = "c", n = 3 }',
+            ["labels.alertname", "labels.te-am", "labels.n"],
+        ),
+        ('annotations = { summary = "", gpu_share = "1" }', ["annotations.summary", "annotations.gpu_share"]),
+        ('copy_labels = ["a", "", 3]', ["copy_labels[2]", "copy_labels[3]"]),
+        (
+            'overrides = [{ pod_labels = { a = ["x", ""], b = [], "" = "x" }, for = 1 }]',
+            ["overrides[1].pod_labels.a[2]", "overrides[1].pod_labels.b", "overrides[1].pod_labels."],
+        ),
+    ],
+)
+def test_every_mistake_within_a_setting_is_named(setting: str, paths: list[str]) -> None:
+    found = mistakes(f"[rules.GPUHeldIdle]\n{setting}\n")
+    assert [path for _, path, _ in found] == [f"rules.GPUHeldIdle.{path}" for path in paths]
+    assert {line for line, _, _ in found} == {2}
+
+
 def test_all_mistakes_are_named_each_at_its_own_line() -> None:
     text = '''
 [rules.GPUHeldIdle]
