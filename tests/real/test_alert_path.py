@@ -1,0 +1,207 @@
+"""From ticks to Alertmanager, with the product's own processes: killed or away in turn, they tell each alert once."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from streams.alerts import rules
+from streams.alerts.judge import Judge
+from streams.alerts.tick import Tick
+from streams.alerts.tick import decode as decode_tick
+from tests.real.pipeline import Gpustream, read_all
+from tests.real.servers import AlertmanagerServer, KafkaServer
+from tests.real.test_alert_sinks import alertmanager_sink, hook, notified, until
+from tests.real.test_alerts import expected, written
+from tests.real.test_alerts import until as until_coroutine
+from tests.streams.attribution.records import CLUSTER, container, gpu, known, pod, snapshot
+from topics import broker
+from topics.alerts import Alert
+from topics.samples import Device, Sample
+from topics.sender import Sender
+from topics.topic import node_key
+from topics.workloads import Owner
+
+pytestmark = pytest.mark.timeout(240)
+
+RULES = """
+[rules.GPUHeldIdle]
+for = "3s"
+grace = "1s"
+keep_firing_for = "500ms"
+"""
+PODS = ("stays", "works", "ends", "later", "busy")
+"""Each with a GPU of its own. All but the last two are idle at first, and "busy" never is."""
+
+EVERY_S = 0.2
+AWAY_S = 20.0
+RESEND = "15s"
+"""What nobody tells again ends after four times that: longer than a sink takes to come back on a busy machine."""
+
+
+def now_ms() -> int:
+    return int(time.time() * 1000)
+
+
+class Node:
+    """A node whose pods hold what the test says, and work as it says; it ticks for as long as it lasts."""
+
+    def __init__(self, sender: Sender) -> None:
+        self.run_id = now_ms()
+        self.working = {"later", "busy"}
+        self.ticks = 0
+        self._sender, self._snapshots = sender, 0
+
+    async def run(self, *pods: str) -> None:
+        """From the next tick on these pods run, and the others have ended: kubelet and API server say so."""
+        seq = self._snapshots + 1
+        held = [container(one, gpu(number)) for number, one in enumerate(PODS) if one in pods]
+        lives = [
+            pod(one, ended=None if one in pods else now_ms(), owners=(Owner("batch/v1", "Job", f"train-{one}"),))
+            for one in PODS
+        ]
+        await self._acknowledged("gpu.workloads", known(seq, *lives, ts_ms=now_ms(), epoch=self.run_id))
+        await self._acknowledged("gpu.allocations", snapshot(seq, *held, run_id=self.run_id, ts_ms=now_ms()))
+        self._snapshots = seq
+
+    async def tick(self) -> None:
+        """One tick, now."""
+        self.ticks += 1
+        tick = Sample(
+            schema=1,
+            cluster=CLUSTER,
+            node="n",
+            run_id=self.run_id,
+            seq=self.ticks,
+            ts_ms=now_ms(),
+            allocations_seq=self._snapshots,
+            devices=tuple([self._device(number, one) for number, one in enumerate(PODS)]),
+        )
+        await self._acknowledged("gpu.samples", tick)
+
+    def _device(self, number: int, name: str) -> Device:
+        busy = 0.9 if name in self.working else 0.0
+        return Device(gpu(number), index=number, metrics={"gpu_utilization_ratio": busy})
+
+    async def _acknowledged(self, topic: str, record: msgspec.Struct) -> None:
+        await (await self._sender.send(topic, msgspec.json.encode(record), key=node_key(CLUSTER, "n")))
+
+
+@asynccontextmanager
+async def ticking(kafka: KafkaServer) -> AsyncIterator[Node]:
+    """A node that ticks."""
+    sender = Sender(kafka.address, client_id="node")
+    await sender.start()
+    node, over = Node(sender), asyncio.Event()
+    await node.run(*PODS)
+
+    async def tick_on() -> None:
+        while not over.is_set():
+            await node.tick()
+            await asyncio.sleep(EVERY_S)
+
+    running = asyncio.create_task(tick_on())
+    try:
+        yield node
+    finally:
+        over.set()
+        await running
+        await sender.stop()
+
+
+def shown(manager: AlertmanagerServer) -> list[str]:
+    """The pods that Alertmanager shows as idle, each as often as it does, with the workload that is the pod's own."""
+    labels = [one["labels"] for one in manager.alerts()]
+    names = sorted(of["k8s_pod_name"] for of in labels)
+    assert {of["alertname"] for of in labels} <= {"GPUHeldIdle"}
+    assert [(of["k8s_workload_kind"], of["k8s_workload_name"]) for of in labels] == [
+        ("Job", f"train-{of['k8s_pod_name']}") for of in labels
+    ]
+    return names
+
+
+async def start(*processes: Gpustream) -> None:
+    """Starts processes at once."""
+    await asyncio.gather(*[asyncio.to_thread(one.start) for one in processes])
+
+
+async def kill_and_start(*processes: Gpustream) -> None:
+    """SIGKILL, and what is started instead of them has taken over."""
+    for one in processes:
+        await asyncio.to_thread(one.kill9)
+    await start(*processes)
+
+
+async def fired(kafka: KafkaServer, name: str) -> bool:
+    """Whether gpu.alerts has an alert about the pod."""
+    values = (await written(kafka))[0].values()
+    return any(msgspec.json.decode(value, type=Alert).labels["k8s_pod_name"] == name for value in values)
+
+
+async def attributed(kafka: KafkaServer, ticks: int) -> list[Tick]:
+    """All ticks of gpu.attributed when there are so many."""
+    values = [record.value for record in await read_all(kafka.address, "gpu.attributed")]
+    return [decode_tick(value) for value in values] if len(values) >= ticks else []
+
+
+async def test_an_idle_gpu_is_told_once_whoever_is_killed_or_away_until_its_pod_works_or_ends(
+    empty_kafka: KafkaServer,
+    start_alertmanager: Callable[..., AlertmanagerServer],
+    gpustream: Callable[..., Gpustream],
+    tmp_path: Path,
+) -> None:
+    kafka, file = empty_kafka, tmp_path / "rules.toml"
+    file.write_text(RULES)
+    await broker.create(kafka.address, partitions=3, replication_factor=1)
+    to = ("--kafka", kafka.address)
+    attribution = gpustream("attribution", "stream", "attribution", *to)
+    worker = gpustream("worker", "stream", "alerts", *to, "--rules", str(file), "--instance-id", "worker")
+    async with hook() as notifications, ticking(kafka) as node:
+        manager = await asyncio.to_thread(start_alertmanager, webhook=notifications.url)
+        sink = alertmanager_sink(gpustream, kafka, "sink", manager.url, resend=RESEND)
+        await start(attribution, worker, sink)
+        await until(lambda: shown(manager) == ["ends", "stays", "works"], "three GPUs are idle")
+
+        # -- killed while they fire
+
+        await kill_and_start(worker, sink)
+        assert shown(manager) == ["ends", "stays", "works"]
+
+        # -- killed before and after two of them end
+
+        node.working.add("works")
+        await node.run("stays", "works", "later", "busy")
+        await kill_and_start(worker, sink)
+        await until(lambda: shown(manager) == ["stays"], "one works, and one has ended")
+        await kill_and_start(worker, sink)
+        told = {"stays": ["firing"], "works": ["firing", "resolved"], "ends": ["firing", "resolved"], "busy": []}
+        await until(lambda: {one: notified(notifications, one) for one in told} == told, "each is notified once")
+
+        # -- Alertmanager is away, and knows nothing when it is back
+
+        await asyncio.to_thread(manager.kill9)
+        back_s = time.monotonic() + AWAY_S
+        node.working.discard("later")
+        await until_coroutine(lambda: fired(kafka, "later"))
+        await kill_and_start(worker)
+        await asyncio.sleep(max(0.0, back_s - time.monotonic()))
+        await asyncio.to_thread(manager.start)
+        await until(lambda: shown(manager) == ["later", "stays"], "what began while it was away is there, and no more")
+
+    ticks = await until_coroutine(lambda: attributed(kafka, node.ticks))
+    found, _ = await written(kafka)
+    assert found == expected([ticks], Judge(rules.load(file))), "as one worker writes it that nothing happens to"
+    alerts = [msgspec.json.decode(value, type=Alert) for value in found.values()]
+    assert sorted((one.labels["k8s_pod_name"], one.state, one.resolved_because) for one in alerts) == [
+        ("ends", "firing", None),
+        ("ends", "resolved", "pod_ended"),
+        ("later", "firing", None),
+        ("stays", "firing", None),
+        ("works", "firing", None),
+        ("works", "resolved", "condition"),
+    ]
+    assert await read_all(kafka.address, "gpu.dead-letters") == []
