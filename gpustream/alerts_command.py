@@ -21,9 +21,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from sinks.alerts import Undecodable, read
 from topics import broker
 from topics.alerts import TOPIC, Alert, Severity, State, transition_id
-from topics.decoding import decoder
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,6 @@ _RANKS: dict[Severity, int] = {"critical": 0, "warning": 1, "info": 2}
 _STYLES = {"critical": "red", "warning": "yellow"}
 _WAIT_MS = 500
 _FAILED = 1
-_decode = decoder(Alert)
 _UNITS = (("d", 86_400), ("h", 3_600), ("m", 60), ("s", 1))
 
 
@@ -60,13 +59,13 @@ class Seen:
     def see(self, record: Any) -> Alert | None:
         """Take a record in. Gives the alert where it is a transition: not a repeat of the last one, nor a deletion."""
         key = record.key or b""
-        if record.value is None:
-            self._last.pop(key, None)
-            return None
         try:
-            alert = _decode(record.value)
-        except msgspec.DecodeError as error:
-            log.warning("not an alert: %s", error, extra={"partition": record.partition, "offset": record.offset})
+            alert = read(record)
+        except Undecodable as error:
+            log.warning("%s", error, extra={"partition": record.partition, "offset": record.offset})
+            return None
+        if alert is None:
+            self._last.pop(key, None)
             return None
         before, self._last[key] = self._last.get(key), alert
         return None if before is not None and transition_id(before) == transition_id(alert) else alert

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import msgspec
 
 from sinks.dead_letters import Record
-from topics.alerts import TOPIC, Alert, milliseconds
+from topics.alerts import MAX_TIME_MS, TOPIC, Alert, milliseconds
 from topics.decoding import decoder
 
 _decode = decoder(Alert)
@@ -27,6 +27,8 @@ def read(record: Record) -> Alert | None:
         raise Undecodable(f"not a record of {TOPIC.name}: its key is not its fingerprint")
     if alert.state == "resolved" and alert.ends_at is None:
         raise Undecodable(f"not a record of {TOPIC.name}: resolved, without ends_at")
+    if any(at is not None and not 0 <= milliseconds(at) <= MAX_TIME_MS for at in (alert.starts_at, alert.ends_at)):
+        raise Undecodable(f"not a record of {TOPIC.name}: of a time before 1970 or after 9999")
     return alert
 
 

@@ -11,12 +11,13 @@ from datetime import datetime, timedelta
 import msgspec
 
 from sinks.receiver import Request
-from topics.alerts import Alert
+from topics.alerts import MAX_TIME_MS, Alert, time
 
 FINGERPRINT = "gpustream_fingerprint"
 HOLD_RESENDS = 4
 """An open alert ends by itself where it is not told again for so many times as long as it should be."""
 
+_LAST = time(MAX_TIME_MS)
 _HEADERS = {"Content-Type": "application/json"}
 
 
@@ -37,11 +38,10 @@ def request(alerts: Sequence[Alert], now: datetime, resend_s: float, generator_u
 
 def postable(alert: Alert, now: datetime, resend_s: float, generator_url: str | None = None) -> Postable:
     """One alert. It never ends before it starts, which Alertmanager refuses, whatever its node's clock says."""
-    ends_at = now + timedelta(seconds=resend_s * HOLD_RESENDS)
+    hold = timedelta(seconds=resend_s * HOLD_RESENDS)
+    ends_at = max(now, min(alert.starts_at, _LAST - hold)) + hold
     if alert.state == "resolved":
         ends_at = min(alert.ends_at or now, now)
-    elif alert.starts_at > now:
-        ends_at += alert.starts_at - now
     return Postable(
         labels={"alertname": alert.name, "severity": alert.severity, **alert.labels, FINGERPRINT: alert.fingerprint},
         annotations=alert.annotations,

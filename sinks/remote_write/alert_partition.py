@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from typing import NamedTuple
 
-import msgspec
-
+from sinks import alerts
+from sinks.alerts import Undecodable
 from sinks.blocks import Group
 from sinks.dead_letters import Record
 from sinks.outcomes import Outcome
@@ -19,10 +19,7 @@ from sinks.remote_write.alert_series import AlertSeries, Change, Malformed, roun
 from sinks.remote_write.deliver import Fate, deliver
 from sinks.remote_write.partition import Shared, describe
 from sinks.remote_write.policy import UNTIMELY
-from topics.alerts import TOPIC, Alert
-from topics.decoding import decoder
-
-_decode = decoder(Alert)
+from topics.alerts import Alert
 
 
 class _Read(NamedTuple):
@@ -46,7 +43,7 @@ class AlertPartition:
         for record in records:
             try:
                 self._series.recall(*_alert(record))
-            except Malformed:
+            except (Undecodable, Malformed):
                 continue  # its dead letter was written then
 
     async def deliver(self, records: Sequence[Record], abandon: asyncio.Event) -> AsyncGenerator[int]:
@@ -89,7 +86,7 @@ class AlertPartition:
             if self._series.is_replay(fingerprint, alert):
                 return _Read(record)
             return _Read(record, self._series.change(fingerprint, alert, record.timestamp, self._now_ms()))
-        except Malformed as error:
+        except (Undecodable, Malformed) as error:
             return _Read(record, error=str(error))
 
     async def _write(self, changes: Sequence[Change], abandon: asyncio.Event) -> list[Fate]:
@@ -136,16 +133,8 @@ class AlertPartition:
 
 
 def _alert(record: Record) -> tuple[str, Alert | None]:
-    """The fingerprint, and the alert: None where it was deleted. Raises Malformed."""
-    if record.value is None:
-        return (record.key or b"").decode("utf-8", "replace"), None
-    try:
-        alert = _decode(record.value)
-    except msgspec.DecodeError as error:
-        raise Malformed(f"not a record of {TOPIC.name}: {error}") from error
-    if (record.key or b"") != alert.fingerprint.encode():
-        raise Malformed(f"the alert {alert.fingerprint} has another's key")
-    return alert.fingerprint, alert
+    """The fingerprint, and the alert: None where it was deleted. Raises Undecodable."""
+    return (record.key or b"").decode("utf-8", "replace"), alerts.read(record)
 
 
 def _end(read: _Read, fate: Fate | None) -> tuple[Outcome, str]:

@@ -121,6 +121,13 @@ def test_a_broker_that_is_not_there_or_has_no_alerts_is_one_sentence() -> None:
     assert "no Kafka broker answers at 127.0.0.1:1" in nowhere.stderr
 
 
+def test_what_sinks_take_for_no_alert_is_not_shown() -> None:
+    seen, over = Seen(), alert(ends_ms=START_MS + 5)
+    assert seen.see(alert_record(alert(), key=b"0" * 16)) is None
+    assert seen.see(alert_record(msgspec.structs.replace(over, ends_at=None))) is None
+    assert seen.open() == []
+
+
 def test_the_most_severe_come_first_then_the_oldest() -> None:
     seen = Seen()
     given = [

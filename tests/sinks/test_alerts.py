@@ -40,6 +40,9 @@ BAD: dict[str, Any] = {
     "a time without a zone": {"starts_at": "2026-11-20T23:59:12.5"},
     "labels that are no text": {"labels": {"gpu_index": 0}},
     "resolved without an end": {"state": "resolved"},
+    "before 1970": {"starts_at": "0001-01-01T00:00:00Z"},
+    "after 9999": {"starts_at": "9999-12-31T23:59:59-05:00"},
+    "ended before 1970": {"state": "resolved", "ends_at": "1969-12-31T23:59:59Z"},
 }
 
 
