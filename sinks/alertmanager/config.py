@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 from sinks.settings import http_mistakes, reading_mistakes, url_mistakes
 
 API = "/api/v2/alerts"
+_RARELY_S = 24 * 3600
 RESERVED_HEADERS = frozenset({"content-type", "content-length"})
 
 
@@ -45,7 +46,7 @@ class AlertmanagerSettings:
         """Every mistake in the settings, in words for whoever wrote them; empty when there is none."""
         return [
             *_urls(self.urls),
-            *(["--resend: must be at least 1 s"] if self.resend_s < 1 else []),
+            *([] if 1 <= self.resend_s <= _RARELY_S else ["--resend: must be at least 1 s and at most 24 h"]),
             *reading_mistakes(self),
             *http_mistakes(self, RESERVED_HEADERS),
         ]

@@ -24,6 +24,7 @@ def test_good_settings_have_no_mistakes() -> None:
         ({"urls": ("http://am:9093/?a=b",)}, "--url: 'http://am:9093/?a=b': without a query"),
         ({"urls": ("http://am:9093", "http://am:9093/")}, "--url: 'http://am:9093' is given twice"),
         ({"resend_s": 0.5}, "--resend"),
+        ({"resend_s": 3.6e13}, "--resend"),
         ({"from_": -1.0}, "--from"),
         ({"kafka": ""}, "--kafka"),
         ({"group": ""}, "--group"),
