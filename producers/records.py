@@ -76,6 +76,7 @@ def workloads_content(
     node_labels: Mapping[str, str],
     pods: Iterable[Mapping[str, Any]],
     dra_devices: Iterable[Mapping[str, Any]] = (),
+    admin_claims: Iterable[Mapping[str, Any]] = (),
     *,
     removed: bool = False,
 ) -> bytes:
@@ -83,6 +84,8 @@ def workloads_content(
     rows = sorted((_present(pod) for pod in pods), key=lambda pod: (pod["namespace"], pod["name"], pod["uid"]))
     dra = sorted((_present(row) for row in dra_devices), key=lambda row: (row["driver"], row["pool"], row["device"]))
     content = {"node_labels": dict(node_labels), "pods": rows, "dra_devices": dra}
+    if admin := sorted(map(dict, admin_claims), key=lambda row: sorted(row.items())):
+        content["admin_claims"] = admin
     return _dumps(content | {"removed": True} if removed else content, sort_keys=True)
 
 

@@ -72,18 +72,19 @@ class WorkloadsPublisher:
         node_labels: Mapping[str, str],
         pods: Iterable[Mapping[str, Any]],
         dra_devices: Iterable[Mapping[str, Any]] = (),
+        admin_claims: Iterable[Mapping[str, Any]] = (),
         *,
         removed: bool = False,
     ) -> int | None:
         """Take what is known of a node at ``ts_ms``, without waiting; gives its ``seq``, or None where nothing changed.
 
-        ``pods`` and ``dra_devices`` are dicts as in gpu.workloads; ``removed``: there is no such node any more. Raises
-        ValueError where ``node`` can't be a name.
+        ``pods``, ``dra_devices`` and ``admin_claims`` are dicts as in gpu.workloads; ``removed``: there is no such node
+        any more. Raises ValueError where ``node`` can't be a name.
         """
         last = self._nodes.get(node)
         self._leaving.discard(node)
         try:
-            content = records.workloads_content(node_labels, pods, dra_devices, removed=removed)
+            content = records.workloads_content(node_labels, pods, dra_devices, admin_claims, removed=removed)
         except records.Unencodable:
             self._count_dropped("unencodable")
             return None

@@ -2,6 +2,7 @@
 
 import msgspec
 
+from topics.allocations import Claim
 from topics.topic import Name, Topic, UInt, Version
 
 
@@ -44,7 +45,9 @@ class DraDevice(msgspec.Struct, frozen=True, omit_defaults=True):
 class NodeWorkloads(msgspec.Struct, frozen=True, kw_only=True):
     """A node's GPU pods. ``epoch`` is the leader's that wrote it: readers drop records of an older one.
 
-    ``removed``: the node is no longer in the cluster; nothing more is said of it unless it comes back.
+    ``admin_claims`` are the devices that claims have only to look at them (``adminAccess``), as monitoring does: who
+    has such a claim does not hold its device. ``removed``: the node is no longer in the cluster; nothing more is said
+    of it unless it comes back.
     """
 
     schema: Version
@@ -56,6 +59,7 @@ class NodeWorkloads(msgspec.Struct, frozen=True, kw_only=True):
     node_labels: dict[str, str] = {}
     pods: tuple[Pod, ...] = ()
     dra_devices: tuple[DraDevice, ...] = ()
+    admin_claims: tuple[Claim, ...] = ()
     removed: bool = False
 
 

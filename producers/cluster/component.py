@@ -1,6 +1,6 @@
 """The cluster as a producer: what its API server says of GPU pods is told of node by node, by one of all replicas.
 
-In: watches of pods, nodes, namespaces and resource slices; owners, asked for once each. Out: gpu.workloads.
+In: watches of pods, nodes, namespaces, resource slices and claims; owners, asked for once each. Out: gpu.workloads.
 State: the cluster as far as it concerns GPUs, kept by every replica; a standby knows all that the leader knows.
 On failure: without an API server or a Kafka it runs, says so, and works when they come. Nothing is told before all of
 the pods and nodes are known, for readers take a pod that is not told of for ended.
@@ -37,10 +37,11 @@ from topics.sender import Sender
 log = logging.getLogger(__name__)
 
 RESOURCE_SLICES = "/apis/resource.k8s.io/v1/resourceslices"
+RESOURCE_CLAIMS = "/apis/resource.k8s.io/v1/resourceclaims"
 """What an API server without dynamic resource allocation does not have."""
 
 EXTRAS_WITHIN_S = 10.0
-"""So long the first record waits for what it can be without: namespaces, resource slices, owner chains."""
+"""So long the first record waits for what it can be without: namespaces, resource slices and claims, owner chains."""
 
 CHECK_S = 1.0
 AT_ONCE = 64
@@ -155,6 +156,7 @@ class ClusterProducer:
         ), (
             watch("namespaces", "/api/v1/namespaces", listeners.namespaces(*told)),
             watch("resourceslices", RESOURCE_SLICES, listeners.slices(*told), optional=True),
+            watch("resourceclaims", RESOURCE_CLAIMS, listeners.claims(*told, _now_ms), optional=True),
         )
 
     @contextlib.asynccontextmanager
@@ -234,7 +236,7 @@ class ClusterProducer:
         if content is None:
             return
         self._instruments.counter(own.SHED).inc(content.shed)
-        about = content.node_labels, content.pods, content.dra_devices
+        about = content.node_labels, content.pods, content.dra_devices, content.admin_claims
         publisher.publish(_now_ms(), node, *about, removed=content.last)
         if content.last:
             publisher.forget(node)

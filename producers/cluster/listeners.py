@@ -136,3 +136,19 @@ def slices(state: State, instruments: Instruments, wake: Callable[[], None]) -> 
         kept=lambda: len(state.slices),
     )
     return Listener("resourceslices", target, instruments, wake)
+
+
+def claims(
+    state: State, instruments: Instruments, wake: Callable[[], None], clock: Clock
+) -> Listener[objects.ResourceClaim]:
+    """The listener of resource claims."""
+    target = Target(
+        kind=objects.ResourceClaim,
+        begin=state.claims.begin,
+        put=lambda claim: state.put_claim(claim, clock()),
+        remove=lambda claim: state.claims.remove(claim.uid, clock()),
+        seen=lambda claim: state.claims.seen(claim.uid),
+        complete=lambda: state.claims.complete(clock()),
+        kept=lambda: len(state.claims),
+    )
+    return Listener("resourceclaims", target, instruments, wake)

@@ -169,6 +169,40 @@ class Slice(msgspec.Struct, frozen=True):
     spec: SliceSpec
 
 
+class AllocatedDevice(msgspec.Struct, frozen=True, rename="camel"):
+    """A device that a claim was given; ``admin_access``: only to look at it, whoever else has it."""
+
+    driver: str
+    pool: str
+    device: str
+    admin_access: bool | None = None
+
+
+class AllocatedDevices(msgspec.Struct, frozen=True):
+    """The devices that a claim was given."""
+
+    results: list[AllocatedDevice] | None = None
+
+
+class Allocation(msgspec.Struct, frozen=True):
+    """What a claim was given."""
+
+    devices: AllocatedDevices = AllocatedDevices()
+
+
+class ClaimStatus(msgspec.Struct, frozen=True):
+    """What became of a claim."""
+
+    allocation: Allocation | None = None
+
+
+class ResourceClaim(msgspec.Struct, frozen=True):
+    """A resource claim of dynamic resource allocation."""
+
+    metadata: Meta
+    status: ClaimStatus = ClaimStatus()
+
+
 class ApiResource(msgspec.Struct, frozen=True):
     """A resource of an API group's version; one with a slash in its name is a part of another."""
 

@@ -5,7 +5,7 @@ State: the slices, by pool. A pool that a driver writes anew has slices of two g
 is meant. All of it is pure.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from producers.cluster.objects import Slice
@@ -52,11 +52,19 @@ class Slices:
         """The devices of a node; none twice."""
         found = {
             (device.driver, device.pool, device.device): device
-            for pool in self._by_node.get(node, ())
+            for pool in self.pools_of(node)
             for part in _newest(self._pools[pool])
             for device in part.devices.get(node, ())
         }
         return list(found.values())
+
+    def pools_of(self, node: str) -> Iterable[PoolName]:
+        """The pools that have devices of a node."""
+        return self._by_node.get(node, ())
+
+    def nodes_of(self, pool: PoolName) -> set[str]:
+        """The nodes of which a pool has devices."""
+        return {node for part in self._pools.get(pool, {}).values() for node in part.devices}
 
     def begin(self) -> None:
         """A full list begins."""
@@ -82,26 +90,22 @@ class Slices:
         self._pools.setdefault(part.pool, {})[uid] = part
         for node in part.devices:
             self._by_node.setdefault(node, {})[part.pool] = None
-        return changed | self._nodes(part.pool)
+        return changed | self.nodes_of(part.pool)
 
     def remove(self, uid: str) -> set[str]:
         """A slice is gone; gives the nodes that may have changed."""
         part = self._slices.pop(uid, None)
         if part is None:
             return set()
-        nodes = self._nodes(part.pool)
+        nodes = self.nodes_of(part.pool)
         del self._pools[part.pool][uid]
-        for node in nodes - self._nodes(part.pool):
+        for node in nodes - self.nodes_of(part.pool):
             del self._by_node[node][part.pool]
             if not self._by_node[node]:
                 del self._by_node[node]
         if not self._pools[part.pool]:
             del self._pools[part.pool]
         return nodes
-
-    def _nodes(self, pool: PoolName) -> set[str]:
-        """The nodes of which a pool has devices."""
-        return {node for part in self._pools.get(pool, {}).values() for node in part.devices}
 
 
 def _newest(pool: dict[str, Known]) -> Iterator[Known]:

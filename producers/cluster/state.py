@@ -1,7 +1,7 @@
 """What is known of the cluster, and what of it is told of each node.
 
-In: pods, nodes, namespaces and slices as the API server has them, and owner chains. Out: the content of a node's
-gpu.workloads record, and which nodes changed.
+In: pods, nodes, namespaces, slices and claims as the API server has them, and owner chains. Out: the content of a
+node's gpu.workloads record, and which nodes changed.
 State: the GPU pods, and the labels, chains and devices that they are told with.
 On failure: what would not fit into a record gives way in a fixed order, and is counted.
 All of it is pure: times are given, in ms since the epoch.
@@ -13,7 +13,8 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from producers import records
-from producers.cluster import objects, pods, slices
+from producers.cluster import claims, objects, pods, slices
+from producers.cluster.claims import Claims
 from producers.cluster.labelled import Labelled
 from producers.cluster.pods import Change, Pods, Reading
 from producers.cluster.room import JsonDict, fit, size
@@ -56,6 +57,7 @@ class Content(NamedTuple):
     node_labels: dict[str, str]
     pods: list[JsonDict]
     dra_devices: list[JsonDict]
+    admin_claims: list[JsonDict]
     last: bool
     shed: int
 
@@ -67,6 +69,7 @@ class State:
         self._selection, self._follower = selection, follower
         self.pods = Pods()
         self.slices = Slices()
+        self.claims = Claims()
         self.nodes = Labelled()
         self.namespaces = Labelled()
         self._policies: dict[str, dict[str, str]] = {}
@@ -98,10 +101,12 @@ class State:
         labels = self.nodes.get(node)
         if labels is None and gone_ms is None:
             return None
-        devices = [] if labels is None else [msgspec.to_builtins(device) for device in self.slices.of_node(node)]
-        room = LARGEST_VALUE_BYTES - HEAD_BYTES - size(devices) - size(labels)
+        here = labels is not None
+        devices = [msgspec.to_builtins(device) for device in self.slices.of_node(node) if here]
+        admin = [msgspec.to_builtins(one) for one in self.claims.of_pools(self.slices.pools_of(node)) if here]
+        room = LARGEST_VALUE_BYTES - HEAD_BYTES - size(devices) - size(admin) - size(labels)
         rows, shed = fit([self._row(pod, gone_ms) for pod in self.pods.on_node(node)], room)
-        return Content(labels or {}, rows, devices, labels is None, shed)
+        return Content(labels or {}, rows, devices, admin, not here, shed)
 
     def put_pod(self, pod: objects.Pod, now_ms: int) -> int:
         """A pod as it is now; gives how many of its labels and annotations were cut or left out since it last was."""
@@ -173,6 +178,11 @@ class State:
         """A full list of resource slices is over."""
         self._mark(self.slices.complete())
 
+    def put_claim(self, claim: objects.ResourceClaim, now_ms: int) -> None:
+        """A resource claim as it is now."""
+        found = claims.known(claim, self._selection.drivers)
+        self._mark_pools(self.claims.put(claim.metadata.uid, found, now_ms))
+
     def learn(self, owner_uid: str, chain: Iterable[Owner]) -> None:
         """The chain from an owner up, the owner included."""
         if owner_uid in self._followed:
@@ -182,6 +192,7 @@ class State:
     def expire(self, now_ms: int) -> None:
         """Forget what ended long ago."""
         self._apply(self.pods.expire(now_ms))
+        self._mark_pools(self.claims.expire(now_ms))
         for node in [node for node, gone_ms in self._gone_ms.items() if gone_ms + pods.KEPT_MS <= now_ms]:
             del self._gone_ms[node]
         self._forget_namespaces()
@@ -204,6 +215,9 @@ class State:
         for node in nodes:
             if node in self.nodes or node in self._gone_ms:
                 self._changed[node] = None
+
+    def _mark_pools(self, pools: Iterable[slices.PoolName]) -> None:
+        self._mark(node for pool in pools for node in self.slices.nodes_of(pool))
 
     def _follow(self, pod: pods.Known) -> None:
         if pod.owner and pod.owner.uid and pod.owner.uid not in self._followed:

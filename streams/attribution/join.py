@@ -11,7 +11,8 @@ many, is not made to wait that long again: any end asked after the sample was re
 acknowledged before the first sample that names it.
 
 Of what a snapshot names a pod holds nothing that the workloads told to have ended long before the sample, where none
-of its name may be meant that lives: kubelets go on listing pods that ended until their devices are needed again.
+of its name may be meant that lives: kubelets go on listing pods that ended until their devices are needed again. Nor
+does it hold what it has by a claim for administration, as monitoring does.
 """
 
 from collections.abc import Mapping
@@ -39,7 +40,7 @@ from streams.attribution.state import (
     pruned,
 )
 from streams.attribution.workloads import DraKey, PodName, learn
-from topics.allocations import Allocations
+from topics.allocations import Allocations, Claim, Container
 from topics.attributed import AttributedDevice, AttributedSample, Attribution, Holder
 from topics.samples import Device, Sample
 from topics.workloads import NodeWorkloads
@@ -73,6 +74,7 @@ _STRANGERS = 64
 
 _NO_PODS = Named({})
 _NO_DRA: dict[DraKey, str] = {}
+_NO_ADMIN: frozenset[Claim] = frozenset()
 _replace = msgspec.structs.replace
 
 
@@ -255,22 +257,29 @@ def _joined(
     if snapshot is None:
         return state, Joined(_attributed(tick, attribution, labels, {}, None), ())
     dra = state.workloads.dra_at(sample.ts_ms) if state.workloads else _NO_DRA
+    admin = state.workloads.admin_at(sample.ts_ms) if state.workloads else _NO_ADMIN
     inventory = tuple([(d.uuid, d.index, d.minor, d.mig) for d in sample.devices])
     memo = state.memo
     unknown_ids: tuple[str, ...] = ()
-    if memo is None or not _still(memo, snapshot, inventory, named, dra):
-        held = hold(_without(snapshot, named.over), sample.devices, named.pods, dra)
-        memo = Memo(snapshot, inventory, named, dra, held)
+    if memo is None or not _still(memo, snapshot, inventory, named, dra, admin):
+        held = hold(_without(snapshot, named.over, admin), sample.devices, named.pods, dra)
+        memo = Memo(snapshot, inventory, named, dra, admin, held)
         state, unknown_ids = _replace(state, memo=memo), memo.held.unknown_ids
     out = _attributed(tick, attribution, labels, memo.held.holders, _pod_of(state, sample.ts_ms))
     return state, Joined(out, unknown_ids)
 
 
-def _without(snapshot: Allocations, over: frozenset[PodName]) -> Allocations:
-    """A snapshot without the containers of pods that were over."""
-    if not over:
+def _without(snapshot: Allocations, over: frozenset[PodName], admin: frozenset[Claim]) -> Allocations:
+    """A snapshot without the containers of pods that were over, and without the claims that only look at a device."""
+    if not over and not admin:
         return snapshot
-    return _replace(snapshot, containers=tuple(c for c in snapshot.containers if (c.namespace, c.pod) not in over))
+    left = [c for c in snapshot.containers if (c.namespace, c.pod) not in over]
+    claims = [tuple(claim for claim in c.claims if claim not in admin) for c in left]
+    return _replace(snapshot, containers=tuple(map(_with_claims, left, claims)))
+
+
+def _with_claims(container: Container, claims: tuple[Claim, ...]) -> Container:
+    return container if len(claims) == len(container.claims) else _replace(container, claims=claims)
 
 
 def _pod_of(state: NodeState, ts_ms: int) -> PodOf | None:
@@ -285,10 +294,12 @@ def _still(
     inventory: Inventory,
     named: Named,
     dra: Mapping[DraKey, str],
+    admin: frozenset[Claim],
 ) -> bool:
     return (
         memo.snapshot is snapshot
         and memo.dra is dra
+        and memo.admin is admin
         and memo.inventory == inventory
         and memo.named.over == named.over
         and len(memo.named.pods) == len(named.pods)

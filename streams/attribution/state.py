@@ -10,7 +10,7 @@ import msgspec
 
 from streams.attribution.holders import Held
 from streams.attribution.workloads import DraKey, Knowledge, PodName, forget_before
-from topics.allocations import Allocations
+from topics.allocations import Allocations, Claim
 from topics.attributed import AttributedSample
 from topics.samples import Mig, Sample
 from topics.workloads import NodeWorkloads, Pod
@@ -88,6 +88,7 @@ class Memo(msgspec.Struct, frozen=True):
     inventory: Inventory
     named: Named
     dra: Mapping[DraKey, str]
+    admin: frozenset[Claim]
     held: Held
 
 

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import msgspec
 
+from topics.allocations import Claim
 from topics.samples import TOPIC as SAMPLES
 from topics.workloads import TOPIC as WORKLOADS
 from topics.workloads import NodeWorkloads, Pod
@@ -74,6 +75,7 @@ class Knowledge(msgspec.Struct, frozen=True):
     seq: int
     node_labels: Versions[dict[str, str]]
     dra: Versions[dict[DraKey, str]]
+    admin: Versions[frozenset[Claim]]
     lives: dict[PodName, tuple[Life, ...]]
     ended: dict[PodName, tuple[int, ...]] = {}
 
@@ -117,6 +119,10 @@ class Knowledge(msgspec.Struct, frozen=True):
         """The UUIDs of the DRA devices at a time."""
         return at(self.dra, ts_ms)
 
+    def admin_at(self, ts_ms: int) -> frozenset[Claim]:
+        """The devices that claims have only to look at them, at a time."""
+        return at(self.admin, ts_ms)
+
 
 def at(versions: Versions[T], ts_ms: int) -> T:
     """The version with the greatest time at or before ``ts_ms``, else the earliest."""
@@ -136,6 +142,7 @@ def learn(known: Knowledge | None, record: NodeWorkloads) -> Knowledge:
         seq=record.seq,
         node_labels=_add(known.node_labels if known else (), record.ts_ms, record.node_labels),
         dra=_add(known.dra if known else (), record.ts_ms, dra),
+        admin=_add(known.admin if known else (), record.ts_ms, frozenset(record.admin_claims)),
         lives=_learn_pods(known.lives if known else {}, record),
         ended=known.ended if known else {},
     )
@@ -162,6 +169,7 @@ def forget_before(known: Knowledge, ts_ms: int) -> Knowledge:
         ended=_remembered(ended, ts_ms),
         node_labels=_since(known.node_labels, ts_ms),
         dra=_since(known.dra, ts_ms),
+        admin=_since(known.admin, ts_ms),
     )
 
 

@@ -690,13 +690,35 @@ def test_the_devices_of_resource_claims_are_told_with_their_uuids_and_a_tick_nam
             "claims": [claim],
         }
     ]
+    monitored_by(cluster, "dra", "gpu-0")
+    node.containers.append(
+        {**node.containers[0], "pod": "monitor", "claims": [claim | {"claim": "monitor", "device": "gpu-0"}]}
+    )
     free, held = holders(cluster, node)
     assert free is None
     assert held is not None
     assert (held.pod, held.pod_uid) == ("claims", uid)
     api.delete("/apis/resource.k8s.io/v1/resourceslices/dra-gpu.nvidia.com")
     until(lambda: not cluster.workloads.of("dra")[-1].dra_devices)
-    assert set(cluster.told("dra")) == {"claims"}
+    assert set(cluster.told("dra")) == {"claims", "monitor"}
+
+
+def monitored_by(cluster: Cluster, node: str, device: str) -> None:
+    """A pod ``monitor`` and a claim of that name, which has a device only to look at it, as the scheduler writes it."""
+    api = cluster.api
+    api.patch("/api/v1/namespaces/dra", {"metadata": {"labels": {"resource.kubernetes.io/admin-access": "true"}}})
+    exactly = {"deviceClassName": "gpu.nvidia.com", "adminAccess": True, "allocationMode": "All"}
+    claim = {"apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim"}
+    metadata = {"name": "monitor", "namespace": "dra"}
+    spec = {"devices": {"requests": [{"name": "gpu", "exactly": exactly}]}}
+    api.create({**claim, "metadata": metadata, "spec": spec})
+    result = {"request": "gpu", "driver": "gpu.nvidia.com", "pool": node, "device": device, "adminAccess": True}
+    path = "/apis/resource.k8s.io/v1/namespaces/dra/resourceclaims/monitor"
+    api.patch(path, {"status": {"allocation": {"devices": {"results": [result]}}}}, status=True)
+    plain = [{"name": "main", "image": "x", "resources": {"claims": [{"name": "gpu"}]}}]
+    claims = [{"name": "gpu", "resourceClaimName": "monitor"}]
+    pod(api, "dra", "monitor", node, containers=plain, resourceClaims=claims)
+    until(lambda: "monitor" in cluster.told(node) and cluster.workloads.of(node)[-1].admin_claims)
 
 
 # -- an API server that goes away

@@ -248,7 +248,8 @@ def token(cluster: Cluster) -> str:
     return str(answer.body["status"]["token"])
 
 
-LISTED = ["/api/v1/pods", "/api/v1/nodes", "/api/v1/namespaces", "/apis/resource.k8s.io/v1/resourceslices"]
+DRA = "/apis/resource.k8s.io/v1"
+LISTED = ["/api/v1/pods", "/api/v1/nodes", "/api/v1/namespaces", f"{DRA}/resourceslices", f"{DRA}/resourceclaims"]
 LEASES = "/apis/coordination.k8s.io/v1/namespaces/gpustream/leases"
 REFUSED = [
     "/api/v1/secrets",
@@ -258,7 +259,7 @@ REFUSED = [
     "/apis/apps/v1/deployments",
     "/apis/batch/v1/jobs",
     "/apis/ray.io/v1/namespaces/default/rayclusters/r",
-    "/apis/resource.k8s.io/v1/resourceclaims",
+    f"{DRA}/deviceclasses",
     "/apis/rbac.authorization.k8s.io/v1/clusterroles",
     LEASES,
     f"{LEASES}/another",

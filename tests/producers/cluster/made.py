@@ -17,7 +17,7 @@ PREFIXES = ("nvidia.com/",)
 START = "2026-03-01T12:00:00Z"
 START_MS = 1_772_366_400_000
 
-_POD, _SLICE = reader(objects.Pod), reader(objects.Slice)
+_POD, _SLICE, _CLAIM = reader(objects.Pod), reader(objects.Slice), reader(objects.ResourceClaim)
 
 
 def raw(of: JsonDict) -> bytes:
@@ -95,6 +95,29 @@ def slice_json(name: str = "s", **changed: Any) -> JsonDict:
 def slice_(name: str = "s", **changed: Any) -> objects.Slice:
     """The same, decoded."""
     return decode(_SLICE, raw(slice_json(name, **changed)))
+
+
+def claim_json(name: str = "monitor", **changed: Any) -> JsonDict:
+    """A resource claim for administration; ``results`` are pairs of a device and what is said of its access, and None
+    where it has no devices; ``uid`` changes it."""
+    results: Sequence[tuple[str, bool | None]] | None = changed.get("results", [("gpu-0", True)])
+    rows = [
+        {
+            "request": "gpu",
+            "driver": changed.get("driver", "gpu.nvidia.com"),
+            "pool": changed.get("pool", "n1"),
+            "device": device,
+            **({} if access is None else {"adminAccess": access}),
+        }
+        for device, access in results or ()
+    ]
+    status = {} if results is None else {"allocation": {"devices": {"results": rows}}}
+    return {"metadata": {"name": name, "namespace": "ml", "uid": changed.get("uid", f"uid-{name}")}, "status": status}
+
+
+def claim(name: str = "monitor", **changed: Any) -> objects.ResourceClaim:
+    """The same, decoded."""
+    return decode(_CLAIM, raw(claim_json(name, **changed)))
 
 
 def named(

@@ -15,13 +15,14 @@ from producers.cluster import defaults
 from producers.cluster import instruments as own
 from producers.cluster.component import ClusterProducer, Settings
 from tests.producers.cluster.api_server import ApiServer, answers, kubeconfig
-from tests.producers.cluster.made import named, over, pod_json, slice_json
+from tests.producers.cluster.made import claim_json, named, over, pod_json, slice_json
 from tests.producers.fakes import FakeSender
 from topics.decoding import decoder
 from topics.workloads import NodeWorkloads, Owner
 
 PODS, NODES, NAMESPACES = "/api/v1/pods", "/api/v1/nodes", "/api/v1/namespaces"
 SLICES = "/apis/resource.k8s.io/v1/resourceslices"
+CLAIMS = "/apis/resource.k8s.io/v1/resourceclaims"
 REPLICA_SETS = "/apis/apps/v1/namespaces/ml/replicasets"
 LEASES = "/apis/coordination.k8s.io/v1/namespaces/gpus/leases"
 RS = Owner("apps/v1", "ReplicaSet", "llm-5d", "rs-1")
@@ -88,6 +89,7 @@ async def test_each_node_is_told_of_with_its_pods_labels_and_devices(tmp_path: P
     server = cluster_of("n1", "n2")
     server.objects[PODS]["bert-0"] = pod_json()
     server.objects[SLICES] = {"s": slice_json()}
+    server.objects[CLAIMS] = {"monitor": claim_json()}
     async with server, running(server, tmp_path) as replica:
         await replica.until(lambda: replica.records("n1") and replica.records("n2"))
         first = decoder(NodeWorkloads)(orjson.dumps(replica.records()[0]))
@@ -95,6 +97,7 @@ async def test_each_node_is_told_of_with_its_pods_labels_and_devices(tmp_path: P
     assert (first.cluster, first.seq, first.node_labels) == ("default", 1, {"topology.kubernetes.io/zone": "a"})
     assert [(pod.uid, pod.namespace_labels) for pod in first.pods] == [("uid-bert-0", {"team": "research"})]
     assert [device.uuid for device in first.dra_devices] == ["GPU-a", "GPU-b"]
+    assert [one.claim for one in first.admin_claims] == ["monitor"]
     assert replica.records("n2")[0]["pods"] == []
 
 

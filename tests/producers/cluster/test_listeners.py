@@ -7,9 +7,11 @@ from prometheus_client import CollectorRegistry
 from producers.cluster import instruments as names
 from producers.cluster import listeners
 from producers.cluster.listeners import Listener
-from tests.producers.cluster.made import START_MS, named, pod_json, raw, slice_json, state
+from tests.producers.cluster.made import START_MS, claim_json, named, pod_json, raw, slice_json, state
 from tests.producers.fakes import value
 from topics.instruments import Instruments
+
+RESOURCES = ("pods", "nodes", "namespaces", "resourceslices", "resourceclaims")
 
 
 class Bench:
@@ -23,6 +25,7 @@ class Bench:
         self.nodes = listeners.nodes(*told, lambda: START_MS)
         self.namespaces = listeners.namespaces(*told)
         self.slices = listeners.slices(*told)
+        self.claims = listeners.claims(*told, lambda: START_MS)
 
     def _wake(self) -> None:
         self.woken += 1
@@ -31,6 +34,7 @@ class Bench:
         self.nodes.put(raw(named("n1", {"nvidia.com/gpu.product": "H100"})))
         self.namespaces.put(raw(named("ml", {"team": "research"})))
         self.slices.put(raw(slice_json()))
+        self.claims.put(raw(claim_json()))
         self.pods.put(raw(pod_json()))
         return self
 
@@ -39,13 +43,19 @@ class Bench:
         return [] if content is None else content.pods
 
     def kept(self) -> list[float]:
-        resources = ("pods", "nodes", "namespaces", "resourceslices")
+        resources = RESOURCES
         return [value(self.instruments, names.OBJECTS, resource=resource) for resource in resources]
 
     def all(self) -> list[tuple[Listener[Any], bytes]]:
         """Each listener, and the bytes of what it knows."""
-        whole = (raw(pod_json()), raw(named("n1")), raw(named("ml")), raw(slice_json()))
-        every: tuple[Listener[Any], ...] = (self.pods, self.nodes, self.namespaces, self.slices)
+        whole = (raw(pod_json()), raw(named("n1")), raw(named("ml")), raw(slice_json()), raw(claim_json()))
+        every: tuple[Listener[Any], ...] = (
+            self.pods,
+            self.nodes,
+            self.namespaces,
+            self.slices,
+            self.claims,
+        )
         return list(zip(every, whole, strict=True))
 
 
@@ -54,10 +64,11 @@ def test_what_a_watch_says_becomes_known() -> None:
     content = bench.state.take("n1")
     assert content is not None
 
-    assert (bench.kept(), bench.woken) == ([1, 1, 1, 1], 4)
+    assert (bench.kept(), bench.woken) == ([1, 1, 1, 1, 1], 5)
     assert content.node_labels == {"nvidia.com/gpu.product": "H100"}
     assert [(pod["name"], pod["namespace_labels"]) for pod in content.pods] == [("bert-0", {"team": "research"})]
     assert [device["uuid"] for device in content.dra_devices] == ["GPU-a", "GPU-b"]
+    assert [(one["claim"], one["device"]) for one in content.admin_claims] == [("monitor", "gpu-0")]
 
 
 def test_what_is_deleted_is_gone_and_a_pod_has_ended() -> None:
@@ -65,7 +76,7 @@ def test_what_is_deleted_is_gone_and_a_pod_has_ended() -> None:
     for listener, whole in reversed(bench.all()):
         listener.remove(whole)
 
-    assert bench.kept() == [1, 0, 1, 0]
+    assert bench.kept() == [1, 0, 1, 0, 1]
     assert [pod.ended_ms for pod in bench.state.pods.on_node("n1")] == [START_MS]
 
 
@@ -76,7 +87,7 @@ def test_a_list_leaves_what_it_had() -> None:
         listener.put(whole)
         listener.complete()
 
-    assert bench.kept() == [1, 1, 1, 1]
+    assert bench.kept() == [1, 1, 1, 1, 1]
     assert [pod.ended_ms for pod in bench.state.pods.on_node("n1")] == [None]
 
 
@@ -86,7 +97,7 @@ def test_an_empty_list_leaves_nothing() -> None:
         listener.begin()
         listener.complete()
 
-    assert bench.kept() == [1, 0, 1, 0]
+    assert bench.kept() == [1, 0, 1, 0, 1]
     assert [pod.ended_ms for pod in bench.state.pods.on_node("n1")] == [START_MS]
 
 
@@ -100,10 +111,10 @@ def test_what_a_list_has_but_in_a_form_that_cannot_be_read_stays_as_it_was() -> 
         listener.put(b"{")
         listener.complete()
 
-    assert bench.kept() == [1, 1, 1, 1]
+    assert bench.kept() == [1, 1, 1, 1, 1]
     assert [pod.ended_ms for pod in bench.state.pods.on_node("n1")] == [None]
-    resources = ("pods", "nodes", "namespaces", "resourceslices")
-    assert [value(bench.instruments, names.UNDECODABLE, resource=resource) for resource in resources] == [2, 2, 2, 2]
+    resources = RESOURCES
+    assert [value(bench.instruments, names.UNDECODABLE, resource=resource) for resource in resources] == [2, 2, 2, 2, 2]
 
 
 def test_a_deletion_that_does_not_say_of_what_is_counted() -> None:
@@ -111,7 +122,7 @@ def test_a_deletion_that_does_not_say_of_what_is_counted() -> None:
     bench.pods.remove(b"null")
 
     assert value(bench.instruments, names.UNDECODABLE, resource="pods") == 1
-    assert bench.kept() == [1, 1, 1, 1]
+    assert bench.kept() == [1, 1, 1, 1, 1]
 
 
 def test_a_node_whose_name_no_record_can_have_is_counted() -> None:
@@ -119,7 +130,7 @@ def test_a_node_whose_name_no_record_can_have_is_counted() -> None:
     bench.nodes.put(raw(named("a b")))
 
     assert value(bench.instruments, names.UNDECODABLE, resource="nodes") == 1
-    assert bench.kept() == [0, 0, 0, 0]
+    assert bench.kept() == [0, 0, 0, 0, 0]
 
 
 def test_what_a_namespace_is_annotated_with_is_told_of_its_pods() -> None:

@@ -11,7 +11,8 @@ from producers import records
 from producers.cluster.pods import KEPT_MS
 from producers.cluster.state import Content, State
 from producers.sending import LARGEST_VALUE_BYTES
-from tests.producers.cluster.made import START_MS, Follower, over, pod, slice_, state
+from tests.producers.cluster.made import START_MS, Follower, claim, over, pod, slice_, state
+from topics.allocations import Claim
 from topics.decoding import decoder
 from topics.workloads import NodeWorkloads, Owner
 
@@ -31,7 +32,7 @@ def row(of: State, node: str = "n1", number: int = 0) -> dict[str, Any]:
 
 
 def encoded(content: Content, node: str = "n1") -> bytes:
-    rows = records.workloads_content(content.node_labels, content.pods, content.dra_devices)
+    rows = records.workloads_content(content.node_labels, content.pods, content.dra_devices, content.admin_claims)
     return records.workloads(cluster="prod", node=node, epoch=1, seq=1, ts_ms=NOW, content=rows)
 
 
@@ -143,7 +144,7 @@ def test_node_labels_are_those_of_the_allow_list() -> None:
 
 
 def test_a_node_that_has_no_pods_is_told_of_too() -> None:
-    assert told(state("n1")) == Content({}, [], [], last=False, shed=0)
+    assert told(state("n1")) == Content({}, [], [], [], last=False, shed=0)
 
 
 def test_a_pod_on_a_node_that_is_not_there_is_told_of_when_it_comes() -> None:
@@ -250,6 +251,32 @@ def test_an_owner_without_a_uid_is_told_of_and_not_waited_for() -> None:
     assert (cluster.awaits("n1"), row(cluster)["owners"][0]["name"]) == (False, "x")
 
 
+def test_a_claim_that_only_looks_at_a_device_is_told_of_on_the_nodes_of_its_pool_until_long_after_it_is_gone() -> None:
+    cluster = state("n1", "n2")
+    for node in ("n1", "n2"):
+        cluster.put_slice(slice_(node, node=node))
+        cluster.take(node)
+    cluster.put_claim(claim(pool="n2"), NOW)
+    assert cluster.changed() == ["n2"]
+    assert (told(cluster, "n1").admin_claims, len(told(cluster, "n2").admin_claims)) == ([], 1)
+    record = decoder(NodeWorkloads)(encoded(told(cluster, "n2"), "n2"))
+    assert record.admin_claims == (Claim("monitor", "ml", "gpu.nvidia.com", "n2", "gpu-0"),)
+
+    cluster.claims.remove("uid-monitor", NOW)
+    cluster.expire(NOW + KEPT_MS - 1)
+    assert (cluster.changed(), len(told(cluster, "n2").admin_claims)) == ([], 1)
+    cluster.expire(NOW + KEPT_MS)
+    assert (cluster.changed(), told(cluster, "n2").admin_claims) == (["n2"], [])
+
+
+def test_claims_of_other_drivers_do_not_matter() -> None:
+    cluster = state("n1")
+    cluster.put_slice(slice_())
+    cluster.put_claim(claim(driver="net.example.com"), NOW)
+
+    assert (told(cluster).admin_claims, len(cluster.claims)) == ([], 0)
+
+
 def test_slices_of_other_drivers_do_not_matter() -> None:
     cluster = state("n1")
     cluster.put_slice(slice_(driver="net.example.com"))
@@ -303,6 +330,7 @@ _PODS = st.builds(
     limits=_LIMITS,
     owner=st.sampled_from([None, RS, DEPLOYMENT]),
 )
+_RESULTS = st.lists(st.tuples(st.sampled_from(["gpu-0", "gpu-1"]), st.sampled_from([None, False, True])), max_size=3)
 _EVENTS = st.one_of(
     st.tuples(st.just("pod"), _PODS),
     st.tuples(st.just("pod gone"), _NAMES),
@@ -311,6 +339,7 @@ _EVENTS = st.one_of(
     st.tuples(st.just("namespace"), _LABELS),
     st.tuples(st.just("slice"), st.builds(slice_, _NAMES, node=st.sampled_from(["n1", "n2"]), pool=st.just("p"))),
     st.tuples(st.just("slice gone"), _NAMES),
+    st.tuples(st.just("claim"), st.builds(claim, _NAMES, pool=st.just("p"), results=_RESULTS)),
 )
 
 
@@ -337,6 +366,9 @@ def _apply(cluster: State, events: Iterable[Event]) -> dict[tuple[str, Any], Eve
         elif what == "slice":
             cluster.put_slice(of)
             last["slice", of.metadata.uid] = what, of
+        elif what == "claim":
+            cluster.put_claim(of, now_ms)
+            last["claim", of.metadata.uid] = what, of
         else:
             cluster.remove_slice(f"uid-{of}")
             last.pop(("slice", f"uid-{of}"), None)
@@ -351,6 +383,7 @@ def _alive(cluster: State) -> dict[str, Any]:
             content.node_labels,
             sorted((row for row in content.pods if row["ended_ms"] is None), key=lambda row: row["uid"]),
             sorted(content.dra_devices, key=lambda row: (row["pool"], row["device"], row["uuid"])),
+            sorted(content.admin_claims, key=lambda row: (row["claim"], row["device"])),
         )
         for node, content in told.items()
         if content and not content.last
@@ -374,12 +407,14 @@ def test_a_full_list_of_the_same_objects_changes_nothing(events: list[Event]) ->
     cluster = state()
     objects = list(_apply(cluster, events).values())
     before = _alive(cluster)
-    for part in (cluster.pods, cluster.nodes, cluster.slices):
+    for part in (cluster.pods, cluster.nodes, cluster.slices, cluster.claims):
         part.begin()
     _apply(cluster, objects)
     cluster.complete_pods(NOW)
     cluster.complete_nodes(NOW)
     cluster.complete_slices()
+    cluster.claims.complete(NOW)
+    cluster.expire(NOW + KEPT_MS - 1)
 
     assert cluster.changed() == []
     assert _alive(cluster) == before

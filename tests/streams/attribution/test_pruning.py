@@ -190,3 +190,20 @@ def test_a_resource_slice_that_changes_within_a_snapshot_counts() -> None:
     _, out = run(join.NEW, *slices, snapshot(1, claimed), join.Passed(1.0), *ticks)
 
     assert [[bool(device.holders) for device in one.sample.devices] for one in out] == [[True, False], [False, True]]
+
+
+def test_a_claim_that_only_looks_at_a_device_holds_nothing_and_may_be_told_of_within_a_snapshot() -> None:
+    given, monitoring = (Claim(name, "ns", "gpu.nvidia.com", "n", "gpu-0") for name in ("given", "monitoring"))
+    of_claims = [Container("ns", one.claim, "main", claims=(one,)) for one in (given, monitoring)]
+    also = replace(of_claims[1], pod="also", device_ids=(gpu(1),))
+    device = DraDevice("gpu.nvidia.com", "n", "gpu-0", gpu(0))
+    told = [
+        replace(known(i, ts_ms=i * 1000), dra_devices=(device,), admin_claims=admin)
+        for i, admin in enumerate([(), (monitoring,), ()])
+    ]
+    ticks = (read(tick(i, 1, ts_ms=i * 1000), i) for i in range(3))
+    _, out = run(join.NEW, *told, snapshot(1, *of_claims, also), join.Passed(1.0), *ticks)
+
+    pods = [[[holder.pod for holder in device.holders] for device in one.sample.devices] for one in out]
+    everyone = [["given", "monitoring", "also"], ["also"]]
+    assert pods == [everyone, [["given"], ["also"]], everyone]

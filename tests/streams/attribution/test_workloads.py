@@ -1,5 +1,6 @@
 """What is known of a node's pods, as of the time of a sample."""
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,6 +16,7 @@ from streams.attribution.workloads import (
 )
 from tests.streams.attribution import model
 from tests.streams.attribution.records import known, pod
+from topics.allocations import Claim
 from topics.workloads import DraDevice, NodeWorkloads, Owner, Pod
 
 NAME = ("ns", "p")
@@ -202,7 +204,13 @@ def test_a_new_leader_counts_from_one_again() -> None:
 def test_what_is_said_again_takes_no_more_room() -> None:
     knowledge = after(*(known(i, pod("p"), ts_ms=i * 1000, labels={"a": "b"}) for i in range(50)))
 
-    assert len(knowledge.node_labels) == len(knowledge.dra) == len(knowledge.lives[NAME][0].versions) == 1
+    assert (
+        len(knowledge.node_labels)
+        == len(knowledge.dra)
+        == len(knowledge.admin)
+        == len(knowledge.lives[NAME][0].versions)
+        == 1
+    )
 
 
 # -- against the slow way, and pruned
@@ -218,6 +226,11 @@ pods = st.builds(
 )
 
 
+def looking(labels: dict[str, str]) -> Claim:
+    """A claim for administration that is another one with every other value of the node's label."""
+    return Claim("c", "ns", "d", "p", f"gpu-{labels['v']}")
+
+
 @st.composite
 def logs(draw: st.DrawFn) -> list[NodeWorkloads]:
     """A node's records: times only rise, epochs and seqs now and then fall back, and a uid keeps its name."""
@@ -227,9 +240,8 @@ def logs(draw: st.DrawFn) -> list[NodeWorkloads]:
         here = draw(st.lists(pods, max_size=3, unique_by=lambda p: p.uid))
         named = [Pod("ns", "q" if p.uid == "c" else "p", p.uid, None, p.started_ms, p.ended_ms, p.labels) for p in here]
         labels = {"v": draw(st.sampled_from("12"))}
-        records.append(
-            known(draw(st.integers(1, 9)), *named, ts_ms=ts_ms, epoch=draw(st.integers(1, 2)), labels=labels)
-        )
+        record = known(draw(st.integers(1, 9)), *named, ts_ms=ts_ms, epoch=draw(st.integers(1, 2)), labels=labels)
+        records.append(msgspec.structs.replace(record, admin_claims=(looking(labels),)))
     return records
 
 
@@ -237,7 +249,9 @@ def seen(knowledge: Knowledge, ts_ms: int) -> tuple[object, ...]:
     """All that can be asked of a time."""
     found = [knowledge.pod_at(("ns", name), ts_ms) for name in "pq"]
     over = [knowledge.is_over(("ns", name), ts_ms) for name in "pq"]
-    return knowledge.node_labels_at(ts_ms), [(p.uid, p.labels) if p else None for p in found], over
+    labels = knowledge.node_labels_at(ts_ms)
+    assert knowledge.admin_at(ts_ms) == {looking(labels)}
+    return labels, [(p.uid, p.labels) if p else None for p in found], over
 
 
 @settings(deadline=None, max_examples=200)
@@ -272,16 +286,8 @@ def test_pruning_between_records_changes_no_answer_about_pods_that_stay_gone(
 ) -> None:
     whole, pruned, since_ms, gone = None, None, 0, set[str]()
     for record, at_ms in zip(records, prunings, strict=False):
-        record = NodeWorkloads(
-            schema=1,
-            cluster="c",
-            node="n",
-            epoch=record.epoch,
-            seq=record.seq,
-            ts_ms=record.ts_ms,
-            node_labels=record.node_labels,
-            pods=tuple(p for p in record.pods if p.uid not in gone),
-        )
+        here = tuple(p for p in record.pods if p.uid not in gone)
+        record = msgspec.structs.replace(record, pods=here)
         whole, pruned, since_ms = learn(whole, record), learn(pruned, record), max(since_ms, min(at_ms, record.ts_ms))
         pruned = forget_before(pruned, since_ms)
         gone |= {life.uid for lives in whole.lives.values() for life in lives if life.ended_ms is not None}
