@@ -42,7 +42,8 @@ _INTRODUCTION = """\
 `gpustream stream alerts` judges every tick of gpu.attributed by rules, in the time of the ticks, and writes what
 fires and what is resolved to gpu.alerts. A rule fires when its condition has held for `for`, and resolves when it has
 not held for `keep_firing_for`. Where a tick is no evidence (a GPU that does not answer, a device without activity
-metrics, a node without a snapshot), it neither fires nor resolves.
+metrics, a node without a snapshot), it neither fires nor resolves. Only `NodeSilent` goes by the worker's clock, and
+is told half a minute after the last tick at the soonest.
 
 ```sh
 gpustream stream alerts --kafka kafka-0:9092 --rules rules.toml
