@@ -173,7 +173,12 @@ reading_a_cluster = stack(
     ),
     RESOURCE_PREFIXES,
     _allowed("--pod-labels", "Which labels of pods", defaults.POD_LABELS),
-    _allowed("--pod-annotations", "Which annotations of pods", defaults.POD_ANNOTATIONS),
+    option(
+        "--pod-annotations",
+        type=NAMES,
+        show_default="none",
+        help=f"Which annotations of pods are published beside {', '.join(defaults.POD_ANNOTATIONS)}.",
+    ),
     _allowed("--namespace-labels", "Which labels of namespaces", defaults.NAMESPACE_LABELS),
     option(
         "--node-labels",

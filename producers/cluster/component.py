@@ -56,7 +56,8 @@ _LEASE = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?/[a-z0-9]([-.a-z0-9]{0,2
 class Settings:
     """What the cluster producer is told. ``kubeconfig`` None: found as kubectl finds it. A resource that begins with
     one of ``resource_prefixes`` is a GPU's. The allow-lists hold exact names, ``prefix/*`` and ``*``; ``node_labels``
-    are kept beside those of :data:`producers.cluster.defaults.NODE_LABELS`. ``lease`` is NAMESPACE/NAME; None: there
+    and ``pod_annotations`` are kept beside those of :data:`producers.cluster.defaults.NODE_LABELS` and
+    :data:`producers.cluster.defaults.POD_ANNOTATIONS`. ``lease`` is NAMESPACE/NAME; None: there
     is no other replica."""
 
     kafka: str
@@ -64,7 +65,7 @@ class Settings:
     kubeconfig: Path | None = None
     resource_prefixes: tuple[str, ...] = ("nvidia.com/",)
     pod_labels: tuple[str, ...] = defaults.POD_LABELS
-    pod_annotations: tuple[str, ...] = defaults.POD_ANNOTATIONS
+    pod_annotations: tuple[str, ...] = ()
     namespace_labels: tuple[str, ...] = defaults.NAMESPACE_LABELS
     node_labels: tuple[str, ...] = ()
     lease: str | None = field(default_factory=defaults.lease)
@@ -88,7 +89,10 @@ class Settings:
         return Selection(
             concerns=selection.gpu_pods(self.resource_prefixes),
             drivers=selection.gpu_drivers(self.resource_prefixes),
-            pods=Reading(AllowList(self.pod_labels, LABEL_BOUNDS), AllowList(self.pod_annotations, ANNOTATION_BOUNDS)),
+            pods=Reading(
+                AllowList(self.pod_labels, LABEL_BOUNDS),
+                AllowList((*defaults.POD_ANNOTATIONS, *self.pod_annotations), ANNOTATION_BOUNDS),
+            ),
             namespace_labels=AllowList(self.namespace_labels, LABEL_BOUNDS),
             node_labels=AllowList((*defaults.NODE_LABELS, *self.node_labels), NODE_LABEL_BOUNDS),
         )

@@ -25,6 +25,8 @@ POD_LABELS = (
     "workflows.argoproj.io/workflow",
 )
 POD_ANNOTATIONS = ("gpustream.dev/*", "hami.io/vgpu-devices-allocated")
+"""What is kept of a pod's annotations whatever else is: without HAMi's its pods would be told of on other GPUs."""
+
 NAMESPACE_LABELS = ("team", "project", "owner", "cost-center", "environment", "gpustream.dev/*")
 NODE_LABELS = (
     "topology.kubernetes.io/zone",

@@ -34,8 +34,8 @@ LONGEST_TEXT = 317
 
 
 class Kept(NamedTuple):
-    """What an allow-list and its bounds left of some labels, in order of their names, and how many they cut or left out
-    for want of room."""
+    """What an allow-list and its bounds left of some labels, those that it names first, and how many they cut or left
+    out for want of room."""
 
     entries: dict[str, str]
     cut: int
@@ -55,7 +55,8 @@ class AllowList:
         if not labels:
             return Kept({}, 0)
         names = [name for name in labels if name in self._names or name.startswith(self._prefixes)]
-        return _bounded({name: labels[name] for name in sorted(names)}, self._bounds)
+        first = sorted(names, key=lambda name: (name not in self._names, name))
+        return _bounded({name: labels[name] for name in first}, self._bounds)
 
 
 def _bounded(entries: Mapping[str, str], bounds: Bounds) -> Kept:

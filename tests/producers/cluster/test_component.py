@@ -101,6 +101,16 @@ async def test_each_node_is_told_of_with_its_pods_labels_and_devices(tmp_path: P
     assert replica.records("n2")[0]["pods"] == []
 
 
+async def test_annotations_that_are_allowed_are_told_beside_those_that_gpustream_needs(tmp_path: Path) -> None:
+    server = cluster_of("n1")
+    needed = {"gpustream.dev/idle-after": "2h", "hami.io/vgpu-devices-allocated": "GPU-a,NVIDIA,500,5:;"}
+    server.objects[PODS]["bert-0"] = pod_json(annotations={**needed, "billing": "b-7", "other": "x"})
+    async with server, running(server, tmp_path, pod_annotations=("billing",)) as replica:
+        await replica.until(replica.pods)
+
+    assert replica.pods()["uid-bert-0"]["annotations"] == {**needed, "billing": "b-7"}
+
+
 async def test_the_first_record_of_a_pod_has_its_whole_owner_chain(tmp_path: Path) -> None:
     server = cluster_of("n1")
     server.objects[REPLICA_SETS] = {"llm-5d": pod_json("llm-5d", "rs-1", owner=DEPLOYMENT)}

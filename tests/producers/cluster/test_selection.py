@@ -54,10 +54,20 @@ def test_an_allow_list_keeps_names_prefixes_and_all() -> None:
         return list(AllowList(allowed, LABEL_BOUNDS).keep(labels).entries)
 
     assert kept("app") == ["app"]
-    assert kept("app.kubernetes.io/*", "team") == ["app.kubernetes.io/name", "team"]
+    assert kept("app.kubernetes.io/*", "team") == ["team", "app.kubernetes.io/name"]
     assert kept("*") == sorted(labels)
     assert kept() == []
     assert AllowList(["*"], LABEL_BOUNDS).keep(None) == ({}, 0)
+
+
+def test_what_an_allow_list_names_goes_before_what_a_prefix_lets_in() -> None:
+    crowd = {f"a{number}": "x" * 4096 for number in range(9)}
+    kept = AllowList(["*", "hami.io/vgpu-devices-allocated"], ANNOTATION_BOUNDS).keep(
+        {**crowd, "hami.io/vgpu-devices-allocated": "y" * 2048}
+    )
+
+    assert list(kept.entries) == ["hami.io/vgpu-devices-allocated", "a0", "a1", "a2"]
+    assert kept.cut == 6
 
 
 def test_every_mistake_of_an_allow_list_is_named() -> None:
