@@ -146,9 +146,9 @@ def _stamp(path: Path | None) -> tuple[int, int, int] | None:
 def _retry_after(value: str | None) -> float | None:
     if value is None:
         return None
-    if value.isdigit():
+    if value.isascii() and value.isdigit():
         return float(value)
     try:
         return max(0.0, (parsedate_to_datetime(value) - datetime.now(UTC)).total_seconds())
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, OverflowError):
         return None

@@ -168,3 +168,21 @@ async def test_no_more_attempts_are_under_way_than_may_be_and_one_that_waits_tak
     )
     assert scripted.most == 2
     assert [one.body for one in scripted.accepted()][:10] == [b"good"] * 10
+
+
+@pytest.mark.parametrize(
+    ("said", "seconds"),
+    [
+        ("3", 3.0),
+        ("Wed, 21 Oct 2015 07:28:00 GMT", 0.0),
+        ("", None),
+        ("-5", None),
+        ("soon", None),
+        ("²", None),
+        ("Wed, 21 Oct 99999 07:28:00 GMT", None),
+        ("Wed, 21 Oct 2015 07:28:00 +99999999999999", None),
+        ("Wed, 21 Oct 2015 07:28:00 -0000", None),
+    ],
+)
+def test_whatever_retry_after_says_it_is_a_time_or_nothing(said: str, seconds: float | None) -> None:
+    assert Reply(503, "", {"Retry-After": said}).retry_after_s == seconds
