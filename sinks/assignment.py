@@ -143,6 +143,7 @@ class Assignment:
             self._handler.recall(history)
             await asyncio.sleep(0)
         if len(history) < len(records):
+            self.next = resume if self.next is None else self.next
             await self._deliver(records[len(history) :])
 
     async def _deliver(self, records: Sequence[Record]) -> None:

@@ -102,6 +102,14 @@ async def test_what_was_finished_lately_is_recalled_and_not_delivered() -> None:
     assert one.count("read_total") == 4
 
 
+async def test_a_partition_whose_first_record_waits_for_its_receiver_is_read_back() -> None:
+    one = Setup(FakeConsumer(LOG, group=6))
+    found: list[int | None] = []
+    one.before = lambda _: found.append(one.assignment.next)
+    await one.read()
+    assert found == [6, 8]
+
+
 async def test_what_is_not_finished_when_it_is_abandoned_is_given_back() -> None:
     one = Setup(FakeConsumer(LOG))
     one.before = lambda offset: one.assignment.abandon.set() if offset == 4 else None
