@@ -93,7 +93,7 @@ def _read(path: Path) -> str:
     if len(data) > _LARGEST_BYTES:
         raise RulesError([Mistake(str(path), 0, "", f"is larger than {_LARGEST_BYTES >> 20} MiB")])
     try:
-        return data.decode()
+        return data.decode().removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise RulesError([Mistake(str(path), line, "", "is not UTF-8")]) from None

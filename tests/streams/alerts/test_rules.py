@@ -273,6 +273,12 @@ def test_what_can_not_be_read_is_a_mistake(tmp_path: Path, content: bytes, line:
     assert caught.value.mistakes == (rules.Mistake(str(path), line, "", words),)
 
 
+def test_the_mark_that_some_editors_put_before_a_file_is_no_mistake(tmp_path: Path) -> None:
+    path = tmp_path / "rules.toml"
+    path.write_text('[rules.GPUHeldIdle]\nfor = "3h"\n', encoding="utf-8-sig")
+    assert rule(rules.load(path)).for_ms == 10_800_000
+
+
 def test_a_file_that_is_not_there_or_is_a_folder_is_a_mistake(tmp_path: Path) -> None:
     for path, words in ((tmp_path / "none.toml", "No such file"), (tmp_path, "Is a directory")):
         with pytest.raises(RulesError, match=words):
