@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 
-from producers.cluster.claims import Claims, known
+from producers.cluster.claims import Claims, Known, known
 from producers.cluster.pods import KEPT_MS
 from tests.producers.cluster.made import claim
+from topics.allocations import Claim
 
 POOL = ("gpu.nvidia.com", "n1")
 
@@ -47,6 +48,15 @@ def test_a_claim_says_which_pools_it_is_about_and_others_do_not_have_it() -> Non
     assert put(claims) == set()
     assert put(claims, pool="n2") == {POOL, ("gpu.nvidia.com", "n2")}
     assert (devices(claims), devices(claims, ("gpu.nvidia.com", "n2"))) == ([], [("monitor", "gpu-0")])
+
+
+def test_of_a_claim_of_two_pools_each_has_its_own_devices() -> None:
+    claims, other = Claims(), ("gpu.nvidia.com", "n2")
+    here, there = (Claim("monitor", "ml", *pool, "gpu-0") for pool in (POOL, other))
+
+    assert claims.put("u", Known(("ml", "monitor"), (here, there)), 0) == {POOL, other}
+    assert [claims.of_pools([pool]) for pool in (POOL, other)] == [[here], [there]]
+    assert claims.of_pools([POOL, other]) == [here, there]
 
 
 def test_a_claim_that_lost_its_devices_or_is_missing_in_a_list_is_kept_for_a_while() -> None:

@@ -307,9 +307,13 @@ def test_no_node_of_greedy_tenants_has_a_record_that_is_too_large() -> None:
     evil = {f"gpustream.dev/{number}": "\x01" * 300 for number in range(70)}
     for number in range(500):
         cluster.put_pod(pod(f"evil-{number}", annotations=evil, labels={"app": "a" * 253}), NOW)
+    cluster.put_slice(slice_())
+    for number in range(20):
+        looks_at = [(f"gpu-{device}", True) for device in range(100)]
+        cluster.put_claim(claim(f"monitor-{number}", results=looks_at), NOW)
     content = told(cluster)
 
-    assert len(encoded(content)) <= LARGEST_VALUE_BYTES
+    assert (len(encoded(content)) <= LARGEST_VALUE_BYTES, len(content.admin_claims)) == (True, 2000)
     assert content.shed > 0
     assert next(pod for pod in content.pods if pod["name"] == "modest")["labels"] == {"app": "bert"}
 
