@@ -6,8 +6,8 @@ Both are scored by the same function on the same simulated fleet: pods that trai
 their models, and notebooks that are left alone, come and go. The truth: at that time the pod has held the GPU for the
 duration, and none of its processes has worked on it since. Each pod and GPU, each second, is a claim to be right about.
 A query is given a scrape every 30 s, as Prometheus has it, of series with the labels that gpustream's own have; it
-names whoever is in the labels, or nobody. Devices of MIG, of which the query knows no activity, are left out. No Kafka is
-needed: the streams' own state machines are fed in memory.
+names whoever is in the labels, or nobody. Devices of MIG, of which the query knows no activity, are left out. No Kafka
+is needed: the streams' own state machines are fed in memory.
 """
 
 import sys
