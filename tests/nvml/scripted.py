@@ -236,9 +236,10 @@ class ScriptedNvml:
             self._write()
 
     def calls(self) -> list[Call]:
-        """Every call so far; needs ``log``."""
+        """Every call so far; needs ``log``. A line that is being written is not one yet."""
         assert self._log is not None, "made without log=True"
-        return [_call(line) for line in self._log.read_text().splitlines()] if self._log.exists() else []
+        lines = self._log.read_text().splitlines(keepends=True) if self._log.exists() else []
+        return [_call(line) for line in lines if line.endswith("\n")]
 
     def _write(self) -> None:
         """Replaces the script; the time of its change differs each time, since that is how the change is seen."""
