@@ -7,7 +7,7 @@ On failure: what can't be decoded goes to gpu.dead-letters; an output that is no
 """
 
 import asyncio
-from collections.abc import AsyncIterable, Callable
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -20,8 +20,8 @@ from streams.alerts.watch import ALERTS, ATTRIBUTED, SAMPLES, STATE, WORKLOADS, 
 from streams.bookkeeping import DEAD_LETTERS
 from streams.checking import checked
 from streams.reader.app import ReaderApp, ReaderSettings
-from streams.reader.reader import Batch
 from streams.reader.watchdog import fail_stop
+from streams.working import work
 from topics.instruments import Instruments
 
 GROUP = "gpustream-alerts"
@@ -77,23 +77,8 @@ class Alerts:
         )
         watch = Watch(self.instruments, judge, partitions=topics.partitions[ATTRIBUTED])
         app = self._app = watch.app = ReaderApp(reads, watch, fail=self._fail)
-
-        @app.agent(app.batches, name=self.name)  # type: ignore[untyped-decorator]
-        async def alerts(batches: AsyncIterable[Batch]) -> None:
-            async for batch in batches:
-                await watch.take(batch)
-
-        looking = asyncio.create_task(watch.look())
-        looking.add_done_callback(self._looked)
-        try:
-            await app.run(stop)
-        finally:
-            looking.cancel()
+        await work(app, watch, stop, name=self.name, failed="looking at the nodes failed")
 
     def not_ready(self) -> list[str]:
         """What keeps it from judging; empty when it does."""
         return self._app.not_ready() if self._app is not None else ["topics not checked yet"]
-
-    def _looked(self, looking: "asyncio.Task[None]") -> None:
-        if not looking.cancelled():
-            self._fail(f"looking at the nodes failed: {looking.exception()!r}")

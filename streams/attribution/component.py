@@ -6,7 +6,7 @@ On failure: what can't be decoded or sent goes to gpu.dead-letters; an output th
 """
 
 import asyncio
-from collections.abc import AsyncIterable, Callable
+from collections.abc import Callable
 
 import msgspec
 from prometheus_client import CollectorRegistry
@@ -16,8 +16,8 @@ from streams.attribution.joiner import ALLOCATIONS, OUTPUT, SAMPLES, WORKLOADS, 
 from streams.bookkeeping import DEAD_LETTERS
 from streams.checking import checked
 from streams.reader.app import ReaderApp, ReaderSettings
-from streams.reader.reader import Batch
 from streams.reader.watchdog import fail_stop
+from streams.working import work
 from topics.instruments import Instruments
 
 GROUP = "gpustream-attribution"
@@ -62,23 +62,8 @@ class Attribution:
         )
         joiner = Joiner(self.instruments, grace_s=s.grace_s, partitions=topics.partitions[SAMPLES])
         app = self._app = joiner.app = ReaderApp(reads, joiner, fail=self._fail)
-
-        @app.agent(app.batches, name=self.name)  # type: ignore[untyped-decorator]
-        async def attribution(batches: AsyncIterable[Batch]) -> None:
-            async for batch in batches:
-                await joiner.take(batch)
-
-        looking = asyncio.create_task(joiner.look())
-        looking.add_done_callback(self._looked)
-        try:
-            await app.run(stop)
-        finally:
-            looking.cancel()
+        await work(app, joiner, stop, name=self.name, failed="the join failed")
 
     def not_ready(self) -> list[str]:
         """What keeps it from attributing; empty when it does."""
         return self._app.not_ready() if self._app is not None else ["topics not checked yet"]
-
-    def _looked(self, looking: "asyncio.Task[None]") -> None:
-        if not looking.cancelled():
-            self._fail(f"the join failed: {looking.exception()!r}")
