@@ -1,6 +1,7 @@
-"""What is wrong with the settings that sinks have in common, in words for whoever wrote them."""
+"""The settings that sinks have in common, and what is wrong with them, in words for whoever wrote them."""
 
 from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 from urllib.parse import urlsplit
@@ -11,25 +12,19 @@ from sinks.positions import From
 _FILES = ("basic_auth_password_file", "bearer_token_file", "tls_ca", "tls_cert", "tls_key")
 
 
-class HttpSettings(Protocol):
-    """How a receiver over HTTP is spoken to. ``headers`` are sent with each request."""
+@dataclass(frozen=True, kw_only=True)
+class HttpSettings:
+    """How a receiver over HTTP is spoken to. ``headers`` are sent with each request; ``request_timeout_s`` bounds an
+    attempt."""
 
-    @property
-    def headers(self) -> tuple[tuple[str, str], ...]: ...
-    @property
-    def basic_auth_user(self) -> str | None: ...
-    @property
-    def basic_auth_password_file(self) -> Path | None: ...
-    @property
-    def bearer_token_file(self) -> Path | None: ...
-    @property
-    def tls_ca(self) -> Path | None: ...
-    @property
-    def tls_cert(self) -> Path | None: ...
-    @property
-    def tls_key(self) -> Path | None: ...
-    @property
-    def request_timeout_s(self) -> float: ...
+    headers: tuple[tuple[str, str], ...] = ()
+    basic_auth_user: str | None = None
+    basic_auth_password_file: Path | None = None
+    bearer_token_file: Path | None = None
+    tls_ca: Path | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    request_timeout_s: float = 30.0
 
 
 class StartingSettings(SinkSettings, Protocol):

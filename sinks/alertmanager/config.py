@@ -3,11 +3,10 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import blake2b
-from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
-from sinks.settings import http_mistakes, reading_mistakes, url_mistakes
+from sinks.settings import HttpSettings, http_mistakes, reading_mistakes, url_mistakes
 
 API = "/api/v2/alerts"
 _RARELY_S = 24 * 3600
@@ -15,32 +14,23 @@ RESERVED_HEADERS = frozenset({"content-type", "content-length"})
 
 
 @dataclass(frozen=True, kw_only=True)
-class AlertmanagerSettings:
+class AlertmanagerSettings(HttpSettings):
     """Settings; see :meth:`mistakes`. ``from_``: ``earliest``, ``latest`` or how many seconds back a new group starts;
     what is open is told whenever it began.
 
     ``urls`` are the Alertmanagers' own, each gets all. ``resend_s`` is how often what is open is told again,
-    ``generator_url`` where notifications link to. ``headers`` are sent with each request. ``max_alerts`` bounds a
-    request, ``request_timeout_s`` an attempt.
+    ``generator_url`` where notifications link to. ``max_alerts`` bounds a request.
     """
 
     kafka: str
     urls: tuple[str, ...]
     resend_s: float = 60.0
     generator_url: str | None = None
-    headers: tuple[tuple[str, str], ...] = ()
-    basic_auth_user: str | None = None
-    basic_auth_password_file: Path | None = None
-    bearer_token_file: Path | None = None
-    tls_ca: Path | None = None
-    tls_cert: Path | None = None
-    tls_key: Path | None = None
     group: str = "gpustream-sink-alertmanager"
     from_: Literal["earliest", "latest"] | float = 3600.0
     instance_id: str | None = None
     session_timeout_s: float = 10.0
     max_alerts: int = 256
-    request_timeout_s: float = 30.0
 
     def mistakes(self) -> list[str]:
         """Every mistake in the settings, in words for whoever wrote them; empty when there is none."""

@@ -1,11 +1,10 @@
 """The settings of the remote-write sink, named as its options."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from sinks.labels import LABEL_SETS, MAX_LABELS, LabelSet
-from sinks.settings import http_mistakes, reading_mistakes, url_mistakes
+from sinks.settings import HttpSettings, http_mistakes, reading_mistakes, url_mistakes
 from topics.metric import PROFILES, Profile
 
 PROTOCOLS = ("auto", "1.0", "2.0")
@@ -15,12 +14,11 @@ RESERVED_HEADERS = frozenset(
 
 
 @dataclass(frozen=True, kw_only=True)
-class RemoteWriteSettings:
+class RemoteWriteSettings(HttpSettings):
     """Settings; see :func:`mistakes`. ``from_``: ``earliest``, ``latest`` or how many seconds back a new group starts.
 
     ``labels`` None is the label set of ``names``; tenants' labels never make more than ``max_labels`` on a series.
-    ``headers`` are sent with each request. ``max_request_samples`` and ``max_in_flight`` bound a request and how many
-    are under way, ``request_timeout_s`` an attempt.
+    ``max_request_samples`` and ``max_in_flight`` bound a request and how many are under way.
     """
 
     kafka: str
@@ -30,13 +28,6 @@ class RemoteWriteSettings:
     names: Profile = "otel"
     labels: LabelSet | None = None
     max_labels: int = MAX_LABELS
-    headers: tuple[tuple[str, str], ...] = ()
-    basic_auth_user: str | None = None
-    basic_auth_password_file: Path | None = None
-    bearer_token_file: Path | None = None
-    tls_ca: Path | None = None
-    tls_cert: Path | None = None
-    tls_key: Path | None = None
     stale_after_s: float = 60.0
     group: str = "gpustream-sink-remote-write"
     from_: Literal["earliest", "latest"] | float = 3600.0
@@ -44,7 +35,6 @@ class RemoteWriteSettings:
     session_timeout_s: float = 10.0
     max_request_samples: int = 10_000
     max_in_flight: int = 8
-    request_timeout_s: float = 30.0
 
     def mistakes(self) -> list[str]:
         """Every mistake in the settings, in words for whoever wrote them; empty when there is none."""

@@ -4,36 +4,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from sinks.settings import http_mistakes, reading_mistakes, url_mistakes
+from sinks.settings import HttpSettings, http_mistakes, reading_mistakes, url_mistakes
 
 RESERVED_HEADERS = frozenset({"content-type", "content-length", "idempotency-key", "x-gpustream-signature"})
 
 
 @dataclass(frozen=True, kw_only=True)
-class WebhookSettings:
+class WebhookSettings(HttpSettings):
     """Settings; see :meth:`mistakes`. ``from_``: ``earliest``, ``latest`` or how many seconds back a new group starts.
 
-    ``secret_file`` holds the key of the signature; ``unsigned`` says that there is none. ``headers`` are sent with each
-    request. ``max_in_flight`` bounds how many requests are under way, ``request_timeout_s`` an attempt.
+    ``secret_file`` holds the key of the signature; ``unsigned`` says that there is none. ``max_in_flight``
+    bounds how many requests are under way.
     """
 
     kafka: str
     url: str
     secret_file: Path | None = None
     unsigned: bool = False
-    headers: tuple[tuple[str, str], ...] = ()
-    basic_auth_user: str | None = None
-    basic_auth_password_file: Path | None = None
-    bearer_token_file: Path | None = None
-    tls_ca: Path | None = None
-    tls_cert: Path | None = None
-    tls_key: Path | None = None
     group: str = "gpustream-sink-webhook"
     from_: Literal["earliest", "latest"] | float = 3600.0
     instance_id: str | None = None
     session_timeout_s: float = 10.0
     max_in_flight: int = 8
-    request_timeout_s: float = 30.0
 
     def mistakes(self) -> list[str]:
         """Every mistake in the settings, in words for whoever wrote them; empty when there is none."""

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_type_hints
 
 import click
 import pytest
@@ -94,7 +95,7 @@ def test_every_mistake_of_a_file_of_rules_is_named_before_the_stream_starts(tmp_
 
 
 def _fields(kind: type) -> list[str]:
-    return list(kind.__annotations__)
+    return list(get_type_hints(kind))
 
 
 def test_a_component_that_is_not_there_is_no_command(monkeypatch: pytest.MonkeyPatch) -> None:
