@@ -12,11 +12,15 @@ PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3
 # More arguments for pytest: make test ARGS="-k attribution -x"
 ARGS ?=
 
+# How many test files run at a time: tests wait more than they compute. JOBS=0 runs them one after another.
+JOBS ?= 4
+PYTEST = $(BIN)/pytest -q -n $(JOBS) --dist loadfile
+
 SCRIPTS := .ci/run tests/real/build/build
 GENERATORS := $(patsubst %.py,%,$(subst /,.,$(wildcard topics/schema.py topics/reference.py gpustream/reference.py streams/alerts/reference.py)))
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check format bench storm real-servers lock
+.PHONY: help install demo test test-fast check format bench storm real-servers lock
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -38,7 +42,10 @@ demo: install ## everything in one command: a simulated fleet of 4 nodes of 8 GP
 	$(BIN)/gpustream run --simulate 4x8
 
 test: install ## unit and property tests, and every real test whose server is at hand; skips are listed at the end
-	$(BIN)/pytest -rs $(ARGS)
+	$(PYTEST) $(ARGS)
+
+test-fast: install ## the tests that need no server, with few examples each: while you write
+	GPUSTREAM_HYPOTHESIS=fast $(PYTEST) -m "not real" $(ARGS)
 
 check: install ## lint, format, types, imports, schemas, docs and scripts; never writes
 	$(BIN)/ruff check

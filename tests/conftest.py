@@ -6,8 +6,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.nvml.scripted import NoCompiler, ScriptedNvml, library
+
+# A busy machine is no reason to fail, so no example has a deadline. The same examples run every time; what runs each
+# night looks for new ones: GPUSTREAM_HYPOTHESIS=nightly.
+for name, examples, same in (("fast", 5, True), ("default", 25, True), ("nightly", 200, False)):
+    settings.register_profile(
+        name,
+        max_examples=examples,
+        derandomize=same,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+settings.load_profile(os.environ.get("GPUSTREAM_HYPOTHESIS", "default"))
 
 
 @pytest.fixture(autouse=True)

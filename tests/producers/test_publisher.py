@@ -4,7 +4,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from producers import instruments as names
@@ -290,7 +290,6 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
 @given(STEPS, st.integers(300, 5_000))
 def test_whatever_the_broker_does_every_tick_is_accounted_for_and_follows_its_snapshot(
     steps: list[tuple[str, Any]], max_bytes: int

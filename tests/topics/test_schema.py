@@ -8,7 +8,7 @@ from typing import Any
 import jsonschema
 import msgspec
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.topics import records
@@ -55,7 +55,6 @@ def test_the_example_is_a_record(topic: Topic) -> None:
 
 
 @every_topic
-@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_every_record_that_the_type_allows_fits_its_schema_and_is_read_back(topic: Topic, data: st.DataObject) -> None:
     record = data.draw(records.of(topic))

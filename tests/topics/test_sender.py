@@ -12,7 +12,7 @@ from aiokafka.errors import (
     RequestTimedOutError,
     UnknownError,
 )
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.clock import run
@@ -283,7 +283,6 @@ def test_a_send_after_the_stop_is_cancelled_and_connects_to_nobody() -> None:
     play(scenario)
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     records=st.lists(
         st.tuples(st.integers(0, 1), st.booleans(), st.sampled_from([0.0, 0.0, 0.001, 0.03, 1.0])), max_size=25

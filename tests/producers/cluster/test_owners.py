@@ -9,7 +9,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from prometheus_client import CollectorRegistry
 
 from producers.cluster import instruments as names
@@ -396,7 +396,6 @@ async def test_an_owner_that_nobody_wants_any_more_is_not_told_of() -> None:
 
 
 @given(st.dictionaries(st.integers(0, 12), st.integers(0, 12)))
-@settings(max_examples=100, deadline=None)
 def test_every_chain_ends_without_going_in_circles(above: dict[int, int]) -> None:
     def owner(number: int) -> Owner:
         return Owner("apps/v1", "ReplicaSet", f"r{number}", f"u{number}")

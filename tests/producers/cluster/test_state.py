@@ -5,7 +5,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from producers import records
 from producers.cluster.pods import KEPT_MS
@@ -395,7 +395,6 @@ def _alive(cluster: State) -> dict[str, Any]:
 
 
 @given(st.lists(_EVENTS, max_size=30), st.randoms())
-@settings(max_examples=200)
 def test_any_history_leaves_what_a_fresh_list_of_the_last_objects_does(events: list[Event], chance: Any) -> None:
     lived, fresh = state(), state()
     objects = list(_apply(lived, events).values())
@@ -406,7 +405,6 @@ def test_any_history_leaves_what_a_fresh_list_of_the_last_objects_does(events: l
 
 
 @given(st.lists(_EVENTS, max_size=30))
-@settings(max_examples=100)
 def test_a_full_list_of_the_same_objects_changes_nothing(events: list[Event]) -> None:
     cluster = state()
     objects = list(_apply(cluster, events).values())
@@ -425,7 +423,6 @@ def test_a_full_list_of_the_same_objects_changes_nothing(events: list[Event]) ->
 
 
 @given(st.lists(_EVENTS, max_size=20))
-@settings(max_examples=100)
 def test_a_node_that_is_told_of_differently_was_made_due(events: list[Event]) -> None:
     cluster = state("n1", "n2")
     before = _alive(cluster)
@@ -441,7 +438,6 @@ def test_a_node_that_is_told_of_differently_was_made_due(events: list[Event]) ->
     st.dictionaries(st.text(max_size=20), st.text(max_size=60), max_size=70),
     st.dictionaries(st.text(max_size=20).map("gpustream.dev/".__add__), st.text(max_size=60), max_size=70),
 )
-@settings(max_examples=100)
 def test_no_label_of_a_tenant_changes_another_pod(labels: dict[str, str], annotations: dict[str, str]) -> None:
     alone, together = state("n1"), state("n1")
     for cluster in (alone, together):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from producers.simulated.fleet import Fleet, Tick, parse_size, ticks
@@ -53,7 +53,6 @@ def _pods(fleet: Fleet, until_ms: int) -> list[Pod]:
     return [pod for index in range(fleet.nodes) for pod in fleet.node(index)._schedule.advance(until_ms)]
 
 
-@settings(max_examples=20, deadline=None)
 @given(fleets, st.integers(10**12, 10**13))
 def test_the_same_seed_is_the_same_fleet_whenever_it_starts(fleet: Fleet, start_ms: int) -> None:
     one = [relative(tick, START_MS) for tick in ticks(fleet, START_MS, 1000, 8)]
@@ -62,7 +61,6 @@ def test_the_same_seed_is_the_same_fleet_whenever_it_starts(fleet: Fleet, start_
     assert one == other
 
 
-@settings(max_examples=20, deadline=None)
 @given(fleets, st.lists(st.integers(0, 60_000), min_size=1, max_size=20))
 def test_what_a_node_says_does_not_depend_on_when_it_was_asked_before(fleet: Fleet, times: list[int]) -> None:
     often = fleet.node(0)
@@ -77,7 +75,6 @@ def _without_events(reading: Reading) -> Reading:
     return reading._replace(devices=[{**device, "events": None} for device in reading.devices])
 
 
-@settings(max_examples=10, deadline=None)
 @given(fleets)
 def test_another_cluster_or_seed_has_no_name_in_common(fleet: Fleet) -> None:
     others = [dataclasses.replace(fleet, cluster="elsewhere"), dataclasses.replace(fleet, seed=fleet.seed + 1)]
@@ -93,7 +90,6 @@ def _identities(fleet: Fleet) -> set[str]:
     return uuids | {pod.name for pod in pods} | {pod.uid for pod in pods}
 
 
-@settings(max_examples=15, deadline=None)
 @given(fleets)
 @example(Fleet(4, 8, cluster="prod-1", seed=877, pod_life_s=1.5))  # where random suffixes would meet
 def test_no_unit_is_held_twice_and_no_name_is_two_pods_at_a_time(fleet: Fleet) -> None:
@@ -186,7 +182,6 @@ def test_the_kubelet_lags_within_its_bounds_and_never_goes_back() -> None:
     assert max(at - then for at, then in seen) - min(at - then for at, then in seen) > 500
 
 
-@settings(max_examples=10, deadline=None)
 @given(fleets)
 def test_reported_is_what_was_true_a_moment_ago(fleet: Fleet) -> None:
     pods = _pods(fleet, 40_000)
@@ -199,7 +194,6 @@ def test_reported_is_what_was_true_a_moment_ago(fleet: Fleet) -> None:
             assert {row["pod_uid"] for rows in found for row in rows} <= alive
 
 
-@settings(max_examples=10, deadline=None)
 @given(fleets)
 def test_the_containers_say_the_same_as_reported(fleet: Fleet) -> None:
     for tick in ticks(fleet, START_MS, 1000, 5):
@@ -244,7 +238,6 @@ def test_a_fleet_is_nodes_by_gpus() -> None:
     assert parse_size("100x8") == (100, 8)
 
 
-@settings(max_examples=20, deadline=None)
 @given(fleets, st.sampled_from([100, 1000, 10_000]))
 def test_ticks_come_in_order_and_each_node_keeps_its_phase(fleet: Fleet, interval_ms: int) -> None:
     found = list(ticks(fleet, START_MS, interval_ms, 3))

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from producers.simulated.fleet import Fleet
@@ -35,7 +35,6 @@ def devices(node: SimulatedNode, times: range) -> list[list[JsonDict]]:
     return [list(rows) for rows in zip(*(node.read(at_ms).devices for at_ms in times), strict=True)]
 
 
-@settings(max_examples=25, deadline=None)
 @given(nodes)
 def test_every_value_is_of_the_catalogue_and_within_its_bounds(node: SimulatedNode) -> None:
     for rows in devices(node, range(0, 30_000, 700)):
@@ -50,7 +49,6 @@ def test_every_value_is_of_the_catalogue_and_within_its_bounds(node: SimulatedNo
                 assert metrics["graphics_clock_hz"] <= model.boost_mhz * 1_000_000
 
 
-@settings(max_examples=25, deadline=None)
 @given(nodes)
 def test_memory_adds_up(node: SimulatedNode) -> None:
     for rows in devices(node, range(0, 30_000, 700)):
@@ -62,7 +60,6 @@ def test_memory_adds_up(node: SimulatedNode) -> None:
                 assert sum(row["memory_used_bytes"] for row in device["processes"]) <= metrics["memory_used_bytes"]
 
 
-@settings(max_examples=25, deadline=None)
 @given(nodes)
 def test_counters_never_go_back(node: SimulatedNode) -> None:
     for rows in devices(node, range(0, 30_000, 700)):
@@ -71,7 +68,6 @@ def test_counters_never_go_back(node: SimulatedNode) -> None:
             assert values == sorted(values)
 
 
-@settings(max_examples=10, deadline=None)
 @given(nodes, st.integers(0, 20_000))
 def test_energy_is_the_integral_of_power(node: SimulatedNode, start_ms: int) -> None:
     for rows in devices(node, range(start_ms, start_ms + 3_000)):
@@ -82,7 +78,6 @@ def test_energy_is_the_integral_of_power(node: SimulatedNode, start_ms: int) -> 
             assert all(after > before - 1e-9 for before, after in itertools.pairwise(energy))
 
 
-@settings(max_examples=25, deadline=None)
 @given(nodes)
 def test_a_gpu_is_used_by_those_who_have_held_it_long_enough_to_start_and_by_nobody_else(node: SimulatedNode) -> None:
     before = node.read(0).holders
@@ -105,7 +100,6 @@ def _uids(holders: Iterable[JsonDict]) -> set[str]:
     return {holder["pod_uid"] for holder in holders}
 
 
-@settings(max_examples=25, deadline=None)
 @given(nodes)
 def test_whatever_works_on_a_device_was_reported_to_hold_it(node: SimulatedNode) -> None:
     for at_ms in range(0, 60_000, 700):
@@ -129,7 +123,6 @@ def test_a_gpu_in_mig_mode_has_no_utilization_and_leaves_memory_to_its_instances
     assert "gpu_utilization_ratio" in other["metrics"]
 
 
-@settings(max_examples=25, deadline=None)
 @given(nodes)
 def test_what_the_driver_samples_goes_up_and_down_around_what_it_says(node: SimulatedNode) -> None:
     for rows in devices(node, range(0, 30_000, 700)):
@@ -164,7 +157,6 @@ def test_gpm_is_there_on_hopper_and_later_and_knows_the_links_of_whole_gpus() ->
             assert profiled == (PROFILED | (set() if cut else links) if hopper else set())
 
 
-@settings(max_examples=25, deadline=None)
 @given(nodes)
 def test_what_is_busy_was_profiled_as_busy(node: SimulatedNode) -> None:
     for rows in devices(node, range(0, 30_000, 700)):

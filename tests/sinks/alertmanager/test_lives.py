@@ -4,7 +4,7 @@ import asyncio
 import random
 from collections.abc import Sequence
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.sinks.alertmanager.fake import FakeAlertmanager
@@ -37,7 +37,6 @@ def _log(writings: Sequence[Writing]) -> tuple[list[Read], set[str]]:
     restarts=st.sets(st.integers(0, 20), max_size=3),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=60, deadline=None)
 def test_in_the_end_what_is_open_fires_and_nothing_else(
     writings: list[Writing], statuses: list[int], lives: list[int], restarts: set[int], seed: int
 ) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sinks.dead_letters import Abandoned, DeadLetters
@@ -317,7 +317,6 @@ events = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
 @given(events, st.sampled_from([("1.0", False), ("1.0", True), ("2.0", True)]), st.integers(1, 3))
 def test_whatever_happens_an_alert_that_fires_is_1_and_one_that_does_not_has_ended(
     happens: Sequence[Event], speaks: tuple[Protocol, bool], max_samples: int

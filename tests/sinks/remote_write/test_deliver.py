@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sinks.blocks import Block, Group, Row
@@ -50,7 +50,6 @@ KINDS: list[tuple[Protocol, bool]] = [("1.0", False), ("1.0", True), ("2.0", Tru
 
 @pytest.mark.parametrize(("protocol", "partial"), KINDS)
 @given(bad=st.sets(st.sampled_from(sorted(ALL))) | st.just(ALL))
-@settings(max_examples=60, deadline=None)
 def test_whatever_is_refused_every_other_sample_is_delivered_once(
     protocol: Protocol, partial: bool, bad: set[tuple[int, int, str]]
 ) -> None:

@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sinks.blocks import Block, Group, Row
@@ -59,7 +59,6 @@ def meant(of: list[Group]) -> list[Sample]:
 
 @protocols
 @given(made=groups())
-@settings(max_examples=150)
 def test_a_receiver_reads_the_labels_sorted_and_each_value_to_the_bit(protocol: str, made: list[Group]) -> None:
     encoder, read = ENCODERS[protocol]
     samples = read(encoder()(made))
@@ -72,7 +71,6 @@ def test_a_receiver_reads_the_labels_sorted_and_each_value_to_the_bit(protocol: 
 
 @protocols
 @given(first=groups(), second=groups())
-@settings(max_examples=60)
 def test_what_an_encoder_keeps_does_not_change_what_it_writes(
     protocol: str, first: list[Group], second: list[Group]
 ) -> None:

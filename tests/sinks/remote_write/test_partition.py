@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sinks.dead_letters import Abandoned, DeadLetters
@@ -241,7 +241,6 @@ Refused = Callable[[Sample], str | None]
 REASONS = (None, "label too long", "out of order sample", "too old sample")
 
 
-@settings(max_examples=80, deadline=None)
 @given(
     st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["good", "good", "replay", "bad"])), max_size=12),
     st.sets(st.tuples(st.sampled_from("abc"), st.sampled_from(["gpu_utilization", "gpu_temperature"]))),

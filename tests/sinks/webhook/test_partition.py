@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sinks.dead_letters import Abandoned, DeadLetters
@@ -207,7 +207,6 @@ def _log(writings: Sequence[Writing]) -> tuple[list[Read], dict[str, list[str]]]
     lives=st.lists(st.integers(1, 12), max_size=6),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=60, deadline=None)
 def test_whatever_fails_and_restarts_each_alert_s_transitions_arrive_in_order(
     writings: list[Writing], statuses: list[int], lives: list[int], seed: int
 ) -> None:

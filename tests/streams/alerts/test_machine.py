@@ -4,7 +4,7 @@ from collections import Counter
 from itertools import takewhile
 
 import msgspec
-from hypothesis import given, settings
+from hypothesis import given
 
 from streams.alerts import machine
 from streams.alerts.judge import Judge
@@ -315,7 +315,6 @@ def _since(ms: int, ticks: list[Tick]) -> list[Tick]:
 
 
 @given(lives())
-@settings(max_examples=300)
 def test_no_gpu_that_worked_within_the_duration_is_held_idle(ticks: list[Tick]) -> None:
     life = Life()
     (rule,) = [rule for rule in SHORT.rules if rule.name == "GPUHeldIdle"]

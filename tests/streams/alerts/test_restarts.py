@@ -2,7 +2,7 @@
 
 from random import Random
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from streams.alerts.tick import Tick
@@ -104,7 +104,6 @@ def by_alert(found: dict[str, bytes]) -> dict[str, list[str]]:
 
 
 @given(lives(nodes=2, least=12), st.integers(0, 2**32), st.sampled_from([0.0, 0.1, 0.4]))
-@settings(max_examples=200, deadline=None)
 def test_any_batching_and_any_restart_give_the_same_transitions(ticks: list[Tick], seed: int, kills: float) -> None:
     straight, crooked = run(undisturbed(ticks)), run(disturbed(ticks, Random(seed), kills=kills))
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from streams.attribution.decode import decode
@@ -201,7 +201,6 @@ TYPES = {"gpu.samples": Sample, "gpu.allocations": Allocations, "gpu.workloads":
 
 
 @every_topic
-@settings(deadline=None, max_examples=60)
 @given(data=st.data())
 def test_whatever_the_contract_takes_is_read_and_can_be_written(topic: str, data: st.DataObject) -> None:
     spec = {t.name: t for t in (samples.TOPIC, allocations.TOPIC, workloads.TOPIC)}[topic]
@@ -214,7 +213,6 @@ def test_whatever_the_contract_takes_is_read_and_can_be_written(topic: str, data
 
 
 @every_topic
-@settings(deadline=None, max_examples=60)
 @given(value=st.binary(max_size=200), at=st.integers(0, 2_000))
 def test_bytes_put_anywhere_are_read_or_refused_and_nothing_else(topic: str, value: bytes, at: int) -> None:
     whole = written(topic)

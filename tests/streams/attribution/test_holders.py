@@ -1,7 +1,7 @@
 """Who holds each device: every form of device id, every chain of owners."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from streams.attribution.holders import hold
@@ -208,7 +208,6 @@ def test_the_workload_is_the_top_of_the_chain_and_the_nearest_controller_is_name
 _OWNERS = st.sampled_from([RS, DEPLOYMENT, JOB, CRON_JOB, STATEFUL_SET, DAEMON_SET, *RAY, JOB_SET, VOLCANO])
 
 
-@settings(deadline=None)
 @given(st.lists(_OWNERS, max_size=6).map(tuple))
 def test_at_most_one_controller_is_named_and_it_is_of_the_chain(owners: tuple[Owner, ...]) -> None:
     holder = holder_of(owners)

@@ -1,7 +1,7 @@
 """The join: every sample is given what the complete logs say, in whatever order the topics arrive."""
 
 import msgspec
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 
 from tests.streams.attribution import model
 from tests.streams.attribution.reading import Reading
@@ -9,7 +9,6 @@ from tests.streams.attribution.stories import Act, Story, schedules, stories
 from topics.attributed import AttributedSample
 
 _decode = msgspec.json.Decoder(AttributedSample).decode
-thorough = settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.too_slow])
 
 
 def read(story: Story, schedule: list[Act], *, workloads_first: bool = True) -> dict[int, bytes]:
@@ -21,7 +20,6 @@ def read(story: Story, schedule: list[Act], *, workloads_first: bool = True) -> 
     return reading.out
 
 
-@thorough
 @given(stories(), schedules)
 def test_every_sample_is_given_what_the_logs_say_whatever_the_order_of_arrival(
     story: Story, schedule: list[Act]
@@ -33,13 +31,11 @@ def test_every_sample_is_given_what_the_logs_say_whatever_the_order_of_arrival(
         assert model.given(_decode(out[offset])) == model.answer(story.logs, sample), sample
 
 
-@thorough
 @given(stories(), schedules, schedules)
 def test_two_replays_agree_in_every_byte(story: Story, schedule: list[Act], other: list[Act]) -> None:
     assert read(story, schedule) == read(story, other)
 
 
-@thorough
 @given(stories(), schedules)
 def test_who_holds_a_device_depends_on_when_the_workloads_arrive_only_for_pods_that_had_ended(
     story: Story, schedule: list[Act]

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import msgspec
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from streams.attribution import join
@@ -124,7 +124,6 @@ def outputs(records: Iterable[join.Record]) -> list[bytes]:
     return out
 
 
-@settings(max_examples=200, deadline=None)
 @given(lives, steps(0, END_MS // STEP_MS))
 @example([Life(500, 1_500, 4_000, 9_000, 1)], 3_000)
 @example([Life(500, 1_500, 1_000, 7_000, 1, 20_000)], END_MS)

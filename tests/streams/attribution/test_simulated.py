@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import msgspec
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from producers.simulated.fleet import Fleet, Tick, ticks
@@ -74,7 +74,6 @@ def _read(tick: Tick) -> Iterable[join.Record]:
     yield join.Tick(msgspec.convert(sample, Sample), tick.seq, 0.0, float("-inf"))
 
 
-@settings(max_examples=25, deadline=None)
 @given(fleets)
 def test_those_who_are_reported_to_hold_a_device_hold_it_and_nobody_else(fleet: Fleet) -> None:
     for seen in attributed(fleet, 30):
@@ -82,7 +81,6 @@ def test_those_who_are_reported_to_hold_a_device_hold_it_and_nobody_else(fleet: 
         assert seen.device.conflict is None
 
 
-@settings(max_examples=25, deadline=None)
 @given(fleets)
 def test_parts_and_rest_are_the_device_at_every_tick_and_none_is_negative(fleet: Fleet) -> None:
     for device, _ in attributed(fleet, 30):

@@ -2,7 +2,7 @@
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from streams.attribution.workloads import (
@@ -254,7 +254,6 @@ def seen(knowledge: Knowledge, ts_ms: int) -> tuple[object, ...]:
     return labels, [(p.uid, p.labels) if p else None for p in found], over
 
 
-@settings(deadline=None, max_examples=200)
 @given(logs(), times)
 def test_every_answer_is_that_of_looking_at_all_records(records: list[NodeWorkloads], ts_ms: int) -> None:
     counted = model.accepted(records)
@@ -266,7 +265,6 @@ def test_every_answer_is_that_of_looking_at_all_records(records: list[NodeWorklo
     assert seen(after(*records), ts_ms) == expected
 
 
-@settings(deadline=None, max_examples=200)
 @given(logs(), times, times)
 def test_pruning_never_changes_an_answer_at_or_after_its_time(
     records: list[NodeWorkloads], since_ms: int, later_ms: int
@@ -279,7 +277,6 @@ def test_pruning_never_changes_an_answer_at_or_after_its_time(
     assert forget_before(pruned, since_ms) == pruned
 
 
-@settings(deadline=None, max_examples=200)
 @given(logs(), st.lists(times, min_size=7, max_size=7), times)
 def test_pruning_between_records_changes_no_answer_about_pods_that_stay_gone(
     records: list[NodeWorkloads], prunings: list[int], ts_ms: int

@@ -3,7 +3,7 @@
 import asyncio
 from typing import Any
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.clock import run
@@ -105,7 +105,6 @@ async def weather(seed: int, operations: list[tuple[Any, ...]]) -> None:
     world.check_settled()
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(seed=st.integers(0, 2**32), operations=st.lists(Storm.OPERATIONS, min_size=3, max_size=40))
 def test_no_storm_loses_a_record_or_commits_past_an_unfinished_one(
     seed: int, operations: list[tuple[Any, ...]]
