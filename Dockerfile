@@ -12,6 +12,7 @@ RUN pip wheel --quiet --require-hashes --no-deps --wheel-dir /wheels -r requirem
 COPY pyproject.toml README.md LICENSE ./
 COPY gpustream gpustream
 COPY topics topics
+COPY delivery delivery
 COPY producers producers
 COPY streams streams
 COPY sinks sinks

@@ -15,9 +15,9 @@ from typing import Any, Protocol
 
 from aiokafka.errors import IllegalStateError, KafkaError
 
+from delivery.positions import From, Positions, Start
 from sinks.dead_letters import Abandoned, Record
 from sinks.outcomes import Outcomes
-from sinks.positions import From, Positions, Start
 
 log = logging.getLogger(__name__)
 

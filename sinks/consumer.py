@@ -15,10 +15,10 @@ from aiokafka import AIOKafkaConsumer
 from aiokafka.abc import ConsumerRebalanceListener
 from aiokafka.errors import CommitFailedError, IllegalStateError, KafkaError
 
+from delivery.positions import From
 from sinks.assignment import Assignment, Handler
 from sinks.dead_letters import Abandoned
 from sinks.outcomes import Outcomes
-from sinks.positions import From
 
 log = logging.getLogger(__name__)
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Protocol
 from urllib.parse import urlsplit
 
+from delivery.positions import From
 from sinks.consumer import SinkSettings
-from sinks.positions import From
 
 _FILES = ("basic_auth_password_file", "bearer_token_file", "tls_ca", "tls_cert", "tls_key")
 

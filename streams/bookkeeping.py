@@ -9,9 +9,9 @@ from typing import Any, Protocol
 
 from aiokafka.partitioner import murmur2
 
+from delivery.ledger import Ledger, Slot
 from streams.decoding import Reason
 from streams.reader.app import ReaderApp
-from streams.reader.ledger import Ledger, Slot
 from topics.dead_letters import Origin, letter
 from topics.instruments import Instrument, Instruments
 

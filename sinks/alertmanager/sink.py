@@ -9,6 +9,7 @@ this sink itself is gone, open alerts end in Alertmanager after four times ``--r
 import asyncio
 from typing import NamedTuple
 
+from delivery.positions import WHOLE
 from sinks.alertmanager.config import AlertmanagerSettings
 from sinks.alertmanager.instruments import COMPONENT, INSTRUMENTS
 from sinks.alertmanager.partition import AlertmanagerPartition, Shared
@@ -17,7 +18,6 @@ from sinks.consumer import ConsumerSettings, GroupReader, Source
 from sinks.dead_letters import DeadLetters, connecting
 from sinks.http import Http
 from sinks.outcomes import Outcomes
-from sinks.positions import WHOLE
 from topics.alerts import TOPIC
 from topics.instruments import Instruments
 from topics.sender import Sender

@@ -7,11 +7,11 @@ On failure: an outage of the receiver or of Kafka is waited for; what the receiv
 
 import asyncio
 
+from delivery.positions import WHOLE
 from sinks.consumer import GroupReader, Source, membership
 from sinks.dead_letters import DeadLetters, connecting
 from sinks.labels import default_labels
 from sinks.outcomes import Outcomes
-from sinks.positions import WHOLE
 from sinks.remote_write.alert_partition import AlertPartition
 from sinks.remote_write.alert_series import AlertSeries
 from sinks.remote_write.client import Client

@@ -7,11 +7,11 @@ when the process ended is sent again, with the same bytes under the same ``Idemp
 
 import asyncio
 
+from delivery.positions import WHOLE
 from sinks.consumer import GroupReader, Source, membership
 from sinks.dead_letters import DeadLetters, connecting
 from sinks.http import Http
 from sinks.outcomes import Outcomes
-from sinks.positions import WHOLE
 from sinks.receiver import Receiver
 from sinks.webhook.config import WebhookSettings
 from sinks.webhook.encode import Secret

@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 from prometheus_client import CollectorRegistry
 
+from delivery.watchdog import fail_stop
 from streams.alerts import rules
 from streams.alerts.instruments import INSTRUMENTS
 from streams.alerts.judge import Judge
@@ -20,7 +21,6 @@ from streams.alerts.watch import ALERTS, ATTRIBUTED, SAMPLES, STATE, WORKLOADS, 
 from streams.bookkeeping import DEAD_LETTERS
 from streams.checking import checked
 from streams.reader.app import ReaderApp, ReaderSettings
-from streams.reader.watchdog import fail_stop
 from streams.working import work
 from topics.instruments import Instruments
 

@@ -14,11 +14,11 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from delivery.ledger import Slot
 from streams.alerts import machine
 from streams.alerts.machine import Judge, Place, Step, Write
 from streams.alerts.state import NodeState, Order, order
 from streams.alerts.tick import Tick
-from streams.reader.ledger import Slot
 
 Outcome = Literal["judged", "replayed", "resumed"]
 """What a tick was: a new one, one that had been judged before its node's state was written, or the first after that."""

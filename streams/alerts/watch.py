@@ -16,6 +16,7 @@ from typing import Any, get_args
 
 import msgspec
 
+from delivery.ledger import Partition, Slot
 from streams.alerts import machine, state
 from streams.alerts import tick as ticks
 from streams.alerts.attendance import Attendance, Ends
@@ -26,7 +27,6 @@ from streams.alerts.tick import Tick
 from streams.bookkeeping import Bookkeeping
 from streams.decoding import Malformed, decoded
 from streams.reader.app import ReaderApp
-from streams.reader.ledger import Partition, Slot
 from streams.reader.reader import Batch
 from topics.alerts import MAX_TIME_MS, Severity
 from topics.instruments import Instruments

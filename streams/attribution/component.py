@@ -11,12 +11,12 @@ from collections.abc import Callable
 import msgspec
 from prometheus_client import CollectorRegistry
 
+from delivery.watchdog import fail_stop
 from streams.attribution.instruments import INSTRUMENTS
 from streams.attribution.joiner import ALLOCATIONS, OUTPUT, SAMPLES, WORKLOADS, Joiner
 from streams.bookkeeping import DEAD_LETTERS
 from streams.checking import checked
 from streams.reader.app import ReaderApp, ReaderSettings
-from streams.reader.watchdog import fail_stop
 from streams.working import work
 from topics.instruments import Instruments
 

@@ -14,12 +14,12 @@ from typing import Any
 
 import msgspec
 
+from delivery.ledger import Partition, Slot
 from streams.attribution import join
 from streams.attribution.decode import decode
 from streams.bookkeeping import Bookkeeping
 from streams.decoding import Malformed, Reason
 from streams.reader.app import ReaderApp
-from streams.reader.ledger import Partition, Slot
 from streams.reader.reader import Batch
 from topics.instruments import Instruments
 from topics.samples import Sample

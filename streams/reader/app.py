@@ -27,10 +27,10 @@ from faust.channels import Channel
 from faust.transport.drivers import aiokafka as driver
 from mode.utils.queues import FlowControlEvent, ThrowableQueue
 
+from delivery.ledger import Partition, Slot
+from delivery.watchdog import Deadlines, Pulse, Watchdog, fail_stop
 from streams.reader.consumer import LosslessConsumer
-from streams.reader.ledger import Partition, Slot
 from streams.reader.reader import Batch, Client, Reader, Stage
-from streams.reader.watchdog import Deadlines, Pulse, Watchdog, fail_stop
 from topics.sender import Sender
 
 log = logging.getLogger(__name__)

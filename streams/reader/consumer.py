@@ -14,7 +14,7 @@ from aiokafka.errors import CommitFailedError, IllegalStateError
 from faust.transport.drivers import aiokafka as driver
 from mode.threads import WorkerThread
 
-from streams.reader.ledger import Partition
+from delivery.ledger import Partition
 from streams.reader.reader import Reader
 
 log = logging.getLogger(__name__)

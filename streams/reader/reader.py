@@ -21,8 +21,8 @@ from typing import Any, Protocol
 
 from aiokafka.errors import KafkaError
 
-from streams.reader import start
-from streams.reader.ledger import Ledger, Partition, Slot
+from delivery import start
+from delivery.ledger import Ledger, Partition, Slot
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import msgspec
 
+from delivery.ledger import Partition
 from streams.reader.app import ReaderApp, ReaderSettings
-from streams.reader.ledger import Partition
 from streams.reader.reader import Batch
 from tests.real.process import Server
 

@@ -7,6 +7,7 @@ from typing import NamedTuple, cast
 
 import msgspec
 
+from delivery.ledger import Ledger, Partition, Slot
 from streams.alerts.attendance import BREAK_S
 from streams.alerts.instruments import INSTRUMENTS
 from streams.alerts.machine import Judge
@@ -14,7 +15,6 @@ from streams.alerts.tick import Tick
 from streams.alerts.watch import ALERTS, ATTRIBUTED, SAMPLES, STATE, WORKLOADS, Clocks, Watch
 from streams.bookkeeping import DEAD_LETTERS
 from streams.reader.app import ReaderApp
-from streams.reader.ledger import Ledger, Partition, Slot
 from tests.streams.alerts.stories import JUDGE
 from topics.alerts import Alert
 from topics.instruments import Instruments

@@ -3,13 +3,13 @@
 import msgspec
 import pytest
 
+from delivery.ledger import Partition
 from streams.alerts.judge import Judge
 from streams.alerts.machine import DELETE_MS
 from streams.alerts.state import NodeState, decode, encode
 from streams.alerts.tick import Device
 from streams.alerts.watch import ALERTS, ATTRIBUTED, FORGET_MS, STATE, WORKLOADS
 from streams.bookkeeping import DEAD_LETTERS
-from streams.reader.ledger import Partition
 from tests.streams.alerts.fakes import Broker, Record, Worker, settle
 from tests.streams.alerts.stories import later
 from tests.streams.alerts.ticks import START_MS, device, overlay, tick

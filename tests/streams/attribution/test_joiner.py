@@ -5,8 +5,8 @@ import time
 
 import pytest
 
+from delivery.ledger import Partition
 from streams.attribution.joiner import ALLOCATIONS, OUTPUT, SAMPLES, WORKLOADS
-from streams.reader.ledger import Partition
 from tests.streams.attribution.fakes import FakeApp, Record, looking
 from tests.streams.attribution.records import container, gpu, snapshot, tick
 from topics.topic import MAX_MESSAGE_BYTES

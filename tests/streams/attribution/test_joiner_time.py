@@ -5,9 +5,9 @@ import time
 
 import pytest
 
+from delivery.ledger import Partition
 from streams.attribution.joiner import ALLOCATIONS, SAMPLES, WORKLOADS
 from streams.bookkeeping import DEAD_LETTERS
-from streams.reader.ledger import Partition
 from tests.streams.attribution.fakes import FakeApp, Record, looking, until_sent
 from tests.streams.attribution.records import container, gpu, known, pod, snapshot, tick
 

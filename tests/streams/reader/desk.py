@@ -6,7 +6,7 @@ import random
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
-from streams.reader.ledger import Partition, Slot
+from delivery.ledger import Partition, Slot
 from streams.reader.reader import Batch, Reader
 from tests.clock import run
 from tests.streams.reader.simulation import INPUT, STATES, Broker, FakeClient, Log, Record

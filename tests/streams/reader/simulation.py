@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from aiokafka.errors import IllegalStateError, KafkaConnectionError
 
-from streams.reader.ledger import Partition, Slot
+from delivery.ledger import Partition, Slot
 from streams.reader.reader import Batch, Reader
 
 INPUT = "ticks"

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from delivery.ledger import Partition, Slot
 from streams.reader.app import ReaderApp, ReaderSettings
-from streams.reader.ledger import Partition, Slot
 from topics.sender import Unsendable
 
 TP = Partition("ticks", 0)

@@ -9,8 +9,8 @@ import pytest
 from aiokafka import TopicPartition
 from aiokafka.errors import CommitFailedError, ConsumerStoppedError, IllegalStateError, KafkaConnectionError
 
+from delivery.ledger import Partition
 from streams.reader.consumer import LosslessConsumer, ThreadClient
-from streams.reader.ledger import Partition
 
 MINE, THEIRS = Partition("ticks", 0), Partition("ticks", 1)
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from aiokafka.errors import IllegalStateError, KafkaConnectionError
 
-from streams.reader.ledger import Partition, Slot
+from delivery.ledger import Partition, Slot
 from tests.streams.reader.desk import LABELS, OWNERS, TICKS, Desk, instant, meanwhile
 
 # -- state before inputs

@@ -1,7 +1,7 @@
 """Where reading begins."""
 
-from streams.reader import start
-from streams.reader.start import STATE_WINDOW_MS, Held, Start
+from delivery import start
+from delivery.start import STATE_WINDOW_MS, Held, Start
 from tests.streams.reader.desk import LABELS, OWNERS, TICKS, Desk, instant
 
 MINUTE_MS = 60_000

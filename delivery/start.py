@@ -12,7 +12,7 @@ from typing import Protocol
 
 import msgspec
 
-from streams.reader.ledger import Partition
+from delivery.ledger import Partition
 
 STATE_WINDOW_MS = 10 * 60 * 1000
 

@@ -4,7 +4,7 @@ import threading
 
 import msgspec
 
-from streams.reader.watchdog import Deadlines, Judge, Pulse, Watchdog
+from delivery.watchdog import Deadlines, Judge, Pulse, Watchdog
 
 DEADLINES = Deadlines(start=120, beat=60, progress=90)
 IDLE = Pulse(beat=0, progress=0, turns=0, working=False, ready=True, reachable=0)

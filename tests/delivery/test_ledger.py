@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streams.reader.ledger import Ledger, Partition, Slot
+from delivery.ledger import Ledger, Partition, Slot
 
 TP = Partition("ticks", 0)
 OTHER = Partition("ticks", 1)

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from sinks.positions import WHOLE, Positions, Start
+from delivery.positions import WHOLE, Positions, Start
 from tests.sinks.records import FakeConsumer, Read
 
 LOG = [Read(offset, b"", offset * 1000) for offset in range(10, 200)]
