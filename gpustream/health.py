@@ -1,8 +1,8 @@
 """The HTTP server of every component: its own metrics, whether it lives, and whether it is ready.
 
 In:       the registries and the readiness reasons of the components of this process.
-Out:      ``/metrics`` (Prometheus text or OpenMetrics), ``/healthz`` (200 while the event loop turns, else 503),
-          ``/readyz`` (503 and the reasons until there are none).
+Out:      ``/metrics`` (Prometheus text or OpenMetrics; ``?name[]=`` picks samples), ``/healthz`` (200 while the event
+          loop turns, else 503), ``/readyz`` (503 and the reasons until there are none).
 On failure: ``ListenError`` if the address can't be had.
 It answers from threads of its own, so that it can say that the event loop hangs, and it needs no more than
 prometheus-client loads anyway: a node's producer has to stay small.
@@ -11,17 +11,20 @@ prometheus-client loads anyway: a node's producer has to stay small.
 import asyncio
 import concurrent.futures
 import contextlib
+import io
+import logging
 import socket
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from importlib.metadata import version
 from socketserver import TCPServer
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler
 
 from prometheus_client import CollectorRegistry, Metric, make_wsgi_app
-from prometheus_client.exposition import ThreadingWSGIServer
+from prometheus_client.exposition import ThreadingWSGIServer, choose_encoder
 from prometheus_client.gc_collector import GCCollector
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
@@ -31,6 +34,8 @@ from topics.instruments import Instrument, Instruments
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
+
+log = logging.getLogger(__name__)
 
 INSTRUMENTS = (
     Instrument("gpustream_build_info", "gauge", "Always 1; the version is a label.", ("version",)),
@@ -44,7 +49,12 @@ HUNG_AFTER_S = 10.0
 _BEAT_S = 1.0
 _ASK_S = 2.0
 _POLL_S = 0.1
-_IDLE_CLIENT_S = 10
+
+CLIENT_S = 10.0
+"""A client has so long to send its request, and again so long to take the answer."""
+
+MAX_CLIENTS = 64
+"""So many connections are served at once, each by a thread; further ones are closed."""
 
 
 class ListenError(Exception):
@@ -104,6 +114,10 @@ class Health:
 
     def _metrics(self, environ: "WSGIEnvironment", start: "StartResponse") -> Iterable[bytes]:
         self.instruments.gauge("gpustream_ready").set(not self.reasons())
+        try:
+            choose_encoder(environ.get("HTTP_ACCEPT", ""))
+        except (TypeError, ValueError):  # what the library says to a version that is no number
+            environ = {**environ, "HTTP_ACCEPT": ""}
         return self._exposition(environ, start)
 
     def _healthz(self, _: "WSGIEnvironment", start: "StartResponse") -> Iterable[bytes]:
@@ -119,20 +133,32 @@ class Health:
 
 
 class Families(Collector):
-    """Several registries as one: a metric that two of them have is exposed once, with the samples of both."""
+    """Several registries as one: a metric that two of them have is exposed once, with the samples of both.
 
-    def __init__(self, registries: Iterable[Collector]) -> None:
+    ``names``: only the samples with one of these names; None: all.
+    """
+
+    def __init__(self, registries: Iterable[Collector], names: Iterable[str] | None = None) -> None:
         self._registries = list(registries)
+        self._names = None if names is None else frozenset(names)
+
+    def restricted_registry(self, names: Iterable[str]) -> "Families":
+        """Only the samples with one of these names; the client library calls this for ``?name[]=``."""
+        return Families(self._registries, names)
 
     def collect(self) -> Iterator[Metric]:
         """Every metric family once, without the ``_created`` series that the client library adds."""
         merged: dict[str, Metric] = {}
         for registry in self._registries:
             for family in registry.collect():
-                samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
+                samples = [
+                    sample
+                    for sample in family.samples
+                    if not sample.name.endswith("_created") and (self._names is None or sample.name in self._names)
+                ]
                 known = merged.setdefault(family.name, family)
                 known.samples = samples if known is family else [*known.samples, *samples]
-        yield from merged.values()
+        yield from (family for family in merged.values() if family.samples or self._names is None)
 
 
 @contextlib.asynccontextmanager
@@ -154,10 +180,38 @@ async def listening(application: "WSGIApplication", address: Address | None) -> 
         server.server_close()
 
 
-class _Handler(WSGIRequestHandler):
-    """Answers without a log line, and lets go of a client that says nothing."""
+class _TimedReader(io.RawIOBase):
+    """What a client sends until a time of the monotonic clock; raises TimeoutError after it."""
 
-    timeout = _IDLE_CLIENT_S
+    def __init__(self, connection: socket.socket, deadline_s: float) -> None:
+        self._connection = connection
+        self._deadline_s = deadline_s
+
+    def readable(self) -> bool:
+        """It is."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Wait for bytes for what is left of the time."""
+        left_s = self._deadline_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError
+        self._connection.settimeout(left_s)
+        try:
+            return self._connection.recv_into(buffer)
+        finally:
+            self._connection.settimeout(CLIENT_S)
+
+
+class _Handler(WSGIRequestHandler):
+    """Answers without a log line, and lets go of a client that does not send its whole request in time."""
+
+    def setup(self) -> None:
+        """Limits the time of the request as a whole: one that comes byte by byte gets no more."""
+        super().setup()
+        self.connection.settimeout(CLIENT_S)
+        self.rfile.close()
+        self.rfile = io.BufferedReader(_TimedReader(self.connection, time.monotonic() + CLIENT_S))
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the parameter's name where it is called
         """Nothing is logged."""
@@ -170,7 +224,28 @@ class _Server(ThreadingWSGIServer):
 
     def __init__(self, address: Address) -> None:
         self.address_family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+        self._places = threading.BoundedSemaphore(MAX_CLIENTS)
         super().__init__((address.host, address.port), _Handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Serves a client in a thread of its own, or closes its connection where too many are served."""
+        if self._places.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Serves a client, in its thread."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._places.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that went away or was too slow is no fault of ours; anything else is."""
+        error = sys.exception()
+        if not isinstance(error, OSError):
+            log.error("a request of %s failed", client_address, exc_info=error)
 
     def server_bind(self) -> None:
         """Binds, and says what WSGI wants to know."""

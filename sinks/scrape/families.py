@@ -8,7 +8,7 @@ Source:   OpenMetrics 1.0 for the types: a counter's sample ends in ``_total`` a
           sample ends in ``_info`` likewise (in the text format it is a gauge).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from prometheus_client import Metric
@@ -83,14 +83,22 @@ def _about(name: str, kind: Kind, text: str) -> About:
 
 
 class Families(Collector):
-    """What a scrape shows: devices as they were when this was made. ``given_up`` ends a rendering between families."""
+    """What a scrape shows: devices as they were when this was made. ``given_up`` ends a rendering between families.
+
+    ``names``: only the series with one of these names; None: all.
+    """
 
     def __init__(
-        self, known: Mapping[str, About], devices: Iterable[Device], given_up: Callable[[], bool] = lambda: False
+        self,
+        known: Mapping[str, About],
+        devices: Iterable[Device],
+        given_up: Callable[[], bool] = lambda: False,
+        names: Collection[str] | None = None,
     ) -> None:
         self._known = known
         self._devices = tuple(devices)
         self._given_up = given_up
+        self._names = names
 
     def collect(self) -> Iterator[Metric]:
         """Every family that has a series, once."""
@@ -112,6 +120,8 @@ class Families(Collector):
                 continue
             shown.add((subject, labels))
             for row, pair, value in zip(rows, pairs, values, strict=True):
+                if self._names is not None and row.name not in self._names:
+                    continue
                 samples.setdefault(row.name, []).append(Sample(row.name, pair, value))
         return samples
 

@@ -19,8 +19,11 @@ from topics.metric import Profile
 _LEVEL = 6
 """Of gzip: a fleet's text is so repetitive that the best ratio costs a tenth of the rendering."""
 
-_Key = tuple[Format, int | None]
-"""A format, and the text that is being compressed, if any."""
+Names = frozenset[str] | None
+"""The names of the series that are wanted; None: all."""
+
+_Key = tuple[Format, Names, int | None]
+"""A format, the names, and the text that is being compressed, if any."""
 
 
 class Renderings:
@@ -33,22 +36,22 @@ class Renderings:
         self._under_way: dict[_Key, asyncio.Future[bytes]] = {}
         self._closed = False
 
-    async def text(self, format_: Format) -> bytes:
+    async def text(self, format_: Format, names: Names = None) -> bytes:
         """The exposition now, or as it was when the rendering of it that is under way began."""
-        return await self._share((format_, None), lambda: self._begin(format_))
+        return await self._share((format_, names, None), lambda: self._begin(format_, names))
 
-    async def compressed(self, format_: Format) -> bytes:
+    async def compressed(self, format_: Format, names: Names = None) -> bytes:
         """The same, compressed by gzip."""
-        text = await self.text(format_)
-        return await self._share((format_, id(text)), lambda: partial(gzip.compress, text, _LEVEL))
+        text = await self.text(format_, names)
+        return await self._share((format_, names, id(text)), lambda: partial(gzip.compress, text, _LEVEL))
 
     def close(self) -> None:
         """Give up what is under way, and what waits for it."""
         self._closed = True
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _begin(self, format_: Format) -> Callable[[], bytes]:
-        families = Families(self._known, self._devices(), lambda: self._closed)
+    def _begin(self, format_: Format, names: Names) -> Callable[[], bytes]:
+        families = Families(self._known, self._devices(), lambda: self._closed, names)
         return partial(format_.encode, families)
 
     async def _share(self, key: _Key, begin: Callable[[], Callable[[], bytes]]) -> bytes:

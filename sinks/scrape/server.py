@@ -1,16 +1,28 @@
-"""The HTTP server that Prometheus scrapes: ``/metrics``, and a page at ``/`` that leads there.
+"""The HTTP server that Prometheus scrapes: ``/metrics`` (``?name[]=`` picks), and a page at ``/`` that leads there.
 
 In:       requests. Out: the renderings. On failure: ``ListenError`` if the address can't be had.
+A client that does not send its request, or does not take the answer, loses its connection after a while.
 """
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping
+from typing import cast
 
 from aiohttp import web
 
 from sinks.scrape.families import GivenUp
 from sinks.scrape.formats import Format, accepted, gzip_accepted
 from sinks.scrape.rendering import Renderings
+
+IDLE_S = 20.0
+"""A connection without a whole request for so long is closed."""
+
+ANSWER_S = 60.0
+"""A client has so long to take an answer."""
+
+MAX_CLIENTS = 128
+"""So many connections are open at once; further ones are closed."""
 
 _END_S = 1.0
 _PAGE = """<!DOCTYPE html>
@@ -34,21 +46,41 @@ async def serving(
     """Serves while inside; gives the address that it got. ``on_scrape`` is told of each scrape."""
     application = web.Application()
     application.add_routes(_Pages(renderings, on_scrape).routes())
-    runner = web.AppRunner(application, handle_signals=False, access_log=None, shutdown_timeout=_END_S)
+    runner = web.AppRunner(
+        application, handle_signals=False, access_log=None, shutdown_timeout=_END_S, keepalive_timeout=IDLE_S
+    )
     await runner.setup()
     try:
-        yield await _listen(runner, *address)
+        async with _listening(runner, *address) as got:
+            yield got
     finally:
         renderings.close()
         await runner.cleanup()
 
 
-async def _listen(runner: web.AppRunner, host: str, port: int) -> tuple[str, int]:
+@contextlib.asynccontextmanager
+async def _listening(runner: web.AppRunner, host: str, port: int) -> AsyncIterator[tuple[str, int]]:
+    server = cast("web.Server", runner.server)  # it has one, since it is set up
+
+    def connect() -> asyncio.Protocol:
+        return server() if len(server.connections) < MAX_CLIENTS else _TooMany()
+
     try:
-        await web.TCPSite(runner, host, port).start()
+        listener = await asyncio.get_running_loop().create_server(connect, host, port)
     except OSError as error:
         raise ListenError(f"can't serve metrics on {host}:{port}: {error.strerror or error}") from error
-    return host, runner.addresses[0][1]
+    try:
+        yield host, listener.sockets[0].getsockname()[1]
+    finally:
+        listener.close()
+
+
+class _TooMany(asyncio.Protocol):
+    """A connection that finds no place."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Closes it."""
+        transport.close()
 
 
 class _Pages:
@@ -71,14 +103,24 @@ class _Pages:
             return web.StreamResponse(headers=headers)
         self._on_scrape()
         try:
-            return await self._rendered(request, format_, headers)
+            response = await self._rendered(request, format_, headers)
         except GivenUp as error:
             raise web.HTTPServiceUnavailable(text="stopping\n") from error
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                await response.prepare(request)
+                await response.write_eof()
+        except TimeoutError as error:
+            if request.transport is not None:
+                request.transport.abort()
+            raise ConnectionAbortedError("the client does not take the answer") from error
+        return response
 
     async def _rendered(self, request: web.Request, format_: Format, headers: Mapping[str, str]) -> web.Response:
+        names = frozenset(name for name in request.query.getall("name[]", []) if name) or None
         if not gzip_accepted(",".join(request.headers.getall("Accept-Encoding", []))):
-            return web.Response(body=await self._renderings.text(format_), headers=headers)
-        body = await self._renderings.compressed(format_)
+            return web.Response(body=await self._renderings.text(format_, names), headers=headers)
+        body = await self._renderings.compressed(format_, names)
         return web.Response(body=body, headers={**headers, "Content-Encoding": "gzip"})
 
     async def _root(self, _: web.Request) -> web.Response:

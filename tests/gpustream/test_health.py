@@ -2,12 +2,14 @@
 
 import asyncio
 import socket
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import NamedTuple
+from urllib.parse import quote
 
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
@@ -82,6 +84,73 @@ async def test_who_asks_for_openmetrics_gets_it() -> None:
 
     assert answer.content_type.startswith("application/openmetrics-text")
     assert "gpustream_fake_steps" in {family.name for family in openmetrics(answer.text)}  # type: ignore[no-untyped-call]
+
+
+async def test_names_in_the_query_pick_samples() -> None:
+    answer = await _get(_health(), "/metrics?name[]=gpustream_ready&name[]=gpustream_fake_steps_total&name[]=none")
+
+    families = list(text_string_to_metric_families(answer.text))
+    assert answer.status == 200
+    assert {family.name for family in families} == {"gpustream_ready", "gpustream_fake_steps"}
+    assert sum(len(family.samples) for family in families) == 3
+
+
+@pytest.mark.parametrize(
+    "query", ["name[]=x", "name[]=", "name[]=%ff%00", "name[]", "%", "&&;=&=", "a" * 5000, "name[]=\u00e9"]
+)
+@pytest.mark.parametrize("path", ["/metrics", "/healthz", "/readyz"])
+async def test_no_query_is_an_error(path: str, query: str) -> None:
+    answer = await _get(_health(), f"{path}?{quote(query, safe='%[]=&;')}")
+
+    assert answer.status == 200
+
+
+@pytest.mark.parametrize(
+    "accept",
+    ["nonsense", "application/openmetrics-text;version=banana", ";q=;;,", "text/plain;version=;escaping=no", ","],
+)
+async def test_no_accept_header_is_an_error(accept: str) -> None:
+    answer = await _get(_health(), "/metrics?name[]=gpustream_ready", accept)
+
+    assert (answer.status, "gpustream_ready 1.0" in answer.text) == (200, True)
+
+
+async def test_a_client_that_sends_its_request_byte_by_byte_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CLIENT_S", 0.3)
+    async with _served(_health()) as address:
+        reader, writer = await asyncio.open_connection(address.host, address.port)
+        dribbling = asyncio.create_task(dribble(writer))
+        assert await asyncio.wait_for(reader.read(), 10) == b""
+        dribbling.cancel()
+        writer.close()
+
+
+async def dribble(writer: asyncio.StreamWriter) -> None:
+    """A request that never ends, a little at a time."""
+    writer.write(b"GET /metrics HTTP/1.1\r\nX-Slow: ")
+    while True:
+        writer.write(b"x")
+        await asyncio.sleep(0.02)
+
+
+async def test_half_sent_requests_take_no_more_than_their_places_and_leave_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "CLIENT_S", 1.0)
+    monkeypatch.setattr(module, "MAX_CLIENTS", 8)
+    async with _served(_health()) as address:
+        open_ = [await asyncio.open_connection(address.host, address.port) for _ in range(80)]
+        for _, writer in open_:
+            writer.write(b"GET /metrics HT")
+        ends = await asyncio.wait_for(
+            asyncio.gather(*(reader.read() for reader, _ in open_), return_exceptions=True), 20
+        )
+        assert all(end == b"" or isinstance(end, ConnectionError) for end in ends)
+        assert sum(thread.name.startswith("Thread") for thread in threading.enumerate()) <= 8
+        for _, writer in open_:
+            writer.close()
+        answer = await asyncio.to_thread(_ask, address, "/healthz")
+    assert answer.status == 200
 
 
 async def test_not_ready_is_503_with_the_reasons() -> None:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import aiohttp
 import pytest
 from prometheus_client.registry import Collector
+from yarl import URL
 
 from sinks.scrape import server
 from sinks.scrape.formats import OPENMETRICS, TEXT, Format
@@ -39,10 +40,11 @@ class Bench:
         self.client = client
         self.scrapes = 0
 
-    async def ask(self, path: str, method: str = "GET", **headers: str) -> Answer:
-        """Asks, with headers written with underscores."""
+    async def ask(self, path: str | URL, method: str = "GET", **headers: str) -> Answer:
+        """Asks for a path, or a whole address, with headers written with underscores."""
         given = {name.replace("_", "-"): value for name, value in headers.items()}
-        async with self.client.request(method, self.url + path, headers=given) as answer:
+        address = path if isinstance(path, URL) else self.url + path
+        async with self.client.request(method, address, headers=given) as answer:
             return Answer(answer.status, {**answer.headers}, await answer.read())
 
 
@@ -91,6 +93,66 @@ async def test_who_takes_gzip_gets_gzip() -> None:
     assert gzip.decompress(packed.body).decode() == exposed(DEVICES)
     assert "Content-Encoding" not in plain.headers
     assert plain.body.decode() == exposed(DEVICES)
+
+
+async def test_names_in_the_query_pick_series() -> None:
+    async with bench() as made:
+        some = await made.ask("/metrics?name[]=gpu_utilization&name[]=gpu_temperature&name[]=none")
+        packed = await made.ask("/metrics?name[]=gpu_utilization", Accept_Encoding="gzip")
+
+    everything = exposed(DEVICES).splitlines()
+    wanted = ("gpu_utilization{", "gpu_temperature{")
+    assert [line for line in some.body.decode().splitlines() if not line.startswith("#")] == sorted(
+        (line for line in everything if line.startswith(wanted)), key=lambda line: line.split("{")[0]
+    )
+    assert {family.name for family in parsed(gzip.decompress(packed.body).decode(), TEXT)} == {"gpu_utilization"}
+
+
+@pytest.mark.parametrize("query", ["name[]=", "name[]", "%", "&&;=&=", "a=%ff", "a" * 5000])
+async def test_no_query_is_an_error(query: str) -> None:
+    async with bench() as made:
+        answer = await made.ask(URL(f"{made.url}/metrics?{query}", encoded=True))
+
+    assert (answer.status, answer.body.decode()) == (200, exposed(DEVICES))
+
+
+async def test_half_sent_requests_are_closed_and_no_more_than_so_many_are_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "IDLE_S", 0.5)
+    monkeypatch.setattr(server, "MAX_CLIENTS", 8)
+    async with serving(Renderings("otel", lambda: DEVICES), ANY_PORT, lambda: None) as address:
+        open_ = [await asyncio.open_connection(*address) for _ in range(80)]
+        for number, (_, writer) in enumerate(open_):
+            writer.write(b"GET /metrics HTTP/1.1\r\nX-Slow:"[: number + 1])
+        await asyncio.wait_for(asyncio.gather(*(reader.read() for reader, _ in open_), return_exceptions=True), 20)
+        for _, writer in open_:
+            writer.close()
+        async with aiohttp.ClientSession() as client, client.get("http://{}:{}/metrics".format(*address)) as answer:
+            assert answer.status == 200
+
+
+async def test_a_request_that_comes_byte_by_byte_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "IDLE_S", 0.3)
+    async with serving(Renderings("otel", lambda: DEVICES), ANY_PORT, lambda: None) as address:
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(b"GET /metrics HTTP/1.1\r\nX-Slow: ")
+        closed = asyncio.ensure_future(reader.read())
+        while not closed.done():
+            writer.write(b"x")
+            await asyncio.wait((closed,), timeout=0.02)
+        assert closed.exception() is not None or closed.result() == b""
+        writer.close()
+
+
+async def test_a_client_that_does_not_take_the_answer_loses_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "ANSWER_S", 0.2)
+    monkeypatch.setattr(server, "accepted", lambda _: Format(lambda _: bytes(32 << 20), "text/plain"))
+    async with serving(Renderings("otel", lambda: DEVICES), ANY_PORT, lambda: None) as address:
+        reader, writer = await asyncio.open_connection(*address, limit=1024)
+        writer.write(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
+        await asyncio.sleep(0.5)  # the answer is larger than what the sockets hold, and nobody reads
+        with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+            await asyncio.wait_for(reader.readexactly(32 << 20), 10)
+        writer.close()
 
 
 async def test_head_says_what_get_would_be_without_rendering_it() -> None:
