@@ -1,10 +1,10 @@
 """The numbers of a node's records: runs, ticks, snapshots. Pure: it knows no clock, network or log.
 
-In: what was read at each tick. Out: the encoded sample, and the snapshot that it names.
+In: what was read at each tick. Out: the encoded sample, and the snapshots that it and its events name.
 State: the run, the last tick of it, and the last snapshot of it.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,13 +21,20 @@ class Snapshot:
     value: bytes
 
 
+Containers = Iterable[Mapping[str, Any]] | None
+"""Those of gpu.allocations as dicts; None: there is no kubelet."""
+
+
 class Numbered(NamedTuple):
-    """A tick with its place in its run. ``value`` is None where it could not be encoded; its ``seq`` is spent."""
+    """A tick with its place in its run. ``value`` is None where it could not be encoded; its ``seq`` is spent.
+
+    ``snapshots`` are those that its events name and, last, its own.
+    """
 
     run_id: int
     seq: int
     value: bytes | None
-    snapshot: Snapshot | None
+    snapshots: tuple[Snapshot, ...] = ()
 
 
 class Numbering:
@@ -50,30 +57,40 @@ class Numbering:
         return dict(self._seqs)
 
     def step(
-        self, ts_ms: int, devices: Sequence[Mapping[str, Any]], containers: Iterable[Mapping[str, Any]] | None
+        self,
+        ts_ms: int,
+        devices: Sequence[Mapping[str, Any]],
+        containers: Containers,
+        in_force: Callable[[int], Containers] | None = None,
     ) -> Numbered:
         """Number a tick read at ``ts_ms``. A time that is not after the last tick's starts a new run.
 
-        ``containers`` are those of gpu.allocations as dicts; None: there is no kubelet, and no snapshot is named.
+        Without ``containers`` no snapshot is named. ``in_force`` gives those of an earlier time: each event names the
+        snapshot of its own time, which is never older than the one that the tick before named.
         """
         if ts_ms <= self._last_ts_ms:
             self._start_run(ts_ms)
         self._last_ts_ms = ts_ms
         seq = self._seqs[self.run_id] = self._seqs[self.run_id] + 1
         try:
-            named = None if containers is None else self._snapshot_of(ts_ms, containers)
+            named: dict[Snapshot, None] = {}
+            if containers is not None:
+                devices = self._with_snapshots(ts_ms, devices, in_force, named)
+                own = self._snapshot_of(ts_ms, containers)
+                named.pop(own, None)
+                named[own] = None
             value = records.sample(
                 cluster=self.cluster,
                 node=self.node,
                 run_id=self.run_id,
                 seq=seq,
                 ts_ms=ts_ms,
-                allocations_seq=named.seq if named else None,
+                allocations_seq=own.seq if containers is not None else None,
                 devices=devices,
             )
         except records.Unencodable:
-            return Numbered(self.run_id, seq, None, None)
-        return Numbered(self.run_id, seq, value, named)
+            return Numbered(self.run_id, seq, None)
+        return Numbered(self.run_id, seq, value, tuple(named))
 
     def _start_run(self, ts_ms: int) -> None:
         run_id = ts_ms
@@ -82,6 +99,24 @@ class Numbering:
         self.run_id = run_id
         self._seqs[run_id] = 0
         self._snapshot = None
+
+    def _with_snapshots(
+        self,
+        ts_ms: int,
+        devices: Sequence[Mapping[str, Any]],
+        in_force: Callable[[int], Containers] | None,
+        named: dict[Snapshot, None],
+    ) -> Sequence[Mapping[str, Any]]:
+        """The devices, each event with the number of its snapshot; those snapshots are added to ``named``."""
+        times = {event["ts_ms"] for device in devices for event in device.get("events") or () if "ts_ms" in event}
+        if in_force is None or not times:
+            return devices
+        seqs: dict[int, int] = {}
+        for at_ms in sorted(times):
+            if (containers := in_force(at_ms)) is not None:
+                snapshot = self._snapshot_of(min(at_ms, ts_ms), containers)
+                named[snapshot], seqs[at_ms] = None, snapshot.seq
+        return [_with_seqs(device, seqs) if device.get("events") else device for device in devices]
 
     def _snapshot_of(self, ts_ms: int, containers: Iterable[Mapping[str, Any]]) -> Snapshot:
         """The snapshot in force: the last one, or a new one where the content differs."""
@@ -95,3 +130,12 @@ class Numbering:
         )
         self._snapshot = Snapshot(self.run_id, seq, content, value)
         return self._snapshot
+
+
+def _with_seqs(device: Mapping[str, Any], seqs: Mapping[int, int]) -> Mapping[str, Any]:
+    """A device whose events say which snapshot was in force at their time, where that is known."""
+    events = [
+        {**event, "allocations_seq": seqs[at_ms]} if (at_ms := event.get("ts_ms")) in seqs else event
+        for event in device["events"]
+    ]
+    return {**device, "events": events}

@@ -10,12 +10,12 @@ leaves its samples to go without: their reader finds that it never came.
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from producers import instruments as names
-from producers.numbering import Numbering
+from producers.numbering import Containers, Numbering
 from producers.ring import Dropped, Ring, Waiting
 from producers.sending import LARGEST_VALUE_BYTES, RecordSender, SnapshotSender
 from topics import samples
@@ -83,15 +83,20 @@ class NodePublisher:
         return self._clock() - oldest.made_at_s if oldest else 0.0
 
     def publish(
-        self, ts_ms: int, devices: Sequence[Mapping[str, Any]], containers: Iterable[Mapping[str, Any]] | None
+        self,
+        ts_ms: int,
+        devices: Sequence[Mapping[str, Any]],
+        containers: Containers,
+        in_force: Callable[[int], Containers] | None = None,
     ) -> int:
         """Take a tick read at ``ts_ms``, without waiting; gives its ``seq`` in :attr:`run_id`.
 
         ``devices`` and ``containers`` are dicts as in gpu.samples and gpu.allocations; ``containers`` None: there is no
-        kubelet. They may be changed once this returns.
+        kubelet. ``in_force`` gives the containers of an earlier time, for events. What is given may be changed once
+        this returns.
         """
         before = self._numbering.run_id
-        tick = self._numbering.step(ts_ms, devices, containers)
+        tick = self._numbering.step(ts_ms, devices, containers, in_force)
         if tick.run_id != before:
             self._instruments.counter(names.RUNS).inc()
         self._instruments.counter(names.MADE).inc()
@@ -103,7 +108,7 @@ class NodePublisher:
         elif len(tick.value) > LARGEST_VALUE_BYTES:
             self._count_dropped("too_large")
         else:
-            self._push(Waiting(tick.value, tick.snapshot, self._clock()))
+            self._push(Waiting(tick.value, tick.snapshots, self._clock()))
         return tick.seq
 
     async def run(self) -> None:
@@ -114,10 +119,10 @@ class NodePublisher:
             head = self._ring.head()
             if head is None or len(self._in_flight) >= MAX_IN_FLIGHT:
                 await self._sleep()
-            elif self._snapshots.fresh(head.snapshot):
-                await self._send(self._ring.pop())
+            elif (snapshot := self._snapshots.due(head.snapshots)) is not None:
+                await self._snapshots.send(snapshot)
             else:
-                await self._snapshots.send(head.snapshot)
+                await self._send(self._ring.pop())
 
     async def drain(self, timeout_s: float) -> int:
         """Wait until all is acknowledged, at most ``timeout_s``; what is left is dropped and counted, and its number
@@ -168,7 +173,7 @@ class NodePublisher:
             async with asyncio.timeout(self._snapshots.idle_s()):
                 await self._wake.wait()
         except TimeoutError:
-            await self._snapshots.repeat(tick.snapshot for tick in self._in_flight)
+            await self._snapshots.repeat(one for tick in self._in_flight for one in tick.snapshots)
 
     async def _send(self, tick: Waiting) -> None:
         self._in_flight[tick] = None

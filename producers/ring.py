@@ -16,10 +16,10 @@ DropReason = Literal["buffer_full", "buffer_age", "stopped"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Waiting:
-    """An encoded tick, the snapshot it names, and when it was made on a clock that never steps back."""
+    """An encoded tick, the snapshots it names, and when it was made on a clock that never steps back."""
 
     value: bytes
-    snapshot: Snapshot | None
+    snapshots: tuple[Snapshot, ...]
     made_at_s: float
 
 

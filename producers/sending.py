@@ -1,7 +1,7 @@
 """How snapshots reach gpu.allocations: acknowledged before a sample names them, and again while they are in use.
 
-In: the snapshot that the next sample names. Out: records on gpu.allocations.
-State: the last snapshot sent, and when. On failure: a snapshot that can never be sent is counted, once.
+In: the snapshots that the next sample names. Out: records on gpu.allocations.
+State: the snapshots sent lately, and when. On failure: a snapshot that can never be sent is counted, once.
 """
 
 import asyncio
@@ -55,26 +55,25 @@ def not_sent(kafka: str, *, connected: bool, what: str, waited_s: float) -> list
 
 
 class SnapshotSender:
-    """Which snapshot of one node is in the log, and how recently it was handed over."""
+    """Which snapshots of one node are in the log, and how recently each was handed over."""
 
     def __init__(self, sender: RecordSender, instruments: Instruments, key: bytes, clock: Callable[[], float]) -> None:
         self._sender, self._instruments, self._key, self._clock = sender, instruments, key, clock
-        self._last: Snapshot | None = None
+        self._sent_s: dict[Snapshot, float] = {}
         self._last_sent_s = self._last_repeat_s = clock()
         self._repeats: set[asyncio.Future[int]] = set()
 
-    def fresh(self, snapshot: Snapshot | None) -> bool:
-        """Whether a sample that names ``snapshot`` may go: it names none, or the last one sent, not long ago."""
-        return snapshot is None or (snapshot is self._last and self._clock() - self._last_sent_s < RESEND_S)
+    def due(self, named: Iterable[Snapshot]) -> Snapshot | None:
+        """The first of the snapshots that a sample names which must be sent before it; None: the sample may go."""
+        since_s = self._clock() - RESEND_S
+        return next((one for one in named if self._sent_s.get(one, since_s) <= since_s), None)
 
     def idle_s(self) -> float:
         """Seconds after which :meth:`repeat` is due, if no sample brings the last snapshot along before."""
         return max(self._last_sent_s, self._last_repeat_s) + RESEND_S - self._clock()
 
-    async def send(self, snapshot: Snapshot | None) -> None:
+    async def send(self, snapshot: Snapshot) -> None:
         """Send a snapshot and wait until it is acknowledged, or can never be."""
-        if snapshot is None:
-            return
         handed_over_s = self._clock()
         if len(snapshot.value) > LARGEST_VALUE_BYTES:
             self._count_dropped("too_large")
@@ -82,15 +81,18 @@ class SnapshotSender:
             acknowledged = await self._hand_over(snapshot)
             await asyncio.wait([acknowledged])
             self._settle(acknowledged)
-        self._last, self._last_sent_s = snapshot, handed_over_s
+        self._sent_s = {one: at_s for one, at_s in self._sent_s.items() if handed_over_s - at_s < RESEND_S}
+        self._sent_s.pop(snapshot, None)
+        self._sent_s[snapshot] = self._last_sent_s = handed_over_s
 
-    async def repeat(self, named: Iterable[Snapshot | None]) -> None:
+    async def repeat(self, named: Iterable[Snapshot]) -> None:
         """Send the snapshots in use again. They were acknowledged before, so nothing waits for them now."""
         self._last_repeat_s = self._clock()
-        if self._repeats or self._last is None:
+        if self._repeats or not self._sent_s:
             return
-        for snapshot in dict.fromkeys((*named, self._last)):
-            if snapshot is not None and len(snapshot.value) <= LARGEST_VALUE_BYTES:
+        last = next(reversed(self._sent_s))
+        for snapshot in dict.fromkeys((*named, last)):
+            if len(snapshot.value) <= LARGEST_VALUE_BYTES:
                 repeated = await self._hand_over(snapshot)
                 self._repeats.add(repeated)
                 repeated.add_done_callback(self._settle)

@@ -43,11 +43,16 @@ class Job(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Event(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Something that happened on the device since the tick before, such as an XID error (``kind`` is "xid")."""
+    """Something that happened on the device since the tick before, such as an XID error (``kind`` is "xid").
+
+    ``allocations_seq`` names the snapshot in force at its time, of the tick's run and not below that of the tick
+    before; without one it is that of the tick.
+    """
 
     kind: str
     code: int | None = None
     ts_ms: UInt | None = None
+    allocations_seq: UInt | None = None
 
 
 class Device(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -97,7 +102,8 @@ TOPIC = Topic(
     by_node=True,
     promise=(
         "In order per node. A gap in seq is a tick that the producer dropped. allocations_seq names a snapshot of the "
-        "same run that the broker acknowledged before this tick was sent; null means that the node has no kubelet."
+        "same run that the broker acknowledged before this tick was sent, in an event likewise; null means that the "
+        "node has no kubelet."
     ),
     example={
         "schema": 1,

@@ -3,7 +3,7 @@
 In: NVML, the kubelet's pod-resources socket, procfs, a batch system's job files. Out: gpu.samples, gpu.allocations.
 State: the devices and containers last known, and the ticks that Kafka has not acknowledged.
 On failure: without a driver, a kubelet or a Kafka it runs, says so, and works when they come. A tick goes out at 80 %
-of the interval with whoever answered.
+of the interval with whoever answered. At the stop a last tick takes what happened since the one before.
 """
 
 import asyncio
@@ -41,6 +41,14 @@ OPEN_WITHIN_S = 10.0
 """The first tick waits this long for the driver, so that a restart does not look like a node without GPUs."""
 
 DRAIN_S = 4.0
+
+LAST_WITHIN_S = 2.0
+"""The last tick, at the stop, waits this long at most: with the drain it fits into the 10 s of a clean stop."""
+
+HOLDERS_WITHIN_S = 0.4
+HOLDERS_EVERY_S = 0.1
+"""When an XID error comes the kubelet is asked at once who holds what, so often at most: all that ask a kubelet share
+100 calls a second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +89,12 @@ class GpuReader(Protocol):
     async def read(self, within_s: float) -> list[dict[str, Any]]:
         """The devices of a tick."""
 
+    def with_events(self, devices: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The same with what happened to them since this was called last."""
+
+    async def event(self) -> None:
+        """Wait until something has happened to one of them."""
+
     async def run(self) -> None:
         """Look for GPUs that come, go or change."""
 
@@ -99,6 +113,9 @@ class ContainerReader(Protocol):
 
     async def read(self, within_s: float) -> Sequence[Mapping[str, Any]] | None:
         """The containers in force."""
+
+    def in_force(self, ts_ms: int) -> Sequence[Mapping[str, Any]] | None:
+        """Those at an earlier time."""
 
     def not_ready(self) -> list[str]:
         """What is wrong with the kubelet."""
@@ -182,7 +199,8 @@ class NodeProducer:
     async def _background(self) -> AsyncIterator[None]:
         """What runs beside the ticks; a failure in it ends them."""
         async with asyncio.TaskGroup() as group:
-            running = [group.create_task(part()) for part in (self._publisher.run, self._connect, self._gpus.run)]
+            parts = (self._publisher.run, self._connect, self._gpus.run, self._ask_at_events)
+            running = [group.create_task(part()) for part in parts]
             yield
             for task in running:
                 task.cancel()
@@ -191,26 +209,39 @@ class NodeProducer:
         await self._sender.start()
         self._connected = True
 
+    async def _ask_at_events(self) -> None:
+        """Ask the kubelet who holds what as soon as something happens to a GPU; the next tick may find others."""
+        while True:
+            await self._gpus.event()
+            await self._kubelet.read(HOLDERS_WITHIN_S)
+            await asyncio.sleep(HOLDERS_EVERY_S)
+
     async def _tick(self, stop: asyncio.Event) -> None:
-        """Read once an interval until the end; a tick that would begin a whole interval late is never read."""
+        """Read once an interval until the end, and once at the end, unless there was no tick before; a tick that would
+        begin a whole interval late is never read."""
         interval_s, began_s, number = self._settings.interval_s, time.monotonic(), 0
         while not stop.is_set() and self._gpus.fatal() is None:
-            await first_of(stop, self._read())
+            await first_of(stop, self._read(interval_s * ANSWER_WITHIN))
             passed_s = time.monotonic() - began_s
             late = max(0, int(passed_s / interval_s) - number - 1)
             if late:
                 self._instruments.counter(own.MISSED).inc(late)
             number += 1 + late
             await first_of(stop, asyncio.sleep(number * interval_s - passed_s))
+        if any(self._publisher.sampled().values()):
+            await asyncio.sleep(0.001)  # a tick of the same millisecond would begin another run
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LAST_WITHIN_S + 0.5):
+                    await self._read(min(interval_s * ANSWER_WITHIN, LAST_WITHIN_S))
 
-    async def _read(self) -> None:
-        """One tick."""
+    async def _read(self, within_s: float) -> None:
+        """One tick. Nothing is waited for between taking the events and publishing them, so that none is lost."""
         ts_ms = _now_ms()
-        within_s = self._settings.interval_s * ANSWER_WITHIN
         containers, devices, mapped = await asyncio.gather(
             self._kubelet.read(within_s), self._gpus.read(within_s), self._job_files.read(within_s)
         )
-        self._publisher.publish(ts_ms, with_jobs(devices, mapped, self._places.job), containers)
+        devices = with_jobs(self._gpus.with_events(devices), mapped, self._places.job)
+        self._publisher.publish(ts_ms, devices, containers, self._kubelet.in_force)
 
     async def _drain(self) -> None:
         """Send what can be sent, and say what could not."""

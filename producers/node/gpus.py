@@ -11,7 +11,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -90,7 +90,7 @@ class Gpus:
         self._missing = Missing()
         self._opening: asyncio.Task[None] | None = None
         self._reopening = Reopening(pace.census_s, clock)
-        self._soon = asyncio.Event()
+        self._soon, self._event = asyncio.Event(), asyncio.Event()
         self._looked_s = clock()
 
     async def open(self, within_s: float) -> None:
@@ -106,9 +106,18 @@ class Gpus:
         ends_s = self._clock() + within_s
         if self._opening is not None and self._gpus:
             await asyncio.wait([self._opening], timeout=within_s)
-        devices = self._xids.onto(self._report(await self._answers(ends_s)))
+        devices = self._report(await self._answers(ends_s))
         self._count(devices)
         return devices
+
+    def with_events(self, devices: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The devices of a tick with the XID errors that no tick has had. Send what it gives: it gives each once."""
+        return self._xids.onto(devices)
+
+    async def event(self) -> None:
+        """Wait for an XID error that has come since this returned last."""
+        await self._event.wait()
+        self._event.clear()
 
     async def run(self) -> None:
         """Wait for a driver, and look for GPUs that come, go or change; until it is cancelled."""
@@ -190,6 +199,7 @@ class Gpus:
     def _told(self, xid: Xid) -> None:
         """An XID error has come."""
         self._xids.note(xid, self._gpus[xid.gpu].known if xid.gpu is not None else ())
+        self._event.set()
 
     def _count_error(self, call: str, error: str) -> None:
         self._instruments.counter(names.NVML_ERRORS, call, error).inc()

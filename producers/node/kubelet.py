@@ -1,7 +1,8 @@
 """The kubelet's pod resources: which container of this node was given which devices, asked at each tick.
 
 In: the answers to ``/v1.PodResourcesLister/List`` on the kubelet's unix socket. Out: the containers of gpu.allocations.
-State: the last answer that could be read, in force until there is another; one call at most.
+State: the last answer that could be read, in force until there is another; which ones were in force lately; one call at
+most.
 On failure: a call that fails is counted by what went wrong, said in the log when that changes, and made again at the
 next tick; where that can't help, less often. The last known containers stay, for as long as it takes. A kubelet that
 begins again answers before it knows all its pods: until it has settled, what it lacks of them is not believed gone,
@@ -14,7 +15,9 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import quote
@@ -35,7 +38,11 @@ UNREADY_AFTER_S = 30.0
 SETTLED_AFTER_S = 5.0
 """A kubelet lists static pods at once, and the others when the API server has told it of them, seconds later."""
 
+AFTERWARDS_MS = 500
+"""An answer that comes so soon after an event says who held what at the event: it was asked for because of it."""
+
 _SAY_AGAIN_S = 60.0
+_REMEMBERED_ANSWERS = 64
 _LONGEST_REASON = 300
 _DECODED_ASIDE_BYTES = 256 * 1024
 
@@ -80,10 +87,19 @@ def failure(code: grpc.StatusCode, details: str | None) -> tuple[Result, str]:
     return "refused", reason
 
 
+@dataclass(slots=True)
+class _Answered:
+    """Containers that the kubelet named from one time to another, in milliseconds since the epoch."""
+
+    containers: list[JsonDict]
+    first_ms: int
+    last_ms: int
+
+
 class Kubelet:
     """Asks one kubelet, on ``socket``; None: there is none. A resource that begins with one of ``prefixes`` counts.
 
-    ``clock`` gives seconds and never steps back.
+    ``clock`` gives seconds and never steps back, ``now_ms`` the time of day in milliseconds since the epoch.
     """
 
     def __init__(
@@ -93,10 +109,12 @@ class Kubelet:
         *,
         prefixes: Sequence[str] = ("nvidia.com/",),
         clock: Callable[[], float] = time.monotonic,
+        now_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
         deadline_s: float = DEADLINE_S,
         largest_answer_bytes: int = LARGEST_ANSWER_BYTES,
     ) -> None:
         self._socket, self._instruments, self._prefixes, self._clock = socket, instruments, tuple(prefixes), clock
+        self._now_ms = now_ms
         self._deadline_s, self._largest_answer_bytes = deadline_s, largest_answer_bytes
         self._channel: grpc.aio.Channel | None = None
         self._asking: asyncio.Task[None] | None = None
@@ -104,6 +122,7 @@ class Kubelet:
         self._met: tuple[int, ...] | None = None
         self._answer: bytes | None = None
         self._containers: list[JsonDict] | None = None
+        self._answers: deque[_Answered] = deque(maxlen=_REMEMBERED_ANSWERS)
         self._answered_s: float | None = None
         self._state: State | None = None
         self._reason = ""
@@ -124,6 +143,21 @@ class Kubelet:
             age_s = 0.0 if self._answered_s is None else self._clock() - self._answered_s
             self._instruments.gauge(names.KUBELET_AGE).set(age_s)
         return self._containers
+
+    def in_force(self, ts_ms: int) -> list[JsonDict] | None:
+        """The containers at an earlier time, in milliseconds since the epoch: those of an answer that came within half
+        a second after it, else of the last one before it. None while nothing is known."""
+        before = after = None
+        for answered in reversed(self._answers):
+            if answered.first_ms <= ts_ms:
+                before = answered
+                break
+            after = answered
+        if before is not None and ts_ms <= before.last_ms:
+            return before.containers
+        if after is not None and (before is None or after.first_ms - ts_ms <= AFTERWARDS_MS):
+            return after.containers
+        return self._containers if before is None else before.containers
 
     def not_ready(self) -> list[str]:
         """Why it is not ready: the kubelet never answered, or not for 30 s."""
@@ -151,7 +185,8 @@ class Kubelet:
         if asking is not None:
             if not asking.done():
                 await asyncio.wait([asking])
-            self._asking = None
+            if self._asking is asking:
+                self._asking = None
             asking.result()
 
     def _begin(self, socket: Path) -> None:
@@ -161,7 +196,7 @@ class Kubelet:
             self._note("absent", _absence(error))
             return
         self._meet((found.st_dev, found.st_ino, found.st_ctime_ns))
-        if self._clock() >= self._ask_again_s:
+        if self._asking is None and self._clock() >= self._ask_again_s:
             self._asking = asyncio.create_task(self._ask(socket))
 
     def _meet(self, identity: tuple[int, ...]) -> None:
@@ -175,9 +210,21 @@ class Kubelet:
         result, reason = await self._call(socket)
         if result == "ok":
             self._answered_s = self._clock()
+            self._remember(self._now_ms())
         self._ask_again_s = self._clock() + _PAUSE_S.get(result, 0.0)
         self._instruments.counter(names.KUBELET_CALLS, result).inc()
         self._note(result, reason)
+
+    def _remember(self, now_ms: int) -> None:
+        """An answer has come. What is remembered of times that a clock set back has yet to reach is forgotten."""
+        if self._answers and self._answers[-1].last_ms > now_ms:
+            self._answers.clear()
+        if self._containers is None:
+            return
+        if self._answers and self._answers[-1].containers is self._containers:
+            self._answers[-1].last_ms = now_ms
+        else:
+            self._answers.append(_Answered(self._containers, now_ms, now_ms))
 
     async def _call(self, socket: Path) -> tuple[Result, str]:
         try:

@@ -1,17 +1,34 @@
 """Runs, ticks and snapshots are numbered as readers rely on."""
 
 import itertools
+from typing import Any
 
+import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from producers.numbering import Numbered, Numbering
+from producers.numbering import Numbered, Numbering, Snapshot
 from tests.producers.fakes import containers, devices
 
 
 def _step(numbering: Numbering, ts_ms: int, *pods: str) -> Numbered:
     return numbering.step(ts_ms, devices(), containers(*pods))
+
+
+def _own(numbered: Numbered) -> Snapshot:
+    """The snapshot that a tick names."""
+    return numbered.snapshots[-1]
+
+
+def _with_events(*times_ms: int) -> list[dict[str, Any]]:
+    events = [{"kind": "xid", "code": 31, "ts_ms": ts_ms} for ts_ms in times_ms]
+    return [{**device, "events": events} for device in devices()]
+
+
+def _named_by_events(numbered: Numbered) -> list[int | None]:
+    events = orjson.loads(numbered.value or b"")["devices"][0]["events"]
+    return [event.get("allocations_seq") for event in events]
 
 
 @pytest.fixture
@@ -24,7 +41,7 @@ def test_ticks_count_from_one(numbering: Numbering) -> None:
 
 
 def test_a_snapshot_is_new_only_where_its_content_is(numbering: Numbering) -> None:
-    named = [_step(numbering, 100 + n, *pods).snapshot for n, pods in enumerate([("a",), ("a",), ("b",), ("a",), ()])]
+    named = [_own(_step(numbering, 100 + n, *pods)) for n, pods in enumerate([("a",), ("a",), ("b",), ("a",), ()])]
 
     assert [snapshot.seq for snapshot in named if snapshot] == [1, 1, 2, 3, 4]
     assert named[0] is named[1]
@@ -33,19 +50,19 @@ def test_a_snapshot_is_new_only_where_its_content_is(numbering: Numbering) -> No
 def test_without_a_kubelet_no_snapshot_is_named_and_the_last_is_not_forgotten(numbering: Numbering) -> None:
     first = _step(numbering, 100, "a")
 
-    assert numbering.step(101, devices(), None).snapshot is None
-    assert _step(numbering, 102, "a").snapshot is first.snapshot
+    assert numbering.step(101, devices(), None).snapshots == ()
+    assert _own(_step(numbering, 102, "a")) is _own(first)
 
 
 def test_an_empty_answer_is_a_snapshot(numbering: Numbering) -> None:
-    snapshot = _step(numbering, 100).snapshot
+    snapshot = _own(_step(numbering, 100))
 
     assert snapshot is not None
     assert b'"containers":[]' in snapshot.value
 
 
 def test_a_tick_that_cannot_be_encoded_keeps_its_number(numbering: Numbering) -> None:
-    assert numbering.step(100, [{"uuid": "\ud800"}], None) == Numbered(100, 1, None, None)
+    assert numbering.step(100, [{"uuid": "\ud800"}], None) == Numbered(100, 1, None)
     assert _step(numbering, 101).seq == 2
 
 
@@ -54,7 +71,7 @@ def test_changing_what_was_read_changes_no_snapshot(numbering: Numbering) -> Non
     first = numbering.step(100, devices(), rows)
     rows[0]["pod"] = "b"
 
-    assert numbering.step(101, devices(), rows).snapshot is not first.snapshot
+    assert _own(numbering.step(101, devices(), rows)) is not _own(first)
 
 
 @given(st.lists(st.integers(0, 20), min_size=1))
@@ -69,7 +86,7 @@ def test_a_clock_that_does_not_advance_starts_a_run_of_its_own(times: list[int])
     for run in runs.values():
         assert [step.seq for _, step in run] == list(range(1, len(run) + 1))
         assert all(before < after for (before, _), (after, _) in itertools.pairwise(run))
-        assert {step.snapshot.seq for _, step in run if step.snapshot} == {1}
+        assert {_own(step).seq for _, step in run if step.snapshots} == {1}
     assert len(runs) == 1 + sum(after <= before for before, after in itertools.pairwise(times))
     assert numbering.runs() == {run_id: len(run) for run_id, run in runs.items()} | ({} if 3 in runs else {3: 0})
 
@@ -77,3 +94,38 @@ def test_a_clock_that_does_not_advance_starts_a_run_of_its_own(times: list[int])
 def test_a_wrong_name_is_refused() -> None:
     with pytest.raises(ValueError, match="cluster 'a/b'"):
         Numbering(cluster="a/b", node="n", run_id=1)
+
+
+def test_an_event_names_the_snapshot_of_its_own_time(numbering: Numbering) -> None:
+    _step(numbering, 100, "old")
+    held = {103: "old", 105: "between", 109: "new"}
+    tick = numbering.step(110, _with_events(109, 103, 105), containers("new"), lambda ts_ms: containers(held[ts_ms]))
+
+    assert _named_by_events(tick) == [3, 1, 2]
+    assert [snapshot.seq for snapshot in tick.snapshots] == [1, 2, 3]
+    assert [orjson.loads(snapshot.value)["ts_ms"] for snapshot in tick.snapshots] == [100, 105, 109]
+
+
+def test_an_event_never_names_a_snapshot_older_than_that_of_the_tick_before(numbering: Numbering) -> None:
+    _step(numbering, 100, "old")
+    _step(numbering, 110, "new")
+    tick = numbering.step(120, _with_events(109), containers("new"), lambda ts_ms: containers("old"))
+
+    assert _named_by_events(tick) == [3]
+    assert [snapshot.seq for snapshot in tick.snapshots] == [3, 4]
+
+
+def test_an_event_from_before_a_clock_stepped_back_names_a_snapshot_of_the_tick_s_own_run(numbering: Numbering) -> None:
+    _step(numbering, 100, "old")
+    tick = numbering.step(90, _with_events(103), containers("new"), lambda ts_ms: containers("old"))
+
+    assert _named_by_events(tick) == [1]
+    assert {snapshot.run_id for snapshot in tick.snapshots} == {tick.run_id} != {100}
+
+
+def test_where_it_is_not_known_who_held_what_then_an_event_names_no_snapshot(numbering: Numbering) -> None:
+    tick = numbering.step(110, _with_events(103), containers("new"), lambda ts_ms: None)
+    without = numbering.step(120, _with_events(113), None, lambda ts_ms: containers("a"))
+
+    assert _named_by_events(tick) == [None]
+    assert _named_by_events(without) == [None]

@@ -92,6 +92,22 @@ async def test_the_snapshot_is_acknowledged_before_the_first_sample_that_names_i
     assert {event.key for event in bench.sender.events} == {b"prod/gpu-1"}
 
 
+async def test_the_snapshots_that_events_name_are_acknowledged_before_the_sample_too() -> None:
+    async with running(Bench(prompt=True)) as bench:
+        bench.publish("old")
+        await settle()
+        event = {"kind": "xid", "code": 31, "ts_ms": bench.ts_ms + 500}
+        then = {event["ts_ms"]: containers("between")}
+        bench.publisher.publish(bench.ts_ms + 1_000, [{**devices()[0], "events": [event]}], containers("new"), then.get)
+        await settle()
+
+    acknowledged = [(event.topic, event.record["seq"]) for event in bench.sender.events if event.what == "acknowledged"]
+    assert acknowledged == [(ALLOCATIONS, 1), (SAMPLES, 1), (ALLOCATIONS, 2), (ALLOCATIONS, 3), (SAMPLES, 2)]
+    (sample,) = bench.sender.of(SAMPLES)[1:]
+    assert sample["allocations_seq"] == 3
+    assert sample["devices"][0]["events"] == [{**event, "allocations_seq": 2}]
+
+
 async def test_a_node_without_a_kubelet_sends_samples_alone() -> None:
     async with running(Bench(prompt=True)) as bench:
         bench.publish(kubelet=False)

@@ -7,7 +7,7 @@ from producers.ring import Ring, Waiting
 
 
 def _tick(size: int, at_s: float = 0.0) -> Waiting:
-    return Waiting(b"x" * size, None, at_s)
+    return Waiting(b"x" * size, (), at_s)
 
 
 @given(st.lists(st.integers(1, 50)), st.integers(1, 200), st.integers(0, 100))

@@ -46,18 +46,19 @@ class Xids:
         _say(xid, code, devices)
 
     def onto(self, devices: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The devices of a tick with their errors; each error is told once."""
+        """The devices of a tick with their errors; each error is in one tick, the next that has its device."""
         if not self._counts:
             return list(devices)
-        untold, self._untold = self._untold, {}
-        return [self._with(device, untold.get(device["uuid"])) for device in devices]
+        return [self._with(device, self._untold.pop(device["uuid"], None)) for device in devices]
 
     def _note(self, uuid: str, code: int, ts_ms: int) -> None:
         counts = self._counts.setdefault(uuid, {})
         key = str(code) if str(code) in counts or len(counts) < _MOST_CODES else str(UNKNOWN)
         counts[key] = counts.get(key, 0) + 1
         if len(self._counts) > _MOST_DEVICES:
-            self._counts.pop(next(iter(self._counts)))
+            oldest = next(iter(self._counts))
+            self._counts.pop(oldest)
+            self._untold.pop(oldest, None)
         untold = self._untold.setdefault(uuid, [])
         if len(untold) < MOST_EVENTS:
             untold.append({"kind": "xid", "code": code, "ts_ms": ts_ms})

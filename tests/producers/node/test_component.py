@@ -3,7 +3,8 @@
 import asyncio
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,13 @@ class FakeGpus:
         self.reasons: list[str] = []
         self.error: Exception | None = None
         self.closed = self.ran = False
-        self._opens_in_s = opens_in_s
+        self.events: list[dict[str, Any]] = []
+        self._opens_in_s, self._event = opens_in_s, asyncio.Event()
+
+    def xid(self, code: int) -> None:
+        """An XID error of the first GPU, now."""
+        self.events.append({"kind": "xid", "code": code, "ts_ms": time.time_ns() // 1_000_000})
+        self._event.set()
 
     async def open(self, within_s: float) -> None:
         await asyncio.sleep(min(self._opens_in_s, within_s))
@@ -42,6 +49,14 @@ class FakeGpus:
         self.asked_within_s.add(within_s)
         await asyncio.sleep(self.takes_s)
         return self.answer
+
+    def with_events(self, devices: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        events, self.events = self.events, []
+        return [{**devices[0], "events": events}, *devices[1:]] if events else list(devices)
+
+    async def event(self) -> None:
+        await self._event.wait()
+        self._event.clear()
 
     async def run(self) -> None:
         self.ran = True
@@ -64,8 +79,13 @@ class FakeKubelet:
         self.answer = answer
         self.reasons: list[str] = []
         self.closed = False
+        self.reads = 0
 
     async def read(self, within_s: float) -> list[dict[str, Any]] | None:
+        self.reads += 1
+        return self.answer
+
+    def in_force(self, ts_ms: int) -> list[dict[str, Any]] | None:
         return self.answer
 
     def not_ready(self) -> list[str]:
@@ -163,13 +183,59 @@ async def test_a_stop_does_not_wait_for_a_driver_that_hangs() -> None:
     assert bench.ticks == []
 
 
-async def test_a_stop_does_not_wait_for_a_reading_that_hangs() -> None:
+async def test_a_stop_does_not_wait_for_a_reading_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("producers.node.component.LAST_WITHIN_S", 0.1)
     bench = Bench(interval_s=3600.0)
     bench.gpus.takes_s = 3600.0
     asyncio.get_running_loop().call_later(0.1, bench.stop.set)
     await bench.until(lambda: False)
 
     assert bench.sender.stopped
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+async def test_what_happened_since_the_last_tick_is_in_one_more_at_the_stop(
+    hangs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("producers.node.component.LAST_WITHIN_S", 0.1)
+    bench = Bench(interval_s=3600.0)
+    running = asyncio.create_task(bench.until(lambda: bench.stop.is_set()))
+    while not bench.ticks:  # noqa: ASYNC110 - nobody tells when it holds
+        await asyncio.sleep(0.01)
+    bench.gpus.takes_s = 0.2 if hangs else 0.0
+    bench.gpus.xid(79)
+    bench.stop.set()
+    await running
+
+    first, last = bench.ticks
+    assert "events" not in first["devices"][0]
+    assert [(event["code"], event["allocations_seq"]) for event in last["devices"][0]["events"]] == [(79, 1)]
+    assert last["run_id"] == first["run_id"]
+
+
+async def test_an_event_that_comes_while_a_reading_is_under_way_is_not_lost_by_a_stop() -> None:
+    bench = Bench(interval_s=2.0)
+    bench.gpus.takes_s = 0.3
+    running = asyncio.create_task(bench.until(lambda: bench.stop.is_set()))
+    while bench.gpus.reads < 2:  # noqa: ASYNC110 - nobody tells when it holds
+        await asyncio.sleep(0.01)
+    bench.gpus.xid(31)
+    bench.stop.set()
+    await running
+
+    assert [event["code"] for tick in bench.ticks for event in tick["devices"][0].get("events", ())] == [31]
+
+
+async def test_the_kubelet_is_asked_as_soon_as_something_happens() -> None:
+    bench = Bench(interval_s=3600.0)
+
+    def asked() -> bool:
+        if bench.ticks and bench.kubelet.reads == 1:
+            bench.gpus.xid(31)
+        return bench.kubelet.reads > 1
+
+    await bench.until(asked)
+    assert bench.gpus.reads == 2, "one tick at the start, and one at the stop"
 
 
 async def test_a_tick_that_would_be_an_interval_late_is_never_read_and_counted() -> None:

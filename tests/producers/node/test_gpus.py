@@ -53,7 +53,7 @@ class Bench:
         return await self.read()
 
     async def read(self, within_s: float = 30) -> Devices:
-        return await self.gpus.read(within_s)
+        return self.gpus.with_events(await self.gpus.read(within_s))
 
     async def states(self, within_s: float = 30) -> dict[str, str]:
         return {device["uuid"]: device["state"] for device in await self.read(within_s)}

@@ -63,7 +63,7 @@ class Node:
         self.running = asyncio.create_task(self.gpus.run())
 
     async def read(self, within_s: float = GENEROUS_S) -> list[dict[str, Any]]:
-        devices = await self.gpus.read(within_s)
+        devices = self.gpus.with_events(await self.gpus.read(within_s))
         msgspec.convert(devices, list[Device])
         return devices
 

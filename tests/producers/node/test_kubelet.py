@@ -71,8 +71,9 @@ class Bench:
 
     def __init__(self, path: Path | None, **settings: Any) -> None:
         self.clock = FakeClock()
+        self.now_ms = 0
         self.instruments = Instruments(names.INSTRUMENTS)
-        self.kubelet = Kubelet(path, self.instruments, clock=self.clock, **settings)
+        self.kubelet = Kubelet(path, self.instruments, clock=self.clock, now_ms=lambda: self.now_ms, **settings)
 
     async def pods(self, within_s: float = 10.0) -> list[str] | None:
         """The pods of the containers in force."""
@@ -88,6 +89,11 @@ class Bench:
                 if sum(counted.get(one, 0) for one in result.split(" or ")) >= count:
                     return pods
                 await asyncio.sleep(0.02)
+
+    def at(self, ts_ms: int) -> list[str] | None:
+        """The pods of the containers that were in force then."""
+        rows = self.kubelet.in_force(ts_ms)
+        return None if rows is None else [row["pod"] for row in rows]
 
     def counted(self) -> dict[str, float]:
         """The calls so far, by result."""
@@ -514,3 +520,45 @@ async def longest_gap_s(for_s: float) -> float:
 
 async def server_has(server: Server, *, calls: int) -> None:
     await asyncio.to_thread(server.called, calls)
+
+
+# -- who held what at an earlier time
+
+
+async def test_what_was_in_force_at_a_time_is_known_afterwards(path: Path, server: Server) -> None:
+    async with asking(path) as bench:
+        assert bench.at(0) is None
+        for bench.now_ms, pod_name in ((10_000, "a"), (20_000, "a"), (30_000, "b")):
+            server.reply = pods_on({GPU_A: pod_name})
+            assert await bench.pods() == [pod_name]
+
+    assert [bench.at(ts_ms) for ts_ms in (10_000, 15_000, 20_000, 28_000)] == [["a"]] * 4, "b came 2 s later"
+    assert [bench.at(ts_ms) for ts_ms in (29_500, 30_000, 31_000)] == [["b"]] * 3
+    assert bench.at(5_000) == ["a"], "the first that is known"
+
+
+async def test_an_answer_that_an_event_was_the_reason_for_says_who_held_what_at_the_event(
+    path: Path, server: Server
+) -> None:
+    async with asking(path) as bench:
+        for bench.now_ms, pod_name in ((10_000, "a"), (15_003, "came at 12"), (20_000, "came at 17")):
+            server.reply = pods_on({GPU_A: pod_name})
+            await bench.pods()
+
+    assert bench.at(15_000) == ["came at 12"]
+
+
+async def test_after_a_clock_was_set_back_only_what_came_since_is_known(path: Path, server: Server) -> None:
+    async with asking(path) as bench:
+        for bench.now_ms, pod_name in ((10_000, "a"), (5_000, "b")):
+            server.reply = pods_on({GPU_A: pod_name})
+            await bench.pods()
+
+    assert [bench.at(ts_ms) for ts_ms in (4_000, 5_000, 11_000)] == [["b"]] * 3
+
+
+async def test_all_that_ask_during_a_call_share_the_next_one(path: Path, server: Server) -> None:
+    async with asking(path) as bench:
+        await asyncio.gather(bench.pods(), bench.pods(), bench.pods())
+
+    assert bench.counted() == {"ok": 2}

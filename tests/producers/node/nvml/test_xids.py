@@ -127,3 +127,11 @@ def test_the_log_has_the_same_identity(caplog: pytest.LogCaptureFixture) -> None
     extras = [(vars(record)["gpu_uuid"], vars(record)["gpu_index"], vars(record)["xid"]) for record in caplog.records]
     assert extras == [("GPU-0", 0, 79), ("GPU-0", 0, 31)]
     assert [vars(record).get("gpu_mig_uuid") for record in caplog.records] == [None, "MIG-1"]
+
+
+def test_an_error_of_a_device_that_is_not_in_a_tick_is_in_the_next_that_has_it() -> None:
+    bench = Bench()
+    bench.xids.note(Xid(0, 31, 1), [GPU])
+    assert bench.onto([]) == []
+    (later,) = bench.onto([GPU])
+    assert [event["ts_ms"] for event in later["events"]] == [1]
