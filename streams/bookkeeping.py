@@ -69,14 +69,14 @@ class Bookkeeping:
         """Once a node: whether its key belongs here, or another partitioner put it here."""
         if (murmur2(key) & 0x7FFFFFFF) % self._partitions != partition:
             self._instruments.counter(f"gpustream_{self._stage}_misplaced_nodes_total").inc()
-            log.warning(
-                "%s is in partition %s, where murmur2 would not put it", key.decode("utf-8", "replace"), partition
-            )
+            node = key.decode("utf-8", "replace")
+            log.warning("%s: it is in partition %s, where murmur2 would not put it", node, partition)
 
     async def dead_letter(self, app: ReaderApp, slot: Slot, record: Any, reason: Reason, error: str) -> None:
         """Send a record to the dead letters; its slot is finished when that is acknowledged."""
         self._instruments.counter(f"gpustream_{self._stage}_dead_lettered_total", slot.tp.topic, reason).inc()
-        log.warning("%s partition %s offset %s: %s: %.300s", *slot.tp, slot.offset, reason, error)
+        place = f"{slot.tp.topic} partition {slot.tp.partition}"
+        log.warning("%s: dead-lettered at offset %s: %s: %.300s", place, slot.offset, reason, error)
         dead = letter(
             record.key,
             record.value,

@@ -114,12 +114,12 @@ async def read_body(response: aiohttp.ClientResponse, most: int) -> bytes:
 
 
 @contextlib.contextmanager
-def reaching() -> Iterator[None]:
-    """Everything that goes wrong on the way, as :class:`Unreachable`."""
+def reaching(late: str = "no answer in time") -> Iterator[None]:
+    """Everything that goes wrong on the way, as :class:`Unreachable`; ``late`` is what a timeout means."""
     try:
         yield
     except TimeoutError as error:
-        raise Unreachable("timeout", f"no answer in time: {said(error)}") from error
+        raise Unreachable("timeout", f"{late} ({said(error)})") from error
     except (aiohttp.ClientSSLError, ssl.SSLError) as error:
         raise Unreachable("tls", f"TLS: {said(error)}") from error
     except (aiohttp.ClientError, OSError, ValueError) as error:

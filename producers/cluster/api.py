@@ -72,7 +72,7 @@ class Api:
         """Ask, and wait at most ``timeout_s`` for all of the answer. ``body`` is JSON. Raises :class:`Unreachable`."""
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_WITHIN_S)
         sent = {"Content-Type": "application/json"} if body is not None else {}
-        with self._counting_failures(), reaching():
+        with self._counting_failures(), reaching(f"no answer within {timeout_s:g} s"):
             response = await self._ask(
                 method, path, timeout, params=params, headers={**sent, **(headers or {})}, data=body
             )
@@ -93,7 +93,7 @@ class Api:
         """
         connect_s = min(CONNECT_WITHIN_S, silence_s)
         timeout = aiohttp.ClientTimeout(total=None, connect=connect_s, sock_connect=connect_s, sock_read=silence_s)
-        with self._counting_failures(), reaching():
+        with self._counting_failures(), reaching(f"no answer within {silence_s:g} s"):
             response = await self._ask("GET", path, timeout, params=params, headers={})
         self._count(response.status)
         try:

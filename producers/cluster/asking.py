@@ -200,8 +200,8 @@ class Asking:
         pause_s = self._refuse((*kind, namespace))
         if kind not in self._told_of and len(self._told_of) < MOST_GROUPS:
             self._told_of.add(kind)
-            reason = f"HTTP {answer.status}"
-            log.warning("%s of %s: not to be read (%s); owner chains end there", owner.kind, owner.api_version, reason)
+            what = f"{owner.kind} of {owner.api_version}"
+            log.warning("%s: not to be read (HTTP %d); owner chains end there", what, answer.status)
         return self._ended(owner, "forbidden" if answer.status == 403 else "refused", pause_s)
 
     def _refused_for_s(self, key: tuple[str, str, str]) -> float:

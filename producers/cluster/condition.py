@@ -21,27 +21,23 @@ class Condition:
         self.problem = ""
 
     def good(self, how: str) -> None:
-        """There is no trouble."""
+        """There is no trouble, which is said whenever something else was said last."""
         self.problem, self._since_s = "", None
-        if self._news(how):
-            self._log.info("%s: %s", self._what, how)
+        if how != self._told:
+            self._told = how
+            self._log.info("%s", f"{self._what}: {how}")
 
     def bad(self, kind: str, why: str) -> None:
         """There is trouble, of a kind, with a sentence that may differ each time."""
         self.problem = why
         if self._since_s is None:
             self._since_s = time.monotonic()
-        if self._news(kind):
-            self._log.warning("%s: %s", self._what, why)
+        now_s = time.monotonic()
+        if kind != self._told and now_s - self._told_s.get(kind, float("-inf")) >= SAY_AGAIN_S:
+            self._told, self._told_s[kind] = kind, now_s
+            self._log.warning("%s", f"{self._what}: {why}")
 
     def lasting(self) -> list[str]:
         """The trouble, where it has lasted for 30 s."""
         bad_s = 0.0 if self._since_s is None else time.monotonic() - self._since_s
         return [f"{self._what}: {self.problem} (for {bad_s:.0f} s)"] if bad_s > UNREADY_AFTER_S else []
-
-    def _news(self, state: str) -> bool:
-        now_s = time.monotonic()
-        if state == self._told or now_s - self._told_s.get(state, float("-inf")) < SAY_AGAIN_S:
-            return False
-        self._told, self._told_s[state] = state, now_s
-        return True

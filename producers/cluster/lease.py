@@ -12,16 +12,19 @@ another's Lease is over when it has not changed for as long as it says, on our c
 import asyncio
 import contextlib
 import logging
+import math
 import random
 import time
 from collections.abc import Callable, Coroutine
-from typing import Any
+from datetime import UTC, datetime, timedelta
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
 
 from producers.cluster import instruments as names
-from producers.cluster.answers import Unreachable
+from producers.cluster.answers import Answer, Unreachable
 from producers.cluster.condition import Condition
-from producers.cluster.lease_record import DURATION_S, Json, Record, record_of, spec_of, taken
-from producers.cluster.lease_store import Refused, Requests, Store
+from producers.cluster.restarts import message
 from topics.instruments import Instruments
 
 log = logging.getLogger(__name__)
@@ -33,7 +36,153 @@ RELEASE_WITHIN_S = 2.0
 LEAST_TO_END_S = 1.0
 """What the work has to end in where the Lease is over already, because the whole process had stood still."""
 
+DURATION_S = 10.0
+
+LONGEST_DURATION_S = 60.0
+"""However long a Lease says that it holds: every leader is one of ours, and a slip must not stop the next for a day."""
+
+_LAST_YEAR = 9000  # above it there is little left to count up in
+_MOST_TRANSITIONS = 2**31 - 2
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+Json = dict[str, Any]
+
 Work = Callable[[int], Coroutine[Any, Any, None]]
+
+
+class Record(NamedTuple):
+    """What a Lease says. Times are microseconds since the epoch, of the clock of whoever wrote them."""
+
+    holder: str = ""
+    duration_s: float = DURATION_S
+    acquired_us: int = 0
+    renewed_us: int = 0
+    transitions: int = 0
+
+    @property
+    def epoch(self) -> int:
+        """When the holder took it, in milliseconds since the epoch."""
+        return self.acquired_us // 1000
+
+
+def record_of(lease: Json) -> Record:
+    """What a Lease says; what is missing or makes no sense in it is as in one that nobody holds."""
+    spec = lease.get("spec")
+    spec = spec if isinstance(spec, dict) else {}
+    holder, transitions = spec.get("holderIdentity"), spec.get("leaseTransitions")
+    return Record(
+        holder=holder if isinstance(holder, str) else "",
+        duration_s=_duration_s(spec.get("leaseDurationSeconds")),
+        acquired_us=_micros(spec.get("acquireTime")),
+        renewed_us=_micros(spec.get("renewTime")),
+        transitions=min(max(transitions, 0), _MOST_TRANSITIONS) if isinstance(transitions, int) else 0,
+    )
+
+
+def spec_of(record: Record) -> Json:
+    """A record as a Lease's spec."""
+    return {
+        "holderIdentity": record.holder,
+        "leaseDurationSeconds": math.ceil(record.duration_s),
+        "acquireTime": _time(record.acquired_us),
+        "renewTime": _time(record.renewed_us),
+        "leaseTransitions": record.transitions,
+    }
+
+
+def taken(last: Record, identity: str, *, duration_s: float, now_us: int) -> Record:
+    """The record of whoever takes the Lease after ``last``: its epoch is above, even where clocks stepped back."""
+    acquired_us = max(now_us, (last.epoch + 1) * 1000)
+    return Record(identity, duration_s, acquired_us, now_us, last.transitions + 1)
+
+
+def _duration_s(value: Any) -> float:
+    return float(min(max(value, 1), LONGEST_DURATION_S)) if isinstance(value, int) else DURATION_S
+
+
+def _micros(value: Any) -> int:
+    """A time of the API in microseconds since the epoch; 0 where it is none."""
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
+        time_of_day = datetime.fromisoformat(value).astimezone(UTC)
+        return (time_of_day - _EPOCH) // timedelta(microseconds=1) if time_of_day.year < _LAST_YEAR else 0
+    return 0
+
+
+def _time(micros: int) -> str:
+    return (_EPOCH + timedelta(microseconds=micros)).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+
+
+class Client(Protocol):
+    """What a Lease needs of :class:`producers.cluster.api.Api`."""
+
+    async def request(self, method: str, path: str, *, body: bytes | None = None, timeout_s: float = 10.0) -> Answer:
+        """Ask; raises Unreachable."""
+
+
+class Refused(Exception):
+    """The Lease could not be read or written; the message is a sentence, ``reason`` its kind. Try again."""
+
+    def __init__(self, reason: str, why: str) -> None:
+        super().__init__(why)
+        self.reason = reason
+
+
+class LeaseStore:
+    """The Lease at the API server, as last read or written."""
+
+    def __init__(self, api: Client, namespace: str, name: str) -> None:
+        self._api, self._name = api, name
+        self._collection = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
+        self._new: Json = {
+            "apiVersion": "coordination.k8s.io/v1",
+            "kind": "Lease",
+            "metadata": {"name": name, "namespace": namespace},
+        }
+        self._lease: Json | None = None
+
+    async def read(self, within_s: float) -> Json | None:
+        """The Lease; None: there is none. Raises Refused and Unreachable."""
+        answer = await self._ask("GET", f"{self._collection}/{self._name}", None, within_s)
+        if answer.status not in (200, 404):
+            raise self._refusal("get", answer)
+        self._lease = None if answer.status == 404 else _object(answer.body)
+        return self._lease
+
+    async def write(self, spec: Json, within_s: float) -> bool:
+        """Write this spec into the Lease, or a new one; False where it changed since. Raises Refused, Unreachable."""
+        body = msgspec.json.encode({**(self._lease or self._new), "spec": spec})
+        if self._lease is None:
+            verb, answer = "create", await self._ask("POST", self._collection, body, within_s)
+        else:
+            verb, answer = "update", await self._ask("PUT", f"{self._collection}/{self._name}", body, within_s)
+        if answer.status == 409 or (answer.status == 404 and verb == "update"):
+            return False
+        if answer.status not in (200, 201):
+            raise self._refusal(verb, answer)
+        self._lease = _object(answer.body)
+        return True
+
+    async def _ask(self, method: str, path: str, body: bytes | None, within_s: float) -> Answer:
+        try:
+            async with asyncio.timeout(within_s):
+                return await self._api.request(method, path, body=body, timeout_s=within_s)
+        except TimeoutError as error:
+            raise Unreachable("timeout", f"no answer within {within_s:.1f} s") from error
+
+    def _refusal(self, verb: str, answer: Answer) -> Refused:
+        said = f"{message(answer.body)} ({answer.status})"
+        if answer.status != 403:
+            return Refused(str(answer.status), f"the API server does not {verb} it: {said}")
+        only = "" if verb == "create" else f', resourceNames: ["{self._name}"]'
+        rule = f'{{apiGroups: ["coordination.k8s.io"], resources: [leases]{only}, verbs: [{verb}]}}'
+        return Refused("403", f"not allowed (403); our Role lacks {rule}: {said}")
+
+
+def _object(body: bytes) -> Json:
+    try:
+        return msgspec.json.decode(body, type=Json)
+    except msgspec.DecodeError as error:
+        raise Refused("garbage", f"an answer that is no Lease ({error}): {message(body)}") from error
 
 
 class Stuck(Exception):
@@ -55,7 +204,7 @@ class Lease:
 
     def __init__(
         self,
-        api: Requests,
+        api: Client,
         instruments: Instruments,
         *,
         namespace: str,
@@ -66,7 +215,7 @@ class Lease:
         give_up_s: float = GIVE_UP_S,
         now_us: Callable[[], int] = _now_us,
     ) -> None:
-        self._store = Store(api, namespace, name)
+        self._store = LeaseStore(api, namespace, name)
         self._instruments, self._identity, self._now_us = instruments, identity, now_us
         self._duration_s, self._renew_s, self._give_up_s = duration_s, renew_s, give_up_s
         self._condition = Condition(f"lease {namespace}/{name}", log)
@@ -159,20 +308,26 @@ class Lease:
 
     async def _keep(self) -> str:
         """Renew for as long as that goes; why we can't lead any more."""
-        pause_s = self._renew_s
+        pause_s, problem = self._renew_s, ""
         while (left_s := self._left_s()) > 0:
             await asyncio.sleep(min(pause_s, left_s))
+            if (within_s := self._left_s()) <= 0:
+                break
             try:
-                held = await self._update(self._mine, min(CALL_WITHIN_S, max(0.0, self._left_s())))
+                async with asyncio.timeout(within_s):
+                    held = await self._update(self._mine, CALL_WITHIN_S)
+            except TimeoutError:  # our own time is over before a call's is
+                problem = problem or f"no answer within {within_s:.1f} s"
             except (Refused, Unreachable) as error:
-                pause_s = self._renew_s / 4
-                self._condition.bad(error.reason, str(error))
+                pause_s, problem = self._renew_s / 4, str(error)
+                self._condition.bad(error.reason, problem)
             else:
-                pause_s = self._renew_s
+                pause_s, problem = self._renew_s, ""
                 self._condition.good("it can be read and written")
                 if not held:
                     return f"the lease is {self._seen.holder or 'nobody'}'s"
-        return f"the lease could not be renewed for {self._give_up_s:g} s: {self._condition.problem}"
+        why = problem or "this process stood still, for it had no time to ask"
+        return f"the lease could not be renewed for {self._give_up_s:g} s: {why}"
 
     def _left_s(self) -> float:
         return self._renewed_s + self._give_up_s - time.monotonic()

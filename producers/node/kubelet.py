@@ -262,7 +262,7 @@ class Kubelet:
         if state == "ok":
             log.info("the kubelet answers", extra={"socket": str(self._socket)})
         else:
-            log.warning(_SENTENCES[state], self._socket, reason)
+            log.warning("%s", self._sentence())
 
     def _sentence(self) -> str:
         return _SENTENCES[self._state or "absent"] % (self._socket, self._reason)

@@ -121,9 +121,8 @@ class Joiner:
             return
         if joined.unknown_ids:
             self._instruments.counter("gpustream_attribution_unknown_device_ids_total").inc(len(joined.unknown_ids))
-            log.warning(
-                "%s/%s: device ids in no known grammar: %.300s", sample.cluster, sample.node, joined.unknown_ids
-            )
+            node = f"{sample.cluster}/{sample.node}"
+            log.warning("%s: device ids in no known grammar: %.300s", node, joined.unknown_ids)
         value = self._encoder.encode(sample)
         sent = await self.app.sender.send(OUTPUT, value, key=node_key(sample.cluster, sample.node), partition=partition)
         sent.add_done_callback(lambda future: self._acknowledged(slot, record, sample.attribution, future))

@@ -196,7 +196,7 @@ class Reader:
     def _begin(self, found: start.Start) -> None:
         for tp, offset in found.lost.items():
             self.lost += max(0, found.positions[tp] - offset)
-            log.error("%s %s: offset %s is not in the log; reading on from %s", *tp, offset, found.positions[tp])
+            log.error("%s: offset %s is not in the log; reading on from %s", tp, offset, found.positions[tp])
         ours = {tp.partition for tp in found.state_ends}
         self.stage.drop(found.fresh | ({tp.partition for tp in self._held.states} - ours))
         self.ledger.begin(found.positions)
@@ -205,7 +205,7 @@ class Reader:
         self.torn = frozenset(tp.partition for tp in found.lost)
         self._doubted.clear()
         self._waiting = ours
-        log.info("reading %s partitions, %s of them state", len(found.positions), len(found.state_ends))
+        log.info("reading %d partitions, %d of them state", len(found.positions), len(found.state_ends))
 
     async def _read(self) -> None:
         self._release()
@@ -275,9 +275,9 @@ class Reader:
         del self._doubted[tp]
         if offset > expected:
             self.holes += 1
-            log.warning("%s %s: no records from %s to %s", *tp, expected, offset - 1)
+            log.warning("%s: no records from %s to %s", tp, expected, offset - 1)
             return True
-        log.error("%s %s: offset %s is gone, and the log goes on at %s: setting positions anew", *tp, expected, offset)
+        log.error("%s: offset %s is gone, and the log goes on at %s: setting positions anew", tp, expected, offset)
         self.end_epoch()
         return False
 

@@ -1,8 +1,12 @@
 """Logs are structured, not repeated, and hold no secret."""
 
+import ast
 import logging
+import re
 import sys
-from typing import Any
+import threading
+from pathlib import Path
+from typing import Any, TypeGuard
 
 import msgspec
 import pytest
@@ -48,43 +52,128 @@ def test_a_traceback_is_kept_in_both_formats() -> None:
     assert "ValueError: boom" in msgspec.json.decode(logs.Json().format(record))["exception"]
 
 
-def test_an_event_class_is_written_once_per_period_with_the_number_held_back() -> None:
-    now = [100.0]
-    repeats = logs.Repeats(10.0, lambda: now[0])
-    passed = [repeats.filter(_record("broker %s is away", n)) for n in range(4)]
-    now[0] = 110.0
-    later = _record("broker %s is away", 4)
+class Log:
+    """A limiter between a test's clock and what it lets through."""
 
-    assert passed == [True, False, False, False]
-    assert repeats.filter(later)
-    assert logs.fields(later) == {"held_back": 3}
+    def __init__(self) -> None:
+        self.now_s = 100.0
+        self.limiter = logs.RateLimiter(10.0, lambda: self.now_s)
+        self.written: list[tuple[str, int]] = []
+
+    def say(self, record: logging.LogRecord) -> None:
+        self.pass_s(0.0)
+        if self.limiter.admit(record):
+            self._write(record)
+
+    def pass_s(self, seconds: float) -> None:
+        self.now_s += seconds
+        for record in self.limiter.due():
+            self._write(record)
+
+    def _write(self, record: logging.LogRecord) -> None:
+        self.written.append((record.getMessage(), logs.fields(record).get("held_back", 0)))
+
+
+def test_a_message_about_one_subject_is_written_once_per_window_and_the_newest_of_the_others_at_its_end() -> None:
+    log = Log()
+    for n in range(4):
+        log.say(_record("%s: not accepted: try %d", "mimir", n))
+    assert log.written == [("mimir: not accepted: try 0", 0)]
+
+    log.pass_s(10.0)
+    assert log.written[1:] == [("mimir: not accepted: try 3", 2)]
+    log.say(_record("%s: not accepted: try %d", "mimir", 4))
+    log.pass_s(10.0)
+    log.pass_s(10.0)
+    log.say(_record("%s: not accepted: try %d", "mimir", 5))
+    assert log.written[2:] == [("mimir: not accepted: try 4", 0), ("mimir: not accepted: try 5", 0)]
+
+
+def test_each_subject_has_its_line() -> None:
+    log = Log()
+    for kind in ("Job", "RayCluster", "Notebook", "TrainJob"):
+        log.say(_record("%s: not to be read", kind))
+        log.say(_record("%s: not to be read", kind))
+    log.say(_record("%s: to be read", "Job"))
+    log.say(_record("%s: not to be read", "Job", level=logging.ERROR))
+
+    kinds = ("Job", "RayCluster", "Notebook", "TrainJob")
+    assert [text for text, _ in log.written[:4]] == [f"{kind}: not to be read" for kind in kinds]
+    assert len(log.written) == 6
+
+
+def test_subjects_without_number_share_a_line_that_counts_them() -> None:
+    log = Log()
+    for n in range(10_000):
+        log.say(_record("%s: unknown device id", f"node-{n}"))
+    assert len(log.written) == logs.MOST_SUBJECTS + 1
+
+    log.pass_s(10.0)
+    assert log.written[-1] == ("node-9999: unknown device id", 10_000 - logs.MOST_SUBJECTS - 2)
 
 
 def test_a_library_repeats_itself_less_often() -> None:
-    now = [100.0]
-    repeats = logs.Repeats(10.0, lambda: now[0])
-    record = logging.makeLogRecord({"name": "aiokafka.conn", "levelno": logging.ERROR, "msg": "no broker"})
-    passed = [repeats.filter(record)]
-    for now[0] in (110.0, 159.0, 160.0):
-        passed.append(repeats.filter(record))
-
-    assert passed == [True, False, False, True]
+    log = Log()
+    noise = {"name": "aiokafka.conn", "levelno": logging.ERROR, "msg": "no broker"}
+    for _ in range(3):
+        log.say(logging.makeLogRecord(noise))
+        log.pass_s(29.9)
+    assert len(log.written) == 2
 
 
-def test_another_event_class_is_not_held_back() -> None:
-    repeats = logs.Repeats(10.0, lambda: 0.0)
-
-    assert repeats.filter(_record("one"))
-    assert repeats.filter(_record("two"))
-    assert repeats.filter(_record("one", level=logging.ERROR))
-
-
-def test_the_classes_remembered_are_bounded() -> None:
-    repeats = logs.Repeats(10.0, lambda: 0.0)
+def test_what_is_remembered_is_bounded_and_nothing_held_back_is_lost_by_that() -> None:
+    log = Log()
     for n in range(5000):
-        repeats.filter(_record(f"message {n}"))
+        log.say(_record(f"message {n}"))
+        log.say(_record(f"message {n}"))
+    assert len(log.limiter._windows) == logs.MOST_WINDOWS
 
-    assert len(repeats._seen) <= 1024
+    written = [text for text, _ in log.written] + [record.getMessage() for record in log.limiter.rest()]
+    assert written.count("message 0") == written.count("message 4999") == 2
+
+
+def test_what_is_held_back_is_written_by_a_timer_and_at_the_end(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logs, "REPEAT_S", 0.02)
+    handler = logs.LimitedHandler(logs.RateLimiter(0.01))
+    written = threading.Event()
+    monkeypatch.setattr(handler, "flush", lambda: written.set())
+    handler.handle(_record("%s: one", "a"))
+    written.clear()
+    handler.handle(_record("%s: two", "a"))
+    assert written.wait(30.0)
+    handler.handle(_record("%s: three", "b"))
+    handler.handle(_record("%s: three", "b"))
+    handler.close()
+
+    lines = capsys.readouterr().err.splitlines()
+    assert sorted(lines) == ["a: one", "a: two", "b: three", "b: three"]
+
+
+def test_a_messages_subject_is_one_argument() -> None:
+    """What comes before a colon or parenthesis names the thing, and only the first argument tells things apart."""
+    several = []
+    for package in ("gpustream", "producers", "streams", "sinks", "topics"):
+        for path in Path(package).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if _is_log_call(node) and node.args and isinstance(node.args[0], ast.Constant):
+                    head = re.split("[:(]", str(node.args[0].value))[0]
+                    if head.count("%s") > 1:
+                        several.append(f"{path}:{node.lineno}: {node.args[0].value!r}")
+                elif _is_log_call(node):
+                    several.append(f"{path}:{node.lineno}: not a constant text")
+
+    assert several == []
+
+
+def _is_log_call(node: ast.AST) -> TypeGuard[ast.Call]:
+    called = node.func if isinstance(node, ast.Call) else None
+    return (
+        isinstance(called, ast.Attribute)
+        and called.attr in ("debug", "info", "warning", "error", "exception", "critical")
+        and ast.unparse(called.value) in ("log", "self._log")
+    )
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,7 @@ class Driver:
         self._now, self._trouble, self._worked = now, None, True
         self._instruments.counter(names.OPENED).inc()
         again = f", opened again: {why}" if why is not None else ""
-        log.info("NVIDIA driver %s with %d GPUs%s", now.version, now.gpus, again)
+        log.info("NVIDIA driver %s", f"{now.version} with {now.gpus} GPUs{again}")
 
     def _failed(self, error: NvmlError) -> None:
         if self._now is not None or self._trouble is None or self._trouble.code != error.code:

@@ -156,9 +156,9 @@ class Gpu:
         self.turned = (trouble is None) is not (before is None)
         if trouble is not None and before is None:
             self._since_s = self._clock()
-            log.warning(self._trouble_text(), extra=identity(self.known[0]) if self.known else {})  # each has a line
+            log.warning("%s", self._trouble_text(), extra=identity(self.known[0]) if self.known else {})
         elif trouble is None and before is not None:
-            log.info(f"{self.title} answers again")  # noqa: G004 - one does not hold back another
+            log.info("%s answers again", self.title)
         self._changed(self)
 
     def _trouble_text(self) -> str:

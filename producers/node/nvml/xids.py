@@ -84,12 +84,13 @@ def _is_of(mig: Mapping[str, Any] | None, xid: Xid) -> bool:
 
 
 def _say(xid: Xid, code: int, devices: Sequence[Device]) -> None:
-    """A line for each device; the code is in the message, so that one that comes often does not hold back others."""
-    message = f"XID {code}"
+    """A line for each code and device."""
     if not devices:
-        log.warning(message, extra={"xid": code, "gpu_index": xid.gpu, "ts_ms": xid.ts_ms})
+        what = f"{code} of a GPU that is not known"
+        log.warning("XID %s", what, extra={"xid": code, "gpu_index": xid.gpu, "ts_ms": xid.ts_ms})
     for device in devices:
-        log.warning(message, extra={**_identity(device), "xid": code, "ts_ms": xid.ts_ms})
+        what = f"{code} of {device['uuid']}"
+        log.warning("XID %s", what, extra={**_identity(device), "xid": code, "ts_ms": xid.ts_ms})
 
 
 def _identity(device: Device) -> dict[str, Any]:

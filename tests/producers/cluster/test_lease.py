@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import AsyncIterator, Callable
 from datetime import UTC, datetime
 from typing import Any
@@ -17,8 +18,7 @@ from producers.cluster import instruments as names
 from producers.cluster import lease as module
 from producers.cluster.answers import Answer, Unreachable
 from producers.cluster.api import Api
-from producers.cluster.lease import Lease, Stuck
-from producers.cluster.lease_record import Record, record_of, spec_of, taken
+from producers.cluster.lease import Lease, Record, Stuck, record_of, spec_of, taken
 from tests.producers.cluster.api_server import ApiServer, Behaviour, Json, Reply, Request, answers, kubeconfig
 from tests.producers.fakes import value
 from topics.instruments import Instruments
@@ -396,6 +396,44 @@ async def test_a_403_says_which_rule_is_missing(
     assert 'User "u" cannot' in reason
     warnings = [r for r in caplog.records if r.name == module.__name__ and r.levelno >= logging.WARNING]
     assert len(warnings) == 1
+
+
+@pytest.mark.parametrize(
+    ("fails", "why"),
+    [
+        (lambda _: Unreachable("connection", "Cannot connect to host 10.0.0.1"), "Cannot connect to host 10.0.0.1"),
+        (lambda _: None, "no answer within 0.4 s"),
+    ],
+)
+async def test_who_stops_leading_says_what_kept_it_from_renewing(
+    join: Join,
+    fails: Callable[[object], Exception | None],
+    why: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(module, "CALL_WITHIN_S", 0.4)
+    first = join("a", give_up_s=1.0)
+    await first.leads()
+
+    async def request(*_: Any, timeout_s: float, **_named: Any) -> Answer:
+        if (error := fails(None)) is not None:
+            raise error
+        await asyncio.sleep(timeout_s * 10)
+        raise AssertionError("waited for too long")
+
+    monkeypatch.setattr(first.line, "request", request)
+    await until(lambda: not first.lease.leading)
+    (said,) = [record.getMessage() for record in caplog.records if "no longer leading" in record.getMessage()]
+    assert said == f"no longer leading: the lease could not be renewed for 1 s: {why}"
+
+
+async def test_a_process_that_stood_still_says_so(join: Join, caplog: pytest.LogCaptureFixture) -> None:
+    first = join("a", give_up_s=0.15)
+    await first.leads()
+    time.sleep(0.2)  # noqa: ASYNC251 - that is what it is about
+    await until(lambda: not first.lease.leading)
+    assert any("this process stood still" in record.getMessage() for record in caplog.records)
 
 
 # -- the record

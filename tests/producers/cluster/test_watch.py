@@ -540,6 +540,26 @@ async def test_a_403_says_which_rule_is_missing(
     assert said[0].levelno == logging.WARNING
 
 
+def test_the_end_of_trouble_is_said_however_short_it_was_ago_that_it_was_said_last(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    pods = condition.Condition("pods", logging.getLogger("test"))
+    pods.bad("timeout", "no answer within 10 s")
+    pods.good("watching")
+    pods.bad("unauthorized", "our credentials are not accepted (401)")
+    pods.good("watching")
+    pods.bad("timeout", "no answer within 10 s")
+    pods.good("watching")
+
+    assert caplog.messages == [
+        "pods: no answer within 10 s",
+        "pods: watching",
+        "pods: our credentials are not accepted (401)",
+        "pods: watching",
+    ]
+
+
 async def test_coming_back_is_said_and_so_is_what_is_wrong_when_that_changes(
     server: ApiServer, start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:

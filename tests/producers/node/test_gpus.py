@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from gpustream.logs import Repeats
+from gpustream.logs import RateLimiter
 from producers.node import gpus
 from producers.node import instruments as own
 from producers.node.cgroups import Place
@@ -431,9 +431,9 @@ async def test_two_gpus_that_are_lost_at_once_have_a_line_each(bench: Bench, cap
     await bench.open()
     for gpu in bench.nvml.gpus[:2]:
         gpu.error = binding.GPU_IS_LOST
-    repeats = Repeats()
+    limiter = RateLimiter()
     await bench.read()
-    lines = [record.getMessage().partition(" is lost")[0] for record in caplog.records if repeats.filter(record)]
+    lines = [record.getMessage().partition(" is lost")[0] for record in caplog.records if limiter.admit(record)]
     assert lines == ["GPU 0 (GPU-0)", "GPU 1 (GPU-1)"]
 
 

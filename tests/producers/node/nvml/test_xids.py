@@ -87,7 +87,7 @@ def test_an_error_of_a_gpu_that_is_not_known_is_counted_and_told(caplog: pytest.
     bench.xids.note(Xid(None, 79, 1), ())
     assert bench.onto([GPU]) == [GPU]
     assert bench.counted("unknown_device") == 1
-    assert [record.getMessage() for record in caplog.records] == ["XID 79"]
+    assert [record.getMessage() for record in caplog.records] == ["XID 79 of a GPU that is not known"]
 
 
 def test_of_a_storm_a_tick_tells_so_many_and_counts_all() -> None:
