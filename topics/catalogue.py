@@ -4,7 +4,7 @@ Producers read what to sample here, sinks what to call it, the docs are written 
 profile is not emitted in that profile.
 """
 
-from topics.metric import PROFILES, Info, Labels, Metric, Profile, Ratio, Series
+from topics.metric import PROFILES, Family, Info, Labels, Metric, Profile, Ratio, Series
 from topics.metric_rows import ROWS
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "CONFLICT",
     "DERIVED",
     "DEVICE_INFO",
+    "FAMILIES",
     "FURTHER",
     "HOLDERS",
     "POD_INFO",
@@ -21,6 +22,7 @@ __all__ = [
     "SPLIT_SCALED",
     "UNATTRIBUTED",
     "XID_ERRORS",
+    "Family",
     "Info",
     "Labels",
     "Metric",
@@ -57,6 +59,61 @@ DERIVED: dict[Profile, tuple[Ratio, ...]] = {
 }
 """The series that are made of two keys."""
 
+FAMILIES: dict[str, Family] = {
+    "gpu_clock_frequency": Family(
+        "gpu_clock_type", ("graphics_clock_hz", "sm_clock_hz"), mean="the clocks of the cores, not of the memory"
+    ),
+    "gpu_throttle_reason": Family(
+        "gpu_throttle_cause", ("clock_event_reasons",), "how many of these causes keep the clocks down"
+    ),
+    "gpu_pcie_throughput": Family(
+        "gpu_interconnect_direction",
+        ("pcie_tx_bytes_per_second", "pcie_rx_bytes_per_second"),
+        "what goes over PCIe in both directions",
+    ),
+    "gpu_interconnect_throughput": Family(
+        "gpu_interconnect_direction",
+        ("nvlink_tx_bytes_per_second", "nvlink_rx_bytes_per_second"),
+        "what goes over NVLink in both directions",
+    ),
+    "gpu_ecc_errors": Family(
+        "gpu_ecc_error_type",
+        ("ecc_corrected_volatile_total", "ecc_uncorrected_volatile_total"),
+        "memory errors since the driver was loaded",
+    ),
+    "gpu_ecc_aggregate_errors": Family(
+        "gpu_ecc_error_type",
+        ("ecc_corrected_aggregate_total", "ecc_uncorrected_aggregate_total"),
+        "memory errors in the GPU's life, those of `gpu_ecc_errors` among them",
+    ),
+    "gpu_row_remap_count": Family(
+        "gpu_ecc_error_type",
+        ("remapped_rows_correctable_total", "remapped_rows_uncorrectable_total"),
+        "memory rows that were remapped",
+    ),
+    "gpu_retired_pages": Family(
+        "gpu_ecc_error_type",
+        ("retired_pages_single_bit_total", "retired_pages_double_bit_total"),
+        "memory pages that were retired",
+    ),
+    "gpu_violation_time": Family(
+        "gpu_violation_cause",
+        (
+            "power_violation_seconds_total",
+            "thermal_violation_seconds_total",
+            "sync_boost_violation_seconds_total",
+            "board_limit_violation_seconds_total",
+            "low_utilization_violation_seconds_total",
+            "reliability_violation_seconds_total",
+        ),
+        "the time of each cause, added up: more than the time that passed if there were several at once",
+    ),
+}
+"""The names that several series of a device share, in any profile. Every other name has one series for each device.
+
+Nobody who leaves out a label gets nonsense: what is another quantity, a part of another series, or in another unit has
+a name of its own.
+"""
 
 HOLDERS = Info(
     "gpu_holders",

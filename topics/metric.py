@@ -30,6 +30,19 @@ class Series(NamedTuple):
         return float(value) if self.scale == 1.0 else round(value * self.scale, _DECIMALS)
 
 
+class Family(NamedTuple):
+    """A name that several series of one device share.
+
+    ``label`` tells them apart and ``keys`` are what they are made of. ``total`` says what their sum is. It is None if
+    they are readings of one quantity that can't be added up; then ``mean`` says what their mean and maximum are of.
+    """
+
+    label: str
+    keys: tuple[str, ...]
+    total: str | None = None
+    mean: str | None = None
+
+
 class Ratio(NamedTuple):
     """A series made of two keys of one device: ``numerator / denominator * scale``."""
 
@@ -57,7 +70,10 @@ class Info(NamedTuple):
 
 
 class Metric(msgspec.Struct, frozen=True, kw_only=True):
-    """One row: a key, in base units. Of its series in a profile the first is the value, the rest are made from it."""
+    """One row: a key, in base units. Of its series in a profile the first is the value, the rest are made from it.
+
+    ``mig``: a GPU in MIG mode and its MIG devices may both have it, and the GPU's value covers theirs.
+    """
 
     key: str
     unit: str
@@ -65,3 +81,4 @@ class Metric(msgspec.Struct, frozen=True, kw_only=True):
     help: str
     nvml: str
     names: dict[Profile, tuple[Series, ...]]
+    mig: bool = False

@@ -30,11 +30,18 @@ def _metric(
     otel: tuple[Series, ...],
     dcgm: tuple[Series, ...] = (),
     legacy: tuple[Series, ...] = (),
+    mig: bool = False,
 ) -> Metric:
     profiles: dict[Profile, tuple[Series, ...]] = {"otel": otel, "dcgm": dcgm, "dcgm-legacy": legacy}
     names = {profile: series for profile, series in profiles.items() if series}
     return Metric(
-        key=key, unit=unit, kind="counter" if key.endswith("_total") else "gauge", help=help, nvml=nvml, names=names
+        key=key,
+        unit=unit,
+        kind="counter" if key.endswith("_total") else "gauge",
+        help=help,
+        nvml=nvml,
+        names=names,
+        mig=mig,
     )
 
 
@@ -42,8 +49,7 @@ def _labels(**labels: str) -> Labels:
     return tuple(sorted(labels.items()))
 
 
-def _nvlink_error(error: str) -> Labels:
-    return _labels(gpu_interconnect_type="nvlink", gpu_interconnect_error_type=error)
+_NVLINK = _labels(gpu_interconnect_type="nvlink")
 
 
 _UTILIZATION = (
@@ -94,6 +100,7 @@ _MEMORY = (
         otel=(Series("gpu_memory_used"),),
         dcgm=(Series("DCGM_FI_DEV_FB_USED", scale=_MIB),),
         legacy=(Series("dcgm_fb_used", scale=_MIB),),
+        mig=True,
     ),
     _metric(
         "memory_free_bytes",
@@ -103,6 +110,7 @@ _MEMORY = (
         otel=(Series("gpu_memory_free"),),
         dcgm=(Series("DCGM_FI_DEV_FB_FREE", scale=_MIB),),
         legacy=(Series("dcgm_fb_free", scale=_MIB),),
+        mig=True,
     ),
     _metric(
         "memory_total_bytes",
@@ -111,6 +119,7 @@ _MEMORY = (
         "nvmlDeviceGetMemoryInfo_v2, total",
         otel=(Series("gpu_memory_total"),),
         legacy=(Series("dcgm_fb_total", scale=_MIB),),
+        mig=True,
     ),
     _metric(
         "memory_reserved_bytes",
@@ -119,6 +128,7 @@ _MEMORY = (
         "nvmlDeviceGetMemoryInfo_v2, reserved",
         otel=(Series("gpu_memory_reserved"),),
         dcgm=(Series("DCGM_FI_DEV_FB_RESERVED", scale=_MIB),),
+        mig=True,
     ),
 )
 
@@ -162,7 +172,7 @@ _POWER = (
         "celsius",
         "Temperature of the device memory.",
         "field NVML_FI_DEV_MEMORY_TEMP",
-        otel=(Series("gpu_temperature", _labels(gpu_temperature_sensor="memory")),),
+        otel=(Series("gpu_memory_temperature"),),
         dcgm=(Series("DCGM_FI_DEV_MEMORY_TEMP"),),
         legacy=(Series("dcgm_memory_temp"),),
     ),
@@ -204,7 +214,7 @@ _CLOCKS = (
         "hertz",
         "Clock of the device memory.",
         "nvmlDeviceGetClockInfo, NVML_CLOCK_MEM",
-        otel=(Series("gpu_clock_frequency", _labels(gpu_clock_type="memory"), _MHZ),),
+        otel=(Series("gpu_memory_clock_frequency", scale=_MHZ),),
         dcgm=(Series("DCGM_FI_DEV_MEM_CLOCK", scale=_MHZ),),
         legacy=(Series("dcgm_memory_clock", scale=_MHZ),),
     ),
@@ -214,7 +224,7 @@ _CLOCKS = (
         "Why the clocks are below what was asked for, as a bitmask.",
         "nvmlDeviceGetCurrentClocksEventReasons",
         otel=(
-            Series("gpu_throttle_reason"),
+            Series("gpu_clock_event_reasons"),
             Series("gpu_throttle_reason", _labels(gpu_throttle_cause="power_software"), bits=_SW_POWER_CAP),
             Series("gpu_throttle_reason", _labels(gpu_throttle_cause="temp_software"), bits=_SW_THERMAL),
             Series("gpu_throttle_reason", _labels(gpu_throttle_cause="temp_hardware"), bits=_HW_THERMAL),
@@ -234,6 +244,7 @@ _PCIE = (
         ),
         dcgm=(Series("DCGM_FI_PROF_PCIE_TX_BYTES"),),
         legacy=(Series("dcgm_fi_prof_pcie_tx_bytes"), Series("dcgm_pcie_tx_throughput", scale=_KB)),
+        mig=True,
     ),
     _metric(
         "pcie_rx_bytes_per_second",
@@ -245,6 +256,7 @@ _PCIE = (
         ),
         dcgm=(Series("DCGM_FI_PROF_PCIE_RX_BYTES"),),
         legacy=(Series("dcgm_fi_prof_pcie_rx_bytes"), Series("dcgm_pcie_rx_throughput", scale=_KB)),
+        mig=True,
     ),
     _metric(
         "pcie_replays_total",
@@ -341,6 +353,7 @@ def _activity(key: str, text: str, nvml: str, otel: str, dcgm: str, *, legacy: b
         otel=(Series(otel),),
         dcgm=(Series(f"DCGM_FI_PROF_{dcgm}"),),
         legacy=(Series(f"dcgm_fi_prof_{dcgm.lower()}"),) if legacy else (),
+        mig=True,
     )
 
 
@@ -357,6 +370,7 @@ def _nvlink(way: str, direction: str, text: str) -> Metric:
             ),
         ),
         dcgm=(Series(f"DCGM_FI_PROF_NVLINK_{way.upper()}_BYTES"),),
+        mig=True,
     )
 
 
@@ -417,7 +431,7 @@ _COUNTED = (
         "errors",
         "Memory errors corrected in the GPU's life; they are only cleared by hand.",
         "nvmlDeviceGetTotalEccErrors, corrected, aggregate",
-        otel=(Series("gpu_ecc_errors", _labels(gpu_ecc_count_type="aggregate", gpu_ecc_error_type="correctable")),),
+        otel=(Series("gpu_ecc_aggregate_errors", _labels(gpu_ecc_error_type="correctable")),),
         dcgm=(Series("DCGM_FI_DEV_ECC_SBE_AGG_TOTAL"),),
         legacy=(Series("dcgm_ecc_sbe_aggregate_total"),),
     ),
@@ -426,7 +440,7 @@ _COUNTED = (
         "errors",
         "Memory errors that could not be corrected in the GPU's life; they are only cleared by hand.",
         "nvmlDeviceGetTotalEccErrors, uncorrected, aggregate",
-        otel=(Series("gpu_ecc_errors", _labels(gpu_ecc_count_type="aggregate", gpu_ecc_error_type="uncorrectable")),),
+        otel=(Series("gpu_ecc_aggregate_errors", _labels(gpu_ecc_error_type="uncorrectable")),),
         dcgm=(Series("DCGM_FI_DEV_ECC_DBE_AGG_TOTAL"),),
         legacy=(Series("dcgm_ecc_dbe_aggregate_total"),),
     ),
@@ -462,7 +476,7 @@ _COUNTED = (
         "errors",
         "NVLink packets with a wrong checksum, of all links, since the GPU was reset; not told by Blackwell and later.",
         "field NVML_FI_DEV_NVLINK_ERROR_DL_CRC, of each link (before Hopper a total)",
-        otel=(Series("gpu_interconnect_errors", _nvlink_error("crc")),),
+        otel=(Series("gpu_interconnect_crc_errors", _NVLINK),),
         dcgm=(Series("DCGM_FI_DEV_NVLINK_CRC_FLIT_ERROR_COUNT_TOTAL"),),
         legacy=(Series("dcgm_nvlink_flit_crc_error_count_total"),),
     ),
@@ -471,7 +485,7 @@ _COUNTED = (
         "errors",
         "NVLink packets that were sent again, of all links, since the GPU was reset; not told by Blackwell and later.",
         "field NVML_FI_DEV_NVLINK_ERROR_DL_REPLAY, of each link (before Hopper a total)",
-        otel=(Series("gpu_interconnect_errors", _nvlink_error("replay")),),
+        otel=(Series("gpu_interconnect_replays", _NVLINK),),
         dcgm=(Series("DCGM_FI_DEV_NVLINK_REPLAY_ERROR_COUNT_TOTAL"),),
         legacy=(Series("dcgm_nvlink_replay_error_count_total"),),
     ),
@@ -480,12 +494,7 @@ _COUNTED = (
         "errors",
         "Times that an NVLink was trained again after errors, of all links, since the GPU was reset.",
         "field NVML_FI_DEV_NVLINK_ERROR_DL_RECOVERY, of each link (before Hopper a total)",
-        otel=(
-            Series(
-                "gpu_interconnect_errors",
-                _nvlink_error("recovery"),
-            ),
-        ),
+        otel=(Series("gpu_interconnect_recoveries", _NVLINK),),
         dcgm=(Series("DCGM_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL"),),
         legacy=(Series("dcgm_nvlink_recovery_error_count_total"),),
     ),

@@ -14,10 +14,12 @@ from topics.catalogue import (
     ALERT_FIRING,
     CATALOGUE,
     DERIVED,
+    FAMILIES,
     FURTHER,
     HOLDERS,
     POD_INFO,
     PROFILES,
+    Family,
     Info,
     Labels,
     Metric,
@@ -95,6 +97,7 @@ def metrics_markdown() -> str:
         "## Names",
         "`--names` picks what sinks call them. A key without a name in a profile is not emitted in it.",
         *(_profile(profile) for profile in PROFILES),
+        *_adding_up(),
         "### With all names",
         "What a device has beside its metrics, called the same in every profile. These series carry the device's own "
         "labels, never those of who holds it; the `gpu_pod_` ones, one for each device and pod, carry the pod's as "
@@ -156,6 +159,27 @@ def _profile(profile: Profile) -> str:
     return "\n\n".join(
         (f"### {profile}", _PROFILES[profile], _table(("series", "unit", "kind", "from"), rows + derived + infos))
     )
+
+
+def _adding_up() -> Sequence[str]:
+    """What the series of one name are together, and which of them are in others."""
+    rows = [(f"`{name}`", f"`{family.label}`", *_together(family)) for name, family in FAMILIES.items()]
+    cut = ", ".join(f"`{metric.key}`" for metric in CATALOGUE.values() if metric.mig)
+    return (
+        "### Adding up",
+        "All series of a name have one unit, are of one kind and measure one thing, so that a query that leaves out a "
+        "label gets no nonsense. A name has one series for each device, but for these:",
+        _table(("series", "by", "their sum", "their mean and maximum"), rows),
+        "**MIG.** A GPU that is in MIG mode and its MIG devices both have some values, and the GPU's covers theirs: "
+        f'{cut}. Add up one or the other: whole GPUs with `gpu_mig_uuid=""` (`GPU_I_ID=""` with the labels of '
+        "`dcgm`), or what can be held, which leaves out the GPUs in MIG mode: `unless on (k8s_cluster_name, gpu_uuid, "
+        'gpu_mig_uuid) gpu_info{mig_mode="enabled",gpu_mig_uuid=""}`. What pods hold (`k8s_pod_name!=""`) is never '
+        "there twice.",
+    )
+
+
+def _together(family: Family) -> tuple[str, str]:
+    return family.total or "means nothing", family.mean or ""
 
 
 def _info(info: Info) -> Sequence[str]:

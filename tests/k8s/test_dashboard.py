@@ -26,7 +26,7 @@ EXPRESSIONS: dict[str, str] = {
 _NAME = re.compile(r"\b(?:gpu|gpustream)_\w+")
 _TEXT = re.compile(r'"[^"]*"')
 _COUNTED = re.compile(r"\b(?:rate|increase)\(\s*((?:gpu|gpustream)_\w+)")
-_LABELS = catalogue.label_names("otel") | {"gpu_uuid", "gpu_index"}
+_LABELS = catalogue.label_names("otel") | {"gpu_uuid", "gpu_index", "gpu_mig_uuid"}
 
 
 @functools.cache
@@ -36,6 +36,7 @@ def kinds() -> dict[str, str]:
     for key, many in catalogue.series("otel").items():
         found.update({series.name: catalogue.CATALOGUE[key].kind for series in many})
     found.update({ratio.name: "gauge" for ratio in catalogue.DERIVED["otel"]})
+    found.update({info.name: info.kind for info in catalogue.FURTHER})
     return found
 
 

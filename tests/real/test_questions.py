@@ -203,9 +203,11 @@ async def _alerts(kafka: str) -> None:
 
 
 def _last(records: Iterable[Mapping[str, Any]], at_ms: int) -> list[tuple[str, Device]]:
-    """Every device as its node's last tick until then has it."""
+    """Every device as its node's last tick until then has it, and its node's name."""
     ticks = {(tick["cluster"], tick["node"]): tick for tick in records if tick["ts_ms"] <= at_ms}
-    return [(cluster, device) for (cluster, _), tick in ticks.items() for device in tick["devices"]]
+    return [
+        (cluster, {**device, "node": node}) for (cluster, node), tick in ticks.items() for device in tick["devices"]
+    ]
 
 
 def _wait_until_delivered(kafka: str) -> None:
@@ -419,11 +421,47 @@ def test_xid_errors_of_the_last_hour_the_first_of_a_code_among_them(answers: Ans
 
 
 def test_which_drivers_there_are(answers: Answers) -> None:
-    found = _by(answers.ask(_query("gpu_info")), "driver_version", "processes_visible")
+    found = _by(answers.ask(_query("gpu_info", "driver_version")), "driver_version", "processes_visible")
     infos = [device["info"] for cluster, device in answers.last if cluster == OURS and "info" in device]
 
     assert found == Counter((info["driver_version"], info.get("processes_visible")) for info in infos)
     assert {("570.124.06", "true"), ("550.163.01", "true"), ("570.124.06", "false")} <= found.keys()
+
+
+def test_the_memory_of_whole_gpus_is_counted_once(answers: Answers) -> None:
+    found = _by(answers.ask(_query("sum by (k8s_node_name) (gpu_memory_used")), "k8s_node_name")
+    truth: dict[Hashable, float] = defaultdict(float)
+    for node, device in _ours(answers):
+        if "mig" not in device and "memory_used_bytes" in device["metrics"]:
+            truth[(node,)] += device["metrics"]["memory_used_bytes"]
+
+    assert found == pytest.approx(truth)
+
+
+def test_the_memory_of_what_can_be_held_is_counted_once(answers: Answers) -> None:
+    (found,) = answers.ask(_query("sum(gpu_memory_total"))
+    totals = {
+        (node, device["uuid"]): device["metrics"].get("memory_total_bytes", 0.0)
+        for node, device in _ours(answers)
+        if "mig" in device or device.get("info", {}).get("mig_mode") != "enabled"
+    }
+
+    assert found.value == pytest.approx(sum(totals.values()))
+    assert any("mig" in device for _, device in _ours(answers))
+
+
+def test_the_memory_errors_of_a_day_by_node_and_type(answers: Answers) -> None:
+    found = _by(answers.ask(_query("increase(gpu_ecc_errors")), "k8s_node_name", "gpu_ecc_error_type")
+    keys = {"correctable": "ecc_corrected_volatile_total", "uncorrectable": "ecc_uncorrected_volatile_total"}
+
+    assert found.keys() == {
+        (node, error) for node, device in _ours(answers) for error, key in keys.items() if key in device["metrics"]
+    }
+
+
+def _ours(answers: Answers) -> list[tuple[str, Device]]:
+    """Our cluster's devices in the last tick of their node, and their node."""
+    return [(device["node"], device) for cluster, device in answers.last if cluster == OURS]
 
 
 def test_how_many_alerts_fire_in_which_namespaces(answers: Answers) -> None:

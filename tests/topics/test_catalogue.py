@@ -1,13 +1,29 @@
 """The metric catalogue: what each profile may be relied on to say, and in which units."""
 
 import re
+from collections import Counter
 from itertools import chain
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from topics.catalogue import CATALOGUE, DERIVED, PROFILES, Profile, Ratio, Series, label_names, series
+from topics import reference
+from topics.catalogue import (
+    ALERT_FIRING,
+    CATALOGUE,
+    DERIVED,
+    FAMILIES,
+    FURTHER,
+    HOLDERS,
+    POD_INFO,
+    PROFILES,
+    Profile,
+    Ratio,
+    Series,
+    label_names,
+    series,
+)
 
 KEYS = """
 ecc_corrected_aggregate_total ecc_uncorrected_aggregate_total retired_pages_single_bit_total
@@ -77,13 +93,82 @@ def test_no_two_series_of_a_profile_have_one_name_and_one_set_of_labels(profile:
     assert len(identities) == len(set(identities))
 
 
-@every_profile
-def test_series_of_one_name_are_told_apart_by_the_same_labels(profile: Profile) -> None:
-    names: dict[str, set[tuple[str, ...]]] = {}
-    for one in every_series(profile):
-        names.setdefault(one.name, set()).add(tuple(name for name, _ in one.labels))
+def test_a_name_has_one_series_for_each_device_or_its_table_says_what_they_are_together() -> None:
+    shared: dict[str, dict[str, None]] = {}
+    for profile in PROFILES:
+        made = [(one.name, key) for key, many in series(profile).items() for one in many]
+        made += [(ratio.name, "") for ratio in DERIVED[profile]]
+        several = {name for name, count in Counter(name for name, _ in made).items() if count > 1}
+        for name, key in made:
+            if name in several:
+                shared.setdefault(name, {})[key] = None
 
-    assert {name for name, labels in names.items() if len(labels) > 1} <= {"gpu_throttle_reason"}
+    assert {name: tuple(keys) for name, keys in shared.items()} == {name: one.keys for name, one in FAMILIES.items()}
+    assert [name for name, one in FAMILIES.items() if (one.total is None) == (one.mean is None)] == []
+
+
+@every_profile
+def test_all_series_of_a_name_have_one_unit_and_are_of_one_kind(profile: Profile) -> None:
+    meant: dict[str, set[tuple[str, str]]] = {}
+    for key, many in series(profile).items():
+        for one in many:
+            kind = CATALOGUE[key].kind if one.bits is None else "gauge"
+            meant.setdefault(one.name, set()).add((reference.unit_of(CATALOGUE[key], one), kind))
+    for ratio in DERIVED[profile]:
+        meant.setdefault(ratio.name, set()).add((ratio.unit, "gauge"))
+
+    assert {name: found for name, found in meant.items() if len(found) > 1} == {}
+
+
+@every_profile
+def test_only_the_label_of_its_family_tells_the_series_of_a_name_apart(profile: Profile) -> None:
+    found: dict[str, set[frozenset[tuple[str, str]]]] = {}
+    for one in every_series(profile):
+        rest = [pair for pair in one.labels if pair[0] != getattr(FAMILIES.get(one.name), "label", None)]
+        found.setdefault(one.name, set()).add(frozenset(rest))
+
+    assert {name: rest for name, rest in found.items() if len(rest) > 1} == {}
+
+
+WHOLES = {
+    "ecc_corrected_aggregate_total": {"ecc_corrected_volatile_total"},
+    "ecc_uncorrected_aggregate_total": {"ecc_uncorrected_volatile_total"},
+    "memory_total_bytes": {"memory_used_bytes", "memory_free_bytes", "memory_reserved_bytes"},
+    "gpu_utilization_max_ratio": {"gpu_utilization_ratio", "gpu_utilization_mean_ratio", "gpu_utilization_min_ratio"},
+    "power_max_watts": {"power_watts", "power_mean_watts", "power_min_watts"},
+    "power_limit_watts": {"power_watts"},
+    "nvlink_replay_errors_total": {"nvlink_crc_errors_total", "nvlink_recovery_errors_total"},
+    "temperature_celsius": {"memory_temperature_celsius"},
+    "sm_clock_hz": {"memory_clock_hz"},
+}
+"""What the values of a key count, or stand beside, that another key's values count too."""
+
+
+@every_profile
+def test_what_is_counted_or_measured_twice_has_names_that_are_never_added_up(profile: Profile) -> None:
+    names = {key: {one.name for one in many} for key, many in series(profile).items()}
+
+    assert {(a, b) for a, many in WHOLES.items() for b in many if names.get(a, set()) & names.get(b, set())} == set()
+
+
+@every_profile
+def test_what_is_not_a_value_of_the_device_has_a_name_that_no_value_of_it_has(profile: Profile) -> None:
+    beside = [HOLDERS, POD_INFO, ALERT_FIRING, *FURTHER]
+
+    assert not {one.name for one in beside} & {one.name for one in every_series(profile)}
+    assert len({one.name for one in beside}) == len(beside)
+
+
+def test_the_keys_that_mig_devices_have_beside_their_gpu_are_marked() -> None:
+    """NVML answers a MIG device's handle with its memory, and GPM with what it measures of a GPU instance."""
+    asked = {key for key, metric in CATALOGUE.items() if "GPM" in metric.nvml or "GetMemoryInfo" in metric.nvml}
+
+    assert {key for key, metric in CATALOGUE.items() if metric.mig} == asked
+
+
+def test_the_memory_has_a_temperature_and_a_clock_of_its_own_name() -> None:
+    assert [one.name for one in series("otel")["memory_temperature_celsius"]] == ["gpu_memory_temperature"]
+    assert [one.name for one in series("otel")["memory_clock_hz"]] == ["gpu_memory_clock_frequency"]
 
 
 @every_profile
@@ -119,7 +204,6 @@ def test_the_otel_profile_tells_its_series_apart_by_these_labels() -> None:
         "gpu_clock_type",
         "gpu_interconnect_type",
         "gpu_interconnect_direction",
-        "gpu_interconnect_error_type",
         "gpu_violation_cause",
         "gpu_ecc_error_type",
         "gpu_ecc_count_type",

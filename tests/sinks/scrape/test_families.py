@@ -40,7 +40,7 @@ def test_devices_become_families_in_the_order_of_their_names_without_timestamps(
         "# HELP gpu_fan_speed Speed that the fan is set to, of its maximum; may exceed 1.\n"
         "# TYPE gpu_fan_speed gauge\n"
         'gpu_fan_speed{uuid="GPU-b"} 0.5\n'
-        "# HELP gpu_temperature Temperature of the GPU. Temperature of the device memory.\n"
+        "# HELP gpu_temperature Temperature of the GPU.\n"
         "# TYPE gpu_temperature gauge\n"
         'gpu_temperature{gpu_temperature_sensor="edge",uuid="GPU-b"} 33.0\n'
         'gpu_temperature{gpu_temperature_sensor="edge",uuid="GPU-a"} 0.0\n'
@@ -130,16 +130,6 @@ def test_families_never_clash_in_openmetrics(names: Profile) -> None:
 
     assert len(families) == len(abouts(names))
     assert not {f"{name}{suffix}" for name in families for suffix in suffixes} & families.keys()
-
-
-@every_profile
-def test_all_series_of_a_name_are_of_one_kind(names: Profile) -> None:
-    kinds = {
-        (one.name, CATALOGUE[key].kind if one.bits is None else "") for key, m in series(names).items() for one in m
-    }
-    kinds -= {("gpu_throttle_reason", "")}  # bits of a gauge
-
-    assert len(kinds) == len({name for name, _ in kinds})
 
 
 def test_a_device_that_several_pods_hold_carries_no_holder_labels() -> None:
