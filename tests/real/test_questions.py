@@ -296,7 +296,7 @@ def test_every_query_of_the_page_is_answered(answers: Answers) -> None:
         for query in _queries()
     ]
 
-    assert len(queries) == 18
+    assert len(queries) == 21
     assert [query for query in queries if not answers.ask(query)] == []
 
 
