@@ -5,7 +5,7 @@ from typing import Any, Literal
 import msgspec
 
 from topics import samples
-from topics.samples import Device, Sample
+from topics.samples import Device, Event, Sample
 from topics.topic import Number, Topic, UInt
 
 Attribution = Literal["exact", "late", "none"]
@@ -48,6 +48,17 @@ class Holder(msgspec.Struct, frozen=True, omit_defaults=True):
     observed: bool = False
 
 
+class AttributedEvent(Event, frozen=True, omit_defaults=True):
+    """Something that happened on the device, and who held the device then.
+
+    ``holders`` is there only where they are others than the device's; empty: nobody held it. ``attribution`` says what
+    they rest on where that is something else than the tick's.
+    """
+
+    holders: tuple[Holder, ...] | None = None
+    attribution: Attribution | None = None
+
+
 class AttributedDevice(Device, frozen=True, omit_defaults=True):
     """A device of a sample and its holders.
 
@@ -57,6 +68,7 @@ class AttributedDevice(Device, frozen=True, omit_defaults=True):
     where it is known) or ``no_pod`` (a process of no pod on a device that pods hold).
     """
 
+    events: tuple[AttributedEvent, ...] | None = None
     holders: tuple[Holder, ...] = ()
     unattributed: Parts | None = None
     split_scaled: bool = False

@@ -8,7 +8,7 @@ A sample names the snapshot in force by number, within one run of its producer, 
 that snapshot is there, or until it is certain that it never comes: the allocations partition has been read to an end
 that was asked of the broker at least ``grace`` after the sample was read. A node that waited in vain once, or holds too
 many, is not made to wait that long again: any end asked after the sample was read will do, because a snapshot is
-acknowledged before the first sample that names it.
+acknowledged before the first sample that names it. The snapshots that a sample's events name are waited for alike.
 
 Of what a snapshot names a pod holds nothing that the workloads told to have ended long before the sample, where none
 of its name may be meant that lives: kubelets go on listing pods that ended until their devices are needed again. Nor
@@ -16,9 +16,11 @@ does it hold what it has by a claim for administration, as monitoring does.
 """
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import msgspec
 
+from streams.attribution.events import Then, attributed_events, named_snapshots
 from streams.attribution.evidence import PodOf, observe, shown
 from streams.attribution.holders import hold
 from streams.attribution.split import split
@@ -105,7 +107,7 @@ def wants_end(state: NodeState, now_s: float, grace_s: float) -> bool:
         return False
     head = state.held[0]
     wait_s = 0.0 if state.impatient else grace_s
-    return not _has_snapshot(state, head.sample) and now_s >= head.read_s + wait_s > state.allocations_read_s
+    return not _has_snapshots(state, head.sample) and now_s >= head.read_s + wait_s > state.allocations_read_s
 
 
 # -- what arrives
@@ -143,16 +145,18 @@ def _release(state: NodeState, grace_s: float) -> tuple[NodeState, list[Joined]]
     out: list[Joined] = []
     while state.held:
         head = state.held[0]
-        if not _has_snapshot(state, head.sample):
+        if not _has_snapshots(state, head.sample):
             if not _never_comes(state, head, grace_s):
                 break
             state = _replace(state, impatient=True)
-        snapshot, attribution = _snapshot(state, head.sample)
+        snapshot, attribution = _snapshot(state, head.sample, head.sample.allocations_seq)
         named = _named(state, snapshot, head.sample.ts_ms)
-        missing, strangers = _awaited(state, named), _strangers(state, snapshot, head.sample, named)
+        then = _then(state, head.sample)
+        missing = _awaited(state, named).union(*[_awaited(state, before.named) for before in then.values()])
+        strangers = _strangers(state, snapshot, head.sample, named)
         if (missing or strangers) and state.now_s < head.pods_until_s:
             break
-        state, joined = _joined(state, head, snapshot, attribution, named)
+        state, joined = _joined(state, head, snapshot, attribution, named, then)
         out.append(joined)
         state = _replace(
             state,
@@ -164,23 +168,27 @@ def _release(state: NodeState, grace_s: float) -> tuple[NodeState, list[Joined]]
     return state, out
 
 
-def _has_snapshot(state: NodeState, sample: Sample) -> bool:
-    return sample.allocations_seq is None or (sample.run_id, sample.allocations_seq) in state.snapshots
+def _has_snapshots(state: NodeState, sample: Sample) -> bool:
+    """Whether all snapshots are there that a sample and its events name."""
+    own = sample.allocations_seq
+    if own is not None and (sample.run_id, own) not in state.snapshots:
+        return False
+    return all((sample.run_id, seq) in state.snapshots for seq in named_snapshots(sample))
 
 
 def _never_comes(state: NodeState, tick: Tick, grace_s: float) -> bool:
-    """Whether the allocations have been read far enough to know that the snapshot is not among them."""
+    """Whether the allocations have been read far enough to know that a snapshot is not among them."""
     return state.allocations_read_s >= tick.read_s + (0.0 if state.impatient else grace_s)
 
 
-def _snapshot(state: NodeState, sample: Sample) -> tuple[Allocations | None, Attribution]:
-    """The snapshot that a sample names, else the last one known before it."""
-    if sample.allocations_seq is None:
+def _snapshot(state: NodeState, sample: Sample, seq: int | None) -> tuple[Allocations | None, Attribution]:
+    """The snapshot that a sample names by its ``seq``, else the last one known before it."""
+    if seq is None:
         return None, "none"
-    named = state.snapshots.get((sample.run_id, sample.allocations_seq))
+    named = state.snapshots.get((sample.run_id, seq))
     if named is not None:
         return named, "exact"
-    known = _latest(state, sample.run_id, below=sample.allocations_seq)
+    known = _latest(state, sample.run_id, below=seq)
     if known is None and (run_id := _run_before(state, sample)) is not None:
         known = _latest(state, run_id)
     return (known, "late") if known else (None, "none")
@@ -204,6 +212,23 @@ def _run_before(state: NodeState, sample: Sample) -> int | None:
     sampled = state.sample_runs[: state.sample_runs.index(sample.run_id)]
     earlier = {run for (run, _), snapshot in state.snapshots.items() if snapshot.ts_ms <= sample.ts_ms}
     return next((run for run in reversed(runs) if run in sampled or run in earlier), None)
+
+
+class _Before(NamedTuple):
+    """A snapshot that events name and their tick does not: what is known of it, as of the last of these events."""
+
+    ts_ms: int
+    snapshot: Allocations | None
+    attribution: Attribution
+    named: Named
+
+
+def _then(state: NodeState, sample: Sample) -> dict[int, _Before]:
+    """The snapshots that a sample's events name, by ``seq``; those of the tick itself are not among them."""
+    return {
+        seq: _Before(at_ms, *(found := _snapshot(state, sample, seq)), _named(state, found[0], at_ms))
+        for seq, at_ms in named_snapshots(sample).items()
+    }
 
 
 def _named(state: NodeState, snapshot: Allocations | None, ts_ms: int) -> Named:
@@ -251,11 +276,13 @@ def _joined(
     snapshot: Allocations | None,
     attribution: Attribution,
     named: Named,
+    then: Mapping[int, _Before],
 ) -> tuple[NodeState, Joined]:
     sample = tick.sample
     labels = state.workloads.node_labels_at(sample.ts_ms) if state.workloads else {}
+    by_snapshot = {seq: Then(_held_before(state, before, sample), before.attribution) for seq, before in then.items()}
     if snapshot is None:
-        return state, Joined(_attributed(tick, attribution, labels, {}, None), ())
+        return state, Joined(_attributed(tick, Then({}, attribution), labels, None, by_snapshot), ())
     dra = state.workloads.dra_at(sample.ts_ms) if state.workloads else _NO_DRA
     admin = state.workloads.admin_at(sample.ts_ms) if state.workloads else _NO_ADMIN
     inventory = tuple([(d.uuid, d.index, d.minor, d.mig) for d in sample.devices])
@@ -265,8 +292,19 @@ def _joined(
         held = hold(_without(snapshot, named.over, admin), sample.devices, named.pods, dra)
         memo = Memo(snapshot, inventory, named, dra, admin, held)
         state, unknown_ids = _replace(state, memo=memo), memo.held.unknown_ids
-    out = _attributed(tick, attribution, labels, memo.held.holders, _pod_of(state, sample.ts_ms))
+    now = Then(memo.held.holders, attribution)
+    out = _attributed(tick, now, labels, _pod_of(state, sample.ts_ms), by_snapshot)
     return state, Joined(out, unknown_ids)
+
+
+def _held_before(state: NodeState, before: _Before, sample: Sample) -> Mapping[str, tuple[Holder, ...]]:
+    """Who held each device of a sample in a snapshot that its events name."""
+    if before.snapshot is None:
+        return {}
+    dra = state.workloads.dra_at(before.ts_ms) if state.workloads else _NO_DRA
+    admin = state.workloads.admin_at(before.ts_ms) if state.workloads else _NO_ADMIN
+    without = _without(before.snapshot, before.named.over, admin)
+    return hold(without, sample.devices, before.named.pods, dra).holders
 
 
 def _without(snapshot: Allocations, over: frozenset[PodName], admin: frozenset[Claim]) -> Allocations:
@@ -309,10 +347,10 @@ def _still(
 
 def _attributed(
     tick: Tick,
-    attribution: Attribution,
+    now: Then,
     node_labels: dict[str, str],
-    holders: Mapping[str, tuple[Holder, ...]],
     pod_of: PodOf | None,
+    by_snapshot: Mapping[int, Then],
 ) -> AttributedSample:
     sample = tick.sample
     return AttributedSample(
@@ -324,17 +362,18 @@ def _attributed(
         ts_ms=sample.ts_ms,
         allocations_seq=sample.allocations_seq,
         offset=tick.offset,
-        attribution=attribution,
+        attribution=now.attribution,
         node_labels=node_labels,
-        devices=tuple([_device(device, holders.get(device.uuid, ()), pod_of) for device in sample.devices]),
+        devices=tuple([_device(device, now, pod_of, by_snapshot) for device in sample.devices]),
     )
 
 
-def _device(d: Device, holders: tuple[Holder, ...], pod_of: PodOf | None) -> AttributedDevice:
+def _device(d: Device, now: Then, pod_of: PodOf | None, by_snapshot: Mapping[int, Then]) -> AttributedDevice:
     """The device with its holders, those that its processes show included, and their parts of it."""
-    all_holders, conflict = observe(d, holders, pod_of)
+    all_holders, conflict = observe(d, now.holders.get(d.uuid, ()), pod_of)
     shared = split(d, all_holders)
+    events = attributed_events(d.events, d.uuid, now, by_snapshot)
     return AttributedDevice(
         d.uuid, d.index, d.vendor, d.model, d.pci_bus_id, d.minor, d.state, d.mig, d.metrics, d.processes, d.jobs,
-        d.events, d.info, d.xids, shared.holders, shared.unattributed, shared.scaled, conflict,
+        events, d.info, d.xids, shared.holders, shared.unattributed, shared.scaled, conflict,
     )  # fmt: skip

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from streams.attribution.events import EVENT_MS
 from streams.attribution.holders import Held
 from streams.attribution.workloads import DraKey, Knowledge, PodName, forget_before
 from topics.allocations import Allocations, Claim
@@ -133,7 +134,7 @@ def pruned(state: NodeState, offset: int) -> NodeState:
         marks = marks[1:]
     if len(marks) == len(state.marks) or marks[0].offset >= offset:
         return state
-    since_ms = min([mark.ts_ms for mark in marks] + [tick.sample.ts_ms for tick in state.held])
+    since_ms = min([mark.ts_ms for mark in marks] + [tick.sample.ts_ms for tick in state.held]) - EVENT_MS
     workloads = forget_before(state.workloads, since_ms) if state.workloads else None
     state = _replace(state, marks=marks, workloads=workloads, memo=None)
     return _without_older_snapshots(state, marks[0].snapshot)

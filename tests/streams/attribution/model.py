@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from topics.allocations import Allocations
-from topics.attributed import AttributedSample
+from topics.attributed import AttributedSample, Holder
 from topics.samples import Device, Sample
 from topics.workloads import NodeWorkloads, Pod
 
@@ -33,12 +33,18 @@ class Answer(NamedTuple):
     node_labels: dict[str, str]
     holders: dict[str, tuple[Holding, ...]]
     conflicts: dict[str, str | None]
+    events: tuple[tuple[str, tuple[Holding, ...]], ...] = ()
 
     def without_labels(self) -> "Answer":
         """What does not rest on the workloads."""
         given = {uuid: [h for h in held if not h.observed] for uuid, held in self.holders.items()}
-        bare = {uuid: tuple(h._replace(uid=None, labels=()) for h in held) for uuid, held in given.items()}
-        return Answer(self.attribution, {}, bare, {})
+        bare = {uuid: _bare(held) for uuid, held in given.items()}
+        events = tuple((rests_on, _bare(held)) for rests_on, held in self.events)
+        return Answer(self.attribution, {}, bare, {}, events)
+
+
+def _bare(held: Iterable[Holding]) -> tuple[Holding, ...]:
+    return tuple(h._replace(uid=None, labels=()) for h in held if not h.observed)
 
 
 class Logs(NamedTuple):
@@ -54,21 +60,45 @@ def answer(logs: Logs, sample: Sample) -> Answer:
     """What the sample must be given."""
     snapshots = [a for a in logs.allocations if a.node == sample.node]
     workloads = accepted([w for w in logs.workloads if w.node == sample.node])
-    attribution, snapshot = _snapshot(snapshots, sample, logs.runs[sample.node])
-    holders: dict[str, tuple[Holding, ...]] = {device.uuid: () for device in sample.devices}
-    for c in snapshot.containers if snapshot else ():
-        if is_over(workloads, (c.namespace, c.pod), sample.ts_ms):
-            continue
-        found = pod_at(workloads, (c.namespace, c.pod), sample.ts_ms)
-        holding = Holding(c.namespace, c.pod, c.container, found.uid if found else None, _labels(found))
-        for uuid in {device_id.split("::")[0] for device_id in c.device_ids} & holders.keys():
-            if not any(held[:3] == holding[:3] for held in holders[uuid]):
-                holders[uuid] = (*holders[uuid], holding)
+    attribution, snapshot = _snapshot(snapshots, sample, sample.allocations_seq, logs.runs[sample.node])
+    holders = _held(workloads, snapshot, sample, sample.ts_ms)
     conflicts: dict[str, str | None] = {device.uuid: None for device in sample.devices}
     for device in sample.devices if snapshot else ():
         conflicts[device.uuid] = _conflict(workloads, device, holders[device.uuid], sample.ts_ms)
         holders[device.uuid] += _observed(workloads, device, holders[device.uuid], sample.ts_ms)
-    return Answer(attribution, node_labels(workloads, sample.ts_ms), holders, conflicts)
+    events = []
+    for device in sample.devices:
+        for event in device.events or ():
+            rests_on, held = attribution, holders[device.uuid]
+            if event.allocations_seq not in (None, sample.allocations_seq):
+                rests_on, before = _snapshot(snapshots, sample, event.allocations_seq, logs.runs[sample.node])
+                own = _held(workloads, before, sample, _as_of_ms(sample, event.allocations_seq))[device.uuid]
+                given_now = [h[:4] for h in held if not h.observed]
+                held = held if [h[:4] for h in own] == given_now else own
+            events.append((rests_on, held))
+    return Answer(attribution, node_labels(workloads, sample.ts_ms), holders, conflicts, tuple(events))
+
+
+def _as_of_ms(sample: Sample, named: int | None) -> int:
+    """The time of the last event that names a snapshot: within the minute before the tick."""
+    times = [e.ts_ms or 0 for d in sample.devices for e in d.events or () if e.allocations_seq == named]
+    return max(sample.ts_ms - 60_000, min(sample.ts_ms, max(times)))
+
+
+def _held(
+    workloads: Sequence[NodeWorkloads], snapshot: Allocations | None, sample: Sample, ts_ms: int
+) -> dict[str, tuple[Holding, ...]]:
+    """Who holds each device of a sample by a snapshot, as of a time."""
+    holders: dict[str, tuple[Holding, ...]] = {device.uuid: () for device in sample.devices}
+    for c in snapshot.containers if snapshot else ():
+        if is_over(workloads, (c.namespace, c.pod), ts_ms):
+            continue
+        found = pod_at(workloads, (c.namespace, c.pod), ts_ms)
+        holding = Holding(c.namespace, c.pod, c.container, found.uid if found else None, _labels(found))
+        for uuid in {device_id.split("::")[0] for device_id in c.device_ids} & holders.keys():
+            if not any(held[:3] == holding[:3] for held in holders[uuid]):
+                holders[uuid] = (*holders[uuid], holding)
+    return holders
 
 
 def _shown(device: Device) -> set[str | None]:
@@ -103,26 +133,38 @@ def _labels(pod: Pod | None) -> tuple[tuple[str, str], ...]:
 
 def given(out: AttributedSample) -> Answer:
     """What an attributed sample was given."""
-    holders = {
-        device.uuid: tuple(
-            Holding(h.namespace, h.pod, h.container, h.pod_uid, tuple(sorted(h.labels.items())), h.observed)
-            for h in device.holders
+    holders = {device.uuid: _holdings(device.holders) for device in out.devices}
+    events = tuple(
+        (
+            event.attribution or out.attribution,
+            holders[device.uuid] if event.holders is None else _holdings(event.holders),
         )
         for device in out.devices
-    }
-    return Answer(out.attribution, out.node_labels, holders, {device.uuid: device.conflict for device in out.devices})
+        for event in device.events or ()
+    )
+    conflicts = {device.uuid: device.conflict for device in out.devices}
+    return Answer(out.attribution, out.node_labels, holders, conflicts, events)
 
 
-def _snapshot(snapshots: Iterable[Allocations], sample: Sample, runs: Sequence[int]) -> tuple[str, Allocations | None]:
-    if sample.allocations_seq is None:
+def _holdings(holders: Iterable[Holder]) -> tuple[Holding, ...]:
+    return tuple(
+        Holding(h.namespace, h.pod, h.container, h.pod_uid, tuple(sorted(h.labels.items())), h.observed)
+        for h in holders
+    )
+
+
+def _snapshot(
+    snapshots: Iterable[Allocations], sample: Sample, named: int | None, runs: Sequence[int]
+) -> tuple[str, Allocations | None]:
+    if named is None:
         return "none", None
     by_run: dict[int, dict[int, Allocations]] = {run: {} for run in runs}
     for s in snapshots:
         by_run[s.run_id][s.seq] = s
     own = by_run[sample.run_id]
-    if sample.allocations_seq in own:
-        return "exact", own[sample.allocations_seq]
-    below = [seq for seq in own if seq < sample.allocations_seq]
+    if named in own:
+        return "exact", own[named]
+    below = [seq for seq in own if seq < named]
     if below:
         return "late", own[max(below)]
     for run in reversed(runs[: runs.index(sample.run_id)]):

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from topics.allocations import Allocations, Container
-from topics.samples import Device, Process, Sample
+from topics.samples import Device, Event, Process, Sample
 from topics.workloads import NodeWorkloads, Owner, Pod
 
 CLUSTER = "c"
@@ -24,8 +24,10 @@ def tick(
     gpus: int = 2,
     power: float = 0.0,
     processes: Sequence[tuple[Process, ...] | None] = (),
+    events: Sequence[Event] = (),
 ) -> Sample:
-    """A sample that names a snapshot; ``processes`` are those of its first GPUs."""
+    """A sample that names a snapshot; ``processes`` are those of its first GPUs, ``events`` of the first one."""
+    happened = tuple(events) or None
     return Sample(
         schema=1,
         cluster=CLUSTER,
@@ -36,11 +38,16 @@ def tick(
         allocations_seq=named,
         devices=tuple(
             [
-                Device(gpu(i), index=i, metrics={"power_watts": power}, processes=of)
+                Device(gpu(i), index=i, metrics={"power_watts": power}, processes=of, events=None if i else happened)
                 for i, of in enumerate([*processes, *[None] * (gpus - len(processes))])
             ]
         ),
     )
+
+
+def event(named: int | None, ts_ms: int, code: int = 31) -> Event:
+    """An XID error that names a snapshot."""
+    return Event("xid", code, ts_ms, named)
 
 
 def process(uid: str | None, memory: int | None = 40, service: str | None = None) -> Process:

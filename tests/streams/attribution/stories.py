@@ -5,9 +5,9 @@ from typing import NamedTuple
 from hypothesis import strategies as st
 
 from tests.streams.attribution.model import Logs
-from tests.streams.attribution.records import container, gpu, known, pod, process, snapshot, tick
+from tests.streams.attribution.records import container, event, gpu, known, pod, process, snapshot, tick
 from topics.allocations import Allocations, Container
-from topics.samples import Process, Sample
+from topics.samples import Event, Process, Sample
 from topics.workloads import NodeWorkloads, Pod
 
 Written = Sample | Allocations
@@ -50,12 +50,12 @@ class _Node:
     def __init__(self, draw: st.DrawFn, name: str) -> None:
         self.draw, self.name = draw, name
         self.steady = draw(st.booleans())
-        self.ts_ms = self.ticks = 0
+        self.ts_ms = self.ticks = self.named = 0
         self.written: list[Written] = []
 
     def run(self, run_id: int) -> None:
         """One run of the producer. A clock that steps back begins a run, whose first snapshot is then not lost."""
-        self.ticks, present = 0, list[Allocations]()
+        self.ticks, self.named, present = 0, 0, list[Allocations]()
         self.ts_ms = self.ts_ms + 500 if self.steady else self.draw(st.integers(0, 40)) * 1000
         kubelet = self.draw(st.integers(0, 4)) > 0
         for seq in range(1, 1 + (self.draw(st.integers(1, 3)) if kubelet else 1)):
@@ -76,7 +76,20 @@ class _Node:
         self.ts_ms += self.draw(st.sampled_from([1_000, 1_000, 11_000]))
         named = named if self.draw(st.integers(0, 7)) else None
         shown = self.draw(processes(self._generation(self.ts_ms)))
-        self.written.append(tick(self.ticks, named, run_id=run_id, ts_ms=self.ts_ms, node=self.name, processes=shown))
+        events = [] if named is None else self._events(named)
+        self.named = max(self.named, named or 0)
+        self.written.append(
+            tick(self.ticks, named, run_id=run_id, ts_ms=self.ts_ms, node=self.name, processes=shown, events=events)
+        )
+
+    def _events(self, named: int) -> list[Event]:
+        """What happened since the tick before, under its snapshot or a later one, if one may have been in force."""
+        seqs = st.integers(self.named, named) if self.named else st.just(named)
+        ages = st.sampled_from([0, 500, 9_000, 70_000])
+        made: list[Event] = self.draw(
+            st.lists(st.builds(lambda seq, age: event(seq, max(0, self.ts_ms - age)), seqs, ages), max_size=2)
+        )
+        return made
 
     def workloads(self) -> list[NodeWorkloads]:
         """What the API server says; where the clock steps back it never changes."""

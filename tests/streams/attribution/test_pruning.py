@@ -61,7 +61,7 @@ def test_a_node_of_many_runs_snapshots_and_pods_is_remembered_in_little(lost_eve
         assert len(out) == 1
         most = {kind: max(count, most.get(kind, 0)) for kind, count in size(state).items()}
 
-    bounds = {"snapshots": 3, "runs": 8, "held": 0, "marks": 2, "given up": 2, "lives": 3, "ended": 0, "versions": 3}
+    bounds = {"snapshots": 3, "runs": 8, "held": 0, "marks": 2, "given up": 2, "lives": 9, "ended": 0, "versions": 9}
     assert {kind: count for kind, count in most.items() if count > bounds[kind]} == {}
 
 
