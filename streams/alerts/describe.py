@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import msgspec
 
 from streams.alerts.durations import words
-from streams.alerts.finding import Facts, Finding
+from streams.alerts.finding import Facts, Finding, sole_pod
 from streams.alerts.memory import HeldBy, Memory, Seen
 from streams.alerts.rule import Kind, Rule
 from streams.alerts.tick import Device, Tick
@@ -104,7 +104,7 @@ def _device(finding: Finding) -> Pairs:
 
 def _sole(holders: Sequence[Holder]) -> Sequence[Holder]:
     """The containers of the one pod that holds a device."""
-    return holders if len({(h.namespace, h.pod, h.pod_uid) for h in holders}) == 1 else ()
+    return holders if sole_pod(holders) is not None else ()
 
 
 def _pod(holders: Sequence[Holder]) -> Pairs:

@@ -2,11 +2,12 @@
 
 from collections.abc import Iterable, Sequence
 
-from streams.alerts.finding import Facts, Finding, View, in_force, of_device, sole
+from streams.alerts.finding import Facts, Finding, View, in_force, of_device, sole_pod
 from streams.alerts.memory import XID, increases, xid_base
 from streams.alerts.policy import policy_of
 from streams.alerts.rule import Rule
 from streams.alerts.xids import of_code
+from topics.attributed import Holder
 
 HW_THERMAL, SW_THERMAL, HW_POWER_BRAKE = 0x40, 0x20, 0x80
 """Bits of clock_event_reasons, as nvml.h has them."""
@@ -17,7 +18,10 @@ def xid(rule: Rule, view: View, found: list[Finding]) -> None:
     if not device.xids and not device.events:
         return
     for code, count in _xid_counts(view):
-        _xid_of(rule, view, code, count, found)
+        if count > 0:
+            number = int(code) if code.isascii() and code.isdigit() and len(code) < 7 else None
+            for holders, times in _held_then(view, code, count, by_pod=of_code(number).kind == "application"):
+                _xid_of(rule, view, number, Facts(device, None, holders, text=code), times, found)
 
 
 def _xid_counts(view: View) -> Iterable[tuple[str, float]]:
@@ -32,12 +36,26 @@ def _xid_counts(view: View) -> Iterable[tuple[str, float]]:
             yield code, float(events.count(code))
 
 
-def _xid_of(rule: Rule, view: View, code: str, count: float, found: list[Finding]) -> None:
-    if count <= 0:
-        return
-    number = int(code) if code.isascii() and code.isdigit() and len(code) < 7 else None
-    pod, xid = sole(view), of_code(number)
-    ruled = in_force(view.rules, rule, pod, xid=number)
+def _held_then(view: View, code: str, count: float, *, by_pod: bool) -> Iterable[tuple[tuple[Holder, ...], float]]:
+    """Who held the device at the errors of a code, and at how many of them: all who did at any, or, ``by_pod``, each
+    pod of a known uid that alone did, and all others together. Errors that no event tells of are of the tick's time."""
+    now = view.device.holders
+    events = [event for event in view.device.events or () if event.kind == "xid" and str(event.code) == code]
+    times = [(now if event.holders is None else event.holders, 1.0) for event in events]
+    times += [(now, count - len(events))] if count > len(events) else []
+    groups: dict[str | None, tuple[dict[tuple[str | None, ...], Holder], float]] = {}
+    for holders, errors in times:
+        pod = sole_pod(holders) if by_pod else None
+        uid = None if pod is None else pod.pod_uid
+        held, before = groups.get(uid, ({}, 0.0))
+        held |= {(one.namespace, one.pod, one.pod_uid, one.container): one for one in holders}
+        groups[uid] = (held, before + errors)
+    return [(tuple(held.values()), errors) for held, errors in groups.values()]
+
+
+def _xid_of(rule: Rule, view: View, code: int | None, facts: Facts, count: float, found: list[Finding]) -> None:
+    pod, xid = sole_pod(facts.pods), of_code(code)
+    ruled = in_force(view.rules, rule, pod, xid=code)
     if ruled is None:
         return
     own = xid.kind == "application" and pod is not None
@@ -48,10 +66,10 @@ def _xid_of(rule: Rule, view: View, code: str, count: float, found: list[Finding
             ruled.with_severity(xid.kind),
             view.device.uuid,
             (pod.pod_uid or "") if own and pod is not None else "",
-            code,
+            facts.text,
             value=count,
             event=True,
-            facts=Facts(view.device, None, view.device.holders, text=code),
+            facts=facts,
         )
     )
 

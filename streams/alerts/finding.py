@@ -4,7 +4,7 @@ A finding says that a condition holds, or (``holds`` None) that nothing tells wh
 not hold. Only a device whose state is ``ok`` says anything of itself; no evidence is not idleness.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from streams.alerts.memory import Memory, Seen
@@ -127,6 +127,12 @@ def in_force(
 def sole(view: View) -> Holder | None:
     """The one pod that holds the device."""
     return view.pods[0].holders[0] if len(view.pods) == 1 else None
+
+
+def sole_pod(holders: Sequence[Holder]) -> Holder | None:
+    """The one pod of these holders, by any of its containers."""
+    pods = {(holder.namespace, holder.pod, holder.pod_uid) for holder in holders}
+    return holders[0] if len(pods) == 1 else None
 
 
 def of_device(

@@ -132,7 +132,7 @@ Labels are frozen when an alert fires: `alertname`, `severity`, `k8s_cluster_nam
 `k8s_namespace_name`, `k8s_pod_name`, `k8s_pod_uid`, `k8s_container_name`, `k8s_workload_kind`, `k8s_workload_name`,
 `k8s_job_name`, `k8s_statefulset_name`, `k8s_deployment_name`, and `k8s_pod_label_NAME` and `k8s_namespace_label_NAME`
 of `copy_labels`; of XID errors `xid` and `xid_kind`. An alert that is not about a pod names one only where it holds
-the device alone.
+the device alone; an XID error is of who held it when the error came, which may be another than at the tick.
 
 Annotations are `summary`, `description` (with figures) and `runbook`; of GPUHeldIdle also `gpu_share`, the part of a
 GPU that the pod holds (compute slices of a MIG device, divided equally among the pods on it), and

@@ -6,9 +6,9 @@ On failure: ``msgspec.DecodeError`` for what is no such record.
 
 import msgspec
 
-from topics.attributed import Attribution, Holder, Parts
+from topics.attributed import AttributedEvent, Attribution, Holder, Parts
 from topics.decoding import decoder
-from topics.samples import Event, Job, Mig, State
+from topics.samples import Job, Mig, State
 from topics.topic import Name, UInt, Version
 
 
@@ -64,7 +64,7 @@ class Device(msgspec.Struct, frozen=True, omit_defaults=True):
     metrics: Metrics = Metrics()
     processes: tuple[Process, ...] | None = None
     jobs: tuple[Job, ...] | None = None
-    events: tuple[Event, ...] | None = None
+    events: tuple[AttributedEvent, ...] | None = None
     info: Info = Info()
     xids: dict[str, UInt] = {}
     holders: tuple[Holder, ...] = ()

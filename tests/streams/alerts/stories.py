@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from streams.alerts.judge import Judge
 from streams.alerts.tick import Device, Tick
 from tests.streams.alerts.ticks import START_MS, device, holder, overlay
-from topics.attributed import Attribution
-from topics.samples import Event
+from topics.attributed import AttributedEvent, Attribution
 
 SHORT = overlay(
     """
@@ -77,7 +76,7 @@ def _tick(step: Step, node: int, ts_ms: int, xids: int, offset: int) -> Tick:
     devices: list[Device] = []
     if step.present:
         held = (holder(step.pod),) if step.pod and step.attribution != "none" else ()
-        fields = {"events": (Event("xid", 79, ts_ms),)} if step.xid else {}
+        fields = {"events": (AttributedEvent("xid", 79, ts_ms),)} if step.xid else {}
         reasons = 0x40 if step.hot else 0
         more = {"xids": {"79": xids}} if xids else {}
         devices.append(device(0, *held, busy=step.busy, clock_event_reasons=reasons, **fields, **more))

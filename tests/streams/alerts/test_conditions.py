@@ -19,7 +19,8 @@ from tests.streams.alerts.ticks import (
     tick,
     verdict,
 )
-from topics.samples import Event, Job
+from topics.attributed import AttributedEvent, Holder
+from topics.samples import Job
 
 SEEN: dict[str, Any] = {"processes": (), "info": Info(processes_visible="true")}
 
@@ -166,8 +167,8 @@ def codes(*ticks: Any, by: Any = DEFAULTS) -> dict[str, float | None]:
     return {finding.key: finding.value for finding in found(*ticks, of="GPUXid", by=by)}
 
 
-def event(code: int | None, kind: str = "xid") -> Event:
-    return Event(kind, code)
+def event(code: int | None, kind: str = "xid") -> AttributedEvent:
+    return AttributedEvent(kind, code)
 
 
 @pytest.mark.parametrize(
@@ -223,6 +224,45 @@ def test_errors_of_programs_are_told_apart_from_hardwares(code: int, severity: s
 def test_an_error_of_a_program_on_a_shared_device_is_nobodys() -> None:
     (finding,) = found(tick(0, device(0, holder("a"), holder("b"), events=(event(31),))), of="GPUXid")
     assert finding.pod_uid == ""
+
+
+def happened(code: int, *held: Holder) -> AttributedEvent:
+    """An XID error while others held the device than when the tick came."""
+    return AttributedEvent("xid", code, holders=held)
+
+
+def test_an_error_is_told_of_who_held_the_device_then() -> None:
+    one = device(0, holder("came-later"), events=(happened(31, holder()), happened(31, holder())), xids={"31": 2})
+    (finding,) = found(tick(0, device(0)), tick(1, one), of="GPUXid")
+    assert (finding.pod_uid, finding.value, [pod.pod for pod in finding.facts.pods]) == ("uid-bert-0", 2.0, ["bert-0"])
+
+    nobodys = device(0, holder("came-later"), events=(happened(31),))
+    (finding,) = found(tick(0, device(0)), tick(1, nobodys), of="GPUXid")
+    assert (finding.pod_uid, finding.facts.pods) == ("", ())
+
+
+def test_errors_of_programs_in_one_tick_are_each_of_their_own_pod() -> None:
+    events = (happened(31, holder("a")), event(31), happened(31, holder("b"), holder("c")), happened(31))
+    one = device(0, holder("now"), events=events, xids={"31": 6})
+    findings = found(tick(0, device(0)), tick(1, one), of="GPUXid")
+
+    assert {f.pod_uid: f.value for f in findings} == {"uid-a": 1.0, "uid-now": 3.0, "": 2.0}
+
+
+def test_errors_of_hardware_in_one_tick_are_one_finding_with_all_who_held_the_device() -> None:
+    one = device(0, holder("now"), events=(happened(79, holder("a")), event(79)), xids={"79": 2})
+    (finding,) = found(tick(0, device(0)), tick(1, one), of="GPUXid")
+
+    assert (finding.pod_uid, finding.value) == ("", 2.0)
+    assert [pod.pod for pod in finding.facts.pods] == ["a", "now"]
+
+
+def test_a_pod_that_had_no_error_does_not_silence_that_of_the_one_before_it() -> None:
+    silent = holder("quiet", annotations={"gpustream.dev/alerts": "off"})
+    one = device(0, silent, events=(happened(31, holder()),))
+    assert [f.pod_uid for f in found(tick(0, one), of="GPUXid")] == ["uid-bert-0"]
+    other = device(0, holder(), events=(happened(31, silent),))
+    assert found(tick(0, other), of="GPUXid") == []
 
 
 def test_a_pod_silences_errors_of_its_programs_and_never_the_hardwares() -> None:

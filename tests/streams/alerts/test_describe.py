@@ -17,8 +17,7 @@ from streams.alerts.state import NodeState
 from streams.alerts.tick import Device, Info, Process, Tick
 from streams.alerts.waste import share_of
 from tests.streams.alerts.ticks import DEFAULTS, GRACE_S, START_MS, device, found, gpu, holder, mig, overlay, tick
-from topics.attributed import Parts, Workload
-from topics.samples import Event
+from topics.attributed import AttributedEvent, Parts, Workload
 
 ROOT = Path(__file__).parents[3]
 
@@ -191,15 +190,24 @@ def test_a_rule_of_another_name_has_the_runbook_of_its_kind() -> None:
         ),
         (
             "GPUXid",
-            [tick(0, device(0, events=(Event("xid", 79),)))],
+            [tick(0, device(0, events=(AttributedEvent("xid", 79),)))],
             ["XID 79 on GPU 0 of n: ", "No pod held it then."],
         ),
         (
             "GPUXid",
-            [tick(0, device(0, holder(), xids={"31": 3}, events=(Event("xid", 31),) * 3))],
+            [tick(0, device(0, holder(), xids={"31": 3}, events=(AttributedEvent("xid", 31),) * 3))],
             ["XID 31", "3 times.", "Held then by ml/bert-0.", "What to do: debug the program"],
         ),
-        ("GPUXid", [tick(0, device(0, events=(Event("xid", 7777),)))], ["XID 7777", "NVIDIA's XID catalogue"]),
+        (
+            "GPUXid",
+            [tick(0, device(0, holder(), events=(AttributedEvent("xid", 79, holders=(holder("before"),)),)))],
+            ["XID 79", "Held then by ml/before."],
+        ),
+        (
+            "GPUXid",
+            [tick(0, device(0, events=(AttributedEvent("xid", 7777),)))],
+            ["XID 7777", "NVIDIA's XID catalogue"],
+        ),
         (
             "GPUEccUncorrectable",
             [tick(i, device(0, ecc_uncorrected_volatile_total=2 * i)) for i in (0, 1)],
@@ -269,7 +277,7 @@ def test_whatever_names_there_are_labels_are_utf_8_of_bounded_length(name: str, 
 
 
 def test_a_replay_says_the_same() -> None:
-    one = device(0, holder(), busy=0.0, xids={"31": 1}, events=(Event("xid", 31),))
+    one = device(0, holder(), busy=0.0, xids={"31": 1}, events=(AttributedEvent("xid", 31),))
     said_twice = []
     for _ in range(2):
         findings, _ = evaluate(DEFAULTS, tick(0, one), Memory())

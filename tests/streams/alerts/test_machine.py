@@ -14,7 +14,7 @@ from streams.alerts.tick import Device, Tick
 from tests.streams.alerts.stories import JUDGE, SHORT, lives
 from tests.streams.alerts.ticks import START_MS, device, gpu, holder, overlay, tick
 from topics.alerts import Alert, milliseconds, time, transition_id
-from topics.samples import Event
+from topics.attributed import AttributedEvent
 
 IDLE = device(0, holder(), busy=0.0)
 BUSY = device(0, holder(), busy=0.9)
@@ -123,7 +123,7 @@ def test_a_firing_one_outlasts_that_a_clock_was_set_back_by_hours_and_ends_when_
 def test_an_event_fires_at_once_and_lasts_for_a_while_after_the_last_of_its_kind() -> None:
     life = Life()
     life.go(range(1), device(0))
-    life.step(tick(1, device(0, events=(Event("xid", 79, START_MS),), xids={"79": 1})))
+    life.step(tick(1, device(0, events=(AttributedEvent("xid", 79, START_MS),), xids={"79": 1})))
     assert [(a.name, a.starts_at) for a in life.written] == [("GPUXid", second(1))]
     ended = life.go(range(2, 300), device(0, xids={"79": 1}))
     assert [state for _, _, state in ended] == ["resolved"]

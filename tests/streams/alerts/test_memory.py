@@ -10,7 +10,7 @@ from streams.alerts.conditions import evaluate
 from streams.alerts.memory import Memory, remember
 from streams.alerts.tick import Device, Tick
 from tests.streams.alerts.ticks import DEFAULTS, device, gpu, holder, mig, tick
-from topics.samples import Event
+from topics.attributed import AttributedEvent
 
 WEEK_MS = 7 * 86_400_000
 
@@ -70,7 +70,7 @@ devices = st.builds(
     st.sampled_from(["ok", "lost", "timeout"]),
     st.none() | st.integers(0, 300),
     st.dictionaries(st.sampled_from(["13", "79", "x"]), st.integers(0, 3)),
-    st.none() | st.just((Event("xid", 79),)),
+    st.none() | st.just((AttributedEvent("xid", 79),)),
 )  # fmt: skip
 nodes = st.lists(devices, max_size=4)
 stories = st.lists(
