@@ -132,6 +132,7 @@ class WorkloadsPublisher:
         if last is not None:
             known.told, known.whole = last.told, last.whole
             if (known.present, known.untold) == (last.present, last.untold):
+                last.ended = known.ended
                 return None
         self._nodes[records.checked_name("node", node)] = known
         self._queue(node)

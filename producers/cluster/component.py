@@ -22,9 +22,9 @@ from producers.cluster import defaults, listeners, selection
 from producers.cluster import instruments as own
 from producers.cluster.api import Api
 from producers.cluster.lease import Lease
-from producers.cluster.owners import Owners
-from producers.cluster.pace import Pace
+from producers.cluster.owners import Chain, Owners
 from producers.cluster.pods import Reading
+from producers.cluster.rate_limiter import RateLimiter
 from producers.cluster.selection import ANNOTATION_BOUNDS, LABEL_BOUNDS, NODE_LABEL_BOUNDS, AllowList
 from producers.cluster.state import Selection, State
 from producers.cluster.watch import Watch
@@ -222,21 +222,21 @@ class ClusterProducer:
 
     async def _tell(self, publisher: WorkloadsPublisher) -> None:
         self._state.mark_all()
-        pace = Pace()
+        limiter = RateLimiter()
         while True:
             self._state.expire(_now_ms())
             now_s = time.monotonic()
-            due = pace.due(self._state.changed(), self._state.awaits, now_s)
+            due = limiter.due(self._state.changed(), self._state.awaits, now_s)
             for node in due.nodes[:AT_ONCE]:
-                self._publish(publisher, node)
-                pace.told(node, now_s)
+                self._publish(publisher, node, limiter.held(self._state.awaits(node), now_s))
+                limiter.told(node, now_s)
             if len(due.nodes) > AT_ONCE:
                 await asyncio.sleep(0)
             else:
                 await self._sleep(CHECK_S if due.next_s is None else min(CHECK_S, due.next_s - now_s))
 
-    def _publish(self, publisher: WorkloadsPublisher, node: str) -> None:
-        content = self._state.take(node)
+    def _publish(self, publisher: WorkloadsPublisher, node: str, held: set[str]) -> None:
+        content = self._state.take(node, held)
         if content is None:
             return
         self._instruments.counter(own.SHED).inc(content.shed)
@@ -245,7 +245,7 @@ class ClusterProducer:
         if content.last:
             publisher.forget(node)
 
-    def _learn(self, owner_uid: str, chain: tuple[Any, ...]) -> None:
+    def _learn(self, owner_uid: str, chain: Chain) -> None:
         self._state.learn(owner_uid, chain)
         self._wake.set()
 
