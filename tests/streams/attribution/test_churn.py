@@ -42,7 +42,7 @@ async def _logs(events: Sequence[tuple[int, int]], times_ms: Sequence[int]) -> t
     sender = FakeSender(clock, prompt=True)
     publisher = WorkloadsPublisher(sender, instruments(), cluster="c", epoch=1, clock=clock)
     running = asyncio.create_task(publisher.run())
-    whole = []
+    whole: Log = []
     for at_ms in times_ms:
         clock.now_s = 1000.0 + at_ms / 1000
         publisher._queue_overdue()
