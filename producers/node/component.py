@@ -9,6 +9,7 @@ of the interval with whoever answered. At the stop a last tick takes what happen
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ OPEN_WITHIN_S = 10.0
 """The first tick waits this long for the driver, so that a restart does not look like a node without GPUs."""
 
 DRAIN_S = 4.0
+_MIB = 1024 * 1024
 
 LAST_WITHIN_S = 2.0
 """The last tick, at the stop, waits this long at most: with the drain it fits into the 10 s of a clean stop."""
@@ -141,6 +143,7 @@ class NodeProducer:
         self._settings = settings
         self._instruments = Instruments((*shared.INSTRUMENTS, *own.INSTRUMENTS))
         self.registry = self._instruments.registry
+        self._buffer_lasts_s: float | None = None
         self._sender = sender or Sender(settings.kafka, client_id=f"gpustream-{self.name}-{settings.node}")
         self._connected = False
         self._places = places or Places(settings.procfs)
@@ -242,6 +245,31 @@ class NodeProducer:
         )
         devices = with_jobs(self._gpus.with_events(devices), mapped, self._places.job)
         self._publisher.publish(ts_ms, devices, containers, self._kubelet.in_force)
+        self._say_how_long_the_buffer_lasts()
+
+    def _say_how_long_the_buffer_lasts(self) -> None:
+        """At the first tick, and when it comes to hold less than wanted, or enough again."""
+        wanted_s, size = self._settings.buffer_s, self._settings.buffer_size
+        ticks, tick_bytes = self._publisher.fits
+        before_s, lasts_s = self._buffer_lasts_s, min(wanted_s, ticks * self._settings.interval_s)
+        if not ticks or lasts_s == before_s:
+            return
+        self._buffer_lasts_s = lasts_s
+        self._instruments.gauge(own.BUFFER_SECONDS).set(lasts_s)
+        if before_s is not None and (before_s == wanted_s) == (lasts_s == wanted_s):
+            return
+        holds = (size / _MIB, ticks * self._settings.interval_s / 60, tick_bytes)
+        if lasts_s == wanted_s:
+            log.info("the buffer of %.3g MiB holds about %.3g minutes at %d bytes a tick", *holds)
+            return
+        enough_mib = math.ceil(size / _MIB * wanted_s / lasts_s)
+        log.warning(
+            "the buffer of %.3g MiB holds about %.3g minutes at %d bytes a tick, and --buffer wants %.3g minutes: "
+            "give --buffer-size %dMiB",
+            *holds,
+            wanted_s / 60,
+            enough_mib,
+        )
 
     async def _drain(self) -> None:
         """Send what can be sent, and say what could not."""

@@ -193,6 +193,27 @@ async def test_a_stop_does_not_wait_for_a_reading_that_hangs(monkeypatch: pytest
     assert bench.sender.stopped
 
 
+@pytest.mark.parametrize(
+    ("buffer_size", "level", "text"),
+    [
+        (16 << 20, "INFO", "the buffer of 16 MiB holds about "),
+        (2_000, "WARNING", "and --buffer wants 15 minutes: give --buffer-size "),
+    ],
+)
+async def test_at_the_first_tick_it_is_said_once_how_long_the_buffer_lasts(
+    buffer_size: int, level: str, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "producers.node.component")
+    bench = Bench(buffer_size=buffer_size)
+    await bench.until(lambda: len(bench.ticks) >= 3)
+
+    (said,) = [record for record in caplog.records if "buffer" in record.getMessage()]
+    assert said.levelname == level
+    assert text in said.getMessage()
+    lasts_s = bench.value(own.BUFFER_SECONDS)
+    assert lasts_s == 900.0 if level == "INFO" else 0 < lasts_s < 10
+
+
 @pytest.mark.parametrize("hangs", [False, True])
 async def test_what_happened_since_the_last_tick_is_in_one_more_at_the_stop(
     hangs: bool, monkeypatch: pytest.MonkeyPatch
