@@ -12,13 +12,12 @@ import logging
 import math
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 from producers import instruments as shared
 from producers.node import instruments as own
 from producers.node.cgroups import Places
+from producers.node.config import NodeSettings
 from producers.node.gpus import Gpus
 from producers.node.job_files import JobFiles
 from producers.node.jobs import with_jobs
@@ -31,10 +30,6 @@ from topics.sender import Sender
 
 log = logging.getLogger(__name__)
 
-KUBELET_SOCKET = "/var/lib/kubelet/pod-resources/kubelet.sock"
-"""Where a kubelet serves its pod resources."""
-
-SHORTEST_INTERVAL_S = 0.1
 ANSWER_WITHIN = 0.8
 """The share of the interval that the GPUs and the kubelet have to answer in."""
 
@@ -51,35 +46,6 @@ HOLDERS_WITHIN_S = 0.4
 HOLDERS_EVERY_S = 0.1
 """When an XID error comes the kubelet is asked at once who holds what, so often at most: all that ask a kubelet share
 100 calls a second."""
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """What the node is told. ``pod_resources_socket`` None: no kubelet is asked. A resource that begins with one of
-    ``resource_prefixes`` is a GPU's. ``hpc_job_mapping_dir`` None: no files tell of jobs. While Kafka is away ticks are
-    kept for ``buffer_s``, and ``buffer_size`` bytes of them."""
-
-    kafka: str
-    node: str
-    cluster: str = "default"
-    interval_s: float = 1.0
-    pod_resources_socket: Path | None = Path(KUBELET_SOCKET)
-    resource_prefixes: tuple[str, ...] = ("nvidia.com/",)
-    procfs: Path = Path("/proc")
-    hpc_job_mapping_dir: Path | None = None
-    buffer_s: float = 900.0
-    buffer_size: int = 16 * 1024 * 1024
-
-    def mistakes(self) -> list[str]:
-        """What is wrong with them; empty where nothing is."""
-        found = []
-        if not self.interval_s >= SHORTEST_INTERVAL_S:
-            found.append(f"--interval: {self.interval_s:g} s is less than a GPU can be read in; the least is 100ms")
-        if not (self.buffer_s > 0 and self.buffer_size > 0):
-            found.append("--buffer and --buffer-size: must be above 0")
-        if not all(self.resource_prefixes) or not self.resource_prefixes:
-            found.append("--resource-prefixes: an empty prefix would take every resource for a GPU")
-        return found
 
 
 class GpuReader(Protocol):
@@ -133,7 +99,7 @@ class NodeProducer:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: NodeSettings,
         *,
         sender: ConnectedSender | None = None,
         gpus: GpuReader | None = None,

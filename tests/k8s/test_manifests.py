@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gpustream import values
+from delivery import values
 from gpustream.serve import STOP_WITHIN_S
-from producers.cluster import defaults, owner_lookup
+from producers.cluster import owner_lookup
 from producers.cluster.component import ClusterProducer
-from producers.cluster.component import Settings as ClusterSettings
+from producers.cluster.config import ClusterSettings, default_lease
 from tests.k8s.manifests import (
     K8S,
     OBJECTS,
@@ -368,7 +368,7 @@ async def test_the_rules_are_for_what_the_cluster_producer_asks() -> None:
         for (api_version, kind), resource in owner_lookup._BUILT_IN.items()
         if kind not in ABOVE_FEW
     }
-    lease = defaults.lease().rpartition("/")[2]
+    lease = default_lease().rpartition("/")[2]
     assert {only for *_, only in rules("cluster") if only} == {lease}
 
 

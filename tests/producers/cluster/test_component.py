@@ -12,9 +12,10 @@ import pytest
 
 from producers import PRODUCERS, sending
 from producers.cluster import component as module
-from producers.cluster import defaults
+from producers.cluster import config as cluster_config
 from producers.cluster import instruments as own
-from producers.cluster.component import ClusterProducer, Settings
+from producers.cluster.component import ClusterProducer
+from producers.cluster.config import ClusterSettings
 from streams.attribution.holders import holder_of
 from tests.producers.cluster.api_server import ApiServer, Reply, Request, answers, kubeconfig
 from tests.producers.cluster.made import claim_json, named, over, pod_json, slice_json
@@ -51,7 +52,7 @@ class Replica:
         config = directory / "kubeconfig"
         config.write_text(kubeconfig(server.url, {"token": "t"}))
         self.sender, self.stop = FakeSender(prompt=prompt), asyncio.Event()
-        settings = Settings("127.0.0.1:1", **{"kubeconfig": config, "lease": None, **changed})
+        settings = ClusterSettings(kafka="127.0.0.1:1", **{"kubeconfig": config, "lease": None, **changed})
         self.component = ClusterProducer(settings, sender=self.sender)
         self.task = asyncio.create_task(self.component.run(self.stop))
 
@@ -415,8 +416,8 @@ async def test_a_defect_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_every_mistake_of_the_settings_is_named() -> None:
-    settings = Settings(
-        "k:1",
+    settings = ClusterSettings(
+        kafka="k:1",
         cluster="a/b",
         resource_prefixes=("",),
         pod_labels=("a b",),
@@ -433,20 +434,20 @@ def test_every_mistake_of_the_settings_is_named() -> None:
     assert found[5].startswith("--lease")
     assert found[6].startswith("--identity")
     assert "a/b" in found[7]
-    assert Settings("k:1").mistakes() == []
+    assert ClusterSettings(kafka="k:1").mistakes() == []
 
 
 def test_the_lease_and_the_identity_have_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(defaults, "OWN_NAMESPACE", tmp_path / "namespace")
-    assert defaults.lease() == "default/gpustream-cluster"
+    monkeypatch.setattr(cluster_config, "OWN_NAMESPACE", tmp_path / "namespace")
+    assert cluster_config.default_lease() == "default/gpustream-cluster"
     (tmp_path / "namespace").write_text("gpustream\n")
-    assert defaults.lease() == "gpustream/gpustream-cluster"
+    assert cluster_config.default_lease() == "gpustream/gpustream-cluster"
 
     monkeypatch.delenv("POD_NAME", raising=False)
-    assert defaults.identity() != defaults.identity()
+    assert cluster_config.default_identity() != cluster_config.default_identity()
     monkeypatch.setenv("POD_NAME", "gpustream-cluster-0")
-    assert defaults.identity() == "gpustream-cluster-0"
+    assert cluster_config.default_identity() == "gpustream-cluster-0"
 
 
 def test_the_registry_names_it() -> None:
-    assert PRODUCERS["cluster"] == f"{ClusterProducer.__module__}:{ClusterProducer.__name__}"
+    assert PRODUCERS["cluster"].component == f"{ClusterProducer.__module__}:{ClusterProducer.__name__}"
