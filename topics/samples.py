@@ -61,7 +61,7 @@ class Device(msgspec.Struct, frozen=True, omit_defaults=True):
     ``info`` is what the device is, each where it is known: ``serial``, ``driver_version``, ``cuda_version``,
     ``vbios_version``, ``mig_mode`` ("enabled" or "disabled"), ``processes_visible`` ("true" or "false": whether its
     processes are in the producer's procfs; absent until it has had one). ``xids`` counts XID errors by code since the
-    producer's start.
+    producer's start. ``read_ms`` is when the values were read, if that was before the tick; absent: in the tick.
     """
 
     uuid: str
@@ -78,6 +78,7 @@ class Device(msgspec.Struct, frozen=True, omit_defaults=True):
     events: tuple[Event, ...] | None = None
     info: dict[str, str] = {}
     xids: dict[str, UInt] = {}
+    read_ms: UInt | None = None
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):

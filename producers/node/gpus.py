@@ -2,8 +2,9 @@
 
 In: NVML, on threads of its own. Out: devices as in gpu.samples.
 State: the GPUs of the driver that is open, those that have gone since the start, and what the last census saw.
-On failure: a GPU that hangs or is lost is reported so, under the identity that it had, and the others go on; without a
-driver there are no devices, and it is tried again. What only a new process can mend is :meth:`Gpus.fatal`.
+On failure: a GPU that hangs or is lost is reported so, under the identity that it had, and the others go on; a call
+that hangs is left out, and the rest of its GPU is read. Without a driver there are no devices, and it is tried again.
+What only a new process can mend is :meth:`Gpus.fatal`.
 """
 
 import asyncio
@@ -16,16 +17,16 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from producers.node import instruments as names
-from producers.node.nvml.asking import LeftOut, Tried
 from producers.node.nvml.binding import Nvml, Pynvml
-from producers.node.nvml.card import Card, Reading
+from producers.node.nvml.calls import LeftOut, Tried
 from producers.node.nvml.census import Census
 from producers.node.nvml.driver import Driver
 from producers.node.nvml.events import Events, Xid
-from producers.node.nvml.gpu import Gpu
+from producers.node.nvml.gpu import Gpu, Reading
 from producers.node.nvml.missing import Missing
 from producers.node.nvml.processes import Placing
 from producers.node.nvml.reopening import Reopening
+from producers.node.nvml.threaded_gpu import ThreadedGpu
 from producers.node.nvml.xids import Xids
 from topics.instruments import Instruments
 
@@ -40,6 +41,12 @@ QUIET_WITHIN_S = 2.0
 
 TURNS_SHARE = 0.25
 """The share of a tick in which every GPU has begun to be read, however slow those before it are."""
+
+SLOW_SHARE = 0.25
+"""The share of a tick that one call may take; one that takes longer is left out."""
+
+SLOW_AFTER_S = 0.1
+"""No call is slow before that, however short the ticks are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +93,8 @@ class Gpus:
         self._census = census
         self._xids = Xids(instruments)
         self._events = Events(self._nvml, tell=self._told, count=self._count_error, clock=clock)
-        self._gpus: list[Gpu] = []
+        self._gpus: list[ThreadedGpu] = []
+        self._tick = 0
         self._missing = Missing()
         self._opening: asyncio.Task[None] | None = None
         self._reopening = Reopening(pace.census_s, clock)
@@ -95,18 +103,20 @@ class Gpus:
 
     async def open(self, within_s: float) -> None:
         """Begin to open NVML and its GPUs; returns when that ended, well or not, or after ``within_s``."""
-        ends_s = self._clock() + within_s
+        ends_s = asyncio.get_running_loop().time() + within_s
         await asyncio.wait([self._open()], timeout=within_s)
         if self._driver.attached:
-            await self._answers(ends_s)
+            await self._read(ends_s)
 
     async def read(self, within_s: float) -> list[dict[str, Any]]:
         """The devices of one tick, by index, MIG devices after their GPU; after ``within_s`` those that did not answer
-        are ``timeout``."""
-        ends_s = self._clock() + within_s
+        are ``timeout``, unless an earlier reading of theirs has ended since the last tick."""
+        ends_s = asyncio.get_running_loop().time() + within_s
         if self._opening is not None and self._gpus:
             await asyncio.wait([self._opening], timeout=within_s)
-        devices = self._report(await self._answers(ends_s))
+        await self._read(ends_s)
+        readings = {gpu: reading for gpu in self._gpus if (reading := gpu.take()) is not None}
+        devices = self._report(readings)
         self._count(devices)
         return devices
 
@@ -204,9 +214,11 @@ class Gpus:
     def _count_error(self, call: str, error: str) -> None:
         self._instruments.counter(names.NVML_ERRORS, call, error).inc()
 
-    def _gpu(self, index: int) -> Gpu:
-        card = Card(self._nvml, index, self._places, list_every_s=self._pace.list_s, clock=self._clock)
-        return Gpu(card, self._instruments, changed=self._changed, hangs_after_s=self._hangs_after_s, clock=self._clock)
+    def _gpu(self, index: int) -> ThreadedGpu:
+        gpu = Gpu(self._nvml, index, self._places, list_every_s=self._pace.list_s, clock=self._clock)
+        return ThreadedGpu(
+            gpu, self._instruments, changed=self._changed, hangs_after_s=self._hangs_after_s, clock=self._clock
+        )
 
     async def _quiet(self) -> bool:
         """Wait until no call is in flight: handles are void when NVML is opened again."""
@@ -228,25 +240,28 @@ class Gpus:
             await asyncio.wait(asked, timeout=QUIET_WITHIN_S)
         return all(one.done() for one in asked)
 
-    async def _answers(self, ends_s: float) -> dict[Gpu, Reading]:
-        """Ask every GPU that can be asked; those that answered in time.
+    async def _read(self, ends_s: float) -> None:
+        """Have every GPU read that can be asked, until the loop's time is ``ends_s``.
 
         One after the other while they are quick, for their threads would spend more on taking turns than on NVML.
         """
-        asked: dict[Gpu, asyncio.Future[Reading]] = {}
-        gpus = self._gpus
-        turn_s = TURNS_SHARE * (ends_s - self._clock()) / max(1, len(gpus))
+        loop, gpus = asyncio.get_running_loop(), self._gpus
+        within_s = ends_s - loop.time()
+        self._tick += 1
         for gpu in gpus:
-            if self._is_opening or gpus is not self._gpus:
+            if not self._may_read(gpus):
                 break
-            if not (gpu.busy or gpu.refused):
-                asked[gpu] = gpu.ask()
-                await asyncio.wait([asked[gpu]], timeout=turn_s)
-        if asked:
-            await asyncio.wait(asked.values(), timeout=max(0.0, ends_s - self._clock()))
-        return {gpu: one.result() for gpu, one in asked.items() if one.done() and one.exception() is None}
+            if not gpu.refused:
+                await gpu.begin(self._tick, TURNS_SHARE * within_s / len(gpus))
+        slow_after_s = max(SLOW_AFTER_S, SLOW_SHARE * within_s)
+        slow = [gpu.finish(ends_s, slow_after_s, lambda: self._may_read(gpus)) for gpu in gpus if gpu.reads]
+        await asyncio.gather(*slow)
 
-    def _report(self, answers: Mapping[Gpu, Reading]) -> list[dict[str, Any]]:
+    def _may_read(self, gpus: Sequence[ThreadedGpu]) -> bool:
+        """Whether those are the GPUs of NVML as it is open now."""
+        return gpus is self._gpus and not self._is_opening
+
+    def _report(self, answers: Mapping[ThreadedGpu, Reading]) -> list[dict[str, Any]]:
         """Every device ever seen, by index."""
         for gpu in self._gpus:
             gpu.watch()
@@ -270,7 +285,7 @@ class Gpus:
         for kind in KINDS:
             self._instruments.gauge(names.PROCESSES, kind).set(kinds[kind])
 
-    def _changed(self, gpu: Gpu) -> None:
+    def _changed(self, gpu: ThreadedGpu) -> None:
         """A GPU was read: who it is may be known now, and whether it works."""
         if gpu.lost is not None:
             self._driver.judge(gpu.lost.error)
@@ -302,9 +317,11 @@ class Gpus:
         self._soon.clear()
 
     async def _look(self) -> None:
-        """Ask a new process which GPUs work; where one does that does not work here, open NVML again."""
+        """Ask a new process which GPUs work; if one does that does not work here, open NVML again."""
         if self._census is None:
             self._census = Census()
+        if not all(gpu.asked for gpu in self._gpus):  # else none of them would count as working
+            await self._read(asyncio.get_running_loop().time() + QUIET_WITHIN_S)
         seen = await self._census.take()
         self._looked_s = self._clock()
         why = self._reopening.why(seen or frozenset(), {gpu.uuid for gpu in self._gpus if gpu.works})

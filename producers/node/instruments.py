@@ -11,7 +11,6 @@ KUBELET_CALLS = "gpustream_node_kubelet_calls_total"
 KUBELET_AGE = "gpustream_node_kubelet_age_seconds"
 PROCESSES = "gpustream_node_processes"
 XIDS = "gpustream_node_xid_errors_total"
-BUFFER_SECONDS = "gpustream_node_buffer_seconds"
 JOB_FILE_ERRORS = "gpustream_node_job_file_errors_total"
 
 KUBELET_RESULTS = ("ok", "unavailable", "deadline", "rate_limited", "too_large", "undecodable", "refused")
@@ -30,7 +29,8 @@ INSTRUMENTS: tuple[Instrument, ...] = (
         NVML_ERRORS,
         "counter",
         "Values that were left out, by what was asked for and the error that NVML gave (without NVML_ERROR_), or"
-        " IMPLAUSIBLE where the value can't be. What a device does not support is asked for once, and not counted.",
+        " IMPLAUSIBLE (the value can't be), NO_VALUE (the call succeeded, and filled nothing in) or TIMEOUT (the call"
+        " is left out, since it did not return in time). What a device does not support is not counted.",
         ("call", "error"),
     ),
     Instrument(OPENED, "counter", "How often NVML was initialised: at the start, and when GPUs came, went or changed."),
@@ -55,12 +55,6 @@ INSTRUMENTS: tuple[Instrument, ...] = (
         "XID errors that the driver told of, by whether the GPU is known: device, unknown_device (they are in the log,"
         " and in no record).",
         ("of",),
-    ),
-    Instrument(
-        BUFFER_SECONDS,
-        "gauge",
-        "How long Kafka may be away before ticks are dropped: --buffer, or less where --buffer-size holds fewer ticks"
-        " as large as the last ones.",
     ),
     Instrument(
         JOB_FILE_ERRORS,

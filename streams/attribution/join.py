@@ -375,5 +375,5 @@ def _device(d: Device, now: Then, pod_of: PodOf | None, by_snapshot: Mapping[int
     events = attributed_events(d.events, d.uuid, now, by_snapshot)
     return AttributedDevice(
         d.uuid, d.index, d.vendor, d.model, d.pci_bus_id, d.minor, d.state, d.mig, d.metrics, d.processes, d.jobs,
-        events, d.info, d.xids, shared.holders, shared.unattributed, shared.scaled, conflict,
+        events, d.info, d.xids, d.read_ms, shared.holders, shared.unattributed, shared.scaled, conflict,
     )  # fmt: skip

@@ -208,12 +208,11 @@ def _ended(life: Life, ts_ms: int) -> Life:
 
 
 def _looks_the_same(a: Pod, b: Pod) -> bool:
-    return (a.labels, a.annotations, a.namespace_labels, a.owners, a.owners_complete) == (
+    return (a.labels, a.annotations, a.namespace_labels, a.owners) == (
         b.labels,
         b.annotations,
         b.namespace_labels,
         b.owners,
-        b.owners_complete,
     )
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from gpustream import devices_text
 from gpustream.devices import Nothing, look, only, place
-from producers.node.config import NodeSettings
+from producers.node.component import Settings
 from tests.nvml.scripted import Mig, Process, ScriptedNvml
 from tests.producers.node import pod_resources
 from topics.catalogue import CATALOGUE
@@ -222,21 +222,22 @@ def test_gpus_that_are_lost_hang_or_can_not_be_opened_are_shown_with_the_call_an
     nvml.gpus = 4
     nvml.fail(0, "nvmlDeviceGetHandleByIndex", 4)
     nvml.fail(1, "nvmlDeviceGetUtilizationRates", 15)
-    nvml.hang(2, POWER, 3600)
+    nvml.hang(2, "nvmlDeviceGetHandleByIndex", 3600)
+    nvml.hang(3, POWER, 3600)
     nvml.load()
-    settings = NodeSettings(kafka="", node="gpu-node-1", interval_s=INTERVAL_S, pod_resources_socket=None)
+    settings = Settings("", "gpu-node-1", interval_s=INTERVAL_S, pod_resources_socket=None)
     report = asyncio.run(look(settings, open_within_s=3))
     assert report["unopened"] == [
         {"place": 0, "call": "nvmlDeviceGetHandleByIndex", "error": "NO_PERMISSION"},
-        {"place": 2, "call": POWER, "error": "TIMEOUT"},
+        {"place": 2, "call": "nvmlDeviceGetHandleByIndex", "error": "TIMEOUT"},
     ]
     assert [(device["state"], device["refusal"], device["left_out"]) for device in report["devices"]] == [
         ("lost", {"call": "nvmlDeviceGetUtilizationRates", "error": "GPU_IS_LOST"}, []),
-        ("ok", None, []),
+        ("ok", None, [{"what": "power_watts", "tried": [{"call": POWER, "error": "TIMEOUT"}]}]),
     ]
     text = _text(report)
     assert "GPU 1: NVIDIA H100 80GB HBM3, lost why lost (nvmlDeviceGetUtilizationRates)" in text
-    assert f"GPU at 2 can't be opened: no answer in time ({POWER})" in text
+    assert "GPU at 2 can't be opened: no answer in time (nvmlDeviceGetHandleByIndex)" in text
 
 
 def test_one_device_is_shown_by_its_index_or_its_uuid_and_a_gpu_with_its_mig_devices(machine: Machine) -> None:

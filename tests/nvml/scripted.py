@@ -26,6 +26,7 @@ SOURCE = Path(__file__).with_name("nvml.c")
 SONAME = "libnvidia-ml.so.1"
 NO_INSTANCE = 0xFFFFFFFF
 NOT_AVAILABLE = 0xFFFFFFFF_FFFFFFFF
+EMPTY = 10000
 DRIVER = {"ok": 0, "absent": 9, "mismatch": 18}
 """What nvmlInit answers: success, ERROR_DRIVER_NOT_LOADED, ERROR_LIB_RM_VERSION_MISMATCH."""
 
@@ -191,6 +192,10 @@ class ScriptedNvml:
         fields, ``gpm:2`` one of GPM's metrics."""
         self._failures[_number(gpu), function] = code
         self._write()
+
+    def leave_empty(self, gpu: int | None, function: str) -> None:
+        """Calls succeed from now on, and fill nothing in; :meth:`fail` with 0 ends it."""
+        self.fail(gpu, function, EMPTY)
 
     def processes(self, gpu: int, processes: Iterable[tuple[int, int | None] | Process]) -> None:
         """The processes on the GPU, and on its MIG devices where they name the instances."""

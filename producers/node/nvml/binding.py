@@ -2,7 +2,9 @@
 
 In: functions by pynvml's names. Out: what they answer; the errors that they give as :class:`NvmlError`.
 State: none of its own; the loaded library is pynvml's.
-On failure: every call raises NvmlError and nothing else. Any call may hang, for ever too.
+On failure: every call raises NvmlError and nothing else. Any call may hang, for ever too. A call that succeeds and
+fills nothing in is an error. pynvml would answer it with zeros, so the functions in ``_ANSWERS`` are called here, with
+answers of which every bit is set: that is how NVML itself writes "not available".
 Source: nvml.h and pynvml. pynvml's own errors are unhashable, can't be compared with None, and come as ``NVMLError(0)``
 where a list of processes is empty; a missing symbol is sometimes an error of another family.
 """
@@ -44,8 +46,12 @@ DEPRECATED: Final = 26
 GPU_NOT_FOUND: Final = 28
 UNKNOWN: Final = 999
 
+NOTHING_FILLED_IN: Final = -1
+"""Not NVML's: the call said that it succeeded, and left the answer as it was."""
+
 _PREFIX = "NVML_ERROR_"
 _NAMES = {getattr(pynvml, name): name.removeprefix(_PREFIX) for name in dir(pynvml) if name.startswith(_PREFIX)}
+_NAMES[NOTHING_FILLED_IN] = "NO_VALUE"
 
 _BITS = {
     pynvml.NVML_VALUE_TYPE_UNSIGNED_INT: ("uiVal", 32),
@@ -57,6 +63,33 @@ _BITS = {
     pynvml.NVML_VALUE_TYPE_DOUBLE: ("dVal", 0),
 }
 """Where a field's value is, and how wide: a counter wraps there. 0: it is no integer."""
+
+_UINT, _ULONG = ctypes.c_uint, ctypes.c_ulonglong
+_UNFILLED: Final = 0xFFFFFFFF
+
+_ANSWERS: dict[str, tuple[type[Any], ...]] = {
+    "nvmlDeviceGetMinorNumber": (_UINT,),
+    "nvmlDeviceGetMigMode": (_UINT, _UINT),
+    "nvmlDeviceGetMaxMigDeviceCount": (_UINT,),
+    "nvmlDeviceGetGpuInstanceId": (_UINT,),
+    "nvmlDeviceGetComputeInstanceId": (_UINT,),
+    "nvmlDeviceGetUtilizationRates": (pynvml.c_nvmlUtilization_t,),
+    "nvmlDeviceGetEncoderUtilization": (_UINT, _UINT),
+    "nvmlDeviceGetDecoderUtilization": (_UINT, _UINT),
+    "nvmlDeviceGetPowerUsage": (_UINT,),
+    "nvmlDeviceGetEnforcedPowerLimit": (_UINT,),
+    "nvmlDeviceGetTotalEnergyConsumption": (_ULONG,),
+    "nvmlDeviceGetTemperature": (_UINT,),
+    "nvmlDeviceGetFanSpeed": (_UINT,),
+    "nvmlDeviceGetPerformanceState": (_UINT,),
+    "nvmlDeviceGetClockInfo": (_UINT,),
+    "nvmlDeviceGetCurrentClocksEventReasons": (_ULONG,),
+    "nvmlDeviceGetCurrentClocksThrottleReasons": (_ULONG,),
+    "nvmlDeviceGetPcieReplayCounter": (_UINT,),
+    "nvmlDeviceGetTotalEccErrors": (_ULONG,),
+    "nvmlDeviceGetRemappedRows": (_UINT, _UINT, _UINT, _UINT),
+}
+"""What these functions fill in, after the handle and arguments that are numbers. Source: nvml.h."""
 
 
 class NvmlError(Exception):
@@ -169,7 +202,9 @@ class Pynvml:
 
     def count(self) -> int:
         """How many GPUs there are, those that can't be opened too."""
-        return int(self._call("nvmlDeviceGetCount"))
+        found = _unfilled(_UINT)
+        _fill("nvmlDeviceGetCount_v2", (), (found,))
+        return int(found.value)
 
     def handle(self, index: int) -> Handle:
         """Open a GPU."""
@@ -177,11 +212,42 @@ class Pynvml:
 
     def ask(self, function: str, handle: Handle, *arguments: Any) -> Any:
         """What pynvml's ``function`` gives; an empty list where it has nothing to list."""
-        return self._call(function, handle, *arguments)
+        if function == "nvmlDeviceGetMemoryInfo":
+            return self._memory(handle, *arguments)
+        if function == "nvmlDeviceGetTemperatureV":
+            return self._temperature(handle, *arguments)
+        kinds = _ANSWERS.get(function)
+        if kinds is None:
+            return self._call(function, handle, *arguments)
+        answers = [_unfilled(kind) for kind in kinds]
+        _fill(function, (handle, *map(_UINT, arguments)), answers)
+        found = [one if isinstance(one, ctypes.Structure) else one.value for one in answers]
+        return found[0] if len(found) == 1 else found
+
+    def _memory(self, handle: Handle, version: int | None = None) -> Any:
+        """The memory, as that version of the structure has it; None: as older drivers have it."""
+        if version is None:
+            older = _unfilled(pynvml.c_nvmlMemory_t)
+            _fill("nvmlDeviceGetMemoryInfo", (handle,), (older,))
+            return older
+        newer = _unfilled(pynvml.c_nvmlMemory_v2_t)
+        newer.version = version
+        _fill("nvmlDeviceGetMemoryInfo_v2", (handle,), (newer,))
+        return newer
+
+    def _temperature(self, handle: Handle, sensor: int) -> int:
+        """Signed, so that all bits set would be -1 degree: the smallest number is colder than anything is."""
+        answer = pynvml.c_nvmlTemperature_v1_t(pynvml.nvmlTemperature_v1, sensor, -(1 << 31))
+        _fill("nvmlDeviceGetTemperatureV", (handle,), (answer,))
+        return int(answer.temperature)
 
     def fields(self, handle: Handle, fields: Sequence[FieldId]) -> list[FieldValue]:
         """Many fields in one call, in that order."""
-        return [_field_value(value) for value in self._call("nvmlDeviceGetFieldValues", handle, fields)]
+        answers = _unfilled(pynvml.c_nvmlFieldValue_t * len(fields))
+        for one, field in zip(answers, fields, strict=True):
+            one.fieldId, one.scopeId = field if isinstance(field, tuple) else (field, 0)
+        _fill("nvmlDeviceGetFieldValues", (handle, ctypes.c_int32(len(fields))), (answers,))
+        return [_field_value(value) for value in answers]
 
     def samples(self, handle: Handle, kind: int, since_us: int) -> list[FieldValue]:
         """What nvmlDeviceGetSamples has of that kind, newer than that."""
@@ -205,11 +271,11 @@ class Pynvml:
         """These metrics of the time between two samples of one device, in that order."""
         asked = self._gpm_question()
         asked.numMetrics, asked.sample1, asked.sample2 = len(metrics), older, newer
-        for place, number in enumerate(metrics):
-            asked.metrics[place].metricId = number
-        self._call("nvmlGpmMetricsGet", asked)
         answers = [asked.metrics[place] for place in range(len(metrics))]
-        return [FieldValue(one.nvmlReturn, 0 if one.nvmlReturn else one.value, 0) for one in answers]
+        for one, number in zip(answers, metrics, strict=True):
+            one.metricId, one.nvmlReturn = number, _UNFILLED  # else those of the last time would be taken for these
+        self._call("nvmlGpmMetricsGet", asked)
+        return [FieldValue(_code(one.nvmlReturn), 0 if one.nvmlReturn else one.value, 0) for one in answers]
 
     def _gpm_question(self) -> Any:
         """Of 19 kB, and so one for each thread."""
@@ -247,7 +313,7 @@ class Pynvml:
 
     def _call(self, function: str, *arguments: Any) -> Any:
         try:
-            return self._function(function)(*arguments)
+            answer = self._function(function)(*arguments)
         except pynvml.NVMLError as error:
             if error.value == 0:
                 return []
@@ -256,6 +322,9 @@ class Pynvml:
             raise NvmlError(FUNCTION_NOT_FOUND) from None
         except UnicodeError:  # a name that is not text
             raise NvmlError(UNKNOWN) from None
+        if answer == "":
+            raise NvmlError(NOTHING_FILLED_IN)
+        return answer
 
     def _function(self, name: str) -> Any:
         """pynvml's function of that name; one that this pynvml does not have is missing like one of the driver's."""
@@ -278,10 +347,36 @@ def _instance(number: int) -> int | None:
 
 
 def _field_value(value: Any) -> FieldValue:
-    code = value.nvmlReturn
-    if code:
-        return FieldValue(code)
+    if value.nvmlReturn:
+        return FieldValue(_code(value.nvmlReturn))
+    if value.valueType == _UNFILLED:
+        return FieldValue(NOTHING_FILLED_IN)
     name, bits = _BITS.get(value.valueType, ("", 0))
     if not name:  # a type of a later NVML: its bytes can't be read
         return FieldValue(NOT_SUPPORTED)
     return FieldValue(0, getattr(value.value, name), bits, value.timestamp)
+
+
+def _code(returned: int) -> int:
+    """The return code of one of many answers."""
+    return NOTHING_FILLED_IN if returned == _UNFILLED else returned
+
+
+def _unfilled(kind: type[Any]) -> Any:
+    """An answer with every bit set."""
+    answer = kind()
+    ctypes.memset(ctypes.byref(answer), 0xFF, ctypes.sizeof(answer))
+    return answer
+
+
+def _fill(symbol: str, inputs: Sequence[Any], answers: Sequence[Any]) -> None:
+    """Have NVML's own function fill in the answers. Raises NvmlError, also when they are what they were before."""
+    before = [bytes(one) for one in answers]
+    try:
+        function = pynvml._nvmlGetFunctionPointer(symbol)  # noqa: SLF001 - its wrappers begin with zeros
+    except pynvml.NVMLError as error:
+        raise NvmlError(error.value) from None
+    if code := function(*inputs, *map(ctypes.byref, answers)):
+        raise NvmlError(code)
+    if before == [bytes(one) for one in answers]:
+        raise NvmlError(NOTHING_FILLED_IN)

@@ -18,8 +18,8 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from producers.node.nvml.asking import Tried, is_lost, is_unsupported
 from producers.node.nvml.binding import NOT_SUPPORTED, EventSet, Handle, Nvml, NvmlError, Told
+from producers.node.nvml.calls import Tried, is_lost, is_unsupported
 from producers.node.nvml.worker import Worker
 
 log = logging.getLogger(__name__)

@@ -2,7 +2,7 @@
 
 In: NVML's answers. Out: each MIG device with its handle, its instances and its profile.
 State: the slots without one in the last listing, so that one that is made is noticed without listing all.
-On failure: a slot that can't be asked is left out, and counted.
+On failure: a slot that can't be asked is left out, and counted. If a call is too slow to be made there is no listing.
 Source: nvml.h: a GPU has so many slots, of which any may be empty; the profile is only in the name.
 """
 
@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from producers.node.nvml import binding
-from producers.node.nvml.asking import Asking
 from producers.node.nvml.binding import Handle, NvmlError
+from producers.node.nvml.calls import Calls, NotReturned
 
 _BY_SLOT = "nvmlDeviceGetMigDeviceHandleByIndex"
 _PROFILE = re.compile(r" MIG (\S+)$")
@@ -31,14 +31,14 @@ class Instance(NamedTuple):
 class Instances:
     """Those of the GPU with that handle. For the thread of that GPU."""
 
-    def __init__(self, asking: Asking, gpu: Handle) -> None:
-        self._asking, self._gpu = asking, gpu
+    def __init__(self, calls: Calls, gpu: Handle) -> None:
+        self._calls, self._gpu = calls, gpu
         self._empty: list[int] = []
 
     def listed(self) -> Sequence[Instance]:
         """All of them. Raises NvmlError, Lost."""
         self._empty.clear()
-        return list(self._found(self._asking.ask("nvmlDeviceGetMaxMigDeviceCount", self._gpu)))
+        return list(self._found(self._calls.ask("nvmlDeviceGetMaxMigDeviceCount", self._gpu)))
 
     def forget(self) -> None:
         """The GPU is whole: no slot is looked at."""
@@ -50,7 +50,7 @@ class Instances:
 
     def _is_filled(self, slot: int) -> bool:
         try:
-            self._asking.ask(_BY_SLOT, self._gpu, slot)
+            self._calls.ask(_BY_SLOT, self._gpu, slot)
         except NvmlError:
             return False
         return True
@@ -59,21 +59,23 @@ class Instances:
         for slot in range(slots):
             self._empty.append(slot)
             try:
-                handle = self._asking.ask(_BY_SLOT, self._gpu, slot)
+                handle = self._calls.ask(_BY_SLOT, self._gpu, slot)
                 self._empty.remove(slot)
-                uuid = self._asking.ask("nvmlDeviceGetUUID", handle)
+                uuid = self._calls.ask("nvmlDeviceGetUUID", handle)
+            except NotReturned:
+                raise
             except NvmlError as error:
                 if error.code not in (binding.NOT_FOUND, binding.INVALID_ARGUMENT):
-                    self._asking.count(self._asking.doing, error.name)
+                    self._calls.count(self._calls.doing, error.name)
                 continue
             yield self._instance(handle, uuid)
 
     def _instance(self, handle: Handle, uuid: str) -> Instance:
-        profile = _PROFILE.search(self._asking.optional("nvmlDeviceGetName", handle) or "")
+        profile = _PROFILE.search(self._calls.optional("nvmlDeviceGetName", handle) or "")
         return Instance(
             handle,
             uuid,
-            self._asking.optional("nvmlDeviceGetGpuInstanceId", handle),
-            self._asking.optional("nvmlDeviceGetComputeInstanceId", handle),
+            self._calls.optional("nvmlDeviceGetGpuInstanceId", handle),
+            self._calls.optional("nvmlDeviceGetComputeInstanceId", handle),
             profile[1] if profile else None,
         )

@@ -11,8 +11,8 @@ with 0. Blackwell counts neither CRC errors nor replays, and recoveries by anoth
 from collections.abc import Sequence
 
 from producers.node.nvml import binding, values
-from producers.node.nvml.asking import Asking, Lost, is_lost, is_unsupported
 from producers.node.nvml.binding import FieldId, FieldValue, Handle, NvmlError
+from producers.node.nvml.calls import Calls, Lost, is_lost, is_unsupported
 from producers.node.nvml.table import Linked
 from producers.node.nvml.values import Absent
 
@@ -26,8 +26,8 @@ MOST_LINKS = 64
 class Links:
     """Those of one handle."""
 
-    def __init__(self, asking: Asking) -> None:
-        self._asking = asking
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
         self._links: range | None = None
         self._fields: dict[Linked, Sequence[int]] = {}
         self._counted: dict[tuple[int, int], float] = {}
@@ -48,6 +48,7 @@ class Links:
             if counted:
                 return sum(counted)
             left = self._fields[linked] = left[1:]
+        del self._fields[linked]  # whoever asks again means all of them
         raise NvmlError(binding.NOT_SUPPORTED)
 
     def forget(self) -> None:
@@ -56,8 +57,11 @@ class Links:
 
     def _count(self, handle: Handle) -> int:
         """How many links there are. Raises Lost, NvmlError: NOT_SUPPORTED of an older GPU, or without links."""
-        self.newer = bool(self._asking.ask("nvmlDeviceGetArchitecture", handle) >= HOPPER)
-        answer = self._asking.fields(handle, [LINK_COUNT])[0] if self.newer else FieldValue(binding.NOT_SUPPORTED)
+        architecture = self._calls.ask("nvmlDeviceGetArchitecture", handle)
+        if not architecture:  # all bits, which nothing filled in would leave, is one that has no name yet
+            raise NvmlError(binding.NOTHING_FILLED_IN)
+        self.newer = architecture >= HOPPER
+        answer = self._calls.fields(handle, [LINK_COUNT])[0] if self.newer else FieldValue(binding.NOT_SUPPORTED)
         if answer.code or not answer.value:
             raise NvmlError(answer.code or binding.NOT_SUPPORTED)
         return int(min(answer.value, MOST_LINKS))
@@ -67,17 +71,17 @@ class Links:
     ) -> Sequence[float] | Absent:
         """What each link counted last by that field; nothing where none does. Raises Lost, NvmlError."""
         asked = [(number, link) for link in links]
-        answers = zip(asked, self._answers(asked, handle), strict=True)
+        answers = zip(asked, self._answers(asked, handle, linked.name), strict=True)
         good = {field: answer for field, answer in answers if _counts(linked, answer)}
         if any(values.is_blank(answer.value, answer.bits) for answer in good.values()):
             return Absent.IMPLAUSIBLE
         self._counted.update({field: answer.value for field, answer in good.items()})
         return [self._counted[field] for field in asked if field in self._counted]
 
-    def _answers(self, asked: Sequence[FieldId], handle: Handle) -> Sequence[FieldValue]:
+    def _answers(self, asked: Sequence[FieldId], handle: Handle, name: str) -> Sequence[FieldValue]:
         """A field that the driver does not know may fail the whole call."""
         try:
-            return self._asking.fields(handle, asked)
+            return self._calls.fields(handle, asked, name)
         except NvmlError as error:
             if error.code != binding.INVALID_ARGUMENT:
                 raise

@@ -2,8 +2,9 @@
 
 In: NVML's lists of processes, their control groups. Out: processes as in gpu.samples.
 State: which lists the device has; the newest utilization seen, and until when.
-On failure: where a list can't be had there are no processes at all this time (a part of them would look like all);
-where the utilization can't, the processes come without.
+On failure: if a list can't be had that the device has, there are no processes at all this time (a part of them would
+look like all). If the utilization can't, the processes come without. What the device does not support is asked again
+later.
 Source: nvml.h. A process that did nothing in the last sample period has no utilization sample: that is 0.
 """
 
@@ -13,9 +14,10 @@ from typing import Any, NamedTuple, Protocol
 
 from producers.node.cgroups import Place
 from producers.node.nvml import binding, values
-from producers.node.nvml.asking import IMPLAUSIBLE, Asking, LeftOut, Tried, is_unsupported
 from producers.node.nvml.binding import Handle, NvmlError
+from producers.node.nvml.calls import IMPLAUSIBLE, Calls, LeftOut, Tried, is_unsupported
 from producers.node.nvml.newest import Newest
+from producers.node.nvml.support import Support
 from producers.node.nvml.table import LARGEST_MEMORY_BYTES
 from producers.node.nvml.values import Absent, Limits, Scale
 
@@ -58,16 +60,15 @@ class Processes:
 
     def __init__(
         self,
-        asking: Asking,
+        calls: Calls,
         handle: Handle,
         places: Placing,
         *,
         cut: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._asking, self.handle, self._places, self._cut, self._clock = asking, handle, places, cut, clock
-        self._lists: list[Sequence[str]] = list(LISTS)
-        self._utilization: Sequence[str] = UTILIZATION
+        self._calls, self.handle, self._places, self._cut, self._clock = calls, handle, places, cut, clock
+        self._support = Support()
         self._newest = Newest()
         self._ratios: dict[int, float | None] = {}
         self._sampled_s = clock()
@@ -77,6 +78,7 @@ class Processes:
     def read(self) -> Found:
         """Those of this moment, each once. Raises Lost."""
         self._left_out.clear()
+        self._support.begin()
         try:
             memory = self._memory()
         except _Failed:
@@ -102,8 +104,10 @@ class Processes:
         """What each process holds, None where that is not known; None where the device lists no processes."""
         found: dict[int, int | None] = {}
         listed = False
-        for place, names in enumerate(self._lists):
-            self._lists[place], answer = self._first_supported(names)
+        for names in LISTS:
+            answer = self._first_supported(names)
+            if answer is None and any(map(self._support.has_answered, names)):
+                raise _Failed
             listed = listed or answer is not None
             for process in answer or ():
                 held = self._held(process.usedGpuMemory)
@@ -115,7 +119,7 @@ class Processes:
             return None
         held = values.measured(raw, 64, Scale(), _MEMORY)
         if isinstance(held, Absent):
-            self._asking.count("usedGpuMemory", IMPLAUSIBLE)
+            self._calls.count("usedGpuMemory", IMPLAUSIBLE)
             return None
         return raw
 
@@ -123,7 +127,7 @@ class Processes:
         """How busy each process keeps the device; those that are not there did nothing. None: it can't be said."""
         since_us = self._newest.since_us() or 0
         try:
-            self._utilization, samples = self._first_supported(self._utilization, since_us)
+            samples = self._first_supported(UTILIZATION, since_us)
         except _Failed:
             return None
         if samples is None:
@@ -144,24 +148,25 @@ class Processes:
         ratio = values.measured(raw, 32, _PERCENT, _RATIO)
         if not isinstance(ratio, Absent):
             return ratio
-        self._asking.count("smUtil", IMPLAUSIBLE)
+        self._calls.count("smUtil", IMPLAUSIBLE)
         return None
 
-    def _first_supported(self, names: Sequence[str], *arguments: Any) -> tuple[Sequence[str], Sequence[Any] | None]:
-        """The names that are left, and what the first of them answers; None where none is. Raises _Failed."""
-        while names:
+    def _first_supported(self, names: Sequence[str], *arguments: Any) -> Sequence[Any] | None:
+        """What the first of these answers that the device supports; None if it supports none. Raises _Failed."""
+        for name in filter(self._support.asks, names):
             try:
-                found = self._listed(names[0], *arguments)
+                found = self._listed(name, *arguments)
             except NvmlError as error:
-                self._errors[names[0]] = error.name
+                self._errors[name] = error.name
                 if not (is_unsupported(error) or (self._cut and error.code == binding.INVALID_ARGUMENT)):
-                    self._asking.count(names[0], error.name)
+                    self._calls.count(name, error.name)
                     raise _Failed from None
-                names = names[1:]
+                self._support.refuse(name, Tried(name, error.name))
             else:
-                self._errors.pop(names[0], None)
-                return names, found
-        return names, None
+                self._errors.pop(name, None)
+                self._support.answer(name)
+                return found
+        return None
 
     def _listed(self, name: str, *arguments: Any) -> Sequence[Any]:
         """A list; one that grew while it was asked for is asked for once more. Raises NvmlError, Lost."""
@@ -174,7 +179,7 @@ class Processes:
 
     def _found(self, name: str, *arguments: Any) -> Sequence[Any]:
         try:
-            found: Sequence[Any] = self._asking.ask(name, self.handle, *arguments)
+            found: Sequence[Any] = self._calls.ask(name, self.handle, *arguments)
         except NvmlError as error:
             if error.code != binding.NOT_FOUND:
                 raise

@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from producers.node.nvml import binding
-from producers.node.nvml.asking import Asking, is_unsupported
 from producers.node.nvml.binding import FieldValue, GpmSample, Handle, NvmlError
+from producers.node.nvml.calls import Calls, is_unsupported
 
 SHORTEST_S = 0.1
 """Samples must be further apart."""
@@ -22,13 +22,13 @@ class Profiling:
 
     def __init__(
         self,
-        asking: Asking,
+        calls: Calls,
         gpu: Handle,
         instance: int | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._asking, self._gpu, self._instance, self._clock = asking, gpu, instance, clock
+        self._calls, self._gpu, self._instance, self._clock = calls, gpu, instance, clock
         self._asked = False
         self._unsupported: NvmlError | None = None
         self._buffers: list[GpmSample] = []
@@ -47,7 +47,12 @@ class Profiling:
         self._take()
         self._taken_s = now_s
         older, newer = self._buffers
-        return None if since_s is None else self._asking.gpm_metrics(older, newer, metrics)
+        return None if since_s is None else self._calls.gpm_metrics(older, newer, metrics)
+
+    def ask_again(self) -> None:
+        """A GPU that had no GPM may have it by now."""
+        if self._unsupported is not None:
+            self._asked = False
 
     def forget(self) -> None:
         """What was sampled is of another time: the GPU was lost since."""
@@ -57,7 +62,7 @@ class Profiling:
         """Give the buffers back; they are had anew where it is read again."""
         self.forget()
         while self._buffers:
-            self._asking.gpm_free(self._buffers.pop())
+            self._calls.gpm_free(self._buffers.pop())
 
     def _must_be_supported(self) -> None:
         if not self._asked:
@@ -68,7 +73,7 @@ class Profiling:
     def _refusal(self) -> NvmlError | None:
         """Why the GPU has no GPM; None where it has. Raises Lost, NvmlError."""
         try:
-            supported = self._asking.ask("nvmlGpmQueryDeviceSupport", self._gpu).isSupportedDevice
+            supported = self._calls.ask("nvmlGpmQueryDeviceSupport", self._gpu).isSupportedDevice
         except NvmlError as error:
             if not is_unsupported(error):
                 raise
@@ -78,9 +83,9 @@ class Profiling:
     def _take(self) -> None:
         """Fill the older buffer, and make it the newer one."""
         while len(self._buffers) < 2:
-            self._buffers.append(self._asking.gpm_sample())
+            self._buffers.append(self._calls.gpm_sample())
         if self._instance is None:
-            self._asking.ask("nvmlGpmSampleGet", self._gpu, self._buffers[0])
+            self._calls.ask("nvmlGpmSampleGet", self._gpu, self._buffers[0])
         else:
-            self._asking.ask("nvmlGpmMigSampleGet", self._gpu, self._instance, self._buffers[0])
+            self._calls.ask("nvmlGpmMigSampleGet", self._gpu, self._instance, self._buffers[0])
         self._buffers.reverse()

@@ -12,8 +12,8 @@ from statistics import fmean
 from typing import NamedTuple
 
 from producers.node.nvml import binding, values
-from producers.node.nvml.asking import IMPLAUSIBLE, Asking
 from producers.node.nvml.binding import FieldValue, Handle, NvmlError
+from producers.node.nvml.calls import IMPLAUSIBLE, Calls
 from producers.node.nvml.newest import Newest
 from producers.node.nvml.values import Absent, Limits, Scale
 
@@ -29,8 +29,8 @@ class Spread(NamedTuple):
 class Samples:
     """Those of one kind, of one device."""
 
-    def __init__(self, asking: Asking, name: str, kind: int) -> None:
-        self._asking, self._name, self._kind = asking, name, kind
+    def __init__(self, calls: Calls, name: str, kind: int) -> None:
+        self._calls, self._name, self._kind = calls, name, kind
         self._newest = Newest()
 
     def read(self, handle: Handle, scale: Scale, limits: Limits) -> Spread | None:
@@ -46,7 +46,7 @@ class Samples:
 
     def _since(self, handle: Handle, since_us: int) -> Iterable[FieldValue]:
         try:
-            return self._asking.samples(handle, self._kind, since_us)
+            return self._calls.samples(handle, self._kind, since_us)
         except NvmlError as error:
             if error.code != binding.NOT_FOUND:
                 raise
@@ -56,7 +56,7 @@ class Samples:
         found = [values.measured(one.value, one.bits, scale, limits) for one in new]
         good = [one for one in found if not isinstance(one, Absent)]
         for _ in range(len(found) - len(good)):
-            self._asking.count(self._name, IMPLAUSIBLE)
+            self._calls.count(self._name, IMPLAUSIBLE)
         return _spread(good) if good else None
 
 

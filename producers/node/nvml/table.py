@@ -3,7 +3,8 @@
 The first source that a device supports is used; those of the catalogue's own column come first. The numbers of PCIe
 come from byte counters: nvmlDeviceGetPcieThroughput measures for 20 ms in each direction, so it is never asked.
 
-Source: nvml.h for calls, fields and units. The limits are far beyond any device, and far below any garbage.
+Source: nvml.h for calls, fields and units. The limits are far beyond any device, and far below any garbage. No device
+has a memory of 0 bytes, or a power limit of 0 W.
 """
 
 from typing import Any, Final, NamedTuple
@@ -90,7 +91,9 @@ _MIB = Scale(times=1 << 20)
 _RATIO = Limits(0, 1)
 _ACTIVITY = Limits(0, 1, slack=0.02)
 _BYTES = Limits(0, LARGEST_MEMORY_BYTES)
+_MEMORY_SIZE = Limits(1, LARGEST_MEMORY_BYTES)
 _WATTS = Limits(0, 20_000)
+_POWER_LIMIT = Limits(0.001, 20_000)
 _JOULES = Limits(0, 1e14)
 _CELSIUS = Limits(-60, 200)
 _HERTZ = Limits(0, 20e9)
@@ -145,7 +148,7 @@ TABLE: tuple[Row, ...] = (
     Row("decoder_utilization_ratio", _RATIO, (_of("nvmlDeviceGetDecoderUtilization", part=0, scale=_PERCENT),)),
     Row("memory_used_bytes", _BYTES, _memory("used")),
     Row("memory_free_bytes", _BYTES, _memory("free")),
-    Row("memory_total_bytes", _BYTES, _memory("total")),
+    Row("memory_total_bytes", _MEMORY_SIZE, _memory("total")),
     Row("memory_reserved_bytes", _BYTES, _memory("reserved")),
     Row(
         "power_watts",
@@ -154,7 +157,7 @@ TABLE: tuple[Row, ...] = (
     ),
     Row(
         "power_limit_watts",
-        _WATTS,
+        _POWER_LIMIT,
         (_of("nvmlDeviceGetEnforcedPowerLimit", scale=_MILLI), _field(190, "POWER_CURRENT_LIMIT", _MILLI)),
     ),
     Row(

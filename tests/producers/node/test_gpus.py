@@ -5,6 +5,7 @@ import contextlib
 import gc
 import logging
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
@@ -16,7 +17,7 @@ from producers.node import gpus
 from producers.node import instruments as own
 from producers.node.cgroups import Place
 from producers.node.gpus import Gpus, Pace
-from producers.node.nvml import binding
+from producers.node.nvml import binding, threaded_gpu
 from producers.node.nvml.binding import Nvml
 from producers.node.nvml.driver import DriverReplaced
 from producers.node.nvml.events import XID_EVENT
@@ -135,11 +136,11 @@ async def test_before_it_is_opened_it_says_so() -> None:
 
 async def test_a_gpu_that_hangs_is_a_timeout_and_the_others_are_on_time(bench: Bench) -> None:
     await bench.open()
-    hang = bench.nvml.hang("GPU-1", POWER)
+    hang = bench.nvml.hang("GPU-1", "*")
     for _ in range(3):
         async with asyncio.timeout(15):
             devices = await bench.read(0.7)
-        assert [device["state"] for device in devices] == ["ok", "timeout", "ok"]
+    assert [device["state"] for device in devices] == ["ok", "timeout", "ok"]
     assert devices[1] == {
         "uuid": "GPU-1",
         "index": 1,
@@ -151,7 +152,6 @@ async def test_a_gpu_that_hangs_is_a_timeout_and_the_others_are_on_time(bench: B
         "metrics": {},
     }
     assert bench.value(own.GPUS, state="timeout") == 1
-    assert bench.nvml.asked["GPU-1", POWER] == 3  # opened, read once, and the one that hangs
     hang.end.set()
     await bench.comes(OK)
 
@@ -168,6 +168,15 @@ async def test_one_that_hangs_is_counted_when_it_returns_and_what_it_says_then_i
     assert await bench.states() == OK
 
 
+async def silenced(bench: Bench, *uuids: str) -> None:
+    """Nothing that these are asked returns, and every thread that they may have waits."""
+    for uuid in uuids:
+        bench.nvml.hang(uuid, "*")
+    for _ in range(threaded_gpu.MOST_LEFT + 1):
+        await bench.read(0.05)
+        bench.clock.now_s += 40
+
+
 async def test_what_hangs_is_told_with_its_time_and_the_call_and_once_in_the_log(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -175,18 +184,112 @@ async def test_what_hangs_is_told_with_its_time_and_the_call_and_once_in_the_log
         bench.gpus = bench.make(clock=bench.clock)
         await bench.open()
         caplog.set_level(logging.INFO)
-        bench.nvml.hang("GPU-1", POWER)
-        reading = asyncio.create_task(bench.read(0.7))
-        await reading
-        assert bench.gpus.not_ready() == []
-        bench.clock.now_s += 40
+        await silenced(bench, "GPU-1")
+        (silent,) = [reason for reason in bench.gpus.not_ready() if "has not answered" in reason]
+        assert silent.startswith("GPU 1 (GPU-1) has not answered for 40 s (nvmlDevice")
         for _ in range(3):
-            await bench.read(0.7)
-        told = "GPU 1 (GPU-1) has not answered for 40 s (nvmlDeviceGetPowerUsage)"
-        assert bench.gpus.not_ready() == [told]
+            await bench.read(0.05)
+        assert caplog.messages.count(silent) == 1
         bench.nvml.release()
-        await until(lambda: not bench.gpus.not_ready())
-        assert [record.getMessage() for record in caplog.records] == [told, "GPU 1 (GPU-1) has returned"]
+        await until(lambda: not bench.gpus._gpus[1].busy)
+        assert caplog.messages.count("GPU 1 (GPU-1) has returned") == 1
+        await bench.comes(OK)
+
+
+async def test_a_gpu_that_hangs_keeps_no_more_than_a_few_threads_and_none_when_it_returns() -> None:
+    async with opened(Bench()) as bench:
+        bench.gpus = bench.make(clock=bench.clock)
+        await bench.open()
+
+        def threads() -> list[str]:
+            return [thread.name for thread in threading.enumerate() if thread.name == "nvml-1"]
+
+        others = len(threads()) - 1
+        await silenced(bench, "GPU-1")
+        for _ in range(20):
+            await bench.read(0.01)
+            bench.clock.now_s += 40
+        assert len(threads()) - others == 1 + threaded_gpu.MOST_LEFT
+        bench.nvml.release()
+        await bench.comes(OK)
+        await until(lambda: len(threads()) - others == 1)
+
+
+async def test_a_call_that_hangs_is_left_out_and_the_rest_of_its_gpu_is_read_in_the_same_tick(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = (await bench.open())[1]["metrics"]
+    caplog.set_level(logging.INFO)
+    hang = bench.nvml.hang("GPU-1", POWER)
+    for _ in range(3):
+        device = (await bench.read(0.8))[1]
+        assert device["state"] == "ok"
+        assert device["metrics"] == {key: value for key, value in before.items() if key != "power_watts"}
+    (reason,) = bench.gpus.not_ready()
+    assert reason.startswith(f"GPU 1 (GPU-1): {POWER} has not returned for ")
+    assert bench.nvml.asked["GPU-1", POWER] == 3  # opened, read, and the one that hangs
+    assert bench.gpus.left_out()["GPU-1"]["power_watts"] == ((POWER, "TIMEOUT"),)
+    hang.end.set()
+    bench.nvml.release()
+    await until(lambda: not bench.gpus._gpus[1].busy)
+    await bench.read()
+    assert (await bench.read())[1]["metrics"] == before
+    assert bench.gpus.not_ready() == []
+    told = [text for text in caplog.messages if POWER in text]
+    assert told == [
+        f"GPU 1 (GPU-1): {POWER} has not returned for 0.2 s; what it gives is left out until it is quick again",
+        f"GPU 1 (GPU-1): {POWER} is quick again",
+    ]
+
+
+async def test_a_call_that_is_slow_each_time_is_made_less_and_less_often_and_costs_only_its_value(
+    bench: Bench,
+) -> None:
+    await bench.open()
+    bench.nvml.delays_s["GPU-1", POWER] = 0.15
+    before = bench.nvml.asked["GPU-1", POWER]
+    for _ in range(20):
+        device = (await bench.read(0.4))[1]
+        assert (device["state"], "power_watts" in device["metrics"]) == ("ok", False)
+        assert "temperature_celsius" in device["metrics"]
+        await until(lambda: not bench.gpus._gpus[1].busy)
+    assert bench.nvml.asked["GPU-1", POWER] - before < 8
+    assert "and is left out until it is quick again" in bench.gpus.not_ready()[0]
+
+
+async def test_a_gpu_that_is_slow_to_read_is_in_each_tick_with_the_time_when_it_was_read(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each of its calls takes its time, and none takes long."""
+    await bench.open()
+    caplog.set_level(logging.INFO)
+    bench.nvml.delays_s["GPU-1", "*"] = 0.006
+    assert (await bench.states(0.1))["GPU-1"] == "timeout"
+    for _ in range(3):
+        await until(lambda: not bench.gpus._gpus[1].busy)
+        before_ms = time.time_ns() // 1_000_000
+        first, late, _ = await bench.read(0.1)
+        assert msgspec.convert(late, Device).state == "ok"
+        assert late["metrics"].keys() == first["metrics"].keys()
+        assert before_ms - 10_000 < late["read_ms"] < before_ms
+        assert "read_ms" not in first
+    (reason,) = bench.gpus.not_ready()
+    assert "GPU 1 (GPU-1) takes " in reason
+    (told,) = caplog.messages
+    assert "GPU 1 (GPU-1) takes " in told
+    bench.nvml.delays_s.clear()
+    await until(lambda: not bench.gpus._gpus[1].busy)
+    assert "read_ms" not in (await bench.read())[1]
+    assert bench.gpus.not_ready() == []
+
+
+async def test_a_reading_that_spans_ticks_ends_in_one_of_them_and_is_told_once(bench: Bench) -> None:
+    await bench.open()
+    bench.nvml.delays_s["GPU-1", "*"] = 0.008
+    seen = [next(one for one in await bench.read(0.1) if one["uuid"] == "GPU-1") for _ in range(12)]
+    times = [one["read_ms"] for one in seen if one["state"] == "ok"]
+    assert {one["state"] for one in seen} == {"ok", "timeout"}
+    assert sorted(set(times)) == times
 
 
 async def test_the_mig_devices_of_a_gpu_that_hangs_or_is_lost_are_known_too(bench: Bench) -> None:
@@ -199,6 +302,11 @@ async def test_the_mig_devices_of_a_gpu_that_hangs_or_is_lost_are_known_too(benc
     assert (lost["mig"]["uuid"], lost["metrics"], "processes" in lost) == ("MIG-a", {}, False)
     gpu.error = None
     bench.nvml.hang("GPU-1", "nvmlDeviceGetMigMode")
+    bench.nvml.hang("MIG-a", "nvmlDeviceGetUUID")
+    assert await bench.states(0.8) == {"GPU-0": "ok", "GPU-1": "ok", "MIG-a": "timeout", "GPU-2": "ok"}
+    for uuid in ("GPU-1", "MIG-a"):
+        bench.nvml.hang(uuid, "*")
+    await bench.read(0.8)
     assert await bench.states(0.7) == {"GPU-0": "ok", "GPU-1": "timeout", "MIG-a": "timeout", "GPU-2": "ok"}
 
 
@@ -343,6 +451,20 @@ async def test_a_new_gpu_that_a_new_process_sees_is_there_after_opening_again(
     assert quick.value(own.OPENED) == 2
     again = [record.getMessage() for record in caplog.records][-1]
     assert again.endswith("opened again: GPU-new would answer a new process, and not this one")
+
+
+async def test_a_census_does_not_come_before_gpus_were_read_however_long_the_interval_is(quick: Bench) -> None:
+    """Else GPUs that no tick has read yet would not count as working, and NVML be opened for them again and again."""
+    quick.census = FakeCensus(lambda: [gpu.uuid for gpu in quick.nvml.gpus])
+    quick.gpus = quick.make()
+    await quick.open()
+    quick.nvml.gpus.append(FakeDevice("GPU-new"))
+    quick.run()
+    await until(lambda: quick.nvml.inits == 2)
+    seen = len(quick.census.times)
+    await until(lambda: len(quick.census.times) > seen + 5)
+    assert quick.nvml.inits == 2
+    assert await quick.states() == OK | {"GPU-new": "ok"}
 
 
 async def test_what_nvml_has_lent_is_given_back_before_it_is_opened_again(quick: Bench) -> None:
@@ -560,10 +682,10 @@ async def test_nvml_is_not_opened_again_while_a_gpu_hangs() -> None:
             seen = len(bench.census.times)
             bench.clock.now_s += 100
             await until(lambda: len(bench.census.times) > seen)  # noqa: B023 - it is awaited here
-            assert await bench.states(0.7) == OK | {"GPU-1": "timeout"}
+            assert await bench.states(0.7) == OK
         assert bench.nvml.shutdowns == 0
         hang.end.set()
-        await until(lambda: bench.nvml.asked["GPU-1", "nvmlDeviceGetRemappedRows"] > 2)
+        await bench.comes(OK)
 
 
 async def test_a_loss_calls_for_a_census_soon_but_not_at_once() -> None:
@@ -721,11 +843,13 @@ async def test_gpus_that_can_not_be_read_say_by_which_call_and_why_and_those_tha
     assert bench.gpus.count == 4
     assert set(bench.gpus.left_out()) == set(OK)
     bench.nvml.gpus[0].error = binding.GPU_IS_LOST
-    hang = bench.nvml.hang("GPU-1", POWER)
-    await bench.read(0.7)
+    hang = bench.nvml.hang("GPU-1", "*")
+    await bench.read(0.8)
+    await bench.read(0.8)
+    silent = bench.gpus.refusals()[1].why.call
     assert bench.gpus.refusals() == [
         (0, "GPU-0", ("nvmlDeviceGetUtilizationRates", "GPU_IS_LOST")),
-        (1, "GPU-1", (POWER, "TIMEOUT")),
+        (1, "GPU-1", (silent, "TIMEOUT")),
         (3, None, ("nvmlDeviceGetHandleByIndex", "NO_PERMISSION")),
     ]
     assert "GPU-1" not in bench.gpus.left_out()

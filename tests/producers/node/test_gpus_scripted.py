@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import os
 import re
 import subprocess
@@ -184,16 +185,20 @@ async def test_a_gpu_that_is_lost_in_mid_run_is_known_although_its_uuid_can_not_
     assert node.gpus.not_ready() == []
 
 
-async def test_a_call_that_hangs_for_5_s_costs_only_its_own_gpu_and_is_not_made_twice(node: Node) -> None:
+async def test_a_call_that_hangs_for_5_s_costs_only_its_own_value_and_is_not_made_twice(node: Node) -> None:
     await node.open()
     before = node.asked(POWER, 5)
     node.nvml.hang(5, POWER, 5)
     for _ in range(3):
-        assert await node.states(1.5) == ["ok"] * 5 + ["timeout"] + ["ok"] * 2
+        devices = await node.read(1.5)
+        assert [device["state"] for device in devices] == ["ok"] * 8
+        assert [device["index"] for device in devices if "power_watts" not in device["metrics"]] == [5]
     assert node.asked(POWER, 5) == before + 1
     node.nvml.set(5, power_mw=1_000)
     node.nvml.release()
-    assert (await node.comes(["ok"] * 8))[5]["metrics"]["power_watts"] == 1
+    await until(lambda: not node.gpus._gpus[5].busy)
+    await node.read()
+    assert (await node.read())[5]["metrics"]["power_watts"] == 1
 
 
 async def test_blank_and_absurd_values_are_left_out_and_counted(node: Node) -> None:
@@ -222,14 +227,14 @@ async def test_blank_and_absurd_values_are_left_out_and_counted(node: Node) -> N
     assert set(CATALOGUE) - set(metrics) == absent
     assert -1 not in metrics.values()
     assert set(node.errors()) == {
-        (POWER, "IMPLAUSIBLE"),
+        (POWER, "NO_VALUE"),
         ("nvmlDeviceGetUtilizationRates", "IMPLAUSIBLE"),
         ("nvmlDeviceGetTemperatureV", "IMPLAUSIBLE"),
-        ("nvmlDeviceGetTotalEnergyConsumption", "IMPLAUSIBLE"),
+        ("nvmlDeviceGetTotalEnergyConsumption", "NO_VALUE"),
         ("nvmlDeviceGetClockInfo", "IMPLAUSIBLE"),
         ("nvmlDeviceGetMemoryInfo", "IMPLAUSIBLE"),
         ("NVML_FI_DEV_MEMORY_TEMP", "IMPLAUSIBLE"),
-        ("nvmlDeviceGetFanSpeed", "IMPLAUSIBLE"),
+        ("nvmlDeviceGetFanSpeed", "NO_VALUE"),
         ("NVML_GPM_METRIC_SM_UTIL", "IMPLAUSIBLE"),
         ("NVML_GPM_METRIC_ANY_TENSOR_UTIL", "IMPLAUSIBLE"),
         ("NVML_GPM_METRIC_NVLINK_TOTAL_RX_PER_SEC", "IMPLAUSIBLE"),
@@ -428,10 +433,49 @@ def test_an_older_driver_gives_what_it_has_without_an_error(nvml_directory: Path
     assert (errors, wrong) == ([], [])
 
 
-def test_a_process_ends_while_a_gpu_hangs(nvml: ScriptedNvml) -> None:
-    nvml.hang(2, POWER, 3600)
-    devices, _, _ = in_a_process(nvml, 2.0)
+def test_a_process_ends_while_gpus_hang(nvml: ScriptedNvml) -> None:
+    nvml.hang(2, "nvmlDeviceGetHandleByIndex", 3600)
+    nvml.hang(4, POWER, 3600)
+    devices, _, wrong = in_a_process(nvml, 2.0)
     assert [device["index"] for device in devices] == [0, 1, 3, 4, 5, 6, 7]
+    assert [device["index"] for device in devices if "power_watts" not in device["metrics"]] == [4]
+    assert any(POWER in text for text in wrong)
+
+
+async def test_success_with_nothing_filled_in_is_no_value_and_never_a_zero(node: Node) -> None:
+    node.nvml.set(None, energy_mj=1_001_000_000, sample_period_us=1_000)
+    await node.open()
+    before = [(device["uuid"], device["metrics"].keys()) for device in await node.complete()]
+    node.nvml.leave_empty(2, "*")
+    for _ in range(3):
+        devices = await node.complete()
+        assert [device["state"] for device in devices] == ["ok"] * 8
+        found = devices[2]["metrics"]
+        assert not found.keys() & {"energy_joules_total", "memory_total_bytes", "power_watts", "temperature_celsius"}
+        assert (devices[2]["uuid"], found) == (UUID.format(2), {})
+    node.nvml.fail(2, "*", 0)
+    assert [(device["uuid"], device["metrics"].keys()) for device in await node.complete()] == before
+
+
+async def test_three_ticks_of_not_supported_cost_their_values_and_no_more_and_are_in_the_log(
+    node: Node, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    node.nvml.set(None, sample_period_us=1_000)
+    await node.open()
+    before = (await node.complete())[2]["metrics"].keys()
+    node.nvml.fail(2, "nvmlDeviceGetFieldValues", 3)
+    gone: set[str] = set()
+    for _ in range(3):
+        gone = before - (await node.complete())[2]["metrics"].keys()
+    assert len(gone) >= 13
+    node.nvml.fail(2, "nvmlDeviceGetFieldValues", 0)
+    assert [(await node.complete())[2]["metrics"].keys() == before for _ in range(4)][-1]
+    told = [text for text in caplog.messages if "NOT_SUPPORTED" in text]
+    assert f"GPU 2 ({UUID.format(2)}): nvmlDeviceGetFieldValues answers NOT_SUPPORTED" in told[0]
+    assert all(sum(key in text for text in told) == 1 for key in gone)
+    (back,) = [text for text in caplog.messages if text.endswith(" again")]
+    assert all(key in back for key in gone)
 
 
 def test_a_process_ends_while_the_driver_hangs(nvml: ScriptedNvml) -> None:

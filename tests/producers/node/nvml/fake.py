@@ -184,8 +184,10 @@ class FakeNvml:
         self.inits = self.shutdowns = 0
         self._seen: list[FakeDevice] = []
         self._hangs: dict[tuple[str | None, str], Hang] = {}
+        self.delays_s: dict[tuple[str | None, str], float] = {}
 
     def hang(self, uuid: str | None, function: str) -> Hang:
+        """Calls of this function do not return; of any, with ``*``."""
         hang = self._hangs[uuid, function] = Hang(threading.Event(), threading.Event())
         return hang
 
@@ -336,9 +338,11 @@ class FakeNvml:
     def _called(self, uuid: str | None, function: str) -> None:
         self.asked[uuid or "", function] += 1
         self.threads.add(threading.current_thread().name)
-        if (hang := self._hangs.get((uuid, function))) is not None:
+        if (hang := self._hangs.get((uuid, function)) or self._hangs.get((uuid, "*"))) is not None:
             hang.begun.set()
             hang.end.wait(60)
+        if delay_s := self.delays_s.get((uuid, function)) or self.delays_s.get((uuid, "*")):
+            time.sleep(delay_s)  # on the thread of the call
 
 
 def _existing(found: FakeDevice | None) -> FakeDevice:

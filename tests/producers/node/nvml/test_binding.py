@@ -12,7 +12,7 @@ from producers.node.nvml import binding
 from producers.node.nvml.binding import FieldValue, NvmlError, Pynvml
 from tests.nvml.scripted import Process, ScriptedNvml
 
-CODES = [name for name in vars(binding) if isinstance(getattr(binding, name), int) and name.isupper()]
+CODES = [name for name, code in vars(binding).items() if isinstance(code, int) and name[0].isupper() and code > 0]
 
 
 @pytest.fixture
@@ -156,3 +156,74 @@ def test_gpm_compares_two_samples_metric_by_metric(nvml: ScriptedNvml, real: Pyn
         real.gpm_free(sample)
     assert error(lambda: real.gpm_free(older)) == (2, "INVALID_ARGUMENT")
     assert error(lambda: real.gpm_metrics(older, newer, [2])) == (2, "INVALID_ARGUMENT")
+
+
+FILLED = (
+    ("nvmlDeviceGetMinorNumber",),
+    ("nvmlDeviceGetMigMode",),
+    ("nvmlDeviceGetMaxMigDeviceCount",),
+    ("nvmlDeviceGetUtilizationRates",),
+    ("nvmlDeviceGetEncoderUtilization",),
+    ("nvmlDeviceGetDecoderUtilization",),
+    ("nvmlDeviceGetMemoryInfo",),
+    ("nvmlDeviceGetMemoryInfo", 0x02000028),
+    ("nvmlDeviceGetPowerUsage",),
+    ("nvmlDeviceGetEnforcedPowerLimit",),
+    ("nvmlDeviceGetTotalEnergyConsumption",),
+    ("nvmlDeviceGetTemperatureV", 0),
+    ("nvmlDeviceGetTemperature", 0),
+    ("nvmlDeviceGetFanSpeed",),
+    ("nvmlDeviceGetPerformanceState",),
+    ("nvmlDeviceGetClockInfo", 1),
+    ("nvmlDeviceGetCurrentClocksEventReasons",),
+    ("nvmlDeviceGetCurrentClocksThrottleReasons",),
+    ("nvmlDeviceGetPcieReplayCounter",),
+    ("nvmlDeviceGetTotalEccErrors", 0, 1),
+    ("nvmlDeviceGetRemappedRows",),
+)
+
+
+@pytest.mark.parametrize("call", FILLED)
+def test_an_answer_is_what_pynvml_gives_and_one_that_nothing_was_filled_into_is_an_error_and_no_zero(
+    nvml: ScriptedNvml, real: Pynvml, call: tuple[Any, ...]
+) -> None:
+    function, *arguments = call
+    nvml.set(0, ecc_corrected_aggregate=3, energy_mj=5, temperature=-3)
+    gpu = real.handle(0)
+    expected, found = getattr(pynvml, function)(gpu, *arguments), real.ask(function, gpu, *arguments)
+    assert _plain(found) == _plain(expected)
+    nvml.leave_empty(0, function)
+    assert error(lambda: real.ask(function, gpu, *arguments)) == (binding.NOTHING_FILLED_IN, "NO_VALUE")
+
+
+def _plain(answer: Any) -> Any:
+    if isinstance(answer, pynvml.Structure):
+        return [getattr(answer, name) for name, *_ in answer._fields_]
+    return list(answer) if isinstance(answer, list | tuple) else answer
+
+
+def test_fields_that_nothing_was_filled_into_are_an_error_and_no_zeros(nvml: ScriptedNvml, real: Pynvml) -> None:
+    gpu = real.handle(0)
+    nvml.leave_empty(0, "nvmlDeviceGetFieldValues")
+    assert error(lambda: real.fields(gpu, [82, 83])) == (binding.NOTHING_FILLED_IN, "NO_VALUE")
+
+
+def test_a_count_of_gpus_that_nothing_was_filled_into_is_an_error_and_not_none(
+    nvml: ScriptedNvml, real: Pynvml
+) -> None:
+    nvml.leave_empty(None, "nvmlDeviceGetCount")
+    assert error(real.count) == (binding.NOTHING_FILLED_IN, "NO_VALUE")
+
+
+def test_what_gpm_said_the_last_time_is_not_taken_for_what_it_does_not_say_now(
+    nvml: ScriptedNvml, real: Pynvml
+) -> None:
+    gpu, older, newer = real.handle(0), real.gpm_sample(), real.gpm_sample()
+    real.ask("nvmlGpmSampleGet", gpu, older)
+    time.sleep(0.11)  # the driver's own clock: samples closer together are refused
+    real.ask("nvmlGpmSampleGet", gpu, newer)
+    assert real.gpm_metrics(older, newer, [2])[0].code == 0
+    nvml.leave_empty(None, "nvmlGpmMetricsGet")
+    assert real.gpm_metrics(older, newer, [2]) == [FieldValue(binding.NOTHING_FILLED_IN, 0, 0)]
+    for sample in (older, newer):
+        real.gpm_free(sample)

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from producers.node.nvml import binding
-from producers.node.nvml.asking import Asking, Lost
 from producers.node.nvml.binding import FieldValue, NvmlError
+from producers.node.nvml.calls import Calls, Lost
 from producers.node.nvml.device import Device
 from producers.node.nvml.profiling import Profiling
 from producers.node.nvml.table import TABLE
@@ -30,10 +30,10 @@ class Bench:
         self._sampled_us = 10**15
         self.gpu = self.nvml.gpus[0]
         self.nvml.init()
-        self.asking = Asking(self.nvml)
-        handle = self.asking.open(0)
-        profiling = Profiling(self.asking, handle, clock=self.clock)
-        self.device = Device(self.asking, handle, cut=cut, profiling=profiling, clock=self.clock)
+        self.calls = Calls(self.nvml)
+        handle = self.calls.open(0)
+        profiling = Profiling(self.calls, handle, clock=self.clock)
+        self.device = Device(self.calls, handle, cut=cut, profiling=profiling, clock=self.clock)
 
     def keep(self, kind: int, *raw: float) -> None:
         """The driver takes samples of that kind."""
@@ -124,7 +124,7 @@ def test_every_key_of_the_catalogue_comes_in_base_units() -> None:
         "row_remap_failure": 1,
     }
     assert sorted(found) == sorted(CATALOGUE)
-    assert bench.asking.errors() == []
+    assert bench.calls.errors() == []
 
 
 def test_what_answers_several_keys_is_asked_once_a_tick() -> None:
@@ -147,7 +147,7 @@ def test_what_a_device_does_not_support_is_asked_once_and_not_counted(code: int)
     assert bench.asked("nvmlDeviceGetFanSpeed") == 1
     assert bench.asked("nvmlDeviceGetRemappedRows") == 1
     assert [bench.asked(f"field {number}") for number in (82, 142)] == [2, 1]
-    assert bench.asking.errors() == []
+    assert bench.calls.errors() == []
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_the_next_source_answers_in_the_same_tick_where_the_first_is_not_support
     bench.gpu.fields |= {number: FieldValue(0, one) for number, one in raw.items()}
     bench.gpu.fail(newer, binding.FUNCTION_NOT_FOUND)
     assert [bench.values()[key], bench.values()[key]] == [value, value]
-    assert bench.asking.errors() == []
+    assert bench.calls.errors() == []
 
 
 def test_an_older_driver_tells_the_memory_without_what_is_reserved() -> None:
@@ -189,10 +189,10 @@ def test_an_error_leaves_out_that_value_this_time_and_is_counted_and_no_other_so
     bench.gpu.fields[AVERAGE] = FieldValue(0, 1)
     bench.gpu.fail(POWER, BROKEN)
     assert "power_watts" not in bench.values()
-    assert bench.asking.errors() == [(POWER, "UNKNOWN")]
+    assert bench.calls.errors() == [(POWER, "UNKNOWN")]
     bench.gpu.answers[POWER] = 100_000
     assert bench.values()["power_watts"] == 100
-    assert bench.asking.errors() == []
+    assert bench.calls.errors() == []
 
 
 def test_an_invalid_argument_is_an_error_of_a_gpu_and_an_answer_of_a_part_that_never_gave_another() -> None:
@@ -201,13 +201,13 @@ def test_an_invalid_argument_is_an_error_of_a_gpu_and_an_answer_of_a_part_that_n
         bench.values()
         for function in ("nvmlDeviceGetFanSpeed", POWER):
             bench.gpu.fail(function, binding.INVALID_ARGUMENT)
-    fresh = Device(cut.asking, cut.asking.open(0), cut=True)
+    fresh = Device(cut.calls, cut.calls.open(0), cut=True)
     for _ in range(2):
         whole.values()
         fresh.values()
         cut.values()
-    assert whole.asking.errors() == [(POWER, "INVALID_ARGUMENT"), ("nvmlDeviceGetFanSpeed", "INVALID_ARGUMENT")] * 2
-    assert len(cut.asking.errors()) == 4
+    assert whole.calls.errors() == [(POWER, "INVALID_ARGUMENT"), ("nvmlDeviceGetFanSpeed", "INVALID_ARGUMENT")] * 2
+    assert len(cut.calls.errors()) == 4
     assert cut.asked(POWER) == 1 + 1 + 2
 
 
@@ -219,7 +219,7 @@ def test_a_field_that_fails_leaves_out_only_itself() -> None:
     bench.gpu.fields[82] = FieldValue(BROKEN)
     assert "memory_temperature_celsius" not in (found := bench.values())
     assert "pcie_tx_bytes_per_second" in found
-    assert bench.asking.errors() == [("NVML_FI_DEV_MEMORY_TEMP", "UNKNOWN")]
+    assert bench.calls.errors() == [("NVML_FI_DEV_MEMORY_TEMP", "UNKNOWN")]
 
 
 def test_a_field_that_an_older_driver_does_not_know_does_not_take_the_others_along() -> None:
@@ -233,7 +233,7 @@ def test_a_field_that_an_older_driver_does_not_know_does_not_take_the_others_alo
     before = bench.asked("nvmlDeviceGetFieldValues")
     assert bench.values()["memory_temperature_celsius"] == 55
     assert bench.asked("nvmlDeviceGetFieldValues") == before + 1
-    assert bench.asking.errors() == []
+    assert bench.calls.errors() == []
 
 
 def test_without_the_call_for_fields_there_are_none_and_it_is_not_asked_again() -> None:
@@ -250,7 +250,7 @@ def test_a_call_for_fields_that_fails_is_counted_once() -> None:
     bench.values()
     bench.gpu.fail("nvmlDeviceGetFieldValues", BROKEN)
     assert "memory_temperature_celsius" not in bench.values()
-    assert bench.asking.errors() == [("nvmlDeviceGetFieldValues", "UNKNOWN")]
+    assert bench.calls.errors() == [("nvmlDeviceGetFieldValues", "UNKNOWN")]
 
 
 @pytest.mark.parametrize("raw", [0xFFFFFFFF, -1, 0x7FFFFFF0, 10**9])
@@ -258,14 +258,14 @@ def test_a_blank_or_absurd_value_is_left_out_and_counted(raw: int) -> None:
     bench = Bench()
     bench.gpu.answers[POWER] = raw
     assert "power_watts" not in bench.values()
-    assert bench.asking.errors() == [(POWER, "IMPLAUSIBLE")]
+    assert bench.calls.errors() == [(POWER, "IMPLAUSIBLE")]
 
 
 def test_a_performance_state_that_the_device_does_not_know_is_no_value_and_no_error() -> None:
     bench = Bench()
     bench.gpu.answers["nvmlDeviceGetPerformanceState"] = 32
     assert "performance_state" not in bench.values()
-    assert bench.asking.errors() == []
+    assert bench.calls.errors() == []
 
 
 def test_a_part_of_the_memory_that_is_larger_than_all_of_it_is_left_out() -> None:
@@ -274,7 +274,7 @@ def test_a_part_of_the_memory_that_is_larger_than_all_of_it_is_left_out() -> Non
     found = bench.values()
     assert "memory_used_bytes" not in found
     assert found["memory_total_bytes"] == 80 * GIB
-    assert ("nvmlDeviceGetMemoryInfo", "IMPLAUSIBLE") in bench.asking.errors()
+    assert ("nvmlDeviceGetMemoryInfo", "IMPLAUSIBLE") in bench.calls.errors()
 
 
 def test_pcie_rates_need_two_readings_and_a_counter_that_wraps_runs_on() -> None:
@@ -296,7 +296,7 @@ def test_a_counter_that_begins_anew_gives_no_rate() -> None:
     found = bench.values()
     assert "pcie_tx_bytes_per_second" not in found
     assert found["pcie_rx_bytes_per_second"] == 10
-    assert bench.asking.errors() == [("NVML_FI_DEV_PCIE_COUNT_TX_BYTES", "IMPLAUSIBLE")]
+    assert bench.calls.errors() == [("NVML_FI_DEV_PCIE_COUNT_TX_BYTES", "IMPLAUSIBLE")]
 
 
 def test_a_reading_that_the_driver_repeats_is_not_taken_for_silence() -> None:
@@ -324,7 +324,7 @@ def test_what_is_no_counter_gives_no_rate(raw: float) -> None:
     bench = Bench()
     bench.gpu.fields[197] = FieldValue(0, raw, 64)
     assert "pcie_tx_bytes_per_second" not in bench.values()
-    assert bench.asking.errors() == [("NVML_FI_DEV_PCIE_COUNT_TX_BYTES", "IMPLAUSIBLE")]
+    assert bench.calls.errors() == [("NVML_FI_DEV_PCIE_COUNT_TX_BYTES", "IMPLAUSIBLE")]
 
 
 @pytest.mark.parametrize("code", [1, 9, 15, 18, 28])
@@ -376,7 +376,7 @@ def test_gpm_needs_two_samples_more_than_100_ms_apart() -> None:
     bench.clock.now_s += 0.05
     assert bench.values()["sm_active_ratio"] == 0.8
     assert [newer - older for older, newer in bench.nvml.windows] == [1]
-    assert bench.asking.errors() == []
+    assert bench.calls.errors() == []
 
 
 def test_gpm_that_is_an_invalid_argument_for_a_part_is_not_asked_for_again() -> None:
@@ -388,8 +388,8 @@ def test_gpm_that_is_an_invalid_argument_for_a_part_is_not_asked_for_again() -> 
             bench.values()
             bench.clock.now_s += 1
     assert [bench.asked("nvmlGpmMetricsGet") for bench in (whole, cut)] == [3, 1]
-    assert whole.asking.errors() == [("nvmlGpmMetricsGet", "INVALID_ARGUMENT")] * 3
-    assert cut.asking.errors() == []
+    assert whole.calls.errors() == [("nvmlGpmMetricsGet", "INVALID_ARGUMENT")] * 3
+    assert cut.calls.errors() == []
 
 
 def test_gpm_is_asked_for_the_time_between_one_tick_and_the_next_with_two_buffers() -> None:
@@ -413,7 +413,7 @@ def test_a_device_without_gpm_is_asked_once_and_lends_nothing(answer: Any) -> No
         assert "sm_active_ratio" not in bench.values()
         bench.clock.now_s += 1
     assert bench.asked("nvmlGpmQueryDeviceSupport") == 1
-    assert (bench.nvml.lent, bench.asking.errors()) == ([], [])
+    assert (bench.nvml.lent, bench.calls.errors()) == ([], [])
 
 
 def test_each_metric_of_gpm_fails_for_itself() -> None:
@@ -429,7 +429,7 @@ def test_each_metric_of_gpm_fails_for_itself() -> None:
     }
     absent = {"sm_active_ratio", "sm_occupancy_ratio", "dram_active_ratio", "fp32_active_ratio", "fp64_active_ratio"}
     assert not absent & set(found)
-    assert bench.asking.errors() == [
+    assert bench.calls.errors() == [
         ("NVML_GPM_METRIC_SM_UTIL", "UNKNOWN"),
         ("NVML_GPM_METRIC_SM_OCCUPANCY", "IMPLAUSIBLE"),
         ("NVML_GPM_METRIC_DRAM_BW_UTIL", "IMPLAUSIBLE"),
@@ -446,7 +446,7 @@ def test_gpm_that_fails_is_counted_and_goes_on_afterwards(function: str) -> None
     bench.clock.now_s += 1
     bench.gpu.fail(function, BROKEN)
     assert "sm_active_ratio" not in bench.values()
-    assert bench.asking.errors() == [(function, "UNKNOWN")]
+    assert bench.calls.errors() == [(function, "UNKNOWN")]
     bench.gpu.answers[function] = good
     bench.clock.now_s += 1
     assert bench.values()["sm_active_ratio"] == 0.8
@@ -488,7 +488,7 @@ def test_samples_are_told_once_and_where_none_is_new_there_is_no_value_and_no_er
     bench.keep(UTILIZATION, 10)
     assert bench.values()["gpu_utilization_mean_ratio"] == 0.1
     assert "gpu_utilization_mean_ratio" not in bench.values()
-    assert bench.asking.errors() == []
+    assert bench.calls.errors() == []
 
 
 def test_samples_that_a_device_does_not_keep_are_asked_for_once() -> None:
@@ -496,14 +496,14 @@ def test_samples_that_a_device_does_not_keep_are_asked_for_once() -> None:
     bench.values()
     bench.values()
     assert bench.asked("nvmlDeviceGetSamples") == 2  # one for each kind
-    assert bench.asking.errors() == []
+    assert bench.calls.errors() == []
 
 
 def test_samples_that_can_not_be_had_are_counted() -> None:
     bench = Bench()
     bench.gpu.fail(("nvmlDeviceGetSamples", SAMPLED_POWER), BROKEN)
     bench.values()
-    assert bench.asking.errors() == [("NVML_TOTAL_POWER_SAMPLES", "UNKNOWN")]
+    assert bench.calls.errors() == [("NVML_TOTAL_POWER_SAMPLES", "UNKNOWN")]
 
 
 def test_a_sample_that_can_not_be_is_left_out_and_counted() -> None:
@@ -514,7 +514,7 @@ def test_a_sample_that_can_not_be_is_left_out_and_counted() -> None:
     found = bench.values()
     spread = [found[f"gpu_utilization_{part}_ratio"] for part in ("min", "mean", "max")]
     assert spread == [0.5, pytest.approx(0.6), 0.7]
-    assert bench.asking.errors() == [("NVML_GPU_UTILIZATION_SAMPLES", "IMPLAUSIBLE")] * 2
+    assert bench.calls.errors() == [("NVML_GPU_UTILIZATION_SAMPLES", "IMPLAUSIBLE")] * 2
     bench.keep(UTILIZATION, 255)
     assert "gpu_utilization_max_ratio" not in bench.values()
 
@@ -555,3 +555,172 @@ def test_whatever_a_device_says_its_values_are_within_their_limits(answers: list
     except Lost:
         return
     assert all(limits[key].low <= value <= limits[key].high for key, value in found.items())
+
+
+ENERGY, ECC = "nvmlDeviceGetTotalEnergyConsumption", ("nvmlDeviceGetTotalEccErrors", 0, 0)
+
+
+def test_what_is_not_supported_for_a_while_has_values_again_soon_after() -> None:
+    bench = Bench()
+    before = bench.values()
+    refusing = {name: value for name, value in bench.gpu.answers.items() if name != "nvmlDeviceGetMigMode"}
+    bench.gpu.answers = dict.fromkeys(refusing, NvmlError(binding.NOT_SUPPORTED))
+    fields, bench.gpu.fields = bench.gpu.fields, {}
+    for _ in range(3):
+        assert bench.values() == {}
+    bench.gpu.answers, bench.gpu.fields = refusing, fields
+    back = [len(bench.values()) for _ in range(4)]
+    assert back[-1] == len(before)
+    assert bench.calls.errors() == []
+
+
+def test_what_goes_and_what_comes_back_is_told_once_with_the_call_that_gave_it() -> None:
+    bench = Bench()
+    bench.values()
+    assert bench.device.turn() is None
+    kept = bench.gpu.answers["nvmlDeviceGetRemappedRows"]
+    bench.gpu.fail("nvmlDeviceGetRemappedRows", binding.NOT_SUPPORTED)
+    bench.values()
+    turn = bench.device.turn()
+    assert turn is not None
+    assert set(turn.gone) == {
+        "remapped_rows_correctable_total",
+        "remapped_rows_uncorrectable_total",
+        "row_remap_pending",
+        "row_remap_failure",
+    }
+    assert {one.error for one in turn.gone.values()} == {"NOT_SUPPORTED"}
+    for _ in range(5):
+        bench.values()
+        assert bench.device.turn() is None
+    bench.gpu.answers["nvmlDeviceGetRemappedRows"] = kept
+    turns = []
+    for _ in range(8):
+        bench.values()
+        turns.append(bench.device.turn())
+    (back,) = [turn for turn in turns if turn is not None]
+    assert (back.gone, back.back) == ({}, sorted(turn.gone))
+
+
+def test_a_source_that_never_answered_is_asked_again_but_seldom() -> None:
+    bench = Bench()
+    bench.gpu.fail("nvmlDeviceGetFanSpeed", binding.NOT_SUPPORTED)
+    for _ in range(60):
+        bench.values()
+    assert bench.asked("nvmlDeviceGetFanSpeed") == 1
+    bench.gpu.answers["nvmlDeviceGetFanSpeed"] = 30
+    assert any("fan_speed_ratio" in bench.values() for _ in range(10))
+    assert bench.device.turn() is None
+
+
+def test_a_source_that_answered_once_is_asked_less_and_less_often_while_it_refuses() -> None:
+    bench = Bench()
+    bench.values()
+    bench.gpu.fail("nvmlDeviceGetFanSpeed", binding.NOT_SUPPORTED)
+    before = bench.asked("nvmlDeviceGetFanSpeed")
+    for _ in range(1000):
+        bench.values()
+    assert bench.asked("nvmlDeviceGetFanSpeed") - before < 30
+
+
+def test_gpm_that_is_refused_for_a_while_is_read_again() -> None:
+    bench = Bench()
+    bench.gpu.profiled({2: 80})
+
+    def values() -> dict[str, float]:
+        bench.clock.now_s += 1
+        return bench.values()
+
+    values()
+    assert "sm_active_ratio" in values()
+    kept = bench.gpu.answers["nvmlGpmSampleGet"]
+    bench.gpu.fail("nvmlGpmSampleGet", binding.NOT_SUPPORTED)
+    assert "sm_active_ratio" not in values()
+    bench.gpu.answers["nvmlGpmSampleGet"] = kept
+    assert any("sm_active_ratio" in values() for _ in range(3))
+
+
+@pytest.mark.parametrize("call", [ENERGY, ECC])
+def test_a_counter_that_is_zero_for_a_tick_is_absent_in_it(call: Any) -> None:
+    bench = Bench()
+    key = "energy_joules_total" if call == ENERGY else "ecc_corrected_volatile_total"
+    seen = []
+    for raw in (1_001_000_000, 0, 1_001_500_000):
+        bench.gpu.answers[call] = raw
+        seen.append(bench.values().get(key))
+        bench.clock.now_s += 1
+    assert [value is None for value in seen] == [False, True, False]
+    function = call if isinstance(call, str) else call[0]
+    assert bench.calls.errors() == [(function, "IMPLAUSIBLE")]
+
+
+def test_a_counter_that_is_cleared_is_shown_as_that_after_a_while() -> None:
+    bench = Bench()
+    bench.values()
+    bench.gpu.answers[ECC] = 0
+    seen = []
+    for _ in range(12):
+        seen.append(bench.values().get("ecc_corrected_volatile_total"))
+        bench.clock.now_s += 1
+    assert seen == [None] * 10 + [0, 0]
+
+
+def test_counters_that_begin_again_are_shown_at_once_and_so_is_a_zero_beside_them() -> None:
+    bench = Bench()
+    bench.values()
+    bench.gpu.answers |= {ENERGY: 35, ECC: 0}
+    first, second = bench.values(), bench.values()
+    assert first["energy_joules_total"] == 0.035
+    assert second["ecc_corrected_volatile_total"] == 0
+
+
+def test_after_a_loss_a_counter_may_be_zero_at_once() -> None:
+    bench = Bench()
+    bench.values()
+    bench.device.forget_counts()
+    bench.gpu.answers[ECC] = 0
+    assert bench.values()["ecc_corrected_volatile_total"] == 0
+
+
+def test_a_byte_counter_that_is_zero_for_a_tick_makes_no_rate_and_spoils_none() -> None:
+    bench = Bench()
+    rates = []
+    for tx in (5_000_000, 5_001_000, 0, 5_003_000, 5_004_000):
+        bench.counters(tx, 0)
+        rates.append(bench.values().get("pcie_tx_bytes_per_second"))
+        bench.clock.now_s += 1
+    assert rates == [None, 1000, None, 1000, 1000]
+
+
+@pytest.mark.parametrize(
+    ("call", "answer", "absent"),
+    [
+        (
+            "nvmlDeviceGetMemoryInfo",
+            SimpleNamespace(total=0, reserved=0, free=0, used=0),
+            {"memory_total_bytes", "memory_used_bytes", "memory_free_bytes", "memory_reserved_bytes"},
+        ),
+        ("nvmlDeviceGetEnforcedPowerLimit", 0, {"power_limit_watts"}),
+    ],
+)
+def test_a_size_or_a_limit_of_zero_can_not_be(call: str, answer: Any, absent: set[str]) -> None:
+    bench = Bench()
+    before = bench.values().keys()
+    bench.gpu.answers[call] = answer
+    assert before - bench.values().keys() == absent
+    assert (call, "IMPLAUSIBLE") in bench.calls.errors()
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from([0, 3, 13, 999])), min_size=1, max_size=40))
+def test_whatever_is_refused_and_for_how_long_all_values_are_back_soon_after_it_answers(
+    refused: list[tuple[int, int]],
+) -> None:
+    bench = Bench()
+    functions = [POWER, "nvmlDeviceGetFanSpeed", "nvmlDeviceGetUtilizationRates", "nvmlDeviceGetFieldValues"]
+    kept = {function: bench.gpu.answers.get(function) for function in functions}
+    before = bench.values().keys()
+    for place, code in refused:
+        bench.gpu.answers[functions[place]] = NvmlError(code) if code else kept[functions[place]]
+        bench.values()
+    bench.gpu.answers |= kept
+    assert any(bench.values().keys() == before for _ in range(2 * len(refused) + 2))

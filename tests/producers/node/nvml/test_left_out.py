@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from producers.node.nvml import binding
-from producers.node.nvml.asking import LeftOut
 from producers.node.nvml.binding import FieldValue
-from producers.node.nvml.card import Card
+from producers.node.nvml.calls import LeftOut
+from producers.node.nvml.gpu import Gpu
 from tests.producers.node.nvml.fake import Clock, FakeNvml, FakePlaces, part, running
 
 COMPUTE = "nvmlDeviceGetComputeRunningProcesses_v3"
@@ -23,7 +23,7 @@ class Bench:
         self.nvml, self.clock = FakeNvml(1), Clock()
         self.gpu = self.nvml.gpus[0]
         self.nvml.init()
-        self.card = Card(self.nvml, 0, FakePlaces(), list_every_s=0, clock=self.clock)
+        self.card = Gpu(self.nvml, 0, FakePlaces(), list_every_s=0, clock=self.clock)
 
     def left_out(self, uuid: str = "GPU-0") -> LeftOut:
         self.clock.now_s += 1

@@ -3,8 +3,8 @@
 import pytest
 
 from producers.node.nvml import binding
-from producers.node.nvml.asking import Asking, Lost
 from producers.node.nvml.binding import FieldValue
+from producers.node.nvml.calls import Calls, Lost
 from producers.node.nvml.device import Device
 from producers.node.nvml.links import HOPPER, LINK_COUNT, MOST_LINKS
 from tests.producers.node.nvml.fake import FakeNvml
@@ -30,8 +30,8 @@ class Bench:
         self.gpu.fields |= {number: FieldValue(0, raw) for number, raw in OF_ALL.items()}
         self.gpu.fields[LINK_COUNT] = FieldValue(0, links, 32)
         self.nvml.init()
-        self.asking = Asking(self.nvml)
-        self.device = Device(self.asking, self.asking.open(0))
+        self.calls = Calls(self.nvml)
+        self.device = Device(self.calls, self.calls.open(0))
 
     def count(self, field: int, *of_links: float | int | None) -> None:
         """What each link counts; None: it is down."""
@@ -52,7 +52,7 @@ def test_what_the_links_count_is_added_up_and_the_fields_for_all_are_not_believe
     bench.count(CRC, 0, 8, 0)
     told = {KEYS[REPLAY]: 7, KEYS[RECOVERY]: 0, KEYS[CRC]: 8}
     assert [bench.values(), bench.values()] == [told, told]
-    assert bench.asking.errors() == []
+    assert bench.calls.errors() == []
 
 
 @pytest.mark.parametrize("error", [None, binding.NOT_SUPPORTED, binding.FUNCTION_NOT_FOUND])
@@ -76,7 +76,7 @@ def test_blackwell_tells_recoveries_by_another_field_and_nothing_of_the_rest() -
     bench.nvml.asked.clear()
     assert bench.values() == {KEYS[RECOVERY]: 2}
     assert bench.nvml.asked["GPU-0", f"field {(CRC, 0)}"] == 0
-    assert bench.asking.errors() == []
+    assert bench.calls.errors() == []
 
 
 @pytest.mark.parametrize("answer", [FieldValue(0, 0, 32), FieldValue(binding.NOT_SUPPORTED)])
@@ -87,13 +87,13 @@ def test_a_gpu_without_links_has_no_errors_rather_than_none_counted(answer: Fiel
     bench.nvml.asked.clear()
     assert bench.values() == {}
     assert bench.nvml.asked["GPU-0", f"field {LINK_COUNT}"] == 0
-    assert bench.asking.errors() == []
+    assert bench.calls.errors() == []
 
 
 def test_links_that_never_came_up_have_no_errors_rather_than_none_counted() -> None:
     bench = Bench()
     assert bench.values() == {}
-    assert bench.asking.errors() == []
+    assert bench.calls.errors() == []
 
 
 def test_a_link_that_goes_down_does_not_take_back_what_it_counted() -> None:
@@ -121,7 +121,7 @@ def test_where_a_link_fails_there_is_no_sum_this_time_and_it_is_counted() -> Non
     bench.values()
     bench.gpu.fields[REPLAY, 1] = FieldValue(binding.UNKNOWN)
     assert bench.values() == {}
-    assert bench.asking.errors() == [("NVML_FI_DEV_NVLINK_ERROR_DL_REPLAY", "UNKNOWN")]
+    assert bench.calls.errors() == [("NVML_FI_DEV_NVLINK_ERROR_DL_REPLAY", "UNKNOWN")]
     bench.count(REPLAY, 1, 2, 5)
     assert bench.values() == {KEYS[REPLAY]: 8}
 
@@ -131,7 +131,7 @@ def test_a_link_that_says_what_can_not_be_leaves_out_the_sum_and_is_counted(raw:
     bench = Bench()
     bench.count(CRC, 1, raw, 4)
     assert bench.values() == {}
-    assert bench.asking.errors() == [("NVML_FI_DEV_NVLINK_ERROR_DL_CRC", "IMPLAUSIBLE")]
+    assert bench.calls.errors() == [("NVML_FI_DEV_NVLINK_ERROR_DL_CRC", "IMPLAUSIBLE")]
     bench.count(CRC, 1, None, 4)
     assert bench.values() == ({KEYS[CRC]: 5} if raw != 10**13 else {})
 
@@ -152,7 +152,7 @@ def test_a_driver_that_does_not_know_the_field_may_fail_the_whole_call() -> None
 
     bench.gpu.answers["nvmlDeviceGetFieldValues"] = answer
     assert bench.values() == {KEYS[CRC]: 3}
-    assert bench.asking.errors() == []
+    assert bench.calls.errors() == []
 
 
 def test_however_many_links_it_says_it_has_not_more_than_so_many_are_asked() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from producers.node.cgroups import Place
 from producers.node.nvml import binding
-from producers.node.nvml.asking import Asking, Lost
+from producers.node.nvml.calls import Calls, Lost
 from producers.node.nvml.processes import Found, Processes
 from tests.producers.node.nvml.fake import GIB, Clock, FakeNvml, FakePlaces, busy, running
 
@@ -22,8 +22,8 @@ class Bench:
         self.nvml, self.clock = FakeNvml(1), Clock()
         self.answers = self.nvml.gpus[0].answers
         self.nvml.init()
-        self.asking = Asking(self.nvml)
-        self.processes = Processes(self.asking, self.asking.open(0), FakePlaces(places), cut=cut, clock=self.clock)
+        self.calls = Calls(self.nvml)
+        self.processes = Processes(self.calls, self.calls.open(0), FakePlaces(places), cut=cut, clock=self.clock)
 
     def read(self) -> Found:
         return self.processes.read()
@@ -75,7 +75,7 @@ def test_memory_that_can_not_be_is_left_out_and_counted(raw: int) -> None:
     bench = Bench()
     bench.answers[COMPUTE] = [running(7, raw)]
     assert bench.read().rows == [{"pid": 7, "sm_utilization_ratio": 0.0}]
-    assert bench.asking.errors() == [("usedGpuMemory", "IMPLAUSIBLE")]
+    assert bench.calls.errors() == [("usedGpuMemory", "IMPLAUSIBLE")]
 
 
 def test_a_share_that_can_not_be_is_left_out_and_counted() -> None:
@@ -83,7 +83,7 @@ def test_a_share_that_can_not_be_is_left_out_and_counted() -> None:
     bench.answers[COMPUTE] = [running(7)]
     bench.answers[NEWER] = [busy(7, 101)]
     assert bench.read().rows == [{"pid": 7, "memory_used_bytes": GIB}]
-    assert bench.asking.errors() == [("smUtil", "IMPLAUSIBLE")]
+    assert bench.calls.errors() == [("smUtil", "IMPLAUSIBLE")]
 
 
 def test_an_older_driver_has_the_older_lists() -> None:
@@ -95,7 +95,7 @@ def test_an_older_driver_has_the_older_lists() -> None:
     for _ in range(2):
         assert bench.read().rows == [{"pid": 7, "memory_used_bytes": GIB, "sm_utilization_ratio": 0.5}]
     assert [bench.asked(name) for name in (COMPUTE, MPS, NEWER, OLDER)] == [1, 1, 1, 2]
-    assert bench.asking.errors() == []
+    assert bench.calls.errors() == []
 
 
 def test_where_no_list_is_supported_the_processes_are_not_known() -> None:
@@ -110,7 +110,7 @@ def test_a_list_that_fails_is_not_taken_for_the_rest() -> None:
     bench.answers[COMPUTE] = [running(7)]
     bench.fail(GRAPHICS, binding.NO_PERMISSION)
     assert bench.read() == Found(None, {})
-    assert bench.asking.errors() == [(GRAPHICS, "NO_PERMISSION")]
+    assert bench.calls.errors() == [(GRAPHICS, "NO_PERMISSION")]
 
 
 def test_a_list_that_grew_is_asked_for_once_more() -> None:
@@ -120,7 +120,7 @@ def test_a_list_that_grew_is_asked_for_once_more() -> None:
     assert bench.read().kinds == {7: "unseen"}
     bench.fail(COMPUTE, binding.INSUFFICIENT_SIZE)
     assert bench.read().rows is None
-    assert bench.asking.errors() == [(COMPUTE, "INSUFFICIENT_SIZE")]
+    assert bench.calls.errors() == [(COMPUTE, "INSUFFICIENT_SIZE")]
     assert bench.asked(COMPUTE) == 4
 
 
@@ -134,7 +134,7 @@ def test_that_there_is_nothing_new_means_that_nothing_was_done() -> None:
     assert _shares(bench) == [0.5]  # within the sample period: no sample has been taken yet
     bench.clock.now_s += 0.5
     assert _shares(bench) == [0.0]
-    assert bench.asking.errors() == []
+    assert bench.calls.errors() == []
 
 
 def test_only_what_is_newer_than_the_newest_sample_is_asked_for() -> None:
@@ -214,7 +214,7 @@ def test_garbage_of_processes_that_are_not_on_the_device_is_no_error() -> None:
     bench.answers[COMPUTE] = [running(7)]
     bench.answers[NEWER] = [busy(0, 2**31), busy(99, 4_000_000_000, 2), busy(7, 10, 3)]
     assert _shares(bench) == [0.1]
-    assert bench.asking.errors() == []
+    assert bench.calls.errors() == []
 
 
 def test_where_it_can_not_be_said_how_busy_they_are_the_processes_come_without() -> None:
@@ -222,11 +222,11 @@ def test_where_it_can_not_be_said_how_busy_they_are_the_processes_come_without()
     bench.answers[COMPUTE] = [running(7)]
     bench.fail(NEWER, binding.UNKNOWN)
     assert bench.read().rows == [{"pid": 7, "memory_used_bytes": GIB}]
-    assert bench.asking.errors() == [(NEWER, "UNKNOWN")]
+    assert bench.calls.errors() == [(NEWER, "UNKNOWN")]
     bench.fail(NEWER, binding.NOT_SUPPORTED)
     bench.fail(OLDER, binding.NOT_SUPPORTED)
     assert bench.read().rows == [{"pid": 7, "memory_used_bytes": GIB}]
-    assert bench.asking.errors() == []
+    assert bench.calls.errors() == []
 
 
 def test_an_invalid_argument_means_not_supported_only_for_a_part() -> None:
@@ -249,3 +249,15 @@ def test_a_lost_device_says_so() -> None:
 
 def _shares(bench: Bench) -> list[float | None]:
     return [row.get("sm_utilization_ratio") for row in bench.read().rows or []]
+
+
+def test_a_list_that_is_refused_for_a_while_leaves_no_part_of_the_processes_and_all_are_back() -> None:
+    bench = Bench()
+    bench.answers[COMPUTE] = [running(7)]
+    bench.answers[MPS] = [running(8)]
+    before = bench.read().rows
+    kept = bench.answers[COMPUTE]
+    bench.fail(COMPUTE, binding.NOT_SUPPORTED)
+    assert [bench.read().rows for _ in range(3)] == [None] * 3
+    bench.answers[COMPUTE] = kept
+    assert any(bench.read().rows == before for _ in range(4))

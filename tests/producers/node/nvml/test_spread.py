@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from producers.node.nvml import binding
-from producers.node.nvml.asking import Asking
 from producers.node.nvml.binding import FieldValue, NvmlError
+from producers.node.nvml.calls import Calls
 from producers.node.nvml.spread import Samples, Spread
 from producers.node.nvml.values import Limits, Scale
 from tests.producers.node.nvml.fake import FakeNvml
@@ -26,9 +26,9 @@ class Bench:
         self.nvml = FakeNvml(1)
         self.nvml.init()
         self.kept = self.nvml.gpus[0].samples[UTILIZATION] = []
-        self.asking = Asking(self.nvml)
-        self.samples = Samples(self.asking, NAME, UTILIZATION)
-        self._gpu = self.asking.open(0)
+        self.calls = Calls(self.nvml)
+        self.samples = Samples(self.calls, NAME, UTILIZATION)
+        self._gpu = self.calls.open(0)
 
     def keep(self, at_us: int, raw: float) -> None:
         self.kept.append(FieldValue(0, raw, 32, at_us))
@@ -80,7 +80,7 @@ def test_whatever_the_samples_say_their_spread_is_within_the_limits_and_the_othe
     found = bench.read()
     assert (found is None) is (not good)
     assert found is None or 0 <= found.minimum <= found.mean <= found.maximum <= 1
-    assert bench.asking.errors() == [(NAME, "IMPLAUSIBLE")] * (len(raw) - len(good))
+    assert bench.calls.errors() == [(NAME, "IMPLAUSIBLE")] * (len(raw) - len(good))
 
 
 def test_a_driver_that_gives_older_samples_than_asked_for_is_not_believed_twice() -> None:

@@ -8,7 +8,7 @@ import pytest
 from producers.node.cgroups import Place
 from producers.node.nvml import binding
 from producers.node.nvml.binding import NvmlError
-from producers.node.nvml.card import Card, Reading
+from producers.node.nvml.gpu import Gpu, Reading
 from tests.producers.node.nvml.fake import GIB, Clock, FakeNvml, FakePlaces, part, running
 
 COMPUTE = "nvmlDeviceGetComputeRunningProcesses_v3"
@@ -20,7 +20,7 @@ class Bench:
         self.gpu = self.nvml.gpus[0]
         self.nvml.init()
         places = FakePlaces({7: Place("1b6c", None, None)})
-        self.card = Card(self.nvml, 0, places, list_every_s=10, clock=self.clock)
+        self.card = Gpu(self.nvml, 0, places, list_every_s=10, clock=self.clock)
 
     def read(self) -> Reading:
         self.clock.now_s += 1
@@ -494,3 +494,26 @@ def test_what_is_visible_on_one_mig_device_is_on_the_others_of_its_gpu() -> None
     bench = Bench()
     bench.gpu.cut(part("MIG-a", 1, "1g.10gb", 7), part("MIG-b", 2))
     assert {one["info"]["processes_visible"] for one in bench.read().devices} == {"true"}
+
+
+def test_a_mig_mode_that_is_refused_for_a_while_leaves_the_mig_devices_as_they_are_and_is_asked_again() -> None:
+    bench = Bench()
+    bench.gpu.cut(part("MIG-a"))
+    bench.read()
+    mode = bench.gpu.answers["nvmlDeviceGetMigMode"]
+    bench.gpu.fail("nvmlDeviceGetMigMode", binding.NOT_SUPPORTED)
+    assert {tuple(bench.uuids()) for _ in range(30)} == {("GPU-0", "MIG-a")}
+    bench.gpu.answers["nvmlDeviceGetMigMode"] = mode
+    bench.gpu.cut(part("MIG-a"), part("MIG-b", 2))
+    assert [bench.uuids() for _ in range(60)][-1] == ["GPU-0", "MIG-a", "MIG-b"]
+
+
+def test_what_a_gpu_does_not_say_of_itself_at_first_is_asked_again() -> None:
+    bench = Bench()
+    model = bench.gpu.answers["nvmlDeviceGetName"]
+    bench.gpu.fail("nvmlDeviceGetName", binding.UNKNOWN)
+    assert "model" not in bench.read().devices[0]
+    bench.gpu.answers["nvmlDeviceGetName"] = model
+    devices = [bench.read().devices[0] for _ in range(700)]
+    assert devices[-1]["model"] == model
+    assert bench.asked("nvmlDeviceGetName") == 2

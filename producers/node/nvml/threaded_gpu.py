@@ -1,0 +1,292 @@
+"""One GPU as the event loop sees it: read once per tick on a thread, and known while it does not answer.
+
+In: the readings of a :class:`Gpu`. Out: its devices as in gpu.samples: ok, lost or timeout.
+State: who it and its MIG devices are, whether it is lost and since when, the reading that no tick has had yet, and the
+threads of calls that do not return.
+On failure: a call that does not return in time is left to its thread. Another thread reads the rest at once, and the
+call is left out until it has returned. A reading that ends after its tick is in the next one, with its own time.
+At most MOST_LEFT calls of a GPU are left so. Past that the GPU is ``timeout`` until one returns.
+"""
+
+import asyncio
+import functools
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from producers.node import instruments as names
+from producers.node.nvml.binding import Handle
+from producers.node.nvml.calls import Left, LeftOut, Lost, Tried
+from producers.node.nvml.device import Turn
+from producers.node.nvml.gpu import Gpu, Reading
+from producers.node.nvml.missing import bare, identity
+from producers.node.nvml.support import LONGEST_WAIT
+from producers.node.nvml.worker import Worker
+from topics.instruments import Instruments
+
+log = logging.getLogger(__name__)
+
+TIMEOUT = "TIMEOUT"
+"""The error of a call that has not returned."""
+
+MOST_LEFT = 4
+"""Threads of one GPU that wait for calls which do not return, beside the one that reads."""
+
+SHORTEST_CHECK_S = 0.01
+
+
+class ThreadedGpu:
+    """The GPU at an index, since NVML was opened. ``changed`` is called after each reading; ``turned`` says whether
+    the trouble began or ended with it."""
+
+    def __init__(
+        self,
+        gpu: Gpu,
+        instruments: Instruments,
+        *,
+        changed: Callable[["ThreadedGpu"], None],
+        hangs_after_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.index = gpu.index
+        self._gpu, self._instruments, self._changed, self._clock = gpu, instruments, changed, clock
+        self._worker = Worker(f"nvml-{gpu.index}", clock)
+        self._left: list[Worker] = []
+        self._reading: asyncio.Future[Reading] | None = None
+        self._tick = self._read_in = 0
+        self._newest: tuple[int, Reading] | None = None
+        self._late = False
+        self._hangs_after_s = hangs_after_s
+        self._told_hang = False
+        self._told_slow: set[str] = set()
+        self._since_s = clock()
+        self._took = ""
+        self.uuid: str | None = None
+        self.known: Sequence[Mapping[str, Any]] = ()
+        self.trouble: str | None = None
+        self.lost: Lost | None = None
+        self.turned = False
+        self.asked = False
+
+    @property
+    def busy(self) -> bool:
+        """Whether a call has not returned."""
+        return self._worker.busy or bool(self._left)
+
+    @property
+    def reads(self) -> bool:
+        """Whether a reading has not ended."""
+        return self._worker.busy
+
+    @property
+    def hangs(self) -> bool:
+        """Whether calls do not return, so that NVML may not be closed."""
+        return self._is_silent or bool(self._left)
+
+    @property
+    def _is_silent(self) -> bool:
+        """Whether its reading has not ended for so long that it is worth a word."""
+        return self._worker.busy_s() > self._hangs_after_s
+
+    @property
+    def refused(self) -> bool:
+        """Whether it could not be opened; there is no use in asking it again."""
+        return self.trouble is not None and self.uuid is None
+
+    @property
+    def works(self) -> bool:
+        """Whether it answered when it was asked last."""
+        return self.uuid is not None and self.trouble is None
+
+    @property
+    def handle(self) -> Handle:
+        """Its handle, since it has answered."""
+        return self._gpu.handle
+
+    async def begin(self, tick: int, within_s: float) -> None:
+        """Begin a tick: read, unless the last reading has not ended. Waits for its end for that long."""
+        self._tick = tick
+        if not self._worker.busy:
+            self._read()
+        if self._reading is not None:
+            await asyncio.wait([self._reading], timeout=within_s)
+
+    async def finish(self, ends_s: float, slow_after_s: float, may_read: Callable[[], bool]) -> None:
+        """Wait for the reading of this tick until the loop's time is ``ends_s``. A call that takes longer than
+        ``slow_after_s`` is left to its thread. While ``may_read`` says no, no reading begins."""
+        loop = asyncio.get_running_loop()
+        while (left_s := ends_s - loop.time()) > 0 and self._read_in != self._tick:
+            if may_read() and not (self._worker.busy or self.refused):
+                self._read()  # the last one was of an earlier tick
+            elif may_read():
+                self._leave(slow_after_s)
+            if self._reading is None:
+                return
+            check_s = max(SHORTEST_CHECK_S, slow_after_s - self._gpu.running_s())
+            await asyncio.wait([self._reading], timeout=min(left_s, check_s))
+
+    def take(self) -> Reading | None:
+        """The newest reading that no tick has had; each is taken once. Of an earlier tick it has its own time."""
+        if self._newest is None:
+            return None
+        (tick, reading), self._newest = self._newest, None
+        self._note_late(reading, late=tick != self._tick)
+        if not self._late:
+            return reading
+        return reading._replace(devices=[{**device, "read_ms": reading.read_ms} for device in reading.devices])
+
+    def let_go(self) -> "asyncio.Future[None]":
+        """Begin to give back what NVML has lent. Only for one that is not busy."""
+        return self._worker.ask(self._gpu.let_go)
+
+    def devices(self, reading: Reading | None) -> Sequence[dict[str, Any]]:
+        """Its devices in this tick, whose reading is None if there is none."""
+        if reading is not None and reading.devices:
+            return reading.devices
+        return bare(self.known, "lost" if self.trouble is not None and not self.reads else "timeout")
+
+    def left_out(self) -> dict[str, LeftOut]:
+        """What the last reading could not have, by the UUID of the device, and why; nothing while it reads."""
+        return {} if self.reads else self._gpu.left_out()
+
+    def refusal(self) -> Tried | None:
+        """The call that ended the last reading, or that has not returned; None if it works."""
+        if self.reads:
+            return Tried(self._gpu.doing, TIMEOUT)
+        if self.lost is not None:
+            return Tried(self.lost.call, self.lost.error.name)
+        return Tried("", self.trouble) if self.trouble is not None else None
+
+    def watch(self) -> None:
+        """Say once that it does not answer."""
+        if self._is_silent and not self._told_hang:
+            self._told_hang = True
+            log.warning("%s has not answered for %.0f s (%s)", self.title, self._worker.busy_s(), self._gpu.doing)
+
+    def not_ready(self) -> list[str]:
+        """What is wrong with it."""
+        found = [f"{self.title}: {text}" for text in self._slow_texts()]
+        if self._is_silent:
+            return [f"{self.title} has not answered for {self._worker.busy_s():.0f} s ({self._gpu.doing})", *found]
+        if self.trouble is not None:
+            return [f"{self._trouble_text()} (for {self._clock() - self._since_s:.0f} s)", *found]
+        return [f"{self.title} {self._took}", *found] if self._late else found
+
+    def refuse(self, why: str) -> None:
+        """Never report it; it is somebody else."""
+        self.uuid, self.known = None, ()
+        self._change(why)
+
+    def stop(self) -> None:
+        """Let its threads end."""
+        for worker in (self._worker, *self._left):
+            worker.stop()
+
+    @property
+    def title(self) -> str:
+        """For people."""
+        return f"GPU {self.index} ({self.uuid})" if self.uuid else f"GPU {self.index}"
+
+    def _read(self) -> None:
+        self.asked = True
+        self._reading = self._worker.ask(self._gpu.read)
+        self._reading.add_done_callback(functools.partial(self._settle, self._worker, self._tick))
+
+    def _leave(self, slow_after_s: float) -> None:
+        """Leave a slow call to its thread, and read the rest on another one."""
+        if len(self._left) == MOST_LEFT:
+            return
+        call = self._gpu.leave(slow_after_s)
+        if call is None:
+            return
+        if call not in self._told_slow:
+            self._told_slow.add(call)
+            text = "%s has not returned for %.1f s; what it gives is left out until it is quick again"
+            log.warning(text, f"{self.title}: {call}", slow_after_s)
+        self._left.append(self._worker)
+        self._worker = Worker(f"nvml-{self.index}", self._clock)
+        self._read()
+
+    def _slow_texts(self) -> list[str]:
+        return [
+            f"{one.call} took {one.seconds:.1f} s and is left out until it is quick again"
+            if one.returned
+            else f"{one.call} has not returned for {one.seconds:.1f} s and is left out"
+            for one in self._gpu.slow()
+        ]
+
+    def _settle(self, worker: Worker, tick: int, future: "asyncio.Future[Reading]") -> None:
+        """A reading has ended, or the call that it was left in has returned."""
+        fault = future.exception()
+        if worker in self._left:
+            self._left.remove(worker)
+            worker.stop()
+            if not isinstance(fault, Left):
+                log.error("%s: a call that was left went on", self.title, exc_info=fault)
+            return
+        self._reading, self._read_in = None, tick
+        if self._told_hang:
+            self._told_hang = False
+            log.info("%s has returned", self.title)
+        if fault is not None:
+            if self.trouble is None:
+                log.error("%s can't be read", self.title, exc_info=fault)
+            self._change(f"{type(fault).__name__}: {fault}")
+            return
+        self._take(future.result())
+
+    def _take(self, reading: Reading) -> None:
+        self._newest = self._read_in, reading
+        self._instruments.histogram(names.READ_SECONDS).observe(reading.took_s)
+        for call, error in reading.errors:
+            self._instruments.counter(names.NVML_ERRORS, call, error).inc()
+        if reading.identity is not None:
+            self.uuid = str(reading.identity["uuid"])
+            self.known = reading.devices or self.known or [reading.identity]
+        for uuid, turn in reading.turns:
+            self._tell(uuid, turn)
+        slow = {one.call for one in self._gpu.slow()}
+        for call in sorted(self._told_slow - slow):
+            self._told_slow.discard(call)
+            log.info("%s is quick again", f"{self.title}: {call}")
+        self.lost = reading.trouble
+        self._change(str(reading.trouble) if reading.trouble else None)
+
+    def _tell(self, uuid: str, turn: Turn) -> None:
+        """Say which values have gone, by the call that gave them, and which are back."""
+        whose = self.title if uuid == self.uuid else f"{self.title}, MIG device {uuid}"
+        for tried in dict.fromkeys(turn.gone.values()):
+            keys = ", ".join(key for key, one in turn.gone.items() if one == tried)
+            text = "%s answers %s, and there is no %s; it is asked again, at the latest after %d ticks"
+            log.warning(text, f"{whose}: {tried.call}", tried.error, keys, LONGEST_WAIT)
+        if turn.back:
+            log.info("%s again", f"{whose}: there is {', '.join(turn.back)}")
+
+    def _note_late(self, reading: Reading, *, late: bool) -> None:
+        """Say once that readings come too late for their ticks, and once that they are in time again."""
+        call, longest_s = reading.slowest
+        self._took = (
+            f"takes {reading.took_s:.1f} s to read, too long for a tick; its values come in the next one, with the time"
+            f" read_ms; its slowest call was {call} ({longest_s:.2f} s)"
+        )
+        if late and not self._late:
+            log.warning("%s %s", self.title, self._took)
+        elif self._late and not late:
+            log.info("%s is read in time again", self.title)
+        self._late = late
+
+    def _change(self, trouble: str | None) -> None:
+        before, self.trouble = self.trouble, trouble
+        self.turned = (trouble is None) is not (before is None)
+        if trouble is not None and before is None:
+            self._since_s = self._clock()
+            log.warning("%s", self._trouble_text(), extra=identity(self.known[0]) if self.known else {})
+        elif trouble is None and before is not None:
+            log.info("%s answers again", self.title)
+        self._changed(self)
+
+    def _trouble_text(self) -> str:
+        if self.uuid is None:
+            return f"GPU {self.index} can't be opened: {self.trouble}"
+        return f"{self.title} is lost: {self.trouble}"
