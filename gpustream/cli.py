@@ -1,25 +1,27 @@
 """The command line: ``gpustream run | devices | produce | stream | sink | topics | alerts | rules``.
 
-A command that runs a component names it by import string, loads it only when it is wanted, and is absent where the
-component does not exist.
+A command that runs a component has the options of the component's settings; the component itself is loaded only when
+it is to run.
 """
 
 import ctypes
 import logging
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 import click
 from click.core import ParameterSource
 
+from delivery.settings import HOST_PORTS, START_FROM, Registered
 from gpustream import components, logs
 from gpustream import options as o
 from gpustream.command import Argument, Command
-from gpustream.options import option, stack
-from gpustream.served import SERVED, Served
+from gpustream.config import ProcessSettings, RunSettings
+from gpustream.options import option
 from producers import PRODUCERS
+from producers.node.config import NodeSettings, ReadingSettings
+from sinks import SINKS
 from streams import STREAMS
 from topics.topic import PARTITIONS, REPLICATION_FACTOR
 
@@ -56,75 +58,45 @@ def sink() -> None:
     """Take gpu.attributed from Kafka to where it is wanted."""
 
 
-def _serving(
-    target: Callable[[dict[str, Any]], str], *options: o.Decorator[Any], light: bool = False, **attributes: Any
-) -> click.Command:
-    """A command that runs the component that ``target`` names, given the options."""
+def _serve(row: Registered, given: dict[str, Any]) -> None:
+    """Run a component until it is stopped."""
+    from gpustream import serve
 
-    def check(given: dict[str, Any]) -> list[str]:
-        return components.mistakes(components.load(target(given)), given)
-
-    def callback(**given: Any) -> None:
-        from gpustream import serve
-
-        logs.setup(given["log_format"])
-        component = components.load(target(given))
-        settings = components.settings(component, given)
-        raise SystemExit(serve.serve(lambda: component(settings), given["listen"], light=light))
-
-    return click.command(cls=Command, check=check, **attributes)(stack(*options)(callback))
+    logs.setup(given["log_format"])
+    raise SystemExit(serve.serve(lambda: components.make(row, given), given["listen"], light=row.light))
 
 
-_GROUPS = {"produce": produce, "sink": sink}
+def _add_component(group: click.Group, name: str, row: Registered) -> None:
+    """A command that runs one component."""
 
-
-def _add_served(row: Served) -> None:
-    target = row.registry.get(row.name, "")
-    if components.exists(target):
-        options, about = (o.everywhere, *row.options), {"name": row.name, "help": row.help, "example": row.example}
-        _GROUPS[row.group].add_command(_serving(lambda _: target, *options, light=row.light, **about))
-
-
-def _add_stream() -> None:
-    names = [name for name, target in STREAMS.items() if components.exists(target)]
-    if not names:
-        return
-    command = _serving(
-        lambda given: STREAMS[given["name"]],
-        click.argument("name", cls=Argument, type=click.Choice(names), default="attribution"),
-        o.everywhere,
-        option(
-            "--grace",
-            type=o.DURATION,
-            default="10s",
-            help="attribution: how long a sample waits for the snapshot it names.",
-        ),
-        option(
-            "--rules",
-            type=o.READABLE,
-            show_default="those that come with it",
-            help="alerts: a TOML file of rules, laid over the defaults; see `gpustream rules check`.",
-        ),
-        o.membership,
-        name="stream",
-        help=(
-            "attribution: join samples with the pods that held the GPUs, and send gpu.attributed. alerts: judge"
-            " gpu.attributed by the alert rules, and send gpu.alerts."
-        ),
-        example=(
-            "gpustream stream attribution --kafka 127.0.0.1:9092 --instance-id attribution-0\n"
-            "gpustream stream alerts --kafka 127.0.0.1:9092 --rules rules.toml"
-        ),
+    @group.command(
+        name,
+        cls=Command,
+        check=lambda given: components.mistakes(row, given),
+        help=row.help,
+        example=row.example,
     )
-    main.add_command(command)
+    @o.options(components.load(row.settings), ProcessSettings)
+    def serve(**given: Any) -> None:
+        _serve(row, given)
 
 
-for _row in SERVED:
-    _add_served(_row)
-_add_stream()
-for _group in (produce, sink):
-    if not _group.commands:
-        main.commands.pop(str(_group.name))
+for _group, _registry in ((produce, PRODUCERS), (sink, SINKS)):
+    for _name, _row in _registry.items():
+        _add_component(_group, _name, _row)
+
+
+@main.command(
+    cls=Command,
+    check=lambda given: components.mistakes(STREAMS[given["name"]], given),
+    help=" ".join(f"{name}: {row.help}" for name, row in STREAMS.items()),
+    example="\n".join(row.example for row in STREAMS.values()),
+)
+@click.argument("name", cls=Argument, type=click.Choice(list(STREAMS)), default="attribution")
+@o.options(*(components.load(row.settings) for row in STREAMS.values()), ProcessSettings)
+def stream(name: str, **given: Any) -> None:
+    """Runs one of the streams; the help is made of theirs."""
+    _serve(STREAMS[name], given)
 
 
 def _check_run(given: dict[str, Any]) -> list[str]:
@@ -135,9 +107,8 @@ def _check_run(given: dict[str, Any]) -> list[str]:
             "Missing option '--simulate': this machine has no NVIDIA driver (no libnvidia-ml.so.1) whose GPUs could be"
             " read. To see a fleet that is not there: --simulate 4x8"
         ]
-    producer = components.load(PRODUCERS["simulated" if simulate else "node"])
-    options = {**given, "kafka": given["kafka"] or o.HOST_PORTS.example, "fleet": simulate, "duration": None}
-    return components.mistakes(producer, options)
+    producer = PRODUCERS["simulated" if simulate else "node"]
+    return components.mistakes(producer, {**given, "kafka": given["kafka"] or HOST_PORTS.example, "fleet": simulate})
 
 
 def _driver_is_here() -> bool:
@@ -158,53 +129,22 @@ def _driver_is_here() -> bool:
         "gpustream run --simulate 4x8 --remote-write http://127.0.0.1:9090/api/v1/write --duration 1m --summary json"
     ),
 )
-@option(
-    "--simulate",
-    type=o.FLEET_SIZE,
-    show_default="this machine's GPUs",
-    help="Simulate so many nodes of so many GPUs.",
-)
-@option("--kafka", type=o.HOST_PORTS, show_default="a broker inside this process", help="Kafka's bootstrap brokers.")
-@o.CLUSTER
-@option(
-    "--scrape-listen",
-    type=o.LISTEN,
-    default="127.0.0.1:9400",
-    help="Where the GPUs' /metrics is served; --listen stays this process's own.",
-)
-@option("--remote-write", type=o.URL, help="Write every value to this remote-write receiver too.")
-@option("--duration", type=o.DURATION, show_default="on a terminal until Ctrl-C, else 30s", help="How long to sample.")
-@option(
-    "--summary", type=click.Choice(["text", "json"]), default="text", help="How the end is told on standard output."
-)
-@o.naming
-@o.INTERVAL
-@o.NODE
-@o.reading_a_node
-@o.simulation
-@o.LISTEN_OPTION
-@o.LOG_FORMAT
-def run(log_format: logs.Format, **given: Any) -> None:
+@o.options(RunSettings)
+def run(**given: Any) -> None:
     """Everything in one process: GPUs, stream, sinks, and a broker where none is given.
 
     Samples until its time is over or Ctrl-C, lets everything arrive, and says what became of every tick. Exit code 1 if
     any was lost or dropped.
     """
-    from gpustream.run import RunSettings
     from gpustream.run import run as run_all
 
-    logs.setup(log_format, logging.WARNING if sys.stdout.isatty() else logging.INFO)
+    logs.setup(given["log_format"], logging.WARNING if sys.stdout.isatty() else logging.INFO)
     raise SystemExit(run_all(RunSettings(**given, watched=sys.stdout.isatty())))
-
-
-def _check_devices(given: dict[str, Any]) -> list[str]:
-    """What is wrong with the settings of the node that is to be read."""
-    return components.mistakes(components.load(PRODUCERS["node"]), {**given, "kafka": o.HOST_PORTS.example})
 
 
 @main.command(
     cls=Command,
-    check=_check_devices,
+    check=lambda given: components.mistakes(PRODUCERS["node"], {**given, "kafka": HOST_PORTS.example}),
     example=(
         "gpustream devices\n"
         "gpustream devices --device 3 --interval 5s\n"
@@ -215,9 +155,8 @@ def _check_devices(given: dict[str, Any]) -> list[str]:
     "--device", show_default="all", help="Only the GPU of this index or UUID, with its MIG devices, or one of them."
 )
 @option("--format", "form", type=click.Choice(["text", "json"]), default="text", help="json: one object, on one line.")
-@o.INTERVAL
-@o.NODE
-@o.reading_a_node
+@o.options(NodeSettings, only=("interval_s", "node"))
+@o.options(ReadingSettings)
 @o.LOG_FORMAT
 def devices(device: str | None, form: Literal["text", "json"], log_format: logs.Format, **given: Any) -> None:
     """What of this machine would be sampled now: GPUs, MIG devices, who holds them, their values.
@@ -228,8 +167,7 @@ def devices(device: str | None, form: Literal["text", "json"], log_format: logs.
     from gpustream import devices as command
 
     logs.setup(log_format, logging.ERROR)
-    node = components.load(PRODUCERS["node"])
-    settings = components.settings(node, {**given, "kafka": o.HOST_PORTS.example})
+    settings = components.settings(PRODUCERS["node"], {**given, "kafka": HOST_PORTS.example})
     raise SystemExit(command.show(settings, form, device))
 
 
@@ -324,8 +262,8 @@ def _check_source(given: dict[str, Any]) -> list[str]:
     ),
 )
 @RULES_FILE
-@option("--kafka", type=o.HOST_PORTS, help="Kafka's bootstrap brokers, to read gpu.attributed from.")
-@option("--from", "start", type=o.START_FROM, default="24h", help="From when on to read Kafka.")
+@option("--kafka", type=HOST_PORTS, help="Kafka's bootstrap brokers, to read gpu.attributed from.")
+@option("--from", "start", type=START_FROM, default="24h", help="From when on to read Kafka.")
 @option(
     "--input",
     type=click.Path(path_type=Path, allow_dash=True),

@@ -18,7 +18,8 @@ import orjson
 from gpustream import devices_text
 from producers.node import instruments
 from producers.node.cgroups import Places
-from producers.node.component import ANSWER_WITHIN, OPEN_WITHIN_S, Settings
+from producers.node.component import ANSWER_WITHIN, OPEN_WITHIN_S
+from producers.node.config import NodeSettings
 from producers.node.gpus import Gpus
 from producers.node.job_files import JobFiles
 from producers.node.jobs import with_jobs
@@ -49,7 +50,7 @@ class Placed(NamedTuple):
     unplaced: Sequence[Json]
 
 
-def show(settings: Settings, form: Format, wanted: str | None = None) -> int:
+def show(settings: NodeSettings, form: Format, wanted: str | None = None) -> int:
     """Print the devices, or the one that is ``wanted`` by its index or UUID. 1 where nothing would be sampled."""
     try:
         report = asyncio.run(look(settings))
@@ -62,7 +63,7 @@ def show(settings: Settings, form: Format, wanted: str | None = None) -> int:
     return 0 if found["devices"] else FAILED
 
 
-async def look(settings: Settings, open_within_s: float = OPEN_WITHIN_S) -> Json:
+async def look(settings: NodeSettings, open_within_s: float = OPEN_WITHIN_S) -> Json:
     """Read twice, and say what was found. Raises :class:`Nothing`."""
     counted, places = Instruments(instruments.INSTRUMENTS), Places(settings.procfs)
     gpus = Gpus(counted, places, interval_s=settings.interval_s)
@@ -165,7 +166,7 @@ def _is(device: Mapping[str, Any], wanted: str) -> bool:
     return str(device.get("index")) == wanted or normal(wanted) in [normal(uuid) for uuid in uuids if uuid]
 
 
-def _kubelet(settings: Settings, containers: Sequence[Any] | None, troubles: Sequence[str]) -> Json:
+def _kubelet(settings: NodeSettings, containers: Sequence[Any] | None, troubles: Sequence[str]) -> Json:
     names = {(one["namespace"], one["pod"], one["container"]) for one in containers or ()}
     return {
         "socket": _text(settings.pod_resources_socket),

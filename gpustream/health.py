@@ -29,7 +29,7 @@ from prometheus_client.gc_collector import GCCollector
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
-from gpustream.values import Address
+from delivery.values import Address
 from topics.instruments import Instrument, Instruments
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ import gpustream
 import producers
 import sinks
 import streams
+from delivery.settings import Text
 from gpustream.cli import main
-from gpustream.options import Parsed
 from topics import generated
 from topics.instruments import Instrument
 
@@ -121,7 +121,7 @@ def _option(option: click.Option) -> tuple[str, str, str, str]:
 def _value(kind: click.ParamType) -> str:
     if isinstance(kind, click.Choice):
         return "|".join(kind.choices)
-    return kind.name if isinstance(kind, Parsed) else kind.name.split()[0].upper()
+    return kind.name if isinstance(kind, Text) else kind.name.split()[0].upper()
 
 
 def _default(option: click.Option) -> str:

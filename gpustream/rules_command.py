@@ -45,10 +45,11 @@ _PROGRESS_S = 5.0
 
 
 class Told(NamedTuple):
-    """A record, and where it is, for a message."""
+    """A record, where it is, for a message, and when it was logged, if that is known."""
 
     value: bytes
     place: str
+    logged_ms: int | None = None
 
 
 class Run:
@@ -62,7 +63,7 @@ class Run:
     def take(self, told: Told) -> None:
         """Judge a record; one that is no tick is named, the first few times."""
         try:
-            self.transitions += self._replay.take(ticks.decode(told.value))
+            self.transitions += self._replay.take(ticks.decode(told.value), told.logged_ms)
         except msgspec.DecodeError as error:
             self.wrong += 1
             if self.wrong <= _MOST_NAMED:
@@ -211,7 +212,8 @@ async def _records(consumer: Any, partitions: list[TopicPartition], start: str |
         for tp, batch in (await consumer.getmany(*left, timeout_ms=_WAIT_MS)).items():
             for record in batch:
                 if record.offset < ends[tp] and record.timestamp >= from_ms and record.value is not None:
-                    yield Told(record.value, f"{tp.topic}[{tp.partition}]@{record.offset}")
+                    place = f"{tp.topic}[{tp.partition}]@{record.offset}"
+                    yield Told(record.value, place, record.timestamp)
         if sys.stderr.isatty() and time.monotonic() - said_s >= _PROGRESS_S:
             said_s = time.monotonic()
             behind = sum([ends[tp] - await consumer.position(tp) for tp in left])

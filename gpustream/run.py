@@ -11,9 +11,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import click
@@ -22,6 +20,7 @@ from prometheus_client import CollectorRegistry
 
 from gpustream import components, serve
 from gpustream.alerts_command import Seen, row
+from gpustream.config import RunSettings
 from gpustream.display import Display, displayed
 from gpustream.embedded import EmbeddedBroker, every_topic
 from gpustream.fleet import Fleet
@@ -29,7 +28,6 @@ from gpustream.live import Frame, summary_text
 from gpustream.pipeline import Failed, Pipeline
 from gpustream.tail import Tail
 from gpustream.tally import Run, Sampled, Summary, Tally
-from gpustream.values import Address
 from producers import PRODUCERS
 from sinks import SINKS
 from streams import STREAMS
@@ -40,35 +38,6 @@ UNWATCHED_S = 30.0
 """How long a run lasts that nobody watches and nobody gave a duration."""
 
 _DROPPED = "gpustream_producer_ticks_dropped_total"
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunSettings:
-    """The options of ``run``, and whether a terminal watches it.
-
-    ``kafka`` None is the embedded broker, ``simulate`` None the GPUs of this machine.
-    """
-
-    kafka: str | None
-    cluster: str
-    node: str
-    listen: Address | None
-    simulate: str | None
-    interval: float
-    pod_resources_socket: Path | None
-    resource_prefixes: tuple[str, ...]
-    procfs: Path
-    hpc_job_mapping_dir: Path | None
-    seed: int
-    pod_life: float
-    truth: Path | None
-    names: str
-    labels: str | None
-    scrape_listen: Address | None
-    remote_write: str | None
-    duration: float | None
-    summary: Literal["text", "json"]
-    watched: bool
 
 
 def run(chosen: RunSettings) -> int:
@@ -136,17 +105,19 @@ class OneProcess:
         options = _options(chosen, kafka.address)
         self._tally = Tally(_key(name) for name in _enabled(chosen))
         sinks = {_key(name): self._sink(name, options) for name in _enabled(chosen)}
-        self._producer = Sampling(_make(PRODUCERS["simulated" if chosen.simulate else "node"], options), chosen.cluster)
+        self._producer = Sampling(
+            components.make(PRODUCERS["simulated" if chosen.simulate else "node"], options), chosen.cluster
+        )
         self._alerts = Seen()
         tail = Tail(kafka.address, self._on_tick, self._alerts.see, self._tally.dead_lettered)
-        streams = [_make(target, options) for target in STREAMS.values() if components.exists(target)]
+        streams = [components.make(row, options) for row in STREAMS.values()]
         self._pipeline = Pipeline(self._producer, streams, sinks, tail, self._tally, self._look)
         self._began_s = time.monotonic()
         self._display: Display | None = None
 
     async def run(self, stop: asyncio.Event) -> int:
         """Runs until ``stop`` or its end, and prints the summary."""
-        duration_s = self._chosen.duration
+        duration_s = self._chosen.duration_s
         if duration_s is None and not self._chosen.watched:
             duration_s = UNWATCHED_S
         await broker.check(self._kafka.address, registry.load())
@@ -163,7 +134,7 @@ class OneProcess:
         return 0 if summary.ok else serve.FAILED
 
     def _sink(self, name: str, options: Mapping[str, Any]) -> Any:
-        return _make(SINKS[name], options, on_outcome=self._tally.sinks[_key(name)].outcome)
+        return components.make(SINKS[name], options, on_outcome=self._tally.sinks[_key(name)].outcome)
 
     @property
     def _source(self) -> str:
@@ -210,8 +181,7 @@ class OneProcess:
 
 
 def _enabled(chosen: RunSettings) -> Iterable[str]:
-    wanted = ["scrape", "remote-write"] if chosen.remote_write else ["scrape"]
-    return [name for name in wanted if components.exists(SINKS.get(name, ""))]
+    return ["scrape", "remote-write"] if chosen.remote_write else ["scrape"]
 
 
 def _key(sink: str) -> str:
@@ -225,11 +195,6 @@ def _options(chosen: RunSettings, kafka: str) -> dict[str, Any]:
     kubelet = socket if socket is not None and socket.exists() else None
     own = {"kafka": kafka, "fleet": chosen.simulate, "url": chosen.remote_write, "pod_resources_socket": kubelet}
     return {**vars(chosen), **own}
-
-
-def _make(target: str, options: Mapping[str, Any], **hooks: Any) -> Any:
-    component = components.load(target)
-    return component(components.settings(component, {**options, "duration": None}), **hooks)
 
 
 def _counted(registry: CollectorRegistry, counter: str) -> int:

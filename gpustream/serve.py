@@ -18,9 +18,9 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from types import FrameType
 
+from delivery.values import Address
 from gpustream.components import Component
 from gpustream.health import Health, listening
-from gpustream.values import Address
 
 log = logging.getLogger(__name__)
 

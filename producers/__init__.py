@@ -1,7 +1,35 @@
-"""Producers: the world -> Kafka. ``PRODUCERS`` names each one's component, to be imported when it is asked for."""
+"""Producers: the world -> Kafka."""
 
-PRODUCERS: dict[str, str] = {
-    "cluster": "producers.cluster.component:ClusterProducer",
-    "node": "producers.node.component:NodeProducer",
-    "simulated": "producers.simulated.component:SimulatedFleet",
+from delivery.settings import Registered
+
+PRODUCERS = {
+    "node": Registered(
+        component="producers.node.component:NodeProducer",
+        settings="producers.node.config:NodeSettings",
+        help="This machine's GPUs, and the pods and processes that have them.",
+        example=(
+            "gpustream produce node --kafka kafka-0:9092 --cluster prod-us-east-1\n"
+            "gpustream produce node --kafka kafka-0:9092 --pod-resources-socket off    # a machine without Kubernetes"
+        ),
+        light=True,
+    ),
+    "cluster": Registered(
+        component="producers.cluster.component:ClusterProducer",
+        settings="producers.cluster.config:ClusterSettings",
+        help=(
+            "What the Kubernetes API server says of the pods that have GPUs, for all nodes: owners, labels, life times."
+            " Run two; a Lease decides which of them publishes."
+        ),
+        example=(
+            "gpustream produce cluster --kafka kafka-0:9092 --cluster prod-us-east-1\n"
+            "gpustream produce cluster --kafka 127.0.0.1:9092 --kubeconfig ~/.kube/config --lease off"
+        ),
+    ),
+    "simulated": Registered(
+        component="producers.simulated.component:SimulatedFleet",
+        settings="producers.simulated.config:SimulatedSettings",
+        help="A fleet that is not there: nodes, GPUs, pods that come and go, and a kubelet that lags.",
+        example="gpustream produce simulated --kafka 127.0.0.1:9092 --fleet 100x8 --seed 1 --truth truth.jsonl",
+    ),
 }
+"""Every producer."""

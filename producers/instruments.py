@@ -26,7 +26,7 @@ INSTRUMENTS: tuple[Instrument, ...] = (
         ("reason",),
     ),
     Instrument(HELD, "gauge", "Ticks that wait to be sent or to be acknowledged."),
-    Instrument(BUFFERED, "gauge", "Bytes of the ticks that are held."),
+    Instrument(BUFFERED, "gauge", "Bytes of the ticks that are held; those that wait for long are compressed."),
     Instrument(SNAPSHOTS, "counter", "Snapshots of allocations that the broker acknowledged, repeats included."),
     Instrument(SNAPSHOTS_DROPPED, "counter", "Snapshots that could never be sent, by reason.", ("reason",)),
     Instrument(WORKLOADS, "counter", "Records of workloads that the broker acknowledged, repeats included."),

@@ -12,11 +12,11 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from producers import instruments as names
 from producers.numbering import Containers, Numbering
-from producers.ring import Dropped, Ring, Waiting
+from producers.ring import Ring, Waiting
 from producers.sending import LARGEST_VALUE_BYTES, RecordSender, SnapshotSender
 from topics import samples
 from topics.instruments import Instruments
@@ -24,6 +24,10 @@ from topics.topic import node_key
 
 MAX_IN_FLIGHT = 64
 """Ticks of one node that may wait for their acknowledgement: enough to catch up at thousands per second."""
+
+
+RESIZED = 0.25
+"""By this share the size of ticks has to change before it is worked out again how many fit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +38,18 @@ class Buffer:
     max_age_s: float = 900.0
 
 
+class Fits(NamedTuple):
+    """How many ticks of so many bytes a buffer holds."""
+
+    ticks: int
+    tick_bytes: int
+
+
 class NodePublisher:
     """The sending half of one node. Call :meth:`publish` each tick, and keep :meth:`run` running beside it.
 
     ``run_id`` is milliseconds since the epoch at the start, and differs from that of any earlier publisher of the node.
+    ``fits`` says how many ticks like the last one the buffer holds; it is worked out when their size has changed.
     ``clock`` gives seconds and never steps back. Raises ValueError where ``cluster`` or ``node`` can't be a name.
     """
 
@@ -56,7 +68,9 @@ class NodePublisher:
         self._key = node_key(cluster, node)
         self._sender, self._instruments, self._clock = sender, instruments, clock
         self.sampled_values = 0
+        self.fits = Fits(0, 0)
         self._ring = Ring(max_bytes=buffer.max_bytes, max_age_s=buffer.max_age_s)
+        self._counted = (0, 0)
         self._in_flight: dict[Waiting, None] = {}
         self._wake, self._empty = asyncio.Event(), asyncio.Event()
         self._empty.set()
@@ -108,6 +122,8 @@ class NodePublisher:
         elif len(tick.value) > LARGEST_VALUE_BYTES:
             self._count_dropped("too_large")
         else:
+            if abs(len(tick.value) - self.fits.tick_bytes) > RESIZED * self.fits.tick_bytes:
+                self.fits = Fits(self._ring.capacity(tick.value), len(tick.value))
             self._push(Waiting(tick.value, tick.snapshots, self._clock()))
         return tick.seq
 
@@ -117,7 +133,7 @@ class NodePublisher:
             await self._sender.ready()
             self._expire()
             head = self._ring.head()
-            if head is None or len(self._in_flight) >= MAX_IN_FLIGHT:
+            if head is None or len(self._in_flight) >= self._most_in_flight(head):
                 await self._sleep()
             elif (snapshot := self._snapshots.due(head.snapshots)) is not None:
                 await self._snapshots.send(snapshot)
@@ -131,40 +147,42 @@ class NodePublisher:
             async with asyncio.timeout(timeout_s):
                 await self._empty.wait()
         left = self.held
-        while self._ring.head() is not None:
-            self._drop(Dropped(self._ring.pop(), "stopped"))
-        for tick in list(self._in_flight):
-            self._land(tick)
-            self._count_dropped("stopped")
+        self._ring.clear()
+        self._in_flight.clear()
+        self._ring.in_flight_bytes = 0
+        self._instruments.counter(names.DROPPED, "stopped").inc(left)
+        self._count_held()
         return left
 
     def _push(self, tick: Waiting) -> None:
         self._expire()
-        self._hold(1, len(tick.value))
-        self._empty.clear()
         for dropped in self._ring.push(tick):
-            self._drop(dropped)
+            self._count_dropped(dropped.reason)
+        self._count_held()
         self._wake.set()
 
     def _expire(self) -> None:
         for dropped in self._ring.expire(self._clock()):
-            self._drop(dropped)
-
-    def _drop(self, dropped: Dropped) -> None:
-        self._release(dropped.tick)
-        self._count_dropped(dropped.reason)
+            self._count_dropped(dropped.reason)
+        self._count_held()
 
     def _count_dropped(self, reason: str) -> None:
         self._instruments.counter(names.DROPPED, reason).inc()
 
-    def _hold(self, ticks: int, size: int) -> None:
-        self._instruments.gauge(names.HELD).inc(ticks)
-        self._instruments.gauge(names.BUFFERED).inc(size)
-
-    def _release(self, tick: Waiting) -> None:
-        self._hold(-1, -len(tick.value))
-        if not self.held:
+    def _count_held(self) -> None:
+        """Say what is held now; several publishers may share the gauges."""
+        ticks, size = self.held, self._ring.bytes + self._ring.in_flight_bytes
+        before, self._counted = self._counted, (ticks, size)
+        self._instruments.gauge(names.HELD).inc(ticks - before[0])
+        self._instruments.gauge(names.BUFFERED).inc(size - before[1])
+        if ticks:
+            self._empty.clear()
+        else:
             self._empty.set()
+
+    def _most_in_flight(self, head: Waiting) -> int:
+        """One at a time while the ring has no room for several that were compressed and now are as they came."""
+        return 1 if head.compressed and self._ring.crowded else MAX_IN_FLIGHT
 
     async def _sleep(self) -> None:
         """Wait for a tick or an acknowledgement; where none comes for long, send the snapshots in use again."""
@@ -194,4 +212,4 @@ class NodePublisher:
     def _land(self, tick: Waiting) -> None:
         del self._in_flight[tick]
         self._ring.in_flight_bytes -= len(tick.value)
-        self._release(tick)
+        self._count_held()

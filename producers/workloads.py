@@ -1,16 +1,19 @@
 """How what the API server knows reaches gpu.workloads: when it changes, and every 5 minutes.
 
 In: a node's pods, with their owners and labels. Out: records on gpu.workloads, keyed by ``cluster/node``.
-State: the last record of each node, and the nodes whose last record was not handed over yet. A node that is gone is
-forgotten once its last record was handed over.
-On failure: while the broker is away only the newest record of a node is kept, for it says all that the older ones did.
+State: what is known of each node, which pods' ends were sent, and the nodes of which a record is to be sent. A node
+that is gone is forgotten once its last record was handed over.
+On failure: while the broker is away only what is known last of a node is kept, and every end that was not sent yet.
+
+A pod that ended is in the record that says so, and then only in the records of every 5 minutes: so the topic grows with
+the number of pods, and not with its square.
 """
 
 import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from producers import instruments as names
@@ -27,12 +30,38 @@ CHECK_S = 1.0
 """How often to look for nodes whose record is to be sent again."""
 
 
-@dataclass(frozen=True, slots=True)
+Row = Mapping[str, Any]
+
+
+@dataclass(slots=True)
 class _Node:
-    key: bytes
+    """What is known of a node. ``untold`` are the pods whose end, or what is known of them since, was not sent yet.
+
+    ``present`` is the content of a record without the pods that ended; ``whole``: the next record has all of those.
+    """
+
     seq: int
-    content: bytes
-    value: bytes
+    ts_ms: int
+    node_labels: Mapping[str, str]
+    running: list[Row]
+    ended: dict[str, Row]
+    dra_devices: list[Row]
+    admin_claims: list[Row]
+    removed: bool
+    present: bytes = b""
+    told: dict[str, Row] = field(default_factory=dict)
+    whole: bool = True
+
+    @property
+    def untold(self) -> dict[str, Row]:
+        return {uid: row for uid, row in self.ended.items() if self.told.get(uid) != row}
+
+    def content(self, ended: Iterable[Row]) -> bytes:
+        """What a record says that has these of the ended pods. Raises Unencodable."""
+        pods = [*self.running, *ended]
+        return records.workloads_content(
+            self.node_labels, pods, self.dra_devices, self.admin_claims, removed=self.removed
+        )
 
 
 class WorkloadsPublisher:
@@ -59,7 +88,7 @@ class WorkloadsPublisher:
         self._leaving: set[str] = set()
         self._least_seq = 1
         self._moved_s = clock()
-        self._sent_s: dict[str, float] = {}
+        self._whole_s: dict[str, float] = {}
         self._in_flight: set[asyncio.Future[int]] = set()
         self._wake, self._empty = asyncio.Event(), asyncio.Event()
         self._empty.set()
@@ -70,38 +99,44 @@ class WorkloadsPublisher:
         ts_ms: int,
         node: str,
         node_labels: Mapping[str, str],
-        pods: Iterable[Mapping[str, Any]],
-        dra_devices: Iterable[Mapping[str, Any]] = (),
-        admin_claims: Iterable[Mapping[str, Any]] = (),
+        pods: Iterable[Row],
+        dra_devices: Iterable[Row] = (),
+        admin_claims: Iterable[Row] = (),
         *,
         removed: bool = False,
     ) -> int | None:
         """Take what is known of a node at ``ts_ms``, without waiting; gives its ``seq``, or None where nothing changed.
 
-        ``pods``, ``dra_devices`` and ``admin_claims`` are dicts as in gpu.workloads; ``removed``: there is no such node
-        any more. Raises ValueError where ``node`` can't be a name.
+        ``pods`` are those that run and those that ended within half an hour. They, ``dra_devices`` and ``admin_claims``
+        are dicts as in gpu.workloads, and are not changed any more; ``removed``: there is no such node any more. Raises
+        ValueError where ``node`` can't be a name.
         """
         last = self._nodes.get(node)
         self._leaving.discard(node)
+        rows = list(pods)
+        known = _Node(
+            seq=last.seq + 1 if last else self._least_seq,
+            ts_ms=ts_ms,
+            node_labels=node_labels,
+            running=[row for row in rows if row.get("ended_ms") is None],
+            ended={row["uid"]: row for row in rows if row.get("ended_ms") is not None},
+            dra_devices=list(dra_devices),
+            admin_claims=list(admin_claims),
+            removed=removed,
+        )
         try:
-            content = records.workloads_content(node_labels, pods, dra_devices, admin_claims, removed=removed)
+            known.present = known.content(())
         except records.Unencodable:
             self._count_dropped("unencodable")
             return None
-        if last is not None and last.content == content:
-            return None
-        seq = last.seq + 1 if last else self._least_seq
-        value = records.workloads(
-            cluster=self._cluster,
-            node=records.checked_name("node", node),
-            epoch=self._epoch,
-            seq=seq,
-            ts_ms=ts_ms,
-            content=content,
-        )
-        self._nodes[node] = _Node(node_key(self._cluster, node), seq, content, value)
+        if last is not None:
+            known.told, known.whole = last.told, last.whole
+            if (known.present, known.untold) == (last.present, last.untold):
+                last.ended = known.ended
+                return None
+        self._nodes[records.checked_name("node", node)] = known
         self._queue(node)
-        return seq
+        return known.seq
 
     def forget(self, node: str) -> None:
         """A node is gone: what was published of it last is sent, and never again.
@@ -133,10 +168,6 @@ class WorkloadsPublisher:
         return len(self._waiting) + len(self._in_flight)
 
     def _queue(self, node: str) -> None:
-        if len(self._nodes[node].value) > LARGEST_VALUE_BYTES:
-            self._count_dropped("too_large")
-            self._sent_s.pop(node, None)
-            return
         if node in self._waiting:
             self._count_dropped("superseded")
         self._waiting[node] = None
@@ -146,22 +177,43 @@ class WorkloadsPublisher:
         self._wake.set()
 
     async def _send(self, node: str) -> None:
+        """Send what is known of a node by now: what changed, or all of it where that is due."""
         del self._waiting[node]
-        self._sent_s.pop(node, None)
-        self._sent_s[node] = self._clock()
         known = self._nodes[node]
+        if known.whole:
+            self._whole_s.pop(node, None)
+            self._whole_s[node] = self._clock()
+        value = self._value(node, known)
+        known.told, known.whole = known.ended, False
         if node in self._leaving:
             self._drop(node)
-        acknowledged = await self._sender.send(workloads.TOPIC.name, known.value, key=known.key)
+        if value is None:
+            self._note_empty()
+            return
+        acknowledged = await self._sender.send(workloads.TOPIC.name, value, key=node_key(self._cluster, node))
         self._in_flight.add(acknowledged)
         acknowledged.add_done_callback(self._settle)
+
+    def _value(self, node: str, known: _Node) -> bytes | None:
+        """The record of a node; None where it can't be sent, which is counted."""
+        try:
+            content = known.content((known.ended if known.whole else known.untold).values())
+        except records.Unencodable:
+            self._count_dropped("unencodable")
+            return None
+        value = records.workloads(
+            cluster=self._cluster, node=node, epoch=self._epoch, seq=known.seq, ts_ms=known.ts_ms, content=content
+        )
+        if len(value) > LARGEST_VALUE_BYTES:
+            self._count_dropped("too_large")
+            return None
+        return value
 
     def _settle(self, done: "asyncio.Future[int]") -> None:
         self._in_flight.discard(done)
         self._moved_s = self._clock()
         self._wake.set()
-        if not self._waiting and not self._in_flight:
-            self._empty.set()
+        self._note_empty()
         if done.cancelled():
             return
         if done.exception() is None:
@@ -180,16 +232,24 @@ class WorkloadsPublisher:
             self._queue_overdue()
 
     def _queue_overdue(self) -> None:
+        """Make whole records due. Each has a number of its own: it says more than the last record of its node did."""
         now_s = self._clock()
-        for node, sent_s in self._sent_s.items():
-            if now_s - sent_s < RESEND_S:
+        for node, whole_s in self._whole_s.items():
+            if now_s - whole_s < RESEND_S:
                 return
-            if node not in self._waiting:
-                self._queue(node)
+            known = self._nodes[node]
+            if not known.whole:
+                known.whole, known.seq = True, known.seq + 1
+                if node not in self._waiting:
+                    self._queue(node)
+
+    def _note_empty(self) -> None:
+        if not self._waiting and not self._in_flight:
+            self._empty.set()
 
     def _drop(self, node: str) -> None:
         self._leaving.discard(node)
-        self._sent_s.pop(node, None)
+        self._whole_s.pop(node, None)
         known = self._nodes.pop(node, None)
         if known is not None:
             self._least_seq = max(self._least_seq, known.seq + 1)

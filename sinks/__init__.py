@@ -1,9 +1,56 @@
 """Kafka -> the world: each sink reads gpu.attributed, gpu.alerts or both in a consumer group of its own."""
 
+from delivery.settings import Registered
+
 SINKS = {
-    "remote-write": "sinks.remote_write.sink:RemoteWriteSink",
-    "scrape": "sinks.scrape.sink:ScrapeSink",
-    "alertmanager": "sinks.alertmanager.sink:AlertmanagerSink",
-    "webhook": "sinks.webhook.sink:WebhookSink",
+    "remote-write": Registered(
+        component="sinks.remote_write.sink:RemoteWriteSink",
+        settings="sinks.remote_write.config:RemoteWriteSettings",
+        help="Every value to Prometheus, Mimir or any other remote-write receiver, once.",
+        example=(
+            "gpustream sink remote-write --kafka 127.0.0.1:9092 --url http://127.0.0.1:9090/api/v1/write\n"
+            "gpustream sink remote-write --kafka kafka-0:9092,kafka-1:9092 --url https://mimir/api/v1/push \\\n"
+            "    --header 'X-Scope-OrgID: ml' --bearer-token-file /etc/gpustream/token"
+        ),
+    ),
+    "scrape": Registered(
+        component="sinks.scrape.sink:ScrapeSink",
+        settings="sinks.scrape.config:ScrapeSettings",
+        help=(
+            "The latest value of every series on /metrics, as Prometheus text or OpenMetrics, whichever the scraper"
+            " asks for. In place of dcgm-exporter with --names dcgm, of pod-devices-exporter with --names dcgm-legacy"
+            " --labels pod-devices."
+        ),
+        example=(
+            "gpustream sink scrape --kafka 127.0.0.1:9092 --scrape-listen 0.0.0.0:9400 --names dcgm\n"
+            "gpustream sink scrape --kafka 127.0.0.1:9092 --names dcgm-legacy --labels pod-devices"
+        ),
+    ),
+    "alertmanager": Registered(
+        component="sinks.alertmanager.sink:AlertmanagerSink",
+        settings="sinks.alertmanager.config:AlertmanagerSettings",
+        help=(
+            "The open alerts to one or several Alertmanagers, again and again as they expect, and that they are over."
+            " Each Alertmanager gets all, in a consumer group of its own where there are several."
+        ),
+        example=(
+            "gpustream sink alertmanager --kafka 127.0.0.1:9092 --url http://127.0.0.1:9093\n"
+            "gpustream sink alertmanager --kafka kafka-0:9092 --url http://alertmanager-0:9093 \\\n"
+            "    --url http://alertmanager-1:9093"
+        ),
+    ),
+    "webhook": Registered(
+        component="sinks.webhook.sink:WebhookSink",
+        settings="sinks.webhook.config:WebhookSettings",
+        help=(
+            "One JSON POST for each alert that fires or is resolved: the record of gpu.alerts, signed, with the"
+            " transition's identity as Idempotency-Key, in order for each alert."
+        ),
+        example=(
+            "gpustream sink webhook --kafka 127.0.0.1:9092 --url https://hooks.example/gpu \\\n"
+            "    --secret-file /etc/gpustream/key\n"
+            "gpustream sink webhook --kafka 127.0.0.1:9092 --url http://127.0.0.1:8080/ --unsigned"
+        ),
+    ),
 }
-"""Every sink, as an import string."""
+"""Every sink."""

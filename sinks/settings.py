@@ -1,37 +1,124 @@
-"""The settings that sinks have in common, and what is wrong with them, in words for whoever wrote them."""
+"""The settings that sinks have in common."""
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Annotated, ClassVar, Literal
 from urllib.parse import urlsplit
 
-from delivery.positions import From
-from sinks.consumer import SinkSettings
+import click
 
-_FILES = ("basic_auth_password_file", "bearer_token_file", "tls_ca", "tls_cert", "tls_key")
+from delivery.settings import DURATION, HEADER, NAME, READABLE_FILE, START_FROM, MemberSettings, Option
+from sinks.labels import MAX_LABELS, LabelSet
+from topics.metric import Profile
+
+Group = Annotated[str, Option("--group", NAME, "The consumer group.")]
+
+From = Annotated[
+    Literal["earliest", "latest"] | float,
+    Option("--from", START_FROM, "Where a new group starts: that long ago, or an end."),
+]
 
 
 @dataclass(frozen=True, kw_only=True)
-class HttpSettings:
-    """How a receiver over HTTP is spoken to. ``headers`` are sent with each request; ``request_timeout_s`` bounds an
-    attempt."""
+class SinkSettings(MemberSettings):
+    """How a sink reads. ``from_``: ``earliest``, ``latest`` or how many seconds back a new group starts."""
 
-    headers: tuple[tuple[str, str], ...] = ()
-    basic_auth_user: str | None = None
-    basic_auth_password_file: Path | None = None
-    bearer_token_file: Path | None = None
-    tls_ca: Path | None = None
-    tls_cert: Path | None = None
-    tls_key: Path | None = None
+    group: Group
+    from_: From
+
+    def mistakes(self) -> list[str]:
+        """See :meth:`KafkaSettings.mistakes`."""
+        found = super().mistakes()
+        if isinstance(self.from_, str) and self.from_ not in {"earliest", "latest"}:
+            found.append(f"--from: {self.from_!r} is not earliest, latest or a duration")
+        if not isinstance(self.from_, str) and self.from_ < 0:
+            found.append("--from: a duration must not be below zero")
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamingSettings:
+    """What metrics and labels are called. ``labels`` None is the label set of ``names``."""
+
+    names: Annotated[Profile, Option("--names", None, "Metric names and units.")] = "otel"
+    labels: Annotated[
+        LabelSet | None,
+        Option("--labels", click.Choice(["otel", "dcgm", "pod-devices"]), "The label names.", shown="those of --names"),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeriesSettings(SinkSettings, NamingSettings):
+    """How a sink turns ticks into series. Tenants' labels never make more than ``max_labels`` on a series."""
+
+    max_labels: Annotated[
+        int,
+        Option(
+            "--max-labels",
+            click.IntRange(min=1),
+            "What is written on pods and namespaces never makes more labels than this on a series; gpu_pod_info has"
+            " the rest.",
+        ),
+    ] = MAX_LABELS
+    stale_after_s: Annotated[
+        float,
+        Option("--stale-after", DURATION, "The series of a node end when it has been silent for this long."),
+    ] = 60.0
+
+    def mistakes(self) -> list[str]:
+        """See :meth:`KafkaSettings.mistakes`."""
+        return [*super().mistakes(), *([] if self.stale_after_s > 0 else ["--stale-after: must be above zero"])]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HttpSettings(SinkSettings):
+    """How a receiver over HTTP is spoken to. ``headers`` are sent with each request; ``request_timeout_s`` bounds an
+    attempt. ``RESERVED_HEADERS``, in lower case, are the sink's own."""
+
+    RESERVED_HEADERS: ClassVar[frozenset[str]] = frozenset({"content-type", "content-length"})
+
+    headers: Annotated[
+        tuple[tuple[str, str], ...],
+        Option(
+            "--header", HEADER, "Sent with every request. Repeatable; in the variable, one a line.", repeatable=True
+        ),
+    ] = ()
+    basic_auth_user: Annotated[
+        str | None, Option("--basic-auth-user", None, "The user name of basic authentication.")
+    ] = None
+    basic_auth_password_file: Annotated[
+        Path | None, Option("--basic-auth-password-file", READABLE_FILE, "The file that holds its password.")
+    ] = None
+    bearer_token_file: Annotated[
+        Path | None, Option("--bearer-token-file", READABLE_FILE, "The file that holds a bearer token.")
+    ] = None
+    tls_ca: Annotated[
+        Path | None, Option("--tls-ca", READABLE_FILE, "The certificates to trust (PEM).", shown="the system's")
+    ] = None
+    tls_cert: Annotated[Path | None, Option("--tls-cert", READABLE_FILE, "The client's certificate (PEM).")] = None
+    tls_key: Annotated[Path | None, Option("--tls-key", READABLE_FILE, "The client's private key (PEM).")] = None
     request_timeout_s: float = 30.0
 
-
-class StartingSettings(SinkSettings, Protocol):
-    """How a sink reads, and where a new group starts."""
-
-    @property
-    def from_(self) -> From: ...
+    def mistakes(self) -> list[str]:
+        """See :meth:`KafkaSettings.mistakes`."""
+        found = super().mistakes()
+        basic = (self.basic_auth_user, self.basic_auth_password_file)
+        if (basic[0] is None) != (basic[1] is None):
+            found.append("--basic-auth-user and --basic-auth-password-file go together")
+        if self.bearer_token_file is not None and basic != (None, None):
+            found.append("--bearer-token-file: not together with --basic-auth-user")
+        if self.tls_key is not None and self.tls_cert is None:
+            found.append("--tls-key: needs --tls-cert")
+        for name in ("basic_auth_password_file", "bearer_token_file", "tls_ca", "tls_cert", "tls_key"):
+            path: Path | None = getattr(self, name)
+            if path is not None and not path.is_file():
+                found.append(f"--{name.replace('_', '-')}: no file {path}")
+        for name, value in self.headers:
+            if name.lower() in self.RESERVED_HEADERS:
+                found.append(f"--header: {name} is the sink's own")
+            if not name or any(sign in name + value for sign in "\r\n\0"):
+                found.append(f"--header: {name!r} is not a header")
+        return found
 
 
 def url_mistakes(url: str) -> list[str]:
@@ -42,46 +129,3 @@ def url_mistakes(url: str) -> list[str]:
     if parts.username is not None or parts.password is not None:
         return ["--url: credentials belong in --basic-auth-user and --basic-auth-password-file"]
     return []
-
-
-def reading_mistakes(settings: StartingSettings) -> list[str]:
-    """What is wrong with how the sink reads."""
-    wrong = []
-    if isinstance(settings.from_, str) and settings.from_ not in {"earliest", "latest"}:
-        wrong.append(f"--from: {settings.from_!r} is not earliest, latest or a duration")
-    if not isinstance(settings.from_, str) and settings.from_ < 0:
-        wrong.append("--from: a duration must not be below zero")
-    if not settings.kafka:
-        wrong.append("--kafka: missing")
-    if not settings.group:
-        wrong.append("--group: empty")
-    if settings.session_timeout_s < 1:
-        wrong.append("--session-timeout: must be at least 1 s")
-    return wrong
-
-
-def http_mistakes(settings: HttpSettings, reserved: Collection[str]) -> list[str]:
-    """What is wrong with credentials and headers; ``reserved`` headers, in lower case, are the sink's own."""
-    return [*_credentials(settings), *_headers(settings.headers, reserved)]
-
-
-def _credentials(settings: HttpSettings) -> list[str]:
-    wrong = []
-    basic = (settings.basic_auth_user, settings.basic_auth_password_file)
-    if (basic[0] is None) != (basic[1] is None):
-        wrong.append("--basic-auth-user and --basic-auth-password-file go together")
-    if settings.bearer_token_file is not None and basic != (None, None):
-        wrong.append("--bearer-token-file: not together with --basic-auth-user")
-    if settings.tls_key is not None and settings.tls_cert is None:
-        wrong.append("--tls-key: needs --tls-cert")
-    for name in _FILES:
-        path: Path | None = getattr(settings, name)
-        if path is not None and not path.is_file():
-            wrong.append(f"--{name.replace('_', '-')}: no file {path}")
-    return wrong
-
-
-def _headers(headers: tuple[tuple[str, str], ...], reserved: Collection[str]) -> list[str]:
-    wrong = [f"--header: {name} is the sink's own" for name, _ in headers if name.lower() in reserved]
-    bad = [name for name, value in headers if not name or any(sign in name + value for sign in "\r\n\0")]
-    return [*wrong, *(f"--header: {name!r} is not a header" for name in bad)]

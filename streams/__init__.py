@@ -1,13 +1,19 @@
 """Streams: Kafka -> Kafka."""
 
-STREAMS = {
-    "attribution": "streams.attribution.component:Attribution",
-    "alerts": "streams.alerts.component:Alerts",
-}
-"""Every stream, as an import string."""
+from delivery.settings import Registered
 
 STREAMS = {
-    "attribution": "streams.attribution.component:Attribution",
-    "alerts": "streams.alerts.component:Alerts",
+    "attribution": Registered(
+        component="streams.attribution.component:Attribution",
+        settings="streams.settings:AttributionSettings",
+        help="join samples with the pods that held the GPUs, and send gpu.attributed.",
+        example="gpustream stream attribution --kafka 127.0.0.1:9092 --instance-id attribution-0",
+    ),
+    "alerts": Registered(
+        component="streams.alerts.component:Alerts",
+        settings="streams.settings:AlertSettings",
+        help="judge gpu.attributed by the alert rules, and send gpu.alerts.",
+        example="gpustream stream alerts --kafka 127.0.0.1:9092 --rules rules.toml",
+    ),
 }
-"""Every stream, as an import string of its component."""
+"""Every stream."""

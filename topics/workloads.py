@@ -18,7 +18,9 @@ class Owner(msgspec.Struct, frozen=True, omit_defaults=True):
 class Pod(msgspec.Struct, frozen=True, omit_defaults=True):
     """A pod and its owner chain, from the pod upward. It ran in [started_ms, ended_ms).
 
-    Among its ``annotations`` are those of its namespace under ``gpustream.dev/`` that it has not itself.
+    ``owners_complete`` false: the chain could not be read to its top, or not yet, and no workload is named by it. An
+    owner that the API server does not let be read counts as the top. Among its ``annotations`` are those of
+    its namespace under ``gpustream.dev/`` that it has not itself.
     """
 
     namespace: str
@@ -31,6 +33,7 @@ class Pod(msgspec.Struct, frozen=True, omit_defaults=True):
     annotations: dict[str, str] = {}
     namespace_labels: dict[str, str] = {}
     owners: tuple[Owner, ...] = ()
+    owners_complete: bool = True
 
 
 class DraDevice(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -70,7 +73,8 @@ TOPIC = Topic(
     cleanup="delete",
     retention_hours=48,
     by_node=True,
-    promise="Sent when it changes and every 5 minutes. A pod that ended stays for 30 minutes.",
+    promise="Sent when it changes and every 5 minutes. A pod that ended is in the record that ends it, and for 30"
+    " minutes in those of every 5 minutes.",
     example={
         "schema": 1,
         "cluster": "prod-us-east-1",

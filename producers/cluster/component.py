@@ -9,22 +9,19 @@ the pods and nodes are known, for readers take a pod that is not told of for end
 import asyncio
 import contextlib
 import logging
-import re
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from producers import instruments as shared
-from producers import records
-from producers.cluster import defaults, listeners, selection
 from producers.cluster import instruments as own
+from producers.cluster import listeners, selection
 from producers.cluster.api import Api
+from producers.cluster.config import NODE_LABELS, POD_ANNOTATIONS, ClusterSettings
 from producers.cluster.lease import Lease
-from producers.cluster.owners import Owners
-from producers.cluster.pace import Pace
+from producers.cluster.owners import Chain, Owners
 from producers.cluster.pods import Reading
+from producers.cluster.rate_limiter import RateLimiter
 from producers.cluster.selection import ANNOTATION_BOUNDS, LABEL_BOUNDS, NODE_LABEL_BOUNDS, AllowList
 from producers.cluster.state import Selection, State
 from producers.cluster.watch import Watch
@@ -49,61 +46,19 @@ AT_ONCE = 64
 
 DRAIN_S = 3.0
 
-_LEASE = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?/[a-z0-9]([-.a-z0-9]{0,251}[a-z0-9])?")
 
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """What the cluster producer is told. ``kubeconfig`` None: found as kubectl finds it. A resource that begins with
-    one of ``resource_prefixes`` is a GPU's. The allow-lists hold exact names, ``prefix/*`` and ``*``; ``node_labels``
-    and ``pod_annotations`` are kept beside those of :data:`producers.cluster.defaults.NODE_LABELS` and
-    :data:`producers.cluster.defaults.POD_ANNOTATIONS`. ``lease`` is NAMESPACE/NAME; None: there
-    is no other replica."""
-
-    kafka: str
-    cluster: str = "default"
-    kubeconfig: Path | None = None
-    resource_prefixes: tuple[str, ...] = ("nvidia.com/",)
-    pod_labels: tuple[str, ...] = defaults.POD_LABELS
-    pod_annotations: tuple[str, ...] = ()
-    namespace_labels: tuple[str, ...] = defaults.NAMESPACE_LABELS
-    node_labels: tuple[str, ...] = ()
-    lease: str | None = field(default_factory=defaults.lease)
-    identity: str = field(default_factory=defaults.identity)
-
-    def mistakes(self) -> list[str]:
-        """What is wrong with them; empty where nothing is."""
-        found = []
-        for name in ("pod_labels", "pod_annotations", "namespace_labels", "node_labels"):
-            found += selection.mistakes(f"--{name.replace('_', '-')}", getattr(self, name))
-        if not all(self.resource_prefixes) or not self.resource_prefixes:
-            found.append("--resource-prefixes: an empty prefix would take every resource for a GPU")
-        if self.lease is not None and not _LEASE.fullmatch(self.lease):
-            found.append(f"--lease: {self.lease!r} is not NAMESPACE/NAME, as {defaults.LEASE_NAME} in a namespace is")
-        if not self.identity:
-            found.append("--identity: two replicas without a name can't be told apart")
-        return [*found, *_mistake(self.cluster)]
-
-    def selection(self) -> Selection:
-        """What is kept of the cluster."""
-        return Selection(
-            concerns=selection.gpu_pods(self.resource_prefixes),
-            drivers=selection.gpu_drivers(self.resource_prefixes),
-            pods=Reading(
-                AllowList(self.pod_labels, LABEL_BOUNDS),
-                AllowList((*defaults.POD_ANNOTATIONS, *self.pod_annotations), ANNOTATION_BOUNDS),
-            ),
-            namespace_labels=AllowList(self.namespace_labels, LABEL_BOUNDS),
-            node_labels=AllowList((*defaults.NODE_LABELS, *self.node_labels), NODE_LABEL_BOUNDS),
-        )
-
-
-def _mistake(cluster: str) -> list[str]:
-    try:
-        records.checked_name("cluster", cluster)
-    except ValueError as error:
-        return [str(error)]
-    return []
+def _selection(settings: ClusterSettings) -> Selection:
+    """What is kept of the cluster."""
+    return Selection(
+        concerns=selection.gpu_pods(settings.resource_prefixes),
+        drivers=selection.gpu_drivers(settings.resource_prefixes),
+        pods=Reading(
+            AllowList(settings.pod_labels, LABEL_BOUNDS),
+            AllowList((*POD_ANNOTATIONS, *settings.pod_annotations), ANNOTATION_BOUNDS),
+        ),
+        namespace_labels=AllowList(settings.namespace_labels, LABEL_BOUNDS),
+        node_labels=AllowList((*NODE_LABELS, *settings.node_labels), NODE_LABEL_BOUNDS),
+    )
 
 
 class ClusterProducer:
@@ -111,7 +66,9 @@ class ClusterProducer:
 
     name = "cluster"
 
-    def __init__(self, settings: Settings, *, sender: ConnectedSender | None = None, api: Api | None = None) -> None:
+    def __init__(
+        self, settings: ClusterSettings, *, sender: ConnectedSender | None = None, api: Api | None = None
+    ) -> None:
         self._settings = settings
         self._instruments = Instruments((*shared.INSTRUMENTS, *own.INSTRUMENTS))
         self.registry = self._instruments.registry
@@ -121,7 +78,7 @@ class ClusterProducer:
         self._lease: Lease | None = None
         self._api = api or Api(settings.kubeconfig, self._instruments)
         self._owners = Owners(self._api, self._instruments, self._learn)
-        self._state = State(settings.selection(), self._owners)
+        self._state = State(_selection(settings), self._owners)
         self._wake, self._stop = asyncio.Event(), asyncio.Event()
         self._required, self._extras = self._watches()
 
@@ -222,21 +179,21 @@ class ClusterProducer:
 
     async def _tell(self, publisher: WorkloadsPublisher) -> None:
         self._state.mark_all()
-        pace = Pace()
+        limiter = RateLimiter()
         while True:
             self._state.expire(_now_ms())
             now_s = time.monotonic()
-            due = pace.due(self._state.changed(), self._state.awaits, now_s)
+            due = limiter.due(self._state.changed(), self._state.awaits, now_s)
             for node in due.nodes[:AT_ONCE]:
-                self._publish(publisher, node)
-                pace.told(node, now_s)
+                self._publish(publisher, node, limiter.held(self._state.awaits(node), now_s))
+                limiter.told(node, now_s)
             if len(due.nodes) > AT_ONCE:
                 await asyncio.sleep(0)
             else:
                 await self._sleep(CHECK_S if due.next_s is None else min(CHECK_S, due.next_s - now_s))
 
-    def _publish(self, publisher: WorkloadsPublisher, node: str) -> None:
-        content = self._state.take(node)
+    def _publish(self, publisher: WorkloadsPublisher, node: str, held: set[str]) -> None:
+        content = self._state.take(node, held)
         if content is None:
             return
         self._instruments.counter(own.SHED).inc(content.shed)
@@ -245,7 +202,7 @@ class ClusterProducer:
         if content.last:
             publisher.forget(node)
 
-    def _learn(self, owner_uid: str, chain: tuple[Any, ...]) -> None:
+    def _learn(self, owner_uid: str, chain: Chain) -> None:
         self._state.learn(owner_uid, chain)
         self._wake.set()
 

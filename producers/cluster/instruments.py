@@ -65,7 +65,7 @@ INSTRUMENTS: tuple[Instrument, ...] = (
         "counter",
         "Owners that were asked for, by their kind (other: one that the API server is not known to have): ok, gone,"
         " forbidden, refused (another status), unknown_kind, malformed (no name or version of an API's), undecodable:"
-        " the chain ends there; away: asked for again soon.",
+        " the chain ends there; too_long: a chain of more than 8 links, or a ring; away: asked for again soon.",
         ("kind", "result"),
     ),
     Instrument(UNDECODABLE, "counter", "Objects that could not be read, and were left out.", ("resource",)),

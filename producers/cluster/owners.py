@@ -2,8 +2,8 @@
 
 In: a pod's controller, as its owner reference names it. Out: owner chains.
 State: the chains that are wanted, and what is above each owner.
-On failure: a chain ends where it can't be followed, and is tried again; what was once found of it stays. An owner that
-is gone stays in the chain as the last.
+On failure: a chain that can't be followed now is incomplete, and tried again; what was once found of it stays. An owner
+that is gone, or that may not be read, stays in the chain as the last.
 """
 
 import asyncio
@@ -11,13 +11,11 @@ import heapq
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from producers.cluster.asking import Asking, Link, Requests
+from producers.cluster.owner_lookup import DEEPEST, Client, Link, OwnerLookup
 from topics.instruments import Instruments
 from topics.workloads import Owner
-
-DEEPEST = 8
-"""The most links of a chain."""
 
 KEPT_S = 3600.0
 """For how long an owner's answer is good for other pods."""
@@ -25,32 +23,43 @@ KEPT_S = 3600.0
 MOST_LINKS = 16_384
 
 
+class Chain(NamedTuple):
+    """Owners from a pod's controller upward. ``complete``: nothing that could be read is above the last."""
+
+    owners: tuple[Owner, ...]
+    complete: bool
+
+
+_UNKNOWN = Chain((), complete=False)
+
+
 @dataclass(slots=True)
 class _Root:
-    """A pod's controller, and the chain from it up that was told of last."""
+    """A pod's controller, and the chain from it up that was told of last. ``open``: more may be known soon."""
 
     owner: Owner
     namespace: str
-    told: tuple[Owner, ...] = ()
+    told: Chain = _UNKNOWN
+    open: bool = True
 
 
 class Owners:
     """Finds out owner chains, for as long as :meth:`run` runs.
 
-    ``learned`` is called with an owner's uid and the chain from it up when it is known, and whenever more of it is. It
-    must not raise.
+    ``learned`` is called with an owner's uid and the chain from it up when it was looked for, and whenever more of it
+    is known. It must not raise.
     """
 
     def __init__(
         self,
-        api: Requests,
+        api: Client,
         instruments: Instruments,
-        learned: Callable[[str, tuple[Owner, ...]], None],
+        learned: Callable[[str, Chain], None],
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._learned, self._clock = learned, clock
-        self._api = Asking(api, instruments, clock=clock)
+        self._lookup = OwnerLookup(api, instruments, clock=clock)
         self._roots: dict[str, _Root] = {}
         self._due: list[tuple[float, str]] = []
         self._climbing: set[str] = set()
@@ -60,8 +69,8 @@ class Owners:
 
     @property
     def unknown(self) -> int:
-        """The owners whose chains are wanted, and of which nothing was learned yet."""
-        return sum(not root.told for root in self._roots.values())
+        """The owners whose chains are wanted and may soon be known, but are not yet."""
+        return sum(root.open for root in self._roots.values())
 
     def follow(self, owner: Owner, namespace: str) -> None:
         """The chain from this owner up is wanted."""
@@ -119,22 +128,24 @@ class Owners:
         if self._roots.get(uid) is not root:
             self._come_back(uid, 0.0)
             return
-        if len(chain) > len(root.told):
+        root.open = not chain.complete and again_s is not None
+        if (chain.complete, len(chain.owners)) > (root.told.complete, len(root.told.owners)):
             root.told = chain
             self._learned(uid, chain)
         if again_s is not None:
             self._come_back(uid, again_s)
 
-    async def _chain(self, root: _Root) -> tuple[tuple[Owner, ...], float | None]:
+    async def _chain(self, root: _Root) -> tuple[Chain, float | None]:
         """The chain from an owner up as far as it can be known now, and in how many seconds to try again."""
-        chain, seen = [root.owner], {root.owner.uid}
-        while len(chain) < DEEPEST:
-            link = await self._link(chain[-1], root.namespace)
-            if link.above is None or link.above.uid in seen:
-                return tuple(chain), link.again_s
-            chain.append(link.above)
-            seen.add(link.above.uid)
-        return tuple(chain), None
+        owners = [root.owner]
+        while True:
+            link = await self._link(owners[-1], root.namespace)
+            if link.above is None:
+                return Chain(tuple(owners), link.known), link.again_s
+            if len(owners) == DEEPEST or link.above.uid in {owner.uid for owner in owners}:
+                self._lookup.too_long(owners[-1], root.owner)
+                return Chain(tuple(owners), complete=False), None
+            owners.append(link.above)
 
     async def _link(self, owner: Owner, namespace: str) -> Link:
         """What is above an owner: remembered, or asked for once however many wait for it."""
@@ -149,7 +160,7 @@ class Owners:
         return await asyncio.shield(asked)
 
     async def _ask_once(self, owner: Owner, namespace: str) -> Link:
-        link = await self._api.above(owner, namespace)
+        link = await self._lookup.above(owner, namespace)
         if link.again_s is None:
             self._remember(owner.uid or "", link)
         return link

@@ -7,7 +7,7 @@ All of it is pure: times are given, in ms since the epoch.
 """
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from datetime import datetime
 from typing import NamedTuple
 
@@ -129,6 +129,9 @@ class Pods:
 
     def __len__(self) -> int:
         return len(self._pods)
+
+    def __iter__(self) -> Iterator[Known]:
+        return iter(self._pods.values())
 
     def get(self, uid: str) -> Known | None:
         """The pod with that uid."""

@@ -7,7 +7,7 @@ On failure: what would not fit into a record gives way in a fixed order, and is 
 All of it is pure: times are given, in ms since the epoch.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -16,6 +16,7 @@ from producers import records
 from producers.cluster import claims, objects, pods, slices
 from producers.cluster.claims import Claims
 from producers.cluster.labelled import Labelled
+from producers.cluster.owners import Chain
 from producers.cluster.pods import Change, Pods, Reading
 from producers.cluster.room import JsonDict, fit, size
 from producers.cluster.selection import LABEL_BOUNDS, AllowList
@@ -73,7 +74,8 @@ class State:
         self.nodes = Labelled()
         self.namespaces = Labelled()
         self._policies: dict[str, dict[str, str]] = {}
-        self._chains: dict[str, tuple[JsonDict, ...]] = {}
+        self._chains: dict[str, Chain] = {}
+        self._told: set[str] = set()
         self._followed: set[str] = set()
         self._gone_ms: dict[str, int] = {}
         self._left_namespaces: dict[str, None] = {}
@@ -84,28 +86,35 @@ class State:
         return list(self._changed)
 
     def mark_all(self) -> None:
-        """A record of every node is due."""
+        """A record of every node is due, with every pod: another leader may have told of it."""
+        self._told.update(pod.uid for pod in self.pods)
         self._mark((*self.nodes, *self._gone_ms))
 
-    def awaits(self, node: str) -> bool:
-        """Whether the owner chain of a pod that runs there is not known yet."""
-        return any(
-            pod.ended_ms is None and pod.owner and pod.owner.uid in self._followed and pod.owner.uid not in self._chains
-            for pod in self.pods.on_node(node)
-        )
+    def awaits(self, node: str) -> list[str]:
+        """The pods of a node that were never told of, and whose owner chains are not known yet."""
+        return [
+            pod.uid for pod in self.pods.on_node(node) if pod.uid not in self._told and not self._chain(pod).complete
+        ]
 
-    def take(self, node: str) -> Content | None:
-        """What is to be told of a node now; None where there is no such node."""
+    def take(self, node: str, held: Collection[str] = ()) -> Content | None:
+        """What is to be told of a node now; None where there is no such node.
+
+        The pods that are ``held`` are left out, and the node stays due.
+        """
         self._changed.pop(node, None)
         gone_ms = self._gone_ms.pop(node, None)
         labels = self.nodes.get(node)
         if labels is None and gone_ms is None:
             return None
         here = labels is not None
+        if held and here:
+            self._changed[node] = None
         devices = [msgspec.to_builtins(device) for device in self.slices.of_node(node) if here]
         admin = [msgspec.to_builtins(one) for one in self.claims.of_pools(self.slices.pools_of(node)) if here]
         room = LARGEST_VALUE_BYTES - HEAD_BYTES - size(devices) - size(admin) - size(labels)
-        rows, shed = fit([self._row(pod, gone_ms) for pod in self.pods.on_node(node)], room)
+        told = [pod for pod in self.pods.on_node(node) if pod.uid not in held or not here]
+        self._told.update(pod.uid for pod in told if not self._chain(pod).complete)
+        rows, shed = fit([self._row(pod, gone_ms) for pod in told], room)
         return Content(labels or {}, rows, devices, admin, not here, shed)
 
     def put_pod(self, pod: objects.Pod, now_ms: int) -> int:
@@ -183,10 +192,10 @@ class State:
         found = claims.known(claim, self._selection.drivers)
         self._mark_pools(self.claims.put(claim.metadata.uid, found, now_ms))
 
-    def learn(self, owner_uid: str, chain: Iterable[Owner]) -> None:
+    def learn(self, owner_uid: str, chain: Chain) -> None:
         """The chain from an owner up, the owner included."""
         if owner_uid in self._followed:
-            self._chains[owner_uid] = tuple(msgspec.to_builtins(owner) for owner in chain)
+            self._chains[owner_uid] = chain
             self._mark(pod.node for pod in self.pods.of_owner(owner_uid))
 
     def expire(self, now_ms: int) -> None:
@@ -208,6 +217,8 @@ class State:
             self._mark(pod.node for pod in (before, after) if pod)
             if after:
                 self._follow(after)
+            elif before:
+                self._told.discard(before.uid)
             if before:
                 self._unfollow(before)
 
@@ -232,6 +243,7 @@ class State:
             self._follower.forget(uid)
 
     def _row(self, pod: pods.Known, gone_ms: int | None) -> JsonDict:
+        chain = self._chain(pod)
         return {
             "namespace": pod.namespace,
             "name": pod.name,
@@ -242,11 +254,13 @@ class State:
             "labels": pod.labels,
             "annotations": {**self._policies.get(pod.namespace, {}), **pod.annotations},
             "namespace_labels": self.namespaces.get(pod.namespace) or {},
-            "owners": self._owners(pod),
+            "owners": [msgspec.to_builtins(owner) for owner in chain.owners],
+            "owners_complete": None if chain.complete else False,
         }
 
-    def _owners(self, pod: pods.Known) -> Sequence[JsonDict]:
+    def _chain(self, pod: pods.Known) -> Chain:
         """The chain as far as it is known; the pod itself names the first link."""
         if pod.owner is None:
-            return ()
-        return self._chains.get(pod.owner.uid or "") or (msgspec.to_builtins(pod.owner),)
+            return Chain((), complete=True)
+        found = self._chains.get(pod.owner.uid or "")
+        return found or Chain((pod.owner,), complete=pod.owner.uid not in self._followed)

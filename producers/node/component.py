@@ -9,15 +9,15 @@ of the interval with whoever answered. At the stop a last tick takes what happen
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 from producers import instruments as shared
 from producers.node import instruments as own
 from producers.node.cgroups import Places
+from producers.node.config import NodeSettings
 from producers.node.gpus import Gpus
 from producers.node.job_files import JobFiles
 from producers.node.jobs import with_jobs
@@ -30,10 +30,6 @@ from topics.sender import Sender
 
 log = logging.getLogger(__name__)
 
-KUBELET_SOCKET = "/var/lib/kubelet/pod-resources/kubelet.sock"
-"""Where a kubelet serves its pod resources."""
-
-SHORTEST_INTERVAL_S = 0.1
 ANSWER_WITHIN = 0.8
 """The share of the interval that the GPUs and the kubelet have to answer in."""
 
@@ -41,6 +37,7 @@ OPEN_WITHIN_S = 10.0
 """The first tick waits this long for the driver, so that a restart does not look like a node without GPUs."""
 
 DRAIN_S = 4.0
+_MIB = 1024 * 1024
 
 LAST_WITHIN_S = 2.0
 """The last tick, at the stop, waits this long at most: with the drain it fits into the 10 s of a clean stop."""
@@ -49,35 +46,6 @@ HOLDERS_WITHIN_S = 0.4
 HOLDERS_EVERY_S = 0.1
 """When an XID error comes the kubelet is asked at once who holds what, so often at most: all that ask a kubelet share
 100 calls a second."""
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """What the node is told. ``pod_resources_socket`` None: no kubelet is asked. A resource that begins with one of
-    ``resource_prefixes`` is a GPU's. ``hpc_job_mapping_dir`` None: no files tell of jobs. While Kafka is away ticks are
-    kept for ``buffer_s``, and ``buffer_size`` bytes of them."""
-
-    kafka: str
-    node: str
-    cluster: str = "default"
-    interval_s: float = 1.0
-    pod_resources_socket: Path | None = Path(KUBELET_SOCKET)
-    resource_prefixes: tuple[str, ...] = ("nvidia.com/",)
-    procfs: Path = Path("/proc")
-    hpc_job_mapping_dir: Path | None = None
-    buffer_s: float = 900.0
-    buffer_size: int = 16 * 1024 * 1024
-
-    def mistakes(self) -> list[str]:
-        """What is wrong with them; empty where nothing is."""
-        found = []
-        if not self.interval_s >= SHORTEST_INTERVAL_S:
-            found.append(f"--interval: {self.interval_s:g} s is less than a GPU can be read in; the least is 100ms")
-        if not (self.buffer_s > 0 and self.buffer_size > 0):
-            found.append("--buffer and --buffer-size: must be above 0")
-        if not all(self.resource_prefixes) or not self.resource_prefixes:
-            found.append("--resource-prefixes: an empty prefix would take every resource for a GPU")
-        return found
 
 
 class GpuReader(Protocol):
@@ -131,7 +99,7 @@ class NodeProducer:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: NodeSettings,
         *,
         sender: ConnectedSender | None = None,
         gpus: GpuReader | None = None,
@@ -141,6 +109,7 @@ class NodeProducer:
         self._settings = settings
         self._instruments = Instruments((*shared.INSTRUMENTS, *own.INSTRUMENTS))
         self.registry = self._instruments.registry
+        self._buffer_lasts_s: float | None = None
         self._sender = sender or Sender(settings.kafka, client_id=f"gpustream-{self.name}-{settings.node}")
         self._connected = False
         self._places = places or Places(settings.procfs)
@@ -242,6 +211,31 @@ class NodeProducer:
         )
         devices = with_jobs(self._gpus.with_events(devices), mapped, self._places.job)
         self._publisher.publish(ts_ms, devices, containers, self._kubelet.in_force)
+        self._say_how_long_the_buffer_lasts()
+
+    def _say_how_long_the_buffer_lasts(self) -> None:
+        """At the first tick, and when it comes to hold less than wanted, or enough again."""
+        wanted_s, size = self._settings.buffer_s, self._settings.buffer_size
+        ticks, tick_bytes = self._publisher.fits
+        before_s, lasts_s = self._buffer_lasts_s, min(wanted_s, ticks * self._settings.interval_s)
+        if not ticks or lasts_s == before_s:
+            return
+        self._buffer_lasts_s = lasts_s
+        self._instruments.gauge(own.BUFFER_SECONDS).set(lasts_s)
+        if before_s is not None and (before_s == wanted_s) == (lasts_s == wanted_s):
+            return
+        holds = (size / _MIB, ticks * self._settings.interval_s / 60, tick_bytes)
+        if lasts_s == wanted_s:
+            log.info("the buffer of %.3g MiB holds about %.3g minutes at %d bytes a tick", *holds)
+            return
+        enough_mib = math.ceil(size / _MIB * wanted_s / lasts_s)
+        log.warning(
+            "the buffer of %.3g MiB holds about %.3g minutes at %d bytes a tick, and --buffer wants %.3g minutes: "
+            "give --buffer-size %dMiB",
+            *holds,
+            wanted_s / 60,
+            enough_mib,
+        )
 
     async def _drain(self) -> None:
         """Send what can be sent, and say what could not."""

@@ -11,6 +11,7 @@ KUBELET_CALLS = "gpustream_node_kubelet_calls_total"
 KUBELET_AGE = "gpustream_node_kubelet_age_seconds"
 PROCESSES = "gpustream_node_processes"
 XIDS = "gpustream_node_xid_errors_total"
+BUFFER_SECONDS = "gpustream_node_buffer_seconds"
 JOB_FILE_ERRORS = "gpustream_node_job_file_errors_total"
 
 KUBELET_RESULTS = ("ok", "unavailable", "deadline", "rate_limited", "too_large", "undecodable", "refused")
@@ -55,6 +56,12 @@ INSTRUMENTS: tuple[Instrument, ...] = (
         "XID errors that the driver told of, by whether the GPU is known: device, unknown_device (they are in the log,"
         " and in no record).",
         ("of",),
+    ),
+    Instrument(
+        BUFFER_SECONDS,
+        "gauge",
+        "How long Kafka may be away before ticks are dropped: --buffer, or less where --buffer-size holds fewer ticks"
+        " as large as the last ones.",
     ),
     Instrument(
         JOB_FILE_ERRORS,

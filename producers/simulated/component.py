@@ -10,9 +10,7 @@ import contextlib
 import heapq
 import logging
 import math
-from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import AsyncIterator, Iterator
 from typing import BinaryIO
 
 from producers import instruments as shared
@@ -21,6 +19,7 @@ from producers.sending import ConnectedSender, not_sent
 from producers.simulated import instruments as own
 from producers.simulated import truth
 from producers.simulated.clock import FleetClock
+from producers.simulated.config import SimulatedSettings
 from producers.simulated.fleet import Fleet, parse_size
 from producers.stopping import first_failure
 from producers.workloads import WorkloadsPublisher
@@ -30,52 +29,7 @@ from topics.sender import Sender
 log = logging.getLogger(__name__)
 
 DRAIN_S = 4.0
-SHORTEST_INTERVAL_S = 0.01
 SMALLEST_BUFFER_BYTES = 256 * 1024
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """What the fleet is told: ``fleet`` is NODESxGPUS, ``truth`` a file that lines are appended to. While Kafka is away
-    ticks are kept for ``buffer_s``, and ``buffer_size`` bytes of them for all nodes together. It ends by itself after
-    ``stop_after_s``, or after ``stop_after_ticks`` of every node; None: never."""
-
-    kafka: str
-    cluster: str = "default"
-    fleet: str = "100x8"
-    seed: int = 1
-    interval_s: float = 1.0
-    truth: Path | None = None
-    buffer_s: float = 900.0
-    buffer_size: int = 256 * 1024 * 1024
-    pod_life_s: float = 300.0
-    stop_after_s: float | None = None
-    stop_after_ticks: int | None = None
-
-    def mistakes(self) -> list[str]:
-        """What is wrong with them; empty where nothing is."""
-        found = []
-        if not self.interval_s >= SHORTEST_INTERVAL_S:
-            found.append(f"interval {self.interval_s} s: it must be at least {SHORTEST_INTERVAL_S} s")
-        if not (self.buffer_s > 0 and self.buffer_size > 0):
-            found.append("buffer: it must be above 0, in time and in bytes")
-        found.append(_mistake(lambda: parse_size(self.fleet)))
-        found.append(_mistake(lambda: Fleet(1, 1, cluster=self.cluster, seed=self.seed, pod_life_s=self.pod_life_s)))
-        return [mistake for mistake in found if mistake]
-
-    def made(self) -> Fleet:
-        """The fleet that they describe; raises ValueError where there is no such fleet."""
-        nodes, gpus = parse_size(self.fleet)
-        return Fleet(nodes, gpus, cluster=self.cluster, seed=self.seed, pod_life_s=self.pod_life_s)
-
-
-def _mistake(build: Callable[[], object]) -> str:
-    """What building something says is wrong with it; empty where nothing is."""
-    try:
-        build()
-    except ValueError as error:
-        return str(error)
-    return ""
 
 
 class SimulatedFleet:
@@ -84,10 +38,11 @@ class SimulatedFleet:
     name = "simulated"
 
     def __init__(
-        self, settings: Settings, *, sender: ConnectedSender | None = None, clock: FleetClock | None = None
+        self, settings: SimulatedSettings, *, sender: ConnectedSender | None = None, clock: FleetClock | None = None
     ) -> None:
         self._settings = settings
-        self._fleet = settings.made()
+        nodes, gpus = parse_size(settings.fleet)
+        self._fleet = Fleet(nodes, gpus, cluster=settings.cluster, seed=settings.seed, pod_life_s=settings.pod_life_s)
         self._instruments = Instruments((*shared.INSTRUMENTS, *own.INSTRUMENTS))
         self.registry = self._instruments.registry
         self._clock = clock or FleetClock()

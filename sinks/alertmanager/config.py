@@ -1,45 +1,53 @@
-"""The settings of the Alertmanager sink, named as its options."""
+"""The settings of the Alertmanager sink."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Literal
+from typing import Annotated
 from urllib.parse import urlsplit
 
-from sinks.settings import HttpSettings, http_mistakes, reading_mistakes, url_mistakes
+from delivery.settings import DURATION, URL, Option
+from sinks.settings import From, Group, HttpSettings, url_mistakes
 
 API = "/api/v2/alerts"
 _RARELY_S = 24 * 3600
-RESERVED_HEADERS = frozenset({"content-type", "content-length"})
 
 
 @dataclass(frozen=True, kw_only=True)
 class AlertmanagerSettings(HttpSettings):
-    """Settings; see :meth:`mistakes`. ``from_``: ``earliest``, ``latest`` or how many seconds back a new group starts;
-    what is open is told whenever it began.
+    """Which Alertmanagers there are; each gets all alerts that are open, whenever they began. ``max_alerts`` bounds a
+    request."""
 
-    ``urls`` are the Alertmanagers' own, each gets all. ``resend_s`` is how often what is open is told again,
-    ``generator_url`` where notifications link to. ``max_alerts`` bounds a request.
-    """
-
-    kafka: str
-    urls: tuple[str, ...]
-    resend_s: float = 60.0
-    generator_url: str | None = None
-    group: str = "gpustream-sink-alertmanager"
-    from_: Literal["earliest", "latest"] | float = 3600.0
-    instance_id: str | None = None
-    session_timeout_s: float = 10.0
+    urls: Annotated[
+        tuple[str, ...],
+        Option(
+            "--url",
+            URL,
+            "An Alertmanager, without /api/v2/alerts. Repeatable; in the variable, separated by spaces.",
+            repeatable=True,
+        ),
+    ]
+    resend_s: Annotated[
+        float,
+        Option(
+            "--resend",
+            DURATION,
+            "How often what is open is sent again. If this sink is gone, alerts end after four times that.",
+        ),
+    ] = 60.0
+    generator_url: Annotated[
+        str | None, Option("--generator-url", URL, "Where notifications link to as the source of an alert.")
+    ] = None
+    group: Group = "gpustream-sink-alertmanager"
+    from_: From = 3600.0
     max_alerts: int = 256
 
     def mistakes(self) -> list[str]:
-        """Every mistake in the settings, in words for whoever wrote them; empty when there is none."""
-        return [
-            *_urls(self.urls),
-            *([] if 1 <= self.resend_s <= _RARELY_S else ["--resend: must be at least 1 s and at most 24 h"]),
-            *reading_mistakes(self),
-            *http_mistakes(self, RESERVED_HEADERS),
-        ]
+        """See :meth:`KafkaSettings.mistakes`."""
+        found = [*_url_mistakes(self.urls), *super().mistakes()]
+        if not 1 <= self.resend_s <= _RARELY_S:
+            found.append("--resend: must be at least 1 s and at most 24 h")
+        return found
 
     def group_of(self, url: str) -> str:
         """The consumer group of one Alertmanager: the given one where it is the only one, else its own."""
@@ -53,7 +61,7 @@ def alerts_url(url: str) -> str:
     return url.rstrip("/") + API
 
 
-def _urls(urls: Iterable[str]) -> list[str]:
+def _url_mistakes(urls: Iterable[str]) -> list[str]:
     given = [url.rstrip("/") for url in urls]
     wrong = [mistake for url in given for mistake in url_mistakes(url)]
     wrong += [f"--url: {url!r}: without {API}" for url in given if url.endswith(API)]

@@ -9,21 +9,19 @@ import asyncio
 import contextlib
 import weakref
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
-from typing import Literal
 
 from sinks import outcomes
 from sinks.consumer import GroupReader, Source, membership
 from sinks.dead_letters import DeadLetters, connecting
-from sinks.labels import LABEL_SETS, MAX_LABELS, LabelSet, default_labels
+from sinks.labels import default_labels
 from sinks.outcomes import Outcomes
+from sinks.scrape.config import ScrapeSettings
 from sinks.scrape.families import Device
 from sinks.scrape.latest import VALUES, LatestOfPartition, OnOutcome, Shared
 from sinks.scrape.rendering import Renderings
 from sinks.scrape.server import serving
 from topics.attributed import TOPIC
 from topics.instruments import Instrument, Instruments
-from topics.metric import PROFILES, Profile
 from topics.sender import Sender
 
 COMPONENT = "scrape"
@@ -33,37 +31,6 @@ INSTRUMENTS: tuple[Instrument, ...] = (
     Instrument(VALUES, "counter", "Values of metrics that were shown, without derived series."),
     Instrument("gpustream_scrape_requests_total", "counter", "Requests for /metrics."),
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScrapeSettings:
-    """Settings, named as options. ``scrape_listen`` is a host and a port (0: any free one), or None: not served.
-
-    ``labels`` None is the label set of ``names``; tenants' labels never make more than ``max_labels`` on a series.
-    ``from_``: ``earliest``, ``latest`` or how many seconds back a new group starts.
-    """
-
-    kafka: str
-    scrape_listen: tuple[str, int] | None = ("127.0.0.1", 9400)
-    names: Profile = "otel"
-    labels: LabelSet | None = None
-    max_labels: int = MAX_LABELS
-    stale_after_s: float = 60.0
-    group: str = "gpustream-sink-scrape"
-    from_: Literal["earliest", "latest"] | float = "latest"
-    instance_id: str | None = None
-    session_timeout_s: float = 10.0
-
-    def mistakes(self) -> list[str]:
-        """Every mistake in the settings, in words for whoever wrote them; empty when there is none."""
-        wrong = [] if self.names in PROFILES else [f"--names: {self.names!r} is not one of {', '.join(PROFILES)}"]
-        if self.labels is not None and self.labels not in LABEL_SETS:
-            wrong.append(f"--labels: {self.labels!r} is not one of {', '.join(LABEL_SETS)}")
-        if self.stale_after_s <= 0:
-            wrong.append("--stale-after: must be above zero")
-        if self.session_timeout_s < 1:
-            wrong.append("--session-timeout: must be at least 1 s")
-        return wrong
 
 
 class ScrapeSink:

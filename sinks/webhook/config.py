@@ -1,47 +1,48 @@
-"""The settings of the webhook sink, named as its options."""
+"""The settings of the webhook sink."""
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, ClassVar
 
-from sinks.settings import HttpSettings, http_mistakes, reading_mistakes, url_mistakes
-
-RESERVED_HEADERS = frozenset({"content-type", "content-length", "idempotency-key", "x-gpustream-signature"})
+from delivery.settings import READABLE_FILE, URL, Option
+from sinks.settings import From, Group, HttpSettings, url_mistakes
 
 
 @dataclass(frozen=True, kw_only=True)
 class WebhookSettings(HttpSettings):
-    """Settings; see :meth:`mistakes`. ``from_``: ``earliest``, ``latest`` or how many seconds back a new group starts.
+    """Where to post, and with which signature: ``secret_file`` holds its key, ``unsigned`` says that there is none.
 
-    ``secret_file`` holds the key of the signature; ``unsigned`` says that there is none. ``max_in_flight``
-    bounds how many requests are under way.
+    ``max_in_flight`` bounds how many requests are under way.
     """
 
-    kafka: str
-    url: str
-    secret_file: Path | None = None
-    unsigned: bool = False
-    group: str = "gpustream-sink-webhook"
-    from_: Literal["earliest", "latest"] | float = 3600.0
-    instance_id: str | None = None
-    session_timeout_s: float = 10.0
+    RESERVED_HEADERS: ClassVar[frozenset[str]] = frozenset(
+        {"content-type", "content-length", "idempotency-key", "x-gpustream-signature"}
+    )
+
+    url: Annotated[str, Option("--url", URL, "Where to post to, as given.")]
+    secret_file: Annotated[
+        Path | None,
+        Option(
+            "--secret-file",
+            READABLE_FILE,
+            "The file that holds the key with which X-Gpustream-Signature signs each body (HMAC-SHA256).",
+        ),
+    ] = None
+    unsigned: Annotated[bool, Option("--unsigned", None, "Bodies are not signed.")] = False
+    group: Group = "gpustream-sink-webhook"
+    from_: From = 3600.0
     max_in_flight: int = 8
 
     def mistakes(self) -> list[str]:
-        """Every mistake in the settings, in words for whoever wrote them; empty when there is none."""
-        return [
-            *url_mistakes(self.url),
-            *_secret(self.secret_file, unsigned=self.unsigned),
-            *reading_mistakes(self),
-            *http_mistakes(self, RESERVED_HEADERS),
-        ]
+        """See :meth:`KafkaSettings.mistakes`."""
+        return [*url_mistakes(self.url), *self._secret_mistakes(), *super().mistakes()]
 
-
-def _secret(file: Path | None, *, unsigned: bool) -> list[str]:
-    if file is None:
-        return [] if unsigned else ["--secret-file: missing; or say --unsigned"]
-    if unsigned:
-        return ["--unsigned: not together with --secret-file"]
-    if not file.is_file():
-        return [f"--secret-file: no file {file}"]
-    return [] if file.read_bytes().strip() else [f"--secret-file: {file} is empty"]
+    def _secret_mistakes(self) -> list[str]:
+        file = self.secret_file
+        if file is None:
+            return [] if self.unsigned else ["--secret-file: missing; or say --unsigned"]
+        if self.unsigned:
+            return ["--unsigned: not together with --secret-file"]
+        if not file.is_file():
+            return [f"--secret-file: no file {file}"]
+        return [] if file.read_bytes().strip() else [f"--secret-file: {file} is empty"]

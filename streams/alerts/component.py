@@ -8,9 +8,7 @@ On failure: what can't be decoded goes to gpu.dead-letters; an output that is no
 
 import asyncio
 from collections.abc import Callable
-from pathlib import Path
 
-import msgspec
 from prometheus_client import CollectorRegistry
 
 from delivery.watchdog import fail_stop
@@ -21,29 +19,9 @@ from streams.alerts.watch import ALERTS, ATTRIBUTED, SAMPLES, STATE, WORKLOADS, 
 from streams.bookkeeping import DEAD_LETTERS
 from streams.checking import checked
 from streams.reader.app import ReaderApp, ReaderSettings
+from streams.settings import AlertSettings
 from streams.working import work
 from topics.instruments import Instruments
-
-GROUP = "gpustream-alerts"
-
-
-class AlertSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The options of the alert stream. Times in seconds."""
-
-    kafka: str
-    rules: Path | None = None
-    instance_id: str | None = None
-    session_timeout_s: float = 10.0
-    group: str = GROUP
-    start_timeout_s: float = 60.0
-
-    def mistakes(self) -> list[str]:
-        """What is wrong with the rules."""
-        try:
-            rules.load(self.rules)
-        except rules.RulesError as error:
-            return [str(mistake) for mistake in error.mistakes]
-        return []
 
 
 class Alerts:

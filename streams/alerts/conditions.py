@@ -5,7 +5,7 @@ In: the rules, a node's tick, and what is remembered of the node. Out: findings,
 
 from streams.alerts import faults, holding
 from streams.alerts.finding import Facts, Finding, Judge, View, identity, in_force, unseen, view_of
-from streams.alerts.memory import Memory, moving, remember
+from streams.alerts.memory import Memory, remember
 from streams.alerts.policy import policy_of
 from streams.alerts.rule import Kind, Rule, Rules
 from streams.alerts.tick import Tick
@@ -20,9 +20,8 @@ def evaluate(rules: Rules, tick: Tick, memory: Memory) -> tuple[list[Finding], M
     found: list[Finding] = []
     parents = {device.mig.parent_uuid for device in tick.devices if device.mig is not None}
     for device in tick.devices:
-        seen = now.devices[device.uuid]
-        view = view_of(rules, tick, device, memory, seen, parents)
-        for judge, ruled in _judges(rules, device.state, moving(memory.devices.get(device.uuid), seen)):
+        view = view_of(rules, tick, device, memory, now, parents)
+        for judge, ruled in _judges(rules, device.state):
             for rule in ruled:
                 judge(rule, view, found)
     if len(now.devices) != len(tick.devices):
@@ -78,8 +77,7 @@ _OK: dict[Kind, Judge] = {
     "power_brake": faults.power_brake,
     "nvlink_errors": faults.nvlink_errors,
 }
-_COUNTED: tuple[Kind, ...] = ("ecc_uncorrectable", "nvlink_errors")
-_BLIND: tuple[Kind, ...] = tuple(kind for kind in _OK if kind not in _COUNTED)
+_BLIND: tuple[Kind, ...] = tuple(_OK)
 _BY_STATE: dict[str, dict[Kind, Judge]] = {
     "ok": _ALWAYS | _OK,
     "lost": _ALWAYS | dict.fromkeys(_BLIND, _blind) | {"lost": faults.lost},
@@ -87,11 +85,10 @@ _BY_STATE: dict[str, dict[Kind, Judge]] = {
 }
 
 
-def _judges(rules: Rules, state: str, counted: bool) -> list[tuple[Judge, tuple[Rule, ...]]]:
-    """What judges a device in a state, and by which rules; ``counted``: a counter of it has risen."""
-    judges: list[tuple[Judge, tuple[Rule, ...]]] | None = rules.plan.get((state, counted))
+def _judges(rules: Rules, state: str) -> list[tuple[Judge, tuple[Rule, ...]]]:
+    """What judges a device in a state, and by which rules."""
+    judges: list[tuple[Judge, tuple[Rule, ...]]] | None = rules.plan.get(state)
     if judges is None:
-        kinds = {kind: judge for kind, judge in _BY_STATE[state].items() if counted or kind not in _COUNTED}
-        judges = [(judge, rules.by_kind[kind]) for kind, judge in kinds.items() if kind in rules.by_kind]
-        rules.plan[state, counted] = judges
+        judges = [(judge, rules.by_kind[kind]) for kind, judge in _BY_STATE[state].items() if kind in rules.by_kind]
+        rules.plan[state] = judges
     return judges

@@ -213,8 +213,9 @@ def _xid(finding: Finding, tick: Tick, since_ms: int) -> _Words:
 
 
 def _ecc(finding: Finding, tick: Tick, since_ms: int) -> _Words:
-    count = f"{finding.value or 0:.0f}"
-    summary = f"{_where(finding, tick)} had {count} memory errors that ECC could not correct"
+    errors = "memory error" if finding.value == 1 else "memory errors"
+    what = f"{finding.value or 0:.0f} {errors} that ECC could not correct within a minute"
+    summary = f"{_where(finding, tick)} had {what}"
     return summary, f"{summary}. {_held(finding)} Results computed there may be wrong; the GPU needs a reset.", {}
 
 

@@ -1,8 +1,9 @@
 """Conditions of what is wrong with a device. Pure."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
-from streams.alerts.finding import Facts, Finding, View, in_force, of_device, sole_pod
+from streams.alerts import windows
+from streams.alerts.finding import NVLINK_ERRORS, Facts, Finding, View, in_force, of_device, sole_pod
 from streams.alerts.memory import XID, increases, xid_base
 from streams.alerts.policy import policy_of
 from streams.alerts.rule import Rule
@@ -74,29 +75,24 @@ def _xid_of(rule: Rule, view: View, code: int | None, facts: Facts, count: float
     )
 
 
-def _counter(view: View, names: Sequence[str]) -> float:
-    """The most that any of these counters has risen."""
-    seen, metrics = view.before.devices.get(view.device.uuid), view.device.metrics
-    if seen is None:
+def _errors(view: View, *names: str) -> float:
+    """The most errors that any of these counters had within the last minute."""
+    if not view.windows:
         return 0.0
-    return max(
-        [increases(seen, name, value) for name in names if (value := getattr(metrics, name)) is not None], default=0.0
-    )
+    return max([windows.within(view.windows.get(name), view.tick.ts_ms) for name in names])
 
 
 def ecc_uncorrectable(rule: Rule, view: View, found: list[Finding]) -> None:
-    count = _counter(view, ("ecc_uncorrected_volatile_total", "ecc_uncorrected_aggregate_total"))
+    """One error is in the volatile and in the aggregate count."""
+    count = _errors(view, "ecc_uncorrected_volatile_total", "ecc_uncorrected_aggregate_total")
     if count >= rule.at_least:
-        of_device(rule, view, found, value=count, event=True)
+        of_device(rule, view, found, value=count)
 
 
 def nvlink_errors(rule: Rule, view: View, found: list[Finding]) -> None:
-    recoveries = _counter(view, ("nvlink_recovery_errors_total",))
-    if recoveries >= rule.recoveries:
-        of_device(rule, view, found, value=recoveries, event=True, key="recovery")
-    for key in ("crc", "replay"):
-        count = _counter(view, (f"nvlink_{key}_errors_total",))
-        if count >= rule.at_least:
+    for key in NVLINK_ERRORS:
+        count = _errors(view, f"nvlink_{key}_errors_total")
+        if count >= (rule.recoveries if key == "recovery" else rule.at_least):
             of_device(rule, view, found, value=count, key=key)
 
 

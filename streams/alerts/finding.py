@@ -7,7 +7,7 @@ not hold. Only a device whose state is ``ok`` says anything of itself; no eviden
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from streams.alerts.memory import Memory, Seen
+from streams.alerts.memory import Memory, Seen, Windows
 from streams.alerts.policy import DEFAULT, Policy, policy_of
 from streams.alerts.rule import Rule, Rules, Subject
 from streams.alerts.tick import Device, Tick
@@ -15,6 +15,12 @@ from topics.attributed import Holder
 
 CONFLICTS = ("unallocated_process", "no_pod")
 """What ``conflict`` of a device may be."""
+
+NVLINK_ERRORS = ("crc", "replay", "recovery")
+"""The kinds of errors that an NVLink counts."""
+
+_KEYS = {"attribution_conflict": CONFLICTS, "nvlink_errors": NVLINK_ERRORS}
+"""The keys of the findings of a kind; "" alone for those that are not here."""
 
 
 class Facts(NamedTuple):
@@ -57,7 +63,7 @@ class Pod(NamedTuple):
 
 
 class View(NamedTuple):
-    """A device of a tick, as it was remembered and as it is, and what of it says whether it works.
+    """A device of a tick, as it was remembered and as it is with its counters, and what of it says whether it works.
 
     ``work`` is the most that any measure of activity shows, ``measured`` whether one shows all of the device's.
     """
@@ -67,6 +73,7 @@ class View(NamedTuple):
     device: Device
     before: Memory
     seen: Seen
+    windows: Windows
     pods: tuple[Pod, ...]
     work: float
     measured: bool
@@ -76,7 +83,7 @@ class View(NamedTuple):
 Judge = Callable[[Rule, View, list[Finding]], None]
 
 
-def view_of(rules: Rules, tick: Tick, device: Device, before: Memory, seen: Seen, parents: set[str]) -> View:
+def view_of(rules: Rules, tick: Tick, device: Device, before: Memory, now: Memory, parents: set[str]) -> View:
     metrics = device.metrics
     main = (
         metrics.gpu_utilization_ratio,
@@ -87,8 +94,20 @@ def view_of(rules: Rules, tick: Tick, device: Device, before: Memory, seen: Seen
     known = [ratio for ratio in main if ratio is not None]
     whole = device.mig is not None or (device.uuid not in parents and device.info.mig_mode != "enabled")
     return View(
-        rules, tick, device, before, seen, _by_pod(device.holders), max(*known, video(device), 0.0), bool(known), whole
+        rules,
+        tick,
+        device,
+        before,
+        now.devices[device.uuid],
+        now.windows.get(device.uuid, _NO_WINDOWS),
+        _by_pod(device.holders),
+        max(*known, video(device), 0.0),
+        bool(known),
+        whole,
     )
+
+
+_NO_WINDOWS: Windows = {}
 
 
 def _by_pod(holders: tuple[Holder, ...]) -> tuple[Pod, ...]:
@@ -158,5 +177,4 @@ def unseen(rule: Rule, uuid: str, seen: Seen) -> list[Finding]:
         pods = [pod for pod in seen.pods if not pod.observed]
         ids = [(pod.pod_uid, "") if pod.pod_uid else ("", f"{pod.namespace}/{pod.pod}") for pod in pods]
         return [Finding(rule, uuid, uid, key, holds=None) for uid, key in ids]
-    keys = CONFLICTS if rule.kind == "attribution_conflict" else ("",)
-    return [Finding(rule, uuid, key=key, holds=None) for key in keys]
+    return [Finding(rule, uuid, key=key, holds=None) for key in _KEYS.get(rule.kind, ("",))]

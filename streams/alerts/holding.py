@@ -34,26 +34,26 @@ def held_idle(rule: Rule, view: View, found: list[Finding]) -> None:
 
 
 def _idle(below: float, view: View, pod: Pod) -> bool | None:
-    """Whether a pod does nothing with a device; None: nothing tells."""
-    own = _part(pod)
-    if len(view.pods) > 1:
-        return _idle_share(below, view, own)
-    if view.work >= below or (own or 0.0) >= below or _processes(view.device, pod.holders[0]) >= below:
-        return False
-    return True if view.measured else None
+    """Whether a pod does nothing with a device; None: nothing tells.
 
-
-def _idle_share(below: float, view: View, own: float | None) -> bool | None:
-    """Of a shared device a pod's own part counts. Where work was done that is in no other pod's part, it may be its."""
-    if own is None:
-        return None
-    if own >= below:
+    A pod is judged by what is its own, with whomever it shares the device: its part, which with the other pods' and
+    what is nobody's is the device's work. What is nobody's may be its own, and so is all that the device does if its
+    part is not known.
+    """
+    part = _part(pod)
+    if max(part or 0.0, _processes(view.device, pod.holders[0])) >= below:
         return False
     if view.work < below:
         return True if view.measured else None
+    if len(view.pods) == 1:
+        return False
+    return True if part is not None and _nobodys(view) < below and video(view.device) < below else None
+
+
+def _nobodys(view: View) -> float:
+    """What of a shared device's work is in no pod's part."""
     rest = view.device.unattributed.utilization_ratio if view.device.unattributed is not None else None
-    others = any((_part(other) or 0.0) >= below for other in view.pods)
-    return True if others and (rest or 0.0) < below and video(view.device) < below else None
+    return rest if rest is not None else max(0.0, view.work - sum([_part(pod) or 0.0 for pod in view.pods]))
 
 
 def _part(pod: Pod) -> float | None:

@@ -37,7 +37,8 @@ DELETE_MS = 7 * 24 * 3_600_000
 """How long a resolved alert stays."""
 
 YOUNG_MS = 10_000
-"""A condition that ends before it was pending for so long never gets into the state that is written."""
+"""A condition that ends before it was pending for so long never gets into the state that is written, and counters that
+go on rising are written so often."""
 
 _replace = msgspec.structs.replace
 
@@ -143,7 +144,7 @@ def same(durable: NodeState, current: NodeState) -> bool:
     """Whether the state that was written says all that is worth being written, so that a replay gives the same."""
     return (
         durable.silent == current.silent
-        and durable.memory is current.memory
+        and _remembers(durable, current)
         and durable.generation == current.generation
         and (durable.resolved is current.resolved or durable.resolved == current.resolved)
         and (
@@ -151,6 +152,15 @@ def same(durable: NodeState, current: NodeState) -> bool:
             or durable.tracked == tuple(_worth_writing(durable.tracked, current.tracked, current.last_ts_ms))
         )
     )
+
+
+def _remembers(durable: NodeState, current: NodeState) -> bool:
+    """Whether what was written is remembered still; counters that run all the time are written now and then."""
+    written, memory = durable.memory, current.memory
+    if written is memory:
+        return True
+    young = 0 <= current.last_ts_ms - durable.last_ts_ms < YOUNG_MS
+    return young and written.devices is memory.devices and written.run_id == memory.run_id
 
 
 def quiet(state: NodeState) -> NodeState:

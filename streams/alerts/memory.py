@@ -1,11 +1,7 @@
 """What the conditions remember of a node: its devices, who holds them since when, and how far their counters were.
 
-In: ticks. Out: the memory after each; the same object where nothing changed, so that state is written on changes only.
-Pure; all times are of the ticks.
-
-A counter of rare errors is remembered as it was in the last tick that had it. One that may run all the time (CRC errors
-and replays of NVLink) is remembered as it was before its first increase for a minute, so that what is remembered of it
-changes at most twice a minute; then it is as it is, until the next increase.
+In: ticks. Out: the memory after each; the same object if nothing changed, and in it the same devices if nothing but
+the counters in windows did, so that state is written on changes only. Pure; all times are of the ticks.
 """
 
 from collections.abc import Sequence
@@ -14,14 +10,10 @@ from sys import intern
 
 import msgspec
 
+from streams.alerts import windows
 from streams.alerts.tick import Device, Tick
+from streams.alerts.windows import Window
 from topics.attributed import Holder
-
-WINDOW_MS = 60_000
-"""For how long the errors of a counter that runs are told together."""
-
-RUNNING = ("nvlink_crc_errors_total", "nvlink_replay_errors_total")
-"""The counters of such errors."""
 
 XID = "xid/"
 """What the names of counters of XID errors begin with; the code follows."""
@@ -29,10 +21,14 @@ XID = "xid/"
 COUNTERS = (
     "ecc_uncorrected_volatile_total",
     "ecc_uncorrected_aggregate_total",
+    "nvlink_crc_errors_total",
+    "nvlink_replay_errors_total",
     "nvlink_recovery_errors_total",
-    *RUNNING,
 )
-"""The metrics whose increases rules judge."""
+"""The metrics whose errors within a minute rules judge."""
+
+Windows = dict[str, Window]
+"""Of one device, by the metric."""
 
 _replace = msgspec.structs.replace
 
@@ -53,14 +49,9 @@ class HeldBy(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Count(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A counter's value before the errors that are told now, and of one that runs when the first of them came (0: none
-    are told)."""
+    """How many XID errors of a code the producer had counted in the last tick that has them."""
 
     value: float
-    opened_ms: int = 0
-
-
-_NONE = Count(0.0)
 
 
 class Seen(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -77,39 +68,58 @@ class Seen(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Memory(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What is remembered of a node. ``run_id`` 0: nothing yet."""
+    """What is remembered of a node, each by the device's uuid. ``run_id`` 0: nothing yet."""
 
     run_id: int = 0
     devices: dict[str, Seen] = {}
+    windows: dict[str, Windows] = {}
 
 
 def remember(memory: Memory, tick: Tick, forget_ms: int) -> Memory:
     """The memory after a tick. A GPU that is missing is forgotten after a time, or when another is in its place."""
     changed: dict[str, Seen] = {}
+    counted: dict[str, Windows] = {}
     for device in tick.devices:
-        seen = memory.devices.get(device.uuid)
-        now = _seen(seen, device, tick, memory.run_id)
+        seen, counters = memory.devices.get(device.uuid), memory.windows.get(device.uuid)
+        now, read = _seen(seen, device, tick, memory.run_id), _windows(counters, device, tick.ts_ms)
         if now is not seen:
             changed[device.uuid] = now
+        if read is not counters and read is not None:
+            counted[device.uuid] = read
     gone = _absent(memory, tick)
-    if not changed and not gone and memory.run_id == tick.run_id:
+    if not changed and not counted and not gone and memory.run_id == tick.run_id:
         return memory
+    devices = _devices(memory, tick, changed, gone, forget_ms)
+    counters_by_device = {**memory.windows, **counted} if counted else memory.windows
+    if devices is not memory.devices and any(uuid not in devices for uuid in counters_by_device):
+        counters_by_device = {uuid: one for uuid, one in counters_by_device.items() if uuid in devices}
+    if memory.run_id == tick.run_id and devices is memory.devices and counters_by_device is memory.windows:
+        return memory
+    return Memory(tick.run_id, devices, counters_by_device)
+
+
+def _devices(memory: Memory, tick: Tick, changed: dict[str, Seen], gone: list[str], forget_ms: int) -> dict[str, Seen]:
+    """The inventory after a tick; the same object if nothing changed."""
+    if not changed and not gone:
+        return memory.devices
     devices = {**memory.devices, **changed}
     for uuid in gone:
         seen = devices.pop(uuid)
         if not _forgotten(seen, tick, forget_ms):
             devices[uuid] = seen if seen.missing_ms else _replace(seen, missing_ms=tick.ts_ms)
-    if memory.run_id == tick.run_id and devices == memory.devices:
-        return memory
-    return Memory(tick.run_id, devices)
+    return memory.devices if devices == memory.devices else devices
 
 
-def moving(before: Seen | None, after: Seen) -> bool:
-    """Whether a counter has risen, as far as it is told now."""
-    if before is None:
-        return False
-    counts = after.counts
-    return before.counts is not counts or any(counts[name].opened_ms for name in RUNNING if name in counts)
+def _windows(before: Windows | None, device: Device, ts_ms: int) -> Windows | None:
+    """The counters of a device after a tick; the same object if nothing changed, None if it has none."""
+    metrics, changed = device.metrics, dict[str, Window]()
+    for name in COUNTERS:
+        value, window = getattr(metrics, name), before.get(name) if before is not None else None
+        if window is not None or value is not None:
+            now = windows.read(window, value, ts_ms)
+            if now is not None and now is not window:
+                changed[name] = now
+    return {**(before or {}), **changed} if changed else before
 
 
 def increases(seen: Seen | None, name: str, value: float, *, base: float | None = None) -> float:
@@ -188,47 +198,16 @@ def _shared(text: str | None) -> str | None:
 
 
 def _counts(seen: Seen | None, device: Device, tick: Tick, run_id: int) -> dict[str, Count]:
-    before = seen.counts if seen is not None else {}
-    after: dict[str, Count] = {}
-    metrics = device.metrics
-    for name in COUNTERS:
-        value = getattr(metrics, name)
-        if value is not None:
-            count = before.get(name)
-            if count is None:
-                after[name] = _at(value)
-            elif value != count.value or count.opened_ms:
-                now = _running(count, value, tick.ts_ms) if name in RUNNING else _at(value)
-                if now is not count:
-                    after[name] = now
-    if run_id not in (tick.run_id, 0):
-        before = _without_xids(before)
-    for code, total in device.xids.items():
-        count = before.get(XID + code)
-        if count is None or count.value != total:
-            after[XID + code] = _at(total)
-    return {**before, **after} if after else before
-
-
-def _without_xids(counts: dict[str, Count]) -> dict[str, Count]:
-    """The counters that go on in another run of the producer, which counts XID errors since its start."""
-    if not any(name.startswith(XID) for name in counts):
-        return counts
-    return {name: count for name, count in counts.items() if not name.startswith(XID)}
-
-
-def _at(value: float) -> Count:
-    """A counter of which no errors are told. Most are zero, and share one object."""
-    return Count(value) if value else _NONE
-
-
-def _running(count: Count, value: float, ts_ms: int) -> Count:
-    """What is remembered of a counter that runs; it was reset where it fell."""
-    if value < count.value:
-        return Count(0.0, ts_ms) if value else _NONE
-    if count.opened_ms:
-        return count if 0 <= ts_ms - count.opened_ms < WINDOW_MS else Count(value)
-    return count if value == count.value else Count(count.value, ts_ms)
+    """The XID errors of a run of the producer, which counts them since its start."""
+    before = seen.counts if seen is not None and run_id in (tick.run_id, 0) else {}
+    after = {
+        XID + code: Count(total)
+        for code, total in device.xids.items()
+        if (count := before.get(XID + code)) is None or count.value != total
+    }
+    if after or seen is None:
+        return {**before, **after}
+    return before if before or not seen.counts else {}
 
 
 def _absent(memory: Memory, tick: Tick) -> list[str]:

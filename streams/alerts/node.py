@@ -126,7 +126,8 @@ class Node:
         over, self._over = self._over, []
         if self.durable is None or self.current is None:
             return over
-        if self.settled() and len(self.durable.tracked) == len(self.current.tracked):
+        durable, current = self.durable, self.current
+        if self.settled() and len(durable.tracked) == len(current.tracked) and durable.memory is current.memory:
             keep = 0 if self.durable.silent else 1
             while len(self.kept) > keep:
                 over.append(self.kept.popleft())

@@ -122,7 +122,9 @@ gpustream rules test rules.toml --input ticks.jsonl
 ```
 
 It begins without what a live stream remembers: the grace of every pod begins with the first tick, and a GPU that was
-gone before is not missed. `NodeSilent` is found by the gaps between ticks."""
+gone before is not missed. `NodeSilent` is found by the gaps between a node's ticks, by its own clock and, from Kafka,
+by the time of the log as well, and at the end by how far the other nodes have come. In a file a clock that was set
+forward looks like a gap."""
 
 _LABELS = """\
 ## Labels and annotations

@@ -1,10 +1,12 @@
 """What rules would have made of ticks that were recorded.
 
-In: ticks, those of a node in their order. Out: the transitions of their alerts, as the stream would have written them.
+In: ticks, those of a node in their order, and when they were logged, if that is known. Out: the transitions of their
+alerts, as the stream would have written them.
 State: each node's.
 
-A node that sent nothing for as long as a rule says is found by the gap to its next tick, or by how far the others have
-come: a live worker finds it by its clock.
+A live worker finds a silent node by the time of the log. Here a node was silent if its own clock says so and, if the
+ticks' log times are known, they do as well: a clock that is set is no silence, nor is a log that stood still for
+everybody. A clock that was set back is not behind the others: its node was heard when its clock showed the most.
 """
 
 from streams.alerts import machine
@@ -22,7 +24,8 @@ class Replay:
     def __init__(self, rules: Rules) -> None:
         self._judge = Judge(rules)
         self._states: dict[tuple[str, str], NodeState] = {}
-        self._newest_ms = 0
+        self._newest_ms: dict[tuple[str, str], int] = {}
+        self._logged_ms = 0
         self.ticks = self.repeats = 0
 
     @property
@@ -30,30 +33,39 @@ class Replay:
         """How many nodes there were."""
         return len(self._states)
 
-    def take(self, tick: Tick) -> list[Alert]:
+    def take(self, tick: Tick, logged_ms: int | None = None) -> list[Alert]:
         """The transitions that a tick brings."""
-        node, place = (tick.cluster, tick.node), Place(self.ticks, tick.ts_ms)
+        node = (tick.cluster, tick.node)
         state = self._states.get(node)
         if state is not None and tick.offset <= state.offset:
             self.repeats += 1
             return []
         self.ticks += 1
-        self._newest_ms = max(self._newest_ms, tick.ts_ms)
-        silent = Step(machine.begin(tick, place)) if state is None else self._silence(state, tick.ts_ms)
+        place = Place(self.ticks, tick.ts_ms if logged_ms is None else logged_ms)
+        before = machine.begin(tick, place) if state is None else state
+        silent = self._silence(before, min(tick.ts_ms - before.last_ts_ms, place.logged_ms - before.logged_ms))
         step = machine.step(silent.state, tick, place, self._judge)
         self._states[node] = step.state
+        self._newest_ms[node] = max(tick.ts_ms, self._newest_ms.get(node, 0))
+        self._logged_ms = max(self._logged_ms, logged_ms or 0)
         return [*silent.alerts, *step.alerts]
 
     def end(self) -> list[Alert]:
         """The transitions of nodes that sent nothing any more while others did."""
-        steps = [self._silence(state, self._newest_ms) for state in self._states.values()]
-        return [alert for step in steps for alert in step.alerts]
+        now_ms = max((state.last_ts_ms for state in self._states.values()), default=0)
+        found: list[Alert] = []
+        for node, state in self._states.items():
+            lasted_ms = now_ms - self._newest_ms[node]
+            if self._logged_ms:
+                lasted_ms = min(lasted_ms, self._logged_ms - state.logged_ms)
+            found += self._silence(state, lasted_ms).alerts
+        return found
 
-    def _silence(self, state: NodeState, now_ms: int) -> Step:
-        """A node that had sent nothing for a while at a time."""
+    def _silence(self, state: NodeState, lasted_ms: int) -> Step:
+        """A node that had sent nothing for so long."""
         writes: list[Write] = []
         for rule in self._judge.silent:
-            if now_ms - state.last_ts_ms >= rule.for_ms:
+            if lasted_ms >= rule.for_ms:
                 step = machine.silence(state, rule, self._judge)
                 state = step.state
                 writes += step.writes

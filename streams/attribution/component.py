@@ -8,7 +8,6 @@ On failure: what can't be decoded or sent goes to gpu.dead-letters; an output th
 import asyncio
 from collections.abc import Callable
 
-import msgspec
 from prometheus_client import CollectorRegistry
 
 from delivery.watchdog import fail_stop
@@ -17,21 +16,9 @@ from streams.attribution.joiner import ALLOCATIONS, OUTPUT, SAMPLES, WORKLOADS, 
 from streams.bookkeeping import DEAD_LETTERS
 from streams.checking import checked
 from streams.reader.app import ReaderApp, ReaderSettings
+from streams.settings import AttributionSettings
 from streams.working import work
 from topics.instruments import Instruments
-
-GROUP = "gpustream-attribution"
-
-
-class AttributionSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The options of the attribution stream. Times in seconds."""
-
-    kafka: str
-    grace_s: float = 10.0
-    instance_id: str | None = None
-    session_timeout_s: float = 10.0
-    group: str = GROUP
-    start_timeout_s: float = 60.0
 
 
 class Attribution:

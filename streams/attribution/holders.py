@@ -78,14 +78,14 @@ def _holder(container: Container, pods: Pods) -> Holder:
 
 def holder_of(pod: Pod, *, container: str | None = None, resource: str | None = None, observed: bool = False) -> Holder:
     """A container of a pod that is known, with its labels and who owns it."""
-    job, statefulset, deployment = _controllers(pod.owners)
+    job, statefulset, deployment = _controllers(pod.owners) if pod.owners_complete else (None, None, None)
     return Holder(
         namespace=pod.namespace,
         pod=pod.name,
         pod_uid=pod.uid,
         container=container,
         resource=resource,
-        workload=_top(pod),
+        workload=_top(pod) if pod.owners_complete else None,
         job=job,
         statefulset=statefulset,
         deployment=deployment,

@@ -208,11 +208,12 @@ def _ended(life: Life, ts_ms: int) -> Life:
 
 
 def _looks_the_same(a: Pod, b: Pod) -> bool:
-    return (a.labels, a.annotations, a.namespace_labels, a.owners) == (
+    return (a.labels, a.annotations, a.namespace_labels, a.owners, a.owners_complete) == (
         b.labels,
         b.annotations,
         b.namespace_labels,
         b.owners,
+        b.owners_complete,
     )
 
 

@@ -149,10 +149,11 @@ def _line(child: "subprocess.Popen[str]") -> str:
 def produce(kafka: str, config: str) -> None:
     """The producer, as the command runs it."""
     from gpustream import logs, serve
-    from producers.cluster.component import ClusterProducer, Settings
+    from producers.cluster.component import ClusterProducer
+    from producers.cluster.config import ClusterSettings
 
     logs.setup("text", logging.WARNING)
-    settings = Settings(kafka, kubeconfig=Path(config), lease="default/bench", identity="bench")
+    settings = ClusterSettings(kafka=kafka, kubeconfig=Path(config), lease="default/bench", identity="bench")
     raise SystemExit(serve.serve(lambda: ClusterProducer(settings), None))
 
 

@@ -1,49 +1,40 @@
-"""Components are found by name and configured by options."""
+"""Components are found by name and configured by what was given for their fields."""
 
-import pytest
-
+from delivery.settings import Registered
+from delivery.values import Address
 from gpustream import components
 from gpustream.components import Component
 from sinks import SINKS
-from tests.gpustream.fakes import FakeComponent, FakeSettings
+from tests.gpustream.fakes import FakeSettings
+
+FAKE = Registered("tests.gpustream.fakes:FakeComponent", "tests.gpustream.fakes:FakeSettings", "A fake.", "gpustream")
 
 
-def test_settings_take_the_options_of_their_names_with_or_without_the_unit() -> None:
-    options = {"kafka": "a:1", "cluster": "c", "grace": 3.0, "instance_id": "x-0", "log_format": "text"}
+def test_settings_take_what_was_given_for_their_fields() -> None:
+    given = {"kafka": "a:1", "cluster": "c", "grace_s": 3.0, "instance_id": "x-0", "log_format": "text"}
 
-    assert components.settings(FakeComponent, options) == FakeSettings("a:1", "c", grace_s=3.0, instance_id="x-0")
+    assert components.settings(FAKE, given) == FakeSettings("a:1", "c", grace_s=3.0, instance_id="x-0")
 
 
-def test_an_option_that_was_not_given_leaves_the_default() -> None:
-    options = {"kafka": "a:1", "cluster": "c", "grace": None, "instance_id": None}
-
-    assert components.settings(FakeComponent, options) == FakeSettings("a:1", "c")
+def test_what_was_not_given_has_its_default() -> None:
+    assert components.settings(FAKE, {"kafka": "a:1", "cluster": "c"}) == FakeSettings("a:1", "c")
 
 
 def test_off_is_given_to_a_field_that_may_be_none() -> None:
-    scrape = components.load(SINKS["scrape"])
+    scrape = SINKS["scrape"]
 
-    assert components.settings(scrape, {"kafka": "a:1", "scrape_listen": None, "group": None}).scrape_listen is None
-    assert components.settings(scrape, {"kafka": "a:1"}).scrape_listen == ("127.0.0.1", 9400)
+    assert components.settings(scrape, {"kafka": "a:1", "scrape_listen": None}).scrape_listen is None
+    assert components.settings(scrape, {"kafka": "a:1"}).scrape_listen == Address("127.0.0.1", 9400)
 
 
 def test_a_component_says_what_is_wrong_with_its_settings() -> None:
-    options = {"kafka": "a:1", "cluster": "c", "grace": 100.0}
+    given = {"kafka": "a:1", "cluster": "c", "grace_s": 100.0}
 
-    assert components.mistakes(FakeComponent, options) == ["--grace must be below 100 s"]
-
-
-@pytest.mark.parametrize("target", ["", "no.such:Thing", "topics.no_such:Thing"])
-def test_what_is_not_there_does_not_exist(target: str) -> None:
-    assert not components.exists(target)
+    assert components.mistakes(FAKE, given) == ["--grace must be below 100 s"]
 
 
-def test_what_is_there_exists_and_loads() -> None:
-    target = "tests.gpustream.fakes:FakeComponent"
+def test_a_component_is_made_with_its_settings() -> None:
+    made = components.make(FAKE, {"kafka": "a:1", "cluster": "c"})
 
-    assert components.exists(target)
-    assert components.load(target) is FakeComponent
-
-
-def test_the_fake_is_a_component() -> None:
-    assert isinstance(FakeComponent(FakeSettings("a:1", "c")), Component)
+    assert isinstance(made, Component)
+    assert made.settings == FakeSettings("a:1", "c")  # type: ignore[attr-defined] # of the fake

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from gpustream import devices_text
 from gpustream.devices import Nothing, look, only, place
-from producers.node.component import Settings
+from producers.node.config import NodeSettings
 from tests.nvml.scripted import Mig, Process, ScriptedNvml
 from tests.producers.node import pod_resources
 from topics.catalogue import CATALOGUE
@@ -225,7 +225,7 @@ def test_gpus_that_are_lost_hang_or_can_not_be_opened_are_shown_with_the_call_an
     nvml.hang(2, "nvmlDeviceGetHandleByIndex", 3600)
     nvml.hang(3, POWER, 3600)
     nvml.load()
-    settings = Settings("", "gpu-node-1", interval_s=INTERVAL_S, pod_resources_socket=None)
+    settings = NodeSettings(kafka="", node="gpu-node-1", interval_s=INTERVAL_S, pod_resources_socket=None)
     report = asyncio.run(look(settings, open_within_s=3))
     assert report["unopened"] == [
         {"place": 0, "call": "nvmlDeviceGetHandleByIndex", "error": "NO_PERMISSION"},

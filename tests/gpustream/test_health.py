@@ -15,9 +15,9 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
+from delivery.values import Address
 from gpustream import health as module
 from gpustream.health import Health, ListenError, listening
-from gpustream.values import Address
 from tests.gpustream.fakes import INSTRUMENTS
 from topics.instruments import Instruments
 

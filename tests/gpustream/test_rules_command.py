@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -185,7 +186,7 @@ def test_a_file_of_ticks_goes_before_the_kafka_of_the_environment(
 
 @pytest.fixture(scope="module")
 def kafka() -> Iterator[str]:
-    """A broker with the story, and with a record that is no tick."""
+    """A broker with the story, logged as it happened and until now, and with a record that is no tick."""
     with EmbeddedBroker() as running:
         running.start({"gpu.attributed": 2})
         asyncio.run(_write(running.address))
@@ -196,8 +197,10 @@ async def _write(kafka: str) -> None:
     producer = AIOKafkaProducer(bootstrap_servers=kafka)
     await producer.start()
     try:
+        ended_ms = time.time_ns() // 1_000_000 - tick(400).ts_ms
         for one in story():
-            await producer.send("gpu.attributed", msgspec.json.encode(one), partition=int(one.node == "m"))
+            value, partition = msgspec.json.encode(one), int(one.node == "m")
+            await producer.send("gpu.attributed", value, partition=partition, timestamp_ms=one.ts_ms + ended_ms)
         await producer.send_and_wait("gpu.attributed", b"{", partition=0)
         await producer.flush()
     finally:

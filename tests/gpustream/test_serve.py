@@ -12,8 +12,8 @@ import urllib.request
 
 import pytest
 
+from delivery.values import Address
 from gpustream import serve
-from gpustream.values import Address
 from tests.gpustream.fakes import FakeComponent, FakeSettings
 
 SETTINGS = FakeSettings("127.0.0.1:1", "c")
@@ -21,7 +21,7 @@ SETTINGS = FakeSettings("127.0.0.1:1", "c")
 PROCESS = """
 import asyncio, sys, threading, time
 from gpustream import logs, serve
-from gpustream.values import Address
+from delivery.values import Address
 
 async def main(stop):
     print("up", flush=True)

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gpustream import values
+from delivery import values
 from gpustream.serve import STOP_WITHIN_S
-from producers.cluster import asking, defaults
+from producers.cluster import owner_lookup
 from producers.cluster.component import ClusterProducer
-from producers.cluster.component import Settings as ClusterSettings
+from producers.cluster.config import ClusterSettings, default_lease
 from tests.k8s.manifests import (
     K8S,
     OBJECTS,
@@ -365,15 +365,36 @@ async def test_the_rules_are_for_what_the_cluster_producer_asks() -> None:
     watched = {group_and_resource(watch._path) for watch in (*producer._required, *producer._extras)}
     assert rules("gpustream-cluster") == {(*what, verb, "") for what in watched for verb in ("list", "watch")} | {
         (api_version.rpartition("/")[0], resource.plural, "get", "")
-        for (api_version, kind), resource in asking._BUILT_IN.items()
+        for (api_version, kind), resource in owner_lookup._BUILT_IN.items()
         if kind not in ABOVE_FEW
     }
-    lease = defaults.lease().rpartition("/")[2]
+    lease = default_lease().rpartition("/")[2]
     assert {only for *_, only in rules("cluster") if only} == {lease}
 
 
-ABOVE_FEW = {"Pod", "ReplicationController"}
-"""Owners that only stand between others: above a LeaderWorkerSet's workers, and below a DeploymentConfig."""
+ABOVE_FEW = {"Pod"}
+"""An owner that only stands between others, such as a LeaderWorkerSet's workers: in the component."""
+
+
+@pytest.mark.parametrize(
+    "chain",
+    [
+        "apps/replicasets apps/deployments serving.knative.dev/revisions serving.knative.dev/configurations"
+        " serving.knative.dev/services serving.kserve.io/inferenceservices",
+        "apps/statefulsets kubeflow.org/notebooks",
+        "/replicationcontrollers apps.openshift.io/deploymentconfigs",
+        "/pods sparkoperator.k8s.io/sparkapplications sparkoperator.k8s.io/scheduledsparkapplications",
+        "apps/statefulsets /pods leaderworkerset.x-k8s.io/leaderworkersets",
+        "batch/jobs jobset.x-k8s.io/jobsets trainer.kubeflow.org/trainjobs",
+        "ray.io/rayclusters ray.io/rayjobs workload.codeflare.dev/appwrappers kueue.x-k8s.io/workloads",
+    ],
+)
+def test_with_the_component_chains_of_common_controllers_are_read_to_their_tops(chain: str) -> None:
+    allowed = {rule[:3] for rule in rules("gpustream-cluster", "gpustream-cluster-custom-owners")}
+    links = [tuple(link.split("/")) for link in chain.split(" ")]
+
+    assert {(*link, "get") for link in links} <= allowed
+    assert len(links) <= owner_lookup.DEEPEST
 
 
 def group_and_resource(path: str) -> tuple[str, str]:

@@ -1,9 +1,12 @@
 """What a node keeps while Kafka is away."""
 
+from random import Random
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from producers.ring import Ring, Waiting
+from producers.ring import LEAST_BYTES, PLAIN_TICKS, Ring, Waiting
 
 
 def _tick(size: int, at_s: float = 0.0) -> Waiting:
@@ -38,3 +41,69 @@ def test_what_is_too_old_goes_and_what_is_not_stays() -> None:
     assert list(ring.expire(10.0)) == []
     assert [(dropped.tick, dropped.reason) for dropped in ring.expire(10.1)] == [(old, "buffer_age")]
     assert ring.head() is young
+
+
+def _text(number: int, size: int = 2_000) -> Waiting:
+    """A tick that is smaller compressed."""
+    return Waiting(f"{number:09}".encode() * (size // 9), (), float(number))
+
+
+def test_the_newest_ticks_are_as_they_came_and_those_that_wait_longer_are_compressed() -> None:
+    ring = Ring(max_bytes=10_000_000, max_age_s=1_000.0)
+    ticks = [_text(number) for number in range(PLAIN_TICKS + 10)]
+    gone = [dropped for tick in ticks for dropped in ring.push(tick)]
+    plain_bytes = sum(len(tick.value) for tick in ticks[-PLAIN_TICKS:])
+
+    assert not gone
+    assert plain_bytes < ring.bytes < plain_bytes + 10 * 200
+    assert (ring.head() or ticks[0]).compressed
+    popped = [ring.pop() for _ in ticks]
+    assert [(tick.value, tick.made_at_s, tick.compressed) for tick in popped] == [
+        (tick.value, tick.made_at_s, False) for tick in ticks
+    ]
+    assert popped[-1] is ticks[-1]
+    assert ring.bytes == 0
+
+
+def test_a_small_buffer_compresses_before_it_drops() -> None:
+    ring = Ring(max_bytes=5_000, max_age_s=1_000.0)
+    gone = [dropped for number in range(10) for dropped in ring.push(_text(number))]
+
+    assert not gone
+    assert ring.bytes <= 5_000 < 10 * len(_text(0).value)
+
+
+@given(
+    st.lists(st.one_of(st.integers(1, 3_000), st.none()), max_size=60),
+    st.integers(1, 30_000),
+    st.floats(0.0, 1.0),
+)
+def test_whatever_is_pushed_and_taken_all_come_out_once_in_order_and_as_they_came(
+    steps: list[int | None], max_bytes: int, share_of_zeros: float
+) -> None:
+    ring, made, out = Ring(max_bytes=max_bytes, max_age_s=1.0), list[bytes](), list[bytes]()
+    gone = 0
+    for number, size in enumerate(steps):
+        if size is not None:
+            zeros = int(size * share_of_zeros)
+            made.append(bytes(zeros) + number.to_bytes(2) * (size - zeros))
+            gone += len(list(ring.push(Waiting(made[-1], (), 0.0))))
+        elif len(ring):
+            out.append(ring.pop().value)
+        assert len(ring) <= 1 or ring.bytes <= max_bytes
+    out += [ring.pop().value for _ in range(len(ring))]
+
+    kept = iter(made)
+    assert all(value in kept for value in out), "in order"
+    assert len(out) + gone == len(made)
+
+
+def test_how_many_ticks_fit_is_what_fits() -> None:
+    ring = Ring(max_bytes=100_000, max_age_s=1_000.0)
+    ticks = [Waiting(Random(number).randbytes(100).hex().encode() * 10, (), 0.0) for number in range(1_000)]
+    fits = ring.capacity(ticks[0].value)
+    dropped = [len(list(ring.push(tick))) for tick in ticks]
+
+    assert fits > 100_000 // 2_000
+    assert dropped.index(1) == pytest.approx(fits, rel=0.1)
+    assert Ring(max_bytes=10, max_age_s=1.0).capacity(b"x" * LEAST_BYTES) == 1

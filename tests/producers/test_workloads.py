@@ -1,5 +1,6 @@
 """What the API server knows is sent when it changes, and again while it does not."""
 
+import json
 from typing import Any
 
 import pytest
@@ -73,7 +74,68 @@ async def test_a_node_that_does_not_change_is_sent_again_after_five_minutes(monk
         await settle()
     first, again = bench.sender.of(WORKLOADS)
 
-    assert again == first
+    assert again == {**first, "seq": 2}
+
+
+def _ended(*pods: str, at_ms: int = 5) -> list[dict[str, Any]]:
+    return [{**pod, "ended_ms": at_ms} for pod in _pods(*pods)]
+
+
+async def test_an_ended_pod_is_in_the_record_that_ends_it_and_in_those_of_every_five_minutes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("producers.workloads.CHECK_S", 0.0)
+    async with running(Bench()) as bench:
+        for number in range(60):  # a change every 10 s, so that nothing is ever quiet for five minutes
+            ended = ["a"] if number > 0 else []
+            running_now = [f"p{number}", *(() if ended else ["a"])]
+            bench.publisher.publish(number, "n1", {}, [*_pods(*running_now), *_ended(*ended)])
+            await settle()
+            bench.clock.now_s += 10.0
+            await settle()
+
+    with_a = [number for number, (_, _, pods) in enumerate(bench.sent()) if "a" in pods]
+    assert with_a == [0, 1, 30, 61]
+    assert [seq for _, seq, _ in bench.sent()] == sorted({seq for _, seq, _ in bench.sent()})
+
+
+async def test_what_comes_to_be_known_of_an_ended_pod_is_sent() -> None:
+    async with running(Bench()) as bench:
+        for at_ms in (5, 5, 4):
+            bench.publisher.publish(1, "n1", {}, _ended("a", at_ms=at_ms))
+            await settle()
+
+    assert [record["pods"][0]["ended_ms"] for record in bench.sender.of(WORKLOADS)] == [5, 4]
+
+
+async def test_no_end_is_lost_to_a_broker_that_is_away() -> None:
+    async with running(Bench(prompt=False)) as bench:
+        for number in range(MAX_IN_FLIGHT):
+            bench.publish(f"n{number}", "a")
+        await settle(2 * MAX_IN_FLIGHT)
+        for ended in ("a", "ab", "abc"):
+            bench.publisher.publish(1, "n0", {}, [*_pods("d"), *_ended(*ended)])
+            await settle()
+        bench.sender.prompt = True
+        bench.sender.acknowledge()
+        assert await bench.publisher.drain(30.0) == 0
+
+    assert bench.sent()[MAX_IN_FLIGHT:] == [("n0", 4, ["a", "b", "c", "d"])]
+
+
+@pytest.mark.parametrize("pods", [200, 400])
+async def test_what_short_pods_cost_grows_with_their_number_and_not_with_its_square(pods: int) -> None:
+    async with running(Bench()) as bench:
+        gone: list[str] = []
+        for number in range(pods):
+            pod = f"pod-{number}"
+            for row in (_pods(pod), _ended(pod)):
+                bench.publisher.publish(number, "n1", {}, [*row, *_ended(*gone)])
+                await settle(2)
+            gone.append(pod)
+
+    size = sum(len(json.dumps(record)) for record in bench.sender.of(WORKLOADS))
+    assert size < 500 * pods
 
 
 async def test_the_last_record_of_a_forgotten_node_is_sent_and_never_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,6 +197,7 @@ async def test_how_long_nothing_was_acknowledged_is_known() -> None:
 async def test_what_can_never_be_sent_is_counted_and_the_next_is_sent() -> None:
     async with running(Bench(prompt=False)) as bench:
         bench.publish("n1", "a" * LARGEST_VALUE_BYTES)
+        await settle()
         bench.publish("n1", "\ud800")
         bench.publish("n1", "a")
         await settle()

@@ -32,7 +32,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from producers import instruments as shared
 from producers.cluster import instruments as own
 from producers.cluster.lease import DURATION_S
-from producers.cluster.owners import DEEPEST
+from producers.cluster.owner_lookup import DEEPEST
 from producers.cluster.selection import ANNOTATION_BOUNDS, LABEL_BOUNDS
 from producers.cluster.watch import WENT_WELL_S
 from producers.publisher import NodePublisher

@@ -15,13 +15,15 @@ from typing import Any
 import pytest
 from aiokafka import AIOKafkaProducer
 
+from delivery.values import Address
 from sinks.labels import LABEL_SETS, LabelSet
 from sinks.scrape import server
+from sinks.scrape.config import ScrapeSettings
 from sinks.scrape.families import abouts
 from sinks.scrape.formats import OPENMETRICS, TEXT, Format, accepted
 from sinks.scrape.rendering import Renderings
 from sinks.scrape.server import serving
-from sinks.scrape.sink import ScrapeSettings, ScrapeSink
+from sinks.scrape.sink import ScrapeSink
 from tests.real.conftest import need
 from tests.real.servers import KafkaServer, PrometheusServer, find_prometheus, find_promtool
 from tests.sinks.scrape.fleet import exposed, full_node, node, samples
@@ -186,7 +188,11 @@ async def until(prometheus: Scraper, wanted: dict[tuple[str, ...], float], job: 
 async def scraping(kafka: KafkaServer) -> AsyncIterator[tuple[str, int]]:
     """A sink at work, once it listens; gives its address."""
     settings = ScrapeSettings(
-        kafka=kafka.address, scrape_listen=("127.0.0.1", 0), names="dcgm-legacy", from_="earliest", group="scraped"
+        kafka=kafka.address,
+        scrape_listen=Address("127.0.0.1", 0),
+        names="dcgm-legacy",
+        from_="earliest",
+        group="scraped",
     )
     sink, stop = ScrapeSink(settings), asyncio.Event()
     running = asyncio.ensure_future(sink.run(stop))

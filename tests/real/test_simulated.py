@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from producers import instruments as names
-from producers.simulated.component import Settings, SimulatedFleet
+from producers.simulated.component import SimulatedFleet
+from producers.simulated.config import SimulatedSettings
 from tests.real.pipeline import read_all
 from tests.real.servers import KafkaServer
 from topics import broker
@@ -38,7 +39,9 @@ async def test_an_outage_loses_no_tick_and_no_snapshot_comes_after_a_sample_that
 ) -> None:
     kafka, truth = start_kafka(), tmp_path / "truth.jsonl"
     await broker.create(kafka.address, partitions=4, replication_factor=1)
-    component = SimulatedFleet(Settings(kafka=kafka.address, fleet="6x2", interval_s=0.05, pod_life_s=2.0, truth=truth))
+    component = SimulatedFleet(
+        SimulatedSettings(kafka=kafka.address, fleet="6x2", interval_s=0.05, pod_life_s=2.0, truth=truth)
+    )
     await _through_an_outage(kafka, component, half_open=half_open)
     found = {topic: await read_all(kafka.address, topic) for topic in ("gpu.samples", "gpu.allocations")}
     ticks = _by_node(found["gpu.samples"])

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from producers.cluster import defaults, objects, selection
+from producers.cluster import config, objects, selection
 from producers.cluster.objects import decode, reader
 from producers.cluster.pods import Reading
 from producers.cluster.selection import ANNOTATION_BOUNDS, LABEL_BOUNDS, NODE_LABEL_BOUNDS, AllowList
@@ -140,14 +140,14 @@ class Follower:
         del self.wanted[uid]
 
 
-def chosen(*, labels: Sequence[str] = defaults.POD_LABELS) -> Selection:
+def chosen(*, labels: Sequence[str] = config.POD_LABELS) -> Selection:
     """The default selection, but for the labels of pods."""
     return Selection(
         concerns=selection.gpu_pods(PREFIXES),
         drivers=selection.gpu_drivers(PREFIXES),
-        pods=Reading(AllowList(labels, LABEL_BOUNDS), AllowList(defaults.POD_ANNOTATIONS, ANNOTATION_BOUNDS)),
-        namespace_labels=AllowList(defaults.NAMESPACE_LABELS, LABEL_BOUNDS),
-        node_labels=AllowList(defaults.NODE_LABELS, NODE_LABEL_BOUNDS),
+        pods=Reading(AllowList(labels, LABEL_BOUNDS), AllowList(config.POD_ANNOTATIONS, ANNOTATION_BOUNDS)),
+        namespace_labels=AllowList(config.NAMESPACE_LABELS, LABEL_BOUNDS),
+        node_labels=AllowList(config.NODE_LABELS, NODE_LABEL_BOUNDS),
     )
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,15 @@ import pytest
 
 from producers import PRODUCERS, sending
 from producers.cluster import component as module
-from producers.cluster import defaults
+from producers.cluster import config as cluster_config
 from producers.cluster import instruments as own
-from producers.cluster.component import ClusterProducer, Settings
-from tests.producers.cluster.api_server import ApiServer, answers, kubeconfig
+from producers.cluster.component import ClusterProducer
+from producers.cluster.config import ClusterSettings
+from streams.attribution.holders import holder_of
+from tests.producers.cluster.api_server import ApiServer, Reply, Request, answers, kubeconfig
 from tests.producers.cluster.made import claim_json, named, over, pod_json, slice_json
 from tests.producers.fakes import FakeSender
+from topics.attributed import Workload
 from topics.decoding import decoder
 from topics.workloads import NodeWorkloads, Owner
 
@@ -48,7 +52,7 @@ class Replica:
         config = directory / "kubeconfig"
         config.write_text(kubeconfig(server.url, {"token": "t"}))
         self.sender, self.stop = FakeSender(prompt=prompt), asyncio.Event()
-        settings = Settings("127.0.0.1:1", **{"kubeconfig": config, "lease": None, **changed})
+        settings = ClusterSettings(kafka="127.0.0.1:1", **{"kubeconfig": config, "lease": None, **changed})
         self.component = ClusterProducer(settings, sender=self.sender)
         self.task = asyncio.create_task(self.component.run(self.stop))
 
@@ -134,6 +138,31 @@ async def test_a_pod_whose_owner_is_not_to_be_had_is_told_of_all_the_same(tmp_pa
     assert [owner["kind"] for owner in replica.pods()["uid-bert-0"]["owners"]] == ["ReplicaSet"]
 
 
+async def test_under_a_slow_api_server_a_pod_never_has_another_workload_than_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("producers.cluster.rate_limiter.HOLD_S", 0.2)
+    server = cluster_of("n1")
+    server.objects[REPLICA_SETS] = {"llm-5d": pod_json("llm-5d", "rs-1", owner=DEPLOYMENT)}
+    answered = asyncio.Event()
+
+    async def slow(request: Request, reply: Reply) -> None:
+        await answered.wait()
+        await reply.answer(200, server.objects[REPLICA_SETS]["llm-5d"])
+
+    async with server, running(server, tmp_path) as replica:
+        await replica.until(replica.records)
+        server.next(slow)
+        server.put(PODS, pod_json(owner=RS))
+        await replica.until(replica.pods)
+        answered.set()
+        await replica.until(lambda: "owners_complete" not in replica.pods()["uid-bert-0"])
+        known = [decoder(NodeWorkloads)(orjson.dumps(record)).pods for record in replica.records()]
+
+    workloads = [holder_of(pod).workload for pods in known for pod in pods]
+    assert workloads == [None, Workload("Deployment", "llm")]
+
+
 async def test_a_pod_that_comes_back_under_its_name_is_another(tmp_path: Path) -> None:
     server = cluster_of("n1")
     server.objects[PODS]["bert-0"] = pod_json(uid="first")
@@ -213,6 +242,8 @@ async def test_nothing_is_told_before_all_pods_and_nodes_are_known(unknown: str,
 
 async def test_an_ended_pod_leaves_in_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("producers.cluster.pods.KEPT_MS", 500)
+    monkeypatch.setattr("producers.workloads.RESEND_S", 0.1)
+    monkeypatch.setattr("producers.workloads.CHECK_S", 0.05)
     server = cluster_of("n1")
     server.objects[PODS]["bert-0"] = pod_json()
     async with server, running(server, tmp_path) as replica:
@@ -220,7 +251,8 @@ async def test_an_ended_pod_leaves_in_the_end(tmp_path: Path, monkeypatch: pytes
         server.delete(PODS, "bert-0")
         await replica.until(lambda: not replica.pods())
 
-    assert [["ended_ms" in pod for pod in record["pods"]] for record in replica.records()] == [[False], [True], []]
+    ends = [["ended_ms" in pod for pod in record["pods"]] for record in replica.records()]
+    assert [found for found, _ in itertools.groupby(ends)] == [[False], [True], []]
 
 
 async def test_a_removed_node_is_told_of_no_more_while_others_are(
@@ -384,8 +416,8 @@ async def test_a_defect_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_every_mistake_of_the_settings_is_named() -> None:
-    settings = Settings(
-        "k:1",
+    settings = ClusterSettings(
+        kafka="k:1",
         cluster="a/b",
         resource_prefixes=("",),
         pod_labels=("a b",),
@@ -402,20 +434,20 @@ def test_every_mistake_of_the_settings_is_named() -> None:
     assert found[5].startswith("--lease")
     assert found[6].startswith("--identity")
     assert "a/b" in found[7]
-    assert Settings("k:1").mistakes() == []
+    assert ClusterSettings(kafka="k:1").mistakes() == []
 
 
 def test_the_lease_and_the_identity_have_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(defaults, "OWN_NAMESPACE", tmp_path / "namespace")
-    assert defaults.lease() == "default/gpustream-cluster"
+    monkeypatch.setattr(cluster_config, "OWN_NAMESPACE", tmp_path / "namespace")
+    assert cluster_config.default_lease() == "default/gpustream-cluster"
     (tmp_path / "namespace").write_text("gpustream\n")
-    assert defaults.lease() == "gpustream/gpustream-cluster"
+    assert cluster_config.default_lease() == "gpustream/gpustream-cluster"
 
     monkeypatch.delenv("POD_NAME", raising=False)
-    assert defaults.identity() != defaults.identity()
+    assert cluster_config.default_identity() != cluster_config.default_identity()
     monkeypatch.setenv("POD_NAME", "gpustream-cluster-0")
-    assert defaults.identity() == "gpustream-cluster-0"
+    assert cluster_config.default_identity() == "gpustream-cluster-0"
 
 
 def test_the_registry_names_it() -> None:
-    assert PRODUCERS["cluster"] == f"{ClusterProducer.__module__}:{ClusterProducer.__name__}"
+    assert PRODUCERS["cluster"].component == f"{ClusterProducer.__module__}:{ClusterProducer.__name__}"

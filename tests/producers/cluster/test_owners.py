@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import hypothesis.strategies as st
@@ -14,8 +14,8 @@ from prometheus_client import CollectorRegistry
 
 from producers.cluster import instruments as names
 from producers.cluster.answers import Answer, Unreachable
-from producers.cluster.asking import AGAIN_S, AT_ONCE, LONGEST_PAUSE_S, NEW_KIND_S, REFUSED_S
-from producers.cluster.owners import DEEPEST, Owners
+from producers.cluster.owner_lookup import AGAIN_S, AT_ONCE, DEEPEST, LONGEST_PAUSE_S, NEW_KIND_S, REFUSED_S
+from producers.cluster.owners import Chain, Owners
 from tests.producers.cluster.made import reference
 from tests.producers.fakes import FakeClock, settle, value
 from topics.instruments import Instruments
@@ -77,10 +77,13 @@ class Bench:
         self.api, self.clock = FakeApi(), FakeClock()
         self.instruments = Instruments(names.INSTRUMENTS, CollectorRegistry())
         self.learned: list[tuple[str, list[str]]] = []
+        self.complete: dict[str, bool] = {}
         self.owners = Owners(self.api, self.instruments, self._learn, clock=self.clock)
 
-    def _learn(self, uid: str, chain: Iterable[Owner]) -> None:
-        self.learned.append((uid, [f"{owner.kind}/{owner.name}" for owner in chain]))
+    def _learn(self, uid: str, chain: Chain) -> None:
+        names = [f"{owner.kind}/{owner.name}" for owner in chain.owners]
+        self.learned.append((uid, names))
+        self.complete[uid] = chain.complete
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator["Bench"]:
@@ -326,6 +329,7 @@ async def test_an_api_that_is_away_is_asked_again_until_it_answers(away: Answer 
     async with Bench().running() as bench:
         bench.api.answers[RS_PATH] = away
         assert await bench.chain(RS) == ["ReplicaSet/llm-5d"]
+        assert (bench.complete["rs-1"], bench.owners.unknown) == (False, 1)
         for _ in range(12):
             await bench.pass_s(LONGEST_PAUSE_S * 1.3)
         assert 10 <= bench.requests("ReplicaSet", "away") <= 13
@@ -334,6 +338,7 @@ async def test_an_api_that_is_away_is_asked_again_until_it_answers(away: Answer 
         bench.api.has(DEPLOYMENT_PATH, DEPLOYMENT)
         await bench.pass_s(LONGEST_PAUSE_S * 1.3)
         await bench.until(lambda: bench.learned[-1] == ("rs-1", ["ReplicaSet/llm-5d", "Deployment/llm"]))
+        assert (bench.complete["rs-1"], bench.owners.unknown) == (True, 0)
 
 
 async def test_an_api_that_said_when_is_left_alone_until_then() -> None:
@@ -400,8 +405,9 @@ def test_every_chain_ends_without_going_in_circles(above: dict[int, int]) -> Non
     def owner(number: int) -> Owner:
         return Owner("apps/v1", "ReplicaSet", f"r{number}", f"u{number}")
 
+    bench = Bench()
+
     async def learn() -> list[tuple[str, list[str]]]:
-        bench = Bench()
         for number in range(13):
             upper: Any = owner(above[number]) if number in above else None
             bench.api.has(f"/apis/apps/v1/namespaces/ml/replicasets/r{number}", owner(number), upper)
@@ -417,3 +423,21 @@ def test_every_chain_ends_without_going_in_circles(above: dict[int, int]) -> Non
         while len(expected) < DEEPEST and (upper := above.get(expected[-1])) is not None and upper not in expected:
             expected.append(upper)
         assert chain == [f"ReplicaSet/r{number}" for number in expected]
+        assert bench.complete[uid] == (expected[-1] not in above)
+
+
+@pytest.mark.parametrize("links", [DEEPEST - 1, DEEPEST, DEEPEST + 1])
+async def test_a_chain_of_too_many_links_is_incomplete_counted_and_logged(
+    links: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    owners = [Owner("apps/v1", "ReplicaSet", f"r{number}", f"u{number}") for number in range(links)]
+    async with Bench().running() as bench:
+        for number, owner in enumerate(owners):
+            above = owners[number + 1] if number + 1 < links else None
+            bench.api.has(f"/apis/apps/v1/namespaces/ml/replicasets/{owner.name}", owner, above)
+        chain = await bench.chain(owners[0])
+
+    too_long = links > DEEPEST
+    assert (len(chain), bench.complete["u0"]) == (min(links, DEEPEST), not too_long)
+    assert (bench.requests("ReplicaSet", "too_long"), bench.owners.unknown) == (int(too_long), 0)
+    assert [message.partition(":")[0] for message in caplog.messages] == ["ReplicaSet r0"] * too_long

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from producers.cluster import defaults, objects, selection
+from producers.cluster import config, objects, selection
 from producers.cluster.objects import decode, reader
 from producers.cluster.selection import ANNOTATION_BOUNDS, LABEL_BOUNDS, AllowList, Bounds, shortened
 from tests.producers.cluster.made import PREFIXES, pod, pod_json, raw
@@ -79,7 +79,7 @@ def test_every_mistake_of_an_allow_list_is_named() -> None:
 
 
 def test_the_default_allow_lists_have_no_mistakes() -> None:
-    lists = (defaults.POD_LABELS, defaults.POD_ANNOTATIONS, defaults.NAMESPACE_LABELS, defaults.NODE_LABELS)
+    lists = (config.POD_LABELS, config.POD_ANNOTATIONS, config.NAMESPACE_LABELS, config.NODE_LABELS)
 
     assert [selection.mistakes("x", allowed) for allowed in lists] == [[], [], [], []]
 

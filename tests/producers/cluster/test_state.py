@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 
 from producers import records
+from producers.cluster.owners import Chain
 from producers.cluster.pods import KEPT_MS
 from producers.cluster.state import Content, State
 from producers.sending import LARGEST_VALUE_BYTES
@@ -19,6 +20,7 @@ from topics.workloads import NodeWorkloads, Owner
 NOW = START_MS + 3_600_000
 RS = Owner("apps/v1", "ReplicaSet", "llm-5d", "rs-1")
 DEPLOYMENT = Owner("apps/v1", "Deployment", "llm", "dep-1")
+CHAIN = Chain((RS, DEPLOYMENT), complete=True)
 
 
 def told(of: State, node: str = "n1") -> Content:
@@ -51,7 +53,8 @@ def test_a_gpu_pod_is_told_of_with_all_that_is_known() -> None:
         "labels": {"app": "bert"},
         "annotations": {"gpustream.dev/a": "1"},
         "namespace_labels": {"team": "research"},
-        "owners": (),
+        "owners": [],
+        "owners_complete": None,
     }
 
 
@@ -210,15 +213,42 @@ def test_a_removed_node_is_forgotten_where_nobody_tells_of_it() -> None:
     assert cluster.take("n1") is None
 
 
-def test_a_pods_own_owner_is_told_of_before_its_chain_is_known() -> None:
+def test_a_pod_waits_for_its_chain_and_is_then_told_of_without_and_again_with_it() -> None:
+    cluster = state("n1")
+    cluster.put_pod(pod("old"), NOW)
+    cluster.take("n1")
+    cluster.put_pod(pod(owner=RS), NOW)
+    assert cluster.awaits("n1") == ["uid-bert-0"]
+    held = cluster.take("n1", cluster.awaits("n1"))
+    assert held is not None
+    assert ([row["uid"] for row in held.pods], cluster.changed()) == (["uid-old"], ["n1"])
+
+    waited = row(cluster, number=1)
+    assert ([owner["kind"] for owner in waited["owners"]], waited["owners_complete"]) == (["ReplicaSet"], False)
+    assert cluster.awaits("n1") == []
+
+    cluster.learn("rs-1", CHAIN)
+    assert cluster.changed() == ["n1"]
+    known = row(cluster, number=1)
+    assert [owner["kind"] for owner in known["owners"]] == ["ReplicaSet", "Deployment"]
+    assert known["owners_complete"] is None
+
+
+def test_a_chain_that_ends_too_early_is_incomplete() -> None:
     cluster = state("n1")
     cluster.put_pod(pod(owner=RS), NOW)
-    assert cluster.awaits("n1")
-    assert [owner["kind"] for owner in row(cluster)["owners"]] == ["ReplicaSet"]
+    cluster.learn("rs-1", Chain((RS,), complete=False))
 
-    cluster.learn("rs-1", [RS, DEPLOYMENT])
-    assert (cluster.awaits("n1"), cluster.changed()) == (False, ["n1"])
-    assert [owner["kind"] for owner in row(cluster)["owners"]] == ["ReplicaSet", "Deployment"]
+    assert cluster.awaits("n1") == ["uid-bert-0"]
+    assert row(cluster)["owners_complete"] is False
+
+
+def test_a_new_leader_holds_no_pod_that_the_last_one_may_have_told_of() -> None:
+    cluster = state("n1")
+    cluster.put_pod(pod(owner=RS), NOW)
+    cluster.mark_all()
+
+    assert cluster.awaits("n1") == []
 
 
 def test_each_owner_is_followed_once_and_until_its_last_pod_has_left() -> None:
@@ -233,11 +263,11 @@ def test_each_owner_is_followed_once_and_until_its_last_pod_has_left() -> None:
 
     cluster.expire(NOW + KEPT_MS + 1)
     assert follower.wanted == {}
-    cluster.learn("rs-1", [RS, DEPLOYMENT])
+    cluster.learn("rs-1", CHAIN)
     assert not cluster.awaits("n1")
 
     cluster.put_pod(pod("c", owner=RS), NOW)
-    cluster.learn("rs-1", [RS, DEPLOYMENT])
+    cluster.learn("rs-1", CHAIN)
     cluster.remove_pod("uid-c", NOW)
     cluster.expire(NOW + KEPT_MS)
     cluster.put_pod(pod("d", owner=RS), NOW)
@@ -248,7 +278,7 @@ def test_an_owner_without_a_uid_is_told_of_and_not_waited_for() -> None:
     cluster = state("n1")
     cluster.put_pod(pod(owner=Owner("v1", "Thing", "x", "")), NOW)
 
-    assert (cluster.awaits("n1"), row(cluster)["owners"][0]["name"]) == (False, "x")
+    assert (cluster.awaits("n1"), row(cluster)["owners"][0]["name"]) == ([], "x")
 
 
 def test_a_claim_that_only_looks_at_a_device_is_told_of_on_the_nodes_of_its_pool_until_long_after_it_is_gone() -> None:

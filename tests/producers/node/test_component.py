@@ -14,7 +14,8 @@ import pytest
 from producers import PRODUCERS
 from producers import instruments as shared
 from producers.node import instruments as own
-from producers.node.component import NodeProducer, Settings
+from producers.node.component import NodeProducer
+from producers.node.config import NodeSettings
 from tests.nvml.scripted import Process, ScriptedNvml
 from tests.producers.fakes import FakeSender, containers, devices
 from tests.producers.node.procfs import Procfs
@@ -102,7 +103,7 @@ class Bench:
         self.sender = FakeSender(prompt=prompt)
         self.gpus, self.kubelet = FakeGpus(opens_in_s=opens_in_s), FakeKubelet(containers("bert-0"))
         self.stop = asyncio.Event()
-        settings = Settings("127.0.0.1:1", "gpu-1", **{"interval_s": 0.1, **changed})
+        settings = NodeSettings(kafka="127.0.0.1:1", node="gpu-1", **{"interval_s": 0.1, **changed})
         self.component = NodeProducer(settings, sender=self.sender, gpus=self.gpus, kubelet=self.kubelet)
 
     async def until(self, condition: Callable[[], bool]) -> None:
@@ -191,6 +192,27 @@ async def test_a_stop_does_not_wait_for_a_reading_that_hangs(monkeypatch: pytest
     await bench.until(lambda: False)
 
     assert bench.sender.stopped
+
+
+@pytest.mark.parametrize(
+    ("buffer_size", "level", "text"),
+    [
+        (16 << 20, "INFO", "the buffer of 16 MiB holds about "),
+        (2_000, "WARNING", "and --buffer wants 15 minutes: give --buffer-size "),
+    ],
+)
+async def test_at_the_first_tick_it_is_said_once_how_long_the_buffer_lasts(
+    buffer_size: int, level: str, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "producers.node.component")
+    bench = Bench(buffer_size=buffer_size)
+    await bench.until(lambda: len(bench.ticks) >= 3)
+
+    (said,) = [record for record in caplog.records if "buffer" in record.getMessage()]
+    assert said.levelname == level
+    assert text in said.getMessage()
+    lasts_s = bench.value(own.BUFFER_SECONDS)
+    assert lasts_s == 900.0 if level == "INFO" else 0 < lasts_s < 10
 
 
 @pytest.mark.parametrize("hangs", [False, True])
@@ -317,7 +339,7 @@ async def test_a_process_of_a_job_gives_its_gpu_the_job_its_user_and_its_partiti
     nvml.gpus = 3
     nvml.processes(0, [Process(42, 1 << 30)])
     nvml.processes(1, [Process(43, 1 << 30)])
-    settings = Settings("127.0.0.1:1", "gpu-1", procfs=procfs.root, hpc_job_mapping_dir=files)
+    settings = NodeSettings(kafka="127.0.0.1:1", node="gpu-1", procfs=procfs.root, hpc_job_mapping_dir=files)
     sender, stop = FakeSender(prompt=True), asyncio.Event()
     running = asyncio.create_task(NodeProducer(settings, sender=sender, kubelet=FakeKubelet(None)).run(stop))
     carols = [{"id": job_id, "user": "carol", "partition": "gpu"} for job_id in "78"]
@@ -345,13 +367,13 @@ def jobs_in(tick: dict[str, Any]) -> list[Any]:
     ],
 )
 def test_settings_that_can_not_be_are_mistakes(changed: dict[str, Any], word: str) -> None:
-    (mistake,) = Settings("127.0.0.1:1", "gpu-1", **changed).mistakes()
+    (mistake,) = NodeSettings(kafka="127.0.0.1:1", node="gpu-1", **changed).mistakes()
 
     assert word in mistake
 
 
 def test_it_is_registered_and_loads_nothing_heavy() -> None:
-    assert PRODUCERS["node"] == f"{NodeProducer.__module__}:{NodeProducer.__qualname__}"
+    assert PRODUCERS["node"].component == f"{NodeProducer.__module__}:{NodeProducer.__qualname__}"
     code = (
         "import sys, gpustream.cli, gpustream.serve, gpustream.logs, producers.node.component\n"
         "print({name.partition('.')[0] for name in sys.modules})"

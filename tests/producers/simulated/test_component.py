@@ -12,7 +12,8 @@ from producers import PRODUCERS
 from producers import instruments as names
 from producers.simulated import instruments as own
 from producers.simulated.clock import FleetClock
-from producers.simulated.component import Settings, SimulatedFleet
+from producers.simulated.component import SimulatedFleet
+from producers.simulated.config import SimulatedSettings
 from tests.producers.fakes import FakeSender
 from topics.allocations import Allocations
 from topics.decoding import decoder
@@ -26,9 +27,9 @@ RECORDS: dict[str, type[msgspec.Struct]] = {
 }
 
 
-def settings(**changed: Any) -> Settings:
+def settings(**changed: Any) -> SimulatedSettings:
     chosen = {"fleet": "5x4", "cluster": "prod-1", "interval_s": 0.02, "stop_after_ticks": 4, "pod_life_s": 0.5}
-    return Settings(kafka="127.0.0.1:1", **{**chosen, **changed})
+    return SimulatedSettings(kafka="127.0.0.1:1", **{**chosen, **changed})
 
 
 async def run(component: SimulatedFleet, stop: asyncio.Event | None = None) -> None:
@@ -212,8 +213,8 @@ def test_every_mistake_in_the_settings_is_told() -> None:
     wrong = settings(fleet="8", cluster="a/b", interval_s=0.0, buffer_s=0.0)
 
     assert [mistake.split(":")[0].split(" ")[0] for mistake in wrong.mistakes()] == [
-        "interval",
-        "buffer",
+        "--buffer",
+        "--interval",
         "fleet",
         "cluster",
     ]
@@ -221,4 +222,4 @@ def test_every_mistake_in_the_settings_is_told() -> None:
 
 
 def test_the_registry_names_it() -> None:
-    assert PRODUCERS["simulated"] == f"{SimulatedFleet.__module__}:{SimulatedFleet.__qualname__}"
+    assert PRODUCERS["simulated"].component == f"{SimulatedFleet.__module__}:{SimulatedFleet.__qualname__}"

@@ -6,8 +6,10 @@ import socket
 import aiohttp
 import pytest
 
+from delivery.values import Address
+from sinks.scrape.config import ScrapeSettings
 from sinks.scrape.server import ListenError
-from sinks.scrape.sink import ScrapeSettings, ScrapeSink
+from sinks.scrape.sink import ScrapeSink
 
 NOWHERE = "127.0.0.1:1"
 
@@ -15,21 +17,21 @@ NOWHERE = "127.0.0.1:1"
 def test_every_mistake_of_the_settings_is_told() -> None:
     wrong = ScrapeSettings(kafka=NOWHERE, stale_after_s=0.0, session_timeout_s=0.5).mistakes()
 
-    assert [mistake.split(":")[0] for mistake in wrong] == ["--stale-after", "--session-timeout"]
+    assert [mistake.split(":")[0] for mistake in wrong] == ["--session-timeout", "--stale-after"]
     assert ScrapeSettings(kafka=NOWHERE).mistakes() == []
 
 
 async def test_a_port_in_use_is_a_clear_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        sink = ScrapeSink(ScrapeSettings(kafka=NOWHERE, scrape_listen=("127.0.0.1", port)))
+        sink = ScrapeSink(ScrapeSettings(kafka=NOWHERE, scrape_listen=Address("127.0.0.1", port)))
 
         with pytest.raises(ListenError, match=rf"can't serve metrics on 127\.0\.0\.1:{port}: .*in use"):
             await sink.run(asyncio.Event())
 
 
 async def test_without_kafka_it_serves_what_it_has_and_says_why_it_is_not_ready() -> None:
-    sink, stop = ScrapeSink(ScrapeSettings(kafka=NOWHERE, scrape_listen=("127.0.0.1", 0))), asyncio.Event()
+    sink, stop = ScrapeSink(ScrapeSettings(kafka=NOWHERE, scrape_listen=Address("127.0.0.1", 0))), asyncio.Event()
     assert sink.not_ready() == ["not started"]
     running = asyncio.create_task(sink.run(stop))
     while sink.address is None:  # noqa: ASYNC110 - set by the sink once it listens

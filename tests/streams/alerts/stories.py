@@ -6,6 +6,7 @@ import msgspec
 from hypothesis import strategies as st
 
 from streams.alerts.judge import Judge
+from streams.alerts.memory import COUNTERS
 from streams.alerts.tick import Device, Tick
 from tests.streams.alerts.ticks import START_MS, device, holder, overlay
 from topics.attributed import AttributedEvent, Attribution
@@ -26,6 +27,13 @@ SHORT = overlay(
     keep_firing_for = "15s"
     [rules.NodeSilent]
     for = "60s"
+    [rules.GPUEccUncorrectable]
+    at_least = 3
+    keep_firing_for = "10s"
+    [rules.GPUNvlinkErrors]
+    at_least = 5
+    recoveries = 2
+    keep_firing_for = "20s"
     """
 )
 JUDGE = Judge(SHORT)
@@ -43,6 +51,7 @@ class Step(NamedTuple):
     xid: bool
     hot: bool
     present: bool
+    errors: int
 
 
 steps = st.builds(
@@ -54,7 +63,9 @@ steps = st.builds(
     xid=st.integers(0, 9).map(lambda i: i == 0),
     hot=st.booleans(),
     present=st.integers(0, 9).map(lambda i: i != 0),
+    errors=st.sampled_from([0, 0, 0, 1, 2, 4, -1]),
 )
+"""``errors``: by how much the counters rise; -1: they begin again at zero."""
 
 
 @st.composite
@@ -62,24 +73,26 @@ def lives(draw: st.DrawFn, nodes: int = 1, least: int = 1) -> list[Tick]:
     """The ticks of some nodes, in the order in which they are logged; a story repeats a step now and then."""
     drawn = draw(st.lists(st.tuples(st.integers(0, nodes - 1), steps, st.integers(1, 8)), min_size=least, max_size=40))
     times_ms = [START_MS] * nodes
-    xids = [0] * nodes
+    xids, errors = [0] * nodes, [3] * nodes
     ticks: list[Tick] = []
     for node, step, times in drawn:
         for _ in range(times):
             times_ms[node] += round(step.after_s * 1000)
             xids[node] += step.xid
-            ticks.append(_tick(step, node, times_ms[node], xids[node], len(ticks)))
+            errors[node] = 0 if step.errors < 0 else errors[node] + step.errors
+            ticks.append(_tick(step, node, times_ms[node], xids[node], errors[node], len(ticks)))
     return ticks
 
 
-def _tick(step: Step, node: int, ts_ms: int, xids: int, offset: int) -> Tick:
+def _tick(step: Step, node: int, ts_ms: int, xids: int, errors: int, offset: int) -> Tick:
     devices: list[Device] = []
     if step.present:
         held = (holder(step.pod),) if step.pod and step.attribution != "none" else ()
         fields = {"events": (AttributedEvent("xid", 79, ts_ms),)} if step.xid else {}
         reasons = 0x40 if step.hot else 0
         more = {"xids": {"79": xids}} if xids else {}
-        devices.append(device(0, *held, busy=step.busy, clock_event_reasons=reasons, **fields, **more))
+        counters = dict.fromkeys(COUNTERS, errors)
+        devices.append(device(0, *held, busy=step.busy, clock_event_reasons=reasons, **fields, **more, **counters))
     devices.append(device(1, busy=0.5 if step.hot else 0.0))
     return Tick(
         schema=1,

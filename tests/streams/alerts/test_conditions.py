@@ -104,17 +104,39 @@ def test_the_gpu_of_mig_devices_is_not_unallocated() -> None:
 
 
 @pytest.mark.parametrize("name", ["ecc_uncorrected_volatile_total", "ecc_uncorrected_aggregate_total"])
-def test_memory_errors_count_from_the_first_tick_on(name: str) -> None:
+def test_memory_errors_count_within_a_minute(name: str) -> None:
     values = [3, 3, 4, 4, 6, 0, 0, 2, 9, 5]
     ticks = [tick(i, device(0, **{name: value})) for i, value in enumerate(values)]
     counts = [[f.value for f in found(*ticks[: i + 1], of="GPUEccUncorrectable")] for i in range(len(ticks))]
-    assert counts == [[], [], [1], [], [2], [], [], [2], [7], [5]]
+    assert counts == [[], [], [1], [1], [3], [3], [3], [5], [12], [17]]
 
 
-def test_memory_errors_are_events_of_the_device_and_a_tick_without_the_counter_loses_none() -> None:
+def test_one_memory_error_in_each_ten_seconds_reaches_three_within_a_minute() -> None:
+    by = overlay("[rules.GPUEccUncorrectable]\nat_least = 3")
+    ticks = [tick(i, device(0, ecc_uncorrected_volatile_total=i // 10)) for i in range(31)]
+    assert not found(*ticks[:30], of="GPUEccUncorrectable", by=by)
+    assert found(*ticks, of="GPUEccUncorrectable", by=by)
+    slow = [tick(35 * i, device(0, ecc_uncorrected_volatile_total=i)) for i in range(20)]
+    assert not any(found(*slow[:i], of="GPUEccUncorrectable", by=by) for i in range(1, 20))
+
+
+def test_a_memory_error_is_in_both_counts_and_counts_once() -> None:
+    both = ("ecc_uncorrected_volatile_total", "ecc_uncorrected_aggregate_total")
+    ticks = [tick(i, device(0, **dict.fromkeys(both, i))) for i in range(2)]
+    assert [f.value for f in found(*ticks, of="GPUEccUncorrectable")] == [1]
+
+
+def test_memory_errors_are_of_the_device_and_a_tick_without_the_counter_loses_none() -> None:
     ticks = [tick(0, device(0, ecc_uncorrected_volatile_total=1)), tick(1, device(0)), tick(2, device(0, state="lost"))]
     (finding,) = found(*ticks, tick(3, device(0, ecc_uncorrected_volatile_total=2)), of="GPUEccUncorrectable")
-    assert (finding.event, finding.pod_uid, finding.value) == (True, "", 1)
+    assert (finding.event, finding.pod_uid, finding.value) == (False, "", 1)
+
+
+def test_a_device_that_does_not_answer_says_nothing_of_its_errors() -> None:
+    bad = tick(0, device(0, ecc_uncorrected_volatile_total=0)), tick(1, device(0, ecc_uncorrected_volatile_total=1))
+    for gone in (tick(2, device(0, state="lost")), tick(2)):
+        assert [f.holds for f in found(*bad, gone, of="GPUEccUncorrectable")] == [None]
+        assert [f.holds for f in found(*bad, gone, of="GPUNvlinkErrors")] == [None] * 3
 
 
 def test_a_counter_that_appears_later_is_not_an_error() -> None:
@@ -134,7 +156,7 @@ def test_errors_between_two_runs_of_the_producer_count() -> None:
         ([1000, 1000, 1100], [False, False, True]),
         ([1000, 99, 100], [False, False, True]),
         ([0, 100, 100, 100], [False, True, True, True]),
-        ([0, 200, 200, None, 200], [False, True, True, False, True]),
+        ([0, 200, 200, None, 200], [False, True, True, True, True]),
     ],
 )
 def test_nvlink_errors_are_too_many_within_a_minute(values: list[int | None], holds: list[bool]) -> None:
@@ -152,11 +174,19 @@ def test_nvlink_errors_that_trickle_are_not_too_many_and_many_after_a_calm_are()
     assert not found(*calm, *burst, *over, of="GPUNvlinkErrors")
 
 
+@pytest.mark.parametrize("begins_s", range(0, 70, 7))
+def test_a_burst_of_nvlink_errors_is_seen_wherever_it_lies(begins_s: int) -> None:
+    """A few errors before it open no window that would cut it in two."""
+    values = [1 + 16 * max(0, min(10, i - begins_s)) for i in range(90)]
+    ticks = [tick(i, device(0, nvlink_crc_errors_total=value)) for i, value in enumerate([0, *values])]
+    assert any(found(*ticks[:i], of="GPUNvlinkErrors") for i in range(begins_s, len(ticks)))
+
+
 def test_one_recovery_of_an_nvlink_is_enough() -> None:
     ticks = [tick(i, device(0, nvlink_recovery_errors_total=i // 2)) for i in range(3)]
     assert not found(*ticks[:2], of="GPUNvlinkErrors")
     (finding,) = found(*ticks, of="GPUNvlinkErrors")
-    assert (finding.key, finding.value, finding.event) == ("recovery", 1, True)
+    assert (finding.key, finding.value, finding.event) == ("recovery", 1, False)
 
 
 # -- XID errors

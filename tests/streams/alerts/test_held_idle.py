@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streams.alerts.finding import Finding
+from streams.alerts.replay import Replay
 from streams.alerts.tick import Device, Info, Process, Tick
-from tests.streams.alerts.ticks import GRACE_S, device, found, gpu, holder, mig, overlay, tick, verdict
+from tests.streams.alerts.ticks import DEFAULTS, GRACE_S, device, found, gpu, holder, mig, overlay, tick, verdict
 from topics.attributed import Parts
 from topics.samples import Job
 
@@ -129,9 +130,29 @@ def test_the_use_of_the_pods_own_processes_is_work() -> None:
         ((0.0, 0.0), 0.9, 0.9, {"a": None, "b": None}),
         ((0.0, 0.5), 0.4, 0.9, {"a": None, "b": False}),
         ((None, 0.5), 0.0, 0.5, {"a": None, "b": False}),
-        ((None, None), None, 0.0, {"a": None, "b": None}),
+        ((None, None), None, 0.0, {"a": True, "b": True}),
+        ((None, None), None, 0.5, {"a": None, "b": None}),
+        ((0.009, 0.009), 0.0, 0.018, {"a": True, "b": True}),
+        ((0.009, 0.009), None, 0.018, {"a": True, "b": True}),
+        ((0.009, 0.009), None, 0.5, {"a": None, "b": None}),
+        ((0.009, 0.0), 0.009, 0.018, {"a": True, "b": True}),
+        ((0.009, None), None, 0.4, {"a": None, "b": None}),
     ],
-    ids=["one works", "none works", "both work", "nobody's work", "some is nobody's", "one is not known", "no parts"],
+    ids=[
+        "one works",
+        "none works",
+        "both work",
+        "nobody's work",
+        "some is nobody's",
+        "one is not known",
+        "no parts, no work",
+        "no parts, work",
+        "each does nothing",
+        "each does nothing, and that is all",
+        "each does nothing, and somebody works",
+        "what is nobody's is nothing",
+        "all but one are known",
+    ],
 )
 def test_on_a_shared_device_each_pod_is_judged_by_its_own_part(
     parts: tuple[float | None, float | None], rest: float | None, busy: float, idle: dict[str, bool | None]
@@ -140,6 +161,24 @@ def test_on_a_shared_device_each_pod_is_judged_by_its_own_part(
     findings = judged(device(0, *pods, busy=busy, unattributed=Parts(utilization_ratio=rest)))
     holds = {finding.pod_uid.removeprefix("uid-"): finding.holds for finding in findings}
     assert {name: holds.get(name, False) for name in "ab"} == idle
+
+
+def test_ten_pods_that_do_nothing_are_idle_though_the_device_they_share_is_not() -> None:
+    pods = [holder(f"p{number}", busy=0.009) for number in range(10)]
+    one = device(0, *pods, busy=0.09, unattributed=Parts(utilization_ratio=0.0))
+    replay = Replay(DEFAULTS)
+    fired = [alert for s in range(0, 7200, 10) for alert in replay.take(tick(s, one))]
+    assert [(alert.name, alert.state) for alert in fired] == [(RULE, "firing")] * 10
+    assert {alert.labels["k8s_pod_name"] for alert in fired} == {f"p{number}" for number in range(10)}
+    assert {alert.annotations["gpu_share"] for alert in fired} == {"0.1"}
+
+
+def test_a_pod_on_a_shared_mig_device_without_parts_is_judged_by_the_whole_device() -> None:
+    """NVML does not say what processes on a MIG device do; GPM says what the device does."""
+    parent, pods = device(0, info=Info(mig_mode="enabled")), (holder("a"), holder("b"))
+    for active, idle in ((0.0, True), (0.4, None)):
+        part = mig(1, *pods, graphics_engine_active_ratio=active)
+        assert verdict(found(tick(0, parent, part), tick(GRACE_S + 1, parent, part), of=RULE), "MIG-1") is idle
 
 
 def test_on_a_shared_device_the_video_engines_work_is_anybodys() -> None:

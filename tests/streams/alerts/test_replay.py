@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -90,3 +91,37 @@ def test_what_is_wrong_with_a_gpu_fires_once_and_is_resolved_once() -> None:
     ]
     for state in ("firing", "resolved"):
         assert sorted(alert.name for alert in transitions if alert.state == state) == names
+
+
+def silent(*ticks: Tick, logged_s: Sequence[float] | None = None) -> list[tuple[str, str]]:
+    """The nodes that are found silent, and what became of it."""
+    replay, found = Replay(DEFAULTS), list[Alert]()
+    for number, one in enumerate(ticks):
+        numbered = msgspec.structs.replace(one, offset=number)
+        found += replay.take(numbered, None if logged_s is None else tick(logged_s[number]).ts_ms)
+    return [(alert.node, alert.state) for alert in [*found, *replay.end()] if alert.name == "NodeSilent"]
+
+
+def each_second(node: str, *times: range) -> list[Tick]:
+    return [tick(second, device(0), node=node) for one in times for second in one]
+
+
+def test_a_clock_that_is_set_back_is_no_silence() -> None:
+    assert silent(*each_second("n", range(3600, 3610), range(600))) == []
+    assert silent(*each_second("n", range(3600, 3610), range(10)), *each_second("m", range(3600, 3620))) == []
+    assert silent(*each_second("m", range(20)), *each_second("n", range(3600, 3610), range(20))) == []
+
+
+def test_a_node_that_ended_before_the_others_is_silent_and_one_that_paused_was() -> None:
+    assert silent(*each_second("n", range(10)), *each_second("m", range(300))) == [("n", "firing")]
+    assert silent(*each_second("n", range(10), range(200, 210))) == [("n", "firing"), ("n", "resolved")]
+
+
+def test_a_clock_that_is_set_and_a_log_that_stood_still_are_no_silence() -> None:
+    own = [tick(second, device(0)) for second in [0, 1, 3600, 3601, 2, 3, 4]]
+    assert silent(*own, logged_s=range(7)) == []
+    assert silent(*each_second("n", range(4)), logged_s=[0, 1, 600, 601]) == []
+    assert silent(*each_second("n", range(2)), tick(300, device(0)), logged_s=[0, 1, 300]) == [
+        ("n", "firing"),
+        ("n", "resolved"),
+    ]

@@ -575,3 +575,42 @@ async def test_it_says_what_fires_and_what_is_pending() -> None:
     assert [worker.total("firing", s) for s in ("info", "warning", "critical")] == [0, 1, 0]
     assert (worker.total("pending"), worker.total("nodes")) == (1, 2)
     assert worker.total("transitions_total", "GPUThermalSlowdown", "firing") == 1
+
+
+# -- counters that go on rising
+
+
+ERRORS = Judge(overlay("[rules.GPUEccUncorrectable]\nat_least = 9"))
+
+
+def rising(broker: Broker, seconds: range) -> None:
+    """An error a second, three times out of four; then the counter begins again at zero."""
+    for s in seconds:
+        broker.log(tick(s, device(0, busy=0.0, ecc_uncorrected_volatile_total=s % 4)))
+
+
+async def test_counters_that_go_on_rising_write_a_state_in_ten_seconds() -> None:
+    broker = Broker()
+    worker = await working(broker, Judge(overlay("[rules.GPUEccUncorrectable]\nenabled = false")))
+    for s in range(600):
+        rising(broker, range(s, s + 1))
+        await worker.live()
+        worker.commit()
+        assert s - 10 <= broker.committed <= s
+    assert 50 <= len(broker.logs[STATE]) <= 62
+
+
+@pytest.mark.parametrize("killed", range(1, 15))
+async def test_no_error_is_forgotten_by_a_worker_that_takes_over(killed: int) -> None:
+    broker = Broker()
+    worker = await working(broker, ERRORS)
+    for s in range(15):
+        rising(broker, range(s, s + 1))
+        await worker.live()
+        worker.commit()
+        if s == killed:
+            worker = await working(broker, ERRORS)
+            await worker.live()
+    assert [(alert.state, alert.value, alert.starts_at) for alert in broker.alerts()] == [
+        ("firing", 9.0, time(tick(11).ts_ms))
+    ]

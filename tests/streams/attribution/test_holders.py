@@ -1,5 +1,6 @@
 """Who holds each device: every form of device id, every chain of owners."""
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -203,6 +204,14 @@ def test_the_workload_is_the_top_of_the_chain_and_the_nearest_controller_is_name
 
     assert holder.workload == Workload(*top)
     assert (holder.job, holder.statefulset, holder.deployment) == names
+
+
+def test_a_chain_that_is_not_complete_names_no_workload_and_no_controller() -> None:
+    known_pod = msgspec.structs.replace(pod("p", owners=(RS, DEPLOYMENT)), owners_complete=False)
+    holder = hold(snapshot(1, container("p", A)), DEVICES, {("ns", "p"): known_pod}, {}).holders[A][0]
+
+    assert (holder.workload, holder.job, holder.statefulset, holder.deployment) == (None, None, None, None)
+    assert holder.pod == "p"
 
 
 _OWNERS = st.sampled_from([RS, DEPLOYMENT, JOB, CRON_JOB, STATEFUL_SET, DAEMON_SET, *RAY, JOB_SET, VOLCANO])

@@ -37,6 +37,9 @@ REFUSED_S = 5.0
 NEW_KIND_S = 30.0
 """After how long a kind that an API group did not have may be there."""
 
+DEEPEST = 8
+"""The most links of a chain."""
+
 MOST_GROUPS = 256
 AT_ONCE = 4
 """Requests of one API group at the same time: one that hangs holds up no other."""
@@ -53,7 +56,7 @@ _OBJECT = reader(objects.Object)
 _RESOURCES = reader(objects.ApiResources)
 
 
-class Requests(Protocol):
+class Client(Protocol):
     """What this needs of :class:`producers.cluster.api.Api`."""
 
     def request(
@@ -75,10 +78,14 @@ class Resource(NamedTuple):
 
 
 class Link(NamedTuple):
-    """What is above an owner, and in how many seconds to ask again; None: that is known."""
+    """What is above an owner, and in how many seconds to ask again; None: never.
+
+    ``known``: there was an answer. One that may not be read counts as nothing above: a chain ends there.
+    """
 
     above: Owner | None
     again_s: float | None = None
+    known: bool = True
 
 
 TOP = Link(None)
@@ -115,10 +122,10 @@ class _Refusal(NamedTuple):
     pause_s: float
 
 
-class Asking:
+class OwnerLookup:
     """Asks for owners, several of one API group at the same time, but not many."""
 
-    def __init__(self, api: Requests, instruments: Instruments, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, api: Client, instruments: Instruments, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._api, self._instruments, self._clock = api, instruments, clock
         self._groups: dict[str, _Group] = {}
         self._refused: dict[tuple[str, str, str], _Refusal] = {}
@@ -133,9 +140,9 @@ class Asking:
             return self._ended(owner, "malformed", None)
         group = self._group(owner.api_version)
         async with group.slots:
-            wait_s = max(group.paused_until_s - self._clock(), self._refused_for_s((*kind, namespace)))
-            if wait_s > 0:
-                return Link(None, _spread(wait_s))
+            paused_s, refused_s = group.paused_until_s - self._clock(), self._refused_for_s((*kind, namespace))
+            if max(paused_s, refused_s) > 0:
+                return Link(None, _spread(max(paused_s, refused_s)), known=refused_s > 0)
             try:
                 return await self._ask_now(group, owner, namespace)
             except Unreachable:
@@ -204,6 +211,12 @@ class Asking:
             log.warning("%s: not to be read (HTTP %d); owner chains end there", what, answer.status)
         return self._ended(owner, "forbidden" if answer.status == 403 else "refused", pause_s)
 
+    def too_long(self, owner: Owner, pod_side: Owner) -> None:
+        """A chain was not followed above ``owner``: it has too many links, or comes back to one of them."""
+        self._count(owner, "too_long")
+        what = f"{pod_side.kind} {pod_side.name}"
+        log.warning("%s: its chain of owners has more than %d links, or is a ring: no workload", what, DEEPEST)
+
     def _refused_for_s(self, key: tuple[str, str, str]) -> float:
         """For how long a refusal is still believed; 0 or less: it is not."""
         refusal = self._refused.get(key)
@@ -227,11 +240,11 @@ class Asking:
         group.failures += 1
         pause_s = max(pause_s, min(LONGEST_PAUSE_S, retry_after_s or 0.0))
         group.paused_until_s = self._clock() + pause_s
-        return Link(None, _spread(pause_s))
+        return Link(None, _spread(pause_s), known=False)
 
     def _undecodable(self, owner: Owner) -> Link:
         self._instruments.counter(names.UNDECODABLE, "owners").inc()
-        return self._ended(owner, "undecodable", AGAIN_S)
+        return self._ended(owner, "undecodable", AGAIN_S)._replace(known=False)
 
     def _ended(self, owner: Owner, result: str, again_s: float | None) -> Link:
         self._count(owner, result)

@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-_NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
-_SECONDS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
-_BYTES = {"": 1, "B": 1, "KiB": 1024, "MiB": 1024**2, "GiB": 1024**3}
+_DAY_MS = 86_400_000
+_LONGEST_MS = 3650 * _DAY_MS
+_DURATION = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,9})?)\s*(ms|s|m|h|d|)", re.ASCII)
+_DURATION_MS = {"ms": 1, "s": 1_000, "": 1_000, "m": 60_000, "h": 3_600_000, "d": _DAY_MS}
+_SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)\s*(B|KiB|MiB|GiB|)", re.ASCII)
+_SIZE_BYTES = {"": 1, "B": 1, "KiB": 1024, "MiB": 1024**2, "GiB": 1024**3}
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,253}")
 _FLEET = re.compile(r"[1-9][0-9]{0,5}x[1-9][0-9]{0,2}")
 _HOST = re.compile(r"\[[0-9A-Fa-f:.%a-z]+\]|[A-Za-z0-9._-]+")
@@ -34,25 +37,41 @@ class Address(NamedTuple):
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
+def milliseconds(text: str) -> int:
+    """``500ms``, ``30s``, ``15m``, ``2h``, ``7d``; a bare number is seconds."""
+    match = _DURATION.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"{text[:80]!r} is not a duration: write 500ms, 30s, 15m, 2h or 7d (a bare number is seconds)")
+    ms = round(float(match[1]) * _DURATION_MS[match[2]])
+    if ms > _LONGEST_MS:
+        raise ValueError(f"{text[:80]!r} is longer than ten years")
+    return ms
+
+
 def duration(text: str) -> float:
-    """Seconds: ``500ms``, ``30s``, ``15m``, ``2h``; a bare number is seconds."""
-    number, unit = _number_and_unit(text)
-    if number is None or unit not in _SECONDS:
-        raise ValueError(f"{text!r} is not a duration: write 500ms, 30s, 15m or 2h (a bare number is seconds)")
-    return number * _SECONDS[unit]
+    """Seconds, written as :func:`milliseconds` reads them."""
+    return milliseconds(text) / 1000
+
+
+def duration_text(seconds: float) -> str:
+    """A duration as it would be typed: ``15m``, ``90s``, ``500ms``."""
+    ms = round(seconds * 1000)
+    unit = next((unit for unit in ("d", "h", "m", "s") if ms and ms % _DURATION_MS[unit] == 0), "ms")
+    return f"{ms // _DURATION_MS[unit]}{unit}"
 
 
 def size(text: str) -> int:
     """Bytes: ``512B``, ``64KiB``, ``4MiB``, ``1GiB``; a bare number is bytes."""
-    number, unit = _number_and_unit(text)
-    if number is None or unit not in _BYTES:
-        raise ValueError(f"{text!r} is not a size: write 512B, 64KiB, 4MiB or 1GiB (a bare number is bytes)")
-    return int(number * _BYTES[unit])
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"{text[:80]!r} is not a size: write 512B, 64KiB, 4MiB or 1GiB (a bare number is bytes)")
+    return int(float(match[1]) * _SIZE_BYTES[match[2]])
 
 
-def _number_and_unit(text: str) -> tuple[float | None, str]:
-    match = _NUMBER.fullmatch(text.strip())
-    return (float(match[1]), match[2]) if match else (None, "")
+def size_text(count: int) -> str:
+    """A size as it would be typed: ``16MiB``, ``100B``."""
+    unit = next((unit for unit in ("GiB", "MiB", "KiB") if count and count % _SIZE_BYTES[unit] == 0), "B")
+    return f"{count // _SIZE_BYTES[unit]}{unit}"
 
 
 def name(text: str) -> str:

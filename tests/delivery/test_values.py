@@ -7,21 +7,30 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpustream import values
-from gpustream.values import Address
+from delivery import values
+from delivery.values import Address
 
 
 @pytest.mark.parametrize(
     ("text", "seconds"),
-    [("500ms", 0.5), ("30s", 30.0), ("15m", 900.0), ("2h", 7200.0), ("1.5s", 1.5), ("10", 10.0), (" 3 s ", 3.0)],
+    [
+        ("500ms", 0.5),
+        ("30s", 30.0),
+        ("15m", 900.0),
+        ("2h", 7200.0),
+        ("1.5s", 1.5),
+        ("10", 10.0),
+        ("7d", 604_800.0),
+        (" 3 s ", 3.0),
+    ],
 )
 def test_a_duration_is_seconds(text: str, seconds: float) -> None:
     assert values.duration(text) == pytest.approx(seconds)
 
 
-@pytest.mark.parametrize("text", ["", "s", "-1s", "1d", "1S", "1 0s", "nan", "inf", "1e3", "0x10"])
+@pytest.mark.parametrize("text", ["", "s", "-1s", "1w", "1S", "1 0s", "nan", "inf", "1e3", "0x10"])
 def test_what_is_no_duration_is_refused_with_the_right_spelling(text: str) -> None:
-    with pytest.raises(ValueError, match="500ms, 30s, 15m or 2h"):
+    with pytest.raises(ValueError, match="500ms, 30s, 15m, 2h or 7d"):
         values.duration(text)
 
 
@@ -172,3 +181,23 @@ def test_a_lease_has_a_namespace_and_a_name_or_is_off() -> None:
 def test_what_is_no_lease_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="NAMESPACE/NAME"):
         values.lease(text)
+
+
+@given(st.integers(0, 10**10).map(lambda ms: ms / 1000))
+def test_a_duration_is_written_as_it_is_read(seconds: float) -> None:
+    assert values.duration(values.duration_text(seconds)) == pytest.approx(seconds)
+
+
+def test_what_is_longer_than_ten_years_is_no_duration() -> None:
+    with pytest.raises(ValueError, match="ten years"):
+        values.duration("4000d")
+
+
+@given(st.integers(0, 2**40))
+def test_a_size_is_written_as_it_is_read(count: int) -> None:
+    assert values.size(values.size_text(count)) == count
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(60, "1m"), (90, "90s"), (900, "15m"), (0.5, "500ms"), (86_400, "1d")])
+def test_a_duration_is_written_in_the_largest_unit_that_fits(seconds: float, text: str) -> None:
+    assert values.duration_text(seconds) == text

@@ -1,0 +1,144 @@
+"""The settings of the cluster producer, and what it keeps of labels and annotations whatever it is told."""
+
+import os
+import re
+import socket
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+from uuid import uuid4
+
+from delivery.settings import LEASE, NAME, NAMES, READABLE_FILE, KafkaSettings, Option
+from producers import records
+from producers.cluster import selection
+from producers.settings import GPU_RESOURCES, ResourcePrefixes, prefix_mistakes
+
+POD_LABELS = (
+    "app",
+    "app.kubernetes.io/*",
+    "team",
+    "project",
+    "owner",
+    "cost-center",
+    "queue",
+    "ray.io/cluster",
+    "ray.io/group",
+    "ray.io/node-type",
+    "training.kubeflow.org/*",
+    "batch.kubernetes.io/job-completion-index",
+    "jobset.sigs.k8s.io/*",
+    "leaderworkerset.sigs.k8s.io/*",
+    "kueue.x-k8s.io/queue-name",
+    "workflows.argoproj.io/workflow",
+)
+POD_ANNOTATIONS = ("gpustream.dev/*", "hami.io/vgpu-devices-allocated")
+"""What is always kept of a pod's annotations: without HAMi's its pods would be shown on other GPUs."""
+
+NAMESPACE_LABELS = ("team", "project", "owner", "cost-center", "environment", "gpustream.dev/*")
+NODE_LABELS = (
+    "topology.kubernetes.io/zone",
+    "topology.kubernetes.io/region",
+    "node.kubernetes.io/instance-type",
+    "nvidia.com/*",
+)
+"""What is always kept of a node's labels."""
+
+LEASE_NAME = "gpustream-cluster"
+OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+"""Where a pod finds the name of its namespace."""
+
+_LEASE = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?/[a-z0-9]([-.a-z0-9]{0,251}[a-z0-9])?")
+
+
+def default_lease() -> str:
+    """The Lease in the namespace of this process's pod; outside of a cluster in ``default``."""
+    try:
+        namespace = OWN_NAMESPACE.read_text().strip()
+    except OSError:
+        namespace = "default"
+    return f"{namespace}/{LEASE_NAME}"
+
+
+def default_identity() -> str:
+    """The pod's name; outside of a cluster the host's, and something that no other process of it has."""
+    return os.environ.get("POD_NAME") or f"{socket.gethostname()}-{uuid4().hex[:8]}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterSettings(KafkaSettings):
+    """How the API server is read, what of it is published, and by whom. ``kubeconfig`` None: found as kubectl finds it.
+
+    The allow-lists hold exact names, ``prefix/*`` and ``*``; ``node_labels`` and ``pod_annotations`` are kept beside
+    :data:`NODE_LABELS` and :data:`POD_ANNOTATIONS`. ``lease`` None: there is no other replica.
+    """
+
+    kubeconfig: Annotated[
+        Path | None,
+        Option(
+            "--kubeconfig",
+            READABLE_FILE,
+            "How to reach the API server.",
+            shown="the pod's service account, else KUBECONFIG, else ~/.kube/config",
+        ),
+    ] = None
+    resource_prefixes: ResourcePrefixes = GPU_RESOURCES
+    pod_labels: Annotated[
+        tuple[str, ...],
+        Option("--pod-labels", NAMES, "Which labels of pods are published; the rest is not read on."),
+    ] = POD_LABELS
+    pod_annotations: Annotated[
+        tuple[str, ...],
+        Option(
+            "--pod-annotations",
+            NAMES,
+            f"Which annotations of pods are published beside {', '.join(POD_ANNOTATIONS)}.",
+            shown="none",
+        ),
+    ] = ()
+    namespace_labels: Annotated[
+        tuple[str, ...],
+        Option("--namespace-labels", NAMES, "Which labels of namespaces are published; the rest is not read on."),
+    ] = NAMESPACE_LABELS
+    node_labels: Annotated[
+        tuple[str, ...],
+        Option(
+            "--node-labels",
+            NAMES,
+            f"Which labels of nodes are published beside {', '.join(NODE_LABELS)}.",
+            shown="none",
+        ),
+    ] = ()
+    lease: Annotated[
+        str | None,
+        Option(
+            "--lease",
+            LEASE,
+            "By which Lease several replicas agree on the one that publishes. off: this is the only one.",
+            shown=f"{LEASE_NAME} in the pod's namespace",
+        ),
+    ] = field(default_factory=default_lease)
+    identity: Annotated[
+        str,
+        Option(
+            "--identity",
+            NAME,
+            "What this replica is called in the Lease.",
+            shown="POD_NAME, else the host's name and a random part",
+        ),
+    ] = field(default_factory=default_identity)
+
+    def mistakes(self) -> list[str]:
+        """See :meth:`KafkaSettings.mistakes`."""
+        found = super().mistakes()
+        for name in ("pod_labels", "pod_annotations", "namespace_labels", "node_labels"):
+            found += selection.mistakes(f"--{name.replace('_', '-')}", getattr(self, name))
+        found += prefix_mistakes(self.resource_prefixes)
+        if self.lease is not None and not _LEASE.fullmatch(self.lease):
+            found.append(f"--lease: {self.lease!r} is not NAMESPACE/NAME, as {LEASE_NAME} in a namespace is")
+        if not self.identity:
+            found.append("--identity: two replicas without a name can't be told apart")
+        try:
+            records.checked_name("cluster", self.cluster)
+        except ValueError as error:
+            found.append(str(error))
+        return found

@@ -1,0 +1,75 @@
+"""The settings of the node producer."""
+
+import os
+import socket
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+from delivery.settings import DIRECTORY, EXISTING_DIRECTORY, NAME, SOCKET, Option
+from producers.settings import (
+    GPU_RESOURCES,
+    BufferSettings,
+    Interval,
+    ResourcePrefixes,
+    interval_mistakes,
+    prefix_mistakes,
+)
+
+KUBELET_SOCKET = Path("/var/lib/kubelet/pod-resources/kubelet.sock")
+"""Where a kubelet serves its pod resources."""
+
+
+def node_name() -> str:
+    """NODE_NAME (which a DaemonSet gets from its pod), else the host's name."""
+    return os.environ.get("NODE_NAME") or socket.gethostname()
+
+
+Node = Annotated[str, Option("--node", NAME, "The node.", shown="NODE_NAME, else the host's name")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadingSettings:
+    """How a node is read. ``pod_resources_socket`` None: there is no kubelet. ``hpc_job_mapping_dir`` None: no files
+    say which jobs there are."""
+
+    pod_resources_socket: Annotated[
+        Path | None,
+        Option(
+            "--pod-resources-socket",
+            SOCKET,
+            "Where the kubelet tells which container has which GPU. Mount its folder, not the socket. off: there is no"
+            " kubelet on this machine.",
+        ),
+    ] = KUBELET_SOCKET
+    resource_prefixes: ResourcePrefixes = GPU_RESOURCES
+    procfs: Annotated[
+        Path,
+        Option(
+            "--procfs",
+            EXISTING_DIRECTORY,
+            "The host's procfs, where the pod of a GPU's process is found: /proc in a pod with hostPID, else where the"
+            " host's is mounted.",
+        ),
+    ] = Path("/proc")
+    hpc_job_mapping_dir: Annotated[
+        Path | None,
+        Option(
+            "--hpc-job-mapping-dir",
+            DIRECTORY,
+            "A directory in which a batch system's prolog tells the jobs of each GPU: a file named 0 (its index) or 2.1"
+            " (index and GPU instance), a job id a line.",
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeSettings(BufferSettings, ReadingSettings):
+    """What the node producer is, how it reads, and what it keeps while Kafka is away."""
+
+    node: Node = field(default_factory=node_name)
+    interval_s: Interval = 1.0
+
+    def mistakes(self) -> list[str]:
+        """See :meth:`KafkaSettings.mistakes`."""
+        return [*super().mistakes(), *interval_mistakes(self.interval_s), *prefix_mistakes(self.resource_prefixes)]

@@ -1,0 +1,45 @@
+"""The settings that producers have in common."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from delivery.settings import DURATION, PREFIXES, SIZE, KafkaSettings, Option
+
+SHORTEST_INTERVAL_S = 0.1
+
+Interval = Annotated[float, Option("--interval", DURATION, "Time between two readings of a node.")]
+
+ResourcePrefixes = Annotated[
+    tuple[str, ...],
+    Option("--resource-prefixes", PREFIXES, "A resource whose name begins with one of these is a GPU's."),
+]
+GPU_RESOURCES = ("nvidia.com/",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BufferSettings(KafkaSettings):
+    """What is kept while Kafka is away: ticks of ``buffer_s``, and ``buffer_size`` bytes of them."""
+
+    buffer_s: Annotated[float, Option("--buffer", DURATION, "How long ticks are kept while Kafka is away.")] = 900.0
+    buffer_size: Annotated[int, Option("--buffer-size", SIZE, "And how many bytes of them; the oldest give way.")] = (
+        16 * 1024 * 1024
+    )
+
+    def mistakes(self) -> list[str]:
+        """See :meth:`KafkaSettings.mistakes`."""
+        wrong = [] if self.buffer_s > 0 and self.buffer_size > 0 else ["--buffer and --buffer-size: must be above 0"]
+        return [*super().mistakes(), *wrong]
+
+
+def interval_mistakes(interval_s: float) -> list[str]:
+    """What is wrong with an interval; NaN is, too."""
+    if interval_s >= SHORTEST_INTERVAL_S:
+        return []
+    return [f"--interval: {interval_s:g} s is less than a GPU can be read in; the least is 100ms"]
+
+
+def prefix_mistakes(prefixes: tuple[str, ...]) -> list[str]:
+    """What is wrong with the prefixes of GPU resources."""
+    if prefixes and all(prefixes):
+        return []
+    return ["--resource-prefixes: an empty prefix would take every resource for a GPU"]

@@ -1,0 +1,55 @@
+"""The settings of the simulated fleet."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import click
+
+from delivery.settings import DURATION, FILE, FLEET_SIZE, Option
+from producers.settings import BufferSettings, Interval
+from producers.simulated.fleet import Fleet, parse_size
+
+SHORTEST_INTERVAL_S = 0.01
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulationSettings:
+    """What a fleet is made from, but for its size. Lines are appended to the file ``truth``."""
+
+    seed: Annotated[
+        int, Option("--seed", click.INT, "What the fleet is made from: the same seed is the same fleet.")
+    ] = 1
+    pod_life_s: Annotated[float, Option("--pod-life", DURATION, "How long a pod lives, on average.")] = 300.0
+    truth: Annotated[
+        Path | None, Option("--truth", FILE, "Write who really held each GPU to this file, one JSON object a line.")
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatedSettings(BufferSettings, SimulationSettings):
+    """A fleet as a producer. ``buffer_size`` is for all nodes together. It ends by itself after ``stop_after_s``, or
+    after ``stop_after_ticks`` of every node; None: never."""
+
+    fleet: Annotated[str, Option("--fleet", FLEET_SIZE, "So many nodes of so many GPUs.")] = "4x8"
+    interval_s: Interval = 1.0
+    buffer_size: int = 256 * 1024 * 1024
+    stop_after_s: float | None = None
+    stop_after_ticks: int | None = None
+
+    def mistakes(self) -> list[str]:
+        """See :meth:`KafkaSettings.mistakes`."""
+        found = super().mistakes()
+        if not self.interval_s >= SHORTEST_INTERVAL_S:
+            found.append(f"--interval: {self.interval_s:g} s is too short; the least is 10ms")
+        checks: tuple[Callable[[], object], ...] = (
+            lambda: parse_size(self.fleet),
+            lambda: Fleet(1, 1, cluster=self.cluster, seed=self.seed, pod_life_s=self.pod_life_s),
+        )
+        for check in checks:
+            try:
+                check()
+            except ValueError as error:
+                found.append(str(error))
+        return found

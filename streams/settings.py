@@ -1,0 +1,45 @@
+"""The settings of the streams."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from delivery.settings import DURATION, READABLE_FILE, MemberSettings, Option
+from streams.alerts import rules
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttributionSettings(MemberSettings):
+    """How long a sample waits for its snapshot. The broker is waited for at the start for ``start_timeout_s``."""
+
+    grace_s: Annotated[
+        float, Option("--grace", DURATION, "attribution: how long a sample waits for the snapshot it names.")
+    ] = 10.0
+    group: str = "gpustream-attribution"
+    start_timeout_s: float = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlertSettings(MemberSettings):
+    """Which rules there are; None: those that come with it. The broker is waited for at the start for
+    ``start_timeout_s``."""
+
+    rules: Annotated[
+        Path | None,
+        Option(
+            "--rules",
+            READABLE_FILE,
+            "alerts: a TOML file of rules, laid over the defaults; see `gpustream rules check`.",
+            shown="those that come with it",
+        ),
+    ] = None
+    group: str = "gpustream-alerts"
+    start_timeout_s: float = 60.0
+
+    def mistakes(self) -> list[str]:
+        """See :meth:`KafkaSettings.mistakes`."""
+        try:
+            rules.load(self.rules)
+        except rules.RulesError as error:
+            return [*super().mistakes(), *map(str, error.mistakes)]
+        return super().mistakes()

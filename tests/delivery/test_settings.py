@@ -1,0 +1,67 @@
+"""A record of settings is the schema of its options."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+import click
+import pytest
+
+from delivery.settings import DURATION, NAME, REQUIRED, KafkaSettings, MemberSettings, Option, fields
+
+Shared = Annotated[str, Option("--shared", NAME, "Shared by several.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThingSettings(MemberSettings):
+    """The settings of a thing."""
+
+    url: Annotated[str, Option("--url", NAME, "Where.")]
+    form: Annotated[Literal["text", "json"] | None, Option("--form", None, "How.")] = None
+    often_s: Annotated[float, Option("--often", DURATION, "How often.")] = 1.5
+    plain: Annotated[bool, Option("--plain", None, "Whether.")] = False
+    count: Annotated[int, Option("--count", None, "How many.")] = 3
+    made: Annotated[str, Option("--made", NAME, "Made.")] = field(default_factory=lambda: "made")
+    shared: Shared = "mine"
+    group: str = "things"
+    internal: int = 7
+
+
+FIELDS = {field.name: field for field in fields(ThingSettings)}
+
+
+def test_a_field_without_an_option_is_set_by_code_only() -> None:
+    assert not {"internal", "group"} & FIELDS.keys()
+
+
+def test_what_must_be_given_is_first_then_the_record_s_own_then_what_it_shares() -> None:
+    own = ["url", "kafka", "form", "often_s", "plain", "count", "made", "shared"]
+
+    assert list(FIELDS) == [*own, "instance_id", "session_timeout_s", "cluster"]
+
+
+def test_the_default_is_the_field_s() -> None:
+    assert FIELDS["url"].default is REQUIRED
+    assert FIELDS["often_s"].default == pytest.approx(1.5)
+    assert FIELDS["made"].default() == "made"
+    assert FIELDS["shared"].default == "mine"
+
+
+def test_the_type_is_found_from_the_annotation() -> None:
+    choice = FIELDS["form"].type
+
+    assert isinstance(choice, click.Choice)
+    assert list(choice.choices) == ["text", "json"]
+    assert FIELDS["count"].type is click.INT
+    assert [name for name, field in FIELDS.items() if field.is_flag] == ["plain"]
+
+
+def test_every_mistake_of_the_shared_settings_is_named() -> None:
+    wrong = ThingSettings(kafka="", url="u", form="xml", group="", session_timeout_s=0.5)  # type: ignore[arg-type]
+
+    assert [mistake.partition(":")[0] for mistake in wrong.mistakes()] == [
+        "--kafka",
+        "--form",
+        "--group",
+        "--session-timeout",
+    ]
+    assert KafkaSettings(kafka="k:1").mistakes() == []

@@ -1,0 +1,85 @@
+"""The sliding window: what is promised of an error's time in it, whatever the ticks, the counter and the clock do."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streams.alerts.windows import BUCKET_MS, WINDOW_MS, Window, read, within
+from tests.streams.alerts.ticks import START_MS
+
+Readings = list[tuple[int, float | None]]
+
+steps = st.lists(
+    st.tuples(st.integers(0, 40_000) | st.integers(0, 2_000), st.none() | st.integers(0, 5) | st.just(-1)),
+    max_size=60,
+)
+"""Milliseconds since the last tick, and what the counter did: no reading, so many errors, or back to zero."""
+
+
+def readings(story: list[tuple[int, int | None]]) -> Readings:
+    at_ms, value, found = START_MS, 7.0, Readings()
+    for after_ms, rise in story:
+        at_ms += after_ms
+        value = 0.0 if rise == -1 else value + (rise or 0)
+        found.append((at_ms, None if rise is None else value))
+    return found
+
+
+def shown(told: Readings) -> list[tuple[int, float]]:
+    """The errors that each tick shows."""
+    errors, last = list[tuple[int, float]](), None
+    for at_ms, value in told:
+        if value is not None:
+            if last is not None:
+                errors.append((at_ms, value - last if value >= last else value))
+            last = value
+    return errors
+
+
+def after(told: Readings) -> Window | None:
+    window = None
+    for at_ms, value in told:
+        window = read(window, value, at_ms)
+    return window
+
+
+@given(steps)
+def test_an_error_counts_for_a_minute_and_for_less_than_five_seconds_more(story: list[tuple[int, int | None]]) -> None:
+    told = readings(story)
+    for count in range(1, len(told) + 1):
+        now_ms = told[count - 1][0]
+        errors = shown(told[:count])
+        least = sum(rise for at_ms, rise in errors if now_ms - at_ms < WINDOW_MS)
+        most = sum(rise for at_ms, rise in errors if now_ms - at_ms < WINDOW_MS + BUCKET_MS)
+        assert least <= within(after(told[:count]), now_ms) <= most
+
+
+@given(steps)
+def test_what_is_remembered_is_bounded_and_goes_when_it_is_over(story: list[tuple[int, int | None]]) -> None:
+    told = readings(story)
+    window = after(told)
+    if window is not None:
+        assert len(window.errors) <= WINDOW_MS // BUCKET_MS + 2
+        over = read(window, None, told[-1][0] + WINDOW_MS + BUCKET_MS)
+        assert over is not None
+        assert over.errors == ()
+
+
+@given(steps, st.integers(1, 10_000_000))
+def test_errors_from_before_a_clock_was_set_back_count_from_the_first_tick_after(
+    story: list[tuple[int, int | None]], back_ms: int
+) -> None:
+    told = readings(story)
+    if not told:
+        return
+    now_ms = told[-1][0]
+    window, counted = after(told), within(after(told), now_ms)
+    then = read(window, None, now_ms - back_ms)
+    assert within(then, now_ms - back_ms) <= counted
+    if back_ms >= WINDOW_MS + 2 * BUCKET_MS:
+        assert within(then, now_ms - back_ms) == (sum(n for _, n in window.errors) if window else 0)
+    assert within(then, now_ms - back_ms + WINDOW_MS + BUCKET_MS) == 0
+
+
+def test_the_first_reading_shows_no_error_and_a_reset_shows_all_of_what_is_there() -> None:
+    told: Readings = [(START_MS, 40.0), (START_MS + 1000, 41.0), (START_MS + 2000, 3.0), (START_MS + 3000, 0.0)]
+    assert [within(after(told[: i + 1]), told[i][0]) for i in range(4)] == [0.0, 1.0, 4.0, 4.0]

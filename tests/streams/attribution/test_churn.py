@@ -1,0 +1,83 @@
+"""Records that leave out the pods that ended before say as much as records of everything."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import hypothesis.strategies as st
+import orjson
+from hypothesis import given, settings
+
+from producers.sending import RESEND_S
+from producers.workloads import WorkloadsPublisher
+from streams.attribution.workloads import Knowledge, learn
+from tests.producers.fakes import FakeClock, FakeSender, instruments, settle
+from topics.decoding import decoder
+from topics.workloads import NodeWorkloads
+
+JsonDict = dict[str, Any]
+
+Log = list[tuple[int, NodeWorkloads]]
+"""Records, each with the time when it was logged."""
+
+KEPT_MS = 30 * 60_000
+READ_BACK_MS = 10 * 60_000
+_decode = decoder(NodeWorkloads)
+
+
+def _rows(events: Sequence[tuple[int, int]], now_ms: int) -> list[JsonDict]:
+    """The pods that run, or ended in the last half hour: each event makes a pod at a time that runs for a while."""
+    rows = []
+    for number, (began_ms, ran_ms) in enumerate(events):
+        ended_ms = began_ms + ran_ms
+        if began_ms <= now_ms < ended_ms + KEPT_MS:
+            row: JsonDict = {"namespace": "ml", "name": f"p{number % 3}", "uid": f"u{number}", "started_ms": began_ms}
+            rows.append(row | ({"ended_ms": ended_ms} if ended_ms <= now_ms else {}))
+    return rows
+
+
+async def _logs(events: Sequence[tuple[int, int]], times_ms: Sequence[int]) -> tuple[Log, Log]:
+    """What is sent of the node, and when, and what would be if every record had every pod."""
+    clock = FakeClock()
+    sender = FakeSender(clock, prompt=True)
+    publisher = WorkloadsPublisher(sender, instruments(), cluster="c", epoch=1, clock=clock)
+    running = asyncio.create_task(publisher.run())
+    whole: Log = []
+    for at_ms in times_ms:
+        clock.now_s = 1000.0 + at_ms / 1000
+        publisher._queue_overdue()
+        rows = _rows(events, at_ms)
+        publisher.publish(at_ms, "n", {}, rows)
+        await settle(6)
+        record = {"schema": 1, "cluster": "c", "node": "n", "epoch": 1, "seq": len(whole) + 1, "ts_ms": at_ms}
+        whole.append((at_ms, _decode(orjson.dumps({**record, "pods": rows}))))
+    running.cancel()
+    sent = [event for event in sender.events if event.what == "sent"]
+    return [(round((event.at_s - 1000.0) * 1000), _decode(orjson.dumps(event.record))) for event in sent], whole
+
+
+def _known(log: Log, since_ms: int) -> Knowledge:
+    known = None
+    for logged_ms, record in log:
+        if logged_ms >= since_ms:
+            known = learn(known, record)
+    assert known is not None
+    return known
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3_600_000), st.integers(1, 1_800_000)), min_size=1, max_size=8),
+    st.integers(0, 3_600_000),
+)
+@settings(max_examples=50, deadline=None)
+def test_a_reader_learns_as_much_from_whatever_record_it_starts(events: list[tuple[int, int]], from_ms: int) -> None:
+    changes = {at_ms for began_ms, ran_ms in events for at_ms in (began_ms, began_ms + ran_ms)}
+    every = range(0, 3_600_000, int(RESEND_S * 1000))
+    sent, whole = asyncio.run(_logs(events, sorted({*changes, *every})))
+    known, all_known = (_known(log, from_ms - READ_BACK_MS) for log in (sent, whole))
+
+    for ts_ms in {from_ms, *(at_ms + late_ms for at_ms in changes for late_ms in (0, 1, 9_999, 10_001, 600_000))}:
+        if ts_ms >= from_ms:
+            for name in (("ml", f"p{number}") for number in range(3)):
+                assert known.pod_at(name, ts_ms) == all_known.pod_at(name, ts_ms)
+                assert known.is_over(name, ts_ms) == all_known.is_over(name, ts_ms)
