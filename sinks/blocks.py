@@ -63,6 +63,11 @@ class Group(NamedTuple):
     ts_ms: int
     values: Sequence[Value]
 
+    def part(self, rows: Sequence[int]) -> "Group":
+        """Some of its series, by their numbers."""
+        block = Block(self.block.labels, tuple(self.block.rows[row] for row in rows), self.block.subject)
+        return Group(block, self.ts_ms, [self.values[row] for row in rows])
+
 
 class Measured(NamedTuple):
     """A device's metrics in a naming profile: rows and a value for each."""

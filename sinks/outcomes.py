@@ -18,14 +18,19 @@ def instruments(component: str) -> tuple[Instrument, ...]:
     prefix = f"gpustream_{component}"
     return (
         Instrument(f"{prefix}_records_read_total", "counter", "Records read, to be delivered."),
-        Instrument(f"{prefix}_records_delivered_total", "counter", "Records of which all was delivered."),
+        Instrument(
+            f"{prefix}_records_delivered_total", "counter", "Records of which all was delivered, but series left out."
+        ),
         Instrument(
             f"{prefix}_records_duplicate_total",
             "counter",
             "Records that say nothing new: replays, and alerts that are deleted.",
         ),
         Instrument(
-            f"{prefix}_records_dropped_total", "counter", "Records refused for their time, by reason.", ("reason",)
+            f"{prefix}_records_dropped_total",
+            "counter",
+            "Records refused for their time, or of which all series are left out, by reason.",
+            ("reason",),
         ),
         Instrument(
             f"{prefix}_records_dead_lettered_total",

@@ -16,7 +16,8 @@ from sinks.blocks import Group
 from sinks.dead_letters import Record
 from sinks.outcomes import Outcome
 from sinks.remote_write.alert_series import AlertSeries, Change, Malformed, rounds
-from sinks.remote_write.deliver import Fate, deliver
+from sinks.remote_write.deliver import Fate
+from sinks.remote_write.left_out import LEFT_OUT
 from sinks.remote_write.partition import Shared, describe
 from sinks.remote_write.policy import UNTIMELY
 from topics.alerts import Alert
@@ -97,13 +98,12 @@ class AlertPartition:
                 samples, await self._send([group for _, group in samples], abandon), strict=True
             ):
                 fates[number].refused += fate.refused
+                fates[number].left_out += fate.left_out
         return fates
 
     async def _send(self, groups: Sequence[Group], abandon: asyncio.Event) -> list[Fate]:
         async with self._shared.slots:
-            return await deliver(
-                [[group] for group in groups], lambda some: self._shared.transmitter.send(some, abandon)
-            )
+            return await self._shared.deliverer.deliver([[group] for group in groups], abandon)
 
     async def _finish(self, batch: Sequence[_Read], fates: Sequence[Fate], abandon: asyncio.Event) -> None:
         """Settle a batch: dead letters first, so that nothing is counted that may be repeated."""
@@ -120,7 +120,8 @@ class AlertPartition:
             self._shared.outcomes.finish(outcome, why)
 
     def _count(self, fate: Fate) -> None:
-        for reason, samples in Counter(refusal.reason for _, refusal in fate.refused).items():
+        reasons = [*(refusal.reason for _, refusal in fate.refused), *(LEFT_OUT for _ in fate.left_out)]
+        for reason, samples in Counter(reasons).items():
             made = self._shared.instruments
             made.counter("gpustream_remote_write_alert_samples_refused_total", reason).inc(samples)
 
@@ -145,5 +146,7 @@ def _end(read: _Read, fate: Fate | None) -> tuple[Outcome, str]:
         return "duplicate", ""
     if not {refusal.reason for _, refusal in fate.refused} <= UNTIMELY:
         return "dead_lettered", describe(fate)
-    late = [refusal.reason for group, refusal in fate.refused if group is read.change.groups[-1]]
+    reasons = [(group.ts_ms, refusal.reason) for group, refusal in fate.refused]
+    reasons += [(group.ts_ms, LEFT_OUT) for group, _ in fate.left_out]
+    late = [reason for ts_ms, reason in reasons if ts_ms == read.change.groups[-1].ts_ms]
     return ("dropped", late[0]) if late else ("delivered", "")

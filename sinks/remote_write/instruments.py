@@ -19,6 +19,18 @@ INSTRUMENTS: tuple[Instrument, ...] = (
         ("reason",),
     ),
     Instrument(
+        "gpustream_remote_write_values_left_out_total",
+        "counter",
+        "Values of metrics that were not sent, because the receiver refused their series in the ten minutes before, by "
+        "the reason of that.",
+        ("reason",),
+    ),
+    Instrument(
+        "gpustream_remote_write_series_left_out",
+        "gauge",
+        "Series that are not sent for ten minutes, because the receiver refused them.",
+    ),
+    Instrument(
         "gpustream_remote_write_values_clashing_total",
         "counter",
         "Samples left out because another device of the tick has the same labels.",
@@ -26,7 +38,7 @@ INSTRUMENTS: tuple[Instrument, ...] = (
     Instrument(
         "gpustream_remote_write_alert_samples_refused_total",
         "counter",
-        "Samples of gpu_alert_firing that the receiver refused, by reason.",
+        "Samples of gpu_alert_firing that the receiver refused, by reason; left_out: not sent for that.",
         ("reason",),
     ),
     Instrument(
@@ -46,5 +58,9 @@ INSTRUMENTS: tuple[Instrument, ...] = (
         buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0),
     ),
     Instrument("gpustream_remote_write_request_bytes_total", "counter", "Bytes sent, compressed."),
-    Instrument("gpustream_remote_write_receiver_failing", "gauge", "1 while the last answer was a failure, else 0."),
+    Instrument(
+        "gpustream_remote_write_receiver_failing",
+        "gauge",
+        "1 while the receiver does not answer, answers with a failure, or refuses everything, else 0.",
+    ),
 )

@@ -8,7 +8,7 @@ exact duplicate of the newest sample of its series, which receivers take silentl
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -16,10 +16,10 @@ import msgspec
 from sinks.blocks import Group, primaries
 from sinks.dead_letters import DeadLetters, Record
 from sinks.outcomes import Outcome, Outcomes
-from sinks.remote_write.deliver import Fate, deliver
+from sinks.remote_write.deliver import Deliverer, Fate
+from sinks.remote_write.left_out import LEFT_OUT, Refused
 from sinks.remote_write.policy import UNTIMELY
 from sinks.remote_write.series import NodeKey, Series, Tick
-from sinks.remote_write.transmit import Transmitter
 from topics.attributed import TOPIC, AttributedSample
 from topics.decoding import decoder
 from topics.instruments import Instruments
@@ -34,7 +34,7 @@ _decode = decoder(AttributedSample)
 class Shared(NamedTuple):
     """What all partitions of a sink use together."""
 
-    transmitter: Transmitter
+    deliverer: Deliverer
     letters: DeadLetters
     outcomes: Outcomes
     instruments: Instruments
@@ -72,10 +72,7 @@ class RemoteWritePartition:
         """Send the records, request by request."""
         for batch in self._requests(records):
             async with self._shared.slots:
-                fates = await deliver(
-                    [read.tick.groups for read in batch if read.tick],
-                    lambda groups: self._shared.transmitter.send(groups, abandon),
-                )
+                fates = await self._shared.deliverer.deliver([read.tick.groups for read in batch if read.tick], abandon)
             await self._finish(batch, fates, abandon)
             yield batch[-1].record.offset + 1
 
@@ -84,9 +81,7 @@ class RemoteWritePartition:
         silences = self._series.silent(time.monotonic(), self._shared.stale_after_s)
         for start in range(0, len(silences), 64):
             some = silences[start : start + 64]
-            fates = await deliver(
-                [one.groups for one in some], lambda groups: self._shared.transmitter.send(groups, abandon)
-            )
+            fates = await self._shared.deliverer.deliver([one.groups for one in some], abandon)
             for silence, fate in zip(some, fates, strict=True):
                 self._series.ended(silence)
                 self._count_markers(silence.groups, fate)
@@ -140,7 +135,7 @@ class RemoteWritePartition:
         for read, outcome, why in ends:
             if read.tick is not None:
                 fate = of[read.record.offset]
-                self._series.settle(read.tick, now_s, accepted=not fate.refused or not fate.whole(read.tick.groups))
+                self._series.settle(read.tick, now_s, accepted=not fate.nothing_of(read.tick.groups))
                 self._count(read.tick, fate)
             self._shared.outcomes.finish(outcome, why)
             if self._shared.on_outcome is not None and read.sample is not None:
@@ -149,32 +144,40 @@ class RemoteWritePartition:
 
     def _count(self, tick: Tick, fate: Fate) -> None:
         made = self._shared.instruments
-        refused: Counter[str] = Counter()
-        for group, refusal in fate.refused:
-            refused[refusal.reason] += primaries([group])
-        delivered = primaries(tick.groups) - refused.total()
+        refused, left_out = _values(fate.refused), _values(fate.left_out)
+        delivered = primaries(tick.groups) - refused.total() - left_out.total()
         made.counter("gpustream_remote_write_values_delivered_total").inc(delivered)
         for reason, values in refused.items():
             made.counter("gpustream_remote_write_values_refused_total", reason).inc(values)
+        for reason, values in left_out.items():
+            made.counter("gpustream_remote_write_values_left_out_total", reason).inc(values)
         if tick.clashes:
             made.counter("gpustream_remote_write_values_clashing_total").inc(tick.clashes)
-        if tick.markers and not fate.refused:
+        if tick.markers and not fate.refused and not fate.left_out:
             made.counter("gpustream_remote_write_markers_total").inc(tick.markers)
 
     def _count_markers(self, groups: Sequence[Group], fate: Fate) -> None:
-        refused = sum(len(group.values) for group, _ in fate.refused)
+        refused = sum(len(group.values) for group, _ in (*fate.refused, *fate.left_out))
         ends = sum(len(group.values) for group in groups) - refused
         self._shared.instruments.counter("gpustream_remote_write_markers_total").inc(ends)
+
+
+def _values(refused: Iterable[Refused]) -> Counter[str]:
+    """How many values of metrics are refused, by reason."""
+    values: Counter[str] = Counter()
+    for group, refusal in refused:
+        values[refusal.reason] += primaries([group])
+    return values
 
 
 def _end(read: _Read, fate: Fate | None) -> tuple[Outcome, str]:
     """What became of a record, and why: a reason to count by, or what its dead letter says."""
     if read.error:
         return "dead_lettered", read.error
-    if fate is None:
+    if read.tick is None or fate is None:
         return "duplicate", ""
     if not fate.refused:
-        return "delivered", ""
+        return ("dropped", LEFT_OUT) if fate.left_out and fate.nothing_of(read.tick.groups) else ("delivered", "")
     reasons = {refusal.reason for _, refusal in fate.refused}
     if reasons <= UNTIMELY:
         return "dropped", min(reasons)

@@ -2,13 +2,18 @@
 
 | answer | policy |
 |---|---|
-| 2xx to 1.0; 2xx to 2.0 that says all was written | accepted |
-| 2xx or 4xx to 2.0 that does not count what was written, 415 | not 2.0: `auto` goes on in 1.0, `2.0` is a failure |
-| 2xx to 2.0 that says that less was written | refused: narrowed down |
+| 2xx to 1.0; 2xx to 2.0 that says that all was written | accepted |
+| 2xx or 4xx to 2.0 that does not count what was written, 415 | not 2.0: `auto` goes on in 1.0; with `2.0` as for 401 |
+| 2xx to 2.0 that says that less was written | refused |
 | none, 408, 425, 429, 5xx but 500 | tried again for as long as it takes, after what `Retry-After` says, never split |
-| 500 | likewise, and narrowed down after 5 in a row while other requests are accepted |
-| 401, 403, 404, 405, 407, 3xx | tried again: the configuration is wrong, not the samples |
-| any other 4xx | refused: narrowed down |
+| 429 that speaks of a limit of series | refused |
+| 500 | tried again, and refused after 5 in a row while other requests are accepted |
+| 401, 403, 404, 405, 407, 410, 3xx | the receiver refuses everything: waited for, with a small request now and then |
+| 413 | too large: halved, and the size remembered |
+| any other 4xx | refused |
+
+What is refused is narrowed down to series, if the receiver accepts a small request meanwhile; else it refuses
+everything. The same is asked before a request that is too large is halved.
 
 Source: the remote-write specifications 1.0 and 2.0; the texts are Prometheus's and Mimir's.
 """
@@ -17,7 +22,7 @@ import re
 from typing import Literal, NamedTuple
 
 Protocol = Literal["1.0", "2.0"]
-Meaning = Literal["accepted", "refused", "again", "server-error", "not-2.0", "misconfigured"]
+Meaning = Literal["accepted", "refused", "too-large", "again", "server-error", "not-2.0", "misconfigured"]
 
 AHEAD_MS = 5 * 60_000
 """How far in the receiver's future a sample that is out of its bounds must lie to be ahead of them, not behind."""
@@ -28,18 +33,24 @@ UNTIMELY = frozenset({"out_of_order", "too_old", "duplicate"})
 WHOLE = UNTIMELY | {"too_far_ahead"}
 """Reasons that hold for all of a node's tick, as all of it has one time."""
 
+TOO_LARGE = "too_large"
+"""The reason of a request that is larger than the receiver takes."""
+
+_PAYLOAD_TOO_LARGE = 413
 _TOO_MANY = 429
 _SERVER_ERROR = 500
 _NOT_IN_2_0 = 415
 _AGAIN = frozenset({0, 408, 425, _TOO_MANY})
-_MISCONFIGURED = frozenset({401, 403, 404, 405, 407})
+_MISCONFIGURED = frozenset({401, 403, 404, 405, 407, 410})
 
 _REASONS: tuple[tuple[str, re.Pattern[str]], ...] = (
     ("too_far_ahead", re.compile(r"too[ -]far[ -]in[ -](the )?future")),
     ("duplicate", re.compile(r"duplicate sample|duplicate[ -]timestamp")),
     ("too_old", re.compile(r"too old|timestamp-too-old")),
     ("out_of_order", re.compile(r"out[ -]of[ -]order")),
+    ("series_limit", re.compile(r"series[ -]limit|limit of \S+ (\S+ )?series|max-(\w+-)?series")),
 )
+_SERIES_LIMIT = dict(_REASONS)["series_limit"]
 _OUT_OF_BOUNDS = re.compile(r"out of bounds")
 
 
@@ -66,6 +77,10 @@ def meaning(answer: Answer, protocol: Protocol, samples: int, *, speaks_2_0: boo
     """
     status = answer.status
     uncounted = protocol == "2.0" and answer.written is None
+    if status == _PAYLOAD_TOO_LARGE:
+        return "too-large"
+    if status == _TOO_MANY and _SERIES_LIMIT.search(answer.text.lower()):
+        return "refused"
     if status in _AGAIN or status > _SERVER_ERROR:
         return "again"
     if status == _SERVER_ERROR:
@@ -87,6 +102,8 @@ def refusal(answer: Answer, ts_ms: int, now_ms: int) -> Refusal:
     """Why samples of about that time were refused, from what the receiver said."""
     said = answer.text.lower()
     text = " ".join(answer.text.split())[:300] or f"HTTP {answer.status}"
+    if answer.status == _PAYLOAD_TOO_LARGE:
+        return Refusal(TOO_LARGE, text)
     if answer.status < 300:
         return Refusal("not_written", f"HTTP {answer.status}, and {answer.written} samples written")
     for reason, pattern in _REASONS:

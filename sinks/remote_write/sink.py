@@ -14,12 +14,12 @@ from sinks.labels import default_labels
 from sinks.outcomes import Outcomes
 from sinks.remote_write.alert_partition import AlertPartition
 from sinks.remote_write.alert_series import AlertSeries
-from sinks.remote_write.client import Client
 from sinks.remote_write.config import RemoteWriteSettings
+from sinks.remote_write.deliver import Deliverer
 from sinks.remote_write.instruments import COMPONENT, INSTRUMENTS
 from sinks.remote_write.partition import OnOutcome, RemoteWritePartition, Shared
 from sinks.remote_write.series import Series
-from sinks.remote_write.transmit import Transmitter
+from sinks.remote_write.transmit import Client, Transmitter
 from topics.alerts import TOPIC as ALERTS
 from topics.attributed import TOPIC
 from topics.instruments import Instruments
@@ -62,7 +62,7 @@ class RemoteWriteSink:
         outcomes = Outcomes(COMPONENT, self._instruments)
         self._transmitter = Transmitter(client.post, settings.protocol, self._instruments)
         shared = Shared(
-            transmitter=self._transmitter,
+            deliverer=Deliverer(self._transmitter, self._instruments),
             letters=DeadLetters(sender, "sink remote-write"),
             outcomes=outcomes,
             instruments=self._instruments,

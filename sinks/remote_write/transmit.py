@@ -1,14 +1,16 @@
-"""Sends requests until the receiver accepts or refuses them: encoding, retries with backoff, and which protocol it is.
+"""Sends one request after the other until the receiver accepts or refuses it: encoding, retries, which protocol it is.
 
 In: groups of samples. Out: accepted, or why they were refused.
 State: the protocol that the receiver was found to speak; how many requests it accepted, and the last of them, which is
-sent again to learn whether a row of 500 is the receiver's fault or the request's; why it does not accept.
-On failure: tried again for as long as it takes. Whoever must give up sets ``abandon``, and gets ``Abandoned`` after the
-attempt that is under way; the request may be in then, or not.
+sent again to learn whether the receiver accepts anything at all; why it does not.
+On failure: tried again for as long as it takes. A receiver that refuses everything is sent one small request now and
+then. Whoever must give up sets ``abandon``, and gets ``Abandoned`` after the attempt that is under way; the request may
+be in then, or not.
 """
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Literal
@@ -16,9 +18,11 @@ from typing import Literal
 from cramjam import snappy
 
 from sinks.blocks import Group
-from sinks.http import pause
+from sinks.dead_letters import Abandoned
+from sinks.http import MAX_RETRY_AFTER_S, Http, Reply, pause
 from sinks.remote_write import encode_v1, encode_v2
-from sinks.remote_write.policy import Answer, Meaning, Protocol, Refusal, meaning, refusal
+from sinks.remote_write.config import RemoteWriteSettings
+from sinks.remote_write.policy import UNTIMELY, Answer, Meaning, Protocol, Refusal, meaning, refusal
 from topics.instruments import Instruments
 
 log = logging.getLogger(__name__)
@@ -26,19 +30,56 @@ log = logging.getLogger(__name__)
 Post = Callable[[bytes, Protocol], Awaitable[Answer]]
 """Makes one attempt; whatever goes wrong is in the answer."""
 
+WRITTEN = "X-Prometheus-Remote-Write-Samples-Written"
+
 SERVER_ERRORS = 5
 """So many 500 in a row are the request's fault, if others are accepted meanwhile."""
 
 _BACKOFF_FIRST_S = 0.2
 _BACKOFF_MAX_S = 30.0
+_PROBE_FIRST_S = 10.0
+_PROBE_MAX_S = 60.0
 _LOG_EVERY_S = 30.0
+_GOLDEN_RATIO = 0.618034
+
+_HEADERS: dict[Protocol, dict[str, str]] = {
+    "1.0": {
+        "Content-Type": "application/x-protobuf",
+        "Content-Encoding": "snappy",
+        "X-Prometheus-Remote-Write-Version": "0.1.0",
+    },
+    "2.0": {
+        "Content-Type": "application/x-protobuf;proto=io.prometheus.write.v2.Request",
+        "Content-Encoding": "snappy",
+        "X-Prometheus-Remote-Write-Version": "2.0.0",
+    },
+}
+
+
+class Client:
+    """The receiver over HTTP: one attempt at a time. Use :meth:`close` when done."""
+
+    def __init__(self, settings: RemoteWriteSettings) -> None:
+        self._url = settings.url
+        self._http = Http(settings)
+
+    async def post(self, body: bytes, protocol: Protocol) -> Answer:
+        """Make one attempt at sending a compressed request."""
+        reply: Reply = await self._http.post(self._url, body, _HEADERS[protocol])
+        written = reply.headers.get(WRITTEN, "")
+        return Answer(reply.status, reply.text, int(written) if written.isdigit() else None, reply.retry_after_s)
+
+    async def close(self) -> None:
+        """Close what is open."""
+        await self._http.close()
 
 
 class Transmitter:
     """Sends requests of one sink to its receiver; several may be under way at once.
 
-    ``failing`` says why the last answer was no success, None where it was. ``first_s`` is the first wait before trying
-    again; it doubles, to half a minute.
+    ``failing`` says why the receiver does not accept, None while it does; ``accepted`` counts the requests of which it
+    accepted something. ``first_s`` is the first wait before trying again; it doubles, to half a minute. ``probe_s`` is
+    the first wait before a receiver that refuses everything is asked again; it doubles, to a minute.
     """
 
     def __init__(
@@ -48,88 +89,188 @@ class Transmitter:
         instruments: Instruments,
         *,
         first_s: float = _BACKOFF_FIRST_S,
+        probe_s: float = _PROBE_FIRST_S,
     ) -> None:
         self._post = post
         self._fixed = protocol != "auto"
         self.protocol: Protocol = "1.0" if protocol == "1.0" else "2.0"
         self._instruments = instruments
-        self._first_s = first_s
+        self._first_s, self._probe_s = first_s, probe_s
         self._encoder = encode_v2.Encoder()
         self._speaks_2_0 = False
-        self._accepted = 0
+        self.accepted = 0
         self._newest: Sequence[Group] = ()
-        self._logged_s = -_LOG_EVERY_S
+        self._logged_s = self._hold_logged_s = -math.inf
         self.failing: str | None = None
+        self._holding = False
+        self._probes = 0
+        self._next_probe_s = 0.0
+        self._taken = asyncio.Event()
 
     async def send(self, groups: Sequence[Group], abandon: asyncio.Event) -> Refusal | None:
         """Send until accepted (None) or refused. Raises Abandoned."""
         samples = sum(len(group.values) for group in groups)
-        body, protocol, errors, attempt, accepted_before = b"", self.protocol, 0, 0, self._accepted
+        body, protocol, errors, attempt, accepted_before = b"", self.protocol, 0, 0, self.accepted
         while True:
+            if self._holding:
+                await self._hold(groups, abandon)
             if not body or protocol != self.protocol:
                 protocol = self.protocol
                 body = self._encode(groups, protocol)
-            answer = await self._attempt(body, protocol)
-            means = meaning(answer, protocol, samples, speaks_2_0=self._speaks_2_0)
-            self._note(means, answer, protocol, samples)
+            answer, means = await self._attempt(body, protocol, samples)
             if means == "accepted":
                 self._newest = groups[:1]
                 return None
             errors = errors + 1 if means == "server-error" else 0
-            if errors == SERVER_ERRORS and self._accepted == accepted_before:
-                errors = 0 if not await self._still_accepts() else errors
-            if means == "refused" or errors >= SERVER_ERRORS:
+            if errors == SERVER_ERRORS and not await self._accepts_others(accepted_before):
+                errors = 0
+            if means in {"refused", "too-large"} or errors >= SERVER_ERRORS:
                 return refusal(answer, groups[0].ts_ms, int(time.time() * 1000))
-            if means == "not-2.0" and not self._fixed:
-                self._fall_back(answer)
-                continue
-            await pause(attempt, answer.retry_after_s, abandon, first_s=self._first_s, max_s=_BACKOFF_MAX_S)
-            attempt += 1
+            if means == "not-2.0":
+                await self._not_in_2_0(groups, answer, abandon)
+            elif means == "misconfigured":
+                self._begin_hold(_said(answer))
+            else:
+                await pause(attempt, answer.retry_after_s, abandon, first_s=self._first_s, max_s=_BACKOFF_MAX_S)
+                attempt += 1
 
-    async def _still_accepts(self) -> bool:
-        """Whether the receiver takes again what it took last: an exact duplicate, which changes nothing."""
-        if not self._newest:
-            return False
-        protocol, samples = self.protocol, sum(len(group.values) for group in self._newest)
-        answer = await self._attempt(self._encode(self._newest, protocol), protocol)
-        return meaning(answer, protocol, samples, speaks_2_0=self._speaks_2_0) == "accepted"
+    async def takes_something(self, groups: Sequence[Group], since: int, said: str, abandon: asyncio.Event) -> bool:
+        """Whether the receiver, which refused these groups, accepts anything: more than ``since``, or a small request.
+
+        False: it did not. It was waited for, and does now: send the groups again. Raises Abandoned.
+        """
+        if self.accepted > since or await self._probe(groups, 0):
+            return True
+        self._begin_hold(said)
+        await self._hold(groups, abandon)
+        return False
+
+    async def _not_in_2_0(self, groups: Sequence[Group], answer: Answer, abandon: asyncio.Event) -> None:
+        """Go on in 1.0, if that may be; a request that was refused too, only once a small one is accepted."""
+        if self._fixed:
+            self._begin_hold(f"{_said(answer)}: it does not speak remote write 2.0, use --protocol auto or 1.0")
+            return
+        self._fall_back(answer)
+        if answer.status >= 400:
+            await self.takes_something(groups, self.accepted, _said(answer), abandon)
+
+    def _begin_hold(self, said: str) -> None:
+        """The receiver refuses everything: nothing is sent to it but a small request now and then."""
+        self.failing = f"it refuses everything: {said}"
+        self._instruments.gauge("gpustream_remote_write_receiver_failing").set(1)
+        if self._holding:
+            return
+        self._holding, self._probes = True, 0
+        self._next_probe_s = time.monotonic() + self._probe_s
+        self._taken.clear()
+        if time.monotonic() - self._hold_logged_s >= _LOG_EVERY_S:
+            self._hold_logged_s = time.monotonic()
+            log.warning(
+                "the receiver refuses everything, and is asked now and then; the records wait in Kafka: %s", said
+            )
+
+    async def _hold(self, groups: Sequence[Group], abandon: asyncio.Event) -> None:
+        """Wait until the receiver accepts something. Of all that wait, one sends a small request when it is time."""
+        while self._holding:
+            await self._until(self._next_probe_s, abandon)
+            if self._holding and time.monotonic() >= self._next_probe_s:
+                self._probes += 1
+                wait_s = min(_PROBE_MAX_S, self._probe_s * 2 ** min(self._probes, 16))
+                self._next_probe_s = time.monotonic() + wait_s
+                if await self._probe(groups, self._probes):
+                    self._end_hold()
+
+    async def _until(self, due_s: float, abandon: asyncio.Event) -> None:
+        """Wait for a time of the monotonic clock, or until something is accepted. Raises Abandoned."""
+        waits = [asyncio.ensure_future(abandon.wait()), asyncio.ensure_future(self._taken.wait())]
+        try:
+            timeout_s = max(0.0, due_s - time.monotonic())
+            await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        if abandon.is_set():
+            raise Abandoned
+
+    def _end_hold(self) -> None:
+        if self._holding:
+            log.info("the receiver accepts again")
+        self._holding, self.failing = False, None
+        self._instruments.gauge("gpustream_remote_write_receiver_failing").set(0)
+        self._taken.set()
+
+    async def _probe(self, groups: Sequence[Group], turn: int) -> bool:
+        """Whether a small request is accepted, or refused for its time alone.
+
+        By turns, what was accepted last, an exact duplicate of which changes nothing, and one of these series, each
+        time another one.
+        """
+        small = self._newest if self._newest and turn % 2 == 0 else [_one_series(groups, turn)]
+        protocol, samples = self.protocol, sum(len(group.values) for group in small)
+        answer, means = await self._attempt(self._encode(small, protocol), protocol, samples)
+        if means == "not-2.0" and not self._fixed:
+            self._fall_back(answer)
+            return answer.status < 300
+        if means == "accepted":
+            self._newest = self._newest or small
+        return means == "accepted" or (
+            means == "refused" and refusal(answer, small[0].ts_ms, int(time.time() * 1000)).reason in UNTIMELY
+        )
+
+    async def _accepts_others(self, since: int) -> bool:
+        """Whether the receiver accepted more requests than ``since``, or takes again what it took last."""
+        return self.accepted > since or (bool(self._newest) and await self._probe(self._newest, 0))
 
     def _encode(self, groups: Sequence[Group], protocol: Protocol) -> bytes:
         body = encode_v1.encode(groups) if protocol == "1.0" else self._encoder.encode(groups)
         return bytes(snappy.compress_raw(body))
 
-    async def _attempt(self, body: bytes, protocol: Protocol) -> Answer:
+    async def _attempt(self, body: bytes, protocol: Protocol, samples: int) -> tuple[Answer, Meaning]:
+        """Send a body once. Gives the answer and what it means; both are counted and remembered."""
+        made = self._instruments
         start = time.perf_counter()
         answer = await self._post(body, protocol)
-        self._instruments.histogram("gpustream_remote_write_request_seconds").observe(time.perf_counter() - start)
-        self._instruments.counter("gpustream_remote_write_request_bytes_total").inc(len(body))
-        return answer
-
-    def _note(self, means: Meaning, answer: Answer, protocol: Protocol, samples: int) -> None:
-        self._instruments.counter("gpustream_remote_write_requests_total", protocol, means).inc()
-        if answer.written is not None:
-            self._speaks_2_0 = True
-        if means in {"accepted", "refused"}:
-            self._accepted += means == "accepted"
-            self.failing = None
-        else:
-            self.failing = f"{means}: HTTP {answer.status}: {answer.text[:200]}" if answer.status else answer.text
-            self._complain(means)
+        made.histogram("gpustream_remote_write_request_seconds").observe(time.perf_counter() - start)
+        made.counter("gpustream_remote_write_request_bytes_total").inc(len(body))
+        means = meaning(answer, protocol, samples, speaks_2_0=self._speaks_2_0)
+        made.counter("gpustream_remote_write_requests_total", protocol, means).inc()
+        self._speaks_2_0 = self._speaks_2_0 or answer.written is not None
         if means == "accepted":
-            self._instruments.counter("gpustream_remote_write_samples_accepted_total").inc(samples)
-        self._instruments.gauge("gpustream_remote_write_receiver_failing").set(self.failing is not None)
+            self.accepted += 1
+            made.counter("gpustream_remote_write_samples_accepted_total").inc(samples)
+            self._end_hold()
+        elif means in {"again", "server-error"}:
+            self._fail(f"{means}: {_said(answer)}" if answer.status else answer.text)
+        elif not self._holding:
+            self.failing = None
+        if means == "refused" and answer.written:
+            self.accepted += 1
+        made.gauge("gpustream_remote_write_receiver_failing").set(self.failing is not None)
+        if self._holding and answer.retry_after_s is not None:
+            asked_s = time.monotonic() + min(answer.retry_after_s, MAX_RETRY_AFTER_S)
+            self._next_probe_s = max(self._next_probe_s, asked_s)
+        return answer, means
 
-    def _complain(self, means: Meaning) -> None:
-        now = time.monotonic()
-        if now - self._logged_s < _LOG_EVERY_S or (means == "not-2.0" and not self._fixed):
-            return
-        self._logged_s = now
-        hint = (
-            "; the receiver does not speak remote write 2.0: use --protocol auto or 1.0" if means == "not-2.0" else ""
-        )
-        log.warning("remote write is not accepted, trying again: %s%s", self.failing, hint)
+    def _fail(self, why: str) -> None:
+        self.failing = why
+        if time.monotonic() - self._logged_s >= _LOG_EVERY_S:
+            self._logged_s = time.monotonic()
+            log.warning("remote write is not accepted, trying again: %s", why)
 
     def _fall_back(self, answer: Answer) -> None:
         if self.protocol == "2.0":
             log.info("HTTP %d to remote write 2.0 without a count of what was written: going on in 1.0", answer.status)
             self.protocol = "1.0"
+
+
+def _said(answer: Answer) -> str:
+    """What came back, in a line."""
+    text = " ".join(answer.text.split())[:200]
+    return f"HTTP {answer.status}: {text}".rstrip(": ") if answer.status else text
+
+
+def _one_series(groups: Sequence[Group], turn: int) -> Group:
+    """One series of these groups: another one each turn, far from those before."""
+    rows = [(group, row) for group in groups for row in range(len(group.values))]
+    group, row = rows[int(len(rows) * (turn * _GOLDEN_RATIO % 1))]
+    return group.part([row])

@@ -23,13 +23,13 @@ from sinks.blocks import Group
 from sinks.dead_letters import DeadLetters
 from sinks.outcomes import Outcomes
 from sinks.remote_write import encode_v1, encode_v2
-from sinks.remote_write.client import Client
 from sinks.remote_write.config import RemoteWriteSettings
+from sinks.remote_write.deliver import Deliverer
 from sinks.remote_write.instruments import COMPONENT, INSTRUMENTS
 from sinks.remote_write.partition import RemoteWritePartition, Shared
 from sinks.remote_write.policy import Protocol
 from sinks.remote_write.series import Series
-from sinks.remote_write.transmit import Transmitter
+from sinks.remote_write.transmit import Client, Transmitter
 from topics.attributed import AttributedSample
 from topics.catalogue import CATALOGUE
 from topics.instruments import Instruments
@@ -200,7 +200,7 @@ async def all_of_it(records: Sequence[Read], url: str, protocol: Protocol) -> tu
     made = Instruments(INSTRUMENTS)
     client = Client(settings)
     shared = Shared(
-        transmitter=Transmitter(client.post, protocol, made),
+        deliverer=Deliverer(Transmitter(client.post, protocol, made), made),
         letters=DeadLetters(None, ""),  # type: ignore[arg-type] # nothing is refused
         outcomes=Outcomes(COMPONENT, made),
         instruments=made,

@@ -126,6 +126,8 @@ CASES = [
         "9m",
         True,
     ),
+    Case("GpustreamSeriesLeftOut", {f"gpustream_remote_write_series_left_out{{{SCRAPED}}}": "3x20"}, "20m", True),
+    Case("GpustreamSeriesLeftOut", {f"gpustream_remote_write_series_left_out{{{SCRAPED}}}": "3x10 0x9"}, "19m", False),
     Case(
         "GpustreamDeadLetters",
         {f'gpustream_alerts_dead_lettered_total{{{SCRAPED},topic="t",reason="key"}}': "_x9 1"},

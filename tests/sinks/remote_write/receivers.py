@@ -1,5 +1,6 @@
 """Receivers that need no network: what they store, what they refuse and how, as Prometheus and Mimir do."""
 
+import math
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,21 +19,32 @@ class Receiver:
     """Keeps samples by series, refuses what is out of order, and what ``refuse`` says.
 
     ``partial``: it keeps the good part of a request that it refuses (2.0, Mimir), else nothing of it (Prometheus, 1.0).
+    ``most``: more samples in a request are too large for it. ``always``: it gives this answer, whatever it is sent.
+    ``status``: of its refusals.
     """
 
     refuse: Refuse = lambda _: None
     partial: bool = False
     speaks_2_0: bool = True
+    most: float = math.inf
+    always: Answer | None = None
+    status: int = 400
     stored: dict[frozenset[tuple[str, str]], list[tuple[int, int]]] = field(default_factory=dict)
     requests: int = 0
+    sizes: list[int] = field(default_factory=list)
 
     async def post(self, body: bytes, protocol: Protocol) -> Answer:
         """Takes a request as a receiver would."""
         self.requests += 1
         if protocol == "2.0" and not self.speaks_2_0:
             return Answer(204)
-        read = read_v1 if protocol == "1.0" else read_v2
-        return self.take(read(unsnappy(body)), count=protocol == "2.0")
+        samples = (read_v1 if protocol == "1.0" else read_v2)(unsnappy(body))
+        self.sizes.append(len(samples))
+        if self.always is not None:
+            return self.always
+        if len(samples) > self.most:
+            return Answer(413, "request entity too large")
+        return self.take(samples, count=protocol == "2.0")
 
     def take(self, samples: Sequence[Sample], *, count: bool = False) -> Answer:
         """Stores samples, or says what is wrong with the first of those that are."""
@@ -42,7 +54,10 @@ class Receiver:
                 if number not in wrong:
                     self._store(sample)
         written = len(samples) - len(wrong) if count else None
-        return Answer(400, next(iter(wrong.values())), written) if wrong else Answer(204, "", written)
+        if not wrong:
+            return Answer(204, "", written)
+        number, why = next(iter(wrong.items()))
+        return Answer(self.status if why == self.refuse(samples[number]) else 400, why, written)
 
     def values(self) -> dict[str, list[tuple[int, float]]]:
         """The stored values by metric name, without markers."""

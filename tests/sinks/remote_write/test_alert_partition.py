@@ -12,6 +12,7 @@ from sinks.dead_letters import Abandoned, DeadLetters
 from sinks.outcomes import Outcomes
 from sinks.remote_write.alert_partition import AlertPartition
 from sinks.remote_write.alert_series import AlertSeries, labels
+from sinks.remote_write.deliver import Deliverer
 from sinks.remote_write.instruments import COMPONENT, INSTRUMENTS
 from sinks.remote_write.partition import Shared
 from sinks.remote_write.policy import Protocol
@@ -39,7 +40,9 @@ class Setup:
         self.now_ms = 0
         self.abandon = asyncio.Event()
         shared = Shared(
-            transmitter=Transmitter(self.receiver.post, protocol, self.made, first_s=0.0),
+            deliverer=Deliverer(
+                Transmitter(self.receiver.post, protocol, self.made, first_s=0.0, probe_s=0.0), self.made
+            ),
             letters=DeadLetters(self.sender, "sink remote-write"),  # type: ignore[arg-type] # a fake
             outcomes=self.counted,
             instruments=self.made,

@@ -14,9 +14,9 @@ import pytest
 from aiohttp import web
 
 from sinks import http as module
-from sinks.remote_write.client import Client
 from sinks.remote_write.config import RemoteWriteSettings
 from sinks.remote_write.policy import Answer
+from sinks.remote_write.transmit import Client
 
 TLS = Path(__file__).parent / "tls"
 

@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sinks.blocks import Block, Group, Row
-from sinks.remote_write.deliver import Fate, deliver
+from sinks.remote_write.deliver import Deliverer, Fate
 from sinks.remote_write.instruments import INSTRUMENTS
-from sinks.remote_write.policy import Protocol, Refusal
+from sinks.remote_write.policy import Answer, Protocol
 from sinks.remote_write.transmit import Transmitter
 from tests.sinks.remote_write.receivers import Receiver
-from tests.sinks.remote_write.wire import Sample
+from tests.sinks.remote_write.wire import Sample, read_v1, unsnappy
 from topics.instruments import Instruments
 
 ROWS = tuple(Row(f"m{number}") for number in range(4))
@@ -25,8 +25,10 @@ def tick(node: int, ts_ms: int = 5, devices: int = 2) -> list[Group]:
 
 
 async def send(receiver: Receiver, ticks: Sequence[Sequence[Group]], protocol: Protocol) -> list[Fate]:
-    transmitter = Transmitter(receiver.post, protocol, Instruments(INSTRUMENTS), first_s=0.0)
-    return await deliver(ticks, lambda groups: transmitter.send(groups, asyncio.Event()))
+    made = Instruments(INSTRUMENTS)
+    deliverer = Deliverer(Transmitter(receiver.post, protocol, made, first_s=0.0, probe_s=0.0), made)
+    await deliverer.deliver([[GOOD]], asyncio.Event())
+    return await deliverer.deliver(ticks, asyncio.Event())
 
 
 def identity(sample: Sample) -> tuple[int, int, str]:
@@ -44,6 +46,9 @@ def named(fates: Sequence[Fate]) -> set[tuple[int, int, str]]:
     }
 
 
+GOOD = tick(9, devices=1)[0].part([0])
+"""A series that is always accepted, by which the receiver shows that it does not refuse everything."""
+
 ALL = {(node, device, f"m{row}") for node in range(4) for device in range(2) for row in range(4)}
 KINDS: list[tuple[Protocol, bool]] = [("1.0", False), ("1.0", True), ("2.0", True)]
 
@@ -56,7 +61,7 @@ def test_whatever_is_refused_every_other_sample_is_delivered_once(
     receiver = Receiver(lambda one: "label too long" if identity(one) in bad else None, partial=partial)
     fates = asyncio.run(send(receiver, [tick(node) for node in range(4)], protocol))
     stored = {(int(dict(key)["node"]), int(dict(key)["device"]), dict(key)["__name__"]) for key in receiver.stored}
-    assert stored == ALL - bad
+    assert stored == ALL - bad | {(9, 0, "m0")}
     assert all(len(points) == 1 for points in receiver.stored.values())
     assert named(fates) == bad
     assert {refusal.reason for fate in fates for _, refusal in fate.refused} <= {"rejected"}
@@ -85,27 +90,26 @@ async def test_a_tick_that_is_out_of_order_is_not_split_and_costs_the_others_not
         set(),
         set(),
     ]
-    assert fates[1].whole(tick(1))
-    assert receiver.requests == 5  # all; the first half; its two ticks; the other half
-    assert len(receiver.stored) == 4 * 8
+    assert fates[1].nothing_of(tick(1))
+    assert receiver.requests == 1 + 5  # the good one; all; the first half; its two ticks; the other half
+    assert len(receiver.stored) == 1 + 4 * 8
 
 
 async def test_the_earlier_half_goes_first() -> None:
     order: list[list[int]] = []
 
-    def note(samples: Sequence[Group]) -> None:
-        order.append(sorted({int(dict(group.block.labels)["node"]) for group in samples}))
+    async def refuse_many(body: bytes, _: Protocol) -> Answer:
+        order.append(sorted({identity(one)[0] for one in read_v1(unsnappy(body))}))
+        return Answer(204 if len(order) != 2 else 400)
 
-    async def refuse_many(groups: Sequence[Group]) -> Refusal | None:
-        note(groups)
-        return None if len(order) > 1 else refused
-
-    refused = Refusal("rejected", "")
-    await deliver([tick(node) for node in range(4)], refuse_many)
-    assert order == [[0, 1, 2, 3], [0, 1], [2, 3]]
+    made = Instruments(INSTRUMENTS)
+    deliverer = Deliverer(Transmitter(refuse_many, "1.0", made), made)
+    await deliverer.deliver([[GOOD]], asyncio.Event())
+    await deliverer.deliver([tick(node) for node in range(4)], asyncio.Event())
+    assert order == [[9], [0, 1, 2, 3], [9], [0, 1], [2, 3]]
 
 
 async def test_a_tick_without_samples_is_delivered_by_doing_nothing() -> None:
     receiver = Receiver()
     assert await send(receiver, [[], []], "1.0") == [Fate(), Fate()]
-    assert receiver.requests == 0
+    assert receiver.requests == 1

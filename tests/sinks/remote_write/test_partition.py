@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from sinks.dead_letters import Abandoned, DeadLetters
 from sinks.outcomes import Outcome, Outcomes
+from sinks.remote_write.deliver import Deliverer
 from sinks.remote_write.instruments import COMPONENT, INSTRUMENTS
 from sinks.remote_write.partition import RemoteWritePartition, Shared
 from sinks.remote_write.policy import Protocol
@@ -29,7 +30,14 @@ ENDS = ("delivered", "duplicate", "dropped", "dead_lettered")
 class Setup:
     """A partition's handler between records and a receiver, with all that it counts."""
 
-    def __init__(self, receiver: Receiver | None = None, protocol: Protocol = "1.0", max_samples: int = 1000) -> None:
+    def __init__(
+        self,
+        receiver: Receiver | None = None,
+        protocol: Protocol = "1.0",
+        max_samples: int = 1000,
+        probe_s: float = 0.0,
+    ) -> None:
+        self.now_s = 0.0
         self.receiver = receiver or Receiver()
         self.sender = FakeSender()
         self.made = Instruments(INSTRUMENTS)
@@ -37,8 +45,9 @@ class Setup:
         self.outcomes: list[tuple[str, int, Outcome]] = []
         self.steps: list[int] = []
         self.abandon = asyncio.Event()
+        self.transmitter = Transmitter(self.receiver.post, protocol, self.made, first_s=0.0, probe_s=probe_s)
         shared = Shared(
-            transmitter=Transmitter(self.receiver.post, protocol, self.made, first_s=0.0),
+            deliverer=Deliverer(self.transmitter, self.made, lambda: self.now_s),
             letters=DeadLetters(self.sender, "sink remote-write"),  # type: ignore[arg-type] # a fake
             outcomes=self.counted,
             instruments=self.made,

@@ -1,7 +1,10 @@
 """What a receiver's answer means."""
 
+from pathlib import Path
+
 import pytest
 
+from sinks.remote_write import policy
 from sinks.remote_write.policy import Answer, Meaning, Protocol, meaning, refusal
 
 NOW_MS = 1_795_219_152_000
@@ -20,7 +23,11 @@ NOW_MS = 1_795_219_152_000
         (Answer(400, written=3), "2.0", "refused"),
         (Answer(400), "1.0", "refused"),
         (Answer(409), "1.0", "refused"),
-        (Answer(413), "1.0", "refused"),
+        (Answer(413), "1.0", "too-large"),
+        (Answer(413), "2.0", "too-large"),
+        (Answer(429, "per-user series limit of 150000 exceeded"), "1.0", "refused"),
+        (Answer(429, "ingestion rate limit (25000) exceeded"), "1.0", "again"),
+        (Answer(410), "1.0", "misconfigured"),
         (Answer(422), "1.0", "refused"),
         (Answer(415), "1.0", "misconfigured"),
         (Answer(401), "1.0", "misconfigured"),
@@ -38,6 +45,11 @@ NOW_MS = 1_795_219_152_000
 )
 def test_each_status_has_its_policy(answer: Answer, protocol: Protocol, means: Meaning) -> None:
     assert meaning(answer, protocol, 7) == means
+
+
+def test_the_policy_in_the_docs_is_the_one_in_the_code() -> None:
+    documented = Path("docs/remote-write.md").read_text().split("## ")[1].partition("\n\n")[2].strip()
+    assert documented in (policy.__doc__ or "")
 
 
 def test_a_refusal_without_a_count_is_no_sign_of_1_0_once_the_receiver_counted() -> None:
@@ -59,7 +71,12 @@ def test_a_refusal_without_a_count_is_no_sign_of_1_0_once_the_receiver_counted()
         ("err-mimir-too-far-in-future", NOW_MS, "too_far_ahead"),
         ("duplicate sample for timestamp", NOW_MS, "duplicate"),
         ("err-mimir-sample-duplicate-timestamp", NOW_MS, "duplicate"),
+        ("per-user series limit of 150000 exceeded (err-mimir-max-series-per-user)", NOW_MS, "series_limit"),
+        ("per-metric series limit of 20000 exceeded (err-mimir-max-series-per-metric)", NOW_MS, "series_limit"),
+        ("the tenant exceeded the limit of 10000 active series", NOW_MS, "series_limit"),
+        ("err-mimir-max-active-series", NOW_MS, "series_limit"),
         ("label value too long", NOW_MS, "rejected"),
+        ("received a series whose number of labels exceeds the limit", NOW_MS, "rejected"),
         ("", NOW_MS, "rejected"),
     ],
 )
@@ -73,3 +90,4 @@ def test_a_refusal_says_one_line() -> None:
     assert refusal(Answer(422), NOW_MS, NOW_MS).text == "HTTP 422"
     assert refusal(Answer(204, written=0), NOW_MS, NOW_MS).reason == "not_written"
     assert refusal(Answer(500, "boom"), NOW_MS, NOW_MS).reason == "server_error"
+    assert refusal(Answer(413, "out of order"), NOW_MS, NOW_MS).reason == "too_large"
