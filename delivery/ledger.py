@@ -77,6 +77,13 @@ class Ledger:
         self.open_bytes += size
         return slot
 
+    def skip(self, tp: Partition, offset: int) -> None:
+        """Nothing is left to read before this offset: there are no more records, only what no reader is given."""
+        if offset > self._expected.get(tp, offset):
+            self._expected[tp] = offset
+        if tp in self._prefix and not self._windows[tp]:
+            self._prefix[tp] = self._expected[tp]
+
     def finish(self, slot: Slot) -> None:
         """The record needs nothing more. Finishing twice, or after the epoch has ended, has no effect."""
         if slot.epoch != self.epoch or slot.done:

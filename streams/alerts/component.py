@@ -50,6 +50,7 @@ class Alerts:
             states=(STATE, WORKLOADS),
             compacted=(STATE,),
             watched=(SAMPLES,),
+            partitions=topics.partitions,
             instance_id=s.instance_id,
             session_timeout_s=s.session_timeout_s,
         )

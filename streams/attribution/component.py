@@ -44,6 +44,7 @@ class Attribution:
             kafka=s.kafka,
             inputs=(SAMPLES,),
             states=(ALLOCATIONS, WORKLOADS),
+            partitions=topics.partitions,
             instance_id=s.instance_id,
             session_timeout_s=s.session_timeout_s,
         )

@@ -1,4 +1,4 @@
-"""A Faust app whose agents are fed batch by batch by the lossless consumer, through a channel in memory.
+"""A Faust app whose agents are fed batch by batch by the reader, through a channel in memory.
 
 A stream is an app, a consumer group and one agent:
 
@@ -9,36 +9,38 @@ A stream is an app, a consumer group and one agent:
         async for batch in batches: ...
 
 The agent sends through ``app.sender`` and finishes each record's slot with ``app.finish`` or ``app.finish_when``; it
-knows nothing of rebalances, seeks or commits. Nothing else may be subscribed.
+knows nothing of rebalances, seeks or commits. Faust runs the agent, the channel and the reader's loops; it has no Kafka
+client of its own, so nothing may be subscribed. The group, the reader and the agent share one event loop.
 """
 
 import asyncio
 import contextlib
 import logging
-import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from weakref import WeakSet
 
 import faust
 import msgspec
 from faust.app.base import BootStrategy
 from faust.channels import Channel
-from faust.transport.drivers import aiokafka as driver
+from mode import Service
 from mode.utils.queues import FlowControlEvent, ThrowableQueue
 
+from delivery.group import ConsumerGroup, GroupSettings
 from delivery.ledger import Partition, Slot
 from delivery.watchdog import Deadlines, Pulse, Watchdog, fail_stop
-from streams.reader.consumer import LosslessConsumer
-from streams.reader.reader import Batch, Client, Reader, Stage
+from streams.reader.reader import Batch, Reader, Stage
 from topics.sender import Sender
 
 log = logging.getLogger(__name__)
 
 _BATCHES_IN_HAND = 16
-_POLL_RECORDS = 500
+_COMMIT_EVERY_S = 1.0
 _ASK_EVERY_S = 1.0
 _ASK_AT_MOST_EVERY_S = 0.05
+_ASK_FOR_S = 10.0
 _STOP_S = 6.0
 
 
@@ -46,7 +48,8 @@ class ReaderSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What a stream reads, as whom. Times in seconds, sizes in bytes.
 
     ``compacted`` are the states that are read whole. ``watched`` are topics that are not read: only where their
-    partitions end is asked, of those numbers whose inputs are read.
+    partitions end is asked, of those numbers whose inputs are read. ``partitions`` is how many each topic has, as
+    checked at the start.
     """
 
     group: str
@@ -55,6 +58,7 @@ class ReaderSettings(msgspec.Struct, frozen=True, kw_only=True):
     states: tuple[str, ...]
     compacted: tuple[str, ...] = ()
     watched: tuple[str, ...] = ()
+    partitions: Mapping[str, int] = {}
     instance_id: str | None = None
     session_timeout_s: float = 10.0
     max_open_bytes: int = 128 * 1024 * 1024
@@ -80,10 +84,39 @@ class Batches(Channel):  # type: ignore[misc]  # faust has no types that pass st
 
 
 class _Boot(BootStrategy):  # type: ignore[misc]
-    """No producer and no web server: records are sent by a sender of ours."""
+    """Neither a consumer nor a producer of Faust's, no web server and no sensors: agents only."""
 
-    enable_kafka_producer = False
+    enable_kafka = False
     enable_web = False
+    enable_sensors = False
+
+
+class _NoConsumer:
+    """What Faust looks at of a consumer, in place of the one that it would make: records come from the group."""
+
+    def __init__(self, beacon: Any) -> None:
+        self.beacon = beacon
+        self.unacked = self._unacked_messages = WeakSet[Any]()
+
+    def assignment(self) -> set[Any]:
+        """None by Faust."""
+        return set()
+
+    async def on_task_error(self, error: BaseException) -> None:
+        """An agent failed, which Faust logs."""
+
+
+class _Loops(Service):  # type: ignore[misc]
+    """The reader's loops, as a service of the app: started after its agent, stopped before it."""
+
+    def __init__(self, *loops: Callable[[], Any]) -> None:
+        super().__init__()
+        self._loops = loops
+
+    async def on_start(self) -> None:
+        """Begin with all of them."""
+        for loop in self._loops:
+            self.add_future(loop())
 
 
 class ReaderApp(faust.App):  # type: ignore[misc]
@@ -105,15 +138,22 @@ class ReaderApp(faust.App):  # type: ignore[misc]
             compacted=frozenset(settings.compacted),
             max_open_bytes=settings.max_open_bytes,
         )
+        member = GroupSettings(
+            kafka=settings.kafka,
+            group=settings.group,
+            instance_id=settings.instance_id,
+            session_timeout_s=settings.session_timeout_s,
+        )
+        self.group = ConsumerGroup(member, (*settings.inputs, *settings.states), self.reader, settings.partitions)
+        self.reader.client = self.group
         self._answers = 0
         self._beat = 0
         self._ask = asyncio.Event()
-        self._asking: asyncio.Task[None] | None = None
         self._watchdog = Watchdog(self._pulse, settings.deadlines, fail=fail)
-        super().__init__(settings.group, **(_faust_settings(settings) | options))
+        faust_settings = {"store": "memory://", "topic_allow_declare": False, "topic_disable_leader": True}
+        super().__init__(settings.group, **(faust_settings | options))
         self.batches = Batches(self)
-        for name in (*settings.inputs, *settings.states):
-            self.topics.add(self.topic(name, key_type=bytes, value_type=bytes))
+        self.consumer = _NoConsumer(self.beacon)
 
     # -- for the agent
 
@@ -154,7 +194,7 @@ class ReaderApp(faust.App):  # type: ignore[misc]
     # -- life
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Read until ``stop`` is set or something fails."""
+        """Read until ``stop`` is set or something fails. Raises MustRestart."""
         starting = asyncio.create_task(self._start())
         stopping = asyncio.create_task(stop.wait())
         try:
@@ -169,6 +209,8 @@ class ReaderApp(faust.App):  # type: ignore[misc]
 
     def not_ready(self) -> list[str]:
         """What keeps the reader from reading; empty when it reads."""
+        if reasons := self.group.not_ready():
+            return reasons
         if not self.reader.ledger.ready:
             return ["no partitions assigned yet"]
         pending = len(self.reader.pending_states())
@@ -177,24 +219,29 @@ class ReaderApp(faust.App):  # type: ignore[misc]
     async def _start(self) -> None:
         await self.sender.start()
         self._watchdog.start()
-        asking = asyncio.create_task(self._ask_for_ends())
-        asking.add_done_callback(self._asked)
-        self._asking = asking
+        await self.group.connect()
+        self.flow_control.resume()  # or Faust's streams skip every batch
         await self.start()
-        self._check_wiring()
+        if self.batches.readers() != 1:
+            raise RuntimeError(f"{self.batches.readers()} agents on the batches, not one")
+        if self.topics:
+            raise RuntimeError(f"subscribed to topics, which nothing here reads: {', '.join(map(str, self.topics))}")
+        await self.add_runtime_dependency(_Loops(self._read, self._commit, self._ask_for_ends))
+        self.group.join()
 
     async def _until(self, stopping: "asyncio.Task[bool]") -> None:
+        failed = self.group.failed
+        ends: list[asyncio.Future[Any]] = [stopping, failed]
         while not stopping.done():
-            await asyncio.wait([stopping], timeout=0.5)
-            failed = self.crash_reason or (self._consumer is not None and self._consumer.crash_reason)
-            if failed or self.should_stop:
-                self.fail(f"the consumer ended by itself: {failed!r}")
+            await asyncio.wait(ends, timeout=0.5, return_when=asyncio.FIRST_COMPLETED)
+            if failed.done():
+                failed.result()
+            if self.should_stop:
+                self.fail(f"the app ended by itself: {self.crash_reason!r}")
                 return
 
     async def _end(self) -> None:
         """Stop, in bounded time: a broker that is away is not waited for."""
-        if self._asking is not None:
-            self._asking.cancel()
         ending = asyncio.ensure_future(self._stop_all())
         done, _ = await asyncio.wait([ending], timeout=_STOP_S)
         self._watchdog.stop()
@@ -204,21 +251,31 @@ class ReaderApp(faust.App):  # type: ignore[misc]
 
     async def _stop_all(self) -> None:
         await self.stop()
-        self.reader.end_epoch()  # nothing can be committed any more, and what is not sent now is no failure
-        await self.sender.stop(timeout_s=1.0)
-
-    def _check_wiring(self) -> None:
-        """Refuse to run unless the consumer is ours, the agent is there, and every topic is one that is read."""
-        if not isinstance(self.consumer, LosslessConsumer):
-            raise TypeError(f"the consumer is {type(self.consumer)}, not the lossless one")
-        if self.batches.readers() != 1:
-            raise RuntimeError(f"{self.batches.readers()} agents on the batches, not one")
-        read = {*self.settings.inputs, *self.settings.states}
-        if others := {name for topic in self.topics for name in topic.topics} - read:
-            raise RuntimeError(f"subscribed to topics that nothing reads: {', '.join(sorted(others))}")
+        await self.reader.revoked()  # nothing can be finished any more, and what is not sent now is no failure
+        await asyncio.gather(self.group.close(), self.sender.stop(timeout_s=1.0))
 
     async def _deliver(self, batch: Batch) -> None:
         await self.batches.send(value=batch)
+
+    # -- the reader's loops
+
+    async def _read(self) -> None:
+        """Turn after turn. Whatever fails in one ends the process."""
+        try:
+            while not self.should_stop:
+                await self.reader.turn()
+        except asyncio.CancelledError:
+            if not self.should_stop:
+                self.fail("the reader was cancelled")
+            raise
+        except Exception as error:
+            log.exception("the reader failed")
+            self.fail(f"the reader failed: {error!r}")
+
+    async def _commit(self) -> None:
+        while True:
+            await asyncio.sleep(_COMMIT_EVERY_S)
+            await self.reader.commit()
 
     async def _ask_for_ends(self) -> None:
         """Ask where the partitions end, every second and when asked to."""
@@ -227,31 +284,25 @@ class ReaderApp(faust.App):  # type: ignore[misc]
                 await asyncio.wait_for(self._ask.wait(), _ASK_EVERY_S)
             self._ask.clear()
             self._beat += 1
-            if self.reader.client is not None:
-                await self._ask_once(self.reader.client)
+            await self._ask_once()
             await asyncio.sleep(_ASK_AT_MOST_EVERY_S)
 
-    async def _ask_once(self, client: Client) -> None:
+    async def _ask_once(self) -> None:
         """Ask where our partitions end; of any partition where none is ours, to know whether the broker answers."""
         ledger, epoch, asked_s = self.reader.ledger, self.reader.ledger.epoch, time.monotonic()
         ours = list(ledger.positions())
         numbers = {tp.partition for tp in ours if tp.topic in self.settings.inputs}
         ours += [Partition(topic, number) for topic in self.settings.watched for number in sorted(numbers)]
-        asking = asyncio.ensure_future(client.ends(ours or [Partition(self.settings.inputs[0], 0)]))
-        done, _ = await asyncio.wait([asking], timeout=_ASK_EVERY_S * 10)
+        asking = asyncio.ensure_future(self.group.ends(ours or [Partition(self.settings.inputs[0], 0)]))
+        done, _ = await asyncio.wait([asking], timeout=_ASK_FOR_S)
         if not done or asking.cancelled():
             asking.cancel()
         elif asking.exception() is not None:
             log.info("where the partitions end is not known: %r", asking.exception())
-        elif ours and epoch == ledger.epoch:
-            self.reader.stage.ends(asked_s, asking.result())
-
-    def _asked(self, asking: "asyncio.Task[None]") -> None:
-        if not asking.cancelled():
-            self.fail(f"nobody asks where the partitions end any more: {asking.exception()!r}")
-
-    def _answered(self) -> None:
-        self._answers += 1
+        else:
+            self._answers += 1
+            if ours and epoch == ledger.epoch:
+                self.reader.stage.ends(asked_s, asking.result())
 
     def _pulse(self) -> Pulse:
         ledger = self.reader.ledger
@@ -260,7 +311,7 @@ class ReaderApp(faust.App):  # type: ignore[misc]
             progress=ledger.finished,
             turns=self.reader.turns,
             working=ledger.open_bytes > 0,
-            ready=not self.not_ready(),
+            ready=ledger.ready and not self.reader.pending_states(),
             reachable=self._answers,
         )
 
@@ -268,39 +319,3 @@ class ReaderApp(faust.App):  # type: ignore[misc]
 
     def _create_directories(self) -> None:
         """Nothing is kept on disk."""
-
-    def _new_transport(self) -> Any:
-        wiring = {
-            "reader": self.reader,
-            "kafka": self.settings.kafka,
-            "fail": staticmethod(self.fail),
-            "answered": staticmethod(self._answered),
-        }
-        consumer = type("Consumer", (LosslessConsumer,), wiring)
-        transport = type("Transport", (driver.Transport,), {"Consumer": consumer})
-        return transport(self.conf.broker_consumer, self)
-
-
-def _faust_settings(settings: ReaderSettings) -> dict[str, Any]:
-    # Without tables, standby replicas only select the assignor that puts partition i of every topic on one worker.
-    # The url stands in the group's metadata, and a static member must come back under the same one.
-    return {
-        "broker": [f"aiokafka://{address}" for address in settings.kafka.split(",")],
-        "store": "memory://",
-        "key_serializer": "raw",
-        "value_serializer": "raw",
-        "topic_allow_declare": False,
-        "topic_disable_leader": True,
-        "web_enabled": False,
-        "canonical_url": f"http://{settings.instance_id or socket.gethostname()}:6066",
-        "table_standby_replicas": 1,
-        "stream_wait_empty": False,
-        "consumer_max_fetch_size": 8 * 1024 * 1024,
-        "consumer_group_instance_id": settings.instance_id,
-        "broker_max_poll_records": _POLL_RECORDS,
-        "broker_commit_interval": 1.0,
-        "broker_session_timeout": settings.session_timeout_s,
-        "broker_heartbeat_interval": min(3.0, settings.session_timeout_s / 3),
-        "broker_rebalance_timeout": max(20.0, settings.session_timeout_s),
-        "broker_request_timeout": max(40.0, settings.session_timeout_s),
-    }

@@ -4,10 +4,11 @@ In: the records of assigned partitions. Out: batches for an agent, and commits o
 State: a ledger of what was read and is not finished, and what this process holds of the state topics.
 
 - Positions are set by one loop alone, each partition explicitly, and until then nothing is taken.
-- A record out of sequence is not believed until it comes again: it may have been fetched before a seek. A hole is then
-  passed over; where the log goes on before what was read, it is another log, and positions are set anew.
+- The same loop seeks and fetches, so a record out of sequence is one that the log gives: before it is a hole (ends of
+  transactions, compaction), or what was deleted, which is counted. A log that goes on before what was read is another
+  log, and positions are set again.
 - Inputs wait until the state of their partition has been learned to where it ended at the assignment.
-- Only finished prefixes are committed.
+- Only finished prefixes are committed, and no commit outlives the assignment that it was made for.
 - Whatever is awaited may come back in another epoch, and is then worth nothing.
 
 On failure: what the broker may yet answer is tried again; anything else ends the process, and reading again is the
@@ -16,7 +17,7 @@ recovery.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from aiokafka.errors import KafkaError
@@ -36,6 +37,7 @@ _FETCH_S = 0.5
 _COMMIT_ON_REVOKE_S = 5.0
 _RETRY_S = 0.2
 _IDLE_S = 0.05
+_SKIP_EVERY_S = 0.2
 
 
 class Client(start.Log, Protocol):
@@ -47,14 +49,14 @@ class Client(start.Log, Protocol):
     def flowing(self) -> bool:
         """Whether records may be taken: not in the middle of a rebalance."""
 
-    async def fetch(self, active: set[Partition], timeout_s: float) -> Mapping[Partition, list[Any]]:
+    async def fetch(self, active: set[Partition], timeout_s: float) -> Mapping[Partition, Sequence[Any]]:
         """Records of these partitions, in order; none when none came in time."""
 
-    async def seek(self, positions: Mapping[Partition, int]) -> None:
-        """Read on from these offsets."""
+    def seek(self, positions: Mapping[Partition, int]) -> None:
+        """Read on from these offsets; nothing that was fetched before is given any more."""
 
-    async def position(self, tp: Partition) -> int:
-        """The next offset to be given, past whatever holds no record."""
+    async def positions(self, tps: Iterable[Partition]) -> Mapping[Partition, int]:
+        """The next offset that each will give, past whatever holds no record; not of those that have none now."""
 
     async def commit(self, offsets: Mapping[Partition, int]) -> bool:
         """Commit; False where the group has moved on."""
@@ -80,8 +82,8 @@ class Reader:
     """Reads the topics of ``inputs``, which are committed, and of ``states``, which each process reads for itself.
 
     ``deliver`` takes a batch, waiting for room; ``compacted`` are topics that are read whole, and whose holes are
-    believed at once; ``max_open_bytes`` bounds what is read and not finished. ``input_ends`` is where the inputs ended
-    at the assignment, ``torn`` the partition numbers whose committed offset was no longer in the log then.
+    nothing to speak of; ``max_open_bytes`` bounds what is read and not finished. ``input_ends`` is where the inputs
+    ended at the assignment, ``torn`` the partition numbers whose committed offset was no longer in the log then.
     """
 
     def __init__(
@@ -106,7 +108,7 @@ class Reader:
         self._held = start.Held()
         self._waiting: set[int] = set()
         self._full = False
-        self._doubted: dict[Partition, tuple[int, int]] = {}
+        self._skipped_s = 0.0
         self._committing: asyncio.Task[bool] | None = None
 
     # -- offsets
@@ -141,13 +143,21 @@ class Reader:
     # -- assignment
 
     async def revoked(self) -> None:
-        """Partitions go: commit what is finished, in bounded time, and let everything else go."""
-        committing = asyncio.ensure_future(self.commit())
-        done, _ = await asyncio.wait([committing], timeout=_COMMIT_ON_REVOKE_S)
-        if not done and self._committing is not None:  # the next assignment's commits do not wait for it
+        """Partitions go: commit what is finished, in bounded time, and let everything else go.
+
+        A commit that is still under way after that is ended: by the next assignment it would count for what is
+        somebody else's then.
+        """
+        await asyncio.wait([asyncio.ensure_future(self.commit())], timeout=_COMMIT_ON_REVOKE_S)
+        if self._committing is not None and not self._committing.done():
             self._committing.cancel()
-            self._committing = None
+            await asyncio.wait([self._committing], timeout=_RETRY_S)
+        self._committing = None
         self.rebalances += 1
+        self.end_epoch()
+
+    def assigned(self, tps: set[Partition]) -> None:
+        """Partitions are ours: the loop sets their positions."""
         self.end_epoch()
 
     def end_epoch(self) -> None:
@@ -185,7 +195,7 @@ class Reader:
             found = await start.find(client, inputs, states, self._held, self.compacted)
             if epoch != self.ledger.epoch or assigned != client.assignment():
                 return
-            await client.seek(found.positions)
+            client.seek(found.positions)
         except NOT_OURS as error:
             log.info("positions not set, trying again: %r", error)
             await asyncio.sleep(_RETRY_S)
@@ -203,7 +213,6 @@ class Reader:
         self.commits = {tp: offset for tp, offset in found.positions.items() if tp.topic in self.inputs}
         self.input_ends, self.state_ends = dict(found.input_ends), dict(found.state_ends)
         self.torn = frozenset(tp.partition for tp in found.lost)
-        self._doubted.clear()
         self._waiting = ours
         log.info("reading %d partitions, %d of them state", len(found.positions), len(found.state_ends))
 
@@ -215,12 +224,11 @@ class Reader:
             return
         epoch = self.ledger.epoch
         records = await self._client().fetch(active, _FETCH_S)
-        if self._waiting:
-            await self._step_over_markers([tp for tp in self.pending_states() if tp not in records])
         for tp in sorted(records, key=lambda tp: tp.topic not in self.states):  # state first
             if epoch != self.ledger.epoch:
                 return
             await self._take(tp, records[tp])
+        await self._skip_what_is_no_record(active.difference(records))
 
     def _active(self) -> set[Partition]:
         """What is to be fetched: state always, an input once its state is learned and there is room."""
@@ -237,55 +245,55 @@ class Reader:
         limit = self.max_open_bytes // 2 if self._full else self.max_open_bytes
         self._full = self.ledger.open_bytes >= limit
 
-    async def _step_over_markers(self, silent: list[Partition]) -> None:
-        """A partition may end in markers that no reader is given: the client's position tells that nothing is left."""
-        for tp in silent:
-            try:
-                position = await self._client().position(tp)
-            except NOT_OURS:
-                return
-            if position >= self.state_ends.get(tp, 0) and not self.ledger.open_in(tp):
-                self.state_ends.pop(tp, None)
+    async def _skip_what_is_no_record(self, silent: set[Partition]) -> None:
+        """Follow the client past what no reader is given, or a log that ends in it would never be read to its end."""
+        now_s = asyncio.get_running_loop().time()
+        if not self._waiting and now_s - self._skipped_s < _SKIP_EVERY_S:
+            return
+        self._skipped_s, epoch = now_s, self.ledger.epoch
+        for tp, position in (await self._client().positions(silent)).items():
+            expected = self.ledger.expected(tp)
+            if epoch != self.ledger.epoch or expected is None or position < expected:
+                continue
+            await self._pass_over(tp, expected, position)
+            if epoch == self.ledger.epoch:
+                self.ledger.skip(tp, position)
 
     async def _take(self, tp: Partition, records: Sequence[Any]) -> None:
+        """Admit the records and deliver them, unless they are of another log than those before."""
+        expected, epoch = self.ledger.expected(tp), self.ledger.epoch
+        if expected is None:
+            return
+        if records[0].offset < expected:
+            log.error("%s %s: offset %d is gone, and the log goes on at %d", *tp, expected, records[0].offset)
+            self.end_epoch()
+            return
+        await self._pass_over(tp, expected, records[0].offset)
+        if epoch != self.ledger.epoch:
+            return
         batch: Batch = []
         for record in records:
-            expected = self.ledger.expected(tp)
-            if expected is None:
-                break
-            if record.offset < expected <= records[-1].offset:
-                continue
-            if tp.topic not in self.states and tp.partition in self._waiting:
-                continue
-            if record.offset != expected and not await self._believe(tp, expected, record.offset):
-                break
             size = len(record.value or b"") + len(record.key or b"")
+            self.holes += record.offset != self.ledger.expected(tp) and tp.topic not in self.compacted
             batch.append((self.ledger.admit(tp, record.offset, size), record))
-        if batch:
-            await self.deliver(batch)
+        await self.deliver(batch)
 
-    async def _believe(self, tp: Partition, expected: int, offset: int) -> bool:
-        """Whether records are to be passed over: a hole that is still there when looked at again."""
-        if offset > expected and tp.topic in self.compacted:
-            return True
-        if self._doubted.get(tp) != (expected, offset):
-            self._doubted[tp] = expected, offset
-            await self._look_again(tp, expected)
-            return False
-        del self._doubted[tp]
-        if offset > expected:
-            self.holes += 1
-            log.warning("%s: no records from %s to %s", tp, expected, offset - 1)
-            return True
-        log.error("%s: offset %s is gone, and the log goes on at %s: setting positions anew", tp, expected, offset)
-        self.end_epoch()
-        return False
+    async def _pass_over(self, tp: Partition, expected: int, offset: int) -> None:
+        """The log goes on at ``offset``: count what was deleted before it could be read.
 
-    async def _look_again(self, tp: Partition, expected: int) -> None:
+        That is all before where the log begins now; the client goes there by itself. What is missing after that was
+        never to be read. Within what was fetched at once, nothing is deleted.
+        """
+        if offset <= expected or tp.topic in self.compacted:
+            return
         try:
-            await self._client().seek({tp: expected})
-        except NOT_OURS:
-            self.end_epoch()
+            begins = (await self._client().beginnings([tp]))[tp]
+        except NOT_OURS as error:
+            log.info("%s %s: whether offsets %d to %d were deleted is not known: %r", *tp, expected, offset - 1, error)
+            return
+        if (gone := min(begins, offset) - expected) > 0:
+            self.lost += gone
+            log.error("%s %s: offsets %d to %d were deleted before they were read", *tp, expected, expected + gone - 1)
 
     def _client(self) -> Client:
         if self.client is None:

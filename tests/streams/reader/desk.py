@@ -29,10 +29,7 @@ def instant(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
 
 
 class Prompt(random.Random):
-    """Chance that always takes the first choice: no delays. What may be late is."""
-
-    def random(self) -> float:
-        return 0.0
+    """Chance that always takes the first choice: no delays."""
 
     def choice(self, seq: Any) -> Any:
         return seq[0]
@@ -73,9 +70,9 @@ class Desk:
         return [slot for slot, _ in self.delivered if slot.tp == tp]
 
     async def assign(self, tps: set[Partition] | None = None) -> None:
-        """Have an assignment (default: all), as Faust tells of it."""
+        """Have an assignment (default: all), as the client tells of it."""
         self.client.assign(self.broker.all() if tps is None else tps)
-        self.reader.end_epoch()
+        self.reader.assigned(self.client.assignment())
 
     async def turn(self, times: int = 1) -> None:
         for _ in range(times):

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from delivery.group import MustRestart
 from delivery.ledger import Partition, Slot
 from streams.reader.app import ReaderApp, ReaderSettings
 from topics.sender import Unsendable
@@ -59,17 +60,11 @@ class Bench:
     def position(self) -> int | None:
         return self.app.reader.ledger.position(TP)
 
-    def close(self) -> None:
-        if self.app._consumer is not None:
-            self.app._consumer._thread.thread_loop.close()
-
 
 @pytest.fixture
-async def bench() -> AsyncIterator[Bench]:
+async def bench() -> Bench:
     """An app that never connects."""
-    bench = Bench()
-    yield bench
-    bench.close()
+    return Bench()
 
 
 # -- finishing
@@ -124,67 +119,103 @@ async def test_an_output_that_fails_in_an_older_epoch_ends_nothing(bench: Bench)
 # -- wiring
 
 
-def wired(bench: Bench) -> Bench:
-    bench.listening = bench.agent()  # type: ignore[attr-defined]
-    return bench
+@pytest.fixture
+def no_broker_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sender and a group that need no broker to be connected."""
+
+    async def at_once(self: Any) -> None:
+        """Connected."""
+
+    monkeypatch.setattr("topics.sender.Sender.start", at_once)
+    monkeypatch.setattr("delivery.group.ConsumerGroup.connect", at_once)
+    monkeypatch.setattr("delivery.group.ConsumerGroup.join", lambda self: None)
 
 
-async def test_one_agent_on_the_batches_and_our_topics_are_what_is_wanted(bench: Bench) -> None:
-    wired(bench).app._check_wiring()
+async def run_briefly(bench: Bench) -> None:
+    """Run until stopped, which it is at once after it has started."""
+    stop = asyncio.Event()
+    running = asyncio.ensure_future(bench.app.run(stop))
+    await asyncio.wait([running], timeout=0.1)
+    stop.set()
+    await asyncio.wait_for(running, 8)
 
 
-async def test_an_app_without_an_agent_is_refused(bench: Bench) -> None:
+async def test_an_app_with_one_agent_on_the_batches_runs_and_is_given_them(
+    bench: Bench, no_broker_needed: None
+) -> None:
+    taken: list[Any] = []
+
+    @bench.app.agent(bench.app.batches)  # type: ignore[untyped-decorator]
+    async def agent(batches: AsyncIterator[Any]) -> None:
+        async for batch in batches:
+            taken.append(batch)
+            stop.set()
+
+    stop = asyncio.Event()
+    running = asyncio.ensure_future(bench.app.run(stop))
+    while not bench.app.batches.readers():  # noqa: ASYNC110 - nothing tells
+        await asyncio.sleep(0)
+    await bench.app._deliver([(bench.admit(), "record")])
+    await asyncio.wait_for(running, 8)
+    assert [[record for _, record in batch] for batch in taken] == [["record"]]
+    assert bench.failed == []
+
+
+async def test_an_app_without_an_agent_is_refused(bench: Bench, no_broker_needed: None) -> None:
     with pytest.raises(RuntimeError, match="0 agents"):
-        bench.app._check_wiring()
+        await run_briefly(bench)
 
 
-async def test_an_agent_on_something_else_does_not_count(bench: Bench) -> None:
-    listening = bench.agent(bench.app.channel())
+async def test_an_agent_on_something_else_does_not_count(bench: Bench, no_broker_needed: None) -> None:
+    bench.app.agent(bench.app.channel())(ignore)
     with pytest.raises(RuntimeError, match="0 agents"):
-        bench.app._check_wiring()
-    assert listening
+        await run_briefly(bench)
 
 
-async def test_two_agents_on_the_batches_are_refused(bench: Bench) -> None:
-    another = wired(bench).agent(name="another")
+async def test_two_agents_on_the_batches_are_refused(bench: Bench, no_broker_needed: None) -> None:
+    for name in ("one", "another"):
+        bench.app.agent(bench.app.batches, name=name)(ignore)
     with pytest.raises(RuntimeError, match="2 agents"):
-        bench.app._check_wiring()
-    assert another
+        await run_briefly(bench)
 
 
-async def test_a_topic_that_nothing_reads_is_refused(bench: Bench) -> None:
-    wired(bench).app.topics.add(bench.app.topic("others"))
+async def test_a_topic_that_is_subscribed_to_is_refused(bench: Bench, no_broker_needed: None) -> None:
+    bench.app.agent(bench.app.batches)(ignore)
+    bench.app.topics.add(bench.app.topic("others"))
     with pytest.raises(RuntimeError, match="others"):
-        bench.app._check_wiring()
+        await run_briefly(bench)
 
 
-async def test_a_consumer_that_is_not_ours_is_refused(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ReaderApp, "consumer", object())
-    with pytest.raises(TypeError, match="lossless"):
-        wired(bench).app._check_wiring()
+async def ignore(batches: AsyncIterator[Any]) -> None:
+    async for _ in batches:
+        pass
 
 
-async def test_there_is_no_web_server_and_no_producer_of_fausts(bench: Bench) -> None:
-    services = [type(service).__name__ for service in bench.app.boot_strategy.server()]
-    assert bench.app.conf.web_enabled is False
-    assert "Consumer" in services
-    assert not {"Web", "Producer"} & set(services)
+async def test_faust_starts_agents_and_neither_a_client_of_kafka_nor_a_web_server(bench: Bench) -> None:
+    assert [type(service).__name__ for service in bench.app.boot_strategy.server()] == ["AgentManager"]
 
 
-async def test_the_end_of_the_process_waits_for_no_thread_that_waits_for_a_broker(bench: Bench) -> None:
-    thread = bench.app.consumer._thread
-    assert thread.Worker(thread).daemon
+async def test_a_group_that_must_be_started_again_ends_the_run_with_its_reason(
+    bench: Bench, no_broker_needed: None
+) -> None:
+    bench.app.agent(bench.app.batches)(ignore)
+    bench.app.group._end("other partitions")
+    with pytest.raises(MustRestart, match="other partitions"):
+        await bench.app.run(asyncio.Event())
+    assert bench.failed == []
 
 
-async def test_partitions_are_given_out_by_the_co_partitioning_assignor(bench: Bench) -> None:
-    assert bench.app.conf.table_standby_replicas == 1
-    assert not bench.app.tables
+@pytest.mark.parametrize("error", [KeyError("ticks"), asyncio.CancelledError()])
+async def test_whatever_fails_in_the_reader_ends_the_process(
+    bench: Bench, no_broker_needed: None, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    async def turn() -> None:
+        raise error
 
-
-async def test_a_member_with_an_instance_id_comes_back_under_its_own_url() -> None:
-    benches = [Bench(instance_id="worker-3") for _ in range(2)]
-    assert {str(bench.app.conf.canonical_url) for bench in benches} == {"http://worker-3:6066"}
-    assert benches[0].app.conf.consumer_group_instance_id == "worker-3"
+    bench.app.agent(bench.app.batches)(ignore)
+    monkeypatch.setattr(bench.app.reader, "turn", turn)
+    await run_briefly(bench)
+    assert bench.failed[0].startswith(("the reader failed: KeyError", "the reader was cancelled"))
 
 
 # -- batches
@@ -214,37 +245,37 @@ async def test_delivering_waits_for_room(bench: Bench) -> None:
 # -- asking for ends
 
 
-class Ends:
-    """A client that is only asked where partitions end."""
+async def ask(bench: Bench, answer: Any, meanwhile: Any = lambda: None) -> list[list[Partition]]:
+    """Ask once, of a broker that answers so; gives of what it was asked."""
+    asked: list[list[Partition]] = []
 
-    def __init__(self, answer: Any) -> None:
-        self.answer = answer
-        self.asked: list[list[Partition]] = []
+    async def ends(tps: list[Partition]) -> Mapping[Partition, int]:
+        asked.append(tps)
+        meanwhile()
+        if isinstance(answer, BaseException):
+            raise answer
+        return dict.fromkeys(tps, answer)
 
-    async def ends(self, tps: list[Partition]) -> Mapping[Partition, int]:
-        self.asked.append(tps)
-        if isinstance(self.answer, BaseException):
-            raise self.answer
-        return dict.fromkeys(tps, self.answer)
+    bench.app.group.ends = ends  # type: ignore[method-assign]
+    await bench.app._ask_once()
+    return asked
 
 
 async def test_the_stage_is_told_where_our_partitions_end(bench: Bench) -> None:
     bench.admit()
-    await bench.app._ask_once(Ends(7))  # type: ignore[arg-type]
+    await ask(bench, 7)
     assert bench.stage.told == [{TP: 7, STATE: 7}]
 
 
 async def test_the_stage_is_told_where_watched_topics_end_of_the_numbers_that_are_read() -> None:
     bench = Bench(watched=("sources",))
     bench.admit()
-    await bench.app._ask_once(Ends(7))  # type: ignore[arg-type]
+    await ask(bench, 7)
     assert bench.stage.told == [{TP: 7, STATE: 7, Partition("sources", TP.partition): 7}]
 
 
 async def test_without_partitions_the_broker_is_asked_all_the_same_but_the_stage_not_told(bench: Bench) -> None:
-    client = Ends(7)
-    await bench.app._ask_once(client)  # type: ignore[arg-type]
-    assert client.asked == [[TP]]
+    assert await ask(bench, 7) == [[TP]]
     assert bench.stage.told == []
 
 
@@ -253,19 +284,14 @@ async def test_a_broker_that_does_not_say_where_partitions_end_is_asked_again(
     bench: Bench, error: BaseException
 ) -> None:
     bench.admit()
-    await bench.app._ask_once(Ends(error))  # type: ignore[arg-type]
+    await ask(bench, error)
     assert bench.stage.told == []
 
 
 async def test_ends_that_were_asked_for_in_an_older_epoch_are_not_told(bench: Bench) -> None:
     bench.admit()
 
-    class Rebalancing(Ends):
-        async def ends(self, tps: list[Partition]) -> Mapping[Partition, int]:
-            bench.app.reader.end_epoch()
-            return await super().ends(tps)
-
-    await bench.app._ask_once(Rebalancing(7))  # type: ignore[arg-type]
+    await ask(bench, 7, meanwhile=bench.app.reader.end_epoch)
     assert bench.stage.told == []
 
 

@@ -1,6 +1,7 @@
 """The reader, one promise at a time."""
 
 import asyncio
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -51,20 +52,6 @@ async def test_state_that_comes_after_the_assignment_is_not_waited_for() -> None
     desk.log(OWNERS).append(5)
     await desk.turn(3)
     assert desk.offsets(TICKS) == [0]
-
-
-@instant
-async def test_inputs_that_were_in_flight_at_a_seek_are_not_admitted_before_the_state() -> None:
-    desk = Desk()
-    desk.log(TICKS).append(2)
-    desk.log(OWNERS).append(200)
-    await desk.assign()
-    await desk.turn()
-    await desk.reader._take(TICKS, list(desk.log(TICKS).records.values()))
-    assert desk.delivered == []
-    await desk.turn(6)
-    assert desk.offsets(TICKS) == [0, 1]
-    assert len(desk.offsets(OWNERS)) == 200
 
 
 @instant
@@ -136,45 +123,92 @@ def finish(desk: Desk, slots: list[Slot]) -> None:
         desk.reader.ledger.finish(slot)
 
 
-# -- holes
+# -- what is missing in a log
 
 
 @instant
-async def test_a_hole_is_looked_at_again_before_it_is_believed() -> None:
-    desk = Desk()
-    desk.log(TICKS).append(10)
-    desk.log(TICKS).compact(4)
-    await desk.assign()
-    await desk.turn(5)
-    assert desk.offsets(TICKS) == [0, 1, 2, 3, 5, 6, 7, 8, 9]
-    assert desk.client.seeks[1:] == [{TICKS: 4}]
-    assert desk.reader.holes == 1
-
-
-@instant
-async def test_records_fetched_before_a_seek_are_no_hole() -> None:
-    desk = Desk()
-    desk.log(TICKS).append(10)
-    await desk.assign()
-    await desk.turn()
-    desk.client.read_ahead[TICKS] = 6
-    await desk.turn(4)
-    assert desk.offsets(TICKS) == list(range(10))
-    assert desk.reader.holes == 0
-
-
-@instant
-async def test_a_hole_that_moves_when_looked_at_again_is_not_believed() -> None:
+async def test_a_hole_is_passed_over_and_counted_but_no_loss() -> None:
     desk = Desk()
     desk.log(TICKS).append(10)
     desk.log(TICKS).compact(0)
+    desk.log(TICKS).compact(4)
     await desk.assign()
-    await desk.turn()
-    for ahead in (5, 7):
-        desk.client.read_ahead[TICKS] = ahead
-        await desk.turn()
     await desk.turn(5)
-    assert desk.offsets(TICKS) == list(range(1, 10))
+    assert desk.offsets(TICKS) == [1, 2, 3, 5, 6, 7, 8, 9]
+    assert len(desk.client.seeks) == 1
+    assert (desk.reader.holes, desk.reader.lost) == (2, 0)
+
+
+@instant
+async def test_thousands_of_ends_of_transactions_are_passed_over_without_asking_or_reading_again() -> None:
+    desk = Desk()
+    for _ in range(3000):
+        desk.log(TICKS).append(1)
+        desk.log(TICKS).mark()
+    asked, beginnings = list[object](), desk.client.beginnings
+
+    async def counted(tps: list[Partition]) -> Mapping[Partition, int]:
+        asked.append(tps)
+        return await beginnings(tps)
+
+    desk.client.beginnings = counted  # type: ignore[method-assign]
+    await desk.assign()
+    await desk.turn(31)
+    assert len(desk.offsets(TICKS)) == 3000
+    assert len(desk.client.seeks) == 1
+    assert len(asked) <= 32
+    assert desk.reader.lost == 0
+
+
+@instant
+async def test_what_ends_in_the_end_of_a_transaction_is_read_and_committed_to_its_end() -> None:
+    desk = Desk()
+    desk.log(TICKS).append(3)
+    desk.log(TICKS).mark()
+    await desk.assign()
+    await desk.turn(4)
+    await desk.reader.commit()
+    assert desk.broker.committed == {TICKS: 4}
+    assert desk.reader.lost == 0
+
+
+@instant
+async def test_what_is_no_record_is_not_committed_past_what_is_open() -> None:
+    desk = Desk()
+    desk.hold = lambda slot: slot.offset == 2
+    desk.log(TICKS).append(3)
+    desk.log(TICKS).mark()
+    await desk.assign()
+    await desk.turn(4)
+    await desk.reader.commit()
+    assert desk.broker.committed == {TICKS: 2}
+
+
+@instant
+async def test_records_that_are_deleted_under_the_reader_are_counted_one_by_one() -> None:
+    desk = Desk()
+    desk.log(TICKS).append(10)
+    await desk.assign()
+    await desk.turn(2)
+    desk.log(TICKS).append(40)
+    desk.log(TICKS).retain(35)
+    await desk.turn(4)
+    assert desk.offsets(TICKS) == [*range(10), *range(35, 50)]
+    assert desk.reader.lost == 25
+
+
+@instant
+async def test_records_that_are_deleted_to_the_last_one_are_counted_without_another_one() -> None:
+    desk = Desk()
+    desk.log(TICKS).append(10)
+    await desk.assign()
+    await desk.turn(2)
+    desk.log(TICKS).append(7)
+    desk.log(TICKS).retain(17)
+    await desk.turn(3)
+    assert desk.reader.lost == 7
+    await desk.turn(3)
+    assert desk.reader.lost == 7
 
 
 @instant
@@ -187,38 +221,6 @@ async def test_a_hole_in_a_compacted_topic_is_believed_at_once() -> None:
     await desk.turn(3)
     assert len(desk.offsets(OWNERS)) == 25
     assert len(desk.client.seeks) == 1
-
-
-@instant
-async def test_retention_that_overtakes_the_reader_is_a_hole_and_no_stall() -> None:
-    desk = Desk()
-    desk.log(TICKS).append(10)
-    await desk.assign()
-    await desk.turn(2)
-    desk.log(TICKS).append(10)
-    desk.log(TICKS).retain(15)
-    await desk.turn(4)
-    assert desk.offsets(TICKS) == [*range(10), *range(15, 20)]
-    assert desk.reader.holes == 1
-
-
-@instant
-async def test_a_partition_lost_while_looking_again_is_positioned_anew() -> None:
-    desk = Desk()
-    desk.log(TICKS).append(5)
-    desk.log(TICKS).compact(0)
-    await desk.assign()
-    await desk.turn()
-
-    async def lost(positions: Any) -> None:
-        raise IllegalStateError("not assigned")
-
-    seek, desk.client.seek = desk.client.seek, lost  # type: ignore[method-assign]
-    await desk.turn()
-    assert not desk.reader.ledger.ready
-    desk.client.seek = seek  # type: ignore[method-assign]
-    await desk.turn(4)
-    assert desk.offsets(TICKS) == [1, 2, 3, 4]
 
 
 # -- logs that are not what they were
@@ -363,6 +365,21 @@ async def test_a_commit_that_never_returns_holds_a_revocation_for_seconds_and_la
 
 
 @instant
+async def test_a_commit_that_is_still_under_way_at_a_revocation_does_not_set_the_next_owner_back() -> None:
+    desk = Desk()
+    desk.log(TICKS).append(7)
+    await desk.assign()
+    await desk.turn(2)
+    desk.broker.commits = "unreachable"
+    await desk.reader.revoked()
+    desk.broker.commits = "taken"
+    desk.broker.committed[TICKS] = 1000  # by whoever has the partition now
+    await desk.assign({OWNERS, LABELS})
+    await asyncio.sleep(10)
+    assert desk.broker.committed == {TICKS: 1000}
+
+
+@instant
 async def test_a_commit_that_swallows_its_cancellation_holds_nobody() -> None:
     desk = Desk()
     desk.log(TICKS).append(5)
@@ -450,7 +467,7 @@ async def test_nothing_is_read_in_the_middle_of_a_rebalance() -> None:
     assert desk.delivered == []
 
 
-@pytest.mark.parametrize("call", ["committed", "beginnings", "ends", "times", "offsets_at", "seek"])
+@pytest.mark.parametrize("call", ["committed", "beginnings", "ends", "times", "offsets_at"])
 @pytest.mark.parametrize("error", [IllegalStateError("not assigned"), AssertionError(), KafkaConnectionError("away")])
 def test_a_partition_lost_while_positions_are_set_is_no_failure(call: str, error: Exception) -> None:
     @instant
@@ -474,7 +491,7 @@ def test_a_partition_lost_while_positions_are_set_is_no_failure(call: str, error
     scenario()
 
 
-@pytest.mark.parametrize("call", ["committed", "beginnings", "ends", "times", "offsets_at", "seek"])
+@pytest.mark.parametrize("call", ["committed", "beginnings", "ends", "times", "offsets_at"])
 def test_positions_that_were_found_for_an_older_epoch_are_not_used(call: str) -> None:
     @instant
     async def scenario() -> None:
@@ -497,28 +514,6 @@ def test_positions_that_were_found_for_an_older_epoch_are_not_used(call: str) ->
         assert desk.offsets(TICKS) == [0, 1]
 
     scenario()
-
-
-@instant
-async def test_of_two_seeks_that_overlap_the_later_wins() -> None:
-    desk = Desk()
-    desk.log(TICKS).append(10)
-    await desk.assign()
-    seek, back = desk.client.seek, asyncio.Event()
-
-    async def slowly(positions: Any) -> None:
-        await back.wait()
-        await seek(positions)
-
-    desk.client.seek = slowly  # type: ignore[method-assign]
-
-    def set_forward() -> None:
-        desk.broker.committed[TICKS] = 7
-        desk.reader.end_epoch()
-
-    await meanwhile(desk.turn(), set_forward, back.set)
-    await desk.turn(3)
-    assert desk.offsets(TICKS) == [7, 8, 9]
 
 
 @instant

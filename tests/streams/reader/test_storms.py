@@ -29,9 +29,8 @@ class Storm:
         st.tuples(st.just("seek_again"), NUMBERS),
         st.just(("join",)),
         st.tuples(st.just("kill"), NUMBERS),
-        st.tuples(st.just("commits"), st.sampled_from(["taken", "refused", "failed", "hanging"])),
+        st.tuples(st.just("commits"), st.sampled_from(["taken", "refused", "failed", "hanging", "unreachable"])),
         st.tuples(st.just("away"), st.booleans()),
-        st.tuples(st.just("late"), st.booleans()),
         st.tuples(st.just("slow"), st.booleans()),
         st.tuples(st.just("wait"), st.sampled_from([0.0, 0.001, 0.05, 0.31, 1.0, 7.0])),
     )
@@ -80,10 +79,6 @@ class Storm:
 
     async def away(self, away: bool) -> None:
         self.world.broker.away = away
-
-    async def late(self, late: bool) -> None:
-        for process in self.world.processes:
-            process.client.late = late
 
     async def slow(self, slow: bool) -> None:
         self.world.slow = slow

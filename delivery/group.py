@@ -1,0 +1,380 @@
+"""A member of a consumer group: joins, reads, commits, and says when it can't go on.
+
+In: the topics to read. Out: their records, on the event loop of whoever reads; commits.
+State: the client of Kafka, and what was seen of the group and of the topics.
+On failure: what the broker may yet answer differently is logged once a kind and tried again for as long as it takes.
+What only another start can mend ends the process with its reason (:class:`MustRestart`): topics that have other
+partitions than at the start, and another process that uses this one's instance id.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import msgspec
+from aiokafka import TopicPartition
+from aiokafka.abc import ConsumerRebalanceListener
+from aiokafka.admin import AIOKafkaAdminClient
+from aiokafka.coordinator.protocol import ConsumerProtocolMemberMetadata
+from aiokafka.errors import CommitFailedError, IllegalStateError, KafkaError
+
+from delivery.assignor import Claim, CoPartitioned, claim_of
+from delivery.connection import close, connected
+from delivery.lateness import LoopLateness
+from delivery.ledger import Partition
+from delivery.offsets import OffsetClient, theirs
+from delivery.watchdog import RESTART
+from topics.admin import BrokerError, connect
+from topics.sender import describe
+
+log = logging.getLogger(__name__)
+
+_LOOK_EVERY_S = 0.3
+_RETRY_S = 0.5
+_POSITION_S = 0.1
+_DESCRIBE_S = 3.0
+_NEVER_MS = 2**31 - 1
+_REBALANCE_MS = 30_000
+_METADATA_MS = 20_000
+_FETCH_WAIT_MS = 200
+_MAX_FETCH = 32 << 20
+_MAX_PARTITION_FETCH = 8 << 20
+_HANGING_S = 60.0
+_FRESH_MS = 5_000
+_NOWHERE = TopicPartition("", -1)
+"""No partition of ours: a poll for it gives no records, and whatever the client has to complain about."""
+
+
+class GroupSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How a process is a member of its group; ``instance_id`` makes it a static one."""
+
+    kafka: str
+    group: str
+    instance_id: str | None = None
+    session_timeout_s: float = 10.0
+
+
+class MustRestart(Exception):
+    """The process can't go on as it is, and nothing is lost if it is started again: what is not committed is read
+    again. The message is the reason."""
+
+    exit_code = RESTART
+
+
+class Member(Protocol):
+    """Who reads: a stream's reader or a sink."""
+
+    async def revoked(self) -> None:
+        """The partitions are about to be dealt out again: commit what is finished, and let go. In bounded time."""
+
+    def assigned(self, tps: set[Partition]) -> None:
+        """These are ours now."""
+
+
+class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka has no types
+    """The membership of one process. ``partitions`` is how many each topic is known to have; others are asked for.
+
+    ``failed`` is set to :class:`MustRestart` when the process must end; whoever runs the group waits for it.
+    """
+
+    def __init__(
+        self, settings: GroupSettings, topics: Collection[str], member: Member, partitions: Mapping[str, int]
+    ) -> None:
+        self.settings, self.topics = settings, tuple(topics)
+        self.offsets = OffsetClient(settings.kafka, client_id=settings.group)
+        self.lateness = LoopLateness()
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._member = member
+        self._partitions = dict(partitions)
+        self._assignor = CoPartitioned(settings.instance_id)
+        self._consumer: Any = None
+        self._joined = False
+        self._trouble: str | None = None
+        self._complained: set[str] = set()
+        self._open: dict[Partition, tuple[int, float]] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._evicted: asyncio.Task[Any] | None = None
+
+    # -- life
+
+    async def connect(self) -> None:
+        """Connect, for as long as that takes, and learn how many partitions the topics have; cancel to give up."""
+        await self.offsets.connect()
+        self._consumer = await connected(self.settings.kafka, **_options(self.settings, self._assignor))
+        unknown = not self._partitions
+        while unknown:
+            try:
+                async with connect(self.settings.kafka) as admin:
+                    layouts = await admin.layouts()
+            except BrokerError as error:
+                self._complain(error)
+                await asyncio.sleep(_RETRY_S)
+            else:
+                self._partitions = {topic: layouts[topic].partitions for topic in self.topics if topic in layouts}
+                unknown = False
+
+    async def topics_with_commits(self) -> frozenset[str]:
+        """The topics of which the group has committed something before this process joined it."""
+        tps = [Partition(topic, number) for topic, count in self._partitions.items() for number in range(count)]
+        while True:
+            try:
+                offsets = await asyncio.gather(*(self.committed(tp) for tp in tps))
+            except KafkaError as error:
+                self._complain(error)
+                await asyncio.sleep(_RETRY_S)
+            else:
+                return frozenset(tp.topic for tp, offset in zip(tps, offsets, strict=True) if offset is not None)
+
+    def join(self) -> None:
+        """Become a member; the member is told of its partitions as they come and go."""
+        self._consumer.subscribe(list(self.topics), listener=self)
+        self._tasks = [asyncio.create_task(self._watch()), asyncio.create_task(self.lateness.watch())]
+
+    async def close(self) -> None:
+        """Leave the group, in bounded time. Whoever reads has let go before."""
+        for task in self._tasks:
+            task.cancel()
+        if self._evicted is not None:
+            self._evicted.cancel()
+        self.failed.cancel()
+        await self.offsets.close()
+        if self._consumer is not None:
+            await close(self._consumer)
+
+    def not_ready(self) -> list[str]:
+        """Why nothing is read, or not all of it; empty when all is well."""
+        if self._consumer is None:
+            return ["not connected to Kafka"]
+        if not self._joined:
+            trouble = f": {self._trouble}" if self._trouble else ""
+            return [f"not a member of the group {self.settings.group}{trouble}"]
+        if missing := [topic for topic in self.topics if not self._consumer.partitions_for_topic(topic)]:
+            return [f"there is no topic {topic}" for topic in missing]
+        now_s = time.monotonic()
+        hanging = [
+            f"{tp.topic} partition {tp.partition}: a transaction is open since offset {offset}, for"
+            f" {now_s - since_s:.0f} s now, and nothing after it can be read: see `kafka-transactions.sh find-hanging`"
+            for tp, (offset, since_s) in sorted(self._open.items())
+            if now_s - since_s >= _HANGING_S
+        ]
+        return [*([self._trouble] if self._trouble else []), *hanging]
+
+    # -- the group's word
+
+    async def on_partitions_revoked(self, revoked: Any) -> None:
+        """Of the client, before it joins again, and awaited by it: nothing is committed any more after this."""
+        was_member, self._joined = self._joined, False
+        self._open.clear()
+        await self._member.revoked()
+        if was_member and self.settings.instance_id is not None and (other := await self._successor()):
+            reason = (
+                f"another process has joined the group {self.settings.group} with the instance id"
+                f" {self.settings.instance_id}, from {other}: give each process an id of its own"
+            )
+            self._end(reason)
+            self._evicted = asyncio.current_task()
+            await asyncio.Event().wait()  # to join again would throw the other one out
+
+    async def on_partitions_assigned(self, assigned: Any) -> None:
+        """Of the client, which sends no heartbeats until this returns."""
+        self._look(time.monotonic())
+        self._joined, self._trouble = True, None
+        self._complained.clear()
+        self._member.assigned(self.assignment())
+
+    async def _successor(self) -> str | None:
+        """The host of a process that has our instance id in the group and began after us; None if there is none.
+
+        The broker gives a static member's place to whoever comes with its id. The one that was there is unknown to
+        the group from then on, and would take the place back.
+        """
+        mine = self._assignor.claim
+        admin = AIOKafkaAdminClient(bootstrap_servers=self.settings.kafka.split(","), client_id=self.settings.group)
+        try:
+            async with asyncio.timeout(_DESCRIBE_S):
+                await admin.start()
+                answers = await admin.describe_consumer_groups([self.settings.group])
+        except (KafkaError, OSError, TimeoutError) as error:
+            log.info("who else is in the group %s is not known: %s", self.settings.group, describe(error))
+            return None
+        finally:
+            await admin.close()
+        for _, _, host, claim in _claims(answers):
+            same_id = claim.instance == mine.instance and claim.process != mine.process
+            if same_id and (claim.started_ms, claim.process) > (mine.started_ms, mine.process):
+                return host
+        return None
+
+    # -- watching
+
+    async def _watch(self) -> None:
+        """Poll, whether anything is assigned or not: an error of the coordinator holds everything up until the poll
+        that raises it, and an answer to it only comes by going on."""
+        while True:
+            try:
+                await self._consumer.getmany(_NOWHERE, timeout_ms=0)
+            except KafkaError as error:
+                self._complain(error)
+                if "Unexpected error during coordination" in str(error):  # the client's task has ended by it
+                    self._end(f"no member of the group {self.settings.group} any more: {describe(error)}")
+            self._look(time.monotonic())
+            await asyncio.sleep(_LOOK_EVERY_S)
+
+    def _look(self, now_s: float) -> None:
+        for topic in self.topics:
+            count = len(self._consumer.partitions_for_topic(topic) or ())
+            known = self._partitions.setdefault(topic, count) if count else count
+            if count != known:
+                self._end(
+                    f"{topic} has {count} partitions, and had {known} when this process started: which partition a key"
+                    " belongs to has changed. Give all topics that are keyed by node the same number"
+                )
+        for tp in self.assignment() if self._joined else ():
+            self._look_for_transactions(tp, now_s)
+
+    def _look_for_transactions(self, tp: Partition, now_s: float) -> None:
+        """Note since when the last stable offset has stood still before the end of the log."""
+        end, stable = self._consumer.highwater(theirs(tp)), self.end(tp)
+        asked_ms = self._consumer.last_poll_timestamp(theirs(tp))
+        if end is None or stable is None or stable >= end:
+            self._open.pop(tp, None)
+        elif time.time() * 1000 - asked_ms <= _FRESH_MS and self._open.get(tp, (-1, 0))[0] != stable:
+            self._open[tp] = stable, now_s
+
+    def _complain(self, error: Exception) -> None:
+        """Say what is wrong, once a kind until all is well."""
+        self._trouble = describe(error)
+        if (kind := type(error).__name__) not in self._complained:
+            self._complained.add(kind)
+            log.warning("group %s: %s; trying again", self.settings.group, self._trouble)
+
+    def _end(self, reason: str) -> None:
+        if not self.failed.done():
+            self.failed.set_exception(MustRestart(reason))
+
+    # -- reading
+
+    def assignment(self) -> set[Partition]:
+        """The partitions that are ours now. One that its topic did not have at the start is nobody's."""
+        mine = (Partition(*tp) for tp in self._consumer.assignment())
+        return {tp for tp in mine if tp.partition < self._partitions.get(tp.topic, tp.partition + 1)}
+
+    def flowing(self) -> bool:
+        """Whether records may be taken: we are a member, and not in the middle of a rebalance."""
+        return self._joined and not self.failed.done()
+
+    async def fetch(
+        self, active: Collection[Partition], timeout_s: float, max_records: int | None = None
+    ) -> Mapping[Partition, Sequence[Any]]:
+        """Records of these partitions, in order; none if none came in time."""
+        try:
+            records = await self._consumer.getmany(
+                *(theirs(tp) for tp in active), timeout_ms=int(timeout_s * 1000), max_records=max_records
+            )
+        except KafkaError as error:
+            self._complain(error)
+            await asyncio.sleep(_RETRY_S)
+            return {}
+        if records and self._joined:
+            self._trouble = None
+        return {Partition(*tp): found for tp, found in records.items()}
+
+    def seek(self, positions: Mapping[Partition, int]) -> None:
+        """Read on from these offsets; nothing that was fetched before is given any more. Raises IllegalStateError."""
+        for tp, offset in positions.items():
+            self._consumer.seek(theirs(tp), offset)
+
+    async def positions(self, tps: Iterable[Partition]) -> Mapping[Partition, int]:
+        """The next offset that each partition will give, past whatever holds no record; not of those that have none."""
+        found: dict[Partition, int] = {}
+        try:
+            async with asyncio.timeout(_POSITION_S):
+                for tp in tps:
+                    found[tp] = await self._consumer.position(theirs(tp))
+        except (KafkaError, AssertionError, TimeoutError):
+            pass
+        return found
+
+    def end(self, tp: Partition) -> int | None:
+        """The offset after the last record that can be read, as of the last fetch."""
+        stable: int | None = self._consumer.last_stable_offset(theirs(tp))
+        if stable is None or stable < 0:  # a broker without transactions
+            stable = self._consumer.highwater(theirs(tp))
+        return stable
+
+    def is_read_to_end(self, tp: Partition, position: int) -> bool:
+        """Whether a broker that was asked just now had nothing at or after this offset that can be read."""
+        end, asked_ms = self.end(tp), self._consumer.last_poll_timestamp(theirs(tp))
+        return end is not None and position >= end and time.time() * 1000 - asked_ms <= _FRESH_MS
+
+    # -- offsets
+
+    async def committed(self, tp: Partition) -> int | None:
+        """The group's committed offset."""
+        offset: int | None = await self._consumer.committed(theirs(tp))
+        return offset
+
+    async def beginnings(self, tps: list[Partition]) -> Mapping[Partition, int]:
+        """The first offset of each partition."""
+        return await self.offsets.beginnings(tps)
+
+    async def ends(self, tps: list[Partition]) -> Mapping[Partition, int]:
+        """The offset after the last one of each partition that can be read."""
+        return await self.offsets.ends(tps)
+
+    async def offsets_at(self, times_ms: Mapping[Partition, int]) -> Mapping[Partition, int | None]:
+        """The first offset at or after a time; None: there is none, or the broker can't tell."""
+        return await self.offsets.offsets_at(times_ms)
+
+    async def times(self, offsets: Mapping[Partition, int]) -> Mapping[Partition, int | None]:
+        """The log time in ms of the last record up to each offset; None: it could not be read."""
+        return await self.offsets.times(offsets)
+
+    async def commit(self, offsets: Mapping[Partition, int]) -> bool:
+        """Commit; False if the group has moved on. Raises KafkaError.
+
+        A commit is checked against the generation that is current when it is sent, and not against whose partition it
+        is: one that outlives a rebalance would set the new owner back. So it is to be cancelled, and awaited, before
+        :meth:`Member.revoked` returns.
+        """
+        assigned = self.assignment()
+        mine = {theirs(tp): offset for tp, offset in offsets.items() if tp in assigned}
+        try:
+            if mine:
+                await self._consumer.commit(mine)
+        except (CommitFailedError, IllegalStateError):
+            return False
+        return len(mine) == len(offsets)
+
+
+def _claims(answers: Iterable[Any]) -> list[tuple[str, str, str, Claim]]:
+    """Member id, client id, host and claim of each member, as the broker describes a group that is settled."""
+    found = []
+    for answer in answers:
+        for row in answer.groups:
+            for member_id, client_id, host, metadata, *_ in row[5]:
+                if metadata:  # there is none in the middle of a rebalance
+                    user_data = ConsumerProtocolMemberMetadata.decode(metadata).user_data
+                    found.append((member_id, client_id, host, claim_of(user_data)))
+    return found
+
+
+def _options(settings: GroupSettings, assignor: CoPartitioned) -> dict[str, Any]:
+    session_ms = int(settings.session_timeout_s * 1000)
+    return {
+        "client_id": settings.group,
+        "group_id": settings.group,
+        "group_instance_id": settings.instance_id,
+        "partition_assignment_strategy": (assignor,),  # one: the client's first join would offer only the first of two
+        "session_timeout_ms": session_ms,
+        "heartbeat_interval_ms": max(min(session_ms // 4, 3000), 250),
+        "rebalance_timeout_ms": max(session_ms, _REBALANCE_MS),
+        "max_poll_interval_ms": _NEVER_MS,  # not to read, because a receiver is away, is no reason to leave
+        "auto_offset_reset": "earliest",
+        "fetch_max_wait_ms": _FETCH_WAIT_MS,
+        "fetch_max_bytes": _MAX_FETCH,
+        "max_partition_fetch_bytes": _MAX_PARTITION_FETCH,
+        "metadata_max_age_ms": _METADATA_MS,  # so soon a partition that is added is seen
+    }
