@@ -265,7 +265,7 @@ class Reader:
         if expected is None:
             return
         if records[0].offset < expected:
-            log.error("%s %s: offset %d is gone, and the log goes on at %d", *tp, expected, records[0].offset)
+            log.error("%s: offset %d is gone, and the log goes on at %d", tp, expected, records[0].offset)
             self.end_epoch()
             return
         await self._pass_over(tp, expected, records[0].offset)
@@ -289,11 +289,11 @@ class Reader:
         try:
             begins = (await self._client().beginnings([tp]))[tp]
         except NOT_OURS as error:
-            log.info("%s %s: whether offsets %d to %d were deleted is not known: %r", *tp, expected, offset - 1, error)
+            log.info("%s: whether offsets %d to %d were deleted is not known: %r", tp, expected, offset - 1, error)
             return
         if (gone := min(begins, offset) - expected) > 0:
             self.lost += gone
-            log.error("%s %s: offsets %d to %d were deleted before they were read", *tp, expected, expected + gone - 1)
+            log.error("%s: offsets %d to %d were deleted before they were read", tp, expected, expected + gone - 1)
 
     def _client(self) -> Client:
         if self.client is None:
