@@ -23,7 +23,7 @@ from rich.text import Text
 
 from sinks.alerts import Undecodable, read
 from topics import broker
-from topics.alerts import TOPIC, Alert, Severity, State, transition_id
+from topics.alerts import TOPIC, Alert, State, transition_id
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ Form = Literal["table", "json"]
 
 COLUMNS = ("since", "for", "severity", "alert", "where", "who", "summary")
 
-_RANKS: dict[Severity, int] = {"critical": 0, "warning": 1, "info": 2}
+_RANKS: dict[str, int] = {"critical": 0, "warning": 1, "info": 2}
 _STYLES = {"critical": "red", "warning": "yellow"}
 _WAIT_MS = 500
 _FAILED = 1
@@ -72,8 +72,8 @@ class Seen:
 
     def open(self) -> list[Alert]:
         """The alerts that fire, the most severe first, then the oldest."""
-        firing = [alert for alert in self._last.values() if alert.state == "firing"]
-        return sorted(firing, key=lambda one: (_RANKS[one.severity], one.starts_at, one.fingerprint))
+        firing = [alert for alert in self._last.values() if alert.is_open]
+        return sorted(firing, key=lambda one: (_RANKS.get(one.severity, len(_RANKS)), one.starts_at, one.fingerprint))
 
 
 def alerts(kafka: str, form: Form, *, follow: bool) -> int:
@@ -180,10 +180,10 @@ def _print_transition(alert: Alert, form: Form) -> None:
         return
     at = alert.ends_at or alert.starts_at
     said = row(alert, at)
-    after = f" after {said.lasted}" if alert.state == "resolved" else ""
+    after = f" after {said.lasted}" if not alert.is_open else ""
     words = (f"{at.astimezone(UTC):%H:%M:%SZ}", f"{_state(alert.state)}{after}", *said[2:])
     click.echo("\t".join(words) if not sys.stdout.isatty() else "  ".join(filter(None, words)))
 
 
 def _state(state: State) -> str:
-    return "fires" if state == "firing" else "resolved"
+    return "fires" if state == "firing" else state

@@ -16,7 +16,7 @@ from producers.numbering import Snapshot
 
 DropReason = Literal["buffer_full", "buffer_age", "stopped"]
 
-PLAIN_TICKS = 16
+PLAIN_TICKS = 4
 """So many of the newest ticks are as they came, if there is room."""
 
 LEAST_BYTES = 512

@@ -25,7 +25,7 @@ def read(record: Record) -> Alert | None:
         raise Undecodable(f"not a record of {TOPIC.name}: {error}") from error
     if record.key != alert.fingerprint.encode():
         raise Undecodable(f"not a record of {TOPIC.name}: its key is not its fingerprint")
-    if alert.state == "resolved" and alert.ends_at is None:
+    if not alert.is_open and alert.ends_at is None:
         raise Undecodable(f"not a record of {TOPIC.name}: resolved, without ends_at")
     if any(at is not None and not 0 <= milliseconds(at) <= MAX_TIME_MS for at in (alert.starts_at, alert.ends_at)):
         raise Undecodable(f"not a record of {TOPIC.name}: of a time before 1970 or after 9999")
@@ -52,11 +52,11 @@ class Known:
         last = self._last.get(alert.fingerprint)
         if last is None or last.starts_ms != milliseconds(alert.starts_at):
             return True
-        return alert.state == "resolved" and not last.resolved
+        return not alert.is_open and not last.resolved
 
     def learn(self, alert: Alert) -> None:
         """Know it, and forget the ones before."""
-        self._last[alert.fingerprint] = _Last(milliseconds(alert.starts_at), alert.state == "resolved")
+        self._last[alert.fingerprint] = _Last(milliseconds(alert.starts_at), not alert.is_open)
 
     def forget(self, key: bytes | None) -> None:
         """The alert of a record's key is gone from the topic."""

@@ -12,7 +12,17 @@ import msgspec
 from topics.topic import Name, Number, Topic, UInt, Version
 
 Severity = Literal["info", "warning", "critical"]
-State = Literal["firing", "resolved"]
+"""The severities that a rule may have."""
+
+AnySeverity = Annotated[
+    str,
+    msgspec.Meta(
+        examples=["info", "warning", "critical"], description="info, warning, critical, or a word of a later version"
+    ),
+]
+State = Annotated[
+    str, msgspec.Meta(examples=["firing", "resolved"], description="firing, resolved, or a word of a later version")
+]
 Fingerprint = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{16}\Z", description="16 hex digits")]
 Time = Annotated[datetime, msgspec.Meta(tz=True, description="RFC 3339, UTC, of a whole millisecond")]
 
@@ -40,11 +50,16 @@ class Alert(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     node: Name
     starts_at: Time
     ends_at: Time | None = None
-    severity: Severity
+    severity: AnySeverity
     value: Number | None = None
     labels: dict[str, str] = {}
     annotations: dict[str, str] = {}
     resolved_because: str | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it goes on: every alert that is not resolved does, whatever else a later version says of it."""
+        return self.state != "resolved"
 
 
 class Tracked(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

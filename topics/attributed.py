@@ -1,6 +1,6 @@
 """gpu.attributed: the sample, with who held each device at that time and the workload that owns it."""
 
-from typing import Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 
@@ -8,7 +8,11 @@ from topics import samples
 from topics.samples import Device, Event, Sample
 from topics.topic import Number, Topic, UInt
 
-Attribution = Literal["exact", "late", "none"]
+Attribution = Annotated[
+    str,
+    msgspec.Meta(examples=["exact", "late", "none"], description="exact, late, none, or a word of a later version"),
+]
+"""What holders rest on. Where the word is not known the holders count, and are not taken for exact."""
 
 
 class Workload(msgspec.Struct, frozen=True):

@@ -60,6 +60,28 @@ _PROFILES: Mapping[Profile, str] = {
     "dcgm-legacy": "The names and units of dcgm-exporter 1.x.",
 }
 
+_CHANGES = f"""\
+## What may change
+
+Within `schema: {SCHEMA}` a later version may add fields to any object, keys to `metrics`, `info`, `xids` and labels,
+and words to a field that has one of a few. No required field goes, none changes its type, unit or meaning, and no
+topic's key changes. A reader takes what it does not know as not known, and the rest of the record as ever:
+
+| a word that is not known in | is taken as |
+|---|---|
+| `state` of a device | its values count as any others; it is judged neither lost nor well |
+| `attribution` | the holders count, and are not taken for exact |
+| `kind` of an event, `conflict`, `service`, `phase`, `resolved_because` | something else than what is known |
+| `severity` of an alert | a severity of its own, below those that are known |
+| `state` of an alert | the alert is open: only `resolved` ends one |
+
+Any other change gets another `schema`, whose records readers of this version write to gpu.dead-letters.
+
+Two versions run side by side while one takes the other's place. Upgrade readers before writers: sinks, then
+`stream alerts`, then `stream attribution`, then producers; to go back, the other way round. A stream writes the fields
+that it knows: what a later producer adds is in gpu.attributed as soon as attribution is of that version, too. The same
+holds for gpu.alert-state, where an older version that takes over keeps what it knows."""
+
 
 def topics_markdown() -> str:
     """The reference of the topics."""
@@ -73,6 +95,7 @@ def topics_markdown() -> str:
         f"A record is one JSON object in UTF-8 and carries `schema: {SCHEMA}`; under one version no field changes its "
         "unit or its meaning. Absent and null mean the same: not known. Readers ignore fields that they do not know.",
         _table(("topic", "key", "cleanup", "kept for"), rows),
+        _CHANGES,
         f"`gpustream topics create` makes them, with {PARTITIONS} partitions and a replication factor of "
         f"{REPLICATION_FACTOR} unless told otherwise. Topics keyed by `cluster/node` need one number of partitions, so "
         "that one worker sees all of a node, and none can be given another number later: a node's records would then "

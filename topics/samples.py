@@ -1,12 +1,16 @@
 """gpu.samples: one node's tick, every GPU of it as NVML answered."""
 
-from typing import Literal
+from typing import Annotated
 
 import msgspec
 
 from topics.topic import Name, Number, Topic, UInt, Version
 
-State = Literal["ok", "lost", "timeout"]
+State = Annotated[
+    str,
+    msgspec.Meta(examples=["ok", "lost", "timeout"], description="ok, lost, timeout, or a word of a later version"),
+]
+"""How a device answered. One whose word is not known has values as any other, and is judged neither lost nor well."""
 
 
 class Mig(msgspec.Struct, frozen=True, omit_defaults=True):

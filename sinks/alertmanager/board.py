@@ -34,7 +34,7 @@ class Board:
 
     def open(self) -> int:
         """How many are open."""
-        return sum(entry.alert.state == "firing" for entry in self._entries.values())
+        return sum(entry.alert.is_open for entry in self._entries.values())
 
     def due(self, now_ms: int) -> list[str]:
         """The fingerprints of all that is to be told; what ended long ago is forgotten."""
@@ -47,4 +47,4 @@ class Board:
 
 
 def _long_over(entry: _Entry, now_ms: int) -> bool:
-    return entry.alert.state == "resolved" and now_ms - entry.written_ms > RESOLVED_FOR_MS
+    return not entry.alert.is_open and now_ms - entry.written_ms > RESOLVED_FOR_MS

@@ -40,7 +40,7 @@ def postable(alert: Alert, now: datetime, resend_s: float, generator_url: str | 
     """One alert. It never ends before it starts, which Alertmanager refuses, whatever its node's clock says."""
     hold = timedelta(seconds=resend_s * HOLD_RESENDS)
     ends_at = max(now, min(alert.starts_at, _LAST - hold)) + hold
-    if alert.state == "resolved":
+    if not alert.is_open:
         ends_at = min(alert.ends_at or now, now)
     return Postable(
         labels={"alertname": alert.name, "severity": alert.severity, **alert.labels, FINGERPRINT: alert.fingerprint},

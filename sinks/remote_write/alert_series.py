@@ -88,7 +88,7 @@ class AlertSeries:
             return alert is None
         if alert is None:
             return False
-        return (milliseconds(alert.starts_at), alert.state == "resolved") <= (known.starts_ms, not known.open)
+        return (milliseconds(alert.starts_at), not alert.is_open) <= (known.starts_ms, not known.open)
 
     def change(self, fingerprint: str, alert: Alert | None, written_ms: int, now_ms: int) -> Change:
         """What a record writes that was appended at a time. Raises :class:`Malformed`."""
@@ -115,7 +115,7 @@ class AlertSeries:
             return
         known = self._known.get(fingerprint)
         block = None
-        if alert.state == "firing":
+        if alert.is_open:
             block = groups[-1].block if groups else self._block(alert)
         last_ms = groups[-1].ts_ms if groups else known.last_ms if known else None
         self._known[fingerprint] = _Known(milliseconds(alert.starts_at), block, last_ms)
@@ -172,7 +172,7 @@ def _times(alert: Alert) -> tuple[int, int | None]:
     starts_ms = milliseconds(alert.starts_at)
     if starts_ms < 0:
         raise Malformed(f"starts_at is {alert.starts_at}")
-    if alert.state == "firing":
+    if alert.is_open:
         return starts_ms, None
     if alert.ends_at is None:
         raise Malformed("resolved, and has no ends_at")

@@ -84,11 +84,16 @@ _BY_STATE: dict[str, dict[Kind, Judge]] = {
     "timeout": _ALWAYS | dict.fromkeys(_BLIND, _blind) | {"lost": faults.lost, "not_answering": faults.not_answering},
 }
 
+_UNKNOWN_STATE = _ALWAYS | _OK | dict.fromkeys(("lost", "not_answering"), _blind)
+"""Of a device in a state that a later version knows: its values are judged, and whether it works is not known."""
+
 
 def _judges(rules: Rules, state: str) -> list[tuple[Judge, tuple[Rule, ...]]]:
     """What judges a device in a state, and by which rules."""
+    state = state if state in _BY_STATE else ""
     judges: list[tuple[Judge, tuple[Rule, ...]]] | None = rules.plan.get(state)
     if judges is None:
-        judges = [(judge, rules.by_kind[kind]) for kind, judge in _BY_STATE[state].items() if kind in rules.by_kind]
+        kinds = _BY_STATE.get(state, _UNKNOWN_STATE)
+        judges = [(judge, rules.by_kind[kind]) for kind, judge in kinds.items() if kind in rules.by_kind]
         rules.plan[state] = judges
     return judges

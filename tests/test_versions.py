@@ -1,0 +1,179 @@
+"""Records of a later version go through every reader of this one: what it does not know changes nothing else."""
+
+import copy
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+
+from gpustream.alerts_command import Seen
+from sinks import alerts as alert_records
+from sinks.alertmanager.board import Board
+from sinks.alertmanager.encode import postable
+from sinks.remote_write.alert_series import AlertSeries
+from sinks.remote_write.series import Series
+from streams.alerts import tick as alert_ticks
+from streams.alerts.state import decode as decode_state
+from streams.attribution import join
+from streams.attribution.decode import decode as decode_node
+from tests.streams.alerts.ticks import found
+from topics import registry
+from topics.alerts import milliseconds
+from topics.attributed import TOPIC as ATTRIBUTED
+from topics.attributed import AttributedSample
+from topics.decoding import decoder
+from topics.samples import TOPIC as SAMPLES
+from topics.samples import Sample
+from topics.topic import Topic
+
+RECORDS = [topic for topic in registry.load().values() if topic.record is not None]
+TEXTS = ("info", "labels", "annotations", "namespace_labels", "node_labels")
+MAPS: dict[str, Any] = {"metrics": 0.5, "xids": 1, "resolved": 1} | dict.fromkeys(TEXTS, "new")
+"""Objects whose keys are data, and what a new one is."""
+
+WORDS = {"state": "resting", "attribution": "guessed", "severity": "page", "conflict": "ghost", "phase": "Dreaming"}
+Json = dict[str, Any]
+
+
+def later(record: Any, *, words: bool = True) -> Any:
+    """A record as a later version writes it: fields everywhere that are not known and, with ``words``, new words."""
+    if isinstance(record, list):
+        return [later(one, words=words) for one in record]
+    if not isinstance(record, dict):
+        return record
+    made = {
+        key: {**value, "added_later": MAPS[key]} if key in MAPS else later(value, words=words)
+        for key, value in record.items()
+    }
+    if words:
+        made |= {key: word for key, word in WORDS.items() if key in record}
+    return made | {"added_later": {"by": ["a", "later", "version"], "n": 1}}
+
+
+def rich() -> Json:
+    """A tick of gpu.attributed with most of what there may be."""
+    tick = copy.deepcopy(ATTRIBUTED.example)
+    (device,) = tick["devices"]
+    device |= {
+        "mig": {"uuid": device["uuid"], "parent_uuid": "GPU-p", "gpu_instance": 1, "profile": "1g.10gb"},
+        "info": {"serial": "7"},
+        "xids": {"79": 1},
+        "events": [{"kind": "xid", "code": 79, "ts_ms": 1, "allocations_seq": 4, "holders": device["holders"]}],
+        "conflict": "no_pod",
+        "unattributed": {"utilization_ratio": 0.1},
+    }
+    device["metrics"] |= {"clock_event_reasons": 0x40, "temperature_celsius": 90}
+    return tick
+
+
+class Record(NamedTuple):
+    """One of a log."""
+
+    key: bytes
+    value: bytes
+    topic: str = "gpu.alerts"
+    partition: int = 0
+    offset: int = 0
+    timestamp: int = 0
+
+
+def encoded(record: Json) -> bytes:
+    return msgspec.json.encode(record)
+
+
+def known(record: msgspec.Struct) -> Any:
+    """A record without what a later version has added to its maps."""
+    return _without(msgspec.to_builtins(record))
+
+
+def _without(value: Any) -> Any:
+    if isinstance(value, dict):
+        left = {key: _without(item) for key, item in value.items() if key != "added_later"}
+        return {key: item for key, item in left.items() if item != {}}
+    return [_without(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+@pytest.mark.parametrize("topic", RECORDS, ids=lambda topic: topic.name)
+def test_fields_that_are_not_known_change_nothing(topic: Topic) -> None:
+    assert topic.record is not None
+    decode: Callable[[bytes], msgspec.Struct] = decoder(topic.record)
+    for record in (topic.example, *([rich()] if topic is ATTRIBUTED else [])):
+        assert known(decode(encoded(later(record, words=False)))) == known(decode(encoded(record)))
+
+
+@pytest.mark.parametrize("topic", RECORDS, ids=lambda topic: topic.name)
+def test_words_that_are_not_known_are_read_as_they_are(topic: Topic) -> None:
+    assert topic.record is not None
+    read = msgspec.to_builtins(decoder(topic.record)(encoded(later(topic.example))))
+    for key in WORDS.keys() & topic.example.keys():
+        assert read[key] == WORDS[key]
+
+
+def test_another_schema_is_refused() -> None:
+    with pytest.raises(msgspec.DecodeError):
+        decoder(AttributedSample)(encoded({**rich(), "schema": 2}))
+
+
+def test_attribution_hands_on_the_word_that_it_does_not_know() -> None:
+    record = later({**SAMPLES.example, "allocations_seq": None})
+    sample = decode_node("gpu.samples", b"prod-us-east-1/gpu-node-1", encoded(record))
+    assert isinstance(sample, Sample)
+    _, (joined,) = join.step(join.NEW, join.Tick(sample, 0, 0.0, 0.0), 10.0)
+
+    assert joined.sample.devices[0].state == "resting"
+    assert joined.sample.devices[0].metrics["gpu_utilization_ratio"] == 0.93
+
+
+def test_remote_write_writes_the_same_values_for_words_that_it_does_not_know() -> None:
+    written = []
+    for record in (rich(), later(rich())):
+        tick = Series("otel", "otel").tick(decoder(AttributedSample)(encoded(record)))
+        written.append(
+            {
+                (row.name, row.labels): value
+                for group in tick.groups
+                for row, value in zip(group.block.rows, group.values, strict=True)
+            }
+        )
+    now, then = written
+    ours = {(name, labels): value for (name, labels), value in now.items() if "conflict" not in name}
+
+    assert "gpu_utilization" in {name for name, _ in ours}
+    assert {key: then.get(key) for key in ours} == ours
+
+
+def test_a_device_in_a_state_that_is_not_known_is_judged_by_its_values_and_not_as_lost_or_well() -> None:
+    plain, new = (alert_ticks.decode(encoded(one)) for one in (rich(), later(rich())))
+    held = {(finding.rule.name, finding.holds) for finding in found(new)}
+
+    assert ("GPUThermalSlowdown", True) in held
+    assert ("GPUThermalSlowdown", True) in {(finding.rule.name, finding.holds) for finding in found(plain)}
+    assert {("GPULost", None), ("GPUNotAnswering", None)} <= held
+    assert all(finding.holds is None for finding in found(new) if finding.rule.name in ("GPULost", "GPUNotAnswering"))
+
+
+def test_an_alert_in_a_state_that_is_not_known_is_open_everywhere() -> None:
+    example = registry.load()["gpu.alerts"].example
+    record = Record(example["fingerprint"].encode(), encoded(later(example)))
+    alert = alert_records.read(record)
+    assert alert is not None
+
+    board, watched, now_ms = Board(), Seen(), milliseconds(alert.starts_at) + 1_000
+    board.put(alert, now_ms)
+    watched.see(record)
+    assert alert_records.Known().is_news(alert)
+    assert board.open() == 1
+    assert [one.fingerprint for one in watched.open()] == [alert.fingerprint]
+    assert postable(alert, alert.starts_at, 60.0).ends_at > alert.starts_at
+    (group,) = AlertSeries().change(alert.fingerprint, alert, now_ms, now_ms).groups
+    assert list(group.values) == [1.0]
+    assert ("severity", "page") in group.block.labels
+
+
+def test_a_state_of_the_alert_stream_that_a_later_version_wrote_is_taken_over() -> None:
+    example = registry.load()["gpu.alert-state"].example
+    state = decode_state(encoded(later(example)))
+    (tracked,) = state.tracked
+    assert tracked.alert is not None
+    assert (tracked.name, tracked.alert.is_open) == ("GPUHeldIdle", True)
