@@ -4,9 +4,9 @@ import asyncio
 import logging
 from typing import Any
 
-from aiokafka import AIOKafkaConsumer
 from aiokafka.errors import KafkaError
 
+from topics.clients import AIOKafkaConsumer
 from topics.sender import describe
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,6 @@ from typing import Any, Protocol
 import msgspec
 from aiokafka import TopicPartition
 from aiokafka.abc import ConsumerRebalanceListener
-from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.coordinator.protocol import ConsumerProtocolMemberMetadata
 from aiokafka.errors import CommitFailedError, IllegalStateError, KafkaError
 
@@ -27,6 +26,7 @@ from delivery.ledger import Partition
 from delivery.offsets import OffsetClient, theirs
 from delivery.watchdog import RESTART
 from topics.admin import BrokerError, connect
+from topics.clients import AIOKafkaAdminClient
 from topics.sender import describe
 
 log = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
         while unknown:
             try:
                 async with connect(self.settings.kafka) as admin:
-                    layouts = await admin.layouts()
+                    layouts = await admin.layouts(self.topics)
             except BrokerError as error:
                 self._complain(error)
                 await asyncio.sleep(_RETRY_S)

@@ -50,7 +50,9 @@ class Start(msgspec.Struct, frozen=True):
     """Where reading begins: the next offset of each partition, and where each partition ends at this moment.
 
     ``fresh`` are the partition numbers whose state is read anew, so that what is held of them must be dropped;
-    ``lost`` are offsets that were committed as the next to read, but that the log no longer has.
+    ``lost`` are offsets that were committed as the next to read, but that the log no longer has. ``settled`` says of
+    each state partition before which offset the group has finished its records once, dead letters included: they are
+    read again for what they say, and not to be dead-lettered again.
     """
 
     positions: dict[Partition, int]
@@ -58,6 +60,7 @@ class Start(msgspec.Struct, frozen=True):
     state_ends: dict[Partition, int]
     fresh: frozenset[int]
     lost: dict[Partition, int]
+    settled: dict[Partition, int]
 
 
 class Bounds(msgspec.Struct, frozen=True):
@@ -81,7 +84,9 @@ async def find(
     """Find where to begin to read these input and state partitions. ``compacted`` topics are read whole."""
     inputs, states = list(inputs), list(states)
     bounds = Bounds(*await asyncio.gather(log.beginnings(inputs + states), log.ends(inputs + states)))
-    committed = dict(zip(inputs, await asyncio.gather(*(log.committed(tp) for tp in inputs)), strict=True))
+    tps = inputs + states
+    commits = dict(zip(tps, await asyncio.gather(*(log.committed(tp) for tp in tps)), strict=True))
+    committed = {tp: commits[tp] for tp in inputs}
     positions = {tp: _position(offset, bounds, tp) for tp, offset in committed.items()}
     lost = {tp: offset for tp, offset in committed.items() if offset is not None and offset != positions[tp]}
     fresh = {tp.partition for tp in states if not bounds.holds(tp, held.states.get(tp))}
@@ -91,7 +96,8 @@ async def find(
     recent = [tp for tp in states if tp.partition in fresh and tp.topic not in compacted]
     anew = await _state_positions(log, recent, positions, bounds)
     ends = {tp: bounds.ends[tp] for tp in inputs}, {tp: bounds.ends[tp] for tp in states}
-    return Start(positions | kept | whole | anew, *ends, frozenset(fresh), lost)
+    settled = {tp: _position(commits[tp], bounds, tp) for tp in states}
+    return Start(positions | kept | whole | anew, *ends, frozenset(fresh), lost, settled)
 
 
 def _position(committed: int | None, bounds: Bounds, tp: Partition) -> int:

@@ -15,7 +15,6 @@ from typing import Any, Literal, NamedTuple
 
 import click
 import msgspec
-from aiokafka import AIOKafkaConsumer
 from aiokafka.errors import KafkaError
 from rich.console import Console
 from rich.table import Table
@@ -24,6 +23,7 @@ from rich.text import Text
 from sinks.alerts import Undecodable, read
 from topics import broker
 from topics.alerts import TOPIC, Alert, State, transition_id
+from topics.clients import AIOKafkaConsumer
 
 log = logging.getLogger(__name__)
 

@@ -182,13 +182,18 @@ def topics() -> None:
 @option(
     "--replication-factor", type=click.IntRange(min=1), default=REPLICATION_FACTOR, help="Copies of every partition."
 )
+@option(
+    "--recreate-empty",
+    is_flag=True,
+    help="Delete topics that have another number of partitions and create them again, if they hold no record.",
+)
 @o.LOG_FORMAT
-def create(kafka: str, partitions: int, replication_factor: int, log_format: logs.Format) -> None:
+def create(kafka: str, partitions: int, replication_factor: int, recreate_empty: bool, log_format: logs.Format) -> None:
     """Create the topics that are missing, and mend the settings of those that are there. Partitions never change."""
     from gpustream import topic_commands
 
     logs.setup(log_format)
-    raise SystemExit(topic_commands.create(kafka, partitions, replication_factor))
+    raise SystemExit(topic_commands.create(kafka, partitions, replication_factor, recreate_empty=recreate_empty))
 
 
 @topics.command("list", cls=Command, example="gpustream topics list --kafka 127.0.0.1:9092")

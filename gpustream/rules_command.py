@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 import click
 import msgspec
-from aiokafka import AIOKafkaConsumer, TopicPartition
+from aiokafka import TopicPartition
 from aiokafka.errors import KafkaError
 from rich.console import Console
 from rich.table import Table
@@ -31,6 +31,7 @@ from streams.alerts.rule import Rules
 from streams.alerts.rules import RulesError
 from topics import attributed, broker
 from topics.alerts import Alert
+from topics.clients import AIOKafkaConsumer
 
 Form = Literal["table", "json"]
 

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-from aiokafka import AIOKafkaConsumer
 
 from topics import alerts, attributed, dead_letters
 from topics.attributed import AttributedSample
+from topics.clients import AIOKafkaConsumer
 from topics.decoding import decoder
 
 log = logging.getLogger(__name__)

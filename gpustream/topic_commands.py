@@ -36,9 +36,11 @@ class Row(NamedTuple):
     verdict: str
 
 
-def create(kafka: str, partitions: int, replication_factor: int) -> int:
+def create(kafka: str, partitions: int, replication_factor: int, *, recreate_empty: bool) -> int:
     """Creates what is missing, mends settings, prints what it changed. 1 where the broker or the contract says no."""
-    return _answered(lambda: broker.create(kafka, partitions, replication_factor), _print_changes)
+    return _answered(
+        lambda: broker.create(kafka, partitions, replication_factor, recreate_empty=recreate_empty), _print_changes
+    )
 
 
 def compare(kafka: str) -> int:

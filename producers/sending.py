@@ -41,17 +41,19 @@ class ConnectedSender(RecordSender, Protocol):
     """What a component needs of :class:`topics.sender.Sender` beside that."""
 
     async def start(self) -> None:
-        """Connect, for as long as it takes."""
+        """Connect, for as long as it takes until there is a broker with the topics."""
 
     async def stop(self, timeout_s: float = 5.0) -> None:
         """Let go."""
 
+    def not_ready(self) -> list[str]:
+        """Why nothing is sent yet; empty once it has connected."""
 
-def not_sent(kafka: str, *, connected: bool, what: str, waited_s: float) -> list[str]:
-    """Why a producer's records do not get to ``kafka``; empty where they do. ``what`` has waited for ``waited_s``."""
-    if not connected:
-        return [f"no Kafka broker has answered at {kafka} yet"]
-    return [f"{what} has waited {waited_s:.0f} s for Kafka"] if waited_s > UNREADY_AFTER_S else []
+
+def not_sent(sender: ConnectedSender, *, what: str, waited_s: float) -> list[str]:
+    """Why a producer's records do not get to Kafka; empty where they do. ``what`` has waited for ``waited_s``."""
+    waiting = [f"{what} has waited {waited_s:.0f} s for Kafka"] if waited_s > UNREADY_AFTER_S else []
+    return sender.not_ready() or waiting
 
 
 class SnapshotSender:

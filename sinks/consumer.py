@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from aiokafka import AIOKafkaConsumer
 from aiokafka.abc import ConsumerRebalanceListener
 from aiokafka.errors import CommitFailedError, IllegalStateError, KafkaError
 
@@ -19,6 +18,9 @@ from delivery.positions import From
 from sinks.assignment import Assignment, Handler
 from sinks.dead_letters import Abandoned
 from sinks.outcomes import Outcomes
+from topics import dead_letters
+from topics.check import TopicCheck
+from topics.clients import AIOKafkaConsumer
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +92,7 @@ class GroupReader:
         self._settings = settings
         self._sources = {source.topic: source for source in sources}
         self._outcomes = outcomes
+        self._check = TopicCheck(settings.kafka, (*self._sources, dead_letters.TOPIC.name))
         self._consumer: Any = None
         self._tasks: dict[Assignment, asyncio.Task[None]] = {}
         self._kept: dict[Any, Assignment] = {}
@@ -101,6 +104,8 @@ class GroupReader:
         self._failure = asyncio.get_running_loop().create_future()
         stopping = asyncio.ensure_future(stop.wait())
         try:
+            if await self._check.passed(stop) is None:
+                return
             self._consumer = await self._connect(stopping)
             if self._consumer is None:
                 return
@@ -117,7 +122,7 @@ class GroupReader:
     def not_ready(self) -> list[str]:
         """Why nothing is read; empty when all assigned partitions are."""
         if self._consumer is None:
-            return ["not connected to Kafka"]
+            return self._check.not_ready() or ["not connected to Kafka"]
         if not self._joined:
             return [f"not a member of the group {self._settings.group}"]
         if missing := [topic for topic in self._sources if not self._consumer.partitions_for_topic(topic)]:

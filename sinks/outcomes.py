@@ -3,12 +3,15 @@
 read = delivered + duplicate + dropped + dead_lettered + released + held, at any time of a process's life.
 """
 
+import logging
 from collections.abc import Iterable
 from typing import Literal
 
 from prometheus_client import Counter
 
 from topics.instruments import Instrument, Instruments
+
+log = logging.getLogger(__name__)
 
 Outcome = Literal["delivered", "duplicate", "dropped", "dead_lettered"]
 
@@ -46,6 +49,11 @@ def instruments(component: str) -> tuple[Instrument, ...]:
             "counter",
             "Records that the topic's retention removed before they were read.",
         ),
+        Instrument(
+            f"{prefix}_new_logs_total",
+            "counter",
+            "Nodes whose offsets began again: gpu.samples was deleted and created again, and goes on with new records.",
+        ),
         Instrument(f"{prefix}_commits_total", "counter", "Offset commits, by whether they succeeded.", ("result",)),
         Instrument(f"{prefix}_partitions", "gauge", "Partitions assigned."),
         Instrument(f"{prefix}_lag_records", "gauge", "Records not yet finished, in the partitions assigned."),
@@ -80,6 +88,11 @@ class Outcomes:
     def expired(self, records: int) -> None:
         """Records were gone before they were read."""
         self._counter("records_expired_total").inc(records)
+
+    def new_log(self, partition: int) -> None:
+        """A node's offsets began again."""
+        self._counter("new_logs_total").inc()
+        log.warning("partition %d: gpu.samples was deleted and created again: its new records are taken", partition)
 
     def committed(self, *, ok: bool) -> None:
         """An offset commit ended."""

@@ -73,7 +73,13 @@ class Bookkeeping:
             log.warning("%s: it is in partition %s, where murmur2 would not put it", node, partition)
 
     async def dead_letter(self, app: ReaderApp, slot: Slot, record: Any, reason: Reason, error: str) -> None:
-        """Send a record to the dead letters; its slot is finished when that is acknowledged."""
+        """Send a record to the dead letters; its slot is finished when that is acknowledged.
+
+        State is read again at each start: a record of it that has its dead letter gets no other.
+        """
+        if app.reader.is_settled(slot):
+            app.finish(slot)
+            return
         self._instruments.counter(f"gpustream_{self._stage}_dead_lettered_total", slot.tp.topic, reason).inc()
         place = f"{slot.tp.topic} partition {slot.tp.partition}"
         log.warning("%s: dead-lettered at offset %s: %s: %.300s", place, slot.offset, reason, error)

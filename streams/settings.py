@@ -10,19 +10,17 @@ from streams.alerts import rules
 
 @dataclass(frozen=True, kw_only=True)
 class AttributionSettings(MemberSettings):
-    """How long a sample waits for its snapshot. The broker is waited for at the start for ``start_timeout_s``."""
+    """How long a sample waits for its snapshot."""
 
     grace_s: Annotated[
         float, Option("--grace", DURATION, "attribution: how long a sample waits for the snapshot it names.")
     ] = 10.0
     group: str = "gpustream-attribution"
-    start_timeout_s: float = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class AlertSettings(MemberSettings):
-    """Which rules there are; None: those that come with it. The broker is waited for at the start for
-    ``start_timeout_s``."""
+    """Which rules there are; None: those that come with it."""
 
     rules: Annotated[
         Path | None,
@@ -34,7 +32,6 @@ class AlertSettings(MemberSettings):
         ),
     ] = None
     group: str = "gpustream-alerts"
-    start_timeout_s: float = 60.0
 
     def mistakes(self) -> list[str]:
         """See :meth:`KafkaSettings.mistakes`."""

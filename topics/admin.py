@@ -3,7 +3,7 @@
 In: an address. Out: what the broker has, in plain types. On failure: :class:`BrokerUnavailable` where nobody answers,
 :class:`SettingsUnknown` where the broker does not say, :class:`Refused` where it says no.
 
-Source: Kafka's protocol for the error codes and for the sources of a setting.
+Source: Kafka's protocol for the error codes, and for IncrementalAlterConfigs.
 """
 
 import asyncio
@@ -11,7 +11,8 @@ from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
-from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+from aiokafka import TopicPartition
+from aiokafka.admin import NewTopic
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from aiokafka.errors import (
     IncompatibleBrokerVersion,
@@ -24,12 +25,15 @@ from aiokafka.errors import (
     UnknownTopicOrPartitionError,
     for_code,
 )
+from aiokafka.protocol.api import Request, RequestStruct, Response
+from aiokafka.protocol.types import Array, Boolean, Int8, Int16, Int32, Schema, String
 
+from topics.clients import AIOKafkaAdminClient, AIOKafkaConsumer
 from topics.sender import describe
 
 _REQUEST_TIMEOUT_MS = 10_000
 _SESSION_TIMEOUT_S = 60.0
-_SET_ON_THE_TOPIC = 1
+_SET = 0
 _UNAUTHORIZED = 29
 _SILENCE = (KafkaConnectionError, NodeNotReadyError, RequestTimedOutError, StaleMetadata, OSError, TimeoutError)
 
@@ -63,28 +67,72 @@ class Layout(NamedTuple):
     led: bool
 
 
-class Setting(NamedTuple):
-    """A setting's value, and whether it was set on the topic itself."""
+class _SettingsSet(Response):  # type: ignore[misc] # aiokafka has no types
+    API_KEY = 44
+    API_VERSION = 0
+    SCHEMA = Schema(
+        ("throttle_time_ms", Int32),
+        (
+            "resources",
+            Array(
+                ("error_code", Int16),
+                ("error_message", String("utf-8")),
+                ("resource_type", Int8),
+                ("resource_name", String("utf-8")),
+            ),
+        ),
+    )
 
-    value: str
-    own: bool
+
+class _SetSettings(RequestStruct):  # type: ignore[misc]
+    API_KEY = 44
+    API_VERSION = 0
+    RESPONSE_TYPE = _SettingsSet
+    SCHEMA = Schema(
+        (
+            "resources",
+            Array(
+                ("resource_type", Int8),
+                ("resource_name", String("utf-8")),
+                (
+                    "configs",
+                    Array(("name", String("utf-8")), ("config_operation", Int8), ("value", String("utf-8"))),
+                ),
+            ),
+        ),
+        ("validate_only", Boolean),
+    )
+
+
+class IncrementalAlterConfigs(Request[_SetSettings]):  # type: ignore[misc]
+    """Sets some settings of a topic and leaves its others alone: aiokafka knows only the request that resets those."""
+
+    API_KEY = 44
+
+    def __init__(self, topic: str, settings: Mapping[str, str]) -> None:
+        self.topic, self.settings = topic, dict(settings)
+
+    def build(self, request_struct_class: Any) -> Any:
+        """The request, as it is sent."""
+        configs = [(name, _SET, value) for name, value in self.settings.items()]
+        return request_struct_class([(int(ConfigResourceType.TOPIC), self.topic, configs)], False)
 
 
 class Admin:
     """An open connection to a broker's administration; see :func:`connect`."""
 
-    def __init__(self, client: AIOKafkaAdminClient) -> None:
-        self._client = client
+    def __init__(self, client: AIOKafkaAdminClient, kafka: str = "") -> None:
+        self._client, self._kafka = client, kafka
 
-    async def layouts(self) -> dict[str, Layout]:
-        """Every topic that this client may see. All are asked for: to ask for one by name may create it."""
+    async def layouts(self, names: Iterable[str]) -> dict[str, Layout]:
+        """Those of these topics that there are, as far as this client may see them."""
         leaders = {
             topic["topic"]: [one["leader"] for one in topic["partitions"]]
-            for topic in await self._client.describe_topics()
+            for topic in await self._client.describe_topics(list(names))
         }
         return {name: Layout(len(some), all(one >= 0 for one in some)) for name, some in leaders.items() if some}
 
-    async def settings(self, names: Iterable[str]) -> dict[str, dict[str, Setting]]:
+    async def settings(self, names: Iterable[str]) -> dict[str, dict[str, str]]:
         """The settings in force of topics that exist.
 
         :raises SettingsUnknown: the broker does not say.
@@ -113,15 +161,35 @@ class Admin:
         return [row[0] for row in response.topic_errors if row[0] not in already]
 
     async def alter(self, name: str, settings: Mapping[str, str]) -> None:
-        """Set *all* of a topic's own settings: one that is not given goes back to the broker's default.
+        """Set some of a topic's settings; the others stay as they are.
 
         :raises Refused: the broker takes one of them not.
         """
-        resource = ConfigResource(ConfigResourceType.TOPIC, name, configs=dict(settings))
-        rows = [row for response in await self._client.alter_configs([resource]) for row in response.resources]
-        reasons = {row[3]: row[1] or for_code(row[0]).__name__ for row in rows if row[0]}
+        response = await self._client._send_request(IncrementalAlterConfigs(name, settings))  # noqa: SLF001
+        reasons = {row[3]: row[1] or for_code(row[0]).__name__ for row in response.resources if row[0]}
         if reasons:
             raise Refused("settings not altered", reasons)
+
+    async def is_empty(self, name: str, partitions: int) -> bool:
+        """Whether a topic holds no record at this moment."""
+        consumer = AIOKafkaConsumer(bootstrap_servers=self._kafka.split(","), enable_auto_commit=False)
+        await consumer.start()
+        try:
+            tps = [TopicPartition(name, number) for number in range(partitions)]
+            return bool(await consumer.beginning_offsets(tps) == await consumer.end_offsets(tps))
+        finally:
+            await consumer.stop()
+
+    async def delete(self, names: Iterable[str]) -> None:
+        """Delete topics, and all that is in them. One that is gone already is no mistake.
+
+        :raises Refused: some could not be deleted; the others were.
+        """
+        response = await self._client.delete_topics(list(names))
+        errors = {name: for_code(code) for name, code in response.topic_error_codes if code}
+        reasons = {name: one.__name__ for name, one in errors.items() if one is not UnknownTopicOrPartitionError}
+        if reasons:
+            raise Refused("not deleted", reasons)
 
 
 @asynccontextmanager
@@ -137,7 +205,7 @@ async def connect(kafka: str) -> AsyncIterator[Admin]:
     try:
         async with asyncio.timeout(_SESSION_TIMEOUT_S):
             await client.start()
-            yield Admin(client)
+            yield Admin(client, kafka)
     except _SILENCE as error:
         raise BrokerUnavailable(f"no Kafka broker answers at {kafka} ({type(error).__name__})") from error
     except KafkaError as error:
@@ -146,17 +214,11 @@ async def connect(kafka: str) -> AsyncIterator[Admin]:
         await client.close()
 
 
-def _settings(row: Any) -> dict[str, Setting]:
+def _settings(row: Any) -> dict[str, str]:
     """One resource of a DescribeConfigs response: code, message, type, name, entries."""
     code, message, _, name, entries = row
     if code == _UNAUTHORIZED:
         raise SettingsUnknown(f"this client may not read the settings of {name}")
     if code:
         raise Refused("settings not read", {name: message or for_code(code).__name__})
-    return {entry[0]: Setting(entry[1] or "", _is_own(entry)) for entry in entries}
-
-
-def _is_own(entry: Any) -> bool:
-    """Whether a setting was set on the topic: by its source, or, in the oldest version, by not being a default."""
-    source = entry[3]
-    return not source if isinstance(source, bool) else source == _SET_ON_THE_TOPIC
+    return {entry[0]: entry[1] or "" for entry in entries}

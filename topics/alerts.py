@@ -86,10 +86,11 @@ class Tracked(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class AlertState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What the alert stream remembers of a node, as of the last tick that changed it.
 
-    ``offset`` is that tick's own (of the sample), ``position`` that of its record in gpu.attributed, ``generation``
-    how often these offsets have begun again. ``last_ts_ms`` and ``logged_ms`` are its time, by the node's clock and by
-    the broker's. ``silent``: no tick came after it for a while. ``resolved``: the fingerprints of resolved alerts that
-    are still in gpu.alerts, and when they ended. ``memory`` is the conditions' own.
+    ``offset`` is that tick's own (of the sample), ``run_id`` and ``seq`` its identity, ``position`` the offset of its
+    record in gpu.attributed, ``generation`` how often these offsets have begun again. ``last_ts_ms`` and ``logged_ms``
+    are its time, by the node's clock and by the broker's, ``newest_ts_ms`` the latest of any tick. ``silent``: no tick
+    came after it for a while. ``resolved``: the fingerprints of resolved alerts that are still in gpu.alerts, and when
+    they ended. ``memory`` is the conditions' own.
     """
 
     schema: Version
@@ -97,6 +98,9 @@ class AlertState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     node: Name
     generation: UInt = 0
     offset: UInt
+    run_id: UInt = 0
+    seq: UInt = 0
+    newest_ts_ms: UInt = 0
     position: UInt
     last_ts_ms: UInt
     logged_ms: UInt
@@ -188,6 +192,9 @@ STATE = Topic(
         "cluster": "prod-us-east-1",
         "node": "gpu-node-1",
         "offset": 40312,
+        "run_id": 1795218340000,
+        "seq": 812,
+        "newest_ts_ms": 1795219152500,
         "position": 40377,
         "last_ts_ms": 1795219152500,
         "logged_ms": 1795219152540,

@@ -121,8 +121,10 @@ TOPIC = Topic(
     retention_hours=24,
     by_node=True,
     promise=(
-        "In the partition number that the sample came from, in order per node. At least once: a record whose offset is "
-        "at or below the node's last is a replay."
+        "In the partition number that the sample came from, in order per node. At least once: a record of the same run "
+        "as the node's last one is a replay if its seq is not higher; one of another run is a replay if neither its "
+        "offset is higher than the last one's nor its ts_ms higher than any before. A record that is no replay though "
+        "its offset is not higher shows that gpu.samples was deleted and created again."
     ),
     example=_example(),
 )

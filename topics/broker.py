@@ -11,7 +11,7 @@ from typing import NamedTuple
 from aiokafka.admin import NewTopic
 
 from topics import registry
-from topics.admin import Admin, BrokerError, BrokerUnavailable, Refused, Setting, SettingsUnknown, connect
+from topics.admin import Admin, BrokerError, BrokerUnavailable, Refused, SettingsUnknown, connect
 from topics.topic import PARTITIONS, REPLICATION_FACTOR, Topic
 
 __all__ = [
@@ -45,7 +45,7 @@ class Found(NamedTuple):
     """A topic as the broker has it: ``led`` when each partition has a leader, ``settings`` None if it does not say."""
 
     partitions: int
-    settings: Mapping[str, Setting] | None = None
+    settings: Mapping[str, str] | None = None
     led: bool = True
 
 
@@ -74,22 +74,25 @@ class Checked(NamedTuple):
 
 
 class ContractMismatch(BrokerError):
-    """Topics are missing or not as they must be; one line a mistake. ``gpustream topics create`` mends most."""
+    """Topics are missing or not as they must be; one line a mistake."""
 
-    advice = "`gpustream topics create` makes what is missing, and mends settings"
+    advice = "`gpustream topics create` makes what is missing, mends settings, and says how to mend the rest"
 
     def __init__(self, mistakes: Iterable[Mismatch]) -> None:
         self.mistakes = tuple(mistakes)
         super().__init__("\n".join(str(mistake) for mistake in self.mistakes))
 
 
-def mismatches(topics: Iterable[Topic], found: Mapping[str, Found]) -> list[Mismatch]:
-    """Everything about these topics that is not as it must be, of what the broker says."""
+def mismatches(topics: Iterable[Topic], found: Mapping[str, Found], beside: Iterable[Topic] = ()) -> list[Mismatch]:
+    """Everything about these topics that is not as it must be, of what the broker says.
+
+    Topics ``beside`` them may be missing, and have other settings: only their numbers of partitions count.
+    """
     topics = list(topics)
     there = [topic for topic in topics if topic.name in found]
     missing = [Mismatch(topic.name, "the topic", "there", "missing") for topic in topics if topic.name not in found]
     settings = [one for topic in there for one in _settings(topic, found[topic.name].settings)]
-    return [*missing, *_counts(there, found), *settings]
+    return [*missing, *_counts([*there, *(topic for topic in beside if topic.name in found)], found), *settings]
 
 
 async def inspect(kafka: str, names: Iterable[str] | None = None) -> tuple[dict[str, Found], str | None]:
@@ -111,35 +114,52 @@ async def compare(kafka: str, names: Iterable[str] | None = None) -> list[Mismat
     return mismatches(topics.values(), found)
 
 
-async def check(kafka: str, names: Iterable[str]) -> Checked:
-    """Whether a component may use these topics; asked once, at its start.
+async def check(kafka: str, names: Iterable[str], beside: Iterable[str] = ()) -> Checked:
+    """Whether a component may use these topics; ``beside`` them are those that must have as many partitions, if any.
 
     :raises ContractMismatch: it may not, and every reason.
     :raises BrokerUnavailable: nobody answers at ``kafka``.
     """
-    topics = _named(names)
-    found, unchecked = await inspect(kafka, topics)
-    wrong = mismatches(topics.values(), found)
+    topics, others = _named(names), _named(beside)
+    found, unchecked = await inspect(kafka, [*topics, *others])
+    wrong = mismatches(topics.values(), found, others.values())
     if any(one.breaks for one in wrong):
         raise ContractMismatch(one for one in wrong if one.breaks)
     return Checked({name: found[name].partitions for name in topics}, tuple(wrong), unchecked)
 
 
-async def create(kafka: str, partitions: int = PARTITIONS, replication_factor: int = REPLICATION_FACTOR) -> list[str]:
+async def create(
+    kafka: str,
+    partitions: int = PARTITIONS,
+    replication_factor: int = REPLICATION_FACTOR,
+    *,
+    recreate_empty: bool = False,
+) -> list[str]:
     """Make the broker's topics what the contract says: create what is missing, alter settings. One line a change.
 
-    Nothing is changed where a topic has another number of partitions.
+    Nothing is changed where a topic keyed by node has another number of partitions; with ``recreate_empty`` such topics
+    are deleted first and created again, if each of them is empty.
 
-    :raises ContractMismatch: a topic has another number of partitions.
+    :raises ContractMismatch: a topic keyed by node has another number of partitions.
     :raises Refused: the broker would not (too few brokers for the replication factor, no permission).
     :raises SettingsUnknown: the broker has no topic settings, so it is not one to create topics on.
     :raises BrokerUnavailable: nobody answers at ``kafka``.
     """
     topics = registry.load()
     changes: dict[str, None] = {}
+    deleted: list[str] = []
     async with connect(kafka) as admin:
         for _ in range(_PASSES):
-            found = await _inspect_to_change(admin, topics, partitions)
+            found, unknown = await _inspect(admin, topics)
+            if unknown is not None:
+                raise SettingsUnknown(f"topics can't be created: {unknown}")
+            if wrong := _resized(topics, found, partitions, but=deleted):
+                await _delete_empty(admin, wrong, partitions, allowed=recreate_empty)
+                deleted = [*wrong]
+                changes |= {
+                    f"{name}: deleted: it was empty, with {count} partitions": None for name, count in wrong.items()
+                }
+                continue
             made = await _create(admin, topics, found, partitions, replication_factor)
             altered = [line for name, one in found.items() for line in await _alter(admin, topics[name], one)]
             if not made and not altered and _is_settled(topics, found, changes):
@@ -168,14 +188,13 @@ def _counts(topics: Iterable[Topic], found: Mapping[str, Found]) -> list[Mismatc
     ]
 
 
-def _settings(topic: Topic, settings: Mapping[str, Setting] | None) -> list[Mismatch]:
+def _settings(topic: Topic, settings: Mapping[str, str] | None) -> list[Mismatch]:
     if settings is None:
         return []
-    have = {name: setting.value for name, setting in settings.items()}
     return [
-        Mismatch(topic.name, name, _wanted(name, want), have.get(name, "not known"), name not in _HARMLESS)
+        Mismatch(topic.name, name, _wanted(name, want), settings.get(name, "not known"), name not in _HARMLESS)
         for name, want in topic.settings().items()
-        if not _suffices(name, want, have.get(name, ""))
+        if not _suffices(name, want, settings.get(name, ""))
     ]
 
 
@@ -190,8 +209,7 @@ def _suffices(name: str, want: str, have: str) -> bool:
 
 
 async def _inspect(admin: Admin, names: Iterable[str]) -> tuple[dict[str, Found], str | None]:
-    layouts = await admin.layouts()
-    there = {name: layouts[name] for name in names if name in layouts}
+    there = await admin.layouts(names)
     try:
         settings = await admin.settings(there)
     except SettingsUnknown as unknown:
@@ -201,20 +219,40 @@ async def _inspect(admin: Admin, names: Iterable[str]) -> tuple[dict[str, Found]
     }, None
 
 
-async def _inspect_to_change(admin: Admin, topics: Iterable[str], partitions: int) -> dict[str, Found]:
-    """What is there, if all of it may be made what it must be."""
-    found, unknown = await _inspect(admin, topics)
-    if unknown is not None:
-        raise SettingsUnknown(f"topics can't be created: {unknown}")
-    why = f"{partitions}: it can't be changed, for that breaks key -> partition (a node's records would be in two)"
-    wrong = [
-        Mismatch(name, "its number of partitions", why, str(one.partitions))
-        for name, one in found.items()
-        if one.partitions != partitions
-    ]
-    if wrong:
-        raise ContractMismatch(wrong)
-    return found
+def _resized(
+    topics: Mapping[str, Topic], found: dict[str, Found], partitions: int, but: Iterable[str]
+) -> dict[str, int]:
+    """The topics keyed by node that have another number of partitions, and that number.
+
+    A broker may still say that there are topics which were just deleted (``but``): those count as missing.
+    """
+    counts = {name: one.partitions for name, one in found.items() if topics[name].by_node}
+    wrong = {name: count for name, count in counts.items() if count != partitions}
+    for name in wrong.keys() & set(but):
+        del found[name], wrong[name]
+    return wrong
+
+
+async def _delete_empty(admin: Admin, wrong: Mapping[str, int], partitions: int, *, allowed: bool) -> None:
+    """Delete topics that have another number of partitions, if that is allowed and each of them is empty.
+
+    :raises ContractMismatch: it is not.
+    """
+    empty = {name: await admin.is_empty(name, count) for name, count in wrong.items()}
+    if allowed and all(empty.values()):
+        await admin.delete(wrong)
+        return
+    advice = {
+        True: "it is empty: --recreate-empty deletes it and creates it again",
+        False: "it has records, and changing it breaks key -> partition: a node's records would be in two. Keep it with"
+        " --partitions {count}, or delete it yourself, and all that is in it",
+    }
+    raise ContractMismatch(
+        Mismatch(
+            name, "its number of partitions", f"{partitions}; {advice[empty[name]].format(count=count)}", str(count)
+        )
+        for name, count in wrong.items()
+    )
 
 
 def _is_settled(topics: Mapping[str, Topic], found: Mapping[str, Found], changes: Mapping[str, None]) -> bool:
@@ -236,10 +274,9 @@ async def _create(
 
 async def _alter(admin: Admin, topic: Topic, found: Found) -> list[str]:
     """Set what is not as it must be, and leave the topic's other settings as they are."""
-    settings = found.settings or {}
-    wrong = {one.what: one.have for one in _settings(topic, settings)}
+    wrong = {one.what: one.have for one in _settings(topic, found.settings or {})}
     if not wrong:
         return []
     want = {name: value for name, value in topic.settings().items() if name in wrong}
-    await admin.alter(topic.name, {name: one.value for name, one in settings.items() if one.own} | want)
+    await admin.alter(topic.name, want)
     return [f"{topic.name}: {name} altered from {have} to {want[name]}" for name, have in wrong.items()]

@@ -100,7 +100,13 @@ def topics_markdown() -> str:
         f"{REPLICATION_FACTOR} unless told otherwise. Topics keyed by `cluster/node` need one number of partitions, so "
         "that one worker sees all of a node, and none can be given another number later: a node's records would then "
         "be in two partitions. Run again, it sets what has come to differ; a longer retention and larger messages may "
-        "stay.",
+        "stay. A topic keyed by `cluster/node` that something else made with another number of partitions is deleted "
+        "and created again with `--recreate-empty`, if it holds no record.",
+        "Nothing else makes topics, also where the broker has `auto.create.topics.enable`. A component whose topics "
+        "are missing, or not as they must be, waits, neither reads nor writes them, says why in its log and at "
+        "`/readyz`, and goes on by itself when that is mended; producers keep their ticks meanwhile, as in an outage. "
+        "A consumer of your own that starts first may make a topic where the broker allows that: "
+        "`allow.auto.create.topics=false`, where its client has it, prevents it.",
         *(_topic(topic) for topic in topics),
     ]
     return "\n\n".join(parts) + "\n"

@@ -10,9 +10,8 @@ it had not delivered is sent again one at a time: a record that is refused even 
 import asyncio
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from aiokafka import AIOKafkaProducer
 from aiokafka.errors import (
     CorruptRecordException,
     InvalidMessageError,
@@ -24,7 +23,11 @@ from aiokafka.errors import (
     UnknownError,
 )
 
+from topics.clients import AIOKafkaProducer
 from topics.topic import MAX_MESSAGE_BYTES
+
+if TYPE_CHECKING:
+    from topics.check import TopicCheck
 
 log = logging.getLogger(__name__)
 
@@ -80,10 +83,20 @@ class Sender:
     """An idempotent producer that outlives refused records and broker outages.
 
     ``kafka`` is ``HOST:PORT[,...]``. Records sent one after the other to a partition are stored in that order; with a
-    key and no partition, the partition is the key's by murmur2, as for every Kafka client in Java.
+    key and no partition, the partition is the key's by murmur2, as for every Kafka client in Java. Nothing is sent
+    before ``check`` has passed.
     """
 
-    def __init__(self, kafka: str, *, client_id: str, linger_ms: int = 20, max_batch_bytes: int = 65536) -> None:
+    def __init__(
+        self,
+        kafka: str,
+        *,
+        client_id: str,
+        check: "TopicCheck | None" = None,
+        linger_ms: int = 20,
+        max_batch_bytes: int = 65536,
+    ) -> None:
+        self._kafka, self._check = kafka, check
         self._settings: dict[str, Any] = {
             "bootstrap_servers": kafka.split(","),
             "client_id": client_id,
@@ -103,9 +116,16 @@ class Sender:
         self._stopped = False
 
     async def start(self) -> None:
-        """Connect, retrying with backoff until a broker answers; cancel to give up."""
+        """Connect, for as long as it takes until a broker answers whose topics may be used; cancel to give up."""
+        if self._check is not None:
+            await self._check.passed(asyncio.Event())
         self._producer = await self._connected()
         self._healthy.set()
+
+    def not_ready(self) -> list[str]:
+        """Why nothing is sent yet; empty once it has started."""
+        checking = self._check.not_ready() if self._check is not None else []
+        return checking or ([f"no Kafka broker has answered at {self._kafka} yet"] if self._producer is None else [])
 
     async def ready(self) -> None:
         """Wait until records are taken, which they are not before a broker was there, nor while one is sent again."""

@@ -4,7 +4,7 @@
 
 In: gpu.attributed, as a consumer group. Out: the table `usage`, printed when the program ends.
 State: the same database: the sums, and in one transaction with them how far each node has been counted. A record that
-comes again (after a crash, a rebalance, or with the group set back) is known by its `offset` and not counted again.
+comes again (after a crash, a rebalance, or with the group set back) is known by its identity and not counted again.
 On failure: a record that is none is logged and skipped; anything else ends the program, and a new start goes on.
 """
 
@@ -22,8 +22,10 @@ import msgspec
 from aiokafka import AIOKafkaConsumer
 from aiokafka.errors import CommitFailedError, IllegalStateError
 
+from topics import replays
 from topics.attributed import AttributedDevice, AttributedSample, Holder
 from topics.decoding import decoder
+from topics.replays import Last
 
 LONGEST_TICK_MS = 10_000
 """A tick stands for the time since the node's last one, but a gap that is longer than this is nobody's."""
@@ -32,7 +34,8 @@ NOBODY, UNKNOWN = "(nobody)", "(unknown)"
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS nodes (
-    cluster TEXT, node TEXT, "offset" INTEGER, run_id INTEGER, ts_ms INTEGER, PRIMARY KEY (cluster, node)
+    cluster TEXT, node TEXT, run_id INTEGER, seq INTEGER, "offset" INTEGER, newest_ts_ms INTEGER, ts_ms INTEGER,
+    PRIMARY KEY (cluster, node)
 );
 CREATE TABLE IF NOT EXISTS usage (
     hour TEXT, cluster TEXT, namespace TEXT, workload TEXT, device TEXT,
@@ -40,6 +43,8 @@ CREATE TABLE IF NOT EXISTS usage (
     PRIMARY KEY (hour, cluster, namespace, workload, device)
 );
 """
+
+LAST = 'SELECT run_id, seq, "offset", newest_ts_ms, ts_ms FROM nodes WHERE (cluster, node) = (?, ?)'
 
 ADD = """
 INSERT INTO usage VALUES (strftime('%Y-%m-%dT%H:00Z', ? / 1000, 'unixepoch'), ?, ?, ?, ?, ?, ?, ?)
@@ -114,11 +119,13 @@ def count(database: sqlite3.Connection, values: Iterable[bytes | None]) -> None:
 
 def _count(database: sqlite3.Connection, tick: AttributedSample) -> None:
     node = (tick.cluster, tick.node)
-    last = database.execute('SELECT "offset", run_id, ts_ms FROM nodes WHERE (cluster, node) = (?, ?)', node).fetchone()
-    if last and tick.offset <= last[0]:
-        return  # a replay
-    database.execute("REPLACE INTO nodes VALUES (?, ?, ?, ?, ?)", (*node, tick.offset, tick.run_id, tick.ts_ms))
-    since_ms = tick.ts_ms - last[2] if last and tick.run_id == last[1] else 0
+    row = database.execute(LAST, node).fetchone()
+    last = Last(*row[:4]) if row else None
+    if replays.verdict(last, tick) == "replay":
+        return
+    now = msgspec.structs.astuple(replays.after(last, tick))
+    database.execute("REPLACE INTO nodes VALUES (?, ?, ?, ?, ?, ?, ?)", (*node, *now, tick.ts_ms))
+    since_ms = tick.ts_ms - row[4] if last and tick.run_id == last.run_id else 0
     if not 0 < since_ms <= LONGEST_TICK_MS:
         return  # the first tick of a run, or the first after a gap
     seconds = since_ms / 1000

@@ -1,9 +1,15 @@
 # GPU-seconds per namespace, workload and kind of device, at one tick a second: a shared device is divided evenly.
 # kcat ... | jq -rn -f gpu_seconds.jq
+def is_replay($last; $tick):
+    if $last == null then false
+    elif $tick.run_id == $last.run_id then $tick.seq <= $last.seq
+    else $tick.offset <= $last.offset and $tick.ts_ms <= $last.newest_ts_ms end;
+def after($last; $tick):
+    ($tick | {run_id, seq, offset}) + {newest_ts_ms: ([$last.newest_ts_ms, $tick.ts_ms] | max)};
 reduce inputs as $tick ({last: {}, seconds: {}};
     "\($tick.cluster)/\($tick.node)" as $node
-    | if $tick.offset <= (.last[$node] // -1) then . else  # else it is a replay
-        .last[$node] = $tick.offset
+    | if is_replay(.last[$node]; $tick) then . else
+        .last[$node] = after(.last[$node]; $tick)
         | reduce ($tick.devices[]?
             | (.mig.profile // "GPU") as $kind
             | ([.holders[]? | {namespace, pod, workload}] | unique_by([.namespace, .pod])) as $pods

@@ -1,8 +1,13 @@
 # Who holds what: the last tick of each node, one line for each device and pod. "-" is nobody, "?" is not known.
 # kcat ... | jq -rn -f held.jq
+def is_replay($last; $tick):
+    if $last == null then false
+    elif $tick.run_id == $last.run_id then $tick.seq <= $last.seq
+    else $tick.offset <= $last.offset and $tick.ts_ms <= $last.newest_ts_ms end;
+def after($last; $tick): {newest_ts_ms: ([$last.newest_ts_ms, $tick.ts_ms] | max)};
 reduce inputs as $tick ({};
     "\($tick.cluster)/\($tick.node)" as $node
-    | if $tick.offset > (.[$node].offset // -1) then .[$node] = $tick else . end)
+    | if is_replay(.[$node]; $tick) then . else .[$node] = $tick + after(.[$node]; $tick) end)
 | to_entries[]
 | .key as $node | .value as $tick
 | [$tick.devices[]?.mig.parent_uuid // empty] as $in_mig_mode

@@ -18,8 +18,10 @@ from typing import Any, NamedTuple
 import faust
 import msgspec
 
+from topics import replays
 from topics.attributed import AttributedDevice, AttributedSample
 from topics.decoding import decoder
+from topics.replays import Last
 
 IDLE_BELOW = 0.05
 IDLE_AFTER_MS = 1000 * int(os.environ.get("IDLE_AFTER_SECONDS", "600"))
@@ -40,9 +42,10 @@ class Idle(NamedTuple):
 
 
 class Node(NamedTuple):
-    """A node's last tick, its idle devices by UUID, and when the tick came, by this process's clock."""
+    """A node's last tick, its identity, its idle devices by UUID, and when it came, by this process's clock."""
 
     tick: AttributedSample
+    identity: Last
     idle: dict[str, Idle]
     came_s: float
 
@@ -61,11 +64,13 @@ def take(value: bytes | None, now_s: float) -> None:
 def see(tick: AttributedSample, now_s: float) -> None:
     """Keep a tick, unless it is a replay of one that was seen."""
     last = nodes.get((tick.cluster, tick.node))
-    if last and tick.offset <= last.tick.offset and now_s - last.came_s < FORGET_AFTER_S:
+    is_replay = last and replays.verdict(last.identity, tick) == "replay"
+    if last and is_replay and now_s - last.came_s < FORGET_AFTER_S:
         return
     before = last.idle if last and last.tick.run_id == tick.run_id else {}
     idle = {d.uuid: _idle(tick.ts_ms, d, before.get(d.uuid)) for d in tick.devices if is_idle(d)}
-    nodes[tick.cluster, tick.node] = Node(tick, idle, now_s)
+    identity = replays.after(last.identity if last else None, tick)
+    nodes[tick.cluster, tick.node] = Node(tick, identity, idle, now_s)
 
 
 def is_idle(device: AttributedDevice) -> bool:

@@ -28,6 +28,8 @@ from producers.cluster.watch import Watch
 from producers.sending import ConnectedSender, not_sent
 from producers.stopping import first_failure, first_of
 from producers.workloads import WorkloadsPublisher
+from topics import allocations, samples, workloads
+from topics.check import TopicCheck
 from topics.instruments import Instruments
 from topics.sender import Sender
 
@@ -72,8 +74,8 @@ class ClusterProducer:
         self._settings = settings
         self._instruments = Instruments((*shared.INSTRUMENTS, *own.INSTRUMENTS))
         self.registry = self._instruments.registry
-        self._sender = sender or Sender(settings.kafka, client_id=f"gpustream-{self.name}")
-        self._connected = False
+        check = TopicCheck(settings.kafka, (workloads.TOPIC.name,), beside=(samples.TOPIC.name, allocations.TOPIC.name))
+        self._sender = sender or Sender(settings.kafka, client_id=f"gpustream-{self.name}", check=check)
         self._publisher: WorkloadsPublisher | None = None
         self._lease: Lease | None = None
         self._api = api or Api(settings.kubeconfig, self._instruments)
@@ -135,12 +137,11 @@ class ClusterProducer:
 
     async def _connect(self) -> None:
         await self._sender.start()
-        self._connected = True
         self._wake.set()
 
     async def _synced(self) -> None:
         """Wait for Kafka, for pods and nodes, and, not for long, for what a record can be without."""
-        while not (self._connected and all(watch.synced for watch in self._required)):
+        while self._sender.not_ready() or not all(watch.synced for watch in self._required):
             await self._sleep(0.1)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(EXTRAS_WITHIN_S):
@@ -215,7 +216,7 @@ class ClusterProducer:
 
     def _not_sent(self) -> list[str]:
         waited_s = self._publisher.waited_s() if self._publisher else 0.0
-        return not_sent(self._settings.kafka, connected=self._connected, what="what is known", waited_s=waited_s)
+        return not_sent(self._sender, what="what is known", waited_s=waited_s)
 
 
 def _now_ms() -> int:

@@ -25,6 +25,8 @@ from producers.node.kubelet import Kubelet
 from producers.publisher import Buffer, NodePublisher
 from producers.sending import ConnectedSender, not_sent
 from producers.stopping import first_failure, first_of
+from topics import allocations, samples, workloads
+from topics.check import TopicCheck
 from topics.instruments import Instruments
 from topics.sender import Sender
 
@@ -109,9 +111,10 @@ class NodeProducer:
         self._settings = settings
         self._instruments = Instruments((*shared.INSTRUMENTS, *own.INSTRUMENTS))
         self.registry = self._instruments.registry
+        check = TopicCheck(settings.kafka, (samples.TOPIC.name, allocations.TOPIC.name), beside=(workloads.TOPIC.name,))
+        client_id = f"gpustream-{self.name}-{settings.node}"
+        self._sender = sender or Sender(settings.kafka, client_id=client_id, check=check)
         self._buffer_lasts_s: float | None = None
-        self._sender = sender or Sender(settings.kafka, client_id=f"gpustream-{self.name}-{settings.node}")
-        self._connected = False
         self._places = places or Places(settings.procfs)
         self._gpus = gpus or Gpus(self._instruments, self._places, interval_s=settings.interval_s)
         self._job_files = JobFiles(settings.hpc_job_mapping_dir, self._instruments)
@@ -162,21 +165,17 @@ class NodeProducer:
 
     def _not_sent(self) -> list[str]:
         waited_s = self._publisher.waited_s()
-        return not_sent(self._settings.kafka, connected=self._connected, what="a tick", waited_s=waited_s)
+        return not_sent(self._sender, what="a tick", waited_s=waited_s)
 
     @contextlib.asynccontextmanager
     async def _background(self) -> AsyncIterator[None]:
         """What runs beside the ticks; a failure in it ends them."""
         async with asyncio.TaskGroup() as group:
-            parts = (self._publisher.run, self._connect, self._gpus.run, self._ask_at_events)
+            parts = (self._publisher.run, self._sender.start, self._gpus.run, self._ask_at_events)
             running = [group.create_task(part()) for part in parts]
             yield
             for task in running:
                 task.cancel()
-
-    async def _connect(self) -> None:
-        await self._sender.start()
-        self._connected = True
 
     async def _ask_at_events(self) -> None:
         """Ask the kubelet who holds what as soon as something happens to a GPU; the next tick may find others."""

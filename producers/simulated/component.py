@@ -23,6 +23,8 @@ from producers.simulated.config import SimulatedSettings
 from producers.simulated.fleet import Fleet, parse_size
 from producers.stopping import first_failure
 from producers.workloads import WorkloadsPublisher
+from topics import allocations, samples, workloads
+from topics.check import TopicCheck
 from topics.instruments import Instruments
 from topics.sender import Sender
 
@@ -46,8 +48,8 @@ class SimulatedFleet:
         self._instruments = Instruments((*shared.INSTRUMENTS, *own.INSTRUMENTS))
         self.registry = self._instruments.registry
         self._clock = clock or FleetClock()
-        self._sender = sender or Sender(settings.kafka, client_id=f"gpustream-{self.name}")
-        self._connected = False
+        check = TopicCheck(settings.kafka, (samples.TOPIC.name, allocations.TOPIC.name, workloads.TOPIC.name))
+        self._sender = sender or Sender(settings.kafka, client_id=f"gpustream-{self.name}", check=check)
         self._nodes = [self._fleet.node(index) for index in range(self._fleet.nodes)]
         share = max(SMALLEST_BUFFER_BYTES, settings.buffer_size // self._fleet.nodes)
         buffer = Buffer(max_bytes=share, max_age_s=settings.buffer_s)
@@ -59,7 +61,7 @@ class SimulatedFleet:
     def not_ready(self) -> list[str]:
         """Why it is not ready; empty where it is."""
         waited_s = max(publisher.waited_s() for publisher in self._publishers)
-        return not_sent(self._settings.kafka, connected=self._connected, what="a tick", waited_s=waited_s)
+        return not_sent(self._sender, what="a tick", waited_s=waited_s)
 
     def sampled(self) -> list[tuple[str, int, int]]:
         """Every run of every node so far: node, run_id, and the ``seq`` of its last tick, dropped ones included."""
@@ -106,14 +108,10 @@ class SimulatedFleet:
         """What runs beside the ticks; a failure in it ends them."""
         async with asyncio.TaskGroup() as group:
             running = [group.create_task(publisher.run()) for publisher in self._publishers]
-            running += [group.create_task(part()) for part in (self._connect, self._workloads.run, self._tell)]
+            running += [group.create_task(part()) for part in (self._sender.start, self._workloads.run, self._tell)]
             yield
             for task in running:
                 task.cancel()
-
-    async def _connect(self) -> None:
-        await self._sender.start()
-        self._connected = True
 
     async def _tick(self, stop: asyncio.Event, file: BinaryIO | None) -> None:
         """Read each node at its own time within every interval."""

@@ -120,8 +120,11 @@ class RemoteWritePartition:
     def _interpret(self, record: Record, sample: AttributedSample | str) -> _Read:
         if isinstance(sample, str):
             return _Read(record, error=sample)
-        if self._series.is_replay(sample):
+        verdict = self._series.verdict(sample)
+        if verdict == "replay":
             return _Read(record, sample)
+        if verdict == "new_log":
+            self._shared.outcomes.new_log(record.partition)
         return _Read(record, sample, self._series.tick(sample))
 
     async def _finish(self, batch: Sequence[_Read], fates: Sequence[Fate], abandon: asyncio.Event) -> None:

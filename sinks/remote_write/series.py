@@ -1,7 +1,7 @@
 """What a partition's nodes have written so far, and so what each tick writes: its series, and an end for those gone.
 
 In: records of gpu.attributed, in the order of their partition. Out: groups of samples.
-State, per node: the last offset and timestamp, and the open series. It changes only when a tick is settled.
+State, per node: the last sample's identity, and the open series. It changes only when a tick is settled.
 A series that is missing from a tick ends there, with a staleness marker at the tick's time; those of a node that went
 silent end 1 ms after its last tick, so that whatever it still sends later is later.
 """
@@ -15,8 +15,10 @@ from sinks.blocks import Block, Group, Layouts, Row, Subject, holders
 from sinks.device_series import Further, MadeOf, further, made
 from sinks.labels import MAX_LABELS, LabelSet, Place, Seen, labels, place, seen
 from sinks.tenants import Labels
+from topics import replays
 from topics.attributed import AttributedDevice, AttributedSample
 from topics.metric import Profile
+from topics.replays import Last, Verdict
 
 STALE: float = struct.unpack("<d", struct.pack("<Q", 0x7FF0000000000002))[0]
 """The value that ends a series in Prometheus: a NaN with just these bits."""
@@ -41,9 +43,9 @@ _KnownBy = dict[str | tuple[str, ...], _Known]
 
 @dataclass(slots=True)
 class _Node:
-    """What is known of a node. ``offset`` is its last sample's, ``heard_s`` the clock's when that was settled."""
+    """What is known of a node. ``last`` is its last sample, ``heard_s`` the clock's time when that was settled."""
 
-    offset: int
+    last: Last
     heard_s: float
     ts_ms: int | None = None
     open: tuple[Block, ...] = ()
@@ -81,10 +83,10 @@ class Series:
         self._nodes: dict[NodeKey, _Node] = {}
         self._strangers: dict[NodeKey, _KnownBy] = {}
 
-    def is_replay(self, sample: AttributedSample) -> bool:
-        """Whether this record, or a later one of its node, was settled before."""
+    def verdict(self, sample: AttributedSample) -> Verdict:
+        """Whether this record is its node's next one, was settled before, or is the first of a new log."""
         node = self._nodes.get((sample.cluster, sample.node))
-        return node is not None and sample.offset <= node.offset
+        return replays.verdict(node.last if node else None, sample)
 
     def tick(self, sample: AttributedSample) -> Tick:
         """What a record writes."""
@@ -105,8 +107,9 @@ class Series:
         sample = tick.sample
         node = self._nodes.get(tick.node)
         if node is None:
-            node = self._nodes[tick.node] = _Node(sample.offset, now_s, known=self._strangers.pop(tick.node, {}))
-        node.offset, node.heard_s = sample.offset, now_s
+            known = self._strangers.pop(tick.node, {})
+            node = self._nodes[tick.node] = _Node(replays.after(None, sample), now_s, known=known)
+        node.last, node.heard_s = replays.after(node.last, sample), now_s
         if accepted:
             node.ts_ms, node.open = sample.ts_ms, tick.blocks
             if len(node.known) > 2 * len(tick.blocks) + _SPARE:
@@ -114,7 +117,7 @@ class Series:
 
     def recall(self, sample: AttributedSample, now_s: float) -> None:
         """A record that an earlier life settled: know it, and write nothing."""
-        if not self.is_replay(sample):
+        if self.verdict(sample) != "replay":
             self.settle(self.tick(sample), now_s, accepted=True)
 
     def silent(self, now_s: float, stale_after_s: float) -> list[Silence]:

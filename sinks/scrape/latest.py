@@ -2,9 +2,9 @@
 
 In:       records of gpu.attributed, in the order of their partition.
 Out:      the devices to show, and what became of each record.
-State:    per node, the offset and the devices of its last tick, and when it was heard of. A series that is missing from
-          a node's last tick is not shown; nor is a node that was not heard of for ``stale_after``, nor a partition that
-          was taken away.
+State:    per node, the identity and the devices of its last tick, and when it was heard of. A series that is missing
+          from a node's last tick is not shown; nor is a node that was not heard of for ``stale_after``, nor a partition
+          that was taken away.
 """
 
 import asyncio
@@ -21,10 +21,12 @@ from sinks.device_series import Further, MadeOf, further, made
 from sinks.labels import MAX_LABELS, LabelSet, Seen, labels, place, seen
 from sinks.outcomes import Outcome, Outcomes
 from sinks.scrape.families import Device, lines
+from topics import replays
 from topics.attributed import TOPIC, AttributedSample
 from topics.decoding import decoder
 from topics.instruments import Instruments
 from topics.metric import Profile
+from topics.replays import Last
 
 OnOutcome = Callable[[str, str, int, int, Outcome], None]
 """Told the cluster, node, run_id and seq of each tick, and what became of it."""
@@ -51,7 +53,7 @@ _KnownBy = dict[str | tuple[str, ...], _Known]
 class _Node:
     """A node's last tick, as it is shown."""
 
-    offset: int
+    last: Last
     heard_s: float
     known: _KnownBy
 
@@ -129,10 +131,14 @@ class LatestOfPartition:
         """Shows a tick instead of the node's last one."""
         key = (sample.cluster, sample.node)
         before = self._nodes.get(key)
-        if before is not None and sample.offset <= before.offset:
+        last = before.last if before else None
+        verdict = replays.verdict(last, sample)
+        if verdict == "replay":
             return "duplicate"
+        if verdict == "new_log":
+            self._shared.outcomes.new_log(self.partition)
         known = self._shown(sample, before.known if before else {})
-        self._nodes[key] = _Node(sample.offset, self._shared.now_s(), known)
+        self._nodes[key] = _Node(replays.after(last, sample), self._shared.now_s(), known)
         return "delivered"
 
     def _shown(self, sample: AttributedSample, before: _KnownBy) -> _KnownBy:

@@ -34,6 +34,10 @@ class Attendance:
         """A record of the sample at this offset was read."""
         self.newest = max(self.newest, offset)
 
+    def begun_again(self, offset: int) -> None:
+        """The offsets of the samples began again, and a record of the one at this offset was read."""
+        self.newest = offset
+
     def told(self, ends: Ends) -> None:
         """The broker has said where the partitions end."""
         self._asked.append(ends)

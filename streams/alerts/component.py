@@ -17,15 +17,15 @@ from streams.alerts.instruments import INSTRUMENTS
 from streams.alerts.judge import Judge
 from streams.alerts.watch import ALERTS, ATTRIBUTED, SAMPLES, STATE, WORKLOADS, Watch
 from streams.bookkeeping import DEAD_LETTERS
-from streams.checking import checked
 from streams.reader.app import ReaderApp, ReaderSettings
 from streams.settings import AlertSettings
 from streams.working import work
+from topics.check import TopicCheck
 from topics.instruments import Instruments
 
 
 class Alerts:
-    """The component: ``run`` watches until stopped; a broker or contract that is not as it must be is an error."""
+    """The component: ``run`` watches until stopped; rules that are not right are an error."""
 
     name = "alerts"
 
@@ -33,14 +33,14 @@ class Alerts:
         self._settings, self._fail = settings, fail
         self.instruments = Instruments(INSTRUMENTS)
         self.registry: CollectorRegistry = self.instruments.registry
+        self._check = TopicCheck(settings.kafka, (ATTRIBUTED, SAMPLES, WORKLOADS, STATE, ALERTS, DEAD_LETTERS))
         self._app: ReaderApp | None = None
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Check the topics, then watch until ``stop`` is set."""
+        """Wait for the topics, then watch until ``stop`` is set."""
         s = self._settings
         judge = Judge(await asyncio.to_thread(rules.load, s.rules))
-        names = (ATTRIBUTED, SAMPLES, WORKLOADS, STATE, ALERTS, DEAD_LETTERS)
-        topics = await checked(s.kafka, names, stop, timeout_s=s.start_timeout_s)
+        topics = await self._check.passed(stop)
         if topics is None:
             return
         reads = ReaderSettings(
@@ -60,4 +60,4 @@ class Alerts:
 
     def not_ready(self) -> list[str]:
         """What keeps it from judging; empty when it does."""
-        return self._app.not_ready() if self._app is not None else ["topics not checked yet"]
+        return self._check.not_ready() if self._app is None else self._app.not_ready()

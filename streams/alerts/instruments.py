@@ -7,8 +7,8 @@ INSTRUMENTS = (
     Instrument(
         "gpustream_alerts_ticks_total",
         "counter",
-        "Node ticks read: judged, replayed (judged before, by their offset), resumed (the first of a node that another"
-        " worker had judged already).",
+        "Node ticks read: judged, new_log (judged; the first after gpu.samples was deleted and created again), replayed"
+        " (judged before), resumed (the first of a node that another worker had judged already).",
         ("outcome",),
     ),
     Instrument(

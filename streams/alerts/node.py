@@ -17,11 +17,13 @@ import msgspec
 from delivery.ledger import Slot
 from streams.alerts import machine
 from streams.alerts.machine import Judge, Place, Step, Write
-from streams.alerts.state import NodeState, Order, order
+from streams.alerts.state import NodeState, Order, last_tick, order
 from streams.alerts.tick import Tick
+from topics import replays
 
-Outcome = Literal["judged", "replayed", "resumed"]
-"""What a tick was: a new one, one that had been judged before its node's state was written, or the first after that."""
+Outcome = Literal["judged", "new_log", "replayed", "resumed"]
+"""What a tick was: a new one; a new one with which the offsets of gpu.samples begin again; one that had been judged
+before its node's state was written; or the first after that."""
 
 _replace = msgspec.structs.replace
 
@@ -81,20 +83,25 @@ class Node:
         """A tick was read."""
         place = Place(slot.offset, logged_ms)
         fresh, self.fresh = self.fresh, False
+        outcome: Outcome = "judged"
         state = machine.begin(tick, place) if self.current is None else self.current
         if fresh and self.current is not None and state.position >= log.ended:  # the log is another one now
             state = _replace(state, generation=state.generation + 1, silent=True)
-        elif self.current is not None and tick.offset <= state.offset:
-            again = tick.offset == state.offset and not self.kept
-            (self.kept if again else self._over).append(slot)
-            return "replayed"
-        elif fresh and self.current is not None and not state.silent and not log.torn:
-            self.current = machine.arrived(state, tick, place)
-            self.kept.append(slot)
-            return "resumed"
+        elif self.current is not None:
+            verdict = replays.verdict(last_tick(state), tick)
+            if verdict == "replay":
+                again = tick.offset == state.offset and not self.kept
+                (self.kept if again else self._over).append(slot)
+                return "replayed"
+            if verdict == "new_log":  # of the samples
+                outcome, state = "new_log", _replace(state, generation=state.generation + 1)
+            elif fresh and not state.silent and not log.torn:
+                self.current = machine.arrived(state, tick, place)
+                self.kept.append(slot)
+                return "resumed"
         self.close(machine.step(state, tick, place, judge))
         self.kept.append(slot)
-        return "judged"
+        return outcome
 
     def close(self, step: Step) -> None:
         """A step was made."""

@@ -13,8 +13,9 @@ from streams.alerts import machine
 from streams.alerts.judge import Judge
 from streams.alerts.machine import Place, Step, Write
 from streams.alerts.rule import Rules
-from streams.alerts.state import NodeState
+from streams.alerts.state import NodeState, last_tick
 from streams.alerts.tick import Tick
+from topics import replays
 from topics.alerts import Alert
 
 
@@ -37,7 +38,7 @@ class Replay:
         """The transitions that a tick brings."""
         node = (tick.cluster, tick.node)
         state = self._states.get(node)
-        if state is not None and tick.offset <= state.offset:
+        if state is not None and replays.verdict(last_tick(state), tick) == "replay":
             self.repeats += 1
             return []
         self.ticks += 1

@@ -5,6 +5,7 @@ import msgspec
 from streams.alerts.memory import Memory
 from topics.alerts import AlertState, Tracked
 from topics.decoding import decoder
+from topics.replays import Last
 
 Order = tuple[int, int, bool]
 """By which of two states of a node the later one is known."""
@@ -26,6 +27,11 @@ encode = msgspec.json.Encoder().encode
 def order(state: NodeState) -> Order:
     """Which of two states of a node is the later one."""
     return state.generation, state.offset, state.silent
+
+
+def last_tick(state: NodeState) -> Last:
+    """The last tick of a node, by which replays are known."""
+    return Last(state.run_id, state.seq, state.offset, max(state.newest_ts_ms, state.last_ts_ms))
 
 
 def identity(tracked: Tracked) -> Identity:

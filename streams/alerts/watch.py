@@ -21,7 +21,7 @@ from streams.alerts import machine, state
 from streams.alerts import tick as ticks
 from streams.alerts.attendance import Attendance, Ends
 from streams.alerts.machine import Judge
-from streams.alerts.node import Due, Log, Node
+from streams.alerts.node import Due, Log, Node, Outcome
 from streams.alerts.state import NodeState
 from streams.alerts.tick import Tick
 from streams.bookkeeping import Bookkeeping
@@ -146,12 +146,21 @@ class Watch:
         self._active[partition][key] = node
         node.read_s = self._clocks.monotonic_s()
         self._logged_ms[partition] = record.timestamp
-        self._attendance[partition].learned(tick.offset)
         reader = self.app.reader
         told = Log(reader.input_ends.get(slot.tp, MAX_TIME_MS), partition in reader.torn)
         outcome = node.take(tick, slot, record.timestamp, self._judge, told)
         self._instruments.counter("gpustream_alerts_ticks_total", outcome).inc()
+        self._attend(partition, tick.offset, outcome)
         self._settle(partition, key, node)
+
+    def _attend(self, partition: int, offset: int, outcome: Outcome) -> None:
+        if outcome == "new_log":
+            log.warning(
+                "partition %d: gpu.samples was deleted and created again: its new records are judged", partition
+            )
+            self._attendance[partition].begun_again(offset)
+        elif outcome != "replayed":
+            self._attendance[partition].learned(offset)
 
     def _node(self, partition: int, key: bytes) -> Node:
         node = self._nodes[partition].get(key)

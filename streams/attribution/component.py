@@ -14,15 +14,15 @@ from delivery.watchdog import fail_stop
 from streams.attribution.instruments import INSTRUMENTS
 from streams.attribution.joiner import ALLOCATIONS, OUTPUT, SAMPLES, WORKLOADS, Joiner
 from streams.bookkeeping import DEAD_LETTERS
-from streams.checking import checked
 from streams.reader.app import ReaderApp, ReaderSettings
 from streams.settings import AttributionSettings
 from streams.working import work
+from topics.check import TopicCheck
 from topics.instruments import Instruments
 
 
 class Attribution:
-    """The component: ``run`` reads until stopped; a broker or contract that is not as it must be is an error."""
+    """The component: ``run`` reads until stopped."""
 
     name = "attribution"
 
@@ -30,13 +30,13 @@ class Attribution:
         self._settings, self._fail = settings, fail
         self.instruments = Instruments(INSTRUMENTS)
         self.registry: CollectorRegistry = self.instruments.registry
+        self._check = TopicCheck(settings.kafka, (SAMPLES, ALLOCATIONS, WORKLOADS, OUTPUT, DEAD_LETTERS))
         self._app: ReaderApp | None = None
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Check the topics, then attribute until ``stop`` is set."""
+        """Wait for the topics, then attribute until ``stop`` is set."""
         s = self._settings
-        names = (SAMPLES, ALLOCATIONS, WORKLOADS, OUTPUT, DEAD_LETTERS)
-        topics = await checked(s.kafka, names, stop, timeout_s=s.start_timeout_s)
+        topics = await self._check.passed(stop)
         if topics is None:
             return
         reads = ReaderSettings(
@@ -54,4 +54,4 @@ class Attribution:
 
     def not_ready(self) -> list[str]:
         """What keeps it from attributing; empty when it does."""
-        return self._app.not_ready() if self._app is not None else ["topics not checked yet"]
+        return self._check.not_ready() if self._app is None else self._app.not_ready()

@@ -8,7 +8,9 @@ State: a ledger of what was read and is not finished, and what this process hold
   transactions, compaction), or what was deleted, which is counted. A log that goes on before what was read is another
   log, and positions are set again.
 - Inputs wait until the state of their partition has been learned to where it ended at the assignment.
-- Only finished prefixes are committed, and no commit outlives the assignment that it was made for.
+- Only finished prefixes are committed, and no commit outlives the assignment that it was made for. Those of inputs are
+  the place to go on from; those of state, which is read again, the place before which what is malformed has its dead
+  letter.
 - Whatever is awaited may come back in another epoch, and is then worth nothing.
 
 On failure: what the broker may yet answer is tried again; anything else ends the process, and reading again is the
@@ -104,6 +106,7 @@ class Reader:
         self.state_ends: dict[Partition, int] = {}
         self.input_ends: dict[Partition, int] = {}
         self.torn: frozenset[int] = frozenset()
+        self._settled: dict[Partition, int] = {}
         self.holes = self.lost = self.rebalances = self.turns = 0
         self._held = start.Held()
         self._waiting: set[int] = set()
@@ -128,17 +131,21 @@ class Reader:
 
     async def _commit_prefixes(self) -> bool:
         epoch = self.ledger.epoch
-        offsets = {
-            tp: offset
-            for tp, offset in self.ledger.positions().items()
-            if tp.topic in self.inputs and self.commits.get(tp) != offset
-        }
-        if not offsets or not await self._client().commit(offsets):
+        positions = self.ledger.positions().items()
+        inputs = {tp: at for tp, at in positions if tp.topic in self.inputs and self.commits.get(tp) != at}
+        states = {tp: at for tp, at in positions if tp.topic in self.states and self._settled.get(tp, at) < at}
+        if not (inputs or states) or not await self._client().commit(inputs | states):
             return False
         if epoch == self.ledger.epoch:
-            self.commits |= offsets
-            self.stage.committed(offsets)
+            self.commits |= inputs
+            self._settled |= states
+            if inputs:
+                self.stage.committed(inputs)
         return True
+
+    def is_settled(self, slot: Slot) -> bool:
+        """Whether the group has finished this record of a state before, its dead letter included."""
+        return slot.offset < self._settled.get(slot.tp, 0)
 
     # -- assignment
 
@@ -213,6 +220,7 @@ class Reader:
         self.commits = {tp: offset for tp, offset in found.positions.items() if tp.topic in self.inputs}
         self.input_ends, self.state_ends = dict(found.input_ends), dict(found.state_ends)
         self.torn = frozenset(tp.partition for tp in found.lost)
+        self._settled = dict(found.settled)
         self._waiting = ours
         log.info("reading %d partitions, %d of them state", len(found.positions), len(found.state_ends))
 

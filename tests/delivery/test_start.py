@@ -201,4 +201,4 @@ async def test_a_group_that_was_set_back_makes_held_state_useless() -> None:
 @instant
 async def test_without_an_assignment_there_is_nowhere_to_begin() -> None:
     desk = Desk()
-    assert await start.find(desk.client, [], [], Held({OWNERS: 3})) == Start({}, {}, {}, frozenset(), {})
+    assert await start.find(desk.client, [], [], Held({OWNERS: 3})) == Start({}, {}, {}, frozenset(), {}, {})

@@ -60,6 +60,9 @@ class FakeSender:
     async def stop(self, timeout_s: float = 5.0) -> None:
         self.stopped = True
 
+    def not_ready(self) -> list[str]:
+        return [] if self.started else ["no Kafka broker has answered at 127.0.0.1:1 yet"]
+
     async def ready(self) -> None:
         await self.taking.wait()
 

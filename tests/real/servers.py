@@ -22,6 +22,7 @@ from confluent_kafka import KafkaError, KafkaException
 from confluent_kafka.admin import AdminClient, NewTopic
 
 from tests.real.process import Server, listens
+from topics import registry
 
 KAFKA = "kafka-4.1.1"
 PROMETHEUS = "prometheus-3.15.0"
@@ -152,6 +153,11 @@ class KafkaServer(Server):
         for done in admin.create_topics(wanted, operation_timeout=ASK_TIMEOUT_S).values():
             done.result(ASK_TIMEOUT_S)
         self.wait_until(lambda: partitions.items() <= self.topics().items())
+
+    def create_ours(self, partitions: Mapping[str, int]) -> None:
+        """Creates topics of the contract with these partition counts, and the settings that they must have."""
+        for name, count in partitions.items():
+            self.create_topics({name: count}, registry.load()[name].settings())
 
     def topics(self) -> dict[str, int]:
         """The partition count of every topic but Kafka's own."""

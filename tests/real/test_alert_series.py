@@ -25,9 +25,7 @@ EVERY_MS = 2_000
 def alerts(empty_kafka: KafkaServer, monkeypatch: pytest.MonkeyPatch) -> KafkaServer:
     """Kafka with the topics that the sink uses."""
     monkeypatch.setattr(alert_series, "EVERY_MS", EVERY_MS)
-    common = {"message.timestamp.type": "LogAppendTime"}
-    empty_kafka.create_topics({"gpu.attributed": PARTITIONS, "gpu.dead-letters": 1}, common)
-    empty_kafka.create_topics({"gpu.alerts": PARTITIONS}, {"cleanup.policy": "compact", **common})
+    empty_kafka.create_ours({"gpu.attributed": PARTITIONS, "gpu.dead-letters": 1, "gpu.alerts": PARTITIONS})
     return empty_kafka
 
 

@@ -36,9 +36,7 @@ def alerts_kafka(empty_kafka: KafkaServer) -> KafkaServer:
 
 def prepared(kafka: KafkaServer) -> KafkaServer:
     """With the topics made."""
-    by_the_broker = {"message.timestamp.type": "LogAppendTime"}
-    kafka.create_topics({"gpu.alerts": PARTITIONS}, {"cleanup.policy": "compact", **by_the_broker})
-    kafka.create_topics({"gpu.dead-letters": 1}, by_the_broker)
+    kafka.create_ours({"gpu.alerts": PARTITIONS, "gpu.dead-letters": 1})
     return kafka
 
 

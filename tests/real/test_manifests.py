@@ -362,7 +362,7 @@ def test_what_the_base_grants_is_enough_for_the_cluster_producer_and_all_of_it_i
     api.create({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "n"}})
     for chain in OWNED:
         owned_pod(api, chain)
-    empty_kafka.create_topics({"gpu.workloads": 1})
+    empty_kafka.create_ours({"gpu.workloads": 1})
     kubeconfig = api.kubeconfig(token=api.service_account("gpustream", "cluster"))
     options = ["--kubeconfig", str(kubeconfig), "--lease", "gpustream/gpustream-cluster", "--identity", "cluster-0"]
     producer = gpustream("cluster", "produce", "cluster", "--kafka", empty_kafka.address, *options).start()

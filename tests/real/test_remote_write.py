@@ -42,8 +42,7 @@ WRITTEN = "X-Prometheus-Remote-Write-Samples-Written"
 @pytest.fixture
 def attributed(empty_kafka: KafkaServer) -> KafkaServer:
     """Kafka with the topics that the sink uses."""
-    topics = {"gpu.attributed": PARTITIONS, "gpu.alerts": ALERT_PARTITIONS, "gpu.dead-letters": 1}
-    empty_kafka.create_topics(topics, {"message.timestamp.type": "LogAppendTime"})
+    empty_kafka.create_ours({"gpu.attributed": PARTITIONS, "gpu.alerts": ALERT_PARTITIONS, "gpu.dead-letters": 1})
     return empty_kafka
 
 

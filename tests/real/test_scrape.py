@@ -214,7 +214,7 @@ async def test_prometheus_has_what_was_sent_and_not_what_ended(
     format_: Format,
 ) -> None:
     need(find_prometheus)
-    empty_kafka.create_topics({"gpu.attributed": 2, "gpu.dead-letters": 1})
+    empty_kafka.create_ours({"gpu.attributed": 2, "gpu.dead-letters": 1})
     given: dict[str, int] = defaultdict(int)
     monkeypatch.setattr(server, "accepted", counting(given))
     first = [tick("n-0", 1, "bert", None, ODD), tick("n-1", 1, "llama")]

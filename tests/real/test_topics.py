@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 
 import pytest
+from confluent_kafka import Producer
 from confluent_kafka.admin import ConfigResource
 
 from tests.real.servers import ASK_TIMEOUT_S, KafkaServer
@@ -89,11 +90,48 @@ async def test_create_makes_what_is_missing_and_alters_what_is_wrong_and_says_so
 async def test_another_number_of_partitions_is_refused_and_nothing_changes(empty: KafkaServer, partitions: int) -> None:
     have(empty, {"gpu.samples": 4}, {"retention.ms": "1000"})
 
-    with pytest.raises(broker.ContractMismatch, match=r"gpu\.samples: .* is 4, must be .* breaks key -> partition"):
+    with pytest.raises(broker.ContractMismatch, match=r"gpu\.samples: .* is 4, must be .* it is empty"):
         await broker.create(empty.address, partitions=partitions, replication_factor=1)
 
     assert empty.topics() == {"gpu.samples": 4}
     assert settings(empty, "gpu.samples")["retention.ms"] == "1000"
+
+
+async def test_topics_that_are_empty_and_have_other_partitions_are_created_again_if_that_is_asked_for(
+    empty: KafkaServer,
+) -> None:
+    have(empty, {"gpu.samples": 1, "gpu.workloads": 3}, {})
+
+    with pytest.raises(broker.ContractMismatch, match="--recreate-empty deletes it"):
+        await broker.create(empty.address, partitions=4, replication_factor=1)
+    assert empty.topics() == {"gpu.samples": 1, "gpu.workloads": 3}
+
+    lines = await broker.create(empty.address, partitions=4, replication_factor=1, recreate_empty=True)
+
+    assert "gpu.samples: deleted: it was empty, with 1 partitions" in lines
+    assert "gpu.samples: created, 4 partitions, replication factor 1" in lines
+    assert empty.topics() == dict.fromkeys(TOPICS, 4)
+    assert await broker.compare(empty.address) == []
+
+
+async def test_a_topic_with_records_is_never_deleted_nor_another_beside_it(empty: KafkaServer) -> None:
+    have(empty, {"gpu.samples": 1, "gpu.workloads": 3}, {})
+    producer = Producer({"bootstrap.servers": empty.address})
+    producer.produce("gpu.samples", b"x")
+    producer.flush(ASK_TIMEOUT_S)
+
+    with pytest.raises(broker.ContractMismatch, match=r"gpu\.samples: .* it has records, .* --partitions 1"):
+        await broker.create(empty.address, partitions=4, replication_factor=1, recreate_empty=True)
+
+    assert empty.topics() == {"gpu.samples": 1, "gpu.workloads": 3}
+
+
+async def test_topics_not_keyed_by_node_keep_their_number_of_partitions(empty: KafkaServer) -> None:
+    have(empty, {"gpu.dead-letters": 1}, {})
+
+    await broker.create(empty.address, partitions=4, replication_factor=1)
+
+    assert empty.topics() == {**dict.fromkeys(TOPICS, 4), "gpu.dead-letters": 1}
 
 
 async def test_a_replication_factor_above_the_number_of_brokers_is_refused_with_the_reason(

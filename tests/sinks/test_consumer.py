@@ -13,6 +13,7 @@ from sinks.assignment import Assignment
 from sinks.consumer import ConsumerSettings, GroupReader, Source
 from sinks.dead_letters import Abandoned, Record
 from sinks.outcomes import Outcomes
+from tests.sinks.receivers import until
 from tests.sinks.records import FakeConsumer, Read
 from topics.instruments import Instruments
 
@@ -53,11 +54,11 @@ def reading(handler: Any, log: Sequence[Read] = LOG) -> tuple[GroupReader, FakeC
     """A reader that has one partition, with a client in memory."""
     counted = Outcomes("test", Instruments(outcomes.instruments("test")))
     reader, client = (
-        GroupReader(SETTINGS, [Source("t", lambda _: handler, "earliest", 1.0)], counted),
+        GroupReader(SETTINGS, [Source("gpu.attributed", lambda _: handler, "earliest", 1.0)], counted),
         FakeConsumer(log),
     )
     reader._consumer = client
-    reader.take([TopicPartition("t", 0)])
+    reader.take([TopicPartition("gpu.attributed", 0)])
     return reader, client
 
 
@@ -130,10 +131,11 @@ async def test_each_topic_is_read_as_it_is_to_be_by_a_handler_of_its_own() -> No
 
 async def test_a_reader_without_a_broker_says_so_and_stops_when_told() -> None:
     counted = Outcomes("test", Instruments(outcomes.instruments("test")))
-    reader = GroupReader(SETTINGS, [Source("t", lambda _: Handler(patient=True), "earliest", 1.0)], counted)
+    reader = GroupReader(
+        SETTINGS, [Source("gpu.attributed", lambda _: Handler(patient=True), "earliest", 1.0)], counted
+    )
     stop = asyncio.Event()
     running = asyncio.ensure_future(reader.run(stop))
-    await asyncio.sleep(0.05)
-    assert reader.not_ready() == ["not connected to Kafka"]
+    await until(lambda: reader.not_ready() == ["no Kafka broker answers at 127.0.0.1:1 (KafkaConnectionError)"])
     stop.set()
     await asyncio.wait_for(running, 8)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from aiokafka.admin import NewTopic
 
-from topics.admin import Admin, Layout, Refused, Setting, SettingsUnknown
+from topics.admin import Admin, Layout, Refused, SettingsUnknown
 
 TOPIC = 2
 UNKNOWN_TOPIC, UNAUTHORIZED, EXISTS, BAD_FACTOR, BAD_CONFIG = 3, 29, 36, 38, 40
@@ -19,16 +19,20 @@ class Answers:
         self._answers = answers
         self.asked: list[Any] = []
 
-    async def describe_topics(self) -> Any:
+    async def describe_topics(self, names: list[str]) -> Any:
+        self.asked.append(names)
         return self._answers["topics"]
 
     async def describe_configs(self, resources: list[Any]) -> Any:
         self.asked.append([resource.name for resource in resources])
         return [SimpleNamespace(resources=self._answers["settings"])]
 
-    async def alter_configs(self, resources: list[Any]) -> Any:
-        self.asked.append([(resource.name, resource.configs) for resource in resources])
-        return [SimpleNamespace(resources=self._answers["altered"])]
+    async def _send_request(self, request: Any) -> Any:
+        self.asked.append((request.topic, request.settings))
+        return SimpleNamespace(resources=self._answers["altered"])
+
+    async def delete_topics(self, names: list[str]) -> Any:
+        return SimpleNamespace(topic_error_codes=self._answers["deleted"])
 
     async def create_topics(self, topics: list[NewTopic]) -> Any:
         self.asked.append([topic.name for topic in topics])
@@ -46,18 +50,19 @@ def topic(name: str, leaders: list[int]) -> dict[str, Any]:
 async def test_a_partition_without_a_leader_counts_and_is_told() -> None:
     rows = [topic("a", [1, 2, 3]), topic("b", [1, -1]), topic("deleted", [])]
 
-    assert await admin(topics=rows).layouts() == {"a": Layout(3, led=True), "b": Layout(2, led=False)}
-
-
-async def test_a_setting_is_the_topics_own_by_its_source_or_by_not_being_a_default() -> None:
-    sources: list[Any] = [("by.topic", "1", False, 1, False, []), ("by.broker", "2", False, 4, False, [])]
-    defaults = [("own", "1", False, False, False), ("default", None, False, True, False)]
-    rows = [(0, None, TOPIC, "new", sources), (0, None, TOPIC, "old", defaults)]
-
-    assert await admin(settings=rows).settings(["new", "old"]) == {
-        "new": {"by.topic": Setting("1", own=True), "by.broker": Setting("2", own=False)},
-        "old": {"own": Setting("1", own=True), "default": Setting("", own=False)},
+    assert await admin(topics=rows).layouts(["a", "b", "deleted"]) == {
+        "a": Layout(3, led=True),
+        "b": Layout(2, led=False),
     }
+
+
+async def test_settings_are_told_by_topic() -> None:
+    rows = [
+        (0, None, TOPIC, "a", [("x", "1", False, 1, False, []), ("y", None, False, 4, False, [])]),
+        (0, None, TOPIC, "b", [("x", "2", False, False, False)]),
+    ]
+
+    assert await admin(settings=rows).settings(["a", "b"]) == {"a": {"x": "1", "y": ""}, "b": {"x": "2"}}
 
 
 async def test_no_topics_are_asked_for_no_settings() -> None:
@@ -103,4 +108,11 @@ async def test_settings_that_are_refused_are_an_error() -> None:
 
     with pytest.raises(Refused, match="a: settings not altered: no such policy"):
         await Admin(client).alter("a", {"cleanup.policy": "shred"})
-    assert client.asked == [[("a", {"cleanup.policy": "shred"})]]
+    assert client.asked == [("a", {"cleanup.policy": "shred"})]
+
+
+async def test_a_topic_that_is_gone_already_is_deleted_and_one_that_may_not_be_is_an_error() -> None:
+    await admin(deleted=[("a", 0), ("b", UNKNOWN_TOPIC)]).delete(["a", "b"])
+
+    with pytest.raises(Refused, match="c: not deleted: TopicAuthorizationFailedError"):
+        await admin(deleted=[("c", UNAUTHORIZED)]).delete(["c"])

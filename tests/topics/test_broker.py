@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from topics import TOPICS, broker, registry
-from topics.admin import Setting
 from topics.broker import Found, Mismatch, mismatches
 from topics.topic import Topic
 
@@ -22,7 +21,7 @@ numbers = st.integers(1, 1000)
 def found(topic: Topic, partitions: int, **other: str) -> Found:
     """A topic as it must be, but for other settings (dots as underscores)."""
     wanted = topic.settings() | {name.replace("_", "."): value for name, value in other.items()}
-    return Found(partitions, {name: Setting(value, own=True) for name, value in wanted.items()})
+    return Found(partitions, wanted)
 
 
 def of_samples(other: dict[str, str]) -> list[Mismatch]:
@@ -54,6 +53,16 @@ def test_topics_not_keyed_by_node_may_have_any_number_of_partitions() -> None:
     topics = [ALL["gpu.attributed"], ALL["gpu.alerts"], ALL["gpu.dead-letters"]]
 
     assert mismatches(topics, {topic.name: found(topic, number) for number, topic in enumerate(topics, 1)}) == []
+
+
+@given(numbers, numbers)
+def test_a_topic_beside_them_may_be_missing_but_must_have_as_many_partitions(own: int, others: int) -> None:
+    topic, beside = ALL["gpu.workloads"], [ALL["gpu.samples"], ALL["gpu.allocations"]]
+    there = {topic.name: found(topic, own), "gpu.samples": Found(others, {"cleanup.policy": "compact"})}
+
+    wrong = mismatches([topic], there, beside)
+
+    assert [one.topic for one in wrong] == (["gpu.samples"] if own != others else [])
 
 
 @pytest.mark.parametrize(

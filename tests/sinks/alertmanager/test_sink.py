@@ -17,8 +17,8 @@ async def test_without_a_broker_it_says_so_of_each_alertmanager_and_stops_when_t
     one, stop = AlertmanagerSink(SETTINGS), asyncio.Event()
     assert one.not_ready() == ["not started"]
     running = asyncio.ensure_future(one.run(stop))
-    await until(lambda: one.not_ready() != ["not started"])
-    assert one.not_ready() == ["127.0.0.1:1: not connected to Kafka", "127.0.0.1:2: not connected to Kafka"]
+    waiting = "no Kafka broker answers at 127.0.0.1:1 (KafkaConnectionError)"
+    await until(lambda: one.not_ready() == [f"127.0.0.1:1: {waiting}", f"127.0.0.1:2: {waiting}"])
     assert [told.reader._settings.group for told in one._told] == [SETTINGS.group_of(url) for url in SETTINGS.urls]
     stop.set()
     await asyncio.wait_for(running, 8)

@@ -199,17 +199,29 @@ def test_of_two_devices_with_the_same_labels_the_first_is_written() -> None:
 def test_a_replay_is_a_record_at_or_below_the_last_offset_of_its_node() -> None:
     state = series()
     play(state, sample(5), sample(3, node="n2"))
-    assert state.is_replay(sample(5))
-    assert state.is_replay(sample(4))
-    assert not state.is_replay(sample(6))
-    assert not state.is_replay(sample(4, node="n2"))
-    assert not state.is_replay(sample(1, node="n3"))
+    assert state.verdict(sample(5)) == "replay"
+    assert state.verdict(sample(4)) == "replay"
+    assert state.verdict(sample(6)) == "next"
+    assert state.verdict(sample(4, node="n2")) == "next"
+    assert state.verdict(sample(1, node="n3")) == "next"
+
+
+def test_the_first_tick_of_a_new_log_is_written_and_goes_on_from_what_was_open() -> None:
+    state = series()
+    play(state, sample(5, device(pod="a"), offset=1000))
+    first = sample(6, device(pod="b"), offset=0)
+    assert state.verdict(first) == "new_log"
+    (tick,) = play(state, first)
+    assert {pod for _, _, pod in ended(tick.groups)} == {"a"}
+    assert state.verdict(first) == "replay"
+    assert state.verdict(sample(7, offset=1)) == "next"
+    assert state.verdict(sample(4, offset=999)) == "replay"
 
 
 def test_a_new_run_is_no_replay_whatever_its_clock_says() -> None:
     state = series()
     play(state, sample(5, run_id=9))
-    assert not state.is_replay(sample(6, run_id=1, ts_ms=5))
+    assert state.verdict(sample(6, run_id=1, ts_ms=5)) == "next"
 
 
 def test_a_refused_tick_leaves_the_open_series_as_they_were() -> None:
@@ -217,7 +229,7 @@ def test_a_refused_tick_leaves_the_open_series_as_they_were() -> None:
     play(state, sample(1, device(pod="a")))
     refused = state.tick(sample(2, device(pod="b")))
     state.settle(refused, 0.0, accepted=False)
-    assert state.is_replay(sample(2))
+    assert state.verdict(sample(2)) == "replay"
     third = state.tick(sample(3, device(pod="c")))
     assert {pod for _, _, pod in ended(third.groups)} == {"a"}
 
@@ -254,7 +266,7 @@ def test_what_was_recalled_is_open_and_a_replay() -> None:
     state = series()
     state.recall(sample(1, device(pod="a")), 0.0)
     state.recall(sample(1, device(pod="b")), 0.0)
-    assert state.is_replay(sample(1))
+    assert state.verdict(sample(1)) == "replay"
     assert {pod for _, _, pod in ended(state.tick(sample(2, device(pod="b"))).groups)} == {"a"}
 
 
@@ -262,7 +274,7 @@ def test_a_node_not_heard_of_for_a_day_is_forgotten() -> None:
     state = series()
     play(state, sample(1))
     state.silent(24 * 3600 + 1.0, 60)
-    assert not state.is_replay(sample(1))
+    assert state.verdict(sample(1)) == "next"
 
 
 DEVICES = st.lists(

@@ -18,14 +18,15 @@ def _device(uuid: str, used: float, *pods: str, **metrics: float) -> AttributedD
     return AttributedDevice(uuid=uuid, metrics={"gpu_utilization_ratio": used, **metrics}, holders=holders)
 
 
-def _tick(offset: int, *devices: AttributedDevice, node: str = "n-0") -> FakeRecord:
+def _tick(number: int, *devices: AttributedDevice, node: str = "n-0", offset: int | None = None) -> FakeRecord:
+    offset = number if offset is None else offset
     sample = AttributedSample(
         schema=1,
         cluster="c",
         node=node,
         run_id=1,
-        seq=offset + 1,
-        ts_ms=1000 * offset,
+        seq=number + 1,
+        ts_ms=1000 * number,
         offset=offset,
         attribution="exact",
         devices=devices,
@@ -42,6 +43,19 @@ async def test_the_last_tick_of_every_node_is_shown() -> None:
     assert 'k8s_pod_name="bert-0",service_name="gpustream"} 0.2\n' in bench.shown()
     assert 'k8s_node_name="n-1"' in bench.shown()
     assert " 0.1\n" not in bench.shown()
+
+
+async def test_the_ticks_of_a_new_log_are_shown_and_counted_once() -> None:
+    bench = Bench()
+    await bench.deliver(_tick(1000, _device("a", 0.1)))
+    again = _tick(1001, _device("a", 0.2), offset=0), _tick(1002, _device("a", 0.3), offset=1)
+    await bench.deliver(*again)
+    await bench.deliver(*again)
+
+    value = bench.instruments.registry.get_sample_value
+    assert " 0.3\n" in bench.shown()
+    assert value("gpustream_scrape_new_logs_total") == 1
+    assert value("gpustream_scrape_records_duplicate_total") == 2
 
 
 async def test_a_series_of_a_pod_that_ended_is_gone() -> None:

@@ -117,6 +117,7 @@ class Worker:
         self.rebalances = self.holes = self.lost = 0
         self.input_ends: dict[Partition, int] = {}
         self.torn: frozenset[int] = frozenset()
+        self.settled: dict[Partition, int] = {}
         self.failures: list[str] = []
         self.instruments = Instruments(INSTRUMENTS)
         self.clocks = FakeClocks()
@@ -131,6 +132,9 @@ class Worker:
 
     def finish_when(self, slot: Slot, acknowledged: Sequence["asyncio.Future[int]"]) -> None:
         ReaderApp.finish_when(cast("ReaderApp", self), slot, acknowledged)
+
+    def is_settled(self, slot: Slot) -> bool:
+        return slot.offset < self.settled.get(slot.tp, 0)
 
     def current(self, slot: Slot) -> bool:
         return slot.epoch == self.ledger.epoch

@@ -97,7 +97,7 @@ def silent(*ticks: Tick, logged_s: Sequence[float] | None = None) -> list[tuple[
     """The nodes that are found silent, and what became of it."""
     replay, found = Replay(DEFAULTS), list[Alert]()
     for number, one in enumerate(ticks):
-        numbered = msgspec.structs.replace(one, offset=number)
+        numbered = msgspec.structs.replace(one, offset=number, seq=number + 1)
         found += replay.take(numbered, None if logged_s is None else tick(logged_s[number]).ts_ms)
     return [(alert.node, alert.state) for alert in [*found, *replay.end()] if alert.name == "NodeSilent"]
 

@@ -200,6 +200,26 @@ async def test_a_log_that_was_made_anew_begins_its_offsets_again() -> None:
     assert said(broker) == [("GPUThermalSlowdown", "firing"), ("GPUThermalSlowdown", "resolved")]
 
 
+@pytest.mark.parametrize("restart", [False, True])
+async def test_where_only_the_samples_were_made_again_their_ticks_go_on(restart: bool) -> None:
+    broker = Broker()
+    write(broker, range(300), HOT)
+    worker = await working(broker)
+    await worker.live()
+    for s in range(300, 700):
+        broker.log(later(tick(s, HOT), offset=s - 300))
+    worker = await working(broker) if restart else worker
+    await worker.live()
+    assert worker.total("ticks_total", "new_log") == 1
+    last = states(broker)[-1]
+    assert (last.generation, last.offset < 400) == (1, True)
+    assert said(broker) == [("GPUThermalSlowdown", "firing")]
+    again = await working(broker)
+    await again.live()
+    assert said(broker) == [("GPUThermalSlowdown", "firing")]
+    assert again.total("ticks_total", "new_log") == 0
+
+
 async def test_an_older_state_that_another_worker_wrote_late_is_written_over() -> None:
     broker = Broker()
     write(broker, range(700), HOT)

@@ -97,6 +97,7 @@ class FakeApp:
         self.reader = self
         self.ledger = Ledger()
         self.rebalances = self.holes = self.lost = 0
+        self.settled: dict[Partition, int] = {}
         self.failures: list[str] = []
         self.ends_asked = 0
         self.instruments = Instruments(INSTRUMENTS)
@@ -112,6 +113,9 @@ class FakeApp:
 
     def finish_when(self, slot: Slot, acknowledged: Sequence["asyncio.Future[int]"]) -> None:
         ReaderApp.finish_when(cast("ReaderApp", self), slot, acknowledged)
+
+    def is_settled(self, slot: Slot) -> bool:
+        return slot.offset < self.settled.get(slot.tp, 0)
 
     def current(self, slot: Slot) -> bool:
         return slot.epoch == self.ledger.epoch

@@ -135,6 +135,17 @@ async def test_a_bad_record_is_finished_only_when_its_letter_is_acknowledged(top
     assert app.position(topic) == 1
 
 
+@pytest.mark.parametrize("topic", [ALLOCATIONS, WORKLOADS])
+async def test_a_bad_record_of_a_state_that_is_read_again_gets_no_second_letter(topic: str) -> None:
+    app, tp = FakeApp(), Partition(topic, 0)
+    app.logs[tp] += [Record(KEY, b"old"), Record(KEY, b"new")]
+    app.settled[tp] = 1
+    await app.read(topic)
+
+    assert [letter.value for letter in app.sender.letters()] == [b"new"]
+    assert app.position(topic) == 2
+
+
 async def test_a_tick_whose_output_is_too_large_is_dead_lettered_as_it_came() -> None:
     app = FakeApp()
     app.sender.largest, app.sender.holding = 100, True

@@ -38,8 +38,15 @@ class Prompt(random.Random):
 class Desk:
     """One partition of each topic, a reader, and what it delivered."""
 
-    def __init__(self, *, partitions: int = 1, compacted: frozenset[str] = frozenset(), max_open_bytes: int = 10**6):
-        self.broker = Broker(partitions=partitions)
+    def __init__(
+        self,
+        *,
+        partitions: int = 1,
+        compacted: frozenset[str] = frozenset(),
+        max_open_bytes: int = 10**6,
+        broker: Broker | None = None,
+    ) -> None:
+        self.broker = broker or Broker(partitions=partitions)
         self.client = FakeClient(self.broker, Prompt())
         self.client.max_records = 100
         self.reader = Reader(

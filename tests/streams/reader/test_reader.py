@@ -295,13 +295,45 @@ async def test_nothing_is_committed_that_the_broker_already_has() -> None:
 
 
 @instant
-async def test_state_is_never_committed() -> None:
+async def test_state_is_read_again_and_what_was_finished_of_it_is_known() -> None:
     desk = Desk()
     desk.log(OWNERS).append(5)
+    desk.hold = lambda slot: slot.offset == 3
+    await desk.assign()
+    await desk.turn(2)
+    assert await desk.reader.commit()
+    assert desk.broker.committed == {OWNERS: 3}
+    assert desk.told_committed == []
+
+    another = Desk(broker=desk.broker)
+    await another.assign()
+    await another.turn(2)
+    assert another.offsets(OWNERS) == [0, 1, 2, 3, 4]
+    assert [another.reader.is_settled(slot) for slot in another.slots(OWNERS)] == [True, True, True, False, False]
+    assert await another.reader.commit()
+    assert desk.broker.committed == {OWNERS: 5}
+
+
+@instant
+async def test_a_commit_of_state_is_never_set_back() -> None:
+    desk = Desk()
+    desk.log(OWNERS).append(5)
+    desk.broker.committed[OWNERS] = 4
+    desk.hold = lambda slot: slot.offset == 2
     await desk.assign()
     await desk.turn(2)
     assert not await desk.reader.commit()
-    assert desk.client.asked_to_commit == []
+    assert desk.broker.committed == {OWNERS: 4}
+
+
+@instant
+async def test_of_a_state_that_was_made_again_nothing_is_finished() -> None:
+    desk = Desk()
+    desk.log(OWNERS).append(5)
+    desk.broker.committed[OWNERS] = 40
+    await desk.assign()
+    await desk.turn(2)
+    assert not any(map(desk.reader.is_settled, desk.slots(OWNERS)))
 
 
 @pytest.mark.parametrize("trouble", ["refused", "failed"])

@@ -1,0 +1,128 @@
+"""A Kafka with its default `auto.create.topics.enable=true`: whatever starts before `topics create` makes no topic."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from gpustream.components import Component
+from producers.cluster.component import ClusterProducer
+from producers.cluster.config import ClusterSettings
+from producers.node.component import NodeProducer
+from producers.node.config import NodeSettings
+from producers.simulated.component import SimulatedFleet
+from producers.simulated.config import SimulatedSettings
+from sinks.alertmanager.config import AlertmanagerSettings
+from sinks.alertmanager.sink import AlertmanagerSink
+from sinks.remote_write.config import RemoteWriteSettings
+from sinks.remote_write.sink import RemoteWriteSink
+from sinks.scrape.config import ScrapeSettings
+from sinks.scrape.sink import ScrapeSink
+from sinks.webhook.config import WebhookSettings
+from sinks.webhook.sink import WebhookSink
+from streams.alerts.component import Alerts
+from streams.attribution.component import Attribution
+from streams.settings import AlertSettings, AttributionSettings
+from tests.real.conftest import need
+from tests.real.servers import KafkaServer, find_java, find_kafka
+from topics import broker
+from topics.clients import AIOKafkaConsumer
+
+NOWHERE = "http://127.0.0.1:1"
+GIVE_UP_S = 60.0
+
+KUBECONFIG = """
+apiVersion: v1
+kind: Config
+current-context: nowhere
+contexts: [{name: nowhere, context: {cluster: nowhere, user: nobody}}]
+clusters: [{name: nowhere, cluster: {server: "http://127.0.0.1:1"}}]
+users: [{name: nobody, user: {}}]
+"""
+
+
+@pytest.fixture(scope="module")
+def broker_that_creates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KafkaServer]:
+    """A broker that makes a topic when it is asked for."""
+    need(find_java, find_kafka)
+    settings = {"auto.create.topics.enable": "true"}
+    with KafkaServer(tmp_path_factory.mktemp("kafka"), settings=settings, heap="256m") as server:
+        yield server
+
+
+@pytest.fixture
+def creating(broker_that_creates: KafkaServer) -> KafkaServer:
+    """Without topics."""
+    broker_that_creates.empty()
+    return broker_that_creates
+
+
+def components(kafka: str, kubeconfig: Path) -> list[Component]:
+    """One of each."""
+    kubeconfig.write_text(KUBECONFIG)
+    return [
+        NodeProducer(NodeSettings(kafka=kafka, node="n", pod_resources_socket=None)),
+        ClusterProducer(ClusterSettings(kafka=kafka, kubeconfig=kubeconfig, lease=None)),
+        SimulatedFleet(SimulatedSettings(kafka=kafka, fleet="2x1", interval_s=0.1)),
+        Attribution(AttributionSettings(kafka=kafka)),
+        Alerts(AlertSettings(kafka=kafka)),
+        RemoteWriteSink(RemoteWriteSettings(kafka=kafka, url=NOWHERE)),
+        ScrapeSink(ScrapeSettings(kafka=kafka, scrape_listen=None, from_="earliest")),
+        AlertmanagerSink(AlertmanagerSettings(kafka=kafka, urls=(NOWHERE,))),
+        WebhookSink(WebhookSettings(kafka=kafka, url=NOWHERE, unsigned=True)),
+    ]
+
+
+@asynccontextmanager
+async def running(*these: Component) -> AsyncIterator[None]:
+    """The components at work."""
+    stop = asyncio.Event()
+    tasks = [asyncio.ensure_future(one.run(stop)) for one in these]
+    try:
+        yield
+    finally:
+        stop.set()
+        await asyncio.gather(*tasks)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait until it holds."""
+    async with asyncio.timeout(GIVE_UP_S):
+        while not condition():  # noqa: ASYNC110 - of a broker
+            await asyncio.sleep(0.05)
+
+
+def waits_for_topics(component: Component) -> bool:
+    """Whether it names what is missing, and what to run."""
+    return any("is missing" in line and "`gpustream topics create`" in line for line in component.not_ready())
+
+
+async def test_a_client_that_uses_a_topic_by_name_does_not_make_it(creating: KafkaServer) -> None:
+    consumer = AIOKafkaConsumer(bootstrap_servers=creating.address)
+    await consumer.start()
+    try:
+        consumer.subscribe(["gpu.samples"])
+        await consumer._client.force_metadata_update()
+        assert creating.topics() == {}
+    finally:
+        await consumer.stop()
+
+
+async def test_nothing_makes_a_topic_and_all_goes_on_once_they_are_created(
+    creating: KafkaServer, tmp_path: Path
+) -> None:
+    for component in components(creating.address, tmp_path / "kubeconfig"):
+        async with running(component):
+            await until(lambda one=component: waits_for_topics(one))  # type: ignore[misc]
+    assert creating.topics() == {}
+
+    every = components(creating.address, tmp_path / "kubeconfig")
+    scrape = next(one for one in every if isinstance(one, ScrapeSink))
+    async with running(*every):
+        await until(lambda: all(map(waits_for_topics, every)))
+        assert creating.topics() == {}
+        await broker.create(creating.address, partitions=2, replication_factor=1)
+        await until(lambda: not any(map(waits_for_topics, every)) and len(scrape.devices()) >= 2)
+    assert set(creating.topics().values()) == {2}

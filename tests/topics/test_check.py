@@ -1,0 +1,80 @@
+"""What a component says and does while the topics that it uses can't be used, with a broker in the test's hand."""
+
+import asyncio
+from collections.abc import Iterable
+
+import pytest
+
+from topics import broker, check
+from topics.broker import BrokerUnavailable, Checked, ContractMismatch, Mismatch
+from topics.check import TopicCheck
+
+MISSING = ContractMismatch([Mismatch("gpu.samples", "the topic", "there", "missing")])
+RESIZED = ContractMismatch([Mismatch("gpu.samples", "its number of partitions", "32, as gpu.workloads has", "1")])
+GOOD = Checked({"gpu.samples": 32}, (Mismatch("gpu.samples", "segment.ms", "3600000", "604800000", breaks=False),))
+
+
+class Answers:
+    """A broker that gives these answers, one after the other; ``asked`` is set when the last has been given."""
+
+    def __init__(self, *answers: Checked | Exception) -> None:
+        self._answers = list(answers)
+        self.seen: list[tuple[str, ...]] = []
+        self.waiting: list[list[str]] = []
+        self.check: TopicCheck | None = None
+
+    async def __call__(self, kafka: str, names: Iterable[str], beside: Iterable[str] = ()) -> Checked:
+        if self.check is not None:
+            self.waiting.append(self.check.not_ready())
+        self.seen.append((*names, *beside))
+        answer = self._answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is waited for between two questions."""
+    monkeypatch.setattr(check, "ASK_AFTER_S", (0.0,))
+
+
+def asking(monkeypatch: pytest.MonkeyPatch, *answers: Checked | Exception) -> tuple[TopicCheck, Answers]:
+    broker_, one = Answers(*answers), TopicCheck("kafka:9092", ["gpu.samples"], beside=["gpu.workloads"])
+    broker_.check = one
+    monkeypatch.setattr(broker, "check", broker_)
+    return one, broker_
+
+
+async def test_it_says_what_is_missing_and_what_to_run_and_goes_on_when_it_is_there(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    one, answers = asking(monkeypatch, BrokerUnavailable("no Kafka broker answers"), MISSING, MISSING, RESIZED, GOOD)
+
+    assert await one.passed(asyncio.Event()) is GOOD
+
+    run = "run `gpustream topics create`"
+    missing = [f"gpu.samples: the topic is missing, must be there: {run}"]
+    assert answers.waiting == [
+        ["no Kafka broker has answered at kafka:9092 yet"],
+        ["no Kafka broker answers"],
+        missing,
+        missing,
+        [f"gpu.samples: its number of partitions is 1, must be 32, as gpu.workloads has: {run}"],
+    ]
+    assert one.not_ready() == []
+    assert set(answers.seen) == {("gpu.samples", "gpu.workloads")}
+    assert sum("the topic is missing" in line for line in caplog.messages) == 1
+    assert sum("segment.ms is 604800000" in line for line in caplog.messages) == 1
+
+
+async def test_a_stop_ends_the_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "ASK_AFTER_S", (3600.0,))
+    one, answers = asking(monkeypatch, MISSING)
+    stop = asyncio.Event()
+    waiting = asyncio.ensure_future(one.passed(stop))
+    while not answers.seen:  # noqa: ASYNC110 - one turn of the loop
+        await asyncio.sleep(0)
+    stop.set()
+
+    assert await asyncio.wait_for(waiting, 10) is None

@@ -1,0 +1,36 @@
+"""No client makes a topic by asking for it."""
+
+from pathlib import Path
+
+import aiokafka.admin.client
+import aiokafka.client
+import pytest
+
+import topics.clients
+
+ROOT = Path(topics.clients.__file__).parents[1]
+METADATA = 3
+
+
+@pytest.mark.parametrize("module", [aiokafka.client, aiokafka.admin.client])
+@pytest.mark.parametrize("names", [None, ["gpu.samples"]])
+def test_a_request_for_metadata_says_that_no_topic_is_to_be_made(module: object, names: list[str] | None) -> None:
+    request = module.MetadataRequest(names).prepare({METADATA: (0, 12)})  # type: ignore[attr-defined]
+
+    assert request.to_object() == {"topics": names, "allow_auto_topic_creation": False}
+
+
+def test_every_client_is_imported_from_where_that_is_so() -> None:
+    sources = [
+        path
+        for folder in ("delivery", "gpustream", "producers", "sinks", "streams", "topics")
+        for path in (ROOT / folder).rglob("*.py")
+    ]
+    imports = [
+        (path, line)
+        for path in sources
+        for line in path.read_text().splitlines()
+        if line.startswith("from aiokafka") and "AIOKafka" in line
+    ]
+
+    assert {path.relative_to(ROOT).as_posix() for path, _ in imports} == {"topics/clients.py"}
