@@ -43,7 +43,7 @@ class Positions:
         begin = (await self._consumer.beginning_offsets([self._tp]))[self._tp]
         end = (await self._consumer.end_offsets([self._tp]))[self._tp]
         if committed is None:
-            first = await self._first(from_, begin, end)
+            first = await self.first(from_, begin, end)
             return Start(begin if recall_s == WHOLE else first, first, is_new=True)
         if committed > end:  # the topic was made anew
             return Start(begin, begin)
@@ -51,7 +51,8 @@ class Positions:
             return Start(begin, begin, expired=begin - committed)
         return Start(await self._before(committed, begin, recall_s), committed)
 
-    async def _first(self, from_: From, begin: int, end: int) -> int:
+    async def first(self, from_: From, begin: int, end: int) -> int:
+        """Where a reader without offsets starts, between the ends of the log."""
         if from_ == "earliest":
             return begin
         if from_ == "latest":

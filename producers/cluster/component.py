@@ -10,12 +10,12 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 from producers import instruments as shared
 from producers.cluster import instruments as own
-from producers.cluster import listeners, selection
+from producers.cluster import listeners, pods, selection
 from producers.cluster.api import Api
 from producers.cluster.config import NODE_LABELS, POD_ANNOTATIONS, ClusterSettings
 from producers.cluster.lease import Lease
@@ -24,6 +24,7 @@ from producers.cluster.pods import Reading
 from producers.cluster.rate_limiter import RateLimiter
 from producers.cluster.selection import ANNOTATION_BOUNDS, LABEL_BOUNDS, NODE_LABEL_BOUNDS, AllowList
 from producers.cluster.state import Selection, State
+from producers.cluster.takeover import ToldNodes, read_back
 from producers.cluster.watch import Watch
 from producers.sending import ConnectedSender, not_sent
 from producers.stopping import first_failure, first_of
@@ -48,6 +49,9 @@ AT_ONCE = 64
 
 DRAIN_S = 3.0
 
+ReadBack = Callable[[str, int, ToldNodes], Coroutine[Any, Any, None]]
+"""Takes what was told since a time; see :func:`producers.cluster.takeover.read_back`."""
+
 
 def _selection(settings: ClusterSettings) -> Selection:
     """What is kept of the cluster."""
@@ -64,18 +68,26 @@ def _selection(settings: ClusterSettings) -> Selection:
 
 
 class ClusterProducer:
-    """The component ``produce cluster``. ``sender`` and ``api`` are for tests."""
+    """The component ``produce cluster``. ``sender``, ``api`` and ``read_back`` are for tests."""
 
     name = "cluster"
 
     def __init__(
-        self, settings: ClusterSettings, *, sender: ConnectedSender | None = None, api: Api | None = None
+        self,
+        settings: ClusterSettings,
+        *,
+        sender: ConnectedSender | None = None,
+        api: Api | None = None,
+        read_back: ReadBack = read_back,
     ) -> None:
         self._settings = settings
         self._instruments = Instruments((*shared.INSTRUMENTS, *own.INSTRUMENTS))
         self.registry = self._instruments.registry
         check = TopicCheck(settings.kafka, (workloads.TOPIC.name,), beside=(samples.TOPIC.name, allocations.TOPIC.name))
         self._sender = sender or Sender(settings.kafka, client_id=f"gpustream-{self.name}", check=check)
+        self._read_back = read_back
+        self._reading_since_s: float | None = None
+        self._synced_s = float("inf")
         self._publisher: WorkloadsPublisher | None = None
         self._lease: Lease | None = None
         self._api = api or Api(settings.kubeconfig, self._instruments)
@@ -147,6 +159,7 @@ class ClusterProducer:
             async with asyncio.timeout(EXTRAS_WITHIN_S):
                 while not self._extras_known():
                     await self._sleep(0.1)
+        self._synced_s = time.monotonic()
 
     def _extras_known(self) -> bool:
         return all(watch.synced for watch in self._extras) and not self._owners.unknown
@@ -165,6 +178,7 @@ class ClusterProducer:
 
     async def _work(self, epoch: int) -> None:
         """Tell of all nodes, then of what changes, until it is cancelled."""
+        await self._take_over()
         log.info("telling of %d GPU pods on %d nodes", len(self._state.pods), len(self._state.nodes))
         publisher = WorkloadsPublisher(self._sender, self._instruments, cluster=self._settings.cluster, epoch=epoch)
         async with asyncio.TaskGroup() as group:
@@ -177,6 +191,18 @@ class ClusterProducer:
                 if self._stop.is_set() and (left := await publisher.drain(DRAIN_S)):
                     log.warning("left unsent at the stop: %d records of workloads", left)
                 sending.cancel()
+
+    async def _take_over(self) -> None:
+        """Learn what the last leader told of that this process has not seen, unless it has watched for long enough."""
+        if time.monotonic() - self._synced_s >= pods.KEPT_MS / 1000:
+            return
+        self._reading_since_s = time.monotonic()
+        try:
+            told = ToldNodes(self._settings.cluster)
+            await self._read_back(self._settings.kafka, _now_ms() - pods.KEPT_MS, told)
+            self._state.take_over(told.nodes, _now_ms())
+        finally:
+            self._reading_since_s = None
 
     async def _tell(self, publisher: WorkloadsPublisher) -> None:
         self._state.mark_all()
@@ -216,6 +242,8 @@ class ClusterProducer:
 
     def _not_sent(self) -> list[str]:
         waited_s = self._publisher.waited_s() if self._publisher else 0.0
+        if self._reading_since_s is not None:
+            waited_s = time.monotonic() - self._reading_since_s
         return not_sent(self._sender, what="what is known", waited_s=waited_s)
 
 

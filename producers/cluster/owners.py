@@ -30,7 +30,7 @@ class Chain(NamedTuple):
     complete: bool
 
 
-_UNKNOWN = Chain((), complete=False)
+UNKNOWN = Chain((), complete=False)
 
 
 @dataclass(slots=True)
@@ -39,7 +39,7 @@ class _Root:
 
     owner: Owner
     namespace: str
-    told: Chain = _UNKNOWN
+    told: Chain = UNKNOWN
     open: bool = True
 
 

@@ -16,13 +16,14 @@ from producers import records
 from producers.cluster import claims, objects, pods, slices
 from producers.cluster.claims import Claims
 from producers.cluster.labelled import Labelled
-from producers.cluster.owners import Chain
+from producers.cluster.owners import UNKNOWN, Chain
 from producers.cluster.pods import Change, Pods, Reading
 from producers.cluster.room import JsonDict, fit, size
 from producers.cluster.selection import LABEL_BOUNDS, AllowList
 from producers.cluster.slices import Slices
+from producers.cluster.takeover import ToldNode
 from producers.sending import LARGEST_VALUE_BYTES
-from topics.workloads import Owner
+from topics.workloads import Owner, Pod
 
 _POLICIES = AllowList(("gpustream.dev/*",), LABEL_BOUNDS)
 """The annotations of a namespace that its pods inherit."""
@@ -78,6 +79,7 @@ class State:
         self._told: set[str] = set()
         self._followed: set[str] = set()
         self._gone_ms: dict[str, int] = {}
+        self._past: dict[str, dict[str, JsonDict]] = {}
         self._left_namespaces: dict[str, None] = {}
         self._changed: dict[str, None] = {}
 
@@ -89,6 +91,22 @@ class State:
         """A record of every node is due, with every pod: another leader may have told of it."""
         self._told.update(pod.uid for pod in self.pods)
         self._mark((*self.nodes, *self._gone_ms))
+
+    def take_over(self, told: Mapping[str, ToldNode], now_ms: int) -> None:
+        """What the last leader told of and is not known here: pods and nodes that went unseen, and chains of owners.
+
+        A pod that nobody saw end has ended by now, and a node that is not there is gone.
+        """
+        for name, node in told.items():
+            if name not in self.nodes and not node.removed:
+                self._gone_ms[name] = now_ms
+            for pod in node.pods.values():
+                root = pod.owners[0].uid if pod.owners and pod.owners_complete else None
+                if root in self._followed and not self._chains.get(root, UNKNOWN).complete:
+                    self._chains[root] = Chain(pod.owners, complete=True)
+                row = _past_row(pod, now_ms)
+                if self.pods.get(pod.uid) is None and row["ended_ms"] + pods.KEPT_MS > now_ms:
+                    self._past.setdefault(name, {})[pod.uid] = row
 
     def awaits(self, node: str) -> list[str]:
         """The pods of a node that were never told of, and whose owner chains are not known yet."""
@@ -114,7 +132,8 @@ class State:
         room = LARGEST_VALUE_BYTES - HEAD_BYTES - size(devices) - size(admin) - size(labels)
         told = [pod for pod in self.pods.on_node(node) if pod.uid not in held or not here]
         self._told.update(pod.uid for pod in told if not self._chain(pod).complete)
-        rows, shed = fit([self._row(pod, gone_ms) for pod in told], room)
+        past = [row for uid, row in self._past.get(node, {}).items() if self.pods.get(uid) is None]
+        rows, shed = fit([*(self._row(pod, gone_ms) for pod in told), *past], room)
         return Content(labels or {}, rows, devices, admin, not here, shed)
 
     def put_pod(self, pod: objects.Pod, now_ms: int) -> int:
@@ -193,8 +212,8 @@ class State:
         self._mark_pools(self.claims.put(claim.metadata.uid, found, now_ms))
 
     def learn(self, owner_uid: str, chain: Chain) -> None:
-        """The chain from an owner up, the owner included."""
-        if owner_uid in self._followed:
+        """The chain from an owner up, the owner included. One that was complete once is not taken for less again."""
+        if owner_uid in self._followed and (chain.complete or not self._chains.get(owner_uid, UNKNOWN).complete):
             self._chains[owner_uid] = chain
             self._mark(pod.node for pod in self.pods.of_owner(owner_uid))
 
@@ -202,6 +221,12 @@ class State:
         """Forget what ended long ago."""
         self._apply(self.pods.expire(now_ms))
         self._mark_pools(self.claims.expire(now_ms))
+        for node, past in list(self._past.items()):
+            for uid in [uid for uid, row in past.items() if row["ended_ms"] + pods.KEPT_MS <= now_ms]:
+                del past[uid]
+                self._mark([node])
+            if not past:
+                del self._past[node]
         for node in [node for node, gone_ms in self._gone_ms.items() if gone_ms + pods.KEPT_MS <= now_ms]:
             del self._gone_ms[node]
         self._forget_namespaces()
@@ -264,3 +289,20 @@ class State:
             return Chain((), complete=True)
         found = self._chains.get(pod.owner.uid or "")
         return found or Chain((pod.owner,), complete=pod.owner.uid not in self._followed)
+
+
+def _past_row(pod: Pod, now_ms: int) -> JsonDict:
+    """A pod that another leader told of, as a record has it. It has ended, if nobody saw it by now."""
+    return {
+        "namespace": pod.namespace,
+        "name": pod.name,
+        "uid": pod.uid,
+        "phase": pod.phase,
+        "started_ms": pod.started_ms,
+        "ended_ms": now_ms if pod.ended_ms is None else pod.ended_ms,
+        "labels": pod.labels,
+        "annotations": pod.annotations,
+        "namespace_labels": pod.namespace_labels,
+        "owners": [msgspec.to_builtins(owner) for owner in pod.owners],
+        "owners_complete": None if pod.owners_complete else False,
+    }

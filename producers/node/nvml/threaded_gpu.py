@@ -202,8 +202,11 @@ class ThreadedGpu:
             return
         if call not in self._told_slow:
             self._told_slow.add(call)
-            text = "%s has not returned for %.1f s; what it gives is left out until it is quick again"
-            log.warning(text, f"{self.title}: {call}", slow_after_s)
+            log.warning(
+                "%s has not returned for %.1f s; what it gives is left out until it is quick again",
+                f"{self.title}: {call}",
+                slow_after_s,
+            )
         self._left.append(self._worker)
         self._worker = Worker(f"nvml-{self.index}", self._clock)
         self._read()
@@ -258,8 +261,8 @@ class ThreadedGpu:
         whose = self.title if uuid == self.uuid else f"{self.title}, MIG device {uuid}"
         for tried in dict.fromkeys(turn.gone.values()):
             keys = ", ".join(key for key, one in turn.gone.items() if one == tried)
-            text = "%s answers %s, and there is no %s; it is asked again, at the latest after %d ticks"
-            log.warning(text, f"{whose}: {tried.call}", tried.error, keys, LONGEST_WAIT)
+            what = f"{whose}: {tried.call} answers {tried.error}, and there is no {keys}"
+            log.warning("%s; it is asked again, at the latest after %d ticks", what, LONGEST_WAIT)
         if turn.back:
             log.info("%s again", f"{whose}: there is {', '.join(turn.back)}")
 
@@ -271,7 +274,7 @@ class ThreadedGpu:
             f" read_ms; its slowest call was {call} ({longest_s:.2f} s)"
         )
         if late and not self._late:
-            log.warning("%s %s", self.title, self._took)
+            log.warning("%s", f"{self.title} {self._took}")
         elif self._late and not late:
             log.info("%s is read in time again", self.title)
         self._late = late

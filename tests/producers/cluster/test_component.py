@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import itertools
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from producers.cluster import config as cluster_config
 from producers.cluster import instruments as own
 from producers.cluster.component import ClusterProducer
 from producers.cluster.config import ClusterSettings
+from producers.cluster.takeover import ToldNodes
 from streams.attribution.holders import holder_of
 from tests.producers.cluster.api_server import ApiServer, Reply, Request, answers, kubeconfig
 from tests.producers.cluster.made import claim_json, named, over, pod_json, slice_json
@@ -52,9 +54,17 @@ class Replica:
         config = directory / "kubeconfig"
         config.write_text(kubeconfig(server.url, {"token": "t"}))
         self.sender, self.stop = FakeSender(prompt=prompt), asyncio.Event()
+        self.log: list[dict[str, Any]] = list(changed.pop("log", ()))
+        self.readable = asyncio.Event()
+        self.readable.set()
         settings = ClusterSettings(kafka="127.0.0.1:1", **{"kubeconfig": config, "lease": None, **changed})
-        self.component = ClusterProducer(settings, sender=self.sender)
+        self.component = ClusterProducer(settings, sender=self.sender, read_back=self._read_back)
         self.task = asyncio.create_task(self.component.run(self.stop))
+
+    async def _read_back(self, kafka: str, since_ms: int, told: ToldNodes) -> None:
+        await self.readable.wait()
+        for record in self.log:
+            told.take(orjson.dumps(record))
 
     def records(self, node: str = "n1") -> list[dict[str, Any]]:
         return [record for record in self.sender.of("gpu.workloads") if record["node"] == node]
@@ -367,6 +377,40 @@ async def test_a_standby_is_ready_and_silent_and_takes_over_with_a_higher_epoch(
             await standby.until(lambda: standby.records("n1") and standby.records("n2"))
         assert {*standby.pods()} == {"uid-bert-0", "uid-new"}
         assert standby.records()[0]["epoch"] > leader.records()[-1]["epoch"]
+
+
+async def test_a_new_leader_writes_nothing_before_it_has_read_what_the_last_one_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sending, "UNREADY_AFTER_S", 0.0)
+    server = cluster_of("n1")
+    server.objects[PODS]["bert-0"] = pod_json()
+    now_ms = int(time.time() * 1000)
+    gone = [{"namespace": "ml", "name": f"p{n}", "uid": f"gone-{n}", "ended_ms": now_ms} for n in range(1000)]
+    head = {"schema": 1, "cluster": "default", "node": "n1", "epoch": 1, "seq": 1, "ts_ms": now_ms}
+    async with server:
+        replica = Replica(server, tmp_path, log=[{**head, "pods": gone}])
+        replica.readable.clear()
+        await replica.until(lambda: any("for Kafka" in reason for reason in replica.component.not_ready()))
+        assert replica.sender.events == []
+
+        replica.readable.set()
+        await replica.until(replica.pods)
+        await replica.end()
+
+    assert set(replica.pods()) == {"uid-bert-0", *(pod["uid"] for pod in gone)}
+
+
+async def test_who_has_watched_for_long_enough_reads_nothing_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("producers.cluster.pods.KEPT_MS", 0)
+    server = cluster_of("n1")
+    async with server:
+        replica = Replica(server, tmp_path)
+        replica.readable.clear()
+        await replica.until(replica.records)
+        await replica.end()
 
 
 async def test_a_stop_releases_the_lease(tmp_path: Path) -> None:

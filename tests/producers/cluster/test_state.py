@@ -11,11 +11,12 @@ from producers import records
 from producers.cluster.owners import Chain
 from producers.cluster.pods import KEPT_MS
 from producers.cluster.state import Content, State
+from producers.cluster.takeover import ToldNode
 from producers.sending import LARGEST_VALUE_BYTES
 from tests.producers.cluster.made import START_MS, Follower, claim, over, pod, slice_, state
 from topics.allocations import Claim
 from topics.decoding import decoder
-from topics.workloads import NodeWorkloads, Owner
+from topics.workloads import NodeWorkloads, Owner, Pod
 
 NOW = START_MS + 3_600_000
 RS = Owner("apps/v1", "ReplicaSet", "llm-5d", "rs-1")
@@ -346,6 +347,55 @@ def test_no_node_of_greedy_tenants_has_a_record_that_is_too_large() -> None:
     assert (len(encoded(content)) <= LARGEST_VALUE_BYTES, len(content.admin_claims)) == (True, 2000)
     assert content.shed > 0
     assert next(pod for pod in content.pods if pod["name"] == "modest")["labels"] == {"app": "bert"}
+
+
+def told_of(*pods: Pod, node: str = "n1", removed: bool = False) -> dict[str, ToldNode]:
+    """What another leader told of."""
+    return {node: ToldNode((1, 1), removed, {pod.uid: pod for pod in pods})}
+
+
+def test_a_new_leader_tells_again_of_the_ended_pods_of_the_last_for_as_long_as_that_would_have() -> None:
+    cluster = state("n1")
+    cluster.put_pod(pod("here"), NOW)
+    gone = Pod("ml", "gone", "uid-gone", "Succeeded", 1, NOW - 10, {"app": "x"}, owners=(RS, DEPLOYMENT))
+    unseen = Pod("ml", "unseen", "uid-unseen", "Running", 1)
+    known_better = Pod("ml", "here", "uid-here", "Running", 1, NOW - 5)
+    old = Pod("ml", "old", "uid-old", ended_ms=NOW - KEPT_MS)
+    cluster.take_over(told_of(gone, unseen, known_better, old), NOW)
+
+    rows = {row["uid"]: row for row in told(cluster).pods}
+    assert {uid: row["ended_ms"] for uid, row in rows.items()} == {
+        "uid-here": None,
+        "uid-gone": NOW - 10,
+        "uid-unseen": NOW,
+    }
+    assert [owner["kind"] for owner in rows["uid-gone"]["owners"]] == ["ReplicaSet", "Deployment"]
+    assert decoder(NodeWorkloads)(encoded(told(cluster))).pods
+
+    cluster.expire(NOW - 10 + KEPT_MS)
+    assert {row["uid"] for row in told(cluster).pods} == {"uid-here", "uid-unseen"}
+
+
+def test_a_new_leader_takes_over_the_chains_of_owners_that_it_does_not_know_yet() -> None:
+    cluster = state("n1")
+    cluster.put_pod(pod(owner=RS), NOW)
+    cluster.take_over(told_of(Pod("ml", "bert-0", "uid-bert-0", owners=(RS, DEPLOYMENT))), NOW)
+    assert row(cluster)["owners_complete"] is None
+    assert [owner["kind"] for owner in row(cluster)["owners"]] == ["ReplicaSet", "Deployment"]
+
+    cluster.learn("rs-1", Chain((RS,), complete=False))
+    assert [owner["kind"] for owner in row(cluster)["owners"]] == ["ReplicaSet", "Deployment"]
+
+
+def test_a_node_that_left_while_nobody_led_is_said_to_be_gone_with_its_pods() -> None:
+    cluster = state("n1")
+    cluster.take_over(told_of(Pod("ml", "a", "uid-a"), node="n2"), NOW)
+    cluster.take_over(told_of(Pod("ml", "b", "uid-b"), node="n3", removed=True), NOW)
+    cluster.mark_all()
+
+    assert set(cluster.changed()) == {"n1", "n2"}
+    last = told(cluster, "n2")
+    assert (last.last, [row["ended_ms"] for row in last.pods]) == (True, [NOW])
 
 
 Event = tuple[str, Any]

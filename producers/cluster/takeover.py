@@ -1,0 +1,112 @@
+"""What the last leader told of, which the next one reads back from gpu.workloads before it writes.
+
+In: the records of a cluster of the last half hour. Out: each node's pods, as they were told of last.
+On failure: a broker that is away is waited for, since nothing can be sent without it. What may not be read, or is not
+read within 30 s of the broker's first answer, is done without, and a line in the log says so: pods that ended before
+this process began to watch are then not told of again, and their ends stay where they are in the log.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+from aiokafka import AIOKafkaConsumer, TopicPartition
+from aiokafka.errors import KafkaError, TopicAuthorizationFailedError
+
+from delivery.positions import Positions
+from topics import broker
+from topics.decoding import decoder
+from topics.sender import describe
+from topics.workloads import TOPIC, NodeWorkloads, Pod
+
+log = logging.getLogger(__name__)
+
+WITHIN_S = 30.0
+"""How long reading back may take, since a broker answered."""
+
+_RETRY_S = 1.0
+_FETCH_MS = 500
+
+_decode = decoder(NodeWorkloads)
+
+
+class ToldNode(msgspec.Struct):
+    """What was told of a node: its pods by uid, those that ended too, and whether it was said to be gone."""
+
+    last: tuple[int, int]
+    removed: bool
+    pods: dict[str, Pod]
+
+
+class ToldNodes:
+    """What was told of the nodes of ``cluster``, by the records that are taken in their order."""
+
+    def __init__(self, cluster: str) -> None:
+        self._cluster = cluster
+        self.nodes: dict[str, ToldNode] = {}
+
+    def take(self, value: bytes | None) -> None:
+        """The next record. One that can't be read, or that is of an older leader, says nothing."""
+        try:
+            record = _decode(value or b"")
+        except msgspec.DecodeError:
+            return
+        before = self.nodes.get(record.node)
+        if record.cluster != self._cluster or (before and (record.epoch, record.seq) <= before.last):
+            return
+        pods = {pod.uid: pod for pod in record.pods}
+        for uid, pod in before.pods.items() if before else ():
+            if uid not in pods:  # as readers do: what is not told of any more has ended
+                ended_ms = record.ts_ms if pod.ended_ms is None else pod.ended_ms
+                pods[uid] = msgspec.structs.replace(pod, ended_ms=ended_ms)
+        self.nodes[record.node] = ToldNode((record.epoch, record.seq), record.removed, pods)
+
+
+async def read_back(kafka: str, since_ms: int, told: ToldNodes) -> None:
+    """Take the records that were logged at ``since_ms`` or later, to where the topic ends now."""
+    consumer = await _connected(kafka)
+    try:
+        async with asyncio.timeout(WITHIN_S):
+            found, _ = await broker.inspect(kafka, [TOPIC.name])
+            if TOPIC.name in found:
+                await _read(consumer, range(found[TOPIC.name].partitions), since_ms, told)
+    except TimeoutError:
+        log.warning("%s: not read back within %g s; going on without the rest of it", TOPIC.name, WITHIN_S)
+    except TopicAuthorizationFailedError as error:
+        log.warning("%s: it may not be read back: allow READ on the topic (%s)", TOPIC.name, describe(error))
+    except (broker.BrokerError, KafkaError) as error:
+        log.warning("%s: not read back, going on without it: %s", TOPIC.name, describe(error))
+    finally:
+        await consumer.stop()
+
+
+async def _connected(kafka: str) -> Any:
+    while True:
+        consumer = AIOKafkaConsumer(bootstrap_servers=kafka.split(","), enable_auto_commit=False)
+        try:
+            await consumer.start()
+        except KafkaError as error:
+            log.warning("%s: no broker to read it back from, trying again: %s", TOPIC.name, describe(error))
+            await consumer.stop()
+            await asyncio.sleep(_RETRY_S)
+        except BaseException:
+            await consumer.stop()
+            raise
+        else:
+            return consumer
+
+
+async def _read(consumer: Any, numbers: Iterable[int], since_ms: int, told: ToldNodes) -> None:
+    partitions = [TopicPartition(TOPIC.name, number) for number in numbers]
+    consumer.assign(partitions)
+    begins, ends = await consumer.beginning_offsets(partitions), await consumer.end_offsets(partitions)
+    for tp in partitions:
+        since_s = time.time() - since_ms / 1000
+        consumer.seek(tp, await Positions(consumer, tp).first(since_s, begins[tp], ends[tp]))
+    while left := [tp for tp in partitions if await consumer.position(tp) < ends[tp]]:
+        for batch in (await consumer.getmany(*left, timeout_ms=_FETCH_MS)).values():
+            for record in batch:
+                told.take(record.value)

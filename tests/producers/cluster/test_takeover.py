@@ -1,0 +1,119 @@
+"""A new leader knows what the last one told of, waits for it as long as it must, and no longer."""
+
+import asyncio
+import logging
+from typing import Any
+
+import orjson
+import pytest
+from aiokafka.errors import KafkaError, TopicAuthorizationFailedError
+
+from producers.cluster import takeover
+from producers.cluster.takeover import ToldNodes, read_back
+from topics import broker
+from topics.broker import Found
+
+
+def record(seq: int, *pods: dict[str, Any], **changed: Any) -> bytes:
+    head = {"schema": 1, "cluster": "prod", "node": "n1", "epoch": 1, "seq": seq, "ts_ms": 1000 * seq}
+    return orjson.dumps({**head, "pods": pods, **changed})
+
+
+def pod(uid: str, ended_ms: int | None = None) -> dict[str, Any]:
+    return {"namespace": "ml", "name": uid, "uid": uid, "ended_ms": ended_ms}
+
+
+def ends(*values: bytes) -> dict[str, int | None]:
+    """The ends of the pods of n1 after these records."""
+    told = ToldNodes("prod")
+    for value in values:
+        told.take(value)
+    return {uid: pod.ended_ms for uid, pod in told.nodes["n1"].pods.items()} if told.nodes else {}
+
+
+def test_a_pod_that_ended_is_known_from_the_record_that_ended_it() -> None:
+    assert ends(record(1, pod("a"), pod("b")), record(2, pod("a", 1500), pod("b")), record(3, pod("b"))) == {
+        "a": 1500,
+        "b": None,
+    }
+
+
+def test_a_pod_that_is_not_told_of_any_more_has_ended() -> None:
+    assert ends(record(1, pod("a")), record(2)) == {"a": 2000}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        record(1, pod("z")),
+        record(9, pod("z"), epoch=0),
+        record(9, pod("z"), cluster="another"),
+        record(9, pod("z"), schema=2),
+        b"{",
+        b"",
+    ],
+)
+def test_what_is_older_or_of_others_or_no_record_says_nothing(other: bytes) -> None:
+    assert ends(record(2, pod("a")), other) == {"a": None}
+
+
+async def test_a_broker_that_is_away_is_waited_for(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(takeover, "_RETRY_S", 0.0)
+    monkeypatch.setattr(takeover, "WITHIN_S", 0.0)
+    reading = asyncio.create_task(read_back("127.0.0.1:1", 0, ToldNodes("prod")))
+    async with asyncio.timeout(30):
+        while sum("no broker to read it back from" in text for text in caplog.messages) < 2:  # noqa: ASYNC110 - a log
+            await asyncio.sleep(0.01)
+    assert not reading.done()
+    reading.cancel()
+    await asyncio.wait([reading])
+
+
+class FakeConsumer:
+    """A consumer that answers with an error, or never, when it is given partitions."""
+
+    def __init__(self, error: Exception | None) -> None:
+        self.error, self.stopped = error, False
+
+    def assign(self, _: object) -> None:
+        pass
+
+    async def beginning_offsets(self, _: object) -> None:
+        if self.error is not None:
+            raise self.error
+        await asyncio.Event().wait()
+
+    async def stop(self) -> None:
+        self.stopped = True
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (None, "not read back within 0.01 s"),
+        (TopicAuthorizationFailedError(), "allow READ on the topic"),
+        (KafkaError("x"), "going on without it"),
+    ],
+)
+async def test_what_can_not_be_read_is_done_without_and_said(
+    error: Exception | None, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    consumer = FakeConsumer(error)
+
+    async def connected(_: str) -> FakeConsumer:
+        return consumer
+
+    async def inspect(*_: object) -> tuple[dict[str, Found], None]:
+        return {"gpu.workloads": Found(1)}, None
+
+    monkeypatch.setattr(takeover, "_connected", connected)
+    monkeypatch.setattr(broker, "inspect", inspect)
+    monkeypatch.setattr(takeover, "WITHIN_S", 0.01)
+    caplog.set_level(logging.WARNING)
+    async with asyncio.timeout(30):
+        await read_back("k:1", 0, ToldNodes("prod"))
+
+    assert [said in message for message in caplog.messages] == [True]
+    assert consumer.stopped
