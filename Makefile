@@ -20,7 +20,7 @@ SCRIPTS := .ci/run tests/real/build/build
 GENERATORS := $(patsubst %.py,%,$(subst /,.,$(wildcard topics/schema.py topics/reference.py gpustream/reference.py streams/alerts/reference.py)))
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast check format bench storm real-servers lock
+.PHONY: help install demo test test-fast check format bench storm gpu real-servers lock
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -66,6 +66,9 @@ bench: install ## measure: tests/bench, one after another
 
 storm: install ## ten minutes of faults against real servers, every record counted
 	GPUSTREAM_STORM_SECONDS=600 $(BIN)/pytest tests/real/test_storm.py --timeout=2400 -s -rs $(ARGS)
+
+gpu: install ## the node producer on the GPUs of this machine, ten minutes beside nvidia-smi: a report in build/gpu
+	$(BIN)/python -m tests.gpu
 
 real-servers: ## build the servers of the tests (Kafka, Prometheus, kube-apiserver, ...) into $GPUSTREAM_REAL_DIR or ~/.cache/gpustream-real
 	tests/real/build/build

@@ -1,0 +1,122 @@
+"""NVML with a record of what it answered: the newest answer of each call for each GPU, and how long the calls took.
+
+In: what the node asks. Out: what NVML answers, and :meth:`RecordingNvml.recorded` for a file.
+"""
+
+import ctypes
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from producers.node.nvml.binding import FieldId, FieldValue, Handle, NvmlError, Pynvml
+
+T = TypeVar("T")
+
+
+@dataclass
+class Answers:
+    """To one call about one GPU: the newest answer, the errors and how often each came, and the calls' times."""
+
+    newest: Any = None
+    errors: Counter[str] = field(default_factory=Counter)
+    calls: int = 0
+    seconds: float = 0.0
+    longest_s: float = 0.0
+
+
+class RecordingNvml(Pynvml):
+    """For several threads. What is of no GPU is recorded under ``""``; what is of a MIG device under its UUID."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock = threading.Lock()
+        self._names: dict[int, str] = {}
+        self._answers: dict[tuple[str, str], Answers] = {}
+
+    def handle(self, index: int) -> Handle:
+        """Open a GPU."""
+        return self._noted("", f"nvmlDeviceGetHandleByIndex {index}", lambda: super(RecordingNvml, self).handle(index))
+
+    def system(self, function: str) -> Any:
+        """What pynvml's ``function`` of no GPU gives."""
+        return self._noted("", function, lambda: super(RecordingNvml, self).system(function))
+
+    def ask(self, function: str, handle: Handle, *arguments: Any) -> Any:
+        """What pynvml's ``function`` gives."""
+        plain = [str(one) for one in arguments if isinstance(one, int | str)]
+        call = " ".join([function, *plain])
+        answer = self._noted(
+            self._name(handle), call, lambda: super(RecordingNvml, self).ask(function, handle, *arguments)
+        )
+        if function == "nvmlDeviceGetUUID":
+            self._names[self.address(handle)] = answer
+        return answer
+
+    def fields(self, handle: Handle, fields: Sequence[FieldId]) -> list[FieldValue]:
+        """Many fields in one call."""
+        name = self._name(handle)
+        answers = self._noted(
+            name, "nvmlDeviceGetFieldValues", lambda: super(RecordingNvml, self).fields(handle, fields)
+        )
+        for one, answer in zip(fields, answers, strict=True):
+            self._keep(name, f"field {one}", answer)
+        return answers
+
+    def samples(self, handle: Handle, kind: int, since_us: int) -> list[FieldValue]:
+        """What nvmlDeviceGetSamples has of that kind."""
+        call = f"nvmlDeviceGetSamples {kind}"
+        return self._noted(self._name(handle), call, lambda: super(RecordingNvml, self).samples(handle, kind, since_us))
+
+    def recorded(self) -> dict[str, dict[str, Any]]:
+        """By UUID and call, as JSON takes it."""
+        found: dict[str, dict[str, Any]] = {}
+        with self._lock:
+            for (name, call), one in sorted(self._answers.items()):
+                mean_s = one.seconds / one.calls if one.calls else 0.0
+                times = {"calls": one.calls, "mean_s": round(mean_s, 6), "longest_s": round(one.longest_s, 6)}
+                row = {"answer": plain(one.newest), "errors": dict(one.errors)} | (times if one.calls else {})
+                found.setdefault(name, {})[call] = row
+        return found
+
+    def _name(self, handle: Handle) -> str:
+        return self._names.get(self.address(handle), "")
+
+    def _noted(self, name: str, call: str, work: Callable[[], T]) -> T:
+        began_s = time.perf_counter()
+        error = None
+        try:
+            answer = work()
+        except NvmlError as raised:
+            error = raised.name
+            raise
+        else:
+            self._keep(name, call, answer)
+            return answer
+        finally:
+            took_s = time.perf_counter() - began_s
+            with self._lock:
+                one = self._answers.setdefault((name, call), Answers())
+                one.calls, one.seconds = one.calls + 1, one.seconds + took_s
+                one.longest_s = max(one.longest_s, took_s)
+                if error is not None:
+                    one.errors[error] += 1
+
+    def _keep(self, name: str, call: str, answer: Any) -> None:
+        with self._lock:
+            self._answers.setdefault((name, call), Answers()).newest = answer
+
+
+def plain(answer: Any) -> Any:
+    """An answer of NVML as JSON takes it: structures by their fields, handles left out."""
+    if answer is None or isinstance(answer, bool | int | float | str):
+        return answer
+    if isinstance(answer, FieldValue):
+        return answer._asdict()
+    if isinstance(answer, ctypes.Structure):
+        return {name: plain(getattr(answer, name)) for name, *_ in answer._fields_}
+    if isinstance(answer, list | tuple):
+        return [plain(one) for one in answer]
+    return {key: plain(value) for key, value in vars(answer).items()} if hasattr(answer, "__dict__") else None
