@@ -15,7 +15,7 @@ from topics.metric import Metric, Profile, Ratio
 from topics.metric import Series as CatalogueSeries
 
 Kind = Literal["gauge", "counter"]
-Subject = Literal["metrics", "info", "rest", "part", "pod", "alert"]
+Subject = Literal["metrics", "info", "rest", "part", "errors", "pod", "alert"]
 """What the series of a block are of: blocks about different things may have the same labels, and share no name."""
 
 Value = int | float

@@ -3,19 +3,29 @@
 In: a tick of gpu.attributed. Out: the pods' parts of devices that are split and what is nobody's, conflicts, XID errors
 and what each device is, and ``gpu_pod_info``; each as what its labels and rows are made of, and its values. Equal ones
 have equal labels and rows, so that a sink makes those only when something changes.
-Only a part names a pod, and as it would a sole holder, without a container: the rest is the device's, whoever holds it.
+Only a part and a pod's XID errors name a pod, and as they would a sole holder, without a container: the rest is the
+device's, whoever holds it. An XID error is of the pod that held the device when it came.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from sinks import pod_info
 from sinks.blocks import Row, Rows, Subject
-from sinks.labels import MAX_LABELS, LabelSet, Place, Seen, alone, held, known, labels
+from sinks.labels import MAX_LABELS, Held, LabelSet, Place, Seen, alone, held, known, labels, sole_holder
 from sinks.pod_info import HoldingPod, holding_pods
 from sinks.tenants import Labels, sanitised
 from topics.attributed import AttributedDevice, AttributedSample, Holder, Parts
-from topics.catalogue import CONFLICT, DEVICE_INFO, POD_PARTS, SPLIT_SCALED, UNATTRIBUTED, XID_ERRORS
+from topics.catalogue import (
+    CONFLICT,
+    DEVICE_INFO,
+    POD_PARTS,
+    POD_XID_ERRORS,
+    SPLIT_SCALED,
+    UNATTRIBUTED,
+    XID_ERRORS,
+)
 from topics.metric import Info
 
 _QUANTITIES = tuple(POD_PARTS)
@@ -48,7 +58,14 @@ class Described(NamedTuple):
     info: dict[str, str]
 
 
-MadeOf = Part | Rest | Described | HoldingPod
+class Errors(NamedTuple):
+    """The XID errors of a pod on a device, by their codes: the device as if the pod alone held it."""
+
+    device: Seen
+    codes: tuple[str, ...]
+
+
+MadeOf = Part | Rest | Described | Errors | HoldingPod
 
 
 class Further(NamedTuple):
@@ -74,6 +91,8 @@ def further(label_set: LabelSet, where: Place, sample: AttributedSample) -> Iter
             yield Further(("info", device.uuid), Described(alone(where, device), device.info), _ONE)
         yield from _rest(where, device)
         yield from _parts(label_set, where, device)
+        if device.events:
+            yield from _errors(label_set, where, device)
     for holding in holding_pods(label_set, where, sample):
         pod = holding.pod
         yield Further(("pod", pod.namespace, pod.pod, pod.pod_uid or ""), holding, _ONE)
@@ -84,6 +103,8 @@ def made(label_set: LabelSet, of: MadeOf, most: int = MAX_LABELS) -> Made:
     match of:
         case Part(device, quantities):
             return Made(labels(label_set, device, most), tuple(_row(POD_PARTS[one]) for one in quantities), "part")
+        case Errors(device, codes):
+            return Made(labels(label_set, device, most), tuple(_row(POD_XID_ERRORS, code) for code in codes), "errors")
         case Rest():
             return Made(labels(label_set, of.device, most), _rest_rows(of), "rest")
         case Described(device, info):
@@ -124,7 +145,20 @@ def _parts(label_set: LabelSet, where: Place, device: AttributedDevice) -> Itera
             yield Further(("part", device.uuid, *pod), of, list(values.values()))
 
 
-def _pod(label_set: LabelSet, holder: Holder) -> tuple[str, ...]:
+def _errors(label_set: LabelSet, where: Place, device: AttributedDevice) -> Iterator[Further]:
+    """The XID errors of each pod that alone held the device when they came."""
+    pods: dict[tuple[str, ...], tuple[Held, Counter[str]]] = {}
+    for event in device.events or ():
+        pod = sole_holder(device.holders if event.holders is None else event.holders)
+        if pod is not None and event.kind == "xid" and event.code is not None:
+            _, counts = pods.setdefault(_pod(label_set, pod), (pod._replace(container=None), Counter()))
+            counts[str(event.code)] += 1
+    for key, (pod, counts) in pods.items():
+        of = Errors(alone(where, device, pod), tuple(sorted(counts)))
+        yield Further(("errors", device.uuid, *key), of, [float(counts[code]) for code in of.codes])
+
+
+def _pod(label_set: LabelSet, holder: Holder | Held) -> tuple[str, ...]:
     """What tells pods apart: a pod that was made anew is another one only where its uid is a label."""
     return holder.namespace, holder.pod, (holder.pod_uid or "") if label_set == "otel" else ""
 

@@ -18,6 +18,7 @@ __all__ = [
     "HOLDERS",
     "POD_INFO",
     "POD_PARTS",
+    "POD_XID_ERRORS",
     "PROFILES",
     "SPLIT_SCALED",
     "UNATTRIBUTED",
@@ -182,6 +183,15 @@ XID_ERRORS = Info(
     ("xid",),
 )
 
+POD_XID_ERRORS = Info(
+    "gpu_pod_xid_errors",
+    "XID errors by code since the tick before that came while this pod alone held the device. In ticks that have some "
+    "only: sum_over_time adds them up. A scrape sees those of the last tick, remote write has them all.",
+    "errors",
+    labels=("xid",),
+)
+"""For the pod that held the device at the time of the error, which may be another than holds it in the tick."""
+
 ALERT_FIRING = Info(
     "gpu_alert_firing",
     "1 while an alert fires, with the alert's labels, its severity and its fingerprint, which no two alerts share. "
@@ -191,7 +201,7 @@ ALERT_FIRING = Info(
 )
 """With all names and labels, from gpu.alerts."""
 
-FURTHER = (*POD_PARTS.values(), *UNATTRIBUTED.values(), SPLIT_SCALED, CONFLICT, DEVICE_INFO, XID_ERRORS)
+FURTHER = (*POD_PARTS.values(), *UNATTRIBUTED.values(), SPLIT_SCALED, CONFLICT, DEVICE_INFO, XID_ERRORS, POD_XID_ERRORS)
 """What a device has beside its metrics, called the same with all names."""
 
 

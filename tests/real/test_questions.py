@@ -158,8 +158,9 @@ async def _split(kafka: str) -> None:
 def _split_tick(seq: int, ts_ms: int) -> dict[str, Any]:
     mig = {"uuid": "MIG-split-1", "parent_uuid": "GPU-split-1", "gpu_instance": 7, "profile": "1g.10gb"}
     xids = {"79": seq} | ({"48": 1} if seq == 3 else {})
+    events = [{"kind": "xid", "code": 79, "holders": [{"namespace": "shared", "pod": "before"}]}]
     devices = [
-        _split_device("GPU-split-0", seq, {"alone": (0.1, 0.2), "beside": (0.3,)}, xids=xids),
+        _split_device("GPU-split-0", seq, {"alone": (0.1, 0.2), "beside": (0.3,)}, xids=xids, events=events),
         _split_device(
             "MIG-split-1", seq, {"alone": (0.5,), "beside": (0.25,)}, mig=mig, conflict="unallocated_process"
         ),
@@ -296,7 +297,7 @@ def test_every_query_of_the_page_is_answered(answers: Answers) -> None:
         for query in _queries()
     ]
 
-    assert len(queries) == 21
+    assert len(queries) == 22
     assert [query for query in queries if not answers.ask(query)] == []
 
 
@@ -418,6 +419,12 @@ def test_xid_errors_of_the_last_hour_the_first_of_a_code_among_them(answers: Ans
     assert found.keys() == {(*_identity(device), code) for device in ours for code in device.get("xids", ())}  # type: ignore[misc]
     assert found["GPU-split-0", None, "48"] == 1.0
     assert ("GPU-split-0", None, "79") in found
+
+
+def test_xid_errors_of_the_last_hour_by_the_pod_that_held_the_gpu_then(answers: Answers) -> None:
+    found = _by(answers.ask(_query("gpu_pod_xid_errors")), "k8s_namespace_name", "k8s_pod_name", "xid")
+
+    assert found["shared", "before", "79"] == 3.0
 
 
 def test_which_drivers_there_are(answers: Answers) -> None:

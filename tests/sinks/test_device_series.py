@@ -156,6 +156,25 @@ def test_xid_errors_are_counted_by_code() -> None:
     }
 
 
+def xid(code: int, *holders: dict[str, Any] | None) -> dict[str, Any]:
+    """An XID error, of who holds the device in the tick unless it says who did."""
+    return {"kind": "xid", "code": code} | ({} if holders == (None,) else {"holders": list(holders)})
+
+
+@every_label_set
+def test_a_pods_xid_errors_are_those_that_came_while_it_alone_held_the_device(label_set: Any) -> None:
+    events = [xid(31, BERT), xid(31, BERT), xid(79, BERT), xid(31, None), xid(13, BERT, OTHER), xid(13), {"kind": "x"}]
+    found = rows(label_set, beside(label_set, OTHER, events=events))
+    pod = {"otel": "k8s_pod_name", "dcgm": "pod"}.get(label_set, "pod_name")
+
+    assert {(row.name, labels[pod], labels["xid"], value) for row, value, labels in found} == {
+        ("gpu_pod_xid_errors", "bert-0", "31", 2.0),
+        ("gpu_pod_xid_errors", "bert-0", "79", 1.0),
+        ("gpu_pod_xid_errors", "bert-1", "31", 1.0),
+    }
+    assert all("container" not in name for _, _, labels in found for name in labels)
+
+
 @every_label_set
 def test_what_a_device_is_is_in_the_labels_of_one_series(label_set: Any) -> None:
     info = {"serial": "1", "driver_version": "570.1", "mig_mode": "", "processes_visible": "no", "strange": "x"}

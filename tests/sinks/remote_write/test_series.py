@@ -135,6 +135,19 @@ def test_an_xid_error_of_another_code_begins_a_series_and_ends_none() -> None:
     assert ticks[1].markers == 0
 
 
+def test_a_pods_xid_errors_are_in_the_tick_that_has_them_and_end_with_the_next() -> None:
+    events = [{"kind": "xid", "code": 31, "holders": [{"namespace": "ml", "pod": "before"}]}]
+    first, second = play(series(), sample(1, device(events=events)), sample(2, device()))
+    (group,) = [group for group in first.groups if group.block.subject == "errors"]
+    (end,) = [group for group in second.groups if group.block.subject == "errors"]
+
+    assert [(row.name, dict(row.labels), value) for row, value in rows_of(group)] == [
+        ("gpu_pod_xid_errors", {"xid": "31"}, 1.0)
+    ]
+    assert dict(group.block.labels)["k8s_pod_name"] == "before"
+    assert (end.block, end.ts_ms, second.markers) == (group.block, second.sample.ts_ms, 1)
+
+
 def test_a_label_that_changes_is_another_series() -> None:
     before, after = ({"app": "bert", "version": version} for version in "12")
     first, second = play(series(), sample(1, labelled(before)), sample(2, labelled(after)))

@@ -50,11 +50,13 @@ SHARED = {
     "conflict": "unallocated_process",
     "info": INFO,
     "xids": {"79": 1},
+    "events": [{"kind": "xid", "code": 79, "holders": [{"namespace": "ml", "pod": "p"}]}],
 }
 """Of a device that two pods hold: all that a device may have beside its metrics."""
 
-BESIDE = 2 * 3 + 3 + 4
-"""How many series that is: the pods' parts and the rest, whether it was scaled, the conflict, the errors, the info."""
+BESIDE = 2 * 3 + 3 + 5
+"""How many series that is: the pods' parts and the rest, whether it was scaled, the conflict, the errors and a pod's,
+the info."""
 
 
 def full_node() -> AttributedSample:

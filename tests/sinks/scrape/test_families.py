@@ -54,6 +54,7 @@ BESIDE_METRICS = {
     "gpu_pod_memory_used_bytes": "gauge",
     "gpu_pod_power_watts": "gauge",
     "gpu_pod_utilization_ratio": "gauge",
+    "gpu_pod_xid_errors": "gauge",
     "gpu_split_scaled": "gauge",
     "gpu_unattributed_memory_used_bytes": "gauge",
     "gpu_unattributed_power_watts": "gauge",
