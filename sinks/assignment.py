@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -40,6 +41,8 @@ class Handler(Protocol):
         """Finish the records in steps: gives, after each step, the offset after the last finished one.
 
         That is committed before the next step. Counts what became of the records it finished. Raises Abandoned.
+        It may end its steps with records unfinished, to be given others meanwhile; then it is called again soon, with
+        more or with none, and gives the steps of those that it kept.
         """
 
     async def quiet(self, abandon: asyncio.Event) -> None:
@@ -66,14 +69,25 @@ class Assignment:
         self._kept = kept
         self._over = False
         self._quiet_s = 0.0
+        self._unfinished: deque[int] = deque()
 
     async def run(self, from_: From, recall_s: float) -> None:
         """Read and deliver until abandoned. Raises Abandoned, KafkaError, and whatever the handler raises."""
         start = await self._open(from_, recall_s)
         self._kept = None
-        position, resume = start.position, start.resume
+        try:
+            await self._read(start.position, start.resume)
+            if self._unfinished:
+                await self._deliver(())
+        finally:
+            self._give_back()
+
+    async def _read(self, position: int, resume: int) -> None:
+        """Read on from a position; what is before ``resume`` was finished before."""
         while not self.abandon.is_set():
-            if position >= resume:
+            if self._unfinished:
+                await self._deliver(())
+            elif position >= resume:
                 self.next = position
                 await self._when_quiet(position)
             batch = await self._consumer.getmany(self.tp, timeout_ms=_POLL_MS, max_records=BATCH_RECORDS)
@@ -130,6 +144,7 @@ class Assignment:
         if got < wanted:
             log.warning("%s: offsets start again at %d: the topic was made anew", self.tp, got)
             self._handler.forget()
+            self._give_back()
             return got
         begin = (await self._consumer.beginning_offsets([self.tp]))[self.tp]
         if begin > resume:
@@ -147,21 +162,27 @@ class Assignment:
             await self._deliver(records[len(history) :])
 
     async def _deliver(self, records: Sequence[Record]) -> None:
-        """Deliver records step by step, each committed before the next; what is not finished is given back."""
+        """Deliver records step by step, each committed before the next; those that were kept before, too."""
         self._outcomes.read(len(records))
-        finished = 0
+        self._unfinished.extend(record.offset for record in records)
+        self.busy = True
         try:
-            with self._work():
-                async with contextlib.aclosing(self._handler.deliver(records, self.abandon)) as steps:
-                    async for upto in steps:
-                        while finished < len(records) and records[finished].offset < upto:
-                            finished += 1
-                        await self._commit(upto)
-                        self.next = upto
-                        if self.abandon.is_set():
-                            raise Abandoned
+            async with contextlib.aclosing(self._handler.deliver(records, self.abandon)) as steps:
+                async for upto in steps:
+                    while self._unfinished and self._unfinished[0] < upto:
+                        self._unfinished.popleft()
+                    await self._commit(upto)
+                    self.next = upto
+                    if self.abandon.is_set():
+                        raise Abandoned
         finally:
-            self._outcomes.release(len(records) - finished)
+            self.busy = bool(self._unfinished)
+
+    def _give_back(self) -> None:
+        """What is unfinished is not ours to finish any more."""
+        self._outcomes.release(len(self._unfinished))
+        self._unfinished.clear()
+        self.busy = False
 
     async def _commit(self, offset: int) -> None:
         if self._over:

@@ -26,6 +26,9 @@ log = logging.getLogger(__name__)
 Refused = dict[str, str]
 """Why alerts were refused, by fingerprint."""
 
+_REFUSES_EVERYTHING = 3
+"""If so many alerts are refused and no other is accepted with them, it is not about the alerts."""
+
 
 class Teller:
     """One Alertmanager. Whoever tells it something has ``turn`` meanwhile, and until the board shows what was told."""
@@ -59,17 +62,33 @@ class Teller:
             self._wake.set()
 
     async def tell(self, alerts: Sequence[Alert], abandon: asyncio.Event) -> Refused:
-        """Tell alerts, and find out which are refused, by halves. Raises Abandoned."""
-        if not alerts:
-            return {}
-        why = await self.receiver.send(lambda: self._request(alerts), abandon)
+        """Tell alerts, and find out which are refused. Raises Abandoned.
+
+        Those that were refused before are told alone, so that they cost the others no more requests.
+        """
+        others = [one for one in alerts if one.fingerprint not in self._refused]
+        refused = await self._by_halves(others, abandon)
+        for one in alerts:
+            if one.fingerprint in self._refused:
+                refused |= await self._by_halves([one], abandon)
+        if alerts:
+            every = len(refused) == len(alerts) and len(self._refused | refused.keys()) >= _REFUSES_EVERYTHING
+            self.receiver.refuses_all(next(iter(refused.values())) if every else None)
+        for fingerprint in refused.keys() - self._refused:
+            log.warning("alert %s is refused: %s", fingerprint, refused[fingerprint])
+        self._refused.difference_update(one.fingerprint for one in alerts)
+        self._refused.update(refused)
+        return refused
+
+    async def _by_halves(self, alerts: Sequence[Alert], abandon: asyncio.Event) -> Refused:
+        why = await self.receiver.send(lambda: self._request(alerts), abandon) if alerts else None
         if why is None:
             return {}
         if len(alerts) == 1:
             self._refusals.inc()
             return {alerts[0].fingerprint: f"{self.receiver.name}: {why}"}
         half = len(alerts) // 2
-        return {**await self.tell(alerts[:half], abandon), **await self.tell(alerts[half:], abandon)}
+        return await self._by_halves(alerts[:half], abandon) | await self._by_halves(alerts[half:], abandon)
 
     async def resend(self) -> None:
         """Tell again what is to be told, until cancelled."""
@@ -95,17 +114,10 @@ class Teller:
             for start in range(0, len(fingerprints), self._settings.max_alerts):
                 async with self.turn:
                     states = board.states(fingerprints[start : start + self._settings.max_alerts])
-                    self._note(states, await self.tell(states, abandon))
+                    await self.tell(states, abandon)
+                    self._resent.inc(len(states))
         except Abandoned:
             del self._boards[board]
-
-    def _note(self, told: Sequence[Alert], refused: Refused) -> None:
-        """What was told again, and what of it was refused, which is said once."""
-        self._resent.inc(len(told))
-        for fingerprint in refused.keys() - self._refused:
-            log.warning("alert %s is refused: %s", fingerprint, refused[fingerprint])
-        self._refused.difference_update(one.fingerprint for one in told)
-        self._refused.update(refused)
 
     def _request(self, alerts: Sequence[Alert]) -> Request:
         return request(alerts, datetime.now(UTC), self._settings.resend_s, self._settings.generator_url)

@@ -21,6 +21,9 @@ from topics.alerts import TOPIC
 from topics.instruments import Instruments
 from topics.sender import Sender
 
+MOST_REFUSED = 3
+"""After so many refusals in a row the receiver refuses everything, and transitions are kept."""
+
 
 class WebhookSink:
     """A component: :meth:`run` it until it is told to stop. ``settings`` are to be without mistakes."""
@@ -54,7 +57,14 @@ class WebhookSink:
 
     def _assemble(self, http: Http, sender: Sender) -> GroupReader:
         settings = self.settings
-        self._receiver = Receiver(settings.url, http.post, COMPONENT, self._instruments, at_once=settings.max_in_flight)
+        self._receiver = Receiver(
+            settings.url,
+            http.post,
+            COMPONENT,
+            self._instruments,
+            at_once=settings.max_in_flight,
+            most_refused=MOST_REFUSED,
+        )
         outcomes = Outcomes(COMPONENT, self._instruments)
         letters = DeadLetters(sender, "sink webhook")
         shared = Shared(self._receiver, Secret(settings.secret_file), letters, outcomes)

@@ -10,6 +10,7 @@ from sinks import outcomes
 from sinks.assignment import Assignment
 from sinks.dead_letters import Abandoned, Record
 from sinks.outcomes import Outcomes
+from tests.sinks.receivers import until
 from tests.sinks.records import FakeConsumer, Read
 from topics.instruments import Instruments
 
@@ -208,3 +209,57 @@ async def test_a_partition_is_not_quiet_because_the_broker_is() -> None:
     one = Setup(Silent(LOG, group=10))
     await one.read()
     assert one.handler.quiet_after == []
+
+
+class SlowHandler(FakeHandler):
+    """Keeps what it is given, and finishes all of it when ``ready``."""
+
+    def __init__(self, counted: Outcomes) -> None:
+        super().__init__(counted)
+        self.kept: list[int] = []
+        self.ready = asyncio.Event()
+        self.asked = 0
+
+    async def deliver(self, records: Sequence[Record], abandon: asyncio.Event) -> AsyncGenerator[int]:
+        self.kept += [one.offset for one in records]
+        self.asked += 1
+        if self.ready.is_set() and self.kept:
+            for _ in self.kept:
+                self._counted.finish("delivered")
+            self.delivered, self.kept = [*self.delivered, *self.kept], []
+            yield self.delivered[-1] + 1
+
+
+async def test_a_handler_may_keep_records_and_is_given_others_meanwhile() -> None:
+    one = Setup(FakeConsumer(LOG[:5]))
+    one.handler = slow = SlowHandler(one.counted)
+    one.assignment = Assignment(one.consumer, 0, slow, one.counted, None)
+    running = asyncio.ensure_future(one.assignment.run("earliest", 2.0))
+    await until(lambda: slow.asked > 3)
+    assert (slow.kept, one.count("held"), one.consumer.commits) == ([0, 1, 2, 3, 4], 5, [0])
+    assert slow.quiet_after == []
+    assert one.assignment.busy
+    one.consumer.log = LOG
+    await until(lambda: len(slow.kept) == 10)
+    slow.ready.set()
+    await until(lambda: one.consumer.group == 10)
+    assert one.count("held") == 0
+    one.assignment.abandon.set()
+    await asyncio.wait_for(running, 10)
+    assert one.balanced()
+
+
+async def test_what_a_handler_keeps_is_given_back_at_the_end_unless_it_finishes_it_then() -> None:
+    for finishes in (False, True):
+        one = Setup(FakeConsumer(LOG))
+        one.handler = slow = SlowHandler(one.counted)
+        one.assignment = Assignment(one.consumer, 0, slow, one.counted, None)
+        running = asyncio.ensure_future(one.assignment.run("earliest", 2.0))
+        await until(lambda slow=slow: len(slow.kept) == 10)  # type: ignore[misc]
+        if finishes:
+            slow.ready.set()
+        one.assignment.abandon.set()
+        await asyncio.gather(running, return_exceptions=True)
+        assert one.consumer.group == (10 if finishes else 0)
+        assert one.count("released_total") == (0 if finishes else 10)
+        assert one.balanced()

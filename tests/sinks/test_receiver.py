@@ -9,20 +9,19 @@ import pytest
 from sinks.dead_letters import Abandoned
 from sinks.http import Reply
 from sinks.receiver import Receiver, Request, instruments, meaning
-from tests.sinks.receivers import Scripted
+from tests.sinks.receivers import Scripted, until
 from topics.instruments import Instruments
 
 REQUEST = Request(b"body", {"A": "b"})
 MEANINGS = {
     "accepted": [200, 201, 202, 204, 299],
     "again": [0, 408, 425, 429, 500, 501, 502, 503, 504, 599],
-    "misconfigured": [100, 199, 300, 301, 302, 304, 307, 308, 401, 403, 404, 405, 407],
+    "misconfigured": [100, 199, 300, 301, 302, 304, 307, 308, 401, 403, 404, 405, 407, 410],
     "refused": [
         400,
         402,
         406,
         409,
-        410,
         411,
         412,
         413,
@@ -69,6 +68,56 @@ async def test_a_refusal_is_told_and_not_sent_again(status: int) -> None:
     scripted = Scripted(503, status)
     assert await send(receiver(scripted)) == f"HTTP {status}: said"
     assert [one.status for one in scripted.got] == [503, status]
+
+
+async def test_a_receiver_that_refuses_everything_is_tried_again_until_it_accepts_something() -> None:
+    made = Instruments(instruments("test"))
+    scripted = Scripted(then=lambda _: 422)
+    to = Receiver("http://h:1", scripted.post, "test", made, most_refused=3, first_s=0.0)
+    assert [await send(to) for _ in range(3)] == ["HTTP 422: said"] * 3
+    assert to.failing is None
+    sending = asyncio.ensure_future(send(to))
+    await until(lambda: to.failing is not None)
+    assert to.failing == "it refuses everything: HTTP 422: said"
+    scripted.then = lambda _: 200
+    assert await sending is None
+    assert to.failing is None
+    scripted.script = [422]
+    assert await send(to) == "HTTP 422: said"
+
+
+async def test_one_request_that_is_tried_again_is_said_once_while_others_are_accepted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    scripted = Scripted(then=lambda body: 503 if body == b"bad" else 200)
+    made = Instruments(instruments("test"))
+    to = Receiver("http://h:1", scripted.post, "test", made, first_s=0.0)
+    stuck = asyncio.ensure_future(to.send(lambda: Request(b"bad", {}), asyncio.Event()))
+    await until(lambda: to.failing is not None)
+    for _ in range(5):
+        await send(to)
+        assert to.failing == "again: HTTP 503: said"
+    scripted.then = lambda _: 200
+    assert await asyncio.wait_for(stuck, 10) is None
+    assert to.failing is None
+    assert [line.message for line in caplog.records] == [
+        "h:1 does not accept, trying again: again: HTTP 503: said",
+        "h:1 answers again",
+    ]
+
+
+async def test_who_gives_up_does_not_say_that_the_receiver_answers_again(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    scripted, stop = Scripted(then=lambda _: 503), asyncio.Event()
+    to = receiver(scripted)
+    sending = asyncio.ensure_future(send(to, stop))
+    await until(lambda: to.failing is not None)
+    stop.set()
+    with pytest.raises(Abandoned):
+        await sending
+    assert to.failing is not None
+    assert "answers again" not in caplog.text
 
 
 async def test_retry_after_is_waited_for() -> None:

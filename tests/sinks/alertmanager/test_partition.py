@@ -238,6 +238,26 @@ async def test_a_refused_alert_is_told_again_nevertheless_and_that_is_said_once(
     assert len(one.sender.sent) == 1
 
 
+async def test_an_alert_that_was_refused_costs_the_others_one_request_more_not_a_search() -> None:
+    one = Setup(FakeAlertmanager(bad=frozenset("h")))
+    await one.deliver(records(*[firing(pod) for pod in "abcdefgh"]))
+    async with one.resending():
+        await until(lambda: one.value("resent_total") == 8)
+        before = len(one.manager.got)
+        one.teller._all_due()
+        await until(lambda: one.value("resent_total") == 16)
+    assert len(one.manager.got) == before + 2
+
+
+async def test_an_alertmanager_that_refuses_everything_is_not_said_to_be_well() -> None:
+    one = Setup(FakeAlertmanager(bad=frozenset("abc")))
+    await one.deliver(records(*[firing(pod) for pod in "abc"]))
+    assert one.teller.receiver.failing == "it refuses everything: am:1: HTTP 400: said"
+    assert one.value("receiver_failing") == 1
+    await one.deliver(records(firing("d"), first=3))
+    assert one.teller.receiver.failing is None
+
+
 @pytest.mark.parametrize("bad", [b"{nonsense", b"", b"[]"])
 async def test_what_cannot_be_decoded_is_a_dead_letter_and_holds_up_nothing(bad: bytes) -> None:
     one = Setup(FakeAlertmanager())

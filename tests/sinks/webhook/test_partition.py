@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import hmac
+import math
 import random
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from sinks.outcomes import Outcomes
 from sinks.receiver import Receiver
 from sinks.webhook.encode import Secret
 from sinks.webhook.instruments import COMPONENT, INSTRUMENTS
-from sinks.webhook.partition import AHEAD, Shared, WebhookPartition
+from sinks.webhook.partition import AHEAD, PENDING, Shared, WebhookPartition
 from tests.sinks.alerts import START_MS, alert, alert_record, deleted
 from tests.sinks.receivers import Scripted, until
 from tests.sinks.records import FakeSender, Read
@@ -30,13 +31,17 @@ OVER_MS = START_MS + 60_000
 class Setup:
     """A partition and what it works with."""
 
-    def __init__(self, scripted: Scripted, *, at_once: int = 8, secret: Secret | None = None) -> None:
+    def __init__(
+        self, scripted: Scripted, *, at_once: int = 8, secret: Secret | None = None, most_refused: float = math.inf
+    ) -> None:
         made = Instruments(INSTRUMENTS)
         self.registry = made.registry
         self.scripted = scripted
         self.sender = FakeSender()
         self.outcomes = Outcomes(COMPONENT, made)
-        receiver = Receiver("http://h:1/hook", scripted.post, COMPONENT, made, at_once=at_once, first_s=0.0)
+        receiver = Receiver(
+            "http://h:1/hook", scripted.post, COMPONENT, made, at_once=at_once, most_refused=most_refused, first_s=0.0
+        )
         letters = DeadLetters(self.sender, "sink webhook")  # type: ignore[arg-type]
         self.shared = Shared(receiver, secret or Secret(None), letters, self.outcomes)
         self.partition = WebhookPartition(self.shared)
@@ -165,16 +170,66 @@ async def test_no_offset_passes_an_unfinished_transition() -> None:
     assert one.ends() == {"delivered": 1}, "the third was accepted, and is posted again by whoever is next"
 
 
-async def test_little_is_posted_ahead_of_an_unfinished_transition() -> None:
+async def test_an_alert_that_is_not_accepted_holds_up_no_other_that_comes_later() -> None:
     one = Setup(Scripted(then=lambda body: 503 if b'"k8s_pod_name":"0"' in body else 200))
-    delivering = asyncio.ensure_future(one.deliver(records(*[alert(str(pod)) for pod in range(100)])))
+    assert await one.deliver(records(alert("0"))) == []
+    later = records(*[alert(str(pod)) for pod in range(1, 40)], first=1)
+    assert await one.deliver(later[:10]) == []
+    assert await one.deliver(later[10:]) == []
+    assert one.posted() == [transition_id(alert(str(pod))) for pod in range(1, 40)]
+    again = records(alert("0", ends_ms=OVER_MS), first=40)
+    assert await one.deliver(again) == []
+    one.scripted.then = lambda _: 200
+    await until(lambda: len(one.posted()) == 41)
+    assert await one.deliver([]) == [41]
+    assert one.posted()[-2:] == [transition_id(alert("0")), transition_id(alert("0", ends_ms=OVER_MS))]
+    assert one.ends() == {"delivered": 41}
+
+
+async def test_no_more_are_begun_ahead_of_an_unfinished_transition_than_may_be_posted_again() -> None:
+    one = Setup(Scripted(then=lambda body: 503 if b'"k8s_pod_name":"0"' in body else 200))
+    log = records(*[alert(str(pod)) for pod in range(AHEAD + 100)])
+    delivering = asyncio.ensure_future(one.deliver(log))
     await until(lambda: len(one.posted()) == AHEAD - 1)
     tries = len(one.scripted.got)
     await until(lambda: len(one.scripted.got) > tries + 20)
     assert len(one.posted()) == AHEAD - 1
     one.scripted.then = lambda _: 200
-    assert (await delivering)[-1] == 100
-    assert len(set(one.posted())) == len(one.posted()) == 100
+    assert (await delivering)[-1] == AHEAD + 100
+    assert len(set(one.posted())) == len(one.posted()) == AHEAD + 100
+
+
+async def test_in_an_outage_few_are_under_way() -> None:
+    one = Setup(Scripted(then=lambda _: 503))
+    delivering = asyncio.ensure_future(one.deliver(records(*[alert(str(pod)) for pod in range(100)])))
+    await until(lambda: len(one.scripted.got) > 200)
+    assert len({got.headers["Idempotency-Key"] for got in one.scripted.got}) == PENDING
+    one.abandon.set()
+    with pytest.raises(Abandoned):
+        await delivering
+
+
+async def test_a_partition_that_comes_back_begins_again_with_what_it_had_not_finished() -> None:
+    one = Setup(Scripted(then=lambda body: 503 if b'"k8s_pod_name":"0"' in body else 200))
+    assert await one.deliver(records(alert("0"), alert("1"))) == []
+    one.abandon.set()
+    one.abandon = asyncio.Event()
+    one.scripted.then = lambda _: 200
+    assert (await one.deliver(records(alert("0"), alert("1"), alert("2"))))[-1] == 3
+    assert sorted(one.posted()) == sorted(transition_id(alert(pod)) for pod in "012")
+
+
+async def test_a_receiver_that_refuses_everything_keeps_the_transitions() -> None:
+    one = Setup(Scripted(then=lambda _: 400), most_refused=3)
+    delivering = asyncio.ensure_future(one.deliver(records(*[alert(str(pod)) for pod in range(9)])))
+    await until(lambda: len(one.scripted.got) > 30)
+    assert one.ends() == {"dead_lettered": 3}
+    assert one.shared.receiver.failing == "it refuses everything: HTTP 400: said"
+    one.scripted.then = lambda _: 200
+    await delivering
+    await until(lambda: len(one.posted()) == 6)
+    await one.deliver([])
+    assert one.ends() == {"dead_lettered": 3, "delivered": 6}
 
 
 async def test_after_the_topic_was_made_anew_everything_is_news() -> None:
