@@ -3,7 +3,19 @@
 import subprocess
 import sys
 
-BENCHMARKS = ("attribution", "latency", "sink", "remote_write", "node", "restart", "score", "idle", "alerts", "cluster")
+BENCHMARKS = (
+    "attribution",
+    "latency",
+    "sink",
+    "remote_write",
+    "node",
+    "restart",
+    "score",
+    "idle",
+    "alerts",
+    "cluster",
+    "workloads",
+)
 
 
 def main(names: list[str]) -> int:

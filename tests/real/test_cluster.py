@@ -543,6 +543,8 @@ def test_a_chain_ends_at_an_owner_that_is_gone_at_a_loop_and_at_the_deepest_leve
     until(lambda: all(len(told.owners) >= len(expected[name]) for name, told in cluster.told("ends").items()))
     cluster.settle()
     assert {name: chain_of(told) for name, told in cluster.told("ends").items()} == expected
+    complete = {name: told.owners_complete for name, told in cluster.told("ends").items()}
+    assert complete == {"gone": True, "another": True, "deep": False, "loop": False}
     assert counted(cluster.leader(), own.OWNER_REQUESTS, kind="ReplicaSet", result="gone") == 1
     assert counted(cluster.leader(), own.OWNER_REQUESTS, kind="RayJob", result="gone") == 1
 
