@@ -47,9 +47,8 @@ async def main(pods: int, nodes: int) -> None:
         await tell(now_ms)
     running.cancel()
     sizes = [len(orjson.dumps(record)) for record in sender.of(TOPIC.name)]
-    sys.stdout.write(
-        f"{pods} pods on {nodes} nodes: {len(sizes)} records, {sum(sizes) / 1e6:.1f} MB, the largest {max(sizes)} bytes\n"
-    )
+    told = f"{len(sizes)} records, {sum(sizes) / 1e6:.1f} MB, the largest {max(sizes)} bytes"
+    sys.stdout.write(f"{pods} pods on {nodes} nodes: {told}\n")
 
 
 if __name__ == "__main__":
