@@ -46,6 +46,31 @@ def because(rules: Rules, tick: Tick, *, name: str, device: str, pod_uid: str, k
     return "policy" if policy_of(pod).off or in_force(rules, rule, pod) is None else "condition"
 
 
+def is_known(rules: Rules, tick: Tick, *, name: str, device: str, pod_uid: str) -> bool:
+    """Whether a tick in which a condition was not found says that it does not hold.
+
+    It does not if it does not say who holds what, of a condition that is about a pod, or if none of the values is there
+    that the condition goes by.
+    """
+    rule = next((rule for rule in rules.rules if rule.name == name), None)
+    if rule is None:
+        return True
+    if tick.attribution == "none" and (pod_uid or rule.kind in ("held_idle", "policy_invalid")):
+        return False
+    values = _VALUES.get(rule.kind, ())
+    found = next((one for one in tick.devices if one.uuid == device), None)
+    return not values or found is None or any(getattr(found.metrics, value) is not None for value in values)
+
+
+_VALUES: dict[Kind, tuple[str, ...]] = {
+    "row_remap_failure": ("row_remap_failure",),
+    "row_remap_pending": ("row_remap_pending", "retired_pages_pending"),
+    "thermal_slowdown": ("clock_event_reasons",),
+    "power_brake": ("clock_event_reasons",),
+}
+"""The values that a kind goes by, each as it is in the tick."""
+
+
 def _blind(rule: Rule, view: View, found: list[Finding]) -> None:
     """A device that does not answer says nothing."""
     found.extend(unseen(rule, view.device.uuid, view.seen))

@@ -24,6 +24,10 @@ class Judge:
         """What holds in a tick, and what is remembered after it."""
         return conditions.evaluate(self.rules, tick, memory)
 
+    def is_known(self, one: Tracked, tick: Tick) -> bool:
+        """Whether a tick in which it was not found says that it does not hold."""
+        return conditions.is_known(self.rules, tick, name=one.name, device=one.device, pod_uid=one.pod_uid)
+
     def because(self, one: Tracked, tick: Tick) -> str:
         """Why what held is not found any more."""
         return conditions.because(self.rules, tick, name=one.name, device=one.device, pod_uid=one.pod_uid, key=one.key)

@@ -51,6 +51,9 @@ class Judge(Protocol):
     def evaluate(self, tick: Tick, memory: Memory) -> tuple[Sequence[Finding], Memory]:
         """What holds in a tick, and what is remembered after it."""
 
+    def is_known(self, one: Tracked, tick: Tick) -> bool:
+        """Whether a tick in which it was not found says that it does not hold."""
+
     def because(self, one: Tracked, tick: Tick) -> str:
         """Why what held is not found any more; "rule_removed" where there is no such rule."""
 
@@ -230,17 +233,12 @@ def _next(one: Tracked, finding: Finding | None, now: _Now) -> tuple[Tracked | N
     """What becomes of a condition that is pending or firing."""
     if any(one.name == rule.name for rule in now.judge.silent):
         return _end(one, now, "ticks")
-    holds = finding.holds if finding is not None else _absent(one, now)
+    holds = finding.holds if finding is not None else (False if now.judge.is_known(one, now.tick) else None)
     if one.alert is None:
         return _pending(one, finding, holds, now)
     if finding is not None and holds:
         return _again(_held(one, finding, now), now)
     return _again(one, now) if holds is None else _ceased(one, now)
-
-
-def _absent(one: Tracked, now: _Now) -> bool | None:
-    """What it means that nothing was found: a tick that does not say who holds what is no evidence about a pod."""
-    return None if one.pod_uid and now.tick.attribution == "none" else False
 
 
 def _begun(finding: Finding, now: _Now) -> tuple[Tracked, Alert | None]:

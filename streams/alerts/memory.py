@@ -105,6 +105,8 @@ def _devices(memory: Memory, tick: Tick, changed: dict[str, Seen], gone: list[st
     devices = {**memory.devices, **changed}
     for uuid in gone:
         seen = devices.pop(uuid)
+        if seen.counts and memory.run_id != tick.run_id:
+            seen = _replace(seen, counts={})
         if not _forgotten(seen, tick, forget_ms):
             devices[uuid] = seen if seen.missing_ms else _replace(seen, missing_ms=tick.ts_ms)
     return memory.devices if devices == memory.devices else devices
@@ -161,7 +163,7 @@ def _seen(seen: Seen | None, device: Device, tick: Tick, run_id: int) -> Seen:
 
 def _pods(held: tuple[HeldBy, ...], holders: Sequence[Holder], tick: Tick) -> tuple[HeldBy, ...]:
     """Who holds a device now; each pod since it first did. Without a snapshot it is not known, and stays."""
-    if tick.attribution == "none" and not holders:
+    if tick.attribution == "none":
         return held
     if len(held) == len(holders) and all(map(_same, held, holders, repeat(tick.ts_ms))):
         return held

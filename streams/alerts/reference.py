@@ -43,7 +43,7 @@ _INTRODUCTION = """\
 fires and what is resolved to gpu.alerts. A rule fires when its condition has held for `for`, and resolves when it has
 not held for `keep_firing_for`. Where a tick is no evidence (a GPU that does not answer, a device without activity
 metrics, a node without a snapshot), it neither fires nor resolves. Only `NodeSilent` goes by the worker's clock, and
-is told half a minute after the last tick at the soonest.
+is reported half a minute after the last tick at the soonest.
 
 ```sh
 gpustream stream alerts --kafka kafka-0:9092 --rules rules.toml
@@ -54,6 +54,114 @@ gpustream rules test rules.toml --kafka kafka-0:9092 --from 24h
 ## Rules
 
 Without `--rules` these are in force. A file is laid over them: what it does not name stays as it is here."""
+
+_JUDGING = """\
+## How a rule is judged
+
+The time is that of the ticks, which is the clock of their node. In each tick a condition holds, or does not, or it is
+not known. Each device has its own, each pod on it (`held_idle`), each kind of error or conflict, each XID code."""
+
+_HOLDS = {
+    "held_idle": (
+        "a pod that was given the device does nothing (below), and has had it for `grace`",
+        "within the grace; if nothing tells what the pod does",
+    ),
+    "used_unallocated": (
+        "the device works `used_above` or more, no pod was given it, and no job of a batch system has it",
+        "without a snapshot; if it is not measured",
+    ),
+    "attribution_conflict": (
+        "`conflict` is in the record",
+        "without a snapshot; if the processes are not known or not visible",
+    ),
+    "ecc_uncorrectable": (
+        "at least `at_least` errors within a minute (below), volatile or aggregate",
+        "",
+    ),
+    "nvlink_errors": (
+        "at least `at_least` CRC errors, or replays, or `recoveries` within a minute",
+        "",
+    ),
+    "row_remap_failure": (
+        "the value is not 0",
+        "if it is not there",
+    ),
+    "row_remap_pending": (
+        "a row waits to be remapped, or a page to be retired",
+        "if neither value is there",
+    ),
+    "thermal_slowdown": (
+        "bit 0x20 or 0x40 of `clock_event_reasons` is set",
+        "if it is not there",
+    ),
+    "power_brake": (
+        "bit 0x80 is set",
+        "if it is not there",
+    ),
+    "lost": (
+        "the state is `lost`",
+        "while it is `timeout`",
+    ),
+    "not_answering": (
+        "the state is `timeout`",
+        "",
+    ),
+    "missing": (
+        "an earlier tick had the GPU and this one has not",
+        "",
+    ),
+    "node_silent": (
+        "no tick was logged for `for`, by the worker's clock, while all that was logged is read",
+        "while the log or the attribution stands still",
+    ),
+    "policy_invalid": (
+        "a pod that holds a device of the node, or its namespace, has a policy that can't be read",
+        "",
+    ),
+    "xid": (
+        "there were errors of the code since the last tick: it is over with that tick",
+        "",
+    ),
+}
+"""By kind: when a condition holds, and when it is not known."""
+
+_LIFE = """\
+A device that does not answer (`lost`, `timeout`) says nothing of itself, but for its XID errors, these states and its
+holders' policies. Nor does a device that is not in the tick, for ten minutes; after that, none of it holds. A MIG
+device that is gone while its GPU is well is not missing, and none of it holds. A GPU is no longer missing after
+`forget`, or if another is in its place on the PCI bus; it is then forgotten. A tick without a snapshot
+(`"attribution": "none"`) says nothing about pods.
+
+- **Firing.** A condition that holds is pending from that tick on, and fires in the first tick in which it has held
+  for `for`. It ends with a tick in which it does not hold. If it has not been known for more than a minute, or no
+  tick came for more than a minute, or the clock was set back, it begins again. A pod's idleness begins when its grace
+  is over. XID errors fire at once, whatever `for` is.
+- **Resolving.** An alert is resolved in the first tick in which its condition does not hold, and has not for
+  `keep_firing_for` since the first such tick after it last held. While it is not known, the alert fires on. It is
+  resolved at once if the pod that it is about is gone by an exact tick (an XID error outlives its pod), if the pod
+  has silenced it, or if the rule is gone.
+- **Again.** It can fire again from the next tick on. Two of its firings never start at the same millisecond.
+
+**Errors within a minute.** A tick shows the errors by which a counter has risen since its last reading, all of it if
+it fell, and none by its first reading. The minute begins on a multiple of five seconds of the node's clock, so that
+it is 60 to 65 s long: errors that come within any 60 s always count together, and those that are 65 s apart never do.
+If the clock was set back, errors that were seen before count as shown by the first tick after that has the device.
+
+**Work.** What a device does is the largest of `gpu_utilization_ratio`, `gpu_utilization_max_ratio`,
+`graphics_engine_active_ratio`, `sm_active_ratio`, `encoder_utilization_ratio` and `decoder_utilization_ratio`; it is
+measured if one of the first four is there. Less than `idle_below` is no work. A pod works if its part of the device
+is work, or what its processes do is. Else, if the device does not work, the pod is idle, or not known if that is not
+measured. If it works, a pod that holds it alone works; of pods that share it, one whose part is known is idle if
+neither what is nobody's nor what the video engines do is work, for that might be its own. Anything else is not known.
+A pod that only its processes show, and one with `gpustream.dev/alerts: "off"`, is not judged. If a tick without a
+snapshot shows no holder and the device works, that ends the idleness of those who held it.
+
+**Whose grace.** It begins with the first tick in which the pod holds the device, and again if the pod comes back
+after another tick that did not have it, or if the clock was set back to before.
+
+**XID errors** are what the producer's count of the code has risen by since the last tick that had it, within a run of
+the producer, and all of it if it was not there before. In the first tick of a node, and for what no count tells, they
+are the events in the tick. An error of a program is an alert about the pod that alone held the device then."""
 
 _FILE = """\
 ## The file
@@ -157,6 +265,9 @@ def markdown() -> str:
         _table(
             ("rule", "what it is about", "kind", "severity", "for", "keep_firing_for", "further"), map(_rule, found)
         ),
+        _JUDGING,
+        _table(("kind", "holds", "is not known"), [(f"`{kind}`", *texts) for kind, texts in _HOLDS.items()]),
+        _LIFE,
         _FILE,
         "### Options",
         _table(("key", "of kind", "meaning"), map(_option, OPTIONS)),

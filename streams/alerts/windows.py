@@ -5,7 +5,7 @@ window. Pure.
 
 The window moves in buckets of five seconds, so that a counter that runs all the time takes at most 14 numbers:
 
-- An error counts from the tick that shows it, for at least 60 s and for less than 65 s.
+- An error counts from the tick that shows it, for at least 60 s and for less than 65 s. It never comes back.
 - The first reading of a counter is where it begins: it shows no error. A reading below the last one is a counter that
   began again at zero, so all of it is errors.
 - A tick without a reading shows no error. Those that came meanwhile are shown by the next reading.
@@ -50,12 +50,11 @@ def within(window: Window | None, ts_ms: int) -> float:
 
 
 def _moved(errors: tuple[tuple[int, float], ...], rise: float, ts_ms: int) -> tuple[tuple[int, float], ...]:
-    """The buckets with what a tick shows; those that have left the window go when another is added, or all have."""
+    """The buckets after a tick: without those that have left the window, with what the tick shows."""
     now = ts_ms // BUCKET_MS
-    if rise <= 0 and (not errors or errors[-1][0] <= now):
-        return errors if errors and _is_in(errors[-1][0], ts_ms) else ()
+    kept = [one for one in errors if one[0] < now and _is_in(one[0], ts_ms)]
     rise += sum([count for start, count in errors if start >= now])
-    return (*[one for one in errors if one[0] < now and _is_in(one[0], ts_ms)], (now, rise))
+    return (*kept, (now, rise)) if rise else tuple(kept)
 
 
 def _is_in(start: int, ts_ms: int) -> bool:

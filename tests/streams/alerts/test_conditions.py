@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from streams.alerts.conditions import because
+from streams.alerts.replay import Replay
 from streams.alerts.rule import KINDS
 from streams.alerts.tick import Device, Info, Process
 from tests.streams.alerts.ticks import (
@@ -416,3 +417,18 @@ def test_a_devices_condition_ends_for_itself_whoever_holds_it() -> None:
 def test_processes_are_no_evidence_of_their_own_for_a_conflict() -> None:
     one = device(0, holder(), processes=(Process(1, "uid-x"),), info=Info(processes_visible="true"))
     assert verdict(found(tick(0, one), of="GPUAttributionConflict")) is False
+
+
+def test_a_value_that_is_not_there_ends_nothing() -> None:
+    """A value that a driver does not give for a while is no evidence that the GPU is well."""
+    faults = {"clock_event_reasons": 0xC0, "row_remap_failure": 1, "row_remap_pending": 1}
+    replay = Replay(DEFAULTS)
+    bad, blind = device(0, busy=0.9, **faults), device(0, busy=0.9)
+    began = [alert for s in range(100) for alert in replay.take(tick(s, bad))]
+    during = [alert for s in range(100, 2000, 10) for alert in replay.take(tick(s, blind))]
+    well = device(0, busy=0.9, **dict.fromkeys(faults, 0))
+    after = [alert for s in range(2000, 2400, 10) for alert in replay.take(tick(s, well))]
+    names = {"GPURowRemapFailure", "GPURowRemapPending", "GPUThermalSlowdown", "GPUPowerBrake"}
+    assert {alert.name for alert in began} >= names
+    assert not names & {alert.name for alert in during}
+    assert names <= {alert.name for alert in after if alert.state == "resolved"}

@@ -61,7 +61,17 @@ def test_a_pod_is_remembered_with_its_workload_from_its_first_tick_on() -> None:
 def test_who_holds_a_device_stays_where_it_is_not_known() -> None:
     memory = after(tick(0, device(0, holder())))
     assert remember(memory, tick(1, device(0), attribution="none"), WEEK_MS) is memory
+    seen = device(0, holder("b", observed=True))
+    assert remember(memory, tick(1, seen, attribution="none"), WEEK_MS) is memory
     assert remember(memory, tick(1, device(0)), WEEK_MS).devices[gpu(0)].pods == ()
+
+
+def test_a_gpu_that_is_missing_while_the_producer_starts_again_counts_its_xid_errors_from_none() -> None:
+    memory = after(tick(0, device(0, xids={"79": 3})), tick(1, run_id=2))
+    again = tick(2, device(0, xids={"79": 1}), run_id=2)
+    assert [f.value for f in evaluate(DEFAULTS, again, memory)[0] if f.rule.name == "GPUXid"] == [1]
+    three = tick(2, device(0, xids={"79": 3}), run_id=2)
+    assert [f.value for f in evaluate(DEFAULTS, three, memory)[0] if f.rule.name == "GPUXid"] == [3]
 
 
 pods = st.lists(st.sampled_from([holder("a"), holder("b"), holder("b", container="side"), holder("c", pod_uid=None)]))

@@ -79,7 +79,9 @@ def test_what_is_wrong_with_a_gpu_fires_once_and_is_resolved_once() -> None:
     well = device(0, busy=0.0, clock_event_reasons=0, **dict.fromkeys(faults, 0))
     replay = Replay(DEFAULTS)
     ticks = [tick(0, well), *[tick(i, bad) for i in range(1, 200)]]
-    ticks += [tick(i, device(0, busy=0.0, ecc_uncorrected_volatile_total=1)) for i in range(200, 4200)]
+    ticks += [tick(i, device(0, busy=0.0)) for i in range(200, 210)]
+    over = msgspec.structs.replace(well.metrics, ecc_uncorrected_volatile_total=1.0)
+    ticks += [tick(i, msgspec.structs.replace(well, metrics=over)) for i in range(210, 4300)]
     transitions = [alert for one in ticks for alert in replay.take(one)]
     names = [
         "GPUEccUncorrectable",

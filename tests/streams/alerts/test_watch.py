@@ -17,7 +17,7 @@ from topics.alerts import MAX_TIME_MS, time
 from topics.workloads import NodeWorkloads
 
 KEY = b"c/n"
-COOL = device(0, busy=0.0)
+COOL = device(0, busy=0.0, clock_event_reasons=0)
 HOT = device(0, busy=0.0, clock_event_reasons=0x40)
 LONG = Judge(overlay('[rules.GPUThermalSlowdown]\nfor = "10m"\n[rules.NodeSilent]\nfor = "2m"'))
 

@@ -1,0 +1,447 @@
+"""What docs/alerts.md ("How a rule is judged") says that becomes of a node's ticks: its alerts, from all that happened.
+
+Written from that page alone, to be held against the stream: each condition is found again in every tick from the whole
+history, slowly, and nothing is remembered.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from streams.alerts.policy import policy_of
+from streams.alerts.rule import Rule, Rules
+from streams.alerts.tick import Device, Tick
+from streams.alerts.xids import of_code
+from topics.alerts import fingerprint
+from topics.attributed import Holder
+
+MINUTE_MS = 60_000
+STEP_MS = 5_000
+MISSING_SAYS_NOTHING_MS = 600_000
+
+COUNTERS = {
+    "": ("ecc_uncorrected_volatile_total", "ecc_uncorrected_aggregate_total"),
+    "crc": ("nvlink_crc_errors_total",),
+    "replay": ("nvlink_replay_errors_total",),
+    "recovery": ("nvlink_recovery_errors_total",),
+}
+MEASURES = ("gpu_utilization_ratio", "gpu_utilization_max_ratio", "graphics_engine_active_ratio", "sm_active_ratio")
+VIDEO = ("encoder_utilization_ratio", "decoder_utilization_ratio")
+
+
+class Subject(NamedTuple):
+    """What a condition is about."""
+
+    name: str
+    device: str = ""
+    pod_uid: str = ""
+    key: str = ""
+
+
+class Verdict(NamedTuple):
+    """Whether it holds in a tick; since when at the soonest; for how long it must; and what tells how bad it is."""
+
+    holds: bool | None
+    since_ms: int = 0
+    for_ms: int | None = None
+    value: float | None = None
+
+
+class Transition(NamedTuple):
+    """An alert that fired, or was resolved. ``value``: of counted errors."""
+
+    name: str
+    fingerprint: str
+    state: str
+    at_ms: int
+    value: float | None = None
+
+
+@dataclass
+class Firing:
+    """An alert that fires since a time; ``ceased_ms``: since when its condition has not held."""
+
+    since_ms: int | None = None
+    ceased_ms: int | None = None
+
+    def not_held_ms(self, now_ms: int, holds: bool | None, *, event: bool) -> int | None:
+        """For how long its condition has not held by a tick; None if the tick says that it does, or nothing."""
+        if holds:
+            self.ceased_ms = now_ms if event else None
+        if holds is not False:
+            return None
+        self.ceased_ms = now_ms if self.ceased_ms is None else min(self.ceased_ms, now_ms)
+        return now_ms - self.ceased_ms
+
+
+@dataclass
+class Pending:
+    """A condition that may fire: since when it has held, and when it was last known to, if it is not known now."""
+
+    since_ms: int | None = None
+    doubt_ms: int | None = None
+
+    def held_ms(self, now_ms: int, before_ms: int, found: Verdict) -> int | None:
+        """For how long it has held by a tick, ``before_ms`` being the tick before; None if the tick does not say so."""
+        if found.holds is False or (self.since_ms is None and not found.holds):
+            self.since_ms = self.doubt_ms = None
+            return None
+        if found.holds is None and self.doubt_ms is None:
+            self.doubt_ms = before_ms
+        gap = not 0 <= now_ms - before_ms <= MINUTE_MS
+        again = gap or (self.doubt_ms is not None and now_ms - self.doubt_ms > MINUTE_MS)
+        if found.holds is None:
+            if again:
+                self.since_ms = self.doubt_ms = None
+            return None
+        since_ms = now_ms if again or self.since_ms is None else self.since_ms
+        self.since_ms, self.doubt_ms = max(since_ms, found.since_ms), None
+        return now_ms - self.since_ms
+
+
+NO, UNKNOWN, YES = Verdict(False), Verdict(None), Verdict(True)
+
+
+def transitions(rules: Rules, ticks: Sequence[Tick]) -> list[Transition]:
+    """All that becomes of a node's ticks, in no order."""
+    history = History(rules, ticks)
+    found = [one for subject in history.subjects() for one in history.life(subject)]
+    return found + [one for rule in rules.of("node_silent") for one in history.silences(rule)]
+
+
+class History:
+    """The ticks of a node, and what they say."""
+
+    def __init__(self, rules: Rules, ticks: Sequence[Tick]) -> None:
+        self.rules, self.ticks = rules, ticks
+        self._rule = {rule.name: rule for rule in rules.rules}
+        self._devices = [{device.uuid: device for device in tick.devices} for tick in ticks]
+        self._there: dict[tuple[str, int], bool] = {}
+
+    # -- what may be judged
+
+    def subjects(self) -> set[Subject]:
+        """Everything that held in some tick."""
+        found = set[Subject]()
+        for i in range(len(self.ticks)):
+            found |= {one for one in self._possible(i) if self.verdict(one, i).holds}
+        return found
+
+    def _possible(self, i: int) -> Iterable[Subject]:
+        uuids = {device.uuid for tick in self.ticks[: i + 1] for device in tick.devices}
+        for rule in self.rules.rules:
+            if rule.kind == "policy_invalid":
+                for holder in [one for device in self.ticks[i].devices for one in device.holders]:
+                    for mistake in policy_of(holder).mistakes:
+                        uid, name = _identity(holder)
+                        yield Subject(rule.name, "", uid, f"{name} {mistake.name}".strip())
+            for uuid in uuids if rule.kind not in ("policy_invalid", "node_silent") else ():
+                yield from self._of_device(rule, uuid, i)
+
+    def _of_device(self, rule: Rule, uuid: str, i: int) -> Iterable[Subject]:
+        device = self._present(uuid, i)
+        if rule.kind == "held_idle":
+            for holder in device.holders if device is not None else ():
+                yield Subject(rule.name, uuid, *_identity(holder))
+        elif rule.kind == "attribution_conflict":
+            yield from (Subject(rule.name, uuid, key=key) for key in ("unallocated_process", "no_pod"))
+        elif rule.kind == "nvlink_errors":
+            yield from (Subject(rule.name, uuid, key=key) for key in ("crc", "replay", "recovery"))
+        elif rule.kind == "xid":
+            for code in ("13", "79") if device is not None else ():
+                yield Subject(rule.name, uuid, self._xid_pod(device, code), code)
+        else:
+            yield Subject(rule.name, uuid)
+
+    # -- what a tick says
+
+    def verdict(self, subject: Subject, i: int) -> Verdict:
+        tick, kind = self.ticks[i], self._rule[subject.name].kind
+        if kind == "policy_invalid":
+            return self._policy(subject, tick)
+        device = self._present(subject.device, i)
+        if kind == "xid":
+            return self._xid(subject, i)
+        if kind == "missing":
+            return Verdict(device is None and self._was_there(subject.device, i) and not self._is_mig(subject.device))
+        if device is None:
+            return self._gone(subject, i)
+        if kind in ("lost", "not_answering"):
+            if kind == "lost":
+                return {"lost": YES, "timeout": UNKNOWN}.get(device.state, NO)
+            return Verdict(device.state == "timeout")
+        if kind == "held_idle":
+            return self._held_idle(subject, device, i)
+        if device.state != "ok":
+            return UNKNOWN
+        judges: dict[str, Callable[[Subject, Device, int], Verdict]] = {
+            "used_unallocated": self._used,
+            "attribution_conflict": self._conflict,
+            "ecc_uncorrectable": self._errors,
+            "nvlink_errors": self._errors,
+        }
+        return judges[kind](subject, device, i) if kind in judges else _by_value(kind, device)
+
+    def _policy(self, subject: Subject, tick: Tick) -> Verdict:
+        for holder in [one for device in tick.devices for one in device.holders]:
+            uid, name = _identity(holder)
+            names = [f"{name} {mistake.name}".strip() for mistake in policy_of(holder).mistakes]
+            if uid == subject.pod_uid and subject.key in names:
+                return YES
+        return UNKNOWN if tick.attribution == "none" else NO
+
+    def _gone(self, subject: Subject, i: int) -> Verdict:
+        """A device that is not in the tick."""
+        if self._was_there(subject.device, i):
+            first_ms = self.ticks[self._last(subject.device, i) + 1].ts_ms
+            if self.ticks[i].ts_ms - first_ms <= MISSING_SAYS_NOTHING_MS:
+                held = self._rule[subject.name].kind != "held_idle" or self._since(subject, i) is not None
+                return UNKNOWN if held else self._of_no_snapshot(i)
+        return self._of_no_snapshot(i) if self._rule[subject.name].kind == "held_idle" else NO
+
+    def _of_no_snapshot(self, i: int) -> Verdict:
+        return UNKNOWN if self.ticks[i].attribution == "none" else NO
+
+    def _held_idle(self, subject: Subject, device: Device, i: int) -> Verdict:
+        tick, since_ms = self.ticks[i], self._since(subject, i)
+        if device.state != "ok":
+            return UNKNOWN if since_ms is not None else self._of_no_snapshot(i)
+        if tick.attribution == "none":
+            works = _work(device) >= self._rule[subject.name].idle_below
+            return NO if works and not device.holders and since_ms is not None else UNKNOWN
+        holder = _of_pod(device, subject)
+        if holder is None or holder.observed or since_ms is None or policy_of(holder).off:
+            return NO
+        idle = _is_idle(self._rule[subject.name].idle_below, device, holder)
+        from_ms = since_ms + self._rule[subject.name].grace_ms
+        if idle is not False and tick.ts_ms < from_ms:
+            idle = None
+        return Verdict(idle, from_ms, policy_of(holder).idle_after_ms)
+
+    def _since(self, subject: Subject, i: int) -> int | None:
+        """The first tick in which the pod had the device that it has now, as far as is known."""
+        since_ms: int | None = None
+        for j in range(i + 1):
+            tick, device = self.ticks[j], self._present(subject.device, j)
+            if not self._was_there(subject.device, j):
+                since_ms = None
+            if device is None or tick.attribution == "none":
+                continue
+            holder = _of_pod(device, subject)
+            if holder is None or holder.observed:
+                since_ms = None
+            elif since_ms is None or since_ms > tick.ts_ms:
+                since_ms = tick.ts_ms
+        return since_ms
+
+    def _used(self, subject: Subject, device: Device, i: int) -> Verdict:
+        tick = self.ticks[i]
+        cut = any(one.mig is not None and one.mig.parent_uuid == device.uuid for one in tick.devices)
+        in_mig_mode = device.mig is None and (cut or device.info.mig_mode == "enabled")
+        if in_mig_mode or device.jobs or not all(one.observed for one in device.holders):
+            return NO
+        if tick.attribution == "none":
+            return UNKNOWN
+        if _work(device) >= self._rule[subject.name].used_above:
+            return YES
+        return NO if _is_measured(device) else UNKNOWN
+
+    def _conflict(self, subject: Subject, device: Device, i: int) -> Verdict:
+        hidden = device.processes is None or device.info.processes_visible == "false"
+        if hidden or self.ticks[i].attribution == "none":
+            return UNKNOWN
+        return Verdict(device.conflict == subject.key)
+
+    def _errors(self, subject: Subject, _device: Device, i: int) -> Verdict:
+        rule = self._rule[subject.name]
+        count = max([self._within(subject.device, name, i) for name in COUNTERS[subject.key]])
+        return Verdict(count >= (rule.recoveries if subject.key == "recovery" else rule.at_least), value=count)
+
+    def _within(self, uuid: str, name: str, i: int) -> float:
+        """The errors of a counter within a minute."""
+        shown: list[tuple[int, float]] = []
+        last: float | None = None
+        for j in range(i + 1):
+            device, now_ms = self._present(uuid, j), self.ticks[j].ts_ms
+            if not self._was_there(uuid, j):
+                shown, last = [], None
+            if device is None:
+                continue
+            begins_ms = now_ms // STEP_MS * STEP_MS - MINUTE_MS
+            shown = [(min(at_ms, now_ms), errors) for at_ms, errors in shown if at_ms >= begins_ms]
+            value = getattr(device.metrics, name)
+            if value is not None:
+                if last is not None:
+                    shown.append((now_ms, value - last if value >= last else value))
+                last = value
+        return sum(errors for _, errors in shown)
+
+    def _xid(self, subject: Subject, i: int) -> Verdict:
+        device = self._present(subject.device, i)
+        if device is not None and self._xid_errors(device, subject.key, i) > 0:
+            own = of_code(int(subject.key)).kind == "application"
+            alone = _alone(device) if own else None
+            if self._xid_pod(device, subject.key) == subject.pod_uid and not (alone and policy_of(alone).off):
+                return YES
+        return UNKNOWN if subject.pod_uid and self.ticks[i].attribution == "none" else NO
+
+    def _xid_errors(self, device: Device, code: str, i: int) -> float:
+        events = sum(1 for one in device.events or () if one.kind == "xid" and str(one.code) == code)
+        count = device.xids.get(code)
+        if count is None or i == 0:
+            return events
+        before: int | None = None
+        for j in range(i):
+            earlier = self._present(device.uuid, j)
+            if self.ticks[j].run_id != self.ticks[i].run_id or not self._was_there(device.uuid, j):
+                before = None
+            elif earlier is not None and code in earlier.xids:
+                before = earlier.xids[code]
+            elif earlier is not None and j == 0:
+                before = None
+        if before is None:
+            return count
+        return count - before if count >= before else count
+
+    def _xid_pod(self, device: Device | None, code: str) -> str:
+        """The uid of the pod that an error of a program is about."""
+        if device is None or of_code(int(code)).kind != "application":
+            return ""
+        pod = _alone(device)
+        return (pod.pod_uid or "") if pod is not None else ""
+
+    # -- where devices are
+
+    def _present(self, uuid: str, i: int) -> Device | None:
+        return self._devices[i].get(uuid)
+
+    def _is_mig(self, uuid: str) -> bool:
+        return any(one.mig is not None for tick in self.ticks for one in tick.devices if one.uuid == uuid)
+
+    def _last(self, uuid: str, i: int) -> int:
+        """The last tick that had the device, -1: none."""
+        return next((j for j in range(i, -1, -1) if self._present(uuid, j) is not None), -1)
+
+    def _was_there(self, uuid: str, i: int) -> bool:
+        """Whether the node has the device, or had it and it is not forgotten."""
+        if (uuid, i) not in self._there:
+            self._there[uuid, i] = self._is_remembered(uuid, i)
+        return self._there[uuid, i]
+
+    def _is_remembered(self, uuid: str, i: int) -> bool:
+        last = self._last(uuid, i)
+        if last in (-1, i):
+            return last == i
+        first_ms = self.ticks[last + 1].ts_ms
+        before = self._present(uuid, last)
+        assert before is not None
+        for tick in self.ticks[last + 1 : i + 1]:
+            if before.mig is not None:
+                parent = next((one for one in tick.devices if one.uuid == before.mig.parent_uuid), None)
+                if parent is not None and parent.state == "ok":
+                    return False
+            elif any(one.mig is None and one.pci_bus_id == before.pci_bus_id for one in tick.devices):
+                return False
+            if tick is not self.ticks[last + 1] and tick.ts_ms - first_ms >= self.rules.forget_ms:
+                return False
+        return True
+
+    # -- what becomes of it
+
+    def life(self, subject: Subject) -> Iterable[Transition]:
+        """The alerts of a condition."""
+        rule, before_ms = self._rule[subject.name], self.ticks[0].ts_ms
+        pending, firing, ended_ms = Pending(), Firing(), -1
+        for i, tick in enumerate(self.ticks):
+            found, event = self.verdict(subject, i), rule.kind == "xid"
+            if firing.since_ms is not None:
+                held_ms = firing.not_held_ms(tick.ts_ms, found.holds, event=event)
+                if held_ms is not None and (held_ms >= rule.keep_firing_ms or self._is_over(subject, i, event=event)):
+                    ended_ms = max(tick.ts_ms, firing.since_ms)
+                    yield _transition(subject, tick, "resolved", ended_ms)
+                    pending, firing = Pending(), Firing()
+            else:
+                held_ms = pending.held_ms(tick.ts_ms, before_ms, found)
+                for_ms = rule.for_ms if found.for_ms is None else found.for_ms
+                if held_ms is not None and (event or held_ms >= for_ms):
+                    firing = Firing(max(tick.ts_ms, ended_ms + 1), tick.ts_ms if event else None)
+                    yield _transition(subject, tick, "firing", firing.since_ms or 0, found.value)
+            before_ms = tick.ts_ms
+
+    def _is_over(self, subject: Subject, i: int, *, event: bool) -> bool:
+        """Whether the pod is gone by an exact tick, or has silenced it."""
+        tick = self.ticks[i]
+        if not (subject.pod_uid or self._rule[subject.name].kind == "held_idle"):
+            return False
+        devices = [one for one in tick.devices if subject.device in ("", one.uuid)]
+        if subject.device and not devices:
+            return False
+        pods = [one for device in devices if (one := _of_pod(device, subject)) is not None]
+        if not pods:
+            return not event and tick.attribution == "exact"
+        return policy_of(pods[0]).off
+
+    def silences(self, rule: Rule) -> Iterable[Transition]:
+        """A node that sent nothing for long, until its next tick."""
+        ended_ms, subject = -1, Subject(rule.name)
+        for before, tick in zip(self.ticks, self.ticks[1:], strict=False):
+            if tick.ts_ms - before.ts_ms >= rule.for_ms:
+                fired_ms = max(before.ts_ms + rule.for_ms, ended_ms + 1)
+                yield _transition(subject, tick, "firing", fired_ms)
+                ended_ms = max(tick.ts_ms, fired_ms)
+                yield _transition(subject, tick, "resolved", ended_ms)
+
+
+def _transition(subject: Subject, tick: Tick, state: str, at_ms: int, value: float | None = None) -> Transition:
+    key = fingerprint(subject.name, tick.cluster, tick.node, subject.device, subject.pod_uid, subject.key)
+    return Transition(subject.name, key, state, at_ms, value)
+
+
+def _identity(holder: Holder) -> tuple[str, str]:
+    return (holder.pod_uid, "") if holder.pod_uid else ("", f"{holder.namespace}/{holder.pod}")
+
+
+def _of_pod(device: Device, subject: Subject) -> Holder | None:
+    wanted = subject.pod_uid or subject.key
+    return next((one for one in device.holders if wanted in _identity(one)), None)
+
+
+def _alone(device: Device) -> Holder | None:
+    pods = {(one.namespace, one.pod, one.pod_uid) for one in device.holders}
+    return device.holders[0] if len(pods) == 1 else None
+
+
+def _by_value(kind: str, device: Device) -> Verdict:
+    metrics = device.metrics
+    if kind == "row_remap_failure":
+        return UNKNOWN if metrics.row_remap_failure is None else Verdict(metrics.row_remap_failure != 0)
+    if kind == "row_remap_pending":
+        values = [one for one in (metrics.row_remap_pending, metrics.retired_pages_pending) if one is not None]
+        return Verdict(any(values)) if values else UNKNOWN
+    bits = {"thermal_slowdown": 0x20 | 0x40, "power_brake": 0x80}[kind]
+    reasons = metrics.clock_event_reasons
+    return UNKNOWN if reasons is None else Verdict(bool(int(reasons) & bits))
+
+
+def _work(device: Device) -> float:
+    return max([getattr(device.metrics, name) or 0.0 for name in (*MEASURES, *VIDEO)])
+
+
+def _is_measured(device: Device) -> bool:
+    return any(getattr(device.metrics, name) is not None for name in MEASURES)
+
+
+def _is_idle(below: float, device: Device, holder: Holder) -> bool | None:
+    part = holder.parts.utilization_ratio if holder.parts is not None else None
+    own = [one.sm_utilization_ratio or 0.0 for one in device.processes or () if one.pod_uid == holder.pod_uid]
+    if (part or 0.0) >= below or (holder.pod_uid is not None and sum(own) >= below):
+        return False
+    if _work(device) < below:
+        return True if _is_measured(device) else None
+    if _alone(device) is not None:
+        return False
+    rest = device.unattributed.utilization_ratio if device.unattributed is not None else None
+    parts = [one.parts.utilization_ratio or 0.0 for one in device.holders if one.parts is not None]
+    nobodys = rest if rest is not None else _work(device) - sum(parts)
+    video = max([getattr(device.metrics, name) or 0.0 for name in VIDEO])
+    return True if part is not None and nobodys < below and video < below else None

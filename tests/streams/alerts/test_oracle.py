@@ -1,0 +1,212 @@
+"""Every rule that is shipped, on whatever ticks a node may send: the alerts are those that docs/alerts.md promises."""
+
+from typing import Any, NamedTuple
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streams.alerts.replay import Replay
+from streams.alerts.rule import KINDS
+from streams.alerts.tick import Device, Info, Process, Tick
+from tests.streams.alerts.oracle import Transition, transitions
+from tests.streams.alerts.ticks import START_MS, device, gpu, holder, mig, overlay
+from topics.alerts import Alert, milliseconds
+from topics.attributed import AttributedEvent, Attribution, Holder, Parts
+from topics.samples import Job
+
+RULES = overlay("""
+    [rules.GPUHeldIdle]
+    for = "30s"
+    grace = "5s"
+    keep_firing_for = "4s"
+    [rules.GPUUsedUnallocated]
+    for = "10s"
+    keep_firing_for = "20s"
+    [rules.GPUAttributionConflict]
+    for = "10s"
+    keep_firing_for = "5s"
+    [rules.GPUEccUncorrectable]
+    at_least = 3
+    keep_firing_for = "30s"
+    [rules.GPUNvlinkErrors]
+    at_least = 6
+    recoveries = 2
+    keep_firing_for = "10s"
+    [rules.GPUThermalSlowdown]
+    for = "20s"
+    keep_firing_for = "30s"
+    [rules.GPUXid]
+    keep_firing_for = "40s"
+    [rules.GPUNotAnswering]
+    for = "10s"
+    keep_firing_for = "5s"
+    [rules.GPUMissing]
+    for = "15s"
+    forget = "300s"
+""")
+"""The shipped rules, with durations that a story may last."""
+
+POLICIES: tuple[dict[str, str], ...] = (
+    {},
+    {},
+    {},
+    {"gpustream.dev/alerts": "off"},
+    {"gpustream.dev/alerts": "what"},
+    {"gpustream.dev/idle-after": "10s"},
+)
+ODD_STEPS_S = (0.0, 7.0, 20.0, 59.0, 61.0, 130.0, 700.0, -3.0, -90.0, -4000.0)
+
+
+class Gpu(NamedTuple):
+    """What a device shows in a tick. Counters rise by ``errors``; -1: they begin again at zero."""
+
+    present: bool
+    state: str
+    busy: float | None
+    video: float | None
+    held: tuple[Holder, ...]
+    rest: float | None
+    job: bool
+    conflict: str | None
+    visible: bool | None
+    reasons: int | None
+    remap: int | None
+    errors: int | None
+    xids: str
+    counted: bool
+
+
+class Moment(NamedTuple):
+    """Some ticks that are alike; ``after_s`` is the time to the first of them, ``step_s`` that between them."""
+
+    after_s: float
+    step_s: float
+    ticks: int
+    attribution: Attribution
+    restart: bool
+    gpus: tuple[Gpu, ...]
+
+
+def rarely(value: Any, otherwise: Any) -> st.SearchStrategy[Any]:
+    return st.integers(0, 9).map(lambda drawn: value if drawn == 9 else otherwise)
+
+
+ratios = st.sampled_from([0.0, 0.0, 0.0, 0.004, 0.009, 0.3, 0.9, None])
+pods = st.builds(
+    lambda name, part, policy, observed, named: holder(
+        name, busy=part, annotations=policy, observed=observed, pod_uid=f"uid-{name}" if named else None
+    ),
+    st.sampled_from("ab"),
+    ratios,
+    st.sampled_from(POLICIES),
+    rarely(True, False),
+    rarely(False, True),
+)
+gpus = st.builds(
+    Gpu,
+    present=rarely(False, True),
+    state=st.sampled_from(["ok"] * 6 + ["lost", "timeout"]),
+    busy=ratios,
+    video=st.sampled_from([None, None, 0.0, 0.4]),
+    held=st.lists(pods, max_size=2, unique_by=lambda one: one.pod).map(tuple),
+    rest=ratios,
+    job=rarely(True, False),
+    conflict=st.sampled_from([None, None, "no_pod", "unallocated_process"]),
+    visible=st.sampled_from([True, True, True, False, None]),
+    reasons=st.sampled_from([0, 0, None, 0x40, 0x20, 0x80, 0xC4]),
+    remap=st.sampled_from([0, 0, None, 1]),
+    errors=st.sampled_from([0, 0, 0, 1, 1, 2, -1, None]),
+    xids=st.sampled_from(["", "", "", "", "79", "13"]),
+    counted=st.booleans(),
+)
+moments = st.builds(
+    Moment,
+    after_s=st.just(1.0) | st.sampled_from(ODD_STEPS_S),
+    step_s=st.sampled_from([1.0, 1.0, 4.0, 10.0, 35.0]),
+    ticks=st.integers(1, 14),
+    attribution=st.sampled_from(["exact", "exact", "exact", "exact", "late", "none"]),
+    restart=rarely(True, False),
+    gpus=st.tuples(gpus, gpus, gpus),
+)
+
+
+def ticks_of(story: list[Moment]) -> list[Tick]:
+    """Two GPUs, of which the second is in MIG mode, and its MIG device."""
+    found: list[Tick] = []
+    at_ms, run_id = START_MS, 1
+    counters, xids = [5] * 3, [dict[str, int]() for _ in range(3)]
+    for moment in story:
+        if moment.restart:
+            run_id, xids = run_id + 1, [{} for _ in range(3)]
+        for number in range(moment.ticks):
+            at_ms += round(1000 * (moment.step_s if number else moment.after_s))
+            shown: list[Device] = []
+            for place, one in enumerate(moment.gpus):
+                if one.errors is not None:
+                    counters[place] = 0 if one.errors < 0 else counters[place] + one.errors
+                if one.xids and not number:
+                    xids[place] = {**xids[place], one.xids: xids[place].get(one.xids, 0) + 1}
+                shown += _device(place, one, moment, counters[place], xids[place], first=not number)
+            found.append(
+                Tick(
+                    schema=1, cluster="c", node="n", run_id=run_id, seq=len(found), ts_ms=at_ms, offset=len(found),
+                    attribution=moment.attribution, devices=tuple(shown),
+                )
+            )  # fmt: skip
+    return found
+
+
+def _device(place: int, one: Gpu, moment: Moment, count: int, xids: dict[str, int], *, first: bool) -> list[Device]:
+    if not one.present:
+        return []
+    held = tuple(pod for pod in one.held if moment.attribution != "none" or pod.observed)
+    metrics: dict[str, Any] = {}
+    if one.state == "ok":
+        activity = {"busy": one.busy} if place == 0 else {"graphics_engine_active_ratio": one.busy if place else None}
+        metrics = {
+            **(activity if place != 1 else {}),
+            "encoder_utilization_ratio": one.video,
+            "clock_event_reasons": one.reasons,
+            "row_remap_failure": one.remap,
+            "row_remap_pending": one.remap,
+        }
+        if one.errors is not None:
+            metrics |= {"ecc_uncorrected_volatile_total": count, "ecc_uncorrected_aggregate_total": count // 2}
+            metrics |= {f"nvlink_{name}_errors_total": count for name in ("crc", "replay", "recovery")}
+    fields: dict[str, Any] = {
+        "state": one.state,
+        "conflict": one.conflict,
+        "processes": None if one.visible is None else (Process(1, "uid-a", 0.0),),
+        "info": Info(processes_visible=str(one.visible).lower(), mig_mode="enabled" if place else None),
+        "unattributed": Parts(utilization_ratio=one.rest),
+        "jobs": (Job("1"),) if one.job else None,
+        "events": (AttributedEvent("xid", int(one.xids)),) if one.xids and first else None,
+        "xids": xids if one.counted else {},
+    }
+    if place == 2:
+        return [mig(1, *held, parent=1, **metrics, **fields)]
+    return [device(place, *held, **metrics, **fields)]
+
+
+def told(ticks: list[Tick]) -> list[Transition]:
+    replay = Replay(RULES)
+    alerts = [alert for tick in ticks for alert in replay.take(tick)] + replay.end()
+    return [_transition(alert) for alert in alerts]
+
+
+def _transition(alert: Alert) -> Transition:
+    counted = alert.state == "firing" and alert.name in ("GPUEccUncorrectable", "GPUNvlinkErrors")
+    at = alert.starts_at if alert.ends_at is None else alert.ends_at
+    return Transition(alert.name, alert.fingerprint, alert.state, milliseconds(at), alert.value if counted else None)
+
+
+@given(st.lists(moments, min_size=1, max_size=8))
+@settings(max_examples=50)
+def test_the_alerts_of_every_rule_are_those_that_the_page_promises(story: list[Moment]) -> None:
+    ticks = ticks_of(story)
+    assert sorted(told(ticks), key=str) == sorted(transitions(RULES, ticks), key=str)
+
+
+def test_the_rules_are_of_every_kind() -> None:
+    assert {rule.kind for rule in RULES.rules} == set(KINDS)
+    assert {gpu(0), gpu(1)} == {one.uuid for one in (device(0), device(1))}
