@@ -33,7 +33,9 @@ class Parts(msgspec.Struct, frozen=True, omit_defaults=True):
 class Holder(msgspec.Struct, frozen=True, omit_defaults=True):
     """A container that holds a device. At most one of ``job``, ``statefulset`` and ``deployment`` is set.
 
-    ``observed``: the kubelet did not give it the device, but a process of the pod runs there.
+    ``observed``: the kubelet did not give it the device, but a process of the pod runs there. ``pod_unknown``:
+    gpu.workloads tells of the node's pods, and up to two seconds after the sample does not have this one; so its uid,
+    workload and labels are not known.
     """
 
     namespace: str
@@ -50,6 +52,7 @@ class Holder(msgspec.Struct, frozen=True, omit_defaults=True):
     namespace_labels: dict[str, str] = {}
     parts: Parts | None = None
     observed: bool = False
+    pod_unknown: bool = False
 
 
 class AttributedEvent(Event, frozen=True, omit_defaults=True):

@@ -76,8 +76,9 @@ def _nameless(pods: Mapping[str, Pod | None], holders: tuple[Holder, ...]) -> bo
     """Whether one of these uids is of a pod that is not known, and surely of none of the holders."""
     if any(holder.pod_uid is None for holder in holders):
         return False
-    return any(pod is None and not _static(uid) for uid, pod in pods.items())
+    return any(pod is None and not static(uid) for uid, pod in pods.items())
 
 
-def _static(uid: str) -> bool:
+def static(uid: str) -> bool:
+    """Whether a control group names a static pod, which the API server knows by another uid."""
     return len(uid) == _STATIC_UID_LENGTH and "-" not in uid

@@ -13,7 +13,8 @@ from topics.samples import Device
 from topics.workloads import Owner, Pod
 
 Pods = Mapping[PodName, Pod | None]
-"""The pods that a snapshot names, as they were at the time of the sample; None: not known."""
+"""The pods that a snapshot names, as they were at the time of the sample. None: the workloads have no such pod; a name
+that is absent: nothing tells of the node's pods."""
 
 
 _CONTROLLERS = (("batch", "Job"), ("apps", "StatefulSet"), ("apps", "Deployment"))
@@ -65,13 +66,15 @@ def _devices_of(
 
 
 def _holder(container: Container, pods: Pods) -> Holder:
-    pod = pods.get((container.namespace, container.pod))
+    name = (container.namespace, container.pod)
+    pod = pods.get(name)
     if pod is None:
         return Holder(
             namespace=container.namespace,
             pod=container.pod,
             container=container.container,
             resource=container.resource,
+            pod_unknown=name in pods,
         )
     return holder_of(pod, container=container.container, resource=container.resource)
 

@@ -14,5 +14,11 @@ INSTRUMENTS = (
     Instrument(
         "gpustream_attribution_unknown_device_ids_total", "counter", "Device ids of a snapshot in no known grammar."
     ),
+    Instrument(
+        "gpustream_attribution_misordered_workloads_total",
+        "counter",
+        "Records of gpu.workloads that were logged before a time to which they were taken as read: the clocks of two "
+        "brokers are more than half a second apart, and a replay may name other pods.",
+    ),
     *instruments("attribution"),
 )

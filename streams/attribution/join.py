@@ -10,6 +10,8 @@ that was asked of the broker at least ``grace`` after the sample was read. A nod
 many, is not made to wait that long again: any end asked after the sample was read will do, because a snapshot is
 acknowledged before the first sample that names it. The snapshots that a sample's events name are waited for alike.
 
+Then it waits until the workloads have been read far enough; :mod:`streams.attribution.naming` has the rule.
+
 Of what a snapshot names a pod holds nothing that the workloads told to have ended long before the sample, where none
 of its name may be meant that lives: kubelets go on listing pods that ended until their devices are needed again. Nor
 does it hold what it has by a claim for administration, as monitoring does.
@@ -23,43 +25,42 @@ import msgspec
 from streams.attribution.events import Then, attributed_events, named_snapshots
 from streams.attribution.evidence import PodOf, observe, shown
 from streams.attribution.holders import hold
+from streams.attribution.naming import Listing, Meant, Unread, When, listing, meant
 from streams.attribution.split import split
 from streams.attribution.state import (
     NEW,
     AllocationsRead,
     Committed,
     Forget,
-    Inventory,
     Joined,
     Mark,
     Memo,
-    Named,
     NodeState,
-    Passed,
     Record,
     Tick,
+    Workloads,
+    WorkloadsRead,
     marked,
     pruned,
 )
 from streams.attribution.workloads import DraKey, PodName, learn
 from topics.allocations import Allocations, Claim, Container
-from topics.attributed import AttributedDevice, AttributedSample, Attribution, Holder
+from topics.attributed import AttributedDevice, AttributedSample, Attribution
 from topics.samples import Device, Sample
-from topics.workloads import NodeWorkloads
 
 __all__ = [
     "MAX_HELD",
     "NEW",
-    "POD_WAIT_S",
     "AllocationsRead",
     "Committed",
     "Forget",
     "Joined",
     "Mark",
     "NodeState",
-    "Passed",
     "Record",
     "Tick",
+    "Workloads",
+    "WorkloadsRead",
     "step",
     "wants_end",
 ]
@@ -67,14 +68,7 @@ __all__ = [
 MAX_HELD = 64
 """How many samples a node may hold before the end of its allocations is asked at once."""
 
-POD_WAIT_S = 2.0
-"""How long the first sample of a pod that the node's workloads do not have yet waits for them."""
-
 _RUNS = 8
-_STRANGERS = 64
-"""How many pods that only their processes show, and that nothing tells of, are remembered as waited for in vain."""
-
-_NO_PODS = Named({})
 _NO_DRA: dict[DraKey, str] = {}
 _NO_ADMIN: frozenset[Claim] = frozenset()
 _replace = msgspec.structs.replace
@@ -83,22 +77,28 @@ _replace = msgspec.structs.replace
 def step(state: NodeState, record: Record, grace_s: float) -> tuple[NodeState, list[Joined]]:
     """The state after a record, and the samples that it lets go."""
     if isinstance(record, Tick):
-        state = _replace(state, held=(*state.held, record), sample_runs=_arrived(state.sample_runs, record.sample))
-        if len(state.held) > MAX_HELD and not state.impatient:
+        state = _replace(
+            state,
+            held=(*state.held, record),
+            sample_runs=_arrived(state.sample_runs, record.sample),
+            workloads_read_ms=max(state.workloads_read_ms, record.workloads_read_ms),
+        )
+        if len(state.held) > MAX_HELD and not state.impatient and not _has_snapshots(state, state.held[0].sample):
             state = _replace(state, impatient=True)
         return _release(state, grace_s)
     if isinstance(record, Allocations):
         return _release(_with_snapshot(state, record), grace_s)
-    if isinstance(record, NodeWorkloads):
+    if isinstance(record, Workloads):
         return _release(_with_workloads(state, record), grace_s)
     if isinstance(record, AllocationsRead):
         read_s = max(state.allocations_read_s, record.asked_s)
         return _release(_replace(state, allocations_read_s=read_s), grace_s)
-    if isinstance(record, Passed):
-        return _release(_replace(state, now_s=record.now_s), grace_s)
+    if isinstance(record, WorkloadsRead):
+        read_ms = max(state.workloads_read_ms, record.logged_ms)
+        return _release(_replace(state, workloads_read_ms=read_ms), grace_s)
     if isinstance(record, Committed):
         return pruned(state, record.offset), []
-    return _replace(state, held=(), marks=()), []
+    return _replace(state, held=(), marks=(), wanted_ms=None), []
 
 
 def wants_end(state: NodeState, now_s: float, grace_s: float) -> bool:
@@ -124,17 +124,24 @@ def _with_snapshot(state: NodeState, snapshot: Allocations) -> NodeState:
     if key in state.snapshots:
         return _replace(state, impatient=False) if state.impatient else state
     runs = state.snapshot_runs
+    before = _latest(state, snapshot.run_id, below=snapshot.seq)
+    if before is None and snapshot.run_id not in runs and runs:
+        before = _latest(state, runs[-1])
     return _replace(
         state,
-        snapshots={**state.snapshots, key: snapshot},
+        snapshots={**state.snapshots, key: listing(snapshot, before)},
         snapshot_runs=runs if snapshot.run_id in runs else (*runs, snapshot.run_id),
         impatient=False,
     )
 
 
-def _with_workloads(state: NodeState, record: NodeWorkloads) -> NodeState:
-    workloads = learn(state.workloads, record)
-    return _replace(state, workloads=workloads, given_up=frozenset(n for n in state.given_up if not workloads.runs(n)))
+def _with_workloads(state: NodeState, record: Workloads) -> NodeState:
+    """What was logged before the record has been read; another one may be logged in the same millisecond."""
+    return _replace(
+        state,
+        workloads=learn(state.workloads, record.record, record.logged_ms),
+        workloads_read_ms=max(state.workloads_read_ms, record.logged_ms - 1),
+    )
 
 
 # -- what may go
@@ -143,29 +150,25 @@ def _with_workloads(state: NodeState, record: NodeWorkloads) -> NodeState:
 def _release(state: NodeState, grace_s: float) -> tuple[NodeState, list[Joined]]:
     """Let go the samples at the head that wait for nothing more."""
     out: list[Joined] = []
+    wanted_ms: int | None = None
     while state.held:
         head = state.held[0]
         if not _has_snapshots(state, head.sample):
             if not _never_comes(state, head, grace_s):
                 break
             state = _replace(state, impatient=True)
-        snapshot, attribution = _snapshot(state, head.sample, head.sample.allocations_seq)
-        named = _named(state, snapshot, head.sample.ts_ms)
-        then = _then(state, head.sample)
-        missing = _awaited(state, named).union(*[_awaited(state, before.named) for before in then.values()])
-        strangers = _strangers(state, snapshot, head.sample, named)
-        if (missing or strangers) and state.now_s < head.pods_until_s:
+        now = _place(state, head, head.sample.allocations_seq, head.sample.ts_ms)
+        before = {seq: _place(state, head, seq, at_ms) for seq, at_ms in named_snapshots(head.sample).items()}
+        known = {seq: place for seq, place in before.items() if isinstance(place, _Place)}
+        if isinstance(now, Unread) or len(known) < len(before):
+            wanted_ms = max([place.until_ms for place in (now, *before.values()) if isinstance(place, Unread)])
             break
-        state, joined = _joined(state, head, snapshot, attribution, named, then)
+        state, joined = _joined(state, head, now, known)
         out.append(joined)
-        state = _replace(
-            state,
-            held=state.held[1:],
-            given_up=_given_up(state, snapshot, missing),
-            strangers=(*state.strangers, *strangers)[-_STRANGERS:] if strangers else state.strangers,
-            marks=marked(state.marks, head, snapshot),
-        )
-    return state, out
+        named = now.named
+        given = (named.snapshot.run_id, named.snapshot.seq) if named else None
+        state = _replace(state, held=state.held[1:], marks=marked(state.marks, head, given))
+    return (state if state.wanted_ms == wanted_ms else _replace(state, wanted_ms=wanted_ms)), out
 
 
 def _has_snapshots(state: NodeState, sample: Sample) -> bool:
@@ -181,7 +184,26 @@ def _never_comes(state: NodeState, tick: Tick, grace_s: float) -> bool:
     return state.allocations_read_s >= tick.read_s + (0.0 if state.impatient else grace_s)
 
 
-def _snapshot(state: NodeState, sample: Sample, seq: int | None) -> tuple[Allocations | None, Attribution]:
+class _Place(NamedTuple):
+    """A snapshot that a tick or its events name, how sure it is, and its pods as of a time."""
+
+    ts_ms: int
+    named: Listing | None
+    attribution: Attribution
+    found: Meant
+
+
+def _place(state: NodeState, tick: Tick, seq: int | None, ts_ms: int) -> _Place | Unread:
+    """The snapshot that a tick names by its ``seq``. The tick's processes tell only of its own one."""
+    sample = tick.sample
+    named, attribution = _snapshot(state, sample, seq)
+    uids = {uid for d in sample.devices for uid in shown(d) if uid} if seq == sample.allocations_seq else set[str]()
+    when = When(ts_ms, tick.logged_ms, state.workloads_read_ms)
+    found = meant(state.workloads, named, uids, when)
+    return found if isinstance(found, Unread) else _Place(ts_ms, named, attribution, found)
+
+
+def _snapshot(state: NodeState, sample: Sample, seq: int | None) -> tuple[Listing | None, Attribution]:
     """The snapshot that a sample names by its ``seq``, else the last one known before it."""
     if seq is None:
         return None, "none"
@@ -194,7 +216,7 @@ def _snapshot(state: NodeState, sample: Sample, seq: int | None) -> tuple[Alloca
     return (known, "late") if known else (None, "none")
 
 
-def _latest(state: NodeState, run_id: int, *, below: int | None = None) -> Allocations | None:
+def _latest(state: NodeState, run_id: int, *, below: int | None = None) -> Listing | None:
     seqs = [seq for run, seq in state.snapshots if run == run_id and (below is None or seq < below)]
     return state.snapshots[run_id, max(seqs)] if seqs else None
 
@@ -210,101 +232,49 @@ def _run_before(state: NodeState, sample: Sample) -> int | None:
         before = runs[: runs.index(sample.run_id)]
         return before[-1] if before else None
     sampled = state.sample_runs[: state.sample_runs.index(sample.run_id)]
-    earlier = {run for (run, _), snapshot in state.snapshots.items() if snapshot.ts_ms <= sample.ts_ms}
+    earlier = {run for (run, _), known in state.snapshots.items() if known.snapshot.ts_ms <= sample.ts_ms}
     return next((run for run in reversed(runs) if run in sampled or run in earlier), None)
-
-
-class _Before(NamedTuple):
-    """A snapshot that events name and their tick does not: what is known of it, as of the last of these events."""
-
-    ts_ms: int
-    snapshot: Allocations | None
-    attribution: Attribution
-    named: Named
-
-
-def _then(state: NodeState, sample: Sample) -> dict[int, _Before]:
-    """The snapshots that a sample's events name, by ``seq``; those of the tick itself are not among them."""
-    return {
-        seq: _Before(at_ms, *(found := _snapshot(state, sample, seq)), _named(state, found[0], at_ms))
-        for seq, at_ms in named_snapshots(sample).items()
-    }
-
-
-def _named(state: NodeState, snapshot: Allocations | None, ts_ms: int) -> Named:
-    workloads = state.workloads
-    if snapshot is None or workloads is None:
-        return _NO_PODS
-    pods = {name: workloads.pod_at(name, ts_ms) for name in _names(snapshot)}
-    over = frozenset([name for name, pod in pods.items() if pod is None and workloads.is_over(name, ts_ms)])
-    return Named({name: pod for name, pod in pods.items() if name not in over} if over else pods, over)
-
-
-def _names(snapshot: Allocations) -> set[PodName]:
-    return {(c.namespace, c.pod) for c in snapshot.containers}
-
-
-def _awaited(state: NodeState, named: Named) -> frozenset[PodName]:
-    """The pods that are not known yet, but for those already waited for in vain. One whose name had a pod that ended
-    long ago may be new."""
-    unknown = [name for name, pod in named.pods.items() if pod is None]
-    return frozenset([*unknown, *named.over]) - state.given_up
-
-
-def _given_up(state: NodeState, snapshot: Allocations | None, missing: frozenset[PodName]) -> frozenset[PodName]:
-    """The pods that were waited for in vain, until a sample's snapshot does not name them."""
-    given_up = state.given_up | missing
-    return given_up & _names(snapshot) if given_up and snapshot else given_up
-
-
-def _strangers(state: NodeState, snapshot: Allocations | None, sample: Sample, named: Named) -> list[str]:
-    """The uids of the pods that only processes show and that are not known yet, but for those waited for in vain."""
-    if snapshot is None or state.workloads is None:
-        return []
-    uids = {uid for device in sample.devices for uid in shown(device)}
-    uids -= {pod.uid for pod in named.pods.values() if pod is not None}
-    unknown = [uid for uid in uids.difference(state.strangers) if uid is not None]
-    return sorted(uid for uid in unknown if state.workloads.life_of(uid) is None)
 
 
 # -- what goes
 
 
-def _joined(
-    state: NodeState,
-    tick: Tick,
-    snapshot: Allocations | None,
-    attribution: Attribution,
-    named: Named,
-    then: Mapping[int, _Before],
-) -> tuple[NodeState, Joined]:
-    sample = tick.sample
-    labels = state.workloads.node_labels_at(sample.ts_ms) if state.workloads else {}
-    by_snapshot = {seq: Then(_held_before(state, before, sample), before.attribution) for seq, before in then.items()}
-    if snapshot is None:
-        return state, Joined(_attributed(tick, Then({}, attribution), labels, None, by_snapshot), ())
-    dra = state.workloads.dra_at(sample.ts_ms) if state.workloads else _NO_DRA
-    admin = state.workloads.admin_at(sample.ts_ms) if state.workloads else _NO_ADMIN
+def _joined(state: NodeState, tick: Tick, now: _Place, before: Mapping[int, _Place]) -> tuple[NodeState, Joined]:
+    sample, known = tick.sample, now.found.known
+    labels = known.node_labels_at(sample.ts_ms) if known else {}
+    by_snapshot = {
+        seq: Then(_memo(None, place, place.named, sample).held.holders if place.named else {}, place.attribution)
+        for seq, place in before.items()
+    }
+    if now.named is None:
+        return state, Joined(_attributed(tick, Then({}, now.attribution), labels, None, by_snapshot), ())
+    memo = _memo(state.memo, now, now.named, sample)
+    then = Then(memo.held.holders, now.attribution)
+    out = _attributed(tick, then, labels, now.found.shown.get if known else None, by_snapshot)
+    if memo is state.memo:
+        return state, Joined(out, ())
+    return _replace(state, memo=memo), Joined(out, memo.held.unknown_ids)
+
+
+def _memo(last: Memo | None, place: _Place, named: Listing, sample: Sample) -> Memo:
+    """Who holds the devices of a sample by a snapshot: the last answer, where all that it depends on is the same."""
+    found, snapshot = place.found, named.snapshot
+    dra = found.known.dra_at(place.ts_ms) if found.known else _NO_DRA
+    admin = found.known.admin_at(place.ts_ms) if found.known else _NO_ADMIN
     inventory = tuple([(d.uuid, d.index, d.minor, d.mig) for d in sample.devices])
-    memo = state.memo
-    unknown_ids: tuple[str, ...] = ()
-    if memo is None or not _still(memo, snapshot, inventory, named, dra, admin):
-        held = hold(_without(snapshot, named.over, admin), sample.devices, named.pods, dra)
-        memo = Memo(snapshot, inventory, named, dra, admin, held)
-        state, unknown_ids = _replace(state, memo=memo), memo.held.unknown_ids
-    now = Then(memo.held.holders, attribution)
-    out = _attributed(tick, now, labels, _pod_of(state, sample.ts_ms), by_snapshot)
-    return state, Joined(out, unknown_ids)
-
-
-def _held_before(state: NodeState, before: _Before, sample: Sample) -> Mapping[str, tuple[Holder, ...]]:
-    """Who held each device of a sample in a snapshot that its events name."""
-    if before.snapshot is None:
-        return {}
-    dra = state.workloads.dra_at(before.ts_ms) if state.workloads else _NO_DRA
-    admin = state.workloads.admin_at(before.ts_ms) if state.workloads else _NO_ADMIN
-    without = _without(before.snapshot, before.named.over, admin)
-    return hold(without, sample.devices, before.named.pods, dra).holders
+    if (
+        last is not None
+        and last.snapshot is snapshot
+        and last.dra is dra
+        and last.admin is admin
+        and last.inventory == inventory
+        and last.over == found.over
+        and last.pods.keys() == found.pods.keys()
+        and all(found.pods[name] is pod for name, pod in last.pods.items())
+    ):
+        return last
+    held = hold(_without(snapshot, found.over, admin), sample.devices, found.pods, dra)
+    return Memo(snapshot, inventory, found.pods, found.over, dra, admin, held)
 
 
 def _without(snapshot: Allocations, over: frozenset[PodName], admin: frozenset[Claim]) -> Allocations:
@@ -318,31 +288,6 @@ def _without(snapshot: Allocations, over: frozenset[PodName], admin: frozenset[C
 
 def _with_claims(container: Container, claims: tuple[Claim, ...]) -> Container:
     return container if len(claims) == len(container.claims) else _replace(container, claims=claims)
-
-
-def _pod_of(state: NodeState, ts_ms: int) -> PodOf | None:
-    """Which pod a uid is at a time; None where nothing tells of pods."""
-    workloads = state.workloads
-    return None if workloads is None else lambda uid: workloads.pod_of(uid, ts_ms)
-
-
-def _still(
-    memo: Memo,
-    snapshot: Allocations,
-    inventory: Inventory,
-    named: Named,
-    dra: Mapping[DraKey, str],
-    admin: frozenset[Claim],
-) -> bool:
-    return (
-        memo.snapshot is snapshot
-        and memo.dra is dra
-        and memo.admin is admin
-        and memo.inventory == inventory
-        and memo.named.over == named.over
-        and len(memo.named.pods) == len(named.pods)
-        and all(named.pods[name] is pod for name, pod in memo.named.pods.items() if name in named.pods)
-    )
 
 
 def _attributed(

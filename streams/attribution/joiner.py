@@ -6,10 +6,11 @@ On failure: what can't be decoded or sent is a dead letter; anything else ends t
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -17,6 +18,7 @@ import msgspec
 from delivery.ledger import Partition, Slot
 from streams.attribution import join
 from streams.attribution.decode import decode
+from streams.attribution.progress import WorkloadsProgress
 from streams.bookkeeping import Bookkeeping
 from streams.decoding import Malformed, Reason
 from streams.reader.app import ReaderApp
@@ -25,6 +27,7 @@ from topics.instruments import Instruments
 from topics.samples import Sample
 from topics.sender import Unsendable
 from topics.topic import node_key
+from topics.workloads import NodeWorkloads
 
 log = logging.getLogger(__name__)
 
@@ -44,13 +47,22 @@ class Joiner:
 
     app: ReaderApp
 
-    def __init__(self, instruments: Instruments, *, grace_s: float, partitions: int) -> None:
-        self._instruments, self._grace_s = instruments, grace_s
+    def __init__(
+        self,
+        instruments: Instruments,
+        *,
+        grace_s: float,
+        partitions: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._instruments, self._grace_s, self._clock = instruments, grace_s, clock
         self._books = Bookkeeping(instruments, stage="attribution", partitions=partitions)
         self._states: dict[int, dict[bytes, join.NodeState]] = defaultdict(dict)
         self._waiting: dict[int, dict[bytes, None]] = defaultdict(dict)
         self._open: dict[tuple[int, int], tuple[Slot, Any]] = {}
         self._asked: dict[int, deque[tuple[float, int]]] = defaultdict(deque)
+        self._progress: dict[int, WorkloadsProgress] = defaultdict(WorkloadsProgress)
+        self._wake = asyncio.Event()
         self._heard_ms: dict[int, dict[bytes, int]] = defaultdict(dict)
         self._forgot_ms = 0
         self._lock = asyncio.Lock()
@@ -67,6 +79,8 @@ class Joiner:
                     if not self.app.current(slot):
                         return
                     await self._take(slot, record)
+                if batch and batch[0][0].tp.topic == WORKLOADS and self._waiting.get(batch[0][0].tp.partition):
+                    self._wake.set()
         except Exception as error:
             log.exception("the join failed")
             self.app.fail(f"the join failed: {error!r}")
@@ -78,15 +92,25 @@ class Joiner:
         except Malformed as error:
             await self._dead_letter(slot, record, error.reason, str(error))
             return
-        self._hear(slot.tp.partition, record.key, record.timestamp)
-        if not isinstance(decoded, Sample):
-            await self._step(slot.tp.partition, record.key, decoded)
-            self.app.finish(slot)
+        partition, logged_ms = slot.tp.partition, _logged_ms(record)
+        progress = self._progress[partition]
+        self._hear(partition, record.key, logged_ms)
+        if isinstance(decoded, Sample):
+            self._open[partition, slot.offset] = (slot, record)
+            now_s = self._clock()
+            progress.sample(slot.offset, logged_ms, now_s)
+            progress.learned(self._learned(WORKLOADS, partition))
+            tick = join.Tick(decoded, slot.offset, now_s, logged_ms, progress.read_ms)
+            await self._step(partition, record.key, tick)
+            self._ask_for_workloads(partition, record.key, now_s)
             return
-        self._open[slot.tp.partition, slot.offset] = (slot, record)
-        now_s = time.monotonic()
-        tick = join.Tick(decoded, slot.offset, now_s, now_s + _pod_wait_s(record.timestamp))
-        await self._step(slot.tp.partition, record.key, tick)
+        if isinstance(decoded, NodeWorkloads):
+            told = join.Workloads(decoded, progress.workloads(slot.offset, logged_ms))
+            await self._step(partition, record.key, told)
+        else:
+            await self._step(partition, record.key, decoded)
+            self._ask_for_workloads(partition, record.key, self._clock())
+        self.app.finish(slot)
 
     def _hear(self, partition: int, key: bytes, logged_ms: int) -> None:
         """Forget, now and then, the nodes that no record was about for longer than any sample is kept."""
@@ -152,33 +176,54 @@ class Joiner:
     # -- time
 
     async def look(self) -> None:
-        """Let go, again and again, what waits for time to pass or for the end of the allocations. Never returns."""
+        """Let go, again and again, what waits for time to pass or for the end of a state partition. Never returns."""
         while True:
-            await asyncio.sleep(_LOOK_EVERY_S)
-            async with self._lock:
-                for partition in list(self._waiting):
-                    await self._look_at(partition)
-            self._observe()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), _LOOK_EVERY_S)
+            self._wake.clear()
+            await self.look_once()
+
+    async def look_once(self) -> None:
+        """Let go what has waited long enough, and ask the broker for what the rest waits for."""
+        async with self._lock:
+            for partition in list(self._waiting):
+                await self._look_at(partition)
+        self._observe()
 
     async def _look_at(self, partition: int) -> None:
-        asked_s = self._read_to(partition)
-        now_s = time.monotonic()
+        asked_s, progress = self._read_to(partition), self._progress[partition]
+        progress.learned(self._learned(WORKLOADS, partition))
+        now_s = self._clock()
         for key in list(self._waiting[partition]):
             if asked_s is not None and key in self._waiting[partition]:
                 await self._step(partition, key, join.AllocationsRead(asked_s))
-            if key in self._waiting[partition]:
-                await self._step(partition, key, join.Passed(now_s))
-                if join.wants_end(self._states[partition].get(key, join.NEW), now_s, self._grace_s):
-                    self.app.ask_ends()
+            wanted_ms = self._state(partition, key).wanted_ms
+            if wanted_ms is not None and progress.read_ms >= wanted_ms:
+                await self._step(partition, key, join.WorkloadsRead(progress.read_ms))
+            self._ask_for_workloads(partition, key, now_s)
+            if join.wants_end(self._state(partition, key), now_s, self._grace_s):
+                self.app.ask_ends()
+
+    def _ask_for_workloads(self, partition: int, key: bytes, now_s: float) -> None:
+        """Ask where the workloads end, as soon as a node's first sample that waits can go by the answer."""
+        wanted_ms = self._state(partition, key).wanted_ms
+        if wanted_ms is not None and self._progress[partition].reached_ms(now_s) >= wanted_ms:
+            self.app.ask_ends()
 
     def _read_to(self, partition: int) -> float | None:
         """When the newest of the ends was asked that the allocations have been learned to."""
-        learned = self.app.reader.ledger.position(Partition(ALLOCATIONS, partition)) or 0
+        learned = self._learned(ALLOCATIONS, partition)
         asked = self._asked[partition]
         newest = None
         while asked and learned >= asked[0][1]:
             newest = asked.popleft()[0]
         return newest
+
+    def _learned(self, topic: str, partition: int) -> int:
+        return self.app.reader.ledger.position(Partition(topic, partition)) or 0
+
+    def _state(self, partition: int, key: bytes) -> join.NodeState:
+        return self._states[partition].get(key, join.NEW)
 
     # -- the reader's word
 
@@ -186,6 +231,8 @@ class Joiner:
         """Drop the samples that wait: they are read again."""
         self._open.clear()
         self._asked.clear()
+        for progress in self._progress.values():
+            progress.forget()
         for partition, waiting in self._waiting.items():
             for key in waiting:
                 self._states[partition][key], _ = join.step(self._states[partition][key], join.Forget(), self._grace_s)
@@ -196,6 +243,7 @@ class Joiner:
         for partition in partitions:
             self._states.pop(partition, None)
             self._heard_ms.pop(partition, None)
+            self._progress.pop(partition, None)
 
     def committed(self, offsets: Mapping[Partition, int]) -> None:
         """Forget what only finished samples could ask for."""
@@ -213,6 +261,11 @@ class Joiner:
             lags[tp.topic] += max(0, end - learned) if learned is not None else 0
             if tp.topic == ALLOCATIONS and self._waiting.get(tp.partition):
                 self._asked[tp.partition].append((asked_s, end))
+            if tp.topic == WORKLOADS and (samples_end := ends.get(Partition(SAMPLES, tp.partition))) is not None:
+                self._progress[tp.partition].ends(asked_s, end, samples_end)
+                self._progress[tp.partition].learned(self._learned(WORKLOADS, tp.partition))
+        if any(self._waiting.values()):
+            self._wake.set()
         for topic, lag in lags.items():
             self._instruments.gauge("gpustream_attribution_lag_records", topic).set(lag)
 
@@ -220,10 +273,15 @@ class Joiner:
         gauge = self._instruments.gauge
         held = sum(len(self._states[p][key].held) for p, keys in self._waiting.items() for key in keys)
         gauge("gpustream_attribution_held_ticks").set(held)
+        for progress in self._progress.values():
+            if progress.misordered:
+                self._instruments.counter("gpustream_attribution_misordered_workloads_total").inc(progress.misordered)
+                progress.misordered = 0
         gauge("gpustream_attribution_nodes").set(sum(len(states) for states in self._states.values()))
         self._books.observe(self.app.reader)
 
 
-def _pod_wait_s(logged_ms: int) -> float:
-    """How long a sample may wait for its pods: 2 s from when it was logged, so that a backlog does not wait at all."""
-    return min(join.POD_WAIT_S, max(0.0, join.POD_WAIT_S - (time.time() - logged_ms / 1000)))
+def _logged_ms(record: Any) -> int:
+    """The log time of a record; where a broker gives none, the time at which it is read."""
+    stamped: int | None = record.timestamp
+    return stamped if stamped is not None and stamped >= 0 else time.time_ns() // 1_000_000

@@ -6,8 +6,13 @@ and holders does not matter.
 
 Utilization is divided by the processes' ``sm_utilization_ratio``, memory by their ``memory_used_bytes``. A part is the
 sum over the pod's processes; where the pods' sum is more than the device, each is scaled by device / sum, the rest is 0
-and the split is flagged. What no holder's process accounts for is the rest: processes of no pod, or of one that is not
-known, an MPS server that is not a holder's own, driver and context memory.
+and the split is flagged. What no holder's process accounts for is the rest: processes of no pod, or of one that holds
+nothing, an MPS server that is not a holder's own, driver and context memory.
+
+A part that is not known is absent, and so is then the rest, which would have it too:
+
+- of a pod whose uid is not known, where there are processes of a pod that is none of the holders: they may be its;
+- of a pod one of whose processes does not say how much it uses.
 
 A pod's power is ``power_watts * its utilization part``: the power of the time in which it ran. The power of the time in
 which nobody did, idle power included, is the rest. A pod's energy is the sum over time of its power.
@@ -15,11 +20,10 @@ which nobody did, idle power included, is the rest. A pod's energy is the sum ov
 Nothing is divided where the processes can't be seen, and no quantity that the device lacks (a MIG device has neither
 utilization nor power of its own) or that none of the processes has. Records do not say which container a process's
 ``container_id`` is, so of a pod with several containers on the device the first by name has the pod's whole part and
-the others have zeros: sums over a pod's rows are right, whichever it was.
+the others have none: sums over a pod's rows are right, whichever it was.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import repeat
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeGuard
 
 import msgspec
@@ -35,6 +39,9 @@ _LARGEST = 1e30
 
 Amount = int | float
 
+_NONE: frozenset[int] = frozenset()
+_NO_PARTS = Parts()
+
 _replace = msgspec.structs.replace
 
 
@@ -47,15 +54,20 @@ class Split(NamedTuple):
 
 
 class _Shares(NamedTuple):
-    """One quantity: what each holder has of it, and the rest."""
+    """One quantity: what each holder has of it, and the rest; None: not known."""
 
-    of: list[Amount]
-    rest: Amount
+    of: Sequence[Amount | None]
+    rest: Amount | None
     scaled: bool
 
 
-_Quantities = tuple[_Shares | None, _Shares | None, _Shares | None]
-"""Utilization, memory and power, as :class:`Parts` has them; None: can't be divided."""
+class _Rows(NamedTuple):
+    """Whose each process is, and of whom it is not known: places of holders, the one behind the last for nobody."""
+
+    of: list[int]
+    unknown: frozenset[int]
+    spare: frozenset[int]
+    """The further containers of a pod, whose part the first one has."""
 
 
 def split(device: Device, holders: tuple[Holder, ...]) -> Split:
@@ -63,44 +75,26 @@ def split(device: Device, holders: tuple[Holder, ...]) -> Split:
     processes = device.processes
     if not holders or processes is None or not seen(device):
         return Split(holders)
-    utilization, memory, power = _divided(device.metrics, processes, _rows(processes, holders), len(holders))
-    if utilization is None and memory is None:
-        return Split(holders)
-    rows = zip(holders, _column(utilization), _column(memory), _column(power), strict=False)
-    return Split(
-        tuple([_replace(holder, parts=Parts(busy, used, watts)) for holder, busy, used, watts in rows]),
-        Parts(_rest(utilization), _rest(memory), _rest(power)),
-        _scaled(utilization) or _scaled(memory),
+    rows = _rows(processes, holders)
+    utilization = _divided(
+        device.metrics.get("gpu_utilization_ratio"),
+        [p.sm_utilization_ratio for p in processes],
+        rows,
+        len(holders),
+        1.0,
     )
-
-
-def _divided(
-    metrics: Mapping[str, Amount | None], processes: Sequence[Process], rows: Sequence[int], n: int
-) -> _Quantities:
-    """Each quantity that the device has and, where there are processes, at least one of them."""
-    ratios = [(a, row) for p, row in zip(processes, rows, strict=True) if (a := p.sm_utilization_ratio) is not None]
-    held = [(a, row) for p, row in zip(processes, rows, strict=True) if (a := p.memory_used_bytes) is not None]
-    busy = metrics.get("gpu_utilization_ratio") if ratios or not processes else None
-    used = metrics.get("memory_used_bytes") if held or not processes else None
-    watts = metrics.get("power_watts")
-    utilization = _fitted(busy, _sums(ratios, n, 1.0)) if _measured(busy) else None
-    memory = _fitted(used, _sums(held, n, _LARGEST)) if _measured(used) else None
-    if utilization is None or not _measured(busy) or not _measured(watts):
-        return utilization, memory, None
-    per_ratio = watts / max(1.0, busy)
-    return utilization, memory, _fitted(watts, [per_ratio * part for part in utilization.of])
-
-
-def _column(shares: _Shares | None) -> Iterable[Amount | None]:
-    return repeat(None) if shares is None else shares.of
-
-
-def _rest(shares: _Shares | None) -> Amount | None:
-    return None if shares is None else shares.rest
-
-
-def _scaled(shares: _Shares | None) -> bool:
-    return shares is not None and shares.scaled
+    memory = _divided(
+        device.metrics.get("memory_used_bytes"), [p.memory_used_bytes for p in processes], rows, len(holders), _LARGEST
+    )
+    power = _powered(device.metrics, utilization)
+    shares = (utilization, memory, power)
+    rest = Parts(*[one and one.rest for one in shares])
+    parts = [Parts(*[one and one.of[row] for one in shares]) for row in range(len(holders))]
+    return Split(
+        tuple([_with_parts(*pair) for pair in zip(holders, parts, strict=True)]),
+        rest if rest != _NO_PARTS else None,
+        any(one.scaled for one in (utilization, memory) if one),
+    )
 
 
 def seen(device: Device) -> bool:
@@ -108,23 +102,49 @@ def seen(device: Device) -> bool:
     return device.processes is not None and device.info.get("processes_visible") != "false"
 
 
-def _rows(processes: Sequence[Process], holders: Sequence[Holder]) -> list[int]:
+def _rows(processes: Sequence[Process], holders: Sequence[Holder]) -> _Rows:
     """Whose each process is: the place of the holder that has its pod's part, or the one behind the last.
 
     A pod whose uid is not known has the processes if it is the only one and they are all of one pod.
     """
     nobody = len(holders)
     if nobody == 1 and (uid := holders[0].pod_uid) is not None:
-        return [0 if process.pod_uid == uid else 1 for process in processes]
-    by_uid: dict[str | None, int] = {}
+        return _Rows([0 if process.pod_uid == uid else 1 for process in processes], _NONE, _NONE)
+    first: dict[str | tuple[str, str], int] = {}
     for row in sorted(range(nobody), key=lambda row: holders[row].container or ""):
-        by_uid.setdefault(holders[row].pod_uid, row)
-    unknown = by_uid.pop(None) if None in by_uid else None
-    if unknown is not None and not by_uid and len({(holder.namespace, holder.pod) for holder in holders}) == 1:
-        uids = {process.pod_uid for process in processes if process.service is None} - {None}
-        if len(uids) == 1:
-            by_uid = {uids.pop(): unknown}
-    return [by_uid.get(process.pod_uid, nobody) for process in processes]
+        first.setdefault(holders[row].pod_uid or (holders[row].namespace, holders[row].pod), row)
+    by_uid: dict[str | None, int] = {pod: row for pod, row in first.items() if isinstance(pod, str)}
+    nameless = [row for pod, row in first.items() if not isinstance(pod, str)]
+    others = {p.pod_uid for p in processes if p.service is None and p.pod_uid is not None}.difference(by_uid)
+    if len(nameless) == len(first) == len(others) == 1:
+        by_uid[others.pop()] = nameless.pop()
+    unknown = frozenset(nameless) if others else _NONE
+    of = [by_uid.get(process.pod_uid, nobody) for process in processes]
+    return _Rows(of, unknown, frozenset(range(nobody)).difference(first.values()))
+
+
+def _divided(
+    whole: Amount | None, amounts: Sequence[Amount | None], rows: _Rows, n: int, most: Amount
+) -> _Shares | None:
+    """A quantity that the device has and, where there are processes, at least one of them. None: can't be divided."""
+    said = [(amount, row) for amount, row in zip(amounts, rows.of, strict=True) if amount is not None]
+    if not _measured(whole) or (amounts and not said):
+        return None
+    unknown = rows.unknown
+    if len(said) < len(amounts):
+        unknown |= {row for amount, row in zip(amounts, rows.of, strict=True) if amount is None and row < n}
+    return _fitted(whole, _sums(said, n, most), unknown | rows.spare, all_known=not unknown)
+
+
+def _powered(metrics: Mapping[str, Amount | None], utilization: _Shares | None) -> _Shares | None:
+    """Power is divided as utilization is, but for what was drawn while nobody ran."""
+    watts, busy = metrics.get("power_watts"), metrics.get("gpu_utilization_ratio")
+    if utilization is None or not _measured(busy) or not _measured(watts):
+        return None
+    per_ratio = watts / max(1.0, busy)
+    used = [per_ratio * (part or 0) for part in utilization.of]
+    absent = frozenset([row for row, part in enumerate(utilization.of) if part is None])
+    return _fitted(watts, used, absent, all_known=utilization.rest is not None)
 
 
 def _measured(whole: Amount | None) -> TypeGuard[Amount]:
@@ -141,9 +161,17 @@ def _sums(amounts: Sequence[tuple[Amount, int]], n: int, most: Amount) -> list[A
     return used[:n]
 
 
-def _fitted(whole: Amount, used: list[Amount]) -> _Shares:
-    """Shares that are not more than the whole, and the rest."""
+def _fitted(whole: Amount, used: list[Amount], absent: frozenset[int], *, all_known: bool) -> _Shares:
+    """Shares that are not more than the whole, and the rest. ``absent`` are the places of those without a share."""
+    if absent:
+        used = [0 if row in absent else amount for row, amount in enumerate(used)]
     total = used[0] if len(used) == 1 else sum(sorted(used))
-    if total <= whole:
-        return _Shares(used, whole - total, scaled=False)
-    return _Shares([whole * (amount / total) for amount in used], 0, scaled=total > whole * (1 + _SLACK))
+    rest, scaled = whole - total, False
+    if total > whole:
+        used, rest, scaled = [whole * (amount / total) for amount in used], 0, total > whole * (1 + _SLACK)
+    of = [None if row in absent else amount for row, amount in enumerate(used)] if absent else used
+    return _Shares(of, rest if all_known else None, scaled)
+
+
+def _with_parts(holder: Holder, parts: Parts) -> Holder:
+    return _replace(holder, parts=parts) if parts != _NO_PARTS else holder

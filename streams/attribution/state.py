@@ -1,20 +1,21 @@
 """What the join remembers of a node, what it is told, and what it may forget.
 
-Everything is immutable. Times called ``_s`` are seconds of the reader's monotonic clock.
+Everything is immutable. Times called ``_s`` are seconds of the reader's monotonic clock; ``logged_ms`` is the log time
+of a record, and ``ts_ms`` the time in it.
 """
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import msgspec
 
 from streams.attribution.events import EVENT_MS
-from streams.attribution.holders import Held
+from streams.attribution.holders import Held, Pods
+from streams.attribution.naming import HORIZON_MS, Listing
 from streams.attribution.workloads import DraKey, Knowledge, PodName, forget_before
 from topics.allocations import Allocations, Claim
 from topics.attributed import AttributedSample
 from topics.samples import Mig, Sample
-from topics.workloads import NodeWorkloads, Pod
+from topics.workloads import NodeWorkloads
 
 _MARK_EVERY_MS = 10_000
 
@@ -26,24 +27,35 @@ Inventory = tuple[tuple[str, int | None, int | None, Mig | None], ...]
 
 
 class Tick(msgspec.Struct, frozen=True):
-    """A sample that was read: its offset, when it was read, and until when it may wait for the workloads."""
+    """A sample that was read: its offset, when it was read, and when it was logged.
+
+    ``workloads_read_ms``: the log time to which the workloads of its partition had been read by then.
+    """
 
     sample: Sample
     offset: int
     read_s: float
-    pods_until_s: float
+    logged_ms: int
+    workloads_read_ms: float
+
+
+class Workloads(msgspec.Struct, frozen=True):
+    """A record of gpu.workloads that was read, and its log time, which is never less than that of the one before."""
+
+    record: NodeWorkloads
+    logged_ms: int
+
+
+class WorkloadsRead(msgspec.Struct, frozen=True):
+    """The workloads of the partition have been read as far as they were logged at or before a time."""
+
+    logged_ms: float
 
 
 class AllocationsRead(msgspec.Struct, frozen=True):
     """The allocations have been read to an end that was asked of the broker at ``asked_s``."""
 
     asked_s: float
-
-
-class Passed(msgspec.Struct, frozen=True):
-    """It is ``now_s``."""
-
-    now_s: float
 
 
 class Committed(msgspec.Struct, frozen=True):
@@ -56,7 +68,7 @@ class Forget(msgspec.Struct, frozen=True):
     """Drop the samples that wait; they are read again."""
 
 
-Record = Tick | Allocations | NodeWorkloads | AllocationsRead | Passed | Committed | Forget
+Record = Tick | Allocations | Workloads | AllocationsRead | WorkloadsRead | Committed | Forget
 
 
 class Joined(msgspec.Struct, frozen=True):
@@ -67,19 +79,13 @@ class Joined(msgspec.Struct, frozen=True):
 
 
 class Mark(msgspec.Struct, frozen=True):
-    """From this offset on, the node's samples are at or after ``ts_ms`` and are given ``snapshot`` or a later one."""
+    """From this offset on, the node's samples are at or after ``ts_ms``, were logged at or after ``logged_ms``, and are
+    given ``snapshot`` or a later one."""
 
     offset: int
     ts_ms: int
+    logged_ms: int
     snapshot: SnapshotId | None
-
-
-class Named(NamedTuple):
-    """The pods that a snapshot names, as they were at a time, those that are not known as None; and apart from them
-    those that had ended long before, which hold nothing."""
-
-    pods: dict[PodName, Pod | None]
-    over: frozenset[PodName] = frozenset()
 
 
 class Memo(msgspec.Struct, frozen=True):
@@ -87,7 +93,8 @@ class Memo(msgspec.Struct, frozen=True):
 
     snapshot: Allocations
     inventory: Inventory
-    named: Named
+    pods: Pods
+    over: frozenset[PodName]
     dra: Mapping[DraKey, str]
     admin: frozenset[Claim]
     held: Held
@@ -96,20 +103,19 @@ class Memo(msgspec.Struct, frozen=True):
 class NodeState(msgspec.Struct, frozen=True):
     """All that the join remembers of a node.
 
-    Of the pods that were waited for in vain, ``given_up`` are those of snapshots, by name, and ``strangers`` those that
-    only processes show, by uid.
+    ``wanted_ms`` is the log time to which the workloads have to be read for the first sample that is held; None: it
+    waits for its snapshot, or there is none.
     """
 
-    snapshots: dict[SnapshotId, Allocations] = {}
+    snapshots: dict[SnapshotId, Listing] = {}
     snapshot_runs: tuple[int, ...] = ()
     sample_runs: tuple[int, ...] = ()
     workloads: Knowledge | None = None
     held: tuple[Tick, ...] = ()
     impatient: bool = False
     allocations_read_s: float = float("-inf")
-    now_s: float = float("-inf")
-    given_up: frozenset[PodName] = frozenset()
-    strangers: tuple[str, ...] = ()
+    workloads_read_ms: float = float("-inf")
+    wanted_ms: int | None = None
     marks: tuple[Mark, ...] = ()
     memo: Memo | None = None
 
@@ -119,12 +125,12 @@ NEW = NodeState()
 _replace = msgspec.structs.replace
 
 
-def marked(marks: tuple[Mark, ...], tick: Tick, snapshot: Allocations | None) -> tuple[Mark, ...]:
-    ts_ms, given = tick.sample.ts_ms, (snapshot.run_id, snapshot.seq) if snapshot else None
-    last = marks[-1] if marks else None
+def marked(marks: tuple[Mark, ...], tick: Tick, given: SnapshotId | None) -> tuple[Mark, ...]:
+    """The marks with one for this sample, unless the last one does for it."""
+    ts_ms, last = tick.sample.ts_ms, marks[-1] if marks else None
     if last and last.snapshot == given and 0 <= ts_ms - last.ts_ms < _MARK_EVERY_MS:
         return marks
-    return (*marks, Mark(tick.offset, ts_ms, given))
+    return (*marks, Mark(tick.offset, ts_ms, tick.logged_ms, given))
 
 
 def pruned(state: NodeState, offset: int) -> NodeState:
@@ -135,7 +141,8 @@ def pruned(state: NodeState, offset: int) -> NodeState:
     if len(marks) == len(state.marks) or marks[0].offset >= offset:
         return state
     since_ms = min([mark.ts_ms for mark in marks] + [tick.sample.ts_ms for tick in state.held]) - EVENT_MS
-    workloads = forget_before(state.workloads, since_ms) if state.workloads else None
+    logged_ms = min([mark.logged_ms for mark in marks] + [tick.logged_ms for tick in state.held]) - HORIZON_MS
+    workloads = forget_before(state.workloads, since_ms, logged_ms) if state.workloads else None
     state = _replace(state, marks=marks, workloads=workloads, memo=None)
     return _without_older_snapshots(state, marks[0].snapshot)
 
@@ -147,15 +154,9 @@ def _without_older_snapshots(state: NodeState, given: SnapshotId | None) -> Node
     run_id, seq = given
     gone = set(state.snapshot_runs[: state.snapshot_runs.index(run_id)])
     kept = {
-        key: snapshot
-        for key, snapshot in state.snapshots.items()
+        key: listing
+        for key, listing in state.snapshots.items()
         if key[0] not in gone and not (key[0] == run_id and key[1] < seq)
     }
     present = {run for run, _ in kept}
-    named_pods = {(c.namespace, c.pod) for snapshot in kept.values() for c in snapshot.containers}
-    return _replace(
-        state,
-        snapshots=kept,
-        snapshot_runs=tuple(run for run in state.snapshot_runs if run in present),
-        given_up=state.given_up & named_pods,
-    )
+    return _replace(state, snapshots=kept, snapshot_runs=tuple(run for run in state.snapshot_runs if run in present))

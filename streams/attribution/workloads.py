@@ -1,12 +1,17 @@
-"""What a node's NodeWorkloads records say, kept so that it can be asked as of the time of a sample.
+"""What a node's NodeWorkloads records say, kept so that it can be asked with two times.
+
+The one is the time of a sample (``ts_ms``): which pod ran then, with which labels. The other is a log time
+(``logged_ms``): what the records say that were logged by then. Whoever asks with both gets the same answer, whether it
+has read just that far or much further. So every fact is kept with the log time from which it was known.
 
 Pods are kept per uid, because a StatefulSet's come back under the same name, and each with the versions that it had,
 because a label may change. Everything here is pure and immutable; times are in ms since the epoch.
 """
 
+import operator
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -17,6 +22,9 @@ from topics.workloads import NodeWorkloads, Pod
 
 TOLERANCE_MS = 2_000
 """By how much a node's clock may differ from the API server's before a sample misses its pod."""
+
+WHOLE_SECOND_MS = 999
+"""By how much later than its ``started_ms`` a pod may have begun: the API server gives whole seconds."""
 
 LISTED_MS = 10_000
 """So long after a pod's end the kubelet may list it rightly, for all that differs between clocks and what is told when;
@@ -33,6 +41,9 @@ T = TypeVar("T")
 Versions = tuple[tuple[int, T], ...]
 """What something was from a time on, in order of time."""
 
+History = tuple[tuple[int, T], ...]
+"""What was known of something from a log time on, in order of log time."""
+
 PodName = tuple[str, str]
 """A pod's namespace and name."""
 
@@ -41,13 +52,14 @@ DraKey = tuple[str, str, str]
 
 
 class Life(msgspec.Struct, frozen=True):
-    """One pod, by uid: the versions that were known of it, and when it ran.
+    """What is known of one pod, by uid: its versions, and when it ran. ``seen_ms`` is the time of the first record.
 
     ``told``: its end was told; otherwise it is only missing since.
     """
 
     uid: str
     versions: Versions[Pod]
+    seen_ms: int
     started_ms: int | None
     ended_ms: int | None
     told: bool = False
@@ -57,71 +69,139 @@ class Life(msgspec.Struct, frozen=True):
         begun = self.started_ms is None or self.started_ms - ts_ms <= TOLERANCE_MS
         return begun and (self.ended_ms is None or ts_ms - self.ended_ms <= LISTED_MS)
 
+    def began_before(self, ts_ms: int) -> bool:
+        """Whether it surely ran before a time of another clock."""
+        return self.started_ms is not None and self.started_ms + WHOLE_SECOND_MS + TOLERANCE_MS < ts_ms
+
+    def ended_by(self, ts_ms: int) -> bool:
+        """Whether its end was told, and is not after a time."""
+        return self.told and self.ended_ms is not None and self.ended_ms <= ts_ms
+
     def distance_ms(self, ts_ms: int) -> int:
         """How far a time lies outside [started_ms, ended_ms); the two are of different clocks and may be crossed."""
         before = 0 if self.started_ms is None else self.started_ms - ts_ms
         after = 0 if self.ended_ms is None else ts_ms - self.ended_ms + 1
         return max(before, after, 0)
 
-    def rank(self, ts_ms: int) -> tuple[int, int, str]:
-        """Among several lives of one name the lowest is meant: the nearest in time, then the one that began last."""
-        return self.distance_ms(ts_ms), -(self.started_ms or 0), self.uid
-
 
 class Knowledge(msgspec.Struct, frozen=True):
-    """Everything known of a node's pods. ``ended`` is when those were told to have ended that ``lives`` has no more."""
+    """Everything known of a node's pods, from the record that was logged at ``since_ms`` on.
+
+    ``ended`` is when those were told to have ended that ``lives`` has no more.
+    """
 
     epoch: int
     seq: int
-    node_labels: Versions[dict[str, str]]
-    dra: Versions[dict[DraKey, str]]
-    admin: Versions[frozenset[Claim]]
-    lives: dict[PodName, tuple[Life, ...]]
-    ended: dict[PodName, tuple[int, ...]] = {}
+    since_ms: int
+    node_labels: History[Versions[dict[str, str]]]
+    dra: History[Versions[dict[DraKey, str]]]
+    admin: History[Versions[frozenset[Claim]]]
+    lives: dict[PodName, tuple[History[Life], ...]]
+    ended: dict[PodName, History[int]] = {}
 
-    def pod_at(self, name: PodName, ts_ms: int) -> Pod | None:
-        """The pod of that name that ran at a time, in the version of that time, or None."""
-        lives = [life for life in self.lives.get(name, ()) if life.distance_ms(ts_ms) <= TOLERANCE_MS]
-        if not lives:
-            return None
-        life = lives[0] if len(lives) == 1 else min(lives, key=lambda life: life.rank(ts_ms))
-        return at(life.versions, ts_ms)
+    def as_of(self, logged_ms: int) -> "AsOf | None":
+        """What the records say that were logged at or before a time; None: there are none."""
+        return AsOf(self, logged_ms) if self.since_ms <= logged_ms else None
+
+    def first_logged_ms(self, uid: str) -> int | None:
+        """When the first record was logged that has the pod of that uid."""
+        history = self.history_of(uid)
+        return history[0][0] if history else None
+
+    def changes_ms(self, name: PodName, after_ms: int, until_ms: int) -> list[int]:
+        """When records were logged, after one time and until another, that changed what is known of a name's pods."""
+        logged = {logged_ms for history in self.lives.get(name, ()) for logged_ms, _ in history}
+        return sorted(logged_ms for logged_ms in logged if after_ms < logged_ms <= until_ms)
+
+    def history_of(self, uid: str) -> History[Life] | None:
+        """What is known of the pod of that uid."""
+        return next((h for pods in self.lives.values() for h in pods if h[0][1].uid == uid), None)
+
+
+class AsOf(NamedTuple):
+    """What was known of a node's pods at a log time."""
+
+    known: Knowledge
+    logged_ms: int
+
+    def pod_at(self, name: PodName, ts_ms: int, since_ms: int | None = None) -> Pod | None:
+        """The pod of that name that the kubelet may list rightly at a time, in the version of that time, or None.
+
+        ``since_ms``: it is listed since then, so that none is meant that was told to have ended before.
+        """
+        for life in self._nearest(name, ts_ms):
+            if life.may_hold(ts_ms) and (since_ms is None or not life.ended_by(since_ms)):
+                return at(life.versions, ts_ms)
+        return None
+
+    def new_pod_at(self, name: PodName, ts_ms: int, gone_ms: int | None) -> Pod | None:
+        """The same where the name is new in the snapshots: one that runs at that time.
+
+        ``gone_ms``: a snapshot did not have the name then, so none is meant that surely ran before.
+        """
+        for life in self._nearest(name, ts_ms):
+            if life.distance_ms(ts_ms) <= TOLERANCE_MS and (gone_ms is None or not life.began_before(gone_ms)):
+                return at(life.versions, ts_ms)
+        return None
 
     def is_over(self, name: PodName, ts_ms: int) -> bool:
         """Whether a pod of that name was told to have ended long before a time, and no other one may be meant."""
-        lives = self.lives.get(name, ())
-        ends = [*self.ended.get(name, ()), *_told_ends(lives)]
+        lives = self._lives(name)
+        ends = [ended_ms for logged_ms, ended_ms in self.known.ended.get(name, ()) if logged_ms <= self.logged_ms]
+        ends += [life.ended_ms for life in lives if life.told and life.ended_ms is not None]
         over = any(LISTED_MS < ts_ms - ended_ms <= REMEMBERED_MS for ended_ms in ends)
         return over and not any(life.may_hold(ts_ms) for life in lives)
 
-    def runs(self, name: PodName) -> bool:
-        """Whether a pod of that name has not ended, as far as is known."""
-        return any(life.ended_ms is None for life in self.lives.get(name, ()))
-
     def pod_of(self, uid: str, ts_ms: int) -> Pod | None:
         """The pod of that uid, in the version of a time at which it ran, or None."""
-        life = self.life_of(uid)
+        history = self.known.history_of(uid)
+        life = _latest(history, self.logged_ms) if history else None
         return at(life.versions, ts_ms) if life and life.distance_ms(ts_ms) <= TOLERANCE_MS else None
-
-    def life_of(self, uid: str) -> Life | None:
-        """What is known of the pod of that uid."""
-        for pods in self.lives.values():
-            for life in pods:
-                if life.uid == uid:
-                    return life
-        return None
 
     def node_labels_at(self, ts_ms: int) -> dict[str, str]:
         """The node's labels at a time."""
-        return at(self.node_labels, ts_ms)
+        return at(at(self.known.node_labels, self.logged_ms), ts_ms)
 
     def dra_at(self, ts_ms: int) -> dict[DraKey, str]:
         """The UUIDs of the DRA devices at a time."""
-        return at(self.dra, ts_ms)
+        return at(at(self.known.dra, self.logged_ms), ts_ms)
 
     def admin_at(self, ts_ms: int) -> frozenset[Claim]:
         """The devices that claims have only to look at them, at a time."""
-        return at(self.admin, ts_ms)
+        return at(at(self.known.admin, self.logged_ms), ts_ms)
+
+    def _nearest(self, name: PodName, ts_ms: int) -> list[Life]:
+        """The lives of a name, the one that is meant at a time first: the nearest, then the one that began last."""
+        lives = self._lives(name)
+        if len(lives) < 2:
+            return lives
+        return sorted(apart(lives), key=lambda life: (life.distance_ms(ts_ms), -(life.started_ms or 0), life.uid))
+
+    def _lives(self, name: PodName) -> list[Life]:
+        histories = self.known.lives.get(name, ())
+        return [life for history in histories if (life := _latest(history, self.logged_ms)) is not None]
+
+
+def apart(lives: Iterable[Life]) -> list[Life]:
+    """The lives of one name, cut so that no two overlap: a name has one pod at a time.
+
+    One ends when it was told to, but within the second in which the next is told to have begun; the next begins there.
+    """
+    cut: list[Life] = []
+    for life in sorted(lives, key=_order):
+        if cut:
+            before, begun_ms = cut[-1], life.started_ms if life.started_ms is not None else life.seen_ms
+            latest_ms = begun_ms + WHOLE_SECOND_MS
+            end_ms = latest_ms if before.ended_ms is None else min(before.ended_ms, latest_ms)
+            cut[-1] = msgspec.structs.replace(before, ended_ms=end_ms)
+            life = msgspec.structs.replace(life, started_ms=max(begun_ms, end_ms))
+        cut.append(life)
+    return cut
+
+
+def _order(life: Life) -> tuple[int, int, str]:
+    """Of the pods of one name: when each began, as far as it is known."""
+    return (life.seen_ms if life.started_ms is None else life.started_ms), life.seen_ms, life.uid
 
 
 def at(versions: Versions[T], ts_ms: int) -> T:
@@ -132,79 +212,126 @@ def at(versions: Versions[T], ts_ms: int) -> T:
     return versions[max(0, i - 1)][1]
 
 
-def learn(known: Knowledge | None, record: NodeWorkloads) -> Knowledge:
-    """What is known after a record. One of an older epoch, or an older or the same one again, changes nothing."""
+def _latest(history: History[T], logged_ms: int) -> T | None:
+    """What was known at a log time; None: nothing yet."""
+    if history[-1][0] <= logged_ms:
+        return history[-1][1]
+    i = bisect_right(history, logged_ms, key=lambda version: version[0])
+    return history[i - 1][1] if i else None
+
+
+def learn(known: Knowledge | None, record: NodeWorkloads, logged_ms: int) -> Knowledge:
+    """What is known after a record that was logged at ``logged_ms``, which is never less than the last one's.
+
+    A record of an older epoch, or an older or the same one again, changes nothing.
+    """
     if known is not None and (record.epoch, record.seq) <= (known.epoch, known.seq):
         return known
     dra = {(d.driver, d.pool, d.device): d.uuid for d in record.dra_devices}
+    ts_ms, admin = record.ts_ms, frozenset(record.admin_claims)
     learned = Knowledge(
         epoch=record.epoch,
         seq=record.seq,
-        node_labels=_add(known.node_labels if known else (), record.ts_ms, record.node_labels),
-        dra=_add(known.dra if known else (), record.ts_ms, dra),
-        admin=_add(known.admin if known else (), record.ts_ms, frozenset(record.admin_claims)),
-        lives=_learn_pods(known.lives if known else {}, record),
+        since_ms=known.since_ms if known else logged_ms,
+        node_labels=_noted(known.node_labels if known else (), logged_ms, ts_ms, record.node_labels),
+        dra=_noted(known.dra if known else (), logged_ms, ts_ms, dra),
+        admin=_noted(known.admin if known else (), logged_ms, ts_ms, admin),
+        lives=_learn_pods(known.lives if known else {}, record, logged_ms),
         ended=known.ended if known else {},
     )
-    return forget_before(learned, record.ts_ms - KEPT_MS)
+    return forget_before(learned, ts_ms - KEPT_MS, logged_ms - KEPT_MS)
 
 
-def forget_before(known: Knowledge, ts_ms: int) -> Knowledge:
-    """Drop what no sample at or after a time can ask for."""
-    lives, ended = {}, dict(known.ended)
+def forget_before(known: Knowledge, ts_ms: int, logged_ms: int) -> Knowledge:
+    """Drop what no sample at or after ``ts_ms`` can ask for, as of ``logged_ms`` or later."""
+    lives: dict[PodName, tuple[History[Life], ...]] = {}
+    ended = dict(known.ended)
     for name, pods in known.lives.items():
-        kept = tuple(
-            msgspec.structs.replace(life, versions=_since(life.versions, ts_ms))
-            for life in pods
-            if life.ended_ms is None or life.ended_ms + LISTED_MS >= ts_ms
-        )
-        if kept:
-            lives[name] = kept
-        if len(kept) < len(pods):
-            left = [life for life in pods if life.ended_ms is not None and life.ended_ms + LISTED_MS < ts_ms]
-            ended[name] = tuple(sorted({*ended.get(name, ()), *_told_ends(left)}))
+        recent = [_since(history, logged_ms) for history in pods]
+        asked_for = [history for history in recent if not _over(history, ts_ms, logged_ms)]
+        begun = min([_order(life) for history in asked_for for _, life in history], default=None)
+        gone = [h for h in recent if _over(h, ts_ms, logged_ms) and (begun is None or _order(h[0][1]) < begun)]
+        if len(gone) < len(recent):
+            lives[name] = tuple([_with_versions_since(history, ts_ms) for history in recent if history not in gone])
+        for ((known_ms, life),) in gone:
+            if life.told and life.ended_ms is not None:
+                ended[name] = _with_end(ended.get(name, ()), known_ms, life.ended_ms)
     return msgspec.structs.replace(
         known,
         lives=lives,
         ended=_remembered(ended, ts_ms),
-        node_labels=_since(known.node_labels, ts_ms),
-        dra=_since(known.dra, ts_ms),
-        admin=_since(known.admin, ts_ms),
+        node_labels=_both_since(known.node_labels, ts_ms, logged_ms),
+        dra=_both_since(known.dra, ts_ms, logged_ms),
+        admin=_both_since(known.admin, ts_ms, logged_ms),
     )
 
 
-def _remembered(ended: Mapping[PodName, tuple[int, ...]], ts_ms: int) -> dict[PodName, tuple[int, ...]]:
+def _over(history: History[Life], ts_ms: int, logged_ms: int) -> bool:
+    """Whether a pod had ended long before a time, and nothing else is said of it after a log time."""
+    known_ms, life = history[0]
+    said = len(history) == 1 and known_ms <= logged_ms
+    return said and life.ended_ms is not None and life.ended_ms + LISTED_MS < ts_ms
+
+
+def _with_end(ends: History[int], logged_ms: int, ended_ms: int) -> History[int]:
+    return ends if any(end == ended_ms for _, end in ends) else tuple(sorted([*ends, (logged_ms, ended_ms)]))
+
+
+def _remembered(ended: Mapping[PodName, History[int]], ts_ms: int) -> dict[PodName, History[int]]:
     since_ms = ts_ms - REMEMBERED_MS
-    return {name: kept for name, ends in ended.items() if (kept := tuple([end for end in ends if end >= since_ms]))}
+    kept = {name: tuple([end for end in ends if end[1] >= since_ms]) for name, ends in ended.items()}
+    return {name: ends for name, ends in kept.items() if ends}
 
 
-def _told_ends(lives: Iterable[Life]) -> list[int]:
-    return [life.ended_ms for life in lives if life.told and life.ended_ms is not None]
-
-
-def _learn_pods(lives: Mapping[PodName, tuple[Life, ...]], record: NodeWorkloads) -> dict[PodName, tuple[Life, ...]]:
+def _learn_pods(
+    lives: Mapping[PodName, tuple[History[Life], ...]], record: NodeWorkloads, logged_ms: int
+) -> dict[PodName, tuple[History[Life], ...]]:
     learned = dict(lives)
     for pod in record.pods:
         name = (pod.namespace, pod.name)
-        learned[name] = _with_pod(learned.get(name, ()), pod, record.ts_ms)
+        learned[name] = _with_pod(learned.get(name, ()), pod, record.ts_ms, logged_ms)
     present = {pod.uid for pod in record.pods}
     for name, pods in learned.items():
-        if any(life.uid not in present and life.ended_ms is None for life in pods):
-            learned[name] = tuple(_ended(life, record.ts_ms) if life.uid not in present else life for life in pods)
+        if any(_runs(history[-1][1]) and history[-1][1].uid not in present for history in pods):
+            learned[name] = tuple(_without(history, present, record.ts_ms, logged_ms) for history in pods)
     return learned
 
 
-def _with_pod(pods: tuple[Life, ...], pod: Pod, ts_ms: int) -> tuple[Life, ...]:
-    life = next((life for life in pods if life.uid == pod.uid), None)
+def _with_pod(pods: tuple[History[Life], ...], pod: Pod, ts_ms: int, logged_ms: int) -> tuple[History[Life], ...]:
+    history = next((history for history in pods if history[-1][1].uid == pod.uid), ())
+    life = history[-1][1] if history else None
     versions = _add(life.versions if life else (), ts_ms, pod, same=_looks_the_same)
     started = pod.started_ms if pod.started_ms is not None else (life.started_ms if life else None)
-    new = Life(pod.uid, versions, started, pod.ended_ms, told=pod.ended_ms is not None)
-    return (*(other for other in pods if other.uid != pod.uid), new)
+    seen_ms = life.seen_ms if life else ts_ms
+    new = Life(pod.uid, versions, seen_ms, started, pod.ended_ms, told=pod.ended_ms is not None)
+    return (*(other for other in pods if other is not history), _then(history, logged_ms, new, same=_same_life))
 
 
-def _ended(life: Life, ts_ms: int) -> Life:
+def _without(history: History[Life], present: set[str], ts_ms: int, logged_ms: int) -> History[Life]:
     """A pod that the cluster knows no more has ended, at the latest by the record that does not have it."""
-    return life if life.ended_ms is not None else msgspec.structs.replace(life, ended_ms=ts_ms)
+    life = history[-1][1]
+    if not _runs(life) or life.uid in present:
+        return history
+    return _then(history, logged_ms, msgspec.structs.replace(life, ended_ms=ts_ms))
+
+
+def _runs(life: Life) -> bool:
+    return life.ended_ms is None
+
+
+def _noted(history: History[Versions[T]], logged_ms: int, ts_ms: int, value: T) -> History[Versions[T]]:
+    return _then(history, logged_ms, _add(history[-1][1] if history else (), ts_ms, value), same=operator.is_)
+
+
+def _then(history: History[T], logged_ms: int, value: T, *, same: Callable[[T, T], bool] = operator.eq) -> History[T]:
+    """What is known with one more record: of several that were logged in one ms, what the last one says."""
+    if history and same(history[-1][1], value):
+        return history
+    return (*(history[:-1] if history and history[-1][0] == logged_ms else history), (logged_ms, value))
+
+
+def _same_life(a: Life, b: Life) -> bool:
+    return a.versions is b.versions and (a.started_ms, a.ended_ms, a.told) == (b.started_ms, b.ended_ms, b.told)
 
 
 def _looks_the_same(a: Pod, b: Pod) -> bool:
@@ -217,11 +344,7 @@ def _looks_the_same(a: Pod, b: Pod) -> bool:
     )
 
 
-def _equal(a: T, b: T) -> bool:
-    return a == b
-
-
-def _add(versions: Versions[T], ts_ms: int, value: T, *, same: Callable[[T, T], bool] = _equal) -> Versions[T]:
+def _add(versions: Versions[T], ts_ms: int, value: T, *, same: Callable[[T, T], bool] = operator.eq) -> Versions[T]:
     """The versions with one more, where it differs from what held at its time."""
     i = bisect_right(versions, ts_ms, key=lambda version: version[0])
     if i and same(versions[i - 1][1], value):
@@ -231,4 +354,14 @@ def _add(versions: Versions[T], ts_ms: int, value: T, *, same: Callable[[T, T], 
 
 def _since(versions: Versions[T], ts_ms: int) -> Versions[T]:
     i = bisect_right(versions, ts_ms, key=lambda version: version[0])
-    return versions[max(0, i - 1) :]
+    return versions[max(0, i - 1) :] if i > 1 else versions
+
+
+def _with_versions_since(history: History[Life], ts_ms: int) -> History[Life]:
+    if all(len(life.versions) == 1 for _, life in history):
+        return history
+    return tuple((ms, msgspec.structs.replace(life, versions=_since(life.versions, ts_ms))) for ms, life in history)
+
+
+def _both_since(history: History[Versions[T]], ts_ms: int, logged_ms: int) -> History[Versions[T]]:
+    return tuple((known_ms, _since(versions, ts_ms)) for known_ms, versions in _since(history, logged_ms))

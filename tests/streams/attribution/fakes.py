@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from random import Random
 from typing import Any, NamedTuple, cast
@@ -100,8 +101,10 @@ class FakeApp:
         self.settled: dict[Partition, int] = {}
         self.failures: list[str] = []
         self.ends_asked = 0
+        self.answering = True
+        self.ahead_s = 0.0
         self.instruments = Instruments(INSTRUMENTS)
-        self.joiner = Joiner(self.instruments, grace_s=grace_s, partitions=partitions)
+        self.joiner = Joiner(self.instruments, grace_s=grace_s, partitions=partitions, clock=self.now_s)
         self.joiner.app = cast("ReaderApp", self)
         self.logs = {Partition(topic, i): list[Record]() for topic in TOPICS for i in range(partitions)}
         self.begin({})
@@ -124,7 +127,15 @@ class FakeApp:
         self.failures.append(reason)
 
     def ask_ends(self) -> None:
+        """Asks where the partitions end. Those of the allocations are for tests to tell."""
         self.ends_asked += 1
+        if self.answering:
+            ends = {tp: len(log) for tp, log in self.logs.items() if tp.topic != ALLOCATIONS}
+            asyncio.get_running_loop().call_soon(self.joiner.ends, self.now_s(), ends)
+
+    def now_s(self) -> float:
+        """The monotonic clock, which tests may set ahead."""
+        return time.monotonic() + self.ahead_s
 
     # -- what tests do
 
@@ -155,6 +166,16 @@ class FakeApp:
         """Have the joiner take all that there is of these topics."""
         for topic in topics:
             await self.joiner.take(self.batch(topic, partition))
+            await self.settle()
+            await self.look()
+
+    async def look(self) -> None:
+        """The joiner looks at the clock, and at what the broker has answered since."""
+        for _ in range(2):
+            try:
+                await self.joiner.look_once()
+            except RuntimeError as error:
+                self.fail(repr(error))
             await self.settle()
 
     async def settle(self) -> None:

@@ -3,6 +3,7 @@
 Nothing here is shared with the join: no state, no pruning, no order of arrival but that of each log.
 """
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -13,6 +14,8 @@ from topics.workloads import NodeWorkloads, Pod
 
 TOLERANCE_MS = 2_000
 LISTED_MS = 10_000
+NEW_MS = 10_000
+OVER, UNKNOWN = "over", "unknown"
 
 
 class Holding(NamedTuple):
@@ -24,6 +27,7 @@ class Holding(NamedTuple):
     uid: str | None
     labels: tuple[tuple[str, str], ...]
     observed: bool = False
+    unknown: bool = False
 
 
 class Answer(NamedTuple):
@@ -35,48 +39,51 @@ class Answer(NamedTuple):
     conflicts: dict[str, str | None]
     events: tuple[tuple[str, tuple[Holding, ...]], ...] = ()
 
-    def without_labels(self) -> "Answer":
-        """What does not rest on the workloads."""
-        given = {uuid: [h for h in held if not h.observed] for uuid, held in self.holders.items()}
-        bare = {uuid: _bare(held) for uuid, held in given.items()}
-        events = tuple((rests_on, _bare(held)) for rests_on, held in self.events)
-        return Answer(self.attribution, {}, bare, {}, events)
-
-
-def _bare(held: Iterable[Holding]) -> tuple[Holding, ...]:
-    return tuple(h._replace(uid=None, labels=()) for h in held if not h.observed)
-
 
 class Logs(NamedTuple):
-    """The complete logs of a partition; ``runs`` are each node's runs in the order in which they ran."""
+    """The complete logs of a partition, when each sample and each record of the workloads was logged, and each node's
+    runs in the order in which they ran."""
 
     samples: Sequence[Sample]
     allocations: Sequence[Allocations]
     workloads: Sequence[NodeWorkloads]
     runs: dict[str, list[int]]
+    sampled_ms: Sequence[int]
+    told_ms: Sequence[int]
+
+    def told(self, node: str, until_ms: int) -> list[NodeWorkloads]:
+        """What is said of a node by the records that were logged until then."""
+        logged = zip(self.told_ms, self.workloads, strict=True)
+        return accepted(record for at_ms, record in logged if record.node == node and at_ms <= until_ms)
 
 
-def answer(logs: Logs, sample: Sample) -> Answer:
+def answer(logs: Logs, offset: int) -> Answer:
     """What the sample must be given."""
+    sample, logged_ms = logs.samples[offset], logs.sampled_ms[offset]
     snapshots = [a for a in logs.allocations if a.node == sample.node]
-    workloads = accepted([w for w in logs.workloads if w.node == sample.node])
+    told = [
+        logs.told(sample.node, logged_ms - 2_000),
+        *[logs.told(sample.node, ms) for ms in sorted(set(logs.told_ms)) if abs(ms - logged_ms) <= 2_000],
+    ]
     attribution, snapshot = _snapshot(snapshots, sample, sample.allocations_seq, logs.runs[sample.node])
-    holders = _held(workloads, snapshot, sample, sample.ts_ms)
+    by_uid = {uid: first_of(uid, told, sample.ts_ms) for uid in _uids(sample)} if told[0] else {}
+    holders = _held(told, snapshots, snapshot, sample, sample.ts_ms, by_uid)
     conflicts: dict[str, str | None] = {device.uuid: None for device in sample.devices}
     for device in sample.devices if snapshot else ():
-        conflicts[device.uuid] = _conflict(workloads, device, holders[device.uuid], sample.ts_ms)
-        holders[device.uuid] += _observed(workloads, device, holders[device.uuid], sample.ts_ms)
+        conflicts[device.uuid] = _conflict(bool(told[0]), by_uid, device, holders[device.uuid])
+        holders[device.uuid] += _observed(by_uid, device, holders[device.uuid])
     events = []
     for device in sample.devices:
         for event in device.events or ():
             rests_on, held = attribution, holders[device.uuid]
             if event.allocations_seq not in (None, sample.allocations_seq):
                 rests_on, before = _snapshot(snapshots, sample, event.allocations_seq, logs.runs[sample.node])
-                own = _held(workloads, before, sample, _as_of_ms(sample, event.allocations_seq))[device.uuid]
+                as_of_ms = _as_of_ms(sample, event.allocations_seq)
+                own = _held(told, snapshots, before, sample, as_of_ms, {})[device.uuid]
                 given_now = [h[:4] for h in held if not h.observed]
                 held = held if [h[:4] for h in own] == given_now else own
             events.append((rests_on, held))
-    return Answer(attribution, node_labels(workloads, sample.ts_ms), holders, conflicts, tuple(events))
+    return Answer(attribution, node_labels(told[0], sample.ts_ms), holders, conflicts, tuple(events))
 
 
 def _as_of_ms(sample: Sample, named: int | None) -> int:
@@ -86,41 +93,112 @@ def _as_of_ms(sample: Sample, named: int | None) -> int:
 
 
 def _held(
-    workloads: Sequence[NodeWorkloads], snapshot: Allocations | None, sample: Sample, ts_ms: int
+    told: Sequence[list[NodeWorkloads]],
+    snapshots: Sequence[Allocations],
+    snapshot: Allocations | None,
+    sample: Sample,
+    ts_ms: int,
+    by_uid: dict[str, Pod | None],
 ) -> dict[str, tuple[Holding, ...]]:
-    """Who holds each device of a sample by a snapshot, as of a time."""
+    """Who holds each device of a sample by a snapshot, as of a time. Their uids are added to those that are known."""
     holders: dict[str, tuple[Holding, ...]] = {device.uuid: () for device in sample.devices}
+    names = {(c.namespace, c.pod) for c in snapshot.containers} if snapshot and told[0] else set()
+    pods = {name: _meant(name, snapshots, snapshot, by_uid, told, ts_ms) for name in names}
+    by_uid |= {found.uid: found for found in pods.values() if isinstance(found, Pod)}
     for c in snapshot.containers if snapshot else ():
-        if is_over(workloads, (c.namespace, c.pod), ts_ms):
+        name = (c.namespace, c.pod)
+        found = pods.get(name)
+        if found == OVER:
             continue
-        found = pod_at(workloads, (c.namespace, c.pod), ts_ms)
-        holding = Holding(c.namespace, c.pod, c.container, found.uid if found else None, _labels(found))
+        pod = found if isinstance(found, Pod) else None
+        holding = Holding(*name, c.container, pod.uid if pod else None, _labels(pod), unknown=found == UNKNOWN)
         for uuid in {device_id.split("::")[0] for device_id in c.device_ids} & holders.keys():
             if not any(held[:3] == holding[:3] for held in holders[uuid]):
                 holders[uuid] = (*holders[uuid], holding)
     return holders
 
 
+def _meant(
+    name: tuple[str, str],
+    snapshots: Sequence[Allocations],
+    snapshot: Allocations | None,
+    by_uid: dict[str, Pod | None],
+    told: Sequence[list[NodeWorkloads]],
+    ts_ms: int,
+) -> Pod | str:
+    """The pod that a name means, by what was told in time and then by what came a little later."""
+    since_ms, gone_ms = _new(name, snapshots, snapshot, ts_ms)
+    new = since_ms is not None
+    by_time = pod_at(told[0], name, ts_ms, new=new, gone_ms=gone_ms)
+    if by_time is not None and by_time.uid in by_uid:
+        return by_time
+    shown = [pod for pod in by_uid.values() if pod and (pod.namespace, pod.name) == name]
+    if shown:
+        return max(shown, key=lambda pod: (pod.started_ms or 0, pod.uid))
+    if by_time is None and not new and is_over(told[0], name, ts_ms):
+        return OVER
+    for records in told:
+        if (found := pod_at(records, name, ts_ms, new=new, gone_ms=gone_ms)) is not None:
+            return found
+    if (found := pod_at(told[0], name, ts_ms, since_ms=since_ms)) is not None:
+        return found
+    return OVER if is_over(told[0], name, ts_ms) else UNKNOWN
+
+
+def _new(
+    name: tuple[str, str], snapshots: Sequence[Allocations], snapshot: Allocations | None, ts_ms: int
+) -> tuple[int | None, int | None]:
+    """When a name came into the snapshots, if less than 10 s before, and when it had gone from them, if it had."""
+    first = {(a.run_id, a.seq): a for a in reversed(snapshots)}
+    chain = [a for i, a in enumerate(snapshots) if a is first[a.run_id, a.seq] and a not in snapshots[:i]]
+    appeared: int | None = None
+    gone: int | None = None
+    came_back_ms: int | None = None
+    for i, one in enumerate(chain):
+        here = any((c.namespace, c.pod) == name for c in one.containers)
+        before = i > 0 and any((c.namespace, c.pod) == name for c in chain[i - 1].containers)
+        if i and here and not before:
+            appeared, came_back_ms, gone = one.ts_ms, gone, None
+        elif i and before and not here:
+            gone = one.ts_ms
+        if one is snapshot or (snapshot and (one.run_id, one.seq) == (snapshot.run_id, snapshot.seq)):
+            break
+    if appeared is None or ts_ms - appeared >= NEW_MS:
+        return None, None
+    return appeared, came_back_ms
+
+
+def _uids(sample: Sample) -> set[str]:
+    return {uid for device in sample.devices for uid in _shown(device) if uid is not None}
+
+
+def first_of(uid: str, told: Sequence[list[NodeWorkloads]], ts_ms: int) -> Pod | None:
+    """The pod of a uid, by the first records that have it."""
+    for records in told:
+        if any(pod.uid == uid for record in records for pod in record.pods):
+            return pod_of(records, uid, ts_ms)
+    return None
+
+
 def _shown(device: Device) -> set[str | None]:
     return {p.pod_uid for p in device.processes or () if p.memory_used_bytes and p.service != "mps"}
 
 
-def _conflict(workloads: Sequence[NodeWorkloads], device: Device, held: Sequence[Holding], ts_ms: int) -> str | None:
+def _conflict(known: bool, by_uid: dict[str, Pod | None], device: Device, held: Sequence[Holding]) -> str | None:
     """What the processes on a device say otherwise than the kubelet."""
-    if _observed(workloads, device, held, ts_ms):
+    if _observed(by_uid, device, held):
         return "unallocated_process"
-    unknown = [uid for uid in _shown(device) if uid and pod_of(workloads, uid, ts_ms) is None]
-    if workloads and unknown and all(h.uid for h in held):
+    named = {h.uid for h in held}
+    unknown = [uid for uid in _shown(device) - named if uid and by_uid.get(uid) is None]
+    if known and unknown and all(h.uid for h in held):
         return "unallocated_process"
     return "no_pod" if held and None in _shown(device) else None
 
 
-def _observed(
-    workloads: Sequence[NodeWorkloads], device: Device, held: Sequence[Holding], ts_ms: int
-) -> tuple[Holding, ...]:
+def _observed(by_uid: dict[str, Pod | None], device: Device, held: Sequence[Holding]) -> tuple[Holding, ...]:
     """The pods that only their processes show on a device, by name."""
     uids = _shown(device) - {h.uid for h in held}
-    pods = [pod for uid in uids if uid and (pod := pod_of(workloads, uid, ts_ms)) is not None]
+    pods = [pod for uid in uids if uid and (pod := by_uid.get(uid)) is not None]
     nameless = {h[:2] for h in held if h.uid is None}
     strange = [p for p in pods if (p.namespace, p.name) not in nameless]
     rows = [Holding(p.namespace, p.name, None, p.uid, _labels(p), observed=True) for p in strange]
@@ -148,7 +226,7 @@ def given(out: AttributedSample) -> Answer:
 
 def _holdings(holders: Iterable[Holder]) -> tuple[Holding, ...]:
     return tuple(
-        Holding(h.namespace, h.pod, h.container, h.pod_uid, tuple(sorted(h.labels.items())), h.observed)
+        Holding(h.namespace, h.pod, h.container, h.pod_uid, tuple(sorted(h.labels.items())), h.observed, h.pod_unknown)
         for h in holders
     )
 
@@ -187,15 +265,43 @@ def node_labels(records: Sequence[NodeWorkloads], ts_ms: int) -> dict[str, str]:
     return _version(records, ts_ms).node_labels if records else {}
 
 
-def pod_at(records: Sequence[NodeWorkloads], name: tuple[str, str], ts_ms: int) -> Pod | None:
-    """The pod of that name at a time: of those that ran within the tolerance the nearest, then the youngest."""
-    best: tuple[int, int, str] | None = None
-    for uid in {p.uid for r in records for p in r.pods if (p.namespace, p.name) == name}:
-        away_ms = _away_ms(records, uid, ts_ms)
-        if away_ms <= TOLERANCE_MS:
-            rank = (away_ms, -(_life(records, uid)[0] or 0), uid)
-            best = min(best, rank) if best else rank
-    return pod_of(records, best[2], ts_ms) if best else None
+def pod_at(
+    records: Sequence[NodeWorkloads],
+    name: tuple[str, str],
+    ts_ms: int,
+    *,
+    new: bool = False,
+    gone_ms: int | None = None,
+    since_ms: int | None = None,
+) -> Pod | None:
+    """The pod of that name at a time: of those that the kubelet may list the nearest, then the youngest; of a name that
+    is new there, of those that run. A pod that ran before the name had gone is not the new one, nor is one that was
+    told to have ended before the name came."""
+    ranked: list[tuple[int, int, str]] = []
+    for uid, (started, ended) in _cut(records, name).items():
+        before = max(0, started - ts_ms) if started is not None else 0
+        after = max(0, ts_ms - ended + 1) if ended is not None else 0
+        runs = before <= TOLERANCE_MS and after - (not new) <= (TOLERANCE_MS if new else LISTED_MS)
+        old = gone_ms is not None and started is not None and started + 999 + TOLERANCE_MS < gone_ms
+        told = next(p.ended_ms for r in reversed(records) for p in r.pods if p.uid == uid)
+        over = since_ms is not None and told is not None and (ended or 0) <= since_ms
+        if runs and not old and not over:
+            ranked.append((max(before, after), -(started or 0), uid))
+    return _as_it_was(records, min(ranked)[2], ts_ms) if ranked else None
+
+
+def _cut(records: Sequence[NodeWorkloads], name: tuple[str, str]) -> dict[str, tuple[int | None, int | None]]:
+    """When each pod of a name ran: not before the one that began earlier had ended, or a second had passed."""
+    uids = {p.uid for r in records for p in r.pods if (p.namespace, p.name) == name}
+    seen = {uid: next(r.ts_ms for r in records if any(p.uid == uid for p in r.pods)) for uid in uids}
+    lives = {uid: _life(records, uid) for uid in uids}
+    begun = {uid: seen[uid] if started is None else started for uid, (started, _) in lives.items()}
+    order = sorted(uids, key=lambda uid: (begun[uid], seen[uid], uid))
+    for one, following in itertools.pairwise(order):
+        ended = min(begun[following] + 999, begun[following] + 999 if lives[one][1] is None else lives[one][1] or 0)
+        lives[one] = lives[one][0], ended
+        lives[following] = max(begun[following], ended), lives[following][1]
+    return lives
 
 
 def is_over(records: Sequence[NodeWorkloads], name: tuple[str, str], ts_ms: int) -> bool:
@@ -213,6 +319,12 @@ def pod_of(records: Sequence[NodeWorkloads], uid: str, ts_ms: int) -> Pod | None
     having = [r for r in records if any(p.uid == uid for p in r.pods)]
     if not having or _away_ms(records, uid, ts_ms) > TOLERANCE_MS:
         return None
+    return _as_it_was(records, uid, ts_ms)
+
+
+def _as_it_was(records: Sequence[NodeWorkloads], uid: str, ts_ms: int) -> Pod:
+    """A pod that is known, in the version of a time."""
+    having = [r for r in records if any(p.uid == uid for p in r.pods)]
     return next(p for p in _version(having, ts_ms).pods if p.uid == uid)
 
 

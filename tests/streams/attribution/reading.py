@@ -9,6 +9,7 @@ from collections import defaultdict
 import msgspec
 
 from streams.attribution import join
+from streams.attribution.progress import WorkloadsProgress
 from tests.streams.attribution.stories import Act, Story
 from topics.samples import Sample
 
@@ -18,11 +19,10 @@ GRACE_S = 10.0
 class Reading:
     """One partition, read. ``out`` has each output by offset; one that comes again must be the same."""
 
-    def __init__(self, story: Story, *, workloads_first: bool) -> None:
-        self.story, self.workloads_first = story, workloads_first
+    def __init__(self, story: Story) -> None:
+        self.story = story
         self.out: dict[int, bytes] = {}
         self.now_s, self.committed = 0.0, 0
-        self.agrees = workloads_first
         self._begin()
 
     def _begin(self) -> None:
@@ -32,15 +32,16 @@ class Reading:
         self.asked: list[tuple[float, int]] = []
         self.read_s = float("-inf")
         self.impatient: dict[str, bool] = defaultdict(bool)
+        self.progress = WorkloadsProgress()
         self._new_epoch()
-        if self.workloads_first:
-            self.workloads(len(self.story.logs.workloads))
+        self.workloads(len(self.story.logs.workloads))
 
     def _new_epoch(self) -> None:
         self.at["samples"] = self.committed
         self.reads: dict[int, float] = {}
         self.released: dict[str, list[int]] = defaultdict(list)
         self.asked.clear()
+        self.progress.forget()
 
     # -- what may happen
 
@@ -62,10 +63,14 @@ class Reading:
             self._step(record.node, record)
 
     def workloads(self, amount: int) -> None:
-        """Some more of the workloads arrive."""
+        """Some more of the workloads that are written by now arrive."""
         for record in self.story.logs.workloads[self.at["workloads"] :][:amount]:
+            offset = self.at["workloads"]
+            if self.story.told_s[offset] > self.now_s:
+                return
             self.at["workloads"] += 1
-            self._step(record.node, record)
+            logged_ms = self.progress.workloads(offset, self.story.logs.told_ms[offset])
+            self._step(record.node, join.Workloads(record, logged_ms))
 
     def samples(self, amount: int) -> None:
         """Some more of the samples that are written by now arrive."""
@@ -75,25 +80,29 @@ class Reading:
                 return
             self.at["samples"] += 1
             self.reads[offset] = self.now_s
-            self._step(sample.node, join.Tick(sample, offset, self.now_s, self.now_s + join.POD_WAIT_S))
+            logged_ms = self.story.logs.sampled_ms[offset]
+            self.progress.sample(offset, logged_ms, self.now_s)
+            self._step(sample.node, join.Tick(sample, offset, self.now_s, logged_ms, self.progress.read_ms))
 
     def ask(self, _: int) -> None:
-        """The broker is asked where the allocations end."""
-        self.asked.append((self.now_s, sum(at_s <= self.now_s for at_s in self.story.allocated_s)))
+        """The broker is asked where the partitions end."""
+        self.asked.append((self.now_s, self._end(self.story.allocated_s)))
+        self.progress.ends(self.now_s, self._end(self.story.told_s), self._end(self.story.sampled_s))
+
+    def _end(self, written_s: list[float]) -> int:
+        return sum(at_s <= self.now_s for at_s in written_s)
 
     def read(self, _: int) -> None:
-        """The allocations have been read to an end that was asked for."""
+        """The allocations or the workloads have been read to an end that was asked for."""
+        self.progress.learned(self.at["workloads"])
+        for node in self.story.logs.runs:
+            self._step(node, join.WorkloadsRead(self.progress.read_ms))
         reached = [asked_s for asked_s, end in self.asked if self.at["allocations"] >= end]
         if reached:
             self.asked = [a for a in self.asked if a[0] > reached[-1]]
             self.read_s = max(self.read_s, reached[-1])
             for node in self.story.logs.runs:
                 self._step(node, join.AllocationsRead(reached[-1]))
-
-    def look(self, _: int) -> None:
-        """The clock is looked at."""
-        for node in self.story.logs.runs:
-            self._step(node, join.Passed(self.now_s))
 
     def commit(self, amount: int) -> None:
         """Some of the finished prefix is committed."""
@@ -119,10 +128,10 @@ class Reading:
         """Everything arrives, and time passes; then no sample may be left."""
         self.now_s = max(self.now_s, 1000.0)
         everything = len(self.story.logs.samples) + len(self.story.logs.allocations) + len(self.story.logs.workloads)
-        for kind in ("workloads", "allocations", "samples", "look", "ask", "read"):
+        for kind in ("workloads", "allocations", "samples", "ask", "read"):
             self.act(Act(kind, everything))
         self.now_s += GRACE_S
-        for kind in ("look", "ask", "read", "look", "commit"):
+        for kind in ("ask", "read", "commit"):
             self.act(Act(kind, 6))
         assert self.committed == len(self.story.logs.samples)
         assert not any(state.held for state in self.states.values())
@@ -136,8 +145,7 @@ class Reading:
         for one in joined:
             self._check(node, one.sample.offset)
             value = msgspec.json.encode(one.sample)
-            if self.agrees:
-                assert self.out.get(one.sample.offset, value) == value
+            assert self.out.get(one.sample.offset, value) == value
             self.out[one.sample.offset] = value
 
     def _check(self, node: str, offset: int) -> None:

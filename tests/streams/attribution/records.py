@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from streams.attribution import join
 from topics.allocations import Allocations, Container
 from topics.samples import Device, Event, Process, Sample
 from topics.workloads import NodeWorkloads, Owner, Pod
@@ -53,6 +54,22 @@ def event(named: int | None, ts_ms: int, code: int = 31) -> Event:
 def process(uid: str | None, memory: int | None = 40, service: str | None = None) -> Process:
     """A process of the pod of that uid, or of none, with memory on its device."""
     return Process(1, pod_uid=uid, memory_used_bytes=memory, service=service)
+
+
+LONG_AFTER_MS = 1 << 50
+"""A log time that is later than that of anything that was told."""
+
+
+def read(
+    sample: Sample, offset: int = 0, at_s: float = 0.0, *, logged_ms: int = LONG_AFTER_MS, far_ms: float = float("inf")
+) -> join.Tick:
+    """A sample that was read at a time, when the workloads had been read to ``far_ms``: by default all there are."""
+    return join.Tick(sample, offset, at_s, logged_ms, far_ms)
+
+
+def told(record: NodeWorkloads, logged_ms: int = 0) -> join.Workloads:
+    """A record of the workloads that was read."""
+    return join.Workloads(record, logged_ms)
 
 
 def snapshot(seq: int, *containers: Container, run_id: int = 1, ts_ms: int = 0, node: str = "n") -> Allocations:

@@ -14,14 +14,17 @@ Written = Sample | Allocations
 
 PODS = ("p0", "p1", "p2")
 _ABSENT = 99
+_START_MS = 1_000_000
 
 
 class Story(NamedTuple):
-    """The complete logs, and when each record of samples and allocations was written."""
+    """The complete logs, and when each record was written. The broker of the workloads may have a clock that is behind:
+    their log time is up to half a second less."""
 
     logs: Logs
     sampled_s: list[float]
     allocated_s: list[float]
+    told_s: list[float]
 
 
 containers = st.lists(
@@ -122,7 +125,7 @@ class _Node:
 def stories(draw: st.DrawFn) -> Story:
     """One to three nodes that share a partition."""
     timed: list[tuple[float, int, Written]] = []
-    workloads: list[NodeWorkloads] = []
+    told: list[tuple[float, int, NodeWorkloads]] = []
     runs: dict[str, list[int]] = {}
     for name in ("a", "b", "c")[: draw(st.integers(1, 3))]:
         node = _Node(draw, name)
@@ -133,12 +136,25 @@ def stories(draw: st.DrawFn) -> Story:
         for record in node.written:
             at_s += draw(st.integers(0, 2)) / 2
             timed.append((at_s, len(timed), record))
-        workloads += node.workloads()
+        at_s = draw(st.sampled_from([0.0, 0.0, 2.0])) - 4.0
+        for known_then in node.workloads():
+            told.append((at_s, len(told), known_then))
+            at_s += draw(st.integers(0, 6)) / 2
     timed.sort(key=lambda t: t[:2])
     samples = [(at_s, r) for at_s, _, r in timed if isinstance(r, Sample)]
     allocations = [(at_s, r) for at_s, _, r in timed if isinstance(r, Allocations)]
-    logs = Logs([r for _, r in samples], [r for _, r in allocations], workloads, runs)
-    return Story(logs, [at_s for at_s, _ in samples], [at_s for at_s, _ in allocations])
+    told.sort(key=lambda t: t[:2])
+    behind_ms = draw(st.sampled_from([0, 0, 499]))
+    logs = Logs(
+        [r for _, r in samples],
+        [r for _, r in allocations],
+        [r for _, _, r in told],
+        runs,
+        [_START_MS + round(at_s * 1000) for at_s, _ in samples],
+        [_START_MS + round(at_s * 1000) - behind_ms for at_s, _, _ in told],
+    )
+    written = ([at_s for at_s, *_ in those] for those in (samples, allocations, told))
+    return Story(logs, *written)
 
 
 class Act(NamedTuple):
@@ -148,7 +164,7 @@ class Act(NamedTuple):
     amount: int
 
 
-ACTS = ("wait", "allocations", "allocations", "samples", "samples", "workloads", "ask", "read", "look", "commit")
+ACTS = ("wait", "allocations", "allocations", "samples", "samples", "workloads", "ask", "read", "commit")
 """What goes on while nothing goes wrong."""
 
 FAULTS = ("forget", "restart")

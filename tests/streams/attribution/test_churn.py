@@ -10,7 +10,7 @@ from hypothesis import given, settings
 
 from producers.sending import RESEND_S
 from producers.workloads import WorkloadsPublisher
-from streams.attribution.workloads import Knowledge, learn
+from streams.attribution.workloads import AsOf, Knowledge, learn
 from tests.producers.fakes import FakeClock, FakeSender, instruments, settle
 from topics.decoding import decoder
 from topics.workloads import NodeWorkloads
@@ -56,11 +56,12 @@ async def _logs(events: Sequence[tuple[int, int]], times_ms: Sequence[int]) -> t
     return [(round((event.at_s - 1000.0) * 1000), _decode(orjson.dumps(event.record))) for event in sent], whole
 
 
-def _known(log: Log, since_ms: int) -> Knowledge:
-    known = None
+def _known(log: Log, since_ms: int) -> AsOf:
+    knowledge: Knowledge | None = None
     for logged_ms, record in log:
         if logged_ms >= since_ms:
-            known = learn(known, record)
+            knowledge = learn(knowledge, record, logged_ms)
+    known = knowledge.as_of(log[-1][0]) if knowledge else None
     assert known is not None
     return known
 

@@ -4,13 +4,13 @@ from msgspec.structs import replace
 
 from streams.attribution import join
 from streams.attribution.events import EVENT_MS
-from streams.attribution.join import AllocationsRead, Committed, Forget, NodeState, Tick
-from tests.streams.attribution.records import container, event, gpu, known, pod, snapshot, tick
+from streams.attribution.join import AllocationsRead, Committed, Forget, NodeState, WorkloadsRead
+from tests.streams.attribution.records import container, event, gpu, known, pod, read, snapshot, tick, told
 from topics.attributed import AttributedEvent, AttributedSample
 
 GRACE_S = 10.0
 OLD, NEW = (snapshot(seq, container(name, gpu(0)), ts_ms=seq * 1_000) for seq, name in ((1, "old"), (2, "new")))
-PODS = known(1, pod("old", ended=12_000), pod("new", started=13_000))
+PODS = told(known(1, pod("old", ended=12_000), pod("new", started=13_000)))
 CHANGED = tick(2, 2, ts_ms=20_000, events=[event(1, 11_000), event(2, 15_000), event(None, 16_000)])
 
 
@@ -33,7 +33,7 @@ def pods_of(one: AttributedEvent) -> list[tuple[str, str | None]] | None:
 
 
 def test_an_event_says_its_own_holders_where_they_are_not_the_tick_s() -> None:
-    _, (out,) = run(join.NEW, PODS, OLD, NEW, Tick(CHANGED, 0, 0.0, 0.0))
+    _, (out,) = run(join.NEW, PODS, OLD, NEW, read(CHANGED, 0))
 
     assert [holder.pod for holder in out.devices[0].holders] == ["new"]
     assert [pods_of(one) for one in events_of(out)] == [[("old", "uid-old")], None, None]
@@ -46,20 +46,20 @@ def test_an_event_says_its_own_holders_where_they_are_not_the_tick_s() -> None:
 
 
 def test_a_device_that_nobody_held_then_is_said_to_have_had_no_holder() -> None:
-    _, (out,) = run(join.NEW, PODS, snapshot(1), NEW, Tick(CHANGED, 0, 0.0, 0.0))
+    _, (out,) = run(join.NEW, PODS, snapshot(1), NEW, read(CHANGED, 0))
 
     assert [pods_of(one) for one in events_of(out)] == [[], None, None]
 
 
 def test_another_snapshot_with_the_same_holder_says_nothing_more() -> None:
     same = snapshot(1, container("new", gpu(0)), container("old", gpu(1)))
-    _, (out,) = run(join.NEW, PODS, same, NEW, Tick(CHANGED, 0, 0.0, 0.0))
+    _, (out,) = run(join.NEW, PODS, same, NEW, read(CHANGED, 0))
 
     assert [pods_of(one) for one in events_of(out)] == [None, None, None]
 
 
 def test_a_tick_waits_for_the_snapshots_of_its_events_and_goes_on_without_those_that_never_come() -> None:
-    state, out = run(join.NEW, PODS, NEW, Tick(CHANGED, 0, 0.0, 0.0))
+    state, out = run(join.NEW, PODS, NEW, read(CHANGED, 0))
     assert out == []
     assert join.wants_end(state, GRACE_S, GRACE_S)
 
@@ -75,7 +75,7 @@ def test_a_tick_waits_for_the_snapshots_of_its_events_and_goes_on_without_those_
 def test_an_event_whose_snapshot_never_came_is_late_with_the_last_one_before_it() -> None:
     later = replace(CHANGED, allocations_seq=3, devices=tick(2, 3, events=[event(2, 11_500)]).devices)
     own = snapshot(3, container("new", gpu(0)))
-    _, (out,) = run(join.NEW, PODS, OLD, own, Tick(later, 0, 0.0, 0.0), AllocationsRead(GRACE_S))
+    _, (out,) = run(join.NEW, PODS, OLD, own, read(later, 0), AllocationsRead(GRACE_S))
 
     (one,) = events_of(out)
     assert out.attribution == "exact"
@@ -83,12 +83,15 @@ def test_an_event_whose_snapshot_never_came_is_late_with_the_last_one_before_it(
 
 
 def test_a_tick_waits_for_a_pod_that_only_its_events_snapshot_names() -> None:
-    state, out = run(join.NEW, known(1, pod("new", started=13_000)), OLD, NEW, Tick(CHANGED, 0, 0.0, 2.0))
+    state, out = run(
+        join.NEW, told(known(1, pod("new", started=13_000))), OLD, NEW, read(CHANGED, logged_ms=10_000, far_ms=8_000)
+    )
     assert out == []
 
-    _, (told,) = run(state, replace(PODS, seq=2))
-    _, (untold,) = run(state, join.Passed(2.0))
-    assert pods_of(events_of(told)[0]) == [("old", "uid-old")]
+    news = known(2, pod("old", ended=12_000), pod("new", started=13_000))
+    _, (in_time,) = run(state, told(news, 12_000), WorkloadsRead(12_000))
+    _, (untold,) = run(state, WorkloadsRead(12_000))
+    assert pods_of(events_of(in_time)[0]) == [("old", "uid-old")]
     assert pods_of(events_of(untold)[0]) == [("old", None)]
 
 
@@ -96,12 +99,12 @@ def test_a_snapshot_is_kept_until_the_samples_are_committed_whose_events_name_it
     before: list[join.Record] = [
         PODS,
         OLD,
-        Tick(tick(1, 1, ts_ms=10_000), 0, 0.0, 0.0),
+        read(tick(1, 1, ts_ms=10_000), 0),
         NEW,
-        Tick(CHANGED, 1, 0.0, 0.0),
+        read(CHANGED, 1),
     ]
     state, first = run(join.NEW, *before, Committed(1), Forget())
-    _, again = run(state, Tick(CHANGED, 1, 5.0, 5.0))
+    _, again = run(state, read(CHANGED, 1, 5.0))
 
     assert again == first[1:]
     assert pods_of(events_of(again[0])[0]) == [("old", "uid-old")]
@@ -109,12 +112,9 @@ def test_a_snapshot_is_kept_until_the_samples_are_committed_whose_events_name_it
 
 def test_a_pod_that_ended_within_a_minute_before_a_tick_is_still_known_for_its_events() -> None:
     """Nothing may depend on whether a commit came between."""
-    ticks = [Tick(tick(n, 1, ts_ms=12_000 + n * 11_000), n, 0.0, 0.0) for n in range(6)]
+    ticks = [read(tick(n, 1, ts_ms=12_000 + n * 11_000), n) for n in range(6)]
     last = tick(7, 2, ts_ms=11_000 + EVENT_MS, events=[event(1, 11_000)])
-    out = [
-        run(run(join.NEW, PODS, OLD, NEW, join.Passed(9.0), *ticks, *commit)[0], Tick(last, 6, 0.0, 0.0))[1]
-        for commit in ([], [Committed(6)])
-    ]
+    out = [run(run(join.NEW, PODS, OLD, NEW, *ticks, *commit)[0], read(last, 6))[1] for commit in ([], [Committed(6)])]
 
     assert out[0] == out[1]
     assert pods_of(events_of(out[0][0])[0]) == [("old", "uid-old")]

@@ -5,10 +5,10 @@ import pytest
 
 from streams.attribution import join
 from streams.attribution.evidence import Evidence, observe
-from tests.streams.attribution.records import container, gpu, known, pod, snapshot, tick
+from tests.streams.attribution.records import container, gpu, known, pod, read, snapshot, tick, told
 from topics.attributed import AttributedDevice, Holder, Parts, Workload
 from topics.samples import Device, Process
-from topics.workloads import NodeWorkloads, Owner, Pod
+from topics.workloads import Owner, Pod
 
 A = Holder("ns", "a", pod_uid="uid-a")
 JOB = Owner("batch/v1", "Job", "train")
@@ -139,7 +139,7 @@ def joined(*processes: Process, named: int | None = 1, workloads: tuple[Pod, ...
     sample = msgspec.structs.replace(tick(1, named), devices=(device,))
     pods = tuple(PODS.values()) if workloads is None else workloads
     state = join.NEW
-    records: list[NodeWorkloads | join.Record] = [known(1, *pods), shared, join.Tick(sample, 0, 0.0, 0.0)]
+    records: list[join.Record] = [told(known(1, *pods)), shared, read(sample)]
     for record in records:
         state, out = join.step(state, record, 10.0)
     return out[0].sample.devices[0]
@@ -181,8 +181,8 @@ def test_a_lost_gpu_has_the_holders_that_the_kubelet_still_says_and_is_not_divid
     lost = Device(gpu(0), index=0, state="lost", info={"serial": "7"})
     sample = msgspec.structs.replace(tick(1, 1), devices=(lost,))
     state = join.NEW
-    records: list[join.Record] = [known(1, *PODS.values()), snapshot(1, container("a", gpu(0)))]
-    for record in [*records, join.Tick(sample, 0, 0.0, 0.0)]:
+    records: list[join.Record] = [told(known(1, *PODS.values())), snapshot(1, container("a", gpu(0)))]
+    for record in [*records, read(sample)]:
         state, out = join.step(state, record, 10.0)
     (found,) = out[0].sample.devices
 

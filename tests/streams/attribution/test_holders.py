@@ -235,6 +235,13 @@ def test_a_holder_has_its_pods_uid_labels_and_annotations() -> None:
 
 
 def test_a_holder_whose_pod_is_not_known_has_its_names_and_nothing_made_up() -> None:
-    holder = hold(snapshot(1, container("p", A)), DEVICES, {("ns", "p"): None}, {}).holders[A][0]
+    holder = hold(snapshot(1, container("p", A)), DEVICES, {}, {}).holders[A][0]
 
     assert holder == Holder(namespace="ns", pod="p", container="main", resource="nvidia.com/gpu")
+
+
+def test_a_holder_that_the_workloads_do_not_have_says_so() -> None:
+    holder = hold(snapshot(1, container("p", A)), DEVICES, {("ns", "p"): None}, {}).holders[A][0]
+
+    assert holder == Holder(namespace="ns", pod="p", container="main", resource="nvidia.com/gpu", pod_unknown=True)
+    assert msgspec.json.decode(msgspec.json.encode(holder))["pod_unknown"] is True

@@ -9,7 +9,7 @@ from delivery.ledger import Partition
 from streams.attribution.joiner import ALLOCATIONS, SAMPLES, WORKLOADS
 from streams.bookkeeping import DEAD_LETTERS
 from tests.streams.attribution.fakes import FakeApp, Record, looking, until_sent
-from tests.streams.attribution.records import container, gpu, known, pod, snapshot, tick
+from tests.streams.attribution.records import LONG_AFTER_MS, container, gpu, known, pod, snapshot, tick
 
 KEY = b"c/n"
 
@@ -65,37 +65,111 @@ async def test_the_end_of_another_partition_says_nothing_of_this_one(monkeypatch
     assert app.sender.sent == []
 
 
-async def test_a_pod_of_a_backlog_is_not_waited_for_longer_than_a_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    app = FakeApp(grace_s=1e6)
-    app.log(known(1, pod("other")))
+# -- the workloads, in log time
+
+
+def uids(app: FakeApp) -> list[str | None]:
+    """The uid of who holds the first GPU, by tick."""
+    return [out.devices[0].holders[0].pod_uid for out in app.sender.outputs()]
+
+
+async def test_a_tick_waits_until_the_broker_has_said_where_the_workloads_end_and_they_are_read_to_there() -> None:
+    app = FakeApp()
+    app.answering = False
     app.log(snapshot(1, container("p", gpu(0))))
-    app.log(tick(1, 1))
-    await app.read(WORKLOADS, ALLOCATIONS, SAMPLES)
+    app.log(known(1, pod("p")), timestamp=97_000)
+    app.log(tick(1, 1), timestamp=100_000)
+    await app.read(ALLOCATIONS, SAMPLES)
+    assert app.ends_asked > 0
+
+    app.joiner.ends(app.now_s(), {Partition(WORKLOADS, 0): 1, Partition(SAMPLES, 0): 1})
+    await app.look()
     assert app.sender.sent == []
 
-    async with looking(app, monkeypatch):
-        await until_sent(app, 1)
-
-    assert app.sender.outputs()[0].devices[0].holders[0].pod_uid is None
+    await app.read(WORKLOADS)
+    assert uids(app) == ["uid-p"]
 
 
-async def test_a_tick_logged_just_now_waits_for_its_pod(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_answer_is_enough_for_a_backlog_that_is_read_later() -> None:
     app = FakeApp()
-    app.log(known(1))
     app.log(snapshot(1, container("p", gpu(0))))
-    app.log(tick(1, 1))
-    log = app.logs[Partition(SAMPLES, 0)]
-    log[0] = log[0]._replace(timestamp=time.time_ns() // 1_000_000 + 60_000)
+    app.log(known(1, pod("p")), timestamp=1_000)
+    for i in range(200):
+        app.log(tick(i, 1), timestamp=10_000 + i * 1_000)
+    await app.read(WORKLOADS, ALLOCATIONS)
+    for _ in range(2):  # the second was asked for after the first had said where the samples end
+        app.ask_ends()
+        await app.settle()
+    app.answering = False
+
+    await app.read(SAMPLES)
+
+    assert uids(app) == ["uid-p"] * 200
+
+
+async def test_ticks_that_come_live_find_the_workloads_read() -> None:
+    app = FakeApp()
+    app.log(known(1, pod("p")), timestamp=1_000)
+    app.log(snapshot(1, container("p", gpu(0))))
+    await app.read(WORKLOADS, ALLOCATIONS)
+    for i in range(5):
+        app.log(tick(i, 1), timestamp=10_000 + i * 1_000)
+        await app.read(SAMPLES)
+        asked, app.ahead_s = app.ends_asked, app.ahead_s + 1.0
+        app.ask_ends()  # as the app does every second
+        await app.settle()
+        assert (len(app.sender.sent), asked - i) == (i + 1, 1)
+
+
+async def test_a_tick_waits_for_its_pod_until_what_was_logged_two_seconds_later_is_read() -> None:
+    app = FakeApp()
+    app.log(known(1), timestamp=1_000)
+    app.log(snapshot(1, container("p", gpu(0))))
+    app.log(tick(1, 1), timestamp=10_000)
+    await app.read(WORKLOADS, ALLOCATIONS, SAMPLES)
+    app.ahead_s = 2.4
+    await app.look()
+    assert app.sender.sent == []
+
+    app.log(known(2, pod("p")), timestamp=12_000)
+    app.log(known(3, pod("p", uid="other")), timestamp=12_001)
+    await app.read(WORKLOADS)
+    assert uids(app) == ["uid-p"]
+
+
+async def test_a_tick_goes_without_its_pod_once_an_end_that_was_asked_for_later_is_read() -> None:
+    app = FakeApp()
+    app.log(known(1), timestamp=1_000)
+    app.log(snapshot(1, container("p", gpu(0))))
+    app.log(tick(1, 1), timestamp=10_000)
+    await app.read(WORKLOADS, ALLOCATIONS, SAMPLES)
+    app.ahead_s = 2.6
+    await app.look()
+    await app.look()
+
+    assert uids(app) == [None]
+    assert app.sender.outputs()[0].devices[0].holders[0].pod_unknown
+
+
+async def test_a_record_that_was_logged_before_what_was_taken_as_read_is_counted() -> None:
+    app = FakeApp()
+    app.log(tick(1, None), timestamp=100_000)
+    await app.read(SAMPLES)
+    app.log(known(1), timestamp=99_000)
+    app.log(known(2), timestamp=100_000)
+    await app.read(WORKLOADS)
+
+    assert app.total("misordered_workloads_total") == 1
+
+
+async def test_a_record_without_a_log_time_has_that_of_its_reading() -> None:
+    app = FakeApp()
+    app.log(known(1, pod("p")), timestamp=-1)
+    app.log(snapshot(1, container("p", gpu(0))))
+    app.log(tick(1, 1), timestamp=time.time_ns() // 1_000_000 + 2_000)
     await app.read(WORKLOADS, ALLOCATIONS, SAMPLES)
 
-    async with looking(app, monkeypatch):
-        await asyncio.sleep(0.01)
-        assert app.sender.sent == []
-
-        app.log(known(2, pod("p")))
-        await app.read(WORKLOADS)
-
-    assert app.sender.outputs()[0].devices[0].holders[0].pod_uid == "uid-p"
+    assert uids(app) == ["uid-p"]
 
 
 # -- epochs
@@ -116,6 +190,8 @@ async def test_a_batch_of_an_epoch_that_is_over_does_nothing() -> None:
 
 async def test_an_epoch_that_ends_while_the_sender_has_no_room_ends_the_batch() -> None:
     app = FakeApp()
+    app.log(known(1, node="other"), timestamp=LONG_AFTER_MS)
+    await app.read(WORKLOADS)
     for i in range(3):
         app.log(tick(i, None))
     app.sender.room.clear()

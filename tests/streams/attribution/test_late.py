@@ -3,8 +3,8 @@
 import pytest
 
 from streams.attribution import join
-from streams.attribution.join import AllocationsRead, Tick
-from tests.streams.attribution.records import container, gpu, snapshot, tick
+from streams.attribution.join import AllocationsRead
+from tests.streams.attribution.records import container, gpu, read, snapshot, tick
 from topics.allocations import Allocations
 from topics.samples import Sample
 
@@ -14,7 +14,7 @@ def held_by(*records: Allocations | Sample) -> list[tuple[str, str]]:
     state, out, offset = join.NEW, list[join.Joined](), 0
     for record in records:
         if isinstance(record, Sample):
-            state, joined = join.step(state, Tick(record, offset, float(offset), 0.0), 10.0)
+            state, joined = join.step(state, read(record, offset, float(offset)), 10.0)
             out += joined
             offset += 1
             state, joined = join.step(state, AllocationsRead(offset + 10.0), 10.0)

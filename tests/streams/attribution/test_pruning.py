@@ -6,10 +6,9 @@ import pytest
 from msgspec.structs import replace
 
 from streams.attribution import join
-from streams.attribution.join import AllocationsRead, Committed, Forget, NodeState, Tick
-from tests.streams.attribution.records import container, gpu, known, pod, snapshot, tick
+from streams.attribution.join import AllocationsRead, Committed, Forget, NodeState
+from tests.streams.attribution.records import container, gpu, known, pod, read, snapshot, tick, told
 from topics.allocations import Claim, Container
-from topics.samples import Sample
 from topics.workloads import DraDevice
 
 GRACE_S = 10.0
@@ -24,23 +23,18 @@ def run(state: NodeState, *records: join.Record) -> tuple[NodeState, list[join.J
     return state, out
 
 
-def read(sample: Sample, offset: int) -> Tick:
-    return Tick(sample, offset, 0.0, 0.0)
-
-
 def size(state: NodeState) -> dict[str, int]:
     """How much is remembered of each kind."""
     workloads = state.workloads
-    lives = [life for lives in workloads.lives.values() for life in lives] if workloads else []
+    histories = [history for pods in workloads.lives.values() for history in pods] if workloads else []
     return {
         "snapshots": len(state.snapshots),
         "runs": max(len(state.snapshot_runs), len(state.sample_runs)),
         "held": len(state.held),
         "marks": len(state.marks),
-        "given up": len(state.given_up),
-        "lives": len(lives),
+        "lives": len(histories),
         "ended": len(workloads.ended) if workloads else 0,
-        "versions": max([len(life.versions) for life in lives] + [len(workloads.node_labels) if workloads else 0]),
+        "changes": max([len(history) for history in histories] + [len(workloads.node_labels) if workloads else 0]),
     }
 
 
@@ -51,17 +45,16 @@ def test_a_node_of_many_runs_snapshots_and_pods_is_remembered_in_little(lost_eve
         ts_ms, named = i * 11_000, seq + 1_000 * ((i + 1) % lost_every == 0)
         state, out = run(
             state,
-            known(i, pod(f"p{i}", started=ts_ms), ts_ms=ts_ms, labels={"i": str(i)}),
+            told(known(i, pod(f"p{i}", started=ts_ms), ts_ms=ts_ms, labels={"i": str(i)}), ts_ms),
             snapshot(seq, container(f"p{i}", gpu(0)), run_id=run_id, ts_ms=ts_ms),
-            read(tick(seq, named, run_id=run_id, ts_ms=ts_ms), i),
-            join.Passed(i),
+            read(tick(seq, named, run_id=run_id, ts_ms=ts_ms), i, logged_ms=ts_ms + 2_000),
             AllocationsRead(i + GRACE_S),
             Committed(i + 1),
         )
         assert len(out) == 1
         most = {kind: max(count, most.get(kind, 0)) for kind, count in size(state).items()}
 
-    bounds = {"snapshots": 3, "runs": 8, "held": 0, "marks": 2, "given up": 2, "lives": 9, "ended": 0, "versions": 9}
+    bounds = {"snapshots": 3, "runs": 8, "held": 0, "marks": 2, "lives": 9, "ended": 0, "changes": 3}
     assert {kind: count for kind, count in most.items() if count > bounds[kind]} == {}
 
 
@@ -74,7 +67,7 @@ def test_a_quiet_node_keeps_one_mark_in_ten_seconds() -> None:
 def test_a_pod_and_a_snapshot_that_uncommitted_samples_ask_for_are_kept() -> None:
     samples = [tick(i, 1 + i // 5, ts_ms=i * 5_000) for i in range(10)]
     before = (
-        known(1, pod("p", ended=20_000, labels={"a": "1"})),
+        told(known(1, pod("p", ended=20_000, labels={"a": "1"}))),
         snapshot(1, container("p", gpu(0))),
         snapshot(2),
     )
@@ -92,10 +85,9 @@ def test_a_pod_is_kept_for_samples_of_a_run_whose_clock_was_set_back_before_the_
     samples = [tick(1, 1), tick(2, 1, ts_ms=90_000), tick(1, 1, run_id=2, ts_ms=10_000)]
     state, first = run(
         join.NEW,
-        known(1, pod("p", ended=20_000, labels={"a": "1"})),
+        told(known(1, pod("p", ended=20_000, labels={"a": "1"}))),
         snapshot(1, container("p", gpu(0))),
         snapshot(1, container("p", gpu(0)), run_id=2),
-        join.Passed(1.0),
         *(read(sample, i) for i, sample in enumerate(samples)),
         Committed(2),
         Forget(),
@@ -111,9 +103,8 @@ def test_a_pod_is_kept_for_a_sample_that_waits_while_later_ones_are_committed() 
     samples = [tick(1, 1), tick(2, 1, ts_ms=90_000), tick(1, 1, run_id=2, ts_ms=10_000)]
     state, _ = run(
         join.NEW,
-        known(1, pod("p", ended=20_000)),
+        told(known(1, pod("p", ended=20_000))),
         snapshot(1, container("p", gpu(0))),
-        join.Passed(1.0),
         *(read(sample, i) for i, sample in enumerate(samples)),
         Committed(2),
     )
@@ -149,7 +140,7 @@ def test_that_a_pod_has_ended_is_remembered_while_a_kubelet_that_begins_anew_lis
     listing = [container("p", gpu(0))]
     snapshots = snapshot(1, *listing), snapshot(2, ts_ms=90_000), snapshot(3, *listing, ts_ms=200_000)
     ticks = [read(tick(1 + i, 1 + i // 5, ts_ms=i * 20_000), i) for i in range(13)]
-    whole, all_out = run(join.NEW, known(1, pod("p", ended=20_000)), *snapshots, join.Passed(1.0), *ticks)
+    whole, all_out = run(join.NEW, told(known(1, pod("p", ended=20_000))), *snapshots, *ticks)
     _, some_out = run(whole, Committed(9), Forget(), *ticks[9:])
 
     assert [bool(one.sample.devices[0].holders) for one in all_out] == [True, True, *[False] * 11]
@@ -182,12 +173,12 @@ def test_device_ids_in_no_grammar_are_reported_once_a_snapshot() -> None:
 def test_a_resource_slice_that_changes_within_a_snapshot_counts() -> None:
     claimed = Container("ns", "p", "main", claims=(Claim("claim", "ns", "gpu.nvidia.com", "n", "gpu-0"),))
     slices = [
-        replace(known(i, ts_ms=i * 1000), dra_devices=(DraDevice("gpu.nvidia.com", "n", "gpu-0", gpu(i)),))
+        told(replace(known(i, ts_ms=i * 1000), dra_devices=(DraDevice("gpu.nvidia.com", "n", "gpu-0", gpu(i)),)))
         for i in range(2)
     ]
 
     ticks = (read(tick(i, 1, ts_ms=i * 1000), i) for i in range(2))
-    _, out = run(join.NEW, *slices, snapshot(1, claimed), join.Passed(1.0), *ticks)
+    _, out = run(join.NEW, *slices, snapshot(1, claimed), *ticks)
 
     assert [[bool(device.holders) for device in one.sample.devices] for one in out] == [[True, False], [False, True]]
 
@@ -197,12 +188,12 @@ def test_a_claim_that_only_looks_at_a_device_holds_nothing_and_may_be_told_of_wi
     of_claims = [Container("ns", one.claim, "main", claims=(one,)) for one in (given, monitoring)]
     also = replace(of_claims[1], pod="also", device_ids=(gpu(1),))
     device = DraDevice("gpu.nvidia.com", "n", "gpu-0", gpu(0))
-    told = [
-        replace(known(i, ts_ms=i * 1000), dra_devices=(device,), admin_claims=admin)
+    claims = [
+        told(replace(known(i, ts_ms=i * 1000), dra_devices=(device,), admin_claims=admin))
         for i, admin in enumerate([(), (monitoring,), ()])
     ]
     ticks = (read(tick(i, 1, ts_ms=i * 1000), i) for i in range(3))
-    _, out = run(join.NEW, *told, snapshot(1, *of_claims, also), join.Passed(1.0), *ticks)
+    _, out = run(join.NEW, *claims, snapshot(1, *of_claims, also), *ticks)
 
     pods = [[[holder.pod for holder in device.holders] for device in one.sample.devices] for one in out]
     everyone = [["given", "monitoring", "also"], ["also"]]

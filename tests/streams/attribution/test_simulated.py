@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from producers.simulated.fleet import Fleet, Tick, ticks
 from streams.attribution import join
+from tests.streams.attribution.records import read
 from topics.allocations import Allocations
 from topics.attributed import AttributedDevice
 from topics.samples import Sample
@@ -60,18 +61,18 @@ def attributed(fleet: Fleet, count: int) -> Iterator[Seen]:
             yield Seen(device, sorted(reported))
 
 
-def _told(tick: Tick) -> Iterable[NodeWorkloads]:
+def _told(tick: Tick) -> Iterable[join.Workloads]:
     head = {"schema": 1, "cluster": "default", "node": tick.node.name, "epoch": 1}
     for known in tick.news:
         told: dict[str, Any] = {**head, "seq": known.at_ms, "ts_ms": known.at_ms, "pods": known.pods}
-        yield msgspec.convert(told, NodeWorkloads)
+        yield join.Workloads(msgspec.convert(told, NodeWorkloads), 0)
 
 
 def _read(tick: Tick) -> Iterable[join.Record]:
     head = {"schema": 1, "cluster": "default", "node": tick.node.name, "run_id": 1, "seq": tick.seq}
     yield msgspec.convert({**head, "ts_ms": tick.ts_ms, "containers": tick.reading.containers}, Allocations)
     sample = {**head, "ts_ms": tick.ts_ms, "allocations_seq": tick.seq, "devices": tick.reading.devices}
-    yield join.Tick(msgspec.convert(sample, Sample), tick.seq, 0.0, float("-inf"))
+    yield read(msgspec.convert(sample, Sample), tick.seq)
 
 
 @given(fleets)

@@ -5,11 +5,12 @@ from collections.abc import Iterable
 import pytest
 
 from streams.attribution import join
-from streams.attribution.join import AllocationsRead, Forget, Joined, NodeState, Passed, Tick, wants_end
-from tests.streams.attribution.records import container, gpu, known, pod, process, snapshot, tick
+from streams.attribution.join import AllocationsRead, Forget, Joined, NodeState, Tick, WorkloadsRead, wants_end
+from tests.streams.attribution import records
+from tests.streams.attribution.records import container, gpu, known, pod, process, snapshot, tick, told
 from topics.attributed import Attribution
 from topics.samples import Sample
-from topics.workloads import NodeWorkloads
+from topics.workloads import NodeWorkloads, Pod
 
 GRACE_S = 10.0
 SNAPSHOT = snapshot(1, container("p", gpu(0)))
@@ -24,9 +25,9 @@ def run(state: NodeState, *records: join.Record) -> tuple[NodeState, list[Joined
     return state, out
 
 
-def read(sample: Sample, at_s: float) -> Tick:
+def read(sample: Sample, at_s: float = 0.0, logged_ms: int = 10_000, far_ms: float = float("inf")) -> Tick:
     """A sample that was read at a time, in offset order of its seq."""
-    return Tick(sample, sample.seq, at_s, at_s + join.POD_WAIT_S)
+    return records.read(sample, sample.seq, at_s, logged_ms=logged_ms, far_ms=far_ms)
 
 
 def attributions(out: Iterable[Joined]) -> list[tuple[int, Attribution]]:
@@ -45,7 +46,7 @@ def test_a_sample_goes_at_once_when_its_snapshot_is_there() -> None:
 
 
 def test_a_sample_waits_for_its_snapshot_and_those_behind_it_wait_too() -> None:
-    state, out = run(join.NEW, SNAPSHOT, read(tick(1, 2), 0.0), read(tick(2, 1), 0.0), Passed(1e9))
+    state, out = run(join.NEW, SNAPSHOT, read(tick(1, 2), 0.0), read(tick(2, 1), 0.0))
     assert out == []
 
     assert attributions(run(state, snapshot(2))[1]) == [(1, "exact"), (2, "exact")]
@@ -61,7 +62,7 @@ def test_a_snapshot_of_another_run_with_the_same_number_is_not_the_one() -> None
 def test_grace_is_up_when_an_end_has_been_read_that_was_asked_that_long_after_the_sample(
     asked_s: float, released: list[tuple[int, str]]
 ) -> None:
-    _, out = run(join.NEW, read(tick(1, 1), 5.0), Passed(1e9), AllocationsRead(asked_s))
+    _, out = run(join.NEW, read(tick(1, 1), 5.0), AllocationsRead(asked_s))
 
     assert attributions(out) == released
 
@@ -114,7 +115,7 @@ def test_an_impatient_node_wants_an_end_at_once() -> None:
 
 
 def test_no_end_is_wanted_for_a_node_that_waits_for_nothing_or_for_a_pod() -> None:
-    waiting_for_a_pod, out = run(join.NEW, known(1), SNAPSHOT, read(tick(1, 1), 0.0))
+    waiting_for_a_pod, out = run(join.NEW, told(known(1)), SNAPSHOT, read(tick(1, 1), far_ms=10_000))
 
     assert out == []
     assert not wants_end(waiting_for_a_pod, 1e9, GRACE_S)
@@ -122,7 +123,7 @@ def test_no_end_is_wanted_for_a_node_that_waits_for_nothing_or_for_a_pod() -> No
 
 
 def test_an_end_that_was_read_is_not_wanted_again() -> None:
-    state, out = run(join.NEW, known(1), SNAPSHOT, read(tick(1, 2), 0.0), AllocationsRead(GRACE_S))
+    state, out = run(join.NEW, told(known(1)), SNAPSHOT, read(tick(1, 2), far_ms=0), AllocationsRead(GRACE_S))
 
     assert out == []
     assert not wants_end(state, 1e9, GRACE_S)
@@ -136,83 +137,136 @@ def test_what_was_forgotten_does_not_come_out() -> None:
     assert attributions(run(state, read(tick(1, 1), 2e9))[1]) == [(1, "exact")]
 
 
-# -- pods
+# -- pods, in log time: ticks are logged at 10 s, but where another time is said
+
+
+def uids(out: Iterable[Joined]) -> list[str | None]:
+    """The uid of who holds the first GPU, by tick."""
+    return [one.sample.devices[0].holders[0].pod_uid for one in out]
+
+
+def unknown(out: Iterable[Joined]) -> list[bool]:
+    """Whether the holder of the first GPU is one that the workloads do not have, by tick."""
+    return [one.sample.devices[0].holders[0].pod_unknown for one in out]
 
 
 def test_where_nothing_tells_of_workloads_no_pod_is_waited_for() -> None:
-    _, out = run(join.NEW, SNAPSHOT, read(tick(1, 1), 0.0))
+    _, out = run(join.NEW, SNAPSHOT, read(tick(1, 1), far_ms=8_000))
 
-    assert out[0].sample.devices[0].holders[0].pod_uid is None
+    assert (uids(out), unknown(out)) == ([None], [False])
 
 
-def test_a_new_pod_is_waited_for_until_the_workloads_have_it() -> None:
-    state, out = run(join.NEW, known(1), SNAPSHOT, read(tick(1, 1), 0.0), Passed(1.9))
+def test_a_node_whose_first_record_was_logged_too_late_for_a_tick_has_no_known_pods_in_it() -> None:
+    _, out = run(join.NEW, told(known(1, pod("p")), 8_001), SNAPSHOT, read(tick(1, 1)), read(tick(2, 1), 0.0, 10_001))
+
+    assert (uids(out), unknown(out)) == ([None, "uid-p"], [False, False])
+
+
+def test_a_tick_waits_until_the_workloads_are_read_to_two_seconds_before_it() -> None:
+    state, out = run(join.NEW, SNAPSHOT, read(tick(1, 1), far_ms=7_999), told(known(1, pod("p")), 7_999))
+    assert (out, state.wanted_ms) == ([], 8_000)
+
+    assert uids(run(state, WorkloadsRead(8_000))[1]) == ["uid-p"]
+
+
+def test_a_pod_that_is_known_is_waited_for_no_longer() -> None:
+    _, out = run(join.NEW, told(known(1, pod("p")), 8_000), SNAPSHOT, read(tick(1, 1), far_ms=8_000))
+
+    assert uids(out) == ["uid-p"]
+
+
+def test_what_was_logged_later_changes_nothing_for_a_pod_that_is_known() -> None:
+    first, later = (told(known(n, pod("p", labels={"n": str(n)})), logged_ms) for n, logged_ms in ((1, 0), (2, 8_001)))
+    _, out = run(join.NEW, first, later, SNAPSHOT, read(tick(1, 1)), read(tick(2, 1), 0.0, 10_001))
+
+    assert [one.sample.devices[0].holders[0].labels for one in out] == [{"n": "1"}, {"n": "2"}]
+
+
+@pytest.mark.parametrize(("logged_ms", "uid"), [(8_001, "uid-p"), (12_000, "uid-p"), (12_001, None)])
+def test_a_pod_that_is_lacking_is_that_of_the_first_record_until_two_seconds_later(
+    logged_ms: int, uid: str | None
+) -> None:
+    state, out = run(join.NEW, told(known(1)), SNAPSHOT, read(tick(1, 1), far_ms=8_000))
+    assert (out, state.wanted_ms) == ([], 12_000)
+
+    news = told(known(2, pod("p")), logged_ms), told(known(3, pod("p", uid="another")), logged_ms + 1)
+    live, replayed = run(state, *news, WorkloadsRead(12_001))[1], run(join.NEW, told(known(1)), *news, SNAPSHOT)[0]
+    assert (uids(live), unknown(live)) == ([uid], [uid is None])
+    assert run(replayed, read(tick(1, 1)))[1] == live
+
+
+def test_a_pod_that_is_lacking_is_only_named_once_everything_is_read() -> None:
+    state, out = run(join.NEW, told(known(1)), SNAPSHOT, read(tick(1, 1), far_ms=11_999))
     assert out == []
 
-    _, out = run(state, known(2, pod("p")))
-    assert out[0].sample.devices[0].holders[0].pod_uid == "uid-p"
-
-
-def test_a_new_pod_is_waited_for_two_seconds_and_then_only_named() -> None:
-    state, out = run(join.NEW, known(1), SNAPSHOT, read(tick(1, 1), 0.0), Passed(1.999))
-    assert out == []
-
-    _, out = run(state, Passed(2.0))
+    _, out = run(state, WorkloadsRead(12_000))
     holder = out[0].sample.devices[0].holders[0]
     assert (holder.namespace, holder.pod, holder.pod_uid, holder.workload) == ("ns", "p", None, None)
-
-
-def test_a_pod_that_did_not_come_is_not_waited_for_by_later_samples() -> None:
-    _, out = run(join.NEW, known(1), SNAPSHOT, read(tick(1, 1), 0.0), Passed(2.0), read(tick(2, 1), 2.0))
-
-    assert attributions(out) == [(1, "exact"), (2, "exact")]
-
-
-def test_another_pod_is_waited_for_although_one_did_not_come() -> None:
-    both = snapshot(2, container("p", gpu(0)), container("q", gpu(1)))
-
-    state, out = run(join.NEW, known(1), SNAPSHOT, both, read(tick(1, 1), 0.0), Passed(2.0), read(tick(2, 2), 2.0))
-
-    assert attributions(out) == [(1, "exact")]
-    assert attributions(run(state, Passed(4.0))[1]) == [(2, "exact")]
-
-
-def test_a_pod_that_comes_after_it_was_given_up_is_known_to_the_samples_that_follow() -> None:
-    _, out = run(
-        join.NEW, known(1), SNAPSHOT, read(tick(1, 1), 0.0), Passed(2.0), known(2, pod("p")), read(tick(2, 1), 3.0)
-    )
-
-    assert [one.sample.devices[0].holders[0].pod_uid for one in out] == [None, "uid-p"]
+    assert holder.pod_unknown
 
 
 @pytest.mark.parametrize(
-    "record", [known(1, pod("p", uid="old", ended=25_000)), known(1, pod("p", uid="next", started=60_000))]
+    "other", [pod("p", uid="old", started=1, ended=2), pod("p", uid="next", started=60_000)], ids=["before", "after"]
 )
-def test_a_pod_of_that_name_at_another_time_is_not_the_pod(record: NodeWorkloads) -> None:
-    _, out = run(join.NEW, record, SNAPSHOT, read(tick(1, 1, ts_ms=30_000), 0.0), Passed(2.0))
+def test_a_pod_of_that_name_at_another_time_is_not_the_pod(other: Pod) -> None:
+    new = snapshot(2, container("p", gpu(0)), ts_ms=29_000)
+    _, out = run(join.NEW, told(known(1, other)), snapshot(1, ts_ms=20_000), new, read(tick(1, 2, ts_ms=29_000)))
 
-    assert [one.sample.devices[0].holders[0].pod_uid for one in out] == [None]
+    holders = out[0].sample.devices[0].holders
+    assert [holder.pod_uid for holder in holders] == ([None] if other.uid == "next" else [])
 
 
-def test_the_next_pod_of_a_name_that_was_given_up_once_is_waited_for() -> None:
-    state, _ = run(join.NEW, known(1), SNAPSHOT, read(tick(1, 1), 0.0), Passed(2.0))
-    state, _ = run(state, known(2, pod("p", ended=10_000)), snapshot(2), read(tick(2, 2, ts_ms=11_000), 11.0))
+# -- which pod of a name
 
-    state, out = run(state, read(tick(3, 1, ts_ms=60_000), 60.0), Passed(61.9))
+
+def renewed(*pods: Pod, before: int = 0) -> list[join.Record]:
+    """The pod p is in the snapshots until 20 s, away from then on, and back at 21 s. What is known of it by 8 s."""
+    away, back = snapshot(2, ts_ms=20_000), snapshot(3, container("p", gpu(0)), ts_ms=21_000)
+    return [told(known(1, *pods), before), SNAPSHOT, away, back]
+
+
+OLD, NEW = pod("p", uid="old", started=1_000), pod("p", uid="new", started=20_000)
+
+
+def test_a_name_that_comes_back_after_it_was_gone_is_a_new_pod_and_waited_for() -> None:
+    state, out = run(join.NEW, *renewed(OLD), read(tick(1, 3, ts_ms=21_000), far_ms=8_000))
+    assert (out, state.wanted_ms) == ([], 12_000)
+
+    assert uids(run(state, told(known(2, OLD, NEW), 9_000))[1]) == ["new"]
+
+
+def test_where_nothing_tells_of_another_it_is_the_old_one() -> None:
+    ticks = [read(tick(n, 3, ts_ms=21_000 + n), far_ms=12_000) for n in (0, 9_999, 10_000)]
+    state, out = run(join.NEW, *renewed(OLD), *ticks)
+
+    assert (uids(out), unknown(out)) == (["old"] * 3, [False] * 3)
+    assert run(state, read(tick(4, 3, ts_ms=31_000), far_ms=8_000))[1] != []
+
+
+def test_the_uid_of_a_process_decides_before_the_time_does() -> None:
+    both = told(known(1, pod("p", uid="old", started=1_000, ended=20_500), NEW))
+    shown = {uid: tick(1, 1, ts_ms=20_100, processes=((process(uid),),)) for uid in ("old", "new", None)}
+
+    found = {uid: uids(run(join.NEW, both, SNAPSHOT, read(sample))[1]) for uid, sample in shown.items()}
+    assert found == {"old": ["old"], "new": ["new"], None: ["old"]}
+
+
+def test_a_process_of_a_pod_that_is_not_known_yet_is_waited_for_although_its_name_is() -> None:
+    sample = tick(1, 1, ts_ms=20_100, processes=((process("new"),),))
+    state, out = run(join.NEW, told(known(1, OLD)), SNAPSHOT, read(sample, far_ms=8_000))
     assert out == []
 
-    _, out = run(state, known(3, pod("p", uid="next", started=59_000)))
-    assert out[0].sample.devices[0].holders[0].pod_uid == "next"
+    assert uids(run(state, told(known(2, OLD, NEW), 9_000))[1]) == ["new"]
 
 
 # -- pods that ended, and that the kubelet goes on listing
 
-OVER = known(1, pod("p", ended=20_000))
+OVER = told(known(1, pod("p", ended=20_000)))
 
 
-def listed(seq: int, ts_ms: int) -> Tick:
-    """A tick of the snapshot that has the pod, read when it was made."""
-    return read(tick(seq, 1, ts_ms=ts_ms), ts_ms / 1000)
+def listed(seq: int, ts_ms: int, far_ms: float = float("inf")) -> Tick:
+    """A tick of the snapshot that has the pod."""
+    return read(tick(seq, 1, ts_ms=ts_ms), ts_ms / 1000, far_ms=far_ms)
 
 
 def held(out: Iterable[Joined]) -> list[list[str]]:
@@ -221,22 +275,23 @@ def held(out: Iterable[Joined]) -> list[list[str]]:
 
 
 def test_a_pod_that_ended_more_than_ten_seconds_before_holds_nothing_from_one_tick_to_the_next() -> None:
-    _, out = run(join.NEW, OVER, SNAPSHOT, listed(1, 21_000), listed(2, 30_000), listed(3, 30_001), Passed(33.0))
+    _, out = run(join.NEW, OVER, SNAPSHOT, *[listed(n, ms, 8_000) for n, ms in enumerate([21_000, 30_000, 30_001])])
 
     assert held(out) == [["p"], ["p"], []]
+    assert uids(out[:2]) == ["uid-p", "uid-p"]
 
 
 def test_one_that_is_over_and_one_whose_name_has_a_new_pod_in_the_same_tick_change_places() -> None:
     pods = pod("p", ended=20_000), pod("q", ended=0), pod("q", uid="next", started=32_500)
     shared = snapshot(1, container("p", gpu(0)), container("q", gpu(0)))
-    _, out = run(join.NEW, known(1, *pods), shared, listed(1, 30_000), listed(2, 31_000), Passed(33.0))
+    _, out = run(join.NEW, told(known(1, *pods)), shared, listed(1, 30_000), listed(2, 31_000))
 
     assert held(out) == [["p"], ["q"]]
 
 
 def test_the_other_pods_of_the_snapshot_hold_what_they_held() -> None:
     shared = snapshot(1, container("p", f"{gpu(0)}::0"), container("q", f"{gpu(0)}::1"))
-    _, out = run(join.NEW, known(1, pod("p", ended=20_000), pod("q")), shared, listed(1, 60_000), Passed(62.0))
+    _, out = run(join.NEW, told(known(1, pod("p", ended=20_000), pod("q"))), shared, listed(1, 60_000))
 
     assert held(out) == [["q"]]
 
@@ -246,7 +301,7 @@ def test_the_other_pods_of_the_snapshot_hold_what_they_held() -> None:
     [
         (known(1, pod("p")),),
         (known(1, pod("p")), known(2, ts_ms=20_000)),
-        (OVER, known(2, pod("p"), ts_ms=25_000)),
+        (known(1, pod("p", ended=20_000)), known(2, pod("p"), ts_ms=25_000)),
         (known(1, pod("p", ended=20_000), pod("p", uid="next", started=61_000)),),
         (known(1, pod("p", ended=20_000), pod("p", uid="next", started=30_000, ended=55_000)),),
         (known(1, pod("q", ended=20_000)),),
@@ -256,24 +311,16 @@ def test_the_other_pods_of_the_snapshot_hold_what_they_held() -> None:
 def test_the_kubelets_word_counts_where_the_pods_end_is_not_told_or_another_may_be_meant(
     workloads: tuple[NodeWorkloads, ...],
 ) -> None:
-    assert held(run(join.NEW, *workloads, SNAPSHOT, listed(1, 60_000), Passed(62.0))[1]) == [["p"]]
+    assert held(run(join.NEW, *map(told, workloads), SNAPSHOT, listed(1, 60_000))[1]) == [["p"]]
 
 
-def test_a_pod_that_ended_long_ago_is_waited_for_once_for_its_name_may_be_another_ones() -> None:
-    state, out = run(join.NEW, OVER, SNAPSHOT, listed(1, 60_000), Passed(61.9))
+def test_a_pod_that_ended_long_ago_is_waited_for_while_its_name_is_new_in_the_snapshots() -> None:
+    records = (OVER, snapshot(1, ts_ms=55_000), snapshot(2, container("p", gpu(0)), ts_ms=60_000))
+    state, out = run(join.NEW, *records, read(tick(1, 2, ts_ms=60_000), far_ms=8_000))
     assert out == []
 
-    assert held(run(state, known(2, pod("p", uid="next", started=59_000)))[1]) == [["p"]]
-    again = known(2, pod("p", ended=20_000), ts_ms=60_500)
-    assert held(run(state, Passed(62.0), again, listed(2, 62_000), listed(3, 63_000))[1]) == [[], [], []]
-
-
-def test_the_next_pod_of_that_name_is_waited_for() -> None:
-    state, out = run(join.NEW, OVER, SNAPSHOT, listed(1, 60_000), Passed(62.0), snapshot(2))
-    state, out = run(state, read(tick(2, 2, ts_ms=62_000), 62.0), listed(3, 63_000))
-    assert held(out) == [[]]
-
-    assert held(run(state, known(2, pod("p", uid="next", started=63_000)))[1]) == [["p"]]
+    assert held(run(state, told(known(2, pod("p", uid="next", started=59_000)), 9_000))[1]) == [["p"]]
+    assert held(run(state, WorkloadsRead(12_000), read(tick(2, 2, ts_ms=70_000), far_ms=8_000))[1]) == [[], []]
 
 
 # -- pods that only processes show
@@ -289,57 +336,31 @@ def observed(out: Iterable[Joined]) -> list[tuple[int, list[str]]]:
     return [(one.sample.seq, [h.pod for h in one.sample.devices[1].holders if h.observed]) for one in out]
 
 
-HELD = (known(1, pod("p")), SNAPSHOT)
+HELD = (told(known(1, pod("p"))), SNAPSHOT)
 
 
-def test_a_pod_that_only_its_processes_show_is_waited_for_until_the_workloads_have_it() -> None:
-    state, out = run(join.NEW, *HELD, read(shown(1, "uid-q"), 0.0), Passed(1.9))
+@pytest.mark.parametrize(("logged_ms", "found"), [(8_001, ["q"]), (12_000, ["q"]), (12_001, [])])
+def test_a_pod_that_only_its_processes_show_is_that_of_the_first_record_until_two_seconds_later(
+    logged_ms: int, found: list[str]
+) -> None:
+    state, out = run(join.NEW, *HELD, read(shown(1, "uid-q"), far_ms=8_000))
     assert out == []
 
-    assert observed(run(state, known(2, pod("p"), pod("q")))[1]) == [(1, ["q"])]
-
-
-def test_it_is_waited_for_two_seconds_and_once() -> None:
-    state, out = run(join.NEW, *HELD, read(shown(1, "uid-q"), 0.0), Passed(1.999))
-    assert out == []
-
-    state, out = run(state, Passed(2.0), read(shown(2), 3.0), read(shown(3, "uid-q"), 4.0))
-    assert observed(out) == [(1, []), (2, []), (3, [])]
-
-
-def test_once_the_workloads_have_it_after_all_it_is_shown() -> None:
-    came = known(2, pod("p"), pod("q"))
-    _, out = run(join.NEW, *HELD, read(shown(1, "uid-q"), 0.0), Passed(2.0), came, read(shown(2, "uid-q"), 3.0))
-
-    assert observed(out) == [(1, []), (2, ["q"])]
-
-
-def test_another_one_is_waited_for_although_one_did_not_come() -> None:
-    state, out = run(join.NEW, *HELD, read(shown(1, "uid-q"), 0.0), Passed(2.0), read(shown(2, "uid-q", "uid-r"), 2.0))
-    assert observed(out) == [(1, [])]
-
-    assert observed(run(state, Passed(4.0))[1]) == [(2, [])]
-
-
-def test_of_those_that_did_not_come_the_last_64_are_remembered() -> None:
-    state, out = run(join.NEW, *HELD, read(shown(1, "uid-q"), 0.0), Passed(2.0))
-    state, out = run(state, read(shown(2, *[f"uid-{n:02d}" for n in range(64)]), 2.0), Passed(4.0))
-    assert len(out) == 1
-
-    state, out = run(state, read(shown(3, "uid-00", "uid-63"), 4.0), read(shown(4, "uid-q"), 4.0))
-    assert observed(out) == [(3, [])]
+    news = told(known(2, pod("p"), pod("q")), logged_ms)
+    assert observed(run(state, news, WorkloadsRead(12_000))[1]) == [(1, found)]
 
 
 @pytest.mark.parametrize(
     "records",
     [
-        (SNAPSHOT, read(shown(1, "uid-q"), 0.0)),
-        (*HELD, read(tick(1, None, processes=((process("uid-q"),),)), 0.0)),
-        (*HELD, read(shown(1, "uid-q", memory=None), 0.0)),
-        (*HELD, read(shown(1, None), 0.0)),
-        (*HELD, read(shown(1, "uid-p"), 0.0)),
+        (SNAPSHOT, read(shown(1, "uid-q"), far_ms=8_000)),
+        (*HELD, read(tick(1, None, processes=((process("uid-q"),),)), far_ms=8_000)),
+        (*HELD, read(shown(1, "uid-q", memory=None), far_ms=8_000)),
+        (*HELD, read(shown(1, None), far_ms=8_000)),
+        (*HELD, read(shown(1, "uid-p"), far_ms=8_000)),
+        (*HELD, read(shown(1, "0123456789abcdef" * 2), far_ms=8_000)),
     ],
-    ids=["no workloads", "no kubelet", "no memory", "of no pod", "known"],
+    ids=["no workloads", "no kubelet", "no memory", "of no pod", "known", "static"],
 )
 def test_nothing_is_waited_for_where_nothing_can_come_of_it(records: tuple[join.Record, ...]) -> None:
     assert len(run(join.NEW, *records)[1]) == 1

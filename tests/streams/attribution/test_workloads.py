@@ -9,6 +9,7 @@ from streams.attribution.workloads import (
     LISTED_MS,
     REMEMBERED_MS,
     TOLERANCE_MS,
+    AsOf,
     Knowledge,
     at,
     forget_before,
@@ -26,18 +27,25 @@ def after(*records: NodeWorkloads) -> Knowledge:
     """What is known after these records."""
     knowledge: Knowledge | None = None
     for record in records:
-        knowledge = learn(knowledge, record)
+        knowledge = learn(knowledge, record, 0)
     assert knowledge is not None
     return knowledge
 
 
+def whole(knowledge: Knowledge) -> AsOf:
+    """All that is known."""
+    known = knowledge.as_of(1 << 60)
+    assert known is not None
+    return known
+
+
 def uid_at(knowledge: Knowledge, ts_ms: int) -> str | None:
-    found = knowledge.pod_at(NAME, ts_ms)
+    found = whole(knowledge).pod_at(NAME, ts_ms)
     return found.uid if found else None
 
 
 def labels_at(knowledge: Knowledge, ts_ms: int) -> dict[str, str]:
-    found = knowledge.pod_at(NAME, ts_ms)
+    found = whole(knowledge).pod_at(NAME, ts_ms)
     assert found is not None
     return found.labels
 
@@ -57,9 +65,25 @@ def labels_at(knowledge: Knowledge, ts_ms: int) -> dict[str, str]:
     ],
 )
 def test_a_pod_is_there_from_its_start_to_before_its_end_give_or_take_two_seconds(ts_ms: int, runs: bool) -> None:
-    knowledge = after(known(1, pod("p", started=10_000, ended=20_000)))
+    known_then = whole(after(known(1, pod("p", started=10_000, ended=20_000))))
 
-    assert (knowledge.pod_at(NAME, ts_ms) is not None) is runs
+    assert (known_then.pod_of("uid-p", ts_ms) is not None) is runs
+    assert (known_then.new_pod_at(NAME, ts_ms, None) is not None) is runs
+
+
+@pytest.mark.parametrize(("ts_ms", "meant"), [(7_999, False), (8_000, True), (30_000, True), (30_001, False)])
+def test_a_pod_that_its_snapshot_goes_on_naming_is_meant_for_ten_seconds_after_its_end(ts_ms: int, meant: bool) -> None:
+    assert (uid_at(after(known(1, pod("p", started=10_000, ended=20_000))), ts_ms) is not None) is meant
+
+
+def test_a_pod_that_surely_ran_before_its_name_had_gone_is_not_the_new_one() -> None:
+    known_then = whole(after(known(1, pod("p", uid="old", started=10_000), pod("p", uid="new", started=50_000))))
+
+    assert [p.uid if (p := known_then.new_pod_at(NAME, 50_100, gone_ms)) else None for gone_ms in (None, 49_000)] == [
+        "old",
+        "new",
+    ]
+    assert known_then.new_pod_at(NAME, 30_000, 29_000) is None
 
 
 def test_a_pod_without_times_has_always_run() -> None:
@@ -77,6 +101,18 @@ def test_of_two_pods_of_one_name_the_nearest_in_time_is_meant(ts_ms: int, uid: s
     assert uid_at(after(known(1, first, pod("p", uid="next", started=21_000))), ts_ms) == uid
 
 
+@pytest.mark.parametrize(
+    ("ended", "following", "changes_at"),
+    [(12_400, 12_000, 12_400), (None, 12_000, 12_999), (19_000, 12_000, 12_999), (11_000, 13_000, 12_000)],
+    ids=["within the second", "not told", "told too late", "before"],
+)
+def test_lives_of_one_name_never_overlap(ended: int | None, following: int, changes_at: int) -> None:
+    pods = pod("p", uid="old", started=0, ended=ended), pod("p", uid="new", started=following)
+    knowledge = after(known(1, *pods))
+
+    assert [uid_at(knowledge, ts_ms) for ts_ms in (changes_at - 1, changes_at)] == ["old", "new"]
+
+
 def test_of_two_pods_that_ran_at_once_the_one_that_began_last_is_meant() -> None:
     knowledge = after(known(1, pod("p", uid="a", started=10_000), pod("p", uid="b", started=5_000)))
 
@@ -87,7 +123,7 @@ def test_a_pod_that_a_newer_record_does_not_have_has_ended_by_then() -> None:
     knowledge = after(known(1, pod("p")), known(2, ts_ms=50_000))
 
     assert uid_at(knowledge, 49_999) == "uid-p"
-    assert uid_at(knowledge, 50_000 + TOLERANCE_MS) is None
+    assert uid_at(knowledge, 50_000 + LISTED_MS + 1) is None
 
 
 def test_the_end_that_was_told_counts_and_not_the_record_that_lacks_the_pod() -> None:
@@ -110,7 +146,7 @@ def test_a_start_that_was_told_once_is_not_forgotten() -> None:
 
 
 def test_a_pod_of_another_namespace_is_another_pod() -> None:
-    assert after(known(1, pod("p"))).pod_at(("other", "p"), 0) is None
+    assert whole(after(known(1, pod("p")))).pod_at(("other", "p"), 0) is None
 
 
 @pytest.mark.parametrize(("ts_ms", "there"), [(999, False), (1_000, True), (1_999, True), (3_000, False)])
@@ -118,7 +154,7 @@ def test_a_pod_that_ended_before_it_began_was_there_where_both_clocks_allow_it(t
     """Its start is the node's word, and its end, where it is only missing, the API server's."""
     knowledge = after(known(1, pod("p", started=3_000, ended=1_000)))
 
-    assert (knowledge.pod_at(NAME, ts_ms) is not None) is there
+    assert (whole(knowledge).new_pod_at(NAME, ts_ms, None) is not None) is there
 
 
 # -- versions
@@ -132,7 +168,7 @@ def test_labels_are_of_the_last_version_before_the_sample_else_of_the_earliest(t
     )
 
     assert labels_at(knowledge, ts_ms) == {"v": version}
-    assert knowledge.node_labels_at(ts_ms) == {"node": version}
+    assert whole(knowledge).node_labels_at(ts_ms) == {"node": version}
 
 
 def test_annotations_namespace_labels_and_owners_make_a_version_too() -> None:
@@ -144,8 +180,8 @@ def test_annotations_namespace_labels_and_owners_make_a_version_too() -> None:
     ]
     for other in changed:
         knowledge = after(known(1, plain), known(2, other, ts_ms=1_000))
-        assert knowledge.pod_at(NAME, 999) == plain
-        assert knowledge.pod_at(NAME, 1_000) == other
+        assert whole(knowledge).pod_at(NAME, 999) == plain
+        assert whole(knowledge).pod_at(NAME, 1_000) == other
 
 
 def test_of_two_records_at_one_time_the_later_counts() -> None:
@@ -173,8 +209,8 @@ def test_a_dra_device_is_what_the_last_record_before_the_sample_says() -> None:
 
     knowledge = after(slices(1, 0, "GPU-a"), slices(2, 10_000, "GPU-b"))
 
-    assert knowledge.dra_at(9_999) == {("gpu.nvidia.com", "n", "gpu-0"): "GPU-a"}
-    assert knowledge.dra_at(10_000) == {("gpu.nvidia.com", "n", "gpu-0"): "GPU-b"}
+    assert whole(knowledge).dra_at(9_999) == {("gpu.nvidia.com", "n", "gpu-0"): "GPU-a"}
+    assert whole(knowledge).dra_at(10_000) == {("gpu.nvidia.com", "n", "gpu-0"): "GPU-b"}
 
 
 # -- which records count
@@ -192,7 +228,7 @@ def test_a_dra_device_is_what_the_last_record_before_the_sample_says() -> None:
 def test_what_is_not_newer_changes_nothing(record: NodeWorkloads) -> None:
     knowledge = after(known(5, pod("p"), epoch=2))
 
-    assert learn(knowledge, record) is knowledge
+    assert learn(knowledge, record, 5) is knowledge
 
 
 def test_a_new_leader_counts_from_one_again() -> None:
@@ -205,11 +241,7 @@ def test_what_is_said_again_takes_no_more_room() -> None:
     knowledge = after(*(known(i, pod("p"), ts_ms=i * 1000, labels={"a": "b"}) for i in range(50)))
 
     assert (
-        len(knowledge.node_labels)
-        == len(knowledge.dra)
-        == len(knowledge.admin)
-        == len(knowledge.lives[NAME][0].versions)
-        == 1
+        len(knowledge.node_labels) == len(knowledge.dra) == len(knowledge.admin) == len(knowledge.lives[NAME][0]) == 1
     )
 
 
@@ -245,66 +277,69 @@ def logs(draw: st.DrawFn) -> list[NodeWorkloads]:
     return records
 
 
-def seen(knowledge: Knowledge, ts_ms: int) -> tuple[object, ...]:
+def seen(known_then: AsOf | None, ts_ms: int) -> tuple[object, ...] | None:
     """All that can be asked of a time."""
-    found = [knowledge.pod_at(("ns", name), ts_ms) for name in "pq"]
-    over = [knowledge.is_over(("ns", name), ts_ms) for name in "pq"]
-    labels = knowledge.node_labels_at(ts_ms)
-    assert knowledge.admin_at(ts_ms) == {looking(labels)}
-    return labels, [(p.uid, p.labels) if p else None for p in found], over
+    if known_then is None:
+        return None
+    found = [known_then.pod_at(("ns", name), ts_ms) for name in "pq"]
+    new = [known_then.new_pod_at(("ns", name), ts_ms, gone_ms) for name in "pq" for gone_ms in (None, 10_000)]
+    over = [known_then.is_over(("ns", name), ts_ms) for name in "pq"]
+    labels = known_then.node_labels_at(ts_ms)
+    assert known_then.admin_at(ts_ms) == {looking(labels)}
+    return labels, [(p.uid, p.labels) if p else None for p in (*found, *new)], over
 
 
-@given(logs(), times)
-def test_every_answer_is_that_of_looking_at_all_records(records: list[NodeWorkloads], ts_ms: int) -> None:
-    counted = model.accepted(records)
-    found = [model.pod_at(counted, ("ns", name), ts_ms) for name in "pq"]
+LOGGED_MS = 1_000
+"""How much later each record of a log is logged than the one before."""
 
-    over = [model.is_over(counted, ("ns", name), ts_ms) for name in "pq"]
+
+def logged(records: list[NodeWorkloads]) -> Knowledge:
+    """What is known after records that were logged one after the other."""
+    knowledge: Knowledge | None = None
+    for i, record in enumerate(records):
+        knowledge = learn(knowledge, record, i * LOGGED_MS)
+    assert knowledge is not None
+    return knowledge
+
+
+@given(logs(), times, st.integers(0, 7))
+def test_every_answer_is_that_of_looking_at_all_records_that_were_logged_by_then(
+    records: list[NodeWorkloads], ts_ms: int, count: int
+) -> None:
+    counted = model.accepted(records[: count + 1])
+    names = [("ns", name) for name in "pq"]
+    found = [model.pod_at(counted, name, ts_ms) for name in names]
+    found += [model.pod_at(counted, name, ts_ms, new=True, gone_ms=gone) for name in names for gone in (None, 10_000)]
+    over = [model.is_over(counted, name, ts_ms) for name in names]
 
     expected = model.node_labels(counted, ts_ms), [(p.uid, p.labels) if p else None for p in found], over
-    assert seen(after(*records), ts_ms) == expected
+    assert seen(logged(records).as_of(count * LOGGED_MS), ts_ms) == expected
 
 
-@given(logs(), times, times)
-def test_pruning_never_changes_an_answer_at_or_after_its_time(
-    records: list[NodeWorkloads], since_ms: int, later_ms: int
+@given(logs(), times, times, st.integers(0, 7))
+def test_pruning_never_changes_an_answer_at_or_after_its_times(
+    records: list[NodeWorkloads], since_ms: int, later_ms: int, count: int
 ) -> None:
-    whole = after(*records)
-    pruned = forget_before(whole, since_ms)
+    everything, since_logged_ms = logged(records), count * LOGGED_MS
+    pruned = forget_before(everything, since_ms, since_logged_ms)
 
     for ts_ms in {since_ms, since_ms + 1, since_ms + later_ms}:
-        assert seen(pruned, ts_ms) == seen(whole, ts_ms)
-    assert forget_before(pruned, since_ms) == pruned
-
-
-@given(logs(), st.lists(times, min_size=7, max_size=7), times)
-def test_pruning_between_records_changes_no_answer_about_pods_that_stay_gone(
-    records: list[NodeWorkloads], prunings: list[int], ts_ms: int
-) -> None:
-    whole, pruned, since_ms, gone = None, None, 0, set[str]()
-    for record, at_ms in zip(records, prunings, strict=False):
-        here = tuple(p for p in record.pods if p.uid not in gone)
-        record = msgspec.structs.replace(record, pods=here)
-        whole, pruned, since_ms = learn(whole, record), learn(pruned, record), max(since_ms, min(at_ms, record.ts_ms))
-        pruned = forget_before(pruned, since_ms)
-        gone |= {life.uid for lives in whole.lives.values() for life in lives if life.ended_ms is not None}
-
-    assert whole is not None
-    assert pruned is not None
-    assert seen(pruned, since_ms + ts_ms) == seen(whole, since_ms + ts_ms)
+        for logged_ms in range(since_logged_ms, 8 * LOGGED_MS, LOGGED_MS):
+            assert seen(pruned.as_of(logged_ms), ts_ms) == seen(everything.as_of(logged_ms), ts_ms)
+    assert forget_before(pruned, since_ms, since_logged_ms) == pruned
 
 
 def test_of_a_pod_that_ended_before_only_its_end_is_remembered_and_that_for_a_day() -> None:
-    knowledge = forget_before(after(known(1, pod("p", ended=10_000))), 10_000 + LISTED_MS + 1)
-    assert (knowledge.lives, knowledge.ended) == ({}, {NAME: (10_000,)})
+    knowledge = forget_before(after(known(1, pod("p", ended=10_000))), 10_000 + LISTED_MS + 1, 0)
+    assert (knowledge.lives, knowledge.ended) == ({}, {NAME: ((0, 10_000),)})
     assert REMEMBERED_MS == 24 * 3_600_000
 
-    assert forget_before(knowledge, 10_000 + REMEMBERED_MS).is_over(NAME, 10_000 + REMEMBERED_MS)
-    assert forget_before(knowledge, 10_000 + REMEMBERED_MS + 1).ended == {}
+    assert whole(forget_before(knowledge, 10_000 + REMEMBERED_MS, 0)).is_over(NAME, 10_000 + REMEMBERED_MS)
+    assert forget_before(knowledge, 10_000 + REMEMBERED_MS + 1, 0).ended == {}
 
 
 def test_a_pod_that_was_only_missing_is_forgotten_with_its_name() -> None:
-    knowledge = forget_before(after(known(1, pod("p")), known(2, ts_ms=10_000)), 10_000 + LISTED_MS + 1)
+    knowledge = forget_before(after(known(1, pod("p")), known(2, ts_ms=10_000)), 10_000 + LISTED_MS + 1, 0)
 
     assert (knowledge.lives, knowledge.ended) == ({}, {})
 
@@ -313,9 +348,9 @@ def test_a_pod_whose_end_is_told_again_and_again_is_remembered_once() -> None:
     knowledge = after(known(1, pod("p", ended=10_000)))
     for seq in range(2, 10):
         again = known(seq, pod("p", ended=10_000), ts_ms=seq * 60_000)
-        knowledge = forget_before(learn(forget_before(knowledge, seq * 60_000), again), seq * 60_000)
+        knowledge = forget_before(learn(forget_before(knowledge, seq * 60_000, 0), again, 0), seq * 60_000, 0)
 
-    assert knowledge.ended == {NAME: (10_000,)}
+    assert knowledge.ended == {NAME: ((0, 10_000),)}
 
 
 # -- pods that were over
@@ -332,7 +367,7 @@ def test_a_pod_whose_end_is_told_again_and_again_is_remembered_once() -> None:
     ],
 )
 def test_a_pod_is_over_from_ten_seconds_after_its_end_for_a_day(ts_ms: int, over: bool) -> None:
-    assert after(known(1, pod("p", ended=10_000))).is_over(NAME, ts_ms) is over
+    assert whole(after(known(1, pod("p", ended=10_000)))).is_over(NAME, ts_ms) is over
 
 
 @pytest.mark.parametrize(
@@ -343,8 +378,8 @@ def test_it_is_not_while_the_next_of_its_name_lives_or_has_just_ended(ts_ms: int
     following = pod("p", uid="next", started=50_000, ended=60_000)
     knowledge = after(known(1, pod("p", ended=10_000), following))
 
-    assert knowledge.is_over(NAME, ts_ms) is over
-    assert forget_before(knowledge, 40_000).is_over(NAME, ts_ms) is over
+    assert whole(knowledge).is_over(NAME, ts_ms) is over
+    assert whole(forget_before(knowledge, 40_000, 0)).is_over(NAME, ts_ms) is over
 
 
 @given(st.lists(st.integers(0, 20), min_size=1, unique=True).map(sorted), st.integers(-1, 21))
@@ -356,8 +391,8 @@ def test_the_version_at_a_time_is_the_last_one_that_began_by_then(begins: list[i
 
 def test_what_ended_longer_ago_than_samples_are_kept_is_forgotten_without_a_sample() -> None:
     hour_ms = 3_600_000
-    knowledge = learn(None, known(1, pod("old", started=0, ended=1), pod("young", started=0), ts_ms=10))
+    knowledge = learn(None, known(1, pod("old", started=0, ended=1), pod("young", started=0), ts_ms=10), 10)
     for hour in range(1, 30):
-        knowledge = learn(knowledge, known(1 + hour, pod("young", started=0), ts_ms=hour * hour_ms))
+        knowledge = learn(knowledge, known(1 + hour, pod("young", started=0), ts_ms=hour * hour_ms), hour * hour_ms)
 
     assert set(knowledge.lives) == {("ns", "young")}
