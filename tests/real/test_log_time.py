@@ -1,0 +1,125 @@
+"""Workers that fall seconds behind name the same pods as one that reads the same logs later, and all that are told."""
+
+import asyncio
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import msgspec
+from aiokafka import AIOKafkaProducer
+
+from streams.attribution.component import Attribution, AttributionSettings
+from tests.real.pipeline import Gpustream, lag, read_all
+from tests.real.servers import KafkaServer
+from tests.streams.attribution.records import container, gpu, known, pod, snapshot, tick
+from topics import broker
+from topics.attributed import AttributedSample
+from topics.topic import node_key
+from topics.workloads import Owner
+
+NODES = [f"node-{i}" for i in range(12)]
+WRITE_S, EVERY_S, STOPPED_S = 9.0, 0.1, 7.0
+POD_LIFE_TICKS = 14
+TOLD_AFTER_S = 1.5
+GROUP, REPLAY = "gpustream-attribution", "replayed"
+
+
+class Writer:
+    """Writes the nodes' records: on each node one pod after the other, which the API server tells of a little later."""
+
+    def __init__(self, producer: AIOKafkaProducer) -> None:
+        self._producer, self._random = producer, Random(1)
+        self._later: list[asyncio.Task[None]] = []
+
+    async def run(self) -> None:
+        """For some seconds, and until all is told."""
+        for node in NODES:
+            await self._send("gpu.workloads", node, known(1, node=node))
+        await asyncio.sleep(2.5)
+        for seq in range(1, int(WRITE_S / EVERY_S)):
+            await asyncio.gather(*(self._tick(index, node, seq) for index, node in enumerate(NODES)))
+            await asyncio.sleep(EVERY_S)
+        await asyncio.gather(*self._later)
+
+    async def _tick(self, index: int, node: str, seq: int) -> None:
+        number = 1 + (seq + index) // POD_LIFE_TICKS
+        if seq == 1 or (seq + index) % POD_LIFE_TICKS == 0:
+            name = f"{node}-pod-{number}"
+            await self._send("gpu.allocations", node, snapshot(number, container(name, gpu(0)), ts_ms=1, node=node))
+            self._later.append(asyncio.create_task(self._tell(node, name, number)))
+        await self._send("gpu.samples", node, tick(seq, number, ts_ms=1, node=node))
+
+    async def _tell(self, node: str, name: str, number: int) -> None:
+        await asyncio.sleep(self._random.uniform(0, TOLD_AFTER_S))
+        told = pod(name, owners=(Owner("batch/v1", "Job", f"job-{number}"),))
+        await self._send("gpu.workloads", node, known(1 + number, told, node=node))
+
+    async def _send(self, topic: str, node: str, record: msgspec.Struct) -> None:
+        await self._producer.send_and_wait(topic, msgspec.json.encode(record), key=node_key("c", node))
+
+
+async def written(kafka: str, workers: list[Gpustream]) -> None:
+    """Write for some seconds, most of which the workers are stopped, for less than their session."""
+    producer = AIOKafkaProducer(bootstrap_servers=kafka)
+    await producer.start()
+    try:
+        writing = asyncio.create_task(Writer(producer).run())
+        await asyncio.sleep(3.0)
+        for worker in workers:
+            worker.sigstop()
+        await asyncio.sleep(STOPPED_S)
+        for worker in workers:
+            worker.sigcont()
+        await writing
+    finally:
+        await producer.stop()
+
+
+async def attributed(kafka: str, group: str) -> list[Any]:
+    """What gpu.attributed has once a group has read everything."""
+    async with asyncio.timeout(60):
+        while await lag(kafka, group, ["gpu.samples"]):  # noqa: ASYNC110 - another process commits
+            await asyncio.sleep(0.2)
+    return await read_all(kafka, "gpu.attributed")
+
+
+async def replayed(kafka: str) -> list[Any]:
+    """The same once another group has read it from the beginning."""
+    stop, again = asyncio.Event(), Attribution(AttributionSettings(kafka=kafka, group=REPLAY))
+    running = asyncio.create_task(again.run(stop))
+    try:
+        return await attributed(kafka, REPLAY)
+    finally:
+        stop.set()
+        await running
+
+
+def by_offset(records: list[Any]) -> dict[tuple[int, int], bytes]:
+    """The records by the place of their sample; those of one place are the same."""
+    found: dict[tuple[int, int], bytes] = {}
+    for record in records:
+        place = (record.partition, msgspec.json.decode(record.value, type=AttributedSample).offset)
+        assert found.setdefault(place, record.value) == record.value
+    return found
+
+
+def test_workers_that_are_stopped_for_seconds_name_every_pod_and_a_replay_gives_the_same_bytes(
+    empty_kafka: KafkaServer, tmp_path: Path
+) -> None:
+    kafka = empty_kafka.address
+    asyncio.run(broker.create(kafka, partitions=4, replication_factor=1))
+    command = ("stream", "attribution", "--kafka", kafka)
+    with Gpustream(tmp_path / "one", *command) as one, Gpustream(tmp_path / "other", *command) as other:
+        asyncio.run(written(kafka, [one, other]))
+        live = asyncio.run(attributed(kafka, GROUP))
+
+    samples = [msgspec.json.decode(value, type=AttributedSample) for value in by_offset(live).values()]
+    assert len(samples) == len(NODES) * (int(WRITE_S / EVERY_S) - 1)
+    assert {sample.attribution for sample in samples} == {"exact"}
+    holders = [sample.devices[0].holders[0] for sample in samples]
+    assert {holder.pod for holder in holders if holder.pod_uid != f"uid-{holder.pod}"} == set()
+    assert {holder.pod for holder in holders if holder.job is None or holder.pod_unknown} == set()
+
+    both = asyncio.run(replayed(kafka))
+    assert by_offset(both) == by_offset(live)
+    assert len(both) == len(live) + len(samples)
