@@ -8,17 +8,18 @@ from typing import Any
 import msgspec
 from aiokafka import AIOKafkaProducer
 
-from streams.attribution.component import Attribution, AttributionSettings
+from streams.attribution.component import Attribution
+from streams.settings import AttributionSettings
 from tests.real.pipeline import Gpustream, lag, read_all
 from tests.real.servers import KafkaServer
 from tests.streams.attribution.records import container, gpu, known, pod, snapshot, tick
 from topics import broker
 from topics.attributed import AttributedSample
 from topics.topic import node_key
-from topics.workloads import Owner
+from topics.workloads import Owner, Pod
 
 NODES = [f"node-{i}" for i in range(12)]
-WRITE_S, EVERY_S, STOPPED_S = 9.0, 0.1, 7.0
+WRITE_S, EVERY_S, STOPPED_S = 7.0, 0.1, 7.0
 POD_LIFE_TICKS = 14
 TOLD_AFTER_S = 1.5
 GROUP, REPLAY = "gpustream-attribution", "replayed"
@@ -30,12 +31,13 @@ class Writer:
     def __init__(self, producer: AIOKafkaProducer) -> None:
         self._producer, self._random = producer, Random(1)
         self._later: list[asyncio.Task[None]] = []
+        self._told: dict[str, list[Pod]] = {}
 
     async def run(self) -> None:
         """For some seconds, and until all is told."""
         for node in NODES:
             await self._send("gpu.workloads", node, known(1, node=node))
-        await asyncio.sleep(2.5)
+        await asyncio.sleep(2.2)
         for seq in range(1, int(WRITE_S / EVERY_S)):
             await asyncio.gather(*(self._tick(index, node, seq) for index, node in enumerate(NODES)))
             await asyncio.sleep(EVERY_S)
@@ -51,8 +53,9 @@ class Writer:
 
     async def _tell(self, node: str, name: str, number: int) -> None:
         await asyncio.sleep(self._random.uniform(0, TOLD_AFTER_S))
-        told = pod(name, owners=(Owner("batch/v1", "Job", f"job-{number}"),))
-        await self._send("gpu.workloads", node, known(1 + number, told, node=node))
+        pods = self._told.setdefault(node, [])
+        pods.append(pod(name, owners=(Owner("batch/v1", "Job", f"job-{number}"),)))
+        await self._send("gpu.workloads", node, known(1 + len(pods), *pods, node=node))
 
     async def _send(self, topic: str, node: str, record: msgspec.Struct) -> None:
         await self._producer.send_and_wait(topic, msgspec.json.encode(record), key=node_key("c", node))
@@ -64,7 +67,7 @@ async def written(kafka: str, workers: list[Gpustream]) -> None:
     await producer.start()
     try:
         writing = asyncio.create_task(Writer(producer).run())
-        await asyncio.sleep(3.0)
+        await asyncio.sleep(2.6)
         for worker in workers:
             worker.sigstop()
         await asyncio.sleep(STOPPED_S)
