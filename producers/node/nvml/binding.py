@@ -10,6 +10,7 @@ where a list of processes is empty; a missing symbol is sometimes an error of an
 """
 
 import ctypes
+import struct
 import threading
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple, NewType, Protocol
@@ -53,16 +54,20 @@ _PREFIX = "NVML_ERROR_"
 _NAMES = {getattr(pynvml, name): name.removeprefix(_PREFIX) for name in dir(pynvml) if name.startswith(_PREFIX)}
 _NAMES[NOTHING_FILLED_IN] = "NO_VALUE"
 
-_BITS = {
-    pynvml.NVML_VALUE_TYPE_UNSIGNED_INT: ("uiVal", 32),
-    pynvml.NVML_VALUE_TYPE_UNSIGNED_LONG: ("ulVal", 64),
-    pynvml.NVML_VALUE_TYPE_UNSIGNED_LONG_LONG: ("ullVal", 64),
-    pynvml.NVML_VALUE_TYPE_SIGNED_LONG_LONG: ("sllVal", 64),
-    pynvml.NVML_VALUE_TYPE_SIGNED_INT: ("siVal", 32),
-    pynvml.NVML_VALUE_TYPE_UNSIGNED_SHORT: ("usVal", 16),
-    pynvml.NVML_VALUE_TYPE_DOUBLE: ("dVal", 0),
+_KINDS = {
+    pynvml.NVML_VALUE_TYPE_UNSIGNED_INT: ("uiVal", "I", 32),
+    pynvml.NVML_VALUE_TYPE_UNSIGNED_LONG: ("ulVal", "Q", 64),
+    pynvml.NVML_VALUE_TYPE_UNSIGNED_LONG_LONG: ("ullVal", "Q", 64),
+    pynvml.NVML_VALUE_TYPE_SIGNED_LONG_LONG: ("sllVal", "q", 64),
+    pynvml.NVML_VALUE_TYPE_SIGNED_INT: ("siVal", "i", 32),
+    pynvml.NVML_VALUE_TYPE_UNSIGNED_SHORT: ("usVal", "H", 16),
+    pynvml.NVML_VALUE_TYPE_DOUBLE: ("dVal", "d", 0),
 }
-"""Where a field's value is, and how wide: a counter wraps there. 0: it is no integer."""
+"""By the type that a value says it has: where it is in the union, how it is packed there, and how wide it is: a counter
+wraps there. 0: it is no integer."""
+
+_FIELD = struct.Struct("=IIqqII8s")
+"""nvmlFieldValue_t: field, scope, timestamp, latency, type, return code, value."""
 
 _UINT, _ULONG = ctypes.c_uint, ctypes.c_ulonglong
 _UNFILLED: Final = 0xFFFFFFFF
@@ -88,6 +93,7 @@ _ANSWERS: dict[str, tuple[type[Any], ...]] = {
     "nvmlDeviceGetPcieReplayCounter": (_UINT,),
     "nvmlDeviceGetTotalEccErrors": (_ULONG,),
     "nvmlDeviceGetRemappedRows": (_UINT, _UINT, _UINT, _UINT),
+    "nvmlDeviceGetSupportedEventTypes": (_ULONG,),
 }
 """What these functions fill in, after the handle and arguments that are numbers. Source: nvml.h."""
 
@@ -182,6 +188,7 @@ class Pynvml:
 
     def __init__(self) -> None:
         self._functions: dict[str, Any] = {}
+        self._field_questions: dict[tuple[FieldId, ...], bytes] = {}
         self._threads = threading.local()
 
     def init(self) -> None:
@@ -243,18 +250,19 @@ class Pynvml:
 
     def fields(self, handle: Handle, fields: Sequence[FieldId]) -> list[FieldValue]:
         """Many fields in one call, in that order."""
-        answers = _unfilled(pynvml.c_nvmlFieldValue_t * len(fields))
-        for one, field in zip(answers, fields, strict=True):
-            one.fieldId, one.scopeId = field if isinstance(field, tuple) else (field, 0)
+        asked = self._field_questions.get(key := tuple(fields))
+        if asked is None:
+            asked = self._field_questions[key] = _field_question(fields)
+        answers = (ctypes.c_char * len(asked)).from_buffer_copy(asked)
         _fill("nvmlDeviceGetFieldValues", (handle, ctypes.c_int32(len(fields))), (answers,))
-        return [_field_value(value) for value in answers]
+        return [_field_value(*found) for found in _FIELD.iter_unpack(answers)]
 
     def samples(self, handle: Handle, kind: int, since_us: int) -> list[FieldValue]:
         """What nvmlDeviceGetSamples has of that kind, newer than that."""
         answer = self._call("nvmlDeviceGetSamples", handle, kind, since_us)
         if not answer:
             return []
-        name, bits = _BITS.get(answer[0], ("", 0))
+        name, _, bits = _KINDS.get(answer[0], ("", "", 0))
         if not name:
             raise NvmlError(NOT_SUPPORTED)
         return [FieldValue(0, getattr(one.sampleValue, name), bits, one.timeStamp) for one in answer[1]]
@@ -346,15 +354,23 @@ def _instance(number: int) -> int | None:
     return None if number == 0xFFFFFFFF else number
 
 
-def _field_value(value: Any) -> FieldValue:
-    if value.nvmlReturn:
-        return FieldValue(_code(value.nvmlReturn))
-    if value.valueType == _UNFILLED:
+def _field_question(fields: Sequence[FieldId]) -> bytes:
+    """What nvmlDeviceGetFieldValues is given, with every bit of the answers set."""
+    asked = [field if isinstance(field, tuple) else (field, 0) for field in fields]
+    return b"".join(_FIELD.pack(*field, -1, -1, _UNFILLED, _UNFILLED, b"\xff" * 8) for field in asked)
+
+
+def _field_value(
+    _field: int, _scope: int, at_us: int, _latency_us: int, kind: int, returned: int, raw: bytes
+) -> FieldValue:
+    if returned:
+        return FieldValue(_code(returned))
+    if kind == _UNFILLED:
         return FieldValue(NOTHING_FILLED_IN)
-    name, bits = _BITS.get(value.valueType, ("", 0))
-    if not name:  # a type of a later NVML: its bytes can't be read
+    _, form, bits = _KINDS.get(kind, ("", "", 0))
+    if not form:  # a type of a later NVML: its bytes can't be read
         return FieldValue(NOT_SUPPORTED)
-    return FieldValue(0, getattr(value.value, name), bits, value.timestamp)
+    return FieldValue(0, struct.unpack_from(form, raw)[0], bits, at_us)
 
 
 def _code(returned: int) -> int:
@@ -364,9 +380,7 @@ def _code(returned: int) -> int:
 
 def _unfilled(kind: type[Any]) -> Any:
     """An answer with every bit set."""
-    answer = kind()
-    ctypes.memset(ctypes.byref(answer), 0xFF, ctypes.sizeof(answer))
-    return answer
+    return kind.from_buffer_copy(b"\xff" * ctypes.sizeof(kind))
 
 
 def _fill(symbol: str, inputs: Sequence[Any], answers: Sequence[Any]) -> None:

@@ -249,7 +249,7 @@ class Calls:
 
     def _do(self, call: str, work: Callable[[], T]) -> T:
         """Make a call. Raises Lost, NvmlError, and Left, which nobody here may take for an answer."""
-        if self.leaves_out(call):
+        if self._slow and self.leaves_out(call):
             raise NotReturned
         self.doing = call
         running = self._in_flight = _InFlight(call, self._clock())

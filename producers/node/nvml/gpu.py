@@ -368,5 +368,8 @@ def _version(number: int | None) -> str | None:
 
 
 def _pci_bus_id(info: Any) -> str | None:
-    """With a domain of 8 digits and the function, as NVML and dcgm-exporter write it: 00000000:0A:00.0."""
-    return None if info is None else f"{info.domain:08X}:{info.bus:02X}:{info.device:02X}.0"
+    """With a domain of 8 digits and the function, as NVML and dcgm-exporter write it: 00000000:0A:00.0. None if nothing
+    was filled in: then NVML's own text of it is empty, too."""
+    if info is None or not getattr(info, "busId", True):
+        return None
+    return f"{info.domain:08X}:{info.bus:02X}:{info.device:02X}.0"

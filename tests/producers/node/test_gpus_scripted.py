@@ -457,6 +457,16 @@ async def test_success_with_nothing_filled_in_is_no_value_and_never_a_zero(node:
     assert [(device["uuid"], device["metrics"].keys()) for device in await node.complete()] == before
 
 
+async def test_a_gpu_that_does_not_say_where_it_is_at_first_has_no_made_up_address(node: Node) -> None:
+    node.nvml.leave_empty(0, "nvmlDeviceGetPciInfo")
+    node.nvml.leave_empty(0, "nvmlDeviceGetName")
+    node.nvml.leave_empty(0, "nvmlDeviceGetMinorNumber")
+    await node.open()
+    first, second, *_ = await node.read()
+    assert not {"pci_bus_id", "model", "minor"} & first.keys()
+    assert {"pci_bus_id", "model", "minor"} <= second.keys()
+
+
 async def test_three_ticks_of_not_supported_cost_their_values_and_no_more_and_are_in_the_log(
     node: Node, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -180,6 +180,7 @@ FILLED = (
     ("nvmlDeviceGetPcieReplayCounter",),
     ("nvmlDeviceGetTotalEccErrors", 0, 1),
     ("nvmlDeviceGetRemappedRows",),
+    ("nvmlDeviceGetSupportedEventTypes",),
 )
 
 
