@@ -19,13 +19,12 @@ from typing import Any, NamedTuple
 from producers.node import instruments as names
 from producers.node.nvml.binding import Nvml, Pynvml
 from producers.node.nvml.calls import LeftOut, Tried
-from producers.node.nvml.census import Census
+from producers.node.nvml.census import Census, Reopening
 from producers.node.nvml.driver import Driver
 from producers.node.nvml.events import Events, Xid
 from producers.node.nvml.gpu import Gpu, Reading
-from producers.node.nvml.missing import Missing
+from producers.node.nvml.lost_gpus import LostGpus
 from producers.node.nvml.processes import Placing
-from producers.node.nvml.reopening import Reopening
 from producers.node.nvml.threaded_gpu import ThreadedGpu
 from producers.node.nvml.xids import Xids
 from topics.instruments import Instruments
@@ -95,7 +94,7 @@ class Gpus:
         self._events = Events(self._nvml, tell=self._told, count=self._count_error, clock=clock)
         self._gpus: list[ThreadedGpu] = []
         self._tick = 0
-        self._missing = Missing()
+        self._lost = LostGpus()
         self._opening: asyncio.Task[None] | None = None
         self._reopening = Reopening(pace.census_s, clock)
         self._soon, self._event = asyncio.Event(), asyncio.Event()
@@ -145,11 +144,11 @@ class Gpus:
 
     def not_ready(self) -> list[str]:
         """What is wrong, for people."""
-        indexes = self._missing.indexes
+        indexes = self._lost.indexes
         here = [gpu for gpu in self._gpus if not (gpu.refused and gpu.index in indexes)]
         return [
             *self._driver.not_ready(),
-            *self._missing.not_ready(),
+            *self._lost.not_ready(),
             *(text for gpu in here for text in gpu.not_ready()),
         ]
 
@@ -199,7 +198,7 @@ class Gpus:
         await self._driver.attach(why)
         for gpu in self._gpus:
             if gpu.uuid is not None:
-                self._missing.expect(gpu.uuid, gpu.known, told=not gpu.works)
+                self._lost.expect(gpu.uuid, gpu.known, told=not gpu.works)
             gpu.stop()
         self._gpus = [self._gpu(index) for index in range(self._driver.count)]
         self._looked_s = self._clock()
@@ -268,9 +267,9 @@ class Gpus:
         found = [(gpu.index, gpu.devices(answers.get(gpu))) for gpu in self._gpus if gpu.uuid is not None]
         unsure = any(gpu.uuid is None and not gpu.refused for gpu in self._gpus)
         if self._driver.attached and not unsure:
-            self._missing.tell()
+            self._lost.report()
         here = [device for _, devices in found for device in devices]
-        found += self._missing.devices("timeout" if unsure else "lost", here)
+        found += self._lost.devices("timeout" if unsure else "lost", here)
         self._count_kinds(answers.values())
         return [device for _, devices in sorted(found, key=lambda one: one[0]) for device in devices]
 
@@ -295,7 +294,7 @@ class Gpus:
             return
         if gpu.works and not self._is_opening:
             self._events.add(gpu.index, gpu.handle)
-        self._missing.answered(gpu.uuid)
+        self._lost.answered(gpu.uuid)
         if (twin := next((one for one in self._gpus if one is not gpu and one.uuid == gpu.uuid), None)) is not None:
             gpu.refuse(f"it has the UUID of GPU {twin.index}")
         elif gpu.works:

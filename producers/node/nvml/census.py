@@ -1,23 +1,29 @@
-"""Which GPUs a new process would see: this one sees only those that were there when it attached to the driver.
+"""Which GPUs a new process would see, and whether NVML is to be opened again for them: this process sees only those
+that were there when it attached to the driver.
 
-In: a short-lived child that loads NVML for itself. Out: the UUIDs of the GPUs that work.
-State: the child that runs, at most one.
+In: a short-lived child that loads NVML for itself. Out: the UUIDs of the GPUs that work, and why NVML is to be opened
+again.
+State: the child that runs, at most one; for each GPU, how often opening was in vain, and when it may be tried again.
 On failure: a child that fails, is slow or says nonsense gives None, which changes nothing. One that can't even be
 killed is left alone, and there is no other until it has ended.
 
-Why a child: to attach anew here, this process would have to detach first. Without persistence mode the driver would
+Why a child: to attach again here, this process would have to detach first. Without persistence mode the driver would
 take that for the end of the GPUs' use, and reset their volatile counters.
 """
 
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from pathlib import Path
+from typing import NamedTuple
 
 import pynvml
 
 from producers.node.nvml.worker import Worker
+
+LONGEST_S = 3600.0
+"""Opening NVML for a GPU that does not work afterwards either is tried at least this often."""
 
 _SCRIPT = """
 import json, sys
@@ -90,3 +96,38 @@ def parse(said: bytes) -> frozenset[str] | None:
     if not isinstance(uuids, list) or not all(isinstance(uuid, str) and uuid for uuid in uuids):
         return None
     return frozenset(uuids)
+
+
+class _Tried(NamedTuple):
+    times: int
+    again_s: float
+
+
+class Reopening:
+    """Opening NVML again for a GPU that does not work afterwards either is tried less and less often: it interrupts the
+    others."""
+
+    def __init__(self, first_s: float, clock: Callable[[], float]) -> None:
+        self._first_s, self._clock = first_s, clock
+        self._tried: dict[str, _Tried] = {}
+
+    def worked(self, uuid: str) -> None:
+        """The GPU answered."""
+        self._tried.pop(uuid, None)
+
+    def why(self, seen: Set[str], working: Set[str | None]) -> str | None:
+        """Why NVML is to be opened again, where ``seen`` are the GPUs that work for a new process, and ``working``
+        those that work for this one."""
+        missing = sorted(uuid for uuid in seen - working if self._is_due(uuid))
+        self._note(missing)
+        return f"{', '.join(missing)} would answer a new process, and not this one" if missing else None
+
+    def _is_due(self, uuid: str) -> bool:
+        tried = self._tried.get(uuid)
+        return tried is None or self._clock() >= tried.again_s
+
+    def _note(self, missing: Iterable[str]) -> None:
+        for uuid in missing:
+            times = self._tried[uuid].times + 1 if uuid in self._tried else 0
+            again_s = self._clock() + min(LONGEST_S, self._first_s * 2**times)
+            self._tried[uuid] = _Tried(times, again_s)

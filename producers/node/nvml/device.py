@@ -24,9 +24,9 @@ from producers.node.nvml.calls import (
     is_lost,
     is_unsupported,
 )
+from producers.node.nvml.driver_samples import Samples
 from producers.node.nvml.links import Links
 from producers.node.nvml.profiling import Profiling
-from producers.node.nvml.spread import Samples
 from producers.node.nvml.support import Support
 from producers.node.nvml.table import TABLE, Call, Field, Linked, Metric, Row, Sampled, Source
 from producers.node.nvml.values import Absent, Count

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 from producers.node.nvml.binding import Handle, Nvml, NvmlError
 from producers.node.nvml.calls import NO_VALUE, Calls, LeftOut, Lost, SlowCall, Tried, is_unsupported
 from producers.node.nvml.device import Device, Turn
-from producers.node.nvml.instances import Instance, Instances
-from producers.node.nvml.missing import bare
+from producers.node.nvml.lost_gpus import bare
+from producers.node.nvml.mig import Instance, Instances
 from producers.node.nvml.processes import Found, Placing, Processes
 from producers.node.nvml.profiling import Profiling
 from producers.node.nvml.support import Support

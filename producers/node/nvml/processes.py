@@ -16,7 +16,7 @@ from producers.node.cgroups import Place
 from producers.node.nvml import binding, values
 from producers.node.nvml.binding import Handle, NvmlError
 from producers.node.nvml.calls import IMPLAUSIBLE, Calls, LeftOut, Tried, is_unsupported
-from producers.node.nvml.newest import Newest
+from producers.node.nvml.driver_samples import Newest
 from producers.node.nvml.support import Support
 from producers.node.nvml.table import LARGEST_MEMORY_BYTES
 from producers.node.nvml.values import Absent, Limits, Scale

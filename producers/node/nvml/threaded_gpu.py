@@ -20,7 +20,7 @@ from producers.node.nvml.binding import Handle
 from producers.node.nvml.calls import Left, LeftOut, Lost, Tried
 from producers.node.nvml.device import Turn
 from producers.node.nvml.gpu import Gpu, Reading
-from producers.node.nvml.missing import bare, identity
+from producers.node.nvml.lost_gpus import bare, identity
 from producers.node.nvml.support import LONGEST_WAIT
 from producers.node.nvml.worker import Worker
 from topics.instruments import Instruments

@@ -30,7 +30,7 @@ def identity(device: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in found.items() if value is not None}
 
 
-class Missing:
+class LostGpus:
     """All methods are for the event loop's thread."""
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class Missing:
             self._told.discard(uuid)
             _say(logging.INFO, f"{_title(known)} is back", known)
 
-    def tell(self) -> None:
+    def report(self) -> None:
         """Say of each, once, that it is missing: every GPU that the driver has was asked who it is."""
         for uuid in self._known.keys() - self._told:
             self._told.add(uuid)
