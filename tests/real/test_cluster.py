@@ -57,8 +57,8 @@ TAKEN_OVER_WITHIN_S = 15.0
 NEAR_MS = 2_000
 """So near a change of a pod a tick may be booked to the one before or after it."""
 
-TICK_S = 0.5
-LIFE_S = 6.0
+TICK_S = 0.25
+LIFE_S = 5.0
 
 DEPLOYED = ("ReplicaSet", "Deployment")
 
@@ -951,16 +951,36 @@ def test_a_leader_that_is_paused_past_its_lease_tells_nothing_that_a_reader_take
     assert (holder.pod_uid, holder.labels) == (new, {"app": "new"})
 
 
-def test_a_clean_stop_hands_over_at_once(cluster: Cluster, churn: Churn) -> None:
+def ended_pods(cluster: Cluster, epoch: int = 0) -> dict[tuple[str, str], int]:
+    """When each pod ended that was told of since an epoch, by node and uid, on the nodes that there are."""
+    nodes = there(cluster.api).keys()
+    return {
+        (value.node, pod.uid): pod.ended_ms
+        for value, _ in since(cluster, epoch)
+        for pod in value.pods
+        if pod.ended_ms is not None and value.node in nodes and value.cluster == CLUSTER
+    }
+
+
+def test_a_clean_stop_hands_over_at_once_with_the_pods_that_ended_before_the_next_leader_started(
+    cluster: Cluster, churn: Churn
+) -> None:
     churn.turn(5)
     cluster.settle()
-    leader, before, began_ms = cluster.leader(), epoch_now(cluster), now_ms()
+    leader, other = cluster.leader(), cluster.standby()
+    other.stop()
+    cluster.replicas = {name: one for name, one in cluster.replicas.items() if one is not other}
+    ended = ended_pods(cluster)
+    assert ended
+    cluster.replica()
+    before, began_ms = epoch_now(cluster), now_ms()
     leader.stop()
     cluster.replicas = {name: one for name, one in cluster.replicas.items() if one is not leader}
     assert leader.returncode == 0
     until(lambda: {value.node for value, _ in since(cluster, before)} >= there(cluster.api).keys())
     assert min(ts_ms for _, ts_ms in since(cluster, before)) - began_ms < DURATION_S * 1000 / 2
     cluster.settle()
+    assert ended_pods(cluster, before).items() >= ended.items()
 
 
 # -- its token
