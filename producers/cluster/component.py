@@ -1,7 +1,7 @@
 """The cluster as a producer: what its API server says of GPU pods is told of node by node, by one of all replicas.
 
 In: watches of pods, nodes, namespaces, resource slices and claims; owners, asked for once each. Out: gpu.workloads.
-State: the cluster as far as it concerns GPUs, kept by every replica; a standby knows all that the leader knows.
+Store: the cluster as far as it concerns GPUs, kept by every replica; a standby knows all that the leader knows.
 On failure: without an API server or a Kafka it runs, says so, and works when they come. Nothing is told before all of
 the pods and nodes are known, for readers take a pod that is not told of for ended.
 """
@@ -16,16 +16,16 @@ from typing import Any
 from producers import instruments as shared
 from producers.cluster import instruments as own
 from producers.cluster import listeners, pods, selection
-from producers.cluster.api import Api
+from producers.cluster.client import Client
 from producers.cluster.config import NODE_LABELS, POD_ANNOTATIONS, ClusterSettings
 from producers.cluster.lease import Lease
 from producers.cluster.owners import Chain, Owners
 from producers.cluster.pods import Reading
 from producers.cluster.rate_limiter import RateLimiter
+from producers.cluster.reflector import Reflector
 from producers.cluster.selection import ANNOTATION_BOUNDS, LABEL_BOUNDS, NODE_LABEL_BOUNDS, AllowList
-from producers.cluster.state import Selection, State
+from producers.cluster.store import Selection, Store
 from producers.cluster.takeover import ToldNodes, read_back
-from producers.cluster.watch import Watch
 from producers.sending import ConnectedSender, not_sent
 from producers.stopping import first_failure, first_of
 from producers.workloads import WorkloadsPublisher
@@ -77,7 +77,7 @@ class ClusterProducer:
         settings: ClusterSettings,
         *,
         sender: ConnectedSender | None = None,
-        api: Api | None = None,
+        api: Client | None = None,
         read_back: ReadBack = read_back,
     ) -> None:
         self._settings = settings
@@ -90,9 +90,9 @@ class ClusterProducer:
         self._synced_s = float("inf")
         self._publisher: WorkloadsPublisher | None = None
         self._lease: Lease | None = None
-        self._api = api or Api(settings.kubeconfig, self._instruments)
+        self._api = api or Client(settings.kubeconfig, self._instruments)
         self._owners = Owners(self._api, self._instruments, self._learn)
-        self._state = State(_selection(settings), self._owners)
+        self._state = Store(_selection(settings), self._owners)
         self._wake, self._stop = asyncio.Event(), asyncio.Event()
         self._required, self._extras = self._watches()
 
@@ -103,7 +103,7 @@ class ClusterProducer:
         return [*(reason for part in parts for reason in part.not_ready()), *self._not_sent()]
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Watch, and tell of what is known while this replica leads, until ``stop``; then send what is left, for at
+        """Reflector, and tell of what is known while this replica leads, until ``stop``; then send what is left, for at
         most 3 s. Raises what only a new process, or another configuration, can mend."""
         self._stop = stop
         try:
@@ -118,11 +118,11 @@ class ClusterProducer:
             await self._sender.stop(0.5)
             await self._api.close()
 
-    def _watches(self) -> tuple[tuple[Watch, ...], tuple[Watch, ...]]:
+    def _watches(self) -> tuple[tuple[Reflector, ...], tuple[Reflector, ...]]:
         """The watches without which nothing is told, and the others."""
 
-        def watch(name: str, path: str, listener: listeners.Listener[Any], **how: bool) -> Watch:
-            return Watch(self._api, path, listener, self._instruments, name=name, **how)
+        def watch(name: str, path: str, listener: listeners.Listener[Any], **how: bool) -> Reflector:
+            return Reflector(self._api, path, listener, self._instruments, name=name, **how)
 
         told = self._state, self._instruments, self._wake.set
         return (

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import aiohttp
 
-from producers.cluster.answers import said
+from topics.sender import describe
 
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 """Where a pod finds its token, the CA and its namespace."""
@@ -100,7 +100,7 @@ class Source(NamedTuple):
         except ConfigError:
             raise
         except Exception as error:  # the library raises whatever a file's contents lead to
-            raise ConfigError(f"{self._name()} can't be used: {said(error)}") from error
+            raise ConfigError(f"{self._name()} can't be used: {describe(error)}") from error
         if not configuration.host:
             raise ConfigError(f"{self._name()} names no server")
         return configuration, loader

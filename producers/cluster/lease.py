@@ -17,14 +17,13 @@ import random
 import time
 from collections.abc import Callable, Coroutine
 from datetime import UTC, datetime, timedelta
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import msgspec
 
 from producers.cluster import instruments as names
-from producers.cluster.answers import Answer, Unreachable
+from producers.cluster.client import Answer, Requests, Unreachable, message
 from producers.cluster.condition import Condition
-from producers.cluster.restarts import message
 from topics.instruments import Instruments
 
 log = logging.getLogger(__name__)
@@ -112,13 +111,6 @@ def _time(micros: int) -> str:
     return (_EPOCH + timedelta(microseconds=micros)).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
-class Client(Protocol):
-    """What a Lease needs of :class:`producers.cluster.api.Api`."""
-
-    async def request(self, method: str, path: str, *, body: bytes | None = None, timeout_s: float = 10.0) -> Answer:
-        """Ask; raises Unreachable."""
-
-
 class Refused(Exception):
     """The Lease could not be read or written; the message is a sentence, ``reason`` its kind. Try again."""
 
@@ -130,7 +122,7 @@ class Refused(Exception):
 class LeaseStore:
     """The Lease at the API server, as last read or written."""
 
-    def __init__(self, api: Client, namespace: str, name: str) -> None:
+    def __init__(self, api: Requests, namespace: str, name: str) -> None:
         self._api, self._name = api, name
         self._collection = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
         self._new: Json = {
@@ -204,7 +196,7 @@ class Lease:
 
     def __init__(
         self,
-        api: Client,
+        api: Requests,
         instruments: Instruments,
         *,
         namespace: str,

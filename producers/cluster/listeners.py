@@ -12,7 +12,7 @@ import msgspec
 from producers.cluster import instruments as names
 from producers.cluster import objects
 from producers.cluster.objects import Names, Undecodable, decode, reader
-from producers.cluster.state import State
+from producers.cluster.store import Store
 from topics.instruments import Instruments
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -81,7 +81,7 @@ class Listener(Generic[T]):
         self._wake()
 
 
-def pods(state: State, instruments: Instruments, wake: Callable[[], None], clock: Clock) -> Listener[objects.Pod]:
+def pods(state: Store, instruments: Instruments, wake: Callable[[], None], clock: Clock) -> Listener[objects.Pod]:
     """The listener of pods."""
     cut = instruments.counter(names.CUT)
     target = Target(
@@ -96,7 +96,7 @@ def pods(state: State, instruments: Instruments, wake: Callable[[], None], clock
     return Listener("pods", target, instruments, wake)
 
 
-def nodes(state: State, instruments: Instruments, wake: Callable[[], None], clock: Clock) -> Listener[objects.Object]:
+def nodes(state: Store, instruments: Instruments, wake: Callable[[], None], clock: Clock) -> Listener[objects.Object]:
     """The listener of nodes."""
     target = Target(
         kind=objects.Object,
@@ -110,7 +110,7 @@ def nodes(state: State, instruments: Instruments, wake: Callable[[], None], cloc
     return Listener("nodes", target, instruments, wake)
 
 
-def namespaces(state: State, instruments: Instruments, wake: Callable[[], None]) -> Listener[objects.Object]:
+def namespaces(state: Store, instruments: Instruments, wake: Callable[[], None]) -> Listener[objects.Object]:
     """The listener of namespaces."""
     target = Target(
         kind=objects.Object,
@@ -124,7 +124,7 @@ def namespaces(state: State, instruments: Instruments, wake: Callable[[], None])
     return Listener("namespaces", target, instruments, wake)
 
 
-def slices(state: State, instruments: Instruments, wake: Callable[[], None]) -> Listener[objects.Slice]:
+def slices(state: Store, instruments: Instruments, wake: Callable[[], None]) -> Listener[objects.Slice]:
     """The listener of resource slices."""
     target = Target(
         kind=objects.Slice,
@@ -139,7 +139,7 @@ def slices(state: State, instruments: Instruments, wake: Callable[[], None]) -> 
 
 
 def claims(
-    state: State, instruments: Instruments, wake: Callable[[], None], clock: Clock
+    state: Store, instruments: Instruments, wake: Callable[[], None], clock: Clock
 ) -> Listener[objects.ResourceClaim]:
     """The listener of resource claims."""
     target = Target(

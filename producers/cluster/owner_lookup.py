@@ -13,14 +13,14 @@ import logging
 import random
 import re
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 from urllib.parse import quote
 
 from producers.cluster import instruments as names
 from producers.cluster import objects
-from producers.cluster.answers import Answer, Unreachable
+from producers.cluster.client import Answer, Requests, Unreachable
 from producers.cluster.objects import Undecodable, controller, decode, reader
 from producers.cluster.pods import as_owner
 from topics.instruments import Instruments
@@ -56,21 +56,7 @@ _OBJECT = reader(objects.Object)
 _RESOURCES = reader(objects.ApiResources)
 
 
-class Client(Protocol):
-    """What this needs of :class:`producers.cluster.api.Api`."""
-
-    def request(
-        self,
-        method: str,
-        path: str,
-        *,
-        headers: dict[str, str] | None = None,
-        timeout_s: float = 10.0,
-    ) -> Coroutine[None, None, Answer]:
-        """Ask, and give the answer of whatever status; raises Unreachable where there is none."""
-
-
-class Resource(NamedTuple):
+class Kind(NamedTuple):
     """How a kind is asked for."""
 
     plural: str
@@ -91,14 +77,14 @@ class Link(NamedTuple):
 TOP = Link(None)
 
 _BUILT_IN = {
-    ("v1", "Pod"): Resource("pods", namespaced=True),
-    ("v1", "ReplicationController"): Resource("replicationcontrollers", namespaced=True),
-    ("apps/v1", "ReplicaSet"): Resource("replicasets", namespaced=True),
-    ("apps/v1", "Deployment"): Resource("deployments", namespaced=True),
-    ("apps/v1", "StatefulSet"): Resource("statefulsets", namespaced=True),
-    ("apps/v1", "DaemonSet"): Resource("daemonsets", namespaced=True),
-    ("batch/v1", "Job"): Resource("jobs", namespaced=True),
-    ("batch/v1", "CronJob"): Resource("cronjobs", namespaced=True),
+    ("v1", "Pod"): Kind("pods", namespaced=True),
+    ("v1", "ReplicationController"): Kind("replicationcontrollers", namespaced=True),
+    ("apps/v1", "ReplicaSet"): Kind("replicasets", namespaced=True),
+    ("apps/v1", "Deployment"): Kind("deployments", namespaced=True),
+    ("apps/v1", "StatefulSet"): Kind("statefulsets", namespaced=True),
+    ("apps/v1", "DaemonSet"): Kind("daemonsets", namespaced=True),
+    ("batch/v1", "Job"): Kind("jobs", namespaced=True),
+    ("batch/v1", "CronJob"): Kind("cronjobs", namespaced=True),
 }
 _TOPS = {("v1", "Node")}
 """Kinds that nothing owns: a static pod's node."""
@@ -108,7 +94,7 @@ _TOPS = {("v1", "Node")}
 class _Group:
     """A version of an API group: what it serves, where that was asked, and until when it is left alone."""
 
-    kinds: dict[str, Resource] | None = None
+    kinds: dict[str, Kind] | None = None
     asked_s: float = 0.0
     paused_until_s: float = 0.0
     failures: int = 0
@@ -125,7 +111,7 @@ class _Refusal(NamedTuple):
 class OwnerLookup:
     """Asks for owners, several of one API group at the same time, but not many."""
 
-    def __init__(self, api: Client, instruments: Instruments, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, api: Requests, instruments: Instruments, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._api, self._instruments, self._clock = api, instruments, clock
         self._groups: dict[str, _Group] = {}
         self._refused: dict[tuple[str, str, str], _Refusal] = {}
@@ -161,7 +147,7 @@ class OwnerLookup:
         answer = await self._api.request("GET", path, headers=_METADATA_ONLY, timeout_s=TIMEOUT_S)
         return self._read(group, owner, namespace, answer)
 
-    async def _kinds(self, group: _Group, owner: Owner) -> dict[str, Resource] | Link:
+    async def _kinds(self, group: _Group, owner: Owner) -> dict[str, Kind] | Link:
         """The kinds that a version of an API group serves; a link that ends the chain where that can't be known."""
         if group.kinds is not None:
             good_for_s = AGAIN_S if owner.kind in group.kinds else NEW_KIND_S
@@ -177,7 +163,7 @@ class OwnerLookup:
                 served = decode(_RESOURCES, answer.body).resources or ()
             except Undecodable:
                 return self._undecodable(owner)
-            group.kinds = {row.kind: Resource(row.name, row.namespaced) for row in served if "/" not in row.name}
+            group.kinds = {row.kind: Kind(row.name, row.namespaced) for row in served if "/" not in row.name}
         group.asked_s, group.failures = self._clock(), 0
         return group.kinds
 
@@ -268,7 +254,7 @@ def _base(api_version: str) -> str:
     return f"/apis/{api_version}" if "/" in api_version else f"/api/{api_version}"
 
 
-def _path(owner: Owner, resource: Resource, namespace: str) -> str:
+def _path(owner: Owner, resource: Kind, namespace: str) -> str:
     of_namespace = f"/namespaces/{quote(namespace, safe='')}" if resource.namespaced else ""
     return f"{_base(owner.api_version)}{of_namespace}/{resource.plural}/{quote(owner.name, safe='')}"
 

@@ -1,7 +1,7 @@
 """Who owns a pod: the chain of controllers from its own to the top, each asked for once.
 
 In: a pod's controller, as its owner reference names it. Out: owner chains.
-State: the chains that are wanted, and what is above each owner.
+Store: the chains that are wanted, and what is above each owner.
 On failure: a chain that can't be followed now is incomplete, and tried again; what was once found of it stays. An owner
 that is gone, or that may not be read, stays in the chain as the last.
 """
@@ -13,7 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from producers.cluster.owner_lookup import DEEPEST, Client, Link, OwnerLookup
+from producers.cluster.client import Requests
+from producers.cluster.owner_lookup import DEEPEST, Link, OwnerLookup
 from topics.instruments import Instruments
 from topics.workloads import Owner
 
@@ -52,7 +53,7 @@ class Owners:
 
     def __init__(
         self,
-        api: Client,
+        api: Requests,
         instruments: Instruments,
         learned: Callable[[str, Chain], None],
         *,

@@ -33,8 +33,8 @@ from producers import instruments as shared
 from producers.cluster import instruments as own
 from producers.cluster.lease import DURATION_S
 from producers.cluster.owner_lookup import DEEPEST
+from producers.cluster.reflector import WENT_WELL_S
 from producers.cluster.selection import ANNOTATION_BOUNDS, LABEL_BOUNDS
-from producers.cluster.watch import WENT_WELL_S
 from producers.publisher import NodePublisher
 from tests.k8s.manifests import K8S
 from tests.real.conftest import need

@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 
 from producers.cluster import instruments as names
-from producers.cluster import watch as module
-from producers.cluster.answers import Unreachable
-from producers.cluster.api import Api
+from producers.cluster import reflector as module
+from producers.cluster.client import Client, Unreachable
 from producers.cluster.lease import Lease
-from producers.cluster.watch import Watch
+from producers.cluster.reflector import Reflector
 from tests.producers.cluster.known import Known
 from tests.producers.fakes import value
 from tests.real.cut import Line
@@ -44,11 +43,11 @@ async def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
 class Maps:
     """The config maps of a namespace, and a watch of them."""
 
-    def __init__(self, server: ApiServer, api: Api, namespace: str, **settings: Any) -> None:
+    def __init__(self, server: ApiServer, api: Client, namespace: str, **settings: Any) -> None:
         self.server, self.namespace, self.known = server, namespace, Known()
         self.instruments = Instruments(names.INSTRUMENTS)
         self.path = f"/api/v1/namespaces/{namespace}/configmaps"
-        self.watch = Watch(api, self.path, self.known, self.instruments, name="maps", **settings)
+        self.watch = Reflector(api, self.path, self.known, self.instruments, name="maps", **settings)
         self.task = asyncio.create_task(self.watch.run())
 
     @property
@@ -91,7 +90,7 @@ async def watching(request: pytest.FixtureRequest) -> AsyncIterator[Watching]:
             await asyncio.to_thread(server.namespace, namespace)
             for name in before:
                 await asyncio.to_thread(server.apply, config_map(namespace, name))
-            api = Api(kubeconfig or server.kubeconfig("admin"))
+            api = Client(kubeconfig or server.kubeconfig("admin"))
             await api.start()
             stack.push_async_callback(api.close)
             maps = Maps(server, api, namespace, **settings)
@@ -256,7 +255,7 @@ async def test_a_token_file_that_rotates_is_followed_as_a_pod_and_by_a_kubeconfi
     token.write_text(await asyncio.to_thread(kube_api.service_account, "rotating", "producer"))
     await asyncio.to_thread(kube_api.grant, "rotating:producer", READ_MAPS)
     config = kube_api.kubeconfig(tokenFile=str(token))
-    apis = [Api(None, service_account=account, refresh_s=0.5), Api(config, refresh_s=0.5)]
+    apis = [Client(None, service_account=account, refresh_s=0.5), Client(config, refresh_s=0.5)]
     for api in apis:
         await api.start()
         assert await status(api) == 200
@@ -277,7 +276,7 @@ async def test_a_certificate_authority_that_is_replaced_is_followed(
     monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(kube_api.ports[0].number))
     (tmp_path / "token").write_text(kube_api.token("admin"))
     await asyncio.to_thread(make_authority, tmp_path / "ca.crt")
-    api = Api(None, service_account=tmp_path, refresh_s=0.2)
+    api = Client(None, service_account=tmp_path, refresh_s=0.2)
     await api.start()
     with pytest.raises(Unreachable, match="certificate") as error:
         await status(api)
@@ -298,11 +297,11 @@ def make_authority(path: Path) -> None:
     subprocess.run([find_openssl(), *what, "-out", path], check=True, capture_output=True)
 
 
-async def status(api: Api) -> int:
+async def status(api: Client) -> int:
     return (await api.request("GET", "/api/v1/configmaps", params={"limit": "1"})).status
 
 
-async def until_status(api: Api, expected: int) -> None:
+async def until_status(api: Client, expected: int) -> None:
     async with asyncio.timeout(60):
         while await status(api) != expected:  # noqa: ASYNC110 - the server gives no event
             await asyncio.sleep(0.2)
@@ -314,7 +313,7 @@ async def until_status(api: Api, expected: int) -> None:
 class Candidate:
     """A process that wants to lead, on a line of its own; the diary is of all: (who, what, when)."""
 
-    def __init__(self, api: Api, line: Line, identity: str, diary: list[tuple[str, str, float]]) -> None:
+    def __init__(self, api: Client, line: Line, identity: str, diary: list[tuple[str, str, float]]) -> None:
         self.identity, self.line, self.diary = identity, line, diary
         instruments = Instruments(names.INSTRUMENTS)
         self.lease = Lease(api, instruments, namespace="default", name="leader", identity=identity)
@@ -351,7 +350,7 @@ async def joins(start_kube_api: Callable[..., ApiServer]) -> AsyncIterator[Joins
 
         async def join(identity: str) -> Candidate:
             line = await stack.enter_async_context(Line(server.ports[0].number))
-            api = Api(server.kubeconfig("one", server=f"https://127.0.0.1:{line.port}"))
+            api = Client(server.kubeconfig("one", server=f"https://127.0.0.1:{line.port}"))
             await api.start()
             stack.push_async_callback(api.close)
             candidate = Candidate(api, line, identity, diary)

@@ -8,7 +8,7 @@ from producers.cluster import config, objects, selection
 from producers.cluster.objects import decode, reader
 from producers.cluster.pods import Reading
 from producers.cluster.selection import ANNOTATION_BOUNDS, LABEL_BOUNDS, NODE_LABEL_BOUNDS, AllowList
-from producers.cluster.state import Selection, State
+from producers.cluster.store import Selection, Store
 from topics.workloads import Owner
 
 JsonDict = dict[str, Any]
@@ -151,9 +151,9 @@ def chosen(*, labels: Sequence[str] = config.POD_LABELS) -> Selection:
     )
 
 
-def state(*nodes: str, follower: Follower | None = None) -> State:
+def state(*nodes: str, follower: Follower | None = None) -> Store:
     """An empty cluster of some nodes."""
-    made = State(chosen(), follower or Follower())
+    made = Store(chosen(), follower or Follower())
     for node in nodes:
         made.put_node(node, {})
     return made

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from producers.cluster import condition
 from producers.cluster import instruments as names
 from producers.cluster import lease as module
-from producers.cluster.answers import Answer, Unreachable
-from producers.cluster.api import Api
+from producers.cluster.client import Answer, Client, Unreachable
 from producers.cluster.lease import Lease, Record, Stuck, record_of, spec_of, taken
 from tests.producers.cluster.api_server import ApiServer, Behaviour, Json, Reply, Request, answers, kubeconfig
 from tests.producers.fakes import value
@@ -30,10 +29,18 @@ NOW_US = 1_795_000_000_123_456
 class Line:
     """The way to the API server, which can be cut: then nothing is answered."""
 
-    def __init__(self, api: Api) -> None:
+    def __init__(self, api: Client) -> None:
         self.api, self.cut = api, False
 
-    async def request(self, method: str, path: str, *, body: bytes | None = None, timeout_s: float = 10.0) -> Answer:
+    async def request(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: bytes | None = None,
+        headers: Mapping[str, str] | None = None,
+        timeout_s: float = 10.0,
+    ) -> Answer:
         if self.cut:
             await asyncio.sleep(timeout_s)
             raise Unreachable("timeout", "no answer in time")
@@ -43,7 +50,7 @@ class Line:
 class Candidate:
     """A process that wants to lead: ``diary`` is written by all of them, as (who, what)."""
 
-    def __init__(self, api: Api, identity: str, diary: list[tuple[str, str]], **settings: Any) -> None:
+    def __init__(self, api: Client, identity: str, diary: list[tuple[str, str]], **settings: Any) -> None:
         times = {"duration_s": 4.0, "renew_s": 0.1, "give_up_s": 2.5, **settings}
         self.line, self.identity, self.diary = Line(api), identity, diary
         self.instruments = Instruments(names.INSTRUMENTS)
@@ -86,7 +93,7 @@ async def join(server: ApiServer, tmp_path_factory: pytest.TempPathFactory) -> A
     """Adds a candidate; the test's diary is theirs together."""
     config = tmp_path_factory.mktemp("config") / "config"
     config.write_text(kubeconfig(server.url, {}))
-    api = Api(config)
+    api = Client(config)
     await api.start()
     diary: list[tuple[str, str]] = []
     candidates: list[Candidate] = []

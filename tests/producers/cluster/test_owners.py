@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 import hypothesis.strategies as st
@@ -13,7 +13,7 @@ from hypothesis import given
 from prometheus_client import CollectorRegistry
 
 from producers.cluster import instruments as names
-from producers.cluster.answers import Answer, Unreachable
+from producers.cluster.client import Answer, Unreachable
 from producers.cluster.owner_lookup import AGAIN_S, AT_ONCE, DEEPEST, LONGEST_PAUSE_S, NEW_KIND_S, REFUSED_S
 from producers.cluster.owners import Chain, Owners
 from tests.producers.cluster.made import reference
@@ -40,7 +40,13 @@ class FakeApi:
         self.at_once = self.most_at_once = 0
 
     async def request(
-        self, method: str, path: str, *, headers: dict[str, str] | None = None, timeout_s: float = 10.0
+        self,
+        method: str,
+        path: str,
+        *,
+        body: bytes | None = None,
+        headers: Mapping[str, str] | None = None,
+        timeout_s: float = 10.0,
     ) -> Answer:
         assert method == "GET"
         self.asked.append(path)

@@ -14,16 +14,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from producers.cluster import api as module
+from producers.cluster import client as module
 from producers.cluster import instruments as names
-from producers.cluster.answers import LARGEST_ERROR_BYTES, Lines, Unreachable
-from producers.cluster.api import Api
+from producers.cluster.client import LARGEST_ERROR_BYTES, Client, Lines, Unreachable
 from producers.cluster.credentials import ConfigError
 from tests.producers.cluster.api_server import ApiServer, Reply, Request, answers, hang, kubeconfig, says
 from tests.producers.fakes import value
 from topics.instruments import Instruments
 
-Open = Callable[..., Awaitable[Api]]
+Open = Callable[..., Awaitable[Client]]
 
 
 @pytest.fixture
@@ -42,11 +41,11 @@ def config(server: ApiServer, tmp_path: Path) -> Path:
 
 @pytest.fixture
 async def connect(config: Path, tmp_path: Path) -> AsyncIterator[Open]:
-    """Starts an Api, of the kubeconfig unless told otherwise."""
+    """Starts an Client, of the kubeconfig unless told otherwise."""
     async with contextlib.AsyncExitStack() as stack:
 
-        async def start(path: Path | None = config, **settings: Any) -> Api:
-            api = Api(path, service_account=tmp_path / "account", **settings)
+        async def start(path: Path | None = config, **settings: Any) -> Client:
+            api = Client(path, service_account=tmp_path / "account", **settings)
             await api.start()
             stack.push_async_callback(api.close)
             return api
@@ -160,7 +159,7 @@ async def test_an_answer_without_an_end_is_cut(
 # -- streams
 
 
-async def lines(api: Api, cap: int = 100, **settings: Any) -> list[bytes | None]:
+async def lines(api: Client, cap: int = 100, **settings: Any) -> list[bytes | None]:
     async with api.stream("/things", {"watch": "1"}, **settings) as stream:
         return [line async for line in stream.lines(cap)]
 
@@ -232,7 +231,7 @@ async def until(condition: Callable[[], Awaitable[bool]]) -> None:
             await asyncio.sleep(0.02)
 
 
-async def accepted(api: Api) -> bool:
+async def accepted(api: Client) -> bool:
     return (await api.request("GET", "/things")).status == 200
 
 
@@ -380,7 +379,7 @@ async def test_an_account_without_a_certificate_authority_is_said(
 
 def test_the_kubernetes_library_is_loaded_when_it_is_wanted() -> None:
     code = (
-        "import sys, producers.cluster.api, producers.cluster.watch, producers.cluster.lease;"
+        "import sys, producers.cluster.client, producers.cluster.reflector, producers.cluster.lease;"
         "sys.exit('kubernetes_asyncio' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
@@ -393,10 +392,10 @@ async def test_it_works_on_uvloop_and_leaves_nothing_open(server: ApiServer, tmp
     server.tokens = {"one"}
     code = (
         "import asyncio, pathlib, sys, uvloop\n"
-        "from producers.cluster.api import Api\n"
+        "from producers.cluster.client import Client\n"
         "async def main():\n"
         "    asyncio.get_running_loop().slow_callback_duration = 60  # a busy machine is slow\n"
-        "    api = Api(pathlib.Path(sys.argv[1]))\n"
+        "    api = Client(pathlib.Path(sys.argv[1]))\n"
         "    await api.start()\n"
         "    print((await api.request('GET', '/things')).status)\n"
         "    async with api.stream('/things', {'watch': '1', 'sendInitialEvents': 'true'}) as stream:\n"

@@ -5,7 +5,7 @@ from typing import Any
 
 import orjson
 
-from producers.cluster.room import fit
+from producers.cluster.record_size import fit
 
 
 def _row(name: str, *, ended: int | None = None, began: int = 0, size: int = 0) -> dict[str, Any]:

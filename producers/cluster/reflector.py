@@ -15,15 +15,13 @@ import logging
 import random
 import time
 from collections.abc import AsyncIterator, Mapping
-from typing import Annotated, Protocol, TypeVar
+from typing import Annotated, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
 from producers.cluster import instruments as names
-from producers.cluster.answers import Unreachable
-from producers.cluster.api import SILENCE_S, Api
+from producers.cluster.client import SILENCE_S, Client, Status, Unreachable, message
 from producers.cluster.condition import Condition
-from producers.cluster.restarts import Resource, Restart, Status, message, refused
 from topics.instruments import Instruments
 
 T = TypeVar("T")
@@ -45,6 +43,55 @@ WENT_WELL_S = 5.0
 
 _CHANGES = frozenset({"ADDED", "MODIFIED", "DELETED"})
 _LIST_ENDS = "k8s.io/initial-events-end"
+
+LONGEST_RETRY_AFTER_S = 120.0
+
+
+class Restart(Exception):
+    """Why a watch has to begin again; ``anew``: with a new list. ``reason`` is one of RESTART_REASONS."""
+
+    def __init__(self, reason: str, message: str, *, anew: bool = False, wait_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.reason, self.anew, self.wait_s = reason, anew, wait_s
+
+
+class Resource(NamedTuple):
+    """What a path names: ``/apis/apps/v1/replicasets`` is replicasets of the group apps."""
+
+    group: str
+    name: str
+
+    @classmethod
+    def of(cls, path: str) -> "Resource":
+        """The resource of an API path."""
+        parts = path.strip("/").split("/")
+        return cls(parts[1] if parts[0] == "apis" else "", parts[-1])
+
+    def rule(self, *verbs: str) -> str:
+        """The RBAC rule that allows these verbs, as it is written in a role."""
+        return f'{{apiGroups: ["{self.group}"], resources: [{self.name}], verbs: [{", ".join(verbs)}]}}'
+
+
+def refused(resource: Resource, status: int, body: bytes, retry_after_s: float | None = None) -> Restart:
+    """What a status that is no success means: how it is counted, said, and when it is worth asking again."""
+    said = message(body)
+    wait_s = min(retry_after_s or 0.0, LONGEST_RETRY_AFTER_S)
+    if status in (400, 422) and ("sendInitialEvents" in said or "resourceVersionMatch" in said):
+        return Restart("unsupported", f"no streaming lists: {said}", anew=True)
+    if status == 410:
+        return Restart("expired", said, anew=True)
+    if status == 401:
+        return Restart("unauthorized", f"our credentials are not accepted (401): {said}", wait_s=wait_s)
+    if status == 403:
+        rule = resource.rule("list", "watch")
+        return Restart("forbidden", f"not allowed (403); our ClusterRole lacks {rule}: {said}", wait_s=wait_s)
+    if status == 404:
+        return Restart("absent", f"the API server has no such resource (404): {said}", anew=True, wait_s=wait_s)
+    if status == 429:
+        return Restart("throttled", f"the API server is too busy for us (429): {said}", wait_s=wait_s)
+    if status >= 500:
+        return Restart("server_error", f"the API server fails ({status}): {said}", wait_s=wait_s)
+    return Restart("refused", f"an answer that makes no sense here ({status}): {said}", anew=True, wait_s=wait_s)
 
 
 class Listener(Protocol):
@@ -103,7 +150,7 @@ _page = msgspec.json.Decoder(_Page)
 _status = msgspec.json.Decoder(Status)
 
 
-class Watch:
+class Reflector:
     """Watches ``path``, such as ``/api/v1/pods``, for ``listener``; ``name`` is what metrics and the log call it.
 
     ``optional``: a resource that the API server does not have is an empty one, looked for again every 5 minutes.
@@ -111,7 +158,7 @@ class Watch:
 
     def __init__(
         self,
-        api: Api,
+        api: Client,
         path: str,
         listener: Listener,
         instruments: Instruments,

@@ -11,10 +11,9 @@ import pytest
 
 from producers.cluster import condition
 from producers.cluster import instruments as names
-from producers.cluster import watch as module
-from producers.cluster.api import Api
-from producers.cluster.restarts import LONGEST_RETRY_AFTER_S, Resource, Restart, message, refused
-from producers.cluster.watch import Watch
+from producers.cluster import reflector as module
+from producers.cluster.client import Client, message
+from producers.cluster.reflector import LONGEST_RETRY_AFTER_S, Reflector, Resource, Restart, refused
 from tests.producers.cluster.api_server import (
     ApiServer,
     Behaviour,
@@ -47,9 +46,9 @@ def versioned(name: str, version: int | str) -> Json:
 class Bench:
     """A watch of a server's pods, and what its listener knows."""
 
-    def __init__(self, server: ApiServer, api: Api, instruments: Instruments, **settings: Any) -> None:
+    def __init__(self, server: ApiServer, api: Client, instruments: Instruments, **settings: Any) -> None:
         self.server, self.api, self.instruments, self.known = server, api, instruments, Known()
-        self.watch = Watch(api, PODS, self.known, instruments, name="pods", **settings)
+        self.watch = Reflector(api, PODS, self.known, instruments, name="pods", **settings)
         self.task = asyncio.create_task(self.watch.run())
 
     def restarts(self, reason: str) -> float:
@@ -90,7 +89,7 @@ async def start(server: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
         async def begin(**settings: Any) -> Bench:
             instruments = Instruments(names.INSTRUMENTS)
-            api = Api(config, instruments)
+            api = Client(config, instruments)
             await api.start()
             stack.push_async_callback(api.close)
             bench = Bench(server, api, instruments, **settings)

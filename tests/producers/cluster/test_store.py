@@ -10,7 +10,7 @@ from hypothesis import given
 from producers import records
 from producers.cluster.owners import Chain
 from producers.cluster.pods import KEPT_MS
-from producers.cluster.state import Content, State
+from producers.cluster.store import Content, Store
 from producers.cluster.takeover import ToldNode
 from producers.sending import LARGEST_VALUE_BYTES
 from tests.producers.cluster.made import START_MS, Follower, claim, over, pod, slice_, state
@@ -24,13 +24,13 @@ DEPLOYMENT = Owner("apps/v1", "Deployment", "llm", "dep-1")
 CHAIN = Chain((RS, DEPLOYMENT), complete=True)
 
 
-def told(of: State, node: str = "n1") -> Content:
+def told(of: Store, node: str = "n1") -> Content:
     content = of.take(node)
     assert content is not None
     return content
 
 
-def row(of: State, node: str = "n1", number: int = 0) -> dict[str, Any]:
+def row(of: Store, node: str = "n1", number: int = 0) -> dict[str, Any]:
     return told(of, node).pods[number]
 
 
@@ -427,7 +427,7 @@ _EVENTS = st.one_of(
 )
 
 
-def _apply(cluster: State, events: Iterable[Event]) -> dict[tuple[str, Any], Event]:
+def _apply(cluster: Store, events: Iterable[Event]) -> dict[tuple[str, Any], Event]:
     """Tell of the events; gives the objects that are there at the end, by what they are."""
     last: dict[tuple[str, Any], Event] = {}
     for number, (what, of) in enumerate(events):
@@ -459,7 +459,7 @@ def _apply(cluster: State, events: Iterable[Event]) -> dict[tuple[str, Any], Eve
     return last
 
 
-def _alive(cluster: State) -> dict[str, Any]:
+def _alive(cluster: Store) -> dict[str, Any]:
     """What is told of each node, but for what has ended."""
     told = {node: cluster.take(node) for node in ("n1", "n2")}
     return {

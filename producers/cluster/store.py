@@ -2,7 +2,7 @@
 
 In: pods, nodes, namespaces, slices and claims as the API server has them, and owner chains. Out: the content of a
 node's gpu.workloads record, and which nodes changed.
-State: the GPU pods, and the labels, chains and devices that they are told with.
+Store: the GPU pods, and the labels, chains and devices that they are told with.
 On failure: what would not fit into a record gives way in a fixed order, and is counted.
 All of it is pure: times are given, in ms since the epoch.
 """
@@ -18,7 +18,7 @@ from producers.cluster.claims import Claims
 from producers.cluster.labelled import Labelled
 from producers.cluster.owners import UNKNOWN, Chain
 from producers.cluster.pods import Change, Pods, Reading
-from producers.cluster.room import JsonDict, fit, size
+from producers.cluster.record_size import JsonDict, fit, size
 from producers.cluster.selection import LABEL_BOUNDS, AllowList
 from producers.cluster.slices import Slices
 from producers.cluster.takeover import ToldNode
@@ -64,7 +64,7 @@ class Content(NamedTuple):
     shed: int
 
 
-class State:
+class Store:
     """The cluster as far as it concerns GPUs."""
 
     def __init__(self, selection: Selection, follower: Follower) -> None:
