@@ -81,7 +81,10 @@ async def find(
     held: Held,
     compacted: frozenset[str] = frozenset(),
 ) -> Start:
-    """Find where to begin to read these input and state partitions. ``compacted`` topics are read whole."""
+    """Find where to begin to read these input and state partitions. ``compacted`` topics are read whole.
+
+    Where a state's topic was deleted and created again, what is held of it stays true, and its new log is read as well.
+    """
     inputs, states = list(inputs), list(states)
     bounds = Bounds(*await asyncio.gather(log.beginnings(inputs + states), log.ends(inputs + states)))
     tps = inputs + states
@@ -89,9 +92,10 @@ async def find(
     committed = {tp: commits[tp] for tp in inputs}
     positions = {tp: _position(offset, bounds, tp) for tp, offset in committed.items()}
     lost = {tp: offset for tp, offset in committed.items() if offset is not None and offset != positions[tp]}
-    fresh = {tp.partition for tp in states if not bounds.holds(tp, held.states.get(tp))}
+    renewed = {tp: bounds.begins[tp] for tp in states if held.states.get(tp, 0) > bounds.ends[tp]}
+    fresh = {tp.partition for tp in states if tp not in renewed and not bounds.holds(tp, held.states.get(tp))}
     fresh |= {tp.partition for tp, offset in positions.items() if offset < held.commits.get(tp, 0)}
-    kept = {tp: held.states[tp] for tp in states if tp.partition not in fresh}
+    kept = {tp: renewed.get(tp, held.states[tp]) for tp in states if tp.partition not in fresh}
     whole = {tp: bounds.begins[tp] for tp in states if tp.partition in fresh and tp.topic in compacted}
     recent = [tp for tp in states if tp.partition in fresh and tp.topic not in compacted]
     anew = await _state_positions(log, recent, positions, bounds)

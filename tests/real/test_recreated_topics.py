@@ -1,0 +1,136 @@
+"""A topic deleted and created again under a live pipeline: what its new log has arrives everywhere, by identity."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any, NamedTuple
+
+import pytest
+
+from gpustream.components import Component
+from producers.simulated.component import SimulatedFleet
+from producers.simulated.config import SimulatedSettings
+from sinks import consumer
+from sinks.outcomes import Outcome
+from sinks.scrape.config import ScrapeSettings
+from sinks.scrape.sink import ScrapeSink
+from streams.attribution.component import Attribution
+from streams.settings import AttributionSettings
+from tests.real.pipeline import Tick, read_all
+from tests.real.servers import ASK_TIMEOUT_S, KafkaServer
+from topics import broker
+
+PARTITIONS = 2
+NODES = 3
+ENOUGH = 60
+"""Ticks that are waited for before, and after."""
+
+GIVE_UP_S = 90.0
+
+
+class Pipeline(NamedTuple):
+    """A fleet, its attribution and a sink, what the sink took, and what failed."""
+
+    fleet: SimulatedFleet
+    attribution: Attribution
+    scrape: ScrapeSink
+    taken: list[Tick]
+    failures: list[str]
+
+
+def pipeline(kafka: str) -> Pipeline:
+    """The components, not yet at work. Pods live short, so that there are new snapshots all the time."""
+    taken: list[Tick] = []
+    failures: list[str] = []
+
+    def took(cluster: str, node: str, run_id: int, seq: int, outcome: Outcome) -> None:
+        if outcome == "delivered":
+            taken.append((cluster, node, run_id, seq))
+
+    fleet = SimulatedSettings(kafka=kafka, fleet=f"{NODES}x2", interval_s=0.1, pod_life_s=2.0)
+    scrape = ScrapeSettings(kafka=kafka, scrape_listen=None, from_="earliest")
+    return Pipeline(
+        SimulatedFleet(fleet),
+        Attribution(AttributionSettings(kafka=kafka, grace_s=0.5), fail=failures.append),
+        ScrapeSink(scrape, took),
+        taken,
+        failures,
+    )
+
+
+@asynccontextmanager
+async def running(*these: Component) -> AsyncIterator[None]:
+    """The components at work."""
+    stop = asyncio.Event()
+    tasks = [asyncio.ensure_future(one.run(stop)) for one in these]
+    try:
+        yield
+    finally:
+        stop.set()
+        await asyncio.gather(*tasks)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait until it holds."""
+    async with asyncio.timeout(GIVE_UP_S):
+        while not condition():  # noqa: ASYNC110 - of a broker
+            await asyncio.sleep(0.05)
+
+
+def recreate(kafka: KafkaServer, topic: str) -> None:
+    """Delete a topic, and create it again as it was."""
+    admin = kafka.admin()  # a client that nothing refers to gives up what it was asked
+    for done in admin.delete_topics([topic], operation_timeout=ASK_TIMEOUT_S).values():
+        done.result(ASK_TIMEOUT_S)
+    kafka.wait_until(lambda: topic not in kafka.topics())
+    kafka.create_ours({topic: PARTITIONS})
+
+
+async def records(kafka: KafkaServer, topic: str) -> dict[Tick, dict[str, Any]]:
+    """What a topic has, by identity."""
+    found = [json.loads(record.value) for record in await read_all(kafka.address, topic)]
+    return {(one["cluster"], one["node"], one["run_id"], one["seq"]): one for one in found}
+
+
+@pytest.mark.parametrize("topic", ["gpu.samples", "gpu.allocations", "gpu.workloads", "gpu.attributed"])
+async def test_what_the_new_log_has_arrives_everywhere_once(
+    empty_kafka: KafkaServer, topic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(consumer, "_METADATA_MS", 1000)  # how long a client may take to see that a topic is back
+    await broker.create(empty_kafka.address, partitions=PARTITIONS, replication_factor=1)
+    one = pipeline(empty_kafka.address)
+    async with running(one.attribution, one.scrape):
+        async with running(one.fleet):
+            await until(lambda: len(one.taken) >= ENOUGH)
+            await asyncio.to_thread(recreate, empty_kafka, topic)
+            before = len(one.taken)
+            await until(lambda: len(one.taken) >= before + ENOUGH)
+        samples = await records(empty_kafka, "gpu.samples")
+        last = {node: (cluster, node, run_id, seq) for cluster, node, run_id, seq in sorted(samples)}.values()
+        await until(lambda: set(last) <= set(one.taken))
+        attributed = await records(empty_kafka, "gpu.attributed")
+
+    wanted = samples.keys() & attributed.keys() if topic == "gpu.attributed" else samples.keys()
+    assert one.failures == []
+    assert len(wanted) >= ENOUGH // 2
+    assert wanted <= attributed.keys() & set(one.taken)
+    assert len(one.taken) == len(set(one.taken))
+    assert {attributed[tick]["attribution"] for tick in last} == {"exact"}
+
+
+async def test_a_stream_that_was_stopped_meanwhile_reads_the_new_log_from_its_beginning(
+    empty_kafka: KafkaServer,
+) -> None:
+    await broker.create(empty_kafka.address, partitions=PARTITIONS, replication_factor=1)
+    one, again = pipeline(empty_kafka.address), pipeline(empty_kafka.address)
+    async with running(one.attribution, one.scrape, one.fleet):
+        await until(lambda: len(one.taken) >= ENOUGH)
+    await asyncio.to_thread(recreate, empty_kafka, "gpu.samples")
+    async with running(again.fleet):
+        await until(lambda: sum(seq for *_, seq in again.fleet.sampled()) >= 3 * ENOUGH)
+    samples = await records(empty_kafka, "gpu.samples")
+    assert len(samples) >= 3 * ENOUGH
+    async with running(again.attribution, again.scrape):
+        await until(lambda: samples.keys() <= set(again.taken))
+    assert one.failures == again.failures == []
