@@ -94,6 +94,7 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
         self._trouble: str | None = None
         self._complained: set[str] = set()
         self._open: dict[Partition, tuple[int, float]] = {}
+        self._vanished: set[str] = set()
         self._tasks: list[asyncio.Task[None]] = []
         self._evicted: asyncio.Task[Any] | None = None
 
@@ -151,7 +152,7 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
             trouble = f": {self._trouble}" if self._trouble else ""
             return [f"not a member of the group {self.settings.group}{trouble}"]
         if missing := [topic for topic in self.topics if not self._consumer.partitions_for_topic(topic)]:
-            return [f"there is no topic {topic}" for topic in missing]
+            return [f"there is no topic {topic}: run `gpustream topics create`" for topic in missing]
         now_s = time.monotonic()
         hanging = [
             f"{tp.topic} partition {tp.partition}: a transaction is open since offset {offset}, for"
@@ -226,6 +227,7 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
         for topic in self.topics:
             count = len(self._consumer.partitions_for_topic(topic) or ())
             known = self._partitions.setdefault(topic, count) if count else count
+            self._look_for_new_log(topic, is_there=count > 0)
             if count != known:
                 self._end(
                     f"{topic} has {count} partitions, and had {known} when this process started: which partition a key"
@@ -233,6 +235,23 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
                 )
         for tp in self.assignment() if self._joined else ():
             self._look_for_transactions(tp, now_s)
+
+    def _look_for_new_log(self, topic: str, *, is_there: bool) -> None:
+        """Read a topic that was deleted, and is there again, from its beginning.
+
+        The client would go on from where it was in the old log, past what the new one has until there.
+        """
+        if not is_there and topic in self._partitions:
+            if topic not in self._vanished:
+                log.warning("%s: deleted, or not to be seen by this client any more; waiting for it", topic)
+            self._vanished.add(topic)
+            self._consumer._client.force_metadata_update()  # noqa: SLF001 - or it is not seen for so long as it may be
+        elif is_there and topic in self._vanished:
+            self._vanished.remove(topic)
+            log.warning("%s: deleted and created again; reading its new log from the beginning", topic)
+            for tp in self.assignment():
+                if tp.topic == topic:
+                    self._consumer.seek(theirs(tp), 0)
 
     def _look_for_transactions(self, tp: Partition, now_s: float) -> None:
         """Note since when the last stable offset has stood still before the end of the log."""
@@ -340,7 +359,7 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
         :meth:`Member.revoked` returns.
         """
         assigned = self.assignment()
-        mine = {theirs(tp): offset for tp, offset in offsets.items() if tp in assigned}
+        mine = {theirs(tp): at for tp, at in offsets.items() if tp in assigned and tp.topic not in self._vanished}
         try:
             if mine:
                 await self._consumer.commit(mine)

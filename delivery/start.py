@@ -92,13 +92,13 @@ async def find(
     committed = {tp: commits[tp] for tp in inputs}
     positions = {tp: _position(offset, bounds, tp) for tp, offset in committed.items()}
     lost = {tp: offset for tp, offset in committed.items() if offset is not None and offset != positions[tp]}
-    renewed = {tp: bounds.begins[tp] for tp in states if held.states.get(tp, 0) > bounds.ends[tp]}
+    renewed = {tp for tp in states if held.states.get(tp, 0) > bounds.ends[tp]}
     fresh = {tp.partition for tp in states if tp not in renewed and not bounds.holds(tp, held.states.get(tp))}
     fresh |= {tp.partition for tp, offset in positions.items() if offset < held.commits.get(tp, 0)}
-    kept = {tp: renewed.get(tp, held.states[tp]) for tp in states if tp.partition not in fresh}
-    whole = {tp: bounds.begins[tp] for tp in states if tp.partition in fresh and tp.topic in compacted}
-    recent = [tp for tp in states if tp.partition in fresh and tp.topic not in compacted]
-    anew = await _state_positions(log, recent, positions, bounds)
+    unread = [tp for tp in states if tp.partition in fresh or tp in renewed]
+    kept = {tp: held.states[tp] for tp in states if tp not in unread}
+    whole = {tp: bounds.begins[tp] for tp in unread if tp.topic in compacted}
+    anew = await _state_positions(log, [tp for tp in unread if tp.topic not in compacted], positions, bounds)
     ends = {tp: bounds.ends[tp] for tp in inputs}, {tp: bounds.ends[tp] for tp in states}
     settled = {tp: _position(commits[tp], bounds, tp) for tp in states}
     return Start(positions | kept | whole | anew, *ends, frozenset(fresh), lost, settled)

@@ -126,7 +126,7 @@ class GroupReader:
         if not self._joined:
             return [f"not a member of the group {self._settings.group}"]
         if missing := [topic for topic in self._sources if not self._consumer.partitions_for_topic(topic)]:
-            return [f"there is no topic {topic}" for topic in missing]
+            return [f"there is no topic {topic}: run `gpustream topics create`" for topic in missing]
         return [reason for topic in self._sources for reason in self._opening(topic)]
 
     async def leave(self) -> None:

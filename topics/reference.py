@@ -107,6 +107,9 @@ def topics_markdown() -> str:
         "`/readyz`, and goes on by itself when that is mended; producers keep their ticks meanwhile, as in an outage. "
         "A consumer of your own that starts first may make a topic where the broker allows that: "
         "`allow.auto.create.topics=false`, where its client has it, prevents it.",
+        "A topic may be deleted and created again while all of it runs, one alone too: what it held is gone, and its "
+        "new log is read from its beginning. Where that was gpu.allocations or gpu.workloads, a worker that starts "
+        "before they have been sent again, which takes 5 minutes at most, knows no holders, or no workloads.",
         *(_topic(topic) for topic in topics),
     ]
     return "\n\n".join(parts) + "\n"

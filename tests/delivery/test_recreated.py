@@ -1,0 +1,84 @@
+"""A member of a group whose topic is deleted and created again reads its new log, and commits nothing of the old one."""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from aiokafka import TopicPartition
+
+from delivery.group import ConsumerGroup, GroupSettings
+from delivery.ledger import Partition
+
+TOPIC, OTHER = "gpu.samples", "gpu.workloads"
+
+
+class Member:
+    """Reads nothing."""
+
+    async def revoked(self) -> None:
+        """Nothing to finish."""
+
+    def assigned(self, tps: set[Partition]) -> None:
+        """Nothing to begin."""
+
+
+class Client:
+    """What the group asks of aiokafka's consumer."""
+
+    def __init__(self) -> None:
+        self.there: dict[str, set[int]] = {TOPIC: {0, 1}, OTHER: {0, 1}}
+        self.seeks: dict[TopicPartition, int] = {}
+        self.commits: list[Mapping[TopicPartition, int]] = []
+        self.asked = 0
+        self._client = self
+
+    def partitions_for_topic(self, topic: str) -> Collection[int] | None:
+        return self.there.get(topic)
+
+    def assignment(self) -> set[TopicPartition]:
+        return {TopicPartition(topic, 1) for topic in (TOPIC, OTHER)}
+
+    def seek(self, tp: TopicPartition, offset: int) -> None:
+        self.seeks[tp] = offset
+
+    def force_metadata_update(self) -> None:
+        self.asked += 1
+
+    async def commit(self, offsets: Mapping[TopicPartition, int]) -> None:
+        self.commits.append(offsets)
+
+
+def member() -> tuple[ConsumerGroup, Client]:
+    """A member that has a partition of each topic."""
+    client: Any = Client()
+    group = ConsumerGroup(GroupSettings(kafka="127.0.0.1:1", group="g"), (TOPIC, OTHER), Member(), {TOPIC: 2, OTHER: 2})
+    group._consumer = client
+    return group, client
+
+
+async def test_a_topic_that_is_gone_is_asked_for_and_read_from_its_beginning_when_it_is_back() -> None:
+    group, client = member()
+    group._look(0.0)
+    assert (client.seeks, client.asked) == ({}, 0)
+
+    del client.there[TOPIC]
+    group._look(0.3)
+    group._look(0.6)
+    assert (client.seeks, client.asked) == ({}, 2)
+    assert not await group.commit({Partition(TOPIC, 1): 42, Partition(OTHER, 1): 7})
+    assert client.commits == [{TopicPartition(OTHER, 1): 7}]
+
+    client.there[TOPIC] = {0, 1}
+    group._look(0.9)
+    group._look(1.2)
+    assert client.seeks == {TopicPartition(TOPIC, 1): 0}
+    assert client.asked == 2
+    assert await group.commit({Partition(TOPIC, 1): 1})
+
+
+async def test_one_that_is_back_with_other_partitions_ends_the_process() -> None:
+    group, client = member()
+    for there in ({}, {TOPIC: {0}}):
+        client.there = {OTHER: {0, 1}, **there}
+        group._look(0.0)
+
+    assert "has 1 partitions, and had 2" in str(group.failed.exception())
