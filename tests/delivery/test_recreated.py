@@ -1,4 +1,4 @@
-"""A member of a group whose topic is deleted and created again reads its new log, and commits nothing of the old one."""
+"""A member of a group whose topic is deleted and created again reads the new log, and commits nothing of the old."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
