@@ -149,7 +149,7 @@ class SimulatedFleet:
         node, publisher = self._nodes[index], self._publishers[index]
         elapsed_ms = self._clock.elapsed_ms()
         reading, ts_ms = node.read(elapsed_ms, self._clock.start_ms), self._clock.start_ms + elapsed_ms
-        seq = publisher.publish(ts_ms, reading.devices, reading.containers)
+        seq = publisher.publish(ts_ms, reading.devices, reading.containers, reading.at_events.get)
         if file is not None:
             rows = truth.rows(
                 reading,

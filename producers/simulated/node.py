@@ -31,12 +31,13 @@ class Known(NamedTuple):
 
 class Reading(NamedTuple):
     """A tick: the devices and the kubelet's answer as records have them, and, by device, who held it (``holders``) and
-    who the kubelet said held it (``reported``)."""
+    who the kubelet said held it (``reported``). ``at_events``: the kubelet's answer at the time of each event."""
 
     devices: list[JsonDict]
     containers: list[JsonDict]
     holders: tuple[Holders, ...]
     reported: tuple[Holders, ...]
+    at_events: dict[int, list[JsonDict]]
 
 
 class SimulatedNode:
@@ -64,13 +65,17 @@ class SimulatedNode:
         """What a producer on the node would read at ``at_ms``, for a fleet that began at ``start_ms`` since the epoch:
         a function of the time, but for the events, which are those since the reading before."""
         self._advance(at_ms)
+        devices = [self._device(position, at_ms, start_ms) for position in range(len(self._identities))]
+        times = {event["ts_ms"] for device in devices for event in device.get("events", ())}
+        at_events = {ts_ms: kubelet.containers(self._recent, self._lag.seen_ms(ts_ms - start_ms)) for ts_ms in times}
         seen_ms = self._lag.seen_ms(at_ms)
         self._recent = [pod for pod in self._recent if pod.end_ms > seen_ms]
         return Reading(
-            devices=[self._device(position, at_ms, start_ms) for position in range(len(self._identities))],
+            devices=devices,
             containers=kubelet.containers(self._recent, seen_ms),
             holders=self._holders(at_ms),
             reported=self._holders(seen_ms),
+            at_events=at_events,
         )
 
     def news(self, until_ms: int, start_ms: int) -> Iterator[Known]:

@@ -209,6 +209,20 @@ def test_an_xid_error_is_told_once_with_its_time_and_counted_from_then_on() -> N
     assert {uuid[:3] for uuid, events in told.items() if events} == {"GPU", "MIG"}
 
 
+def test_what_the_kubelet_said_at_an_xid_error_is_what_a_reading_at_that_time_would_have_got() -> None:
+    node, times, said = Fleet(4, 8, pod_life_s=20.0).node(3), list[int](), list[list[JsonDict]]()
+    for gpu in node._gpus:
+        gpu._fragile = True
+    for at_ms in range(0, 1_000_000, 5_000):
+        for ts_ms, containers in sorted(node.read(at_ms, 10**12).at_events.items()):
+            times.append(ts_ms - 10**12)
+            said.append(containers)
+    again = Fleet(4, 8, pod_life_s=20.0).node(3)
+
+    assert len(times) > 5
+    assert [again.read(at_ms, 10**12).containers for at_ms in times] == said
+
+
 def test_most_gpus_never_have_an_xid_error() -> None:
     gpus = [gpu for index in range(20) for gpu in Fleet(20, 8).node(index)._gpus]
 
