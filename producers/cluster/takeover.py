@@ -13,11 +13,12 @@ from collections.abc import Iterable
 from typing import Any
 
 import msgspec
-from aiokafka import AIOKafkaConsumer, TopicPartition
+from aiokafka import TopicPartition
 from aiokafka.errors import KafkaError, TopicAuthorizationFailedError
 
 from delivery.positions import Positions
 from topics import broker
+from topics.clients import AIOKafkaConsumer
 from topics.decoding import decoder
 from topics.sender import describe
 from topics.workloads import TOPIC, NodeWorkloads, Pod
