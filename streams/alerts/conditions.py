@@ -21,7 +21,8 @@ def evaluate(rules: Rules, tick: Tick, memory: Memory) -> tuple[list[Finding], M
     parents = {device.mig.parent_uuid for device in tick.devices if device.mig is not None}
     for device in tick.devices:
         view = view_of(rules, tick, device, memory, now, parents)
-        for judge, ruled in _judges(rules, device.state):
+        counted = any([window.errors for window in view.windows.values()])
+        for judge, ruled in _judges(rules, device.state, counted):
             for rule in ruled:
                 judge(rule, view, found)
     if len(now.devices) != len(tick.devices):
@@ -102,6 +103,7 @@ _OK: dict[Kind, Judge] = {
     "power_brake": faults.power_brake,
     "nvlink_errors": faults.nvlink_errors,
 }
+_COUNTED: tuple[Kind, ...] = ("ecc_uncorrectable", "nvlink_errors")
 _BLIND: tuple[Kind, ...] = tuple(_OK)
 _BY_STATE: dict[str, dict[Kind, Judge]] = {
     "ok": _ALWAYS | _OK,
@@ -113,12 +115,12 @@ _UNKNOWN_STATE = _ALWAYS | _OK | dict.fromkeys(("lost", "not_answering"), _blind
 """Of a device in a state that a later version knows: its values are judged, and whether it works is not known."""
 
 
-def _judges(rules: Rules, state: str) -> list[tuple[Judge, tuple[Rule, ...]]]:
-    """What judges a device in a state, and by which rules."""
-    state = state if state in _BY_STATE else ""
-    judges: list[tuple[Judge, tuple[Rule, ...]]] | None = rules.plan.get(state)
+def _judges(rules: Rules, state: str, counted: bool) -> list[tuple[Judge, tuple[Rule, ...]]]:
+    """What judges a device in a state, and by which rules; ``counted``: it has had errors within a minute."""
+    judges: list[tuple[Judge, tuple[Rule, ...]]] | None = rules.plan.get((state, counted))
     if judges is None:
-        kinds = _BY_STATE.get(state, _UNKNOWN_STATE)
+        quiet = () if counted or state != "ok" else _COUNTED
+        kinds = {kind: judge for kind, judge in _BY_STATE[state].items() if kind not in quiet}
         judges = [(judge, rules.by_kind[kind]) for kind, judge in kinds.items() if kind in rules.by_kind]
-        rules.plan[state] = judges
+        rules.plan[state, counted] = judges
     return judges

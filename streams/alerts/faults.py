@@ -77,8 +77,6 @@ def _xid_of(rule: Rule, view: View, code: int | None, facts: Facts, count: float
 
 def _errors(view: View, *names: str) -> float:
     """The most errors that any of these counters had within the last minute."""
-    if not view.windows:
-        return 0.0
     return max([windows.within(view.windows.get(name), view.tick.ts_ms) for name in names])
 
 

@@ -114,14 +114,17 @@ def _devices(memory: Memory, tick: Tick, changed: dict[str, Seen], gone: list[st
 
 def _windows(before: Windows | None, device: Device, ts_ms: int) -> Windows | None:
     """The counters of a device after a tick; the same object if nothing changed, None if it has none."""
-    metrics, changed = device.metrics, dict[str, Window]()
+    metrics, known, changed = device.metrics, before or {}, dict[str, Window]()
     for name in COUNTERS:
-        value, window = getattr(metrics, name), before.get(name) if before is not None else None
-        if window is not None or value is not None:
+        value, window = getattr(metrics, name), known.get(name)
+        if window is None:
+            if value is not None:
+                changed[name] = windows.began(value)
+        elif window.errors or (value is not None and value != window.value):
             now = windows.read(window, value, ts_ms)
-            if now is not None and now is not window:
+            if now is not window:
                 changed[name] = now
-    return {**(before or {}), **changed} if changed else before
+    return {**known, **changed} if changed else before
 
 
 def increases(seen: Seen | None, name: str, value: float, *, base: float | None = None) -> float:

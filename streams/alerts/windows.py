@@ -29,13 +29,14 @@ _AT_ZERO = Window(0.0)
 """What most counters are, shared by all of them."""
 
 
-def read(window: Window | None, value: float | None, ts_ms: int) -> Window | None:
+def began(value: float) -> Window:
+    """What is remembered after the first reading."""
+    return Window(value) if value else _AT_ZERO
+
+
+def read(window: Window, value: float | None, ts_ms: int) -> Window:
     """What is remembered after a tick; the same object if nothing changed. ``value`` None: the tick has no reading."""
-    if window is None:
-        return None if value is None else Window(value) if value else _AT_ZERO
-    if value is None or value == window.value:
-        if not window.errors:
-            return window
+    if value is None:
         value = window.value
     rise = value - window.value if value >= window.value else value
     errors = _moved(window.errors, rise, ts_ms)
