@@ -21,7 +21,7 @@ def evaluate(rules: Rules, tick: Tick, memory: Memory) -> tuple[list[Finding], M
     parents = {device.mig.parent_uuid for device in tick.devices if device.mig is not None}
     for device in tick.devices:
         view = view_of(rules, tick, device, memory, now, parents)
-        counted = any([window.errors for window in view.windows.values()])
+        counted = any(window.errors for window in view.windows.values())
         for judge, ruled in _judges(rules, device.state, counted):
             for rule in ruled:
                 judge(rule, view, found)
@@ -117,10 +117,11 @@ _UNKNOWN_STATE = _ALWAYS | _OK | dict.fromkeys(("lost", "not_answering"), _blind
 
 def _judges(rules: Rules, state: str, counted: bool) -> list[tuple[Judge, tuple[Rule, ...]]]:
     """What judges a device in a state, and by which rules; ``counted``: it has had errors within a minute."""
+    state = state if state in _BY_STATE else ""
     judges: list[tuple[Judge, tuple[Rule, ...]]] | None = rules.plan.get((state, counted))
     if judges is None:
-        quiet = () if counted or state != "ok" else _COUNTED
-        kinds = {kind: judge for kind, judge in _BY_STATE[state].items() if kind not in quiet}
+        quiet = _COUNTED if not counted and state in ("ok", "") else ()
+        kinds = {kind: judge for kind, judge in _BY_STATE.get(state, _UNKNOWN_STATE).items() if kind not in quiet}
         judges = [(judge, rules.by_kind[kind]) for kind, judge in kinds.items() if kind in rules.by_kind]
         rules.plan[state, counted] = judges
     return judges
