@@ -182,16 +182,16 @@ class Gpu:
         return {"uuid": uuid, "index": self.index, "vendor": "nvidia"}
 
     def _identify(self) -> None:
-        """Find out what it is. What it does not say is asked again later."""
+        """Find out what it is. What it does not say is asked again later; what it has said stays."""
+        before = self._identity or {}
         asked = {
             "model": self._calls.optional("nvmlDeviceGetName", self._handle, "model"),
             "pci_bus_id": _pci_bus_id(self._calls.optional("nvmlDeviceGetPciInfo", self._handle, "pci_bus_id")),
             "minor": self._calls.optional("nvmlDeviceGetMinorNumber", self._handle, "minor"),
-            "info": self._asked_info() or None,
+            "info": {**before.get("info", {}), **self._asked_info()} or None,
         }
-        known = {key: value for key, value in asked.items() if value is not None}
-        self._identity = {**(self._identity or {}), **known}
-        self._identified = len(known) == len(asked) and len(known["info"]) == len(INFO)
+        self._identity = {**before, **{key: value for key, value in asked.items() if value is not None}}
+        self._identified = asked.keys() <= self._identity.keys() and len(self._identity["info"]) == len(INFO)
         if not self._identified:
             self._support.refuse(self._identify, Tried("", NO_VALUE))
 

@@ -135,7 +135,9 @@ def test_where_processes_cannot_be_seen_there_is_no_evidence() -> None:
 def joined(*processes: Process, named: int | None = 1, workloads: tuple[Pod, ...] | None = None) -> AttributedDevice:
     """A GPU with these processes that the pods a and b hold by time-slicing, a twice."""
     shared = snapshot(1, container("a", f"{gpu(0)}::0", f"{gpu(0)}::2"), container("b", f"{gpu(0)}::1"))
-    device = Device(gpu(0), index=0, metrics=METRICS, processes=processes, info={"serial": "7"}, xids={"79": 1})
+    device = Device(
+        gpu(0), index=0, metrics=METRICS, processes=processes, info={"serial": "7"}, xids={"79": 1}, read_ms=5
+    )
     sample = msgspec.structs.replace(tick(1, named), devices=(device,))
     pods = tuple(PODS.values()) if workloads is None else workloads
     state = join.NEW
@@ -150,7 +152,7 @@ def test_two_pods_on_one_gpu_by_time_slicing_have_their_parts_and_one_twice_has_
 
     assert [(h.pod, h.parts) for h in found.holders] == [("a", Parts(0.25, 40, 50.0)), ("b", Parts(0.125, 50, 25.0))]
     assert (found.unattributed, found.split_scaled, found.conflict) == (Parts(0.125, 10, 125.0), False, None)
-    assert (found.info, found.xids) == ({"serial": "7"}, {"79": 1})
+    assert (found.info, found.xids, found.read_ms) == ({"serial": "7"}, {"79": 1}, 5)
 
 
 def test_a_tick_says_what_was_scaled_and_who_was_observed() -> None:

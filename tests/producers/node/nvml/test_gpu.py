@@ -517,3 +517,14 @@ def test_what_a_gpu_does_not_say_of_itself_at_first_is_asked_again() -> None:
     devices = [bench.read().devices[0] for _ in range(700)]
     assert devices[-1]["model"] == model
     assert bench.asked("nvmlDeviceGetName") == 2
+
+
+def test_what_a_gpu_has_said_of_itself_stays_though_it_is_refused_later() -> None:
+    bench = Bench()
+    bench.gpu.answers["nvmlDeviceGetSerial"] = "7"
+    bench.read()
+    bench.gpu.fail("nvmlDeviceGetSerial", binding.NOT_SUPPORTED)
+    bench.gpu.fail("nvmlDeviceGetName", binding.NOT_SUPPORTED)
+    device = [bench.read().devices[0] for _ in range(700)][-1]
+    assert bench.asked("nvmlDeviceGetSerial") == 2
+    assert (device["info"]["serial"], "model" in device) == ("7", True)
