@@ -115,7 +115,7 @@ class OwnerLookup:
         self._api, self._instruments, self._clock = api, instruments, clock
         self._groups: dict[str, _Group] = {}
         self._refused: dict[tuple[str, str, str], _Refusal] = {}
-        self._told_of: set[tuple[str, str]] = set()
+        self._told_of: dict[tuple[str, str], None] = {}
 
     async def above(self, owner: Owner, namespace: str) -> Link:
         """Ask the API server what is above an owner."""
@@ -191,8 +191,10 @@ class OwnerLookup:
             return self._away(group, owner, answer.retry_after_s)
         kind = (owner.api_version, owner.kind)
         pause_s = self._refuse((*kind, namespace))
-        if kind not in self._told_of and len(self._told_of) < MOST_GROUPS:
-            self._told_of.add(kind)
+        if kind not in self._told_of:
+            self._told_of[kind] = None
+            if len(self._told_of) > MOST_GROUPS:
+                del self._told_of[next(iter(self._told_of))]
             what = f"{owner.kind} of {owner.api_version}"
             log.warning("%s: not to be read (HTTP %d); owner chains end there", what, answer.status)
         return self._ended(owner, "forbidden" if answer.status == 403 else "refused", pause_s)

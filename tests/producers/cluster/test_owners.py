@@ -14,7 +14,15 @@ from prometheus_client import CollectorRegistry
 
 from producers.cluster import instruments as names
 from producers.cluster.client import Answer, Unreachable
-from producers.cluster.owner_lookup import AGAIN_S, AT_ONCE, DEEPEST, LONGEST_PAUSE_S, NEW_KIND_S, REFUSED_S
+from producers.cluster.owner_lookup import (
+    AGAIN_S,
+    AT_ONCE,
+    DEEPEST,
+    LONGEST_PAUSE_S,
+    MOST_GROUPS,
+    NEW_KIND_S,
+    REFUSED_S,
+)
 from producers.cluster.owners import Chain, Owners
 from tests.producers.cluster.made import reference
 from tests.producers.fakes import FakeClock, settle, value
@@ -205,6 +213,21 @@ async def test_a_kind_that_may_not_be_read_ends_the_chain_is_logged_once_and_ask
         bench.api.answers["/apis/batch/v1/namespaces/ml/cronjobs/eval"] = Answer(403, b"{}", None)
         await bench.pass_s(AGAIN_S * 1.3)
         await bench.until(lambda: bench.learned[-1] == ("job-1", ["Job/eval-28", "CronJob/eval"]))
+
+
+async def test_however_many_kinds_a_tenant_makes_up_the_next_that_may_not_be_read_is_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with Bench().running() as bench:
+        for number in range(2 * MOST_GROUPS):
+            version = f"g{number}.example.com/v1"
+            bench.api.answers[f"/apis/{version}"] = Answer(403, b"{}", None)
+            bench.owners.follow(Owner(version, "Thing", "x", f"uid-{number}"), "ml")
+        await bench.until(lambda: bench.owners.unknown == 0)
+        bench.api.answers[JOB_PATH] = Answer(403, b"{}", None)
+        await bench.chain(JOB)
+
+    assert caplog.messages[-1].startswith("Job of batch/v1: not to be read")
 
 
 async def test_a_refusal_while_an_api_server_starts_does_not_last_and_one_that_lasts_is_met_ever_less_often() -> None:
