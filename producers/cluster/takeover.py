@@ -16,6 +16,7 @@ import msgspec
 from aiokafka import TopicPartition
 from aiokafka.errors import KafkaError, TopicAuthorizationFailedError
 
+from delivery import connection
 from delivery.positions import Positions
 from topics import broker
 from topics.clients import AIOKafkaConsumer
@@ -28,7 +29,6 @@ log = logging.getLogger(__name__)
 WITHIN_S = 30.0
 """How long reading back may take, since a broker answered."""
 
-_RETRY_S = 1.0
 _FETCH_MS = 500
 
 _decode = decoder(NodeWorkloads)
@@ -68,7 +68,7 @@ class ToldNodes:
 
 async def read_back(kafka: str, since_ms: int, told: ToldNodes) -> None:
     """Take the records that were logged at ``since_ms`` or later, to where the topic ends now."""
-    consumer = await _connected(kafka)
+    consumer = await connection.connected(kafka)
     try:
         async with asyncio.timeout(WITHIN_S):
             found, _ = await broker.inspect(kafka, [TOPIC.name])
@@ -81,23 +81,7 @@ async def read_back(kafka: str, since_ms: int, told: ToldNodes) -> None:
     except (broker.BrokerError, KafkaError) as error:
         log.warning("%s: not read back, going on without it: %s", TOPIC.name, describe(error))
     finally:
-        await consumer.stop()
-
-
-async def _connected(kafka: str) -> Any:
-    while True:
-        consumer = AIOKafkaConsumer(bootstrap_servers=kafka.split(","), enable_auto_commit=False)
-        try:
-            await consumer.start()
-        except KafkaError as error:
-            log.warning("%s: no broker to read it back from, trying again: %s", TOPIC.name, describe(error))
-            await consumer.stop()
-            await asyncio.sleep(_RETRY_S)
-        except BaseException:
-            await consumer.stop()
-            raise
-        else:
-            return consumer
+        await connection.close(consumer)
 
 
 async def _read(consumer: Any, numbers: Iterable[int], since_ms: int, told: ToldNodes) -> None:
