@@ -19,7 +19,6 @@ from aiokafka.errors import KafkaError, TopicAuthorizationFailedError
 from delivery import connection
 from delivery.positions import Positions
 from topics import broker
-from topics.clients import AIOKafkaConsumer
 from topics.decoding import decoder
 from topics.sender import describe
 from topics.workloads import TOPIC, NodeWorkloads, Pod
