@@ -107,13 +107,15 @@ class _Request:
         self._clock_s = clock_s
         self._abandon = abandon
         self._accepted_before = transmitter.accepted
-        self._judged: tuple[_Pieces, Refusal, int] | None = None
+        self._all: _Pieces = ()
+        self._judged: tuple[Refusal, int] | None = None
 
     async def deliver(self, pieces: _Pieces) -> bool:
         """Send pieces, and find out what is refused of them.
 
         False: the receiver began to refuse everything. It was waited for; send all again.
         """
+        self._all = pieces
         try:
             await self._send(pieces)
             if self._judged is not None:
@@ -139,7 +141,7 @@ class _Request:
         if refusal is None:
             return
         if refusal.reason not in UNTIMELY:
-            await self._make_sure(pieces, refusal, self._accepted_before)
+            await self._make_sure(refusal, self._accepted_before)
         ticks = list({id(piece.fate): piece.fate for piece in pieces}.values())
         samples = _samples(piece.group for piece in pieces)
         if refusal.reason == TOO_LARGE and samples > 1:
@@ -204,7 +206,7 @@ class _Request:
         pieces[0].fate.refused += refused
         if refusal.reason not in WHOLE:
             self.found += refused if known else []
-            self._judged = pieces, refusal, self._transmitter.accepted
+            self._judged = refusal, self._transmitter.accepted
 
     async def _ask_for(self, pieces: _Pieces) -> Refusal | None:
         """Ask in search of what is refused of a tick."""
@@ -217,9 +219,9 @@ class _Request:
             self._size.taken(_samples(piece.group for piece in pieces), self._clock_s())
         return refusal
 
-    async def _make_sure(self, pieces: _Pieces, refusal: Refusal, since: int) -> None:
+    async def _make_sure(self, refusal: Refusal, since: int) -> None:
         """The receiver accepts something, be it not this. Raises _RefusesEverything, when it accepts again."""
-        groups = [piece.group for piece in pieces]
+        groups = [piece.group for piece in self._all]
         if not await self._transmitter.takes_something(groups, since, refusal.text, self._abandon):
             raise _RefusesEverything
 

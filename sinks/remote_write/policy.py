@@ -15,7 +15,8 @@
 What is refused is narrowed down to series, if the receiver accepts a small request meanwhile; else it refuses
 everything. The same is asked before a request that is too large is halved.
 
-Source: the remote-write specifications 1.0 and 2.0; the texts are Prometheus's and Mimir's.
+Source: the remote-write specifications 1.0 and 2.0; the texts are Prometheus's, Mimir's and Cortex's. Thanos answers
+409 to samples in whose place it has others.
 """
 
 import re
@@ -27,7 +28,7 @@ Meaning = Literal["accepted", "refused", "too-large", "again", "server-error", "
 AHEAD_MS = 5 * 60_000
 """How far in the receiver's future a sample that is out of its bounds must lie to be ahead of them, not behind."""
 
-UNTIMELY = frozenset({"out_of_order", "too_old", "duplicate"})
+UNTIMELY = frozenset({"out_of_order", "too_old", "duplicate", "conflict"})
 """Reasons for which a node's tick as a whole is dropped: sending it in parts would change nothing."""
 
 WHOLE = UNTIMELY | {"too_far_ahead"}
@@ -44,13 +45,14 @@ _AGAIN = frozenset({0, 408, 425, _TOO_MANY})
 _MISCONFIGURED = frozenset({401, 403, 404, 405, 407, 410})
 
 _REASONS: tuple[tuple[str, re.Pattern[str]], ...] = (
-    ("too_far_ahead", re.compile(r"too[ -]far[ -]in[ -](the )?future")),
-    ("duplicate", re.compile(r"duplicate sample|duplicate[ -]timestamp")),
+    ("too_far_ahead", re.compile(r"too[ -]far[ -]in[ -](the )?future|timestamp[ -]too[ -]new")),
+    ("duplicate", re.compile(r"duplicate sample|(duplicate|repeated)[ -]timestamp")),
     ("too_old", re.compile(r"too old|timestamp-too-old")),
     ("out_of_order", re.compile(r"out[ -]of[ -]order")),
     ("series_limit", re.compile(r"series[ -]limit|limit of \S+ (\S+ )?series|max-(\w+-)?series")),
 )
 _SERIES_LIMIT = dict(_REASONS)["series_limit"]
+_BY_STATUS = {409: "conflict", _SERVER_ERROR: "server_error"}
 _OUT_OF_BOUNDS = re.compile(r"out of bounds")
 
 
@@ -111,4 +113,4 @@ def refusal(answer: Answer, ts_ms: int, now_ms: int) -> Refusal:
             return Refusal(reason, text)
     if _OUT_OF_BOUNDS.search(said):
         return Refusal("too_far_ahead" if ts_ms > now_ms + AHEAD_MS else "too_old", text)
-    return Refusal("server_error" if answer.status == _SERVER_ERROR else "rejected", text)
+    return Refusal(_BY_STATUS.get(answer.status, "rejected"), text)

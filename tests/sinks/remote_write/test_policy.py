@@ -75,6 +75,8 @@ def test_a_refusal_without_a_count_is_no_sign_of_1_0_once_the_receiver_counted()
         ("per-metric series limit of 20000 exceeded (err-mimir-max-series-per-metric)", NOW_MS, "series_limit"),
         ("the tenant exceeded the limit of 10000 active series", NOW_MS, "series_limit"),
         ("err-mimir-max-active-series", NOW_MS, "series_limit"),
+        ("sample with repeated timestamp but different value", NOW_MS, "duplicate"),
+        ("timestamp too new: 1795219999000", NOW_MS, "too_far_ahead"),
         ("label value too long", NOW_MS, "rejected"),
         ("received a series whose number of labels exceeds the limit", NOW_MS, "rejected"),
         ("", NOW_MS, "rejected"),
@@ -90,4 +92,5 @@ def test_a_refusal_says_one_line() -> None:
     assert refusal(Answer(422), NOW_MS, NOW_MS).text == "HTTP 422"
     assert refusal(Answer(204, written=0), NOW_MS, NOW_MS).reason == "not_written"
     assert refusal(Answer(500, "boom"), NOW_MS, NOW_MS).reason == "server_error"
+    assert refusal(Answer(409, "store locally for endpoint: conflict"), NOW_MS, NOW_MS).reason == "conflict"
     assert refusal(Answer(413, "out of order"), NOW_MS, NOW_MS).reason == "too_large"
