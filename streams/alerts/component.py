@@ -14,7 +14,6 @@ from prometheus_client import CollectorRegistry
 from delivery.watchdog import fail_stop
 from streams.alerts import rules
 from streams.alerts.instruments import INSTRUMENTS
-from streams.alerts.judge import Judge
 from streams.alerts.watch import ALERTS, ATTRIBUTED, SAMPLES, STATE, WORKLOADS, Watch
 from streams.bookkeeping import DEAD_LETTERS
 from streams.reader.app import ReaderApp, ReaderSettings
@@ -39,7 +38,7 @@ class Alerts:
     async def run(self, stop: asyncio.Event) -> None:
         """Wait for the topics, then watch until ``stop`` is set."""
         s = self._settings
-        judge = Judge(await asyncio.to_thread(rules.load, s.rules))
+        in_force = await asyncio.to_thread(rules.load, s.rules)
         topics = await self._check.passed(stop)
         if topics is None:
             return
@@ -54,7 +53,7 @@ class Alerts:
             instance_id=s.instance_id,
             session_timeout_s=s.session_timeout_s,
         )
-        watch = Watch(self.instruments, judge, partitions=topics.partitions[ATTRIBUTED])
+        watch = Watch(self.instruments, in_force, partitions=topics.partitions[ATTRIBUTED])
         app = self._app = watch.app = ReaderApp(reads, watch, fail=self._fail)
         await work(app, watch, stop, name=self.name, failed="looking at the nodes failed")
 

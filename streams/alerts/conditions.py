@@ -4,7 +4,7 @@ In: the rules, a node's tick, and what is remembered of the node. Out: findings,
 """
 
 from streams.alerts import faults, holding
-from streams.alerts.finding import Facts, Finding, Judge, View, identity, in_force, unseen, view_of
+from streams.alerts.finding import Condition, Facts, Finding, View, identity, in_force, unseen, view_of
 from streams.alerts.memory import Memory, remember
 from streams.alerts.policy import policy_of
 from streams.alerts.rule import Kind, Rule, Rules
@@ -91,8 +91,8 @@ def _missing(rules: Rules, tick: Tick, memory: Memory, found: list[Finding]) -> 
             found.extend(Finding(rule, uuid, facts=Facts(None, seen)) for rule in ruled if rule is not None)
 
 
-_ALWAYS: dict[Kind, Judge] = {"xid": faults.xid, "policy_invalid": holding.policy_invalid}
-_OK: dict[Kind, Judge] = {
+_ALWAYS: dict[Kind, Condition] = {"xid": faults.xid, "policy_invalid": holding.policy_invalid}
+_OK: dict[Kind, Condition] = {
     "held_idle": holding.held_idle,
     "used_unallocated": holding.used_unallocated,
     "attribution_conflict": holding.attribution_conflict,
@@ -105,7 +105,7 @@ _OK: dict[Kind, Judge] = {
 }
 _COUNTED: tuple[Kind, ...] = ("ecc_uncorrectable", "nvlink_errors")
 _BLIND: tuple[Kind, ...] = tuple(_OK)
-_BY_STATE: dict[str, dict[Kind, Judge]] = {
+_BY_STATE: dict[str, dict[Kind, Condition]] = {
     "ok": _ALWAYS | _OK,
     "lost": _ALWAYS | dict.fromkeys(_BLIND, _blind) | {"lost": faults.lost},
     "timeout": _ALWAYS | dict.fromkeys(_BLIND, _blind) | {"lost": faults.lost, "not_answering": faults.not_answering},
@@ -115,10 +115,10 @@ _UNKNOWN_STATE = _ALWAYS | _OK | dict.fromkeys(("lost", "not_answering"), _blind
 """Of a device in a state that a later version knows: its values are judged, and whether it works is not known."""
 
 
-def _judges(rules: Rules, state: str, counted: bool) -> list[tuple[Judge, tuple[Rule, ...]]]:
+def _judges(rules: Rules, state: str, counted: bool) -> list[tuple[Condition, tuple[Rule, ...]]]:
     """What judges a device in a state, and by which rules; ``counted``: it has had errors within a minute."""
     state = state if state in _BY_STATE else ""
-    judges: list[tuple[Judge, tuple[Rule, ...]]] | None = rules.plan.get((state, counted))
+    judges: list[tuple[Condition, tuple[Rule, ...]]] | None = rules.plan.get((state, counted))
     if judges is None:
         quiet = _COUNTED if not counted and state in ("ok", "") else ()
         kinds = {kind: judge for kind, judge in _BY_STATE.get(state, _UNKNOWN_STATE).items() if kind not in quiet}

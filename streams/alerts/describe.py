@@ -9,6 +9,7 @@ annotations go over these.
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -17,7 +18,6 @@ from streams.alerts.finding import Facts, Finding, sole_pod
 from streams.alerts.memory import HeldBy, Memory, Seen
 from streams.alerts.rule import Kind, Rule
 from streams.alerts.tick import Device, Tick
-from streams.alerts.waste import share_of
 from streams.alerts.xids import of_code
 from topics.alerts import Alert, AlertState
 from topics.attributed import Holder
@@ -348,3 +348,44 @@ def _long(tick: Tick, since_ms: int) -> str:
 def _code(finding: Finding) -> int | None:
     code = finding.facts.text
     return int(code) if code.isascii() and code.isdigit() and len(code) < 7 else None
+
+
+# -- how much of a GPU a pod holds: what it wastes is counted in seconds of a whole one
+
+_PROFILE = re.compile(r"(?:([1-8])c\.)?([1-8])g\.", re.ASCII)
+_SLICES = 7
+_SLICES_BY_MODEL = {"A30": 4}
+
+
+class Share(NamedTuple):
+    """A part of a GPU, None if it is not known, and how it was found."""
+
+    ratio: float | None
+    how: str
+
+
+def share_of(facts: Facts) -> Share:
+    """What of a GPU the pod of a finding holds.
+
+    A MIG device is as many of its GPU's compute slices as its profile says (``1g.10gb``: 1 of 7; an A30 has 4). A
+    device that several pods hold is divided among them equally, whatever each was promised: no record says more.
+    """
+    slices = _mig(facts.device) if facts.device is not None else Share(1.0, "")
+    if slices.ratio is None:
+        return slices
+    ways = [slices.how] if slices.how else []
+    if facts.sharing > 1:
+        ways.append(f"one of {facts.sharing} pods on it, divided equally")
+    return Share(slices.ratio / facts.sharing, "; ".join(ways) or "a whole GPU")
+
+
+def _mig(device: Device) -> Share:
+    if device.mig is None:
+        return Share(1.0, "")
+    match = _PROFILE.match(device.mig.profile or "")
+    if match is None:
+        return Share(None, "")
+    words = set(re.split(r"[^A-Za-z0-9]+", device.model or ""))
+    slices = next((count for model, count in _SLICES_BY_MODEL.items() if model in words), _SLICES)
+    own = min(int(match[1] or match[2]), slices)
+    return Share(own / slices, f"{own} of {slices} compute slices")

@@ -80,7 +80,8 @@ class View(NamedTuple):
     whole: bool
 
 
-Judge = Callable[[Rule, View, list[Finding]], None]
+Condition = Callable[[Rule, View, list[Finding]], None]
+"""Finds what of a device is as a rule says."""
 
 
 def view_of(rules: Rules, tick: Tick, device: Device, before: Memory, now: Memory, parents: set[str]) -> View:

@@ -15,14 +15,15 @@ resolved:
 """
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import msgspec
 
-from streams.alerts.describe import Described, in_the_end
+from streams.alerts import conditions
+from streams.alerts.describe import Described, describe, in_the_end, silent
 from streams.alerts.finding import Finding
 from streams.alerts.memory import Memory
-from streams.alerts.rule import Rule
+from streams.alerts.rule import Rule, Rules
 from streams.alerts.state import Identity, NodeState, identity
 from streams.alerts.tick import Tick
 from topics.alerts import MAX_TIME_MS, Alert, Tracked, fingerprint, milliseconds, time
@@ -41,27 +42,6 @@ YOUNG_MS = 10_000
 go on rising are written so often."""
 
 _replace = msgspec.structs.replace
-
-
-class Judge(Protocol):
-    """The rules in force, as the machine asks them. ``silent`` are those about nodes without ticks."""
-
-    silent: Sequence[Rule]
-
-    def evaluate(self, tick: Tick, memory: Memory) -> tuple[Sequence[Finding], Memory]:
-        """What holds in a tick, and what is remembered after it."""
-
-    def is_known(self, one: Tracked, tick: Tick) -> bool:
-        """Whether a tick in which it was not found says that it does not hold."""
-
-    def because(self, one: Tracked, tick: Tick) -> str:
-        """Why what held is not found any more; "rule_removed" where there is no such rule."""
-
-    def describe(self, finding: Finding, tick: Tick, since_ms: int) -> Described:
-        """The labels and annotations of what a tick shows to have held since a time."""
-
-    def describe_silent(self, rule: Rule, state: NodeState) -> Described:
-        """Those of a node without ticks."""
 
 
 class Place(NamedTuple):
@@ -98,7 +78,7 @@ class _Now(NamedTuple):
     """
 
     tick: Tick
-    judge: Judge
+    rules: Rules
     state: NodeState
     before_ms: int
     gap: bool
@@ -135,16 +115,16 @@ def arrived(state: NodeState, tick: Tick, place: Place) -> NodeState:
     )
 
 
-def step(state: NodeState, tick: Tick, place: Place, judge: Judge) -> Step:
+def step(state: NodeState, tick: Tick, place: Place, rules: Rules) -> Step:
     """What a tick makes of a node's alerts."""
-    findings, memory = judge.evaluate(tick, state.memory)
+    findings, memory = conditions.evaluate(rules, tick, state.memory)
     after = arrived(state, tick, place)
     if memory is not state.memory:
         after = _replace(after, memory=memory)
     if not findings and not state.tracked and not state.resolved:
         return Step(after)
     passed_ms = tick.ts_ms - state.last_ts_ms
-    now = _Now(tick, judge, state, state.last_ts_ms, not 0 <= passed_ms <= MAX_GAP_MS)
+    now = _Now(tick, rules, state, state.last_ts_ms, not 0 <= passed_ms <= MAX_GAP_MS)
     tracked, writes = _all(now, {(f.rule.name, f.device, f.pod_uid, f.key): f for f in findings})
     return _closed(_replace(after, tracked=tracked), writes, tick.ts_ms)
 
@@ -177,13 +157,13 @@ def quiet(state: NodeState) -> NodeState:
     return _replace(state, silent=True)
 
 
-def silence(state: NodeState, rule: Rule, judge: Judge) -> Step:
+def silence(state: NodeState, rule: Rule) -> Step:
     """A node has had no tick for as long as the rule says. The same whoever finds it."""
     starts_ms = min(state.last_ts_ms + rule.for_ms, MAX_TIME_MS)
     tracked = Tracked(name=rule.name, since_ms=state.last_ts_ms, keep_ms=rule.keep_firing_ms)
     if any(identity(one) == identity(tracked) for one in state.tracked):
         return Step(state)
-    labels, annotations = judge.describe_silent(rule, state)
+    labels, annotations = silent(rule, state, state.memory)
     alert = _alert(rule, tracked, state, starts_ms, rule.for_ms / 1000, (labels, annotations))
     tracked = _replace(tracked, alert=alert, written_ms=starts_ms)
     return _closed(_replace(quiet(state), tracked=(*state.tracked, tracked)), [_transition(alert)], state.last_ts_ms)
@@ -231,9 +211,13 @@ def _all(now: _Now, found: dict[Identity, Finding]) -> tuple[tuple[Tracked, ...]
 
 def _next(one: Tracked, finding: Finding | None, now: _Now) -> tuple[Tracked | None, Alert | None]:
     """What becomes of a condition that is pending or firing."""
-    if any(one.name == rule.name for rule in now.judge.silent):
+    if any(one.name == rule.name for rule in now.rules.of("node_silent")):
         return _end(one, now, "ticks")
-    holds = finding.holds if finding is not None else (False if now.judge.is_known(one, now.tick) else None)
+    if finding is not None:
+        holds = finding.holds
+    else:
+        known = conditions.is_known(now.rules, now.tick, name=one.name, device=one.device, pod_uid=one.pod_uid)
+        holds = False if known else None
     if one.alert is None:
         return _pending(one, finding, holds, now)
     if finding is not None and holds:
@@ -274,7 +258,7 @@ def _fired_if_due(one: Tracked, finding: Finding, now: _Now) -> tuple[Tracked, A
     now_ms = now.tick.ts_ms
     if not finding.event and now_ms - one.since_ms < finding.rule.for_ms:
         return one, None
-    described = now.judge.describe(finding, now.tick, one.since_ms)
+    described = describe(finding, now.tick, one.since_ms)
     value = finding.value if finding.value is not None else (now_ms - one.since_ms) / 1000
     alert = _alert(finding.rule, one, now.state, now_ms, float(value), described)
     return _held(_replace(one, alert=alert, written_ms=now_ms), finding, now), alert
@@ -299,7 +283,9 @@ def _ceased(one: Tracked, now: _Now) -> tuple[Tracked | None, Alert | None]:
     """A firing condition does not hold in this tick."""
     now_ms = now.tick.ts_ms
     ceased_ms = now_ms if one.ceased_ms is None else min(one.ceased_ms, now_ms)
-    because = now.judge.because(one, now.tick)
+    because = conditions.because(
+        now.rules, now.tick, name=one.name, device=one.device, pod_uid=one.pod_uid, key=one.key
+    )
     if now_ms - ceased_ms >= one.keep_ms or _at_once(one, now, because):
         return _end(one, now, because)
     return _again(one if one.ceased_ms == ceased_ms else _replace(one, ceased_ms=ceased_ms), now)

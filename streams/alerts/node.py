@@ -16,7 +16,8 @@ import msgspec
 
 from delivery.ledger import Slot
 from streams.alerts import machine
-from streams.alerts.machine import Judge, Place, Step, Write
+from streams.alerts.machine import Place, Step, Write
+from streams.alerts.rule import Rules
 from streams.alerts.state import NodeState, Order, last_tick, order
 from streams.alerts.tick import Tick
 from topics import replays
@@ -79,7 +80,7 @@ class Node:
         elif not ours:
             self.stale = not self._echoes
 
-    def take(self, tick: Tick, slot: Slot, logged_ms: int, judge: Judge, log: Log) -> Outcome:
+    def take(self, tick: Tick, slot: Slot, logged_ms: int, rules: Rules, log: Log) -> Outcome:
         """A tick was read."""
         place = Place(slot.offset, logged_ms)
         fresh, self.fresh = self.fresh, False
@@ -99,7 +100,7 @@ class Node:
                 self.current = machine.arrived(state, tick, place)
                 self.kept.append(slot)
                 return "resumed"
-        self.close(machine.step(state, tick, place, judge))
+        self.close(machine.step(state, tick, place, rules))
         self.kept.append(slot)
         return outcome
 

@@ -10,7 +10,6 @@ everybody. A clock that was set back is not behind the others: its node was hear
 """
 
 from streams.alerts import machine
-from streams.alerts.judge import Judge
 from streams.alerts.machine import Place, Step, Write
 from streams.alerts.rule import Rules
 from streams.alerts.state import NodeState, last_tick
@@ -23,7 +22,7 @@ class Replay:
     """Ticks of any number of nodes. ``ticks`` and ``repeats`` count what was judged, and what had been before."""
 
     def __init__(self, rules: Rules) -> None:
-        self._judge = Judge(rules)
+        self._rules = rules
         self._states: dict[tuple[str, str], NodeState] = {}
         self._newest_ms: dict[tuple[str, str], int] = {}
         self._logged_ms = 0
@@ -45,7 +44,7 @@ class Replay:
         place = Place(self.ticks, tick.ts_ms if logged_ms is None else logged_ms)
         before = machine.begin(tick, place) if state is None else state
         silent = self._silence(before, min(tick.ts_ms - before.last_ts_ms, place.logged_ms - before.logged_ms))
-        step = machine.step(silent.state, tick, place, self._judge)
+        step = machine.step(silent.state, tick, place, self._rules)
         self._states[node] = step.state
         self._newest_ms[node] = max(tick.ts_ms, self._newest_ms.get(node, 0))
         self._logged_ms = max(self._logged_ms, logged_ms or 0)
@@ -65,9 +64,9 @@ class Replay:
     def _silence(self, state: NodeState, lasted_ms: int) -> Step:
         """A node that had sent nothing for so long."""
         writes: list[Write] = []
-        for rule in self._judge.silent:
+        for rule in self._rules.of("node_silent"):
             if lasted_ms >= rule.for_ms:
-                step = machine.silence(state, rule, self._judge)
+                step = machine.silence(state, rule)
                 state = step.state
                 writes += step.writes
         return Step(state, tuple(writes))

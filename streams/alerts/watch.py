@@ -20,8 +20,8 @@ from delivery.ledger import Partition, Slot
 from streams.alerts import machine, state
 from streams.alerts import tick as ticks
 from streams.alerts.attendance import Attendance, Ends
-from streams.alerts.machine import Judge
 from streams.alerts.node import Due, Log, Node, Outcome
+from streams.alerts.rule import Rules
 from streams.alerts.state import NodeState
 from streams.alerts.tick import Tick
 from streams.bookkeeping import Bookkeeping
@@ -67,9 +67,9 @@ class Watch:
     app: ReaderApp
 
     def __init__(
-        self, instruments: Instruments, judge: Judge, *, partitions: int, clocks: Clocks | None = None
+        self, instruments: Instruments, rules: Rules, *, partitions: int, clocks: Clocks | None = None
     ) -> None:
-        self._instruments, self._judge, self._clocks = instruments, judge, clocks or Clocks()
+        self._instruments, self._rules, self._clocks = instruments, rules, clocks or Clocks()
         self._books = Bookkeeping(instruments, stage="alerts", partitions=partitions)
         self._nodes: dict[int, dict[bytes, Node]] = defaultdict(dict)
         self._active: dict[int, dict[bytes, Node]] = defaultdict(dict)
@@ -148,7 +148,7 @@ class Watch:
         self._logged_ms[partition] = record.timestamp
         reader = self.app.reader
         told = Log(reader.input_ends.get(slot.tp, MAX_TIME_MS), partition in reader.torn)
-        outcome = node.take(tick, slot, record.timestamp, self._judge, told)
+        outcome = node.take(tick, slot, record.timestamp, self._rules, told)
         self._instruments.counter("gpustream_alerts_ticks_total", outcome).inc()
         self._attend(partition, tick.offset, outcome)
         self._settle(partition, key, node)
@@ -302,9 +302,9 @@ class Watch:
             node.close(machine.retire(current, current.last_ts_ms))
         elif now_ms - current.logged_ms >= FORGET_MS:
             node.close(machine.retire(current, current.last_ts_ms + FORGET_MS))
-        for rule in self._judge.silent:
+        for rule in self._rules.of("node_silent"):
             if now_ms - current.logged_ms >= rule.for_ms and not machine.is_retired(node.current or current):
-                node.close(machine.silence(node.current or current, rule, self._judge))
+                node.close(machine.silence(node.current or current, rule))
         node.close(machine.expire(node.current or current, now_ms))
 
     async def _bury(self, partition: int, key: bytes, node: Node, last: NodeState) -> None:

@@ -21,7 +21,6 @@ import msgspec
 from producers.simulated.fleet import Fleet
 from producers.simulated.fleet import Tick as Made
 from streams.alerts import machine, tick
-from streams.alerts.judge import Judge
 from streams.alerts.machine import Place
 from streams.alerts.rule import Rules
 from streams.alerts.rules import load
@@ -91,7 +90,7 @@ class Truth:
 class Stream:
     """What GPUHeldIdle claims of a node: the alerts of the stream that fire."""
 
-    judge: Judge
+    rules: Rules
     _state: NodeState | None = None
     _firing: dict[str, tuple[str, Pod]] = field(default_factory=dict)
 
@@ -99,7 +98,7 @@ class Stream:
         """What is claimed at a tick."""
         read = tick.decode(msgspec.json.encode(sample))
         place = Place(read.offset, read.ts_ms)
-        step = machine.step(self._state or machine.begin(read, place), read, place, self.judge)
+        step = machine.step(self._state or machine.begin(read, place), read, place, self.rules)
         self._state = step.state
         for alert in step.alerts:
             said = alert.labels
@@ -156,10 +155,10 @@ def rules(for_ms: int, grace_ms: int) -> Rules:
 
 def scores(fleet: Fleet, ticks: int, for_ms: int, grace_ms: int) -> dict[str, Score]:
     """How right each is, over the ticks of a fleet."""
-    judge = Judge(rules(for_ms, grace_ms))
+    in_force = rules(for_ms, grace_ms)
     asked = f"avg_over_time(gpu_utilization{{}}[{for_ms // 60_000}m]) < {IDLE_BELOW}"
     claimants: dict[str, Callable[[], Stream | Query]] = {
-        "GPUHeldIdle": lambda: Stream(judge),
+        "GPUHeldIdle": lambda: Stream(in_force),
         asked.replace("{}", ""): lambda: Query(for_ms, held=False),
         asked.replace("{}", '{k8s_pod_name!=""}'): lambda: Query(for_ms, held=True),
     }

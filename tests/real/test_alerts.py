@@ -12,8 +12,8 @@ import msgspec
 import pytest
 
 from streams.alerts import machine, rules, state
-from streams.alerts.judge import Judge
 from streams.alerts.machine import Place
+from streams.alerts.rule import Rules
 from streams.alerts.state import NodeState
 from streams.alerts.tick import Tick
 from tests.real.pipeline import Gpustream, lag, read_all
@@ -77,7 +77,7 @@ def _tick(node: int, number: int, at_ms: int, *devices: Any) -> Tick:
     )
 
 
-def expected(lives: list[list[Tick]], judge: Judge) -> dict[str, bytes]:
+def expected(lives: list[list[Tick]], by: Rules) -> dict[str, bytes]:
     """Every transition by its identity, as one worker writes it that nothing happens to."""
     found: dict[str, bytes] = {}
     for ticks in lives:
@@ -85,7 +85,7 @@ def expected(lives: list[list[Tick]], judge: Judge) -> dict[str, bytes]:
         for one in ticks:
             tick = msgspec.json.decode(msgspec.json.encode(one), type=Tick)
             place = Place(0, 0)
-            step = machine.step(now or machine.begin(tick, place), tick, place, judge)
+            step = machine.step(now or machine.begin(tick, place), tick, place, by)
             now = step.state
             found |= {transition_id(alert): state.encode(alert) for alert in step.alerts}
     return found
@@ -150,7 +150,7 @@ async def test_workers_that_are_killed_write_every_transition_as_one_that_is_not
     file = tmp_path / "rules.toml"
     file.write_text(RULES)
     lives = [life(node) for node in range(NODES)]
-    right = expected(lives, Judge(rules.load(file)))
+    right = expected(lives, rules.load(file))
     await broker.create(empty_kafka.address, partitions=4, replication_factor=1)
     command = ("stream", "alerts", "--kafka", empty_kafka.address, "--rules", str(file))
     first, second = gpustream("first", *command, "--instance-id", "first"), gpustream("second", *command)

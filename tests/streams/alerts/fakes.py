@@ -10,12 +10,12 @@ import msgspec
 from delivery.ledger import Ledger, Partition, Slot
 from streams.alerts.attendance import BREAK_S
 from streams.alerts.instruments import INSTRUMENTS
-from streams.alerts.machine import Judge
+from streams.alerts.rule import Rules
 from streams.alerts.tick import Tick
 from streams.alerts.watch import ALERTS, ATTRIBUTED, SAMPLES, STATE, WORKLOADS, Clocks, Watch
 from streams.bookkeeping import DEAD_LETTERS
 from streams.reader.app import ReaderApp
-from tests.streams.alerts.stories import JUDGE
+from tests.streams.alerts.stories import SHORT
 from topics.alerts import Alert
 from topics.instruments import Instruments
 from topics.sender import Unsendable
@@ -110,7 +110,7 @@ class FakeClocks(Clocks):
 class Worker:
     """A worker that has the partition: what the watch sees of its app."""
 
-    def __init__(self, broker: Broker, judge: Judge = JUDGE) -> None:
+    def __init__(self, broker: Broker, rules: Rules = SHORT) -> None:
         self.broker, self.sender = broker, FakeSender(broker)
         self.reader = self
         self.ledger = Ledger()
@@ -121,7 +121,7 @@ class Worker:
         self.failures: list[str] = []
         self.instruments = Instruments(INSTRUMENTS)
         self.clocks = FakeClocks()
-        self.watch = Watch(self.instruments, judge, partitions=1, clocks=self.clocks)
+        self.watch = Watch(self.instruments, rules, partitions=1, clocks=self.clocks)
         self.watch.app = cast("ReaderApp", self)
         self.state_read = 0
 

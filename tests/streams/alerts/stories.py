@@ -5,7 +5,6 @@ from typing import NamedTuple
 import msgspec
 from hypothesis import strategies as st
 
-from streams.alerts.judge import Judge
 from streams.alerts.memory import COUNTERS
 from streams.alerts.tick import Device, Tick
 from tests.streams.alerts.ticks import START_MS, device, holder, overlay
@@ -36,7 +35,6 @@ SHORT = overlay(
     keep_firing_for = "20s"
     """
 )
-JUDGE = Judge(SHORT)
 
 STEPS_S = (1.0, 1.0, 1.0, 2.0, 7.0, 15.0, 30.0, 59.0, 61.0, 150.0, -3.0, 90_000.0)
 

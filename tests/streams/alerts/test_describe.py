@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 
 from streams.alerts import rules
 from streams.alerts.conditions import evaluate
-from streams.alerts.describe import MAX_VALUE_BYTES, Described, describe, silent
+from streams.alerts.describe import MAX_VALUE_BYTES, Described, describe, share_of, silent
 from streams.alerts.memory import Memory, remember
 from streams.alerts.rule import Rules
 from streams.alerts.state import NodeState
 from streams.alerts.tick import Device, Info, Process, Tick
-from streams.alerts.waste import share_of
 from tests.streams.alerts.ticks import DEFAULTS, GRACE_S, START_MS, device, found, gpu, holder, mig, overlay, tick
 from topics.attributed import AttributedEvent, Parts, Workload
 

@@ -7,11 +7,11 @@ import msgspec
 from hypothesis import given
 
 from streams.alerts import machine
-from streams.alerts.judge import Judge
 from streams.alerts.machine import DELETE_MS, MAX_GAP_MS, REPEAT_MS, Place
+from streams.alerts.rule import Rules
 from streams.alerts.state import NodeState, decode, encode
 from streams.alerts.tick import Device, Tick
-from tests.streams.alerts.stories import JUDGE, SHORT, lives
+from tests.streams.alerts.stories import SHORT, lives
 from tests.streams.alerts.ticks import START_MS, device, gpu, holder, overlay, tick
 from topics.alerts import Alert, milliseconds, time, transition_id
 from topics.attributed import AttributedEvent
@@ -26,8 +26,8 @@ COOL = device(0, busy=0.0, clock_event_reasons=0)
 class Life:
     """A node's state, and all that was written of it."""
 
-    def __init__(self, judge: Judge = JUDGE) -> None:
-        self.judge, self.state = judge, None
+    def __init__(self, rules: Rules = SHORT) -> None:
+        self.rules, self.state = rules, None
         self.written: list[Alert] = []
         self.repeated: list[Alert] = []
         self.deleted: list[str] = []
@@ -38,7 +38,7 @@ class Life:
         """The alerts that a tick brings."""
         place = Place(one.offset, one.ts_ms)
         before = self.state or machine.begin(one, place)
-        return self.take(machine.step(before, one, place, self.judge))
+        return self.take(machine.step(before, one, place, self.rules))
 
     def take(self, step: machine.Step) -> list[Alert]:
         self.state = step.state
@@ -195,7 +195,7 @@ def test_a_pods_own_policy_resolves_its_alert_at_once() -> None:
 def test_removing_a_rule_resolves_its_alerts_at_the_next_tick_and_ends_what_is_pending() -> None:
     life = Life()
     life.go(range(30), IDLE)
-    life.judge = Judge(overlay("[rules.GPUHeldIdle]\nenabled = false"))
+    life.rules = overlay("[rules.GPUHeldIdle]\nenabled = false")
     assert life.go(range(30, 31), IDLE) == [(30, "GPUHeldIdle", "resolved")]
     assert life.written[-1].resolved_because == "rule_removed"
     assert life.state is not None
@@ -246,9 +246,9 @@ def test_a_silent_nodes_alert_starts_a_rules_duration_after_its_last_tick_and_on
     life = Life()
     life.go(range(3), BUSY)
     assert life.state is not None
-    (rule,) = JUDGE.silent
+    (rule,) = SHORT.of("node_silent")
     for _ in range(2):
-        life.take(machine.silence(life.state, rule, JUDGE))
+        life.take(machine.silence(life.state, rule))
     (alert,) = life.written
     assert (alert.name, alert.starts_at, alert.state) == ("NodeSilent", second(62), "firing")
 
@@ -257,7 +257,7 @@ def test_the_next_tick_resolves_a_silent_nodes_alert() -> None:
     life = Life()
     life.go(range(3), BUSY)
     assert life.state is not None
-    life.take(machine.silence(life.state, JUDGE.silent[0], JUDGE))
+    life.take(machine.silence(life.state, SHORT.of("node_silent")[0]))
     assert life.go(range(300, 301), BUSY) == [(300, "NodeSilent", "resolved")]
     assert life.written[-1].resolved_because == "ticks"
 
@@ -266,7 +266,7 @@ def test_a_tick_that_was_held_up_resolves_a_silent_nodes_alert_no_earlier_than_i
     life = Life()
     life.go(range(3), BUSY)
     assert life.state is not None
-    life.take(machine.silence(life.state, JUDGE.silent[0], JUDGE))
+    life.take(machine.silence(life.state, SHORT.of("node_silent")[0]))
     life.go(range(3, 5), BUSY)
     assert life.written[-1].ends_at == life.written[0].starts_at
 

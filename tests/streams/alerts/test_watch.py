@@ -4,8 +4,8 @@ import msgspec
 import pytest
 
 from delivery.ledger import Partition
-from streams.alerts.judge import Judge
 from streams.alerts.machine import DELETE_MS
+from streams.alerts.rule import Rules
 from streams.alerts.state import NodeState, decode, encode
 from streams.alerts.tick import Device
 from streams.alerts.watch import ALERTS, ATTRIBUTED, FORGET_MS, STATE, WORKLOADS
@@ -19,7 +19,7 @@ from topics.workloads import NodeWorkloads
 KEY = b"c/n"
 COOL = device(0, busy=0.0, clock_event_reasons=0)
 HOT = device(0, busy=0.0, clock_event_reasons=0x40)
-LONG = Judge(overlay('[rules.GPUThermalSlowdown]\nfor = "10m"\n[rules.NodeSilent]\nfor = "2m"'))
+LONG = overlay('[rules.GPUThermalSlowdown]\nfor = "10m"\n[rules.NodeSilent]\nfor = "2m"')
 
 
 def write(broker: Broker, seconds: range, one: Device = COOL, *, node: str = "n") -> None:
@@ -35,8 +35,8 @@ def said(broker: Broker) -> list[tuple[str, str]]:
     return [(alert.name, alert.state) for alert in broker.alerts()]
 
 
-async def working(broker: Broker, judge: Judge = LONG) -> Worker:
-    worker = Worker(broker, judge)
+async def working(broker: Broker, rules: Rules = LONG) -> Worker:
+    worker = Worker(broker, rules)
     await worker.start()
     return worker
 
@@ -600,7 +600,7 @@ async def test_it_says_what_fires_and_what_is_pending() -> None:
 # -- counters that go on rising
 
 
-ERRORS = Judge(overlay("[rules.GPUEccUncorrectable]\nat_least = 9"))
+ERRORS = overlay("[rules.GPUEccUncorrectable]\nat_least = 9")
 
 
 def rising(broker: Broker, seconds: range) -> None:
@@ -611,7 +611,7 @@ def rising(broker: Broker, seconds: range) -> None:
 
 async def test_counters_that_go_on_rising_write_a_state_in_ten_seconds() -> None:
     broker = Broker()
-    worker = await working(broker, Judge(overlay("[rules.GPUEccUncorrectable]\nenabled = false")))
+    worker = await working(broker, overlay("[rules.GPUEccUncorrectable]\nenabled = false"))
     for s in range(600):
         rising(broker, range(s, s + 1))
         await worker.live()
