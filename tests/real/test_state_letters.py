@@ -1,0 +1,70 @@
+"""What is malformed in a state topic, which every start reads again, is dead-lettered once."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from aiokafka import AIOKafkaProducer
+
+from streams.attribution.component import Attribution
+from streams.settings import AttributionSettings
+from tests.real.pipeline import read_all
+from tests.real.servers import KafkaServer
+from topics import broker
+
+EACH = 20
+STATES = ("gpu.allocations", "gpu.workloads")
+GIVE_UP_S = 60.0
+
+
+@asynccontextmanager
+async def workers(kafka: str, count: int, failures: list[str]) -> AsyncIterator[None]:
+    """So many workers of one group, once all of them have learned their state."""
+    stop = asyncio.Event()
+    made = [Attribution(AttributionSettings(kafka=kafka), fail=failures.append) for _ in range(count)]
+    tasks = [asyncio.ensure_future(one.run(stop)) for one in made]
+    try:
+        await until(lambda: not any(one.not_ready() for one in made))
+        yield
+    finally:
+        stop.set()
+        await asyncio.gather(*tasks)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait until it holds."""
+    async with asyncio.timeout(GIVE_UP_S):
+        while not condition():  # noqa: ASYNC110 - of a group
+            await asyncio.sleep(0.05)
+
+
+async def write(kafka: str) -> None:
+    """Write what is no state to each state topic."""
+    producer = AIOKafkaProducer(bootstrap_servers=kafka)
+    await producer.start()
+    try:
+        for topic in STATES:
+            await asyncio.gather(*[await producer.send(topic, b"{", key=b"c/n%d" % n) for n in range(EACH)])
+    finally:
+        await producer.stop()
+
+
+async def test_restarts_and_rebalances_write_no_letter_again(empty_kafka: KafkaServer) -> None:
+    kafka, failures = empty_kafka.address, list[str]()
+    await broker.create(kafka, partitions=4, replication_factor=1)
+    await write(kafka)
+    counts = []
+    async with workers(kafka, 1, failures):
+        counts.append(len(await read_all(kafka, "gpu.dead-letters")))
+    async with workers(kafka, 1, failures):
+        async with workers(kafka, 1, failures):
+            counts.append(len(await read_all(kafka, "gpu.dead-letters")))
+        await write(kafka)
+        async with asyncio.timeout(GIVE_UP_S):
+            while len(await read_all(kafka, "gpu.dead-letters")) < 4 * EACH:
+                pass
+    async with workers(kafka, 2, failures):
+        counts.append(len(await read_all(kafka, "gpu.dead-letters")))
+
+    assert failures == []
+    assert counts == [2 * EACH, 2 * EACH, 4 * EACH]
