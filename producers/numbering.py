@@ -10,6 +10,9 @@ from typing import Any, NamedTuple
 
 from producers import records
 
+READ_MS = 10_000
+"""So long after its time a tick may still be read; what has a later time is of a clock that was set back."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Snapshot:
@@ -28,7 +31,7 @@ Containers = Iterable[Mapping[str, Any]] | None
 class Numbered(NamedTuple):
     """A tick with its place in its run. ``value`` is None where it could not be encoded; its ``seq`` is spent.
 
-    ``snapshots`` are those that its events name and, last, its own.
+    ``snapshots`` are its own and those that its events name, in order.
     """
 
     run_id: int
@@ -65,27 +68,33 @@ class Numbering:
     ) -> Numbered:
         """Number a tick read at ``ts_ms``. A time that is not after the last tick's starts a new run.
 
-        Without ``containers`` no snapshot is named. ``in_force`` gives those of an earlier time: each event names the
-        snapshot of its own time, which is never older than the one that the tick before named.
+        Without ``containers`` no snapshot is named. ``in_force`` gives those of an earlier time: an event names the
+        snapshot of its own time, if it came after the tick before, or while this one was read. Snapshots are in the
+        order of time.
         """
-        if ts_ms <= self._last_ts_ms:
+        before_ms = self._last_ts_ms
+        if ts_ms <= before_ms:
             self._start_run(ts_ms)
         self._last_ts_ms = ts_ms
         seq = self._seqs[self.run_id] = self._seqs[self.run_id] + 1
         try:
             named: dict[Snapshot, None] = {}
+            own: Snapshot | None = None
             if containers is not None:
-                devices = self._with_snapshots(ts_ms, devices, in_force, named)
+                times = _times(devices) if in_force is not None and ts_ms > before_ms else []
+                earlier = self._snapshots_at([at_ms for at_ms in times if before_ms < at_ms <= ts_ms], in_force)
                 own = self._snapshot_of(ts_ms, containers)
-                named.pop(own, None)
-                named[own] = None
+                later = self._snapshots_at([at_ms for at_ms in times if 0 < at_ms - ts_ms <= READ_MS], in_force)
+                by_time = earlier | later
+                named = dict.fromkeys([*earlier.values(), own, *later.values()])
+                devices = [_with_seqs(device, by_time) if device.get("events") else device for device in devices]
             value = records.sample(
                 cluster=self.cluster,
                 node=self.node,
                 run_id=self.run_id,
                 seq=seq,
                 ts_ms=ts_ms,
-                allocations_seq=own.seq if containers is not None else None,
+                allocations_seq=own.seq if own else None,
                 devices=devices,
             )
         except records.Unencodable:
@@ -100,23 +109,10 @@ class Numbering:
         self._seqs[run_id] = 0
         self._snapshot = None
 
-    def _with_snapshots(
-        self,
-        ts_ms: int,
-        devices: Sequence[Mapping[str, Any]],
-        in_force: Callable[[int], Containers] | None,
-        named: dict[Snapshot, None],
-    ) -> Sequence[Mapping[str, Any]]:
-        """The devices, each event with the number of its snapshot; those snapshots are added to ``named``."""
-        times = {event["ts_ms"] for device in devices for event in device.get("events") or () if "ts_ms" in event}
-        if in_force is None or not times:
-            return devices
-        seqs: dict[int, int] = {}
-        for at_ms in sorted(times):
-            if (containers := in_force(at_ms)) is not None:
-                snapshot = self._snapshot_of(min(at_ms, ts_ms), containers)
-                named[snapshot], seqs[at_ms] = None, snapshot.seq
-        return [_with_seqs(device, seqs) if device.get("events") else device for device in devices]
+    def _snapshots_at(self, times: Sequence[int], in_force: Callable[[int], Containers] | None) -> dict[int, Snapshot]:
+        """The snapshot in force at each of these times, which are in order, where it is known."""
+        known = {at_ms: in_force(at_ms) for at_ms in times} if in_force is not None else {}
+        return {at_ms: self._snapshot_of(at_ms, rows) for at_ms, rows in known.items() if rows is not None}
 
     def _snapshot_of(self, ts_ms: int, containers: Iterable[Mapping[str, Any]]) -> Snapshot:
         """The snapshot in force: the last one, or a new one where the content differs."""
@@ -132,10 +128,15 @@ class Numbering:
         return self._snapshot
 
 
-def _with_seqs(device: Mapping[str, Any], seqs: Mapping[int, int]) -> Mapping[str, Any]:
+def _times(devices: Sequence[Mapping[str, Any]]) -> list[int]:
+    """The times of the events of a tick, in order."""
+    return sorted({event["ts_ms"] for device in devices for event in device.get("events") or () if "ts_ms" in event})
+
+
+def _with_seqs(device: Mapping[str, Any], snapshots: Mapping[int, Snapshot]) -> Mapping[str, Any]:
     """A device whose events say which snapshot was in force at their time, where that is known."""
     events = [
-        {**event, "allocations_seq": seqs[at_ms]} if (at_ms := event.get("ts_ms")) in seqs else event
+        {**event, "allocations_seq": snapshots[at_ms].seq} if (at_ms := event.get("ts_ms")) in snapshots else event
         for event in device["events"]
     ]
     return {**device, "events": events}

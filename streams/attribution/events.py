@@ -14,6 +14,9 @@ from topics.samples import Event, Sample
 EVENT_MS = 60_000
 """For how long before its tick an event's pods are looked up as they were then; those of an older one, as then."""
 
+READ_MS = 10_000
+"""For how long after its tick's time an event may come while the tick is read."""
+
 
 class Then(NamedTuple):
     """What events rest on: the holders by the device's UUID in a snapshot, and how sure it is."""
@@ -29,7 +32,7 @@ def named_snapshots(sample: Sample) -> dict[int, int]:
         for event in device.events or ():
             seq = event.allocations_seq
             if seq is not None and seq != sample.allocations_seq:
-                at_ms = sample.ts_ms if event.ts_ms is None else min(event.ts_ms, sample.ts_ms)
+                at_ms = sample.ts_ms if event.ts_ms is None else min(event.ts_ms, sample.ts_ms + READ_MS)
                 found[seq] = max(at_ms, sample.ts_ms - EVENT_MS, found.get(seq, 0))
     return found
 

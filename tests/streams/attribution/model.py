@@ -87,9 +87,9 @@ def answer(logs: Logs, offset: int) -> Answer:
 
 
 def _as_of_ms(sample: Sample, named: int | None) -> int:
-    """The time of the last event that names a snapshot: within the minute before the tick."""
+    """The time of the last event that names a snapshot: within the minute before the tick, or 10 s after it."""
     times = [e.ts_ms or 0 for d in sample.devices for e in d.events or () if e.allocations_seq == named]
-    return max(sample.ts_ms - 60_000, min(sample.ts_ms, max(times)))
+    return max(sample.ts_ms - 60_000, min(sample.ts_ms + 10_000, max(times)))
 
 
 def _held(
