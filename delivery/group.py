@@ -13,7 +13,6 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-import msgspec
 from aiokafka import TopicPartition
 from aiokafka.abc import ConsumerRebalanceListener
 from aiokafka.coordinator.protocol import ConsumerProtocolMemberMetadata
@@ -24,8 +23,8 @@ from delivery.connection import close, connected
 from delivery.lateness import LoopLateness
 from delivery.ledger import Partition
 from delivery.offsets import OffsetClient, theirs
+from delivery.settings import MemberSettings
 from delivery.watchdog import RESTART
-from topics.admin import BrokerError, connect
 from topics.clients import AIOKafkaAdminClient
 from topics.sender import describe
 
@@ -47,15 +46,6 @@ _NOWHERE = TopicPartition("", -1)
 """No partition of ours: a poll for it gives no records, and whatever the client has to complain about."""
 
 
-class GroupSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How a process is a member of its group; ``instance_id`` makes it a static one."""
-
-    kafka: str
-    group: str
-    instance_id: str | None = None
-    session_timeout_s: float = 10.0
-
-
 class MustRestart(Exception):
     """The process can't go on as it is, and nothing is lost if it is started again: what is not committed is read
     again. The message is the reason."""
@@ -74,13 +64,13 @@ class Member(Protocol):
 
 
 class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka has no types
-    """The membership of one process. ``partitions`` is how many each topic is known to have; others are asked for.
+    """The membership of one process. ``partitions`` is how many each topic has, as was checked at the start.
 
     ``failed`` is set to :class:`MustRestart` when the process must end; whoever runs the group waits for it.
     """
 
     def __init__(
-        self, settings: GroupSettings, topics: Collection[str], member: Member, partitions: Mapping[str, int]
+        self, settings: MemberSettings, topics: Collection[str], member: Member, partitions: Mapping[str, int]
     ) -> None:
         self.settings, self.topics = settings, tuple(topics)
         self.offsets = OffsetClient(settings.kafka, client_id=settings.group)
@@ -101,24 +91,13 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
     # -- life
 
     async def connect(self) -> None:
-        """Connect, for as long as that takes, and learn how many partitions the topics have; cancel to give up."""
+        """Connect, for as long as that takes; cancel to give up."""
         await self.offsets.connect()
         self._consumer = await connected(self.settings.kafka, **_options(self.settings, self._assignor))
-        unknown = not self._partitions
-        while unknown:
-            try:
-                async with connect(self.settings.kafka) as admin:
-                    layouts = await admin.layouts(self.topics)
-            except BrokerError as error:
-                self._complain(error)
-                await asyncio.sleep(_RETRY_S)
-            else:
-                self._partitions = {topic: layouts[topic].partitions for topic in self.topics if topic in layouts}
-                unknown = False
 
     async def topics_with_commits(self) -> frozenset[str]:
         """The topics of which the group has committed something before this process joined it."""
-        tps = [Partition(topic, number) for topic, count in self._partitions.items() for number in range(count)]
+        tps = [Partition(topic, number) for topic in self.topics for number in range(self._partitions.get(topic, 0))]
         while True:
             try:
                 offsets = await asyncio.gather(*(self.committed(tp) for tp in tps))
@@ -380,7 +359,7 @@ def _claims(answers: Iterable[Any]) -> list[tuple[str, str, str, Claim]]:
     return found
 
 
-def _options(settings: GroupSettings, assignor: CoPartitioned) -> dict[str, Any]:
+def _options(settings: MemberSettings, assignor: CoPartitioned) -> dict[str, Any]:
     session_ms = int(settings.session_timeout_s * 1000)
     return {
         "client_id": settings.group,

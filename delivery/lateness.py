@@ -3,8 +3,20 @@
 import asyncio
 from collections import deque
 
+from topics.instruments import Instrument
+
 _EVERY_S = 0.1
 _WINDOW_S = 60.0
+
+
+def lateness_instrument(component: str) -> Instrument:
+    """What a component says of its own event loop."""
+    return Instrument(
+        f"gpustream_{component}_loop_late_seconds",
+        "gauge",
+        "The most that the event loop was late in the last minute. Past a tenth of --session-timeout it delays"
+        " heartbeats; past all of it, another member takes over.",
+    )
 
 
 class LoopLateness:

@@ -45,8 +45,7 @@ class OffsetClient:
 
     async def offsets_at(self, times_ms: Mapping[Partition, int]) -> Mapping[Partition, int | None]:
         """The first offset at or after a time; None: there is none, or the broker can't tell."""
-        found = await self._consumer.offsets_for_times({theirs(tp): at for tp, at in times_ms.items()})
-        return {Partition(*tp): at.offset if at is not None else None for tp, at in found.items()}
+        return await offsets_at(self._consumer, times_ms)
 
     async def times(self, offsets: Mapping[Partition, int]) -> Mapping[Partition, int | None]:
         """The log time in ms of the last record up to each offset, or of the next one; None: none could be read.
@@ -66,6 +65,12 @@ class OffsetClient:
         finally:
             await close(peeking)
         return times
+
+
+async def offsets_at(consumer: Any, times_ms: Mapping[Partition, int]) -> Mapping[Partition, int | None]:
+    """What a client says is the first offset at or after a time; None: there is none, or the broker can't tell."""
+    found = await consumer.offsets_for_times({theirs(tp): at for tp, at in times_ms.items()})
+    return {Partition(*tp): at.offset if at is not None else None for tp, at in found.items()}
 
 
 async def _peek(consumer: Any, offsets: Mapping[Partition, int], times: dict[Partition, int | None]) -> None:

@@ -9,14 +9,16 @@ was awaited may come back after that, so it is looked at before anything is comm
 import asyncio
 import contextlib
 import logging
-import time
 from collections import deque
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from aiokafka.errors import IllegalStateError, KafkaError
 
-from delivery.positions import From, Positions, Start
+from delivery import positions
+from delivery.group import ConsumerGroup
+from delivery.ledger import Partition
+from delivery.positions import From, Start
 from sinks.dead_letters import Abandoned, Record
 from sinks.outcomes import Outcomes
 
@@ -25,10 +27,9 @@ log = logging.getLogger(__name__)
 BATCH_RECORDS = 500
 """So many records of a partition are read, and held, at a time."""
 
-_POLL_MS = 500
+_POLL_S = 0.5
 _RETRY_S = 0.5
 _QUIET_EVERY_S = 1.0
-_FRESH_MS = 5_000
 
 
 class Handler(Protocol):
@@ -58,17 +59,24 @@ class Assignment:
     ``busy``: something is under way that is worth waiting for. ``kept``: the same partition's last assignment here.
     """
 
-    def __init__(self, consumer: Any, tp: Any, handler: Handler, outcomes: Outcomes, kept: "Assignment | None") -> None:
+    def __init__(
+        self,
+        group: ConsumerGroup,
+        tp: Partition,
+        handler: Handler,
+        outcomes: Outcomes,
+        kept: "Assignment | None",
+    ) -> None:
         self.tp = tp
         self.abandon = asyncio.Event()
         self.next: int | None = None
         self.busy = False
-        self._consumer = consumer
+        self._group = group
         self._handler = handler
         self._outcomes = outcomes
         self._kept = kept
         self._over = False
-        self._quiet_s = 0.0
+        self._quiet_s = -_QUIET_EVERY_S
         self._unfinished: deque[int] = deque()
 
     async def run(self, from_: From, recall_s: float) -> None:
@@ -90,12 +98,12 @@ class Assignment:
             elif position >= resume:
                 self.next = position
                 await self._when_quiet(position)
-            batch = await self._consumer.getmany(self.tp, timeout_ms=_POLL_MS, max_records=BATCH_RECORDS)
+            batch = await self._group.fetch({self.tp}, _POLL_S, BATCH_RECORDS)
             if self.abandon.is_set():
                 return
             records: Sequence[Record] = batch.get(self.tp, ())
             if not records:
-                position = max(position, min(resume, await self._consumer.position(self.tp)))
+                position = await self._skip(position, resume)
                 continue
             if records[0].offset != position:
                 resume = await self._jump(max(position, resume), position, records[0].offset)
@@ -109,7 +117,7 @@ class Assignment:
     def lag(self) -> int:
         """How many records are not finished, as of the last answer of the broker."""
         with contextlib.suppress(AssertionError, AttributeError):  # between two assignments the client has no answer
-            end = self._consumer.highwater(self.tp)
+            end = self._group.end(self.tp)
             return max(0, end - self.next) if end is not None and self.next is not None else 0
         return 0
 
@@ -118,7 +126,7 @@ class Assignment:
         known = self._kept.next if self._kept else None
         while not self.abandon.is_set():
             try:
-                start = await Positions(self._consumer, self.tp).find(from_, recall_s, known=known)
+                start = await positions.find(self._group, self.tp, from_, recall_s, known=known)
             except IllegalStateError:
                 raise
             except KafkaError as error:
@@ -137,7 +145,20 @@ class Assignment:
         self._outcomes.expired(start.expired)
         if start.is_new:
             await self._commit(start.resume)
-        self._consumer.seek(self.tp, start.position)
+        self._group.seek({self.tp: start.position})
+
+    async def _skip(self, position: int, resume: int) -> int:
+        """Follow the client past what is no record, such as the end of a transaction; gives the position after it.
+
+        It is committed unless records before it are unfinished, or a log that ends in it would never be finished.
+        """
+        reached = (await self._group.positions([self.tp])).get(self.tp, position)
+        if reached <= position or self.abandon.is_set():
+            return position
+        await self._jump(max(position, resume), position, reached)
+        if reached > resume and not self._unfinished:
+            await self._commit(reached)
+        return reached
 
     async def _jump(self, resume: int, wanted: int, got: int) -> int:
         """Records are missing, or the topic was made anew. Gives where to resume now."""
@@ -146,7 +167,11 @@ class Assignment:
             self._handler.forget()
             self._give_back()
             return got
-        begin = (await self._consumer.beginning_offsets([self.tp]))[self.tp]
+        try:
+            begin = min(got, (await self._group.beginnings([self.tp]))[self.tp])
+        except KafkaError as error:
+            log.warning("%s: whether offsets %d to %d were deleted is not known: %s", self.tp, wanted, got - 1, error)
+            return resume
         if begin > resume:
             log.warning("%s: offsets %d to %d were gone before they were read", self.tp, resume, begin - 1)
             self._outcomes.expired(begin - resume)
@@ -188,21 +213,20 @@ class Assignment:
         if self._over:
             raise Abandoned
         try:
-            await self._consumer.commit({self.tp: offset})
+            committed = await self._group.commit({self.tp: offset})
         except KafkaError:
             self._outcomes.committed(ok=False)
             raise
-        self._outcomes.committed(ok=True)
+        self._outcomes.committed(ok=committed)
+        if not committed:  # the group has moved on
+            raise Abandoned
 
     async def _when_quiet(self, position: int) -> None:
         """Tell the handler that the partition is read to its end, if the broker said so just now."""
-        now_s = time.monotonic()
-        if now_s - self._quiet_s < _QUIET_EVERY_S:
+        now_s = asyncio.get_running_loop().time()
+        if not self._group.is_read_to_end(self.tp, position) or now_s - self._quiet_s < _QUIET_EVERY_S:
             return
         self._quiet_s = now_s
-        end, asked_ms = self._consumer.highwater(self.tp), self._consumer.last_poll_timestamp(self.tp)
-        if end is None or position < end or time.time() * 1000 - asked_ms > _FRESH_MS:
-            return
         with self._work():
             await self._handler.quiet(self.abandon)
 

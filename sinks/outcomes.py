@@ -9,6 +9,7 @@ from typing import Literal
 
 from prometheus_client import Counter
 
+from delivery.lateness import lateness_instrument
 from topics.instruments import Instrument, Instruments
 
 log = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ def instruments(component: str) -> tuple[Instrument, ...]:
         Instrument(
             f"{prefix}_records_expired_total",
             "counter",
-            "Records that the topic's retention removed before they were read.",
+            "Records that the topic's retention, or somebody, deleted before they were read.",
         ),
         Instrument(
             f"{prefix}_new_logs_total",
@@ -57,6 +58,7 @@ def instruments(component: str) -> tuple[Instrument, ...]:
         Instrument(f"{prefix}_commits_total", "counter", "Offset commits, by whether they succeeded.", ("result",)),
         Instrument(f"{prefix}_partitions", "gauge", "Partitions assigned."),
         Instrument(f"{prefix}_lag_records", "gauge", "Records not yet finished, in the partitions assigned."),
+        lateness_instrument(component),
     )
 
 
@@ -104,6 +106,10 @@ class Outcomes:
         known = [lag for some in self._lags.values() for lag in some]
         self._made.gauge(f"{self._prefix}_partitions").set(len(known))
         self._made.gauge(f"{self._prefix}_lag_records").set(sum(known))
+
+    def late(self, worst_s: float) -> None:
+        """The most that the event loop was late within the last minute."""
+        self._made.gauge(f"{self._prefix}_loop_late_seconds").set(worst_s)
 
     def _counter(self, name: str, *labels: str) -> Counter:
         return self._made.counter(f"{self._prefix}_{name}", *labels)

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from aiokafka.partitioner import murmur2
 
+from delivery.lateness import lateness_instrument
 from delivery.ledger import Ledger, Slot
 from streams.decoding import Reason
 from streams.reader.app import ReaderApp
@@ -27,6 +28,7 @@ class Counts(Protocol):
     rebalances: int
     holes: int
     lost: int
+    loop_late_s: float
 
 
 def instruments(stage: str) -> tuple[Instrument, ...]:
@@ -49,8 +51,17 @@ def instruments(stage: str) -> tuple[Instrument, ...]:
             "Nodes whose key does not belong in their partition: another partitioner wrote them.",
         ),
         Instrument(f"{prefix}_rebalances_total", "counter", "Times that partitions were taken away."),
-        Instrument(f"{prefix}_holes_total", "counter", "Gaps in the offsets of a log that proved real."),
-        Instrument(f"{prefix}_lost_offsets_total", "counter", "Offsets that retention took before they were read."),
+        Instrument(
+            f"{prefix}_holes_total",
+            "counter",
+            "Gaps in the offsets of a log: ends of transactions, records that were aborted, compacted or deleted.",
+        ),
+        Instrument(
+            f"{prefix}_lost_offsets_total",
+            "counter",
+            "Offsets that retention, or somebody, deleted before they were read.",
+        ),
+        lateness_instrument(stage),
     )
 
 
@@ -97,6 +108,7 @@ class Bookkeeping:
     def observe(self, reader: Counts) -> None:
         """Take over what the reader has counted."""
         self._instruments.gauge(f"gpustream_{self._stage}_open_bytes").set(reader.ledger.open_bytes)
+        self._instruments.gauge(f"gpustream_{self._stage}_loop_late_seconds").set(reader.loop_late_s)
         for name, count in (("rebalances", reader.rebalances), ("holes", reader.holes), ("lost_offsets", reader.lost)):
             counter = self._instruments.counter(f"gpustream_{self._stage}_{name}_total")
             counter.inc(count - self._counted.get(name, 0))

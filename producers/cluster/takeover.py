@@ -10,14 +10,16 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import msgspec
 from aiokafka import TopicPartition
 from aiokafka.errors import KafkaError, TopicAuthorizationFailedError
 
-from delivery import connection
-from delivery.positions import Positions
+from delivery import connection, positions
+from delivery.ledger import Partition
+from delivery.offsets import offsets_at
 from topics import broker
 from topics.decoding import decoder
 from topics.sender import describe
@@ -89,7 +91,8 @@ async def _read(consumer: Any, numbers: Iterable[int], since_ms: int, told: Told
     begins, ends = await consumer.beginning_offsets(partitions), await consumer.end_offsets(partitions)
     for tp in partitions:
         since_s = time.time() - since_ms / 1000
-        consumer.seek(tp, await Positions(consumer, tp).first(since_s, begins[tp], ends[tp]))
+        start = await positions.first(partial(offsets_at, consumer), Partition(*tp), since_s, begins[tp], ends[tp])
+        consumer.seek(tp, start)
     while left := [tp for tp in partitions if await consumer.position(tp) < ends[tp]]:
         for batch in (await consumer.getmany(*left, timeout_ms=_FETCH_MS)).values():
             for record in batch:

@@ -10,11 +10,12 @@ import asyncio
 from typing import NamedTuple
 
 from delivery.positions import WHOLE
+from delivery.settings import MemberSettings
 from sinks.alertmanager.config import AlertmanagerSettings
 from sinks.alertmanager.instruments import COMPONENT, INSTRUMENTS
 from sinks.alertmanager.partition import AlertmanagerPartition, Shared
 from sinks.alertmanager.teller import Teller
-from sinks.consumer import ConsumerSettings, GroupReader, Source
+from sinks.consumer import GroupReader, Source
 from sinks.dead_letters import DeadLetters, connecting
 from sinks.http import Http
 from sinks.outcomes import Outcomes
@@ -70,7 +71,7 @@ class AlertmanagerSink:
         settings = self.settings
         teller = Teller(url, settings, http.post, self._instruments)
         shared = Shared(teller, letters, outcomes, settings.max_alerts)
-        member = ConsumerSettings(
+        member = MemberSettings(
             kafka=settings.kafka,
             group=settings.group_of(url),
             instance_id=settings.instance_id,

@@ -8,7 +8,7 @@ On failure: an outage of the receiver or of Kafka is waited for; what the receiv
 import asyncio
 
 from delivery.positions import WHOLE
-from sinks.consumer import GroupReader, Source, membership
+from sinks.consumer import GroupReader, Source
 from sinks.dead_letters import DeadLetters, connecting
 from sinks.labels import default_labels
 from sinks.outcomes import Outcomes
@@ -71,7 +71,7 @@ class RemoteWriteSink:
             stale_after_s=settings.stale_after_s,
             on_outcome=self._on_outcome,
         )
-        return GroupReader(membership(settings), self._sources(shared), outcomes)
+        return GroupReader(settings, self._sources(shared), outcomes)
 
     def _sources(self, shared: Shared) -> list[Source]:
         settings = self.settings

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import AsyncIterator
 
 from sinks import outcomes
-from sinks.consumer import GroupReader, Source, membership
+from sinks.consumer import GroupReader, Source
 from sinks.dead_letters import DeadLetters, connecting
 from sinks.labels import default_labels
 from sinks.outcomes import Outcomes
@@ -78,7 +78,7 @@ class ScrapeSink:
         source = Source(
             TOPIC.name, lambda number: self._partition(number, shared), settings.from_, settings.stale_after_s
         )
-        return GroupReader(membership(settings), [source], shared.outcomes)
+        return GroupReader(settings, [source], shared.outcomes)
 
     def _partition(self, partition: int, shared: Shared) -> LatestOfPartition:
         """A handler; it is known here for as long as the reader has a use for it."""

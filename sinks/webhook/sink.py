@@ -8,7 +8,7 @@ when the process ended is sent again, with the same bytes under the same ``Idemp
 import asyncio
 
 from delivery.positions import WHOLE
-from sinks.consumer import GroupReader, Source, membership
+from sinks.consumer import GroupReader, Source
 from sinks.dead_letters import DeadLetters, connecting
 from sinks.http import Http
 from sinks.outcomes import Outcomes
@@ -69,4 +69,4 @@ class WebhookSink:
         letters = DeadLetters(sender, "sink webhook")
         shared = Shared(self._receiver, Secret(settings.secret_file), letters, outcomes)
         source = Source(TOPIC.name, lambda _: WebhookPartition(shared), settings.from_, WHOLE)
-        return GroupReader(membership(settings), [source], outcomes)
+        return GroupReader(settings, [source], outcomes)

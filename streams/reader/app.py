@@ -28,8 +28,9 @@ from faust.channels import Channel
 from mode import Service
 from mode.utils.queues import FlowControlEvent, ThrowableQueue
 
-from delivery.group import ConsumerGroup, GroupSettings
+from delivery.group import ConsumerGroup
 from delivery.ledger import Partition, Slot
+from delivery.settings import MemberSettings
 from delivery.watchdog import Deadlines, Pulse, Watchdog, fail_stop
 from streams.reader.reader import Batch, Reader, Stage
 from topics.sender import Sender
@@ -138,7 +139,7 @@ class ReaderApp(faust.App):  # type: ignore[misc]
             compacted=frozenset(settings.compacted),
             max_open_bytes=settings.max_open_bytes,
         )
-        member = GroupSettings(
+        member = MemberSettings(
             kafka=settings.kafka,
             group=settings.group,
             instance_id=settings.instance_id,
@@ -284,6 +285,7 @@ class ReaderApp(faust.App):  # type: ignore[misc]
                 await asyncio.wait_for(self._ask.wait(), _ASK_EVERY_S)
             self._ask.clear()
             self._beat += 1
+            self.reader.loop_late_s = self.group.lateness.worst_s()
             await self._ask_once()
             await asyncio.sleep(_ASK_AT_MOST_EVERY_S)
 

@@ -86,6 +86,7 @@ class Reader:
     ``deliver`` takes a batch, waiting for room; ``compacted`` are topics that are read whole, and whose holes are
     nothing to speak of; ``max_open_bytes`` bounds what is read and not finished. ``input_ends`` is where the inputs
     ended at the assignment, ``torn`` the partition numbers whose committed offset was no longer in the log then.
+    ``loop_late_s`` is the most that the event loop was late in the last minute, as whoever runs the reader measures it.
     """
 
     def __init__(
@@ -108,6 +109,7 @@ class Reader:
         self.torn: frozenset[int] = frozenset()
         self._settled: dict[Partition, int] = {}
         self.holes = self.lost = self.rebalances = self.turns = 0
+        self.loop_late_s = 0.0
         self._held = start.Held()
         self._waiting: set[int] = set()
         self._full = False

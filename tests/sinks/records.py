@@ -48,81 +48,83 @@ class FakeSender:
         return future
 
 
-class Found(NamedTuple):
-    """An offset by time."""
-
-    offset: int
-
-
 @dataclass
-class FakeConsumer:
-    """One partition's log and its group's offset. ``by_time``: the broker finds offsets by time."""
+class FakeGroup:
+    """A group with one partition: its log, and the offset committed. ``by_time``: the broker finds offsets by time."""
 
     log: Sequence[Read]
     group: int | None = None
     begin: int = 0
     by_time: bool = True
     away: int = 0
+    stable: int | None = None
+    fresh: bool = True
     commits: list[int] = field(default_factory=list)
     at: int = 0
     polled: asyncio.Event = field(default_factory=asyncio.Event)
 
-    @property
-    def end(self) -> int:
-        """The offset after the last record."""
+    def end(self, _: object = None) -> int:
+        """The offset after the last record that can be read."""
+        if self.stable is not None:
+            return self.stable
         return self.log[-1].offset + 1 if self.log else self.begin
 
-    async def committed(self, _: Any) -> int | None:
+    async def committed(self, _: object) -> int | None:
         """The group's offset."""
         if self.away:
             self.away -= 1
             raise KafkaConnectionError("away")
         return self.group
 
-    async def beginning_offsets(self, tps: Sequence[Any]) -> dict[Any, int]:
+    async def beginnings(self, tps: Sequence[Any]) -> dict[Any, int]:
         """Where the log begins."""
         return dict.fromkeys(tps, self.begin)
 
-    async def end_offsets(self, tps: Sequence[Any]) -> dict[Any, int]:
+    async def ends(self, tps: Sequence[Any]) -> dict[Any, int]:
         """Where it ends."""
-        return dict.fromkeys(tps, self.end)
+        return dict.fromkeys(tps, self.end())
 
-    async def offsets_for_times(self, times: dict[Any, int]) -> dict[Any, Found | None]:
+    async def offsets_at(self, times_ms: dict[Any, int]) -> dict[Any, int | None]:
         """The first record at or after a time."""
-        return {tp: self._since(ts_ms) for tp, ts_ms in times.items()}
+        return {tp: self._since(ts_ms) for tp, ts_ms in times_ms.items()}
 
-    def _since(self, ts_ms: int) -> Found | None:
+    def _since(self, ts_ms: int) -> int | None:
         found = [one.offset for one in self.log if one.timestamp >= ts_ms and one.offset >= self.begin]
-        return Found(found[0]) if found and self.by_time else None
+        return found[0] if found and self.by_time else None
 
-    def seek(self, _: Any, offset: int) -> None:
+    async def times(self, offsets: dict[Any, int]) -> dict[Any, int | None]:
+        """When the last record up to an offset was logged."""
+        return {
+            tp: max((one.timestamp for one in self.log if self.begin <= one.offset <= at), default=None)
+            for tp, at in offsets.items()
+        }
+
+    def seek(self, positions: dict[Any, int]) -> None:
         """Goes to an offset."""
-        self.at = offset
+        (self.at,) = positions.values()
 
-    async def position(self, _: Any) -> int:
+    async def positions(self, tps: Sequence[Any]) -> dict[Any, int]:
         """The next offset."""
-        return self.at
+        return dict.fromkeys(tps, max(self.at, self.begin))
 
-    def highwater(self, _: Any) -> int:
-        """Where the log ends."""
-        return self.end
+    def is_read_to_end(self, _: object, position: int) -> bool:
+        """Whether there is nothing more."""
+        return self.fresh and position >= self.end()
 
-    def last_poll_timestamp(self, _: Any) -> int:
-        """Just now."""
-        return 2**62
-
-    async def getmany(self, tp: Any, *, timeout_ms: int, max_records: int) -> dict[Any, list[Read]]:
+    async def fetch(self, tps: set[Any], timeout_s: float, max_records: int) -> dict[Any, list[Read]]:
         """The next records, at most so many."""
         await asyncio.sleep(0)
-        some = [one for one in self.log if one.offset >= max(self.at, self.begin)][:max_records]
+        some = [one for one in self.log if max(self.at, self.begin) <= one.offset < self.end()][:max_records]
         if some:
             self.at = some[-1].offset + 1
         else:
+            self.at = max(self.at, self.end())
             self.polled.set()
             await asyncio.sleep(0.001)
-        return {tp: some} if some else {}
+        return dict.fromkeys(tps, some) if some else {}
 
-    async def commit(self, offsets: dict[Any, int]) -> None:
+    async def commit(self, offsets: dict[Any, int]) -> bool:
         """Commits."""
         (self.group,) = offsets.values()
         self.commits.append(self.group)
+        return True

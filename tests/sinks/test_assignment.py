@@ -4,16 +4,17 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 
 import pytest
-from aiokafka.errors import CommitFailedError
 
+from delivery.ledger import Partition
 from sinks import outcomes
 from sinks.assignment import Assignment
 from sinks.dead_letters import Abandoned, Record
 from sinks.outcomes import Outcomes
 from tests.sinks.receivers import until
-from tests.sinks.records import FakeConsumer, Read
+from tests.sinks.records import FakeGroup, Read
 from topics.instruments import Instruments
 
+TP = Partition("gpu.attributed", 0)
 LOG = [Read(offset, str(offset).encode(), offset * 1000) for offset in range(10)]
 
 
@@ -52,13 +53,13 @@ class FakeHandler:
 class Setup:
     """An assignment and what it works with."""
 
-    def __init__(self, consumer: FakeConsumer, kept: Assignment | None = None) -> None:
+    def __init__(self, consumer: FakeGroup, kept: Assignment | None = None) -> None:
         self.made = Instruments(outcomes.instruments("test"))
         self.counted = Outcomes("test", self.made)
         self.consumer = consumer
         self.before: Callable[[int], None] = lambda _: None
         self.handler = FakeHandler(self.counted, lambda offset: self.before(offset))
-        self.assignment = Assignment(consumer, 0, self.handler, self.counted, kept)
+        self.assignment = Assignment(consumer, TP, self.handler, self.counted, kept)  # type: ignore[arg-type]
 
     async def read(self) -> None:
         """Runs until all is read, then takes the partition away."""
@@ -79,7 +80,7 @@ class Setup:
 
 
 async def test_each_step_is_committed_before_the_next() -> None:
-    one = Setup(FakeConsumer(LOG))
+    one = Setup(FakeGroup(LOG))
     seen: list[tuple[int, list[int]]] = []
     one.before = lambda offset: seen.append((offset, list(one.consumer.commits)))
     await one.read()
@@ -90,13 +91,13 @@ async def test_each_step_is_committed_before_the_next() -> None:
 
 
 async def test_a_new_group_commits_where_it_starts_so_that_latest_means_once() -> None:
-    one = Setup(FakeConsumer([], begin=7))
+    one = Setup(FakeGroup([], begin=7))
     await one.read()
     assert one.consumer.commits == [7]
 
 
 async def test_what_was_finished_lately_is_recalled_and_not_delivered() -> None:
-    one = Setup(FakeConsumer(LOG, group=6))
+    one = Setup(FakeGroup(LOG, group=6))
     await one.read()
     assert one.handler.recalled == [3, 4, 5]
     assert one.handler.delivered == [6, 7, 8, 9]
@@ -104,7 +105,7 @@ async def test_what_was_finished_lately_is_recalled_and_not_delivered() -> None:
 
 
 async def test_a_partition_whose_first_record_waits_for_its_receiver_is_read_back() -> None:
-    one = Setup(FakeConsumer(LOG, group=6))
+    one = Setup(FakeGroup(LOG, group=6))
     found: list[int | None] = []
     one.before = lambda _: found.append(one.assignment.next)
     await one.read()
@@ -112,7 +113,7 @@ async def test_a_partition_whose_first_record_waits_for_its_receiver_is_read_bac
 
 
 async def test_what_is_not_finished_when_it_is_abandoned_is_given_back() -> None:
-    one = Setup(FakeConsumer(LOG))
+    one = Setup(FakeGroup(LOG))
     one.before = lambda offset: one.assignment.abandon.set() if offset == 4 else None
     with pytest.raises(Abandoned):
         await one.assignment.run("earliest", 2.0)
@@ -121,7 +122,7 @@ async def test_what_is_not_finished_when_it_is_abandoned_is_given_back() -> None
 
 
 async def test_after_it_is_over_nothing_is_committed() -> None:
-    one = Setup(FakeConsumer(LOG))
+    one = Setup(FakeGroup(LOG))
     one.before = lambda offset: one.assignment.close() if offset == 4 else None
     with pytest.raises(Abandoned):
         await one.assignment.run("earliest", 2.0)
@@ -129,15 +130,13 @@ async def test_after_it_is_over_nothing_is_committed() -> None:
     assert one.balanced()
 
 
-async def test_a_commit_that_fails_ends_it_and_is_counted() -> None:
-    class Refusing(FakeConsumer):
-        async def commit(self, offsets: dict[object, int]) -> None:
-            if self.commits:
-                raise CommitFailedError("rebalanced")
-            await super().commit(offsets)
+async def test_a_commit_that_is_refused_ends_it_and_is_counted() -> None:
+    class Refusing(FakeGroup):
+        async def commit(self, offsets: dict[object, int]) -> bool:
+            return not self.commits and await super().commit(offsets)
 
     one = Setup(Refusing(LOG))
-    with pytest.raises(CommitFailedError):
+    with pytest.raises(Abandoned):
         await one.assignment.run("earliest", 2.0)
     assert one.made.registry.get_sample_value("gpustream_test_commits_total", {"result": "failed"}) == 1
     assert one.count("delivered_total") == 2
@@ -145,13 +144,13 @@ async def test_a_commit_that_fails_ends_it_and_is_counted() -> None:
 
 
 async def test_a_broker_that_is_away_at_the_start_is_waited_for() -> None:
-    one = Setup(FakeConsumer(LOG, away=1))
+    one = Setup(FakeGroup(LOG, away=1))
     await one.read()
     assert one.handler.delivered == list(range(10))
 
 
 async def test_an_assignment_that_follows_unchanged_keeps_its_handler() -> None:
-    first = Setup(FakeConsumer(LOG))
+    first = Setup(FakeGroup(LOG))
     await first.read()
     second = Setup(first.consumer, kept=first.assignment)
     first.consumer.log = [*LOG, Read(10, b"10")]
@@ -162,7 +161,7 @@ async def test_an_assignment_that_follows_unchanged_keeps_its_handler() -> None:
 
 
 async def test_a_topic_that_is_made_anew_is_delivered_from_its_start() -> None:
-    one = Setup(FakeConsumer(LOG))
+    one = Setup(FakeGroup(LOG))
 
     def anew(offset: int) -> None:
         if offset == 8:
@@ -175,7 +174,7 @@ async def test_a_topic_that_is_made_anew_is_delivered_from_its_start() -> None:
 
 
 async def test_records_that_retention_removed_before_they_were_read_are_counted() -> None:
-    one = Setup(FakeConsumer(LOG))
+    one = Setup(FakeGroup(LOG))
 
     def expire(offset: int) -> None:
         if offset == 8:
@@ -187,14 +186,14 @@ async def test_records_that_retention_removed_before_they_were_read_are_counted(
 
 
 async def test_holes_of_control_records_are_no_loss() -> None:
-    one = Setup(FakeConsumer([*LOG, Read(12, b"")]))
+    one = Setup(FakeGroup([*LOG, Read(12, b"")]))
     await one.read()
     assert one.count("expired_total") == 0
     assert one.consumer.group == 13
 
 
 async def test_a_partition_is_quiet_where_all_of_it_is_read_and_only_there() -> None:
-    ended, behind = Setup(FakeConsumer(LOG, group=10)), Setup(FakeConsumer(LOG, group=4))
+    ended, behind = Setup(FakeGroup(LOG, group=10)), Setup(FakeGroup(LOG, group=4))
     await ended.read()
     await behind.read()
     assert ended.handler.quiet_after == [[]]
@@ -202,13 +201,37 @@ async def test_a_partition_is_quiet_where_all_of_it_is_read_and_only_there() -> 
 
 
 async def test_a_partition_is_not_quiet_because_the_broker_is() -> None:
-    class Silent(FakeConsumer):
-        def last_poll_timestamp(self, _: object) -> int:
-            return 1000
-
-    one = Setup(Silent(LOG, group=10))
+    one = Setup(FakeGroup(LOG, group=10, fresh=False))
     await one.read()
     assert one.handler.quiet_after == []
+
+
+async def test_a_partition_is_quiet_where_only_an_open_transaction_follows() -> None:
+    one = Setup(FakeGroup(LOG, group=4, stable=8))
+    await one.read()
+    assert one.handler.delivered == [4, 5, 6, 7]
+    assert one.handler.quiet_after == [[4, 5, 6, 7]]
+    assert one.assignment.lag() == 0
+
+
+async def test_the_end_of_a_transaction_is_committed_and_the_partition_is_quiet_after_it() -> None:
+    one = Setup(FakeGroup(LOG, group=4, stable=11))
+    await one.read()
+    assert one.consumer.group == 11
+    assert one.handler.quiet_after == [[4, 5, 6, 7, 8, 9]]
+    assert one.count("expired_total") == 0
+
+
+async def test_records_that_are_deleted_to_the_last_one_are_counted_without_another_one() -> None:
+    one = Setup(FakeGroup(LOG))
+
+    def delete(offset: int) -> None:
+        if offset == 8:
+            one.consumer.begin = one.consumer.stable = 17
+
+    one.before = delete
+    await one.read()
+    assert one.count("expired_total") == 7
 
 
 class SlowHandler(FakeHandler):
@@ -231,9 +254,9 @@ class SlowHandler(FakeHandler):
 
 
 async def test_a_handler_may_keep_records_and_is_given_others_meanwhile() -> None:
-    one = Setup(FakeConsumer(LOG[:5]))
+    one = Setup(FakeGroup(LOG[:5]))
     one.handler = slow = SlowHandler(one.counted)
-    one.assignment = Assignment(one.consumer, 0, slow, one.counted, None)
+    one.assignment = Assignment(one.consumer, TP, slow, one.counted, None)  # type: ignore[arg-type]
     running = asyncio.ensure_future(one.assignment.run("earliest", 2.0))
     await until(lambda: slow.asked > 3)
     assert (slow.kept, one.count("held"), one.consumer.commits) == ([0, 1, 2, 3, 4], 5, [0])
@@ -251,9 +274,9 @@ async def test_a_handler_may_keep_records_and_is_given_others_meanwhile() -> Non
 
 async def test_what_a_handler_keeps_is_given_back_at_the_end_unless_it_finishes_it_then() -> None:
     for finishes in (False, True):
-        one = Setup(FakeConsumer(LOG))
+        one = Setup(FakeGroup(LOG))
         one.handler = slow = SlowHandler(one.counted)
-        one.assignment = Assignment(one.consumer, 0, slow, one.counted, None)
+        one.assignment = Assignment(one.consumer, TP, slow, one.counted, None)  # type: ignore[arg-type]
         running = asyncio.ensure_future(one.assignment.run("earliest", 2.0))
         await until(lambda slow=slow: len(slow.kept) == 10)  # type: ignore[misc]
         if finishes:

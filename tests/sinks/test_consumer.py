@@ -5,19 +5,20 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import pytest
-from aiokafka import TopicPartition
 
+from delivery.ledger import Partition
+from delivery.settings import MemberSettings
 from sinks import consumer as module
 from sinks import outcomes
 from sinks.assignment import Assignment
-from sinks.consumer import ConsumerSettings, GroupReader, Source
+from sinks.consumer import GroupReader, Source
 from sinks.dead_letters import Abandoned, Record
 from sinks.outcomes import Outcomes
 from tests.sinks.receivers import until
-from tests.sinks.records import FakeConsumer, Read
+from tests.sinks.records import FakeGroup, Read
 from topics.instruments import Instruments
 
-SETTINGS = ConsumerSettings(kafka="127.0.0.1:1", group="g")
+SETTINGS = MemberSettings(kafka="127.0.0.1:1", group="g")
 LOG = [Read(offset, b"", offset * 1000) for offset in range(4)]
 
 
@@ -50,15 +51,15 @@ class Handler:
         """Nothing known."""
 
 
-def reading(handler: Any, log: Sequence[Read] = LOG) -> tuple[GroupReader, FakeConsumer]:
+def reading(handler: Any, log: Sequence[Read] = LOG) -> tuple[GroupReader, FakeGroup]:
     """A reader that has one partition, with a client in memory."""
     counted = Outcomes("test", Instruments(outcomes.instruments("test")))
     reader, client = (
         GroupReader(SETTINGS, [Source("gpu.attributed", lambda _: handler, "earliest", 1.0)], counted),
-        FakeConsumer(log),
+        FakeGroup(log),
     )
-    reader._consumer = client
-    reader.take([TopicPartition("gpu.attributed", 0)])
+    reader._group = client  # type: ignore[assignment]
+    reader.assigned({Partition("gpu.attributed", 0)})
     return reader, client
 
 
@@ -66,7 +67,7 @@ async def test_what_is_under_way_is_waited_for_and_committed_when_a_partition_is
     handler = Handler(patient=True)
     reader, client = reading(handler)
     await asyncio.wait_for(handler.started.wait(), 10)
-    leaving = asyncio.ensure_future(reader.leave())
+    leaving = asyncio.ensure_future(reader.revoked())
     await asyncio.sleep(0.01)
     assert not leaving.done()
     handler.go.set()
@@ -80,7 +81,7 @@ async def test_what_hangs_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyP
     handler = Handler(patient=True)
     reader, client = reading(handler)
     await asyncio.wait_for(handler.started.wait(), 10)
-    await asyncio.wait_for(reader.leave(), 10)
+    await asyncio.wait_for(reader.revoked(), 10)
     handler.go.set()
     await asyncio.sleep(0.01)
     assert handler.delivered == []
@@ -91,7 +92,7 @@ async def test_what_gives_up_by_itself_is_not_waited_for_longer() -> None:
     handler = Handler(patient=False)
     reader, client = reading(handler)
     await asyncio.wait_for(handler.started.wait(), 10)
-    await asyncio.wait_for(reader.leave(), 1)
+    await asyncio.wait_for(reader.revoked(), 1)
     assert client.group == 0
 
 
@@ -102,10 +103,9 @@ async def test_a_handler_that_fails_ends_the_sink() -> None:
             yield 0
 
     reader, _ = reading(Failing(patient=True))
-    reader._failure = asyncio.get_running_loop().create_future()
     with pytest.raises(ZeroDivisionError):
         await asyncio.wait_for(reader._failure, 10)
-    await reader.leave()
+    await reader.revoked()
 
 
 async def test_each_topic_is_read_as_it_is_to_be_by_a_handler_of_its_own() -> None:
@@ -122,18 +122,17 @@ async def test_each_topic_is_read_as_it_is_to_be_by_a_handler_of_its_own() -> No
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Assignment, "run", run)
-        reader.take([TopicPartition("a", 0), TopicPartition("b", 0), TopicPartition("b", 1)])
+        reader.assigned({Partition("a", 0), Partition("b", 0), Partition("b", 1)})
         await asyncio.sleep(0)
-        await reader.leave()
+        await reader.revoked()
     assert made == [("a", 0), ("b", 0), ("b", 1)]
     assert runs == [("a", 1.0), ("b", 2.0), ("b", 2.0)]
 
 
 async def test_a_reader_without_a_broker_says_so_and_stops_when_told() -> None:
     counted = Outcomes("test", Instruments(outcomes.instruments("test")))
-    reader = GroupReader(
-        SETTINGS, [Source("gpu.attributed", lambda _: Handler(patient=True), "earliest", 1.0)], counted
-    )
+    source = Source("gpu.attributed", lambda _: Handler(patient=True), "earliest", 1.0)
+    reader = GroupReader(SETTINGS, [source], counted)
     stop = asyncio.Event()
     running = asyncio.ensure_future(reader.run(stop))
     await until(lambda: reader.not_ready() == ["no Kafka broker answers at 127.0.0.1:1 (KafkaConnectionError)"])

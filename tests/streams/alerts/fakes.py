@@ -115,6 +115,7 @@ class Worker:
         self.reader = self
         self.ledger = Ledger()
         self.rebalances = self.holes = self.lost = 0
+        self.loop_late_s = 0.0
         self.input_ends: dict[Partition, int] = {}
         self.torn: frozenset[int] = frozenset()
         self.settled: dict[Partition, int] = {}

@@ -98,6 +98,7 @@ class FakeApp:
         self.reader = self
         self.ledger = Ledger()
         self.rebalances = self.holes = self.lost = 0
+        self.loop_late_s = 0.0
         self.settled: dict[Partition, int] = {}
         self.failures: list[str] = []
         self.ends_asked = 0
