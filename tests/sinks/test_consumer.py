@@ -115,6 +115,7 @@ async def test_each_topic_is_read_as_it_is_to_be_by_a_handler_of_its_own() -> No
         return Source(topic, lambda number: made.append((topic, number)) or Handler(True), "latest", recall_s)  # type: ignore[func-returns-value]
 
     reader = GroupReader(SETTINGS, [source("a", 1.0), source("b", 2.0)], Outcomes("test", Instruments(())))
+    reader._group = FakeGroup(LOG)  # type: ignore[assignment]
     runs: list[tuple[str, float]] = []
 
     async def run(assignment: Assignment, _: object, recall_s: float) -> None:
