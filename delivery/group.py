@@ -84,6 +84,7 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
         self._trouble: str | None = None
         self._complained: set[str] = set()
         self._open: dict[Partition, tuple[int, float]] = {}
+        self._seen: set[str] = set()
         self._vanished: set[str] = set()
         self._tasks: list[asyncio.Task[None]] = []
         self._evicted: asyncio.Task[Any] | None = None
@@ -220,12 +221,14 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
 
         The client would go on from where it was in the old log, past what the new one has until there.
         """
-        if not is_there and topic in self._partitions:
+        if not is_there and topic in self._seen:
             if topic not in self._vanished:
                 log.warning("%s: deleted, or not to be seen by this client any more; waiting for it", topic)
             self._vanished.add(topic)
             self._consumer._client.force_metadata_update()  # noqa: SLF001 - or it is not seen for so long as it may be
-        elif is_there and topic in self._vanished:
+        if is_there:
+            self._seen.add(topic)
+        if is_there and topic in self._vanished:
             self._vanished.remove(topic)
             log.warning("%s: deleted and created again; reading its new log from the beginning", topic)
             for tp in self.assignment():

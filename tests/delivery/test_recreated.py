@@ -5,8 +5,9 @@ from typing import Any
 
 from aiokafka import TopicPartition
 
-from delivery.group import ConsumerGroup, GroupSettings
+from delivery.group import ConsumerGroup
 from delivery.ledger import Partition
+from delivery.settings import MemberSettings
 
 TOPIC, OTHER = "gpu.samples", "gpu.workloads"
 
@@ -50,7 +51,7 @@ class Client:
 def member() -> tuple[ConsumerGroup, Client]:
     """A member that has a partition of each topic."""
     client: Any = Client()
-    group = ConsumerGroup(GroupSettings(kafka="127.0.0.1:1", group="g"), (TOPIC, OTHER), Member(), {TOPIC: 2, OTHER: 2})
+    group = ConsumerGroup(MemberSettings(kafka="127.0.0.1:1", group="g"), (TOPIC, OTHER), Member(), {TOPIC: 2, OTHER: 2})
     group._consumer = client
     return group, client
 
@@ -82,3 +83,12 @@ async def test_one_that_is_back_with_other_partitions_ends_the_process() -> None
         group._look(0.0)
 
     assert "has 1 partitions, and had 2" in str(group.failed.exception())
+
+
+async def test_one_that_is_not_known_yet_after_joining_is_not_taken_for_one_that_is_gone() -> None:
+    group, client = member()
+    there, client.there = client.there, {}
+    group._look(0.0)
+    client.there = there
+    group._look(0.3)
+    assert (client.seeks, client.asked) == ({}, 0)
