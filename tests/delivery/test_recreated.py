@@ -51,7 +51,8 @@ class Client:
 def member() -> tuple[ConsumerGroup, Client]:
     """A member that has a partition of each topic."""
     client: Any = Client()
-    group = ConsumerGroup(MemberSettings(kafka="127.0.0.1:1", group="g"), (TOPIC, OTHER), Member(), {TOPIC: 2, OTHER: 2})
+    settings = MemberSettings(kafka="127.0.0.1:1", group="g")
+    group = ConsumerGroup(settings, (TOPIC, OTHER), Member(), {TOPIC: 2, OTHER: 2})
     group._consumer = client
     return group, client
 
