@@ -89,7 +89,7 @@ def test_a_node_and_an_nvidia_smi_of_one_opinion_are_a_report_and_fixtures(
     machine: dict[str, str], tmp_path: Path
 ) -> None:
     fake_smi(tmp_path / "bin", {UUID.format(gpu): said_of(gpu) for gpu in range(2)})
-    done = make_gpu(tmp_path, "3", machine)
+    done = make_gpu(tmp_path, "2", machine)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
     report = (tmp_path / "out" / "report.md").read_text()
     assert "**Of one opinion about all 24 values.**" in report
@@ -104,7 +104,7 @@ def test_where_they_disagree_the_report_says_about_what_and_it_fails(machine: di
     rows = {UUID.format(gpu): said_of(gpu) for gpu in range(2)}
     rows[UUID.format(1)] |= {"temperature.gpu": "77", "fan.speed": "[N/A]"}
     fake_smi(tmp_path / "bin", rows)
-    done = make_gpu(tmp_path, "3", machine)
+    done = make_gpu(tmp_path, "2", machine)
     assert done.returncode == 1
     report = (tmp_path / "out" / "report.md").read_text()
     assert "**Not of one opinion: temperature_celsius, fan_speed_ratio.**" in report
@@ -114,12 +114,12 @@ def test_where_they_disagree_the_report_says_about_what_and_it_fails(machine: di
 def test_without_nvidia_smi_or_without_a_gpu_it_says_what_is_missing(
     nvml: ScriptedNvml, machine: dict[str, str], tmp_path: Path
 ) -> None:
-    done = make_gpu(tmp_path, "3", nvml.environment() | {"PATH": "/nonexistent"})
+    done = make_gpu(tmp_path, "2", nvml.environment() | {"PATH": "/nonexistent"})
     assert (done.returncode, done.stdout) == (2, "")
     assert "nvidia-smi is not on PATH" in done.stderr
     fake_smi(tmp_path / "bin", {})
     nvml.driver("absent")
-    done = make_gpu(tmp_path, "3", machine)
+    done = make_gpu(tmp_path, "2", machine)
     assert (done.returncode, done.stdout) == (2, "")
     assert "there is no GPU to read: no NVIDIA driver" in done.stderr
     assert not (tmp_path / "out").exists()

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from producers.node.nvml import binding
 from producers.node.nvml.binding import Handle, Nvml, NvmlError
 from producers.node.nvml.calls import NO_VALUE, Calls, LeftOut, Lost, SlowCall, Tried, is_unsupported
 from producers.node.nvml.device import Device, Turn
@@ -25,6 +26,9 @@ from producers.node.nvml.support import Support
 INFO = ("serial", "driver_version", "cuda_version", "vbios_version")
 MIG_MODE = "nvmlDeviceGetMigMode"
 UUID = "nvmlDeviceGetUUID"
+
+STALE = (binding.INVALID_ARGUMENT, binding.NOT_FOUND, binding.NOT_SUPPORTED)
+"""What a handle is answered whose MIG device is gone."""
 
 
 class Reading(NamedTuple):
@@ -245,29 +249,30 @@ class Gpu:
 
     def _notice(self) -> None:
         """List the MIG devices again if a handle turns out to be another's, or one is new."""
-        if self._calls.leaves_out(UUID):
-            return
-        stale = [part for part in self._parts.values() if not self._is_current(part)]
+        stale = [part for part in self._parts.values() if self._is_current(part) is False]
         for part in stale:
-            part.device.forget_counts()  # where it is listed again it was made anew
+            part.device.forget_counts()  # if it is listed again it was made again
         if stale or self._instances.is_new():
             self._list()
 
     def _cut_devices(self, kinds: dict[int, str]) -> Sequence[dict[str, Any]]:
         """The MIG devices, but for those whose handles are not theirs any more."""
-        if self._calls.leaves_out(UUID):  # whose the handles are can't be said
-            return bare([part.identity for part in self._parts.values()], "timeout")
-        current = [part for part in self._parts.values() if self._is_current(part)]
-        return [
-            _device(part.identity, self._mig_mode, part.device.values(), part.processes.read(), kinds)
-            for part in current
-        ]
+        found = []
+        for part in self._parts.values():
+            current = self._is_current(part)
+            if current:
+                metrics, processes = part.device.values(), part.processes.read()
+                found.append(_device(part.identity, self._mig_mode, metrics, processes, kinds))
+            elif current is None:
+                found += bare([part.identity], "timeout")
+        return found
 
-    def _is_current(self, part: _Part) -> bool:
+    def _is_current(self, part: _Part) -> bool | None:
+        """Whether its handle is still its own; None if that can't be said this time."""
         try:
             return bool(self._calls.ask(UUID, part.device.handle) == part.identity["uuid"])
-        except NvmlError:  # stale: what it was is found out by listing
-            return False
+        except NvmlError as error:
+            return False if error.code in STALE else None
 
     def _list(self) -> None:
         """Find out into what the GPU is cut. What can't be asked leaves things as they were."""

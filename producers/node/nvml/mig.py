@@ -2,7 +2,8 @@
 
 In: NVML's answers. Out: each MIG device with its handle, its instances and its profile.
 State: the slots without one in the last listing, so that one that is made is noticed without listing all.
-On failure: a slot that can't be asked is left out, and counted. If a call is too slow to be made there is no listing.
+On failure: a slot that can't be asked is left out, and counted. If a call is too slow to be made, or answers nothing,
+there is no listing.
 Source: nvml.h: a GPU has so many slots, of which any may be empty; the profile is only in the name.
 """
 
@@ -62,9 +63,9 @@ class Instances:
                 handle = self._calls.ask(_BY_SLOT, self._gpu, slot)
                 self._empty.remove(slot)
                 uuid = self._calls.ask("nvmlDeviceGetUUID", handle)
-            except NotReturned:
-                raise
             except NvmlError as error:
+                if isinstance(error, NotReturned) or error.code == binding.NOTHING_FILLED_IN:
+                    raise
                 if error.code not in (binding.NOT_FOUND, binding.INVALID_ARGUMENT):
                     self._calls.count(self._calls.doing, error.name)
                 continue

@@ -457,6 +457,20 @@ async def test_success_with_nothing_filled_in_is_no_value_and_never_a_zero(node:
     assert [(device["uuid"], device["metrics"].keys()) for device in await node.complete()] == before
 
 
+async def test_a_gpu_that_is_cut_and_answers_nothing_keeps_its_mig_devices(node: Node) -> None:
+    node.nvml.mig(2, [Mig(1), Mig(5, 0, "3g.40gb")])
+    await node.open()
+    before = [(device["uuid"], device["metrics"].keys()) for device in await node.complete()]
+    node.nvml.leave_empty(2, "*")
+    for _ in range(3):
+        devices = await node.complete()
+        assert [device["uuid"] for device in devices] == [uuid for uuid, _ in before]
+        assert [device["state"] for device in devices if device["index"] == 2] == ["ok", "timeout", "timeout"]
+    node.nvml.fail(2, "*", 0)
+    await node.complete()
+    assert [(device["uuid"], device["metrics"].keys()) for device in await node.complete()] == before
+
+
 async def test_a_gpu_that_does_not_say_where_it_is_at_first_has_no_made_up_address(node: Node) -> None:
     node.nvml.leave_empty(0, "nvmlDeviceGetPciInfo")
     node.nvml.leave_empty(0, "nvmlDeviceGetName")
