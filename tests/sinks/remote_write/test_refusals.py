@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import logging
+import zlib
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -52,12 +53,18 @@ def label(of: Sample, name: str) -> str:
     return dict(of.labels).get(name, "")
 
 
+def scattered(of: Sample) -> int:
+    """A number that is the same for a series in every run, and says nothing of it."""
+    return zlib.crc32(repr(sorted(of.labels)).encode())
+
+
 REFUSALS: dict[str, Refuse] = {
     "one series": lambda one: (
         "bad" if label(one, "gpu_uuid") == "GPU-3-1" and "power_draw" in str(one.labels) else None
     ),
     "one tenant": lambda one: "tenant over" if label(one, "k8s_namespace_name") == "over" else None,
-    "one in a thousand": lambda one: "bad" if hash(tuple(sorted(one.labels))) % 1000 == 0 else None,
+    "one in a thousand": lambda one: "bad" if scattered(one) % 1000 == 0 else None,
+    "every second one": lambda one: "bad" if scattered(one) % 2 == 0 else None,
     "a metric of each GPU": lambda one: "bad" if label(one, "__name__") == "gpu_temperature" else None,
     "all of one node": lambda one: "bad" if label(one, "host_name") == "n2" else None,
 }
