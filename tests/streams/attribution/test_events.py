@@ -51,6 +51,14 @@ def test_a_device_that_nobody_held_then_is_said_to_have_had_no_holder() -> None:
     assert [pods_of(one) for one in events_of(out)] == [[], None, None]
 
 
+def test_an_event_that_came_while_its_tick_was_read_may_name_a_later_snapshot_than_the_tick() -> None:
+    tick_of_old = tick(2, 1, ts_ms=11_500, events=[event(2, 13_500)])
+    _, (out,) = run(join.NEW, PODS, OLD, NEW, read(tick_of_old, 0))
+
+    assert [holder.pod for holder in out.devices[0].holders] == ["old"]
+    assert [pods_of(one) for one in events_of(out)] == [[("new", "uid-new")]]
+
+
 def test_another_snapshot_with_the_same_holder_says_nothing_more() -> None:
     same = snapshot(1, container("new", gpu(0)), container("old", gpu(1)))
     _, (out,) = run(join.NEW, PODS, same, NEW, read(CHANGED, 0))
