@@ -123,7 +123,8 @@ class ThreadedGpu:
                 self._leave(slow_after_s)
             if self._reading is None:
                 return
-            check_s = max(SHORTEST_CHECK_S, slow_after_s - self._gpu.running_s())
+            rest_s = slow_after_s - self._gpu.running_s()  # below 0 if the call could not be left
+            check_s = max(SHORTEST_CHECK_S, rest_s) if rest_s > 0 else slow_after_s
             await asyncio.wait([self._reading], timeout=min(left_s, check_s))
 
     def take(self) -> Reading | None:
@@ -195,10 +196,16 @@ class ThreadedGpu:
 
     def _leave(self, slow_after_s: float) -> None:
         """Leave a slow call to its thread, and read the rest on another one."""
-        if len(self._left) == MOST_LEFT:
+        if len(self._left) == MOST_LEFT or self._gpu.running_s() < slow_after_s:
+            return
+        try:
+            other = Worker(f"nvml-{self.index}", self._clock)
+        except RuntimeError as error:  # as many threads as the system allows
+            log.warning("%s: its slow call holds up the others: %s", self.title, error)
             return
         call = self._gpu.leave(slow_after_s)
         if call is None:
+            other.stop()
             return
         if call not in self._told_slow:
             self._told_slow.add(call)
@@ -208,7 +215,7 @@ class ThreadedGpu:
                 slow_after_s,
             )
         self._left.append(self._worker)
-        self._worker = Worker(f"nvml-{self.index}", self._clock)
+        self._worker = other
         self._read()
 
     def _slow_texts(self) -> list[str]:

@@ -242,6 +242,23 @@ async def test_a_call_that_hangs_is_left_out_and_the_rest_of_its_gpu_is_read_in_
     ]
 
 
+async def test_without_a_thread_for_the_rest_a_gpu_with_a_slow_call_is_a_timeout_and_the_others_go_on(
+    bench: Bench, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await bench.open()
+
+    def no_more(*_: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    hang = bench.nvml.hang("GPU-1", POWER)
+    with monkeypatch.context() as patched:
+        patched.setattr(threaded_gpu, "Worker", no_more)
+        assert await bench.states(0.5) == OK | {"GPU-1": "timeout"}
+    assert "GPU 1 (GPU-1): its slow call holds up the others: can't start new thread" in caplog.messages
+    assert await bench.states(0.8) == OK
+    hang.end.set()
+
+
 async def test_a_call_that_is_slow_each_time_is_made_less_and_less_often_and_costs_only_its_value(
     bench: Bench,
 ) -> None:
