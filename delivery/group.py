@@ -146,10 +146,12 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
 
     async def on_partitions_revoked(self, revoked: Any) -> None:
         """Of the client, before it joins again, and awaited by it: nothing is committed any more after this."""
-        was_member, self._joined = self._joined, False
+        if not self._joined:
+            return
+        self._joined = False
         self._open.clear()
         await self._member.revoked()
-        if was_member and self.settings.instance_id is not None and (other := await self._successor()):
+        if self.settings.instance_id is not None and (other := await self._successor()):
             reason = (
                 f"another process has joined the group {self.settings.group} with the instance id"
                 f" {self.settings.instance_id}, from {other}: give each process an id of its own"

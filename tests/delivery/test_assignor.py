@@ -1,0 +1,109 @@
+"""How the leader of a group deals its partitions."""
+
+from types import SimpleNamespace
+from typing import Any
+
+from aiokafka.coordinator.protocol import ConsumerProtocolMemberMetadata
+from hypothesis import given
+from hypothesis import strategies as st
+
+from delivery.assignor import Claim, CoPartitioned, claim_of, deal
+
+COUNT = 12
+TOPICS = ("samples", "allocations", "workloads")
+
+
+def cluster(**counts: int) -> Any:
+    """What a client knows of topics: how many partitions each has."""
+    return SimpleNamespace(partitions_for_topic=lambda topic: set(range(counts[topic])) or None)
+
+
+class Group:
+    """Members that join and leave, and the assignments that their leader makes."""
+
+    def __init__(self, **counts: int) -> None:
+        self.cluster = cluster(**counts)
+        self.members: dict[str, CoPartitioned] = {}
+        self.topics: dict[str, tuple[str, ...]] = {}
+
+    def join(self, member: str, topics: tuple[str, ...] = TOPICS) -> None:
+        self.members[member], self.topics[member] = CoPartitioned(), topics
+
+    def rebalance(self) -> dict[str, dict[str, list[int]]]:
+        """A generation: every member says what it had, and is given what it has now."""
+        sent = {member: one.metadata(self.topics[member]) for member, one in self.members.items()}
+        over_the_wire = {
+            member: ConsumerProtocolMemberMetadata.decode(metadata.encode()) for member, metadata in sent.items()
+        }
+        dealt = next(iter(self.members.values())).assign(self.cluster, over_the_wire)
+        for member, assignment in dealt.items():
+            self.members[member].on_assignment(type(assignment).decode(assignment.encode()))
+        return {member: dict(assignment.assignment) for member, assignment in dealt.items()}
+
+
+@given(st.lists(st.tuples(st.sampled_from("abcde"), st.booleans()), max_size=12))
+def test_all_numbers_are_dealt_evenly_together_and_with_the_least_moves(changes: list[tuple[str, bool]]) -> None:
+    group = Group(**dict.fromkeys(TOPICS, COUNT))
+    group.join("first")
+    before: dict[str, set[int]] = {}
+    for member, stays in [("first", True), *changes]:
+        if stays and member not in group.members:
+            group.join(member)
+        elif not stays and len(group.members) > 1:
+            group.members.pop(member, None)
+        dealt = group.rebalance()
+        assert all(list(topics) == sorted(TOPICS) for topics in dealt.values())
+        now = {one: {tuple(numbers) for numbers in topics.values()} for one, topics in dealt.items()}
+        assert all(len(numbers) == 1 for numbers in now.values()), "topics apart"
+        shares = {one: set(numbers.pop()) for one, numbers in now.items()}
+        assert sorted(n for share in shares.values() for n in share) == list(range(COUNT))
+        sizes = sorted(map(len, shares.values()))
+        assert sizes[-1] - sizes[0] <= 1
+        kept = sum(len(before.get(one, set()) & share) for one, share in shares.items())
+        most = _most_that_can_be_kept([len(before.get(one, ())) for one in shares], len(shares))
+        assert kept == most
+        before = shares
+
+
+def _most_that_can_be_kept(had: list[int], members: int) -> int:
+    share, more = divmod(COUNT, members)
+    over = sum(count > share for count in had)
+    return sum(min(count, share) for count in had) + min(more, over)
+
+
+def test_a_member_that_comes_back_with_what_it_had_gets_it_back() -> None:
+    group = Group(**dict.fromkeys(TOPICS, COUNT))
+    for member in "abc":
+        group.join(member)
+    first = group.rebalance()
+    away = group.members.pop("b")
+    group.rebalance()
+    group.members["b"] = CoPartitioned()  # another process by now, which knows of nothing
+    assert group.rebalance() == first
+    assert away.claim.held["samples"] == first["b"]["samples"]
+
+
+def test_of_two_that_claim_a_number_the_one_that_had_it_later_keeps_it() -> None:
+    assert deal(2, ["old", "new"], {"old": (3, [0, 1]), "new": (5, [1])}) == {"old": [0], "new": [1]}
+
+
+def test_topics_with_other_partitions_are_dealt_on_their_own() -> None:
+    group = Group(samples=4, allocations=4, workloads=5)
+    for member in "ab":
+        group.join(member)
+    dealt = group.rebalance()
+    assert all(topics["samples"] == topics["allocations"] for topics in dealt.values())
+    assert sorted(n for topics in dealt.values() for n in topics["workloads"]) == [0, 1, 2, 3, 4]
+
+
+def test_a_topic_that_only_some_read_goes_to_those() -> None:
+    group = Group(**dict.fromkeys(TOPICS, 4))
+    group.join("new")
+    group.join("old", TOPICS[:2])
+    dealt = group.rebalance()
+    assert dealt["new"]["workloads"] == [0, 1, 2, 3]
+    assert set(dealt["old"]) == set(TOPICS[:2])
+
+
+def test_what_another_program_says_of_itself_is_nothing() -> None:
+    assert claim_of(None) == claim_of(b"\x00\x01") == claim_of(b"[]") == Claim()

@@ -1,0 +1,297 @@
+"""A member of a consumer group, with a client in memory: what it says, and when it ends its process."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from aiokafka import TopicPartition
+from aiokafka.errors import (
+    CommitFailedError,
+    GroupAuthorizationFailedError,
+    IllegalStateError,
+    InconsistentGroupProtocolError,
+    KafkaConnectionError,
+    KafkaError,
+)
+
+from delivery import group as module
+from delivery.assignor import CoPartitioned
+from delivery.group import ConsumerGroup, MustRestart
+from delivery.ledger import Partition
+from delivery.settings import MemberSettings
+
+MINE, THEIRS = Partition("ticks", 0), Partition("ticks", 1)
+
+
+class Member:
+    """Counts what it is told."""
+
+    def __init__(self) -> None:
+        self.revocations = 0
+        self.has: list[set[Partition]] = []
+
+    async def revoked(self) -> None:
+        self.revocations += 1
+
+    def assigned(self, tps: set[Partition]) -> None:
+        self.has.append(tps)
+
+
+class Client:
+    """The client of Kafka: an assignment, and what was asked of it."""
+
+    def __init__(self, *assigned: Partition) -> None:
+        self.assigned, self.counts = assigned, {"ticks": 2}
+        self.errors: list[Exception] = []
+        self.committed: dict[TopicPartition, int] = {}
+        self.sought: dict[TopicPartition, int] = {}
+        self.log_end, self.stable, self.polled = 10, 10, 0
+        self.refuses: Exception | None = None
+
+    def assignment(self) -> set[TopicPartition]:
+        return {TopicPartition(*tp) for tp in self.assigned}
+
+    def partitions_for_topic(self, topic: str) -> set[int] | None:
+        return set(range(self.counts.get(topic, 0))) or None
+
+    async def getmany(self, *tps: TopicPartition, timeout_ms: int, max_records: int | None = None) -> Any:
+        self.polled += 1
+        if self.errors:
+            raise self.errors.pop(0)
+        await asyncio.sleep(0)
+        return {}
+
+    async def stop(self) -> None:
+        """Nothing to close."""
+
+    async def commit(self, offsets: Mapping[TopicPartition, int]) -> None:
+        if self.refuses is not None:
+            raise self.refuses
+        self.committed |= offsets
+
+    def seek(self, tp: TopicPartition, offset: int) -> None:
+        if tp not in self.assignment():
+            raise IllegalStateError(f"{tp} is not assigned")
+        self.sought[tp] = offset
+
+    def highwater(self, _: TopicPartition) -> int:
+        return self.log_end
+
+    def last_stable_offset(self, _: TopicPartition) -> int:
+        return self.stable
+
+    def last_poll_timestamp(self, _: TopicPartition) -> float:
+        return time.time() * 1000
+
+
+def group_of(client: Client, **settings: Any) -> tuple[ConsumerGroup, Member]:
+    """A group of a member, with that client."""
+    member = Member()
+    membership = MemberSettings(kafka="127.0.0.1:1", group="g", **settings)
+    group = ConsumerGroup(membership, ("ticks",), member, dict(client.counts))
+    group._consumer = client
+    return group, member
+
+
+# -- commits
+
+
+async def test_of_a_commit_only_what_is_still_ours_is_committed() -> None:
+    client = Client(MINE)
+    group, _ = group_of(client)
+    assert await group.commit({MINE: 5})
+    assert not await group.commit({MINE: 6, THEIRS: 7})
+    assert client.committed == {TopicPartition("ticks", 0): 6}
+    client.assigned = ()
+    assert not await group.commit({MINE: 8})
+
+
+@pytest.mark.parametrize("error", [CommitFailedError("the group has already rebalanced"), IllegalStateError("gone")])
+async def test_a_commit_after_the_group_has_moved_on_is_no_failure(error: Exception) -> None:
+    client = Client(MINE)
+    client.refuses = error
+    assert not await group_of(client)[0].commit({MINE: 5})
+
+
+async def test_a_commit_that_the_broker_does_not_answer_is_raised() -> None:
+    client = Client(MINE)
+    client.refuses = KafkaConnectionError("away")
+    with pytest.raises(KafkaConnectionError):
+        await group_of(client)[0].commit({MINE: 5})
+
+
+async def test_every_position_is_sought_and_a_partition_that_is_gone_is_raised() -> None:
+    client = Client(MINE)
+    group, _ = group_of(client)
+    with pytest.raises(IllegalStateError):
+        group.seek({MINE: 0, THEIRS: 3})
+    assert client.sought == {TopicPartition("ticks", 0): 0}
+
+
+# -- errors of the coordinator
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110 - nothing tells
+            await asyncio.sleep(0.001)
+
+
+async def test_what_the_coordinator_refuses_is_polled_away_and_logged_once_a_kind(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "delivery.group")
+    monkeypatch.setattr(module, "_LOOK_EVERY_S", 0.0)
+    client = Client()
+    client.errors = [InconsistentGroupProtocolError() for _ in range(5)] + [GroupAuthorizationFailedError("g")] * 5
+    group, _ = group_of(client)
+    watching = asyncio.create_task(group._watch())
+    await eventually(lambda: client.polled > 11)
+    watching.cancel()
+    assert len(caplog.messages) == 2
+    assert "GroupAuthorizationFailedError" in group.not_ready()[0]
+    assert not group.failed.done()
+    await group.on_partitions_assigned(set())
+    assert group.not_ready() == []
+
+
+async def test_a_client_that_has_given_up_on_the_group_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_LOOK_EVERY_S", 0.0)
+    client = Client()
+    client.errors = [KafkaError("Unexpected error during coordination ValueError()")]
+    group, _ = group_of(client)
+    watching = asyncio.create_task(group._watch())
+    with pytest.raises(MustRestart, match="no member of the group g any more"):
+        await asyncio.wait_for(group.failed, 10)
+    watching.cancel()
+
+
+async def test_a_fetch_that_fails_gives_nothing_and_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_RETRY_S", 0.0)
+    client = Client(MINE)
+    group, _ = group_of(client)
+    await group.on_partitions_assigned(set())
+    client.errors = [KafkaConnectionError("away")]
+    assert await group.fetch({MINE}, 0.1) == {}
+    assert "away" in group.not_ready()[0]
+
+
+# -- partitions that are added
+
+
+async def test_a_partition_that_is_added_is_nobodys_and_ends_the_process_with_70() -> None:
+    client = Client(MINE, THEIRS)
+    group, member = group_of(client)
+    await group.on_partitions_assigned(set())
+    assert not group.failed.done()
+    client.counts["ticks"], client.assigned = 3, (MINE, THEIRS, Partition("ticks", 2))
+    await group.on_partitions_assigned(set())
+    assert member.has == [{MINE, THEIRS}, {MINE, THEIRS}]
+    assert not group.flowing()
+    with pytest.raises(MustRestart, match="ticks has 3 partitions, and had 2") as ended:
+        group.failed.result()
+    assert ended.value.exit_code == 70
+
+
+# -- transactions
+
+
+async def test_a_transaction_that_stays_open_is_said_after_a_minute_and_a_moving_one_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    client = Client(MINE)
+    group, _ = group_of(client)
+    await group.on_partitions_assigned(set())
+    now_s = time.monotonic()
+    client.log_end, client.stable = 20, 10
+    group._look(now_s - 200)
+    client.stable = 12
+    group._look(now_s - 61)
+    group._look(now_s - 1)
+    assert group.not_ready() == [
+        "ticks partition 0: a transaction is open since offset 12, for 61 s now, and nothing after it can be read:"
+        " see `kafka-transactions.sh find-hanging`"
+    ]
+    client.stable = 20
+    group._look(now_s)
+    assert group.not_ready() == []
+
+
+async def test_where_a_log_ends_is_its_last_stable_offset() -> None:
+    client = Client(MINE)
+    group, _ = group_of(client)
+    client.log_end, client.stable = 20, 12
+    assert group.end(MINE) == 12
+    assert group.is_read_to_end(MINE, 12)
+    assert not group.is_read_to_end(MINE, 11)
+    client.stable = -1  # a broker that has no transactions
+    assert group.end(MINE) == 20
+
+
+# -- another process with the same instance id
+
+
+def described(*members: CoPartitioned) -> Any:
+    """A group as a broker describes it."""
+    sent = [one.metadata(["ticks"]).encode() for one in members]
+    rows = [(f"id-{n}", "client", f"/10.0.0.{n}", metadata, b"") for n, metadata in enumerate(sent)]
+    return [SimpleNamespace(groups=[(0, "g", "Stable", "consumer", "gpustream", rows)])]
+
+
+class Admin:
+    """Describes the group as it is given."""
+
+    answers: Any = ()
+
+    def __init__(self, **_: object) -> None:
+        """Nothing to connect to."""
+
+    async def start(self) -> None:
+        """Nothing to do."""
+
+    async def close(self) -> None:
+        """Nothing to do."""
+
+    async def describe_consumer_groups(self, _: list[str]) -> Any:
+        return Admin.answers
+
+
+def later(instance_id: str, by_ms: int) -> CoPartitioned:
+    """A process with that instance id that began so much later than now."""
+    one = CoPartitioned(instance_id)
+    one.claim = msgspec.structs.replace(one.claim, started_ms=one.claim.started_ms + by_ms)
+    return one
+
+
+async def test_the_older_of_two_with_one_instance_id_ends_and_does_not_join_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "AIOKafkaAdminClient", Admin)
+    group, member = group_of(Client(MINE), instance_id="worker-3")
+    await group.on_partitions_assigned(set())
+    Admin.answers = described(later("worker-4", 5), later("worker-3", 5))
+    joining = asyncio.create_task(group.on_partitions_revoked(set()))
+    with pytest.raises(MustRestart, match=r"instance id worker-3, from /10\.0\.0\.1"):
+        await asyncio.wait_for(group.failed, 10)
+    assert member.revocations == 1
+    assert not joining.done()
+    await group.close()
+    await asyncio.wait([joining], timeout=10)
+    assert joining.cancelled()
+
+
+@pytest.mark.parametrize("others", [[], [later("worker-3", -60_000)], [later("worker-4", 5)]])
+async def test_the_newer_one_and_one_in_an_ordinary_rebalance_go_on(
+    monkeypatch: pytest.MonkeyPatch, others: list[CoPartitioned]
+) -> None:
+    monkeypatch.setattr(module, "AIOKafkaAdminClient", Admin)
+    group, _ = group_of(Client(MINE), instance_id="worker-3")
+    await group.on_partitions_assigned(set())
+    Admin.answers = described(group._assignor, *others)
+    await asyncio.wait_for(group.on_partitions_revoked(set()), 10)
+    assert not group.failed.done()

@@ -1,0 +1,190 @@
+"""A consumer group on Apache Kafka: transactions, deleted records, added partitions, and two with one instance id."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+from aiokafka import AIOKafkaProducer
+from confluent_kafka import TopicPartition as TheirPartition
+from confluent_kafka.admin import NewPartitions
+
+from delivery import group as group_module
+from delivery.group import MustRestart
+from delivery.ledger import Partition
+from delivery.offsets import OffsetClient
+from streams.reader.app import ReaderApp
+from tests.real.contents import committed, ends, values
+from tests.real.reader_process import Echo, echo_app
+from tests.real.servers import KafkaServer
+from topics.sender import Sender
+
+
+def create(kafka: KafkaServer, name: str, partitions: int = 1) -> None:
+    kafka.create_topics({f"{name}-{topic}": partitions for topic in ("in", "state", "out")})
+
+
+@asynccontextmanager
+async def running(app: ReaderApp) -> AsyncIterator["asyncio.Task[None]"]:
+    """The app at work, until it has ended."""
+    stop = asyncio.Event()
+    task = asyncio.create_task(app.run(stop))
+    try:
+        yield task
+    finally:
+        stop.set()
+        await asyncio.wait([task], timeout=15)
+
+
+@asynccontextmanager
+async def transactions(kafka: KafkaServer, name: str) -> AsyncIterator[AIOKafkaProducer]:
+    """A producer of transactions."""
+    producer = AIOKafkaProducer(bootstrap_servers=kafka.address, transactional_id=name, linger_ms=0)
+    await producer.start()
+    try:
+        yield producer
+    finally:
+        await producer.stop()
+
+
+async def until(condition: Callable[[], Awaitable[bool]], within_s: float = 30.0) -> None:
+    async with asyncio.timeout(within_s):
+        while not await condition():  # noqa: ASYNC110 - a broker tells nobody
+            await asyncio.sleep(0.1)
+
+
+async def send(kafka: KafkaServer, topic: str, count: int, size: int = 10) -> None:
+    sender = Sender(kafka.address, client_id="test")
+    await sender.start()
+    for sent in [await sender.send(topic, bytes(size), partition=0) for _ in range(count)]:
+        await sent
+    await sender.stop()
+
+
+async def test_what_is_aborted_is_not_read_and_what_is_open_holds_up_nothing_before_it(kafka: KafkaServer) -> None:
+    name = "group-transactions"
+    create(kafka, name)
+    async with transactions(kafka, f"{name}-done") as done, transactions(kafka, f"{name}-open") as hanging:
+        for number in range(200):
+            await done.begin_transaction()
+            await done.send(f"{name}-in", b"%d" % number, partition=0)
+            await (done.abort_transaction() if number % 3 == 0 else done.commit_transaction())
+        await done.begin_transaction()
+        await done.send(f"{name}-state", b"state", partition=0)
+        await done.commit_transaction()
+        wanted = [b"%d" % number for number in range(200) if number % 3]
+        stable = (await ends(kafka.address, f"{name}-in"))[0]
+        await hanging.begin_transaction()
+        await hanging.send_and_wait(f"{name}-in", b"open", partition=0)
+        app = echo_app(Echo(kafka=kafka.address, name=name))
+        async with running(app):
+
+            async def read_to_the_end() -> bool:
+                return await committed(kafka.address, name, f"{name}-in") == {0: stable}
+
+            await until(read_to_the_end)
+            assert (await values(kafka.address, f"{name}-out"))[0] == wanted
+            assert app.reader.lost == 0
+            tp = Partition(f"{name}-in", 0)
+            assert await app.group.ends([tp]) == {tp: stable}
+            assert app.not_ready() == []
+            now_s = asyncio.get_running_loop().time()
+            app.group._look_for_transactions(tp, now_s - 100)
+            assert app.group._open[tp][0] == stable
+            await hanging.commit_transaction()
+
+            async def read_what_was_open() -> bool:
+                return (await values(kafka.address, f"{name}-out"))[0] == [*wanted, b"open"]
+
+            await until(read_what_was_open)
+
+
+async def test_records_that_are_deleted_under_a_live_reader_are_counted(kafka: KafkaServer) -> None:
+    name = "group-deleted"
+    create(kafka, name)
+    await send(kafka, f"{name}-in", 50)
+    app = echo_app(Echo(kafka=kafka.address, name=name))
+    async with running(app):
+
+        async def committed_all() -> bool:
+            return await committed(kafka.address, name, f"{name}-in") == {0: 50}
+
+        await until(committed_all)
+        app.reader.max_open_bytes = -1  # no room: it takes no inputs for now, and has fetched 8 MiB of them
+        await asyncio.sleep(1)
+        await send(kafka, f"{name}-in", 1000, size=20_000)
+        admin = kafka.admin()
+        for deleted in admin.delete_records([TheirPartition(f"{name}-in", 0, 900)]).values():
+            await asyncio.to_thread(deleted.result, 10)
+        app.reader.max_open_bytes = 64 << 20
+
+        async def went_on() -> bool:
+            return await committed(kafka.address, name, f"{name}-in") == {0: 1050}
+
+        await until(went_on)
+        written = (await values(kafka.address, f"{name}-out"))[0]
+        assert len(written) + app.reader.lost == 1050
+        assert app.reader.lost > 0
+
+
+async def test_a_partition_that_is_added_ends_the_process_and_is_not_read(
+    kafka: KafkaServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "group-grown"
+    create(kafka, name, partitions=2)
+    monkeypatch.setattr(group_module, "_METADATA_MS", 1000)
+    app = echo_app(Echo(kafka=kafka.address, name=name))
+    async with running(app) as task:
+
+        async def reads() -> bool:
+            return not app.not_ready()
+
+        await until(reads)
+        admin = kafka.admin()
+        for grown in admin.create_partitions([NewPartitions(f"{name}-in", 3)]).values():
+            await asyncio.to_thread(grown.result, 10)
+        with pytest.raises(MustRestart, match=f"{name}-in has 3 partitions, and had 2"):
+            await asyncio.wait_for(task, 15)
+    assert Partition(f"{name}-in", 2) not in app.reader.commits
+
+
+async def test_of_two_processes_with_one_instance_id_the_older_ends_and_the_newer_goes_on(kafka: KafkaServer) -> None:
+    name = "group-twins"
+    create(kafka, name)
+    echo = Echo(kafka=kafka.address, name=name, instance_id="worker-3", session_timeout_s=6.0)
+    older = echo_app(echo)
+    async with running(older) as first:
+
+        async def reads(app: ReaderApp) -> bool:
+            return not app.not_ready()
+
+        await until(lambda: reads(older))
+        newer = echo_app(echo)
+        async with running(newer) as second:
+            with pytest.raises(MustRestart, match="instance id worker-3"):
+                await asyncio.wait_for(first, 15)
+            await until(lambda: reads(newer))
+            await asyncio.sleep(3)
+            assert newer.reader.rebalances == 0
+            assert not second.done()
+
+
+async def test_ends_are_answered_at_once_while_a_fetch_waits(kafka: KafkaServer) -> None:
+    name = "group-prompt"
+    create(kafka, name)
+    offsets = OffsetClient(kafka.address, client_id=name)
+    await offsets.connect()
+    app = echo_app(Echo(kafka=kafka.address, name=name))
+    async with running(app):
+
+        async def reads() -> bool:
+            return not app.not_ready()
+
+        await until(reads)
+        loop, took_s = asyncio.get_running_loop(), []
+        for _ in range(20):
+            asked_s = loop.time()
+            await app.group.ends([Partition(f"{name}-in", 0)])
+            took_s.append(loop.time() - asked_s)
+        assert sorted(took_s)[10] < 0.1  # behind a fetch it would wait for 0.2 s
+    await offsets.close()
