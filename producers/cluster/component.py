@@ -1,7 +1,7 @@
 """The cluster as a producer: what its API server says of GPU pods is told of node by node, by one of all replicas.
 
 In: watches of pods, nodes, namespaces, resource slices and claims; owners, asked for once each. Out: gpu.workloads.
-Store: the cluster as far as it concerns GPUs, kept by every replica; a standby knows all that the leader knows.
+State: the cluster as far as it concerns GPUs, kept by every replica; a standby knows all that the leader knows.
 On failure: without an API server or a Kafka it runs, says so, and works when they come. Nothing is told before all of
 the pods and nodes are known, for readers take a pod that is not told of for ended.
 """
@@ -103,7 +103,7 @@ class ClusterProducer:
         return [*(reason for part in parts for reason in part.not_ready()), *self._not_sent()]
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Reflector, and tell of what is known while this replica leads, until ``stop``; then send what is left, for at
+        """Watch, and tell of what is known while this replica leads, until ``stop``; then send what is left, for at
         most 3 s. Raises what only a new process, or another configuration, can mend."""
         self._stop = stop
         try:

@@ -1,7 +1,7 @@
 """Who owns a pod: the chain of controllers from its own to the top, each asked for once.
 
 In: a pod's controller, as its owner reference names it. Out: owner chains.
-Store: the chains that are wanted, and what is above each owner.
+State: the chains that are wanted, and what is above each owner.
 On failure: a chain that can't be followed now is incomplete, and tried again; what was once found of it stays. An owner
 that is gone, or that may not be read, stays in the chain as the last.
 """

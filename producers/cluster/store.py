@@ -2,7 +2,7 @@
 
 In: pods, nodes, namespaces, slices and claims as the API server has them, and owner chains. Out: the content of a
 node's gpu.workloads record, and which nodes changed.
-Store: the GPU pods, and the labels, chains and devices that they are told with.
+State: the GPU pods, and the labels, chains and devices that they are told with.
 On failure: what would not fit into a record gives way in a fixed order, and is counted.
 All of it is pure: times are given, in ms since the epoch.
 """

@@ -41,7 +41,7 @@ def config(server: ApiServer, tmp_path: Path) -> Path:
 
 @pytest.fixture
 async def connect(config: Path, tmp_path: Path) -> AsyncIterator[Open]:
-    """Starts an Client, of the kubeconfig unless told otherwise."""
+    """Starts a client, of the kubeconfig unless told otherwise."""
     async with contextlib.AsyncExitStack() as stack:
 
         async def start(path: Path | None = config, **settings: Any) -> Client:
