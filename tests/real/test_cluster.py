@@ -954,7 +954,7 @@ def test_a_leader_that_is_paused_past_its_lease_tells_nothing_that_a_reader_take
 
 
 def ended_pods(cluster: Cluster, epoch: int = 0) -> dict[tuple[str, str], int]:
-    """When each pod ended in this hour that was told of since an epoch, by node and uid, on the nodes that are there."""
+    """When each pod ended this hour that was told of since an epoch, by node and uid, on the nodes that are there."""
     nodes, hour_ms = there(cluster.api).keys(), 3_600_000
     return {
         (value.node, pod.uid): pod.ended_ms
