@@ -1,0 +1,133 @@
+"""A worker that starts in the middle of the logs, ten minutes of state before it, says what one says that ran on."""
+
+from typing import NamedTuple
+
+import msgspec
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streams.attribution import join
+from tests.streams.attribution.records import container, gpu, known, pod, process, read, snapshot, tick, told
+from topics.allocations import Allocations
+from topics.samples import Sample
+from topics.workloads import NodeWorkloads
+
+MINUTE_MS = 60_000
+HOUR_MS = 60 * MINUTE_MS
+RESEND_MS, TOLD_MS, READ_BACK_MS = 5 * MINUTE_MS, 30 * MINUTE_MS, 10 * MINUTE_MS
+START_MS = 10 * HOUR_MS
+
+
+class Run(NamedTuple):
+    """One of a StatefulSet's pods: how long after the last one it begins, how long it runs, how long the API server and
+    the kubelet take to tell, and how much longer the kubelet lists it."""
+
+    gap_ms: int
+    runs_ms: int
+    told_ms: int
+    seen_ms: int
+    lingers_ms: int
+    labels: int
+
+
+runs = st.builds(
+    Run,
+    st.sampled_from([500, 3_000, 40_000, 20 * MINUTE_MS]),
+    st.sampled_from([4_000, 2 * MINUTE_MS, 17 * MINUTE_MS, HOUR_MS]),
+    st.integers(0, 4_000),
+    st.integers(0, 3_000),
+    st.sampled_from([0, 1_500, 12_000, 25 * MINUTE_MS]),
+    st.integers(0, 1),
+)
+
+
+class Logged(NamedTuple):
+    """A record and its log time."""
+
+    at_ms: int
+    record: Sample | Allocations | NodeWorkloads
+
+
+def logs(pods: list[Run], *, shown: bool) -> list[Logged]:
+    """What is written in two hours: each change when it is known, and everything again every five minutes."""
+    lives, at_ms = list[tuple[int, int, Run]](), START_MS
+    for one in pods:
+        lives.append((at_ms + one.gap_ms, at_ms + one.gap_ms + one.runs_ms, one))
+        at_ms = lives[-1][1]
+    found = _workloads(lives) + _samples(lives, shown=shown)
+    return sorted(found, key=lambda one: (one.at_ms, isinstance(one.record, Sample)))
+
+
+def _workloads(lives: list[tuple[int, int, Run]]) -> list[Logged]:
+    changes = {at_ms + one.told_ms for start_ms, end_ms, one in lives for at_ms in (start_ms, end_ms)}
+    again = set(range(START_MS - RESEND_MS, START_MS + 2 * HOUR_MS, RESEND_MS))
+    found = list[Logged]()
+    for at_ms in sorted(changes | again):
+        pods = []
+        for number, (start_ms, end_ms, one) in enumerate(lives):
+            ended = end_ms + one.told_ms <= at_ms
+            just = end_ms + one.told_ms == at_ms
+            if start_ms + one.told_ms <= at_ms < end_ms + TOLD_MS and (not ended or just or at_ms in again):
+                whole_second_ms = start_ms // 1000 * 1000
+                labels = {"v": str(one.labels)}
+                end = end_ms if ended else None
+                pods.append(pod("web-0", uid=f"uid-{number}", started=whole_second_ms, ended=end, labels=labels))
+        found.append(Logged(at_ms, known(len(found) + 1, *pods, ts_ms=at_ms)))
+    return found
+
+
+def _samples(lives: list[tuple[int, int, Run]], *, shown: bool) -> list[Logged]:
+    edges = {at_ms + ms for start, end, one in lives for at_ms in (start, end) for ms in (0, 400, 2_100, 5_000, 11_000)}
+    found, snapshots, sent_ms = list[Logged](), list[Allocations](), 0
+    for seq, at_ms in enumerate(sorted(edges | set(range(START_MS, START_MS + 2 * HOUR_MS, 2 * MINUTE_MS)))):
+        listed = any(start + one.seen_ms <= at_ms < end + one.lingers_ms for start, end, one in lives)
+        if not snapshots or bool(snapshots[-1].containers) != listed:
+            containers = [container("web-0", gpu(0))] if listed else []
+            snapshots.append(snapshot(len(snapshots) + 1, *containers, ts_ms=at_ms))
+            sent_ms = 0
+        if at_ms - sent_ms >= RESEND_MS - 2 * MINUTE_MS:
+            found.append(Logged(at_ms, snapshots[-1]))
+            sent_ms = at_ms
+        running = [process(f"uid-{n}") for n, (start, end, _) in enumerate(lives) if start <= at_ms < end]
+        sample = tick(seq, len(snapshots), ts_ms=at_ms, processes=[tuple(running) if shown else ()])
+        found.append(Logged(at_ms, sample))
+    return found
+
+
+def replay(log: list[Logged], from_ms: int, *, live: bool = False) -> dict[int, bytes]:
+    """What comes out of the samples from a time on, with the state of ten minutes before.
+
+    Live, all is read in the order in which it was logged, and what goes out is committed at once.
+    """
+    state, out = join.NEW, dict[int, bytes]()
+    since_ms = from_ms - READ_BACK_MS
+    for one in log if live else sorted(log, key=lambda one: isinstance(one.record, Sample)):
+        if one.at_ms < (from_ms if isinstance(one.record, Sample) else since_ms):
+            continue
+        record: join.Record
+        if isinstance(one.record, Sample):
+            far_ms = one.at_ms - 1_000 if live else float("inf")
+            record = read(one.record, one.record.seq, logged_ms=one.at_ms, far_ms=far_ms)
+        else:
+            record = told(one.record, one.at_ms) if isinstance(one.record, NodeWorkloads) else one.record
+        state, joined = join.step(state, record, 10.0)
+        for done in joined:
+            out[done.sample.seq] = msgspec.json.encode(done.sample)
+        if live and isinstance(one.record, Sample) and not state.held:
+            state, _ = join.step(state, join.Committed(one.record.seq + 1), 10.0)
+    for done in join.step(state, join.WorkloadsRead(float("inf")), 10.0)[1]:
+        out[done.sample.seq] = msgspec.json.encode(done.sample)
+    return out
+
+
+@given(st.lists(runs, min_size=1, max_size=6), st.booleans(), st.integers(0, 2 * HOUR_MS))
+def test_a_start_in_the_middle_gives_the_bytes_of_a_run_from_the_beginning(
+    pods: list[Run], shown: bool, after_ms: int
+) -> None:
+    log = logs(pods, shown=shown)
+    whole, ran_on = replay(log, 0), replay(log, 0, live=True)
+    part = replay(log, START_MS + after_ms)
+
+    assert ran_on == whole
+    assert len(whole) == sum(isinstance(one.record, Sample) for one in log)
+    assert part == {seq: value for seq, value in whole.items() if seq >= min(part, default=seq + 1)}
