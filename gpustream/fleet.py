@@ -158,9 +158,12 @@ class Fleet:
 
 def _holders(device: AttributedDevice) -> list[_Held]:
     """Each pod that holds the device, once."""
-    first = {(holder.namespace, holder.pod): holder for holder in reversed(device.holders)}
-    pods = dict.fromkeys((holder.namespace, holder.pod) for holder in device.holders)
-    return [_held(pod, first[pod]) for pod in pods]
+    pods: dict[Who, Holder] = {}
+    for holder in device.holders:
+        pod = (holder.namespace, holder.pod)
+        if pod not in pods or pods[pod].parts is None:  # of a pod's containers one has its parts
+            pods[pod] = holder
+    return [_held(pod, holder) for pod, holder in pods.items()]
 
 
 def _held(pod: Who, holder: Holder) -> _Held:

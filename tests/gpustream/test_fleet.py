@@ -47,6 +47,16 @@ def test_pods_that_share_a_gpu_have_their_own_workloads_and_parts() -> None:
     ]
 
 
+def test_of_a_pods_containers_the_one_that_has_its_parts_counts() -> None:
+    parts = Parts(utilization_ratio=0.25, memory_used_bytes=10)
+    holders = Holder("team", "one", container="b"), Holder("team", "one", container="a", parts=parts)
+    metrics: dict[str, int | float | None] = {"gpu_utilization_ratio": 0.9, "memory_used_bytes": 1024}
+    fleet = Fleet()
+    fleet.observe(_tick(AttributedDevice(uuid="a", metrics=metrics, holders=holders)), 0.0, 0)
+
+    assert fleet.view(0.0).uses == [Use("team", "one", "", 1, 0.25, 10)]
+
+
 def test_zero_is_zero_and_missing_is_missing() -> None:
     fleet = Fleet()
     fleet.observe(_tick(_device("a", 0.0, "zero"), _device("b", None, "missing")), 0.0, 0)
