@@ -136,7 +136,7 @@ def stories(draw: st.DrawFn) -> Story:
         for record in node.written:
             at_s += draw(st.integers(0, 2)) / 2
             timed.append((at_s, len(timed), record))
-        at_s = draw(st.sampled_from([0.0, 0.0, 2.0])) - 4.0
+        at_s = draw(st.sampled_from([-4.0, -4.0, -2.0, 0.0, 2.0]))
         for known_then in node.workloads():
             told.append((at_s, len(told), known_then))
             at_s += draw(st.integers(0, 6)) / 2
@@ -171,3 +171,6 @@ FAULTS = ("forget", "restart")
 
 _act = st.builds(Act, st.sampled_from(ACTS * 3 + FAULTS), st.integers(1, 6))
 schedules = st.sampled_from([0, 20, 60]).flatmap(lambda size: st.lists(_act, min_size=size // 2, max_size=size))
+
+stalls = st.lists(_act.filter(lambda act: act.kind != "workloads"), min_size=20, max_size=60)
+"""What may be done while the workloads do not arrive."""

@@ -5,7 +5,7 @@ from hypothesis import given
 
 from tests.streams.attribution import model
 from tests.streams.attribution.reading import Reading
-from tests.streams.attribution.stories import Act, Story, schedules, stories
+from tests.streams.attribution.stories import Act, Story, schedules, stalls, stories
 from topics.attributed import AttributedSample
 
 _decode = msgspec.json.Decoder(AttributedSample).decode
@@ -34,3 +34,8 @@ def test_every_sample_is_given_what_the_logs_say_whatever_the_order_of_arrival(
 @given(stories(), schedules, schedules)
 def test_two_replays_agree_in_every_byte(story: Story, schedule: list[Act], other: list[Act]) -> None:
     assert read(story, schedule) == read(story, other)
+
+
+@given(stories(), stalls, schedules)
+def test_workloads_that_arrive_late_change_no_byte(story: Story, stall: list[Act], then: list[Act]) -> None:
+    assert read(story, [*stall, *then]) == read(story, then)

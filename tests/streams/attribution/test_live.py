@@ -12,7 +12,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from streams.attribution import join
+from tests.streams.attribution.model import Logs
+from tests.streams.attribution.reading import Reading
 from tests.streams.attribution.records import container, gpu, known, pod, process, read, snapshot, tick
+from tests.streams.attribution.stories import Act, Story, schedules, stalls
 from topics.allocations import Allocations
 from topics.attributed import AttributedSample
 from topics.samples import Sample
@@ -134,6 +137,34 @@ def test_a_replay_gives_the_bytes_that_were_given_live(pods: list[Life], rogue_m
 
     assert live(log) == replay(log)
     assert len(live(log)) == END_MS // 1000
+
+
+def story(log: list[Logged]) -> Story:
+    """The same logs, to be read in another order."""
+    samples = [(one.at_ms, one.record) for one in log if isinstance(one.record, Sample)]
+    allocations = [(one.at_ms, one.record) for one in log if isinstance(one.record, Allocations)]
+    workloads = [(one.at_ms, one.record) for one in log if isinstance(one.record, NodeWorkloads)]
+    times = ([at_ms for at_ms, _ in those] for those in (samples, workloads))
+    logs = Logs([r for _, r in samples], [r for _, r in allocations], [r for _, r in workloads], {"n": [1]}, *times)
+    return Story(logs, *([at_ms / 1000 for at_ms, _ in those] for those in (samples, allocations, workloads)))
+
+
+def read_by(log: list[Logged], schedule: list[Act]) -> dict[int, bytes]:
+    """What comes out, by offset, of a reader with this schedule."""
+    reading = Reading(story(log))
+    for act in schedule:
+        reading.act(act)
+    reading.drain()
+    return reading.out
+
+
+@given(lives, schedules, stalls)
+def test_any_order_of_reading_stalls_and_restarts_gives_the_same_bytes(
+    pods: list[Life], schedule: list[Act], stall: list[Act]
+) -> None:
+    log = log_of(pods)
+
+    assert read_by(log, schedule) == read_by(log, [*stall, *schedule]) == read_by(log, [])
 
 
 def test_a_pod_that_its_processes_show_first_is_shown_live() -> None:
