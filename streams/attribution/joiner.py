@@ -35,6 +35,8 @@ SAMPLES, ALLOCATIONS, WORKLOADS = "gpu.samples", "gpu.allocations", "gpu.workloa
 OUTPUT = "gpu.attributed"
 
 _LOOK_EVERY_S = 0.2
+_ASK_AHEAD_MS = 1_100
+_ASK_AHEAD_EVERY_S = 0.25
 _FORGET_AFTER_MS = 48 * 3_600_000
 _FORGET_EVERY_MS = 600_000
 
@@ -63,6 +65,7 @@ class Joiner:
         self._asked: dict[int, deque[tuple[float, int]]] = defaultdict(deque)
         self._progress: dict[int, WorkloadsProgress] = defaultdict(WorkloadsProgress)
         self._wake = asyncio.Event()
+        self._asked_ahead_s = float("-inf")
         self._heard_ms: dict[int, dict[bytes, int]] = defaultdict(dict)
         self._forgot_ms = 0
         self._lock = asyncio.Lock()
@@ -103,6 +106,7 @@ class Joiner:
             tick = join.Tick(decoded, slot.offset, now_s, logged_ms, progress.read_ms)
             await self._step(partition, record.key, tick)
             self._ask_for_workloads(partition, record.key, now_s)
+            self._ask_ahead(progress, logged_ms, now_s)
             return
         if isinstance(decoded, NodeWorkloads):
             told = join.Workloads(decoded, progress.workloads(slot.offset, logged_ms))
@@ -208,6 +212,12 @@ class Joiner:
         """Ask where the workloads end, as soon as a node's first sample that waits can go by the answer."""
         wanted_ms = self._state(partition, key).wanted_ms
         if wanted_ms is not None and self._progress[partition].reached_ms(now_s) >= wanted_ms:
+            self.app.ask_ends()
+
+    def _ask_ahead(self, progress: WorkloadsProgress, logged_ms: int, now_s: float) -> None:
+        """Ask where the workloads end before a sample has to wait for it."""
+        if progress.read_ms < logged_ms - _ASK_AHEAD_MS and now_s - self._asked_ahead_s > _ASK_AHEAD_EVERY_S:
+            self._asked_ahead_s = now_s
             self.app.ask_ends()
 
     def _read_to(self, partition: int) -> float | None:

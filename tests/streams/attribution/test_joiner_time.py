@@ -112,13 +112,30 @@ async def test_ticks_that_come_live_find_the_workloads_read() -> None:
     app.log(known(1, pod("p")), timestamp=1_000)
     app.log(snapshot(1, container("p", gpu(0))))
     await app.read(WORKLOADS, ALLOCATIONS)
-    for i in range(5):
-        app.log(tick(i, 1), timestamp=10_000 + i * 1_000)
-        await app.read(SAMPLES)
-        asked, app.ahead_s = app.ends_asked, app.ahead_s + 1.0
+    app.log(tick(0, 1), timestamp=9_000)
+    await app.read(SAMPLES)
+    for i in range(1, 6):
+        app.ahead_s += 1.0
+        app.log(tick(i, 1), timestamp=9_000 + i * 1_000)
+        await app.joiner.take(app.batch(SAMPLES))
+        assert len(app.sender.sent) == i + 1
         app.ask_ends()  # as the app does every second
         await app.settle()
-        assert (len(app.sender.sent), asked - i) == (i + 1, 1)
+
+
+async def test_the_end_of_the_workloads_is_asked_for_before_a_tick_has_to_wait_for_it() -> None:
+    app = FakeApp()
+    app.log(tick(1, None), timestamp=10_000)
+    await app.read(SAMPLES)
+    for i in range(20):
+        app.ahead_s += 0.3
+        asked = app.ends_asked
+        app.log(tick(2 + i, None), timestamp=10_300 + i * 300)
+        await app.joiner.take(app.batch(SAMPLES))
+        await app.settle()
+        assert (len(app.sender.sent), app.ends_asked - asked <= 1) == (2 + i, True)
+
+    assert 5 <= app.ends_asked <= 12
 
 
 async def test_a_tick_waits_for_its_pod_until_what_was_logged_two_seconds_later_is_read() -> None:
