@@ -105,12 +105,10 @@ class ThreadedGpu:
         return self._gpu.handle
 
     async def begin(self, tick: int, within_s: float) -> None:
-        """Begin a tick: read, unless the last reading has not ended. Waits for its end for that long."""
+        """Begin a tick: read, and wait for the end for that long; not if the last reading has not ended."""
         self._tick = tick
         if not self._worker.busy:
-            self._read()
-        if self._reading is not None:
-            await asyncio.wait([self._reading], timeout=within_s)
+            await asyncio.wait([self._read()], timeout=within_s)
 
     async def finish(self, ends_s: float, slow_after_s: float, may_read: Callable[[], bool]) -> None:
         """Wait for the reading of this tick until the loop's time is ``ends_s``. A call that takes longer than
@@ -189,10 +187,11 @@ class ThreadedGpu:
         """For people."""
         return f"GPU {self.index} ({self.uuid})" if self.uuid else f"GPU {self.index}"
 
-    def _read(self) -> None:
+    def _read(self) -> "asyncio.Future[Reading]":
         self.asked = True
-        self._reading = self._worker.ask(self._gpu.read)
-        self._reading.add_done_callback(functools.partial(self._settle, self._worker, self._tick))
+        self._reading = reading = self._worker.ask(self._gpu.read)
+        reading.add_done_callback(functools.partial(self._settle, self._worker, self._tick))
+        return reading
 
     def _leave(self, slow_after_s: float) -> None:
         """Leave a slow call to its thread, and read the rest on another one."""
