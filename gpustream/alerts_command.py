@@ -130,7 +130,11 @@ async def _show(kafka: str, form: Form, *, follow: bool) -> None:
     if TOPIC.name not in found:
         raise broker.BrokerError(f"there is no topic {TOPIC.name} at {kafka}: `gpustream topics create` makes it")
     consumer = AIOKafkaConsumer(
-        TOPIC.name, bootstrap_servers=kafka.split(","), enable_auto_commit=False, auto_offset_reset="earliest"
+        TOPIC.name,
+        bootstrap_servers=kafka.split(","),
+        enable_auto_commit=False,
+        auto_offset_reset="earliest",
+        isolation_level="read_committed",
     )
     await consumer.start()
     try:

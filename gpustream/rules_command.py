@@ -192,7 +192,9 @@ async def _read(kafka: str, start: str | float, run: Run) -> None:
     found, _ = await broker.inspect(kafka, [name])
     if name not in found:
         raise broker.BrokerError(f"there is no topic {name} at {kafka}: `gpustream topics create` makes it")
-    consumer = AIOKafkaConsumer(bootstrap_servers=kafka.split(","), enable_auto_commit=False)
+    consumer = AIOKafkaConsumer(
+        bootstrap_servers=kafka.split(","), enable_auto_commit=False, isolation_level="read_committed"
+    )
     await consumer.start()
     try:
         partitions = [TopicPartition(name, number) for number in range(found[name].partitions)]

@@ -55,6 +55,7 @@ class Tail:
             bootstrap_servers=self._kafka,
             enable_auto_commit=False,
             auto_offset_reset="latest",
+            isolation_level="read_committed",
             fetch_max_wait_ms=_FETCH_WAIT_MS,
             fetch_max_bytes=_FETCH_BYTES,
             max_partition_fetch_bytes=_FETCH_BYTES,

@@ -172,7 +172,11 @@ class Admin:
 
     async def is_empty(self, name: str, partitions: int) -> bool:
         """Whether a topic holds no record at this moment."""
-        consumer = AIOKafkaConsumer(bootstrap_servers=self._kafka.split(","), enable_auto_commit=False)
+        consumer = AIOKafkaConsumer(
+            bootstrap_servers=self._kafka.split(","),
+            enable_auto_commit=False,
+            isolation_level="read_uncommitted",  # what an open transaction has written is there, too
+        )
         await consumer.start()
         try:
             tps = [TopicPartition(name, number) for number in range(partitions)]

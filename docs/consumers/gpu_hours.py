@@ -144,6 +144,7 @@ async def consume(kafka: str, group: str, database: sqlite3.Connection, stop: as
         group_id=group,
         auto_offset_reset="earliest",
         enable_auto_commit=False,  # it would commit what has been read, not what has been counted
+        isolation_level="read_committed",  # not what a transaction has taken back
         max_partition_fetch_bytes=4 << 20,  # the largest record
     )
     await consumer.start()
