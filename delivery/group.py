@@ -85,7 +85,7 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
         self._complained: set[str] = set()
         self._open: dict[Partition, tuple[int, float]] = {}
         self._seen: set[str] = set()
-        self._vanished: set[str] = set()
+        self._vanished: dict[str, bool] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._evicted: asyncio.Task[Any] | None = None
 
@@ -203,6 +203,7 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
                 if "Unexpected error during coordination" in str(error):  # the client's task has ended by it
                     self._end(f"no member of the group {self.settings.group} any more: {describe(error)}")
             self._look(time.monotonic())
+            await self._read_new_logs()
             await asyncio.sleep(_LOOK_EVERY_S)
 
     def _look(self, now_s: float) -> None:
@@ -219,23 +220,36 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
             self._look_for_transactions(tp, now_s)
 
     def _look_for_new_log(self, topic: str, *, is_there: bool) -> None:
-        """Read a topic that was deleted, and is there again, from its beginning.
-
-        The client would go on from where it was in the old log, past what the new one has until there.
-        """
-        if not is_there and topic in self._seen:
-            if topic not in self._vanished:
-                log.warning("%s: deleted, or not to be seen by this client any more; waiting for it", topic)
-            self._vanished.add(topic)
-            self._consumer._client.force_metadata_update()  # noqa: SLF001 - or it is not seen for so long as it may be
+        """Note which topics have gone, and which of those are there again."""
         if is_there:
             self._seen.add(topic)
-        if is_there and topic in self._vanished:
-            self._vanished.remove(topic)
-            log.warning("%s: deleted and created again; reading its new log from the beginning", topic)
-            for tp in self.assignment():
-                if tp.topic == topic:
-                    self._consumer.seek(theirs(tp), 0)
+            if topic in self._vanished:
+                self._vanished[topic] = True
+        elif topic in self._seen:
+            if topic not in self._vanished:
+                log.warning("%s: deleted, or not to be seen by this client any more; waiting for it", topic)
+            self._vanished[topic] = False
+            self._consumer._client.force_metadata_update()  # noqa: SLF001 - or it is not seen for so long as it may be
+
+    async def _read_new_logs(self) -> None:
+        """Read a topic that was deleted, and is there again, from its beginning.
+
+        The client would go on from where it was in the old log, past what the new one has until there. A broker that
+        deletes a topic deletes what was committed of it, so a commit that is still there says that it never was.
+        """
+        for topic in [topic for topic, is_there in self._vanished.items() if is_there]:
+            mine = [tp for tp in self.assignment() if tp.topic == topic]
+            try:
+                async with asyncio.timeout(_DESCRIBE_S):
+                    new = [tp for tp in mine if await self.committed(tp) is None]
+            except (KafkaError, TimeoutError) as error:
+                log.info("%s: whether it is a new log is not known yet: %s", topic, describe(error))
+                continue
+            if new:
+                log.warning("%s: deleted and created again; reading its new log from the beginning", topic)
+            for tp in self.assignment().intersection(new):
+                self._consumer.seek(theirs(tp), 0)
+            self._vanished.pop(topic, None)
 
     def _look_for_transactions(self, tp: Partition, now_s: float) -> None:
         """Note since when the last stable offset has stood still before the end of the log."""

@@ -30,6 +30,7 @@ class Client:
         self.seeks: dict[TopicPartition, int] = {}
         self.commits: list[Mapping[TopicPartition, int]] = []
         self.asked = 0
+        self.offset: int | None = None
         self._client = self
 
     def partitions_for_topic(self, topic: str) -> Collection[int] | None:
@@ -43,6 +44,9 @@ class Client:
 
     def force_metadata_update(self) -> None:
         self.asked += 1
+
+    async def committed(self, tp: TopicPartition) -> int | None:
+        return self.offset
 
     async def commit(self, offsets: Mapping[TopicPartition, int]) -> None:
         self.commits.append(offsets)
@@ -70,11 +74,23 @@ async def test_a_topic_that_is_gone_is_asked_for_and_read_from_its_beginning_whe
     assert client.commits == [{TopicPartition(OTHER, 1): 7}]
 
     client.there[TOPIC] = {0, 1}
-    group._look(0.9)
-    group._look(1.2)
+    for now_s in (0.9, 1.2):
+        group._look(now_s)
+        await group._read_new_logs()
     assert client.seeks == {TopicPartition(TOPIC, 1): 0}
     assert client.asked == 2
     assert await group.commit({Partition(TOPIC, 1): 1})
+
+
+async def test_one_that_was_only_out_of_sight_goes_on_where_it_was() -> None:
+    group, client = member()
+    client.offset = 42
+    there, gone = client.there, {OTHER: {0, 1}}
+    for client.there in (there, gone, there):
+        group._look(0.0)
+        await group._read_new_logs()
+    assert client.seeks == {}
+    assert await group.commit({Partition(TOPIC, 1): 43})
 
 
 async def test_one_that_is_back_with_other_partitions_ends_the_process() -> None:
