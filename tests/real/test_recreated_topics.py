@@ -11,7 +11,6 @@ import pytest
 from gpustream.components import Component
 from producers.simulated.component import SimulatedFleet
 from producers.simulated.config import SimulatedSettings
-from sinks import consumer
 from sinks.outcomes import Outcome
 from sinks.scrape.config import ScrapeSettings
 from sinks.scrape.sink import ScrapeSink
@@ -94,10 +93,7 @@ async def records(kafka: KafkaServer, topic: str) -> dict[Tick, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("topic", ["gpu.samples", "gpu.allocations", "gpu.workloads", "gpu.attributed"])
-async def test_what_the_new_log_has_arrives_everywhere_once(
-    empty_kafka: KafkaServer, topic: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(consumer, "_METADATA_MS", 1000)  # how long a client may take to see that a topic is back
+async def test_what_the_new_log_has_arrives_everywhere_once(empty_kafka: KafkaServer, topic: str) -> None:
     await broker.create(empty_kafka.address, partitions=PARTITIONS, replication_factor=1)
     one = pipeline(empty_kafka.address)
     async with running(one.attribution, one.scrape):
