@@ -24,6 +24,7 @@ the others have none: sums over a pod's rows are right, whichever it was.
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import repeat
 from typing import NamedTuple, TypeGuard
 
 import msgspec
@@ -89,9 +90,9 @@ def split(device: Device, holders: tuple[Holder, ...]) -> Split:
     power = _powered(device.metrics, utilization)
     shares = (utilization, memory, power)
     rest = Parts(*[one and one.rest for one in shares])
-    parts = [Parts(*[one and one.of[row] for one in shares]) for row in range(len(holders))]
+    rows_of = zip(holders, *(repeat(None) if one is None else one.of for one in shares), strict=False)
     return Split(
-        tuple([_with_parts(*pair) for pair in zip(holders, parts, strict=True)]),
+        tuple([_with_parts(holder, busy, used, watts) for holder, busy, used, watts in rows_of]),
         rest if rest != _NO_PARTS else None,
         any(one.scaled for one in (utilization, memory) if one),
     )
@@ -173,5 +174,7 @@ def _fitted(whole: Amount, used: list[Amount], absent: frozenset[int], *, all_kn
     return _Shares(of, rest if all_known else None, scaled)
 
 
-def _with_parts(holder: Holder, parts: Parts) -> Holder:
-    return _replace(holder, parts=parts) if parts != _NO_PARTS else holder
+def _with_parts(holder: Holder, busy: Amount | None, used: Amount | None, watts: Amount | None) -> Holder:
+    if busy is None and used is None and watts is None:
+        return holder
+    return _replace(holder, parts=Parts(busy, used, watts))

@@ -36,6 +36,8 @@ REMEMBERED_MS = ((WORKLOADS.retention_hours or 0) - (SAMPLES.retention_hours or 
 KEPT_MS = (SAMPLES.retention_hours or 0) * 3_600_000 + 3_600_000
 """For how long what has ended is kept where no sample says that it is not asked for any more: as long as one can be."""
 
+_FORGET_EVERY_MS = 600_000
+
 T = TypeVar("T")
 
 Versions = tuple[tuple[int, T], ...]
@@ -85,7 +87,7 @@ class Life(msgspec.Struct, frozen=True):
 
 
 class Knowledge(msgspec.Struct, frozen=True):
-    """Everything known of a node's pods, from the record that was logged at ``since_ms`` on.
+    """Everything known of a node's pods, from the record that was logged at ``since_ms`` to that at ``logged_ms``.
 
     ``ended`` is when those were told to have ended that ``lives`` has no more.
     """
@@ -93,6 +95,7 @@ class Knowledge(msgspec.Struct, frozen=True):
     epoch: int
     seq: int
     since_ms: int
+    logged_ms: int
     node_labels: History[Versions[dict[str, str]]]
     dra: History[Versions[dict[DraKey, str]]]
     admin: History[Versions[frozenset[Claim]]]
@@ -233,12 +236,15 @@ def learn(known: Knowledge | None, record: NodeWorkloads, logged_ms: int) -> Kno
         epoch=record.epoch,
         seq=record.seq,
         since_ms=known.since_ms if known else logged_ms,
+        logged_ms=logged_ms,
         node_labels=_noted(known.node_labels if known else (), logged_ms, ts_ms, record.node_labels),
         dra=_noted(known.dra if known else (), logged_ms, ts_ms, dra),
         admin=_noted(known.admin if known else (), logged_ms, ts_ms, admin),
         lives=_learn_pods(known.lives if known else {}, record, logged_ms),
         ended=known.ended if known else {},
     )
+    if known is not None and known.logged_ms // _FORGET_EVERY_MS == logged_ms // _FORGET_EVERY_MS:
+        return learned
     return forget_before(learned, ts_ms - KEPT_MS, logged_ms - KEPT_MS)
 
 
@@ -247,6 +253,9 @@ def forget_before(known: Knowledge, ts_ms: int, logged_ms: int) -> Knowledge:
     lives: dict[PodName, tuple[History[Life], ...]] = {}
     ended = dict(known.ended)
     for name, pods in known.lives.items():
+        if all(len(history) == len(history[0][1].versions) == 1 and _runs(history[0][1]) for history in pods):
+            lives[name] = pods
+            continue
         recent = [_since(history, logged_ms) for history in pods]
         asked_for = [history for history in recent if not _over(history, ts_ms, logged_ms)]
         begun = min([_order(life) for history in asked_for for _, life in history], default=None)
