@@ -120,9 +120,8 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
         if self._evicted is not None:
             self._evicted.cancel()
         self.failed.cancel()
-        await self.offsets.close()
-        if self._consumer is not None:
-            await close(self._consumer)
+        consumers = [] if self._consumer is None else [self._consumer]
+        await asyncio.gather(self.offsets.close(), *map(close, consumers))
 
     def not_ready(self) -> list[str]:
         """Why nothing is read, or not all of it; empty when all is well."""
