@@ -37,6 +37,7 @@ _DESCRIBE_S = 3.0
 _NEVER_MS = 2**31 - 1
 _REBALANCE_MS = 30_000
 _METADATA_MS = 20_000
+_POLL_RECORDS = 500
 _FETCH_WAIT_MS = 200
 _MAX_FETCH = 32 << 20
 _MAX_PARTITION_FETCH = 8 << 20
@@ -388,6 +389,7 @@ def _options(settings: MemberSettings, assignor: CoPartitioned) -> dict[str, Any
         "heartbeat_interval_ms": max(min(session_ms // 4, 3000), 250),
         "rebalance_timeout_ms": max(session_ms, _REBALANCE_MS),
         "max_poll_interval_ms": _NEVER_MS,  # not to read, because a receiver is away, is no reason to leave
+        "max_poll_records": _POLL_RECORDS,  # so many are unpacked at once: it holds up heartbeats
         "auto_offset_reset": "earliest",
         "fetch_max_wait_ms": _FETCH_WAIT_MS,
         "fetch_max_bytes": _MAX_FETCH,

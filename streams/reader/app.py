@@ -264,6 +264,7 @@ class ReaderApp(faust.App):  # type: ignore[misc]
         """Turn after turn. Whatever fails in one ends the process."""
         try:
             while not self.should_stop:
+                await asyncio.sleep(0)  # records that are there already are given without waiting
                 await self.reader.turn()
         except asyncio.CancelledError:
             if not self.should_stop:
