@@ -24,11 +24,11 @@ from rich.table import Table
 from rich.text import Text
 
 from gpustream import alerts_command
-from streams.alerts import rules
 from streams.alerts import tick as ticks
 from streams.alerts.replay import Replay
-from streams.alerts.rule import Rules
-from streams.alerts.rules import RulesError
+from streams.alerts.rules import rules_file
+from streams.alerts.rules.rule import Rules
+from streams.alerts.rules.rules_file import RulesError
 from topics import attributed, broker
 from topics.alerts import Alert
 from topics.clients import AIOKafkaConsumer
@@ -141,7 +141,7 @@ def _row(alert: Alert) -> tuple[str, ...]:
 def _load(path: Path) -> Rules | None:
     """The rules of a file; None after its mistakes were named."""
     try:
-        return rules.load(path)
+        return rules_file.load(path)
     except RulesError as error:
         for mistake in error.mistakes:
             click.echo(str(mistake), err=True)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 from delivery.settings import DURATION, READABLE_FILE, MemberSettings, Option
-from streams.alerts import rules
+from streams.alerts.rules import rules_file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class AlertSettings(MemberSettings):
     def mistakes(self) -> list[str]:
         """See :meth:`KafkaSettings.mistakes`."""
         try:
-            rules.load(self.rules)
-        except rules.RulesError as error:
+            rules_file.load(self.rules)
+        except rules_file.RulesError as error:
             return [*super().mistakes(), *map(str, error.mistakes)]
         return super().mistakes()

@@ -14,7 +14,7 @@ from sinks.alertmanager.encode import postable
 from sinks.remote_write.alert_series import AlertSeries
 from sinks.remote_write.series import Series
 from streams.alerts import tick as alert_ticks
-from streams.alerts.state import decode as decode_state
+from streams.alerts.memory import decode as decode_state
 from streams.attribution import join
 from streams.attribution.decode import decode as decode_node
 from tests.streams.alerts.ticks import found

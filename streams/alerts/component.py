@@ -12,15 +12,54 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry
 
 from delivery.watchdog import fail_stop
-from streams.alerts import rules
-from streams.alerts.instruments import INSTRUMENTS
-from streams.alerts.watch import ALERTS, ATTRIBUTED, SAMPLES, STATE, WORKLOADS, Watch
+from streams.alerts.rules import rules_file
+from streams.alerts.worker import ALERTS, ATTRIBUTED, SAMPLES, STATE, WORKLOADS, Watch
 from streams.bookkeeping import DEAD_LETTERS
+from streams.bookkeeping import instruments as stream_instruments
 from streams.reader.app import ReaderApp, ReaderSettings
 from streams.settings import AlertSettings
 from streams.working import work
 from topics.check import TopicCheck
-from topics.instruments import Instruments
+from topics.instruments import Instrument, Instruments
+
+INSTRUMENTS = (
+    Instrument(
+        "gpustream_alerts_ticks_total",
+        "counter",
+        "Node ticks read: judged, new_log (judged; the first after gpu.samples was deleted and created again), replayed"
+        " (judged before), resumed (the first of a node that another worker had judged already).",
+        ("outcome",),
+    ),
+    Instrument(
+        "gpustream_alerts_transitions_total",
+        "counter",
+        "Alerts that fired, or were resolved, and were acknowledged; after a crash some again.",
+        ("alertname", "state"),
+    ),
+    Instrument(
+        "gpustream_alerts_written_total",
+        "counter",
+        "Records acknowledged by the broker: alert, repeat (an open alert written again, daily), deletion, state.",
+        ("record",),
+    ),
+    Instrument(
+        "gpustream_alerts_unsendable_total",
+        "counter",
+        "Records that the broker does not take, too large: left out.",
+        ("record",),
+    ),
+    Instrument("gpustream_alerts_firing", "gauge", "Alerts that fire, by severity.", ("severity",)),
+    Instrument("gpustream_alerts_pending", "gauge", "Conditions that hold, but not for long enough yet."),
+    Instrument("gpustream_alerts_silent_nodes", "gauge", "Nodes without a tick for half a minute or more."),
+    Instrument(
+        "gpustream_alerts_delay_seconds",
+        "histogram",
+        "From when a tick was logged until its alert was acknowledged.",
+        buckets=(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0),
+    ),
+    *stream_instruments("alerts"),
+)
+"""What the alert stream says of itself."""
 
 
 class Alerts:
@@ -38,7 +77,7 @@ class Alerts:
     async def run(self, stop: asyncio.Event) -> None:
         """Wait for the topics, then watch until ``stop`` is set."""
         s = self._settings
-        in_force = await asyncio.to_thread(rules.load, s.rules)
+        in_force = await asyncio.to_thread(rules_file.load, s.rules)
         topics = await self._check.passed(stop)
         if topics is None:
             return

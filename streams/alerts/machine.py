@@ -19,12 +19,11 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from streams.alerts import conditions
-from streams.alerts.describe import Described, describe, in_the_end, silent
-from streams.alerts.finding import Finding
-from streams.alerts.memory import Memory
-from streams.alerts.rule import Rule, Rules
-from streams.alerts.state import Identity, NodeState, identity
+from streams.alerts.conditions import evaluate
+from streams.alerts.conditions.finding import Finding
+from streams.alerts.memory import Identity, Memory, NodeAlerts, identity
+from streams.alerts.rules.rule import Rule, Rules
+from streams.alerts.text.describe import Described, describe, in_the_end, silent
 from streams.alerts.tick import Tick
 from topics.alerts import MAX_TIME_MS, Alert, Tracked, fingerprint, milliseconds, time
 
@@ -62,7 +61,7 @@ class Write(NamedTuple):
 class Step(NamedTuple):
     """The state after a step, and what to write, in this order."""
 
-    state: NodeState
+    state: NodeAlerts
     writes: tuple[Write, ...] = ()
 
     @property
@@ -79,14 +78,14 @@ class _Now(NamedTuple):
 
     tick: Tick
     rules: Rules
-    state: NodeState
+    state: NodeAlerts
     before_ms: int
     gap: bool
 
 
-def begin(tick: Tick, place: Place) -> NodeState:
+def begin(tick: Tick, place: Place) -> NodeAlerts:
     """The state of a node before its first tick, which this is."""
-    return NodeState(
+    return NodeAlerts(
         schema=1,
         cluster=tick.cluster,
         node=tick.node,
@@ -100,7 +99,7 @@ def begin(tick: Tick, place: Place) -> NodeState:
     )
 
 
-def arrived(state: NodeState, tick: Tick, place: Place) -> NodeState:
+def arrived(state: NodeAlerts, tick: Tick, place: Place) -> NodeAlerts:
     """The state where a tick changes nothing but what the last one is."""
     return _replace(
         state,
@@ -115,9 +114,9 @@ def arrived(state: NodeState, tick: Tick, place: Place) -> NodeState:
     )
 
 
-def step(state: NodeState, tick: Tick, place: Place, rules: Rules) -> Step:
+def step(state: NodeAlerts, tick: Tick, place: Place, rules: Rules) -> Step:
     """What a tick makes of a node's alerts."""
-    findings, memory = conditions.evaluate(rules, tick, state.memory)
+    findings, memory = evaluate.evaluate(rules, tick, state.memory)
     after = arrived(state, tick, place)
     if memory is not state.memory:
         after = _replace(after, memory=memory)
@@ -129,7 +128,7 @@ def step(state: NodeState, tick: Tick, place: Place, rules: Rules) -> Step:
     return _closed(_replace(after, tracked=tracked), writes, tick.ts_ms)
 
 
-def same(durable: NodeState, current: NodeState) -> bool:
+def same(durable: NodeAlerts, current: NodeAlerts) -> bool:
     """Whether the state that was written says all that is worth being written, so that a replay gives the same."""
     return (
         durable.silent == current.silent
@@ -143,7 +142,7 @@ def same(durable: NodeState, current: NodeState) -> bool:
     )
 
 
-def _remembers(durable: NodeState, current: NodeState) -> bool:
+def _remembers(durable: NodeAlerts, current: NodeAlerts) -> bool:
     """Whether what was written is remembered still; counters that run all the time are written now and then."""
     written, memory = durable.memory, current.memory
     if written is memory:
@@ -152,12 +151,12 @@ def _remembers(durable: NodeState, current: NodeState) -> bool:
     return young and written.devices is memory.devices and written.run_id == memory.run_id
 
 
-def quiet(state: NodeState) -> NodeState:
+def quiet(state: NodeAlerts) -> NodeAlerts:
     """The state of a node of which no tick has come for a while."""
     return _replace(state, silent=True)
 
 
-def silence(state: NodeState, rule: Rule) -> Step:
+def silence(state: NodeAlerts, rule: Rule) -> Step:
     """A node has had no tick for as long as the rule says. The same whoever finds it."""
     starts_ms = min(state.last_ts_ms + rule.for_ms, MAX_TIME_MS)
     tracked = Tracked(name=rule.name, since_ms=state.last_ts_ms, keep_ms=rule.keep_firing_ms)
@@ -169,7 +168,7 @@ def silence(state: NodeState, rule: Rule) -> Step:
     return _closed(_replace(quiet(state), tracked=(*state.tracked, tracked)), [_transition(alert)], state.last_ts_ms)
 
 
-def retire(state: NodeState, at_ms: int, because: str = "node_removed") -> Step:
+def retire(state: NodeAlerts, at_ms: int, because: str = "node_removed") -> Step:
     """A node is gone: whatever was open is resolved, and what was remembered of it forgotten."""
     if is_retired(state):
         return Step(state)
@@ -178,17 +177,17 @@ def retire(state: NodeState, at_ms: int, because: str = "node_removed") -> Step:
     return _closed(_replace(quiet(state), tracked=(), memory=Memory()), list(map(_transition, alerts)), at_ms)
 
 
-def expire(state: NodeState, now_ms: int) -> Step:
+def expire(state: NodeAlerts, now_ms: int) -> Step:
     """Delete the alerts that were resolved long ago."""
     return _closed(state, [], now_ms)
 
 
-def is_retired(state: NodeState) -> bool:
+def is_retired(state: NodeAlerts) -> bool:
     """Whether all that is known of a node is which of its alerts were resolved."""
     return state.silent and not state.tracked and state.memory == Memory()
 
 
-def is_over(state: NodeState) -> bool:
+def is_over(state: NodeAlerts) -> bool:
     """Whether nothing is left to remember of a node."""
     return is_retired(state) and not state.resolved
 
@@ -216,7 +215,7 @@ def _next(one: Tracked, finding: Finding | None, now: _Now) -> tuple[Tracked | N
     if finding is not None:
         holds = finding.holds
     else:
-        known = conditions.is_known(now.rules, now.tick, name=one.name, device=one.device, pod_uid=one.pod_uid)
+        known = evaluate.is_known(now.rules, now.tick, name=one.name, device=one.device, pod_uid=one.pod_uid)
         holds = False if known else None
     if one.alert is None:
         return _pending(one, finding, holds, now)
@@ -283,9 +282,7 @@ def _ceased(one: Tracked, now: _Now) -> tuple[Tracked | None, Alert | None]:
     """A firing condition does not hold in this tick."""
     now_ms = now.tick.ts_ms
     ceased_ms = now_ms if one.ceased_ms is None else min(one.ceased_ms, now_ms)
-    because = conditions.because(
-        now.rules, now.tick, name=one.name, device=one.device, pod_uid=one.pod_uid, key=one.key
-    )
+    because = evaluate.because(now.rules, now.tick, name=one.name, device=one.device, pod_uid=one.pod_uid, key=one.key)
     if now_ms - ceased_ms >= one.keep_ms or _at_once(one, now, because):
         return _end(one, now, because)
     return _again(one if one.ceased_ms == ceased_ms else _replace(one, ceased_ms=ceased_ms), now)
@@ -302,7 +299,7 @@ def _end(one: Tracked, now: _Now, because: str) -> tuple[None, Alert | None]:
     return None, None if one.alert is None else _resolved(one.alert, one, now.tick.ts_ms, because)
 
 
-def _alert(rule: Rule, one: Tracked, state: NodeState, now_ms: int, value: float, described: Described) -> Alert:
+def _alert(rule: Rule, one: Tracked, state: NodeAlerts, now_ms: int, value: float, described: Described) -> Alert:
     """A firing alert: it starts now, and after the last of its kind ended."""
     key = fingerprint(rule.name, state.cluster, state.node, one.device, one.pod_uid, one.key)
     labels, annotations = described
@@ -332,7 +329,7 @@ def _transition(alert: Alert) -> Write:
     return Write("alert", alert.fingerprint, alert)
 
 
-def _closed(state: NodeState, writes: list[Write], now_ms: int) -> Step:
+def _closed(state: NodeAlerts, writes: list[Write], now_ms: int) -> Step:
     """The step's end: what is resolved is remembered until it is deleted, or fires again."""
     resolved = dict(state.resolved)
     for _, key, alert in writes:

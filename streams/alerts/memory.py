@@ -13,7 +13,10 @@ import msgspec
 from streams.alerts import windows
 from streams.alerts.tick import Device, Tick
 from streams.alerts.windows import Window
+from topics.alerts import AlertState, Tracked
 from topics.attributed import Holder
+from topics.decoding import decoder
+from topics.replays import Last
 
 XID = "xid/"
 """What the names of counters of XID errors begin with; the code follows."""
@@ -234,3 +237,37 @@ def _forgotten(seen: Seen, tick: Tick, forget_ms: int) -> bool:
     return seen.pci_bus_id is not None and any(
         device.mig is None and device.pci_bus_id == seen.pci_bus_id for device in tick.devices
     )
+
+
+# -- the state of a node, as gpu.alert-state has it
+
+Order = tuple[int, int, bool]
+"""By which of two states of a node the later one is known."""
+
+Identity = tuple[str, str, str, str]
+"""What a condition is told apart by, within a node: the rule's name, the device, the pod's uid, the rule's own key."""
+
+
+class NodeAlerts(AlertState, frozen=True, kw_only=True, omit_defaults=True):
+    """The state of a node, its memory decoded."""
+
+    memory: Memory = Memory()
+
+
+decode = decoder(NodeAlerts)
+encode = msgspec.json.Encoder().encode
+
+
+def order(state: NodeAlerts) -> Order:
+    """Which of two states of a node is the later one."""
+    return state.generation, state.offset, state.silent
+
+
+def last_tick(state: NodeAlerts) -> Last:
+    """The last tick of a node, by which replays are known."""
+    return Last(state.run_id, state.seq, state.offset, max(state.newest_ts_ms, state.last_ts_ms))
+
+
+def identity(tracked: Tracked) -> Identity:
+    """What a tracked condition is about."""
+    return tracked.name, tracked.device, tracked.pod_uid, tracked.key

@@ -17,8 +17,8 @@ import msgspec
 from delivery.ledger import Slot
 from streams.alerts import machine
 from streams.alerts.machine import Place, Step, Write
-from streams.alerts.rule import Rules
-from streams.alerts.state import NodeState, Order, last_tick, order
+from streams.alerts.memory import NodeAlerts, Order, last_tick, order
+from streams.alerts.rules.rule import Rules
 from streams.alerts.tick import Tick
 from topics import replays
 
@@ -41,7 +41,7 @@ class Due(NamedTuple):
     """What is to be written: alerts in their order and, when they are acknowledged, the state."""
 
     writes: tuple[Write, ...]
-    state: NodeState
+    state: NodeAlerts
 
 
 class Node:
@@ -55,7 +55,7 @@ class Node:
 
     __slots__ = ("_echoes", "_over", "_writes", "current", "durable", "fresh", "kept", "read_s", "stale", "writing")
 
-    def __init__(self, durable: NodeState | None = None) -> None:
+    def __init__(self, durable: NodeAlerts | None = None) -> None:
         self.durable = self.current = durable
         self.fresh, self.stale, self.writing = True, False, False
         self._echoes: deque[Order] = deque()
@@ -66,7 +66,7 @@ class Node:
 
     # -- what was read
 
-    def learn(self, state: NodeState) -> None:
+    def learn(self, state: NodeAlerts) -> None:
         """A state of this node was read, from the topic's end: it is taken on, unless ticks were read since ours was.
 
         Then one that is not ours was written late, by a worker that had lost the partition, and ours is written again:
@@ -121,7 +121,7 @@ class Node:
         self._echoes.append(order(due.state))
         return due
 
-    def written(self, state: NodeState) -> None:
+    def written(self, state: NodeAlerts) -> None:
         """All that was due is acknowledged."""
         self.durable, self.writing = state, False
 

@@ -11,8 +11,8 @@ everybody. A clock that was set back is not behind the others: its node was hear
 
 from streams.alerts import machine
 from streams.alerts.machine import Place, Step, Write
-from streams.alerts.rule import Rules
-from streams.alerts.state import NodeState, last_tick
+from streams.alerts.memory import NodeAlerts, last_tick
+from streams.alerts.rules.rule import Rules
 from streams.alerts.tick import Tick
 from topics import replays
 from topics.alerts import Alert
@@ -23,7 +23,7 @@ class Replay:
 
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
-        self._states: dict[tuple[str, str], NodeState] = {}
+        self._states: dict[tuple[str, str], NodeAlerts] = {}
         self._newest_ms: dict[tuple[str, str], int] = {}
         self._logged_ms = 0
         self.ticks = self.repeats = 0
@@ -61,7 +61,7 @@ class Replay:
             found += self._silence(state, lasted_ms).alerts
         return found
 
-    def _silence(self, state: NodeState, lasted_ms: int) -> Step:
+    def _silence(self, state: NodeAlerts, lasted_ms: int) -> Step:
         """A node that had sent nothing for so long."""
         writes: list[Write] = []
         for rule in self._rules.of("node_silent"):

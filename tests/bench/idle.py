@@ -22,9 +22,9 @@ from producers.simulated.fleet import Fleet
 from producers.simulated.fleet import Tick as Made
 from streams.alerts import machine, tick
 from streams.alerts.machine import Place
-from streams.alerts.rule import Rules
-from streams.alerts.rules import load
-from streams.alerts.state import NodeState
+from streams.alerts.memory import NodeAlerts
+from streams.alerts.rules.rule import Rules
+from streams.alerts.rules.rules_file import load
 from tests.bench.score import joined
 from topics.attributed import AttributedSample
 
@@ -91,7 +91,7 @@ class Stream:
     """What GPUHeldIdle claims of a node: the alerts of the stream that fire."""
 
     rules: Rules
-    _state: NodeState | None = None
+    _state: NodeAlerts | None = None
     _firing: dict[str, tuple[str, Pod]] = field(default_factory=dict)
 
     def see(self, sample: AttributedSample) -> Claims:

@@ -201,3 +201,36 @@ def test_a_size_is_written_as_it_is_read(count: int) -> None:
 @pytest.mark.parametrize(("seconds", "text"), [(60, "1m"), (90, "90s"), (900, "15m"), (0.5, "500ms"), (86_400, "1d")])
 def test_a_duration_is_written_in_the_largest_unit_that_fits(seconds: float, text: str) -> None:
     assert values.duration_text(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "ms"), [("500ms", 500), ("30s", 30_000), (" 15 m ", 900_000), ("2h", 7_200_000), ("7d", 604_800_000),
+                     ("90", 90_000), ("1.5h", 5_400_000), ("0", 0)]
+)  # fmt: skip
+def test_a_duration_is_read_in_whole_milliseconds(text: str, ms: int) -> None:
+    assert values.milliseconds(text) == ms
+
+
+@pytest.mark.parametrize(
+    "text", ["", " ", "h", "1w", "-1s", "1e3", "1h30m", "١s", "1.s", ".5s", "nan", "1" * 13, "4000d"]
+)
+def test_what_is_no_duration_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"is not a duration|ten years"):
+        values.milliseconds(text)
+
+
+@given(st.text(max_size=8))
+def test_any_text_is_a_duration_of_at_most_ten_years_or_an_error(text: str) -> None:
+    try:
+        ms = values.milliseconds(text)
+    except ValueError:
+        return
+    assert 0 <= ms <= 3650 * 86_400_000
+
+
+@pytest.mark.parametrize(
+    ("ms", "text"), [(0, "0s"), (499, "0s"), (1_000, "1s"), (61_000, "1m 1s"), (900_000, "15m"), (5_400_000, "1h 30m"),
+                     (90_061_000, "1d 1h"), (86_401_000, "1d 1s")]
+)  # fmt: skip
+def test_a_duration_reads_as_its_two_largest_units(ms: int, text: str) -> None:
+    assert values.duration_words(ms) == text

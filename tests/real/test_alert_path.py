@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from streams.alerts import rules
+from streams.alerts.rules import rules_file
 from streams.alerts.tick import Tick
 from streams.alerts.tick import decode as decode_tick
 from tests.real.pipeline import Gpustream, read_all
@@ -193,7 +193,7 @@ async def test_an_idle_gpu_is_told_once_whoever_is_killed_or_away_until_its_pod_
 
     ticks = await until_coroutine(lambda: attributed(kafka, node.ticks))
     found, _ = await written(kafka)
-    assert found == expected([ticks], rules.load(file)), "as one worker writes it that nothing happens to"
+    assert found == expected([ticks], rules_file.load(file)), "as one worker writes it that nothing happens to"
     alerts = [msgspec.json.decode(value, type=Alert) for value in found.values()]
     assert sorted((one.labels["k8s_pod_name"], one.state, one.resolved_because) for one in alerts) == [
         ("ends", "firing", None),

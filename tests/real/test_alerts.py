@@ -11,10 +11,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from streams.alerts import machine, rules, state
+from streams.alerts import machine, memory
 from streams.alerts.machine import Place
-from streams.alerts.rule import Rules
-from streams.alerts.state import NodeState
+from streams.alerts.memory import NodeAlerts
+from streams.alerts.rules import rules_file
+from streams.alerts.rules.rule import Rules
 from streams.alerts.tick import Tick
 from tests.real.pipeline import Gpustream, lag, read_all
 from tests.real.servers import KafkaServer
@@ -81,13 +82,13 @@ def expected(lives: list[list[Tick]], by: Rules) -> dict[str, bytes]:
     """Every transition by its identity, as one worker writes it that nothing happens to."""
     found: dict[str, bytes] = {}
     for ticks in lives:
-        now: NodeState | None = None
+        now: NodeAlerts | None = None
         for one in ticks:
             tick = msgspec.json.decode(msgspec.json.encode(one), type=Tick)
             place = Place(0, 0)
             step = machine.step(now or machine.begin(tick, place), tick, place, by)
             now = step.state
-            found |= {transition_id(alert): state.encode(alert) for alert in step.alerts}
+            found |= {transition_id(alert): memory.encode(alert) for alert in step.alerts}
     return found
 
 
@@ -150,7 +151,7 @@ async def test_workers_that_are_killed_write_every_transition_as_one_that_is_not
     file = tmp_path / "rules.toml"
     file.write_text(RULES)
     lives = [life(node) for node in range(NODES)]
-    right = expected(lives, rules.load(file))
+    right = expected(lives, rules_file.load(file))
     await broker.create(empty_kafka.address, partitions=4, replication_factor=1)
     command = ("stream", "alerts", "--kafka", empty_kafka.address, "--rules", str(file))
     first, second = gpustream("first", *command, "--instance-id", "first"), gpustream("second", *command)

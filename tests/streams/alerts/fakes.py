@@ -9,10 +9,10 @@ import msgspec
 
 from delivery.ledger import Ledger, Partition, Slot
 from streams.alerts.attendance import BREAK_S
-from streams.alerts.instruments import INSTRUMENTS
-from streams.alerts.rule import Rules
+from streams.alerts.component import INSTRUMENTS
+from streams.alerts.rules.rule import Rules
 from streams.alerts.tick import Tick
-from streams.alerts.watch import ALERTS, ATTRIBUTED, SAMPLES, STATE, WORKLOADS, Clocks, Watch
+from streams.alerts.worker import ALERTS, ATTRIBUTED, SAMPLES, STATE, WORKLOADS, Clocks, Watch
 from streams.bookkeeping import DEAD_LETTERS
 from streams.reader.app import ReaderApp
 from tests.streams.alerts.stories import SHORT

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from streams.alerts.policy import policy_of
-from streams.alerts.rule import Rule, Rules
+from streams.alerts.rules.policy import policy_of
+from streams.alerts.rules.rule import Rule, Rules
 from streams.alerts.tick import Device, Tick
 from streams.alerts.xids import of_code
 from topics.alerts import fingerprint

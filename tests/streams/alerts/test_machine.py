@@ -8,8 +8,8 @@ from hypothesis import given
 
 from streams.alerts import machine
 from streams.alerts.machine import DELETE_MS, MAX_GAP_MS, REPEAT_MS, Place
-from streams.alerts.rule import Rules
-from streams.alerts.state import NodeState, decode, encode
+from streams.alerts.memory import NodeAlerts, decode, encode
+from streams.alerts.rules.rule import Rules
 from streams.alerts.tick import Device, Tick
 from tests.streams.alerts.stories import SHORT, lives
 from tests.streams.alerts.ticks import START_MS, device, gpu, holder, overlay, tick
@@ -32,7 +32,7 @@ class Life:
         self.repeated: list[Alert] = []
         self.deleted: list[str] = []
 
-    state: NodeState | None
+    state: NodeAlerts | None
 
     def step(self, one: Tick) -> list[Alert]:
         """The alerts that a tick brings."""

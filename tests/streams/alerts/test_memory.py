@@ -6,7 +6,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streams.alerts.conditions import evaluate
+from streams.alerts.conditions.evaluate import evaluate
 from streams.alerts.memory import Memory, remember
 from streams.alerts.tick import Device, Tick
 from tests.streams.alerts.ticks import DEFAULTS, device, gpu, holder, mig, tick

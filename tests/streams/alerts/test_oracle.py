@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streams.alerts.replay import Replay
-from streams.alerts.rule import KINDS
+from streams.alerts.rules.rule import KINDS
 from streams.alerts.tick import Device, Info, Process, Tick
 from tests.streams.alerts.oracle import Transition, transitions
 from tests.streams.alerts.ticks import START_MS, device, gpu, holder, mig, overlay

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streams.alerts.tick import Tick
-from streams.alerts.watch import ALERTS, STATE
+from streams.alerts.worker import ALERTS, STATE
 from tests.clock import run
 from tests.streams.alerts.fakes import Broker, Worker, settle
 from tests.streams.alerts.stories import lives

@@ -4,16 +4,16 @@ from typing import Any
 
 import msgspec
 
-from streams.alerts import rules
-from streams.alerts.conditions import evaluate
-from streams.alerts.finding import Finding
+from streams.alerts.conditions.evaluate import evaluate
+from streams.alerts.conditions.finding import Finding
 from streams.alerts.memory import Memory
-from streams.alerts.rule import Rules
+from streams.alerts.rules import rules_file
+from streams.alerts.rules.rule import Rules
 from streams.alerts.tick import Device, Metrics, Tick
 from topics.attributed import Attribution, Holder, Parts, Workload
 from topics.samples import Mig
 
-DEFAULTS = rules.load(None)
+DEFAULTS = rules_file.load(None)
 START_MS = 1_795_219_152_000
 GRACE_S = 300
 """Of GPUHeldIdle, by default."""
@@ -79,4 +79,4 @@ def verdict(findings: list[Finding], uuid: str = gpu()) -> bool | None:
 
 def overlay(text: str) -> Rules:
     """The defaults with a file over them."""
-    return rules.parse(text, "rules.toml")
+    return rules_file.parse(text, "rules.toml")

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from streams.alerts.conditions import because
+from streams.alerts.conditions.evaluate import because
 from streams.alerts.replay import Replay
-from streams.alerts.rule import KINDS
+from streams.alerts.rules.rule import KINDS
 from streams.alerts.tick import Device, Info, Process
 from tests.streams.alerts.ticks import (
     DEFAULTS,

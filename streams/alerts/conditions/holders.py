@@ -2,9 +2,20 @@
 
 from collections.abc import Iterable
 
-from streams.alerts.finding import CONFLICTS, Facts, Finding, Pod, View, identity, in_force, sole, unseen, video
+from streams.alerts.conditions.finding import (
+    CONFLICTS,
+    Facts,
+    Finding,
+    Pod,
+    View,
+    identity,
+    in_force,
+    sole,
+    unseen,
+    video,
+)
 from streams.alerts.memory import HeldBy
-from streams.alerts.rule import Rule
+from streams.alerts.rules.rule import Rule
 from streams.alerts.tick import Device
 from topics.attributed import Holder
 

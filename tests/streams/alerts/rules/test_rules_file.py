@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streams.alerts import rules
-from streams.alerts.options import OPTIONS
-from streams.alerts.rule import KINDS, Rule, Rules
-from streams.alerts.rules import RulesError
+from streams.alerts.rules import rules_file
+from streams.alerts.rules.options import OPTIONS
+from streams.alerts.rules.rule import KINDS, Rule, Rules
+from streams.alerts.rules.rules_file import RulesError
 
 
 def parsed(text: str) -> Rules:
-    return rules.parse(text, "rules.toml")
+    return rules_file.parse(text, "rules.toml")
 
 
 def mistakes(text: str) -> list[tuple[int, str, str]]:
@@ -31,14 +31,14 @@ def rule(by: Rules, name: str = "GPUHeldIdle") -> Rule:
 
 
 def test_an_empty_file_leaves_the_defaults() -> None:
-    assert parsed("") == rules.load(None)
-    assert parsed("# nothing\n[rules]\n") == rules.load(None)
+    assert parsed("") == rules_file.load(None)
+    assert parsed("# nothing\n[rules]\n") == rules_file.load(None)
 
 
 def test_what_a_file_does_not_name_stays() -> None:
     by = parsed('[rules.GPUHeldIdle]\nfor = "2h"\nlabels = { team = "platform" }')
     assert (rule(by).for_ms, rule(by).severity, rule(by).labels) == (7_200_000, "warning", {"team": "platform"})
-    assert len(by.rules) == len(rules.load(None).rules)
+    assert len(by.rules) == len(rules_file.load(None).rules)
 
 
 def test_a_rule_may_be_disabled() -> None:
@@ -269,20 +269,20 @@ def test_what_can_not_be_read_is_a_mistake(tmp_path: Path, content: bytes, line:
     path = tmp_path / "rules.toml"
     path.write_bytes(content)
     with pytest.raises(RulesError) as caught:
-        rules.load(path)
-    assert caught.value.mistakes == (rules.Mistake(str(path), line, "", words),)
+        rules_file.load(path)
+    assert caught.value.mistakes == (rules_file.Mistake(str(path), line, "", words),)
 
 
 def test_the_mark_that_some_editors_put_before_a_file_is_no_mistake(tmp_path: Path) -> None:
     path = tmp_path / "rules.toml"
     path.write_text('[rules.GPUHeldIdle]\nfor = "3h"\n', encoding="utf-8-sig")
-    assert rule(rules.load(path)).for_ms == 10_800_000
+    assert rule(rules_file.load(path)).for_ms == 10_800_000
 
 
 def test_a_file_that_is_not_there_or_is_a_folder_is_a_mistake(tmp_path: Path) -> None:
     for path, words in ((tmp_path / "none.toml", "No such file"), (tmp_path, "Is a directory")):
         with pytest.raises(RulesError, match=words):
-            rules.load(path)
+            rules_file.load(path)
 
 
 def test_a_file_that_may_not_be_read_is_a_mistake(tmp_path: Path) -> None:
@@ -291,7 +291,7 @@ def test_a_file_that_may_not_be_read_is_a_mistake(tmp_path: Path) -> None:
     if os.access(path, os.R_OK):
         pytest.skip("this user may read everything")
     with pytest.raises(RulesError, match="Permission denied"):
-        rules.load(path)
+        rules_file.load(path)
 
 
 def test_a_mistake_reads_as_a_compiler_writes_it() -> None:
@@ -316,8 +316,8 @@ keys = st.sampled_from([option.key for option in OPTIONS] + ["kind", "overrides"
 
 @given(st.dictionaries(st.sampled_from(["GPUHeldIdle", "GPUXid", "mine"]), st.dictionaries(keys, values, max_size=4)))
 def test_whatever_a_table_holds_it_is_a_rule_or_a_mistake(tables: dict[str, dict[str, object]]) -> None:
-    wrong: list[rules._Wrong] = []
-    found = rules._rules({"rules": tables}, rules.defaults(), wrong)
+    wrong: list[rules_file._Wrong] = []
+    found = rules_file._rules({"rules": tables}, rules_file.defaults(), wrong)
     assert wrong or all(name in found for name in tables)
 
 

@@ -8,17 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streams.alerts import rules
-from streams.alerts.conditions import evaluate
-from streams.alerts.describe import MAX_VALUE_BYTES, Described, describe, share_of, silent
-from streams.alerts.memory import Memory, remember
-from streams.alerts.rule import Rules
-from streams.alerts.state import NodeState
+from streams.alerts.conditions.evaluate import evaluate
+from streams.alerts.memory import Memory, NodeAlerts, remember
+from streams.alerts.rules import rules_file
+from streams.alerts.rules.rule import Rules
+from streams.alerts.text.describe import MAX_VALUE_BYTES, Described, describe, share_of, silent
 from streams.alerts.tick import Device, Info, Process, Tick
 from tests.streams.alerts.ticks import DEFAULTS, GRACE_S, START_MS, device, found, gpu, holder, mig, overlay, tick
 from topics.attributed import AttributedEvent, Parts, Workload
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 
 
 def said(rule: str, *ticks: Tick, since_s: float = 0.0, by: Rules = DEFAULTS) -> Described:
@@ -248,7 +247,7 @@ def test_an_alert_says_what_is_the_matter(rule: str, ticks: list[Tick], words: l
 def test_a_silent_node_is_described_by_what_it_had() -> None:
     memory = remember(Memory(), tick(0, device(0, holder("a")), device(1, holder("a")), device(2)), 1)
     (rule,) = DEFAULTS.of("node_silent")
-    state = NodeState(schema=1, cluster="c", node="n", offset=0, position=0, last_ts_ms=START_MS, logged_ms=START_MS)
+    state = NodeAlerts(schema=1, cluster="c", node="n", offset=0, position=0, last_ts_ms=START_MS, logged_ms=START_MS)
     labels, annotations = silent(rule, state, memory)
     assert labels == {
         "alertname": "NodeSilent",
@@ -260,7 +259,7 @@ def test_a_silent_node_is_described_by_what_it_had() -> None:
 
 
 def test_the_runbook_of_every_rule_is_there() -> None:
-    for rule in rules.load(None).rules:
+    for rule in rules_file.load(None).rules:
         text = (ROOT / "docs" / "runbooks" / f"{rule.name}.md").read_text()
         assert text.startswith(f"# {rule.name}\n")
 

@@ -11,7 +11,7 @@ an annotation, which its pods inherit in gpu.workloads, or a label; a pod's goes
 from functools import lru_cache
 from typing import NamedTuple
 
-from streams.alerts.durations import milliseconds
+from delivery.values import milliseconds
 from topics.attributed import Holder
 
 ALERTS = "gpustream.dev/alerts"
@@ -20,7 +20,7 @@ IDLE_AFTER = "gpustream.dev/idle-after"
 _SHORTEST_MS = 1_000
 
 
-class Mistake(NamedTuple):
+class PolicyMistake(NamedTuple):
     """What is wrong with which annotation or label."""
 
     name: str
@@ -32,7 +32,7 @@ class Policy(NamedTuple):
 
     off: bool = False
     idle_after_ms: int | None = None
-    mistakes: tuple[Mistake, ...] = ()
+    mistakes: tuple[PolicyMistake, ...] = ()
 
 
 DEFAULT = Policy()
@@ -49,7 +49,7 @@ def policy_of(holder: Holder) -> Policy:
 
 @lru_cache(maxsize=4096)
 def _policy(pod_alerts: str | None, alerts: str | None, pod_idle: str | None, idle: str | None) -> Policy:
-    mistakes: list[Mistake] = []
+    mistakes: list[PolicyMistake] = []
     off: bool | None = None
     idle_after_ms: int | None = None
     for whose, switch, duration in (("annotation", pod_alerts, pod_idle), ("namespace label", alerts, idle)):
@@ -58,14 +58,14 @@ def _policy(pod_alerts: str | None, alerts: str | None, pod_idle: str | None, id
     return Policy(bool(off), idle_after_ms, tuple(mistakes))
 
 
-def _switch(whose: str, value: str | None, mistakes: list[Mistake]) -> bool | None:
+def _switch(whose: str, value: str | None, mistakes: list[PolicyMistake]) -> bool | None:
     if value is None or (word := value.strip().lower()) in ("on", "off"):
         return None if value is None else word == "off"
-    mistakes.append(Mistake(ALERTS, f"the {whose} {ALERTS} is {value[:80]!r}: write on or off"))
+    mistakes.append(PolicyMistake(ALERTS, f"the {whose} {ALERTS} is {value[:80]!r}: write on or off"))
     return None
 
 
-def _duration(whose: str, value: str | None, mistakes: list[Mistake]) -> int | None:
+def _duration(whose: str, value: str | None, mistakes: list[PolicyMistake]) -> int | None:
     if value is None:
         return None
     try:
@@ -73,6 +73,6 @@ def _duration(whose: str, value: str | None, mistakes: list[Mistake]) -> int | N
         if ms < _SHORTEST_MS:
             raise ValueError(f"{value[:80]!r} is less than a second")
     except ValueError as error:
-        mistakes.append(Mistake(IDLE_AFTER, f"the {whose} {IDLE_AFTER} is malformed: {error}"))
+        mistakes.append(PolicyMistake(IDLE_AFTER, f"the {whose} {IDLE_AFTER} is malformed: {error}"))
         return None
     return ms

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from streams.alerts.memory import Memory, Seen, Windows
-from streams.alerts.policy import DEFAULT, Policy, policy_of
-from streams.alerts.rule import Rule, Rules, Subject
+from streams.alerts.rules.policy import DEFAULT, Policy, policy_of
+from streams.alerts.rules.rule import Rule, Rules, Subject
 from streams.alerts.tick import Device, Tick
 from topics.attributed import Holder
 

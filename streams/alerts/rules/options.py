@@ -8,8 +8,8 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, get_args
 
-from streams.alerts.durations import milliseconds
-from streams.alerts.rule import KINDS, Kind
+from delivery.values import milliseconds
+from streams.alerts.rules.rule import KINDS, Kind
 from topics.alerts import Severity
 
 _SIZE = re.compile(r"([0-9]{1,15})\s*(B|KiB|MiB|GiB)?", re.ASCII)

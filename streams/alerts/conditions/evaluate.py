@@ -3,11 +3,11 @@
 In: the rules, a node's tick, and what is remembered of the node. Out: findings, and what is remembered now.
 """
 
-from streams.alerts import faults, holding
-from streams.alerts.finding import Condition, Facts, Finding, View, identity, in_force, unseen, view_of
+from streams.alerts.conditions import faults, holders
+from streams.alerts.conditions.finding import Condition, Facts, Finding, View, identity, in_force, unseen, view_of
 from streams.alerts.memory import Memory, remember
-from streams.alerts.policy import policy_of
-from streams.alerts.rule import Kind, Rule, Rules
+from streams.alerts.rules.policy import policy_of
+from streams.alerts.rules.rule import Kind, Rule, Rules
 from streams.alerts.tick import Tick
 
 BLIND_MS = 600_000
@@ -91,11 +91,11 @@ def _missing(rules: Rules, tick: Tick, memory: Memory, found: list[Finding]) -> 
             found.extend(Finding(rule, uuid, facts=Facts(None, seen)) for rule in ruled if rule is not None)
 
 
-_ALWAYS: dict[Kind, Condition] = {"xid": faults.xid, "policy_invalid": holding.policy_invalid}
+_ALWAYS: dict[Kind, Condition] = {"xid": faults.xid, "policy_invalid": holders.policy_invalid}
 _OK: dict[Kind, Condition] = {
-    "held_idle": holding.held_idle,
-    "used_unallocated": holding.used_unallocated,
-    "attribution_conflict": holding.attribution_conflict,
+    "held_idle": holders.held_idle,
+    "used_unallocated": holders.used_unallocated,
+    "attribution_conflict": holders.attribution_conflict,
     "ecc_uncorrectable": faults.ecc_uncorrectable,
     "row_remap_failure": faults.row_remap_failure,
     "row_remap_pending": faults.row_remap_pending,

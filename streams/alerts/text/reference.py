@@ -1,4 +1,4 @@
-"""The reference page ``docs/alerts.md``: ``python -m streams.alerts.reference [--check]``.
+"""The reference page ``docs/alerts.md``: ``python -m streams.alerts.text.reference [--check]``.
 
 In: the default rules, the table of their options, and the table of XID errors. Out: Markdown.
 """
@@ -7,18 +7,16 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from streams.alerts import rules
-from streams.alerts.durations import words
-from streams.alerts.options import OPTIONS, SELECTORS, Option
-from streams.alerts.policy import ALERTS, IDLE_AFTER
-from streams.alerts.rule import Rule
+from delivery.values import duration_words
+from streams.alerts.rules import rules_file
+from streams.alerts.rules.options import OPTIONS, SELECTORS, Option
+from streams.alerts.rules.policy import ALERTS, IDLE_AFTER
+from streams.alerts.rules.rule import Rule
 from streams.alerts.xids import XID_KINDS, XIDS
 from topics import generated
 
-PAGE = Path(__file__).parents[2] / "docs" / "alerts.md"
-MARK = (
-    "<!-- Written by `python -m streams.alerts.reference`: change the tables in `streams/alerts/`, not this file. -->"
-)
+PAGE = Path(__file__).parents[3] / "docs" / "alerts.md"
+MARK = "<!-- Written by `python -m streams.alerts.text.reference`: change the tables in `streams/alerts/` instead. -->"
 
 _ABOUT = {
     "held_idle": "A pod holds a GPU and does nothing with it.",
@@ -257,7 +255,7 @@ What they mean and what to do, after NVIDIA's XID catalogue. The kind gives the 
 
 def markdown() -> str:
     """The page."""
-    found = list(rules.defaults().values())
+    found = list(rules_file.defaults().values())
     parts = [
         "# Alerts",
         MARK,
@@ -288,8 +286,8 @@ def _rule(rule: Rule) -> Sequence[str]:
         _ABOUT[rule.kind],
         f"`{rule.kind}`",
         rule.severity,
-        words(rule.for_ms) if rule.for_ms else "at once",
-        words(rule.keep_firing_ms) if rule.keep_firing_ms else "",
+        duration_words(rule.for_ms) if rule.for_ms else "at once",
+        duration_words(rule.keep_firing_ms) if rule.keep_firing_ms else "",
         ", ".join(f"`{option.key}` {_shown(option, rule)}" for option in OPTIONS if rule.kind in option.kinds),
     )
 
@@ -297,7 +295,7 @@ def _rule(rule: Rule) -> Sequence[str]:
 def _shown(option: Option, rule: Rule) -> str:
     value = getattr(rule, option.field)
     if option.field.endswith("_ms"):
-        return words(value)
+        return duration_words(value)
     return f"{value / (1 << 20):g}MiB" if option.field.endswith("_bytes") else str(value)
 
 
@@ -320,4 +318,4 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(generated.main({PAGE: markdown()}, "streams.alerts.reference", sys.argv[1:]))
+    sys.exit(generated.main({PAGE: markdown()}, "streams.alerts.text.reference", sys.argv[1:]))

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from streams.alerts.options import BY_KEY, SELECTORS_BY_KEY, Mistakes, Option, kind
-from streams.alerts.rule import Kind, Override, Rule, Rules
+from streams.alerts.rules.options import BY_KEY, SELECTORS_BY_KEY, Mistakes, Option, kind
+from streams.alerts.rules.rule import Kind, Override, Rule, Rules
 
 __all__ = ["DEFAULTS", "Mistake", "Rule", "Rules", "RulesError", "defaults", "load", "parse"]
 

@@ -2,7 +2,8 @@
 
 import re
 
-from streams.alerts import reference, rules
+from streams.alerts.rules import rules_file
+from streams.alerts.text import reference
 from topics import generated
 
 
@@ -12,10 +13,10 @@ def test_the_page_is_what_the_tables_say() -> None:
 
 def test_the_file_on_the_page_is_one() -> None:
     (text,) = re.findall(r"```toml\n(.*?)```", reference.markdown(), re.DOTALL)
-    assert "GPUHeldIdleForHours" in {rule.name for rule in rules.parse(text, "page").rules}
+    assert "GPUHeldIdleForHours" in {rule.name for rule in rules_file.parse(text, "page").rules}
 
 
 def test_every_link_of_the_page_leads_to_a_file() -> None:
     links = re.findall(r"\]\(([^)#]+)\)", reference.markdown())
-    assert len(links) == len(rules.defaults())
+    assert len(links) == len(rules_file.defaults())
     assert all((reference.PAGE.parent / link).is_file() for link in links)

@@ -3,10 +3,10 @@
 from collections.abc import Iterable
 
 from streams.alerts import windows
-from streams.alerts.finding import NVLINK_ERRORS, Facts, Finding, View, in_force, of_device, sole_pod
+from streams.alerts.conditions.finding import NVLINK_ERRORS, Facts, Finding, View, in_force, of_device, sole_pod
 from streams.alerts.memory import XID, increases, xid_base
-from streams.alerts.policy import policy_of
-from streams.alerts.rule import Rule
+from streams.alerts.rules.policy import policy_of
+from streams.alerts.rules.rule import Rule
 from streams.alerts.xids import of_code
 from topics.attributed import Holder
 

@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from streams.alerts.durations import words
-from streams.alerts.finding import Facts, Finding, sole_pod
+from delivery.values import duration_words
+from streams.alerts.conditions.finding import Facts, Finding, sole_pod
 from streams.alerts.memory import HeldBy, Memory, Seen
-from streams.alerts.rule import Kind, Rule
+from streams.alerts.rules.rule import Kind, Rule
 from streams.alerts.tick import Device, Tick
 from streams.alerts.xids import of_code
 from topics.alerts import Alert, AlertState
@@ -54,7 +54,7 @@ def in_the_end(alert: Alert, held_ms: int) -> Alert:
         return alert
     seconds = max(held_ms, 0) / 1000
     wasted = f"{seconds * float(share):.0f}"
-    end = f"In the end it was {words(max(held_ms, 0))}, {wasted} GPU-seconds."
+    end = f"In the end it was {duration_words(max(held_ms, 0))}, {wasted} GPU-seconds."
     description = _clean(f"{alert.annotations['description']} {end}")
     annotations = {**alert.annotations, "description": description, "wasted_gpu_seconds": wasted}
     return msgspec.structs.replace(alert, value=seconds, annotations=annotations)
@@ -63,7 +63,7 @@ def in_the_end(alert: Alert, held_ms: int) -> Alert:
 def silent(rule: Rule, state: AlertState, memory: Memory) -> Described:
     """Those of a node without ticks."""
     held = {(pod.namespace, pod.pod) for seen in memory.devices.values() for pod in seen.pods}
-    summary = f"{state.node} has sent nothing for {words(rule.for_ms)}"
+    summary = f"{state.node} has sent nothing for {duration_words(rule.for_ms)}"
     description = f"{summary}. It had {_count(memory.devices, 'GPU')}, held by {_count(held, 'pod')}."
     return _labels(rule, state.cluster, state.node, ()), _annotations(rule, summary, description, {})
 
@@ -148,7 +148,7 @@ _Words = tuple[str, str, dict[str, str]]
 def _held_idle(finding: Finding, tick: Tick, since_ms: int) -> _Words:
     pod, idle_ms = finding.facts.pods[0], max(tick.ts_ms - since_ms, 0)
     share = share_of(finding.facts)
-    summary = f"{_name(pod)} holds {_where(finding, tick)} and has not used it for {words(idle_ms)}"
+    summary = f"{_name(pod)} holds {_where(finding, tick)} and has not used it for {duration_words(idle_ms)}"
     memory = _memory(finding)
     wasted = idle_ms / 1000 * share.ratio if share.ratio is not None else None
     parts = [
@@ -342,7 +342,7 @@ def _count(things: Iterable[object], noun: str) -> str:
 
 
 def _long(tick: Tick, since_ms: int) -> str:
-    return words(max(tick.ts_ms - since_ms, 0))
+    return duration_words(max(tick.ts_ms - since_ms, 0))
 
 
 def _code(finding: Finding) -> int | None:

@@ -5,10 +5,10 @@ import pytest
 
 from delivery.ledger import Partition
 from streams.alerts.machine import DELETE_MS
-from streams.alerts.rule import Rules
-from streams.alerts.state import NodeState, decode, encode
+from streams.alerts.memory import NodeAlerts, decode, encode
+from streams.alerts.rules.rule import Rules
 from streams.alerts.tick import Device
-from streams.alerts.watch import ALERTS, ATTRIBUTED, FORGET_MS, STATE, WORKLOADS
+from streams.alerts.worker import ALERTS, ATTRIBUTED, FORGET_MS, STATE, WORKLOADS
 from streams.bookkeeping import DEAD_LETTERS
 from tests.streams.alerts.fakes import Broker, Record, Worker, settle
 from tests.streams.alerts.stories import later
@@ -27,7 +27,7 @@ def write(broker: Broker, seconds: range, one: Device = COOL, *, node: str = "n"
         broker.log(tick(s, one, node=node))
 
 
-def states(broker: Broker) -> list[NodeState]:
+def states(broker: Broker) -> list[NodeAlerts]:
     return [decode(record.value) for record in broker.logs[STATE] if record.value is not None]
 
 

@@ -17,12 +17,12 @@ from typing import Any, get_args
 import msgspec
 
 from delivery.ledger import Partition, Slot
-from streams.alerts import machine, state
+from streams.alerts import machine, memory
 from streams.alerts import tick as ticks
 from streams.alerts.attendance import Attendance, Ends
+from streams.alerts.memory import NodeAlerts
 from streams.alerts.node import Due, Log, Node, Outcome
-from streams.alerts.rule import Rules
-from streams.alerts.state import NodeState
+from streams.alerts.rules.rule import Rules
 from streams.alerts.tick import Tick
 from streams.bookkeeping import Bookkeeping
 from streams.decoding import Malformed, decoded
@@ -116,7 +116,7 @@ class Watch:
                 del self._nodes[partition][key]
                 self._active[partition].pop(key, None)
         else:
-            learned = decoded(state.decode, key, record.value)
+            learned = decoded(memory.decode, key, record.value)
             node = self._node(partition, key)
             node.learn(learned)
             self._attendance[partition].learned(learned.offset)
@@ -196,13 +196,13 @@ class Watch:
     async def _write(self, partition: int, key: bytes, node: Node, due: Due, epoch: int) -> None:
         """The alerts, and when they are acknowledged the state, and then whatever has come due since."""
         sender = self.app.sender
-        values = [state.encode(write.alert) if write.alert is not None else None for write in due.writes]
+        values = [memory.encode(write.alert) if write.alert is not None else None for write in due.writes]
         keys = [write.fingerprint.encode() for write in due.writes]
         sent = [await sender.send(ALERTS, value, key=one) for one, value in zip(keys, values, strict=True)]
         await self._acknowledged("alert", sent)
         if epoch != self.app.reader.ledger.epoch:
             return
-        sent = [await sender.send(STATE, state.encode(due.state), key=key, partition=partition)]
+        sent = [await sender.send(STATE, memory.encode(due.state), key=key, partition=partition)]
         await self._acknowledged("state", sent)
         self._instruments.counter("gpustream_alerts_written_total", "state").inc()
         if epoch != self.app.reader.ledger.epoch:
@@ -212,7 +212,7 @@ class Watch:
         node.written(due.state)
         self._settle(partition, key, node)
 
-    def _arrived(self, partition: int, key: bytes, written: NodeState) -> None:
+    def _arrived(self, partition: int, key: bytes, written: NodeAlerts) -> None:
         """A state of an older epoch is in the topic after all: ticks have waited for it, and go on from there."""
         node = self._nodes[partition].get(key)
         if node is not None:
@@ -307,7 +307,7 @@ class Watch:
                 node.close(machine.silence(node.current or current, rule))
         node.close(machine.expire(node.current or current, now_ms))
 
-    async def _bury(self, partition: int, key: bytes, node: Node, last: NodeState) -> None:
+    async def _bury(self, partition: int, key: bytes, node: Node, last: NodeAlerts) -> None:
         """Delete the state of a node that nothing is left of, unless it comes back meanwhile."""
         node.writing = True
         epoch = self.app.reader.ledger.epoch

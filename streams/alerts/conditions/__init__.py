@@ -1,0 +1,1 @@
+"""Conditions: what of a node's tick is as a rule says."""

@@ -1,0 +1,1 @@
+"""Text: an alert's labels and annotations, and the reference page."""
