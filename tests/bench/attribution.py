@@ -4,7 +4,8 @@
 
 The log is a simulated fleet's: 8 whole GPUs a node of up to 27 values each (15 where a GPU is cut up by MIG), and pods
 that change. The stream starts on all of it.
-CPU is user and system time of the whole process, all threads, less that of a start on empty topics.
+CPU is user and system time of the whole process, all threads, less that of a start on empty topics. Heartbeats share
+the event loop with the work, so how late it was is measured, too.
 """
 
 import asyncio
@@ -38,9 +39,10 @@ def main(count: int) -> None:
         asyncio.run(broker.create(kafka.address, partitions=PARTITIONS, replication_factor=1))
         stream = Gpustream(directory / "stream", "stream", "attribution", "--kafka", kafka.address)
         servers.callback(stream.close)
-        start_s = cpu_of(stream, kafka.address)
+        start_s, _ = cpu_and_lateness_of(stream, kafka.address)
         size = asyncio.run(produce(kafka.address, count))
-        stream_s = cpu_of(stream, kafka.address) - start_s
+        stream_s, late_s = cpu_and_lateness_of(stream, kafka.address)
+        stream_s -= start_s
         bare_s = asyncio.run(bare(kafka.address, count))
         rows = (("bare aiokafka loop, nothing decoded", bare_s), ("attribution stream", stream_s))
         sys.stdout.write(f"{count} ticks of {size / count:.0f} bytes\n\n")
@@ -49,16 +51,19 @@ def main(count: int) -> None:
             sys.stdout.write(
                 f"| {name} | {count / spent_s:.0f} | {spent_s / count * 1e6:.0f} | {spent_s / bare_s:.1f} |\n"
             )
+        sys.stdout.write(f"\nThe stream's event loop was late by at most {late_s * 1000:.0f} ms within a minute.\n")
 
 
-def cpu_of(stream: Gpustream, kafka: str) -> float:
-    """CPU seconds of a stream from its start until it has committed all there is."""
+def cpu_and_lateness_of(stream: Gpustream, kafka: str) -> tuple[float, float]:
+    """CPU seconds of a stream from its start until it has committed all there is, and how late its event loop was."""
     stream.start()
     while asyncio.run(lag(kafka, "gpustream-attribution", ["gpu.samples"])):
         time.sleep(0.5)
     spent_s = cpu_s(stream.pid)
+    lines = (stream.get("/metrics") or "").splitlines()
+    late_s = [float(line.split()[1]) for line in lines if line.startswith("gpustream_attribution_loop_late_seconds ")]
     stream.stop()
-    return spent_s
+    return spent_s, max(late_s, default=0.0)
 
 
 def cpu_s(pid: int) -> float:
