@@ -198,6 +198,24 @@ async def test_a_partition_that_is_added_is_nobodys_and_ends_the_process_with_70
     assert ended.value.exit_code == 70
 
 
+async def test_the_topics_of_which_a_group_has_committed_something_are_known_before_it_is_joined(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "_RETRY_S", 0.0)
+    group, _ = group_of(Client())
+    answers: dict[Partition, list[Any]] = {MINE: [KafkaConnectionError("away"), None, None], THEIRS: [None, None, 5]}
+
+    async def committed(tp: Partition) -> int | None:
+        answer: int | Exception | None = answers[tp].pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(group, "committed", committed)
+    assert await group.topics_with_commits() == frozenset()
+    assert await group.topics_with_commits() == {"ticks"}
+
+
 # -- transactions
 
 

@@ -139,3 +139,24 @@ async def test_a_reader_without_a_broker_says_so_and_stops_when_told() -> None:
     await until(lambda: reader.not_ready() == ["no Kafka broker answers at 127.0.0.1:1 (KafkaConnectionError)"])
     stop.set()
     await asyncio.wait_for(running, 8)
+
+
+@pytest.mark.parametrize(("committed", "start"), [((), "latest"), (("gpu.attributed",), "earliest")])
+async def test_a_partition_that_was_added_to_a_topic_that_the_group_reads_is_read_from_its_beginning(
+    committed: tuple[str, ...], start: str
+) -> None:
+    counted = Outcomes("test", Instruments(outcomes.instruments("test")))
+    source = Source("gpu.attributed", lambda _: Handler(patient=True), "latest", 1.0)
+    reader = GroupReader(SETTINGS, [source], counted)
+    reader._group, reader._established = FakeGroup(LOG), frozenset(committed)  # type: ignore[assignment]
+    starts: list[object] = []
+
+    async def run(_: Assignment, from_: object, recall_s: float) -> None:
+        starts.append(from_)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Assignment, "run", run)
+        reader.assigned({Partition("gpu.attributed", 7)})
+        await asyncio.sleep(0)
+        await reader.revoked()
+    assert starts == [start]
