@@ -158,12 +158,11 @@ class Fleet:
 
 def _holders(device: AttributedDevice) -> list[_Held]:
     """Each pod that holds the device, once."""
-    pods: dict[Who, Holder] = {}
-    for holder in device.holders:
-        pod = (holder.namespace, holder.pod)
-        if pod not in pods or pods[pod].parts is None:  # of a pod's containers one has its parts
-            pods[pod] = holder
-    return [_held(pod, holder) for pod, holder in pods.items()]
+    pods = [  # of a pod's containers one has its parts
+        (pod, next((one for one in holders if one.parts is not None), holders[0]))
+        for pod, holders in device.pods().items()
+    ]
+    return [_held((pod.namespace, pod.pod), holder) for pod, holder in pods]
 
 
 def _held(pod: Who, holder: Holder) -> _Held:

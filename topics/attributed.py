@@ -1,6 +1,7 @@
 """gpu.attributed: the sample, with who held each device at that time and the workload that owns it."""
 
-from typing import Annotated, Any
+from collections.abc import Sequence
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
@@ -55,6 +56,29 @@ class Holder(msgspec.Struct, frozen=True, omit_defaults=True):
     pod_unknown: bool = False
 
 
+class HoldingPod(NamedTuple):
+    """What tells pods that hold a device apart: a pod that was created again under its name has another uid."""
+
+    namespace: str
+    pod: str
+    pod_uid: str | None
+
+
+def by_pod(holders: Sequence[Holder]) -> dict[HoldingPod, list[Holder]]:
+    """The holders of each pod, by its first one's place: a pod may hold a device in several containers.
+
+    A holder whose uid is not known is of the pod of that name, if there is one.
+    """
+    pods: dict[HoldingPod, list[Holder]] = {}
+    for holder in holders:
+        pods.setdefault(HoldingPod(holder.namespace, holder.pod, holder.pod_uid), []).append(holder)
+    for pod in [pod for pod in pods if pod.pod_uid is None] if len(pods) > 1 else ():
+        known = next((other for other in pods if other[:2] == pod[:2] and other is not pod), None)
+        if known is not None:
+            pods[known] += pods.pop(pod)
+    return pods
+
+
 class AttributedEvent(Event, frozen=True, omit_defaults=True):
     """Something that happened on the device, and who held the device then.
 
@@ -64,6 +88,10 @@ class AttributedEvent(Event, frozen=True, omit_defaults=True):
 
     holders: tuple[Holder, ...] | None = None
     attribution: Attribution | None = None
+
+    def held_by(self, device_holders: tuple[Holder, ...]) -> tuple[Holder, ...]:
+        """Who held the device when the event came."""
+        return device_holders if self.holders is None else self.holders
 
 
 class AttributedDevice(Device, frozen=True, omit_defaults=True):
@@ -80,6 +108,10 @@ class AttributedDevice(Device, frozen=True, omit_defaults=True):
     unattributed: Parts | None = None
     split_scaled: bool = False
     conflict: str | None = None
+
+    def pods(self) -> dict[HoldingPod, list[Holder]]:
+        """The pods that hold the device, each with its holders."""
+        return by_pod(self.holders) if self.holders else {}
 
 
 class AttributedSample(Sample, frozen=True, kw_only=True):

@@ -14,7 +14,6 @@ import logging
 import signal
 import sqlite3
 import sys
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -76,15 +75,13 @@ def shares(tick: AttributedSample, device: AttributedDevice) -> Iterator[Share]:
     if tick.attribution == "none":
         yield Share(UNKNOWN, "", 1.0, utilization)
         return
-    pods: dict[tuple[str, str], list[Holder]] = defaultdict(list)
-    for holder in device.holders:
-        pods[holder.namespace, holder.pod].append(holder)
+    pods = device.pods()
     if not pods:
         yield Share(NOBODY, "", 1.0, utilization)
-    for (namespace, pod), holders in pods.items():
+    for pod, holders in pods.items():
         workload = holders[0].workload
-        name = f"{workload.kind}/{workload.name}" if workload else f"Pod/{pod}"
-        yield Share(namespace, name, 1 / len(pods), _used(holders, utilization, len(pods)))
+        name = f"{workload.kind}/{workload.name}" if workload else f"Pod/{pod.pod}"
+        yield Share(pod.namespace, name, 1 / len(pods), _used(holders, utilization, len(pods)))
 
 
 def _used(holders: list[Holder], utilization: float | None, pods: int) -> float | None:

@@ -80,7 +80,7 @@ def is_idle(device: AttributedDevice) -> bool:
 
 
 def _idle(ts_ms: int, device: AttributedDevice, before: Idle | None) -> Idle:
-    pods = frozenset((holder.namespace, holder.pod) for holder in device.holders)
+    pods = frozenset((pod.namespace, pod.pod) for pod in device.pods())
     return before if before and before.pods == pods else Idle(ts_ms, pods)
 
 

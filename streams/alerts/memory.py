@@ -14,7 +14,7 @@ from streams.alerts import windows
 from streams.alerts.tick import Device, Tick
 from streams.alerts.windows import Window
 from topics.alerts import AlertState, Tracked
-from topics.attributed import Holder
+from topics.attributed import Holder, HoldingPod, by_pod
 from topics.decoding import decoder
 from topics.replays import Last
 
@@ -173,15 +173,12 @@ def _pods(held: tuple[HeldBy, ...], holders: Sequence[Holder], tick: Tick) -> tu
         return held
     if len(held) == len(holders) and all(map(_same, held, holders, repeat(tick.ts_ms))):
         return held
-    since = {(pod.namespace, pod.pod, pod.pod_uid): pod for pod in held}
-    now = {(h.namespace, h.pod, h.pod_uid): h for h in reversed(holders)}
-    pods = tuple(
-        [
-            known if (known := since.get(key)) is not None and _same(known, h, tick.ts_ms) else _held_by(h, tick.ts_ms)
-            for key, h in reversed(now.items())
-        ]
-    )
-    return held if pods == held else pods
+    since = {HoldingPod(pod.namespace, pod.pod, pod.pod_uid): pod for pod in held}
+    pods = []
+    for pod, (holder, *_) in by_pod(holders).items():
+        known = since.get(pod)
+        pods.append(known if known and _same(known, holder, tick.ts_ms) else _held_by(holder, tick.ts_ms))
+    return held if tuple(pods) == held else tuple(pods)
 
 
 def _same(pod: HeldBy, holder: Holder, ts_ms: int) -> bool:

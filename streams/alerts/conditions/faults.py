@@ -42,7 +42,7 @@ def _held_then(view: View, code: str, count: float, *, by_pod: bool) -> Iterable
     pod of a known uid that alone did, and all others together. Errors that no event tells of are of the tick's time."""
     now = view.device.holders
     events = [event for event in view.device.events or () if event.kind == "xid" and str(event.code) == code]
-    times = [(now if event.holders is None else event.holders, 1.0) for event in events]
+    times = [(event.held_by(now), 1.0) for event in events]
     times += [(now, count - len(events))] if count > len(events) else []
     groups: dict[str | None, tuple[dict[tuple[str | None, ...], Holder], float]] = {}
     for holders, errors in times:

@@ -11,7 +11,7 @@ from streams.alerts.memory import Memory, Seen, Windows
 from streams.alerts.rules.policy import DEFAULT, Policy, policy_of
 from streams.alerts.rules.rule import Rule, Rules, Subject
 from streams.alerts.tick import Device, Tick
-from topics.attributed import Holder
+from topics.attributed import Holder, by_pod
 
 CONFLICTS = ("unallocated_process", "no_pod")
 """What ``conflict`` of a device may be."""
@@ -101,7 +101,7 @@ def view_of(rules: Rules, tick: Tick, device: Device, before: Memory, now: Memor
         before,
         now.devices[device.uuid],
         now.windows.get(device.uuid, _NO_WINDOWS),
-        _by_pod(device.holders),
+        tuple([Pod(tuple(held), policy_of(held[0])) for held in by_pod(device.holders).values()]),
         max(*known, video(device), 0.0),
         bool(known),
         whole,
@@ -109,16 +109,6 @@ def view_of(rules: Rules, tick: Tick, device: Device, before: Memory, now: Memor
 
 
 _NO_WINDOWS: Windows = {}
-
-
-def _by_pod(holders: tuple[Holder, ...]) -> tuple[Pod, ...]:
-    """The holders of each pod: a pod may have several containers on a device."""
-    if len(holders) < 2:
-        return (Pod(holders, policy_of(holders[0])),) if holders else ()
-    pods: dict[tuple[str, str, str | None], list[Holder]] = {}
-    for holder in holders:
-        pods.setdefault((holder.namespace, holder.pod, holder.pod_uid), []).append(holder)
-    return tuple([Pod(tuple(containers), policy_of(containers[0])) for containers in pods.values()])
 
 
 def video(device: Device) -> float:
@@ -151,8 +141,7 @@ def sole(view: View) -> Holder | None:
 
 def sole_pod(holders: Sequence[Holder]) -> Holder | None:
     """The one pod of these holders, by any of its containers."""
-    pods = {(holder.namespace, holder.pod, holder.pod_uid) for holder in holders}
-    return holders[0] if len(pods) == 1 else None
+    return holders[0] if len(by_pod(holders)) == 1 else None
 
 
 def of_device(

@@ -1,0 +1,33 @@
+"""Who holds a device, by pod."""
+
+from topics.attributed import AttributedDevice, AttributedEvent, Holder, HoldingPod, by_pod
+
+
+def holder(pod: str, uid: str | None = None, container: str = "main") -> Holder:
+    return Holder("ml-team", pod, pod_uid=uid, container=container)
+
+
+def test_the_containers_of_a_pod_are_one_pods() -> None:
+    a, b, c = holder("a", "1"), holder("b", "2"), holder("a", "1", "sidecar")
+    device = AttributedDevice(uuid="GPU-1", vendor="nvidia", state="ok", metrics={}, holders=(a, b, c))
+    assert device.pods() == {HoldingPod("ml-team", "a", "1"): [a, c], HoldingPod("ml-team", "b", "2"): [b]}
+
+
+def test_a_pod_that_was_created_again_under_its_name_is_another_one() -> None:
+    assert list(by_pod([holder("a", "1"), holder("a", "2")])) == [("ml-team", "a", "1"), ("ml-team", "a", "2")]
+
+
+def test_a_holder_without_a_uid_is_of_the_pod_of_that_name() -> None:
+    unknown, known, other = holder("a"), holder("a", "1", "sidecar"), holder("b")
+    assert by_pod([unknown, known, other]) == {("ml-team", "a", "1"): [known, unknown], ("ml-team", "b", None): [other]}
+
+
+def test_nobody_holds_a_free_device() -> None:
+    assert AttributedDevice(uuid="GPU-1", vendor="nvidia", state="ok", metrics={}).pods() == {}
+
+
+def test_an_event_without_holders_of_its_own_has_the_devices() -> None:
+    now, then = (holder("a"),), (holder("b"),)
+    assert AttributedEvent("xid", 79).held_by(now) == now
+    assert AttributedEvent("xid", 79, holders=then).held_by(now) == then
+    assert AttributedEvent("xid", 79, holders=()).held_by(now) == ()
