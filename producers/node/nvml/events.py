@@ -2,9 +2,9 @@
 
 In: NVML's events of every GPU. Out: each :class:`Xid`, to whoever is to be told, on the event loop's thread.
 State: the set of events that is waited on, the GPUs in it, and those that could not be taken into it yet.
-On failure: a GPU that tells no XID errors is left out; one that can't be asked is asked again. A set that fails, as by
-the loss of a GPU, is made anew, and rests before it is made anew once more. A wait that does not return holds up nobody
-but whoever opens NVML again.
+On failure: a GPU that can't be asked is asked again after 5 s; one that tells no XID errors after a minute, and then
+ever less often, because a driver may say so in passing. A set that fails, as by the loss of a GPU, is made again, after
+a rest that grows. A wait that does not return holds up nobody but whoever opens NVML again.
 Source: nvml.h. What happened before the registration is not told; a wait may end early, with nothing.
 """
 
@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from producers.node.nvml.binding import NOT_SUPPORTED, EventSet, Handle, Nvml, NvmlError, Told
+from producers.node.nvml.binding import FUNCTION_NOT_FOUND, NOT_SUPPORTED, EventSet, Handle, Nvml, NvmlError, Told
 from producers.node.nvml.calls import Tried, is_lost, is_unsupported
 from producers.node.nvml.worker import Worker
 
@@ -33,6 +33,10 @@ AT_ONCE = 1024
 """Events that are taken before the loop is told."""
 
 MISSING_EVERY_S = 5.0
+UNSUPPORTED_EVERY_S = 60.0
+"""How long a GPU that tells no XID errors is left alone at first; each further time twice as long."""
+
+LONGEST_UNSUPPORTED_S = 3600.0
 LONGEST_REST_S = 60.0
 
 
@@ -142,15 +146,15 @@ class _Watch:
         self._handles: dict[int, Handle] = {}
         self._events: EventSet | None = None
         self._indexes: dict[int, int] = {}
-        self._missing: set[int] = set()
-        self._again_s = clock()
+        self._ask_at_s: dict[int, float] = {}
+        self._unsupported_s: dict[int, float] = {}
         self._rest_s = 0.0
         self._doing = ""
 
     @property
     def ended(self) -> bool:
         """Whether nothing is to be waited for any more."""
-        idle = not (self._indexes or self._missing) and self.new.empty()
+        idle = not self._handles and self.new.empty()
         return self.useless is not None or idle or self.ending.is_set()
 
     def run(self) -> _Seen:
@@ -173,12 +177,14 @@ class _Watch:
                 self._nvml.free(events)
 
     def _failed(self, error: NvmlError, seen: _Seen) -> None:
-        """The set is of no use any more; one that never will be is not to be made anew."""
+        """The set is of no use any more. A driver that lacks the call is not asked for another one."""
         self.close()
         why = Tried(self._doing, error.name)
         self.refusals = dict.fromkeys(self._handles, why)
-        if is_unsupported(error):
+        if error.code == FUNCTION_NOT_FOUND:
             self.useless = why
+        elif is_unsupported(error):
+            self._rest_s = LONGEST_REST_S
         else:
             seen.errors.append((self._doing, error.name))
             self._rest_s = min(LONGEST_REST_S, max(1.0, 2 * self._rest_s))
@@ -186,37 +192,42 @@ class _Watch:
     def _step(self, seen: _Seen) -> None:
         while not self.new.empty():
             gpu, self._handles[gpu] = self.new.get()
-            self._missing.add(gpu)
-            self._again_s = self._clock()
+            self._ask_at_s[gpu] = self._clock()
         if self._events is None:
             self._begin()
-        if self._missing and self._clock() >= self._again_s:
-            self._register(seen)
+        self._register(seen)
         if self._indexes:
             self._wait(seen)
-        elif self._missing:
+        else:
             self.ending.wait(WAIT_MS / 1000)
 
     def _begin(self) -> None:
-        """A new set, after a rest where the last one failed."""
+        """A new set, after a rest if the last one failed."""
         if self.ending.wait(self._rest_s):
             return
         self._doing = "nvmlEventSetCreate"
         self._events = self._nvml.events()
-        self._indexes, self._missing, self._again_s = {}, set(self._handles), self._clock()
+        self._indexes, self._ask_at_s = {}, dict.fromkeys(self._handles, self._clock())
 
     def _register(self, seen: _Seen) -> None:
-        """Take the GPUs into the set that are not in it yet."""
-        self._again_s = self._clock() + MISSING_EVERY_S
-        for gpu in sorted(self._missing):
+        """Take the GPUs into the set that are not in it yet, and are due to be asked."""
+        now_s = self._clock()
+        for gpu in sorted(gpu for gpu, at_s in self._ask_at_s.items() if at_s <= now_s):
             try:
                 self._register_one(gpu, self._handles[gpu])
             except NvmlError as error:
                 self.refusals = {**self.refusals, gpu: Tried(self._doing, error.name)}
-                if is_unsupported(error):
-                    self._leave_out(gpu)
-                elif not is_lost(error):  # whoever reads its values says so
+                self._ask_at_s[gpu] = now_s + self._wait_after(error, gpu)
+                if not (is_unsupported(error) or is_lost(error)):  # of a lost one whoever reads its values says so
                     seen.errors.append((self._doing, error.name))
+
+    def _wait_after(self, error: NvmlError, gpu: int) -> float:
+        """After how many seconds a GPU is asked again that could not be taken into the set."""
+        if not is_unsupported(error):
+            return MISSING_EVERY_S
+        last_s = self._unsupported_s.get(gpu, UNSUPPORTED_EVERY_S / 2)
+        self._unsupported_s[gpu] = min(LONGEST_UNSUPPORTED_S, 2 * last_s)
+        return self._unsupported_s[gpu]
 
     def _register_one(self, gpu: int, handle: Handle) -> None:
         if self._events is None or self.ending.is_set():
@@ -227,13 +238,9 @@ class _Watch:
         self._doing = "nvmlDeviceRegisterEvents"
         self._nvml.register(handle, XID_EVENT, self._events)
         self._indexes[self._nvml.address(handle)] = gpu
-        self._missing.discard(gpu)
+        del self._ask_at_s[gpu]
+        self._unsupported_s.pop(gpu, None)
         self.refusals = {index: why for index, why in self.refusals.items() if index != gpu}
-
-    def _leave_out(self, gpu: int) -> None:
-        """It has no such events."""
-        self._missing.discard(gpu)
-        del self._handles[gpu]
 
     def _wait(self, seen: _Seen) -> None:
         """Take what there is, waiting for the first."""

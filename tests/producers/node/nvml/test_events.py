@@ -8,7 +8,7 @@ import pytest
 
 from producers.node.nvml import binding
 from producers.node.nvml.binding import NvmlError, Told
-from producers.node.nvml.events import XID_EVENT, Events, Xid
+from producers.node.nvml.events import UNSUPPORTED_EVERY_S, XID_EVENT, Events, Xid
 from tests.producers.node.nvml.fake import FakeNvml, until
 
 WAIT = "nvmlEventSetWait"
@@ -23,7 +23,13 @@ class Bench:
             gpu.answers[SUPPORTED] = XID_EVENT | 3
         self.told: list[Xid] = []
         self.errors: list[tuple[str, str]] = []
-        self.events = Events(self.nvml, tell=self.told.append, count=lambda *error: self.errors.append(error))
+        self.ahead_s = 0.0
+        self.events = Events(
+            self.nvml,
+            tell=self.told.append,
+            count=lambda *error: self.errors.append(error),
+            clock=lambda: time.monotonic() + self.ahead_s,
+        )
 
     def add(self) -> None:
         self.events.watch()
@@ -85,9 +91,25 @@ async def test_a_gpu_without_these_events_is_not_registered_and_not_counted(benc
     del bench.nvml.gpus[0].answers[SUPPORTED]
     bench.nvml.gpus[1].answers[SUPPORTED] = 3
     bench.add()
-    await until(lambda: not bench.events.busy)
+    await until(lambda: all(bench.nvml.asked[gpu.uuid, SUPPORTED] for gpu in bench.nvml.gpus))
     assert bench.nvml.asked["", WAIT] == 0
-    assert bench.nvml.sets == []
+    assert bench.nvml.sets[0].devices == []
+    assert bench.errors == []
+    assert set(bench.events.refusals()) == {0, 1}
+
+
+async def test_a_gpu_that_said_in_passing_that_it_has_no_events_is_asked_again_and_tells_its_errors(
+    bench: Bench,
+) -> None:
+    answer = bench.nvml.gpus[0].answers.pop(SUPPORTED)
+    await bench.watch()
+    assert bench.nvml.asked["GPU-0", SUPPORTED] == 1
+    bench.nvml.gpus[0].answers[SUPPORTED] = answer
+    bench.ahead_s = UNSUPPORTED_EVERY_S
+    await until(lambda: bench.nvml.asked["GPU-0", SUPPORTED] == 2 and not bench.events.refusals())
+    bench.nvml.xid(bench.nvml.gpus[0], 79)
+    await until(lambda: bench.told)
+    assert bench.codes() == [(0, 79)]
     assert bench.errors == []
 
 
