@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from delivery.watchdog import fail_stop
 from streams.alerts.rules import rules_file
-from streams.alerts.worker import ALERTS, ATTRIBUTED, SAMPLES, STATE, WORKLOADS, Watch
+from streams.alerts.worker import ALERTS, ATTRIBUTED, SAMPLES, STATE, WORKLOADS, AlertWorker
 from streams.bookkeeping import DEAD_LETTERS
 from streams.bookkeeping import instruments as stream_instruments
 from streams.reader.app import ReaderApp, ReaderSettings
@@ -92,9 +92,9 @@ class Alerts:
             instance_id=s.instance_id,
             session_timeout_s=s.session_timeout_s,
         )
-        watch = Watch(self.instruments, in_force, partitions=topics.partitions[ATTRIBUTED])
-        app = self._app = watch.app = ReaderApp(reads, watch, fail=self._fail)
-        await work(app, watch, stop, name=self.name, failed="looking at the nodes failed")
+        worker = AlertWorker(self.instruments, in_force, partitions=topics.partitions[ATTRIBUTED])
+        app = self._app = worker.app = ReaderApp(reads, worker, fail=self._fail)
+        await work(app, worker, stop, name=self.name, failed="looking at the nodes failed")
 
     def not_ready(self) -> list[str]:
         """What keeps it from judging; empty when it does."""

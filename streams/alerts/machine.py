@@ -7,14 +7,13 @@ A condition, told apart by rule, device, pod and the rule's own key, is inactive
 resolved:
 
 - It fires in the tick in which it has held for the rule's ``for``. An event fires at once.
-- A pending one ends with the first tick in which it does not hold. Where there is no evidence it neither fires nor
-  ends; after a minute without any, or without a tick, it begins anew.
+- A pending one ends with the first tick in which it does not hold. Without evidence it neither fires nor
+  ends; after a minute without any, or without a tick, it begins again.
 - A firing one is resolved in the tick in which it has not held for the rule's ``keep_firing``; without evidence it
   fires on. It is resolved at once when the pod that it is about is gone, or the rule is.
 - Two firings of one alert never start at the same time, whatever the node's clock does.
 """
 
-from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -43,7 +42,7 @@ go on rising are written so often."""
 _replace = msgspec.structs.replace
 
 
-class Place(NamedTuple):
+class LogPosition(NamedTuple):
     """Where in its partition of gpu.attributed a tick stands, and when it was logged."""
 
     position: int
@@ -83,7 +82,7 @@ class _Now(NamedTuple):
     gap: bool
 
 
-def begin(tick: Tick, place: Place) -> NodeAlerts:
+def begin(tick: Tick, place: LogPosition) -> NodeAlerts:
     """The state of a node before its first tick, which this is."""
     return NodeAlerts(
         schema=1,
@@ -99,7 +98,7 @@ def begin(tick: Tick, place: Place) -> NodeAlerts:
     )
 
 
-def arrived(state: NodeAlerts, tick: Tick, place: Place) -> NodeAlerts:
+def arrived(state: NodeAlerts, tick: Tick, place: LogPosition) -> NodeAlerts:
     """The state where a tick changes nothing but what the last one is."""
     return _replace(
         state,
@@ -114,7 +113,7 @@ def arrived(state: NodeAlerts, tick: Tick, place: Place) -> NodeAlerts:
     )
 
 
-def step(state: NodeAlerts, tick: Tick, place: Place, rules: Rules) -> Step:
+def step(state: NodeAlerts, tick: Tick, place: LogPosition, rules: Rules) -> Step:
     """What a tick makes of a node's alerts."""
     findings, memory = evaluate.evaluate(rules, tick, state.memory)
     after = arrived(state, tick, place)
@@ -122,33 +121,52 @@ def step(state: NodeAlerts, tick: Tick, place: Place, rules: Rules) -> Step:
         after = _replace(after, memory=memory)
     if not findings and not state.tracked and not state.resolved:
         return Step(after)
-    passed_ms = tick.ts_ms - state.last_ts_ms
-    now = _Now(tick, rules, state, state.last_ts_ms, not 0 <= passed_ms <= MAX_GAP_MS)
-    tracked, writes = _all(now, {(f.rule.name, f.device, f.pod_uid, f.key): f for f in findings})
-    return _closed(_replace(after, tracked=tracked), writes, tick.ts_ms)
+    now = _Now(tick, rules, state, state.last_ts_ms, not 0 <= tick.ts_ms - state.last_ts_ms <= MAX_GAP_MS)
+    found: dict[Identity, Finding] = {(f.rule.name, f.device, f.pod_uid, f.key): f for f in findings}
+    tracked: list[Tracked] = []
+    writes: list[Write] = []
+    for one in state.tracked:
+        later, alert = _next(one, found.pop(identity(one), None), now)
+        if later is not None:
+            tracked.append(later)
+        if alert is not None:
+            writes.append(Write("repeat" if alert is one.alert else "alert", alert.fingerprint, alert))
+    for finding in found.values():
+        if finding.holds:
+            begun, alert = _begun(finding, now)
+            tracked.append(begun)
+            if alert is not None:
+                writes.append(_transition(alert))
+    unchanged = len(tracked) == len(state.tracked) and all(a is b for a, b in zip(tracked, state.tracked, strict=True))
+    return _closed(after if unchanged else _replace(after, tracked=tuple(tracked)), writes, tick.ts_ms)
 
 
 def same(durable: NodeAlerts, current: NodeAlerts) -> bool:
-    """Whether the state that was written says all that is worth being written, so that a replay gives the same."""
-    return (
-        durable.silent == current.silent
-        and _remembers(durable, current)
-        and durable.generation == current.generation
-        and (durable.resolved is current.resolved or durable.resolved == current.resolved)
-        and (
-            durable.tracked is current.tracked
-            or durable.tracked == tuple(_worth_writing(durable.tracked, current.tracked, current.last_ts_ms))
-        )
-    )
+    """Whether the state that was written says all that is worth writing, so that a replay gives the same.
 
-
-def _remembers(durable: NodeAlerts, current: NodeAlerts) -> bool:
-    """Whether what was written is remembered still; counters that run all the time are written now and then."""
-    written, memory = durable.memory, current.memory
-    if written is memory:
+    What began to be pending a moment ago is not written yet. Counters that rise all the time are written now and then.
+    """
+    if durable.silent != current.silent or durable.generation != current.generation:
+        return False
+    now_ms, written, memory = current.last_ts_ms, durable.memory, current.memory
+    if written is not memory:
+        young = 0 <= now_ms - durable.last_ts_ms < YOUNG_MS
+        if not young or written.devices is not memory.devices or written.run_id != memory.run_id:
+            return False
+    if durable.resolved is not current.resolved and durable.resolved != current.resolved:
+        return False
+    if durable.tracked is current.tracked:
         return True
-    young = 0 <= current.last_ts_ms - durable.last_ts_ms < YOUNG_MS
-    return young and written.devices is memory.devices and written.run_id == memory.run_id
+    known = {identity(one) for one in durable.tracked}
+    worth_writing = [
+        one
+        for one in current.tracked
+        if identity(one) in known
+        or one.alert is not None
+        or one.blind_ms is not None
+        or not 0 <= now_ms - one.since_ms < YOUNG_MS
+    ]
+    return durable.tracked == tuple(worth_writing)
 
 
 def quiet(state: NodeAlerts) -> NodeAlerts:
@@ -156,16 +174,24 @@ def quiet(state: NodeAlerts) -> NodeAlerts:
     return _replace(state, silent=True)
 
 
-def silence(state: NodeAlerts, rule: Rule) -> Step:
-    """A node has had no tick for as long as the rule says. The same whoever finds it."""
-    starts_ms = min(state.last_ts_ms + rule.for_ms, MAX_TIME_MS)
-    tracked = Tracked(name=rule.name, since_ms=state.last_ts_ms, keep_ms=rule.keep_firing_ms)
-    if any(identity(one) == identity(tracked) for one in state.tracked):
+def silence(state: NodeAlerts, rules: Rules, lasted_ms: int) -> Step:
+    """A node has had no tick for so long: the rules of which that is long enough fire. The same whoever finds it."""
+    if is_retired(state):
         return Step(state)
-    labels, annotations = silent(rule, state, state.memory)
-    alert = _alert(rule, tracked, state, starts_ms, rule.for_ms / 1000, (labels, annotations))
-    tracked = _replace(tracked, alert=alert, written_ms=starts_ms)
-    return _closed(_replace(quiet(state), tracked=(*state.tracked, tracked)), [_transition(alert)], state.last_ts_ms)
+    writes: list[Write] = []
+    for rule in rules.of("node_silent"):
+        tracked = Tracked(name=rule.name, since_ms=state.last_ts_ms, keep_ms=rule.keep_firing_ms)
+        if lasted_ms < rule.for_ms or any(identity(one) == identity(tracked) for one in state.tracked):
+            continue
+        starts_ms = min(state.last_ts_ms + rule.for_ms, MAX_TIME_MS)
+        alert = _alert(rule, tracked, state, starts_ms, rule.for_ms / 1000, silent(rule, state, state.memory))
+        tracked = _replace(tracked, alert=alert, written_ms=starts_ms)
+        step = _closed(
+            _replace(quiet(state), tracked=(*state.tracked, tracked)), [_transition(alert)], state.last_ts_ms
+        )
+        state = step.state
+        writes += step.writes
+    return Step(state, tuple(writes))
 
 
 def retire(state: NodeAlerts, at_ms: int, because: str = "node_removed") -> Step:
@@ -192,22 +218,6 @@ def is_over(state: NodeAlerts) -> bool:
     return is_retired(state) and not state.resolved
 
 
-def _all(now: _Now, found: dict[Identity, Finding]) -> tuple[tuple[Tracked, ...], list[Write]]:
-    """What is tracked after a tick, and the alerts to write."""
-    before = now.state.tracked
-    steps: list[tuple[Tracked | None, Tracked | None, Alert | None]]
-    steps = [(one, *_next(one, found.pop(identity(one), None), now)) for one in before]
-    steps += [(None, *_begun(finding, now)) for finding in found.values() if finding.holds]
-    tracked = tuple([after for _, after, _ in steps if after is not None])
-    writes = [
-        Write("repeat" if one is not None and alert is one.alert else "alert", alert.fingerprint, alert)
-        for one, _, alert in steps
-        if alert is not None
-    ]
-    unchanged = len(tracked) == len(before) and all(a is b for a, b in zip(tracked, before, strict=True))
-    return before if unchanged else tracked, writes
-
-
 def _next(one: Tracked, finding: Finding | None, now: _Now) -> tuple[Tracked | None, Alert | None]:
     """What becomes of a condition that is pending or firing."""
     if any(one.name == rule.name for rule in now.rules.of("node_silent")):
@@ -217,11 +227,7 @@ def _next(one: Tracked, finding: Finding | None, now: _Now) -> tuple[Tracked | N
     else:
         known = evaluate.is_known(now.rules, now.tick, name=one.name, device=one.device, pod_uid=one.pod_uid)
         holds = False if known else None
-    if one.alert is None:
-        return _pending(one, finding, holds, now)
-    if finding is not None and holds:
-        return _again(_held(one, finding, now), now)
-    return _again(one, now) if holds is None else _ceased(one, now)
+    return (_pending if one.alert is None else _firing)(one, finding, holds, now)
 
 
 def _begun(finding: Finding, now: _Now) -> tuple[Tracked, Alert | None]:
@@ -240,17 +246,41 @@ def _begun(finding: Finding, now: _Now) -> tuple[Tracked, Alert | None]:
 def _pending(
     one: Tracked, finding: Finding | None, holds: bool | None, now: _Now
 ) -> tuple[Tracked | None, Alert | None]:
+    """A pending condition goes on, begins again after a minute of which nothing is known, ends, or fires."""
     blind_ms = one.blind_ms if one.blind_ms is not None else now.before_ms
     in_doubt = holds is None or one.blind_ms is not None
-    anew = now.gap or (in_doubt and now.tick.ts_ms - blind_ms > MAX_GAP_MS)
+    again = now.gap or (in_doubt and now.tick.ts_ms - blind_ms > MAX_GAP_MS)
     if holds is None:
-        return None if anew else (one if one.blind_ms is not None else _replace(one, blind_ms=blind_ms)), None
+        return None if again else (one if one.blind_ms is not None else _replace(one, blind_ms=blind_ms)), None
     if finding is None or not holds:
         return None, None
-    since_ms = max(now.tick.ts_ms if anew else one.since_ms, finding.since_ms)
+    since_ms = max(now.tick.ts_ms if again else one.since_ms, finding.since_ms)
     if since_ms != one.since_ms or one.blind_ms is not None:
         one = _replace(one, since_ms=since_ms, blind_ms=None)
     return _fired_if_due(one, finding, now)
+
+
+def _firing(
+    one: Tracked, finding: Finding | None, holds: bool | None, now: _Now
+) -> tuple[Tracked | None, Alert | None]:
+    """A firing condition goes on, its alert written again now and then, or it has not held for long enough and ends."""
+    now_ms = now.tick.ts_ms
+    if finding is not None and holds:
+        one = _held(one, finding, now)
+    elif holds is not None:
+        ceased_ms = now_ms if one.ceased_ms is None else min(one.ceased_ms, now_ms)
+        because = evaluate.because(
+            now.rules, now.tick, name=one.name, device=one.device, pod_uid=one.pod_uid, key=one.key
+        )
+        # What can't hold again ends at once. What happened to a pod outlives the pod.
+        pod_ended = because == "pod_ended" and not one.event and now.tick.attribution == "exact"
+        if pod_ended or because in ("rule_removed", "policy") or now_ms - ceased_ms >= one.keep_ms:
+            return _end(one, now, because)
+        if one.ceased_ms != ceased_ms:
+            one = _replace(one, ceased_ms=ceased_ms)
+    if one.written_ms is not None and 0 <= now_ms - one.written_ms < REPEAT_MS:
+        return one, None
+    return _replace(one, written_ms=now_ms), one.alert
 
 
 def _fired_if_due(one: Tracked, finding: Finding, now: _Now) -> tuple[Tracked, Alert | None]:
@@ -269,30 +299,6 @@ def _held(one: Tracked, finding: Finding, now: _Now) -> Tracked:
     if one.ceased_ms == ceased_ms and one.keep_ms == keep_ms:
         return one
     return _replace(one, ceased_ms=ceased_ms, keep_ms=keep_ms)
-
-
-def _again(one: Tracked, now: _Now) -> tuple[Tracked, Alert | None]:
-    """A firing condition goes on; its alert is written again now and then."""
-    if one.written_ms is not None and 0 <= now.tick.ts_ms - one.written_ms < REPEAT_MS:
-        return one, None
-    return _replace(one, written_ms=now.tick.ts_ms), one.alert
-
-
-def _ceased(one: Tracked, now: _Now) -> tuple[Tracked | None, Alert | None]:
-    """A firing condition does not hold in this tick."""
-    now_ms = now.tick.ts_ms
-    ceased_ms = now_ms if one.ceased_ms is None else min(one.ceased_ms, now_ms)
-    because = evaluate.because(now.rules, now.tick, name=one.name, device=one.device, pod_uid=one.pod_uid, key=one.key)
-    if now_ms - ceased_ms >= one.keep_ms or _at_once(one, now, because):
-        return _end(one, now, because)
-    return _again(one if one.ceased_ms == ceased_ms else _replace(one, ceased_ms=ceased_ms), now)
-
-
-def _at_once(one: Tracked, now: _Now, because: str) -> bool:
-    """Whether it can't hold again. What happened to a pod outlives the pod."""
-    if because == "pod_ended":
-        return not one.event and now.tick.attribution == "exact"
-    return because in ("rule_removed", "policy")
 
 
 def _end(one: Tracked, now: _Now, because: str) -> tuple[None, Alert | None]:
@@ -340,13 +346,3 @@ def _closed(state: NodeAlerts, writes: list[Write], now_ms: int) -> Step:
         del resolved[key]
         writes.append(Write("deletion", key, None))
     return Step(state if resolved == state.resolved else _replace(state, resolved=resolved), tuple(writes))
-
-
-def _worth_writing(written: tuple[Tracked, ...], tracked: tuple[Tracked, ...], now_ms: int) -> Sequence[Tracked]:
-    """What is tracked, less what is young and was not written yet."""
-    known = {identity(one) for one in written}
-    return [one for one in tracked if identity(one) in known or not _young(one, now_ms)]
-
-
-def _young(one: Tracked, now_ms: int) -> bool:
-    return one.alert is None and one.blind_ms is None and 0 <= now_ms - one.since_ms < YOUNG_MS

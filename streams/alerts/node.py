@@ -16,7 +16,7 @@ import msgspec
 
 from delivery.ledger import Slot
 from streams.alerts import machine
-from streams.alerts.machine import Place, Step, Write
+from streams.alerts.machine import LogPosition, Step, Write
 from streams.alerts.memory import NodeAlerts, Order, last_tick, order
 from streams.alerts.rules.rule import Rules
 from streams.alerts.tick import Tick
@@ -82,7 +82,7 @@ class Node:
 
     def take(self, tick: Tick, slot: Slot, logged_ms: int, rules: Rules, log: Log) -> Outcome:
         """A tick was read."""
-        place = Place(slot.offset, logged_ms)
+        place = LogPosition(slot.offset, logged_ms)
         fresh, self.fresh = self.fresh, False
         outcome: Outcome = "judged"
         state = machine.begin(tick, place) if self.current is None else self.current

@@ -10,7 +10,7 @@ everybody. A clock that was set back is not behind the others: its node was hear
 """
 
 from streams.alerts import machine
-from streams.alerts.machine import Place, Step, Write
+from streams.alerts.machine import LogPosition
 from streams.alerts.memory import NodeAlerts, last_tick
 from streams.alerts.rules.rule import Rules
 from streams.alerts.tick import Tick
@@ -41,9 +41,10 @@ class Replay:
             self.repeats += 1
             return []
         self.ticks += 1
-        place = Place(self.ticks, tick.ts_ms if logged_ms is None else logged_ms)
+        place = LogPosition(self.ticks, tick.ts_ms if logged_ms is None else logged_ms)
         before = machine.begin(tick, place) if state is None else state
-        silent = self._silence(before, min(tick.ts_ms - before.last_ts_ms, place.logged_ms - before.logged_ms))
+        lasted_ms = min(tick.ts_ms - before.last_ts_ms, place.logged_ms - before.logged_ms)
+        silent = machine.silence(before, self._rules, lasted_ms)
         step = machine.step(silent.state, tick, place, self._rules)
         self._states[node] = step.state
         self._newest_ms[node] = max(tick.ts_ms, self._newest_ms.get(node, 0))
@@ -58,15 +59,5 @@ class Replay:
             lasted_ms = now_ms - self._newest_ms[node]
             if self._logged_ms:
                 lasted_ms = min(lasted_ms, self._logged_ms - state.logged_ms)
-            found += self._silence(state, lasted_ms).alerts
+            found += machine.silence(state, self._rules, lasted_ms).alerts
         return found
-
-    def _silence(self, state: NodeAlerts, lasted_ms: int) -> Step:
-        """A node that had sent nothing for so long."""
-        writes: list[Write] = []
-        for rule in self._rules.of("node_silent"):
-            if lasted_ms >= rule.for_ms:
-                step = machine.silence(state, rule)
-                state = step.state
-                writes += step.writes
-        return Step(state, tuple(writes))

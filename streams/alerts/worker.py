@@ -1,8 +1,8 @@
-"""Carries out the alert machine on what the reader delivers: decode, judge, write, finish.
+"""The worker of the alert stream: decodes what the reader delivers, judges it, writes what comes of it, finishes it.
 
-In: batches of records, each with its slot, and the reader's word on offsets. Out: gpu.alerts, gpu.alert-state,
+In: batches of records, each with its slot, and what the reader knows of offsets. Out: gpu.alerts, gpu.alert-state,
 gpu.dead-letters.
-State: one :class:`~streams.alerts.node.Node` a node, by partition, in the order in which they were last heard of.
+State: one :class:`~streams.alerts.node.Node` a node, by partition, in the order in which ticks of them were last read.
 On failure: what can't be decoded is a dead letter; an alert or a state that is too large is left out and counted; an
 output that is not acknowledged ends the process.
 """
@@ -18,12 +18,11 @@ import msgspec
 
 from delivery.ledger import Partition, Slot
 from streams.alerts import machine, memory
-from streams.alerts import tick as ticks
-from streams.alerts.attendance import Attendance, Ends
 from streams.alerts.memory import NodeAlerts
-from streams.alerts.node import Due, Log, Node, Outcome
+from streams.alerts.node import Due, Log, Node
 from streams.alerts.rules.rule import Rules
-from streams.alerts.tick import Tick
+from streams.alerts.silence import CaughtUp, Ends, without_ticks
+from streams.alerts.tick import decode as decode_tick
 from streams.bookkeeping import Bookkeeping
 from streams.decoding import Malformed, decoded
 from streams.reader.app import ReaderApp
@@ -40,12 +39,6 @@ ALERTS, STATE = "gpu.alerts", "gpu.alert-state"
 QUIET_S = 30.0
 """After so long without a tick a node's state is written, and its last tick holds back no commit any more."""
 
-FORGET_MS = 24 * 3_600_000
-"""After so long without a tick a node is taken to be removed."""
-
-LEAVING_MS = 120_000
-"""For how long a node that was removed from the cluster may send ticks before its machine is off."""
-
 _LOOK_EVERY_S = 1.0
 
 
@@ -61,8 +54,14 @@ class Clocks:
         return time.time_ns() // 1_000_000
 
 
-class Watch:
-    """Watches the nodes of its partitions: gives each its ticks, writes what comes of them, then finishes them."""
+class _Removal(msgspec.Struct, frozen=True):
+    """What of gpu.workloads is looked at."""
+
+    removed: bool | None = False
+
+
+class AlertWorker:
+    """Judges the nodes of its partitions: gives each its ticks, writes what comes of them, then finishes them."""
 
     app: ReaderApp
 
@@ -73,7 +72,7 @@ class Watch:
         self._books = Bookkeeping(instruments, stage="alerts", partitions=partitions)
         self._nodes: dict[int, dict[bytes, Node]] = defaultdict(dict)
         self._active: dict[int, dict[bytes, Node]] = defaultdict(dict)
-        self._attendance: dict[int, Attendance] = defaultdict(Attendance)
+        self._caught_up: dict[int, CaughtUp] = defaultdict(CaughtUp)
         self._logged_ms: dict[int, int] = {}
         self._removed_ms: dict[int, dict[bytes, int]] = defaultdict(dict)
         self._writing: set[asyncio.Task[None]] = set()
@@ -84,31 +83,30 @@ class Watch:
     async def take(self, batch: Batch) -> None:
         """Judge a batch of one partition. Nothing is raised: a fault here ends the process."""
         try:
-            if batch and batch[0][0].tp.topic == ATTRIBUTED and self._leftover:
+            ticks = bool(batch) and batch[0][0].tp.topic == ATTRIBUTED
+            if ticks and self._leftover:
                 await asyncio.wait(self._leftover)
             for slot, record in batch:
                 if not self.app.current(slot):
                     return
-                await self._take(slot, record)
-            if batch and batch[0][0].tp.topic == ATTRIBUTED:
-                self._look_for_quiet(batch[0][0].tp.partition)
+                self._books.read(slot.tp.topic)
+                try:
+                    if slot.tp.topic == STATE:
+                        self._learn(slot, record)
+                    elif slot.tp.topic == WORKLOADS:
+                        self._note_removal(slot, record)
+                    else:
+                        self._judge(slot, record)
+                except Malformed as error:
+                    await self._books.dead_letter(self.app, slot, record, error.reason, str(error))
+            if ticks:
+                self._write_quiet(batch[0][0].tp.partition)
         except Exception as error:
             log.exception("judging failed")
             self.app.fail(f"judging failed: {error!r}")
 
-    async def _take(self, slot: Slot, record: Any) -> None:
-        self._books.read(slot.tp.topic)
-        try:
-            if slot.tp.topic == STATE:
-                self._learn(slot, record)
-            elif slot.tp.topic == WORKLOADS:
-                self._hear(slot, record)
-            else:
-                self._judged(slot, record, _tick(record))
-        except Malformed as error:
-            await self._books.dead_letter(self.app, slot, record, error.reason, str(error))
-
     def _learn(self, slot: Slot, record: Any) -> None:
+        """Take on a node's state, or its deletion."""
         partition, key = slot.tp.partition, record.key
         node = self._nodes[partition].get(key)
         if record.value is None:
@@ -119,7 +117,7 @@ class Watch:
             learned = decoded(memory.decode, key, record.value)
             node = self._node(partition, key)
             node.learn(learned)
-            self._attendance[partition].learned(learned.offset)
+            self._caught_up[partition].attributed(learned.offset)
             self._settle(partition, key, node)
             if node.fresh:
                 self._rank(partition, key, node)
@@ -131,36 +129,37 @@ class Watch:
         if node.current is not None and not node.current.silent:
             self._active[partition][key] = node
 
-    def _hear(self, slot: Slot, record: Any) -> None:
+    def _note_removal(self, slot: Slot, record: Any) -> None:
         """Whether the cluster still has a node. What can't be decoded says nothing: attribution dead-letters it."""
         removed = self._removed_ms[slot.tp.partition]
         removed.pop(record.key, None)
-        if _is_removed(record.value):
-            removed[record.key] = record.timestamp
+        try:
+            if record.value and msgspec.json.decode(record.value, type=_Removal).removed:
+                removed[record.key] = record.timestamp
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            pass
         self.app.finish(slot)
 
-    def _judged(self, slot: Slot, record: Any, tick: Tick) -> None:
-        partition, key = slot.tp.partition, record.key
+    def _judge(self, slot: Slot, record: Any) -> None:
+        """Judge a node's tick. Raises Malformed."""
+        partition, key, reader = slot.tp.partition, record.key, self.app.reader
+        tick = decoded(decode_tick, key, record.value)
+        if tick.ts_ms > MAX_TIME_MS:
+            raise Malformed("undecodable", f"ts_ms is {tick.ts_ms}, past the year 9999")
         node = self._node(partition, key)
         self._active[partition].pop(key, None)
         self._active[partition][key] = node
         node.read_s = self._clocks.monotonic_s()
         self._logged_ms[partition] = record.timestamp
-        reader = self.app.reader
-        told = Log(reader.input_ends.get(slot.tp, MAX_TIME_MS), partition in reader.torn)
-        outcome = node.take(tick, slot, record.timestamp, self._rules, told)
+        known = Log(reader.input_ends.get(slot.tp, MAX_TIME_MS), partition in reader.torn)
+        outcome = node.take(tick, slot, record.timestamp, self._rules, known)
         self._instruments.counter("gpustream_alerts_ticks_total", outcome).inc()
-        self._attend(partition, tick.offset, outcome)
-        self._settle(partition, key, node)
-
-    def _attend(self, partition: int, offset: int, outcome: Outcome) -> None:
         if outcome == "new_log":
-            log.warning(
-                "partition %d: gpu.samples was deleted and created again: its new records are judged", partition
-            )
-            self._attendance[partition].begun_again(offset)
-        elif outcome != "replayed":
-            self._attendance[partition].learned(offset)
+            what = "gpu.samples was deleted and created again: its new records are judged"
+            log.warning("partition %d: %s", partition, what)
+        if outcome != "replayed":
+            self._caught_up[partition].attributed(tick.offset, new_log=outcome == "new_log")
+        self._settle(partition, key, node)
 
     def _node(self, partition: int, key: bytes) -> Node:
         node = self._nodes[partition].get(key)
@@ -183,41 +182,40 @@ class Watch:
                 self.app.reader.ledger.set_aside(slot)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        """Begin to write. What can't be written ends the process."""
+
+        def ended(writing: "asyncio.Task[None]") -> None:
+            self._writing.discard(writing)
+            self._leftover.discard(writing)
+            if not writing.cancelled() and writing.exception() is not None:
+                self.app.fail(f"not written: {writing.exception()!r}")
+
         writing = asyncio.create_task(work)
         self._writing.add(writing)
-        writing.add_done_callback(self._ended)
-
-    def _ended(self, writing: "asyncio.Task[None]") -> None:
-        self._writing.discard(writing)
-        self._leftover.discard(writing)
-        if not writing.cancelled() and writing.exception() is not None:
-            self.app.fail(f"not written: {writing.exception()!r}")
+        writing.add_done_callback(ended)
 
     async def _write(self, partition: int, key: bytes, node: Node, due: Due, epoch: int) -> None:
-        """The alerts, and when they are acknowledged the state, and then whatever has come due since."""
-        sender = self.app.sender
+        """The alerts, and when they are acknowledged the state, and then whatever has come due since.
+
+        In a later epoch the state is in the topic after all: the ticks have waited for it, and go on from there.
+        """
+        sender, ledger = self.app.sender, self.app.reader.ledger
         values = [memory.encode(write.alert) if write.alert is not None else None for write in due.writes]
         keys = [write.fingerprint.encode() for write in due.writes]
         sent = [await sender.send(ALERTS, value, key=one) for one, value in zip(keys, values, strict=True)]
         await self._acknowledged("alert", sent)
-        if epoch != self.app.reader.ledger.epoch:
+        if epoch != ledger.epoch:
             return
         sent = [await sender.send(STATE, memory.encode(due.state), key=key, partition=partition)]
         await self._acknowledged("state", sent)
         self._instruments.counter("gpustream_alerts_written_total", "state").inc()
-        if epoch != self.app.reader.ledger.epoch:
-            self._arrived(partition, key, due.state)
-            return
-        self._tell(due)
-        node.written(due.state)
-        self._settle(partition, key, node)
-
-    def _arrived(self, partition: int, key: bytes, written: NodeAlerts) -> None:
-        """A state of an older epoch is in the topic after all: ticks have waited for it, and go on from there."""
-        node = self._nodes[partition].get(key)
-        if node is not None:
-            node.learn(written)
-            self._rank(partition, key, node)
+        if epoch == ledger.epoch:
+            self._report(due)
+            node.written(due.state)
+            self._settle(partition, key, node)
+        elif (late := self._nodes[partition].get(key)) is not None:
+            late.learn(due.state)
+            self._rank(partition, key, late)
 
     async def _acknowledged(self, what: str, sent: Sequence["asyncio.Future[int]"]) -> None:
         """Wait for all. What can never be sent is left out: to stop for it would stop for ever."""
@@ -228,7 +226,7 @@ class Watch:
             elif isinstance(error, BaseException):
                 raise error
 
-    def _tell(self, due: Due) -> None:
+    def _report(self, due: Due) -> None:
         """Count and log what was acknowledged."""
         delay_s = max(0, self._clocks.now_ms() - due.state.logged_ms) / 1000
         for kind, _, alert in due.writes:
@@ -236,33 +234,38 @@ class Watch:
             if kind == "alert" and alert is not None:
                 self._instruments.counter("gpustream_alerts_transitions_total", alert.name, alert.state).inc()
                 self._instruments.histogram("gpustream_alerts_delay_seconds").observe(delay_s)
-                said = f"{alert.name} {alert.state}: {alert.annotations.get('summary', alert.node)}"
-                log.info("%s", said)
+                log.info("%s %s: %s", alert.name, alert.state, alert.annotations.get("summary", alert.node))
 
     # -- time
 
     async def look(self) -> None:
-        """See, again and again, which nodes have fallen silent. Never returns."""
+        """See, again and again, which nodes are silent now. Never returns."""
         while True:
             await asyncio.sleep(_LOOK_EVERY_S)
             waiting = {tp.partition for tp in self.app.reader.pending_states()}
             for partition in self._nodes.keys() - waiting:
-                self._look_at(partition)
+                self.look_at(partition)
             self._observe()
 
-    def _look_at(self, partition: int) -> None:
+    def look_at(self, partition: int) -> None:
+        """See which nodes of a partition are quiet or silent now, by how far it has been read."""
         position = self.app.reader.ledger.expected(Partition(ATTRIBUTED, partition))
-        if position is None:
-            return
-        self._attendance[partition].read(position)
-        self._look_for_quiet(partition)
-        self._look_for_silent(partition)
+        if position is not None:
+            self._caught_up[partition].read(position)
+            self._write_quiet(partition)
+            self._judge_silent(partition)
 
-    def _look_for_quiet(self, partition: int) -> None:
-        """Write the state of nodes without a tick for a while; those that were heard of last are last."""
-        quiet = []
+    def _write_quiet(self, partition: int) -> None:
+        """Write the state of nodes without a tick for a while; those of which one was read last are last.
+
+        The log has gone on for that while without the node, or the partition has been read to its end for as long. Of a
+        node that no tick was read of only the latter counts: its last ticks may be yet to be read again.
+        """
+        logged_ms, caught_up, quiet = self._logged_ms.get(partition, 0), self._caught_up[partition], []
         for key, node in self._active[partition].items():
-            if self._is_quiet(partition, node):
+            current = node.current
+            passed = current is not None and not node.fresh and logged_ms - current.logged_ms >= QUIET_S * 1000
+            if passed or caught_up.lasted_s(node.read_s) >= QUIET_S:
                 quiet.append((key, node))
             elif not node.fresh:
                 break
@@ -272,42 +275,21 @@ class Watch:
                 node.close(machine.Step(machine.quiet(node.current)))
                 self._settle(partition, key, node)
 
-    def _is_quiet(self, partition: int, node: Node) -> bool:
-        """Whether the log has gone on for a while without it, or the partition was read to its end for as long.
-
-        Of a node that no tick was read of only the latter counts: its last ticks may be yet to be read again.
-        """
-        logged_ms = self._logged_ms.get(partition, 0)
-        if node.current is not None and not node.fresh and logged_ms - node.current.logged_ms >= QUIET_S * 1000:
-            return True
-        return self._attendance[partition].lasted_s(node.read_s) >= QUIET_S
-
-    def _look_for_silent(self, partition: int) -> None:
+    def _judge_silent(self, partition: int) -> None:
         """Find the nodes that have been silent for as long as a rule says, and those that never came back."""
-        now_ms = self._clocks.now_ms()
+        now_ms, caught_up = self._clocks.now_ms(), self._caught_up[partition]
         nodes = [(key, node) for key, node in self._nodes[partition].items() if key not in self._active[partition]]
         for key, node in nodes:
-            if node.settled() and self._attendance[partition].lasted_s(node.read_s) >= QUIET_S:
-                self._judge_silence(node, now_ms, self._removed_ms[partition].get(key))
-                self._settle(partition, key, node)
-                if node.settled() and node.current is not None and machine.is_over(node.current):
-                    self._start(self._bury(partition, key, node, node.current))
+            if not node.settled() or caught_up.lasted_s(node.read_s) < QUIET_S:
+                continue
+            if node.current is not None:
+                removed_ms = self._removed_ms[partition].get(key)
+                node.close(without_ticks(node.current, self._rules, now_ms=now_ms, removed_ms=removed_ms))
+            self._settle(partition, key, node)
+            if node.settled() and node.current is not None and machine.is_over(node.current):
+                self._start(self._delete(partition, key, node, node.current))
 
-    def _judge_silence(self, node: Node, now_ms: int, removed_ms: int | None) -> None:
-        """A node without ticks has left, with the cluster's word or after a day, or it is silent."""
-        current = node.current
-        if current is None:
-            return
-        if removed_ms is not None and removed_ms + LEAVING_MS >= current.logged_ms:
-            node.close(machine.retire(current, current.last_ts_ms))
-        elif now_ms - current.logged_ms >= FORGET_MS:
-            node.close(machine.retire(current, current.last_ts_ms + FORGET_MS))
-        for rule in self._rules.of("node_silent"):
-            if now_ms - current.logged_ms >= rule.for_ms and not machine.is_retired(node.current or current):
-                node.close(machine.silence(node.current or current, rule))
-        node.close(machine.expire(node.current or current, now_ms))
-
-    async def _bury(self, partition: int, key: bytes, node: Node, last: NodeAlerts) -> None:
+    async def _delete(self, partition: int, key: bytes, node: Node, last: NodeAlerts) -> None:
         """Delete the state of a node that nothing is left of, unless it comes back meanwhile."""
         node.writing = True
         epoch = self.app.reader.ledger.epoch
@@ -321,7 +303,7 @@ class Watch:
             node.durable = None
             self._settle(partition, key, node)
 
-    # -- the reader's word
+    # -- what the reader knows of offsets
 
     def forget(self) -> None:
         """Whatever was not acknowledged is read and judged again, as soon as it is known what has arrived."""
@@ -331,11 +313,11 @@ class Watch:
                 key: node for key, node in self._nodes[partition].items() if node.durable and not node.durable.silent
             }
         self._leftover |= self._writing
-        self._attendance.clear()
+        self._caught_up.clear()
         self._logged_ms.clear()
 
     def drop(self, partitions: frozenset[int]) -> None:
-        """Drop the state of these partitions: it is read anew, or another worker's now."""
+        """Drop the state of these partitions: it is read again, or another worker's now."""
         for partition in partitions:
             self._nodes.pop(partition, None)
             self._active.pop(partition, None)
@@ -351,8 +333,8 @@ class Watch:
             read = self.app.reader.ledger.expected(tp)
             lags[tp.topic] += max(0, end - read) if read is not None else 0
             if tp.topic == ATTRIBUTED:
-                told = Ends(asked_s, end, ends.get(Partition(SAMPLES, tp.partition)))
-                self._attendance[tp.partition].told(told)
+                samples_end = ends.get(Partition(SAMPLES, tp.partition))
+                self._caught_up[tp.partition].ends(Ends(asked_s, end, samples_end))
         for topic in (ATTRIBUTED, STATE):
             self._instruments.gauge("gpustream_alerts_lag_records", topic).set(lags[topic])
 
@@ -367,24 +349,3 @@ class Watch:
         gauge("gpustream_alerts_silent_nodes").set(sum(1 for each in states if each.silent))
         gauge("gpustream_alerts_nodes").set(len(states))
         self._books.observe(self.app.reader)
-
-
-class _Workloads(msgspec.Struct, frozen=True):
-    """What of gpu.workloads is looked at."""
-
-    removed: bool | None = False
-
-
-def _is_removed(value: bytes | None) -> bool:
-    try:
-        return bool(value and msgspec.json.decode(value, type=_Workloads).removed)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return False
-
-
-def _tick(record: Any) -> Tick:
-    """The tick of a record of gpu.attributed. Raises Malformed."""
-    tick = decoded(ticks.decode, record.key, record.value)
-    if tick.ts_ms > MAX_TIME_MS:
-        raise Malformed("undecodable", f"ts_ms is {tick.ts_ms}, past the year 9999")
-    return tick

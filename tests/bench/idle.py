@@ -21,7 +21,7 @@ import msgspec
 from producers.simulated.fleet import Fleet
 from producers.simulated.fleet import Tick as Made
 from streams.alerts import machine, tick
-from streams.alerts.machine import Place
+from streams.alerts.machine import LogPosition
 from streams.alerts.memory import NodeAlerts
 from streams.alerts.rules.rule import Rules
 from streams.alerts.rules.rules_file import load
@@ -97,7 +97,7 @@ class Stream:
     def see(self, sample: AttributedSample) -> Claims:
         """What is claimed at a tick."""
         read = tick.decode(msgspec.json.encode(sample))
-        place = Place(read.offset, read.ts_ms)
+        place = LogPosition(read.offset, read.ts_ms)
         step = machine.step(self._state or machine.begin(read, place), read, place, self.rules)
         self._state = step.state
         for alert in step.alerts:

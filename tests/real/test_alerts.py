@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from streams.alerts import machine, memory
-from streams.alerts.machine import Place
+from streams.alerts.machine import LogPosition
 from streams.alerts.memory import NodeAlerts
 from streams.alerts.rules import rules_file
 from streams.alerts.rules.rule import Rules
@@ -85,7 +85,7 @@ def expected(lives: list[list[Tick]], by: Rules) -> dict[str, bytes]:
         now: NodeAlerts | None = None
         for one in ticks:
             tick = msgspec.json.decode(msgspec.json.encode(one), type=Tick)
-            place = Place(0, 0)
+            place = LogPosition(0, 0)
             step = machine.step(now or machine.begin(tick, place), tick, place, by)
             now = step.state
             found |= {transition_id(alert): memory.encode(alert) for alert in step.alerts}

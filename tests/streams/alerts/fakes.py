@@ -8,11 +8,11 @@ from typing import NamedTuple, cast
 import msgspec
 
 from delivery.ledger import Ledger, Partition, Slot
-from streams.alerts.attendance import BREAK_S
 from streams.alerts.component import INSTRUMENTS
 from streams.alerts.rules.rule import Rules
+from streams.alerts.silence import BREAK_S
 from streams.alerts.tick import Tick
-from streams.alerts.worker import ALERTS, ATTRIBUTED, SAMPLES, STATE, WORKLOADS, Clocks, Watch
+from streams.alerts.worker import ALERTS, ATTRIBUTED, SAMPLES, STATE, WORKLOADS, AlertWorker, Clocks
 from streams.bookkeeping import DEAD_LETTERS
 from streams.reader.app import ReaderApp
 from tests.streams.alerts.stories import SHORT
@@ -122,8 +122,8 @@ class Worker:
         self.failures: list[str] = []
         self.instruments = Instruments(INSTRUMENTS)
         self.clocks = FakeClocks()
-        self.watch = Watch(self.instruments, rules, partitions=1, clocks=self.clocks)
-        self.watch.app = cast("ReaderApp", self)
+        self.stage = AlertWorker(self.instruments, rules, partitions=1, clocks=self.clocks)
+        self.stage.app = cast("ReaderApp", self)
         self.state_read = 0
 
     # -- what the watch may ask
@@ -151,7 +151,7 @@ class Worker:
     async def start(self) -> None:
         """Be assigned the partition: read the state, then the ticks from what was committed."""
         self.ledger.forget()
-        self.watch.forget()
+        self.stage.forget()
         self.input_ends = {TICKS: len(self.broker.logs[ATTRIBUTED])}
         self.ledger.begin({TICKS: self.broker.committed, STATES: self.state_read, Partition(WORKLOADS, 0): 0})
         await self.read(STATE)
@@ -163,7 +163,7 @@ class Worker:
         assert at is not None
         records = self.broker.logs[topic][at : at + count]
         batch = [(self.ledger.admit(tp, at + i, 10), record) for i, record in enumerate(records)]
-        taking = asyncio.create_task(self.watch.take(batch))
+        taking = asyncio.create_task(self.stage.take(batch))
         await settle()
         while not taking.done():  # it waits for what an older epoch has sent
             self.sender.land(1)
@@ -199,15 +199,15 @@ class Worker:
             if asking:
                 ends = {TICKS: len(self.broker.logs[ATTRIBUTED]), STATES: len(self.broker.logs[STATE])}
                 samples = {} if samples_end is None else {Partition(SAMPLES, 0): samples_end}
-                self.watch.ends(self.clocks.at_s, {**ends, **samples})
-            self.watch._look_at(0)
+                self.stage.ends(self.clocks.at_s, {**ends, **samples})
+            self.stage.look_at(0)
             await settle()
 
     def kill(self, chance: Random) -> None:
         """End at once: of what flies some arrives, and nobody hears of it."""
         for topic in (ALERTS, STATE):
             self.sender.land(chance.randint(0, 3), topic=topic, acknowledge=False)
-        for task in self.watch._writing:
+        for task in self.stage._writing:
             task.cancel()
 
     def total(self, name: str, *labels: str) -> float:

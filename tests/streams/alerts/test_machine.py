@@ -7,7 +7,7 @@ import msgspec
 from hypothesis import given
 
 from streams.alerts import machine
-from streams.alerts.machine import DELETE_MS, MAX_GAP_MS, REPEAT_MS, Place
+from streams.alerts.machine import DELETE_MS, MAX_GAP_MS, REPEAT_MS, LogPosition
 from streams.alerts.memory import NodeAlerts, decode, encode
 from streams.alerts.rules.rule import Rules
 from streams.alerts.tick import Device, Tick
@@ -36,7 +36,7 @@ class Life:
 
     def step(self, one: Tick) -> list[Alert]:
         """The alerts that a tick brings."""
-        place = Place(one.offset, one.ts_ms)
+        place = LogPosition(one.offset, one.ts_ms)
         before = self.state or machine.begin(one, place)
         return self.take(machine.step(before, one, place, self.rules))
 
@@ -246,9 +246,8 @@ def test_a_silent_nodes_alert_starts_a_rules_duration_after_its_last_tick_and_on
     life = Life()
     life.go(range(3), BUSY)
     assert life.state is not None
-    (rule,) = SHORT.of("node_silent")
     for _ in range(2):
-        life.take(machine.silence(life.state, rule))
+        life.take(machine.silence(life.state, SHORT, 60_000))
     (alert,) = life.written
     assert (alert.name, alert.starts_at, alert.state) == ("NodeSilent", second(62), "firing")
 
@@ -257,7 +256,7 @@ def test_the_next_tick_resolves_a_silent_nodes_alert() -> None:
     life = Life()
     life.go(range(3), BUSY)
     assert life.state is not None
-    life.take(machine.silence(life.state, SHORT.of("node_silent")[0]))
+    life.take(machine.silence(life.state, SHORT, 60_000))
     assert life.go(range(300, 301), BUSY) == [(300, "NodeSilent", "resolved")]
     assert life.written[-1].resolved_because == "ticks"
 
@@ -266,7 +265,7 @@ def test_a_tick_that_was_held_up_resolves_a_silent_nodes_alert_no_earlier_than_i
     life = Life()
     life.go(range(3), BUSY)
     assert life.state is not None
-    life.take(machine.silence(life.state, SHORT.of("node_silent")[0]))
+    life.take(machine.silence(life.state, SHORT, 60_000))
     life.go(range(3, 5), BUSY)
     assert life.written[-1].ends_at == life.written[0].starts_at
 

@@ -7,8 +7,9 @@ from delivery.ledger import Partition
 from streams.alerts.machine import DELETE_MS
 from streams.alerts.memory import NodeAlerts, decode, encode
 from streams.alerts.rules.rule import Rules
+from streams.alerts.silence import FORGET_MS
 from streams.alerts.tick import Device
-from streams.alerts.worker import ALERTS, ATTRIBUTED, FORGET_MS, STATE, WORKLOADS
+from streams.alerts.worker import ALERTS, ATTRIBUTED, STATE, WORKLOADS
 from streams.bookkeeping import DEAD_LETTERS
 from tests.streams.alerts.fakes import Broker, Record, Worker, settle
 from tests.streams.alerts.stories import later
@@ -253,7 +254,7 @@ async def test_an_older_state_that_is_read_while_ours_is_on_its_way_is_written_o
     if not first:
         broker.logs[STATE].append(older)
     await worker.read(STATE)
-    (node,) = worker.watch._nodes[0].values()
+    (node,) = worker.stage._nodes[0].values()
     assert node.stale is not first
 
 
@@ -591,7 +592,7 @@ async def test_it_says_what_fires_and_what_is_pending() -> None:
     write(broker, range(700, 720), HOT, node="other")
     worker = await working(broker)
     await worker.live()
-    worker.watch._observe()
+    worker.stage._observe()
     assert [worker.total("firing", s) for s in ("info", "warning", "critical")] == [0, 1, 0]
     assert (worker.total("pending"), worker.total("nodes")) == (1, 2)
     assert worker.total("transitions_total", "GPUThermalSlowdown", "firing") == 1

@@ -3,18 +3,18 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streams.alerts.attendance import BREAK_S, Attendance, Ends
+from streams.alerts.silence import BREAK_S, CaughtUp, Ends
 
 FOREVER = float("-inf")
 
 
-def attended(*asked_s: float) -> Attendance:
+def attended(*asked_s: float) -> CaughtUp:
     """A partition that ended at 10 whenever it was asked, and has been read so far."""
-    attendance = Attendance()
+    partition = CaughtUp()
     for at_s in asked_s:
-        attendance.told(Ends(at_s, 10, None))
-        attendance.read(10)
-    return attendance
+        partition.ends(Ends(at_s, 10, None))
+        partition.read(10)
+    return partition
 
 
 def test_a_partition_is_watched_from_the_first_to_the_last_answer_that_was_read_to() -> None:
@@ -23,48 +23,48 @@ def test_a_partition_is_watched_from_the_first_to_the_last_answer_that_was_read_
 
 
 def test_a_partition_that_was_never_read_to_its_end_was_never_watched() -> None:
-    attendance = Attendance()
-    attendance.told(Ends(5.0, 10, None))
-    attendance.read(9)
-    assert attendance.lasted_s(FOREVER) < 0
-    assert attendance.lasted_s(0.0) < 0
+    partition = CaughtUp()
+    partition.ends(Ends(5.0, 10, None))
+    partition.read(9)
+    assert partition.lasted_s(FOREVER) < 0
+    assert partition.lasted_s(0.0) < 0
 
 
 def test_an_answer_counts_once_what_there_was_then_has_been_read() -> None:
-    attendance = attended(1.0)
-    attendance.told(Ends(2.0, 12, None))
-    attendance.told(Ends(3.0, 15, None))
-    attendance.read(12)
-    assert attendance.lasted_s(1.0) == 1.0
-    attendance.read(15)
-    assert attendance.lasted_s(1.0) == 2.0
+    partition = attended(1.0)
+    partition.ends(Ends(2.0, 12, None))
+    partition.ends(Ends(3.0, 15, None))
+    partition.read(12)
+    assert partition.lasted_s(1.0) == 1.0
+    partition.read(15)
+    assert partition.lasted_s(1.0) == 2.0
 
 
-def test_after_a_break_watching_begins_anew() -> None:
+def test_after_a_break_watching_begins_again() -> None:
     assert attended(1.0, 1.0 + BREAK_S).lasted_s(FOREVER) == BREAK_S
     assert attended(1.0, 1.1 + BREAK_S, 3.1 + BREAK_S).lasted_s(FOREVER) == 2.0
 
 
 def test_samples_that_are_not_attributed_keep_a_partition_from_being_watched() -> None:
-    attendance = attended(1.0)
-    attendance.told(Ends(2.0, 10, 8))
-    attendance.learned(6)
-    attendance.read(10)
-    assert attendance.lasted_s(1.0) == 0.0
-    attendance.learned(7)
-    attendance.learned(3)
-    attendance.read(10)
-    assert attendance.lasted_s(1.0) == 1.0
+    partition = attended(1.0)
+    partition.ends(Ends(2.0, 10, 8))
+    partition.attributed(6)
+    partition.read(10)
+    assert partition.lasted_s(1.0) == 0.0
+    partition.attributed(7)
+    partition.attributed(3)
+    partition.read(10)
+    assert partition.lasted_s(1.0) == 1.0
 
 
 @given(st.lists(st.floats(0, 30), max_size=20))
 def test_no_longer_is_claimed_than_there_were_answers(pauses: list[float]) -> None:
     at_s, since_s = 0.0, 0.0
-    attendance = attended(0.0)
+    partition = attended(0.0)
     for pause_s in pauses:
         at_s += pause_s
         if pause_s > BREAK_S:
             since_s = at_s
-        attendance.told(Ends(at_s, 10, None))
-        attendance.read(10)
-        assert attendance.lasted_s(FOREVER) <= at_s - since_s + 1e-6
+        partition.ends(Ends(at_s, 10, None))
+        partition.read(10)
+        assert partition.lasted_s(FOREVER) <= at_s - since_s + 1e-6
