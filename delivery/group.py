@@ -357,7 +357,7 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
         :meth:`Member.revoked` returns.
         """
         assigned = self.assignment()
-        mine = {theirs(tp): at for tp, at in offsets.items() if tp in assigned and tp.topic not in self._vanished}
+        mine = {theirs(tp): offset for tp, offset in offsets.items() if tp in assigned}
         try:
             if mine:
                 await self._consumer.commit(mine)

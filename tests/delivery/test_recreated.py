@@ -1,6 +1,6 @@
-"""A member of a group whose topic is deleted and created again reads the new log, and commits nothing of the old."""
+"""A member of a group whose topic is deleted and created again reads the new log from its beginning."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 from aiokafka import TopicPartition
@@ -28,7 +28,6 @@ class Client:
     def __init__(self) -> None:
         self.there: dict[str, set[int]] = {TOPIC: {0, 1}, OTHER: {0, 1}}
         self.seeks: dict[TopicPartition, int] = {}
-        self.commits: list[Mapping[TopicPartition, int]] = []
         self.asked = 0
         self.offset: int | None = None
         self._client = self
@@ -47,9 +46,6 @@ class Client:
 
     async def committed(self, tp: TopicPartition) -> int | None:
         return self.offset
-
-    async def commit(self, offsets: Mapping[TopicPartition, int]) -> None:
-        self.commits.append(offsets)
 
 
 def member() -> tuple[ConsumerGroup, Client]:
@@ -70,8 +66,6 @@ async def test_a_topic_that_is_gone_is_asked_for_and_read_from_its_beginning_whe
     group._look(0.3)
     group._look(0.6)
     assert (client.seeks, client.asked) == ({}, 2)
-    assert not await group.commit({Partition(TOPIC, 1): 42, Partition(OTHER, 1): 7})
-    assert client.commits == [{TopicPartition(OTHER, 1): 7}]
 
     client.there[TOPIC] = {0, 1}
     for now_s in (0.9, 1.2):
@@ -79,7 +73,6 @@ async def test_a_topic_that_is_gone_is_asked_for_and_read_from_its_beginning_whe
         await group._read_new_logs()
     assert client.seeks == {TopicPartition(TOPIC, 1): 0}
     assert client.asked == 2
-    assert await group.commit({Partition(TOPIC, 1): 1})
 
 
 async def test_one_that_was_only_out_of_sight_goes_on_where_it_was() -> None:
@@ -90,7 +83,6 @@ async def test_one_that_was_only_out_of_sight_goes_on_where_it_was() -> None:
         group._look(0.0)
         await group._read_new_logs()
     assert client.seeks == {}
-    assert await group.commit({Partition(TOPIC, 1): 43})
 
 
 async def test_one_that_is_back_with_other_partitions_ends_the_process() -> None:
