@@ -4,7 +4,7 @@ read = delivered + duplicate + dropped + dead_lettered + released + held, at any
 """
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Literal
 
 from prometheus_client import Counter
@@ -15,6 +15,9 @@ from topics.instruments import Instrument, Instruments
 log = logging.getLogger(__name__)
 
 Outcome = Literal["delivered", "duplicate", "dropped", "dead_lettered"]
+
+OnOutcome = Callable[[str, str, int, int, Outcome], None]
+"""Called with the cluster, node, run_id and seq of each tick, and what became of it."""
 
 
 def instruments(component: str) -> tuple[Instrument, ...]:

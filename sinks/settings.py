@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 import click
 
 from delivery.settings import DURATION, HEADER, NAME, READABLE_FILE, START_FROM, MemberSettings, Option
-from sinks.labels import MAX_LABELS, LabelSet
+from sinks.series.labels import MAX_LABELS, LabelSet
 from topics.metric import Profile
 
 Group = Annotated[str, Option("--group", NAME, "The consumer group.")]
@@ -45,6 +45,11 @@ class NamingSettings:
         LabelSet | None,
         Option("--labels", click.Choice(["otel", "dcgm", "pod-devices"]), "The label names.", shown="those of --names"),
     ] = None
+
+    @property
+    def label_set(self) -> LabelSet:
+        """The label set that is meant."""
+        return self.labels or self.names
 
 
 @dataclass(frozen=True, kw_only=True)

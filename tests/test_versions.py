@@ -11,8 +11,9 @@ from gpustream.alerts_command import Seen
 from sinks import alerts as alert_records
 from sinks.alertmanager.board import Board
 from sinks.alertmanager.encode import postable
-from sinks.remote_write.alert_series import AlertSeries
-from sinks.remote_write.series import Series
+from sinks.remote_write.alerts import AlertSeries
+from sinks.remote_write.partition import OpenSeries
+from sinks.series.translation import Translator
 from streams.alerts import tick as alert_ticks
 from streams.alerts.memory import decode as decode_state
 from streams.attribution import join
@@ -128,12 +129,12 @@ def test_attribution_hands_on_the_word_that_it_does_not_know() -> None:
 def test_remote_write_writes_the_same_values_for_words_that_it_does_not_know() -> None:
     written = []
     for record in (rich(), later(rich())):
-        tick = Series("otel", "otel").tick(decoder(AttributedSample)(encoded(record)))
+        tick = OpenSeries(Translator("otel", "otel")).tick(decoder(AttributedSample)(encoded(record)))
         written.append(
             {
                 (row.name, row.labels): value
                 for group in tick.groups
-                for row, value in zip(group.block.rows, group.values, strict=True)
+                for row, value in zip(group.series.rows, group.values, strict=True)
             }
         )
     now, then = written
@@ -168,7 +169,7 @@ def test_an_alert_in_a_state_that_is_not_known_is_open_everywhere() -> None:
     assert postable(alert, alert.starts_at, 60.0).ends_at > alert.starts_at
     (group,) = AlertSeries().change(alert.fingerprint, alert, now_ms, now_ms).groups
     assert list(group.values) == [1.0]
-    assert ("severity", "page") in group.block.labels
+    assert ("severity", "page") in group.series.labels
 
 
 def test_a_state_of_the_alert_stream_that_a_later_version_wrote_is_taken_over() -> None:

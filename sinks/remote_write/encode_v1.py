@@ -14,8 +14,8 @@ from itertools import accumulate
 from struct import Struct
 from typing import Any, NamedTuple
 
-from sinks.blocks import Block, Group, Rows
 from sinks.remote_write.protobuf import fixed_varint, message, text, ts_width, varint
+from sinks.series.model import Rows, SampleGroup, SeriesSet
 
 NAME = "__name__"
 
@@ -30,23 +30,23 @@ _VALUE_BYTES = 9
 
 
 class _Packed(NamedTuple):
-    """How a block is written: the packer, and its arguments with holes at every second and third place."""
+    """How a set is written: the packer, and its arguments with holes at every second and third place."""
 
     pack: Struct
     arguments: list[Any]
 
 
-def encode(groups: Sequence[Group]) -> bytes:
+def encode(groups: Sequence[SampleGroup]) -> bytes:
     """The request that writes these groups, uncompressed."""
     return b"".join([_group(group) for group in groups])
 
 
-def _group(group: Group) -> bytes:
-    block, ts_ms, values = group
+def _group(group: SampleGroup) -> bytes:
+    series, ts_ms, values = group
     width = ts_width(ts_ms)
-    packed: _Packed | None = block.cache.get(("v1", width))
+    packed: _Packed | None = series.cache.get(("v1", width))
     if packed is None:
-        packed = block.cache["v1", width] = _prepare(block, width)
+        packed = series.cache["v1", width] = _prepare(series, width)
     arguments = packed.arguments.copy()
     arguments[1::3] = values
     arguments[2::3] = [_timestamp(ts_ms)] * len(values)
@@ -58,14 +58,14 @@ def _timestamp(ts_ms: int) -> bytes:
     return _TIMESTAMP + fixed_varint(ts_ms, ts_width(ts_ms))
 
 
-def _prepare(block: Block, width: int) -> _Packed:
-    encoded = [label(name, value) for name, value in block.labels]
+def _prepare(series: SeriesSet, width: int) -> _Packed:
+    encoded = [label(name, value) for name, value in series.labels]
     ends = list(accumulate((len(one) for one in encoded), initial=0))
     blob = b"".join(encoded)
     sample = bytes((_SAMPLES,)) + varint(_VALUE_BYTES + 1 + width) + _VALUE
     rest = len(sample) - 1 + _VALUE_BYTES + 1 + width
     arguments: list[Any] = []
-    for own in _own(block.rows, tuple(name for name, _ in block.labels)):
+    for own in _own(series.rows, tuple(name for name, _ in series.labels)):
         labels = _merge(own, ends, blob)
         arguments += [b"".join((_SERIES, varint(len(labels) + rest), labels, sample)), 0.0, b""]
     pattern = "".join(f"{len(head)}sd{1 + width}s" for head in arguments[::3])

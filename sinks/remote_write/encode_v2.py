@@ -16,8 +16,8 @@ from operator import itemgetter
 from struct import Struct
 from typing import Any, NamedTuple
 
-from sinks.blocks import Block, Group, Kind, Row, Rows
 from sinks.remote_write.protobuf import fixed_varint, message, text, ts_width, varint
+from sinks.series.model import Kind, Row, Rows, SampleGroup, SeriesSet
 
 NAME = "__name__"
 
@@ -38,7 +38,7 @@ _MAX_CONSTANTS = 8192
 
 
 class _Shape(NamedTuple):
-    """What decides how a block is written, but for its label values, its values and its time."""
+    """What decides how a set is written, but for its label values, its values and its time."""
 
     names: tuple[str, ...]
     rows: Rows
@@ -47,7 +47,7 @@ class _Shape(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """How blocks of one shape are written: the packer, its constant arguments, where to cut the device's references,
+    """How sets of one shape are written: the packer, its constant arguments, where to cut the device's references,
     and the order in which constants, cuts, values and the time are its arguments.
     """
 
@@ -69,40 +69,40 @@ class Encoder:
         self._constant_symbols = bytearray(text(_SYMBOL, ""))
         self._plans: dict[_Shape, _Plan] = {}
 
-    def encode(self, groups: Sequence[Group]) -> bytes:
+    def encode(self, groups: Sequence[SampleGroup]) -> bytes:
         """The request that writes these groups, uncompressed."""
         if max(len(self._constants), len(self._plans)) > _MAX_CONSTANTS:
             self._forget()
         for group in groups:
-            if self._token not in group.block.cache:
-                self._intern(group.block)
-        width = _ref_width(len(self._constants) + sum(len(group.block.labels) for group in groups))
+            if self._token not in group.series.cache:
+                self._intern(group.series)
+        width = _ref_width(len(self._constants) + sum(len(group.series.labels) for group in groups))
         symbols = dict(self._constants)
         fresh: list[bytes] = []
         series = [self._group(group, width, symbols, fresh) for group in groups]
         return b"".join([bytes(self._constant_symbols), *fresh, *series])
 
-    def _intern(self, block: Block) -> None:
-        """Give what is constant in a block, its label names and its rows, a symbol."""
-        own = chain.from_iterable((row.name, row.help, *chain.from_iterable(row.labels)) for row in block.rows)
-        for symbol in (NAME, *(name for name, _ in block.labels), *own):
+    def _intern(self, series: SeriesSet) -> None:
+        """Give what is constant in a set, its label names and its rows, a symbol."""
+        own = chain.from_iterable((row.name, row.help, *chain.from_iterable(row.labels)) for row in series.rows)
+        for symbol in (NAME, *(name for name, _ in series.labels), *own):
             if symbol not in self._constants:
                 self._constants[symbol] = len(self._constants)
                 self._constant_symbols += text(_SYMBOL, symbol)
-        block.cache[self._token] = {}
+        series.cache[self._token] = {}
 
-    def _group(self, group: Group, width: int, symbols: dict[str, int], fresh: list[bytes]) -> bytes:
-        block, ts_ms, values = group
+    def _group(self, group: SampleGroup, width: int, symbols: dict[str, int], fresh: list[bytes]) -> bytes:
+        series, ts_ms, values = group
         widths = (width, ts_width(ts_ms))
-        plan: _Plan | None = block.cache[self._token].get(widths)
+        plan: _Plan | None = series.cache[self._token].get(widths)
         if plan is None:
-            plan = block.cache[self._token][widths] = self._planned(block, *widths)
-        refs = _device_refs(block, width, symbols, fresh)
+            plan = series.cache[self._token][widths] = self._planned(series, *widths)
+        refs = _device_refs(series, width, symbols, fresh)
         cuts = [refs[cut] for cut in plan.cuts]
         return plan.pack.pack(*plan.order((*plan.constants, *cuts, *values, _timestamp(ts_ms))))
 
-    def _planned(self, block: Block, width: int, of_ts: int) -> _Plan:
-        shape = _Shape(tuple(name for name, _ in block.labels), block.rows, width, of_ts)
+    def _planned(self, series: SeriesSet, width: int, of_ts: int) -> _Plan:
+        shape = _Shape(tuple(name for name, _ in series.labels), series.rows, width, of_ts)
         plan = self._plans.get(shape)
         if plan is None:
             plan = self._plans[shape] = _plan(shape, self._constants)
@@ -113,10 +113,10 @@ def _ref_width(symbols: int) -> int:
     return next(width for width in _REF_WIDTHS if symbols < 1 << 7 * width)
 
 
-def _device_refs(block: Block, width: int, symbols: dict[str, int], fresh: list[bytes]) -> bytes:
+def _device_refs(series: SeriesSet, width: int, symbols: dict[str, int], fresh: list[bytes]) -> bytes:
     """References to a device's labels, name and value by turns; values that are new here become symbols."""
     refs = []
-    for name, value in block.labels:
+    for name, value in series.labels:
         at = symbols.get(value)
         if at is None:
             at = symbols[value] = len(symbols)

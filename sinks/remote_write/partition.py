@@ -1,34 +1,150 @@
 """One partition of gpu.attributed on its way to the receiver: requests, and what became of each record.
 
 In: records, in order. Out: requests, dead letters, the offset after each request.
+State, per node: the last sample's identity, and the open series. It changes only when a tick is settled.
 A request holds at most one tick of a node, so that whatever is sent twice, after a crash, a timeout or a refusal, is an
-exact duplicate of the newest sample of its series, which receivers take silently.
+exact duplicate of the newest sample of its series, which receivers take silently. A series that is missing from a tick
+ends there, with a staleness marker at the tick's time; those of a node that went silent end 1 ms after its last tick,
+so that whatever it still sends later is later.
 """
 
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
 
-from sinks.blocks import Group, primaries
 from sinks.dead_letters import DeadLetters, Record
-from sinks.outcomes import Outcome, Outcomes
-from sinks.remote_write.deliver import Deliverer, Fate
-from sinks.remote_write.left_out import LEFT_OUT, Refused
+from sinks.outcomes import OnOutcome, Outcome, Outcomes
 from sinks.remote_write.policy import UNTIMELY
-from sinks.remote_write.series import NodeKey, Series, Tick
+from sinks.remote_write.refusals import LEFT_OUT, Delivered, Deliverer, Refused
+from sinks.series.model import STALE, SampleGroup, SeriesSet, primaries
+from sinks.series.translation import Cache, Translator
+from topics import replays
 from topics.attributed import TOPIC, AttributedSample
 from topics.decoding import decoder
 from topics.instruments import Instruments
+from topics.replays import Last, Verdict
 
-OnOutcome = Callable[[str, str, int, int, Outcome], None]
-"""Told the cluster, node, run_id and seq of each tick, and what became of it."""
-
+_MAX_MS = 2**63 - 1
+_FORGET_AFTER_S = 24 * 3600
+_SILENT_NODES = 64
 _SERIES_NAMED = 3
 _decode = decoder(AttributedSample)
+
+NodeKey = tuple[str, str]
+
+
+@dataclass(slots=True)
+class _Node:
+    """What is known of a node. ``last`` is its last sample, ``heard_s`` the clock's time when that was settled."""
+
+    last: Last
+    heard_s: float
+    ts_ms: int | None = None
+    open: tuple[SeriesSet, ...] = ()
+    cache: Cache = field(default_factory=dict)
+
+
+class NodeTick(NamedTuple):
+    """What a record writes. ``clashes`` counts values that are left out because another device has the same labels."""
+
+    sample: AttributedSample
+    groups: list[SampleGroup]
+    open: tuple[SeriesSet, ...]
+    markers: int
+    clashes: int
+
+    @property
+    def node(self) -> NodeKey:
+        """Whose tick it is."""
+        return self.sample.cluster, self.sample.node
+
+
+class Silence(NamedTuple):
+    """The end of all open series of a node that was not heard of for long."""
+
+    node: NodeKey
+    groups: list[SampleGroup]
+
+
+class OpenSeries:
+    """The series that the nodes of a partition have written so far. ``now_s`` is a clock that never steps back."""
+
+    def __init__(self, translator: Translator) -> None:
+        self._translator = translator
+        self._nodes: dict[NodeKey, _Node] = {}
+        self._unsettled: dict[NodeKey, Cache] = {}
+
+    def verdict(self, sample: AttributedSample) -> Verdict:
+        """Whether this record is its node's next one, was settled before, or is the first of a new log."""
+        node = self._nodes.get((sample.cluster, sample.node))
+        return replays.verdict(node.last if node else None, sample)
+
+    def tick(self, sample: AttributedSample) -> NodeTick:
+        """What a record writes: its series, each once, and an end for those that are gone."""
+        node = self._nodes.get((sample.cluster, sample.node))
+        cache = node.cache if node else self._unsettled.setdefault((sample.cluster, sample.node), {})
+        groups = [group for _, group in self._translator.translate(sample, cache)]
+        written = tuple([group.series for group in groups])
+        if node is not None and written == node.open:
+            return NodeTick(sample, groups, written, 0, 0)
+        kept = list({group.series.identity: group for group in reversed(groups)}.values())[::-1]  # the first of equals
+        markers = _ended(node.open, kept, sample.ts_ms) if node else []
+        clashes = _samples(groups) - _samples(kept)
+        return NodeTick(sample, [*kept, *markers], tuple([group.series for group in kept]), _samples(markers), clashes)
+
+    def settle(self, tick: NodeTick, now_s: float, *, accepted: bool) -> None:
+        """A tick was finished. One that was refused leaves the open series as they were before it."""
+        sample = tick.sample
+        node = self._nodes.get(tick.node)
+        if node is None:
+            cache = self._unsettled.pop(tick.node, {})
+            node = self._nodes[tick.node] = _Node(replays.after(None, sample), now_s, cache=cache)
+        node.last, node.heard_s = replays.after(node.last, sample), now_s
+        if accepted:
+            node.ts_ms, node.open = sample.ts_ms, tick.open
+
+    def recall(self, sample: AttributedSample, now_s: float) -> None:
+        """A record that an earlier life settled: know it, and write nothing."""
+        if self.verdict(sample) != "replay":
+            self.settle(self.tick(sample), now_s, accepted=True)
+
+    def silent(self, now_s: float, stale_after_s: float) -> list[Silence]:
+        """The ends of the nodes that were not heard of for so long. They are open until :meth:`ended`."""
+        for key in [key for key, node in self._nodes.items() if now_s - node.heard_s > _FORGET_AFTER_S]:
+            del self._nodes[key]
+        found = []
+        for key, node in self._nodes.items():
+            if node.open and node.ts_ms is not None and now_s - node.heard_s >= stale_after_s:
+                ts_ms = min(node.ts_ms + 1, _MAX_MS)
+                ends = [SampleGroup(series, ts_ms, [STALE] * len(series.rows)) for series in node.open]
+                found.append(Silence(key, ends))
+        return found
+
+    def ended(self, silence: Silence) -> None:
+        """A node's silence was written, or refused for good."""
+        self._nodes[silence.node].open = ()
+
+    def clear(self) -> None:
+        """The topic was created again: offsets start again."""
+        self._nodes.clear()
+        self._unsettled.clear()
+
+
+def _ended(before: Sequence[SeriesSet], now: Iterable[SampleGroup], ts_ms: int) -> list[SampleGroup]:
+    """The ends of the series that are gone: as a rule of all of a set, and then it is the one that was written."""
+    there = {group.series.identity: frozenset(group.series.rows) for group in now}
+    ends = []
+    for series in before:
+        rows = [row for row in series.rows if row not in there.get(series.identity, ())]
+        if rows:
+            some = series if len(rows) == len(series.rows) else SeriesSet(series.labels, tuple(rows), series.subject)
+            ends.append(SampleGroup(some, ts_ms, [STALE] * len(rows)))
+    return ends
 
 
 class Shared(NamedTuple):
@@ -44,19 +160,19 @@ class Shared(NamedTuple):
     on_outcome: OnOutcome | None = None
 
 
-class _Read(NamedTuple):
-    """A record and what it says: a tick, an error, or neither where it is a replay."""
+class _TickRecord(NamedTuple):
+    """A record and what it says: a tick, an error, or neither if it is a replay."""
 
     record: Record
     sample: AttributedSample | None = None
-    tick: Tick | None = None
+    tick: NodeTick | None = None
     error: str = ""
 
 
 class RemoteWritePartition:
     """The handler of a partition."""
 
-    def __init__(self, series: Series, shared: Shared) -> None:
+    def __init__(self, series: OpenSeries, shared: Shared) -> None:
         self._series = series
         self._shared = shared
 
@@ -72,82 +188,81 @@ class RemoteWritePartition:
         """Send the records, request by request."""
         for batch in self._requests(records):
             async with self._shared.slots:
-                fates = await self._shared.deliverer.deliver([read.tick.groups for read in batch if read.tick], abandon)
-            await self._finish(batch, fates, abandon)
+                ticks = [read.tick.groups for read in batch if read.tick]
+                delivered = await self._shared.deliverer.deliver(ticks, abandon)
+            await self._finish(batch, delivered, abandon)
             yield batch[-1].record.offset + 1
 
     async def quiet(self, abandon: asyncio.Event) -> None:
         """End the series of nodes that went silent."""
         silences = self._series.silent(time.monotonic(), self._shared.stale_after_s)
-        for start in range(0, len(silences), 64):
-            some = silences[start : start + 64]
-            fates = await self._shared.deliverer.deliver([one.groups for one in some], abandon)
-            for silence, fate in zip(some, fates, strict=True):
+        for start in range(0, len(silences), _SILENT_NODES):
+            some = silences[start : start + _SILENT_NODES]
+            delivered = await self._shared.deliverer.deliver([one.groups for one in some], abandon)
+            for silence, result in zip(some, delivered, strict=True):
                 self._series.ended(silence)
-                self._count_markers(silence.groups, fate)
+                refused = _samples(group for group, _ in (*result.refused, *result.left_out))
+                ended = self._shared.instruments.counter("gpustream_remote_write_markers_total")
+                ended.inc(_samples(silence.groups) - refused)
 
     def forget(self) -> None:
-        """The topic was made anew."""
-        self._series.forget()
+        """The topic was created again."""
+        self._series.clear()
 
-    def _requests(self, records: Sequence[Record]) -> Iterator[list[_Read]]:
+    def _requests(self, records: Sequence[Record]) -> Iterator[list[_TickRecord]]:
         """Cut the records into requests: full, or before a node's second tick. Made only when the last is settled."""
-        batch: list[_Read] = []
+        batch: list[_TickRecord] = []
         nodes: set[NodeKey] = set()
         samples = 0
         for record in records:
-            sample = self._decode(record)
-            if isinstance(sample, AttributedSample) and (sample.cluster, sample.node) in nodes:
+            try:
+                sample = _decode(record.value or b"")
+            except msgspec.DecodeError as error:
+                batch.append(_TickRecord(record, error=f"not a record of {TOPIC.name}: {error}"))
+                continue
+            if (sample.cluster, sample.node) in nodes:
                 yield batch
                 batch, nodes, samples = [], set(), 0
-            read = self._interpret(record, sample)
-            batch.append(read)
-            if read.tick is not None:
-                nodes.add(read.tick.node)
-                samples += sum(len(group.values) for group in read.tick.groups)
+            verdict = self._series.verdict(sample)
+            if verdict == "replay":
+                batch.append(_TickRecord(record, sample))
+                continue
+            if verdict == "new_log":
+                self._shared.outcomes.new_log(record.partition)
+            tick = self._series.tick(sample)
+            batch.append(_TickRecord(record, sample, tick))
+            nodes.add(tick.node)
+            samples += _samples(tick.groups)
             if samples >= self._shared.max_samples:
                 yield batch
                 batch, nodes, samples = [], set(), 0
         if batch:
             yield batch
 
-    def _decode(self, record: Record) -> AttributedSample | str:
-        try:
-            return _decode(record.value or b"")
-        except msgspec.DecodeError as error:
-            return f"not a record of {TOPIC.name}: {error}"
-
-    def _interpret(self, record: Record, sample: AttributedSample | str) -> _Read:
-        if isinstance(sample, str):
-            return _Read(record, error=sample)
-        verdict = self._series.verdict(sample)
-        if verdict == "replay":
-            return _Read(record, sample)
-        if verdict == "new_log":
-            self._shared.outcomes.new_log(record.partition)
-        return _Read(record, sample, self._series.tick(sample))
-
-    async def _finish(self, batch: Sequence[_Read], fates: Sequence[Fate], abandon: asyncio.Event) -> None:
+    async def _finish(
+        self, batch: Sequence[_TickRecord], delivered: Sequence[Delivered], abandon: asyncio.Event
+    ) -> None:
         """Settle a request's records: dead letters first, so that nothing is counted that may be repeated."""
-        of = dict(zip((read.record.offset for read in batch if read.tick), fates, strict=True))
-        ends = [(read, *_end(read, of.get(read.record.offset))) for read in batch]
+        of = dict(zip((read.record.offset for read in batch if read.tick), delivered, strict=True))
+        ends = [(read, *_outcome(read, of.get(read.record.offset))) for read in batch]
         for read, outcome, why in ends:
             if outcome == "dead_lettered":
                 await self._shared.letters.bury(read.record, why, abandon)
         now_s = time.monotonic()
         for read, outcome, why in ends:
             if read.tick is not None:
-                fate = of[read.record.offset]
-                self._series.settle(read.tick, now_s, accepted=not fate.nothing_of(read.tick.groups))
-                self._count(read.tick, fate)
+                result = of[read.record.offset]
+                self._series.settle(read.tick, now_s, accepted=not result.nothing_of(read.tick.groups))
+                self._count(read.tick, result)
             self._shared.outcomes.finish(outcome, why)
             if self._shared.on_outcome is not None and read.sample is not None:
                 sample = read.sample
                 self._shared.on_outcome(sample.cluster, sample.node, sample.run_id, sample.seq, outcome)
 
-    def _count(self, tick: Tick, fate: Fate) -> None:
+    def _count(self, tick: NodeTick, result: Delivered) -> None:
+        """Count a tick's values by what became of them."""
         made = self._shared.instruments
-        refused, left_out = _values(fate.refused), _values(fate.left_out)
+        refused, left_out = _values(result.refused), _values(result.left_out)
         delivered = primaries(tick.groups) - refused.total() - left_out.total()
         made.counter("gpustream_remote_write_values_delivered_total").inc(delivered)
         for reason, values in refused.items():
@@ -156,13 +271,12 @@ class RemoteWritePartition:
             made.counter("gpustream_remote_write_values_left_out_total", reason).inc(values)
         if tick.clashes:
             made.counter("gpustream_remote_write_values_clashing_total").inc(tick.clashes)
-        if tick.markers and not fate.refused and not fate.left_out:
+        if tick.markers and not result.refused and not result.left_out:
             made.counter("gpustream_remote_write_markers_total").inc(tick.markers)
 
-    def _count_markers(self, groups: Sequence[Group], fate: Fate) -> None:
-        refused = sum(len(group.values) for group, _ in (*fate.refused, *fate.left_out))
-        ends = sum(len(group.values) for group in groups) - refused
-        self._shared.instruments.counter("gpustream_remote_write_markers_total").inc(ends)
+
+def _samples(groups: Iterable[SampleGroup]) -> int:
+    return sum([len(group.values) for group in groups])
 
 
 def _values(refused: Iterable[Refused]) -> Counter[str]:
@@ -173,29 +287,28 @@ def _values(refused: Iterable[Refused]) -> Counter[str]:
     return values
 
 
-def _end(read: _Read, fate: Fate | None) -> tuple[Outcome, str]:
+def _outcome(read: _TickRecord, result: Delivered | None) -> tuple[Outcome, str]:
     """What became of a record, and why: a reason to count by, or what its dead letter says."""
     if read.error:
         return "dead_lettered", read.error
-    if read.tick is None or fate is None:
+    if read.tick is None or result is None:
         return "duplicate", ""
-    if not fate.refused:
-        return ("dropped", LEFT_OUT) if fate.left_out and fate.nothing_of(read.tick.groups) else ("delivered", "")
-    reasons = {refusal.reason for _, refusal in fate.refused}
+    if not result.refused:
+        all_left_out = result.left_out and result.nothing_of(read.tick.groups)
+        return ("dropped", LEFT_OUT) if all_left_out else ("delivered", "")
+    reasons = {refusal.reason for _, refusal in result.refused}
     if reasons <= UNTIMELY:
         return "dropped", min(reasons)
-    return "dead_lettered", describe(fate)
+    return "dead_lettered", describe(result)
 
 
-def describe(fate: Fate) -> str:
+def describe(result: Delivered) -> str:
     """One line on what was refused: what was said, and which series, the first few of them by name and labels."""
-    refusal = fate.refused[0][1]
-    names = [_name(group, row) for group, _ in fate.refused for row in range(len(group.values))]
+    refusal = result.refused[0][1]
+    names = []
+    for group, _ in result.refused:
+        for row in group.series.rows:
+            pairs = ",".join(f'{name}="{value[:64]}"' for name, value in sorted((*group.series.labels, *row.labels)))
+            names.append(f"{row.name}{{{pairs}}}")
     more = f" and {len(names) - _SERIES_NAMED} more series" if len(names) > _SERIES_NAMED else ""
     return f"{refusal.reason}: {refusal.text}: {', '.join(names[:_SERIES_NAMED])}{more}"
-
-
-def _name(group: Group, number: int) -> str:
-    row = group.block.rows[number]
-    pairs = ",".join(f'{name}="{value[:64]}"' for name, value in sorted((*group.block.labels, *row.labels)))
-    return f"{row.name}{{{pairs}}}"

@@ -8,22 +8,82 @@ On failure: an outage of the receiver or of Kafka is waited for; what the receiv
 import asyncio
 
 from delivery.positions import WHOLE
+from sinks import outcomes
 from sinks.consumer import GroupReader, Source
 from sinks.dead_letters import DeadLetters, connecting
-from sinks.labels import default_labels
-from sinks.outcomes import Outcomes
-from sinks.remote_write.alert_partition import AlertPartition
-from sinks.remote_write.alert_series import AlertSeries
+from sinks.outcomes import OnOutcome, Outcomes
+from sinks.remote_write.alerts import AlertPartition, AlertSeries
 from sinks.remote_write.config import RemoteWriteSettings
-from sinks.remote_write.deliver import Deliverer
-from sinks.remote_write.instruments import COMPONENT, INSTRUMENTS
-from sinks.remote_write.partition import OnOutcome, RemoteWritePartition, Shared
-from sinks.remote_write.series import Series
-from sinks.remote_write.transmit import Client, Transmitter
+from sinks.remote_write.partition import OpenSeries, RemoteWritePartition, Shared
+from sinks.remote_write.refusals import Deliverer
+from sinks.remote_write.send import Client, RemoteWriteSender
+from sinks.series.translation import Translator
 from topics.alerts import TOPIC as ALERTS
 from topics.attributed import TOPIC
-from topics.instruments import Instruments
+from topics.instruments import Instrument, Instruments
 from topics.sender import Sender
+
+COMPONENT = "remote_write"
+
+INSTRUMENTS: tuple[Instrument, ...] = (
+    *outcomes.instruments(COMPONENT),
+    Instrument(
+        "gpustream_remote_write_values_delivered_total",
+        "counter",
+        "Values of metrics that the receiver accepted, without derived series and staleness markers.",
+    ),
+    Instrument(
+        "gpustream_remote_write_values_refused_total",
+        "counter",
+        "Values of metrics that the receiver refused, by reason.",
+        ("reason",),
+    ),
+    Instrument(
+        "gpustream_remote_write_values_left_out_total",
+        "counter",
+        "Values of metrics that were not sent, because the receiver refused their series in the ten minutes before, by "
+        "the reason of that.",
+        ("reason",),
+    ),
+    Instrument(
+        "gpustream_remote_write_series_left_out",
+        "gauge",
+        "Series that are not sent for ten minutes, because the receiver refused them.",
+    ),
+    Instrument(
+        "gpustream_remote_write_values_clashing_total",
+        "counter",
+        "Samples left out because another device of the tick has the same labels.",
+    ),
+    Instrument(
+        "gpustream_remote_write_alert_samples_refused_total",
+        "counter",
+        "Samples of gpu_alert_firing that the receiver refused, by reason; left_out: not sent for that.",
+        ("reason",),
+    ),
+    Instrument(
+        "gpustream_remote_write_samples_accepted_total", "counter", "Samples accepted, with derived ones and markers."
+    ),
+    Instrument("gpustream_remote_write_markers_total", "counter", "Series ended with a staleness marker."),
+    Instrument(
+        "gpustream_remote_write_requests_total",
+        "counter",
+        "Attempts, by protocol and what the answer meant.",
+        ("protocol", "result"),
+    ),
+    Instrument(
+        "gpustream_remote_write_request_seconds",
+        "histogram",
+        "How long an attempt took.",
+        buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0),
+    ),
+    Instrument("gpustream_remote_write_request_bytes_total", "counter", "Bytes sent, compressed."),
+    Instrument(
+        "gpustream_remote_write_receiver_failing",
+        "gauge",
+        "1 while the receiver does not answer, answers with a failure, or refuses everything, else 0.",
+    ),
+)
 
 
 class RemoteWriteSink:
@@ -37,7 +97,7 @@ class RemoteWriteSink:
         self._instruments = Instruments(INSTRUMENTS)
         self.registry = self._instruments.registry
         self._reader: GroupReader | None = None
-        self._transmitter: Transmitter | None = None
+        self._receiver: RemoteWriteSender | None = None
 
     async def run(self, stop: asyncio.Event) -> None:
         """Deliver until ``stop``; returns within 8 s of it. Raises what cannot be waited for."""
@@ -52,38 +112,34 @@ class RemoteWriteSink:
 
     def not_ready(self) -> list[str]:
         """Why nothing is delivered; empty when all is well."""
-        if self._reader is None or self._transmitter is None:
+        if self._reader is None or self._receiver is None:
             return ["not started"]
-        failing = self._transmitter.failing
+        failing = self._receiver.failing
         return [*self._reader.not_ready(), *([f"the receiver does not accept: {failing}"] if failing else [])]
 
     def _assemble(self, client: Client, sender: Sender) -> GroupReader:
         settings = self.settings
-        outcomes = Outcomes(COMPONENT, self._instruments)
-        self._transmitter = Transmitter(client.post, settings.protocol, self._instruments)
+        self._receiver = RemoteWriteSender(client.post, settings.protocol, self._instruments)
         shared = Shared(
-            deliverer=Deliverer(self._transmitter, self._instruments),
+            deliverer=Deliverer(self._receiver, self._instruments),
             letters=DeadLetters(sender, "sink remote-write"),
-            outcomes=outcomes,
+            outcomes=Outcomes(COMPONENT, self._instruments),
             instruments=self._instruments,
             slots=asyncio.Semaphore(settings.max_in_flight),
             max_samples=settings.max_request_samples,
             stale_after_s=settings.stale_after_s,
             on_outcome=self._on_outcome,
         )
-        return GroupReader(settings, self._sources(shared), outcomes)
-
-    def _sources(self, shared: Shared) -> list[Source]:
-        settings = self.settings
-        label_set = settings.labels or default_labels(settings.names)
 
         def samples(_: int) -> RemoteWritePartition:
-            return RemoteWritePartition(Series(settings.names, label_set, settings.max_labels), shared)
+            translator = Translator(settings.names, settings.label_set, settings.max_labels)
+            return RemoteWritePartition(OpenSeries(translator), shared)
 
         def alerts(_: int) -> AlertPartition:
             return AlertPartition(AlertSeries(settings.max_labels), shared)
 
-        return [
+        sources = [
             Source(TOPIC.name, samples, settings.from_, settings.stale_after_s),
             Source(ALERTS.name, alerts, settings.from_, WHOLE),
         ]
+        return GroupReader(settings, sources, shared.outcomes)

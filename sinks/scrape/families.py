@@ -1,6 +1,6 @@
-"""Devices as the client library's metric families. Pure.
+"""Series as the client library's metric families. Pure.
 
-In:       devices, each with its labels, its series and their values.
+In:       sets of series, with their values.
 Out:      ``Metric`` families in the order of their names, without timestamps (a scraper adds its own), for any of the
           library's expositions.
 Source:   OpenMetrics 1.0 for the types: a counter's sample ends in ``_total`` and its family does not, so that a
@@ -15,9 +15,10 @@ from prometheus_client import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-from sinks.blocks import Kind, Rows, Subject
-from sinks.tenants import Labels
-from topics.catalogue import CATALOGUE, DERIVED, FURTHER, HOLDERS, POD_INFO, series
+from sinks.series.labels import Labels
+from sinks.series.model import Kind, SampleGroup, SeriesSet, Subject
+from topics.catalogue import CATALOGUE, DERIVED, FURTHER, HOLDERS, POD_INFO
+from topics.catalogue import series as catalogue_series
 from topics.metric import Profile
 
 _TOTAL = "_total"
@@ -32,28 +33,6 @@ class About(NamedTuple):
     help: str
 
 
-class Lines(NamedTuple):
-    """The series of one device under one label set, with all labels of each. Made once, used often, never changed."""
-
-    labels: Labels
-    rows: Rows
-    pairs: tuple[dict[str, str], ...]
-    subject: Subject = "metrics"
-
-
-class Device(NamedTuple):
-    """A device at one time: a value for each of its rows."""
-
-    lines: Lines
-    values: Sequence[float]
-
-
-def lines(labels: Labels, rows: Rows, subject: Subject = "metrics") -> Lines:
-    """The series of a device but for their values; those with the same labels share them."""
-    pairs = {row.labels: dict(sorted((*labels, *row.labels))) for row in rows}
-    return Lines(labels, rows, tuple(pairs[row.labels] for row in rows), subject)
-
-
 def abouts(names: Profile) -> dict[str, About]:
     """The family of each series name of a profile. One that several keys share says what each of them is."""
     found: dict[str, tuple[Kind, dict[str, None]]] = {}
@@ -64,7 +43,7 @@ def abouts(names: Profile) -> dict[str, About]:
 
 
 def _named(names: Profile) -> Iterator[tuple[str, Kind, str]]:
-    for key, many in series(names).items():
+    for key, many in catalogue_series(names).items():
         metric = CATALOGUE[key]
         for one in many:
             yield one.name, metric.kind if one.bits is None else "gauge", metric.help
@@ -83,7 +62,7 @@ def _about(name: str, kind: Kind, text: str) -> About:
 
 
 class Families(Collector):
-    """What a scrape shows: devices as they were when this was made. ``given_up`` ends a rendering between families.
+    """What a scrape shows: series as they were when this was made. ``given_up`` ends a rendering between families.
 
     ``names``: only the series with one of these names; None: all.
     """
@@ -91,12 +70,12 @@ class Families(Collector):
     def __init__(
         self,
         known: Mapping[str, About],
-        devices: Iterable[Device],
+        groups: Iterable[SampleGroup],
         given_up: Callable[[], bool] = lambda: False,
         names: Collection[str] | None = None,
     ) -> None:
         self._known = known
-        self._devices = tuple(devices)
+        self._groups = tuple(groups)
         self._given_up = given_up
         self._names = names
 
@@ -115,15 +94,23 @@ class Families(Collector):
         """The samples by name. Of those that are the same series the first is shown: a series has one value."""
         samples: dict[str, list[Sample]] = {}
         shown: set[tuple[Subject, Labels]] = set()
-        for (labels, rows, pairs, subject), values in self._devices:
-            if (subject, labels) in shown:
+        for series, _, values in self._groups:
+            if series.identity in shown:
                 continue
-            shown.add((subject, labels))
-            for row, pair, value in zip(rows, pairs, values, strict=True):
-                if self._names is not None and row.name not in self._names:
-                    continue
-                samples.setdefault(row.name, []).append(Sample(row.name, pair, value))
+            shown.add(series.identity)
+            for row, pairs, value in zip(series.rows, _all_labels(series), values, strict=True):
+                if self._names is None or row.name in self._names:
+                    samples.setdefault(row.name, []).append(Sample(row.name, pairs, value))
         return samples
+
+
+def _all_labels(series: SeriesSet) -> Sequence[dict[str, str]]:
+    """All labels of each row: made once, used often, never changed; rows with the same labels share them."""
+    made: Sequence[dict[str, str]] | None = series.cache.get(_all_labels)
+    if made is None:
+        pairs = {row.labels: dict(sorted((*series.labels, *row.labels))) for row in series.rows}
+        made = series.cache[_all_labels] = tuple(pairs[row.labels] for row in series.rows)
+    return made
 
 
 class GivenUp(Exception):

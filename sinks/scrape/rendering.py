@@ -1,9 +1,9 @@
 """What a scrape gets, rendered beside the event loop.
 
-In:       the devices to show, taken on the loop when a rendering begins: tuples that nobody changes.
+In:       the series to show, taken on the loop when a rendering begins: tuples that nobody changes.
 Out:      bytes, compressed or not.
 State:    what is being rendered: one thing at a time, on one thread; scrapes that ask for the same meanwhile share it.
-On failure: a rendering's error is that of every scrape that waits for it; the next scrape begins anew.
+On failure: a rendering's error is that of every scrape that waits for it; the next scrape begins again.
 """
 
 import asyncio
@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from sinks.scrape.families import Device, Families, GivenUp, abouts
+from sinks.scrape.families import Families, GivenUp, abouts
 from sinks.scrape.formats import Format
+from sinks.series.model import SampleGroup
 from topics.metric import Profile
 
 _LEVEL = 6
@@ -27,18 +28,22 @@ _Key = tuple[Format, Names, int | None]
 
 
 class Renderings:
-    """Renders what ``devices`` gives, in a naming profile."""
+    """Renders what ``series`` gives, in a naming profile."""
 
-    def __init__(self, names: Profile, devices: Callable[[], Iterable[Device]]) -> None:
+    def __init__(self, names: Profile, series: Callable[[], Iterable[SampleGroup]]) -> None:
         self._known = abouts(names)
-        self._devices = devices
+        self._series = series
         self._thread = ThreadPoolExecutor(1, "scrape")
         self._under_way: dict[_Key, asyncio.Future[bytes]] = {}
         self._closed = False
 
     async def text(self, format_: Format, names: Names = None) -> bytes:
         """The exposition now, or as it was when the rendering of it that is under way began."""
-        return await self._share((format_, names, None), lambda: self._begin(format_, names))
+
+        def begin() -> Callable[[], bytes]:
+            return partial(format_.encode, Families(self._known, self._series(), lambda: self._closed, names))
+
+        return await self._share((format_, names, None), begin)
 
     async def compressed(self, format_: Format, names: Names = None) -> bytes:
         """The same, compressed by gzip."""
@@ -49,10 +54,6 @@ class Renderings:
         """Give up what is under way, and what waits for it."""
         self._closed = True
         self._thread.shutdown(wait=False, cancel_futures=True)
-
-    def _begin(self, format_: Format, names: Names) -> Callable[[], bytes]:
-        families = Families(self._known, self._devices(), lambda: self._closed, names)
-        return partial(format_.encode, families)
 
     async def _share(self, key: _Key, begin: Callable[[], Callable[[], bytes]]) -> bytes:
         """The result of what is under way under that key, else of what ``begin`` gives to do."""

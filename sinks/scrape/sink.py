@@ -13,13 +13,13 @@ from collections.abc import AsyncIterator
 from sinks import outcomes
 from sinks.consumer import GroupReader, Source
 from sinks.dead_letters import DeadLetters, connecting
-from sinks.labels import default_labels
-from sinks.outcomes import Outcomes
+from sinks.outcomes import OnOutcome, Outcomes
 from sinks.scrape.config import ScrapeSettings
-from sinks.scrape.families import Device
-from sinks.scrape.latest import VALUES, LatestOfPartition, OnOutcome, Shared
+from sinks.scrape.partition import VALUES, ScrapePartition, ScrapeShared
 from sinks.scrape.rendering import Renderings
 from sinks.scrape.server import serving
+from sinks.series.model import SampleGroup
+from sinks.series.translation import Translator
 from topics.attributed import TOPIC
 from topics.instruments import Instrument, Instruments
 from topics.sender import Sender
@@ -44,7 +44,7 @@ class ScrapeSink:
         self._on_outcome = on_outcome
         self._instruments = Instruments(INSTRUMENTS)
         self.registry = self._instruments.registry
-        self._partitions: weakref.WeakSet[LatestOfPartition] = weakref.WeakSet()
+        self._partitions: weakref.WeakSet[ScrapePartition] = weakref.WeakSet()
         self._reader: GroupReader | None = None
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -58,40 +58,37 @@ class ScrapeSink:
         """Why not everything is shown; empty when it is."""
         return self._reader.not_ready() if self._reader is not None else ["not started"]
 
-    def devices(self) -> list[Device]:
+    def series(self) -> list[SampleGroup]:
         """What a scrape shows now."""
         partitions = sorted(self._partitions, key=lambda one: one.partition)
-        return [device for partition in partitions for device in partition.devices()]
+        return [group for partition in partitions for group in partition.series()]
 
     def _assemble(self, sender: Sender) -> GroupReader:
         settings = self.settings
-        shared = Shared(
-            names=settings.names,
-            label_set=settings.labels or default_labels(settings.names),
-            max_labels=settings.max_labels,
+        shared = ScrapeShared(
+            translator=Translator(settings.names, settings.label_set, settings.max_labels),
             stale_after_s=settings.stale_after_s,
             outcomes=Outcomes(COMPONENT, self._instruments),
             instruments=self._instruments,
             letters=DeadLetters(sender, "sink scrape"),
             on_outcome=self._on_outcome,
         )
-        source = Source(
-            TOPIC.name, lambda number: self._partition(number, shared), settings.from_, settings.stale_after_s
-        )
-        return GroupReader(settings, [source], shared.outcomes)
 
-    def _partition(self, partition: int, shared: Shared) -> LatestOfPartition:
-        """A handler; it is known here for as long as the reader has a use for it."""
-        handler = LatestOfPartition(partition, shared)
-        self._partitions.add(handler)
-        return handler
+        def handler(number: int) -> ScrapePartition:
+            """It is known here for as long as the reader has a use for it."""
+            made = ScrapePartition(number, shared)
+            self._partitions.add(made)
+            return made
+
+        source = Source(TOPIC.name, handler, settings.from_, settings.stale_after_s)
+        return GroupReader(settings, [source], shared.outcomes)
 
     @contextlib.asynccontextmanager
     async def _serving(self) -> AsyncIterator[None]:
         if self.settings.scrape_listen is None:
             yield
             return
-        renderings = Renderings(self.settings.names, self.devices)
+        renderings = Renderings(self.settings.names, self.series)
         scrapes = self._instruments.counter("gpustream_scrape_requests_total")
         async with serving(renderings, self.settings.scrape_listen, scrapes.inc) as self.address:
             yield

@@ -19,17 +19,17 @@ from typing import Any, NamedTuple
 import msgspec
 from cramjam import snappy
 
-from sinks.blocks import Group
 from sinks.dead_letters import DeadLetters
 from sinks.outcomes import Outcomes
 from sinks.remote_write import encode_v1, encode_v2
 from sinks.remote_write.config import RemoteWriteSettings
-from sinks.remote_write.deliver import Deliverer
-from sinks.remote_write.instruments import COMPONENT, INSTRUMENTS
-from sinks.remote_write.partition import RemoteWritePartition, Shared
+from sinks.remote_write.partition import OpenSeries, RemoteWritePartition, Shared
 from sinks.remote_write.policy import Protocol
-from sinks.remote_write.series import Series
-from sinks.remote_write.transmit import Client, Transmitter
+from sinks.remote_write.refusals import Deliverer
+from sinks.remote_write.send import Client, RemoteWriteSender
+from sinks.remote_write.sink import COMPONENT, INSTRUMENTS
+from sinks.series.model import SampleGroup
+from sinks.series.translation import Translator
 from topics.attributed import AttributedSample
 from topics.catalogue import CATALOGUE
 from topics.instruments import Instruments
@@ -164,10 +164,10 @@ def stages(records: Sequence[Read]) -> None:
     decoder = msgspec.json.Decoder(AttributedSample)
     samples: list[AttributedSample] = []
     per_cpu_second(lambda: samples.extend(decoder.decode(one.value) for one in records), values, "decode")
-    series = Series("otel", "otel")
+    series = OpenSeries(Translator("otel", "otel"))
     for one in samples:
         series.tick(one)
-    groups: list[list[Group]] = []
+    groups: list[list[SampleGroup]] = []
 
     def play() -> None:
         for one in samples:
@@ -177,10 +177,10 @@ def stages(records: Sequence[Read]) -> None:
 
     play()
     groups.clear()
-    series.forget()
+    series.clear()
     per_cpu_second(play, values, "series")
     batches = [[group for tick in groups[at : at + 32] for group in tick] for at in range(0, len(groups), 32)]
-    encoders: dict[str, Callable[[Sequence[Group]], bytes]] = {
+    encoders: dict[str, Callable[[Sequence[SampleGroup]], bytes]] = {
         "1.0": encode_v1.encode,
         "2.0": encode_v2.Encoder().encode,
     }
@@ -200,7 +200,7 @@ async def all_of_it(records: Sequence[Read], url: str, protocol: Protocol) -> tu
     made = Instruments(INSTRUMENTS)
     client = Client(settings)
     shared = Shared(
-        deliverer=Deliverer(Transmitter(client.post, protocol, made), made),
+        deliverer=Deliverer(RemoteWriteSender(client.post, protocol, made), made),
         letters=DeadLetters(None, ""),  # type: ignore[arg-type] # nothing is refused
         outcomes=Outcomes(COMPONENT, made),
         instruments=made,
@@ -208,7 +208,7 @@ async def all_of_it(records: Sequence[Read], url: str, protocol: Protocol) -> tu
         max_samples=settings.max_request_samples,
         stale_after_s=60.0,
     )
-    handler = RemoteWritePartition(Series("otel", "otel"), shared)
+    handler = RemoteWritePartition(OpenSeries(Translator("otel", "otel")), shared)
     cpu, wall = time.process_time(), time.perf_counter()
     async for _ in handler.deliver(records, asyncio.Event()):
         pass

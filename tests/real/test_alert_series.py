@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from aiokafka import AIOKafkaProducer
 
-from sinks.remote_write import alert_series
+from sinks.remote_write import alerts as alert_series
 from sinks.remote_write.sink import RemoteWriteSink
 from tests.real.remote_write_fleet import balanced, count, ends, running, sink, until
 from tests.real.servers import KafkaServer, PrometheusServer

@@ -124,5 +124,5 @@ async def test_nothing_makes_a_topic_and_all_goes_on_once_they_are_created(
         await until(lambda: all(map(waits_for_topics, every)))
         assert creating.topics() == {}
         await broker.create(creating.address, partitions=2, replication_factor=1)
-        await until(lambda: not any(map(waits_for_topics, every)) and len(scrape.devices()) >= 2)
+        await until(lambda: not any(map(waits_for_topics, every)) and len(scrape.series()) >= 2)
     assert set(creating.topics().values()) == {2}

@@ -24,8 +24,8 @@ from prometheus_client import CollectorRegistry
 
 from producers.instruments import INSTRUMENTS
 from producers.publisher import NodePublisher
-from sinks.blocks import Block, Group, Row
 from sinks.remote_write import encode_v1
+from sinks.series.model import Row, SampleGroup, SeriesSet
 from tests.real.conftest import need
 from tests.real.pipeline import Gpustream, lag, read_all
 from tests.real.servers import KafkaServer, PrometheusServer, Series, find_java, find_kafka, find_prometheus
@@ -242,8 +242,8 @@ def _kube_state_metrics(prometheus: PrometheusServer, at_ms: int, devices: Itera
     for (namespace, pod), app in pods.items():
         renamed = (("k8s_namespace_name", namespace), ("k8s_pod_label_app", f"ksm-{app}"), ("k8s_pod_name", pod))
         own = (("label_app", f"ksm-{app}"), ("namespace", namespace), ("pod", pod))
-        groups.append(Group(Block(renamed, (Row("kube_pod_labels"),)), at_ms, [1.0]))
-        groups.append(Group(Block(own, (Row(NOT_RENAMED),)), at_ms, [1.0]))
+        groups.append(SampleGroup(SeriesSet(renamed, (Row("kube_pod_labels"),)), at_ms, [1.0]))
+        groups.append(SampleGroup(SeriesSet(own, (Row(NOT_RENAMED),)), at_ms, [1.0]))
     body = bytes(cramjam.snappy.compress_raw(encode_v1.encode(groups)))
     headers = {"Content-Type": "application/x-protobuf", "Content-Encoding": "snappy"}
     request = urllib.request.Request(prometheus.write_url, body, headers)  # noqa: S310 - http, and ours

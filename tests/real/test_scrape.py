@@ -16,7 +16,6 @@ import pytest
 from aiokafka import AIOKafkaProducer
 
 from delivery.values import Address
-from sinks.labels import LABEL_SETS, LabelSet
 from sinks.scrape import server
 from sinks.scrape.config import ScrapeSettings
 from sinks.scrape.families import abouts
@@ -24,6 +23,7 @@ from sinks.scrape.formats import OPENMETRICS, TEXT, Format, accepted
 from sinks.scrape.rendering import Renderings
 from sinks.scrape.server import serving
 from sinks.scrape.sink import ScrapeSink
+from sinks.series.labels import LABEL_SETS, LabelSet
 from tests.real.conftest import need
 from tests.real.servers import KafkaServer, PrometheusServer, find_prometheus, find_promtool
 from tests.sinks.scrape.fleet import exposed, full_node, node, samples

@@ -16,7 +16,7 @@ from aiohttp import web
 from sinks import http as module
 from sinks.remote_write.config import RemoteWriteSettings
 from sinks.remote_write.policy import Answer
-from sinks.remote_write.transmit import Client
+from sinks.remote_write.send import Client
 
 TLS = Path(__file__).parent / "tls"
 

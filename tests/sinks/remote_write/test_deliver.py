@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sinks.blocks import Block, Group, Row
-from sinks.remote_write.deliver import Deliverer, Fate
-from sinks.remote_write.instruments import INSTRUMENTS
 from sinks.remote_write.policy import Answer, Protocol
-from sinks.remote_write.transmit import Transmitter
+from sinks.remote_write.refusals import Delivered, Deliverer
+from sinks.remote_write.send import RemoteWriteSender
+from sinks.remote_write.sink import INSTRUMENTS
+from sinks.series.model import Row, SampleGroup, SeriesSet
 from tests.sinks.remote_write.receivers import Receiver
 from tests.sinks.remote_write.wire import Sample, read_v1, unsnappy
 from topics.instruments import Instruments
@@ -19,14 +19,14 @@ from topics.instruments import Instruments
 ROWS = tuple(Row(f"m{number}") for number in range(4))
 
 
-def tick(node: int, ts_ms: int = 5, devices: int = 2) -> list[Group]:
+def tick(node: int, ts_ms: int = 5, devices: int = 2) -> list[SampleGroup]:
     names = [(("device", str(device)), ("node", str(node))) for device in range(devices)]
-    return [Group(Block(labels, ROWS), ts_ms, [float(row) for row in range(len(ROWS))]) for labels in names]
+    return [SampleGroup(SeriesSet(labels, ROWS), ts_ms, [float(row) for row in range(len(ROWS))]) for labels in names]
 
 
-async def send(receiver: Receiver, ticks: Sequence[Sequence[Group]], protocol: Protocol) -> list[Fate]:
+async def send(receiver: Receiver, ticks: Sequence[Sequence[SampleGroup]], protocol: Protocol) -> list[Delivered]:
     made = Instruments(INSTRUMENTS)
-    deliverer = Deliverer(Transmitter(receiver.post, protocol, made, first_s=0.0, probe_s=0.0), made)
+    deliverer = Deliverer(RemoteWriteSender(receiver.post, protocol, made, first_s=0.0, probe_s=0.0), made)
     await deliverer.deliver([[GOOD]], asyncio.Event())
     return await deliverer.deliver(ticks, asyncio.Event())
 
@@ -36,13 +36,13 @@ def identity(sample: Sample) -> tuple[int, int, str]:
     return int(labels["node"]), int(labels["device"]), labels["__name__"]
 
 
-def named(fates: Sequence[Fate]) -> set[tuple[int, int, str]]:
+def named(fates: Sequence[Delivered]) -> set[tuple[int, int, str]]:
     """What the fates say was refused."""
     return {
-        (node, int(dict(group.block.labels)["device"]), row.name)
+        (node, int(dict(group.series.labels)["device"]), row.name)
         for node, fate in enumerate(fates)
         for group, _ in fate.refused
-        for row in group.block.rows
+        for row in group.series.rows
     }
 
 
@@ -103,7 +103,7 @@ async def test_the_earlier_half_goes_first() -> None:
         return Answer(204 if len(order) != 2 else 400)
 
     made = Instruments(INSTRUMENTS)
-    deliverer = Deliverer(Transmitter(refuse_many, "1.0", made), made)
+    deliverer = Deliverer(RemoteWriteSender(refuse_many, "1.0", made), made)
     await deliverer.deliver([[GOOD]], asyncio.Event())
     await deliverer.deliver([tick(node) for node in range(4)], asyncio.Event())
     assert order == [[9], [0, 1, 2, 3], [9], [0, 1], [2, 3]]
@@ -111,5 +111,5 @@ async def test_the_earlier_half_goes_first() -> None:
 
 async def test_a_tick_without_samples_is_delivered_by_doing_nothing() -> None:
     receiver = Receiver()
-    assert await send(receiver, [[], []], "1.0") == [Fate(), Fate()]
+    assert await send(receiver, [[], []], "1.0") == [Delivered(), Delivered()]
     assert receiver.requests == 1

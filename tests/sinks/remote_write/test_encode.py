@@ -7,11 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sinks.blocks import Block, Group, Row
 from sinks.remote_write import encode_v1, encode_v2
 from sinks.remote_write.protobuf import fixed_varint, varint
-from sinks.remote_write.series import STALE
-from sinks.tenants import Labels
+from sinks.series.labels import Labels
+from sinks.series.model import STALE, Row, SampleGroup, SeriesSet
 from tests.sinks.remote_write.wire import Sample, bits, metadata_v2, read_v1, read_v2
 
 ENCODERS: dict[str, Any] = {
@@ -41,14 +40,14 @@ NUMBERS = st.floats(width=64) | st.integers(0, 2**60) | st.sampled_from([0, 0.0,
 
 
 @st.composite
-def groups(draw: st.DrawFn) -> list[Group]:
+def groups(draw: st.DrawFn) -> list[SampleGroup]:
     """Groups, several of which may be of one block."""
-    blocks = [Block(draw(pairs(DEVICE_NAMES)), tuple(draw(ROWS))) for _ in range(draw(st.integers(1, 3)))]
+    blocks = [SeriesSet(draw(pairs(DEVICE_NAMES)), tuple(draw(ROWS))) for _ in range(draw(st.integers(1, 3)))]
     chosen = draw(st.lists(st.sampled_from(blocks), min_size=1, max_size=5))
-    return [Group(block, draw(TIMES), [draw(NUMBERS) for _ in block.rows]) for block in chosen]
+    return [SampleGroup(block, draw(TIMES), [draw(NUMBERS) for _ in block.rows]) for block in chosen]
 
 
-def meant(of: list[Group]) -> list[Sample]:
+def meant(of: list[SampleGroup]) -> list[Sample]:
     """What a receiver must read."""
     return [
         Sample(tuple(sorted((*block.labels, ("__name__", row.name), *row.labels))), ts_ms, bits(float(value)))
@@ -59,7 +58,7 @@ def meant(of: list[Group]) -> list[Sample]:
 
 @protocols
 @given(made=groups())
-def test_a_receiver_reads_the_labels_sorted_and_each_value_to_the_bit(protocol: str, made: list[Group]) -> None:
+def test_a_receiver_reads_the_labels_sorted_and_each_value_to_the_bit(protocol: str, made: list[SampleGroup]) -> None:
     encoder, read = ENCODERS[protocol]
     samples = read(encoder()(made))
     assert samples == meant(made)
@@ -72,7 +71,7 @@ def test_a_receiver_reads_the_labels_sorted_and_each_value_to_the_bit(protocol: 
 @protocols
 @given(first=groups(), second=groups())
 def test_what_an_encoder_keeps_does_not_change_what_it_writes(
-    protocol: str, first: list[Group], second: list[Group]
+    protocol: str, first: list[SampleGroup], second: list[SampleGroup]
 ) -> None:
     encoder, read = ENCODERS[protocol]
     encode = encoder()
@@ -83,26 +82,26 @@ def test_what_an_encoder_keeps_does_not_change_what_it_writes(
 @protocols
 def test_a_staleness_marker_keeps_its_bits(protocol: str) -> None:
     encoder, read = ENCODERS[protocol]
-    made = Group(Block((("gpu", "0"),), (Row("gpu_up"),)), 5, [STALE])
+    made = SampleGroup(SeriesSet((("gpu", "0"),), (Row("gpu_up"),)), 5, [STALE])
     assert [sample.bits for sample in read(encoder()([made]))] == [0x7FF0000000000002]
 
 
 @protocols
 def test_ten_thousand_label_values_have_room(protocol: str) -> None:
     encoder, read = ENCODERS[protocol]
-    made = [Group(Block((("pod", f"p{number}"),), (Row("up"),)), 1, [number]) for number in range(20_000)]
+    made = [SampleGroup(SeriesSet((("pod", f"p{number}"),), (Row("up"),)), 1, [number]) for number in range(20_000)]
     assert read(encoder()(made)) == meant(made)
 
 
 def test_2_0_says_type_and_help_of_each_metric() -> None:
     rows = (Row("gpu_energy", kind="counter", help="Energy."), Row("gpu_power", help="Power."))
-    body = encode_v2.Encoder().encode([Group(Block((("gpu", "0"),), rows), 5, [1, 2])])
+    body = encode_v2.Encoder().encode([SampleGroup(SeriesSet((("gpu", "0"),), rows), 5, [1, 2])])
     assert metadata_v2(body) == {"gpu_energy": (1, "Energy."), "gpu_power": (2, "Power.")}
 
 
 def test_2_0_writes_each_string_once() -> None:
-    block = Block((("host_name", "n1"), ("node", "n1")), (Row("a", help="n1"), Row("b", help="n1")))
-    body = encode_v2.Encoder().encode([Group(block, 1, [1, 2]), Group(block, 2, [1, 2])])
+    block = SeriesSet((("host_name", "n1"), ("node", "n1")), (Row("a", help="n1"), Row("b", help="n1")))
+    body = encode_v2.Encoder().encode([SampleGroup(block, 1, [1, 2]), SampleGroup(block, 2, [1, 2])])
     assert body.count(b"n1") == body.count(b"host_name") == 1
 
 
@@ -110,12 +109,12 @@ def test_an_encoder_starts_over_before_its_constant_symbols_are_too_many() -> No
     encoder = encode_v2.Encoder()
     for number in range(3):
         rows = tuple(Row(f"m{number}_{row}") for row in range(5000))
-        made = [Group(Block((("gpu", "0"),), rows), 1, [1.0] * 5000)]
+        made = [SampleGroup(SeriesSet((("gpu", "0"),), rows), 1, [1.0] * 5000)]
         assert read_v2(encoder.encode(made)) == meant(made)
 
 
 @given(st.integers(0, 2**63 - 1))
 def test_a_padded_varint_is_read_as_the_number(number: int) -> None:
     assert varint(number) == fixed_varint(number, len(varint(number)))
-    group = [Group(Block((("gpu", "0"),), (Row("up"),)), number, [1])]
+    group = [SampleGroup(SeriesSet((("gpu", "0"),), (Row("up"),)), number, [1])]
     assert read_v1(encode_v1.encode(group))[0].ts_ms == number

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from sinks.dead_letters import Abandoned, DeadLetters
 from sinks.outcomes import Outcome, Outcomes
-from sinks.remote_write.deliver import Deliverer
-from sinks.remote_write.instruments import COMPONENT, INSTRUMENTS
-from sinks.remote_write.partition import RemoteWritePartition, Shared
+from sinks.remote_write.partition import OpenSeries, RemoteWritePartition, Shared
 from sinks.remote_write.policy import Protocol
-from sinks.remote_write.series import Series
-from sinks.remote_write.transmit import Transmitter
+from sinks.remote_write.refusals import Deliverer
+from sinks.remote_write.send import RemoteWriteSender
+from sinks.remote_write.sink import COMPONENT, INSTRUMENTS
+from sinks.series.translation import Translator
 from tests.sinks.conftest import KEYS, SERIES, device, sample
 from tests.sinks.records import FakeSender, Read, record
 from tests.sinks.remote_write.receivers import Receiver
@@ -45,7 +45,7 @@ class Setup:
         self.outcomes: list[tuple[str, int, Outcome]] = []
         self.steps: list[int] = []
         self.abandon = asyncio.Event()
-        self.transmitter = Transmitter(self.receiver.post, protocol, self.made, first_s=0.0, probe_s=probe_s)
+        self.transmitter = RemoteWriteSender(self.receiver.post, protocol, self.made, first_s=0.0, probe_s=probe_s)
         shared = Shared(
             deliverer=Deliverer(self.transmitter, self.made, lambda: self.now_s),
             letters=DeadLetters(self.sender, "sink remote-write"),  # type: ignore[arg-type] # a fake
@@ -56,7 +56,7 @@ class Setup:
             stale_after_s=0.0,
             on_outcome=lambda _cluster, node, _run, seq, outcome: self.outcomes.append((node, seq, outcome)),
         )
-        self.handler = RemoteWritePartition(Series("otel", "otel"), shared)
+        self.handler = RemoteWritePartition(OpenSeries(Translator("otel", "otel")), shared)
 
     async def deliver(self, *records: Read) -> None:
         self.counted.read(len(records))

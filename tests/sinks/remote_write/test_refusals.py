@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sinks.blocks import Block, Group, Row
 from sinks.dead_letters import Abandoned
-from sinks.remote_write.deliver import BUDGET
-from sinks.remote_write.left_out import GROWS_EVERY_S, LEFT_OUT_S
 from sinks.remote_write.policy import Answer, Protocol
+from sinks.remote_write.refusals import BUDGET, GROWS_EVERY_S, LEFT_OUT_S
+from sinks.series.model import Row, SampleGroup, SeriesSet
 from tests.sinks.conftest import device, sample
 from tests.sinks.receivers import until
 from tests.sinks.records import Read, record
@@ -261,7 +260,9 @@ async def test_a_receiver_that_begins_to_refuse_everything_in_the_middle_dead_le
 
 async def test_of_many_partitions_that_wait_one_asks_at_a_time() -> None:
     one = Setup(Receiver(always=Answer(403, "disabled")), probe_s=0.05)
-    groups = [Group(Block((("node", str(node)),), (Row("up"), Row("down"))), 5, [1.0, 0.0]) for node in range(20)]
+    groups = [
+        SampleGroup(SeriesSet((("node", str(node)),), (Row("up"), Row("down"))), 5, [1.0, 0.0]) for node in range(20)
+    ]
     waiting = [asyncio.ensure_future(one.transmitter.send([group], one.abandon)) for group in groups]
     await until(lambda: one.receiver.requests >= 4)
     assert one.receiver.sizes == [2] + [1] * (one.receiver.requests - 1)

@@ -8,8 +8,9 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as text_families
 from prometheus_client.samples import Sample
 
-from sinks.scrape.families import Device, Families, abouts
+from sinks.scrape.families import Families, abouts
 from sinks.scrape.formats import OPENMETRICS, TEXT, TEXT_1, Format
+from sinks.series.model import SampleGroup
 from topics.attributed import AttributedSample
 from topics.catalogue import CATALOGUE
 from topics.metric import Profile
@@ -71,9 +72,9 @@ def full_node() -> AttributedSample:
     )
 
 
-def exposed(devices: Iterable[Device], names: Profile = "otel", format_: Format = TEXT) -> str:
+def exposed(groups: Iterable[SampleGroup], names: Profile = "otel", format_: Format = TEXT) -> str:
     """What a scraper gets."""
-    return format_.encode(Families(abouts(names), devices)).decode()
+    return format_.encode(Families(abouts(names), groups)).decode()
 
 
 def parsed(text: str, format_: Format = TEXT) -> list[Metric]:

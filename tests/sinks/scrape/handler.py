@@ -8,12 +8,13 @@ from typing import Any
 import msgspec
 
 from sinks.dead_letters import DeadLetters, Record
-from sinks.labels import LabelSet
 from sinks.outcomes import Outcome, Outcomes
-from sinks.scrape.families import Device
 from sinks.scrape.formats import TEXT, Format
-from sinks.scrape.latest import LatestOfPartition, Shared
+from sinks.scrape.partition import ScrapePartition, ScrapeShared
 from sinks.scrape.sink import COMPONENT, INSTRUMENTS
+from sinks.series.labels import LabelSet
+from sinks.series.model import SampleGroup
+from sinks.series.translation import Translator
 from tests.sinks.scrape.fleet import exposed
 from topics.attributed import AttributedSample
 from topics.instruments import Instruments
@@ -57,9 +58,8 @@ class Bench:
 
     def __post_init__(self) -> None:
         """Makes the handler."""
-        shared = Shared(
-            names=self.names,
-            label_set=self.label_set,
+        shared = ScrapeShared(
+            translator=Translator(self.names, self.label_set),
             stale_after_s=60.0,
             outcomes=Outcomes(COMPONENT, self.instruments),
             instruments=self.instruments,
@@ -67,7 +67,7 @@ class Bench:
             on_outcome=lambda cluster, node, run_id, seq, outcome: self.told.append((node, seq, outcome)),
             now_s=lambda: self.now_s,
         )
-        self.handler = LatestOfPartition(0, shared)
+        self.handler = ScrapePartition(0, shared)
 
     async def deliver(self, *records: FakeRecord) -> list[int]:
         """Delivers the records; gives the offsets to commit."""
@@ -76,7 +76,7 @@ class Bench:
 
     def shown(self, format_: Format = TEXT) -> str:
         """What a scrape gets."""
-        return exposed(self.handler.devices(), self.names, format_)
+        return exposed(self.handler.series(), self.names, format_)
 
     def counted(self, name: str) -> float:
         """A counter's value."""
@@ -85,8 +85,8 @@ class Bench:
         return value
 
 
-def shown(tick: AttributedSample, names: Profile, label_set: LabelSet) -> list[Device]:
+def shown(tick: AttributedSample, names: Profile, label_set: LabelSet) -> list[SampleGroup]:
     """What is shown of a tick."""
     bench = Bench(names=names, label_set=label_set)
     bench.handler.recall([FakeRecord(msgspec.json.encode(tick))])
-    return list(bench.handler.devices())
+    return list(bench.handler.series())

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sinks.labels import LABEL_SETS, LabelSet, Place, labels, seen
-from sinks.scrape.families import Device, Families, GivenUp, abouts, lines
+from sinks.scrape.families import Families, GivenUp, abouts
 from sinks.scrape.formats import OPENMETRICS, TEXT, Format
+from sinks.series.labels import LABEL_SETS, LabelSet, Place, identity, labels, sole_holder
+from sinks.series.model import SampleGroup, SeriesSet
 from tests.sinks.scrape.fleet import BESIDE, FORMATS, exposed, full_node, node, parsed, samples
 from tests.sinks.scrape.handler import shown
 from topics.attributed import AttributedDevice, Holder
@@ -195,9 +196,10 @@ def test_what_a_tenant_calls_a_pod_is_read_back_as_it_was(odd: str, format_: For
 @every_format
 @pytest.mark.parametrize("broken", ["\ud800", "a\udfffb", "b\udce4"])
 def test_half_a_character_costs_only_itself(broken: str, format_: Format) -> None:
-    pod = seen(Place("c", "n"), AttributedDevice(uuid="GPU-a", holders=(Holder("n", f"p{broken}"),)))
+    held = AttributedDevice(uuid="GPU-a", holders=(Holder("n", f"p{broken}"),))
+    pod = identity(Place("c", "n"), held, sole_holder(held.pods()))
     (device,) = shown(node(GPU), "otel", "otel")
-    made = Device(lines(labels("otel", pod), device.lines.rows), device.values)
+    made = SampleGroup(SeriesSet(labels("otel", pod), device.series.rows), 0, device.values)
     (one,) = samples(exposed([made], format_=format_), format_)
 
     assert one.labels["k8s_pod_name"].startswith("p")
@@ -209,7 +211,9 @@ def test_any_label_and_any_value_are_read_back_as_they_were(model: str, pod: str
     (device,) = shown(node(GPU), "otel", "otel")
     known = (("gpu_model", model), ("k8s_pod_name", pod))
     for format_ in FORMATS.values():
-        (one,) = samples(exposed([Device(lines(known, device.lines.rows), [value])], format_=format_), format_)
+        (one,) = samples(
+            exposed([SampleGroup(SeriesSet(known, device.series.rows), 0, [value])], format_=format_), format_
+        )
         assert one.labels == {**dict(known), "gpu_task_type": "compute"}
         assert one.value == value
 
@@ -217,7 +221,8 @@ def test_any_label_and_any_value_are_read_back_as_they_were(model: str, pod: str
 def test_series_with_the_same_labels_share_them() -> None:
     (device, *_) = shown(full_node(), "dcgm", "dcgm")
 
-    assert len({id(pair) for pair in device.lines.pairs}) == 1
+    families = Families(abouts("dcgm"), [device]).collect()
+    assert len({id(sample.labels) for family in families for sample in family.samples}) == 1
 
 
 def test_a_rendering_that_nobody_waits_for_is_given_up() -> None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 from prometheus_client import Metric
 
-from sinks.labels import LabelSet
+from sinks.series.labels import LabelSet
 from tests.sinks.scrape.fleet import FORMATS, parsed
 from tests.sinks.scrape.handler import Bench, FakeRecord
 from topics.metric import Profile

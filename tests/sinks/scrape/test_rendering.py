@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 import pytest
 from prometheus_client.registry import Collector
 
-from sinks.scrape.families import Device, GivenUp
+from sinks.scrape.families import GivenUp
 from sinks.scrape.formats import OPENMETRICS, TEXT, Format
 from sinks.scrape.rendering import Renderings
+from sinks.series.model import SampleGroup
 from tests.sinks.scrape.fleet import exposed, full_node, node
 from tests.sinks.scrape.handler import shown
 
@@ -50,7 +51,7 @@ class Held:
 
 
 @contextmanager
-def rendering(devices: list[Device]) -> Iterator[Renderings]:
+def rendering(devices: list[SampleGroup]) -> Iterator[Renderings]:
     """Renderings of these devices, closed after."""
     made = Renderings("otel", lambda: devices)
     try:

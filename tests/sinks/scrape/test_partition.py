@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from sinks.scrape.formats import OPENMETRICS
-from sinks.scrape.latest import VALUES
+from sinks.scrape.partition import VALUES
 from tests.sinks.scrape.fleet import parsed, samples
 from tests.sinks.scrape.handler import Bench, FakeRecord
 from topics.attributed import AttributedDevice, AttributedSample, Holder, Parts

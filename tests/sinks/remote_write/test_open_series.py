@@ -7,8 +7,9 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sinks.blocks import Group
-from sinks.remote_write.series import STALE, Series, Tick
+from sinks.remote_write.partition import NodeTick, OpenSeries
+from sinks.series.model import STALE, SampleGroup
+from sinks.series.translation import Translator
 from tests.sinks.conftest import KEYS, SERIES, device, sample
 from topics.attributed import AttributedSample
 
@@ -17,11 +18,11 @@ NOBODY = 0.0
 """The value of gpu_holders of a device that nobody holds."""
 
 
-def series() -> Series:
-    return Series("otel", "otel")
+def series() -> OpenSeries:
+    return OpenSeries(Translator("otel", "otel"))
 
 
-def play(state: Series, *samples: AttributedSample, now_s: float = 0.0) -> list[Tick]:
+def play(state: OpenSeries, *samples: AttributedSample, now_s: float = 0.0) -> list[NodeTick]:
     ticks = []
     for one in samples:
         ticks.append(state.tick(one))
@@ -29,12 +30,12 @@ def play(state: Series, *samples: AttributedSample, now_s: float = 0.0) -> list[
     return ticks
 
 
-def ended(groups: Sequence[Group]) -> list[tuple[int, str, str | None]]:
+def ended(groups: Sequence[SampleGroup]) -> list[tuple[int, str, str | None]]:
     """Time, name and pod of the series that end."""
     return sorted(
-        (group.ts_ms, row.name, dict(group.block.labels).get("k8s_pod_name"))
+        (group.ts_ms, row.name, dict(group.series.labels).get("k8s_pod_name"))
         for group in groups
-        for row, value in zip(group.block.rows, group.values, strict=True)
+        for row, value in zip(group.series.rows, group.values, strict=True)
         if struct.pack("<d", value) == struct.pack("<d", STALE)
     )
 
@@ -46,7 +47,7 @@ def test_a_marker_has_the_bits_that_prometheus_ends_a_series_by() -> None:
 def test_a_steady_tick_writes_its_values_and_ends_nothing() -> None:
     first, second = play(series(), sample(1), sample(2))
     assert [len(group.values) for group in first.groups] == [PER_DEVICE]
-    assert second.blocks == first.blocks
+    assert second.open == first.open
     assert (second.markers, ended(second.groups)) == (0, [])
 
 
@@ -61,7 +62,7 @@ def test_a_pod_that_ends_gets_staleness_markers_at_the_tick_in_which_it_is_missi
 def test_a_pod_has_one_info_series_however_many_devices_it_holds() -> None:
     _, second = play(series(), *(sample(n, device("GPU-a", pod="a"), device("GPU-b", pod="a")) for n in (1, 2)))
     rows = [
-        (row.name, value) for group in second.groups for row, value in zip(group.block.rows, group.values, strict=True)
+        (row.name, value) for group in second.groups for row, value in zip(group.series.rows, group.values, strict=True)
     ]
     assert [value for name, value in rows if name == "gpu_pod_info"] == [1.0]
     assert second.markers == 0
@@ -70,7 +71,7 @@ def test_a_pod_has_one_info_series_however_many_devices_it_holds() -> None:
 def test_how_many_pods_hold_a_device_is_a_series_where_it_is_known() -> None:
     def holders(*devices: dict[str, Any], attribution: str = "exact") -> list[float]:
         (tick,) = play(series(), sample(1, *devices, attribution=attribution))
-        rows = [pair for g in tick.groups for pair in zip(g.block.rows, g.values, strict=True)]
+        rows = [pair for g in tick.groups for pair in zip(g.series.rows, g.values, strict=True)]
         return [value for row, value in rows if row.name == "gpu_holders"]
 
     two = [{"namespace": "ml", "pod": pod, "container": c} for pod in "ab" for c in ("main", "sidecar")]
@@ -90,9 +91,9 @@ def shared(*pods: str, **more: Any) -> dict[str, Any]:
 def test_a_steady_shared_device_writes_the_same_blocks_again() -> None:
     full = {"info": {"serial": "7"}, "xids": {"79": 1}, "conflict": "no_pod"}
     first, second = play(series(), sample(1, shared("a", "b", **full)), sample(2, shared("a", "b", **full)))
-    assert all(one is other for one, other in zip(first.blocks, second.blocks, strict=True))
+    assert all(one is other for one, other in zip(first.open, second.open, strict=True))
     assert (first.clashes, second.clashes, second.markers) == (0, 0, 0)
-    assert sum(block.primaries for block in second.blocks) == len(KEYS)
+    assert sum(one.primaries for one in second.open) == len(KEYS)
 
 
 def test_a_part_ends_with_its_pod_and_the_rest_with_the_split() -> None:
@@ -119,8 +120,8 @@ def test_a_conflict_that_is_over_ends_alone() -> None:
 
 def test_a_part_of_a_pod_without_containers_is_written_beside_the_devices_own_series_of_it() -> None:
     (tick,) = play(series(), sample(1, shared("a")))
-    (part,) = [group for group in tick.groups if group.block.subject == "part"]
-    assert part.block.labels == tick.groups[0].block.labels
+    (part,) = [group for group in tick.groups if group.series.subject == "part"]
+    assert part.series.labels == tick.groups[0].series.labels
     assert tick.clashes == 0
 
 
@@ -138,23 +139,23 @@ def test_an_xid_error_of_another_code_begins_a_series_and_ends_none() -> None:
 def test_a_pods_xid_errors_are_in_the_tick_that_has_them_and_end_with_the_next() -> None:
     events = [{"kind": "xid", "code": 31, "holders": [{"namespace": "ml", "pod": "before"}]}]
     first, second = play(series(), sample(1, device(events=events)), sample(2, device()))
-    (group,) = [group for group in first.groups if group.block.subject == "errors"]
-    (end,) = [group for group in second.groups if group.block.subject == "errors"]
+    (group,) = [group for group in first.groups if group.series.subject == "errors"]
+    (end,) = [group for group in second.groups if group.series.subject == "errors"]
 
     assert [(row.name, dict(row.labels), value) for row, value in rows_of(group)] == [
         ("gpu_pod_xid_errors", {"xid": "31"}, 1.0)
     ]
-    assert dict(group.block.labels)["k8s_pod_name"] == "before"
-    assert (end.block, end.ts_ms, second.markers) == (group.block, second.sample.ts_ms, 1)
+    assert dict(group.series.labels)["k8s_pod_name"] == "before"
+    assert (end.series, end.ts_ms, second.markers) == (group.series, second.sample.ts_ms, 1)
 
 
 def test_a_label_that_changes_is_another_series() -> None:
     before, after = ({"app": "bert", "version": version} for version in "12")
     first, second = play(series(), sample(1, labelled(before)), sample(2, labelled(after)))
-    versions = [dict(group.block.labels).get("k8s_pod_label_version") for group in second.groups]
+    versions = [dict(group.series.labels).get("k8s_pod_label_version") for group in second.groups]
     assert versions == ["2", "2", "1", "1"]
     assert second.markers == PER_DEVICE + 1
-    assert [dict(group.block.labels)["k8s_pod_label_app"] for group in first.groups] == ["bert", "bert"]
+    assert [dict(group.series.labels)["k8s_pod_label_app"] for group in first.groups] == ["bert", "bert"]
 
 
 def labelled(labels: dict[str, str]) -> dict[str, Any]:
@@ -198,7 +199,7 @@ def test_a_ratio_without_a_denominator_is_not_written() -> None:
     for total in (8, 0):
         metrics = {"memory_used_bytes": 4, "memory_total_bytes": total}
         (tick,) = play(series(), sample(1, device(metrics=metrics)))
-        rows.append({row.name for group in tick.groups for row in group.block.rows})
+        rows.append({row.name for group in tick.groups for row in group.series.rows})
     assert rows[0] - rows[1] == {"gpu_memory_used_percent"}
 
 
@@ -331,9 +332,9 @@ def _header(one: AttributedSample) -> dict[str, Any]:
     return {name: getattr(one, name) for name in one.__struct_fields__ if name != "devices"}
 
 
-def rows_of(group: Group) -> list[tuple[Any, float]]:
-    return list(zip(group.block.rows, group.values, strict=True))
+def rows_of(group: SampleGroup) -> list[tuple[Any, float]]:
+    return list(zip(group.series.rows, group.values, strict=True))
 
 
-def series_of(group: Group, row: Any) -> Any:
-    return row.name, row.labels, group.block.labels
+def series_of(group: SampleGroup, row: Any) -> Any:
+    return row.name, row.labels, group.series.labels

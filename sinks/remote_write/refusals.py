@@ -1,6 +1,7 @@
 """Delivers what a receiver takes of some ticks, and finds out what it does not take.
 
 In: ticks, each a list of groups, at most one of a node. Out: for each, what of it was refused and left out, and why.
+State: the series that were refused lately, and how large a request may be.
 A refused request is halved, by tick, then by device, then by series, the earlier half first, until the rest is in.
 Sending a sample again is safe: no two ticks of a request are one node's, so it is still the newest of its series, and
 receivers take an exact duplicate of the newest sample silently, whether they kept a part of the refused request or not.
@@ -18,10 +19,10 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from sinks.blocks import Group
-from sinks.remote_write.left_out import LeftOut, Refused, RequestSize
 from sinks.remote_write.policy import TOO_LARGE, UNTIMELY, WHOLE, Refusal
-from sinks.remote_write.transmit import Transmitter
+from sinks.remote_write.send import RemoteWriteSender
+from sinks.series.labels import Labels
+from sinks.series.model import Row, SampleGroup, SeriesSet
 from topics.instruments import Instruments
 
 SOUNDINGS = 8
@@ -31,8 +32,121 @@ BUDGET = 64
 """So many requests may find out what of a tick is refused; what is left then is sent once more and not split."""
 
 
+LEFT_OUT = "left_out"
+"""The reason of a record of which all is left out."""
+
+LEFT_OUT_S = 600.0
+"""A series that was refused is not sent for so long, and then tried again."""
+
+GROWS_EVERY_S = 60.0
+"""So often the size of requests grows by a tenth, while such requests are accepted."""
+
+Refused = tuple[SampleGroup, Refusal]
+"""Series of one device, and why they are refused."""
+
+_Key = tuple[Labels, str, Labels]
+"""A series: its device's labels, its name, its own labels."""
+
+
+class _RefusedSeries(NamedTuple):
+    refusal: Refusal
+    until_s: float
+
+
+class _Cut(NamedTuple):
+    """How a series is cut, until other series are left out: the numbers of the rows that are sent, and that are not.
+
+    ``series`` has those that are sent.
+    """
+
+    version: int
+    series: SeriesSet
+    sent: tuple[int, ...]
+    left: tuple[tuple[Refusal, tuple[int, ...]], ...]
+
+
+class LeftOut:
+    """The series that are left out."""
+
+    def __init__(self) -> None:
+        self._entries: dict[_Key, _RefusedSeries] = {}
+        self._version = 0
+        self._next_s = math.inf
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def add(self, group: SampleGroup, refusal: Refusal, now_s: float) -> None:
+        """Series were refused."""
+        entry = _RefusedSeries(refusal, now_s + LEFT_OUT_S)
+        self._entries |= {_key(group.series, row): entry for row in group.series.rows}
+        self._next_s = min(self._next_s, entry.until_s)
+        self._version += 1
+
+    def expire(self, now_s: float) -> None:
+        """Forget those whose time is over."""
+        if now_s < self._next_s:
+            return
+        self._entries = {key: entry for key, entry in self._entries.items() if entry.until_s > now_s}
+        self._next_s = min((entry.until_s for entry in self._entries.values()), default=math.inf)
+        self._version += 1
+
+    def cut(self, groups: Sequence[SampleGroup]) -> tuple[Sequence[SampleGroup], list[Refused]]:
+        """What of these groups is sent, and what is left out."""
+        if not self._entries:
+            return groups, []
+        sent: list[SampleGroup] = []
+        left: list[Refused] = []
+        for group in groups:
+            cut: _Cut | None = group.series.cache.get(self)
+            if cut is None or cut.version != self._version:
+                cut = group.series.cache[self] = self._cut(group)
+            if not cut.left:
+                sent.append(group)
+                continue
+            left += [(group.part(rows), refusal) for refusal, rows in cut.left]
+            if cut.sent:
+                sent.append(SampleGroup(cut.series, group.ts_ms, [group.values[row] for row in cut.sent]))
+        return sent, left
+
+    def _cut(self, group: SampleGroup) -> _Cut:
+        sent: list[int] = []
+        left: dict[Refusal, list[int]] = {}
+        for number, row in enumerate(group.series.rows):
+            entry = self._entries.get(_key(group.series, row))
+            (sent if entry is None else left.setdefault(entry.refusal, [])).append(number)
+        series = group.part(sent).series if left else group.series
+        return _Cut(self._version, series, tuple(sent), tuple((why, tuple(rows)) for why, rows in left.items()))
+
+
+def _key(series: SeriesSet, row: Row) -> _Key:
+    return series.labels, row.name, row.labels
+
+
+class RequestSize:
+    """How many samples a request may have, as the receiver has shown.
+
+    Half of what was too large, then a tenth more each minute, for as long as requests of that size are accepted.
+    """
+
+    def __init__(self) -> None:
+        self.samples = math.inf
+        self._grown_s = 0.0
+
+    def too_large(self, samples: int, now_s: float) -> None:
+        """A request of so many samples was too large."""
+        self.samples = min(self.samples, max(1, samples // 2))
+        self._grown_s = now_s
+
+    def taken(self, samples: int, now_s: float) -> None:
+        """A request of so many samples was accepted."""
+        if samples >= 0.9 * self.samples and now_s - self._grown_s >= GROWS_EVERY_S:
+            self.samples += max(1.0, self.samples // 10)
+            self._grown_s = now_s
+
+
 @dataclass(slots=True)
-class Fate:
+class Delivered:
     """What became of a tick: the groups of it that were refused now or left out, with the reasons; else all is in.
 
     ``requests`` counts those that found it out.
@@ -42,7 +156,7 @@ class Fate:
     left_out: list[Refused] = field(default_factory=list)
     requests: int = 0
 
-    def nothing_of(self, tick: Sequence[Group]) -> bool:
+    def nothing_of(self, tick: Sequence[SampleGroup]) -> bool:
         """Whether the tick has series, and none of them was accepted."""
         refused = (*self.refused, *self.left_out)
         return bool(refused) and _samples(group for group, _ in refused) == _samples(tick)
@@ -52,15 +166,15 @@ class Deliverer:
     """Delivers ticks to one receiver, and remembers what it does not take."""
 
     def __init__(
-        self, transmitter: Transmitter, made: Instruments, clock_s: Callable[[], float] = time.monotonic
+        self, sender: RemoteWriteSender, made: Instruments, clock_s: Callable[[], float] = time.monotonic
     ) -> None:
-        self._transmitter = transmitter
+        self._sender = sender
         self._left_out = LeftOut()
         self._size = RequestSize()
         self._clock_s = clock_s
         made.gauge("gpustream_remote_write_series_left_out").set_function(self._left_out.__len__)
 
-    async def deliver(self, ticks: Sequence[Sequence[Group]], abandon: asyncio.Event) -> list[Fate]:
+    async def deliver(self, ticks: Sequence[Sequence[SampleGroup]], abandon: asyncio.Event) -> list[Delivered]:
         """Send ticks as one request, or as many as the receiver's size asks for, in parts where that is refused.
 
         A receiver that refuses everything is waited for, and all is sent again. Raises Abandoned.
@@ -68,24 +182,24 @@ class Deliverer:
         self._left_out.expire(self._clock_s())
         cuts = [self._left_out.cut(tick) for tick in ticks]
         while True:
-            fates = [Fate(left_out=left) for _, left in cuts]
-            pieces = [_Piece(fate, group) for fate, (sent, _) in zip(fates, cuts, strict=True) for group in sent]
-            request = _Request(self._transmitter, self._size, self._clock_s, abandon)
+            results = [Delivered(left_out=left) for _, left in cuts]
+            pieces = [_Piece(result, group) for result, (sent, _) in zip(results, cuts, strict=True) for group in sent]
+            request = _Search(self._sender, self._size, self._clock_s, abandon)
             if await request.deliver(pieces):
                 for group, refusal in request.found:
                     self._left_out.add(group, refusal, self._clock_s())
-                return fates
+                return results
 
 
 class _Piece(NamedTuple):
-    """A group to be sent, and the fate of its tick."""
+    """A group to be sent, and the result of its tick."""
 
-    fate: Fate
-    group: Group
+    result: Delivered
+    group: SampleGroup
 
     def part(self, rows: Sequence[int]) -> "_Piece":
         """Some of its series, by their numbers."""
-        return _Piece(self.fate, self.group.part(rows))
+        return _Piece(self.result, self.group.part(rows))
 
 
 _Pieces = Sequence[_Piece]
@@ -95,18 +209,18 @@ class _RefusesEverything(Exception):
     """The receiver refused everything for a while, so that nothing is known of what was sent."""
 
 
-class _Request:
+class _Search:
     """Pieces on their way. ``found`` are the series that are refused for what they are, as far as was found out."""
 
     def __init__(
-        self, transmitter: Transmitter, size: RequestSize, clock_s: Callable[[], float], abandon: asyncio.Event
+        self, sender: RemoteWriteSender, size: RequestSize, clock_s: Callable[[], float], abandon: asyncio.Event
     ) -> None:
         self.found: list[Refused] = []
-        self._transmitter = transmitter
+        self._sender = sender
         self._size = size
         self._clock_s = clock_s
         self._abandon = abandon
-        self._accepted_before = transmitter.accepted
+        self._accepted_before = sender.accepted
         self._all: _Pieces = ()
         self._judged: tuple[Refusal, int] | None = None
 
@@ -142,13 +256,13 @@ class _Request:
             return
         if refusal.reason not in UNTIMELY:
             await self._make_sure(refusal, self._accepted_before)
-        ticks = list({id(piece.fate): piece.fate for piece in pieces}.values())
+        ticks = list({id(piece.result): piece.result for piece in pieces}.values())
         samples = _samples(piece.group for piece in pieces)
         if refusal.reason == TOO_LARGE and samples > 1:
             await self._send_less(pieces, samples)
         elif len(ticks) > 1:
             second = ticks[len(ticks) // 2]
-            cut = next(number for number, piece in enumerate(pieces) if piece.fate is second)
+            cut = next(number for number, piece in enumerate(pieces) if piece.result is second)
             await self._try(pieces[:cut])
             await self._try(pieces[cut:])
         else:
@@ -161,7 +275,7 @@ class _Request:
             self._refuse(pieces, refusal)
         elif refusal.reason == TOO_LARGE:
             await self._send_less(pieces, samples)
-        elif pieces[0].fate.requests >= BUDGET:
+        elif pieces[0].result.requests >= BUDGET:
             self._refuse(pieces, refusal, known=False)
         elif sound and samples > SOUNDINGS:
             left = await self._sound(pieces, refusal)
@@ -193,28 +307,28 @@ class _Request:
                 return _without(pieces, refused) if refused else pieces
             self._refuse(one, why)
             refused.add((number, row))
-        sounded = {pieces[number].group.block.subject for number, _ in refused}
+        sounded = {pieces[number].group.series.subject for number, _ in refused}
         left = _without(pieces, refused)
-        self._refuse([piece for piece in left if piece.group.block.subject in sounded], refusal)
-        return [piece for piece in left if piece.group.block.subject not in sounded]
+        self._refuse([piece for piece in left if piece.group.series.subject in sounded], refusal)
+        return [piece for piece in left if piece.group.series.subject not in sounded]
 
     def _refuse(self, pieces: _Pieces, refusal: Refusal, *, known: bool = True) -> None:
         """These are refused. ``known``: all of them are, not just some."""
         if not pieces:
             return
         refused = [(piece.group, refusal) for piece in pieces]
-        pieces[0].fate.refused += refused
+        pieces[0].result.refused += refused
         if refusal.reason not in WHOLE:
             self.found += refused if known else []
-            self._judged = refusal, self._transmitter.accepted
+            self._judged = refusal, self._sender.accepted
 
     async def _ask_for(self, pieces: _Pieces) -> Refusal | None:
         """Ask in search of what is refused of a tick."""
-        pieces[0].fate.requests += 1
+        pieces[0].result.requests += 1
         return await self._ask(pieces)
 
     async def _ask(self, pieces: _Pieces) -> Refusal | None:
-        refusal = await self._transmitter.send([piece.group for piece in pieces], self._abandon)
+        refusal = await self._sender.send([piece.group for piece in pieces], self._abandon)
         if refusal is None and not math.isinf(self._size.samples):
             self._size.taken(_samples(piece.group for piece in pieces), self._clock_s())
         return refusal
@@ -222,11 +336,11 @@ class _Request:
     async def _make_sure(self, refusal: Refusal, since: int) -> None:
         """The receiver accepts something, be it not this. Raises _RefusesEverything, when it accepts again."""
         groups = [piece.group for piece in self._all]
-        if not await self._transmitter.takes_something(groups, since, refusal.text, self._abandon):
+        if not await self._sender.accepts_anything(groups, since, refusal.text, self._abandon):
             raise _RefusesEverything
 
 
-def _samples(groups: Iterable[Group]) -> int:
+def _samples(groups: Iterable[SampleGroup]) -> int:
     return sum([len(group.values) for group in groups])
 
 

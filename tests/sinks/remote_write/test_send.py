@@ -6,18 +6,18 @@ from typing import Any, Literal
 
 import pytest
 
-from sinks.blocks import Block, Group, Row
 from sinks.dead_letters import Abandoned
-from sinks.remote_write.instruments import INSTRUMENTS
 from sinks.remote_write.policy import Answer, Protocol
-from sinks.remote_write.transmit import SERVER_ERRORS, Transmitter
+from sinks.remote_write.send import SERVER_ERRORS, RemoteWriteSender
+from sinks.remote_write.sink import INSTRUMENTS
+from sinks.series.model import Row, SampleGroup, SeriesSet
 from tests.sinks.remote_write.receivers import Receiver
 from tests.sinks.remote_write.wire import read_v1, unsnappy
 from topics.instruments import Instruments
 
 
-def group(name: str = "up", value: float = 1.0) -> Group:
-    return Group(Block((("gpu", "0"),), (Row(name),)), 5, [value])
+def group(name: str = "up", value: float = 1.0) -> SampleGroup:
+    return SampleGroup(SeriesSet((("gpu", "0"),), (Row(name),)), 5, [value])
 
 
 class Script:
@@ -34,11 +34,11 @@ class Script:
         return self.answers.pop(0) if self.answers else Answer(204, written=1 if protocol == "2.0" else None)
 
 
-def transmitter(post: Any, protocol: Literal["auto", "1.0", "2.0"] = "1.0") -> Transmitter:
-    return Transmitter(post, protocol, Instruments(INSTRUMENTS), first_s=0.0, probe_s=0.0)
+def transmitter(post: Any, protocol: Literal["auto", "1.0", "2.0"] = "1.0") -> RemoteWriteSender:
+    return RemoteWriteSender(post, protocol, Instruments(INSTRUMENTS), first_s=0.0, probe_s=0.0)
 
 
-async def send(to: Transmitter, groups: Sequence[Group] = (), abandon: asyncio.Event | None = None) -> Any:
+async def send(to: RemoteWriteSender, groups: Sequence[SampleGroup] = (), abandon: asyncio.Event | None = None) -> Any:
     return await asyncio.wait_for(to.send(groups or [group()], abandon or asyncio.Event()), 10)
 
 
@@ -54,7 +54,7 @@ async def test_what_is_no_refusal_is_tried_again_for_as_long_as_it_takes(status:
 async def test_while_it_fails_it_says_why() -> None:
     stop = asyncio.Event()
     script = Script(*[Answer(0, "ClientConnectorError: refused")] * 1000)
-    to = Transmitter(script.post, "1.0", Instruments(INSTRUMENTS), first_s=60.0)
+    to = RemoteWriteSender(script.post, "1.0", Instruments(INSTRUMENTS), first_s=60.0)
     sending = asyncio.ensure_future(to.send([group()], stop))
     await asyncio.wait_for(script.first.wait(), 10)
     await asyncio.sleep(0)

@@ -10,13 +10,12 @@ from hypothesis import strategies as st
 
 from sinks.dead_letters import Abandoned, DeadLetters
 from sinks.outcomes import Outcomes
-from sinks.remote_write.alert_partition import AlertPartition
-from sinks.remote_write.alert_series import AlertSeries, labels
-from sinks.remote_write.deliver import Deliverer
-from sinks.remote_write.instruments import COMPONENT, INSTRUMENTS
+from sinks.remote_write.alerts import AlertPartition, AlertSeries, labels
 from sinks.remote_write.partition import Shared
 from sinks.remote_write.policy import Protocol
-from sinks.remote_write.transmit import Transmitter
+from sinks.remote_write.refusals import Deliverer
+from sinks.remote_write.send import RemoteWriteSender
+from sinks.remote_write.sink import COMPONENT, INSTRUMENTS
 from tests.sinks.alerts import START_MS, alert, alert_record, deleted
 from tests.sinks.records import FakeSender, Read
 from tests.sinks.remote_write.receivers import STALE_BITS, Receiver
@@ -41,7 +40,7 @@ class Setup:
         self.abandon = asyncio.Event()
         shared = Shared(
             deliverer=Deliverer(
-                Transmitter(self.receiver.post, protocol, self.made, first_s=0.0, probe_s=0.0), self.made
+                RemoteWriteSender(self.receiver.post, protocol, self.made, first_s=0.0, probe_s=0.0), self.made
             ),
             letters=DeadLetters(self.sender, "sink remote-write"),  # type: ignore[arg-type] # a fake
             outcomes=self.counted,

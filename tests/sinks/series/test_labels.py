@@ -8,11 +8,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sinks import pod_info
-from sinks.labels import LABEL_SETS, MAX_LABELS, ROW_LABELS, Held, Place, Seen, labels, place, seen, sole_holder
-from sinks.pod_info import HoldingPod, holding_pods
-from sinks.tenants import MAX_VALUE_BYTES, sanitised, tenant_labels
-from topics.attributed import AttributedDevice, AttributedSample, Holder, Workload
+from sinks.series.labels import (
+    DEVICE_LABELS,
+    LABEL_SETS,
+    MAX_LABELS,
+    MAX_VALUE_BYTES,
+    ROW_LABELS,
+    DeviceIdentity,
+    Held,
+    Place,
+    identity,
+    labels,
+    place,
+    pod_info_labels,
+    sanitised,
+    sole_holder,
+    tenant_labels,
+)
+from topics.attributed import AttributedDevice, AttributedSample, Holder, Workload, by_pod
 from topics.catalogue import label_names
 from topics.metric import PROFILES
 from topics.samples import Job
@@ -20,7 +33,7 @@ from topics.samples import Job
 NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*\Z")
 
 PLACE = Place("prod", "n1")
-FULL = Seen(
+FULL = DeviceIdentity(
     Place("prod", "n1", "us-east-1a", "us-east-1", "p5.48xlarge"),
     "MIG-1",
     "GPU-a",
@@ -57,7 +70,9 @@ def of(label_set: Any, *holders: dict[str, Any], **more: Any) -> dict[str, str]:
         "holders": list(holders),
         **more,
     }
-    return dict(labels(label_set, seen(PLACE, msgspec.convert(content, AttributedDevice))))
+    one = msgspec.convert(content, AttributedDevice)
+    job = one.jobs[0] if one.jobs and len(one.jobs) == 1 else None
+    return dict(labels(label_set, identity(PLACE, one, sole_holder(one.pods()), job)))
 
 
 def test_otel_names_the_device_its_holder_and_the_owner_of_the_pod() -> None:
@@ -148,7 +163,7 @@ def test_at_most_one_owner_label_is_set() -> None:
 
 
 def test_no_holder_is_no_holder() -> None:
-    assert sole_holder(()) is None
+    assert sole_holder({}) is None
     assert "k8s_pod_name" not in of("otel")
 
 
@@ -168,11 +183,15 @@ HELD = st.builds(Held, TEXT, TEXT, SOME, SOME, SOME, SOME, SOME, WORKLOAD, TENAN
 JOB = st.none() | st.builds(Job, id=TEXT, user=SOME, partition=SOME)
 NUMBER = st.none() | st.integers(0, 200)
 PLACES = st.builds(Place, TEXT, TEXT, SOME, SOME, SOME)
-SEEN = st.builds(Seen, PLACES, TEXT, SOME, NUMBER, NUMBER, TEXT, SOME, SOME, SOME, NUMBER, st.none() | HELD, JOB)
+DEVICE = st.builds(
+    DeviceIdentity, PLACES, TEXT, SOME, NUMBER, NUMBER, TEXT, SOME, SOME, SOME, NUMBER, st.none() | HELD, JOB
+)
 
 
-@given(SEEN, st.sampled_from(LABEL_SETS))
-def test_labels_are_sorted_and_none_is_repeated_or_empty_whatever_the_device_says(device: Seen, label_set: Any) -> None:
+@given(DEVICE, st.sampled_from(LABEL_SETS))
+def test_labels_are_sorted_and_none_is_repeated_or_empty_whatever_the_device_says(
+    device: DeviceIdentity, label_set: Any
+) -> None:
     made = labels(label_set, device)
     names = [name for name, _ in made]
     assert names == sorted(set(names))
@@ -189,7 +208,7 @@ def test_labels_are_sorted_and_none_is_repeated_or_empty_whatever_the_device_say
 )
 def test_the_sole_holder_is_of_the_only_pod_there_is(holders: list[Holder]) -> None:
     pods = {(one.namespace, one.pod) for one in holders}
-    held = sole_holder(holders)
+    held = sole_holder(by_pod(holders))
     assert (held is not None) == (len(pods) == 1)
     if held is not None:
         containers = {one.container for one in holders}
@@ -244,19 +263,19 @@ def test_a_series_has_at_most_so_many_labels_and_its_pods_info_has_the_rest() ->
     tenant = {f"key-{n:02}": f"value {n}" for n in range(24)}
     held = FULL._replace(held=FULL.held._replace(labels=tenant, namespace_labels={}) if FULL.held else None)
     assert held.held is not None
-    series, info = dict(labels("otel", held)), dict(pod_info.labels(HoldingPod(held.place, held.held)))
+    series, info = dict(labels("otel", held)), dict(pod_info_labels(held.place, held.held))
     written = {f"k8s_pod_label_key_{n:02}" for n in range(24)}
 
     assert len(series) + ROW_LABELS == MAX_LABELS
     assert len(info) + 1 <= MAX_LABELS
     assert written - set(series) <= set(info)
-    assert len(labels("otel", held, 100)) == pod_info.DEVICE_LABELS + 24
+    assert len(labels("otel", held, 100)) == DEVICE_LABELS + 24
 
 
 def test_no_device_has_more_labels_of_its_own_than_is_reckoned_with() -> None:
     bare = FULL._replace(held=FULL.held._replace(labels={}, namespace_labels={}) if FULL.held else None)
 
-    assert len(labels("otel", bare)) == pod_info.DEVICE_LABELS
+    assert len(labels("otel", bare)) == DEVICE_LABELS
 
 
 def test_keys_that_become_one_name_are_told_apart() -> None:
@@ -268,28 +287,3 @@ def test_keys_that_become_one_name_are_told_apart() -> None:
         ("k8s_pod_label_a_b_conflict2", "2"),
         ("k8s_namespace_label_a_b", "4"),
     ]
-
-
-def test_each_pod_that_holds_a_device_has_an_info_once() -> None:
-    shared = AttributedDevice(uuid="GPU-a", holders=(Holder("ml", "a"), Holder("ml", "b"), Holder("ml", "a")))
-    record = AttributedSample(
-        schema=1,
-        cluster="c",
-        node="n",
-        run_id=1,
-        seq=1,
-        ts_ms=1,
-        offset=0,
-        attribution="exact",
-        devices=(shared, shared),
-    )
-    pods = holding_pods("otel", place(record), record)
-
-    assert [(pod.pod.namespace, pod.pod.pod) for pod in pods] == [("ml", "a"), ("ml", "b")]
-    assert holding_pods("dcgm", place(record), record) == []
-    assert dict(pod_info.labels(pods[0])) == {
-        "k8s_cluster_name": "c",
-        "k8s_node_name": "n",
-        "k8s_namespace_name": "ml",
-        "k8s_pod_name": "a",
-    }

@@ -17,12 +17,12 @@ from typing import Literal
 
 from cramjam import snappy
 
-from sinks.blocks import Group
 from sinks.dead_letters import Abandoned
 from sinks.http import MAX_RETRY_AFTER_S, Http, Reply, pause
 from sinks.remote_write import encode_v1, encode_v2
 from sinks.remote_write.config import RemoteWriteSettings
 from sinks.remote_write.policy import UNTIMELY, Answer, Meaning, Protocol, Refusal, meaning, refusal
+from sinks.series.model import SampleGroup
 from topics.instruments import Instruments
 
 log = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class Client:
         await self._http.close()
 
 
-class Transmitter:
+class RemoteWriteSender:
     """Sends requests of one sink to its receiver; several may be under way at once.
 
     ``failing`` says why the receiver does not accept, None while it does; ``accepted`` counts the requests of which it
@@ -99,7 +99,7 @@ class Transmitter:
         self._encoder = encode_v2.Encoder()
         self._speaks_2_0 = False
         self.accepted = 0
-        self._newest: Sequence[Group] = ()
+        self._newest: Sequence[SampleGroup] = ()
         self._logged_s = self._hold_logged_s = -math.inf
         self.failing: str | None = None
         self._holding = False
@@ -107,7 +107,7 @@ class Transmitter:
         self._next_probe_s = 0.0
         self._taken = asyncio.Event()
 
-    async def send(self, groups: Sequence[Group], abandon: asyncio.Event) -> Refusal | None:
+    async def send(self, groups: Sequence[SampleGroup], abandon: asyncio.Event) -> Refusal | None:
         """Send until accepted (None) or refused. Raises Abandoned."""
         samples = sum(len(group.values) for group in groups)
         body, protocol, errors, attempt, accepted_before = b"", self.protocol, 0, 0, self.accepted
@@ -134,7 +134,9 @@ class Transmitter:
                 await pause(attempt, answer.retry_after_s, abandon, first_s=self._first_s, max_s=_BACKOFF_MAX_S)
                 attempt += 1
 
-    async def takes_something(self, groups: Sequence[Group], since: int, said: str, abandon: asyncio.Event) -> bool:
+    async def accepts_anything(
+        self, groups: Sequence[SampleGroup], since: int, said: str, abandon: asyncio.Event
+    ) -> bool:
         """Whether the receiver, which refused these groups, accepts anything: more than ``since``, or a small request.
 
         False: it did not. It was waited for, and does now: send the groups again. Raises Abandoned.
@@ -145,14 +147,14 @@ class Transmitter:
         await self._hold(groups, abandon)
         return False
 
-    async def _not_in_2_0(self, groups: Sequence[Group], answer: Answer, abandon: asyncio.Event) -> None:
+    async def _not_in_2_0(self, groups: Sequence[SampleGroup], answer: Answer, abandon: asyncio.Event) -> None:
         """Go on in 1.0, if that may be; a request that was refused too, only once a small one is accepted."""
         if self._fixed:
             self._begin_hold(f"{_said(answer)}: it does not speak remote write 2.0, use --protocol auto or 1.0")
             return
         self._fall_back(answer)
         if answer.status >= 400:
-            await self.takes_something(groups, self.accepted, _said(answer), abandon)
+            await self.accepts_anything(groups, self.accepted, _said(answer), abandon)
 
     def _begin_hold(self, said: str) -> None:
         """The receiver refuses everything: nothing is sent to it but a small request now and then."""
@@ -169,7 +171,7 @@ class Transmitter:
                 "the receiver refuses everything, and is asked now and then; the records wait in Kafka: %s", said
             )
 
-    async def _hold(self, groups: Sequence[Group], abandon: asyncio.Event) -> None:
+    async def _hold(self, groups: Sequence[SampleGroup], abandon: asyncio.Event) -> None:
         """Wait until the receiver accepts something. Of all that wait, one sends a small request when it is time."""
         while self._holding:
             await self._until(self._next_probe_s, abandon)
@@ -199,7 +201,7 @@ class Transmitter:
         self._instruments.gauge("gpustream_remote_write_receiver_failing").set(0)
         self._taken.set()
 
-    async def _probe(self, groups: Sequence[Group], turn: int) -> bool:
+    async def _probe(self, groups: Sequence[SampleGroup], turn: int) -> bool:
         """Whether a small request is accepted, or refused for its time alone.
 
         By turns, what was accepted last, an exact duplicate of which changes nothing, and one of these series, each
@@ -221,7 +223,7 @@ class Transmitter:
         """Whether the receiver accepted more requests than ``since``, or takes again what it took last."""
         return self.accepted > since or (bool(self._newest) and await self._probe(self._newest, 0))
 
-    def _encode(self, groups: Sequence[Group], protocol: Protocol) -> bytes:
+    def _encode(self, groups: Sequence[SampleGroup], protocol: Protocol) -> bytes:
         body = encode_v1.encode(groups) if protocol == "1.0" else self._encoder.encode(groups)
         return bytes(snappy.compress_raw(body))
 
@@ -269,7 +271,7 @@ def _said(answer: Answer) -> str:
     return f"HTTP {answer.status}: {text}".rstrip(": ") if answer.status else text
 
 
-def _one_series(groups: Sequence[Group], turn: int) -> Group:
+def _one_series(groups: Sequence[SampleGroup], turn: int) -> SampleGroup:
     """One series of these groups: another one each turn, far from those before."""
     rows = [(group, row) for group in groups for row in range(len(group.values))]
     group, row = rows[int(len(rows) * (turn * _GOLDEN_RATIO % 1))]

@@ -1,18 +1,20 @@
-"""What labels a device's series carry: the label sets, and the one holder that they may name.
+"""What labels a series carries: the label sets, the one holder that they may name, and what tenants wrote. Pure.
 
 In: a device of gpu.attributed, its node. Out: (name, value) pairs sorted by name, each name once, no value empty.
 A device that several pods hold carries no holder labels, so that a sum over pods never counts it twice; two containers
 of one pod count as one holder without a container. What tenants wrote on a pod and its namespace comes last: as much of
-it as a series has room for, the rest is on ``gpu_pod_info``.
+it as a series has room for, the rest is on ``gpu_pod_info``. No tenant can break a series with it.
 """
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping
 from typing import Literal, NamedTuple, get_args
 
-from sinks.tenants import Labels, Pairs, sanitised, tenant_labels
-from topics.attributed import AttributedDevice, AttributedSample, Holder, Workload
-from topics.metric import Profile
+from topics.attributed import AttributedDevice, AttributedSample, Holder, HoldingPod, Workload
 from topics.samples import Job
+
+Labels = tuple[tuple[str, str], ...]
+Pairs = Iterable[tuple[str, str | int | None]]
 
 LabelSet = Literal["otel", "dcgm", "dcgm-legacy", "pod-devices"]
 LABEL_SETS: tuple[LabelSet, ...] = get_args(LabelSet)
@@ -26,6 +28,17 @@ ROW_LABELS = 3
 SERVICE_NAME = "gpustream"
 SCRAPE_PORT = 9400
 """The port in ``instance``, which dashboards made for a scraped exporter filter by."""
+
+MAX_VALUE_BYTES = 1024
+"""Longer values are cut, at a character: receivers commonly refuse a series for a value beyond 2 KiB."""
+
+MAX_NAME = 200
+"""Longer names of labels are cut: receivers commonly refuse names beyond 1024."""
+
+DEVICE_LABELS = 23
+"""The most labels that a device's series has beside a tenant's: a MIG device, held by an owned pod, that runs a job."""
+
+_NOT_IN_A_NAME = re.compile(r"[^a-zA-Z0-9_]")
 
 
 class Place(NamedTuple):
@@ -53,7 +66,7 @@ class Held(NamedTuple):
     namespace_labels: dict[str, str]
 
 
-class Seen(NamedTuple):
+class DeviceIdentity(NamedTuple):
     """All of a device that its labels are made of: equal ones have equal labels."""
 
     place: Place
@@ -70,23 +83,16 @@ class Seen(NamedTuple):
     job: Job | None
 
 
-def default_labels(names: Profile) -> LabelSet:
-    """The label set that goes with a naming profile when none is asked for."""
-    return names
-
-
-def sole_holder(holders: Sequence[Holder]) -> Held | None:
-    """The pod that alone holds the device, or None where no pod or more than one does."""
-    if not holders:
-        return None
-    first = holders[0]
-    container = first.container
-    for other in holders[1:]:
-        if not _same_pod(first, other):
-            return None
-        if other.container != container:
-            container = None
-    return held(first, container)
+def place(sample: AttributedSample) -> Place:
+    """Where a tick was read."""
+    known = sample.node_labels
+    return Place(
+        sample.cluster,
+        sample.node,
+        known.get("topology.kubernetes.io/zone"),
+        known.get("topology.kubernetes.io/region"),
+        known.get("node.kubernetes.io/instance-type"),
+    )
 
 
 def held(holder: Holder, container: str | None = None) -> Held:
@@ -105,35 +111,20 @@ def held(holder: Holder, container: str | None = None) -> Held:
     )
 
 
-def _same_pod(one: Holder, other: Holder) -> bool:
-    if (one.namespace, one.pod) != (other.namespace, other.pod):
-        return False
-    return one.pod_uid is None or other.pod_uid is None or one.pod_uid == other.pod_uid
+def sole_holder(pods: Mapping[HoldingPod, list[Holder]]) -> Held | None:
+    """The pod that alone holds a device, or None where no pod or more than one does."""
+    if len(pods) != 1:
+        return None
+    ((first, *others),) = pods.values()
+    one_container = all(other.container == first.container for other in others)
+    return held(first, first.container if one_container else None)
 
 
-def place(sample: AttributedSample) -> Place:
-    """Where a tick was read."""
-    known = sample.node_labels
-    return Place(
-        sample.cluster,
-        sample.node,
-        known.get("topology.kubernetes.io/zone"),
-        known.get("topology.kubernetes.io/region"),
-        known.get("node.kubernetes.io/instance-type"),
-    )
-
-
-def seen(where: Place, device: AttributedDevice) -> Seen:
-    """What of a device its labels are made of."""
-    pod = sole_holder(device.holders) if device.holders else None
-    return alone(where, device, pod, device.jobs[0] if device.jobs and len(device.jobs) == 1 else None)
-
-
-def alone(where: Place, device: AttributedDevice, pod: Held | None = None, job: Job | None = None) -> Seen:
-    """The same of a device whoever holds it: with this pod and this job."""
+def identity(where: Place, device: AttributedDevice, pod: Held | None = None, job: Job | None = None) -> DeviceIdentity:
+    """What of a device its labels are made of, with this pod and this job."""
     mig = device.mig
     parent, profile, instance = (mig.parent_uuid, mig.profile, mig.gpu_instance) if mig else (None, None, None)
-    return Seen(
+    return DeviceIdentity(
         where,
         device.uuid,
         parent,
@@ -149,17 +140,28 @@ def alone(where: Place, device: AttributedDevice, pod: Held | None = None, job: 
     )
 
 
-def labels(label_set: LabelSet, device: Seen, most: int = MAX_LABELS) -> Labels:
+def labels(label_set: LabelSet, device: DeviceIdentity, most: int = MAX_LABELS) -> Labels:
     """The labels of a device's series, sorted by name; what is not known or empty is left out.
 
     With its name and the labels of its own no series has more than ``most``, as far as tenants' labels make them more.
     """
     pairs = known(_PAIRS[label_set](device))
     if label_set == "otel" and device.held is not None:
-        pairs += tenant_labels(device.held.labels, device.held.namespace_labels)[
-            : max(0, most - ROW_LABELS - len(pairs))
-        ]
+        tenants = tenant_labels(device.held.labels, device.held.namespace_labels)
+        pairs += tenants[: max(0, most - ROW_LABELS - len(pairs))]
     return tuple(sorted(pairs))
+
+
+def pod_info_labels(where: Place, pod: Held, most: int = MAX_LABELS) -> Labels:
+    """The labels of a pod's ``gpu_pod_info``, sorted by name, at most ``most`` with its name.
+
+    Those of its tenant that no device's series may have room for come first.
+    """
+    pairs = known([("k8s_cluster_name", where.cluster), ("k8s_node_name", where.node), *_otel_pod(pod)])
+    tenants = tenant_labels(pod.labels, pod.namespace_labels)
+    everywhere = max(0, most - ROW_LABELS - DEVICE_LABELS)
+    rest_first = [*tenants[everywhere:], *tenants[:everywhere]]
+    return tuple(sorted([*pairs, *rest_first[: max(0, most - 1 - len(pairs))]]))
 
 
 def known(pairs: Pairs) -> list[tuple[str, str]]:
@@ -168,7 +170,40 @@ def known(pairs: Pairs) -> list[tuple[str, str]]:
     return [(name, text) for name, text in texts if text]
 
 
-def _otel(device: Seen) -> Pairs:
+def sanitised(value: str) -> str:
+    """A value that any receiver takes: valid UTF-8 (lone surrogates become ``?``), at most 1024 bytes of it.
+
+    Control characters and newlines stay: a label value may hold them.
+    """
+    if value.isascii() and len(value) <= MAX_VALUE_BYTES:
+        return value
+    return value.encode("utf-8", "replace")[:MAX_VALUE_BYTES].decode("utf-8", "ignore")
+
+
+def sanitised_name(text: str) -> str:
+    """A label's name that any receiver takes, made of any text that begins as a name does."""
+    return _NOT_IN_A_NAME.sub("_", text)[:MAX_NAME]
+
+
+def tenant_labels(pod: Mapping[str, str], namespace: Mapping[str, str]) -> list[tuple[str, str]]:
+    """The labels of a pod, then those of its namespace, each in the order of their keys; empty values are left out.
+
+    Keys that become one name are told apart as kube-state-metrics does: ``_conflict1``, ``_conflict2``, ...
+    """
+    found: list[tuple[str, str]] = []
+    for prefix, labels in (("k8s_pod_label_", pod), ("k8s_namespace_label_", namespace)):
+        names: dict[str, list[str]] = {}
+        for key in sorted(labels):
+            if labels[key]:
+                names.setdefault(sanitised_name(prefix + key), []).append(sanitised(labels[key]))
+        found += [(name, values[0]) for name, values in names.items() if len(values) == 1]
+        clashes = [(name, values) for name, values in names.items() if len(values) > 1]
+        numbered = [(f"{name}_conflict{n}", value) for name, values in clashes for n, value in enumerate(values, 1)]
+        found += [(name, value) for name, value in numbered if len(names.get(name, ())) != 1]
+    return found
+
+
+def _otel(device: DeviceIdentity) -> Pairs:
     where = device.place
     yield "k8s_cluster_name", where.cluster
     yield "k8s_node_name", where.node
@@ -190,10 +225,10 @@ def _otel(device: Seen) -> Pairs:
         yield "job_partition", device.job.partition
     if device.held is not None:
         yield "k8s_container_name", device.held.container
-        yield from otel_pod(device.held)
+        yield from _otel_pod(device.held)
 
 
-def otel_pod(pod: Held) -> Pairs:
+def _otel_pod(pod: Held) -> Pairs:
     """The pod and what owns it."""
     yield "k8s_namespace_name", pod.namespace
     yield "k8s_pod_name", pod.pod
@@ -205,7 +240,7 @@ def otel_pod(pod: Held) -> Pairs:
         yield "k8s_workload_name", pod.workload.name
 
 
-def _dcgm(device: Seen) -> Pairs:
+def _dcgm(device: DeviceIdentity) -> Pairs:
     yield "gpu", device.number
     yield "UUID", device.parent or device.uuid
     yield "pci_bus_id", device.pci_bus_id
@@ -222,7 +257,7 @@ def _dcgm(device: Seen) -> Pairs:
         yield "container", device.held.container
 
 
-def _pod_devices(device: Seen) -> Pairs:
+def _pod_devices(device: DeviceIdentity) -> Pairs:
     yield "gpu", device.number
     yield "uuid", device.uuid
     if device.held is not None:
@@ -231,13 +266,13 @@ def _pod_devices(device: Seen) -> Pairs:
         yield "container_name", device.held.container
 
 
-def _dcgm_legacy(device: Seen) -> Pairs:
+def _dcgm_legacy(device: DeviceIdentity) -> Pairs:
     yield from _pod_devices(device)
     yield "node", device.place.node
     yield "cluster", device.place.cluster
 
 
-_PAIRS: dict[LabelSet, Callable[[Seen], Pairs]] = {
+_PAIRS: dict[LabelSet, Callable[[DeviceIdentity], Pairs]] = {
     "otel": _otel,
     "dcgm": _dcgm,
     "dcgm-legacy": _dcgm_legacy,

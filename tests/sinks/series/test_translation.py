@@ -7,13 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sinks.blocks import Row
-from sinks.device_series import Further, further, made
-from sinks.labels import LABEL_SETS, MAX_LABELS, place
-from sinks.tenants import MAX_VALUE_BYTES
+from sinks.series.labels import LABEL_SETS, MAX_LABELS, MAX_VALUE_BYTES, place
+from sinks.series.model import Row
+from sinks.series.translation import Beside, beside, made
 from tests.sinks.conftest import sample
-from tests.sinks.test_labels import BERT, MIG
-from topics.attributed import AttributedDevice, Holder, Parts
+from tests.sinks.series.test_labels import BERT, MIG
+from topics.attributed import AttributedDevice, AttributedSample, Holder, Parts
 from topics.catalogue import DEVICE_INFO, FURTHER
 
 FIVE = {"gpu", "uuid", "pod_namespace", "pod_name", "container_name"}
@@ -28,25 +27,25 @@ def parts(used: float | None = None, memory: float | None = None, power: float |
     return {"utilization_ratio": used, "memory_used_bytes": memory, "power_watts": power}
 
 
-def beside(label_set: Any, *holders: dict[str, Any], **more: Any) -> list[Further]:
+def others(label_set: Any, *holders: dict[str, Any], **more: Any) -> list[Beside]:
     """What a tick with this device has beside its metrics, without the pods' own series."""
     tick = sample(1, {"uuid": "GPU-a", "index": 0, "holders": list(holders), **more})
-    return [one for one in further(label_set, place(tick), tick) if one.key[0] != "pod"]
+    return [one for one in beside(label_set, place(tick), tick) if one.key[0] != "pod"]
 
 
-def rows(label_set: Any, found: list[Further]) -> list[tuple[Row, float, dict[str, str]]]:
+def rows(label_set: Any, found: list[Beside]) -> list[tuple[Row, float, dict[str, str]]]:
     """Every series: its row, its value and all of its labels."""
-    blocks = [(made(label_set, one.of), one.values) for one in found]
+    seriess = [(made(label_set, one.of), one.values) for one in found]
     return [
-        (row, value, dict((*block.labels, *row.labels)))
-        for block, values in blocks
-        for row, value in zip(block.rows, values, strict=True)
+        (row, value, dict((*series.labels, *row.labels)))
+        for series, values in seriess
+        for row, value in zip(series.rows, values, strict=True)
     ]
 
 
 def values(label_set: Any, *holders: dict[str, Any], **more: Any) -> dict[tuple[str, str | None], float]:
     """The value of each series, by its name and pod."""
-    found = rows(label_set, beside(label_set, *holders, **more))
+    found = rows(label_set, others(label_set, *holders, **more))
     pod = {"otel": "k8s_pod_name", "dcgm": "pod"}.get(label_set, "pod_name")
     return {(row.name, labels.get(pod)): value for row, value, labels in found}
 
@@ -79,20 +78,20 @@ def test_the_containers_of_a_pod_are_one_part(label_set: Any) -> None:
         ("gpu_pod_memory_used_bytes", "bert-0"): 10.0,
         ("gpu_split_scaled", None): 0.0,
     }
-    assert not named & {name for *_, labels in rows(label_set, beside(label_set, *both)) for name in labels}
+    assert not named & {name for *_, labels in rows(label_set, others(label_set, *both)) for name in labels}
 
 
 @pytest.mark.parametrize(("label_set", "pods"), [("otel", 2), ("dcgm", 1), ("dcgm-legacy", 1), ("pod-devices", 1)])
 def test_a_pod_made_anew_is_another_one_only_where_its_uid_is_a_label(label_set: Any, pods: int) -> None:
     again = [{**BERT, "pod_uid": uid, "parts": parts(memory=10)} for uid in ("u1", "u2")]
-    found = [value for row, value, _ in rows(label_set, beside(label_set, *again)) if row.name != "gpu_split_scaled"]
+    found = [value for row, value, _ in rows(label_set, others(label_set, *again)) if row.name != "gpu_split_scaled"]
 
     assert (len(found), sum(found)) == (pods, 20.0)
 
 
 def test_a_part_says_all_of_its_pod_that_a_sole_holders_series_says() -> None:
     holder = {**BERT, "labels": {"app": "bert"}, "namespace_labels": {"team": "ml"}, "parts": parts(memory=1)}
-    (labels,) = [labels for row, _, labels in rows("otel", beside("otel", holder, OTHER)) if "pod_memory" in row.name]
+    (labels,) = [labels for row, _, labels in rows("otel", others("otel", holder, OTHER)) if "pod_memory" in row.name]
 
     assert labels == {
         "k8s_cluster_name": "c1",
@@ -116,15 +115,16 @@ def test_a_part_says_all_of_its_pod_that_a_sole_holders_series_says() -> None:
 @every_label_set
 def test_only_a_part_names_a_pod_even_where_one_pod_holds_the_device(label_set: Any) -> None:
     everything = {"info": INFO, "xids": {"79": 1}, "conflict": "no_pod", "unattributed": parts(1)}
-    held, free = (beside(label_set, *holders, **everything) for holders in ([BERT], []))
+    held, free = (others(label_set, *holders, **everything) for holders in ([BERT], []))
 
-    assert [made(label_set, one.of) for one in held] == [made(label_set, one.of) for one in free]
+    (of_held, of_free) = ([made(label_set, one.of) for one in found] for found in (held, free))
+    assert [(one.labels, one.rows) for one in of_held] == [(one.labels, one.rows) for one in of_free]
 
 
 @every_label_set
 def test_the_part_of_a_mig_device_is_told_from_its_gpus(label_set: Any) -> None:
     (of_mig, *_), (of_gpu, *_) = (
-        rows(label_set, beside(label_set, {**BERT, "parts": parts(1)}, **more))
+        rows(label_set, others(label_set, {**BERT, "parts": parts(1)}, **more))
         for more in ({"uuid": "MIG-1", "mig": MIG}, {})
     )
     assert of_mig[2] != of_gpu[2]
@@ -137,18 +137,18 @@ def test_scaling_is_told_of_devices_that_are_split_and_of_no_others() -> None:
 
 
 def test_a_conflict_is_told_while_there_is_one() -> None:
-    (told,) = rows("otel", beside("otel", BERT, conflict="unallocated_process"))
+    (told,) = rows("otel", others("otel", BERT, conflict="unallocated_process"))
 
     assert (told[0].name, told[0].labels, told[1]) == (
         "gpu_attribution_conflict",
         (("reason", "unallocated_process"),),
         1.0,
     )
-    assert beside("otel", BERT, conflict=None) == beside("otel", BERT, conflict="") == []
+    assert others("otel", BERT, conflict=None) == others("otel", BERT, conflict="") == []
 
 
 def test_xid_errors_are_counted_by_code() -> None:
-    found = rows("dcgm", beside("dcgm", xids={"79": 2, "48": 0, "": 7}))
+    found = rows("dcgm", others("dcgm", xids={"79": 2, "48": 0, "": 7}))
 
     assert {(row.labels, row.kind, value) for row, value, _ in found} == {
         ((("xid", "79"),), "counter", 2.0),
@@ -164,7 +164,7 @@ def xid(code: int, *holders: dict[str, Any] | None) -> dict[str, Any]:
 @every_label_set
 def test_a_pods_xid_errors_are_those_that_came_while_it_alone_held_the_device(label_set: Any) -> None:
     events = [xid(31, BERT), xid(31, BERT), xid(79, BERT), xid(31, None), xid(13, BERT, OTHER), xid(13), {"kind": "x"}]
-    found = rows(label_set, beside(label_set, OTHER, events=events))
+    found = rows(label_set, others(label_set, OTHER, events=events))
     pod = {"otel": "k8s_pod_name", "dcgm": "pod"}.get(label_set, "pod_name")
 
     assert {(row.name, labels[pod], labels["xid"], value) for row, value, labels in found} == {
@@ -178,8 +178,8 @@ def test_a_pods_xid_errors_are_those_that_came_while_it_alone_held_the_device(la
 @every_label_set
 def test_what_a_device_is_is_in_the_labels_of_one_series(label_set: Any) -> None:
     info = {"serial": "1", "driver_version": "570.1", "mig_mode": "", "processes_visible": "no", "strange": "x"}
-    (told,) = rows(label_set, beside(label_set, info=info))
-    plain = rows(label_set, beside(label_set, xids={"79": 1}))[0][2]
+    (told,) = rows(label_set, others(label_set, info=info))
+    plain = rows(label_set, others(label_set, xids={"79": 1}))[0][2]
 
     assert (told[0].name, told[1]) == ("gpu_info", 1.0)
     assert told[2].items() - plain.items() == {
@@ -190,14 +190,14 @@ def test_what_a_device_is_is_in_the_labels_of_one_series(label_set: Any) -> None
 
 
 def test_pod_devices_keeps_its_five_labels_on_all_but_info() -> None:
-    found = rows("pod-devices", beside("pod-devices", {**BERT, "parts": parts(1)}, info=INFO, unattributed=parts(0)))
+    found = rows("pod-devices", others("pod-devices", {**BERT, "parts": parts(1)}, info=INFO, unattributed=parts(0)))
     names = {row.name: set(labels) - FIVE for row, _, labels in found}
 
     assert {name for name, more in names.items() if more} == {"gpu_info"}
 
 
 def test_a_device_of_which_none_of_this_is_known_has_nothing_more() -> None:
-    assert beside("otel", BERT) == beside("otel") == []
+    assert others("otel", BERT) == others("otel") == []
 
 
 TEXT = st.text(st.characters(), max_size=20) | st.just("é" * 2000)
@@ -218,22 +218,47 @@ DEVICE = st.builds(
 @given(DEVICE, st.sampled_from(LABEL_SETS))
 def test_whatever_a_record_says_its_series_are_ones_that_receivers_take(device: Any, label_set: Any) -> None:
     tick = msgspec.structs.replace(sample(1), devices=(device,))
-    found = list(further(label_set, place(tick), tick))
+    found = list(beside(label_set, place(tick), tick))
     for one in found:
-        block = made(label_set, one.of)
-        assert len(block.rows) == len(one.values) > 0
-        for row in block.rows:
-            pairs = [*block.labels, *row.labels]
+        series = made(label_set, one.of)
+        assert len(series.rows) == len(one.values) > 0
+        for row in series.rows:
+            pairs = [*series.labels, *row.labels]
             assert len({name for name, _ in pairs}) == len(pairs) < MAX_LABELS
             assert all(0 < len(value.encode()) <= MAX_VALUE_BYTES for _, value in pairs)
-        assert len({(row.name, row.labels) for row in block.rows}) == len(block.rows)
-        assert list(block.labels) == sorted(block.labels)
-    assert [one.of for one in found] == [one.of for one in further(label_set, place(tick), tick)]
+        assert len({(row.name, row.labels) for row in series.rows}) == len(series.rows)
+        assert list(series.labels) == sorted(series.labels)
+    assert [one.of for one in found] == [one.of for one in beside(label_set, place(tick), tick)]
 
 
 @every_label_set
 def test_no_label_that_tells_series_of_a_name_apart_is_one_of_a_device(label_set: Any) -> None:
     full = {"mig": MIG, "model": "H100", "minor": 0, "pci_bus_id": "0:A", "xids": {"79": 1}}
-    block = made(label_set, beside(label_set, {**BERT, "parts": parts(1)}, **full)[1].of)
+    series = made(label_set, others(label_set, {**BERT, "parts": parts(1)}, **full)[1].of)
 
-    assert not {name for name, _ in block.labels} & {name for info in FURTHER for name in info.labels}
+    assert not {name for name, _ in series.labels} & {name for info in FURTHER for name in info.labels}
+
+
+def test_each_pod_that_holds_a_device_has_an_info_once() -> None:
+    shared = AttributedDevice(uuid="GPU-a", holders=(Holder("ml", "a"), Holder("ml", "b"), Holder("ml", "a")))
+    record = AttributedSample(
+        schema=1,
+        cluster="c",
+        node="n",
+        run_id=1,
+        seq=1,
+        ts_ms=1,
+        offset=0,
+        attribution="exact",
+        devices=(shared, shared),
+    )
+    pods = [made("otel", one.of) for one in beside("otel", place(record), record)]
+
+    assert [dict(pod.labels)["k8s_pod_name"] for pod in pods] == ["a", "b"]
+    assert list(beside("dcgm", place(record), record)) == []
+    assert dict(pods[0].labels) == {
+        "k8s_cluster_name": "c",
+        "k8s_node_name": "n",
+        "k8s_namespace_name": "ml",
+        "k8s_pod_name": "a",
+    }

@@ -1,0 +1,353 @@
+"""``gpu_alert_firing``: one partition of gpu.alerts on its way to the receiver, a series for each alert.
+
+In: records, each alert's in the order of its states; the time. Out: requests, dead letters, offsets.
+State, by fingerprint: the last state, and the time of the series' last sample; it changes when samples are settled.
+Between start and end there is a sample a minute, at times that follow from the start alone, so that whoever writes them
+writes the same ones. A sample that is not after the series' last is left out. The end is a staleness marker; if the
+series was written past it, as nobody had said yet that the alert was over, it comes 1 ms after the last sample.
+An earlier life has written what it knew of up to when the next record was there to be read; for the time in which no
+sink ran, there are no samples but starts and ends.
+A request holds at most one sample of a series, as those of gpu.attributed do and for the same reason.
+"""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from sinks import alerts
+from sinks.alerts import Undecodable
+from sinks.dead_letters import Record
+from sinks.outcomes import Outcome
+from sinks.remote_write.partition import Shared, describe
+from sinks.remote_write.policy import UNTIMELY
+from sinks.remote_write.refusals import LEFT_OUT, Delivered
+from sinks.series.labels import MAX_LABELS, Labels, sanitised, sanitised_name
+from sinks.series.model import STALE, Row, SampleGroup, SeriesSet
+from topics.alerts import Alert, milliseconds
+from topics.catalogue import ALERT_FIRING
+
+EVERY_MS = 60_000
+"""So often is a firing alert written again: within what an instant query looks back."""
+
+BACK_MS = 3_600_000
+"""Samples between an alert's start and its end are written only where they are younger than that: receivers commonly
+refuse older ones."""
+
+_BEHIND_MS = 5_000
+"""A partition counts as read to its end for so long after the broker said so."""
+
+_ROWS = (Row(ALERT_FIRING.name, (), "gauge", ALERT_FIRING.help, primary=False),)
+_ONE = (1.0,)
+_END = (STALE,)
+_FIRST = ("alertname", "severity", "fingerprint")
+
+
+class Malformed(Exception):
+    """No alert that could be a series."""
+
+
+@dataclass(slots=True)
+class _AlertState:
+    """An alert as it was last: ``series`` is None where it is over, and little is kept of those, which are many.
+
+    ``last_ms`` is the time of its series' last sample; None: an earlier life wrote it.
+    """
+
+    starts_ms: int
+    series: SeriesSet | None
+    last_ms: int | None
+
+    @property
+    def open(self) -> bool:
+        """Whether it fires."""
+        return self.series is not None
+
+
+class Change(NamedTuple):
+    """What a record writes: samples of one series, of which the last is the transition itself."""
+
+    fingerprint: str
+    alert: Alert | None
+    groups: list[SampleGroup]
+
+
+class Repeat(NamedTuple):
+    """That an alert still fires."""
+
+    fingerprint: str
+    group: SampleGroup
+
+
+class AlertSeries:
+    """The alerts of one partition."""
+
+    def __init__(self, max_labels: int = MAX_LABELS) -> None:
+        self._max_labels = max_labels
+        self._known: dict[str, _AlertState] = {}
+
+    def is_replay(self, fingerprint: str, alert: Alert | None) -> bool:
+        """Whether this state, or a later one, was settled before. None: the alert was deleted."""
+        known = self._known.get(fingerprint)
+        if known is None:
+            return alert is None
+        if alert is None:
+            return False
+        return (milliseconds(alert.starts_at), not alert.is_open) <= (known.starts_ms, not known.open)
+
+    def change(self, fingerprint: str, alert: Alert | None, written_ms: int, now_ms: int) -> Change:
+        """What a record writes that was appended at a time. Raises :class:`Malformed`."""
+        known = self._known.get(fingerprint)
+        if alert is None:
+            return Change(fingerprint, None, _deleted(known, written_ms, now_ms))
+        starts_ms, ends_ms = _times(alert)
+        goes_on = known is not None and known.open and known.starts_ms == starts_ms
+        series = known.series if known is not None and known.series is not None and goes_on else self._series_of(alert)
+        last_ms = _last(known, written_ms, now_ms) if known else -1
+        if ends_ms is None:
+            return Change(fingerprint, alert, [SampleGroup(series, starts_ms, _ONE)] if starts_ms > last_ms else [])
+        points = [] if goes_on else [starts_ms]
+        points += _between(starts_ms, max(last_ms, now_ms - BACK_MS), min(ends_ms, now_ms + 1))
+        groups = [SampleGroup(series, ts_ms, _ONE) for ts_ms in points if ts_ms > last_ms]
+        last_ms = groups[-1].ts_ms if groups else last_ms
+        return Change(fingerprint, alert, [*groups, SampleGroup(series, max(ends_ms, last_ms + 1), _END)])
+
+    def settle(self, change: Change) -> None:
+        """What a record writes was written, or refused for good."""
+        fingerprint, alert, groups = change
+        if alert is None:
+            self._known.pop(fingerprint, None)
+            return
+        known = self._known.get(fingerprint)
+        series = None
+        if alert.is_open:
+            series = groups[-1].series if groups else self._series_of(alert)
+        last_ms = groups[-1].ts_ms if groups else known.last_ms if known else None
+        self._known[fingerprint] = _AlertState(milliseconds(alert.starts_at), series, last_ms)
+
+    def recall(self, fingerprint: str, alert: Alert | None) -> None:
+        """A state that an earlier life settled: know it, and write nothing. Raises :class:`Malformed`."""
+        if alert is None:
+            self._known.pop(fingerprint, None)
+        elif not self.is_replay(fingerprint, alert):
+            starts_ms, ends_ms = _times(alert)
+            self._known[fingerprint] = _AlertState(
+                starts_ms, self._series_of(alert) if ends_ms is None else None, ends_ms
+            )
+
+    def _series_of(self, alert: Alert) -> SeriesSet:
+        return SeriesSet(labels(alert, self._max_labels), _ROWS, "alert")
+
+    def due(self, now_ms: int) -> list[Repeat]:
+        """The next sample of each firing alert that has one by now; there may be more when these are settled."""
+        return [
+            Repeat(fingerprint, SampleGroup(known.series, ts_ms, _ONE))
+            for fingerprint, known in self._known.items()
+            if known.series is not None and (ts_ms := _next(known, now_ms)) is not None
+        ]
+
+    def repeated(self, repeat: Repeat) -> None:
+        """A firing alert was written again, or that was refused for good."""
+        self._known[repeat.fingerprint].last_ms = repeat.group.ts_ms
+
+    def clear(self) -> None:
+        """The topic was created again."""
+        self._known.clear()
+
+
+def labels(alert: Alert, most: int = MAX_LABELS) -> Labels:
+    """The labels of an alert's series, sorted by name, at most ``most`` with its name, each name once.
+
+    With the fingerprint, no two alerts have the same. A name that no series may have is made one.
+    """
+    given = [("alertname", alert.name), ("severity", alert.severity), ("fingerprint", alert.fingerprint)]
+    named = {name: value for name, value in given if value}
+    for name, value in alert.labels.items():
+        own = sanitised_name(name)
+        if not own or own[0].isdigit() or own.startswith("__"):
+            own = f"label_{own}"
+        if own not in named and value:
+            named[own] = value
+    kept = list(named.items())[: max(len(_FIRST), most - 1)]
+    return tuple(sorted((name, sanitised(value)) for name, value in kept))
+
+
+def _times(alert: Alert) -> tuple[int, int | None]:
+    """When it began, and when it ended: None while it fires."""
+    starts_ms = milliseconds(alert.starts_at)
+    if starts_ms < 0:
+        raise Malformed(f"starts_at is {alert.starts_at}")
+    if alert.is_open:
+        return starts_ms, None
+    if alert.ends_at is None:
+        raise Malformed("resolved, and has no ends_at")
+    return starts_ms, max(starts_ms, milliseconds(alert.ends_at))
+
+
+def _deleted(known: _AlertState | None, written_ms: int, now_ms: int) -> list[SampleGroup]:
+    if known is None or known.series is None:
+        return []
+    return [SampleGroup(known.series, max(written_ms, _last(known, written_ms, now_ms) + 1), _END)]
+
+
+def _last(known: _AlertState, written_ms: int, now_ms: int) -> int:
+    """The time of a series' last sample: the latest that an earlier life can have written before it read the record."""
+    if known.last_ms is not None:
+        return known.last_ms
+    return _floor(known.starts_ms, max(known.starts_ms, min(now_ms, written_ms + _BEHIND_MS)))
+
+
+def _floor(starts_ms: int, ts_ms: int) -> int:
+    """The time of a sample at or before a time."""
+    return ts_ms - (ts_ms - starts_ms) % EVERY_MS
+
+
+def _next(known: _AlertState, now_ms: int) -> int | None:
+    latest = _floor(known.starts_ms, now_ms)
+    if known.last_ms is None:
+        return latest if latest >= known.starts_ms else None
+    return next(_between(known.starts_ms, max(known.last_ms, now_ms - BACK_MS), now_ms + 1), None)
+
+
+def _between(starts_ms: int, after_ms: int, before_ms: int) -> Iterator[int]:
+    """The times of the samples after the first one, after a time and before another."""
+    return iter(range(max(starts_ms, _floor(starts_ms, after_ms)) + EVERY_MS, before_ms, EVERY_MS))
+
+
+def rounds(changes: Sequence[Change]) -> Iterator[list[tuple[int, SampleGroup]]]:
+    """The samples of changes of different alerts, at most one of each series at a time, with the change's number."""
+    for depth in range(max((len(change.groups) for change in changes), default=0)):
+        yield [(number, one.groups[depth]) for number, one in enumerate(changes) if depth < len(one.groups)]
+
+
+class _AlertRecord(NamedTuple):
+    """A record and what it writes: a change, an error, or neither where it is a replay."""
+
+    record: Record
+    change: Change | None = None
+    error: str = ""
+
+
+class AlertPartition:
+    """The handler of a partition. ``clock_s`` says the time of day."""
+
+    def __init__(self, series: AlertSeries, shared: Shared, clock_s: Callable[[], float] = time.time) -> None:
+        self._series = series
+        self._shared = shared
+        self._clock_s = clock_s
+
+    def recall(self, records: Sequence[Record]) -> None:
+        """Know what was written before."""
+        for record in records:
+            try:
+                self._series.recall(*_alert(record))
+            except (Undecodable, Malformed):
+                continue  # its dead letter was written then
+
+    async def deliver(self, records: Sequence[Record], abandon: asyncio.Event) -> AsyncGenerator[int]:
+        """Write the alerts' starts and ends, batch by batch."""
+        for batch in self._batches(records):
+            delivered = await self._write([read.change for read in batch if read.change], abandon)
+            await self._finish(batch, delivered, abandon)
+            yield batch[-1].record.offset + 1
+
+    async def quiet(self, abandon: asyncio.Event) -> None:
+        """Write again what fires."""
+        while due := self._series.due(self._now_ms()):
+            for start in range(0, len(due), self._shared.max_samples):
+                some = due[start : start + self._shared.max_samples]
+                delivered = await self._send([one.group for one in some], abandon)
+                for repeat, result in zip(some, delivered, strict=True):
+                    self._series.repeated(repeat)
+                    self._count(result)
+
+    def forget(self) -> None:
+        """The topic was created again."""
+        self._series.clear()
+
+    def _batches(self, records: Sequence[Record]) -> Iterator[list[_AlertRecord]]:
+        """Cut the records before an alert's second one. Made only when the last batch is settled."""
+        batch: list[_AlertRecord] = []
+        alerts: set[bytes | None] = set()
+        for record in records:
+            if record.key in alerts or len(batch) >= self._shared.max_samples:
+                yield batch
+                batch, alerts = [], set()
+            batch.append(self._read(record))
+            alerts.add(record.key)
+        if batch:
+            yield batch
+
+    def _read(self, record: Record) -> _AlertRecord:
+        try:
+            fingerprint, alert = _alert(record)
+            if self._series.is_replay(fingerprint, alert):
+                return _AlertRecord(record)
+            return _AlertRecord(record, self._series.change(fingerprint, alert, record.timestamp, self._now_ms()))
+        except (Undecodable, Malformed) as error:
+            return _AlertRecord(record, error=str(error))
+
+    async def _write(self, changes: Sequence[Change], abandon: asyncio.Event) -> list[Delivered]:
+        """Write changes of different alerts, the earlier samples of each first."""
+        delivered = [Delivered() for _ in changes]
+        for samples in rounds(changes):
+            for (number, _), result in zip(
+                samples, await self._send([group for _, group in samples], abandon), strict=True
+            ):
+                delivered[number].refused += result.refused
+                delivered[number].left_out += result.left_out
+        return delivered
+
+    async def _send(self, groups: Sequence[SampleGroup], abandon: asyncio.Event) -> list[Delivered]:
+        async with self._shared.slots:
+            return await self._shared.deliverer.deliver([[group] for group in groups], abandon)
+
+    async def _finish(
+        self, batch: Sequence[_AlertRecord], delivered: Sequence[Delivered], abandon: asyncio.Event
+    ) -> None:
+        """Settle a batch: dead letters first, so that nothing is counted that may be repeated."""
+        of = dict(zip((read.record.offset for read in batch if read.change), delivered, strict=True))
+        ends = [(read, *_end(read, of.get(read.record.offset))) for read in batch]
+        for read, outcome, why in ends:
+            if outcome == "dead_lettered":
+                await self._shared.letters.bury(read.record, why, abandon)
+        for read, outcome, why in ends:
+            if read.change is not None:
+                self._series.settle(read.change)
+                self._count(of[read.record.offset])
+                self._count_end(read.change, outcome)
+            self._shared.outcomes.finish(outcome, why)
+
+    def _count(self, result: Delivered) -> None:
+        reasons = [*(refusal.reason for _, refusal in result.refused), *(LEFT_OUT for _ in result.left_out)]
+        for reason, samples in Counter(reasons).items():
+            made = self._shared.instruments
+            made.counter("gpustream_remote_write_alert_samples_refused_total", reason).inc(samples)
+
+    def _count_end(self, change: Change, outcome: Outcome) -> None:
+        if outcome == "delivered" and change.groups and change.groups[-1].values[0] != 1.0:
+            self._shared.instruments.counter("gpustream_remote_write_markers_total").inc()
+
+    def _now_ms(self) -> int:
+        return int(self._clock_s() * 1000)
+
+
+def _alert(record: Record) -> tuple[str, Alert | None]:
+    """The fingerprint, and the alert: None where it was deleted. Raises Undecodable."""
+    return (record.key or b"").decode("utf-8", "replace"), alerts.read(record)
+
+
+def _end(read: _AlertRecord, result: Delivered | None) -> tuple[Outcome, str]:
+    """What became of a record, and why. A sample between start and end that is refused for its time does not matter."""
+    if read.error:
+        return "dead_lettered", read.error
+    if read.change is None or result is None:
+        return "duplicate", ""
+    if not {refusal.reason for _, refusal in result.refused} <= UNTIMELY:
+        return "dead_lettered", describe(result)
+    reasons = [(group.ts_ms, refusal.reason) for group, refusal in result.refused]
+    reasons += [(group.ts_ms, LEFT_OUT) for group, _ in result.left_out]
+    late = [reason for ts_ms, reason in reasons if ts_ms == read.change.groups[-1].ts_ms]
+    return ("dropped", late[0]) if late else ("delivered", "")

@@ -1,0 +1,74 @@
+"""Series by the set: those of one device under one label set, which change only when a pod or a metric comes or goes.
+
+A set is made once and then only given values, so whatever a sink works out for its labels it may keep on it.
+"""
+
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from sinks.series.labels import Labels
+
+Kind = Literal["gauge", "counter"]
+Subject = Literal["metrics", "info", "rest", "part", "errors", "pod", "alert"]
+"""What the series of a set are of: sets about different things may have the same labels, and share no name."""
+
+Value = int | float
+
+STALE: float = struct.unpack("<d", struct.pack("<Q", 0x7FF0000000000002))[0]
+"""The value that ends a series in Prometheus: a NaN with just these bits."""
+
+
+class Row(NamedTuple):
+    """One series of a device, without the device's labels. ``primary``: a value of ``metrics``, not made of one."""
+
+    name: str
+    labels: Labels = ()
+    kind: Kind = "gauge"
+    help: str = ""
+    primary: bool = True
+
+
+Rows = tuple[Row, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SeriesSet:
+    """The series of one device: its labels (sorted by name, none of them a row's), the rows, what they are about.
+
+    ``primaries`` counts the rows that are a value of ``metrics``. ``cache`` is the encoders': what they made of labels
+    and rows, under a key of their own.
+    """
+
+    labels: Labels
+    rows: Rows
+    subject: Subject = "metrics"
+    primaries: int = field(init=False)
+    cache: dict[Any, Any] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "primaries", sum([row.primary for row in self.rows]))
+
+    @property
+    def identity(self) -> tuple[Subject, Labels]:
+        """Sets with the same one are of the same series: of each there is one value at a time."""
+        return self.subject, self.labels
+
+
+class SampleGroup(NamedTuple):
+    """The samples of a set at one time, in milliseconds since the epoch: a value for each row. STALE ends a series."""
+
+    series: SeriesSet
+    ts_ms: int
+    values: Sequence[Value]
+
+    def part(self, rows: Sequence[int]) -> "SampleGroup":
+        """Some of its series, by their numbers."""
+        series = SeriesSet(self.series.labels, tuple(self.series.rows[row] for row in rows), self.series.subject)
+        return SampleGroup(series, self.ts_ms, [self.values[row] for row in rows])
+
+
+def primaries(groups: Iterable[SampleGroup]) -> int:
+    """How many values of ``metrics`` are in these groups; ends of series, which are all of a group's, are none."""
+    return sum([series.primaries for series, _, values in groups if values[0] == values[0]])
