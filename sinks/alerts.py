@@ -37,7 +37,7 @@ class _Last(NamedTuple):
     resolved: bool
 
 
-class Known:
+class Transitions:
     """The newest transition of each alert of a partition, so that one that is written again is no news.
 
     Open alerts are written again daily, and after a crash. An alert that is over does not fire again with the
@@ -63,5 +63,5 @@ class Known:
         self._last.pop((key or b"").decode("ascii", "replace"), None)
 
     def clear(self) -> None:
-        """The topic was made anew."""
+        """The topic was created again."""
         self._last.clear()

@@ -9,8 +9,7 @@ import pytest
 
 from gpustream.alerts_command import Seen
 from sinks import alerts as alert_records
-from sinks.alertmanager.board import Board
-from sinks.alertmanager.encode import postable
+from sinks.alertmanager.notifier import ActiveAlerts, postable
 from sinks.remote_write.alerts import AlertSeries
 from sinks.remote_write.partition import OpenSeries
 from sinks.series.translation import Translator
@@ -160,11 +159,11 @@ def test_an_alert_in_a_state_that_is_not_known_is_open_everywhere() -> None:
     alert = alert_records.read(record)
     assert alert is not None
 
-    board, watched, now_ms = Board(), Seen(), milliseconds(alert.starts_at) + 1_000
-    board.put(alert, now_ms)
+    active, watched, now_ms = ActiveAlerts(), Seen(), milliseconds(alert.starts_at) + 1_000
+    active.put(alert, now_ms)
     watched.see(record)
-    assert alert_records.Known().is_news(alert)
-    assert board.open() == 1
+    assert alert_records.Transitions().is_news(alert)
+    assert active.count_open() == 1
     assert [one.fingerprint for one in watched.open()] == [alert.fingerprint]
     assert postable(alert, alert.starts_at, 60.0).ends_at > alert.starts_at
     (group,) = AlertSeries().change(alert.fingerprint, alert, now_ms, now_ms).groups

@@ -21,7 +21,7 @@ from sinks import alerts
 from sinks.alerts import Undecodable
 from sinks.dead_letters import Record
 from sinks.outcomes import Outcome
-from sinks.remote_write.partition import Shared, describe
+from sinks.remote_write.partition import RemoteWriteShared, describe
 from sinks.remote_write.policy import UNTIMELY
 from sinks.remote_write.refusals import LEFT_OUT, Delivered
 from sinks.series.labels import MAX_LABELS, Labels, sanitised, sanitised_name
@@ -233,7 +233,9 @@ class _AlertRecord(NamedTuple):
 class AlertPartition:
     """The handler of a partition. ``clock_s`` says the time of day."""
 
-    def __init__(self, series: AlertSeries, shared: Shared, clock_s: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, series: AlertSeries, shared: RemoteWriteShared, clock_s: Callable[[], float] = time.time
+    ) -> None:
         self._series = series
         self._shared = shared
         self._clock_s = clock_s

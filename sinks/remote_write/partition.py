@@ -147,7 +147,7 @@ def _ended(before: Sequence[SeriesSet], now: Iterable[SampleGroup], ts_ms: int) 
     return ends
 
 
-class Shared(NamedTuple):
+class RemoteWriteShared(NamedTuple):
     """What all partitions of a sink use together."""
 
     deliverer: Deliverer
@@ -172,7 +172,7 @@ class _TickRecord(NamedTuple):
 class RemoteWritePartition:
     """The handler of a partition."""
 
-    def __init__(self, series: OpenSeries, shared: Shared) -> None:
+    def __init__(self, series: OpenSeries, shared: RemoteWriteShared) -> None:
         self._series = series
         self._shared = shared
 

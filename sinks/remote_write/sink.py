@@ -14,7 +14,7 @@ from sinks.dead_letters import DeadLetters, connecting
 from sinks.outcomes import OnOutcome, Outcomes
 from sinks.remote_write.alerts import AlertPartition, AlertSeries
 from sinks.remote_write.config import RemoteWriteSettings
-from sinks.remote_write.partition import OpenSeries, RemoteWritePartition, Shared
+from sinks.remote_write.partition import OpenSeries, RemoteWritePartition, RemoteWriteShared
 from sinks.remote_write.refusals import Deliverer
 from sinks.remote_write.send import Client, RemoteWriteSender
 from sinks.series.translation import Translator
@@ -120,7 +120,7 @@ class RemoteWriteSink:
     def _assemble(self, client: Client, sender: Sender) -> GroupReader:
         settings = self.settings
         self._receiver = RemoteWriteSender(client.post, settings.protocol, self._instruments)
-        shared = Shared(
+        shared = RemoteWriteShared(
             deliverer=Deliverer(self._receiver, self._instruments),
             letters=DeadLetters(sender, "sink remote-write"),
             outcomes=Outcomes(COMPONENT, self._instruments),

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from typing import NamedTuple
 
-from sinks.alerts import Known, Undecodable, read
+from sinks.alerts import Transitions, Undecodable, read
 from sinks.dead_letters import DeadLetters, Record
 from sinks.outcomes import Outcome, Outcomes
 from sinks.receiver import Receiver
@@ -29,7 +29,7 @@ AHEAD = 1000
 _PATIENCE_S = 0.2
 
 
-class Shared(NamedTuple):
+class WebhookShared(NamedTuple):
     """What all partitions of a sink use together."""
 
     receiver: Receiver
@@ -41,9 +41,9 @@ class Shared(NamedTuple):
 class WebhookPartition:
     """The handler of a partition."""
 
-    def __init__(self, shared: Shared) -> None:
+    def __init__(self, shared: WebhookShared) -> None:
         self._shared = shared
-        self._known = Known()
+        self._transitions = Transitions()
         self._begun: deque[tuple[Record, asyncio.Task[Outcome]]] = deque()
         self._newest: dict[bytes | None, asyncio.Task[Outcome]] = {}
         self._abandon: asyncio.Event | None = None
@@ -90,7 +90,7 @@ class WebhookPartition:
 
     def forget(self) -> None:
         """The topic was made again."""
-        self._known.clear()
+        self._transitions.clear()
         for _, end in self._begun:
             end.cancel()
         self._begun.clear()
@@ -135,7 +135,9 @@ class WebhookPartition:
         except Undecodable as error:
             await self._shared.letters.bury(record, str(error), abandon)
             return "dead_lettered"
-        outcome = await self._send(record, alert, abandon) if alert and self._known.is_news(alert) else "duplicate"
+        outcome = (
+            await self._send(record, alert, abandon) if alert and self._transitions.is_news(alert) else "duplicate"
+        )
         self._learn(record, alert)
         return outcome
 
@@ -149,6 +151,6 @@ class WebhookPartition:
 
     def _learn(self, record: Record, alert: Alert | None) -> None:
         if alert is None:
-            self._known.forget(record.key)
+            self._transitions.forget(record.key)
         else:
-            self._known.learn(alert)
+            self._transitions.learn(alert)

@@ -8,6 +8,7 @@ when the process ended is sent again, with the same bytes under the same ``Idemp
 import asyncio
 
 from delivery.positions import WHOLE
+from sinks import outcomes, receiver
 from sinks.consumer import GroupReader, Source
 from sinks.dead_letters import DeadLetters, connecting
 from sinks.http import Http
@@ -15,11 +16,14 @@ from sinks.outcomes import Outcomes
 from sinks.receiver import Receiver
 from sinks.webhook.config import WebhookSettings
 from sinks.webhook.encode import Secret
-from sinks.webhook.instruments import COMPONENT, INSTRUMENTS
-from sinks.webhook.partition import Shared, WebhookPartition
+from sinks.webhook.partition import WebhookPartition, WebhookShared
 from topics.alerts import TOPIC
-from topics.instruments import Instruments
+from topics.instruments import Instrument, Instruments
 from topics.sender import Sender
+
+COMPONENT = "webhook"
+
+INSTRUMENTS: tuple[Instrument, ...] = (*outcomes.instruments(COMPONENT), *receiver.instruments(COMPONENT))
 
 MOST_REFUSED = 3
 """After so many refusals in a row the receiver refuses everything, and transitions are kept."""
@@ -65,8 +69,11 @@ class WebhookSink:
             at_once=settings.max_in_flight,
             most_refused=MOST_REFUSED,
         )
-        outcomes = Outcomes(COMPONENT, self._instruments)
-        letters = DeadLetters(sender, "sink webhook")
-        shared = Shared(self._receiver, Secret(settings.secret_file), letters, outcomes)
+        shared = WebhookShared(
+            self._receiver,
+            Secret(settings.secret_file),
+            DeadLetters(sender, "sink webhook"),
+            Outcomes(COMPONENT, self._instruments),
+        )
         source = Source(TOPIC.name, lambda _: WebhookPartition(shared), settings.from_, WHOLE)
-        return GroupReader(settings, [source], outcomes)
+        return GroupReader(settings, [source], shared.outcomes)

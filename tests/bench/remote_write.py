@@ -23,7 +23,7 @@ from sinks.dead_letters import DeadLetters
 from sinks.outcomes import Outcomes
 from sinks.remote_write import encode_v1, encode_v2
 from sinks.remote_write.config import RemoteWriteSettings
-from sinks.remote_write.partition import OpenSeries, RemoteWritePartition, Shared
+from sinks.remote_write.partition import OpenSeries, RemoteWritePartition, RemoteWriteShared
 from sinks.remote_write.policy import Protocol
 from sinks.remote_write.refusals import Deliverer
 from sinks.remote_write.send import Client, RemoteWriteSender
@@ -199,7 +199,7 @@ async def all_of_it(records: Sequence[Read], url: str, protocol: Protocol) -> tu
     settings = RemoteWriteSettings(kafka="none", url=url, protocol=protocol)
     made = Instruments(INSTRUMENTS)
     client = Client(settings)
-    shared = Shared(
+    shared = RemoteWriteShared(
         deliverer=Deliverer(RemoteWriteSender(client.post, protocol, made), made),
         letters=DeadLetters(None, ""),  # type: ignore[arg-type] # nothing is refused
         outcomes=Outcomes(COMPONENT, made),

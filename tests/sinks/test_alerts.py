@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from sinks.alerts import Known, Undecodable, read
+from sinks.alerts import Transitions, Undecodable, read
 from tests.sinks.alerts import START_MS, alert, alert_record, deleted
 from topics.alerts import TOPIC
 
@@ -62,7 +62,7 @@ def test_an_alert_under_another_key_is_undecodable(key: bytes) -> None:
 
 
 def test_a_transition_is_news_once() -> None:
-    known, firing, over = Known(), alert(), alert(ends_ms=START_MS + 5)
+    known, firing, over = Transitions(), alert(), alert(ends_ms=START_MS + 5)
     for one in (firing, over):
         assert known.is_news(one)
         known.learn(one)
@@ -72,13 +72,13 @@ def test_a_transition_is_news_once() -> None:
 
 @pytest.mark.parametrize("starts_ms", [START_MS + 60_000, START_MS - 60_000])
 def test_an_alert_that_fires_again_is_news_by_whichever_clock(starts_ms: int) -> None:
-    known = Known()
+    known = Transitions()
     known.learn(alert(ends_ms=START_MS + 5))
     assert known.is_news(alert(starts_ms=starts_ms))
 
 
 def test_alerts_are_told_apart_and_what_is_deleted_is_forgotten() -> None:
-    known = Known()
+    known = Transitions()
     known.learn(alert("a"))
     assert known.is_news(alert("b"))
     known.forget(alert("b").fingerprint.encode())

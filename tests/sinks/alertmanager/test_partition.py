@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from sinks.alertmanager.config import AlertmanagerSettings
-from sinks.alertmanager.instruments import COMPONENT, INSTRUMENTS
-from sinks.alertmanager.partition import AlertmanagerPartition, Shared
-from sinks.alertmanager.teller import Teller
+from sinks.alertmanager.notifier import COMPONENT, INSTRUMENTS, Notifier
+from sinks.alertmanager.partition import AlertmanagerPartition, AlertmanagerShared
 from sinks.dead_letters import Abandoned, DeadLetters
 from sinks.outcomes import Outcomes
 from tests.sinks.alertmanager.fake import FakeAlertmanager
@@ -36,9 +35,9 @@ class Setup:
         self.sender = FakeSender()
         self.outcomes = Outcomes(COMPONENT, made)
         settings = AlertmanagerSettings(kafka="k:1", urls=("http://am:1",), max_alerts=max_alerts, resend_s=resend_s)
-        self.teller = Teller("http://am:1", settings, manager.post, made, first_s=0.0)
+        self.notifier = Notifier("http://am:1", settings, manager.post, made, first_s=0.0)
         letters = DeadLetters(self.sender, "sink alertmanager")  # type: ignore[arg-type]
-        self.shared = Shared(self.teller, letters, self.outcomes, max_alerts)
+        self.shared = AlertmanagerShared(self.notifier, letters, self.outcomes, max_alerts)
         self.partition = AlertmanagerPartition(self.shared)
         self.abandon = asyncio.Event()
 
@@ -51,7 +50,7 @@ class Setup:
     @asynccontextmanager
     async def resending(self) -> AsyncIterator[None]:
         """It tells again what is open."""
-        task = asyncio.ensure_future(self.teller.resend())
+        task = asyncio.ensure_future(self.notifier.resend())
         try:
             yield
         finally:
@@ -190,7 +189,7 @@ async def test_no_older_state_arrives_after_a_newer_one() -> None:
         await one.partition.quiet(one.abandon)
         await until(lambda: one.value("resent_total") == 1)
         one.manager.hold.clear()
-        one.teller._all_due()
+        one.notifier._all_due()
         await until(lambda: one.manager.under_way == 1)
         delivering = asyncio.ensure_future(one.deliver(records(over("a"), first=1)))
         await asyncio.sleep(0.02)
@@ -244,7 +243,7 @@ async def test_an_alert_that_was_refused_costs_the_others_one_request_more_not_a
     async with one.resending():
         await until(lambda: one.value("resent_total") == 8)
         before = len(one.manager.got)
-        one.teller._all_due()
+        one.notifier._all_due()
         await until(lambda: one.value("resent_total") == 16)
     assert len(one.manager.got) == before + 2
 
@@ -252,10 +251,10 @@ async def test_an_alert_that_was_refused_costs_the_others_one_request_more_not_a
 async def test_an_alertmanager_that_refuses_everything_is_not_said_to_be_well() -> None:
     one = Setup(FakeAlertmanager(bad=frozenset("abc")))
     await one.deliver(records(*[firing(pod) for pod in "abc"]))
-    assert one.teller.receiver.failing == "it refuses everything: am:1: HTTP 400: said"
+    assert one.notifier.receiver.failing == "it refuses everything: am:1: HTTP 400: said"
     assert one.value("receiver_failing") == 1
     await one.deliver(records(firing("d"), first=3))
-    assert one.teller.receiver.failing is None
+    assert one.notifier.receiver.failing is None
 
 
 @pytest.mark.parametrize("bad", [b"{nonsense", b"", b"[]"])

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from sinks.alertmanager.config import AlertmanagerSettings
+from sinks.alertmanager.notifier import Notifier
 from sinks.alertmanager.sink import AlertmanagerSink
-from sinks.alertmanager.teller import Teller
 from sinks.consumer import GroupReader
 from tests.sinks.receivers import until
 
@@ -19,7 +19,8 @@ async def test_without_a_broker_it_says_so_of_each_alertmanager_and_stops_when_t
     running = asyncio.ensure_future(one.run(stop))
     waiting = "no Kafka broker answers at 127.0.0.1:1 (KafkaConnectionError)"
     await until(lambda: one.not_ready() == [f"127.0.0.1:1: {waiting}", f"127.0.0.1:2: {waiting}"])
-    assert [told.reader._settings.group for told in one._told] == [SETTINGS.group_of(url) for url in SETTINGS.urls]
+    groups = [each.reader._settings.group for each in one._alertmanagers]
+    assert groups == [SETTINGS.group_of(url) for url in SETTINGS.urls]
     stop.set()
     await asyncio.wait_for(running, 8)
 
@@ -44,6 +45,6 @@ async def test_a_teller_that_fails_ends_the_sink(monkeypatch: pytest.MonkeyPatch
     async def resend(_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(Teller, "resend", resend)
+    monkeypatch.setattr(Notifier, "resend", resend)
     with pytest.raises(ZeroDivisionError):
         await asyncio.wait_for(AlertmanagerSink(SETTINGS).run(asyncio.Event()), 8)

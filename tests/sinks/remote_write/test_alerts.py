@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from sinks.dead_letters import Abandoned, DeadLetters
 from sinks.outcomes import Outcomes
 from sinks.remote_write.alerts import AlertPartition, AlertSeries, labels
-from sinks.remote_write.partition import Shared
+from sinks.remote_write.partition import RemoteWriteShared
 from sinks.remote_write.policy import Protocol
 from sinks.remote_write.refusals import Deliverer
 from sinks.remote_write.send import RemoteWriteSender
@@ -38,7 +38,7 @@ class Setup:
         self.counted = Outcomes(COMPONENT, self.made)
         self.now_ms = 0
         self.abandon = asyncio.Event()
-        shared = Shared(
+        shared = RemoteWriteShared(
             deliverer=Deliverer(
                 RemoteWriteSender(self.receiver.post, protocol, self.made, first_s=0.0, probe_s=0.0), self.made
             ),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from sinks.dead_letters import Abandoned, DeadLetters
 from sinks.outcomes import Outcome, Outcomes
-from sinks.remote_write.partition import OpenSeries, RemoteWritePartition, Shared
+from sinks.remote_write.partition import OpenSeries, RemoteWritePartition, RemoteWriteShared
 from sinks.remote_write.policy import Protocol
 from sinks.remote_write.refusals import Deliverer
 from sinks.remote_write.send import RemoteWriteSender
@@ -46,7 +46,7 @@ class Setup:
         self.steps: list[int] = []
         self.abandon = asyncio.Event()
         self.transmitter = RemoteWriteSender(self.receiver.post, protocol, self.made, first_s=0.0, probe_s=probe_s)
-        shared = Shared(
+        shared = RemoteWriteShared(
             deliverer=Deliverer(self.transmitter, self.made, lambda: self.now_s),
             letters=DeadLetters(self.sender, "sink remote-write"),  # type: ignore[arg-type] # a fake
             outcomes=self.counted,

@@ -17,8 +17,8 @@ from sinks.dead_letters import Abandoned, DeadLetters
 from sinks.outcomes import Outcomes
 from sinks.receiver import Receiver
 from sinks.webhook.encode import Secret
-from sinks.webhook.instruments import COMPONENT, INSTRUMENTS
-from sinks.webhook.partition import AHEAD, PENDING, Shared, WebhookPartition
+from sinks.webhook.partition import AHEAD, PENDING, WebhookPartition, WebhookShared
+from sinks.webhook.sink import COMPONENT, INSTRUMENTS
 from tests.sinks.alerts import START_MS, alert, alert_record, deleted
 from tests.sinks.receivers import Scripted, until
 from tests.sinks.records import FakeSender, Read
@@ -43,7 +43,7 @@ class Setup:
             "http://h:1/hook", scripted.post, COMPONENT, made, at_once=at_once, most_refused=most_refused, first_s=0.0
         )
         letters = DeadLetters(self.sender, "sink webhook")  # type: ignore[arg-type]
-        self.shared = Shared(receiver, secret or Secret(None), letters, self.outcomes)
+        self.shared = WebhookShared(receiver, secret or Secret(None), letters, self.outcomes)
         self.partition = WebhookPartition(self.shared)
         self.abandon = asyncio.Event()
 

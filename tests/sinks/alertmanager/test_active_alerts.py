@@ -1,0 +1,37 @@
+"""What is told again and again."""
+
+from sinks.alertmanager.notifier import RESOLVED_FOR_MS, ActiveAlerts
+from tests.sinks.alerts import START_MS, alert
+
+
+def test_what_is_open_is_due_for_ever_and_what_is_over_for_a_quarter_of_an_hour() -> None:
+    active, over_ms = ActiveAlerts(), START_MS + 5_000
+    active.put(alert("open"), START_MS)
+    active.put(alert("over"), START_MS)
+    active.put(alert("over", ends_ms=over_ms - 1_000_000), over_ms)
+    both = [alert("open").fingerprint, alert("over").fingerprint]
+    assert active.due(over_ms + RESOLVED_FOR_MS) == both
+    assert active.states(both) == [alert("open"), alert("over", ends_ms=over_ms - 1_000_000)]
+    assert active.count_open() == 1
+    assert active.due(over_ms + RESOLVED_FOR_MS + 1) == both[:1]
+    assert active.due(over_ms + 10 * 365 * 86_400_000) == both[:1]
+    assert active.states(both) == [alert("open")]
+
+
+def test_what_is_deleted_is_not_told() -> None:
+    active = ActiveAlerts()
+    active.put(alert(), START_MS)
+    active.remove(None)
+    active.remove(b"\xff")
+    assert active.count_open() == 1
+    active.remove(alert().fingerprint.encode())
+    assert active.due(START_MS) == []
+
+
+def test_an_alert_that_fires_again_is_told_as_it_is_now() -> None:
+    active = ActiveAlerts()
+    active.put(alert(ends_ms=START_MS + 1), START_MS)
+    active.put(alert(starts_ms=START_MS + 2), START_MS)
+    assert active.states(active.due(START_MS)) == [alert(starts_ms=START_MS + 2)]
+    active.clear()
+    assert active.due(START_MS) == []
