@@ -89,7 +89,10 @@ def remember(memory: Memory, tick: Tick, forget_ms: int) -> Memory:
             changed[device.uuid] = now
         if read is not counters and read is not None:
             counted[device.uuid] = read
-    gone = _absent(memory, tick)
+    gone: list[str] = []
+    if len(memory.devices) != len(tick.devices) or any(one.uuid not in memory.devices for one in tick.devices):
+        present = {device.uuid for device in tick.devices}
+        gone = [uuid for uuid in memory.devices if uuid not in present]
     if not changed and not counted and not gone and memory.run_id == tick.run_id:
         return memory
     devices = _devices(memory, tick, changed, gone, forget_ms)
@@ -130,26 +133,6 @@ def _windows(before: Windows | None, device: Device, ts_ms: int) -> Windows | No
     return {**known, **changed} if changed else before
 
 
-def increases(seen: Seen | None, name: str, value: float, *, base: float | None = None) -> float:
-    """By how much a counter has risen. ``base``: what it was where it is not remembered."""
-    count = seen.counts.get(name) if seen is not None else None
-    before = count.value if count is not None else base
-    if before is None:
-        return 0.0
-    return value - before if value >= before else value
-
-
-def xid_base(memory: Memory, tick: Tick, device: Device, code: str) -> float:
-    """How many XID errors of a code there were before those to tell, where none are remembered of this run.
-
-    On the first tick of a node the earlier ones of the run were another time's; later on, all of a run are to tell.
-    """
-    if memory.run_id:
-        return 0.0
-    events = device.events or ()
-    return device.xids[code] - sum(1 for event in events if event.kind == "xid" and str(event.code) == code)
-
-
 def _seen(seen: Seen | None, device: Device, tick: Tick, run_id: int) -> Seen:
     pods = _pods(seen.pods if seen is not None else (), device.holders, tick)
     counts = _counts(seen, device, tick, run_id)
@@ -174,10 +157,16 @@ def _pods(held: tuple[HeldBy, ...], holders: Sequence[Holder], tick: Tick) -> tu
     if len(held) == len(holders) and all(map(_same, held, holders, repeat(tick.ts_ms))):
         return held
     since = {HoldingPod(pod.namespace, pod.pod, pod.pod_uid): pod for pod in held}
-    pods = []
+    pods: list[HeldBy] = []
     for pod, (holder, *_) in by_pod(holders).items():
         known = since.get(pod)
-        pods.append(known if known and _same(known, holder, tick.ts_ms) else _held_by(holder, tick.ts_ms))
+        if known is None or not _same(known, holder, tick.ts_ms):
+            owner = holder.workload
+            kind, name = (_shared(owner.kind), owner.name) if owner is not None else (None, None)
+            known = HeldBy(
+                intern(holder.namespace), holder.pod, tick.ts_ms, holder.pod_uid, kind, name, holder.observed
+            )
+        pods.append(known)
     return held if tuple(pods) == held else tuple(pods)
 
 
@@ -190,11 +179,6 @@ def _same(pod: HeldBy, holder: Holder, ts_ms: int) -> bool:
         and pod.observed == holder.observed
         and pod.since_ms <= ts_ms
     )
-
-
-def _held_by(holder: Holder, ts_ms: int) -> HeldBy:
-    kind, name = (holder.workload.kind, holder.workload.name) if holder.workload is not None else (None, None)
-    return HeldBy(intern(holder.namespace), holder.pod, ts_ms, holder.pod_uid, _shared(kind), name, holder.observed)
 
 
 def _shared(text: str | None) -> str | None:
@@ -213,15 +197,6 @@ def _counts(seen: Seen | None, device: Device, tick: Tick, run_id: int) -> dict[
     if after or seen is None:
         return {**before, **after}
     return before if before or not seen.counts else {}
-
-
-def _absent(memory: Memory, tick: Tick) -> list[str]:
-    """The devices of the inventory that the tick does not have."""
-    devices = memory.devices
-    if len(devices) == len(tick.devices) and all(device.uuid in devices for device in tick.devices):
-        return []
-    present = {device.uuid for device in tick.devices}
-    return [uuid for uuid in devices if uuid not in present]
 
 
 def _forgotten(seen: Seen, tick: Tick, forget_ms: int) -> bool:

@@ -39,7 +39,10 @@ def read(window: Window, value: float | None, ts_ms: int) -> Window:
     if value is None:
         value = window.value
     rise = value - window.value if value >= window.value else value
-    errors = _moved(window.errors, rise, ts_ms)
+    now = ts_ms // BUCKET_MS
+    kept = [one for one in window.errors if one[0] < now and _is_in(one[0], ts_ms)]
+    rise += sum([count for start, count in window.errors if start >= now])
+    errors = (*kept, (now, rise)) if rise else tuple(kept)
     return window if value == window.value and errors == window.errors else Window(value, errors)
 
 
@@ -48,14 +51,6 @@ def within(window: Window | None, ts_ms: int) -> float:
     if window is None or not window.errors:
         return 0.0
     return sum([count for start, count in window.errors if _is_in(start, ts_ms)])
-
-
-def _moved(errors: tuple[tuple[int, float], ...], rise: float, ts_ms: int) -> tuple[tuple[int, float], ...]:
-    """The buckets after a tick: without those that have left the window, with what the tick shows."""
-    now = ts_ms // BUCKET_MS
-    kept = [one for one in errors if one[0] < now and _is_in(one[0], ts_ms)]
-    rise += sum([count for start, count in errors if start >= now])
-    return (*kept, (now, rise)) if rise else tuple(kept)
 
 
 def _is_in(start: int, ts_ms: int) -> bool:

@@ -132,3 +132,13 @@ XIDS: Mapping[int, Xid] = MappingProxyType(
 def of_code(code: int | None) -> Xid:
     """The row of a code."""
     return UNKNOWN if code is None else XIDS.get(code, UNKNOWN)
+
+
+def code_of(text: str) -> int | None:
+    """The code that a text is; None if it is none."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 7 else None
+
+
+def of_text(text: str) -> Xid:
+    """The row of a code that is written as text."""
+    return of_code(code_of(text))

@@ -4,10 +4,10 @@ from collections.abc import Iterable
 
 from streams.alerts import windows
 from streams.alerts.conditions.finding import NVLINK_ERRORS, Facts, Finding, View, in_force, of_device, sole_pod
-from streams.alerts.memory import XID, increases, xid_base
+from streams.alerts.memory import XID
 from streams.alerts.rules.policy import policy_of
 from streams.alerts.rules.rule import Rule
-from streams.alerts.xids import of_code
+from streams.alerts.xids import code_of, of_code
 from topics.attributed import Holder
 
 HW_THERMAL, SW_THERMAL, HW_POWER_BRAKE = 0x40, 0x20, 0x80
@@ -15,23 +15,40 @@ HW_THERMAL, SW_THERMAL, HW_POWER_BRAKE = 0x40, 0x20, 0x80
 
 
 def xid(rule: Rule, view: View, found: list[Finding]) -> None:
+    """The XID errors since the last tick, by code; those of programs by the pod that alone held the device then."""
     device = view.device
     if not device.xids and not device.events:
         return
-    for code, count in _xid_counts(view):
-        if count > 0:
-            number = int(code) if code.isascii() and code.isdigit() and len(code) < 7 else None
-            for holders, times in _held_then(view, code, count, by_pod=of_code(number).kind == "application"):
-                _xid_of(rule, view, number, Facts(device, None, holders, text=code), times, found)
+    for text, count in _xid_counts(view):
+        if count <= 0:
+            continue
+        code = code_of(text)
+        kind = of_code(code).kind
+        for holders, times in _held_then(view, text, count, by_pod=kind == "application"):
+            pod = sole_pod(holders)
+            ruled = in_force(view.rules, rule, pod, xid=code)
+            own = pod if kind == "application" else None
+            if ruled is None or (own is not None and policy_of(own).off):
+                continue
+            uid = (own.pod_uid or "") if own is not None else ""
+            facts = Facts(device, None, holders, text=text)
+            found.append(
+                Finding(ruled.with_severity(kind), device.uuid, uid, text, value=times, event=True, facts=facts)
+            )
 
 
 def _xid_counts(view: View) -> Iterable[tuple[str, float]]:
-    """How many XID errors of each code there are to tell: counted by the producer, else by events."""
-    device, before = view.device, view.before
-    remembered = before.devices.get(device.uuid) if before.run_id == view.tick.run_id else None
-    for code, total in device.xids.items():
-        yield code, increases(remembered, XID + code, total, base=xid_base(before, view.tick, device, code))
+    """How many XID errors of each code are to be reported: as counted by the producer, else by events.
+
+    On the first tick of a node the earlier errors of the run are left out, for nobody knows when they came.
+    """
+    device, memory = view.device, view.before
+    remembered = memory.devices.get(device.uuid) if memory.run_id == view.tick.run_id else None
     events = [str(event.code) for event in device.events or () if event.kind == "xid" and event.code is not None]
+    for code, total in device.xids.items():
+        count = remembered.counts.get(XID + code) if remembered is not None else None
+        before = count.value if count is not None else 0.0 if memory.run_id else total - events.count(code)
+        yield code, total - before if total >= before else total
     for code in dict.fromkeys(events):
         if code not in device.xids:
             yield code, float(events.count(code))
@@ -39,7 +56,7 @@ def _xid_counts(view: View) -> Iterable[tuple[str, float]]:
 
 def _held_then(view: View, code: str, count: float, *, by_pod: bool) -> Iterable[tuple[tuple[Holder, ...], float]]:
     """Who held the device at the errors of a code, and at how many of them: all who did at any, or, ``by_pod``, each
-    pod of a known uid that alone did, and all others together. Errors that no event tells of are of the tick's time."""
+    pod of a known uid that alone did, and all others together. Errors without an event are of the tick's time."""
     now = view.device.holders
     events = [event for event in view.device.events or () if event.kind == "xid" and str(event.code) == code]
     times = [(event.held_by(now), 1.0) for event in events]
@@ -54,32 +71,6 @@ def _held_then(view: View, code: str, count: float, *, by_pod: bool) -> Iterable
     return [(tuple(held.values()), errors) for held, errors in groups.values()]
 
 
-def _xid_of(rule: Rule, view: View, code: int | None, facts: Facts, count: float, found: list[Finding]) -> None:
-    pod, xid = sole_pod(facts.pods), of_code(code)
-    ruled = in_force(view.rules, rule, pod, xid=code)
-    if ruled is None:
-        return
-    own = xid.kind == "application" and pod is not None
-    if own and pod is not None and policy_of(pod).off:
-        return
-    found.append(
-        Finding(
-            ruled.with_severity(xid.kind),
-            view.device.uuid,
-            (pod.pod_uid or "") if own and pod is not None else "",
-            facts.text,
-            value=count,
-            event=True,
-            facts=facts,
-        )
-    )
-
-
-def _errors(view: View, *names: str) -> float:
-    """The most errors that any of these counters had within the last minute."""
-    return max([windows.within(view.windows.get(name), view.tick.ts_ms) for name in names])
-
-
 def ecc_uncorrectable(rule: Rule, view: View, found: list[Finding]) -> None:
     """One error is in the volatile and in the aggregate count."""
     count = _errors(view, "ecc_uncorrected_volatile_total", "ecc_uncorrected_aggregate_total")
@@ -92,6 +83,11 @@ def nvlink_errors(rule: Rule, view: View, found: list[Finding]) -> None:
         count = _errors(view, f"nvlink_{key}_errors_total")
         if count >= (rule.recoveries if key == "recovery" else rule.at_least):
             of_device(rule, view, found, value=count, key=key)
+
+
+def _errors(view: View, *names: str) -> float:
+    """The most errors that any of these counters had within the last minute."""
+    return max([windows.within(view.windows.get(name), view.tick.ts_ms) for name in names])
 
 
 def row_remap_failure(rule: Rule, view: View, found: list[Finding]) -> None:

@@ -1,7 +1,7 @@
 """What is found in a tick, and how a device of it is seen. Pure.
 
-A finding says that a condition holds, or (``holds`` None) that nothing tells whether it does; what is not found does
-not hold. Only a device whose state is ``ok`` says anything of itself; no evidence is not idleness.
+A finding says that a condition holds, or (``holds`` None) that it is not known whether it does; what is not found
+does not hold. Only a device whose state is ``ok`` says anything of itself; no evidence is not idleness.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Conditions of who holds a device, and what they do with it. Pure."""
 
-from collections.abc import Iterable
-
 from streams.alerts.conditions.finding import (
     CONFLICTS,
     Facts,
@@ -14,10 +12,7 @@ from streams.alerts.conditions.finding import (
     unseen,
     video,
 )
-from streams.alerts.memory import HeldBy
 from streams.alerts.rules.rule import Rule
-from streams.alerts.tick import Device
-from topics.attributed import Holder
 
 
 def held_idle(rule: Rule, view: View, found: list[Finding]) -> None:
@@ -37,7 +32,9 @@ def held_idle(rule: Rule, view: View, found: list[Finding]) -> None:
         idle = False if ruled is None else _idle(ruled.idle_below, view, pod)
         if ruled is None or idle is False:
             continue
-        since_ms = _since(view.seen.pods, holder) + ruled.grace_ms
+        name = (holder.pod_uid, holder.pod, holder.namespace)
+        held = [one for one in view.seen.pods if (one.pod_uid, one.pod, one.namespace) == name]
+        since_ms = (held[0].since_ms if held else 0) + ruled.grace_ms
         holds = idle if view.tick.ts_ms >= since_ms else None
         uid, key = identity(holder)
         facts = Facts(view.device, None, pod.holders, len(view.pods))
@@ -45,26 +42,26 @@ def held_idle(rule: Rule, view: View, found: list[Finding]) -> None:
 
 
 def _idle(below: float, view: View, pod: Pod) -> bool | None:
-    """Whether a pod does nothing with a device; None: nothing tells.
+    """Whether a pod does nothing with a device; None: it is not known.
 
-    A pod is judged by what is its own, with whomever it shares the device: its part, which with the other pods' and
-    what is nobody's is the device's work. What is nobody's may be its own, and so is all that the device does if its
-    part is not known.
+    A pod is judged by its own part of the device's work, whoever shares the device, and by what its processes do. The
+    parts of all pods and the rest, which is nobody's, are the device's work. The rest may be the pod's own, and so is
+    all that the device does if its part is not known.
     """
-    part = _part(pod)
-    if max(part or 0.0, _processes(view.device, pod.holders[0])) >= below:
+    device, part, uid = view.device, _part(pod), pod.holders[0].pod_uid
+    if (part or 0.0) >= below:
+        return False
+    processes = [one for one in device.processes or () if uid is not None and one.pod_uid == uid]
+    if sum([one.sm_utilization_ratio or 0.0 for one in processes]) >= below:
         return False
     if view.work < below:
         return True if view.measured else None
     if len(view.pods) == 1:
         return False
-    return True if part is not None and _nobodys(view) < below and video(view.device) < below else None
-
-
-def _nobodys(view: View) -> float:
-    """What of a shared device's work is in no pod's part."""
-    rest = view.device.unattributed.utilization_ratio if view.device.unattributed is not None else None
-    return rest if rest is not None else max(0.0, view.work - sum([_part(pod) or 0.0 for pod in view.pods]))
+    rest = device.unattributed.utilization_ratio if device.unattributed is not None else None
+    if rest is None:
+        rest = max(0.0, view.work - sum([_part(one) or 0.0 for one in view.pods]))
+    return True if part is not None and rest < below and video(device) < below else None
 
 
 def _part(pod: Pod) -> float | None:
@@ -72,21 +69,6 @@ def _part(pod: Pod) -> float | None:
     parts = [holder.parts for holder in pod.holders if holder.parts is not None]
     known = [part.utilization_ratio for part in parts if part.utilization_ratio is not None]
     return sum(known) if known else None
-
-
-def _processes(device: Device, pod: Holder) -> float:
-    """What a pod's processes use of a device, by their own figures."""
-    if not device.processes or pod.pod_uid is None:
-        return 0.0
-    return sum([p.sm_utilization_ratio or 0.0 for p in device.processes if p.pod_uid == pod.pod_uid])
-
-
-def _since(pods: Iterable[HeldBy], pod: Holder) -> int:
-    """The first tick in which the pod held the device."""
-    for held in pods:
-        if held.pod_uid == pod.pod_uid and held.pod == pod.pod and held.namespace == pod.namespace:
-            return held.since_ms
-    return 0
 
 
 def used_unallocated(rule: Rule, view: View, found: list[Finding]) -> None:

@@ -49,30 +49,24 @@ def policy_of(holder: Holder) -> Policy:
 
 @lru_cache(maxsize=4096)
 def _policy(pod_alerts: str | None, alerts: str | None, pod_idle: str | None, idle: str | None) -> Policy:
-    mistakes: list[PolicyMistake] = []
+    """The policy of these annotations of a pod and labels of its namespace, each text read once."""
     off: bool | None = None
     idle_after_ms: int | None = None
+    mistakes: list[PolicyMistake] = []
     for whose, switch, duration in (("annotation", pod_alerts, pod_idle), ("namespace label", alerts, idle)):
-        off = _switch(whose, switch, mistakes) if off is None else off
-        idle_after_ms = _duration(whose, duration, mistakes) if idle_after_ms is None else idle_after_ms
+        if off is None and switch is not None:
+            if (word := switch.strip().lower()) in ("on", "off"):
+                off = word == "off"
+            else:
+                text = f"the {whose} {ALERTS} is {switch[:80]!r}: write on or off"
+                mistakes.append(PolicyMistake(ALERTS, text))
+        if idle_after_ms is None and duration is not None:
+            try:
+                ms = milliseconds(duration)
+                if ms < _SHORTEST_MS:
+                    raise ValueError(f"{duration[:80]!r} is less than a second")
+                idle_after_ms = ms
+            except ValueError as error:
+                text = f"the {whose} {IDLE_AFTER} is malformed: {error}"
+                mistakes.append(PolicyMistake(IDLE_AFTER, text))
     return Policy(bool(off), idle_after_ms, tuple(mistakes))
-
-
-def _switch(whose: str, value: str | None, mistakes: list[PolicyMistake]) -> bool | None:
-    if value is None or (word := value.strip().lower()) in ("on", "off"):
-        return None if value is None else word == "off"
-    mistakes.append(PolicyMistake(ALERTS, f"the {whose} {ALERTS} is {value[:80]!r}: write on or off"))
-    return None
-
-
-def _duration(whose: str, value: str | None, mistakes: list[PolicyMistake]) -> int | None:
-    if value is None:
-        return None
-    try:
-        ms = milliseconds(value)
-        if ms < _SHORTEST_MS:
-            raise ValueError(f"{value[:80]!r} is less than a second")
-    except ValueError as error:
-        mistakes.append(PolicyMistake(IDLE_AFTER, f"the {whose} {IDLE_AFTER} is malformed: {error}"))
-        return None
-    return ms

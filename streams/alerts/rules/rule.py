@@ -182,16 +182,12 @@ def applied(rule: Rule, subject: Subject) -> Rule | None:
     for override in rule.overrides:
         if _matches(override, subject, rule.label_names):
             for field, value in override.changes.items():
-                changes[field] = _laid(value, changes.get(field, getattr(rule, field)))
+                beneath = changes.get(field, getattr(rule, field))  # labels and annotations that it lacks stay
+                changes[field] = {**beneath, **value} if isinstance(value, dict) else value
     if rule.kind == "held_idle" and subject.idle_after_ms is not None:
         changes["for_ms"] = subject.idle_after_ms
     found = msgspec.structs.replace(rule, **changes) if changes else rule
     return found if found.enabled else None
-
-
-def _laid(value: Any, beneath: Any) -> Any:
-    """A setting over the one before: of labels and annotations, those that it does not name stay."""
-    return {**beneath, **value} if isinstance(value, dict) else value
 
 
 @lru_cache(maxsize=1024)

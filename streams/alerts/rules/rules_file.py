@@ -62,7 +62,19 @@ def load(path: Path | None) -> Rules:
     """The rules of a file over the defaults; None: the defaults alone. Raises RulesError."""
     if path is None:
         return _in_force(defaults())
-    return parse(_read(path), str(path))
+    try:
+        with path.open("rb") as file:
+            data = file.read(_LARGEST_BYTES + 1)
+    except OSError as error:
+        raise RulesError([Mistake(str(path), 0, "", error.strerror or str(error))]) from None
+    if len(data) > _LARGEST_BYTES:
+        raise RulesError([Mistake(str(path), 0, "", f"is larger than {_LARGEST_BYTES >> 20} MiB")])
+    try:
+        text = data.decode().removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise RulesError([Mistake(str(path), line, "", "is not UTF-8")]) from None
+    return parse(text, str(path))
 
 
 def parse(text: str, file: str) -> Rules:
@@ -84,21 +96,6 @@ def _in_force(rules: Mapping[str, Rule]) -> Rules:
 # -- the file
 
 
-def _read(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            data = file.read(_LARGEST_BYTES + 1)
-    except OSError as error:
-        raise RulesError([Mistake(str(path), 0, "", error.strerror or str(error))]) from None
-    if len(data) > _LARGEST_BYTES:
-        raise RulesError([Mistake(str(path), 0, "", f"is larger than {_LARGEST_BYTES >> 20} MiB")])
-    try:
-        return data.decode().removeprefix("\ufeff")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise RulesError([Mistake(str(path), line, "", "is not UTF-8")]) from None
-
-
 def _parsed(text: str, file: str, base: Mapping[str, Rule]) -> dict[str, Rule]:
     try:
         document = tomllib.loads(text)
@@ -111,15 +108,15 @@ def _parsed(text: str, file: str, base: Mapping[str, Rule]) -> dict[str, Rule]:
     wrong: list[_Wrong] = []
     rules = _rules(document, base, wrong)
     if wrong:
-        begins = _places(text)
-        raise RulesError(Mistake(file, begins(at), _dotted(at), why) for at, why in wrong)
+        line_of = _lines(text)
+        raise RulesError(Mistake(file, line_of(at), _dotted(at), why) for at, why in wrong)
     return rules
 
 
-def _places(text: str) -> Callable[[Path_], int]:
+def _lines(text: str) -> Callable[[Path_], int]:
     """Gives the line at which a path begins.
 
-    The TOML parser does not tell. But the lines up to the end of any value are TOML too, and longer beginnings have no
+    The TOML parser does not say. But the lines up to the end of any value are TOML too, and longer beginnings have no
     less in them: the path is in the first value that ends where the beginning of the file has it.
     """
     lines = text.splitlines(keepends=True)
@@ -134,20 +131,20 @@ def _places(text: str) -> Callable[[Path_], int]:
                 continue
         return 0, {}
 
-    def line(path: Path_) -> int:
-        first = bisect_left(range(len(lines)), True, key=lambda i: _has(beginning(i + 1)[1], path))
+    def has(count: int, path: Path_) -> bool:
+        document = beginning(count)[1]
+        try:
+            for key in path:
+                document = document[key]
+        except (LookupError, TypeError):
+            return False
+        return True
+
+    def line_of(path: Path_) -> int:
+        first = bisect_left(range(len(lines)), True, key=lambda i: has(i + 1, path))
         return beginning(first)[0] + 1
 
-    return line
-
-
-def _has(document: Any, path: Path_) -> bool:
-    try:
-        for key in path:
-            document = document[key]
-    except (LookupError, TypeError):
-        return False
-    return True
+    return line_of
 
 
 def _dotted(path: Path_) -> str:
@@ -169,14 +166,12 @@ def _rules(document: Mapping[str, Any], base: Mapping[str, Rule], wrong: list[_W
     if not isinstance(tables, dict):
         wrong.append(_Wrong(("rules",), "must be tables [rules.NAME]"))
         return rules
-    for name, table in tables.items():
-        rule = _rule(name, table, base, wrong)
-        if rule is not None:
-            rules[name] = rule
-    return rules
+    found = {name: _rule(name, table, base, wrong) for name, table in tables.items()}
+    return rules | {name: rule for name, rule in found.items() if rule is not None}
 
 
 def _rule(name: str, table: Any, base: Mapping[str, Rule], wrong: list[_Wrong]) -> Rule | None:
+    """A rule, from its table over what it is laid over."""
     at = ("rules", name)
     if not isinstance(table, dict):
         wrong.append(_Wrong(at, f"must be a table [rules.{name[:80]}]"))
@@ -186,8 +181,12 @@ def _rule(name: str, table: Any, base: Mapping[str, Rule], wrong: list[_Wrong]) 
     beneath = _beneath(name, table, base, wrong)
     of = None if beneath is None else beneath.kind
     changes = _settings(at, table, of, ("kind", "overrides"), wrong)
-    if "overrides" in table:
-        changes["overrides"] = _overrides((*at, "overrides"), table["overrides"], of, wrong)
+    overrides = table.get("overrides", [])
+    if not isinstance(overrides, list):
+        wrong.append(_Wrong((*at, "overrides"), "must be a list of tables: write [[rules.NAME.overrides]]"))
+    elif "overrides" in table:
+        each = enumerate(overrides)
+        changes["overrides"] = tuple([_override((*at, "overrides", i), one, of, wrong) for i, one in each])
     return None if beneath is None else msgspec.structs.replace(beneath, **changes)
 
 
@@ -211,14 +210,8 @@ def _beneath(name: str, table: Mapping[str, Any], base: Mapping[str, Rule], wron
     return msgspec.structs.replace(default, name=name) if default is not None else Rule(name=name, kind=of)
 
 
-def _overrides(at: Path_, value: Any, of: Kind | None, wrong: list[_Wrong]) -> tuple[Override, ...]:
-    if not isinstance(value, list):
-        wrong.append(_Wrong(at, "must be a list of tables: write [[rules.NAME.overrides]]"))
-        return ()
-    return tuple([_override((*at, i), table, of, wrong) for i, table in enumerate(value)])
-
-
 def _override(at: Path_, table: Any, of: Kind | None, wrong: list[_Wrong]) -> Override:
+    """For what the override is, and what it changes."""
     if not isinstance(table, dict):
         wrong.append(_Wrong(at, "must be a table: write [[rules.NAME.overrides]]"))
         return Override()
@@ -243,6 +236,7 @@ def _settings(
 def _values(
     at: Path_, table: Mapping[str, Any], options: Mapping[str, Option], of: Kind | None, wrong: list[_Wrong]
 ) -> dict[str, Any]:
+    """The values of a table's keys, each as its option reads it."""
     found: dict[str, Any] = {}
     for key, value in table.items():
         option = options.get(key)

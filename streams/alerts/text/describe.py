@@ -18,7 +18,7 @@ from streams.alerts.conditions.finding import Facts, Finding, sole_pod
 from streams.alerts.memory import HeldBy, Memory, Seen
 from streams.alerts.rules.rule import Kind, Rule
 from streams.alerts.tick import Device, Tick
-from streams.alerts.xids import of_code
+from streams.alerts.xids import of_text
 from topics.alerts import Alert, AlertState
 from topics.attributed import Holder
 
@@ -39,10 +39,11 @@ _MOST_NAMED = 8
 def describe(finding: Finding, tick: Tick, since_ms: int) -> Described:
     """The labels and annotations of what a tick shows to have held since a time."""
     facts, rule = finding.facts, finding.rule
-    holders = facts.pods if finding.pod_uid or finding.rule.kind == "held_idle" else _sole(facts.pods)
+    about_a_pod = finding.pod_uid or rule.kind == "held_idle" or sole_pod(facts.pods) is not None
+    holders = facts.pods if about_a_pod else ()
     pairs = [*_device(finding), *_pod(holders), *_copied(rule, holders)]
     if rule.kind == "xid":
-        pairs += [("xid", facts.text), ("xid_kind", of_code(_code(finding)).kind)]
+        pairs += [("xid", facts.text), ("xid_kind", of_text(finding.facts.text).kind)]
     summary, description, more = _WORDS[rule.kind](finding, tick, since_ms)
     return _labels(rule, tick.cluster, tick.node, pairs), _annotations(rule, summary, description, more)
 
@@ -102,11 +103,6 @@ def _device(finding: Finding) -> Pairs:
         yield "gpu_mig_profile", facts.device.mig.profile
 
 
-def _sole(holders: Sequence[Holder]) -> Sequence[Holder]:
-    """The containers of the one pod that holds a device."""
-    return holders if sole_pod(holders) is not None else ()
-
-
 def _pod(holders: Sequence[Holder]) -> Pairs:
     if not holders:
         return
@@ -149,7 +145,13 @@ def _held_idle(finding: Finding, tick: Tick, since_ms: int) -> _Words:
     pod, idle_ms = finding.facts.pods[0], max(tick.ts_ms - since_ms, 0)
     share = share_of(finding.facts)
     summary = f"{_name(pod)} holds {_where(finding, tick)} and has not used it for {duration_words(idle_ms)}"
-    memory = _memory(finding)
+    used = held_memory(finding.facts)
+    if used is None:
+        memory = "Whether it holds memory is not known."
+    elif used < max(finding.rule.memory_held_bytes, 1):
+        memory = "It holds no memory of the GPU."
+    else:
+        memory = f"It holds {used / (1 << 30):.1f} GiB of the GPU's memory."
     wasted = idle_ms / 1000 * share.ratio if share.ratio is not None else None
     parts = [
         f"{summary}.",
@@ -159,16 +161,6 @@ def _held_idle(finding: Finding, tick: Tick, since_ms: int) -> _Words:
     ]
     more = {} if wasted is None else {"gpu_share": f"{share.ratio:.4g}", "wasted_gpu_seconds": f"{wasted:.0f}"}
     return summary, " ".join(filter(None, parts)), more
-
-
-def _memory(finding: Finding) -> str:
-    """Whether memory is held, and how much."""
-    used = held_memory(finding.facts)
-    if used is None:
-        return "Whether it holds memory is not known."
-    if used < max(finding.rule.memory_held_bytes, 1):
-        return "It holds no memory of the GPU."
-    return f"It holds {used / (1 << 30):.1f} GiB of the GPU's memory."
 
 
 def held_memory(facts: Facts) -> float | None:
@@ -205,7 +197,7 @@ def _seen_there(finding: Finding) -> str:
 
 
 def _xid(finding: Finding, tick: Tick, since_ms: int) -> _Words:
-    xid, held = of_code(_code(finding)), _listed(_name(h) for h in finding.facts.pods)
+    xid, held = of_text(finding.facts.text), _listed(_name(h) for h in finding.facts.pods)
     summary = f"XID {finding.facts.text} on {_where(finding, tick)}: {xid.meaning}"
     times = f"{finding.value:.0f} times. " if finding.value is not None and finding.value > 1 else ""
     holders = f"Held then by {held}. " if held else "No pod held it then. "
@@ -345,11 +337,6 @@ def _long(tick: Tick, since_ms: int) -> str:
     return duration_words(max(tick.ts_ms - since_ms, 0))
 
 
-def _code(finding: Finding) -> int | None:
-    code = finding.facts.text
-    return int(code) if code.isascii() and code.isdigit() and len(code) < 7 else None
-
-
 # -- how much of a GPU a pod holds: what it wastes is counted in seconds of a whole one
 
 _PROFILE = re.compile(r"(?:([1-8])c\.)?([1-8])g\.", re.ASCII)
@@ -370,22 +357,16 @@ def share_of(facts: Facts) -> Share:
     A MIG device is as many of its GPU's compute slices as its profile says (``1g.10gb``: 1 of 7; an A30 has 4). A
     device that several pods hold is divided among them equally, whatever each was promised: no record says more.
     """
-    slices = _mig(facts.device) if facts.device is not None else Share(1.0, "")
-    if slices.ratio is None:
-        return slices
-    ways = [slices.how] if slices.how else []
+    device, ratio, ways = facts.device, 1.0, list[str]()
+    if device is not None and device.mig is not None:
+        match = _PROFILE.match(device.mig.profile or "")
+        if match is None:
+            return Share(None, "")
+        model = set(re.split(r"[^A-Za-z0-9]+", device.model or ""))
+        slices = next((count for name, count in _SLICES_BY_MODEL.items() if name in model), _SLICES)
+        own = min(int(match[1] or match[2]), slices)
+        ratio = own / slices
+        ways.append(f"{own} of {slices} compute slices")
     if facts.sharing > 1:
         ways.append(f"one of {facts.sharing} pods on it, divided equally")
-    return Share(slices.ratio / facts.sharing, "; ".join(ways) or "a whole GPU")
-
-
-def _mig(device: Device) -> Share:
-    if device.mig is None:
-        return Share(1.0, "")
-    match = _PROFILE.match(device.mig.profile or "")
-    if match is None:
-        return Share(None, "")
-    words = set(re.split(r"[^A-Za-z0-9]+", device.model or ""))
-    slices = next((count for model, count in _SLICES_BY_MODEL.items() if model in words), _SLICES)
-    own = min(int(match[1] or match[2]), slices)
-    return Share(own / slices, f"{own} of {slices} compute slices")
+    return Share(ratio / facts.sharing, "; ".join(ways) or "a whole GPU")
