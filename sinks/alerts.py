@@ -55,10 +55,10 @@ class Transitions:
         return not alert.is_open and not last.resolved
 
     def learn(self, alert: Alert) -> None:
-        """Know it, and forget the ones before."""
+        """Know it, in place of the ones before."""
         self._last[alert.fingerprint] = _Last(milliseconds(alert.starts_at), not alert.is_open)
 
-    def forget(self, key: bytes | None) -> None:
+    def remove(self, key: bytes | None) -> None:
         """The alert of a record's key is gone from the topic."""
         self._last.pop((key or b"").decode("ascii", "replace"), None)
 

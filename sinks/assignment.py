@@ -49,8 +49,8 @@ class Handler(Protocol):
     async def quiet(self, abandon: asyncio.Event) -> None:
         """The partition is read to its end; called about once a second while it is. Raises Abandoned."""
 
-    def forget(self) -> None:
-        """The topic was made anew: its offsets start again."""
+    def reset(self) -> None:
+        """The topic was created again: its offsets start again."""
 
 
 class Assignment:
@@ -164,7 +164,7 @@ class Assignment:
         """Records are missing, or the topic was made anew. Gives where to resume now."""
         if got < wanted:
             log.warning("%s: offsets start again at %d: the topic was made anew", self.tp, got)
-            self._handler.forget()
+            self._handler.reset()
             self._give_back()
             return got
         try:

@@ -58,7 +58,7 @@ class AlertmanagerPartition:
         """What is open is sent again and again from now on."""
         self._shared.notifier.watch(self._active, abandon)
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """The topic was created again."""
         self._transitions.clear()
         self._active.clear()
@@ -100,7 +100,7 @@ class AlertmanagerPartition:
         if one.error:
             return
         if one.alert is None:
-            self._transitions.forget(one.record.key)
+            self._transitions.remove(one.record.key)
             self._active.remove(one.record.key)
         elif one.is_news:
             self._transitions.learn(one.alert)

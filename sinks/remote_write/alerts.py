@@ -101,7 +101,10 @@ class AlertSeries:
         """What a record writes that was appended at a time. Raises :class:`Malformed`."""
         known = self._known.get(fingerprint)
         if alert is None:
-            return Change(fingerprint, None, _deleted(known, written_ms, now_ms))
+            if known is None or known.series is None:
+                return Change(fingerprint, None, [])
+            deleted_ms = max(written_ms, _last(known, written_ms, now_ms) + 1)
+            return Change(fingerprint, None, [SampleGroup(known.series, deleted_ms, _END)])
         starts_ms, ends_ms = _times(alert)
         goes_on = known is not None and known.open and known.starts_ms == starts_ms
         series = known.series if known is not None and known.series is not None and goes_on else self._series_of(alert)
@@ -142,11 +145,15 @@ class AlertSeries:
 
     def due(self, now_ms: int) -> list[Repeat]:
         """The next sample of each firing alert that has one by now; there may be more when these are settled."""
-        return [
-            Repeat(fingerprint, SampleGroup(known.series, ts_ms, _ONE))
-            for fingerprint, known in self._known.items()
-            if known.series is not None and (ts_ms := _next(known, now_ms)) is not None
-        ]
+        due = []
+        for fingerprint, known in self._known.items():
+            if known.series is None:
+                continue
+            times: Sequence[int] = [_floor(known.starts_ms, now_ms)] if now_ms >= known.starts_ms else []
+            if known.last_ms is not None:
+                times = _between(known.starts_ms, max(known.last_ms, now_ms - BACK_MS), now_ms + 1)
+            due += [Repeat(fingerprint, SampleGroup(known.series, ts_ms, _ONE)) for ts_ms in times[:1]]
+        return due
 
     def repeated(self, repeat: Repeat) -> None:
         """A firing alert was written again, or that was refused for good."""
@@ -186,12 +193,6 @@ def _times(alert: Alert) -> tuple[int, int | None]:
     return starts_ms, max(starts_ms, milliseconds(alert.ends_at))
 
 
-def _deleted(known: _AlertState | None, written_ms: int, now_ms: int) -> list[SampleGroup]:
-    if known is None or known.series is None:
-        return []
-    return [SampleGroup(known.series, max(written_ms, _last(known, written_ms, now_ms) + 1), _END)]
-
-
 def _last(known: _AlertState, written_ms: int, now_ms: int) -> int:
     """The time of a series' last sample: the latest that an earlier life can have written before it read the record."""
     if known.last_ms is not None:
@@ -204,16 +205,9 @@ def _floor(starts_ms: int, ts_ms: int) -> int:
     return ts_ms - (ts_ms - starts_ms) % EVERY_MS
 
 
-def _next(known: _AlertState, now_ms: int) -> int | None:
-    latest = _floor(known.starts_ms, now_ms)
-    if known.last_ms is None:
-        return latest if latest >= known.starts_ms else None
-    return next(_between(known.starts_ms, max(known.last_ms, now_ms - BACK_MS), now_ms + 1), None)
-
-
-def _between(starts_ms: int, after_ms: int, before_ms: int) -> Iterator[int]:
+def _between(starts_ms: int, after_ms: int, before_ms: int) -> Sequence[int]:
     """The times of the samples after the first one, after a time and before another."""
-    return iter(range(max(starts_ms, _floor(starts_ms, after_ms)) + EVERY_MS, before_ms, EVERY_MS))
+    return range(max(starts_ms, _floor(starts_ms, after_ms)) + EVERY_MS, before_ms, EVERY_MS)
 
 
 def rounds(changes: Sequence[Change]) -> Iterator[list[tuple[int, SampleGroup]]]:
@@ -265,7 +259,7 @@ class AlertPartition:
                     self._series.repeated(repeat)
                     self._count(result)
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """The topic was created again."""
         self._series.clear()
 
@@ -311,7 +305,7 @@ class AlertPartition:
     ) -> None:
         """Settle a batch: dead letters first, so that nothing is counted that may be repeated."""
         of = dict(zip((read.record.offset for read in batch if read.change), delivered, strict=True))
-        ends = [(read, *_end(read, of.get(read.record.offset))) for read in batch]
+        ends = [(read, *_outcome(read, of.get(read.record.offset))) for read in batch]
         for read, outcome, why in ends:
             if outcome == "dead_lettered":
                 await self._shared.letters.bury(read.record, why, abandon)
@@ -319,7 +313,9 @@ class AlertPartition:
             if read.change is not None:
                 self._series.settle(read.change)
                 self._count(of[read.record.offset])
-                self._count_end(read.change, outcome)
+                groups = read.change.groups
+                if outcome == "delivered" and groups and groups[-1].values is _END:
+                    self._shared.instruments.counter("gpustream_remote_write_markers_total").inc()
             self._shared.outcomes.finish(outcome, why)
 
     def _count(self, result: Delivered) -> None:
@@ -327,10 +323,6 @@ class AlertPartition:
         for reason, samples in Counter(reasons).items():
             made = self._shared.instruments
             made.counter("gpustream_remote_write_alert_samples_refused_total", reason).inc(samples)
-
-    def _count_end(self, change: Change, outcome: Outcome) -> None:
-        if outcome == "delivered" and change.groups and change.groups[-1].values[0] != 1.0:
-            self._shared.instruments.counter("gpustream_remote_write_markers_total").inc()
 
     def _now_ms(self) -> int:
         return int(self._clock_s() * 1000)
@@ -341,7 +333,7 @@ def _alert(record: Record) -> tuple[str, Alert | None]:
     return (record.key or b"").decode("utf-8", "replace"), alerts.read(record)
 
 
-def _end(read: _AlertRecord, result: Delivered | None) -> tuple[Outcome, str]:
+def _outcome(read: _AlertRecord, result: Delivered | None) -> tuple[Outcome, str]:
     """What became of a record, and why. A sample between start and end that is refused for its time does not matter."""
     if read.error:
         return "dead_lettered", read.error

@@ -61,9 +61,9 @@ class Encoder:
     """Encodes requests; what it keeps between them is the constant symbols and the plans made of them."""
 
     def __init__(self) -> None:
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._token = object()
         self._constants: dict[str, int] = {"": 0}
         self._constant_symbols = bytearray(text(_SYMBOL, ""))
@@ -72,11 +72,12 @@ class Encoder:
     def encode(self, groups: Sequence[SampleGroup]) -> bytes:
         """The request that writes these groups, uncompressed."""
         if max(len(self._constants), len(self._plans)) > _MAX_CONSTANTS:
-            self._forget()
+            self._reset()
         for group in groups:
             if self._token not in group.series.cache:
                 self._intern(group.series)
-        width = _ref_width(len(self._constants) + sum(len(group.series.labels) for group in groups))
+        most_symbols = len(self._constants) + sum(len(group.series.labels) for group in groups)
+        width = next(width for width in _REF_WIDTHS if most_symbols < 1 << 7 * width)
         symbols = dict(self._constants)
         fresh: list[bytes] = []
         series = [self._group(group, width, symbols, fresh) for group in groups]
@@ -96,21 +97,14 @@ class Encoder:
         widths = (width, ts_width(ts_ms))
         plan: _Plan | None = series.cache[self._token].get(widths)
         if plan is None:
-            plan = series.cache[self._token][widths] = self._planned(series, *widths)
+            shape = _Shape(tuple(name for name, _ in series.labels), series.rows, *widths)
+            plan = self._plans.get(shape)
+            if plan is None:
+                plan = self._plans[shape] = _plan(shape, self._constants)
+            series.cache[self._token][widths] = plan
         refs = _device_refs(series, width, symbols, fresh)
         cuts = [refs[cut] for cut in plan.cuts]
         return plan.pack.pack(*plan.order((*plan.constants, *cuts, *values, _timestamp(ts_ms))))
-
-    def _planned(self, series: SeriesSet, width: int, of_ts: int) -> _Plan:
-        shape = _Shape(tuple(name for name, _ in series.labels), series.rows, width, of_ts)
-        plan = self._plans.get(shape)
-        if plan is None:
-            plan = self._plans[shape] = _plan(shape, self._constants)
-        return plan
-
-
-def _ref_width(symbols: int) -> int:
-    return next(width for width in _REF_WIDTHS if symbols < 1 << 7 * width)
 
 
 def _device_refs(series: SeriesSet, width: int, symbols: dict[str, int], fresh: list[bytes]) -> bytes:

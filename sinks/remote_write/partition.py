@@ -205,7 +205,7 @@ class RemoteWritePartition:
                 ended = self._shared.instruments.counter("gpustream_remote_write_markers_total")
                 ended.inc(_samples(silence.groups) - refused)
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """The topic was created again."""
         self._series.clear()
 

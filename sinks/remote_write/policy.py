@@ -90,14 +90,12 @@ def meaning(answer: Answer, protocol: Protocol, samples: int, *, speaks_2_0: boo
     if status in _MISCONFIGURED or 300 <= status < 400 or status < 200:
         return "misconfigured"
     if status < 300:
-        return "not-2.0" if uncounted else _written(answer, protocol, samples)
+        if uncounted:
+            return "not-2.0"
+        return "accepted" if protocol == "1.0" or (answer.written or 0) >= samples else "refused"
     if uncounted and (status == _NOT_IN_2_0 or not speaks_2_0):
         return "not-2.0"
     return "misconfigured" if status == _NOT_IN_2_0 else "refused"
-
-
-def _written(answer: Answer, protocol: Protocol, samples: int) -> Meaning:
-    return "accepted" if protocol == "1.0" or (answer.written or 0) >= samples else "refused"
 
 
 def refusal(answer: Answer, ts_ms: int, now_ms: int) -> Refusal:

@@ -7,7 +7,7 @@ Sending a sample again is safe: no two ticks of a request are one node's, so it 
 receivers take an exact duplicate of the newest sample silently, whether they kept a part of the refused request or not.
 
 Each refused request of m ticks costs at most 2 m requests to find the ticks, and at most ``BUDGET`` for each of those,
-but for the parts that are left then. If ``SOUNDINGS`` series of a tick or of a device, far from one another, are
+but for the parts that are left then. If ``FEW`` series of a tick or of a device, far from one another, are
 refused one by one and none is accepted, they stand for all of it. What is refused is left out for ten minutes. What
 could not be found out is not: it is refused with its tick, and the node's next tick goes on where this one stopped.
 """
@@ -25,7 +25,7 @@ from sinks.series.labels import Labels
 from sinks.series.model import Row, SampleGroup, SeriesSet
 from topics.instruments import Instruments
 
-SOUNDINGS = 8
+FEW = 8
 """So many series, refused one by one and none accepted, stand for all of their device or tick."""
 
 BUDGET = 64
@@ -54,7 +54,7 @@ class _RefusedSeries(NamedTuple):
 
 
 class _Cut(NamedTuple):
-    """How a series is cut, until other series are left out: the numbers of the rows that are sent, and that are not.
+    """How a set is cut, until other series are left out: the numbers of the rows that are sent, and that are not.
 
     ``series`` has those that are sent.
     """
@@ -184,9 +184,9 @@ class Deliverer:
         while True:
             results = [Delivered(left_out=left) for _, left in cuts]
             pieces = [_Piece(result, group) for result, (sent, _) in zip(results, cuts, strict=True) for group in sent]
-            request = _Search(self._sender, self._size, self._clock_s, abandon)
-            if await request.deliver(pieces):
-                for group, refusal in request.found:
+            bisection = _Bisection(self._sender, self._size, self._clock_s, abandon)
+            if await bisection.deliver(pieces):
+                for group, refusal in bisection.found:
                     self._left_out.add(group, refusal, self._clock_s())
                 return results
 
@@ -209,7 +209,7 @@ class _RefusesEverything(Exception):
     """The receiver refused everything for a while, so that nothing is known of what was sent."""
 
 
-class _Search:
+class _Bisection:
     """Pieces on their way. ``found`` are the series that are refused for what they are, as far as was found out."""
 
     def __init__(
@@ -222,7 +222,7 @@ class _Search:
         self._abandon = abandon
         self._accepted_before = sender.accepted
         self._all: _Pieces = ()
-        self._judged: tuple[Refusal, int] | None = None
+        self._last_refusal: tuple[Refusal, int] | None = None
 
     async def deliver(self, pieces: _Pieces) -> bool:
         """Send pieces, and find out what is refused of them.
@@ -232,8 +232,8 @@ class _Search:
         self._all = pieces
         try:
             await self._send(pieces)
-            if self._judged is not None:
-                await self._make_sure(*self._judged)
+            if self._last_refusal is not None:
+                await self._ensure_it_accepts_anything(*self._last_refusal)
         except _RefusesEverything:
             return False
         return True
@@ -241,76 +241,77 @@ class _Search:
     async def _send(self, pieces: _Pieces) -> None:
         """Send pieces in requests of the size that the receiver takes; narrow down those that are refused."""
         while pieces:
-            some, pieces = _first(pieces, self._size.samples)
-            await self._try(some)
+            some, pieces = _take(pieces, self._size.samples)
+            await self._send_ticks(some)
 
-    async def _send_less(self, pieces: _Pieces, samples: int) -> None:
+    async def _send_smaller(self, pieces: _Pieces, samples: int) -> None:
         """Send pieces in smaller requests: one of so many samples was too large."""
         self._size.too_large(samples, self._clock_s())
         await self._send(pieces)
 
-    async def _try(self, pieces: _Pieces) -> None:
+    async def _send_ticks(self, pieces: _Pieces) -> None:
         """Send pieces of any ticks, and narrow down what is refused."""
-        refusal = await self._ask(pieces)
+        refusal = await self._request(pieces)
         if refusal is None:
             return
         if refusal.reason not in UNTIMELY:
-            await self._make_sure(refusal, self._accepted_before)
+            await self._ensure_it_accepts_anything(refusal, self._accepted_before)
         ticks = list({id(piece.result): piece.result for piece in pieces}.values())
         samples = _samples(piece.group for piece in pieces)
         if refusal.reason == TOO_LARGE and samples > 1:
-            await self._send_less(pieces, samples)
+            await self._send_smaller(pieces, samples)
         elif len(ticks) > 1:
             second = ticks[len(ticks) // 2]
             cut = next(number for number, piece in enumerate(pieces) if piece.result is second)
-            await self._try(pieces[:cut])
-            await self._try(pieces[cut:])
+            await self._send_ticks(pieces[:cut])
+            await self._send_ticks(pieces[cut:])
         else:
-            await self._search(pieces, refusal, sound=True)
+            await self._narrow(pieces, refusal, try_a_few=True)
 
-    async def _search(self, pieces: _Pieces, refusal: Refusal, *, sound: bool) -> None:
-        """Find out which series of one tick are refused. ``sound``: try a few of many before anything else."""
+    async def _narrow(self, pieces: _Pieces, refusal: Refusal, *, try_a_few: bool) -> None:
+        """Find out which series of one tick are refused. ``try_a_few``: try a few of many before anything else."""
         samples = _samples(piece.group for piece in pieces)
         if refusal.reason in WHOLE or samples == 1:
             self._refuse(pieces, refusal)
         elif refusal.reason == TOO_LARGE:
-            await self._send_less(pieces, samples)
+            await self._send_smaller(pieces, samples)
         elif pieces[0].result.requests >= BUDGET:
             self._refuse(pieces, refusal, known=False)
-        elif sound and samples > SOUNDINGS:
-            left = await self._sound(pieces, refusal)
+        elif try_a_few and samples > FEW:
+            left = await self._try_a_few(pieces, refusal)
             if left is pieces:
-                await self._search(pieces, refusal, sound=False)
+                await self._narrow(pieces, refusal, try_a_few=False)
             elif left:
-                await self._part(left, sound=False)
+                await self._narrow_part(left, try_a_few=False)
         else:
             for half in _halves(pieces):
-                await self._part(half, sound=len(half) == 1 < len(pieces))
+                await self._narrow_part(half, try_a_few=len(half) == 1 < len(pieces))
 
-    async def _part(self, pieces: _Pieces, *, sound: bool) -> None:
-        refusal = await self._ask_for(pieces)
+    async def _narrow_part(self, pieces: _Pieces, *, try_a_few: bool) -> None:
+        """Send a part of one tick, and find out which series of it are refused."""
+        refusal = await self._request_of_tick(pieces)
         if refusal is not None:
-            await self._search(pieces, refusal, sound=sound)
+            await self._narrow(pieces, refusal, try_a_few=try_a_few)
 
-    async def _sound(self, pieces: _Pieces, refusal: Refusal) -> _Pieces:
+    async def _try_a_few(self, pieces: _Pieces, refusal: Refusal) -> _Pieces:
         """Send a few series one by one, until one is accepted. Gives what is not settled then.
 
         If none is, they stand for all that are about the same, as metrics or pods.
         """
         series = [(number, row) for number, piece in enumerate(pieces) for row in range(len(piece.group.values))]
         refused: set[tuple[int, int]] = set()
-        for sounding in range(SOUNDINGS):
-            number, row = series[(2 * sounding + 1) * len(series) // (2 * SOUNDINGS)]
+        for turn in range(FEW):
+            number, row = series[(2 * turn + 1) * len(series) // (2 * FEW)]
             one = [pieces[number].part([row])]
-            why = await self._ask_for(one)
+            why = await self._request_of_tick(one)
             if why is None:
                 return _without(pieces, refused) if refused else pieces
             self._refuse(one, why)
             refused.add((number, row))
-        sounded = {pieces[number].group.series.subject for number, _ in refused}
+        tried = {pieces[number].group.series.subject for number, _ in refused}
         left = _without(pieces, refused)
-        self._refuse([piece for piece in left if piece.group.series.subject in sounded], refusal)
-        return [piece for piece in left if piece.group.series.subject not in sounded]
+        self._refuse([piece for piece in left if piece.group.series.subject in tried], refusal)
+        return [piece for piece in left if piece.group.series.subject not in tried]
 
     def _refuse(self, pieces: _Pieces, refusal: Refusal, *, known: bool = True) -> None:
         """These are refused. ``known``: all of them are, not just some."""
@@ -320,20 +321,21 @@ class _Search:
         pieces[0].result.refused += refused
         if refusal.reason not in WHOLE:
             self.found += refused if known else []
-            self._judged = refusal, self._sender.accepted
+            self._last_refusal = refusal, self._sender.accepted
 
-    async def _ask_for(self, pieces: _Pieces) -> Refusal | None:
-        """Ask in search of what is refused of a tick."""
+    async def _request_of_tick(self, pieces: _Pieces) -> Refusal | None:
+        """Send a part of one tick as one request; a tick has so many of them, and no more."""
         pieces[0].result.requests += 1
-        return await self._ask(pieces)
+        return await self._request(pieces)
 
-    async def _ask(self, pieces: _Pieces) -> Refusal | None:
+    async def _request(self, pieces: _Pieces) -> Refusal | None:
+        """Send pieces as one request."""
         refusal = await self._sender.send([piece.group for piece in pieces], self._abandon)
         if refusal is None and not math.isinf(self._size.samples):
             self._size.taken(_samples(piece.group for piece in pieces), self._clock_s())
         return refusal
 
-    async def _make_sure(self, refusal: Refusal, since: int) -> None:
+    async def _ensure_it_accepts_anything(self, refusal: Refusal, since: int) -> None:
         """The receiver accepts something, be it not this. Raises _RefusesEverything, when it accepts again."""
         groups = [piece.group for piece in self._all]
         if not await self._sender.accepts_anything(groups, since, refusal.text, self._abandon):
@@ -344,7 +346,7 @@ def _samples(groups: Iterable[SampleGroup]) -> int:
     return sum([len(group.values) for group in groups])
 
 
-def _first(pieces: _Pieces, most: float) -> tuple[_Pieces, _Pieces]:
+def _take(pieces: _Pieces, most: float) -> tuple[_Pieces, _Pieces]:
     """The first pieces with at most so many samples, at least one, and the others."""
     if math.isinf(most):
         return pieces, []

@@ -122,8 +122,9 @@ class RemoteWriteSender:
                 self._newest = groups[:1]
                 return None
             errors = errors + 1 if means == "server-error" else 0
-            if errors == SERVER_ERRORS and not await self._accepts_others(accepted_before):
-                errors = 0
+            if errors == SERVER_ERRORS and self.accepted == accepted_before:
+                accepts_others = self._newest and await self._probe(self._newest, 0)
+                errors = errors if accepts_others else 0
             if means in {"refused", "too-large"} or errors >= SERVER_ERRORS:
                 return refusal(answer, groups[0].ts_ms, int(time.time() * 1000))
             if means == "not-2.0":
@@ -207,7 +208,11 @@ class RemoteWriteSender:
         By turns, what was accepted last, an exact duplicate of which changes nothing, and one of these series, each
         time another one.
         """
-        small = self._newest if self._newest and turn % 2 == 0 else [_one_series(groups, turn)]
+        small = self._newest
+        if not small or turn % 2:
+            rows = [(group, row) for group in groups for row in range(len(group.values))]
+            group, row = rows[int(len(rows) * (turn * _GOLDEN_RATIO % 1))]  # far from those of the turns before
+            small = [group.part([row])]
         protocol, samples = self.protocol, sum(len(group.values) for group in small)
         answer, means = await self._attempt(self._encode(small, protocol), protocol, samples)
         if means == "not-2.0" and not self._fixed:
@@ -218,10 +223,6 @@ class RemoteWriteSender:
         return means == "accepted" or (
             means == "refused" and refusal(answer, small[0].ts_ms, int(time.time() * 1000)).reason in UNTIMELY
         )
-
-    async def _accepts_others(self, since: int) -> bool:
-        """Whether the receiver accepted more requests than ``since``, or takes again what it took last."""
-        return self.accepted > since or (bool(self._newest) and await self._probe(self._newest, 0))
 
     def _encode(self, groups: Sequence[SampleGroup], protocol: Protocol) -> bytes:
         body = encode_v1.encode(groups) if protocol == "1.0" else self._encoder.encode(groups)
@@ -242,7 +243,10 @@ class RemoteWriteSender:
             made.counter("gpustream_remote_write_samples_accepted_total").inc(samples)
             self._end_hold()
         elif means in {"again", "server-error"}:
-            self._fail(f"{means}: {_said(answer)}" if answer.status else answer.text)
+            self.failing = f"{means}: {_said(answer)}" if answer.status else answer.text
+            if time.monotonic() - self._logged_s >= _LOG_EVERY_S:
+                self._logged_s = time.monotonic()
+                log.warning("remote write is not accepted, trying again: %s", self.failing)
         elif not self._holding:
             self.failing = None
         if means == "refused" and answer.written:
@@ -252,12 +256,6 @@ class RemoteWriteSender:
             asked_s = time.monotonic() + min(answer.retry_after_s, MAX_RETRY_AFTER_S)
             self._next_probe_s = max(self._next_probe_s, asked_s)
         return answer, means
-
-    def _fail(self, why: str) -> None:
-        self.failing = why
-        if time.monotonic() - self._logged_s >= _LOG_EVERY_S:
-            self._logged_s = time.monotonic()
-            log.warning("remote write is not accepted, trying again: %s", why)
 
     def _fall_back(self, answer: Answer) -> None:
         if self.protocol == "2.0":
@@ -269,10 +267,3 @@ def _said(answer: Answer) -> str:
     """What came back, in a line."""
     text = " ".join(answer.text.split())[:200]
     return f"HTTP {answer.status}: {text}".rstrip(": ") if answer.status else text
-
-
-def _one_series(groups: Sequence[SampleGroup], turn: int) -> SampleGroup:
-    """One series of these groups: another one each turn, far from those before."""
-    rows = [(group, row) for group in groups for row in range(len(group.values))]
-    group, row = rows[int(len(rows) * (turn * _GOLDEN_RATIO % 1))]
-    return group.part([row])

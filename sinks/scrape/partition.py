@@ -100,7 +100,7 @@ class ScrapePartition:
         """The partition is still ours."""
         self._abandon = abandon
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """The topic was created again."""
         self._nodes.clear()
 

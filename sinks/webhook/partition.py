@@ -88,7 +88,7 @@ class WebhookPartition:
     async def quiet(self, abandon: asyncio.Event) -> None:
         """Nothing is due by itself."""
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """The topic was made again."""
         self._transitions.clear()
         for _, end in self._begun:
@@ -151,6 +151,6 @@ class WebhookPartition:
 
     def _learn(self, record: Record, alert: Alert | None) -> None:
         if alert is None:
-            self._transitions.forget(record.key)
+            self._transitions.remove(record.key)
         else:
             self._transitions.learn(alert)

@@ -46,7 +46,7 @@ class FakeHandler:
     async def quiet(self, abandon: asyncio.Event) -> None:
         self.quiet_after.append(list(self.delivered))
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         self.forgotten += 1
 
 

@@ -47,7 +47,7 @@ class Handler:
     async def quiet(self, abandon: asyncio.Event) -> None:
         """Nothing to end."""
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Nothing known."""
 
 

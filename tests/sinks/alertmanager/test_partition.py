@@ -277,7 +277,7 @@ async def test_a_tombstone_is_let_pass() -> None:
 async def test_after_the_topic_was_made_anew_nothing_of_the_old_one_is_told() -> None:
     one = Setup(FakeAlertmanager())
     one.partition.recall(records(firing("a"), firing("b")))
-    one.partition.forget()
+    one.partition.reset()
     assert await one.deliver(records(firing("a"))) == [1]
     async with one.resending():
         await until(lambda: len(one.manager.told) == 2)

@@ -246,7 +246,7 @@ async def test_an_alert_that_is_deleted_while_it_fires_ends() -> None:
 async def test_a_topic_made_anew_knows_no_alert() -> None:
     one = Setup()
     await one.deliver(0, alert_record(alert()))
-    one.handler.forget()
+    one.handler.reset()
     await one.quiet(600_000)
     assert one.points(alert()) == [(0, 1.0)]
 

@@ -231,7 +231,7 @@ async def test_a_silent_node_is_ended_once_and_late_data_still_fits() -> None:
 async def test_a_topic_made_anew_has_no_replays() -> None:
     one = Setup()
     await one.deliver(record(sample(5)))
-    one.handler.forget()
+    one.handler.reset()
     await one.deliver(record(sample(1, ts_ms=2**41)))
     assert one.ends() == {"delivered": 2}
 

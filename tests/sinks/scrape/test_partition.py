@@ -241,7 +241,7 @@ async def test_a_value_beyond_any_float_is_dead_lettered_and_the_last_tick_stays
 async def test_a_topic_made_anew_starts_anew() -> None:
     bench = Bench()
     await bench.deliver(_tick(5, _device("a", 0.1)))
-    bench.handler.forget()
+    bench.handler.reset()
     await bench.deliver(_tick(0, _device("a", 0.2)))
 
     assert " 0.2\n" in bench.shown()

@@ -235,7 +235,7 @@ async def test_a_receiver_that_refuses_everything_keeps_the_transitions() -> Non
 async def test_after_the_topic_was_made_anew_everything_is_news() -> None:
     one = Setup(Scripted())
     one.partition.recall(records(alert()))
-    one.partition.forget()
+    one.partition.reset()
     await one.deliver(records(alert()))
     assert one.ends() == {"delivered": 1}
 
