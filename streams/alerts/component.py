@@ -14,11 +14,10 @@ from prometheus_client import CollectorRegistry
 from delivery.watchdog import fail_stop
 from streams.alerts.rules import rules_file
 from streams.alerts.worker import ALERTS, ATTRIBUTED, SAMPLES, STATE, WORKLOADS, AlertWorker
-from streams.bookkeeping import DEAD_LETTERS
-from streams.bookkeeping import instruments as stream_instruments
 from streams.reader.app import ReaderApp, ReaderSettings
 from streams.settings import AlertSettings
-from streams.working import work
+from streams.stage import DEAD_LETTERS, run_worker
+from streams.stage import instruments as stream_instruments
 from topics.check import TopicCheck
 from topics.instruments import Instrument, Instruments
 
@@ -94,7 +93,7 @@ class Alerts:
         )
         worker = AlertWorker(self.instruments, in_force, partitions=topics.partitions[ATTRIBUTED])
         app = self._app = worker.app = ReaderApp(reads, worker, fail=self._fail)
-        await work(app, worker, stop, name=self.name, failed="looking at the nodes failed")
+        await run_worker(app, worker, stop, name=self.name, failed="looking at the nodes failed")
 
     def not_ready(self) -> list[str]:
         """What keeps it from judging; empty when it does."""

@@ -23,10 +23,9 @@ from streams.alerts.node import Due, Log, Node
 from streams.alerts.rules.rule import Rules
 from streams.alerts.silence import CaughtUp, Ends, without_ticks
 from streams.alerts.tick import decode as decode_tick
-from streams.bookkeeping import Bookkeeping
-from streams.decoding import Malformed, decoded
 from streams.reader.app import ReaderApp
 from streams.reader.reader import Batch
+from streams.stage import Bookkeeping, Malformed, decode_record
 from topics.alerts import MAX_TIME_MS, Severity
 from topics.instruments import Instruments
 from topics.sender import Unsendable
@@ -114,7 +113,7 @@ class AlertWorker:
                 del self._nodes[partition][key]
                 self._active[partition].pop(key, None)
         else:
-            learned = decoded(memory.decode, key, record.value)
+            learned = decode_record(memory.decode, key, record.value)
             node = self._node(partition, key)
             node.learn(learned)
             self._caught_up[partition].attributed(learned.offset)
@@ -143,7 +142,7 @@ class AlertWorker:
     def _judge(self, slot: Slot, record: Any) -> None:
         """Judge a node's tick. Raises Malformed."""
         partition, key, reader = slot.tp.partition, record.key, self.app.reader
-        tick = decoded(decode_tick, key, record.value)
+        tick = decode_record(decode_tick, key, record.value)
         if tick.ts_ms > MAX_TIME_MS:
             raise Malformed("undecodable", f"ts_ms is {tick.ts_ms}, past the year 9999")
         node = self._node(partition, key)

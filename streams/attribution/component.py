@@ -11,14 +11,34 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry
 
 from delivery.watchdog import fail_stop
-from streams.attribution.instruments import INSTRUMENTS
 from streams.attribution.joiner import ALLOCATIONS, OUTPUT, SAMPLES, WORKLOADS, Joiner
-from streams.bookkeeping import DEAD_LETTERS
 from streams.reader.app import ReaderApp, ReaderSettings
 from streams.settings import AttributionSettings
-from streams.working import work
+from streams.stage import DEAD_LETTERS, run_worker
+from streams.stage import instruments as stream_instruments
 from topics.check import TopicCheck
-from topics.instruments import Instruments
+from topics.instruments import Instrument, Instruments
+
+INSTRUMENTS = (
+    Instrument(
+        "gpustream_attribution_ticks_total",
+        "counter",
+        "Node ticks attributed: exact by the snapshot they name, late by the last one known, none without one.",
+        ("attribution",),
+    ),
+    Instrument("gpustream_attribution_held_ticks", "gauge", "Node ticks that wait for a snapshot or a pod."),
+    Instrument(
+        "gpustream_attribution_unknown_device_ids_total", "counter", "Device ids of a snapshot in no known grammar."
+    ),
+    Instrument(
+        "gpustream_attribution_misordered_workloads_total",
+        "counter",
+        "Records of gpu.workloads that were logged before a time to which they were taken as read: the clocks of two "
+        "brokers are more than half a second apart, and a replay may name other pods.",
+    ),
+    *stream_instruments("attribution"),
+)
+"""What the attribution stream says of itself."""
 
 
 class Attribution:
@@ -50,7 +70,7 @@ class Attribution:
         )
         joiner = Joiner(self.instruments, grace_s=s.grace_s, partitions=topics.partitions[SAMPLES])
         app = self._app = joiner.app = ReaderApp(reads, joiner, fail=self._fail)
-        await work(app, joiner, stop, name=self.name, failed="the join failed")
+        await run_worker(app, joiner, stop, name=self.name, failed="the join failed")
 
     def not_ready(self) -> list[str]:
         """What keeps it from attributing; empty when it does."""

@@ -36,8 +36,8 @@ from streams.attribution.state import (
     Mark,
     Memo,
     NodeState,
+    ReadSample,
     Record,
-    Tick,
     Workloads,
     WorkloadsRead,
     marked,
@@ -57,8 +57,8 @@ __all__ = [
     "Joined",
     "Mark",
     "NodeState",
+    "ReadSample",
     "Record",
-    "Tick",
     "Workloads",
     "WorkloadsRead",
     "step",
@@ -76,7 +76,7 @@ _replace = msgspec.structs.replace
 
 def step(state: NodeState, record: Record, grace_s: float) -> tuple[NodeState, list[Joined]]:
     """The state after a record, and the samples that it lets go."""
-    if isinstance(record, Tick):
+    if isinstance(record, ReadSample):
         state = _replace(
             state,
             held=(*state.held, record),
@@ -179,7 +179,7 @@ def _has_snapshots(state: NodeState, sample: Sample) -> bool:
     return all((sample.run_id, seq) in state.snapshots for seq in named_snapshots(sample))
 
 
-def _never_comes(state: NodeState, tick: Tick, grace_s: float) -> bool:
+def _never_comes(state: NodeState, tick: ReadSample, grace_s: float) -> bool:
     """Whether the allocations have been read far enough to know that a snapshot is not among them."""
     return state.allocations_read_s >= tick.read_s + (0.0 if state.impatient else grace_s)
 
@@ -193,7 +193,7 @@ class _Place(NamedTuple):
     found: Meant
 
 
-def _place(state: NodeState, tick: Tick, seq: int | None, ts_ms: int) -> _Place | Unread:
+def _place(state: NodeState, tick: ReadSample, seq: int | None, ts_ms: int) -> _Place | Unread:
     """The snapshot that a tick names by its ``seq``. The tick's processes tell only of its own one."""
     sample = tick.sample
     named, attribution = _snapshot(state, sample, seq)
@@ -239,7 +239,7 @@ def _run_before(state: NodeState, sample: Sample) -> int | None:
 # -- what goes
 
 
-def _joined(state: NodeState, tick: Tick, now: _Place, before: Mapping[int, _Place]) -> tuple[NodeState, Joined]:
+def _joined(state: NodeState, tick: ReadSample, now: _Place, before: Mapping[int, _Place]) -> tuple[NodeState, Joined]:
     sample, known = tick.sample, now.found.known
     labels = known.node_labels_at(sample.ts_ms) if known else {}
     by_snapshot = {
@@ -291,7 +291,7 @@ def _with_claims(container: Container, claims: tuple[Claim, ...]) -> Container:
 
 
 def _attributed(
-    tick: Tick,
+    tick: ReadSample,
     now: Then,
     node_labels: dict[str, str],
     pod_of: PodOf | None,

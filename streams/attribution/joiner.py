@@ -17,12 +17,12 @@ import msgspec
 
 from delivery.ledger import Partition, Slot
 from streams.attribution import join
-from streams.attribution.decode import decode
 from streams.attribution.progress import WorkloadsProgress
-from streams.bookkeeping import Bookkeeping
-from streams.decoding import Malformed, Reason
 from streams.reader.app import ReaderApp
 from streams.reader.reader import Batch
+from streams.stage import Bookkeeping, Malformed, Reason, decode_record
+from topics.allocations import Allocations
+from topics.decoding import decoder
 from topics.instruments import Instruments
 from topics.samples import Sample
 from topics.sender import Unsendable
@@ -39,6 +39,19 @@ _ASK_AHEAD_MS = 1_100
 _ASK_AHEAD_EVERY_S = 0.25
 _FORGET_AFTER_MS = 48 * 3_600_000
 _FORGET_EVERY_MS = 600_000
+
+NodeRecord = Sample | Allocations | NodeWorkloads
+
+_DECODERS: Mapping[str, Callable[[bytes], NodeRecord]] = {
+    "gpu.samples": decoder(Sample),
+    "gpu.allocations": decoder(Allocations),
+    "gpu.workloads": decoder(NodeWorkloads),
+}
+
+
+def decode(topic: str, key: bytes | None, value: bytes | None) -> NodeRecord:
+    """The record of a node topic. Raises :class:`streams.stage.Malformed`."""
+    return decode_record(_DECODERS[topic], key, value)
 
 
 class Joiner:
@@ -103,7 +116,7 @@ class Joiner:
             now_s = self._clock()
             progress.sample(slot.offset, logged_ms, now_s)
             progress.learned(self._learned(WORKLOADS, partition))
-            tick = join.Tick(decoded, slot.offset, now_s, logged_ms, progress.read_ms)
+            tick = join.ReadSample(decoded, slot.offset, now_s, logged_ms, progress.read_ms)
             await self._step(partition, record.key, tick)
             self._ask_for_workloads(partition, record.key, now_s)
             self._ask_ahead(progress, logged_ms, now_s)

@@ -26,7 +26,7 @@ Inventory = tuple[tuple[str, int | None, int | None, Mig | None], ...]
 """Of each device of a tick what an id may say of it: uuid, index, minor number and MIG place."""
 
 
-class Tick(msgspec.Struct, frozen=True):
+class ReadSample(msgspec.Struct, frozen=True):
     """A sample that was read: its offset, when it was read, and when it was logged.
 
     ``workloads_read_ms``: the log time to which the workloads of its partition had been read by then.
@@ -68,11 +68,11 @@ class Forget(msgspec.Struct, frozen=True):
     """Drop the samples that wait; they are read again."""
 
 
-Record = Tick | Allocations | Workloads | AllocationsRead | WorkloadsRead | Committed | Forget
+Record = ReadSample | Allocations | Workloads | AllocationsRead | WorkloadsRead | Committed | Forget
 
 
 class Joined(msgspec.Struct, frozen=True):
-    """An attributed sample, and the device ids that could not be read, where its holders were worked out anew."""
+    """An attributed sample, and the device ids that could not be read, where its holders were worked out again."""
 
     sample: AttributedSample
     unknown_ids: tuple[str, ...]
@@ -111,7 +111,7 @@ class NodeState(msgspec.Struct, frozen=True):
     snapshot_runs: tuple[int, ...] = ()
     sample_runs: tuple[int, ...] = ()
     workloads: Knowledge | None = None
-    held: tuple[Tick, ...] = ()
+    held: tuple[ReadSample, ...] = ()
     impatient: bool = False
     allocations_read_s: float = float("-inf")
     workloads_read_ms: float = float("-inf")
@@ -125,7 +125,7 @@ NEW = NodeState()
 _replace = msgspec.structs.replace
 
 
-def marked(marks: tuple[Mark, ...], tick: Tick, given: SnapshotId | None) -> tuple[Mark, ...]:
+def marked(marks: tuple[Mark, ...], tick: ReadSample, given: SnapshotId | None) -> tuple[Mark, ...]:
     """The marks with one for this sample, unless the last one does for it."""
     ts_ms, last = tick.sample.ts_ms, marks[-1] if marks else None
     if last and last.snapshot == given and 0 <= ts_ms - last.ts_ms < _MARK_EVERY_MS:

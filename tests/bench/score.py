@@ -78,7 +78,7 @@ def joined(fleet: Fleet, count: int) -> Iterator[tuple[Tick, AttributedSample]]:
             seq += 1
             snapshots[name] = seq, tick.reading.containers
             records.append(_snapshot(tick, seq))
-        sample = join.Tick(_sample(tick, seq), tick.seq, now_s, tick.ts_ms, tick.ts_ms)
+        sample = join.ReadSample(_sample(tick, seq), tick.seq, now_s, tick.ts_ms, tick.ts_ms)
         for record in (*records, join.WorkloadsRead(tick.ts_ms), sample):
             states[name], out = join.step(states.get(name, join.NEW), record, 10.0)
             yield from ((waiting.pop((name, one.sample.seq)), one.sample) for one in out)

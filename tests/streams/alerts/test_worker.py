@@ -10,7 +10,7 @@ from streams.alerts.rules.rule import Rules
 from streams.alerts.silence import FORGET_MS
 from streams.alerts.tick import Device
 from streams.alerts.worker import ALERTS, ATTRIBUTED, STATE, WORKLOADS
-from streams.bookkeeping import DEAD_LETTERS
+from streams.stage import DEAD_LETTERS
 from tests.streams.alerts.fakes import Broker, Record, Worker, settle
 from tests.streams.alerts.stories import later
 from tests.streams.alerts.ticks import START_MS, device, overlay, tick

@@ -12,10 +12,10 @@ import pytest
 
 from delivery.ledger import Ledger, Partition, Slot
 from streams.attribution import joiner
-from streams.attribution.instruments import INSTRUMENTS
+from streams.attribution.component import INSTRUMENTS
 from streams.attribution.joiner import ALLOCATIONS, OUTPUT, SAMPLES, WORKLOADS, Joiner
-from streams.bookkeeping import DEAD_LETTERS
 from streams.reader.app import ReaderApp
+from streams.stage import DEAD_LETTERS
 from topics.allocations import Allocations
 from topics.attributed import AttributedSample
 from topics.instruments import Instruments

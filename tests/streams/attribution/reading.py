@@ -82,7 +82,7 @@ class Reading:
             self.reads[offset] = self.now_s
             logged_ms = self.story.logs.sampled_ms[offset]
             self.progress.sample(offset, logged_ms, self.now_s)
-            self._step(sample.node, join.Tick(sample, offset, self.now_s, logged_ms, self.progress.read_ms))
+            self._step(sample.node, join.ReadSample(sample, offset, self.now_s, logged_ms, self.progress.read_ms))
 
     def ask(self, _: int) -> None:
         """The broker is asked where the partitions end."""
@@ -139,7 +139,7 @@ class Reading:
     # -- what must hold
 
     def _step(self, node: str, record: join.Record) -> None:
-        if isinstance(record, join.Tick):
+        if isinstance(record, join.ReadSample):
             self.impatient[node] |= len(self.states[node].held) >= join.MAX_HELD
         self.states[node], joined = join.step(self.states[node], record, GRACE_S)
         for one in joined:

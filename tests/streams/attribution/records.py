@@ -62,9 +62,9 @@ LONG_AFTER_MS = 1 << 50
 
 def read(
     sample: Sample, offset: int = 0, at_s: float = 0.0, *, logged_ms: int = LONG_AFTER_MS, far_ms: float = float("inf")
-) -> join.Tick:
+) -> join.ReadSample:
     """A sample that was read at a time, when the workloads had been read to ``far_ms``: by default all there are."""
-    return join.Tick(sample, offset, at_s, logged_ms, far_ms)
+    return join.ReadSample(sample, offset, at_s, logged_ms, far_ms)
 
 
 def told(record: NodeWorkloads, logged_ms: int = 0) -> join.Workloads:

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streams.attribution.decode import decode
-from streams.decoding import Malformed
+from streams.attribution.joiner import decode
+from streams.stage import Malformed
 from tests.topics import records
 from topics import allocations, samples, workloads
 from topics.allocations import Allocations

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import pytest
 
 from streams.attribution import join
-from streams.attribution.join import AllocationsRead, Forget, Joined, NodeState, Tick, WorkloadsRead, wants_end
+from streams.attribution.join import AllocationsRead, Forget, Joined, NodeState, ReadSample, WorkloadsRead, wants_end
 from tests.streams.attribution import records
 from tests.streams.attribution.records import container, gpu, known, pod, process, snapshot, tick, told
 from topics.attributed import Attribution
@@ -25,7 +25,7 @@ def run(state: NodeState, *records: join.Record) -> tuple[NodeState, list[Joined
     return state, out
 
 
-def read(sample: Sample, at_s: float = 0.0, logged_ms: int = 10_000, far_ms: float = float("inf")) -> Tick:
+def read(sample: Sample, at_s: float = 0.0, logged_ms: int = 10_000, far_ms: float = float("inf")) -> ReadSample:
     """A sample that was read at a time, in offset order of its seq."""
     return records.read(sample, sample.seq, at_s, logged_ms=logged_ms, far_ms=far_ms)
 
@@ -264,7 +264,7 @@ def test_a_process_of_a_pod_that_is_not_known_yet_is_waited_for_although_its_nam
 OVER = told(known(1, pod("p", ended=20_000)))
 
 
-def listed(seq: int, ts_ms: int, far_ms: float = float("inf")) -> Tick:
+def listed(seq: int, ts_ms: int, far_ms: float = float("inf")) -> ReadSample:
     """A tick of the snapshot that has the pod."""
     return read(tick(seq, 1, ts_ms=ts_ms), ts_ms / 1000, far_ms=far_ms)
 

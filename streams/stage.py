@@ -1,34 +1,66 @@
-"""What every stream does beside its own work: dead letters, nodes that are in the wrong place, its reader's counts.
+"""What every stream does beside its own work: decoding, dead letters, nodes in the wrong place, counts, its one agent.
 
 Source: murmur2 is the partitioner of Kafka's Java clients.
 """
 
+import asyncio
 import logging
 import time
-from typing import Any, Protocol
+from collections.abc import AsyncIterable, Callable
+from typing import Any, Literal, Protocol, TypeVar
 
+import msgspec
 from aiokafka.partitioner import murmur2
 
 from delivery.lateness import lateness_instrument
-from delivery.ledger import Ledger, Slot
-from streams.decoding import Reason
+from delivery.ledger import Slot
 from streams.reader.app import ReaderApp
+from streams.reader.reader import Batch, Reader
 from topics.dead_letters import Origin, letter
 from topics.instruments import Instrument, Instruments
+from topics.topic import MAX_MESSAGE_BYTES, node_key
 
 log = logging.getLogger(__name__)
 
 DEAD_LETTERS = "gpu.dead-letters"
 
 
-class Counts(Protocol):
-    """What a reader counts."""
+Reason = Literal["undecodable", "key", "oversized", "unsendable"]
 
-    ledger: Ledger
-    rebalances: int
-    holes: int
-    lost: int
-    loop_late_s: float
+
+class OfNode(Protocol):
+    """A record about a node."""
+
+    @property
+    def cluster(self) -> str: ...
+    @property
+    def node(self) -> str: ...
+
+
+R = TypeVar("R", bound=OfNode)
+
+
+class Malformed(Exception):
+    """A record that can never be used: ``reason`` is its class, the message says what is wrong. Dead-letter it."""
+
+    def __init__(self, reason: Reason, message: str) -> None:
+        super().__init__(message)
+        self.reason: Reason = reason
+
+
+def decode_record(decode: Callable[[bytes], R], key: bytes | None, value: bytes | None) -> R:
+    """The record of a topic that is keyed by node. Raises Malformed."""
+    if value is None:
+        raise Malformed("undecodable", "no value")
+    if len(value) > MAX_MESSAGE_BYTES:
+        raise Malformed("oversized", f"{len(value)} bytes, and a record may have {MAX_MESSAGE_BYTES}")
+    try:
+        record = decode(value)
+    except msgspec.DecodeError as error:
+        raise Malformed("undecodable", str(error)) from error
+    if key != node_key(record.cluster, record.node):
+        raise Malformed("key", f"the key {key!r:.300} is not {record.cluster}/{record.node}")
+    return record
 
 
 def instruments(stage: str) -> tuple[Instrument, ...]:
@@ -105,7 +137,7 @@ class Bookkeeping:
         sent = await app.sender.send(DEAD_LETTERS, dead.value, key=dead.key, headers=dead.headers)
         app.finish_when(slot, [sent])
 
-    def observe(self, reader: Counts) -> None:
+    def observe(self, reader: Reader) -> None:
         """Take over what the reader has counted."""
         self._instruments.gauge(f"gpustream_{self._stage}_open_bytes").set(reader.ledger.open_bytes)
         self._instruments.gauge(f"gpustream_{self._stage}_loop_late_seconds").set(reader.loop_late_s)
@@ -113,3 +145,33 @@ class Bookkeeping:
             counter = self._instruments.counter(f"gpustream_{self._stage}_{name}_total")
             counter.inc(count - self._counted.get(name, 0))
             self._counted[name] = count
+
+
+class StreamWorker(Protocol):
+    """What works on the batches of a stream."""
+
+    async def take(self, batch: Batch) -> None:
+        """Work on a batch of one partition."""
+
+    async def look(self) -> None:
+        """See to what waits for time to pass. Never returns."""
+
+
+async def run_worker(app: ReaderApp, worker: StreamWorker, stop: asyncio.Event, *, name: str, failed: str) -> None:
+    """Run the app with one agent, ``name``, until ``stop`` is set. A look that fails ends the process: ``failed``."""
+
+    @app.agent(app.batches, name=name)  # type: ignore[untyped-decorator]
+    async def agent(batches: AsyncIterable[Batch]) -> None:
+        async for batch in batches:
+            await worker.take(batch)
+
+    def looked(looking: "asyncio.Task[None]") -> None:
+        if not looking.cancelled():
+            app.fail(f"{failed}: {looking.exception()!r}")
+
+    looking = asyncio.create_task(worker.look())
+    looking.add_done_callback(looked)
+    try:
+        await app.run(stop)
+    finally:
+        looking.cancel()
