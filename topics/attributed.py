@@ -69,6 +69,9 @@ def by_pod(holders: Sequence[Holder]) -> dict[HoldingPod, list[Holder]]:
 
     A holder whose uid is not known is of the pod of that name, if there is one.
     """
+    if len(holders) == 1:
+        (one,) = holders
+        return {HoldingPod(one.namespace, one.pod, one.pod_uid): [one]}
     pods: dict[HoldingPod, list[Holder]] = {}
     for holder in holders:
         pods.setdefault(HoldingPod(holder.namespace, holder.pod, holder.pod_uid), []).append(holder)
@@ -111,7 +114,7 @@ class AttributedDevice(Device, frozen=True, omit_defaults=True):
 
     def pods(self) -> dict[HoldingPod, list[Holder]]:
         """The pods that hold the device, each with its holders."""
-        return by_pod(self.holders) if self.holders else {}
+        return by_pod(self.holders)
 
 
 class AttributedSample(Sample, frozen=True, kw_only=True):

@@ -116,8 +116,11 @@ def sole_holder(pods: Mapping[HoldingPod, list[Holder]]) -> Held | None:
     if len(pods) != 1:
         return None
     ((first, *others),) = pods.values()
-    one_container = all(other.container == first.container for other in others)
-    return held(first, first.container if one_container else None)
+    container = first.container
+    for other in others:
+        if other.container != container:
+            container = None
+    return held(first, container)
 
 
 def identity(where: Place, device: AttributedDevice, pod: Held | None = None, job: Job | None = None) -> DeviceIdentity:

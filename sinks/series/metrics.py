@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from sinks.series.model import Row, Rows, Value
 from topics.catalogue import CATALOGUE, DERIVED, HOLDERS, series
-from topics.metric import Metric, Profile, Ratio
+from topics.metric import Metric, Profile
 from topics.metric import Series as CatalogueSeries
 
 Metrics = Mapping[str, Value | None]
@@ -78,7 +78,12 @@ class _Layout:
     def values(self, metrics: Metrics) -> list[float | None]:
         """The value of each row; None for a ratio of which the denominator is zero."""
         values: list[float | None] = [convert(metrics[key]) for key, convert in self._converters]
-        values.extend(_ratio(ratio, metrics) for ratio in self._ratios)
+        for ratio in self._ratios:
+            numerator, denominator = metrics[ratio.numerator], metrics[ratio.denominator]
+            if numerator is None or denominator is None:
+                values.append(None)
+            else:
+                values.append(ratio.of(numerator, denominator))
         return values
 
 
@@ -100,8 +105,3 @@ def _row(metric: Metric, one: CatalogueSeries) -> Row:
     """A series of a metric. One that is made of some bits of a counter is a gauge."""
     primary = any(many[0] == one for many in metric.names.values())
     return Row(one.name, one.labels, metric.kind if one.bits is None else "gauge", metric.help, primary)
-
-
-def _ratio(ratio: Ratio, metrics: Metrics) -> float | None:
-    numerator, denominator = metrics[ratio.numerator], metrics[ratio.denominator]
-    return None if numerator is None or denominator is None else ratio.of(numerator, denominator)

@@ -112,6 +112,9 @@ class Labelled(NamedTuple):
     series: SeriesSet
 
 
+Pods = Mapping[HoldingPod, list[Holder]]
+"""Who holds a device, by pod."""
+
 Cache = dict[Key, Labelled]
 """Of one node."""
 
@@ -126,14 +129,14 @@ class Translator:
     def translate(self, sample: AttributedSample, cache: Cache) -> list[tuple[Key, SampleGroup]]:
         """All series of a tick that have a value, each set with its key. ``cache`` is its node's."""
         where, found = place(sample), list[tuple[Key, SampleGroup]]()
-        for device in sample.devices:
-            pods = device.pods()
+        devices = [(device, device.pods()) for device in sample.devices]
+        for device, pods in devices:
             measured = self._metrics.measure(device.metrics, None if sample.attribution == "none" else len(pods))
             if measured.rows:
                 job = device.jobs[0] if device.jobs and len(device.jobs) == 1 else None
                 series = self._of_metrics(identity(where, device, sole_holder(pods), job), measured, cache)
                 found.append((device.uuid, SampleGroup(series, sample.ts_ms, measured.values)))
-        for one in beside(self._label_set, where, sample):
+        for one in beside(self._label_set, where, devices):
             before = cache.get(one.key)
             if before is None or before.of != one.of:
                 before = cache[one.key] = Labelled(one.of, made(self._label_set, one.of, self._max_labels))
@@ -179,17 +182,20 @@ def made(label_set: LabelSet, of: MadeOf, most: int = MAX_LABELS) -> SeriesSet:
             return SeriesSet(pod_info_labels(where, pod, most), _POD_ROWS, "pod")
 
 
-def beside(label_set: LabelSet, where: Place, sample: AttributedSample) -> Iterator[Beside]:
-    """All that a tick writes beside its devices' metrics."""
-    for device in sample.devices:
+def beside(label_set: LabelSet, where: Place, devices: Sequence[tuple[AttributedDevice, Pods]]) -> Iterator[Beside]:
+    """All that a tick writes beside its devices' metrics; each device is given with the pods that hold it."""
+    holding: dict[HoldingPod, Holder] = {}
+    for device, pods in devices:
+        for pod, holders in pods.items():
+            holding[pod] = holders[-1]
         if device.info:
             yield Beside(("info", device.uuid), Described(identity(where, device), device.info), _ONE)
         yield from _rest(where, device)
-        yield from _parts(label_set, where, device)
+        yield from _parts(label_set, where, device, pods)
         if device.events:
             yield from _errors(label_set, where, device)
     if label_set == "otel":
-        for pod, (*_, holder) in by_pod([one for device in sample.devices for one in device.holders]).items():
+        for pod, holder in holding.items():
             yield Beside(("pod", pod.namespace, pod.pod, pod.pod_uid or ""), PodInfo(where, held(holder)), _ONE)
 
 
@@ -206,20 +212,19 @@ def _rest(where: Place, device: AttributedDevice) -> Iterator[Beside]:
         yield Beside(("rest", device.uuid), of, values)
 
 
-def _parts(label_set: LabelSet, where: Place, device: AttributedDevice) -> Iterator[Beside]:
+def _parts(label_set: LabelSet, where: Place, device: AttributedDevice, pods: Pods) -> Iterator[Beside]:
     """The part of each pod: the sum of its containers'."""
-    pods: dict[tuple[str, ...], list[Holder]] = {}
-    if all(holder.parts is None for holder in device.holders):
-        return
-    for pod, holders in device.pods().items():
-        if split := [holder for holder in holders if holder.parts is not None]:
-            pods.setdefault(_pod_key(label_set, pod), []).extend(split)
-    for key, holders in pods.items():
+    split: dict[tuple[str, ...], list[Holder]] = {}
+    for pod, of_pod in pods.items():
+        for holder in of_pod:
+            if holder.parts is not None:
+                split.setdefault(_pod_key(label_set, pod), []).append(holder)
+    for key, holders in split.items():
         parts = [_quantities(holder.parts) for holder in holders]
-        of_pod = {one: sum(part.get(one, 0.0) for part in parts) for one in _QUANTITIES if any(one in p for p in parts)}
-        if of_pod:
-            of = Part(identity(where, device, held(holders[0])), tuple(of_pod))
-            yield Beside(("part", device.uuid, *key), of, list(of_pod.values()))
+        sums = {one: sum(part.get(one, 0.0) for part in parts) for one in _QUANTITIES if any(one in p for p in parts)}
+        if sums:
+            of = Part(identity(where, device, held(holders[0])), tuple(sums))
+            yield Beside(("part", device.uuid, *key), of, list(sums.values()))
 
 
 def _errors(label_set: LabelSet, where: Place, device: AttributedDevice) -> Iterator[Beside]:

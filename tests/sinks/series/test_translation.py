@@ -12,7 +12,7 @@ from sinks.series.model import Row
 from sinks.series.translation import Beside, beside, made
 from tests.sinks.conftest import sample
 from tests.sinks.series.test_labels import BERT, MIG
-from topics.attributed import AttributedDevice, AttributedSample, Holder, Parts
+from topics.attributed import AttributedDevice, AttributedSample, Holder, HoldingPod, Parts
 from topics.catalogue import DEVICE_INFO, FURTHER
 
 FIVE = {"gpu", "uuid", "pod_namespace", "pod_name", "container_name"}
@@ -27,10 +27,14 @@ def parts(used: float | None = None, memory: float | None = None, power: float |
     return {"utilization_ratio": used, "memory_used_bytes": memory, "power_watts": power}
 
 
+def held(tick: AttributedSample) -> list[tuple[AttributedDevice, dict[HoldingPod, list[Holder]]]]:
+    return [(device, device.pods()) for device in tick.devices]
+
+
 def others(label_set: Any, *holders: dict[str, Any], **more: Any) -> list[Beside]:
     """What a tick with this device has beside its metrics, without the pods' own series."""
     tick = sample(1, {"uuid": "GPU-a", "index": 0, "holders": list(holders), **more})
-    return [one for one in beside(label_set, place(tick), tick) if one.key[0] != "pod"]
+    return [one for one in beside(label_set, place(tick), held(tick)) if one.key[0] != "pod"]
 
 
 def rows(label_set: Any, found: list[Beside]) -> list[tuple[Row, float, dict[str, str]]]:
@@ -115,9 +119,10 @@ def test_a_part_says_all_of_its_pod_that_a_sole_holders_series_says() -> None:
 @every_label_set
 def test_only_a_part_names_a_pod_even_where_one_pod_holds_the_device(label_set: Any) -> None:
     everything = {"info": INFO, "xids": {"79": 1}, "conflict": "no_pod", "unattributed": parts(1)}
-    held, free = (others(label_set, *holders, **everything) for holders in ([BERT], []))
+    of_held, of_free = (
+        [made(label_set, one.of) for one in others(label_set, *holders, **everything)] for holders in ([BERT], [])
+    )
 
-    (of_held, of_free) = ([made(label_set, one.of) for one in found] for found in (held, free))
     assert [(one.labels, one.rows) for one in of_held] == [(one.labels, one.rows) for one in of_free]
 
 
@@ -218,7 +223,7 @@ DEVICE = st.builds(
 @given(DEVICE, st.sampled_from(LABEL_SETS))
 def test_whatever_a_record_says_its_series_are_ones_that_receivers_take(device: Any, label_set: Any) -> None:
     tick = msgspec.structs.replace(sample(1), devices=(device,))
-    found = list(beside(label_set, place(tick), tick))
+    found = list(beside(label_set, place(tick), held(tick)))
     for one in found:
         series = made(label_set, one.of)
         assert len(series.rows) == len(one.values) > 0
@@ -228,7 +233,7 @@ def test_whatever_a_record_says_its_series_are_ones_that_receivers_take(device: 
             assert all(0 < len(value.encode()) <= MAX_VALUE_BYTES for _, value in pairs)
         assert len({(row.name, row.labels) for row in series.rows}) == len(series.rows)
         assert list(series.labels) == sorted(series.labels)
-    assert [one.of for one in found] == [one.of for one in beside(label_set, place(tick), tick)]
+    assert [one.of for one in found] == [one.of for one in beside(label_set, place(tick), held(tick))]
 
 
 @every_label_set
@@ -252,10 +257,10 @@ def test_each_pod_that_holds_a_device_has_an_info_once() -> None:
         attribution="exact",
         devices=(shared, shared),
     )
-    pods = [made("otel", one.of) for one in beside("otel", place(record), record)]
+    pods = [made("otel", one.of) for one in beside("otel", place(record), held(record))]
 
     assert [dict(pod.labels)["k8s_pod_name"] for pod in pods] == ["a", "b"]
-    assert list(beside("dcgm", place(record), record)) == []
+    assert list(beside("dcgm", place(record), held(record))) == []
     assert dict(pods[0].labels) == {
         "k8s_cluster_name": "c",
         "k8s_node_name": "n",
