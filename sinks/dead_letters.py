@@ -69,7 +69,7 @@ class DeadLetters:
         self._stage = stage
 
     async def bury(self, record: Record, error: str, abandon: asyncio.Event) -> None:
-        """Write a record to the dead letters; returns once it is there. Raises Abandoned where that is not awaited."""
+        """Write a record to the dead letters; returns once it is there. Raises Abandoned if that is not awaited."""
         origin = Origin(record.topic, record.partition, record.offset)
         log.warning("%s: dead-lettered: %s", origin, error)
         letter = dead_letters.letter(

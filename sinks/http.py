@@ -37,8 +37,16 @@ class Reply(NamedTuple):
 
     @property
     def retry_after_s(self) -> float | None:
-        """How long the receiver wants us to wait, from a number or a date; None where it does not say."""
-        return _retry_after(self.headers.get("Retry-After"))
+        """How long the receiver wants us to wait, from a number or a date; None if it does not say."""
+        value = self.headers.get("Retry-After")
+        if value is None:
+            return None
+        if value.isascii() and value.isdigit():
+            return float(value)
+        try:
+            return max(0.0, (parsedate_to_datetime(value) - datetime.now(UTC)).total_seconds())
+        except (ValueError, TypeError, OverflowError):
+            return None
 
 
 class Http:
@@ -51,10 +59,16 @@ class Http:
 
     async def post(self, url: str, body: bytes, headers: Mapping[str, str]) -> Reply:
         """Make one attempt at sending a body."""
-        session = self._session or self._open()
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                timeout=aiohttp.ClientTimeout(total=self._settings.request_timeout_s),
+                headers={**dict(self._settings.headers), "User-Agent": f"gpustream/{version('gpustream')}"},
+                auto_decompress=True,
+                cookie_jar=aiohttp.DummyCookieJar(),
+            )
         try:
             own, context = self._credentials.now()
-            async with session.post(
+            async with self._session.post(
                 url, data=body, headers={**headers, **own}, ssl=context or True, allow_redirects=False
             ) as response:
                 text = (await response.content.read(_TEXT_BYTES)).decode("utf-8", "replace")
@@ -69,15 +83,6 @@ class Http:
             await self._session.close()
             self._session = None
             await asyncio.sleep(0)
-
-    def _open(self) -> aiohttp.ClientSession:
-        self._session = aiohttp.ClientSession(
-            timeout=aiohttp.ClientTimeout(total=self._settings.request_timeout_s),
-            headers={**dict(self._settings.headers), "User-Agent": f"gpustream/{version('gpustream')}"},
-            auto_decompress=True,
-            cookie_jar=aiohttp.DummyCookieJar(),
-        )
-        return self._session
 
 
 class Credentials:
@@ -141,14 +146,3 @@ def _stamp(path: Path | None) -> tuple[int, int, int] | None:
         return None
     status = path.stat()
     return status.st_mtime_ns, status.st_size, status.st_ino
-
-
-def _retry_after(value: str | None) -> float | None:
-    if value is None:
-        return None
-    if value.isascii() and value.isdigit():
-        return float(value)
-    try:
-        return max(0.0, (parsedate_to_datetime(value) - datetime.now(UTC)).total_seconds())
-    except (ValueError, TypeError, OverflowError):
-        return None

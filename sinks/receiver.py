@@ -84,7 +84,7 @@ class Receiver:
     """Where one URL leads to. At most ``at_once`` attempts are under way.
 
     After ``most_refused`` refusals in a row a request that is refused is tried again, until one is accepted.
-    ``failing`` says why something is tried again, or everything refused; None where it is not. ``on_recovery`` is
+    ``failing`` says why something is tried again, or everything refused; None if it is not. ``on_recovery`` is
     called when that is over. ``first_s`` is the first wait before trying again.
     """
 

@@ -50,7 +50,7 @@ class AlertmanagerSettings(HttpSettings):
         return found
 
     def group_of(self, url: str) -> str:
-        """The consumer group of one Alertmanager: the given one where it is the only one, else its own."""
+        """The consumer group of one Alertmanager: the given one if there is only one, else its own."""
         if len(self.urls) == 1:
             return self.group
         return f"{self.group}-{blake2b(url.encode(), digest_size=4).hexdigest()}"

@@ -26,7 +26,7 @@ class AlertmanagerShared(NamedTuple):
 
 
 class _AlertmanagerRecord(NamedTuple):
-    """A record and what it says: an alert, none where it is a tombstone, or an error."""
+    """A record and what it says: an alert, none if it is a tombstone, or an error."""
 
     record: Record
     alert: Alert | None = None

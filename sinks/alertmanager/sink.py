@@ -36,7 +36,7 @@ class _Alertmanager(NamedTuple):
 
 
 class AlertmanagerSink:
-    """A component: :meth:`run` it until it is told to stop. ``settings`` are to be without mistakes."""
+    """A component: :meth:`run` it until it is to stop. ``settings`` are to be without mistakes."""
 
     name = "alertmanager"
 

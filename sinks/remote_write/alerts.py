@@ -33,7 +33,7 @@ EVERY_MS = 60_000
 """So often is a firing alert written again: within what an instant query looks back."""
 
 BACK_MS = 3_600_000
-"""Samples between an alert's start and its end are written only where they are younger than that: receivers commonly
+"""Samples between an alert's start and its end are written only if they are younger than that: receivers commonly
 refuse older ones."""
 
 _BEHIND_MS = 5_000
@@ -51,7 +51,7 @@ class Malformed(Exception):
 
 @dataclass(slots=True)
 class _AlertState:
-    """An alert as it was last: ``series`` is None where it is over, and little is kept of those, which are many.
+    """An alert as it was last: ``series`` is None if it is over, and little is kept of those, which are many.
 
     ``last_ms`` is the time of its series' last sample; None: an earlier life wrote it.
     """
@@ -217,7 +217,7 @@ def rounds(changes: Sequence[Change]) -> Iterator[list[tuple[int, SampleGroup]]]
 
 
 class _AlertRecord(NamedTuple):
-    """A record and what it writes: a change, an error, or neither where it is a replay."""
+    """A record and what it writes: a change, an error, or neither if it is a replay."""
 
     record: Record
     change: Change | None = None
@@ -329,7 +329,7 @@ class AlertPartition:
 
 
 def _alert(record: Record) -> tuple[str, Alert | None]:
-    """The fingerprint, and the alert: None where it was deleted. Raises Undecodable."""
+    """The fingerprint, and the alert: None if it was deleted. Raises Undecodable."""
     return (record.key or b"").decode("utf-8", "replace"), alerts.read(record)
 
 

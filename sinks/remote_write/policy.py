@@ -57,7 +57,7 @@ _OUT_OF_BOUNDS = re.compile(r"out of bounds")
 
 
 class Answer(NamedTuple):
-    """What came back. ``status`` 0: nothing did, and ``text`` says why. ``written``: samples, where it was said."""
+    """What came back. ``status`` 0: nothing did; ``text`` says why. ``written``: how many samples, if said."""
 
     status: int
     text: str = ""

@@ -175,7 +175,7 @@ class Deliverer:
         made.gauge("gpustream_remote_write_series_left_out").set_function(self._left_out.__len__)
 
     async def deliver(self, ticks: Sequence[Sequence[SampleGroup]], abandon: asyncio.Event) -> list[Delivered]:
-        """Send ticks as one request, or as many as the receiver's size asks for, in parts where that is refused.
+        """Send ticks as one request, or as many as the receiver's size asks for, in parts if that is refused.
 
         A receiver that refuses everything is waited for, and all is sent again. Raises Abandoned.
         """

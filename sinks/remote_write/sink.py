@@ -87,7 +87,7 @@ INSTRUMENTS: tuple[Instrument, ...] = (
 
 
 class RemoteWriteSink:
-    """A component: :meth:`run` it until it is told to stop. ``settings`` are to be without mistakes."""
+    """A component: :meth:`run` it until it is to stop. ``settings`` are to be without mistakes."""
 
     name = "remote-write"
 

@@ -35,7 +35,7 @@ _BY_RANGE: dict[tuple[str, str | None], Format] = {
 
 
 def accepted(accept: str) -> Format:
-    """The format that an Accept header prefers among ours; text 0.0.4 where it names none of them or makes no sense."""
+    """The format that an Accept header prefers among ours; text 0.0.4 if it names none of them or makes no sense."""
     wanted: dict[Format, float] = {}
     for media, given in _ranges(accept):
         found = _BY_RANGE.get((media, given.get("version")))
@@ -59,7 +59,7 @@ def _ranges(header: str) -> Iterator[tuple[str, dict[str, str]]]:
 
 
 def _quality(given: Mapping[str, str]) -> float:
-    """How much something is wanted, 0 to 1; not at all where that is no such number."""
+    """How much something is wanted, 0 to 1; not at all if that is no such number."""
     try:
         quality = float(given.get("q", "1"))
     except ValueError:

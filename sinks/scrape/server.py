@@ -43,7 +43,7 @@ class ListenError(Exception):
 async def serving(
     renderings: Renderings, address: tuple[str, int], on_scrape: Callable[[], None]
 ) -> AsyncIterator[tuple[str, int]]:
-    """Serves while inside; gives the address that it got. ``on_scrape`` is told of each scrape."""
+    """Serves while inside; gives the address that it got. ``on_scrape`` is called at each scrape."""
     application = web.Application()
     application.add_routes(_Pages(renderings, on_scrape).routes())
     runner = web.AppRunner(

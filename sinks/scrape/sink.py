@@ -34,7 +34,7 @@ INSTRUMENTS: tuple[Instrument, ...] = (
 
 
 class ScrapeSink:
-    """A component: :meth:`run` it until it is told to stop."""
+    """A component: :meth:`run` it until it is to stop."""
 
     name = "scrape"
 

@@ -52,7 +52,7 @@ class Place(NamedTuple):
 
 
 class Held(NamedTuple):
-    """The one pod that holds a device, its container where it is one, what owns the pod and what is written on it."""
+    """The one pod that holds a device, its container if it is one, what owns the pod and what is written on it."""
 
     namespace: str
     pod: str

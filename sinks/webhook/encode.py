@@ -40,7 +40,7 @@ class Secret:
         self._secret: bytes | None = None
 
     def now(self) -> bytes | None:
-        """The key; None where there is to be none. Raises OSError or ValueError where it can't be had."""
+        """The key; None if there is to be none. Raises OSError or ValueError if it can't be had."""
         if self._file is not None and time.monotonic() - self._looked_s >= _LOOK_EVERY_S:
             self._secret = _read(self._file)
             self._looked_s = time.monotonic()

@@ -30,7 +30,7 @@ MOST_REFUSED = 3
 
 
 class WebhookSink:
-    """A component: :meth:`run` it until it is told to stop. ``settings`` are to be without mistakes."""
+    """A component: :meth:`run` it until it is to stop. ``settings`` are to be without mistakes."""
 
     name = "webhook"
 
