@@ -3,7 +3,7 @@
 In: a node's state and a tick, or word that none came. Out: the state after it, and the alerts to write.
 State: none but what is given; all times are the ticks' own, so that a replay gives the same alerts.
 
-A condition, told apart by rule, device, pod and the rule's own key, is inactive, pending since a tick, firing, and then
+A condition, identified by rule, device, pod and the rule's own key, is inactive, pending since a tick, firing, and then
 resolved:
 
 - It fires in the tick in which it has held for the rule's ``for``. An event fires at once.

@@ -217,7 +217,7 @@ Order = tuple[int, int, bool]
 """By which of two states of a node the later one is known."""
 
 Identity = tuple[str, str, str, str]
-"""What a condition is told apart by, within a node: the rule's name, the device, the pod's uid, the rule's own key."""
+"""What identifies a condition within a node: the rule's name, the device, the pod's uid, the rule's own key."""
 
 
 class NodeAlerts(AlertState, frozen=True, kw_only=True, omit_defaults=True):

@@ -13,7 +13,7 @@ Any process of no pod is a conflict on a device that pods hold: a display server
 pod or not, computes for others, and is no evidence.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from typing import NamedTuple
 
 from streams.attribution.holders import holder_of
@@ -50,33 +50,22 @@ def shown(device: Device) -> Uids:
 
 
 def observe(device: Device, holders: tuple[Holder, ...], pod_of: PodOf | None) -> Evidence:
-    """The holders of a device with those that its processes show. ``pod_of``: None where the node has no workloads."""
+    """The holders of a device with those that its processes show. ``pod_of``: None if the node has no workloads.
+
+    A holder whose uid is not known may be any pod of its name, and any that is not known.
+    """
     uids = shown(device) - {holder.pod_uid for holder in holders if holder.pod_uid is not None}
     if not uids:
         return Evidence(holders)
     pods = {uid: pod_of(uid) for uid in uids if uid is not None} if pod_of else {}
-    strangers = _strangers(pods.values(), holders)
+    unknown = {(holder.namespace, holder.pod) for holder in holders if holder.pod_uid is None}
+    strangers = [pod for pod in pods.values() if pod is not None and (pod.namespace, pod.name) not in unknown]
     if strangers:
-        return Evidence((*holders, *strangers), UNALLOCATED)
-    if _nameless(pods, holders):
+        strangers.sort(key=lambda pod: (pod.namespace, pod.name, pod.uid))
+        return Evidence((*holders, *[holder_of(pod, observed=True) for pod in strangers]), UNALLOCATED)
+    if not unknown and any(pod is None and not static(uid) for uid, pod in pods.items()):
         return Evidence(holders, UNALLOCATED)
     return Evidence(holders, NO_POD if holders and None in uids else None)
-
-
-def _strangers(pods: Iterable[Pod | None], holders: tuple[Holder, ...]) -> list[Holder]:
-    """Those of these pods that do not hold the device. A holder without a uid is known by its name."""
-    unknown = {(holder.namespace, holder.pod) for holder in holders if holder.pod_uid is None}
-    strange = [pod for pod in pods if pod is not None and (pod.namespace, pod.name) not in unknown]
-    return [
-        holder_of(pod, observed=True) for pod in sorted(strange, key=lambda pod: (pod.namespace, pod.name, pod.uid))
-    ]
-
-
-def _nameless(pods: Mapping[str, Pod | None], holders: tuple[Holder, ...]) -> bool:
-    """Whether one of these uids is of a pod that is not known, and surely of none of the holders."""
-    if any(holder.pod_uid is None for holder in holders):
-        return False
-    return any(pod is None and not static(uid) for uid, pod in pods.items())
 
 
 def static(uid: str) -> bool:

@@ -41,7 +41,8 @@ def devices(annotation: str) -> tuple[tuple[str, ...], ...] | None:
 
 def chosen(containers: Sequence[Container], pods: Mapping[PodName, Pod | None]) -> Chosen:
     """What the annotations say of the containers that were given slots."""
-    sections = {name: devices(pod.annotations[ANNOTATION]) for name, pod in pods.items() if pod and _annotated(pod)}
+    annotations = {name: pod.annotations.get(ANNOTATION) for name, pod in pods.items() if pod}
+    sections = {name: devices(text) for name, text in annotations.items() if text is not None}
     slotted: dict[PodName, list[str]] = {}
     for container in containers:
         pod_name = (container.namespace, container.pod)
@@ -57,10 +58,6 @@ def chosen(containers: Sequence[Container], pods: Mapping[PodName, Pod | None]) 
 def is_slot(device_id: str) -> bool:
     """Whether an id is a slot of HAMi's."""
     return _ref(device_id).slot is not None
-
-
-def _annotated(pod: Pod) -> bool:
-    return ANNOTATION in pod.annotations
 
 
 def _by_container(names: Sequence[str], sections: Sequence[tuple[str, ...]]) -> list[tuple[str, tuple[str, ...]]]:

@@ -14,7 +14,7 @@ from topics.workloads import Owner, Pod
 
 Pods = Mapping[PodName, Pod | None]
 """The pods that a snapshot names, as they were at the time of the sample. None: the workloads have no such pod; a name
-that is absent: nothing tells of the node's pods."""
+that is absent: nothing is known of the node's pods."""
 
 
 _CONTROLLERS = (("batch", "Job"), ("apps", "StatefulSet"), ("apps", "Deployment"))
@@ -81,14 +81,16 @@ def _holder(container: Container, pods: Pods) -> Holder:
 
 def holder_of(pod: Pod, *, container: str | None = None, resource: str | None = None, observed: bool = False) -> Holder:
     """A container of a pod that is known, with its labels and who owns it."""
-    job, statefulset, deployment = _controllers(pod.owners) if pod.owners_complete else (None, None, None)
+    known = pod.owners_complete
+    top = pod.owners[-1] if known and pod.owners else None  # a pod that nothing owns is its own workload
+    job, statefulset, deployment = _controllers(pod.owners) if known else (None, None, None)
     return Holder(
         namespace=pod.namespace,
         pod=pod.name,
         pod_uid=pod.uid,
         container=container,
         resource=resource,
-        workload=_top(pod) if pod.owners_complete else None,
+        workload=Workload(top.kind, top.name) if top is not None else Workload("Pod", pod.name) if known else None,
         job=job,
         statefulset=statefulset,
         deployment=deployment,
@@ -97,11 +99,6 @@ def holder_of(pod: Pod, *, container: str | None = None, resource: str | None = 
         namespace_labels=pod.namespace_labels,
         observed=observed,
     )
-
-
-def _top(pod: Pod) -> Workload:
-    """The top of the owner chain; a pod that nothing owns is its own workload."""
-    return Workload(pod.owners[-1].kind, pod.owners[-1].name) if pod.owners else Workload("Pod", pod.name)
 
 
 def _controllers(owners: Sequence[Owner]) -> tuple[str | None, str | None, str | None]:

@@ -12,9 +12,9 @@ acknowledged before the first sample that names it. The snapshots that a sample'
 
 Then it waits until the workloads have been read far enough; :mod:`streams.attribution.naming` has the rule.
 
-Of what a snapshot names a pod holds nothing that the workloads told to have ended long before the sample, where none
-of its name may be meant that lives: kubelets go on listing pods that ended until their devices are needed again. Nor
-does it hold what it has by a claim for administration, as monitoring does.
+A pod that a snapshot names holds nothing if gpu.workloads says that it ended long before the sample, and if no pod of
+that name may still run: kubelets go on listing pods that ended until their devices are needed again. Nor does a pod
+hold what it has by a claim for administration, as monitoring does.
 """
 
 from collections.abc import Mapping
@@ -77,10 +77,11 @@ _replace = msgspec.structs.replace
 def step(state: NodeState, record: Record, grace_s: float) -> tuple[NodeState, list[Joined]]:
     """The state after a record, and the samples that it lets go."""
     if isinstance(record, ReadSample):
+        runs = state.sample_runs
         state = _replace(
             state,
             held=(*state.held, record),
-            sample_runs=_arrived(state.sample_runs, record.sample),
+            sample_runs=runs if (run_id := record.sample.run_id) in runs else (*runs, run_id)[-_RUNS:],
             workloads_read_ms=max(state.workloads_read_ms, record.workloads_read_ms),
         )
         if len(state.held) > MAX_HELD and not state.impatient and not _has_snapshots(state, state.held[0].sample):
@@ -89,7 +90,10 @@ def step(state: NodeState, record: Record, grace_s: float) -> tuple[NodeState, l
     if isinstance(record, Allocations):
         return _release(_with_snapshot(state, record), grace_s)
     if isinstance(record, Workloads):
-        return _release(_with_workloads(state, record), grace_s)
+        # What was logged before the record has been read; another one may be logged in the same millisecond.
+        read_ms = max(state.workloads_read_ms, record.logged_ms - 1)
+        workloads = learn(state.workloads, record.record, record.logged_ms)
+        return _release(_replace(state, workloads=workloads, workloads_read_ms=read_ms), grace_s)
     if isinstance(record, AllocationsRead):
         read_s = max(state.allocations_read_s, record.asked_s)
         return _release(_replace(state, allocations_read_s=read_s), grace_s)
@@ -113,11 +117,6 @@ def wants_end(state: NodeState, now_s: float, grace_s: float) -> bool:
 # -- what arrives
 
 
-def _arrived(runs: tuple[int, ...], sample: Sample) -> tuple[int, ...]:
-    """The runs of a node's samples in order of arrival."""
-    return runs if sample.run_id in runs else (*runs, sample.run_id)[-_RUNS:]
-
-
 def _with_snapshot(state: NodeState, snapshot: Allocations) -> NodeState:
     """The first record of a snapshot counts: it is sent again unchanged."""
     key = (snapshot.run_id, snapshot.seq)
@@ -135,15 +134,6 @@ def _with_snapshot(state: NodeState, snapshot: Allocations) -> NodeState:
     )
 
 
-def _with_workloads(state: NodeState, record: Workloads) -> NodeState:
-    """What was logged before the record has been read; another one may be logged in the same millisecond."""
-    return _replace(
-        state,
-        workloads=learn(state.workloads, record.record, record.logged_ms),
-        workloads_read_ms=max(state.workloads_read_ms, record.logged_ms - 1),
-    )
-
-
 # -- what may go
 
 
@@ -154,8 +144,9 @@ def _release(state: NodeState, grace_s: float) -> tuple[NodeState, list[Joined]]
     while state.held:
         head = state.held[0]
         if not _has_snapshots(state, head.sample):
-            if not _never_comes(state, head, grace_s):
-                break
+            wait_s = 0.0 if state.impatient else grace_s
+            if state.allocations_read_s < head.read_s + wait_s:
+                break  # the allocations are not yet read far enough to know that the snapshot never comes
             state = _replace(state, impatient=True)
         now = _place(state, head, head.sample.allocations_seq, head.sample.ts_ms)
         before = {seq: _place(state, head, seq, at_ms) for seq, at_ms in named_snapshots(head.sample).items()}
@@ -179,11 +170,6 @@ def _has_snapshots(state: NodeState, sample: Sample) -> bool:
     return all((sample.run_id, seq) in state.snapshots for seq in named_snapshots(sample))
 
 
-def _never_comes(state: NodeState, tick: ReadSample, grace_s: float) -> bool:
-    """Whether the allocations have been read far enough to know that a snapshot is not among them."""
-    return state.allocations_read_s >= tick.read_s + (0.0 if state.impatient else grace_s)
-
-
 class _Place(NamedTuple):
     """A snapshot that a tick or its events name, how sure it is, and its pods as of a time."""
 
@@ -194,7 +180,7 @@ class _Place(NamedTuple):
 
 
 def _place(state: NodeState, tick: ReadSample, seq: int | None, ts_ms: int) -> _Place | Unread:
-    """The snapshot that a tick names by its ``seq``. The tick's processes tell only of its own one."""
+    """The snapshot that a tick names by its ``seq``. The tick's processes count for its own snapshot only."""
     sample = tick.sample
     named, attribution = _snapshot(state, sample, seq)
     uids = {uid for d in sample.devices for uid in shown(d) if uid} if seq == sample.allocations_seq else set[str]()
@@ -224,8 +210,8 @@ def _latest(state: NodeState, run_id: int, *, below: int | None = None) -> Listi
 def _run_before(state: NodeState, sample: Sample) -> int | None:
     """The last run with a snapshot that came before a sample's.
 
-    Where no snapshot of the sample's own run tells its place, the snapshots may have been read far ahead: of those runs
-    count which had samples before, or whose snapshots are of an earlier time.
+    If no snapshot of the sample's own run is known, the snapshots may have been read far ahead. Then only those runs
+    count that had samples before, or whose snapshots are of an earlier time.
     """
     runs = state.snapshot_runs
     if sample.run_id in runs:
@@ -281,13 +267,13 @@ def _without(snapshot: Allocations, over: frozenset[PodName], admin: frozenset[C
     """A snapshot without the containers of pods that were over, and without the claims that only look at a device."""
     if not over and not admin:
         return snapshot
-    left = [c for c in snapshot.containers if (c.namespace, c.pod) not in over]
-    claims = [tuple(claim for claim in c.claims if claim not in admin) for c in left]
-    return _replace(snapshot, containers=tuple(map(_with_claims, left, claims)))
-
-
-def _with_claims(container: Container, claims: tuple[Claim, ...]) -> Container:
-    return container if len(claims) == len(container.claims) else _replace(container, claims=claims)
+    containers: list[Container] = []
+    for container in snapshot.containers:
+        if (container.namespace, container.pod) not in over:
+            claims = tuple(claim for claim in container.claims if claim not in admin)
+            unchanged = len(claims) == len(container.claims)
+            containers.append(container if unchanged else _replace(container, claims=claims))
+    return _replace(snapshot, containers=tuple(containers))
 
 
 def _attributed(

@@ -1,6 +1,6 @@
 """Carries out the join on what the reader delivers: decode, step, send, finish.
 
-In: batches of records, each with its slot, and the reader's word on offsets. Out: gpu.attributed, gpu.dead-letters.
+In: batches of records, each with its slot, and what the reader knows of offsets. Out: gpu.attributed, gpu.dead-letters.
 State: one :class:`~streams.attribution.join.NodeState` a node, by partition; the slots of the samples that wait.
 On failure: what can't be decoded or sent is a dead letter; anything else ends the process.
 """
@@ -20,7 +20,7 @@ from streams.attribution import join
 from streams.attribution.progress import WorkloadsProgress
 from streams.reader.app import ReaderApp
 from streams.reader.reader import Batch
-from streams.stage import Bookkeeping, Malformed, Reason, decode_record
+from streams.stage import Bookkeeping, Malformed, decode_record
 from topics.allocations import Allocations
 from topics.decoding import decoder
 from topics.instruments import Instruments
@@ -102,15 +102,16 @@ class Joiner:
             self.app.fail(f"the join failed: {error!r}")
 
     async def _take(self, slot: Slot, record: Any) -> None:
+        """Decode a record, and give it to the join of its node."""
         self._books.read(slot.tp.topic)
         try:
             decoded = decode(slot.tp.topic, record.key, record.value)
         except Malformed as error:
-            await self._dead_letter(slot, record, error.reason, str(error))
+            await self._books.dead_letter(self.app, slot, record, error.reason, str(error))
             return
         partition, logged_ms = slot.tp.partition, _logged_ms(record)
         progress = self._progress[partition]
-        self._hear(partition, record.key, logged_ms)
+        self._forget_old_nodes(partition, record.key, logged_ms)
         if isinstance(decoded, Sample):
             self._open[partition, slot.offset] = (slot, record)
             now_s = self._clock()
@@ -119,17 +120,19 @@ class Joiner:
             tick = join.ReadSample(decoded, slot.offset, now_s, logged_ms, progress.read_ms)
             await self._step(partition, record.key, tick)
             self._ask_for_workloads(partition, record.key, now_s)
-            self._ask_ahead(progress, logged_ms, now_s)
+            if progress.read_ms < logged_ms - _ASK_AHEAD_MS and now_s - self._asked_ahead_s > _ASK_AHEAD_EVERY_S:
+                self._asked_ahead_s = now_s  # asked for before a sample has to wait for it
+                self.app.ask_ends()
             return
         if isinstance(decoded, NodeWorkloads):
-            told = join.Workloads(decoded, progress.workloads(slot.offset, logged_ms))
-            await self._step(partition, record.key, told)
+            workloads = join.Workloads(decoded, progress.workloads(slot.offset, logged_ms))
+            await self._step(partition, record.key, workloads)
         else:
             await self._step(partition, record.key, decoded)
             self._ask_for_workloads(partition, record.key, self._clock())
         self.app.finish(slot)
 
-    def _hear(self, partition: int, key: bytes, logged_ms: int) -> None:
+    def _forget_old_nodes(self, partition: int, key: bytes, logged_ms: int) -> None:
         """Forget, now and then, the nodes that no record was about for longer than any sample is kept."""
         self._heard_ms[partition][key] = logged_ms
         if logged_ms - self._forgot_ms < _FORGET_EVERY_MS:
@@ -142,6 +145,7 @@ class Joiner:
                     self._states[number].pop(gone, None)
 
     async def _step(self, partition: int, key: bytes, record: join.Record) -> None:
+        """The next state of a node; what it lets go is sent."""
         states = self._states[partition]
         state = states.get(key)
         if state is None:
@@ -169,26 +173,26 @@ class Joiner:
         sent.add_done_callback(lambda future: self._acknowledged(slot, record, sample.attribution, future))
 
     def _acknowledged(self, slot: Slot, record: Any, attribution: str, sent: "asyncio.Future[int]") -> None:
+        """The broker has a sample, or it never will: then it is a dead letter."""
+
+        def written(writing: "asyncio.Task[None]") -> None:
+            self._letters.discard(writing)
+            if not writing.cancelled() and writing.exception() is not None:
+                self.app.fail(f"no dead letter could be written: {writing.exception()!r}")
+
         if sent.cancelled():
             return
         error = sent.exception()
         if isinstance(error, Unsendable):
-            writing = asyncio.ensure_future(self._dead_letter(slot, record, "unsendable", str(error)))
+            letter = self._books.dead_letter(self.app, slot, record, "unsendable", str(error))
+            writing = asyncio.ensure_future(letter)
             self._letters.add(writing)
-            writing.add_done_callback(self._written)
+            writing.add_done_callback(written)
         elif error is not None:
             self.app.fail(f"{slot.tp} offset {slot.offset}: output not acknowledged: {error!r}")
         elif self.app.current(slot):
             self._instruments.counter("gpustream_attribution_ticks_total", attribution).inc()
             self.app.finish(slot)
-
-    def _written(self, writing: "asyncio.Task[None]") -> None:
-        self._letters.discard(writing)
-        if not writing.cancelled() and writing.exception() is not None:
-            self.app.fail(f"no dead letter could be written: {writing.exception()!r}")
-
-    async def _dead_letter(self, slot: Slot, record: Any, reason: Reason, error: str) -> None:
-        await self._books.dead_letter(self.app, slot, record, reason, error)
 
     # -- time
 
@@ -208,7 +212,12 @@ class Joiner:
         self._observe()
 
     async def _look_at(self, partition: int) -> None:
-        asked_s, progress = self._read_to(partition), self._progress[partition]
+        """Let go what a partition's nodes hold no longer. ``asked_s``: when the end of the allocations that was read to
+        was asked, the newest that there is."""
+        asked_s, asked, progress = None, self._asked[partition], self._progress[partition]
+        read = self._learned(ALLOCATIONS, partition)
+        while asked and read >= asked[0][1]:
+            asked_s = asked.popleft()[0]
         progress.learned(self._learned(WORKLOADS, partition))
         now_s = self._clock()
         for key in list(self._waiting[partition]):
@@ -227,28 +236,13 @@ class Joiner:
         if wanted_ms is not None and self._progress[partition].reached_ms(now_s) >= wanted_ms:
             self.app.ask_ends()
 
-    def _ask_ahead(self, progress: WorkloadsProgress, logged_ms: int, now_s: float) -> None:
-        """Ask where the workloads end before a sample has to wait for it."""
-        if progress.read_ms < logged_ms - _ASK_AHEAD_MS and now_s - self._asked_ahead_s > _ASK_AHEAD_EVERY_S:
-            self._asked_ahead_s = now_s
-            self.app.ask_ends()
-
-    def _read_to(self, partition: int) -> float | None:
-        """When the newest of the ends was asked that the allocations have been learned to."""
-        learned = self._learned(ALLOCATIONS, partition)
-        asked = self._asked[partition]
-        newest = None
-        while asked and learned >= asked[0][1]:
-            newest = asked.popleft()[0]
-        return newest
-
     def _learned(self, topic: str, partition: int) -> int:
         return self.app.reader.ledger.position(Partition(topic, partition)) or 0
 
     def _state(self, partition: int, key: bytes) -> join.NodeState:
         return self._states[partition].get(key, join.NEW)
 
-    # -- the reader's word
+    # -- what the reader knows of offsets
 
     def forget(self) -> None:
         """Drop the samples that wait: they are read again."""
@@ -262,7 +256,7 @@ class Joiner:
         self._waiting.clear()
 
     def drop(self, partitions: frozenset[int]) -> None:
-        """Drop the state of these partitions: it is read anew, or another worker's now."""
+        """Drop the state of these partitions: it is read again, or another worker's now."""
         for partition in partitions:
             self._states.pop(partition, None)
             self._heard_ms.pop(partition, None)

@@ -11,9 +11,9 @@ reads the logs gives the same answer: as they are written, seconds behind, or a 
   is: until the record that has it is read, or all that was logged by T + 2 s.
 - A node of which no record was logged by T - 2 s has no pods that are known, and waits for none.
 - The uid of a process decides before the time does which pod of a name is meant.
-- A name that comes back in a snapshot after it was gone is a new pod. One that surely ran before is meant only where no
-  record tells of another, nor of its end.
-- A pod that was told to have ended long ago is not waited for, unless its name is new in the snapshot.
+- A name that comes back in a snapshot after it was gone is a new pod. One that surely ran before is meant only if no
+  record has another pod of the name, nor its end.
+- A pod that is known to have ended long ago is not waited for, unless its name is new in the snapshot.
 """
 
 from collections.abc import Iterable, Mapping
@@ -31,7 +31,7 @@ HORIZON_MS = 2_000
 """How much earlier than a sample a record is surely read without waiting, and how much later it may still come."""
 
 NEW_MS = 10_000
-"""So long a name is new in the snapshots of its node: the API server tells of a pod much sooner."""
+"""So long a name is new in the snapshots of its node: the API server has a pod much sooner."""
 
 _GONE_MS = 300_000
 """For how long it is remembered that a snapshot did not have a name: a start reads state from further back."""
@@ -59,7 +59,7 @@ class Listing(msgspec.Struct, frozen=True):
 
 
 class Meant(NamedTuple):
-    """The pods of a sample. ``known`` is what it is joined with; None: nothing tells of the node's pods.
+    """The pods of a sample. ``known`` is what it is joined with; None: nothing is known of the node's pods.
 
     ``pods`` has those that the snapshot names, None where no record does, without those in ``over``, which had ended
     long before and hold nothing. ``shown`` has those of the uids that processes show.
@@ -148,7 +148,7 @@ def _may_come(knowledge: Knowledge, uid: str, until_ms: int) -> bool:
 def _decided(
     by_uid: Iterable[Pod | None], pods: Mapping[PodName, Pod | None], uids: AbstractSet[str]
 ) -> dict[PodName, Pod]:
-    """The pods of a snapshot's names whose processes are seen, where those of the pod that the time tells are not."""
+    """The pods of a snapshot's names whose processes are seen, if none are of the pod that ran by the time alone."""
     found: dict[PodName, Pod] = {}
     for pod in sorted([pod for pod in by_uid if pod], key=lambda pod: (pod.started_ms or 0, pod.uid)):
         name = (pod.namespace, pod.name)

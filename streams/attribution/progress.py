@@ -4,12 +4,12 @@ In: the records that are read, with their log times, and where the broker says t
 time up to which every record of gpu.workloads has been read. Pure: times called ``_s`` are seconds of the reader's
 monotonic clock, those called ``_ms`` are log times.
 
-Three things tell it, and none of them looks at a clock of the wall:
+It follows from three things, and none of them looks at a wall clock:
 
 - a record of gpu.workloads: all that were logged earlier have been read;
 - an end of the workloads that has been read to: when it was asked for, the broker's clock was at least the log time of
   any sample that was read, plus what has passed since it was read;
-- the same end, and a sample below an end of the samples that the broker had told before: the sample was logged before
+- the same end, and a sample below an end of the samples that the broker had given before: the sample was logged before
   the workloads' end was asked for. So one answer is enough for a backlog.
 
 The clocks are those of the two partitions' leaders, which may be half a second apart. Where they are further apart, a
@@ -28,7 +28,7 @@ _MOST_ASKED = 64
 
 
 class _Asked(NamedTuple):
-    """An end that the broker told: when it was asked for, where the workloads end, and where, before, the samples."""
+    """An answer of the broker: when it was asked, where the workloads end, and where the samples had ended before."""
 
     at_s: float
     end: int

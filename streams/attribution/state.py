@@ -1,4 +1,4 @@
-"""What the join remembers of a node, what it is told, and what it may forget.
+"""What the join remembers of a node, the records that it is given, and what it may forget.
 
 Everything is immutable. Times called ``_s`` are seconds of the reader's monotonic clock; ``logged_ms`` is the log time
 of a record, and ``ts_ms`` the time in it.

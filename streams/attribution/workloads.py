@@ -27,11 +27,11 @@ WHOLE_SECOND_MS = 999
 """By how much later than its ``started_ms`` a pod may have begun: the API server gives whole seconds."""
 
 LISTED_MS = 10_000
-"""So long after a pod's end the kubelet may list it rightly, for all that differs between clocks and what is told when;
-later it only goes on listing it, as kubelets do that list the pods which ended, too."""
+"""So long after a pod's end the kubelet may list it rightly, because clocks and reports differ by so much.
+Later the kubelet only goes on listing a pod that ended, as some do."""
 
 REMEMBERED_MS = ((WORKLOADS.retention_hours or 0) - (SAMPLES.retention_hours or 0)) * 3_600_000
-"""So long after its end a pod is known to have ended: of as much the log tells who reads the oldest sample again."""
+"""For so long after its end a pod is known to have ended: who reads the oldest sample again finds it in the log."""
 
 KEPT_MS = (SAMPLES.retention_hours or 0) * 3_600_000 + 3_600_000
 """For how long what has ended is kept where no sample says that it is not asked for any more: as long as one can be."""
@@ -56,7 +56,7 @@ DraKey = tuple[str, str, str]
 class Life(msgspec.Struct, frozen=True):
     """What is known of one pod, by uid: its versions, and when it ran. ``seen_ms`` is the time of the first record.
 
-    ``told``: its end was told; otherwise it is only missing since.
+    ``end_reported``: a record has its end; otherwise it is only missing since then.
     """
 
     uid: str
@@ -64,7 +64,7 @@ class Life(msgspec.Struct, frozen=True):
     seen_ms: int
     started_ms: int | None
     ended_ms: int | None
-    told: bool = False
+    end_reported: bool = False
 
     def may_hold(self, ts_ms: int) -> bool:
         """Whether the kubelet may list it rightly at a time."""
@@ -76,8 +76,8 @@ class Life(msgspec.Struct, frozen=True):
         return self.started_ms is not None and self.started_ms + WHOLE_SECOND_MS + TOLERANCE_MS < ts_ms
 
     def ended_by(self, ts_ms: int) -> bool:
-        """Whether its end was told, and is not after a time."""
-        return self.told and self.ended_ms is not None and self.ended_ms <= ts_ms
+        """Whether its end was reported, and is not after a time."""
+        return self.end_reported and self.ended_ms is not None and self.ended_ms <= ts_ms
 
     def distance_ms(self, ts_ms: int) -> int:
         """How far a time lies outside [started_ms, ended_ms); the two are of different clocks and may be crossed."""
@@ -89,7 +89,7 @@ class Life(msgspec.Struct, frozen=True):
 class Knowledge(msgspec.Struct, frozen=True):
     """Everything known of a node's pods, from the record that was logged at ``since_ms`` to that at ``logged_ms``.
 
-    ``ended`` is when those were told to have ended that ``lives`` has no more.
+    ``ended`` has the reported ends of the pods that are no longer in ``lives``.
     """
 
     epoch: int
@@ -130,7 +130,7 @@ class AsOf(NamedTuple):
     def pod_at(self, name: PodName, ts_ms: int, since_ms: int | None = None) -> Pod | None:
         """The pod of that name that the kubelet may list rightly at a time, in the version of that time, or None.
 
-        ``since_ms``: it is listed since then, so that none is meant that was told to have ended before.
+        ``since_ms``: it is listed since then, so none is meant whose end was reported to be before.
         """
         for life in self._nearest(name, ts_ms):
             if life.may_hold(ts_ms) and (since_ms is None or not life.ended_by(since_ms)):
@@ -148,10 +148,10 @@ class AsOf(NamedTuple):
         return None
 
     def is_over(self, name: PodName, ts_ms: int) -> bool:
-        """Whether a pod of that name was told to have ended long before a time, and no other one may be meant."""
+        """Whether a pod of that name is reported to have ended long before a time, and no other one may be meant."""
         lives = self._lives(name)
         ends = [ended_ms for logged_ms, ended_ms in self.known.ended.get(name, ()) if logged_ms <= self.logged_ms]
-        ends += [life.ended_ms for life in lives if life.told and life.ended_ms is not None]
+        ends += [life.ended_ms for life in lives if life.end_reported and life.ended_ms is not None]
         over = any(LISTED_MS < ts_ms - ended_ms <= REMEMBERED_MS for ended_ms in ends)
         return over and not any(life.may_hold(ts_ms) for life in lives)
 
@@ -188,7 +188,7 @@ class AsOf(NamedTuple):
 def apart(lives: Iterable[Life]) -> list[Life]:
     """The lives of one name, cut so that no two overlap: a name has one pod at a time.
 
-    One ends when it was told to, but within the second in which the next is told to have begun; the next begins there.
+    One ends when it is reported to, but within the second in which the next began by its record; the next begins there.
     """
     cut: list[Life] = []
     for life in sorted(lives, key=_order):
@@ -263,7 +263,7 @@ def forget_before(known: Knowledge, ts_ms: int, logged_ms: int) -> Knowledge:
         if len(gone) < len(recent):
             lives[name] = tuple([_with_versions_since(history, ts_ms) for history in recent if history not in gone])
         for ((known_ms, life),) in gone:
-            if life.told and life.ended_ms is not None:
+            if life.end_reported and life.ended_ms is not None:
                 ended[name] = _with_end(ended.get(name, ()), known_ms, life.ended_ms)
     return msgspec.structs.replace(
         known,
@@ -312,7 +312,7 @@ def _with_pod(pods: tuple[History[Life], ...], pod: Pod, ts_ms: int, logged_ms: 
     versions = _add(life.versions if life else (), ts_ms, pod, same=_looks_the_same)
     started = pod.started_ms if pod.started_ms is not None else (life.started_ms if life else None)
     seen_ms = life.seen_ms if life else ts_ms
-    new = Life(pod.uid, versions, seen_ms, started, pod.ended_ms, told=pod.ended_ms is not None)
+    new = Life(pod.uid, versions, seen_ms, started, pod.ended_ms, end_reported=pod.ended_ms is not None)
     return (*(other for other in pods if other is not history), _then(history, logged_ms, new, same=_same_life))
 
 
@@ -340,7 +340,11 @@ def _then(history: History[T], logged_ms: int, value: T, *, same: Callable[[T, T
 
 
 def _same_life(a: Life, b: Life) -> bool:
-    return a.versions is b.versions and (a.started_ms, a.ended_ms, a.told) == (b.started_ms, b.ended_ms, b.told)
+    return a.versions is b.versions and (
+        a.started_ms,
+        a.ended_ms,
+        a.end_reported,
+    ) == (b.started_ms, b.ended_ms, b.end_reported)
 
 
 def _looks_the_same(a: Pod, b: Pod) -> bool:

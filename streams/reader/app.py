@@ -189,7 +189,7 @@ class ReaderApp(faust.App):  # type: ignore[misc]
         return slot.epoch == self.reader.ledger.epoch
 
     def ask_ends(self) -> None:
-        """Ask the broker at once where the partitions end; the stage is told."""
+        """Ask the broker at once where the partitions end; the stage is notified."""
         self._ask.set()
 
     # -- life

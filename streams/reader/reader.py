@@ -65,7 +65,7 @@ class Client(start.Log, Protocol):
 
 
 class Stage(Protocol):
-    """What works on the records, told of everything that ends or bounds that work."""
+    """What works on the records. It is notified of everything that ends or bounds that work."""
 
     def forget(self) -> None:
         """Drop what is unfinished: the partitions go, or are read again."""
@@ -195,7 +195,7 @@ class Reader:
             await self._read()
 
     async def _position(self) -> None:
-        """Set every position, or none: an assignment that changes meanwhile is positioned anew."""
+        """Set every position, or none: an assignment that changes meanwhile is positioned again."""
         client, epoch = self._client(), self.ledger.epoch
         assigned = client.assignment()
         inputs = {tp for tp in assigned if tp.topic in self.inputs}

@@ -39,7 +39,7 @@ class Finding(NamedTuple):
 
     Where ``holds`` is False, work was seen on a device of which it is not known who holds it now.
 
-    It is told from others by the rule's name, ``device`` ("" is the node), ``pod_uid`` and ``key``. It can't have held
+    It is identified by the rule's name, ``device`` ("" is the node), ``pod_uid`` and ``key``. It can't have held
     before ``since_ms``. ``value`` is the figure that the rule judges; None: the seconds for which it has held. An
     ``event`` is a happening: it fires at once.
     """
