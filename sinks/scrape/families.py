@@ -36,19 +36,15 @@ class About(NamedTuple):
 def abouts(names: Profile) -> dict[str, About]:
     """The family of each series name of a profile. One that several keys share says what each of them is."""
     found: dict[str, tuple[Kind, dict[str, None]]] = {}
-    for name, kind, text in _named(names):
-        found.setdefault(name, (kind, {}))[1][text] = None
-    known = {name: _about(name, kind, " ".join(texts)) for name, (kind, texts) in found.items()}
-    return known | {one.name: _about(one.name, one.kind, one.help) for one in (HOLDERS, POD_INFO, *FURTHER)}
-
-
-def _named(names: Profile) -> Iterator[tuple[str, Kind, str]]:
     for key, many in catalogue_series(names).items():
         metric = CATALOGUE[key]
         for one in many:
-            yield one.name, metric.kind if one.bits is None else "gauge", metric.help
+            kind = metric.kind if one.bits is None else "gauge"
+            found.setdefault(one.name, (kind, {}))[1][metric.help] = None
     for ratio in DERIVED[names]:
-        yield ratio.name, "gauge", ratio.help
+        found.setdefault(ratio.name, ("gauge", {}))[1][ratio.help] = None
+    known = {name: _about(name, kind, " ".join(texts)) for name, (kind, texts) in found.items()}
+    return known | {one.name: _about(one.name, one.kind, one.help) for one in (HOLDERS, POD_INFO, *FURTHER)}
 
 
 def _about(name: str, kind: Kind, text: str) -> About:
