@@ -1,4 +1,4 @@
-"""The alert stream: rules, judged in every node's tick, and what became of each alert.
+"""The alert stream: judges every node's ticks by the rules, and writes what becomes of each alert.
 
 In: gpu.attributed; gpu.alert-state, whole; of gpu.workloads, which nodes were removed.
 Out: gpu.alerts by fingerprint, gpu.alert-state.

@@ -1,6 +1,6 @@
 """The alert state machine: from what the conditions find in a node's tick to what becomes of its alerts.
 
-In: a node's state and a tick, or word that none came. Out: the state after it, and the alerts to write.
+In: a node's state and a tick, or that none came. Out: the state after it, and the alerts to write.
 State: none but what is given; all times are the ticks' own, so that a replay gives the same alerts.
 
 A condition, identified by rule, device, pod and the rule's own key, is inactive, pending since a tick, firing, and then
@@ -27,7 +27,7 @@ from streams.alerts.tick import Tick
 from topics.alerts import MAX_TIME_MS, Alert, Tracked, fingerprint, milliseconds, time
 
 MAX_GAP_MS = 60_000
-"""For how long a pending condition outlasts that nothing is known."""
+"""A pending condition of which nothing is known for longer begins again."""
 
 REPEAT_MS = 24 * 3_600_000
 """How often an open alert is written again."""
@@ -36,8 +36,8 @@ DELETE_MS = 7 * 24 * 3_600_000
 """How long a resolved alert stays."""
 
 YOUNG_MS = 10_000
-"""A condition that ends before it was pending for so long never gets into the state that is written, and counters that
-go on rising are written so often."""
+"""A condition that was pending for less is not yet in the state that is written. Counters that go on rising are written
+once in so long."""
 
 _replace = msgspec.structs.replace
 
@@ -99,7 +99,7 @@ def begin(tick: Tick, place: LogPosition) -> NodeAlerts:
 
 
 def arrived(state: NodeAlerts, tick: Tick, place: LogPosition) -> NodeAlerts:
-    """The state where a tick changes nothing but what the last one is."""
+    """The state after a tick that changes nothing but which tick is the last one."""
     return _replace(
         state,
         offset=tick.offset,

@@ -3,10 +3,10 @@
 In: ticks, states that were read, acknowledgements. Out: what is to be written, and which slots may be finished.
 State: all of it; no clock, no Kafka.
 
-Only what changes a state is written, so a replay must find out the rest: the slot of a node's last tick stays open
-until its next one is judged and, if that changed anything, written. A replay therefore begins at or before the last
-tick that was judged, and the first tick of a node after its state was judged already: only its time is taken over.
-Where no tick comes for a while, a state that says so is written, and nothing stays open.
+A state is written only when it changes. So a replay must find out the rest: the slot of a node's last tick stays open
+until its next tick is judged and, if that changed anything, written. A replay therefore begins at or before the last
+tick that was judged. The first tick of a node after its state is one that was judged before: only its time is taken
+over. If no tick comes for a while, a state that says so is written, and nothing stays open.
 """
 
 from collections import deque
@@ -38,7 +38,7 @@ class Log(NamedTuple):
 
 
 class Due(NamedTuple):
-    """What is to be written: alerts in their order and, when they are acknowledged, the state."""
+    """What is to be written: first the alerts in their order and, when they are acknowledged, the state."""
 
     writes: tuple[Write, ...]
     state: NodeAlerts
@@ -67,10 +67,10 @@ class Node:
     # -- what was read
 
     def learn(self, state: NodeAlerts) -> None:
-        """A state of this node was read, from the topic's end: it is taken on, unless ticks were read since ours was.
+        """A state of this node was read. It is taken on, unless ticks were read since.
 
-        Then one that is not ours was written late, by a worker that had lost the partition, and ours is written again:
-        the last state in the topic is always the one that its owner goes by.
+        If ticks were, a state that is not ours was written late, by a worker that had lost the partition. Ours is
+        written again, so that the last state in the topic is always the one that the partition's owner goes by.
         """
         ours = order(state) in self._echoes
         while ours and self._echoes.popleft() != order(state):

@@ -1,4 +1,4 @@
-"""What rules would have made of ticks that were recorded.
+"""Replays recorded ticks: which alerts the rules would have given.
 
 In: ticks, those of a node in their order, and when they were logged, if that is known. Out: the transitions of their
 alerts, as the stream would have written them.

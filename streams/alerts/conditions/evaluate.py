@@ -1,4 +1,4 @@
-"""What of a tick is as a rule says. Pure.
+"""Evaluates the rules on a node's tick. Pure.
 
 In: the rules, a node's tick, and what is remembered of the node. Out: findings, and what is remembered now.
 """
@@ -11,11 +11,11 @@ from streams.alerts.rules.rule import Kind, Rule, Rules
 from streams.alerts.tick import Tick
 
 BLIND_MS = 600_000
-"""For how long what was found on a device outlasts that the device is missing."""
+"""For how long after a device went missing it is not known whether what was found on it still holds."""
 
 
 def evaluate(rules: Rules, tick: Tick, memory: Memory) -> tuple[list[Finding], Memory]:
-    """What is found in a tick. The memory is the same object where nothing of it changed."""
+    """What is found in a tick. The memory is the same object if nothing of it changed."""
     now = remember(memory, tick, rules.forget_ms)
     found: list[Finding] = []
     parents = {device.mig.parent_uuid for device in tick.devices if device.mig is not None}
@@ -48,10 +48,10 @@ def because(rules: Rules, tick: Tick, *, name: str, device: str, pod_uid: str, k
 
 
 def is_known(rules: Rules, tick: Tick, *, name: str, device: str, pod_uid: str) -> bool:
-    """Whether a tick in which a condition was not found says that it does not hold.
+    """Whether a condition that was not found in a tick is known not to hold.
 
-    It does not if it does not say who holds what, of a condition that is about a pod, or if none of the values is there
-    that the condition goes by.
+    It is not known if the condition is about a pod and the tick does not say who holds what, or if the tick has none of
+    the values that the condition is judged by.
     """
     rule = next((rule for rule in rules.rules if rule.name == name), None)
     if rule is None:
@@ -69,7 +69,7 @@ _VALUES: dict[Kind, tuple[str, ...]] = {
     "thermal_slowdown": ("clock_event_reasons",),
     "power_brake": ("clock_event_reasons",),
 }
-"""The values that a kind goes by, each as it is in the tick."""
+"""The values of the tick that a kind is judged by."""
 
 
 def _blind(rule: Rule, view: View, found: list[Finding]) -> None:

@@ -37,7 +37,7 @@ class Facts(NamedTuple):
 class Finding(NamedTuple):
     """A condition that holds, or of which there is no evidence (``holds`` None).
 
-    Where ``holds`` is False, work was seen on a device of which it is not known who holds it now.
+    If ``holds`` is False, work was seen on a device, and it is not known who holds it now.
 
     It is identified by the rule's name, ``device`` ("" is the node), ``pod_uid`` and ``key``. It can't have held
     before ``since_ms``. ``value`` is the figure that the rule judges; None: the seconds for which it has held. An

@@ -3,7 +3,7 @@
 In: a finding, its tick, and since when it has held. Out: labels (who and where, in OpenTelemetry's names), and the
 words: a summary, a description with figures, the runbook.
 
-Labels name a pod only where the alert is about one, or exactly one holds the device. A rule's own labels and
+Labels name a pod only if the alert is about one, or exactly one holds the device. A rule's own labels and
 annotations go over these.
 """
 
@@ -49,7 +49,7 @@ def describe(finding: Finding, tick: Tick, since_ms: int) -> Described:
 
 
 def in_the_end(alert: Alert, held_ms: int) -> Alert:
-    """A resolved alert with the figures of all the time for which it held, where it is about waste."""
+    """A resolved alert. If it is about waste, its figures are of all the time for which it held."""
     share = alert.annotations.get("gpu_share")
     if share is None:
         return alert
@@ -211,16 +211,6 @@ def _ecc(finding: Finding, tick: Tick, since_ms: int) -> _Words:
     return summary, f"{summary}. {_held(finding)} Results computed there may be wrong; the GPU needs a reset.", {}
 
 
-def _row_failure(finding: Finding, tick: Tick, since_ms: int) -> _Words:
-    summary = f"{_where(finding, tick)} has a bad row of memory that could not be remapped"
-    return summary, f"{summary}. {_held(finding)} The GPU is to be replaced.", {}
-
-
-def _row_pending(finding: Finding, tick: Tick, since_ms: int) -> _Words:
-    summary = f"{_where(finding, tick)} replaces bad memory at its next reset"
-    return summary, f"{summary}. {_held(finding)} Reset it when it is free.", {}
-
-
 def _thermal(finding: Finding, tick: Tick, since_ms: int) -> _Words:
     summary = f"{_where(finding, tick)} is slowed down by its temperature"
     at = f"It is at {finding.value:.0f} °C" if finding.value is not None else "It has been slow"
@@ -237,11 +227,6 @@ def _nvlink(finding: Finding, tick: Tick, since_ms: int) -> _Words:
     what = {"crc": "CRC errors", "replay": "replays", "recovery": "recoveries"}[finding.key]
     summary = f"{_where(finding, tick)} had {finding.value or 0:.0f} NVLink {what} within a minute"
     return summary, f"{summary}. {_held(finding)}", {}
-
-
-def _lost(finding: Finding, tick: Tick, since_ms: int) -> _Words:
-    summary = f"{_where(finding, tick)} is lost: NVML can't reach it any more"
-    return summary, f"{summary}. {_held(finding)} The node needs a restart, and perhaps the GPU a technician.", {}
 
 
 def _not_answering(finding: Finding, tick: Tick, since_ms: int) -> _Words:
@@ -263,8 +248,21 @@ def _policy(finding: Finding, tick: Tick, since_ms: int) -> _Words:
     return summary, f"{summary}: {finding.facts.text}.", {}
 
 
-def _silent(finding: Finding, tick: Tick, since_ms: int) -> _Words:
-    return finding.rule.name, finding.rule.name, {}
+_BROKEN: Mapping[Kind, tuple[str, str]] = {
+    "row_remap_failure": ("has a bad row of memory that could not be remapped", "The GPU is to be replaced."),
+    "row_remap_pending": ("replaces bad memory at its next reset", "Reset it when it is free."),
+    "lost": (
+        "is lost: NVML can't reach it any more",
+        "The node needs a restart, and perhaps the GPU a technician.",
+    ),
+}
+"""Of a GPU in whose description no figure is: what is wrong with it, and what it needs."""
+
+
+def _broken(finding: Finding, tick: Tick, since_ms: int) -> _Words:
+    what, needed = _BROKEN[finding.rule.kind]
+    summary = f"{_where(finding, tick)} {what}"
+    return summary, f"{summary}. {_held(finding)} {needed}", {}
 
 
 _WORDS: Mapping[Kind, Callable[[Finding, Tick, int], _Words]] = {
@@ -273,15 +271,14 @@ _WORDS: Mapping[Kind, Callable[[Finding, Tick, int], _Words]] = {
     "attribution_conflict": _conflict,
     "xid": _xid,
     "ecc_uncorrectable": _ecc,
-    "row_remap_failure": _row_failure,
-    "row_remap_pending": _row_pending,
+    "row_remap_failure": _broken,
+    "row_remap_pending": _broken,
     "thermal_slowdown": _thermal,
     "power_brake": _brake,
     "nvlink_errors": _nvlink,
-    "lost": _lost,
+    "lost": _broken,
     "not_answering": _not_answering,
     "missing": _missing,
-    "node_silent": _silent,
     "policy_invalid": _policy,
 }
 
