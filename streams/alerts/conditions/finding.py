@@ -4,7 +4,7 @@ A finding says that a condition holds, or (``holds`` None) that it is not known 
 does not hold. Only a device whose state is ``ok`` says anything of itself; no evidence is not idleness.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from streams.alerts.memory import Memory, Seen, Windows
@@ -94,6 +94,9 @@ def view_of(rules: Rules, tick: Tick, device: Device, before: Memory, now: Memor
     )
     known = [ratio for ratio in main if ratio is not None]
     whole = device.mig is not None or (device.uuid not in parents and device.info.mig_mode != "enabled")
+    pods: Iterable[Sequence[Holder]] = [device.holders] if device.holders else []
+    if len(device.holders) > 1:
+        pods = by_pod(device.holders).values()
     return View(
         rules,
         tick,
@@ -101,7 +104,7 @@ def view_of(rules: Rules, tick: Tick, device: Device, before: Memory, now: Memor
         before,
         now.devices[device.uuid],
         now.windows.get(device.uuid, _NO_WINDOWS),
-        tuple([Pod(tuple(held), policy_of(held[0])) for held in by_pod(device.holders).values()]),
+        tuple([Pod(tuple(one), policy_of(one[0])) for one in pods]),
         max(*known, video(device), 0.0),
         bool(known),
         whole,
