@@ -154,8 +154,8 @@ class Reader:
     async def revoked(self) -> None:
         """Partitions go: commit what is finished, in bounded time, and let everything else go.
 
-        A commit that is still under way after that is ended: by the next assignment it would count for what is
-        somebody else's then.
+        A commit that is still under way after that is ended: with the next assignment it would count for partitions
+        that another worker may have then.
         """
         await asyncio.wait([asyncio.ensure_future(self.commit())], timeout=_COMMIT_ON_REVOKE_S)
         if self._committing is not None and not self._committing.done():
@@ -213,6 +213,7 @@ class Reader:
             self._begin(found)
 
     def _begin(self, found: start.Start) -> None:
+        """Read from these positions; the stage drops what it holds of other logs and partitions."""
         for tp, offset in found.lost.items():
             self.lost += max(0, found.positions[tp] - offset)
             log.error("%s: offset %s is not in the log; reading on from %s", tp, offset, found.positions[tp])
@@ -227,33 +228,29 @@ class Reader:
         log.info("reading %d partitions, %d of them state", len(found.positions), len(found.state_ends))
 
     async def _read(self) -> None:
-        self._release()
-        active = self._active()
+        """Fetch once, and take what came: state first.
+
+        State is fetched always, an input once its state is learned, and none while too many bytes are open.
+        """
+        if self._waiting:
+            self._waiting &= {tp.partition for tp in self.pending_states()}
+        limit = self.max_open_bytes // 2 if self._full else self.max_open_bytes
+        self._full = self.ledger.open_bytes >= limit
+        active = {
+            tp
+            for tp in self.ledger.positions()
+            if tp.topic in self.states or not (self._full or tp.partition in self._waiting)
+        }
         if not active:
             await asyncio.sleep(_IDLE_S)
             return
         epoch = self.ledger.epoch
         records = await self._client().fetch(active, _FETCH_S)
-        for tp in sorted(records, key=lambda tp: tp.topic not in self.states):  # state first
+        for tp in sorted(records, key=lambda tp: tp.topic not in self.states):
             if epoch != self.ledger.epoch:
                 return
             await self._take(tp, records[tp])
         await self._skip_what_is_no_record(active.difference(records))
-
-    def _active(self) -> set[Partition]:
-        """What is to be fetched: state always, an input once its state is learned and there is room."""
-        return {
-            tp
-            for tp in self.ledger.positions()
-            if tp.topic in self.states or not (self._full or tp.partition in self._waiting)
-        }
-
-    def _release(self) -> None:
-        """Let inputs flow whose state is learned; hold all back while too many bytes are open."""
-        if self._waiting:
-            self._waiting &= {tp.partition for tp in self.pending_states()}
-        limit = self.max_open_bytes // 2 if self._full else self.max_open_bytes
-        self._full = self.ledger.open_bytes >= limit
 
     async def _skip_what_is_no_record(self, silent: set[Partition]) -> None:
         """Follow the client past what no reader is given, or a log that ends in it would never be read to its end."""
