@@ -43,7 +43,7 @@ from streams.attribution.state import (
     marked,
     pruned,
 )
-from streams.attribution.workloads import DraKey, PodName, learn
+from streams.attribution.workloads import PodName, learn
 from topics.allocations import Allocations, Claim, Container
 from topics.attributed import AttributedDevice, AttributedSample, Attribution
 from topics.samples import Device, Sample
@@ -69,8 +69,6 @@ MAX_HELD = 64
 """How many samples a node may hold before the end of its allocations is asked at once."""
 
 _RUNS = 8
-_NO_DRA: dict[DraKey, str] = {}
-_NO_ADMIN: frozenset[Claim] = frozenset()
 _replace = msgspec.structs.replace
 
 
@@ -185,7 +183,7 @@ def _place(state: NodeState, tick: ReadSample, seq: int | None, ts_ms: int) -> _
     named, attribution = _snapshot(state, sample, seq)
     uids = {uid for d in sample.devices for uid in shown(d) if uid} if seq == sample.allocations_seq else set[str]()
     when = When(ts_ms, tick.logged_ms, state.workloads_read_ms)
-    found = meant(state.workloads, named, uids, when)
+    found = meant(state.workloads, named, uids, when, state.memo.found if state.memo else None)
     return found if isinstance(found, Unread) else _Place(ts_ms, named, attribution, found)
 
 
@@ -226,8 +224,7 @@ def _run_before(state: NodeState, sample: Sample) -> int | None:
 
 
 def _joined(state: NodeState, tick: ReadSample, now: _Place, before: Mapping[int, _Place]) -> tuple[NodeState, Joined]:
-    sample, known = tick.sample, now.found.known
-    labels = known.node_labels_at(sample.ts_ms) if known else {}
+    sample, labels = tick.sample, now.found.node_labels
     by_snapshot = {
         seq: Then(_memo(None, place, place.named, sample).held.holders if place.named else {}, place.attribution)
         for seq, place in before.items()
@@ -236,31 +233,36 @@ def _joined(state: NodeState, tick: ReadSample, now: _Place, before: Mapping[int
         return state, Joined(_attributed(tick, Then({}, now.attribution), labels, None, by_snapshot), ())
     memo = _memo(state.memo, now, now.named, sample)
     then = Then(memo.held.holders, now.attribution)
-    out = _attributed(tick, then, labels, now.found.shown.get if known else None, by_snapshot)
+    shown_pods = now.found.shown
+    out = _attributed(tick, then, labels, None if shown_pods is None else shown_pods.get, by_snapshot)
     if memo is state.memo:
         return state, Joined(out, ())
-    return _replace(state, memo=memo), Joined(out, memo.held.unknown_ids)
+    worked_out = state.memo is None or memo.held is not state.memo.held
+    return _replace(state, memo=memo), Joined(out, memo.held.unknown_ids if worked_out else ())
 
 
 def _memo(last: Memo | None, place: _Place, named: Listing, sample: Sample) -> Memo:
     """Who holds the devices of a sample by a snapshot: the last answer, where all that it depends on is the same."""
     found, snapshot = place.found, named.snapshot
-    dra = found.known.dra_at(place.ts_ms) if found.known else _NO_DRA
-    admin = found.known.admin_at(place.ts_ms) if found.known else _NO_ADMIN
     inventory = tuple([(d.uuid, d.index, d.minor, d.mig) for d in sample.devices])
-    if (
-        last is not None
-        and last.snapshot is snapshot
-        and last.dra is dra
-        and last.admin is admin
-        and last.inventory == inventory
-        and last.over == found.over
-        and last.pods.keys() == found.pods.keys()
-        and all(found.pods[name] is pod for name, pod in last.pods.items())
-    ):
-        return last
-    held = hold(_without(snapshot, found.over, admin), sample.devices, found.pods, dra)
-    return Memo(snapshot, inventory, found.pods, found.over, dra, admin, held)
+    if last is not None and last.snapshot is snapshot and last.inventory == inventory:
+        if last.found is found:
+            return last
+        if _same_pods(last.found, found):
+            return Memo(snapshot, inventory, found, last.held)
+    held = hold(_without(snapshot, found.over, found.admin), sample.devices, found.pods, found.dra)
+    return Memo(snapshot, inventory, found, held)
+
+
+def _same_pods(a: Meant, b: Meant) -> bool:
+    """Whether two answers give the devices the same holders."""
+    return (
+        a.dra is b.dra
+        and a.admin is b.admin
+        and a.over == b.over
+        and a.pods.keys() == b.pods.keys()
+        and all(b.pods[name] is pod for name, pod in a.pods.items())
+    )
 
 
 def _without(snapshot: Allocations, over: frozenset[PodName], admin: frozenset[Claim]) -> Allocations:

@@ -23,8 +23,8 @@ from typing import NamedTuple
 import msgspec
 
 from streams.attribution.evidence import static
-from streams.attribution.workloads import AsOf, Knowledge, PodName
-from topics.allocations import Allocations
+from streams.attribution.workloads import AsOf, DraKey, Knowledge, PodName, Until
+from topics.allocations import Allocations, Claim
 from topics.workloads import Pod
 
 HORIZON_MS = 2_000
@@ -58,17 +58,53 @@ class Listing(msgspec.Struct, frozen=True):
         return found if found is not None and ts_ms - found.at_ms < NEW_MS else None
 
 
+class When(NamedTuple):
+    """The time that is asked for, when its sample was logged, and how far the workloads have been read."""
+
+    ts_ms: int
+    logged_ms: int
+    read_ms: float
+
+
+class Lasting(NamedTuple):
+    """What an answer rests on, and until when it is the answer for later samples, too."""
+
+    knowledge: Knowledge
+    named: Listing
+    when: When
+    until: Until
+
+
 class Meant(NamedTuple):
-    """The pods of a sample. ``known`` is what it is joined with; None: nothing is known of the node's pods.
+    """The pods of a sample, and its node.
 
     ``pods`` has those that the snapshot names, None where no record does, without those in ``over``, which had ended
-    long before and hold nothing. ``shown`` has those of the uids that processes show.
+    long before and hold nothing. ``shown`` has those of the uids that processes show; None: nothing is known of the node's
+    pods.
     """
 
-    known: AsOf | None
     pods: Mapping[PodName, Pod | None]
     over: frozenset[PodName]
-    shown: Mapping[str, Pod | None]
+    shown: Mapping[str, Pod | None] | None
+    node_labels: dict[str, str]
+    dra: Mapping[DraKey, str]
+    admin: frozenset[Claim]
+    lasting: Lasting | None = None
+
+    def lasts(self, knowledge: Knowledge | None, named: Listing | None, uids: AbstractSet[str], when: When) -> bool:
+        """Whether it is the answer for a later sample, too, without a look at any pod."""
+        if self.lasting is None or self.shown is None or not uids <= self.shown.keys():
+            return False
+        known, listed, asked, until = self.lasting
+        return (
+            known is knowledge
+            and listed is named
+            and asked.ts_ms <= when.ts_ms < until.ts_ms
+            and asked.logged_ms <= when.logged_ms < until.logged_ms
+        )
+
+
+_NOTHING = Meant({}, frozenset(), None, {}, {}, frozenset())
 
 
 class Unread(NamedTuple):
@@ -90,27 +126,54 @@ def listing(snapshot: Allocations, before: Listing | None) -> Listing:
     return Listing(snapshot, names, appeared, gone)
 
 
-class When(NamedTuple):
-    """The time that is asked for, when its sample was logged, and how far the workloads have been read."""
-
-    ts_ms: int
-    logged_ms: int
-    read_ms: float
-
-
-def meant(knowledge: Knowledge | None, named: Listing | None, uids: AbstractSet[str], when: When) -> Meant | Unread:
-    """The pods of a snapshot, and those of the uids that processes show."""
-    ts_ms, since_ms, until_ms = when.ts_ms, when.logged_ms - HORIZON_MS, when.logged_ms + HORIZON_MS
+def meant(
+    knowledge: Knowledge | None, named: Listing | None, uids: AbstractSet[str], when: When, last: Meant | None = None
+) -> Meant | Unread:
+    """The pods of a snapshot, and those of the uids that processes show. ``last`` is an earlier answer."""
+    ts_ms, since_ms = when.ts_ms, when.logged_ms - HORIZON_MS
     if when.read_ms < since_ms:
         return Unread(since_ms)
+    if last is not None and last.lasts(knowledge, named, uids, when):
+        return last
     known = knowledge.as_of(since_ms) if knowledge else None
-    if knowledge is None or known is None or named is None:
-        return Meant(known, {}, frozenset(), {})
+    if knowledge is None or known is None:
+        return _NOTHING
+    node = known.node_labels_at(ts_ms), known.dra_at(ts_ms), known.admin_at(ts_ms)
+    if named is None:
+        return Meant({}, frozenset(), {}, *node)
     new = {name: appeared for name in named.names if (appeared := named.appeared_at(name, ts_ms)) is not None}
-    pods = {name: _pod_at(known, name, new.get(name), ts_ms) for name in named.names}
-    unnamed = uids - {pod.uid for pod in pods.values() if pod}
+    by_time = {name: _pod_at(known, name, new.get(name), ts_ms) for name in named.names}
+    pods = {name: pod for name, pod in by_time.items() if pod is not None}
+    shown = {pod.uid: pod for pod in pods.values()}
+    if len(pods) == len(by_time) and uids <= shown.keys():
+        same = known.same_until(pods, ts_ms)
+        until_ms = min([same.ts_ms, *(appeared.at_ms + NEW_MS for appeared in new.values())])
+        lasting = Lasting(knowledge, named, when, Until(until_ms, same.logged_ms + HORIZON_MS))
+        return Meant(pods, frozenset(), shown, *node, lasting)
+    found = _searched(known, by_time, new, uids, when)
+    return found if isinstance(found, Unread) else Meant(found.pods, found.over, found.shown, *node)
+
+
+class _Found(NamedTuple):
+    """The pods of a snapshot's names, the names of those that were over, and the pods of uids."""
+
+    pods: Mapping[PodName, Pod | None]
+    over: frozenset[PodName]
+    shown: Mapping[str, Pod | None]
+
+
+def _searched(
+    known: AsOf,
+    by_time: Mapping[PodName, Pod | None],
+    new: Mapping[PodName, Appeared],
+    uids: AbstractSet[str],
+    when: When,
+) -> _Found | Unread:
+    """The pods where the time of the sample does not tell them all: processes do, later records, or what has ended."""
+    knowledge, ts_ms, since_ms, until_ms = known.known, when.ts_ms, known.logged_ms, when.logged_ms + HORIZON_MS
+    unnamed = uids - {pod.uid for pod in by_time.values() if pod}
     by_uid = {uid: _of_uid(knowledge, uid, ts_ms, since_ms, until_ms) for uid in unnamed}
-    pods |= _decided(by_uid.values(), pods, uids)
+    pods = {**by_time, **_decided(by_uid.values(), by_time, uids)}
     over, lacking = set[PodName](), set[PodName]()
     for name in [name for name, pod in pods.items() if pod is None]:
         if name not in new and known.is_over(name, ts_ms):
@@ -127,7 +190,7 @@ def meant(knowledge: Knowledge | None, named: Listing | None, uids: AbstractSet[
             over.add(name)
     if over:
         pods = {name: pod for name, pod in pods.items() if name not in over}
-    return Meant(known, pods, frozenset(over), by_uid | {pod.uid: pod for pod in pods.values() if pod})
+    return _Found(pods, frozenset(over), by_uid | {pod.uid: pod for pod in pods.values() if pod})
 
 
 def _of_uid(knowledge: Knowledge, uid: str, ts_ms: int, since_ms: int, until_ms: int) -> Pod | None:

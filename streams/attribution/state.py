@@ -4,15 +4,13 @@ Everything is immutable. Times called ``_s`` are seconds of the reader's monoton
 of a record, and ``ts_ms`` the time in it.
 """
 
-from collections.abc import Mapping
-
 import msgspec
 
 from streams.attribution.events import EVENT_MS
-from streams.attribution.holders import Held, Pods
-from streams.attribution.naming import HORIZON_MS, Listing
-from streams.attribution.workloads import DraKey, Knowledge, PodName, forget_before
-from topics.allocations import Allocations, Claim
+from streams.attribution.holders import Held
+from streams.attribution.naming import HORIZON_MS, Listing, Meant
+from streams.attribution.workloads import Knowledge, forget_before
+from topics.allocations import Allocations
 from topics.attributed import AttributedSample
 from topics.samples import Mig, Sample
 from topics.workloads import NodeWorkloads
@@ -93,10 +91,7 @@ class Memo(msgspec.Struct, frozen=True):
 
     snapshot: Allocations
     inventory: Inventory
-    pods: Pods
-    over: frozenset[PodName]
-    dra: Mapping[DraKey, str]
-    admin: frozenset[Claim]
+    found: Meant
     held: Held
 
 

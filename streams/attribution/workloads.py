@@ -8,6 +8,7 @@ Pods are kept per uid, because a StatefulSet's come back under the same name, an
 because a label may change. Everything here is pure and immutable; times are in ms since the epoch.
 """
 
+import math
 import operator
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
@@ -121,6 +122,13 @@ class Knowledge(msgspec.Struct, frozen=True):
         return next((h for pods in self.lives.values() for h in pods if h[0][1].uid == uid), None)
 
 
+class Until(NamedTuple):
+    """The first time of a sample, and the first log time, at which something else may be known."""
+
+    ts_ms: float
+    logged_ms: float
+
+
 class AsOf(NamedTuple):
     """What was known of a node's pods at a log time."""
 
@@ -154,6 +162,24 @@ class AsOf(NamedTuple):
         ends += [life.ended_ms for life in lives if life.end_reported and life.ended_ms is not None]
         over = any(LISTED_MS < ts_ms - ended_ms <= REMEMBERED_MS for ended_ms in ends)
         return over and not any(life.may_hold(ts_ms) for life in lives)
+
+    def same_until(self, pods: Mapping[PodName, Pod], ts_ms: int) -> "Until":
+        """Until when these names mean the pods that they mean at a time, and the node is as it is then.
+
+        Each pod has to be the last one of its name, and running; of others nothing is promised.
+        """
+        known, logged_ms = self.known, self.logged_ms
+        changes_ms, logged = [math.inf], [math.inf]
+        for history in (known.node_labels, known.dra, known.admin):
+            changes_ms.append(_next_ms(at(history, logged_ms), ts_ms))
+            logged.append(_next_ms(history, logged_ms))
+        for name, pod in pods.items():
+            last = apart(self._lives(name))[-1]
+            if last.uid != pod.uid or last.ended_ms is not None or last.distance_ms(ts_ms):
+                return Until(ts_ms, logged_ms)
+            changes_ms.append(_next_ms(last.versions, ts_ms))
+            logged += [_next_ms(history, logged_ms) for history in known.lives[name]]
+        return Until(min(changes_ms), min(logged))
 
     def pod_of(self, uid: str, ts_ms: int) -> Pod | None:
         """The pod of that uid, in the version of a time at which it ran, or None."""
@@ -213,6 +239,13 @@ def at(versions: Versions[T], ts_ms: int) -> T:
         return versions[0][1]
     i = bisect_right(versions, ts_ms, key=lambda version: version[0])
     return versions[max(0, i - 1)][1]
+
+
+def _next_ms(versions: Versions[T], ms: int) -> float:
+    """The time of the first version, or of the first thing known, after a time."""
+    if versions[-1][0] <= ms:
+        return math.inf
+    return versions[bisect_right(versions, ms, key=lambda version: version[0])][0]
 
 
 def _latest(history: History[T], logged_ms: int) -> T | None:
