@@ -24,8 +24,7 @@ the others have none: sums over a pod's rows are right, whichever it was.
 """
 
 from collections.abc import Mapping, Sequence
-from itertools import repeat
-from typing import NamedTuple, TypeGuard
+from typing import NamedTuple
 
 import msgspec
 
@@ -54,48 +53,46 @@ class Split(NamedTuple):
     scaled: bool = False
 
 
-class _Shares(NamedTuple):
-    """One quantity: what each holder has of it, and the rest; None: not known."""
-
-    of: Sequence[Amount | None]
-    rest: Amount | None
-    scaled: bool
-
-
-class _Rows(NamedTuple):
+class _Rows(msgspec.Struct, frozen=True):
     """Whose each process is, and of whom it is not known: places of holders, the one behind the last for nobody."""
 
+    count: int
     of: list[int]
-    unknown: frozenset[int]
-    spare: frozenset[int]
+    unknown: frozenset[int] = frozenset()
+    spare: frozenset[int] = frozenset()
     """The further containers of a pod, whose part the first one has."""
+
+
+class _Shares(msgspec.Struct, frozen=True):
+    """One quantity: what each holder has of it and, behind the last, the rest; None: not known.
+
+    ``absent`` are the places of the holders without a share.
+    """
+
+    of: list[Amount | None]
+    absent: frozenset[int]
+    scaled: bool = False
 
 
 def split(device: Device, holders: tuple[Holder, ...]) -> Split:
     """The parts of a device; without any where it has no holder or its processes can't be seen."""
-    processes = device.processes
+    processes, metrics = device.processes, device.metrics
     if not holders or processes is None or not seen(device):
         return Split(holders)
     rows = _rows(processes, holders)
-    utilization = _divided(
-        device.metrics.get("gpu_utilization_ratio"),
-        [p.sm_utilization_ratio for p in processes],
-        rows,
-        len(holders),
-        1.0,
-    )
-    memory = _divided(
-        device.metrics.get("memory_used_bytes"), [p.memory_used_bytes for p in processes], rows, len(holders), _LARGEST
-    )
-    power = _powered(device.metrics, utilization)
-    shares = (utilization, memory, power)
-    rest = Parts(*[one and one.rest for one in shares])
-    rows_of = zip(holders, *(repeat(None) if one is None else one.of for one in shares), strict=False)
-    return Split(
-        tuple([_with_parts(holder, busy, used, watts) for holder, busy, used, watts in rows_of]),
-        rest if rest != _NO_PARTS else None,
-        any(one.scaled for one in (utilization, memory) if one),
-    )
+    ratios = [process.sm_utilization_ratio for process in processes]
+    utilization = _divided(metrics.get("gpu_utilization_ratio"), ratios, rows, 1.0)
+    used = [process.memory_used_bytes for process in processes]
+    memory = _divided(metrics.get("memory_used_bytes"), used, rows, _LARGEST)
+    power = _powered(metrics, utilization)
+    unknown = [None] * (len(holders) + 1)
+    *parts, rest = map(Parts, *[one.of if one else unknown for one in (utilization, memory, power)])
+    with_parts = [
+        holder if part == _NO_PARTS else _replace(holder, parts=part)
+        for holder, part in zip(holders, parts, strict=True)
+    ]
+    scaled = (utilization is not None and utilization.scaled) or (memory is not None and memory.scaled)
+    return Split(tuple(with_parts), None if rest == _NO_PARTS else rest, scaled)
 
 
 def seen(device: Device) -> bool:
@@ -110,7 +107,7 @@ def _rows(processes: Sequence[Process], holders: Sequence[Holder]) -> _Rows:
     """
     nobody = len(holders)
     if nobody == 1 and (uid := holders[0].pod_uid) is not None:
-        return _Rows([0 if process.pod_uid == uid else 1 for process in processes], _NONE, _NONE)
+        return _Rows(1, [0 if process.pod_uid == uid else 1 for process in processes])
     first: dict[str | tuple[str, str], int] = {}
     for row in sorted(range(nobody), key=lambda row: holders[row].container or ""):
         first.setdefault(holders[row].pod_uid or (holders[row].namespace, holders[row].pod), row)
@@ -121,60 +118,48 @@ def _rows(processes: Sequence[Process], holders: Sequence[Holder]) -> _Rows:
         by_uid[others.pop()] = nameless.pop()
     unknown = frozenset(nameless) if others else _NONE
     of = [by_uid.get(process.pod_uid, nobody) for process in processes]
-    return _Rows(of, unknown, frozenset(range(nobody)).difference(first.values()))
+    return _Rows(nobody, of, unknown, frozenset(range(nobody)).difference(first.values()))
 
 
-def _divided(
-    whole: Amount | None, amounts: Sequence[Amount | None], rows: _Rows, n: int, most: Amount
-) -> _Shares | None:
-    """A quantity that the device has and, where there are processes, at least one of them. None: can't be divided."""
+def _divided(whole: Amount | None, amounts: Sequence[Amount | None], rows: _Rows, most: Amount) -> _Shares | None:
+    """A quantity that the device has and, where there are processes, at least one of them. None: can't be divided.
+
+    What a holder uses is the sum over its processes. Floats are added from the least, so that their order does not
+    matter.
+    """
     said = [(amount, row) for amount, row in zip(amounts, rows.of, strict=True) if amount is not None]
-    if not _measured(whole) or (amounts and not said):
+    if whole is None or not 0 <= whole <= _LARGEST or (amounts and not said):
         return None
-    unknown = rows.unknown
+    n, unknown = rows.count, rows.unknown
     if len(said) < len(amounts):
         unknown |= {row for amount, row in zip(amounts, rows.of, strict=True) if amount is None and row < n}
-    return _fitted(whole, _sums(said, n, most), unknown | rows.spare, all_known=not unknown)
+    used: list[Amount] = [0] * n
+    for amount, row in sorted(said) if len(said) > 2 else said:
+        if amount > 0 and row < n:
+            used[row] += min(amount, most)
+    return _fitted(whole, used, unknown | rows.spare if unknown or rows.spare else _NONE, all_known=not unknown)
 
 
 def _powered(metrics: Mapping[str, Amount | None], utilization: _Shares | None) -> _Shares | None:
     """Power is divided as utilization is, but for what was drawn while nobody ran."""
     watts, busy = metrics.get("power_watts"), metrics.get("gpu_utilization_ratio")
-    if utilization is None or not _measured(busy) or not _measured(watts):
+    if utilization is None or busy is None or watts is None or not 0 <= watts <= _LARGEST:
         return None
     per_ratio = watts / max(1.0, busy)
-    used = [per_ratio * (part or 0) for part in utilization.of]
-    absent = frozenset([row for row, part in enumerate(utilization.of) if part is None])
-    return _fitted(watts, used, absent, all_known=utilization.rest is not None)
-
-
-def _measured(whole: Amount | None) -> TypeGuard[Amount]:
-    """Whether a device's value can be divided."""
-    return whole is not None and 0 <= whole <= _LARGEST
-
-
-def _sums(amounts: Sequence[tuple[Amount, int]], n: int, most: Amount) -> list[Amount]:
-    """What the processes of each holder use. Floats are added from the least, so that their order does not matter."""
-    used: list[Amount] = [0] * (n + 1)
-    for amount, row in sorted(amounts) if len(amounts) > 2 else amounts:
-        if amount > 0:
-            used[row] += min(amount, most)
-    return used[:n]
+    *parts, rest = utilization.of
+    used = [per_ratio * (part or 0) for part in parts]
+    return _fitted(watts, used, utilization.absent, all_known=rest is not None)
 
 
 def _fitted(whole: Amount, used: list[Amount], absent: frozenset[int], *, all_known: bool) -> _Shares:
-    """Shares that are not more than the whole, and the rest. ``absent`` are the places of those without a share."""
+    """Shares that are not more than the whole, and the rest."""
     if absent:
         used = [0 if row in absent else amount for row, amount in enumerate(used)]
     total = used[0] if len(used) == 1 else sum(sorted(used))
     rest, scaled = whole - total, False
     if total > whole:
         used, rest, scaled = [whole * (amount / total) for amount in used], 0, total > whole * (1 + _SLACK)
-    of = [None if row in absent else amount for row, amount in enumerate(used)] if absent else used
-    return _Shares(of, rest if all_known else None, scaled)
-
-
-def _with_parts(holder: Holder, busy: Amount | None, used: Amount | None, watts: Amount | None) -> Holder:
-    if busy is None and used is None and watts is None:
-        return holder
-    return _replace(holder, parts=Parts(busy, used, watts))
+    of: list[Amount | None] = [*used, rest if all_known else None]
+    for row in absent:
+        of[row] = None
+    return _Shares(of, absent, scaled)

@@ -1,0 +1,78 @@
+"""What a node's state remembers of the last answer only saves work: without it every tick is joined alike."""
+
+import msgspec
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streams.attribution import join
+from tests.streams.attribution.records import container, gpu, known, pod, process, read, snapshot, tick
+from topics.workloads import Pod
+
+NAMES = ("p0", "p1")
+END_S = 40
+
+names = st.sampled_from(NAMES)
+times_s = st.integers(0, END_S)
+
+
+def pod_of(name: str, generation: int, started_s: int, life_s: int | None, label: int) -> Pod:
+    """A pod that may come back under its name, end, and have another label."""
+    started = started_s * 1000
+    ended = None if life_s is None else started + life_s * 1000
+    return pod(name, uid=f"{name}-{generation}", started=started, ended=ended, labels={"label": str(label)})
+
+
+pods = st.builds(pod_of, names, st.integers(0, 2), times_s, st.none() | st.integers(1, 20), st.integers(0, 1))
+said = st.lists(st.tuples(times_s, st.lists(pods, max_size=2, unique_by=lambda pod: pod.uid)), min_size=1, max_size=6)
+listed = st.lists(st.tuples(times_s, st.sets(names)), max_size=4)
+shown = st.dictionaries(times_s, st.sampled_from(["p0-0", "p1-1", "p1-2", "stranger"]), max_size=8)
+
+
+def log_of(
+    said: list[tuple[int, list[Pod]]], listed: list[tuple[int, set[str]]], shown: dict[int, str]
+) -> list[join.Record]:
+    """A tick a second with what is said of pods, listed in snapshots, and seen of processes, all at once."""
+    records: list[join.Record] = [join.Workloads(known(1, pod_of("p0", 0, 0, None, 0), labels={"at": "0"}), -5_000)]
+    snapshots = 0
+    for now_s in range(END_S):
+        now_ms = now_s * 1000
+        for at_s, those in said:
+            if at_s == now_s:
+                told = known(len(records) + 1, *those, ts_ms=now_ms, labels={"at": str(now_s // 10)})
+                records.append(join.Workloads(told, now_ms))
+        for at_s, held in [(0, {"p0"}), *listed]:
+            if at_s == now_s:
+                snapshots += 1
+                records.append(snapshot(snapshots, *(container(name, gpu(0)) for name in sorted(held)), ts_ms=now_ms))
+        processes = [(process(shown[now_s]),)] if now_s in shown else [()]
+        sample = tick(now_s + 1, snapshots, ts_ms=now_ms, processes=processes)
+        records.append(read(sample, now_s, logged_ms=now_ms, far_ms=now_ms + 2_000))
+    return records
+
+
+def outputs(records: list[join.Record], *, remembering: bool) -> tuple[list[bytes], int]:
+    """All that the join lets go, and how many of them have the answer of the one before."""
+    state, out, again = join.NEW, list[bytes](), 0
+    for record in records:
+        before = state if remembering else msgspec.structs.replace(state, memo=None)
+        state, joined = join.step(before, record, 10.0)
+        out += [msgspec.json.encode(one.sample) for one in joined]
+        again += state.memo is not None and state.memo is before.memo and bool(joined)
+    return out, again
+
+
+@given(said, listed, shown)
+def test_every_tick_is_joined_as_if_nothing_were_remembered(
+    said: list[tuple[int, list[Pod]]], listed: list[tuple[int, set[str]]], shown: dict[int, str]
+) -> None:
+    live = log_of(said, listed, shown)
+    replayed = sorted(live, key=lambda record: isinstance(record, join.Tick))
+
+    for log in (live, replayed):
+        assert outputs(log, remembering=True)[0] == outputs(log, remembering=False)[0]
+
+
+def test_nothing_is_worked_out_again_while_nothing_changes() -> None:
+    out, again = outputs(log_of([], [], {}), remembering=True)
+
+    assert (len(out), again) == (END_S, END_S - 1)
