@@ -79,8 +79,8 @@ class Meant(NamedTuple):
     """The pods of a sample, and its node.
 
     ``pods`` has those that the snapshot names, None where no record does, without those in ``over``, which had ended
-    long before and hold nothing. ``shown`` has those of the uids that processes show; None: nothing is known of the node's
-    pods.
+    long before and hold nothing. ``shown`` has those of the uids that processes show; None: nothing is known of
+    the node's pods.
     """
 
     pods: Mapping[PodName, Pod | None]
@@ -147,8 +147,7 @@ def meant(
     shown = {pod.uid: pod for pod in pods.values()}
     if len(pods) == len(by_time) and uids <= shown.keys():
         same = known.same_until(pods, ts_ms)
-        until_ms = min([same.ts_ms, *(appeared.at_ms + NEW_MS for appeared in new.values())])
-        lasting = Lasting(knowledge, named, when, Until(until_ms, same.logged_ms + HORIZON_MS))
+        lasting = Lasting(knowledge, named, when, Until(same.ts_ms, same.logged_ms + HORIZON_MS))
         return Meant(pods, frozenset(), shown, *node, lasting)
     found = _searched(known, by_time, new, uids, when)
     return found if isinstance(found, Unread) else Meant(found.pods, found.over, found.shown, *node)
