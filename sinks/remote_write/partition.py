@@ -88,7 +88,7 @@ class OpenSeries:
         """What a record writes: its series, each once, and an end for those that are gone."""
         node = self._nodes.get((sample.cluster, sample.node))
         cache = node.cache if node else self._unsettled.setdefault((sample.cluster, sample.node), {})
-        groups = [group for _, group in self._translator.translate(sample, cache)]
+        _, groups = self._translator.translate(sample, cache)
         written = tuple([group.series for group in groups])
         if node is not None and written == node.open:
             return NodeTick(sample, groups, written, 0, 0)

@@ -116,7 +116,7 @@ class ScrapePartition:
             self._shared.outcomes.new_log(self.partition)
         cache = before.cache if before else {}
         groups: dict[Key, SampleGroup] = {}
-        for of, group in self._shared.translator.translate(sample, cache):
+        for of, group in zip(*self._shared.translator.translate(sample, cache), strict=True):
             groups.setdefault(of, group)
         self._nodes[key] = _ShownNode(replays.after(last, sample), self._shared.now_s(), groups, cache)
         return "delivered"

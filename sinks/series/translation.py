@@ -126,25 +126,29 @@ class Translator:
         self._metrics = MetricNames(names)
         self._label_set, self._max_labels = label_set, max_labels
 
-    def translate(self, sample: AttributedSample, cache: Cache) -> list[tuple[Key, SampleGroup]]:
-        """All series of a tick that have a value, each set with its key. ``cache`` is its node's."""
-        where, found = place(sample), list[tuple[Key, SampleGroup]]()
+    def translate(self, sample: AttributedSample, cache: Cache) -> tuple[list[Key], list[SampleGroup]]:
+        """All series of a tick that have a value, and the key of each set. ``cache`` is its node's."""
+        where = place(sample)
+        keys: list[Key] = []
+        groups: list[SampleGroup] = []
         devices = [(device, device.pods()) for device in sample.devices]
         for device, pods in devices:
             measured = self._metrics.measure(device.metrics, None if sample.attribution == "none" else len(pods))
             if measured.rows:
                 job = device.jobs[0] if device.jobs and len(device.jobs) == 1 else None
                 series = self._of_metrics(identity(where, device, sole_holder(pods), job), measured, cache)
-                found.append((device.uuid, SampleGroup(series, sample.ts_ms, measured.values)))
+                keys.append(device.uuid)
+                groups.append(SampleGroup(series, sample.ts_ms, measured.values))
         for one in beside(self._label_set, where, devices):
             before = cache.get(one.key)
             if before is None or before.of != one.of:
                 before = cache[one.key] = Labelled(one.of, made(self._label_set, one.of, self._max_labels))
-            found.append((one.key, SampleGroup(before.series, sample.ts_ms, one.values)))
-        if len(cache) > 2 * len(found) + _SPARE:
-            for key in cache.keys() - {key for key, _ in found}:
+            keys.append(one.key)
+            groups.append(SampleGroup(before.series, sample.ts_ms, one.values))
+        if len(cache) > 2 * len(keys) + _SPARE:
+            for key in cache.keys() - set(keys):
                 del cache[key]
-        return found
+        return keys, groups
 
     def _of_metrics(self, device: DeviceIdentity, measured: Measured, cache: Cache) -> SeriesSet:
         """The set of a device's metrics: the one that was made before, while nothing of it changes."""
