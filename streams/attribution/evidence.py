@@ -54,7 +54,9 @@ def observe(device: Device, holders: tuple[Holder, ...], pod_of: PodOf | None) -
 
     A holder whose uid is not known may be any pod of its name, and any that is not known.
     """
-    uids = shown(device) - {holder.pod_uid for holder in holders if holder.pod_uid is not None}
+    uids = shown(device)
+    if uids:
+        uids.difference_update([holder.pod_uid for holder in holders if holder.pod_uid is not None])
     if not uids:
         return Evidence(holders)
     pods = {uid: pod_of(uid) for uid in uids if uid is not None} if pod_of else {}

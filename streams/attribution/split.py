@@ -127,8 +127,10 @@ def _divided(whole: Amount | None, amounts: Sequence[Amount | None], rows: _Rows
     What a holder uses is the sum over its processes. Floats are added from the least, so that their order does not
     matter.
     """
+    if whole is None or not 0 <= whole <= _LARGEST:
+        return None
     said = [(amount, row) for amount, row in zip(amounts, rows.of, strict=True) if amount is not None]
-    if whole is None or not 0 <= whole <= _LARGEST or (amounts and not said):
+    if amounts and not said:
         return None
     n, unknown = rows.count, rows.unknown
     if len(said) < len(amounts):

@@ -138,7 +138,7 @@ def pruned(state: NodeState, offset: int) -> NodeState:
     since_ms = min([mark.ts_ms for mark in marks] + [tick.sample.ts_ms for tick in state.held]) - EVENT_MS
     logged_ms = min([mark.logged_ms for mark in marks] + [tick.logged_ms for tick in state.held]) - HORIZON_MS
     workloads = forget_before(state.workloads, since_ms, logged_ms) if state.workloads else None
-    state = _replace(state, marks=marks, workloads=workloads, memo=None)
+    state = _replace(state, marks=marks, workloads=workloads)
     return _without_older_snapshots(state, marks[0].snapshot)
 
 
