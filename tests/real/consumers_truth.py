@@ -30,15 +30,20 @@ def devices(truth: list[Row]) -> list[Row]:
 
 
 def with_parts(truth: list[Row], ticks: list[Row]) -> list[Row]:
-    """The truth with what each pod that was reported used of a device, by the processes that were sampled with it."""
+    """The truth with what each pod that was reported used of a device, by the processes that were sampled with it.
+
+    Before the API server has told which pods there are, whose processes those are is not known: the parts are equal.
+    """
     known = {(tick["node"], tick["run_id"], tick["seq"], one["uuid"]): one for tick in ticks for one in tick["devices"]}
-    processes = [known[row["node"], row["run_id"], row["seq"], row["uuid"]]["processes"] for row in truth]
-    return [{**row, "parts": _parts(row, of)} for row, of in zip(truth, processes, strict=True)]
+    sampled = [known[row["node"], row["run_id"], row["seq"], row["uuid"]] for row in truth]
+    return [{**row, "parts": _parts(row, device)} for row, device in zip(truth, sampled, strict=True)]
 
 
-def _parts(row: Row, processes: list[Row]) -> dict[tuple[str, str], float]:
+def _parts(row: Row, device: Row) -> dict[tuple[str, str], float]:
+    if any("pod_uid" not in holder for holder in device.get("holders", [])):
+        return {pod: (row["utilization_ratio"] or 0.0) / len(pods(row)) for pod in pods(row)}
     used: dict[str, float] = defaultdict(float)
-    for process in processes:
+    for process in device["processes"]:
         used[process["pod_uid"]] += process.get("sm_utilization_ratio", 0.0)
     whole, total = row["utilization_ratio"] or 0.0, sum(used.values())
     share = whole / total if total > whole else 1.0

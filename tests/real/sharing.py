@@ -4,7 +4,7 @@ In: nothing. Out: for each scene what is so on each device, and what NVML, procf
 What each pod's part is is worked out here in the plainest way, from the processes that are put there.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 from uuid import NAMESPACE_URL, uuid5
@@ -63,16 +63,16 @@ class Running(NamedTuple):
 
 
 class Split(NamedTuple):
-    """One quantity of a device: each pod's part, and what is nobody's."""
+    """One quantity of a device: each pod's part, and what is nobody's; None: that is not known."""
 
     parts: Mapping[str, float]
-    rest: float
+    rest: float | None
 
 
 @dataclass(frozen=True)
 class Truth:
     """A device in one scene. ``busy`` (percent) and ``milliwatts`` None: it has none of its own. ``lost``: it does not
-    answer, and only who was given it is known."""
+    answer, and only who was given it is known. ``unknown``: the pods whose processes nobody can tell from others'."""
 
     memory: int
     busy: int | None = None
@@ -82,6 +82,7 @@ class Truth:
     conflict: str | None = None
     sm_active: float | None = None
     lost: bool = False
+    unknown: frozenset[str] = frozenset()
 
     def values(self) -> dict[str, float]:
         """The device's own values, by the keys of its parts."""
@@ -100,12 +101,15 @@ class Truth:
             return {}
         values, found = self.values(), {}
         if any(one.memory is not None for one in self.processes) or not self.processes:
-            found["memory_used_bytes"] = self._split(self.memory, {one.pid: one.memory or 0 for one in self.processes})
+            amounts: dict[int, float] = {one.pid: one.memory or 0 for one in self.processes}
+            untold = {one.pod for one in self.processes if one.memory is None and one.pod in self.holders}
+            found["memory_used_bytes"] = self._split(self.memory, amounts, self.unknown | untold)
         if "utilization_ratio" in values:
-            busy = self._split(values["utilization_ratio"], {one.pid: one.busy / 100 for one in self.processes})
+            amounts = {one.pid: one.busy / 100 for one in self.processes}
+            busy = self._split(values["utilization_ratio"], amounts, self.unknown)
             watts = {name: part * values["power_watts"] for name, part in busy.parts.items()}
             found["utilization_ratio"] = busy
-            found["power_watts"] = Split(watts, values["power_watts"] - sum(watts.values()))
+            found["power_watts"] = Split(watts, None if self.unknown else values["power_watts"] - sum(watts.values()))
         return found
 
     @property
@@ -116,17 +120,17 @@ class Truth:
         return too_much or (self.busy is not None and sum(one.busy for one in pods) > self.busy)
 
     def without(self, name: str) -> "Truth":
-        """The same where nobody knows whose the processes of that pod are."""
-        return replace(
-            self, processes=tuple(one._replace(pod=HOST) if one.pod == name else one for one in self.processes)
-        )
+        """The same where nobody knows whose the processes of that pod are: its part is not known, nor is the rest."""
+        processes = tuple(one._replace(pod=HOST) if one.pod == name else one for one in self.processes)
+        return replace(self, processes=processes, unknown=frozenset({name}))
 
-    def _split(self, whole: float, amounts: Mapping[int, float]) -> Split:
-        of = {name: [amounts[one.pid] for one in self.processes if one.pod == name] for name in self.holders}
+    def _split(self, whole: float, amounts: Mapping[int, float], unknown: Set[str]) -> Split:
+        known = self.holders - unknown
+        of = {name: [amounts[one.pid] for one in self.processes if one.pod == name] for name in known}
         parts = {name: float(sum(used)) for name, used in of.items()}
         total = sum(parts.values())
         if total <= whole:
-            return Split(parts, whole - total)
+            return Split(parts, None if unknown else whole - total)
         return Split({name: whole * part / total for name, part in parts.items()}, 0.0)
 
 

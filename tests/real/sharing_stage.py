@@ -27,6 +27,10 @@ CLUSTER, NODE, BLIND = "sharing", "gpu-node-1", "gpu-node-2"
 UNSEEN = "GPU-b11d0000-0000-4000-8000-000000000000"
 """The GPU of the node that sees no processes."""
 QUIET_S = 0.25
+QUIET_MS = 100
+KNOWN_S = 2.2
+"""After so long what was logged of pods counts for samples."""
+
 WITHIN_S = 60.0
 
 
@@ -37,30 +41,32 @@ class Stage:
         self.nvml = ScriptedNvml(directory / "nvml", gpus=8, log=True)
         self.procfs = Procfs(directory / "proc")
         self.kubelet = Server(directory / "kubelet.sock")
-        self.torn: set[int] = set()
+        self._changes_ms: list[tuple[float, float]] = []
         self._kafka = kafka
         self._pods: dict[str, Mapping[str, Any]] = {}
         self._told = 0
         self._alive: dict[int, Running] = {}
 
     def play(self, scene: Scene, number: int) -> None:
-        """Everything says what the scene says; the API server hears of pods before, and of their end afterwards.
-
-        A tick that begins meanwhile is ``torn``: each tick asks the kubelet once.
-        """
+        """Everything says what the scene says; the API server hears of pods before, and of their end afterwards."""
         pods = {one["uid"]: one for one in scene.pods}
         if not pods.keys() <= self._pods.keys():
             self._tell({**self._pods, **pods})
+            time.sleep(KNOWN_S)
         if number:
             self.watched()
-        asked = self.kubelet.calls
+        began_ms = time.time() * 1000
         self._begin_and_end(pids([scene]))
         self.kubelet.reply = scene.kubelet
         with self.nvml.at_once():
             self._script(scene, number)
-        self.torn |= set(range(asked + 1, self.kubelet.calls + 1))
+        self._changes_ms.append((began_ms, time.time() * 1000))
         if not self._pods.keys() <= pods.keys():
             self._tell(pods)
+
+    def torn(self, tick_ms: int) -> bool:
+        """Whether a tick of that time may have been read while a scene changed, which it does when nothing is read."""
+        return any(began_ms - QUIET_MS <= tick_ms <= ended_ms for began_ms, ended_ms in self._changes_ms)
 
     def watched(self) -> None:
         """Waits until one tick more has been read: the GPUs have begun to answer and are quiet again."""

@@ -131,6 +131,7 @@ async def test_a_tick_that_is_too_large_once_enriched_is_a_dead_letter_and_leave
     workloads = {"schema": 1, "cluster": "c", "node": "n", "epoch": 1, "seq": 1, "ts_ms": 1, "pods": [pod]}
     devices = [{"uuid": f"{GPU[:-2]}{i:02}", "model": "m" * 150_000} for i in range(20)]
     await send("gpu.workloads", workloads)
+    await asyncio.sleep(2.2)  # by then what is logged counts for samples
     await send("gpu.allocations", snapshot("n", *(str(device["uuid"]) for device in devices)))
     large = await send("gpu.samples", tick("n", allocations_seq=1, devices=devices))
     await send("gpu.samples", tick("n", seq=2, allocations_seq=1))

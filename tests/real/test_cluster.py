@@ -57,8 +57,11 @@ TAKEN_OVER_WITHIN_S = 15.0
 NEAR_MS = 2_000
 """So near a change of a pod a tick may be booked to the one before or after it."""
 
+KNOWN_MS = 4_000
+"""After so long a new pod is surely known: its owners may take a second, and what is logged counts after two more."""
+
 TICK_S = 0.25
-LIFE_S = 5.0
+LIFE_S = 7.0
 
 DEPLOYED = ("ReplicaSet", "Deployment")
 
@@ -815,8 +818,8 @@ class Life(NamedTuple):
 
 
 def test_the_ticks_of_a_pod_that_comes_back_under_its_name_are_booked_to_the_right_uid(cluster: Cluster) -> None:
-    """But for ticks within 2 s of the change, and to no other after the last one, which its kubelet still tells of. The
-    kubelet says the same before and after a change, or nothing for a while."""
+    """But for ticks near the change, and to no other after the last one, which its kubelet still lists. The kubelet
+    says the same before and after a change, or nothing for a while."""
     api, node = cluster.api, Node(cluster.kafka, "returning", 1)
     api.namespace("returning")
     cluster.node("returning")
@@ -840,9 +843,9 @@ def test_the_ticks_of_a_pod_that_comes_back_under_its_name_are_booked_to_the_rig
         (life, tick.devices[0].holders[0])
         for tick in cluster.ticks.of("returning")
         for life in lives
-        if life.began_ms + NEAR_MS <= tick.ts_ms <= life.ended_ms - NEAR_MS
+        if life.began_ms + KNOWN_MS <= tick.ts_ms <= life.ended_ms - NEAR_MS
     ]
-    assert len(booked) >= len(lives) * (LIFE_S - 2 * NEAR_MS / 1000) / TICK_S / 2
+    assert len(booked) >= len(lives) * (LIFE_S - (KNOWN_MS + NEAR_MS) / 1000) / TICK_S / 2
     assert {life.uid: {holder.pod_uid for one, holder in booked if one is life} for life in lives} == {
         life.uid: {life.uid} for life in lives
     }

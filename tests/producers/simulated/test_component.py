@@ -201,12 +201,10 @@ async def test_a_process_that_was_held_up_skips_ticks_and_says_so() -> None:
     while not sender.of("gpu.samples"):  # noqa: ASYNC110 - real time passes
         await asyncio.sleep(0.005)
     jump[0] = 2.0
-    while not component.registry.get_sample_value(own.MISSED):  # noqa: ASYNC110 - real time passes
+    while (component.registry.get_sample_value(own.MISSED) or 0) < 5 * 90:  # noqa: ASYNC110 - real time passes
         await asyncio.sleep(0.005)
     stop.set()
     await running
-
-    assert (component.registry.get_sample_value(own.MISSED) or 0) >= 5 * 90
 
 
 def test_every_mistake_in_the_settings_is_told() -> None:

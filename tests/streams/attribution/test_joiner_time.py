@@ -183,7 +183,7 @@ async def test_a_record_without_a_log_time_has_that_of_its_reading() -> None:
     app = FakeApp()
     app.log(known(1, pod("p")), timestamp=-1)
     app.log(snapshot(1, container("p", gpu(0))))
-    app.log(tick(1, 1), timestamp=time.time_ns() // 1_000_000 + 2_000)
+    app.log(tick(1, 1), timestamp=time.time_ns() // 1_000_000 + 3_600_000)
     await app.read(WORKLOADS, ALLOCATIONS, SAMPLES)
 
     assert uids(app) == ["uid-p"]
