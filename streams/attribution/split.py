@@ -106,12 +106,13 @@ def _rows(processes: Sequence[Process], holders: Sequence[Holder]) -> _Rows:
     A pod whose uid is not known has the processes if it is the only one and they are all of one pod.
     """
     nobody = len(holders)
-    if nobody == 1 and (uid := holders[0].pod_uid) is not None:
-        return _Rows(1, [0 if process.pod_uid == uid else 1 for process in processes])
+    by_uid: dict[str | None, int] = {holder.pod_uid: row for row, holder in enumerate(holders)}
+    if len(by_uid) == nobody and None not in by_uid:
+        return _Rows(nobody, [by_uid.get(process.pod_uid, nobody) for process in processes])
     first: dict[str | tuple[str, str], int] = {}
     for row in sorted(range(nobody), key=lambda row: holders[row].container or ""):
         first.setdefault(holders[row].pod_uid or (holders[row].namespace, holders[row].pod), row)
-    by_uid: dict[str | None, int] = {pod: row for pod, row in first.items() if isinstance(pod, str)}
+    by_uid = {pod: row for pod, row in first.items() if isinstance(pod, str)}
     nameless = [row for pod, row in first.items() if not isinstance(pod, str)]
     others = {p.pod_uid for p in processes if p.service is None and p.pod_uid is not None}.difference(by_uid)
     if len(nameless) == len(first) == len(others) == 1:
