@@ -233,7 +233,8 @@ class AlertWorker:
             if kind == "alert" and alert is not None:
                 self._instruments.counter("gpustream_alerts_transitions_total", alert.name, alert.state).inc()
                 self._instruments.histogram("gpustream_alerts_delay_seconds").observe(delay_s)
-                log.info("%s %s: %s", alert.name, alert.state, alert.annotations.get("summary", alert.node))
+                said = f"{alert.name} {alert.state}: {alert.annotations.get('summary', alert.node)}"
+                log.info("%s", said)
 
     # -- time
 

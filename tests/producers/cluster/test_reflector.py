@@ -566,12 +566,13 @@ async def test_coming_back_is_said_and_so_is_what_is_wrong_when_that_changes(
     server.next(answers(403), answers(403), answers(503), answers(503))
     bench = await start()
     await bench.watching()
-    said = [record.getMessage() for record in caplog.records if record.name == module.__name__]
-    assert [line.split(";")[0].split(":")[1].strip() for line in said] == [
-        "not allowed (403)",
-        "the API server fails (503)",
-        "watching",
-    ]
+
+    def said() -> list[str]:
+        lines = [record.getMessage() for record in caplog.records if record.name == module.__name__]
+        return [line.split(";")[0].split(":")[1].strip() for line in lines]
+
+    await bench.until(lambda: "watching" in said())
+    assert said() == ["not allowed (403)", "the API server fails (503)", "watching"]
 
 
 async def test_a_blip_that_is_got_over_at_once_is_not_said(
