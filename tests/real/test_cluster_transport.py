@@ -22,6 +22,9 @@ from tests.real.cut import Line
 from tests.real.kubernetes import ApiServer, Json, find_openssl
 from topics.instruments import Instruments
 
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+"""The HTTP client leaves the transport of a TLS handshake that failed to the garbage collector, which warns of it."""
+
 READ_MAPS = {"apiGroups": [""], "resources": ["configmaps"], "verbs": ["list", "watch"]}
 LEASE_RULES: list[Json] = [
     {"apiGroups": ["coordination.k8s.io"], "resources": ["leases"], "verbs": ["create"]},

@@ -132,6 +132,10 @@ async def test_all_keys_come_of_all_gpus_with_the_values_that_nvml_has(node: Nod
     node.nvml.set(None, sample_period_us=1_000)
     await node.open()
     devices = await node.complete()
+    for _ in range(100):  # a busy machine makes a call slow, which is then left out for some ticks
+        if all(set(device["metrics"]) == set(CATALOGUE) for device in devices):
+            break
+        devices = await node.complete()
     assert [device["uuid"] for device in devices] == [UUID.format(index) for index in range(8)]
     assert all(set(device["metrics"]) == set(CATALOGUE) for device in devices)
     assert (devices[2]["index"], devices[2]["minor"], devices[2]["model"]) == (2, 2, "NVIDIA H100 80GB HBM3")
