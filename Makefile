@@ -13,7 +13,7 @@ PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3
 ARGS ?=
 
 # How many test files run at a time: tests wait more than they compute. JOBS=0 runs them one after another.
-JOBS ?= 4
+JOBS ?= 2
 PYTEST = $(BIN)/pytest -q -n $(JOBS) --dist loadfile
 
 SCRIPTS := .ci/run tests/real/build/build
