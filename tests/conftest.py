@@ -2,6 +2,7 @@
 
 import logging
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -49,9 +50,15 @@ def nvml_directory(tmp_path: Path) -> Path:
 def nvml(nvml_directory: Path) -> Iterator[ScriptedNvml]:
     """A scripted NVML of 8 GPUs that keeps a log, for this process (``nvml.load()``) or a child's environment.
 
-    After the test nothing hangs, and a process that has it loaded finds no driver.
+    After the test nothing hangs, and a process that has it loaded finds no driver. The threads that the test began to
+    ask NVML have ended: one that closes NVML later would close it for the next test.
     """
     scripted = ScriptedNvml(nvml_directory, log=True)
+    before = set(threading.enumerate())
     yield scripted
     scripted.release()
     scripted.driver("absent")
+    began = [one for one in set(threading.enumerate()) - before if one.name.startswith("nvml-")]
+    for thread in began:
+        thread.join(timeout=60)
+    assert not [thread.name for thread in began if thread.is_alive()]

@@ -99,7 +99,6 @@ async def node(nvml: ScriptedNvml, monkeypatch: pytest.MonkeyPatch) -> AsyncIter
     for name, value in nvml.environment().items():
         monkeypatch.setenv(name, value)  # for the census
     nvml.load()
-    before = set(threading.enumerate())
     one = Node(nvml)
     yield one
     nvml.release()
@@ -108,7 +107,6 @@ async def node(nvml: ScriptedNvml, monkeypatch: pytest.MonkeyPatch) -> AsyncIter
         await asyncio.wait([one.running])
     await until(lambda: not any(gpu.busy for gpu in one.gpus._gpus))
     one.gpus.close()
-    await until(lambda: not {thread for thread in threading.enumerate() if thread.name.startswith("nvml-")} - before)
 
 
 def in_a_process(nvml: ScriptedNvml, within_s: float = GENEROUS_S) -> Any:
