@@ -14,8 +14,8 @@ from aiokafka.partitioner import murmur2
 
 from delivery.lateness import lateness_instrument
 from delivery.ledger import Slot
-from streams.reader.app import ReaderApp
-from streams.reader.reader import Batch, Reader
+from streams.app import ReaderApp
+from streams.reader import Batch, Reader
 from topics.dead_letters import Origin, letter
 from topics.instruments import Instrument, Instruments
 from topics.topic import MAX_MESSAGE_BYTES, node_key

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from delivery.watchdog import fail_stop
 from streams.alerts.rules import rules_file
 from streams.alerts.worker import ALERTS, ATTRIBUTED, SAMPLES, STATE, WORKLOADS, AlertWorker
-from streams.reader.app import ReaderApp, ReaderSettings
+from streams.app import ReaderApp, ReaderSettings
 from streams.settings import AlertSettings
 from streams.stage import DEAD_LETTERS, run_worker
 from streams.stage import instruments as stream_instruments

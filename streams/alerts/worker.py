@@ -23,8 +23,8 @@ from streams.alerts.node import Due, Log, Node
 from streams.alerts.rules.rule import Rules
 from streams.alerts.silence import CaughtUp, Ends, without_ticks
 from streams.alerts.tick import decode as decode_tick
-from streams.reader.app import ReaderApp
-from streams.reader.reader import Batch
+from streams.app import ReaderApp
+from streams.reader import Batch
 from streams.stage import Bookkeeping, Malformed, decode_record
 from topics.alerts import MAX_TIME_MS, Severity
 from topics.instruments import Instruments

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry
 
 from delivery.watchdog import fail_stop
+from streams.app import ReaderApp, ReaderSettings
 from streams.attribution.joiner import ALLOCATIONS, OUTPUT, SAMPLES, WORKLOADS, Joiner
-from streams.reader.app import ReaderApp, ReaderSettings
 from streams.settings import AttributionSettings
 from streams.stage import DEAD_LETTERS, run_worker
 from streams.stage import instruments as stream_instruments

@@ -16,10 +16,10 @@ from typing import Any
 import msgspec
 
 from delivery.ledger import Partition, Slot
+from streams.app import ReaderApp
 from streams.attribution import join
 from streams.attribution.progress import WorkloadsProgress
-from streams.reader.app import ReaderApp
-from streams.reader.reader import Batch
+from streams.reader import Batch
 from streams.stage import Bookkeeping, Malformed, decode_record
 from topics.allocations import Allocations
 from topics.decoding import decoder

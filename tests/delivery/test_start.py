@@ -2,7 +2,7 @@
 
 from delivery import start
 from delivery.start import STATE_WINDOW_MS, Held, Start
-from tests.streams.reader.desk import LABELS, OWNERS, TICKS, Desk, instant
+from tests.streams.desk import LABELS, OWNERS, TICKS, Desk, instant
 
 MINUTE_MS = 60_000
 NOW_MS = 1_790_000_000_000

@@ -12,8 +12,8 @@ from pathlib import Path
 import msgspec
 
 from delivery.ledger import Partition
-from streams.reader.app import ReaderApp, ReaderSettings
-from streams.reader.reader import Batch
+from streams.app import ReaderApp, ReaderSettings
+from streams.reader import Batch
 from tests.real.process import Server
 
 ROOT = Path(__file__).parents[2]

@@ -13,7 +13,7 @@ from delivery import group as group_module
 from delivery.group import MustRestart
 from delivery.ledger import Partition
 from delivery.offsets import OffsetClient
-from streams.reader.app import ReaderApp
+from streams.app import ReaderApp
 from tests.real.contents import committed, ends, values
 from tests.real.reader_process import Echo, echo_app
 from tests.real.servers import KafkaServer

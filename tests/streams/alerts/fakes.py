@@ -13,7 +13,7 @@ from streams.alerts.rules.rule import Rules
 from streams.alerts.silence import BREAK_S
 from streams.alerts.tick import Tick
 from streams.alerts.worker import ALERTS, ATTRIBUTED, SAMPLES, STATE, WORKLOADS, AlertWorker, Clocks
-from streams.reader.app import ReaderApp
+from streams.app import ReaderApp
 from streams.stage import DEAD_LETTERS
 from tests.streams.alerts.stories import SHORT
 from topics.alerts import Alert

@@ -11,10 +11,10 @@ import msgspec
 import pytest
 
 from delivery.ledger import Ledger, Partition, Slot
+from streams.app import ReaderApp
 from streams.attribution import joiner
 from streams.attribution.component import INSTRUMENTS
 from streams.attribution.joiner import ALLOCATIONS, OUTPUT, SAMPLES, WORKLOADS, Joiner
-from streams.reader.app import ReaderApp
 from streams.stage import DEAD_LETTERS
 from topics.allocations import Allocations
 from topics.attributed import AttributedSample

@@ -8,7 +8,7 @@ import pytest
 from aiokafka.errors import IllegalStateError, KafkaConnectionError
 
 from delivery.ledger import Partition, Slot
-from tests.streams.reader.desk import LABELS, OWNERS, TICKS, Desk, instant, meanwhile
+from tests.streams.desk import LABELS, OWNERS, TICKS, Desk, instant, meanwhile
 
 # -- state before inputs
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from aiokafka.errors import IllegalStateError, KafkaConnectionError
 
 from delivery.ledger import Partition, Slot
-from streams.reader.reader import Batch, Reader
+from streams.reader import Batch, Reader
 
 INPUT = "ticks"
 STATES = ("owners", "labels")

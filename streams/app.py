@@ -32,7 +32,7 @@ from delivery.group import ConsumerGroup
 from delivery.ledger import Partition, Slot
 from delivery.settings import MemberSettings
 from delivery.watchdog import Deadlines, Pulse, Watchdog, fail_stop
-from streams.reader.reader import Batch, Reader, Stage
+from streams.reader import Batch, Reader, Stage
 from topics.sender import Sender
 
 log = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ import pytest
 
 from delivery.group import MustRestart
 from delivery.ledger import Partition, Slot
-from streams.reader.app import ReaderApp, ReaderSettings
+from streams.app import ReaderApp, ReaderSettings
 from topics.sender import Unsendable
 
 TP = Partition("ticks", 0)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.clock import run
-from tests.streams.reader.simulation import INPUT, STATES, World
+from tests.streams.simulation import INPUT, STATES, World
 
 NUMBERS = st.integers(0, 1)
 SHARES = st.lists(NUMBERS, min_size=2, max_size=2)

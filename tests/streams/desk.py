@@ -7,9 +7,9 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 from delivery.ledger import Partition, Slot
-from streams.reader.reader import Batch, Reader
+from streams.reader import Batch, Reader
 from tests.clock import run
-from tests.streams.reader.simulation import INPUT, STATES, Broker, FakeClient, Log, Record
+from tests.streams.simulation import INPUT, STATES, Broker, FakeClient, Log, Record
 
 P = ParamSpec("P")
 T = TypeVar("T")
