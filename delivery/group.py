@@ -19,14 +19,12 @@ from aiokafka.coordinator.protocol import ConsumerProtocolMemberMetadata
 from aiokafka.errors import CommitFailedError, IllegalStateError, KafkaError
 
 from delivery.assignor import Claim, CoPartitioned, claim_of
-from delivery.connection import close, connected
+from delivery.clients import AIOKafkaAdminClient, close, connected, describe
 from delivery.lateness import LoopLateness
 from delivery.ledger import Partition
 from delivery.offsets import OffsetClient, theirs
 from delivery.settings import MemberSettings
 from delivery.watchdog import RESTART
-from topics.clients import AIOKafkaAdminClient
-from topics.sender import describe
 
 log = logging.getLogger(__name__)
 

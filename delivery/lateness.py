@@ -3,7 +3,7 @@
 import asyncio
 from collections import deque
 
-from topics.instruments import Instrument
+from delivery.instruments import Instrument
 
 _EVERY_S = 0.1
 _WINDOW_S = 60.0

@@ -10,7 +10,7 @@ from typing import Any
 
 from aiokafka import TopicPartition
 
-from delivery.connection import close, connected
+from delivery.clients import close, connected
 from delivery.ledger import Partition
 
 _PEEKS = 10

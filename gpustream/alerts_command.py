@@ -20,10 +20,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from delivery import topic_admin
+from delivery.clients import AIOKafkaConsumer
 from sinks.alerts import Undecodable, read
-from topics import broker
 from topics.alerts import TOPIC, Alert, State, transition_id
-from topics.clients import AIOKafkaConsumer
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ def alerts(kafka: str, form: Form, *, follow: bool) -> int:
     """Print the alerts that fire, then, with ``follow``, transitions until interrupted. Gives the exit code."""
     try:
         asyncio.run(_show(kafka, form, follow=follow))
-    except (broker.BrokerError, KafkaError) as error:
+    except (topic_admin.BrokerError, KafkaError) as error:
         click.echo(str(error), err=True)
         return _FAILED
     except KeyboardInterrupt:
@@ -126,9 +126,9 @@ def table(rows: Iterable[Row]) -> Table:
 
 
 async def _show(kafka: str, form: Form, *, follow: bool) -> None:
-    found, _ = await broker.inspect(kafka, [TOPIC.name])
+    found, _ = await topic_admin.inspect(kafka, [TOPIC.name])
     if TOPIC.name not in found:
-        raise broker.BrokerError(f"there is no topic {TOPIC.name} at {kafka}: `gpustream topics create` makes it")
+        raise topic_admin.BrokerError(f"there is no topic {TOPIC.name} at {kafka}: `gpustream topics create` makes it")
     consumer = AIOKafkaConsumer(
         TOPIC.name,
         bootstrap_servers=kafka.split(","),

@@ -15,6 +15,7 @@ import click
 import msgspec
 import orjson
 
+from delivery.instruments import Instruments
 from gpustream import devices_text
 from producers.node import instruments
 from producers.node.cgroups import Places
@@ -26,7 +27,6 @@ from producers.node.jobs import with_jobs
 from producers.node.kubelet import DEADLINE_S, Kubelet
 from producers.node.nvml.calls import LeftOut, Tried
 from topics.device_ids import DeviceIndex, UnknownDeviceId, normal, parse
-from topics.instruments import Instruments
 from topics.samples import Device
 
 Format = Literal["text", "json"]

@@ -29,8 +29,8 @@ from prometheus_client.gc_collector import GCCollector
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
+from delivery.instruments import Instrument, Instruments
 from delivery.values import Address
-from topics.instruments import Instrument, Instruments
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment

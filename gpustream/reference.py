@@ -18,10 +18,10 @@ import gpustream
 import producers
 import sinks
 import streams
+from delivery.instruments import Instrument
 from delivery.settings import Text
 from gpustream.cli import main
 from topics import generated
-from topics.instruments import Instrument
 
 FOLDER = Path(__file__).parent.parent / "docs"
 MARK = "<!-- Written by `python -m gpustream.reference`: change the code that it describes, not this file. -->"

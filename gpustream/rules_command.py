@@ -23,15 +23,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from delivery import topic_admin
+from delivery.clients import AIOKafkaConsumer
 from gpustream import alerts_command
 from streams.alerts import tick as ticks
 from streams.alerts.replay import Replay
 from streams.alerts.rules import rules_file
 from streams.alerts.rules.rule import Rules
 from streams.alerts.rules.rules_file import RulesError
-from topics import attributed, broker
+from topics import attributed
 from topics.alerts import Alert
-from topics.clients import AIOKafkaConsumer
 
 Form = Literal["table", "json"]
 
@@ -115,7 +116,7 @@ def replay_kafka(path: Path, kafka: str, start: str | float, form: Form) -> int:
     run = Run(by)
     try:
         asyncio.run(_read(kafka, start, run))
-    except (broker.BrokerError, KafkaError) as error:
+    except (topic_admin.BrokerError, KafkaError) as error:
         click.echo(str(error), err=True)
         return FAILED
     return _end(run, form)
@@ -189,9 +190,9 @@ def _count(count: int, noun: str) -> str:
 
 async def _read(kafka: str, start: str | float, run: Run) -> None:
     name = attributed.TOPIC.name
-    found, _ = await broker.inspect(kafka, [name])
+    found, _ = await topic_admin.inspect(kafka, [name])
     if name not in found:
-        raise broker.BrokerError(f"there is no topic {name} at {kafka}: `gpustream topics create` makes it")
+        raise topic_admin.BrokerError(f"there is no topic {name} at {kafka}: `gpustream topics create` makes it")
     consumer = AIOKafkaConsumer(
         bootstrap_servers=kafka.split(","), enable_auto_commit=False, isolation_level="read_committed"
     )

@@ -18,6 +18,7 @@ import click
 import msgspec
 from prometheus_client import CollectorRegistry
 
+from delivery import topic_admin
 from gpustream import components, serve
 from gpustream.alerts_command import Seen, row
 from gpustream.config import RunSettings
@@ -31,7 +32,7 @@ from gpustream.tally import Run, Sampled, Summary, Tally
 from producers import PRODUCERS
 from sinks import SINKS
 from streams import STREAMS
-from topics import broker, registry
+from topics import registry
 from topics.attributed import AttributedSample
 
 UNWATCHED_S = 30.0
@@ -120,7 +121,7 @@ class OneProcess:
         duration_s = self._chosen.duration_s
         if duration_s is None and not self._chosen.watched:
             duration_s = UNWATCHED_S
-        await broker.check(self._kafka.address, registry.load())
+        await topic_admin.check(self._kafka.address, registry.load())
         with displayed(watched=self._chosen.watched, to_stderr=self._chosen.summary == "json") as self._display:
             async with serve.observed(self._pipeline.components, self._chosen.listen):
                 await self._pipeline.run(stop, duration_s)

@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 
+from delivery.clients import AIOKafkaConsumer
 from topics import alerts, attributed, dead_letters
 from topics.attributed import AttributedSample
-from topics.clients import AIOKafkaConsumer
 from topics.decoding import decoder
 
 log = logging.getLogger(__name__)

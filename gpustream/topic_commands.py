@@ -14,8 +14,9 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from topics import broker, registry
-from topics.broker import Found, Mismatch
+from delivery import topic_admin
+from delivery.topic_admin import Found, Mismatch
+from topics import registry
 from topics.topic import Topic
 
 R = TypeVar("R")
@@ -39,13 +40,13 @@ class Row(NamedTuple):
 def create(kafka: str, partitions: int, replication_factor: int, *, recreate_empty: bool) -> int:
     """Creates what is missing, mends settings, prints what it changed. 1 where the broker or the contract says no."""
     return _answered(
-        lambda: broker.create(kafka, partitions, replication_factor, recreate_empty=recreate_empty), _print_changes
+        lambda: topic_admin.create(kafka, partitions, replication_factor, recreate_empty=recreate_empty), _print_changes
     )
 
 
 def compare(kafka: str) -> int:
     """Prints the topics of the contract beside the broker's. 1 if any is missing or not as it must be."""
-    return _answered(lambda: broker.inspect(kafka), lambda answer: _print_topics(*answer))
+    return _answered(lambda: topic_admin.inspect(kafka), lambda answer: _print_topics(*answer))
 
 
 def rows(topics: Iterable[Topic], found: Mapping[str, Found], wrong: Iterable[Mismatch]) -> list[Row]:
@@ -72,7 +73,7 @@ def _answered(ask: Callable[[], Coroutine[Any, Any, R]], use: Callable[[R], int]
     """Asks the broker and uses its answer; a broker that says no, or nothing, is a sentence and exit code 1."""
     try:
         answer = asyncio.run(ask())
-    except broker.BrokerError as error:
+    except topic_admin.BrokerError as error:
         click.echo(str(error), err=True)
         return FAILED
     return use(answer)
@@ -86,7 +87,7 @@ def _print_changes(changes: list[str]) -> int:
 
 def _print_topics(found: Mapping[str, Found], unchecked: str | None) -> int:
     topics = list(registry.load().values())
-    wrong = broker.mismatches(topics, found)
+    wrong = topic_admin.mismatches(topics, found)
     table = rows(topics, found, wrong)
     if sys.stdout.isatty():
         Console().print(_table(table))

@@ -1,6 +1,6 @@
 """What every producer counts about itself."""
 
-from topics.instruments import Instrument
+from delivery.instruments import Instrument
 
 MADE = "gpustream_producer_ticks_made_total"
 VALUES = "gpustream_producer_values_made_total"

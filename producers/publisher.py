@@ -14,12 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from delivery.instruments import Instruments
 from producers import instruments as names
 from producers.numbering import Containers, Numbering
 from producers.ring import Ring, Waiting
 from producers.sending import LARGEST_VALUE_BYTES, RecordSender, SnapshotSender
 from topics import samples
-from topics.instruments import Instruments
 from topics.topic import node_key
 
 MAX_IN_FLIGHT = 64

@@ -8,11 +8,11 @@ import asyncio
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
+from delivery.instruments import Instruments
+from delivery.sender import Headers
 from producers import instruments as names
 from producers.numbering import Snapshot
 from topics import allocations
-from topics.instruments import Instruments
-from topics.sender import Headers
 from topics.topic import MAX_MESSAGE_BYTES
 
 RESEND_S = 300.0
@@ -26,7 +26,7 @@ LARGEST_VALUE_BYTES = MAX_MESSAGE_BYTES - 2048
 
 
 class RecordSender(Protocol):
-    """What a publisher needs of :class:`topics.sender.Sender`."""
+    """What a publisher needs of :class:`delivery.sender.Sender`."""
 
     async def ready(self) -> None:
         """Wait until records are taken."""
@@ -38,7 +38,7 @@ class RecordSender(Protocol):
 
 
 class ConnectedSender(RecordSender, Protocol):
-    """What a component needs of :class:`topics.sender.Sender` beside that."""
+    """What a component needs of :class:`delivery.sender.Sender` beside that."""
 
     async def start(self) -> None:
         """Connect, for as long as it takes until there is a broker with the topics."""

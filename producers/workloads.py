@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from delivery.instruments import Instruments
 from producers import instruments as names
 from producers import records
 from producers.sending import LARGEST_VALUE_BYTES, RESEND_S, RecordSender
 from topics import workloads
-from topics.instruments import Instruments
 from topics.topic import node_key
 
 MAX_IN_FLIGHT = 64

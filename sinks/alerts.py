@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from sinks.dead_letters import Record
+from delivery.dead_letters import Record
 from topics.alerts import MAX_TIME_MS, TOPIC, Alert, milliseconds
 from topics.decoding import decoder
 

@@ -16,10 +16,10 @@ from typing import Protocol
 from aiokafka.errors import IllegalStateError, KafkaError
 
 from delivery import positions
+from delivery.dead_letters import Abandoned, Record
 from delivery.group import ConsumerGroup
 from delivery.ledger import Partition
 from delivery.positions import From, Start
-from sinks.dead_letters import Abandoned, Record
 from sinks.outcomes import Outcomes
 
 log = logging.getLogger(__name__)

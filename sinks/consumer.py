@@ -12,15 +12,15 @@ from typing import Any, NamedTuple
 
 from aiokafka.errors import IllegalStateError
 
+from delivery.dead_letters import Abandoned
 from delivery.group import ConsumerGroup
 from delivery.ledger import Partition
 from delivery.positions import From
 from delivery.settings import MemberSettings
+from delivery.topic_admin import TopicCheck
 from sinks.assignment import Assignment, Handler
-from sinks.dead_letters import Abandoned
 from sinks.outcomes import Outcomes
 from topics import dead_letters
-from topics.check import TopicCheck
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import aiohttp
 
-from sinks.dead_letters import Abandoned
+from delivery.dead_letters import Abandoned
 from sinks.settings import HttpSettings
 
 MAX_RETRY_AFTER_S = 300.0

@@ -9,8 +9,8 @@ from typing import Literal
 
 from prometheus_client import Counter
 
+from delivery.instruments import Instrument, Instruments
 from delivery.lateness import lateness_instrument
-from topics.instruments import Instrument, Instruments
 
 log = logging.getLogger(__name__)
 

@@ -21,9 +21,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Literal, NamedTuple
 from urllib.parse import urlsplit
 
-from sinks.dead_letters import Abandoned
+from delivery.dead_letters import Abandoned
+from delivery.instruments import Instrument, Instruments
 from sinks.http import Reply, pause
-from topics.instruments import Instrument, Instruments
 
 log = logging.getLogger(__name__)
 

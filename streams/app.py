@@ -30,10 +30,10 @@ from mode.utils.queues import FlowControlEvent, ThrowableQueue
 
 from delivery.group import ConsumerGroup
 from delivery.ledger import Partition, Slot
+from delivery.sender import Sender
 from delivery.settings import MemberSettings
 from delivery.watchdog import Deadlines, Pulse, Watchdog, fail_stop
 from streams.reader import Batch, Reader, Stage
-from topics.sender import Sender
 
 log = logging.getLogger(__name__)
 

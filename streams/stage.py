@@ -12,12 +12,12 @@ from typing import Any, Literal, Protocol, TypeVar
 import msgspec
 from aiokafka.partitioner import murmur2
 
+from delivery.instruments import Instrument, Instruments
 from delivery.lateness import lateness_instrument
 from delivery.ledger import Slot
 from streams.app import ReaderApp
 from streams.reader import Batch, Reader
 from topics.dead_letters import Origin, letter
-from topics.instruments import Instrument, Instruments
 from topics.topic import MAX_MESSAGE_BYTES, node_key
 
 log = logging.getLogger(__name__)

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import faust
 import msgspec
 
-from topics import replays
+from delivery import replays
+from delivery.replays import Last
 from topics.attributed import AttributedDevice, AttributedSample
 from topics.decoding import decoder
-from topics.replays import Last
 
 IDLE_BELOW = 0.05
 IDLE_AFTER_MS = 1000 * int(os.environ.get("IDLE_AFTER_SECONDS", "600"))

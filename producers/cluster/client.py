@@ -17,10 +17,10 @@ from typing import Any, Literal, NamedTuple, Protocol
 import aiohttp
 import msgspec
 
+from delivery.clients import describe
+from delivery.instruments import Instruments
 from producers.cluster import instruments as names
 from producers.cluster.credentials import SERVICE_ACCOUNT, ConfigError, Connection, Source
-from topics.instruments import Instruments
-from topics.sender import describe
 
 log = logging.getLogger(__name__)
 

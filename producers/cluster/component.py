@@ -13,6 +13,9 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
+from delivery.instruments import Instruments
+from delivery.sender import Sender
+from delivery.topic_admin import TopicCheck
 from producers import instruments as shared
 from producers.cluster import instruments as own
 from producers.cluster import listeners, pods, selection
@@ -30,9 +33,6 @@ from producers.sending import ConnectedSender, not_sent
 from producers.stopping import first_failure, first_of
 from producers.workloads import WorkloadsPublisher
 from topics import allocations, samples, workloads
-from topics.check import TopicCheck
-from topics.instruments import Instruments
-from topics.sender import Sender
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import aiohttp
 
-from topics.sender import describe
+from delivery.clients import describe
 
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 """Where a pod finds its token, the CA and its namespace."""

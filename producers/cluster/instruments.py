@@ -1,6 +1,6 @@
 """What the cluster producer counts about itself, beside what every producer does."""
 
-from topics.instruments import Instrument
+from delivery.instruments import Instrument
 
 EVENTS = "gpustream_cluster_watch_events_total"
 RESTARTS = "gpustream_cluster_watch_restarts_total"

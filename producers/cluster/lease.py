@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from delivery.instruments import Instruments
 from producers.cluster import instruments as names
 from producers.cluster.client import Answer, Requests, Unreachable, message
 from producers.cluster.condition import Condition
-from topics.instruments import Instruments
 
 log = logging.getLogger(__name__)
 

@@ -9,11 +9,11 @@ from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 
+from delivery.instruments import Instruments
 from producers.cluster import instruments as names
 from producers.cluster import objects
 from producers.cluster.objects import Names, Undecodable, decode, reader
 from producers.cluster.store import Store
-from topics.instruments import Instruments
 
 T = TypeVar("T", bound=msgspec.Struct)
 

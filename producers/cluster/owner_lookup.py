@@ -18,12 +18,12 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 from urllib.parse import quote
 
+from delivery.instruments import Instruments
 from producers.cluster import instruments as names
 from producers.cluster import objects
 from producers.cluster.client import Answer, Requests, Unreachable
 from producers.cluster.objects import Undecodable, controller, decode, reader
 from producers.cluster.pods import as_owner
-from topics.instruments import Instruments
 from topics.workloads import Owner
 
 log = logging.getLogger(__name__)

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from delivery.instruments import Instruments
 from producers.cluster.client import Requests
 from producers.cluster.owner_lookup import DEEPEST, Link, OwnerLookup
-from topics.instruments import Instruments
 from topics.workloads import Owner
 
 KEPT_S = 3600.0

@@ -19,10 +19,10 @@ from typing import Annotated, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
+from delivery.instruments import Instruments
 from producers.cluster import instruments as names
 from producers.cluster.client import SILENCE_S, Client, Status, Unreachable, message
 from producers.cluster.condition import Condition
-from topics.instruments import Instruments
 
 T = TypeVar("T")
 

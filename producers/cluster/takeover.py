@@ -17,12 +17,11 @@ import msgspec
 from aiokafka import TopicPartition
 from aiokafka.errors import KafkaError, TopicAuthorizationFailedError
 
-from delivery import connection, positions
+from delivery import clients, positions, topic_admin
+from delivery.clients import describe
 from delivery.ledger import Partition
 from delivery.offsets import offsets_at
-from topics import broker
 from topics.decoding import decoder
-from topics.sender import describe
 from topics.workloads import TOPIC, NodeWorkloads, Pod
 
 log = logging.getLogger(__name__)
@@ -69,20 +68,20 @@ class ToldNodes:
 
 async def read_back(kafka: str, since_ms: int, told: ToldNodes) -> None:
     """Take the records that were logged at ``since_ms`` or later, to where the topic ends now."""
-    consumer = await connection.connected(kafka)
+    consumer = await clients.connected(kafka)
     try:
         async with asyncio.timeout(WITHIN_S):
-            found, _ = await broker.inspect(kafka, [TOPIC.name])
+            found, _ = await topic_admin.inspect(kafka, [TOPIC.name])
             if TOPIC.name in found:
                 await _read(consumer, range(found[TOPIC.name].partitions), since_ms, told)
     except TimeoutError:
         log.warning("%s: not read back within %g s; going on without the rest of it", TOPIC.name, WITHIN_S)
     except TopicAuthorizationFailedError as error:
         log.warning("%s: it may not be read back: allow READ on the topic (%s)", TOPIC.name, describe(error))
-    except (broker.BrokerError, KafkaError) as error:
+    except (topic_admin.BrokerError, KafkaError) as error:
         log.warning("%s: not read back, going on without it: %s", TOPIC.name, describe(error))
     finally:
-        await connection.close(consumer)
+        await clients.close(consumer)
 
 
 async def _read(consumer: Any, numbers: Iterable[int], since_ms: int, told: ToldNodes) -> None:

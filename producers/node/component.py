@@ -14,6 +14,9 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Protocol
 
+from delivery.instruments import Instruments
+from delivery.sender import Sender
+from delivery.topic_admin import TopicCheck
 from producers import instruments as shared
 from producers.node import instruments as own
 from producers.node.cgroups import Places
@@ -26,9 +29,6 @@ from producers.publisher import Buffer, NodePublisher
 from producers.sending import ConnectedSender, not_sent
 from producers.stopping import first_failure, first_of
 from topics import allocations, samples, workloads
-from topics.check import TopicCheck
-from topics.instruments import Instruments
-from topics.sender import Sender
 
 log = logging.getLogger(__name__)
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from delivery.instruments import Instruments
 from producers.node import instruments as names
 from producers.node.nvml.binding import Nvml, Pynvml
 from producers.node.nvml.calls import LeftOut, Tried
@@ -27,7 +28,6 @@ from producers.node.nvml.lost_gpus import LostGpus
 from producers.node.nvml.processes import Placing
 from producers.node.nvml.threaded_gpu import ThreadedGpu
 from producers.node.nvml.xids import Xids
-from topics.instruments import Instruments
 
 log = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """What the node producer counts about itself, beside what every producer does."""
 
-from topics.instruments import Instrument
+from delivery.instruments import Instrument
 
 MISSED = "gpustream_node_ticks_missed_total"
 GPUS = "gpustream_node_gpus"

@@ -17,10 +17,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from delivery.instruments import Instruments
 from producers.node import instruments as names
 from producers.node.nvml.worker import Worker
 from producers.node.slurm import as_name
-from topics.instruments import Instruments
 
 log = logging.getLogger(__name__)
 

@@ -25,9 +25,9 @@ from urllib.parse import quote
 import grpc
 import grpc.aio
 
+from delivery.instruments import Instruments
 from producers.node import instruments as names
 from producers.node.podresources import Undecodable, containers
-from topics.instruments import Instruments
 
 log = logging.getLogger(__name__)
 

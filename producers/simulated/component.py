@@ -13,6 +13,9 @@ import math
 from collections.abc import AsyncIterator, Iterator
 from typing import BinaryIO
 
+from delivery.instruments import Instruments
+from delivery.sender import Sender
+from delivery.topic_admin import TopicCheck
 from producers import instruments as shared
 from producers.publisher import Buffer, NodePublisher
 from producers.sending import ConnectedSender, not_sent
@@ -24,9 +27,6 @@ from producers.simulated.fleet import Fleet, parse_size
 from producers.stopping import first_failure
 from producers.workloads import WorkloadsPublisher
 from topics import allocations, samples, workloads
-from topics.check import TopicCheck
-from topics.instruments import Instruments
-from topics.sender import Sender
 
 log = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """What a simulated fleet counts about itself, beside what every producer does."""
 
-from topics.instruments import Instrument
+from delivery.instruments import Instrument
 
 MISSED = "gpustream_simulated_ticks_missed_total"
 TRUTHS = "gpustream_simulated_truth_lines_total"

@@ -17,13 +17,13 @@ from typing import NamedTuple
 
 import msgspec
 
+from delivery.dead_letters import Abandoned
+from delivery.instruments import Instrument, Instruments
 from sinks import outcomes, receiver
 from sinks.alertmanager.config import AlertmanagerSettings, alerts_url
-from sinks.dead_letters import Abandoned
 from sinks.receiver import BACKOFF_FIRST_S, Post, Receiver, Request
 from topics.alerts import MAX_TIME_MS, Alert
 from topics.alerts import time as time_of
-from topics.instruments import Instrument, Instruments
 
 log = logging.getLogger(__name__)
 

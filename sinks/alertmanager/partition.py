@@ -9,9 +9,9 @@ import asyncio
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import NamedTuple
 
+from delivery.dead_letters import DeadLetters, Record
 from sinks.alertmanager.notifier import ActiveAlerts, Notifier
 from sinks.alerts import Transitions, Undecodable, read
-from sinks.dead_letters import DeadLetters, Record
 from sinks.outcomes import Outcomes
 from topics.alerts import Alert
 

@@ -9,18 +9,18 @@ this sink itself is gone, open alerts end in Alertmanager after four times ``--r
 import asyncio
 from typing import NamedTuple
 
+from delivery.dead_letters import DeadLetters, connecting
+from delivery.instruments import Instruments
 from delivery.positions import WHOLE
+from delivery.sender import Sender
 from delivery.settings import MemberSettings
 from sinks.alertmanager.config import AlertmanagerSettings
 from sinks.alertmanager.notifier import COMPONENT, INSTRUMENTS, Notifier
 from sinks.alertmanager.partition import AlertmanagerPartition, AlertmanagerShared
 from sinks.consumer import GroupReader, Source
-from sinks.dead_letters import DeadLetters, connecting
 from sinks.http import Http
 from sinks.outcomes import Outcomes
 from topics.alerts import TOPIC
-from topics.instruments import Instruments
-from topics.sender import Sender
 
 
 class _Alertmanager(NamedTuple):

@@ -17,9 +17,9 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from delivery.dead_letters import Record
 from sinks import alerts
 from sinks.alerts import Undecodable
-from sinks.dead_letters import Record
 from sinks.outcomes import Outcome
 from sinks.remote_write.partition import RemoteWriteShared, describe
 from sinks.remote_write.policy import UNTIMELY

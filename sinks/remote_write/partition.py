@@ -17,17 +17,17 @@ from typing import NamedTuple
 
 import msgspec
 
-from sinks.dead_letters import DeadLetters, Record
+from delivery import replays
+from delivery.dead_letters import DeadLetters, Record
+from delivery.instruments import Instruments
+from delivery.replays import Last, Verdict
 from sinks.outcomes import OnOutcome, Outcome, Outcomes
 from sinks.remote_write.policy import UNTIMELY
 from sinks.remote_write.refusals import LEFT_OUT, Delivered, Deliverer, Refused
 from sinks.series.model import STALE, SampleGroup, SeriesSet, primaries
 from sinks.series.translation import Cache, Translator
-from topics import replays
 from topics.attributed import TOPIC, AttributedSample
 from topics.decoding import decoder
-from topics.instruments import Instruments
-from topics.replays import Last, Verdict
 
 _MAX_MS = 2**63 - 1
 _FORGET_AFTER_S = 24 * 3600

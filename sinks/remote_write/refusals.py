@@ -19,11 +19,11 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from delivery.instruments import Instruments
 from sinks.remote_write.policy import TOO_LARGE, UNTIMELY, WHOLE, Refusal
 from sinks.remote_write.send import RemoteWriteSender
 from sinks.series.labels import Labels
 from sinks.series.model import Row, SampleGroup, SeriesSet
-from topics.instruments import Instruments
 
 FEW = 8
 """So many series, refused one by one and none accepted, stand for all of their device or tick."""

@@ -17,13 +17,13 @@ from typing import Literal
 
 from cramjam import snappy
 
-from sinks.dead_letters import Abandoned
+from delivery.dead_letters import Abandoned
+from delivery.instruments import Instruments
 from sinks.http import MAX_RETRY_AFTER_S, Http, Reply, pause
 from sinks.remote_write import encode_v1, encode_v2
 from sinks.remote_write.config import RemoteWriteSettings
 from sinks.remote_write.policy import UNTIMELY, Answer, Meaning, Protocol, Refusal, meaning, refusal
 from sinks.series.model import SampleGroup
-from topics.instruments import Instruments
 
 log = logging.getLogger(__name__)
 

@@ -7,10 +7,12 @@ On failure: an outage of the receiver or of Kafka is waited for; what the receiv
 
 import asyncio
 
+from delivery.dead_letters import DeadLetters, connecting
+from delivery.instruments import Instrument, Instruments
 from delivery.positions import WHOLE
+from delivery.sender import Sender
 from sinks import outcomes
 from sinks.consumer import GroupReader, Source
-from sinks.dead_letters import DeadLetters, connecting
 from sinks.outcomes import OnOutcome, Outcomes
 from sinks.remote_write.alerts import AlertPartition, AlertSeries
 from sinks.remote_write.config import RemoteWriteSettings
@@ -20,8 +22,6 @@ from sinks.remote_write.send import Client, RemoteWriteSender
 from sinks.series.translation import Translator
 from topics.alerts import TOPIC as ALERTS
 from topics.attributed import TOPIC
-from topics.instruments import Instrument, Instruments
-from topics.sender import Sender
 
 COMPONENT = "remote_write"
 

@@ -15,15 +15,15 @@ from typing import NamedTuple
 
 import msgspec
 
-from sinks.dead_letters import DeadLetters, Record
+from delivery import replays
+from delivery.dead_letters import DeadLetters, Record
+from delivery.instruments import Instruments
+from delivery.replays import Last
 from sinks.outcomes import OnOutcome, Outcome, Outcomes
 from sinks.series.model import SampleGroup, primaries
 from sinks.series.translation import Cache, Key, Translator
-from topics import replays
 from topics.attributed import TOPIC, AttributedSample
 from topics.decoding import decoder
-from topics.instruments import Instruments
-from topics.replays import Last
 
 VALUES = "gpustream_scrape_values_delivered_total"
 

@@ -10,9 +10,11 @@ import contextlib
 import weakref
 from collections.abc import AsyncIterator
 
+from delivery.dead_letters import DeadLetters, connecting
+from delivery.instruments import Instrument, Instruments
+from delivery.sender import Sender
 from sinks import outcomes
 from sinks.consumer import GroupReader, Source
-from sinks.dead_letters import DeadLetters, connecting
 from sinks.outcomes import OnOutcome, Outcomes
 from sinks.scrape.config import ScrapeSettings
 from sinks.scrape.partition import VALUES, ScrapePartition, ScrapeShared
@@ -21,8 +23,6 @@ from sinks.scrape.server import serving
 from sinks.series.model import SampleGroup
 from sinks.series.translation import Translator
 from topics.attributed import TOPIC
-from topics.instruments import Instrument, Instruments
-from topics.sender import Sender
 
 COMPONENT = "scrape"
 

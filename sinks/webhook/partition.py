@@ -13,8 +13,8 @@ from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from typing import NamedTuple
 
+from delivery.dead_letters import DeadLetters, Record
 from sinks.alerts import Transitions, Undecodable, read
-from sinks.dead_letters import DeadLetters, Record
 from sinks.outcomes import Outcome, Outcomes
 from sinks.receiver import Receiver
 from sinks.webhook.encode import Secret, request

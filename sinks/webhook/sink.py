@@ -7,10 +7,12 @@ when the process ended is sent again, with the same bytes under the same ``Idemp
 
 import asyncio
 
+from delivery.dead_letters import DeadLetters, connecting
+from delivery.instruments import Instrument, Instruments
 from delivery.positions import WHOLE
+from delivery.sender import Sender
 from sinks import outcomes, receiver
 from sinks.consumer import GroupReader, Source
-from sinks.dead_letters import DeadLetters, connecting
 from sinks.http import Http
 from sinks.outcomes import Outcomes
 from sinks.receiver import Receiver
@@ -18,8 +20,6 @@ from sinks.webhook.config import WebhookSettings
 from sinks.webhook.encode import Secret
 from sinks.webhook.partition import WebhookPartition, WebhookShared
 from topics.alerts import TOPIC
-from topics.instruments import Instrument, Instruments
-from topics.sender import Sender
 
 COMPONENT = "webhook"
 

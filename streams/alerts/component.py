@@ -11,6 +11,8 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry
 
+from delivery.instruments import Instrument, Instruments
+from delivery.topic_admin import TopicCheck
 from delivery.watchdog import fail_stop
 from streams.alerts.rules import rules_file
 from streams.alerts.worker import ALERTS, ATTRIBUTED, SAMPLES, STATE, WORKLOADS, AlertWorker
@@ -18,8 +20,6 @@ from streams.app import ReaderApp, ReaderSettings
 from streams.settings import AlertSettings
 from streams.stage import DEAD_LETTERS, run_worker
 from streams.stage import instruments as stream_instruments
-from topics.check import TopicCheck
-from topics.instruments import Instrument, Instruments
 
 INSTRUMENTS = (
     Instrument(

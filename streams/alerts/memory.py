@@ -10,13 +10,13 @@ from sys import intern
 
 import msgspec
 
+from delivery.replays import Last
 from streams.alerts import windows
 from streams.alerts.tick import Device, Tick
 from streams.alerts.windows import Window
 from topics.alerts import AlertState, Tracked
 from topics.attributed import Holder, HoldingPod, by_pod
 from topics.decoding import decoder
-from topics.replays import Last
 
 XID = "xid/"
 """What the names of counters of XID errors begin with; the code follows."""

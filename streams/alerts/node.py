@@ -14,13 +14,13 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from delivery import replays
 from delivery.ledger import Slot
 from streams.alerts import machine
 from streams.alerts.machine import LogPosition, Step, Write
 from streams.alerts.memory import NodeAlerts, Order, last_tick, order
 from streams.alerts.rules.rule import Rules
 from streams.alerts.tick import Tick
-from topics import replays
 
 Outcome = Literal["judged", "new_log", "replayed", "resumed"]
 """What a tick was: a new one; a new one with which the offsets of gpu.samples begin again; one that had been judged

@@ -9,12 +9,12 @@ ticks' log times are known, they do as well: a clock that is set is no silence, 
 everybody. A clock that was set back is not behind the others: its node was heard when its clock showed the most.
 """
 
+from delivery import replays
 from streams.alerts import machine
 from streams.alerts.machine import LogPosition
 from streams.alerts.memory import NodeAlerts, last_tick
 from streams.alerts.rules.rule import Rules
 from streams.alerts.tick import Tick
-from topics import replays
 from topics.alerts import Alert
 
 

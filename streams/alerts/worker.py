@@ -16,7 +16,9 @@ from typing import Any, get_args
 
 import msgspec
 
+from delivery.instruments import Instruments
 from delivery.ledger import Partition, Slot
+from delivery.sender import Unsendable
 from streams.alerts import machine, memory
 from streams.alerts.memory import NodeAlerts
 from streams.alerts.node import Due, Log, Node
@@ -27,8 +29,6 @@ from streams.app import ReaderApp
 from streams.reader import Batch
 from streams.stage import Bookkeeping, Malformed, decode_record
 from topics.alerts import MAX_TIME_MS, Severity
-from topics.instruments import Instruments
-from topics.sender import Unsendable
 
 log = logging.getLogger(__name__)
 

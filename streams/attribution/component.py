@@ -10,14 +10,14 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry
 
+from delivery.instruments import Instrument, Instruments
+from delivery.topic_admin import TopicCheck
 from delivery.watchdog import fail_stop
 from streams.app import ReaderApp, ReaderSettings
 from streams.attribution.joiner import ALLOCATIONS, OUTPUT, SAMPLES, WORKLOADS, Joiner
 from streams.settings import AttributionSettings
 from streams.stage import DEAD_LETTERS, run_worker
 from streams.stage import instruments as stream_instruments
-from topics.check import TopicCheck
-from topics.instruments import Instrument, Instruments
 
 INSTRUMENTS = (
     Instrument(

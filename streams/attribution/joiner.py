@@ -15,7 +15,9 @@ from typing import Any
 
 import msgspec
 
+from delivery.instruments import Instruments
 from delivery.ledger import Partition, Slot
+from delivery.sender import Unsendable
 from streams.app import ReaderApp
 from streams.attribution import join
 from streams.attribution.progress import WorkloadsProgress
@@ -23,9 +25,7 @@ from streams.reader import Batch
 from streams.stage import Bookkeeping, Malformed, decode_record
 from topics.allocations import Allocations
 from topics.decoding import decoder
-from topics.instruments import Instruments
 from topics.samples import Sample
-from topics.sender import Unsendable
 from topics.topic import node_key
 from topics.workloads import NodeWorkloads
 

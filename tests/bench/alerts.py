@@ -26,15 +26,15 @@ from typing import Any
 import msgspec
 import orjson
 
+from delivery import topic_admin
+from delivery.sender import Sender
 from producers.simulated.fleet import Fleet
 from tests.bench.attribution import cpu_s
 from tests.bench.score import joined
 from tests.real.pipeline import Gpustream, lag, read_all
 from tests.real.servers import AlertmanagerServer, KafkaServer
-from topics import broker
 from topics.alerts import Alert, milliseconds
 from topics.decoding import decoder
-from topics.sender import Sender
 from topics.topic import node_key
 
 FLEET, SECONDS, FOR_S = "200x8", 600, 20
@@ -56,12 +56,12 @@ def main(seconds: int, nodes: int) -> None:
     with ExitStack() as servers:
         directory = Path(servers.enter_context(tempfile.TemporaryDirectory()))
         kafka = servers.enter_context(KafkaServer(directory / "kafka", heap="1g"))
-        asyncio.run(broker.create(kafka.address, partitions=PARTITIONS, replication_factor=1))
+        asyncio.run(topic_admin.create(kafka.address, partitions=PARTITIONS, replication_factor=1))
         sys.stdout.write("\n".join(soon(directory, kafka.address, seconds)) + "\n\n")
     with ExitStack() as servers:
         directory = Path(servers.enter_context(tempfile.TemporaryDirectory()))
         kafka = servers.enter_context(KafkaServer(directory / "kafka", heap="1g"))
-        asyncio.run(broker.create(kafka.address, partitions=PARTITIONS, replication_factor=1))
+        asyncio.run(topic_admin.create(kafka.address, partitions=PARTITIONS, replication_factor=1))
         sys.stdout.write("\n".join(costs(directory, kafka.address, nodes)) + "\n")
 
 

@@ -21,11 +21,11 @@ from typing import Any
 import orjson
 from aiokafka import AIOKafkaConsumer
 
+from delivery import topic_admin
+from delivery.sender import Sender
 from producers.simulated.fleet import Fleet, Tick, ticks
 from tests.real.pipeline import Gpustream, lag
 from tests.real.servers import KafkaServer
-from topics import broker
-from topics.sender import Sender
 from topics.topic import node_key
 
 NODES, GPUS, VALUES, PARTITIONS = 200, 8, 27, 4
@@ -36,7 +36,7 @@ def main(count: int) -> None:
     with ExitStack() as servers:
         directory = Path(servers.enter_context(tempfile.TemporaryDirectory()))
         kafka = servers.enter_context(KafkaServer(directory / "kafka"))
-        asyncio.run(broker.create(kafka.address, partitions=PARTITIONS, replication_factor=1))
+        asyncio.run(topic_admin.create(kafka.address, partitions=PARTITIONS, replication_factor=1))
         stream = Gpustream(directory / "stream", "stream", "attribution", "--kafka", kafka.address)
         servers.callback(stream.close)
         start_s, _ = cpu_and_lateness_of(stream, kafka.address)

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import msgspec
 
+from delivery import topic_admin
 from tests.bench.attribution import cpu_s
 from tests.real.pipeline import Gpustream, read_all
 from tests.real.servers import KafkaServer
-from topics import broker
 
 WARM_UP_S, MEASURE_S = 10.0, 20.0
 
@@ -33,7 +33,7 @@ def main(fleet: str) -> None:
     with ExitStack() as servers:
         directory = Path(servers.enter_context(tempfile.TemporaryDirectory()))
         kafka = servers.enter_context(KafkaServer(directory / "kafka"))
-        asyncio.run(broker.create(kafka.address, partitions=8, replication_factor=1))
+        asyncio.run(topic_admin.create(kafka.address, partitions=8, replication_factor=1))
         at = ("--kafka", kafka.address)
         stream = servers.enter_context(Gpustream(directory / "stream", "stream", "attribution", *at))
         servers.enter_context(Gpustream(directory / "fleet", "produce", "simulated", *at, "--fleet", fleet))

@@ -16,12 +16,12 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
+from delivery import topic_admin
 from tests.bench.attribution import cpu_s
 from tests.nvml.scripted import Mig, Process, ScriptedNvml
 from tests.producers.node import pod_resources
 from tests.real.pipeline import Gpustream
 from tests.real.servers import KafkaServer
-from topics import broker
 
 WHOLE, SHARED = 6, 4
 CUT, PARTS = 2, 7
@@ -35,7 +35,7 @@ def main(seconds: float) -> None:
     with ExitStack() as servers:
         directory = Path(servers.enter_context(tempfile.TemporaryDirectory()))
         kafka = servers.enter_context(KafkaServer(directory / "kafka"))
-        asyncio.run(broker.create(kafka.address, partitions=4, replication_factor=1))
+        asyncio.run(topic_admin.create(kafka.address, partitions=4, replication_factor=1))
         socket = directory / "kubelet.sock"
         servers.enter_context(pod_resources.serving(socket, containers()))
         pids = running()

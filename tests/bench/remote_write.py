@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import msgspec
 from cramjam import snappy
 
-from sinks.dead_letters import DeadLetters
+from delivery.dead_letters import DeadLetters
+from delivery.instruments import Instruments
 from sinks.outcomes import Outcomes
 from sinks.remote_write import encode_v1, encode_v2
 from sinks.remote_write.config import RemoteWriteSettings
@@ -32,7 +33,6 @@ from sinks.series.model import SampleGroup
 from sinks.series.translation import Translator
 from topics.attributed import AttributedSample
 from topics.catalogue import CATALOGUE
-from topics.instruments import Instruments
 
 GPUS = 8
 KEYS = list(CATALOGUE)[:27]

@@ -13,9 +13,9 @@ from statistics import median
 
 from aiokafka import AIOKafkaConsumer
 
+from delivery import topic_admin
 from tests.real.pipeline import Gpustream
 from tests.real.servers import KafkaServer
-from topics import broker
 
 
 def main(repetitions: int) -> None:
@@ -23,7 +23,7 @@ def main(repetitions: int) -> None:
     with ExitStack() as servers:
         directory = Path(servers.enter_context(tempfile.TemporaryDirectory()))
         kafka = servers.enter_context(KafkaServer(directory / "kafka"))
-        asyncio.run(broker.create(kafka.address, partitions=4, replication_factor=1))
+        asyncio.run(topic_admin.create(kafka.address, partitions=4, replication_factor=1))
         at = ("--kafka", kafka.address)
         servers.enter_context(Gpustream(directory / "fleet", "produce", "simulated", *at, "--fleet", "20x8"))
         sys.stdout.write("| membership | first record after the restart, s: min, median, max |\n|---|---|\n")

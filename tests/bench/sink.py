@@ -14,12 +14,12 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
+from delivery import topic_admin
+from delivery.sender import Sender
 from tests.bench.attribution import bare, cpu_s
 from tests.bench.remote_write import GPUS, KEYS, log, null_receiver
 from tests.real.pipeline import Gpustream, lag
 from tests.real.servers import KafkaServer
-from topics import broker
-from topics.sender import Sender
 
 NODES = 64
 TOPIC = "gpu.attributed"
@@ -35,7 +35,7 @@ def main(count: int) -> None:
             directory = Path(servers.enter_context(tempfile.TemporaryDirectory()))
             kafka = servers.enter_context(KafkaServer(directory / "kafka"))
             url = servers.enter_context(null_receiver())
-            asyncio.run(broker.create(kafka.address, partitions=4, replication_factor=1))
+            asyncio.run(topic_admin.create(kafka.address, partitions=4, replication_factor=1))
             asyncio.run(produce(kafka.address, count, kind))
             bare_s = asyncio.run(bare(kafka.address, count, TOPIC))
             row(f"bare aiokafka loop, nothing decoded ({label})", values, bare_s, bare_s, count)

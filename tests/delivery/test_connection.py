@@ -24,4 +24,4 @@ def test_every_consumer_reads_committed_records_but_the_one_that_looks_whether_t
     assert len(isolation) >= 4
     others = {where: levels for where, levels in isolation.items() if levels != ["read_committed"]}
     assert list(others.values()) == [["read_uncommitted"]]
-    assert next(iter(others)).startswith("topics/admin.py")  # whether a topic is empty
+    assert next(iter(others)).startswith("delivery/kafka_admin.py")  # whether a topic is empty

@@ -17,6 +17,7 @@ from typing import Any
 
 import orjson
 
+from delivery.instruments import Instruments
 from producers.node import instruments
 from producers.node.cgroups import Places
 from producers.node.component import NodeProducer
@@ -27,7 +28,6 @@ from tests.gpu.comparison import compare
 from tests.gpu.nvidia_smi import Failed, NvidiaSmi, sampling
 from tests.gpu.recording import RecordingNvml
 from topics import samples
-from topics.instruments import Instruments
 
 DEFAULT_S = 600.0
 DEFAULT_FOLDER = Path("build/gpu")

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry
 
-from topics.instruments import Instrument, Instruments
+from delivery.instruments import Instrument, Instruments
 
 INSTRUMENTS = (Instrument("gpustream_fake_steps_total", "counter", "Steps of the fake.", ("kind",)),)
 

@@ -15,11 +15,11 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
+from delivery.instruments import Instruments
 from delivery.values import Address
 from gpustream import health as module
 from gpustream.health import Health, ListenError, listening
 from tests.gpustream.fakes import INSTRUMENTS
-from topics.instruments import Instruments
 
 ANYWHERE = Address("127.0.0.1", 0)
 

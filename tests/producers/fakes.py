@@ -9,11 +9,11 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 import msgspec
 from prometheus_client import CollectorRegistry
 
+from delivery.instruments import Instruments
+from delivery.sender import Headers, Unsendable
 from producers.instruments import INSTRUMENTS
 from producers.publisher import NodePublisher
 from producers.workloads import WorkloadsPublisher
-from topics.instruments import Instruments
-from topics.sender import Headers, Unsendable
 
 CLUSTER, NODE = "prod", "gpu-1"
 

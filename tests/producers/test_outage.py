@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from delivery.sender import Headers
 from producers import instruments as names
 from producers.numbering import Numbering
 from producers.publisher import Buffer, NodePublisher
 from tests.producers.fakes import CLUSTER, NODE, FakeClock, FakeSender, containers, instruments, settle, value
-from topics.sender import Headers
 
 OUTAGE_S = 900
 GPUS, PARTS = 8, 7

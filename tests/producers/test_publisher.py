@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from delivery.instruments import Instruments
 from producers import instruments as names
 from producers.publisher import MAX_IN_FLIGHT, Buffer, NodePublisher
 from producers.sending import LARGEST_VALUE_BYTES, RESEND_S
@@ -22,7 +23,6 @@ from tests.producers.fakes import (
     settle,
     value,
 )
-from topics.instruments import Instruments
 
 SAMPLES, ALLOCATIONS = "gpu.samples", "gpu.allocations"
 

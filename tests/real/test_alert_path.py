@@ -9,6 +9,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from delivery import topic_admin
+from delivery.sender import Sender
 from streams.alerts.rules import rules_file
 from streams.alerts.tick import Tick
 from streams.alerts.tick import decode as decode_tick
@@ -18,10 +20,8 @@ from tests.real.test_alert_sinks import alertmanager_sink, hook, notified, until
 from tests.real.test_alerts import expected, written
 from tests.real.test_alerts import until as until_coroutine
 from tests.streams.attribution.records import CLUSTER, container, gpu, known, pod, snapshot
-from topics import broker
 from topics.alerts import Alert
 from topics.samples import Device, Sample
-from topics.sender import Sender
 from topics.topic import node_key
 from topics.workloads import Owner
 
@@ -155,7 +155,7 @@ async def test_an_idle_gpu_is_told_once_whoever_is_killed_or_away_until_its_pod_
 ) -> None:
     kafka, file = empty_kafka, tmp_path / "rules.toml"
     file.write_text(RULES)
-    await broker.create(kafka.address, partitions=3, replication_factor=1)
+    await topic_admin.create(kafka.address, partitions=3, replication_factor=1)
     to = ("--kafka", kafka.address)
     attribution = gpustream("attribution", "stream", "attribution", *to)
     worker = gpustream("worker", "stream", "alerts", *to, "--rules", str(file), "--instance-id", "worker")

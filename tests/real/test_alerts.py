@@ -11,6 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from delivery import topic_admin
+from delivery.sender import Sender
 from streams.alerts import machine, memory
 from streams.alerts.machine import LogPosition
 from streams.alerts.memory import NodeAlerts
@@ -20,11 +22,9 @@ from streams.alerts.tick import Tick
 from tests.real.pipeline import Gpustream, lag, read_all
 from tests.real.servers import KafkaServer
 from tests.streams.alerts.ticks import START_MS, device, holder
-from topics import broker
 from topics.alerts import Alert, milliseconds, transition_id
 from topics.alerts import time as time_of
 from topics.samples import Event
-from topics.sender import Sender
 from topics.topic import node_key
 
 NODES = 12
@@ -152,7 +152,7 @@ async def test_workers_that_are_killed_write_every_transition_as_one_that_is_not
     file.write_text(RULES)
     lives = [life(node) for node in range(NODES)]
     right = expected(lives, rules_file.load(file))
-    await broker.create(empty_kafka.address, partitions=4, replication_factor=1)
+    await topic_admin.create(empty_kafka.address, partitions=4, replication_factor=1)
     command = ("stream", "alerts", "--kafka", empty_kafka.address, "--rules", str(file))
     first, second = gpustream("first", *command, "--instance-id", "first"), gpustream("second", *command)
     await asyncio.to_thread(first.start)

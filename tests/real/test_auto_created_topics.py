@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from delivery import topic_admin
+from delivery.clients import AIOKafkaConsumer
 from gpustream.components import Component
 from producers.cluster.component import ClusterProducer
 from producers.cluster.config import ClusterSettings
@@ -27,8 +29,6 @@ from streams.attribution.component import Attribution
 from streams.settings import AlertSettings, AttributionSettings
 from tests.real.conftest import need
 from tests.real.servers import KafkaServer, find_java, find_kafka
-from topics import broker
-from topics.clients import AIOKafkaConsumer
 
 NOWHERE = "http://127.0.0.1:1"
 GIVE_UP_S = 60.0
@@ -123,6 +123,6 @@ async def test_nothing_makes_a_topic_and_all_goes_on_once_they_are_created(
     async with running(*every):
         await until(lambda: all(map(waits_for_topics, every)))
         assert creating.topics() == {}
-        await broker.create(creating.address, partitions=2, replication_factor=1)
+        await topic_admin.create(creating.address, partitions=2, replication_factor=1)
         await until(lambda: not any(map(waits_for_topics, every)) and len(scrape.series()) >= 2)
     assert set(creating.topics().values()) == {2}

@@ -29,6 +29,9 @@ import yaml
 from confluent_kafka import Consumer, TopicPartition
 from prometheus_client.parser import text_string_to_metric_families
 
+from delivery import topic_admin
+from delivery.instruments import Instruments
+from delivery.sender import Sender
 from producers import instruments as shared
 from producers.cluster import instruments as own
 from producers.cluster.lease import DURATION_S
@@ -42,11 +45,8 @@ from tests.real.kubernetes import ApiServer, Denied, Json, find_etcd, find_kube_
 from tests.real.pipeline import Gpustream
 from tests.real.servers import KafkaServer, find_java, find_kafka
 from tests.real.test_manifests import find_kustomize, render
-from topics import broker
 from topics.attributed import AttributedSample, Holder, Workload
 from topics.decoding import decoder
-from topics.instruments import Instruments
-from topics.sender import Sender
 from topics.workloads import NodeWorkloads, Pod
 
 CLUSTER = "prod"
@@ -239,7 +239,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         with ThreadPoolExecutor(2) as starting:
             for started in [starting.submit(stack.enter_context, server) for server in (kafka, api)]:
                 started.result()
-        asyncio.run(broker.create(kafka.address, partitions=4, replication_factor=1))
+        asyncio.run(topic_admin.create(kafka.address, partitions=4, replication_factor=1))
         grant(api, directory)
         define(api, "ray.io", *RAY)
         define(api, "secret.example.com", "widgets")

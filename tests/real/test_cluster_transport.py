@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from delivery.instruments import Instruments
 from producers.cluster import instruments as names
 from producers.cluster import reflector as module
 from producers.cluster.client import Client, Unreachable
@@ -20,7 +21,6 @@ from tests.producers.cluster.known import Known
 from tests.producers.fakes import value
 from tests.real.cut import Line
 from tests.real.kubernetes import ApiServer, Json, find_openssl
-from topics.instruments import Instruments
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 """The HTTP client leaves the transport of a TLS handshake that failed to the garbage collector, which warns of it."""

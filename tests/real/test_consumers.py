@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 from confluent_kafka import ConsumerGroupState, Producer
 
+from delivery import topic_admin
 from tests.docs.page import CONSUMERS, blocks
 from tests.real.conftest import need
 from tests.real.consumers_truth import (
@@ -44,7 +45,6 @@ from tests.real.consumers_truth import (
 from tests.real.pipeline import Gpustream, lag, read_all
 from tests.real.process import Server
 from tests.real.servers import KafkaServer, Missing, find_java, find_kafka
-from topics import broker
 
 CLUSTER = "consumers"
 FLEET_S = 20.0
@@ -115,7 +115,7 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Filled]:
     directory = tmp_path_factory.mktemp("consumers")
     with ExitStack() as servers:
         kafka = servers.enter_context(KafkaServer(directory / "kafka"))
-        asyncio.run(broker.create(kafka.address, partitions=4, replication_factor=1))
+        asyncio.run(topic_admin.create(kafka.address, partitions=4, replication_factor=1))
         yield _fill(servers, directory, kafka)
 
 

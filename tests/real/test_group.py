@@ -13,11 +13,11 @@ from delivery import group as group_module
 from delivery.group import MustRestart
 from delivery.ledger import Partition
 from delivery.offsets import OffsetClient
+from delivery.sender import Sender
 from streams.app import ReaderApp
 from tests.real.contents import committed, ends, values
 from tests.real.reader_process import Echo, echo_app
 from tests.real.servers import KafkaServer
-from topics.sender import Sender
 
 
 def create(kafka: KafkaServer, name: str, partitions: int = 1) -> None:

@@ -8,12 +8,12 @@ from typing import Any
 import msgspec
 from aiokafka import AIOKafkaProducer
 
+from delivery import topic_admin
 from streams.attribution.component import Attribution
 from streams.settings import AttributionSettings
 from tests.real.pipeline import Gpustream, lag, read_all
 from tests.real.servers import KafkaServer
 from tests.streams.attribution.records import container, gpu, known, pod, snapshot, tick
-from topics import broker
 from topics.attributed import AttributedSample
 from topics.topic import node_key
 from topics.workloads import Owner, Pod
@@ -110,7 +110,7 @@ def test_workers_that_are_stopped_for_seconds_name_every_pod_and_a_replay_gives_
     empty_kafka: KafkaServer, tmp_path: Path
 ) -> None:
     kafka = empty_kafka.address
-    asyncio.run(broker.create(kafka, partitions=4, replication_factor=1))
+    asyncio.run(topic_admin.create(kafka, partitions=4, replication_factor=1))
     command = ("stream", "attribution", "--kafka", kafka)
     with Gpustream(tmp_path / "one", *command) as one, Gpustream(tmp_path / "other", *command) as other:
         asyncio.run(written(kafka, [one, other]))

@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from delivery import topic_admin
 from producers import instruments as names
 from tests.nvml.scripted import NoCompiler, ScriptedNvml, library
 from tests.producers.node import pod_resources
 from tests.real.conftest import need
 from tests.real.pipeline import Gpustream, Stored, lag, read_all, stored
 from tests.real.servers import KafkaServer, Missing, PrometheusServer, find_java, find_kafka, find_prometheus
-from topics import broker
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -133,7 +133,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcome]:
     with ExitStack() as servers:
         kafka = servers.enter_context(KafkaServer(directory / "kafka"))
         prometheus = servers.enter_context(PrometheusServer(directory / "prometheus"))
-        asyncio.run(broker.create(kafka.address, partitions=4, replication_factor=1))
+        asyncio.run(topic_admin.create(kafka.address, partitions=4, replication_factor=1))
         yield _run(servers, directory, kafka, prometheus)
 
 

@@ -6,12 +6,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+from delivery import topic_admin
 from tests.nvml.scripted import NoCompiler, ScriptedNvml, library
 from tests.producers.node import pod_resources
 from tests.real.conftest import need
 from tests.real.pipeline import Gpustream, read_all
 from tests.real.servers import KafkaServer, Missing
-from topics import broker
 
 NODE = "stopping"
 GPUS = [f"GPU-5c41b7ed-0000-4000-8000-{number:012x}" for number in range(2)]
@@ -30,7 +30,7 @@ def test_an_error_since_the_last_tick_is_sent_at_the_stop_while_another_gpu_hang
     empty_kafka: KafkaServer, tmp_path: Path
 ) -> None:
     need(find_compiler)
-    asyncio.run(broker.create(empty_kafka.address, partitions=2, replication_factor=1))
+    asyncio.run(topic_admin.create(empty_kafka.address, partitions=2, replication_factor=1))
     nvml, socket = ScriptedNvml(tmp_path / "nvml", gpus=2), tmp_path / "kubelet.sock"
     with pod_resources.serving(socket, pod_resources.pods_on({GPUS[0]: "first"})) as kubelet:
         options = ("--interval", "5s", "--node", NODE, "--kafka", empty_kafka.address)

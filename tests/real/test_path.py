@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from delivery import topic_admin
 from tests.real.conftest import need
 from tests.real.pipeline import Expected, Gpustream, Point, Truth, differences, lag, read_all, stored
 from tests.real.servers import (
@@ -27,7 +28,6 @@ from tests.real.servers import (
     find_prometheus,
     find_prometheus_2,
 )
-from topics import broker
 
 FLEET_S = 25.0
 CLUSTER = "path"
@@ -57,7 +57,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
             for name in SINKS
             if (program := _program(name)) is not None
         }
-        asyncio.run(broker.create(kafka.address, partitions=4, replication_factor=1))
+        asyncio.run(topic_admin.create(kafka.address, partitions=4, replication_factor=1))
         yield _run(servers, directory, kafka, receivers)
 
 

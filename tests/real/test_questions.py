@@ -22,6 +22,9 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
+from delivery import topic_admin
+from delivery.instruments import Instruments
+from delivery.sender import Sender
 from producers.instruments import INSTRUMENTS
 from producers.publisher import NodePublisher
 from sinks.remote_write import encode_v1
@@ -30,9 +33,6 @@ from tests.real.conftest import need
 from tests.real.pipeline import Gpustream, lag, read_all
 from tests.real.servers import KafkaServer, PrometheusServer, Series, find_java, find_kafka, find_prometheus
 from tests.sinks.alerts import alert
-from topics import broker
-from topics.instruments import Instruments
-from topics.sender import Sender
 from topics.topic import node_key
 
 PAGE = Path(__file__).parents[2] / "docs" / "queries.md"
@@ -90,7 +90,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Answers]:
     with ExitStack() as servers:
         kafka = servers.enter_context(KafkaServer(directory / "kafka"))
         prometheus = servers.enter_context(PrometheusServer(directory / "prometheus"))
-        asyncio.run(broker.create(kafka.address, partitions=4, replication_factor=1))
+        asyncio.run(topic_admin.create(kafka.address, partitions=4, replication_factor=1))
         yield _answers(servers, directory, kafka.address, prometheus)
 
 

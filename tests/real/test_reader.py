@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from delivery.sender import Sender
 from tests.real.contents import committed, ends, values
 from tests.real.reader_process import Echo, EchoProcess, echo_app
 from tests.real.servers import KafkaServer
-from topics.sender import Sender
 
 PARTITIONS = 4
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from delivery import topic_admin
 from gpustream.components import Component
 from producers.simulated.component import SimulatedFleet
 from producers.simulated.config import SimulatedSettings
@@ -18,7 +19,6 @@ from streams.attribution.component import Attribution
 from streams.settings import AttributionSettings
 from tests.real.pipeline import Tick, read_all
 from tests.real.servers import ASK_TIMEOUT_S, KafkaServer
-from topics import broker
 
 PARTITIONS = 2
 NODES = 3
@@ -94,7 +94,7 @@ async def records(kafka: KafkaServer, topic: str) -> dict[Tick, dict[str, Any]]:
 
 @pytest.mark.parametrize("topic", ["gpu.samples", "gpu.allocations", "gpu.workloads", "gpu.attributed"])
 async def test_what_the_new_log_has_arrives_everywhere_once(empty_kafka: KafkaServer, topic: str) -> None:
-    await broker.create(empty_kafka.address, partitions=PARTITIONS, replication_factor=1)
+    await topic_admin.create(empty_kafka.address, partitions=PARTITIONS, replication_factor=1)
     one = pipeline(empty_kafka.address)
     async with running(one.attribution, one.scrape):
         async with running(one.fleet):
@@ -119,7 +119,7 @@ async def test_what_the_new_log_has_arrives_everywhere_once(empty_kafka: KafkaSe
 async def test_a_stream_that_was_stopped_meanwhile_reads_the_new_log_from_its_beginning(
     empty_kafka: KafkaServer,
 ) -> None:
-    await broker.create(empty_kafka.address, partitions=PARTITIONS, replication_factor=1)
+    await topic_admin.create(empty_kafka.address, partitions=PARTITIONS, replication_factor=1)
     one, again = pipeline(empty_kafka.address), pipeline(empty_kafka.address)
     async with running(one.attribution, one.scrape, one.fleet):
         await until(lambda: len(one.taken) >= ENOUGH)

@@ -10,11 +10,11 @@ import pytest
 from aiokafka import AIOKafkaProducer
 from click.testing import CliRunner
 
+from delivery import topic_admin
 from gpustream.cli import main
 from streams.alerts.tick import Tick
 from tests.real.servers import KafkaServer
 from tests.streams.alerts.ticks import device, holder, tick
-from topics import broker
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(240)]
 
@@ -42,7 +42,7 @@ async def write(kafka: str, node: str, partition: int) -> None:
 def test_what_was_logged_since_a_time_is_judged_and_nothing_before(empty_kafka: KafkaServer, tmp_path: Path) -> None:
     kafka, path = empty_kafka.address, tmp_path / "rules.toml"
     path.write_text(RULES)
-    asyncio.run(broker.create(kafka, PARTITIONS, 1))
+    asyncio.run(topic_admin.create(kafka, PARTITIONS, 1))
     asyncio.run(write(kafka, "old", 0))
     time.sleep(GAP_S)
     between_s = time.time()

@@ -6,10 +6,10 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from delivery.sender import Sender, Unsendable
 from tests.real.contents import values
 from tests.real.pipeline import read_all
 from tests.real.servers import KafkaServer
-from topics.sender import Sender, Unsendable
 
 
 @asynccontextmanager

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from delivery import topic_admin
 from tests.nvml.scripted import NoCompiler, library
 from tests.real.conftest import need
 from tests.real.pipeline import read_all
 from tests.real.servers import KafkaServer, Missing, PrometheusServer, Series, find_java, find_kafka, find_prometheus
 from tests.real.sharing import GPUS, LATE, NAMESPACE, Scene, Truth, mig_uuid, pod_uid
 from tests.real.sharing_stage import BLIND, NODE, UNSEEN, tell
-from topics import broker
 from topics.attributed import AttributedDevice, AttributedSample
 from topics.decoding import decoder
 
@@ -113,7 +113,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Told]:
     with ExitStack() as servers:
         kafka = servers.enter_context(KafkaServer(directory / "kafka"))
         receivers = {name: servers.enter_context(PrometheusServer(directory / name)) for name in PROFILES}
-        asyncio.run(broker.create(kafka.address, partitions=4, replication_factor=1))
+        asyncio.run(topic_admin.create(kafka.address, partitions=4, replication_factor=1))
         scenes, stage = tell(servers, directory, kafka, receivers)
         records = sorted(asyncio.run(read_all(kafka.address, "gpu.attributed")), key=lambda one: one.offset)
         every = [decoder(AttributedSample)(one.value) for one in records]

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from delivery import topic_admin
 from producers import instruments as names
 from producers.simulated.component import SimulatedFleet
 from producers.simulated.config import SimulatedSettings
 from tests.real.pipeline import read_all
 from tests.real.servers import KafkaServer
-from topics import broker
 
 OUTAGE_S = 6.0
 
@@ -38,7 +38,7 @@ async def test_an_outage_loses_no_tick_and_no_snapshot_comes_after_a_sample_that
     start_kafka: Callable[..., KafkaServer], tmp_path: Path, half_open: bool
 ) -> None:
     kafka, truth = start_kafka(), tmp_path / "truth.jsonl"
-    await broker.create(kafka.address, partitions=4, replication_factor=1)
+    await topic_admin.create(kafka.address, partitions=4, replication_factor=1)
     component = SimulatedFleet(
         SimulatedSettings(kafka=kafka.address, fleet="6x2", interval_s=0.05, pod_life_s=2.0, truth=truth)
     )

@@ -6,11 +6,11 @@ from contextlib import asynccontextmanager
 
 from aiokafka import AIOKafkaProducer
 
+from delivery import topic_admin
 from streams.attribution.component import Attribution
 from streams.settings import AttributionSettings
 from tests.real.pipeline import read_all
 from tests.real.servers import KafkaServer
-from topics import broker
 
 EACH = 20
 STATES = ("gpu.allocations", "gpu.workloads")
@@ -51,7 +51,7 @@ async def write(kafka: str) -> None:
 
 async def test_restarts_and_rebalances_write_no_letter_again(empty_kafka: KafkaServer) -> None:
     kafka, failures = empty_kafka.address, list[str]()
-    await broker.create(kafka, partitions=4, replication_factor=1)
+    await topic_admin.create(kafka, partitions=4, replication_factor=1)
     await write(kafka)
     counts = []
     async with workers(kafka, 1, failures):

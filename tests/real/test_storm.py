@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from delivery import topic_admin
+from delivery.sender import Sender
 from tests.real.pipeline import Gpustream, Truth, differences, lag, read_all, stored
 from tests.real.proxy import KillingProxy
 from tests.real.servers import KafkaServer, PrometheusServer
-from topics import broker
-from topics.sender import Sender
 
 STORM_S = float(os.environ.get("GPUSTREAM_STORM_SECONDS", "90"))
 DRAIN_S = 120.0
@@ -144,7 +144,7 @@ class Storm:
 @asynccontextmanager
 async def raging(storm: Storm) -> AsyncIterator[Storm]:
     """The storm has passed and all is drained; the processes are stopped in good order at the end."""
-    await broker.create(storm.kafka.address, partitions=4, replication_factor=1)
+    await topic_admin.create(storm.kafka.address, partitions=4, replication_factor=1)
     await storm.sender.start()
     try:
         for process in (storm.first, storm.second, storm.sink, storm.fleet):

@@ -5,9 +5,9 @@ import time
 
 import orjson
 
+from delivery.sender import Sender
 from producers.cluster.takeover import ToldNodes, read_back
 from tests.real.servers import KafkaServer
-from topics.sender import Sender
 from topics.topic import node_key
 
 PARTITIONS = 4

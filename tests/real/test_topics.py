@@ -7,8 +7,9 @@ import pytest
 from confluent_kafka import Producer
 from confluent_kafka.admin import ConfigResource
 
+from delivery import topic_admin
 from tests.real.servers import ASK_TIMEOUT_S, KafkaServer
-from topics import TOPICS, allocations, broker, samples
+from topics import TOPICS, allocations, samples
 
 FLOW = ["gpu.samples", "gpu.allocations", "gpu.workloads", "gpu.attributed"]
 
@@ -42,7 +43,7 @@ def settings(kafka: KafkaServer, topic: str) -> dict[str, str]:
 
 
 async def test_create_makes_every_topic_with_its_settings(empty: KafkaServer) -> None:
-    lines = await broker.create(empty.address, partitions=4, replication_factor=1)
+    lines = await topic_admin.create(empty.address, partitions=4, replication_factor=1)
 
     assert lines == [f"{name}: created, 4 partitions, replication factor 1" for name in TOPICS]
     assert empty.topics() == dict.fromkeys(TOPICS, 4)
@@ -57,10 +58,10 @@ async def test_create_makes_every_topic_with_its_settings(empty: KafkaServer) ->
 
 
 async def test_create_again_changes_nothing(empty: KafkaServer) -> None:
-    await broker.create(empty.address, partitions=4, replication_factor=1)
+    await topic_admin.create(empty.address, partitions=4, replication_factor=1)
 
-    assert await broker.create(empty.address, partitions=4, replication_factor=1) == []
-    assert await broker.compare(empty.address) == []
+    assert await topic_admin.create(empty.address, partitions=4, replication_factor=1) == []
+    assert await topic_admin.compare(empty.address) == []
 
 
 async def test_create_makes_what_is_missing_and_alters_what_is_wrong_and_says_so(empty: KafkaServer) -> None:
@@ -72,7 +73,7 @@ async def test_create_makes_what_is_missing_and_alters_what_is_wrong_and_says_so
     }
     have(empty, {"gpu.samples": 4}, own)
 
-    lines = await broker.create(empty.address, partitions=4, replication_factor=1)
+    lines = await topic_admin.create(empty.address, partitions=4, replication_factor=1)
 
     assert sorted(line for line in lines if line.startswith("gpu.samples")) == [
         "gpu.samples: cleanup.policy altered from compact to delete",
@@ -81,7 +82,7 @@ async def test_create_makes_what_is_missing_and_alters_what_is_wrong_and_says_so
         "gpu.samples: segment.ms altered from 604800000 to 3600000",
     ]
     assert len(lines) == 4 + len(TOPICS) - 1
-    assert await broker.create(empty.address, partitions=4, replication_factor=1) == []
+    assert await topic_admin.create(empty.address, partitions=4, replication_factor=1) == []
     assert settings(empty, "gpu.samples")["retention.bytes"] == "777"
     assert settings(empty, "gpu.samples")["max.message.bytes"] == "9999999"
 
@@ -90,8 +91,8 @@ async def test_create_makes_what_is_missing_and_alters_what_is_wrong_and_says_so
 async def test_another_number_of_partitions_is_refused_and_nothing_changes(empty: KafkaServer, partitions: int) -> None:
     have(empty, {"gpu.samples": 4}, {"retention.ms": "1000"})
 
-    with pytest.raises(broker.ContractMismatch, match=r"gpu\.samples: .* is 4, must be .* it is empty"):
-        await broker.create(empty.address, partitions=partitions, replication_factor=1)
+    with pytest.raises(topic_admin.ContractMismatch, match=r"gpu\.samples: .* is 4, must be .* it is empty"):
+        await topic_admin.create(empty.address, partitions=partitions, replication_factor=1)
 
     assert empty.topics() == {"gpu.samples": 4}
     assert settings(empty, "gpu.samples")["retention.ms"] == "1000"
@@ -102,16 +103,16 @@ async def test_topics_that_are_empty_and_have_other_partitions_are_created_again
 ) -> None:
     have(empty, {"gpu.samples": 1, "gpu.workloads": 3}, {})
 
-    with pytest.raises(broker.ContractMismatch, match="--recreate-empty deletes it"):
-        await broker.create(empty.address, partitions=4, replication_factor=1)
+    with pytest.raises(topic_admin.ContractMismatch, match="--recreate-empty deletes it"):
+        await topic_admin.create(empty.address, partitions=4, replication_factor=1)
     assert empty.topics() == {"gpu.samples": 1, "gpu.workloads": 3}
 
-    lines = await broker.create(empty.address, partitions=4, replication_factor=1, recreate_empty=True)
+    lines = await topic_admin.create(empty.address, partitions=4, replication_factor=1, recreate_empty=True)
 
     assert "gpu.samples: deleted: it was empty, with 1 partitions" in lines
     assert "gpu.samples: created, 4 partitions, replication factor 1" in lines
     assert empty.topics() == dict.fromkeys(TOPICS, 4)
-    assert await broker.compare(empty.address) == []
+    assert await topic_admin.compare(empty.address) == []
 
 
 async def test_a_topic_with_records_is_never_deleted_nor_another_beside_it(empty: KafkaServer) -> None:
@@ -120,8 +121,8 @@ async def test_a_topic_with_records_is_never_deleted_nor_another_beside_it(empty
     producer.produce("gpu.samples", b"x")
     producer.flush(ASK_TIMEOUT_S)
 
-    with pytest.raises(broker.ContractMismatch, match=r"gpu\.samples: .* it has records, .* --partitions 1"):
-        await broker.create(empty.address, partitions=4, replication_factor=1, recreate_empty=True)
+    with pytest.raises(topic_admin.ContractMismatch, match=r"gpu\.samples: .* it has records, .* --partitions 1"):
+        await topic_admin.create(empty.address, partitions=4, replication_factor=1, recreate_empty=True)
 
     assert empty.topics() == {"gpu.samples": 1, "gpu.workloads": 3}
 
@@ -129,7 +130,7 @@ async def test_a_topic_with_records_is_never_deleted_nor_another_beside_it(empty
 async def test_topics_not_keyed_by_node_keep_their_number_of_partitions(empty: KafkaServer) -> None:
     have(empty, {"gpu.dead-letters": 1}, {})
 
-    await broker.create(empty.address, partitions=4, replication_factor=1)
+    await topic_admin.create(empty.address, partitions=4, replication_factor=1)
 
     assert empty.topics() == {**dict.fromkeys(TOPICS, 4), "gpu.dead-letters": 1}
 
@@ -137,16 +138,16 @@ async def test_topics_not_keyed_by_node_keep_their_number_of_partitions(empty: K
 async def test_a_replication_factor_above_the_number_of_brokers_is_refused_with_the_reason(
     empty: KafkaServer,
 ) -> None:
-    with pytest.raises(broker.Refused, match=r"gpu\.samples: not created: .*replication factor of 3"):
-        await broker.create(empty.address, partitions=4, replication_factor=3)
+    with pytest.raises(topic_admin.Refused, match=r"gpu\.samples: not created: .*replication factor of 3"):
+        await topic_admin.create(empty.address, partitions=4, replication_factor=3)
 
     assert empty.topics() == {}
 
 
 async def test_topics_that_fit_may_be_used(empty: KafkaServer) -> None:
-    await broker.create(empty.address, partitions=4, replication_factor=1)
+    await topic_admin.create(empty.address, partitions=4, replication_factor=1)
 
-    assert await broker.check(empty.address, FLOW) == broker.Checked(dict.fromkeys(FLOW, 4))
+    assert await topic_admin.check(empty.address, FLOW) == topic_admin.Checked(dict.fromkeys(FLOW, 4))
 
 
 async def test_every_mistake_is_in_one_message(empty: KafkaServer) -> None:
@@ -154,8 +155,8 @@ async def test_every_mistake_is_in_one_message(empty: KafkaServer) -> None:
         have(empty, {topic.name: 4}, topic.settings())
     have(empty, {"gpu.attributed": 6}, {"cleanup.policy": "compact", "max.message.bytes": "1000"})
 
-    with pytest.raises(broker.ContractMismatch) as raised:
-        await broker.check(empty.address, FLOW)
+    with pytest.raises(topic_admin.ContractMismatch) as raised:
+        await topic_admin.check(empty.address, FLOW)
 
     assert str(raised.value).splitlines() == [
         "gpu.workloads: the topic is missing, must be there",
@@ -164,13 +165,13 @@ async def test_every_mistake_is_in_one_message(empty: KafkaServer) -> None:
         "gpu.attributed: message.timestamp.type is CreateTime, must be LogAppendTime",
         "gpu.attributed: max.message.bytes is 1000, must be at least 4194304",
     ]
-    assert [one.what for one in await broker.compare(empty.address, FLOW) if not one.breaks] == ["segment.ms"]
+    assert [one.what for one in await topic_admin.compare(empty.address, FLOW) if not one.breaks] == ["segment.ms"]
 
 
 async def test_asking_for_a_topic_does_not_create_it(start_kafka: Callable[..., KafkaServer]) -> None:
     kafka = start_kafka(settings={"auto.create.topics.enable": "true"})
 
-    wrong = await broker.compare(kafka.address)
+    wrong = await topic_admin.compare(kafka.address)
 
     assert {one.have for one in wrong} == {"missing"}
     assert kafka.topics() == {}

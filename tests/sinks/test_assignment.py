@@ -5,14 +5,14 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 
 import pytest
 
+from delivery.dead_letters import Abandoned, Record
+from delivery.instruments import Instruments
 from delivery.ledger import Partition
 from sinks import outcomes
 from sinks.assignment import Assignment
-from sinks.dead_letters import Abandoned, Record
 from sinks.outcomes import Outcomes
 from tests.sinks.receivers import until
 from tests.sinks.records import FakeGroup, Read
-from topics.instruments import Instruments
 
 TP = Partition("gpu.attributed", 0)
 LOG = [Read(offset, str(offset).encode(), offset * 1000) for offset in range(10)]

@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 
+from delivery.dead_letters import Abandoned, Record
+from delivery.instruments import Instruments
 from delivery.ledger import Partition
 from delivery.settings import MemberSettings
 from sinks import consumer as module
 from sinks import outcomes
 from sinks.assignment import Assignment
 from sinks.consumer import GroupReader, Source
-from sinks.dead_letters import Abandoned, Record
 from sinks.outcomes import Outcomes
 from tests.sinks.receivers import until
 from tests.sinks.records import FakeGroup, Read
-from topics.instruments import Instruments
 
 SETTINGS = MemberSettings(kafka="127.0.0.1:1", group="g")
 LOG = [Read(offset, b"", offset * 1000) for offset in range(4)]

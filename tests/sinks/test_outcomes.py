@@ -1,8 +1,8 @@
 """What became of records, counted."""
 
+from delivery.instruments import Instruments
 from sinks import outcomes
 from sinks.outcomes import Outcomes
-from topics.instruments import Instruments
 
 
 def test_several_readers_count_the_partitions_of_all_of_them() -> None:

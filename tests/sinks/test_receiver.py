@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 import pytest
 
-from sinks.dead_letters import Abandoned
+from delivery.dead_letters import Abandoned
+from delivery.instruments import Instruments
 from sinks.http import Reply
 from sinks.receiver import Receiver, Request, instruments, meaning
 from tests.sinks.receivers import Scripted, until
-from topics.instruments import Instruments
 
 REQUEST = Request(b"body", {"A": "b"})
 MEANINGS = {

@@ -8,8 +8,8 @@ import pytest
 
 from delivery.group import MustRestart
 from delivery.ledger import Partition, Slot
+from delivery.sender import Unsendable
 from streams.app import ReaderApp, ReaderSettings
-from topics.sender import Unsendable
 
 TP = Partition("ticks", 0)
 STATE = Partition("owners", 0)
@@ -126,7 +126,7 @@ def no_broker_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     async def at_once(self: Any) -> None:
         """Connected."""
 
-    monkeypatch.setattr("topics.sender.Sender.start", at_once)
+    monkeypatch.setattr("delivery.sender.Sender.start", at_once)
     monkeypatch.setattr("delivery.group.ConsumerGroup.connect", at_once)
     monkeypatch.setattr("delivery.group.ConsumerGroup.join", lambda self: None)
 
@@ -305,7 +305,7 @@ def waiting_sender(monkeypatch: pytest.MonkeyPatch) -> None:
     async def for_ever(self: Any) -> None:
         await asyncio.get_running_loop().create_future()
 
-    monkeypatch.setattr("topics.sender.Sender.start", for_ever)
+    monkeypatch.setattr("delivery.sender.Sender.start", for_ever)
 
 
 async def test_a_stop_ends_a_start_that_waits_for_a_broker(bench: Bench, waiting_sender: None) -> None:
@@ -322,7 +322,7 @@ async def test_a_start_that_fails_is_raised(bench: Bench, monkeypatch: pytest.Mo
     async def fail(self: Any) -> None:
         raise RuntimeError("no such thing")
 
-    monkeypatch.setattr("topics.sender.Sender.start", fail)
+    monkeypatch.setattr("delivery.sender.Sender.start", fail)
     with pytest.raises(RuntimeError, match="no such thing"):
         await bench.app.run(asyncio.Event())
 

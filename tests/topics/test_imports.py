@@ -13,7 +13,6 @@ MODULES = sorted(
         "topics.catalogue",
         "topics.decoding",
         "topics.device_ids",
-        "topics.instruments",
         "topics.registry",
         "topics.schema",
         "topics.topic",

@@ -13,11 +13,11 @@ import threading
 from collections.abc import Callable
 from typing import NamedTuple
 
+from delivery.instruments import Instruments
 from producers.node import instruments as names
 from producers.node.nvml import binding
 from producers.node.nvml.binding import Nvml, NvmlError
 from producers.node.nvml.worker import Worker
-from topics.instruments import Instruments
 
 log = logging.getLogger(__name__)
 

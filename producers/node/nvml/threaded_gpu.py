@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from delivery.instruments import Instruments
 from producers.node import instruments as names
 from producers.node.nvml.binding import Handle
 from producers.node.nvml.calls import Left, LeftOut, Lost, Tried
@@ -23,7 +24,6 @@ from producers.node.nvml.gpu import Gpu, Reading
 from producers.node.nvml.lost_gpus import bare, identity
 from producers.node.nvml.support import LONGEST_WAIT
 from producers.node.nvml.worker import Worker
-from topics.instruments import Instruments
 
 log = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from delivery.instruments import Instruments
 from producers.node import instruments as names
 from producers.node.nvml.events import Xid
-from topics.instruments import Instruments
 
 log = logging.getLogger(__name__)
 

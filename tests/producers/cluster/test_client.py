@@ -14,13 +14,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from delivery.instruments import Instruments
 from producers.cluster import client as module
 from producers.cluster import instruments as names
 from producers.cluster.client import LARGEST_ERROR_BYTES, Client, Lines, Unreachable
 from producers.cluster.credentials import ConfigError
 from tests.producers.cluster.api_server import ApiServer, Reply, Request, answers, hang, kubeconfig, says
 from tests.producers.fakes import value
-from topics.instruments import Instruments
 
 Open = Callable[..., Awaitable[Client]]
 

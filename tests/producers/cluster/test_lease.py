@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from delivery.instruments import Instruments
 from producers.cluster import condition
 from producers.cluster import instruments as names
 from producers.cluster import lease as module
@@ -20,7 +21,6 @@ from producers.cluster.client import Answer, Client, Unreachable
 from producers.cluster.lease import Lease, Record, Stuck, record_of, spec_of, taken
 from tests.producers.cluster.api_server import ApiServer, Behaviour, Json, Reply, Request, answers, kubeconfig
 from tests.producers.fakes import value
-from topics.instruments import Instruments
 
 LEASES = "/apis/coordination.k8s.io/v1/namespaces/gpu/leases"
 NOW_US = 1_795_000_000_123_456

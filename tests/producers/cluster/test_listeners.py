@@ -4,12 +4,12 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
+from delivery.instruments import Instruments
 from producers.cluster import instruments as names
 from producers.cluster import listeners
 from producers.cluster.listeners import Listener
 from tests.producers.cluster.made import START_MS, claim_json, named, pod_json, raw, slice_json, state
 from tests.producers.fakes import value
-from topics.instruments import Instruments
 
 RESOURCES = ("pods", "nodes", "namespaces", "resourceslices", "resourceclaims")
 

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from prometheus_client import CollectorRegistry
 
+from delivery.instruments import Instruments
 from producers.cluster import instruments as names
 from producers.cluster.client import Answer, Unreachable
 from producers.cluster.owner_lookup import (
@@ -26,7 +27,6 @@ from producers.cluster.owner_lookup import (
 from producers.cluster.owners import Chain, Owners
 from tests.producers.cluster.made import reference
 from tests.producers.fakes import FakeClock, settle, value
-from topics.instruments import Instruments
 from topics.workloads import Owner
 
 RS = Owner("apps/v1", "ReplicaSet", "llm-5d", "rs-1")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from delivery.instruments import Instruments
 from producers.cluster import condition
 from producers.cluster import instruments as names
 from producers.cluster import reflector as module
@@ -30,7 +31,6 @@ from tests.producers.cluster.api_server import (
 )
 from tests.producers.cluster.known import Known
 from tests.producers.fakes import value
-from topics.instruments import Instruments
 
 PODS = "/api/v1/pods"
 

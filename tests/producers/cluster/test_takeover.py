@@ -8,11 +8,10 @@ import orjson
 import pytest
 from aiokafka.errors import KafkaError, TopicAuthorizationFailedError
 
-from delivery import connection
+from delivery import clients, topic_admin
+from delivery.topic_admin import Found
 from producers.cluster import takeover
 from producers.cluster.takeover import ToldNodes, read_back
-from topics import broker
-from topics.broker import Found
 
 
 def record(seq: int, *pods: dict[str, Any], **changed: Any) -> bytes:
@@ -108,8 +107,8 @@ async def test_what_can_not_be_read_is_done_without_and_said(
     async def inspect(*_: object) -> tuple[dict[str, Found], None]:
         return {"gpu.workloads": Found(1)}, None
 
-    monkeypatch.setattr(connection, "connected", connected)
-    monkeypatch.setattr(broker, "inspect", inspect)
+    monkeypatch.setattr(clients, "connected", connected)
+    monkeypatch.setattr(topic_admin, "inspect", inspect)
     monkeypatch.setattr(takeover, "WITHIN_S", 0.01)
     caplog.set_level(logging.WARNING)
     async with asyncio.timeout(30):

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from delivery.instruments import Instruments
 from gpustream.logs import RateLimiter
 from producers.node import gpus
 from producers.node import instruments as own
@@ -22,7 +23,6 @@ from producers.node.nvml.binding import Nvml
 from producers.node.nvml.driver import DriverReplaced
 from producers.node.nvml.events import XID_EVENT
 from tests.producers.node.nvml.fake import Clock, FakeCensus, FakeDevice, FakeNvml, FakePlaces, part, running, until
-from topics.instruments import Instruments
 from topics.samples import Device
 
 QUICK = Pace(retry_s=0.01, census_s=0.05, soon_s=0.01, list_s=0.01)

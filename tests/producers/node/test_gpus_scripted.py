@@ -16,12 +16,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from delivery.instruments import Instruments
 from producers.node import instruments as own
 from producers.node.gpus import Gpus, Pace
 from tests.nvml.scripted import Mig, Process, ScriptedNvml
 from tests.producers.node.nvml.fake import FakePlaces, until
 from topics.catalogue import CATALOGUE
-from topics.instruments import Instruments
 from topics.samples import Device
 
 QUICK = Pace(retry_s=0.05, census_s=0.2, soon_s=0.1, list_s=0.1)
@@ -34,7 +34,7 @@ import asyncio, json, sys
 from producers.node import instruments
 from producers.node.gpus import Gpus
 from tests.producers.node.nvml.fake import FakePlaces
-from topics.instruments import Instruments
+from delivery.instruments import Instruments
 
 async def main():
     table = Instruments(instruments.INSTRUMENTS)

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from delivery.instruments import Instruments
 from producers.node import instruments as own
 from producers.node import job_files
 from producers.node.job_files import LARGEST_FILE_BYTES, MOST_JOBS, Directory, Found, JobFiles, Lines, parse
 from tests.producers.fakes import FakeClock
-from topics.instruments import Instruments
 
 ROOT = Path(__file__).parents[3]
 WITHIN_S = 30.0

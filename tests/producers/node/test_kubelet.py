@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 import pytest
 
+from delivery.instruments import Instruments
 from producers.node import instruments as names
 from producers.node import kubelet as module
 from producers.node.kubelet import SETTLED_AFTER_S, Kubelet, failure
@@ -32,7 +33,6 @@ from tests.producers.node.pod_resources import (
     pods_on,
     serving,
 )
-from topics.instruments import Instruments
 
 # -- what an error means
 

@@ -19,7 +19,7 @@ import asyncio, logging, sys, uvloop
 from pathlib import Path
 from producers.node import instruments
 from producers.node.kubelet import Kubelet
-from topics.instruments import Instruments
+from delivery.instruments import Instruments
 
 logging.disable()  # what is left on standard error is not ours
 

@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
+from delivery.dead_letters import Abandoned, DeadLetters
+from delivery.instruments import Instruments
 from sinks.alertmanager.config import AlertmanagerSettings
 from sinks.alertmanager.notifier import COMPONENT, INSTRUMENTS, Notifier
 from sinks.alertmanager.partition import AlertmanagerPartition, AlertmanagerShared
-from sinks.dead_letters import Abandoned, DeadLetters
 from sinks.outcomes import Outcomes
 from tests.sinks.alertmanager.fake import FakeAlertmanager
 from tests.sinks.alerts import alert, alert_record, deleted
 from tests.sinks.receivers import until
 from tests.sinks.records import FakeSender, Read
 from topics.alerts import Alert
-from topics.instruments import Instruments
 
 STARTS_MS = int(clock.time() * 1000) - 600_000
 OVER_MS = STARTS_MS + 590_000

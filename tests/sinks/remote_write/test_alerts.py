@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sinks.dead_letters import Abandoned, DeadLetters
+from delivery.dead_letters import Abandoned, DeadLetters
+from delivery.instruments import Instruments
 from sinks.outcomes import Outcomes
 from sinks.remote_write.alerts import AlertPartition, AlertSeries, labels
 from sinks.remote_write.partition import RemoteWriteShared
@@ -20,7 +21,6 @@ from tests.sinks.alerts import START_MS, alert, alert_record, deleted
 from tests.sinks.records import FakeSender, Read
 from tests.sinks.remote_write.receivers import STALE_BITS, Receiver
 from topics.alerts import Alert
-from topics.instruments import Instruments
 
 MINUTE_MS = 60_000
 END = "end"

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from delivery.instruments import Instruments
 from sinks.remote_write.policy import Answer, Protocol
 from sinks.remote_write.refusals import Delivered, Deliverer
 from sinks.remote_write.send import RemoteWriteSender
@@ -14,7 +15,6 @@ from sinks.remote_write.sink import INSTRUMENTS
 from sinks.series.model import Row, SampleGroup, SeriesSet
 from tests.sinks.remote_write.receivers import Receiver
 from tests.sinks.remote_write.wire import Sample, read_v1, unsnappy
-from topics.instruments import Instruments
 
 ROWS = tuple(Row(f"m{number}") for number in range(4))
 

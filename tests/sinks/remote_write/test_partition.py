@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sinks.dead_letters import Abandoned, DeadLetters
+from delivery.dead_letters import Abandoned, DeadLetters
+from delivery.instruments import Instruments
 from sinks.outcomes import Outcome, Outcomes
 from sinks.remote_write.partition import OpenSeries, RemoteWritePartition, RemoteWriteShared
 from sinks.remote_write.policy import Protocol
@@ -22,7 +23,6 @@ from tests.sinks.conftest import KEYS, SERIES, device, sample
 from tests.sinks.records import FakeSender, Read, record
 from tests.sinks.remote_write.receivers import Receiver
 from tests.sinks.remote_write.wire import Sample
-from topics.instruments import Instruments
 
 ENDS = ("delivered", "duplicate", "dropped", "dead_lettered")
 

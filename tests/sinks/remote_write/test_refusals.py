@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sinks.dead_letters import Abandoned
+from delivery.dead_letters import Abandoned
 from sinks.remote_write.policy import Answer, Protocol
 from sinks.remote_write.refusals import BUDGET, GROWS_EVERY_S, LEFT_OUT_S
 from sinks.series.model import Row, SampleGroup, SeriesSet

@@ -6,14 +6,14 @@ from typing import Any, Literal
 
 import pytest
 
-from sinks.dead_letters import Abandoned
+from delivery.dead_letters import Abandoned
+from delivery.instruments import Instruments
 from sinks.remote_write.policy import Answer, Protocol
 from sinks.remote_write.send import SERVER_ERRORS, RemoteWriteSender
 from sinks.remote_write.sink import INSTRUMENTS
 from sinks.series.model import Row, SampleGroup, SeriesSet
 from tests.sinks.remote_write.receivers import Receiver
 from tests.sinks.remote_write.wire import read_v1, unsnappy
-from topics.instruments import Instruments
 
 
 def group(name: str = "up", value: float = 1.0) -> SampleGroup:

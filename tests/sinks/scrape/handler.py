@@ -7,7 +7,8 @@ from typing import Any
 
 import msgspec
 
-from sinks.dead_letters import DeadLetters, Record
+from delivery.dead_letters import DeadLetters, Record
+from delivery.instruments import Instruments
 from sinks.outcomes import Outcome, Outcomes
 from sinks.scrape.formats import TEXT, Format
 from sinks.scrape.partition import ScrapePartition, ScrapeShared
@@ -17,7 +18,6 @@ from sinks.series.model import SampleGroup
 from sinks.series.translation import Translator
 from tests.sinks.scrape.fleet import exposed
 from topics.attributed import AttributedSample
-from topics.instruments import Instruments
 from topics.metric import Profile
 
 

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sinks.dead_letters import Abandoned, DeadLetters
+from delivery.dead_letters import Abandoned, DeadLetters
+from delivery.instruments import Instruments
 from sinks.outcomes import Outcomes
 from sinks.receiver import Receiver
 from sinks.webhook.encode import Secret
@@ -23,7 +24,6 @@ from tests.sinks.alerts import START_MS, alert, alert_record, deleted
 from tests.sinks.receivers import Scripted, until
 from tests.sinks.records import FakeSender, Read
 from topics.alerts import Alert, transition_id
-from topics.instruments import Instruments
 
 OVER_MS = START_MS + 60_000
 

@@ -7,7 +7,9 @@ from typing import NamedTuple, cast
 
 import msgspec
 
+from delivery.instruments import Instruments
 from delivery.ledger import Ledger, Partition, Slot
+from delivery.sender import Unsendable
 from streams.alerts.component import INSTRUMENTS
 from streams.alerts.rules.rule import Rules
 from streams.alerts.silence import BREAK_S
@@ -17,8 +19,6 @@ from streams.app import ReaderApp
 from streams.stage import DEAD_LETTERS
 from tests.streams.alerts.stories import SHORT
 from topics.alerts import Alert
-from topics.instruments import Instruments
-from topics.sender import Unsendable
 from topics.topic import node_key
 
 TICKS, STATES = Partition(ATTRIBUTED, 0), Partition(STATE, 0)

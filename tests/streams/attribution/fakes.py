@@ -10,7 +10,9 @@ from typing import Any, NamedTuple, cast
 import msgspec
 import pytest
 
+from delivery.instruments import Instruments
 from delivery.ledger import Ledger, Partition, Slot
+from delivery.sender import Unsendable
 from streams.app import ReaderApp
 from streams.attribution import joiner
 from streams.attribution.component import INSTRUMENTS
@@ -18,9 +20,7 @@ from streams.attribution.joiner import ALLOCATIONS, OUTPUT, SAMPLES, WORKLOADS, 
 from streams.stage import DEAD_LETTERS
 from topics.allocations import Allocations
 from topics.attributed import AttributedSample
-from topics.instruments import Instruments
 from topics.samples import Sample
-from topics.sender import Unsendable
 from topics.topic import node_key
 from topics.workloads import NodeWorkloads
 

@@ -6,10 +6,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from delivery.instruments import Instruments
 from producers.node import instruments as own
 from producers.node.nvml.events import Xid
 from producers.node.nvml.xids import MOST_EVENTS, Xids
-from topics.instruments import Instruments
 from topics.samples import Device
 
 GPU: dict[str, Any] = {"uuid": "GPU-0", "index": 0, "state": "ok", "metrics": {}}

@@ -15,10 +15,10 @@ from aiokafka.errors import (
 from hypothesis import given
 from hypothesis import strategies as st
 
+from delivery import sender as module
+from delivery.sender import Sender, Unsendable
 from tests.clock import run
-from tests.topics.fake_producer import Cluster, FakeProducer
-from topics import sender as module
-from topics.sender import Sender, Unsendable
+from tests.delivery.fake_producer import Cluster, FakeProducer
 from topics.topic import MAX_MESSAGE_BYTES
 
 Scenario = Callable[[Sender, Cluster], Awaitable[None]]

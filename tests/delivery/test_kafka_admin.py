@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from aiokafka.admin import NewTopic
 
-from topics.admin import Admin, Layout, Refused, SettingsUnknown
+from delivery.kafka_admin import Admin, Layout, Refused, SettingsUnknown
 
 TOPIC = 2
 UNKNOWN_TOPIC, UNAUTHORIZED, EXISTS, BAD_FACTOR, BAD_CONFIG = 3, 29, 36, 38, 40

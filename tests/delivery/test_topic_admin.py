@@ -8,8 +8,9 @@ from confluent_kafka import Producer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from topics import TOPICS, broker, registry
-from topics.broker import Found, Mismatch, mismatches
+from delivery import topic_admin
+from delivery.topic_admin import Found, Mismatch, mismatches
+from topics import TOPICS, registry
 from topics.topic import Topic
 
 ALL = registry.load()
@@ -110,20 +111,20 @@ def embedded() -> Iterator[str]:
 
 
 async def test_on_an_embedded_broker_only_partition_counts_are_checked(embedded: str) -> None:
-    assert await broker.check(embedded, ["gpu.samples"]) == broker.Checked(
+    assert await topic_admin.check(embedded, ["gpu.samples"]) == topic_admin.Checked(
         {"gpu.samples": 4}, (), "the broker has no topic settings"
     )
 
 
 async def test_on_an_embedded_broker_a_missing_topic_is_a_mistake_and_stays_missing(embedded: str) -> None:
     for _ in range(2):
-        with pytest.raises(broker.ContractMismatch, match=r"gpu\.attributed: the topic is missing"):
-            await broker.check(embedded, ["gpu.samples", "gpu.attributed"])
+        with pytest.raises(topic_admin.ContractMismatch, match=r"gpu\.attributed: the topic is missing"):
+            await topic_admin.check(embedded, ["gpu.samples", "gpu.attributed"])
 
 
 async def test_topics_are_not_created_on_an_embedded_broker(embedded: str) -> None:
-    with pytest.raises(broker.SettingsUnknown, match="can't be created: the broker has no topic settings"):
-        await broker.create(embedded)
+    with pytest.raises(topic_admin.SettingsUnknown, match="can't be created: the broker has no topic settings"):
+        await topic_admin.create(embedded)
 
 
 async def test_a_broker_that_is_not_there_is_named() -> None:
@@ -131,5 +132,5 @@ async def test_a_broker_that_is_not_there_is_named() -> None:
         held.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{held.getsockname()[1]}"
 
-        with pytest.raises(broker.BrokerUnavailable, match=f"no Kafka broker answers at {address}"):
-            await broker.check(address, ["gpu.samples"])
+        with pytest.raises(topic_admin.BrokerUnavailable, match=f"no Kafka broker answers at {address}"):
+            await topic_admin.check(address, ["gpu.samples"])

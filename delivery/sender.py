@@ -10,7 +10,7 @@ it had not delivered is sent again one at a time: a record that is refused even 
 import asyncio
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from aiokafka.errors import (
     CorruptRecordException,
@@ -23,11 +23,9 @@ from aiokafka.errors import (
     UnknownError,
 )
 
-from topics.clients import AIOKafkaProducer
+from delivery.clients import AIOKafkaProducer, describe
+from delivery.topic_admin import TopicCheck
 from topics.topic import MAX_MESSAGE_BYTES
-
-if TYPE_CHECKING:
-    from topics.check import TopicCheck
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +90,7 @@ class Sender:
         kafka: str,
         *,
         client_id: str,
-        check: "TopicCheck | None" = None,
+        check: TopicCheck | None = None,
         linger_ms: int = 20,
         max_batch_bytes: int = 65536,
     ) -> None:
@@ -284,12 +282,6 @@ class Sender:
                 raise
             else:
                 return producer
-
-
-def describe(error: BaseException) -> str:
-    """One line that names an error, once, and what it says."""
-    name, text = type(error).__name__, str(error)
-    return text if text.startswith(name) else f"{name}: {text}".strip(": ")
 
 
 def _refused(error: KafkaError, attempt: int) -> bool:

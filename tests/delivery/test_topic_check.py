@@ -5,9 +5,8 @@ from collections.abc import Iterable
 
 import pytest
 
-from topics import broker, check
-from topics.broker import BrokerUnavailable, Checked, ContractMismatch, Mismatch
-from topics.check import TopicCheck
+from delivery import topic_admin
+from delivery.topic_admin import BrokerUnavailable, Checked, ContractMismatch, Mismatch, TopicCheck
 
 MISSING = ContractMismatch([Mismatch("gpu.samples", "the topic", "there", "missing")])
 RESIZED = ContractMismatch([Mismatch("gpu.samples", "its number of partitions", "32, as gpu.workloads has", "1")])
@@ -36,13 +35,13 @@ class Answers:
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is waited for between two questions."""
-    monkeypatch.setattr(check, "ASK_AFTER_S", (0.0,))
+    monkeypatch.setattr(topic_admin, "ASK_AFTER_S", (0.0,))
 
 
 def asking(monkeypatch: pytest.MonkeyPatch, *answers: Checked | Exception) -> tuple[TopicCheck, Answers]:
     broker_, one = Answers(*answers), TopicCheck("kafka:9092", ["gpu.samples"], beside=["gpu.workloads"])
     broker_.check = one
-    monkeypatch.setattr(broker, "check", broker_)
+    monkeypatch.setattr(topic_admin, "check", broker_)
     return one, broker_
 
 
@@ -69,7 +68,7 @@ async def test_it_says_what_is_missing_and_what_to_run_and_goes_on_when_it_is_th
 
 
 async def test_a_stop_ends_the_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check, "ASK_AFTER_S", (3600.0,))
+    monkeypatch.setattr(topic_admin, "ASK_AFTER_S", (3600.0,))
     one, answers = asking(monkeypatch, MISSING)
     stop = asyncio.Event()
     waiting = asyncio.ensure_future(one.passed(stop))

@@ -1,17 +1,19 @@
 """What the contract says of topics against what a broker has.
 
 In: a broker's topics. Out: topics made, settings altered, or every mistake in one message.
-On failure: :class:`topics.admin.BrokerUnavailable` may be tried again; every other error is to be read by a person.
+On failure: :class:`BrokerUnavailable` may be tried again; every other error is to be read by a person.
 """
 
 import asyncio
+import contextlib
+import logging
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from aiokafka.admin import NewTopic
 
+from delivery.kafka_admin import Admin, BrokerError, BrokerUnavailable, Refused, SettingsUnknown, connect
 from topics import registry
-from topics.admin import Admin, BrokerError, BrokerUnavailable, Refused, SettingsUnknown, connect
 from topics.topic import PARTITIONS, REPLICATION_FACTOR, Topic
 
 __all__ = [
@@ -39,6 +41,15 @@ _HARMLESS = ("segment.ms",)
 _PASSES = 100
 _PASS_S = 0.1
 """A broker hears of a change later than the controller says that it is made."""
+
+
+ASK_AFTER_S = (0.5, 1.0, 2.0, 5.0, 10.0)
+"""When to ask again; the last of them again and again, for a fleet may wait."""
+
+COMMAND = "`gpustream topics create`"
+"""What mends most of it, and says how to mend the rest."""
+
+log = logging.getLogger(__name__)
 
 
 class Found(NamedTuple):
@@ -280,3 +291,49 @@ async def _alter(admin: Admin, topic: Topic, found: Found) -> list[str]:
     want = {name: value for name, value in topic.settings().items() if name in wrong}
     await admin.alter(topic.name, want)
     return [f"{topic.name}: {name} altered from {have} to {want[name]}" for name, have in wrong.items()]
+
+
+class TopicCheck:
+    """Asks whether the topics called ``names`` may be used, until they may.
+
+    Topics ``beside`` them may be missing; where they are there, they must have as many partitions.
+    """
+
+    def __init__(self, kafka: str, names: Iterable[str], *, beside: Iterable[str] = ()) -> None:
+        self._kafka, self._names, self._beside = kafka, tuple(names), tuple(beside)
+        self._wrong: list[str] = [f"no Kafka broker has answered at {kafka} yet"]
+
+    def not_ready(self) -> list[str]:
+        """Why they may not be used, one reason a mistake; empty once they may."""
+        return list(self._wrong)
+
+    async def passed(self, stop: asyncio.Event) -> Checked | None:
+        """The topics, once they may be used; None where ``stop`` is set before."""
+        asked = 0
+        while not stop.is_set():
+            try:
+                found = await check(self._kafka, self._names, self._beside)
+            except ContractMismatch as error:
+                self._tell([f"{mistake}: run {COMMAND}" for mistake in error.mistakes])
+            except BrokerError as error:
+                self._tell(str(error).splitlines())
+            else:
+                self._pass(found)
+                return found
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stop.wait(), ASK_AFTER_S[min(asked, len(ASK_AFTER_S) - 1)])
+            asked += 1
+        return None
+
+    def _tell(self, wrong: list[str]) -> None:
+        """Say what is wrong, when that has changed."""
+        if wrong != self._wrong:
+            log.warning("waiting for topics that can be used: %s", "; ".join(wrong))
+        self._wrong = wrong
+
+    def _pass(self, found: Checked) -> None:
+        for mismatch in found.harmless:
+            log.warning("%s", mismatch)
+        if self._wrong:
+            log.info("the topics can be used: %s", ", ".join(self._names))
+        self._wrong = []

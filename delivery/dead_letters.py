@@ -7,9 +7,9 @@ import time
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any, Protocol
 
+from delivery.sender import Sender, Unsendable
 from topics import dead_letters
 from topics.dead_letters import Origin
-from topics.sender import Sender, Unsendable
 
 log = logging.getLogger(__name__)
 

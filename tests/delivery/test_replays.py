@@ -5,7 +5,7 @@ from typing import NamedTuple
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from topics.replays import Last, Verdict, after, verdict
+from delivery.replays import Last, Verdict, after, verdict
 
 
 class Tick(NamedTuple):

@@ -28,8 +28,7 @@ from aiokafka.errors import (
 from aiokafka.protocol.api import Request, RequestStruct, Response
 from aiokafka.protocol.types import Array, Boolean, Int8, Int16, Int32, Schema, String
 
-from topics.clients import AIOKafkaAdminClient, AIOKafkaConsumer
-from topics.sender import describe
+from delivery.clients import AIOKafkaAdminClient, AIOKafkaConsumer, describe
 
 _REQUEST_TIMEOUT_MS = 10_000
 _SESSION_TIMEOUT_S = 60.0

@@ -6,9 +6,9 @@ import aiokafka.admin.client
 import aiokafka.client
 import pytest
 
-import topics.clients
+import delivery.clients
 
-ROOT = Path(topics.clients.__file__).parents[1]
+ROOT = Path(delivery.clients.__file__).parents[1]
 METADATA = 3
 
 
@@ -33,4 +33,4 @@ def test_every_client_is_imported_from_where_that_is_so() -> None:
         if line.startswith("from aiokafka") and "AIOKafka" in line
     ]
 
-    assert {path.relative_to(ROOT).as_posix() for path, _ in imports} == {"topics/clients.py"}
+    assert {path.relative_to(ROOT).as_posix() for path, _ in imports} == {"delivery/clients.py"}
