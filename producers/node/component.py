@@ -1,9 +1,9 @@
-"""The node as a producer: at each tick its GPUs and its kubelet are read at the same time, and what they say is sent.
+"""The node as a producer: at each tick its GPUs and its kubelet are read at the same time, and their answers are sent.
 
 In: NVML, the kubelet's pod-resources socket, procfs, a batch system's job files. Out: gpu.samples, gpu.allocations.
 State: the devices and containers last known, and the ticks that Kafka has not acknowledged.
 On failure: without a driver, a kubelet or a Kafka it runs, says so, and works when they come. A tick goes out at 80 %
-of the interval with whoever answered. At the stop a last tick takes what happened since the one before.
+of the interval with the devices that have answered. At the stop a last tick has what happened since the one before.
 """
 
 import asyncio
@@ -11,8 +11,6 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any, Protocol
 
 from delivery.instruments import Instruments
 from delivery.sender import Sender
@@ -46,52 +44,8 @@ LAST_WITHIN_S = 2.0
 
 HOLDERS_WITHIN_S = 0.4
 HOLDERS_EVERY_S = 0.1
-"""When an XID error comes the kubelet is asked at once who holds what, so often at most: all that ask a kubelet share
-100 calls a second."""
-
-
-class GpuReader(Protocol):
-    """What the node needs of :class:`producers.node.gpus.Gpus`."""
-
-    async def open(self, within_s: float) -> None:
-        """Begin with the driver; returns when that ended, or after ``within_s``."""
-
-    async def read(self, within_s: float) -> list[dict[str, Any]]:
-        """The devices of a tick."""
-
-    def with_events(self, devices: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The same with what happened to them since this was called last."""
-
-    async def event(self) -> None:
-        """Wait until something has happened to one of them."""
-
-    async def run(self) -> None:
-        """Look for GPUs that come, go or change."""
-
-    def not_ready(self) -> list[str]:
-        """What is wrong with them."""
-
-    def fatal(self) -> Exception | None:
-        """What only a new process can mend."""
-
-    def close(self) -> None:
-        """Let go, without waiting."""
-
-
-class ContainerReader(Protocol):
-    """What the node needs of :class:`producers.node.kubelet.Kubelet`."""
-
-    async def read(self, within_s: float) -> Sequence[Mapping[str, Any]] | None:
-        """The containers in force."""
-
-    def in_force(self, ts_ms: int) -> Sequence[Mapping[str, Any]] | None:
-        """Those at an earlier time."""
-
-    def not_ready(self) -> list[str]:
-        """What is wrong with the kubelet."""
-
-    async def close(self) -> None:
-        """Let go, without waiting."""
+"""When an XID error comes the kubelet is asked at once who holds what, but not more often: all clients of a kubelet
+share 100 calls a second."""
 
 
 class NodeProducer:
@@ -104,8 +58,8 @@ class NodeProducer:
         settings: NodeSettings,
         *,
         sender: ConnectedSender | None = None,
-        gpus: GpuReader | None = None,
-        kubelet: ContainerReader | None = None,
+        gpus: Gpus | None = None,
+        kubelet: Kubelet | None = None,
         places: Places | None = None,
     ) -> None:
         self._settings = settings
@@ -132,7 +86,8 @@ class NodeProducer:
 
     def not_ready(self) -> list[str]:
         """Why it is not ready; empty where it is."""
-        return [*self._gpus.not_ready(), *self._kubelet.not_ready(), *self._not_sent()]
+        waiting = not_sent(self._sender, what="a tick", waited_s=self._publisher.waited_s())
+        return [*self._gpus.not_ready(), *self._kubelet.not_ready(), *waiting]
 
     def sampled(self) -> list[tuple[str, int, int]]:
         """Every run so far: node, run_id, and the ``seq`` of its last tick, dropped ones included."""
@@ -148,11 +103,16 @@ class NodeProducer:
 
         Raises what only a new process can mend.
         """
+        beside = (self._publisher.run, self._sender.start, self._gpus.run, self._ask_at_events)
         try:
-            async with self._background():
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(part()) for part in beside]
                 await first_of(stop, self._gpus.open(OPEN_WITHIN_S))
                 await self._tick(stop)
-                await self._drain()
+                if left := await self._publisher.drain(DRAIN_S):
+                    log.warning("left unsent at the stop: %d ticks", left)
+                for task in tasks:
+                    task.cancel()
         except ExceptionGroup as failures:
             raise first_failure(failures) from failures
         finally:
@@ -162,20 +122,6 @@ class NodeProducer:
             await self._sender.stop(0.5)
         if (fatal := self._gpus.fatal()) is not None:
             raise fatal
-
-    def _not_sent(self) -> list[str]:
-        waited_s = self._publisher.waited_s()
-        return not_sent(self._sender, what="a tick", waited_s=waited_s)
-
-    @contextlib.asynccontextmanager
-    async def _background(self) -> AsyncIterator[None]:
-        """What runs beside the ticks; a failure in it ends them."""
-        async with asyncio.TaskGroup() as group:
-            parts = (self._publisher.run, self._sender.start, self._gpus.run, self._ask_at_events)
-            running = [group.create_task(part()) for part in parts]
-            yield
-            for task in running:
-                task.cancel()
 
     async def _ask_at_events(self) -> None:
         """Ask the kubelet who holds what as soon as something happens to a GPU; the next tick may find others."""
@@ -210,10 +156,10 @@ class NodeProducer:
         )
         devices = with_jobs(self._gpus.with_events(devices), mapped, self._places.job)
         self._publisher.publish(ts_ms, devices, containers, self._kubelet.in_force)
-        self._say_how_long_the_buffer_lasts()
+        self._report_buffer()
 
-    def _say_how_long_the_buffer_lasts(self) -> None:
-        """At the first tick, and when it comes to hold less than wanted, or enough again."""
+    def _report_buffer(self) -> None:
+        """Log for how long the buffer lasts: at the first tick, and when that is less than wanted, or enough again."""
         wanted_s, size = self._settings.buffer_s, self._settings.buffer_size
         ticks, tick_bytes = self._publisher.fits
         before_s, lasts_s = self._buffer_lasts_s, min(wanted_s, ticks * self._settings.interval_s)
@@ -235,11 +181,6 @@ class NodeProducer:
             wanted_s / 60,
             enough_mib,
         )
-
-    async def _drain(self) -> None:
-        """Send what can be sent, and say what could not."""
-        if left := await self._publisher.drain(DRAIN_S):
-            log.warning("left unsent at the stop: %d ticks", left)
 
 
 def _now_ms() -> int:

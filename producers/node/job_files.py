@@ -1,9 +1,9 @@
-"""A directory in which a batch system's prolog tells the jobs of each device, as dcgm-exporter's job mapping has it.
+"""A directory in which a batch system's prolog names the jobs of each device, as in dcgm-exporter's job mapping.
 
 In: files named by GPU index (``0``), or by GPU index and GPU instance (``2.1``), a job id a line.
 Out: the ids by file name. State: what was read of each file, until it changes.
-On failure: what can't be read counts for nothing in that tick, is counted by reason, and said once in the log. Where
-reading does not end in time, what was read last stays in force.
+On failure: what can't be read counts for nothing in that tick, is counted by reason, and logged once. If reading does
+not end in time, what was read last stays in force.
 """
 
 import asyncio
@@ -12,15 +12,15 @@ import os
 import re
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from delivery.instruments import Instruments
 from producers.node import instruments as names
+from producers.node.jobs import as_name
 from producers.node.nvml.worker import Worker
-from producers.node.slurm import as_name
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ MOST_ENTRIES = 4096
 SETTLED_AFTER_NS = 2_000_000_000
 """A file that changed so lately may change again without a new time of change: the clock of files is coarse."""
 
-_SAY_AGAIN_S = 60.0
+_LOG_AGAIN_S = 60.0
 _NAME = re.compile(r"[0-9]+(?:\.[0-9]+)?")
 
 Reason = Literal["directory", "file", "line", "timeout"]
@@ -48,27 +48,31 @@ class Problem(NamedTuple):
     text: str
     times: int = 1
 
+    def __str__(self) -> str:
+        what = "the directory of job files" if self.reason in ("directory", "timeout") else "the job file"
+        return f"{what} {self.path} is not used as it should be: {self.text}"
 
-class Lines(NamedTuple):
+
+class JobLines(NamedTuple):
     """What a file says: job ids, each once, and how many lines are none or too many."""
 
     jobs: tuple[str, ...]
     left_out: int
 
 
-class Found(NamedTuple):
-    """What the directory says."""
+class JobMapping(NamedTuple):
+    """What the directory says: job ids by file name, and what is wrong."""
 
     jobs: dict[str, tuple[str, ...]]
     problems: list[Problem]
 
 
-def parse(content: bytes) -> Lines:
+def parse(content: bytes) -> JobLines:
     """The job ids of a file: one a line, without the blanks around it; empty lines say nothing. Never raises."""
     lines = [line for line in map(bytes.strip, content.split(b"\n")) if line]
     ids = list(filter(None, map(as_name, lines)))
     distinct = list(dict.fromkeys(ids))
-    return Lines(tuple(distinct[:MOST_JOBS]), len(lines) - len(ids) + len(distinct[MOST_JOBS:]))
+    return JobLines(tuple(distinct[:MOST_JOBS]), len(lines) - len(ids) + len(distinct[MOST_JOBS:]))
 
 
 class Directory:
@@ -76,42 +80,41 @@ class Directory:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._read: dict[str, tuple[tuple[int, ...], Lines]] = {}
+        self._read: dict[str, tuple[tuple[int, ...], JobLines]] = {}
 
-    def look(self) -> Found:
+    def look(self) -> JobMapping:
         """What its files say now. Never raises."""
-        found = Found({}, [])
+        jobs: dict[str, tuple[str, ...]] = {}
+        problems: list[Problem] = []
         try:
-            entries = list(islice(_entries(self._directory), MOST_ENTRIES + 1))
+            with os.scandir(self._directory) as listed:
+                entries = list(islice(listed, MOST_ENTRIES + 1))
         except OSError as error:
             self._read.clear()
-            return Found({}, [Problem("directory", self._directory, _words(error))])
+            return JobMapping({}, [Problem("directory", self._directory, error.strerror or str(error))])
         if len(entries) > MOST_ENTRIES:
-            found.problems.append(Problem("directory", self._directory, f"more than {MOST_ENTRIES} entries"))
+            problems.append(Problem("directory", self._directory, f"more than {MOST_ENTRIES} entries"))
         files = [entry for entry in entries[:MOST_ENTRIES] if _NAME.fullmatch(entry.name)]
         for entry in files:
-            self._add(entry, found)
+            path = self._directory / entry.name
+            try:
+                lines = self._lines(entry)
+            except FileNotFoundError:  # the job ended just now
+                continue
+            except OSError as error:
+                self._read.pop(entry.name, None)
+                problems.append(Problem("file", path, error.strerror or str(error)))
+                continue
+            if lines.left_out:
+                text = f"{lines.left_out} lines are not job ids, or beyond the first {MOST_JOBS}"
+                problems.append(Problem("line", path, text, lines.left_out))
+            if lines.jobs:
+                jobs[entry.name] = lines.jobs
         for name in self._read.keys() - {entry.name for entry in files}:
             del self._read[name]
-        return found
+        return JobMapping(jobs, problems)
 
-    def _add(self, entry: "os.DirEntry[str]", found: Found) -> None:
-        path = self._directory / entry.name
-        try:
-            lines = self._lines(entry)
-        except FileNotFoundError:  # the job ended just now
-            return
-        except OSError as error:
-            self._read.pop(entry.name, None)
-            found.problems.append(Problem("file", path, _words(error)))
-            return
-        if lines.left_out:
-            text = f"{lines.left_out} lines are not job ids, or beyond the first {MOST_JOBS}"
-            found.problems.append(Problem("line", path, text, lines.left_out))
-        if lines.jobs:
-            found.jobs[entry.name] = lines.jobs
-
-    def _lines(self, entry: "os.DirEntry[str]") -> Lines:
+    def _lines(self, entry: "os.DirEntry[str]") -> JobLines:
         """What a file says. Raises OSError where it is none, is too large or can't be read."""
         now = entry.stat()
         if not stat.S_ISREG(now.st_mode):
@@ -127,6 +130,15 @@ class Directory:
         return lines
 
 
+def _content(path: str) -> bytes:
+    """A file, which may have become a pipe by now. Raises OSError."""
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        content = file.read(LARGEST_FILE_BYTES + 1)
+    if len(content) > LARGEST_FILE_BYTES:
+        raise OSError(f"it has more than {LARGEST_FILE_BYTES // 1024} KiB")
+    return content
+
+
 class JobFiles:
     """Reads a directory on a thread of its own, so that a file system that hangs holds up no tick. None: there is none.
 
@@ -138,16 +150,16 @@ class JobFiles:
         directory: Path | None,
         instruments: Instruments,
         *,
-        look: Callable[[], Found] | None = None,
+        look: Callable[[], JobMapping] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._directory, self._instruments, self._clock = directory, instruments, clock
         self._look = look or (None if directory is None else Directory(directory).look)
         self._worker = None if self._look is None else Worker("job-files")
-        self._reading: asyncio.Future[Found] | None = None
+        self._reading: asyncio.Future[JobMapping] | None = None
         self._jobs: Jobs = {}
         self._problems: Mapping[tuple[Reason, Path], Problem] = {}
-        self._said_s: dict[tuple[Reason, Path], float] = {}
+        self._logged_s: dict[tuple[Reason, Path], float] = {}
 
     async def read(self, within_s: float) -> Jobs:
         """The job ids by the name of the device's file, after at most ``within_s``: where reading takes longer, those
@@ -159,12 +171,12 @@ class JobFiles:
             self._reading = self._worker.ask(self._look)
         await asyncio.wait([self._reading], timeout=within_s)
         if not self._take():
-            self._tell([Problem("timeout", self._directory, "reading it takes too long")])
+            self._report([Problem("timeout", self._directory, "reading it takes too long")])
         return self._jobs
 
     def troubles(self) -> list[str]:
         """What is wrong with what was read last, for people."""
-        return [_sentence(problem) for problem in self._problems.values()]
+        return [str(problem) for problem in self._problems.values()]
 
     def close(self) -> None:
         """Let go, without waiting."""
@@ -177,44 +189,21 @@ class JobFiles:
             return False
         found, self._reading = self._reading.result(), None
         self._jobs = found.jobs
-        self._tell(found.problems)
+        self._report(found.problems)
         return True
 
-    def _tell(self, problems: list[Problem]) -> None:
-        """Count every problem, and say each that is new; of one that comes and goes, once a minute."""
+    def _report(self, problems: list[Problem]) -> None:
+        """Count every problem, and log each that is new; one that comes and goes, once a minute."""
         now_s = self._clock()
         for problem in problems:
             self._instruments.counter(names.JOB_FILE_ERRORS, problem.reason).inc(problem.times)
             which = (problem.reason, problem.path)
-            if which not in self._problems and now_s - self._said_s.get(which, float("-inf")) >= _SAY_AGAIN_S:
-                self._said_s[which] = now_s
-                log.warning("%s", _sentence(problem))
+            if which not in self._problems and now_s - self._logged_s.get(which, float("-inf")) >= _LOG_AGAIN_S:
+                self._logged_s[which] = now_s
+                log.warning("%s", problem)
         self._problems = {(problem.reason, problem.path): problem for problem in problems}
-        self._said_s = {
-            which: said_s
-            for which, said_s in self._said_s.items()
-            if which in self._problems or now_s - said_s < _SAY_AGAIN_S
+        self._logged_s = {
+            which: logged_s
+            for which, logged_s in self._logged_s.items()
+            if which in self._problems or now_s - logged_s < _LOG_AGAIN_S
         }
-
-
-def _sentence(problem: Problem) -> str:
-    what = "the directory of job files" if problem.reason in ("directory", "timeout") else "the job file"
-    return f"{what} {problem.path} is not used as it should be: {problem.text}"
-
-
-def _entries(directory: Path) -> "Iterator[os.DirEntry[str]]":
-    with os.scandir(directory) as entries:
-        yield from entries
-
-
-def _content(path: str) -> bytes:
-    """A file, which may have become a pipe by now. Raises OSError."""
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        content = file.read(LARGEST_FILE_BYTES + 1)
-    if len(content) > LARGEST_FILE_BYTES:
-        raise OSError(f"it has more than {LARGEST_FILE_BYTES // 1024} KiB")
-    return content
-
-
-def _words(error: OSError) -> str:
-    return error.strerror or str(error)

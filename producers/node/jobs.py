@@ -1,20 +1,36 @@
 """Which jobs of a batch system use a device, and whose they are.
 
-In: devices with their processes, the jobs that files name for devices, and what processes show of their jobs.
-Out: ``jobs`` of gpu.samples. State: the user and the partition of the jobs seen last.
+In: devices with their processes, the jobs that files name for devices, what processes show of their jobs, and what the
+machine's name service knows of users. Out: ``jobs`` of gpu.samples.
+State: the user and the partition of the jobs seen last, and the names of users.
+On failure: a user without a name is called by number, and looked up again with the next process. A directory service
+that hangs costs a name and never a reading.
+
+Source: the output variables of sbatch and srun. SLURM_JOB_ID is a number of its own for each task of an array, as in
+the control group's path; the components of a heterogeneous job get the first one's. The environment is the user's:
+whatever is started inherits it, and anybody may set it.
 """
 
+import os
+import pwd
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from producers.node.users import Users
+LONGEST_NAME_BYTES = 256
+
+USER_WITHIN_S = 0.05
+"""Long enough for a file and for a local cache, so that a job has its user's name from its first tick on."""
 
 _REMEMBERED = 4096
-"""Far above the jobs that a node has at a time."""
+"""Jobs, and users: far above those that a node has at a time."""
 
+_MOST_LOOKUPS = 4
 _ROOT = 0
+_JOB_ID = re.compile(rb"[0-9]{1,20}")
+_VARIABLES = (b"SLURM_JOB_ID", b"SLURM_JOB_USER", b"SLURM_JOB_PARTITION")
 
 JobDict = dict[str, str]
 
@@ -50,7 +66,8 @@ def with_jobs(
 def jobs_of(
     device: Mapping[str, Any], mapped: Mapping[str, Sequence[str]], known: Callable[[str], Job]
 ) -> list[JobDict]:
-    """The jobs of a device, each once: those of its file, then those of its processes. ``known`` tells whose one is."""
+    """The jobs of a device, each once: those of its file, then those of its processes. ``known`` gives each by its
+    id."""
     of_file = mapped.get(file_name(device) or "", ())
     of_processes = (process.get("job_id") for process in device.get("processes") or ())
     ids = dict.fromkeys(job_id for job_id in (*of_file, *of_processes) if job_id)
@@ -66,12 +83,88 @@ def file_name(device: Mapping[str, Any]) -> str | None:
     return None if instance is None else f"{index}.{instance}"
 
 
+def slurm_job(environ: bytes) -> Job | None:
+    """The job that a process's ``/proc/<pid>/environ`` names, ``NAME=value`` and a zero each; None where it names none.
+    Never raises; what can't be a name is as if it were not there.
+
+    Of a variable that is there twice the first counts, as for getenv. The end may be cut off: what no zero follows does
+    not count.
+    """
+    found: dict[bytes, bytes] = {}
+    for entry in environ.split(b"\0")[:-1]:
+        name, _, value = entry.partition(b"=")
+        if name in _VARIABLES:
+            found.setdefault(name, value)
+    job_id, user, partition = (found.get(name, b"") for name in _VARIABLES)
+    return Job(job_id.decode(), as_name(user), as_name(partition)) if _JOB_ID.fullmatch(job_id) else None
+
+
+def as_name(raw: bytes) -> str | None:
+    """The text of a name, as people gave it; None where it is empty, over 256 bytes, no UTF-8, or can't be printed."""
+    if not 0 < len(raw) <= LONGEST_NAME_BYTES:
+        return None
+    try:
+        text = raw.decode()
+    except UnicodeDecodeError:
+        return None
+    return text if text.isprintable() else None
+
+
+def user_of_this_machine(uid: int) -> str | None:
+    """What the machine calls a user; None where it knows none, or calls it what can't be printed."""
+    try:
+        return as_name(os.fsencode(pwd.getpwuid(uid).pw_name))
+    except (KeyError, OverflowError):
+        return None
+
+
 def merged(known: Evidence | None, new: Evidence) -> Evidence:
     """What two processes show of one job: what is sure wins, then what is newer; any other user goes before root."""
     if known is None or new.sure != known.sure:
         return new if known is None or new.sure else known
     uid = known.uid if new.uid in (None, _ROOT) and known.uid is not None else new.uid
     return Evidence(new.sure, new.user or known.user, new.partition or known.partition, uid)
+
+
+class Users:
+    """The names of users, for any thread. ``lookup`` gives a name, and may take for ever."""
+
+    def __init__(
+        self, lookup: Callable[[int], str | None] = user_of_this_machine, *, within_s: float = USER_WITHIN_S
+    ) -> None:
+        self._lookup, self._within_s = lookup, within_s
+        self._lock = threading.Lock()
+        self._names: OrderedDict[int, str] = OrderedDict()
+        self._asked: set[int] = set()
+
+    def ask(self, uid: int) -> None:
+        """Find a name out; waits a moment for it, once."""
+        with self._lock:
+            if uid in self._names or uid in self._asked or len(self._asked) >= _MOST_LOOKUPS:
+                return
+            self._asked.add(uid)
+        lookup = threading.Thread(target=self._find, args=(uid,), name=f"user-{uid}", daemon=True)
+        lookup.start()
+        lookup.join(self._within_s)
+
+    def name(self, uid: int) -> str:
+        """The name, where it was found by now; else the number. Never waits."""
+        with self._lock:
+            if uid in self._names:
+                self._names.move_to_end(uid)
+            return self._names.get(uid, str(uid))
+
+    def _find(self, uid: int) -> None:
+        name = None
+        try:
+            name = self._lookup(uid)
+        finally:
+            with self._lock:
+                self._asked.discard(uid)
+                if name is not None:
+                    self._names[uid] = name
+                    if len(self._names) > _REMEMBERED:
+                        self._names.popitem(last=False)
 
 
 class KnownJobs:

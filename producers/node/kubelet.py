@@ -3,12 +3,13 @@
 In: the answers to ``/v1.PodResourcesLister/List`` on the kubelet's unix socket. Out: the containers of gpu.allocations.
 State: the last answer that could be read, in force until there is another; which ones were in force lately; one call at
 most.
-On failure: a call that fails is counted by what went wrong, said in the log when that changes, and made again at the
-next tick; where that can't help, less often. The last known containers stay, for as long as it takes. A kubelet that
-begins again answers before it knows all its pods: until it has settled, what it lacks of them is not believed gone,
-unless another has its devices.
+On failure: a call that fails is counted by what went wrong, logged when that changes, and made again at the next tick;
+where that can't help, less often. The last known containers stay, for as long as it takes. A kubelet that begins again
+answers before it knows all its pods: until it has settled, a container that it does not list is kept, unless another
+one has its devices.
 
-Source: Kubernetes' pod-resources API, v1; the kubelet limits all its clients together to 100 calls a second.
+Source: Kubernetes' pod-resources API, v1 (podresources.proto); the kubelet limits all its clients together to 100 calls
+a second.
 """
 
 import asyncio
@@ -16,18 +17,19 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 from urllib.parse import quote
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 from delivery.instruments import Instruments
 from producers.node import instruments as names
-from producers.node.podresources import Undecodable, containers
+from producers.node.podresources_pb2 import ListPodResourcesResponse
 
 log = logging.getLogger(__name__)
 
@@ -36,12 +38,12 @@ LARGEST_ANSWER_BYTES = 64 * 1024 * 1024
 UNREADY_AFTER_S = 30.0
 
 SETTLED_AFTER_S = 5.0
-"""A kubelet lists static pods at once, and the others when the API server has told it of them, seconds later."""
+"""A kubelet lists static pods at once, and the others seconds later, when it has them from the API server."""
 
 AFTERWARDS_MS = 500
-"""An answer that comes so soon after an event says who held what at the event: it was asked for because of it."""
+"""An answer that comes so soon after an event was asked for because of it: it says who held what at the event."""
 
-_SAY_AGAIN_S = 60.0
+_LOG_AGAIN_S = 60.0
 _REMEMBERED_ANSWERS = 64
 _LONGEST_REASON = 300
 _DECODED_ASIDE_BYTES = 256 * 1024
@@ -70,6 +72,74 @@ _SENTENCES: Mapping[State, str] = {
     "undecodable": "the answer of the kubelet at %s can't be read: %s",
     "refused": "the kubelet at %s does not answer v1.PodResourcesLister/List: %s",
 }
+
+
+class UndecodableAnswer(ValueError):
+    """The kubelet's answer can't be read. Keep the last one, and ask again."""
+
+
+class _Holder(NamedTuple):
+    """Who was given devices: a container and a resource; None: through resource claims."""
+
+    namespace: str
+    pod: str
+    container: str
+    resource: str | None
+
+
+class _ClaimedDevice(NamedTuple):
+    """A device of a resource claim, as in gpu.allocations."""
+
+    claim: str
+    namespace: str
+    driver: str
+    pool: str
+    device: str
+
+
+def containers(answer: bytes, prefixes: Sequence[str]) -> list[dict[str, Any]]:
+    """The containers of gpu.allocations in a ListPodResourcesResponse.
+
+    One dict for each container and resource whose name begins with one of ``prefixes``, and one for the claims of a
+    container whose driver is of the domain of one ("gpu.nvidia.com" is of "nvidia.com/"). What the answer says twice is
+    there once. Raises :class:`UndecodableAnswer`.
+    """
+    try:
+        decoded = ListPodResourcesResponse.FromString(answer)
+    except DecodeError as error:
+        raise UndecodableAnswer(str(error)) from error
+    given: dict[_Holder, dict[Any, None]] = {}
+    for holder, device in _given(decoded, tuple(prefixes)):
+        given.setdefault(holder, {})[device] = None
+    if not all(all(holder[:3]) for holder in given):
+        raise UndecodableAnswer("a container with devices, or its pod or namespace, has no name")
+    rows = []
+    for holder, once in given.items():
+        row: dict[str, Any] = {"namespace": holder.namespace, "pod": holder.pod, "container": holder.container}
+        if holder.resource is None:
+            rows.append({**row, "claims": [claimed._asdict() for claimed in sorted(once)]})
+        else:
+            rows.append({**row, "resource": holder.resource, "device_ids": list(once)})
+    return rows
+
+
+def _given(
+    answer: ListPodResourcesResponse, prefixes: tuple[str, ...]
+) -> Iterator[tuple[_Holder, str | _ClaimedDevice]]:
+    """Each device that counts, with who was given it."""
+    domains = tuple("." + prefix.partition("/")[0] for prefix in prefixes)
+    for pod in answer.pod_resources:
+        for container in pod.containers:
+            for devices in container.devices:
+                if devices.resource_name.startswith(prefixes):
+                    holder = _Holder(pod.namespace, pod.name, container.name, devices.resource_name)
+                    yield from ((holder, device_id) for device_id in devices.device_ids)
+            holder = _Holder(pod.namespace, pod.name, container.name, None)
+            for dynamic in container.dynamic_resources:
+                for claimed in dynamic.claim_resources:
+                    if f".{claimed.driver_name}".endswith(domains):
+                        place = (claimed.driver_name, claimed.pool_name, claimed.device_name)
+                        yield holder, _ClaimedDevice(dynamic.claim_name, dynamic.claim_namespace, *place)
 
 
 def failure(code: grpc.StatusCode, details: str | None) -> tuple[Result, str]:
@@ -126,8 +196,8 @@ class Kubelet:
         self._answered_s: float | None = None
         self._state: State | None = None
         self._reason = ""
-        self._told: State | None = None
-        self._told_s: dict[State, float] = {}
+        self._logged: State | None = None
+        self._logged_s: dict[State, float] = {}
 
     async def read(self, within_s: float) -> list[JsonDict] | None:
         """Ask, and give the last known containers after at most ``within_s``; None while nothing is known.
@@ -190,75 +260,65 @@ class Kubelet:
             asking.result()
 
     def _begin(self, socket: Path) -> None:
+        """Begin a call, unless there is one, or none may be made yet."""
         try:
             found = socket.stat()
         except OSError as error:
-            self._note("absent", _absence(error))
+            absent = isinstance(error, FileNotFoundError)
+            self._note("absent", "the socket is not there" if absent else error.strerror or str(error))
             return
-        self._meet((found.st_dev, found.st_ino, found.st_ctime_ns))
-        if self._asking is None and self._clock() >= self._ask_again_s:
+        identity, now_s = (found.st_dev, found.st_ino, found.st_ctime_ns), self._clock()
+        if identity != self._met:  # of a kubelet that has just begun, whatever the last one refused
+            self._settled_s = now_s + (SETTLED_AFTER_S if self._met is not None else 0.0)
+            self._met, self._ask_again_s = identity, now_s
+        if self._asking is None and now_s >= self._ask_again_s:
             self._asking = asyncio.create_task(self._ask(socket))
 
-    def _meet(self, identity: tuple[int, ...]) -> None:
-        """Another socket than before is of a kubelet that has just begun, whatever the last one refused."""
-        if identity != self._met:
-            begun_again, self._met = self._met is not None, identity
-            self._ask_again_s = self._clock()
-            self._settled_s = self._clock() + (SETTLED_AFTER_S if begun_again else 0.0)
-
     async def _ask(self, socket: Path) -> None:
-        result, reason = await self._call(socket)
-        if result == "ok":
-            self._answered_s = self._clock()
-            self._remember(self._now_ms())
+        """One call, with what comes of it."""
+        if self._channel is None:
+            limit = ("grpc.max_receive_message_length", self._largest_answer_bytes)
+            self._channel = grpc.aio.insecure_channel(f"unix:{quote(str(socket))}", (limit, *_RECONNECT))
+        ask: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]
+        ask = self._channel.unary_unary("/v1.PodResourcesLister/List")
+        result: Result = "ok"
+        reason = ""
+        try:
+            await self._take(await ask(b"", timeout=self._deadline_s))
+        except grpc.aio.AioRpcError as error:
+            result, reason = failure(error.code(), error.details())
+        except UndecodableAnswer as error:
+            result, reason = "undecodable", str(error)
         self._ask_again_s = self._clock() + _PAUSE_S.get(result, 0.0)
         self._instruments.counter(names.KUBELET_CALLS, result).inc()
         self._note(result, reason)
 
-    def _remember(self, now_ms: int) -> None:
-        """An answer has come. What is remembered of times that a clock set back has yet to reach is forgotten."""
-        if self._answers and self._answers[-1].last_ms > now_ms:
+    async def _take(self, answer: bytes) -> None:
+        """Put an answer in force, and remember since when. Raises UndecodableAnswer."""
+        known = self._containers
+        if known is None or answer != self._answer:
+            if len(answer) < _DECODED_ASIDE_BYTES:
+                found = containers(answer, self._prefixes)
+            else:
+                found = await asyncio.to_thread(containers, answer, self._prefixes)
+            settled = self._clock() >= self._settled_s
+            missed = [] if settled else _not_yet_listed(known or [], found)
+            known, self._answer = [*found, *missed], answer if settled else None
+        self._containers, self._answered_s, now_ms = known, self._clock(), self._now_ms()
+        if self._answers and self._answers[-1].last_ms > now_ms:  # the clock was set back
             self._answers.clear()
-        if self._containers is None:
-            return
-        if self._answers and self._answers[-1].containers is self._containers:
+        if self._answers and self._answers[-1].containers is known:
             self._answers[-1].last_ms = now_ms
         else:
-            self._answers.append(_Answered(self._containers, now_ms, now_ms))
-
-    async def _call(self, socket: Path) -> tuple[Result, str]:
-        try:
-            await self._take(await self._list(socket)(b"", timeout=self._deadline_s))
-        except grpc.aio.AioRpcError as error:
-            return failure(error.code(), error.details())
-        except Undecodable as error:
-            return "undecodable", str(error)
-        return "ok", ""
-
-    def _list(self, socket: Path) -> "grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]":
-        if self._channel is None:
-            limit = ("grpc.max_receive_message_length", self._largest_answer_bytes)
-            self._channel = grpc.aio.insecure_channel(f"unix:{quote(str(socket))}", (limit, *_RECONNECT))
-        return self._channel.unary_unary("/v1.PodResourcesLister/List")
-
-    async def _take(self, answer: bytes) -> None:
-        if answer == self._answer:
-            return
-        if len(answer) < _DECODED_ASIDE_BYTES:
-            found = containers(answer, self._prefixes)
-        else:
-            found = await asyncio.to_thread(containers, answer, self._prefixes)
-        settled = self._clock() >= self._settled_s
-        missed = [] if settled else _not_yet_listed(self._containers or [], found)
-        self._containers, self._answer = [*found, *missed], answer if settled else None
+            self._answers.append(_Answered(known, now_ms, now_ms))
 
     def _note(self, state: State, reason: str) -> None:
-        """Remember how it is with the kubelet; say so when it changed, and of one that wavers once a minute."""
+        """Remember the kubelet's state; log it when it has changed, and one that comes and goes once a minute."""
         self._state, self._reason = state, reason
         now_s = self._clock()
-        if state == self._told or now_s - self._told_s.get(state, float("-inf")) < _SAY_AGAIN_S:
+        if state == self._logged or now_s - self._logged_s.get(state, float("-inf")) < _LOG_AGAIN_S:
             return
-        self._told, self._told_s[state] = state, now_s
+        self._logged, self._logged_s[state] = state, now_s
         if state == "ok":
             log.info("the kubelet answers", extra={"socket": str(self._socket)})
         else:
@@ -268,12 +328,8 @@ class Kubelet:
         return _SENTENCES[self._state or "absent"] % (self._socket, self._reason)
 
 
-def _absence(error: OSError) -> str:
-    return "the socket is not there" if isinstance(error, FileNotFoundError) else error.strerror or str(error)
-
-
 def _not_yet_listed(known: Iterable[JsonDict], found: Iterable[JsonDict]) -> list[JsonDict]:
-    """What was known and is not in an answer that may lack pods, but for those whose devices others have by now."""
+    """The known containers that an answer does not list, which may lack pods; not those whose devices others have."""
     there, taken = {_holder(row) for row in found}, {device for row in found for device in _devices(row)}
     return [row for row in known if _holder(row) not in there and taken.isdisjoint(_devices(row))]
 

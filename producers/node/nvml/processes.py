@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from producers.node.cgroups import Place
+from producers.node.cgroups import ProcessPlace
 from producers.node.nvml import binding, values
 from producers.node.nvml.binding import Handle, NvmlError
 from producers.node.nvml.calls import IMPLAUSIBLE, Calls, LeftOut, Tried, is_unsupported
@@ -40,7 +40,7 @@ _PERCENT = Scale(per=100)
 class Placing(Protocol):
     """What is needed of :class:`producers.node.cgroups.Places`."""
 
-    def of(self, pid: int) -> Place | None:
+    def of(self, pid: int) -> ProcessPlace | None:
         """Where a process belongs; None: it can't be seen."""
 
 
@@ -192,7 +192,9 @@ def _larger(one: int | None, other: int | None) -> int | None:
     return other if one is None else one if other is None else max(one, other)
 
 
-def _row(pid: int, held: int | None, ratios: Mapping[int, float | None] | None, place: Place | None) -> dict[str, Any]:
+def _row(
+    pid: int, held: int | None, ratios: Mapping[int, float | None] | None, place: ProcessPlace | None
+) -> dict[str, Any]:
     """A process as in gpu.samples; what is not known is left out."""
     ratio = None if ratios is None else ratios.get(pid, 0.0)
     found = {"pid": pid, "memory_used_bytes": held, "sm_utilization_ratio": ratio}
@@ -201,7 +203,7 @@ def _row(pid: int, held: int | None, ratios: Mapping[int, float | None] | None, 
     return {key: value for key, value in found.items() if value is not None}
 
 
-def _kind(place: Place | None) -> str:
+def _kind(place: ProcessPlace | None) -> str:
     """As the instrument ``gpustream_node_processes`` has it."""
     if place is None:
         return "unseen"

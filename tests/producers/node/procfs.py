@@ -3,8 +3,7 @@
 from pathlib import Path
 
 from producers.node.cgroups import Places
-from producers.node.jobs import KnownJobs
-from producers.node.users import Users
+from producers.node.jobs import KnownJobs, Users
 
 
 class Procfs:
@@ -13,7 +12,7 @@ class Procfs:
     def __init__(self, root: Path) -> None:
         root.mkdir(exist_ok=True)
         self.root = root
-        self.places = Places(root, KnownJobs(Users({1000: "alice"}.get, wait_s=30.0)))
+        self.places = Places(root, KnownJobs(Users({1000: "alice"}.get, within_s=30.0)))
 
     def begin(
         self,

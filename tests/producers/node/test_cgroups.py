@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from producers.node import cgroups
-from producers.node.cgroups import ADOPTED_WITHIN_S, NOWHERE, Place, Places, parse
-from producers.node.jobs import Job, KnownJobs
-from producers.node.users import Users
+from producers.node.cgroups import ADOPTED_WITHIN_S, NOWHERE, Places, ProcessPlace, parse
+from producers.node.jobs import Job, KnownJobs, Users
 from tests.producers.node.procfs import Procfs
 
 UID = "1b6c3f0a-90ab-4cde-8f01-23456789abcd"
@@ -23,7 +22,7 @@ STATIC_UID = "9f86d081884c7d659a2feaa0c55ad015"
 ID = "9f2e" * 16
 OUTER_ID = "abcd" * 16
 
-POD = Place(UID, ID, None)
+POD = ProcessPlace(UID, ID, None)
 BURSTABLE = f"/kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod{SLICE_UID}.slice"
 
 FORMS = {
@@ -36,7 +35,7 @@ FORMS = {
     "cgroupfs, CRI-O": (f"0::/kubepods/besteffort/pod{UID}/crio-{ID}", POD),
     "CRI-O": (f"0::{BURSTABLE}/crio-{ID}.scope", POD),
     "CRI-O with crun": (f"0::{BURSTABLE}/crio-{ID}.scope/container", POD),
-    "CRI-O's monitor is not the workload": (f"0::{BURSTABLE}/crio-conmon-{ID}.scope", Place(UID, None, None)),
+    "CRI-O's monitor is not the workload": (f"0::{BURSTABLE}/crio-conmon-{ID}.scope", ProcessPlace(UID, None, None)),
     "kubelet on cgroupfs, containerd on systemd": (
         f"0::/system.slice/containerd.service/kubepods-burstable-pod{SLICE_UID}.slice:cri-containerd:{ID}",
         POD,
@@ -53,9 +52,9 @@ FORMS = {
     "a container engine inside a pod": (f"0::/kubepods/burstable/pod{UID}/{ID}/docker/{OUTER_ID}", POD),
     "static pod, systemd": (
         f"0::/kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod{STATIC_UID}.slice/cri-containerd-{ID}.scope",
-        Place(STATIC_UID, ID, None),
+        ProcessPlace(STATIC_UID, ID, None),
     ),
-    "static pod, cgroupfs": (f"0::/kubepods/burstable/pod{STATIC_UID}/{ID}", Place(STATIC_UID, ID, None)),
+    "static pod, cgroupfs": (f"0::/kubepods/burstable/pod{STATIC_UID}/{ID}", ProcessPlace(STATIC_UID, ID, None)),
     "v1": (f"12:devices:/kubepods/burstable/pod{UID}/{ID}\n4:memory:/kubepods/burstable/pod{UID}/{ID}\n", POD),
     "v1, only some hierarchies": (f"12:devices:/\n4:cpu,cpuacct:/kubepods/pod{UID}/{ID}\n1:name=systemd:/\n", POD),
     "v1, a runtime's own hierarchy first": (f"9:misc:/docker/{OUTER_ID}\n4:cpu:/kubepods/pod{UID}/{ID}", POD),
@@ -64,27 +63,30 @@ FORMS = {
     "another pod, seen from a namespace": (f"0::/../../kubepods-pod{SLICE_UID}.slice/cri-containerd-{ID}.scope", POD),
     "another container of the pod, seen from a namespace": (
         f"0::/../cri-containerd-{ID}.scope",
-        Place(None, ID, None),
+        ProcessPlace(None, ID, None),
     ),
     "itself, seen from a namespace": ("0::/", NOWHERE),
     "the host's first, seen from a namespace": ("0::/../../../..", NOWHERE),
-    "docker without Kubernetes": (f"0::/system.slice/docker-{ID}.scope", Place(None, ID, None)),
-    "Slurm v1": ("4:memory:/slurm/uid_1000/job_4242/step_0/task_1", Place(None, None, "4242")),
-    "Slurm v1, several daemons": ("4:memory:/slurm_gpu-1/uid_1000/job_4242/step_batch", Place(None, None, "4242")),
-    "Slurm v2": ("0::/system.slice/slurmstepd.scope/job_4242/step_0/user/task_0", Place(None, None, "4242")),
+    "docker without Kubernetes": (f"0::/system.slice/docker-{ID}.scope", ProcessPlace(None, ID, None)),
+    "Slurm v1": ("4:memory:/slurm/uid_1000/job_4242/step_0/task_1", ProcessPlace(None, None, "4242")),
+    "Slurm v1, several daemons": (
+        "4:memory:/slurm_gpu-1/uid_1000/job_4242/step_batch",
+        ProcessPlace(None, None, "4242"),
+    ),
+    "Slurm v2": ("0::/system.slice/slurmstepd.scope/job_4242/step_0/user/task_0", ProcessPlace(None, None, "4242")),
     "Slurm v2, several daemons": (
         "0::/system.slice/gpu-1_slurmstepd.scope/job_4242/step_extern/user/task_special",
-        Place(None, None, "4242"),
+        ProcessPlace(None, None, "4242"),
     ),
-    "Slurm v2, the job itself": ("0::/system.slice/slurmstepd.scope/job_4242", Place(None, None, "4242")),
+    "Slurm v2, the job itself": ("0::/system.slice/slurmstepd.scope/job_4242", ProcessPlace(None, None, "4242")),
     "a container in a Slurm job": (
         f"0::/system.slice/slurmstepd.scope/job_7/step_0/user/task_0/libpod-{ID}.scope",
-        Place(None, ID, "7"),
+        ProcessPlace(None, ID, "7"),
     ),
     "a job that is not Slurm's": ("0::/system.slice/build.service/job_4242", NOWHERE),
     "a login": ("0::/user.slice/user-1000.slice/session-2.scope", NOWHERE),
     "a service that has pod in its name": ("0::/system.slice/podman.service", NOWHERE),
-    "hexadecimal that is too long": (f"0::/kubepods/pod{UID}/{ID}0", Place(UID, None, None)),
+    "hexadecimal that is too long": (f"0::/kubepods/pod{UID}/{ID}0", ProcessPlace(UID, None, None)),
     "nothing": ("", NOWHERE),
     "no control groups at all": ("what is this\n::", NOWHERE),
 }
@@ -139,7 +141,7 @@ def test_a_process_id_that_is_used_again_is_another_process(procfs: Procfs) -> N
     procfs.begin(42, 1000, in_pod(UID))
     procfs.places.of(42)
     procfs.begin(42, 1001, in_pod(other))
-    assert procfs.places.of(42) == Place(other, ID, None)
+    assert procfs.places.of(42) == ProcessPlace(other, ID, None)
 
 
 def test_a_process_that_a_batch_system_adopts_later_is_found_there(procfs: Procfs) -> None:
@@ -150,7 +152,7 @@ def test_a_process_that_a_batch_system_adopts_later_is_found_there(procfs: Procf
     procfs.begin(42, 1000, "0::/system.slice/slurmstepd.scope/job_7/step_extern\n")
     assert places.of(42) == NOWHERE
     now_s = ADOPTED_WITHIN_S
-    assert places.of(42) == Place(None, None, "7")
+    assert places.of(42) == ProcessPlace(None, None, "7")
 
 
 @pytest.mark.parametrize(
@@ -245,7 +247,7 @@ def test_many_threads_may_ask_at_once(procfs: Procfs, monkeypatch: pytest.Monkey
 
     def ask() -> None:
         found = [(pid, procfs.places.of(pid)) for _ in range(20) for pid in range(16)]
-        wrong.extend(pair for pair in found if pair[1] != Place(None, None, str(pair[0])))
+        wrong.extend(pair for pair in found if pair[1] != ProcessPlace(None, None, str(pair[0])))
 
     threads = [threading.Thread(target=ask) for _ in range(4)]
     for thread in threads:
@@ -287,7 +289,7 @@ def test_an_mps_server_on_the_node_that_a_batch_system_adopts_later_is_found_the
     assert places.of(42) == NOWHERE._replace(service="mps")
     procfs.begin(42, 1000, IN_JOB, "nvidia-cuda-mps")
     now_s = ADOPTED_WITHIN_S
-    assert places.of(42) == Place(None, None, "7", "mps")
+    assert places.of(42) == ProcessPlace(None, None, "7", "mps")
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="no procfs here")
@@ -310,13 +312,13 @@ LOGIN = "0::/user.slice/user-1000.slice/session-2.scope\n"
 
 def test_a_process_in_no_group_of_a_job_is_of_the_job_that_its_environment_names(procfs: Procfs) -> None:
     procfs.begin(42, 1000, LOGIN, environ=BATCH)
-    assert procfs.places.of(42) == Place(None, None, "7")
+    assert procfs.places.of(42) == ProcessPlace(None, None, "7")
     assert procfs.places.job("7") == Job("7", "carol", "gpu")
 
 
 def test_a_container_that_is_no_pods_keeps_its_id_beside_the_job_of_its_environment(procfs: Procfs) -> None:
     procfs.begin(42, 1000, f"0::/system.slice/docker-{ID}.scope", environ=BATCH)
-    assert procfs.places.of(42) == Place(None, ID, "7")
+    assert procfs.places.of(42) == ProcessPlace(None, ID, "7")
 
 
 def test_the_environment_of_a_pods_process_does_not_count(procfs: Procfs) -> None:
@@ -327,7 +329,7 @@ def test_the_environment_of_a_pods_process_does_not_count(procfs: Procfs) -> Non
 
 def test_the_group_goes_before_the_environment(procfs: Procfs) -> None:
     procfs.begin(42, 1000, IN_JOB, environ=BATCH.replace(b"=7", b"=8"), uid=1000)
-    assert procfs.places.of(42) == Place(None, None, "7")
+    assert procfs.places.of(42) == ProcessPlace(None, None, "7")
     assert procfs.places.job("7") == Job("7", "alice"), "who it is of is not taken from another job's environment"
     assert procfs.places.job("8") == Job("8")
 
@@ -344,7 +346,7 @@ def test_where_no_environment_may_be_read_the_user_is_who_began_the_process(
 ) -> None:
     procfs.begin(42, 1000, IN_JOB, uid=uid)
     (procfs.root / "42" / "environ").mkdir()  # reading it fails, whoever reads
-    assert procfs.places.of(42) == Place(None, None, "7")
+    assert procfs.places.of(42) == ProcessPlace(None, None, "7")
     assert procfs.places.job("7") == Job("7", user)
 
 
@@ -360,7 +362,7 @@ def test_an_environment_is_read_once(procfs: Procfs) -> None:
     procfs.begin(42, 1000, LOGIN, environ=BATCH)
     procfs.places.of(42)
     procfs.begin(42, 1000, LOGIN, environ=b"")
-    assert procfs.places.of(42) == Place(None, None, "7")
+    assert procfs.places.of(42) == ProcessPlace(None, None, "7")
 
 
 def test_of_an_environment_no_more_is_read_than_has_a_bound(procfs: Procfs, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -375,7 +377,7 @@ def test_of_an_environment_no_more_is_read_than_has_a_bound(procfs: Procfs, monk
 def test_a_status_that_tells_no_user_leaves_the_job_without(procfs: Procfs, status: str) -> None:
     procfs.begin(42, 1000, IN_JOB)
     (procfs.root / "42" / "status").write_text(status)
-    assert procfs.places.of(42) == Place(None, None, "7")
+    assert procfs.places.of(42) == ProcessPlace(None, None, "7")
     assert procfs.places.job("7") == Job("7")
 
 
@@ -405,7 +407,7 @@ def test_the_environment_and_the_user_of_a_real_process_are_read() -> None:
             environ = Path(f"/proc/{process.pid}/environ")
             while not environ.read_bytes():  # it has begun before it has one
                 time.sleep(0.01)
-            places = Places(jobs=KnownJobs(Users({os.getuid(): "alice"}.get, wait_s=30.0)))
+            places = Places(jobs=KnownJobs(Users({os.getuid(): "alice"}.get, within_s=30.0)))
             place = places.of(process.pid)
         finally:
             process.kill()

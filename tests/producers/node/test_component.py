@@ -104,7 +104,8 @@ class Bench:
         self.gpus, self.kubelet = FakeGpus(opens_in_s=opens_in_s), FakeKubelet(containers("bert-0"))
         self.stop = asyncio.Event()
         settings = NodeSettings(kafka="127.0.0.1:1", node="gpu-1", **{"interval_s": 0.1, **changed})
-        self.component = NodeProducer(settings, sender=self.sender, gpus=self.gpus, kubelet=self.kubelet)
+        fakes: dict[str, Any] = {"gpus": self.gpus, "kubelet": self.kubelet}
+        self.component = NodeProducer(settings, sender=self.sender, **fakes)
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Run it until the condition holds, and stop it."""
@@ -341,7 +342,8 @@ async def test_a_process_of_a_job_gives_its_gpu_the_job_its_user_and_its_partiti
     nvml.processes(1, [Process(43, 1 << 30)])
     settings = NodeSettings(kafka="127.0.0.1:1", node="gpu-1", procfs=procfs.root, hpc_job_mapping_dir=files)
     sender, stop = FakeSender(prompt=True), asyncio.Event()
-    running = asyncio.create_task(NodeProducer(settings, sender=sender, kubelet=FakeKubelet(None)).run(stop))
+    kubelet: Any = FakeKubelet(None)
+    running = asyncio.create_task(NodeProducer(settings, sender=sender, kubelet=kubelet).run(stop))
     carols = [{"id": job_id, "user": "carol", "partition": "gpu"} for job_id in "78"]
     wanted = [carols[:1], [carols[0], {"id": "9"}, carols[1]], None]
     async with asyncio.timeout(60):

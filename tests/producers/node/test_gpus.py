@@ -16,7 +16,7 @@ from delivery.instruments import Instruments
 from gpustream.logs import RateLimiter
 from producers.node import gpus
 from producers.node import instruments as own
-from producers.node.cgroups import Place
+from producers.node.cgroups import ProcessPlace
 from producers.node.gpus import Gpus, Pace
 from producers.node.nvml import binding, threaded_gpu
 from producers.node.nvml.binding import Nvml
@@ -387,7 +387,11 @@ async def test_a_fault_in_reading_one_gpu_is_told_and_holds_up_no_other(
 
 
 async def test_processes_are_counted_once_each_by_what_is_known_of_them(bench: Bench) -> None:
-    bench.places.places = {1: Place("pod", None, None), 2: Place(None, None, "job"), 3: Place(None, None, None)}
+    bench.places.places = {
+        1: ProcessPlace("pod", None, None),
+        2: ProcessPlace(None, None, "job"),
+        3: ProcessPlace(None, None, None),
+    }
     bench.nvml.gpus[0].answers[COMPUTE] = [running(1), running(2), running(3)]
     bench.nvml.gpus[1].answers[COMPUTE] = [running(1), running(4)]
     await bench.open()

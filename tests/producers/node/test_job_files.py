@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from delivery.instruments import Instruments
 from producers.node import instruments as own
 from producers.node import job_files
-from producers.node.job_files import LARGEST_FILE_BYTES, MOST_JOBS, Directory, Found, JobFiles, Lines, parse
+from producers.node.job_files import LARGEST_FILE_BYTES, MOST_JOBS, Directory, JobFiles, JobLines, JobMapping, parse
 from tests.producers.fakes import FakeClock
 
 ROOT = Path(__file__).parents[3]
@@ -39,12 +39,12 @@ WITHIN_S = 30.0
     ],
 )
 def test_each_line_is_a_job_id_without_the_blanks_around_it(content: bytes, jobs: tuple[str, ...]) -> None:
-    assert parse(content) == Lines(jobs, 0)
+    assert parse(content) == JobLines(jobs, 0)
 
 
 @pytest.mark.parametrize("line", [b"a" * 257, b"a\0b", b"\x1b[31m7", b"\xff\xfe7", b"\x00", b"7\x7f"])
 def test_a_line_that_is_no_job_id_is_left_out_and_the_others_are_not(line: bytes) -> None:
-    assert parse(b"7\n" + line + b"\n8\n") == Lines(("7", "8"), 1)
+    assert parse(b"7\n" + line + b"\n8\n") == JobLines(("7", "8"), 1)
 
 
 def test_a_file_has_no_more_jobs_than_fit() -> None:
@@ -69,7 +69,7 @@ def test_files_are_named_by_gpu_or_by_gpu_and_instance_and_others_are_not_read(t
     (tmp_path / "sub").mkdir()
     (tmp_path / "3").write_text("")
 
-    assert Directory(tmp_path).look() == Found({"0": ("job-0",), "12": ("job-12",), "2.1": ("job-2.1",)}, [])
+    assert Directory(tmp_path).look() == JobMapping({"0": ("job-0",), "12": ("job-12",), "2.1": ("job-2.1",)}, [])
 
 
 def test_what_changes_in_the_directory_is_in_the_next_look(tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_a_job_that_ends_while_its_file_is_read_is_no_problem(tmp_path: Path, mo
         raise FileNotFoundError(path)
 
     monkeypatch.setattr(job_files, "_content", gone)
-    assert Directory(tmp_path).look() == Found({}, [])
+    assert Directory(tmp_path).look() == JobMapping({}, [])
 
 
 def test_a_directory_that_is_not_there_is_told_and_used_when_it_comes(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_a_directory_that_is_not_there_is_told_and_used_when_it_comes(tmp_path: 
     assert (problem.reason, problem.path) == ("directory", tmp_path / "jobs")
     (tmp_path / "jobs").mkdir()
     (tmp_path / "jobs" / "0").write_text("1\n")
-    assert directory.look() == Found({"0": ("1",)}, [])
+    assert directory.look() == JobMapping({"0": ("1",)}, [])
 
 
 def test_a_directory_of_too_many_entries_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,13 +196,13 @@ def test_the_prolog_in_the_docs_writes_files_that_are_read(tmp_path: Path) -> No
     assert "directory=/run/gpu-jobs\n" in script
     script = script.replace("/run/gpu-jobs", f"{tmp_path}/jobs")
     subprocess.run(["/bin/sh", "-ec", script], check=True, env={"SLURM_JOB_ID": "4242", "SLURM_JOB_GPUS": "0,11"})
-    assert Directory(tmp_path / "jobs").look() == Found({"0": ("4242",), "11": ("4242",)}, [])
+    assert Directory(tmp_path / "jobs").look() == JobMapping({"0": ("4242",), "11": ("4242",)}, [])
 
 
 class Bench:
     """The files of a directory as the component asks for them."""
 
-    def __init__(self, directory: Path | None, look: Callable[[], Found] | None = None) -> None:
+    def __init__(self, directory: Path | None, look: Callable[[], JobMapping] | None = None) -> None:
         self.clock = FakeClock()
         self._made = Instruments(own.INSTRUMENTS)
         self.files = JobFiles(directory, self._made, look=look, clock=self.clock)
@@ -272,9 +272,9 @@ async def test_while_a_file_system_hangs_the_last_jobs_stay_in_force(
     hangs.set()
     jobs = iter(["1", "2", "3"])
 
-    def look() -> Found:
+    def look() -> JobMapping:
         hangs.wait(WITHIN_S)
-        return Found({"0": (next(jobs),)}, [])
+        return JobMapping({"0": (next(jobs),)}, [])
 
     bench = Bench(tmp_path, look)
     assert await bench.files.read(WITHIN_S) == {"0": ("1",)}
@@ -295,11 +295,11 @@ async def test_a_reading_that_is_given_up_goes_on_and_counts(tmp_path: Path) -> 
     hangs = threading.Event()
     asked = 0
 
-    def look() -> Found:
+    def look() -> JobMapping:
         nonlocal asked
         asked += 1
         hangs.wait(WITHIN_S)
-        return Found({"0": (str(asked),)}, [])
+        return JobMapping({"0": (str(asked),)}, [])
 
     bench = Bench(tmp_path, look)
     reading = asyncio.create_task(bench.files.read(WITHIN_S))

@@ -6,8 +6,7 @@ import msgspec
 import pytest
 
 from producers.node import jobs
-from producers.node.jobs import Evidence, Job, KnownJobs, file_name, jobs_of, merged, with_jobs
-from producers.node.users import Users
+from producers.node.jobs import Evidence, Job, KnownJobs, Users, file_name, jobs_of, merged, with_jobs
 from topics.decoding import decoder
 from topics.samples import Sample
 
@@ -116,7 +115,7 @@ def test_what_is_sure_wins_then_what_is_newer_and_root_last(
 
 
 def of_users(**names: str) -> KnownJobs:
-    return KnownJobs(Users({int(uid.removeprefix("u")): name for uid, name in names.items()}.get, wait_s=30.0))
+    return KnownJobs(Users({int(uid.removeprefix("u")): name for uid, name in names.items()}.get, within_s=30.0))
 
 
 def test_a_job_is_of_who_slurm_says_else_of_who_began_it_by_name_or_number() -> None:

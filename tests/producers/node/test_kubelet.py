@@ -16,8 +16,7 @@ import pytest
 from delivery.instruments import Instruments
 from producers.node import instruments as names
 from producers.node import kubelet as module
-from producers.node.kubelet import SETTLED_AFTER_S, Kubelet, failure
-from producers.node.podresources import containers
+from producers.node.kubelet import SETTLED_AFTER_S, Kubelet, containers, failure
 from tests.producers.fakes import FakeClock, value
 from tests.producers.node.pod_resources import (
     GPU_A,

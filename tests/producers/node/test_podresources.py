@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from packaging.requirements import Requirement
 
 from producers.node import podresources_pb2
-from producers.node.podresources import Undecodable, containers
+from producers.node.kubelet import UndecodableAnswer, containers
 from producers.node.podresources_pb2 import ContainerDevices, ContainerResources, PodResources
 from producers.records import containers_content
 from tests.producers.node.pod_resources import (
@@ -111,7 +111,7 @@ def test_what_a_newer_kubelet_says_beside_it_is_skipped() -> None:
     ],
 )
 def test_an_answer_with_devices_of_nobody_is_none(said: bytes) -> None:
-    with pytest.raises(Undecodable, match="has no name"):
+    with pytest.raises(UndecodableAnswer, match="has no name"):
         containers(said, NVIDIA)
 
 
@@ -121,13 +121,13 @@ def test_names_are_needed_only_where_there_are_devices() -> None:
 
 @pytest.mark.parametrize("said", [b"\xff", b"hello", INVALID_UTF8, pods_on({GPU_A: "bert-0"})[:-1]])
 def test_what_is_no_answer_is_said_to_be_none(said: bytes) -> None:
-    with pytest.raises(Undecodable):
+    with pytest.raises(UndecodableAnswer):
         containers(said, NVIDIA)
 
 
 @given(st.binary() | st.builds(lambda cut: many(3)[cut:], st.integers(0, 100)))
 def test_any_bytes_are_containers_or_undecodable(said: bytes) -> None:
-    with contextlib.suppress(Undecodable):
+    with contextlib.suppress(UndecodableAnswer):
         msgspec.convert(containers(said, NVIDIA), list[Container])
 
 

@@ -4,19 +4,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from producers.node.slurm import LONGEST_NAME_BYTES, Claim, as_name, claim
+from producers.node.jobs import LONGEST_NAME_BYTES, Job, as_name, slurm_job
 
 BATCH = b"PATH=/usr/bin\0SLURM_JOB_ID=4242\0SLURM_JOB_USER=alice\0SLURM_JOB_PARTITION=gpu\0HOME=/home/alice\0"
 NAMES = [b"SLURM_JOB_ID", b"SLURM_JOB_USER", b"SLURM_JOB_PARTITION", b"=", b"\0", b"7", b"\xff", b"alice", b"\n"]
 
 
 def test_a_batch_job_names_itself_its_user_and_its_partition() -> None:
-    assert claim(BATCH) == Claim("4242", "alice", "gpu")
+    assert slurm_job(BATCH) == Job("4242", "alice", "gpu")
 
 
 def test_the_number_of_an_array_task_is_its_own_and_not_the_arrays() -> None:
     environ = b"SLURM_ARRAY_JOB_ID=4240\0SLURM_ARRAY_TASK_ID=2\0SLURM_JOB_ID=4242\0SLURM_JOBID=4242\0"
-    assert claim(environ) == Claim("4242", None, None)
+    assert slurm_job(environ) == Job("4242", None, None)
 
 
 @pytest.mark.parametrize(
@@ -39,34 +39,36 @@ def test_the_number_of_an_array_task_is_its_own_and_not_the_arrays() -> None:
     ],
 )
 def test_an_environment_without_a_job_id_names_no_job(environ: bytes) -> None:
-    assert claim(environ) is None
+    assert slurm_job(environ) is None
 
 
 def test_an_end_that_was_cut_off_does_not_count() -> None:
-    assert claim(b"SLURM_JOB_ID=42") is None
-    assert claim(b"SLURM_JOB_ID=42\0SLURM_JOB_USER=ali") == Claim("42", None, None)
+    assert slurm_job(b"SLURM_JOB_ID=42") is None
+    assert slurm_job(b"SLURM_JOB_ID=42\0SLURM_JOB_USER=ali") == Job("42", None, None)
 
 
 def test_of_a_variable_that_is_there_twice_the_first_counts() -> None:
-    assert claim(b"SLURM_JOB_ID=1\0SLURM_JOB_ID=2\0") == Claim("1", None, None)
-    assert claim(b"SLURM_JOB_ID=x\0SLURM_JOB_ID=2\0") is None
+    assert slurm_job(b"SLURM_JOB_ID=1\0SLURM_JOB_ID=2\0") == Job("1", None, None)
+    assert slurm_job(b"SLURM_JOB_ID=x\0SLURM_JOB_ID=2\0") is None
 
 
 @pytest.mark.parametrize("user", [b"", b"a\nb", b"a\x1b[31m", b"\xff\xfe", b"a" * 257, b"a\x7f"])
 def test_a_name_that_can_not_be_is_not_known(user: bytes) -> None:
-    assert claim(b"SLURM_JOB_USER=" + user + b"\0SLURM_JOB_ID=7\0SLURM_JOB_PARTITION=gpu\0") == Claim("7", None, "gpu")
+    assert slurm_job(b"SLURM_JOB_USER=" + user + b"\0SLURM_JOB_ID=7\0SLURM_JOB_PARTITION=gpu\0") == Job(
+        "7", None, "gpu"
+    )
 
 
 def test_a_name_may_hold_any_letters_and_an_equals_sign() -> None:
-    assert claim("SLURM_JOB_ID=7\0SLURM_JOB_USER=zoë=b\0".encode()) == Claim("7", "zoë=b", None)
+    assert slurm_job("SLURM_JOB_ID=7\0SLURM_JOB_USER=zoë=b\0".encode()) == Job("7", "zoë=b", None)
 
 
 @given(st.binary() | st.lists(st.sampled_from(NAMES)).map(b"".join))
 def test_no_environment_is_too_strange_to_be_read(environ: bytes) -> None:
-    found = claim(environ)
+    found = slurm_job(environ)
     if found is None:
         return
-    assert b"SLURM_JOB_ID=" + found.job_id.encode() + b"\0" in environ
+    assert b"SLURM_JOB_ID=" + found.id.encode() + b"\0" in environ
     for name in (found.user, found.partition):
         assert name is None or (name.isprintable() and name.encode() in environ)
 

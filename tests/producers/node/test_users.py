@@ -6,20 +6,20 @@ import threading
 
 import pytest
 
-from producers.node import users
-from producers.node.users import Users, of_this_machine
+from producers.node import jobs
+from producers.node.jobs import Users, user_of_this_machine
 
 LONG_S = 30.0
 
 
 def test_a_name_that_is_found_is_known_at_once() -> None:
-    known = Users({1000: "alice"}.get, wait_s=LONG_S)
+    known = Users({1000: "alice"}.get, within_s=LONG_S)
     known.ask(1000)
     assert known.name(1000) == "alice"
 
 
 def test_who_has_no_name_is_called_by_number() -> None:
-    known = Users({1000: "alice"}.get, wait_s=LONG_S)
+    known = Users({1000: "alice"}.get, within_s=LONG_S)
     known.ask(1001)
     assert known.name(1001) == "1001"
     assert known.name(1000) == "1000", "it was never asked for"
@@ -33,7 +33,7 @@ def test_a_name_is_asked_for_until_it_is_found_and_then_no_more() -> None:
         asked.append(uid)
         return next(answers)
 
-    known = Users(lookup, wait_s=LONG_S)
+    known = Users(lookup, within_s=LONG_S)
     for _ in range(4):
         known.ask(1000)
     assert known.name(1000) == "alice"
@@ -48,7 +48,7 @@ def test_a_name_service_that_hangs_costs_the_name_and_no_more_threads_than_a_few
         hangs.wait(LONG_S)
         return f"user-{uid}"
 
-    known = Users(lookup, wait_s=0.0)
+    known = Users(lookup, within_s=0.0)
     for uid in (*range(1000, 1010), 1000):
         known.ask(uid)
     for _ in range(4):
@@ -64,8 +64,8 @@ def test_a_name_service_that_hangs_costs_the_name_and_no_more_threads_than_a_few
 
 
 def test_no_more_names_are_remembered_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(users, "_REMEMBERED", 2)
-    known = Users(lambda uid: f"user-{uid}", wait_s=LONG_S)
+    monkeypatch.setattr(jobs, "_REMEMBERED", 2)
+    known = Users(lambda uid: f"user-{uid}", within_s=LONG_S)
     known.ask(1)
     known.ask(2)
     known.name(1)
@@ -78,12 +78,12 @@ def test_this_machine_knows_who_runs_the_test() -> None:
         name = pwd.getpwuid(os.getuid()).pw_name
     except KeyError:
         pytest.skip("nobody has this user id here")
-    assert of_this_machine(os.getuid()) == name
+    assert user_of_this_machine(os.getuid()) == name
 
 
 @pytest.mark.parametrize("uid", [4_000_000_000, 2**40])
 def test_this_machine_does_not_know_everybody(uid: int) -> None:
-    assert of_this_machine(uid) is None
+    assert user_of_this_machine(uid) is None
 
 
 def test_a_name_that_can_not_be_printed_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,4 +91,4 @@ def test_a_name_that_can_not_be_printed_is_none(monkeypatch: pytest.MonkeyPatch)
         pw_name = "a\udcff"
 
     monkeypatch.setattr(pwd, "getpwuid", lambda uid: Entry)
-    assert of_this_machine(1000) is None
+    assert user_of_this_machine(1000) is None

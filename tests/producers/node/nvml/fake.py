@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from producers.node.cgroups import Place
+from producers.node.cgroups import ProcessPlace
 from producers.node.nvml import binding
 from producers.node.nvml.binding import EventSet, FieldId, FieldValue, Handle, NvmlError, Told
 from producers.node.nvml.events import XID_EVENT
@@ -354,10 +354,10 @@ def _existing(found: FakeDevice | None) -> FakeDevice:
 class FakePlaces:
     """Where processes belong, as the test says; the others are not to be seen."""
 
-    def __init__(self, places: dict[int, Place] | None = None) -> None:
+    def __init__(self, places: dict[int, ProcessPlace] | None = None) -> None:
         self.places = places or {}
 
-    def of(self, pid: int) -> Place | None:
+    def of(self, pid: int) -> ProcessPlace | None:
         return self.places.get(pid)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from producers.node.cgroups import Place
+from producers.node.cgroups import ProcessPlace
 from producers.node.nvml import binding
 from producers.node.nvml.binding import NvmlError
 from producers.node.nvml.gpu import Gpu, Reading
@@ -19,7 +19,7 @@ class Bench:
         self.nvml, self.clock = FakeNvml(1), Clock()
         self.gpu = self.nvml.gpus[0]
         self.nvml.init()
-        places = FakePlaces({7: Place("1b6c", None, None)})
+        places = FakePlaces({7: ProcessPlace("1b6c", None, None)})
         self.card = Gpu(self.nvml, 0, places, list_every_s=10, clock=self.clock)
 
     def read(self) -> Reading:

@@ -6,7 +6,7 @@ from unittest.mock import patch
 
 import pytest
 
-from producers.node.cgroups import Place
+from producers.node.cgroups import ProcessPlace
 from producers.node.nvml import binding
 from producers.node.nvml.calls import Calls, Lost
 from producers.node.nvml.processes import Found, Processes
@@ -14,11 +14,11 @@ from tests.producers.node.nvml.fake import GIB, Clock, FakeNvml, FakePlaces, bus
 
 COMPUTE, GRAPHICS, MPS = (f"nvmlDeviceGet{kind}RunningProcesses_v3" for kind in ("Compute", "Graphics", "MPSCompute"))
 NEWER, OLDER = "nvmlDeviceGetProcessesUtilizationInfo", "nvmlDeviceGetProcessUtilization"
-POD = Place("1b6c", "9f2e", None)
+POD = ProcessPlace("1b6c", "9f2e", None)
 
 
 class Bench:
-    def __init__(self, places: dict[int, Place] | None = None, *, cut: bool = False) -> None:
+    def __init__(self, places: dict[int, ProcessPlace] | None = None, *, cut: bool = False) -> None:
         self.nvml, self.clock = FakeNvml(1), Clock()
         self.answers = self.nvml.gpus[0].answers
         self.nvml.init()
@@ -36,7 +36,7 @@ class Bench:
 
 
 def test_a_process_has_its_memory_its_share_and_its_place() -> None:
-    bench = Bench({7: POD, 8: Place(None, None, "4711"), 9: Place(None, None, None)})
+    bench = Bench({7: POD, 8: ProcessPlace(None, None, "4711"), 9: ProcessPlace(None, None, None)})
     bench.answers[COMPUTE] = [running(7, 5 * GIB), running(8, 0), running(9, None)]
     bench.answers[MPS] = [running(10)]
     bench.answers[NEWER] = [busy(7, 90), busy(9, 100)]
