@@ -67,7 +67,8 @@ class Tracked(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     ``since_ms``: from when on it has held. ``ceased_ms``: it no longer does, since then; ``keep_ms``: for how long its
     alert fires on. ``blind_ms``: there is no evidence since then. ``event``: it is no state that lasts, but something
-    that happened. ``alert`` is what was written of it, ``written_ms`` when; a pending condition has neither.
+    that happened. ``alert`` is what is written of it to gpu.alerts, ``written_ms`` when it was; an alert without
+    ``written_ms`` is still to be written. A pending condition has neither.
     """
 
     name: str

@@ -115,6 +115,7 @@ def arrived(state: NodeAlerts, tick: Tick, place: LogPosition) -> NodeAlerts:
 
 def step(state: NodeAlerts, tick: Tick, place: LogPosition, rules: Rules) -> Step:
     """What a tick makes of a node's alerts."""
+    state, announced = announce(state)
     findings, memory = evaluate.evaluate(rules, tick, state.memory)
     after = arrived(state, tick, place)
     if memory is not state.memory:
@@ -124,7 +125,7 @@ def step(state: NodeAlerts, tick: Tick, place: LogPosition, rules: Rules) -> Ste
     now = _Now(tick, rules, state, state.last_ts_ms, not 0 <= tick.ts_ms - state.last_ts_ms <= MAX_GAP_MS)
     found: dict[Identity, Finding] = {(f.rule.name, f.device, f.pod_uid, f.key): f for f in findings}
     tracked: list[Tracked] = []
-    writes: list[Write] = []
+    writes = list(announced)
     for one in state.tracked:
         later, alert = _next(one, found.pop(identity(one), None), now)
         if later is not None:
@@ -174,33 +175,59 @@ def quiet(state: NodeAlerts) -> NodeAlerts:
     return _replace(state, silent=True)
 
 
-def silence(state: NodeAlerts, rules: Rules, lasted_ms: int) -> Step:
-    """A node has had no tick for so long: the rules of which that is long enough fire. The same whoever finds it."""
+def silence(state: NodeAlerts, rules: Rules, lasted_ms: int) -> NodeAlerts:
+    """The state of a node that had no tick for so long: the rules for which that is long enough have fired in it.
+
+    It is the same whoever finds it. Write it first, then what :func:`announce` makes of it.
+    """
     if is_retired(state):
-        return Step(state)
-    writes: list[Write] = []
+        return state
     for rule in rules.of("node_silent"):
         tracked = Tracked(name=rule.name, since_ms=state.last_ts_ms, keep_ms=rule.keep_firing_ms)
-        if lasted_ms < rule.for_ms or any(identity(one) == identity(tracked) for one in state.tracked):
-            continue
-        starts_ms = min(state.last_ts_ms + rule.for_ms, MAX_TIME_MS)
-        alert = _alert(rule, tracked, state, starts_ms, rule.for_ms / 1000, silent(rule, state, state.memory))
-        tracked = _replace(tracked, alert=alert, written_ms=starts_ms)
-        step = _closed(
-            _replace(quiet(state), tracked=(*state.tracked, tracked)), [_transition(alert)], state.last_ts_ms
-        )
-        state = step.state
-        writes += step.writes
-    return Step(state, tuple(writes))
+        if lasted_ms >= rule.for_ms and all(identity(one) != identity(tracked) for one in state.tracked):
+            starts_ms = min(state.last_ts_ms + rule.for_ms, MAX_TIME_MS)
+            alert = _alert(rule, tracked, state, starts_ms, rule.for_ms / 1000, silent(rule, state, state.memory))
+            state = _replace(quiet(state), tracked=(*state.tracked, _replace(tracked, alert=alert)))
+    return state
 
 
-def retire(state: NodeAlerts, at_ms: int, because: str = "node_removed") -> Step:
-    """A node is gone: whatever was open is resolved, and what was remembered of it forgotten."""
+def retire(state: NodeAlerts, at_ms: int, because: str = "node_removed") -> NodeAlerts:
+    """The state of a node that is gone: whatever was open is resolved, and what was remembered of it forgotten.
+
+    Write it first, then what :func:`announce` makes of it.
+    """
     if is_retired(state):
+        return state
+    ended = [
+        _replace(one, alert=_resolved(one.alert, one, min(at_ms, MAX_TIME_MS), because), written_ms=None)
+        for one in state.tracked
+        if one.alert is not None
+    ]
+    return _replace(quiet(state), tracked=tuple(ended), memory=Memory())
+
+
+def announce(state: NodeAlerts) -> Step:
+    """The alerts that a state has and that are not written yet; the state after it has them as written.
+
+    Only what the worker's clock decides is in a state before it is written. Ticks are read again after a crash, and
+    decide the same again; a silence may not be found again, for the node may have come back.
+    """
+    if not has_unwritten(state):
         return Step(state)
-    at_ms = min(at_ms, MAX_TIME_MS)
-    alerts = [_resolved(one.alert, one, at_ms, because) for one in state.tracked if one.alert is not None]
-    return _closed(_replace(quiet(state), tracked=(), memory=Memory()), list(map(_transition, alerts)), at_ms)
+    tracked: list[Tracked] = []
+    writes: list[Write] = []
+    for one in state.tracked:
+        if one.alert is not None and one.written_ms is None:
+            writes.append(_transition(one.alert))
+            one = _replace(one, written_ms=milliseconds(one.alert.starts_at))
+        if one.alert is None or one.alert.is_open:
+            tracked.append(one)
+    return _closed(_replace(state, tracked=tuple(tracked)), writes, state.last_ts_ms)
+
+
+def has_unwritten(state: NodeAlerts) -> bool:
+    """Whether a state has alerts that are to be written once the broker has the state."""
+    return any(one.alert is not None and one.written_ms is None for one in state.tracked)
 
 
 def expire(state: NodeAlerts, now_ms: int) -> Step:

@@ -122,8 +122,10 @@ class Node:
         return due
 
     def written(self, state: NodeAlerts) -> None:
-        """All that was due is acknowledged."""
+        """All that was due is acknowledged. Alerts that the state had before they were written are due now."""
         self.durable, self.writing = state, False
+        if self.current is not None and self.settled():
+            self.close(machine.announce(self.current))
 
     def settled(self) -> bool:
         """Whether the broker has all that is worth having."""

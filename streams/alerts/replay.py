@@ -44,12 +44,11 @@ class Replay:
         place = LogPosition(self.ticks, tick.ts_ms if logged_ms is None else logged_ms)
         before = machine.begin(tick, place) if state is None else state
         lasted_ms = min(tick.ts_ms - before.last_ts_ms, place.logged_ms - before.logged_ms)
-        silent = machine.silence(before, self._rules, lasted_ms)
-        step = machine.step(silent.state, tick, place, self._rules)
+        step = machine.step(machine.silence(before, self._rules, lasted_ms), tick, place, self._rules)
         self._states[node] = step.state
         self._newest_ms[node] = max(tick.ts_ms, self._newest_ms.get(node, 0))
         self._logged_ms = max(self._logged_ms, logged_ms or 0)
-        return [*silent.alerts, *step.alerts]
+        return step.alerts
 
     def end(self) -> list[Alert]:
         """The transitions of nodes that sent nothing any more while others did."""
@@ -59,5 +58,5 @@ class Replay:
             lasted_ms = now_ms - self._newest_ms[node]
             if self._logged_ms:
                 lasted_ms = min(lasted_ms, self._logged_ms - state.logged_ms)
-            found += machine.silence(state, self._rules, lasted_ms).alerts
+            found += machine.announce(machine.silence(state, self._rules, lasted_ms)).alerts
         return found

@@ -75,11 +75,12 @@ def without_ticks(state: NodeAlerts, rules: Rules, *, now_ms: int, removed_ms: i
 
     It has left if the cluster removed it (``removed_ms``, in log time), or after a day.
     """
-    left = Step(state)
+    if machine.has_unwritten(state):
+        return machine.announce(state)
     if removed_ms is not None and removed_ms + LEAVING_MS >= state.logged_ms:
-        left = machine.retire(state, state.last_ts_ms)
+        after = machine.retire(state, state.last_ts_ms)
     elif now_ms - state.logged_ms >= FORGET_MS:
-        left = machine.retire(state, state.last_ts_ms + FORGET_MS)
-    silent = machine.silence(left.state, rules, now_ms - state.logged_ms)
-    expired = machine.expire(silent.state, now_ms)
-    return Step(expired.state, left.writes + silent.writes + expired.writes)
+        after = machine.retire(state, state.last_ts_ms + FORGET_MS)
+    else:
+        after = machine.silence(state, rules, now_ms - state.logged_ms)
+    return Step(after) if after is not state else machine.expire(state, now_ms)

@@ -247,7 +247,7 @@ def test_a_silent_nodes_alert_starts_a_rules_duration_after_its_last_tick_and_on
     life.go(range(3), BUSY)
     assert life.state is not None
     for _ in range(2):
-        life.take(machine.silence(life.state, SHORT, 60_000))
+        life.take(machine.announce(machine.silence(life.state, SHORT, 60_000)))
     (alert,) = life.written
     assert (alert.name, alert.starts_at, alert.state) == ("NodeSilent", second(62), "firing")
 
@@ -256,7 +256,7 @@ def test_the_next_tick_resolves_a_silent_nodes_alert() -> None:
     life = Life()
     life.go(range(3), BUSY)
     assert life.state is not None
-    life.take(machine.silence(life.state, SHORT, 60_000))
+    life.take(machine.announce(machine.silence(life.state, SHORT, 60_000)))
     assert life.go(range(300, 301), BUSY) == [(300, "NodeSilent", "resolved")]
     assert life.written[-1].resolved_because == "ticks"
 
@@ -265,7 +265,7 @@ def test_a_tick_that_was_held_up_resolves_a_silent_nodes_alert_no_earlier_than_i
     life = Life()
     life.go(range(3), BUSY)
     assert life.state is not None
-    life.take(machine.silence(life.state, SHORT, 60_000))
+    life.take(machine.announce(machine.silence(life.state, SHORT, 60_000)))
     life.go(range(3, 5), BUSY)
     assert life.written[-1].ends_at == life.written[0].starts_at
 
@@ -274,10 +274,10 @@ def test_a_node_that_is_gone_has_its_alerts_resolved_and_in_the_end_nothing_left
     life = Life()
     life.go(range(30), IDLE)
     assert life.state is not None
-    life.take(machine.retire(life.state, START_MS + 86_400_000))
+    life.take(machine.announce(machine.retire(life.state, START_MS + 86_400_000)))
     assert [a.resolved_because for a in life.written if a.state == "resolved"] == ["node_removed"]
     assert not machine.is_over(life.state)
-    assert life.take(machine.retire(life.state, START_MS + 86_400_000)) == []
+    assert life.take(machine.announce(machine.retire(life.state, START_MS + 86_400_000))) == []
     life.take(machine.expire(life.state, START_MS + 86_400_000 + DELETE_MS))
     assert life.deleted == [life.written[0].fingerprint]
     assert machine.is_over(life.state)

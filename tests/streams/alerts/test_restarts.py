@@ -2,23 +2,28 @@
 
 from random import Random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from streams.alerts import memory
+from streams.alerts.silence import FORGET_MS
 from streams.alerts.tick import Tick
-from streams.alerts.worker import ALERTS, STATE
+from streams.alerts.worker import ALERTS, STATE, WORKLOADS
 from tests.clock import run
-from tests.streams.alerts.fakes import Broker, Worker, settle
-from tests.streams.alerts.stories import lives
-from topics.alerts import transition_id
+from tests.streams.alerts.fakes import Broker, Record, Worker, settle
+from tests.streams.alerts.stories import SHORT, lives
+from tests.streams.alerts.ticks import START_MS, device, tick
+from topics.alerts import Alert, transition_id
+from topics.workloads import NodeWorkloads
 
 
 async def undisturbed(ticks: list[Tick]) -> Broker:
     broker = Broker()
     worker = Worker(broker)
     await worker.start()
-    for tick in ticks:
-        broker.log(tick)
+    for one in ticks:
+        broker.log(one)
         await worker.live()
     assert worker.failures == []
     return broker
@@ -31,8 +36,8 @@ async def disturbed(ticks: list[Tick], chance: Random, *, kills: float) -> Broke
     worker = await _another(broker)
     for _ in range(10_000):
         some = chance.randint(0, 6)
-        for tick in ticks[logged : logged + some]:
-            broker.log(tick)
+        for one in ticks[logged : logged + some]:
+            broker.log(one)
             _repeat_some(broker, chance)
         logged = min(len(ticks), logged + some)
         await worker.read(count=chance.randint(1, 9))
@@ -113,3 +118,76 @@ def test_any_batching_and_any_restart_give_the_same_transitions(ticks: list[Tick
         assert found[identity] == value
     assert by_alert(found) == by_alert(expected)
     assert last(crooked, ALERTS) == last(straight, ALERTS)
+
+
+HOT = device(0, busy=0.0, clock_event_reasons=0x40)
+
+
+async def of_a_node_without_ticks(why: str) -> Worker:
+    """A worker that has just read the last tick of a node whose GPU has an alert, and is about to find it silent."""
+    broker = Broker()
+    for second in range(130):
+        broker.log(tick(second, HOT))
+    removed = NodeWorkloads(schema=1, cluster="c", node="n", epoch=1, seq=1, ts_ms=1, removed=why == "removed")
+    broker.logs[WORKLOADS].append(Record(b"c/n", memory.encode(removed), START_MS + 130_000))
+    worker = Worker(broker, SHORT)
+    worker.clocks.started_ms = START_MS + (FORGET_MS if why == "away for a day" else 130_000)
+    await worker.start()
+    await worker.read(WORKLOADS)
+    await worker.live()
+    worker.commit()
+    return worker
+
+
+async def acknowledged(worker: Worker, count: int) -> None:
+    """Let time pass, and so many records that are written then be acknowledged, one by one."""
+    worker.sender.holding = True
+    for _ in range(24):
+        await worker.wait(5)
+        while worker.sender.flying and count:
+            worker.sender.land(1)
+            count -= 1
+            await settle()
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+@pytest.mark.parametrize("arrives", [True, False])
+@pytest.mark.parametrize("killed_after", range(6))
+@pytest.mark.parametrize("why", ["silent", "removed", "away for a day"])
+async def test_whenever_a_worker_ends_the_alerts_of_a_silent_node_are_what_its_state_says(
+    why: str, killed_after: int, arrives: bool, comes_back: bool
+) -> None:
+    """``arrives``: the broker gets one record more. ``comes_back``: the node's next tick is there before the next
+    worker has found it silent."""
+    first = await of_a_node_without_ticks(why)
+    broker = first.broker
+    await acknowledged(first, killed_after)
+    for task in first.stage._writing:
+        task.cancel()
+    first.sender.land(1 if arrives else 0, acknowledge=False)
+    await settle()
+
+    second = Worker(broker, SHORT)
+    second.clocks.started_ms = first.clocks.now_ms()
+    await second.start()
+    await second.read(WORKLOADS)
+    if comes_back:
+        broker.log(tick(131, HOT))
+    await second.live()
+    await second.wait(0 if comes_back else 60)
+
+    assert (first.failures, second.failures) == ([], [])
+    assert transitions(broker)
+    (state,) = [memory.decode(value) for value in last(broker, STATE).values() if value is not None]
+    open_alerts = {one.alert.fingerprint: one.alert for one in state.tracked if one.alert is not None}
+    assert open_alerts == {alert.fingerprint: alert for alert in latest(broker) if alert.is_open}
+    names = {alert.name for alert in open_alerts.values()}
+    if comes_back:
+        assert "NodeSilent" not in names
+    else:
+        assert names == ({"GPUThermalSlowdown", "NodeSilent"} if why == "silent" else set())
+
+
+def latest(broker: Broker) -> list[Alert]:
+    """The last record of each alert."""
+    return list({alert.fingerprint: alert for alert in broker.alerts()}.values())
