@@ -1,16 +1,17 @@
-"""A Faust app whose agents are fed batch by batch by the reader, through a channel in memory.
+"""A Faust app whose one agent the reader feeds, batch by batch, through a channel in memory.
 
-A stream is an app, a consumer group and one agent:
-
-    app = ReaderApp(settings, stage)
+    app = ReaderApp(settings, Reads(inputs=("gpu.samples",), states=("gpu.allocations",)), stage)
 
     @app.agent(app.batches)
     async def attribution(batches):
         async for batch in batches: ...
 
-The agent sends through ``app.sender`` and finishes each record's slot with ``app.finish`` or ``app.finish_when``; it
-knows nothing of rebalances, seeks or commits. Faust runs the agent, the channel and the reader's loops; it has no Kafka
-client of its own, so nothing may be subscribed. The group, the reader and the agent share one event loop.
+- Faust runs the agent, its channel and the reader's loops, and stops them. It has no Kafka client of its own.
+- :class:`~streams.reader.Reader` reads, seeks and commits; :class:`~delivery.group.ConsumerGroup` is the membership.
+- The agent sends through ``app.sender`` and finishes each record's slot with ``app.finish`` or ``app.finish_when``. It
+  knows nothing of rebalances, seeks or commits.
+
+All of it shares one event loop.
 """
 
 import asyncio
@@ -33,7 +34,7 @@ from delivery.ledger import Partition, Slot
 from delivery.sender import Sender
 from delivery.settings import MemberSettings
 from delivery.watchdog import Deadlines, Pulse, Watchdog, fail_stop
-from streams.reader import Batch, Reader, Stage
+from streams.reader import Reader, Stage
 
 log = logging.getLogger(__name__)
 
@@ -45,23 +46,19 @@ _ASK_FOR_S = 10.0
 _STOP_S = 6.0
 
 
-class ReaderSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What a stream reads, as whom. Times in seconds, sizes in bytes.
+class Reads(msgspec.Struct, frozen=True, kw_only=True):
+    """What a stream reads: its inputs, whose offsets count, and the states, which each process reads for itself.
 
     ``compacted`` are the states that are read whole. ``watched`` are topics that are not read: only where their
     partitions end is asked, of those numbers whose inputs are read. ``partitions`` is how many each topic has, as
-    checked at the start.
+    checked at the start. ``max_open_bytes`` bounds what is read and not finished.
     """
 
-    group: str
-    kafka: str
     inputs: tuple[str, ...]
     states: tuple[str, ...]
     compacted: tuple[str, ...] = ()
     watched: tuple[str, ...] = ()
     partitions: Mapping[str, int] = {}
-    instance_id: str | None = None
-    session_timeout_s: float = 10.0
     max_open_bytes: int = 128 * 1024 * 1024
     deadlines: Deadlines = Deadlines()
 
@@ -80,7 +77,7 @@ class Batches(Channel):  # type: ignore[misc]  # faust has no types that pass st
         return self._queue
 
     def readers(self) -> int:
-        """How many are given the batches: without one they are dropped, and each of several is given all."""
+        """How many get the batches. Without a reader the batches are dropped; each of several gets them all."""
         return len(self._subscribers)
 
 
@@ -126,33 +123,25 @@ class ReaderApp(faust.App):  # type: ignore[misc]
     BootStrategy = _Boot
 
     def __init__(
-        self, settings: ReaderSettings, stage: Stage, *, fail: Callable[[str], None] = fail_stop, **options: Any
+        self, member: MemberSettings, reads: Reads, stage: Stage, *, fail: Callable[[str], None] = fail_stop
     ) -> None:
-        self.settings = settings
-        self.fail = fail
-        self.sender = Sender(settings.kafka, client_id=settings.group, max_batch_bytes=512 * 1024)
+        self.reads, self.fail = reads, fail
+        self.sender = Sender(member.kafka, client_id=member.group, max_batch_bytes=512 * 1024)
         self.reader = Reader(
             stage,
-            self._deliver,
-            inputs=frozenset(settings.inputs),
-            states=frozenset(settings.states),
-            compacted=frozenset(settings.compacted),
-            max_open_bytes=settings.max_open_bytes,
+            lambda batch: self.batches.send(value=batch),
+            inputs=frozenset(reads.inputs),
+            states=frozenset(reads.states),
+            compacted=frozenset(reads.compacted),
+            max_open_bytes=reads.max_open_bytes,
         )
-        member = MemberSettings(
-            kafka=settings.kafka,
-            group=settings.group,
-            instance_id=settings.instance_id,
-            session_timeout_s=settings.session_timeout_s,
-        )
-        self.group = ConsumerGroup(member, (*settings.inputs, *settings.states), self.reader, settings.partitions)
-        self.reader.client = self.group
+        self.group = ConsumerGroup(member, (*reads.inputs, *reads.states), self.reader, reads.partitions)
+        self.reader.group = self.group
         self._answers = 0
         self._beat = 0
         self._ask = asyncio.Event()
-        self._watchdog = Watchdog(self._pulse, settings.deadlines, fail=fail)
-        faust_settings = {"store": "memory://", "topic_allow_declare": False, "topic_disable_leader": True}
-        super().__init__(settings.group, **(faust_settings | options))
+        self._watchdog = Watchdog(self._pulse, reads.deadlines, fail=fail)
+        super().__init__(member.group, store="memory://", topic_allow_declare=False, topic_disable_leader=True)
         self.batches = Batches(self)
         self.consumer = _NoConsumer(self.beacon)
 
@@ -195,29 +184,36 @@ class ReaderApp(faust.App):  # type: ignore[misc]
     # -- life
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Read until ``stop`` is set or something fails. Raises MustRestart."""
-        starting = asyncio.create_task(self._start())
-        stopping = asyncio.create_task(stop.wait())
+        """Read until ``stop`` is set or something fails. Raises MustRestart.
+
+        The stop takes bounded time: a broker that is away is not waited for.
+        """
+        starting, stopping = asyncio.create_task(self._start()), asyncio.create_task(stop.wait())
+        failed = self.group.failed
+        ends: list[asyncio.Future[Any]] = [stopping, failed]
         try:
             await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
             if starting.done():
                 starting.result()
-                await self._until(stopping)
+            while not stopping.done():
+                await asyncio.wait(ends, timeout=0.5, return_when=asyncio.FIRST_COMPLETED)
+                if failed.done():
+                    failed.result()
+                if self.should_stop:
+                    self.fail(f"the app ended by itself: {self.crash_reason!r}")
+                    break
         finally:
             stopping.cancel()
             starting.cancel()
-            await self._end()
-
-    def not_ready(self) -> list[str]:
-        """What keeps the reader from reading; empty when it reads."""
-        if reasons := self.group.not_ready():
-            return reasons
-        if not self.reader.ledger.ready:
-            return ["no partitions assigned yet"]
-        pending = len(self.reader.pending_states())
-        return [f"state of {pending} partitions still being read"] if pending else []
+            ending = asyncio.create_task(self.close())
+            done, _ = await asyncio.wait([ending], timeout=_STOP_S)
+            self._watchdog.stop()
+            if not done:
+                log.warning("not stopped cleanly in %s s; what is not committed will be read again", _STOP_S)
+                ending.cancel()
 
     async def _start(self) -> None:
+        """Connect, start the agent and then the reader's loops, and join the group."""
         await self.sender.start()
         self._watchdog.start()
         await self.group.connect()
@@ -230,33 +226,20 @@ class ReaderApp(faust.App):  # type: ignore[misc]
         await self.add_runtime_dependency(_Loops(self._read, self._commit, self._ask_for_ends))
         self.group.join()
 
-    async def _until(self, stopping: "asyncio.Task[bool]") -> None:
-        failed = self.group.failed
-        ends: list[asyncio.Future[Any]] = [stopping, failed]
-        while not stopping.done():
-            await asyncio.wait(ends, timeout=0.5, return_when=asyncio.FIRST_COMPLETED)
-            if failed.done():
-                failed.result()
-            if self.should_stop:
-                self.fail(f"the app ended by itself: {self.crash_reason!r}")
-                return
-
-    async def _end(self) -> None:
-        """Stop, in bounded time: a broker that is away is not waited for."""
-        ending = asyncio.ensure_future(self._stop_all())
-        done, _ = await asyncio.wait([ending], timeout=_STOP_S)
-        self._watchdog.stop()
-        if not done:
-            log.warning("not stopped cleanly in %s s; what is not committed will be read again", _STOP_S)
-            ending.cancel()
-
-    async def _stop_all(self) -> None:
+    async def close(self) -> None:
+        """Stop the agent and the loops, commit what is finished, and leave the group."""
         await self.stop()
         await self.reader.revoked()  # nothing can be finished any more, and what is not sent now is no failure
         await asyncio.gather(self.group.close(), self.sender.stop(timeout_s=1.0))
 
-    async def _deliver(self, batch: Batch) -> None:
-        await self.batches.send(value=batch)
+    def not_ready(self) -> list[str]:
+        """What keeps the reader from reading; empty when it reads."""
+        if reasons := self.group.not_ready():
+            return reasons
+        if not self.reader.ledger.ready:
+            return ["no partitions assigned yet"]
+        pending = len(self.reader.pending_states())
+        return [f"state of {pending} partitions still being read"] if pending else []
 
     # -- the reader's loops
 
@@ -275,39 +258,40 @@ class ReaderApp(faust.App):  # type: ignore[misc]
             self.fail(f"the reader failed: {error!r}")
 
     async def _commit(self) -> None:
+        """Commit what is finished, every second."""
         while True:
             await asyncio.sleep(_COMMIT_EVERY_S)
             await self.reader.commit()
 
     async def _ask_for_ends(self) -> None:
-        """Ask where the partitions end, every second and when asked to."""
+        """Ask the broker where our partitions end, every second and when somebody wants to know.
+
+        While none is ours, any partition is asked about: the watchdog has to know whether the broker answers.
+        """
+        ledger, reads = self.reader.ledger, self.reads
         while True:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._ask.wait(), _ASK_EVERY_S)
             self._ask.clear()
             self._beat += 1
             self.reader.loop_late_s = self.group.lateness.worst_s()
-            await self._ask_once()
+            epoch, asked_s, ours = ledger.epoch, time.monotonic(), list(ledger.positions())
+            numbers = sorted({tp.partition for tp in ours if tp.topic in reads.inputs})
+            ours += [Partition(topic, number) for topic in reads.watched for number in numbers]
+            asking = asyncio.ensure_future(self.group.ends(ours or [Partition(reads.inputs[0], 0)]))
+            done, _ = await asyncio.wait([asking], timeout=_ASK_FOR_S)
+            if not done or asking.cancelled():
+                asking.cancel()
+            elif asking.exception() is not None:
+                log.info("where the partitions end is not known: %r", asking.exception())
+            else:
+                self._answers += 1
+                if ours and epoch == ledger.epoch:
+                    self.reader.stage.ends(asked_s, asking.result())
             await asyncio.sleep(_ASK_AT_MOST_EVERY_S)
 
-    async def _ask_once(self) -> None:
-        """Ask where our partitions end; of any partition where none is ours, to know whether the broker answers."""
-        ledger, epoch, asked_s = self.reader.ledger, self.reader.ledger.epoch, time.monotonic()
-        ours = list(ledger.positions())
-        numbers = {tp.partition for tp in ours if tp.topic in self.settings.inputs}
-        ours += [Partition(topic, number) for topic in self.settings.watched for number in sorted(numbers)]
-        asking = asyncio.ensure_future(self.group.ends(ours or [Partition(self.settings.inputs[0], 0)]))
-        done, _ = await asyncio.wait([asking], timeout=_ASK_FOR_S)
-        if not done or asking.cancelled():
-            asking.cancel()
-        elif asking.exception() is not None:
-            log.info("where the partitions end is not known: %r", asking.exception())
-        else:
-            self._answers += 1
-            if ours and epoch == ledger.epoch:
-                self.reader.stage.ends(asked_s, asking.result())
-
     def _pulse(self) -> Pulse:
+        """What the watchdog looks at, from its thread."""
         ledger = self.reader.ledger
         return Pulse(
             beat=self._beat,

@@ -19,12 +19,13 @@ recovery.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from aiokafka.errors import KafkaError
 
 from delivery import start
+from delivery.group import ConsumerGroup
 from delivery.ledger import Ledger, Partition, Slot
 
 log = logging.getLogger(__name__)
@@ -40,28 +41,6 @@ _COMMIT_ON_REVOKE_S = 5.0
 _RETRY_S = 0.2
 _IDLE_S = 0.05
 _SKIP_EVERY_S = 0.2
-
-
-class Client(start.Log, Protocol):
-    """The group's consumer: what it has, what it gives, and where it reads."""
-
-    def assignment(self) -> set[Partition]:
-        """The partitions that are ours now."""
-
-    def flowing(self) -> bool:
-        """Whether records may be taken: not in the middle of a rebalance."""
-
-    async def fetch(self, active: set[Partition], timeout_s: float) -> Mapping[Partition, Sequence[Any]]:
-        """Records of these partitions, in order; none when none came in time."""
-
-    def seek(self, positions: Mapping[Partition, int]) -> None:
-        """Read on from these offsets; nothing that was fetched before is given any more."""
-
-    async def positions(self, tps: Iterable[Partition]) -> Mapping[Partition, int]:
-        """The next offset that each will give, past whatever holds no record; not of those that have none now."""
-
-    async def commit(self, offsets: Mapping[Partition, int]) -> bool:
-        """Commit; False where the group has moved on."""
 
 
 class Stage(Protocol):
@@ -87,7 +66,10 @@ class Reader:
     nothing to speak of; ``max_open_bytes`` bounds what is read and not finished. ``input_ends`` is where the inputs
     ended at the assignment, ``torn`` the partition numbers whose committed offset was no longer in the log then.
     ``loop_late_s`` is the most that the event loop was late in the last minute, as whoever runs the reader measures it.
+    ``group`` is set before the first turn.
     """
+
+    group: ConsumerGroup
 
     def __init__(
         self,
@@ -101,7 +83,6 @@ class Reader:
     ) -> None:
         self.stage, self.deliver = stage, deliver
         self.inputs, self.states, self.compacted, self.max_open_bytes = inputs, states, compacted, max_open_bytes
-        self.client: Client | None = None
         self.ledger = Ledger()
         self.commits: dict[Partition, int] = {}
         self.state_ends: dict[Partition, int] = {}
@@ -136,7 +117,7 @@ class Reader:
         positions = self.ledger.positions().items()
         inputs = {tp: at for tp, at in positions if tp.topic in self.inputs and self.commits.get(tp) != at}
         states = {tp: at for tp, at in positions if tp.topic in self.states and self._settled.get(tp, at) < at}
-        if not (inputs or states) or not await self._client().commit(inputs | states):
+        if not (inputs or states) or not await self.group.commit(inputs | states):
             return False
         if epoch == self.ledger.epoch:
             self.commits |= inputs
@@ -187,7 +168,7 @@ class Reader:
     async def turn(self) -> None:
         """One turn of the loop: wait for the group, set positions, or read."""
         self.turns += 1
-        if not self._client().flowing():
+        if not self.group.flowing():
             await asyncio.sleep(_IDLE_S)
         elif not self.ledger.ready:
             await self._position()
@@ -195,25 +176,22 @@ class Reader:
             await self._read()
 
     async def _position(self) -> None:
-        """Set every position, or none: an assignment that changes meanwhile is positioned again."""
-        client, epoch = self._client(), self.ledger.epoch
-        assigned = client.assignment()
+        """Set every position, or none, and read from there; the stage drops what it holds of other logs and partitions.
+
+        An assignment that changes meanwhile is positioned again.
+        """
+        epoch, assigned = self.ledger.epoch, self.group.assignment()
         inputs = {tp for tp in assigned if tp.topic in self.inputs}
         states = {tp for tp in assigned if tp.topic in self.states}
         try:
-            found = await start.find(client, inputs, states, self._held, self.compacted)
-            if epoch != self.ledger.epoch or assigned != client.assignment():
+            found = await start.find(self.group, inputs, states, self._held, self.compacted)
+            if epoch != self.ledger.epoch or assigned != self.group.assignment():
                 return
-            client.seek(found.positions)
+            self.group.seek(found.positions)
         except NOT_OURS as error:
             log.info("positions not set, trying again: %r", error)
             await asyncio.sleep(_RETRY_S)
             return
-        if epoch == self.ledger.epoch:
-            self._begin(found)
-
-    def _begin(self, found: start.Start) -> None:
-        """Read from these positions; the stage drops what it holds of other logs and partitions."""
         for tp, offset in found.lost.items():
             self.lost += max(0, found.positions[tp] - offset)
             log.error("%s: offset %s is not in the log; reading on from %s", tp, offset, found.positions[tp])
@@ -223,8 +201,7 @@ class Reader:
         self.commits = {tp: offset for tp, offset in found.positions.items() if tp.topic in self.inputs}
         self.input_ends, self.state_ends = dict(found.input_ends), dict(found.state_ends)
         self.torn = frozenset(tp.partition for tp in found.lost)
-        self._settled = dict(found.settled)
-        self._waiting = ours
+        self._settled, self._waiting = dict(found.settled), ours
         log.info("reading %d partitions, %d of them state", len(found.positions), len(found.state_ends))
 
     async def _read(self) -> None:
@@ -245,20 +222,20 @@ class Reader:
             await asyncio.sleep(_IDLE_S)
             return
         epoch = self.ledger.epoch
-        records = await self._client().fetch(active, _FETCH_S)
+        records = await self.group.fetch(active, _FETCH_S)
         for tp in sorted(records, key=lambda tp: tp.topic not in self.states):
             if epoch != self.ledger.epoch:
                 return
             await self._take(tp, records[tp])
-        await self._skip_what_is_no_record(active.difference(records))
+        now_s = asyncio.get_running_loop().time()
+        if self._waiting or now_s - self._skipped_s >= _SKIP_EVERY_S:
+            self._skipped_s = now_s
+            await self._skip_what_is_no_record(active.difference(records))
 
     async def _skip_what_is_no_record(self, silent: set[Partition]) -> None:
         """Follow the client past what no reader is given, or a log that ends in it would never be read to its end."""
-        now_s = asyncio.get_running_loop().time()
-        if not self._waiting and now_s - self._skipped_s < _SKIP_EVERY_S:
-            return
-        self._skipped_s, epoch = now_s, self.ledger.epoch
-        for tp, position in (await self._client().positions(silent)).items():
+        epoch = self.ledger.epoch
+        for tp, position in (await self.group.positions(silent)).items():
             expected = self.ledger.expected(tp)
             if epoch != self.ledger.epoch or expected is None or position < expected:
                 continue
@@ -294,15 +271,10 @@ class Reader:
         if offset <= expected or tp.topic in self.compacted:
             return
         try:
-            begins = (await self._client().beginnings([tp]))[tp]
+            begins = (await self.group.beginnings([tp]))[tp]
         except NOT_OURS as error:
             log.info("%s: whether offsets %d to %d were deleted is not known: %r", tp, expected, offset - 1, error)
             return
         if (gone := min(begins, offset) - expected) > 0:
             self.lost += gone
             log.error("%s: offsets %d to %d were deleted before they were read", tp, expected, expected + gone - 1)
-
-    def _client(self) -> Client:
-        if self.client is None:
-            raise RuntimeError("the reader has no client yet")
-        return self.client

@@ -12,8 +12,7 @@ from typing import Any, Literal, Protocol, TypeVar
 import msgspec
 from aiokafka.partitioner import murmur2
 
-from delivery.instruments import Instrument, Instruments
-from delivery.lateness import lateness_instrument
+from delivery.instruments import Instruments
 from delivery.ledger import Slot
 from streams.app import ReaderApp
 from streams.reader import Batch, Reader
@@ -23,7 +22,6 @@ from topics.topic import MAX_MESSAGE_BYTES, node_key
 log = logging.getLogger(__name__)
 
 DEAD_LETTERS = "gpu.dead-letters"
-
 
 Reason = Literal["undecodable", "key", "oversized", "unsendable"]
 
@@ -63,42 +61,11 @@ def decode_record(decode: Callable[[bytes], R], key: bytes | None, value: bytes 
     return record
 
 
-def instruments(stage: str) -> tuple[Instrument, ...]:
-    """What every stream says of itself."""
-    prefix = f"gpustream_{stage}"
-    return (
-        Instrument(f"{prefix}_read_total", "counter", "Records read, replays after a rebalance included.", ("topic",)),
-        Instrument(
-            f"{prefix}_dead_lettered_total",
-            "counter",
-            "Records that went to gpu.dead-letters, by why: undecodable, key, oversized or unsendable.",
-            ("topic", "reason"),
-        ),
-        Instrument(f"{prefix}_open_bytes", "gauge", "Bytes of records that were read and are not finished."),
-        Instrument(f"{prefix}_nodes", "gauge", "Nodes whose state is held."),
-        Instrument(f"{prefix}_lag_records", "gauge", "Records not yet finished, by topic.", ("topic",)),
-        Instrument(
-            f"{prefix}_misplaced_nodes_total",
-            "counter",
-            "Nodes whose key does not belong in their partition: another partitioner wrote them.",
-        ),
-        Instrument(f"{prefix}_rebalances_total", "counter", "Times that partitions were taken away."),
-        Instrument(
-            f"{prefix}_holes_total",
-            "counter",
-            "Gaps in the offsets of a log: ends of transactions, records that were aborted, compacted or deleted.",
-        ),
-        Instrument(
-            f"{prefix}_lost_offsets_total",
-            "counter",
-            "Offsets that retention, or somebody, deleted before they were read.",
-        ),
-        lateness_instrument(stage),
-    )
-
-
 class Bookkeeping:
-    """One stream's books; ``stage`` is what it is called, ``partitions`` how many its topics have."""
+    """One stream's books; ``stage`` is what it is called, ``partitions`` how many its topics have.
+
+    The instruments that every stream has are named ``gpustream_<stage>_...``: each component's table has them whole.
+    """
 
     def __init__(self, instruments: Instruments, *, stage: str, partitions: int) -> None:
         self._instruments, self._stage, self._partitions = instruments, stage, partitions
@@ -126,14 +93,8 @@ class Bookkeeping:
         self._instruments.counter(f"gpustream_{self._stage}_dead_lettered_total", slot.tp.topic, reason).inc()
         place = f"{slot.tp.topic} partition {slot.tp.partition}"
         log.warning("%s: dead-lettered at offset %s: %s: %.300s", place, slot.offset, reason, error)
-        dead = letter(
-            record.key,
-            record.value,
-            Origin(slot.tp.topic, slot.tp.partition, slot.offset),
-            stage=self._stage,
-            error=f"{reason}: {error}",
-            at_ms=time.time_ns() // 1_000_000,
-        )
+        origin, at_ms = Origin(slot.tp.topic, slot.tp.partition, slot.offset), time.time_ns() // 1_000_000
+        dead = letter(record.key, record.value, origin, stage=self._stage, error=f"{reason}: {error}", at_ms=at_ms)
         sent = await app.sender.send(DEAD_LETTERS, dead.value, key=dead.key, headers=dead.headers)
         app.finish_when(slot, [sent])
 

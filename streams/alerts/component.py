@@ -16,10 +16,9 @@ from delivery.topic_admin import TopicCheck
 from delivery.watchdog import fail_stop
 from streams.alerts.rules import rules_file
 from streams.alerts.worker import ALERTS, ATTRIBUTED, SAMPLES, STATE, WORKLOADS, AlertWorker
-from streams.app import ReaderApp, ReaderSettings
+from streams.app import ReaderApp, Reads
 from streams.settings import AlertSettings
 from streams.stage import DEAD_LETTERS, run_worker
-from streams.stage import instruments as stream_instruments
 
 INSTRUMENTS = (
     Instrument(
@@ -56,7 +55,40 @@ INSTRUMENTS = (
         "From when a tick was logged until its alert was acknowledged.",
         buckets=(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0),
     ),
-    *stream_instruments("alerts"),
+    Instrument(
+        "gpustream_alerts_read_total", "counter", "Records read, replays after a rebalance included.", ("topic",)
+    ),
+    Instrument(
+        "gpustream_alerts_dead_lettered_total",
+        "counter",
+        "Records that went to gpu.dead-letters, by why: undecodable, key, oversized or unsendable.",
+        ("topic", "reason"),
+    ),
+    Instrument("gpustream_alerts_open_bytes", "gauge", "Bytes of records that were read and are not finished."),
+    Instrument("gpustream_alerts_nodes", "gauge", "Nodes whose state is held."),
+    Instrument("gpustream_alerts_lag_records", "gauge", "Records not yet finished, by topic.", ("topic",)),
+    Instrument(
+        "gpustream_alerts_misplaced_nodes_total",
+        "counter",
+        "Nodes whose key does not belong in their partition: another partitioner wrote them.",
+    ),
+    Instrument("gpustream_alerts_rebalances_total", "counter", "Times that partitions were taken away."),
+    Instrument(
+        "gpustream_alerts_holes_total",
+        "counter",
+        "Gaps in the offsets of a log: ends of transactions, records that were aborted, compacted or deleted.",
+    ),
+    Instrument(
+        "gpustream_alerts_lost_offsets_total",
+        "counter",
+        "Offsets that retention, or somebody, deleted before they were read.",
+    ),
+    Instrument(
+        "gpustream_alerts_loop_late_seconds",
+        "gauge",
+        "The most that the event loop was late in the last minute. Past a tenth of --session-timeout it delays"
+        " heartbeats; past all of it, another member takes over.",
+    ),
 )
 """What the alert stream says of itself."""
 
@@ -80,19 +112,15 @@ class Alerts:
         topics = await self._check.passed(stop)
         if topics is None:
             return
-        reads = ReaderSettings(
-            group=s.group,
-            kafka=s.kafka,
+        reads = Reads(
             inputs=(ATTRIBUTED,),
             states=(STATE, WORKLOADS),
             compacted=(STATE,),
             watched=(SAMPLES,),
             partitions=topics.partitions,
-            instance_id=s.instance_id,
-            session_timeout_s=s.session_timeout_s,
         )
         worker = AlertWorker(self.instruments, in_force, partitions=topics.partitions[ATTRIBUTED])
-        app = self._app = worker.app = ReaderApp(reads, worker, fail=self._fail)
+        app = self._app = worker.app = ReaderApp(s, reads, worker, fail=self._fail)
         await run_worker(app, worker, stop, name=self.name, failed="looking at the nodes failed")
 
     def not_ready(self) -> list[str]:

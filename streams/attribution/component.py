@@ -13,11 +13,10 @@ from prometheus_client import CollectorRegistry
 from delivery.instruments import Instrument, Instruments
 from delivery.topic_admin import TopicCheck
 from delivery.watchdog import fail_stop
-from streams.app import ReaderApp, ReaderSettings
+from streams.app import ReaderApp, Reads
 from streams.attribution.joiner import ALLOCATIONS, OUTPUT, SAMPLES, WORKLOADS, Joiner
 from streams.settings import AttributionSettings
 from streams.stage import DEAD_LETTERS, run_worker
-from streams.stage import instruments as stream_instruments
 
 INSTRUMENTS = (
     Instrument(
@@ -36,7 +35,40 @@ INSTRUMENTS = (
         "Records of gpu.workloads that were logged before a time to which they were taken as read: the clocks of two "
         "brokers are more than half a second apart, and a replay may name other pods.",
     ),
-    *stream_instruments("attribution"),
+    Instrument(
+        "gpustream_attribution_read_total", "counter", "Records read, replays after a rebalance included.", ("topic",)
+    ),
+    Instrument(
+        "gpustream_attribution_dead_lettered_total",
+        "counter",
+        "Records that went to gpu.dead-letters, by why: undecodable, key, oversized or unsendable.",
+        ("topic", "reason"),
+    ),
+    Instrument("gpustream_attribution_open_bytes", "gauge", "Bytes of records that were read and are not finished."),
+    Instrument("gpustream_attribution_nodes", "gauge", "Nodes whose state is held."),
+    Instrument("gpustream_attribution_lag_records", "gauge", "Records not yet finished, by topic.", ("topic",)),
+    Instrument(
+        "gpustream_attribution_misplaced_nodes_total",
+        "counter",
+        "Nodes whose key does not belong in their partition: another partitioner wrote them.",
+    ),
+    Instrument("gpustream_attribution_rebalances_total", "counter", "Times that partitions were taken away."),
+    Instrument(
+        "gpustream_attribution_holes_total",
+        "counter",
+        "Gaps in the offsets of a log: ends of transactions, records that were aborted, compacted or deleted.",
+    ),
+    Instrument(
+        "gpustream_attribution_lost_offsets_total",
+        "counter",
+        "Offsets that retention, or somebody, deleted before they were read.",
+    ),
+    Instrument(
+        "gpustream_attribution_loop_late_seconds",
+        "gauge",
+        "The most that the event loop was late in the last minute. Past a tenth of --session-timeout it delays"
+        " heartbeats; past all of it, another member takes over.",
+    ),
 )
 """What the attribution stream says of itself."""
 
@@ -59,17 +91,13 @@ class Attribution:
         topics = await self._check.passed(stop)
         if topics is None:
             return
-        reads = ReaderSettings(
-            group=s.group,
-            kafka=s.kafka,
+        reads = Reads(
             inputs=(SAMPLES,),
             states=(ALLOCATIONS, WORKLOADS),
             partitions=topics.partitions,
-            instance_id=s.instance_id,
-            session_timeout_s=s.session_timeout_s,
         )
         joiner = Joiner(self.instruments, grace_s=s.grace_s, partitions=topics.partitions[SAMPLES])
-        app = self._app = joiner.app = ReaderApp(reads, joiner, fail=self._fail)
+        app = self._app = joiner.app = ReaderApp(s, reads, joiner, fail=self._fail)
         await run_worker(app, joiner, stop, name=self.name, failed="the join failed")
 
     def not_ready(self) -> list[str]:

@@ -12,7 +12,8 @@ from pathlib import Path
 import msgspec
 
 from delivery.ledger import Partition
-from streams.app import ReaderApp, ReaderSettings
+from delivery.settings import MemberSettings
+from streams.app import ReaderApp, Reads
 from streams.reader import Batch
 from tests.real.process import Server
 
@@ -46,15 +47,10 @@ class Stateless:
 
 def echo_app(echo: Echo) -> ReaderApp:
     """The app, with its agent."""
-    reads = ReaderSettings(
-        group=echo.name,
-        kafka=echo.kafka,
-        inputs=(f"{echo.name}-in",),
-        states=(f"{echo.name}-state",),
-        instance_id=echo.instance_id,
-        session_timeout_s=echo.session_timeout_s,
+    member = MemberSettings(
+        group=echo.name, kafka=echo.kafka, instance_id=echo.instance_id, session_timeout_s=echo.session_timeout_s
     )
-    app = ReaderApp(reads, Stateless())
+    app = ReaderApp(member, Reads(inputs=(f"{echo.name}-in",), states=(f"{echo.name}-state",)), Stateless())
 
     @app.agent(app.batches, name="echo")  # type: ignore[untyped-decorator]
     async def agent(batches: AsyncIterator[Batch]) -> None:
@@ -69,7 +65,7 @@ async def _write_on(app: ReaderApp, output: str, batch: Batch) -> None:
         if not app.current(slot):
             return
         sent = []
-        if slot.tp.topic in app.settings.inputs:
+        if slot.tp.topic in app.reads.inputs:
             sent.append(await app.sender.send(output, record.value, partition=slot.tp.partition))
         app.finish_when(slot, sent)
 

@@ -4,8 +4,9 @@ import asyncio
 import functools
 import random
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
+from delivery.group import ConsumerGroup
 from delivery.ledger import Partition, Slot
 from streams.reader import Batch, Reader
 from tests.clock import run
@@ -57,7 +58,7 @@ class Desk:
             compacted=compacted,
             max_open_bytes=max_open_bytes,
         )
-        self.reader.client = self.client
+        self.reader.group = cast("ConsumerGroup", self.client)
         self.delivered: list[tuple[Slot, Record]] = []
         self.room = asyncio.Event()
         self.room.set()

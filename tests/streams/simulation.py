@@ -11,9 +11,11 @@ import random
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import cast
 
 from aiokafka.errors import IllegalStateError, KafkaConnectionError
 
+from delivery.group import ConsumerGroup
 from delivery.ledger import Partition, Slot
 from streams.reader import Batch, Reader
 
@@ -214,7 +216,7 @@ class Process:
             states=frozenset(STATES),
             max_open_bytes=world.max_open_bytes,
         )
-        self.reader.client = self.client
+        self.reader.group = cast("ConsumerGroup", self.client)
         self.memory: dict[Partition, set[int]] = defaultdict(set)
         self.to_learn: dict[Partition, int] = {}
         self.last: dict[tuple[int, Partition], int] = {}

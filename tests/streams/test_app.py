@@ -9,7 +9,8 @@ import pytest
 from delivery.group import MustRestart
 from delivery.ledger import Partition, Slot
 from delivery.sender import Unsendable
-from streams.app import ReaderApp, ReaderSettings
+from delivery.settings import MemberSettings
+from streams.app import ReaderApp, Reads
 
 TP = Partition("ticks", 0)
 STATE = Partition("owners", 0)
@@ -38,8 +39,9 @@ class Bench:
     def __init__(self, **options: Any) -> None:
         self.failed: list[str] = []
         self.stage = Stage()
-        reads = ReaderSettings(group="g", kafka="127.0.0.1:1", inputs=("ticks",), states=("owners",), **options)
-        self.app = ReaderApp(reads, self.stage, fail=self.failed.append)
+        member = MemberSettings(group="g", kafka="127.0.0.1:1")
+        reads = Reads(inputs=("ticks",), states=("owners",), **options)
+        self.app = ReaderApp(member, reads, self.stage, fail=self.failed.append)
 
     def agent(self, channel: Any = None, name: str = "agent") -> Any:
         """An agent on the batches, listening as it does once it has started."""
@@ -155,7 +157,7 @@ async def test_an_app_with_one_agent_on_the_batches_runs_and_is_given_them(
     running = asyncio.ensure_future(bench.app.run(stop))
     while not bench.app.batches.readers():  # noqa: ASYNC110 - nothing tells
         await asyncio.sleep(0)
-    await bench.app._deliver([(bench.admit(), "record")])
+    await bench.app.reader.deliver([(bench.admit(), "record")])
     await asyncio.wait_for(running, 8)
     assert [[record for _, record in batch] for batch in taken] == [["record"]]
     assert bench.failed == []
@@ -225,7 +227,7 @@ async def test_batches_are_neither_held_up_nor_dropped_by_fausts_flow_control(be
     listening = bench.agent()
     bench.app.flow_control.suspend()
     bench.app.flow_control.clear()
-    await bench.app._deliver([(bench.admit(), "record")])
+    await bench.app.reader.deliver([(bench.admit(), "record")])
     bench.app.flow_control.resume()
     event = await asyncio.wait_for(anext(listening), 5)
     assert event.value[0][1] == "record"
@@ -234,8 +236,8 @@ async def test_batches_are_neither_held_up_nor_dropped_by_fausts_flow_control(be
 async def test_delivering_waits_for_room(bench: Bench) -> None:
     listening = bench.agent()
     for _ in range(16):
-        await bench.app._deliver([])
-    waiting = asyncio.ensure_future(bench.app._deliver([]))
+        await bench.app.reader.deliver([])
+    waiting = asyncio.ensure_future(bench.app.reader.deliver([]))
     await asyncio.sleep(0.01)
     assert not waiting.done()
     await anext(listening)
@@ -257,7 +259,13 @@ async def ask(bench: Bench, answer: Any, meanwhile: Any = lambda: None) -> list[
         return dict.fromkeys(tps, answer)
 
     bench.app.group.ends = ends  # type: ignore[method-assign]
-    await bench.app._ask_once()
+    bench.app.ask_ends()
+    asking = asyncio.create_task(bench.app._ask_for_ends())
+    while not asked:  # noqa: ASYNC110 - the loop is not to know who waits
+        await asyncio.sleep(0)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    asking.cancel()
     return asked
 
 
@@ -330,7 +338,7 @@ async def test_a_start_that_fails_is_raised(bench: Bench, monkeypatch: pytest.Mo
 async def test_an_output_that_a_stop_cancels_is_no_failure(bench: Bench) -> None:
     output = asyncio.Future[int]()
     bench.app.finish_when(bench.admit(), [output])
-    await bench.app._stop_all()
+    await bench.app.close()
     output.cancel()
     await asyncio.sleep(0)
     assert bench.failed == []

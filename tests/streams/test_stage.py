@@ -1,0 +1,29 @@
+"""What every stream says of itself: the same instruments, under its own name."""
+
+from delivery.lateness import lateness_instrument
+from streams.alerts.component import INSTRUMENTS as ALERTS
+from streams.attribution.component import INSTRUMENTS as ATTRIBUTION
+
+SHARED = (
+    "read_total",
+    "dead_lettered_total",
+    "open_bytes",
+    "nodes",
+    "lag_records",
+    "misplaced_nodes_total",
+    "rebalances_total",
+    "holes_total",
+    "lost_offsets_total",
+    "loop_late_seconds",
+)
+
+
+def test_both_streams_count_what_they_read_alike() -> None:
+    alerts = {row.name.removeprefix("gpustream_alerts_"): row[1:] for row in ALERTS}
+    attribution = {row.name.removeprefix("gpustream_attribution_"): row[1:] for row in ATTRIBUTION}
+    assert {name: alerts[name] for name in SHARED} == {name: attribution[name] for name in SHARED}
+
+
+def test_both_streams_say_how_late_their_loop_is_as_sinks_do() -> None:
+    assert lateness_instrument("alerts") in ALERTS
+    assert lateness_instrument("attribution") in ATTRIBUTION
