@@ -1,30 +1,47 @@
-"""aiokafka's clients, which never make a topic (import them from here), and consumers that are connected and let go.
+"""aiokafka's clients, which never make a topic: import them from here. How they are connected, let go, and asked.
 
 A client asks for metadata of the topics that it uses by name, and a broker with ``auto.create.topics.enable``, which is
 Kafka's default, makes a topic that is asked for, with the broker's own number of partitions and settings. Only the
 request itself can forbid that, and aiokafka has no option for it: so the request is replaced in every module that
-makes one, for the whole process, Faust's consumer included.
+makes one, for the whole process.
 
 Source: Kafka's protocol, Metadata from version 4 on (``allow_auto_topic_creation``).
 """
 
 import asyncio
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import aiokafka.admin.client
 import aiokafka.client
-from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.errors import KafkaError
 from aiokafka.protocol.metadata import MetadataRequest
 
-__all__ = ["AIOKafkaAdminClient", "AIOKafkaConsumer", "AIOKafkaProducer", "close", "connected", "describe"]
+from delivery.ledger import Partition
+
+__all__ = [
+    "AIOKafkaAdminClient",
+    "AIOKafkaConsumer",
+    "AIOKafkaProducer",
+    "OffsetClient",
+    "close",
+    "connected",
+    "describe",
+    "offsets_at",
+    "theirs",
+]
 
 log = logging.getLogger(__name__)
 
 _RETRY_S = 0.5
 _CLOSE_S = 2.0
+_PEEKS = 10
+_PEEK_BACK = 8
+_PEEK_BYTES = 256 << 10
+_NO_GROUP: dict[str, Any] = {"group_id": None, "auto_offset_reset": "earliest"}
 
 
 class _MakesNoTopic(MetadataRequest):  # type: ignore[misc] # aiokafka has no types
@@ -80,3 +97,78 @@ async def close(consumer: Any) -> None:
         stopping.cancel()
     elif not stopping.cancelled() and stopping.exception() is not None:
         log.warning("not closed in good order: %s", stopping.exception())
+
+
+class OffsetClient:
+    """Asks where logs begin and end, and where a time is in them. Raises KafkaError if the broker does not answer.
+
+    It has a connection of its own: a broker answers the requests of a connection one after the other, and behind a
+    fetch that waits for records each of these would wait too. Where a log ends is its last stable offset: what comes
+    after it is of transactions that are still open, and can't be read yet.
+    """
+
+    def __init__(self, kafka: str, *, client_id: str) -> None:
+        self._kafka, self._client_id = kafka, client_id
+        self._consumer: Any = None
+
+    async def connect(self) -> None:
+        """Connect, for as long as that takes; cancel to give up."""
+        self._consumer = await connected(self._kafka, client_id=f"{self._client_id}-offsets", **_NO_GROUP)
+
+    async def close(self) -> None:
+        """Let go of the connection."""
+        if self._consumer is not None:
+            await close(self._consumer)
+
+    async def beginnings(self, tps: list[Partition]) -> Mapping[Partition, int]:
+        """The first offset of each partition."""
+        found = await self._consumer.beginning_offsets([theirs(tp) for tp in tps]) if tps else {}
+        return {Partition(*tp): offset for tp, offset in found.items()}
+
+    async def ends(self, tps: list[Partition]) -> Mapping[Partition, int]:
+        """The offset after the last one of each partition that can be read."""
+        found = await self._consumer.end_offsets([theirs(tp) for tp in tps]) if tps else {}
+        return {Partition(*tp): offset for tp, offset in found.items()}
+
+    async def offsets_at(self, times_ms: Mapping[Partition, int]) -> Mapping[Partition, int | None]:
+        """The first offset at or after a time; None: there is none, or the broker can't tell."""
+        return await offsets_at(self._consumer, times_ms)
+
+    async def times(self, offsets: Mapping[Partition, int]) -> Mapping[Partition, int | None]:
+        """The log time in ms of the last record up to each offset, or of the next one; None: none could be read.
+
+        At the offset itself may be what no reader is given, such as the end of a transaction, so the records shortly
+        before it are read as well, by a consumer that lives no longer than this.
+        """
+        times: dict[Partition, int | None] = dict.fromkeys(offsets)
+        waiting = {theirs(tp): offset for tp, offset in offsets.items()}
+        client_id = f"{self._client_id}-peek"
+        peeking = await connected(self._kafka, client_id=client_id, max_partition_fetch_bytes=_PEEK_BYTES, **_NO_GROUP)
+        try:
+            peeking.assign(list(waiting))
+            for tp, offset in waiting.items():
+                peeking.seek(tp, max(0, offset - _PEEK_BACK))
+            for _ in range(_PEEKS):
+                if not waiting:
+                    break
+                for tp, records in (await peeking.getmany(*waiting, timeout_ms=1000)).items():
+                    for record in records:
+                        if record.offset <= waiting[tp] or times[Partition(*tp)] is None:
+                            times[Partition(*tp)] = record.timestamp
+                for tp in [tp for tp, offset in waiting.items() if await peeking.position(tp) > offset]:
+                    del waiting[tp]
+                    peeking.pause(tp)
+        finally:
+            await close(peeking)
+        return times
+
+
+async def offsets_at(consumer: Any, times_ms: Mapping[Partition, int]) -> Mapping[Partition, int | None]:
+    """What a client says is the first offset at or after a time; None: there is none, or the broker can't tell."""
+    found = await consumer.offsets_for_times({theirs(tp): at for tp, at in times_ms.items()})
+    return {Partition(*tp): at.offset if at is not None else None for tp, at in found.items()}
+
+
+def theirs(tp: Partition) -> TopicPartition:
+    """A partition as the client knows it."""
+    return TopicPartition(*tp)

@@ -19,12 +19,10 @@ from aiokafka.coordinator.protocol import ConsumerProtocolMemberMetadata
 from aiokafka.errors import CommitFailedError, IllegalStateError, KafkaError
 
 from delivery.assignor import Claim, CoPartitioned, claim_of
-from delivery.clients import AIOKafkaAdminClient, close, connected, describe
-from delivery.lateness import LoopLateness
+from delivery.clients import AIOKafkaAdminClient, OffsetClient, close, connected, describe, theirs
 from delivery.ledger import Partition
-from delivery.offsets import OffsetClient, theirs
 from delivery.settings import MemberSettings
-from delivery.watchdog import RESTART
+from delivery.watchdog import RESTART, LoopLateness
 
 log = logging.getLogger(__name__)
 
@@ -330,22 +328,6 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
         """The group's committed offset."""
         offset: int | None = await self._consumer.committed(theirs(tp))
         return offset
-
-    async def beginnings(self, tps: list[Partition]) -> Mapping[Partition, int]:
-        """The first offset of each partition."""
-        return await self.offsets.beginnings(tps)
-
-    async def ends(self, tps: list[Partition]) -> Mapping[Partition, int]:
-        """The offset after the last one of each partition that can be read."""
-        return await self.offsets.ends(tps)
-
-    async def offsets_at(self, times_ms: Mapping[Partition, int]) -> Mapping[Partition, int | None]:
-        """The first offset at or after a time; None: there is none, or the broker can't tell."""
-        return await self.offsets.offsets_at(times_ms)
-
-    async def times(self, offsets: Mapping[Partition, int]) -> Mapping[Partition, int | None]:
-        """The log time in ms of the last record up to each offset; None: it could not be read."""
-        return await self.offsets.times(offsets)
 
     async def commit(self, offsets: Mapping[Partition, int]) -> bool:
         """Commit; False if the group has moved on. Raises KafkaError.

@@ -1,12 +1,29 @@
-"""Where a sink reads a partition from: the first unfinished record, and how far before it to read back."""
+"""From where a partition is read: at the first record that the group has not finished, or some way before it.
 
+In: what the group has committed, and where the log begins and ends. Out: a :class:`Start` of each partition.
+
+    begin ............ position ............ resume ............ end
+             gone by            known again          to be done
+
+A sink reads the last records that it finished again, so that it knows what it has delivered. A stream reads its state
+topics from ten minutes of log time before its first unfinished input: a snapshot of a node is sent again every five
+minutes, so ten minutes of them hold every node's state; a partition whose newest record is older than that is read from
+ten minutes before it. A broker that can't find offsets by time, or a topic without times, is read from the beginning;
+so is a compacted state topic, whose every record may be the last of its key.
+"""
+
+import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Literal, NamedTuple
 
+import msgspec
+
+from delivery.group import ConsumerGroup
 from delivery.ledger import Partition
-from delivery.start import Log
+
+STATE_WINDOW_MS = 10 * 60 * 1000
 
 From = Literal["earliest", "latest"] | float
 """Where a group without offsets starts: at an end of the log, or so many seconds ago."""
@@ -14,68 +31,149 @@ From = Literal["earliest", "latest"] | float
 WHOLE = math.inf
 """Read back the whole log: of a compacted topic, whose older records are as true as its newest."""
 
-OffsetsAt = Callable[[Mapping[Partition, int]], Awaitable[Mapping[Partition, int | None]]]
-"""Asks for the first offset at or after a time in ms; None: there is none, or the broker can't tell."""
-
 _ANY_TIME_MS = 1
 
 
 class Start(NamedTuple):
-    """``resume`` is the first unfinished record's offset, ``position`` where to read from to recall what was before.
+    """Where the log began and ended when it was asked, where it is read from, and the first unfinished record.
 
-    ``is_new``: the group had no offset here. ``known``: it is where the last assignment ended. ``expired``: so many
-    unfinished records were gone.
+    ``committed`` is the group's offset, None if it had none.
     """
 
+    begin: int
     position: int
     resume: int
-    is_new: bool = False
-    known: bool = False
-    expired: int = 0
+    end: int
+    committed: int | None
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether the log does not have the record that is next to the group: it was deleted, or the log is another."""
+        return self.committed is not None and self.committed != self.resume
+
+    @property
+    def expired(self) -> int:
+        """How many unfinished records were gone."""
+        return max(0, self.resume - self.committed) if self.committed is not None else 0
 
 
-async def find(log: Log, tp: Partition, from_: From, recall_s: float, *, known: int | None = None) -> Start:
-    """Where to start. ``known`` is where the last assignment of this reader ended, if it had the partition.
+class Held(msgspec.Struct, frozen=True):
+    """What a process already holds: how far it has read each state partition, and the inputs' last commits.
 
-    Raises KafkaError where the broker does not answer: ask again.
+    State is pruned behind the commits, so a group that was set back makes it useless.
     """
-    committed = await log.committed(tp)
+
+    states: dict[Partition, int] = {}
+    commits: dict[Partition, int] = {}
+
+
+async def find(group: ConsumerGroup, tp: Partition, from_: From, recall_s: float, *, known: int | None = None) -> Start:
+    """Where a sink starts: ``recall_s`` before the last finished record, or there if that is the offset ``known``.
+
+    ``known`` is where the last assignment of this reader ended, if it had the partition. Raises KafkaError if the
+    broker does not answer: ask again.
+    """
+    committed = await group.committed(tp)
     if committed is not None and committed == known:
-        return Start(committed, committed, known=True)
-    begin, end = (await log.beginnings([tp]))[tp], (await log.ends([tp]))[tp]
-    if committed is None:
-        resume = await first(log.offsets_at, tp, from_, begin, end)
-        return Start(begin if recall_s == WHOLE else resume, resume, is_new=True)
-    if committed > end:  # the topic was made anew
-        return Start(begin, begin)
-    if committed <= begin:
-        return Start(begin, begin, expired=begin - committed)
-    return Start(await _before(log, tp, committed, begin, recall_s), committed)
+        return Start(committed, committed, committed, committed, committed)
+    (start,) = (await _resume(group, {tp: committed}, from_)).values()
+    if recall_s == WHOLE:
+        return start._replace(position=start.begin)
+    if committed is None or start.is_torn or committed == start.begin:
+        return start
+    found = await _before(group, {tp: {tp: committed - 1}}, int(recall_s * 1000))
+    if tp not in found:  # nothing but what no reader is given
+        return start
+    return start._replace(position=max(start.begin, min(found[tp] or start.begin, committed)))
 
 
-async def first(offsets_at: OffsetsAt, tp: Partition, from_: From, begin: int, end: int) -> int:
-    """Where a reader starts that has no offset, between the ends of the log."""
-    if from_ == "earliest":
-        return begin
-    if from_ == "latest":
-        return end
-    found = await _at(offsets_at, tp, int((time.time() - float(from_)) * 1000))
+async def find_with_state(
+    group: ConsumerGroup,
+    inputs: Collection[Partition],
+    states: Collection[Partition],
+    held: Held,
+    compacted: frozenset[str] = frozenset(),
+) -> tuple[dict[Partition, Start], frozenset[int]]:
+    """Where a stream starts, and the partition numbers whose state is read again: drop what is held of them.
+
+    ``compacted`` topics are read whole. If a state's topic was deleted and created again, what is held of it stays
+    true, and its new log is read as well. A state's ``resume`` says before which offset the group has finished its
+    records once, dead letters included: they are read again for what they say, and not dead-lettered again.
+    """
+    tps = [*inputs, *states]
+    commits = dict(zip(tps, await asyncio.gather(*(group.committed(tp) for tp in tps)), strict=True))
+    starts = await _resume(group, commits)
+    renewed = {tp for tp in states if held.states.get(tp, 0) > starts[tp].end}
+    fresh = {tp.partition for tp in states if tp not in renewed and held.states.get(tp, -1) < starts[tp].begin}
+    fresh |= {tp.partition for tp in inputs if starts[tp].resume < held.commits.get(tp, 0)}
+    unread = [tp for tp in states if tp.partition in fresh or tp in renewed]
+    anchors = {
+        tp: {
+            other: starts[other].resume
+            for other in inputs
+            if other.partition == tp.partition and starts[other].resume < starts[other].end
+        }
+        | {tp: starts[tp].end - 1}
+        for tp in unread
+        if tp.topic not in compacted and starts[tp].begin < starts[tp].end
+    }
+    found = await _before(group, anchors, STATE_WINDOW_MS)
+    for tp in states:
+        position = (found.get(tp) or starts[tp].begin) if tp in unread else held.states[tp]
+        starts[tp] = starts[tp]._replace(position=position)
+    return starts, frozenset(fresh)
+
+
+async def first(
+    offsets_at: Callable[[Mapping[Partition, int]], Awaitable[Mapping[Partition, int | None]]],
+    tp: Partition,
+    from_: From,
+    begin: int,
+    end: int,
+) -> int:
+    """Where a reader starts that has no offset, between the ends of the log.
+
+    ``offsets_at`` asks for the first offset at or after a time in ms; None: there is none, or the broker can't tell.
+    """
+    if isinstance(from_, str):
+        return begin if from_ == "earliest" else end
+    found = (await offsets_at({tp: int((time.time() - from_) * 1000)}))[tp]
     if found is None:  # all is older, or this broker does not know offsets by time
-        return begin if await _at(offsets_at, tp, _ANY_TIME_MS) is None else end
+        return begin if (await offsets_at({tp: _ANY_TIME_MS}))[tp] is None else end
     return found
 
 
-async def _before(log: Log, tp: Partition, committed: int, begin: int, recall_s: float) -> int:
-    """The first record of the time before the last finished one."""
-    if recall_s == WHOLE:
-        return begin
-    finished_ms = (await log.times({tp: committed - 1}))[tp]
-    if finished_ms is None:  # nothing but what no reader is given
-        return committed
-    found = await _at(log.offsets_at, tp, max(_ANY_TIME_MS, finished_ms - int(recall_s * 1000)))
-    return begin if found is None else max(begin, min(found, committed))
+async def _resume(
+    group: ConsumerGroup, commits: Mapping[Partition, int | None], from_: From = "earliest"
+) -> dict[Partition, Start]:
+    """Where the group goes on in each partition: at what it has committed, as far as the log has it."""
+    tps = list(commits)
+    begins, ends = await asyncio.gather(group.offsets.beginnings(tps), group.offsets.ends(tps))
+    starts = {}
+    for tp, committed in commits.items():
+        begin, end = begins[tp], ends[tp]
+        if committed is None:
+            resume = await first(group.offsets.offsets_at, tp, from_, begin, end)
+        else:
+            resume = committed if begin <= committed <= end else begin
+        starts[tp] = Start(begin, resume, resume, end, committed)
+    return starts
 
 
-async def _at(offsets_at: OffsetsAt, tp: Partition, ts_ms: int) -> int | None:
-    """The first offset at or after a time, or None."""
-    return (await offsets_at({tp: ts_ms}))[tp]
+async def _before(
+    group: ConsumerGroup, anchors: Mapping[Partition, Mapping[Partition, int]], window_ms: int
+) -> Mapping[Partition, int | None]:
+    """For each partition, its first offset in the time before the earliest of its anchors, which are records anywhere.
+
+    None if the broker can't tell. A partition of which an anchor's time is not known is left out.
+    """
+    records: dict[Partition, int] = {}
+    for some in anchors.values():
+        records |= some
+    times = await group.offsets.times(records) if records else {}
+    since = {}
+    for tp, some in anchors.items():
+        known = [at for at in (times[record] for record in some) if at is not None]
+        if len(known) == len(some):
+            since[tp] = max(_ANY_TIME_MS, min(known) - window_ms)
+    return await group.offsets.offsets_at(since) if since else {}

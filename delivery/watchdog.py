@@ -1,20 +1,26 @@
-"""Ends a process that hangs; being started again and reading again is the recovery.
+"""How well the event loop runs: ends a process that hangs, and measures how late the loop is meanwhile.
 
-It runs in a thread, because the event loop may be what hangs, and counts its own seconds, because a process that was
-suspended has not stalled.
+Being started again and reading again is the recovery. The watchdog runs in a thread, because the event loop may be what
+hangs, and counts its own seconds, because a process that was suspended has not stalled.
 """
 
+import asyncio
 import logging
 import os
 import sys
 import threading
-import time
+from collections import deque
 from collections.abc import Callable
 from typing import NoReturn
 
 import msgspec
 
+from delivery.instruments import Instrument
+
 log = logging.getLogger(__name__)
+
+_LATE_EVERY_S = 0.1
+_LATE_FOR_S = 60.0
 
 RESTART = 70
 """The exit code of a process that stopped itself to be restarted."""
@@ -64,23 +70,11 @@ class Judge:
         last, self._last = self._last, pulse
         if last is None:
             return None
-        answered = pulse.reachable != last.reachable
+        answered, progressed = pulse.reachable != last.reachable, pulse.progress != last.progress
         self._still = self._still + 1 if pulse.beat == last.beat else 0
-        if pulse.ready or pulse.progress != last.progress:
-            self._unready = 0
-        elif answered:
-            self._unready += 1
-        if not pulse.working or pulse.progress != last.progress:
-            self._stuck = 0
-        elif answered:
-            self._stuck += 1
-        if pulse.turns != last.turns:
-            self._idle = 0
-        elif answered:
-            self._idle += 1
-        return self._verdict()
-
-    def _verdict(self) -> str | None:
+        self._unready = 0 if pulse.ready or progressed else self._unready + answered
+        self._stuck = 0 if not pulse.working or progressed else self._stuck + answered
+        self._idle = 0 if pulse.turns != last.turns else self._idle + answered
         if self._still >= self._deadlines.beat:
             return f"the event loop has not moved for {self._still} s"
         if self._unready >= self._deadlines.start:
@@ -103,22 +97,56 @@ class Watchdog:
 
     def start(self) -> None:
         """Begin to look."""
-        threading.Thread(target=self._run, name="watchdog", daemon=True).start()
+        threading.Thread(target=self.run, name="watchdog", daemon=True).start()
 
     def stop(self) -> None:
         """Look no more."""
         self._stopped.set()
 
-    def _run(self) -> None:
-        while not self._stopped.is_set():
-            time.sleep(1.0)
-            reason = self._look()
+    def run(self) -> None:
+        """Look until stopped, or until there is a reason to end the process."""
+        while not self._stopped.wait(1.0):
+            try:
+                reason = self._judge.look(self._pulse())
+            except Exception as error:  # noqa: BLE001 - whatever it is, nobody else would notice
+                reason = f"the watchdog failed: {error!r}"
             if reason is not None and not self._stopped.is_set():
                 self._fail(reason)
                 return
 
-    def _look(self) -> str | None:
-        try:
-            return self._judge.look(self._pulse())
-        except Exception as error:  # noqa: BLE001 - whatever it is, nobody else would notice
-            return f"the watchdog failed: {error!r}"
+
+def lateness_instrument(component: str) -> Instrument:
+    """What a component says of its own event loop."""
+    return Instrument(
+        f"gpustream_{component}_loop_late_seconds",
+        "gauge",
+        "The most that the event loop was late in the last minute. Past a tenth of --session-timeout it delays"
+        " heartbeats; past all of it, another member takes over.",
+    )
+
+
+class LoopLateness:
+    """Measures, while :meth:`watch` runs, how much later than due a sleeper wakes."""
+
+    def __init__(self) -> None:
+        self._worst: deque[tuple[float, float]] = deque()
+
+    async def watch(self) -> None:
+        """Measure ten times a second. Never returns."""
+        loop = asyncio.get_running_loop()
+        while True:
+            due_s = loop.time() + _LATE_EVERY_S
+            await asyncio.sleep(_LATE_EVERY_S)
+            self.note(loop.time(), loop.time() - due_s)
+
+    def note(self, now_s: float, late_s: float) -> None:
+        """It woke this late. What was less late before is forgotten: it is never the worst of a minute again."""
+        while self._worst and self._worst[-1][1] <= late_s:
+            self._worst.pop()
+        self._worst.append((now_s, late_s))
+        while self._worst[0][0] < now_s - _LATE_FOR_S:
+            self._worst.popleft()
+
+    def worst_s(self) -> float:
+        """The most that it was late within the last minute, in seconds."""
+        return max(0.0, self._worst[0][1]) if self._worst else 0.0

@@ -140,10 +140,10 @@ class Assignment:
     async def _go(self, start: Start) -> None:
         if self.abandon.is_set():
             raise Abandoned
-        if start.known and self._kept is not None:
+        if self._kept is not None and start.committed == self._kept.next:
             self._handler = self._kept._handler  # noqa: SLF001 - of this class
         self._outcomes.expired(start.expired)
-        if start.is_new:
+        if start.committed is None:
             await self._commit(start.resume)
         self._group.seek({self.tp: start.position})
 
@@ -168,7 +168,7 @@ class Assignment:
             self._give_back()
             return got
         try:
-            begin = min(got, (await self._group.beginnings([self.tp]))[self.tp])
+            begin = min(got, (await self._group.offsets.beginnings([self.tp]))[self.tp])
         except KafkaError as error:
             log.warning("%s: whether offsets %d to %d were deleted is not known: %s", self.tp, wanted, got - 1, error)
             return resume

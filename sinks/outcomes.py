@@ -10,7 +10,7 @@ from typing import Literal
 from prometheus_client import Counter
 
 from delivery.instruments import Instrument, Instruments
-from delivery.lateness import lateness_instrument
+from delivery.watchdog import lateness_instrument
 
 log = logging.getLogger(__name__)
 

@@ -278,7 +278,7 @@ class ReaderApp(faust.App):  # type: ignore[misc]
             epoch, asked_s, ours = ledger.epoch, time.monotonic(), list(ledger.positions())
             numbers = sorted({tp.partition for tp in ours if tp.topic in reads.inputs})
             ours += [Partition(topic, number) for topic in reads.watched for number in numbers]
-            asking = asyncio.ensure_future(self.group.ends(ours or [Partition(reads.inputs[0], 0)]))
+            asking = asyncio.ensure_future(self.group.offsets.ends(ours or [Partition(reads.inputs[0], 0)]))
             done, _ = await asyncio.wait([asking], timeout=_ASK_FOR_S)
             if not done or asking.cancelled():
                 asking.cancel()

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 from aiokafka.errors import KafkaError
 
-from delivery import start
+from delivery import positions
 from delivery.group import ConsumerGroup
 from delivery.ledger import Ledger, Partition, Slot
 
@@ -91,7 +91,7 @@ class Reader:
         self._settled: dict[Partition, int] = {}
         self.holes = self.lost = self.rebalances = self.turns = 0
         self.loop_late_s = 0.0
-        self._held = start.Held()
+        self._held = positions.Held()
         self._waiting: set[int] = set()
         self._full = False
         self._skipped_s = 0.0
@@ -154,7 +154,7 @@ class Reader:
         """Positions are unknown until the loop has set them; what is unfinished is read again."""
         if self.ledger.ready:
             states = {tp: at for tp, at in self.ledger.positions().items() if tp.topic in self.states}
-            self._held = start.Held(states, dict(self.commits))
+            self._held = positions.Held(states, dict(self.commits))
         self.ledger.forget()
         self.stage.forget()
 
@@ -184,25 +184,26 @@ class Reader:
         inputs = {tp for tp in assigned if tp.topic in self.inputs}
         states = {tp for tp in assigned if tp.topic in self.states}
         try:
-            found = await start.find(self.group, inputs, states, self._held, self.compacted)
+            starts, fresh = await positions.find_with_state(self.group, inputs, states, self._held, self.compacted)
             if epoch != self.ledger.epoch or assigned != self.group.assignment():
                 return
-            self.group.seek(found.positions)
+            self.group.seek({tp: start.position for tp, start in starts.items()})
         except NOT_OURS as error:
             log.info("positions not set, trying again: %r", error)
             await asyncio.sleep(_RETRY_S)
             return
-        for tp, offset in found.lost.items():
-            self.lost += max(0, found.positions[tp] - offset)
-            log.error("%s: offset %s is not in the log; reading on from %s", tp, offset, found.positions[tp])
-        ours = {tp.partition for tp in found.state_ends}
-        self.stage.drop(found.fresh | ({tp.partition for tp in self._held.states} - ours))
-        self.ledger.begin(found.positions)
-        self.commits = {tp: offset for tp, offset in found.positions.items() if tp.topic in self.inputs}
-        self.input_ends, self.state_ends = dict(found.input_ends), dict(found.state_ends)
-        self.torn = frozenset(tp.partition for tp in found.lost)
-        self._settled, self._waiting = dict(found.settled), ours
-        log.info("reading %d partitions, %d of them state", len(found.positions), len(found.state_ends))
+        torn = {tp: starts[tp] for tp in inputs if starts[tp].is_torn}
+        for tp, start in torn.items():
+            self.lost += start.expired
+            log.error("%s: offset %s is not in the log; reading on from %s", tp, start.committed, start.resume)
+        ours = {tp.partition for tp in states}
+        self.stage.drop(fresh | ({tp.partition for tp in self._held.states} - ours))
+        self.ledger.begin({tp: start.position for tp, start in starts.items()})
+        self.commits = {tp: starts[tp].resume for tp in inputs}
+        self.input_ends, self.state_ends = {tp: starts[tp].end for tp in inputs}, {tp: starts[tp].end for tp in states}
+        self.torn = frozenset(tp.partition for tp in torn)
+        self._settled, self._waiting = {tp: starts[tp].resume for tp in states}, ours
+        log.info("reading %d partitions, %d of them state", len(starts), len(states))
 
     async def _read(self) -> None:
         """Fetch once, and take what came: state first.
@@ -271,7 +272,7 @@ class Reader:
         if offset <= expected or tp.topic in self.compacted:
             return
         try:
-            begins = (await self.group.beginnings([tp]))[tp]
+            begins = (await self.group.offsets.beginnings([tp]))[tp]
         except NOT_OURS as error:
             log.info("%s: whether offsets %d to %d were deleted is not known: %r", tp, expected, offset - 1, error)
             return

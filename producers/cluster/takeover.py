@@ -18,9 +18,8 @@ from aiokafka import TopicPartition
 from aiokafka.errors import KafkaError, TopicAuthorizationFailedError
 
 from delivery import clients, positions, topic_admin
-from delivery.clients import describe
+from delivery.clients import describe, offsets_at
 from delivery.ledger import Partition
-from delivery.offsets import offsets_at
 from topics.decoding import decoder
 from topics.workloads import TOPIC, NodeWorkloads, Pod
 

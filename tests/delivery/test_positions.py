@@ -1,16 +1,21 @@
-"""Where a partition is to be read from."""
+"""From where a partition is read."""
 
 import asyncio
 import time
+from typing import Any, NamedTuple
 
 import pytest
 
 from delivery import positions
 from delivery.ledger import Partition
-from delivery.positions import WHOLE, Start
+from delivery.positions import STATE_WINDOW_MS, WHOLE, Held, Start
 from tests.sinks.records import FakeGroup, Read
+from tests.streams.desk import LABELS, OWNERS, TICKS, Desk, instant
 
+MINUTE_MS = 60_000
+NOW_MS = 1_790_000_000_000
 TP = Partition("gpu.attributed", 0)
+KNOWN = Start(150, 150, 150, 150, 150)
 LOG = [Read(offset, b"", offset * 1000) for offset in range(10, 200)]
 
 
@@ -25,50 +30,52 @@ async def test_a_new_group_starts_at_an_end_of_the_log_or_so_long_ago() -> None:
     consumer = FakeGroup(LOG, begin=10)
     now_s = time.time()
     recent = [Read(offset, b"", int((now_s - 200 + offset) * 1000)) for offset in range(10, 200)]
-    assert await find(consumer, "earliest") == Start(10, 10, is_new=True)
-    assert await find(consumer, "latest") == Start(200, 200, is_new=True)
+    assert await find(consumer, "earliest") == Start(10, 10, 10, 200, None)
+    assert await find(consumer, "latest") == Start(10, 200, 200, 200, None)
     start = await find(FakeGroup(recent, begin=10), 60.0)
-    assert start.is_new
+    assert start.committed is None
     assert start.resume in {140, 141}
 
 
 async def test_a_new_group_starts_at_the_end_where_all_is_older() -> None:
-    assert await find(FakeGroup(LOG, begin=10), 60.0) == Start(200, 200, is_new=True)
+    assert await find(FakeGroup(LOG, begin=10), 60.0) == Start(10, 200, 200, 200, None)
 
 
 async def test_a_new_group_starts_at_the_beginning_where_the_broker_knows_no_times() -> None:
-    assert await find(FakeGroup(LOG, begin=10, by_time=False), 60.0) == Start(10, 10, is_new=True)
+    assert await find(FakeGroup(LOG, begin=10, by_time=False), 60.0) == Start(10, 10, 10, 200, None)
 
 
 async def test_the_minute_before_the_last_finished_record_is_read_back() -> None:
-    assert await find(FakeGroup(LOG, group=150, begin=10)) == Start(89, 150)
+    assert await find(FakeGroup(LOG, group=150, begin=10)) == Start(10, 89, 150, 200, 150)
 
 
 async def test_no_more_is_read_back_than_there_is() -> None:
-    assert await find(FakeGroup(LOG, group=20, begin=10)) == Start(10, 20)
+    assert await find(FakeGroup(LOG, group=20, begin=10)) == Start(10, 10, 20, 200, 20)
 
 
 async def test_everything_is_read_back_where_the_broker_knows_no_times() -> None:
-    assert await find(FakeGroup(LOG, group=150, begin=10, by_time=False)) == Start(10, 150)
+    assert await find(FakeGroup(LOG, group=150, begin=10, by_time=False)) == Start(10, 10, 150, 200, 150)
 
 
 async def test_a_topic_that_is_to_be_read_back_whole_is_read_from_its_beginning() -> None:
-    assert await find(FakeGroup(LOG, group=150, begin=10), recall_s=WHOLE) == Start(10, 150)
-    assert await find(FakeGroup(LOG, begin=10), "latest", recall_s=WHOLE) == Start(10, 200, is_new=True)
-    assert await find(FakeGroup(LOG, group=150, begin=10), recall_s=WHOLE, known=150) == Start(150, 150, known=True)
+    assert await find(FakeGroup(LOG, group=150, begin=10), recall_s=WHOLE) == Start(10, 10, 150, 200, 150)
+    assert await find(FakeGroup(LOG, begin=10), "latest", recall_s=WHOLE) == Start(10, 10, 200, 200, None)
+    assert await find(FakeGroup(LOG, group=150, begin=10), recall_s=WHOLE, known=150) == KNOWN
 
 
 async def test_nothing_is_read_back_where_the_last_assignment_ended_just_here() -> None:
-    assert await find(FakeGroup(LOG, group=150, begin=10), known=150) == Start(150, 150, known=True)
-    assert not (await find(FakeGroup(LOG, group=150, begin=10), known=149)).known
+    assert await find(FakeGroup(LOG, group=150, begin=10), known=150) == KNOWN
+    assert (await find(FakeGroup(LOG, group=150, begin=10), known=149)).position == 89
 
 
 async def test_records_that_expired_unread_are_counted() -> None:
-    assert await find(FakeGroup(LOG, group=4, begin=10)) == Start(10, 10, expired=6)
+    start = await find(FakeGroup(LOG, group=4, begin=10))
+    assert (start.position, start.resume, start.expired) == (10, 10, 6)
 
 
 async def test_a_topic_made_anew_is_read_from_its_beginning() -> None:
-    assert await find(FakeGroup(LOG, group=5000, begin=10)) == Start(10, 10)
+    start = await find(FakeGroup(LOG, group=5000, begin=10))
+    assert (start.position, start.resume, start.expired) == (10, 10, 0)
 
 
 async def test_an_offset_at_which_there_is_nothing_but_control_records_is_gone_past() -> None:
@@ -76,9 +83,238 @@ async def test_an_offset_at_which_there_is_nothing_but_control_records_is_gone_p
         async def times(self, offsets: dict[Partition, int]) -> dict[Partition, int | None]:
             return dict.fromkeys(offsets)
 
-    assert await find(Controls(LOG, group=150, begin=10)) == Start(150, 150)
+    assert await find(Controls(LOG, group=150, begin=10)) == Start(10, 150, 150, 200, 150)
 
 
 @pytest.mark.parametrize("recall_s", [0.0, 1.0])
 async def test_the_last_finished_record_itself_is_read_back(recall_s: float) -> None:
     assert (await find(FakeGroup(LOG, group=150, begin=10), recall_s=recall_s)).position == 149 - int(recall_s)
+
+
+# -- with state
+
+
+class Found(NamedTuple):
+    """Where a stream starts, as its reader takes it."""
+
+    positions: dict[Partition, int]
+    lost: dict[Partition, int | None]
+    state_ends: dict[Partition, int]
+    fresh: frozenset[int]
+
+
+def client(desk: Desk) -> Any:
+    """The desk's client, which answers as a group does."""
+    return desk.client
+
+
+async def find_all(desk: Desk, held: Held | None = None, *compacted: str) -> Found:
+    desk.client.assign(desk.broker.all())
+    found = positions.find_with_state(client(desk), [TICKS], [OWNERS, LABELS], held or Held(), frozenset(compacted))
+    starts, fresh = await found
+    return Found(
+        {tp: start.position for tp, start in starts.items()},
+        {TICKS: starts[TICKS].committed} if starts[TICKS].is_torn else {},
+        {tp: starts[tp].end for tp in (OWNERS, LABELS)},
+        fresh,
+    )
+
+
+def fill(desk: Desk, *, minutes: int, until_ms: int = NOW_MS) -> None:
+    """A state record a minute, up to a time; offset i is the i-th."""
+    for ago in reversed(range(minutes)):
+        desk.log(OWNERS).append(timestamp=until_ms - ago * MINUTE_MS)
+
+
+@instant
+async def test_a_new_group_begins_at_the_beginning_of_the_inputs() -> None:
+    desk = Desk()
+    desk.log(TICKS).append(10)
+    desk.log(TICKS).retain(4)
+    found = await find_all(desk)
+    assert found.positions == {TICKS: 4, OWNERS: 0, LABELS: 0}
+    assert found.lost == {}
+
+
+@instant
+async def test_inputs_begin_at_what_was_committed() -> None:
+    desk = Desk()
+    desk.log(TICKS).append(10)
+    desk.broker.committed[TICKS] = 7
+    assert (await find_all(desk)).positions[TICKS] == 7
+
+
+@instant
+async def test_a_commit_of_zero_is_a_position_like_any_other() -> None:
+    desk = Desk()
+    desk.log(TICKS).append(10)
+    desk.broker.committed[TICKS] = 0
+    assert (await find_all(desk)).positions[TICKS] == 0
+
+
+@instant
+async def test_a_commit_at_the_end_is_not_lost() -> None:
+    desk = Desk()
+    desk.log(TICKS).append(10)
+    desk.broker.committed[TICKS] = 10
+    found = await find_all(desk)
+    assert found.positions[TICKS] == 10
+    assert found.lost == {}
+
+
+@instant
+async def test_a_commit_that_the_log_does_not_have_is_lost_and_read_from_the_beginning() -> None:
+    for committed in (3, 11):
+        desk = Desk()
+        desk.log(TICKS).append(10)
+        desk.log(TICKS).retain(4)
+        desk.broker.committed[TICKS] = committed
+        found = await find_all(desk)
+        assert found.positions[TICKS] == 4
+        assert found.lost == {TICKS: committed}
+
+
+@instant
+async def test_state_is_read_from_ten_minutes_before_the_next_input() -> None:
+    desk = Desk()
+    fill(desk, minutes=60)
+    desk.log(TICKS).append(timestamp=NOW_MS - 30 * MINUTE_MS)
+    found = await find_all(desk)
+    assert desk.log(OWNERS).records[found.positions[OWNERS]].timestamp == NOW_MS - 30 * MINUTE_MS - STATE_WINDOW_MS
+    assert found.state_ends == {OWNERS: 60, LABELS: 0}
+    assert found.fresh == {0}
+
+
+@instant
+async def test_state_whose_newest_record_is_older_than_the_input_is_read_from_ten_minutes_before_that() -> None:
+    desk = Desk()
+    fill(desk, minutes=60, until_ms=NOW_MS - 300 * MINUTE_MS)
+    desk.log(TICKS).append(timestamp=NOW_MS)
+    found = await find_all(desk)
+    assert found.positions[OWNERS] == 60 - 1 - 10
+
+
+@instant
+async def test_without_waiting_inputs_state_is_read_from_ten_minutes_before_its_newest_record() -> None:
+    desk = Desk()
+    fill(desk, minutes=60)
+    desk.log(TICKS).append(5)
+    desk.broker.committed[TICKS] = 5
+    assert (await find_all(desk)).positions[OWNERS] == 60 - 1 - 10
+
+
+@instant
+async def test_state_younger_than_ten_minutes_is_read_from_its_beginning() -> None:
+    desk = Desk()
+    fill(desk, minutes=8)
+    desk.log(OWNERS).retain(2)
+    assert (await find_all(desk)).positions[OWNERS] == 2
+
+
+@instant
+async def test_compacted_state_is_read_whole_and_the_rest_as_ever() -> None:
+    desk = Desk()
+    fill(desk, minutes=60)
+    desk.log(LABELS).append(3, timestamp=0)
+    desk.log(LABELS).retain(1)
+    desk.log(TICKS).append(timestamp=NOW_MS)
+    found = await find_all(desk, None, LABELS.topic)
+    assert (found.positions[LABELS], found.positions[OWNERS]) == (1, 60 - 1 - 10)
+
+
+@instant
+async def test_compacted_state_that_is_held_is_read_on_from_where_it_was() -> None:
+    desk = Desk()
+    desk.log(LABELS).append(9)
+    found = await find_all(desk, Held({LABELS: 4, OWNERS: 0}), LABELS.topic)
+    assert (found.positions[LABELS], found.fresh) == (4, frozenset())
+
+
+@instant
+async def test_records_without_times_have_their_state_read_from_the_beginning() -> None:
+    desk = Desk()
+    desk.log(OWNERS).append(5, timestamp=-1)
+    desk.log(TICKS).append(timestamp=NOW_MS)
+    assert (await find_all(desk)).positions[OWNERS] == 0
+
+
+@instant
+async def test_a_broker_that_cannot_find_offsets_by_time_has_its_state_read_from_the_beginning() -> None:
+    desk = Desk()
+    fill(desk, minutes=60)
+    desk.client._first_since = lambda _tp, _at_ms: None  # type: ignore[assignment]
+    assert (await find_all(desk)).positions[OWNERS] == 0
+
+
+@instant
+async def test_state_whose_newest_record_cannot_be_read_is_read_from_the_beginning() -> None:
+    desk = Desk()
+    fill(desk, minutes=60)
+    desk.log(OWNERS).mark()
+    assert (await find_all(desk)).positions[OWNERS] == 0
+
+
+@instant
+async def test_empty_state_begins_where_its_log_does() -> None:
+    desk = Desk()
+    fill(desk, minutes=60)
+    desk.log(OWNERS).retain(60)
+    found = await find_all(desk)
+    assert found.positions[OWNERS] == 60
+    assert found.state_ends[OWNERS] == 60
+
+
+@instant
+async def test_state_that_is_held_is_read_on() -> None:
+    desk = Desk()
+    fill(desk, minutes=60)
+    found = await find_all(desk, Held({OWNERS: 55, LABELS: 0}, {TICKS: 0}))
+    assert found.positions[OWNERS] == 55
+    assert found.fresh == frozenset()
+
+
+@instant
+async def test_where_one_state_topic_of_a_partition_is_not_held_all_of_it_is_read_anew() -> None:
+    desk = Desk()
+    fill(desk, minutes=60)
+    found = await find_all(desk, Held({OWNERS: 55}))
+    assert found.positions[OWNERS] == 60 - 1 - 10
+    assert found.fresh == {0}
+
+
+@instant
+async def test_held_state_that_the_log_no_longer_reaches_is_read_anew() -> None:
+    desk = Desk()
+    fill(desk, minutes=60)
+    desk.log(OWNERS).retain(30)
+    found = await find_all(desk, Held({OWNERS: 20, LABELS: 0}))
+    assert found.positions[OWNERS] == 60 - 1 - 10
+    assert found.fresh == {0}
+
+
+@instant
+async def test_held_state_stays_where_the_log_is_another_one_which_is_read_as_well() -> None:
+    desk = Desk()
+    fill(desk, minutes=60)
+    found = await find_all(desk, Held({OWNERS: 61, LABELS: 0}))
+    assert found.positions[OWNERS] == 60 - 1 - 10
+    assert found.positions[LABELS] == 0
+    assert found.fresh == frozenset()
+
+
+@instant
+async def test_a_group_that_was_set_back_makes_held_state_useless() -> None:
+    desk = Desk()
+    fill(desk, minutes=60)
+    desk.log(TICKS).append(50, timestamp=NOW_MS)
+    desk.broker.committed[TICKS] = 10
+    held = Held({OWNERS: 60, LABELS: 0}, {TICKS: 11})
+    assert (await find_all(desk, held)).fresh == {0}
+    desk.broker.committed[TICKS] = 11
+    assert (await find_all(desk, held)).fresh == frozenset()
+
+
+@instant
+async def test_without_an_assignment_there_is_nowhere_to_begin() -> None:
+    desk = Desk()
+    assert await positions.find_with_state(client(desk), [], [], Held({OWNERS: 3})) == ({}, frozenset())

@@ -1,10 +1,12 @@
 """When a process is to be ended, and when it only looks like it."""
 
+import asyncio
 import threading
 
 import msgspec
 
-from delivery.watchdog import Deadlines, Judge, Pulse, Watchdog
+from delivery.watchdog import Deadlines, Judge, LoopLateness, Pulse, Watchdog
+from tests.clock import run
 
 DEADLINES = Deadlines(start=120, beat=60, progress=90)
 IDLE = Pulse(beat=0, progress=0, turns=0, working=False, ready=True, reachable=0)
@@ -107,5 +109,31 @@ def test_a_watchdog_that_is_stopped_ends_nothing() -> None:
     reasons: list[str] = []
     watchdog = Watchdog(lambda: IDLE, Deadlines(start=0, beat=0, progress=0), fail=reasons.append)
     watchdog.stop()
-    watchdog._run()
+    watchdog.run()
     assert reasons == []
+
+
+# -- how late the event loop was in the last minute
+
+
+def test_the_lateness_is_the_worst_of_the_last_minute() -> None:
+    lateness = LoopLateness()
+    assert lateness.worst_s() == 0.0
+    for now_s, late_s in ((0.0, 0.5), (10.0, 3.0), (20.0, 0.1), (50.0, 1.0)):
+        lateness.note(now_s, late_s)
+    assert lateness.worst_s() == 3.0
+    lateness.note(71.0, 0.2)
+    assert lateness.worst_s() == 1.0
+    lateness.note(140.0, 0.0)
+    assert lateness.worst_s() == 0.0
+
+
+def test_a_loop_with_nothing_else_to_do_is_not_late() -> None:
+    async def watch_a_while() -> float:
+        lateness = LoopLateness()
+        watching = asyncio.create_task(lateness.watch())
+        await asyncio.sleep(5)
+        watching.cancel()
+        return lateness.worst_s()
+
+    assert run(watch_a_while()) < 1e-6

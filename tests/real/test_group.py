@@ -10,9 +10,9 @@ from confluent_kafka import TopicPartition as TheirPartition
 from confluent_kafka.admin import NewPartitions
 
 from delivery import group as group_module
+from delivery.clients import OffsetClient
 from delivery.group import MustRestart
 from delivery.ledger import Partition
-from delivery.offsets import OffsetClient
 from delivery.sender import Sender
 from streams.app import ReaderApp
 from tests.real.contents import committed, ends, values
@@ -86,7 +86,7 @@ async def test_what_is_aborted_is_not_read_and_what_is_open_holds_up_nothing_bef
             assert (await values(kafka.address, f"{name}-out"))[0] == wanted
             assert app.reader.lost == 0
             tp = Partition(f"{name}-in", 0)
-            assert await app.group.ends([tp]) == {tp: stable}
+            assert await app.group.offsets.ends([tp]) == {tp: stable}
             assert app.not_ready() == []
             now_s = asyncio.get_running_loop().time()
             app.group._look_for_transactions(tp, now_s - 100)
@@ -184,7 +184,7 @@ async def test_ends_are_answered_at_once_while_a_fetch_waits(kafka: KafkaServer)
         loop, took_s = asyncio.get_running_loop(), []
         for _ in range(20):
             asked_s = loop.time()
-            await app.group.ends([Partition(f"{name}-in", 0)])
+            await app.group.offsets.ends([Partition(f"{name}-in", 0)])
             took_s.append(loop.time() - asked_s)
         assert sorted(took_s)[10] < 0.1  # behind a fetch it would wait for 0.2 s
     await offsets.close()

@@ -63,6 +63,11 @@ class FakeGroup:
     at: int = 0
     polled: asyncio.Event = field(default_factory=asyncio.Event)
 
+    @property
+    def offsets(self) -> "FakeGroup":
+        """Asks where the log begins and ends."""
+        return self
+
     def end(self, _: object = None) -> int:
         """The offset after the last record that can be read."""
         if self.stable is not None:

@@ -89,7 +89,7 @@ class FakeClient:
     """One process' consumer. ``chance`` decides how long everything takes, and what is late."""
 
     def __init__(self, broker: Broker, chance: random.Random) -> None:
-        self.broker, self.chance = broker, chance
+        self.broker, self.chance, self.offsets = broker, chance, self
         self.tps: set[Partition] = set()
         self.flow = True
         self.generation = 0

@@ -258,7 +258,7 @@ async def ask(bench: Bench, answer: Any, meanwhile: Any = lambda: None) -> list[
             raise answer
         return dict.fromkeys(tps, answer)
 
-    bench.app.group.ends = ends  # type: ignore[method-assign]
+    bench.app.group.offsets.ends = ends  # type: ignore[method-assign]
     bench.app.ask_ends()
     asking = asyncio.create_task(bench.app._ask_for_ends())
     while not asked:  # noqa: ASYNC110 - the loop is not to know who waits

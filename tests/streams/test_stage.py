@@ -1,6 +1,6 @@
 """What every stream says of itself: the same instruments, under its own name."""
 
-from delivery.lateness import lateness_instrument
+from delivery.watchdog import lateness_instrument
 from streams.alerts.component import INSTRUMENTS as ALERTS
 from streams.attribution.component import INSTRUMENTS as ATTRIBUTION
 
