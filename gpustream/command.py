@@ -1,17 +1,27 @@
-"""A command that checks all of its configuration at the start, and lists every mistake in one message.
+"""Commands that are made from records of settings, and that report every mistake of a command line at once.
 
-In:       arguments and environment variables, as click parses them.
-Out:      the parsed parameters; or one usage error (exit code 2) with a line per mistake.
+In:       records of settings (:mod:`delivery.settings`); arguments and environment variables, as click parses them.
+Out:      the parsed parameters, and the settings and the component made from them; or one usage error (exit code 2)
+          with a line per mistake.
+
+Each option has one environment variable, ``GPUSTREAM_`` and its name, whatever the subcommand.
 """
 
+import dataclasses
 import difflib
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+import importlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar
 
 import click
 
-Check = Callable[[dict[str, Any]], Iterable[str]]
-"""Parameters -> what is wrong with them together."""
+from delivery import settings as schema
+from delivery.settings import LISTEN, Field, KafkaSettings, Registered, Text
+from delivery.values import Address
+
+F = TypeVar("F", bound=Callable[..., Any])
+Decorator = Callable[[F], F]
 
 _MISTAKES = "gpustream.mistakes"
 
@@ -22,7 +32,6 @@ class Mistakes(click.UsageError):
     def __init__(self, mistakes: list[str], ctx: click.Context) -> None:
         lines = mistakes if len(mistakes) == 1 else [f"{len(mistakes)} mistakes:", *(f"  {m}" for m in mistakes)]
         super().__init__("\n".join(lines), ctx)
-        self.mistakes = mistakes
 
 
 class _Collecting(click.Parameter):
@@ -36,14 +45,11 @@ class _Collecting(click.Parameter):
             return super().handle_parse_result(ctx, opts, args)
         except click.UsageError as error:
             ctx.meta.setdefault(_MISTAKES, []).append(error.format_message().strip())
-            value = self._stand_in(ctx)
+            example = getattr(self.type, "example", None)
+            value = self.get_default(ctx) if example is None else self.type.convert(example, self, ctx)
+            value = (value,) if getattr(self, "multiple", False) else value
             ctx.params[self.name or ""] = value
             return value, args
-
-    def _stand_in(self, ctx: click.Context) -> Any:
-        example = getattr(self.type, "example", None)
-        value = self.get_default(ctx) if example is None else self.type.convert(example, self, ctx)
-        return (value,) if getattr(self, "multiple", False) else value
 
 
 class Option(_Collecting, click.Option):
@@ -57,11 +63,17 @@ class Argument(_Collecting, click.Argument):
 class Command(click.Command):
     """A click command with an example in its help, whose mistakes are all reported at once.
 
-    ``check`` sees the parameters together. Where an option was wrong it sees the example of the option's type, so that
-    one mistake does not hide the others.
+    ``check`` gets the parameters, and says what is wrong with them together. In place of a value that is wrong it gets
+    the example of the option's type, so that one mistake does not hide the others.
     """
 
-    def __init__(self, *args: Any, check: Check | None = None, example: str = "", **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        check: Callable[[dict[str, Any]], Iterable[str]] | None = None,
+        example: str = "",
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
         self.check = check
         self.example = example
@@ -69,23 +81,26 @@ class Command(click.Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parses everything, then raises :class:`Mistakes` if anything was wrong."""
         ctx.ignore_unknown_options = ctx.allow_extra_args = True
-        mistakes, rest = self._parse(ctx, args)
+        mistakes: list[str] = []
+        while True:
+            try:
+                rest = super().parse_args(ctx, list(args))
+                break
+            except click.BadOptionUsage as error:
+                mistakes.append(error.format_message())
+                args = [arg for arg in args if arg.partition("=")[0] != error.option_name]
         mistakes += ctx.meta.get(_MISTAKES, ())
-        mistakes += _surplus(self, ctx, rest)
+        unknown = [arg.partition("=")[0] for arg in rest if arg.startswith("-") and arg != "-"]
+        known = [name for param in self.get_params(ctx) for name in param.opts]
+        for name in unknown:
+            close = difflib.get_close_matches(name, known, n=1)
+            mistakes.append(f"No such option {name!r}." + (f" Did you mean {close[0]}?" if close else ""))
+        if not unknown:  # an unknown option could have brought the surplus arguments
+            mistakes += [f"Got an unexpected argument {arg!r}." for arg in rest]
         mistakes += self.check(ctx.params) if self.check else ()
         if mistakes and not ctx.resilient_parsing:
             raise Mistakes(mistakes, ctx)
         return []
-
-    def _parse(self, ctx: click.Context, args: list[str]) -> tuple[list[str], list[str]]:
-        """What is wrong with how options are written, and what was left over of the arguments."""
-        mistakes: list[str] = []
-        while True:
-            try:
-                return mistakes, super().parse_args(ctx, list(args))
-            except click.BadOptionUsage as error:
-                mistakes.append(error.format_message())
-                args = [arg for arg in args if arg.partition("=")[0] != error.option_name]
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The example, as it would be typed."""
@@ -95,15 +110,88 @@ class Command(click.Command):
                     formatter.write(f"{'':>{formatter.current_indent}}{line}\n")
 
 
-def _surplus(command: click.Command, ctx: click.Context, rest: list[str]) -> list[str]:
-    """One mistake per unknown option; surplus arguments only where no unknown option could have brought them."""
-    known = [name for param in command.get_params(ctx) for name in param.opts]
-    unknown = [arg.partition("=")[0] for arg in rest if arg.startswith("-") and arg != "-"]
-    if unknown:
-        return [_no_such_option(arg, known) for arg in unknown]
-    return [f"Got an unexpected argument {arg!r}." for arg in rest]
+# -- options, from records of settings
 
 
-def _no_such_option(given: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(given, known, n=1)
-    return f"No such option {given!r}." + (f" Did you mean {close[0]}?" if close else "")
+def envvar(option_name: str) -> str:
+    """The environment variable of an option: ``--session-timeout`` is ``GPUSTREAM_SESSION_TIMEOUT``."""
+    return "GPUSTREAM_" + option_name.lstrip("-").replace("-", "_").upper()
+
+
+def option(name: str, *declarations: str, **attributes: Any) -> Decorator[Any]:
+    """A click option with its environment variable, both shown in the help with the default."""
+    attributes.setdefault("show_default", attributes.get("default") is not None)
+    return click.option(name, *declarations, cls=Option, envvar=envvar(name), show_envvar=True, **attributes)
+
+
+def options(*records: type[Any], only: Sequence[str] = ()) -> Decorator[Any]:
+    """The options of these records, each once, in the order of the help; ``only`` those of these fields.
+
+    A default is given to click as it would be typed, so that help and docs can show it.
+    """
+    found: dict[str, Field] = {}
+    for field in (field for record in records for field in schema.fields(record)):
+        if not only or field.name in only:
+            found.setdefault(field.option.name, field)
+
+    def decorate(function: F) -> F:
+        for field in reversed(found.values()):
+            how: dict[str, Any] = {"help": field.option.help, "multiple": field.option.repeatable}
+            how |= {"is_flag": True} if field.is_flag else {"type": field.type}
+            if field.default is schema.REQUIRED:
+                how["required"] = True
+            elif field.default is not None and not field.option.repeatable:
+                show = field.type.show if isinstance(field.type, Text) and not callable(field.default) else None
+                how["default"] = show(field.default) if show else field.default
+            if field.option.shown is not None or field.is_flag:
+                how["show_default"] = field.option.shown or False
+            function = option(field.option.name, field.name, **how)(function)
+        return function
+
+    return decorate
+
+
+OWN_ADDRESS = Address("127.0.0.1", 9401)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessSettings:
+    """What every long-running process has beside its component's settings. ``listen`` None: nowhere."""
+
+    listen: Annotated[
+        Address | None,
+        schema.Option("--listen", LISTEN, "Where this process serves its own /metrics, /healthz and /readyz."),
+    ] = OWN_ADDRESS
+    log_format: Annotated[
+        Literal["text", "json"], schema.Option("--log-format", None, "How log lines on standard error are written.")
+    ] = "text"
+
+
+KAFKA = options(KafkaSettings, only=("kafka",))
+LOG_FORMAT = options(ProcessSettings, only=("log_format",))
+
+
+# -- settings and components, from what was given
+
+
+def load(target: str) -> Any:
+    """The object that an import string ``module:name`` names."""
+    module, _, attribute = target.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def settings(row: Registered, given: Mapping[str, Any]) -> Any:
+    """The settings of a component from the values given for its fields; the others have their defaults."""
+    record = load(row.settings)
+    return record(**{field.name: given[field.name] for field in dataclasses.fields(record) if field.name in given})
+
+
+def mistakes(row: Registered, given: Mapping[str, Any]) -> list[str]:
+    """Every mistake in what was given to a component, in words for whoever wrote it."""
+    found: list[str] = settings(row, given).mistakes()
+    return found
+
+
+def component(row: Registered, given: Mapping[str, Any], **hooks: Any) -> Any:
+    """The component with its settings. ``hooks`` are further arguments of its constructor."""
+    return load(row.component)(settings(row, given), **hooks)

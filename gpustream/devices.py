@@ -1,14 +1,16 @@
 """``gpustream devices``: what of this machine would be sampled now, what not, and why not.
 
 In:       the node producer's own readers of GPUs, kubelet, processes and jobs, asked twice, an interval apart.
-Out:      a report; on standard output as text or as one JSON object.
+Out:      a report; on standard output as one JSON object, or as text, as wide as 100 columns, a block for each device.
 On failure: without a driver or a GPU a sentence on standard error, and exit code 1. Without a kubelet, or with GPUs
           that do not answer, the report says so.
 """
 
 import asyncio
+import logging
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import click
@@ -16,21 +18,24 @@ import msgspec
 import orjson
 
 from delivery.instruments import Instruments
-from gpustream import devices_text
+from delivery.settings import HOST_PORTS
+from gpustream import command, logs
+from gpustream.command import LOG_FORMAT, Command, option, options
+from producers import PRODUCERS
 from producers.node import instruments
 from producers.node.cgroups import Places
 from producers.node.component import ANSWER_WITHIN, OPEN_WITHIN_S
-from producers.node.config import NodeSettings
+from producers.node.config import NodeSettings, ReadingSettings
 from producers.node.gpus import Gpus
 from producers.node.job_files import JobFiles
 from producers.node.jobs import with_jobs
 from producers.node.kubelet import DEADLINE_S, Kubelet
 from producers.node.nvml.calls import LeftOut, Tried
+from topics.catalogue import CATALOGUE
 from topics.device_ids import DeviceIndex, UnknownDeviceId, normal, parse
 from topics.samples import Device
 
-Format = Literal["text", "json"]
-Json = dict[str, Any]
+Json = Mapping[str, Any]
 
 SCHEMA = 1
 FAILED = 1
@@ -39,31 +44,45 @@ KUBELET_WITHIN_S = DEADLINE_S + 1.0
 """A tick does not wait so long for the kubelet: its answer counts for the next one, which there is none of here."""
 
 
+@click.command(
+    cls=Command,
+    check=lambda given: command.mistakes(PRODUCERS["node"], {**given, "kafka": HOST_PORTS.example}),
+    example=(
+        "gpustream devices\n"
+        "gpustream devices --device 3 --interval 5s\n"
+        "gpustream devices --pod-resources-socket off --format json    # a machine without Kubernetes"
+    ),
+)
+@option(
+    "--device", show_default="all", help="Only the GPU of this index or UUID, with its MIG devices, or one of them."
+)
+@option("--format", "form", type=click.Choice(["text", "json"]), default="text", help="json: one object, on one line.")
+@options(NodeSettings, only=("interval_s", "node"))
+@options(ReadingSettings)
+@LOG_FORMAT
+def devices(device: str | None, form: Literal["text", "json"], log_format: logs.Format, **given: Any) -> None:
+    """What of this machine would be sampled now: GPUs, MIG devices, who holds them, their values.
+
+    And what would be left out, by which call of NVML and which error. It takes two readings, an --interval apart, just
+    as the node producer does, which may run beside it; it sends nothing. Exit code 1 without a driver or without a GPU.
+    """
+    logs.setup(log_format, logging.ERROR)
+    settings: NodeSettings = command.settings(PRODUCERS["node"], {**given, "kafka": HOST_PORTS.example})
+    try:
+        report = asyncio.run(look(settings))
+        found = report if device is None else only(report, device)
+    except Nothing as nothing:
+        click.echo(str(nothing), err=True)
+        raise SystemExit(FAILED) from nothing
+    sys.stdout.write(f"{orjson.dumps(found).decode() if form == 'json' else text(found)}\n")
+    raise SystemExit(0 if found["devices"] else FAILED)
+
+
 class Nothing(Exception):
     """There is nothing to show; the message says why."""
 
 
-class Placed(NamedTuple):
-    """The kubelet's containers by the device that they hold, and what of them is on no device, and why."""
-
-    holders: Mapping[str, Sequence[Json]]
-    unplaced: Sequence[Json]
-
-
-def show(settings: NodeSettings, form: Format, wanted: str | None = None) -> int:
-    """Print the devices, or the one that is ``wanted`` by its index or UUID. 1 where nothing would be sampled."""
-    try:
-        report = asyncio.run(look(settings))
-        found = report if wanted is None else only(report, wanted)
-    except Nothing as nothing:
-        click.echo(str(nothing), err=True)
-        return FAILED
-    text = orjson.dumps(found).decode() if form == "json" else devices_text.text(found)
-    sys.stdout.write(f"{text}\n")
-    return 0 if found["devices"] else FAILED
-
-
-async def look(settings: NodeSettings, open_within_s: float = OPEN_WITHIN_S) -> Json:
+async def look(settings: NodeSettings, open_within_s: float = OPEN_WITHIN_S) -> dict[str, Any]:
     """Read twice, and say what was found. Raises :class:`Nothing`."""
     counted, places = Instruments(instruments.INSTRUMENTS), Places(settings.procfs)
     gpus = Gpus(counted, places, interval_s=settings.interval_s)
@@ -82,7 +101,11 @@ async def look(settings: NodeSettings, open_within_s: float = OPEN_WITHIN_S) -> 
             "schema": SCHEMA,
             "node": settings.node,
             "interval_s": settings.interval_s,
-            "kubelet": _kubelet(settings, containers, kubelet.not_ready()),
+            "kubelet": {
+                "socket": _text(settings.pod_resources_socket),
+                "containers": None if containers is None else len({_who(one) for one in containers}),
+                "trouble": "; ".join(kubelet.not_ready()) or None,
+            },
             "job_files": {"directory": _text(settings.hpc_job_mapping_dir), "troubles": files.troubles()},
             "devices": described(
                 with_jobs(found, mapped, places.job),
@@ -99,97 +122,78 @@ async def look(settings: NodeSettings, open_within_s: float = OPEN_WITHIN_S) -> 
         await kubelet.close()
 
 
-def place(containers: Iterable[Mapping[str, Any]], devices: Sequence[Mapping[str, Any]]) -> Placed:
-    """Who holds which of the devices, as the ids that the kubelet hands on say."""
+class Placed(NamedTuple):
+    """The kubelet's containers by the device that they hold, and what of them is on no device, and why."""
+
+    holders: Mapping[str, Sequence[Json]]
+    unplaced: Sequence[Json]
+
+
+def place(containers: Iterable[Json], devices: Sequence[Json]) -> Placed:
+    """Who holds which of the devices, as the ids that the kubelet hands on say.
+
+    A slot of HAMi's may not be on the device that its id names: ``hami_slot`` says that it is one.
+    """
     index = DeviceIndex(msgspec.convert(devices, list[Device]))
     holders: dict[str, list[Json]] = {}
     unplaced: list[Json] = []
     for container in containers:
         who = {key: container.get(key) for key in ("namespace", "pod", "container", "resource")}
         for device_id in container.get("device_ids", ()):
-            meant = _meant(device_id, index)
-            if meant.uuid is None:
-                unplaced.append({**who, "device_id": device_id, "claim": None, "why": meant.why})
+            try:
+                ref = parse(device_id)
+            except UnknownDeviceId:
+                unplaced.append({**who, "device_id": device_id, "claim": None, "why": "unknown_form"})
+                continue
+            if (uuid := index.find(ref)) is None:
+                unplaced.append({**who, "device_id": device_id, "claim": None, "why": "no_such_device"})
             else:
-                holders.setdefault(meant.uuid, []).append({**who, "device_id": device_id, "hami_slot": meant.slot})
+                held = {**who, "device_id": device_id, "hami_slot": ref.slot is not None}
+                holders.setdefault(uuid, []).append(held)
         claims = container.get("claims", ())
         unplaced += [{**who, "device_id": None, "claim": dict(claim), "why": "claim"} for claim in claims]
     return Placed(holders, unplaced)
 
 
-class _Meant(NamedTuple):
-    """The device of an id, or why there is none; ``slot``: it is a slot of HAMi's, which may not be what it seems."""
-
-    uuid: str | None
-    why: str = "no_such_device"
-    slot: bool = False
-
-
-def _meant(device_id: str, index: DeviceIndex) -> _Meant:
-    try:
-        ref = parse(device_id)
-    except UnknownDeviceId:
-        return _Meant(None, "unknown_form")
-    return _Meant(index.find(ref), slot=ref.slot is not None)
-
-
 def described(
-    devices: Iterable[Mapping[str, Any]],
+    devices: Iterable[Json],
     holders: Mapping[str, Sequence[Json]],
     refusals: Mapping[str, Tried],
     left_out: Mapping[str, LeftOut],
 ) -> list[Json]:
-    """The devices as in gpu.samples, each with who holds it, why it could not be read, and what it could not say."""
-    return [
-        {
-            **device,
-            "holders": list(holders.get(device["uuid"], ())),
-            "refusal": _refusal(device, refusals),
-            "left_out": _left_out(device, left_out),
-        }
-        for device in devices
-    ]
+    """The devices as in gpu.samples, each with who holds it, why it could not be read, and what it could not say.
+
+    A MIG device was refused as its GPU was. A device that was refused has left nothing out: the refusal says it all.
+    """
+    found: list[Json] = []
+    for device in devices:
+        mig, ok = device.get("mig"), device["state"] == "ok"
+        why = None if ok else refusals.get(device["uuid"] if mig is None else mig["parent_uuid"])
+        missing = left_out.get(device["uuid"], {}) if ok else {}
+        found.append(
+            {
+                **device,
+                "holders": list(holders.get(device["uuid"], ())),
+                "refusal": None if why is None else _tried(why),
+                "left_out": [{"what": what, "tried": [*map(_tried, tried)]} for what, tried in missing.items()],
+            }
+        )
+    return found
 
 
-def only(report: Mapping[str, Any], wanted: str) -> Json:
+def only(report: Json, wanted: str) -> dict[str, Any]:
     """The report of the GPU of that index or UUID with its MIG devices, or of that MIG device. Raises Nothing."""
-    devices = [device for device in report["devices"] if _is(device, wanted)]
+
+    def is_wanted(device: Json) -> bool:
+        uuids = (device["uuid"], (device.get("mig") or {}).get("parent_uuid"))
+        return str(device.get("index")) == wanted or normal(wanted) in [normal(uuid) for uuid in uuids if uuid]
+
+    devices = [device for device in report["devices"] if is_wanted(device)]
     unopened = [one for one in report["unopened"] if str(one["place"]) == wanted]
     if not (devices or unopened):
         known = ", ".join(f"{device.get('index')} {device['uuid']}" for device in report["devices"]) or "none"
         raise Nothing(f"there is no device {wanted!r} here, by index or UUID: there are {known}")
     return {**report, "devices": devices, "unopened": unopened}
-
-
-def _is(device: Mapping[str, Any], wanted: str) -> bool:
-    uuids = (device["uuid"], (device.get("mig") or {}).get("parent_uuid"))
-    return str(device.get("index")) == wanted or normal(wanted) in [normal(uuid) for uuid in uuids if uuid]
-
-
-def _kubelet(settings: NodeSettings, containers: Sequence[Any] | None, troubles: Sequence[str]) -> Json:
-    names = {(one["namespace"], one["pod"], one["container"]) for one in containers or ()}
-    return {
-        "socket": _text(settings.pod_resources_socket),
-        "containers": None if containers is None else len(names),
-        "trouble": "; ".join(troubles) or None,
-    }
-
-
-def _refusal(device: Mapping[str, Any], refusals: Mapping[str, Tried]) -> Json | None:
-    """Of a MIG device, its GPU's."""
-    if device["state"] == "ok":
-        return None
-    mig = device.get("mig")
-    why = refusals.get(device["uuid"] if mig is None else mig["parent_uuid"])
-    return None if why is None else _tried(why)
-
-
-def _left_out(device: Mapping[str, Any], left_out: Mapping[str, LeftOut]) -> list[Json]:
-    """Nothing where the device did not answer: that is told once, as its refusal."""
-    if device["state"] != "ok":
-        return []
-    found = left_out.get(device["uuid"], {})
-    return [{"what": what, "tried": [_tried(one) for one in tried]} for what, tried in found.items()]
 
 
 def _tried(one: Tried) -> Json:
@@ -198,3 +202,226 @@ def _tried(one: Tried) -> Json:
 
 def _text(path: object) -> str | None:
     return None if path is None else str(path)
+
+
+# -- the report as text
+
+
+WIDTH = 100
+MOST_PROCESSES = 8
+"""Of a device; the others are counted."""
+
+_LABEL = 10
+_MARGIN, _GAP = "    ", "   "
+_OF_THE_NODE = ("driver_version", "cuda_version")
+
+_ERRORS = {
+    "NOT_SUPPORTED": "not supported",
+    "FUNCTION_NOT_FOUND": "no such symbol in this driver",
+    "ARGUMENT_VERSION_MISMATCH": "not in this version of the driver",
+    "DEPRECATED": "not in this driver any more",
+    "INVALID_ARGUMENT": "not of this device",
+    "NO_PERMISSION": "no permission",
+    "GPU_IS_LOST": "lost",
+    "GPU_NOT_FOUND": "lost",
+    "TIMEOUT": "no answer in time",
+    "IMPLAUSIBLE": "a value that can't be",
+    "NO_VALUE": "not known, or nothing new",
+    "SHARED_INSTANCE": "only known of the GPU instance, which several MIG devices share",
+}
+
+_WHY = {
+    "unknown_form": "the id is of no known form",
+    "no_such_device": "no such device here",
+    "claim": "a claim: which device it is is in the API server's resource slices",
+}
+
+_FACTORS: Mapping[str, tuple[float, str]] = {
+    "ratio": (0.01, "%"),
+    "bytes": (1 << 30, "GiB"),
+    "bytes_per_second": (1 << 20, "MiB/s"),
+    "hertz": (1e6, "MHz"),
+    "watts": (1, "W"),
+    "joules": (1, "J"),
+    "celsius": (1, "C"),
+    "seconds": (1, "s"),
+}
+
+
+def text(report: Json) -> str:
+    """The report for people. Whatever is not printable is a question mark."""
+    shown: dict[str, str] = {}
+    unopened = [f"GPU at {one['place']} can't be opened: {sentence([one])}" for one in report["unopened"]]
+    unplaced = []
+    for one in report["unplaced"]:
+        claim = one["claim"]
+        what = one["device_id"] if claim is None else f"{claim['driver']}/{claim['pool']}/{claim['device']}"
+        unplaced.append(f"on no device: {what} of {_who(one)}: {_WHY[one['why']]}")
+    blocks = [
+        [line for content in _head(report) for line in _line("", content)],
+        *(_block(device, shown) for device in report["devices"]),
+        [line for content in unopened for line in _line("", content)],
+        [line for content in unplaced for line in _line("", content)],
+    ]
+    lines = "\n\n".join("\n".join(block) for block in blocks if block)
+    return "".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in lines)
+
+
+def amount(key: str, value: float) -> str:
+    """A value of the catalogue with its unit, as people write it."""
+    unit = CATALOGUE[key].unit if key in CATALOGUE else ""
+    if unit == "bitmask":
+        return hex(int(value))
+    if unit == "bool":
+        return "yes" if value else "no"
+    factor, written = _FACTORS.get(unit, (1, ""))
+    number = f"{value / factor:.1f}".removesuffix(".0")
+    return f"{number} {written}".rstrip()
+
+
+def sentence(tried: Iterable[Json]) -> str:
+    """What was tried, and why each gave nothing."""
+    calls: dict[str, list[str]] = {}
+    for one in tried:
+        calls.setdefault(one["error"], []).append(one["call"])
+    named = {error: ", ".join(filter(None, names)) for error, names in calls.items()}
+    return ", then ".join(
+        _ERRORS.get(error, error) + (f" ({names})" if names else "") for error, names in named.items()
+    )
+
+
+def _head(report: Json) -> Iterator[str]:
+    gpus = [device for device in report["devices"] if not device.get("mig")]
+    parts = len(report["devices"]) - len(gpus)
+    counts = f"{_count(len(gpus), 'GPU')}, {_count(parts, 'MIG device')}"
+    yield f"node {report['node']}: {counts}, read twice {report['interval_s']:g} s apart"
+    info: Mapping[str, str] = next((device["info"] for device in gpus if device.get("info")), {})
+    named = {"driver": "driver_version", "CUDA": "cuda_version"}
+    if versions := ", ".join(f"{what} {info[key]}" for what, key in named.items() if key in info):
+        yield versions
+    kubelet = report["kubelet"]
+    if kubelet["socket"] is None:
+        yield "no kubelet is asked: holders are what the processes say"
+    elif kubelet["containers"] is None:
+        yield f"holders are what the processes say: {kubelet['trouble']}"
+    else:
+        yield f"the kubelet at {kubelet['socket']} tells of {_count(kubelet['containers'], 'container')} with GPUs"
+    if report["job_files"]["directory"] is not None:
+        yield f"job files in {report['job_files']['directory']}"
+    yield from report["job_files"]["troubles"]
+
+
+def _block(device: Json, shown: dict[str, str]) -> list[str]:
+    """A GPU; a MIG device stands below its GPU, further in."""
+    margin = "  " if device.get("mig") else ""
+    width = WIDTH - len(margin)
+    parts = (*_identity(device), *_users(device))
+    lines = [line for label, content in parts for line in _line(label, content, width)]
+    if device["state"] == "ok":
+        lines += [*_metrics(device["metrics"], width), *_left_out(device, shown, width)]
+    return [margin + line for line in lines]
+
+
+def _identity(device: Json) -> Iterator[tuple[str, str]]:
+    """What it is and where: labels, and what stands beside them."""
+    mig = device.get("mig")
+    kind = device.get("model") if mig is None else mig.get("profile")
+    yield "", f"{_name(device)}: {kind or 'unknown model or profile'}, {device['state']}"
+    if device["refusal"] is not None:
+        yield "why", sentence([device["refusal"]])
+    yield "uuid", device["uuid"]
+    if mig is not None:
+        numbers = [f"{key.replace('_', ' ')} {mig[key]}" for key in ("gpu_instance", "compute_instance") if key in mig]
+        yield "of", ", ".join([mig["parent_uuid"], *numbers])
+        return
+    where = [device["pci_bus_id"]] if "pci_bus_id" in device else []
+    where += [f"minor {device['minor']}"] if "minor" in device else []
+    if where:
+        yield "pci", ", ".join(where)
+    info = [f"{key.replace('_', ' ')} {one}" for key, one in device.get("info", {}).items() if key not in _OF_THE_NODE]
+    if info:
+        yield "info", ", ".join(info)
+
+
+def _users(device: Json) -> Iterator[tuple[str, str]]:
+    """Each container that holds it, once, with the ids that it was given; its processes; its jobs."""
+    ids: dict[str, list[str]] = {}
+    for one in device["holders"]:
+        slot = " (a slot of HAMi's: the pod's annotation names the GPU, which is in the API server)"
+        device_id = one["device_id"] + (slot if one["hami_slot"] else "")
+        ids.setdefault(f"{_who(one)} has {one['resource']}", []).append(device_id)
+    for who, found in ids.items():
+        yield "holder", f"{who} {', '.join(found)}"
+    processes = device.get("processes") or ()
+    names = {"pod_uid": "pod", "container_id": "container", "job_id": "job", "service": "service"}
+    for row in processes[:MOST_PROCESSES]:
+        held, busy = row.get("memory_used_bytes"), row.get("sm_utilization_ratio")
+        facts = [str(row["pid"]), "memory not known" if held is None else amount("memory_used_bytes", held)]
+        facts += [] if busy is None else [amount("gpu_utilization_ratio", busy)]
+        whose = " ".join(f"{what} {row[key]}" for key, what in names.items() if key in row)
+        yield "process", ", ".join([*facts, whose or "of no pod or job that can be seen"])
+    if len(processes) > MOST_PROCESSES:
+        yield "process", f"and {len(processes) - MOST_PROCESSES} more"
+    for job in device.get("jobs", ()):
+        yield "job", ", ".join(job[key] for key in ("id", "user", "partition") if key in job)
+
+
+def _metrics(metrics: Mapping[str, float], width: int) -> Iterator[str]:
+    """Two to a line; what is too long for that has a line of its own."""
+    yield from _line("metrics", f"{len(metrics)} of {len(CATALOGUE)}", width)
+    half = (width - len(_MARGIN) - len(_GAP)) // 2
+    left = ""
+    for key in (key for key in CATALOGUE if key in metrics):
+        value = amount(key, metrics[key])
+        cell = f"{key}{value:>{max(half - len(key), len(value) + 1)}}"
+        if left and len(cell) <= half:
+            yield f"{_MARGIN}{left}{_GAP}{cell}"
+            left = ""
+            continue
+        if left:
+            yield _MARGIN + left
+        left = cell if len(cell) <= half else ""
+        if not left:
+            yield _MARGIN + cell
+    if left:
+        yield _MARGIN + left
+
+
+def _left_out(device: Json, shown: dict[str, str], width: int) -> Iterator[str]:
+    """By reason. If all of it was shown of a device before, only the name of that one."""
+    reasons: dict[str, list[str]] = {}
+    for one in device["left_out"]:
+        reasons.setdefault(sentence(one["tried"]), []).append(one["what"])
+    if not reasons:
+        return
+    lines = [f"{reason}: {', '.join(keys)}" for reason, keys in reasons.items()]
+    if before := shown.get("\n".join(lines)):
+        yield from _line("left out", f"{len(device['left_out'])}, as of {before}", width)
+        return
+    shown["\n".join(lines)] = _name(device)
+    yield from _line("left out", str(len(device["left_out"])), width)
+    for line in lines:
+        yield from _wrapped(_MARGIN + line, len(_MARGIN) + 2, width)
+
+
+def _name(device: Json) -> str:
+    mig = device.get("mig")
+    gpu = f"GPU {device.get('index', 'without an index')}"
+    return gpu if mig is None else f"{gpu} MIG {mig.get('gpu_instance', '?')}/{mig.get('compute_instance', '?')}"
+
+
+def _who(one: Json) -> str:
+    return f"{one['namespace']}/{one['pod']}/{one['container']}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _line(label: str, content: str, width: int = WIDTH) -> list[str]:
+    indent = f"  {label:<{_LABEL}}" if label else ""
+    return _wrapped(indent + content, len(indent) or 2, width)
+
+
+def _wrapped(line: str, indent: int, width: int) -> list[str]:
+    return textwrap.wrap(line, width, subsequent_indent=" " * indent, break_on_hyphens=False)

@@ -111,14 +111,20 @@ def serve(topics: Mapping[str, int]) -> str:
     Raises :class:`EmbeddedBrokerError` when librdkafka refuses.
     """
     library = _library()
-    client = _client(library)
+    error = ctypes.create_string_buffer(_ERROR_BYTES)
+    conf = library.rd_kafka_conf_new()
+    for name, value in {"test.mock.num.brokers": "1", "log_level": "2"}.items():
+        if library.rd_kafka_conf_set(conf, name.encode(), value.encode(), error, _ERROR_BYTES):
+            raise EmbeddedBrokerError(error.value.decode())
+    client: int | None = library.rd_kafka_new(_RD_KAFKA_PRODUCER, conf, error, _ERROR_BYTES)
+    if client is None:
+        raise EmbeddedBrokerError(error.value.decode())
     cluster = library.rd_kafka_handle_mock_cluster(client)
     library.rd_kafka_mock_set_controller_id(cluster, _BROKER_ID)
     library.rd_kafka_mock_group_initial_rebalance_delay_ms(cluster, REBALANCE_DELAY_MS)
     for name, partitions in topics.items():
-        error = library.rd_kafka_mock_topic_create(cluster, name.encode(), partitions, 1)
-        if error:
-            raise EmbeddedBrokerError(f"topic {name}: {library.rd_kafka_err2str(error).decode()}")
+        if refusal := library.rd_kafka_mock_topic_create(cluster, name.encode(), partitions, 1):
+            raise EmbeddedBrokerError(f"topic {name}: {library.rd_kafka_err2str(refusal).decode()}")
     address: bytes = library.rd_kafka_mock_cluster_bootstraps(cluster)
     return address.decode()
 
@@ -144,25 +150,7 @@ def _library() -> ctypes.CDLL:
     return library
 
 
-def _client(library: ctypes.CDLL) -> int:
-    """The librdkafka client that a mock cluster lives in."""
-    error = ctypes.create_string_buffer(_ERROR_BYTES)
-    conf = library.rd_kafka_conf_new()
-    for name, value in {"test.mock.num.brokers": "1", "log_level": "2"}.items():
-        if library.rd_kafka_conf_set(conf, name.encode(), value.encode(), error, _ERROR_BYTES):
-            raise EmbeddedBrokerError(error.value.decode())
-    client: int | None = library.rd_kafka_new(_RD_KAFKA_PRODUCER, conf, error, _ERROR_BYTES)
-    if client is None:
-        raise EmbeddedBrokerError(error.value.decode())
-    return client
-
-
-def _main() -> None:
-    """The child process: says its address, and ends when its parent does."""
+if __name__ == "__main__":  # the child process: says its address, and ends when its parent does
     sys.stdout.write(serve(json.loads(sys.argv[1])) + "\n")
     sys.stdout.flush()
     sys.stdin.read()
-
-
-if __name__ == "__main__":
-    _main()

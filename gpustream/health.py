@@ -81,7 +81,11 @@ class Health:
 
     def reasons(self) -> list[str]:
         """Why the process is not ready, asked of the components on their own thread."""
-        asked = asyncio.run_coroutine_threadsafe(self._ask(), self._loop)
+
+        async def ask() -> list[str]:
+            return self._not_ready()
+
+        asked = asyncio.run_coroutine_threadsafe(ask(), self._loop)
         try:
             return asked.result(_ASK_S)
         except (concurrent.futures.TimeoutError, concurrent.futures.CancelledError):
@@ -91,15 +95,29 @@ class Health:
         """Whether the event loop has not turned for too long."""
         return time.monotonic() - self._beat_s > HUNG_AFTER_S
 
-    def application(self) -> "WSGIApplication":
-        """The routes."""
-        routes = {"/metrics": self._metrics, "/healthz": self._healthz, "/readyz": self._readyz}
-
-        def answer(environ: "WSGIEnvironment", start: "StartResponse") -> Iterable[bytes]:
-            route = routes.get(environ.get("PATH_INFO", ""), _not_found)
-            return route(environ, start)
-
-        return answer
+    def answer(self, environ: "WSGIEnvironment", start: "StartResponse") -> Iterable[bytes]:
+        """The WSGI application: what each path answers."""
+        status, path = "200 OK", environ.get("PATH_INFO", "")
+        if path == "/metrics":
+            self.instruments.gauge("gpustream_ready").set(not self.reasons())
+            try:
+                choose_encoder(environ.get("HTTP_ACCEPT", ""))
+            except (TypeError, ValueError):  # what the library says to a version that is no number
+                environ = {**environ, "HTTP_ACCEPT": ""}
+            return self._exposition(environ, start)
+        if path == "/healthz":
+            text = "ok\n"
+            if self.hung():
+                status, text = "503 Service Unavailable", "the event loop hangs\n"
+        elif path == "/readyz":
+            text = "ready\n"
+            if reasons := self.reasons():
+                status, text = "503 Service Unavailable", "".join(f"{reason}\n" for reason in reasons)
+        else:
+            status, text = "404 Not Found", "/metrics, /healthz and /readyz are here\n"
+        body = text.encode()
+        start(status, [("Content-Type", "text/plain; charset=utf-8"), ("Content-Length", str(len(body)))])
+        return [body]
 
     async def beat(self) -> None:
         """Measures, for ever, how late the event loop is."""
@@ -108,28 +126,6 @@ class Health:
             await asyncio.sleep(_BEAT_S)
             self._beat_s = time.monotonic()
             self.instruments.gauge("gpustream_loop_lag_seconds").set(max(0.0, self._beat_s - due_s))
-
-    async def _ask(self) -> list[str]:
-        return self._not_ready()
-
-    def _metrics(self, environ: "WSGIEnvironment", start: "StartResponse") -> Iterable[bytes]:
-        self.instruments.gauge("gpustream_ready").set(not self.reasons())
-        try:
-            choose_encoder(environ.get("HTTP_ACCEPT", ""))
-        except (TypeError, ValueError):  # what the library says to a version that is no number
-            environ = {**environ, "HTTP_ACCEPT": ""}
-        return self._exposition(environ, start)
-
-    def _healthz(self, _: "WSGIEnvironment", start: "StartResponse") -> Iterable[bytes]:
-        if self.hung():
-            return _text(start, "503 Service Unavailable", "the event loop hangs\n")
-        return _text(start, "200 OK", "ok\n")
-
-    def _readyz(self, _: "WSGIEnvironment", start: "StartResponse") -> Iterable[bytes]:
-        reasons = self.reasons()
-        if reasons:
-            return _text(start, "503 Service Unavailable", "".join(f"{reason}\n" for reason in reasons))
-        return _text(start, "200 OK", "ready\n")
 
 
 class Families(Collector):
@@ -252,13 +248,3 @@ class _Server(ThreadingWSGIServer):
         TCPServer.server_bind(self)
         self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment] # a TCP address
         self.setup_environ()
-
-
-def _text(start: "StartResponse", status: str, text: str) -> Iterable[bytes]:
-    body = text.encode()
-    start(status, [("Content-Type", "text/plain; charset=utf-8"), ("Content-Length", str(len(body)))])
-    return [body]
-
-
-def _not_found(_: "WSGIEnvironment", start: "StartResponse") -> Iterable[bytes]:
-    return _text(start, "404 Not Found", "/metrics, /healthz and /readyz are here\n")

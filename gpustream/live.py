@@ -1,19 +1,208 @@
-"""The live view of a run: tables on a terminal, a line now and then elsewhere, and the summary for people.
+"""The live view of a run: what gpu.attributed says of the fleet now, as tables or lines, and the summary for people.
 
-In:       a :class:`~gpustream.fleet.View` and the counts of the run.
-Out:      renderables of rich, and plain lines.
+In:       ticks, and the time of their arrival in seconds on one clock that never steps back; the counts of the run.
+Out:      renderables of rich, redrawn in place on a terminal; a plain line now and then elsewhere.
+State:    the last tick of each node, and a utilization per device, smoothed over some seconds while its pods stay. A
+          device that no pod holds is its processes'.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
-from rich.console import Group, RenderableType
+import click
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from gpustream.alerts_command import Row
-from gpustream.fleet import Use, View
+from gpustream.alerts import AlertRow
 from gpustream.tally import Summary
+from topics.attributed import AttributedDevice, AttributedSample, Parts
+
+SILENT_S = 60.0
+"""A node that has said nothing for this long is left out."""
+
+IDLE_RATIO = 0.05
+"""A pod whose GPUs are used less than this is idle."""
+
+_SMOOTHING_S = 10.0
+_WINDOW_S = 5.0
+
+Who = tuple[str, str]
+"""A pod's namespace and name; a process has no namespace, and is named by its PID."""
+
+
+class Use(NamedTuple):
+    """A pod (or a process), the top of its owner chain (or its command), and what it does with the GPUs that it alone
+    or with others holds."""
+
+    namespace: str
+    name: str
+    workload: str
+    gpus: int
+    utilization_ratio: float
+    memory_used_bytes: float
+
+    @property
+    def who(self) -> str:
+        """How it is called."""
+        return f"{self.namespace}/{self.name}" if self.namespace else self.name
+
+
+class View(NamedTuple):
+    """The fleet at one time. ``latency_s`` is the median of tick read to tick arrived, None before the first."""
+
+    nodes: int
+    gpus: int
+    held: int
+    ticks: int
+    ticks_per_s: float
+    values_per_s: float
+    latency_s: float | None
+    uses: list[Use]
+
+    @property
+    def idle(self) -> list[Use]:
+        """Those who hold GPUs and hardly use them, those with most GPUs first."""
+        idle = [use for use in self.uses if use.utilization_ratio < IDLE_RATIO]
+        return sorted(idle, key=lambda use: (-use.gpus, use.utilization_ratio))
+
+
+class _Held(NamedTuple):
+    """What one pod or process has of a device: its own part where that is known, else all of it (None)."""
+
+    who: Who
+    workload: str
+    utilization_ratio: float | None
+    memory_used_bytes: float | None
+
+    def or_all_of(self, used: float | None, memory: float) -> "_Held":
+        """The device's own figures where the part is not known."""
+        return self._replace(
+            utilization_ratio=used if self.utilization_ratio is None else self.utilization_ratio,
+            memory_used_bytes=memory if self.memory_used_bytes is None else self.memory_used_bytes,
+        )
+
+
+class _SeenDevice(NamedTuple):
+    """A device of a node's last tick; ``gpu`` is the UUID of the physical one."""
+
+    gpu: str
+    utilization_ratio: float | None
+    held: tuple[_Held, ...]
+
+
+class _Node(NamedTuple):
+    """A node's last tick."""
+
+    at_s: float
+    devices: dict[str, _SeenDevice]
+
+
+class _Arrival(NamedTuple):
+    at_s: float
+    values: int
+    latency_s: float
+
+
+class Fleet:
+    """Takes ticks in, and gives a view of the fleet.
+
+    ``command_of`` gives the command of a process by its node and PID; empty if it is not known.
+    """
+
+    def __init__(self, command_of: Callable[[str, int], str] = lambda _node, _pid: "") -> None:
+        self._command_of = command_of
+        self._nodes: dict[tuple[str, str], _Node] = {}
+        self._arrivals: deque[_Arrival] = deque()
+        self._ticks = 0
+
+    def observe(self, tick: AttributedSample, at_s: float, wall_ms: int) -> None:
+        """Takes a tick in that arrived at ``at_s``, when the wall clock said ``wall_ms``."""
+        key = (tick.cluster, tick.node)
+        before = self._nodes.get(key, _Node(at_s, {}))
+        weight = min(1.0, (at_s - before.at_s) / _SMOOTHING_S)
+        devices = {}
+        for device in tick.devices:
+            held = self._held(tick.node, device)
+            used, last = device.metrics.get("gpu_utilization_ratio"), before.devices.get(device.uuid)
+            same = last is not None and [one.who for one in last.held] == [one.who for one in held]
+            if same and used is not None and last is not None and last.utilization_ratio is not None:
+                used = last.utilization_ratio + (used - last.utilization_ratio) * weight
+            memory = device.metrics.get("memory_used_bytes") or 0.0
+            gpu = device.mig.parent_uuid if device.mig else device.uuid
+            devices[device.uuid] = _SeenDevice(gpu, used, tuple(one.or_all_of(used, memory) for one in held))
+        self._nodes[key] = _Node(at_s, devices)
+        values = sum(len(device.metrics) for device in tick.devices)
+        self._arrivals.append(_Arrival(at_s, values, max(0.0, (wall_ms - tick.ts_ms) / 1000)))
+        self._ticks += 1
+        self._forget(at_s)
+
+    def view(self, now_s: float) -> View:
+        """The fleet at ``now_s``."""
+        self._forget(now_s)
+        devices = [device for node in self._nodes.values() for device in node.devices.values()]
+        latencies = sorted(arrival.latency_s for arrival in self._arrivals)
+        return View(
+            nodes=len(self._nodes),
+            gpus=len({device.gpu for device in devices}),
+            held=len({device.gpu for device in devices if device.held}),
+            ticks=self._ticks,
+            ticks_per_s=len(self._arrivals) / _WINDOW_S,
+            values_per_s=sum(arrival.values for arrival in self._arrivals) / _WINDOW_S,
+            latency_s=latencies[len(latencies) // 2] if latencies else None,
+            uses=uses(devices),
+        )
+
+    def _held(self, node: str, device: AttributedDevice) -> list[_Held]:
+        """Each pod that holds the device, once; each process on a device that no pod holds."""
+        if not device.holders:
+            return [
+                _Held(
+                    ("", f"pid {one.pid}"),
+                    self._command_of(node, one.pid),
+                    one.sm_utilization_ratio,
+                    one.memory_used_bytes,
+                )
+                for one in device.processes or ()
+            ]
+        held = []
+        for pod, holders in device.pods().items():  # of a pod's containers one has its parts
+            holder = next((one for one in holders if one.parts is not None), holders[0])
+            workload = f"{holder.workload.kind}/{holder.workload.name}" if holder.workload else ""
+            parts = holder.parts or Parts()
+            held.append(_Held((pod.namespace, pod.pod), workload, parts.utilization_ratio, parts.memory_used_bytes))
+        return held
+
+    def _forget(self, now_s: float) -> None:
+        while self._arrivals and now_s - self._arrivals[0].at_s > _WINDOW_S:
+            self._arrivals.popleft()
+        for key in [key for key, node in self._nodes.items() if now_s - node.at_s > SILENT_S]:
+            del self._nodes[key]
+
+
+def uses(devices: Iterable[_SeenDevice]) -> list[Use]:
+    """Everyone who holds a device, the busiest first. Devices that do not say how busy they are don't count."""
+    held: dict[Who, list[tuple[str, _Held]]] = {}
+    for device in devices:
+        for one in device.held:
+            held.setdefault(one.who, []).append((device.gpu, one))
+    found = []
+    for who, of in held.items():
+        ratios = [one.utilization_ratio for _, one in of if one.utilization_ratio is not None]
+        if ratios:
+            gpus = len({gpu for gpu, _ in of})
+            memory = sum(one.memory_used_bytes or 0.0 for _, one in of)
+            found.append(Use(*who, of[0][1].workload, gpus, sum(ratios) / len(ratios), memory))
+    return sorted(found, key=lambda use: (-use.utilization_ratio, use.who))
+
+
+# -- how it is shown
+
 
 _CHROME = 10
 """Lines of the screen that are no pod: the head, and the tables' titles and rules."""
@@ -25,6 +214,8 @@ _BEHIND = 2
 """A sink is behind, and said to be, when it lacks more than so many ticks a node."""
 
 _NUMBER_WIDTH = 7
+DRAW_EVERY_S = 0.5
+LINE_EVERY_S = 5.0
 _GIB = 1024.0**3
 
 
@@ -42,7 +233,7 @@ class Frame:
     delivered: dict[str, int]
     behind: dict[str, int]
     not_ready: Sequence[str] = ()
-    alerts: Sequence[Row] = ()
+    alerts: Sequence[AlertRow] = ()
 
     @property
     def trouble(self) -> str:
@@ -54,14 +245,24 @@ class Frame:
 
 def screen(frame: Frame, height: int) -> RenderableType:
     """The frame as tables, in so many lines."""
-    alerts = _alerts(frame.alerts)
+    parts: list[RenderableType] = [Text.assemble((f"{frame.title}  ", "bold"), f"{frame.elapsed_s:.0f} s")]
+    if frame.view.ticks or not frame.trouble:
+        parts.append(Text(", ".join(_facts(frame))))
+    if frame.trouble:
+        parts.append(Text(frame.trouble, style="yellow"))
+    alerts: list[Text] = []
+    if frame.alerts:
+        alerts.append(Text(f"alerts that fire: {len(frame.alerts)}", style="bold", no_wrap=True))
+    for one in frame.alerts[:_ALERTS]:
+        said = f"  {one.severity} {one.alert}, {one.where}, for {one.lasted}: {one.summary}"
+        alerts.append(Text(said, no_wrap=True, overflow="ellipsis"))
     rows = max(2, height - _CHROME - len(alerts))
     idle = frame.view.idle[: rows // 2]
     busiest = [use for use in frame.view.uses if use not in idle][: rows - len(idle)]
     noun = "pods" if not frame.view.uses or any(use.namespace for use in frame.view.uses) else "processes"
     count = len(frame.view.idle)
     tables = _table(noun, f"busiest {noun}", busiest), _table(noun, f"{noun} that idle: {count}", idle)
-    return Group(_headline(frame), *alerts, *tables)
+    return Group(*parts, *alerts, *tables)
 
 
 def line(frame: Frame) -> str:
@@ -73,50 +274,18 @@ def line(frame: Frame) -> str:
     return f"{frame.elapsed_s:5.0f} s  " + ", ".join([*facts, *([frame.trouble] if frame.trouble else [])])
 
 
-def summary_text(summary: Summary) -> str:
-    """The end of a run for people."""
-    attributed = summary.attributed
-    rows = [
-        ("sampled", f"{summary.ticks:,} ticks, {summary.samples:,} values"),
-        ("attributed", f"{attributed.exact:,} exact, {attributed.late:,} late, {attributed.none:,} without a snapshot"),
-        *((f"to {name}", f"{values:,} values") for name, values in summary.delivered.items()),
-        ("dead-lettered", f"{summary.dead_lettered:,}"),
-        ("dropped", f"{summary.dropped:,}"),
-        ("lost", f"{summary.lost:,}"),
-    ]
-    return "\n".join(f"{name:>16}  {text}" for name, text in rows)
-
-
-def _headline(frame: Frame) -> RenderableType:
-    head = Text.assemble((f"{frame.title}  ", "bold"), f"{frame.elapsed_s:.0f} s")
-    facts = [Text(", ".join(_facts(frame)))] if frame.view.ticks or not frame.trouble else []
-    return Group(head, *facts, *([Text(frame.trouble, style="yellow")] if frame.trouble else []))
-
-
-def _alerts(firing: Sequence[Row]) -> list[Text]:
-    """A line for the number of alerts that fire, and one for each of the first few; none where none fires."""
-    if not firing:
-        return []
-    lines = [f"  {one.severity} {one.alert}, {one.where}, for {one.lasted}: {one.summary}" for one in firing[:_ALERTS]]
-    head = Text(f"alerts that fire: {len(firing)}", style="bold", no_wrap=True)
-    return [head, *(Text(line, no_wrap=True, overflow="ellipsis") for line in lines)]
-
-
 def _facts(frame: Frame) -> list[str]:
     view = frame.view
-    latency = [] if view.latency_s is None else [f"lag {view.latency_s:.1f} s"]
-    return [
+    found = [
         f"{view.nodes} nodes, {view.gpus} GPUs ({view.held} held)",
         f"{view.ticks_per_s:,.0f} ticks/s, {view.values_per_s:,.0f} values/s",
-        *latency,
-        *(f"{name} {_delivered(frame, name)}" for name in frame.delivered),
     ]
-
-
-def _delivered(frame: Frame, name: str) -> str:
-    behind = frame.behind.get(name, 0)
-    late = f" ({behind:,} ticks behind)" if behind > _BEHIND * frame.view.nodes else ""
-    return f"{frame.delivered[name]:,} values{late}"
+    found += [] if view.latency_s is None else [f"lag {view.latency_s:.1f} s"]
+    for name, values in frame.delivered.items():
+        behind = frame.behind.get(name, 0)
+        late = f" ({behind:,} ticks behind)" if behind > _BEHIND * view.nodes else ""
+        found.append(f"{name} {values:,} values{late}")
+    return found
 
 
 def _table(noun: str, title: str, uses: Sequence[Use]) -> Table:
@@ -132,3 +301,45 @@ def _table(noun: str, title: str, uses: Sequence[Use]) -> Table:
         memory = f"{use.memory_used_bytes / _GIB:.0f} GiB"
         table.add_row(use.who, use.workload, str(use.gpus), f"{use.utilization_ratio:.0%}", memory)
     return table
+
+
+class Display:
+    """Draws a frame every ``every_s``: the first after ``first_s``."""
+
+    def __init__(self, draw: Callable[[Frame], object], every_s: float, first_s: float = 0.0) -> None:
+        self._draw, self._every_s, self._due_s = draw, every_s, first_s
+
+    def is_due(self, elapsed_s: float) -> bool:
+        """Whether it is time for a frame."""
+        return elapsed_s >= self._due_s
+
+    def show(self, frame: Frame) -> None:
+        """Draws a frame that is due."""
+        while self._due_s <= frame.elapsed_s:
+            self._due_s += self._every_s
+        self._draw(frame)
+
+
+@contextlib.contextmanager
+def displayed(*, watched: bool, to_stderr: bool) -> Iterator[Display]:
+    """Redraws in place on a terminal that is ``watched``; else writes lines, on standard error if ``to_stderr``."""
+    if not watched:
+        out = sys.stderr if to_stderr else sys.stdout
+        yield Display(lambda frame: click.echo(line(frame), file=out), LINE_EVERY_S, LINE_EVERY_S)
+        return
+    with Live(console=Console(), auto_refresh=False) as drawn:
+        yield Display(lambda frame: drawn.update(screen(frame, drawn.console.height), refresh=True), DRAW_EVERY_S)
+
+
+def summary_text(summary: Summary) -> str:
+    """The end of a run for people."""
+    attributed = summary.attributed
+    rows = [
+        ("sampled", f"{summary.ticks:,} ticks, {summary.samples:,} values"),
+        ("attributed", f"{attributed.exact:,} exact, {attributed.late:,} late, {attributed.none:,} without a snapshot"),
+        *((f"to {name}", f"{values:,} values") for name, values in summary.delivered.items()),
+        ("dead-lettered", f"{summary.dead_lettered:,}"),
+        ("dropped", f"{summary.dropped:,}"),
+        ("lost", f"{summary.lost:,}"),
+    ]
+    return "\n".join(f"{name:>16}  {text}" for name, text in rows)

@@ -28,7 +28,7 @@ NOISE_S = 60.0
 """And that of a library, which repeats itself for as long as a broker is away, at most this often."""
 
 MOST_SUBJECTS = 64
-"""The subjects of one message that are told apart within that time. Further ones share one line, and are counted."""
+"""So many subjects of one message have a line each within that time. Further ones share one line, and are counted."""
 
 MOST_WINDOWS = 1024
 _LONGEST_SUBJECT = 200
@@ -46,7 +46,8 @@ def setup(log_format: Format = "text", level: int = logging.INFO) -> None:
     """Sends every record of the process to standard error. Safe to call again."""
     handler = LimitedHandler()
     handler.setFormatter(Json() if log_format == "json" else Text())
-    handler.addFilter(_is_news)
+    # Faust logs the start and end of its inner services in the name of whoever started them.
+    handler.addFilter(lambda record: record.levelno > logging.INFO or not record.getMessage().startswith("[^"))
     logging.basicConfig(level=level, handlers=[handler], force=True)
     logging.captureWarnings(True)
     for name in _NOISY:
@@ -65,11 +66,6 @@ def fields(record: logging.LogRecord) -> dict[str, Any]:
     extra = {key: value for key, value in vars(record).items() if key not in _STANDARD}
     held_back = getattr(record, "held_back", 0)
     return {**extra, "held_back": held_back} if held_back else extra
-
-
-def _is_news(record: logging.LogRecord) -> bool:
-    """Not the comings and goings of Faust's inner services, which it logs in the name of whoever started them."""
-    return record.levelno > logging.INFO or not record.getMessage().startswith("[^")
 
 
 Message = tuple[str, int, str, float]
@@ -107,7 +103,7 @@ class RateLimiter:
         """Whether a record is to be written now. Call :meth:`due` before it."""
         every_s = NOISE_S if record.name.partition(".")[0] in _NOISY else self._every_s
         message = (record.name, record.levelno, str(record.msg), every_s)
-        subject = _subject(record)
+        subject = str(record.args[0])[:_LONGEST_SUBJECT] if isinstance(record.args, tuple) and record.args else ""
         if (message, subject) not in self._windows and self._subjects[message] >= MOST_SUBJECTS:
             subject = "and others"
         window = self._windows.get((message, subject))
@@ -152,11 +148,6 @@ class RateLimiter:
         if window.newest is not None:
             window.newest.held_back = window.held_back - 1
         return window.newest
-
-
-def _subject(record: logging.LogRecord) -> str:
-    """What a message is about: its first argument."""
-    return str(record.args[0])[:_LONGEST_SUBJECT] if isinstance(record.args, tuple) and record.args else ""
 
 
 class Text(logging.Formatter):

@@ -1,20 +1,26 @@
 """A producer, streams and sinks in one process: started back to front, drained front to back.
 
-In:       the components, and the tail that reads what comes out.
-Out:      frames while it runs, and the tally when it has ended.
-On failure: the first component that fails ends the run, and its error is raised when the others have stopped.
+In:       the components, and the tail that reads what comes out of them.
+Out:      calls of ``look`` while it runs.
+On failure: the first component that fails ends the run, and its error is raised when the others have stopped. The tail
+          waits out an outage; a record that it can't decode is logged and passed over.
 """
 
 import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
-from gpustream.components import Component
-from gpustream.tally import Sampled, Tally
+import msgspec
+
+from delivery.clients import AIOKafkaConsumer
+from gpustream.serve import Component
+from topics import alerts, attributed, dead_letters
+from topics.attributed import AttributedSample
+from topics.decoding import decoder
 
 log = logging.getLogger(__name__)
 
@@ -27,25 +33,79 @@ STOPPED_BY_S = 9.5
 _CLOSE_S = 1.0
 _LOOK_EVERY_S = 0.1
 
-
-class Producer(Component, Protocol):
-    """A producer that tells what it sampled."""
-
-    def sampled(self) -> Iterable[Sampled]:
-        """Every run of every node so far, and the last tick of each, dropped ones included."""
+_FETCH_BYTES = 8 * 1024 * 1024
+_FETCH_WAIT_MS = 100  # the embedded broker answers an empty fetch only when this is over, whatever arrives meanwhile
+_LETTER_HEADERS = ("topic", "partition", "offset", "stage")
 
 
-class Reader(Protocol):
-    """What reads gpu.attributed as it comes."""
+class Tail:
+    """Reads what comes out as any consumer downstream would, in no group.
+
+    It calls ``on_tick`` with each tick of gpu.attributed and ``on_letter`` with each dead letter (where its original
+    stood, and who gave up) from :meth:`start` on, and ``on_alert`` with every record of gpu.alerts; in order per
+    partition, replays included.
+    """
+
+    def __init__(
+        self,
+        kafka: str,
+        on_tick: Callable[[AttributedSample], None],
+        on_alert: Callable[[Any], object],
+        on_letter: Callable[[tuple[bytes, ...]], None],
+    ) -> None:
+        self._kafka = kafka
+        self._on_tick, self._on_alert, self._on_letter = on_tick, on_alert, on_letter
+        self._decode = decoder(AttributedSample)
+        self._consumer: Any = None
 
     async def start(self) -> None:
-        """Stands at the end once it returns."""
+        """Stands at the end of every partition once it returns. Raises aiokafka's errors where that can't be had."""
+        self._consumer = AIOKafkaConsumer(
+            attributed.TOPIC.name,
+            alerts.TOPIC.name,
+            dead_letters.TOPIC.name,
+            bootstrap_servers=self._kafka,
+            enable_auto_commit=False,
+            auto_offset_reset="latest",
+            isolation_level="read_committed",
+            fetch_max_wait_ms=_FETCH_WAIT_MS,
+            fetch_max_bytes=_FETCH_BYTES,
+            max_partition_fetch_bytes=_FETCH_BYTES,
+        )
+        await self._consumer.start()
+        partitions = self._consumer.assignment()
+        whole = [partition for partition in partitions if partition.topic == alerts.TOPIC.name]
+        await self._consumer.seek_to_end(*(partitions - set(whole)))
+        await self._consumer.seek_to_beginning(*whole)
+        for partition in partitions:
+            await self._consumer.position(partition)
 
     async def run(self) -> None:
-        """Reads until cancelled."""
+        """Reads for ever; cancel it to stop."""
+        while True:
+            batches = await self._consumer.getmany(timeout_ms=1000)
+            for partition, records in batches.items():
+                for record in records:
+                    self._take(partition.topic, record)
 
     async def stop(self) -> None:
-        """Closes."""
+        """Closes the consumer."""
+        if self._consumer is not None:
+            await self._consumer.stop()
+
+    def _take(self, topic: str, record: Any) -> None:
+        if topic == alerts.TOPIC.name:
+            self._on_alert(record)
+        elif topic == dead_letters.TOPIC.name:
+            headers = dict(record.headers)
+            self._on_letter(tuple(headers.get(name, b"") for name in _LETTER_HEADERS))
+        else:
+            try:
+                tick = self._decode(record.value or b"")
+            except msgspec.DecodeError as error:
+                log.warning("not a tick: %s", error, extra={"partition": record.partition, "offset": record.offset})
+            else:
+                self._on_tick(tick)
 
 
 class Failed(Exception):
@@ -54,14 +114,17 @@ class Failed(Exception):
 
 @dataclass
 class Pipeline:
-    """One run. ``look`` is called ten times a second with why it is not ready yet."""
+    """One run. ``look`` is called ten times a second with why it is not ready yet.
 
-    producer: Producer
+    ``behind`` says whether a tick that was sampled is still on its way.
+    """
+
+    producer: Component
     streams: Sequence[Component]
-    sinks: Mapping[str, Component]
-    reader: Reader
-    tally: Tally
+    sinks: Sequence[Component]
+    tail: Tail
     look: Callable[[list[str]], None]
+    behind: Callable[[], bool]
     _tasks: dict[str, "asyncio.Task[None]"] = field(default_factory=dict)
     _stops: dict[str, asyncio.Event] = field(default_factory=dict)
     _ended_s: float | None = None
@@ -69,67 +132,40 @@ class Pipeline:
     @property
     def components(self) -> list[Component]:
         """Every component, in the order of the flow."""
-        return [self.producer, *self.streams, *self.sinks.values()]
+        return [self.producer, *self.streams, *self.sinks]
 
     async def run(self, stop: asyncio.Event, duration_s: float | None) -> None:
         """Runs until ``stop`` is set or ``duration_s`` is over, then drains and stops everything.
 
-        Raises :class:`Failed` where a component ended before it was asked to.
+        The producer starts when all others are ready. Raises :class:`Failed` if a component ended before it was asked
+        to.
         """
         try:
-            await self._start(stop)
-            await self._until(stop, duration_s)
+            await self.tail.start()
+            self._spawn("tail", self.tail.run())
+            for component in reversed(self.components[1:]):
+                self._begin(component)
+            while not stop.is_set() and (reasons := self._not_ready()):
+                await self._pause(stop, reasons)
+            if not stop.is_set():
+                self._begin(self.producer)
+            end = time.monotonic() + duration_s if duration_s is not None else float("inf")
+            while not stop.is_set() and time.monotonic() < end:
+                await self._pause(stop, self._not_ready())
             await self._drain()
         finally:
             await self._stop()
 
-    async def _start(self, stop: asyncio.Event) -> None:
-        await self.reader.start()
-        self._spawn("tail", self.reader.run())
-        for component in reversed(self.components[1:]):
-            self._spawn(component.name, component.run(self._event(component)))
-        while not stop.is_set() and (reasons := self._not_ready()):
-            await self._pause(stop, reasons)
-        if not stop.is_set():
-            self._spawn(self.producer.name, self.producer.run(self._event(self.producer)))
+    def _begin(self, component: Component) -> None:
+        stop = self._stops[component.name] = asyncio.Event()
+        self._spawn(component.name, component.run(stop))
 
-    async def _until(self, stop: asyncio.Event, duration_s: float | None) -> None:
-        end = time.monotonic() + duration_s if duration_s is not None else float("inf")
-        while not stop.is_set() and time.monotonic() < end:
-            await self._pause(stop, self._not_ready())
+    def _spawn(self, name: str, work: Coroutine[Any, Any, None]) -> None:
+        self._tasks[name] = asyncio.create_task(work, name=name)
 
-    async def _drain(self) -> None:
-        """The producer stops sampling and flushes; then attribution catches up, and the sinks."""
-        self._ended_s = time.monotonic()
-        end = self._ended_s + DRAIN_S
-        never = asyncio.Event()
-        if producing := self._tasks.get(self.producer.name):
-            self._event(self.producer).set()
-            await asyncio.wait([producing], timeout=DRAIN_S)
-        while time.monotonic() < end and self._behind():
-            await self._pause(never, [])
-
-    def _behind(self) -> bool:
-        sampled = list(self.producer.sampled())
-        return bool(self.tally.undelivered(sampled) or self.tally.unattributed(sampled))
-
-    async def _stop(self) -> None:
-        """Stops the components, then the reader; what does not stop in time is cancelled and left behind."""
-        for event in self._stops.values():
-            event.set()
-        left_s = STOPPED_BY_S - (time.monotonic() - (self._ended_s or time.monotonic()))
-        tail = self._tasks.pop("tail", None)
-        late = await _unfinished(self._tasks.values(), max(0.0, left_s))
-        for task in late:
-            log.warning("did not stop in time", extra={"component": task.get_name()})
-        for task in [*late, *([tail] if tail else [])]:
-            task.cancel()
-        closing = asyncio.create_task(self.reader.stop())
-        for task in await _unfinished([closing], _CLOSE_S):
-            task.cancel()
-        for task in [*self._tasks.values(), closing]:
-            if task.done() and not task.cancelled():
-                task.exception()  # told of before, or of no interest any more
+    def _not_ready(self) -> list[str]:
+        running = [component for component in self.components if component.name in self._tasks]
+        return [f"{component.name}: {reason}" for component in running for reason in component.not_ready()]
 
     async def _pause(self, stop: asyncio.Event, reasons: list[str]) -> None:
         """A moment, unless a component ends in it that was not asked to."""
@@ -143,15 +179,33 @@ class Pipeline:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(stop.wait(), _LOOK_EVERY_S)
 
-    def _not_ready(self) -> list[str]:
-        running = [component for component in self.components if component.name in self._tasks]
-        return [f"{component.name}: {reason}" for component in running for reason in component.not_ready()]
+    async def _drain(self) -> None:
+        """The producer stops sampling and flushes; then attribution catches up, and the sinks."""
+        self._ended_s = time.monotonic()
+        if producing := self._tasks.get(self.producer.name):
+            self._stops[self.producer.name].set()
+            await asyncio.wait([producing], timeout=DRAIN_S)
+        never = asyncio.Event()
+        while time.monotonic() < self._ended_s + DRAIN_S and self.behind():
+            await self._pause(never, [])
 
-    def _spawn(self, name: str, work: Coroutine[Any, Any, None]) -> None:
-        self._tasks[name] = asyncio.create_task(work, name=name)
-
-    def _event(self, component: Component) -> asyncio.Event:
-        return self._stops.setdefault(component.name, asyncio.Event())
+    async def _stop(self) -> None:
+        """Stops the components, then the tail; what does not stop in time is cancelled and left behind."""
+        for event in self._stops.values():
+            event.set()
+        left_s = STOPPED_BY_S - (time.monotonic() - (self._ended_s or time.monotonic()))
+        tail = self._tasks.pop("tail", None)
+        late = await _unfinished(self._tasks.values(), max(0.0, left_s))
+        for task in late:
+            log.warning("did not stop in time", extra={"component": task.get_name()})
+        for task in [*late, *([tail] if tail else [])]:
+            task.cancel()
+        closing = asyncio.create_task(self.tail.stop())
+        for task in await _unfinished([closing], _CLOSE_S):
+            task.cancel()
+        for task in [*self._tasks.values(), closing]:
+            if task.done() and not task.cancelled():
+                task.exception()  # reported before, or of no interest any more
 
 
 async def _unfinished(tasks: Iterable["asyncio.Task[None]"], timeout_s: float) -> set["asyncio.Task[None]"]:

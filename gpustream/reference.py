@@ -9,7 +9,6 @@ import pkgutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import click
@@ -58,8 +57,13 @@ def metrics_markdown() -> str:
         MARK,
         "Each process serves these on its `--listen` address at `/metrics`, beside `/healthz` and `/readyz` (503 with "
         "the reasons while it is not ready). The metrics of the GPUs are in [metrics.md](metrics.md).",
-        *(_section(section) for section in sections()),
     ]
+    for section in sections():
+        rows = [
+            (f"`{row.name}`", row.kind, ", ".join(f"`{label}`" for label in row.labels) or _UNSET, row.help)
+            for row in section.rows
+        ]
+        parts += [f"## {section.package}", _table(("metric", "kind", "labels", "meaning"), rows)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -70,80 +74,63 @@ def files() -> dict[Path, str]:
 
 def commands(group: click.Group, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], click.Command]]:
     """Every command that can be run, with the words that run it."""
-    for name in group.list_commands(click.Context(group)):
-        command = group.commands[name]
+    ctx = click.Context(group)
+    for name in group.list_commands(ctx):
+        command = group.get_command(ctx, name)
         if isinstance(command, click.Group):
             yield from commands(command, (*path, name))
-        else:
+        elif command is not None:
             yield (*path, name), command
 
 
 def sections() -> Iterator[Section]:
-    """Every package's instruments, each once: where several components have the same, with the first."""
+    """Every package's instruments, in the order of the flow, each once: those named ``instruments`` have the first say.
+
+    Other modules repeat what several components have.
+    """
     known: set[str] = set()
-    for module in _modules():
-        rows = [row for row in getattr(module, "INSTRUMENTS", ()) if row.name not in known]
-        known.update(row.name for row in rows)
-        if rows:
-            yield Section(module.__name__.rpartition(".")[0], rows)
-
-
-def _modules() -> Iterator[ModuleType]:
-    """Every module of ours, in the order of the flow; those named ``instruments`` first, as others repeat theirs."""
     for package in _PACKAGES:
         names = [info.name for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")]
         runnable = [name for name in names if not name.endswith("__main__")]
         for name in sorted(runnable, key=lambda name: (not name.endswith(".instruments"), name)):
-            yield importlib.import_module(name)
+            instruments = getattr(importlib.import_module(name), "INSTRUMENTS", ())
+            rows = [row for row in instruments if row.name not in known]
+            known.update(row.name for row in rows)
+            if rows:
+                yield Section(name.rpartition(".")[0], rows)
 
 
 def _command(path: tuple[str, ...], command: click.Command) -> str:
     title = " ".join(path)
     arguments = [f" [{param.human_readable_name}]" for param in command.params if isinstance(param, click.Argument)]
-    options = [param for param in command.params if isinstance(param, click.Option)]
+    options = [_option(param) for param in command.params if isinstance(param, click.Option)]
+    paragraphs = [" ".join(paragraph.split()) for paragraph in (command.help or "").split("\n\n")]
     return "\n\n".join(
         [
             f"## {title}",
-            _paragraphs(command.help or ""),
+            *paragraphs,
             f"```\n{title}{''.join(arguments)} [OPTIONS]\n```",
-            _table(("option", "variable", "default", "meaning"), [_option(option) for option in options]),
+            _table(("option", "variable", "default", "meaning"), options),
             f"```sh\n{getattr(command, 'example', '').strip()}\n```",
         ]
     )
 
 
 def _option(option: click.Option) -> tuple[str, str, str, str]:
-    taken = "" if option.is_flag else f" {_value(option.type)}"
-    repeatable = " ..." if option.multiple else ""
-    return f"`{option.opts[0]}{taken}`{repeatable}", f"`{option.envvar}`", _default(option), option.help or ""
-
-
-def _value(kind: click.ParamType) -> str:
-    if isinstance(kind, click.Choice):
-        return "|".join(kind.choices)
-    return kind.name if isinstance(kind, Text) else kind.name.split()[0].upper()
-
-
-def _default(option: click.Option) -> str:
-    if option.required:
-        return "required"
-    if isinstance(option.show_default, str):
-        return option.show_default
+    if isinstance(option.type, click.Choice):
+        value = "|".join(option.type.choices)
+    else:
+        value = option.type.name if isinstance(option.type, Text) else option.type.name.split()[0].upper()
+    taken = "" if option.is_flag else f" {value}"
     default: Any = option.default
-    return f"`{default}`" if isinstance(default, str | int) and not isinstance(default, bool) else _UNSET
-
-
-def _section(section: Section) -> str:
-    rows = [
-        (f"`{row.name}`", row.kind, ", ".join(f"`{label}`" for label in row.labels) or _UNSET, row.help)
-        for row in section.rows
-    ]
-    return f"## {section.package}\n\n{_table(('metric', 'kind', 'labels', 'meaning'), rows)}"
-
-
-def _paragraphs(text: str) -> str:
-    """The text with each of its paragraphs on one line."""
-    return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
+    if option.required:
+        shown = "required"
+    elif isinstance(option.show_default, str):
+        shown = option.show_default
+    else:
+        shown = f"`{default}`" if isinstance(default, str | int) and not isinstance(default, bool) else _UNSET
+    repeatable = " ..." if option.multiple else ""
+    return f"`{option.opts[0]}{taken}`{repeatable}", f"`{option.envvar}`", shown, option.help or ""
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

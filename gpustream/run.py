@@ -9,28 +9,33 @@ On failure: 1 where a tick was lost or dropped, or a component failed.
 
 import asyncio
 import contextlib
+import ctypes
+import logging
+import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import click
 import msgspec
 from prometheus_client import CollectorRegistry
 
 from delivery import topic_admin
-from gpustream import components, serve
-from gpustream.alerts_command import Seen, row
-from gpustream.config import RunSettings
-from gpustream.display import Display, displayed
+from delivery.settings import DURATION, FLEET_SIZE, HOST_PORTS, URL, Cluster, Option
+from gpustream import alerts, command, logs, serve
+from gpustream.command import Command, ProcessSettings
 from gpustream.embedded import EmbeddedBroker, every_topic
-from gpustream.fleet import Fleet
-from gpustream.live import Frame, summary_text
-from gpustream.pipeline import Failed, Pipeline
-from gpustream.tail import Tail
-from gpustream.tally import Run, Sampled, Summary, Tally
+from gpustream.live import Display, Fleet, Frame, displayed, summary_text
+from gpustream.pipeline import Failed, Pipeline, Tail
+from gpustream.tally import Run, Sampled, Tally
 from producers import PRODUCERS
+from producers.node.config import Node, ReadingSettings, node_name
+from producers.settings import Interval
+from producers.simulated.config import SimulationSettings
 from sinks import SINKS
+from sinks.scrape.config import SCRAPE_ADDRESS, ScrapeListen
+from sinks.settings import NamingSettings
 from streams import STREAMS
 from topics import registry
 from topics.attributed import AttributedSample
@@ -39,12 +44,89 @@ UNWATCHED_S = 30.0
 """How long a run lasts that nobody watches and nobody gave a duration."""
 
 _DROPPED = "gpustream_producer_ticks_dropped_total"
+_DELIVERED = {
+    "scrape": "gpustream_scrape_values_delivered_total",
+    "remote_write": "gpustream_remote_write_values_delivered_total",
+}
+"""The counter of each sink that a run may have, by the sink's name in the summary."""
 
 
-def run(chosen: RunSettings) -> int:
-    """Runs until its end, prints the summary, and gives the exit code."""
-    with _broker(chosen.kafka) as kafka:
-        return serve.run(lambda stop: OneProcess(chosen, kafka).run(stop))
+@dataclass(frozen=True, kw_only=True)
+class RunSettings(ReadingSettings, SimulationSettings, NamingSettings, ProcessSettings):
+    """``kafka`` None is the embedded broker, ``simulate`` None the GPUs of this machine. ``watched``: by a terminal."""
+
+    simulate: Annotated[
+        str | None,
+        Option("--simulate", FLEET_SIZE, "Simulate so many nodes of so many GPUs.", shown="this machine's GPUs"),
+    ] = None
+    kafka: Annotated[
+        str | None,
+        Option("--kafka", HOST_PORTS, "Kafka's bootstrap brokers.", shown="a broker inside this process"),
+    ] = None
+    cluster: Cluster = "default"
+    scrape_listen: ScrapeListen = SCRAPE_ADDRESS
+    remote_write: Annotated[
+        str | None, Option("--remote-write", URL, "Write every value to this remote-write receiver too.")
+    ] = None
+    duration_s: Annotated[
+        float | None,
+        Option("--duration", DURATION, "How long to sample.", shown="on a terminal until Ctrl-C, else 30s"),
+    ] = None
+    summary: Annotated[
+        Literal["text", "json"], Option("--summary", None, "How the end is reported on standard output.")
+    ] = "text"
+    interval_s: Interval = 1.0
+    node: Node = field(default_factory=node_name)
+    watched: bool = False
+
+
+def _mistakes(given: dict[str, Any]) -> list[str]:
+    """What is wrong with the options together."""
+    simulate = given["simulate"]
+    if simulate is None and not driver_is_here():
+        return [
+            "Missing option '--simulate': this machine has no NVIDIA driver (no libnvidia-ml.so.1) whose GPUs could be"
+            " read. To see a fleet that is not there: --simulate 4x8"
+        ]
+    producer = PRODUCERS["simulated" if simulate else "node"]
+    return command.mistakes(producer, {**given, "kafka": given["kafka"] or HOST_PORTS.example, "fleet": simulate})
+
+
+def driver_is_here() -> bool:
+    """Whether NVML's library can be loaded; its driver may still be away."""
+    try:
+        ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return False
+    return True
+
+
+@click.command(
+    cls=Command,
+    check=_mistakes,
+    example=(
+        "gpustream run                      # the GPUs of this machine\n"
+        "gpustream run --simulate 4x8\n"
+        "gpustream run --simulate 4x8 --remote-write http://127.0.0.1:9090/api/v1/write --duration 1m --summary json"
+    ),
+)
+@command.options(RunSettings)
+def run(**given: Any) -> None:
+    """Everything in one process: GPUs, stream, sinks, and a broker where none is given.
+
+    Samples until its time is over or Ctrl-C, lets everything arrive, and says what became of every tick. Exit code 1 if
+    any was lost or dropped.
+    """
+    watched = sys.stdout.isatty()
+    logs.setup(given["log_format"], logging.WARNING if watched else logging.INFO)
+    chosen = RunSettings(**given, watched=watched)
+    with contextlib.ExitStack() as stack:
+        embedded = None
+        if chosen.kafka is None:
+            embedded = stack.enter_context(EmbeddedBroker())
+            embedded.start(every_topic())
+        code = serve.run(lambda stop: OneProcess(chosen, embedded).run(stop))
+    raise SystemExit(code)
 
 
 class BrokerEnded(Failed):
@@ -53,94 +135,69 @@ class BrokerEnded(Failed):
     exit_code = serve.FAILED
 
 
-class Broker(NamedTuple):
-    """Where Kafka is, and the embedded broker if it is that one."""
-
-    address: str
-    embedded: EmbeddedBroker | None = None
-
-
-@contextlib.contextmanager
-def _broker(kafka: str | None) -> Iterator[Broker]:
-    if kafka is not None:
-        yield Broker(kafka)
-        return
-    with EmbeddedBroker() as embedded:
-        embedded.start(every_topic())
-        yield Broker(embedded.address, embedded)
-
-
-class Sampling:
-    """A producer of samples, telling what it sampled in the terms of the tally."""
-
-    def __init__(self, producer: Any, cluster: str) -> None:
-        self._producer = producer
-        self._cluster = cluster
-        self.name: str = producer.name
-        self.registry = producer.registry
-        self.run = producer.run
-        self.not_ready = producer.not_ready
-
-    def sampled(self) -> list[Sampled]:
-        """Every run of every node so far, and the last tick of each."""
-        return [Sampled(Run(self._cluster, node, run_id), seq) for node, run_id, seq in self._producer.sampled()]
-
-    @property
-    def values(self) -> int:
-        """Metric values in the sampled ticks."""
-        return int(self._producer.sampled_values)
-
-    @property
-    def dropped(self) -> int:
-        """Ticks that never reached Kafka."""
-        return _counted(self.registry, _DROPPED)
-
-
 class OneProcess:
-    """The components of a run, and what is known of it."""
+    """The components of a run, and what is known of it. ``embedded`` is the broker if none was given."""
 
-    def __init__(self, chosen: RunSettings, kafka: Broker) -> None:
+    def __init__(self, chosen: RunSettings, embedded: EmbeddedBroker | None) -> None:
         self._chosen = chosen
-        self._kafka = kafka
+        self._embedded = embedded
+        self._kafka = chosen.kafka or (embedded.address if embedded else "")
+        socket = chosen.pod_resources_socket
+        options = {
+            **vars(chosen),
+            "kafka": self._kafka,
+            "fleet": chosen.simulate,
+            "url": chosen.remote_write,
+            # a machine that has no kubelet when the run begins is not reported to lack one
+            "pod_resources_socket": socket if socket is not None and socket.exists() else None,
+        }
+        enabled = ["scrape", "remote_write"] if chosen.remote_write else ["scrape"]
+        self._tally = Tally(enabled)
+        self._producer = command.component(PRODUCERS["simulated" if chosen.simulate else "node"], options)
+        self._streams = [command.component(row, options) for row in STREAMS.values()]
+        self._sinks = {
+            name: command.component(SINKS[name.replace("_", "-")], options, on_outcome=self._tally.sinks[name].outcome)
+            for name in enabled
+        }
+        self._alerts = alerts.Seen()
         self._fleet = Fleet(self._command_of)
-        options = _options(chosen, kafka.address)
-        self._tally = Tally(_key(name) for name in _enabled(chosen))
-        sinks = {_key(name): self._sink(name, options) for name in _enabled(chosen)}
-        self._producer = Sampling(
-            components.make(PRODUCERS["simulated" if chosen.simulate else "node"], options), chosen.cluster
-        )
-        self._alerts = Seen()
-        tail = Tail(kafka.address, self._on_tick, self._alerts.see, self._tally.dead_lettered)
-        streams = [components.make(row, options) for row in STREAMS.values()]
-        self._pipeline = Pipeline(self._producer, streams, sinks, tail, self._tally, self._look)
         self._began_s = time.monotonic()
         self._display: Display | None = None
 
     async def run(self, stop: asyncio.Event) -> int:
-        """Runs until ``stop`` or its end, and prints the summary."""
+        """Runs until ``stop`` or its end, prints the summary, and gives the exit code."""
         duration_s = self._chosen.duration_s
         if duration_s is None and not self._chosen.watched:
             duration_s = UNWATCHED_S
-        await topic_admin.check(self._kafka.address, registry.load())
+        await topic_admin.check(self._kafka, registry.load())
+        tail = Tail(self._kafka, self._on_tick, self._alerts.see, self._tally.dead_lettered)
+        pipeline = Pipeline(self._producer, self._streams, list(self._sinks.values()), tail, self._look, self._behind)
         with displayed(watched=self._chosen.watched, to_stderr=self._chosen.summary == "json") as self._display:
-            async with serve.observed(self._pipeline.components, self._chosen.listen):
-                await self._pipeline.run(stop, duration_s)
+            async with serve.observed(pipeline.components, self._chosen.listen):
+                await pipeline.run(stop, duration_s)
         summary = self._tally.summary(
-            self._producer.sampled(),
-            values=self._producer.values,
+            self._sampled(),
+            values=int(self._producer.sampled_values),
             delivered=self._delivered(),
-            dropped=self._producer.dropped,
+            dropped=_counted(self._producer.registry, _DROPPED),
         )
-        _print(summary, self._chosen.summary)
+        as_json = self._chosen.summary == "json"
+        click.echo(msgspec.json.encode(summary).decode() if as_json else summary_text(summary))
         return 0 if summary.ok else serve.FAILED
 
-    def _sink(self, name: str, options: Mapping[str, Any]) -> Any:
-        return components.make(SINKS[name], options, on_outcome=self._tally.sinks[_key(name)].outcome)
+    def _sampled(self) -> list[Sampled]:
+        """Every run of every node so far, and the last tick of each, dropped ones included."""
+        cluster = self._chosen.cluster
+        return [Sampled(Run(cluster, node, run_id), seq) for node, run_id, seq in self._producer.sampled()]
 
-    @property
-    def _source(self) -> str:
-        simulated = self._chosen.simulate
-        return f"{simulated} GPUs simulated" if simulated else f"the GPUs of {self._chosen.node}"
+    def _behind(self) -> bool:
+        """Whether a sampled tick has not come out of attribution, or is not in some sink."""
+        sampled = self._sampled()
+        return bool(self._tally.undelivered(sampled) or self._tally.unattributed(sampled))
+
+    def _delivered(self) -> dict[str, int]:
+        """Metric values that each sink delivered, as it counts them itself."""
+        return {name: _counted(sink.registry, _DELIVERED[name]) for name, sink in self._sinks.items()}
 
     def _command_of(self, node: str, pid: int) -> str:
         """The command of a process of this machine, as procfs has it."""
@@ -151,56 +208,31 @@ class OneProcess:
         except OSError:
             return ""
 
-    def _delivered(self) -> dict[str, int]:
-        """Metric values that each sink delivered, as it counts them itself."""
-        return {
-            name: _counted(sink.registry, f"gpustream_{name}_values_delivered_total")
-            for name, sink in self._pipeline.sinks.items()
-        }
-
     def _on_tick(self, tick: AttributedSample) -> None:
         if self._tally.attributed(Run(tick.cluster, tick.node, tick.run_id), tick.seq, tick.attribution):
             self._fleet.observe(tick, time.monotonic(), int(time.time() * 1000))
 
     def _look(self, not_ready: list[str]) -> None:
-        if self._kafka.embedded is not None and not self._kafka.embedded.running:
+        """What is done again and again while it runs: show it, and end it without its broker."""
+        if self._embedded is not None and not self._embedded.running:
             raise BrokerEnded("the embedded broker ended, and all that it held is gone")
-        if self._display is not None:
-            self._display.show(time.monotonic() - self._began_s, lambda: self._frame(not_ready))
-
-    def _frame(self, not_ready: list[str]) -> Frame:
-        sampled, now = self._producer.sampled(), datetime.now(UTC)
-        return Frame(
-            elapsed_s=time.monotonic() - self._began_s,
-            title=f"gpustream, {self._source}",
-            view=self._fleet.view(time.monotonic()),
-            delivered=self._delivered(),
-            behind={name: self._tally.behind(name, sampled) for name in self._tally.sinks},
-            not_ready=not_ready,
-            alerts=[row(alert, now) for alert in self._alerts.open()],
+        elapsed_s = time.monotonic() - self._began_s
+        if self._display is None or not self._display.is_due(elapsed_s):
+            return
+        sampled, now, simulated = self._sampled(), datetime.now(UTC), self._chosen.simulate
+        source = f"{simulated} GPUs simulated" if simulated else f"the GPUs of {self._chosen.node}"
+        self._display.show(
+            Frame(
+                elapsed_s=elapsed_s,
+                title=f"gpustream, {source}",
+                view=self._fleet.view(time.monotonic()),
+                delivered=self._delivered(),
+                behind={name: self._tally.behind(name, sampled) for name in self._tally.sinks},
+                not_ready=not_ready,
+                alerts=[alerts.row(alert, now) for alert in self._alerts.open()],
+            )
         )
-
-
-def _enabled(chosen: RunSettings) -> Iterable[str]:
-    return ["scrape", "remote-write"] if chosen.remote_write else ["scrape"]
-
-
-def _key(sink: str) -> str:
-    """What the summary calls a sink."""
-    return sink.replace("-", "_")
-
-
-def _options(chosen: RunSettings, kafka: str) -> dict[str, Any]:
-    """The options of every component. A machine that has no kubelet when the run begins is not said to lack one."""
-    socket = chosen.pod_resources_socket
-    kubelet = socket if socket is not None and socket.exists() else None
-    own = {"kafka": kafka, "fleet": chosen.simulate, "url": chosen.remote_write, "pod_resources_socket": kubelet}
-    return {**vars(chosen), **own}
 
 
 def _counted(registry: CollectorRegistry, counter: str) -> int:
     return int(sum(s.value for family in registry.collect() for s in family.samples if s.name == counter))
-
-
-def _print(summary: Summary, form: Literal["text", "json"]) -> None:
-    click.echo(msgspec.json.encode(summary).decode() if form == "json" else summary_text(summary))

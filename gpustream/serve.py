@@ -15,11 +15,13 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from types import FrameType
+from typing import Protocol, runtime_checkable
+
+from prometheus_client import CollectorRegistry
 
 from delivery.values import Address
-from gpustream.components import Component
 from gpustream.health import Health, listening
 
 log = logging.getLogger(__name__)
@@ -32,6 +34,20 @@ _GC_AFTER = 100_000
 _CANCEL_S = 1.0
 
 Exit = Callable[[int], object]
+
+
+@runtime_checkable
+class Component(Protocol):
+    """A producer, a stream or a sink, made from one frozen record of settings."""
+
+    name: str
+    registry: CollectorRegistry
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Works until ``stop`` is set, and returns within 8 s of that. Raises when it can't go on."""
+
+    def not_ready(self) -> list[str]:
+        """Why it is not ready yet; empty when it is."""
 
 
 class Deadline:
@@ -63,9 +79,13 @@ def stop_on_signals(stop: asyncio.Event, deadline: Deadline) -> Iterator[None]:
     """SIGTERM and SIGINT set ``stop`` and start the deadline, even while the loop hangs; a second one ends all."""
     loop = asyncio.get_running_loop()
 
+    def note(name: str) -> None:
+        log.info("stopping", extra={"signal": name})
+        stop.set()
+
     def on_signal(number: int, _: FrameType | None) -> None:
         deadline.start()
-        loop.call_soon_threadsafe(_note, stop, signal.Signals(number).name)
+        loop.call_soon_threadsafe(note, signal.Signals(number).name)
 
     before = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
@@ -73,11 +93,6 @@ def stop_on_signals(stop: asyncio.Event, deadline: Deadline) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _note(stop: asyncio.Event, name: str) -> None:
-    log.info("stopping", extra={"signal": name})
-    stop.set()
 
 
 def serve(
@@ -109,49 +124,36 @@ def run(
     """
     deadline = Deadline(stop_within_s, exit_process)
     threads = set(threading.enumerate())
-    _collect_less()
+    # Records make many objects and no cycles: looking for those as often as by default costs 10 to 25 % of the CPU.
+    gc.set_threshold(_GC_AFTER, 50, 100)
+    gc.freeze()
 
     async def guarded() -> int:
         stop = asyncio.Event()
         with stop_on_signals(stop, deadline):
             try:
                 code = await main(stop)
-            except Exception as error:  # noqa: BLE001 - the last place where anybody can be told
+            except Exception as error:  # noqa: BLE001 - the last place where it can be logged
                 code = _failed(error)
-            if await _stragglers():
+            tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in tasks:
+                task.cancel()
+            if tasks and (await asyncio.wait(tasks, timeout=_CANCEL_S))[1]:  # the loop would wait for them for ever
                 _leave(code, exit_process)
             return code
 
     try:
-        code = _runner(light)(guarded())
+        if light:
+            code = asyncio.run(guarded())
+        else:
+            import uvloop
+
+            code = uvloop.run(guarded())
     finally:
         deadline.cancel()
     if _hanging(set(threading.enumerate()) - threads):
         _leave(code, exit_process)
     return code
-
-
-def _runner(light: bool) -> Callable[[Coroutine[None, None, int]], int]:
-    if light:
-        return asyncio.run
-    import uvloop
-
-    run_on_uvloop: Callable[[Coroutine[None, None, int]], int] = uvloop.run
-    return run_on_uvloop
-
-
-def _collect_less() -> None:
-    """Records make many objects and no cycles: looking for those as often as by default costs 10 to 25 % of the CPU."""
-    gc.set_threshold(_GC_AFTER, 50, 100)
-    gc.freeze()
-
-
-async def _stragglers() -> set["asyncio.Task[object]"]:
-    """Cancels what still runs, and gives the tasks that will not have it: the loop would wait for them for ever."""
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in tasks:
-        task.cancel()
-    return (await asyncio.wait(tasks, timeout=_CANCEL_S))[1] if tasks else set()
 
 
 def _hanging(threads: Iterable[threading.Thread]) -> bool:
@@ -164,15 +166,14 @@ def _hanging(threads: Iterable[threading.Thread]) -> bool:
 
 
 def _leave(code: int, exit_process: Exit) -> None:
-    """Ends the process with what it has to say said, whatever still hangs in it."""
+    """Ends the process, with all that it has written, whatever still hangs in it."""
     sys.stdout.flush()
     sys.stderr.flush()
     exit_process(code)
 
 
 def _failed(error: Exception) -> int:
-    """Tells of the error and gives the exit code. One with an ``exit_code`` of its own is told in a sentence, with its
-    ``advice``."""
+    """Logs the error and gives the exit code. One with an ``exit_code`` of its own is a sentence and its ``advice``."""
     deliberate = [one for one in (error, error.__cause__) if hasattr(one, "exit_code")]
     if deliberate:
         log.critical("%s", "\n".join(filter(None, (str(error), getattr(deliberate[-1], "advice", "")))))
@@ -191,7 +192,7 @@ async def observed(components: Sequence[Component], listen: Address | None) -> A
     health = Health([component.registry for component in components], not_ready)
     beat = asyncio.create_task(health.beat())
     try:
-        async with listening(health.application(), listen) as address:
+        async with listening(health.answer, listen) as address:
             if address is not None:
                 log.info("serving own metrics", extra={"listen": str(address)})
             yield

@@ -149,22 +149,23 @@ class Tally:
         return Summary(
             ticks=sum(one.last_seq for one in sampled),
             samples=values,
-            attributed=Attributed(*(self._count(sampled, kind) for kind in ("exact", "late", "none"))),
+            attributed=Attributed(
+                exact=sum(self._kinds[one.run, "exact"] for one in sampled),
+                late=sum(self._kinds[one.run, "late"] for one in sampled),
+                none=sum(self._kinds[one.run, "none"] for one in sampled),
+            ),
             delivered=delivered,
             dead_lettered=len(self._letters),
             dropped=dropped + sum(sink.dropped for sink in self.sinks.values()),
             lost=self.undelivered(sampled),
         )
 
-    def _count(self, sampled: Iterable[Sampled], kind: Attribution) -> int:
-        return sum(self._kinds[one.run, kind] for one in sampled)
-
 
 def missing(sampled: Iterable[Sampled], everywhere: Collection[Ticks]) -> int:
     """How many sampled ticks are absent from at least one of the sets."""
-    return sum(_missing(one.last_seq, [ticks.of(one.run) for ticks in everywhere]) for one in sampled)
-
-
-def _missing(last_seq: int, sets: Collection[Seqs]) -> int:
-    common = min((one.prefix for one in sets), default=last_seq)
-    return sum(any(seq not in one for one in sets) for seq in range(common + 1, last_seq + 1))
+    count = 0
+    for one in sampled:
+        sets = [ticks.of(one.run) for ticks in everywhere]
+        common = min((seqs.prefix for seqs in sets), default=one.last_seq)
+        count += sum(any(seq not in seqs for seqs in sets) for seq in range(common + 1, one.last_seq + 1))
+    return count

@@ -28,10 +28,11 @@ def config(name: str) -> Any:
 
 def parsed(arguments: list[str]) -> click.Context:
     """The command line, checked as the command itself does and not run."""
-    command: click.Command = main
+    command: click.Command | None = main
     while isinstance(command, click.Group):
         name, *arguments = arguments
-        command = command.commands[name]
+        command = command.get_command(click.Context(command), name)
+    assert command is not None
     return command.make_context(command.name, arguments)
 
 

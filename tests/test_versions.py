@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 
-from gpustream.alerts_command import Seen
+from gpustream.alerts import Seen
 from sinks import alerts as alert_records
 from sinks.alertmanager.notifier import ActiveAlerts, postable
 from sinks.remote_write.alerts import AlertSeries

@@ -11,7 +11,8 @@ from click.testing import CliRunner, Result
 
 from delivery import settings
 from delivery.settings import Registered
-from gpustream import components, options
+from gpustream import command
+from gpustream.cli import COMMANDS as LISTED
 from gpustream.cli import main
 from producers import PRODUCERS
 from sinks import SINKS
@@ -25,11 +26,13 @@ def _invoke(*args: str, **env: str) -> Result:
 
 
 def _commands(group: click.Group = main, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], click.Command]]:
-    for name, command in group.commands.items():
-        if isinstance(command, click.Group):
-            yield from _commands(command, (*path, name))
-        else:
-            yield (*path, name), command
+    ctx = click.Context(group)
+    for name in group.list_commands(ctx):
+        found = group.get_command(ctx, name)
+        if isinstance(found, click.Group):
+            yield from _commands(found, (*path, name))
+        elif found is not None:
+            yield (*path, name), found
 
 
 COMMANDS = dict(_commands())
@@ -39,7 +42,7 @@ COMMANDS = dict(_commands())
 def test_every_option_has_its_one_variable_and_a_help_text(path: tuple[str, ...]) -> None:
     for param in COMMANDS[path].params:
         if isinstance(param, click.Option):
-            assert param.envvar == options.envvar(param.opts[0])
+            assert param.envvar == command.envvar(param.opts[0])
             assert param.help
 
 
@@ -59,7 +62,7 @@ def test_every_option_of_a_component_is_its_command_s(group: str, registry: dict
     for name, row in registry.items():
         path = (group, name) if group != "stream" else (group,)
         given = {param.name for param in COMMANDS[path].params if isinstance(param, click.Option)}
-        own = {field.name for field in settings.fields(components.load(row.settings))}
+        own = {field.name for field in settings.fields(command.load(row.settings))}
 
         assert own | EVERYWHERE <= given
         assert own | EVERYWHERE == given or group == "stream"
@@ -110,11 +113,17 @@ def test_an_unknown_stream_is_a_mistake() -> None:
 
 
 def test_run_without_a_fleet_or_a_driver_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpustream.cli._driver_is_here", lambda: False)
+    monkeypatch.setattr("gpustream.run.driver_is_here", lambda: False)
     result = _invoke("run")
 
     assert result.exit_code == 2
     assert "--simulate 4x8" in result.stderr
+
+
+def test_what_a_list_says_of_a_command_is_how_its_own_help_begins() -> None:
+    for name, entry in LISTED.items():
+        help_ = " ".join((entry.load().help or "").split())
+        assert help_.startswith(" ".join(entry.help.split())), name
 
 
 def test_the_version_is_the_package_s() -> None:

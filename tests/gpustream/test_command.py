@@ -7,10 +7,13 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from delivery.settings import DURATION, HEADER, KafkaSettings, Option
-from gpustream.command import Command
-from gpustream.config import ProcessSettings
-from gpustream.options import options
+from delivery.settings import DURATION, HEADER, KafkaSettings, Option, Registered
+from delivery.values import Address
+from gpustream import command
+from gpustream.command import Command, ProcessSettings, options
+from gpustream.serve import Component
+from sinks import SINKS
+from tests.gpustream.fakes import FakeSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,3 +111,39 @@ def test_a_repeatable_option_takes_a_line_each_from_its_variable() -> None:
     result = _run(GPUSTREAM_HEADER="A: b c\nD: e")
 
     assert "'headers': (('A', 'b c'), ('D', 'e'))" in result.output
+
+
+# -- settings and components, from what was given
+
+
+FAKE = Registered("tests.gpustream.fakes:FakeComponent", "tests.gpustream.fakes:FakeSettings", "A fake.", "gpustream")
+
+
+def test_settings_take_what_was_given_for_their_fields() -> None:
+    given = {"kafka": "a:1", "cluster": "c", "grace_s": 3.0, "instance_id": "x-0", "log_format": "text"}
+
+    assert command.settings(FAKE, given) == FakeSettings("a:1", "c", grace_s=3.0, instance_id="x-0")
+
+
+def test_what_was_not_given_has_its_default() -> None:
+    assert command.settings(FAKE, {"kafka": "a:1", "cluster": "c"}) == FakeSettings("a:1", "c")
+
+
+def test_off_is_given_to_a_field_that_may_be_none() -> None:
+    scrape = SINKS["scrape"]
+
+    assert command.settings(scrape, {"kafka": "a:1", "scrape_listen": None}).scrape_listen is None
+    assert command.settings(scrape, {"kafka": "a:1"}).scrape_listen == Address("127.0.0.1", 9400)
+
+
+def test_a_component_says_what_is_wrong_with_its_settings() -> None:
+    given = {"kafka": "a:1", "cluster": "c", "grace_s": 100.0}
+
+    assert command.mistakes(FAKE, given) == ["--grace must be below 100 s"]
+
+
+def test_a_component_is_made_with_its_settings() -> None:
+    made = command.component(FAKE, {"kafka": "a:1", "cluster": "c"})
+
+    assert isinstance(made, Component)
+    assert made.settings == FakeSettings("a:1", "c")  # type: ignore[attr-defined] # of the fake

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpustream import devices_text
+from gpustream import devices
 from gpustream.devices import Nothing, look, only, place
 from producers.node.config import NodeSettings
 from tests.nvml.scripted import Mig, Process, ScriptedNvml
@@ -60,7 +60,7 @@ class Machine:
     def text(self, *options: str) -> str:
         done = self.run(*options)
         assert (done.returncode, done.stderr) == (0, ""), done.stderr
-        assert max(map(len, done.stdout.splitlines())) <= devices_text.WIDTH
+        assert max(map(len, done.stdout.splitlines())) <= devices.WIDTH
         return done.stdout
 
     def begin(self, pid: int, cgroup: str) -> None:
@@ -82,7 +82,7 @@ def _left_out(device: dict[str, Any]) -> dict[str, list[tuple[str, str]]]:
 
 def _text(report: dict[str, Any]) -> str:
     """The report for people, its lines not broken."""
-    return " ".join(devices_text.text(report).split())
+    return " ".join(devices.text(report).split())
 
 
 def test_every_key_of_a_device_has_a_value_or_a_reason(machine: Machine) -> None:
@@ -168,17 +168,17 @@ def test_holders_are_found_by_every_form_of_id_and_what_is_on_no_device_is_said(
 def test_mig_devices_stand_below_their_gpu_with_profile_instances_memory_and_what_they_lack(machine: Machine) -> None:
     machine.nvml.mig(1, [Mig(1), Mig(2), Mig(5, 0, "3g.40gb", 40 << 30, 2 << 30)])
     report = machine.report()
-    lines = devices_text.text(report).splitlines()
-    devices = [device for device in report["devices"] if device.get("mig")]
-    assert [device["mig"]["profile"] for device in devices] == ["1g.10gb", "1g.10gb", "3g.40gb"]
-    assert devices[2]["mig"] == {
+    lines = devices.text(report).splitlines()
+    slices = [device for device in report["devices"] if device.get("mig")]
+    assert [device["mig"]["profile"] for device in slices] == ["1g.10gb", "1g.10gb", "3g.40gb"]
+    assert slices[2]["mig"] == {
         "uuid": MIG.format(5),
         "parent_uuid": UUID.format(1),
         "gpu_instance": 5,
         "compute_instance": 0,
         "profile": "3g.40gb",
     }
-    assert devices[2]["metrics"]["memory_used_bytes"] == 2 << 30
+    assert slices[2]["metrics"]["memory_used_bytes"] == 2 << 30
     titles = [line for line in lines if "GPU" in line and line.endswith(", ok")]
     assert [line.partition(":")[0] for line in titles] == [
         "GPU 0",
@@ -309,9 +309,9 @@ def test_whatever_a_kubelet_calls_a_device_it_is_on_one_or_on_none(device_ids: l
     container = {"namespace": "ml-team", "pod": "p", "container": "c", "resource": "r", "device_ids": device_ids}
     placed = place([container], [DEVICE])
     assert [one["device_id"] for one in placed.unplaced] == device_ids
-    text = devices_text.text({**REPORT, "unplaced": placed.unplaced})
+    text = devices.text({**REPORT, "unplaced": placed.unplaced})
     assert all(letter.isprintable() for line in text.split("\n") for letter in line)
-    assert max(map(len, text.split("\n"))) <= devices_text.WIDTH
+    assert max(map(len, text.split("\n"))) <= devices.WIDTH
 
 
 def test_a_device_that_is_wanted_of_none_is_not_there() -> None:
@@ -334,14 +334,14 @@ def test_a_device_that_is_wanted_of_none_is_not_there() -> None:
     ],
 )
 def test_values_are_written_with_units_that_people_use(key: str, value: float, written: str) -> None:
-    assert devices_text.amount(key, value) == written
+    assert devices.amount(key, value) == written
 
 
 def test_many_processes_are_counted_and_the_first_are_shown() -> None:
     processes = [{"pid": pid} for pid in range(100, 120)]
     device = {**DEVICE, "holders": [], "refusal": None, "left_out": [], "processes": processes}
-    lines = devices_text.text({**REPORT, "devices": [device]}).splitlines()
-    assert sum("process" in line for line in lines if "memory not known" in line) == devices_text.MOST_PROCESSES
+    lines = devices.text({**REPORT, "devices": [device]}).splitlines()
+    assert sum("process" in line for line in lines if "memory not known" in line) == devices.MOST_PROCESSES
     assert any("and 12 more" in line for line in lines)
 
 
@@ -350,19 +350,19 @@ def test_no_line_is_too_long_however_long_names_are() -> None:
     holders = [{**who, "device_id": "d" * 300}]
     device = {**DEVICE, "model": "m" * 96, "holders": holders, "refusal": {"call": "c" * 120, "error": "E" * 80}}
     report = {**REPORT, "node": "n" * 253, "devices": [{**device, "state": "lost", "left_out": []}]}
-    assert max(map(len, devices_text.text(report).splitlines())) <= devices_text.WIDTH
+    assert max(map(len, devices.text(report).splitlines())) <= devices.WIDTH
 
 
 def test_a_value_too_long_for_a_column_has_a_line_of_its_own() -> None:
     metrics = {"gpu_utilization_ratio": 1, "low_utilization_violation_seconds_total": 1e12, "power_watts": 5}
     device = {**DEVICE, "metrics": metrics, "holders": [], "refusal": None, "left_out": []}
-    lines = devices_text.text({**REPORT, "devices": [device]}).splitlines()
+    lines = devices.text({**REPORT, "devices": [device]}).splitlines()
     assert "    low_utilization_violation_seconds_total 1000000000000 s" in lines
-    assert max(map(len, lines)) <= devices_text.WIDTH
+    assert max(map(len, lines)) <= devices.WIDTH
 
 
 def test_the_form_of_the_report_is_that_of_the_docs() -> None:
     page = (Path(__file__).parents[2] / "docs" / "node.md").read_text()
     section = page.split("## What would be sampled here")[1].split("\n## ")[0]
-    for field in ("schema", *REPORT, "holders", "refusal", "left_out", *devices_text._WHY):
+    for field in ("schema", *REPORT, "holders", "refusal", "left_out", *devices._WHY):
         assert f"`{field}`" in section

@@ -41,7 +41,7 @@ def _health(*reasons: str) -> Health:
 
 @asynccontextmanager
 async def _served(health: Health) -> AsyncIterator[Address]:
-    async with listening(health.application(), ANYWHERE) as address:
+    async with listening(health.answer, ANYWHERE) as address:
         assert address is not None
         yield address
 
@@ -215,13 +215,13 @@ async def test_listening_on_port_0_tells_the_port() -> None:
 
 
 async def test_an_ipv6_address_is_served() -> None:
-    async with listening(_health().application(), Address("::1", 0)) as address:
+    async with listening(_health().answer, Address("::1", 0)) as address:
         assert address is not None
         assert (await asyncio.to_thread(_ask, address, "/healthz")).status == 200
 
 
 async def test_off_listens_nowhere() -> None:
-    async with listening(_health().application(), None) as address:
+    async with listening(_health().answer, None) as address:
         assert address is None
 
 
@@ -229,11 +229,11 @@ async def test_a_port_in_use_is_a_clear_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ListenError, match=rf"can't listen on 127\.0\.0\.1:{port}: .*in use"):
-            async with listening(_health().application(), Address("127.0.0.1", port)):
+            async with listening(_health().answer, Address("127.0.0.1", port)):
                 pass
 
 
 async def test_a_name_that_can_not_be_had_is_a_clear_error() -> None:
     with pytest.raises(ListenError, match=r"can't listen on no-such-host\.invalid:1"):
-        async with listening(_health().application(), Address("no-such-host.invalid", 1)):
+        async with listening(_health().answer, Address("no-such-host.invalid", 1)):
             pass

@@ -1,13 +1,13 @@
 """A run in one process: the order of its start and end, and what fails."""
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import pytest
 from prometheus_client import CollectorRegistry
 
 from gpustream import pipeline
-from gpustream.pipeline import Failed, Pipeline
+from gpustream.pipeline import Failed, Pipeline, Tail
 from gpustream.tally import Run, Sampled, Tally
 
 NODE = Run("c", "n-0", 1)
@@ -41,15 +41,11 @@ class Part:
         return self.reasons
 
 
-class Source(Part):
-    """A producer of ten ticks."""
-
-    def sampled(self) -> Iterable[Sampled]:
-        """What it sampled."""
-        return [Sampled(NODE, 10)]
+SAMPLED = [Sampled(NODE, 10)]
+"""What the producer sampled: ten ticks."""
 
 
-class Eyes:
+class Eyes(Tail):
     """A tail that reads nothing."""
 
     def __init__(self, log: list[str]) -> None:
@@ -75,7 +71,7 @@ class Made:
         self.log: list[str] = []
         self.reasons: list[list[str]] = []
         self.source, self.stream, self.sink = (
-            Source("producer", self.log),
+            Part("producer", self.log),
             Part("stream", self.log),
             Part("sink", self.log),
         )
@@ -83,8 +79,12 @@ class Made:
         for seq in range(1, taken + 1):
             self.take(seq)
         self.pipeline = Pipeline(
-            self.source, [self.stream], {"sink": self.sink}, Eyes(self.log), self.tally, self.reasons.append
+            self.source, [self.stream], [self.sink], Eyes(self.log), self.reasons.append, self.behind
         )
+
+    def behind(self) -> bool:
+        """Whether a tick is not in the sink."""
+        return bool(self.tally.undelivered(SAMPLED) or self.tally.unattributed(SAMPLED))
 
     def take(self, seq: int) -> None:
         """The tick has come out of attribution and into the sink."""
@@ -137,7 +137,7 @@ async def test_the_drain_waits_for_the_last_tick() -> None:
 
     made.take(10)
     await running
-    assert made.tally.undelivered(made.source.sampled()) == 0
+    assert made.tally.undelivered(SAMPLED) == 0
 
 
 async def test_the_drain_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +145,7 @@ async def test_the_drain_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     made = Made(taken=7)
     await made.pipeline.run(asyncio.Event(), 0.0)
 
-    assert made.tally.undelivered(made.source.sampled()) == 3
+    assert made.tally.undelivered(SAMPLED) == 3
 
 
 async def test_a_component_that_does_not_stop_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:

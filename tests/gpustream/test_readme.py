@@ -70,12 +70,13 @@ def _summary(text: str) -> Summary:
 
 @pytest.mark.parametrize("line", ELSEWHERE)
 def test_what_needs_servers_is_a_command_line_that_is_right(line: str) -> None:
-    command: click.Command = main
+    command: click.Command | None = main
     arguments = shlex.split(line, comments=True)[1:]
     while isinstance(command, click.Group):
         name, *arguments = arguments
-        command = command.commands[name]
+        command = command.get_command(click.Context(command), name)
 
+    assert command is not None
     assert command.make_context(name, arguments).params["kafka"] == "kafka-0:9092"
 
 

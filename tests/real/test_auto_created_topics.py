@@ -9,7 +9,7 @@ import pytest
 
 from delivery import topic_admin
 from delivery.clients import AIOKafkaConsumer
-from gpustream.components import Component
+from gpustream.serve import Component
 from producers.cluster.component import ClusterProducer
 from producers.cluster.config import ClusterSettings
 from producers.node.component import NodeProducer

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from delivery import topic_admin
-from gpustream.components import Component
+from gpustream.serve import Component
 from producers.simulated.component import SimulatedFleet
 from producers.simulated.config import SimulatedSettings
 from sinks.outcomes import Outcome

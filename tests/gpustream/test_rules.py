@@ -11,7 +11,7 @@ import pytest
 from aiokafka import AIOKafkaProducer
 from click.testing import CliRunner, Result
 
-from gpustream import rules_command
+from gpustream import rules as rules_module
 from gpustream.cli import main
 from gpustream.embedded import EmbeddedBroker
 from streams.alerts.tick import Tick
@@ -54,7 +54,7 @@ def rules(*args: str, stdin: bytes | None = None) -> Result:
 
 def fields(result: Result) -> list[dict[str, str]]:
     head, *lines = [line.split("\t") for line in result.stdout.splitlines()]
-    assert tuple(head) == rules_command.COLUMNS
+    assert tuple(head) == rules_module.COLUMNS
     return [dict(zip(head, line, strict=True)) for line in lines]
 
 

@@ -7,7 +7,7 @@ from click.testing import CliRunner, Result
 
 from delivery import topic_admin
 from delivery.topic_admin import Found
-from gpustream import topic_commands
+from gpustream import topics as topics_module
 from gpustream.cli import main
 from gpustream.embedded import EmbeddedBroker, every_topic
 from topics import registry
@@ -30,7 +30,7 @@ def _topics(*args: str) -> Result:
 def test_a_row_says_what_is_missing_or_wrong() -> None:
     topics = list(registry.load().values())
     found = {topic.name: Found(4) for topic in topics if topic.name != "gpu.alerts"} | {"gpu.workloads": Found(8)}
-    table = {row.topic: row for row in topic_commands.rows(topics, found, topic_admin.mismatches(topics, found))}
+    table = {row.topic: row for row in topics_module.rows(topics, found, topic_admin.mismatches(topics, found))}
 
     assert table["gpu.samples"].verdict == "yes"
     assert table["gpu.alerts"].verdict == "missing"

@@ -13,8 +13,8 @@ from aiokafka import AIOKafkaProducer
 from click.testing import CliRunner, Result
 from rich.console import Console
 
-from gpustream import alerts_command
-from gpustream.alerts_command import Seen
+from gpustream import alerts
+from gpustream.alerts import Seen
 from gpustream.cli import main
 from gpustream.embedded import EmbeddedBroker
 from tests.sinks.alerts import START_MS, alert, alert_record
@@ -73,7 +73,7 @@ def test_a_piped_list_has_the_open_alerts_and_nothing_else(kafka: str) -> None:
 
     head, *lines = [line.split("\t") for line in result.stdout.splitlines()]
     assert result.exit_code == 0
-    assert head == list(alerts_command.COLUMNS)
+    assert head == list(alerts.COLUMNS)
     ((since, _, *rest),) = lines
     assert since == "2026-11-20 23:59:12Z"
     summary = "ml/a holds GPU 0 of n1 and has not used it for 15m"
@@ -147,15 +147,15 @@ def test_the_most_severe_come_first_then_the_oldest() -> None:
     [(-5, "0s"), (0, "0s"), (59, "59s"), (60, "1m 0s"), (7_505, "2h 5m"), (86_400, "1d 0h"), (10**7, "115d 17h")],
 )
 def test_how_long_it_lasted_is_said_in_two_units(seconds: int, said: str) -> None:
-    assert alerts_command.lasted(timedelta(seconds=seconds)) == said
+    assert alerts.lasted(timedelta(seconds=seconds)) == said
 
 
 def test_what_a_tenant_wrote_can_neither_steer_a_terminal_nor_break_a_table() -> None:
     evil = alert("a", labels={"k8s_pod_name": "\x1b[31m[red]x[/nonsense]"}, annotations={"summary": "a\tb\n\x07c"})
-    row = alerts_command.row(evil, at(START_MS))
+    row = alerts.row(evil, at(START_MS))
     console = Console(width=200)
     with console.capture() as shown:
-        console.print(alerts_command.table([row]))
+        console.print(alerts.table([row]))
     assert row.who == "[31m[red]x[/nonsense]"
     assert row.summary == "a b c"
     assert "[red]x[/nonsense]" in shown.get()
@@ -163,5 +163,5 @@ def test_what_a_tenant_wrote_can_neither_steer_a_terminal_nor_break_a_table() ->
 
 def test_an_alert_of_a_node_says_so() -> None:
     node: Alert = alert("", name="NodeSilent", labels={}, annotations={}, severity="critical")
-    row = alerts_command.row(node, at(START_MS + 90_000))
+    row = alerts.row(node, at(START_MS + 90_000))
     assert (row.where, row.who, row.lasted) == ("c1/n1", "", "1m 30s")

@@ -1,0 +1,201 @@
+"""``gpustream alerts``: the alerts that fire, and, with ``--follow``, each that begins or ends from now on.
+
+In:       gpu.alerts, read whole and in no group.
+Out:      a table on a terminal, tab-separated fields elsewhere, or the records as JSON lines, on standard output.
+On failure: a broker that does not answer or has no such topic is a sentence and exit code 1; later, an outage is waited
+out. A record that can't be decoded is logged and passed over.
+"""
+
+import asyncio
+import logging
+import sys
+from collections.abc import Iterable
+from datetime import UTC, datetime, timedelta
+from typing import Any, Literal, NamedTuple
+
+import click
+import msgspec
+from aiokafka.errors import KafkaError
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from delivery import topic_admin
+from delivery.clients import AIOKafkaConsumer
+from gpustream import logs
+from gpustream.command import KAFKA, LOG_FORMAT, Command, option
+from sinks.alerts import Undecodable, read
+from topics.alerts import TOPIC, Alert, transition_id
+
+log = logging.getLogger(__name__)
+
+Form = Literal["table", "json"]
+
+COLUMNS = ("since", "for", "severity", "alert", "where", "who", "summary")
+
+_RANKS: dict[str, int] = {"critical": 0, "warning": 1, "info": 2}
+_STYLES = {"critical": "red", "warning": "yellow"}
+_WAIT_MS = 500
+_FAILED = 1
+_UNITS = (("d", 86_400), ("h", 3_600), ("m", 60), ("s", 1))
+
+
+@click.command(
+    cls=Command,
+    example=(
+        "gpustream alerts --kafka 127.0.0.1:9092\n"
+        "gpustream alerts --kafka kafka-0:9092 --follow --format json | jq .annotations.summary"
+    ),
+)
+@KAFKA
+@option("--follow", is_flag=True, help="Go on, with each alert that begins or ends, until interrupted.")
+@option(
+    "--format",
+    "form",
+    type=click.Choice(["table", "json"]),
+    default="table",
+    help="json: the records of gpu.alerts, one a line.",
+)
+@LOG_FORMAT
+def alerts(kafka: str, follow: bool, form: Form, log_format: logs.Format) -> None:
+    """List the alerts that fire: since when, where, whose, and what is wrong."""
+    logs.setup(log_format)
+    try:
+        asyncio.run(_show(kafka, form, follow=follow))
+    except (topic_admin.BrokerError, KafkaError) as error:
+        click.echo(str(error), err=True)
+        raise SystemExit(_FAILED) from error
+    except KeyboardInterrupt:
+        raise SystemExit(0) from None
+
+
+async def _show(kafka: str, form: Form, *, follow: bool) -> None:
+    found, _ = await topic_admin.inspect(kafka, [TOPIC.name])
+    if TOPIC.name not in found:
+        raise topic_admin.BrokerError(f"there is no topic {TOPIC.name} at {kafka}: `gpustream topics create` makes it")
+    consumer = AIOKafkaConsumer(
+        TOPIC.name,
+        bootstrap_servers=kafka.split(","),
+        enable_auto_commit=False,
+        auto_offset_reset="earliest",
+        isolation_level="read_committed",
+    )
+    await consumer.start()
+    try:
+        seen = Seen()
+        ends = await consumer.end_offsets(consumer.assignment())
+        while any([await consumer.position(tp) < end for tp, end in ends.items()]):
+            for record in await _polled(consumer):
+                seen.see(record)
+        _print_open(seen.open(), form)
+        while follow:
+            for record in await _polled(consumer):
+                if (alert := seen.see(record)) is not None:
+                    _print_transition(alert, form)
+    finally:
+        await consumer.stop()
+
+
+async def _polled(consumer: Any) -> list[Any]:
+    """The next records, in order per partition; none if none comes soon."""
+    batches = await consumer.getmany(timeout_ms=_WAIT_MS)
+    return [record for records in batches.values() for record in records]
+
+
+class Seen:
+    """The last state of each alert, and which transitions were seen."""
+
+    def __init__(self) -> None:
+        self._last: dict[bytes, Alert] = {}
+
+    def see(self, record: Any) -> Alert | None:
+        """Take a record in. Gives the alert where it is a transition: not a repeat of the last one, nor a deletion."""
+        key = record.key or b""
+        try:
+            alert = read(record)
+        except Undecodable as error:
+            log.warning("%s", error, extra={"partition": record.partition, "offset": record.offset})
+            return None
+        if alert is None:
+            self._last.pop(key, None)
+            return None
+        before, self._last[key] = self._last.get(key), alert
+        return None if before is not None and transition_id(before) == transition_id(alert) else alert
+
+    def open(self) -> list[Alert]:
+        """The alerts that fire, the most severe first, then the oldest."""
+        firing = [alert for alert in self._last.values() if alert.is_open]
+        return sorted(firing, key=lambda one: (_RANKS.get(one.severity, len(_RANKS)), one.starts_at, one.fingerprint))
+
+
+def _print_open(firing: list[Alert], form: Form) -> None:
+    rows = [row(one, datetime.now(UTC)) for one in firing]
+    if form == "json":
+        for one in firing:
+            click.echo(msgspec.json.encode(one))
+    elif sys.stdout.isatty():
+        Console().print(table(rows) if rows else "no alert fires")
+    else:
+        for line in (COLUMNS, *rows):
+            click.echo("\t".join(line))
+
+
+def _print_transition(alert: Alert, form: Form) -> None:
+    if form == "json":
+        click.echo(msgspec.json.encode(alert))
+        return
+    at = alert.ends_at or alert.starts_at
+    said = row(alert, at)
+    state = "fires" if alert.state == "firing" else alert.state
+    after = "" if alert.is_open else f" after {said.lasted}"
+    words = (f"{at.astimezone(UTC):%H:%M:%SZ}", f"{state}{after}", *said[2:])
+    click.echo("\t".join(words) if not sys.stdout.isatty() else "  ".join(filter(None, words)))
+
+
+class AlertRow(NamedTuple):
+    """An alert as people read it."""
+
+    since: str
+    lasted: str
+    severity: str
+    alert: str
+    where: str
+    who: str
+    summary: str
+
+
+def row(alert: Alert, now: datetime) -> AlertRow:
+    """What is said of an alert; one that ended lasted until then."""
+    given = alert.labels
+    pod = "/".join(filter(None, (given.get("k8s_namespace_name"), given.get("k8s_pod_name"))))
+    workload = "/".join(filter(None, (given.get("k8s_workload_kind"), given.get("k8s_workload_name"))))
+    gpu = f" GPU {given['gpu_index']}" if "gpu_index" in given else ""
+    mig = f" {given['gpu_mig_profile']}" if "gpu_mig_profile" in given else ""
+    said = AlertRow(
+        since=f"{alert.starts_at.astimezone(UTC):%Y-%m-%d %H:%M:%SZ}",
+        lasted=lasted((alert.ends_at or now) - alert.starts_at),
+        severity=alert.severity,
+        alert=alert.name,
+        where=f"{alert.cluster}/{alert.node}{gpu}{mig}",
+        who=f"{pod} ({workload})" if pod and workload else pod or workload,
+        summary=" ".join(alert.annotations.get("summary", "").split()),
+    )
+    return AlertRow(*("".join(sign for sign in cell if sign.isprintable()) for cell in said))
+
+
+def lasted(time: timedelta) -> str:
+    """A duration in its two largest units, such as ``2h 5m``."""
+    seconds, parts = max(0, int(time.total_seconds())), list[str]()
+    for unit, size in _UNITS:
+        count, seconds = divmod(seconds, size)
+        if count or parts:
+            parts.append(f"{count}{unit}")
+    return " ".join(parts[:2]) or "0s"
+
+
+def table(rows: Iterable[AlertRow]) -> Table:
+    """The rows for a terminal."""
+    drawn = Table(*COLUMNS)
+    for one in rows:
+        drawn.add_row(*map(Text, one), style=_STYLES.get(one.severity, ""))
+    return drawn

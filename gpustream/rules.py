@@ -1,0 +1,260 @@
+"""``gpustream rules check`` and ``gpustream rules test``.
+
+In:       a file of rules; for a test gpu.attributed, from Kafka or as recorded lines.
+Out:      on standard output what would have fired, and when: a table on a terminal, tab-separated fields elsewhere, or
+          the transitions as JSON lines.
+On failure: mistakes of the file, each with its line, on standard error and exit code 1; lines and records that are no
+          ticks are named there, left out, and make the exit code 1.
+"""
+
+import asyncio
+import sys
+import time
+from collections.abc import AsyncIterator, Iterable, Iterator
+from datetime import UTC
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import click
+import msgspec
+from aiokafka import TopicPartition
+from aiokafka.errors import KafkaError
+from click.core import ParameterSource
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from delivery import topic_admin
+from delivery.clients import AIOKafkaConsumer
+from delivery.settings import HOST_PORTS, START_FROM
+from gpustream import alerts, logs
+from gpustream.command import LOG_FORMAT, Argument, Command, option
+from streams.alerts import tick as ticks
+from streams.alerts.replay import Replay
+from streams.alerts.rules import rules_file
+from streams.alerts.rules.rule import Rules
+from streams.alerts.rules.rules_file import RulesError
+from topics import attributed
+from topics.alerts import Alert
+
+COLUMNS = ("fired", "resolved", "for", "severity", "alert", "where", "who", "why it ended", "summary")
+
+FAILED = 1
+_MOST_NAMED = 20
+"""Of lines that are no ticks: the rest is only counted."""
+
+_WAIT_MS = 500
+_PROGRESS_S = 5.0
+
+RULES_FILE = click.argument("file", cls=Argument, type=click.Path(path_type=Path))
+
+
+@click.group()
+def rules() -> None:
+    """Check a file of alert rules, or try it on what was recorded."""
+
+
+@rules.command(cls=Command, example="gpustream rules check rules.toml")
+@RULES_FILE
+def check(file: Path) -> None:
+    """Name every mistake of a file of alert rules, with its line. Exit code 1 if there is any."""
+    click.echo(f"{file}: no mistakes; {_count(len(_load(file).rules), 'rule')} in force")
+
+
+def _one_source(given: dict[str, Any]) -> list[str]:
+    """Ticks come from one place; the environment's Kafka is there for other commands too, and gives way to a file."""
+    source = click.get_current_context().get_parameter_source("kafka")
+    kafka = given["kafka"] is not None and (given["input"] is None or source is not ParameterSource.ENVIRONMENT)
+    if kafka == (given["input"] is not None):
+        return ["Give either '--kafka' or '--input': where the ticks are."]
+    return []
+
+
+@rules.command(
+    cls=Command,
+    check=_one_source,
+    example=(
+        "gpustream rules test rules.toml --kafka 127.0.0.1:9092 --from 24h\n"
+        "gpustream rules test rules.toml --input ticks.jsonl --format json | jq .annotations.summary"
+    ),
+)
+@RULES_FILE
+@option("--kafka", type=HOST_PORTS, help="Kafka's bootstrap brokers, to read gpu.attributed from.")
+@option("--from", "start", type=START_FROM, default="24h", help="From when on to read Kafka.")
+@option(
+    "--input",
+    type=click.Path(path_type=Path, allow_dash=True),
+    help="A file with records of gpu.attributed, one a line; - is standard input.",
+)
+@option(
+    "--format",
+    "form",
+    type=click.Choice(["table", "json"]),
+    default="table",
+    help="json: the transitions as records of gpu.alerts, one a line.",
+)
+@LOG_FORMAT
+def test(
+    file: Path,
+    kafka: str | None,
+    start: str | float,
+    input: Path | None,  # noqa: A002 - the option's name
+    form: Literal["table", "json"],
+    log_format: logs.Format,
+) -> None:
+    """Judge recorded ticks by a file of alert rules, and show what would have fired, and when.
+
+    Nothing is written to Kafka. Nodes that were silent are found by the gaps between their ticks. Exit code 1 if the
+    file has mistakes, or something that was read is no tick.
+    """
+    logs.setup(log_format)
+    trial = Trial(_load(file))
+    if input is None:
+        try:
+            asyncio.run(_read(str(kafka), start, trial))
+        except (topic_admin.BrokerError, KafkaError) as error:
+            click.echo(str(error), err=True)
+            raise SystemExit(FAILED) from error
+    else:
+        for recorded in _lines(input):
+            trial.take(recorded)
+    trial.end()
+    _print(trial.transitions, form)
+    click.echo(trial.summary(), err=True)
+    raise SystemExit(FAILED if trial.wrong else 0)
+
+
+def _load(path: Path) -> Rules:
+    """The rules of a file. Mistakes are named, and end the command."""
+    try:
+        return rules_file.load(path)
+    except RulesError as error:
+        for mistake in error.mistakes:
+            click.echo(str(mistake), err=True)
+        if len(error.mistakes) > 1:
+            click.echo(f"{len(error.mistakes)} mistakes", err=True)
+        raise SystemExit(FAILED) from error
+
+
+class Recorded(NamedTuple):
+    """A record, where it is, for a message, and when it was logged, if that is known."""
+
+    value: bytes
+    place: str
+    logged_ms: int | None = None
+
+
+class Trial:
+    """A test of rules: takes records, keeps what came of them."""
+
+    def __init__(self, by: Rules) -> None:
+        self._replay = Replay(by)
+        self.transitions: list[Alert] = []
+        self.wrong = 0
+
+    def take(self, recorded: Recorded) -> None:
+        """Judge a record; one that is no tick is named, the first few times."""
+        try:
+            self.transitions += self._replay.take(ticks.decode(recorded.value), recorded.logged_ms)
+        except msgspec.DecodeError as error:
+            self.wrong += 1
+            if self.wrong <= _MOST_NAMED:
+                click.echo(f"{recorded.place}: not a record of gpu.attributed: {error}", err=True)
+
+    def end(self) -> None:
+        """There are no more records."""
+        self.transitions += self._replay.end()
+
+    def summary(self) -> str:
+        """What was read, in a sentence."""
+        fired = sum(alert.state == "firing" for alert in self.transitions)
+        read = f"{_count(self._replay.ticks, 'tick')} of {_count(self._replay.nodes, 'node')}"
+        again = f", {self._replay.repeats} more were there twice" if self._replay.repeats else ""
+        wrong = f", {self.wrong} were none" if self.wrong else ""
+        return f"{read}{again}{wrong}: {_count(fired, 'alert')} would have fired"
+
+
+def _lines(path: Path) -> Iterator[Recorded]:
+    """The lines of a file. One that can't be read ends the command."""
+    name = "standard input" if str(path) == "-" else str(path)
+    try:
+        with click.open_file(str(path), "rb") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield Recorded(line, f"{name}:{number}")
+    except OSError as error:
+        click.echo(f"{path}: {error.strerror}", err=True)
+        raise SystemExit(FAILED) from error
+
+
+async def _read(kafka: str, start: str | float, trial: Trial) -> None:
+    name = attributed.TOPIC.name
+    found, _ = await topic_admin.inspect(kafka, [name])
+    if name not in found:
+        raise topic_admin.BrokerError(f"there is no topic {name} at {kafka}: `gpustream topics create` makes it")
+    consumer = AIOKafkaConsumer(
+        bootstrap_servers=kafka.split(","), enable_auto_commit=False, isolation_level="read_committed"
+    )
+    await consumer.start()
+    try:
+        partitions = [TopicPartition(name, number) for number in range(found[name].partitions)]
+        async for recorded in _records(consumer, partitions, start):
+            trial.take(recorded)
+    finally:
+        await consumer.stop()
+
+
+async def _records(consumer: Any, partitions: list[TopicPartition], start: str | float) -> AsyncIterator[Recorded]:
+    """The records from a time on, to where each partition ends now."""
+    from_ms = 0 if isinstance(start, str) else int((time.time() - start) * 1000)
+    consumer.assign(partitions)
+    ends = await consumer.end_offsets(partitions)
+    beginnings = await consumer.beginning_offsets(partitions)
+    at_time = await consumer.offsets_for_times(dict.fromkeys(partitions, from_ms)) if from_ms else {}
+    for tp in partitions:  # a broker may not know an offset by time
+        consumer.seek(tp, beginnings[tp] if at_time.get(tp) is None else at_time[tp].offset)
+    said_s = time.monotonic()
+    while left := [tp for tp in partitions if await consumer.position(tp) < ends[tp]]:
+        for tp, batch in (await consumer.getmany(*left, timeout_ms=_WAIT_MS)).items():
+            for record in batch:
+                if record.offset < ends[tp] and record.timestamp >= from_ms and record.value is not None:
+                    place = f"{tp.topic}[{tp.partition}]@{record.offset}"
+                    yield Recorded(record.value, place, record.timestamp)
+        if sys.stderr.isatty() and time.monotonic() - said_s >= _PROGRESS_S:
+            said_s = time.monotonic()
+            behind = sum([ends[tp] - await consumer.position(tp) for tp in left])
+            click.echo(f"{behind} records to read", err=True)
+
+
+def _print(transitions: list[Alert], form: Literal["table", "json"]) -> None:
+    found = rows(transitions)
+    if form == "json":
+        for alert in sorted(transitions, key=lambda one: (one.ends_at or one.starts_at, one.fingerprint)):
+            click.echo(msgspec.json.encode(alert))
+    elif sys.stdout.isatty():
+        drawn = Table(*COLUMNS)
+        for row in found:
+            drawn.add_row(*map(Text, row))
+        Console().print(drawn if found else "nothing would have fired")
+    else:
+        for row in (COLUMNS, *found):
+            click.echo("\t".join(row))
+
+
+def rows(transitions: Iterable[Alert]) -> list[tuple[str, ...]]:
+    """A row for each firing, in order of time, with what became of it."""
+    last: dict[tuple[str, str], Alert] = {}
+    for alert in transitions:
+        last[alert.fingerprint, alert.starts_at.isoformat()] = alert
+    found: list[tuple[str, ...]] = []
+    for alert in sorted(last.values(), key=lambda alert: (alert.starts_at, alert.name, alert.fingerprint)):
+        said, ended = alerts.row(alert, alert.starts_at), ("-", "-", "-")
+        if alert.ends_at is not None:
+            at = f"{alert.ends_at.astimezone(UTC):%Y-%m-%d %H:%M:%SZ}"
+            ended = (at, said.lasted, alert.resolved_because or "-")
+        found.append((said.since, *ended[:2], *said[2:6], ended[2], said.summary))
+    return found
+
+
+def _count(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -1,0 +1,115 @@
+"""``gpustream topics create`` and ``gpustream topics list``.
+
+In:       a broker's address.
+Out:      lines on standard output: a table on a terminal, tab-separated fields elsewhere.
+On failure: what is wrong, on standard error, and exit code 1.
+"""
+
+import asyncio
+import sys
+from collections.abc import Coroutine, Iterable, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from delivery import topic_admin
+from delivery.topic_admin import Found, Mismatch
+from gpustream import logs
+from gpustream.command import KAFKA, LOG_FORMAT, Command, option
+from topics import registry
+from topics.topic import PARTITIONS, REPLICATION_FACTOR, Topic
+
+R = TypeVar("R")
+
+FAILED = 1
+
+COLUMNS = ("topic", "key", "partitions", "cleanup", "retention", "as it must be")
+
+
+@click.group()
+def topics() -> None:
+    """Create the topics, or compare them with what they should be."""
+
+
+@topics.command(cls=Command, example="gpustream topics create --kafka 127.0.0.1:9092 --replication-factor 1")
+@KAFKA
+@option("--partitions", type=click.IntRange(min=1), default=PARTITIONS, help="Of every topic; can't grow later.")
+@option(
+    "--replication-factor", type=click.IntRange(min=1), default=REPLICATION_FACTOR, help="Copies of every partition."
+)
+@option(
+    "--recreate-empty",
+    is_flag=True,
+    help="Delete topics that have another number of partitions and create them again, if they hold no record.",
+)
+@LOG_FORMAT
+def create(kafka: str, partitions: int, replication_factor: int, recreate_empty: bool, log_format: logs.Format) -> None:
+    """Create the topics that are missing, and mend the settings of those that are there. Partitions never change."""
+    logs.setup(log_format)
+    changes = _answer(topic_admin.create(kafka, partitions, replication_factor, recreate_empty=recreate_empty))
+    for line in changes or ["every topic is there, as it must be"]:
+        click.echo(line)
+
+
+@topics.command("list", cls=Command, example="gpustream topics list --kafka 127.0.0.1:9092")
+@KAFKA
+@LOG_FORMAT
+def list_(kafka: str, log_format: logs.Format) -> None:
+    """Compare the broker's topics with what they should be. Exit code 1 if any differs or is missing."""
+    logs.setup(log_format)
+    found, unchecked = _answer(topic_admin.inspect(kafka))
+    wanted = list(registry.load().values())
+    wrong = topic_admin.mismatches(wanted, found)
+    compared = rows(wanted, found, wrong)
+    if sys.stdout.isatty():
+        table = Table(*COLUMNS)
+        for row in compared:
+            table.add_row(*row, style=None if row.verdict == "yes" else "red")
+        Console().print(table)
+    else:
+        for line in (COLUMNS, *compared):
+            click.echo("\t".join(line))
+    if unchecked is not None:
+        click.echo(f"settings were not compared: {unchecked}", err=True)
+    raise SystemExit(FAILED if wrong else 0)
+
+
+def _answer(asked: Coroutine[Any, Any, R]) -> R:
+    """The broker's answer. A broker that says no, or nothing, is a sentence and exit code 1."""
+    try:
+        return asyncio.run(asked)
+    except topic_admin.BrokerError as error:
+        click.echo(str(error), err=True)
+        raise SystemExit(FAILED) from error
+
+
+class TopicRow(NamedTuple):
+    """A topic of the contract beside the broker's."""
+
+    topic: str
+    key: str
+    partitions: str
+    cleanup: str
+    retention: str
+    verdict: str
+
+
+def rows(wanted: Iterable[Topic], found: Mapping[str, Found], wrong: Iterable[Mismatch]) -> list[TopicRow]:
+    """A row per topic of the contract, in the order of the flow."""
+    mistakes: dict[str, list[str]] = {}
+    for one in wrong:
+        said = "missing" if one.have == "missing" else f"{one.what} is {one.have}, must be {one.want}"
+        mistakes.setdefault(one.topic, []).append(said)
+    return [
+        TopicRow(
+            topic=topic.name,
+            key=topic.key,
+            partitions=str(found[topic.name].partitions) if topic.name in found else "-",
+            cleanup=topic.cleanup,
+            retention="for ever" if topic.retention_hours is None else f"{topic.retention_hours} h",
+            verdict="; ".join(mistakes.get(topic.name, [])) or "yes",
+        )
+        for topic in wanted
+    ]
