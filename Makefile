@@ -17,7 +17,7 @@ JOBS ?= 2
 PYTEST = $(BIN)/pytest -q -n $(JOBS) --dist loadfile
 
 SCRIPTS := .ci/run tests/real/build/build
-GENERATORS := $(patsubst %.py,%,$(subst /,.,$(wildcard topics/schema.py topics/reference.py gpustream/reference.py streams/alerts/text/reference.py)))
+GENERATORS := $(patsubst %.py,%,$(subst /,.,$(wildcard topics/reference.py gpustream/reference.py streams/alerts/text/reference.py)))
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-fast check format bench storm gpu real-servers lock

@@ -13,8 +13,7 @@ from typing import NamedTuple
 from aiokafka.admin import NewTopic
 
 from delivery.kafka_admin import Admin, BrokerError, BrokerUnavailable, Refused, SettingsUnknown, connect
-from topics import registry
-from topics.topic import PARTITIONS, REPLICATION_FACTOR, Topic
+from topics.topic import PARTITIONS, REPLICATION_FACTOR, Topic, load_topics
 
 __all__ = [
     "BrokerError",
@@ -112,7 +111,7 @@ async def inspect(kafka: str, names: Iterable[str] | None = None) -> tuple[dict[
     :raises BrokerUnavailable: nobody answers at ``kafka``.
     """
     async with connect(kafka) as admin:
-        return await _inspect(admin, registry.load() if names is None else names)
+        return await _inspect(admin, load_topics() if names is None else names)
 
 
 async def compare(kafka: str, names: Iterable[str] | None = None) -> list[Mismatch]:
@@ -156,7 +155,7 @@ async def create(
     :raises SettingsUnknown: the broker has no topic settings, so it is not one to create topics on.
     :raises BrokerUnavailable: nobody answers at ``kafka``.
     """
-    topics = registry.load()
+    topics = load_topics()
     changes: dict[str, None] = {}
     deleted: list[str] = []
     async with connect(kafka) as admin:
@@ -181,7 +180,7 @@ async def create(
 
 
 def _named(names: Iterable[str] | None) -> dict[str, Topic]:
-    topics = registry.load()
+    topics = load_topics()
     return topics if names is None else {name: topics[name] for name in names}
 
 

@@ -20,7 +20,7 @@ from delivery.clients import AIOKafkaConsumer
 from gpustream.serve import Component
 from topics import alerts, attributed, dead_letters
 from topics.attributed import AttributedSample
-from topics.decoding import decoder
+from topics.topic import decoder
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ import streams
 from delivery.instruments import Instrument
 from delivery.settings import Text
 from gpustream.cli import main
-from topics import generated
+from topics.reference import generate
 
 FOLDER = Path(__file__).parent.parent / "docs"
 MARK = "<!-- Written by `python -m gpustream.reference`: change the code that it describes, not this file. -->"
@@ -139,4 +139,4 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(generated.main(files(), "gpustream.reference", sys.argv[1:]))
+    sys.exit(generate(files(), "gpustream.reference", sys.argv[1:]))

@@ -37,8 +37,8 @@ from sinks import SINKS
 from sinks.scrape.config import SCRAPE_ADDRESS, ScrapeListen
 from sinks.settings import NamingSettings
 from streams import STREAMS
-from topics import registry
 from topics.attributed import AttributedSample
+from topics.topic import load_topics
 
 UNWATCHED_S = 30.0
 """How long a run lasts that nobody watches and nobody gave a duration."""
@@ -169,7 +169,7 @@ class OneProcess:
         duration_s = self._chosen.duration_s
         if duration_s is None and not self._chosen.watched:
             duration_s = UNWATCHED_S
-        await topic_admin.check(self._kafka, registry.load())
+        await topic_admin.check(self._kafka, load_topics())
         tail = Tail(self._kafka, self._on_tick, self._alerts.see, self._tally.dead_lettered)
         pipeline = Pipeline(self._producer, self._streams, list(self._sinks.values()), tail, self._look, self._behind)
         with displayed(watched=self._chosen.watched, to_stderr=self._chosen.summary == "json") as self._display:

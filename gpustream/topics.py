@@ -18,8 +18,7 @@ from delivery import topic_admin
 from delivery.topic_admin import Found, Mismatch
 from gpustream import logs
 from gpustream.command import KAFKA, LOG_FORMAT, Command, option
-from topics import registry
-from topics.topic import PARTITIONS, REPLICATION_FACTOR, Topic
+from topics.topic import PARTITIONS, REPLICATION_FACTOR, Topic, load_topics
 
 R = TypeVar("R")
 
@@ -60,7 +59,7 @@ def list_(kafka: str, log_format: logs.Format) -> None:
     """Compare the broker's topics with what they should be. Exit code 1 if any differs or is missing."""
     logs.setup(log_format)
     found, unchecked = _answer(topic_admin.inspect(kafka))
-    wanted = list(registry.load().values())
+    wanted = list(load_topics().values())
     wrong = topic_admin.mismatches(wanted, found)
     compared = rows(wanted, found, wrong)
     if sys.stdout.isatty():

@@ -6,7 +6,7 @@ import msgspec
 
 from delivery.dead_letters import Record
 from topics.alerts import MAX_TIME_MS, TOPIC, Alert, milliseconds
-from topics.decoding import decoder
+from topics.topic import decoder
 
 _decode = decoder(Alert)
 

@@ -18,16 +18,14 @@ from streams.alerts.memory import decode as decode_state
 from streams.attribution import join
 from streams.attribution.joiner import decode as decode_node
 from tests.streams.alerts.ticks import found
-from topics import registry
 from topics.alerts import milliseconds
 from topics.attributed import TOPIC as ATTRIBUTED
 from topics.attributed import AttributedSample
-from topics.decoding import decoder
 from topics.samples import TOPIC as SAMPLES
 from topics.samples import Sample
-from topics.topic import Topic
+from topics.topic import Topic, decoder, load_topics
 
-RECORDS = [topic for topic in registry.load().values() if topic.record is not None]
+RECORDS = [topic for topic in load_topics().values() if topic.record is not None]
 TEXTS = ("info", "labels", "annotations", "namespace_labels", "node_labels")
 MAPS: dict[str, Any] = {"metrics": 0.5, "xids": 1, "resolved": 1} | dict.fromkeys(TEXTS, "new")
 """Objects whose keys are data, and what a new one is."""
@@ -154,7 +152,7 @@ def test_a_device_in_a_state_that_is_not_known_is_judged_by_its_values_and_not_a
 
 
 def test_an_alert_in_a_state_that_is_not_known_is_open_everywhere() -> None:
-    example = registry.load()["gpu.alerts"].example
+    example = load_topics()["gpu.alerts"].example
     record = Record(example["fingerprint"].encode(), encoded(later(example)))
     alert = alert_records.read(record)
     assert alert is not None
@@ -172,7 +170,7 @@ def test_an_alert_in_a_state_that_is_not_known_is_open_everywhere() -> None:
 
 
 def test_a_state_of_the_alert_stream_that_a_later_version_wrote_is_taken_over() -> None:
-    example = registry.load()["gpu.alert-state"].example
+    example = load_topics()["gpu.alert-state"].example
     state = decode_state(encoded(later(example)))
     (tracked,) = state.tracked
     assert tracked.alert is not None

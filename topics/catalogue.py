@@ -4,8 +4,7 @@ Producers read what to sample here, sinks what to call it, the docs are written 
 profile is not emitted in that profile.
 """
 
-from topics.metric import PROFILES, Family, Info, Labels, Metric, Profile, Ratio, Series
-from topics.metric_rows import ROWS
+from topics.metric import PROFILES, ROWS, Family, Info, Labels, Metric, Profile, Ratio, Series
 
 __all__ = [
     "ALERT_FIRING",

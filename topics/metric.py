@@ -1,4 +1,8 @@
-"""What a row of the metric catalogue is: a key, what it means, and the series it becomes in each naming profile."""
+"""The rows of the metric catalogue: a key, what it means, and the series it becomes in each naming profile.
+
+Source: nvml.h for the calls, fields and clock event bits; dcgm-exporter's default and 1.x counters for ``dcgm`` and
+``dcgm-legacy``; l9gpu's OpenTelemetry names, dots to underscores and without unit suffixes, for ``otel``.
+"""
 
 from typing import Literal, NamedTuple, get_args
 
@@ -10,6 +14,20 @@ PROFILES: tuple[Profile, ...] = get_args(Profile)
 Labels = tuple[tuple[str, str], ...]
 
 _DECIMALS = 9
+
+_PERCENT = 100.0
+_MHZ = 1e-6
+_MILLIJOULES = 1e3
+_MICROSECONDS = 1e6
+_NANOSECONDS = 1e9
+_MIB = 1.0 / (1 << 20)
+_KB = 1e-3
+
+_SW_POWER_CAP = 0x04
+_SYNC_BOOST = 0x10
+_SW_THERMAL = 0x20
+_HW_THERMAL = 0x40
+"""Bits of clock_event_reasons, as nvml.h has them."""
 
 
 class Series(NamedTuple):
@@ -82,3 +100,550 @@ class Metric(msgspec.Struct, frozen=True, kw_only=True):
     nvml: str
     names: dict[Profile, tuple[Series, ...]]
     mig: bool = False
+
+
+def _metric(
+    key: str,
+    unit: str,
+    help: str,  # noqa: A002 - the column's name
+    nvml: str,
+    *,
+    otel: tuple[Series, ...],
+    dcgm: tuple[Series, ...] = (),
+    legacy: tuple[Series, ...] = (),
+    mig: bool = False,
+) -> Metric:
+    profiles: dict[Profile, tuple[Series, ...]] = {"otel": otel, "dcgm": dcgm, "dcgm-legacy": legacy}
+    names = {profile: series for profile, series in profiles.items() if series}
+    return Metric(
+        key=key,
+        unit=unit,
+        kind="counter" if key.endswith("_total") else "gauge",
+        help=help,
+        nvml=nvml,
+        names=names,
+        mig=mig,
+    )
+
+
+def _labels(**labels: str) -> Labels:
+    return tuple(sorted(labels.items()))
+
+
+_NVLINK = _labels(gpu_interconnect_type="nvlink")
+
+
+_UTILIZATION = (
+    _metric(
+        "gpu_utilization_ratio",
+        "ratio",
+        "Share of the last sample period (1/6 s to 1 s) in which at least one kernel ran.",
+        "nvmlDeviceGetUtilizationRates, gpu",
+        otel=(Series("gpu_utilization", _labels(gpu_task_type="compute")),),
+        dcgm=(Series("DCGM_FI_DEV_GPU_UTIL", scale=_PERCENT),),
+        legacy=(Series("dcgm_gpu_utilization", scale=_PERCENT),),
+    ),
+    _metric(
+        "memory_controller_utilization_ratio",
+        "ratio",
+        "Share of the last sample period in which device memory was read or written.",
+        "nvmlDeviceGetUtilizationRates, memory",
+        otel=(Series("gpu_memory_utilization", _labels(gpu_task_type="memory_controller")),),
+        dcgm=(Series("DCGM_FI_DEV_MEM_COPY_UTIL", scale=_PERCENT),),
+        legacy=(Series("dcgm_mem_copy_utilization", scale=_PERCENT),),
+    ),
+    _metric(
+        "encoder_utilization_ratio",
+        "ratio",
+        "Share of the sample period in which the video encoder was busy.",
+        "nvmlDeviceGetEncoderUtilization",
+        otel=(Series("gpu_encode_utilization", _labels(gpu_task_type="encoder")),),
+        dcgm=(Series("DCGM_FI_DEV_ENC_UTIL", scale=_PERCENT),),
+        legacy=(Series("dcgm_enc_utilization", scale=_PERCENT),),
+    ),
+    _metric(
+        "decoder_utilization_ratio",
+        "ratio",
+        "Share of the sample period in which the video decoder was busy.",
+        "nvmlDeviceGetDecoderUtilization",
+        otel=(Series("gpu_decode_utilization", _labels(gpu_task_type="decoder")),),
+        dcgm=(Series("DCGM_FI_DEV_DEC_UTIL", scale=_PERCENT),),
+        legacy=(Series("dcgm_dec_utilization", scale=_PERCENT),),
+    ),
+)
+
+_MEMORY = (
+    _metric(
+        "memory_used_bytes",
+        "bytes",
+        "Device memory in use, without what is reserved.",
+        "nvmlDeviceGetMemoryInfo_v2, used",
+        otel=(Series("gpu_memory_used"),),
+        dcgm=(Series("DCGM_FI_DEV_FB_USED", scale=_MIB),),
+        legacy=(Series("dcgm_fb_used", scale=_MIB),),
+        mig=True,
+    ),
+    _metric(
+        "memory_free_bytes",
+        "bytes",
+        "Device memory that is free.",
+        "nvmlDeviceGetMemoryInfo_v2, free",
+        otel=(Series("gpu_memory_free"),),
+        dcgm=(Series("DCGM_FI_DEV_FB_FREE", scale=_MIB),),
+        legacy=(Series("dcgm_fb_free", scale=_MIB),),
+        mig=True,
+    ),
+    _metric(
+        "memory_total_bytes",
+        "bytes",
+        "Device memory in all: used, free and reserved.",
+        "nvmlDeviceGetMemoryInfo_v2, total",
+        otel=(Series("gpu_memory_total"),),
+        legacy=(Series("dcgm_fb_total", scale=_MIB),),
+        mig=True,
+    ),
+    _metric(
+        "memory_reserved_bytes",
+        "bytes",
+        "Device memory that the driver and firmware keep for themselves.",
+        "nvmlDeviceGetMemoryInfo_v2, reserved",
+        otel=(Series("gpu_memory_reserved"),),
+        dcgm=(Series("DCGM_FI_DEV_FB_RESERVED", scale=_MIB),),
+        mig=True,
+    ),
+)
+
+_POWER = (
+    _metric(
+        "power_watts",
+        "watts",
+        "Power that the device draws.",
+        "nvmlDeviceGetPowerUsage",
+        otel=(Series("gpu_power_draw"),),
+        dcgm=(Series("DCGM_FI_DEV_POWER_USAGE"),),
+        legacy=(Series("dcgm_power_usage"),),
+    ),
+    _metric(
+        "power_limit_watts",
+        "watts",
+        "Power limit in force.",
+        "nvmlDeviceGetEnforcedPowerLimit",
+        otel=(Series("gpu_power_limit"),),
+    ),
+    _metric(
+        "energy_joules_total",
+        "joules",
+        "Energy since the driver was loaded.",
+        "nvmlDeviceGetTotalEnergyConsumption",
+        otel=(Series("gpu_energy_consumption", scale=_MILLIJOULES),),
+        dcgm=(Series("DCGM_FI_DEV_TOTAL_ENERGY_CONSUMPTION", scale=_MILLIJOULES),),
+        legacy=(Series("dcgm_total_energy_consumption", scale=_MILLIJOULES),),
+    ),
+    _metric(
+        "temperature_celsius",
+        "celsius",
+        "Temperature of the GPU.",
+        "nvmlDeviceGetTemperatureV, NVML_TEMPERATURE_GPU",
+        otel=(Series("gpu_temperature", _labels(gpu_temperature_sensor="edge")),),
+        dcgm=(Series("DCGM_FI_DEV_GPU_TEMP"),),
+        legacy=(Series("dcgm_gpu_temp"),),
+    ),
+    _metric(
+        "memory_temperature_celsius",
+        "celsius",
+        "Temperature of the device memory.",
+        "field NVML_FI_DEV_MEMORY_TEMP",
+        otel=(Series("gpu_memory_temperature"),),
+        dcgm=(Series("DCGM_FI_DEV_MEMORY_TEMP"),),
+        legacy=(Series("dcgm_memory_temp"),),
+    ),
+    _metric(
+        "fan_speed_ratio",
+        "ratio",
+        "Speed that the fan is set to, of its maximum; may exceed 1.",
+        "nvmlDeviceGetFanSpeed",
+        otel=(Series("gpu_fan_speed"),),
+    ),
+    _metric(
+        "performance_state",
+        "state",
+        "Performance state: 0 is the fastest, 15 the slowest.",
+        "nvmlDeviceGetPerformanceState",
+        otel=(Series("gpu_power_state"),),
+    ),
+)
+
+_CLOCKS = (
+    _metric(
+        "graphics_clock_hz",
+        "hertz",
+        "Clock of the graphics engine.",
+        "nvmlDeviceGetClockInfo, NVML_CLOCK_GRAPHICS",
+        otel=(Series("gpu_clock_frequency", _labels(gpu_clock_type="graphics"), _MHZ),),
+    ),
+    _metric(
+        "sm_clock_hz",
+        "hertz",
+        "Clock of the streaming multiprocessors.",
+        "nvmlDeviceGetClockInfo, NVML_CLOCK_SM",
+        otel=(Series("gpu_clock_frequency", _labels(gpu_clock_type="sm"), _MHZ),),
+        dcgm=(Series("DCGM_FI_DEV_SM_CLOCK", scale=_MHZ),),
+        legacy=(Series("dcgm_sm_clock", scale=_MHZ),),
+    ),
+    _metric(
+        "memory_clock_hz",
+        "hertz",
+        "Clock of the device memory.",
+        "nvmlDeviceGetClockInfo, NVML_CLOCK_MEM",
+        otel=(Series("gpu_memory_clock_frequency", scale=_MHZ),),
+        dcgm=(Series("DCGM_FI_DEV_MEM_CLOCK", scale=_MHZ),),
+        legacy=(Series("dcgm_memory_clock", scale=_MHZ),),
+    ),
+    _metric(
+        "clock_event_reasons",
+        "bitmask",
+        "Why the clocks are below what was asked for, as a bitmask.",
+        "nvmlDeviceGetCurrentClocksEventReasons",
+        otel=(
+            Series("gpu_clock_event_reasons"),
+            Series("gpu_throttle_reason", _labels(gpu_throttle_cause="power_software"), bits=_SW_POWER_CAP),
+            Series("gpu_throttle_reason", _labels(gpu_throttle_cause="temp_software"), bits=_SW_THERMAL),
+            Series("gpu_throttle_reason", _labels(gpu_throttle_cause="temp_hardware"), bits=_HW_THERMAL),
+            Series("gpu_throttle_reason", _labels(gpu_throttle_cause="syncboost"), bits=_SYNC_BOOST),
+        ),
+    ),
+)
+
+_PCIE = (
+    _metric(
+        "pcie_tx_bytes_per_second",
+        "bytes_per_second",
+        "What the device sends over PCIe.",
+        "field NVML_FI_DEV_PCIE_COUNT_TX_BYTES, per second; else GPM `NVML_GPM_METRIC_PCIE_TX_PER_SEC`",
+        otel=(
+            Series("gpu_pcie_throughput", _labels(gpu_interconnect_type="pcie", gpu_interconnect_direction="transmit")),
+        ),
+        dcgm=(Series("DCGM_FI_PROF_PCIE_TX_BYTES"),),
+        legacy=(Series("dcgm_fi_prof_pcie_tx_bytes"), Series("dcgm_pcie_tx_throughput", scale=_KB)),
+        mig=True,
+    ),
+    _metric(
+        "pcie_rx_bytes_per_second",
+        "bytes_per_second",
+        "What the device receives over PCIe.",
+        "field NVML_FI_DEV_PCIE_COUNT_RX_BYTES, per second; else GPM `NVML_GPM_METRIC_PCIE_RX_PER_SEC`",
+        otel=(
+            Series("gpu_pcie_throughput", _labels(gpu_interconnect_type="pcie", gpu_interconnect_direction="receive")),
+        ),
+        dcgm=(Series("DCGM_FI_PROF_PCIE_RX_BYTES"),),
+        legacy=(Series("dcgm_fi_prof_pcie_rx_bytes"), Series("dcgm_pcie_rx_throughput", scale=_KB)),
+        mig=True,
+    ),
+    _metric(
+        "pcie_replays_total",
+        "replays",
+        "PCIe packets that were sent again, since the GPU was reset.",
+        "nvmlDeviceGetPcieReplayCounter",
+        otel=(Series("gpu_pcie_replay_count"),),
+        dcgm=(Series("DCGM_FI_DEV_PCIE_REPLAY_COUNTER"),),
+        legacy=(Series("dcgm_pcie_replay_counter"),),
+    ),
+)
+
+_FAULTS = (
+    _metric(
+        "ecc_corrected_volatile_total",
+        "errors",
+        "Memory errors corrected since the driver was loaded.",
+        "nvmlDeviceGetTotalEccErrors, corrected, volatile",
+        otel=(Series("gpu_ecc_errors", _labels(gpu_ecc_count_type="volatile", gpu_ecc_error_type="correctable")),),
+        dcgm=(Series("DCGM_FI_DEV_ECC_SBE_VOL_TOTAL"),),
+        legacy=(Series("dcgm_ecc_sbe_volatile_total"),),
+    ),
+    _metric(
+        "ecc_uncorrected_volatile_total",
+        "errors",
+        "Memory errors that could not be corrected since the driver was loaded.",
+        "nvmlDeviceGetTotalEccErrors, uncorrected, volatile",
+        otel=(Series("gpu_ecc_errors", _labels(gpu_ecc_count_type="volatile", gpu_ecc_error_type="uncorrectable")),),
+        dcgm=(Series("DCGM_FI_DEV_ECC_DBE_VOL_TOTAL"),),
+        legacy=(Series("dcgm_ecc_dbe_volatile_total"),),
+    ),
+    _metric(
+        "remapped_rows_correctable_total",
+        "rows",
+        "Memory rows remapped for correctable errors in the GPU's life; never reset.",
+        "nvmlDeviceGetRemappedRows, corrected",
+        otel=(Series("gpu_row_remap_count", _labels(gpu_ecc_error_type="correctable")),),
+        dcgm=(Series("DCGM_FI_DEV_CORRECTABLE_REMAPPED_ROWS"),),
+    ),
+    _metric(
+        "remapped_rows_uncorrectable_total",
+        "rows",
+        "Memory rows remapped for uncorrectable errors in the GPU's life; never reset.",
+        "nvmlDeviceGetRemappedRows, uncorrected",
+        otel=(Series("gpu_row_remap_count", _labels(gpu_ecc_error_type="uncorrectable")),),
+        dcgm=(Series("DCGM_FI_DEV_UNCORRECTABLE_REMAPPED_ROWS"),),
+    ),
+    _metric(
+        "row_remap_pending",
+        "bool",
+        "1 where a row is to be remapped at the next reset.",
+        "nvmlDeviceGetRemappedRows, pending",
+        otel=(Series("gpu_row_remap_pending"),),
+    ),
+    _metric(
+        "row_remap_failure",
+        "bool",
+        "1 where a row could not be remapped.",
+        "nvmlDeviceGetRemappedRows, failure",
+        otel=(Series("gpu_row_remap_failure"),),
+        dcgm=(Series("DCGM_FI_DEV_ROW_REMAP_FAILURE"),),
+    ),
+)
+
+
+def _spread(stem: str, unit: str, what: str, nvml: str, otel: str) -> tuple[Metric, ...]:
+    """Mean, minimum and maximum of what the driver sampled in a tick."""
+    parts = {"mean": ("Mean", "avg"), "min": ("Smallest", "min"), "max": ("Largest", "max")}
+    return tuple(
+        _metric(
+            f"{stem}_{part}_{unit}",
+            unit,
+            f"{word} of the driver's own samples of {what} since the last tick.",
+            f"nvmlDeviceGetSamples, {nvml}",
+            otel=(Series(f"{otel}_{suffix}"),),
+        )
+        for part, (word, suffix) in parts.items()
+    )
+
+
+_SPREADS = (
+    *_spread("gpu_utilization", "ratio", "utilization", "NVML_GPU_UTILIZATION_SAMPLES", "gpu_utilization"),
+    *_spread("power", "watts", "the power drawn", "NVML_TOTAL_POWER_SAMPLES", "gpu_power_draw"),
+)
+
+
+def _activity(key: str, text: str, nvml: str, otel: str, dcgm: str, *, legacy: bool = True) -> Metric:
+    """A share of the tick, from two samples of GPM."""
+    return _metric(
+        key,
+        "ratio",
+        f"{text}, over the tick; Hopper and later.",
+        f"GPM NVML_GPM_METRIC_{nvml}",
+        otel=(Series(otel),),
+        dcgm=(Series(f"DCGM_FI_PROF_{dcgm}"),),
+        legacy=(Series(f"dcgm_fi_prof_{dcgm.lower()}"),) if legacy else (),
+        mig=True,
+    )
+
+
+def _nvlink(way: str, direction: str, text: str) -> Metric:
+    return _metric(
+        f"nvlink_{way}_bytes_per_second",
+        "bytes_per_second",
+        f"What the device {text} over all NVLinks, over the tick; Hopper and later.",
+        f"GPM NVML_GPM_METRIC_NVLINK_TOTAL_{way.upper()}_PER_SEC",
+        otel=(
+            Series(
+                "gpu_interconnect_throughput",
+                _labels(gpu_interconnect_type="nvlink", gpu_interconnect_direction=direction),
+            ),
+        ),
+        dcgm=(Series(f"DCGM_FI_PROF_NVLINK_{way.upper()}_BYTES"),),
+        mig=True,
+    )
+
+
+_PROFILING = (
+    _activity(
+        "graphics_engine_active_ratio",
+        "Share of the time in which the graphics or compute engine was busy",
+        "GRAPHICS_UTIL",
+        "gpu_gr_engine_active",
+        "GR_ENGINE_ACTIVE",
+    ),
+    _activity(
+        "sm_active_ratio",
+        "Share of the streaming multiprocessors that were busy",
+        "SM_UTIL",
+        "gpu_sm_active",
+        "SM_ACTIVE",
+    ),
+    _activity(
+        "sm_occupancy_ratio",
+        "Warps that were resident, of the most that there can be",
+        "SM_OCCUPANCY",
+        "gpu_sm_occupancy",
+        "SM_OCCUPANCY",
+    ),
+    _activity(
+        "tensor_active_ratio",
+        "Share of the time in which any tensor pipe was busy",
+        "ANY_TENSOR_UTIL",
+        "gpu_pipe_tensor_active",
+        "PIPE_TENSOR_ACTIVE",
+    ),
+    _activity(
+        "dram_active_ratio",
+        "Bandwidth of the device memory that was used, of the most that there can be",
+        "DRAM_BW_UTIL",
+        "gpu_dram_active",
+        "DRAM_ACTIVE",
+    ),
+    *(
+        _activity(
+            f"fp{bits}_active_ratio",
+            f"Share of the time in which the FP{bits} pipe was busy, tensors apart",
+            f"FP{bits}_UTIL",
+            f"gpu_pipe_fp{bits}_active",
+            f"PIPE_FP{bits}_ACTIVE",
+            legacy=False,
+        )
+        for bits in (64, 32, 16)
+    ),
+    _nvlink("tx", "transmit", "sends"),
+    _nvlink("rx", "receive", "receives"),
+)
+
+_COUNTED = (
+    _metric(
+        "ecc_corrected_aggregate_total",
+        "errors",
+        "Memory errors corrected in the GPU's life; they are only cleared by hand.",
+        "nvmlDeviceGetTotalEccErrors, corrected, aggregate",
+        otel=(Series("gpu_ecc_aggregate_errors", _labels(gpu_ecc_error_type="correctable")),),
+        dcgm=(Series("DCGM_FI_DEV_ECC_SBE_AGG_TOTAL"),),
+        legacy=(Series("dcgm_ecc_sbe_aggregate_total"),),
+    ),
+    _metric(
+        "ecc_uncorrected_aggregate_total",
+        "errors",
+        "Memory errors that could not be corrected in the GPU's life; they are only cleared by hand.",
+        "nvmlDeviceGetTotalEccErrors, uncorrected, aggregate",
+        otel=(Series("gpu_ecc_aggregate_errors", _labels(gpu_ecc_error_type="uncorrectable")),),
+        dcgm=(Series("DCGM_FI_DEV_ECC_DBE_AGG_TOTAL"),),
+        legacy=(Series("dcgm_ecc_dbe_aggregate_total"),),
+    ),
+    _metric(
+        "retired_pages_single_bit_total",
+        "pages",
+        "Memory pages retired for several single-bit errors, never reset; of GPUs before Ampere.",
+        "field NVML_FI_DEV_RETIRED_SBE",
+        otel=(Series("gpu_retired_pages", _labels(gpu_ecc_error_type="correctable")),),
+        dcgm=(Series("DCGM_FI_DEV_RETIRED_SBE"),),
+        legacy=(Series("dcgm_retired_pages_sbe"),),
+    ),
+    _metric(
+        "retired_pages_double_bit_total",
+        "pages",
+        "Memory pages retired for a double-bit error, never reset; of GPUs before Ampere.",
+        "field NVML_FI_DEV_RETIRED_DBE",
+        otel=(Series("gpu_retired_pages", _labels(gpu_ecc_error_type="uncorrectable")),),
+        dcgm=(Series("DCGM_FI_DEV_RETIRED_DBE"),),
+        legacy=(Series("dcgm_retired_pages_dbe"),),
+    ),
+    _metric(
+        "retired_pages_pending",
+        "bool",
+        "1 where pages are to be retired at the next reset.",
+        "field NVML_FI_DEV_RETIRED_PENDING",
+        otel=(Series("gpu_retired_pages_pending"),),
+        dcgm=(Series("DCGM_FI_DEV_RETIRED_PENDING"),),
+        legacy=(Series("dcgm_retired_pages_pending"),),
+    ),
+    _metric(
+        "nvlink_crc_errors_total",
+        "errors",
+        "NVLink packets with a wrong checksum, of all links, since the GPU was reset; not told by Blackwell and later.",
+        "field NVML_FI_DEV_NVLINK_ERROR_DL_CRC, of each link (before Hopper a total)",
+        otel=(Series("gpu_interconnect_crc_errors", _NVLINK),),
+        dcgm=(Series("DCGM_FI_DEV_NVLINK_CRC_FLIT_ERROR_COUNT_TOTAL"),),
+        legacy=(Series("dcgm_nvlink_flit_crc_error_count_total"),),
+    ),
+    _metric(
+        "nvlink_replay_errors_total",
+        "errors",
+        "NVLink packets that were sent again, of all links, since the GPU was reset; not told by Blackwell and later.",
+        "field NVML_FI_DEV_NVLINK_ERROR_DL_REPLAY, of each link (before Hopper a total)",
+        otel=(Series("gpu_interconnect_replays", _NVLINK),),
+        dcgm=(Series("DCGM_FI_DEV_NVLINK_REPLAY_ERROR_COUNT_TOTAL"),),
+        legacy=(Series("dcgm_nvlink_replay_error_count_total"),),
+    ),
+    _metric(
+        "nvlink_recovery_errors_total",
+        "errors",
+        "Times that an NVLink was trained again after errors, of all links, since the GPU was reset.",
+        "field NVML_FI_DEV_NVLINK_ERROR_DL_RECOVERY, of each link (before Hopper a total)",
+        otel=(Series("gpu_interconnect_recoveries", _NVLINK),),
+        dcgm=(Series("DCGM_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL"),),
+        legacy=(Series("dcgm_nvlink_recovery_error_count_total"),),
+    ),
+    _metric(
+        "power_violation_seconds_total",
+        "seconds",
+        "Time for which the power limit kept the clocks down, since the driver was loaded.",
+        "field NVML_FI_DEV_PERF_POLICY_POWER",
+        otel=(Series("gpu_violation_time", _labels(gpu_violation_cause="power")),),
+        dcgm=(Series("DCGM_FI_DEV_POWER_VIOLATION", scale=_NANOSECONDS),),
+        legacy=(Series("dcgm_power_violation", scale=_MICROSECONDS),),
+    ),
+    _metric(
+        "thermal_violation_seconds_total",
+        "seconds",
+        "Time for which the temperature kept the clocks down, since the driver was loaded.",
+        "field NVML_FI_DEV_PERF_POLICY_THERMAL",
+        otel=(Series("gpu_violation_time", _labels(gpu_violation_cause="thermal")),),
+        dcgm=(Series("DCGM_FI_DEV_THERMAL_VIOLATION", scale=_NANOSECONDS),),
+        legacy=(Series("dcgm_thermal_violation", scale=_MICROSECONDS),),
+    ),
+    _metric(
+        "sync_boost_violation_seconds_total",
+        "seconds",
+        "Time for which the slowest GPU of its sync boost group kept the clocks down, since the driver was loaded.",
+        "field NVML_FI_DEV_PERF_POLICY_SYNC_BOOST",
+        otel=(Series("gpu_violation_time", _labels(gpu_violation_cause="sync_boost")),),
+        dcgm=(Series("DCGM_FI_DEV_SYNC_BOOST_VIOLATION", scale=_NANOSECONDS),),
+        legacy=(Series("dcgm_sync_boost_violation", scale=_MICROSECONDS),),
+    ),
+    _metric(
+        "board_limit_violation_seconds_total",
+        "seconds",
+        "Time for which the board's limits kept the clocks down, since the driver was loaded.",
+        "field NVML_FI_DEV_PERF_POLICY_BOARD_LIMIT",
+        otel=(Series("gpu_violation_time", _labels(gpu_violation_cause="board_limit")),),
+        dcgm=(Series("DCGM_FI_DEV_BOARD_LIMIT_VIOLATION", scale=_NANOSECONDS),),
+        legacy=(Series("dcgm_board_limit_violation", scale=_MICROSECONDS),),
+    ),
+    _metric(
+        "low_utilization_violation_seconds_total",
+        "seconds",
+        "Time for which low utilization kept the clocks down, since the driver was loaded.",
+        "field NVML_FI_DEV_PERF_POLICY_LOW_UTILIZATION",
+        otel=(Series("gpu_violation_time", _labels(gpu_violation_cause="low_utilization")),),
+        dcgm=(Series("DCGM_FI_DEV_LOW_UTIL_VIOLATION", scale=_NANOSECONDS),),
+        legacy=(Series("dcgm_low_util_violation", scale=_MICROSECONDS),),
+    ),
+    _metric(
+        "reliability_violation_seconds_total",
+        "seconds",
+        "Time for which the limits of reliable voltage kept the clocks down, since the driver was loaded.",
+        "field NVML_FI_DEV_PERF_POLICY_RELIABILITY",
+        otel=(Series("gpu_violation_time", _labels(gpu_violation_cause="reliability")),),
+        dcgm=(Series("DCGM_FI_DEV_RELIABILITY_VIOLATION", scale=_NANOSECONDS),),
+        legacy=(Series("dcgm_reliability_violation", scale=_MICROSECONDS),),
+    ),
+)
+
+ROWS: tuple[Metric, ...] = (
+    *_UTILIZATION,
+    *_MEMORY,
+    *_POWER,
+    *_CLOCKS,
+    *_PCIE,
+    *_FAULTS,
+    *_COUNTED,
+    *_SPREADS,
+    *_PROFILING,
+)
+"""Every row, in the order of the docs."""

@@ -1,15 +1,19 @@
-"""The reference pages ``docs/topics.md`` and ``docs/metrics.md``: ``python -m topics.reference [--check]``.
+"""What is written from the tables of topics and metrics: ``python -m topics.reference [--check]``.
 
-In: the tables that the code goes by, of topics and of metrics. Out: Markdown.
+Out: the pages ``docs/topics.md`` and ``docs/metrics.md``, and the JSON Schema of each record in ``topics/schemas``, for
+readers that are not ours. In a schema no object is closed, because readers let unknown fields pass; what need not be
+there may be null, because null is absent.
+
+Source: JSON Schema draft 2020-12; its patterns are ECMA 262's, which has no ``\\A`` and ``\\Z``.
 """
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from topics import generated, registry
 from topics.catalogue import (
     ALERT_FIRING,
     CATALOGUE,
@@ -19,16 +23,17 @@ from topics.catalogue import (
     HOLDERS,
     POD_INFO,
     PROFILES,
-    Family,
     Info,
     Labels,
     Metric,
     Profile,
     Series,
 )
-from topics.topic import PARTITIONS, REPLICATION_FACTOR, SCHEMA, Topic
+from topics.topic import PARTITIONS, REPLICATION_FACTOR, SCHEMA, Topic, load_topics
 
-FOLDER = Path(__file__).parent.parent / "docs"
+DOCS = Path(__file__).parent.parent / "docs"
+SCHEMAS = Path(__file__).parent / "schemas"
+DRAFT = "https://json-schema.org/draft/2020-12/schema"
 MARK = "<!-- Written by `python -m topics.reference`: change the tables in `topics/`, not this file. -->"
 
 _UNITS: Mapping[tuple[str, float], str] = {
@@ -85,9 +90,15 @@ holds for gpu.alert-state, where an older version that takes over keeps what it 
 
 def topics_markdown() -> str:
     """The reference of the topics."""
-    topics = list(registry.load().values())
+    topics = list(load_topics().values())
     rows = [
-        (f"[`{topic.name}`](#{_anchor(topic.name)})", topic.key, topic.cleanup, _retention(topic)) for topic in topics
+        (
+            f"[`{topic.name}`](#{topic.name.replace('.', '')})",
+            topic.key,
+            topic.cleanup,
+            "the last of each key" if topic.retention_hours is None else f"{topic.retention_hours} h",
+        )
+        for topic in topics
     ]
     parts = [
         "# Topics",
@@ -147,7 +158,51 @@ def metrics_markdown() -> str:
 
 def files() -> dict[Path, str]:
     """The files as they should be."""
-    return {FOLDER / "topics.md": topics_markdown(), FOLDER / "metrics.md": metrics_markdown()}
+    schemas = {
+        SCHEMAS / f"{topic.name}.json": _indented(json_schema(topic)) + "\n"
+        for topic in load_topics().values()
+        if topic.record is not None
+    }
+    return {DOCS / "topics.md": topics_markdown(), DOCS / "metrics.md": metrics_markdown()} | schemas
+
+
+def json_schema(topic: Topic) -> dict[str, Any]:
+    """The schema of a topic's records.
+
+    :raises ValueError: its values are not JSON of ours.
+    """
+    if topic.record is None:
+        raise ValueError(f"{topic.name} has no record type")
+    body = _portable(msgspec.json.schema(topic.record))
+    return {
+        "$schema": DRAFT,
+        "$id": f"urn:gpustream:{topic.name}:{SCHEMA}",
+        "title": topic.name,
+        "description": topic.promise,
+        **body,
+        "examples": [topic.example],
+    }
+
+
+def stale(files: Mapping[Path, str]) -> list[Path]:
+    """Those of the files that are missing or whose text is another one."""
+    return [path for path, text in files.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
+
+
+def generate(files: Mapping[Path, str], module: str, arguments: Sequence[str]) -> int:
+    """Write the files, or with ``--check`` only name those that are stale and return 1; 2 for wrong arguments."""
+    if arguments not in ([], ["--check"]):
+        sys.stderr.write(f"usage: python -m {module} [--check]\n")
+        return 2
+    found = stale(files)
+    if not arguments:
+        for path in found:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(files[path], encoding="utf-8")
+        return 0
+    for path in found:
+        sys.stderr.write(f"{path.name} is stale: run python -m {module}\n")
+    return 1 if found else 0
 
 
 def unit_of(metric: Metric, series: Series) -> str:
@@ -157,6 +212,27 @@ def unit_of(metric: Metric, series: Series) -> str:
     return _unit(metric.unit) if series.scale == 1.0 else _UNITS[metric.unit, series.scale]
 
 
+def _portable(node: Any) -> Any:
+    """The same schema as a reader in any language may take it."""
+    if isinstance(node, list):
+        return [_portable(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    node = {key: _portable(value) for key, value in node.items()}
+    for key, old, new in (("pattern", r"\A", "^"), ("pattern", r"\Z", "$"), ("description", "``", "`")):
+        if isinstance(node.get(key), str):
+            node[key] = node[key].replace(old, new)
+    if {"type": "number"} in node.get("anyOf", []):
+        node["anyOf"] = [option for option in node["anyOf"] if option.get("type") != "integer"]
+    if isinstance(node.get("properties"), dict):
+        null = {"type": "null"}
+        for name, field in node["properties"].items():
+            if name not in node.get("required", []) and null not in field.get("anyOf", []):
+                default = {"default": field.pop("default")} if "default" in field else {}
+                node["properties"][name] = {"anyOf": [field, null], **default}
+    return node
+
+
 def _topic(topic: Topic) -> str:
     settings = _table(("setting", "value"), [(f"`{name}`", f"`{value}`") for name, value in topic.settings().items()])
     parts = [f"## {topic.name}", topic.promise, settings]
@@ -164,7 +240,7 @@ def _topic(topic: Topic) -> str:
         parts += [
             f"`{topic.record.__name__}`: {topic.record.__doc__}".replace("``", "`"),
             f"JSON Schema: [`topics/schemas/{topic.name}.json`](../topics/schemas/{topic.name}.json).",
-            "```json\n" + msgspec.json.format(msgspec.json.encode(topic.example), indent=2).decode() + "\n```",
+            "```json\n" + _indented(topic.example) + "\n```",
         ]
     if topic.name == "gpu.attributed":
         parts.append("How to read it with Python, Faust, kcat and jq, or ClickHouse: [consumers.md](consumers.md).")
@@ -195,7 +271,10 @@ def _profile(profile: Profile) -> str:
 
 def _adding_up() -> Sequence[str]:
     """What the series of one name are together, and which of them are in others."""
-    rows = [(f"`{name}`", f"`{family.label}`", *_together(family)) for name, family in FAMILIES.items()]
+    rows = [
+        (f"`{name}`", f"`{family.label}`", family.total or "means nothing", family.mean or "")
+        for name, family in FAMILIES.items()
+    ]
     cut = ", ".join(f"`{metric.key}`" for metric in CATALOGUE.values() if metric.mig)
     return (
         "### Adding up",
@@ -208,10 +287,6 @@ def _adding_up() -> Sequence[str]:
         'gpu_mig_uuid) gpu_info{mig_mode="enabled",gpu_mig_uuid=""}`. What pods hold (`k8s_pod_name!=""`) is never '
         "there twice.",
     )
-
-
-def _together(family: Family) -> tuple[str, str]:
-    return family.total or "means nothing", family.mean or ""
 
 
 def _info(info: Info) -> Sequence[str]:
@@ -235,12 +310,8 @@ def _code(nvml: str) -> str:
     return ", ".join([" ".join([*call[:-1], f"`{call[-1]}`"]), *words[1:]])
 
 
-def _retention(topic: Topic) -> str:
-    return "the last of each key" if topic.retention_hours is None else f"{topic.retention_hours} h"
-
-
-def _anchor(heading: str) -> str:
-    return heading.replace(".", "")
+def _indented(document: dict[str, Any]) -> str:
+    return msgspec.json.format(msgspec.json.encode(document), indent=2).decode()
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -249,4 +320,4 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(generated.main(files(), "topics.reference", sys.argv[1:]))
+    sys.exit(generate(files(), "topics.reference", sys.argv[1:]))

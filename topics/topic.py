@@ -1,11 +1,17 @@
-"""What a topic is: its name, key, record and the broker settings it needs.
+"""What a topic is: its name, key, record and the broker settings it needs; every topic; and how its records are read.
 
 Source: the Kafka topic configuration reference for the names in :meth:`Topic.settings`.
 """
 
-from typing import Annotated, Any, Literal
+from collections.abc import Callable
+from pkgutil import resolve_name
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
+
+from topics import TOPICS
+
+R = TypeVar("R", bound=msgspec.Struct)
 
 SCHEMA = 1
 """The version every record carries; a field never changes unit or meaning under the same version."""
@@ -62,3 +68,39 @@ class Topic(msgspec.Struct, frozen=True, kw_only=True):
 def node_key(cluster: str, node: str) -> bytes:
     """The key of every record that is about a node: ``cluster/node`` in UTF-8."""
     return f"{cluster}/{node}".encode()
+
+
+def load_topics() -> dict[str, Topic]:
+    """Every topic of the contract by its name, in the order of the flow. Loads no Kafka client and no Faust."""
+    topics: list[Topic] = [resolve_name(path) for path in TOPICS.values()]
+    return {topic.name: topic for topic in topics}
+
+
+def decoder(record: type[R]) -> Callable[[bytes], R]:
+    """A function that decodes and validates the JSON of one record.
+
+    It raises ``msgspec.DecodeError``, and nothing else, for what is not such a record: dead-letter it. Nulls where the
+    type has none cost a second pass; our own producers write none.
+    """
+    strict = msgspec.json.Decoder(record)
+
+    def decode(value: bytes) -> R:
+        try:
+            try:
+                return strict.decode(value)
+            except msgspec.ValidationError:
+                return msgspec.convert(_without_nulls(msgspec.json.decode(value)), record)
+        except UnicodeDecodeError as error:
+            raise msgspec.DecodeError(f"JSON is malformed: {error}") from error
+        except RecursionError:
+            raise msgspec.DecodeError("JSON is nested too deeply") from None
+
+    return decode
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    return value

@@ -24,7 +24,7 @@ from aiokafka.errors import CommitFailedError, IllegalStateError
 from delivery import replays
 from delivery.replays import Last
 from topics.attributed import AttributedDevice, AttributedSample, Holder
-from topics.decoding import decoder
+from topics.topic import decoder
 
 LONGEST_TICK_MS = 10_000
 """A tick stands for the time since the node's last one, but a gap that is longer than this is nobody's."""

@@ -21,7 +21,7 @@ import msgspec
 from delivery import replays
 from delivery.replays import Last
 from topics.attributed import AttributedDevice, AttributedSample
-from topics.decoding import decoder
+from topics.topic import decoder
 
 IDLE_BELOW = 0.05
 IDLE_AFTER_MS = 1000 * int(os.environ.get("IDLE_AFTER_SECONDS", "600"))

@@ -20,7 +20,7 @@ from aiokafka.errors import KafkaError, TopicAuthorizationFailedError
 from delivery import clients, positions, topic_admin
 from delivery.clients import describe, offsets_at
 from delivery.ledger import Partition
-from topics.decoding import decoder
+from topics.topic import decoder
 from topics.workloads import TOPIC, NodeWorkloads, Pod
 
 log = logging.getLogger(__name__)

@@ -27,7 +27,7 @@ from sinks.remote_write.refusals import LEFT_OUT, Delivered, Deliverer, Refused
 from sinks.series.model import STALE, SampleGroup, SeriesSet, primaries
 from sinks.series.translation import Cache, Translator
 from topics.attributed import TOPIC, AttributedSample
-from topics.decoding import decoder
+from topics.topic import decoder
 
 _MAX_MS = 2**63 - 1
 _FORGET_AFTER_S = 24 * 3600

@@ -23,7 +23,7 @@ from sinks.outcomes import OnOutcome, Outcome, Outcomes
 from sinks.series.model import SampleGroup, primaries
 from sinks.series.translation import Cache, Key, Translator
 from topics.attributed import TOPIC, AttributedSample
-from topics.decoding import decoder
+from topics.topic import decoder
 
 VALUES = "gpustream_scrape_values_delivered_total"
 

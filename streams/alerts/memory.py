@@ -16,7 +16,7 @@ from streams.alerts.tick import Device, Tick
 from streams.alerts.windows import Window
 from topics.alerts import AlertState, Tracked
 from topics.attributed import Holder, HoldingPod, by_pod
-from topics.decoding import decoder
+from topics.topic import decoder
 
 XID = "xid/"
 """What the names of counters of XID errors begin with; the code follows."""

@@ -7,9 +7,8 @@ On failure: ``msgspec.DecodeError`` for what is no such record.
 import msgspec
 
 from topics.attributed import AttributedEvent, Attribution, Holder, Parts
-from topics.decoding import decoder
 from topics.samples import Job, Mig, State
-from topics.topic import Name, UInt, Version
+from topics.topic import Name, UInt, Version, decoder
 
 
 class Metrics(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):

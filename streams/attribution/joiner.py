@@ -24,9 +24,8 @@ from streams.attribution.progress import WorkloadsProgress
 from streams.reader import Batch
 from streams.stage import Bookkeeping, Malformed, decode_record
 from topics.allocations import Allocations
-from topics.decoding import decoder
 from topics.samples import Sample
-from topics.topic import node_key
+from topics.topic import decoder, node_key
 from topics.workloads import NodeWorkloads
 
 log = logging.getLogger(__name__)

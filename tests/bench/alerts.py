@@ -34,8 +34,7 @@ from tests.bench.score import joined
 from tests.real.pipeline import Gpustream, lag, read_all
 from tests.real.servers import AlertmanagerServer, KafkaServer
 from topics.alerts import Alert, milliseconds
-from topics.decoding import decoder
-from topics.topic import node_key
+from topics.topic import decoder, node_key
 
 FLEET, SECONDS, FOR_S = "200x8", 600, 20
 NODES, GPUS, ROUNDS, MADE, PARTITIONS = 10_000, 8, 3, 100, 8

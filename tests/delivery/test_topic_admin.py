@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from delivery import topic_admin
 from delivery.topic_admin import Found, Mismatch, mismatches
-from topics import TOPICS, registry
-from topics.topic import Topic
+from topics import TOPICS
+from topics.topic import Topic, load_topics
 
-ALL = registry.load()
+ALL = load_topics()
 BY_NODE = [name for name, topic in ALL.items() if topic.by_node]
 
 numbers = st.integers(1, 1000)

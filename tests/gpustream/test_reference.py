@@ -4,11 +4,11 @@ import click
 
 from gpustream import reference
 from gpustream.cli import main
-from topics import generated
+from topics.reference import stale
 
 
 def test_the_pages_are_fresh() -> None:
-    assert generated.stale(reference.files()) == []
+    assert stale(reference.files()) == []
 
 
 def test_every_option_of_every_command_is_in_the_page() -> None:

@@ -10,7 +10,7 @@ from delivery.topic_admin import Found
 from gpustream import topics as topics_module
 from gpustream.cli import main
 from gpustream.embedded import EmbeddedBroker, every_topic
-from topics import registry
+from topics.topic import load_topics
 
 NOWHERE = "127.0.0.1:1"
 
@@ -28,7 +28,7 @@ def _topics(*args: str) -> Result:
 
 
 def test_a_row_says_what_is_missing_or_wrong() -> None:
-    topics = list(registry.load().values())
+    topics = list(load_topics().values())
     found = {topic.name: Found(4) for topic in topics if topic.name != "gpu.alerts"} | {"gpu.workloads": Found(8)}
     table = {row.topic: row for row in topics_module.rows(topics, found, topic_admin.mismatches(topics, found))}
 
@@ -44,7 +44,7 @@ def test_a_piped_list_is_tab_separated_and_0_where_all_is_well(embedded: str) ->
     lines = [line.split("\t") for line in result.stdout.splitlines()]
     assert result.exit_code == 0
     assert lines[1] == ["gpu.samples", "cluster/node", "4", "delete", "24 h", "yes"]
-    assert len(lines) == 1 + len(registry.load())
+    assert len(lines) == 1 + len(load_topics())
     assert "settings were not compared" in result.stderr
 
 

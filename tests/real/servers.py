@@ -22,7 +22,7 @@ from confluent_kafka import KafkaError, KafkaException
 from confluent_kafka.admin import AdminClient, NewTopic
 
 from tests.real.process import Server, listens
-from topics import registry
+from topics.topic import load_topics
 
 KAFKA = "kafka-4.1.1"
 PROMETHEUS = "prometheus-3.15.0"
@@ -157,7 +157,7 @@ class KafkaServer(Server):
     def create_ours(self, partitions: Mapping[str, int]) -> None:
         """Creates topics of the contract with these partition counts, and the settings that they must have."""
         for name, count in partitions.items():
-            self.create_topics({name: count}, registry.load()[name].settings())
+            self.create_topics({name: count}, load_topics()[name].settings())
 
     def topics(self) -> dict[str, int]:
         """The partition count of every topic but Kafka's own."""

@@ -46,7 +46,7 @@ from tests.real.pipeline import Gpustream
 from tests.real.servers import KafkaServer, find_java, find_kafka
 from tests.real.test_manifests import find_kustomize, render
 from topics.attributed import AttributedSample, Holder, Workload
-from topics.decoding import decoder
+from topics.topic import decoder
 from topics.workloads import NodeWorkloads, Pod
 
 CLUSTER = "prod"

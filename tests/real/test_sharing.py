@@ -22,7 +22,7 @@ from tests.real.servers import KafkaServer, Missing, PrometheusServer, Series, f
 from tests.real.sharing import GPUS, LATE, NAMESPACE, Scene, Truth, mig_uuid, pod_uid
 from tests.real.sharing_stage import BLIND, NODE, UNSEEN, tell
 from topics.attributed import AttributedDevice, AttributedSample
-from topics.decoding import decoder
+from topics.topic import decoder
 
 pytestmark = pytest.mark.timeout(200)
 

@@ -5,16 +5,15 @@ import sys
 
 import pytest
 
-from topics import TOPICS, registry
+from topics import TOPICS
+from topics.topic import load_topics
 
 MODULES = sorted(
     {path.split(":")[0] for path in TOPICS.values()}
     | {
         "topics.catalogue",
-        "topics.decoding",
         "topics.device_ids",
-        "topics.registry",
-        "topics.schema",
+        "topics.reference",
         "topics.topic",
     }
 )
@@ -35,4 +34,4 @@ print(sorted({{name.partition(".")[0] for name in sys.modules}} & {{"aiokafka", 
 
 @pytest.mark.parametrize("name", TOPICS)
 def test_a_topic_is_registered_under_its_own_name(name: str) -> None:
-    assert registry.load()[name].name == name
+    assert load_topics()[name].name == name

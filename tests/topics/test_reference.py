@@ -1,8 +1,10 @@
-"""The reference pages: fresh, and whole."""
+"""What is written from the tables: fresh, whole, and never written by the check."""
+
+from pathlib import Path
 
 import pytest
 
-from topics import TOPICS, generated, reference
+from topics import TOPICS, reference
 from topics.catalogue import CATALOGUE, DERIVED, FURTHER, HOLDERS, POD_INFO, PROFILES, Profile
 
 
@@ -10,8 +12,8 @@ def section(profile: Profile) -> str:
     return reference.metrics_markdown().partition(f"### {profile}\n")[2].partition("\n### ")[0]
 
 
-def test_the_pages_in_the_tree_are_those_of_the_tables() -> None:
-    assert generated.stale(reference.files()) == []
+def test_the_pages_and_schemas_in_the_tree_are_those_of_the_tables() -> None:
+    assert reference.stale(reference.files()) == []
 
 
 def test_every_topic_has_a_section_with_its_settings() -> None:
@@ -67,3 +69,34 @@ def test_a_row_says_unit_kind_and_source(profile: Profile, row: str) -> None:
 
 def test_a_page_is_the_same_each_time_it_is_written() -> None:
     assert reference.files() == reference.files()
+
+
+def test_files_are_written_where_they_are_missing_or_stale(tmp_path: Path) -> None:
+    fresh, old, missing = tmp_path / "fresh", tmp_path / "old", tmp_path / "folder" / "missing"
+    fresh.write_text("1")
+    old.write_text("0")
+    files = {fresh: "1", old: "2", missing: "3"}
+
+    assert reference.stale(files) == [old, missing]
+    assert reference.generate(files, "topics.reference", []) == 0
+    assert reference.stale(files) == []
+    assert [path.read_text() for path in files] == ["1", "2", "3"]
+
+
+def test_the_check_names_what_is_stale_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = {tmp_path / "gpu.samples.json": "new"}
+
+    assert reference.generate(files, "topics.reference", ["--check"]) == 1
+    assert capsys.readouterr().err == "gpu.samples.json is stale: run python -m topics.reference\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_check_passes_where_nothing_is_stale(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("a")
+
+    assert reference.generate({tmp_path / "a": "a"}, "topics.reference", ["--check"]) == 0
+
+
+def test_wrong_arguments_are_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert reference.generate({}, "topics.reference", ["--fix"]) == 2
+    assert "usage: python -m topics.reference [--check]" in capsys.readouterr().err

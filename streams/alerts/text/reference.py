@@ -13,7 +13,7 @@ from streams.alerts.rules.options import OPTIONS, SELECTORS, Option
 from streams.alerts.rules.policy import ALERTS, IDLE_AFTER
 from streams.alerts.rules.rule import Rule
 from streams.alerts.xids import XID_KINDS, XIDS
-from topics import generated
+from topics.reference import generate
 
 PAGE = Path(__file__).parents[3] / "docs" / "alerts.md"
 MARK = "<!-- Written by `python -m streams.alerts.text.reference`: change the tables in `streams/alerts/` instead. -->"
@@ -318,4 +318,4 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(generated.main({PAGE: markdown()}, "streams.alerts.text.reference", sys.argv[1:]))
+    sys.exit(generate({PAGE: markdown()}, "streams.alerts.text.reference", sys.argv[1:]))

@@ -23,7 +23,7 @@ from tests.producers.cluster.api_server import ApiServer, Reply, Request, answer
 from tests.producers.cluster.made import claim_json, named, over, pod_json, slice_json
 from tests.producers.fakes import FakeSender
 from topics.attributed import Workload
-from topics.decoding import decoder
+from topics.topic import decoder
 from topics.workloads import NodeWorkloads, Owner
 
 PODS, NODES, NAMESPACES = "/api/v1/pods", "/api/v1/nodes", "/api/v1/namespaces"

@@ -15,7 +15,7 @@ from producers.cluster.takeover import ToldNode
 from producers.sending import LARGEST_VALUE_BYTES
 from tests.producers.cluster.made import START_MS, Follower, claim, over, pod, slice_, state
 from topics.allocations import Claim
-from topics.decoding import decoder
+from topics.topic import decoder
 from topics.workloads import NodeWorkloads, Owner, Pod
 
 NOW = START_MS + 3_600_000

@@ -19,8 +19,8 @@ from producers.node.config import NodeSettings
 from tests.nvml.scripted import Process, ScriptedNvml
 from tests.producers.fakes import FakeSender, containers, devices
 from tests.producers.node.procfs import Procfs
-from topics.decoding import decoder
 from topics.samples import Sample
+from topics.topic import decoder
 
 
 class FakeGpus:

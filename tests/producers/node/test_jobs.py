@@ -7,8 +7,8 @@ import pytest
 
 from producers.node import jobs
 from producers.node.jobs import Evidence, Job, KnownJobs, Users, file_name, jobs_of, merged, with_jobs
-from topics.decoding import decoder
 from topics.samples import Sample
+from topics.topic import decoder
 
 ALICES = Job("7", "alice", "gpu")
 

@@ -16,8 +16,8 @@ from producers.simulated.component import SimulatedFleet
 from producers.simulated.config import SimulatedSettings
 from tests.producers.fakes import FakeSender
 from topics.allocations import Allocations
-from topics.decoding import decoder
 from topics.samples import Sample
+from topics.topic import decoder
 from topics.workloads import NodeWorkloads
 
 RECORDS: dict[str, type[msgspec.Struct]] = {

@@ -12,7 +12,7 @@ from producers.sending import RESEND_S
 from producers.workloads import WorkloadsPublisher
 from streams.attribution.workloads import AsOf, Knowledge, learn
 from tests.producers.fakes import FakeClock, FakeSender, instruments, settle
-from topics.decoding import decoder
+from topics.topic import decoder
 from topics.workloads import NodeWorkloads
 
 JsonDict = dict[str, Any]

@@ -4,11 +4,11 @@ import re
 
 from streams.alerts.rules import rules_file
 from streams.alerts.text import reference
-from topics import generated
+from topics.reference import stale
 
 
 def test_the_page_is_what_the_tables_say() -> None:
-    assert not generated.stale({reference.PAGE: reference.markdown()})
+    assert not stale({reference.PAGE: reference.markdown()})
 
 
 def test_the_file_on_the_page_is_one() -> None:

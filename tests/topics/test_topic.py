@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from topics import allocations, samples
-from topics.decoding import decoder
 from topics.samples import Sample
+from topics.topic import decoder
 
 EXAMPLE = samples.TOPIC.example
 decode = decoder(Sample)
