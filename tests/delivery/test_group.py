@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +24,7 @@ from delivery.assignor import CoPartitioned
 from delivery.group import ConsumerGroup, MustRestart
 from delivery.ledger import Partition
 from delivery.settings import MemberSettings
+from tests.eventually import eventually
 
 MINE, THEIRS = Partition("ticks", 0), Partition("ticks", 1)
 
@@ -134,12 +135,6 @@ async def test_every_position_is_sought_and_a_partition_that_is_gone_is_raised()
 
 
 # -- errors of the coordinator
-
-
-async def eventually(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110 - nothing tells
-            await asyncio.sleep(0.001)
 
 
 async def test_what_the_coordinator_refuses_is_polled_away_and_logged_once_a_kind(

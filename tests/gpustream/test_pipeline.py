@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry
 from gpustream import pipeline
 from gpustream.pipeline import Failed, Pipeline, Tail
 from gpustream.tally import Run, Sampled, Tally
+from tests.eventually import eventually
 
 NODE = Run("c", "n-0", 1)
 
@@ -92,11 +93,6 @@ class Made:
         self.tally.sinks["sink"].ticks.add(NODE, seq)
 
 
-async def _until(there: Callable[[], bool]) -> None:
-    while not there():  # noqa: ASYNC110 - a list has no event to wait for
-        await asyncio.sleep(0)
-
-
 async def test_it_starts_back_to_front_and_ends_front_to_back() -> None:
     made = Made()
     await made.pipeline.run(asyncio.Event(), 0.0)
@@ -111,7 +107,7 @@ async def test_nothing_is_sampled_before_all_is_ready() -> None:
     made = Made()
     made.sink.reasons = ["no assignment yet"]
     running = asyncio.create_task(made.pipeline.run(asyncio.Event(), 0.0))
-    await _until(lambda: bool(made.reasons))
+    await eventually(lambda: bool(made.reasons))
     assert "producer starts" not in made.log
     assert made.reasons == [["sink: no assignment yet"]]
 
@@ -132,7 +128,7 @@ async def test_a_stop_before_all_is_ready_samples_nothing() -> None:
 async def test_the_drain_waits_for_the_last_tick() -> None:
     made = Made(taken=9)
     running = asyncio.create_task(made.pipeline.run(asyncio.Event(), 0.0))
-    await _until(lambda: "producer stops" in made.log)
+    await eventually(lambda: "producer stops" in made.log)
     assert "sink stops" not in made.log
 
     made.take(10)

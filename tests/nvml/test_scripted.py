@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.eventually import eventually_sync
 from tests.nvml.scripted import Mig, Process, ScriptedNvml
 
 CHILD = """
@@ -214,10 +215,10 @@ def test_a_hang_holds_one_gpu_and_not_the_others_until_it_is_released(nvml: Scri
     assert ask("globals().update(hung=[])") is None
     start = "threading.Thread(target=lambda: hung.append(p.nvmlDeviceGetPowerUsage(a)), daemon=True).start()"
     assert ask(f"globals().update(threading=__import__('threading')) or {start}") is None
-    _until(lambda: any(call.function == "nvmlDeviceGetPowerUsage" for call in nvml.calls()))
+    eventually_sync(lambda: any(call.function == "nvmlDeviceGetPowerUsage" for call in nvml.calls()))
     assert ask("(p.nvmlDeviceGetPowerUsage(b), p.nvmlDeviceGetSerial(a), hung)") == [310000, "1650023000000", []]
     nvml.release()
-    _until(lambda: ask("hung") == [300000])
+    eventually_sync(lambda: ask("hung") == [300000])
 
 
 def test_a_hang_takes_as_long_as_it_says(nvml: ScriptedNvml, ask: Ask) -> None:
@@ -463,10 +464,3 @@ def test_threads_may_ask_while_the_script_changes(nvml: ScriptedNvml, ask: Ask) 
         stop.set()
         thread.join()
     assert seen <= {300000, 400000, 500000}
-
-
-def _until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)

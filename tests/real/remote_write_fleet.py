@@ -2,9 +2,8 @@
 
 import asyncio
 import json
-import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -15,7 +14,6 @@ from sinks.remote_write.sink import RemoteWriteSink
 from tests.real.servers import KafkaServer, PrometheusServer
 from topics.topic import node_key
 
-GIVE_UP_S = 60.0
 PARTITIONS = 3
 METRICS = {"gpu_utilization_ratio": 0.5, "memory_used_bytes": 1 << 30, "temperature_celsius": 0, "power_watts": None}
 VALUES = 3
@@ -109,15 +107,6 @@ async def running(*sinks: RemoteWriteSink) -> AsyncIterator[None]:
     finally:
         stop.set()
         await asyncio.wait_for(asyncio.gather(*tasks), 10)
-
-
-async def until(condition: Callable[[], bool], what: str) -> None:
-    """Waits for a condition, at most a minute."""
-    deadline = time.monotonic() + GIVE_UP_S
-    while not condition():
-        if time.monotonic() > deadline:
-            raise AssertionError(what)
-        await asyncio.sleep(0.05)
 
 
 def count(of: RemoteWriteSink, name: str) -> float:

@@ -15,6 +15,7 @@ from typing import Any
 
 from aiokafka import AIOKafkaProducer
 
+from tests.eventually import eventually_sync
 from tests.nvml.scripted import NO_INSTANCE, Process, ScriptedNvml
 from tests.producers.node.pod_resources import Server, answer, container, pod, serving
 from tests.producers.node.procfs import Procfs
@@ -30,8 +31,6 @@ QUIET_S = 0.25
 QUIET_MS = 100
 KNOWN_S = 2.2
 """After so long what was logged of pods counts for samples."""
-
-WITHIN_S = 60.0
 
 
 class Stage:
@@ -72,7 +71,7 @@ class Stage:
         """Waits until one tick more has been read: the GPUs have begun to answer and are quiet again."""
         before = self._calls()
         self.kubelet.called(self.kubelet.calls + 1)
-        _wait(lambda: self._calls() > before)
+        eventually_sync(lambda: self._calls() > before)
         calls = -1
         while calls != (calls := self._calls()):
             time.sleep(QUIET_S)
@@ -156,7 +155,7 @@ def tell(
         stage.watched()
     for one in nodes:
         one.stop()
-    _wait(lambda: _behind(kafka.address, receivers) == 0)
+    eventually_sync(lambda: _behind(kafka.address, receivers) == 0)
     return scenes, stage
 
 
@@ -168,13 +167,6 @@ def _blind(directory: Path) -> ScriptedNvml:
     nvml.set(0, uuid=UNSEEN, memory_used=30 << 30)
     nvml.processes(0, [Process(901, 10 << 30, sm=40), Process(902, 5 << 30, sm=40)])
     return nvml
-
-
-def _wait(condition: Any) -> None:
-    deadline = time.monotonic() + WITHIN_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
 
 
 def _behind(kafka: str, receivers: Mapping[str, PrometheusServer]) -> int:

@@ -14,11 +14,11 @@ from delivery.sender import Sender
 from streams.alerts.rules import rules_file
 from streams.alerts.tick import Tick
 from streams.alerts.tick import decode as decode_tick
+from tests.eventually import eventually, eventually_sync
 from tests.real.pipeline import Gpustream, read_all
 from tests.real.servers import AlertmanagerServer, KafkaServer
-from tests.real.test_alert_sinks import alertmanager_sink, hook, notified, until
+from tests.real.test_alert_sinks import alertmanager_sink, hook, notified
 from tests.real.test_alerts import expected, written
-from tests.real.test_alerts import until as until_coroutine
 from tests.streams.attribution.records import CLUSTER, container, gpu, known, pod, snapshot
 from topics.alerts import Alert
 from topics.samples import Device, Sample
@@ -163,7 +163,9 @@ async def test_an_idle_gpu_is_told_once_whoever_is_killed_or_away_until_its_pod_
         manager = await asyncio.to_thread(start_alertmanager, webhook=notifications.url)
         sink = alertmanager_sink(gpustream, kafka, "sink", manager.url, resend=RESEND)
         await start(attribution, worker, sink)
-        await until(lambda: shown(manager) == ["ends", "stays", "works"], "three GPUs are idle")
+        await asyncio.to_thread(
+            eventually_sync, lambda: shown(manager) == ["ends", "stays", "works"], "three GPUs are idle"
+        )
 
         # -- killed while they fire
 
@@ -175,23 +177,27 @@ async def test_an_idle_gpu_is_told_once_whoever_is_killed_or_away_until_its_pod_
         node.working.add("works")
         await node.run("stays", "works", "later", "busy")
         await kill_and_start(worker, sink)
-        await until(lambda: shown(manager) == ["stays"], "one works, and one has ended")
+        await asyncio.to_thread(eventually_sync, lambda: shown(manager) == ["stays"], "one works, and one has ended")
         await kill_and_start(worker, sink)
         told = {"stays": ["firing"], "works": ["firing", "resolved"], "ends": ["firing", "resolved"], "busy": []}
-        await until(lambda: {one: notified(notifications, one) for one in told} == told, "each is notified once")
+        await eventually(lambda: {one: notified(notifications, one) for one in told} == told, "each is notified once")
 
         # -- Alertmanager is away, and knows nothing when it is back
 
         await asyncio.to_thread(manager.kill9)
         back_s = time.monotonic() + AWAY_S
         node.working.discard("later")
-        await until_coroutine(lambda: fired(kafka, "later"))
+        await eventually(lambda: fired(kafka, "later"), every_s=1)
         await kill_and_start(worker)
         await asyncio.sleep(max(0.0, back_s - time.monotonic()))
         await asyncio.to_thread(manager.start)
-        await until(lambda: shown(manager) == ["later", "stays"], "what began while it was away is there, and no more")
+        await asyncio.to_thread(
+            eventually_sync,
+            lambda: shown(manager) == ["later", "stays"],
+            "what began while it was away is there, and no more",
+        )
 
-    ticks = await until_coroutine(lambda: attributed(kafka, node.ticks))
+    ticks = await eventually(lambda: attributed(kafka, node.ticks), every_s=1)
     found, _ = await written(kafka)
     assert found == expected([ticks], rules_file.load(file)), "as one worker writes it that nothing happens to"
     alerts = [msgspec.json.decode(value, type=Alert) for value in found.values()]

@@ -11,7 +11,8 @@ from aiokafka import AIOKafkaProducer
 
 from sinks.remote_write import alerts as alert_series
 from sinks.remote_write.sink import RemoteWriteSink
-from tests.real.remote_write_fleet import balanced, count, ends, running, sink, until
+from tests.eventually import eventually
+from tests.real.remote_write_fleet import balanced, count, ends, running, sink
 from tests.real.servers import KafkaServer, PrometheusServer
 from tests.sinks.alerts import alert
 from topics.alerts import Alert, milliseconds
@@ -78,7 +79,7 @@ async def test_an_alert_is_1_until_it_ends_through_a_restart_of_the_sink(
 
     first = sink(alerts, prometheus.write_url, protocol=protocol)
     async with running(first):
-        await until(lambda: finished(first) == 4, "the alerts written")
+        await eventually(lambda: finished(first) == 4, "the alerts written")
         await asyncio.sleep(2 * EVERY_MS / 1000)
     assert ends(first) == {"delivered": 4}
     assert await fleet.firing(prometheus) == ["ending", "open"]
@@ -89,7 +90,7 @@ async def test_an_alert_is_1_until_it_ends_through_a_restart_of_the_sink(
     await write(alerts, [fleet.alert("ending", milliseconds(ending.starts_at), end_ms)])
     second = sink(alerts, prometheus.write_url, protocol=protocol)
     async with running(second):
-        await until(lambda: finished(second) == 1, "the end written")
+        await eventually(lambda: finished(second) == 1, "the end written")
         await asyncio.sleep(2 * EVERY_MS / 1000)
     assert ends(second) == {"delivered": 1}
     assert balanced(second)

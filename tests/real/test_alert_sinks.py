@@ -16,13 +16,13 @@ from aiokafka import AIOKafkaProducer
 
 from sinks.webhook.partition import AHEAD
 from tests.docs.page import blocks
+from tests.eventually import eventually, eventually_sync
 from tests.real.pipeline import Gpustream, lag, read_all
 from tests.real.servers import AlertmanagerServer, KafkaServer
 from tests.sinks.alerts import alert
 from topics.alerts import Alert, transition_id
 
 PARTITIONS = 3
-GIVE_UP_S = 60.0
 
 Start = Callable[..., Gpustream]
 Respond = Callable[[web.Request, bytes], int]
@@ -74,14 +74,6 @@ async def write(kafka: KafkaServer, alerts: Iterable[Alert | bytes]) -> None:
         await producer.stop()
 
 
-async def until(condition: Callable[[], bool], what: str) -> None:
-    """Waits for a condition, which may block, at most a minute."""
-    deadline = clock.monotonic() + GIVE_UP_S
-    while not await asyncio.to_thread(condition):
-        assert clock.monotonic() < deadline, what
-        await asyncio.sleep(0.1)
-
-
 def pods(server: AlertmanagerServer) -> set[str]:
     """The pods whose alerts fire, as Alertmanager sees it."""
     return {one["labels"]["k8s_pod_name"] for one in server.alerts()}
@@ -104,11 +96,8 @@ async def caught_up(kafka: KafkaServer, group: str) -> bool:
 
 
 async def until_caught_up(kafka: KafkaServer, group: str) -> None:
-    """Waits for that, at most a minute."""
-    deadline = clock.monotonic() + GIVE_UP_S
-    while not await caught_up(kafka, group):
-        assert clock.monotonic() < deadline, f"{group} does not catch up"
-        await asyncio.sleep(0.2)
+    """Waits for that."""
+    await eventually(lambda: caught_up(kafka, group), f"{group} has caught up", every_s=0.2)
 
 
 class Hook:
@@ -159,17 +148,23 @@ async def test_alerts_fire_and_end_in_alertmanager_and_are_notified_once_through
         sink = alertmanager_sink(gpustream, alerts_kafka, "am", manager.url, resend="5s")
         await write(alerts_kafka, [fleet.firing(pod) for pod in range(30)])
         await asyncio.to_thread(sink.start)
-        await until(lambda: pods(manager) == named(range(30)), "30 alerts fire")
+        await asyncio.to_thread(eventually_sync, lambda: pods(manager) == named(range(30)), "30 alerts fire")
         await asyncio.to_thread(sink.kill9)
         await write(alerts_kafka, [*[fleet.over(pod) for pod in range(10)], fleet.firing("late")])
         await asyncio.to_thread(sink.start)
-        await until(lambda: pods(manager) == named([*range(10, 30), "late"]), "10 are over, and one more fires")
+        await asyncio.to_thread(
+            eventually_sync, lambda: pods(manager) == named([*range(10, 30), "late"]), "10 are over, and one more fires"
+        )
         await asyncio.to_thread(sink.kill9)
         await asyncio.to_thread(sink.start)
         await until_caught_up(alerts_kafka, "gpustream-sink-alertmanager")
         wanted = {f"pod-{pod}": ["firing", "resolved"] for pod in range(10)}
         wanted |= {f"pod-{pod}": ["firing"] for pod in [*range(10, 30), "late"]}
-        await until(lambda: {pod: notified(notifications, pod) for pod in wanted} == wanted, "each is notified once")
+        await asyncio.to_thread(
+            eventually_sync,
+            lambda: {pod: notified(notifications, pod) for pod in wanted} == wanted,
+            "each is notified once",
+        )
         assert pods(manager) == named([*range(10, 30), "late"])
         labels = {one["labels"]["gpustream_fingerprint"] for one in manager.alerts()}
         assert labels == {fleet.firing(pod).fingerprint for pod in [*range(10, 30), "late"]}
@@ -190,19 +185,23 @@ async def test_an_alertmanager_that_is_away_loses_nothing_and_holds_up_no_other(
     sink = alertmanager_sink(gpustream, alerts_kafka, "am", away.url, stays.url)
     await asyncio.to_thread(sink.start)
     await write(alerts_kafka, [fleet.firing(pod) for pod in range(20)])
-    await until(lambda: pods(away) == pods(stays) == named(range(20)), "both have all")
+    await asyncio.to_thread(eventually_sync, lambda: pods(away) == pods(stays) == named(range(20)), "both have all")
     await asyncio.to_thread(away.kill9)
     await write(alerts_kafka, [fleet.over(pod) for pod in range(5)])
     await write(alerts_kafka, [fleet.firing(pod) for pod in range(20, 25)])
-    await until(lambda: pods(stays) == named(range(5, 25)), "the other one has what is new")
+    await asyncio.to_thread(
+        eventually_sync, lambda: pods(stays) == named(range(5, 25)), "the other one has what is new"
+    )
     await asyncio.sleep(20)
     await write(alerts_kafka, [b"{nonsense", fleet.firing("last")])
     everything = named([*range(5, 25), "last"])
-    await until(lambda: pods(stays) == everything, "the other one has all, all the while")
+    await asyncio.to_thread(eventually_sync, lambda: pods(stays) == everything, "the other one has all, all the while")
     assert sink.get("/readyz") is None, "it says that it cannot tell one of them"
     await asyncio.to_thread(away.start)
-    await until(lambda: pods(away) == everything, "what is open is told to the one that is back")
-    await until(sink.ready, "all is well again")
+    await asyncio.to_thread(
+        eventually_sync, lambda: pods(away) == everything, "what is open is told to the one that is back"
+    )
+    await asyncio.to_thread(eventually_sync, sink.ready, "all is well again")
     assert pods(stays) == everything
     for letter in await read_all(alerts_kafka.address, "gpu.dead-letters"):
         assert letter.value == b"{nonsense"
@@ -218,16 +217,16 @@ async def test_while_kafka_is_away_no_alert_ends_and_when_the_sink_is_gone_all_d
     sink = alertmanager_sink(gpustream, kafka, "am", manager.url)
     await asyncio.to_thread(sink.start)
     await write(kafka, [fleet.firing(pod) for pod in range(5)])
-    await until(lambda: pods(manager) == named(range(5)), "5 alerts fire")
+    await asyncio.to_thread(eventually_sync, lambda: pods(manager) == named(range(5)), "5 alerts fire")
     await asyncio.to_thread(kafka.kill9)
     for _ in range(10):  # longer than they are held
         await asyncio.sleep(1)
         assert await asyncio.to_thread(pods, manager) == named(range(5))
     await asyncio.to_thread(kafka.start)
     await write(kafka, [fleet.over(0)])
-    await until(lambda: pods(manager) == named(range(1, 5)), "it reads on")
+    await asyncio.to_thread(eventually_sync, lambda: pods(manager) == named(range(1, 5)), "it reads on")
     await asyncio.to_thread(sink.kill9)
-    await until(lambda: pods(manager) == set(), "nobody tells them any more")
+    await asyncio.to_thread(eventually_sync, lambda: pods(manager) == set(), "nobody tells them any more")
 
 
 async def test_a_member_that_is_killed_leaves_its_alerts_to_the_other(
@@ -239,10 +238,10 @@ async def test_a_member_that_is_killed_leaves_its_alerts_to_the_other(
     for sink in both:
         await asyncio.to_thread(sink.start)
     await write(alerts_kafka, [fleet.firing(pod) for pod in range(30)])
-    await until(lambda: pods(manager) == named(range(30)), "30 alerts fire")
+    await asyncio.to_thread(eventually_sync, lambda: pods(manager) == named(range(30)), "30 alerts fire")
     await asyncio.to_thread(both[0].kill9)
     await write(alerts_kafka, [fleet.over(pod) for pod in range(15)])
-    await until(lambda: pods(manager) == named(range(15, 30)), "15 are over")
+    await asyncio.to_thread(eventually_sync, lambda: pods(manager) == named(range(15, 30)), "15 are over")
     for _ in range(10):  # longer than anything is held that is not told again
         await asyncio.sleep(1)
         assert await asyncio.to_thread(pods, manager) == named(range(15, 30))
@@ -286,7 +285,7 @@ async def test_every_transition_is_posted_signed_and_in_order_through_failures_a
         await write(alerts_kafka, [*history[:300], *history[275:300], b"{nonsense", *history[300:], *history[-25:]])
         while kills:
             await asyncio.to_thread(_start, sink)
-            await until(lambda: not sink.running or not kills, "killed")
+            await asyncio.to_thread(eventually_sync, lambda: not sink.running or not kills, "killed")
         await asyncio.to_thread(_start, sink)
         await until_caught_up(alerts_kafka, "gpustream-sink-webhook")
         await asyncio.to_thread(sink.stop)

@@ -19,6 +19,7 @@ from streams.alerts.memory import NodeAlerts
 from streams.alerts.rules import rules_file
 from streams.alerts.rules.rule import Rules
 from streams.alerts.tick import Tick
+from tests.eventually import eventually
 from tests.real.pipeline import Gpustream, lag, read_all
 from tests.real.servers import KafkaServer
 from tests.streams.alerts.ticks import START_MS, device, holder
@@ -131,15 +132,6 @@ async def trouble(first: Gpustream, second: Gpustream, sending: "asyncio.Task[No
     return kills
 
 
-async def until(what: Callable[[], Any], limit_s: float = LIMIT_S) -> Any:
-    """What a coroutine gives as soon as it gives something."""
-    deadline_s = time.monotonic() + limit_s
-    while not (found := await what()):
-        assert time.monotonic() < deadline_s, "it did not come"
-        await asyncio.sleep(1.0)
-    return found
-
-
 def without_silence(found: dict[str, bytes]) -> dict[str, bytes]:
     return {key: value for key, value in found.items() if msgspec.json.decode(value, type=Alert).name != "NodeSilent"}
 
@@ -164,7 +156,7 @@ async def test_workers_that_are_killed_write_every_transition_as_one_that_is_not
     async def all_written() -> bool:
         return without_silence((await written(empty_kafka))[0]).keys() >= right.keys()
 
-    await until(all_written)
+    await eventually(all_written, within_s=LIMIT_S, every_s=1)
     assert kills > 2
     assert without_silence((await written(empty_kafka))[0]) == right
     assert Counter(alert.partition("/")[2].partition("/")[2] for alert in right)["resolved"] > NODES
@@ -176,7 +168,7 @@ async def test_workers_that_are_killed_write_every_transition_as_one_that_is_not
         silent = [alert for alert in found if alert.name == "NodeSilent"]
         return silent if len({alert.node for alert in silent}) == NODES else []
 
-    silent = await until(all_silent)
+    silent = await eventually(all_silent, within_s=LIMIT_S, every_s=1)
     last_ms = lives[0][-1].ts_ms
     assert {alert.starts_at for alert in silent} == {time_of(last_ms + SILENT_MS)}
     assert len(silent) == NODES
@@ -184,7 +176,7 @@ async def test_workers_that_are_killed_write_every_transition_as_one_that_is_not
     async def all_committed() -> bool:
         return await lag(empty_kafka.address, "gpustream-alerts", ["gpu.attributed"]) == 0
 
-    await until(all_committed)
+    await eventually(all_committed, within_s=LIMIT_S, every_s=1)
 
     # -- and come back, to a worker that knows them from their states alone
 
@@ -198,7 +190,7 @@ async def test_workers_that_are_killed_write_every_transition_as_one_that_is_not
         back = [alert for alert in found if alert.name == "NodeSilent" and alert.state == "resolved"]
         return back if len(back) == NODES else []
 
-    back = await until(all_back)
+    back = await eventually(all_back, within_s=LIMIT_S, every_s=1)
     assert {(alert.resolved_because, milliseconds(alert.ends_at or alert.starts_at)) for alert in back} == {
         ("ticks", last_ms + 60_000)
     }

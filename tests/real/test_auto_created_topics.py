@@ -1,8 +1,9 @@
 """A Kafka with its default `auto.create.topics.enable=true`: whatever starts before `topics create` makes no topic."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -27,11 +28,11 @@ from sinks.webhook.sink import WebhookSink
 from streams.alerts.component import Alerts
 from streams.attribution.component import Attribution
 from streams.settings import AlertSettings, AttributionSettings
+from tests.eventually import eventually
 from tests.real.conftest import need
 from tests.real.servers import KafkaServer, find_java, find_kafka
 
 NOWHERE = "http://127.0.0.1:1"
-GIVE_UP_S = 60.0
 
 KUBECONFIG = """
 apiVersion: v1
@@ -87,13 +88,6 @@ async def running(*these: Component) -> AsyncIterator[None]:
         await asyncio.gather(*tasks)
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait until it holds."""
-    async with asyncio.timeout(GIVE_UP_S):
-        while not condition():  # noqa: ASYNC110 - of a broker
-            await asyncio.sleep(0.05)
-
-
 def waits_for_topics(component: Component) -> bool:
     """Whether it names what is missing, and what to run."""
     return any("is missing" in line and "`gpustream topics create`" in line for line in component.not_ready())
@@ -115,14 +109,14 @@ async def test_nothing_makes_a_topic_and_all_goes_on_once_they_are_created(
 ) -> None:
     for component in components(creating.address, tmp_path / "kubeconfig"):
         async with running(component):
-            await until(lambda one=component: waits_for_topics(one))  # type: ignore[misc]
+            await eventually(partial(waits_for_topics, component))
     assert creating.topics() == {}
 
     every = components(creating.address, tmp_path / "kubeconfig")
     scrape = next(one for one in every if isinstance(one, ScrapeSink))
     async with running(*every):
-        await until(lambda: all(map(waits_for_topics, every)))
+        await eventually(lambda: all(map(waits_for_topics, every)))
         assert creating.topics() == {}
         await topic_admin.create(creating.address, partitions=2, replication_factor=1)
-        await until(lambda: not any(map(waits_for_topics, every)) and len(scrape.series()) >= 2)
+        await eventually(lambda: not any(map(waits_for_topics, every)) and len(scrape.series()) >= 2)
     assert set(creating.topics().values()) == {2}

@@ -39,6 +39,7 @@ from producers.cluster.owner_lookup import DEEPEST
 from producers.cluster.reflector import WENT_WELL_S
 from producers.cluster.selection import ANNOTATION_BOUNDS, LABEL_BOUNDS
 from producers.publisher import NodePublisher
+from tests.eventually import eventually_sync
 from tests.k8s.manifests import K8S
 from tests.real.conftest import need
 from tests.real.kubernetes import ApiServer, Denied, Json, find_etcd, find_kube_apiserver, find_openssl
@@ -116,11 +117,6 @@ def comes(condition: Callable[[], object], within_s: float = WITHIN_S) -> bool:
     return True
 
 
-def until(condition: Callable[[], object], within_s: float = WITHIN_S) -> None:
-    """Wait for something that has to come."""
-    assert comes(condition, within_s)
-
-
 class Cluster:
     """The servers, the replicas and the stream."""
 
@@ -156,7 +152,7 @@ class Cluster:
 
     def leader(self) -> Gpustream:
         """The replica that leads."""
-        until(lambda: self.lease()["holderIdentity"] in self.replicas)
+        eventually_sync(lambda: self.lease()["holderIdentity"] in self.replicas)
         return self.replicas[self.lease()["holderIdentity"]]
 
     def standby(self) -> Gpustream:
@@ -178,7 +174,7 @@ class Cluster:
         """Wait until each node's last record says what the API server says, with all their owners where they churn."""
         if not comes(lambda: self._all_told() == there(self.api)):
             assert self._all_told() == there(self.api)
-        until(lambda: {tuple(one.kind for one in pod.owners) for pod in self._churned()} <= {DEPLOYED})
+        eventually_sync(lambda: {tuple(one.kind for one in pod.owners) for pod in self._churned()} <= {DEPLOYED})
 
     def _churned(self) -> Iterator[Pod]:
         last = {value.node: value for value, _ in self.workloads.records() if value.cluster == CLUSTER}
@@ -274,7 +270,7 @@ def define(api: ApiServer, group: str, *plurals: str) -> None:
         metadata = {"name": f"{plural}.{group}"}
         crd = {"apiVersion": "apiextensions.k8s.io/v1", "kind": "CustomResourceDefinition"}
         api.create({**crd, "metadata": metadata, "spec": spec})
-        until(lambda path=f"/apis/{group}/v1/{plural}": api.request("GET", path).status == 200)  # type: ignore[misc]
+        eventually_sync(lambda path=f"/apis/{group}/v1/{plural}": api.request("GET", path).status == 200)  # type: ignore[misc]
 
 
 KINDS = {"rayclusters": "RayCluster", "rayjobs": "RayJob", "widgets": "Widget"}
@@ -429,9 +425,9 @@ class Node:
 def holders(cluster: Cluster, node: Node) -> list[Holder | None]:
     """Who holds each GPU of a node now, as its tick says: it is joined with what was logged 2 s before it."""
     logged_ms = [ts_ms for value, ts_ms in cluster.workloads.records() if value.node == node.name]
-    until(lambda: now_ms() > max(logged_ms, default=0) + NEAR_MS)
+    eventually_sync(lambda: now_ms() > max(logged_ms, default=0) + NEAR_MS)
     ts_ms = node.tick()
-    until(lambda: any(tick.ts_ms == ts_ms for tick in cluster.ticks.of(node.name)))
+    eventually_sync(lambda: any(tick.ts_ms == ts_ms for tick in cluster.ticks.of(node.name)))
     (tick,) = [tick for tick in cluster.ticks.of(node.name) if tick.ts_ms == ts_ms]
     assert tick.attribution == "exact"
     return [device.holders[0] if device.holders else None for device in tick.devices]
@@ -469,8 +465,8 @@ def owned(cluster: Cluster) -> dict[str, list[Made]]:
     for name, kinds in CHAINS.items():
         made[name] = owners(cluster.api, "owned", name, *kinds)
         pod(cluster.api, "owned", name, node, made[name][0])
-    until(lambda: set(cluster.told("owned")) == set(made))
-    until(lambda: all(len(cluster.told("owned")[name].owners) >= len(chain) for name, chain in made.items()))
+    eventually_sync(lambda: set(cluster.told("owned")) == set(made))
+    eventually_sync(lambda: all(len(cluster.told("owned")[name].owners) >= len(chain) for name, chain in made.items()))
     return made
 
 
@@ -483,11 +479,11 @@ def test_what_is_above_a_kind_that_may_not_be_read_is_not_known_and_that_is_logg
 ) -> None:
     hidden = owners(cluster.api, "owned", "hidden", "RayJob", "Widget")
     pod(cluster.api, "owned", "hidden", "owned", hidden[0])
-    until(lambda: "hidden" in cluster.told("owned"))
+    eventually_sync(lambda: "hidden" in cluster.told("owned"))
     cluster.settle()
     assert chain_of(cluster.told("owned")["hidden"]) == hidden[:1]
     for process in cluster.replicas.values():
-        until(lambda one=process: counted(one, own.OWNER_REQUESTS, kind="Widget", result="forbidden") >= 1)  # type: ignore[misc]
+        eventually_sync(lambda one=process: counted(one, own.OWNER_REQUESTS, kind="Widget", result="forbidden") >= 1)  # type: ignore[misc]
         said = process.log.read_text().splitlines()
         assert len([line for line in said if "Widget of secret.example.com/v1: not to be read" in line]) == 1
 
@@ -545,7 +541,7 @@ def test_a_chain_ends_at_an_owner_that_is_gone_at_a_loop_and_at_the_deepest_leve
     expected = {"gone": [gone], "another": [below, another], "deep": deep[:DEEPEST], "loop": loop}
     for name, chain in expected.items():
         pod(api, "ends", name, node, chain[0])
-    until(lambda: all(len(told.owners) >= len(expected[name]) for name, told in cluster.told("ends").items()))
+    eventually_sync(lambda: all(len(told.owners) >= len(expected[name]) for name, told in cluster.told("ends").items()))
     cluster.settle()
     assert {name: chain_of(told) for name, told in cluster.told("ends").items()} == expected
     complete = {name: told.owners_complete for name, told in cluster.told("ends").items()}
@@ -566,7 +562,7 @@ def test_of_labels_and_annotations_what_is_allowed_is_told_and_follows_every_cha
     said = {"app": "bert", "app.kubernetes.io/part-of": "nlp", "kueue.x-k8s.io/queue-name": "q", "other": "x"}
     notes = {"gpustream.dev/note": "ünïcode \"' \\", "kubectl.kubernetes.io/last-applied-configuration": "{}"}
     pod(api, "labelled", "bert", "labelled", labels=said, annotations=notes)
-    until(lambda: "bert" in cluster.told("labelled"))
+    eventually_sync(lambda: "bert" in cluster.told("labelled"))
     told = cluster.told("labelled")["bert"]
     assert told.labels == {"app": "bert", "app.kubernetes.io/part-of": "nlp", "kueue.x-k8s.io/queue-name": "q"}
     assert told.annotations == {"gpustream.dev/note": "ünïcode \"' \\"}
@@ -583,11 +579,11 @@ def test_of_labels_and_annotations_what_is_allowed_is_told_and_follows_every_cha
         told.namespace_labels,
     )
     api.patch("/api/v1/namespaces/labelled/pods/bert", {"metadata": {"labels": {"app": "gpt", "team": "a"}}})
-    until(lambda: cluster.told("labelled")["bert"].labels["app"] == "gpt")
+    eventually_sync(lambda: cluster.told("labelled")["bert"].labels["app"] == "gpt")
     api.patch("/api/v1/namespaces/labelled", {"metadata": {"labels": {"team": "product"}}})
-    until(lambda: cluster.told("labelled")["bert"].namespace_labels["team"] == "product")
+    eventually_sync(lambda: cluster.told("labelled")["bert"].namespace_labels["team"] == "product")
     api.patch("/api/v1/nodes/labelled", {"metadata": {"labels": {"rack": None}}})
-    until(lambda: "rack" not in cluster.workloads.of("labelled")[-1].node_labels)
+    eventually_sync(lambda: "rack" not in cluster.workloads.of("labelled")[-1].node_labels)
     assert [tick.node_labels for tick in cluster.ticks.of("labelled")] == [shown]
     (holder,) = holders(cluster, node)
     assert holder is not None
@@ -601,11 +597,11 @@ def test_however_much_a_tenant_writes_a_bounded_part_is_told_and_nobody_else_los
     cut = counted(cluster.leader(), own.CUT)
     labels = {f"app.kubernetes.io/l-{number:05}": "x" for number in range(10_000)}
     pod(api, "flooded", "labels", node, labels=labels)
-    until(lambda: counted(cluster.leader(), own.CUT) == cut + 10_000 - LABEL_BOUNDS.entries)
+    eventually_sync(lambda: counted(cluster.leader(), own.CUT) == cut + 10_000 - LABEL_BOUNDS.entries)
     pod(api, "flooded", "note", node, annotations={"gpustream.dev/note": "ü" * 100_000}, labels={"app": "note"})
-    until(lambda: counted(cluster.leader(), own.CUT) == cut + 10_000 - LABEL_BOUNDS.entries + 1)
+    eventually_sync(lambda: counted(cluster.leader(), own.CUT) == cut + 10_000 - LABEL_BOUNDS.entries + 1)
     pod(api, "flooded", "after", node, labels={"app": "after"})
-    until(lambda: set(cluster.told("flooded")) == {"labels", "note", "after"})
+    eventually_sync(lambda: set(cluster.told("flooded")) == {"labels", "note", "after"})
     told = cluster.told("flooded")
     assert list(told["labels"].labels) == sorted(labels)[: LABEL_BOUNDS.entries]
     assert told["note"].annotations == {"gpustream.dev/note": "ü" * (ANNOTATION_BOUNDS.value_bytes // 2)}
@@ -622,17 +618,17 @@ def test_only_gpu_pods_that_a_node_has_are_told_of_from_the_binding_to_the_end(c
     sidecar = {**CONTAINER, "name": "sidecar", "restartPolicy": "Always"}
     plain = [{"name": "main", "image": "x"}]
     pod(api, "bound", "sidecar", node, containers=plain, initContainers=[sidecar])
-    until(lambda: set(cluster.told("bound")) == {"sidecar"})
+    eventually_sync(lambda: set(cluster.told("bound")) == {"sidecar"})
     cluster.settle()
     api.bind("bound", "pending", node)
-    until(lambda: set(cluster.told("bound")) == {"sidecar", "pending"})
+    eventually_sync(lambda: set(cluster.told("bound")) == {"sidecar", "pending"})
     ended = {"terminated": {"exitCode": 0, "finishedAt": "2026-01-02T03:04:05Z"}}
     status = {"phase": "Succeeded", "startTime": "2026-01-02T03:00:00Z"}
     containers = [{"name": "main", "image": "x", "imageID": "", "ready": False, "restartCount": 0, "state": ended}]
     api.patch(
         "/api/v1/namespaces/bound/pods/pending", {"status": {**status, "containerStatuses": containers}}, status=True
     )
-    until(lambda: set(cluster.told("bound")) == {"sidecar"})
+    eventually_sync(lambda: set(cluster.told("bound")) == {"sidecar"})
     (over,) = [pod for pod in cluster.workloads.of("bound")[-1].pods if pod.ended_ms is not None]
     assert (over.name, over.phase, over.started_ms, over.ended_ms) == (
         "pending",
@@ -646,10 +642,10 @@ def test_a_node_that_is_removed_has_a_last_record_in_which_its_pods_ended(cluste
     api, node = cluster.api, cluster.node("removed")
     api.namespace("removed")
     uid = pod(api, "removed", "p", node)
-    until(lambda: "p" in cluster.told("removed"))
+    eventually_sync(lambda: "p" in cluster.told("removed"))
     before_ms = now_ms()
     api.delete("/api/v1/nodes/removed")
-    until(lambda: not cluster.told("removed"))
+    eventually_sync(lambda: not cluster.told("removed"))
     (ended,) = cluster.workloads.of("removed")[-1].pods
     assert ended.uid == uid
     assert ended.ended_ms is not None
@@ -657,7 +653,7 @@ def test_a_node_that_is_removed_has_a_last_record_in_which_its_pods_ended(cluste
     records = len(cluster.workloads.of("removed"))
     delete_pod(api, "removed", "p")
     cluster.node("removed")
-    until(lambda: len(cluster.workloads.of("removed")) > records)
+    eventually_sync(lambda: len(cluster.workloads.of("removed")) > records)
     again = cluster.workloads.of("removed")[-1]
     assert [pod.ended_ms is None for pod in again.pods if pod.uid == uid] in ([], [False])
     seqs = [record.seq for record in cluster.workloads.of("removed")]
@@ -680,7 +676,7 @@ def test_the_devices_of_resource_claims_are_told_with_their_uuids_and_a_tick_nam
     claims = [{"name": "gpu", "resourceClaimName": "one-gpu"}]
     plain = [{"name": "main", "image": "x", "resources": {"claims": [{"name": "gpu"}]}}]
     uid = pod(api, "dra", "claims", "dra", containers=plain, resourceClaims=claims)
-    until(lambda: "claims" in cluster.told("dra") and cluster.workloads.of("dra")[-1].dra_devices)
+    eventually_sync(lambda: "claims" in cluster.told("dra") and cluster.workloads.of("dra")[-1].dra_devices)
     cluster.settle()
     found = cluster.workloads.of("dra")[-1].dra_devices
     assert [(one.driver, one.pool, one.device, one.uuid) for one in found] == [
@@ -706,7 +702,7 @@ def test_the_devices_of_resource_claims_are_told_with_their_uuids_and_a_tick_nam
     assert held is not None
     assert (held.pod, held.pod_uid) == ("claims", uid)
     api.delete("/apis/resource.k8s.io/v1/resourceslices/dra-gpu.nvidia.com")
-    until(lambda: not cluster.workloads.of("dra")[-1].dra_devices)
+    eventually_sync(lambda: not cluster.workloads.of("dra")[-1].dra_devices)
     assert set(cluster.told("dra")) == {"claims", "monitor"}
 
 
@@ -725,7 +721,7 @@ def monitored_by(cluster: Cluster, node: str, device: str) -> None:
     plain = [{"name": "main", "image": "x", "resources": {"claims": [{"name": "gpu"}]}}]
     claims = [{"name": "gpu", "resourceClaimName": "monitor"}]
     pod(api, "dra", "monitor", node, containers=plain, resourceClaims=claims)
-    until(lambda: "monitor" in cluster.told(node) and cluster.workloads.of(node)[-1].admin_claims)
+    eventually_sync(lambda: "monitor" in cluster.told(node) and cluster.workloads.of(node)[-1].admin_claims)
 
 
 # -- an API server that goes away
@@ -754,7 +750,7 @@ class Churn:
     def goes_on(self) -> None:
         """Wait for some more changes."""
         enough = self.done + 10
-        until(lambda: self.done > enough)
+        eventually_sync(lambda: self.done > enough)
 
     def turn(self, times: int) -> None:
         """So many changes of each kind."""
@@ -799,7 +795,7 @@ def restart_while_pods_change(cluster: Cluster, churn: Churn, end: Callable[[], 
     assert len(there(cluster.api)["churn-1"]) >= 1
     for one, before in restarts.items():
         assert counted(one, own.RESTARTS, resource="pods") > before
-        until(one.ready)
+        eventually_sync(one.ready)
 
 
 def test_nothing_is_lost_while_pods_change_and_the_api_server_is_started_again(cluster: Cluster, churn: Churn) -> None:
@@ -838,7 +834,7 @@ def test_the_ticks_of_a_pod_that_comes_back_under_its_name_are_booked_to_the_rig
                 time.sleep(away_s)
         time.sleep(NEAR_MS / 1000 + 2 * TICK_S)
     ended_ms = lives[-1].ended_ms + NEAR_MS
-    until(lambda: cluster.ticks.of("returning")[-1].ts_ms > ended_ms)
+    eventually_sync(lambda: cluster.ticks.of("returning")[-1].ts_ms > ended_ms)
     booked = [
         (life, tick.devices[0].holders[0])
         for tick in cluster.ticks.of("returning")
@@ -891,7 +887,7 @@ def test_a_leader_that_is_killed_is_followed_within_15_s_without_a_node_missing(
     leader.kill9()
     cluster.replicas = {name: one for name, one in cluster.replicas.items() if one is not leader}
     churn.turn(5)
-    until(lambda: {value.node for value, _ in since(cluster, before)} >= there(cluster.api).keys())
+    eventually_sync(lambda: {value.node for value, _ in since(cluster, before)} >= there(cluster.api).keys())
     cluster.settle()
     told = since(cluster, before)
     assert len({value.epoch for value, _ in told}) == 1
@@ -915,7 +911,9 @@ def test_nothing_is_lost_where_the_changes_meanwhile_were_compacted_away(cluster
         one.sigcont()
     cluster.settle()
     for one, before in zip(replicas, expired, strict=True):
-        until(lambda one=one, before=before: counted(one, own.RESTARTS, resource="pods", reason="expired") > before)  # type: ignore[misc]
+        eventually_sync(
+            lambda one=one, before=before: counted(one, own.RESTARTS, resource="pods", reason="expired") > before  # type: ignore[misc]
+        )
     churn.turn(3)
     cluster.settle()
 
@@ -936,14 +934,14 @@ def test_a_leader_that_is_paused_past_its_lease_tells_nothing_that_a_reader_take
 
     paused, standby, before = cluster.leader(), cluster.standby(), epoch_now(cluster)
     paused.sigstop()
-    until(lambda: counted(standby, own.LEADING) == 1)
+    eventually_sync(lambda: counted(standby, own.LEADING) == 1)
     delete_pod(api, "paused", "web-0")
     new = pod(api, "paused", "web-0", "paused", labels={"app": "new"})
     churn.turn(20)
     cluster.settle()
     with churn.going():
         paused.sigcont()
-        until(lambda: counted(paused, own.TRANSITIONS, to="standby") >= 1)
+        eventually_sync(lambda: counted(paused, own.TRANSITIONS, to="standby") >= 1)
         assert "no longer leading" in paused.log.read_text()
         churn.goes_on()
     cluster.settle()
@@ -983,7 +981,7 @@ def test_a_clean_stop_hands_over_at_once_with_the_pods_that_ended_before_the_nex
     leader.stop()
     cluster.replicas = {name: one for name, one in cluster.replicas.items() if one is not leader}
     assert leader.returncode == 0
-    until(lambda: {value.node for value, _ in since(cluster, before)} >= there(cluster.api).keys())
+    eventually_sync(lambda: {value.node for value, _ in since(cluster, before)} >= there(cluster.api).keys())
     assert min(ts_ms for _, ts_ms in since(cluster, before)) - began_ms < DURATION_S * 1000 / 2
     cluster.settle()
     assert ended_pods(cluster, before).items() >= ended.items()
@@ -1044,12 +1042,14 @@ def test_an_expired_token_is_told_of_and_one_that_rotates_is_followed(cluster: C
     arguments = ("produce", "cluster", "--cluster", "rotating", "--lease", "off", "--kubeconfig", config)
     producer = cluster.process("rotating", *arguments, kind=Starting)
     producer.start()
-    until(lambda: "pods: the list is not complete yet: our credentials are not accepted (401)" in producer.why_not())
+    eventually_sync(
+        lambda: "pods: the list is not complete yet: our credentials are not accepted (401)" in producer.why_not()
+    )
 
     made = api.create({**secret, "metadata": {"name": "bound", "namespace": "gpustream"}})
     file.write_text(token(api, boundObjectRef={**secret, "name": "bound", "uid": made["metadata"]["uid"]}))
-    until(lambda: cluster.workloads.of(node, "rotating"))
-    until(lambda: not producer.why_not())
+    eventually_sync(lambda: cluster.workloads.of(node, "rotating"))
+    eventually_sync(lambda: not producer.why_not())
     time.sleep(WENT_WELL_S)  # from then on a watch that fails is begun again at once
     denied, fresh = counted(producer, own.API_REQUESTS, code="401"), token(api)
     api.delete("/api/v1/namespaces/gpustream/secrets/bound")  # and with it the token, which the server has in memory
@@ -1058,8 +1058,8 @@ def test_an_expired_token_is_told_of_and_one_that_rotates_is_followed(cluster: C
     api.start()
     chain = owners(api, "rotating", "last", "Deployment", "ReplicaSet")
     uid = pod(api, "rotating", "last", node, chain[0])
-    until(lambda: any(pod.uid == uid for pod in cluster.workloads.of(node, "rotating")[-1].pods))
-    until(lambda: [chain_of(pod) for pod in cluster.workloads.of(node, "rotating")[-1].pods] == [[], chain])
+    eventually_sync(lambda: any(pod.uid == uid for pod in cluster.workloads.of(node, "rotating")[-1].pods))
+    eventually_sync(lambda: [chain_of(pod) for pod in cluster.workloads.of(node, "rotating")[-1].pods] == [[], chain])
     assert counted(producer, own.API_REQUESTS, code="401") > denied
     producer.stop()
     assert producer.returncode == 0

@@ -17,6 +17,7 @@ from producers.cluster import reflector as module
 from producers.cluster.client import Client, Unreachable
 from producers.cluster.lease import Lease
 from producers.cluster.reflector import Reflector
+from tests.eventually import eventually
 from tests.producers.cluster.known import Known
 from tests.producers.fakes import value
 from tests.real.cut import Line
@@ -37,12 +38,6 @@ LEASE_RULES: list[Json] = [
 ]
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110 - what is waited for is not ours to set an event
-            await asyncio.sleep(0.02)
-
-
 class Maps:
     """The config maps of a namespace, and a watch of them."""
 
@@ -58,7 +53,7 @@ class Maps:
         return set(self.known.objects)
 
     async def knows(self, *found: str) -> None:
-        await until(lambda: self.task.done() or (self.watch.synced and self.found == set(found)))
+        await eventually(lambda: self.task.done() or (self.watch.synced and self.found == set(found)))
         assert not self.task.done(), self.task.result()
 
     async def put(self, name: str, **data: str) -> None:
@@ -119,7 +114,7 @@ async def test_what_is_there_comes_changes_and_goes_is_known(kube_api: ApiServer
         await maps.put(name, n="1")
     await maps.knows("a", "b")
     await maps.put("a", n="2")
-    await until(lambda: maps.known.objects["a"]["data"] == {"n": "2"})
+    await eventually(lambda: maps.known.objects["a"]["data"] == {"n": "2"})
     await maps.delete("a")
     await maps.knows("b")
     assert maps.known.lists == 1
@@ -145,7 +140,7 @@ async def test_a_403_says_the_rule_and_with_exactly_that_rule_it_watches(
 ) -> None:
     monkeypatch.setattr(module, "LONGEST_WAIT_S", 1.0)
     maps = await watching(kube_api, kube_api.kubeconfig("one"))
-    await until(lambda: maps.restarts("forbidden") >= 2)
+    await eventually(lambda: maps.restarts("forbidden") >= 2)
     (reason,) = maps.watch.not_ready()
     assert 'configmaps is forbidden: User "one" cannot watch resource "configmaps"' in reason
     found = re.search(r"{apiGroups: \[(.*?)\], resources: \[(.*?)\], verbs: \[(.*?)\]}", reason)
@@ -169,7 +164,7 @@ async def test_it_goes_on_over_a_restart_of_the_api_server(
     await maps.put("after")
     await maps.knows("before", "after")
     await asyncio.to_thread(server.kill9)
-    await until(lambda: maps.restarts("connection") >= 3)
+    await eventually(lambda: maps.restarts("connection") >= 3)
     assert maps.found == {"before", "after"}, "what was known stays"
     await asyncio.to_thread(server.start)
     await maps.delete("before")
@@ -211,7 +206,7 @@ async def test_bookmarks_move_on_where_it_goes_on_from_while_others_change(
     began = maps.watch._version
     await asyncio.to_thread(kube_api.namespace, "elsewhere")
     await asyncio.to_thread(kube_api.apply, config_map("elsewhere", "changes"))
-    await until(lambda: maps.restarts("ended") >= 2)
+    await eventually(lambda: maps.restarts("ended") >= 2)
     assert maps.events("BOOKMARK") >= 2, "the end of the list, and one shortly before the end of each watch"
     assert maps.watch._version != began
     assert maps.known.lists == 1
@@ -226,7 +221,7 @@ async def test_a_connection_on_which_nothing_moves_is_given_up(kube_api: ApiServ
         await maps.knows()
         line.silence()
         await maps.put("unseen")
-        await until(lambda: maps.restarts("timeout") >= 1)
+        await eventually(lambda: maps.restarts("timeout") >= 1)
         assert maps.found == set()
         line.mend()
         line.breaks()
@@ -239,7 +234,7 @@ async def test_a_certificate_of_another_authority_is_not_trusted(kube_api: ApiSe
     del text["clusters"][0]["cluster"]["certificate-authority"]
     config.write_text(json.dumps(text))
     maps = await watching(kube_api, config)
-    await until(lambda: maps.restarts("tls") >= 2)
+    await eventually(lambda: maps.restarts("tls") >= 2)
     assert "certificate" in maps.watch.not_ready()[0]
 
 
@@ -337,7 +332,7 @@ class Candidate:
         self.diary.append((self.identity, what, asyncio.get_running_loop().time()))
 
     async def leads(self) -> None:
-        await until(lambda: self.lease.leading and bool(self.epochs))
+        await eventually(lambda: self.lease.leading and bool(self.epochs))
 
 
 Joins = Callable[[str], Awaitable[Candidate]]
@@ -385,10 +380,10 @@ async def test_who_is_cut_off_ends_its_work_before_the_other_leads(joins: Joins)
     first.line.mend()
     what = [(who, event) for who, event, _ in first.diary]
     assert what == [("first", "begins"), ("first", "ends"), ("second", "begins")]
-    await until(lambda: first.lease._seen.holder == "second")
+    await eventually(lambda: first.lease._seen.holder == "second")
     assert not first.lease.leading
     second.stop.set()
-    await until(lambda: len(first.epochs) == 2)
+    await eventually(lambda: len(first.epochs) == 2)
     assert first.epochs[0] < second.epochs[0] < first.epochs[1]
 
 
@@ -396,7 +391,7 @@ async def test_who_stops_in_order_is_followed_at_once(joins: Joins, caplog: pyte
     first = await joins("first")
     await first.leads()
     second = await joins("second")
-    await until(lambda: second.lease._seen.holder == "first")
+    await eventually(lambda: second.lease._seen.holder == "first")
     stopped_s = asyncio.get_running_loop().time()
     first.stop.set()
     await second.leads()

@@ -26,6 +26,7 @@ from confluent_kafka import ConsumerGroupState, Producer
 
 from delivery import topic_admin
 from tests.docs.page import CONSUMERS, blocks
+from tests.eventually import eventually_sync
 from tests.real.conftest import need
 from tests.real.consumers_truth import (
     Row,
@@ -124,13 +125,15 @@ def _fill(servers: ExitStack, directory: Path, kafka: KafkaServer) -> Filled:
     programs = {name: Program(directory / name, name, kafka.address) for name in ("Python", "Faust")}
     for server in (stream, *programs.values()):
         servers.enter_context(server)
-    _wait(lambda: _stable(kafka, "gpu-hours", "idle-gpus", "gpustream-attribution"))
+    eventually_sync(lambda: _stable(kafka, "gpu-hours", "idle-gpus", "gpustream-attribution"))
     truth = _run_fleet(servers, directory, kafka, programs["Python"])
-    _wait(lambda: asyncio.run(lag(kafka.address, "gpustream-attribution", ["gpu.samples"])) == 0)
+    eventually_sync(lambda: asyncio.run(lag(kafka.address, "gpustream-attribution", ["gpu.samples"])) == 0)
     idle = surely_idle(truth)
-    _wait(lambda: idle <= {(row["node"], row["uuid"], row["pod"], row["ts_ms"]) for row in programs["Faust"].idle()})
+    eventually_sync(
+        lambda: idle <= {(row["node"], row["uuid"], row["pod"], row["ts_ms"]) for row in programs["Faust"].idle()}
+    )
     _send_again(kafka.address)
-    _wait(lambda: _lags(kafka.address) == [0, 0])
+    eventually_sync(lambda: _lags(kafka.address) == [0, 0])
     rows = programs["Faust"].idle()
     for program in programs.values():
         program.stop()
@@ -154,13 +157,6 @@ def _run_fleet(servers: ExitStack, directory: Path, kafka: KafkaServer, counting
     _produce(kafka.address, [("gpu.samples", 0, b"consumers/broken", b"not json")])
     fleet.stop()
     return [json.loads(line) for line in truth.read_text().splitlines()]
-
-
-def _wait(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come about"
-        time.sleep(0.3)
 
 
 def _stable(kafka: KafkaServer, *groups: str) -> bool:
@@ -248,7 +244,7 @@ def test_gpu_hours_counts_nothing_again_when_its_group_is_set_back(filled: Fille
     arguments = ("--kafka", filled.kafka, "--database", str(database), "--group", "set-back")
     with subprocess.Popen([sys.executable, CONSUMERS / "gpu_hours.py", *arguments], stdout=subprocess.DEVNULL) as again:
         try:
-            _wait(lambda: asyncio.run(lag(filled.kafka, "set-back", ["gpu.attributed"])) == 0)
+            eventually_sync(lambda: asyncio.run(lag(filled.kafka, "set-back", ["gpu.attributed"])) == 0)
         finally:
             again.send_signal(signal.SIGINT)
         assert again.wait(30) == 0

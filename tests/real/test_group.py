@@ -1,7 +1,7 @@
 """A consumer group on Apache Kafka: transactions, deleted records, added partitions, and two with one instance id."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
@@ -15,6 +15,7 @@ from delivery.group import MustRestart
 from delivery.ledger import Partition
 from delivery.sender import Sender
 from streams.app import ReaderApp
+from tests.eventually import eventually
 from tests.real.contents import committed, ends, values
 from tests.real.reader_process import Echo, echo_app
 from tests.real.servers import KafkaServer
@@ -47,12 +48,6 @@ async def transactions(kafka: KafkaServer, name: str) -> AsyncIterator[AIOKafkaP
         await producer.stop()
 
 
-async def until(condition: Callable[[], Awaitable[bool]], within_s: float = 30.0) -> None:
-    async with asyncio.timeout(within_s):
-        while not await condition():  # noqa: ASYNC110 - a broker tells nobody
-            await asyncio.sleep(0.1)
-
-
 async def send(kafka: KafkaServer, topic: str, count: int, size: int = 10) -> None:
     sender = Sender(kafka.address, client_id="test")
     await sender.start()
@@ -82,7 +77,7 @@ async def test_what_is_aborted_is_not_read_and_what_is_open_holds_up_nothing_bef
             async def read_to_the_end() -> bool:
                 return await committed(kafka.address, name, f"{name}-in") == {0: stable}
 
-            await until(read_to_the_end)
+            await eventually(read_to_the_end)
             assert (await values(kafka.address, f"{name}-out"))[0] == wanted
             assert app.reader.lost == 0
             tp = Partition(f"{name}-in", 0)
@@ -96,7 +91,7 @@ async def test_what_is_aborted_is_not_read_and_what_is_open_holds_up_nothing_bef
             async def read_what_was_open() -> bool:
                 return (await values(kafka.address, f"{name}-out"))[0] == [*wanted, b"open"]
 
-            await until(read_what_was_open)
+            await eventually(read_what_was_open)
 
 
 async def test_records_that_are_deleted_under_a_live_reader_are_counted(kafka: KafkaServer) -> None:
@@ -109,7 +104,7 @@ async def test_records_that_are_deleted_under_a_live_reader_are_counted(kafka: K
         async def committed_all() -> bool:
             return await committed(kafka.address, name, f"{name}-in") == {0: 50}
 
-        await until(committed_all)
+        await eventually(committed_all)
         app.reader.max_open_bytes = -1  # no room: it takes no inputs for now, and has fetched 8 MiB of them
         await asyncio.sleep(1)
         await send(kafka, f"{name}-in", 1000, size=20_000)
@@ -121,7 +116,7 @@ async def test_records_that_are_deleted_under_a_live_reader_are_counted(kafka: K
         async def went_on() -> bool:
             return await committed(kafka.address, name, f"{name}-in") == {0: 1050}
 
-        await until(went_on)
+        await eventually(went_on)
         written = (await values(kafka.address, f"{name}-out"))[0]
         assert len(written) + app.reader.lost == 1050
         assert app.reader.lost > 0
@@ -139,7 +134,7 @@ async def test_a_partition_that_is_added_ends_the_process_and_is_not_read(
         async def reads() -> bool:
             return not app.not_ready()
 
-        await until(reads)
+        await eventually(reads)
         admin = kafka.admin()
         for grown in admin.create_partitions([NewPartitions(f"{name}-in", 3)]).values():
             await asyncio.to_thread(grown.result, 10)
@@ -158,12 +153,12 @@ async def test_of_two_processes_with_one_instance_id_the_older_ends_and_the_newe
         async def reads(app: ReaderApp) -> bool:
             return not app.not_ready()
 
-        await until(lambda: reads(older))
+        await eventually(lambda: reads(older))
         newer = echo_app(echo)
         async with running(newer) as second:
             with pytest.raises(MustRestart, match="instance id worker-3"):
                 await asyncio.wait_for(first, 15)
-            await until(lambda: reads(newer))
+            await eventually(lambda: reads(newer))
             await asyncio.sleep(3)
             assert newer.reader.rebalances == 0
             assert not second.done()
@@ -180,7 +175,7 @@ async def test_ends_are_answered_at_once_while_a_fetch_waits(kafka: KafkaServer)
         async def reads() -> bool:
             return not app.not_ready()
 
-        await until(reads)
+        await eventually(reads)
         loop, took_s = asyncio.get_running_loop(), []
         for _ in range(20):
             asked_s = loop.time()

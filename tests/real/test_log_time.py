@@ -11,6 +11,7 @@ from aiokafka import AIOKafkaProducer
 from delivery import topic_admin
 from streams.attribution.component import Attribution
 from streams.settings import AttributionSettings
+from tests.eventually import eventually
 from tests.real.pipeline import Gpustream, lag, read_all
 from tests.real.servers import KafkaServer
 from tests.streams.attribution.records import container, gpu, known, pod, snapshot, tick
@@ -80,9 +81,11 @@ async def written(kafka: str, workers: list[Gpustream]) -> None:
 
 async def attributed(kafka: str, group: str) -> list[Any]:
     """What gpu.attributed has once a group has read everything."""
-    async with asyncio.timeout(60):
-        while await lag(kafka, group, ["gpu.samples"]):  # noqa: ASYNC110 - another process commits
-            await asyncio.sleep(0.2)
+
+    async def read() -> bool:
+        return not await lag(kafka, group, ["gpu.samples"])
+
+    await eventually(read, every_s=0.2)
     return await read_all(kafka, "gpu.attributed")
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from delivery import topic_admin
+from tests.eventually import eventually_sync
 from tests.nvml.scripted import NoCompiler, ScriptedNvml, library
 from tests.producers.node import pod_resources
 from tests.real.conftest import need
@@ -15,7 +16,6 @@ from tests.real.servers import KafkaServer, Missing
 
 NODE = "stopping"
 GPUS = [f"GPU-5c41b7ed-0000-4000-8000-{number:012x}" for number in range(2)]
-WITHIN_S = 60.0
 
 
 def find_compiler() -> Path:
@@ -37,13 +37,13 @@ def test_an_error_since_the_last_tick_is_sent_at_the_stop_while_another_gpu_hang
         paths = ("--pod-resources-socket", str(socket))
         node = Gpustream(tmp_path / "node", "produce", "node", *options, *paths, environment=nvml.environment())
         with node:
-            _wait(lambda: len(_of(empty_kafka, "gpu.samples")) >= 1)
+            eventually_sync(lambda: len(_of(empty_kafka, "gpu.samples")) >= 1)
             kubelet.reply = pod_resources.pods_on({GPUS[0]: "began-after-the-tick"})
             nvml.hang(1, "nvmlDeviceGetMemoryInfo", 30.0)
             nvml.hang(1, "nvmlDeviceGetMemoryInfo_v2", 30.0)
             calls = kubelet.calls
             nvml.xid(0, 79)
-            _wait(lambda: kubelet.calls > calls)
+            eventually_sync(lambda: kubelet.calls > calls)
             kubelet.reply = pod_resources.pods_on({GPUS[0]: "came-after-the-error"})
             began = time.monotonic()
             node.stop()
@@ -62,10 +62,3 @@ def _of(kafka: KafkaServer, topic: str) -> list[dict[str, Any]]:
     """The node's records, in order."""
     records = [json.loads(record.value) for record in asyncio.run(read_all(kafka.address, topic))]
     return sorted((one for one in records if one["node"] == NODE), key=lambda one: (one["run_id"], one["seq"]))
-
-
-def _wait(condition: Any) -> None:
-    deadline = time.monotonic() + WITHIN_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)

@@ -1,13 +1,14 @@
 """The reader in its consumer group, on Apache Kafka: members come, go and are killed, and nothing is lost."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
 
 from delivery.sender import Sender
+from tests.eventually import eventually
 from tests.real.contents import committed, ends, values
 from tests.real.reader_process import Echo, EchoProcess, echo_app
 from tests.real.servers import KafkaServer
@@ -57,12 +58,6 @@ async def producing(kafka: KafkaServer, name: str, *, every_s: float = 0.005) ->
         await sender.stop()
 
 
-async def until(condition: Callable[[], Awaitable[bool]], within_s: float = 40.0) -> None:
-    async with asyncio.timeout(within_s):
-        while not await condition():  # noqa: ASYNC110 - a broker tells nobody
-            await asyncio.sleep(0.1)
-
-
 async def check(kafka: KafkaServer, name: str, sent: list[bytes]) -> None:
     """All is committed, and every value was written on, in the order in which it was sent, at the first time."""
 
@@ -71,7 +66,7 @@ async def check(kafka: KafkaServer, name: str, sent: list[bytes]) -> None:
         return await committed(kafka.address, name, f"{name}-in", PARTITIONS) == end
 
     assert sent
-    await until(all_committed)
+    await eventually(all_committed)
     found = await values(kafka.address, f"{name}-out", PARTITIONS)
     for partition, written in found.items():
         assert list(dict.fromkeys(written)) == [value for value in sent if int(value) % PARTITIONS == partition]
@@ -80,7 +75,7 @@ async def check(kafka: KafkaServer, name: str, sent: list[bytes]) -> None:
 async def test_a_backlog_goes_through_once_and_all_is_committed(kafka: KafkaServer) -> None:
     create(kafka, "reader-alone")
     async with producing(kafka, "reader-alone", every_s=0) as sent:
-        await until(lambda: asyncio.sleep(0, len(sent) > 3000))
+        await eventually(lambda: asyncio.sleep(0, len(sent) > 3000))
     app, stop = echo_app(Echo(kafka=kafka.address, name="reader-alone")), asyncio.Event()
     running = asyncio.create_task(app.run(stop))
     try:
@@ -131,7 +126,7 @@ async def test_a_member_with_an_instance_id_is_back_long_before_its_session_ends
             found = await values(kafka.address, "reader-static-out", PARTITIONS)
             return any(int(value) > read for written in found.values() for value in written)
 
-        await until(goes_on, within_s=30)
+        await eventually(goes_on)
     await check(kafka, "reader-static", sent)
 
 

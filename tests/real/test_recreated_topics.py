@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from sinks.scrape.config import ScrapeSettings
 from sinks.scrape.sink import ScrapeSink
 from streams.attribution.component import Attribution
 from streams.settings import AttributionSettings
+from tests.eventually import eventually
 from tests.real.pipeline import Tick, read_all
 from tests.real.servers import ASK_TIMEOUT_S, KafkaServer
 
@@ -24,8 +25,6 @@ PARTITIONS = 2
 NODES = 3
 ENOUGH = 60
 """Ticks that are waited for before, and after."""
-
-GIVE_UP_S = 90.0
 
 
 class Pipeline(NamedTuple):
@@ -70,13 +69,6 @@ async def running(*these: Component) -> AsyncIterator[None]:
         await asyncio.gather(*tasks)
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait until it holds."""
-    async with asyncio.timeout(GIVE_UP_S):
-        while not condition():  # noqa: ASYNC110 - of a broker
-            await asyncio.sleep(0.05)
-
-
 def recreate(kafka: KafkaServer, topic: str) -> None:
     """Delete a topic, and create it again as it was."""
     admin = kafka.admin()  # a client that nothing refers to gives up what it was asked
@@ -98,13 +90,13 @@ async def test_what_the_new_log_has_arrives_everywhere_once(empty_kafka: KafkaSe
     one = pipeline(empty_kafka.address)
     async with running(one.attribution, one.scrape):
         async with running(one.fleet):
-            await until(lambda: len(one.taken) >= ENOUGH)
+            await eventually(lambda: len(one.taken) >= ENOUGH)
             await asyncio.to_thread(recreate, empty_kafka, topic)
             before = len(one.taken)
-            await until(lambda: len(one.taken) >= before + ENOUGH)
+            await eventually(lambda: len(one.taken) >= before + ENOUGH)
         samples = await records(empty_kafka, "gpu.samples")
         last = {node: (cluster, node, run_id, seq) for cluster, node, run_id, seq in sorted(samples)}.values()
-        await until(lambda: set(last) <= set(one.taken))
+        await eventually(lambda: set(last) <= set(one.taken))
         attributed = await records(empty_kafka, "gpu.attributed")
 
     wanted = samples.keys() & attributed.keys() if topic == "gpu.attributed" else samples.keys()
@@ -122,12 +114,12 @@ async def test_a_stream_that_was_stopped_meanwhile_reads_the_new_log_from_its_be
     await topic_admin.create(empty_kafka.address, partitions=PARTITIONS, replication_factor=1)
     one, again = pipeline(empty_kafka.address), pipeline(empty_kafka.address)
     async with running(one.attribution, one.scrape, one.fleet):
-        await until(lambda: len(one.taken) >= ENOUGH)
+        await eventually(lambda: len(one.taken) >= ENOUGH)
     await asyncio.to_thread(recreate, empty_kafka, "gpu.samples")
     async with running(again.fleet):
-        await until(lambda: sum(seq for *_, seq in again.fleet.sampled()) >= 3 * ENOUGH)
+        await eventually(lambda: sum(seq for *_, seq in again.fleet.sampled()) >= 3 * ENOUGH)
     samples = await records(empty_kafka, "gpu.samples")
     assert len(samples) >= 3 * ENOUGH
     async with running(again.attribution, again.scrape):
-        await until(lambda: samples.keys() <= set(again.taken))
+        await eventually(lambda: samples.keys() <= set(again.taken))
     assert one.failures == again.failures == []

@@ -16,6 +16,7 @@ from aiohttp import web
 from aiokafka import AIOKafkaConsumer
 
 from sinks.remote_write.sink import RemoteWriteSink
+from tests.eventually import eventually
 from tests.real.remote_write_fleet import (
     PARTITIONS,
     SERIES,
@@ -27,7 +28,6 @@ from tests.real.remote_write_fleet import (
     expected,
     running,
     sink,
-    until,
     write,
 )
 from tests.real.servers import KafkaServer, PrometheusServer
@@ -89,7 +89,7 @@ async def test_every_sample_is_stored_once_with_its_timestamp(
     outcomes = lambda *what: seen.update([what])  # noqa: E731
     one = sink(attributed, prometheus.write_url, protocol=protocol, on_outcome=outcomes)
     async with running(one):
-        await until(lambda: sum(ends(one).values()) == 200, "200 records finished")
+        await eventually(lambda: sum(ends(one).values()) == 200, "200 records finished")
     assert ends(one) == {"delivered": 200}
     assert balanced(one)
     assert count(one, "values_delivered_total") == 200 * VALUES
@@ -125,7 +125,7 @@ async def test_a_kill_between_an_accepted_write_and_its_commit_loses_and_repeats
             assert await asyncio.wait_for(process.wait(), 60) == -signal.SIGKILL
         last = sink(attributed, url, protocol=protocol, instance_id="only", session_timeout_s=6.0)
         async with running(last):
-            await until(lambda: caught_up(last), "the rest delivered")
+            await eventually(lambda: caught_up(last), "the rest delivered")
     assert set(ends(last)) == {"delivered"}
     assert count(last, "requests_total") == accepted_by(last)
     assert await fleet.stored(prometheus, "gpu_utilization") == expected(records)
@@ -171,7 +171,7 @@ async def test_a_receiver_that_says_204_to_2_0_and_stores_nothing_gets_1_0(
     async with receiver(prometheus, only_1_0) as url:
         one = sink(attributed, url, protocol="auto")
         async with running(one):
-            await until(lambda: ends(one) == {"delivered": 80}, "80 records delivered")
+            await eventually(lambda: ends(one) == {"delivered": 80}, "80 records delivered")
     assert await fleet.stored(prometheus, "gpu_utilization") == expected(records)
 
 
@@ -189,7 +189,7 @@ async def test_an_explicit_2_0_waits_where_only_1_0_is_spoken(
     async with receiver(prometheus, no_2_0) as url:
         one = sink(attributed, url, protocol="2.0")
         async with running(one):
-            await until(lambda: asked > 0 and bool(one.not_ready()), "asked")
+            await eventually(lambda: asked > 0 and bool(one.not_ready()), "asked")
             (reason,) = one.not_ready()
             assert reason.startswith("the receiver does not accept: it refuses everything: HTTP 204")
             assert "use --protocol auto or 1.0" in reason
@@ -212,7 +212,7 @@ async def test_an_outage_of_the_receiver_is_waited_for(attributed: KafkaServer, 
     async with receiver(prometheus, comes_back) as url:
         one = sink(attributed, url)
         async with running(one):
-            await until(lambda: ends(one) == {"delivered": 80}, "80 records delivered")
+            await eventually(lambda: ends(one) == {"delivered": 80}, "80 records delivered")
     assert await fleet.stored(prometheus, "gpu_utilization") == expected(records)
 
 
@@ -228,17 +228,17 @@ async def test_a_pod_that_ends_and_a_node_that_goes_silent_get_staleness_markers
     await write(attributed, ticks)
     one = sink(attributed, prometheus.write_url, stale_after_s=3.0)
     async with running(one):
-        await until(lambda: ends(one) == {"delivered": 3}, "three ticks delivered")
+        await eventually(lambda: ends(one) == {"delivered": 3}, "three ticks delivered")
         assert await fleet.now(prometheus, "gpu_utilization", start_ms + 500) == {
             "node-0 before": 0.001,
             "node-1 silent": 0.001,
         }
         assert "node-0 before" not in await fleet.now(prometheus, "gpu_utilization", start_ms + 1000)
-        await until(lambda: count(one, "markers_total") == 3 * SERIES, "silent nodes ended")
+        await eventually(lambda: count(one, "markers_total") == 3 * SERIES, "silent nodes ended")
         assert await fleet.now(prometheus, "gpu_utilization", start_ms + 5000) == {}
         late = fleet.tick(1, 2, start_ms + 2000, "silent")
         await write(attributed, [late])
-        await until(lambda: ends(one) == {"delivered": 4}, "late data still fits")
+        await eventually(lambda: ends(one) == {"delivered": 4}, "late data still fits")
     assert await fleet.stored(prometheus, "gpu_utilization") == expected([*ticks, late])
 
 
@@ -249,11 +249,11 @@ async def test_a_restarted_sink_ends_the_series_that_its_last_life_opened(
     await write(attributed, [fleet.tick(0, 1, start_ms, "before")])
     first = sink(attributed, prometheus.write_url)
     async with running(first):
-        await until(lambda: ends(first) == {"delivered": 1}, "the first tick delivered")
+        await eventually(lambda: ends(first) == {"delivered": 1}, "the first tick delivered")
     await write(attributed, [fleet.tick(0, 1, start_ms, "before"), fleet.tick(0, 2, start_ms + 1000, "after")])
     second = sink(attributed, prometheus.write_url)
     async with running(second):
-        await until(lambda: ends(second) == {"delivered": 1, "duplicate": 1}, "a replay and the next tick")
+        await eventually(lambda: ends(second) == {"delivered": 1, "duplicate": 1}, "a replay and the next tick")
     assert await fleet.now(prometheus, "gpu_utilization", start_ms + 1500) == {"node-0 after": 0.002}
 
 
@@ -268,7 +268,7 @@ async def test_a_node_far_ahead_and_one_behind_cost_the_others_nothing(
     await write(attributed, [*good[:45], *ahead, *good[45:], *behind, b"{nonsense"])
     one = sink(attributed, prometheus.write_url, protocol=protocol)
     async with running(one):
-        await until(lambda: sum(ends(one).values()) == 95, "95 records finished")
+        await eventually(lambda: sum(ends(one).values()) == 95, "95 records finished")
     assert ends(one) == {"delivered": 90, "dead_lettered": 4, "dropped": 1}
     assert (
         one.registry.get_sample_value("gpustream_remote_write_records_dropped_total", {"reason": "out_of_order"}) == 1
@@ -301,8 +301,10 @@ async def test_members_that_come_and_go_lose_and_repeat_nothing(
             members.append(other)
             async with running(other):
                 await write(attributed, records[part * 180 : part * 180 + 180])
-                await until(lambda: all(count(one, "partitions") for one in members[-1:]), "the member has partitions")
-        await until(lambda: sum(ends(one).get("delivered", 0) for one in members) >= 540, "all delivered")
+                await eventually(
+                    lambda: all(count(one, "partitions") for one in members[-1:]), "the member has partitions"
+                )
+        await eventually(lambda: sum(ends(one).get("delivered", 0) for one in members) >= 540, "all delivered")
     assert all(balanced(one) for one in members)
     assert all(set(ends(one)) <= {"delivered", "duplicate"} for one in members)
     assert await fleet.stored(prometheus, "gpu_utilization") == expected(records)

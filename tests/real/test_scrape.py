@@ -3,7 +3,6 @@
 import asyncio
 import json
 import subprocess
-import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -24,6 +23,7 @@ from sinks.scrape.rendering import Renderings
 from sinks.scrape.server import serving
 from sinks.scrape.sink import ScrapeSink
 from sinks.series.labels import LABEL_SETS, LabelSet
+from tests.eventually import LIMIT_S, eventually, eventually_sync
 from tests.real.conftest import need
 from tests.real.servers import KafkaServer, PrometheusServer, find_prometheus, find_promtool
 from tests.sinks.scrape.fleet import exposed, full_node, node, samples
@@ -31,8 +31,6 @@ from tests.sinks.scrape.handler import shown
 from topics.catalogue import HOLDERS, POD_INFO
 from topics.metric import PROFILES, Profile
 from topics.topic import node_key
-
-GIVE_UP_S = 60.0
 
 TOTAL_OF_A_GAUGE = 'non-counter metrics should not have "_total" suffix'
 
@@ -175,13 +173,9 @@ async def send(kafka: KafkaServer, *ticks: dict[str, Any]) -> None:
         await producer.stop()
 
 
-async def until(prometheus: Scraper, wanted: dict[tuple[str, ...], float], job: str = "gpustream") -> None:
+async def answers(prometheus: Scraper, wanted: dict[tuple[str, ...], float], job: str = "gpustream") -> None:
     """Waits until an instant query answers just this."""
-    deadline = time.monotonic() + GIVE_UP_S
-    while (found := await asyncio.to_thread(prometheus.scraped, job)) != wanted:
-        if time.monotonic() > deadline:
-            assert found == wanted
-        await asyncio.sleep(0.1)
+    await asyncio.to_thread(eventually_sync, lambda: prometheus.scraped(job) == wanted, f"{job} is {wanted}")
 
 
 @asynccontextmanager
@@ -197,12 +191,10 @@ async def scraping(kafka: KafkaServer) -> AsyncIterator[tuple[str, int]]:
     sink, stop = ScrapeSink(settings), asyncio.Event()
     running = asyncio.ensure_future(sink.run(stop))
     try:
-        while sink.address is None:  # noqa: ASYNC110 - set by the sink once it listens
-            await asyncio.sleep(0.01)
-        yield sink.address
+        yield await eventually(lambda: sink.address)
     finally:
         stop.set()
-        await asyncio.wait_for(running, 10)
+        await asyncio.wait_for(running, LIMIT_S)
 
 
 @every_protocol
@@ -222,9 +214,9 @@ async def test_prometheus_has_what_was_sent_and_not_what_ended(
     await send(empty_kafka, *first)
     async with scraping(empty_kafka) as address:
         with Scraper(tmp_path, {"gpustream": address}, protocols=protocols) as prometheus:
-            await until(prometheus, expected(first))
+            await answers(prometheus, expected(first))
             await send(empty_kafka, then[0])
-            await until(prometheus, expected(then))
+            await answers(prometheus, expected(then))
             (up,) = await asyncio.to_thread(prometheus.query, "min_over_time(up[5m])")
 
     assert up.value == 1
@@ -249,7 +241,7 @@ async def test_prometheus_reads_every_series_of_every_profile(
             for names in PROFILES:
                 read = samples(exposed(devices[names], names, format_), format_)
                 wanted = {identity({"__name__": one.name, **one.labels}): one.value for one in read}
-                await until(prometheus, wanted, names)
+                await answers(prometheus, wanted, names)
                 assert len(wanted) == len(read) > 60
 
 

@@ -1,7 +1,7 @@
 """What is malformed in a state topic, which every start reads again, is dead-lettered once."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from aiokafka import AIOKafkaProducer
@@ -9,12 +9,12 @@ from aiokafka import AIOKafkaProducer
 from delivery import topic_admin
 from streams.attribution.component import Attribution
 from streams.settings import AttributionSettings
+from tests.eventually import eventually
 from tests.real.pipeline import read_all
 from tests.real.servers import KafkaServer
 
 EACH = 20
 STATES = ("gpu.allocations", "gpu.workloads")
-GIVE_UP_S = 60.0
 
 
 @asynccontextmanager
@@ -24,18 +24,11 @@ async def workers(kafka: str, count: int, failures: list[str]) -> AsyncIterator[
     made = [Attribution(AttributionSettings(kafka=kafka), fail=failures.append) for _ in range(count)]
     tasks = [asyncio.ensure_future(one.run(stop)) for one in made]
     try:
-        await until(lambda: not any(one.not_ready() for one in made))
+        await eventually(lambda: not any(one.not_ready() for one in made))
         yield
     finally:
         stop.set()
         await asyncio.gather(*tasks)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait until it holds."""
-    async with asyncio.timeout(GIVE_UP_S):
-        while not condition():  # noqa: ASYNC110 - of a group
-            await asyncio.sleep(0.05)
 
 
 async def write(kafka: str) -> None:
@@ -51,6 +44,10 @@ async def write(kafka: str) -> None:
 
 async def test_restarts_and_rebalances_write_no_letter_again(empty_kafka: KafkaServer) -> None:
     kafka, failures = empty_kafka.address, list[str]()
+
+    async def all_are_there() -> bool:
+        return len(await read_all(kafka, "gpu.dead-letters")) >= 4 * EACH
+
     await topic_admin.create(kafka, partitions=4, replication_factor=1)
     await write(kafka)
     counts = []
@@ -60,9 +57,7 @@ async def test_restarts_and_rebalances_write_no_letter_again(empty_kafka: KafkaS
         async with workers(kafka, 1, failures):
             counts.append(len(await read_all(kafka, "gpu.dead-letters")))
         await write(kafka)
-        async with asyncio.timeout(GIVE_UP_S):
-            while len(await read_all(kafka, "gpu.dead-letters")) < 4 * EACH:
-                pass
+        await eventually(all_are_there)
     async with workers(kafka, 2, failures):
         counts.append(len(await read_all(kafka, "gpu.dead-letters")))
 

@@ -1,6 +1,5 @@
 """The contract's topics on a real broker: made once, mended, compared, and never resized."""
 
-import time
 from collections.abc import Callable, Iterable, Mapping
 
 import pytest
@@ -8,6 +7,7 @@ from confluent_kafka import Producer
 from confluent_kafka.admin import ConfigResource
 
 from delivery import topic_admin
+from tests.eventually import eventually_sync
 from tests.real.servers import ASK_TIMEOUT_S, KafkaServer
 from topics import TOPICS, allocations, samples
 
@@ -16,10 +16,7 @@ FLOW = ["gpu.samples", "gpu.allocations", "gpu.workloads", "gpu.attributed"]
 
 def wait_for(kafka: KafkaServer, names: Iterable[str]) -> None:
     """The broker hears of a topic made or deleted a little later than the one who asked."""
-    wanted, deadline = set(names), time.monotonic() + ASK_TIMEOUT_S
-    while set(kafka.topics()) != wanted:
-        assert time.monotonic() < deadline, f"{kafka.topics()} and not {wanted}"
-        time.sleep(0.05)
+    eventually_sync(lambda: set(kafka.topics()) == set(names), f"{set(names)} are the topics")
 
 
 @pytest.fixture

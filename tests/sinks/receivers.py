@@ -1,7 +1,6 @@
 """A receiver over HTTP that needs no network: it answers as it is told, and notes what it got."""
 
 import asyncio
-import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -50,11 +49,3 @@ class Scripted:
     def accepted(self) -> list[Got]:
         """What was accepted."""
         return [one for one in self.got if 200 <= one.status < 300]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Waits for a condition, at most 10 s."""
-    deadline_s = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline_s, "it never came to that"
-        await asyncio.sleep(0.001)

@@ -11,7 +11,7 @@ from delivery.ledger import Partition
 from sinks import outcomes
 from sinks.assignment import Assignment
 from sinks.outcomes import Outcomes
-from tests.sinks.receivers import until
+from tests.eventually import eventually
 from tests.sinks.records import FakeGroup, Read
 
 TP = Partition("gpu.attributed", 0)
@@ -258,31 +258,31 @@ async def test_a_handler_may_keep_records_and_is_given_others_meanwhile() -> Non
     one.handler = slow = SlowHandler(one.counted)
     one.assignment = Assignment(one.consumer, TP, slow, one.counted, None)  # type: ignore[arg-type]
     running = asyncio.ensure_future(one.assignment.run("earliest", 2.0))
-    await until(lambda: slow.asked > 3)
+    await eventually(lambda: slow.asked > 3)
     assert (slow.kept, one.count("held"), one.consumer.commits) == ([0, 1, 2, 3, 4], 5, [0])
     assert slow.quiet_after == []
     assert one.assignment.busy
     one.consumer.log = LOG
-    await until(lambda: len(slow.kept) == 10)
+    await eventually(lambda: len(slow.kept) == 10)
     slow.ready.set()
-    await until(lambda: one.consumer.group == 10)
+    await eventually(lambda: one.consumer.group == 10)
     assert one.count("held") == 0
     one.assignment.abandon.set()
     await asyncio.wait_for(running, 10)
     assert one.balanced()
 
 
-async def test_what_a_handler_keeps_is_given_back_at_the_end_unless_it_finishes_it_then() -> None:
-    for finishes in (False, True):
-        one = Setup(FakeGroup(LOG))
-        one.handler = slow = SlowHandler(one.counted)
-        one.assignment = Assignment(one.consumer, TP, slow, one.counted, None)  # type: ignore[arg-type]
-        running = asyncio.ensure_future(one.assignment.run("earliest", 2.0))
-        await until(lambda slow=slow: len(slow.kept) == 10)  # type: ignore[misc]
-        if finishes:
-            slow.ready.set()
-        one.assignment.abandon.set()
-        await asyncio.gather(running, return_exceptions=True)
-        assert one.consumer.group == (10 if finishes else 0)
-        assert one.count("released_total") == (0 if finishes else 10)
-        assert one.balanced()
+@pytest.mark.parametrize("finishes", [False, True])
+async def test_what_a_handler_keeps_is_given_back_at_the_end_unless_it_finishes_it_then(finishes: bool) -> None:
+    one = Setup(FakeGroup(LOG))
+    one.handler = slow = SlowHandler(one.counted)
+    one.assignment = Assignment(one.consumer, TP, slow, one.counted, None)  # type: ignore[arg-type]
+    running = asyncio.ensure_future(one.assignment.run("earliest", 2.0))
+    await eventually(lambda: len(slow.kept) == 10)
+    if finishes:
+        slow.ready.set()
+    one.assignment.abandon.set()
+    await asyncio.gather(running, return_exceptions=True)
+    assert one.consumer.group == (10 if finishes else 0)
+    assert one.count("released_total") == (0 if finishes else 10)
+    assert one.balanced()

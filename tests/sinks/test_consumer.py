@@ -15,7 +15,7 @@ from sinks import outcomes
 from sinks.assignment import Assignment
 from sinks.consumer import GroupReader, Source
 from sinks.outcomes import Outcomes
-from tests.sinks.receivers import until
+from tests.eventually import eventually
 from tests.sinks.records import FakeGroup, Read
 
 SETTINGS = MemberSettings(kafka="127.0.0.1:1", group="g")
@@ -136,7 +136,7 @@ async def test_a_reader_without_a_broker_says_so_and_stops_when_told() -> None:
     reader = GroupReader(SETTINGS, [source], counted)
     stop = asyncio.Event()
     running = asyncio.ensure_future(reader.run(stop))
-    await until(lambda: reader.not_ready() == ["no Kafka broker answers at 127.0.0.1:1 (KafkaConnectionError)"])
+    await eventually(lambda: reader.not_ready() == ["no Kafka broker answers at 127.0.0.1:1 (KafkaConnectionError)"])
     stop.set()
     await asyncio.wait_for(running, 8)
 

@@ -10,7 +10,8 @@ from delivery.dead_letters import Abandoned
 from delivery.instruments import Instruments
 from sinks.http import Reply
 from sinks.receiver import Receiver, Request, instruments, meaning
-from tests.sinks.receivers import Scripted, until
+from tests.eventually import eventually
+from tests.sinks.receivers import Scripted
 
 REQUEST = Request(b"body", {"A": "b"})
 MEANINGS = {
@@ -77,7 +78,7 @@ async def test_a_receiver_that_refuses_everything_is_tried_again_until_it_accept
     assert [await send(to) for _ in range(3)] == ["HTTP 422: said"] * 3
     assert to.failing is None
     sending = asyncio.ensure_future(send(to))
-    await until(lambda: to.failing is not None)
+    await eventually(lambda: to.failing is not None)
     assert to.failing == "it refuses everything: HTTP 422: said"
     scripted.then = lambda _: 200
     assert await sending is None
@@ -94,7 +95,7 @@ async def test_one_request_that_is_tried_again_is_said_once_while_others_are_acc
     made = Instruments(instruments("test"))
     to = Receiver("http://h:1", scripted.post, "test", made, first_s=0.0)
     stuck = asyncio.ensure_future(to.send(lambda: Request(b"bad", {}), asyncio.Event()))
-    await until(lambda: to.failing is not None)
+    await eventually(lambda: to.failing is not None)
     for _ in range(5):
         await send(to)
         assert to.failing == "again: HTTP 503: said"
@@ -112,7 +113,7 @@ async def test_who_gives_up_does_not_say_that_the_receiver_answers_again(caplog:
     scripted, stop = Scripted(then=lambda _: 503), asyncio.Event()
     to = receiver(scripted)
     sending = asyncio.ensure_future(send(to, stop))
-    await until(lambda: to.failing is not None)
+    await eventually(lambda: to.failing is not None)
     stop.set()
     with pytest.raises(Abandoned):
         await sending

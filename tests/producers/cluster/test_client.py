@@ -19,6 +19,7 @@ from producers.cluster import client as module
 from producers.cluster import instruments as names
 from producers.cluster.client import LARGEST_ERROR_BYTES, Client, Lines, Unreachable
 from producers.cluster.credentials import ConfigError
+from tests.eventually import eventually
 from tests.producers.cluster.api_server import ApiServer, Reply, Request, answers, hang, kubeconfig, says
 from tests.producers.fakes import value
 
@@ -225,12 +226,6 @@ def test_lines_are_the_same_however_they_are_cut_into_pieces(parts: list[bytes],
 # -- credentials
 
 
-async def until(condition: Callable[[], Awaitable[bool]]) -> None:
-    async with asyncio.timeout(30):
-        while not await condition():  # noqa: ASYNC110 - what is waited for is not ours to set an event
-            await asyncio.sleep(0.02)
-
-
 async def accepted(api: Client) -> bool:
     return (await api.request("GET", "/things")).status == 200
 
@@ -244,7 +239,7 @@ async def test_a_token_file_is_read_again_and_stripped(server: ApiServer, connec
     assert await accepted(api)
     token.write_text("two\n\n")
     server.tokens = {"two"}
-    await until(lambda: accepted(api))
+    await eventually(lambda: accepted(api))
 
 
 async def test_a_401_has_the_credentials_read_again(server: ApiServer, connect: Open, tmp_path: Path) -> None:
@@ -255,7 +250,7 @@ async def test_a_401_has_the_credentials_read_again(server: ApiServer, connect: 
     api = await connect(refresh_s=3600.0)
     token.write_text("two")
     assert not await accepted(api)
-    await until(lambda: accepted(api))
+    await eventually(lambda: accepted(api))
 
 
 async def test_a_token_that_vanished_stays_what_it_was(
@@ -290,7 +285,7 @@ async def test_a_login_command_gives_the_token_and_is_run_again_after_a_401(
     server.tokens = {"two"}
     token.write_text("two")
     assert not await accepted(api)
-    await until(lambda: accepted(api))
+    await eventually(lambda: accepted(api))
 
 
 async def test_a_token_that_is_no_header_is_said(server: ApiServer, connect: Open, tmp_path: Path) -> None:

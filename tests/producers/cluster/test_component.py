@@ -19,6 +19,7 @@ from producers.cluster.component import ClusterProducer
 from producers.cluster.config import ClusterSettings
 from producers.cluster.takeover import ToldNodes
 from streams.attribution.holders import holder_of
+from tests.eventually import eventually
 from tests.producers.cluster.api_server import ApiServer, Reply, Request, answers, kubeconfig
 from tests.producers.cluster.made import claim_json, named, over, pod_json, slice_json
 from tests.producers.fakes import FakeSender
@@ -78,10 +79,7 @@ class Replica:
         return self.component.registry.get_sample_value(name, labels) or 0.0
 
     async def until(self, condition: Callable[[], object]) -> None:
-        async with asyncio.timeout(30):
-            while not condition():
-                assert not self.task.done(), self.task.result()
-                await asyncio.sleep(0.005)
+        await eventually(condition, unless=self.task)
 
     async def end(self) -> None:
         self.stop.set()

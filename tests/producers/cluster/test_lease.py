@@ -19,6 +19,7 @@ from producers.cluster import instruments as names
 from producers.cluster import lease as module
 from producers.cluster.client import Answer, Client, Unreachable
 from producers.cluster.lease import Lease, Record, Stuck, record_of, spec_of, taken
+from tests.eventually import eventually
 from tests.producers.cluster.api_server import ApiServer, Behaviour, Json, Reply, Request, answers, kubeconfig
 from tests.producers.fakes import value
 
@@ -70,13 +71,9 @@ class Candidate:
             self.diary.append((self.identity, "ends"))
 
     async def leads(self) -> None:
-        await until(lambda: self.lease.leading and bool(self.epochs) and self.diary[-1] == (self.identity, "begins"))
-
-
-async def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110 - what is waited for is not ours to set an event
-            await asyncio.sleep(0.005)
+        await eventually(
+            lambda: self.lease.leading and bool(self.epochs) and self.diary[-1] == (self.identity, "begins")
+        )
 
 
 @pytest.fixture
@@ -142,7 +139,9 @@ async def test_one_stands_by_while_another_renews(server: ApiServer, join: Join)
     await first.leads()
     second = join("b")
     renewals = len({request.body for request in server.requests if request.method == "PUT"})
-    await until(lambda: len({r.body for r in server.requests if r.method == "PUT"}) > renewals + 45)  # > the duration
+    await eventually(
+        lambda: len({r.body for r in server.requests if r.method == "PUT"}) > renewals + 45
+    )  # > the duration
     assert second.epochs == []
     assert not second.lease.leading
     assert second.lease.not_ready() == []
@@ -172,8 +171,8 @@ async def test_a_lease_that_says_nothing_is_taken(server: ApiServer, join: Join)
 async def test_of_two_that_take_it_at_once_one_leads(server: ApiServer, join: Join) -> None:
     server.put(LEASES, held_by(""))
     both = [join("a"), join("b")]
-    await until(lambda: any(one.lease.leading for one in both))
-    await until(lambda: len(server.requests) > 40)
+    await eventually(lambda: any(one.lease.leading for one in both))
+    await eventually(lambda: len(server.requests) > 40)
     assert [one.lease.leading for one in both].count(True) == 1
     assert len(both[0].diary) == 1
 
@@ -201,7 +200,7 @@ async def test_a_stop_ends_the_work_and_then_lets_the_next_one_lead(server: ApiS
     first = join("a", duration_s=50.0)
     await first.leads()
     second = join("b")
-    await until(lambda: len(server.requests) > 10)
+    await eventually(lambda: len(server.requests) > 10)
     first.stop.set()
     await second.leads()
     await first.task
@@ -215,13 +214,13 @@ async def test_one_that_is_cut_off_ends_its_work_before_another_leads(server: Ap
     first = join("a")
     await first.leads()
     second = join("b")
-    await until(lambda: len(server.requests) > 10)
+    await eventually(lambda: len(server.requests) > 10)
     first.line.cut = True
     await second.leads()
     assert first.diary == [("a", "begins"), ("a", "ends"), ("b", "begins")]
     assert second.epochs[0] > first.epochs[0]
     first.line.cut = False
-    await until(lambda: first.lease._condition.problem == "")
+    await eventually(lambda: first.lease._condition.problem == "")
     assert not first.lease.leading
 
 
@@ -233,7 +232,7 @@ async def test_one_that_lost_leads_again_when_the_other_ends(server: ApiServer, 
     await second.leads()
     first.line.cut = False
     second.stop.set()
-    await until(lambda: len(first.epochs) == 2)
+    await eventually(lambda: len(first.epochs) == 2)
     assert first.epochs[0] < second.epochs[0] < first.epochs[1]
 
 
@@ -241,9 +240,9 @@ async def test_a_lease_that_another_wrote_is_lost_at_once(server: ApiServer, joi
     first = join("a", give_up_s=45.0, duration_s=50.0)
     await first.leads()
     server.put(LEASES, held_by("thief", leaseDurationSeconds=60))
-    await until(lambda: first.diary[-1] == ("a", "ends") and not first.lease.leading)
+    await eventually(lambda: first.diary[-1] == ("a", "ends") and not first.lease.leading)
     asked = len(server.requests)
-    await until(lambda: len(server.requests) > asked + 4)
+    await eventually(lambda: len(server.requests) > asked + 4)
     assert spec(server)["holderIdentity"] == "thief", "it is not released for another"
 
 
@@ -254,7 +253,7 @@ async def test_a_label_on_the_lease_changes_nothing(server: ApiServer, join: Joi
         content = server.objects[LEASES]["leader"]
         server.put(LEASES, {**content, "metadata": {**content["metadata"], "labels": {"n": str(number)}}})
         asked = len(server.requests)
-        await until(lambda asked=asked: len(server.requests) > asked + 4)  # type: ignore[misc]
+        await eventually(lambda asked=asked: len(server.requests) > asked + 4)  # type: ignore[misc]
     assert first.diary == [("a", "begins")]
     assert server.objects[LEASES]["leader"]["metadata"]["labels"] == {"n": "4"}
 
@@ -263,10 +262,10 @@ async def test_a_lease_that_is_deleted_is_made_again_by_its_leader(server: ApiSe
     first = join("a")
     await first.leads()
     second = join("b")
-    await until(lambda: len(server.requests) > 10)
+    await eventually(lambda: len(server.requests) > 10)
     epoch = spec(server)["acquireTime"]
     server.delete(LEASES, "leader")
-    await until(lambda: "leader" in server.objects[LEASES])
+    await eventually(lambda: "leader" in server.objects[LEASES])
     assert (spec(server)["holderIdentity"], spec(server)["acquireTime"]) == ("a", epoch)
     assert first.diary == [("a", "begins")]
     assert second.epochs == []
@@ -279,9 +278,9 @@ async def test_a_few_failures_do_not_end_the_lead(server: ApiServer, join: Join,
     first = join("a")
     await first.leads()
     server.next(trouble, trouble, trouble)
-    await until(lambda: server.faults_left == 0)
+    await eventually(lambda: server.faults_left == 0)
     asked = len(server.requests)
-    await until(lambda: len(server.requests) > asked + 4)
+    await eventually(lambda: len(server.requests) > asked + 4)
     assert first.diary == [("a", "begins")]
 
 
@@ -293,9 +292,9 @@ async def test_html_in_place_of_a_lease_is_not_one(server: ApiServer, join: Join
     first = join("a")
     await first.leads()
     server.next(html, html)
-    await until(lambda: server.faults_left == 0)
+    await eventually(lambda: server.faults_left == 0)
     asked = len(server.requests)
-    await until(lambda: len(server.requests) > asked + 4)
+    await eventually(lambda: len(server.requests) > asked + 4)
     assert first.diary == [("a", "begins")]
 
 
@@ -334,7 +333,7 @@ async def test_work_that_does_not_end_in_time_ends_the_process(server: ApiServer
                 await over.wait()
 
     run = asyncio.create_task(first.lease.run(stubborn, first.stop))
-    await until(lambda: first.lease.leading)
+    await eventually(lambda: first.lease.leading)
     first.stop.set()
     with pytest.raises(Stuck):
         await run
@@ -356,7 +355,7 @@ async def test_a_run_that_is_cancelled_ends_its_work_first(server: ApiServer, jo
 async def test_a_stop_while_standing_by_is_no_wait(server: ApiServer, join: Join) -> None:
     server.put(LEASES, held_by("other", leaseDurationSeconds=60))
     first = join("a", renew_s=3600.0)
-    await until(lambda: len(server.requests) == 1)
+    await eventually(lambda: len(server.requests) == 1)
     first.stop.set()
     async with asyncio.timeout(30):
         await first.task
@@ -397,7 +396,7 @@ async def test_a_403_says_which_rule_is_missing(
 
     server.next(denied)
     first = join("a")
-    await until(lambda: len(server.requests) > 6)
+    await eventually(lambda: len(server.requests) > 6)
     (reason,) = first.lease.not_ready()
     assert rule in reason
     assert 'User "u" cannot' in reason
@@ -430,7 +429,7 @@ async def test_who_stops_leading_says_what_kept_it_from_renewing(
         raise AssertionError("waited for too long")
 
     monkeypatch.setattr(first.line, "request", request)
-    await until(lambda: not first.lease.leading)
+    await eventually(lambda: not first.lease.leading)
     (said,) = [record.getMessage() for record in caplog.records if "no longer leading" in record.getMessage()]
     assert said == f"no longer leading: the lease could not be renewed for 1 s: {why}"
 
@@ -439,7 +438,7 @@ async def test_a_process_that_stood_still_says_so(join: Join, caplog: pytest.Log
     first = join("a", give_up_s=0.15)
     await first.leads()
     time.sleep(0.2)  # noqa: ASYNC251 - that is what it is about
-    await until(lambda: any("this process stood still" in message for message in caplog.messages))
+    await eventually(lambda: any("this process stood still" in message for message in caplog.messages))
 
 
 # -- the record

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import hypothesis.strategies as st
@@ -25,6 +25,7 @@ from producers.cluster.owner_lookup import (
     REFUSED_S,
 )
 from producers.cluster.owners import Chain, Owners
+from tests.eventually import eventually
 from tests.producers.cluster.made import reference
 from tests.producers.fakes import FakeClock, settle, value
 from topics.workloads import Owner
@@ -111,13 +112,8 @@ class Bench:
     async def chain(self, owner: Owner, namespace: str = "ml") -> list[str]:
         """The chain as it is told of."""
         self.owners.follow(owner, namespace)
-        await self.until(lambda: any(uid == owner.uid for uid, _ in self.learned))
+        await eventually(lambda: any(uid == owner.uid for uid, _ in self.learned))
         return dict(self.learned)[owner.uid or ""]
-
-    async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(30):
-            while not condition():  # noqa: ASYNC110 - nobody tells when it holds
-                await asyncio.sleep(0.001)
 
     async def pass_s(self, seconds: float) -> None:
         """Let time pass, and everything that is due then happen."""
@@ -182,7 +178,7 @@ async def test_each_owner_is_asked_for_once_however_many_pods_it_has() -> None:
         bench.api.has(DEPLOYMENT_PATH, DEPLOYMENT)
         bench.owners.follow(RS, "ml")
         bench.owners.follow(other, "ml")
-        await bench.until(lambda: len(bench.learned) == 2)
+        await eventually(lambda: len(bench.learned) == 2)
         assert bench.api.asked.count(DEPLOYMENT_PATH) == 1
 
         bench.owners.forget("rs-1")
@@ -212,7 +208,7 @@ async def test_a_kind_that_may_not_be_read_ends_the_chain_is_logged_once_and_ask
         bench.api.has(JOB_PATH, JOB, CRONJOB)
         bench.api.answers["/apis/batch/v1/namespaces/ml/cronjobs/eval"] = Answer(403, b"{}", None)
         await bench.pass_s(AGAIN_S * 1.3)
-        await bench.until(lambda: bench.learned[-1] == ("job-1", ["Job/eval-28", "CronJob/eval"]))
+        await eventually(lambda: bench.learned[-1] == ("job-1", ["Job/eval-28", "CronJob/eval"]))
 
 
 async def test_however_many_kinds_a_tenant_makes_up_the_next_that_may_not_be_read_is_named(
@@ -223,7 +219,7 @@ async def test_however_many_kinds_a_tenant_makes_up_the_next_that_may_not_be_rea
             version = f"g{number}.example.com/v1"
             bench.api.answers[f"/apis/{version}"] = Answer(403, b"{}", None)
             bench.owners.follow(Owner(version, "Thing", "x", f"uid-{number}"), "ml")
-        await bench.until(lambda: bench.owners.unknown == 0)
+        await eventually(lambda: bench.owners.unknown == 0)
         bench.api.answers[JOB_PATH] = Answer(403, b"{}", None)
         await bench.chain(JOB)
 
@@ -248,7 +244,7 @@ async def test_a_refusal_while_an_api_server_starts_does_not_last_and_one_that_l
 
         bench.api.has(JOB_PATH, JOB, CRONJOB)
         await bench.pass_s(AGAIN_S * 0.4)
-        await bench.until(lambda: bench.learned[-1] == ("job-1", ["Job/eval-28", "CronJob/eval"]))
+        await eventually(lambda: bench.learned[-1] == ("job-1", ["Job/eval-28", "CronJob/eval"]))
 
 
 async def test_many_owners_of_a_kind_that_may_not_be_read_are_asked_for_once_for_all() -> None:
@@ -258,13 +254,13 @@ async def test_many_owners_of_a_kind_that_may_not_be_read_are_asked_for_once_for
         bench.api.answers = dict.fromkeys(paths, Answer(403, b"{}", None))
         for job in jobs:
             bench.owners.follow(job, "ml")
-        await bench.until(lambda: bench.owners.unknown == 0)
+        await eventually(lambda: bench.owners.unknown == 0)
         assert len(bench.api.asked) <= AT_ONCE
 
         for path, job in zip(paths, jobs, strict=True):
             bench.api.has(path, job, CRONJOB)
         await bench.pass_s(REFUSED_S * 1.5)
-        await bench.until(lambda: {uid for uid, chain in bench.learned if len(chain) == 2} == {job.uid for job in jobs})
+        await eventually(lambda: {uid for uid, chain in bench.learned if len(chain) == 2} == {job.uid for job in jobs})
 
 
 async def test_what_was_allowed_again_is_asked_for_soon_where_it_is_refused_once_more() -> None:
@@ -283,7 +279,7 @@ async def test_what_was_allowed_again_is_asked_for_soon_where_it_is_refused_once
         for other in others:
             bench.api.has(f"/apis/batch/v1/namespaces/ml/jobs/{other.name}", other, CRONJOB)
         await bench.pass_s(REFUSED_S * 1.3)
-        await bench.until(lambda: {len(chain) for uid, chain in bench.learned[-2:]} == {2})
+        await eventually(lambda: {len(chain) for uid, chain in bench.learned[-2:]} == {2})
 
 
 async def test_a_permission_of_one_namespace_is_told_from_that_of_another() -> None:
@@ -317,7 +313,7 @@ async def test_an_unknown_kind_ends_the_chain_until_the_api_server_has_it() -> N
         bench.clock.now_s += NEW_KIND_S
         await bench.chain(RAY_JOB)
         await bench.pass_s(AGAIN_S * 1.3)
-        await bench.until(lambda: bench.learned[-1] == ("ray-1", ["RayCluster/tune", "RayJob/tune"]))
+        await eventually(lambda: bench.learned[-1] == ("ray-1", ["RayCluster/tune", "RayJob/tune"]))
 
 
 @pytest.mark.parametrize(
@@ -366,7 +362,7 @@ async def test_an_api_that_is_away_is_asked_again_until_it_answers(away: Answer 
         bench.api.has(RS_PATH, RS, DEPLOYMENT)
         bench.api.has(DEPLOYMENT_PATH, DEPLOYMENT)
         await bench.pass_s(LONGEST_PAUSE_S * 1.3)
-        await bench.until(lambda: bench.learned[-1] == ("rs-1", ["ReplicaSet/llm-5d", "Deployment/llm"]))
+        await eventually(lambda: bench.learned[-1] == ("rs-1", ["ReplicaSet/llm-5d", "Deployment/llm"]))
         assert (bench.complete["rs-1"], bench.owners.unknown) == (True, 0)
 
 
@@ -443,7 +439,7 @@ def test_every_chain_ends_without_going_in_circles(above: dict[int, int]) -> Non
         async with bench.running():
             for number in range(13):
                 bench.owners.follow(owner(number), "ml")
-            await bench.until(lambda: not bench.owners.unknown)
+            await eventually(lambda: not bench.owners.unknown)
         assert len(bench.api.asked) <= 13
         return bench.learned
 

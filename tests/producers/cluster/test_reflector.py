@@ -15,6 +15,7 @@ from producers.cluster import instruments as names
 from producers.cluster import reflector as module
 from producers.cluster.client import Client, message
 from producers.cluster.reflector import LONGEST_RETRY_AFTER_S, Reflector, Resource, Restart, refused
+from tests.eventually import eventually
 from tests.producers.cluster.api_server import (
     ApiServer,
     Behaviour,
@@ -57,11 +58,8 @@ class Bench:
     def events(self, kind: str) -> float:
         return value(self.instruments, names.EVENTS, resource="pods", type=kind)
 
-    async def until(self, condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
-        async with asyncio.timeout(timeout_s):
-            while not condition():
-                assert not self.task.done(), self.task.result()
-                await asyncio.sleep(0.005)
+    async def until(self, condition: Callable[[], bool]) -> None:
+        await eventually(condition, unless=self.task)
 
     async def knows(self, *names: str) -> None:
         await self.until(lambda: set(self.known.objects) == set(names) and self.watch.synced)

@@ -16,6 +16,7 @@ from producers import instruments as shared
 from producers.node import instruments as own
 from producers.node.component import NodeProducer
 from producers.node.config import NodeSettings
+from tests.eventually import LIMIT_S, eventually
 from tests.nvml.scripted import Process, ScriptedNvml
 from tests.producers.fakes import FakeSender, containers, devices
 from tests.producers.node.procfs import Procfs
@@ -110,11 +111,9 @@ class Bench:
     async def until(self, condition: Callable[[], bool]) -> None:
         """Run it until the condition holds, and stop it."""
         running = asyncio.create_task(self.component.run(self.stop))
-        async with asyncio.timeout(30):
-            while not condition() and not running.done():  # noqa: ASYNC110 - nobody tells when it holds
-                await asyncio.sleep(0.01)
-            self.stop.set()
-            await running
+        await eventually(lambda: condition() or running.done())
+        self.stop.set()
+        await asyncio.wait_for(running, LIMIT_S)
 
     @property
     def ticks(self) -> list[dict[str, Any]]:

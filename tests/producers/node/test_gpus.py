@@ -22,7 +22,8 @@ from producers.node.nvml import binding, threaded_gpu
 from producers.node.nvml.binding import Nvml
 from producers.node.nvml.driver import DriverReplaced
 from producers.node.nvml.events import XID_EVENT
-from tests.producers.node.nvml.fake import Clock, FakeCensus, FakeDevice, FakeNvml, FakePlaces, part, running, until
+from tests.eventually import eventually
+from tests.producers.node.nvml.fake import Clock, FakeCensus, FakeDevice, FakeNvml, FakePlaces, part, running
 from topics.samples import Device
 
 QUICK = Pace(retry_s=0.01, census_s=0.05, soon_s=0.01, list_s=0.01)
@@ -129,7 +130,7 @@ async def test_all_gpus_come_by_index_and_are_devices_of_the_contract(bench: Ben
 
 async def test_nothing_is_asked_on_the_loops_thread_and_each_gpu_has_one_of_its_own(bench: Bench) -> None:
     await bench.open()
-    await until(lambda: bench.nvml.threads == {"nvml-driver", "nvml-events", "nvml-0", "nvml-1", "nvml-2"})
+    await eventually(lambda: bench.nvml.threads == {"nvml-driver", "nvml-events", "nvml-0", "nvml-1", "nvml-2"})
     assert all(thread.daemon for thread in threading.enumerate() if thread.name.startswith("nvml-"))
 
 
@@ -169,7 +170,7 @@ async def test_one_that_hangs_is_counted_when_it_returns_and_what_it_says_then_i
     assert (await bench.states(0.05))["GPU-1"] == "timeout"
     before = bench.value(f"{own.READ_SECONDS}_count")
     hang.end.set()
-    await until(lambda: bench.value(f"{own.READ_SECONDS}_count") == before + 1)
+    await eventually(lambda: bench.value(f"{own.READ_SECONDS}_count") == before + 1)
     assert await bench.states() == OK
 
 
@@ -196,7 +197,7 @@ async def test_what_hangs_is_told_with_its_time_and_the_call_and_once_in_the_log
             await bench.read(0.05)
         assert caplog.messages.count(silent) == 1
         bench.nvml.release()
-        await until(lambda: not bench.gpus._gpus[1].busy)
+        await eventually(lambda: not bench.gpus._gpus[1].busy)
         assert caplog.messages.count("GPU 1 (GPU-1) has returned") == 1
         await bench.comes(OK)
 
@@ -217,7 +218,7 @@ async def test_a_gpu_that_hangs_keeps_no_more_than_a_few_threads_and_none_when_i
         assert len(threads()) - others == 1 + threaded_gpu.MOST_LEFT
         bench.nvml.release()
         await bench.comes(OK)
-        await until(lambda: len(threads()) - others == 1)
+        await eventually(lambda: len(threads()) - others == 1)
 
 
 async def test_a_call_that_hangs_is_left_out_and_the_rest_of_its_gpu_is_read_in_the_same_tick(
@@ -236,7 +237,7 @@ async def test_a_call_that_hangs_is_left_out_and_the_rest_of_its_gpu_is_read_in_
     assert bench.gpus.left_out()["GPU-1"]["power_watts"] == ((POWER, "TIMEOUT"),)
     hang.end.set()
     bench.nvml.release()
-    await until(lambda: not bench.gpus._gpus[1].busy)
+    await eventually(lambda: not bench.gpus._gpus[1].busy)
     await bench.read()
     assert (await bench.read())[1]["metrics"] == before
     assert bench.gpus.not_ready() == []
@@ -274,7 +275,7 @@ async def test_a_call_that_is_slow_each_time_is_made_less_and_less_often_and_cos
         device = (await bench.read(0.4))[1]
         assert (device["state"], "power_watts" in device["metrics"]) == ("ok", False)
         assert "temperature_celsius" in device["metrics"]
-        await until(lambda: not bench.gpus._gpus[1].busy)
+        await eventually(lambda: not bench.gpus._gpus[1].busy)
     assert bench.nvml.asked["GPU-1", POWER] - before < 8
     assert "and is left out until it is quick again" in bench.gpus.not_ready()[0]
 
@@ -288,7 +289,7 @@ async def test_a_gpu_that_is_slow_to_read_is_in_each_tick_with_the_time_when_it_
     bench.nvml.delays_s["GPU-1", "*"] = 0.006
     assert (await bench.states(0.1))["GPU-1"] == "timeout"
     for _ in range(3):
-        await until(lambda: not bench.gpus._gpus[1].busy)
+        await eventually(lambda: not bench.gpus._gpus[1].busy)
         before_ms = time.time_ns() // 1_000_000
         first, late, _ = await bench.read(0.1)
         assert msgspec.convert(late, Device).state == "ok"
@@ -300,7 +301,7 @@ async def test_a_gpu_that_is_slow_to_read_is_in_each_tick_with_the_time_when_it_
     (told,) = said(caplog)
     assert "GPU 1 (GPU-1) takes " in told
     bench.nvml.delays_s.clear()
-    await until(lambda: not bench.gpus._gpus[1].busy)
+    await eventually(lambda: not bench.gpus._gpus[1].busy)
     assert "read_ms" not in (await bench.read())[1]
     assert bench.gpus.not_ready() == []
 
@@ -430,7 +431,7 @@ async def test_a_driver_that_comes_later_works_and_until_then_it_is_told_once(
     assert await quick.open() == []
     assert told in quick.gpus.not_ready()[0]
     quick.run()
-    await until(lambda: quick.nvml.inits > 3)
+    await eventually(lambda: quick.nvml.inits > 3)
     assert await quick.read() == []
     quick.nvml.driver_error = None
     await quick.comes(OK)
@@ -469,7 +470,7 @@ async def test_a_new_gpu_that_a_new_process_sees_is_there_after_opening_again(
     quick.gpus = quick.make()
     await quick.open()
     quick.run()
-    await until(lambda: len(quick.census.times) > 2)
+    await eventually(lambda: len(quick.census.times) > 2)
     assert quick.nvml.inits == 1
     quick.nvml.gpus.append(FakeDevice("GPU-new"))
     await quick.comes(OK | {"GPU-new": "ok"})
@@ -486,9 +487,9 @@ async def test_a_census_does_not_come_before_gpus_were_read_however_long_the_int
     await quick.open()
     quick.nvml.gpus.append(FakeDevice("GPU-new"))
     quick.run()
-    await until(lambda: quick.nvml.inits == 2)
+    await eventually(lambda: quick.nvml.inits == 2)
     seen = len(quick.census.times)
-    await until(lambda: len(quick.census.times) > seen + 5)
+    await eventually(lambda: len(quick.census.times) > seen + 5)
     assert quick.nvml.inits == 2
     assert await quick.states() == OK | {"GPU-new": "ok"}
 
@@ -519,9 +520,9 @@ async def test_where_giving_back_hangs_nvml_is_not_opened_again_until_it_returns
     hang = quick.nvml.hang(None, "nvmlGpmSampleFree")
     quick.run()
     quick.nvml.gpus.append(FakeDevice("GPU-new"))
-    await until(hang.begun.is_set)
+    await eventually(hang.begun.is_set)
     looked = len(quick.census.times)
-    await until(lambda: len(quick.census.times) > looked + 2)
+    await eventually(lambda: len(quick.census.times) > looked + 2)
     assert quick.nvml.shutdowns == 0
     quick.nvml.release()
     await quick.comes(OK | {"GPU-new": "ok"})
@@ -652,7 +653,7 @@ async def test_while_nvml_is_opened_again_no_gpu_is_asked_and_all_are_timeouts(q
     await quick.open()
     hang = quick.nvml.hang(None, "nvmlInit")
     quick.run()
-    await until(hang.begun.is_set)
+    await eventually(hang.begun.is_set)
     before = quick.nvml.asked.total()
     assert await quick.states(0.1) == dict.fromkeys(OK, "timeout")
     await asyncio.sleep(0.1)
@@ -669,14 +670,14 @@ async def test_a_tick_that_nvml_is_opened_again_in_asks_no_gpu_by_an_old_handle(
     await quick.open()
     slow = quick.nvml.hang("GPU-0", POWER)
     reading = asyncio.create_task(quick.states())
-    await until(slow.begun.is_set)
+    await eventually(slow.begun.is_set)
     opening = quick.nvml.hang(None, "nvmlInit")
     quick.run()
-    await until(lambda: quick.gpus._is_opening)
+    await eventually(lambda: quick.gpus._is_opening)
     quick.nvml.asked.clear()
     slow.end.set()
     assert await reading == OK | {"GPU-1": "timeout", "GPU-2": "timeout"}
-    await until(opening.begun.is_set)
+    await eventually(opening.begun.is_set)
     assert {uuid for uuid, _ in quick.nvml.asked} == {"", "GPU-0"}
     opening.end.set()
     await quick.comes(OK)
@@ -689,7 +690,7 @@ async def test_a_gpu_that_hangs_while_nvml_is_opened_again_is_a_timeout_and_not_
     hang = quick.nvml.hang("GPU-1", "nvmlDeviceGetHandleByIndex")
     quick.nvml.gpus.append(FakeDevice("GPU-new"))
     quick.run()
-    await until(lambda: quick.value(own.OPENED) == 2)
+    await eventually(lambda: quick.value(own.OPENED) == 2)
     await quick.comes(OK | {"GPU-1": "timeout", "GPU-new": "ok"}, 0.7)
     assert hang.begun.is_set()
     hang.end.set()
@@ -708,7 +709,7 @@ async def test_nvml_is_not_opened_again_while_a_gpu_hangs() -> None:
         for _ in range(5):
             seen = len(bench.census.times)
             bench.clock.now_s += 100
-            await until(lambda: len(bench.census.times) > seen)  # noqa: B023 - it is awaited here
+            await eventually(lambda: len(bench.census.times) > seen)  # noqa: B023 - it is awaited here
             assert await bench.states(0.7) == OK
         assert bench.nvml.shutdowns == 0
         hang.end.set()
@@ -725,7 +726,7 @@ async def test_a_loss_calls_for_a_census_soon_but_not_at_once() -> None:
         bench.run()
         bench.nvml.gpus[0].error = binding.GPU_IS_LOST
         await bench.read()
-        await until(lambda: bench.census.times)
+        await eventually(lambda: bench.census.times)
         assert loop.time() - began_s > 0.2
 
 
@@ -736,7 +737,7 @@ async def test_a_gpu_that_stays_lost_calls_for_no_more_than_the_others() -> None
         bench.run()
         bench.nvml.gpus[0].error = binding.GPU_IS_LOST
         await bench.read()
-        await until(lambda: bench.census.times)
+        await eventually(lambda: bench.census.times)
         for _ in range(20):
             await bench.read()
             await asyncio.sleep(0.01)
@@ -760,7 +761,7 @@ async def test_so_does_an_init_that_finds_another_driver_than_before(quick: Benc
     await quick.open()
     quick.nvml.driver_error = binding.LIB_RM_VERSION_MISMATCH
     quick.run()
-    await until(lambda: quick.gpus.fatal() is not None)
+    await eventually(lambda: quick.gpus.fatal() is not None)
 
 
 async def test_closing_does_not_wait_for_what_hangs(bench: Bench) -> None:
@@ -774,7 +775,7 @@ async def test_closing_does_not_wait_for_what_hangs(bench: Bench) -> None:
 async def test_closing_detaches_from_the_driver_where_nobody_uses_it_any_more(bench: Bench) -> None:
     await bench.open()
     bench.gpus.close()
-    await until(lambda: bench.nvml.shutdowns == 1)
+    await eventually(lambda: bench.nvml.shutdowns == 1)
     assert bench.census.closed
 
 
@@ -782,7 +783,7 @@ async def test_closing_while_the_driver_is_silent_leaves_it_alone() -> None:
     bench = Bench()
     hang = bench.nvml.hang(None, "nvmlInit")
     await bench.gpus.open(0.05)
-    await until(hang.begun.is_set)
+    await eventually(hang.begun.is_set)
     bench.gpus.close()
     hang.end.set()
     await asyncio.sleep(0.05)
@@ -813,7 +814,7 @@ def _with_events(bench: Bench) -> None:
 
 
 async def _registered(bench: Bench) -> None:
-    await until(lambda: bench.nvml.sets and len(bench.nvml.sets[0].devices) == len(bench.nvml.gpus))
+    await eventually(lambda: bench.nvml.sets and len(bench.nvml.sets[0].devices) == len(bench.nvml.gpus))
 
 
 async def test_an_xid_error_is_in_the_next_tick_of_a_lost_gpu_too(bench: Bench) -> None:
@@ -822,7 +823,7 @@ async def test_an_xid_error_is_in_the_next_tick_of_a_lost_gpu_too(bench: Bench) 
     await _registered(bench)
     bench.nvml.gpus[1].error = binding.GPU_IS_LOST
     bench.nvml.xid(bench.nvml.gpus[1], 79)
-    await until(lambda: bench.value(own.XIDS, of="device") == 1)
+    await eventually(lambda: bench.value(own.XIDS, of="device") == 1)
     devices = await bench.read()
     assert [(device["state"], device.get("xids")) for device in devices] == [
         ("ok", None),
@@ -837,7 +838,7 @@ async def test_events_that_hang_disturb_neither_the_ticks_nor_the_end(bench: Ben
     _with_events(bench)
     hang = bench.nvml.hang(None, "nvmlEventSetWait")
     await bench.open()
-    await until(hang.begun.is_set)
+    await eventually(hang.begun.is_set)
     for _ in range(3):
         assert await bench.states() == OK
     bench.gpus.close()
@@ -856,7 +857,7 @@ async def test_events_are_waited_for_anew_when_nvml_was_opened_again(quick: Benc
     await quick.comes({**OK, "GPU-3": "ok"})
     await _registered(quick)
     quick.nvml.xid(quick.nvml.gpus[3], 31)
-    await until(lambda: quick.value(own.XIDS, of="device") == 1)
+    await eventually(lambda: quick.value(own.XIDS, of="device") == 1)
     assert (await quick.read())[3]["xids"] == {"31": 1}
     assert len(quick.nvml.sets) == 1
 
@@ -897,13 +898,13 @@ async def test_a_gpu_that_tells_no_xid_errors_leaves_them_out_until_it_does(benc
 
     types = "nvmlDeviceGetSupportedEventTypes"
     both = {"GPU-1": ((types, "NO_PERMISSION"),), "GPU-2": ((types, "NOT_SUPPORTED"),)}
-    await until(lambda: silent() == both)
+    await eventually(lambda: silent() == both)
     _with_events(bench)
-    await until(lambda: silent() == {"GPU-2": both["GPU-2"]})
+    await eventually(lambda: silent() == {"GPU-2": both["GPU-2"]})
 
 
 async def test_without_sets_of_events_no_gpu_tells_xid_errors(bench: Bench) -> None:
     bench.nvml.events_error = binding.FUNCTION_NOT_FOUND
     await bench.open()
     why = ("nvmlEventSetCreate", "FUNCTION_NOT_FOUND")
-    await until(lambda: {found.get("xids") for found in bench.gpus.left_out().values()} == {(why,)})
+    await eventually(lambda: {found.get("xids") for found in bench.gpus.left_out().values()} == {(why,)})

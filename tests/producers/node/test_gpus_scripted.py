@@ -19,8 +19,9 @@ import pytest
 from delivery.instruments import Instruments
 from producers.node import instruments as own
 from producers.node.gpus import Gpus, Pace
+from tests.eventually import eventually
 from tests.nvml.scripted import Mig, Process, ScriptedNvml
-from tests.producers.node.nvml.fake import FakePlaces, until
+from tests.producers.node.nvml.fake import FakePlaces
 from topics.catalogue import CATALOGUE
 from topics.samples import Device
 
@@ -105,7 +106,7 @@ async def node(nvml: ScriptedNvml, monkeypatch: pytest.MonkeyPatch) -> AsyncIter
     if one.running is not None:
         one.running.cancel()
         await asyncio.wait([one.running])
-    await until(lambda: not any(gpu.busy for gpu in one.gpus._gpus))
+    await eventually(lambda: not any(gpu.busy for gpu in one.gpus._gpus))
     one.gpus.close()
 
 
@@ -198,7 +199,7 @@ async def test_a_call_that_hangs_for_5_s_costs_only_its_own_value_and_is_not_mad
     assert node.asked(POWER, 5) == before + 1
     node.nvml.set(5, power_mw=1_000)
     node.nvml.release()
-    await until(lambda: not node.gpus._gpus[5].busy)
+    await eventually(lambda: not node.gpus._gpus[5].busy)
     await node.read()
     assert (await node.read())[5]["metrics"]["power_watts"] == 1
 
@@ -522,7 +523,7 @@ async def test_xid_errors_are_in_the_next_tick_with_their_mig_device_and_survive
     node.nvml.mig(1, [Mig(3), Mig(4)])
     await node.open()
     await node.read()
-    await until(lambda: node.asked("nvmlDeviceRegisterEvents", 7))
+    await eventually(lambda: node.asked("nvmlDeviceRegisterEvents", 7))
     node.nvml.xid(0, 79)
     node.nvml.xid(1, 31, 4, times=100)
 

@@ -17,6 +17,7 @@ from delivery.instruments import Instruments
 from producers.node import instruments as names
 from producers.node import kubelet as module
 from producers.node.kubelet import SETTLED_AFTER_S, Kubelet, containers, failure
+from tests.eventually import eventually
 from tests.producers.fakes import FakeClock, value
 from tests.producers.node.pod_resources import (
     GPU_A,
@@ -81,13 +82,15 @@ class Bench:
 
     async def until(self, result: str, count: int = 1) -> list[str] | None:
         """Ticks until there were that many calls of that result (or, of some); gives the pods then in force."""
-        async with asyncio.timeout(30):
-            while True:
-                pods = await self.pods(0.5)
-                counted = self.counted()
-                if sum(counted.get(one, 0) for one in result.split(" or ")) >= count:
-                    return pods
-                await asyncio.sleep(0.02)
+        pods: list[str] | None = None
+
+        async def comes() -> bool:
+            nonlocal pods
+            pods = await self.pods(0.5)
+            return sum(self.counted().get(one, 0) for one in result.split(" or ")) >= count
+
+        await eventually(comes)
+        return pods
 
     def at(self, ts_ms: int) -> list[str] | None:
         """The pods of the containers that were in force then."""

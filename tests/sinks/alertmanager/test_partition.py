@@ -15,9 +15,9 @@ from sinks.alertmanager.config import AlertmanagerSettings
 from sinks.alertmanager.notifier import COMPONENT, INSTRUMENTS, Notifier
 from sinks.alertmanager.partition import AlertmanagerPartition, AlertmanagerShared
 from sinks.outcomes import Outcomes
+from tests.eventually import eventually
 from tests.sinks.alertmanager.fake import FakeAlertmanager
 from tests.sinks.alerts import alert, alert_record, deleted
-from tests.sinks.receivers import until
 from tests.sinks.records import FakeSender, Read
 from topics.alerts import Alert
 
@@ -133,7 +133,7 @@ async def test_after_a_start_what_is_open_is_told_and_what_ended_lately_and_noth
     )
     async with one.resending():
         await one.partition.quiet(one.abandon)
-        await until(lambda: len(one.manager.told) == 2)
+        await eventually(lambda: len(one.manager.told) == 2)
         await one.partition.quiet(one.abandon)
         await asyncio.sleep(0.02)
     assert one.manager.told == [("open", True), ("over", False)]
@@ -146,7 +146,7 @@ async def test_what_is_open_is_told_again_and_again_and_later_each_time() -> Non
     async with one.resending():
         await one.deliver(records(firing("a"), firing("b"), over("b")))
         ends = one.manager.held["a"]["endsAt"]
-        await until(lambda: len(one.manager.told) >= 12)
+        await eventually(lambda: len(one.manager.told) >= 12)
     assert one.manager.held["a"]["endsAt"] > ends
     assert one.manager.told[-2:] in ([("a", True), ("b", False)], [("b", False), ("a", True)])
 
@@ -158,11 +158,11 @@ async def test_a_partition_that_is_taken_away_is_not_told_any_more() -> None:
     async with one.resending():
         await one.deliver(records(firing("leaves")))
         await stays.quiet(other)
-        await until(lambda: len(one.manager.told) >= 6)
+        await eventually(lambda: len(one.manager.told) >= 6)
         one.abandon.set()
         await asyncio.sleep(0.05)
         one.manager.told.clear()
-        await until(lambda: len(one.manager.told) >= 3)
+        await eventually(lambda: len(one.manager.told) >= 3)
     assert set(one.manager.told) == {("stays", True)}
     assert one.value("open_alerts") == 1
 
@@ -173,11 +173,11 @@ async def test_an_outage_is_waited_for_and_then_all_that_is_open_is_told() -> No
     one.partition.recall(records(firing("a"), firing("b"), firing("c")))
     async with one.resending():
         await one.partition.quiet(one.abandon)
-        await until(lambda: one.value("resent_total") == 3)
+        await eventually(lambda: one.value("resent_total") == 3)
         one.manager.restart()
         one.manager.script = [0, 503, 500, 404]
         assert await one.deliver(records(over("b"), firing("d"), first=3)) == [5]
-        await until(lambda: len(one.manager.held) == 4)
+        await eventually(lambda: len(one.manager.held) == 4)
     assert one.manager.firing() == {"a", "c", "d"}
     assert one.ends() == {"delivered": 2}
 
@@ -187,10 +187,10 @@ async def test_no_older_state_arrives_after_a_newer_one() -> None:
     one.partition.recall(records(firing("a")))
     async with one.resending():
         await one.partition.quiet(one.abandon)
-        await until(lambda: one.value("resent_total") == 1)
+        await eventually(lambda: one.value("resent_total") == 1)
         one.manager.hold.clear()
         one.notifier._all_due()
-        await until(lambda: one.manager.under_way == 1)
+        await eventually(lambda: one.manager.under_way == 1)
         delivering = asyncio.ensure_future(one.deliver(records(over("a"), first=1)))
         await asyncio.sleep(0.02)
         assert one.manager.under_way == 1, "the resolved one waits for its turn"
@@ -204,7 +204,7 @@ async def test_who_gives_up_during_an_outage_has_told_nothing_as_known() -> None
     one = Setup(FakeAlertmanager())
     one.manager.then = lambda _: 503
     delivering = asyncio.ensure_future(one.deliver(records(firing("a"))))
-    await until(lambda: len(one.manager.got) > 2)
+    await eventually(lambda: len(one.manager.got) > 2)
     one.abandon.set()
     with pytest.raises(Abandoned):
         await delivering
@@ -229,11 +229,11 @@ async def test_a_refused_alert_is_told_again_nevertheless_and_that_is_said_once(
     one = Setup(FakeAlertmanager(bad=frozenset("a")), resend_s=0.02)
     async with one.resending():
         await one.deliver(records(firing("a"), firing("b")))
-        await until(lambda: (one.value("refused_total") or 0) > 5)
+        await eventually(lambda: (one.value("refused_total") or 0) > 5)
         said = [record.message for record in caplog.records if "is refused" in record.message]
         assert len(said) == 1
         one.manager.bad = frozenset()
-        await until(lambda: one.manager.firing() == {"a", "b"})
+        await eventually(lambda: one.manager.firing() == {"a", "b"})
     assert len(one.sender.sent) == 1
 
 
@@ -241,10 +241,10 @@ async def test_an_alert_that_was_refused_costs_the_others_one_request_more_not_a
     one = Setup(FakeAlertmanager(bad=frozenset("h")))
     await one.deliver(records(*[firing(pod) for pod in "abcdefgh"]))
     async with one.resending():
-        await until(lambda: one.value("resent_total") == 8)
+        await eventually(lambda: one.value("resent_total") == 8)
         before = len(one.manager.got)
         one.notifier._all_due()
-        await until(lambda: one.value("resent_total") == 16)
+        await eventually(lambda: one.value("resent_total") == 16)
     assert len(one.manager.got) == before + 2
 
 
@@ -280,7 +280,7 @@ async def test_after_the_topic_was_made_anew_nothing_of_the_old_one_is_told() ->
     one.partition.reset()
     assert await one.deliver(records(firing("a"))) == [1]
     async with one.resending():
-        await until(lambda: len(one.manager.told) == 2)
+        await eventually(lambda: len(one.manager.told) == 2)
     assert one.manager.firing() == {"a"}
 
 

@@ -14,8 +14,8 @@ from delivery.dead_letters import Abandoned
 from sinks.remote_write.policy import Answer, Protocol
 from sinks.remote_write.refusals import BUDGET, GROWS_EVERY_S, LEFT_OUT_S
 from sinks.series.model import Row, SampleGroup, SeriesSet
+from tests.eventually import eventually
 from tests.sinks.conftest import device, sample
-from tests.sinks.receivers import until
 from tests.sinks.records import Read, record
 from tests.sinks.remote_write.receivers import Receiver, Refuse
 from tests.sinks.remote_write.test_partition import Setup
@@ -207,7 +207,7 @@ async def test_a_receiver_that_refuses_everything_is_asked_twice_and_then_waited
     one = Setup(Receiver(always=ALWAYS[always]), protocol, max_samples=10_000, probe_s=60.0)
     delivering = asyncio.ensure_future(one.deliver(*fleet(1)))
     failing = one.made.registry.get_sample_value
-    await until(lambda: failing("gpustream_remote_write_receiver_failing") == 1)
+    await eventually(lambda: failing("gpustream_remote_write_receiver_failing") == 1)
     await asyncio.sleep(0.05)
     assert one.receiver.requests <= 2
     assert one.receiver.sizes[1:] in ([], [1])
@@ -229,7 +229,7 @@ async def test_what_was_kept_while_everything_was_refused_is_delivered_when_it_i
     await one.deliver(*fleet(1))
     one.receiver.refuse = lambda _: "no tenant"
     delivering = asyncio.ensure_future(one.deliver(*fleet(2), *fleet(3)))
-    await until(lambda: one.receiver.requests > 50)
+    await eventually(lambda: one.receiver.requests > 50)
     assert max(one.receiver.sizes[2:]) < 40, "a series, or what was accepted of a GPU"
     one.receiver.refuse = lambda _: None
     await asyncio.wait_for(delivering, 20)
@@ -250,7 +250,7 @@ async def test_a_receiver_that_begins_to_refuse_everything_in_the_middle_dead_le
 
     one.receiver.refuse = later
     delivering = asyncio.ensure_future(one.deliver(tick(1)))
-    await until(lambda: one.transmitter.failing is not None)
+    await eventually(lambda: one.transmitter.failing is not None)
     assert one.sender.sent == []
     one.receiver.refuse = lambda _: None
     await asyncio.wait_for(delivering, 20)
@@ -264,7 +264,7 @@ async def test_of_many_partitions_that_wait_one_asks_at_a_time() -> None:
         SampleGroup(SeriesSet((("node", str(node)),), (Row("up"), Row("down"))), 5, [1.0, 0.0]) for node in range(20)
     ]
     waiting = [asyncio.ensure_future(one.transmitter.send([group], one.abandon)) for group in groups]
-    await until(lambda: one.receiver.requests >= 4)
+    await eventually(lambda: one.receiver.requests >= 4)
     assert one.receiver.sizes == [2] + [1] * (one.receiver.requests - 1)
     one.receiver.always = None
     assert await asyncio.wait_for(asyncio.gather(*waiting), 20) == [None] * 20

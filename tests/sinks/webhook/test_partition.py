@@ -20,8 +20,9 @@ from sinks.receiver import Receiver
 from sinks.webhook.encode import Secret
 from sinks.webhook.partition import AHEAD, PENDING, WebhookPartition, WebhookShared
 from sinks.webhook.sink import COMPONENT, INSTRUMENTS
+from tests.eventually import eventually
 from tests.sinks.alerts import START_MS, alert, alert_record, deleted
-from tests.sinks.receivers import Scripted, until
+from tests.sinks.receivers import Scripted
 from tests.sinks.records import FakeSender, Read
 from topics.alerts import Alert, transition_id
 
@@ -150,7 +151,7 @@ async def test_alerts_do_not_wait_for_one_another_but_one_waits_for_itself() -> 
     delivering = asyncio.ensure_future(
         one.deliver(records(alert("a"), alert("a", ends_ms=OVER_MS), alert("b"), alert("c"), alert("d"), alert("e")))
     )
-    await until(lambda: one.scripted.under_way == 3)
+    await eventually(lambda: one.scripted.under_way == 3)
     one.scripted.hold.set()
     await delivering
     assert one.scripted.most == 3
@@ -163,7 +164,7 @@ async def test_no_offset_passes_an_unfinished_transition() -> None:
     one.outcomes.read(3)
     steps = one.partition.deliver(records(alert("a"), alert("b"), alert("c")), one.abandon)
     assert await asyncio.wait_for(anext(steps), 10) == 1
-    await until(lambda: len(one.posted()) == 2)
+    await eventually(lambda: len(one.posted()) == 2)
     one.abandon.set()
     with pytest.raises(Abandoned):
         await asyncio.wait_for(anext(steps), 10)
@@ -180,7 +181,7 @@ async def test_an_alert_that_is_not_accepted_holds_up_no_other_that_comes_later(
     again = records(alert("0", ends_ms=OVER_MS), first=40)
     assert await one.deliver(again) == []
     one.scripted.then = lambda _: 200
-    await until(lambda: len(one.posted()) == 41)
+    await eventually(lambda: len(one.posted()) == 41)
     assert await one.deliver([]) == [41]
     assert one.posted()[-2:] == [transition_id(alert("0")), transition_id(alert("0", ends_ms=OVER_MS))]
     assert one.ends() == {"delivered": 41}
@@ -190,9 +191,9 @@ async def test_no_more_are_begun_ahead_of_an_unfinished_transition_than_may_be_p
     one = Setup(Scripted(then=lambda body: 503 if b'"k8s_pod_name":"0"' in body else 200))
     log = records(*[alert(str(pod)) for pod in range(AHEAD + 100)])
     delivering = asyncio.ensure_future(one.deliver(log))
-    await until(lambda: len(one.posted()) == AHEAD - 1)
+    await eventually(lambda: len(one.posted()) == AHEAD - 1)
     tries = len(one.scripted.got)
-    await until(lambda: len(one.scripted.got) > tries + 20)
+    await eventually(lambda: len(one.scripted.got) > tries + 20)
     assert len(one.posted()) == AHEAD - 1
     one.scripted.then = lambda _: 200
     assert (await delivering)[-1] == AHEAD + 100
@@ -202,7 +203,7 @@ async def test_no_more_are_begun_ahead_of_an_unfinished_transition_than_may_be_p
 async def test_in_an_outage_few_are_under_way() -> None:
     one = Setup(Scripted(then=lambda _: 503))
     delivering = asyncio.ensure_future(one.deliver(records(*[alert(str(pod)) for pod in range(100)])))
-    await until(lambda: len(one.scripted.got) > 200)
+    await eventually(lambda: len(one.scripted.got) > 200)
     assert len({got.headers["Idempotency-Key"] for got in one.scripted.got}) == PENDING
     one.abandon.set()
     with pytest.raises(Abandoned):
@@ -222,12 +223,12 @@ async def test_a_partition_that_comes_back_begins_again_with_what_it_had_not_fin
 async def test_a_receiver_that_refuses_everything_keeps_the_transitions() -> None:
     one = Setup(Scripted(then=lambda _: 400), most_refused=3)
     delivering = asyncio.ensure_future(one.deliver(records(*[alert(str(pod)) for pod in range(9)])))
-    await until(lambda: len(one.scripted.got) > 30)
+    await eventually(lambda: len(one.scripted.got) > 30)
     assert one.ends() == {"dead_lettered": 3}
     assert one.shared.receiver.failing == "it refuses everything: HTTP 400: said"
     one.scripted.then = lambda _: 200
     await delivering
-    await until(lambda: len(one.posted()) == 6)
+    await eventually(lambda: len(one.posted()) == 6)
     await one.deliver([])
     assert one.ends() == {"dead_lettered": 3, "delivered": 6}
 

@@ -4,7 +4,7 @@ import asyncio
 
 from sinks.webhook.config import WebhookSettings
 from sinks.webhook.sink import WebhookSink
-from tests.sinks.receivers import until
+from tests.eventually import eventually
 
 
 async def test_without_a_broker_it_says_so_and_stops_when_told() -> None:
@@ -12,6 +12,6 @@ async def test_without_a_broker_it_says_so_and_stops_when_told() -> None:
     stop = asyncio.Event()
     assert one.not_ready() == ["not started"]
     running = asyncio.ensure_future(one.run(stop))
-    await until(lambda: one.not_ready() == ["no Kafka broker answers at 127.0.0.1:1 (KafkaConnectionError)"])
+    await eventually(lambda: one.not_ready() == ["no Kafka broker answers at 127.0.0.1:1 (KafkaConnectionError)"])
     stop.set()
     await asyncio.wait_for(running, 8)

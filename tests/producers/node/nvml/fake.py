@@ -1,6 +1,5 @@
 """NVML as a test says, behind the boundary: errors, hangs, GPUs that come and go, MIG devices, processes."""
 
-import asyncio
 import itertools
 import queue
 import threading
@@ -376,14 +375,6 @@ class FakeCensus:
 
     def close(self) -> None:
         self.closed = True
-
-
-async def until(condition: Callable[[], object], within_s: float = 30.0) -> None:
-    """Wait for what is to come; fail where it does not."""
-    ends_s = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < ends_s, "it did not come"
-        await asyncio.sleep(0.005)
 
 
 class Clock:

@@ -7,8 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from producers.node.nvml.census import LONGEST_S, Census, Reopening, parse
+from tests.eventually import eventually
 from tests.nvml.scripted import ScriptedNvml
-from tests.producers.node.nvml.fake import Clock, until
+from tests.producers.node.nvml.fake import Clock
 
 Environment = Callable[[ScriptedNvml], None]
 
@@ -59,7 +60,7 @@ async def test_a_child_that_is_slow_is_ended_and_another_is_asked_later() -> Non
     assert await census.take() is None
     child = census._child
     assert child is not None
-    await until(lambda: child.poll() is not None)
+    await eventually(lambda: child.poll() is not None)
     census._command = says("print('[\"GPU-0\"]')")
     census._within_s = 60
     assert await census.take() == frozenset({"GPU-0"})

@@ -9,7 +9,8 @@ import pytest
 from producers.node.nvml import binding
 from producers.node.nvml.binding import NvmlError, Told
 from producers.node.nvml.events import UNSUPPORTED_EVERY_S, XID_EVENT, Events, Xid
-from tests.producers.node.nvml.fake import FakeNvml, until
+from tests.eventually import eventually
+from tests.producers.node.nvml.fake import FakeNvml
 
 WAIT = "nvmlEventSetWait"
 SUPPORTED = "nvmlDeviceGetSupportedEventTypes"
@@ -38,16 +39,16 @@ class Bench:
 
     async def watch(self) -> None:
         self.add()
-        await until(lambda: all(self.nvml.asked[gpu.uuid, SUPPORTED] for gpu in self.nvml.gpus))
-        await until(self.waiting)
+        await eventually(lambda: all(self.nvml.asked[gpu.uuid, SUPPORTED] for gpu in self.nvml.gpus))
+        await eventually(self.waiting)
 
     def waiting(self) -> bool:
         return bool(self.nvml.asked["", WAIT])
 
     async def renewed(self, sets: int) -> None:
-        await until(lambda: self.nvml.asked["", "nvmlEventSetCreate"] == sets)
+        await eventually(lambda: self.nvml.asked["", "nvmlEventSetCreate"] == sets)
         before = self.nvml.asked["", WAIT]
-        await until(lambda: self.nvml.asked["", WAIT] > before)
+        await eventually(lambda: self.nvml.asked["", WAIT] > before)
 
     def codes(self) -> list[tuple[int | None, int]]:
         return [(xid.gpu, xid.code) for xid in self.told]
@@ -64,7 +65,7 @@ async def closing(one: Bench) -> AsyncIterator[Bench]:
     yield one
     one.nvml.release()
     ended = one.events.close()
-    await until(ended.is_set)
+    await eventually(ended.is_set)
 
 
 async def test_each_error_is_told_with_its_gpu_its_code_and_the_time_when_it_was_seen(bench: Bench) -> None:
@@ -72,7 +73,7 @@ async def test_each_error_is_told_with_its_gpu_its_code_and_the_time_when_it_was
     before_ms = time.time_ns() // 1_000_000
     bench.nvml.xid(bench.nvml.gpus[1], 79)
     bench.nvml.xid(bench.nvml.gpus[0], 31, 4)
-    await until(lambda: len(bench.told) == 2)
+    await eventually(lambda: len(bench.told) == 2)
     assert bench.codes() == [(1, 79), (0, 31)]
     assert [xid.gpu_instance for xid in bench.told] == [None, 4]
     assert all(before_ms <= xid.ts_ms <= time.time_ns() // 1_000_000 for xid in bench.told)
@@ -83,7 +84,7 @@ async def test_it_goes_on_after_an_error(bench: Bench) -> None:
     await bench.watch()
     for times in (1, 2, 3):
         bench.nvml.xid(bench.nvml.gpus[0], times)
-        await until(lambda: len(bench.told) == times)  # noqa: B023 - awaited here
+        await eventually(lambda: len(bench.told) == times)  # noqa: B023 - awaited here
     assert bench.codes() == [(0, 1), (0, 2), (0, 3)]
 
 
@@ -91,7 +92,7 @@ async def test_a_gpu_without_these_events_is_not_registered_and_not_counted(benc
     del bench.nvml.gpus[0].answers[SUPPORTED]
     bench.nvml.gpus[1].answers[SUPPORTED] = 3
     bench.add()
-    await until(lambda: all(bench.nvml.asked[gpu.uuid, SUPPORTED] for gpu in bench.nvml.gpus))
+    await eventually(lambda: all(bench.nvml.asked[gpu.uuid, SUPPORTED] for gpu in bench.nvml.gpus))
     assert bench.nvml.asked["", WAIT] == 0
     assert bench.nvml.sets[0].devices == []
     assert bench.errors == []
@@ -106,9 +107,9 @@ async def test_a_gpu_that_said_in_passing_that_it_has_no_events_is_asked_again_a
     assert bench.nvml.asked["GPU-0", SUPPORTED] == 1
     bench.nvml.gpus[0].answers[SUPPORTED] = answer
     bench.ahead_s = UNSUPPORTED_EVERY_S
-    await until(lambda: bench.nvml.asked["GPU-0", SUPPORTED] == 2 and not bench.events.refusals())
+    await eventually(lambda: bench.nvml.asked["GPU-0", SUPPORTED] == 2 and not bench.events.refusals())
     bench.nvml.xid(bench.nvml.gpus[0], 79)
-    await until(lambda: bench.told)
+    await eventually(lambda: bench.told)
     assert bench.codes() == [(0, 79)]
     assert bench.errors == []
 
@@ -123,14 +124,14 @@ async def test_a_gpu_that_can_not_be_asked_is_counted_and_the_others_are_waited_
     bench.nvml.gpus[0].fail(SUPPORTED, binding.UNKNOWN)
     await bench.watch()
     bench.nvml.xid(bench.nvml.gpus[1], 13)
-    await until(lambda: bench.told)
+    await eventually(lambda: bench.told)
     assert bench.errors == [(SUPPORTED, "UNKNOWN")]
 
 
 async def test_an_event_of_a_gpu_that_is_not_known_is_told_without_one(bench: Bench) -> None:
     await bench.watch()
     bench.nvml.sets[0].told.put(Told(4711, XID_EVENT, 13))
-    await until(lambda: bench.told)
+    await eventually(lambda: bench.told)
     assert bench.codes() == [(None, 13)]
 
 
@@ -138,7 +139,7 @@ async def test_other_events_are_not_told(bench: Bench) -> None:
     await bench.watch()
     bench.nvml.sets[0].told.put(Told(id(bench.nvml.gpus[0]), 1, 5))
     bench.nvml.xid(bench.nvml.gpus[0], 13)
-    await until(lambda: bench.told)
+    await eventually(lambda: bench.told)
     assert bench.codes() == [(0, 13)]
 
 
@@ -148,7 +149,7 @@ async def test_a_set_that_fails_is_made_anew_and_counted(bench: Bench) -> None:
     bench.nvml.sets[0].told.put(NvmlError(binding.GPU_IS_LOST))
     await bench.renewed(2)
     bench.nvml.xid(bench.nvml.gpus[1], 79)
-    await until(lambda: bench.told)
+    await eventually(lambda: bench.told)
     assert bench.codes() == [(1, 79)]
     assert bench.errors == [(WAIT, "GPU_IS_LOST")]
     assert len(bench.nvml.sets) == 1
@@ -160,7 +161,7 @@ async def test_an_xid_error_that_stands_behind_the_news_of_a_loss_is_told(bench:
     lost.error = binding.GPU_IS_LOST
     waited_on = bench.nvml.sets[0].told
     hang = bench.nvml.hang(None, WAIT)
-    await until(hang.begun.is_set)
+    await eventually(hang.begun.is_set)
     for told in (NvmlError(binding.GPU_IS_LOST), Told(id(lost), XID_EVENT, 79), NvmlError(binding.GPU_IS_LOST)):
         waited_on.put(told)
     bench.nvml.release()
@@ -172,7 +173,7 @@ async def test_an_xid_error_that_stands_behind_the_news_of_a_loss_is_told(bench:
 async def test_a_driver_without_events_is_asked_once_and_not_counted(bench: Bench) -> None:
     bench.nvml.events_error = binding.FUNCTION_NOT_FOUND
     bench.add()
-    await until(lambda: not bench.events.busy)
+    await eventually(lambda: not bench.events.busy)
     assert bench.nvml.asked["", "nvmlEventSetCreate"] == 1
     assert bench.errors == []
 
@@ -180,13 +181,13 @@ async def test_a_driver_without_events_is_asked_once_and_not_counted(bench: Benc
 async def test_paused_it_lets_go_of_the_set_and_can_begin_anew(bench: Bench) -> None:
     await bench.watch()
     bench.events.pause()
-    await until(lambda: not bench.events.busy)
+    await eventually(lambda: not bench.events.busy)
     assert bench.nvml.sets == []
     bench.nvml.init()
     bench.add()
     await bench.renewed(2)
     bench.nvml.xid(bench.nvml.gpus[0], 13)
-    await until(lambda: bench.told)
+    await eventually(lambda: bench.told)
     assert bench.codes() == [(0, 13)]
 
 
@@ -194,12 +195,12 @@ async def test_a_wait_that_hangs_does_not_hold_up_the_end() -> None:
     bench = Bench()
     hang = bench.nvml.hang(None, WAIT)
     bench.add()
-    await until(hang.begun.is_set)
+    await eventually(hang.begun.is_set)
     ended = bench.events.close()
     assert bench.events.busy
     assert not ended.is_set()
     bench.nvml.release()
-    await until(ended.is_set)
+    await eventually(ended.is_set)
 
 
 async def test_without_gpus_nothing_is_asked() -> None:
@@ -218,16 +219,16 @@ async def test_a_gpu_that_is_added_again_is_registered_once(bench: Bench) -> Non
     await bench.watch()
     bench.add()
     bench.nvml.xid(bench.nvml.gpus[0], 13)
-    await until(lambda: bench.told)
+    await eventually(lambda: bench.told)
     assert bench.nvml.asked["GPU-0", "nvmlDeviceRegisterEvents"] == 1
 
 
 async def test_a_gpu_that_comes_later_is_added_to_those_that_are_waited_for(bench: Bench) -> None:
     bench.events.watch()
     bench.events.add(0, bench.nvml.handle(0))
-    await until(bench.waiting)
+    await eventually(bench.waiting)
     bench.events.add(1, bench.nvml.handle(1))
-    await until(lambda: bench.nvml.asked["GPU-1", "nvmlDeviceRegisterEvents"])
+    await eventually(lambda: bench.nvml.asked["GPU-1", "nvmlDeviceRegisterEvents"])
     bench.nvml.xid(bench.nvml.gpus[1], 13)
-    await until(lambda: bench.told)
+    await eventually(lambda: bench.told)
     assert bench.codes() == [(1, 13)]

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from producers.node.nvml.worker import Worker
-from tests.producers.node.nvml.fake import until
+from tests.eventually import eventually
 
 HANGS = """
 import asyncio, threading
@@ -56,7 +56,7 @@ async def test_a_job_that_nobody_waits_for_any_more_still_keeps_the_worker_busy_
     await asyncio.sleep(0)
     assert worker.busy
     end.set()
-    await until(lambda: not worker.busy)
+    await eventually(lambda: not worker.busy)
     worker.stop()
 
 
