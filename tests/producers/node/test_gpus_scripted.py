@@ -99,6 +99,7 @@ class Node:
 async def node(nvml: ScriptedNvml, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Node]:
     for name, value in nvml.environment().items():
         monkeypatch.setenv(name, value)  # for the census
+    nvml.set(None, sample_period_us=10_000)  # a tick always has samples that are newer than those of the one before
     nvml.load()
     one = Node(nvml)
     yield one
