@@ -1,7 +1,6 @@
 """A run in one process: the order of its start and end, and what fails."""
 
 import asyncio
-from collections.abc import Callable
 
 import pytest
 from prometheus_client import CollectorRegistry
