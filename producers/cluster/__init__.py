@@ -1,1 +1,1 @@
-"""The cluster: its pods, nodes, claims and owners as the Kubernetes API tells -> gpu.workloads."""
+"""The cluster: its pods, nodes, claims and owners as the Kubernetes API has them -> gpu.workloads."""

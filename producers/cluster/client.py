@@ -10,9 +10,10 @@ import asyncio
 import contextlib
 import logging
 import ssl
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Mapping
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import aiohttp
 import msgspec
@@ -20,7 +21,7 @@ import msgspec
 from delivery.clients import describe
 from delivery.instruments import Instruments
 from producers.cluster import instruments as names
-from producers.cluster.credentials import SERVICE_ACCOUNT, ConfigError, Connection, Source
+from producers.cluster.credentials import SERVICE_ACCOUNT, ConfigError, Connection, CredentialSource
 
 log = logging.getLogger(__name__)
 
@@ -37,38 +38,24 @@ LARGEST_ERROR_BYTES = 64 * 1024
 ERROR_WITHIN_S = 10.0
 _LONGEST_MESSAGE = 300
 
-NoAnswer = Literal["connection", "tls", "timeout", "cut"]
+LOG_AGAIN_S = 60.0
+UNREADY_AFTER_S = 30.0
 
 
 class Unreachable(Exception):
     """There was no answer, or not all of it; the message says why. Ask again later."""
 
-    def __init__(self, reason: NoAnswer, message: str) -> None:
+    def __init__(self, reason: Literal["connection", "tls", "timeout", "cut"], message: str) -> None:
         super().__init__(message)
         self.reason = reason
 
 
 class Answer(NamedTuple):
-    """What the API server answered, whatever its status."""
+    """An answer of the API server, whatever its status."""
 
     status: int
     body: bytes
     retry_after_s: float | None
-
-
-class Requests(Protocol):
-    """What asks for one thing at a time needs of :class:`Client`."""
-
-    def request(
-        self,
-        method: str,
-        path: str,
-        *,
-        body: bytes | None = None,
-        headers: Mapping[str, str] | None = None,
-        timeout_s: float = 10.0,
-    ) -> Coroutine[None, None, Answer]:
-        """Ask, and give the answer of whatever status; raises Unreachable where there is none."""
 
 
 class Stream:
@@ -88,9 +75,9 @@ class Stream:
     async def lines(self, cap: int) -> AsyncGenerator[bytes | None]:
         """The lines as they come, without empty ones; None for each that was longer than ``cap`` and is dropped.
 
-        Raises :class:`Unreachable`, also where the stream ends in the middle of a line.
+        Raises :class:`Unreachable`, also if the stream ends in the middle of a line.
         """
-        lines = Lines(cap)
+        lines = LineSplitter(cap)
         chunks = self._response.content.iter_any()
         while True:
             with reaching():
@@ -99,36 +86,34 @@ class Stream:
                 break
             for line in lines.feed(chunk):
                 yield line
-        if lines.unfinished:
+        if lines.size:
             raise Unreachable("cut", "the stream ended in the middle of a line")
 
 
-class Lines:
-    """Splits a stream of bytes into lines. A list of parts, because a line may come in thousands of them."""
+class LineSplitter:
+    """Splits a stream of bytes into lines. ``size`` is that of the line that has begun and has not ended.
+
+    The line is kept as a list of parts, because it may come in thousands of them.
+    """
 
     def __init__(self, cap: int) -> None:
         self._cap = cap
         self._parts: list[bytes] = []
-        self._size = 0
-
-    @property
-    def unfinished(self) -> bool:
-        """Whether a line has begun that has not ended."""
-        return self._size > 0
+        self.size = 0
 
     def feed(self, chunk: bytes) -> Iterator[bytes | None]:
-        """The lines that end in this chunk."""
+        """The lines that end in this chunk; None for each that was longer than the cap."""
         *ends, rest = chunk.split(b"\n")
         for end in ends:
             self._keep(end)
-            if self._size:
-                yield None if self._size > self._cap else b"".join(self._parts)
-            self._parts, self._size = [], 0
+            if self.size:
+                yield None if self.size > self._cap else b"".join(self._parts)
+            self._parts, self.size = [], 0
         self._keep(rest)
 
     def _keep(self, part: bytes) -> None:
-        self._size += len(part)
-        if self._size > self._cap:
+        self.size += len(part)
+        if self.size > self._cap:
             self._parts = []
         elif part:
             self._parts.append(part)
@@ -164,7 +149,7 @@ def reaching(late: str = "no answer in time") -> Iterator[None]:
 
 
 class Status(msgspec.Struct):
-    """What the API server says where it gives no object."""
+    """What the API server answers if it gives no object."""
 
     code: int = 0
     message: str = ""
@@ -183,6 +168,42 @@ def message(body: bytes) -> str:
     return " ".join(said.split())[:_LONGEST_MESSAGE] or "without a word"
 
 
+class ApiHealth:
+    """How some work with the API server goes, in the log and for health checks.
+
+    ``what`` begins each sentence. There is a line in ``log`` when it changes; while it wavers, one a minute and kind.
+    """
+
+    def __init__(self, what: str, log: logging.Logger) -> None:
+        self._what, self._log = what, log
+        self._bad_since_s: float | None = None
+        self._last = ""
+        self._logged_s: dict[str, float] = {}
+        self.problem = ""
+
+    def good(self, how: str) -> None:
+        """There is no trouble; logged unless it was the last that was logged."""
+        self.problem, self._bad_since_s = "", None
+        if how != self._last:
+            self._last = how
+            self._log.info("%s", f"{self._what}: {how}")
+
+    def bad(self, kind: str, why: str) -> None:
+        """There is trouble, of a kind, with a sentence that may differ each time."""
+        now_s = time.monotonic()
+        self.problem = why
+        if self._bad_since_s is None:
+            self._bad_since_s = now_s
+        if kind != self._last and now_s - self._logged_s.get(kind, float("-inf")) >= LOG_AGAIN_S:
+            self._last, self._logged_s[kind] = kind, now_s
+            self._log.warning("%s", f"{self._what}: {why}")
+
+    def lasting(self) -> list[str]:
+        """The trouble, if it has lasted for 30 s."""
+        bad_s = 0.0 if self._bad_since_s is None else time.monotonic() - self._bad_since_s
+        return [f"{self._what}: {self.problem} (for {bad_s:.0f} s)"] if bad_s > UNREADY_AFTER_S else []
+
+
 class Client:
     """The API server of one cluster. ``kubeconfig`` None: the pod's service account, else what kubectl would use.
 
@@ -197,7 +218,7 @@ class Client:
         service_account: Path = SERVICE_ACCOUNT,
         refresh_s: float = REFRESH_S,
     ) -> None:
-        self._source = Source(kubeconfig, service_account)
+        self._source = CredentialSource(kubeconfig, service_account)
         self._instruments = instruments
         self._refresh_s = refresh_s
         self._connection: Connection | None = None
@@ -207,7 +228,7 @@ class Client:
     async def start(self) -> None:
         """Load the configuration. Raises :class:`ConfigError`; whether anybody answers there is not asked."""
         self._connection = await self._source.connect()
-        self._refreshing = asyncio.create_task(self._refresh_for_ever())
+        self._refreshing = asyncio.create_task(self._refresh(self._connection))
 
     async def request(
         self,
@@ -221,12 +242,9 @@ class Client:
     ) -> Answer:
         """Ask, and wait at most ``timeout_s`` for all of the answer. ``body`` is JSON. Raises :class:`Unreachable`."""
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_WITHIN_S)
-        sent = {"Content-Type": "application/json"} if body is not None else {}
+        sent = {**({"Content-Type": "application/json"} if body is not None else {}), **(headers or {})}
         with self._counting_failures(), reaching(f"no answer within {timeout_s:g} s"):
-            response = await self._ask(
-                method, path, timeout, params=params, headers={**sent, **(headers or {})}, data=body
-            )
-            async with response:
+            async with await self._ask(method, path, timeout, params=params, headers=sent, data=body) as response:
                 content = await read_body(response, LARGEST_ANSWER_BYTES + 1)
                 if len(content) > LARGEST_ANSWER_BYTES:
                     raise Unreachable("cut", f"the answer is longer than {LARGEST_ANSWER_BYTES} bytes")
@@ -279,33 +297,28 @@ class Client:
             self._count(error.reason)
             raise
 
-    async def _refresh_for_ever(self) -> None:
-        """Credentials change under a process that runs for months: tokens every hour, certificates every year."""
-        told = ""
+    async def _refresh(self, connection: Connection) -> None:
+        """Read the credentials again, for ever: in a process that runs for months, tokens change every hour and
+        certificates every year."""
+        logged = ""
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._refresh_s):
                     await self._denied.wait()
             denied = self._denied.is_set()
             self._denied.clear()
-            problem = await self._refresh(anew=denied)
-            if problem and problem != told:
+            problem = ""
+            try:
+                async with asyncio.timeout(LOAD_WITHIN_S):
+                    changed = await self._source.refreshed(connection, login=denied)
+                if changed is not None:
+                    log.info("the API server's certificate authority or our certificate changed: connecting again")
+                    self._connection = changed
+                    await connection.close()
+                    connection = changed
+            except (ConfigError, TimeoutError) as error:
+                problem = str(error) or f"they were not there within {LOAD_WITHIN_S:g} s"
+            if problem and problem != logged:
                 log.warning("the credentials could not be read again, and stay what they were: %s", problem)
-            told = problem
+            logged = problem
             await asyncio.sleep(min(REFRESH_AGAIN_S, self._refresh_s))
-
-    async def _refresh(self, *, anew: bool) -> str:
-        """Read the credentials again; the problem, or nothing."""
-        old = self._connection
-        if old is None:
-            return ""
-        try:
-            async with asyncio.timeout(LOAD_WITHIN_S):
-                changed = await self._source.refreshed(old, anew=anew)
-        except (ConfigError, TimeoutError) as error:
-            return str(error) or f"they were not there within {LOAD_WITHIN_S:g} s"
-        if changed is not None:
-            log.info("the API server's certificate authority or our certificate changed: connecting anew")
-            self._connection = changed
-            await old.close()
-        return ""

@@ -1,4 +1,4 @@
-"""The settings of the cluster producer, and what it keeps of labels and annotations whatever it is told."""
+"""The settings of the cluster producer, and the labels and annotations that it keeps in any case."""
 
 import os
 import re
@@ -10,7 +10,7 @@ from uuid import uuid4
 
 from delivery.settings import LEASE, NAME, NAMES, READABLE_FILE, KafkaSettings, Option
 from producers import records
-from producers.cluster import selection
+from producers.cluster.objects import allow_list_mistakes
 from producers.settings import GPU_RESOURCES, ResourcePrefixes, prefix_mistakes
 
 POD_LABELS = (
@@ -131,7 +131,7 @@ class ClusterSettings(KafkaSettings):
         """See :meth:`KafkaSettings.mistakes`."""
         found = super().mistakes()
         for name in ("pod_labels", "pod_annotations", "namespace_labels", "node_labels"):
-            found += selection.mistakes(f"--{name.replace('_', '-')}", getattr(self, name))
+            found += allow_list_mistakes(f"--{name.replace('_', '-')}", getattr(self, name))
         found += prefix_mistakes(self.resource_prefixes)
         if self.lease is not None and not _LEASE.fullmatch(self.lease):
             found.append(f"--lease: {self.lease!r} is not NAMESPACE/NAME, as {LEASE_NAME} in a namespace is")

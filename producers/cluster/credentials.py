@@ -64,7 +64,7 @@ class Connection:
         await self._client.close()
 
 
-class Source(NamedTuple):
+class CredentialSource(NamedTuple):
     """Where the configuration comes from."""
 
     kubeconfig: Path | None
@@ -80,23 +80,33 @@ class Source(NamedTuple):
         except (OSError, ssl.SSLError, ValueError) as error:
             raise ConfigError(f"the certificates of {self._name()} can't be used: {error}") from error
 
-    async def refreshed(self, old: Connection, *, anew: bool) -> Connection | None:
-        """Give an open connection the credentials of now; a new connection where its certificates changed.
+    async def refreshed(self, old: Connection, *, login: bool) -> Connection | None:
+        """Give an open connection the credentials of now; a new connection if its certificates changed.
 
-        ``anew`` forgets what a login command said before. Raises :class:`ConfigError`.
+        ``login``: a login command is run again, whatever it said before. Raises :class:`ConfigError`.
         """
-        configuration, loader = await self._loaded(None if anew else old.loader)
+        configuration, loader = await self._loaded(None if login else old.loader)
         if await asyncio.to_thread(_stamp, configuration) != old.stamp or configuration.host != old.configuration.host:
             return await self.connect()
         old.configuration.api_key, old.loader = configuration.api_key, loader
         return None
 
     async def _loaded(self, loader: Any = None) -> tuple[Any, Any]:
+        """The configuration, and the loader that can read it again."""
         configuration = importlib.import_module("kubernetes_asyncio.client").Configuration()
         configuration.host = ""
         configuration.disable_strict_ssl_verification = True  # no cluster's own certificates hold to all of RFC 5280
+        config = importlib.import_module("kubernetes_asyncio.config")
         try:
-            loader = await self._load(configuration, loader)
+            if self.in_cluster():
+                token, ca = str(self.service_account / "token"), str(self.service_account / "ca.crt")
+                files = {"token_filename": token, "cert_filename": ca}
+                await asyncio.to_thread(config.load_incluster_config, configuration, try_refresh_token=False, **files)
+            elif loader is not None:
+                await loader.load_and_set(configuration)
+            else:
+                paths = os.pathsep.join(map(str, self._kubeconfigs()))
+                loader = await config.load_kube_config(paths, client_configuration=configuration, persist_config=False)
         except ConfigError:
             raise
         except Exception as error:  # the library raises whatever a file's contents lead to
@@ -105,34 +115,16 @@ class Source(NamedTuple):
             raise ConfigError(f"{self._name()} names no server")
         return configuration, loader
 
-    async def _load(self, configuration: Any, loader: Any) -> Any:
-        config = importlib.import_module("kubernetes_asyncio.config")
-        if self.in_cluster():
-            files = {
-                "token_filename": str(self.service_account / "token"),
-                "cert_filename": str(self.service_account / "ca.crt"),
-            }
-            await asyncio.to_thread(config.load_incluster_config, configuration, try_refresh_token=False, **files)
-        elif loader is not None:
-            await loader.load_and_set(configuration)
-        else:
-            paths = os.pathsep.join(map(str, self._kubeconfigs()))
-            loader = await config.load_kube_config(paths, client_configuration=configuration, persist_config=False)
-        return loader
-
     def in_cluster(self) -> bool:
-        """Whether this is a pod that was given a service account, and told nothing else."""
+        """Whether this is a pod that was given a service account, and no kubeconfig."""
         in_pod = "KUBERNETES_SERVICE_HOST" in os.environ and (self.service_account / "token").exists()
         return self.kubeconfig is None and in_pod
 
     def _kubeconfigs(self) -> list[Path]:
-        """The kubeconfigs that are there. Raises :class:`ConfigError` where none is."""
+        """The kubeconfigs that are there. Raises :class:`ConfigError` if none is."""
         named = os.environ.get("KUBECONFIG", "")
-        paths = [Path(path).expanduser() for path in named.split(os.pathsep) if path] or [
-            Path.home() / ".kube" / "config"
-        ]
-        if self.kubeconfig is not None:
-            paths = [self.kubeconfig]
+        paths = [Path(path).expanduser() for path in named.split(os.pathsep) if path]
+        paths = [self.kubeconfig] if self.kubeconfig is not None else paths or [Path.home() / ".kube" / "config"]
         if there := [path for path in paths if path.is_file()]:
             return there
         sought = " and ".join(map(str, paths))

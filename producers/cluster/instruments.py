@@ -49,7 +49,7 @@ INSTRUMENTS: tuple[Instrument, ...] = (
         "counter",
         "How often a watch or list was begun again, by why the last one ended: ended (in good order, as every few"
         " minutes), empty (at once, without a word), cut (in the middle of a line), connection, tls, timeout, slow (a"
-        " list that never ended), expired (410: listed anew), unauthorized, forbidden, absent (404), throttled (429),"
+        " list that never ended), expired (410: listed again), unauthorized, forbidden, absent (404), throttled (429),"
         " server_error, refused (another status), unsupported (no streaming lists: pages instead), garbage, too_long.",
         ("resource", "reason"),
     ),

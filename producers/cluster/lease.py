@@ -23,8 +23,7 @@ import msgspec
 
 from delivery.instruments import Instruments
 from producers.cluster import instruments as names
-from producers.cluster.client import Answer, Requests, Unreachable, message
-from producers.cluster.condition import Condition
+from producers.cluster.client import Answer, ApiHealth, Client, Unreachable, message
 
 log = logging.getLogger(__name__)
 
@@ -33,12 +32,13 @@ GIVE_UP_S = 7.0
 CALL_WITHIN_S = 4.0
 RELEASE_WITHIN_S = 2.0
 LEAST_TO_END_S = 1.0
-"""What the work has to end in where the Lease is over already, because the whole process had stood still."""
+"""How long the work has to end if the Lease is over already, because the whole process had stood still."""
 
 DURATION_S = 10.0
 
 LONGEST_DURATION_S = 60.0
-"""However long a Lease says that it holds: every leader is one of ours, and a slip must not stop the next for a day."""
+"""The longest that any Lease is believed to hold: every leader is one of ours, and a slip must not stop the next one
+for a day."""
 
 _LAST_YEAR = 9000  # above it there is little left to count up in
 _MOST_TRANSITIONS = 2**31 - 2
@@ -49,7 +49,7 @@ Json = dict[str, Any]
 Work = Callable[[int], Coroutine[Any, Any, None]]
 
 
-class Record(NamedTuple):
+class LeaseRecord(NamedTuple):
     """What a Lease says. Times are microseconds since the epoch, of the clock of whoever wrote them."""
 
     holder: str = ""
@@ -64,21 +64,22 @@ class Record(NamedTuple):
         return self.acquired_us // 1000
 
 
-def record_of(lease: Json) -> Record:
+def record_of(lease: Json) -> LeaseRecord:
     """What a Lease says; what is missing or makes no sense in it is as in one that nobody holds."""
     spec = lease.get("spec")
     spec = spec if isinstance(spec, dict) else {}
     holder, transitions = spec.get("holderIdentity"), spec.get("leaseTransitions")
-    return Record(
+    seconds = spec.get("leaseDurationSeconds")
+    return LeaseRecord(
         holder=holder if isinstance(holder, str) else "",
-        duration_s=_duration_s(spec.get("leaseDurationSeconds")),
+        duration_s=float(min(max(seconds, 1), LONGEST_DURATION_S)) if isinstance(seconds, int) else DURATION_S,
         acquired_us=_micros(spec.get("acquireTime")),
         renewed_us=_micros(spec.get("renewTime")),
         transitions=min(max(transitions, 0), _MOST_TRANSITIONS) if isinstance(transitions, int) else 0,
     )
 
 
-def spec_of(record: Record) -> Json:
+def spec_of(record: LeaseRecord) -> Json:
     """A record as a Lease's spec."""
     return {
         "holderIdentity": record.holder,
@@ -89,18 +90,14 @@ def spec_of(record: Record) -> Json:
     }
 
 
-def taken(last: Record, identity: str, *, duration_s: float, now_us: int) -> Record:
-    """The record of whoever takes the Lease after ``last``: its epoch is above, even where clocks stepped back."""
+def taken(last: LeaseRecord, identity: str, *, duration_s: float, now_us: int) -> LeaseRecord:
+    """The record of whoever takes the Lease after ``last``: its epoch is above, even if clocks stepped back."""
     acquired_us = max(now_us, (last.epoch + 1) * 1000)
-    return Record(identity, duration_s, acquired_us, now_us, last.transitions + 1)
-
-
-def _duration_s(value: Any) -> float:
-    return float(min(max(value, 1), LONGEST_DURATION_S)) if isinstance(value, int) else DURATION_S
+    return LeaseRecord(identity, duration_s, acquired_us, now_us, last.transitions + 1)
 
 
 def _micros(value: Any) -> int:
-    """A time of the API in microseconds since the epoch; 0 where it is none."""
+    """A time of the API in microseconds since the epoch; 0 if it is none."""
     with contextlib.suppress(TypeError, ValueError, OverflowError):
         time_of_day = datetime.fromisoformat(value).astimezone(UTC)
         return (time_of_day - _EPOCH) // timedelta(microseconds=1) if time_of_day.year < _LAST_YEAR else 0
@@ -111,7 +108,7 @@ def _time(micros: int) -> str:
     return (_EPOCH + timedelta(microseconds=micros)).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
-class Refused(Exception):
+class LeaseRefused(Exception):
     """The Lease could not be read or written; the message is a sentence, ``reason`` its kind. Try again."""
 
     def __init__(self, reason: str, why: str) -> None:
@@ -119,21 +116,18 @@ class Refused(Exception):
         self.reason = reason
 
 
-class LeaseStore:
+class LeaseLock:
     """The Lease at the API server, as last read or written."""
 
-    def __init__(self, api: Requests, namespace: str, name: str) -> None:
+    def __init__(self, api: Client, namespace: str, name: str) -> None:
         self._api, self._name = api, name
         self._collection = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
-        self._new: Json = {
-            "apiVersion": "coordination.k8s.io/v1",
-            "kind": "Lease",
-            "metadata": {"name": name, "namespace": namespace},
-        }
+        metadata = {"name": name, "namespace": namespace}
+        self._new: Json = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": metadata}
         self._lease: Json | None = None
 
     async def read(self, within_s: float) -> Json | None:
-        """The Lease; None: there is none. Raises Refused and Unreachable."""
+        """The Lease; None: there is none. Raises LeaseRefused and Unreachable."""
         answer = await self._ask("GET", f"{self._collection}/{self._name}", None, within_s)
         if answer.status not in (200, 404):
             raise self._refusal("get", answer)
@@ -141,7 +135,7 @@ class LeaseStore:
         return self._lease
 
     async def write(self, spec: Json, within_s: float) -> bool:
-        """Write this spec into the Lease, or a new one; False where it changed since. Raises Refused, Unreachable."""
+        """Write this spec into the Lease, or a new one; False if it changed since. Raises LeaseRefused, Unreachable."""
         body = msgspec.json.encode({**(self._lease or self._new), "spec": spec})
         if self._lease is None:
             verb, answer = "create", await self._ask("POST", self._collection, body, within_s)
@@ -161,20 +155,20 @@ class LeaseStore:
         except TimeoutError as error:
             raise Unreachable("timeout", f"no answer within {within_s:.1f} s") from error
 
-    def _refusal(self, verb: str, answer: Answer) -> Refused:
+    def _refusal(self, verb: str, answer: Answer) -> LeaseRefused:
         said = f"{message(answer.body)} ({answer.status})"
         if answer.status != 403:
-            return Refused(str(answer.status), f"the API server does not {verb} it: {said}")
+            return LeaseRefused(str(answer.status), f"the API server does not {verb} it: {said}")
         only = "" if verb == "create" else f', resourceNames: ["{self._name}"]'
         rule = f'{{apiGroups: ["coordination.k8s.io"], resources: [leases]{only}, verbs: [{verb}]}}'
-        return Refused("403", f"not allowed (403); our Role lacks {rule}: {said}")
+        return LeaseRefused("403", f"not allowed (403); our Role lacks {rule}: {said}")
 
 
 def _object(body: bytes) -> Json:
     try:
         return msgspec.json.decode(body, type=Json)
     except msgspec.DecodeError as error:
-        raise Refused("garbage", f"an answer that is no Lease ({error}): {message(body)}") from error
+        raise LeaseRefused("garbage", f"an answer that is no Lease ({error}): {message(body)}") from error
 
 
 class Stuck(Exception):
@@ -183,20 +177,16 @@ class Stuck(Exception):
     exit_code = 1
 
 
-def _now_us() -> int:
-    return time.time_ns() // 1000
-
-
-class Lease:
+class LeaderElector:
     """The Lease ``namespace``/``name``, and this process, which writes ``identity`` into it.
 
-    Another takes it where it has not changed for ``duration_s``; who leads renews it every ``renew_s``, and gives up
+    Another takes it if it has not changed for ``duration_s``; the leader renews it every ``renew_s``, and gives up
     ``give_up_s`` after the last time. ``now_us`` is the time of day, which may step back.
     """
 
     def __init__(
         self,
-        api: Requests,
+        api: Client,
         instruments: Instruments,
         *,
         namespace: str,
@@ -205,13 +195,13 @@ class Lease:
         duration_s: float = DURATION_S,
         renew_s: float = RENEW_S,
         give_up_s: float = GIVE_UP_S,
-        now_us: Callable[[], int] = _now_us,
+        now_us: Callable[[], int] = lambda: time.time_ns() // 1000,
     ) -> None:
-        self._store = LeaseStore(api, namespace, name)
+        self._lock = LeaseLock(api, namespace, name)
         self._instruments, self._identity, self._now_us = instruments, identity, now_us
         self._duration_s, self._renew_s, self._give_up_s = duration_s, renew_s, give_up_s
-        self._condition = Condition(f"lease {namespace}/{name}", log)
-        self._seen = self._latest = self._mine = Record()
+        self._health = ApiHealth(f"lease {namespace}/{name}", log)
+        self._seen = self._latest = self._mine = LeaseRecord()
         self._seen_s = self._renewed_s = float("-inf")
         self.leading = False
         instruments.gauge(names.LEADING).set(0)
@@ -225,32 +215,37 @@ class Lease:
         stopping = asyncio.ensure_future(stop.wait())
         try:
             while not stop.is_set():
-                if not await self._take():
-                    await asyncio.wait({stopping}, timeout=self._pause_s())
-                elif await self._lead(work, stopping):
-                    return
+                if await self._take():
+                    if await self._lead(work, stopping):
+                        return
+                    continue
+                pause_s = self._renew_s * random.uniform(0.8, 1.0)
+                left_s = self._seen_s + self._seen.duration_s - time.monotonic()
+                over_first = self._seen.holder and 0 < left_s < pause_s
+                await asyncio.wait({stopping}, timeout=left_s if over_first else pause_s)
         finally:
             stopping.cancel()
 
     def not_ready(self) -> list[str]:
         """Why it is not ready: the Lease could not be read or written for 30 s. Standing by is ready."""
-        return self._condition.lasting()
+        return self._health.lasting()
 
     # -- taking it
 
     async def _take(self) -> bool:
-        """Try to hold the Lease; whether that worked."""
+        """Take the Lease, if nobody can be leading by what is seen of it; whether that worked."""
         try:
-            self._see(await self._store.read(CALL_WITHIN_S))
-            took = self._free() and await self._write(self._taken(), CALL_WITHIN_S)
-        except (Refused, Unreachable) as error:
-            self._condition.bad(error.reason, str(error))
+            self._see(await self._lock.read(CALL_WITHIN_S))
+            over = time.monotonic() - self._seen_s >= self._seen.duration_s
+            took = False
+            if not self._seen.holder or self._is_mine() or over:
+                ours = taken(self._latest, self._identity, duration_s=self._duration_s, now_us=self._now_us())
+                took = await self._write(ours, CALL_WITHIN_S)
+        except (LeaseRefused, Unreachable) as error:
+            self._health.bad(error.reason, str(error))
             return False
-        self._condition.good("it can be read and written" if took else "standing by")
+        self._health.good("it can be read and written" if took else "standing by")
         return took
-
-    def _taken(self) -> Record:
-        return taken(self._latest, self._identity, duration_s=self._duration_s, now_us=self._now_us())
 
     def _see(self, lease: Json | None) -> None:
         """Note what the Lease says, and since when. One that was deleted holds for as long as it did."""
@@ -262,25 +257,15 @@ class Lease:
         if record.epoch >= self._latest.epoch:
             self._latest = record
 
-    def _free(self) -> bool:
-        """Whether nobody can be leading by what was seen."""
-        over = time.monotonic() - self._seen_s >= self._seen.duration_s
-        return not self._seen.holder or self._is_mine() or over
-
     def _is_mine(self) -> bool:
         """Whether what was seen is what this very process wrote, maybe without hearing of its success."""
         return (self._seen.holder, self._seen.acquired_us) == (self._identity, self._mine.acquired_us)
 
-    def _pause_s(self) -> float:
-        """How long to wait before looking again: less where the Lease is over earlier."""
-        pause_s = self._renew_s * random.uniform(0.8, 1.0)
-        left_s = self._seen_s + self._seen.duration_s - time.monotonic()
-        return min(pause_s, left_s) if self._seen.holder and left_s > 0 else pause_s
-
     # -- holding it
 
     async def _lead(self, work: Work, stopping: "asyncio.Future[Any]") -> bool:
-        """Run the work while the Lease is held; whether the work returned by itself. Raises what it raises."""
+        """Run the work while the Lease is held, and then let the next one lead at once; whether the work returned by
+        itself. Raises what it raises."""
         self._set_leading(True)
         working, keeping = asyncio.create_task(work(self._mine.epoch)), asyncio.create_task(self._keep())
         try:
@@ -290,10 +275,17 @@ class Lease:
                 log.warning("no longer leading: %s", keeping.result())
         finally:
             keeping.cancel()
-            await self._end(working)
+            working.cancel()
+            left_s = self._renewed_s + self._duration_s - time.monotonic()
+            done, _ = await asyncio.wait({working}, timeout=max(LEAST_TO_END_S, left_s))
+            if not done:
+                raise Stuck("the work did not end before another may lead; this process ends instead")
             await asyncio.wait({keeping})
             self._set_leading(False)
-            await self._release()
+            with contextlib.suppress(LeaseRefused, Unreachable, TimeoutError):  # if it fails, it runs out by itself
+                async with asyncio.timeout(RELEASE_WITHIN_S):
+                    if await self._update(self._mine._replace(holder=""), RELEASE_WITHIN_S):
+                        log.info("the lease is released")
         if not working.cancelled():
             working.result()
         return returned
@@ -310,12 +302,12 @@ class Lease:
                     held = await self._update(self._mine, CALL_WITHIN_S)
             except TimeoutError:  # our own time is over before a call's is
                 problem = problem or f"no answer within {within_s:.1f} s"
-            except (Refused, Unreachable) as error:
+            except (LeaseRefused, Unreachable) as error:
                 pause_s, problem = self._renew_s / 4, str(error)
-                self._condition.bad(error.reason, problem)
+                self._health.bad(error.reason, problem)
             else:
                 pause_s, problem = self._renew_s, ""
-                self._condition.good("it can be read and written")
+                self._health.good("it can be read and written")
                 if not held:
                     return f"the lease is {self._seen.holder or 'nobody'}'s"
         why = problem or "this process stood still, for it had no time to ask"
@@ -324,33 +316,18 @@ class Lease:
     def _left_s(self) -> float:
         return self._renewed_s + self._give_up_s - time.monotonic()
 
-    async def _end(self, working: "asyncio.Task[None]") -> None:
-        """Cancel the work and wait for its end, at most until another may lead."""
-        working.cancel()
-        left_s = self._renewed_s + self._duration_s - time.monotonic()
-        done, _ = await asyncio.wait({working}, timeout=max(LEAST_TO_END_S, left_s))
-        if not done:
-            raise Stuck("the work did not end before another may lead; this process ends instead")
-
-    async def _release(self) -> None:
-        """Let the next one lead at once, where the Lease is ours still. Without an answer it runs out by itself."""
-        with contextlib.suppress(Refused, Unreachable, TimeoutError):
-            async with asyncio.timeout(RELEASE_WITHIN_S):
-                if await self._update(self._mine._replace(holder=""), RELEASE_WITHIN_S):
-                    log.info("the lease is released")
-
-    async def _update(self, record: Record, within_s: float) -> bool:
-        """Write our record with the time of now; False where it is another's. Others may write labels beside us."""
+    async def _update(self, record: LeaseRecord, within_s: float) -> bool:
+        """Write our record with the time of now; False if it is another's. Others may write labels beside us."""
         record = record._replace(renewed_us=max(self._now_us(), record.renewed_us + 1))
         if self._is_mine() and await self._write(record, within_s):
             return True
-        self._see(await self._store.read(within_s))
+        self._see(await self._lock.read(within_s))
         return self._is_mine() and await self._write(record, within_s)
 
-    async def _write(self, record: Record, within_s: float) -> bool:
-        """Write a record over what was read; False where it is not that any more. It holds from before it was sent."""
+    async def _write(self, record: LeaseRecord, within_s: float) -> bool:
+        """Write a record over what was read; False if it changed since. It holds from before it was sent."""
         self._mine, began_s = record, time.monotonic()
-        if not await self._store.write(spec_of(record), within_s):
+        if not await self._lock.write(spec_of(record), within_s):
             return False
         self._renewed_s = began_s
         self._seen, self._seen_s, self._latest = record, time.monotonic(), record

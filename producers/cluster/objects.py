@@ -1,25 +1,34 @@
-"""What is read of the API server's objects, decoded from their JSON.
+"""What is read of the API server's objects, and what of them is kept.
 
-In: an object's bytes. Out: frozen records with the fields that something here reads; the rest, managedFields first of
-all, is skipped and never kept. Lists and maps may be null, as Go writes empty ones.
-On failure: :class:`Undecodable`.
+In: an object's bytes. Out: frozen records with the fields that something here reads; which pods and drivers concern
+GPUs; and of labels and annotations what an allow-list names, within bounds. Everything else, managedFields first of
+all, is skipped and never kept. Lists and maps may be null, as Go writes empty ones. A tenant writes a pod's labels and
+annotations: whatever is in them, what is kept of one pod has a greatest size. All of it is pure.
+On failure: :class:`UndecodableObject`.
 Source: the Kubernetes API reference, v1 of core, meta and resource.k8s.io.
 """
 
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
-from typing import Annotated, TypeVar
+from itertools import chain
+from typing import Annotated, NamedTuple, TypeVar
 
 import msgspec
+import orjson
 
 T = TypeVar("T", bound=msgspec.Struct)
 
 Labels = dict[str, str]
 
 Time = Annotated[datetime, msgspec.Meta(tz=True)]
-"""A time that says where it counts from, as RFC 3339 has it."""
+"""A time with its offset from UTC, as RFC 3339 has it."""
+
+_DNS = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*"
+_ALLOWED = re.compile(rf"\*|{_DNS}/\*|({_DNS}/)?[A-Za-z0-9]([A-Za-z0-9._-]{{0,61}}[A-Za-z0-9])?")
 
 
-class Undecodable(Exception):
+class UndecodableObject(Exception):
     """These bytes are no such object. Count and skip it."""
 
 
@@ -52,7 +61,7 @@ class Object(msgspec.Struct, frozen=True):
 
 
 class Names(msgspec.Struct, frozen=True):
-    """What of its metadata says which object it is."""
+    """The part of its metadata that says which object it is."""
 
     name: str
     uid: str
@@ -77,7 +86,7 @@ class Container(msgspec.Struct, frozen=True):
 
 
 class PodSpec(msgspec.Struct, frozen=True, rename="camel"):
-    """What a pod asks for, and where it is bound to."""
+    """What a pod asks for, and which node it is bound to."""
 
     node_name: str | None = None
     containers: list[Container] | None = None
@@ -92,18 +101,18 @@ class Terminated(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class ContainerState(msgspec.Struct, frozen=True):
-    """What a container does."""
+    """The state of a container: ended, or not."""
 
     terminated: Terminated | None = None
 
 
 class ContainerStatus(msgspec.Struct, frozen=True):
-    """A container as the kubelet tells of it."""
+    """A container as the kubelet reports it."""
 
     state: ContainerState | None = None
 
 
-class Condition(msgspec.Struct, frozen=True, rename="camel"):
+class PodCondition(msgspec.Struct, frozen=True, rename="camel"):
     """Something that became true or false of a pod."""
 
     last_transition_time: Time | None = None
@@ -114,11 +123,11 @@ class Present(msgspec.Struct, frozen=True):
 
 
 class PodStatus(msgspec.Struct, frozen=True, rename="camel"):
-    """A pod as the kubelet tells of it."""
+    """A pod as the kubelet reports it."""
 
     phase: str | None = None
     start_time: Time | None = None
-    conditions: list[Condition] | None = None
+    conditions: list[PodCondition] | None = None
     container_statuses: list[ContainerStatus] | None = None
     init_container_statuses: list[ContainerStatus] | None = None
     extended_resource_claim_status: Present | None = None
@@ -133,13 +142,13 @@ class Pod(msgspec.Struct, frozen=True):
 
 
 class Attribute(msgspec.Struct, frozen=True):
-    """The value of a device's attribute, where it is a text."""
+    """The value of a device's attribute, if it is a text."""
 
     string: str | None = None
 
 
-class Device(msgspec.Struct, frozen=True, rename="camel"):
-    """A device of a resource slice; ``node_name`` where each device of the slice has its own."""
+class SliceDevice(msgspec.Struct, frozen=True, rename="camel"):
+    """A device of a resource slice; it has a ``node_name`` if each device of the slice has its own."""
 
     name: str
     attributes: dict[str, Attribute] | None = None
@@ -159,10 +168,10 @@ class SliceSpec(msgspec.Struct, frozen=True, rename="camel"):
     driver: str
     pool: Pool
     node_name: str | None = None
-    devices: list[Device] | None = None
+    devices: list[SliceDevice] | None = None
 
 
-class Slice(msgspec.Struct, frozen=True):
+class ResourceSlice(msgspec.Struct, frozen=True):
     """A resource slice of dynamic resource allocation."""
 
     metadata: Meta
@@ -223,11 +232,11 @@ def reader(kind: type[T]) -> "msgspec.json.Decoder[T]":
 
 
 def decode(decoder: "msgspec.json.Decoder[T]", raw: bytes) -> T:
-    """The object that the bytes are; raises Undecodable where they are none."""
+    """The object that the bytes are; raises UndecodableObject if they are none."""
     try:
         return decoder.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise Undecodable(str(error)) from error
+        raise UndecodableObject(str(error)) from error
 
 
 def controller(meta: Meta) -> Reference | None:
@@ -238,3 +247,107 @@ def controller(meta: Meta) -> Reference | None:
 def milliseconds(at: datetime | None) -> int | None:
     """A time in ms since the epoch; the API server's zero time, and any other before the epoch, is 0."""
     return None if at is None else max(0, round(at.timestamp() * 1000))
+
+
+# -- what is kept
+
+
+class Bounds(NamedTuple):
+    """At most so many entries, of values of so many bytes (longer ones are cut), in so many bytes of JSON."""
+
+    entries: int
+    value_bytes: int
+    total_bytes: int
+
+
+LABEL_BOUNDS = Bounds(64, 253, 8 * 1024)
+ANNOTATION_BOUNDS = Bounds(64, 4 * 1024, 16 * 1024)
+NODE_LABEL_BOUNDS = Bounds(256, 253, 64 * 1024)
+
+LONGEST_TEXT = 317
+"""The longest name of a label, and more than any other name that the API server takes for an object."""
+
+
+def shortened(text: str, longest: int = LONGEST_TEXT) -> str:
+    """The text itself, or as much of its beginning as has so many bytes in UTF-8."""
+    if len(text) * 4 <= longest or len(text.encode()) <= longest:
+        return text
+    return text[:longest].encode()[:longest].decode(errors="ignore")
+
+
+class Kept(NamedTuple):
+    """The labels that an allow-list and its bounds let through, those that it names first, and how many of the allowed
+    ones were cut or had no room."""
+
+    entries: Labels
+    cut: int
+
+
+class AllowList:
+    """Exact names, ``prefix/*``, and ``*`` for all. Give it only what :func:`allow_list_mistakes` finds right."""
+
+    def __init__(self, allowed: Iterable[str], bounds: Bounds) -> None:
+        names = set(allowed)
+        self._prefixes = tuple(sorted(name[:-1] for name in names if name.endswith("*")))
+        self._names = frozenset(name for name in names if not name.endswith("*"))
+        self._bounds = bounds
+
+    def keep(self, labels: Mapping[str, str] | None) -> Kept:
+        """The first of the allowed labels that fit, their values cut."""
+        allowed = [name for name in labels or () if name in self._names or name.startswith(self._prefixes)]
+        kept: Labels = {}
+        room, cut = self._bounds.total_bytes, 0
+        for name in sorted(allowed, key=lambda name: (name not in self._names, name)):
+            whole = (labels or {})[name]
+            value = shortened(whole, self._bounds.value_bytes)
+            size = len(orjson.dumps((name, value)))
+            if size <= room and len(kept) < self._bounds.entries:
+                kept[name] = value
+                room -= size
+                cut += value is not whole
+        return Kept(kept, cut + len(allowed) - len(kept))
+
+
+def allow_list_mistakes(option: str, allowed: Sequence[str]) -> list[str]:
+    """What is wrong with an allow-list that an option gives."""
+    return [
+        f"{option}: {name!r} is not the name of a label, nor PREFIX/*, nor *"
+        for name in allowed
+        if not _ALLOWED.fullmatch(name)
+    ]
+
+
+class Selection:
+    """What is kept of the cluster: the pods and drivers of the GPU resources with these ``prefixes``, and the labels
+    and annotations that allow-lists name."""
+
+    def __init__(
+        self,
+        prefixes: Iterable[str],
+        *,
+        pod_labels: Iterable[str],
+        pod_annotations: Iterable[str],
+        namespace_labels: Iterable[str],
+        node_labels: Iterable[str],
+    ) -> None:
+        self._prefixes = tuple(prefixes)
+        self._domains = {prefix.partition("/")[0] for prefix in self._prefixes}
+        self.pod_labels = AllowList(pod_labels, LABEL_BOUNDS)
+        self.pod_annotations = AllowList(pod_annotations, ANNOTATION_BOUNDS)
+        self.namespace_labels = AllowList(namespace_labels, LABEL_BOUNDS)
+        self.node_labels = AllowList(node_labels, NODE_LABEL_BOUNDS)
+
+    def has_pod(self, pod: Pod) -> bool:
+        """Whether a pod concerns GPUs: it asks for a resource whose name begins with one of the prefixes, or for
+        devices by claim, whose driver may be any."""
+        if pod.spec.resource_claims or pod.status.extended_resource_claim_status is not None:
+            return True
+        for container in chain(pod.spec.containers or (), pod.spec.init_containers or ()):
+            limits = container.resources and container.resources.limits
+            if any(name.startswith(self._prefixes) for name in limits or ()):
+                return True
+        return False
+
+    def has_driver(self, driver: str) -> bool:
+        """Whether a DRA driver is of the domain of one of the prefixes, as gpu.nvidia.com is of nvidia.com/."""
+        return any(driver == domain or driver.endswith(f".{domain}") for domain in self._domains)

@@ -1,9 +1,10 @@
 """Everything of one resource, and every change of it, correct through whatever the API server does.
 
-In: a streaming list, or pages of 500 where the server has none, then a watch. Out: calls of a :class:`Listener`.
+In: a streaming list, or pages of 500 if the server has none, then a watch. Out: the objects, to a :class:`Listener`.
 State: the resource version to go on from, which is opaque.
-On failure: what was known stays, and the watch is begun again: from where it was, or with a new list where that is not
-known to the server any more. After a wait that doubles from 0.2 s to 30 s unless it had gone well for 5 s.
+On failure: what was known stays, and the watch is begun again: from where it was, or with a new list if the server no
+longer knows that version. It waits before, from 0.2 s up to 30 s, twice as long each time unless the watch had gone
+well for 5 s. An object that can't be read is counted and skipped, and what was known of it stays.
 
 Source: "Efficient detection of changes", "Streaming lists" and "410 Gone responses" of the Kubernetes API concepts.
 Resource versions of a list's own events are in no order: only its end, later events and bookmarks say where to go on.
@@ -14,17 +15,18 @@ import contextlib
 import logging
 import random
 import time
-from collections.abc import AsyncIterator, Mapping
-from typing import Annotated, NamedTuple, Protocol, TypeVar
+from collections.abc import AsyncIterator, Callable, Collection
+from operator import attrgetter
+from typing import Annotated, Generic, NamedTuple, TypeVar
 
 import msgspec
 
 from delivery.instruments import Instruments
 from producers.cluster import instruments as names
-from producers.cluster.client import SILENCE_S, Client, Status, Unreachable, message
-from producers.cluster.condition import Condition
+from producers.cluster.client import SILENCE_S, ApiHealth, Client, Status, Unreachable, message
+from producers.cluster.objects import Identity, UndecodableObject, decode, reader
 
-T = TypeVar("T")
+T = TypeVar("T", bound=msgspec.Struct)
 
 log = logging.getLogger(__name__)
 
@@ -40,19 +42,82 @@ BOOKMARK_WITHIN = 0.75
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.2, 30.0
 ABSENT_WAIT_S = 300.0
 WENT_WELL_S = 5.0
+LONGEST_RETRY_AFTER_S = 120.0
 
 _CHANGES = frozenset({"ADDED", "MODIFIED", "DELETED"})
 _LIST_ENDS = "k8s.io/initial-events-end"
 
-LONGEST_RETRY_AFTER_S = 120.0
+
+class Listener(Generic[T]):
+    """Brings what is known of one resource up to date with what a reflector hears of it.
+
+    ``known`` are the keys of the known objects, as they are at any time, and ``key`` says which part of an object's
+    metadata they are. ``apply`` takes an object as it is now, and raises ValueError if it can't be taken; ``drop``
+    takes the key of one that is gone. ``wake`` is called after whatever may have changed something. None of them
+    blocks; anything else that they raise ends the watch, and with it the process.
+    """
+
+    def __init__(
+        self,
+        resource: str,
+        kind: type[T],
+        instruments: Instruments,
+        wake: Callable[[], None],
+        *,
+        known: Collection[str],
+        apply: Callable[[T], object],
+        drop: Callable[[str], object],
+        key: str = "uid",
+    ) -> None:
+        self._known, self._apply, self._drop, self._wake = known, apply, drop, wake
+        self._key: Callable[[msgspec.Struct], str] = attrgetter(f"metadata.{key}")
+        self._whole, self._identity = reader(kind), reader(Identity)
+        self._unlisted: dict[str, None] = {}
+        self._undecodable = instruments.counter(names.UNDECODABLE, resource)
+        self._objects = instruments.gauge(names.OBJECTS, resource)
+
+    def begin(self) -> None:
+        """A full list begins: what is not put until it is complete is gone then. It may begin again before."""
+        self._unlisted = dict.fromkeys(self._known)
+
+    def put(self, raw: bytes) -> None:
+        """An object as it is now, as JSON. One that can't be read is there nevertheless, if it says which it is."""
+        try:
+            found = decode(self._whole, raw)
+            self._apply(found)
+            self._unlisted.pop(self._key(found), None)
+        except (UndecodableObject, ValueError):
+            self._undecodable.inc()
+            with contextlib.suppress(UndecodableObject):
+                self._unlisted.pop(self._key(decode(self._identity, raw)), None)
+        self._changed()
+
+    def remove(self, raw: bytes) -> None:
+        """An object that is gone, as it was last, as JSON."""
+        try:
+            self._drop(self._key(decode(self._identity, raw)))
+        except UndecodableObject:
+            self._undecodable.inc()
+        self._changed()
+
+    def complete(self) -> None:
+        """The full list is over."""
+        missing, self._unlisted = self._unlisted, {}
+        for key in missing:
+            self._drop(key)
+        self._changed()
+
+    def _changed(self) -> None:
+        self._objects.set(len(self._known))
+        self._wake()
 
 
 class Restart(Exception):
-    """Why a watch has to begin again; ``anew``: with a new list. ``reason`` is one of RESTART_REASONS."""
+    """Why a watch has to begin again; ``relist``: with a new list. ``reason`` is one of RESTART_REASONS."""
 
-    def __init__(self, reason: str, message: str, *, anew: bool = False, wait_s: float = 0.0) -> None:
+    def __init__(self, reason: str, message: str, *, relist: bool = False, wait_s: float = 0.0) -> None:
         super().__init__(message)
-        self.reason, self.anew, self.wait_s = reason, anew, wait_s
+        self.reason, self.relist, self.wait_s = reason, relist, wait_s
 
 
 class Resource(NamedTuple):
@@ -73,69 +138,45 @@ class Resource(NamedTuple):
 
 
 def refused(resource: Resource, status: int, body: bytes, retry_after_s: float | None = None) -> Restart:
-    """What a status that is no success means: how it is counted, said, and when it is worth asking again."""
+    """What a status that is no success means: how it is counted, the sentence for the log, and when to ask again."""
     said = message(body)
     wait_s = min(retry_after_s or 0.0, LONGEST_RETRY_AFTER_S)
     if status in (400, 422) and ("sendInitialEvents" in said or "resourceVersionMatch" in said):
-        return Restart("unsupported", f"no streaming lists: {said}", anew=True)
+        return Restart("unsupported", f"no streaming lists: {said}", relist=True)
     if status == 410:
-        return Restart("expired", said, anew=True)
+        return Restart("expired", said, relist=True)
     if status == 401:
         return Restart("unauthorized", f"our credentials are not accepted (401): {said}", wait_s=wait_s)
     if status == 403:
         rule = resource.rule("list", "watch")
         return Restart("forbidden", f"not allowed (403); our ClusterRole lacks {rule}: {said}", wait_s=wait_s)
     if status == 404:
-        return Restart("absent", f"the API server has no such resource (404): {said}", anew=True, wait_s=wait_s)
+        return Restart("absent", f"the API server has no such resource (404): {said}", relist=True, wait_s=wait_s)
     if status == 429:
         return Restart("throttled", f"the API server is too busy for us (429): {said}", wait_s=wait_s)
     if status >= 500:
         return Restart("server_error", f"the API server fails ({status}): {said}", wait_s=wait_s)
-    return Restart("refused", f"an answer that makes no sense here ({status}): {said}", anew=True, wait_s=wait_s)
+    return Restart("refused", f"an answer that makes no sense here ({status}): {said}", relist=True, wait_s=wait_s)
 
 
-class Listener(Protocol):
-    """Who is told, on the event loop; never blocks. What it raises ends the watch, and with it the process."""
-
-    def begin(self) -> None:
-        """A full list begins: what is not put until it is complete is gone then. It may begin again before."""
-
-    def put(self, raw: bytes) -> None:
-        """An object as it is now, as JSON."""
-
-    def remove(self, raw: bytes) -> None:
-        """An object that is gone, as it was at last, as JSON."""
-
-    def complete(self) -> None:
-        """The full list was put."""
+class _Version(msgspec.Struct):
+    version: Annotated[str, msgspec.Meta(min_length=1)] = msgspec.field(name="resourceVersion")
 
 
-Version = Annotated[str, msgspec.Meta(min_length=1)]
+class _Versioned(msgspec.Struct):
+    metadata: _Version
 
 
-class _Metadata(msgspec.Struct):
-    version: Version = msgspec.field(name="resourceVersion")
-
-
-class _BookmarkMetadata(_Metadata):
+class _BookmarkMetadata(_Version):
     annotations: dict[str, str] | None = None
-
-
-class _PageMetadata(_Metadata):
-    next_page: str | None = msgspec.field(name="continue", default=None)
-
-
-class _Object(msgspec.Struct):
-    metadata: _Metadata
 
 
 class _Bookmark(msgspec.Struct):
     metadata: _BookmarkMetadata
 
 
-class _Event(msgspec.Struct):
-    type: str
-    object: msgspec.Raw
+class _PageMetadata(_Version):
+    next_page: str | None = msgspec.field(name="continue", default=None)
 
 
 class _Page(msgspec.Struct):
@@ -143,15 +184,26 @@ class _Page(msgspec.Struct):
     items: list[msgspec.Raw] | None
 
 
-_event = msgspec.json.Decoder(_Event)
-_object = msgspec.json.Decoder(_Object)
-_bookmark = msgspec.json.Decoder(_Bookmark)
-_page = msgspec.json.Decoder(_Page)
-_status = msgspec.json.Decoder(Status)
+class _WatchEvent(msgspec.Struct):
+    type: str
+    object: msgspec.Raw
+
+
+_event, _versioned = msgspec.json.Decoder(_WatchEvent), msgspec.json.Decoder(_Versioned)
+_bookmark, _page, _status = (msgspec.json.Decoder(_Bookmark), msgspec.json.Decoder(_Page), msgspec.json.Decoder(Status))
+
+
+def _read(
+    decoder: msgspec.json.Decoder[T], raw: bytes | msgspec.Raw, what: str = "an event's object that is none"
+) -> T:
+    try:
+        return decoder.decode(raw)
+    except msgspec.DecodeError as error:
+        raise Restart("garbage", f"{what} ({error}): {message(bytes(raw))}", relist=True) from error
 
 
 class Reflector:
-    """Watches ``path``, such as ``/api/v1/pods``, for ``listener``; ``name`` is what metrics and the log call it.
+    """Watches ``path``, such as ``/api/v1/pods``, for ``listener``; ``name`` is its name in metrics and the log.
 
     ``optional``: a resource that the API server does not have is an empty one, looked for again every 5 minutes.
     """
@@ -160,7 +212,7 @@ class Reflector:
         self,
         api: Client,
         path: str,
-        listener: Listener,
+        listener: Listener[T],
         instruments: Instruments,
         *,
         name: str,
@@ -179,65 +231,61 @@ class Reflector:
         self._well_since_s: float | None = None
         self._wait_s = 0.0
         self._last_end = ""
-        self._condition = Condition(name, log)
+        self._health = ApiHealth(name, log)
         self.synced = False
         instruments.gauge(names.AGE, name).set_function(lambda: time.monotonic() - self._heard_s)
 
     async def run(self) -> None:
         """Watch for ever; nothing that the API does ends it."""
         while True:
-            restart = await self._attempt()
+            self._well_since_s = None
+            try:
+                if self._version is None and not self._streaming:
+                    await self._list_pages()
+                restart = await self._watch()
+            except Unreachable as error:
+                restart = Restart(error.reason, str(error))
+            except Restart as why:
+                restart = why
             self._instruments.counter(names.RESTARTS, self._name, restart.reason).inc()
-            await asyncio.sleep(self._settle(restart))
+            await asyncio.sleep(self.settle(restart))
 
     def not_ready(self) -> list[str]:
         """Why it is not ready: the first list is not complete, or the API server has been away for 30 s."""
         if self.synced:
-            return self._condition.lasting()
-        problem = self._condition.problem
+            return self._health.lasting()
+        problem = self._health.problem
         return [f"{self._name}: the list is not complete yet" + (f": {problem}" if problem else "")]
 
-    async def _attempt(self) -> Restart:
-        """List where there is nothing to go on from, and watch for as long as it goes well; how that ended."""
-        self._well_since_s = None
-        try:
-            if self._version is None and not self._streaming:
-                await self._list_pages()
-            return await self._watch()
-        except Unreachable as error:
-            return Restart(error.reason, str(error))
-        except Restart as restart:
-            return restart
-
-    def _settle(self, restart: Restart) -> float:
-        """Take in how an attempt ended; how long to wait before the next one, in seconds."""
-        if restart.anew:
+    def settle(self, restart: Restart) -> float:
+        """Take in how a watch ended; how long to wait before the next one, in seconds."""
+        if restart.relist:
             self._version = None
         lapsed, self._last_end = restart.reason == "expired" != self._last_end, restart.reason
         if restart.reason in ("unsupported", "slow"):
             self._streaming = False
-        if restart.reason == "absent" and self._optional:
-            self._be_empty(str(restart))
+        if restart.reason == "absent" and self._optional:  # no such resource, and so none of its objects
+            self._listener.begin()
+            self._complete(None)
+            self._health.good(f"there are none: {restart}")
             return ABSENT_WAIT_S * random.uniform(0.8, 1.2)
         if self._well_since_s is None and restart.reason not in ("unsupported", "expired"):
-            self._condition.bad(restart.reason, str(restart))
-        if lapsed:  # the API server is back and told us to list anew: not to be waited for, but once
+            self._health.bad(restart.reason, str(restart))
+        if lapsed:  # the API server is back and asks for a new list: do that without a wait, but only once
             return FIRST_WAIT_S * random.uniform(0.5, 1)
         self._wait_s = 0.0 if self._went_well() else min(LONGEST_WAIT_S, max(FIRST_WAIT_S, 2 * self._wait_s))
         return restart.wait_s + max(self._wait_s, FIRST_WAIT_S) * random.uniform(0.5, 1)
-
-    def _be_empty(self, why: str) -> None:
-        """There is no such resource, and so none of its objects."""
-        self._listener.begin()
-        self._complete(None)
-        self._condition.good(f"there are none: {why}")
 
     async def _list_pages(self) -> None:
         self._listener.begin()
         params = {"limit": str(PAGE)}
         async with self._ends_within(PAGED_LIST_TAKES * self._list_within_s):
             while True:
-                page = await self._page(params)
+                answer = await self._api.request("GET", self._path, params=params, timeout_s=PAGE_WITHIN_S)
+                if answer.status != 200:
+                    raise refused(self._resource, *answer)
+                self._heard_s = time.monotonic()
+                page = _read(_page, answer.body, "a list that is none")
                 for item in page.items or ():
                     self._count("listed")
                     self._listener.put(bytes(item))
@@ -245,64 +293,54 @@ class Reflector:
                     return self._complete(page.metadata.version)
                 params["continue"] = page.metadata.next_page
 
-    async def _page(self, params: Mapping[str, str]) -> _Page:
-        answer = await self._api.request("GET", self._path, params=params, timeout_s=PAGE_WITHIN_S)
-        if answer.status != 200:
-            raise refused(self._resource, *answer)
-        self._heard_s = time.monotonic()
-        try:
-            return _page.decode(answer.body)
-        except msgspec.DecodeError as error:
-            raise _garbage("a list that is none", answer.body, error) from error
-
     async def _watch(self) -> Restart:
+        """Watch, from the version that is known or after a streaming list; why that ended."""
+        params = {"watch": "1", "allowWatchBookmarks": "true"}
+        params["timeoutSeconds"] = str(random.randint(SHORTEST_WATCH_S, LONGEST_WATCH_S))
+        if self._version is not None:
+            params["resourceVersion"] = self._version
+        else:
+            params |= {"sendInitialEvents": "true", "resourceVersionMatch": "NotOlderThan"}
         began_s = time.monotonic()
         try:
-            await self._read_stream()
-            end = self._ended()
+            async with self._api.stream(self._path, params, silence_s=self._silence_s) as stream:
+                if stream.status != 200:
+                    raise refused(self._resource, stream.status, await stream.error_body(), stream.retry_after_s)
+                async with contextlib.aclosing(stream.lines(self._largest_line_bytes)) as lines:
+                    if self._version is not None or await self._read_list(lines):
+                        self._well_since_s = time.monotonic()
+                        self._health.good("watching")
+                        async for line in lines:
+                            self._take(line)
+            if self._version is None:
+                end = Restart("empty", "the list ended before it was complete")
+            elif self._went_well():
+                end = Restart("ended", "the watch ended in good order")
+            else:
+                end = Restart("empty", "the watch ended as soon as it began")
         except Unreachable as error:
             end = Restart(error.reason, str(error))
         went_silent = self._well_since_s is not None and self._heard_s < began_s
         if went_silent and time.monotonic() - began_s > BOOKMARK_WITHIN * self._silence_s:
-            end.anew = True  # so is a server that does not know our version yet, or never will: one that was restored
+            end.relist = True  # a server that never will know our version is silent too: one that was restored
         return end
 
-    def _ended(self) -> Restart:
-        """The server ended the watch in good order."""
-        if self._version is None:
-            return Restart("empty", "the list ended before it was complete")
-        if self._went_well():
-            return Restart("ended", "the watch ended in good order")
-        return Restart("empty", "the watch ended as soon as it began")
-
-    async def _read_stream(self) -> None:
-        async with self._api.stream(self._path, self._params(), silence_s=self._silence_s) as stream:
-            if stream.status != 200:
-                raise refused(self._resource, stream.status, await stream.error_body(), stream.retry_after_s)
-            async with contextlib.aclosing(stream.lines(self._largest_line_bytes)) as lines:
-                if self._version is not None or await self._read_list(lines):
-                    self._is_well()
-                    async for line in lines:
-                        self._take(line)
-
-    def _params(self) -> dict[str, str]:
-        params = {
-            "watch": "1",
-            "allowWatchBookmarks": "true",
-            "timeoutSeconds": str(random.randint(SHORTEST_WATCH_S, LONGEST_WATCH_S)),
-        }
-        if self._version is not None:
-            return {**params, "resourceVersion": self._version}
-        return {**params, "sendInitialEvents": "true", "resourceVersionMatch": "NotOlderThan"}
-
     async def _read_list(self, lines: AsyncIterator[bytes | None]) -> bool:
-        """The beginning of a streaming list; whether it is complete, and not only over."""
+        """The beginning of a streaming list; whether it is complete, and not only over. No version but its end's says
+        where to go on."""
         self._listener.begin()
         async with self._ends_within(self._list_within_s):
             async for line in lines:
                 if line is None:
                     self._count("too_long")
-                elif self._take_listed(line):
+                    continue
+                event = self._decoded(line)
+                if event.type != "BOOKMARK":
+                    self._pass_on(event)
+                    continue
+                metadata = _read(_bookmark, event.object).metadata
+                if (metadata.annotations or {}).get(_LIST_ENDS) == "true":
+                    self._complete(metadata.version)
                     return True
         return False
 
@@ -317,47 +355,29 @@ class Reflector:
                 raise
             raise Restart("slow", f"the list did not end within {seconds:g} s") from error
 
-    def _take_listed(self, line: bytes) -> bool:
-        """One event of a streaming list; whether it was its end. No version but the end's says where to go on."""
-        event = self._decoded(line)
-        if event.type != "BOOKMARK":
-            self._tell(event)
-            return False
-        metadata = _read(_bookmark, event.object).metadata
-        if (metadata.annotations or {}).get(_LIST_ENDS) != "true":
-            return False
-        self._complete(metadata.version)
-        return True
-
     def _take(self, line: bytes | None) -> None:
         """One event after the list."""
         if line is None:
             self._count("too_long")
-            raise Restart("too_long", f"an event of more than {self._largest_line_bytes} bytes was dropped", anew=True)
+            why = f"an event of more than {self._largest_line_bytes} bytes was dropped"
+            raise Restart("too_long", why, relist=True)
         event = self._decoded(line)
-        if event.type in _CHANGES:
-            version = _read(_object, event.object).metadata.version
-            self._tell(event)
-            self._version = version
-        elif event.type == "BOOKMARK":
-            self._version = _read(_object, event.object).metadata.version
-        else:
-            self._tell(event)
+        version = self._version
+        if event.type in _CHANGES or event.type == "BOOKMARK":
+            version = _read(_versioned, event.object).metadata.version
+        self._pass_on(event)
+        self._version = version
 
-    def _decoded(self, line: bytes) -> _Event:
-        try:
-            event = _event.decode(line)
-        except msgspec.DecodeError as error:
-            raise _garbage("a line that is no event", line, error) from error
+    def _decoded(self, line: bytes) -> _WatchEvent:
+        event = _read(_event, line, "a line that is no event")
         self._heard_s = time.monotonic()
         self._count(event.type if event.type in names.EVENT_TYPES else "other")
         return event
 
-    def _tell(self, event: _Event) -> None:
-        """Pass a change on; an event of an unknown type says nothing to us."""
+    def _pass_on(self, event: _WatchEvent) -> None:
+        """A change, to the listener; bookmarks and events of an unknown type are none."""
         if event.type == "ERROR":
-            status = _read(_status, event.object)
-            raise refused(self._resource, status.code, bytes(event.object))
+            raise refused(self._resource, _read(_status, event.object).code, bytes(event.object))
         if event.type == "DELETED":
             self._listener.remove(bytes(event.object))
         elif event.type in _CHANGES:
@@ -367,23 +387,8 @@ class Reflector:
         self._listener.complete()
         self._version, self.synced = version, True
 
-    def _is_well(self) -> None:
-        self._well_since_s = time.monotonic()
-        self._condition.good("watching")
-
     def _went_well(self) -> bool:
         return self._well_since_s is not None and time.monotonic() - self._well_since_s >= WENT_WELL_S
 
     def _count(self, kind: str) -> None:
         self._instruments.counter(names.EVENTS, self._name, kind).inc()
-
-
-def _read(decoder: msgspec.json.Decoder[T], raw: msgspec.Raw) -> T:
-    try:
-        return decoder.decode(raw)
-    except msgspec.DecodeError as error:
-        raise _garbage("an event's object that is none", bytes(raw), error) from error
-
-
-def _garbage(what: str, body: bytes, error: Exception) -> Restart:
-    return Restart("garbage", f"{what} ({error}): {message(body)}", anew=True)

@@ -1,17 +1,15 @@
-"""What the last leader told of, which the next one reads back from gpu.workloads before it writes.
+"""What the last leader published, which the next one reads back from gpu.workloads before it writes.
 
-In: the records of a cluster of the last half hour. Out: each node's pods, as they were told of last.
-On failure: a broker that is away is waited for, since nothing can be sent without it. What may not be read, or is not
-read within 30 s of the broker's first answer, is done without, and a line in the log says so: pods that ended before
-this process began to watch are then not told of again, and their ends stay where they are in the log.
+In: the records of a cluster of the last half hour. Out: each node's pods, as they were published last.
+On failure: a broker that is away is waited for, since nothing can be sent without it. If the records may not be read,
+or are not read within 30 s of the broker's first answer, the leader goes on without them, and a line in the log says
+so: pods that ended before this process began to watch are then not published again, and their ends stay in the log.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Iterable
 from functools import partial
-from typing import Any
 
 import msgspec
 from aiokafka import TopicPartition
@@ -33,20 +31,20 @@ _FETCH_MS = 500
 _decode = decoder(NodeWorkloads)
 
 
-class ToldNode(msgspec.Struct):
-    """What was told of a node: its pods by uid, those that ended too, and whether it was said to be gone."""
+class PublishedNode(msgspec.Struct):
+    """What was published of a node: its pods by uid, those that ended too, and whether the node was said to be gone."""
 
     last: tuple[int, int]
     removed: bool
     pods: dict[str, Pod]
 
 
-class ToldNodes:
-    """What was told of the nodes of ``cluster``, by the records that are taken in their order."""
+class PublishedNodes:
+    """What was published of the nodes of ``cluster``, by the records that are taken in their order."""
 
     def __init__(self, cluster: str) -> None:
         self._cluster = cluster
-        self.nodes: dict[str, ToldNode] = {}
+        self.nodes: dict[str, PublishedNode] = {}
 
     def take(self, value: bytes | None) -> None:
         """The next record. One that can't be read, or that is of an older leader, says nothing."""
@@ -59,20 +57,30 @@ class ToldNodes:
             return
         pods = {pod.uid: pod for pod in record.pods}
         for uid, pod in before.pods.items() if before else ():
-            if uid not in pods:  # as readers do: what is not told of any more has ended
+            if uid not in pods:  # for readers it has ended, too
                 ended_ms = record.ts_ms if pod.ended_ms is None else pod.ended_ms
                 pods[uid] = msgspec.structs.replace(pod, ended_ms=ended_ms)
-        self.nodes[record.node] = ToldNode((record.epoch, record.seq), record.removed, pods)
+        self.nodes[record.node] = PublishedNode((record.epoch, record.seq), record.removed, pods)
 
 
-async def read_back(kafka: str, since_ms: int, told: ToldNodes) -> None:
+async def read_back(kafka: str, since_ms: int, published: PublishedNodes) -> None:
     """Take the records that were logged at ``since_ms`` or later, to where the topic ends now."""
     consumer = await clients.connected(kafka)
     try:
         async with asyncio.timeout(WITHIN_S):
             found, _ = await topic_admin.inspect(kafka, [TOPIC.name])
-            if TOPIC.name in found:
-                await _read(consumer, range(found[TOPIC.name].partitions), since_ms, told)
+            if TOPIC.name not in found:
+                return
+            partitions = [TopicPartition(TOPIC.name, number) for number in range(found[TOPIC.name].partitions)]
+            consumer.assign(partitions)
+            begins, ends = await consumer.beginning_offsets(partitions), await consumer.end_offsets(partitions)
+            for tp in partitions:
+                since_s, when = time.time() - since_ms / 1000, partial(offsets_at, consumer)
+                consumer.seek(tp, await positions.first(when, Partition(*tp), since_s, begins[tp], ends[tp]))
+            while left := [tp for tp in partitions if await consumer.position(tp) < ends[tp]]:
+                for batch in (await consumer.getmany(*left, timeout_ms=_FETCH_MS)).values():
+                    for record in batch:
+                        published.take(record.value)
     except TimeoutError:
         log.warning("%s: not read back within %g s; going on without the rest of it", TOPIC.name, WITHIN_S)
     except TopicAuthorizationFailedError as error:
@@ -81,17 +89,3 @@ async def read_back(kafka: str, since_ms: int, told: ToldNodes) -> None:
         log.warning("%s: not read back, going on without it: %s", TOPIC.name, describe(error))
     finally:
         await clients.close(consumer)
-
-
-async def _read(consumer: Any, numbers: Iterable[int], since_ms: int, told: ToldNodes) -> None:
-    partitions = [TopicPartition(TOPIC.name, number) for number in numbers]
-    consumer.assign(partitions)
-    begins, ends = await consumer.beginning_offsets(partitions), await consumer.end_offsets(partitions)
-    for tp in partitions:
-        since_s = time.time() - since_ms / 1000
-        start = await positions.first(partial(offsets_at, consumer), Partition(*tp), since_s, begins[tp], ends[tp])
-        consumer.seek(tp, start)
-    while left := [tp for tp in partitions if await consumer.position(tp) < ends[tp]]:
-        for batch in (await consumer.getmany(*left, timeout_ms=_FETCH_MS)).values():
-            for record in batch:
-                told.take(record.value)

@@ -10,9 +10,9 @@ import yaml
 
 from delivery import values
 from gpustream.serve import STOP_WITHIN_S
-from producers.cluster import owner_lookup
-from producers.cluster.component import ClusterProducer
-from producers.cluster.config import ClusterSettings, default_lease
+from producers.cluster import owners
+from producers.cluster.component import PATHS
+from producers.cluster.config import default_lease
 from tests.k8s.manifests import (
     K8S,
     OBJECTS,
@@ -360,12 +360,11 @@ def test_the_cluster_producer_reads_and_writes_nothing_but_its_lease() -> None:
     assert not any("*" in part or part == "secrets" for rule in everything for part in rule)
 
 
-async def test_the_rules_are_for_what_the_cluster_producer_asks() -> None:
-    producer = ClusterProducer(ClusterSettings(kafka="kafka:9092"))
-    watched = {group_and_resource(watch._path) for watch in (*producer._required, *producer._extras)}
+def test_the_rules_are_for_what_the_cluster_producer_asks() -> None:
+    watched = {group_and_resource(path) for path in PATHS.values()}
     assert rules("gpustream-cluster") == {(*what, verb, "") for what in watched for verb in ("list", "watch")} | {
         (api_version.rpartition("/")[0], resource.plural, "get", "")
-        for (api_version, kind), resource in owner_lookup._BUILT_IN.items()
+        for (api_version, kind), resource in owners._BUILT_IN.items()
         if kind not in ABOVE_FEW
     }
     lease = default_lease().rpartition("/")[2]
@@ -394,7 +393,7 @@ def test_with_the_component_chains_of_common_controllers_are_read_to_their_tops(
     links = [tuple(link.split("/")) for link in chain.split(" ")]
 
     assert {(*link, "get") for link in links} <= allowed
-    assert len(links) <= owner_lookup.DEEPEST
+    assert len(links) <= owners.DEEPEST
 
 
 def group_and_resource(path: str) -> tuple[str, str]:

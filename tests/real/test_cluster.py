@@ -35,9 +35,9 @@ from delivery.sender import Sender
 from producers import instruments as shared
 from producers.cluster import instruments as own
 from producers.cluster.lease import DURATION_S
-from producers.cluster.owner_lookup import DEEPEST
+from producers.cluster.objects import ANNOTATION_BOUNDS, LABEL_BOUNDS
+from producers.cluster.owners import DEEPEST
 from producers.cluster.reflector import WENT_WELL_S
-from producers.cluster.selection import ANNOTATION_BOUNDS, LABEL_BOUNDS
 from producers.publisher import NodePublisher
 from tests.eventually import eventually_sync
 from tests.k8s.manifests import K8S

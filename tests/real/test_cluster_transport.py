@@ -15,7 +15,7 @@ from delivery.instruments import Instruments
 from producers.cluster import instruments as names
 from producers.cluster import reflector as module
 from producers.cluster.client import Client, Unreachable
-from producers.cluster.lease import Lease
+from producers.cluster.lease import LeaderElector
 from producers.cluster.reflector import Reflector
 from tests.eventually import eventually
 from tests.producers.cluster.known import Known
@@ -314,7 +314,7 @@ class Candidate:
     def __init__(self, api: Client, line: Line, identity: str, diary: list[tuple[str, str, float]]) -> None:
         self.identity, self.line, self.diary = identity, line, diary
         instruments = Instruments(names.INSTRUMENTS)
-        self.lease = Lease(api, instruments, namespace="default", name="leader", identity=identity)
+        self.lease = LeaderElector(api, instruments, namespace="default", name="leader", identity=identity)
         self.stop = asyncio.Event()
         self.epochs: list[int] = []
         self.task = asyncio.create_task(self.lease.run(self.work, self.stop))

@@ -6,7 +6,7 @@ import time
 import orjson
 
 from delivery.sender import Sender
-from producers.cluster.takeover import ToldNodes, read_back
+from producers.cluster.takeover import PublishedNodes, read_back
 from tests.real.servers import KafkaServer
 from topics.topic import node_key
 
@@ -22,7 +22,7 @@ def record(node: str, seq: int) -> bytes:
 async def test_all_partitions_are_read_back_to_their_ends_and_from_the_time_that_was_asked_for(
     empty_kafka: KafkaServer,
 ) -> None:
-    before_the_topic = ToldNodes("prod")
+    before_the_topic = PublishedNodes("prod")
     await read_back(empty_kafka.address, 0, before_the_topic)
     assert before_the_topic.nodes == {}
 
@@ -43,7 +43,7 @@ async def test_all_partitions_are_read_back_to_their_ends_and_from_the_time_that
             between_ms = int(time.time() * 1000)
     await sender.stop()
 
-    all_of_it, second = ToldNodes("prod"), ToldNodes("prod")
+    all_of_it, second = PublishedNodes("prod"), PublishedNodes("prod")
     await read_back(empty_kafka.address, 0, all_of_it)
     await read_back(empty_kafka.address, between_ms, second)
     assert set(all_of_it.nodes) == set(nodes)

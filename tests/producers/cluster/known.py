@@ -1,11 +1,13 @@
-"""A listener that knows what it was told."""
+"""A listener that knows what it heard."""
 
 import json
 from typing import Any
 
+from producers.cluster.reflector import Listener
 
-class Known:
-    """What a watch told: the ``objects`` by their names, and the ``calls`` in their order."""
+
+class Known(Listener[Any]):
+    """What a watch heard: the ``objects`` by their names, and the ``calls`` in their order."""
 
     def __init__(self) -> None:
         self.objects: dict[str, dict[str, Any]] = {}

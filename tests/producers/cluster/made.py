@@ -4,11 +4,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from producers.cluster import config, objects, selection
-from producers.cluster.objects import decode, reader
-from producers.cluster.pods import Reading
-from producers.cluster.selection import ANNOTATION_BOUNDS, LABEL_BOUNDS, NODE_LABEL_BOUNDS, AllowList
-from producers.cluster.store import Selection, Store
+from producers.cluster import config, objects
+from producers.cluster.objects import Selection, decode, reader
+from producers.cluster.store import Store
 from topics.workloads import Owner
 
 JsonDict = dict[str, Any]
@@ -17,7 +15,7 @@ PREFIXES = ("nvidia.com/",)
 START = "2026-03-01T12:00:00Z"
 START_MS = 1_772_366_400_000
 
-_POD, _SLICE, _CLAIM = reader(objects.Pod), reader(objects.Slice), reader(objects.ResourceClaim)
+_POD, _SLICE, _CLAIM = reader(objects.Pod), reader(objects.ResourceSlice), reader(objects.ResourceClaim)
 
 
 def raw(of: JsonDict) -> bytes:
@@ -92,7 +90,7 @@ def slice_json(name: str = "s", **changed: Any) -> JsonDict:
     }
 
 
-def slice_(name: str = "s", **changed: Any) -> objects.Slice:
+def slice_(name: str = "s", **changed: Any) -> objects.ResourceSlice:
     """The same, decoded."""
     return decode(_SLICE, raw(slice_json(name, **changed)))
 
@@ -143,17 +141,18 @@ class Follower:
 def chosen(*, labels: Sequence[str] = config.POD_LABELS) -> Selection:
     """The default selection, but for the labels of pods."""
     return Selection(
-        concerns=selection.gpu_pods(PREFIXES),
-        drivers=selection.gpu_drivers(PREFIXES),
-        pods=Reading(AllowList(labels, LABEL_BOUNDS), AllowList(config.POD_ANNOTATIONS, ANNOTATION_BOUNDS)),
-        namespace_labels=AllowList(config.NAMESPACE_LABELS, LABEL_BOUNDS),
-        node_labels=AllowList(config.NODE_LABELS, NODE_LABEL_BOUNDS),
+        PREFIXES,
+        pod_labels=labels,
+        pod_annotations=config.POD_ANNOTATIONS,
+        namespace_labels=config.NAMESPACE_LABELS,
+        node_labels=config.NODE_LABELS,
     )
 
 
 def state(*nodes: str, follower: Follower | None = None) -> Store:
     """An empty cluster of some nodes."""
-    made = Store(chosen(), follower or Follower())
+    owners = follower or Follower()
+    made = Store(chosen(), owners.follow, owners.forget)
     for node in nodes:
         made.put_node(node, {})
     return made

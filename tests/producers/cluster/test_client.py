@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from delivery.instruments import Instruments
 from producers.cluster import client as module
 from producers.cluster import instruments as names
-from producers.cluster.client import LARGEST_ERROR_BYTES, Client, Lines, Unreachable
+from producers.cluster.client import LARGEST_ERROR_BYTES, Client, LineSplitter, Unreachable
 from producers.cluster.credentials import ConfigError
 from tests.eventually import eventually
 from tests.producers.cluster.api_server import ApiServer, Reply, Request, answers, hang, kubeconfig, says
@@ -216,11 +216,11 @@ async def test_what_is_raised_while_reading_a_stream_stays_what_it_is(server: Ap
 @given(st.lists(st.binary(max_size=12)), st.integers(1, 8))
 def test_lines_are_the_same_however_they_are_cut_into_pieces(parts: list[bytes], size: int) -> None:
     whole = b"\n".join(parts) + b"\n"
-    splitter = Lines(cap=10)
+    splitter = LineSplitter(cap=10)
     pieces = [whole[n : n + size] for n in range(0, len(whole), size)]
     found = [line for piece in pieces for line in splitter.feed(piece)]
     assert found == [line if len(line) <= 10 else None for line in whole.split(b"\n") if line]
-    assert not splitter.unfinished
+    assert not splitter.size
 
 
 # -- credentials

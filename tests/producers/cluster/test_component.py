@@ -17,7 +17,7 @@ from producers.cluster import config as cluster_config
 from producers.cluster import instruments as own
 from producers.cluster.component import ClusterProducer
 from producers.cluster.config import ClusterSettings
-from producers.cluster.takeover import ToldNodes
+from producers.cluster.takeover import PublishedNodes
 from streams.attribution.holders import holder_of
 from tests.eventually import eventually
 from tests.producers.cluster.api_server import ApiServer, Reply, Request, answers, kubeconfig
@@ -62,7 +62,7 @@ class Replica:
         self.component = ClusterProducer(settings, sender=self.sender, read_back=self._read_back)
         self.task = asyncio.create_task(self.component.run(self.stop))
 
-    async def _read_back(self, kafka: str, since_ms: int, told: ToldNodes) -> None:
+    async def _read_back(self, kafka: str, since_ms: int, told: PublishedNodes) -> None:
         await self.readable.wait()
         for record in self.log:
             told.take(orjson.dumps(record))
@@ -149,7 +149,7 @@ async def test_a_pod_whose_owner_is_not_to_be_had_is_told_of_all_the_same(tmp_pa
 async def test_under_a_slow_api_server_a_pod_never_has_another_workload_than_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("producers.cluster.rate_limiter.HOLD_S", 0.2)
+    monkeypatch.setattr("producers.cluster.component.HOLD_S", 0.2)
     server = cluster_of("n1")
     server.objects[REPLICA_SETS] = {"llm-5d": pod_json("llm-5d", "rs-1", owner=DEPLOYMENT)}
     answered = asyncio.Event()

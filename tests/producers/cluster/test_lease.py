@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from delivery.instruments import Instruments
-from producers.cluster import condition
+from producers.cluster import client
 from producers.cluster import instruments as names
 from producers.cluster import lease as module
 from producers.cluster.client import Answer, Client, Unreachable
-from producers.cluster.lease import Lease, Record, Stuck, record_of, spec_of, taken
+from producers.cluster.lease import LeaderElector, LeaseRecord, Stuck, record_of, spec_of, taken
 from tests.eventually import eventually
 from tests.producers.cluster.api_server import ApiServer, Behaviour, Json, Reply, Request, answers, kubeconfig
 from tests.producers.fakes import value
@@ -27,10 +27,11 @@ LEASES = "/apis/coordination.k8s.io/v1/namespaces/gpu/leases"
 NOW_US = 1_795_000_000_123_456
 
 
-class Line:
+class Line(Client):
     """The way to the API server, which can be cut: then nothing is answered."""
 
     def __init__(self, api: Client) -> None:
+        super().__init__(None)
         self.api, self.cut = api, False
 
     async def request(
@@ -38,6 +39,7 @@ class Line:
         method: str,
         path: str,
         *,
+        params: Mapping[str, str] | None = None,
         body: bytes | None = None,
         headers: Mapping[str, str] | None = None,
         timeout_s: float = 10.0,
@@ -55,7 +57,9 @@ class Candidate:
         times = {"duration_s": 4.0, "renew_s": 0.1, "give_up_s": 2.5, **settings}
         self.line, self.identity, self.diary = Line(api), identity, diary
         self.instruments = Instruments(names.INSTRUMENTS)
-        self.lease = Lease(self.line, self.instruments, namespace="gpu", name="leader", identity=identity, **times)
+        self.lease = LeaderElector(
+            self.line, self.instruments, namespace="gpu", name="leader", identity=identity, **times
+        )
         self.stop = asyncio.Event()
         self.epochs: list[int] = []
         self.ends = asyncio.Event()
@@ -112,7 +116,7 @@ def spec(server: ApiServer) -> Json:
 
 
 def held_by(holder: str, **fields: Any) -> Json:
-    record = {**spec_of(Record(holder, 2.0, NOW_US, NOW_US, 7)), **fields}
+    record = {**spec_of(LeaseRecord(holder, 2.0, NOW_US, NOW_US, 7)), **fields}
     return {"metadata": {"name": "leader", "namespace": "gpu", "labels": {"a": "b"}}, "spec": record}
 
 
@@ -220,7 +224,7 @@ async def test_one_that_is_cut_off_ends_its_work_before_another_leads(server: Ap
     assert first.diary == [("a", "begins"), ("a", "ends"), ("b", "begins")]
     assert second.epochs[0] > first.epochs[0]
     first.line.cut = False
-    await eventually(lambda: first.lease._condition.problem == "")
+    await eventually(lambda: first.lease._health.problem == "")
     assert not first.lease.leading
 
 
@@ -382,7 +386,7 @@ async def test_a_403_says_which_rule_is_missing(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(condition, "UNREADY_AFTER_S", -1.0)
+    monkeypatch.setattr(client, "UNREADY_AFTER_S", -1.0)
     server.objects[LEASES] = {}
     if made:
         server.put(LEASES, held_by(""))
@@ -445,7 +449,7 @@ async def test_a_process_that_stood_still_says_so(join: Join, caplog: pytest.Log
 
 
 def test_the_epoch_rises_where_clocks_step_back() -> None:
-    last = Record("a", acquired_us=NOW_US)
+    last = LeaseRecord("a", acquired_us=NOW_US)
     after = taken(last, "b", duration_s=10.0, now_us=NOW_US - 3_600_000_000)
     assert after.epoch == last.epoch + 1
     assert record_of({"spec": spec_of(after)}) == after
@@ -460,19 +464,19 @@ async def test_the_epoch_rises_over_a_released_lease_of_a_faster_clock(server: A
 
 @given(st.integers(0, 4 * 10**15), st.integers(0, 4 * 10**15), st.integers(1, 60), st.integers(0, 2**31 - 2))
 def test_a_record_is_read_as_it_was_written(acquired: int, renewed: int, duration: int, transitions: int) -> None:
-    record = Record("who", float(duration), acquired, renewed, transitions)
+    record = LeaseRecord("who", float(duration), acquired, renewed, transitions)
     assert record_of(msgspec.json.decode(msgspec.json.encode({"spec": spec_of(record)}))) == record
 
 
 anything = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(), st.lists, max_leaves=3)
 
 
-@given(st.dictionaries(st.sampled_from([*spec_of(Record())]), anything), anything)
+@given(st.dictionaries(st.sampled_from([*spec_of(LeaseRecord())]), anything), anything)
 def test_nonsense_in_a_lease_is_a_lease_of_nobody_or_a_bounded_one(content: Json, other: Any) -> None:
     record = record_of({"spec": content})
     assert 1 <= record.duration_s <= 60
     assert spec_of(taken(record, "me", duration_s=10.0, now_us=NOW_US))["leaseTransitions"] < 2**31
-    assert record_of({"spec": other}) == Record() or isinstance(other, dict)
+    assert record_of({"spec": other}) == LeaseRecord() or isinstance(other, dict)
 
 
 @pytest.mark.parametrize("time", ["9999-12-31T23:59:59.999999Z", "0001-01-01T00:00:00Z", "yesterday", ""])
@@ -482,5 +486,5 @@ def test_a_time_at_the_end_of_the_calendar_is_none(time: str) -> None:
 
 
 def test_times_are_utc_with_microseconds() -> None:
-    assert datetime.fromisoformat(spec_of(Record(acquired_us=NOW_US))["acquireTime"]).tzinfo == UTC
+    assert datetime.fromisoformat(spec_of(LeaseRecord(acquired_us=NOW_US))["acquireTime"]).tzinfo == UTC
     assert record_of({"spec": {"acquireTime": "2026-11-18T12:06:40.123456+01:00"}}).acquired_us == NOW_US

@@ -6,8 +6,8 @@ from prometheus_client import CollectorRegistry
 
 from delivery.instruments import Instruments
 from producers.cluster import instruments as names
-from producers.cluster import listeners
-from producers.cluster.listeners import Listener
+from producers.cluster.component import listeners
+from producers.cluster.reflector import Listener
 from tests.producers.cluster.made import START_MS, claim_json, named, pod_json, raw, slice_json, state
 from tests.producers.fakes import value
 
@@ -20,12 +20,9 @@ class Bench:
     def __init__(self) -> None:
         self.instruments = Instruments(names.INSTRUMENTS, CollectorRegistry())
         self.state, self.woken = state(), 0
-        told = self.state, self.instruments, self._wake
-        self.pods = listeners.pods(*told, lambda: START_MS)
-        self.nodes = listeners.nodes(*told, lambda: START_MS)
-        self.namespaces = listeners.namespaces(*told)
-        self.slices = listeners.slices(*told)
-        self.claims = listeners.claims(*told, lambda: START_MS)
+        self.now_ms = START_MS
+        heard = listeners(self.state, self.instruments, self._wake, lambda: self.now_ms)
+        self.pods, self.nodes, self.namespaces, self.slices, self.claims = (heard[name] for name in RESOURCES)
 
     def _wake(self) -> None:
         self.woken += 1
@@ -41,6 +38,9 @@ class Bench:
     def pods_of(self, node: str) -> list[dict[str, Any]]:
         content = self.state.take(node)
         return [] if content is None else content.pods
+
+    def ends(self) -> dict[str, int | None]:
+        return {pod.uid: pod.ended_ms for pod in self.state.pods}
 
     def kept(self) -> list[float]:
         resources = RESOURCES
@@ -138,3 +138,67 @@ def test_what_a_namespace_is_annotated_with_is_told_of_its_pods() -> None:
     bench.namespaces.put(raw(named("ml", {"team": "research"}, {"gpustream.dev/idle-after": "2h"})))
     (pod,) = bench.pods_of("n1")
     assert pod["annotations"]["gpustream.dev/idle-after"] == "2h"
+
+
+def test_pods_that_a_full_list_does_not_have_ended_when_it_was_complete() -> None:
+    bench = Bench()
+    for name in "abc":
+        bench.pods.put(raw(pod_json(name)))
+    bench.pods.begin()
+    bench.pods.put(raw(pod_json("a")))
+    bench.pods.put(raw({**pod_json("b"), "spec": "none"}))
+    bench.now_ms += 5
+    bench.pods.complete()
+
+    assert bench.ends() == {"uid-a": None, "uid-b": None, "uid-c": START_MS + 5}
+
+
+def test_a_list_that_breaks_off_ends_nothing() -> None:
+    bench = Bench()
+    for name in "ab":
+        bench.pods.put(raw(pod_json(name)))
+    bench.pods.begin()
+    bench.pods.put(raw(pod_json("a")))
+    bench.pods.begin()
+    bench.pods.put(raw(pod_json("b")))
+    bench.pods.complete()
+
+    assert bench.ends() == {"uid-a": START_MS, "uid-b": None}
+
+
+def test_a_pod_that_a_list_did_not_have_is_back_with_the_next() -> None:
+    bench = Bench()
+    bench.pods.put(raw(pod_json("a")))
+    bench.pods.begin()
+    bench.pods.complete()
+    bench.pods.put(raw(pod_json("a")))
+
+    assert bench.ends() == {"uid-a": None}
+
+
+def test_a_node_that_a_full_list_does_not_have_is_gone_but_not_one_that_could_not_be_read() -> None:
+    bench = Bench()
+    for name in ("n1", "n2", "n3"):
+        bench.nodes.put(raw(named(name)))
+    bench.nodes.begin()
+    bench.nodes.put(raw(named("n2")))
+    bench.nodes.put(raw({"metadata": {"name": "n3", "uid": "u", "labels": 7}}))
+    bench.nodes.complete()
+
+    contents = [bench.state.take(node) for node in ("n1", "n2", "n3")]
+    assert [content and content.last for content in contents] == [True, False, False]
+
+
+def test_slices_that_a_full_list_does_not_have_are_gone() -> None:
+    bench = Bench()
+    for node in ("n1", "n2"):
+        bench.nodes.put(raw(named(node)))
+        bench.slices.put(raw(slice_json(f"s-{node}", node=node, uuids=[f"GPU-{node}"])))
+    bench.slices.begin()
+    bench.slices.put(raw(slice_json("s-n2", node="n2", uuids=["GPU-n2"])))
+    assert [*map(bench.state.take, ("n1", "n2"))]
+    bench.slices.complete()
+
+    assert bench.state.changed() == ["n1"]
+    devices = [bench.state.slices.of_node(node) for node in ("n1", "n2")]
+    assert [[device.uuid for device in found] for found in devices] == [[], ["GPU-n2"]]

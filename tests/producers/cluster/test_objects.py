@@ -3,7 +3,7 @@
 import pytest
 
 from producers.cluster import objects
-from producers.cluster.objects import Undecodable, controller, decode, milliseconds, reader
+from producers.cluster.objects import UndecodableObject, controller, decode, milliseconds, reader
 from tests.producers.cluster.made import START_MS, pod, pod_json, raw
 
 _POD, _IDENTITY = reader(objects.Pod), reader(objects.Identity)
@@ -43,7 +43,7 @@ def test_lists_and_maps_may_be_null_or_absent() -> None:
     ids=range(11),
 )
 def test_what_is_no_pod_is_undecodable(mangled: bytes) -> None:
-    with pytest.raises(Undecodable):
+    with pytest.raises(UndecodableObject):
         decode(_POD, mangled)
 
 

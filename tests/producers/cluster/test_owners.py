@@ -14,8 +14,8 @@ from prometheus_client import CollectorRegistry
 
 from delivery.instruments import Instruments
 from producers.cluster import instruments as names
-from producers.cluster.client import Answer, Unreachable
-from producers.cluster.owner_lookup import (
+from producers.cluster.client import Answer, Client, Unreachable
+from producers.cluster.owners import (
     AGAIN_S,
     AT_ONCE,
     DEEPEST,
@@ -23,8 +23,9 @@ from producers.cluster.owner_lookup import (
     MOST_GROUPS,
     NEW_KIND_S,
     REFUSED_S,
+    Chain,
+    Owners,
 )
-from producers.cluster.owners import Chain, Owners
 from tests.eventually import eventually
 from tests.producers.cluster.made import reference
 from tests.producers.fakes import FakeClock, settle, value
@@ -39,10 +40,11 @@ RAY_JOB = Owner("ray.io/v1", "RayJob", "tune", "ray-job-1")
 RAY_RESOURCES = {"RayCluster": ("rayclusters", True), "RayJob": ("rayjobs", True)}
 
 
-class FakeApi:
+class FakeApi(Client):
     """Answers what the test says; ``asked`` is every path that was asked for."""
 
     def __init__(self) -> None:
+        super().__init__(None)
         self.answers: dict[str, Answer | Exception] = {}
         self.asked: list[str] = []
         self.hanging: set[str] = set()
@@ -53,6 +55,7 @@ class FakeApi:
         method: str,
         path: str,
         *,
+        params: Mapping[str, str] | None = None,
         body: bytes | None = None,
         headers: Mapping[str, str] | None = None,
         timeout_s: float = 10.0,

@@ -5,17 +5,18 @@ from typing import Any
 import pytest
 
 from producers.cluster import pods as pods_module
-from producers.cluster.pods import KEPT_MS, Known, Pods, Reading
-from producers.cluster.selection import ANNOTATION_BOUNDS, LABEL_BOUNDS, AllowList
-from tests.producers.cluster.made import START_MS, over, pod
+from producers.cluster.pods import KEPT_MS, KnownPod, Pods
+from tests.producers.cluster.made import START_MS, chosen, over, pod
 from topics.workloads import Owner
 
-READING = Reading(AllowList(["*"], LABEL_BOUNDS), AllowList(["*"], ANNOTATION_BOUNDS))
+SELECTION = chosen(labels=["*"])
 NOW = START_MS + 3_600_000
 
 
-def known(name: str = "bert-0", uid: str = "", *, before: Known | None = None, now_ms: int = NOW, **how: Any) -> Known:
-    return pods_module.known(pod(name, uid, **how), READING, before, now_ms)
+def known(
+    name: str = "bert-0", uid: str = "", *, before: KnownPod | None = None, now_ms: int = NOW, **how: Any
+) -> KnownPod:
+    return pods_module.known_pod(pod(name, uid, **how), SELECTION, before, now_ms)
 
 
 class Bench:
@@ -134,36 +135,10 @@ def test_what_has_left_does_not_come_back_with_a_list() -> None:
     assert bench.put(status=ended, now_ms=NOW + KEPT_MS) == []
 
 
-def test_pods_that_a_full_list_does_not_have_ended_when_it_was_complete() -> None:
-    bench = Bench()
-    for name in "abc":
-        bench.put(name)
-    bench.pods.begin()
-    bench.put("a")
-    bench.pods.seen("uid-b")
-    assert [change.after.uid for change in bench.pods.complete(NOW + 5) if change.after] == ["uid-c"]
-
-    assert bench.ends() == {"uid-a": None, "uid-b": None, "uid-c": NOW + 5}
-
-
-def test_a_list_that_breaks_off_ends_nothing() -> None:
-    bench = Bench()
-    bench.put("a")
-    bench.put("b")
-    bench.pods.begin()
-    bench.put("a")
-    bench.pods.begin()
-    bench.put("b")
-    bench.pods.complete(NOW + 5)
-
-    assert bench.ends() == {"uid-a": NOW + 5, "uid-b": None}
-
-
 def test_a_pod_that_a_list_of_the_past_did_not_have_is_back_with_the_next() -> None:
     bench = Bench()
     bench.put("a")
-    bench.pods.begin()
-    bench.pods.complete(NOW)
+    bench.pods.end("uid-a", NOW)
     bench.put("a")
 
     assert bench.ends() == {"uid-a": None}

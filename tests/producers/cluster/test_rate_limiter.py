@@ -1,6 +1,6 @@
 """A node's record is due at once, then not more than five times a second; new pods wait shortly for their owners."""
 
-from producers.cluster.rate_limiter import HOLD_S, SPACING_S, RateLimiter
+from producers.cluster.component import HOLD_S, SPACING_S, RateLimiter
 
 
 def _never(_: str) -> list[str]:
@@ -17,7 +17,7 @@ def test_the_first_change_of_a_node_is_due_at_once() -> None:
 
 def test_further_changes_wait_until_the_last_record_is_long_enough_ago() -> None:
     limiter = RateLimiter()
-    limiter.told("a", 100.0)
+    limiter.published("a", 100.0)
 
     assert limiter.due(["a", "b"], _never, 100.0 + SPACING_S / 2) == (["b"], 100.0 + SPACING_S)
     assert limiter.due(["a"], _never, 100.0 + SPACING_S) == (["a"], None)
@@ -51,6 +51,6 @@ def test_what_was_long_ago_is_forgotten() -> None:
     limiter = RateLimiter()
     for second in range(10_000):
         limiter.due([f"n{second}"], _always, float(second))
-        limiter.told(f"n{second}", float(second))
+        limiter.published(f"n{second}", float(second))
 
-    assert (len(limiter._told_s), len(limiter._held_s)) < (3, 100)
+    assert (len(limiter._published_s), len(limiter._held_s)) < (3, 100)

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from delivery.instruments import Instruments
-from producers.cluster import condition
+from producers.cluster import client
 from producers.cluster import instruments as names
 from producers.cluster import reflector as module
-from producers.cluster.client import Client, message
+from producers.cluster.client import ApiHealth, Client, message
 from producers.cluster.reflector import LONGEST_RETRY_AFTER_S, Reflector, Resource, Restart, refused
 from tests.eventually import eventually
 from tests.producers.cluster.api_server import (
@@ -486,20 +486,20 @@ async def test_lists_that_expire_at_once_are_not_read_in_a_loop(
 async def test_waits_double_up_to_30_s_and_begin_again_once_it_went_well(start: Start) -> None:
     bench = await start()
     await ended(bench.task)
-    waits = [bench.watch._settle(Restart("connection", "")) for _ in range(16)]
+    waits = [bench.watch.settle(Restart("connection", "")) for _ in range(16)]
     assert waits[0] <= 0.01
     assert all(15 <= wait <= 30 for wait in waits[-3:])
     bench.watch._well_since_s = asyncio.get_running_loop().time() - 10
-    assert bench.watch._settle(Restart("ended", "")) <= 0.01
+    assert bench.watch.settle(Restart("ended", "")) <= 0.01
 
 
-async def test_after_an_outage_a_version_that_is_gone_is_listed_anew_at_once_but_not_again_and_again(
+async def test_after_an_outage_a_version_that_is_gone_is_listed_again_at_once_but_not_again_and_again(
     start: Start,
 ) -> None:
     bench = await start()
     await ended(bench.task)
-    outage = [bench.watch._settle(Restart("connection", "")) for _ in range(16)]
-    gone = [bench.watch._settle(Restart("expired", "", anew=True)) for _ in range(3)]
+    outage = [bench.watch.settle(Restart("connection", "")) for _ in range(16)]
+    gone = [bench.watch.settle(Restart("expired", "", relist=True)) for _ in range(3)]
     assert outage[-1] >= 15
     assert gone[0] <= module.FIRST_WAIT_S
     assert all(wait >= 15 for wait in gone[1:])
@@ -541,7 +541,7 @@ def test_the_end_of_trouble_is_said_however_short_it_was_ago_that_it_was_said_la
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
-    pods = condition.Condition("pods", logging.getLogger("test"))
+    pods = ApiHealth("pods", logging.getLogger("test"))
     pods.bad("timeout", "no answer within 10 s")
     pods.good("watching")
     pods.bad("unauthorized", "our credentials are not accepted (401)")
@@ -591,7 +591,7 @@ async def test_an_outage_of_30_s_is_not_ready(start: Start, monkeypatch: pytest.
     await server.stop()
     await bench.until(lambda: bench.restarts("connection") >= 2)
     assert bench.watch.not_ready() == []
-    monkeypatch.setattr(condition, "UNREADY_AFTER_S", -1.0)
+    monkeypatch.setattr(client, "UNREADY_AFTER_S", -1.0)
     (reason,) = bench.watch.not_ready()
     assert reason.startswith("pods: ClientConnectorError: ")
 

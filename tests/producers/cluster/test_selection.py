@@ -5,12 +5,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from producers.cluster import config, objects, selection
-from producers.cluster.objects import decode, reader
-from producers.cluster.selection import ANNOTATION_BOUNDS, LABEL_BOUNDS, AllowList, Bounds, shortened
+from producers.cluster import config, objects
+from producers.cluster.objects import (
+    ANNOTATION_BOUNDS,
+    LABEL_BOUNDS,
+    AllowList,
+    Bounds,
+    Selection,
+    allow_list_mistakes,
+    decode,
+    reader,
+    shortened,
+)
 from tests.producers.cluster.made import PREFIXES, pod, pod_json, raw
 
 _POD = reader(objects.Pod)
+
+
+def selection(*prefixes: str) -> Selection:
+    return Selection(prefixes, pod_labels=(), pod_annotations=(), namespace_labels=(), node_labels=())
 
 
 @pytest.mark.parametrize(
@@ -26,11 +39,11 @@ _POD = reader(objects.Pod)
     ],
 )
 def test_a_gpu_pod_asks_for_a_resource_of_the_prefixes(limits: object, concerns: bool) -> None:
-    assert selection.gpu_pods(PREFIXES)(pod(limits=limits)) is concerns
+    assert selection(*PREFIXES).has_pod(pod(limits=limits)) is concerns
 
 
 def test_a_sidecar_or_a_claim_makes_a_gpu_pod_too() -> None:
-    concerns = selection.gpu_pods(PREFIXES)
+    concerns = selection(*PREFIXES).has_pod
     plain = pod_json(limits={})
     sidecar, claim, extended = pod_json(limits={}), pod_json(limits={}), pod_json(limits={})
     sidecar["spec"]["initContainers"] = [{"name": "s", "resources": {"limits": {"nvidia.com/gpu": "1"}}}]
@@ -41,7 +54,7 @@ def test_a_sidecar_or_a_claim_makes_a_gpu_pod_too() -> None:
 
 
 def test_a_driver_is_of_the_domain_of_a_prefix() -> None:
-    concerns = selection.gpu_drivers(("nvidia.com/", "k8s.amazonaws.com/vgpu"))
+    concerns = selection("nvidia.com/", "k8s.amazonaws.com/vgpu").has_driver
     drivers = ("gpu.nvidia.com", "nvidia.com", "compute-domain.nvidia.com", "notnvidia.com", "net.example.com")
 
     assert [concerns(driver) for driver in drivers] == [True, True, True, False, False]
@@ -72,7 +85,7 @@ def test_what_an_allow_list_names_goes_before_what_a_prefix_lets_in() -> None:
 
 def test_every_mistake_of_an_allow_list_is_named() -> None:
     wrong = ("", "a b", "app*", "/x", "a/b/*", "UPPER/x", "-a", "x/*y")
-    found = selection.mistakes("--pod-labels", ("app", "app.kubernetes.io/*", "*", "Ab_c.d", "a.b/C", *wrong))
+    found = allow_list_mistakes("--pod-labels", ("app", "app.kubernetes.io/*", "*", "Ab_c.d", "a.b/C", *wrong))
 
     assert [repr(name) in mistake for name, mistake in zip(wrong, found, strict=True)] == [True] * len(wrong)
     assert all(mistake.startswith("--pod-labels: ") for mistake in found)
@@ -81,7 +94,7 @@ def test_every_mistake_of_an_allow_list_is_named() -> None:
 def test_the_default_allow_lists_have_no_mistakes() -> None:
     lists = (config.POD_LABELS, config.POD_ANNOTATIONS, config.NAMESPACE_LABELS, config.NODE_LABELS)
 
-    assert [selection.mistakes("x", allowed) for allowed in lists] == [[], [], [], []]
+    assert [allow_list_mistakes("x", allowed) for allowed in lists] == [[], [], [], []]
 
 
 def test_of_ten_thousand_labels_the_first_sixty_four_are_kept_and_the_rest_counted() -> None:

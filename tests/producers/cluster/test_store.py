@@ -4,16 +4,23 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import hypothesis.strategies as st
+import msgspec
+import orjson
 import pytest
 from hypothesis import given
+from prometheus_client import CollectorRegistry
 
+from delivery.instruments import Instruments
 from producers import records
+from producers.cluster.component import listeners
+from producers.cluster.instruments import INSTRUMENTS
 from producers.cluster.owners import Chain
 from producers.cluster.pods import KEPT_MS
-from producers.cluster.store import Content, Store
-from producers.cluster.takeover import ToldNode
+from producers.cluster.reflector import Listener
+from producers.cluster.store import Content, Store, fit
+from producers.cluster.takeover import PublishedNode
 from producers.sending import LARGEST_VALUE_BYTES
-from tests.producers.cluster.made import START_MS, Follower, claim, over, pod, slice_, state
+from tests.producers.cluster.made import START_MS, Follower, claim, named, over, pod, raw, slice_, state
 from topics.allocations import Claim
 from topics.topic import decoder
 from topics.workloads import NodeWorkloads, Owner, Pod
@@ -191,16 +198,6 @@ def test_a_node_that_was_away_for_a_moment_never_left() -> None:
     assert (content.last, content.pods[0]["ended_ms"]) == (False, None)
 
 
-def test_a_node_that_a_full_list_does_not_have_is_gone_but_not_one_that_could_not_be_read() -> None:
-    cluster = state("n1", "n2", "n3")
-    cluster.nodes.begin()
-    cluster.put_node("n2", {})
-    cluster.nodes.seen("n3")
-    cluster.complete_nodes(NOW)
-
-    assert [told(cluster, node).last for node in ("n1", "n2", "n3")] == [True, False, False]
-
-
 def test_a_node_whose_name_no_record_can_have_is_refused() -> None:
     with pytest.raises(ValueError, match="node 'a/b'"):
         state().put_node("a/b", {})
@@ -305,7 +302,7 @@ def test_claims_of_other_drivers_do_not_matter() -> None:
     cluster.put_slice(slice_())
     cluster.put_claim(claim(driver="net.example.com"), NOW)
 
-    assert (told(cluster).admin_claims, len(cluster.claims)) == ([], 0)
+    assert (told(cluster).admin_claims, len(cluster.claims.keys())) == ([], 0)
 
 
 def test_slices_of_other_drivers_do_not_matter() -> None:
@@ -349,9 +346,9 @@ def test_no_node_of_greedy_tenants_has_a_record_that_is_too_large() -> None:
     assert next(pod for pod in content.pods if pod["name"] == "modest")["labels"] == {"app": "bert"}
 
 
-def told_of(*pods: Pod, node: str = "n1", removed: bool = False) -> dict[str, ToldNode]:
+def told_of(*pods: Pod, node: str = "n1", removed: bool = False) -> dict[str, PublishedNode]:
     """What another leader told of."""
-    return {node: ToldNode((1, 1), removed, {pod.uid: pod for pod in pods})}
+    return {node: PublishedNode((1, 1), removed, {pod.uid: pod for pod in pods})}
 
 
 def test_a_new_leader_tells_again_of_the_ended_pods_of_the_last_for_as_long_as_that_would_have() -> None:
@@ -459,6 +456,16 @@ def _apply(cluster: Store, events: Iterable[Event]) -> dict[tuple[str, Any], Eve
     return last
 
 
+def _as_heard(heard: dict[str, Listener[Any]], what: str, of: Any) -> tuple[Listener[Any], bytes]:
+    """Which listener hears of an object that is there, and its bytes."""
+    if what == "node":
+        return heard["nodes"], raw(named(*of))
+    if what == "namespace":
+        return heard["namespaces"], raw(named("ml", of))
+    resource = {"pod": "pods", "slice": "resourceslices", "claim": "resourceclaims"}[what]
+    return heard[resource], msgspec.json.encode(of)
+
+
 def _alive(cluster: Store) -> dict[str, Any]:
     """What is told of each node, but for what has ended."""
     told = {node: cluster.take(node) for node in ("n1", "n2")}
@@ -489,13 +496,14 @@ def test_a_full_list_of_the_same_objects_changes_nothing(events: list[Event]) ->
     cluster = state()
     objects = list(_apply(cluster, events).values())
     before = _alive(cluster)
-    for part in (cluster.pods, cluster.nodes, cluster.slices, cluster.claims):
-        part.begin()
-    _apply(cluster, objects)
-    cluster.complete_pods(NOW)
-    cluster.complete_nodes(NOW)
-    cluster.complete_slices()
-    cluster.claims.complete(NOW)
+    heard = listeners(cluster, Instruments(INSTRUMENTS, CollectorRegistry()), lambda: None, lambda: NOW)
+    for listener in heard.values():
+        listener.begin()
+    for what, of in objects:
+        listener, content = _as_heard(heard, what, of)
+        listener.put(content)
+    for listener in heard.values():
+        listener.complete()
     cluster.expire(NOW + KEPT_MS - 1)
 
     assert cluster.changed() == []
@@ -537,3 +545,29 @@ def test_ended_pods_are_told_of_with_their_ends() -> None:
     ends: Sequence[Any] = [(row["name"], row["ended_ms"], row["phase"]) for row in told(cluster).pods]
 
     assert ends == [("b", START_MS + 40 * 60_000, "Succeeded"), ("a", NOW + 1, "Running")]
+
+
+def sized(name: str, *, ended: int | None = None, began: int = 0, size: int = 0) -> dict[str, Any]:
+    return {"name": name, "ended_ms": ended, "started_ms": began, "labels": {"x": "a" * size}, "annotations": {}}
+
+
+def names_of(rows: Iterable[dict[str, Any]]) -> list[str]:
+    return [row["name"] + ("" if row["labels"] else "-") for row in rows]
+
+
+def test_what_does_not_fit_gives_way_in_order() -> None:
+    rows = [sized("a"), sized("old", ended=1), sized("older", ended=0), sized("big", size=500), sized("new", began=9)]
+    sizes = {row["name"]: len(orjson.dumps(row)) + 1 for row in rows}
+    whole = sum(sizes.values())
+
+    def left(room: int) -> tuple[list[str], int]:
+        kept, shed = fit(rows, room)
+        return names_of(kept), shed
+
+    assert left(whole) == (["a", "old", "older", "big", "new"], 0)
+    assert left(whole - 1) == (["a", "old", "big", "new"], 1)
+    assert left(whole - sizes["older"] - 1) == (["a", "big", "new"], 2)
+    assert left(whole - sizes["older"] - sizes["old"] - 1) == (["a", "big-", "new"], 3)
+    assert left(150)[0] == ["a-", "big-"]
+    assert left(0) == ([], 5)
+    assert all(row["labels"] for row in rows)

@@ -11,7 +11,7 @@ from aiokafka.errors import KafkaError, TopicAuthorizationFailedError
 from delivery import clients, topic_admin
 from delivery.topic_admin import Found
 from producers.cluster import takeover
-from producers.cluster.takeover import ToldNodes, read_back
+from producers.cluster.takeover import PublishedNodes, read_back
 
 
 def record(seq: int, *pods: dict[str, Any], **changed: Any) -> bytes:
@@ -25,7 +25,7 @@ def pod(uid: str, ended_ms: int | None = None) -> dict[str, Any]:
 
 def ends(*values: bytes) -> dict[str, int | None]:
     """The ends of the pods of n1 after these records."""
-    told = ToldNodes("prod")
+    told = PublishedNodes("prod")
     for value in values:
         told.take(value)
     return {uid: pod.ended_ms for uid, pod in told.nodes["n1"].pods.items()} if told.nodes else {}
@@ -61,7 +61,7 @@ async def test_a_broker_that_is_away_is_waited_for(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(takeover, "WITHIN_S", 0.0)
-    reading = asyncio.create_task(read_back("127.0.0.1:1", 0, ToldNodes("prod")))
+    reading = asyncio.create_task(read_back("127.0.0.1:1", 0, PublishedNodes("prod")))
     async with asyncio.timeout(30):
         while not any("trying again" in text for text in caplog.messages):  # noqa: ASYNC110 - a log
             await asyncio.sleep(0.01)
@@ -112,7 +112,7 @@ async def test_what_can_not_be_read_is_done_without_and_said(
     monkeypatch.setattr(takeover, "WITHIN_S", 0.01)
     caplog.set_level(logging.WARNING)
     async with asyncio.timeout(30):
-        await read_back("k:1", 0, ToldNodes("prod"))
+        await read_back("k:1", 0, PublishedNodes("prod"))
 
     assert [said in message for message in caplog.messages] == [True]
     assert consumer.stopped

@@ -1,0 +1,178 @@
+"""The devices of dynamic resource allocation: which UUID each has, and which claims only look at one.
+
+In: resource slices and claims as the API server has them. Out: the devices of a node with their UUIDs; and the devices
+that claims have for administration, as monitoring does: such a claim holds nothing.
+State: the slices, by pool. While a driver replaces a pool's slices there are two generations: the higher one counts.
+And the claims for administration, by uid. One that is gone is kept for as long as a pod that ended, because the kubelet
+may go on reporting it; but not longer than until another of its name is there.
+All of it is pure: times are given, in ms since the epoch.
+"""
+
+from collections.abc import Callable, Collection, Iterable
+from typing import NamedTuple
+
+from producers.cluster.objects import ResourceClaim, ResourceSlice, shortened
+from producers.cluster.pods import KEPT_MS, discard
+from topics.allocations import Claim
+from topics.workloads import DraDevice
+
+PoolName = tuple[str, str]
+"""A driver and the name of one of its pools."""
+
+
+class KnownSlice(NamedTuple):
+    """A slice: its pool and generation, and its devices with a UUID by node."""
+
+    pool: PoolName
+    generation: int
+    devices: dict[str, list[DraDevice]]
+
+
+def known_slice(of: ResourceSlice) -> KnownSlice:
+    """What is kept of a slice. A device without a UUID, or without a node, is left out."""
+    devices: dict[str, list[DraDevice]] = {}
+    for device in of.spec.devices or ():
+        uuid = (device.attributes or {}).get("uuid")
+        node = device.node_name or of.spec.node_name
+        if node and uuid and uuid.string:
+            parts = (of.spec.driver, of.spec.pool.name, device.name, uuid.string)
+            devices.setdefault(node, []).append(DraDevice(*map(shortened, parts)))
+    return KnownSlice((of.spec.driver, of.spec.pool.name), of.spec.pool.generation, devices)
+
+
+class Slices:
+    """The slices, by the uid of each. What changes something gives the nodes that may have changed."""
+
+    def __init__(self) -> None:
+        self._slices: dict[str, KnownSlice] = {}
+        self._pools: dict[PoolName, dict[str, KnownSlice]] = {}
+        self._by_node: dict[str, dict[PoolName, None]] = {}
+
+    def keys(self) -> Collection[str]:
+        """The uids of all slices."""
+        return self._slices
+
+    def of_node(self, node: str) -> list[DraDevice]:
+        """The devices of a node; none twice."""
+        found: dict[tuple[str, str, str], DraDevice] = {}
+        for pool in self.pools_of(node):
+            highest = max(part.generation for part in self._pools[pool].values())
+            for _, part in sorted(self._pools[pool].items()):
+                if part.generation == highest:
+                    devices = part.devices.get(node, ())
+                    found |= {(device.driver, device.pool, device.device): device for device in devices}
+        return list(found.values())
+
+    def pools_of(self, node: str) -> Iterable[PoolName]:
+        """The pools that have devices of a node."""
+        return self._by_node.get(node, ())
+
+    def nodes_of(self, pool: PoolName) -> set[str]:
+        """The nodes of which a pool has devices."""
+        return {node for part in self._pools.get(pool, {}).values() for node in part.devices}
+
+    def put(self, uid: str, part: KnownSlice) -> set[str]:
+        """A slice as it is now."""
+        if self._slices.get(uid) == part:
+            return set()
+        changed = self.remove(uid)
+        self._slices[uid] = part
+        self._pools.setdefault(part.pool, {})[uid] = part
+        for node in part.devices:
+            self._by_node.setdefault(node, {})[part.pool] = None
+        return changed | self.nodes_of(part.pool)
+
+    def remove(self, uid: str) -> set[str]:
+        """A slice is gone."""
+        part = self._slices.pop(uid, None)
+        if part is None:
+            return set()
+        nodes = self.nodes_of(part.pool)
+        discard(self._pools, part.pool, uid)
+        for node in nodes - self.nodes_of(part.pool):
+            discard(self._by_node, node, part.pool)
+        return nodes
+
+
+class AdminClaim(NamedTuple):
+    """A claim: its namespace and name, and the devices that it has for administration and for nothing else."""
+
+    name: tuple[str, str]
+    devices: tuple[Claim, ...]
+
+    def pools(self) -> set[PoolName]:
+        """The pools of these devices."""
+        return {(device.driver, device.pool) for device in self.devices}
+
+
+def known_claim(of: ResourceClaim, concerns: Callable[[str], bool]) -> AdminClaim | None:
+    """What is kept of a claim, of the drivers that matter; None if it has no devices now."""
+    namespace, name = of.metadata.namespace, of.metadata.name
+    if of.status.allocation is None:
+        return None
+    results = [one for one in of.status.allocation.devices.results or () if concerns(one.driver)]
+    used = {(one.driver, one.pool, one.device) for one in results if not one.admin_access}
+    looked_at = {(one.driver, one.pool, one.device) for one in results} - used
+    devices = (Claim(*map(shortened, (name, namespace, *device))) for device in sorted(looked_at))
+    return AdminClaim((namespace, name), tuple(devices))
+
+
+class Claims:
+    """The claims for administration, by the uid of each. What changes something gives the pools that it is about."""
+
+    def __init__(self) -> None:
+        self._claims: dict[str, AdminClaim] = {}
+        self._uids: dict[tuple[str, str], str] = {}
+        self._by_pool: dict[PoolName, dict[str, None]] = {}
+        self._gone_ms: dict[str, int] = {}
+
+    def keys(self) -> Collection[str]:
+        """The uids of all claims, those that are gone among them."""
+        return self._claims
+
+    def of_pools(self, pools: Iterable[PoolName]) -> list[Claim]:
+        """The devices for administration of some pools; none twice."""
+        found = {
+            device: None
+            for pool in pools
+            for uid in self._by_pool.get(pool, ())
+            for device in self._claims[uid].devices
+            if (device.driver, device.pool) == pool
+        }
+        return list(found)
+
+    def put(self, uid: str, claim: AdminClaim | None, now_ms: int) -> set[PoolName]:
+        """A claim as it is now; None: without devices, as it is before and after its pods."""
+        if claim is None:
+            self.remove(uid, now_ms)
+            return set()
+        self._gone_ms.pop(uid, None)
+        if claim == self._claims.get(uid):
+            return set()
+        changed = self._forget(uid) | self._forget(self._uids.get(claim.name, ""))
+        if claim.devices:
+            self._claims[uid] = claim
+            self._uids[claim.name] = uid
+            for pool in claim.pools():
+                self._by_pool.setdefault(pool, {})[uid] = None
+        return changed | claim.pools()
+
+    def remove(self, uid: str, now_ms: int) -> None:
+        """A claim is gone."""
+        if uid in self._claims:
+            self._gone_ms.setdefault(uid, now_ms)
+
+    def expire(self, now_ms: int) -> set[PoolName]:
+        """Forget the claims that went long ago."""
+        left = [uid for uid, gone_ms in self._gone_ms.items() if gone_ms + KEPT_MS <= now_ms]
+        return {pool for uid in left for pool in self._forget(uid)}
+
+    def _forget(self, uid: str) -> set[PoolName]:
+        claim = self._claims.pop(uid, None)
+        self._gone_ms.pop(uid, None)
+        if claim is None:
+            return set()
+        del self._uids[claim.name]
+        for pool in claim.pools():
+            discard(self._by_pool, pool, uid)
+        return claim.pools()

@@ -1,0 +1,160 @@
+"""The UUIDs of DRA devices are those of the newest generation of each pool; and a claim that was given a device only to
+look at it is known as such, for as long as a kubelet may report it."""
+
+from typing import Any
+
+import pytest
+
+from producers.cluster.devices import AdminClaim, Claims, Slices, known_claim, known_slice
+from producers.cluster.pods import KEPT_MS
+from tests.producers.cluster.made import claim, slice_
+from topics.allocations import Claim
+
+POOL = ("gpu.nvidia.com", "n1")
+
+
+def put_slice(slices: Slices, name: str = "s", **how: Any) -> set[str]:
+    part = slice_(name, **how)
+    return slices.put(part.metadata.uid, known_slice(part))
+
+
+def slice_devices(slices: Slices, node: str = "n1") -> list[tuple[str, str]]:
+    return [(device.device, device.uuid) for device in slices.of_node(node)]
+
+
+def test_each_device_has_the_uuid_that_its_slice_says() -> None:
+    slices = Slices()
+    assert put_slice(slices, uuids=["GPU-a", "MIG-b"]) == {"n1"}
+
+    assert slice_devices(slices) == [("gpu-0", "GPU-a"), ("gpu-1", "MIG-b")]
+    assert [(device.driver, device.pool) for device in slices.of_node("n1")] == [("gpu.nvidia.com", "n1")] * 2
+
+
+def test_a_device_without_a_uuid_is_left_out() -> None:
+    slices = Slices()
+    put_slice(slices, uuids=[None, "GPU-b", ""])
+
+    assert slice_devices(slices) == [("gpu-1", "GPU-b")]
+
+
+def test_only_the_highest_generation_of_a_pool_counts() -> None:
+    slices = Slices()
+    put_slice(slices, "old", uuids=["GPU-old"], generation=1)
+    put_slice(slices, "new", uuids=["GPU-new"], generation=2)
+    assert slice_devices(slices) == [("gpu-0", "GPU-new")]
+
+    slices.remove("uid-new")
+    assert slice_devices(slices) == [("gpu-0", "GPU-old")]
+
+
+def test_a_pool_may_have_several_slices_and_a_node_several_pools() -> None:
+    slices = Slices()
+    put_slice(slices, "a", uuids=["GPU-a"])
+    put_slice(slices, "b", uuids=[None, "GPU-b"])
+    put_slice(slices, "c", uuids=["GPU-c"], pool="other")
+
+    assert {uuid for _, uuid in slice_devices(slices)} == {"GPU-a", "GPU-b", "GPU-c"}
+
+
+def test_the_devices_of_one_slice_may_be_of_several_nodes() -> None:
+    part = slice_(node=None, pool="shared")
+    spread = part.spec.devices or []
+    by_node = [type(device)(device.name, device.attributes, f"n{number}") for number, device in enumerate(spread)]
+    spread[:] = by_node
+    slices = Slices()
+    slices.put("u", known_slice(part))
+
+    assert [slice_devices(slices, node) for node in ("n0", "n1")] == [[("gpu-0", "GPU-a")], [("gpu-1", "GPU-b")]]
+
+
+def test_a_slice_that_moves_changes_both_nodes() -> None:
+    slices = Slices()
+    put_slice(slices, node="n1")
+
+    assert put_slice(slices, node="n2") == {"n1", "n2"}
+    assert (slice_devices(slices, "n1"), len(slice_devices(slices, "n2"))) == ([], 2)
+    assert put_slice(slices, node="n2") == set()
+
+
+def put(claims: Claims, name: str = "monitor", now_ms: int = 0, **how: Any) -> set[tuple[str, str]]:
+    one = claim(name, **how)
+    return claims.put(one.metadata.uid, known_claim(one, lambda driver: driver == "gpu.nvidia.com"), now_ms)
+
+
+def devices(claims: Claims, pool: tuple[str, str] = POOL) -> list[tuple[str, str]]:
+    return [(one.claim, one.device) for one in claims.of_pools([pool])]
+
+
+@pytest.mark.parametrize(
+    ("results", "found"),
+    [
+        ([("gpu-0", True), ("gpu-1", True)], ["gpu-0", "gpu-1"]),
+        ([("gpu-0", None), ("gpu-1", False)], []),
+        ([("gpu-0", True), ("gpu-1", None)], ["gpu-0"]),
+        ([("gpu-0", True), ("gpu-0", None)], []),
+        ([], []),
+        (None, []),
+    ],
+)
+def test_a_device_is_looked_at_that_no_request_of_its_claim_has_otherwise(
+    results: list[tuple[str, bool | None]] | None, found: list[str]
+) -> None:
+    claims = Claims()
+    put(claims, results=results)
+
+    assert [device for _, device in devices(claims)] == found
+
+
+def test_a_claim_says_which_pools_it_is_about_and_others_do_not_have_it() -> None:
+    claims = Claims()
+
+    assert put(claims) == {POOL}
+    assert put(claims) == set()
+    assert put(claims, pool="n2") == {POOL, ("gpu.nvidia.com", "n2")}
+    assert (devices(claims), devices(claims, ("gpu.nvidia.com", "n2"))) == ([], [("monitor", "gpu-0")])
+
+
+def test_of_a_claim_of_two_pools_each_has_its_own_devices() -> None:
+    claims, other = Claims(), ("gpu.nvidia.com", "n2")
+    here, there = (Claim("monitor", "ml", *pool, "gpu-0") for pool in (POOL, other))
+
+    assert claims.put("u", AdminClaim(("ml", "monitor"), (here, there)), 0) == {POOL, other}
+    assert [claims.of_pools([pool]) for pool in (POOL, other)] == [[here], [there]]
+    assert claims.of_pools([POOL, other]) == [here, there]
+
+
+def test_a_claim_that_lost_its_devices_or_is_missing_in_a_list_is_kept_for_a_while() -> None:
+    claims = Claims()
+    put(claims, "deallocated")
+    put(claims, "deallocated", results=None)
+    put(claims, "missing")
+    claims.remove("uid-missing", 1_000)
+    for uid in list(claims.keys()):
+        claims.remove(uid, 2_000)
+    assert claims.expire(KEPT_MS - 1) == set()
+    assert devices(claims) == [("deallocated", "gpu-0"), ("missing", "gpu-0")]
+
+    assert claims.expire(KEPT_MS) == {POOL}
+    assert devices(claims) == [("missing", "gpu-0")]
+    assert claims.expire(KEPT_MS + 1_000) == {POOL}
+    assert (devices(claims), len(claims.keys())) == ([], 0)
+
+
+def test_a_claim_that_is_given_devices_again_does_not_expire() -> None:
+    claims = Claims()
+    put(claims)
+    put(claims, results=None)
+    put(claims)
+
+    assert (claims.expire(KEPT_MS), devices(claims)) == (set(), [("monitor", "gpu-0")])
+
+
+def test_a_new_claim_takes_the_place_of_a_gone_one_of_its_name() -> None:
+    claims = Claims()
+    put(claims, uid="old")
+    claims.remove("old", 0)
+
+    assert put(claims, uid="new", results=[("gpu-0", None)]) == {POOL}
+    assert (devices(claims), len(claims.keys())) == ([], 0)
+    claims.remove("never-there", 0)
+    assert claims.expire(KEPT_MS) == set()
