@@ -117,7 +117,7 @@ def test_attribution_hands_on_the_word_that_it_does_not_know() -> None:
     record = later({**SAMPLES.example, "allocations_seq": None})
     sample = decode_node("gpu.samples", b"prod-us-east-1/gpu-node-1", encoded(record))
     assert isinstance(sample, Sample)
-    _, (joined,) = join.step(join.NEW, join.ReadSample(sample, 0, 0.0, 0, float("inf")), 10.0)
+    _, (joined,) = join.step(join.NEW, join.PendingTick(sample, 0, 0.0, 0, float("inf")), 10.0)
 
     assert joined.sample.devices[0].state == "resting"
     assert joined.sample.devices[0].metrics["gpu_utilization_ratio"] == 0.93

@@ -1,118 +1,162 @@
-"""The join of one node: samples wait for the snapshot that they name, and are given its holders.
+"""The join of one node: ticks wait for the snapshot that they name and for the workloads, and are given their holders.
 
 In: the node's samples, snapshots and workloads in the order of their logs, and what the reader learns about time and
-offsets. Out: attributed samples, in the order of the samples. State: one immutable :class:`NodeState` a node.
-Pure: no clock, no network, no log. Times called ``_s`` are seconds of the reader's monotonic clock.
+offsets. Out: attributed ticks, in the order of the samples. State: one immutable :class:`NodeState` a node. Pure: no
+clock, no network, no log. Times called ``_s`` are seconds of the reader's monotonic clock, ``logged_ms`` is the log
+time of a record, ``ts_ms`` the time in it.
 
-A sample names the snapshot in force by number, within one run of its producer, so no clock is compared. It waits until
-that snapshot is there, or until it is certain that it never comes: the allocations partition has been read to an end
-that was asked of the broker at least ``grace`` after the sample was read. A node that waited in vain once, or holds too
-many, is not made to wait that long again: any end asked after the sample was read will do, because a snapshot is
-acknowledged before the first sample that names it. The snapshots that a sample's events name are waited for alike.
+A sample names its snapshot by number, within one run of its producer, so no clocks are compared. A tick is **pending**
+until
 
-Then it waits until the workloads have been read far enough; :mod:`streams.attribution.naming` has the rule.
+1. the snapshots are there that it and its events name, or its **patience** is over: the allocations have been read to
+   an end that was asked of the broker at least ``grace`` after the sample was read. So it is certain that they never
+   come;
+2. the **watermark** of the workloads has come far enough: :mod:`streams.attribution.log_time` has the rule.
 
-A pod that a snapshot names holds nothing if gpu.workloads says that it ended long before the sample, and if no pod of
-that name may still run: kubelets go on listing pods that ended until their devices are needed again. Nor does a pod
-hold what it has by a claim for administration, as monitoring does.
+A node that waited in vain, or that has too many pending ticks, is impatient until its next snapshot: any end does that
+was asked after the sample was read. A snapshot is acknowledged before the first sample that names it is sent, so it is
+there by then or it never comes.
 """
-
-from collections.abc import Mapping
-from typing import NamedTuple
 
 import msgspec
 
-from streams.attribution.events import Then, attributed_events, named_snapshots
-from streams.attribution.evidence import PodOf, observe, shown
-from streams.attribution.holders import hold
-from streams.attribution.naming import Listing, Meant, Unread, When, listing, meant
-from streams.attribution.split import split
-from streams.attribution.state import (
-    NEW,
-    AllocationsRead,
-    Committed,
-    Forget,
-    Joined,
-    Mark,
-    Memo,
-    NodeState,
-    ReadSample,
-    Record,
-    Workloads,
-    WorkloadsRead,
-    marked,
-    pruned,
-)
-from streams.attribution.workloads import PodName, learn
-from topics.allocations import Allocations, Claim, Container
-from topics.attributed import AttributedDevice, AttributedSample, Attribution
-from topics.samples import Device, Sample
+from streams.attribution.attribute import EVENT_MS, Joined, Memo, Named, attribute, named_snapshots, uids_of
+from streams.attribution.log_time import HORIZON_MS, Listing, NotYet, When, listing, resolve
+from streams.attribution.workloads import Knowledge, forget_before, learn
+from topics.allocations import Allocations
+from topics.attributed import Attribution
+from topics.samples import Sample
+from topics.workloads import NodeWorkloads
 
-__all__ = [
-    "MAX_HELD",
-    "NEW",
-    "AllocationsRead",
-    "Committed",
-    "Forget",
-    "Joined",
-    "Mark",
-    "NodeState",
-    "ReadSample",
-    "Record",
-    "Workloads",
-    "WorkloadsRead",
-    "step",
-    "wants_end",
-]
-
-MAX_HELD = 64
-"""How many samples a node may hold before the end of its allocations is asked at once."""
+MAX_PENDING = 64
+"""How many pending ticks a node may have before the end of its allocations is asked at once."""
 
 _RUNS = 8
+_MARK_EVERY_MS = 10_000
 _replace = msgspec.structs.replace
 
-
-def step(state: NodeState, record: Record, grace_s: float) -> tuple[NodeState, list[Joined]]:
-    """The state after a record, and the samples that it lets go."""
-    if isinstance(record, ReadSample):
-        runs = state.sample_runs
-        state = _replace(
-            state,
-            held=(*state.held, record),
-            sample_runs=runs if (run_id := record.sample.run_id) in runs else (*runs, run_id)[-_RUNS:],
-            workloads_read_ms=max(state.workloads_read_ms, record.workloads_read_ms),
-        )
-        if len(state.held) > MAX_HELD and not state.impatient and not _has_snapshots(state, state.held[0].sample):
-            state = _replace(state, impatient=True)
-        return _release(state, grace_s)
-    if isinstance(record, Allocations):
-        return _release(_with_snapshot(state, record), grace_s)
-    if isinstance(record, Workloads):
-        # What was logged before the record has been read; another one may be logged in the same millisecond.
-        read_ms = max(state.workloads_read_ms, record.logged_ms - 1)
-        workloads = learn(state.workloads, record.record, record.logged_ms)
-        return _release(_replace(state, workloads=workloads, workloads_read_ms=read_ms), grace_s)
-    if isinstance(record, AllocationsRead):
-        read_s = max(state.allocations_read_s, record.asked_s)
-        return _release(_replace(state, allocations_read_s=read_s), grace_s)
-    if isinstance(record, WorkloadsRead):
-        read_ms = max(state.workloads_read_ms, record.logged_ms)
-        return _release(_replace(state, workloads_read_ms=read_ms), grace_s)
-    if isinstance(record, Committed):
-        return pruned(state, record.offset), []
-    return _replace(state, held=(), marks=(), wanted_ms=None), []
-
-
-def wants_end(state: NodeState, now_s: float, grace_s: float) -> bool:
-    """Whether the end of the node's allocations has to be asked for its samples to go on."""
-    if not state.held:
-        return False
-    head = state.held[0]
-    wait_s = 0.0 if state.impatient else grace_s
-    return not _has_snapshots(state, head.sample) and now_s >= head.read_s + wait_s > state.allocations_read_s
+SnapshotId = tuple[int, int]
+"""A snapshot's run_id and seq."""
 
 
 # -- what arrives
+
+
+class PendingTick(msgspec.Struct, frozen=True):
+    """A sample that was read: its offset, when it was read, when it was logged, and the watermark by then."""
+
+    sample: Sample
+    offset: int
+    read_s: float
+    logged_ms: int
+    watermark_ms: float
+
+
+class LoggedWorkloads(msgspec.Struct, frozen=True):
+    """A record of gpu.workloads that was read, and its log time, which is never less than that of the one before."""
+
+    record: NodeWorkloads
+    logged_ms: int
+
+
+class WatermarkRaised(msgspec.Struct, frozen=True):
+    """The workloads of the partition have been read as far as they were logged at or before a time."""
+
+    ms: float
+
+
+class AllocationsRead(msgspec.Struct, frozen=True):
+    """The allocations have been read to an end that was asked of the broker at ``asked_s``."""
+
+    asked_s: float
+
+
+class Committed(msgspec.Struct, frozen=True):
+    """Samples below ``offset`` are finished for good and will not be read again."""
+
+    offset: int
+
+
+class Forget(msgspec.Struct, frozen=True):
+    """Drop the pending ticks; they are read again."""
+
+
+Record = PendingTick | Allocations | LoggedWorkloads | AllocationsRead | WatermarkRaised | Committed | Forget
+
+
+# -- what is remembered
+
+
+class Mark(msgspec.Struct, frozen=True):
+    """From this offset on, the node's samples are at or after ``ts_ms``, were logged at or after ``logged_ms``, and are
+    given ``snapshot`` or a later one."""
+
+    offset: int
+    ts_ms: int
+    logged_ms: int
+    snapshot: SnapshotId | None
+
+
+class NodeState(msgspec.Struct, frozen=True):
+    """All that the join remembers of a node.
+
+    ``wanted_ms`` is what the watermark has to reach for the first pending tick; None: that one waits for its snapshot,
+    or there is none.
+    """
+
+    snapshots: dict[SnapshotId, Listing] = {}
+    snapshot_runs: tuple[int, ...] = ()
+    sample_runs: tuple[int, ...] = ()
+    workloads: Knowledge | None = None
+    pending: tuple[PendingTick, ...] = ()
+    impatient: bool = False
+    allocations_read_s: float = float("-inf")
+    watermark_ms: float = float("-inf")
+    wanted_ms: int | None = None
+    marks: tuple[Mark, ...] = ()
+    memo: Memo | None = None
+
+
+NEW = NodeState()
+
+
+def step(state: NodeState, record: Record, grace_s: float) -> tuple[NodeState, list[Joined]]:
+    """The state after a record, and the ticks that it lets go."""
+    if isinstance(record, PendingTick):
+        runs, run_id = state.sample_runs, record.sample.run_id
+        state = _replace(
+            state,
+            pending=(*state.pending, record),
+            sample_runs=runs if run_id in runs else (*runs, run_id)[-_RUNS:],
+            watermark_ms=max(state.watermark_ms, record.watermark_ms),
+        )
+        if len(state.pending) > MAX_PENDING and not state.impatient and not _has_snapshots(state, state.pending[0]):
+            state = _replace(state, impatient=True)
+    elif isinstance(record, Allocations):
+        state = _with_snapshot(state, record)
+    elif isinstance(record, LoggedWorkloads):
+        # What was logged before the record has been read; another one may be logged in the same millisecond.
+        watermark_ms = max(state.watermark_ms, record.logged_ms - 1)
+        known = learn(state.workloads, record.record, record.logged_ms)
+        state = _replace(state, workloads=known, watermark_ms=watermark_ms)
+    elif isinstance(record, AllocationsRead):
+        state = _replace(state, allocations_read_s=max(state.allocations_read_s, record.asked_s))
+    elif isinstance(record, WatermarkRaised):
+        state = _replace(state, watermark_ms=max(state.watermark_ms, record.ms))
+    elif isinstance(record, Committed):
+        return _pruned(state, record.offset), []
+    else:
+        return _replace(state, pending=(), marks=(), wanted_ms=None), []
+    return _release(state, grace_s)
+
+
+def wants_end(state: NodeState, now_s: float, grace_s: float) -> bool:
+    """Whether the end of the node's allocations has to be asked for its pending ticks to go on."""
+    if not state.pending:
+        return False
+    first = state.pending[0]
+    patience_s = 0.0 if state.impatient else grace_s
+    return not _has_snapshots(state, first) and now_s >= first.read_s + patience_s > state.allocations_read_s
 
 
 def _with_snapshot(state: NodeState, snapshot: Allocations) -> NodeState:
@@ -132,72 +176,79 @@ def _with_snapshot(state: NodeState, snapshot: Allocations) -> NodeState:
     )
 
 
-# -- what may go
+# -- which ticks may go
 
 
 def _release(state: NodeState, grace_s: float) -> tuple[NodeState, list[Joined]]:
-    """Let go the samples at the head that wait for nothing more."""
+    """Let go the first pending ticks that wait for nothing more."""
     out: list[Joined] = []
     wanted_ms: int | None = None
-    while state.held:
-        head = state.held[0]
-        if not _has_snapshots(state, head.sample):
-            wait_s = 0.0 if state.impatient else grace_s
-            if state.allocations_read_s < head.read_s + wait_s:
-                break  # the allocations are not yet read far enough to know that the snapshot never comes
+    while state.pending:
+        tick = state.pending[0]
+        sample = tick.sample
+        if not _has_snapshots(state, tick):
+            patience_s = 0.0 if state.impatient else grace_s
+            if state.allocations_read_s < tick.read_s + patience_s:
+                break
             state = _replace(state, impatient=True)
-        now = _place(state, head, head.sample.allocations_seq, head.sample.ts_ms)
-        before = {seq: _place(state, head, seq, at_ms) for seq, at_ms in named_snapshots(head.sample).items()}
-        known = {seq: place for seq, place in before.items() if isinstance(place, _Place)}
-        if isinstance(now, Unread) or len(known) < len(before):
-            wanted_ms = max([place.until_ms for place in (now, *before.values()) if isinstance(place, Unread)])
+        now = _named(state, tick, sample.allocations_seq, sample.ts_ms)
+        earlier = {seq: _named(state, tick, seq, at_ms) for seq, at_ms in named_snapshots(sample).items()}
+        known = {seq: named for seq, named in earlier.items() if isinstance(named, Named)}
+        if isinstance(now, NotYet) or len(known) < len(earlier):
+            wanted_ms = max([one.watermark_ms for one in (now, *earlier.values()) if isinstance(one, NotYet)])
             break
-        state, joined = _joined(state, head, now, known)
+        joined, memo = attribute(sample, tick.offset, now, known, state.memo)
         out.append(joined)
-        named = now.named
-        given = (named.snapshot.run_id, named.snapshot.seq) if named else None
-        state = _replace(state, held=state.held[1:], marks=marked(state.marks, head, given))
+        marks, last = state.marks, state.marks[-1] if state.marks else None
+        given = (now.listing.snapshot.run_id, now.listing.snapshot.seq) if now.listing else None
+        if not (last and last.snapshot == given and 0 <= sample.ts_ms - last.ts_ms < _MARK_EVERY_MS):
+            marks = (*marks, Mark(tick.offset, sample.ts_ms, tick.logged_ms, given))
+        state = _replace(state, pending=state.pending[1:], marks=marks, memo=memo)
     return (state if state.wanted_ms == wanted_ms else _replace(state, wanted_ms=wanted_ms)), out
 
 
-def _has_snapshots(state: NodeState, sample: Sample) -> bool:
-    """Whether all snapshots are there that a sample and its events name."""
-    own = sample.allocations_seq
-    if own is not None and (sample.run_id, own) not in state.snapshots:
+def _has_snapshots(state: NodeState, tick: PendingTick) -> bool:
+    """Whether all snapshots are there that a tick and its events name."""
+    run_id, own = tick.sample.run_id, tick.sample.allocations_seq
+    if own is not None and (run_id, own) not in state.snapshots:
         return False
-    return all((sample.run_id, seq) in state.snapshots for seq in named_snapshots(sample))
+    return all((run_id, seq) in state.snapshots for seq in named_snapshots(tick.sample))
 
 
-class _Place(NamedTuple):
-    """A snapshot that a tick or its events name, how sure it is, and its pods as of a time."""
+def _named(state: NodeState, tick: PendingTick, seq: int | None, ts_ms: int) -> Named | NotYet:
+    """The snapshot that a tick or its events name by ``seq``, else the last one known before it, and its pods at a
+    time.
 
-    ts_ms: int
-    named: Listing | None
-    attribution: Attribution
-    found: Meant
-
-
-def _place(state: NodeState, tick: ReadSample, seq: int | None, ts_ms: int) -> _Place | Unread:
-    """The snapshot that a tick names by its ``seq``. The tick's processes count for its own snapshot only."""
+    The tick's processes count for its own snapshot only.
+    """
     sample = tick.sample
-    named, attribution = _snapshot(state, sample, seq)
-    uids = {uid for d in sample.devices for uid in shown(d) if uid} if seq == sample.allocations_seq else set[str]()
-    when = When(ts_ms, tick.logged_ms, state.workloads_read_ms)
-    found = meant(state.workloads, named, uids, when, state.memo.found if state.memo else None)
-    return found if isinstance(found, Unread) else _Place(ts_ms, named, attribution, found)
+    listed = None if seq is None else state.snapshots.get((sample.run_id, seq))
+    attribution: Attribution = "exact"
+    if listed is None:
+        listed = None if seq is None else _last_before(state, sample, seq)
+        attribution = "late" if listed else "none"
+    uids = uids_of(sample) if seq == sample.allocations_seq else set[str]()
+    when = When(ts_ms, tick.logged_ms, state.watermark_ms)
+    found = resolve(state.workloads, listed, uids, when, state.memo.resolved if state.memo else None)
+    return found if isinstance(found, NotYet) else Named(listed, attribution, found)
 
 
-def _snapshot(state: NodeState, sample: Sample, seq: int | None) -> tuple[Listing | None, Attribution]:
-    """The snapshot that a sample names by its ``seq``, else the last one known before it."""
-    if seq is None:
-        return None, "none"
-    named = state.snapshots.get((sample.run_id, seq))
-    if named is not None:
-        return named, "exact"
-    known = _latest(state, sample.run_id, below=seq)
-    if known is None and (run_id := _run_before(state, sample)) is not None:
-        known = _latest(state, run_id)
-    return (known, "late") if known else (None, "none")
+def _last_before(state: NodeState, sample: Sample, seq: int) -> Listing | None:
+    """The last known snapshot before the one that a sample names: of its run, else of the run before.
+
+    If no snapshot of the sample's own run is known, the snapshots may have been read far ahead. Then only those runs
+    count that had samples before, or whose snapshots are of an earlier time.
+    """
+    if (known := _latest(state, sample.run_id, below=seq)) is not None:
+        return known
+    runs = state.snapshot_runs
+    if sample.run_id in runs:
+        before = runs[: runs.index(sample.run_id)]
+    else:
+        sampled = state.sample_runs[: state.sample_runs.index(sample.run_id)]
+        earlier = {run for (run, _), listed in state.snapshots.items() if listed.snapshot.ts_ms <= sample.ts_ms}
+        before = tuple(run for run in runs if run in sampled or run in earlier)
+    return _latest(state, before[-1]) if before else None
 
 
 def _latest(state: NodeState, run_id: int, *, below: int | None = None) -> Listing | None:
@@ -205,108 +256,29 @@ def _latest(state: NodeState, run_id: int, *, below: int | None = None) -> Listi
     return state.snapshots[run_id, max(seqs)] if seqs else None
 
 
-def _run_before(state: NodeState, sample: Sample) -> int | None:
-    """The last run with a snapshot that came before a sample's.
+# -- what may be forgotten
 
-    If no snapshot of the sample's own run is known, the snapshots may have been read far ahead. Then only those runs
-    count that had samples before, or whose snapshots are of an earlier time.
+
+def _pruned(state: NodeState, offset: int) -> NodeState:
+    """Forget what only samples below ``offset`` could ask for.
+
+    Of the snapshots, those stay that the last committed sample was given, and what came or may come after it.
     """
-    runs = state.snapshot_runs
-    if sample.run_id in runs:
-        before = runs[: runs.index(sample.run_id)]
-        return before[-1] if before else None
-    sampled = state.sample_runs[: state.sample_runs.index(sample.run_id)]
-    earlier = {run for (run, _), known in state.snapshots.items() if known.snapshot.ts_ms <= sample.ts_ms}
-    return next((run for run in reversed(runs) if run in sampled or run in earlier), None)
-
-
-# -- what goes
-
-
-def _joined(state: NodeState, tick: ReadSample, now: _Place, before: Mapping[int, _Place]) -> tuple[NodeState, Joined]:
-    sample, labels = tick.sample, now.found.node_labels
-    by_snapshot = {
-        seq: Then(_memo(None, place, place.named, sample).held.holders if place.named else {}, place.attribution)
-        for seq, place in before.items()
-    }
-    if now.named is None:
-        return state, Joined(_attributed(tick, Then({}, now.attribution), labels, None, by_snapshot), ())
-    memo = _memo(state.memo, now, now.named, sample)
-    then = Then(memo.held.holders, now.attribution)
-    shown_pods = now.found.shown
-    out = _attributed(tick, then, labels, None if shown_pods is None else shown_pods.get, by_snapshot)
-    if memo is state.memo:
-        return state, Joined(out, ())
-    worked_out = state.memo is None or memo.held is not state.memo.held
-    return _replace(state, memo=memo), Joined(out, memo.held.unknown_ids if worked_out else ())
-
-
-def _memo(last: Memo | None, place: _Place, named: Listing, sample: Sample) -> Memo:
-    """Who holds the devices of a sample by a snapshot: the last answer, where all that it depends on is the same."""
-    found, snapshot = place.found, named.snapshot
-    inventory = tuple([(d.uuid, d.index, d.minor, d.mig) for d in sample.devices])
-    if last is not None and last.snapshot is snapshot and last.inventory == inventory:
-        if last.found is found:
-            return last
-        if _same_pods(last.found, found):
-            return Memo(snapshot, inventory, found, last.held)
-    held = hold(_without(snapshot, found.over, found.admin), sample.devices, found.pods, found.dra)
-    return Memo(snapshot, inventory, found, held)
-
-
-def _same_pods(a: Meant, b: Meant) -> bool:
-    """Whether two answers give the devices the same holders."""
-    return (
-        a.dra is b.dra
-        and a.admin is b.admin
-        and a.over == b.over
-        and a.pods.keys() == b.pods.keys()
-        and all(b.pods[name] is pod for name, pod in a.pods.items())
-    )
-
-
-def _without(snapshot: Allocations, over: frozenset[PodName], admin: frozenset[Claim]) -> Allocations:
-    """A snapshot without the containers of pods that were over, and without the claims that only look at a device."""
-    if not over and not admin:
-        return snapshot
-    containers: list[Container] = []
-    for container in snapshot.containers:
-        if (container.namespace, container.pod) not in over:
-            claims = tuple(claim for claim in container.claims if claim not in admin)
-            unchanged = len(claims) == len(container.claims)
-            containers.append(container if unchanged else _replace(container, claims=claims))
-    return _replace(snapshot, containers=tuple(containers))
-
-
-def _attributed(
-    tick: ReadSample,
-    now: Then,
-    node_labels: dict[str, str],
-    pod_of: PodOf | None,
-    by_snapshot: Mapping[int, Then],
-) -> AttributedSample:
-    sample = tick.sample
-    return AttributedSample(
-        schema=1,
-        cluster=sample.cluster,
-        node=sample.node,
-        run_id=sample.run_id,
-        seq=sample.seq,
-        ts_ms=sample.ts_ms,
-        allocations_seq=sample.allocations_seq,
-        offset=tick.offset,
-        attribution=now.attribution,
-        node_labels=node_labels,
-        devices=tuple([_device(device, now, pod_of, by_snapshot) for device in sample.devices]),
-    )
-
-
-def _device(d: Device, now: Then, pod_of: PodOf | None, by_snapshot: Mapping[int, Then]) -> AttributedDevice:
-    """The device with its holders, those that its processes show included, and their parts of it."""
-    all_holders, conflict = observe(d, now.holders.get(d.uuid, ()), pod_of)
-    shared = split(d, all_holders)
-    events = attributed_events(d.events, d.uuid, now, by_snapshot)
-    return AttributedDevice(
-        d.uuid, d.index, d.vendor, d.model, d.pci_bus_id, d.minor, d.state, d.mig, d.metrics, d.processes, d.jobs,
-        events, d.info, d.xids, d.read_ms, shared.holders, shared.unattributed, shared.scaled, conflict,
-    )  # fmt: skip
+    marks = state.marks
+    while len(marks) > 1 and marks[1].offset < offset:
+        marks = marks[1:]
+    if len(marks) == len(state.marks) or marks[0].offset >= offset:
+        return state
+    since_ms = min([mark.ts_ms for mark in marks] + [tick.sample.ts_ms for tick in state.pending]) - EVENT_MS
+    logged_ms = min([mark.logged_ms for mark in marks] + [tick.logged_ms for tick in state.pending]) - HORIZON_MS
+    workloads = forget_before(state.workloads, since_ms, logged_ms) if state.workloads else None
+    snapshots, runs, given = state.snapshots, state.snapshot_runs, marks[0].snapshot
+    if given is not None and given in snapshots:
+        older = runs[: runs.index(given[0])]
+        snapshots = {
+            key: listed
+            for key, listed in snapshots.items()
+            if key[0] not in older and (key[0] != given[0] or key[1] >= given[1])
+        }
+        runs = tuple([run for run in runs if any(run == run_id for run_id, _ in snapshots)])
+    return _replace(state, marks=marks, workloads=workloads, snapshots=snapshots, snapshot_runs=runs)

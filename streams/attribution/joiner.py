@@ -1,7 +1,8 @@
 """Carries out the join on what the reader delivers: decode, step, send, finish.
 
 In: batches of records, each with its slot, and what the reader knows of offsets. Out: gpu.attributed, gpu.dead-letters.
-State: one :class:`~streams.attribution.join.NodeState` a node, by partition; the slots of the samples that wait.
+State: one :class:`~streams.attribution.join.NodeState` a node, by partition; the slots of the pending ticks; the
+watermark of each partition.
 On failure: what can't be decoded or sent is a dead letter; anything else ends the process.
 """
 
@@ -11,6 +12,7 @@ import logging
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -20,7 +22,7 @@ from delivery.ledger import Partition, Slot
 from delivery.sender import Unsendable
 from streams.app import ReaderApp
 from streams.attribution import join
-from streams.attribution.progress import WorkloadsProgress
+from streams.attribution.log_time import Watermark
 from streams.reader import Batch
 from streams.stage import Bookkeeping, Malformed, decode_record
 from topics.allocations import Allocations
@@ -72,10 +74,10 @@ class Joiner:
         self._instruments, self._grace_s, self._clock = instruments, grace_s, clock
         self._books = Bookkeeping(instruments, stage="attribution", partitions=partitions)
         self._states: dict[int, dict[bytes, join.NodeState]] = defaultdict(dict)
-        self._waiting: dict[int, dict[bytes, None]] = defaultdict(dict)
-        self._open: dict[tuple[int, int], tuple[Slot, Any]] = {}
+        self._pending: dict[int, dict[bytes, None]] = defaultdict(dict)
+        self._slots: dict[tuple[int, int], tuple[Slot, Any]] = {}
         self._asked: dict[int, deque[tuple[float, int]]] = defaultdict(deque)
-        self._progress: dict[int, WorkloadsProgress] = defaultdict(WorkloadsProgress)
+        self._watermarks: dict[int, Watermark] = defaultdict(Watermark)
         self._wake = asyncio.Event()
         self._asked_ahead_s = float("-inf")
         self._heard_ms: dict[int, dict[bytes, int]] = defaultdict(dict)
@@ -94,38 +96,38 @@ class Joiner:
                     if not self.app.current(slot):
                         return
                     await self._take(slot, record)
-                if batch and batch[0][0].tp.topic == WORKLOADS and self._waiting.get(batch[0][0].tp.partition):
+                if batch and batch[0][0].tp.topic == WORKLOADS and self._pending.get(batch[0][0].tp.partition):
                     self._wake.set()
         except Exception as error:
             log.exception("the join failed")
             self.app.fail(f"the join failed: {error!r}")
 
     async def _take(self, slot: Slot, record: Any) -> None:
-        """Decode a record, and give it to the join of its node."""
+        """Decode a record, and give it to the join of its node. If it has no log time, it has the time of reading."""
         self._books.read(slot.tp.topic)
         try:
             decoded = decode(slot.tp.topic, record.key, record.value)
         except Malformed as error:
             await self._books.dead_letter(self.app, slot, record, error.reason, str(error))
             return
-        partition, logged_ms = slot.tp.partition, _logged_ms(record)
-        progress = self._progress[partition]
+        partition, stamped, now_s = slot.tp.partition, record.timestamp, self._clock()
+        logged_ms: int = stamped if stamped is not None and stamped >= 0 else time.time_ns() // 1_000_000
+        watermark = self._watermarks[partition]
         self._forget_old_nodes(partition, record.key, logged_ms)
         if isinstance(decoded, Sample):
-            self._open[partition, slot.offset] = (slot, record)
-            now_s = self._clock()
-            progress.sample(slot.offset, logged_ms, now_s)
-            progress.learned(self._learned(WORKLOADS, partition))
-            tick = join.ReadSample(decoded, slot.offset, now_s, logged_ms, progress.read_ms)
+            self._slots[partition, slot.offset] = (slot, record)
+            watermark.sample(slot.offset, logged_ms, now_s)
+            watermark.reached(self._learned(WORKLOADS, partition))
+            tick = join.PendingTick(decoded, slot.offset, now_s, logged_ms, watermark.ms)
             await self._step(partition, record.key, tick)
             self._ask_for_workloads(partition, record.key, now_s)
-            if progress.read_ms < logged_ms - _ASK_AHEAD_MS and now_s - self._asked_ahead_s > _ASK_AHEAD_EVERY_S:
-                self._asked_ahead_s = now_s  # asked for before a sample has to wait for it
+            if watermark.ms < logged_ms - _ASK_AHEAD_MS and now_s - self._asked_ahead_s > _ASK_AHEAD_EVERY_S:
+                self._asked_ahead_s = now_s  # asked for before a tick has to wait for it
                 self.app.ask_ends()
             return
         if isinstance(decoded, NodeWorkloads):
-            workloads = join.Workloads(decoded, progress.workloads(slot.offset, logged_ms))
-            await self._step(partition, record.key, workloads)
+            decoded_at = join.LoggedWorkloads(decoded, watermark.workloads(slot.offset, logged_ms))
+            await self._step(partition, record.key, decoded_at)
         else:
             await self._step(partition, record.key, decoded)
             self._ask_for_workloads(partition, record.key, self._clock())
@@ -139,40 +141,36 @@ class Joiner:
         self._forgot_ms = logged_ms
         for number, nodes in self._heard_ms.items():
             for gone in [node for node, heard_ms in nodes.items() if logged_ms - heard_ms > _FORGET_AFTER_MS]:
-                if gone not in self._waiting[number]:
+                if gone not in self._pending[number]:
                     del nodes[gone]
                     self._states[number].pop(gone, None)
 
     async def _step(self, partition: int, key: bytes, record: join.Record) -> None:
-        """The next state of a node; what it lets go is sent."""
+        """The next state of a node; the ticks that it lets go are sent."""
         states = self._states[partition]
         state = states.get(key)
         if state is None:
             self._books.check_place(partition, key)
             state = join.NEW
         states[key], joined = join.step(state, record, self._grace_s)
-        if states[key].held:
-            self._waiting[partition][key] = None
-        elif state.held:
-            self._waiting[partition].pop(key, None)
+        if states[key].pending:
+            self._pending[partition][key] = None
+        elif state.pending:
+            self._pending[partition].pop(key, None)
         for one in joined:
-            await self._send(partition, one)
-
-    async def _send(self, partition: int, joined: join.Joined) -> None:
-        sample = joined.sample
-        slot, record = self._open.pop((partition, sample.offset), (None, None))
-        if slot is None or not self.app.current(slot):
-            return
-        if joined.unknown_ids:
-            self._instruments.counter("gpustream_attribution_unknown_device_ids_total").inc(len(joined.unknown_ids))
-            node = f"{sample.cluster}/{sample.node}"
-            log.warning("%s: device ids in no known grammar: %.300s", node, joined.unknown_ids)
-        value = self._encoder.encode(sample)
-        sent = await self.app.sender.send(OUTPUT, value, key=node_key(sample.cluster, sample.node), partition=partition)
-        sent.add_done_callback(lambda future: self._acknowledged(slot, record, sample.attribution, future))
+            sample, unknown_ids = one.sample, one.unknown_ids
+            slot, read = self._slots.pop((partition, sample.offset), (None, None))
+            if slot is None or not self.app.current(slot):
+                continue
+            if unknown_ids:
+                self._instruments.counter("gpustream_attribution_unknown_device_ids_total").inc(len(unknown_ids))
+                log.warning("%s/%s: device ids in no known grammar: %.300s", sample.cluster, sample.node, unknown_ids)
+            value, to = self._encoder.encode(sample), node_key(sample.cluster, sample.node)
+            sent = await self.app.sender.send(OUTPUT, value, key=to, partition=partition)
+            sent.add_done_callback(partial(self._acknowledged, slot, read, sample.attribution))
 
     def _acknowledged(self, slot: Slot, record: Any, attribution: str, sent: "asyncio.Future[int]") -> None:
-        """The broker has a sample, or it never will: then it is a dead letter."""
+        """The broker has a tick, or it never will: then it is a dead letter."""
 
         def written(writing: "asyncio.Task[None]") -> None:
             self._letters.discard(writing)
@@ -204,35 +202,33 @@ class Joiner:
             await self.look_once()
 
     async def look_once(self) -> None:
-        """Let go what has waited long enough, and ask the broker for what the rest waits for."""
+        """Let go the ticks that have waited long enough, and ask the broker for what the others wait for.
+
+        The newest end of the allocations counts that was asked for and has been read to.
+        """
         async with self._lock:
-            for partition in list(self._waiting):
-                await self._look_at(partition)
+            for partition in list(self._pending):
+                asked_s, asked, watermark = None, self._asked[partition], self._watermarks[partition]
+                read = self._learned(ALLOCATIONS, partition)
+                while asked and read >= asked[0][1]:
+                    asked_s = asked.popleft()[0]
+                watermark.reached(self._learned(WORKLOADS, partition))
+                now_s = self._clock()
+                for key in list(self._pending[partition]):
+                    if asked_s is not None and key in self._pending[partition]:
+                        await self._step(partition, key, join.AllocationsRead(asked_s))
+                    wanted_ms = self._state(partition, key).wanted_ms
+                    if wanted_ms is not None and watermark.ms >= wanted_ms:
+                        await self._step(partition, key, join.WatermarkRaised(watermark.ms))
+                    self._ask_for_workloads(partition, key, now_s)
+                    if join.wants_end(self._state(partition, key), now_s, self._grace_s):
+                        self.app.ask_ends()
         self._observe()
 
-    async def _look_at(self, partition: int) -> None:
-        """Let go what a partition's nodes hold no longer. ``asked_s``: when the end of the allocations that was read to
-        was asked, the newest that there is."""
-        asked_s, asked, progress = None, self._asked[partition], self._progress[partition]
-        read = self._learned(ALLOCATIONS, partition)
-        while asked and read >= asked[0][1]:
-            asked_s = asked.popleft()[0]
-        progress.learned(self._learned(WORKLOADS, partition))
-        now_s = self._clock()
-        for key in list(self._waiting[partition]):
-            if asked_s is not None and key in self._waiting[partition]:
-                await self._step(partition, key, join.AllocationsRead(asked_s))
-            wanted_ms = self._state(partition, key).wanted_ms
-            if wanted_ms is not None and progress.read_ms >= wanted_ms:
-                await self._step(partition, key, join.WorkloadsRead(progress.read_ms))
-            self._ask_for_workloads(partition, key, now_s)
-            if join.wants_end(self._state(partition, key), now_s, self._grace_s):
-                self.app.ask_ends()
-
     def _ask_for_workloads(self, partition: int, key: bytes, now_s: float) -> None:
-        """Ask where the workloads end, as soon as a node's first sample that waits can go by the answer."""
+        """Ask where the workloads end, as soon as the answer lets a node's first pending tick go."""
         wanted_ms = self._state(partition, key).wanted_ms
-        if wanted_ms is not None and self._progress[partition].reached_ms(now_s) >= wanted_ms:
+        if wanted_ms is not None and self._watermarks[partition].if_asked_at(now_s) >= wanted_ms:
             self.app.ask_ends()
 
     def _learned(self, topic: str, partition: int) -> int:
@@ -244,22 +240,22 @@ class Joiner:
     # -- what the reader knows of offsets
 
     def forget(self) -> None:
-        """Drop the samples that wait: they are read again."""
-        self._open.clear()
+        """Drop the pending ticks: they are read again."""
+        self._slots.clear()
         self._asked.clear()
-        for progress in self._progress.values():
-            progress.forget()
-        for partition, waiting in self._waiting.items():
-            for key in waiting:
+        for watermark in self._watermarks.values():
+            watermark.forget()
+        for partition, pending in self._pending.items():
+            for key in pending:
                 self._states[partition][key], _ = join.step(self._states[partition][key], join.Forget(), self._grace_s)
-        self._waiting.clear()
+        self._pending.clear()
 
     def drop(self, partitions: frozenset[int]) -> None:
         """Drop the state of these partitions: it is read again, or another worker's now."""
         for partition in partitions:
             self._states.pop(partition, None)
             self._heard_ms.pop(partition, None)
-            self._progress.pop(partition, None)
+            self._watermarks.pop(partition, None)
 
     def committed(self, offsets: Mapping[Partition, int]) -> None:
         """Forget what only finished samples could ask for."""
@@ -275,29 +271,23 @@ class Joiner:
         for tp, end in ends.items():
             learned = self.app.reader.ledger.position(tp)
             lags[tp.topic] += max(0, end - learned) if learned is not None else 0
-            if tp.topic == ALLOCATIONS and self._waiting.get(tp.partition):
+            if tp.topic == ALLOCATIONS and self._pending.get(tp.partition):
                 self._asked[tp.partition].append((asked_s, end))
             if tp.topic == WORKLOADS and (samples_end := ends.get(Partition(SAMPLES, tp.partition))) is not None:
-                self._progress[tp.partition].ends(asked_s, end, samples_end)
-                self._progress[tp.partition].learned(self._learned(WORKLOADS, tp.partition))
-        if any(self._waiting.values()):
+                self._watermarks[tp.partition].ends(asked_s, end, samples_end)
+                self._watermarks[tp.partition].reached(self._learned(WORKLOADS, tp.partition))
+        if any(self._pending.values()):
             self._wake.set()
         for topic, lag in lags.items():
             self._instruments.gauge("gpustream_attribution_lag_records", topic).set(lag)
 
     def _observe(self) -> None:
         gauge = self._instruments.gauge
-        held = sum(len(self._states[p][key].held) for p, keys in self._waiting.items() for key in keys)
-        gauge("gpustream_attribution_held_ticks").set(held)
-        for progress in self._progress.values():
-            if progress.misordered:
-                self._instruments.counter("gpustream_attribution_misordered_workloads_total").inc(progress.misordered)
-                progress.misordered = 0
+        pending = sum(len(self._states[p][key].pending) for p, keys in self._pending.items() for key in keys)
+        gauge("gpustream_attribution_held_ticks").set(pending)
+        for watermark in self._watermarks.values():
+            if watermark.misordered:
+                self._instruments.counter("gpustream_attribution_misordered_workloads_total").inc(watermark.misordered)
+                watermark.misordered = 0
         gauge("gpustream_attribution_nodes").set(sum(len(states) for states in self._states.values()))
         self._books.observe(self.app.reader)
-
-
-def _logged_ms(record: Any) -> int:
-    """The log time of a record; where a broker gives none, the time at which it is read."""
-    stamped: int | None = record.timestamp
-    return stamped if stamped is not None and stamped >= 0 else time.time_ns() // 1_000_000

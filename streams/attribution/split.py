@@ -1,26 +1,26 @@
-"""What of a shared device is each pod's, and what is nobody's.
+"""How a shared device is divided: what each holder did on it, and the rest that is nobody's.
 
-In: a device of a tick, with its processes, and its holders. Out: the holders with their parts, and the rest.
-Pure. The parts and the rest are the device, to the last bits of a float; no part is negative; the order of processes
-and holders does not matter.
+In: a device of a tick, with its processes, and its holders. Out: the holders with their parts, and the rest. Pure. The
+parts and the rest add up to the device, to the last bits of a float. No part is negative. The order of processes and
+holders does not matter.
 
-Utilization is divided by the processes' ``sm_utilization_ratio``, memory by their ``memory_used_bytes``. A part is the
-sum over the pod's processes; where the pods' sum is more than the device, each is scaled by device / sum, the rest is 0
-and the split is flagged. What no holder's process accounts for is the rest: processes of no pod, or of one that holds
-nothing, an MPS server that is not a holder's own, driver and context memory.
+- Utilization is divided by the processes' ``sm_utilization_ratio``, memory by their ``memory_used_bytes``. A holder's
+  part is the sum over its pod's processes. If the sum over all pods is more than the device, each part is scaled by
+  device / sum, the rest is 0, and the split is flagged.
+- The rest is what no holder's process accounts for: processes of no pod, or of a pod that holds nothing, an MPS server
+  that is not a holder's own, memory of the driver and of contexts.
+- A pod's power is ``power_watts`` times its part of the utilization: the power of the time in which it ran. The power
+  of the time in which nobody ran is the rest, idle power included. A pod's energy is the sum over time of its power.
 
-A part that is not known is absent, and so is then the rest, which would have it too:
+A part that is not known is absent, and then the rest is absent, too, because it would have what is not known:
 
-- of a pod whose uid is not known, where there are processes of a pod that is none of the holders: they may be its;
-- of a pod one of whose processes does not say how much it uses.
+- A pod whose uid is not known has no part if there are processes of a pod that is none of the holders: they may be its.
+- A pod has no part if one of its processes does not say how much it uses.
 
-A pod's power is ``power_watts * its utilization part``: the power of the time in which it ran. The power of the time in
-which nobody did, idle power included, is the rest. A pod's energy is the sum over time of its power.
-
-Nothing is divided where the processes can't be seen, and no quantity that the device lacks (a MIG device has neither
-utilization nor power of its own) or that none of the processes has. Records do not say which container a process's
-``container_id`` is, so of a pod with several containers on the device the first by name has the pod's whole part and
-the others have none: sums over a pod's rows are right, whichever it was.
+Nothing is divided if the processes can't be seen. A quantity is not divided if the device does not have it (a MIG
+device has neither utilization nor power of its own) or if no process has it. Records do not say which container the
+``container_id`` of a process is. So of a pod with several containers on the device, the first one by name has the pod's
+whole part, and the others have none: sums over a pod's rows are right, whichever it was.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,14 +28,15 @@ from typing import NamedTuple
 
 import msgspec
 
+from streams.attribution.holders import processes_visible
 from topics.attributed import Holder, Parts
 from topics.samples import Device, Process
 
 _SLACK = 1e-9
-"""By how much of it a sum may exceed the device before it counts as more: ratios of percents do not add up exactly."""
+"""The share by which a sum may exceed the device before it counts as more: ratios of percents do not add up exactly."""
 
 _LARGEST = 1e30
-"""What is larger measures nothing, and sums of it may not be floats."""
+"""A larger value measures nothing, and sums of such values may not be floats."""
 
 Amount = int | float
 
@@ -77,7 +78,7 @@ class _Shares(msgspec.Struct, frozen=True):
 def split(device: Device, holders: tuple[Holder, ...]) -> Split:
     """The parts of a device; without any where it has no holder or its processes can't be seen."""
     processes, metrics = device.processes, device.metrics
-    if not holders or processes is None or not seen(device):
+    if not holders or processes is None or not processes_visible(device):
         return Split(holders)
     rows = _rows(processes, holders)
     ratios = [process.sm_utilization_ratio for process in processes]
@@ -93,11 +94,6 @@ def split(device: Device, holders: tuple[Holder, ...]) -> Split:
     ]
     scaled = (utilization is not None and utilization.scaled) or (memory is not None and memory.scaled)
     return Split(tuple(with_parts), None if rest == _NO_PARTS else rest, scaled)
-
-
-def seen(device: Device) -> bool:
-    """Whether the tick says which pods' processes are on the device."""
-    return device.processes is not None and device.info.get("processes_visible") != "false"
 
 
 def _rows(processes: Sequence[Process], holders: Sequence[Holder]) -> _Rows:

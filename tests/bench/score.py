@@ -73,16 +73,16 @@ def joined(fleet: Fleet, count: int) -> Iterator[tuple[Tick, AttributedSample]]:
         name, now_s = tick.node.name, tick.ts_ms / 1000
         waiting[name, tick.seq] = tick
         seq, content = snapshots.get(name, (0, []))
-        records: list[join.Record] = [join.Workloads(_workloads(tick, news), news.at_ms) for news in tick.news]
+        records: list[join.Record] = [join.LoggedWorkloads(_workloads(tick, news), news.at_ms) for news in tick.news]
         if not seq or content != tick.reading.containers:
             seq += 1
             snapshots[name] = seq, tick.reading.containers
             records.append(_snapshot(tick, seq))
-        sample = join.ReadSample(_sample(tick, seq), tick.seq, now_s, tick.ts_ms, tick.ts_ms)
-        for record in (*records, join.WorkloadsRead(tick.ts_ms), sample):
+        sample = join.PendingTick(_sample(tick, seq), tick.seq, now_s, tick.ts_ms, tick.ts_ms)
+        for record in (*records, join.WatermarkRaised(tick.ts_ms), sample):
             states[name], out = join.step(states.get(name, join.NEW), record, 10.0)
             yield from ((waiting.pop((name, one.sample.seq)), one.sample) for one in out)
-        states[name], _ = join.step(states[name], join.Committed(tick.seq - len(states[name].held)), 10.0)
+        states[name], _ = join.step(states[name], join.Committed(tick.seq - len(states[name].pending)), 10.0)
 
 
 def scraped(readings: list[Reading]) -> Iterator[tuple[Reading, Holders]]:

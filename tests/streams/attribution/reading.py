@@ -9,7 +9,7 @@ from collections import defaultdict
 import msgspec
 
 from streams.attribution import join
-from streams.attribution.progress import WorkloadsProgress
+from streams.attribution.log_time import Watermark
 from tests.streams.attribution.stories import Act, Story
 from topics.samples import Sample
 
@@ -32,7 +32,7 @@ class Reading:
         self.asked: list[tuple[float, int]] = []
         self.read_s = float("-inf")
         self.impatient: dict[str, bool] = defaultdict(bool)
-        self.progress = WorkloadsProgress()
+        self.watermark = Watermark()
         self._new_epoch()
         self.workloads(len(self.story.logs.workloads))
 
@@ -41,7 +41,7 @@ class Reading:
         self.reads: dict[int, float] = {}
         self.released: dict[str, list[int]] = defaultdict(list)
         self.asked.clear()
-        self.progress.forget()
+        self.watermark.forget()
 
     # -- what may happen
 
@@ -69,8 +69,8 @@ class Reading:
             if self.story.told_s[offset] > self.now_s:
                 return
             self.at["workloads"] += 1
-            logged_ms = self.progress.workloads(offset, self.story.logs.told_ms[offset])
-            self._step(record.node, join.Workloads(record, logged_ms))
+            logged_ms = self.watermark.workloads(offset, self.story.logs.told_ms[offset])
+            self._step(record.node, join.LoggedWorkloads(record, logged_ms))
 
     def samples(self, amount: int) -> None:
         """Some more of the samples that are written by now arrive."""
@@ -81,22 +81,22 @@ class Reading:
             self.at["samples"] += 1
             self.reads[offset] = self.now_s
             logged_ms = self.story.logs.sampled_ms[offset]
-            self.progress.sample(offset, logged_ms, self.now_s)
-            self._step(sample.node, join.ReadSample(sample, offset, self.now_s, logged_ms, self.progress.read_ms))
+            self.watermark.sample(offset, logged_ms, self.now_s)
+            self._step(sample.node, join.PendingTick(sample, offset, self.now_s, logged_ms, self.watermark.ms))
 
     def ask(self, _: int) -> None:
         """The broker is asked where the partitions end."""
         self.asked.append((self.now_s, self._end(self.story.allocated_s)))
-        self.progress.ends(self.now_s, self._end(self.story.told_s), self._end(self.story.sampled_s))
+        self.watermark.ends(self.now_s, self._end(self.story.told_s), self._end(self.story.sampled_s))
 
     def _end(self, written_s: list[float]) -> int:
         return sum(at_s <= self.now_s for at_s in written_s)
 
     def read(self, _: int) -> None:
         """The allocations or the workloads have been read to an end that was asked for."""
-        self.progress.learned(self.at["workloads"])
+        self.watermark.reached(self.at["workloads"])
         for node in self.story.logs.runs:
-            self._step(node, join.WorkloadsRead(self.progress.read_ms))
+            self._step(node, join.WatermarkRaised(self.watermark.ms))
         reached = [asked_s for asked_s, end in self.asked if self.at["allocations"] >= end]
         if reached:
             self.asked = [a for a in self.asked if a[0] > reached[-1]]
@@ -116,7 +116,7 @@ class Reading:
         """What is not committed is read again; nodes for which nothing waits need not be told."""
         self._new_epoch()
         for node in self.story.logs.runs:
-            if amount > 3 or self.states[node].held:
+            if amount > 3 or self.states[node].pending:
                 self._step(node, join.Forget())
 
     def restart(self, _: int) -> None:
@@ -134,13 +134,13 @@ class Reading:
         for kind in ("ask", "read", "commit"):
             self.act(Act(kind, 6))
         assert self.committed == len(self.story.logs.samples)
-        assert not any(state.held for state in self.states.values())
+        assert not any(state.pending for state in self.states.values())
 
     # -- what must hold
 
     def _step(self, node: str, record: join.Record) -> None:
-        if isinstance(record, join.ReadSample):
-            self.impatient[node] |= len(self.states[node].held) >= join.MAX_HELD
+        if isinstance(record, join.PendingTick):
+            self.impatient[node] |= len(self.states[node].pending) >= join.MAX_PENDING
         self.states[node], joined = join.step(self.states[node], record, GRACE_S)
         for one in joined:
             self._check(node, one.sample.offset)

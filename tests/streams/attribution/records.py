@@ -62,14 +62,14 @@ LONG_AFTER_MS = 1 << 50
 
 def read(
     sample: Sample, offset: int = 0, at_s: float = 0.0, *, logged_ms: int = LONG_AFTER_MS, far_ms: float = float("inf")
-) -> join.ReadSample:
+) -> join.PendingTick:
     """A sample that was read at a time, when the workloads had been read to ``far_ms``: by default all there are."""
-    return join.ReadSample(sample, offset, at_s, logged_ms, far_ms)
+    return join.PendingTick(sample, offset, at_s, logged_ms, far_ms)
 
 
-def told(record: NodeWorkloads, logged_ms: int = 0) -> join.Workloads:
+def told(record: NodeWorkloads, logged_ms: int = 0) -> join.LoggedWorkloads:
     """A record of the workloads that was read."""
-    return join.Workloads(record, logged_ms)
+    return join.LoggedWorkloads(record, logged_ms)
 
 
 def snapshot(seq: int, *containers: Container, run_id: int = 1, ts_ms: int = 0, node: str = "n") -> Allocations:

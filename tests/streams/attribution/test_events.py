@@ -3,8 +3,8 @@
 from msgspec.structs import replace
 
 from streams.attribution import join
-from streams.attribution.events import EVENT_MS
-from streams.attribution.join import AllocationsRead, Committed, Forget, NodeState, WorkloadsRead
+from streams.attribution.attribute import EVENT_MS
+from streams.attribution.join import AllocationsRead, Committed, Forget, NodeState, WatermarkRaised
 from tests.streams.attribution.records import container, event, gpu, known, pod, read, snapshot, tick, told
 from topics.attributed import AttributedEvent, AttributedSample
 
@@ -97,8 +97,8 @@ def test_a_tick_waits_for_a_pod_that_only_its_events_snapshot_names() -> None:
     assert out == []
 
     news = known(2, pod("old", ended=12_000), pod("new", started=13_000))
-    _, (in_time,) = run(state, told(news, 12_000), WorkloadsRead(12_000))
-    _, (untold,) = run(state, WorkloadsRead(12_000))
+    _, (in_time,) = run(state, told(news, 12_000), WatermarkRaised(12_000))
+    _, (untold,) = run(state, WatermarkRaised(12_000))
     assert pods_of(events_of(in_time)[0]) == [("old", "uid-old")]
     assert pods_of(events_of(untold)[0]) == [("old", None)]
 

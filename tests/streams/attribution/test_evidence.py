@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from streams.attribution import join
-from streams.attribution.evidence import Evidence, observe
+from streams.attribution.holders import Evidence, observe
 from tests.streams.attribution.records import container, gpu, known, pod, read, snapshot, tick, told
 from topics.attributed import AttributedDevice, Holder, Parts, Workload
 from topics.samples import Device, Process

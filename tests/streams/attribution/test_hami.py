@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streams.attribution.hami import ANNOTATION, devices
-from streams.attribution.holders import hold
+from streams.attribution.holders import ANNOTATION, devices_in, hold
 from tests.streams.attribution.records import container, gpu, pod, snapshot
 from topics.allocations import Container
 from topics.device_ids import parse
@@ -43,7 +42,7 @@ def held(annotation: str | None, *containers: Container) -> dict[str, list[tuple
     ],
 )
 def test_each_container_has_the_devices_of_its_section(annotation: str, ids: tuple[tuple[str, ...], ...]) -> None:
-    assert devices(annotation) == ids
+    assert devices_in(annotation) == ids
 
 
 @pytest.mark.parametrize(
@@ -64,13 +63,13 @@ def test_each_container_has_the_devices_of_its_section(annotation: str, ids: tup
     ],
 )
 def test_an_annotation_that_names_no_devices_says_nothing(annotation: str) -> None:
-    assert devices(annotation) is None
+    assert devices_in(annotation) is None
     assert held(annotation, container("p", f"{C}-1")) == {C: [("p", "main")]}
 
 
 @given(st.text(alphabet=f";:,-[] \n{A}", max_size=200) | st.text(max_size=50))
 def test_no_annotation_raises_and_all_that_is_read_are_device_ids(annotation: str) -> None:
-    for section in devices(annotation) or ():
+    for section in devices_in(annotation) or ():
         assert [parse(device_id).uuid for device_id in section]
 
 

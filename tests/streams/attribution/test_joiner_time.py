@@ -248,7 +248,7 @@ async def test_a_tick_that_waited_when_the_epoch_ended_goes_once_when_it_is_read
     app.log(tick(2, 1))
     await app.read(SAMPLES)
     app.begin({Partition(SAMPLES, 0): 0})
-    assert not app.joiner._open
+    assert not app.joiner._slots
     app.log(snapshot(1))
     await app.read(ALLOCATIONS)
     assert app.sender.sent == []
@@ -330,8 +330,8 @@ async def test_nothing_of_a_large_fleet_is_left_waiting_when_all_of_it_is_finish
 
     assert sorted(out.node for out in app.sender.outputs()) == sorted(f"n{i}" for i in range(200))
     assert app.position(SAMPLES) == 200
-    assert not any(app.joiner._waiting.values())
-    assert not app.joiner._open
+    assert not any(app.joiner._pending.values())
+    assert not app.joiner._slots
     assert [sent for sent in app.sender.sent if sent.topic == DEAD_LETTERS] == []
 
 

@@ -3,6 +3,7 @@
 import pytest
 
 from streams.attribution import join
+from streams.attribution.attribute import Joined
 from streams.attribution.join import AllocationsRead
 from tests.streams.attribution.records import container, gpu, read, snapshot, tick
 from topics.allocations import Allocations
@@ -11,7 +12,7 @@ from topics.samples import Sample
 
 def held_by(*records: Allocations | Sample) -> list[tuple[str, str]]:
     """The attribution of each sample, and the pod on its first device, after records that arrived in this order."""
-    state, out, offset = join.NEW, list[join.Joined](), 0
+    state, out, offset = join.NEW, list[Joined](), 0
     for record in records:
         if isinstance(record, Sample):
             state, joined = join.step(state, read(record, offset, float(offset)), 10.0)

@@ -102,7 +102,7 @@ def live(log: list[Logged], step_ms: int = STEP_MS) -> list[bytes]:
     records: list[join.Record] = []
     for at_ms in (-60_000, *range(0, END_MS + 3_000, step_ms)):
         records += [_read(one, at_ms) for one in log if one.at_ms == at_ms]
-        records.append(join.WorkloadsRead(at_ms))
+        records.append(join.WatermarkRaised(at_ms))
     return outputs(records)
 
 
@@ -117,7 +117,7 @@ def _read(one: Logged, far_ms: int) -> join.Record:
     """A record that is read when the workloads have been read to a time."""
     if isinstance(one.record, Sample):
         return read(one.record, one.record.seq, logged_ms=one.at_ms, far_ms=far_ms)
-    return one.record if isinstance(one.record, Allocations) else join.Workloads(one.record, one.at_ms)
+    return one.record if isinstance(one.record, Allocations) else join.LoggedWorkloads(one.record, one.at_ms)
 
 
 def outputs(records: Iterable[join.Record]) -> list[bytes]:

@@ -37,14 +37,14 @@ Said = list[tuple[int, int, list[Pod]]]
 
 def log_of(said: Said, listed: list[tuple[int, set[str]]], shown: dict[int, str]) -> list[join.Record]:
     """A tick a second with what is said of pods, listed in snapshots, and seen of processes, all at once."""
-    records: list[join.Record] = [join.Workloads(known(1, pod_of("p0", 0, None, 0), labels={"at": "0"}), -5_000)]
+    records: list[join.Record] = [join.LoggedWorkloads(known(1, pod_of("p0", 0, None, 0), labels={"at": "0"}), -5_000)]
     snapshots = 0
     for now_s in range(END_S):
         now_ms = now_s * 1000
         for at_s, ahead_s, those in said:
             if at_s == now_s:
                 told = known(len(records) + 1, *those, ts_ms=now_ms + ahead_s * 1000, labels={"at": str(now_s // 10)})
-                records.append(join.Workloads(told, now_ms))
+                records.append(join.LoggedWorkloads(told, now_ms))
         for at_s, held in [(0, {"p0"}), *listed]:
             if at_s == now_s:
                 snapshots += 1
@@ -73,7 +73,7 @@ def test_every_tick_is_joined_as_if_nothing_were_remembered(
     said: Said, listed: list[tuple[int, set[str]]], shown: dict[int, str]
 ) -> None:
     live = log_of(said, listed, shown)
-    replayed = sorted(live, key=lambda record: isinstance(record, join.ReadSample))
+    replayed = sorted(live, key=lambda record: isinstance(record, join.PendingTick))
 
     for log in (live, replayed):
         assert outputs(log, remembering=True)[0] == outputs(log, remembering=False)[0]

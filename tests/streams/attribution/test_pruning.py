@@ -6,6 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from streams.attribution import join
+from streams.attribution.attribute import Joined
 from streams.attribution.join import AllocationsRead, Committed, Forget, NodeState
 from tests.streams.attribution.records import container, gpu, known, pod, read, snapshot, tick, told
 from topics.allocations import Claim, Container
@@ -14,9 +15,9 @@ from topics.workloads import DraDevice
 GRACE_S = 10.0
 
 
-def run(state: NodeState, *records: join.Record) -> tuple[NodeState, list[join.Joined]]:
+def run(state: NodeState, *records: join.Record) -> tuple[NodeState, list[Joined]]:
     """The state after some records, and all that they let go."""
-    out: list[join.Joined] = []
+    out: list[Joined] = []
     for record in records:
         state, joined = join.step(state, record, GRACE_S)
         out += joined
@@ -30,7 +31,7 @@ def size(state: NodeState) -> dict[str, int]:
     return {
         "snapshots": len(state.snapshots),
         "runs": max(len(state.snapshot_runs), len(state.sample_runs)),
-        "held": len(state.held),
+        "held": len(state.pending),
         "marks": len(state.marks),
         "lives": len(histories),
         "ended": len(workloads.ended) if workloads else 0,

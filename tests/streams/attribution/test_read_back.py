@@ -113,9 +113,9 @@ def replay(log: list[Logged], from_ms: int, *, live: bool = False) -> dict[int, 
         state, joined = join.step(state, record, 10.0)
         for done in joined:
             out[done.sample.seq] = msgspec.json.encode(done.sample)
-        if live and isinstance(one.record, Sample) and not state.held:
+        if live and isinstance(one.record, Sample) and not state.pending:
             state, _ = join.step(state, join.Committed(one.record.seq + 1), 10.0)
-    for done in join.step(state, join.WorkloadsRead(float("inf")), 10.0)[1]:
+    for done in join.step(state, join.WatermarkRaised(float("inf")), 10.0)[1]:
         out[done.sample.seq] = msgspec.json.encode(done.sample)
     return out
 

@@ -61,11 +61,11 @@ def attributed(fleet: Fleet, count: int) -> Iterator[Seen]:
             yield Seen(device, sorted(reported))
 
 
-def _told(tick: Tick) -> Iterable[join.Workloads]:
+def _told(tick: Tick) -> Iterable[join.LoggedWorkloads]:
     head = {"schema": 1, "cluster": "default", "node": tick.node.name, "epoch": 1}
     for known in tick.news:
         told: dict[str, Any] = {**head, "seq": known.at_ms, "ts_ms": known.at_ms, "pods": known.pods}
-        yield join.Workloads(msgspec.convert(told, NodeWorkloads), 0)
+        yield join.LoggedWorkloads(msgspec.convert(told, NodeWorkloads), 0)
 
 
 def _read(tick: Tick) -> Iterable[join.Record]:

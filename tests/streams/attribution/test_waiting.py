@@ -5,7 +5,8 @@ from collections.abc import Iterable
 import pytest
 
 from streams.attribution import join
-from streams.attribution.join import AllocationsRead, Forget, Joined, NodeState, ReadSample, WorkloadsRead, wants_end
+from streams.attribution.attribute import Joined
+from streams.attribution.join import AllocationsRead, Forget, NodeState, PendingTick, WatermarkRaised, wants_end
 from tests.streams.attribution import records
 from tests.streams.attribution.records import container, gpu, known, pod, process, snapshot, tick, told
 from topics.attributed import Attribution
@@ -25,7 +26,7 @@ def run(state: NodeState, *records: join.Record) -> tuple[NodeState, list[Joined
     return state, out
 
 
-def read(sample: Sample, at_s: float = 0.0, logged_ms: int = 10_000, far_ms: float = float("inf")) -> ReadSample:
+def read(sample: Sample, at_s: float = 0.0, logged_ms: int = 10_000, far_ms: float = float("inf")) -> PendingTick:
     """A sample that was read at a time, in offset order of its seq."""
     return records.read(sample, sample.seq, at_s, logged_ms=logged_ms, far_ms=far_ms)
 
@@ -88,7 +89,8 @@ def test_a_snapshot_that_is_sent_again_makes_the_node_wait_the_whole_grace_again
 
 
 def test_a_node_that_holds_more_than_64_samples_does_not_wait_for_grace() -> None:
-    state, out = run(join.NEW, *(read(tick(seq, 1), 5.0) for seq in range(1, join.MAX_HELD + 1)), AllocationsRead(5.0))
+    ticks = [read(tick(seq, 1), 5.0) for seq in range(1, join.MAX_PENDING + 1)]
+    state, out = run(join.NEW, *ticks, AllocationsRead(5.0))
     assert out == []
 
     state, out = run(state, read(tick(65, 1), 5.0))
@@ -166,7 +168,7 @@ def test_a_tick_waits_until_the_workloads_are_read_to_two_seconds_before_it() ->
     state, out = run(join.NEW, SNAPSHOT, read(tick(1, 1), far_ms=7_999), told(known(1, pod("p")), 7_999))
     assert (out, state.wanted_ms) == ([], 8_000)
 
-    assert uids(run(state, WorkloadsRead(8_000))[1]) == ["uid-p"]
+    assert uids(run(state, WatermarkRaised(8_000))[1]) == ["uid-p"]
 
 
 def test_a_pod_that_is_known_is_waited_for_no_longer() -> None:
@@ -190,7 +192,7 @@ def test_a_pod_that_is_lacking_is_that_of_the_first_record_until_two_seconds_lat
     assert (out, state.wanted_ms) == ([], 12_000)
 
     news = told(known(2, pod("p")), logged_ms), told(known(3, pod("p", uid="another")), logged_ms + 1)
-    live, replayed = run(state, *news, WorkloadsRead(12_001))[1], run(join.NEW, told(known(1)), *news, SNAPSHOT)[0]
+    live, replayed = run(state, *news, WatermarkRaised(12_001))[1], run(join.NEW, told(known(1)), *news, SNAPSHOT)[0]
     assert (uids(live), unknown(live)) == ([uid], [uid is None])
     assert run(replayed, read(tick(1, 1)))[1] == live
 
@@ -199,7 +201,7 @@ def test_a_pod_that_is_lacking_is_only_named_once_everything_is_read() -> None:
     state, out = run(join.NEW, told(known(1)), SNAPSHOT, read(tick(1, 1), far_ms=11_999))
     assert out == []
 
-    _, out = run(state, WorkloadsRead(12_000))
+    _, out = run(state, WatermarkRaised(12_000))
     holder = out[0].sample.devices[0].holders[0]
     assert (holder.namespace, holder.pod, holder.pod_uid, holder.workload) == ("ns", "p", None, None)
     assert holder.pod_unknown
@@ -264,7 +266,7 @@ def test_a_process_of_a_pod_that_is_not_known_yet_is_waited_for_although_its_nam
 OVER = told(known(1, pod("p", ended=20_000)))
 
 
-def listed(seq: int, ts_ms: int, far_ms: float = float("inf")) -> ReadSample:
+def listed(seq: int, ts_ms: int, far_ms: float = float("inf")) -> PendingTick:
     """A tick of the snapshot that has the pod."""
     return read(tick(seq, 1, ts_ms=ts_ms), ts_ms / 1000, far_ms=far_ms)
 
@@ -320,7 +322,7 @@ def test_a_pod_that_ended_long_ago_is_waited_for_while_its_name_is_new_in_the_sn
     assert out == []
 
     assert held(run(state, told(known(2, pod("p", uid="next", started=59_000)), 9_000))[1]) == [["p"]]
-    assert held(run(state, WorkloadsRead(12_000), read(tick(2, 2, ts_ms=70_000), far_ms=8_000))[1]) == [[], []]
+    assert held(run(state, WatermarkRaised(12_000), read(tick(2, 2, ts_ms=70_000), far_ms=8_000))[1]) == [[], []]
 
 
 # -- pods that only processes show
@@ -347,7 +349,7 @@ def test_a_pod_that_only_its_processes_show_is_that_of_the_first_record_until_tw
     assert out == []
 
     news = told(known(2, pod("p"), pod("q")), logged_ms)
-    assert observed(run(state, news, WorkloadsRead(12_000))[1]) == [(1, found)]
+    assert observed(run(state, news, WatermarkRaised(12_000))[1]) == [(1, found)]
 
 
 @pytest.mark.parametrize(

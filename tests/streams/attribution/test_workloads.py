@@ -168,7 +168,7 @@ def test_labels_are_of_the_last_version_before_the_sample_else_of_the_earliest(t
     )
 
     assert labels_at(knowledge, ts_ms) == {"v": version}
-    assert whole(knowledge).node_labels_at(ts_ms) == {"node": version}
+    assert whole(knowledge).node_at(ts_ms)[0] == {"node": version}
 
 
 def test_annotations_namespace_labels_and_owners_make_a_version_too() -> None:
@@ -209,8 +209,8 @@ def test_a_dra_device_is_what_the_last_record_before_the_sample_says() -> None:
 
     knowledge = after(slices(1, 0, "GPU-a"), slices(2, 10_000, "GPU-b"))
 
-    assert whole(knowledge).dra_at(9_999) == {("gpu.nvidia.com", "n", "gpu-0"): "GPU-a"}
-    assert whole(knowledge).dra_at(10_000) == {("gpu.nvidia.com", "n", "gpu-0"): "GPU-b"}
+    assert whole(knowledge).node_at(9_999)[1] == {("gpu.nvidia.com", "n", "gpu-0"): "GPU-a"}
+    assert whole(knowledge).node_at(10_000)[1] == {("gpu.nvidia.com", "n", "gpu-0"): "GPU-b"}
 
 
 # -- which records count
@@ -284,8 +284,8 @@ def seen(known_then: AsOf | None, ts_ms: int) -> tuple[object, ...] | None:
     found = [known_then.pod_at(("ns", name), ts_ms) for name in "pq"]
     new = [known_then.new_pod_at(("ns", name), ts_ms, gone_ms) for name in "pq" for gone_ms in (None, 10_000)]
     over = [known_then.is_over(("ns", name), ts_ms) for name in "pq"]
-    labels = known_then.node_labels_at(ts_ms)
-    assert known_then.admin_at(ts_ms) == {looking(labels)}
+    labels = known_then.node_at(ts_ms)[0]
+    assert known_then.node_at(ts_ms)[2] == {looking(labels)}
     return labels, [(p.uid, p.labels) if p else None for p in (*found, *new)], over
 
 

@@ -1,0 +1,162 @@
+"""What an attributed tick says: who held each device, with their parts, and who held it when something happened to it.
+
+In: a sample, and each snapshot that it or its events name, with its pods. Out: the record of gpu.attributed. Pure.
+
+A pod that a snapshot names holds nothing if gpu.workloads says that it ended long before the sample, and if no pod of
+that name may still run: kubelets go on listing a pod that ended until its devices are needed again. Nor does a pod hold
+what it has by a claim for administration, as monitoring does.
+
+An event names the snapshot of its own time, because another pod may have the device by the tick. Its pods are looked up
+as of the event, at most a minute before the tick: for so long they are remembered.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import msgspec
+
+from streams.attribution.holders import Held, hold, observe, uids_shown
+from streams.attribution.log_time import Listing, Resolved
+from streams.attribution.split import split
+from topics.allocations import Allocations
+from topics.attributed import AttributedDevice, AttributedEvent, AttributedSample, Attribution, Holder
+from topics.samples import Event, Mig, Sample
+
+EVENT_MS = 60_000
+"""For how long before its tick an event's pods are looked up as of the event; those of an older one, as of then."""
+
+READ_MS = 10_000
+"""For how long after its tick's time an event may come while the tick is read."""
+
+Inventory = tuple[tuple[str, int | None, int | None, Mig | None], ...]
+"""What a device id may say of each device of a tick: uuid, index, minor number and MIG place."""
+
+
+class Named(NamedTuple):
+    """A snapshot that a tick or its events name, how certain it is, and its pods as of a time."""
+
+    listing: Listing | None
+    attribution: Attribution
+    resolved: Resolved
+
+
+class Memo(msgspec.Struct, frozen=True):
+    """The last answer, and all that it depends on."""
+
+    snapshot: Allocations
+    inventory: Inventory
+    resolved: Resolved
+    held: Held
+
+
+class Joined(msgspec.Struct, frozen=True):
+    """An attributed sample, and the device ids that could not be read, if its holders were worked out again."""
+
+    sample: AttributedSample
+    unknown_ids: tuple[str, ...]
+
+
+class _Then(NamedTuple):
+    """What an event's holders rest on: the holders by the device's UUID in a snapshot, and how certain it is."""
+
+    holders: Mapping[str, tuple[Holder, ...]]
+    attribution: Attribution
+
+
+def uids_of(sample: Sample) -> set[str]:
+    """The uids of the pods that a tick's processes show."""
+    return {uid for device in sample.devices for uid in uids_shown(device) if uid}
+
+
+def named_snapshots(sample: Sample) -> dict[int, int]:
+    """The ``seq`` of each snapshot that events name and the tick does not, and the time of the last such event."""
+    found: dict[int, int] = {}
+    for device in sample.devices:
+        for event in device.events or ():
+            seq = event.allocations_seq
+            if seq is not None and seq != sample.allocations_seq:
+                at_ms = sample.ts_ms if event.ts_ms is None else min(event.ts_ms, sample.ts_ms + READ_MS)
+                found[seq] = max(at_ms, sample.ts_ms - EVENT_MS, found.get(seq, 0))
+    return found
+
+
+def attribute(
+    sample: Sample, offset: int, now: Named, earlier: Mapping[int, Named], last: Memo | None
+) -> tuple[Joined, Memo | None]:
+    """The attributed tick, and the answer to remember. ``earlier`` are the snapshots that only events name, by seq."""
+    memo, pod_of, unknown_ids = last, None, tuple[str, ...]()
+    holders: Mapping[str, tuple[Holder, ...]] = {}
+    if now.listing is not None:
+        memo = _memo(last, now.listing.snapshot, now.resolved, sample)
+        holders = memo.held.holders
+        unknown_ids = memo.held.unknown_ids if last is None or memo.held is not last.held else ()
+        pod_of = None if now.resolved.shown is None else now.resolved.shown.get
+    tick = _Then(holders, now.attribution)
+    then: dict[int | None, _Then] = {
+        seq: _Then(
+            _memo(None, named.listing.snapshot, named.resolved, sample).held.holders if named.listing else {},
+            named.attribution,
+        )
+        for seq, named in earlier.items()
+    }
+    devices: list[AttributedDevice] = []
+    for d in sample.devices:
+        all_holders, conflict = observe(d, holders.get(d.uuid, ()), pod_of)
+        shared = split(d, all_holders)
+        events = None
+        if d.events is not None:
+            events = tuple([_event(event, d.uuid, tick, then.get(event.allocations_seq, tick)) for event in d.events])
+        one = AttributedDevice(
+            d.uuid, d.index, d.vendor, d.model, d.pci_bus_id, d.minor, d.state, d.mig, d.metrics, d.processes, d.jobs,
+            events, d.info, d.xids, d.read_ms, shared.holders, shared.unattributed, shared.scaled, conflict,
+        )  # fmt: skip
+        devices.append(one)
+    out = AttributedSample(
+        schema=1,
+        cluster=sample.cluster,
+        node=sample.node,
+        run_id=sample.run_id,
+        seq=sample.seq,
+        ts_ms=sample.ts_ms,
+        allocations_seq=sample.allocations_seq,
+        offset=offset,
+        attribution=now.attribution,
+        node_labels=now.resolved.node_labels,
+        devices=tuple(devices),
+    )
+    return Joined(out, unknown_ids), memo
+
+
+def _memo(last: Memo | None, snapshot: Allocations, found: Resolved, sample: Sample) -> Memo:
+    """Who holds the devices of a sample by a snapshot: the last answer, if all is the same that it depends on."""
+    inventory = tuple([(d.uuid, d.index, d.minor, d.mig) for d in sample.devices])
+    if last is not None and last.snapshot is snapshot and last.inventory == inventory:
+        was = last.resolved
+        if was is found:
+            return last
+        if (
+            was.dra is found.dra
+            and was.admin is found.admin
+            and was.over == found.over
+            and was.pods.keys() == found.pods.keys()
+            and all(found.pods[name] is pod for name, pod in was.pods.items())
+        ):
+            return Memo(snapshot, inventory, found, last.held)
+    held = hold(snapshot, sample.devices, found.pods, found.dra, over=found.over, admin=found.admin)
+    return Memo(snapshot, inventory, found, held)
+
+
+def _event(event: Event, uuid: str, tick: _Then, then: _Then) -> AttributedEvent:
+    """An event with its own holders, if they are not those of the tick; and its own attribution likewise."""
+    held, holders = tick.holders.get(uuid, ()), then.holders.get(uuid, ())
+    same = [(h.namespace, h.pod, h.pod_uid, h.container) for h in holders] == [
+        (h.namespace, h.pod, h.pod_uid, h.container) for h in held
+    ]
+    return AttributedEvent(
+        event.kind,
+        event.code,
+        event.ts_ms,
+        event.allocations_seq,
+        None if same else holders,
+        None if then.attribution == tick.attribution else then.attribution,
+    )
