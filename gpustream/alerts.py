@@ -6,24 +6,19 @@ On failure: a broker that does not answer or has no such topic is a sentence and
 out. A record that can't be decoded is logged and passed over.
 """
 
-import asyncio
+import contextlib
 import logging
 import sys
-from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
 from typing import Any, Literal, NamedTuple
 
 import click
 import msgspec
-from aiokafka.errors import KafkaError
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
-from delivery import topic_admin
 from delivery.clients import AIOKafkaConsumer
 from gpustream import logs
 from gpustream.command import KAFKA, LOG_FORMAT, Command, option
+from gpustream.topics import answer, existing, show
 from sinks.alerts import Undecodable, read
 from topics.alerts import TOPIC, Alert, transition_id
 
@@ -36,7 +31,6 @@ COLUMNS = ("since", "for", "severity", "alert", "where", "who", "summary")
 _RANKS: dict[str, int] = {"critical": 0, "warning": 1, "info": 2}
 _STYLES = {"critical": "red", "warning": "yellow"}
 _WAIT_MS = 500
-_FAILED = 1
 _UNITS = (("d", 86_400), ("h", 3_600), ("m", 60), ("s", 1))
 
 
@@ -60,19 +54,12 @@ _UNITS = (("d", 86_400), ("h", 3_600), ("m", 60), ("s", 1))
 def alerts(kafka: str, follow: bool, form: Form, log_format: logs.Format) -> None:
     """List the alerts that fire: since when, where, whose, and what is wrong."""
     logs.setup(log_format)
-    try:
-        asyncio.run(_show(kafka, form, follow=follow))
-    except (topic_admin.BrokerError, KafkaError) as error:
-        click.echo(str(error), err=True)
-        raise SystemExit(_FAILED) from error
-    except KeyboardInterrupt:
-        raise SystemExit(0) from None
+    with contextlib.suppress(KeyboardInterrupt):
+        answer(_show(kafka, form, follow=follow))
 
 
 async def _show(kafka: str, form: Form, *, follow: bool) -> None:
-    found, _ = await topic_admin.inspect(kafka, [TOPIC.name])
-    if TOPIC.name not in found:
-        raise topic_admin.BrokerError(f"there is no topic {TOPIC.name} at {kafka}: `gpustream topics create` makes it")
+    await existing(kafka, TOPIC.name)
     consumer = AIOKafkaConsumer(
         TOPIC.name,
         bootstrap_servers=kafka.split(","),
@@ -87,11 +74,18 @@ async def _show(kafka: str, form: Form, *, follow: bool) -> None:
         while any([await consumer.position(tp) < end for tp, end in ends.items()]):
             for record in await _polled(consumer):
                 seen.see(record)
-        _print_open(seen.open(), form)
+        firing = seen.open()
+        if form == "json":
+            for alert in firing:
+                click.echo(msgspec.json.encode(alert))
+        elif not firing and sys.stdout.isatty():
+            click.echo("no alert fires")
+        else:
+            show(COLUMNS, [row(alert, datetime.now(UTC)) for alert in firing], style)
         while follow:
             for record in await _polled(consumer):
-                if (alert := seen.see(record)) is not None:
-                    _print_transition(alert, form)
+                if (transition := seen.see(record)) is not None:
+                    _print_transition(transition, form)
     finally:
         await consumer.stop()
 
@@ -109,7 +103,7 @@ class Seen:
         self._last: dict[bytes, Alert] = {}
 
     def see(self, record: Any) -> Alert | None:
-        """Take a record in. Gives the alert where it is a transition: not a repeat of the last one, nor a deletion."""
+        """Take a record in. Gives the alert if it is a transition: not a repeat of the last one, nor a deletion."""
         key = record.key or b""
         try:
             alert = read(record)
@@ -126,18 +120,6 @@ class Seen:
         """The alerts that fire, the most severe first, then the oldest."""
         firing = [alert for alert in self._last.values() if alert.is_open]
         return sorted(firing, key=lambda one: (_RANKS.get(one.severity, len(_RANKS)), one.starts_at, one.fingerprint))
-
-
-def _print_open(firing: list[Alert], form: Form) -> None:
-    rows = [row(one, datetime.now(UTC)) for one in firing]
-    if form == "json":
-        for one in firing:
-            click.echo(msgspec.json.encode(one))
-    elif sys.stdout.isatty():
-        Console().print(table(rows) if rows else "no alert fires")
-    else:
-        for line in (COLUMNS, *rows):
-            click.echo("\t".join(line))
 
 
 def _print_transition(alert: Alert, form: Form) -> None:
@@ -193,9 +175,6 @@ def lasted(time: timedelta) -> str:
     return " ".join(parts[:2]) or "0s"
 
 
-def table(rows: Iterable[AlertRow]) -> Table:
-    """The rows for a terminal."""
-    drawn = Table(*COLUMNS)
-    for one in rows:
-        drawn.add_row(*map(Text, one), style=_STYLES.get(one.severity, ""))
-    return drawn
+def style(row: AlertRow) -> str:
+    """How a row is drawn on a terminal."""
+    return _STYLES.get(row.severity, "")

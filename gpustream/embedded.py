@@ -2,7 +2,7 @@
 
 In: the topics to have, with their partition counts. Out: an address for any Kafka client.
 State: memory only; it ends with the broker, and the broker with the process that started it.
-On failure: the child ends (librdkafka aborts where one consumer group mixes assignors), and ``running`` says so.
+On failure: the child ends (librdkafka aborts if one consumer group mixes assignors), and ``running`` says so.
 
 What it does not do, as Apache Kafka would:
 
@@ -85,7 +85,7 @@ class EmbeddedBroker:
             raise EmbeddedBrokerError(f"the embedded broker did not start: its process ended with {code}")
 
     def stop(self) -> None:
-        """Ends the broker and forgets what it held; nothing happens where it does not run."""
+        """Ends the broker and forgets what it held; nothing happens if it does not run."""
         process, self._process, self._address = self._process, None, None
         if process is None:
             return

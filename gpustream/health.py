@@ -159,7 +159,7 @@ class Families(Collector):
 
 @contextlib.asynccontextmanager
 async def listening(application: "WSGIApplication", address: Address | None) -> AsyncIterator[Address | None]:
-    """Serves the application while inside; gives the address it got, or None where it is off."""
+    """Serves the application while inside; gives the address it got, or None if it is off."""
     if address is None:
         yield None
         return
@@ -224,7 +224,7 @@ class _Server(ThreadingWSGIServer):
         super().__init__((address.host, address.port), _Handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Serves a client in a thread of its own, or closes its connection where too many are served."""
+        """Serves a client in a thread of its own, or closes its connection if too many are served."""
         if self._places.acquire(blocking=False):
             super().process_request(request, client_address)
         else:

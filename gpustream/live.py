@@ -73,19 +73,12 @@ class View(NamedTuple):
 
 
 class _Held(NamedTuple):
-    """What one pod or process has of a device: its own part where that is known, else all of it (None)."""
+    """What one pod or process has of a device: its own part, or None if that is not known: all that the device has."""
 
     who: Who
     workload: str
     utilization_ratio: float | None
     memory_used_bytes: float | None
-
-    def or_all_of(self, used: float | None, memory: float) -> "_Held":
-        """The device's own figures where the part is not known."""
-        return self._replace(
-            utilization_ratio=used if self.utilization_ratio is None else self.utilization_ratio,
-            memory_used_bytes=memory if self.memory_used_bytes is None else self.memory_used_bytes,
-        )
 
 
 class _SeenDevice(NamedTuple):
@@ -93,7 +86,8 @@ class _SeenDevice(NamedTuple):
 
     gpu: str
     utilization_ratio: float | None
-    held: tuple[_Held, ...]
+    memory_used_bytes: float
+    held: list[_Held]
 
 
 class _Node(NamedTuple):
@@ -135,7 +129,7 @@ class Fleet:
                 used = last.utilization_ratio + (used - last.utilization_ratio) * weight
             memory = device.metrics.get("memory_used_bytes") or 0.0
             gpu = device.mig.parent_uuid if device.mig else device.uuid
-            devices[device.uuid] = _SeenDevice(gpu, used, tuple(one.or_all_of(used, memory) for one in held))
+            devices[device.uuid] = _SeenDevice(gpu, used, memory, held)
         self._nodes[key] = _Node(at_s, devices)
         values = sum(len(device.metrics) for device in tick.devices)
         self._arrivals.append(_Arrival(at_s, values, max(0.0, (wall_ms - tick.ts_ms) / 1000)))
@@ -187,16 +181,19 @@ class Fleet:
 
 def uses(devices: Iterable[_SeenDevice]) -> list[Use]:
     """Everyone who holds a device, the busiest first. Devices that do not say how busy they are don't count."""
-    held: dict[Who, list[tuple[str, _Held]]] = {}
+    held: dict[Who, list[tuple[_SeenDevice, _Held]]] = {}
     for device in devices:
         for one in device.held:
-            held.setdefault(one.who, []).append((device.gpu, one))
+            held.setdefault(one.who, []).append((device, one))
     found = []
     for who, of in held.items():
-        ratios = [one.utilization_ratio for _, one in of if one.utilization_ratio is not None]
+        ratios, memory = [], 0.0
+        for device, part in of:
+            ratio = device.utilization_ratio if part.utilization_ratio is None else part.utilization_ratio
+            ratios += [] if ratio is None else [ratio]
+            memory += device.memory_used_bytes if part.memory_used_bytes is None else part.memory_used_bytes
         if ratios:
-            gpus = len({gpu for gpu, _ in of})
-            memory = sum(one.memory_used_bytes or 0.0 for _, one in of)
+            gpus = len({device.gpu for device, _ in of})
             found.append(Use(*who, of[0][1].workload, gpus, sum(ratios) / len(ratios), memory))
     return sorted(found, key=lambda use: (-use.utilization_ratio, use.who))
 

@@ -59,7 +59,7 @@ class Tail:
         self._consumer: Any = None
 
     async def start(self) -> None:
-        """Stands at the end of every partition once it returns. Raises aiokafka's errors where that can't be had."""
+        """Stands at the end of every partition once it returns. Raises aiokafka's errors if that can't be had."""
         self._consumer = AIOKafkaConsumer(
             attributed.TOPIC.name,
             alerts.TOPIC.name,

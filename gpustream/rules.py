@@ -7,7 +7,6 @@ On failure: mistakes of the file, each with its line, on standard error and exit
           ticks are named there, left out, and make the exit code 1.
 """
 
-import asyncio
 import sys
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator
@@ -18,17 +17,13 @@ from typing import Any, Literal, NamedTuple
 import click
 import msgspec
 from aiokafka import TopicPartition
-from aiokafka.errors import KafkaError
 from click.core import ParameterSource
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
-from delivery import topic_admin
 from delivery.clients import AIOKafkaConsumer
 from delivery.settings import HOST_PORTS, START_FROM
 from gpustream import alerts, logs
 from gpustream.command import LOG_FORMAT, Argument, Command, option
+from gpustream.topics import answer, existing, show
 from streams.alerts import tick as ticks
 from streams.alerts.replay import Replay
 from streams.alerts.rules import rules_file
@@ -110,16 +105,18 @@ def test(
     logs.setup(log_format)
     trial = Trial(_load(file))
     if input is None:
-        try:
-            asyncio.run(_read(str(kafka), start, trial))
-        except (topic_admin.BrokerError, KafkaError) as error:
-            click.echo(str(error), err=True)
-            raise SystemExit(FAILED) from error
+        answer(_read(str(kafka), start, trial))
     else:
         for recorded in _lines(input):
             trial.take(recorded)
     trial.end()
-    _print(trial.transitions, form)
+    if form == "json":
+        for alert in sorted(trial.transitions, key=lambda one: (one.ends_at or one.starts_at, one.fingerprint)):
+            click.echo(msgspec.json.encode(alert))
+    elif sys.stdout.isatty() and not trial.transitions:
+        click.echo("nothing would have fired")
+    else:
+        show(COLUMNS, rows(trial.transitions))
     click.echo(trial.summary(), err=True)
     raise SystemExit(FAILED if trial.wrong else 0)
 
@@ -189,15 +186,13 @@ def _lines(path: Path) -> Iterator[Recorded]:
 
 async def _read(kafka: str, start: str | float, trial: Trial) -> None:
     name = attributed.TOPIC.name
-    found, _ = await topic_admin.inspect(kafka, [name])
-    if name not in found:
-        raise topic_admin.BrokerError(f"there is no topic {name} at {kafka}: `gpustream topics create` makes it")
+    found = await existing(kafka, name)
     consumer = AIOKafkaConsumer(
         bootstrap_servers=kafka.split(","), enable_auto_commit=False, isolation_level="read_committed"
     )
     await consumer.start()
     try:
-        partitions = [TopicPartition(name, number) for number in range(found[name].partitions)]
+        partitions = [TopicPartition(name, number) for number in range(found.partitions)]
         async for recorded in _records(consumer, partitions, start):
             trial.take(recorded)
     finally:
@@ -224,21 +219,6 @@ async def _records(consumer: Any, partitions: list[TopicPartition], start: str |
             said_s = time.monotonic()
             behind = sum([ends[tp] - await consumer.position(tp) for tp in left])
             click.echo(f"{behind} records to read", err=True)
-
-
-def _print(transitions: list[Alert], form: Literal["table", "json"]) -> None:
-    found = rows(transitions)
-    if form == "json":
-        for alert in sorted(transitions, key=lambda one: (one.ends_at or one.starts_at, one.fingerprint)):
-            click.echo(msgspec.json.encode(alert))
-    elif sys.stdout.isatty():
-        drawn = Table(*COLUMNS)
-        for row in found:
-            drawn.add_row(*map(Text, row))
-        Console().print(drawn if found else "nothing would have fired")
-    else:
-        for row in (COLUMNS, *found):
-            click.echo("\t".join(row))
 
 
 def rows(transitions: Iterable[Alert]) -> list[tuple[str, ...]]:

@@ -1,10 +1,10 @@
 """``gpustream run``: this machine's GPUs or a simulated fleet, the streams and the sinks in one process.
 
-It brings a broker of its own where none is given.
+It brings a broker of its own if none is given.
 
 In:       the options of ``run``.
 Out:      a live view on a terminal (lines elsewhere), and the summary on standard output.
-On failure: 1 where a tick was lost or dropped, or a component failed.
+On failure: 1 if a tick was lost or dropped, or a component failed.
 """
 
 import asyncio

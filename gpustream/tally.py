@@ -5,8 +5,8 @@ Out:      the summary of a run; ``lost`` is found from the sequence numbers, not
 State:    per run of a node, the sequence numbers seen: a prefix and what is beyond it, so hours of ticks stay small.
 """
 
-from collections import Counter
-from collections.abc import Collection, Iterable
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -47,24 +47,6 @@ class Seqs:
         return self.prefix + len(self._beyond)
 
 
-class Ticks:
-    """A set of ticks."""
-
-    def __init__(self) -> None:
-        self._runs: dict[Run, Seqs] = {}
-
-    def add(self, run: Run, seq: int) -> bool:
-        """Takes a tick in; False if it was there."""
-        return self._runs.setdefault(run, Seqs()).add(seq)
-
-    def of(self, run: Run) -> Seqs:
-        """The sequence numbers of one run."""
-        return self._runs.get(run, _NONE)
-
-
-_NONE = Seqs()
-
-
 class Sampled(NamedTuple):
     """A run of which the ticks 1 to ``last_seq`` were sampled, those dropped included."""
 
@@ -76,7 +58,7 @@ class SinkTally:
     """What one sink did: the ticks that it took or dead-lettered, and how many it dropped."""
 
     def __init__(self) -> None:
-        self.ticks = Ticks()
+        self.ticks: dict[Run, Seqs] = defaultdict(Seqs)
         self.dropped = 0
 
     def outcome(self, cluster: str, node: str, run_id: int, seq: int, outcome: Outcome) -> None:
@@ -84,7 +66,7 @@ class SinkTally:
         if outcome == "dropped":
             self.dropped += 1
         else:
-            self.ticks.add(Run(cluster, node, run_id), seq)
+            self.ticks[Run(cluster, node, run_id)].add(seq)
 
 
 class Attributed(msgspec.Struct, frozen=True):
@@ -117,13 +99,13 @@ class Tally:
 
     def __init__(self, sinks: Iterable[str]) -> None:
         self.sinks = {name: SinkTally() for name in sinks}
-        self._attributed = Ticks()
+        self._attributed: dict[Run, Seqs] = defaultdict(Seqs)
         self._kinds: Counter[tuple[Run, Attribution]] = Counter()
         self._letters: set[tuple[bytes, ...]] = set()
 
     def attributed(self, run: Run, seq: int, attribution: Attribution) -> bool:
         """Takes a record of gpu.attributed in; False for a replay."""
-        new = self._attributed.add(run, seq)
+        new = self._attributed[run].add(seq)
         self._kinds[run, attribution] += new
         return new
 
@@ -161,11 +143,11 @@ class Tally:
         )
 
 
-def missing(sampled: Iterable[Sampled], everywhere: Collection[Ticks]) -> int:
+def missing(sampled: Iterable[Sampled], everywhere: Collection[Mapping[Run, Seqs]]) -> int:
     """How many sampled ticks are absent from at least one of the sets."""
     count = 0
     for one in sampled:
-        sets = [ticks.of(one.run) for ticks in everywhere]
+        sets = [ticks.get(one.run, Seqs()) for ticks in everywhere]
         common = min((seqs.prefix for seqs in sets), default=one.last_seq)
         count += sum(any(seq not in seqs for seqs in sets) for seq in range(common + 1, one.last_seq + 1))
     return count

@@ -7,12 +7,14 @@ On failure: what is wrong, on standard error, and exit code 1.
 
 import asyncio
 import sys
-from collections.abc import Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import click
+from aiokafka.errors import KafkaError
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from delivery import topic_admin
 from delivery.topic_admin import Found, Mismatch
@@ -21,6 +23,7 @@ from gpustream.command import KAFKA, LOG_FORMAT, Command, option
 from topics.topic import PARTITIONS, REPLICATION_FACTOR, Topic, load_topics
 
 R = TypeVar("R")
+Row = TypeVar("Row", bound=tuple[str, ...])
 
 FAILED = 1
 
@@ -47,7 +50,7 @@ def topics() -> None:
 def create(kafka: str, partitions: int, replication_factor: int, recreate_empty: bool, log_format: logs.Format) -> None:
     """Create the topics that are missing, and mend the settings of those that are there. Partitions never change."""
     logs.setup(log_format)
-    changes = _answer(topic_admin.create(kafka, partitions, replication_factor, recreate_empty=recreate_empty))
+    changes = answer(topic_admin.create(kafka, partitions, replication_factor, recreate_empty=recreate_empty))
     for line in changes or ["every topic is there, as it must be"]:
         click.echo(line)
 
@@ -58,30 +61,13 @@ def create(kafka: str, partitions: int, replication_factor: int, recreate_empty:
 def list_(kafka: str, log_format: logs.Format) -> None:
     """Compare the broker's topics with what they should be. Exit code 1 if any differs or is missing."""
     logs.setup(log_format)
-    found, unchecked = _answer(topic_admin.inspect(kafka))
+    found, unchecked = answer(topic_admin.inspect(kafka))
     wanted = list(load_topics().values())
     wrong = topic_admin.mismatches(wanted, found)
-    compared = rows(wanted, found, wrong)
-    if sys.stdout.isatty():
-        table = Table(*COLUMNS)
-        for row in compared:
-            table.add_row(*row, style=None if row.verdict == "yes" else "red")
-        Console().print(table)
-    else:
-        for line in (COLUMNS, *compared):
-            click.echo("\t".join(line))
+    show(COLUMNS, rows(wanted, found, wrong), lambda row: "" if row.verdict == "yes" else "red")
     if unchecked is not None:
         click.echo(f"settings were not compared: {unchecked}", err=True)
     raise SystemExit(FAILED if wrong else 0)
-
-
-def _answer(asked: Coroutine[Any, Any, R]) -> R:
-    """The broker's answer. A broker that says no, or nothing, is a sentence and exit code 1."""
-    try:
-        return asyncio.run(asked)
-    except topic_admin.BrokerError as error:
-        click.echo(str(error), err=True)
-        raise SystemExit(FAILED) from error
 
 
 class TopicRow(NamedTuple):
@@ -112,3 +98,41 @@ def rows(wanted: Iterable[Topic], found: Mapping[str, Found], wrong: Iterable[Mi
         )
         for topic in wanted
     ]
+
+
+# -- what every command does that asks a broker
+
+
+def answer(asked: Coroutine[Any, Any, R]) -> R:
+    """The broker's answer. A broker that says no, or nothing, is a sentence on standard error and exit code 1."""
+    try:
+        return asyncio.run(asked)
+    except (topic_admin.BrokerError, KafkaError) as error:
+        click.echo(str(error), err=True)
+        raise SystemExit(FAILED) from error
+
+
+async def existing(kafka: str, name: str) -> Found:
+    """The topic, as the broker has it. Raises :class:`delivery.topic_admin.BrokerError` if it is missing."""
+    found, _ = await topic_admin.inspect(kafka, [name])
+    if name not in found:
+        raise topic_admin.BrokerError(f"there is no topic {name} at {kafka}: `gpustream topics create` makes it")
+    return found[name]
+
+
+def show(columns: Sequence[str], rows: Sequence[Row], style: Callable[[Row], str] = lambda _: "") -> None:
+    """A table on a terminal, tab-separated fields elsewhere."""
+    if sys.stdout.isatty():
+        Console().print(table(columns, rows, style))
+    else:
+        click.echo("\t".join(columns))
+        for row in rows:
+            click.echo("\t".join(row))
+
+
+def table(columns: Sequence[str], rows: Iterable[Row], style: Callable[[Row], str] = lambda _: "") -> Table:
+    """The rows for a terminal, each in its style."""
+    drawn = Table(*columns)
+    for row in rows:
+        drawn.add_row(*map(Text, row), style=style(row))
+    return drawn

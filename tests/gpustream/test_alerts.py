@@ -17,6 +17,7 @@ from gpustream import alerts
 from gpustream.alerts import Seen
 from gpustream.cli import main
 from gpustream.embedded import EmbeddedBroker
+from gpustream.topics import table
 from tests.sinks.alerts import START_MS, alert, alert_record
 from topics.alerts import Alert
 from topics.alerts import time as at
@@ -155,7 +156,7 @@ def test_what_a_tenant_wrote_can_neither_steer_a_terminal_nor_break_a_table() ->
     row = alerts.row(evil, at(START_MS))
     console = Console(width=200)
     with console.capture() as shown:
-        console.print(alerts.table([row]))
+        console.print(table(alerts.COLUMNS, [row], alerts.style))
     assert row.who == "[31m[red]x[/nonsense]"
     assert row.summary == "a b c"
     assert "[red]x[/nonsense]" in shown.get()

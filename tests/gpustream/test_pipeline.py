@@ -89,7 +89,7 @@ class Made:
     def take(self, seq: int) -> None:
         """The tick has come out of attribution and into the sink."""
         self.tally.attributed(NODE, seq, "exact")
-        self.tally.sinks["sink"].ticks.add(NODE, seq)
+        self.tally.sinks["sink"].outcome(*NODE, seq, "delivered")
 
 
 async def test_it_starts_back_to_front_and_ends_front_to_back() -> None:

@@ -19,7 +19,7 @@ def _tally(**taken: list[int]) -> Tally:
     tally = Tally(taken)
     for name, numbers in taken.items():
         for seq in numbers:
-            tally.sinks[name].ticks.add(NODE, seq)
+            tally.sinks[name].outcome(*NODE, seq, "delivered")
     return tally
 
 
