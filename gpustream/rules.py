@@ -25,7 +25,7 @@ from gpustream import alerts, logs
 from gpustream.command import LOG_FORMAT, Argument, Command, option
 from gpustream.topics import answer, existing, show
 from streams.alerts import tick as ticks
-from streams.alerts.replay import Replay
+from streams.alerts.node import Replay
 from streams.alerts.rules import rules_file
 from streams.alerts.rules.rule import Rules
 from streams.alerts.rules.rules_file import RulesError

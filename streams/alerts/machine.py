@@ -1,7 +1,8 @@
 """The alert state machine: from what the conditions find in a node's tick to what becomes of its alerts.
 
-In: a node's state and a tick, or that none came. Out: the state after it, and the alerts to write.
-State: none but what is given; all times are the ticks' own, so that a replay gives the same alerts.
+In: a node's state and a tick, or that none came. Out: the state after it, and the alerts to write. Pure.
+All times are the ticks' own, so that a replay gives the same alerts. What is decided without a tick, by the worker's
+clock, is in the state before it is written (:func:`announce`), for a replay may not find it again.
 
 A condition, identified by rule, device, pod and the rule's own key, is inactive, pending since a tick, firing, and then
 resolved:
@@ -34,6 +35,12 @@ REPEAT_MS = 24 * 3_600_000
 
 DELETE_MS = 7 * 24 * 3_600_000
 """How long a resolved alert stays."""
+
+FORGET_MS = 24 * 3_600_000
+"""After so long without a tick a node is taken to be removed."""
+
+LEAVING_MS = 120_000
+"""For how long a node that was removed from the cluster may send ticks before its machine is off."""
 
 YOUNG_MS = 10_000
 """A condition that was pending for less is not yet in the state that is written. Counters that go on rising are written
@@ -70,36 +77,26 @@ class Step(NamedTuple):
 
 
 class _Now(NamedTuple):
-    """A tick in its place: what was remembered before it and is after it.
-
-    ``before_ms`` is the time of the tick before, ``gap`` whether that is too long ago to go on.
-    """
+    """A tick, and the state before it."""
 
     tick: Tick
     rules: Rules
     state: NodeAlerts
-    before_ms: int
-    gap: bool
+
+
+# -- a tick
 
 
 def begin(tick: Tick, place: LogPosition) -> NodeAlerts:
     """The state of a node before its first tick, which this is."""
-    return NodeAlerts(
-        schema=1,
-        cluster=tick.cluster,
-        node=tick.node,
-        offset=tick.offset,
-        run_id=tick.run_id,
-        seq=tick.seq,
-        newest_ts_ms=tick.ts_ms,
-        position=place.position,
-        last_ts_ms=tick.ts_ms,
-        logged_ms=place.logged_ms,
+    nothing = NodeAlerts(
+        schema=1, cluster=tick.cluster, node=tick.node, offset=0, position=0, last_ts_ms=0, logged_ms=0
     )
+    return arrived(nothing, tick, place, nothing.memory)
 
 
-def arrived(state: NodeAlerts, tick: Tick, place: LogPosition) -> NodeAlerts:
-    """The state after a tick that changes nothing but which tick is the last one."""
+def arrived(state: NodeAlerts, tick: Tick, place: LogPosition, memory: Memory) -> NodeAlerts:
+    """The state after a tick that changes nothing but which tick is the last one, and the memory."""
     return _replace(
         state,
         offset=tick.offset,
@@ -110,6 +107,7 @@ def arrived(state: NodeAlerts, tick: Tick, place: LogPosition) -> NodeAlerts:
         last_ts_ms=tick.ts_ms,
         logged_ms=place.logged_ms,
         silent=False,
+        memory=memory,
     )
 
 
@@ -117,29 +115,97 @@ def step(state: NodeAlerts, tick: Tick, place: LogPosition, rules: Rules) -> Ste
     """What a tick makes of a node's alerts."""
     state, announced = announce(state)
     findings, memory = evaluate.evaluate(rules, tick, state.memory)
-    after = arrived(state, tick, place)
-    if memory is not state.memory:
-        after = _replace(after, memory=memory)
+    after = arrived(state, tick, place, memory)
     if not findings and not state.tracked and not state.resolved:
         return Step(after)
-    now = _Now(tick, rules, state, state.last_ts_ms, not 0 <= tick.ts_ms - state.last_ts_ms <= MAX_GAP_MS)
+    now = _Now(tick, rules, state)
     found: dict[Identity, Finding] = {(f.rule.name, f.device, f.pod_uid, f.key): f for f in findings}
     tracked: list[Tracked] = []
     writes = list(announced)
     for one in state.tracked:
-        later, alert = _next(one, found.pop(identity(one), None), now)
+        finding = found.pop(identity(one), None)
+        if any(one.name == rule.name for rule in rules.of("node_silent")):
+            later, alert = _ended(one, now, "ticks")
+        else:
+            later, alert = (_pending if one.alert is None else _firing)(one, finding, now)
         if later is not None:
             tracked.append(later)
         if alert is not None:
             writes.append(Write("repeat" if alert is one.alert else "alert", alert.fingerprint, alert))
-    for finding in found.values():
+    for (name, device, pod_uid, key), finding in found.items():
         if finding.holds:
-            begun, alert = _begun(finding, now)
-            tracked.append(begun)
+            since_ms = max(tick.ts_ms, finding.since_ms)
+            one = Tracked(name=name, device=device, pod_uid=pod_uid, key=key, since_ms=since_ms, event=finding.event)
+            one, alert = _fired_if_due(one, finding, now)
+            tracked.append(one)
             if alert is not None:
                 writes.append(_transition(alert))
     unchanged = len(tracked) == len(state.tracked) and all(a is b for a, b in zip(tracked, state.tracked, strict=True))
     return _closed(after if unchanged else _replace(after, tracked=tuple(tracked)), writes, tick.ts_ms)
+
+
+def _pending(one: Tracked, finding: Finding | None, now: _Now) -> tuple[Tracked | None, Alert | None]:
+    """A pending condition goes on, begins again after a minute of which nothing is known, ends, or fires."""
+    now_ms, before_ms, holds = now.tick.ts_ms, now.state.last_ts_ms, _holds(one, finding, now)
+    blind_ms = before_ms if one.blind_ms is None else one.blind_ms
+    in_doubt = holds is None or one.blind_ms is not None
+    again = not 0 <= now_ms - before_ms <= MAX_GAP_MS or (in_doubt and now_ms - blind_ms > MAX_GAP_MS)
+    if holds is None and not again:
+        return (one if one.blind_ms is not None else _replace(one, blind_ms=blind_ms)), None
+    if finding is None or not holds:
+        return None, None
+    since_ms = max(now_ms if again else one.since_ms, finding.since_ms)
+    if since_ms != one.since_ms or one.blind_ms is not None:
+        one = _replace(one, since_ms=since_ms, blind_ms=None)
+    return _fired_if_due(one, finding, now)
+
+
+def _firing(one: Tracked, finding: Finding | None, now: _Now) -> tuple[Tracked | None, Alert | None]:
+    """A firing condition goes on, its alert written again now and then, or it has not held for long enough and ends."""
+    now_ms, holds = now.tick.ts_ms, _holds(one, finding, now)
+    if finding is not None and holds:
+        one = _held(one, finding, now)
+    elif holds is not None:
+        ceased_ms = now_ms if one.ceased_ms is None else min(one.ceased_ms, now_ms)
+        because = evaluate.because(now.rules, now.tick, one)
+        # What can't hold again ends at once. What happened to a pod outlives the pod.
+        pod_ended = because == "pod_ended" and not one.event and now.tick.attribution == "exact"
+        if pod_ended or because in ("rule_removed", "policy") or now_ms - ceased_ms >= one.keep_ms:
+            return _ended(one, now, because)
+        if one.ceased_ms != ceased_ms:
+            one = _replace(one, ceased_ms=ceased_ms)
+    if one.written_ms is not None and 0 <= now_ms - one.written_ms < REPEAT_MS:
+        return one, None
+    return _replace(one, written_ms=now_ms), one.alert
+
+
+def _holds(one: Tracked, finding: Finding | None, now: _Now) -> bool | None:
+    """Whether a condition holds; None: it is not known."""
+    if finding is not None:
+        return finding.holds
+    return False if evaluate.is_known(now.rules, now.tick, one) else None
+
+
+def _fired_if_due(one: Tracked, finding: Finding, now: _Now) -> tuple[Tracked, Alert | None]:
+    now_ms = now.tick.ts_ms
+    if not finding.event and now_ms - one.since_ms < finding.rule.for_ms:
+        return one, None
+    described = describe(finding, now.tick, one.since_ms)
+    value = finding.value if finding.value is not None else (now_ms - one.since_ms) / 1000
+    alert = _alert(finding.rule, one, now.state, now_ms, float(value), described)
+    return _held(_replace(one, alert=alert, written_ms=now_ms), finding, now), alert
+
+
+def _held(one: Tracked, finding: Finding, now: _Now) -> Tracked:
+    """A firing condition that holds in this tick; of an event, it is over with it."""
+    ceased_ms, keep_ms = now.tick.ts_ms if finding.event else None, finding.rule.keep_firing_ms
+    if one.ceased_ms == ceased_ms and one.keep_ms == keep_ms:
+        return one
+    return _replace(one, ceased_ms=ceased_ms, keep_ms=keep_ms)
+
+
+def _ended(one: Tracked, now: _Now, because: str) -> tuple[None, Alert | None]:
+    return None, None if one.alert is None else _resolved(one.alert, one, now.tick.ts_ms, because)
 
 
 def same(durable: NodeAlerts, current: NodeAlerts) -> bool:
@@ -170,9 +236,29 @@ def same(durable: NodeAlerts, current: NodeAlerts) -> bool:
     return durable.tracked == tuple(worth_writing)
 
 
+# -- no tick
+
+
 def quiet(state: NodeAlerts) -> NodeAlerts:
     """The state of a node of which no tick has come for a while."""
     return _replace(state, silent=True)
+
+
+def without_ticks(state: NodeAlerts, rules: Rules, *, now_ms: int, removed_ms: int | None) -> Step:
+    """What becomes of a node of which no tick came: it has left, or its silence fires.
+
+    It has left if the cluster removed it (``removed_ms``, in log time), or after a day. What a state has that is not
+    written yet goes first: the worker before may have ended meanwhile.
+    """
+    if has_unwritten(state):
+        return announce(state)
+    if removed_ms is not None and removed_ms + LEAVING_MS >= state.logged_ms:
+        after = retire(state, state.last_ts_ms)
+    elif now_ms - state.logged_ms >= FORGET_MS:
+        after = retire(state, state.last_ts_ms + FORGET_MS)
+    else:
+        after = silence(state, rules, now_ms - state.logged_ms)
+    return Step(after) if after is not state else expire(state, now_ms)
 
 
 def silence(state: NodeAlerts, rules: Rules, lasted_ms: int) -> NodeAlerts:
@@ -245,91 +331,7 @@ def is_over(state: NodeAlerts) -> bool:
     return is_retired(state) and not state.resolved
 
 
-def _next(one: Tracked, finding: Finding | None, now: _Now) -> tuple[Tracked | None, Alert | None]:
-    """What becomes of a condition that is pending or firing."""
-    if any(one.name == rule.name for rule in now.rules.of("node_silent")):
-        return _end(one, now, "ticks")
-    if finding is not None:
-        holds = finding.holds
-    else:
-        known = evaluate.is_known(now.rules, now.tick, name=one.name, device=one.device, pod_uid=one.pod_uid)
-        holds = False if known else None
-    return (_pending if one.alert is None else _firing)(one, finding, holds, now)
-
-
-def _begun(finding: Finding, now: _Now) -> tuple[Tracked, Alert | None]:
-    """A condition that did not hold before."""
-    one = Tracked(
-        name=finding.rule.name,
-        device=finding.device,
-        pod_uid=finding.pod_uid,
-        key=finding.key,
-        since_ms=max(now.tick.ts_ms, finding.since_ms),
-        event=finding.event,
-    )
-    return _fired_if_due(one, finding, now)
-
-
-def _pending(
-    one: Tracked, finding: Finding | None, holds: bool | None, now: _Now
-) -> tuple[Tracked | None, Alert | None]:
-    """A pending condition goes on, begins again after a minute of which nothing is known, ends, or fires."""
-    blind_ms = one.blind_ms if one.blind_ms is not None else now.before_ms
-    in_doubt = holds is None or one.blind_ms is not None
-    again = now.gap or (in_doubt and now.tick.ts_ms - blind_ms > MAX_GAP_MS)
-    if holds is None:
-        return None if again else (one if one.blind_ms is not None else _replace(one, blind_ms=blind_ms)), None
-    if finding is None or not holds:
-        return None, None
-    since_ms = max(now.tick.ts_ms if again else one.since_ms, finding.since_ms)
-    if since_ms != one.since_ms or one.blind_ms is not None:
-        one = _replace(one, since_ms=since_ms, blind_ms=None)
-    return _fired_if_due(one, finding, now)
-
-
-def _firing(
-    one: Tracked, finding: Finding | None, holds: bool | None, now: _Now
-) -> tuple[Tracked | None, Alert | None]:
-    """A firing condition goes on, its alert written again now and then, or it has not held for long enough and ends."""
-    now_ms = now.tick.ts_ms
-    if finding is not None and holds:
-        one = _held(one, finding, now)
-    elif holds is not None:
-        ceased_ms = now_ms if one.ceased_ms is None else min(one.ceased_ms, now_ms)
-        because = evaluate.because(
-            now.rules, now.tick, name=one.name, device=one.device, pod_uid=one.pod_uid, key=one.key
-        )
-        # What can't hold again ends at once. What happened to a pod outlives the pod.
-        pod_ended = because == "pod_ended" and not one.event and now.tick.attribution == "exact"
-        if pod_ended or because in ("rule_removed", "policy") or now_ms - ceased_ms >= one.keep_ms:
-            return _end(one, now, because)
-        if one.ceased_ms != ceased_ms:
-            one = _replace(one, ceased_ms=ceased_ms)
-    if one.written_ms is not None and 0 <= now_ms - one.written_ms < REPEAT_MS:
-        return one, None
-    return _replace(one, written_ms=now_ms), one.alert
-
-
-def _fired_if_due(one: Tracked, finding: Finding, now: _Now) -> tuple[Tracked, Alert | None]:
-    now_ms = now.tick.ts_ms
-    if not finding.event and now_ms - one.since_ms < finding.rule.for_ms:
-        return one, None
-    described = describe(finding, now.tick, one.since_ms)
-    value = finding.value if finding.value is not None else (now_ms - one.since_ms) / 1000
-    alert = _alert(finding.rule, one, now.state, now_ms, float(value), described)
-    return _held(_replace(one, alert=alert, written_ms=now_ms), finding, now), alert
-
-
-def _held(one: Tracked, finding: Finding, now: _Now) -> Tracked:
-    """A firing condition that holds in this tick; of an event, it is over with it."""
-    ceased_ms, keep_ms = now.tick.ts_ms if finding.event else None, finding.rule.keep_firing_ms
-    if one.ceased_ms == ceased_ms and one.keep_ms == keep_ms:
-        return one
-    return _replace(one, ceased_ms=ceased_ms, keep_ms=keep_ms)
-
-
-def _end(one: Tracked, now: _Now, because: str) -> tuple[None, Alert | None]:
-    return None, None if one.alert is None else _resolved(one.alert, one, now.tick.ts_ms, because)
+# -- alerts
 
 
 def _alert(rule: Rule, one: Tracked, state: NodeAlerts, now_ms: int, value: float, described: Described) -> Alert:

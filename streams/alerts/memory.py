@@ -2,6 +2,15 @@
 
 In: ticks. Out: the memory after each; the same object if nothing changed, and in it the same devices if nothing but
 the counters in windows did, so that state is written on changes only. Pure; all times are of the ticks.
+
+Errors are counted within a minute of the ticks' time, a window that moves in buckets of five seconds, so that a counter
+that runs all the time takes at most 14 numbers:
+
+- An error counts from the tick that shows it, for at least 60 s and for less than 65 s. It never comes back.
+- The first reading of a counter is where it begins: it shows no error. A reading below the last one is a counter that
+  began again at zero, so all of it is errors.
+- A tick without a reading shows no error. Those that came meanwhile are shown by the next reading.
+- If the node's clock was set back, what counted before counts as shown by the first tick after.
 """
 
 from collections.abc import Sequence
@@ -11,12 +20,13 @@ from sys import intern
 import msgspec
 
 from delivery.replays import Last
-from streams.alerts import windows
 from streams.alerts.tick import Device, Tick
-from streams.alerts.windows import Window
 from topics.alerts import AlertState, Tracked
 from topics.attributed import Holder, HoldingPod, by_pod
 from topics.topic import decoder
+
+WINDOW_MS = 60_000
+BUCKET_MS = 5_000
 
 XID = "xid/"
 """What the names of counters of XID errors begin with; the code follows."""
@@ -30,10 +40,21 @@ COUNTERS = (
 )
 """The metrics whose errors within a minute rules judge."""
 
+_replace = msgspec.structs.replace
+
+
+class Window(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A counter's last reading, and its errors by bucket: (its start in units of :data:`BUCKET_MS`, how many)."""
+
+    value: float
+    errors: tuple[tuple[int, float], ...] = ()
+
+
 Windows = dict[str, Window]
 """Of one device, by the metric."""
 
-_replace = msgspec.structs.replace
+_AT_ZERO = Window(0.0)
+"""What most counters are, shared by all of them."""
 
 
 class HeldBy(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -83,59 +104,54 @@ def remember(memory: Memory, tick: Tick, forget_ms: int) -> Memory:
     changed: dict[str, Seen] = {}
     counted: dict[str, Windows] = {}
     for device in tick.devices:
-        seen, counters = memory.devices.get(device.uuid), memory.windows.get(device.uuid)
-        now, read = _seen(seen, device, tick, memory.run_id), _windows(counters, device, tick.ts_ms)
+        seen, before = memory.devices.get(device.uuid), memory.windows.get(device.uuid)
+        now, counters = _seen(seen, device, tick, memory.run_id), _windows(before, device, tick.ts_ms)
         if now is not seen:
             changed[device.uuid] = now
-        if read is not counters and read is not None:
-            counted[device.uuid] = read
-    gone: list[str] = []
-    if len(memory.devices) != len(tick.devices) or any(one.uuid not in memory.devices for one in tick.devices):
-        present = {device.uuid for device in tick.devices}
-        gone = [uuid for uuid in memory.devices if uuid not in present]
-    if not changed and not counted and not gone and memory.run_id == tick.run_id:
+        if counters is not None and counters is not before:
+            counted[device.uuid] = counters
+    present = {device.uuid for device in tick.devices}
+    missing = [uuid for uuid in memory.devices if uuid not in present]
+    devices = memory.devices
+    if changed or missing:
+        devices = {**memory.devices, **changed}
+        for uuid in missing:
+            seen = devices.pop(uuid)
+            if not _has_left(seen, tick, forget_ms):
+                counts = seen.counts if memory.run_id == tick.run_id else {}
+                devices[uuid] = _replace(seen, counts=counts, missing_ms=seen.missing_ms or tick.ts_ms)
+        devices = memory.devices if devices == memory.devices else devices
+    windows = {**memory.windows, **counted} if counted else memory.windows
+    if devices is not memory.devices and any(uuid not in devices for uuid in windows):
+        windows = {uuid: counters for uuid, counters in windows.items() if uuid in devices}
+    if memory.run_id == tick.run_id and devices is memory.devices and windows is memory.windows:
         return memory
-    devices = _devices(memory, tick, changed, gone, forget_ms)
-    counters_by_device = {**memory.windows, **counted} if counted else memory.windows
-    if devices is not memory.devices and any(uuid not in devices for uuid in counters_by_device):
-        counters_by_device = {uuid: one for uuid, one in counters_by_device.items() if uuid in devices}
-    if memory.run_id == tick.run_id and devices is memory.devices and counters_by_device is memory.windows:
-        return memory
-    return Memory(tick.run_id, devices, counters_by_device)
+    return Memory(tick.run_id, devices, windows)
 
 
-def _devices(memory: Memory, tick: Tick, changed: dict[str, Seen], gone: list[str], forget_ms: int) -> dict[str, Seen]:
-    """The inventory after a tick; the same object if nothing changed."""
-    if not changed and not gone:
-        return memory.devices
-    devices = {**memory.devices, **changed}
-    for uuid in gone:
-        seen = devices.pop(uuid)
-        if seen.counts and memory.run_id != tick.run_id:
-            seen = _replace(seen, counts={})
-        if not _forgotten(seen, tick, forget_ms):
-            devices[uuid] = seen if seen.missing_ms else _replace(seen, missing_ms=tick.ts_ms)
-    return memory.devices if devices == memory.devices else devices
-
-
-def _windows(before: Windows | None, device: Device, ts_ms: int) -> Windows | None:
-    """The counters of a device after a tick; the same object if nothing changed, None if it has none."""
-    metrics, known, changed = device.metrics, before or {}, dict[str, Window]()
-    for name in COUNTERS:
-        value, window = getattr(metrics, name), known.get(name)
-        if window is None:
-            if value is not None:
-                changed[name] = windows.began(value)
-        elif window.errors or (value is not None and value != window.value):
-            now = windows.read(window, value, ts_ms)
-            if now is not window:
-                changed[name] = now
-    return {**known, **changed} if changed else before
+def _has_left(seen: Seen, tick: Tick, forget_ms: int) -> bool:
+    """Whether a device that is not there has left: a MIG device whose GPU is well without it, a GPU that has another in
+    its place, or what has been away for long."""
+    if seen.missing_ms and tick.ts_ms - seen.missing_ms >= forget_ms:
+        return True
+    if seen.parent is not None:
+        return any(device.uuid == seen.parent and device.state == "ok" for device in tick.devices)
+    return seen.pci_bus_id is not None and any(
+        device.mig is None and device.pci_bus_id == seen.pci_bus_id for device in tick.devices
+    )
 
 
 def _seen(seen: Seen | None, device: Device, tick: Tick, run_id: int) -> Seen:
+    """A device as it is now; the same object if nothing changed. XID errors are counted within a run of the producer,
+    which counts them since its start."""
     pods = _pods(seen.pods if seen is not None else (), device.holders, tick)
-    counts = _counts(seen, device, tick, run_id)
+    counts = seen.counts if seen is not None and run_id in (tick.run_id, 0) else {}
+    risen = {
+        XID + code: Count(total)
+        for code, total in device.xids.items()
+        if (count := counts.get(XID + code)) is None or count.value != total
+    }
+    counts = {**counts, **risen} if risen else counts
     if (
         seen is not None
         and pods is seen.pods
@@ -163,9 +179,8 @@ def _pods(held: tuple[HeldBy, ...], holders: Sequence[Holder], tick: Tick) -> tu
         if known is None or not _same(known, holder, tick.ts_ms):
             owner = holder.workload
             kind, name = (_shared(owner.kind), owner.name) if owner is not None else (None, None)
-            known = HeldBy(
-                intern(holder.namespace), holder.pod, tick.ts_ms, holder.pod_uid, kind, name, holder.observed
-            )
+            namespace = intern(holder.namespace)
+            known = HeldBy(namespace, holder.pod, tick.ts_ms, holder.pod_uid, kind, name, holder.observed)
         pods.append(known)
     return held if tuple(pods) == held else tuple(pods)
 
@@ -186,29 +201,50 @@ def _shared(text: str | None) -> str | None:
     return None if text is None else intern(text)
 
 
-def _counts(seen: Seen | None, device: Device, tick: Tick, run_id: int) -> dict[str, Count]:
-    """The XID errors of a run of the producer, which counts them since its start."""
-    before = seen.counts if seen is not None and run_id in (tick.run_id, 0) else {}
-    after = {
-        XID + code: Count(total)
-        for code, total in device.xids.items()
-        if (count := before.get(XID + code)) is None or count.value != total
-    }
-    if after or seen is None:
-        return {**before, **after}
-    return before if before or not seen.counts else {}
+# -- errors within a minute
 
 
-def _forgotten(seen: Seen, tick: Tick, forget_ms: int) -> bool:
-    """Whether a device that is not there has left: a MIG device whose GPU is well without it, a GPU that has another in
-    its place, or what has been away for long."""
-    if seen.missing_ms and tick.ts_ms - seen.missing_ms >= forget_ms:
-        return True
-    if seen.parent is not None:
-        return any(device.uuid == seen.parent and device.state == "ok" for device in tick.devices)
-    return seen.pci_bus_id is not None and any(
-        device.mig is None and device.pci_bus_id == seen.pci_bus_id for device in tick.devices
-    )
+def _windows(before: Windows | None, device: Device, ts_ms: int) -> Windows | None:
+    """The counters of a device after a tick; the same object if nothing changed, None if it has none."""
+    metrics, known, changed = device.metrics, before or {}, dict[str, Window]()
+    for name in COUNTERS:
+        value, window = getattr(metrics, name), known.get(name)
+        if window is None:
+            if value is not None:
+                changed[name] = began(value)
+        elif window.errors or (value is not None and value != window.value):
+            now = read(window, value, ts_ms)
+            if now is not window:
+                changed[name] = now
+    return {**known, **changed} if changed else before
+
+
+def began(value: float) -> Window:
+    """The window after a counter's first reading."""
+    return Window(value) if value else _AT_ZERO
+
+
+def read(window: Window, value: float | None, ts_ms: int) -> Window:
+    """The window after a tick; the same object if nothing changed. ``value`` None: the tick has no reading."""
+    if value is None:
+        value = window.value
+    rise = value - window.value if value >= window.value else value
+    now = ts_ms // BUCKET_MS
+    kept = [one for one in window.errors if one[0] < now and _is_in(one[0], ts_ms)]
+    rise += sum([count for start, count in window.errors if start >= now])
+    errors = (*kept, (now, rise)) if rise else tuple(kept)
+    return window if value == window.value and errors == window.errors else Window(value, errors)
+
+
+def within(window: Window | None, ts_ms: int) -> float:
+    """The errors in the window that ends with a tick."""
+    if window is None or not window.errors:
+        return 0.0
+    return sum([count for start, count in window.errors if _is_in(start, ts_ms)])
+
+
+def _is_in(start: int, ts_ms: int) -> bool:
+    return ts_ms - start * BUCKET_MS < WINDOW_MS + BUCKET_MS
 
 
 # -- the state of a node, as gpu.alert-state has it

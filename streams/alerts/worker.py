@@ -10,9 +10,9 @@ output that is not acknowledged ends the process.
 import asyncio
 import logging
 import time
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Coroutine, Mapping, Sequence
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import msgspec
 
@@ -23,7 +23,6 @@ from streams.alerts import machine, memory
 from streams.alerts.memory import NodeAlerts
 from streams.alerts.node import Due, Log, Node
 from streams.alerts.rules.rule import Rules
-from streams.alerts.silence import CaughtUp, Ends, without_ticks
 from streams.alerts.tick import decode as decode_tick
 from streams.app import ReaderApp
 from streams.reader import Batch
@@ -38,7 +37,11 @@ ALERTS, STATE = "gpu.alerts", "gpu.alert-state"
 QUIET_S = 30.0
 """After so long without a tick a node's state is written, and its last tick holds back no commit any more."""
 
+BREAK_S = 10.0
+"""Between answers of the broker that are further apart than this, it is not known what came."""
+
 _LOOK_EVERY_S = 1.0
+_MOST_ASKED = 600
 
 
 class Clocks:
@@ -51,6 +54,52 @@ class Clocks:
     def now_ms(self) -> int:
         """Milliseconds since the epoch."""
         return time.time_ns() // 1_000_000
+
+
+class Ends(NamedTuple):
+    """Where the partition ended, and that of the samples, when the broker was asked."""
+
+    asked_s: float
+    end: int
+    samples_end: int | None
+
+
+class CaughtUp:
+    """For how long one partition has been read to its end without a break.
+
+    ``newest`` is the greatest offset of a sample that its records are of.
+    """
+
+    def __init__(self) -> None:
+        self.newest = -1
+        self._asked: deque[Ends] = deque(maxlen=_MOST_ASKED)
+        self._since_s, self._until_s = float("inf"), float("-inf")
+
+    def attributed(self, offset: int, *, new_log: bool = False) -> None:
+        """A record of the sample at this offset was read. ``new_log``: the offsets of the samples began again."""
+        self.newest = offset if new_log else max(self.newest, offset)
+
+    def ends(self, ends: Ends) -> None:
+        """The broker has said where the partitions end."""
+        self._asked.append(ends)
+
+    def read(self, position: int) -> None:
+        """The partition was read to this position: all is known that there was when its end was asked.
+
+        No sample may wait to be attributed: a stream that stands still is not a node that is silent.
+        """
+        while self._asked and position >= self._asked[0].end:
+            samples_end = self._asked[0].samples_end
+            if samples_end is not None and self.newest + 1 < samples_end:
+                return
+            at_s = self._asked.popleft().asked_s
+            if at_s - self._until_s > BREAK_S:
+                self._since_s = at_s
+            self._until_s = at_s
+
+    def lasted_s(self, since_s: float) -> float:
+        """For how long, from that time on, the partition has been read to its end; below 0: not at all."""
+        return self._until_s - max(since_s, self._since_s)
 
 
 class _Removal(msgspec.Struct, frozen=True):
@@ -284,7 +333,7 @@ class AlertWorker:
                 continue
             if node.current is not None:
                 removed_ms = self._removed_ms[partition].get(key)
-                node.close(without_ticks(node.current, self._rules, now_ms=now_ms, removed_ms=removed_ms))
+                node.close(machine.without_ticks(node.current, self._rules, now_ms=now_ms, removed_ms=removed_ms))
             self._settle(partition, key, node)
             if node.settled() and node.current is not None and machine.is_over(node.current):
                 self._start(self._delete(partition, key, node, node.current))

@@ -1,67 +1,42 @@
-"""Evaluates the rules on a node's tick. Pure.
+"""The conditions: what of a node's tick is as a rule says. Pure.
 
-In: the rules, a node's tick, and what is remembered of the node. Out: findings, and what is remembered now.
+In: the rules, a node's tick, and what is remembered of the node. Out: findings, and what is remembered now. A condition
+is a function for each kind of rule, called with a device of the tick; the tables below say in which of its states.
 """
 
-from streams.alerts.conditions import faults, holders
-from streams.alerts.conditions.finding import Condition, Facts, Finding, View, identity, in_force, unseen, view_of
-from streams.alerts.memory import Memory, remember
-from streams.alerts.rules.policy import policy_of
-from streams.alerts.rules.rule import Kind, Rule, Rules
+from collections.abc import Callable, Iterable
+
+from streams.alerts.conditions.finding import (
+    CONFLICTS,
+    NVLINK_ERRORS,
+    Facts,
+    Finding,
+    Pod,
+    View,
+    identity,
+    in_force,
+    of_device,
+    sole,
+    sole_pod,
+    unseen,
+    video,
+    view_of,
+)
+from streams.alerts.memory import XID, Memory, remember, within
+from streams.alerts.rules.rule import Kind, Rule, Rules, policy_of
 from streams.alerts.tick import Tick
+from streams.alerts.xids import code_of, of_code
+from topics.alerts import Tracked
+from topics.attributed import Holder
+
+Condition = Callable[[Rule, View, list[Finding]], None]
+"""Finds what of a device is as a rule says."""
 
 BLIND_MS = 600_000
 """For how long after a device went missing it is not known whether what was found on it still holds."""
 
-
-def evaluate(rules: Rules, tick: Tick, memory: Memory) -> tuple[list[Finding], Memory]:
-    """What is found in a tick. The memory is the same object if nothing of it changed."""
-    now = remember(memory, tick, rules.forget_ms)
-    found: list[Finding] = []
-    parents = {device.mig.parent_uuid for device in tick.devices if device.mig is not None}
-    for device in tick.devices:
-        view = view_of(rules, tick, device, memory, now, parents)
-        counted = any(window.errors for window in view.windows.values())
-        for judge, ruled in _judges(rules, device.state, counted):
-            for rule in ruled:
-                judge(rule, view, found)
-    if len(now.devices) != len(tick.devices):
-        _missing(rules, tick, now, found)
-    return found, now
-
-
-def because(rules: Rules, tick: Tick, *, name: str, device: str, pod_uid: str, key: str) -> str:
-    """Why what held is not found any more, as ``resolved_because`` has it."""
-    rule = next((rule for rule in rules.rules if rule.name == name), None)
-    if rule is None:
-        return "rule_removed"
-    if device and all(one.uuid != device for one in tick.devices):
-        return "device_removed"
-    if not (pod_uid or rule.kind == "held_idle"):
-        return "condition"
-    holders = [holder for one in tick.devices if device in ("", one.uuid) for holder in one.holders]
-    uid_or_name = pod_uid or key
-    pod = next((holder for holder in holders if uid_or_name in identity(holder)), None)
-    if pod is None:
-        return "pod_ended"
-    return "policy" if policy_of(pod).off or in_force(rules, rule, pod) is None else "condition"
-
-
-def is_known(rules: Rules, tick: Tick, *, name: str, device: str, pod_uid: str) -> bool:
-    """Whether a condition that was not found in a tick is known not to hold.
-
-    It is not known if the condition is about a pod and the tick does not say who holds what, or if the tick has none of
-    the values that the condition is judged by.
-    """
-    rule = next((rule for rule in rules.rules if rule.name == name), None)
-    if rule is None:
-        return True
-    if tick.attribution == "none" and (pod_uid or rule.kind in ("held_idle", "policy_invalid")):
-        return False
-    values = _VALUES.get(rule.kind, ())
-    found = next((one for one in tick.devices if one.uuid == device), None)
-    return not values or found is None or any(getattr(found.metrics, value) is not None for value in values)
-
+HW_THERMAL, SW_THERMAL, HW_POWER_BRAKE = 0x40, 0x20, 0x80
+"""Bits of clock_event_reasons, as nvml.h has them."""
 
 _VALUES: dict[Kind, tuple[str, ...]] = {
     "row_remap_failure": ("row_remap_failure",),
@@ -72,56 +47,302 @@ _VALUES: dict[Kind, tuple[str, ...]] = {
 """The values of the tick that a kind is judged by."""
 
 
-def _blind(rule: Rule, view: View, found: list[Finding]) -> None:
+def evaluate(rules: Rules, tick: Tick, memory: Memory) -> tuple[list[Finding], Memory]:
+    """What is found in a tick. The memory is the same object if nothing of it changed."""
+    now = remember(memory, tick, rules.forget_ms)
+    found: list[Finding] = []
+    parents = {device.mig.parent_uuid for device in tick.devices if device.mig is not None}
+    for device in tick.devices:
+        view = view_of(rules, tick, device, memory, now, parents)
+        counted = any(window.errors for window in view.windows.values())
+        for condition, ruled in _conditions(rules, device.state, counted):
+            for rule in ruled:
+                condition(rule, view, found)
+    if len(now.devices) == len(tick.devices):
+        return found, now
+    present = {device.uuid for device in tick.devices}
+    for uuid, seen in [(uuid, seen) for uuid, seen in now.devices.items() if uuid not in present]:
+        kinds = (*_OK, "lost", "not_answering") if tick.ts_ms - seen.missing_ms <= BLIND_MS else ()
+        for rule in [rule for kind in kinds for rule in rules.of(kind)]:
+            found.extend(unseen(rule, uuid, seen))
+        if seen.parent is None:  # of a MIG device its GPU is what is missing
+            missing = [in_force(rules, rule, None) for rule in rules.of("missing")]
+            found.extend(Finding(rule, uuid, facts=Facts(None, seen)) for rule in missing if rule is not None)
+    return found, now
+
+
+def because(rules: Rules, tick: Tick, one: Tracked) -> str:
+    """Why what held is not found any more, as ``resolved_because`` has it."""
+    rule = rules.by_name.get(one.name)
+    if rule is None:
+        return "rule_removed"
+    if one.device and all(device.uuid != one.device for device in tick.devices):
+        return "device_removed"
+    if not (one.pod_uid or rule.kind == "held_idle"):
+        return "condition"
+    holders = [holder for device in tick.devices if one.device in ("", device.uuid) for holder in device.holders]
+    uid_or_name = one.pod_uid or one.key
+    pod = next((holder for holder in holders if uid_or_name in identity(holder)), None)
+    if pod is None:
+        return "pod_ended"
+    return "policy" if policy_of(pod).off or in_force(rules, rule, pod) is None else "condition"
+
+
+def is_known(rules: Rules, tick: Tick, one: Tracked) -> bool:
+    """Whether a condition that was not found in a tick is known not to hold.
+
+    It is not known if the condition is about a pod and the tick does not say who holds what, or if the tick has none of
+    the values that the condition is judged by.
+    """
+    rule = rules.by_name.get(one.name)
+    if rule is None:
+        return True
+    if tick.attribution == "none" and (one.pod_uid or rule.kind in ("held_idle", "policy_invalid")):
+        return False
+    values = _VALUES.get(rule.kind, ())
+    found = next((device for device in tick.devices if device.uuid == one.device), None)
+    return not values or found is None or any(getattr(found.metrics, value) is not None for value in values)
+
+
+# -- who holds a device, and what they do with it
+
+
+def held_idle(rule: Rule, view: View, found: list[Finding]) -> None:
+    """A pod's grace is no evidence: of one that is firing already, the node's clock was set back."""
+    if not view.pods:
+        if view.tick.attribution == "none":
+            holds = False if view.work >= rule.least_work else None
+            found.extend(one._replace(holds=holds) for one in unseen(rule, view.device.uuid, view.seen))
+        return
+    if len(view.pods) == 1 and view.work >= rule.most_work:
+        return
+    for pod in view.pods:
+        holder = pod.holders[0]
+        if holder.observed or pod.policy.off:
+            continue
+        ruled = in_force(view.rules, rule, holder, policy=pod.policy)
+        idle = False if ruled is None else _idle(ruled.idle_below, view, pod)
+        if ruled is None or idle is False:
+            continue
+        name = (holder.pod_uid, holder.pod, holder.namespace)
+        held = [one for one in view.seen.pods if (one.pod_uid, one.pod, one.namespace) == name]
+        since_ms = (held[0].since_ms if held else 0) + ruled.grace_ms
+        holds = idle if view.tick.ts_ms >= since_ms else None
+        uid, key = identity(holder)
+        facts = Facts(view.device, None, pod.holders, len(view.pods))
+        found.append(Finding(ruled, view.device.uuid, uid, key, holds, since_ms, facts=facts))
+
+
+def _idle(below: float, view: View, pod: Pod) -> bool | None:
+    """Whether a pod does nothing with a device; None: it is not known.
+
+    A pod is judged by its own part of the device's work, whoever shares the device, and by what its processes do. The
+    parts of all pods and the rest, which is nobody's, are the device's work. The rest may be the pod's own, and so is
+    all that the device does if its part is not known.
+    """
+    device, part, uid = view.device, _part(pod), pod.holders[0].pod_uid
+    if (part or 0.0) >= below:
+        return False
+    processes = [one for one in device.processes or () if uid is not None and one.pod_uid == uid]
+    if sum([one.sm_utilization_ratio or 0.0 for one in processes]) >= below:
+        return False
+    if view.work < below:
+        return True if view.measured else None
+    if len(view.pods) == 1:
+        return False
+    rest = device.unattributed.utilization_ratio if device.unattributed is not None else None
+    if rest is None:
+        rest = max(0.0, view.work - sum([_part(one) or 0.0 for one in view.pods]))
+    return True if part is not None and rest < below and video(device) < below else None
+
+
+def _part(pod: Pod) -> float | None:
+    """A pod's part of a device's utilization."""
+    parts = [holder.parts for holder in pod.holders if holder.parts is not None]
+    known = [part.utilization_ratio for part in parts if part.utilization_ratio is not None]
+    return sum(known) if known else None
+
+
+def used_unallocated(rule: Rule, view: View, found: list[Finding]) -> None:
+    """Work on a device that neither the kubelet nor a batch system gave to anybody."""
+    device = view.device
+    if not view.whole or device.jobs or not all(holder.observed for holder in device.holders):
+        return
+    holds = True if view.work >= rule.used_above and view.tick.attribution != "none" else None
+    if view.tick.attribution != "none" and view.measured and not holds:
+        return
+    if (ruled := in_force(view.rules, rule, None)) is not None:
+        facts = Facts(device, None, device.holders)
+        found.append(Finding(ruled, device.uuid, holds=holds, value=view.work, facts=facts))
+
+
+def attribution_conflict(rule: Rule, view: View, found: list[Finding]) -> None:
+    device = view.device
+    blind = device.processes is None or device.info.processes_visible == "false" or view.tick.attribution == "none"
+    if not blind and device.conflict is None:
+        return
+    ruled = in_force(view.rules, rule, sole(view))
+    if ruled is None:
+        return
+    if blind:
+        found.extend(Finding(ruled, device.uuid, key=key, holds=None) for key in CONFLICTS)
+    else:
+        facts = Facts(device, None, device.holders)
+        found.append(Finding(ruled, device.uuid, key=device.conflict or "", facts=facts))
+
+
+def policy_invalid(rule: Rule, view: View, found: list[Finding]) -> None:
+    """Each mistake of a pod once, whatever devices it holds."""
+    for pod in view.pods:
+        for mistake in pod.policy.mistakes:
+            uid, name = identity(pod.holders[0])
+            key = f"{name} {mistake.name}".strip()
+            ruled = in_force(view.rules, rule, pod.holders[0])
+            if ruled is not None and (rule.name, uid, key) not in [(f.rule.name, f.pod_uid, f.key) for f in found]:
+                found.append(Finding(ruled, "", uid, key, facts=Facts(None, None, pod.holders, text=mistake.text)))
+
+
+# -- what is wrong with a device
+
+
+def xid(rule: Rule, view: View, found: list[Finding]) -> None:
+    """The XID errors since the last tick, by code; those of programs by the pod that alone held the device then.
+
+    They are counted by the producer, else by events. In the first tick of a node the earlier errors of the producer's
+    run are left out, for nobody knows when they came.
+    """
+    device, memory = view.device, view.before
+    if not device.xids and not device.events:
+        return
+    events = [str(event.code) for event in device.events or () if event.kind == "xid" and event.code is not None]
+    remembered = memory.devices.get(device.uuid) if memory.run_id == view.tick.run_id else None
+    counts: dict[str, float] = {}
+    for text, total in device.xids.items():
+        count = remembered.counts.get(XID + text) if remembered is not None else None
+        before = count.value if count is not None else 0.0 if memory.run_id else total - events.count(text)
+        counts[text] = total - before if total >= before else total
+    for text in events:
+        counts.setdefault(text, float(events.count(text)))
+    for text, errors in counts.items():
+        code = code_of(text)
+        kind = of_code(code).kind
+        for holders, times in _held_then(view, text, errors, by_pod=kind == "application") if errors > 0 else ():
+            pod = sole_pod(holders)
+            ruled = in_force(view.rules, rule, pod, xid=code)
+            own = pod if kind == "application" else None
+            if ruled is None or (own is not None and policy_of(own).off):
+                continue
+            ruled, uid = ruled.with_severity(kind), (own.pod_uid or "") if own is not None else ""
+            facts = Facts(device, None, holders, text=text)
+            found.append(Finding(ruled, device.uuid, uid, text, value=times, event=True, facts=facts))
+
+
+def _held_then(view: View, code: str, count: float, *, by_pod: bool) -> Iterable[tuple[tuple[Holder, ...], float]]:
+    """Who held the device at the errors of a code, and at how many of them: all who did at any, or, ``by_pod``, each
+    pod of a known uid that alone did, and all others together. Errors without an event are of the tick's time."""
+    now = view.device.holders
+    events = [event for event in view.device.events or () if event.kind == "xid" and str(event.code) == code]
+    times = [(event.held_by(now), 1.0) for event in events]
+    times += [(now, count - len(events))] if count > len(events) else []
+    groups: dict[str | None, tuple[dict[tuple[str | None, ...], Holder], float]] = {}
+    for holders, errors in times:
+        pod = sole_pod(holders) if by_pod else None
+        uid = None if pod is None else pod.pod_uid
+        held, before = groups.get(uid, ({}, 0.0))
+        held |= {(one.namespace, one.pod, one.pod_uid, one.container): one for one in holders}
+        groups[uid] = (held, before + errors)
+    return [(tuple(held.values()), errors) for held, errors in groups.values()]
+
+
+def ecc_uncorrectable(rule: Rule, view: View, found: list[Finding]) -> None:
+    """One error is in the volatile and in the aggregate count."""
+    count = _errors(view, "ecc_uncorrected_volatile_total", "ecc_uncorrected_aggregate_total")
+    if count >= rule.at_least:
+        of_device(rule, view, found, value=count)
+
+
+def nvlink_errors(rule: Rule, view: View, found: list[Finding]) -> None:
+    for key in NVLINK_ERRORS:
+        count = _errors(view, f"nvlink_{key}_errors_total")
+        if count >= (rule.recoveries if key == "recovery" else rule.at_least):
+            of_device(rule, view, found, value=count, key=key)
+
+
+def _errors(view: View, *names: str) -> float:
+    """The most errors that any of these counters had within the last minute."""
+    return max([within(view.windows.get(name), view.tick.ts_ms) for name in names])
+
+
+def row_remap_failure(rule: Rule, view: View, found: list[Finding]) -> None:
+    if view.device.metrics.row_remap_failure:
+        of_device(rule, view, found, value=view.device.metrics.row_remap_failure)
+
+
+def row_remap_pending(rule: Rule, view: View, found: list[Finding]) -> None:
+    metrics = view.device.metrics
+    if metrics.row_remap_pending or metrics.retired_pages_pending:
+        of_device(rule, view, found, value=1.0)
+
+
+def thermal_slowdown(rule: Rule, view: View, found: list[Finding]) -> None:
+    reasons = view.device.metrics.clock_event_reasons
+    if reasons and int(reasons) & (HW_THERMAL | SW_THERMAL):
+        of_device(rule, view, found, value=view.device.metrics.temperature_celsius)
+
+
+def power_brake(rule: Rule, view: View, found: list[Finding]) -> None:
+    reasons = view.device.metrics.clock_event_reasons
+    if reasons and int(reasons) & HW_POWER_BRAKE:
+        of_device(rule, view, found, value=view.device.metrics.power_watts)
+
+
+def lost(rule: Rule, view: View, found: list[Finding]) -> None:
+    of_device(rule, view, found, holds=True if view.device.state == "lost" else None)
+
+
+def not_answering(rule: Rule, view: View, found: list[Finding]) -> None:
+    if view.device.state == "timeout":
+        of_device(rule, view, found)
+
+
+def blind(rule: Rule, view: View, found: list[Finding]) -> None:
     """A device that does not answer says nothing."""
     found.extend(unseen(rule, view.device.uuid, view.seen))
 
 
-def _missing(rules: Rules, tick: Tick, memory: Memory, found: list[Finding]) -> None:
-    """The devices of the inventory that the tick does not have. Of a MIG device its GPU is what is missing."""
-    present = {device.uuid for device in tick.devices}
-    for uuid, seen in memory.devices.items():
-        if uuid in present:
-            continue
-        for kind in (*_BLIND, "lost", "not_answering") if tick.ts_ms - seen.missing_ms <= BLIND_MS else ():
-            for rule in rules.of(kind):
-                found.extend(unseen(rule, uuid, seen))
-        if seen.parent is None:
-            ruled = [in_force(rules, rule, None) for rule in rules.of("missing")]
-            found.extend(Finding(rule, uuid, facts=Facts(None, seen)) for rule in ruled if rule is not None)
+# -- which conditions judge a device, by its state
 
-
-_ALWAYS: dict[Kind, Condition] = {"xid": faults.xid, "policy_invalid": holders.policy_invalid}
+_ALWAYS: dict[Kind, Condition] = {"xid": xid, "policy_invalid": policy_invalid}
 _OK: dict[Kind, Condition] = {
-    "held_idle": holders.held_idle,
-    "used_unallocated": holders.used_unallocated,
-    "attribution_conflict": holders.attribution_conflict,
-    "ecc_uncorrectable": faults.ecc_uncorrectable,
-    "row_remap_failure": faults.row_remap_failure,
-    "row_remap_pending": faults.row_remap_pending,
-    "thermal_slowdown": faults.thermal_slowdown,
-    "power_brake": faults.power_brake,
-    "nvlink_errors": faults.nvlink_errors,
+    "held_idle": held_idle,
+    "used_unallocated": used_unallocated,
+    "attribution_conflict": attribution_conflict,
+    "ecc_uncorrectable": ecc_uncorrectable,
+    "row_remap_failure": row_remap_failure,
+    "row_remap_pending": row_remap_pending,
+    "thermal_slowdown": thermal_slowdown,
+    "power_brake": power_brake,
+    "nvlink_errors": nvlink_errors,
 }
-_COUNTED: tuple[Kind, ...] = ("ecc_uncorrectable", "nvlink_errors")
-_BLIND: tuple[Kind, ...] = tuple(_OK)
+_BLIND = _ALWAYS | dict.fromkeys(_OK, blind) | {"lost": lost}
 _BY_STATE: dict[str, dict[Kind, Condition]] = {
     "ok": _ALWAYS | _OK,
-    "lost": _ALWAYS | dict.fromkeys(_BLIND, _blind) | {"lost": faults.lost},
-    "timeout": _ALWAYS | dict.fromkeys(_BLIND, _blind) | {"lost": faults.lost, "not_answering": faults.not_answering},
+    "lost": _BLIND,
+    "timeout": _BLIND | {"not_answering": not_answering},
 }
-
-_UNKNOWN_STATE = _ALWAYS | _OK | dict.fromkeys(("lost", "not_answering"), _blind)
+_UNKNOWN_STATE = _ALWAYS | _OK | dict.fromkeys(("lost", "not_answering"), blind)
 """Of a device in a state that a later version knows: its values are judged, and whether it works is not known."""
 
+_COUNTED: tuple[Kind, ...] = ("ecc_uncorrectable", "nvlink_errors")
 
-def _judges(rules: Rules, state: str, counted: bool) -> list[tuple[Condition, tuple[Rule, ...]]]:
+
+def _conditions(rules: Rules, state: str, counted: bool) -> list[tuple[Condition, tuple[Rule, ...]]]:
     """What judges a device in a state, and by which rules; ``counted``: it has had errors within a minute."""
     state = state if state in _BY_STATE else ""
-    judges: list[tuple[Condition, tuple[Rule, ...]]] | None = rules.plan.get((state, counted))
-    if judges is None:
+    found: list[tuple[Condition, tuple[Rule, ...]]] | None = rules.plan.get((state, counted))
+    if found is None:
         quiet = _COUNTED if not counted and state in ("ok", "") else ()
-        kinds = {kind: judge for kind, judge in _BY_STATE.get(state, _UNKNOWN_STATE).items() if kind not in quiet}
-        judges = [(judge, rules.by_kind[kind]) for kind, judge in kinds.items() if kind in rules.by_kind]
-        rules.plan[state, counted] = judges
-    return judges
+        kinds = {kind: one for kind, one in _BY_STATE.get(state, _UNKNOWN_STATE).items() if kind not in quiet}
+        found = [(one, rules.by_kind[kind]) for kind, one in kinds.items() if kind in rules.by_kind]
+        rules.plan[state, counted] = found
+    return found

@@ -4,12 +4,11 @@ A finding says that a condition holds, or (``holds`` None) that it is not known 
 does not hold. Only a device whose state is ``ok`` says anything of itself; no evidence is not idleness.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from streams.alerts.memory import Memory, Seen, Windows
-from streams.alerts.rules.policy import DEFAULT, Policy, policy_of
-from streams.alerts.rules.rule import Rule, Rules, Subject
+from streams.alerts.rules.rule import NO_POLICY, Policy, Rule, Rules, Subject, policy_of
 from streams.alerts.tick import Device, Tick
 from topics.attributed import Holder, by_pod
 
@@ -80,10 +79,6 @@ class View(NamedTuple):
     whole: bool
 
 
-Condition = Callable[[Rule, View, list[Finding]], None]
-"""Finds what of a device is as a rule says."""
-
-
 def view_of(rules: Rules, tick: Tick, device: Device, before: Memory, now: Memory, parents: set[str]) -> View:
     metrics = device.metrics
     main = (
@@ -125,7 +120,7 @@ def identity(holder: Holder) -> tuple[str, str]:
 
 
 def in_force(
-    rules: Rules, rule: Rule, pod: Holder | None, *, xid: int | None = None, policy: Policy = DEFAULT
+    rules: Rules, rule: Rule, pod: Holder | None, *, xid: int | None = None, policy: Policy = NO_POLICY
 ) -> Rule | None:
     """The rule as it is for a pod; None: it is disabled there."""
     if not rule.overrides and policy.idle_after_ms is None:

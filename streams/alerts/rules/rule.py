@@ -1,16 +1,22 @@
-"""A rule, and what an override or a pod's own policy makes of it. Pure."""
+"""A rule, and what an override or a pod's own policy makes of it. Pure.
 
-from collections.abc import Iterable, Mapping
-from fnmatch import translate
+A pod, or its namespace, has a policy about alerts of its own: ``gpustream.dev/idle-after: 2h`` sets for how long its
+GPUs may be idle, ``gpustream.dev/alerts: off`` silences what is about the pod's own doing: idle GPUs and errors of its
+programs, never the state of a GPU. A namespace says the same by an annotation, which its pods inherit in gpu.workloads,
+or a label; a pod's goes before its namespace's. What is malformed is as if it were not there, and named as a mistake.
+"""
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from functools import cached_property, lru_cache
-from re import Pattern
-from re import compile as compiled
 from typing import Any, Literal, NamedTuple, get_args
 
 import msgspec
 
+from delivery.values import milliseconds
 from streams.alerts.xids import XidKind
 from topics.alerts import Severity
+from topics.attributed import Holder
 
 Kind = Literal[
     "held_idle",
@@ -151,6 +157,11 @@ class Rules(msgspec.Struct, frozen=True, dict=True):
         return {kind: tuple(rule for rule in self.rules if rule.kind == kind) for kind in KINDS if kind in kinds}
 
     @cached_property
+    def by_name(self) -> Mapping[str, Rule]:
+        """The rules by name."""
+        return {rule.name: rule for rule in self.rules}
+
+    @cached_property
     def forget_ms(self) -> int:
         """After how long a device that is missing is forgotten."""
         return max((rule.forget_ms for rule in self.rules), default=0)
@@ -178,9 +189,20 @@ class Rules(msgspec.Struct, frozen=True, dict=True):
 
 def applied(rule: Rule, subject: Subject) -> Rule | None:
     """The rule with its overrides, a later one over an earlier one, and the pod's policy over all."""
-    changes: dict[str, Any] = {}
+    names, changes = rule.label_names, dict[str, Any]()
+    pod = dict(zip(names.pod, subject.labels, strict=False))
+    namespace = dict(zip(names.namespace, subject.labels[len(names.pod) :], strict=False))
     for override in rule.overrides:
-        if _matches(override, subject, rule.label_names):
+        wanted = [
+            (override.namespace, subject.namespace),
+            (override.workload_kind, subject.workload_kind),
+            (override.workload, subject.workload),
+            *[(globs, pod.get(name)) for name, globs in override.pod_labels.items()],
+            *[(globs, namespace.get(name)) for name, globs in override.namespace_labels.items()],
+        ]
+        if override.xid and subject.xid not in override.xid:
+            continue
+        if all(text is not None and any(fnmatchcase(text, glob) for glob in globs) for globs, text in wanted if globs):
             for field, value in override.changes.items():
                 beneath = changes.get(field, getattr(rule, field))  # labels and annotations that it lacks stay
                 changes[field] = {**beneath, **value} if isinstance(value, dict) else value
@@ -190,23 +212,61 @@ def applied(rule: Rule, subject: Subject) -> Rule | None:
     return found if found.enabled else None
 
 
-@lru_cache(maxsize=1024)
-def _glob(pattern: str) -> Pattern[str]:
-    return compiled(translate(pattern))
+# -- what pods and namespaces say themselves
+
+ALERTS = "gpustream.dev/alerts"
+IDLE_AFTER = "gpustream.dev/idle-after"
+
+_SHORTEST_MS = 1_000
 
 
-def _any(globs: Iterable[str], text: str | None) -> bool:
-    return text is not None and any(_glob(glob).match(text) for glob in globs)
+class PolicyMistake(NamedTuple):
+    """What is wrong with which annotation or label."""
+
+    name: str
+    text: str
 
 
-def _matches(override: Override, subject: Subject, names: LabelNames) -> bool:
-    pod = dict(zip(names.pod, subject.labels, strict=False))
-    namespace = dict(zip(names.namespace, subject.labels[len(names.pod) :], strict=False))
-    return (
-        (not override.namespace or _any(override.namespace, subject.namespace))
-        and (not override.workload_kind or _any(override.workload_kind, subject.workload_kind))
-        and (not override.workload or _any(override.workload, subject.workload))
-        and (not override.xid or subject.xid in override.xid)
-        and all(_any(globs, pod.get(name)) for name, globs in override.pod_labels.items())
-        and all(_any(globs, namespace.get(name)) for name, globs in override.namespace_labels.items())
-    )
+class Policy(NamedTuple):
+    """What a pod wants: no alerts about its own doing, and its own duration for idle GPUs; None: the rule's."""
+
+    off: bool = False
+    idle_after_ms: int | None = None
+    mistakes: tuple[PolicyMistake, ...] = ()
+
+
+NO_POLICY = Policy()
+
+
+def policy_of(holder: Holder) -> Policy:
+    """The policy of a pod."""
+    pod, namespace = holder.annotations, holder.namespace_labels
+    if not pod and not namespace:
+        return NO_POLICY
+    values = (pod.get(ALERTS), namespace.get(ALERTS), pod.get(IDLE_AFTER), namespace.get(IDLE_AFTER))
+    return NO_POLICY if values == (None, None, None, None) else _policy(*values)
+
+
+@lru_cache(maxsize=4096)
+def _policy(pod_alerts: str | None, alerts: str | None, pod_idle: str | None, idle: str | None) -> Policy:
+    """The policy of these annotations of a pod and labels of its namespace, each text read once."""
+    off: bool | None = None
+    idle_after_ms: int | None = None
+    mistakes: list[PolicyMistake] = []
+    for whose, switch, duration in (("annotation", pod_alerts, pod_idle), ("namespace label", alerts, idle)):
+        if off is None and switch is not None:
+            if (word := switch.strip().lower()) in ("on", "off"):
+                off = word == "off"
+            else:
+                text = f"the {whose} {ALERTS} is {switch[:80]!r}: write on or off"
+                mistakes.append(PolicyMistake(ALERTS, text))
+        if idle_after_ms is None and duration is not None:
+            try:
+                ms = milliseconds(duration)
+                if ms < _SHORTEST_MS:
+                    raise ValueError(f"{duration[:80]!r} is less than a second")
+                idle_after_ms = ms
+            except ValueError as error:
+                text = f"the {whose} {IDLE_AFTER} is malformed: {error}"
+                mistakes.append(PolicyMistake(IDLE_AFTER, text))
+    return Policy(bool(off), idle_after_ms, tuple(mistakes))

@@ -1,33 +1,52 @@
-"""The rules in force, from a TOML file over the defaults.
+"""The rules in force, from a TOML file over the defaults, and the options that the file may set.
 
-In: a file of tables ``[rules.NAME]``. Out: :class:`Rules`.
+In: a file of tables ``[rules.NAME]``. Out: :class:`Rules`. The options are a table, from which the docs are written,
+too: each parser takes a TOML value and raises ValueError with a sentence, or Mistakes of what is within it.
 On failure: :class:`RulesError` with every mistake and its place; nothing of a file with mistakes is in force.
 """
 
 import difflib
+import math
 import re
 import tomllib
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import msgspec
 
-from streams.alerts.rules.options import BY_KEY, SELECTORS_BY_KEY, Mistakes, Option, kind
-from streams.alerts.rules.rule import Kind, Override, Rule, Rules
-
-__all__ = ["DEFAULTS", "Mistake", "Rule", "Rules", "RulesError", "defaults", "load", "parse"]
+from delivery.values import milliseconds
+from streams.alerts.rules.rule import KINDS, Kind, Override, Rule, Rules
+from topics.alerts import Severity
 
 DEFAULTS = Path(__file__).with_name("defaults.toml")
 
+_SIZE = re.compile(r"([0-9]{1,15})\s*(B|KiB|MiB|GiB)?", re.ASCII)
+_BYTES = {None: 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 _NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]{0,199}")
+_LONGEST_TEXT = 4096
 _LARGEST_BYTES = 1 << 20
+_RESERVED = ("alertname", "severity", "xid", "gpu_", "k8s_", "host_", "job_", "cloud_", "service_", "__")
+"""The beginnings of names that labels of our own have."""
+
+_FIGURES = ("gpu_share", "wasted_gpu_seconds")
 _XID_SEVERITIES = ("driver_severity", "application_severity", "recovered_severity", "unknown_severity")
 
-Path_ = tuple[str | int, ...]
-"""Where in a file something is: keys of tables, places in lists."""
+Keys = tuple[str | int, ...]
+"""Where in a file or a value something is: keys of tables, places in lists."""
+
+Wrong = list[tuple[Keys, str]]
+"""What is wrong, and where; the lines are looked up in the end."""
+
+
+class Mistakes(ValueError):
+    """What is wrong within a table or a list, each with its place."""
+
+    def __init__(self, found: Wrong) -> None:
+        self.found = found
+        super().__init__("; ".join(text for _, text in found))
 
 
 class Mistake(NamedTuple):
@@ -51,11 +70,220 @@ class RulesError(ValueError):
         super().__init__("\n".join(map(str, self.mistakes)))
 
 
-class _Wrong(NamedTuple):
-    """A mistake whose line has not been looked up yet."""
+class Option(NamedTuple):
+    """A key of a rule's table: the field of Rule that it sets, for which kinds (none: all), and what it says."""
 
-    path: Path_
-    text: str
+    key: str
+    field: str
+    parse: Callable[[Any], Any]
+    kinds: tuple[Kind, ...]
+    what: str
+
+
+# -- the values of options
+
+
+def duration(value: Any) -> int:
+    """Milliseconds."""
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise ValueError(f'must be a duration such as "15m", not {_shown(value)}')
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f'must be a duration such as "15m", not {value}')
+    return milliseconds(value if isinstance(value, str) else f"{value:f}" if isinstance(value, float) else str(value))
+
+
+def at_least_a_second(value: Any) -> int:
+    """Milliseconds, of a duration that is not nothing."""
+    ms = duration(value)
+    if ms < 1000:
+        raise ValueError("must be at least 1s")
+    return ms
+
+
+def ratio(value: Any) -> float:
+    """A number above 0, up to 1."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+        raise ValueError(f"must be a number above 0 and at most 1, not {_shown(value)}")
+    return float(value)
+
+
+def count(value: Any) -> int:
+    """A whole number from 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 1 << 63:
+        raise ValueError(f"must be a whole number of at least 1, not {_shown(value)}")
+    return value
+
+
+def size(value: Any) -> float:
+    """Bytes."""
+    match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
+    if match is not None:
+        return float(int(match[1]) * _BYTES[match[2]])
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 63:
+        raise ValueError(f'must be a size such as "64MiB", not {_shown(value)}')
+    return float(value)
+
+
+def switch(value: Any) -> bool:
+    """True or false."""
+    if not isinstance(value, bool):
+        raise ValueError(f"must be true or false, not {_shown(value)}")
+    return value
+
+
+def severity(value: Any) -> str:
+    """One of the severities."""
+    if value not in get_args(Severity):
+        raise ValueError(f"must be one of {', '.join(get_args(Severity))}, not {_shown(value)}")
+    return str(value)
+
+
+def kind(value: Any) -> str:
+    """One of the kinds."""
+    if value not in KINDS:
+        raise ValueError(f"must be one of {', '.join(KINDS)}, not {_shown(value)}")
+    return str(value)
+
+
+def text(value: Any) -> str:
+    """Text that is not empty."""
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"must be text, not {_shown(value)}")
+    if len(value) > _LONGEST_TEXT:
+        raise ValueError(f"must be at most {_LONGEST_TEXT} characters long")
+    return value
+
+
+def texts(value: Any) -> tuple[str, ...]:
+    """One text or several."""
+    return _one_or_several(value, text)
+
+
+def names(value: Any) -> tuple[str, ...]:
+    """Several texts, or none."""
+    return () if value == [] else texts(value)
+
+
+def codes(value: Any) -> tuple[int, ...]:
+    """One XID code or several."""
+    return _one_or_several(value, count)
+
+
+def globs_by_label(value: Any) -> dict[str, tuple[str, ...]]:
+    """Globs for the values of labels."""
+    return _by_name(_table(value, 'app = "vllm*"'), text, texts)
+
+
+def labels(value: Any) -> dict[str, str]:
+    """Labels that a rule adds."""
+    return _by_name(_table(value, 'team = "platform"'), label_name, text)
+
+
+def annotations(value: Any) -> dict[str, str]:
+    """Annotations that a rule adds, or puts in place of its own."""
+    return _by_name(_table(value, 'runbook = "https://..."'), annotation_name, text)
+
+
+def label_name(name: str) -> str:
+    """The name of a label that a rule may add."""
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"{name[:80]!r} is not the name of a label: use a-z, A-Z, 0-9 and _, and no digit first")
+    if name.startswith(_RESERVED):
+        raise ValueError(f"{name[:80]!r} is the name of a label that alerts have of their own")
+    return name
+
+
+def annotation_name(name: str) -> str:
+    """The name of an annotation that a rule may add."""
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"{name[:80]!r} is not the name of an annotation: use a-z, A-Z, 0-9 and _")
+    if name in _FIGURES:
+        raise ValueError(f"{name} is a figure that alerts have of their own")
+    return name
+
+
+def _one_or_several(value: Any, parse: Callable[[Any], Any]) -> tuple[Any, ...]:
+    if not isinstance(value, list):
+        return (parse(value),)
+    if not value:
+        raise ValueError("must not be empty")
+    return tuple(_all(enumerate(value), parse).values())
+
+
+def _by_name(table: dict[str, Any], name: Callable[[str], str], parse: Callable[[Any], Any]) -> dict[str, Any]:
+    return _all(((key, (key, item)) for key, item in table.items()), lambda pair: name(pair[0]) and parse(pair[1]))
+
+
+def _all(items: Iterable[tuple[Any, Any]], parse: Callable[[Any], Any]) -> dict[Any, Any]:
+    """Each item parsed, under its place. Raises Mistakes with those of all."""
+    found: dict[Any, Any] = {}
+    wrong: Wrong = []
+    for at, item in items:
+        try:
+            found[at] = parse(item)
+        except ValueError as error:
+            wrong += _within((at,), error)
+    if wrong:
+        raise Mistakes(wrong)
+    return found
+
+
+def _within(at: Keys, error: ValueError) -> Wrong:
+    """What a parser said of the value at a place."""
+    if isinstance(error, Mistakes):
+        return [((*at, *keys), text) for keys, text in error.found]
+    return [(at, str(error))]
+
+
+def _table(value: Any, example: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"must be a table such as {{ {example} }}, not {_shown(value)}")
+    return value
+
+
+def _shown(value: Any) -> str:
+    words = {dict: "a table", list: "a list", bool: str(value).lower()}
+    return words.get(type(value)) or repr(value)[:80]
+
+
+OPTIONS = (
+    Option("enabled", "enabled", switch, (), "Whether it is judged; an override may enable it for some."),
+    Option("severity", "severity", severity, (), "`info`, `warning` or `critical`; of `GPUXid` that of hardware."),
+    Option("for", "for_ms", duration, (), "How long it must hold before it fires."),
+    Option("keep_firing_for", "keep_firing_ms", duration, (), "How long it must not hold before it resolves."),
+    Option("grace", "grace_ms", duration, ("held_idle",), "After a pod got the GPU, for how long it does not count."),
+    Option("idle_below", "idle_below", ratio, ("held_idle",), "What is less than this ratio is no work."),
+    Option("memory_held", "memory_held_bytes", size, ("held_idle",), "Memory counts as held from so many bytes on."),
+    Option("used_above", "used_above", ratio, ("used_unallocated",), "Work is this ratio or more."),
+    Option(
+        "at_least", "at_least", count, ("ecc_uncorrectable", "nvlink_errors"),
+        "So many errors within a minute; of NVLink, CRC errors or replays.",
+    ),
+    Option("recoveries", "recoveries", count, ("nvlink_errors",), "So many recoveries of a link within a minute."),
+    Option("forget", "forget_ms", at_least_a_second, ("missing",), "A GPU that is missing for longer is forgotten."),
+    Option("driver_severity", "driver_severity", severity, ("xid",), "Of errors of driver or firmware."),
+    Option("application_severity", "application_severity", severity, ("xid",), "Of errors of programs."),
+    Option("recovered_severity", "recovered_severity", severity, ("xid",), "Of what the GPU has dealt with itself."),
+    Option("unknown_severity", "unknown_severity", severity, ("xid",), "Of codes without a row."),
+    Option("copy_labels", "copy_labels", names, (), "Labels of the pod and of its namespace that the alert has too."),
+    Option("labels", "labels", labels, (), "Labels to add."),
+    Option("annotations", "annotations", annotations, (), "Annotations to add, or to have in place of the rule's own."),
+)  # fmt: skip
+
+SELECTORS = (
+    Option("namespace", "namespace", texts, (), "The pod's namespace."),
+    Option("workload_kind", "workload_kind", texts, (), "The kind at the top of the pod's owner chain."),
+    Option("workload", "workload", texts, (), "Its name."),
+    Option("pod_labels", "pod_labels", globs_by_label, (), "Labels of the pod."),
+    Option("namespace_labels", "namespace_labels", globs_by_label, (), "Labels of the pod's namespace."),
+    Option("xid", "xid", codes, ("xid",), "Codes of XID errors."),
+)
+
+BY_KEY = {option.key: option for option in OPTIONS}
+SELECTORS_BY_KEY = {option.key: option for option in SELECTORS}
+
+
+# -- the file
 
 
 def load(path: Path | None) -> Rules:
@@ -93,10 +321,8 @@ def _in_force(rules: Mapping[str, Rule]) -> Rules:
     return Rules(tuple(enabled))
 
 
-# -- the file
-
-
 def _parsed(text: str, file: str, base: Mapping[str, Rule]) -> dict[str, Rule]:
+    """The rules of a file's text over others. Raises RulesError."""
     try:
         document = tomllib.loads(text)
     except RecursionError:
@@ -105,15 +331,111 @@ def _parsed(text: str, file: str, base: Mapping[str, Rule]) -> dict[str, Rule]:
         place = re.search(r" \(at line (\d+), column \d+\)$", str(error))
         line = int(place[1]) if place else text.count("\n") + 1
         raise RulesError([Mistake(file, line, "", f"is not TOML: {error}")]) from None
-    wrong: list[_Wrong] = []
-    rules = _rules(document, base, wrong)
+    strange = [key for key in document if key != "rules"]
+    wrong: Wrong = [((key,), f"is not known: rules are tables [rules.NAME]{_close(key, ['rules'])}") for key in strange]
+    rules, tables = dict(base), document.get("rules", {})
+    if isinstance(tables, dict):
+        found = {name: rule(name, table, base, wrong) for name, table in tables.items()}
+        rules |= {name: rule for name, rule in found.items() if rule is not None}
+    else:
+        wrong.append((("rules",), "must be tables [rules.NAME]"))
     if wrong:
         line_of = _lines(text)
-        raise RulesError(Mistake(file, line_of(at), _dotted(at), why) for at, why in wrong)
+        raise RulesError(Mistake(file, line_of(keys), dotted(keys), why) for keys, why in wrong)
     return rules
 
 
-def _lines(text: str) -> Callable[[Path_], int]:
+def rule(name: str, table: Any, base: Mapping[str, Rule], wrong: Wrong) -> Rule | None:
+    """A rule, from its table over what it is laid over: the default of its name, else the default of its kind."""
+    at, beneath = ("rules", name), base.get(name)
+    if not isinstance(table, dict):
+        wrong.append((at, f"must be a table [rules.{name[:80]}]"))
+        return None
+    if not _NAME.fullmatch(name):
+        wrong.append((at, "is not the name of a rule: use a-z, A-Z, 0-9 and _, and no digit first"))
+    if "kind" in table:
+        beneath = _of_kind(name, table["kind"], base, wrong)
+    elif beneath is None:
+        wrong.append((at, f"is no rule that there is: a new one needs its kind{_close(name, base)}"))
+    of = None if beneath is None else beneath.kind
+    settings = {key: value for key, value in table.items() if key not in ("kind", "overrides")}
+    changes = _values(at, settings, BY_KEY, of, wrong)
+    overrides = table.get("overrides", [])
+    if not isinstance(overrides, list):
+        wrong.append(((*at, "overrides"), "must be a list of tables: write [[rules.NAME.overrides]]"))
+    elif "overrides" in table:
+        each = enumerate(overrides)
+        changes["overrides"] = tuple([_override((*at, "overrides", i), one, of, wrong) for i, one in each])
+    return None if beneath is None else msgspec.structs.replace(beneath, **changes)
+
+
+def _of_kind(name: str, given: Any, base: Mapping[str, Rule], wrong: Wrong) -> Rule | None:
+    """What a rule of a kind is laid over; None if it can't be of that kind."""
+    known, at = base.get(name), ("rules", name, "kind")
+    try:
+        of: Kind = kind(given)  # type: ignore[assignment]
+    except ValueError as error:
+        wrong.append((at, str(error)))
+        return None
+    if known is not None and known.kind != of:
+        wrong.append((at, f"is {known.kind}: give a rule of another kind another name"))
+        return None
+    default = known or next((rule for rule in base.values() if rule.kind == of), None)
+    return msgspec.structs.replace(default, name=name) if default is not None else Rule(name=name, kind=of)
+
+
+def _override(at: Keys, table: Any, of: Kind | None, wrong: Wrong) -> Override:
+    """For what the override is, and what it changes."""
+    if not isinstance(table, dict):
+        wrong.append((at, "must be a table: write [[rules.NAME.overrides]]"))
+        return Override()
+    selecting = {key: value for key, value in table.items() if key in SELECTORS_BY_KEY}
+    selectors = _values(at, selecting, SELECTORS_BY_KEY, of, wrong)
+    settings = {key: value for key, value in table.items() if key not in SELECTORS_BY_KEY}
+    changes = _values(at, settings, BY_KEY, of, wrong)
+    if not any(key in table for key in SELECTORS_BY_KEY):
+        wrong.append((at, f"must say for what it is, by one of {', '.join(SELECTORS_BY_KEY)}"))
+    if not any(key in table for key in BY_KEY):
+        wrong.append((at, "changes nothing"))
+    if "severity" in changes:
+        changes = dict.fromkeys(_XID_SEVERITIES, changes["severity"]) | changes
+    return Override(**selectors, changes=changes)
+
+
+def _values(
+    at: Keys, table: Mapping[str, Any], options: Mapping[str, Option], of: Kind | None, wrong: Wrong
+) -> dict[str, Any]:
+    """The values of a table's keys, each as its option reads it."""
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        option = options.get(key)
+        if option is None:
+            usable = [o.key for o in options.values() if not o.kinds or of is None or of in o.kinds]
+            wrong.append(((*at, key), f"is not known{_close(key, usable)}"))
+        elif option.kinds and of is not None and of not in option.kinds:
+            wrong.append(((*at, key), f"is not read by rules of kind {of}"))
+        else:
+            try:
+                found[option.field] = option.parse(value)
+            except ValueError as error:
+                wrong += _within((*at, key), error)
+    return found
+
+
+def _close(given: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(given, list(known), n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+# -- where in the file
+
+
+def dotted(keys: Keys) -> str:
+    """``rules.GPUHeldIdle.overrides[1].for``; lists count from 1."""
+    return "".join(f"[{key + 1}]" if isinstance(key, int) else f".{key[:80]}" for key in keys).removeprefix(".")
+
+
+def _lines(text: str) -> Callable[[Keys], int]:
     """Gives the line at which a path begins.
 
     The TOML parser does not say. But the lines up to the end of any value are TOML too, and longer beginnings have no
@@ -131,7 +453,7 @@ def _lines(text: str) -> Callable[[Path_], int]:
                 continue
         return 0, {}
 
-    def has(count: int, path: Path_) -> bool:
+    def has(count: int, path: Keys) -> bool:
         document = beginning(count)[1]
         try:
             for key in path:
@@ -140,121 +462,8 @@ def _lines(text: str) -> Callable[[Path_], int]:
             return False
         return True
 
-    def line_of(path: Path_) -> int:
+    def line_of(path: Keys) -> int:
         first = bisect_left(range(len(lines)), True, key=lambda i: has(i + 1, path))
         return beginning(first)[0] + 1
 
     return line_of
-
-
-def _dotted(path: Path_) -> str:
-    """``rules.GPUHeldIdle.overrides[1].for``; lists count from 1."""
-    found = ""
-    for key in path:
-        found += f"[{key + 1}]" if isinstance(key, int) else ("." if found else "") + key[:80]
-    return found
-
-
-# -- its tables
-
-
-def _rules(document: Mapping[str, Any], base: Mapping[str, Rule], wrong: list[_Wrong]) -> dict[str, Rule]:
-    rules = dict(base)
-    strange = [key for key in document if key != "rules"]
-    wrong += [_Wrong((key,), f"is not known: rules are tables [rules.NAME]{_close(key, ['rules'])}") for key in strange]
-    tables = document.get("rules", {})
-    if not isinstance(tables, dict):
-        wrong.append(_Wrong(("rules",), "must be tables [rules.NAME]"))
-        return rules
-    found = {name: _rule(name, table, base, wrong) for name, table in tables.items()}
-    return rules | {name: rule for name, rule in found.items() if rule is not None}
-
-
-def _rule(name: str, table: Any, base: Mapping[str, Rule], wrong: list[_Wrong]) -> Rule | None:
-    """A rule, from its table over what it is laid over."""
-    at = ("rules", name)
-    if not isinstance(table, dict):
-        wrong.append(_Wrong(at, f"must be a table [rules.{name[:80]}]"))
-        return None
-    if not _NAME.fullmatch(name):
-        wrong.append(_Wrong(at, "is not the name of a rule: use a-z, A-Z, 0-9 and _, and no digit first"))
-    beneath = _beneath(name, table, base, wrong)
-    of = None if beneath is None else beneath.kind
-    changes = _settings(at, table, of, ("kind", "overrides"), wrong)
-    overrides = table.get("overrides", [])
-    if not isinstance(overrides, list):
-        wrong.append(_Wrong((*at, "overrides"), "must be a list of tables: write [[rules.NAME.overrides]]"))
-    elif "overrides" in table:
-        each = enumerate(overrides)
-        changes["overrides"] = tuple([_override((*at, "overrides", i), one, of, wrong) for i, one in each])
-    return None if beneath is None else msgspec.structs.replace(beneath, **changes)
-
-
-def _beneath(name: str, table: Mapping[str, Any], base: Mapping[str, Rule], wrong: list[_Wrong]) -> Rule | None:
-    """What a rule is laid over: the default of its name, else the default of its kind."""
-    known = base.get(name)
-    if "kind" not in table:
-        if known is None:
-            hint = _close(name, base)
-            wrong.append(_Wrong(("rules", name), f"is no rule that there is: a new one needs its kind{hint}"))
-        return known
-    try:
-        of: Kind = kind(table["kind"])  # type: ignore[assignment]
-    except ValueError as error:
-        wrong.append(_Wrong(("rules", name, "kind"), str(error)))
-        return None
-    if known is not None and known.kind != of:
-        wrong.append(_Wrong(("rules", name, "kind"), f"is {known.kind}: give a rule of another kind another name"))
-        return None
-    default = known or next((rule for rule in base.values() if rule.kind == of), None)
-    return msgspec.structs.replace(default, name=name) if default is not None else Rule(name=name, kind=of)
-
-
-def _override(at: Path_, table: Any, of: Kind | None, wrong: list[_Wrong]) -> Override:
-    """For what the override is, and what it changes."""
-    if not isinstance(table, dict):
-        wrong.append(_Wrong(at, "must be a table: write [[rules.NAME.overrides]]"))
-        return Override()
-    selectors = _values(at, {k: v for k, v in table.items() if k in SELECTORS_BY_KEY}, SELECTORS_BY_KEY, of, wrong)
-    changes = _settings(at, table, of, tuple(SELECTORS_BY_KEY), wrong)
-    if not any(key in table for key in SELECTORS_BY_KEY):
-        wrong.append(_Wrong(at, f"must say for what it is, by one of {', '.join(SELECTORS_BY_KEY)}"))
-    if not any(key in table for key in BY_KEY):
-        wrong.append(_Wrong(at, "changes nothing"))
-    if "severity" in changes:
-        changes = dict.fromkeys(_XID_SEVERITIES, changes["severity"]) | changes
-    return Override(**selectors, changes=changes)
-
-
-def _settings(
-    at: Path_, table: Mapping[str, Any], of: Kind | None, others: tuple[str, ...], wrong: list[_Wrong]
-) -> dict[str, Any]:
-    """The settings of a rule or an override; ``others`` are the keys that are none."""
-    return _values(at, {k: v for k, v in table.items() if k not in others}, BY_KEY, of, wrong)
-
-
-def _values(
-    at: Path_, table: Mapping[str, Any], options: Mapping[str, Option], of: Kind | None, wrong: list[_Wrong]
-) -> dict[str, Any]:
-    """The values of a table's keys, each as its option reads it."""
-    found: dict[str, Any] = {}
-    for key, value in table.items():
-        option = options.get(key)
-        if option is None:
-            usable = [o.key for o in options.values() if not o.kinds or of is None or of in o.kinds]
-            wrong.append(_Wrong((*at, key), f"is not known{_close(key, usable)}"))
-        elif option.kinds and of is not None and of not in option.kinds:
-            wrong.append(_Wrong((*at, key), f"is not read by rules of kind {of}"))
-        else:
-            try:
-                found[option.field] = option.parse(value)
-            except Mistakes as error:
-                wrong += [_Wrong((*at, key, *within), text) for within, text in error.found]
-            except ValueError as error:
-                wrong.append(_Wrong((*at, key), str(error)))
-    return found
-
-
-def _close(given: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(given, list(known), n=1)
-    return f"; did you mean {close[0]}?" if close else ""

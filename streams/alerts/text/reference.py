@@ -9,9 +9,8 @@ from pathlib import Path
 
 from delivery.values import duration_words
 from streams.alerts.rules import rules_file
-from streams.alerts.rules.options import OPTIONS, SELECTORS, Option
-from streams.alerts.rules.policy import ALERTS, IDLE_AFTER
-from streams.alerts.rules.rule import Rule
+from streams.alerts.rules.rule import ALERTS, IDLE_AFTER, Rule
+from streams.alerts.rules.rules_file import OPTIONS, SELECTORS, Option
 from streams.alerts.xids import XID_KINDS, XIDS
 from topics.reference import generate
 

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from streams.alerts.rules.policy import policy_of
-from streams.alerts.rules.rule import Rule, Rules
+from streams.alerts.rules.rule import Rule, Rules, policy_of
 from streams.alerts.tick import Device, Tick
 from streams.alerts.xids import of_code
 from topics.alerts import fingerprint

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streams.alerts.replay import Replay
+from streams.alerts.node import Replay
 from streams.alerts.rules.rule import KINDS
 from streams.alerts.tick import Device, Info, Process, Tick
 from tests.streams.alerts.oracle import Transition, transitions

@@ -6,7 +6,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streams.alerts.replay import Replay
+from streams.alerts.node import Replay
 from streams.alerts.tick import Device, Tick
 from tests.streams.alerts.ticks import DEFAULTS, device, holder, overlay, tick
 from topics.alerts import Alert, milliseconds

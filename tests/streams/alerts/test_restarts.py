@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streams.alerts import memory
-from streams.alerts.silence import FORGET_MS
+from streams.alerts.machine import FORGET_MS
 from streams.alerts.tick import Tick
 from streams.alerts.worker import ALERTS, STATE, WORKLOADS
 from tests.clock import run

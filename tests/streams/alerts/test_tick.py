@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streams.alerts.replay import Replay
+from streams.alerts.node import Replay
 from streams.alerts.tick import Metrics, decode
 from tests.streams.alerts.ticks import DEFAULTS
 from tests.topics import records

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streams.alerts.windows import BUCKET_MS, WINDOW_MS, Window, began, read, within
+from streams.alerts.memory import BUCKET_MS, WINDOW_MS, Window, began, read, within
 from tests.streams.alerts.ticks import START_MS
 
 Readings = list[tuple[int, float | None]]

@@ -4,10 +4,9 @@ import msgspec
 import pytest
 
 from delivery.ledger import Partition
-from streams.alerts.machine import DELETE_MS
+from streams.alerts.machine import DELETE_MS, FORGET_MS
 from streams.alerts.memory import NodeAlerts, decode, encode
 from streams.alerts.rules.rule import Rules
-from streams.alerts.silence import FORGET_MS
 from streams.alerts.tick import Device
 from streams.alerts.worker import ALERTS, ATTRIBUTED, STATE, WORKLOADS
 from streams.stage import DEAD_LETTERS

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from streams.alerts.conditions.evaluate import because
-from streams.alerts.replay import Replay
+from streams.alerts.node import Replay
 from streams.alerts.rules.rule import KINDS
 from streams.alerts.tick import Device, Info, Process
 from tests.streams.alerts.ticks import (
@@ -20,6 +20,7 @@ from tests.streams.alerts.ticks import (
     tick,
     verdict,
 )
+from topics.alerts import Tracked
 from topics.attributed import AttributedEvent, Holder
 from topics.samples import Job
 
@@ -400,18 +401,18 @@ def test_an_override_goes_by_the_one_pod_that_holds_a_device() -> None:
 )
 def test_why_a_pods_gpu_is_not_idle_any_more(text: str, after: Any, why: str) -> None:
     by = overlay(text)
-    assert because(by, after, name="GPUHeldIdle", device=gpu(0), pod_uid="uid-bert-0", key="") == why
+    assert because(by, after, Tracked(name="GPUHeldIdle", device=gpu(0), pod_uid="uid-bert-0", since_ms=0)) == why
 
 
 def test_a_pod_without_a_uid_ends_when_its_name_is_gone() -> None:
     for pod, why in ((holder(pod_uid=None), "condition"), (holder("b", pod_uid=None), "pod_ended")):
         after = tick(1, device(0, pod, busy=0.9))
-        assert because(DEFAULTS, after, name="GPUHeldIdle", device=gpu(0), pod_uid="", key="ml/bert-0") == why
+        assert because(DEFAULTS, after, Tracked(name="GPUHeldIdle", device=gpu(0), key="ml/bert-0", since_ms=0)) == why
 
 
 def test_a_devices_condition_ends_for_itself_whoever_holds_it() -> None:
     after = tick(1, device(0))
-    assert because(DEFAULTS, after, name="GPULost", device=gpu(0), pod_uid="", key="") == "condition"
+    assert because(DEFAULTS, after, Tracked(name="GPULost", device=gpu(0), since_ms=0)) == "condition"
 
 
 def test_processes_are_no_evidence_of_their_own_for_a_conflict() -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streams.alerts.conditions.finding import Finding
-from streams.alerts.replay import Replay
+from streams.alerts.node import Replay
 from streams.alerts.tick import Device, Info, Process, Tick
 from tests.streams.alerts.ticks import DEFAULTS, GRACE_S, device, found, gpu, holder, mig, overlay, tick, verdict
 from topics.attributed import Parts

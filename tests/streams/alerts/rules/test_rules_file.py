@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streams.alerts.rules import rules_file
-from streams.alerts.rules.options import OPTIONS
 from streams.alerts.rules.rule import KINDS, Rule, Rules
-from streams.alerts.rules.rules_file import RulesError
+from streams.alerts.rules.rules_file import OPTIONS, RulesError
 
 
 def parsed(text: str) -> Rules:
@@ -316,9 +315,10 @@ keys = st.sampled_from([option.key for option in OPTIONS] + ["kind", "overrides"
 
 @given(st.dictionaries(st.sampled_from(["GPUHeldIdle", "GPUXid", "mine"]), st.dictionaries(keys, values, max_size=4)))
 def test_whatever_a_table_holds_it_is_a_rule_or_a_mistake(tables: dict[str, dict[str, object]]) -> None:
-    wrong: list[rules_file._Wrong] = []
-    found = rules_file._rules({"rules": tables}, rules_file.defaults(), wrong)
-    assert wrong or all(name in found for name in tables)
+    wrong: rules_file.Wrong = []
+    for name, table in tables.items():
+        found = rules_file.rule(name, table, rules_file.defaults(), wrong)
+        assert wrong or (found is not None and found.name == name)
 
 
 @given(st.text(max_size=60))
