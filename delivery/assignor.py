@@ -1,6 +1,6 @@
 """Which member of a group reads which partitions: the same numbers of all its topics, and as few moves as possible.
 
-A member tells with each join what it has had until now (its :class:`Claim`); whoever leads the group deals the numbers.
+A member sends with each join what it has had until now (its :class:`Claim`); whoever leads the group deals the numbers.
 Each member keeps its own up to its share, and what is left over goes to those who have the least.
 """
 
@@ -69,7 +69,10 @@ class CoPartitioned(AbstractPartitionAssignor):  # type: ignore[misc] # aiokafka
             alike[len(cluster.partitions_for_topic(topic) or ()), frozenset(readers[topic])].append(topic)
         dealt: dict[str, dict[str, list[int]]] = {member: {} for member in members}
         for (count, who), topics in alike.items():
-            for member, numbers in deal(count, who, {member: _had(claims[member], topics) for member in who}).items():
+            # of topics that are dealt alike, one that was added lately has nothing to say
+            held = {member: max((claims[member].held.get(topic, []) for topic in topics), key=len) for member in who}
+            had = {member: (claims[member].round, held[member]) for member in who}
+            for member, numbers in deal(count, who, had).items():
                 dealt[member] |= dict.fromkeys(topics, numbers)
         this_round = msgspec.json.encode(1 + max((claim.round for claim in claims.values()), default=0))
         return {
@@ -103,8 +106,3 @@ def deal(count: int, who: Collection[str], had: Mapping[str, tuple[int, list[int
     for number in sorted(set(range(count)).difference(*have.values())):
         have[min(who, key=lambda member: (len(have[member]), member))].append(number)
     return have
-
-
-def _had(claim: Claim, topics: list[str]) -> tuple[int, list[int]]:
-    """What a member had of topics that are dealt alike; one that was added lately has nothing to say."""
-    return claim.round, max((claim.held.get(topic, []) for topic in topics), key=len)

@@ -9,8 +9,9 @@ Source: Kafka's protocol, Metadata from version 4 on (``allow_auto_topic_creatio
 """
 
 import asyncio
+import itertools
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import aiokafka.admin.client
@@ -31,12 +32,12 @@ __all__ = [
     "connected",
     "describe",
     "offsets_at",
+    "started",
     "theirs",
 ]
 
 log = logging.getLogger(__name__)
 
-_RETRY_S = 0.5
 _CLOSE_S = 2.0
 _PEEKS = 10
 _PEEK_BACK = 8
@@ -66,32 +67,37 @@ async def connected(kafka: str, **options: Any) -> Any:
 
     It reads committed records only, in which an aborted transaction's are not, and commits nothing by itself.
     """
-    complained = False
-    while True:
-        consumer = AIOKafkaConsumer(
-            bootstrap_servers=kafka.split(","),
-            enable_auto_commit=False,
-            isolation_level="read_committed",
-            **options,
-        )
+    servers = kafka.split(",")
+    return await started(
+        lambda: AIOKafkaConsumer(
+            bootstrap_servers=servers, enable_auto_commit=False, isolation_level="read_committed", **options
+        ),
+        kafka,
+    )
+
+
+async def started(make: Callable[[], Any], kafka: str, backoff_s: Sequence[float] = (0.5,)) -> Any:
+    """A client that ``make`` makes, started once a broker answers, for as long as that takes; cancel to give up."""
+    for attempt in itertools.count():
+        client = make()
         try:
-            await consumer.start()
+            await client.start()
         except KafkaError as error:
-            await close(consumer)
-            if not complained:
-                log.warning("%s: %s, trying again", kafka, describe(error))
-            complained = True
-            await asyncio.sleep(_RETRY_S)
+            await close(client)
+            if attempt == 0:
+                log.warning("no Kafka broker answers at %s: %s; trying again", kafka, describe(error))
+            await asyncio.sleep(backoff_s[min(attempt, len(backoff_s) - 1)])
         except BaseException:
-            await close(consumer)
+            await close(client)
             raise
         else:
-            return consumer
+            break
+    return client
 
 
-async def close(consumer: Any) -> None:
-    """Stop a consumer, but not for ever: one whose brokers are away waits for them."""
-    stopping = asyncio.ensure_future(consumer.stop())
+async def close(client: Any) -> None:
+    """Stop a client, but not for ever: one whose brokers are away waits for them."""
+    stopping = asyncio.ensure_future(client.stop())
     done, _ = await asyncio.wait((stopping,), timeout=_CLOSE_S)
     if not done:
         stopping.cancel()

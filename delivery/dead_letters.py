@@ -1,4 +1,4 @@
-"""Where a sink puts what it could not decode or deliver, before it goes past it."""
+"""Where a stream or a sink puts what it could not decode or deliver, before it goes past it."""
 
 import asyncio
 import contextlib
@@ -17,31 +17,20 @@ _SENDER_STOP_S = 0.5
 
 
 class Record(Protocol):
-    """A record as it was read: what this module and the sinks use of it."""
+    """A record as it was read: what this module and the sinks use of it. ``timestamp`` is the log time in ms."""
 
     @property
-    def topic(self) -> str:
-        """Where it was read."""
-
+    def topic(self) -> str: ...
     @property
-    def partition(self) -> int:
-        """Its partition."""
-
+    def partition(self) -> int: ...
     @property
-    def offset(self) -> int:
-        """Its offset."""
-
+    def offset(self) -> int: ...
     @property
-    def timestamp(self) -> int:
-        """When the broker appended it, in milliseconds since the epoch."""
-
+    def timestamp(self) -> int: ...
     @property
-    def key(self) -> bytes | None:
-        """Its key."""
-
+    def key(self) -> bytes | None: ...
     @property
-    def value(self) -> bytes | None:
-        """Its bytes."""
+    def value(self) -> bytes | None: ...
 
 
 class Abandoned(Exception):
@@ -72,17 +61,21 @@ class DeadLetters:
         """Write a record to the dead letters; returns once it is there. Raises Abandoned if that is not awaited."""
         origin = Origin(record.topic, record.partition, record.offset)
         log.warning("%s: dead-lettered: %s", origin, error)
-        letter = dead_letters.letter(
-            record.key, record.value, origin, stage=self._stage, error=error, at_ms=int(time.time() * 1000)
-        )
-        await unless(abandon, self._send(letter, origin))
 
-    async def _send(self, letter: dead_letters.Letter, origin: Origin) -> None:
-        sent = await self._sender.send(dead_letters.TOPIC.name, letter.value, key=letter.key, headers=letter.headers)
-        try:
-            await sent
-        except Unsendable as error:
-            log.error("%s: not even its dead letter could be sent: %s", origin, error)
+        async def send() -> None:
+            try:
+                await (await send_letter(self._sender, record, origin, stage=self._stage, error=error))
+            except Unsendable as refused:
+                log.error("%s: not even its dead letter could be sent: %s", origin, refused)
+
+        await unless(abandon, send())
+
+
+async def send_letter(sender: Sender, record: Any, origin: Origin, *, stage: str, error: str) -> asyncio.Future[int]:
+    """Send the dead letter of a record; the sender's future says when it is there."""
+    at_ms = time.time_ns() // 1_000_000
+    letter = dead_letters.letter(record.key, record.value, origin, stage=stage, error=error, at_ms=at_ms)
+    return await sender.send(dead_letters.TOPIC.name, letter.value, key=letter.key, headers=letter.headers)
 
 
 async def unless(abandon: asyncio.Event, work: Coroutine[Any, Any, None]) -> None:

@@ -24,19 +24,14 @@ class Instruments:
         self._counters: dict[str, Counter] = {}
         self._gauges: dict[str, Gauge] = {}
         self._histograms: dict[str, Histogram] = {}
-        for row in table:
-            self._make(row)
-
-    def _make(self, row: Instrument) -> None:
-        if row.kind == "counter":
-            self._counters[row.name] = Counter(row.name, row.help, row.labels, registry=self.registry)
-        elif row.kind == "gauge":
-            self._gauges[row.name] = Gauge(row.name, row.help, row.labels, registry=self.registry)
-        else:
-            buckets = row.buckets or Histogram.DEFAULT_BUCKETS
-            self._histograms[row.name] = Histogram(
-                row.name, row.help, row.labels, registry=self.registry, buckets=buckets
-            )
+        for name, kind, text, labels, buckets in table:
+            if kind == "counter":
+                self._counters[name] = Counter(name, text, labels, registry=self.registry)
+            elif kind == "gauge":
+                self._gauges[name] = Gauge(name, text, labels, registry=self.registry)
+            else:
+                bounds = buckets or Histogram.DEFAULT_BUCKETS
+                self._histograms[name] = Histogram(name, text, labels, registry=self.registry, buckets=bounds)
 
     def counter(self, name: str, *labels: str) -> Counter:
         """The counter of that name, at those label values."""

@@ -59,11 +59,12 @@ class Refused(BrokerError):
         self.reasons = dict(reasons)
 
 
-class Layout(NamedTuple):
-    """How many partitions a topic has, and whether each has a leader."""
+class Found(NamedTuple):
+    """A topic as the broker has it: ``led`` when each partition has a leader, ``settings`` None if it does not say."""
 
     partitions: int
-    led: bool
+    settings: Mapping[str, str] | None = None
+    led: bool = True
 
 
 class _SettingsSet(Response):  # type: ignore[misc] # aiokafka has no types
@@ -123,13 +124,13 @@ class Admin:
     def __init__(self, client: AIOKafkaAdminClient, kafka: str = "") -> None:
         self._client, self._kafka = client, kafka
 
-    async def layouts(self, names: Iterable[str]) -> dict[str, Layout]:
+    async def layouts(self, names: Iterable[str]) -> dict[str, Found]:
         """Those of these topics that there are, as far as this client may see them."""
         leaders = {
             topic["topic"]: [one["leader"] for one in topic["partitions"]]
             for topic in await self._client.describe_topics(list(names))
         }
-        return {name: Layout(len(some), all(one >= 0 for one in some)) for name, some in leaders.items() if some}
+        return {name: Found(len(some), led=all(one >= 0 for one in some)) for name, some in leaders.items() if some}
 
     async def settings(self, names: Iterable[str]) -> dict[str, dict[str, str]]:
         """The settings in force of topics that exist.
@@ -143,8 +144,16 @@ class Admin:
             responses = await self._client.describe_configs(resources)
         except IncompatibleBrokerVersion as error:
             raise SettingsUnknown("the broker has no topic settings") from error
-        rows = [row for response in responses for row in response.resources]
-        return {row[3]: _settings(row) for row in rows if for_code(row[0]) is not UnknownTopicOrPartitionError}
+        settings = {}
+        for code, message, _, name, entries in (row for response in responses for row in response.resources):
+            if for_code(code) is UnknownTopicOrPartitionError:
+                continue
+            if code == _UNAUTHORIZED:
+                raise SettingsUnknown(f"this client may not read the settings of {name}")
+            if code:
+                raise Refused("settings not read", {name: message or for_code(code).__name__})
+            settings[name] = {entry[0]: entry[1] or "" for entry in entries}
+        return settings
 
     async def create(self, topics: Iterable[NewTopic]) -> list[str]:
         """Create topics; the names of those that were not there before.
@@ -162,7 +171,7 @@ class Admin:
     async def alter(self, name: str, settings: Mapping[str, str]) -> None:
         """Set some of a topic's settings; the others stay as they are.
 
-        :raises Refused: the broker takes one of them not.
+        :raises Refused: the broker does not take one of them.
         """
         response = await self._client._send_request(IncrementalAlterConfigs(name, settings))  # noqa: SLF001
         reasons = {row[3]: row[1] or for_code(row[0]).__name__ for row in response.resources if row[0]}
@@ -215,13 +224,3 @@ async def connect(kafka: str) -> AsyncIterator[Admin]:
         raise BrokerError(f"the Kafka broker at {kafka} can't do that: {describe(error)}") from error
     finally:
         await client.close()
-
-
-def _settings(row: Any) -> dict[str, str]:
-    """One resource of a DescribeConfigs response: code, message, type, name, entries."""
-    code, message, _, name, entries = row
-    if code == _UNAUTHORIZED:
-        raise SettingsUnknown(f"this client may not read the settings of {name}")
-    if code:
-        raise Refused("settings not read", {name: message or for_code(code).__name__})
-    return {entry[0]: entry[1] or "" for entry in entries}

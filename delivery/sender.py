@@ -8,6 +8,7 @@ it had not delivered is sent again one at a time: a record that is refused even 
 """
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -23,7 +24,7 @@ from aiokafka.errors import (
     UnknownError,
 )
 
-from delivery.clients import AIOKafkaProducer, describe
+from delivery.clients import AIOKafkaProducer, close, describe, started
 from delivery.topic_admin import TopicCheck
 from topics.topic import MAX_MESSAGE_BYTES
 
@@ -43,17 +44,16 @@ _REFUSALS = (
     PolicyViolationError,
 )
 _UNKNOWN_TRIES = 5
-"""How often an error is believed to pass that the client has no name for, as it has none for INVALID_RECORD."""
+"""How often an error is tried again that the client has no name for, as it has none for INVALID_RECORD."""
 
 _IMPOSSIBLE = (AssertionError, TypeError, ValueError)
 """What the client raises for a record that it can't even encode, or whose partition does not exist."""
 
-_REQUEST_TIMEOUT_MS = 30_000
 _RETRY_BACKOFF_MS = 500
 """Looking for a broker that is away every 100 ms, as the client would, costs a node's producer half of its CPU."""
 
 _BACKOFF_S = (0.2, 0.5, 1.0, 2.0, 5.0)
-_LET_GO_S = 2.0
+_CANCELLED_S = 2.0
 
 
 class Unsendable(Exception):
@@ -63,18 +63,12 @@ class Unsendable(Exception):
 class _Record:
     """A record on its way: ``sent`` is the client's future once it took it, ``acknowledged`` the caller's."""
 
-    __slots__ = ("acknowledged", "headers", "key", "partition", "sent", "topic", "value")
+    __slots__ = ("acknowledged", "arguments", "sent")
 
-    def __init__(
-        self, topic: str, value: bytes | None, key: bytes | None, partition: int | None, headers: Headers
-    ) -> None:
-        self.topic, self.value, self.key, self.partition, self.headers = topic, value, key, partition, headers
+    def __init__(self, **arguments: Any) -> None:
+        self.arguments = arguments
         self.sent: asyncio.Future[Any] | None = None
         self.acknowledged: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-
-    def size(self) -> int:
-        headers = sum(len(name) + len(value) + 10 for name, value in self.headers)
-        return len(self.value or b"") + len(self.key or b"") + headers + RECORD_OVERHEAD_BYTES
 
 
 class Sender:
@@ -95,7 +89,7 @@ class Sender:
         max_batch_bytes: int = 65536,
     ) -> None:
         self._kafka, self._check = kafka, check
-        self._settings: dict[str, Any] = {
+        self._options: dict[str, Any] = {
             "bootstrap_servers": kafka.split(","),
             "client_id": client_id,
             "acks": "all",
@@ -103,7 +97,7 @@ class Sender:
             "linger_ms": linger_ms,
             "max_batch_size": max_batch_bytes,
             "max_request_size": 2 * MAX_MESSAGE_BYTES,
-            "request_timeout_ms": _REQUEST_TIMEOUT_MS,
+            "request_timeout_ms": 30_000,
             "retry_backoff_ms": _RETRY_BACKOFF_MS,
         }
         self._producer: AIOKafkaProducer | None = None
@@ -117,7 +111,7 @@ class Sender:
         """Connect, for as long as it takes until a broker answers whose topics may be used; cancel to give up."""
         if self._check is not None:
             await self._check.passed(asyncio.Event())
-        self._producer = await self._connected()
+        await self._renew()
         self._healthy.set()
 
     def not_ready(self) -> list[str]:
@@ -126,7 +120,7 @@ class Sender:
         return checking or ([f"no Kafka broker has answered at {self._kafka} yet"] if self._producer is None else [])
 
     async def ready(self) -> None:
-        """Wait until records are taken, which they are not before a broker was there, nor while one is sent again."""
+        """Wait until records are taken: not before a broker was there, and not while records are sent again."""
         await self._healthy.wait()
 
     async def send(
@@ -142,22 +136,30 @@ class Sender:
 
         A record without a value deletes its key from a compacted topic. Once the sender is stopped, it is cancelled.
         """
-        record = _Record(topic, value, key, partition, headers)
-        if record.size() > MAX_MESSAGE_BYTES:
-            record.acknowledged.set_exception(
-                Unsendable(f"{record.size()} bytes, and a record may have {MAX_MESSAGE_BYTES}")
-            )
+        record = _Record(topic=topic, value=value, key=key, partition=partition, headers=headers)
+        of_headers = sum(len(name) + len(text) + 10 for name, text in headers)
+        size = len(value or b"") + len(key or b"") + of_headers + RECORD_OVERHEAD_BYTES
+        if size > MAX_MESSAGE_BYTES:
+            record.acknowledged.set_exception(Unsendable(f"{size} bytes, and a record may have {MAX_MESSAGE_BYTES}"))
             return record.acknowledged
         await self._healthy.wait()
         if self._stopped:
             record.acknowledged.cancel()
             return record.acknowledged
         self._unacknowledged[record] = None
+        self._handing_over += 1
         try:
-            await self._hand_over(record)
+            record.sent = await self._client().send(**record.arguments)
+            record.sent.add_done_callback(lambda sent: self._settle(record, sent))
         except asyncio.CancelledError:
             self._unacknowledged.pop(record, None)
             raise
+        except KafkaError as error:
+            self._recover(record, error)
+        except _IMPOSSIBLE as error:
+            self._resolve(record, Unsendable(describe(error)))
+        finally:
+            self._handing_over -= 1
         return record.acknowledged
 
     async def stop(self, timeout_s: float = 5.0) -> None:
@@ -169,12 +171,12 @@ class Sender:
         self._healthy.set()
         if self._recovery is not None:
             self._recovery.cancel()
-            await asyncio.wait([self._recovery], timeout=_LET_GO_S)
+            await asyncio.wait([self._recovery], timeout=_CANCELLED_S)
         for record in self._unacknowledged:
             record.acknowledged.cancel()
         self._unacknowledged.clear()
         if self._producer is not None:
-            await _let_go(self._producer)
+            await close(self._producer)
             self._producer = None
 
     def _client(self) -> AIOKafkaProducer:
@@ -182,38 +184,32 @@ class Sender:
             raise RuntimeError("the sender is not started, or was stopped")
         return self._producer
 
-    async def _hand_over(self, record: _Record) -> None:
-        """Give a record to the client. An error leaves it to the recovery."""
-        self._handing_over += 1
-        try:
-            record.sent = await self._client().send(
-                record.topic, record.value, record.key, partition=record.partition, headers=record.headers
-            )
-            record.sent.add_done_callback(lambda sent: self._settle(record, sent))
-        except KafkaError as error:
-            self._recover(record, error)
-        except _IMPOSSIBLE as error:
-            self._resolve(record, Unsendable(describe(error)))
-        finally:
-            self._handing_over -= 1
-
     def _settle(self, record: _Record, sent: "asyncio.Future[Any]") -> None:
+        """The client has an answer, which no longer matters if the record was resolved before."""
         error = asyncio.CancelledError() if sent.cancelled() else sent.exception()
         if record not in self._unacknowledged:
             return
         if error is not None:
             self._recover(record, error)
+        else:
+            self._resolve(record, sent.result().offset)
+
+    def _resolve(self, record: _Record, outcome: int | Unsendable) -> None:
+        self._unacknowledged.pop(record, None)
+        if record.acknowledged.done():
             return
-        del self._unacknowledged[record]
-        if not record.acknowledged.done():
-            record.acknowledged.set_result(sent.result().offset)
+        if isinstance(outcome, Unsendable):
+            record.acknowledged.set_exception(outcome)
+        else:
+            record.acknowledged.set_result(outcome)
 
     def _recover(self, record: _Record, error: BaseException) -> None:
         if self._stopped:
             record.acknowledged.cancel()
         if self._stopped or self._recovery is not None:
             return
-        log.warning("%s: not acknowledged (%s): replacing the producer", record.topic, describe(error))
+        topic = record.arguments["topic"]
+        log.warning("%s: not acknowledged (%s): replacing the producer", topic, describe(error))
         self._healthy.clear()
         self._recovery = asyncio.create_task(self._replace())
 
@@ -226,74 +222,31 @@ class Sender:
             await asyncio.wait(sent)
         await self._renew()
         for record in list(self._unacknowledged):
-            await self._deliver(record)
+            await self._send_alone(record)
         self._recovery = None
         self._healthy.set()
 
-    async def _deliver(self, record: _Record) -> None:
-        for attempt in range(1_000_000):
+    async def _send_alone(self, record: _Record) -> None:
+        """Send a record until it is acknowledged or refused."""
+        for attempt in itertools.count():
             try:
-                metadata = await self._client().send_and_wait(
-                    record.topic, record.value, record.key, partition=record.partition, headers=record.headers
-                )
+                metadata = await self._client().send_and_wait(**record.arguments)
             except _IMPOSSIBLE as error:
                 self._resolve(record, Unsendable(describe(error)))
                 return
             except KafkaError as error:
-                if _refused(error, attempt):
+                if isinstance(error, _REFUSALS) or (isinstance(error, UnknownError) and attempt + 1 >= _UNKNOWN_TRIES):
                     self._resolve(record, Unsendable(describe(error)))
                     await self._renew()
                     return
-                log.warning("%s: not acknowledged (%s): trying again", record.topic, describe(error))
+                log.warning("%s: not acknowledged (%s): trying again", record.arguments["topic"], describe(error))
                 await asyncio.sleep(_BACKOFF_S[min(attempt, len(_BACKOFF_S) - 1)])
                 await self._renew()
             else:
                 self._resolve(record, metadata.offset)
                 return
 
-    def _resolve(self, record: _Record, outcome: int | Unsendable) -> None:
-        self._unacknowledged.pop(record, None)
-        if record.acknowledged.done():
-            return
-        if isinstance(outcome, Unsendable):
-            record.acknowledged.set_exception(outcome)
-        else:
-            record.acknowledged.set_result(outcome)
-
     async def _renew(self) -> None:
         if self._producer is not None:
-            await _let_go(self._producer)
-        self._producer = await self._connected()
-
-    async def _connected(self) -> AIOKafkaProducer:
-        attempt = 0
-        while True:
-            producer = AIOKafkaProducer(**self._settings)
-            try:
-                await producer.start()
-            except KafkaError as error:
-                await _let_go(producer)
-                if attempt == 0:
-                    log.warning("no Kafka broker answers: %s; trying again", describe(error))
-                await asyncio.sleep(_BACKOFF_S[min(attempt, len(_BACKOFF_S) - 1)])
-                attempt += 1
-            except BaseException:
-                await _let_go(producer)
-                raise
-            else:
-                return producer
-
-
-def _refused(error: KafkaError, attempt: int) -> bool:
-    """Whether an error says that this record, alone, can never be sent."""
-    return isinstance(error, _REFUSALS) or (isinstance(error, UnknownError) and attempt + 1 >= _UNKNOWN_TRIES)
-
-
-async def _let_go(producer: AIOKafkaProducer) -> None:
-    """Stop a producer, but not for ever: an idempotent one waits without end for brokers that are away."""
-    stopping = asyncio.ensure_future(producer.stop())
-    done, _ = await asyncio.wait([stopping], timeout=_LET_GO_S)
-    if not done:
-        stopping.cancel()
-    elif not stopping.cancelled():
-        stopping.exception()
+            await close(self._producer)
+        self._producer = await started(lambda: AIOKafkaProducer(**self._options), self._kafka, _BACKOFF_S)

@@ -132,23 +132,19 @@ def fields(record: type[Any]) -> list[Field]:
     hints = typing.get_type_hints(record, include_extras=True)
     known = {field.name: field for field in dataclasses.fields(record)}
     names = [name for base in record.__mro__ for name in inspect.get_annotations(base) if name in known]
-    found = [field for name in dict.fromkeys(names) if (field := _field(known[name], hints[name])) is not None]
+    found = []
+    for name in dict.fromkeys(names):
+        option = next((extra for extra in getattr(hints[name], "__metadata__", ()) if isinstance(extra, Option)), None)
+        if option is None:
+            continue
+        kinds = list(_alternatives(hints[name].__origin__))
+        if choices := [kind for kind in kinds if isinstance(kind, str)]:
+            kind: click.ParamType = click.Choice(choices)
+        else:
+            kind = click.BOOL if bool in kinds else click.INT if int in kinds else click.STRING
+        default = known[name].default if known[name].default is not REQUIRED else known[name].default_factory
+        found.append(Field(name, option, option.type or kind, default, is_flag=kinds == [bool]))
     return sorted(found, key=lambda field: field.default is not REQUIRED)
-
-
-def _field(field: "dataclasses.Field[Any]", hint: Any) -> Field | None:
-    option = next((extra for extra in getattr(hint, "__metadata__", ()) if isinstance(extra, Option)), None)
-    if option is None:
-        return None
-    default = field.default if field.default is not REQUIRED else field.default_factory
-    kinds = list(_alternatives(hint.__origin__))
-    return Field(field.name, option, option.type or _type_of(kinds), default, is_flag=kinds == [bool])
-
-
-def _type_of(kinds: list[Any]) -> click.ParamType:
-    if choices := [kind for kind in kinds if isinstance(kind, str)]:
-        return click.Choice(choices)
-    return click.BOOL if bool in kinds else click.INT if int in kinds else click.STRING
 
 
 def _alternatives(hint: Any) -> Iterator[Any]:

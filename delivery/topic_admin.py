@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from aiokafka.admin import NewTopic
 
-from delivery.kafka_admin import Admin, BrokerError, BrokerUnavailable, Refused, SettingsUnknown, connect
+from delivery.kafka_admin import Admin, BrokerError, BrokerUnavailable, Found, Refused, SettingsUnknown, connect
 from topics.topic import PARTITIONS, REPLICATION_FACTOR, Topic, load_topics
 
 __all__ = [
@@ -25,7 +25,6 @@ __all__ = [
     "Refused",
     "SettingsUnknown",
     "check",
-    "compare",
     "create",
     "inspect",
     "mismatches",
@@ -49,14 +48,6 @@ COMMAND = "`gpustream topics create`"
 """What mends most of it, and says how to mend the rest."""
 
 log = logging.getLogger(__name__)
-
-
-class Found(NamedTuple):
-    """A topic as the broker has it: ``led`` when each partition has a leader, ``settings`` None if it does not say."""
-
-    partitions: int
-    settings: Mapping[str, str] | None = None
-    led: bool = True
 
 
 class Mismatch(NamedTuple):
@@ -100,9 +91,13 @@ def mismatches(topics: Iterable[Topic], found: Mapping[str, Found], beside: Iter
     """
     topics = list(topics)
     there = [topic for topic in topics if topic.name in found]
-    missing = [Mismatch(topic.name, "the topic", "there", "missing") for topic in topics if topic.name not in found]
-    settings = [one for topic in there for one in _settings(topic, found[topic.name].settings)]
-    return [*missing, *_counts([*there, *(topic for topic in beside if topic.name in found)], found), *settings]
+    wrong = [Mismatch(topic.name, "the topic", "there", "missing") for topic in topics if topic.name not in found]
+    by_node = [topic.name for topic in (*there, *beside) if topic.by_node and topic.name in found]
+    for name in by_node[1:]:
+        want, have = found[by_node[0]].partitions, found[name].partitions
+        if have != want:
+            wrong.append(Mismatch(name, "its number of partitions", f"{want}, as {by_node[0]} has", str(have)))
+    return wrong + [one for topic in there for one in _settings(topic, found[topic.name].settings)]
 
 
 async def inspect(kafka: str, names: Iterable[str] | None = None) -> tuple[dict[str, Found], str | None]:
@@ -112,16 +107,6 @@ async def inspect(kafka: str, names: Iterable[str] | None = None) -> tuple[dict[
     """
     async with connect(kafka) as admin:
         return await _inspect(admin, load_topics() if names is None else names)
-
-
-async def compare(kafka: str, names: Iterable[str] | None = None) -> list[Mismatch]:
-    """Everything about the topics of the contract (or those named) that is not as it must be.
-
-    :raises BrokerUnavailable: nobody answers at ``kafka``.
-    """
-    topics = _named(names)
-    found, _ = await inspect(kafka, topics)
-    return mismatches(topics.values(), found)
 
 
 async def check(kafka: str, names: Iterable[str], beside: Iterable[str] = ()) -> Checked:
@@ -157,90 +142,56 @@ async def create(
     """
     topics = load_topics()
     changes: dict[str, None] = {}
-    deleted: list[str] = []
+    deleted: set[str] = set()
     async with connect(kafka) as admin:
         for _ in range(_PASSES):
             found, unknown = await _inspect(admin, topics)
             if unknown is not None:
                 raise SettingsUnknown(f"topics can't be created: {unknown}")
-            if wrong := _resized(topics, found, partitions, but=deleted):
+            counts = {name: one.partitions for name, one in found.items() if topics[name].by_node}
+            wrong = {name: count for name, count in counts.items() if count != partitions}
+            for name in deleted.intersection(wrong):  # a broker may still say that they are there
+                del found[name], wrong[name]
+            if wrong:
                 await _delete_empty(admin, wrong, partitions, allowed=recreate_empty)
-                deleted = [*wrong]
-                changes |= {
-                    f"{name}: deleted: it was empty, with {count} partitions": None for name, count in wrong.items()
-                }
+                deleted |= wrong.keys()
+                for name, count in wrong.items():
+                    changes[f"{name}: deleted: it was empty, with {count} partitions"] = None
                 continue
-            made = await _create(admin, topics, found, partitions, replication_factor)
-            altered = [line for name, one in found.items() for line in await _alter(admin, topics[name], one)]
-            if not made and not altered and _is_settled(topics, found, changes):
+            now = await _mend(admin, topics, found, partitions, replication_factor)
+            led = not changes or all(one.led for one in found.values())
+            if not now and len(found) == len(topics) and led:
                 return list(changes)
-            changes |= dict.fromkeys([*made, *altered])
+            changes |= dict.fromkeys(now)
             await asyncio.sleep(_PASS_S)
     raise BrokerUnavailable(f"not seen by the broker yet: {'; '.join(changes)}")
 
 
-def _named(names: Iterable[str] | None) -> dict[str, Topic]:
+def _named(names: Iterable[str]) -> dict[str, Topic]:
     topics = load_topics()
-    return topics if names is None else {name: topics[name] for name in names}
-
-
-def _counts(topics: Iterable[Topic], found: Mapping[str, Found]) -> list[Mismatch]:
-    """Topics keyed by node whose number of partitions is not the first one's."""
-    by_node = [topic.name for topic in topics if topic.by_node]
-    if not by_node:
-        return []
-    first, *others = by_node
-    want = found[first].partitions
-    return [
-        Mismatch(name, "its number of partitions", f"{want}, as {first} has", str(found[name].partitions))
-        for name in others
-        if found[name].partitions != want
-    ]
+    return {name: topics[name] for name in names}
 
 
 def _settings(topic: Topic, settings: Mapping[str, str] | None) -> list[Mismatch]:
-    if settings is None:
-        return []
-    return [
-        Mismatch(topic.name, name, _wanted(name, want), settings.get(name, "not known"), name not in _HARMLESS)
-        for name, want in topic.settings().items()
-        if not _suffices(name, want, settings.get(name, ""))
-    ]
-
-
-def _wanted(name: str, want: str) -> str:
-    return f"at least {want}" if name in _AT_LEAST else want
-
-
-def _suffices(name: str, want: str, have: str) -> bool:
-    if have == want or name not in _AT_LEAST:
-        return have == want
-    return have == "-1" or (have.isdecimal() and int(have) >= int(want))
+    """What of a topic's settings is not as it must be; nothing if they are not known."""
+    wrong = []
+    for name, want in topic.settings().items() if settings is not None else ():
+        have = (settings or {}).get(name)
+        at_least = name in _AT_LEAST
+        if have == want or (at_least and have and (have == "-1" or (have.isdecimal() and int(have) >= int(want)))):
+            continue
+        wanted = f"at least {want}" if at_least else want
+        wrong.append(Mismatch(topic.name, name, wanted, have or "not known", breaks=name not in _HARMLESS))
+    return wrong
 
 
 async def _inspect(admin: Admin, names: Iterable[str]) -> tuple[dict[str, Found], str | None]:
-    there = await admin.layouts(names)
+    found = await admin.layouts(names)
     try:
-        settings = await admin.settings(there)
+        settings = await admin.settings(found)
     except SettingsUnknown as unknown:
-        return {name: Found(one.partitions, None, one.led) for name, one in there.items()}, str(unknown)
-    return {
-        name: Found(one.partitions, settings[name], one.led) for name, one in there.items() if name in settings
-    }, None
-
-
-def _resized(
-    topics: Mapping[str, Topic], found: dict[str, Found], partitions: int, but: Iterable[str]
-) -> dict[str, int]:
-    """The topics keyed by node that have another number of partitions, and that number.
-
-    A broker may still say that there are topics which were just deleted (``but``): those count as missing.
-    """
-    counts = {name: one.partitions for name, one in found.items() if topics[name].by_node}
-    wrong = {name: count for name, count in counts.items() if count != partitions}
-    for name in wrong.keys() & set(but):
-        del found[name], wrong[name]
-    return wrong
+        return found, str(unknown)
+    return {name: one._replace(settings=settings[name]) for name, one in found.items() if name in settings}, None
 
 
 async def _delete_empty(admin: Admin, wrong: Mapping[str, int], partitions: int, *, allowed: bool) -> None:
@@ -257,39 +208,28 @@ async def _delete_empty(admin: Admin, wrong: Mapping[str, int], partitions: int,
         False: "it has records, and changing it breaks key -> partition: a node's records would be in two. Keep it with"
         " --partitions {count}, or delete it yourself, and all that is in it",
     }
+    what = "its number of partitions"
     raise ContractMismatch(
-        Mismatch(
-            name, "its number of partitions", f"{partitions}; {advice[empty[name]].format(count=count)}", str(count)
-        )
+        Mismatch(name, what, f"{partitions}; {advice[empty[name]].format(count=count)}", str(count))
         for name, count in wrong.items()
     )
 
 
-def _is_settled(topics: Mapping[str, Topic], found: Mapping[str, Found], changes: Mapping[str, None]) -> bool:
-    """Whether a component may start: all is there, and what was just made has its leaders."""
-    return len(found) == len(topics) and (not changes or all(one.led for one in found.values()))
-
-
-async def _create(
+async def _mend(
     admin: Admin, topics: Mapping[str, Topic], found: Mapping[str, Found], partitions: int, replication_factor: int
 ) -> list[str]:
+    """Create what is missing, and set what is not as it must be; a topic's other settings stay. One line a change."""
     missing = [topic for name, topic in topics.items() if name not in found]
-    if not missing:
-        return []
-    made = await admin.create(
-        NewTopic(topic.name, partitions, replication_factor, topic_configs=topic.settings()) for topic in missing
-    )
-    return [f"{name}: created, {partitions} partitions, replication factor {replication_factor}" for name in made]
-
-
-async def _alter(admin: Admin, topic: Topic, found: Found) -> list[str]:
-    """Set what is not as it must be, and leave the topic's other settings as they are."""
-    wrong = {one.what: one.have for one in _settings(topic, found.settings or {})}
-    if not wrong:
-        return []
-    want = {name: value for name, value in topic.settings().items() if name in wrong}
-    await admin.alter(topic.name, want)
-    return [f"{topic.name}: {name} altered from {have} to {want[name]}" for name, have in wrong.items()]
+    new = [NewTopic(one.name, partitions, replication_factor, topic_configs=one.settings()) for one in missing]
+    made = await admin.create(new) if new else []
+    lines = [f"{name}: created, {partitions} partitions, replication factor {replication_factor}" for name in made]
+    for name, one in found.items():
+        want = topics[name].settings()
+        wrong = {mismatch.what: mismatch.have for mismatch in _settings(topics[name], one.settings or {})}
+        if wrong:
+            await admin.alter(name, {setting: want[setting] for setting in wrong})
+        lines += [f"{name}: {setting} altered from {have} to {want[setting]}" for setting, have in wrong.items()]
+    return lines
 
 
 class TopicCheck:
@@ -317,7 +257,11 @@ class TopicCheck:
             except BrokerError as error:
                 self._tell(str(error).splitlines())
             else:
-                self._pass(found)
+                for mismatch in found.harmless:
+                    log.warning("%s", mismatch)
+                if self._wrong:
+                    log.info("the topics can be used: %s", ", ".join(self._names))
+                self._wrong = []
                 return found
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stop.wait(), ASK_AFTER_S[min(asked, len(ASK_AFTER_S) - 1)])
@@ -329,10 +273,3 @@ class TopicCheck:
         if wrong != self._wrong:
             log.warning("waiting for topics that can be used: %s", "; ".join(wrong))
         self._wrong = wrong
-
-    def _pass(self, found: Checked) -> None:
-        for mismatch in found.harmless:
-            log.warning("%s", mismatch)
-        if self._wrong:
-            log.info("the topics can be used: %s", ", ".join(self._names))
-        self._wrong = []

@@ -5,18 +5,18 @@ Source: murmur2 is the partitioner of Kafka's Java clients.
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncIterable, Callable
 from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
 from aiokafka.partitioner import murmur2
 
+from delivery.dead_letters import send_letter
 from delivery.instruments import Instruments
 from delivery.ledger import Slot
 from streams.app import ReaderApp
 from streams.reader import Batch, Reader
-from topics.dead_letters import Origin, letter
+from topics.dead_letters import Origin
 from topics.topic import MAX_MESSAGE_BYTES, node_key
 
 log = logging.getLogger(__name__)
@@ -93,9 +93,8 @@ class Bookkeeping:
         self._instruments.counter(f"gpustream_{self._stage}_dead_lettered_total", slot.tp.topic, reason).inc()
         place = f"{slot.tp.topic} partition {slot.tp.partition}"
         log.warning("%s: dead-lettered at offset %s: %s: %.300s", place, slot.offset, reason, error)
-        origin, at_ms = Origin(slot.tp.topic, slot.tp.partition, slot.offset), time.time_ns() // 1_000_000
-        dead = letter(record.key, record.value, origin, stage=self._stage, error=f"{reason}: {error}", at_ms=at_ms)
-        sent = await app.sender.send(DEAD_LETTERS, dead.value, key=dead.key, headers=dead.headers)
+        origin = Origin(slot.tp.topic, slot.tp.partition, slot.offset)
+        sent = await send_letter(app.sender, record, origin, stage=self._stage, error=f"{reason}: {error}")
         app.finish_when(slot, [sent])
 
     def observe(self, reader: Reader) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from aiokafka.admin import NewTopic
 
-from delivery.kafka_admin import Admin, Layout, Refused, SettingsUnknown
+from delivery.kafka_admin import Admin, Found, Refused, SettingsUnknown
 
 TOPIC = 2
 UNKNOWN_TOPIC, UNAUTHORIZED, EXISTS, BAD_FACTOR, BAD_CONFIG = 3, 29, 36, 38, 40
@@ -51,8 +51,8 @@ async def test_a_partition_without_a_leader_counts_and_is_told() -> None:
     rows = [topic("a", [1, 2, 3]), topic("b", [1, -1]), topic("deleted", [])]
 
     assert await admin(topics=rows).layouts(["a", "b", "deleted"]) == {
-        "a": Layout(3, led=True),
-        "b": Layout(2, led=False),
+        "a": Found(3, led=True),
+        "b": Found(2, led=False),
     }
 
 
