@@ -18,16 +18,13 @@ from typing import Any, NamedTuple
 
 from delivery.instruments import Instruments
 from producers.node import instruments as names
-from producers.node.nvml.binding import Nvml, Pynvml
+from producers.node.cgroups import Places
+from producers.node.nvml.binding import Nvml
 from producers.node.nvml.calls import LeftOut, Tried
-from producers.node.nvml.census import Census, Reopening
-from producers.node.nvml.driver import Driver
-from producers.node.nvml.events import Events, Xid
-from producers.node.nvml.gpu import Gpu, Reading
-from producers.node.nvml.lost_gpus import LostGpus
-from producers.node.nvml.processes import Placing
-from producers.node.nvml.threaded_gpu import ThreadedGpu
-from producers.node.nvml.xids import Xids
+from producers.node.nvml.driver import Census, Driver, Reopening
+from producers.node.nvml.events import Events, Xid, Xids
+from producers.node.nvml.gpu import GpuReading, PhysicalGpu, bare, log_fields
+from producers.node.nvml.reader import GpuReader
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +34,6 @@ KINDS = ("attributed", "host", "unseen")
 QUIET_WITHIN_S = 2.0
 """How long to wait for the calls in flight before NVML is opened again; it is put off where one takes longer."""
 
-
 TURNS_SHARE = 0.25
 """The share of a tick in which every GPU has begun to be read, however slow those before it are."""
 
@@ -46,6 +42,8 @@ SLOW_SHARE = 0.25
 
 SLOW_AFTER_S = 0.1
 """No call is slow before that, however short the ticks are."""
+
+_NUMBERS = ("index", "minor")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +57,7 @@ class Pace:
     list_s: float = 10.0
 
 
-class Refusal(NamedTuple):
+class UnreadableGpu(NamedTuple):
     """The GPU at ``place`` of the driver can't be read, and why. ``uuid`` None: it could not be opened either, and is
     in no tick."""
 
@@ -77,7 +75,7 @@ class Gpus:
     def __init__(
         self,
         instruments: Instruments,
-        places: Placing,
+        places: Places,
         *,
         interval_s: float = 1.0,
         nvml: Nvml | None = None,
@@ -86,17 +84,17 @@ class Gpus:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._instruments, self._places, self._pace, self._clock = instruments, places, pace, clock
-        self._nvml = nvml or Pynvml()
+        self._nvml = nvml or Nvml()
         self._hangs_after_s = max(2.0, 2 * interval_s)
         self._driver = Driver(self._nvml, instruments, clock)
         self._census = census
+        self._reopening = Reopening(pace.census_s, clock)
         self._xids = Xids(instruments)
-        self._events = Events(self._nvml, tell=self._told, count=self._count_error, clock=clock)
-        self._gpus: list[ThreadedGpu] = []
+        self._events = Events(self._nvml, take=self._note, count=self._count_error, clock=clock)
+        self._gpus: list[GpuReader] = []
         self._tick = 0
         self._lost = LostGpus()
         self._opening: asyncio.Task[None] | None = None
-        self._reopening = Reopening(pace.census_s, clock)
         self._soon, self._event = asyncio.Event(), asyncio.Event()
         self._looked_s = clock()
 
@@ -115,8 +113,14 @@ class Gpus:
             await asyncio.wait([self._opening], timeout=within_s)
         await self._read(ends_s)
         readings = {gpu: reading for gpu in self._gpus if (reading := gpu.take()) is not None}
-        devices = self._report(readings)
-        self._count(devices)
+        devices = self._devices(readings)
+        states = Counter(device["state"] for device in devices)
+        for state in STATES:
+            self._instruments.gauge(names.GPUS, state).set(states[state])
+        by_pid = {pid: kind for reading in readings.values() for pid, kind in reading.kinds.items()}
+        kinds = Counter(by_pid.values())  # a process that is on two GPUs is one process
+        for kind in KINDS:
+            self._instruments.gauge(names.PROCESSES, kind).set(kinds[kind])
         return devices
 
     def with_events(self, devices: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -135,7 +139,9 @@ class Gpus:
                 await self._until_due()
                 await self._look()
             else:
-                await self._try()
+                await self._opened()
+                if not self._driver.attached:
+                    await asyncio.sleep(self._pace.retry_s)
 
     @property
     def count(self) -> int:
@@ -146,11 +152,8 @@ class Gpus:
         """What is wrong, for people."""
         indexes = self._lost.indexes
         here = [gpu for gpu in self._gpus if not (gpu.refused and gpu.index in indexes)]
-        return [
-            *self._driver.not_ready(),
-            *self._lost.not_ready(),
-            *(text for gpu in here for text in gpu.not_ready()),
-        ]
+        of_gpus = [text for gpu in here for text in gpu.not_ready()]
+        return [*self._driver.not_ready(), *self._lost.not_ready(), *of_gpus]
 
     def left_out(self) -> dict[str, LeftOut]:
         """What the last readings could not have, by the UUID of the device, and why."""
@@ -161,10 +164,9 @@ class Gpus:
                 found[gpu.uuid]["xids"] = (silent[gpu.index],)
         return found
 
-    def refusals(self) -> list[Refusal]:
+    def refusals(self) -> list[UnreadableGpu]:
         """The GPUs that can't be read now, and why."""
-        asked = [(gpu, gpu.refusal()) for gpu in self._gpus]
-        return [Refusal(gpu.index, gpu.uuid, why) for gpu, why in asked if why is not None]
+        return [UnreadableGpu(gpu.index, gpu.uuid, why) for gpu in self._gpus if (why := gpu.refusal()) is not None]
 
     def fatal(self) -> Exception | None:
         """What only a new process can mend."""
@@ -191,21 +193,45 @@ class Gpus:
             self._opening = asyncio.create_task(self._attach(why))
         return self._opening
 
+    async def _opened(self, why: str | None = None) -> None:
+        """The same, and wait for it."""
+        opening = self._open(why)
+        await asyncio.wait([opening])
+        opening.result()
+
     async def _attach(self, why: str | None) -> None:
-        if why is not None and not (await self._quiet() and await self._let_go()):
-            self._events.watch()
-            return
+        """Open NVML, and forget the GPUs that were open before. Handles are void when NVML is opened again: it is put
+        off while a call is in flight, or a GPU has not given back what NVML has lent it."""
+        if why is not None:
+            quiet = await self._until(lambda: not (self._events.busy or any(gpu.busy for gpu in self._gpus)))
+            lent = [gpu.let_go() for gpu in self._gpus] if quiet else []
+            if lent:
+                await asyncio.wait(lent, timeout=QUIET_WITHIN_S)
+            if not (quiet and all(one.done() for one in lent)):
+                self._events.watch()
+                return
         await self._driver.attach(why)
         for gpu in self._gpus:
             if gpu.uuid is not None:
-                self._lost.expect(gpu.uuid, gpu.known, told=not gpu.works)
+                self._lost.expect(gpu.uuid, gpu.known, logged=not gpu.works)
             gpu.stop()
-        self._gpus = [self._gpu(index) for index in range(self._driver.count)]
+        self._gpus = []
+        for index in range(self._driver.count):
+            physical = PhysicalGpu(self._nvml, index, self._places, list_every_s=self._pace.list_s, clock=self._clock)
+            self._gpus.append(
+                GpuReader(
+                    physical,
+                    self._instruments,
+                    changed=self._changed,
+                    hangs_after_s=self._hangs_after_s,
+                    clock=self._clock,
+                )
+            )
         self._looked_s = self._clock()
         if self._driver.attached:
             self._events.watch()
 
-    def _told(self, xid: Xid) -> None:
+    def _note(self, xid: Xid) -> None:
         """An XID error has come."""
         self._xids.note(xid, self._gpus[xid.gpu].known if xid.gpu is not None else ())
         self._event.set()
@@ -213,31 +239,14 @@ class Gpus:
     def _count_error(self, call: str, error: str) -> None:
         self._instruments.counter(names.NVML_ERRORS, call, error).inc()
 
-    def _gpu(self, index: int) -> ThreadedGpu:
-        gpu = Gpu(self._nvml, index, self._places, list_every_s=self._pace.list_s, clock=self._clock)
-        return ThreadedGpu(
-            gpu, self._instruments, changed=self._changed, hangs_after_s=self._hangs_after_s, clock=self._clock
-        )
-
-    async def _quiet(self) -> bool:
-        """Wait until no call is in flight: handles are void when NVML is opened again."""
-        return await self._until(lambda: not (self._events.busy or any(gpu.busy for gpu in self._gpus)))
-
     async def _until(self, quiet: Callable[[], bool]) -> bool:
-        """Whether it came to that soon enough."""
+        """Wait until it is; whether it came to that soon enough."""
         ends_s = self._clock() + QUIET_WITHIN_S
         while not quiet():
             if self._clock() > ends_s:
                 return False
             await asyncio.sleep(0.01)
         return True
-
-    async def _let_go(self) -> bool:
-        """Have every GPU give back what NVML has lent it; whether all have."""
-        asked = [gpu.let_go() for gpu in self._gpus]
-        if asked:
-            await asyncio.wait(asked, timeout=QUIET_WITHIN_S)
-        return all(one.done() for one in asked)
 
     async def _read(self, ends_s: float) -> None:
         """Have every GPU read that can be asked, until the loop's time is ``ends_s``.
@@ -247,44 +256,32 @@ class Gpus:
         loop, gpus = asyncio.get_running_loop(), self._gpus
         within_s = ends_s - loop.time()
         self._tick += 1
+
+        def may_read() -> bool:
+            """Whether those are the GPUs of NVML as it is open now."""
+            return gpus is self._gpus and not self._is_opening
+
         for gpu in gpus:
-            if not self._may_read(gpus):
+            if not may_read():
                 break
             if not gpu.refused:
                 await gpu.begin(self._tick, TURNS_SHARE * within_s / len(gpus))
         slow_after_s = max(SLOW_AFTER_S, SLOW_SHARE * within_s)
-        slow = [gpu.finish(ends_s, slow_after_s, lambda: self._may_read(gpus)) for gpu in gpus if gpu.reads]
-        await asyncio.gather(*slow)
+        await asyncio.gather(*(gpu.finish(ends_s, slow_after_s, may_read) for gpu in gpus if gpu.reads))
 
-    def _may_read(self, gpus: Sequence[ThreadedGpu]) -> bool:
-        """Whether those are the GPUs of NVML as it is open now."""
-        return gpus is self._gpus and not self._is_opening
-
-    def _report(self, answers: Mapping[ThreadedGpu, Reading]) -> list[dict[str, Any]]:
+    def _devices(self, readings: Mapping[GpuReader, GpuReading]) -> list[dict[str, Any]]:
         """Every device ever seen, by index."""
         for gpu in self._gpus:
             gpu.watch()
-        found = [(gpu.index, gpu.devices(answers.get(gpu))) for gpu in self._gpus if gpu.uuid is not None]
+        found = [(gpu.index, gpu.devices(readings.get(gpu))) for gpu in self._gpus if gpu.uuid is not None]
         unsure = any(gpu.uuid is None and not gpu.refused for gpu in self._gpus)
         if self._driver.attached and not unsure:
             self._lost.report()
         here = [device for _, devices in found for device in devices]
         found += self._lost.devices("timeout" if unsure else "lost", here)
-        self._count_kinds(answers.values())
         return [device for _, devices in sorted(found, key=lambda one: one[0]) for device in devices]
 
-    def _count(self, devices: Iterable[Mapping[str, Any]]) -> None:
-        states = Counter(device["state"] for device in devices)
-        for state in STATES:
-            self._instruments.gauge(names.GPUS, state).set(states[state])
-
-    def _count_kinds(self, readings: Iterable[Reading]) -> None:
-        """A process that is on two GPUs is one process."""
-        kinds = Counter({pid: kind for reading in readings for pid, kind in reading.kinds.items()}.values())
-        for kind in KINDS:
-            self._instruments.gauge(names.PROCESSES, kind).set(kinds[kind])
-
-    def _changed(self, gpu: ThreadedGpu) -> None:
+    def _changed(self, gpu: GpuReader) -> None:
         """A GPU was read: who it is may be known now, and whether it works."""
         if gpu.lost is not None:
             self._driver.judge(gpu.lost.error)
@@ -293,19 +290,12 @@ class Gpus:
         if gpu.uuid is None:
             return
         if gpu.works and not self._is_opening:
-            self._events.add(gpu.index, gpu.handle)
+            self._events.add(gpu.index, gpu.gpu.handle)
         self._lost.answered(gpu.uuid)
         if (twin := next((one for one in self._gpus if one is not gpu and one.uuid == gpu.uuid), None)) is not None:
             gpu.refuse(f"it has the UUID of GPU {twin.index}")
         elif gpu.works:
             self._reopening.worked(gpu.uuid)
-
-    async def _try(self) -> None:
-        opening = self._open()
-        await asyncio.wait([opening])
-        opening.result()
-        if not self._driver.attached:
-            await asyncio.sleep(self._pace.retry_s)
 
     async def _until_due(self) -> None:
         """Wait for the next census: sooner, but not at once, where a GPU was lost."""
@@ -327,6 +317,69 @@ class Gpus:
         if why is not None and not any(gpu.hangs for gpu in self._gpus):
             self._events.pause()  # before ticks have to wait for it
             await self._until(lambda: not self._events.busy)
-            opening = self._open(why)
-            await asyncio.wait([opening])
-            opening.result()
+            await self._opened(why)
+
+
+class LostGpus:
+    """GPUs that were there before NVML was opened again, and that the driver does not open any more: lost, not
+    forgotten. Each that is missing is logged, unless its loss was logged before, and so is its return.
+
+    Keeps who they were, the GPU and then its MIG devices, for as long as the process.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[str, Sequence[Mapping[str, Any]]] = {}
+        self._logged: set[str] = set()
+
+    @property
+    def indexes(self) -> set[int]:
+        """Those that they had."""
+        return {known[0]["index"] for known in self._known.values()}
+
+    def expect(self, uuid: str, known: Sequence[Mapping[str, Any]], *, logged: bool) -> None:
+        """NVML is opened again: until this GPU answers, it is missing. ``logged``: its loss was logged before."""
+        self._known[uuid] = known
+        if logged:
+            self._logged.add(uuid)
+
+    def answered(self, uuid: str) -> None:
+        """This GPU is not missing."""
+        known = self._known.pop(uuid, None)
+        if known is not None and uuid in self._logged:
+            self._logged.discard(uuid)
+            log.info("%s is back", _title(known), extra=log_fields(known[0]))
+
+    def report(self) -> None:
+        """Log of each, once, that it is missing: every GPU that the driver has was asked who it is."""
+        for uuid in self._known.keys() - self._logged:
+            self._logged.add(uuid)
+            log.warning("%s", _trouble(self._known[uuid]), extra=log_fields(self._known[uuid][0]))
+
+    def devices(self, state: str, here: Iterable[Mapping[str, Any]]) -> list[tuple[int, list[dict[str, Any]]]]:
+        """Those of each, with the index that it had; ``here`` are the devices that are not missing.
+
+        A driver gives the numbers of a missing GPU to others: one that another has by now is not this one's any more.
+        """
+        if not self._known:
+            return []
+        taken = {(key, one[key]) for one in here for key in _NUMBERS if key in one}
+        found = []
+        for known in self._known.values():
+            devices = [
+                {key: value for key, value in one.items() if not (key in _NUMBERS and (key, value) in taken)}
+                for one in bare(known, state)
+            ]
+            found.append((known[0]["index"], devices))
+        return found
+
+    def not_ready(self) -> list[str]:
+        """What is wrong, for people."""
+        return [_trouble(known) for known in self._known.values()]
+
+
+def _title(known: Sequence[Mapping[str, Any]]) -> str:
+    return f"GPU {known[0].get('index')} ({known[0]['uuid']})"
+
+
+def _trouble(known: Sequence[Mapping[str, Any]]) -> str:
+    return f"{_title(known)} is lost: the driver does not open it any more"

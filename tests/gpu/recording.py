@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from producers.node.nvml.binding import FieldId, FieldValue, Handle, NvmlError, Pynvml
+from producers.node.nvml.binding import FieldId, FieldValue, Handle, Nvml, NvmlError
 
 T = TypeVar("T")
 
@@ -27,7 +27,7 @@ class Answers:
     longest_s: float = 0.0
 
 
-class RecordingNvml(Pynvml):
+class RecordingNvml(Nvml):
     """For several threads. What is of no GPU is recorded under ``""``; what is of a MIG device under its UUID."""
 
     def __init__(self) -> None:

@@ -4,7 +4,7 @@ In: functions by pynvml's names. Out: what they answer; the errors that they giv
 State: none of its own; the loaded library is pynvml's.
 On failure: every call raises NvmlError and nothing else. Any call may hang, for ever too. A call that succeeds and
 fills nothing in is an error. pynvml would answer it with zeros, so the functions in ``_ANSWERS`` are called here, with
-answers of which every bit is set: that is how NVML itself writes "not available".
+every bit of the answers set: that is how NVML itself writes "not available".
 Source: nvml.h and pynvml. pynvml's own errors are unhashable, can't be compared with None, and come as ``NVMLError(0)``
 where a list of processes is empty; a missing symbol is sometimes an error of another family.
 """
@@ -13,7 +13,7 @@ import ctypes
 import struct
 import threading
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple, NewType, Protocol
+from typing import Any, Final, NamedTuple, NewType
 
 import pynvml
 
@@ -117,7 +117,7 @@ class FieldValue(NamedTuple):
     at_us: int = 0
 
 
-class Told(NamedTuple):
+class NvmlEvent(NamedTuple):
     """An event of the GPU at that :meth:`Nvml.address`: its kind, its data (of an XID error, the code), and the
     instances that it is of, where it is of a part of the GPU."""
 
@@ -128,66 +128,10 @@ class Told(NamedTuple):
     compute_instance: int | None = None
 
 
-class Nvml(Protocol):
-    """What is asked of NVML. Every method raises :class:`NvmlError`, and may hang."""
-
-    def init(self) -> None:
-        """Load the library and attach to the driver."""
-
-    def shutdown(self) -> None:
-        """Detach from the driver; every handle is void."""
-
-    def driver_version(self) -> str:
-        """The driver's version, as it writes it."""
-
-    def system(self, function: str) -> Any:
-        """What pynvml's ``function`` of no GPU gives."""
-
-    def count(self) -> int:
-        """How many GPUs there are, those that can't be opened too."""
-
-    def handle(self, index: int) -> Handle:
-        """Open a GPU."""
-
-    def ask(self, function: str, handle: Handle, *arguments: Any) -> Any:
-        """What pynvml's ``function`` gives; an empty list where it has nothing to list."""
-
-    def fields(self, handle: Handle, fields: Sequence[FieldId]) -> list[FieldValue]:
-        """Many fields in one call, in that order."""
-
-    def samples(self, handle: Handle, kind: int, since_us: int) -> list[FieldValue]:
-        """What nvmlDeviceGetSamples has of that kind, newer than that."""
-
-    def gpm_sample(self) -> GpmSample:
-        """A buffer, to be given back to :meth:`gpm_free`."""
-
-    def gpm_free(self, sample: GpmSample) -> None:
-        """Give a buffer back."""
-
-    def gpm_metrics(self, older: GpmSample, newer: GpmSample, metrics: Sequence[int]) -> list[FieldValue]:
-        """These metrics of the time between two samples of one device, in that order."""
-
-    def address(self, handle: Handle) -> int:
-        """What the handle of a GPU and the events of that GPU have in common."""
-
-    def events(self) -> EventSet:
-        """A new set of events."""
-
-    def register(self, handle: Handle, kinds: int, events: EventSet) -> None:
-        """Take a GPU's events into the set."""
-
-    def wait(self, events: EventSet, within_ms: int) -> Told | None:
-        """The next event, None where none has come."""
-
-    def free(self, events: EventSet) -> None:
-        """Let go of a set."""
-
-
-class Pynvml:
-    """NVML as pynvml has it."""
+class Nvml:
+    """NVML as pynvml has it. Every method raises :class:`NvmlError`, and may hang."""
 
     def __init__(self) -> None:
-        self._functions: dict[str, Any] = {}
         self._field_questions: dict[tuple[FieldId, ...], bytes] = {}
         self._threads = threading.local()
 
@@ -218,11 +162,20 @@ class Pynvml:
         return Handle(self._call("nvmlDeviceGetHandleByIndex", index))
 
     def ask(self, function: str, handle: Handle, *arguments: Any) -> Any:
-        """What pynvml's ``function`` gives; an empty list where it has nothing to list."""
+        """What pynvml's ``function`` gives; an empty list where it has nothing to list.
+
+        The memory is that of the structure's version in the arguments; without one, as older drivers have it.
+        """
         if function == "nvmlDeviceGetMemoryInfo":
-            return self._memory(handle, *arguments)
-        if function == "nvmlDeviceGetTemperatureV":
-            return self._temperature(handle, *arguments)
+            memory = _unfilled(pynvml.c_nvmlMemory_v2_t if arguments else pynvml.c_nvmlMemory_t)
+            if arguments:
+                (memory.version,) = arguments
+            _fill(f"{function}_v2" if arguments else function, (handle,), (memory,))
+            return memory
+        if function == "nvmlDeviceGetTemperatureV":  # signed: all bits set would be -1 degree, the least is none at all
+            answer = pynvml.c_nvmlTemperature_v1_t(pynvml.nvmlTemperature_v1, *arguments, -(1 << 31))
+            _fill(function, (handle,), (answer,))
+            return int(answer.temperature)
         kinds = _ANSWERS.get(function)
         if kinds is None:
             return self._call(function, handle, *arguments)
@@ -231,31 +184,25 @@ class Pynvml:
         found = [one if isinstance(one, ctypes.Structure) else one.value for one in answers]
         return found[0] if len(found) == 1 else found
 
-    def _memory(self, handle: Handle, version: int | None = None) -> Any:
-        """The memory, as that version of the structure has it; None: as older drivers have it."""
-        if version is None:
-            older = _unfilled(pynvml.c_nvmlMemory_t)
-            _fill("nvmlDeviceGetMemoryInfo", (handle,), (older,))
-            return older
-        newer = _unfilled(pynvml.c_nvmlMemory_v2_t)
-        newer.version = version
-        _fill("nvmlDeviceGetMemoryInfo_v2", (handle,), (newer,))
-        return newer
-
-    def _temperature(self, handle: Handle, sensor: int) -> int:
-        """Signed, so that all bits set would be -1 degree: the smallest number is colder than anything is."""
-        answer = pynvml.c_nvmlTemperature_v1_t(pynvml.nvmlTemperature_v1, sensor, -(1 << 31))
-        _fill("nvmlDeviceGetTemperatureV", (handle,), (answer,))
-        return int(answer.temperature)
-
     def fields(self, handle: Handle, fields: Sequence[FieldId]) -> list[FieldValue]:
         """Many fields in one call, in that order."""
         asked = self._field_questions.get(key := tuple(fields))
         if asked is None:
-            asked = self._field_questions[key] = _field_question(fields)
+            scoped = [field if isinstance(field, tuple) else (field, 0) for field in fields]
+            unfilled = (-1, -1, _UNFILLED, _UNFILLED, b"\xff" * 8)
+            asked = self._field_questions[key] = b"".join(_FIELD.pack(*field, *unfilled) for field in scoped)
         answers = (ctypes.c_char * len(asked)).from_buffer_copy(asked)
         _fill("nvmlDeviceGetFieldValues", (handle, ctypes.c_int32(len(fields))), (answers,))
-        return [_field_value(*found) for found in _FIELD.iter_unpack(answers)]
+        found = []
+        for _, _, at_us, _, kind, returned, raw in _FIELD.iter_unpack(answers):
+            _, form, bits = _KINDS.get(kind, ("", "", 0))
+            if returned or kind == _UNFILLED:
+                found.append(FieldValue(_code(returned) if returned else NOTHING_FILLED_IN))
+            elif form:
+                found.append(FieldValue(0, struct.unpack_from(form, raw)[0], bits, at_us))
+            else:  # a type of a later NVML: its bytes can't be read
+                found.append(FieldValue(NOT_SUPPORTED))
+        return found
 
     def samples(self, handle: Handle, kind: int, since_us: int) -> list[FieldValue]:
         """What nvmlDeviceGetSamples has of that kind, newer than that."""
@@ -277,20 +224,15 @@ class Pynvml:
 
     def gpm_metrics(self, older: GpmSample, newer: GpmSample, metrics: Sequence[int]) -> list[FieldValue]:
         """These metrics of the time between two samples of one device, in that order."""
-        asked = self._gpm_question()
+        asked = getattr(self._threads, "gpm", None)
+        if asked is None:  # of 19 kB: one for each thread
+            asked = self._threads.gpm = pynvml.c_nvmlGpmMetricsGet_t(version=pynvml.NVML_GPM_METRICS_GET_VERSION)
         asked.numMetrics, asked.sample1, asked.sample2 = len(metrics), older, newer
         answers = [asked.metrics[place] for place in range(len(metrics))]
         for one, number in zip(answers, metrics, strict=True):
             one.metricId, one.nvmlReturn = number, _UNFILLED  # else those of the last time would be taken for these
         self._call("nvmlGpmMetricsGet", asked)
         return [FieldValue(_code(one.nvmlReturn), 0 if one.nvmlReturn else one.value, 0) for one in answers]
-
-    def _gpm_question(self) -> Any:
-        """Of 19 kB, and so one for each thread."""
-        found = getattr(self._threads, "gpm", None)
-        if found is None:
-            found = self._threads.gpm = pynvml.c_nvmlGpmMetricsGet_t(version=pynvml.NVML_GPM_METRICS_GET_VERSION)
-        return found
 
     def address(self, handle: Handle) -> int:
         """What the handle of a GPU and the events of that GPU have in common."""
@@ -304,7 +246,7 @@ class Pynvml:
         """Take a GPU's events into the set."""
         self._call("nvmlDeviceRegisterEvents", handle, kinds, events)
 
-    def wait(self, events: EventSet, within_ms: int) -> Told | None:
+    def wait(self, events: EventSet, within_ms: int) -> NvmlEvent | None:
         """The next event, None where none has come."""
         try:
             told = self._call("nvmlEventSetWait_v2", events, within_ms)
@@ -313,15 +255,19 @@ class Pynvml:
                 return None
             raise
         instances = _instance(told.gpuInstanceId), _instance(told.computeInstanceId)
-        return Told(_address(told.device), told.eventType, told.eventData, *instances)
+        return NvmlEvent(_address(told.device), told.eventType, told.eventData, *instances)
 
     def free(self, events: EventSet) -> None:
         """Let go of a set."""
         self._call("nvmlEventSetFree", events)
 
     def _call(self, function: str, *arguments: Any) -> Any:
+        """pynvml's function of that name; one that this pynvml does not have is missing like one of the driver's."""
+        called = getattr(pynvml, function, None)
+        if called is None:
+            raise NvmlError(FUNCTION_NOT_FOUND)
         try:
-            answer = self._function(function)(*arguments)
+            answer = called(*arguments)
         except pynvml.NVMLError as error:
             if error.value == 0:
                 return []
@@ -334,16 +280,6 @@ class Pynvml:
             raise NvmlError(NOTHING_FILLED_IN)
         return answer
 
-    def _function(self, name: str) -> Any:
-        """pynvml's function of that name; one that this pynvml does not have is missing like one of the driver's."""
-        found = self._functions.get(name)
-        if found is None:
-            found = getattr(pynvml, name, None)
-            if found is None:
-                raise NvmlError(FUNCTION_NOT_FOUND)
-            self._functions[name] = found
-        return found
-
 
 def _address(handle: Any) -> int:
     """Each answer of NVML is a new pointer of ctypes; where it points to is the same."""
@@ -352,25 +288,6 @@ def _address(handle: Any) -> int:
 
 def _instance(number: int) -> int | None:
     return None if number == 0xFFFFFFFF else number
-
-
-def _field_question(fields: Sequence[FieldId]) -> bytes:
-    """What nvmlDeviceGetFieldValues is given, with every bit of the answers set."""
-    asked = [field if isinstance(field, tuple) else (field, 0) for field in fields]
-    return b"".join(_FIELD.pack(*field, -1, -1, _UNFILLED, _UNFILLED, b"\xff" * 8) for field in asked)
-
-
-def _field_value(
-    _field: int, _scope: int, at_us: int, _latency_us: int, kind: int, returned: int, raw: bytes
-) -> FieldValue:
-    if returned:
-        return FieldValue(_code(returned))
-    if kind == _UNFILLED:
-        return FieldValue(NOTHING_FILLED_IN)
-    _, form, bits = _KINDS.get(kind, ("", "", 0))
-    if not form:  # a type of a later NVML: its bytes can't be read
-        return FieldValue(NOT_SUPPORTED)
-    return FieldValue(0, struct.unpack_from(form, raw)[0], bits, at_us)
 
 
 def _code(returned: int) -> int:

@@ -1,16 +1,17 @@
-"""The calls of one GPU, on its thread: the one that runs, those that are slow, and when an error means the GPU is gone.
+"""The calls of one GPU, on its thread: which one runs, which are left out for a while, and which error means what.
 
 In: questions to NVML. Out: answers.
-State: the call that has not returned, the errors of this reading, and the calls that were slow.
+State: the call that has not returned, the errors of this reading, the calls that were slow, and (:class:`Support`) the
+sources that were refused.
 On failure: :class:`Lost` if nothing can be asked of the GPU at all, else NvmlError. The event loop may leave a call
-that does not return to its thread (:meth:`Calls.leave`). That thread gets :class:`Left` when the call returns after
-all, and must touch nothing any more. Until then, and for some readings afterwards, the call is not made: whoever asks
-gets :class:`NotReturned`.
+that does not return to its thread (:meth:`Calls.leave`). When the call returns after all, that thread gets
+:class:`Left`, and must touch nothing any more. Until then, and for some readings afterwards, the call is not made:
+whoever asks gets :class:`NotReturned`.
 """
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -27,6 +28,15 @@ NO_VALUE = "NO_VALUE"
 
 SHARED_INSTANCE = "SHARED_INSTANCE"
 """The error of what is only known of a whole GPU instance, which several MIG devices share."""
+
+LONGEST_SLOW_WAIT = 64
+"""A slow call is made again after 1, 2, 4 readings, and never later than this."""
+
+FIRST_WAIT, LONGEST_WAIT = 1, 64
+"""Readings until a source that has answered before is asked again."""
+
+FIRST_UNKNOWN_WAIT, LONGEST_UNKNOWN_WAIT = 64, 4096
+"""Readings until one that never has is asked again."""
 
 _LOST = frozenset(
     {
@@ -69,16 +79,6 @@ class Lost(Exception):
         super().__init__(f"{error.name} ({call})")
 
 
-def is_lost(error: NvmlError) -> bool:
-    """Whether nothing can be asked of the GPU."""
-    return error.code in _LOST
-
-
-def is_unsupported(error: NvmlError) -> bool:
-    """Whether there is no use in asking again."""
-    return error.code in _UNSUPPORTED
-
-
 class NotReturned(NvmlError):
     """A call that is left out, since it did not return in time."""
 
@@ -90,14 +90,38 @@ class Left(Exception):
     """The call has returned after another thread took over: the reading that it was made for is not this thread's."""
 
 
-@dataclass(slots=True)
-class _InFlight:
+def is_lost(error: NvmlError) -> bool:
+    """Whether nothing can be asked of the GPU."""
+    return error.code in _LOST
+
+
+def is_unsupported(error: NvmlError) -> bool:
+    """Whether there is no use in asking again."""
+    return error.code in _UNSUPPORTED
+
+
+def is_refused(error: NvmlError) -> bool:
+    """The same where what is asked for may be unknown to the device or its driver."""
+    return is_unsupported(error) or error.code == binding.INVALID_ARGUMENT
+
+
+def error_of(answer: FieldValue, call: str) -> NvmlError | None:
+    """The error of one of the answers that a call gives; None if it is good. Raises Lost."""
+    if not answer.code:
+        return None
+    error = NvmlError(answer.code)
+    if is_lost(error):
+        raise Lost(call, error)
+    return error
+
+
+class _InFlight(NamedTuple):
     call: str
     since_s: float
 
 
 @dataclass(slots=True)
-class _Slow:
+class _SlowCall:
     """A call that was left, ``times`` in a row: when it was made, how long it took (None: it has not returned), and in
     which reading it is made again."""
 
@@ -106,18 +130,6 @@ class _Slow:
     times: int
     took_s: float | None = None
     again: int = 0
-
-
-class SlowCall(NamedTuple):
-    """A call that is left out. ``returned``: whether it has answered since, after so many seconds."""
-
-    call: str
-    seconds: float
-    returned: bool
-
-
-LONGEST_WAIT = 64
-"""A slow call is made again after 1, 2, 4 readings, and never later than this."""
 
 
 class Calls:
@@ -131,7 +143,7 @@ class Calls:
         self._errors: list[tuple[str, str]] = []
         self._lock = threading.Lock()
         self._in_flight: _InFlight | None = None
-        self._slow: dict[str, _Slow] = {}
+        self._slow: dict[str, _SlowCall] = {}
         self._readings = 0
         self.doing = ""
         self.slowest: tuple[str, float] = ("", 0.0)
@@ -157,17 +169,18 @@ class Calls:
             self._in_flight = None
             before = self._slow.get(_key(running.call))
             times = 1 if before is None else before.times + 1
-            self._slow[_key(running.call)] = _Slow(running.call, running.since_s, times)
+            self._slow[_key(running.call)] = _SlowCall(running.call, running.since_s, times)
             return running.call
 
-    def slow(self) -> list[SlowCall]:
-        """The calls that are left out."""
-        now_s = self._clock()
+    def slow(self) -> dict[str, str]:
+        """The calls that are left out since they were slow, and for people how slow."""
         with self._lock:
-            return [
-                SlowCall(one.call, now_s - one.since_s if one.took_s is None else one.took_s, one.took_s is not None)
+            return {
+                one.call: f"has not returned for {self._clock() - one.since_s:.1f} s and is left out"
+                if one.took_s is None
+                else f"took {one.took_s:.1f} s and is left out until it is quick again"
                 for one in self._slow.values()
-            ]
+            }
 
     def leaves_out(self, call: str) -> bool:
         """Whether the call is not made in this reading."""
@@ -181,21 +194,30 @@ class Calls:
 
     def ask(self, function: str, handle: Handle, *arguments: Any) -> Any:
         """What pynvml's ``function`` gives. Raises Lost, NvmlError."""
-        return self._do(function, lambda: self._nvml.ask(function, handle, *arguments))
+        return self.make(function, lambda nvml: nvml.ask(function, handle, *arguments))
 
     def fields(
         self, handle: Handle, numbers: Sequence[FieldId], name: str = "nvmlDeviceGetFieldValues"
     ) -> list[FieldValue]:
         """What nvmlDeviceGetFieldValues gives; ``name`` is what it is called in errors. Raises Lost, NvmlError."""
-        return self._do(name, lambda: self._nvml.fields(handle, numbers))
+        return self.make(name, lambda nvml: nvml.fields(handle, numbers))
 
-    def samples(self, handle: Handle, kind: int, since_us: int) -> list[FieldValue]:
-        """What nvmlDeviceGetSamples gives. Raises Lost, NvmlError."""
-        return self._do("nvmlDeviceGetSamples", lambda: self._nvml.samples(handle, kind, since_us))
-
-    def gpm_sample(self) -> GpmSample:
-        """A buffer. Raises Lost, NvmlError."""
-        return self._do("nvmlGpmSampleAlloc", self._nvml.gpm_sample)
+    def optional(self, function: str, handle: Handle | None, what: str = "") -> Any:
+        """What pynvml's ``function`` gives of the GPU, or of none; None where it fails, which is counted, and noted as
+        ``what``. Raises Lost."""
+        try:
+            if handle is None:
+                answer = self.make(function, lambda nvml: nvml.system(function))
+            else:
+                answer = self.ask(function, handle)
+        except NvmlError as error:
+            if what:
+                self.refusals[what] = Tried(self.doing, error.name)
+            if not is_unsupported(error):
+                self.count(self.doing, error.name)
+            return None
+        self.refusals.pop(what, None)
+        return answer
 
     def gpm_free(self, sample: GpmSample) -> None:
         """Give a buffer back, but not while a slow call may write to it. If it fails it is counted."""
@@ -207,31 +229,6 @@ class Calls:
         except NvmlError as error:
             self.count(self.doing, error.name)
 
-    def gpm_metrics(self, older: GpmSample, newer: GpmSample, metrics: Sequence[int]) -> list[FieldValue]:
-        """What nvmlGpmMetricsGet gives. Raises Lost, NvmlError."""
-        return self._do("nvmlGpmMetricsGet", lambda: self._nvml.gpm_metrics(older, newer, metrics))
-
-    def optional(self, function: str, handle: Handle, what: str = "") -> Any:
-        """What pynvml's ``function`` gives; None where it fails, which is counted, and noted as ``what``.
-
-        Raises Lost.
-        """
-        try:
-            answer = self.ask(function, handle)
-        except NvmlError as error:
-            return self._refused(what, error)
-        self.refusals.pop(what, None)
-        return answer
-
-    def system(self, function: str, what: str = "") -> Any:
-        """What pynvml's ``function`` of no GPU gives; None where it fails, which is counted, and noted as ``what``."""
-        try:
-            answer = self._do(function, lambda: self._nvml.system(function))
-        except NvmlError as error:
-            return self._refused(what, error)
-        self.refusals.pop(what, None)
-        return answer
-
     def count(self, call: str, error: str) -> None:
         """A value is left out."""
         self._errors.append((call, error))
@@ -241,23 +238,20 @@ class Calls:
         found, self._errors = self._errors, []
         return found
 
-    def _refused(self, what: str, error: NvmlError) -> None:
-        if what:
-            self.refusals[what] = Tried(self.doing, error.name)
-        if not is_unsupported(error):
-            self.count(self.doing, error.name)
-
-    def _do(self, call: str, work: Callable[[], T]) -> T:
+    def make(self, call: str, work: Callable[[Nvml], T]) -> T:
         """Make a call. Raises Lost, NvmlError, and Left, which nobody here may take for an answer."""
         if self._slow and self.leaves_out(call):
             raise NotReturned
         self.doing = call
         running = self._in_flight = _InFlight(call, self._clock())
         try:
-            answer = work()
+            answer = work(self._nvml)
         except NvmlError as error:
             self._returned(running)
-            raise self._judged(call, error) from None
+            if is_lost(error):
+                self.count(call, error.name)
+                raise Lost(call, error) from None
+            raise
         self._returned(running)
         return answer
 
@@ -269,7 +263,7 @@ class Calls:
             if self._in_flight is not running:
                 if slow is not None:
                     slow.took_s = took_s
-                    slow.again = self._readings + min(LONGEST_WAIT, 1 << (slow.times - 1))
+                    slow.again = self._readings + min(LONGEST_SLOW_WAIT, 1 << (slow.times - 1))
                 raise Left
             self._in_flight = None
             if slow is not None:
@@ -277,13 +271,58 @@ class Calls:
         if took_s > self.slowest[1]:
             self.slowest = (running.call, took_s)
 
-    def _judged(self, call: str, error: NvmlError) -> Exception:
-        if not is_lost(error):
-            return error
-        self.count(call, error.name)
-        return Lost(call, error)
-
 
 def _key(call: str) -> str:
     """What is left out together: all of GPM writes to the same buffers."""
     return "nvmlGpm" if call.startswith("nvmlGpm") else call
+
+
+class _RefusedSource(NamedTuple):
+    why: Tried
+    wait: int
+    again: int
+
+
+class Support:
+    """Which sources of a device's values are asked: one that was refused is asked again, less and less often. Pure.
+
+    A driver may refuse for seconds what it supports, as while a GPU is reset or in use by a profiler. So what has
+    answered once is asked again after 1, 2, 4, ... readings. What has never answered most likely never will.
+    """
+
+    def __init__(self) -> None:
+        self._readings = 0
+        self._answered: set[Hashable] = set()
+        self._refused: dict[Hashable, _RefusedSource] = {}
+
+    def begin(self) -> bool:
+        """A new reading; whether a refused source is to be asked again in it."""
+        self._readings += 1
+        return any(one.again <= self._readings for one in self._refused.values())
+
+    def asks(self, source: Hashable) -> bool:
+        """Whether to ask the source in this reading."""
+        refused = self._refused.get(source)
+        return refused is None or refused.again <= self._readings
+
+    def has_answered(self, source: Hashable) -> bool:
+        """Whether it ever did."""
+        return source in self._answered
+
+    def answer(self, source: Hashable) -> None:
+        """It has answered."""
+        self._answered.add(source)
+        self._refused.pop(source, None)
+
+    def refuse(self, source: Hashable, why: Tried) -> None:
+        """The device does not support it, now at least."""
+        known = source in self._answered
+        first, longest = (FIRST_WAIT, LONGEST_WAIT) if known else (FIRST_UNKNOWN_WAIT, LONGEST_UNKNOWN_WAIT)
+        before = self._refused.get(source)
+        wait = first if before is None else min(longest, 2 * before.wait)
+        self._refused[source] = _RefusedSource(why, wait, self._readings + wait)
+
+    def why(self, source: Hashable) -> Tried | None:
+        """Why it was refused when it was asked last; None if it was not."""
+        refused = self._refused.get(source)
+        return None if refused is None else refused.why

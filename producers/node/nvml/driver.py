@@ -1,17 +1,30 @@
-"""The driver: there, not there, silent, or another one than when this process began.
+"""The driver: there, not there, silent, or another one than when this process began; and when to open it again.
 
-In: nvmlInit, on a thread of its own. Out: how many GPUs there are, or what is wrong.
-State: whether NVML is open, and the last trouble with it.
+In: nvmlInit, on a thread of its own; a short-lived child that loads NVML for itself. Out: how many GPUs there are, or
+what is wrong; the UUIDs of the GPUs that a new process would see, and why NVML is to be opened again: this process sees
+only those that were there when it attached to the driver.
+State: whether NVML is open, and the last trouble with it; the child that runs, at most one; for each GPU, how often
+opening NVML again was in vain, and when it may be tried again.
 On failure: :meth:`Driver.attach` never raises; whoever asks tries again. A nvmlInit that does not return is waited for,
-and there is no second one beside it.
+and there is no second one beside it. A child that fails, is slow or says nonsense gives None, which changes nothing.
+One that can't even be killed is left alone, and there is no other until it has ended.
+
+Why a child: to attach again here, this process would have to detach first. Without persistence mode the driver would
+take that for the end of the GPUs' use, and reset their volatile counters.
 """
 
 import asyncio
 import contextlib
+import json
 import logging
+import subprocess
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence, Set
+from pathlib import Path
 from typing import NamedTuple
+
+import pynvml
 
 from delivery.instruments import Instruments
 from producers.node import instruments as names
@@ -23,6 +36,9 @@ log = logging.getLogger(__name__)
 
 SILENT_AFTER_S = 2.0
 ENDS_WITHIN_S = 5.0
+
+LONGEST_REOPENING_S = 3600.0
+"""Opening NVML for a GPU that does not work afterwards either is tried at least this often."""
 
 _TEXTS = {
     binding.LIBRARY_NOT_FOUND: (
@@ -38,6 +54,26 @@ _TEXTS = {
         " belongs to the library"
     ),
 }
+
+
+_SCRIPT = """
+import json, sys
+sys.path.append(sys.argv[1])
+import pynvml
+
+def works(index):
+    uuid = None
+    try:
+        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+        uuid = pynvml.nvmlDeviceGetUUID(handle)
+        pynvml.nvmlDeviceGetMemoryInfo(handle)
+    except pynvml.NVMLError as error:
+        return uuid if error.value == pynvml.NVML_ERROR_NOT_SUPPORTED else None
+    return uuid
+
+pynvml.nvmlInit()
+print(json.dumps([uuid for uuid in map(works, range(pynvml.nvmlDeviceGetCount())) if uuid]))
+"""
 
 
 class DriverReplaced(Exception):
@@ -76,19 +112,25 @@ class Driver:
 
     async def attach(self, why: str | None) -> None:
         """Open NVML; where ``why`` says why, close it before. Nothing else may be asked of NVML meanwhile."""
-        job = self._worker.ask(self._reattach if why is not None else self._attach)
-        job.add_done_callback(_heed)
+        job = self._worker.ask(lambda: self._attach(again=why is not None))
+        job.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may be that nobody waits any more
         await asyncio.wait([job])
         error = job.exception()
         if error is None:
-            self._attached_now(job.result(), why)
+            self._now, self._trouble, self._worked = job.result(), None, True
+            self._instruments.counter(names.OPENED).inc()
+            again = f", opened again: {why}" if why is not None else ""
+            log.info("NVIDIA driver %s", f"{self._now.version} with {self._now.gpus} GPUs{again}")
         elif isinstance(error, NvmlError):
-            self._failed(error)
+            if self._now is not None or self._trouble is None or self._trouble.code != error.code:
+                log.warning("%s; it is tried again", _text(error))
+            self._now, self._trouble = None, error
+            self.judge(error)
         else:
             raise error
 
     def judge(self, error: NvmlError) -> None:
-        """An error that a call gave: whether the driver has been replaced."""
+        """Find out from an error that a call gave whether the driver has been replaced."""
         if error.code == binding.LIB_RM_VERSION_MISMATCH and self._worked and self.fatal is None:
             self.fatal = DriverReplaced(
                 "the NVIDIA driver was replaced while this process ran, and the library that it has loaded belongs to"
@@ -99,71 +141,122 @@ class Driver:
         """What is wrong with it."""
         if self.fatal is not None:
             return [str(self.fatal)]
-        if self._worker.busy_s() > SILENT_AFTER_S:
-            waited_s = self._worker.busy_s()
+        if (waited_s := self._worker.busy_s()) > SILENT_AFTER_S:
             return [f"the NVIDIA driver does not answer: {self._doing} has not returned for {waited_s:.0f} s"]
         if self._now is None:
             return [_text(self._trouble)]
         return [] if self._now.gpus else ["the NVIDIA driver has no GPU"]
 
     def close(self, *, detach: bool, after: threading.Event) -> None:
-        """Let the thread end, after closing NVML where ``detach`` says that nobody uses it but who ends ``after``."""
+        """Let the thread end. Where ``detach`` says that nobody uses NVML but who ends ``after``, it is closed then."""
+
+        def detach_after() -> None:
+            if after.wait(ENDS_WITHIN_S):
+                self._detach()
+
         if detach and self.attached and not self._worker.busy:
-            self._worker.leave(lambda: self._detach_after(after))
+            self._worker.leave(detach_after)
         self._worker.stop()
 
-    def _detach_after(self, after: threading.Event) -> None:
-        if after.wait(ENDS_WITHIN_S):
+    def _attach(self, *, again: bool) -> _Attached:
+        """Open NVML, on the thread. A driver that does not give its version is used all the same. Raises NvmlError."""
+        if again:
             self._detach()
-
-    def _reattach(self) -> _Attached:
-        self._detach()
-        return self._attach()
-
-    def _attach(self) -> _Attached:
         self._doing = "nvmlInit"
         self._nvml.init()
+        self._doing = "nvmlSystemGetDriverVersion"
         try:
-            version = self._version()
-            self._doing = "nvmlDeviceGetCount"
+            version = self._nvml.driver_version()
+        except NvmlError as error:
+            version = f"of a version that it does not tell ({error.name})"
+        self._doing = "nvmlDeviceGetCount"
+        try:
             return _Attached(version, self._nvml.count())
         except NvmlError:
             self._detach()
             raise
-
-    def _version(self) -> str:
-        """The driver's version; one that does not tell it is used all the same."""
-        self._doing = "nvmlSystemGetDriverVersion"
-        try:
-            return self._nvml.driver_version()
-        except NvmlError as error:
-            return f"of a version that it does not tell ({error.name})"
 
     def _detach(self) -> None:
         self._doing = "nvmlShutdown"
         with contextlib.suppress(NvmlError):  # it is not open any more
             self._nvml.shutdown()
 
-    def _attached_now(self, now: _Attached, why: str | None) -> None:
-        self._now, self._trouble, self._worked = now, None, True
-        self._instruments.counter(names.OPENED).inc()
-        again = f", opened again: {why}" if why is not None else ""
-        log.info("NVIDIA driver %s", f"{now.version} with {now.gpus} GPUs{again}")
-
-    def _failed(self, error: NvmlError) -> None:
-        if self._now is not None or self._trouble is None or self._trouble.code != error.code:
-            log.warning("%s; it is tried again", _text(error))
-        self._now, self._trouble = None, error
-        self.judge(error)
-
-
-def _heed(job: "asyncio.Future[_Attached]") -> None:
-    """Take note of the outcome, so that nobody complains where none waits for it any more."""
-    if not job.cancelled():
-        job.exception()
-
 
 def _text(trouble: NvmlError | None) -> str:
     if trouble is None:
         return "the NVIDIA driver has not been asked yet"
     return _TEXTS.get(trouble.code, f"the NVIDIA driver can't be opened: {trouble.name}")
+
+
+class Census:
+    """Asks a child which GPUs work for a new process. ``command`` is for tests."""
+
+    def __init__(self, *, within_s: float = 10.0, command: Sequence[str] | None = None) -> None:
+        self._within_s = within_s
+        self._command = command or (sys.executable, "-I", "-S", "-c", _SCRIPT, str(Path(pynvml.__file__).parent))
+        self._worker = Worker("nvml-census")
+        self._child: subprocess.Popen[bytes] | None = None
+
+    async def take(self) -> frozenset[str] | None:
+        """The UUIDs of the GPUs that work; None where that can't be found out now."""
+        if self._worker.busy:
+            return None
+        return await self._worker.ask(self._count)
+
+    def close(self) -> None:
+        """End the child, without waiting for its end."""
+        self._worker.stop()
+        if (child := self._child) is not None:
+            child.kill()
+
+    def _count(self) -> frozenset[str] | None:
+        if self._child is not None and self._child.poll() is None:
+            return None
+        devnull, pipe = subprocess.DEVNULL, subprocess.PIPE
+        try:
+            child = subprocess.Popen(self._command, stdin=devnull, stdout=pipe, stderr=devnull)  # noqa: S603 - ours
+        except OSError:  # no process or no memory is to be had
+            return None
+        self._child = child
+        try:
+            said, _ = child.communicate(timeout=self._within_s)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            if child.stdout is not None:
+                child.stdout.close()
+            return None
+        return parse_census(said) if child.returncode == 0 else None
+
+
+def parse_census(said: bytes) -> frozenset[str] | None:
+    """The UUIDs that a child names; None where it says something else."""
+    try:
+        uuids = json.loads(said)
+    except ValueError:
+        return None
+    if not isinstance(uuids, list) or not all(isinstance(uuid, str) and uuid for uuid in uuids):
+        return None
+    return frozenset(uuids)
+
+
+class Reopening:
+    """Why NVML is to be opened again. For a GPU that does not work afterwards either it is opened again less and less
+    often: that interrupts the others."""
+
+    def __init__(self, first_s: float, clock: Callable[[], float]) -> None:
+        self._first_s, self._clock = first_s, clock
+        self._tried: dict[str, tuple[int, float]] = {}  # how often, and when it may be tried again
+
+    def worked(self, uuid: str) -> None:
+        """The GPU answered."""
+        self._tried.pop(uuid, None)
+
+    def why(self, seen: Set[str], working: Set[str | None]) -> str | None:
+        """Why NVML is to be opened again, where ``seen`` are the GPUs that work for a new process, and ``working``
+        those that work for this one."""
+        now_s = self._clock()
+        missing = sorted(uuid for uuid in seen - working if now_s >= self._tried.get(uuid, (0, now_s))[1])
+        for uuid in missing:
+            times, _ = self._tried.get(uuid, (-1, now_s))
+            self._tried[uuid] = times + 1, now_s + min(LONGEST_REOPENING_S, self._first_s * 2 ** (times + 1))
+        return f"{', '.join(missing)} would answer a new process, and not this one" if missing else None

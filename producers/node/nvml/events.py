@@ -1,11 +1,14 @@
-"""XID errors, as the driver tells them: a thread of its own waits for them, whatever the ticks do.
+"""XID errors, as the driver reports them: a thread of its own waits for them, whatever the ticks do.
 
-In: NVML's events of every GPU. Out: each :class:`Xid`, to whoever is to be told, on the event loop's thread.
-State: the set of events that is waited on, the GPUs in it, and those that could not be taken into it yet.
-On failure: a GPU that can't be asked is asked again after 5 s; one that tells no XID errors after a minute, and then
-ever less often, because a driver may say so in passing. A set that fails, as by the loss of a GPU, is made again, after
-a rest that grows. A wait that does not return holds up nobody but whoever opens NVML again.
-Source: nvml.h. What happened before the registration is not told; a wait may end early, with nothing.
+In: NVML's events of every GPU, and its devices. Out: each :class:`Xid`, on the event loop's thread; ``events`` and
+``xids`` of gpu.samples, and a line of log each.
+State: the set of events that is waited on, the GPUs in it, and those that could not be taken into it yet; by device how
+many there were of each code since the start, and those that no tick has had yet. Both are bounded: past its bounds an
+error is only counted.
+On failure: a GPU that can't be asked is asked again after 5 s; one that reports no XID errors after a minute, and then
+less and less often, because a driver may refuse for a moment. A set that fails, as by the loss of a GPU, is made again,
+after a rest that grows. A wait that does not return holds up only the next opening of NVML.
+Source: nvml.h. What happened before the registration is not reported; a wait may end early, with nothing.
 """
 
 import asyncio
@@ -15,10 +18,20 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from producers.node.nvml.binding import FUNCTION_NOT_FOUND, NOT_SUPPORTED, EventSet, Handle, Nvml, NvmlError, Told
+from delivery.instruments import Instruments
+from producers.node import instruments as names
+from producers.node.nvml.binding import (
+    FUNCTION_NOT_FOUND,
+    NOT_SUPPORTED,
+    EventSet,
+    Handle,
+    Nvml,
+    NvmlError,
+    NvmlEvent,
+)
 from producers.node.nvml.calls import Tried, is_lost, is_unsupported
 from producers.node.nvml.worker import Worker
 
@@ -27,17 +40,27 @@ log = logging.getLogger(__name__)
 XID_EVENT = 8
 
 WAIT_MS = 500
-"""So long it takes at most to end the wait."""
+"""Ending the wait takes so long at most."""
 
 AT_ONCE = 1024
-"""Events that are taken before the loop is told."""
+"""Events that are taken before the loop gets them."""
 
 MISSING_EVERY_S = 5.0
 UNSUPPORTED_EVERY_S = 60.0
-"""How long a GPU that tells no XID errors is left alone at first; each further time twice as long."""
+"""How long a GPU that reports no XID errors is left alone at first; each further time twice as long."""
 
 LONGEST_UNSUPPORTED_S = 3600.0
 LONGEST_REST_S = 60.0
+
+MOST_EVENTS = 64
+"""Of one device in one tick."""
+
+UNKNOWN_XID = 999
+"""NVML's own code for an unknown error; here also for codes that can't be, and those past the bound."""
+
+_LARGEST_CODE = 0xFFFF
+_MOST_CODES = 64
+_MOST_DEVICES = 1024
 
 
 class Xid(NamedTuple):
@@ -59,17 +82,17 @@ class _Seen(NamedTuple):
 
 
 class Events:
-    """All methods are for the event loop's thread. ``tell`` gets each XID error, ``count`` each call that failed."""
+    """All methods are for the event loop's thread. ``take`` gets each XID error, ``count`` each call that failed."""
 
     def __init__(
         self,
         nvml: Nvml,
         *,
-        tell: Callable[[Xid], None],
+        take: Callable[[Xid], None],
         count: Callable[[str, str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._nvml, self._tell, self._count, self._clock = nvml, tell, count, clock
+        self._nvml, self._take, self._count, self._clock = nvml, take, count, clock
         self._worker = Worker("nvml-events", clock)
         self._watch = _Watch(nvml, clock)
         self._added: set[int] = set()
@@ -81,7 +104,7 @@ class Events:
         return self._worker.busy
 
     def refusals(self) -> dict[int, Tried]:
-        """The GPUs, by index, whose XID errors are not told, and why."""
+        """The GPUs, by index, that report no XID errors, and why."""
         useless = self._watch.useless
         return dict(self._watch.refusals) if useless is None else dict.fromkeys(self._added, useless)
 
@@ -115,16 +138,16 @@ class Events:
         return ended
 
     def _ask(self, watch: "_Watch") -> None:
-        self._worker.ask(watch.run).add_done_callback(functools.partial(self._take, watch))
+        self._worker.ask(watch.run).add_done_callback(functools.partial(self._settle, watch))
 
-    def _take(self, watch: "_Watch", done: "asyncio.Future[_Seen]") -> None:
+    def _settle(self, watch: "_Watch", done: "asyncio.Future[_Seen]") -> None:
         if done.cancelled():
             return
         if (fault := done.exception()) is not None:
             log.error("XID errors can't be read any more", exc_info=fault)
             return
         for xid in done.result().xids:
-            self._tell(xid)
+            self._take(xid)
         for call, error in done.result().errors:
             self._count(call, error)
         if not (watch.ended or self.busy):
@@ -132,7 +155,7 @@ class Events:
 
 
 class _Watch:
-    """The set of events of NVML as it is open now. ``useless``: why no GPU is ever told of.
+    """The set of events of NVML as it is open now. ``useless``: why no GPU ever reports anything.
 
     All else but ``ending``, ``new`` and ``refusals`` is for the thread.
     """
@@ -158,13 +181,23 @@ class _Watch:
         return self.useless is not None or idle or self.ending.is_set()
 
     def run(self) -> _Seen:
-        """Wait until there is something to tell."""
+        """Wait until something happens. If the set fails, it is of no use any more; a driver that lacks the call is not
+        asked for another one."""
         seen = _Seen([], [])
         while not (self.ended or seen.xids or seen.errors):
             try:
                 self._step(seen)
             except NvmlError as error:
-                self._failed(error, seen)
+                self.close()
+                why = Tried(self._doing, error.name)
+                self.refusals = dict.fromkeys(self._handles, why)
+                if error.code == FUNCTION_NOT_FOUND:
+                    self.useless = why
+                elif is_unsupported(error):
+                    self._rest_s = LONGEST_REST_S
+                else:
+                    seen.errors.append((self._doing, error.name))
+                    self._rest_s = min(LONGEST_REST_S, max(1.0, 2 * self._rest_s))
         if self.ended:
             self.close()
         return seen
@@ -176,96 +209,124 @@ class _Watch:
             with contextlib.suppress(NvmlError):  # it is void already
                 self._nvml.free(events)
 
-    def _failed(self, error: NvmlError, seen: _Seen) -> None:
-        """The set is of no use any more. A driver that lacks the call is not asked for another one."""
-        self.close()
-        why = Tried(self._doing, error.name)
-        self.refusals = dict.fromkeys(self._handles, why)
-        if error.code == FUNCTION_NOT_FOUND:
-            self.useless = why
-        elif is_unsupported(error):
-            self._rest_s = LONGEST_REST_S
-        else:
-            seen.errors.append((self._doing, error.name))
-            self._rest_s = min(LONGEST_REST_S, max(1.0, 2 * self._rest_s))
-
     def _step(self, seen: _Seen) -> None:
+        """Make a new set if there is none, after a rest if the last one failed; take the GPUs into it that are due to
+        be asked; wait once. Raises NvmlError."""
         while not self.new.empty():
             gpu, self._handles[gpu] = self.new.get()
             self._ask_at_s[gpu] = self._clock()
         if self._events is None:
-            self._begin()
-        self._register(seen)
-        if self._indexes:
-            self._wait(seen)
-        else:
-            self.ending.wait(WAIT_MS / 1000)
-
-    def _begin(self) -> None:
-        """A new set, after a rest if the last one failed."""
-        if self.ending.wait(self._rest_s):
-            return
-        self._doing = "nvmlEventSetCreate"
-        self._events = self._nvml.events()
-        self._indexes, self._ask_at_s = {}, dict.fromkeys(self._handles, self._clock())
-
-    def _register(self, seen: _Seen) -> None:
-        """Take the GPUs into the set that are not in it yet, and are due to be asked."""
+            if self.ending.wait(self._rest_s):
+                return
+            self._doing = "nvmlEventSetCreate"
+            self._events = self._nvml.events()
+            self._indexes, self._ask_at_s = {}, dict.fromkeys(self._handles, self._clock())
         now_s = self._clock()
         for gpu in sorted(gpu for gpu, at_s in self._ask_at_s.items() if at_s <= now_s):
             try:
-                self._register_one(gpu, self._handles[gpu])
+                self._register(gpu, self._events)
             except NvmlError as error:
                 self.refusals = {**self.refusals, gpu: Tried(self._doing, error.name)}
-                self._ask_at_s[gpu] = now_s + self._wait_after(error, gpu)
-                if not (is_unsupported(error) or is_lost(error)):  # of a lost one whoever reads its values says so
+                wait_s = MISSING_EVERY_S
+                if is_unsupported(error):
+                    last_s = self._unsupported_s.get(gpu, UNSUPPORTED_EVERY_S / 2)
+                    wait_s = self._unsupported_s[gpu] = min(LONGEST_UNSUPPORTED_S, 2 * last_s)
+                elif not is_lost(error):  # whoever reads the values of a lost one says so
                     seen.errors.append((self._doing, error.name))
+                self._ask_at_s[gpu] = now_s + wait_s
+        if self._indexes:
+            self._wait(self._events, seen)
+        else:
+            self.ending.wait(WAIT_MS / 1000)
 
-    def _wait_after(self, error: NvmlError, gpu: int) -> float:
-        """After how many seconds a GPU is asked again that could not be taken into the set."""
-        if not is_unsupported(error):
-            return MISSING_EVERY_S
-        last_s = self._unsupported_s.get(gpu, UNSUPPORTED_EVERY_S / 2)
-        self._unsupported_s[gpu] = min(LONGEST_UNSUPPORTED_S, 2 * last_s)
-        return self._unsupported_s[gpu]
-
-    def _register_one(self, gpu: int, handle: Handle) -> None:
-        if self._events is None or self.ending.is_set():
+    def _register(self, gpu: int, events: EventSet) -> None:
+        """Take a GPU into the set. Raises NvmlError."""
+        if self.ending.is_set():
             return
+        handle = self._handles[gpu]
         self._doing = "nvmlDeviceGetSupportedEventTypes"
         if not self._nvml.ask(self._doing, handle) & XID_EVENT:
             raise NvmlError(NOT_SUPPORTED)
         self._doing = "nvmlDeviceRegisterEvents"
-        self._nvml.register(handle, XID_EVENT, self._events)
+        self._nvml.register(handle, XID_EVENT, events)
         self._indexes[self._nvml.address(handle)] = gpu
         del self._ask_at_s[gpu]
         self._unsupported_s.pop(gpu, None)
         self.refusals = {index: why for index, why in self.refusals.items() if index != gpu}
 
-    def _wait(self, seen: _Seen) -> None:
-        """Take what there is, waiting for the first."""
-        if self._events is None:
-            return
+    def _wait(self, events: EventSet, seen: _Seen) -> None:
+        """Take what there is, waiting for the first. Raises NvmlError."""
         self._doing = "nvmlEventSetWait"
         began_s = self._clock()
         try:
-            told = self._nvml.wait(self._events, WAIT_MS)
+            event = self._nvml.wait(events, WAIT_MS)
         except NvmlError:
-            with contextlib.suppress(NvmlError):  # what a GPU was lost by may stand behind the news that it is
-                self._take(self._events, self._nvml.wait(self._events, 0), seen)
+            with contextlib.suppress(NvmlError):  # the error that a GPU was lost by may stand behind its loss
+                self._take(events, self._nvml.wait(events, 0), seen)
             raise
         self._rest_s = 0.0
-        if told is None and self._clock() - began_s < WAIT_MS / 2000:
+        if event is None and self._clock() - began_s < WAIT_MS / 2000:
             self.ending.wait(WAIT_MS / 1000)  # it has not waited
-        self._take(self._events, told, seen)
+        self._take(events, event, seen)
 
-    def _take(self, events: EventSet, told: Told | None, seen: _Seen) -> None:
-        """Take an event and those behind it."""
-        while told is not None:
-            if told.kind & XID_EVENT:
-                seen.xids.append(self._xid(told))
-            told = self._nvml.wait(events, 0) if len(seen.xids) < AT_ONCE else None
+    def _take(self, events: EventSet, event: NvmlEvent | None, seen: _Seen) -> None:
+        """Take an event and those behind it. Raises NvmlError."""
+        while event is not None:
+            if event.kind & XID_EVENT:
+                now_ms, gpu = time.time_ns() // 1_000_000, self._indexes.get(event.address)
+                seen.xids.append(Xid(gpu, event.data, now_ms, event.gpu_instance, event.compute_instance))
+            event = self._nvml.wait(events, 0) if len(seen.xids) < AT_ONCE else None
 
-    def _xid(self, told: Told) -> Xid:
-        now_ms = time.time_ns() // 1_000_000
-        return Xid(self._indexes.get(told.address), told.data, now_ms, told.gpu_instance, told.compute_instance)
+
+class Xids:
+    """XID errors by device: those of this tick, and how many there were of each code since the start. All methods are
+    for the event loop's thread."""
+
+    def __init__(self, instruments: Instruments) -> None:
+        self._instruments = instruments
+        self._counts: dict[str, dict[str, int]] = {}
+        self._unsent: dict[str, list[dict[str, Any]]] = {}
+
+    def note(self, xid: Xid, known: Sequence[Mapping[str, Any]]) -> None:
+        """Take an error. ``known``: its GPU and that one's MIG devices; nothing where they are not known.
+
+        A line of log for each code and device; an error of an instance is of its MIG devices, else of the GPU.
+        """
+        code = xid.code if 0 <= xid.code <= _LARGEST_CODE else UNKNOWN_XID
+        devices = [device for device in known if _is_of(device.get("mig"), xid)] or known[:1]
+        self._instruments.counter(names.XIDS, "device" if devices else "unknown_device").inc()
+        if not devices:
+            what = f"{code} of a GPU that is not known"
+            log.warning("XID %s", what, extra={"xid": code, "gpu_index": xid.gpu, "ts_ms": xid.ts_ms})
+        for device in devices:
+            uuid, mig = device["uuid"], device.get("mig")
+            counts = self._counts.setdefault(uuid, {})
+            key = str(code) if str(code) in counts or len(counts) < _MOST_CODES else str(UNKNOWN_XID)
+            counts[key] = counts.get(key, 0) + 1
+            if len(self._counts) > _MOST_DEVICES:
+                oldest = next(iter(self._counts))
+                self._counts.pop(oldest)
+                self._unsent.pop(oldest, None)
+            unsent = self._unsent.setdefault(uuid, [])
+            if len(unsent) < MOST_EVENTS:
+                unsent.append({"kind": "xid", "code": code, "ts_ms": xid.ts_ms})
+            who = {"gpu_uuid": uuid if mig is None else mig["parent_uuid"], "gpu_index": device.get("index")}
+            extra = {**who, **({} if mig is None else {"gpu_mig_uuid": uuid}), "xid": code, "ts_ms": xid.ts_ms}
+            log.warning("XID %s", f"{code} of {uuid}", extra=extra)
+
+    def onto(self, devices: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The devices of a tick with their errors; each error is in one tick, the next that has its device."""
+        found = []
+        for device in devices:
+            if (counts := self._counts.get(device["uuid"])) is not None:
+                events = self._unsent.pop(device["uuid"], None)
+                device = {**device, "xids": dict(counts), **({"events": events} if events else {})}
+            found.append(device)
+        return found
+
+
+def _is_of(mig: Mapping[str, Any] | None, xid: Xid) -> bool:
+    """Whether an error is of a MIG device's instance."""
+    if mig is None or xid.gpu_instance is None or mig.get("gpu_instance") != xid.gpu_instance:
+        return False
+    return xid.compute_instance is None or mig.get("compute_instance") in (None, xid.compute_instance)

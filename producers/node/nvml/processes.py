@@ -2,24 +2,22 @@
 
 In: NVML's lists of processes, their control groups. Out: processes as in gpu.samples.
 State: which lists the device has; the newest utilization seen, and until when.
-On failure: if a list can't be had that the device has, there are no processes at all this time (a part of them would
-look like all). If the utilization can't, the processes come without. What the device does not support is asked again
+On failure: if a list can't be had that the device has, there are no processes at all this time: a part of them would
+look like all. If the utilization can't, the processes come without. What the device does not support is asked again
 later.
 Source: nvml.h. A process that did nothing in the last sample period has no utilization sample: that is 0.
 """
 
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-from producers.node.cgroups import ProcessPlace
-from producers.node.nvml import binding, values
+from producers.node.cgroups import Places
+from producers.node.nvml import binding
 from producers.node.nvml.binding import Handle, NvmlError
-from producers.node.nvml.calls import IMPLAUSIBLE, Calls, LeftOut, Tried, is_unsupported
-from producers.node.nvml.driver_samples import Newest
-from producers.node.nvml.support import Support
-from producers.node.nvml.table import LARGEST_MEMORY_BYTES
-from producers.node.nvml.values import Absent, Limits, Scale
+from producers.node.nvml.calls import IMPLAUSIBLE, Calls, LeftOut, Support, Tried, is_refused, is_unsupported
+from producers.node.nvml.sources import Newest
+from producers.node.nvml.table import LARGEST_MEMORY_BYTES, Limits, Scale, measured
 
 LISTS: tuple[tuple[str, ...], ...] = tuple(
     (f"nvmlDeviceGet{kind}RunningProcesses_v3", f"nvmlDeviceGet{kind}RunningProcesses_v2")
@@ -37,15 +35,9 @@ _RATIO = Limits(0, 1)
 _PERCENT = Scale(per=100)
 
 
-class Placing(Protocol):
-    """What is needed of :class:`producers.node.cgroups.Places`."""
-
-    def of(self, pid: int) -> ProcessPlace | None:
-        """Where a process belongs; None: it can't be seen."""
-
-
-class Found(NamedTuple):
-    """The processes as in gpu.samples, None where they can't be had, and of which kind each pid is."""
+class DeviceProcesses(NamedTuple):
+    """The processes as in gpu.samples, None where they can't be had, and of which kind each pid is, as the instrument
+    ``gpustream_node_processes`` has it."""
 
     rows: list[dict[str, Any]] | None
     kinds: Mapping[int, str]
@@ -62,7 +54,7 @@ class Processes:
         self,
         calls: Calls,
         handle: Handle,
-        places: Placing,
+        places: Places,
         *,
         cut: bool = False,
         clock: Callable[[], float] = time.monotonic,
@@ -75,8 +67,8 @@ class Processes:
         self._errors: dict[str, str] = {}
         self._left_out: dict[str, Sequence[str]] = {}
 
-    def read(self) -> Found:
-        """Those of this moment, each once. Raises Lost."""
+    def read(self) -> DeviceProcesses:
+        """Those of this moment, each once; what is not known of one is left out. Raises Lost."""
         self._left_out.clear()
         self._support.begin()
         try:
@@ -85,13 +77,22 @@ class Processes:
             memory = None
         if memory is None:
             self._left_out["processes"] = [name for names in LISTS for name in names]
-            return Found(None, {})
-        ratios = self._ratio_of(memory) if memory else None
+            return DeviceProcesses(None, {})
+        ratios = self._utilization(memory) if memory else None
         if memory and ratios is None:
             self._left_out["processes.sm_utilization_ratio"] = UTILIZATION
-        placed = [(pid, held, self._places.of(pid)) for pid, held in memory.items()]
-        rows = [_row(pid, held, ratios, place) for pid, held, place in placed]
-        return Found(rows, {pid: _kind(place) for pid, _, place in placed})
+        rows, kinds = [], {}
+        for pid, held in memory.items():
+            place = self._places.of(pid)
+            ratio = None if ratios is None else ratios.get(pid, 0.0)
+            row = {"pid": pid, "memory_used_bytes": held, "sm_utilization_ratio": ratio}
+            if place is None:
+                kinds[pid] = "unseen"
+            else:
+                row |= place._asdict()
+                kinds[pid] = "host" if place.pod_uid is None and place.job_id is None else "attributed"
+            rows.append({key: value for key, value in row.items() if value is not None})
+        return DeviceProcesses(rows, kinds)
 
     def left_out(self) -> LeftOut:
         """What the last reading could not have of them."""
@@ -101,7 +102,10 @@ class Processes:
         }
 
     def _memory(self) -> dict[int, int | None] | None:
-        """What each process holds, None where that is not known; None where the device lists no processes."""
+        """What each process holds, None where that is not known; None where the device lists no processes.
+
+        Raises Lost, _Failed.
+        """
         found: dict[int, int | None] = {}
         listed = False
         for names in LISTS:
@@ -110,21 +114,20 @@ class Processes:
                 raise _Failed
             listed = listed or answer is not None
             for process in answer or ():
-                held = self._held(process.usedGpuMemory)
-                found[process.pid] = _larger(found.get(process.pid), held)
+                held = process.usedGpuMemory
+                if held is not None and measured(held, 64, Scale(), _MEMORY) is None:
+                    self._calls.count("usedGpuMemory", IMPLAUSIBLE)
+                    held = None
+                known = [one for one in (found.get(process.pid), held) if one is not None]
+                found[process.pid] = max(known, default=None)  # it may be in two lists
         return found if listed else None
 
-    def _held(self, raw: int | None) -> int | None:
-        if raw is None:
-            return None
-        held = values.measured(raw, 64, Scale(), _MEMORY)
-        if isinstance(held, Absent):
-            self._calls.count("usedGpuMemory", IMPLAUSIBLE)
-            return None
-        return raw
+    def _utilization(self, pids: Container[int]) -> Mapping[int, float | None] | None:
+        """How busy each process keeps the device, None where that can't be, which is counted; those that are not there
+        did nothing. None: it can't be said.
 
-    def _ratio_of(self, pids: Container[int]) -> Mapping[int, float | None] | None:
-        """How busy each process keeps the device; those that are not there did nothing. None: it can't be said."""
+        The driver also has samples of processes that have ended, and of none: those are of no use.
+        """
         since_us = self._newest.since_us() or 0
         try:
             samples = self._first_supported(UTILIZATION, since_us)
@@ -134,31 +137,23 @@ class Processes:
             return None
         now_s, new = self._clock(), [one for one in samples if self._newest.is_new(one.timeStamp)]
         if new or now_s - self._sampled_s > SAMPLE_PERIOD_S:
-            self._ratios, self._sampled_s = self._of_newest(new, pids), now_s
+            self._ratios, self._sampled_s = {}, now_s
+            self._newest.read(sample.timeStamp for sample in new)
+            for sample in sorted(new, key=lambda sample: int(sample.timeStamp)):
+                if sample.pid in pids:
+                    self._ratios[sample.pid] = ratio = measured(sample.smUtil, 32, _PERCENT, _RATIO)
+                    if ratio is None:
+                        self._calls.count("smUtil", IMPLAUSIBLE)
         return self._ratios
 
-    def _of_newest(self, new: Sequence[Any], pids: Container[int]) -> dict[int, float | None]:
-        """The newest sample of each process; None where it can't be, which is counted. The driver also has samples of
-        processes that have ended, and of none: those are of no use."""
-        self._newest.read(sample.timeStamp for sample in new)
-        ordered = sorted(new, key=lambda sample: int(sample.timeStamp))
-        return {sample.pid: self._ratio(sample.smUtil) for sample in ordered if sample.pid in pids}
-
-    def _ratio(self, raw: int) -> float | None:
-        ratio = values.measured(raw, 32, _PERCENT, _RATIO)
-        if not isinstance(ratio, Absent):
-            return ratio
-        self._calls.count("smUtil", IMPLAUSIBLE)
-        return None
-
     def _first_supported(self, names: Sequence[str], *arguments: Any) -> Sequence[Any] | None:
-        """What the first of these answers that the device supports; None if it supports none. Raises _Failed."""
+        """What the first of these answers that the device supports; None if it supports none. Raises Lost, _Failed."""
         for name in filter(self._support.asks, names):
             try:
-                found = self._listed(name, *arguments)
+                found = self._list(name, *arguments)
             except NvmlError as error:
                 self._errors[name] = error.name
-                if not (is_unsupported(error) or (self._cut and error.code == binding.INVALID_ARGUMENT)):
+                if not (is_refused(error) if self._cut else is_unsupported(error)):
                     self._calls.count(name, error.name)
                     raise _Failed from None
                 self._support.refuse(name, Tried(name, error.name))
@@ -168,43 +163,14 @@ class Processes:
                 return found
         return None
 
-    def _listed(self, name: str, *arguments: Any) -> Sequence[Any]:
+    def _list(self, name: str, *arguments: Any, again: bool = True) -> Sequence[Any]:
         """A list; one that grew while it was asked for is asked for once more. Raises NvmlError, Lost."""
-        try:
-            return self._found(name, *arguments)
-        except NvmlError as error:
-            if error.code != binding.INSUFFICIENT_SIZE:
-                raise
-            return self._found(name, *arguments)
-
-    def _found(self, name: str, *arguments: Any) -> Sequence[Any]:
         try:
             found: Sequence[Any] = self._calls.ask(name, self.handle, *arguments)
         except NvmlError as error:
-            if error.code != binding.NOT_FOUND:
-                raise
-            return ()
+            if error.code == binding.NOT_FOUND:
+                return ()
+            if error.code == binding.INSUFFICIENT_SIZE and again:
+                return self._list(name, *arguments, again=False)
+            raise
         return found
-
-
-def _larger(one: int | None, other: int | None) -> int | None:
-    """Of a process that is in two lists."""
-    return other if one is None else one if other is None else max(one, other)
-
-
-def _row(
-    pid: int, held: int | None, ratios: Mapping[int, float | None] | None, place: ProcessPlace | None
-) -> dict[str, Any]:
-    """A process as in gpu.samples; what is not known is left out."""
-    ratio = None if ratios is None else ratios.get(pid, 0.0)
-    found = {"pid": pid, "memory_used_bytes": held, "sm_utilization_ratio": ratio}
-    if place is not None:
-        found.update(place._asdict())
-    return {key: value for key, value in found.items() if value is not None}
-
-
-def _kind(place: ProcessPlace | None) -> str:
-    """As the instrument ``gpustream_node_processes`` has it."""
-    if place is None:
-        return "unseen"
-    return "host" if place.pod_uid is None and place.job_id is None else "attributed"

@@ -1,27 +1,40 @@
-"""What is asked of a device for each key of the catalogue: the sources in order of preference, units, limits.
+"""What is asked of a device for each key of the catalogue, and how NVML's numbers become the catalogue's.
 
-The first source that a device supports is used; those of the catalogue's own column come first. The numbers of PCIe
-come from byte counters: nvmlDeviceGetPcieThroughput measures for 20 ms in each direction, so it is never asked.
+In: raw numbers and how wide they are. Out: numbers in base units, within limits; None where there is none. Pure.
 
-Source: nvml.h for calls, fields and units. The limits are far beyond any device, and far below any garbage. No device
-has a memory of 0 bytes, or a power limit of 0 W.
+A row names its sources in order of preference: the first one that a device supports is used, and those of the
+catalogue's own column come first. The numbers of PCIe come from byte counters: nvmlDeviceGetPcieThroughput measures for
+20 ms in each direction, so it is never asked.
+
+Source: nvml.h for calls, fields and units; it writes "not available" as all ones of the type. DCGM, whose numbers pass
+through some layers, writes it as 2^31 - 16 and 2^63 - 16 (and three more above each); some calls as -1. The limits are
+far beyond any device, and far below any garbage. No device has a memory of 0 bytes, or a power limit of 0 W.
 """
 
 from typing import Any, Final, NamedTuple
 
-from producers.node.nvml.values import Limits, Scale
+
+class Scale(NamedTuple):
+    """How a raw number becomes one in base units: ``times``, then ``per``, which keeps 93 % exactly 0.93."""
+
+    times: int = 1
+    per: int = 1
+
+
+class Limits(NamedTuple):
+    """The smallest and the largest value, in base units, that a device can have; what is over the largest by at most
+    ``slack``, as what is measured may be, is the largest."""
+
+    low: float
+    high: float
+    slack: float = 0.0
 
 
 class Call(NamedTuple):
     """One of pynvml's functions, and what it is asked beside the handle."""
 
-    function: str
+    name: str
     arguments: tuple[Any, ...] = ()
-
-    @property
-    def name(self) -> str:
-        """What errors are counted by."""
-        return self.function
 
 
 class Field(NamedTuple):
@@ -31,7 +44,7 @@ class Field(NamedTuple):
     name: str
 
 
-class Metric(NamedTuple):
+class GpmMetric(NamedTuple):
     """One of the metrics of GPM, which gives all that are wanted in one call."""
 
     number: int
@@ -45,22 +58,22 @@ class Sampled(NamedTuple):
     name: str
 
 
-class Linked(NamedTuple):
-    """Errors that each NVLink counts, by this field, or where it has not that one by the field ``later``."""
+class LinkErrors(NamedTuple):
+    """Errors that each NVLink counts, by this field, or if it does not have that one, by the field ``later``."""
 
     number: int
     name: str
     later: int | None = None
 
 
-class Source(NamedTuple):
+class ValueSource(NamedTuple):
     """Where a value is: what to ask, which part of the answer, how wide (a field says so itself), and its unit.
 
     ``unknown`` is the number that stands for "the device does not know". ``rate``: a counter is read, and what it runs
     per second is the value.
     """
 
-    question: Call | Field | Metric | Sampled | Linked
+    question: Call | Field | GpmMetric | Sampled | LinkErrors
     part: str | int | None = None
     scale: Scale = Scale()
     bits: int = 32
@@ -73,7 +86,7 @@ class Row(NamedTuple):
 
     key: str
     limits: Limits
-    sources: tuple[Source, ...]
+    sources: tuple[ValueSource, ...]
 
 
 MEMORY_V2: Final = 0x02000028
@@ -113,37 +126,39 @@ _MEMORY_V1 = Call("nvmlDeviceGetMemoryInfo")
 _REMAPPED = Call("nvmlDeviceGetRemappedRows")
 
 
-def _of(function: str, *arguments: int, **more: Any) -> Source:
-    return Source(Call(function, arguments), **more)
+def _of(function: str, *arguments: int, **more: Any) -> ValueSource:
+    return ValueSource(Call(function, arguments), **more)
 
 
-def _field(number: int, name: str, scale: Scale = _AS_IS, *, rate: bool = False) -> Source:
-    return Source(Field(number, f"NVML_FI_DEV_{name}"), scale=scale, rate=rate)
+def _field(number: int, name: str, scale: Scale = _AS_IS, *, rate: bool = False) -> ValueSource:
+    return ValueSource(Field(number, f"NVML_FI_DEV_{name}"), scale=scale, rate=rate)
 
 
-def _gpm(number: int, name: str, scale: Scale = _PERCENT) -> Source:
-    return Source(Metric(number, f"NVML_GPM_METRIC_{name}"), scale=scale)
+def _gpm(number: int, name: str, scale: Scale = _PERCENT) -> ValueSource:
+    return ValueSource(GpmMetric(number, f"NVML_GPM_METRIC_{name}"), scale=scale)
 
 
-def _linked(number: int, name: str, later: int | None = None) -> Source:
-    return Source(Linked(number, f"NVML_FI_DEV_NVLINK_ERROR_DL_{name}", later))
+def _linked(number: int, name: str, later: int | None = None) -> ValueSource:
+    return ValueSource(LinkErrors(number, f"NVML_FI_DEV_NVLINK_ERROR_DL_{name}", later))
 
 
 def _spread(stem: str, unit: str, limits: Limits, sampled: Sampled, scale: Scale) -> tuple[Row, ...]:
     """Mean, minimum and maximum of what was sampled in a tick."""
     parts = {"mean": "mean", "min": "minimum", "max": "maximum"}
-    return tuple(Row(f"{stem}_{name}_{unit}", limits, (Source(sampled, part, scale),)) for name, part in parts.items())
+    return tuple(
+        Row(f"{stem}_{name}_{unit}", limits, (ValueSource(sampled, part, scale),)) for name, part in parts.items()
+    )
 
 
-def _memory(part: str) -> tuple[Source, ...]:
+def _memory(part: str) -> tuple[ValueSource, ...]:
     """A part of the memory; an older driver counts what is reserved as used."""
-    found = (Source(_MEMORY, part, bits=64),)
-    return found if part == "reserved" else (*found, Source(_MEMORY_V1, part, bits=64))
+    found = (ValueSource(_MEMORY, part, bits=64),)
+    return found if part == "reserved" else (*found, ValueSource(_MEMORY_V1, part, bits=64))
 
 
 TABLE: tuple[Row, ...] = (
-    Row("gpu_utilization_ratio", _RATIO, (Source(_RATES, "gpu", _PERCENT),)),
-    Row("memory_controller_utilization_ratio", _RATIO, (Source(_RATES, "memory", _PERCENT),)),
+    Row("gpu_utilization_ratio", _RATIO, (ValueSource(_RATES, "gpu", _PERCENT),)),
+    Row("memory_controller_utilization_ratio", _RATIO, (ValueSource(_RATES, "memory", _PERCENT),)),
     Row("encoder_utilization_ratio", _RATIO, (_of("nvmlDeviceGetEncoderUtilization", part=0, scale=_PERCENT),)),
     Row("decoder_utilization_ratio", _RATIO, (_of("nvmlDeviceGetDecoderUtilization", part=0, scale=_PERCENT),)),
     Row("memory_used_bytes", _BYTES, _memory("used")),
@@ -208,10 +223,10 @@ TABLE: tuple[Row, ...] = (
         _COUNT,
         (_of("nvmlDeviceGetTotalEccErrors", 1, 0, bits=64), _field(4, "ECC_DBE_VOL_TOTAL")),
     ),
-    Row("remapped_rows_correctable_total", _ROWS, (Source(_REMAPPED, 0), _field(142, "REMAPPED_COR"))),
-    Row("remapped_rows_uncorrectable_total", _ROWS, (Source(_REMAPPED, 1), _field(143, "REMAPPED_UNC"))),
-    Row("row_remap_pending", _FLAG, (Source(_REMAPPED, 2), _field(144, "REMAPPED_PENDING"))),
-    Row("row_remap_failure", _FLAG, (Source(_REMAPPED, 3), _field(145, "REMAPPED_FAILURE"))),
+    Row("remapped_rows_correctable_total", _ROWS, (ValueSource(_REMAPPED, 0), _field(142, "REMAPPED_COR"))),
+    Row("remapped_rows_uncorrectable_total", _ROWS, (ValueSource(_REMAPPED, 1), _field(143, "REMAPPED_UNC"))),
+    Row("row_remap_pending", _FLAG, (ValueSource(_REMAPPED, 2), _field(144, "REMAPPED_PENDING"))),
+    Row("row_remap_failure", _FLAG, (ValueSource(_REMAPPED, 3), _field(145, "REMAPPED_FAILURE"))),
     Row(
         "ecc_corrected_aggregate_total",
         _COUNT,
@@ -252,3 +267,59 @@ TABLE: tuple[Row, ...] = (
     Row("nvlink_rx_bytes_per_second", _NVLINK, (_gpm(60, "NVLINK_TOTAL_RX_PER_SEC", _MIB),)),
 )
 """Every key of the catalogue. The first call of a device is the first row's that it supports."""
+
+AMBIGUOUS_AFTER_S: Final = 10.0
+"""After so long a counter of 32 bits may have wrapped more than once."""
+
+_BLANK: dict[int, frozenset[float]] = {
+    bits: frozenset({-1, (1 << bits) - 1, *((1 << (bits - 1)) - 16 + more for more in range(4))}) for bits in (32, 64)
+}
+_BLANK[16] = frozenset({-1, 0xFFFF})
+_NONE_BLANK = frozenset({-1.0})
+
+
+class Count(NamedTuple):
+    """A counter as it was read: ``bits`` wide, at ``at_us`` by its own clock (0: it has none) and ``at_s`` by ours,
+    which never steps back."""
+
+    raw: int
+    bits: int
+    at_us: int
+    at_s: float
+
+
+def is_blank(raw: float, bits: int) -> bool:
+    """Whether a number of that width stands for "not available"."""
+    return raw in _BLANK.get(bits, _NONE_BLANK)
+
+
+def measured(raw: object, bits: int, scale: Scale, limits: Limits) -> float | None:
+    """A raw number in base units; None where it is blank, no number, or beyond the limits."""
+    if not isinstance(raw, int | float) or is_blank(raw, bits):
+        return None
+    value = raw * scale.times
+    return within(value / scale.per if scale.per != 1 else value, limits)
+
+
+def within(value: float, limits: Limits) -> float | None:
+    """The value itself, or None; NaN is within nothing."""
+    return min(value, limits.high) if limits.low <= value <= limits.high + limits.slack else None
+
+
+def per_second(last: Count, now: Count) -> float | None:
+    """How fast a counter that may have wrapped once has run; None where that can't be said.
+
+    The time is by the counter's own clock where that agrees with ours within a factor of two, else by ours. Reset to 0,
+    it looks wrapped: of 64 bits far beyond any limit, of 32 bits not to be told from a wrap.
+    """
+    ours_s = now.at_s - last.at_s
+    own_s = (now.at_us - last.at_us) / 1e6 if last.at_us > 0 else 0.0
+    elapsed_s = own_s if ours_s / 2 <= own_s <= ours_s * 2 else ours_s
+    if not elapsed_s > 0 or last.bits != now.bits or (now.bits < 64 and elapsed_s > AMBIGUOUS_AFTER_S):
+        return None
+    return float((now.raw - last.raw) % (1 << now.bits)) / elapsed_s
+
+
+def is_same_reading(last: Count, now: Count) -> bool:
+    """Whether the device gave an answer that it had given before."""
+    return now.at_us > 0 and now.at_us == last.at_us and now.raw == last.raw

@@ -11,23 +11,16 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
-
-
-class _Job(NamedTuple):
-    """What is to be done, and who is to be told the answer and the error; None: nobody."""
-
-    work: Callable[[], Any]
-    tell: Callable[[Any, BaseException | None], object] | None = None
 
 
 class Worker:
     """One thread. All methods are for the event loop's thread."""
 
     def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._clock = clock
         self._since_s: float | None = None
         threading.Thread(target=self._work, name=name, daemon=True).start()
@@ -49,12 +42,23 @@ class Worker:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
         self._since_s = self._clock()
-        self._jobs.put(_Job(work, lambda *outcome: loop.call_soon_threadsafe(self._settle, future, *outcome)))
+
+        def job() -> None:
+            answer: Any = None
+            error: Exception | None = None
+            try:
+                answer = work()
+            except Exception as raised:  # noqa: BLE001 - it is raised where the future is awaited
+                error = raised
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(self._settle, future, answer, error)
+
+        self._jobs.put(job)
         return future
 
     def leave(self, work: Callable[[], None]) -> None:
-        """Do ``work`` as the last thing, for nobody."""
-        self._jobs.put(_Job(work))
+        """Do ``work`` as the last thing, without an answer."""
+        self._jobs.put(work)
 
     def stop(self) -> None:
         """Let the thread end when it has nothing to do any more."""
@@ -62,12 +66,10 @@ class Worker:
 
     def _work(self) -> None:
         for job in iter(self._jobs.get, None):
-            answer, error = _outcome(job.work)
-            if job.tell is not None:
-                with contextlib.suppress(RuntimeError):  # the loop is closed
-                    job.tell(answer, error)
+            with contextlib.suppress(Exception):  # what is left to it is for nobody
+                job()
 
-    def _settle(self, future: "asyncio.Future[Any]", answer: Any, error: BaseException | None) -> None:
+    def _settle(self, future: "asyncio.Future[Any]", answer: Any, error: Exception | None) -> None:
         self._since_s = None
         if future.cancelled():
             return
@@ -75,10 +77,3 @@ class Worker:
             future.set_exception(error)
         else:
             future.set_result(answer)
-
-
-def _outcome(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:
-    try:
-        return work(), None
-    except Exception as error:  # noqa: BLE001 - it is raised where the future is awaited
-        return None, error

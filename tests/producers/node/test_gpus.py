@@ -18,7 +18,7 @@ from producers.node import gpus
 from producers.node import instruments as own
 from producers.node.cgroups import ProcessPlace
 from producers.node.gpus import Gpus, Pace
-from producers.node.nvml import binding, threaded_gpu
+from producers.node.nvml import binding, reader
 from producers.node.nvml.binding import Nvml
 from producers.node.nvml.driver import DriverReplaced
 from producers.node.nvml.events import XID_EVENT
@@ -178,7 +178,7 @@ async def silenced(bench: Bench, *uuids: str) -> None:
     """Nothing that these are asked returns, and every thread that they may have waits."""
     for uuid in uuids:
         bench.nvml.hang(uuid, "*")
-    for _ in range(threaded_gpu.MOST_LEFT + 1):
+    for _ in range(reader.MOST_LEFT + 1):
         await bench.read(0.05)
         bench.clock.now_s += 40
 
@@ -215,7 +215,7 @@ async def test_a_gpu_that_hangs_keeps_no_more_than_a_few_threads_and_none_when_i
         for _ in range(20):
             await bench.read(0.01)
             bench.clock.now_s += 40
-        assert len(threads()) - others == 1 + threaded_gpu.MOST_LEFT
+        assert len(threads()) - others == 1 + reader.MOST_LEFT
         bench.nvml.release()
         await bench.comes(OK)
         await eventually(lambda: len(threads()) - others == 1)
@@ -258,7 +258,7 @@ async def test_without_a_thread_for_the_rest_a_gpu_with_a_slow_call_is_a_timeout
 
     hang = bench.nvml.hang("GPU-1", POWER)
     with monkeypatch.context() as patched:
-        patched.setattr(threaded_gpu, "Worker", no_more)
+        patched.setattr(reader, "Worker", no_more)
         assert await bench.states(0.5) == OK | {"GPU-1": "timeout"}
     assert "GPU 1 (GPU-1): its slow call holds up the others: can't start new thread" in caplog.messages
     assert await bench.states(0.8) == OK

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from producers.node.cgroups import ProcessPlace
+from producers.node.cgroups import Places, ProcessPlace
 from producers.node.nvml import binding
-from producers.node.nvml.binding import EventSet, FieldId, FieldValue, Handle, NvmlError, Told
+from producers.node.nvml.binding import EventSet, FieldId, FieldValue, Handle, Nvml, NvmlError, NvmlEvent
 from producers.node.nvml.events import XID_EVENT
 
 GIB = 1 << 30
@@ -159,13 +159,14 @@ class _Events:
     def __init__(self, session: int) -> None:
         self.session = session
         self.devices: list[FakeDevice] = []
-        self.told: queue.SimpleQueue[Told | NvmlError] = queue.SimpleQueue()
+        self.told: queue.SimpleQueue[NvmlEvent | NvmlError] = queue.SimpleQueue()
 
 
-class FakeNvml:
+class FakeNvml(Nvml):
     """A machine. Which GPUs there are is seen at init, as in reality."""
 
     def __init__(self, gpus: int = 2) -> None:
+        super().__init__()
         self.gpus = [FakeDevice(f"GPU-{index}") for index in range(gpus)]
         for index, gpu in enumerate(self.gpus):
             gpu.answers["nvmlDeviceGetMinorNumber"] = index
@@ -304,7 +305,7 @@ class FakeNvml:
         assert kinds == XID_EVENT
         events.devices.append(device)
 
-    def wait(self, events: Any, within_ms: int) -> Told | None:
+    def wait(self, events: Any, within_ms: int) -> NvmlEvent | None:
         self._called(None, "nvmlEventSetWait")
         assert events.session == self.inits, "the set is void"
         try:
@@ -313,7 +314,7 @@ class FakeNvml:
             return None
         if isinstance(told, NvmlError):
             raise told
-        found: Told = told
+        found: NvmlEvent = told
         return found
 
     def free(self, events: Any) -> None:
@@ -323,7 +324,7 @@ class FakeNvml:
     def xid(self, gpu: FakeDevice, code: int, gpu_instance: int | None = None) -> None:
         """An XID error, for the sets that the GPU is in."""
         for events in self.sets:
-            events.told.put(Told(id(gpu), XID_EVENT, code, gpu_instance))
+            events.told.put(NvmlEvent(id(gpu), XID_EVENT, code, gpu_instance))
 
     def _device(self, handle: Any, function: str) -> FakeDevice:
         device: FakeDevice = handle.device
@@ -350,10 +351,11 @@ def _existing(found: FakeDevice | None) -> FakeDevice:
     return found
 
 
-class FakePlaces:
+class FakePlaces(Places):
     """Where processes belong, as the test says; the others are not to be seen."""
 
     def __init__(self, places: dict[int, ProcessPlace] | None = None) -> None:
+        super().__init__()
         self.places = places or {}
 
     def of(self, pid: int) -> ProcessPlace | None:

@@ -2,23 +2,22 @@
 
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pynvml
 import pytest
 
 from producers.node.nvml import binding
-from producers.node.nvml.binding import FieldValue, NvmlError, Pynvml
+from producers.node.nvml.binding import FieldValue, Nvml, NvmlError
 from tests.nvml.scripted import Process, ScriptedNvml
 
 CODES = [name for name, code in vars(binding).items() if isinstance(code, int) and name[0].isupper() and code > 0]
 
 
 @pytest.fixture
-def real(nvml: ScriptedNvml) -> Iterator[Pynvml]:
+def real(nvml: ScriptedNvml) -> Iterator[Nvml]:
     nvml.load()
-    bound = Pynvml()
+    bound = Nvml()
     bound.init()
     yield bound
     bound.shutdown()
@@ -40,7 +39,7 @@ def test_a_code_of_a_later_nvml_has_a_name_too() -> None:
     assert NvmlError(4711).name == "CODE_4711"
 
 
-def test_answers_are_those_of_pynvml(nvml: ScriptedNvml, real: Pynvml) -> None:
+def test_answers_are_those_of_pynvml(nvml: ScriptedNvml, real: Nvml) -> None:
     assert real.count() == 8
     assert real.driver_version() == pynvml.nvmlSystemGetDriverVersion()
     gpu = real.handle(1)
@@ -49,7 +48,7 @@ def test_answers_are_those_of_pynvml(nvml: ScriptedNvml, real: Pynvml) -> None:
     assert real.ask("nvmlDeviceGetPowerUsage", gpu) == 123
 
 
-def test_errors_come_as_one_kind_with_code_and_name(nvml: ScriptedNvml, real: Pynvml) -> None:
+def test_errors_come_as_one_kind_with_code_and_name(nvml: ScriptedNvml, real: Nvml) -> None:
     gpu = real.handle(0)
     nvml.fail(0, "nvmlDeviceGetPowerUsage", 999)
     assert error(lambda: real.ask("nvmlDeviceGetPowerUsage", gpu)) == (999, "UNKNOWN")
@@ -62,12 +61,12 @@ def test_errors_come_as_one_kind_with_code_and_name(nvml: ScriptedNvml, real: Py
 def test_without_a_driver_or_after_the_end_there_are_errors_too(nvml: ScriptedNvml) -> None:
     nvml.load()
     nvml.driver("absent")
-    assert error(Pynvml().init) == (9, "DRIVER_NOT_LOADED")
-    assert error(Pynvml().shutdown) == (1, "UNINITIALIZED")
-    assert error(Pynvml().count) == (1, "UNINITIALIZED")
+    assert error(Nvml().init) == (9, "DRIVER_NOT_LOADED")
+    assert error(Nvml().shutdown) == (1, "UNINITIALIZED")
+    assert error(Nvml().count) == (1, "UNINITIALIZED")
 
 
-def test_a_list_of_processes_that_is_empty_by_success_is_empty(nvml: ScriptedNvml, real: Pynvml) -> None:
+def test_a_list_of_processes_that_is_empty_by_success_is_empty(nvml: ScriptedNvml, real: Nvml) -> None:
     nvml.empty_processes(succeed=True)
     for function in ("nvmlDeviceGetProcessUtilization", "nvmlDeviceGetProcessesUtilizationInfo"):
         assert list(real.ask(function, real.handle(0), 1 << 62)) == []
@@ -76,7 +75,7 @@ def test_a_list_of_processes_that_is_empty_by_success_is_empty(nvml: ScriptedNvm
     assert (process.pid, process.usedGpuMemory) == (7, None)
 
 
-def test_what_this_pynvml_does_not_have_is_missing_like_what_the_driver_does_not_have(real: Pynvml) -> None:
+def test_what_this_pynvml_does_not_have_is_missing_like_what_the_driver_does_not_have(real: Nvml) -> None:
     assert error(lambda: real.ask("nvmlDeviceGetTea", real.handle(0))) == (13, "FUNCTION_NOT_FOUND")
 
 
@@ -96,11 +95,11 @@ def test_pynvmls_other_exceptions_are_errors_as_well(
 
     monkeypatch.setattr(pynvml, "nvmlDeviceGetName", fail)
     with pytest.raises(NvmlError) as caught:
-        Pynvml().ask("nvmlDeviceGetName", binding.Handle(None))
+        Nvml().ask("nvmlDeviceGetName", binding.Handle(None))
     assert caught.value.code == code
 
 
-def test_each_field_has_its_own_code_width_and_time(nvml: ScriptedNvml, real: Pynvml) -> None:
+def test_each_field_has_its_own_code_width_and_time(nvml: ScriptedNvml, real: Nvml) -> None:
     nvml.set(0, memory_temperature=71, pcie_tx_bytes=2**40, type_197=1, type_83=99)
     nvml.fail(0, "field:94", 999)
     temperature, sent, replays, energy, none = real.fields(real.handle(0), [82, 197, 94, 83, 138])
@@ -112,18 +111,22 @@ def test_each_field_has_its_own_code_width_and_time(nvml: ScriptedNvml, real: Py
 
 
 @pytest.mark.parametrize(("kind", "bits"), [(0, 0), (1, 32), (2, 64), (3, 64), (4, 64), (5, 32), (6, 16)])
-def test_a_value_is_as_wide_as_its_type(nvml: ScriptedNvml, real: Pynvml, kind: int, bits: int) -> None:
+def test_a_value_is_as_wide_as_its_type(nvml: ScriptedNvml, real: Nvml, kind: int, bits: int) -> None:
     nvml.set(0, memory_temperature=71, type_82=kind)
     (value,) = real.fields(real.handle(0), [82])
     assert (value.code, value.bits) == (0, bits)
     assert kind == 0 or value.value == 71
 
 
-def test_nothing_is_loaded_by_making_one(tmp_path: Path) -> None:
-    assert Pynvml()._functions == {}
+def test_nothing_is_loaded_by_making_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[str] = []
+    monkeypatch.setattr(pynvml, "_LoadNvmlLibrary", lambda: loaded.append("library"))
+    monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer", loaded.append)
+    Nvml()
+    assert loaded == []
 
 
-def test_samples_come_with_their_time_and_where_none_is_new_that_is_not_found(nvml: ScriptedNvml, real: Pynvml) -> None:
+def test_samples_come_with_their_time_and_where_none_is_new_that_is_not_found(nvml: ScriptedNvml, real: Nvml) -> None:
     nvml.set(0, utilization_samples="10 90", sample_period_us=1_000)
     gpu = real.handle(0)
     found = real.samples(gpu, 1, 0)
@@ -135,7 +138,7 @@ def test_samples_come_with_their_time_and_where_none_is_new_that_is_not_found(nv
     assert error(lambda: real.samples(gpu, 7, 0)) == (3, "NOT_SUPPORTED")
 
 
-def test_gpm_compares_two_samples_metric_by_metric(nvml: ScriptedNvml, real: Pynvml) -> None:
+def test_gpm_compares_two_samples_metric_by_metric(nvml: ScriptedNvml, real: Nvml) -> None:
     nvml.set(1, gpm_2=12.5)
     nvml.fail(1, "gpm:10", 999)
     gpu = real.handle(1)
@@ -186,7 +189,7 @@ FILLED = (
 
 @pytest.mark.parametrize("call", FILLED)
 def test_an_answer_is_what_pynvml_gives_and_one_that_nothing_was_filled_into_is_an_error_and_no_zero(
-    nvml: ScriptedNvml, real: Pynvml, call: tuple[Any, ...]
+    nvml: ScriptedNvml, real: Nvml, call: tuple[Any, ...]
 ) -> None:
     function, *arguments = call
     nvml.set(0, ecc_corrected_aggregate=3, energy_mj=5, temperature=-3)
@@ -203,22 +206,18 @@ def _plain(answer: Any) -> Any:
     return list(answer) if isinstance(answer, list | tuple) else answer
 
 
-def test_fields_that_nothing_was_filled_into_are_an_error_and_no_zeros(nvml: ScriptedNvml, real: Pynvml) -> None:
+def test_fields_that_nothing_was_filled_into_are_an_error_and_no_zeros(nvml: ScriptedNvml, real: Nvml) -> None:
     gpu = real.handle(0)
     nvml.leave_empty(0, "nvmlDeviceGetFieldValues")
     assert error(lambda: real.fields(gpu, [82, 83])) == (binding.NOTHING_FILLED_IN, "NO_VALUE")
 
 
-def test_a_count_of_gpus_that_nothing_was_filled_into_is_an_error_and_not_none(
-    nvml: ScriptedNvml, real: Pynvml
-) -> None:
+def test_a_count_of_gpus_that_nothing_was_filled_into_is_an_error_and_not_none(nvml: ScriptedNvml, real: Nvml) -> None:
     nvml.leave_empty(None, "nvmlDeviceGetCount")
     assert error(real.count) == (binding.NOTHING_FILLED_IN, "NO_VALUE")
 
 
-def test_what_gpm_said_the_last_time_is_not_taken_for_what_it_does_not_say_now(
-    nvml: ScriptedNvml, real: Pynvml
-) -> None:
+def test_what_gpm_said_the_last_time_is_not_taken_for_what_it_does_not_say_now(nvml: ScriptedNvml, real: Nvml) -> None:
     gpu, older, newer = real.handle(0), real.gpm_sample(), real.gpm_sample()
     real.ask("nvmlGpmSampleGet", gpu, older)
     time.sleep(0.11)  # the driver's own clock: samples closer together are refused

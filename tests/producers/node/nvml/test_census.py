@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from producers.node.nvml.census import LONGEST_S, Census, Reopening, parse
+from producers.node.nvml.driver import LONGEST_REOPENING_S, Census, Reopening, parse_census
 from tests.eventually import eventually
 from tests.nvml.scripted import ScriptedNvml
 from tests.producers.node.nvml.fake import Clock
@@ -90,12 +90,12 @@ async def test_a_child_that_can_not_be_started_changes_nothing() -> None:
 
 @pytest.mark.parametrize("said", [b"", b"{}", b"[1]", b'[""]', b'"GPU"', b"\xff", b"null", b"[" * 100])
 def test_nonsense_is_no_census(said: bytes) -> None:
-    assert parse(said) is None
+    assert parse_census(said) is None
 
 
 def test_a_list_of_uuids_is_one() -> None:
-    assert parse(b'["GPU-1", "GPU-0"]\n') == frozenset({"GPU-0", "GPU-1"})
-    assert parse(b"[]") == frozenset()
+    assert parse_census(b'["GPU-1", "GPU-0"]\n') == frozenset({"GPU-0", "GPU-1"})
+    assert parse_census(b"[]") == frozenset()
 
 
 def test_there_is_no_reason_while_all_that_work_work_here() -> None:
@@ -113,12 +113,12 @@ def test_what_was_in_vain_is_tried_again_after_twice_the_time_each_time() -> Non
     clock = Clock()
     reopening = Reopening(40, clock)
     began_s, tried_s = clock.now_s, []
-    while clock.now_s < began_s + 6 * LONGEST_S:
+    while clock.now_s < began_s + 6 * LONGEST_REOPENING_S:
         if reopening.why({"GPU-1"}, set()):
             tried_s.append(clock.now_s - began_s)
         clock.now_s += 10
     assert tried_s[:5] == [0, 40, 120, 280, 600]
-    assert tried_s[-1] - tried_s[-2] == LONGEST_S
+    assert tried_s[-1] - tried_s[-2] == LONGEST_REOPENING_S
 
 
 def test_another_gpu_does_not_wait_for_it() -> None:

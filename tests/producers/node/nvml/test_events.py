@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from producers.node.nvml import binding
-from producers.node.nvml.binding import NvmlError, Told
+from producers.node.nvml.binding import NvmlError, NvmlEvent
 from producers.node.nvml.events import UNSUPPORTED_EVERY_S, XID_EVENT, Events, Xid
 from tests.eventually import eventually
 from tests.producers.node.nvml.fake import FakeNvml
@@ -27,7 +27,7 @@ class Bench:
         self.ahead_s = 0.0
         self.events = Events(
             self.nvml,
-            tell=self.told.append,
+            take=self.told.append,
             count=lambda *error: self.errors.append(error),
             clock=lambda: time.monotonic() + self.ahead_s,
         )
@@ -130,14 +130,14 @@ async def test_a_gpu_that_can_not_be_asked_is_counted_and_the_others_are_waited_
 
 async def test_an_event_of_a_gpu_that_is_not_known_is_told_without_one(bench: Bench) -> None:
     await bench.watch()
-    bench.nvml.sets[0].told.put(Told(4711, XID_EVENT, 13))
+    bench.nvml.sets[0].told.put(NvmlEvent(4711, XID_EVENT, 13))
     await eventually(lambda: bench.told)
     assert bench.codes() == [(None, 13)]
 
 
 async def test_other_events_are_not_told(bench: Bench) -> None:
     await bench.watch()
-    bench.nvml.sets[0].told.put(Told(id(bench.nvml.gpus[0]), 1, 5))
+    bench.nvml.sets[0].told.put(NvmlEvent(id(bench.nvml.gpus[0]), 1, 5))
     bench.nvml.xid(bench.nvml.gpus[0], 13)
     await eventually(lambda: bench.told)
     assert bench.codes() == [(0, 13)]
@@ -162,7 +162,7 @@ async def test_an_xid_error_that_stands_behind_the_news_of_a_loss_is_told(bench:
     waited_on = bench.nvml.sets[0].told
     hang = bench.nvml.hang(None, WAIT)
     await eventually(hang.begun.is_set)
-    for told in (NvmlError(binding.GPU_IS_LOST), Told(id(lost), XID_EVENT, 79), NvmlError(binding.GPU_IS_LOST)):
+    for told in (NvmlError(binding.GPU_IS_LOST), NvmlEvent(id(lost), XID_EVENT, 79), NvmlError(binding.GPU_IS_LOST)):
         waited_on.put(told)
     bench.nvml.release()
     await bench.renewed(2)

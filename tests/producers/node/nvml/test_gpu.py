@@ -8,7 +8,7 @@ import pytest
 from producers.node.cgroups import ProcessPlace
 from producers.node.nvml import binding
 from producers.node.nvml.binding import NvmlError
-from producers.node.nvml.gpu import Gpu, Reading
+from producers.node.nvml.gpu import GpuReading, PhysicalGpu
 from tests.producers.node.nvml.fake import GIB, Clock, FakeNvml, FakePlaces, part, running
 
 COMPUTE = "nvmlDeviceGetComputeRunningProcesses_v3"
@@ -20,11 +20,11 @@ class Bench:
         self.gpu = self.nvml.gpus[0]
         self.nvml.init()
         places = FakePlaces({7: ProcessPlace("1b6c", None, None)})
-        self.card = Gpu(self.nvml, 0, places, list_every_s=10, clock=self.clock)
+        self.physical = PhysicalGpu(self.nvml, 0, places, list_every_s=10, clock=self.clock)
 
-    def read(self) -> Reading:
+    def read(self) -> GpuReading:
         self.clock.now_s += 1
-        return self.card.read()
+        return self.physical.read()
 
     def uuids(self) -> list[str]:
         return [device["uuid"] for device in self.read().devices]
@@ -349,7 +349,7 @@ def test_what_is_being_asked_can_be_seen_from_outside() -> None:
     seen: list[str] = []
 
     def slow() -> Any:
-        seen.append(bench.card.doing)
+        seen.append(bench.physical.calls.doing)
         return NvmlError(binding.NOT_SUPPORTED)
 
     bench.gpu.answers["nvmlDeviceGetFanSpeed"] = slow
@@ -396,8 +396,8 @@ def test_the_buffers_of_gpm_are_given_back_when_the_layout_changes_and_when_it_l
     bench.read()
     assert len(bench.nvml.lent) == 4
     assert bench.asked("nvmlGpmSampleFree", "") == 2
-    bench.card.let_go()
-    bench.card.let_go()
+    bench.physical.let_go()
+    bench.physical.let_go()
     assert bench.nvml.lent == []
     bench.read()
     assert bench.read().devices[1]["metrics"]["sm_active_ratio"] == 0.2
@@ -419,7 +419,7 @@ def test_the_mig_devices_that_stay_when_another_comes_or_goes_miss_nothing() -> 
         active.append([device["metrics"].get("sm_active_ratio") for device in bench.read().devices])
     assert active == [[0.8, 0.1, None], [0.8, 0.1, 0.2], [0.8, 0.1]]
     assert len(bench.nvml.lent) == 4
-    bench.card.let_go()
+    bench.physical.let_go()
     assert bench.nvml.lent == []
 
 
@@ -452,7 +452,7 @@ def test_a_buffer_that_can_not_be_given_back_is_counted() -> None:
     bench.gpu.profiled({2: 80})
     bench.read()
     bench.nvml.free_error = binding.UNINITIALIZED
-    bench.card.let_go()
+    bench.physical.let_go()
     assert bench.read().errors == [("nvmlGpmSampleFree", "UNINITIALIZED")] * 2
 
 

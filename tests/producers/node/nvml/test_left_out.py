@@ -9,7 +9,7 @@ import pytest
 from producers.node.nvml import binding
 from producers.node.nvml.binding import FieldValue
 from producers.node.nvml.calls import LeftOut
-from producers.node.nvml.gpu import Gpu
+from producers.node.nvml.gpu import PhysicalGpu
 from tests.producers.node.nvml.fake import Clock, FakeNvml, FakePlaces, part, running
 
 COMPUTE = "nvmlDeviceGetComputeRunningProcesses_v3"
@@ -23,12 +23,12 @@ class Bench:
         self.nvml, self.clock = FakeNvml(1), Clock()
         self.gpu = self.nvml.gpus[0]
         self.nvml.init()
-        self.card = Gpu(self.nvml, 0, FakePlaces(), list_every_s=0, clock=self.clock)
+        self.physical = PhysicalGpu(self.nvml, 0, FakePlaces(), list_every_s=0, clock=self.clock)
 
     def left_out(self, uuid: str = "GPU-0") -> LeftOut:
         self.clock.now_s += 1
-        self.card.read()
-        return self.card.left_out()[uuid]
+        self.physical.read()
+        return self.physical.left_out()[uuid]
 
 
 def _calls(found: Iterable[Any]) -> list[tuple[str, str]]:
@@ -36,13 +36,13 @@ def _calls(found: Iterable[Any]) -> list[tuple[str, str]]:
 
 
 def test_before_it_is_opened_nothing_is_known() -> None:
-    assert Bench().card.left_out() == {}
+    assert Bench().physical.left_out() == {}
 
 
 def test_a_key_that_has_a_value_is_not_left_out_and_one_that_has_none_is() -> None:
     bench = Bench()
-    metrics = bench.card.read().devices[0]["metrics"]
-    found = bench.card.left_out()["GPU-0"]
+    metrics = bench.physical.read().devices[0]["metrics"]
+    found = bench.physical.left_out()["GPU-0"]
     assert "power_watts" not in found
     assert metrics.keys().isdisjoint(found)
     assert _calls(found["sm_active_ratio"]) == [("nvmlGpmQueryDeviceSupport", "NOT_SUPPORTED")]
@@ -151,4 +151,4 @@ def test_a_mig_device_says_for_itself_and_what_only_its_instance_knows_is_said_s
     assert shared == [("nvmlGpmMetricsGet", "SHARED_INSTANCE")]
     assert _calls(bench.left_out("MIG-c")["sm_active_ratio"]) == [("NVML_GPM_METRIC_SM_UTIL", "NOT_SUPPORTED")]
     assert _calls(bench.left_out("MIG-c")["power_watts"])[0] == (POWER, "NOT_SUPPORTED")
-    assert set(bench.card.left_out()) == {"GPU-0", "MIG-a", "MIG-b", "MIG-c"}
+    assert set(bench.physical.left_out()) == {"GPU-0", "MIG-a", "MIG-b", "MIG-c"}

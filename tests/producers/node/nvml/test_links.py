@@ -5,8 +5,8 @@ import pytest
 from producers.node.nvml import binding
 from producers.node.nvml.binding import FieldValue
 from producers.node.nvml.calls import Calls, Lost
-from producers.node.nvml.device import Device
-from producers.node.nvml.links import HOPPER, LINK_COUNT, MOST_LINKS
+from producers.node.nvml.metrics import Metrics
+from producers.node.nvml.sources import HOPPER, LINK_COUNT, MOST_LINKS
 from tests.producers.node.nvml.fake import FakeNvml
 
 AMPERE, BLACKWELL, UNKNOWN = 7, 10, 0xFFFFFFFF
@@ -31,7 +31,7 @@ class Bench:
         self.gpu.fields[LINK_COUNT] = FieldValue(0, links, 32)
         self.nvml.init()
         self.calls = Calls(self.nvml)
-        self.device = Device(self.calls, self.calls.open(0))
+        self.metrics = Metrics(self.calls, self.calls.open(0))
 
     def count(self, field: int, *of_links: float | int | None) -> None:
         """What each link counts; None: it is down."""
@@ -40,7 +40,7 @@ class Bench:
             self.gpu.fields[field, link] = down if raw is None else FieldValue(0, raw)
 
     def values(self) -> dict[str, float]:
-        found = self.device.values()
+        found = self.metrics.values()
         return {key: found[key] for key in sorted(set(KEYS.values())) if key in found}
 
 
@@ -110,7 +110,7 @@ def test_a_reset_takes_back_what_the_links_that_are_down_counted() -> None:
     bench = Bench()
     bench.count(REPLAY, 1, 2, 4)
     bench.values()
-    bench.device.forget_counts()
+    bench.metrics.forget_counts()
     bench.count(REPLAY, 0, None, 0)
     assert bench.values() == {KEYS[REPLAY]: 0}
 

@@ -9,7 +9,7 @@ import pytest
 from producers.node.cgroups import ProcessPlace
 from producers.node.nvml import binding
 from producers.node.nvml.calls import Calls, Lost
-from producers.node.nvml.processes import Found, Processes
+from producers.node.nvml.processes import DeviceProcesses, Processes
 from tests.producers.node.nvml.fake import GIB, Clock, FakeNvml, FakePlaces, busy, running
 
 COMPUTE, GRAPHICS, MPS = (f"nvmlDeviceGet{kind}RunningProcesses_v3" for kind in ("Compute", "Graphics", "MPSCompute"))
@@ -25,7 +25,7 @@ class Bench:
         self.calls = Calls(self.nvml)
         self.processes = Processes(self.calls, self.calls.open(0), FakePlaces(places), cut=cut, clock=self.clock)
 
-    def read(self) -> Found:
+    def read(self) -> DeviceProcesses:
         return self.processes.read()
 
     def fail(self, function: str, code: int) -> None:
@@ -66,7 +66,7 @@ def test_a_process_that_is_in_two_lists_is_there_once() -> None:
 
 def test_a_device_without_processes_has_none_and_is_not_asked_how_busy_they_are() -> None:
     bench = Bench()
-    assert bench.read() == Found([], {})
+    assert bench.read() == DeviceProcesses([], {})
     assert bench.asked(NEWER) == 0
 
 
@@ -102,14 +102,14 @@ def test_where_no_list_is_supported_the_processes_are_not_known() -> None:
     bench = Bench()
     for name in (COMPUTE, GRAPHICS, MPS):
         bench.fail(name, binding.NOT_SUPPORTED)
-    assert bench.read() == Found(None, {})
+    assert bench.read() == DeviceProcesses(None, {})
 
 
 def test_a_list_that_fails_is_not_taken_for_the_rest() -> None:
     bench = Bench()
     bench.answers[COMPUTE] = [running(7)]
     bench.fail(GRAPHICS, binding.NO_PERMISSION)
-    assert bench.read() == Found(None, {})
+    assert bench.read() == DeviceProcesses(None, {})
     assert bench.calls.errors() == [(GRAPHICS, "NO_PERMISSION")]
 
 

@@ -3,8 +3,7 @@
 import pynvml
 import pytest
 
-from producers.node.nvml.table import MEMORY_V2, TABLE, Call, Field, Metric, Row, Sampled, Source
-from producers.node.nvml.values import Scale
+from producers.node.nvml.table import MEMORY_V2, TABLE, Call, Field, GpmMetric, Row, Sampled, Scale, ValueSource
 from topics.catalogue import CATALOGUE
 
 SOURCES = [(row, source) for row in TABLE for source in row.sources]
@@ -20,10 +19,10 @@ def test_the_first_source_is_the_catalogues_own(row: Row) -> None:
 
 
 @pytest.mark.parametrize(("row", "source"), SOURCES, ids=lambda one: one.key if isinstance(one, Row) else "")
-def test_every_source_is_one_that_pynvml_has(row: Row, source: Source) -> None:
+def test_every_source_is_one_that_pynvml_has(row: Row, source: ValueSource) -> None:
     question = source.question
     if isinstance(question, Call):
-        assert callable(getattr(pynvml, question.function))
+        assert callable(getattr(pynvml, question.name))
     else:
         assert getattr(pynvml, question.name) == question.number
 
@@ -60,5 +59,5 @@ def test_mean_minimum_and_maximum_are_had_with_one_question() -> None:
 
 def test_what_gpm_writes_as_percentages_are_ratios_and_what_it_writes_per_mebibyte_are_bytes() -> None:
     for row, source in SOURCES:
-        if isinstance(source.question, Metric):
+        if isinstance(source.question, GpmMetric):
             assert source.scale == (Scale(per=100) if row.key.endswith("_ratio") else Scale(times=1 << 20))

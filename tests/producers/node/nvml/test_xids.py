@@ -8,8 +8,7 @@ import pytest
 
 from delivery.instruments import Instruments
 from producers.node import instruments as own
-from producers.node.nvml.events import Xid
-from producers.node.nvml.xids import MOST_EVENTS, Xids
+from producers.node.nvml.events import MOST_EVENTS, Xid, Xids
 from topics.samples import Device
 
 GPU: dict[str, Any] = {"uuid": "GPU-0", "index": 0, "state": "ok", "metrics": {}}

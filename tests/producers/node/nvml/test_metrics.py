@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from producers.node.nvml import binding
 from producers.node.nvml.binding import FieldValue, NvmlError
 from producers.node.nvml.calls import Calls, Lost
-from producers.node.nvml.device import Device
-from producers.node.nvml.profiling import Profiling
+from producers.node.nvml.metrics import Metrics
+from producers.node.nvml.sources import Profiling
 from producers.node.nvml.table import TABLE
 from tests.producers.node.nvml.fake import GIB, Clock, FakeNvml, memory
 from topics.catalogue import CATALOGUE
@@ -33,7 +33,7 @@ class Bench:
         self.calls = Calls(self.nvml)
         handle = self.calls.open(0)
         profiling = Profiling(self.calls, handle, clock=self.clock)
-        self.device = Device(self.calls, handle, cut=cut, profiling=profiling, clock=self.clock)
+        self.metrics = Metrics(self.calls, handle, cut=cut, profiling=profiling, clock=self.clock)
 
     def keep(self, kind: int, *raw: float) -> None:
         """The driver takes samples of that kind."""
@@ -41,7 +41,7 @@ class Bench:
         self.gpu.samples[kind] = [FieldValue(0, one, 32, self._sampled_us + n) for n, one in enumerate(raw)]
 
     def values(self) -> dict[str, float]:
-        return self.device.values()
+        return self.metrics.values()
 
     def asked(self, function: str) -> int:
         return self.nvml.asked["GPU-0", function]
@@ -201,7 +201,7 @@ def test_an_invalid_argument_is_an_error_of_a_gpu_and_an_answer_of_a_part_that_n
         bench.values()
         for function in ("nvmlDeviceGetFanSpeed", POWER):
             bench.gpu.fail(function, binding.INVALID_ARGUMENT)
-    fresh = Device(cut.calls, cut.calls.open(0), cut=True)
+    fresh = Metrics(cut.calls, cut.calls.open(0), cut=True)
     for _ in range(2):
         whole.values()
         fresh.values()
@@ -314,7 +314,7 @@ def test_counters_that_are_forgotten_give_no_rate_at_first() -> None:
     bench = Bench()
     bench.counters(0, 0)
     bench.values()
-    bench.device.forget_counts()
+    bench.metrics.forget_counts()
     bench.clock.now_s += 1
     assert "pcie_tx_bytes_per_second" not in bench.values()
 
@@ -353,17 +353,17 @@ def test_that_a_reset_is_needed_is_a_loss_only_where_nothing_answers() -> None:
     with pytest.raises(Lost, match="RESET_REQUIRED"):
         bench.values()
     with pytest.raises(Lost, match="RESET_REQUIRED"):
-        bench.device.probe()
+        bench.metrics.probe()
 
 
 def test_what_is_lost_is_probed_with_one_question() -> None:
     bench = Bench()
     bench.values()
     bench.nvml.asked.clear()
-    bench.device.probe()
+    bench.metrics.probe()
     assert bench.nvml.asked.total() == 1
     bench.gpu.fail("nvmlDeviceGetUtilizationRates", BROKEN)
-    bench.device.probe()
+    bench.metrics.probe()
 
 
 def test_gpm_needs_two_samples_more_than_100_ms_apart() -> None:
@@ -456,7 +456,7 @@ def test_what_gpm_sampled_before_a_loss_is_not_compared_with_what_it_samples_aft
     bench = Bench()
     bench.gpu.profiled({2: 80})
     bench.values()
-    bench.device.forget_counts()
+    bench.metrics.forget_counts()
     bench.clock.now_s += 1
     assert "sm_active_ratio" not in bench.values()
     bench.clock.now_s += 1
@@ -533,7 +533,7 @@ def test_samples_from_before_a_loss_are_of_another_time() -> None:
     bench = Bench()
     bench.keep(UTILIZATION, 1)
     bench.values()
-    bench.device.forget_counts()
+    bench.metrics.forget_counts()
     bench.keep(UTILIZATION, 90)
     assert "gpu_utilization_max_ratio" not in bench.values()
 
@@ -577,11 +577,11 @@ def test_what_is_not_supported_for_a_while_has_values_again_soon_after() -> None
 def test_what_goes_and_what_comes_back_is_told_once_with_the_call_that_gave_it() -> None:
     bench = Bench()
     bench.values()
-    assert bench.device.turn() is None
+    assert bench.metrics.turn() is None
     kept = bench.gpu.answers["nvmlDeviceGetRemappedRows"]
     bench.gpu.fail("nvmlDeviceGetRemappedRows", binding.NOT_SUPPORTED)
     bench.values()
-    turn = bench.device.turn()
+    turn = bench.metrics.turn()
     assert turn is not None
     assert set(turn.gone) == {
         "remapped_rows_correctable_total",
@@ -592,12 +592,12 @@ def test_what_goes_and_what_comes_back_is_told_once_with_the_call_that_gave_it()
     assert {one.error for one in turn.gone.values()} == {"NOT_SUPPORTED"}
     for _ in range(5):
         bench.values()
-        assert bench.device.turn() is None
+        assert bench.metrics.turn() is None
     bench.gpu.answers["nvmlDeviceGetRemappedRows"] = kept
     turns = []
     for _ in range(8):
         bench.values()
-        turns.append(bench.device.turn())
+        turns.append(bench.metrics.turn())
     (back,) = [turn for turn in turns if turn is not None]
     assert (back.gone, back.back) == ({}, sorted(turn.gone))
 
@@ -610,7 +610,7 @@ def test_a_source_that_never_answered_is_asked_again_but_seldom() -> None:
     assert bench.asked("nvmlDeviceGetFanSpeed") == 1
     bench.gpu.answers["nvmlDeviceGetFanSpeed"] = 30
     assert any("fan_speed_ratio" in bench.values() for _ in range(10))
-    assert bench.device.turn() is None
+    assert bench.metrics.turn() is None
 
 
 def test_a_source_that_answered_once_is_asked_less_and_less_often_while_it_refuses() -> None:
@@ -677,7 +677,7 @@ def test_counters_that_begin_again_are_shown_at_once_and_so_is_a_zero_beside_the
 def test_after_a_loss_a_counter_may_be_zero_at_once() -> None:
     bench = Bench()
     bench.values()
-    bench.device.forget_counts()
+    bench.metrics.forget_counts()
     bench.gpu.answers[ECC] = 0
     assert bench.values()["ecc_corrected_volatile_total"] == 0
 

@@ -1,6 +1,6 @@
 """One GPU as the event loop sees it: read once per tick on a thread, and known while it does not answer.
 
-In: the readings of a :class:`Gpu`. Out: its devices as in gpu.samples: ok, lost or timeout.
+In: the readings of a :class:`PhysicalGpu`. Out: its devices as in gpu.samples: ok, lost or timeout.
 State: who it and its MIG devices are, whether it is lost and since when, the reading that no tick has had yet, and the
 threads of calls that do not return.
 On failure: a call that does not return in time is left to its thread. Another thread reads the rest at once, and the
@@ -17,12 +17,8 @@ from typing import Any
 
 from delivery.instruments import Instruments
 from producers.node import instruments as names
-from producers.node.nvml.binding import Handle
-from producers.node.nvml.calls import Left, LeftOut, Lost, Tried
-from producers.node.nvml.device import Turn
-from producers.node.nvml.gpu import Gpu, Reading
-from producers.node.nvml.lost_gpus import bare, identity
-from producers.node.nvml.support import LONGEST_WAIT
+from producers.node.nvml.calls import LONGEST_WAIT, Left, LeftOut, Lost, Tried
+from producers.node.nvml.gpu import GpuReading, PhysicalGpu, bare, log_fields
 from producers.node.nvml.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -36,38 +32,42 @@ MOST_LEFT = 4
 SHORTEST_CHECK_S = 0.01
 
 
-class ThreadedGpu:
-    """The GPU at an index, since NVML was opened. ``changed`` is called after each reading; ``turned`` says whether
-    the trouble began or ended with it."""
+class GpuReader:
+    """Reads ``gpu``, since NVML was opened. ``changed`` is called after each reading; ``turned`` says whether the
+    trouble began or ended with it."""
 
     def __init__(
         self,
-        gpu: Gpu,
+        gpu: PhysicalGpu,
         instruments: Instruments,
         *,
-        changed: Callable[["ThreadedGpu"], None],
+        changed: Callable[["GpuReader"], None],
         hangs_after_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.index = gpu.index
-        self._gpu, self._instruments, self._changed, self._clock = gpu, instruments, changed, clock
+        self.gpu, self.index = gpu, gpu.index
+        self._instruments, self._changed, self._clock = instruments, changed, clock
         self._worker = Worker(f"nvml-{gpu.index}", clock)
         self._left: list[Worker] = []
-        self._reading: asyncio.Future[Reading] | None = None
+        self._reading: asyncio.Future[GpuReading] | None = None
         self._tick = self._read_in = 0
-        self._newest: tuple[int, Reading] | None = None
-        self._late = False
+        self._newest: tuple[int, GpuReading] | None = None
+        self._late: GpuReading | None = None
         self._hangs_after_s = hangs_after_s
-        self._told_hang = False
-        self._told_slow: set[str] = set()
+        self._hang_logged = False
+        self._slow_logged: set[str] = set()
         self._since_s = clock()
-        self._took = ""
         self.uuid: str | None = None
         self.known: Sequence[Mapping[str, Any]] = ()
         self.trouble: str | None = None
         self.lost: Lost | None = None
         self.turned = False
         self.asked = False
+
+    @property
+    def title(self) -> str:
+        """For people."""
+        return f"GPU {self.index} ({self.uuid})" if self.uuid else f"GPU {self.index}"
 
     @property
     def busy(self) -> bool:
@@ -85,11 +85,6 @@ class ThreadedGpu:
         return self._is_silent or bool(self._left)
 
     @property
-    def _is_silent(self) -> bool:
-        """Whether its reading has not ended for so long that it is worth a word."""
-        return self._worker.busy_s() > self._hangs_after_s
-
-    @property
     def refused(self) -> bool:
         """Whether it could not be opened; there is no use in asking it again."""
         return self.trouble is not None and self.uuid is None
@@ -100,9 +95,9 @@ class ThreadedGpu:
         return self.uuid is not None and self.trouble is None
 
     @property
-    def handle(self) -> Handle:
-        """Its handle, since it has answered."""
-        return self._gpu.handle
+    def _is_silent(self) -> bool:
+        """Whether its reading has not ended for so long that people should know."""
+        return self._worker.busy_s() > self._hangs_after_s
 
     async def begin(self, tick: int, within_s: float) -> None:
         """Begin a tick: read, and wait for the end for that long; not if the last reading has not ended."""
@@ -121,25 +116,25 @@ class ThreadedGpu:
                 self._leave(slow_after_s)
             if self._reading is None:
                 return
-            rest_s = slow_after_s - self._gpu.running_s()  # below 0 if the call could not be left
+            rest_s = slow_after_s - self.gpu.calls.running_s()  # below 0 if the call could not be left
             check_s = max(SHORTEST_CHECK_S, rest_s) if rest_s > 0 else slow_after_s
             await asyncio.wait([self._reading], timeout=min(left_s, check_s))
 
-    def take(self) -> Reading | None:
+    def take(self) -> GpuReading | None:
         """The newest reading that no tick has had; each is taken once. Of an earlier tick it has its own time."""
         if self._newest is None:
             return None
         (tick, reading), self._newest = self._newest, None
-        self._note_late(reading, late=tick != self._tick)
-        if not self._late:
+        before, self._late = self._late, reading if tick != self._tick else None
+        if self._late is None:
+            if before is not None:
+                log.info("%s is read in time again", self.title)
             return reading
+        if before is None:
+            log.warning("%s", self._late_text(reading))
         return reading._replace(devices=[{**device, "read_ms": reading.read_ms} for device in reading.devices])
 
-    def let_go(self) -> "asyncio.Future[None]":
-        """Begin to give back what NVML has lent. Only for one that is not busy."""
-        return self._worker.ask(self._gpu.let_go)
-
-    def devices(self, reading: Reading | None) -> Sequence[dict[str, Any]]:
+    def devices(self, reading: GpuReading | None) -> Sequence[dict[str, Any]]:
         """Its devices in this tick, whose reading is None if there is none."""
         if reading is not None and reading.devices:
             return reading.devices
@@ -147,67 +142,67 @@ class ThreadedGpu:
 
     def left_out(self) -> dict[str, LeftOut]:
         """What the last reading could not have, by the UUID of the device, and why; nothing while it reads."""
-        return {} if self.reads else self._gpu.left_out()
+        return {} if self.reads else self.gpu.left_out()
 
     def refusal(self) -> Tried | None:
         """The call that ended the last reading, or that has not returned; None if it works."""
         if self.reads:
-            return Tried(self._gpu.doing, TIMEOUT)
+            return Tried(self.gpu.calls.doing, TIMEOUT)
         if self.lost is not None:
             return Tried(self.lost.call, self.lost.error.name)
         return Tried("", self.trouble) if self.trouble is not None else None
 
     def watch(self) -> None:
-        """Say once that it does not answer."""
-        if self._is_silent and not self._told_hang:
-            self._told_hang = True
-            log.warning("%s has not answered for %.0f s (%s)", self.title, self._worker.busy_s(), self._gpu.doing)
+        """Log once that it does not answer."""
+        if self._is_silent and not self._hang_logged:
+            self._hang_logged = True
+            log.warning("%s has not answered for %.0f s (%s)", self.title, self._worker.busy_s(), self.gpu.calls.doing)
 
     def not_ready(self) -> list[str]:
         """What is wrong with it."""
-        found = [f"{self.title}: {text}" for text in self._slow_texts()]
+        found = [f"{self.title}: {call} {how}" for call, how in self.gpu.calls.slow().items()]
         if self._is_silent:
-            return [f"{self.title} has not answered for {self._worker.busy_s():.0f} s ({self._gpu.doing})", *found]
+            silent_s, doing = self._worker.busy_s(), self.gpu.calls.doing
+            return [f"{self.title} has not answered for {silent_s:.0f} s ({doing})", *found]
         if self.trouble is not None:
             return [f"{self._trouble_text()} (for {self._clock() - self._since_s:.0f} s)", *found]
-        return [f"{self.title} {self._took}", *found] if self._late else found
+        return found if self._late is None else [self._late_text(self._late), *found]
 
     def refuse(self, why: str) -> None:
         """Never report it; it is somebody else."""
         self.uuid, self.known = None, ()
         self._change(why)
 
+    def let_go(self) -> "asyncio.Future[None]":
+        """Begin to give back what NVML has lent. Only for one that is not busy."""
+        return self._worker.ask(self.gpu.let_go)
+
     def stop(self) -> None:
         """Let its threads end."""
         for worker in (self._worker, *self._left):
             worker.stop()
 
-    @property
-    def title(self) -> str:
-        """For people."""
-        return f"GPU {self.index} ({self.uuid})" if self.uuid else f"GPU {self.index}"
-
-    def _read(self) -> "asyncio.Future[Reading]":
+    def _read(self) -> "asyncio.Future[GpuReading]":
         self.asked = True
-        self._reading = reading = self._worker.ask(self._gpu.read)
+        self._reading = reading = self._worker.ask(self.gpu.read)
         reading.add_done_callback(functools.partial(self._settle, self._worker, self._tick))
         return reading
 
     def _leave(self, slow_after_s: float) -> None:
         """Leave a slow call to its thread, and read the rest on another one."""
-        if len(self._left) == MOST_LEFT or self._gpu.running_s() < slow_after_s:
+        if len(self._left) == MOST_LEFT or self.gpu.calls.running_s() < slow_after_s:
             return
         try:
             other = Worker(f"nvml-{self.index}", self._clock)
         except RuntimeError as error:  # as many threads as the system allows
             log.warning("%s: its slow call holds up the others: %s", self.title, error)
             return
-        call = self._gpu.leave(slow_after_s)
+        call = self.gpu.leave(slow_after_s)
         if call is None:
             other.stop()
             return
-        if call not in self._told_slow:
-            self._told_slow.add(call)
+        if call not in self._slow_logged:
+            self._slow_logged.add(call)
             log.warning(
                 "%s has not returned for %.1f s; what it gives is left out until it is quick again",
                 f"{self.title}: {call}",
@@ -217,15 +212,7 @@ class ThreadedGpu:
         self._worker = other
         self._read()
 
-    def _slow_texts(self) -> list[str]:
-        return [
-            f"{one.call} took {one.seconds:.1f} s and is left out until it is quick again"
-            if one.returned
-            else f"{one.call} has not returned for {one.seconds:.1f} s and is left out"
-            for one in self._gpu.slow()
-        ]
-
-    def _settle(self, worker: Worker, tick: int, future: "asyncio.Future[Reading]") -> None:
+    def _settle(self, worker: Worker, tick: int, future: "asyncio.Future[GpuReading]") -> None:
         """A reading has ended, or the call that it was left in has returned."""
         fault = future.exception()
         if worker in self._left:
@@ -235,17 +222,18 @@ class ThreadedGpu:
                 log.error("%s: a call that was left went on", self.title, exc_info=fault)
             return
         self._reading, self._read_in = None, tick
-        if self._told_hang:
-            self._told_hang = False
+        if self._hang_logged:
+            self._hang_logged = False
             log.info("%s has returned", self.title)
-        if fault is not None:
-            if self.trouble is None:
-                log.error("%s can't be read", self.title, exc_info=fault)
-            self._change(f"{type(fault).__name__}: {fault}")
+        if fault is None:
+            self._take(future.result())
             return
-        self._take(future.result())
+        if self.trouble is None:
+            log.error("%s can't be read", self.title, exc_info=fault)
+        self._change(f"{type(fault).__name__}: {fault}")
 
-    def _take(self, reading: Reading) -> None:
+    def _take(self, reading: GpuReading) -> None:
+        """Note a reading: count it, log which values have gone, by the call that gave them, and which are back."""
         self._newest = self._read_in, reading
         self._instruments.histogram(names.READ_SECONDS).observe(reading.took_s)
         for call, error in reading.errors:
@@ -254,43 +242,25 @@ class ThreadedGpu:
             self.uuid = str(reading.identity["uuid"])
             self.known = reading.devices or self.known or [reading.identity]
         for uuid, turn in reading.turns:
-            self._tell(uuid, turn)
-        slow = {one.call for one in self._gpu.slow()}
-        for call in sorted(self._told_slow - slow):
-            self._told_slow.discard(call)
+            whose = self.title if uuid == self.uuid else f"{self.title}, MIG device {uuid}"
+            for tried in dict.fromkeys(turn.gone.values()):
+                keys = ", ".join(key for key, one in turn.gone.items() if one == tried)
+                what = f"{whose}: {tried.call} answers {tried.error}, and there is no {keys}"
+                log.warning("%s; it is asked again, at the latest after %d ticks", what, LONGEST_WAIT)
+            if turn.back:
+                log.info("%s again", f"{whose}: there is {', '.join(turn.back)}")
+        for call in sorted(self._slow_logged - self.gpu.calls.slow().keys()):
+            self._slow_logged.discard(call)
             log.info("%s is quick again", f"{self.title}: {call}")
         self.lost = reading.trouble
         self._change(str(reading.trouble) if reading.trouble else None)
-
-    def _tell(self, uuid: str, turn: Turn) -> None:
-        """Say which values have gone, by the call that gave them, and which are back."""
-        whose = self.title if uuid == self.uuid else f"{self.title}, MIG device {uuid}"
-        for tried in dict.fromkeys(turn.gone.values()):
-            keys = ", ".join(key for key, one in turn.gone.items() if one == tried)
-            what = f"{whose}: {tried.call} answers {tried.error}, and there is no {keys}"
-            log.warning("%s; it is asked again, at the latest after %d ticks", what, LONGEST_WAIT)
-        if turn.back:
-            log.info("%s again", f"{whose}: there is {', '.join(turn.back)}")
-
-    def _note_late(self, reading: Reading, *, late: bool) -> None:
-        """Say once that readings come too late for their ticks, and once that they are in time again."""
-        call, longest_s = reading.slowest
-        self._took = (
-            f"takes {reading.took_s:.1f} s to read, too long for a tick; its values come in the next one, with the time"
-            f" read_ms; its slowest call was {call} ({longest_s:.2f} s)"
-        )
-        if late and not self._late:
-            log.warning("%s", f"{self.title} {self._took}")
-        elif self._late and not late:
-            log.info("%s is read in time again", self.title)
-        self._late = late
 
     def _change(self, trouble: str | None) -> None:
         before, self.trouble = self.trouble, trouble
         self.turned = (trouble is None) is not (before is None)
         if trouble is not None and before is None:
             self._since_s = self._clock()
-            log.warning("%s", self._trouble_text(), extra=identity(self.known[0]) if self.known else {})
+            log.warning("%s", self._trouble_text(), extra=log_fields(self.known[0]) if self.known else {})
         elif trouble is None and before is not None:
             log.info("%s answers again", self.title)
         self._changed(self)
@@ -299,3 +269,10 @@ class ThreadedGpu:
         if self.uuid is None:
             return f"GPU {self.index} can't be opened: {self.trouble}"
         return f"{self.title} is lost: {self.trouble}"
+
+    def _late_text(self, reading: GpuReading) -> str:
+        call, longest_s = reading.slowest
+        return (
+            f"{self.title} takes {reading.took_s:.1f} s to read, too long for a tick; its values come in the next one,"
+            f" with the time read_ms; its slowest call was {call} ({longest_s:.2f} s)"
+        )

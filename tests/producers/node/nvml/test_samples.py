@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from producers.node.nvml import binding
 from producers.node.nvml.binding import FieldValue, NvmlError
 from producers.node.nvml.calls import Calls
-from producers.node.nvml.driver_samples import Samples, Spread
-from producers.node.nvml.values import Limits, Scale
+from producers.node.nvml.sources import Samples, Spread
+from producers.node.nvml.table import Limits, Scale
 from tests.producers.node.nvml.fake import FakeNvml
 
 UTILIZATION = 1
