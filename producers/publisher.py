@@ -1,33 +1,84 @@
 """How a node's ticks reach Kafka: each snapshot before the samples that name it, in order, through outages.
 
 In: each tick's devices and containers. Out: records on gpu.samples and gpu.allocations, keyed by ``cluster/node``.
-State: the ticks that wait, in a ring bounded by bytes and age, and those in flight.
+State: the ticks that wait, in a buffer bounded by bytes and age, and those in flight; the snapshots sent lately.
 On failure: a broker that is away is waited for, and the oldest tick gives way and is counted; a tick keeps its ``seq``,
 so the gap is visible downstream. What can never be sent is dropped and counted. A snapshot that can never be sent
 leaves its samples to go without: their reader finds that it never came.
+
+Here is also what all producers have in common: their counters, and how they end.
 """
 
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
-from delivery.instruments import Instruments
-from producers import instruments as names
-from producers.numbering import Containers, Numbering
-from producers.ring import Ring, Waiting
-from producers.sending import LARGEST_VALUE_BYTES, RecordSender, SnapshotSender
-from topics import samples
-from topics.topic import node_key
+from delivery.instruments import Instrument, Instruments
+from delivery.sender import Sender
+from producers.records import Containers, Numbering, Snapshot
+from producers.retry_buffer import RetryBuffer, WaitingTick
+from topics import allocations, samples
+from topics.topic import MAX_MESSAGE_BYTES, node_key
+
+MADE = "gpustream_producer_ticks_made_total"
+VALUES = "gpustream_producer_values_made_total"
+SENT = "gpustream_producer_ticks_sent_total"
+DROPPED = "gpustream_producer_ticks_dropped_total"
+HELD = "gpustream_producer_ticks_held"
+BUFFERED = "gpustream_producer_buffered_bytes"
+SNAPSHOTS = "gpustream_producer_snapshots_sent_total"
+SNAPSHOTS_DROPPED = "gpustream_producer_snapshots_dropped_total"
+WORKLOADS = "gpustream_producer_workloads_sent_total"
+WORKLOADS_DROPPED = "gpustream_producer_workloads_dropped_total"
+RUNS = "gpustream_producer_runs_total"
+
+INSTRUMENTS: tuple[Instrument, ...] = (
+    Instrument(MADE, "counter", "Ticks that were sampled; each ends as sent, dropped or held."),
+    Instrument(VALUES, "counter", "Metric values in the ticks that were sampled."),
+    Instrument(SENT, "counter", "Ticks that the broker acknowledged."),
+    Instrument(
+        DROPPED,
+        "counter",
+        "Ticks that were never acknowledged: buffer_full and buffer_age gave way to newer ones, too_large and refused"
+        " could never be sent, unencodable could not be written, stopped were left at the stop.",
+        ("reason",),
+    ),
+    Instrument(HELD, "gauge", "Ticks that wait to be sent or to be acknowledged."),
+    Instrument(BUFFERED, "gauge", "Bytes of the ticks that are held; those that wait for long are compressed."),
+    Instrument(SNAPSHOTS, "counter", "Snapshots of allocations that the broker acknowledged, repeats included."),
+    Instrument(SNAPSHOTS_DROPPED, "counter", "Snapshots that could never be sent, by reason.", ("reason",)),
+    Instrument(WORKLOADS, "counter", "Records of workloads that the broker acknowledged, repeats included."),
+    Instrument(
+        WORKLOADS_DROPPED,
+        "counter",
+        "Records of workloads that were not sent: superseded by a newer one while the broker was away, or could never"
+        " be sent.",
+        ("reason",),
+    ),
+    Instrument(RUNS, "counter", "Runs that began: one per node at the start, and one each time a clock stepped back."),
+)
+"""What every producer counts about itself."""
+
+DROP_REASONS = ("buffer_full", "buffer_age", "too_large", "refused", "unencodable", "stopped")
 
 MAX_IN_FLIGHT = 64
 """Ticks of one node that may wait for their acknowledgement: enough to catch up at thousands per second."""
 
-
 RESIZED = 0.25
 """By this share the size of ticks has to change before it is worked out again how many fit."""
+
+RESEND_S = 300.0
+"""How long a record of state counts as just sent; readers look back 10 minutes for the state of a sample."""
+
+UNREADY_AFTER_S = 30.0
+"""A producer whose records have waited for longer is not ready."""
+
+LARGEST_VALUE_BYTES = MAX_MESSAGE_BYTES - 2048
+"""What is left of a batch for one value beside its key and the batch's own framing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +96,71 @@ class Fits(NamedTuple):
     tick_bytes: int
 
 
+class SnapshotSender:
+    """How a node's snapshots reach gpu.allocations: acknowledged before a sample names them, and again while they are
+    in use. A snapshot that can never be sent is counted, once."""
+
+    def __init__(self, sender: Sender, instruments: Instruments, key: bytes, clock: Callable[[], float]) -> None:
+        self._sender, self._instruments, self._key, self._clock = sender, instruments, key, clock
+        self._sent_s: dict[Snapshot, float] = {}
+        self._last_sent_s = self._last_repeat_s = clock()
+        self._repeats: set[asyncio.Future[int]] = set()
+
+    def due(self, named: Iterable[Snapshot]) -> Snapshot | None:
+        """The first of the snapshots that a sample names which must be sent before it; None: the sample may go."""
+        since_s = self._clock() - RESEND_S
+        return next((one for one in named if self._sent_s.get(one, since_s) <= since_s), None)
+
+    def idle_s(self) -> float:
+        """Seconds after which :meth:`repeat` is due, if no sample brings the last snapshot along before."""
+        return max(self._last_sent_s, self._last_repeat_s) + RESEND_S - self._clock()
+
+    async def send(self, snapshot: Snapshot) -> None:
+        """Send a snapshot and wait until it is acknowledged, or can never be."""
+        handed_over_s = self._clock()
+        if len(snapshot.value) > LARGEST_VALUE_BYTES:
+            self._instruments.counter(SNAPSHOTS_DROPPED, "too_large").inc()
+        else:
+            acknowledged = await self._sender.send(allocations.TOPIC.name, snapshot.value, key=self._key)
+            await asyncio.wait([acknowledged])
+            self._settle(acknowledged)
+        self._sent_s = {one: at_s for one, at_s in self._sent_s.items() if handed_over_s - at_s < RESEND_S}
+        self._sent_s.pop(snapshot, None)
+        self._sent_s[snapshot] = self._last_sent_s = handed_over_s
+
+    async def repeat(self, named: Iterable[Snapshot]) -> None:
+        """Send the snapshots in use again. They were acknowledged before, so nothing waits for them now."""
+        self._last_repeat_s = self._clock()
+        if self._repeats or not self._sent_s:
+            return
+        last = next(reversed(self._sent_s))
+        for snapshot in dict.fromkeys((*named, last)):
+            if len(snapshot.value) <= LARGEST_VALUE_BYTES:
+                repeated = await self._sender.send(allocations.TOPIC.name, snapshot.value, key=self._key)
+                self._repeats.add(repeated)
+                repeated.add_done_callback(self._settle)
+
+    def _settle(self, done: "asyncio.Future[int]") -> None:
+        self._repeats.discard(done)
+        if done.cancelled():
+            return
+        if done.exception() is None:
+            self._instruments.counter(SNAPSHOTS).inc()
+        else:
+            self._instruments.counter(SNAPSHOTS_DROPPED, "refused").inc()
+
+
 class NodePublisher:
     """The sending half of one node. Call :meth:`publish` each tick, and keep :meth:`run` running beside it.
 
     ``run_id`` is milliseconds since the epoch at the start, and differs from that of any earlier publisher of the node.
     ``fits`` says how many ticks like the last one the buffer holds; it is worked out when their size has changed.
-    ``clock`` gives seconds and never steps back. Raises ValueError where ``cluster`` or ``node`` can't be a name.
+    ``clock`` gives seconds and never steps back. Raises ValueError if ``cluster`` or ``node`` can't be a name.
     """
 
     def __init__(
         self,
-        sender: RecordSender,
+        sender: Sender,
         instruments: Instruments,
         *,
         cluster: str,
@@ -69,13 +174,13 @@ class NodePublisher:
         self._sender, self._instruments, self._clock = sender, instruments, clock
         self.sampled_values = 0
         self.fits = Fits(0, 0)
-        self._ring = Ring(max_bytes=buffer.max_bytes, max_age_s=buffer.max_age_s)
+        self._buffer = RetryBuffer(max_bytes=buffer.max_bytes, max_age_s=buffer.max_age_s)
         self._counted = (0, 0)
-        self._in_flight: dict[Waiting, None] = {}
+        self._in_flight: dict[WaitingTick, None] = {}
         self._wake, self._empty = asyncio.Event(), asyncio.Event()
         self._empty.set()
         self._snapshots = SnapshotSender(sender, instruments, self._key, clock)
-        instruments.counter(names.RUNS).inc()
+        instruments.counter(RUNS).inc()
 
     @property
     def run_id(self) -> int:
@@ -89,11 +194,11 @@ class NodePublisher:
     @property
     def held(self) -> int:
         """Ticks that wait to be sent or to be acknowledged."""
-        return len(self._ring) + len(self._in_flight)
+        return len(self._buffer) + len(self._in_flight)
 
     def waited_s(self) -> float:
-        """For how long the oldest held tick has waited; 0 where none is held."""
-        oldest = next(iter(self._in_flight), None) or self._ring.head()
+        """For how long the oldest held tick has waited; 0 if none is held."""
+        oldest = next(iter(self._in_flight), None) or self._buffer.head()
         return self._clock() - oldest.made_at_s if oldest else 0.0
 
     def publish(
@@ -112,33 +217,51 @@ class NodePublisher:
         before = self._numbering.run_id
         tick = self._numbering.step(ts_ms, devices, containers, in_force)
         if tick.run_id != before:
-            self._instruments.counter(names.RUNS).inc()
-        self._instruments.counter(names.MADE).inc()
+            self._instruments.counter(RUNS).inc()
+        self._instruments.counter(MADE).inc()
         values = sum(len(device.get("metrics") or ()) for device in devices)
         self.sampled_values += values
-        self._instruments.counter(names.VALUES).inc(values)
+        self._instruments.counter(VALUES).inc(values)
         if tick.value is None:
             self._count_dropped("unencodable")
         elif len(tick.value) > LARGEST_VALUE_BYTES:
             self._count_dropped("too_large")
         else:
             if abs(len(tick.value) - self.fits.tick_bytes) > RESIZED * self.fits.tick_bytes:
-                self.fits = Fits(self._ring.capacity(tick.value), len(tick.value))
-            self._push(Waiting(tick.value, tick.snapshots, self._clock()))
+                self.fits = Fits(self._buffer.capacity(tick.value), len(tick.value))
+            self._expire()
+            gone = self._buffer.push(WaitingTick(tick.value, tick.snapshots, self._clock()))
+            self._count_dropped("buffer_full", len(gone))
+            self._count_held()
+            self._wake.set()
         return tick.seq
 
     async def run(self) -> None:
-        """Send what is published, for as long as it runs. Cancel it to stop, after :meth:`drain`."""
+        """Send what is published, for as long as it runs. Cancel it to stop, after :meth:`drain`.
+
+        If nothing comes or is acknowledged for long, the snapshots in use are sent again. One tick is in flight at a
+        time while the buffer has no room for several that were compressed and now are as they came.
+        """
         while True:
             await self._sender.ready()
             self._expire()
-            head = self._ring.head()
-            if head is None or len(self._in_flight) >= self._most_in_flight(head):
-                await self._sleep()
+            head = self._buffer.head()
+            alone = head is not None and head.compressed and self._buffer.crowded
+            if head is None or len(self._in_flight) >= (1 if alone else MAX_IN_FLIGHT):
+                self._wake.clear()
+                try:
+                    async with asyncio.timeout(self._snapshots.idle_s()):
+                        await self._wake.wait()
+                except TimeoutError:
+                    await self._snapshots.repeat(one for tick in self._in_flight for one in tick.snapshots)
             elif (snapshot := self._snapshots.due(head.snapshots)) is not None:
                 await self._snapshots.send(snapshot)
             else:
-                await self._send(self._ring.pop())
+                tick = self._buffer.pop()
+                self._in_flight[tick] = None
+                self._buffer.in_flight_bytes += len(tick.value)
+                acknowledged = await self._sender.send(samples.TOPIC.name, tick.value, key=self._key)
+                acknowledged.add_done_callback(partial(self._settle, tick))
 
     async def drain(self, timeout_s: float) -> int:
         """Wait until all is acknowledged, at most ``timeout_s``; what is left is dropped and counted, and its number
@@ -147,69 +270,70 @@ class NodePublisher:
             async with asyncio.timeout(timeout_s):
                 await self._empty.wait()
         left = self.held
-        self._ring.clear()
+        self._buffer.clear()
         self._in_flight.clear()
-        self._ring.in_flight_bytes = 0
-        self._instruments.counter(names.DROPPED, "stopped").inc(left)
+        self._buffer.in_flight_bytes = 0
+        self._instruments.counter(DROPPED, "stopped").inc(left)
         self._count_held()
         return left
 
-    def _push(self, tick: Waiting) -> None:
-        self._expire()
-        for dropped in self._ring.push(tick):
-            self._count_dropped(dropped.reason)
-        self._count_held()
-        self._wake.set()
-
     def _expire(self) -> None:
-        for dropped in self._ring.expire(self._clock()):
-            self._count_dropped(dropped.reason)
+        self._count_dropped("buffer_age", len(self._buffer.expire(self._clock())))
         self._count_held()
 
-    def _count_dropped(self, reason: str) -> None:
-        self._instruments.counter(names.DROPPED, reason).inc()
+    def _count_dropped(self, reason: str, count: int = 1) -> None:
+        if count:
+            self._instruments.counter(DROPPED, reason).inc(count)
 
     def _count_held(self) -> None:
         """Say what is held now; several publishers may share the gauges."""
-        ticks, size = self.held, self._ring.bytes + self._ring.in_flight_bytes
+        ticks, size = self.held, self._buffer.bytes + self._buffer.in_flight_bytes
         before, self._counted = self._counted, (ticks, size)
-        self._instruments.gauge(names.HELD).inc(ticks - before[0])
-        self._instruments.gauge(names.BUFFERED).inc(size - before[1])
+        self._instruments.gauge(HELD).inc(ticks - before[0])
+        self._instruments.gauge(BUFFERED).inc(size - before[1])
         if ticks:
             self._empty.clear()
         else:
             self._empty.set()
 
-    def _most_in_flight(self, head: Waiting) -> int:
-        """One at a time while the ring has no room for several that were compressed and now are as they came."""
-        return 1 if head.compressed and self._ring.crowded else MAX_IN_FLIGHT
-
-    async def _sleep(self) -> None:
-        """Wait for a tick or an acknowledgement; where none comes for long, send the snapshots in use again."""
-        self._wake.clear()
-        try:
-            async with asyncio.timeout(self._snapshots.idle_s()):
-                await self._wake.wait()
-        except TimeoutError:
-            await self._snapshots.repeat(one for tick in self._in_flight for one in tick.snapshots)
-
-    async def _send(self, tick: Waiting) -> None:
-        self._in_flight[tick] = None
-        self._ring.in_flight_bytes += len(tick.value)
-        acknowledged = await self._sender.send(samples.TOPIC.name, tick.value, key=self._key)
-        acknowledged.add_done_callback(lambda done: self._settle(tick, done))
-
-    def _settle(self, tick: Waiting, done: "asyncio.Future[int]") -> None:
+    def _settle(self, tick: WaitingTick, done: "asyncio.Future[int]") -> None:
         if done.cancelled() or tick not in self._in_flight:
             return
-        self._land(tick)
+        del self._in_flight[tick]
+        self._buffer.in_flight_bytes -= len(tick.value)
+        self._count_held()
         if done.exception() is None:
-            self._instruments.counter(names.SENT).inc()
+            self._instruments.counter(SENT).inc()
         else:
             self._count_dropped("refused")
         self._wake.set()
 
-    def _land(self, tick: Waiting) -> None:
-        del self._in_flight[tick]
-        self._ring.in_flight_bytes -= len(tick.value)
-        self._count_held()
+
+# -- what all producers have in common
+
+
+def not_sent(sender: Sender, *, what: str, waited_s: float) -> list[str]:
+    """Why a producer's records do not get to Kafka; empty if they do. ``what`` has waited for ``waited_s``."""
+    waiting = [f"{what} has waited {waited_s:.0f} s for Kafka"] if waited_s > UNREADY_AFTER_S else []
+    return sender.not_ready() or waiting
+
+
+async def first_of(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> None:
+    """Do the work, unless the stop comes before its end; returns when it has ended. Raises what the work raised."""
+    doing, stopped = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait((doing, stopped), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in (doing, stopped):
+            task.cancel()
+        await asyncio.wait((doing, stopped))
+    if not doing.cancelled():
+        doing.result()
+
+
+def first_failure(failures: BaseExceptionGroup[Exception]) -> Exception:
+    """The first failure of a group, however deep."""
+    failure: Exception | BaseExceptionGroup[Exception] = failures
+    while isinstance(failure, BaseExceptionGroup):
+        failure = failure.exceptions[0]
+    return failure

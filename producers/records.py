@@ -1,20 +1,28 @@
-"""The records that producers write: plain dicts in, JSON bytes out.
+"""The records that producers write, with their numbers: plain dicts in, JSON bytes out. All of it is pure.
 
-In: what was read, with its place in the producer's run. Out: values of gpu.samples, gpu.allocations and gpu.workloads.
+In: what was read at each tick; what is known of a node's pods. Out: values of gpu.samples, gpu.allocations and
+gpu.workloads; and the runs, ticks and snapshots of a node, numbered as readers rely on.
+State: a node's run, the last tick of it, and the last snapshot of it.
 On failure: :class:`Unencodable`, for something that JSON has no word for.
 A missing value is absent: ``None``, NaN and infinities are left out, and zero is zero.
 """
 
+import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import msgspec
 import orjson
 
 from topics.topic import SCHEMA, Name
 
-JsonDict = dict[str, Any]
+READ_MS = 10_000
+"""So long after its time a tick may still be read; what has a later time is of a clock that was set back."""
+
+Containers = Iterable[Mapping[str, Any]] | None
+"""Those of gpu.allocations as dicts; None: there is no kubelet."""
 
 
 class Unencodable(Exception):
@@ -40,18 +48,8 @@ def sample(
     devices: Sequence[Mapping[str, Any]],
 ) -> bytes:
     """One node's tick. ``devices`` are dicts as in gpu.samples; ``allocations_seq`` None: there is no kubelet."""
-    return _dumps(
-        {
-            "schema": SCHEMA,
-            "cluster": cluster,
-            "node": node,
-            "run_id": run_id,
-            "seq": seq,
-            "ts_ms": ts_ms,
-            "allocations_seq": allocations_seq,
-            "devices": [_device(device) for device in devices],
-        }
-    )
+    head = {"schema": SCHEMA, "cluster": cluster, "node": node, "run_id": run_id, "seq": seq, "ts_ms": ts_ms}
+    return _dumps({**head, "allocations_seq": allocations_seq, "devices": [_device(device) for device in devices]})
 
 
 def snapshot(*, cluster: str, node: str, run_id: int, seq: int, ts_ms: int, content: bytes) -> bytes:
@@ -68,8 +66,13 @@ def workloads(*, cluster: str, node: str, epoch: int, seq: int, ts_ms: int, cont
 
 def containers_content(containers: Iterable[Mapping[str, Any]]) -> bytes:
     """The containers of a snapshot in one order, so that equal content is equal bytes (a kubelet's order varies)."""
+
+    def order(row: Mapping[str, Any]) -> tuple[str, ...]:
+        ids = row["device_ids"]
+        return (row["namespace"], row["pod"], row["container"], row.get("resource", ""), ids[0] if ids else "")
+
     rows = [_present({**row, "device_ids": sorted(row.get("device_ids") or ())}) for row in containers]
-    return _dumps(sorted(rows, key=_container_order), sort_keys=True)
+    return _dumps(sorted(rows, key=order), sort_keys=True)
 
 
 def workloads_content(
@@ -89,16 +92,17 @@ def workloads_content(
     return _dumps(content | {"removed": True} if removed else content, sort_keys=True)
 
 
-def _container_order(row: JsonDict) -> tuple[str, ...]:
-    ids = row["device_ids"]
-    return (row["namespace"], row["pod"], row["container"], row.get("resource", ""), ids[0] if ids else "")
-
-
 def _device(device: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A device without its missing values; most have none, and go out as they are."""
-    metrics = device.get("metrics")
-    processes = device.get("processes")
-    if _all_finite(metrics) and all(map(_all_present, processes or ())):
+    """A device without its missing values; most have none, and go out as they are.
+
+    No metric is missing if their sum is finite. One that overflows costs a copy, and changes nothing.
+    """
+    metrics, processes = device.get("metrics"), device.get("processes")
+    try:
+        whole = math.isfinite(sum(metrics.values())) if metrics else True
+    except (TypeError, OverflowError):
+        whole = False
+    if whole and all(_is_present(value) for row in processes or () for value in row.values()):
         return device
     clean = _present(device)
     if metrics is not None:
@@ -108,19 +112,7 @@ def _device(device: Mapping[str, Any]) -> Mapping[str, Any]:
     return clean
 
 
-def _all_finite(metrics: Mapping[str, Any] | None) -> bool:
-    """Whether no value is missing: a sum is finite only if all of it is. Overflow answers False, and costs a copy."""
-    try:
-        return math.isfinite(sum(metrics.values())) if metrics else True
-    except (TypeError, OverflowError):
-        return False
-
-
-def _all_present(row: Mapping[str, Any]) -> bool:
-    return all(map(_is_present, row.values()))
-
-
-def _present(row: Mapping[str, Any]) -> JsonDict:
+def _present(row: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in row.items() if _is_present(value)}
 
 
@@ -133,3 +125,116 @@ def _dumps(record: object, *, sort_keys: bool = False) -> bytes:
         return orjson.dumps(record, option=orjson.OPT_SORT_KEYS if sort_keys else None)
     except orjson.JSONEncodeError as error:
         raise Unencodable(str(error)) from error
+
+
+# -- the numbers of a node's records
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Snapshot:
+    """A snapshot of gpu.allocations: its identity in its run, its content in one order, and the encoded record."""
+
+    run_id: int
+    seq: int
+    content: bytes
+    value: bytes
+
+
+class NumberedTick(NamedTuple):
+    """A tick with its place in its run. ``value`` is None if it could not be encoded; its ``seq`` is used up.
+
+    ``snapshots`` are its own and those that its events name, in order.
+    """
+
+    run_id: int
+    seq: int
+    value: bytes | None
+    snapshots: tuple[Snapshot, ...] = ()
+
+
+class Numbering:
+    """Gives one node's ticks and snapshots their numbers.
+
+    ``run_id`` is the first run's, milliseconds since the epoch at its start. Raises ValueError if ``cluster`` or
+    ``node`` can't be a name.
+    """
+
+    def __init__(self, *, cluster: str, node: str, run_id: int) -> None:
+        self.cluster = checked_name("cluster", cluster)
+        self.node = checked_name("node", node)
+        self.run_id = run_id
+        self._seqs = {run_id: 0}
+        self._last_ts_ms = -1
+        self._snapshot: Snapshot | None = None
+
+    def runs(self) -> dict[int, int]:
+        """The last ``seq`` of every run so far."""
+        return dict(self._seqs)
+
+    def step(
+        self,
+        ts_ms: int,
+        devices: Sequence[Mapping[str, Any]],
+        containers: Containers,
+        in_force: Callable[[int], Containers] | None = None,
+    ) -> NumberedTick:
+        """Number a tick read at ``ts_ms``. A time that is not after the last tick's starts a new run.
+
+        Without ``containers`` no snapshot is named. ``in_force`` gives those of an earlier time: an event names the
+        snapshot of its own time, if it came after the tick before, or while this one was read. Snapshots are in the
+        order of time.
+        """
+        before_ms, self._last_ts_ms = self._last_ts_ms, ts_ms
+        if ts_ms <= before_ms:
+            self.run_id = next(run_id for run_id in itertools.count(ts_ms) if run_id not in self._seqs)
+            self._seqs[self.run_id], self._snapshot = 0, None
+        seq = self._seqs[self.run_id] = self._seqs[self.run_id] + 1
+        named: dict[Snapshot, None] = {}
+        own: Snapshot | None = None
+        try:
+            if containers is not None:
+                events = [event for device in devices for event in device.get("events") or () if "ts_ms" in event]
+                known = in_force is not None and ts_ms > before_ms
+                times = sorted({event["ts_ms"] for event in events}) if known else []
+                earlier = self._snapshots_at([at_ms for at_ms in times if before_ms < at_ms <= ts_ms], in_force)
+                own = self._snapshot_of(ts_ms, containers)
+                later = self._snapshots_at([at_ms for at_ms in times if 0 < at_ms - ts_ms <= READ_MS], in_force)
+                named = dict.fromkeys([*earlier.values(), own, *later.values()])
+                by_time = earlier | later
+                devices = [_with_seqs(device, by_time) if device.get("events") else device for device in devices]
+            value = sample(
+                cluster=self.cluster,
+                node=self.node,
+                run_id=self.run_id,
+                seq=seq,
+                ts_ms=ts_ms,
+                allocations_seq=own.seq if own else None,
+                devices=devices,
+            )
+        except Unencodable:
+            return NumberedTick(self.run_id, seq, None)
+        return NumberedTick(self.run_id, seq, value, tuple(named))
+
+    def _snapshots_at(self, times: Sequence[int], in_force: Callable[[int], Containers] | None) -> dict[int, Snapshot]:
+        """The snapshot in force at each of these times, which are in order, if it is known."""
+        known = {at_ms: in_force(at_ms) for at_ms in times} if in_force is not None else {}
+        return {at_ms: self._snapshot_of(at_ms, rows) for at_ms, rows in known.items() if rows is not None}
+
+    def _snapshot_of(self, ts_ms: int, containers: Iterable[Mapping[str, Any]]) -> Snapshot:
+        """The snapshot in force: the last one, or a new one if the content differs."""
+        last, content = self._snapshot, containers_content(containers)
+        if last is not None and last.content == content:
+            return last
+        run_id, seq = self.run_id, last.seq + 1 if last else 1
+        value = snapshot(cluster=self.cluster, node=self.node, run_id=run_id, seq=seq, ts_ms=ts_ms, content=content)
+        self._snapshot = Snapshot(run_id, seq, content, value)
+        return self._snapshot
+
+
+def _with_seqs(device: Mapping[str, Any], snapshots: Mapping[int, Snapshot]) -> Mapping[str, Any]:
+    """A device whose events say which snapshot was in force at their time, if that is known."""
+    events = [
+        {**event, "allocations_seq": snapshots[at_ms].seq} if (at_ms := event.get("ts_ms")) in snapshots else event
+        for event in device["events"]
+    ]
+    return {**device, "events": events}

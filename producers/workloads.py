@@ -3,7 +3,7 @@
 In: a node's pods, with their owners and labels. Out: records on gpu.workloads, keyed by ``cluster/node``.
 State: what is known of each node, which pods' ends were sent, and the nodes of which a record is to be sent. A node
 that is gone is forgotten once its last record was handed over.
-On failure: while the broker is away only what is known last of a node is kept, and every end that was not sent yet.
+On failure: while the broker is away only the last state of each node is kept, and every end that was not sent yet.
 
 A pod that ended is in the record that says so, and then only in the records of every 5 minutes: so the topic grows with
 the number of pods, and not with its square.
@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from delivery.instruments import Instruments
-from producers import instruments as names
+from delivery.sender import Sender
 from producers import records
-from producers.sending import LARGEST_VALUE_BYTES, RESEND_S, RecordSender
+from producers.publisher import LARGEST_VALUE_BYTES, RESEND_S, WORKLOADS, WORKLOADS_DROPPED
 from topics import workloads
 from topics.topic import node_key
 
@@ -34,8 +34,8 @@ Row = Mapping[str, Any]
 
 
 @dataclass(slots=True)
-class _Node:
-    """What is known of a node. ``untold`` are the pods whose end, or what is known of them since, was not sent yet.
+class _KnownNode:
+    """What is known of a node. ``unsent`` are the pods whose end, or what is known of them since, was not sent yet.
 
     ``present`` is the content of a record without the pods that ended; ``whole``: the next record has all of those.
     """
@@ -49,12 +49,12 @@ class _Node:
     admin_claims: list[Row]
     removed: bool
     present: bytes = b""
-    told: dict[str, Row] = field(default_factory=dict)
+    sent: dict[str, Row] = field(default_factory=dict)
     whole: bool = True
 
     @property
-    def untold(self) -> dict[str, Row]:
-        return {uid: row for uid, row in self.ended.items() if self.told.get(uid) != row}
+    def unsent(self) -> dict[str, Row]:
+        return {uid: row for uid, row in self.ended.items() if self.sent.get(uid) != row}
 
     def content(self, ended: Iterable[Row]) -> bytes:
         """What a record says that has these of the ended pods. Raises Unencodable."""
@@ -73,7 +73,7 @@ class WorkloadsPublisher:
 
     def __init__(
         self,
-        sender: RecordSender,
+        sender: Sender,
         instruments: Instruments,
         *,
         cluster: str,
@@ -83,7 +83,7 @@ class WorkloadsPublisher:
         self._cluster = records.checked_name("cluster", cluster)
         self._epoch = epoch
         self._sender, self._instruments, self._clock = sender, instruments, clock
-        self._nodes: dict[str, _Node] = {}
+        self._nodes: dict[str, _KnownNode] = {}
         self._waiting: dict[str, None] = {}
         self._leaving: set[str] = set()
         self._least_seq = 1
@@ -105,16 +105,16 @@ class WorkloadsPublisher:
         *,
         removed: bool = False,
     ) -> int | None:
-        """Take what is known of a node at ``ts_ms``, without waiting; gives its ``seq``, or None where nothing changed.
+        """Take what is known of a node at ``ts_ms``, without waiting; gives its ``seq``, or None if nothing changed.
 
         ``pods`` are those that run and those that ended within half an hour. They, ``dra_devices`` and ``admin_claims``
         are dicts as in gpu.workloads, and are not changed any more; ``removed``: there is no such node any more. Raises
-        ValueError where ``node`` can't be a name.
+        ValueError if ``node`` can't be a name.
         """
         last = self._nodes.get(node)
         self._leaving.discard(node)
         rows = list(pods)
-        known = _Node(
+        known = _KnownNode(
             seq=last.seq + 1 if last else self._least_seq,
             ts_ms=ts_ms,
             node_labels=node_labels,
@@ -130,8 +130,8 @@ class WorkloadsPublisher:
             self._count_dropped("unencodable")
             return None
         if last is not None:
-            known.told, known.whole = last.told, last.whole
-            if (known.present, known.untold) == (last.present, last.untold):
+            known.sent, known.whole = last.sent, last.whole
+            if (known.present, known.unsent) == (last.present, last.unsent):
                 last.ended = known.ended
                 return None
         self._nodes[records.checked_name("node", node)] = known
@@ -139,7 +139,7 @@ class WorkloadsPublisher:
         return known.seq
 
     def forget(self, node: str) -> None:
-        """A node is gone: what was published of it last is sent, and never again.
+        """A node is gone: its last record is sent once, and never again.
 
         Should it come back, its numbers go on above those of every node that is forgotten.
         """
@@ -149,7 +149,7 @@ class WorkloadsPublisher:
             self._drop(node)
 
     def waited_s(self) -> float:
-        """For how long something has waited without anything being acknowledged; 0 where nothing waits."""
+        """For how long something has waited without anything being acknowledged; 0 if nothing waits."""
         return 0.0 if self._empty.is_set() else self._clock() - self._moved_s
 
     async def run(self) -> None:
@@ -157,8 +157,27 @@ class WorkloadsPublisher:
         while True:
             if self._waiting and len(self._in_flight) < MAX_IN_FLIGHT:
                 await self._send(next(iter(self._waiting)))
-            else:
-                await self._sleep()
+                continue
+            self._wake.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CHECK_S):
+                    await self._wake.wait()
+            if self._clock() - self._checked_s >= CHECK_S:
+                self._checked_s = self._clock()
+                self.queue_overdue()
+
+    def queue_overdue(self) -> None:
+        """Make whole records due of the nodes that were not heard of for long. Each has a number of its own, because it
+        says more than the last record of its node did."""
+        now_s = self._clock()
+        for node, whole_s in self._whole_s.items():
+            if now_s - whole_s < RESEND_S:
+                return
+            known = self._nodes[node]
+            if not known.whole:
+                known.whole, known.seq = True, known.seq + 1
+                if node not in self._waiting:
+                    self._queue(node)
 
     async def drain(self, timeout_s: float) -> int:
         """Wait until all is acknowledged, at most ``timeout_s``; gives the number of records that are not."""
@@ -177,37 +196,36 @@ class WorkloadsPublisher:
         self._wake.set()
 
     async def _send(self, node: str) -> None:
-        """Send what is known of a node by now: what changed, or all of it where that is due."""
+        """Send what is known of a node by now: what changed, or all of it if that is due. What can't be sent is
+        counted."""
         del self._waiting[node]
         known = self._nodes[node]
         if known.whole:
             self._whole_s.pop(node, None)
             self._whole_s[node] = self._clock()
-        value = self._value(node, known)
-        known.told, known.whole = known.ended, False
+        rows = (known.ended if known.whole else known.unsent).values()
+        known.sent, known.whole = known.ended, False
         if node in self._leaving:
             self._drop(node)
-        if value is None:
+        try:
+            value = records.workloads(
+                cluster=self._cluster,
+                node=node,
+                epoch=self._epoch,
+                seq=known.seq,
+                ts_ms=known.ts_ms,
+                content=known.content(rows),
+            )
+            problem = "too_large" if len(value) > LARGEST_VALUE_BYTES else ""
+        except records.Unencodable:
+            problem = "unencodable"
+        if problem:
+            self._count_dropped(problem)
             self._note_empty()
             return
         acknowledged = await self._sender.send(workloads.TOPIC.name, value, key=node_key(self._cluster, node))
         self._in_flight.add(acknowledged)
         acknowledged.add_done_callback(self._settle)
-
-    def _value(self, node: str, known: _Node) -> bytes | None:
-        """The record of a node; None where it can't be sent, which is counted."""
-        try:
-            content = known.content((known.ended if known.whole else known.untold).values())
-        except records.Unencodable:
-            self._count_dropped("unencodable")
-            return None
-        value = records.workloads(
-            cluster=self._cluster, node=node, epoch=self._epoch, seq=known.seq, ts_ms=known.ts_ms, content=content
-        )
-        if len(value) > LARGEST_VALUE_BYTES:
-            self._count_dropped("too_large")
-            return None
-        return value
 
     def _settle(self, done: "asyncio.Future[int]") -> None:
         self._in_flight.discard(done)
@@ -217,31 +235,9 @@ class WorkloadsPublisher:
         if done.cancelled():
             return
         if done.exception() is None:
-            self._instruments.counter(names.WORKLOADS).inc()
+            self._instruments.counter(WORKLOADS).inc()
         else:
             self._count_dropped("refused")
-
-    async def _sleep(self) -> None:
-        """Wait for news or an acknowledgement; where none comes, queue the nodes that were not heard of for long."""
-        self._wake.clear()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(CHECK_S):
-                await self._wake.wait()
-        if self._clock() - self._checked_s >= CHECK_S:
-            self._checked_s = self._clock()
-            self._queue_overdue()
-
-    def _queue_overdue(self) -> None:
-        """Make whole records due. Each has a number of its own: it says more than the last record of its node did."""
-        now_s = self._clock()
-        for node, whole_s in self._whole_s.items():
-            if now_s - whole_s < RESEND_S:
-                return
-            known = self._nodes[node]
-            if not known.whole:
-                known.whole, known.seq = True, known.seq + 1
-                if node not in self._waiting:
-                    self._queue(node)
 
     def _note_empty(self) -> None:
         if not self._waiting and not self._in_flight:
@@ -255,4 +251,4 @@ class WorkloadsPublisher:
             self._least_seq = max(self._least_seq, known.seq + 1)
 
     def _count_dropped(self, reason: str) -> None:
-        self._instruments.counter(names.WORKLOADS_DROPPED, reason).inc()
+        self._instruments.counter(WORKLOADS_DROPPED, reason).inc()

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 from delivery.instruments import Instruments
 from delivery.sender import Sender
 from delivery.topic_admin import TopicCheck
-from producers import instruments as shared
 from producers.cluster import instruments as own
 from producers.cluster import objects, pods
 from producers.cluster.client import Client
@@ -27,8 +26,7 @@ from producers.cluster.owners import Chain, Owners
 from producers.cluster.reflector import Listener, Reflector
 from producers.cluster.store import Store
 from producers.cluster.takeover import PublishedNodes, read_back
-from producers.sending import ConnectedSender, not_sent
-from producers.stopping import first_failure, first_of
+from producers.publisher import INSTRUMENTS, first_failure, first_of, not_sent
 from producers.workloads import WorkloadsPublisher
 from topics import allocations, samples, workloads
 
@@ -164,11 +162,11 @@ class ClusterProducer:
         self,
         settings: ClusterSettings,
         *,
-        sender: ConnectedSender | None = None,
+        sender: Sender | None = None,
         read_back: Callable[[str, int, PublishedNodes], Coroutine[Any, Any, None]] = read_back,
     ) -> None:
         self._settings = settings
-        self._instruments = Instruments((*shared.INSTRUMENTS, *own.INSTRUMENTS))
+        self._instruments = Instruments((*INSTRUMENTS, *own.INSTRUMENTS))
         self.registry = self._instruments.registry
         check = TopicCheck(settings.kafka, (workloads.TOPIC.name,), beside=(samples.TOPIC.name, allocations.TOPIC.name))
         self._sender = sender or Sender(settings.kafka, client_id=f"gpustream-{self.name}", check=check)

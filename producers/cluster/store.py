@@ -20,7 +20,7 @@ from producers.cluster.objects import LABEL_BOUNDS, AllowList, Labels, Selection
 from producers.cluster.owners import UNKNOWN, Chain
 from producers.cluster.pods import Change, KnownPod, Pods
 from producers.cluster.takeover import PublishedNode
-from producers.sending import LARGEST_VALUE_BYTES
+from producers.publisher import LARGEST_VALUE_BYTES
 from topics.workloads import Owner, Pod
 
 JsonDict = dict[str, Any]

@@ -15,7 +15,6 @@ import time
 from delivery.instruments import Instruments
 from delivery.sender import Sender
 from delivery.topic_admin import TopicCheck
-from producers import instruments as shared
 from producers.node import instruments as own
 from producers.node.cgroups import Places
 from producers.node.config import NodeSettings
@@ -23,9 +22,7 @@ from producers.node.gpus import Gpus
 from producers.node.job_files import JobFiles
 from producers.node.jobs import with_jobs
 from producers.node.kubelet import Kubelet
-from producers.publisher import Buffer, NodePublisher
-from producers.sending import ConnectedSender, not_sent
-from producers.stopping import first_failure, first_of
+from producers.publisher import INSTRUMENTS, Buffer, NodePublisher, first_failure, first_of, not_sent
 from topics import allocations, samples, workloads
 
 log = logging.getLogger(__name__)
@@ -57,13 +54,13 @@ class NodeProducer:
         self,
         settings: NodeSettings,
         *,
-        sender: ConnectedSender | None = None,
+        sender: Sender | None = None,
         gpus: Gpus | None = None,
         kubelet: Kubelet | None = None,
         places: Places | None = None,
     ) -> None:
         self._settings = settings
-        self._instruments = Instruments((*shared.INSTRUMENTS, *own.INSTRUMENTS))
+        self._instruments = Instruments((*INSTRUMENTS, *own.INSTRUMENTS))
         self.registry = self._instruments.registry
         check = TopicCheck(settings.kafka, (samples.TOPIC.name, allocations.TOPIC.name), beside=(workloads.TOPIC.name,))
         client_id = f"gpustream-{self.name}-{settings.node}"

@@ -16,15 +16,12 @@ from typing import BinaryIO
 from delivery.instruments import Instruments
 from delivery.sender import Sender
 from delivery.topic_admin import TopicCheck
-from producers import instruments as shared
-from producers.publisher import Buffer, NodePublisher
-from producers.sending import ConnectedSender, not_sent
+from producers.publisher import INSTRUMENTS, Buffer, NodePublisher, first_failure, not_sent
 from producers.simulated import instruments as own
 from producers.simulated import truth
 from producers.simulated.clock import FleetClock
 from producers.simulated.config import SimulatedSettings
 from producers.simulated.fleet import Fleet, parse_size
-from producers.stopping import first_failure
 from producers.workloads import WorkloadsPublisher
 from topics import allocations, samples, workloads
 
@@ -40,12 +37,12 @@ class SimulatedFleet:
     name = "simulated"
 
     def __init__(
-        self, settings: SimulatedSettings, *, sender: ConnectedSender | None = None, clock: FleetClock | None = None
+        self, settings: SimulatedSettings, *, sender: Sender | None = None, clock: FleetClock | None = None
     ) -> None:
         self._settings = settings
         nodes, gpus = parse_size(settings.fleet)
         self._fleet = Fleet(nodes, gpus, cluster=settings.cluster, seed=settings.seed, pod_life_s=settings.pod_life_s)
-        self._instruments = Instruments((*shared.INSTRUMENTS, *own.INSTRUMENTS))
+        self._instruments = Instruments((*INSTRUMENTS, *own.INSTRUMENTS))
         self.registry = self._instruments.registry
         self._clock = clock or FleetClock()
         check = TopicCheck(settings.kafka, (samples.TOPIC.name, allocations.TOPIC.name, workloads.TOPIC.name))

@@ -32,7 +32,7 @@ async def main(pods: int, nodes: int) -> None:
         for node in cluster.changed():
             if content := cluster.take(node):
                 publisher.publish(now_ms, node, content.node_labels, content.pods)
-        publisher._queue_overdue()
+        publisher.queue_overdue()
         await settle(2 * nodes + 4)
 
     for number in range(pods):

@@ -18,6 +18,7 @@ from typing import Any
 import orjson
 
 from delivery.instruments import Instruments
+from delivery.sender import Sender
 from producers.node import instruments
 from producers.node.cgroups import Places
 from producers.node.component import NodeProducer
@@ -35,7 +36,7 @@ OPEN_WITHIN_S = 10.0
 SMI_EVERY_S = 1.0
 
 
-class FileSender:
+class FileSender(Sender):
     """Takes what a producer sends, and writes the ticks into a file, one a line."""
 
     def __init__(self, path: Path) -> None:
@@ -52,11 +53,11 @@ class FileSender:
     async def ready(self) -> None:
         """It is."""
 
-    async def send(self, topic: str, value: bytes, **_: Any) -> "asyncio.Future[int]":
+    async def send(self, topic: str, value: bytes | None, **_: Any) -> "asyncio.Future[int]":
         """Write a tick; snapshots of allocations are of no interest here."""
         if topic == samples.TOPIC.name:
-            self._file.write(value + b"\n")
-            self.ticks.append(orjson.loads(value))
+            self._file.write((value or b"") + b"\n")
+            self.ticks.append(orjson.loads(value or b""))
         written: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         written.set_result(len(self.ticks))
         return written

@@ -10,9 +10,8 @@ import msgspec
 from prometheus_client import CollectorRegistry
 
 from delivery.instruments import Instruments
-from delivery.sender import Headers, Unsendable
-from producers.instruments import INSTRUMENTS
-from producers.publisher import NodePublisher
+from delivery.sender import Headers, Sender, Unsendable
+from producers.publisher import INSTRUMENTS, NodePublisher
 from producers.workloads import WorkloadsPublisher
 
 CLUSTER, NODE = "prod", "gpu-1"
@@ -38,7 +37,7 @@ class FakeClock:
         return self.now_s
 
 
-class FakeSender:
+class FakeSender(Sender):
     """Keeps what is sent until it is told to acknowledge or refuse it; ``events`` is all that happened, in order.
 
     With ``prompt`` it acknowledges at once; it takes records while ``taking`` is set.
@@ -67,9 +66,15 @@ class FakeSender:
         await self.taking.wait()
 
     async def send(
-        self, topic: str, value: bytes, *, key: bytes | None = None, partition: int | None = None, headers: Headers = ()
+        self,
+        topic: str,
+        value: bytes | None,
+        *,
+        key: bytes | None = None,
+        partition: int | None = None,
+        headers: Headers = (),
     ) -> asyncio.Future[int]:
-        event = Event("sent", topic, key, msgspec.json.decode(value), self._clock())
+        event = Event("sent", topic, key, msgspec.json.decode(value or b""), self._clock())
         self.events.append(event)
         future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._waiting.append((event, future))

@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from producers.numbering import Numbered, Numbering, Snapshot
+from producers.records import NumberedTick, Numbering, Snapshot
 from tests.producers.fakes import containers, devices
 
 
-def _step(numbering: Numbering, ts_ms: int, *pods: str) -> Numbered:
+def _step(numbering: Numbering, ts_ms: int, *pods: str) -> NumberedTick:
     return numbering.step(ts_ms, devices(), containers(*pods))
 
 
-def _own(numbered: Numbered) -> Snapshot:
+def _own(numbered: NumberedTick) -> Snapshot:
     """The snapshot that a tick names."""
     return numbered.snapshots[-1]
 
@@ -26,7 +26,7 @@ def _with_events(*times_ms: int) -> list[dict[str, Any]]:
     return [{**device, "events": events} for device in devices()]
 
 
-def _named_by_events(numbered: Numbered) -> list[int | None]:
+def _named_by_events(numbered: NumberedTick) -> list[int | None]:
     events = orjson.loads(numbered.value or b"")["devices"][0]["events"]
     return [event.get("allocations_seq") for event in events]
 
@@ -62,7 +62,7 @@ def test_an_empty_answer_is_a_snapshot(numbering: Numbering) -> None:
 
 
 def test_a_tick_that_cannot_be_encoded_keeps_its_number(numbering: Numbering) -> None:
-    assert numbering.step(100, [{"uuid": "\ud800"}], None) == Numbered(100, 1, None)
+    assert numbering.step(100, [{"uuid": "\ud800"}], None) == NumberedTick(100, 1, None)
     assert _step(numbering, 101).seq == 2
 
 
@@ -78,7 +78,7 @@ def test_changing_what_was_read_changes_no_snapshot(numbering: Numbering) -> Non
 def test_a_clock_that_does_not_advance_starts_a_run_of_its_own(times: list[int]) -> None:
     numbering = Numbering(cluster="prod", node="gpu-1", run_id=3)
     steps = [(ts_ms, _step(numbering, ts_ms, "a")) for ts_ms in times]
-    runs: dict[int, list[tuple[int, Numbered]]] = {}
+    runs: dict[int, list[tuple[int, NumberedTick]]] = {}
     for ts_ms, step in steps:
         runs.setdefault(step.run_id, []).append((ts_ms, step))
 

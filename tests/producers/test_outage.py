@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from delivery.sender import Headers
-from producers import instruments as names
-from producers.numbering import Numbering
+from producers import publisher as names
 from producers.publisher import Buffer, NodePublisher
+from producers.records import Numbering
 from tests.producers.fakes import CLUSTER, NODE, FakeClock, FakeSender, containers, instruments, settle, value
 
 OUTAGE_S = 900
@@ -31,10 +31,16 @@ class HashingSender(FakeSender):
         self._offset = itertools.count()
 
     async def send(
-        self, topic: str, value: bytes, *, key: bytes | None = None, partition: int | None = None, headers: Headers = ()
+        self,
+        topic: str,
+        value: bytes | None,
+        *,
+        key: bytes | None = None,
+        partition: int | None = None,
+        headers: Headers = (),
     ) -> asyncio.Future[int]:
         if topic == "gpu.samples":
-            self.sent.append(hashlib.sha256(value).hexdigest())
+            self.sent.append(hashlib.sha256(value or b"").hexdigest())
         future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         future.set_result(next(self._offset))
         return future

@@ -8,9 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from delivery.instruments import Instruments
-from producers import instruments as names
-from producers.publisher import MAX_IN_FLIGHT, Buffer, NodePublisher
-from producers.sending import LARGEST_VALUE_BYTES, RESEND_S
+from producers import publisher as names
+from producers.publisher import (
+    LARGEST_VALUE_BYTES,
+    MAX_IN_FLIGHT,
+    RESEND_S,
+    Buffer,
+    NodePublisher,
+    first_failure,
+    first_of,
+)
 from tests.producers.fakes import (
     CLUSTER,
     NODE,
@@ -362,3 +369,46 @@ def _check(bench: Bench, made: list[tuple[int, int]]) -> None:
             assert named in settled
             assert event.at_s - settled[named] < RESEND_S
             assert last is not None
+
+
+# -- how a producer ends
+
+
+async def test_work_that_ends_is_waited_for() -> None:
+    done = []
+
+    async def work() -> None:
+        await asyncio.sleep(0)
+        done.append("work")
+
+    await first_of(asyncio.Event(), work())
+    assert done == ["work"]
+
+
+async def test_a_stop_ends_work_that_hangs_and_what_it_has_to_put_away_is_put_away() -> None:
+    stop, ended = asyncio.Event(), []
+
+    async def work() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append("put away")
+
+    asyncio.get_running_loop().call_soon(stop.set)
+    await first_of(stop, work())
+    assert ended == ["put away"]
+
+
+async def test_what_the_work_raises_is_raised() -> None:
+    async def work() -> None:
+        raise LookupError("gone")
+
+    with pytest.raises(LookupError, match="gone"):
+        await first_of(asyncio.Event(), work())
+
+
+def test_the_first_failure_is_found_in_groups_of_groups() -> None:
+    first = ValueError("first")
+    failures = ExceptionGroup("all", [ExceptionGroup("inner", [first, KeyError()]), OSError()])
+
+    assert first_failure(failures) is first

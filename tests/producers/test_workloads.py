@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from producers import instruments as names
-from producers.sending import LARGEST_VALUE_BYTES, RESEND_S
+from producers import publisher as names
+from producers.publisher import LARGEST_VALUE_BYTES, RESEND_S
 from producers.workloads import MAX_IN_FLIGHT, WorkloadsPublisher
 from tests.producers.fakes import FakeClock, FakeSender, instruments, running, settle, value
 

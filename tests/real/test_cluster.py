@@ -32,13 +32,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from delivery import topic_admin
 from delivery.instruments import Instruments
 from delivery.sender import Sender
-from producers import instruments as shared
 from producers.cluster import instruments as own
 from producers.cluster.lease import DURATION_S
 from producers.cluster.objects import ANNOTATION_BOUNDS, LABEL_BOUNDS
 from producers.cluster.owners import DEEPEST
 from producers.cluster.reflector import WENT_WELL_S
-from producers.publisher import NodePublisher
+from producers.publisher import INSTRUMENTS, NodePublisher
 from tests.eventually import eventually_sync
 from tests.k8s.manifests import K8S
 from tests.real.conftest import need
@@ -403,7 +402,7 @@ class Node:
         """At least one tick; the time of the last."""
         sender = Sender(self._kafka, client_id="node")
         await sender.start()
-        instruments, run_id = Instruments(shared.INSTRUMENTS), now_ms()
+        instruments, run_id = Instruments(INSTRUMENTS), now_ms()
         publisher = NodePublisher(sender, instruments, cluster=CLUSTER, node=self.name, run_id=run_id)
         sending = asyncio.create_task(publisher.run())
         ts_ms = self._publish(publisher)

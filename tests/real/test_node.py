@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from delivery import topic_admin
-from producers import instruments as names
+from producers import publisher as names
 from tests.nvml.scripted import NoCompiler, ScriptedNvml, library
 from tests.producers.node import pod_resources
 from tests.real.conftest import need

@@ -25,8 +25,7 @@ from prometheus_client import CollectorRegistry
 from delivery import topic_admin
 from delivery.instruments import Instruments
 from delivery.sender import Sender
-from producers.instruments import INSTRUMENTS
-from producers.publisher import NodePublisher
+from producers.publisher import INSTRUMENTS, NodePublisher
 from sinks.remote_write import encode_v1
 from sinks.series.model import Row, SampleGroup, SeriesSet
 from tests.real.conftest import need

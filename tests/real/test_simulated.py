@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from delivery import topic_admin
-from producers import instruments as names
+from producers import publisher as names
 from producers.simulated.component import SimulatedFleet
 from producers.simulated.config import SimulatedSettings
 from tests.eventually import eventually

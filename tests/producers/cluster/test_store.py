@@ -19,7 +19,7 @@ from producers.cluster.pods import KEPT_MS
 from producers.cluster.reflector import Listener
 from producers.cluster.store import Content, Store, fit
 from producers.cluster.takeover import PublishedNode
-from producers.sending import LARGEST_VALUE_BYTES
+from producers.publisher import LARGEST_VALUE_BYTES
 from tests.producers.cluster.made import START_MS, Follower, claim, named, over, pod, raw, slice_, state
 from topics.allocations import Claim
 from topics.topic import decoder

@@ -11,8 +11,7 @@ from typing import Any
 import orjson
 import pytest
 
-from producers import PRODUCERS
-from producers import instruments as shared
+from producers import PRODUCERS, publisher
 from producers.node import instruments as own
 from producers.node.component import NodeProducer
 from producers.node.config import NodeSettings
@@ -274,9 +273,9 @@ async def test_what_kafka_has_not_taken_at_the_stop_is_counted(monkeypatch: pyte
     bench = Bench(prompt=False)
     await bench.until(lambda: bench.gpus.reads >= 3)
 
-    made = bench.value(shared.MADE)
+    made = bench.value(publisher.MADE)
     assert made >= 2
-    assert bench.value(shared.DROPPED, reason="stopped") == made
+    assert bench.value(publisher.DROPPED, reason="stopped") == made
     assert bench.sender.stopped
 
 
@@ -293,7 +292,7 @@ async def test_what_only_a_new_process_can_mend_ends_it_after_the_drain() -> Non
 
     with pytest.raises(Mismatch):
         await bench.until(fails)
-    assert bench.value(shared.SENT) == bench.value(shared.MADE) >= 2
+    assert bench.value(publisher.SENT) == bench.value(publisher.MADE) >= 2
 
 
 async def test_everything_that_is_missing_is_told() -> None:

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from producers import PRODUCERS
-from producers import instruments as names
+from producers import publisher as names
 from producers.simulated import instruments as own
 from producers.simulated.clock import FleetClock
 from producers.simulated.component import SimulatedFleet

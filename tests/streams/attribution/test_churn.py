@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import orjson
 from hypothesis import given, settings
 
-from producers.sending import RESEND_S
+from producers.publisher import RESEND_S
 from producers.workloads import WorkloadsPublisher
 from streams.attribution.workloads import AsOf, Knowledge, learn
 from tests.producers.fakes import FakeClock, FakeSender, instruments, settle
@@ -45,7 +45,7 @@ async def _logs(events: Sequence[tuple[int, int]], times_ms: Sequence[int]) -> t
     whole: Log = []
     for at_ms in times_ms:
         clock.now_s = 1000.0 + at_ms / 1000
-        publisher._queue_overdue()
+        publisher.queue_overdue()
         rows = _rows(events, at_ms)
         publisher.publish(at_ms, "n", {}, rows)
         await settle(6)

@@ -1,0 +1,109 @@
+"""What a node keeps while Kafka is away."""
+
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from producers.retry_buffer import LEAST_BYTES, PLAIN_TICKS, RetryBuffer, WaitingTick
+
+
+def _tick(size: int, at_s: float = 0.0) -> WaitingTick:
+    return WaitingTick(b"x" * size, (), at_s)
+
+
+@given(st.lists(st.integers(1, 50)), st.integers(1, 200), st.integers(0, 100))
+def test_the_oldest_give_way_and_no_more_than_needed(sizes: list[int], max_bytes: int, in_flight: int) -> None:
+    buffer = RetryBuffer(max_bytes=max_bytes, max_age_s=1.0)
+    buffer.in_flight_bytes = in_flight
+    ticks = [_tick(size) for size in sizes]
+    gone = [dropped for tick in ticks for dropped in buffer.push(tick)]
+    kept = [buffer.pop() for _ in range(len(buffer))]
+
+    assert gone + kept == ticks
+    assert sum(len(tick.value) for tick in kept) + in_flight <= max_bytes or len(kept) <= 1
+    assert buffer.bytes == 0
+
+
+def test_a_buffer_with_room_drops_nothing() -> None:
+    buffer = RetryBuffer(max_bytes=20, max_age_s=1.0)
+
+    assert [buffer.push(_tick(10)), buffer.push(_tick(10))] == [[], []]
+    assert len(buffer) == 2
+
+
+def test_what_is_too_old_goes_and_what_is_not_stays() -> None:
+    buffer = RetryBuffer(max_bytes=100, max_age_s=10.0)
+    old, young = _tick(1, at_s=0.0), _tick(1, at_s=5.0)
+    assert buffer.push(old) + buffer.push(young) == []
+
+    assert buffer.expire(10.0) == []
+    assert buffer.expire(10.1) == [old]
+    assert buffer.head() is young
+
+
+def _text(number: int, size: int = 2_000) -> WaitingTick:
+    """A tick that is smaller compressed."""
+    return WaitingTick(f"{number:09}".encode() * (size // 9), (), float(number))
+
+
+def test_the_newest_ticks_are_as_they_came_and_those_that_wait_longer_are_compressed() -> None:
+    buffer = RetryBuffer(max_bytes=10_000_000, max_age_s=1_000.0)
+    ticks = [_text(number) for number in range(PLAIN_TICKS + 10)]
+    gone = [dropped for tick in ticks for dropped in buffer.push(tick)]
+    plain_bytes = sum(len(tick.value) for tick in ticks[-PLAIN_TICKS:])
+
+    assert not gone
+    assert plain_bytes < buffer.bytes < plain_bytes + 10 * 200
+    assert (buffer.head() or ticks[0]).compressed
+    popped = [buffer.pop() for _ in ticks]
+    assert [(tick.value, tick.made_at_s, tick.compressed) for tick in popped] == [
+        (tick.value, tick.made_at_s, False) for tick in ticks
+    ]
+    assert popped[-1] is ticks[-1]
+    assert buffer.bytes == 0
+
+
+def test_a_small_buffer_compresses_before_it_drops() -> None:
+    buffer = RetryBuffer(max_bytes=5_000, max_age_s=1_000.0)
+    gone = [dropped for number in range(10) for dropped in buffer.push(_text(number))]
+
+    assert not gone
+    assert buffer.bytes <= 5_000 < 10 * len(_text(0).value)
+
+
+@given(
+    st.lists(st.one_of(st.integers(1, 3_000), st.none()), max_size=60),
+    st.integers(1, 30_000),
+    st.floats(0.0, 1.0),
+)
+def test_whatever_is_pushed_and_taken_all_come_out_once_in_order_and_as_they_came(
+    steps: list[int | None], max_bytes: int, share_of_zeros: float
+) -> None:
+    buffer, made, out = RetryBuffer(max_bytes=max_bytes, max_age_s=1.0), list[bytes](), list[bytes]()
+    gone = 0
+    for number, size in enumerate(steps):
+        if size is not None:
+            zeros = int(size * share_of_zeros)
+            made.append(bytes(zeros) + number.to_bytes(2) * (size - zeros))
+            gone += len(buffer.push(WaitingTick(made[-1], (), 0.0)))
+        elif len(buffer):
+            out.append(buffer.pop().value)
+        assert len(buffer) <= 1 or buffer.bytes <= max_bytes
+    out += [buffer.pop().value for _ in range(len(buffer))]
+
+    kept = iter(made)
+    assert all(value in kept for value in out), "in order"
+    assert len(out) + gone == len(made)
+
+
+def test_how_many_ticks_fit_is_what_fits() -> None:
+    buffer = RetryBuffer(max_bytes=100_000, max_age_s=1_000.0)
+    ticks = [WaitingTick(Random(number).randbytes(100).hex().encode() * 10, (), 0.0) for number in range(1_000)]
+    fits = buffer.capacity(ticks[0].value)
+    dropped = [len(buffer.push(tick)) for tick in ticks]
+
+    assert fits > 100_000 // 2_000
+    assert dropped.index(1) == pytest.approx(fits, rel=0.1)
+    assert RetryBuffer(max_bytes=10, max_age_s=1.0).capacity(b"x" * LEAST_BYTES) == 1
