@@ -13,11 +13,11 @@ from streams.alerts.conditions.finding import (
     Finding,
     Pod,
     View,
-    identity,
     in_force,
     of_device,
     sole,
     sole_pod,
+    uid_and_key,
     unseen,
     video,
     view_of,
@@ -82,7 +82,7 @@ def because(rules: Rules, tick: Tick, one: Tracked) -> str:
         return "condition"
     holders = [holder for device in tick.devices if one.device in ("", device.uuid) for holder in device.holders]
     uid_or_name = one.pod_uid or one.key
-    pod = next((holder for holder in holders if uid_or_name in identity(holder)), None)
+    pod = next((holder for holder in holders if uid_or_name in uid_and_key(holder)), None)
     if pod is None:
         return "pod_ended"
     return "policy" if policy_of(pod).off or in_force(rules, rule, pod) is None else "condition"
@@ -128,7 +128,7 @@ def held_idle(rule: Rule, view: View, found: list[Finding]) -> None:
         held = [one for one in view.seen.pods if (one.pod_uid, one.pod, one.namespace) == name]
         since_ms = (held[0].since_ms if held else 0) + ruled.grace_ms
         holds = idle if view.tick.ts_ms >= since_ms else None
-        uid, key = identity(holder)
+        uid, key = uid_and_key(holder)
         facts = Facts(view.device, None, pod.holders, len(view.pods))
         found.append(Finding(ruled, view.device.uuid, uid, key, holds, since_ms, facts=facts))
 
@@ -195,7 +195,7 @@ def policy_invalid(rule: Rule, view: View, found: list[Finding]) -> None:
     """Each mistake of a pod once, whatever devices it holds."""
     for pod in view.pods:
         for mistake in pod.policy.mistakes:
-            uid, name = identity(pod.holders[0])
+            uid, name = uid_and_key(pod.holders[0])
             key = f"{name} {mistake.name}".strip()
             ruled = in_force(view.rules, rule, pod.holders[0])
             if ruled is not None and (rule.name, uid, key) not in [(f.rule.name, f.pod_uid, f.key) for f in found]:

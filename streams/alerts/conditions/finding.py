@@ -7,7 +7,7 @@ does not hold. Only a device whose state is ``ok`` says anything of itself; no e
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from streams.alerts.memory import Memory, Seen, Windows
+from streams.alerts.memory import HeldBy, Memory, Seen, Windows
 from streams.alerts.rules.rule import NO_POLICY, Policy, Rule, Rules, Subject, policy_of
 from streams.alerts.tick import Device, Tick
 from topics.attributed import Holder, by_pod
@@ -80,6 +80,7 @@ class View(NamedTuple):
 
 
 def view_of(rules: Rules, tick: Tick, device: Device, before: Memory, now: Memory, parents: set[str]) -> View:
+    """How a device of a tick is seen; ``parents`` are the GPUs that have MIG devices."""
     metrics = device.metrics
     main = (
         metrics.gpu_utilization_ratio,
@@ -114,9 +115,9 @@ def video(device: Device) -> float:
     return max(device.metrics.encoder_utilization_ratio or 0.0, device.metrics.decoder_utilization_ratio or 0.0)
 
 
-def identity(holder: Holder) -> tuple[str, str]:
-    """A pod's uid and key in findings: its name is the key of one whose uid is not known."""
-    return (holder.pod_uid, "") if holder.pod_uid else ("", f"{holder.namespace}/{holder.pod}")
+def uid_and_key(pod: Holder | HeldBy) -> tuple[str, str]:
+    """What identifies a pod in findings: its uid, or its name as the key if the uid is not known."""
+    return (pod.pod_uid, "") if pod.pod_uid else ("", f"{pod.namespace}/{pod.pod}")
 
 
 def in_force(
@@ -149,20 +150,17 @@ def of_device(
     *,
     holds: bool | None = True,
     value: float | None = None,
-    event: bool = False,
     key: str = "",
 ) -> None:
     """A finding about a device, whoever holds it."""
     ruled = in_force(view.rules, rule, sole(view))
     if ruled is not None:
         facts = Facts(view.device, None, view.device.holders)
-        found.append(Finding(ruled, view.device.uuid, key=key, holds=holds, value=value, event=event, facts=facts))
+        found.append(Finding(ruled, view.device.uuid, key=key, holds=holds, value=value, facts=facts))
 
 
 def unseen(rule: Rule, uuid: str, seen: Seen) -> list[Finding]:
     """No evidence, of everything that a rule may have found on a device."""
     if rule.kind == "held_idle":
-        pods = [pod for pod in seen.pods if not pod.observed]
-        ids = [(pod.pod_uid, "") if pod.pod_uid else ("", f"{pod.namespace}/{pod.pod}") for pod in pods]
-        return [Finding(rule, uuid, uid, key, holds=None) for uid, key in ids]
+        return [Finding(rule, uuid, *uid_and_key(pod), holds=None) for pod in seen.pods if not pod.observed]
     return [Finding(rule, uuid, key=key, holds=None) for key in _KEYS.get(rule.kind, ("",))]

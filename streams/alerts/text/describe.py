@@ -8,14 +8,15 @@ annotations go over these.
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 import msgspec
 
 from delivery.values import duration_words
 from streams.alerts.conditions.finding import Facts, Finding, sole_pod
 from streams.alerts.memory import HeldBy, Memory, Seen
+from streams.alerts.rules import rules_file
 from streams.alerts.rules.rule import Kind, Rule
 from streams.alerts.tick import Device, Tick
 from streams.alerts.xids import of_text
@@ -28,6 +29,8 @@ Described = tuple[dict[str, str], dict[str, str]]
 Pairs = Iterable[tuple[str, str | int | None]]
 
 RUNBOOK = "docs/runbooks/{}.md"
+"""Of the default rule of a kind."""
+
 MAX_VALUE_BYTES = 1024
 """Longer values are cut, at a character: receivers commonly refuse more than 2 KiB."""
 
@@ -35,16 +38,69 @@ _NOT_IN_A_NAME = re.compile(r"[^a-zA-Z0-9_]")
 _MOST_NAMED = 8
 """Of pods or processes in a description."""
 
+_WORDS: Mapping[Kind, tuple[str, str]] = {
+    "used_unallocated": (
+        "{where} works, and no pod was given it",
+        "{summary}. It was busy for {value:.0%} of the last sample, and has been for {long}. {seen_there}",
+    ),
+    "attribution_conflict": ("{where} {conflict}", "{summary}, for {long}. {seen_there}"),
+    "xid": (
+        "XID {text} on {where}: {xid.meaning}",
+        "{summary}. {times}{held_then} What to do: {xid.action}.",
+    ),
+    "ecc_uncorrectable": (
+        "{where} had {value:.0f} {errors} that ECC could not correct within a minute",
+        "{summary}. {held} Results computed there may be wrong; the GPU needs a reset.",
+    ),
+    "row_remap_failure": (
+        "{where} has a bad row of memory that could not be remapped",
+        "{summary}. {held} The GPU is to be replaced.",
+    ),
+    "row_remap_pending": (
+        "{where} replaces bad memory at its next reset",
+        "{summary}. {held} Reset it when it is free.",
+    ),
+    "thermal_slowdown": ("{where} is slowed down by its temperature", "{summary}. {slow}, for {long}. {held}"),
+    "power_brake": (
+        "{where} is slowed down by the power brake of its machine",
+        "{summary}. {slow}, for {long}. {held}",
+    ),
+    "nvlink_errors": ("{where} had {value:.0f} NVLink {errors} within a minute", "{summary}. {held}"),
+    "lost": (
+        "{where} is lost: NVML can't reach it any more",
+        "{summary}. {held} The node needs a restart, and perhaps the GPU a technician.",
+    ),
+    "not_answering": ("{where} does not answer its driver", "{summary}, for {long}. {held}"),
+    "missing": (
+        "{where} is not there any more",
+        "{summary}, since {long}. {held_last} The node reports {devices} now.",
+    ),
+    "policy_invalid": ("{pod} has a malformed policy, which is not followed", "{summary}: {text}."),
+}
+"""The summary and the description of each kind but two, with the fields of :func:`_fields`."""
+
+_CONFLICTS = {
+    "unallocated_process": "runs a process of a pod that the kubelet did not give it to",
+    "no_pod": "is held by a pod, and runs a process that is in no pod",
+}
+_NVLINK = {"crc": "CRC errors", "replay": "replays", "recovery": "recoveries"}
+_SLOW: Mapping[Kind, str] = {"thermal_slowdown": "It is at {:.0f} °C", "power_brake": "It draws {:.0f} W"}
+
 
 def describe(finding: Finding, tick: Tick, since_ms: int) -> Described:
     """The labels and annotations of what a tick shows to have held since a time."""
     facts, rule = finding.facts, finding.rule
-    about_a_pod = finding.pod_uid or rule.kind == "held_idle" or sole_pod(facts.pods) is not None
-    holders = facts.pods if about_a_pod else ()
-    pairs = [*_device(finding), *_pod(holders), *_copied(rule, holders)]
+    pairs, more = list(_about(finding)), dict[str, str]()
+    if rule.kind == "held_idle":
+        summary, description, more = _held_idle(finding, tick, since_ms)
+    else:
+        fields = _fields(finding, tick, since_ms)
+        summary = _WORDS[rule.kind][0].format(**fields)
+        description = _WORDS[rule.kind][1].format(summary=summary, **fields)
     if rule.kind == "xid":
-        pairs += [("xid", facts.text), ("xid_kind", of_text(finding.facts.text).kind)]
-    summary, description, more = _WORDS[rule.kind](finding, tick, since_ms)
+        xid = of_text(facts.text)
+        pairs += [("xid", facts.text), ("xid_kind", xid.kind)]
+        more = {"action": xid.action}
     return _labels(rule, tick.cluster, tick.node, pairs), _annotations(rule, summary, description, more)
 
 
@@ -73,12 +129,8 @@ def silent(rule: Rule, state: AlertState, memory: Memory) -> Described:
 
 
 def _labels(rule: Rule, cluster: str, node: str, pairs: Pairs) -> dict[str, str]:
-    own: Pairs = (
-        ("alertname", rule.name),
-        ("severity", rule.severity),
-        ("k8s_cluster_name", cluster),
-        ("k8s_node_name", node),
-    )
+    own = [("alertname", rule.name), ("severity", rule.severity)]
+    own += [("k8s_cluster_name", cluster), ("k8s_node_name", node)]
     texts = {name: _clean(str(value)) for name, value in (*own, *pairs) if value is not None}
     return {name: text for name, text in texts.items() if text} | rule.labels
 
@@ -88,60 +140,47 @@ def _clean(value: str) -> str:
     return value.encode("utf-8", "replace")[:MAX_VALUE_BYTES].decode("utf-8", "ignore")
 
 
-def _device(finding: Finding) -> Pairs:
+def _about(finding: Finding) -> Pairs:
+    """The device and the pod that an alert is about, with the labels of the pod and its namespace that the rule asks
+    for."""
     facts = finding.facts
-    if not finding.device:
-        return
     found: Device | Seen | None = facts.device or facts.seen
-    parent = facts.device.mig.parent_uuid if facts.device is not None and facts.device.mig is not None else None
-    yield "gpu_uuid", parent or finding.device
-    if found is not None:
-        yield "gpu_index", found.index
-        yield "gpu_model", found.model
-    if parent is not None and facts.device is not None and facts.device.mig is not None:
-        yield "gpu_mig_uuid", finding.device
-        yield "gpu_mig_profile", facts.device.mig.profile
-
-
-def _pod(holders: Sequence[Holder]) -> Pairs:
-    if not holders:
+    mig = facts.device.mig if facts.device is not None else None
+    if finding.device:
+        yield "gpu_uuid", mig.parent_uuid if mig is not None else finding.device
+        yield "gpu_index", found.index if found is not None else None
+        yield "gpu_model", found.model if found is not None else None
+        yield "gpu_mig_uuid", finding.device if mig is not None else None
+        yield "gpu_mig_profile", mig.profile if mig is not None else None
+    if not facts.pods or not (finding.pod_uid or finding.rule.kind == "held_idle" or sole_pod(facts.pods)):
         return
-    pod = holders[0]
+    pod = facts.pods[0]
     yield "k8s_namespace_name", pod.namespace
     yield "k8s_pod_name", pod.pod
     yield "k8s_pod_uid", pod.pod_uid
-    if len(holders) == 1:
-        yield "k8s_container_name", pod.container
-    if pod.workload is not None:
-        yield "k8s_workload_kind", pod.workload.kind
-        yield "k8s_workload_name", pod.workload.name
+    yield "k8s_container_name", pod.container if len(facts.pods) == 1 else None
+    yield "k8s_workload_kind", pod.workload.kind if pod.workload is not None else None
+    yield "k8s_workload_name", pod.workload.name if pod.workload is not None else None
     yield "k8s_job_name", pod.job
     yield "k8s_statefulset_name", pod.statefulset
     yield "k8s_deployment_name", pod.deployment
-
-
-def _copied(rule: Rule, holders: Sequence[Holder]) -> Pairs:
-    """The labels of the pod and of its namespace that the rule asks for."""
-    for name in rule.copy_labels if holders else ():
+    for name in finding.rule.copy_labels:
         safe = _NOT_IN_A_NAME.sub("_", name)
-        yield f"k8s_pod_label_{safe}", holders[0].labels.get(name)
-        yield f"k8s_namespace_label_{safe}", holders[0].namespace_labels.get(name)
+        yield f"k8s_pod_label_{safe}", pod.labels.get(name)
+        yield f"k8s_namespace_label_{safe}", pod.namespace_labels.get(name)
 
 
 # -- words
 
 
 def _annotations(rule: Rule, summary: str, description: str, more: Mapping[str, str]) -> dict[str, str]:
-    runbook = RUNBOOK.format(_RUNBOOKS[rule.kind])
-    found = {"summary": summary, "description": description, "runbook": runbook, **more}
+    default = next((known.name for known in rules_file.defaults().values() if known.kind == rule.kind), rule.name)
+    found = {"summary": summary, "description": description, "runbook": RUNBOOK.format(default), **more}
     return {name: _clean(text) for name, text in found.items()} | rule.annotations
 
 
-_Words = tuple[str, str, dict[str, str]]
-"""A summary, a description, and further annotations."""
-
-
-def _held_idle(finding: Finding, tick: Tick, since_ms: int) -> _Words:
+def _held_idle(finding: Finding, tick: Tick, since_ms: int) -> tuple[str, str, dict[str, str]]:
+    """The summary, the description, and what is wasted."""
     pod, idle_ms = finding.facts.pods[0], max(tick.ts_ms - since_ms, 0)
     share = share_of(finding.facts)
     summary = f"{_name(pod)} holds {_where(finding, tick)} and has not used it for {duration_words(idle_ms)}"
@@ -171,134 +210,34 @@ def held_memory(facts: Facts) -> float | None:
     return facts.device.metrics.memory_used_bytes if facts.sharing == 1 and facts.device is not None else None
 
 
-def _used_unallocated(finding: Finding, tick: Tick, since_ms: int) -> _Words:
-    summary = f"{_where(finding, tick)} works, and no pod was given it"
-    busy = f"It was busy for {finding.value or 0:.0%} of the last sample, and has been for {_long(tick, since_ms)}."
-    return summary, f"{summary}. {busy} {_seen_there(finding)}", {}
-
-
-def _conflict(finding: Finding, tick: Tick, since_ms: int) -> _Words:
-    what = {
-        "unallocated_process": "runs a process of a pod that the kubelet did not give it to",
-        "no_pod": "is held by a pod, and runs a process that is in no pod",
-    }.get(finding.key, f"has the conflict {finding.key[:80]!r}")
-    summary = f"{_where(finding, tick)} {what}"
-    return summary, f"{summary}, for {_long(tick, since_ms)}. {_seen_there(finding)}", {}
-
-
-def _seen_there(finding: Finding) -> str:
-    """Who runs on a device, and who was given it."""
-    device = finding.facts.device
-    given = _listed(_name(h) for h in finding.facts.pods if not h.observed)
-    seen = _listed(_name(h) for h in finding.facts.pods if h.observed)
-    pids = _listed(str(p.pid) for p in device.processes or ()) if device is not None else ""
-    texts = [f"Given to: {given}." if given else "", f"Seen there: {seen}." if seen else ""]
-    return " ".join(filter(None, [*texts, f"Processes: {pids}." if pids else ""])) or "Its processes are not known."
-
-
-def _xid(finding: Finding, tick: Tick, since_ms: int) -> _Words:
-    xid, held = of_text(finding.facts.text), _listed(_name(h) for h in finding.facts.pods)
-    summary = f"XID {finding.facts.text} on {_where(finding, tick)}: {xid.meaning}"
-    times = f"{finding.value:.0f} times. " if finding.value is not None and finding.value > 1 else ""
-    holders = f"Held then by {held}. " if held else "No pod held it then. "
-    return summary, f"{summary}. {times}{holders}What to do: {xid.action}.", {"action": xid.action}
-
-
-def _ecc(finding: Finding, tick: Tick, since_ms: int) -> _Words:
-    errors = "memory error" if finding.value == 1 else "memory errors"
-    what = f"{finding.value or 0:.0f} {errors} that ECC could not correct within a minute"
-    summary = f"{_where(finding, tick)} had {what}"
-    return summary, f"{summary}. {_held(finding)} Results computed there may be wrong; the GPU needs a reset.", {}
-
-
-def _thermal(finding: Finding, tick: Tick, since_ms: int) -> _Words:
-    summary = f"{_where(finding, tick)} is slowed down by its temperature"
-    at = f"It is at {finding.value:.0f} °C" if finding.value is not None else "It has been slow"
-    return summary, f"{summary}. {at}, for {_long(tick, since_ms)}. {_held(finding)}", {}
-
-
-def _brake(finding: Finding, tick: Tick, since_ms: int) -> _Words:
-    summary = f"{_where(finding, tick)} is slowed down by the power brake of its machine"
-    at = f"It draws {finding.value:.0f} W" if finding.value is not None else "It has been slow"
-    return summary, f"{summary}. {at}, for {_long(tick, since_ms)}. {_held(finding)}", {}
-
-
-def _nvlink(finding: Finding, tick: Tick, since_ms: int) -> _Words:
-    what = {"crc": "CRC errors", "replay": "replays", "recovery": "recoveries"}[finding.key]
-    summary = f"{_where(finding, tick)} had {finding.value or 0:.0f} NVLink {what} within a minute"
-    return summary, f"{summary}. {_held(finding)}", {}
-
-
-def _not_answering(finding: Finding, tick: Tick, since_ms: int) -> _Words:
-    summary = f"{_where(finding, tick)} does not answer its driver"
-    return summary, f"{summary}, for {_long(tick, since_ms)}. {_held(finding)}", {}
-
-
-def _missing(finding: Finding, tick: Tick, since_ms: int) -> _Words:
-    seen = finding.facts.seen or Seen()
-    held = _listed(_name(pod) for pod in seen.pods)
-    summary = f"{_where(finding, tick)} is not there any more"
-    last = f"It was held by {held}." if held else "No pod held it."
-    there = _count(tick.devices, "device")
-    return summary, f"{summary}, since {_long(tick, since_ms)}. {last} The node reports {there} now.", {}
-
-
-def _policy(finding: Finding, tick: Tick, since_ms: int) -> _Words:
-    summary = f"{_name(finding.facts.pods[0])} has a malformed policy, which is not followed"
-    return summary, f"{summary}: {finding.facts.text}.", {}
-
-
-_BROKEN: Mapping[Kind, tuple[str, str]] = {
-    "row_remap_failure": ("has a bad row of memory that could not be remapped", "The GPU is to be replaced."),
-    "row_remap_pending": ("replaces bad memory at its next reset", "Reset it when it is free."),
-    "lost": (
-        "is lost: NVML can't reach it any more",
-        "The node needs a restart, and perhaps the GPU a technician.",
-    ),
-}
-"""Of a GPU in whose description no figure is: what is wrong with it, and what it needs."""
-
-
-def _broken(finding: Finding, tick: Tick, since_ms: int) -> _Words:
-    what, needed = _BROKEN[finding.rule.kind]
-    summary = f"{_where(finding, tick)} {what}"
-    return summary, f"{summary}. {_held(finding)} {needed}", {}
-
-
-_WORDS: Mapping[Kind, Callable[[Finding, Tick, int], _Words]] = {
-    "held_idle": _held_idle,
-    "used_unallocated": _used_unallocated,
-    "attribution_conflict": _conflict,
-    "xid": _xid,
-    "ecc_uncorrectable": _ecc,
-    "row_remap_failure": _broken,
-    "row_remap_pending": _broken,
-    "thermal_slowdown": _thermal,
-    "power_brake": _brake,
-    "nvlink_errors": _nvlink,
-    "lost": _broken,
-    "not_answering": _not_answering,
-    "missing": _missing,
-    "policy_invalid": _policy,
-}
-
-_RUNBOOKS: Mapping[Kind, str] = {
-    "held_idle": "GPUHeldIdle",
-    "used_unallocated": "GPUUsedUnallocated",
-    "attribution_conflict": "GPUAttributionConflict",
-    "xid": "GPUXid",
-    "ecc_uncorrectable": "GPUEccUncorrectable",
-    "row_remap_failure": "GPURowRemapFailure",
-    "row_remap_pending": "GPURowRemapPending",
-    "thermal_slowdown": "GPUThermalSlowdown",
-    "power_brake": "GPUPowerBrake",
-    "nvlink_errors": "GPUNvlinkErrors",
-    "lost": "GPULost",
-    "not_answering": "GPUNotAnswering",
-    "missing": "GPUMissing",
-    "node_silent": "NodeSilent",
-    "policy_invalid": "GPUPolicyInvalid",
-}
+def _fields(finding: Finding, tick: Tick, since_ms: int) -> dict[str, Any]:
+    """What the words of :data:`_WORDS` may name."""
+    facts, value = finding.facts, finding.value
+    device, seen = facts.device, facts.seen or Seen()
+    holders = _listed(_name(pod) for pod in facts.pods)
+    given = _listed(_name(pod) for pod in facts.pods if not pod.observed)
+    observed = _listed(_name(pod) for pod in facts.pods if pod.observed)
+    pids = _listed(str(process.pid) for process in device.processes or ()) if device is not None else ""
+    there = [f"Given to: {given}." if given else "", f"Seen there: {observed}." if observed else ""]
+    there += [f"Processes: {pids}." if pids else ""]
+    last = _listed(_name(pod) for pod in seen.pods)
+    return {
+        "where": _where(finding, tick),
+        "value": value or 0,
+        "text": facts.text,
+        "pod": _name(facts.pods[0]) if facts.pods else "",
+        "long": duration_words(max(tick.ts_ms - since_ms, 0)),
+        "held": f"Held by {holders}." if holders else "No pod holds it.",
+        "held_then": f"Held then by {holders}." if holders else "No pod held it then.",
+        "held_last": f"It was held by {last}." if last else "No pod held it.",
+        "seen_there": " ".join(filter(None, there)) or "Its processes are not known.",
+        "devices": _count(tick.devices, "device"),
+        "conflict": _CONFLICTS.get(finding.key, f"has the conflict {finding.key[:80]!r}"),
+        "errors": _NVLINK.get(finding.key, "memory error" if value == 1 else "memory errors"),
+        "slow": "It has been slow" if value is None else _SLOW.get(finding.rule.kind, "").format(value),
+        "times": f"{value:.0f} times. " if value is not None and value > 1 else "",
+        "xid": of_text(facts.text),
+    }
 
 
 def _where(finding: Finding, tick: Tick) -> str:
@@ -307,11 +246,6 @@ def _where(finding: Finding, tick: Tick) -> str:
     found: Device | Seen | None = device or finding.facts.seen
     gpu = f"GPU {finding.device if found is None or found.index is None else found.index} of {tick.node}"
     return f"MIG {device.mig.profile or device.uuid} of {gpu}" if device is not None and device.mig is not None else gpu
-
-
-def _held(finding: Finding) -> str:
-    held = _listed(_name(h) for h in finding.facts.pods)
-    return f"Held by {held}." if held else "No pod holds it."
 
 
 def _name(pod: Holder | HeldBy) -> str:
@@ -328,10 +262,6 @@ def _listed(names: Iterable[str]) -> str:
 def _count(things: Iterable[object], noun: str) -> str:
     count = sum(1 for _ in things)
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
-
-def _long(tick: Tick, since_ms: int) -> str:
-    return duration_words(max(tick.ts_ms - since_ms, 0))
 
 
 # -- how much of a GPU a pod holds: what it wastes is counted in seconds of a whole one

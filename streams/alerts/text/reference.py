@@ -71,54 +71,21 @@ _HOLDS = {
         "`conflict` is in the record",
         "without a snapshot; if the processes are not known or not visible",
     ),
-    "ecc_uncorrectable": (
-        "at least `at_least` errors within a minute (below), volatile or aggregate",
-        "",
-    ),
-    "nvlink_errors": (
-        "at least `at_least` CRC errors, or replays, or `recoveries` within a minute",
-        "",
-    ),
-    "row_remap_failure": (
-        "the value is not 0",
-        "if it is not there",
-    ),
-    "row_remap_pending": (
-        "a row waits to be remapped, or a page to be retired",
-        "if neither value is there",
-    ),
-    "thermal_slowdown": (
-        "bit 0x20 or 0x40 of `clock_event_reasons` is set",
-        "if it is not there",
-    ),
-    "power_brake": (
-        "bit 0x80 is set",
-        "if it is not there",
-    ),
-    "lost": (
-        "the state is `lost`",
-        "while it is `timeout`",
-    ),
-    "not_answering": (
-        "the state is `timeout`",
-        "",
-    ),
-    "missing": (
-        "an earlier tick had the GPU and this one has not",
-        "",
-    ),
+    "ecc_uncorrectable": ("at least `at_least` errors within a minute (below), volatile or aggregate", ""),
+    "nvlink_errors": ("at least `at_least` CRC errors, or replays, or `recoveries` within a minute", ""),
+    "row_remap_failure": ("the value is not 0", "if it is not there"),
+    "row_remap_pending": ("a row waits to be remapped, or a page to be retired", "if neither value is there"),
+    "thermal_slowdown": ("bit 0x20 or 0x40 of `clock_event_reasons` is set", "if it is not there"),
+    "power_brake": ("bit 0x80 is set", "if it is not there"),
+    "lost": ("the state is `lost`", "while it is `timeout`"),
+    "not_answering": ("the state is `timeout`", ""),
+    "missing": ("an earlier tick had the GPU and this one has not", ""),
     "node_silent": (
         "no tick was logged for `for`, by the worker's clock, while all that was logged is read",
         "while the log or the attribution stands still",
     ),
-    "policy_invalid": (
-        "a pod that holds a device of the node, or its namespace, has a policy that can't be read",
-        "",
-    ),
-    "xid": (
-        "there were errors of the code since the last tick: it is over with that tick",
-        "",
-    ),
+    "policy_invalid": ("a pod that holds a device of the node, or its namespace, has a policy that can't be read", ""),
+    "xid": ("there were errors of the code since the last tick: it is over with that tick", ""),
 }
 """By kind: when a condition holds, and when it is not known."""
 
@@ -254,14 +221,16 @@ What they mean and what to do, after NVIDIA's XID catalogue. The kind gives the 
 
 def markdown() -> str:
     """The page."""
-    found = list(rules_file.defaults().values())
+    same: dict[tuple[str, str, str], list[int]] = {}
+    for code, xid in XIDS.items():
+        same.setdefault((xid.kind, xid.meaning, xid.action), []).append(code)
+    xids = sorted(same.items(), key=lambda row: (XID_KINDS.index(row[0][0]), row[1]))
+    head = ("rule", "what it is about", "kind", "severity", "for", "keep_firing_for", "further")
     parts = [
         "# Alerts",
         MARK,
         _INTRODUCTION,
-        _table(
-            ("rule", "what it is about", "kind", "severity", "for", "keep_firing_for", "further"), map(_rule, found)
-        ),
+        _table(head, map(_rule, rules_file.defaults().values())),
         _JUDGING,
         _table(("kind", "holds", "is not known"), [(f"`{kind}`", *texts) for kind, texts in _HOLDS.items()]),
         _LIFE,
@@ -274,12 +243,21 @@ def markdown() -> str:
         _TRYING,
         _LABELS,
         _XIDS,
-        _table(("code", "kind", "meaning", "what to do"), _xids()),
+        _table(("code", "kind", "meaning", "what to do"), [(", ".join(map(str, codes)), *row) for row, codes in xids]),
     ]
     return "\n\n".join(parts) + "\n"
 
 
 def _rule(rule: Rule) -> Sequence[str]:
+    further: list[str] = []
+    for option in OPTIONS:
+        if rule.kind in option.kinds:
+            value = getattr(rule, option.field)
+            if option.field.endswith("_ms"):
+                value = duration_words(value)
+            elif option.field.endswith("_bytes"):
+                value = f"{value / (1 << 20):g}MiB"
+            further.append(f"`{option.key}` {value}")
     return (
         f"[{rule.name}](runbooks/{rule.name}.md)",
         _ABOUT[rule.kind],
@@ -287,28 +265,12 @@ def _rule(rule: Rule) -> Sequence[str]:
         rule.severity,
         duration_words(rule.for_ms) if rule.for_ms else "at once",
         duration_words(rule.keep_firing_ms) if rule.keep_firing_ms else "",
-        ", ".join(f"`{option.key}` {_shown(option, rule)}" for option in OPTIONS if rule.kind in option.kinds),
+        ", ".join(further),
     )
-
-
-def _shown(option: Option, rule: Rule) -> str:
-    value = getattr(rule, option.field)
-    if option.field.endswith("_ms"):
-        return duration_words(value)
-    return f"{value / (1 << 20):g}MiB" if option.field.endswith("_bytes") else str(value)
 
 
 def _option(option: Option) -> Sequence[str]:
     return f"`{option.key}`", ", ".join(f"`{kind}`" for kind in option.kinds) or "any", option.what
-
-
-def _xids() -> Iterable[Sequence[str]]:
-    """A row for all codes that are the same, by kind and then by code."""
-    same: dict[tuple[str, str, str], list[int]] = {}
-    for code, xid in XIDS.items():
-        same.setdefault((xid.kind, xid.meaning, xid.action), []).append(code)
-    rows = sorted(same.items(), key=lambda row: (XID_KINDS.index(row[0][0]), row[1]))
-    return [(", ".join(map(str, codes)), *row) for row, codes in rows]
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
