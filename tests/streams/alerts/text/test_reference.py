@@ -1,22 +1,42 @@
 """The reference of the rules."""
 
 import re
+from pathlib import Path
+
+import pytest
 
 from streams.alerts.rules import rules_file
+from streams.alerts.rules.rule import ALERTS, IDLE_AFTER, KINDS
 from streams.alerts.text import reference
 from topics.reference import stale
 
+PAGE = reference.PAGE.read_text(encoding="utf-8")
 
-def test_the_page_is_what_the_tables_say() -> None:
+
+def test_the_page_has_the_tables_as_they_are() -> None:
     assert not stale({reference.PAGE: reference.markdown()})
+    assert re.findall(r"<!-- table: (\w+) -->\n\n\| ", PAGE) == ["rules", "options", "selectors", "xids"]
+
+
+def test_a_table_that_is_another_one_is_written_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(reference, "PAGE", tmp_path / "alerts.md")
+    reference.PAGE.write_text(re.sub(r"\| `for` .*\n", "| `fur` | any | |\n", PAGE), encoding="utf-8")
+    assert "`fur`" in reference.PAGE.read_text(encoding="utf-8")
+    assert reference.markdown() == PAGE
+
+
+def test_the_page_says_how_each_kind_is_judged_and_what_a_pod_may_say() -> None:
+    assert set(re.findall(r"^\| `(\w+)` \| [^|]* \| [^|]*\|$", PAGE, re.MULTILINE)) >= set(KINDS)
+    assert f"| `{IDLE_AFTER}: 2h` |" in PAGE
+    assert f'| `{ALERTS}: "off"` |' in PAGE
 
 
 def test_the_file_on_the_page_is_one() -> None:
-    (text,) = re.findall(r"```toml\n(.*?)```", reference.markdown(), re.DOTALL)
+    (text,) = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
     assert "GPUHeldIdleForHours" in {rule.name for rule in rules_file.parse(text, "page").rules}
 
 
 def test_every_link_of_the_page_leads_to_a_file() -> None:
-    links = re.findall(r"\]\(([^)#]+)\)", reference.markdown())
+    links = re.findall(r"\]\(([^)#]+)\)", PAGE)
     assert len(links) == len(rules_file.defaults())
     assert all((reference.PAGE.parent / link).is_file() for link in links)
