@@ -18,7 +18,7 @@ from aiokafka.abc import ConsumerRebalanceListener
 from aiokafka.coordinator.protocol import ConsumerProtocolMemberMetadata
 from aiokafka.errors import CommitFailedError, IllegalStateError, KafkaError
 
-from delivery.assignor import Claim, CoPartitioned, claim_of
+from delivery.assignor import CoPartitioned, claim_of
 from delivery.clients import AIOKafkaAdminClient, OffsetClient, close, connected, describe, theirs
 from delivery.ledger import Partition
 from delivery.settings import MemberSettings
@@ -90,8 +90,25 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
 
     async def connect(self) -> None:
         """Connect, for as long as that takes; cancel to give up."""
+        settings, session_ms = self.settings, int(self.settings.session_timeout_s * 1000)
         await self.offsets.connect()
-        self._consumer = await connected(self.settings.kafka, **_options(self.settings, self._assignor))
+        self._consumer = await connected(
+            settings.kafka,
+            client_id=settings.group,
+            group_id=settings.group,
+            group_instance_id=settings.instance_id,
+            partition_assignment_strategy=(self._assignor,),  # one: the first join would offer only the first of two
+            session_timeout_ms=session_ms,
+            heartbeat_interval_ms=max(min(session_ms // 4, 3000), 250),
+            rebalance_timeout_ms=max(session_ms, _REBALANCE_MS),
+            max_poll_interval_ms=_NEVER_MS,  # not to read, because a receiver is away, is no reason to leave
+            max_poll_records=_POLL_RECORDS,  # so many are unpacked at once: it holds up heartbeats
+            auto_offset_reset="earliest",
+            fetch_max_wait_ms=_FETCH_WAIT_MS,
+            fetch_max_bytes=_MAX_FETCH,
+            max_partition_fetch_bytes=_MAX_PARTITION_FETCH,
+            metadata_max_age_ms=_METADATA_MS,  # so soon a partition that is added is seen
+        )
 
     async def topics_with_commits(self) -> frozenset[str]:
         """The topics of which the group has committed something before this process joined it."""
@@ -106,9 +123,9 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
                 return frozenset(tp.topic for tp, offset in zip(tps, offsets, strict=True) if offset is not None)
 
     def join(self) -> None:
-        """Become a member; the member is told of its partitions as they come and go."""
+        """Become a member; the member is notified of its partitions as they come and go."""
         self._consumer.subscribe(list(self.topics), listener=self)
-        self._tasks = [asyncio.create_task(self._watch()), asyncio.create_task(self.lateness.watch())]
+        self._tasks = [asyncio.create_task(self.watch()), asyncio.create_task(self.lateness.watch())]
 
     async def close(self) -> None:
         """Leave the group, in bounded time. Whoever reads has let go before."""
@@ -158,7 +175,7 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
 
     async def on_partitions_assigned(self, assigned: Any) -> None:
         """Of the client, which sends no heartbeats until this returns."""
-        self._look(time.monotonic())
+        self.look(time.monotonic())
         self._joined, self._trouble = True, None
         self._complained.clear()
         self._member.assigned(self.assignment())
@@ -180,17 +197,23 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
             return None
         finally:
             await admin.close()
-        for _, _, host, claim in _claims(answers):
-            same_id = claim.instance == mine.instance and claim.process != mine.process
-            if same_id and (claim.started_ms, claim.process) > (mine.started_ms, mine.process):
-                return host
+        for *_, members in (row for answer in answers for row in answer.groups):
+            for _, _, host, metadata, *_ in members:
+                if not metadata:  # there is none in the middle of a rebalance
+                    continue
+                claim = claim_of(ConsumerProtocolMemberMetadata.decode(metadata).user_data)
+                same_id = claim.instance == mine.instance and claim.process != mine.process
+                if same_id and (claim.started_ms, claim.process) > (mine.started_ms, mine.process):
+                    return str(host)
         return None
 
     # -- watching
 
-    async def _watch(self) -> None:
-        """Poll, whether anything is assigned or not: an error of the coordinator holds everything up until the poll
-        that raises it, and an answer to it only comes by going on."""
+    async def watch(self) -> None:
+        """Poll, whether anything is assigned or not, and look at the topics. Never returns.
+
+        An error of the coordinator holds everything up until the poll that raises it, and only going on answers it.
+        """
         while True:
             try:
                 await self._consumer.getmany(_NOWHERE, timeout_ms=0)
@@ -198,36 +221,37 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
                 self._complain(error)
                 if "Unexpected error during coordination" in str(error):  # the client's task has ended by it
                     self._end(f"no member of the group {self.settings.group} any more: {describe(error)}")
-            self._look(time.monotonic())
-            await self._read_new_logs()
+            self.look(time.monotonic())
+            await self.read_new_logs()
             await asyncio.sleep(_LOOK_EVERY_S)
 
-    def _look(self, now_s: float) -> None:
+    def look(self, now_s: float) -> None:
+        """Note which topics have other partitions, have gone or are there again, and where a transaction stays open."""
         for topic in self.topics:
             count = len(self._consumer.partitions_for_topic(topic) or ())
-            known = self._partitions.setdefault(topic, count) if count else count
-            self._look_for_new_log(topic, is_there=count > 0)
-            if count != known:
+            if not count and topic in self._seen:
+                if topic not in self._vanished:
+                    log.warning("%s: deleted, or not to be seen by this client any more; waiting for it", topic)
+                self._vanished[topic] = False
+                self._consumer._client.force_metadata_update()  # noqa: SLF001 - or it may not be seen for 20 s
+            if not count:
+                continue
+            self._seen.add(topic)
+            if topic in self._vanished:
+                self._vanished[topic] = True
+            if count != (known := self._partitions.setdefault(topic, count)):
                 self._end(
                     f"{topic} has {count} partitions, and had {known} when this process started: which partition a key"
                     " belongs to has changed. Give all topics that are keyed by node the same number"
                 )
         for tp in self.assignment() if self._joined else ():
-            self._look_for_transactions(tp, now_s)
+            end, stable = self._consumer.highwater(theirs(tp)), self.end(tp)
+            if end is None or stable is None or stable >= end:
+                self._open.pop(tp, None)
+            elif self._is_fresh(tp) and self._open.get(tp, (-1, 0))[0] != stable:
+                self._open[tp] = stable, now_s
 
-    def _look_for_new_log(self, topic: str, *, is_there: bool) -> None:
-        """Note which topics have gone, and which of those are there again."""
-        if is_there:
-            self._seen.add(topic)
-            if topic in self._vanished:
-                self._vanished[topic] = True
-        elif topic in self._seen:
-            if topic not in self._vanished:
-                log.warning("%s: deleted, or not to be seen by this client any more; waiting for it", topic)
-            self._vanished[topic] = False
-            self._consumer._client.force_metadata_update()  # noqa: SLF001 - or it is not seen for so long as it may be
-
-    async def _read_new_logs(self) -> None:
+    async def read_new_logs(self) -> None:
         """Read a topic that was deleted, and is there again, from its beginning.
 
         The client would go on from where it was in the old log, past what the new one has until there. A broker that
@@ -246,15 +270,6 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
             for tp in self.assignment().intersection(new):
                 self._consumer.seek(theirs(tp), 0)
             self._vanished.pop(topic, None)
-
-    def _look_for_transactions(self, tp: Partition, now_s: float) -> None:
-        """Note since when the last stable offset has stood still before the end of the log."""
-        end, stable = self._consumer.highwater(theirs(tp)), self.end(tp)
-        asked_ms = self._consumer.last_poll_timestamp(theirs(tp))
-        if end is None or stable is None or stable >= end:
-            self._open.pop(tp, None)
-        elif time.time() * 1000 - asked_ms <= _FRESH_MS and self._open.get(tp, (-1, 0))[0] != stable:
-            self._open[tp] = stable, now_s
 
     def _complain(self, error: Exception) -> None:
         """Say what is wrong, once a kind until all is well."""
@@ -319,8 +334,12 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
 
     def is_read_to_end(self, tp: Partition, position: int) -> bool:
         """Whether a broker that was asked just now had nothing at or after this offset that can be read."""
-        end, asked_ms = self.end(tp), self._consumer.last_poll_timestamp(theirs(tp))
-        return end is not None and position >= end and time.time() * 1000 - asked_ms <= _FRESH_MS
+        end = self.end(tp)
+        return end is not None and position >= end and self._is_fresh(tp)
+
+    def _is_fresh(self, tp: Partition) -> bool:
+        """Whether the broker has answered for this partition just now."""
+        return bool(time.time() * 1000 - self._consumer.last_poll_timestamp(theirs(tp)) <= _FRESH_MS)
 
     # -- offsets
 
@@ -336,7 +355,7 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
         is: one that outlives a rebalance would set the new owner back. So it is to be cancelled, and awaited, before
         :meth:`Member.revoked` returns.
         """
-        assigned = self.assignment()
+        assigned = self._consumer.assignment()
         mine = {theirs(tp): offset for tp, offset in offsets.items() if tp in assigned}
         try:
             if mine:
@@ -344,35 +363,3 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
         except (CommitFailedError, IllegalStateError):
             return False
         return len(mine) == len(offsets)
-
-
-def _claims(answers: Iterable[Any]) -> list[tuple[str, str, str, Claim]]:
-    """Member id, client id, host and claim of each member, as the broker describes a group that is settled."""
-    found = []
-    for answer in answers:
-        for row in answer.groups:
-            for member_id, client_id, host, metadata, *_ in row[5]:
-                if metadata:  # there is none in the middle of a rebalance
-                    user_data = ConsumerProtocolMemberMetadata.decode(metadata).user_data
-                    found.append((member_id, client_id, host, claim_of(user_data)))
-    return found
-
-
-def _options(settings: MemberSettings, assignor: CoPartitioned) -> dict[str, Any]:
-    session_ms = int(settings.session_timeout_s * 1000)
-    return {
-        "client_id": settings.group,
-        "group_id": settings.group,
-        "group_instance_id": settings.instance_id,
-        "partition_assignment_strategy": (assignor,),  # one: the client's first join would offer only the first of two
-        "session_timeout_ms": session_ms,
-        "heartbeat_interval_ms": max(min(session_ms // 4, 3000), 250),
-        "rebalance_timeout_ms": max(session_ms, _REBALANCE_MS),
-        "max_poll_interval_ms": _NEVER_MS,  # not to read, because a receiver is away, is no reason to leave
-        "max_poll_records": _POLL_RECORDS,  # so many are unpacked at once: it holds up heartbeats
-        "auto_offset_reset": "earliest",
-        "fetch_max_wait_ms": _FETCH_WAIT_MS,
-        "fetch_max_bytes": _MAX_FETCH,
-        "max_partition_fetch_bytes": _MAX_PARTITION_FETCH,
-        "metadata_max_age_ms": _METADATA_MS,  # so soon a partition that is added is seen
-    }

@@ -145,7 +145,7 @@ async def test_what_the_coordinator_refuses_is_polled_away_and_logged_once_a_kin
     client = Client()
     client.errors = [InconsistentGroupProtocolError() for _ in range(5)] + [GroupAuthorizationFailedError("g")] * 5
     group, _ = group_of(client)
-    watching = asyncio.create_task(group._watch())
+    watching = asyncio.create_task(group.watch())
     await eventually(lambda: client.polled > 11)
     watching.cancel()
     assert len(caplog.messages) == 2
@@ -160,7 +160,7 @@ async def test_a_client_that_has_given_up_on_the_group_ends_the_process(monkeypa
     client = Client()
     client.errors = [KafkaError("Unexpected error during coordination ValueError()")]
     group, _ = group_of(client)
-    watching = asyncio.create_task(group._watch())
+    watching = asyncio.create_task(group.watch())
     with pytest.raises(MustRestart, match="no member of the group g any more"):
         await asyncio.wait_for(group.failed, 10)
     watching.cancel()
@@ -222,16 +222,16 @@ async def test_a_transaction_that_stays_open_is_said_after_a_minute_and_a_moving
     await group.on_partitions_assigned(set())
     now_s = time.monotonic()
     client.log_end, client.stable = 20, 10
-    group._look(now_s - 200)
+    group.look(now_s - 200)
     client.stable = 12
-    group._look(now_s - 61)
-    group._look(now_s - 1)
+    group.look(now_s - 61)
+    group.look(now_s - 1)
     assert group.not_ready() == [
         "ticks partition 0: a transaction is open since offset 12, for 61 s now, and nothing after it can be read:"
         " see `kafka-transactions.sh find-hanging`"
     ]
     client.stable = 20
-    group._look(now_s)
+    group.look(now_s)
     assert group.not_ready() == []
 
 

@@ -84,7 +84,7 @@ async def test_what_is_aborted_is_not_read_and_what_is_open_holds_up_nothing_bef
             assert await app.group.offsets.ends([tp]) == {tp: stable}
             assert app.not_ready() == []
             now_s = asyncio.get_running_loop().time()
-            app.group._look_for_transactions(tp, now_s - 100)
+            app.group.look(now_s - 100)
             assert app.group._open[tp][0] == stable
             await hanging.commit_transaction()
 
