@@ -16,25 +16,14 @@ from typing import Any
 
 import aiokafka.admin.client
 import aiokafka.client
-from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
-from aiokafka.admin import AIOKafkaAdminClient
+from aiokafka import AIOKafkaConsumer as AIOKafkaConsumer
+from aiokafka import AIOKafkaProducer as AIOKafkaProducer
+from aiokafka import TopicPartition
+from aiokafka.admin import AIOKafkaAdminClient as AIOKafkaAdminClient
 from aiokafka.errors import KafkaError
 from aiokafka.protocol.metadata import MetadataRequest
 
 from delivery.ledger import Partition
-
-__all__ = [
-    "AIOKafkaAdminClient",
-    "AIOKafkaConsumer",
-    "AIOKafkaProducer",
-    "OffsetClient",
-    "close",
-    "connected",
-    "describe",
-    "offsets_at",
-    "started",
-    "theirs",
-]
 
 log = logging.getLogger(__name__)
 

@@ -23,20 +23,13 @@ class Tick(Protocol):
     """A record of gpu.attributed, as far as the rule looks at it."""
 
     @property
-    def run_id(self) -> int:
-        """The producer's run."""
-
+    def run_id(self) -> int: ...
     @property
-    def seq(self) -> int:
-        """The tick's number in it."""
-
+    def seq(self) -> int: ...
     @property
-    def ts_ms(self) -> int:
-        """When it was read."""
-
+    def ts_ms(self) -> int: ...
     @property
-    def offset(self) -> int:
-        """The sample's offset in gpu.samples."""
+    def offset(self) -> int: ...
 
 
 class Last(msgspec.Struct, frozen=True):

@@ -60,7 +60,7 @@ class Unsendable(Exception):
     """This record can never be sent: it is too large, or the broker refused it even alone. Drop or dead-letter it."""
 
 
-class _Record:
+class _Sending:
     """A record on its way: ``sent`` is the client's future once it took it, ``acknowledged`` the caller's."""
 
     __slots__ = ("acknowledged", "arguments", "sent")
@@ -101,7 +101,7 @@ class Sender:
             "retry_backoff_ms": _RETRY_BACKOFF_MS,
         }
         self._producer: AIOKafkaProducer | None = None
-        self._unacknowledged: dict[_Record, None] = {}
+        self._unacknowledged: dict[_Sending, None] = {}
         self._healthy = asyncio.Event()
         self._handing_over = 0
         self._recovery: asyncio.Task[None] | None = None
@@ -136,7 +136,7 @@ class Sender:
 
         A record without a value deletes its key from a compacted topic. Once the sender is stopped, it is cancelled.
         """
-        record = _Record(topic=topic, value=value, key=key, partition=partition, headers=headers)
+        record = _Sending(topic=topic, value=value, key=key, partition=partition, headers=headers)
         of_headers = sum(len(name) + len(text) + 10 for name, text in headers)
         size = len(value or b"") + len(key or b"") + of_headers + RECORD_OVERHEAD_BYTES
         if size > MAX_MESSAGE_BYTES:
@@ -184,7 +184,7 @@ class Sender:
             raise RuntimeError("the sender is not started, or was stopped")
         return self._producer
 
-    def _settle(self, record: _Record, sent: "asyncio.Future[Any]") -> None:
+    def _settle(self, record: _Sending, sent: "asyncio.Future[Any]") -> None:
         """The client has an answer, which no longer matters if the record was resolved before."""
         error = asyncio.CancelledError() if sent.cancelled() else sent.exception()
         if record not in self._unacknowledged:
@@ -194,7 +194,7 @@ class Sender:
         else:
             self._resolve(record, sent.result().offset)
 
-    def _resolve(self, record: _Record, outcome: int | Unsendable) -> None:
+    def _resolve(self, record: _Sending, outcome: int | Unsendable) -> None:
         self._unacknowledged.pop(record, None)
         if record.acknowledged.done():
             return
@@ -203,7 +203,7 @@ class Sender:
         else:
             record.acknowledged.set_result(outcome)
 
-    def _recover(self, record: _Record, error: BaseException) -> None:
+    def _recover(self, record: _Sending, error: BaseException) -> None:
         if self._stopped:
             record.acknowledged.cancel()
         if self._stopped or self._recovery is not None:
@@ -226,7 +226,7 @@ class Sender:
         self._recovery = None
         self._healthy.set()
 
-    async def _send_alone(self, record: _Record) -> None:
+    async def _send_alone(self, record: _Sending) -> None:
         """Send a record until it is acknowledged or refused."""
         for attempt in itertools.count():
             try:

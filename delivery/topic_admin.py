@@ -12,23 +12,8 @@ from typing import NamedTuple
 
 from aiokafka.admin import NewTopic
 
-from delivery.kafka_admin import Admin, BrokerError, BrokerUnavailable, Found, Refused, SettingsUnknown, connect
+from delivery.kafka_admin import Admin, BrokerError, BrokerUnavailable, Found, SettingsUnknown, connect
 from topics.topic import PARTITIONS, REPLICATION_FACTOR, Topic, load_topics
-
-__all__ = [
-    "BrokerError",
-    "BrokerUnavailable",
-    "Checked",
-    "ContractMismatch",
-    "Found",
-    "Mismatch",
-    "Refused",
-    "SettingsUnknown",
-    "check",
-    "create",
-    "inspect",
-    "mismatches",
-]
 
 _AT_LEAST = ("retention.ms", "max.message.bytes")
 """Settings of which more is as good; retention.ms of -1 is for ever."""

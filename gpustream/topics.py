@@ -17,7 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from delivery import topic_admin
-from delivery.topic_admin import Found, Mismatch
+from delivery.kafka_admin import BrokerError, Found
+from delivery.topic_admin import Mismatch
 from gpustream import logs
 from gpustream.command import KAFKA, LOG_FORMAT, Command, option
 from topics.topic import PARTITIONS, REPLICATION_FACTOR, Topic, load_topics
@@ -107,16 +108,16 @@ def answer(asked: Coroutine[Any, Any, R]) -> R:
     """The broker's answer. A broker that says no, or nothing, is a sentence on standard error and exit code 1."""
     try:
         return asyncio.run(asked)
-    except (topic_admin.BrokerError, KafkaError) as error:
+    except (BrokerError, KafkaError) as error:
         click.echo(str(error), err=True)
         raise SystemExit(FAILED) from error
 
 
 async def existing(kafka: str, name: str) -> Found:
-    """The topic, as the broker has it. Raises :class:`delivery.topic_admin.BrokerError` if it is missing."""
+    """The topic, as the broker has it. Raises :class:`delivery.kafka_admin.BrokerError` if it is missing."""
     found, _ = await topic_admin.inspect(kafka, [name])
     if name not in found:
-        raise topic_admin.BrokerError(f"there is no topic {name} at {kafka}: `gpustream topics create` makes it")
+        raise BrokerError(f"there is no topic {name} at {kafka}: `gpustream topics create` makes it")
     return found[name]
 
 

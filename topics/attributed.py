@@ -1,7 +1,7 @@
 """gpu.attributed: the sample, with who held each device at that time and the workload that owns it."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 
@@ -130,26 +130,16 @@ class AttributedSample(Sample, frozen=True, kw_only=True):
     devices: tuple[AttributedDevice, ...] = ()
 
 
-def _example() -> dict[str, Any]:
-    sample = samples.TOPIC.example
-    holder = {
-        "namespace": "ml-team",
-        "pod": "bert-0",
-        "pod_uid": "1b6c0f0e-8a1d-4f0b-9d55-0f6f1c9b7a10",
-        "container": "pytorch",
-        "resource": "nvidia.com/gpu",
-        "workload": {"kind": "Job", "name": "bert-finetune-v3"},
-        "job": "bert-finetune-v3",
-        "labels": {"app": "bert"},
-    }
-    return {
-        **{k: v for k, v in sample.items() if k != "devices"},
-        "offset": 40312,
-        "attribution": "exact",
-        "node_labels": {"topology.kubernetes.io/zone": "us-east-1a"},
-        "devices": [{**device, "holders": [holder]} for device in sample["devices"]],
-    }
-
+_EXAMPLE_HOLDER = {
+    "namespace": "ml-team",
+    "pod": "bert-0",
+    "pod_uid": "1b6c0f0e-8a1d-4f0b-9d55-0f6f1c9b7a10",
+    "container": "pytorch",
+    "resource": "nvidia.com/gpu",
+    "workload": {"kind": "Job", "name": "bert-finetune-v3"},
+    "job": "bert-finetune-v3",
+    "labels": {"app": "bert"},
+}
 
 TOPIC = Topic(
     name="gpu.attributed",
@@ -164,5 +154,11 @@ TOPIC = Topic(
         "offset is higher than the last one's nor its ts_ms higher than any before. A record that is no replay though "
         "its offset is not higher shows that gpu.samples was deleted and created again."
     ),
-    example=_example(),
+    example={
+        **{key: value for key, value in samples.TOPIC.example.items() if key != "devices"},
+        "offset": 40312,
+        "attribution": "exact",
+        "node_labels": {"topology.kubernetes.io/zone": "us-east-1a"},
+        "devices": [{**device, "holders": [_EXAMPLE_HOLDER]} for device in samples.TOPIC.example["devices"]],
+    },
 )

@@ -4,34 +4,7 @@ Producers read what to sample here, sinks what to call it, the docs are written 
 profile is not emitted in that profile.
 """
 
-from topics.metric import PROFILES, ROWS, Family, Info, Labels, Metric, Profile, Ratio, Series
-
-__all__ = [
-    "ALERT_FIRING",
-    "CATALOGUE",
-    "CONFLICT",
-    "DERIVED",
-    "DEVICE_INFO",
-    "FAMILIES",
-    "FURTHER",
-    "HOLDERS",
-    "POD_INFO",
-    "POD_PARTS",
-    "POD_XID_ERRORS",
-    "PROFILES",
-    "SPLIT_SCALED",
-    "UNATTRIBUTED",
-    "XID_ERRORS",
-    "Family",
-    "Info",
-    "Labels",
-    "Metric",
-    "Profile",
-    "Ratio",
-    "Series",
-    "label_names",
-    "series",
-]
+from topics.metric import ROWS, Family, Info, Metric, Profile, Ratio, Series
 
 CATALOGUE: dict[str, Metric] = {row.key: row for row in ROWS}
 """Every key, in the order of the docs."""

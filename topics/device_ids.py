@@ -67,7 +67,9 @@ def parse(device_id: str) -> DeviceRef:
     for form in _FORMS:
         match = form.fullmatch(device_id)
         if match:
-            return _ref(match.groupdict())
+            said = {name: text for name, text in match.groupdict().items() if text}
+            fields = {name: normal(text) if name.endswith("uuid") else int(text) for name, text in said.items()}
+            return msgspec.convert(fields, DeviceRef)
     raise UnknownDeviceId(device_id)
 
 
@@ -93,12 +95,6 @@ class DeviceIndex:
     def find(self, ref: DeviceRef) -> str | None:
         """The UUID of the device meant, as the tick has it, or None where the tick has no such device."""
         return self._uuids.get(ref.physical)
-
-
-def _ref(texts: dict[str, str | None]) -> DeviceRef:
-    uuids = {name: normal(text) for name, text in texts.items() if text and name.endswith("uuid")}
-    numbers = {name: int(text) for name, text in texts.items() if text and not name.endswith("uuid")}
-    return msgspec.convert({**uuids, **numbers}, DeviceRef)
 
 
 def _refs(device: Device) -> Iterator[DeviceRef]:

@@ -87,7 +87,7 @@ class Info(NamedTuple):
     labels: tuple[str, ...] = ()
 
 
-class Metric(msgspec.Struct, frozen=True, kw_only=True):
+class Metric(msgspec.Struct, frozen=True):
     """One row: a key, in base units. Of its series in a profile the first is the value, the rest are made from it.
 
     ``mig``: a GPU in MIG mode and its MIG devices may both have it, and the GPU's value covers theirs.
@@ -95,35 +95,23 @@ class Metric(msgspec.Struct, frozen=True, kw_only=True):
 
     key: str
     unit: str
-    kind: Literal["gauge", "counter"]
     help: str
     nvml: str
-    names: dict[Profile, tuple[Series, ...]]
+    otel: tuple[Series, ...]
+    dcgm: tuple[Series, ...] = ()
+    legacy: tuple[Series, ...] = ()
     mig: bool = False
 
+    @property
+    def kind(self) -> Literal["gauge", "counter"]:
+        """What Prometheus calls it."""
+        return "counter" if self.key.endswith("_total") else "gauge"
 
-def _metric(
-    key: str,
-    unit: str,
-    help: str,  # noqa: A002 - the column's name
-    nvml: str,
-    *,
-    otel: tuple[Series, ...],
-    dcgm: tuple[Series, ...] = (),
-    legacy: tuple[Series, ...] = (),
-    mig: bool = False,
-) -> Metric:
-    profiles: dict[Profile, tuple[Series, ...]] = {"otel": otel, "dcgm": dcgm, "dcgm-legacy": legacy}
-    names = {profile: series for profile, series in profiles.items() if series}
-    return Metric(
-        key=key,
-        unit=unit,
-        kind="counter" if key.endswith("_total") else "gauge",
-        help=help,
-        nvml=nvml,
-        names=names,
-        mig=mig,
-    )
+    @property
+    def names(self) -> dict[Profile, tuple[Series, ...]]:
+        """Its series by profile, of those in which it has a name."""
+        profiles: dict[Profile, tuple[Series, ...]] = {"otel": self.otel, "dcgm": self.dcgm, "dcgm-legacy": self.legacy}
+        return {profile: series for profile, series in profiles.items() if series}
 
 
 def _labels(**labels: str) -> Labels:
@@ -134,7 +122,7 @@ _NVLINK = _labels(gpu_interconnect_type="nvlink")
 
 
 _UTILIZATION = (
-    _metric(
+    Metric(
         "gpu_utilization_ratio",
         "ratio",
         "Share of the last sample period (1/6 s to 1 s) in which at least one kernel ran.",
@@ -143,7 +131,7 @@ _UTILIZATION = (
         dcgm=(Series("DCGM_FI_DEV_GPU_UTIL", scale=_PERCENT),),
         legacy=(Series("dcgm_gpu_utilization", scale=_PERCENT),),
     ),
-    _metric(
+    Metric(
         "memory_controller_utilization_ratio",
         "ratio",
         "Share of the last sample period in which device memory was read or written.",
@@ -152,7 +140,7 @@ _UTILIZATION = (
         dcgm=(Series("DCGM_FI_DEV_MEM_COPY_UTIL", scale=_PERCENT),),
         legacy=(Series("dcgm_mem_copy_utilization", scale=_PERCENT),),
     ),
-    _metric(
+    Metric(
         "encoder_utilization_ratio",
         "ratio",
         "Share of the sample period in which the video encoder was busy.",
@@ -161,7 +149,7 @@ _UTILIZATION = (
         dcgm=(Series("DCGM_FI_DEV_ENC_UTIL", scale=_PERCENT),),
         legacy=(Series("dcgm_enc_utilization", scale=_PERCENT),),
     ),
-    _metric(
+    Metric(
         "decoder_utilization_ratio",
         "ratio",
         "Share of the sample period in which the video decoder was busy.",
@@ -173,7 +161,7 @@ _UTILIZATION = (
 )
 
 _MEMORY = (
-    _metric(
+    Metric(
         "memory_used_bytes",
         "bytes",
         "Device memory in use, without what is reserved.",
@@ -183,7 +171,7 @@ _MEMORY = (
         legacy=(Series("dcgm_fb_used", scale=_MIB),),
         mig=True,
     ),
-    _metric(
+    Metric(
         "memory_free_bytes",
         "bytes",
         "Device memory that is free.",
@@ -193,7 +181,7 @@ _MEMORY = (
         legacy=(Series("dcgm_fb_free", scale=_MIB),),
         mig=True,
     ),
-    _metric(
+    Metric(
         "memory_total_bytes",
         "bytes",
         "Device memory in all: used, free and reserved.",
@@ -202,7 +190,7 @@ _MEMORY = (
         legacy=(Series("dcgm_fb_total", scale=_MIB),),
         mig=True,
     ),
-    _metric(
+    Metric(
         "memory_reserved_bytes",
         "bytes",
         "Device memory that the driver and firmware keep for themselves.",
@@ -214,7 +202,7 @@ _MEMORY = (
 )
 
 _POWER = (
-    _metric(
+    Metric(
         "power_watts",
         "watts",
         "Power that the device draws.",
@@ -223,14 +211,14 @@ _POWER = (
         dcgm=(Series("DCGM_FI_DEV_POWER_USAGE"),),
         legacy=(Series("dcgm_power_usage"),),
     ),
-    _metric(
+    Metric(
         "power_limit_watts",
         "watts",
         "Power limit in force.",
         "nvmlDeviceGetEnforcedPowerLimit",
         otel=(Series("gpu_power_limit"),),
     ),
-    _metric(
+    Metric(
         "energy_joules_total",
         "joules",
         "Energy since the driver was loaded.",
@@ -239,7 +227,7 @@ _POWER = (
         dcgm=(Series("DCGM_FI_DEV_TOTAL_ENERGY_CONSUMPTION", scale=_MILLIJOULES),),
         legacy=(Series("dcgm_total_energy_consumption", scale=_MILLIJOULES),),
     ),
-    _metric(
+    Metric(
         "temperature_celsius",
         "celsius",
         "Temperature of the GPU.",
@@ -248,7 +236,7 @@ _POWER = (
         dcgm=(Series("DCGM_FI_DEV_GPU_TEMP"),),
         legacy=(Series("dcgm_gpu_temp"),),
     ),
-    _metric(
+    Metric(
         "memory_temperature_celsius",
         "celsius",
         "Temperature of the device memory.",
@@ -257,14 +245,14 @@ _POWER = (
         dcgm=(Series("DCGM_FI_DEV_MEMORY_TEMP"),),
         legacy=(Series("dcgm_memory_temp"),),
     ),
-    _metric(
+    Metric(
         "fan_speed_ratio",
         "ratio",
         "Speed that the fan is set to, of its maximum; may exceed 1.",
         "nvmlDeviceGetFanSpeed",
         otel=(Series("gpu_fan_speed"),),
     ),
-    _metric(
+    Metric(
         "performance_state",
         "state",
         "Performance state: 0 is the fastest, 15 the slowest.",
@@ -274,14 +262,14 @@ _POWER = (
 )
 
 _CLOCKS = (
-    _metric(
+    Metric(
         "graphics_clock_hz",
         "hertz",
         "Clock of the graphics engine.",
         "nvmlDeviceGetClockInfo, NVML_CLOCK_GRAPHICS",
         otel=(Series("gpu_clock_frequency", _labels(gpu_clock_type="graphics"), _MHZ),),
     ),
-    _metric(
+    Metric(
         "sm_clock_hz",
         "hertz",
         "Clock of the streaming multiprocessors.",
@@ -290,7 +278,7 @@ _CLOCKS = (
         dcgm=(Series("DCGM_FI_DEV_SM_CLOCK", scale=_MHZ),),
         legacy=(Series("dcgm_sm_clock", scale=_MHZ),),
     ),
-    _metric(
+    Metric(
         "memory_clock_hz",
         "hertz",
         "Clock of the device memory.",
@@ -299,7 +287,7 @@ _CLOCKS = (
         dcgm=(Series("DCGM_FI_DEV_MEM_CLOCK", scale=_MHZ),),
         legacy=(Series("dcgm_memory_clock", scale=_MHZ),),
     ),
-    _metric(
+    Metric(
         "clock_event_reasons",
         "bitmask",
         "Why the clocks are below what was asked for, as a bitmask.",
@@ -315,7 +303,7 @@ _CLOCKS = (
 )
 
 _PCIE = (
-    _metric(
+    Metric(
         "pcie_tx_bytes_per_second",
         "bytes_per_second",
         "What the device sends over PCIe.",
@@ -327,7 +315,7 @@ _PCIE = (
         legacy=(Series("dcgm_fi_prof_pcie_tx_bytes"), Series("dcgm_pcie_tx_throughput", scale=_KB)),
         mig=True,
     ),
-    _metric(
+    Metric(
         "pcie_rx_bytes_per_second",
         "bytes_per_second",
         "What the device receives over PCIe.",
@@ -339,7 +327,7 @@ _PCIE = (
         legacy=(Series("dcgm_fi_prof_pcie_rx_bytes"), Series("dcgm_pcie_rx_throughput", scale=_KB)),
         mig=True,
     ),
-    _metric(
+    Metric(
         "pcie_replays_total",
         "replays",
         "PCIe packets that were sent again, since the GPU was reset.",
@@ -351,7 +339,7 @@ _PCIE = (
 )
 
 _FAULTS = (
-    _metric(
+    Metric(
         "ecc_corrected_volatile_total",
         "errors",
         "Memory errors corrected since the driver was loaded.",
@@ -360,7 +348,7 @@ _FAULTS = (
         dcgm=(Series("DCGM_FI_DEV_ECC_SBE_VOL_TOTAL"),),
         legacy=(Series("dcgm_ecc_sbe_volatile_total"),),
     ),
-    _metric(
+    Metric(
         "ecc_uncorrected_volatile_total",
         "errors",
         "Memory errors that could not be corrected since the driver was loaded.",
@@ -369,7 +357,7 @@ _FAULTS = (
         dcgm=(Series("DCGM_FI_DEV_ECC_DBE_VOL_TOTAL"),),
         legacy=(Series("dcgm_ecc_dbe_volatile_total"),),
     ),
-    _metric(
+    Metric(
         "remapped_rows_correctable_total",
         "rows",
         "Memory rows remapped for correctable errors in the GPU's life; never reset.",
@@ -377,7 +365,7 @@ _FAULTS = (
         otel=(Series("gpu_row_remap_count", _labels(gpu_ecc_error_type="correctable")),),
         dcgm=(Series("DCGM_FI_DEV_CORRECTABLE_REMAPPED_ROWS"),),
     ),
-    _metric(
+    Metric(
         "remapped_rows_uncorrectable_total",
         "rows",
         "Memory rows remapped for uncorrectable errors in the GPU's life; never reset.",
@@ -385,14 +373,14 @@ _FAULTS = (
         otel=(Series("gpu_row_remap_count", _labels(gpu_ecc_error_type="uncorrectable")),),
         dcgm=(Series("DCGM_FI_DEV_UNCORRECTABLE_REMAPPED_ROWS"),),
     ),
-    _metric(
+    Metric(
         "row_remap_pending",
         "bool",
         "1 where a row is to be remapped at the next reset.",
         "nvmlDeviceGetRemappedRows, pending",
         otel=(Series("gpu_row_remap_pending"),),
     ),
-    _metric(
+    Metric(
         "row_remap_failure",
         "bool",
         "1 where a row could not be remapped.",
@@ -407,7 +395,7 @@ def _spread(stem: str, unit: str, what: str, nvml: str, otel: str) -> tuple[Metr
     """Mean, minimum and maximum of what the driver sampled in a tick."""
     parts = {"mean": ("Mean", "avg"), "min": ("Smallest", "min"), "max": ("Largest", "max")}
     return tuple(
-        _metric(
+        Metric(
             f"{stem}_{part}_{unit}",
             unit,
             f"{word} of the driver's own samples of {what} since the last tick.",
@@ -426,7 +414,7 @@ _SPREADS = (
 
 def _activity(key: str, text: str, nvml: str, otel: str, dcgm: str, *, legacy: bool = True) -> Metric:
     """A share of the tick, from two samples of GPM."""
-    return _metric(
+    return Metric(
         key,
         "ratio",
         f"{text}, over the tick; Hopper and later.",
@@ -439,7 +427,7 @@ def _activity(key: str, text: str, nvml: str, otel: str, dcgm: str, *, legacy: b
 
 
 def _nvlink(way: str, direction: str, text: str) -> Metric:
-    return _metric(
+    return Metric(
         f"nvlink_{way}_bytes_per_second",
         "bytes_per_second",
         f"What the device {text} over all NVLinks, over the tick; Hopper and later.",
@@ -507,7 +495,7 @@ _PROFILING = (
 )
 
 _COUNTED = (
-    _metric(
+    Metric(
         "ecc_corrected_aggregate_total",
         "errors",
         "Memory errors corrected in the GPU's life; they are only cleared by hand.",
@@ -516,7 +504,7 @@ _COUNTED = (
         dcgm=(Series("DCGM_FI_DEV_ECC_SBE_AGG_TOTAL"),),
         legacy=(Series("dcgm_ecc_sbe_aggregate_total"),),
     ),
-    _metric(
+    Metric(
         "ecc_uncorrected_aggregate_total",
         "errors",
         "Memory errors that could not be corrected in the GPU's life; they are only cleared by hand.",
@@ -525,7 +513,7 @@ _COUNTED = (
         dcgm=(Series("DCGM_FI_DEV_ECC_DBE_AGG_TOTAL"),),
         legacy=(Series("dcgm_ecc_dbe_aggregate_total"),),
     ),
-    _metric(
+    Metric(
         "retired_pages_single_bit_total",
         "pages",
         "Memory pages retired for several single-bit errors, never reset; of GPUs before Ampere.",
@@ -534,7 +522,7 @@ _COUNTED = (
         dcgm=(Series("DCGM_FI_DEV_RETIRED_SBE"),),
         legacy=(Series("dcgm_retired_pages_sbe"),),
     ),
-    _metric(
+    Metric(
         "retired_pages_double_bit_total",
         "pages",
         "Memory pages retired for a double-bit error, never reset; of GPUs before Ampere.",
@@ -543,7 +531,7 @@ _COUNTED = (
         dcgm=(Series("DCGM_FI_DEV_RETIRED_DBE"),),
         legacy=(Series("dcgm_retired_pages_dbe"),),
     ),
-    _metric(
+    Metric(
         "retired_pages_pending",
         "bool",
         "1 where pages are to be retired at the next reset.",
@@ -552,7 +540,7 @@ _COUNTED = (
         dcgm=(Series("DCGM_FI_DEV_RETIRED_PENDING"),),
         legacy=(Series("dcgm_retired_pages_pending"),),
     ),
-    _metric(
+    Metric(
         "nvlink_crc_errors_total",
         "errors",
         "NVLink packets with a wrong checksum, of all links, since the GPU was reset; not told by Blackwell and later.",
@@ -561,7 +549,7 @@ _COUNTED = (
         dcgm=(Series("DCGM_FI_DEV_NVLINK_CRC_FLIT_ERROR_COUNT_TOTAL"),),
         legacy=(Series("dcgm_nvlink_flit_crc_error_count_total"),),
     ),
-    _metric(
+    Metric(
         "nvlink_replay_errors_total",
         "errors",
         "NVLink packets that were sent again, of all links, since the GPU was reset; not told by Blackwell and later.",
@@ -570,7 +558,7 @@ _COUNTED = (
         dcgm=(Series("DCGM_FI_DEV_NVLINK_REPLAY_ERROR_COUNT_TOTAL"),),
         legacy=(Series("dcgm_nvlink_replay_error_count_total"),),
     ),
-    _metric(
+    Metric(
         "nvlink_recovery_errors_total",
         "errors",
         "Times that an NVLink was trained again after errors, of all links, since the GPU was reset.",
@@ -579,7 +567,7 @@ _COUNTED = (
         dcgm=(Series("DCGM_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL"),),
         legacy=(Series("dcgm_nvlink_recovery_error_count_total"),),
     ),
-    _metric(
+    Metric(
         "power_violation_seconds_total",
         "seconds",
         "Time for which the power limit kept the clocks down, since the driver was loaded.",
@@ -588,7 +576,7 @@ _COUNTED = (
         dcgm=(Series("DCGM_FI_DEV_POWER_VIOLATION", scale=_NANOSECONDS),),
         legacy=(Series("dcgm_power_violation", scale=_MICROSECONDS),),
     ),
-    _metric(
+    Metric(
         "thermal_violation_seconds_total",
         "seconds",
         "Time for which the temperature kept the clocks down, since the driver was loaded.",
@@ -597,7 +585,7 @@ _COUNTED = (
         dcgm=(Series("DCGM_FI_DEV_THERMAL_VIOLATION", scale=_NANOSECONDS),),
         legacy=(Series("dcgm_thermal_violation", scale=_MICROSECONDS),),
     ),
-    _metric(
+    Metric(
         "sync_boost_violation_seconds_total",
         "seconds",
         "Time for which the slowest GPU of its sync boost group kept the clocks down, since the driver was loaded.",
@@ -606,7 +594,7 @@ _COUNTED = (
         dcgm=(Series("DCGM_FI_DEV_SYNC_BOOST_VIOLATION", scale=_NANOSECONDS),),
         legacy=(Series("dcgm_sync_boost_violation", scale=_MICROSECONDS),),
     ),
-    _metric(
+    Metric(
         "board_limit_violation_seconds_total",
         "seconds",
         "Time for which the board's limits kept the clocks down, since the driver was loaded.",
@@ -615,7 +603,7 @@ _COUNTED = (
         dcgm=(Series("DCGM_FI_DEV_BOARD_LIMIT_VIOLATION", scale=_NANOSECONDS),),
         legacy=(Series("dcgm_board_limit_violation", scale=_MICROSECONDS),),
     ),
-    _metric(
+    Metric(
         "low_utilization_violation_seconds_total",
         "seconds",
         "Time for which low utilization kept the clocks down, since the driver was loaded.",
@@ -624,7 +612,7 @@ _COUNTED = (
         dcgm=(Series("DCGM_FI_DEV_LOW_UTIL_VIOLATION", scale=_NANOSECONDS),),
         legacy=(Series("dcgm_low_util_violation", scale=_MICROSECONDS),),
     ),
-    _metric(
+    Metric(
         "reliability_violation_seconds_total",
         "seconds",
         "Time for which the limits of reliable voltage kept the clocks down, since the driver was loaded.",

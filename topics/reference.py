@@ -14,21 +14,8 @@ from typing import Any
 
 import msgspec
 
-from topics.catalogue import (
-    ALERT_FIRING,
-    CATALOGUE,
-    DERIVED,
-    FAMILIES,
-    FURTHER,
-    HOLDERS,
-    POD_INFO,
-    PROFILES,
-    Info,
-    Labels,
-    Metric,
-    Profile,
-    Series,
-)
+from topics.catalogue import ALERT_FIRING, CATALOGUE, DERIVED, FAMILIES, FURTHER, HOLDERS, POD_INFO
+from topics.metric import PROFILES, Info, Labels, Metric, Profile, Series
 from topics.topic import PARTITIONS, REPLICATION_FACTOR, SCHEMA, Topic, load_topics
 
 DOCS = Path(__file__).parent.parent / "docs"

@@ -17,6 +17,7 @@ from aiokafka.errors import KafkaError, TopicAuthorizationFailedError
 
 from delivery import clients, positions, topic_admin
 from delivery.clients import describe, offsets_at
+from delivery.kafka_admin import BrokerError
 from delivery.ledger import Partition
 from topics.topic import decoder
 from topics.workloads import TOPIC, NodeWorkloads, Pod
@@ -85,7 +86,7 @@ async def read_back(kafka: str, since_ms: int, published: PublishedNodes) -> Non
         log.warning("%s: not read back within %g s; going on without the rest of it", TOPIC.name, WITHIN_S)
     except TopicAuthorizationFailedError as error:
         log.warning("%s: it may not be read back: allow READ on the topic (%s)", TOPIC.name, describe(error))
-    except (topic_admin.BrokerError, KafkaError) as error:
+    except (BrokerError, KafkaError) as error:
         log.warning("%s: not read back, going on without it: %s", TOPIC.name, describe(error))
     finally:
         await clients.close(consumer)

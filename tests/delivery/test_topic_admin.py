@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from delivery import topic_admin
-from delivery.topic_admin import Found, Mismatch, mismatches
+from delivery.kafka_admin import BrokerUnavailable, Found, SettingsUnknown
+from delivery.topic_admin import Mismatch, mismatches
 from topics import TOPICS
 from topics.topic import Topic, load_topics
 
@@ -123,7 +124,7 @@ async def test_on_an_embedded_broker_a_missing_topic_is_a_mistake_and_stays_miss
 
 
 async def test_topics_are_not_created_on_an_embedded_broker(embedded: str) -> None:
-    with pytest.raises(topic_admin.SettingsUnknown, match="can't be created: the broker has no topic settings"):
+    with pytest.raises(SettingsUnknown, match="can't be created: the broker has no topic settings"):
         await topic_admin.create(embedded)
 
 
@@ -132,5 +133,5 @@ async def test_a_broker_that_is_not_there_is_named() -> None:
         held.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{held.getsockname()[1]}"
 
-        with pytest.raises(topic_admin.BrokerUnavailable, match=f"no Kafka broker answers at {address}"):
+        with pytest.raises(BrokerUnavailable, match=f"no Kafka broker answers at {address}"):
             await topic_admin.check(address, ["gpu.samples"])

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 import pytest
 
 from delivery import topic_admin
-from delivery.topic_admin import BrokerUnavailable, Checked, ContractMismatch, Mismatch, TopicCheck
+from delivery.kafka_admin import BrokerUnavailable
+from delivery.topic_admin import Checked, ContractMismatch, Mismatch, TopicCheck
 
 MISSING = ContractMismatch([Mismatch("gpu.samples", "the topic", "there", "missing")])
 RESIZED = ContractMismatch([Mismatch("gpu.samples", "its number of partitions", "32, as gpu.workloads has", "1")])

@@ -6,7 +6,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from delivery import topic_admin
-from delivery.topic_admin import Found
+from delivery.kafka_admin import Found
 from gpustream import topics as topics_module
 from gpustream.cli import main
 from gpustream.embedded import EmbeddedBroker, every_topic

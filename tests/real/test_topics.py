@@ -7,6 +7,7 @@ from confluent_kafka import Producer
 from confluent_kafka.admin import ConfigResource
 
 from delivery import topic_admin
+from delivery.kafka_admin import Refused
 from delivery.topic_admin import Mismatch, mismatches
 from tests.eventually import eventually_sync
 from tests.real.servers import ASK_TIMEOUT_S, KafkaServer
@@ -143,7 +144,7 @@ async def test_topics_not_keyed_by_node_keep_their_number_of_partitions(empty: K
 async def test_a_replication_factor_above_the_number_of_brokers_is_refused_with_the_reason(
     empty: KafkaServer,
 ) -> None:
-    with pytest.raises(topic_admin.Refused, match=r"gpu\.samples: not created: .*replication factor of 3"):
+    with pytest.raises(Refused, match=r"gpu\.samples: not created: .*replication factor of 3"):
         await topic_admin.create(empty.address, partitions=4, replication_factor=3)
 
     assert empty.topics() == {}

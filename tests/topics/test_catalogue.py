@@ -9,21 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from topics import reference
-from topics.catalogue import (
-    ALERT_FIRING,
-    CATALOGUE,
-    DERIVED,
-    FAMILIES,
-    FURTHER,
-    HOLDERS,
-    POD_INFO,
-    PROFILES,
-    Profile,
-    Ratio,
-    Series,
-    label_names,
-    series,
-)
+from topics.catalogue import ALERT_FIRING, CATALOGUE, DERIVED, FAMILIES, FURTHER, HOLDERS, POD_INFO, label_names, series
+from topics.metric import PROFILES, Profile, Ratio, Series
 
 KEYS = """
 ecc_corrected_aggregate_total ecc_uncorrected_aggregate_total retired_pages_single_bit_total

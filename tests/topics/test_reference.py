@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from topics import TOPICS, reference
-from topics.catalogue import CATALOGUE, DERIVED, FURTHER, HOLDERS, POD_INFO, PROFILES, Profile
+from topics.catalogue import CATALOGUE, DERIVED, FURTHER, HOLDERS, POD_INFO
+from topics.metric import PROFILES, Profile
 
 
 def section(profile: Profile) -> str:

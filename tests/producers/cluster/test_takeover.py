@@ -9,7 +9,7 @@ import pytest
 from aiokafka.errors import KafkaError, TopicAuthorizationFailedError
 
 from delivery import clients, topic_admin
-from delivery.topic_admin import Found
+from delivery.kafka_admin import Found
 from producers.cluster import takeover
 from producers.cluster.takeover import PublishedNodes, read_back
 
