@@ -1,1 +1,1 @@
-"""The node: its GPUs as NVML tells, its pods as the kubelet tells -> gpu.samples, gpu.allocations."""
+"""The node: its GPUs from NVML, its pods from the kubelet -> gpu.samples, gpu.allocations."""

@@ -27,7 +27,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from producers.node.jobs import Evidence, Job, KnownJobs, slurm_job
+from producers.node.jobs import Evidence, Job, KnownJobs, remember, slurm_job
 
 LARGEST_ENVIRON_BYTES = 256 * 1024
 
@@ -101,10 +101,7 @@ class Places:
     good, else for 10 s, since a batch system may adopt a process after it began."""
 
     def __init__(
-        self,
-        procfs: Path = Path("/proc"),
-        jobs: KnownJobs | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        self, procfs: Path = Path("/proc"), jobs: KnownJobs | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._procfs, self._clock = procfs, clock
         self._jobs = jobs or KnownJobs()
@@ -149,10 +146,7 @@ class Places:
         if place.job_id is not None:
             self._jobs.learn(place.job_id, shown)
         with self._lock:
-            self._known[pid] = _KnownProcess(started, place, until_s, self._clock())
-            self._known.move_to_end(pid)
-            if len(self._known) > _REMEMBERED:
-                self._known.popitem(last=False)
+            remember(self._known, pid, _KnownProcess(started, place, until_s, self._clock()), most=_REMEMBERED)
         return place
 
     def _started(self, pid: int) -> int | None:

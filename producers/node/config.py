@@ -38,7 +38,7 @@ class ReadingSettings:
         Option(
             "--pod-resources-socket",
             SOCKET,
-            "Where the kubelet tells which container has which GPU. Mount its folder, not the socket. off: there is no"
+            "Where the kubelet says which container has which GPU. Mount its folder, not the socket. off: there is no"
             " kubelet on this machine.",
         ),
     ] = KUBELET_SOCKET
@@ -57,7 +57,7 @@ class ReadingSettings:
         Option(
             "--hpc-job-mapping-dir",
             DIRECTORY,
-            "A directory in which a batch system's prolog tells the jobs of each GPU: a file named 0 (its index) or 2.1"
+            "A directory in which a batch system's prolog names the jobs of each GPU: a file named 0 (its index) or 2.1"
             " (index and GPU instance), a job id a line.",
         ),
     ] = None

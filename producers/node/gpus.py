@@ -90,7 +90,11 @@ class Gpus:
         self._census = census
         self._reopening = Reopening(pace.census_s, clock)
         self._xids = Xids(instruments)
-        self._events = Events(self._nvml, take=self._note, count=self._count_error, clock=clock)
+
+        def count(call: str, error: str) -> None:
+            instruments.counter(names.NVML_ERRORS, call, error).inc()
+
+        self._events = Events(self._nvml, take=self._note, count=count, clock=clock)
         self._gpus: list[GpuReader] = []
         self._tick = 0
         self._lost = LostGpus()
@@ -136,8 +140,7 @@ class Gpus:
         """Wait for a driver, and look for GPUs that come, go or change; until it is cancelled."""
         while True:
             if self._driver.attached:
-                await self._until_due()
-                await self._look()
+                await self._take_census()
             else:
                 await self._opened()
                 if not self._driver.attached:
@@ -211,22 +214,16 @@ class Gpus:
                 self._events.watch()
                 return
         await self._driver.attach(why)
-        for gpu in self._gpus:
-            if gpu.uuid is not None:
-                self._lost.expect(gpu.uuid, gpu.known, logged=not gpu.works)
-            gpu.stop()
+        for former in self._gpus:
+            if former.uuid is not None:
+                self._lost.expect(former.uuid, former.known, logged=not former.works)
+            former.stop()
+        clock, list_s, hangs_s = self._clock, self._pace.list_s, self._hangs_after_s
         self._gpus = []
         for index in range(self._driver.count):
-            physical = PhysicalGpu(self._nvml, index, self._places, list_every_s=self._pace.list_s, clock=self._clock)
-            self._gpus.append(
-                GpuReader(
-                    physical,
-                    self._instruments,
-                    changed=self._changed,
-                    hangs_after_s=self._hangs_after_s,
-                    clock=self._clock,
-                )
-            )
+            gpu = PhysicalGpu(self._nvml, index, self._places, list_every_s=list_s, clock=clock)
+            reader = GpuReader(gpu, self._instruments, changed=self._changed, hangs_after_s=hangs_s, clock=clock)
+            self._gpus.append(reader)
         self._looked_s = self._clock()
         if self._driver.attached:
             self._events.watch()
@@ -235,9 +232,6 @@ class Gpus:
         """An XID error has come."""
         self._xids.note(xid, self._gpus[xid.gpu].known if xid.gpu is not None else ())
         self._event.set()
-
-    def _count_error(self, call: str, error: str) -> None:
-        self._instruments.counter(names.NVML_ERRORS, call, error).inc()
 
     async def _until(self, quiet: Callable[[], bool]) -> bool:
         """Wait until it is; whether it came to that soon enough."""
@@ -297,16 +291,16 @@ class Gpus:
         elif gpu.works:
             self._reopening.worked(gpu.uuid)
 
-    async def _until_due(self) -> None:
-        """Wait for the next census: sooner, but not at once, where a GPU was lost."""
+    async def _take_census(self) -> None:
+        """Ask a new process which GPUs work, and open NVML again if one does that does not work here.
+
+        Waits before that until it is due: sooner, but not at once, if a GPU was lost.
+        """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._looked_s + self._pace.census_s - self._clock()):
                 await self._soon.wait()
         await asyncio.sleep(max(0.0, self._looked_s + self._pace.soon_s - self._clock()))
         self._soon.clear()
-
-    async def _look(self) -> None:
-        """Ask a new process which GPUs work; if one does that does not work here, open NVML again."""
         if self._census is None:
             self._census = Census()
         if not all(gpu.asked for gpu in self._gpus):  # else none of them would count as working

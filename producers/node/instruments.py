@@ -53,7 +53,7 @@ INSTRUMENTS: tuple[Instrument, ...] = (
     Instrument(
         XIDS,
         "counter",
-        "XID errors that the driver told of, by whether the GPU is known: device, unknown_device (they are in the log,"
+        "XID errors that the driver reported, by whether the GPU is known: device, unknown_device (they are in the log,"
         " and in no record).",
         ("of",),
     ),

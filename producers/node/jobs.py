@@ -17,7 +17,7 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 LONGEST_NAME_BYTES = 256
 
@@ -31,6 +31,9 @@ _MOST_LOOKUPS = 4
 _ROOT = 0
 _JOB_ID = re.compile(rb"[0-9]{1,20}")
 _VARIABLES = (b"SLURM_JOB_ID", b"SLURM_JOB_USER", b"SLURM_JOB_PARTITION")
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 JobDict = dict[str, str]
 
@@ -126,6 +129,14 @@ def merged(known: Evidence | None, new: Evidence) -> Evidence:
     return Evidence(new.sure, new.user or known.user, new.partition or known.partition, uid)
 
 
+def remember(known: OrderedDict[K, V], key: K, value: V, *, most: int) -> None:
+    """Keep the value as the newest one, and not more than so many."""
+    known[key] = value
+    known.move_to_end(key)
+    if len(known) > most:
+        known.popitem(last=False)
+
+
 class Users:
     """The names of users, for any thread. ``lookup`` gives a name, and may take for ever."""
 
@@ -143,7 +154,18 @@ class Users:
             if uid in self._names or uid in self._asked or len(self._asked) >= _MOST_LOOKUPS:
                 return
             self._asked.add(uid)
-        lookup = threading.Thread(target=self._find, args=(uid,), name=f"user-{uid}", daemon=True)
+
+        def find() -> None:
+            name = None
+            try:
+                name = self._lookup(uid)
+            finally:
+                with self._lock:
+                    self._asked.discard(uid)
+                    if name is not None:
+                        remember(self._names, uid, name, most=_REMEMBERED)
+
+        lookup = threading.Thread(target=find, name=f"user-{uid}", daemon=True)
         lookup.start()
         lookup.join(self._within_s)
 
@@ -153,18 +175,6 @@ class Users:
             if uid in self._names:
                 self._names.move_to_end(uid)
             return self._names.get(uid, str(uid))
-
-    def _find(self, uid: int) -> None:
-        name = None
-        try:
-            name = self._lookup(uid)
-        finally:
-            with self._lock:
-                self._asked.discard(uid)
-                if name is not None:
-                    self._names[uid] = name
-                    if len(self._names) > _REMEMBERED:
-                        self._names.popitem(last=False)
 
 
 class KnownJobs:
@@ -180,10 +190,7 @@ class KnownJobs:
         if shown.user is None and shown.uid is not None:
             self._users.ask(shown.uid)
         with self._lock:
-            self._known[job_id] = merged(self._known.get(job_id), shown)
-            self._known.move_to_end(job_id)
-            if len(self._known) > _REMEMBERED:
-                self._known.popitem(last=False)
+            remember(self._known, job_id, merged(self._known.get(job_id), shown), most=_REMEMBERED)
 
     def of(self, job_id: str) -> Job:
         """All that is known of a job. The user is who Slurm says, else who began its processes, by name or number."""

@@ -17,7 +17,7 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -302,7 +302,10 @@ class Kubelet:
             else:
                 found = await asyncio.to_thread(containers, answer, self._prefixes)
             settled = self._clock() >= self._settled_s
-            missed = [] if settled else _not_yet_listed(known or [], found)
+            missed: list[JsonDict] = []
+            if not settled:  # it may lack pods: what is known stays, unless another container has its devices
+                there, taken = {_holder(row) for row in found}, {device for row in found for device in _devices(row)}
+                missed = [row for row in known or () if _holder(row) not in there and taken.isdisjoint(_devices(row))]
             known, self._answer = [*found, *missed], answer if settled else None
         self._containers, self._answered_s, now_ms = known, self._clock(), self._now_ms()
         if self._answers and self._answers[-1].last_ms > now_ms:  # the clock was set back
@@ -326,12 +329,6 @@ class Kubelet:
 
     def _sentence(self) -> str:
         return _SENTENCES[self._state or "absent"] % (self._socket, self._reason)
-
-
-def _not_yet_listed(known: Iterable[JsonDict], found: Iterable[JsonDict]) -> list[JsonDict]:
-    """The known containers that an answer does not list, which may lack pods; not those whose devices others have."""
-    there, taken = {_holder(row) for row in found}, {device for row in found for device in _devices(row)}
-    return [row for row in known if _holder(row) not in there and taken.isdisjoint(_devices(row))]
 
 
 def _holder(row: JsonDict) -> tuple[Any, ...]:

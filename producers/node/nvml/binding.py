@@ -249,13 +249,13 @@ class Nvml:
     def wait(self, events: EventSet, within_ms: int) -> NvmlEvent | None:
         """The next event, None where none has come."""
         try:
-            told = self._call("nvmlEventSetWait_v2", events, within_ms)
+            event = self._call("nvmlEventSetWait_v2", events, within_ms)
         except NvmlError as error:
             if error.code == TIMEOUT:
                 return None
             raise
-        instances = _instance(told.gpuInstanceId), _instance(told.computeInstanceId)
-        return NvmlEvent(_address(told.device), told.eventType, told.eventData, *instances)
+        instances = _instance(event.gpuInstanceId), _instance(event.computeInstanceId)
+        return NvmlEvent(_address(event.device), event.eventType, event.eventData, *instances)
 
     def free(self, events: EventSet) -> None:
         """Let go of a set."""

@@ -50,12 +50,7 @@ _LOST = frozenset(
 """A GPU that fell off the bus, or a driver that did."""
 
 _UNSUPPORTED = frozenset(
-    {
-        binding.NOT_SUPPORTED,
-        binding.FUNCTION_NOT_FOUND,
-        binding.ARGUMENT_VERSION_MISMATCH,
-        binding.DEPRECATED,
-    }
+    {binding.NOT_SUPPORTED, binding.FUNCTION_NOT_FOUND, binding.ARGUMENT_VERSION_MISMATCH, binding.DEPRECATED}
 )
 """What the device or its driver can't be asked, now and later."""
 

@@ -238,11 +238,7 @@ class PhysicalGpu:
         return devices
 
     def _answered(
-        self,
-        identity: Mapping[str, Any],
-        metrics: dict[str, float],
-        processes: DeviceProcesses,
-        kinds: dict[int, str],
+        self, identity: Mapping[str, Any], metrics: dict[str, float], processes: DeviceProcesses, kinds: dict[int, str]
     ) -> dict[str, Any]:
         """A device as in gpu.samples that answered."""
         kinds.update(processes.kinds)
@@ -293,15 +289,15 @@ class PhysicalGpu:
         driver = ask("nvmlSystemGetDriverVersion", None, "info.driver_version")
         cuda = ask("nvmlSystemGetCudaDriverVersion_v2", None, "info.cuda_version")
         vbios = ask("nvmlDeviceGetVbiosVersion", handle, "info.vbios_version")
-        info = {
-            "serial": serial,
-            "driver_version": driver,
-            "cuda_version": f"{cuda // 1000}.{cuda % 1000 // 10}" if cuda else None,  # 13000 is 13.0
-            "vbios_version": vbios,
-        }
+        # With a domain of 8 digits and the function, as NVML and dcgm-exporter write it. NVML's own text of it is empty
+        # if nothing was filled in.
+        filled_in = pci is not None and getattr(pci, "busId", True)
+        bus = f"{pci.domain:08X}:{pci.bus:02X}:{pci.device:02X}.0" if filled_in else None
+        version = f"{cuda // 1000}.{cuda % 1000 // 10}" if cuda else None  # 13000 is 13.0
+        info = {"serial": serial, "driver_version": driver, "cuda_version": version, "vbios_version": vbios}
         asked = {
             "model": model,
-            "pci_bus_id": _pci_bus_id(pci),
+            "pci_bus_id": bus,
             "minor": minor,
             "info": {**before.get("info", {}), **{key: value for key, value in info.items() if value}} or None,
         }
@@ -361,21 +357,9 @@ class PhysicalGpu:
             "compute_instance": one.compute_instance,
             "profile": one.profile,
         }
-        identity = {
-            **whole,
-            "uuid": one.uuid,
-            "mig": {key: value for key, value in mig.items() if value is not None},
-        }
+        identity = {**whole, "uuid": one.uuid, "mig": {key: value for key, value in mig.items() if value is not None}}
         known, profiled = self._parts.get(one.uuid), alone and one.gpu_instance is not None
         if known is not None and known.identity == identity and (known.profiling is not None) is profiled:
             return known
         profiling = Profiling(self.calls, self.handle, one.gpu_instance, clock=self._clock) if profiled else None
         return self._device(one.handle, profiling, cut=True, identity=identity)
-
-
-def _pci_bus_id(info: Any) -> str | None:
-    """With a domain of 8 digits and the function, as NVML and dcgm-exporter write it: 00000000:0A:00.0. None if nothing
-    was filled in: then NVML's own text of it is empty, too."""
-    if info is None or not getattr(info, "busId", True):
-        return None
-    return f"{info.domain:08X}:{info.bus:02X}:{info.device:02X}.0"

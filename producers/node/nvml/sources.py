@@ -119,12 +119,7 @@ class Profiling:
     """
 
     def __init__(
-        self,
-        calls: Calls,
-        gpu: Handle,
-        instance: int | None = None,
-        *,
-        clock: Callable[[], float] = time.monotonic,
+        self, calls: Calls, gpu: Handle, instance: int | None = None, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._calls, self._gpu, self._instance, self._clock = calls, gpu, instance, clock
         self._asked = False
@@ -213,14 +208,20 @@ class Links:
             asked = [(left[0], link) for link in self._links]
             try:
                 answers = self._calls.fields(handle, asked, linked.name)
-            except NvmlError as error:
-                if error.code != binding.INVALID_ARGUMENT:  # else the driver does not know the field
+            except NvmlError as unknown:
+                if unknown.code != binding.INVALID_ARGUMENT:  # else the driver does not know the field
                     raise
-                answers = [FieldValue(error.code)] * len(asked)
-            good = {field: one for field, one in zip(asked, answers, strict=True) if _counts(linked, one)}
-            if any(is_blank(one.value, one.bits) for one in good.values()):
+                answers = [FieldValue(unknown.code)] * len(asked)
+            good = {}
+            for field, answer in zip(asked, answers, strict=True):
+                error = error_of(answer, linked.name)
+                if error is None:
+                    good[field] = math.nan if is_blank(answer.value, answer.bits) else answer.value
+                elif not is_refused(error):  # else the link is down
+                    raise error
+            if any(map(math.isnan, good.values())):
                 return math.nan
-            self._counted.update({field: one.value for field, one in good.items()})
+            self._counted |= good
             counted = [self._counted[field] for field in asked if field in self._counted]
             if counted:
                 return sum(counted)
@@ -242,11 +243,3 @@ class Links:
         if answer.code or not answer.value:
             raise NvmlError(answer.code or binding.NOT_SUPPORTED)
         return int(min(answer.value, MOST_LINKS))
-
-
-def _counts(linked: LinkErrors, answer: FieldValue) -> bool:
-    """Whether a link counts by a field; one that is down does not. Raises Lost, NvmlError."""
-    error = error_of(answer, linked.name)
-    if error is not None and not is_refused(error):
-        raise error
-    return error is None

@@ -124,6 +124,13 @@ _RATES = Call("nvmlDeviceGetUtilizationRates")
 _MEMORY = Call("nvmlDeviceGetMemoryInfo", (MEMORY_V2,))
 _MEMORY_V1 = Call("nvmlDeviceGetMemoryInfo")
 _REMAPPED = Call("nvmlDeviceGetRemappedRows")
+_ECC = "nvmlDeviceGetTotalEccErrors"
+_SAMPLED_UTILIZATION = Sampled(1, "NVML_GPU_UTILIZATION_SAMPLES")
+_SAMPLED_POWER = Sampled(0, "NVML_TOTAL_POWER_SAMPLES")
+
+
+def _row(key: str, limits: Limits, *sources: ValueSource) -> Row:
+    return Row(key, limits, sources)
 
 
 def _of(function: str, *arguments: int, **more: Any) -> ValueSource:
@@ -142,14 +149,6 @@ def _linked(number: int, name: str, later: int | None = None) -> ValueSource:
     return ValueSource(LinkErrors(number, f"NVML_FI_DEV_NVLINK_ERROR_DL_{name}", later))
 
 
-def _spread(stem: str, unit: str, limits: Limits, sampled: Sampled, scale: Scale) -> tuple[Row, ...]:
-    """Mean, minimum and maximum of what was sampled in a tick."""
-    parts = {"mean": "mean", "min": "minimum", "max": "maximum"}
-    return tuple(
-        Row(f"{stem}_{name}_{unit}", limits, (ValueSource(sampled, part, scale),)) for name, part in parts.items()
-    )
-
-
 def _memory(part: str) -> tuple[ValueSource, ...]:
     """A part of the memory; an older driver counts what is reserved as used."""
     found = (ValueSource(_MEMORY, part, bits=64),)
@@ -157,114 +156,94 @@ def _memory(part: str) -> tuple[ValueSource, ...]:
 
 
 TABLE: tuple[Row, ...] = (
-    Row("gpu_utilization_ratio", _RATIO, (ValueSource(_RATES, "gpu", _PERCENT),)),
-    Row("memory_controller_utilization_ratio", _RATIO, (ValueSource(_RATES, "memory", _PERCENT),)),
-    Row("encoder_utilization_ratio", _RATIO, (_of("nvmlDeviceGetEncoderUtilization", part=0, scale=_PERCENT),)),
-    Row("decoder_utilization_ratio", _RATIO, (_of("nvmlDeviceGetDecoderUtilization", part=0, scale=_PERCENT),)),
-    Row("memory_used_bytes", _BYTES, _memory("used")),
-    Row("memory_free_bytes", _BYTES, _memory("free")),
-    Row("memory_total_bytes", _MEMORY_SIZE, _memory("total")),
-    Row("memory_reserved_bytes", _BYTES, _memory("reserved")),
-    Row(
-        "power_watts",
-        _WATTS,
-        (_of("nvmlDeviceGetPowerUsage", scale=_MILLI), _field(185, "POWER_AVERAGE", _MILLI)),
-    ),
-    Row(
+    _row("gpu_utilization_ratio", _RATIO, ValueSource(_RATES, "gpu", _PERCENT)),
+    _row("memory_controller_utilization_ratio", _RATIO, ValueSource(_RATES, "memory", _PERCENT)),
+    _row("encoder_utilization_ratio", _RATIO, _of("nvmlDeviceGetEncoderUtilization", part=0, scale=_PERCENT)),
+    _row("decoder_utilization_ratio", _RATIO, _of("nvmlDeviceGetDecoderUtilization", part=0, scale=_PERCENT)),
+    _row("memory_used_bytes", _BYTES, *_memory("used")),
+    _row("memory_free_bytes", _BYTES, *_memory("free")),
+    _row("memory_total_bytes", _MEMORY_SIZE, *_memory("total")),
+    _row("memory_reserved_bytes", _BYTES, *_memory("reserved")),
+    _row("power_watts", _WATTS, _of("nvmlDeviceGetPowerUsage", scale=_MILLI), _field(185, "POWER_AVERAGE", _MILLI)),
+    _row(
         "power_limit_watts",
         _POWER_LIMIT,
-        (_of("nvmlDeviceGetEnforcedPowerLimit", scale=_MILLI), _field(190, "POWER_CURRENT_LIMIT", _MILLI)),
+        _of("nvmlDeviceGetEnforcedPowerLimit", scale=_MILLI),
+        _field(190, "POWER_CURRENT_LIMIT", _MILLI),
     ),
-    Row(
+    _row(
         "energy_joules_total",
         _JOULES,
-        (
-            _of("nvmlDeviceGetTotalEnergyConsumption", scale=_MILLI, bits=64),
-            _field(83, "TOTAL_ENERGY_CONSUMPTION", _MILLI),
-        ),
+        _of("nvmlDeviceGetTotalEnergyConsumption", scale=_MILLI, bits=64),
+        _field(83, "TOTAL_ENERGY_CONSUMPTION", _MILLI),
     ),
-    Row(
-        "temperature_celsius",
-        _CELSIUS,
-        (_of("nvmlDeviceGetTemperatureV", 0), _of("nvmlDeviceGetTemperature", 0)),
-    ),
-    Row("memory_temperature_celsius", _CELSIUS, (_field(82, "MEMORY_TEMP"),)),
-    Row("fan_speed_ratio", _FAN, (_of("nvmlDeviceGetFanSpeed", scale=_PERCENT),)),
-    Row("performance_state", _STATE, (_of("nvmlDeviceGetPerformanceState", unknown=32),)),
-    Row("graphics_clock_hz", _HERTZ, (_of("nvmlDeviceGetClockInfo", 0, scale=_MHZ),)),
-    Row("sm_clock_hz", _HERTZ, (_of("nvmlDeviceGetClockInfo", 1, scale=_MHZ),)),
-    Row("memory_clock_hz", _HERTZ, (_of("nvmlDeviceGetClockInfo", 2, scale=_MHZ),)),
-    Row(
+    _row("temperature_celsius", _CELSIUS, _of("nvmlDeviceGetTemperatureV", 0), _of("nvmlDeviceGetTemperature", 0)),
+    _row("memory_temperature_celsius", _CELSIUS, _field(82, "MEMORY_TEMP")),
+    _row("fan_speed_ratio", _FAN, _of("nvmlDeviceGetFanSpeed", scale=_PERCENT)),
+    _row("performance_state", _STATE, _of("nvmlDeviceGetPerformanceState", unknown=32)),
+    _row("graphics_clock_hz", _HERTZ, _of("nvmlDeviceGetClockInfo", 0, scale=_MHZ)),
+    _row("sm_clock_hz", _HERTZ, _of("nvmlDeviceGetClockInfo", 1, scale=_MHZ)),
+    _row("memory_clock_hz", _HERTZ, _of("nvmlDeviceGetClockInfo", 2, scale=_MHZ)),
+    _row(
         "clock_event_reasons",
         _BITMASK,
-        (
-            _of("nvmlDeviceGetCurrentClocksEventReasons", bits=64),
-            _of("nvmlDeviceGetCurrentClocksThrottleReasons", bits=64),
-        ),
+        _of("nvmlDeviceGetCurrentClocksEventReasons", bits=64),
+        _of("nvmlDeviceGetCurrentClocksThrottleReasons", bits=64),
     ),
-    Row(
+    _row(
         "pcie_tx_bytes_per_second",
         _PCIE,
-        (_field(197, "PCIE_COUNT_TX_BYTES", rate=True), _gpm(20, "PCIE_TX_PER_SEC", _MIB)),
+        _field(197, "PCIE_COUNT_TX_BYTES", rate=True),
+        _gpm(20, "PCIE_TX_PER_SEC", _MIB),
     ),
-    Row(
+    _row(
         "pcie_rx_bytes_per_second",
         _PCIE,
-        (_field(198, "PCIE_COUNT_RX_BYTES", rate=True), _gpm(21, "PCIE_RX_PER_SEC", _MIB)),
+        _field(198, "PCIE_COUNT_RX_BYTES", rate=True),
+        _gpm(21, "PCIE_RX_PER_SEC", _MIB),
     ),
-    Row("pcie_replays_total", _COUNT, (_of("nvmlDeviceGetPcieReplayCounter"), _field(94, "PCIE_REPLAY_COUNTER"))),
-    Row(
-        "ecc_corrected_volatile_total",
-        _COUNT,
-        (_of("nvmlDeviceGetTotalEccErrors", 0, 0, bits=64), _field(3, "ECC_SBE_VOL_TOTAL")),
-    ),
-    Row(
-        "ecc_uncorrected_volatile_total",
-        _COUNT,
-        (_of("nvmlDeviceGetTotalEccErrors", 1, 0, bits=64), _field(4, "ECC_DBE_VOL_TOTAL")),
-    ),
-    Row("remapped_rows_correctable_total", _ROWS, (ValueSource(_REMAPPED, 0), _field(142, "REMAPPED_COR"))),
-    Row("remapped_rows_uncorrectable_total", _ROWS, (ValueSource(_REMAPPED, 1), _field(143, "REMAPPED_UNC"))),
-    Row("row_remap_pending", _FLAG, (ValueSource(_REMAPPED, 2), _field(144, "REMAPPED_PENDING"))),
-    Row("row_remap_failure", _FLAG, (ValueSource(_REMAPPED, 3), _field(145, "REMAPPED_FAILURE"))),
-    Row(
-        "ecc_corrected_aggregate_total",
-        _COUNT,
-        (_of("nvmlDeviceGetTotalEccErrors", 0, 1, bits=64), _field(5, "ECC_SBE_AGG_TOTAL")),
-    ),
-    Row(
-        "ecc_uncorrected_aggregate_total",
-        _COUNT,
-        (_of("nvmlDeviceGetTotalEccErrors", 1, 1, bits=64), _field(6, "ECC_DBE_AGG_TOTAL")),
-    ),
-    Row("retired_pages_single_bit_total", _ROWS, (_field(29, "RETIRED_SBE"),)),
-    Row("retired_pages_double_bit_total", _ROWS, (_field(30, "RETIRED_DBE"),)),
-    Row("retired_pages_pending", _FLAG, (_field(31, "RETIRED_PENDING"),)),
-    Row("nvlink_crc_errors_total", _COUNT, (_linked(163, "CRC"), _field(38, "NVLINK_CRC_FLIT_ERROR_COUNT_TOTAL"))),
-    Row("nvlink_replay_errors_total", _COUNT, (_linked(161, "REPLAY"), _field(52, "NVLINK_REPLAY_ERROR_COUNT_TOTAL"))),
-    Row(
+    _row("pcie_replays_total", _COUNT, _of("nvmlDeviceGetPcieReplayCounter"), _field(94, "PCIE_REPLAY_COUNTER")),
+    _row("ecc_corrected_volatile_total", _COUNT, _of(_ECC, 0, 0, bits=64), _field(3, "ECC_SBE_VOL_TOTAL")),
+    _row("ecc_uncorrected_volatile_total", _COUNT, _of(_ECC, 1, 0, bits=64), _field(4, "ECC_DBE_VOL_TOTAL")),
+    _row("remapped_rows_correctable_total", _ROWS, ValueSource(_REMAPPED, 0), _field(142, "REMAPPED_COR")),
+    _row("remapped_rows_uncorrectable_total", _ROWS, ValueSource(_REMAPPED, 1), _field(143, "REMAPPED_UNC")),
+    _row("row_remap_pending", _FLAG, ValueSource(_REMAPPED, 2), _field(144, "REMAPPED_PENDING")),
+    _row("row_remap_failure", _FLAG, ValueSource(_REMAPPED, 3), _field(145, "REMAPPED_FAILURE")),
+    _row("ecc_corrected_aggregate_total", _COUNT, _of(_ECC, 0, 1, bits=64), _field(5, "ECC_SBE_AGG_TOTAL")),
+    _row("ecc_uncorrected_aggregate_total", _COUNT, _of(_ECC, 1, 1, bits=64), _field(6, "ECC_DBE_AGG_TOTAL")),
+    _row("retired_pages_single_bit_total", _ROWS, _field(29, "RETIRED_SBE")),
+    _row("retired_pages_double_bit_total", _ROWS, _field(30, "RETIRED_DBE")),
+    _row("retired_pages_pending", _FLAG, _field(31, "RETIRED_PENDING")),
+    _row("nvlink_crc_errors_total", _COUNT, _linked(163, "CRC"), _field(38, "NVLINK_CRC_FLIT_ERROR_COUNT_TOTAL")),
+    _row("nvlink_replay_errors_total", _COUNT, _linked(161, "REPLAY"), _field(52, "NVLINK_REPLAY_ERROR_COUNT_TOTAL")),
+    _row(
         "nvlink_recovery_errors_total",
         _COUNT,
-        (_linked(162, "RECOVERY", later=215), _field(59, "NVLINK_RECOVERY_ERROR_COUNT_TOTAL")),
+        _linked(162, "RECOVERY", later=215),
+        _field(59, "NVLINK_RECOVERY_ERROR_COUNT_TOTAL"),
     ),
-    Row("power_violation_seconds_total", _SECONDS, (_field(74, "PERF_POLICY_POWER", _NANO),)),
-    Row("thermal_violation_seconds_total", _SECONDS, (_field(75, "PERF_POLICY_THERMAL", _NANO),)),
-    Row("sync_boost_violation_seconds_total", _SECONDS, (_field(76, "PERF_POLICY_SYNC_BOOST", _NANO),)),
-    Row("board_limit_violation_seconds_total", _SECONDS, (_field(77, "PERF_POLICY_BOARD_LIMIT", _NANO),)),
-    Row("low_utilization_violation_seconds_total", _SECONDS, (_field(78, "PERF_POLICY_LOW_UTILIZATION", _NANO),)),
-    Row("reliability_violation_seconds_total", _SECONDS, (_field(79, "PERF_POLICY_RELIABILITY", _NANO),)),
-    *_spread("gpu_utilization", "ratio", _RATIO, Sampled(1, "NVML_GPU_UTILIZATION_SAMPLES"), _PERCENT),
-    *_spread("power", "watts", _WATTS, Sampled(0, "NVML_TOTAL_POWER_SAMPLES"), _MILLI),
-    Row("graphics_engine_active_ratio", _ACTIVITY, (_gpm(1, "GRAPHICS_UTIL"),)),
-    Row("sm_active_ratio", _ACTIVITY, (_gpm(2, "SM_UTIL"),)),
-    Row("sm_occupancy_ratio", _ACTIVITY, (_gpm(3, "SM_OCCUPANCY"),)),
-    Row("tensor_active_ratio", _ACTIVITY, (_gpm(5, "ANY_TENSOR_UTIL"),)),
-    Row("dram_active_ratio", _ACTIVITY, (_gpm(10, "DRAM_BW_UTIL"),)),
-    Row("fp64_active_ratio", _ACTIVITY, (_gpm(11, "FP64_UTIL"),)),
-    Row("fp32_active_ratio", _ACTIVITY, (_gpm(12, "FP32_UTIL"),)),
-    Row("fp16_active_ratio", _ACTIVITY, (_gpm(13, "FP16_UTIL"),)),
-    Row("nvlink_tx_bytes_per_second", _NVLINK, (_gpm(61, "NVLINK_TOTAL_TX_PER_SEC", _MIB),)),
-    Row("nvlink_rx_bytes_per_second", _NVLINK, (_gpm(60, "NVLINK_TOTAL_RX_PER_SEC", _MIB),)),
+    _row("power_violation_seconds_total", _SECONDS, _field(74, "PERF_POLICY_POWER", _NANO)),
+    _row("thermal_violation_seconds_total", _SECONDS, _field(75, "PERF_POLICY_THERMAL", _NANO)),
+    _row("sync_boost_violation_seconds_total", _SECONDS, _field(76, "PERF_POLICY_SYNC_BOOST", _NANO)),
+    _row("board_limit_violation_seconds_total", _SECONDS, _field(77, "PERF_POLICY_BOARD_LIMIT", _NANO)),
+    _row("low_utilization_violation_seconds_total", _SECONDS, _field(78, "PERF_POLICY_LOW_UTILIZATION", _NANO)),
+    _row("reliability_violation_seconds_total", _SECONDS, _field(79, "PERF_POLICY_RELIABILITY", _NANO)),
+    _row("gpu_utilization_mean_ratio", _RATIO, ValueSource(_SAMPLED_UTILIZATION, "mean", _PERCENT)),
+    _row("gpu_utilization_min_ratio", _RATIO, ValueSource(_SAMPLED_UTILIZATION, "minimum", _PERCENT)),
+    _row("gpu_utilization_max_ratio", _RATIO, ValueSource(_SAMPLED_UTILIZATION, "maximum", _PERCENT)),
+    _row("power_mean_watts", _WATTS, ValueSource(_SAMPLED_POWER, "mean", _MILLI)),
+    _row("power_min_watts", _WATTS, ValueSource(_SAMPLED_POWER, "minimum", _MILLI)),
+    _row("power_max_watts", _WATTS, ValueSource(_SAMPLED_POWER, "maximum", _MILLI)),
+    _row("graphics_engine_active_ratio", _ACTIVITY, _gpm(1, "GRAPHICS_UTIL")),
+    _row("sm_active_ratio", _ACTIVITY, _gpm(2, "SM_UTIL")),
+    _row("sm_occupancy_ratio", _ACTIVITY, _gpm(3, "SM_OCCUPANCY")),
+    _row("tensor_active_ratio", _ACTIVITY, _gpm(5, "ANY_TENSOR_UTIL")),
+    _row("dram_active_ratio", _ACTIVITY, _gpm(10, "DRAM_BW_UTIL")),
+    _row("fp64_active_ratio", _ACTIVITY, _gpm(11, "FP64_UTIL")),
+    _row("fp32_active_ratio", _ACTIVITY, _gpm(12, "FP32_UTIL")),
+    _row("fp16_active_ratio", _ACTIVITY, _gpm(13, "FP16_UTIL")),
+    _row("nvlink_tx_bytes_per_second", _NVLINK, _gpm(61, "NVLINK_TOTAL_TX_PER_SEC", _MIB)),
+    _row("nvlink_rx_bytes_per_second", _NVLINK, _gpm(60, "NVLINK_TOTAL_RX_PER_SEC", _MIB)),
 )
 """Every key of the catalogue. The first call of a device is the first row's that it supports."""
 
