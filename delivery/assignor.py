@@ -33,7 +33,7 @@ class Claim(msgspec.Struct, frozen=True):
 
 
 def claim_of(user_data: bytes | None) -> Claim:
-    """What a member said of itself; nothing where that can't be read."""
+    """What a member said of itself; nothing if that can't be read."""
     try:
         return msgspec.json.decode(user_data or b"{}", type=Claim)
     except msgspec.DecodeError:

@@ -1,10 +1,10 @@
 """A member of a consumer group: joins, reads, commits, and says when it can't go on.
 
-In: the topics to read. Out: their records, on the event loop of whoever reads; commits.
-State: the client of Kafka, and what was seen of the group and of the topics.
-On failure: what the broker may yet answer differently is logged once a kind and tried again for as long as it takes.
-What only another start can mend ends the process with its reason (:class:`MustRestart`): topics that have other
-partitions than at the start, and another process that uses this one's instance id.
+In: the topics to read. Out: their records, on the event loop of the reader; commits.
+State: the Kafka client, and what it has shown of the group and of the topics.
+On failure: an error that may pass is logged, once a kind, and tried again for as long as it takes. What only another
+start can mend ends the process with its reason (:class:`MustRestart`): topics that have other partitions than at the
+start, and another process that uses this one's instance id.
 """
 
 import asyncio
@@ -40,21 +40,22 @@ _MAX_PARTITION_FETCH = 8 << 20
 _HANGING_S = 60.0
 _FRESH_MS = 5_000
 _NOWHERE = TopicPartition("", -1)
-"""No partition of ours: a poll for it gives no records, and whatever the client has to complain about."""
+"""No partition of ours: a poll for it gives no records, but raises the errors that the client has."""
 
 
 class MustRestart(Exception):
-    """The process can't go on as it is, and nothing is lost if it is started again: what is not committed is read
-    again. The message is the reason."""
+    """The process can't go on, and nothing is lost if it is started again: what is not committed is read again.
+
+    The message is the reason."""
 
     exit_code = RESTART
 
 
 class Member(Protocol):
-    """Who reads: a stream's reader or a sink."""
+    """Who reads: a stream's reader or a sink's."""
 
     async def revoked(self) -> None:
-        """The partitions are about to be dealt out again: commit what is finished, and let go. In bounded time."""
+        """The partitions are about to be dealt again: commit what is finished, and let go of them, in bounded time."""
 
     def assigned(self, tps: set[Partition]) -> None:
         """These are ours now."""
@@ -155,10 +156,10 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
         ]
         return [*([self._trouble] if self._trouble else []), *hanging]
 
-    # -- the group's word
+    # -- rebalances
 
     async def on_partitions_revoked(self, revoked: Any) -> None:
-        """Of the client, before it joins again, and awaited by it: nothing is committed any more after this."""
+        """Called by the client, which waits for it before it joins again: nothing is committed any more after this."""
         if not self._joined:
             return
         self._joined = False
@@ -174,7 +175,7 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
             await asyncio.Event().wait()  # to join again would throw the other one out
 
     async def on_partitions_assigned(self, assigned: Any) -> None:
-        """Of the client, which sends no heartbeats until this returns."""
+        """Called by the client, which sends no heartbeats until this returns."""
         self.look(time.monotonic())
         self._joined, self._trouble = True, None
         self._complained.clear()
@@ -183,8 +184,8 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
     async def _successor(self) -> str | None:
         """The host of a process that has our instance id in the group and began after us; None if there is none.
 
-        The broker gives a static member's place to whoever comes with its id. The one that was there is unknown to
-        the group from then on, and would take the place back.
+        The broker gives a static member's place to whoever comes with its id. The process that had it is unknown to the
+        group from then on, and would take the place back.
         """
         mine = self._assignor.claim
         admin = AIOKafkaAdminClient(bootstrap_servers=self.settings.kafka.split(","), client_id=self.settings.group)
@@ -254,8 +255,9 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
     async def read_new_logs(self) -> None:
         """Read a topic that was deleted, and is there again, from its beginning.
 
-        The client would go on from where it was in the old log, past what the new one has until there. A broker that
-        deletes a topic deletes what was committed of it, so a commit that is still there says that it never was.
+        The client would go on at its offset in the old log, and pass over what the new one has before that. A broker
+        that deletes a topic deletes what was committed of it, so a commit that is still there shows that the topic was
+        only out of sight.
         """
         for topic in [topic for topic, is_there in self._vanished.items() if is_there]:
             mine = [tp for tp in self.assignment() if tp.topic == topic]
@@ -285,7 +287,7 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
     # -- reading
 
     def assignment(self) -> set[Partition]:
-        """The partitions that are ours now. One that its topic did not have at the start is nobody's."""
+        """The partitions that are ours now. A partition that its topic did not have at the start is nobody's."""
         mine = (Partition(*tp) for tp in self._consumer.assignment())
         return {tp for tp in mine if tp.partition < self._partitions.get(tp.topic, tp.partition + 1)}
 
@@ -351,9 +353,9 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
     async def commit(self, offsets: Mapping[Partition, int]) -> bool:
         """Commit; False if the group has moved on. Raises KafkaError.
 
-        A commit is checked against the generation that is current when it is sent, and not against whose partition it
-        is: one that outlives a rebalance would set the new owner back. So it is to be cancelled, and awaited, before
-        :meth:`Member.revoked` returns.
+        Before :meth:`Member.revoked` returns, a commit under way must be cancelled and awaited. The broker checks the
+        generation at the time of sending, and not whose partition it is: a commit that outlives a rebalance would set
+        the new owner back.
         """
         assigned = self._consumer.assignment()
         mine = {theirs(tp): offset for tp, offset in offsets.items() if tp in assigned}

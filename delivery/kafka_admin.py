@@ -1,7 +1,7 @@
 """A broker's topics and their settings, and nothing else of Kafka's administration.
 
-In: an address. Out: what the broker has, in plain types. On failure: :class:`BrokerUnavailable` where nobody answers,
-:class:`SettingsUnknown` where the broker does not say, :class:`Refused` where it says no.
+In: an address. Out: what the broker has, in plain types. On failure: :class:`BrokerUnavailable` if nobody answers,
+:class:`SettingsUnknown` if the broker does not say, :class:`Refused` if it says no.
 
 Source: Kafka's protocol for the error codes, and for IncrementalAlterConfigs.
 """
@@ -38,7 +38,7 @@ _SILENCE = (KafkaConnectionError, NodeNotReadyError, RequestTimedOutError, Stale
 
 
 class BrokerError(Exception):
-    """What is asked of the broker can't be had; the message says why, in one line or one line a mistake."""
+    """The broker does not give what it was asked for; the message says why, in one line or one line a mistake."""
 
     exit_code = 1
 
@@ -193,7 +193,7 @@ class Admin:
             await consumer.stop()
 
     async def delete(self, names: Iterable[str]) -> None:
-        """Delete topics, and all that is in them. One that is gone already is no mistake.
+        """Delete topics, and all that is in them. One that is already gone is no mistake.
 
         :raises Refused: some could not be deleted; the others were.
         """

@@ -58,11 +58,11 @@ class Ledger:
         self.ready = True
 
     def expected(self, tp: Partition) -> int | None:
-        """The next offset to read, or None where the partition is not ours."""
+        """The next offset to read, or None if the partition is not ours."""
         return self._expected.get(tp)
 
     def position(self, tp: Partition) -> int | None:
-        """The offset after the last one of the finished prefix, or None where the partition is not ours."""
+        """The offset after the last one of the finished prefix, or None if the partition is not ours."""
         return self._prefix.get(tp)
 
     def positions(self) -> dict[Partition, int]:
@@ -78,7 +78,7 @@ class Ledger:
         return slot
 
     def skip(self, tp: Partition, offset: int) -> None:
-        """Nothing is left to read before this offset: there are no more records, only what no reader is given."""
+        """Nothing is left to read before this offset, but what no reader is given, such as the end of a transaction."""
         if offset > self._expected.get(tp, offset):
             self._expected[tp] = offset
         if tp in self._prefix and not self._windows[tp]:

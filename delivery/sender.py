@@ -1,10 +1,10 @@
 """How a record gets onto a topic: once, in order, acknowledged by every replica in sync.
 
 In: a topic, a value, and where it belongs. Out: a future of the record's offset.
-State: what was sent and is not yet acknowledged, in order.
-On failure: a broker that is away is waited for, for as long as it takes. A record that the broker refuses poisons an
-idempotent producer (every later record of its partition is then out of sequence), so the producer is replaced, and what
-it had not delivered is sent again one at a time: a record that is refused even alone is ``Unsendable``.
+State: what was sent and is not acknowledged yet, in order.
+On failure: a broker that is away is waited for, for as long as it takes. A record that the broker refuses breaks an
+idempotent producer: every later record of its partition is out of sequence. So the producer is replaced, and what it
+had not delivered is sent again one record at a time. A record that is refused even alone is ``Unsendable``.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ _UNKNOWN_TRIES = 5
 """How often an error is tried again that the client has no name for, as it has none for INVALID_RECORD."""
 
 _IMPOSSIBLE = (AssertionError, TypeError, ValueError)
-"""What the client raises for a record that it can't even encode, or whose partition does not exist."""
+"""What the client raises for a record that it can't encode, or whose partition does not exist."""
 
 _RETRY_BACKOFF_MS = 500
 """Looking for a broker that is away every 100 ms, as the client would, costs a node's producer half of its CPU."""

@@ -39,7 +39,7 @@ class Text(click.ParamType):
     """The type of an option that is parsed from text.
 
     ``parse`` raises ValueError with a sentence; ``example`` is a text that is right; ``show`` writes a value as it
-    would be typed. Where a value may hold spaces, a repeatable option has one a line in its variable (``lines``).
+    would be typed. If a value may hold spaces, its variable has one value a line (``lines``).
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Option:
     """How a field is set from outside.
 
     ``type`` None is found from the annotation: the choices of a Literal, a flag for bool, a number for int. ``shown``
-    is what help says of the default where the value says little, such as "the host's name".
+    is what help says of the default if the value says little, such as "the host's name".
     """
 
     name: str

@@ -19,11 +19,11 @@ _AT_LEAST = ("retention.ms", "max.message.bytes")
 """Settings of which more is as good; retention.ms of -1 is for ever."""
 
 _HARMLESS = ("segment.ms",)
-"""Settings that a component can do with otherwise: they change when old records go, not which may be relied on."""
+"""Settings that do no harm if they differ: they change when old records go, not which ones a reader may rely on."""
 
 _PASSES = 100
 _PASS_S = 0.1
-"""A broker hears of a change later than the controller says that it is made."""
+"""A broker learns of a change some time after the controller has made it."""
 
 
 ASK_AFTER_S = (0.5, 1.0, 2.0, 5.0, 10.0)
@@ -117,7 +117,7 @@ async def create(
 ) -> list[str]:
     """Make the broker's topics what the contract says: create what is missing, alter settings. One line a change.
 
-    Nothing is changed where a topic keyed by node has another number of partitions; with ``recreate_empty`` such topics
+    Nothing is changed if a topic keyed by node has another number of partitions. With ``recreate_empty`` such topics
     are deleted first and created again, if each of them is empty.
 
     :raises ContractMismatch: a topic keyed by node has another number of partitions.
@@ -220,7 +220,7 @@ async def _mend(
 class TopicCheck:
     """Asks whether the topics called ``names`` may be used, until they may.
 
-    Topics ``beside`` them may be missing; where they are there, they must have as many partitions.
+    Topics ``beside`` them may be missing; if they are there, they must have as many partitions.
     """
 
     def __init__(self, kafka: str, names: Iterable[str], *, beside: Iterable[str] = ()) -> None:
@@ -232,7 +232,7 @@ class TopicCheck:
         return list(self._wrong)
 
     async def passed(self, stop: asyncio.Event) -> Checked | None:
-        """The topics, once they may be used; None where ``stop`` is set before."""
+        """The topics, once they may be used; None if ``stop`` is set before."""
         asked = 0
         while not stop.is_set():
             try:

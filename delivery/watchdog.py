@@ -27,7 +27,7 @@ RESTART = 70
 
 
 def fail_stop(reason: str) -> NoReturn:
-    """End the process at once, without finishing anything: what is not finished is read again by the next one."""
+    """End the process at once, without finishing anything: the next one reads again what is not finished."""
     log.critical("stopping to be restarted: %s", reason)
     sys.stderr.flush()
     os._exit(RESTART)
@@ -140,7 +140,7 @@ class LoopLateness:
             self.note(loop.time(), loop.time() - due_s)
 
     def note(self, now_s: float, late_s: float) -> None:
-        """It woke this late. What was less late before is forgotten: it is never the worst of a minute again."""
+        """The loop was this late. Smaller values from before are forgotten: none can be the worst of a minute again."""
         while self._worst and self._worst[-1][1] <= late_s:
             self._worst.pop()
         self._worst.append((now_s, late_s))

@@ -85,8 +85,8 @@ def by_pod(holders: Sequence[Holder]) -> dict[HoldingPod, list[Holder]]:
 class AttributedEvent(Event, frozen=True, omit_defaults=True):
     """Something that happened on the device, and who held the device then.
 
-    ``holders`` is there only where they are others than the device's; empty: nobody held it. ``attribution`` says what
-    they rest on where that is something else than the tick's.
+    ``holders`` is there only if they are others than the device's; empty: nobody held it. ``attribution`` says what
+    they rest on if that differs from the tick's.
     """
 
     holders: tuple[Holder, ...] | None = None
@@ -103,7 +103,7 @@ class AttributedDevice(Device, frozen=True, omit_defaults=True):
     The holders' parts and ``unattributed`` add up to the device; ``split_scaled``: the processes' sum was more than the
     device, and their parts were scaled down. ``conflict`` is what the processes say otherwise than the kubelet:
     ``unallocated_process`` (a pod's process on a device that it was not given; the pod is a holder with ``observed``
-    where it is known) or ``no_pod`` (a process of no pod on a device that pods hold).
+    if it is known) or ``no_pod`` (a process of no pod on a device that pods hold).
     """
 
     events: tuple[AttributedEvent, ...] | None = None

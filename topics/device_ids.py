@@ -93,7 +93,7 @@ class DeviceIndex:
                     self._uuids[ref.physical] = None
 
     def find(self, ref: DeviceRef) -> str | None:
-        """The UUID of the device meant, as the tick has it, or None where the tick has no such device."""
+        """The UUID of the device meant, as the tick has it, or None if the tick has no such device."""
         return self._uuids.get(ref.physical)
 
 

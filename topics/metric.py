@@ -73,7 +73,7 @@ class Ratio(NamedTuple):
     labels: Labels = ()
 
     def of(self, numerator: float, denominator: float) -> float | None:
-        """The series' value, or None where the denominator is zero."""
+        """The series' value, or None if the denominator is zero."""
         return numerator / denominator * self.scale if denominator else None
 
 

@@ -95,7 +95,7 @@ def topics_markdown() -> str:
         _table(("topic", "key", "cleanup", "kept for"), rows),
         _CHANGES,
         f"`gpustream topics create` makes them, with {PARTITIONS} partitions and a replication factor of "
-        f"{REPLICATION_FACTOR} unless told otherwise. Topics keyed by `cluster/node` need one number of partitions, so "
+        f"{REPLICATION_FACTOR} unless they are given. Topics keyed by `cluster/node` need one number of partitions, so "
         "that one worker sees all of a node, and none can be given another number later: a node's records would then "
         "be in two partitions. Run again, it sets what has come to differ; a longer retention and larger messages may "
         "stay. A topic keyed by `cluster/node` that something else made with another number of partitions is deleted "

@@ -79,8 +79,8 @@ def load_topics() -> dict[str, Topic]:
 def decoder(record: type[R]) -> Callable[[bytes], R]:
     """A function that decodes and validates the JSON of one record.
 
-    It raises ``msgspec.DecodeError``, and nothing else, for what is not such a record: dead-letter it. Nulls where the
-    type has none cost a second pass; our own producers write none.
+    It raises ``msgspec.DecodeError``, and nothing else, for what is not such a record: dead-letter it. A null where the
+    type allows none costs a second pass; our own producers write none.
     """
     strict = msgspec.json.Decoder(record)
 
