@@ -19,7 +19,8 @@ from delivery.clients import AIOKafkaConsumer
 from gpustream import logs
 from gpustream.command import KAFKA, LOG_FORMAT, Command, option
 from gpustream.topics import answer, existing, show
-from sinks.alerts import Undecodable, read
+from sinks.alerts import read
+from sinks.outcomes import Undecodable
 from topics.alerts import TOPIC, Alert, transition_id
 
 log = logging.getLogger(__name__)

@@ -97,7 +97,8 @@ def sections() -> Iterator[Section]:
             rows = [row for row in instruments if row.name not in known]
             known.update(row.name for row in rows)
             if rows:
-                yield Section(name.rpartition(".")[0], rows)
+                parent = name.rpartition(".")[0]
+                yield Section(name if parent == sinks.__name__ else parent, rows)  # a sink may be one module
 
 
 def _command(path: tuple[str, ...], command: click.Command) -> str:

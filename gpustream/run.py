@@ -34,8 +34,7 @@ from producers.node.config import Node, ReadingSettings, node_name
 from producers.settings import Interval
 from producers.simulated.config import SimulationSettings
 from sinks import SINKS
-from sinks.scrape.config import SCRAPE_ADDRESS, ScrapeListen
-from sinks.settings import NamingSettings
+from sinks.settings import SCRAPE_ADDRESS, NamingSettings, ScrapeListen
 from streams import STREAMS
 from topics.attributed import AttributedSample
 from topics.topic import load_topics

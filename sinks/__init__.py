@@ -5,7 +5,7 @@ from delivery.settings import Registered
 SINKS = {
     "remote-write": Registered(
         component="sinks.remote_write.sink:RemoteWriteSink",
-        settings="sinks.remote_write.config:RemoteWriteSettings",
+        settings="sinks.settings:RemoteWriteSettings",
         help="Every value to Prometheus, Mimir or any other remote-write receiver, once.",
         example=(
             "gpustream sink remote-write --kafka 127.0.0.1:9092 --url http://127.0.0.1:9090/api/v1/write\n"
@@ -15,7 +15,7 @@ SINKS = {
     ),
     "scrape": Registered(
         component="sinks.scrape.sink:ScrapeSink",
-        settings="sinks.scrape.config:ScrapeSettings",
+        settings="sinks.settings:ScrapeSettings",
         help=(
             "The latest value of every series on /metrics, as Prometheus text or OpenMetrics, whichever the scraper"
             " asks for. In place of dcgm-exporter with --names dcgm, of pod-devices-exporter with --names dcgm-legacy"
@@ -27,8 +27,8 @@ SINKS = {
         ),
     ),
     "alertmanager": Registered(
-        component="sinks.alertmanager.sink:AlertmanagerSink",
-        settings="sinks.alertmanager.config:AlertmanagerSettings",
+        component="sinks.alertmanager:AlertmanagerSink",
+        settings="sinks.settings:AlertmanagerSettings",
         help=(
             "The open alerts to one or several Alertmanagers, again and again as they expect, and that they are over."
             " Each Alertmanager gets all, in a consumer group of its own where there are several."
@@ -40,8 +40,8 @@ SINKS = {
         ),
     ),
     "webhook": Registered(
-        component="sinks.webhook.sink:WebhookSink",
-        settings="sinks.webhook.config:WebhookSettings",
+        component="sinks.webhook:WebhookSink",
+        settings="sinks.settings:WebhookSettings",
         help=(
             "One JSON POST for each alert that fires or is resolved: the record of gpu.alerts, signed, with the"
             " transition's identity as Idempotency-Key, in order for each alert."

@@ -5,72 +5,85 @@ read = delivered + duplicate + dropped + dead_lettered + released + held, at any
 
 import logging
 from collections.abc import Callable, Iterable
-from typing import Literal
+from typing import Literal, TypeVar
 
+import msgspec
 from prometheus_client import Counter
 
+from delivery.dead_letters import Record
 from delivery.instruments import Instrument, Instruments
 from delivery.watchdog import lateness_instrument
+from topics.attributed import AttributedSample
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 Outcome = Literal["delivered", "duplicate", "dropped", "dead_lettered"]
 
 OnOutcome = Callable[[str, str, int, int, Outcome], None]
 """Called with the cluster, node, run_id and seq of each tick, and what became of it."""
 
+COMMON: tuple[Instrument, ...] = (
+    Instrument("records_read_total", "counter", "Records read, to be delivered."),
+    Instrument("records_delivered_total", "counter", "Records of which all was delivered, but series left out."),
+    Instrument(
+        "records_duplicate_total", "counter", "Records that say nothing new: replays, and alerts that are deleted."
+    ),
+    Instrument(
+        "records_dropped_total",
+        "counter",
+        "Records refused for their time, or of which all series are left out, by reason.",
+        ("reason",),
+    ),
+    Instrument(
+        "records_dead_lettered_total",
+        "counter",
+        "Records that could not be decoded, or of which a part was refused.",
+    ),
+    Instrument("records_released_total", "counter", "Records given back unfinished, for whoever reads them next."),
+    Instrument("records_held", "gauge", "Records read and not finished."),
+    Instrument(
+        "records_expired_total",
+        "counter",
+        "Records that the topic's retention, or somebody, deleted before they were read.",
+    ),
+    Instrument(
+        "new_logs_total",
+        "counter",
+        "Nodes whose offsets began again: gpu.samples was deleted and created again, and goes on with new records.",
+    ),
+    Instrument("commits_total", "counter", "Offset commits, by whether they succeeded.", ("result",)),
+    Instrument("partitions", "gauge", "Partitions assigned."),
+    Instrument("lag_records", "gauge", "Records not yet finished, in the partitions assigned."),
+    lateness_instrument("")._replace(name="loop_late_seconds"),
+)
+"""What every sink says of its records; the names are in full where a sink lists its own."""
 
-def instruments(component: str) -> tuple[Instrument, ...]:
-    """The instruments that every sink has, under its own name."""
-    prefix = f"gpustream_{component}"
-    return (
-        Instrument(f"{prefix}_records_read_total", "counter", "Records read, to be delivered."),
-        Instrument(
-            f"{prefix}_records_delivered_total", "counter", "Records of which all was delivered, but series left out."
-        ),
-        Instrument(
-            f"{prefix}_records_duplicate_total",
-            "counter",
-            "Records that say nothing new: replays, and alerts that are deleted.",
-        ),
-        Instrument(
-            f"{prefix}_records_dropped_total",
-            "counter",
-            "Records refused for their time, or of which all series are left out, by reason.",
-            ("reason",),
-        ),
-        Instrument(
-            f"{prefix}_records_dead_lettered_total",
-            "counter",
-            "Records that could not be decoded, or of which a part was refused.",
-        ),
-        Instrument(
-            f"{prefix}_records_released_total", "counter", "Records given back unfinished, for whoever reads them next."
-        ),
-        Instrument(f"{prefix}_records_held", "gauge", "Records read and not finished."),
-        Instrument(
-            f"{prefix}_records_expired_total",
-            "counter",
-            "Records that the topic's retention, or somebody, deleted before they were read.",
-        ),
-        Instrument(
-            f"{prefix}_new_logs_total",
-            "counter",
-            "Nodes whose offsets began again: gpu.samples was deleted and created again, and goes on with new records.",
-        ),
-        Instrument(f"{prefix}_commits_total", "counter", "Offset commits, by whether they succeeded.", ("result",)),
-        Instrument(f"{prefix}_partitions", "gauge", "Partitions assigned."),
-        Instrument(f"{prefix}_lag_records", "gauge", "Records not yet finished, in the partitions assigned."),
-        lateness_instrument(component),
-    )
+
+class Undecodable(ValueError):
+    """The record is none of its topic: dead-letter it."""
+
+
+def decoded(record: Record, decode: Callable[[bytes], T], topic: str) -> T:
+    """What a record of a topic says. Raises Undecodable."""
+    try:
+        return decode(record.value or b"")
+    except msgspec.DecodeError as error:
+        raise Undecodable(f"not a record of {topic}: {error}") from error
+
+
+def instruments(*names: str) -> tuple[Instrument, ...]:
+    """The instruments that every sink has, under the names that they have in this one: one for each of ``COMMON``."""
+    return tuple(row._replace(name=name) for row, name in zip(COMMON, names, strict=True))
 
 
 class Outcomes:
-    """Counts records by what became of them."""
+    """Counts records by what became of them; ``on_outcome`` is called for each tick."""
 
-    def __init__(self, component: str, made: Instruments) -> None:
+    def __init__(self, component: str, made: Instruments, on_outcome: OnOutcome | None = None) -> None:
         self._prefix = f"gpustream_{component}"
-        self._made = made
+        self._made, self._on_outcome = made, on_outcome
         self._held = 0
         self._lags: dict[object, list[int]] = {}
 
@@ -79,11 +92,13 @@ class Outcomes:
         self._counter("records_read_total").inc(records)
         self._hold(records)
 
-    def finish(self, outcome: Outcome, reason: str = "") -> None:
-        """A record ended."""
+    def finish(self, outcome: Outcome, reason: str = "", tick: AttributedSample | None = None) -> None:
+        """A record ended, which said this tick, if it is one."""
         labels = (reason,) if outcome == "dropped" else ()
         self._counter(f"records_{outcome}_total", *labels).inc()
         self._hold(-1)
+        if self._on_outcome is not None and tick is not None:
+            self._on_outcome(tick.cluster, tick.node, tick.run_id, tick.seq, outcome)
 
     def release(self, records: int) -> None:
         """Records were given back unfinished."""

@@ -1,22 +1,41 @@
-"""The settings that sinks have in common."""
+"""The settings of every sink, and what they have in common."""
 
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 from urllib.parse import urlsplit
 
 import click
 
-from delivery.settings import DURATION, HEADER, NAME, READABLE_FILE, START_FROM, MemberSettings, Option
+from delivery.settings import (
+    DURATION,
+    HEADER,
+    LISTEN,
+    NAME,
+    READABLE_FILE,
+    START_FROM,
+    URL,
+    MemberSettings,
+    Option,
+)
+from delivery.values import Address
 from sinks.series.labels import MAX_LABELS, LabelSet
 from topics.metric import Profile
 
-Group = Annotated[str, Option("--group", NAME, "The consumer group.")]
+ALERTS_PATH = "/api/v2/alerts"
+_RARELY_S = 24 * 3600
 
+Group = Annotated[str, Option("--group", NAME, "The consumer group.")]
 From = Annotated[
     Literal["earliest", "latest"] | float,
     Option("--from", START_FROM, "Where a new group starts: that long ago, or an end."),
 ]
+ScrapeListen = Annotated[
+    Address | None,
+    Option("--scrape-listen", LISTEN, "Where the GPUs' /metrics is served; --listen stays this process's own."),
+]
+SCRAPE_ADDRESS = Address("127.0.0.1", 9400)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,11 +64,6 @@ class NamingSettings:
         LabelSet | None,
         Option("--labels", click.Choice(["otel", "dcgm", "pod-devices"]), "The label names.", shown="those of --names"),
     ] = None
-
-    @property
-    def label_set(self) -> LabelSet:
-        """The label set that is meant."""
-        return self.labels or self.names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,3 +148,127 @@ def url_mistakes(url: str) -> list[str]:
     if parts.username is not None or parts.password is not None:
         return ["--url: credentials belong in --basic-auth-user and --basic-auth-password-file"]
     return []
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoteWriteSettings(SeriesSettings, HttpSettings):
+    """Where to write, how, and what. ``max_request_samples`` and ``max_in_flight`` bound a request and how many
+    there are at a time."""
+
+    RESERVED_HEADERS: ClassVar[frozenset[str]] = frozenset(
+        {"content-type", "content-encoding", "x-prometheus-remote-write-version", "content-length"}
+    )
+
+    url: Annotated[str, Option("--url", URL, "Where to write to, as given.")]
+    protocol: Annotated[Literal["auto", "1.0", "2.0"], Option("--protocol", None, "Which remote write to speak.")] = (
+        "auto"
+    )
+    group: Group = "gpustream-sink-remote-write"
+    from_: From = 3600.0
+    max_request_samples: int = 10_000
+    max_in_flight: int = 8
+
+    def mistakes(self) -> list[str]:
+        """See :meth:`KafkaSettings.mistakes`."""
+        found = [*url_mistakes(self.url), *super().mistakes()]
+        if min(self.max_request_samples, self.max_in_flight, self.request_timeout_s) <= 0:
+            found.append("limits of requests must be above zero")
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScrapeSettings(SeriesSettings):
+    """Where the series are served (port 0: any free one; None: nowhere), and what they are called."""
+
+    scrape_listen: ScrapeListen = SCRAPE_ADDRESS
+    group: Group = "gpustream-sink-scrape"
+    from_: From = "latest"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlertmanagerSettings(HttpSettings):
+    """Which Alertmanagers there are; each gets all alerts that are open, whenever they began. ``max_alerts`` bounds a
+    request."""
+
+    urls: Annotated[
+        tuple[str, ...],
+        Option(
+            "--url",
+            URL,
+            "An Alertmanager, without /api/v2/alerts. Repeatable; in the variable, separated by spaces.",
+            repeatable=True,
+        ),
+    ]
+    resend_s: Annotated[
+        float,
+        Option(
+            "--resend",
+            DURATION,
+            "How often what is open is sent again. If this sink is gone, alerts end after four times that.",
+        ),
+    ] = 60.0
+    generator_url: Annotated[
+        str | None, Option("--generator-url", URL, "Where notifications link to as the source of an alert.")
+    ] = None
+    group: Group = "gpustream-sink-alertmanager"
+    from_: From = 3600.0
+    max_alerts: int = 256
+
+    def mistakes(self) -> list[str]:
+        """See :meth:`KafkaSettings.mistakes`."""
+        given = [url.rstrip("/") for url in self.urls]
+        found = [mistake for url in given for mistake in url_mistakes(url)]
+        found += [f"--url: {url!r}: without {ALERTS_PATH}" for url in given if url.endswith(ALERTS_PATH)]
+        found += [f"--url: {url!r}: without a query" for url in given if urlsplit(url).query or urlsplit(url).fragment]
+        found += [f"--url: {url!r} is given twice" for url in sorted({url for url in given if given.count(url) > 1})]
+        if not given:
+            found.append("--url: missing")
+        found += super().mistakes()
+        if not 1 <= self.resend_s <= _RARELY_S:
+            found.append("--resend: must be at least 1 s and at most 24 h")
+        return found
+
+    def group_of(self, url: str) -> str:
+        """The consumer group of one Alertmanager: the given one if there is only one, else its own."""
+        if len(self.urls) == 1:
+            return self.group
+        return f"{self.group}-{blake2b(url.encode(), digest_size=4).hexdigest()}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WebhookSettings(HttpSettings):
+    """Where to post, and with which signature: ``secret_file`` holds its key, ``unsigned`` says that there is none.
+
+    ``max_in_flight`` bounds how many requests are under way.
+    """
+
+    RESERVED_HEADERS: ClassVar[frozenset[str]] = frozenset(
+        {"content-type", "content-length", "idempotency-key", "x-gpustream-signature"}
+    )
+
+    url: Annotated[str, Option("--url", URL, "Where to post to, as given.")]
+    secret_file: Annotated[
+        Path | None,
+        Option(
+            "--secret-file",
+            READABLE_FILE,
+            "The file that holds the key with which X-Gpustream-Signature signs each body (HMAC-SHA256).",
+        ),
+    ] = None
+    unsigned: Annotated[bool, Option("--unsigned", None, "Bodies are not signed.")] = False
+    group: Group = "gpustream-sink-webhook"
+    from_: From = 3600.0
+    max_in_flight: int = 8
+
+    def mistakes(self) -> list[str]:
+        """See :meth:`KafkaSettings.mistakes`."""
+        found, file = url_mistakes(self.url), self.secret_file
+        if file is None:
+            found += [] if self.unsigned else ["--secret-file: missing; or say --unsigned"]
+        elif self.unsigned:
+            found.append("--unsigned: not together with --secret-file")
+        elif not file.is_file():
+            found.append(f"--secret-file: no file {file}")
+        elif not file.read_bytes().strip():
+            found.append(f"--secret-file: {file} is empty")
+        return [*found, *super().mistakes()]

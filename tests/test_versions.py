@@ -9,7 +9,7 @@ import pytest
 
 from gpustream.alerts import Seen
 from sinks import alerts as alert_records
-from sinks.alertmanager.notifier import ActiveAlerts, postable
+from sinks.alertmanager import ActiveAlerts, postable
 from sinks.remote_write.alerts import AlertSeries
 from sinks.remote_write.partition import OpenSeries
 from sinks.series.translation import Translator

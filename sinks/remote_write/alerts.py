@@ -18,9 +18,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from delivery.dead_letters import Record
-from sinks import alerts
-from sinks.alerts import Undecodable
-from sinks.outcomes import Outcome
+from sinks.alerts import read
+from sinks.outcomes import Outcome, Undecodable
 from sinks.remote_write.partition import RemoteWriteShared, describe
 from sinks.remote_write.policy import UNTIMELY
 from sinks.remote_write.refusals import LEFT_OUT, Delivered
@@ -60,11 +59,6 @@ class _AlertState:
     series: SeriesSet | None
     last_ms: int | None
 
-    @property
-    def open(self) -> bool:
-        """Whether it fires."""
-        return self.series is not None
-
 
 class Change(NamedTuple):
     """What a record writes: samples of one series, of which the last is the transition itself."""
@@ -95,7 +89,7 @@ class AlertSeries:
             return alert is None
         if alert is None:
             return False
-        return (milliseconds(alert.starts_at), not alert.is_open) <= (known.starts_ms, not known.open)
+        return (milliseconds(alert.starts_at), not alert.is_open) <= (known.starts_ms, known.series is None)
 
     def change(self, fingerprint: str, alert: Alert | None, written_ms: int, now_ms: int) -> Change:
         """What a record writes that was appended at a time. Raises :class:`Malformed`."""
@@ -106,12 +100,12 @@ class AlertSeries:
             deleted_ms = max(written_ms, _last(known, written_ms, now_ms) + 1)
             return Change(fingerprint, None, [SampleGroup(known.series, deleted_ms, _END)])
         starts_ms, ends_ms = _times(alert)
-        goes_on = known is not None and known.open and known.starts_ms == starts_ms
-        series = known.series if known is not None and known.series is not None and goes_on else self._series_of(alert)
+        going_on = known.series if known is not None and known.starts_ms == starts_ms else None
+        series = going_on or self._series_of(alert)
         last_ms = _last(known, written_ms, now_ms) if known else -1
         if ends_ms is None:
             return Change(fingerprint, alert, [SampleGroup(series, starts_ms, _ONE)] if starts_ms > last_ms else [])
-        points = [] if goes_on else [starts_ms]
+        points = [] if going_on else [starts_ms]
         points += _between(starts_ms, max(last_ms, now_ms - BACK_MS), min(ends_ms, now_ms + 1))
         groups = [SampleGroup(series, ts_ms, _ONE) for ts_ms in points if ts_ms > last_ms]
         last_ms = groups[-1].ts_ms if groups else last_ms
@@ -230,23 +224,36 @@ class AlertPartition:
     def __init__(
         self, series: AlertSeries, shared: RemoteWriteShared, clock_s: Callable[[], float] = time.time
     ) -> None:
-        self._series = series
-        self._shared = shared
-        self._clock_s = clock_s
+        self._series, self._shared, self._clock_s = series, shared, clock_s
 
     def recall(self, records: Sequence[Record]) -> None:
         """Know what was written before."""
         for record in records:
             try:
-                self._series.recall(*_alert(record))
+                self._series.recall(_fingerprint(record), read(record))
             except (Undecodable, Malformed):
                 continue  # its dead letter was written then
 
     async def deliver(self, records: Sequence[Record], abandon: asyncio.Event) -> AsyncGenerator[int]:
-        """Write the alerts' starts and ends, batch by batch."""
+        """Write the alerts' starts and ends, batch by batch; dead letters first, so that nothing is counted that may
+        be repeated."""
+        shared = self._shared
         for batch in self._batches(records):
-            delivered = await self._write([read.change for read in batch if read.change], abandon)
-            await self._finish(batch, delivered, abandon)
+            results = iter(await self._write([one.change for one in batch if one.change], abandon))
+            ends = []
+            for one in batch:
+                result = next(results) if one.change else None
+                outcome, why = _outcome(one, result)
+                if outcome == "dead_lettered":
+                    await shared.letters.bury(one.record, why, abandon)
+                ends.append((one.change, result, outcome, why))
+            for change, result, outcome, why in ends:
+                if change is not None and result is not None:
+                    self._series.settle(change)
+                    self._count(result)
+                    if outcome == "delivered" and change.groups and change.groups[-1].values is _END:
+                        shared.instruments.counter("gpustream_remote_write_markers_total").inc()
+                shared.outcomes.finish(outcome, why)
             yield batch[-1].record.offset + 1
 
     async def quiet(self, abandon: asyncio.Event) -> None:
@@ -266,32 +273,30 @@ class AlertPartition:
     def _batches(self, records: Sequence[Record]) -> Iterator[list[_AlertRecord]]:
         """Cut the records before an alert's second one. Made only when the last batch is settled."""
         batch: list[_AlertRecord] = []
-        alerts: set[bytes | None] = set()
+        keys: set[bytes | None] = set()
         for record in records:
-            if record.key in alerts or len(batch) >= self._shared.max_samples:
+            if record.key in keys or len(batch) >= self._shared.max_samples:
                 yield batch
-                batch, alerts = [], set()
-            batch.append(self._read(record))
-            alerts.add(record.key)
+                batch, keys = [], set()
+            keys.add(record.key)
+            fingerprint = _fingerprint(record)
+            try:
+                alert = read(record)
+                change = None
+                if not self._series.is_replay(fingerprint, alert):
+                    change = self._series.change(fingerprint, alert, record.timestamp, self._now_ms())
+                batch.append(_AlertRecord(record, change))
+            except (Undecodable, Malformed) as error:
+                batch.append(_AlertRecord(record, error=str(error)))
         if batch:
             yield batch
-
-    def _read(self, record: Record) -> _AlertRecord:
-        try:
-            fingerprint, alert = _alert(record)
-            if self._series.is_replay(fingerprint, alert):
-                return _AlertRecord(record)
-            return _AlertRecord(record, self._series.change(fingerprint, alert, record.timestamp, self._now_ms()))
-        except (Undecodable, Malformed) as error:
-            return _AlertRecord(record, error=str(error))
 
     async def _write(self, changes: Sequence[Change], abandon: asyncio.Event) -> list[Delivered]:
         """Write changes of different alerts, the earlier samples of each first."""
         delivered = [Delivered() for _ in changes]
         for samples in rounds(changes):
-            for (number, _), result in zip(
-                samples, await self._send([group for _, group in samples], abandon), strict=True
-            ):
+            results = await self._send([group for _, group in samples], abandon)
+            for (number, _), result in zip(samples, results, strict=True):
                 delivered[number].refused += result.refused
                 delivered[number].left_out += result.left_out
         return delivered
@@ -299,24 +304,6 @@ class AlertPartition:
     async def _send(self, groups: Sequence[SampleGroup], abandon: asyncio.Event) -> list[Delivered]:
         async with self._shared.slots:
             return await self._shared.deliverer.deliver([[group] for group in groups], abandon)
-
-    async def _finish(
-        self, batch: Sequence[_AlertRecord], delivered: Sequence[Delivered], abandon: asyncio.Event
-    ) -> None:
-        """Settle a batch: dead letters first, so that nothing is counted that may be repeated."""
-        of = dict(zip((read.record.offset for read in batch if read.change), delivered, strict=True))
-        ends = [(read, *_outcome(read, of.get(read.record.offset))) for read in batch]
-        for read, outcome, why in ends:
-            if outcome == "dead_lettered":
-                await self._shared.letters.bury(read.record, why, abandon)
-        for read, outcome, why in ends:
-            if read.change is not None:
-                self._series.settle(read.change)
-                self._count(of[read.record.offset])
-                groups = read.change.groups
-                if outcome == "delivered" and groups and groups[-1].values is _END:
-                    self._shared.instruments.counter("gpustream_remote_write_markers_total").inc()
-            self._shared.outcomes.finish(outcome, why)
 
     def _count(self, result: Delivered) -> None:
         reasons = [*(refusal.reason for _, refusal in result.refused), *(LEFT_OUT for _ in result.left_out)]
@@ -328,20 +315,19 @@ class AlertPartition:
         return int(self._clock_s() * 1000)
 
 
-def _alert(record: Record) -> tuple[str, Alert | None]:
-    """The fingerprint, and the alert: None if it was deleted. Raises Undecodable."""
-    return (record.key or b"").decode("utf-8", "replace"), alerts.read(record)
+def _fingerprint(record: Record) -> str:
+    return (record.key or b"").decode("utf-8", "replace")
 
 
-def _outcome(read: _AlertRecord, result: Delivered | None) -> tuple[Outcome, str]:
+def _outcome(one: _AlertRecord, result: Delivered | None) -> tuple[Outcome, str]:
     """What became of a record, and why. A sample between start and end that is refused for its time does not matter."""
-    if read.error:
-        return "dead_lettered", read.error
-    if read.change is None or result is None:
+    if one.error:
+        return "dead_lettered", one.error
+    if one.change is None or result is None:
         return "duplicate", ""
     if not {refusal.reason for _, refusal in result.refused} <= UNTIMELY:
         return "dead_lettered", describe(result)
     reasons = [(group.ts_ms, refusal.reason) for group, refusal in result.refused]
     reasons += [(group.ts_ms, LEFT_OUT) for group, _ in result.left_out]
-    late = [reason for ts_ms, reason in reasons if ts_ms == read.change.groups[-1].ts_ms]
+    late = [reason for ts_ms, reason in reasons if ts_ms == one.change.groups[-1].ts_ms]
     return ("dropped", late[0]) if late else ("delivered", "")

@@ -15,16 +15,14 @@ from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import msgspec
-
 from delivery import replays
 from delivery.dead_letters import DeadLetters, Record
 from delivery.instruments import Instruments
 from delivery.replays import Last, Verdict
-from sinks.outcomes import OnOutcome, Outcome, Outcomes
+from sinks.outcomes import Outcome, Outcomes, Undecodable, decoded
 from sinks.remote_write.policy import UNTIMELY
 from sinks.remote_write.refusals import LEFT_OUT, Delivered, Deliverer, Refused
-from sinks.series.model import STALE, SampleGroup, SeriesSet, primaries
+from sinks.series.model import STALE, SampleGroup, SeriesSet, primaries, samples_of
 from sinks.series.translation import Cache, Translator
 from topics.attributed import TOPIC, AttributedSample
 from topics.topic import decoder
@@ -86,16 +84,24 @@ class OpenSeries:
 
     def tick(self, sample: AttributedSample) -> NodeTick:
         """What a record writes: its series, each once, and an end for those that are gone."""
-        node = self._nodes.get((sample.cluster, sample.node))
-        cache = node.cache if node else self._unsettled.setdefault((sample.cluster, sample.node), {})
+        key = (sample.cluster, sample.node)
+        node = self._nodes.get(key)
+        cache = node.cache if node else self._unsettled.setdefault(key, {})
         _, groups = self._translator.translate(sample, cache)
         written = tuple([group.series for group in groups])
         if node is not None and written == node.open:
             return NodeTick(sample, groups, written, 0, 0)
         kept = list({group.series.identity: group for group in reversed(groups)}.values())[::-1]  # the first of equals
-        markers = _ended(node.open, kept, sample.ts_ms) if node else []
-        clashes = _samples(groups) - _samples(kept)
-        return NodeTick(sample, [*kept, *markers], tuple([group.series for group in kept]), _samples(markers), clashes)
+        there = {group.series.identity: frozenset(group.series.rows) for group in kept}
+        markers: list[SampleGroup] = []
+        for series in node.open if node is not None else ():
+            rows = tuple([row for row in series.rows if row not in there.get(series.identity, ())])
+            if rows:  # all of a set, as a rule, and then it is the one that was written
+                gone = series if len(rows) == len(series.rows) else SeriesSet(series.labels, rows, series.subject)
+                markers.append(SampleGroup(gone, sample.ts_ms, [STALE] * len(rows)))
+        clashes = samples_of(groups) - samples_of(kept)
+        open_ = tuple([group.series for group in kept])
+        return NodeTick(sample, [*kept, *markers], open_, samples_of(markers), clashes)
 
     def settle(self, tick: NodeTick, now_s: float, *, accepted: bool) -> None:
         """A tick was finished. One that was refused leaves the open series as they were before it."""
@@ -135,18 +141,6 @@ class OpenSeries:
         self._unsettled.clear()
 
 
-def _ended(before: Sequence[SeriesSet], now: Iterable[SampleGroup], ts_ms: int) -> list[SampleGroup]:
-    """The ends of the series that are gone: as a rule of all of a set, and then it is the one that was written."""
-    there = {group.series.identity: frozenset(group.series.rows) for group in now}
-    ends = []
-    for series in before:
-        rows = [row for row in series.rows if row not in there.get(series.identity, ())]
-        if rows:
-            some = series if len(rows) == len(series.rows) else SeriesSet(series.labels, tuple(rows), series.subject)
-            ends.append(SampleGroup(some, ts_ms, [STALE] * len(rows)))
-    return ends
-
-
 class RemoteWriteShared(NamedTuple):
     """What all partitions of a sink use together."""
 
@@ -157,7 +151,6 @@ class RemoteWriteShared(NamedTuple):
     slots: asyncio.Semaphore
     max_samples: int
     stale_after_s: float
-    on_outcome: OnOutcome | None = None
 
 
 class _TickRecord(NamedTuple):
@@ -173,24 +166,36 @@ class RemoteWritePartition:
     """The handler of a partition."""
 
     def __init__(self, series: OpenSeries, shared: RemoteWriteShared) -> None:
-        self._series = series
-        self._shared = shared
+        self._series, self._shared = series, shared
 
     def recall(self, records: Sequence[Record]) -> None:
         """Know what was sent before."""
         for record in records:
             try:
-                self._series.recall(_decode(record.value or b""), time.monotonic())
-            except msgspec.DecodeError:
+                self._series.recall(decoded(record, _decode, TOPIC.name), time.monotonic())
+            except Undecodable:
                 continue  # its dead letter was written then
 
     async def deliver(self, records: Sequence[Record], abandon: asyncio.Event) -> AsyncGenerator[int]:
-        """Send the records, request by request."""
+        """Send the records, request by request; dead letters first, so that nothing is counted that may be repeated."""
+        shared = self._shared
         for batch in self._requests(records):
-            async with self._shared.slots:
+            async with shared.slots:
                 ticks = [read.tick.groups for read in batch if read.tick]
-                delivered = await self._shared.deliverer.deliver(ticks, abandon)
-            await self._finish(batch, delivered, abandon)
+                results = iter(await shared.deliverer.deliver(ticks, abandon))
+            ends = []
+            for read in batch:
+                result = next(results) if read.tick else None
+                outcome, why = _outcome(read, result)
+                if outcome == "dead_lettered":
+                    await shared.letters.bury(read.record, why, abandon)
+                ends.append((read, result, outcome, why))
+            now_s = time.monotonic()
+            for read, result, outcome, why in ends:
+                if read.tick is not None and result is not None:
+                    self._series.settle(read.tick, now_s, accepted=not result.nothing_of(read.tick.groups))
+                    self._count(read.tick, result)
+                shared.outcomes.finish(outcome, why, read.sample)
             yield batch[-1].record.offset + 1
 
     async def quiet(self, abandon: asyncio.Event) -> None:
@@ -201,9 +206,9 @@ class RemoteWritePartition:
             delivered = await self._shared.deliverer.deliver([one.groups for one in some], abandon)
             for silence, result in zip(some, delivered, strict=True):
                 self._series.ended(silence)
-                refused = _samples(group for group, _ in (*result.refused, *result.left_out))
+                refused = samples_of(group for group, _ in (*result.refused, *result.left_out))
                 ended = self._shared.instruments.counter("gpustream_remote_write_markers_total")
-                ended.inc(_samples(silence.groups) - refused)
+                ended.inc(samples_of(silence.groups) - refused)
 
     def reset(self) -> None:
         """The topic was created again."""
@@ -216,9 +221,9 @@ class RemoteWritePartition:
         samples = 0
         for record in records:
             try:
-                sample = _decode(record.value or b"")
-            except msgspec.DecodeError as error:
-                batch.append(_TickRecord(record, error=f"not a record of {TOPIC.name}: {error}"))
+                sample = decoded(record, _decode, TOPIC.name)
+            except Undecodable as error:
+                batch.append(_TickRecord(record, error=str(error)))
                 continue
             if (sample.cluster, sample.node) in nodes:
                 yield batch
@@ -232,32 +237,12 @@ class RemoteWritePartition:
             tick = self._series.tick(sample)
             batch.append(_TickRecord(record, sample, tick))
             nodes.add(tick.node)
-            samples += _samples(tick.groups)
+            samples += samples_of(tick.groups)
             if samples >= self._shared.max_samples:
                 yield batch
                 batch, nodes, samples = [], set(), 0
         if batch:
             yield batch
-
-    async def _finish(
-        self, batch: Sequence[_TickRecord], delivered: Sequence[Delivered], abandon: asyncio.Event
-    ) -> None:
-        """Settle a request's records: dead letters first, so that nothing is counted that may be repeated."""
-        of = dict(zip((read.record.offset for read in batch if read.tick), delivered, strict=True))
-        ends = [(read, *_outcome(read, of.get(read.record.offset))) for read in batch]
-        for read, outcome, why in ends:
-            if outcome == "dead_lettered":
-                await self._shared.letters.bury(read.record, why, abandon)
-        now_s = time.monotonic()
-        for read, outcome, why in ends:
-            if read.tick is not None:
-                result = of[read.record.offset]
-                self._series.settle(read.tick, now_s, accepted=not result.nothing_of(read.tick.groups))
-                self._count(read.tick, result)
-            self._shared.outcomes.finish(outcome, why)
-            if self._shared.on_outcome is not None and read.sample is not None:
-                sample = read.sample
-                self._shared.on_outcome(sample.cluster, sample.node, sample.run_id, sample.seq, outcome)
 
     def _count(self, tick: NodeTick, result: Delivered) -> None:
         """Count a tick's values by what became of them."""
@@ -273,10 +258,6 @@ class RemoteWritePartition:
             made.counter("gpustream_remote_write_values_clashing_total").inc(tick.clashes)
         if tick.markers and not result.refused and not result.left_out:
             made.counter("gpustream_remote_write_markers_total").inc(tick.markers)
-
-
-def _samples(groups: Iterable[SampleGroup]) -> int:
-    return sum([len(group.values) for group in groups])
 
 
 def _values(refused: Iterable[Refused]) -> Counter[str]:

@@ -64,6 +64,12 @@ class Answer(NamedTuple):
     written: int | None = None
     retry_after_s: float | None = None
 
+    @property
+    def said(self) -> str:
+        """What came back, in a line."""
+        text = " ".join(self.text.split())[:200]
+        return f"HTTP {self.status}: {text}".rstrip(": ") if self.status else text
+
 
 class Refusal(NamedTuple):
     """Why samples were refused: a reason to count by, and one line of what was said."""

@@ -15,7 +15,7 @@ could not be found out is not: it is refused with its tick, and the node's next 
 import asyncio
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -23,14 +23,13 @@ from delivery.instruments import Instruments
 from sinks.remote_write.policy import TOO_LARGE, UNTIMELY, WHOLE, Refusal
 from sinks.remote_write.send import RemoteWriteSender
 from sinks.series.labels import Labels
-from sinks.series.model import Row, SampleGroup, SeriesSet
+from sinks.series.model import Row, SampleGroup, SeriesSet, samples_of
 
 FEW = 8
 """So many series, refused one by one and none accepted, stand for all of their device or tick."""
 
 BUDGET = 64
 """So many requests may find out what of a tick is refused; what is left then is sent once more and not split."""
-
 
 LEFT_OUT = "left_out"
 """The reason of a record of which all is left out."""
@@ -46,11 +45,6 @@ Refused = tuple[SampleGroup, Refusal]
 
 _Key = tuple[Labels, str, Labels]
 """A series: its device's labels, its name, its own labels."""
-
-
-class _RefusedSeries(NamedTuple):
-    refusal: Refusal
-    until_s: float
 
 
 class _Cut(NamedTuple):
@@ -69,7 +63,7 @@ class LeftOut:
     """The series that are left out."""
 
     def __init__(self) -> None:
-        self._entries: dict[_Key, _RefusedSeries] = {}
+        self._entries: dict[_Key, tuple[Refusal, float]] = {}
         self._version = 0
         self._next_s = math.inf
 
@@ -78,17 +72,17 @@ class LeftOut:
 
     def add(self, group: SampleGroup, refusal: Refusal, now_s: float) -> None:
         """Series were refused."""
-        entry = _RefusedSeries(refusal, now_s + LEFT_OUT_S)
-        self._entries |= {_key(group.series, row): entry for row in group.series.rows}
-        self._next_s = min(self._next_s, entry.until_s)
+        until_s = now_s + LEFT_OUT_S
+        self._entries |= {_key(group.series, row): (refusal, until_s) for row in group.series.rows}
+        self._next_s = min(self._next_s, until_s)
         self._version += 1
 
     def expire(self, now_s: float) -> None:
         """Forget those whose time is over."""
         if now_s < self._next_s:
             return
-        self._entries = {key: entry for key, entry in self._entries.items() if entry.until_s > now_s}
-        self._next_s = min((entry.until_s for entry in self._entries.values()), default=math.inf)
+        self._entries = {key: (why, until_s) for key, (why, until_s) in self._entries.items() if until_s > now_s}
+        self._next_s = min((until_s for _, until_s in self._entries.values()), default=math.inf)
         self._version += 1
 
     def cut(self, groups: Sequence[SampleGroup]) -> tuple[Sequence[SampleGroup], list[Refused]]:
@@ -114,7 +108,7 @@ class LeftOut:
         left: dict[Refusal, list[int]] = {}
         for number, row in enumerate(group.series.rows):
             entry = self._entries.get(_key(group.series, row))
-            (sent if entry is None else left.setdefault(entry.refusal, [])).append(number)
+            (sent if entry is None else left.setdefault(entry[0], [])).append(number)
         series = group.part(sent).series if left else group.series
         return _Cut(self._version, series, tuple(sent), tuple((why, tuple(rows)) for why, rows in left.items()))
 
@@ -159,7 +153,7 @@ class Delivered:
     def nothing_of(self, tick: Sequence[SampleGroup]) -> bool:
         """Whether the tick has series, and none of them was accepted."""
         refused = (*self.refused, *self.left_out)
-        return bool(refused) and _samples(group for group, _ in refused) == _samples(tick)
+        return bool(refused) and samples_of(group for group, _ in refused) == samples_of(tick)
 
 
 class Deliverer:
@@ -216,10 +210,7 @@ class _Bisection:
         self, sender: RemoteWriteSender, size: RequestSize, clock_s: Callable[[], float], abandon: asyncio.Event
     ) -> None:
         self.found: list[Refused] = []
-        self._sender = sender
-        self._size = size
-        self._clock_s = clock_s
-        self._abandon = abandon
+        self._sender, self._size, self._clock_s, self._abandon = sender, size, clock_s, abandon
         self._accepted_before = sender.accepted
         self._all: _Pieces = ()
         self._last_refusal: tuple[Refusal, int] | None = None
@@ -257,7 +248,7 @@ class _Bisection:
         if refusal.reason not in UNTIMELY:
             await self._ensure_it_accepts_anything(refusal, self._accepted_before)
         ticks = list({id(piece.result): piece.result for piece in pieces}.values())
-        samples = _samples(piece.group for piece in pieces)
+        samples = samples_of(piece.group for piece in pieces)
         if refusal.reason == TOO_LARGE and samples > 1:
             await self._send_smaller(pieces, samples)
         elif len(ticks) > 1:
@@ -270,7 +261,7 @@ class _Bisection:
 
     async def _narrow(self, pieces: _Pieces, refusal: Refusal, *, try_a_few: bool) -> None:
         """Find out which series of one tick are refused. ``try_a_few``: try a few of many before anything else."""
-        samples = _samples(piece.group for piece in pieces)
+        samples = samples_of(piece.group for piece in pieces)
         if refusal.reason in WHOLE or samples == 1:
             self._refuse(pieces, refusal)
         elif refusal.reason == TOO_LARGE:
@@ -283,9 +274,12 @@ class _Bisection:
                 await self._narrow(pieces, refusal, try_a_few=False)
             elif left:
                 await self._narrow_part(left, try_a_few=False)
+        elif len(pieces) > 1:
+            for half in (pieces[: len(pieces) // 2], pieces[len(pieces) // 2 :]):
+                await self._narrow_part(half, try_a_few=len(half) == 1)
         else:
-            for half in _halves(pieces):
-                await self._narrow_part(half, try_a_few=len(half) == 1 < len(pieces))
+            for rows in (range(samples // 2), range(samples // 2, samples)):
+                await self._narrow_part([pieces[0].part(rows)], try_a_few=False)
 
     async def _narrow_part(self, pieces: _Pieces, *, try_a_few: bool) -> None:
         """Send a part of one tick, and find out which series of it are refused."""
@@ -332,7 +326,7 @@ class _Bisection:
         """Send pieces as one request."""
         refusal = await self._sender.send([piece.group for piece in pieces], self._abandon)
         if refusal is None and not math.isinf(self._size.samples):
-            self._size.taken(_samples(piece.group for piece in pieces), self._clock_s())
+            self._size.taken(samples_of(piece.group for piece in pieces), self._clock_s())
         return refusal
 
     async def _ensure_it_accepts_anything(self, refusal: Refusal, since: int) -> None:
@@ -340,10 +334,6 @@ class _Bisection:
         groups = [piece.group for piece in self._all]
         if not await self._sender.accepts_anything(groups, since, refusal.text, self._abandon):
             raise _RefusesEverything
-
-
-def _samples(groups: Iterable[SampleGroup]) -> int:
-    return sum([len(group.values) for group in groups])
 
 
 def _take(pieces: _Pieces, most: float) -> tuple[_Pieces, _Pieces]:
@@ -360,15 +350,6 @@ def _take(pieces: _Pieces, most: float) -> tuple[_Pieces, _Pieces]:
             return [*pieces[:number], here], [rest, *pieces[number + 1 :]]
         room -= samples
     return pieces, []
-
-
-def _halves(pieces: _Pieces) -> tuple[_Pieces, _Pieces]:
-    """The two halves of pieces, or of the series of a single one that has several."""
-    if len(pieces) > 1:
-        half = len(pieces) // 2
-        return pieces[:half], pieces[half:]
-    samples = len(pieces[0].group.values)
-    return [pieces[0].part(range(samples // 2))], [pieces[0].part(range(samples // 2, samples))]
 
 
 def _without(pieces: _Pieces, series: Collection[tuple[int, int]]) -> _Pieces:

@@ -19,11 +19,11 @@ from cramjam import snappy
 
 from delivery.dead_letters import Abandoned
 from delivery.instruments import Instruments
-from sinks.http import MAX_RETRY_AFTER_S, Http, Reply, pause
+from sinks.receiver import MAX_RETRY_AFTER_S, Http, pause
 from sinks.remote_write import encode_v1, encode_v2
-from sinks.remote_write.config import RemoteWriteSettings
 from sinks.remote_write.policy import UNTIMELY, Answer, Meaning, Protocol, Refusal, meaning, refusal
-from sinks.series.model import SampleGroup
+from sinks.series.model import SampleGroup, samples_of
+from sinks.settings import RemoteWriteSettings
 
 log = logging.getLogger(__name__)
 
@@ -60,12 +60,11 @@ class Client:
     """The receiver over HTTP: one attempt at a time. Use :meth:`close` when done."""
 
     def __init__(self, settings: RemoteWriteSettings) -> None:
-        self._url = settings.url
-        self._http = Http(settings)
+        self._url, self._http = settings.url, Http(settings)
 
     async def post(self, body: bytes, protocol: Protocol) -> Answer:
         """Make one attempt at sending a compressed request."""
-        reply: Reply = await self._http.post(self._url, body, _HEADERS[protocol])
+        reply = await self._http.post(self._url, body, _HEADERS[protocol])
         written = reply.headers.get(WRITTEN, "")
         return Answer(reply.status, reply.text, int(written) if written.isdigit() else None, reply.retry_after_s)
 
@@ -91,11 +90,9 @@ class RemoteWriteSender:
         first_s: float = _BACKOFF_FIRST_S,
         probe_s: float = _PROBE_FIRST_S,
     ) -> None:
-        self._post = post
+        self._post, self._instruments, self._first_s, self._probe_s = post, instruments, first_s, probe_s
         self._fixed = protocol != "auto"
         self.protocol: Protocol = "1.0" if protocol == "1.0" else "2.0"
-        self._instruments = instruments
-        self._first_s, self._probe_s = first_s, probe_s
         self._encoder = encode_v2.Encoder()
         self._speaks_2_0 = False
         self.accepted = 0
@@ -109,7 +106,6 @@ class RemoteWriteSender:
 
     async def send(self, groups: Sequence[SampleGroup], abandon: asyncio.Event) -> Refusal | None:
         """Send until accepted (None) or refused. Raises Abandoned."""
-        samples = sum(len(group.values) for group in groups)
         body, protocol, errors, attempt, accepted_before = b"", self.protocol, 0, 0, self.accepted
         while True:
             if self._holding:
@@ -117,7 +113,7 @@ class RemoteWriteSender:
             if not body or protocol != self.protocol:
                 protocol = self.protocol
                 body = self._encode(groups, protocol)
-            answer, means = await self._attempt(body, protocol, samples)
+            answer, means = await self._attempt(body, protocol, samples_of(groups))
             if means == "accepted":
                 self._newest = groups[:1]
                 return None
@@ -127,10 +123,13 @@ class RemoteWriteSender:
                 errors = errors if accepts_others else 0
             if means in {"refused", "too-large"} or errors >= SERVER_ERRORS:
                 return refusal(answer, groups[0].ts_ms, int(time.time() * 1000))
-            if means == "not-2.0":
-                await self._not_in_2_0(groups, answer, abandon)
-            elif means == "misconfigured":
-                self._begin_hold(_said(answer))
+            if means == "not-2.0" and not self._fixed:  # what was refused too waits until a small request is accepted
+                self._fall_back(answer)
+                if answer.status >= 400:
+                    await self.accepts_anything(groups, self.accepted, answer.said, abandon)
+            elif means in {"not-2.0", "misconfigured"}:
+                hint = ": it does not speak remote write 2.0, use --protocol auto or 1.0" if means == "not-2.0" else ""
+                self._begin_hold(answer.said + hint)
             else:
                 await pause(attempt, answer.retry_after_s, abandon, first_s=self._first_s, max_s=_BACKOFF_MAX_S)
                 attempt += 1
@@ -147,15 +146,6 @@ class RemoteWriteSender:
         self._begin_hold(said)
         await self._hold(groups, abandon)
         return False
-
-    async def _not_in_2_0(self, groups: Sequence[SampleGroup], answer: Answer, abandon: asyncio.Event) -> None:
-        """Go on in 1.0, if that may be; a request that was refused too, only once a small one is accepted."""
-        if self._fixed:
-            self._begin_hold(f"{_said(answer)}: it does not speak remote write 2.0, use --protocol auto or 1.0")
-            return
-        self._fall_back(answer)
-        if answer.status >= 400:
-            await self.accepts_anything(groups, self.accepted, _said(answer), abandon)
 
     def _begin_hold(self, said: str) -> None:
         """The receiver refuses everything: nothing is sent to it but a small request now and then."""
@@ -175,25 +165,21 @@ class RemoteWriteSender:
     async def _hold(self, groups: Sequence[SampleGroup], abandon: asyncio.Event) -> None:
         """Wait until the receiver accepts something. Of all that wait, one sends a small request when it is time."""
         while self._holding:
-            await self._until(self._next_probe_s, abandon)
+            waits = [asyncio.ensure_future(abandon.wait()), asyncio.ensure_future(self._taken.wait())]
+            try:
+                timeout_s = max(0.0, self._next_probe_s - time.monotonic())
+                await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for wait in waits:
+                    wait.cancel()
+            if abandon.is_set():
+                raise Abandoned
             if self._holding and time.monotonic() >= self._next_probe_s:
                 self._probes += 1
                 wait_s = min(_PROBE_MAX_S, self._probe_s * 2 ** min(self._probes, 16))
                 self._next_probe_s = time.monotonic() + wait_s
                 if await self._probe(groups, self._probes):
                     self._end_hold()
-
-    async def _until(self, due_s: float, abandon: asyncio.Event) -> None:
-        """Wait for a time of the monotonic clock, or until something is accepted. Raises Abandoned."""
-        waits = [asyncio.ensure_future(abandon.wait()), asyncio.ensure_future(self._taken.wait())]
-        try:
-            timeout_s = max(0.0, due_s - time.monotonic())
-            await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for wait in waits:
-                wait.cancel()
-        if abandon.is_set():
-            raise Abandoned
 
     def _end_hold(self) -> None:
         if self._holding:
@@ -213,8 +199,8 @@ class RemoteWriteSender:
             rows = [(group, row) for group in groups for row in range(len(group.values))]
             group, row = rows[int(len(rows) * (turn * _GOLDEN_RATIO % 1))]  # far from those of the turns before
             small = [group.part([row])]
-        protocol, samples = self.protocol, sum(len(group.values) for group in small)
-        answer, means = await self._attempt(self._encode(small, protocol), protocol, samples)
+        protocol = self.protocol
+        answer, means = await self._attempt(self._encode(small, protocol), protocol, samples_of(small))
         if means == "not-2.0" and not self._fixed:
             self._fall_back(answer)
             return answer.status < 300
@@ -243,7 +229,7 @@ class RemoteWriteSender:
             made.counter("gpustream_remote_write_samples_accepted_total").inc(samples)
             self._end_hold()
         elif means in {"again", "server-error"}:
-            self.failing = f"{means}: {_said(answer)}" if answer.status else answer.text
+            self.failing = f"{means}: {answer.said}" if answer.status else answer.text
             if time.monotonic() - self._logged_s >= _LOG_EVERY_S:
                 self._logged_s = time.monotonic()
                 log.warning("remote write is not accepted, trying again: %s", self.failing)
@@ -261,9 +247,3 @@ class RemoteWriteSender:
         if self.protocol == "2.0":
             log.info("HTTP %d to remote write 2.0 without a count of what was written: going on in 1.0", answer.status)
             self.protocol = "1.0"
-
-
-def _said(answer: Answer) -> str:
-    """What came back, in a line."""
-    text = " ".join(answer.text.split())[:200]
-    return f"HTTP {answer.status}: {text}".rstrip(": ") if answer.status else text

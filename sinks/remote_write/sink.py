@@ -15,18 +15,32 @@ from sinks import outcomes
 from sinks.consumer import GroupReader, Source
 from sinks.outcomes import OnOutcome, Outcomes
 from sinks.remote_write.alerts import AlertPartition, AlertSeries
-from sinks.remote_write.config import RemoteWriteSettings
 from sinks.remote_write.partition import OpenSeries, RemoteWritePartition, RemoteWriteShared
 from sinks.remote_write.refusals import Deliverer
 from sinks.remote_write.send import Client, RemoteWriteSender
 from sinks.series.translation import Translator
+from sinks.settings import RemoteWriteSettings
 from topics.alerts import TOPIC as ALERTS
 from topics.attributed import TOPIC
 
 COMPONENT = "remote_write"
 
 INSTRUMENTS: tuple[Instrument, ...] = (
-    *outcomes.instruments(COMPONENT),
+    *outcomes.instruments(
+        "gpustream_remote_write_records_read_total",
+        "gpustream_remote_write_records_delivered_total",
+        "gpustream_remote_write_records_duplicate_total",
+        "gpustream_remote_write_records_dropped_total",
+        "gpustream_remote_write_records_dead_lettered_total",
+        "gpustream_remote_write_records_released_total",
+        "gpustream_remote_write_records_held",
+        "gpustream_remote_write_records_expired_total",
+        "gpustream_remote_write_new_logs_total",
+        "gpustream_remote_write_commits_total",
+        "gpustream_remote_write_partitions",
+        "gpustream_remote_write_lag_records",
+        "gpustream_remote_write_loop_late_seconds",
+    ),
     Instrument(
         "gpustream_remote_write_values_delivered_total",
         "counter",
@@ -93,19 +107,41 @@ class RemoteWriteSink:
 
     def __init__(self, settings: RemoteWriteSettings, on_outcome: OnOutcome | None = None) -> None:
         self.settings = settings
-        self._on_outcome = on_outcome
         self._instruments = Instruments(INSTRUMENTS)
         self.registry = self._instruments.registry
+        self._outcomes = Outcomes(COMPONENT, self._instruments, on_outcome)
         self._reader: GroupReader | None = None
         self._receiver: RemoteWriteSender | None = None
 
     async def run(self, stop: asyncio.Event) -> None:
         """Deliver until ``stop``; returns within 8 s of it. Raises what cannot be waited for."""
-        client = Client(self.settings)
-        sender = Sender(self.settings.kafka, client_id=self.settings.group)
+        settings, made = self.settings, self._instruments
+        client, sender = Client(settings), Sender(settings.kafka, client_id=settings.group)
+        self._receiver = RemoteWriteSender(client.post, settings.protocol, made)
+        shared = RemoteWriteShared(
+            deliverer=Deliverer(self._receiver, made),
+            letters=DeadLetters(sender, "sink remote-write"),
+            outcomes=self._outcomes,
+            instruments=made,
+            slots=asyncio.Semaphore(settings.max_in_flight),
+            max_samples=settings.max_request_samples,
+            stale_after_s=settings.stale_after_s,
+        )
+
+        def samples(_: int) -> RemoteWritePartition:
+            translator = Translator(settings.names, settings.labels or settings.names, settings.max_labels)
+            return RemoteWritePartition(OpenSeries(translator), shared)
+
+        def alerts(_: int) -> AlertPartition:
+            return AlertPartition(AlertSeries(settings.max_labels), shared)
+
+        sources = [
+            Source(TOPIC.name, samples, settings.from_, settings.stale_after_s),
+            Source(ALERTS.name, alerts, settings.from_, WHOLE),
+        ]
+        self._reader = GroupReader(settings, sources, self._outcomes)
         try:
             async with connecting(sender):
-                self._reader = self._assemble(client, sender)
                 await self._reader.run(stop)
         finally:
             await client.close()
@@ -116,30 +152,3 @@ class RemoteWriteSink:
             return ["not started"]
         failing = self._receiver.failing
         return [*self._reader.not_ready(), *([f"the receiver does not accept: {failing}"] if failing else [])]
-
-    def _assemble(self, client: Client, sender: Sender) -> GroupReader:
-        settings = self.settings
-        self._receiver = RemoteWriteSender(client.post, settings.protocol, self._instruments)
-        shared = RemoteWriteShared(
-            deliverer=Deliverer(self._receiver, self._instruments),
-            letters=DeadLetters(sender, "sink remote-write"),
-            outcomes=Outcomes(COMPONENT, self._instruments),
-            instruments=self._instruments,
-            slots=asyncio.Semaphore(settings.max_in_flight),
-            max_samples=settings.max_request_samples,
-            stale_after_s=settings.stale_after_s,
-            on_outcome=self._on_outcome,
-        )
-
-        def samples(_: int) -> RemoteWritePartition:
-            translator = Translator(settings.names, settings.label_set, settings.max_labels)
-            return RemoteWritePartition(OpenSeries(translator), shared)
-
-        def alerts(_: int) -> AlertPartition:
-            return AlertPartition(AlertSeries(settings.max_labels), shared)
-
-        sources = [
-            Source(TOPIC.name, samples, settings.from_, settings.stale_after_s),
-            Source(ALERTS.name, alerts, settings.from_, WHOLE),
-        ]
-        return GroupReader(settings, sources, shared.outcomes)

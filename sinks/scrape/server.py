@@ -6,14 +6,12 @@ A client that does not send its request, or does not take the answer, loses its 
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from typing import cast
 
 from aiohttp import web
 
-from sinks.scrape.families import GivenUp
-from sinks.scrape.formats import Format, accepted, gzip_accepted
-from sinks.scrape.rendering import Renderings
+from sinks.scrape.exposition import GivenUp, Renderings, accepted, gzip_accepted
 
 IDLE_S = 20.0
 """A connection without a whole request for so long is closed."""
@@ -45,34 +43,28 @@ async def serving(
 ) -> AsyncIterator[tuple[str, int]]:
     """Serves while inside; gives the address that it got. ``on_scrape`` is called at each scrape."""
     application = web.Application()
-    application.add_routes(_Pages(renderings, on_scrape).routes())
+    application.add_routes(_routes(renderings, on_scrape))
     runner = web.AppRunner(
         application, handle_signals=False, access_log=None, shutdown_timeout=_END_S, keepalive_timeout=IDLE_S
     )
     await runner.setup()
-    try:
-        async with _listening(runner, *address) as got:
-            yield got
-    finally:
-        renderings.close()
-        await runner.cleanup()
-
-
-@contextlib.asynccontextmanager
-async def _listening(runner: web.AppRunner, host: str, port: int) -> AsyncIterator[tuple[str, int]]:
     server = cast("web.Server", runner.server)  # it has one, since it is set up
 
     def connect() -> asyncio.Protocol:
         return server() if len(server.connections) < MAX_CLIENTS else _TooMany()
 
+    (host, port), listener = address, None
     try:
-        listener = await asyncio.get_running_loop().create_server(connect, host, port)
-    except OSError as error:
-        raise ListenError(f"can't serve metrics on {host}:{port}: {error.strerror or error}") from error
-    try:
+        try:
+            listener = await asyncio.get_running_loop().create_server(connect, host, port)
+        except OSError as error:
+            raise ListenError(f"can't serve metrics on {host}:{port}: {error.strerror or error}") from error
         yield host, listener.sockets[0].getsockname()[1]
     finally:
-        listener.close()
+        if listener is not None:
+            listener.close()
+        renderings.close()
+        await runner.cleanup()
 
 
 class _TooMany(asyncio.Protocol):
@@ -83,29 +75,28 @@ class _TooMany(asyncio.Protocol):
         transport.close()
 
 
-class _Pages:
-    def __init__(self, renderings: Renderings, on_scrape: Callable[[], None]) -> None:
-        self._renderings = renderings
-        self._on_scrape = on_scrape
+def _routes(renderings: Renderings, on_scrape: Callable[[], None]) -> list[web.RouteDef]:
+    """What is answered, and what is not."""
 
-    def routes(self) -> list[web.RouteDef]:
-        """What is answered, and what is not."""
-        return [
-            web.get("/", self._root),
-            web.get("/metrics", self._metrics),
-            web.route("*", "/{elsewhere:.*}", self._elsewhere),
-        ]
+    async def root(_: web.Request) -> web.Response:
+        return web.Response(text=_PAGE, content_type="text/html")
 
-    async def _metrics(self, request: web.Request) -> web.StreamResponse:
+    async def metrics(request: web.Request) -> web.StreamResponse:
         format_ = accepted(",".join(request.headers.getall("Accept", [])))
         headers = {"Content-Type": format_.content_type, "Vary": "Accept, Accept-Encoding"}
         if request.method == "HEAD":
             return web.StreamResponse(headers=headers)
-        self._on_scrape()
+        on_scrape()
+        names = frozenset(name for name in request.query.getall("name[]", []) if name) or None
         try:
-            response = await self._rendered(request, format_, headers)
+            if gzip_accepted(",".join(request.headers.getall("Accept-Encoding", []))):
+                headers["Content-Encoding"] = "gzip"
+                body = await renderings.compressed(format_, names)
+            else:
+                body = await renderings.text(format_, names)
         except GivenUp as error:
             raise web.HTTPServiceUnavailable(text="stopping\n") from error
+        response = web.Response(body=body, headers=headers)
         try:
             async with asyncio.timeout(ANSWER_S):
                 await response.prepare(request)
@@ -116,17 +107,9 @@ class _Pages:
             raise ConnectionAbortedError("the client does not take the answer") from error
         return response
 
-    async def _rendered(self, request: web.Request, format_: Format, headers: Mapping[str, str]) -> web.Response:
-        names = frozenset(name for name in request.query.getall("name[]", []) if name) or None
-        if not gzip_accepted(",".join(request.headers.getall("Accept-Encoding", []))):
-            return web.Response(body=await self._renderings.text(format_, names), headers=headers)
-        body = await self._renderings.compressed(format_, names)
-        return web.Response(body=body, headers={**headers, "Content-Encoding": "gzip"})
-
-    async def _root(self, _: web.Request) -> web.Response:
-        return web.Response(text=_PAGE, content_type="text/html")
-
-    async def _elsewhere(self, request: web.Request) -> web.Response:
+    async def elsewhere(request: web.Request) -> web.Response:
         if request.path in ("/", "/metrics"):
             raise web.HTTPMethodNotAllowed(request.method, ("GET", "HEAD"))
         raise web.HTTPNotFound(text="/metrics is here\n")
+
+    return [web.get("/", root), web.get("/metrics", metrics), web.route("*", "/{elsewhere:.*}", elsewhere)]

@@ -1,36 +1,154 @@
-"""The scrape sink: gpu.attributed -> /metrics on ``--scrape-listen``.
+"""The scrape sink: gpu.attributed -> /metrics on ``--scrape-listen``, the latest value of every series.
 
-In:       gpu.attributed. Out: the latest value of every series, on request; gpu.dead-letters.
-State:    the latest tick of every node; what a restart needs of it is read back from the log.
+In:       records of gpu.attributed, in the order of their partition.
+Out:      the latest value of every series, on request; gpu.dead-letters; what became of each record.
+State:    per node, the identity and the series of its last tick, and when it was heard of; what a restart needs of it
+          is read back from the log. A series that is missing from a node's last tick is not shown; nor is a node that
+          was not heard of for ``--stale-after``, nor a partition that was taken away.
 On failure: an outage of Kafka is waited for, and what is older than ``--stale-after`` is not shown meanwhile.
 """
 
 import asyncio
 import contextlib
+import time
 import weakref
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from delivery.dead_letters import DeadLetters, connecting
+from delivery import replays
+from delivery.dead_letters import DeadLetters, Record, connecting
 from delivery.instruments import Instrument, Instruments
+from delivery.replays import Last
 from delivery.sender import Sender
 from sinks import outcomes
 from sinks.consumer import GroupReader, Source
-from sinks.outcomes import OnOutcome, Outcomes
-from sinks.scrape.config import ScrapeSettings
-from sinks.scrape.partition import VALUES, ScrapePartition, ScrapeShared
-from sinks.scrape.rendering import Renderings
+from sinks.outcomes import OnOutcome, Outcome, Outcomes, Undecodable, decoded
+from sinks.scrape.exposition import Renderings
 from sinks.scrape.server import serving
-from sinks.series.model import SampleGroup
-from sinks.series.translation import Translator
-from topics.attributed import TOPIC
+from sinks.series.model import SampleGroup, primaries
+from sinks.series.translation import Cache, Key, Translator
+from sinks.settings import ScrapeSettings
+from topics.attributed import TOPIC, AttributedSample
+from topics.topic import decoder
 
 COMPONENT = "scrape"
+VALUES = "gpustream_scrape_values_delivered_total"
 
 INSTRUMENTS: tuple[Instrument, ...] = (
-    *outcomes.instruments(COMPONENT),
+    *outcomes.instruments(
+        "gpustream_scrape_records_read_total",
+        "gpustream_scrape_records_delivered_total",
+        "gpustream_scrape_records_duplicate_total",
+        "gpustream_scrape_records_dropped_total",
+        "gpustream_scrape_records_dead_lettered_total",
+        "gpustream_scrape_records_released_total",
+        "gpustream_scrape_records_held",
+        "gpustream_scrape_records_expired_total",
+        "gpustream_scrape_new_logs_total",
+        "gpustream_scrape_commits_total",
+        "gpustream_scrape_partitions",
+        "gpustream_scrape_lag_records",
+        "gpustream_scrape_loop_late_seconds",
+    ),
     Instrument(VALUES, "counter", "Values of metrics that were shown, without derived series."),
     Instrument("gpustream_scrape_requests_total", "counter", "Requests for /metrics."),
 )
+
+_STEP = 50
+_decode = decoder(AttributedSample)
+
+
+@dataclass(slots=True)
+class _ShownNode:
+    """A node's last tick, as it is shown."""
+
+    last: Last
+    heard_s: float
+    groups: dict[Key, SampleGroup]
+    cache: Cache
+
+
+class ScrapeShared(NamedTuple):
+    """What all partitions of a sink use together."""
+
+    translator: Translator
+    stale_after_s: float
+    outcomes: Outcomes
+    instruments: Instruments
+    letters: DeadLetters
+    now_s: Callable[[], float] = time.monotonic
+
+
+class ScrapePartition:
+    """The handler of a partition."""
+
+    def __init__(self, partition: int, shared: ScrapeShared) -> None:
+        self.partition = partition
+        self._shared = shared
+        self._nodes: dict[tuple[str, str], _ShownNode] = {}
+        self._abandon: asyncio.Event | None = None
+
+    def series(self) -> Iterator[SampleGroup]:
+        """What is to be shown now."""
+        if self._abandon is not None and self._abandon.is_set():
+            return
+        oldest_s = self._shared.now_s() - self._shared.stale_after_s
+        self._nodes = {key: node for key, node in self._nodes.items() if node.heard_s > oldest_s}
+        for node in self._nodes.values():
+            yield from node.groups.values()
+
+    def recall(self, records: Sequence[Record]) -> None:
+        """Show what was shown before."""
+        for record in records:
+            try:
+                self._apply(decoded(record, _decode, TOPIC.name))
+            except Undecodable:
+                continue  # its dead letter was written then
+
+    async def deliver(self, records: Sequence[Record], abandon: asyncio.Event) -> AsyncGenerator[int]:
+        """Show the records, some at a time."""
+        self._abandon = abandon
+        counted, values = self._shared.outcomes, self._shared.instruments.counter(VALUES)
+        for start in range(0, len(records), _STEP):
+            step = records[start : start + _STEP]
+            for record in step:
+                try:
+                    sample = decoded(record, _decode, TOPIC.name)
+                except Undecodable as error:
+                    await self._shared.letters.bury(record, str(error), abandon)
+                    counted.finish("dead_lettered")
+                    continue
+                outcome = self._apply(sample)
+                if outcome == "delivered":
+                    values.inc(primaries(self._nodes[sample.cluster, sample.node].groups.values()))
+                counted.finish(outcome, tick=sample)
+            yield step[-1].offset + 1
+
+    async def quiet(self, abandon: asyncio.Event) -> None:
+        """The partition is still ours."""
+        self._abandon = abandon
+
+    def reset(self) -> None:
+        """The topic was created again."""
+        self._nodes.clear()
+
+    def _apply(self, sample: AttributedSample) -> Outcome:
+        """Show a tick instead of the node's last one; of devices with the same uuid, the first."""
+        key = (sample.cluster, sample.node)
+        before = self._nodes.get(key)
+        last = before.last if before else None
+        verdict = replays.verdict(last, sample)
+        if verdict == "replay":
+            return "duplicate"
+        if verdict == "new_log":
+            self._shared.outcomes.new_log(self.partition)
+        cache = before.cache if before else {}
+        groups: dict[Key, SampleGroup] = {}
+        for of, group in zip(*self._shared.translator.translate(sample, cache), strict=True):
+            groups.setdefault(of, group)
+        self._nodes[key] = _ShownNode(replays.after(last, sample), self._shared.now_s(), groups, cache)
+        return "delivered"
 
 
 class ScrapeSink:
@@ -41,17 +159,32 @@ class ScrapeSink:
     def __init__(self, settings: ScrapeSettings, on_outcome: OnOutcome | None = None) -> None:
         self.settings = settings
         self.address: tuple[str, int] | None = None
-        self._on_outcome = on_outcome
         self._instruments = Instruments(INSTRUMENTS)
         self.registry = self._instruments.registry
+        self._outcomes = Outcomes(COMPONENT, self._instruments, on_outcome)
         self._partitions: weakref.WeakSet[ScrapePartition] = weakref.WeakSet()
         self._reader: GroupReader | None = None
 
     async def run(self, stop: asyncio.Event) -> None:
         """Read and serve until ``stop``; returns within 8 s of it. Raises ListenError, and what can't be waited for."""
-        sender = Sender(self.settings.kafka, client_id=self.settings.group)
+        settings, sender = self.settings, Sender(self.settings.kafka, client_id=self.settings.group)
+        shared = ScrapeShared(
+            translator=Translator(settings.names, settings.labels or settings.names, settings.max_labels),
+            stale_after_s=settings.stale_after_s,
+            outcomes=self._outcomes,
+            instruments=self._instruments,
+            letters=DeadLetters(sender, "sink scrape"),
+        )
+
+        def handler(number: int) -> ScrapePartition:
+            """It is known here for as long as the reader has a use for it."""
+            made = ScrapePartition(number, shared)
+            self._partitions.add(made)
+            return made
+
+        source = Source(TOPIC.name, handler, settings.from_, settings.stale_after_s)
         async with self._serving(), connecting(sender):
-            self._reader = self._assemble(sender)
+            self._reader = GroupReader(settings, [source], self._outcomes)
             await self._reader.run(stop)
 
     def not_ready(self) -> list[str]:
@@ -62,26 +195,6 @@ class ScrapeSink:
         """What a scrape shows now."""
         partitions = sorted(self._partitions, key=lambda one: one.partition)
         return [group for partition in partitions for group in partition.series()]
-
-    def _assemble(self, sender: Sender) -> GroupReader:
-        settings = self.settings
-        shared = ScrapeShared(
-            translator=Translator(settings.names, settings.label_set, settings.max_labels),
-            stale_after_s=settings.stale_after_s,
-            outcomes=Outcomes(COMPONENT, self._instruments),
-            instruments=self._instruments,
-            letters=DeadLetters(sender, "sink scrape"),
-            on_outcome=self._on_outcome,
-        )
-
-        def handler(number: int) -> ScrapePartition:
-            """It is known here for as long as the reader has a use for it."""
-            made = ScrapePartition(number, shared)
-            self._partitions.add(made)
-            return made
-
-        source = Source(TOPIC.name, handler, settings.from_, settings.stale_after_s)
-        return GroupReader(settings, [source], shared.outcomes)
 
     @contextlib.asynccontextmanager
     async def _serving(self) -> AsyncIterator[None]:

@@ -72,3 +72,8 @@ class SampleGroup(NamedTuple):
 def primaries(groups: Iterable[SampleGroup]) -> int:
     """How many values of ``metrics`` are in these groups; ends of series, which are all of a group's, are none."""
     return sum([series.primaries for series, _, values in groups if values[0] == values[0]])
+
+
+def samples_of(groups: Iterable[SampleGroup]) -> int:
+    """How many samples are in these groups."""
+    return sum([len(group.values) for group in groups])

@@ -23,7 +23,6 @@ from delivery.dead_letters import DeadLetters
 from delivery.instruments import Instruments
 from sinks.outcomes import Outcomes
 from sinks.remote_write import encode_v1, encode_v2
-from sinks.remote_write.config import RemoteWriteSettings
 from sinks.remote_write.partition import OpenSeries, RemoteWritePartition, RemoteWriteShared
 from sinks.remote_write.policy import Protocol
 from sinks.remote_write.refusals import Deliverer
@@ -31,6 +30,7 @@ from sinks.remote_write.send import Client, RemoteWriteSender
 from sinks.remote_write.sink import COMPONENT, INSTRUMENTS
 from sinks.series.model import SampleGroup
 from sinks.series.translation import Translator
+from sinks.settings import RemoteWriteSettings
 from topics.attributed import AttributedSample
 from topics.catalogue import CATALOGUE
 

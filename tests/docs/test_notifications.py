@@ -7,7 +7,7 @@ import pytest
 
 from gpustream.cli import main
 from sinks.receiver import meaning
-from sinks.webhook.encode import signature
+from sinks.webhook import signature
 from tests.docs.page import ROOT, blocks
 
 PAGE = "notifications.md"

@@ -14,7 +14,7 @@ import pytest
 from aiohttp import web
 from aiokafka import AIOKafkaProducer
 
-from sinks.webhook.partition import AHEAD
+from sinks.webhook import AHEAD
 from tests.docs.page import blocks
 from tests.eventually import eventually, eventually_sync
 from tests.real.pipeline import Gpustream, lag, read_all

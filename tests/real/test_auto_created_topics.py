@@ -17,14 +17,11 @@ from producers.node.component import NodeProducer
 from producers.node.config import NodeSettings
 from producers.simulated.component import SimulatedFleet
 from producers.simulated.config import SimulatedSettings
-from sinks.alertmanager.config import AlertmanagerSettings
-from sinks.alertmanager.sink import AlertmanagerSink
-from sinks.remote_write.config import RemoteWriteSettings
+from sinks.alertmanager import AlertmanagerSink
 from sinks.remote_write.sink import RemoteWriteSink
-from sinks.scrape.config import ScrapeSettings
 from sinks.scrape.sink import ScrapeSink
-from sinks.webhook.config import WebhookSettings
-from sinks.webhook.sink import WebhookSink
+from sinks.settings import AlertmanagerSettings, RemoteWriteSettings, ScrapeSettings, WebhookSettings
+from sinks.webhook import WebhookSink
 from streams.alerts.component import Alerts
 from streams.attribution.component import Attribution
 from streams.settings import AlertSettings, AttributionSettings

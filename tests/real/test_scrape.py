@@ -16,13 +16,11 @@ from aiokafka import AIOKafkaProducer
 
 from delivery.values import Address
 from sinks.scrape import server
-from sinks.scrape.config import ScrapeSettings
-from sinks.scrape.families import abouts
-from sinks.scrape.formats import OPENMETRICS, TEXT, Format, accepted
-from sinks.scrape.rendering import Renderings
+from sinks.scrape.exposition import OPENMETRICS, TEXT, Format, Renderings, abouts, accepted
 from sinks.scrape.server import serving
 from sinks.scrape.sink import ScrapeSink
 from sinks.series.labels import LABEL_SETS, LabelSet
+from sinks.settings import ScrapeSettings
 from tests.eventually import LIMIT_S, eventually, eventually_sync
 from tests.real.conftest import need
 from tests.real.servers import KafkaServer, PrometheusServer, find_prometheus, find_promtool

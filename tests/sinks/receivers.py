@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from sinks.http import Reply
+from sinks.receiver import Reply
 
 
 class Got(NamedTuple):

@@ -8,8 +8,15 @@ from typing import Any, NamedTuple
 import msgspec
 from aiokafka.errors import KafkaConnectionError
 
+from delivery.instruments import Instrument
+from sinks import outcomes
 from topics.attributed import AttributedSample
 from topics.dead_letters import Headers
+
+
+def outcome_instruments(component: str) -> tuple[Instrument, ...]:
+    """What a sink of this name says of its records."""
+    return outcomes.instruments(*(f"gpustream_{component}_{row.name}" for row in outcomes.COMMON))
 
 
 class Read(NamedTuple):

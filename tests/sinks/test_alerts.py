@@ -6,8 +6,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from sinks.alerts import Transitions, Undecodable, read
+from sinks.alerts import Transitions, read
+from sinks.outcomes import Undecodable
 from tests.sinks.alerts import START_MS, alert, alert_record, deleted
+from tests.sinks.records import Read
 from topics.alerts import TOPIC
 
 
@@ -65,7 +67,7 @@ def test_a_transition_is_news_once() -> None:
     known, firing, over = Transitions(), alert(), alert(ends_ms=START_MS + 5)
     for one in (firing, over):
         assert known.is_news(one)
-        known.learn(one)
+        known.learn(alert_record(one), one)
         assert not known.is_news(one)
     assert not known.is_news(firing), "it is over, and does not fire again with the same start"
 
@@ -73,20 +75,22 @@ def test_a_transition_is_news_once() -> None:
 @pytest.mark.parametrize("starts_ms", [START_MS + 60_000, START_MS - 60_000])
 def test_an_alert_that_fires_again_is_news_by_whichever_clock(starts_ms: int) -> None:
     known = Transitions()
-    known.learn(alert(ends_ms=START_MS + 5))
+    over = alert(ends_ms=START_MS + 5)
+    known.learn(alert_record(over), over)
     assert known.is_news(alert(starts_ms=starts_ms))
 
 
 def test_alerts_are_told_apart_and_what_is_deleted_is_forgotten() -> None:
-    known = Transitions()
-    known.learn(alert("a"))
-    assert known.is_news(alert("b"))
-    known.remove(alert("b").fingerprint.encode())
-    assert not known.is_news(alert("a"))
-    known.remove(alert("a").fingerprint.encode())
-    assert known.is_news(alert("a"))
-    known.learn(alert("a"))
-    known.remove(None)
-    known.remove(b"\xff")
+    known, one, other = Transitions(), alert("a"), alert("b")
+    known.learn(alert_record(one), one)
+    assert known.is_news(other)
+    known.learn(deleted(other, at_ms=START_MS), None)
+    assert not known.is_news(one)
+    known.learn(deleted(one, at_ms=START_MS), None)
+    assert known.is_news(one)
+    known.learn(alert_record(one), one)
+    for key in (None, b"\xff"):
+        known.learn(Read(0, None, key=key), None)
+    assert not known.is_news(one)
     known.clear()
     assert known.is_news(alert("a"))

@@ -8,11 +8,10 @@ import pytest
 from delivery.dead_letters import Abandoned, Record
 from delivery.instruments import Instruments
 from delivery.ledger import Partition
-from sinks import outcomes
-from sinks.assignment import Assignment
+from sinks.consumer import Assignment
 from sinks.outcomes import Outcomes
 from tests.eventually import eventually
-from tests.sinks.records import FakeGroup, Read
+from tests.sinks.records import FakeGroup, Read, outcome_instruments
 
 TP = Partition("gpu.attributed", 0)
 LOG = [Read(offset, str(offset).encode(), offset * 1000) for offset in range(10)]
@@ -54,7 +53,7 @@ class Setup:
     """An assignment and what it works with."""
 
     def __init__(self, consumer: FakeGroup, kept: Assignment | None = None) -> None:
-        self.made = Instruments(outcomes.instruments("test"))
+        self.made = Instruments(outcome_instruments("test"))
         self.counted = Outcomes("test", self.made)
         self.consumer = consumer
         self.before: Callable[[int], None] = lambda _: None

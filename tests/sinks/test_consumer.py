@@ -11,12 +11,10 @@ from delivery.instruments import Instruments
 from delivery.ledger import Partition
 from delivery.settings import MemberSettings
 from sinks import consumer as module
-from sinks import outcomes
-from sinks.assignment import Assignment
-from sinks.consumer import GroupReader, Source
+from sinks.consumer import Assignment, GroupReader, Source
 from sinks.outcomes import Outcomes
 from tests.eventually import eventually
-from tests.sinks.records import FakeGroup, Read
+from tests.sinks.records import FakeGroup, Read, outcome_instruments
 
 SETTINGS = MemberSettings(kafka="127.0.0.1:1", group="g")
 LOG = [Read(offset, b"", offset * 1000) for offset in range(4)]
@@ -53,7 +51,7 @@ class Handler:
 
 def reading(handler: Any, log: Sequence[Read] = LOG) -> tuple[GroupReader, FakeGroup]:
     """A reader that has one partition, with a client in memory."""
-    counted = Outcomes("test", Instruments(outcomes.instruments("test")))
+    counted = Outcomes("test", Instruments(outcome_instruments("test")))
     reader, client = (
         GroupReader(SETTINGS, [Source("gpu.attributed", lambda _: handler, "earliest", 1.0)], counted),
         FakeGroup(log),
@@ -131,7 +129,7 @@ async def test_each_topic_is_read_as_it_is_to_be_by_a_handler_of_its_own() -> No
 
 
 async def test_a_reader_without_a_broker_says_so_and_stops_when_told() -> None:
-    counted = Outcomes("test", Instruments(outcomes.instruments("test")))
+    counted = Outcomes("test", Instruments(outcome_instruments("test")))
     source = Source("gpu.attributed", lambda _: Handler(patient=True), "earliest", 1.0)
     reader = GroupReader(SETTINGS, [source], counted)
     stop = asyncio.Event()
@@ -145,7 +143,7 @@ async def test_a_reader_without_a_broker_says_so_and_stops_when_told() -> None:
 async def test_a_partition_that_was_added_to_a_topic_that_the_group_reads_is_read_from_its_beginning(
     committed: tuple[str, ...], start: str
 ) -> None:
-    counted = Outcomes("test", Instruments(outcomes.instruments("test")))
+    counted = Outcomes("test", Instruments(outcome_instruments("test")))
     source = Source("gpu.attributed", lambda _: Handler(patient=True), "latest", 1.0)
     reader = GroupReader(SETTINGS, [source], counted)
     reader._group, reader._established = FakeGroup(LOG), frozenset(committed)  # type: ignore[assignment]

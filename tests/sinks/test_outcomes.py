@@ -1,15 +1,28 @@
 """What became of records, counted."""
 
-from delivery.instruments import Instruments
-from sinks import outcomes
+from types import ModuleType
+
+import pytest
+
+from delivery.instruments import Instrument, Instruments
+from sinks import alertmanager, outcomes, webhook
 from sinks.outcomes import Outcomes
+from sinks.remote_write import sink as remote_write
+from sinks.scrape import sink as scrape
+from tests.sinks.records import outcome_instruments
 
 
 def test_several_readers_count_the_partitions_of_all_of_them() -> None:
-    made = Instruments(outcomes.instruments("test"))
+    made = Instruments(outcome_instruments("test"))
     counted, first, second = Outcomes("test", made), object(), object()
     counted.assigned([1, 2], of=first)
     counted.assigned([30], of=second)
     counted.assigned([4], of=first)
     found = {name: made.registry.get_sample_value(f"gpustream_test_{name}") for name in ("partitions", "lag_records")}
     assert found == {"partitions": 2, "lag_records": 34}
+
+
+@pytest.mark.parametrize("sink", [alertmanager, remote_write, scrape, webhook], ids=lambda sink: sink.COMPONENT)
+def test_what_every_sink_counts_is_called_the_same_after_the_sink_s_name(sink: ModuleType) -> None:
+    common: tuple[Instrument, ...] = sink.INSTRUMENTS[: len(outcomes.COMMON)]
+    assert [one.name for one in common] == [f"gpustream_{sink.COMPONENT}_{row.name}" for row in outcomes.COMMON]

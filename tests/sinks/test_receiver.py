@@ -8,11 +8,13 @@ import pytest
 
 from delivery.dead_letters import Abandoned
 from delivery.instruments import Instruments
-from sinks.http import Reply
-from sinks.receiver import Receiver, Request, instruments, meaning
+from sinks.receiver import Receiver, Reply, Request, instruments, meaning
 from tests.eventually import eventually
 from tests.sinks.receivers import Scripted
 
+INSTRUMENTS = instruments(
+    "gpustream_test_requests_total", "gpustream_test_request_seconds", "gpustream_test_receiver_failing"
+)
 REQUEST = Request(b"body", {"A": "b"})
 MEANINGS = {
     "accepted": [200, 201, 202, 204, 299],
@@ -44,7 +46,7 @@ MEANINGS = {
 
 
 def receiver(scripted: Scripted, url: str = "http://me:secret@host:1/hidden/path") -> Receiver:
-    return Receiver(url, scripted.post, "test", Instruments(instruments("test")), first_s=0.0)
+    return Receiver(url, scripted.post, "test", Instruments(INSTRUMENTS), first_s=0.0)
 
 
 async def send(to: Receiver, abandon: asyncio.Event | None = None) -> str | None:
@@ -72,7 +74,7 @@ async def test_a_refusal_is_told_and_not_sent_again(status: int) -> None:
 
 
 async def test_a_receiver_that_refuses_everything_is_tried_again_until_it_accepts_something() -> None:
-    made = Instruments(instruments("test"))
+    made = Instruments(INSTRUMENTS)
     scripted = Scripted(then=lambda _: 422)
     to = Receiver("http://h:1", scripted.post, "test", made, most_refused=3, first_s=0.0)
     assert [await send(to) for _ in range(3)] == ["HTTP 422: said"] * 3
@@ -92,7 +94,7 @@ async def test_one_request_that_is_tried_again_is_said_once_while_others_are_acc
 ) -> None:
     caplog.set_level(logging.INFO)
     scripted = Scripted(then=lambda body: 503 if body == b"bad" else 200)
-    made = Instruments(instruments("test"))
+    made = Instruments(INSTRUMENTS)
     to = Receiver("http://h:1", scripted.post, "test", made, first_s=0.0)
     stuck = asyncio.ensure_future(to.send(lambda: Request(b"bad", {}), asyncio.Event()))
     await eventually(lambda: to.failing is not None)
@@ -127,7 +129,7 @@ async def test_retry_after_is_waited_for() -> None:
         return Reply(429, "", {"Retry-After": "1"}) if len(statuses) == 1 else Reply(200)
 
     statuses: list[float] = []
-    to = Receiver("http://host:1", post, "test", Instruments(instruments("test")), first_s=0.0)
+    to = Receiver("http://host:1", post, "test", Instruments(INSTRUMENTS), first_s=0.0)
     assert await send(to) is None
     assert statuses[1] - statuses[0] >= 1
 
@@ -189,7 +191,7 @@ async def test_a_change_is_said_once_without_the_path_and_the_password(caplog: p
 async def test_while_it_fails_it_says_why_and_what_waits_for_its_return_is_told() -> None:
     told: list[str | None] = []
     scripted = Scripted(503, 401)
-    made = Instruments(instruments("test"))
+    made = Instruments(INSTRUMENTS)
     to = Receiver("http://h:1", scripted.post, "test", made, first_s=0.0, on_recovery=lambda: told.append(to.failing))
     seen: list[str | None] = []
 
@@ -209,7 +211,7 @@ async def test_while_it_fails_it_says_why_and_what_waits_for_its_return_is_told(
 
 async def test_no_more_attempts_are_under_way_than_may_be_and_one_that_waits_takes_no_place() -> None:
     scripted = Scripted(then=lambda body: 503 if body == b"bad" and len(scripted.got) < 30 else 200)
-    made = Instruments(instruments("test"))
+    made = Instruments(INSTRUMENTS)
     to = Receiver("http://h:1", scripted.post, "test", made, at_once=2, first_s=0.0)
     bodies = [b"bad", b"bad", *[b"good"] * 10]
     await asyncio.wait_for(

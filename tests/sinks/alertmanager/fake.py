@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from sinks.http import Reply
+from sinks.receiver import Reply
 from tests.sinks.receivers import Scripted
 
 

@@ -1,6 +1,6 @@
 """What is told again and again."""
 
-from sinks.alertmanager.notifier import RESOLVED_FOR_MS, ActiveAlerts
+from sinks.alertmanager import RESOLVED_FOR_MS, ActiveAlerts
 from tests.sinks.alerts import START_MS, alert
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from sinks.alertmanager.config import AlertmanagerSettings, alerts_url
+from sinks.settings import AlertmanagerSettings
 
 GOOD: dict[str, Any] = {"kafka": "127.0.0.1:9092", "urls": ("http://am-0:9093", "http://am-1:9093/prefix/")}
 
@@ -36,13 +36,6 @@ def test_good_settings_have_no_mistakes() -> None:
 def test_a_mistake_names_its_option(more: dict[str, Any], option: str) -> None:
     (found,) = AlertmanagerSettings(**{**GOOD, **more}).mistakes()
     assert found.startswith(option)
-
-
-def test_alerts_go_below_an_alertmanager_s_own_address() -> None:
-    assert [alerts_url(url) for url in GOOD["urls"]] == [
-        "http://am-0:9093/api/v2/alerts",
-        "http://am-1:9093/prefix/api/v2/alerts",
-    ]
 
 
 def test_the_only_alertmanager_has_the_group_as_given_and_each_of_several_its_own() -> None:

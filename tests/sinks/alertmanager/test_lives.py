@@ -85,4 +85,4 @@ async def _batch(one: Setup, batch: list[Read], committed: int, killed_at: int |
 async def _all_told(one: Setup) -> None:
     """As a minute later: everything is told once more."""
     await one.partition.quiet(one.abandon)
-    await asyncio.wait_for(one.notifier._resend(one.partition._active), 10)
+    await asyncio.wait_for(one.notifier.resend_now(one.partition._active), 10)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from sinks.alertmanager.notifier import postable, request
+from sinks.alertmanager import postable, request
 from tests.sinks.alerts import START_MS, alert
 from topics.alerts import MAX_TIME_MS, time
 

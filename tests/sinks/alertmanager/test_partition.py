@@ -11,10 +11,9 @@ import pytest
 
 from delivery.dead_letters import Abandoned, DeadLetters
 from delivery.instruments import Instruments
-from sinks.alertmanager.config import AlertmanagerSettings
-from sinks.alertmanager.notifier import COMPONENT, INSTRUMENTS, Notifier
-from sinks.alertmanager.partition import AlertmanagerPartition, AlertmanagerShared
+from sinks.alertmanager import COMPONENT, INSTRUMENTS, AlertmanagerPartition, AlertmanagerShared, Notifier
 from sinks.outcomes import Outcomes
+from sinks.settings import AlertmanagerSettings
 from tests.eventually import eventually
 from tests.sinks.alertmanager.fake import FakeAlertmanager
 from tests.sinks.alerts import alert, alert_record, deleted
@@ -292,3 +291,12 @@ def test_the_log_says_nothing_of_what_goes_well(caplog: pytest.LogCaptureFixture
 
     asyncio.run(tell())
     assert caplog.records == []
+
+
+@pytest.mark.parametrize(("given", "posted"), [("http://am:1", ""), ("http://am:1/prefix/", "/prefix")])
+async def test_alerts_go_below_an_alertmanager_s_own_address(given: str, posted: str) -> None:
+    manager = FakeAlertmanager()
+    settings = AlertmanagerSettings(kafka="k:1", urls=(given,))
+    notifier = Notifier(given, settings, manager.post, Instruments(INSTRUMENTS), first_s=0.0)
+    await notifier.send([firing("a")], asyncio.Event())
+    assert [one.url for one in manager.got] == [f"http://am:1{posted}/api/v2/alerts"]

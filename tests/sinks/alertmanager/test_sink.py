@@ -4,10 +4,9 @@ import asyncio
 
 import pytest
 
-from sinks.alertmanager.config import AlertmanagerSettings
-from sinks.alertmanager.notifier import Notifier
-from sinks.alertmanager.sink import AlertmanagerSink
+from sinks.alertmanager import AlertmanagerSink, Notifier
 from sinks.consumer import GroupReader
+from sinks.settings import AlertmanagerSettings
 from tests.eventually import eventually
 
 SETTINGS = AlertmanagerSettings(kafka="127.0.0.1:1", urls=("http://127.0.0.1:1", "http://127.0.0.1:2"))
@@ -19,7 +18,7 @@ async def test_without_a_broker_it_says_so_of_each_alertmanager_and_stops_when_t
     running = asyncio.ensure_future(one.run(stop))
     waiting = "no Kafka broker answers at 127.0.0.1:1 (KafkaConnectionError)"
     await eventually(lambda: one.not_ready() == [f"127.0.0.1:1: {waiting}", f"127.0.0.1:2: {waiting}"])
-    groups = [each.reader._settings.group for each in one._alertmanagers]
+    groups = [reader._settings.group for _, reader in one._alertmanagers]
     assert groups == [SETTINGS.group_of(url) for url in SETTINGS.urls]
     stop.set()
     await asyncio.wait_for(running, 8)

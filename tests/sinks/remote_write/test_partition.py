@@ -41,8 +41,8 @@ class Setup:
         self.receiver = receiver or Receiver()
         self.sender = FakeSender()
         self.made = Instruments(INSTRUMENTS)
-        self.counted = Outcomes(COMPONENT, self.made)
         self.outcomes: list[tuple[str, int, Outcome]] = []
+        self.counted = Outcomes(COMPONENT, self.made, self._told)
         self.steps: list[int] = []
         self.abandon = asyncio.Event()
         self.transmitter = RemoteWriteSender(self.receiver.post, protocol, self.made, first_s=0.0, probe_s=probe_s)
@@ -54,9 +54,11 @@ class Setup:
             slots=asyncio.Semaphore(2),
             max_samples=max_samples,
             stale_after_s=0.0,
-            on_outcome=lambda _cluster, node, _run, seq, outcome: self.outcomes.append((node, seq, outcome)),
         )
         self.handler = RemoteWritePartition(OpenSeries(Translator("otel", "otel")), shared)
+
+    def _told(self, _cluster: str, node: str, _run: int, seq: int, outcome: Outcome) -> None:
+        self.outcomes.append((node, seq, outcome))
 
     async def deliver(self, *records: Read) -> None:
         self.counted.read(len(records))

@@ -8,8 +8,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as text_families
 from prometheus_client.samples import Sample
 
-from sinks.scrape.families import Families, abouts
-from sinks.scrape.formats import OPENMETRICS, TEXT, TEXT_1, Format
+from sinks.scrape.exposition import OPENMETRICS, TEXT, TEXT_1, Families, Format, abouts
 from sinks.series.model import SampleGroup
 from topics.attributed import AttributedSample
 from topics.catalogue import CATALOGUE

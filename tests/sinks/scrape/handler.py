@@ -10,9 +10,8 @@ import msgspec
 from delivery.dead_letters import DeadLetters, Record
 from delivery.instruments import Instruments
 from sinks.outcomes import Outcome, Outcomes
-from sinks.scrape.formats import TEXT, Format
-from sinks.scrape.partition import ScrapePartition, ScrapeShared
-from sinks.scrape.sink import COMPONENT, INSTRUMENTS
+from sinks.scrape.exposition import TEXT, Format
+from sinks.scrape.sink import COMPONENT, INSTRUMENTS, ScrapePartition, ScrapeShared
 from sinks.series.labels import LabelSet
 from sinks.series.model import SampleGroup
 from sinks.series.translation import Translator
@@ -61,13 +60,15 @@ class Bench:
         shared = ScrapeShared(
             translator=Translator(self.names, self.label_set),
             stale_after_s=60.0,
-            outcomes=Outcomes(COMPONENT, self.instruments),
+            outcomes=Outcomes(COMPONENT, self.instruments, self._told),
             instruments=self.instruments,
             letters=self.letters,
-            on_outcome=lambda cluster, node, run_id, seq, outcome: self.told.append((node, seq, outcome)),
             now_s=lambda: self.now_s,
         )
         self.handler = ScrapePartition(0, shared)
+
+    def _told(self, _cluster: str, node: str, _run: int, seq: int, outcome: Outcome) -> None:
+        self.told.append((node, seq, outcome))
 
     async def deliver(self, *records: FakeRecord) -> list[int]:
         """Delivers the records; gives the offsets to commit."""

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sinks.scrape.families import Families, GivenUp, abouts
-from sinks.scrape.formats import OPENMETRICS, TEXT, Format
+from sinks.scrape.exposition import OPENMETRICS, TEXT, Families, Format, GivenUp, abouts
 from sinks.series.labels import LABEL_SETS, LabelSet, Place, identity, labels, sole_holder
 from sinks.series.model import SampleGroup, SeriesSet
 from tests.sinks.scrape.fleet import BESIDE, FORMATS, exposed, full_node, node, parsed, samples

@@ -2,7 +2,7 @@
 
 import pytest
 
-from sinks.scrape.formats import OPENMETRICS, TEXT, TEXT_1, Format, accepted, gzip_accepted
+from sinks.scrape.exposition import OPENMETRICS, TEXT, TEXT_1, Format, accepted, gzip_accepted
 
 PROMETHEUS_3 = (
     "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,"

@@ -6,8 +6,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from sinks.scrape.formats import OPENMETRICS
-from sinks.scrape.partition import VALUES
+from sinks.scrape.exposition import OPENMETRICS
+from sinks.scrape.sink import VALUES
 from tests.sinks.scrape.fleet import parsed, samples
 from tests.sinks.scrape.handler import Bench, FakeRecord
 from topics.attributed import AttributedDevice, AttributedSample, Holder, Parts

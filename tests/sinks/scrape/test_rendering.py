@@ -10,9 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 from prometheus_client.registry import Collector
 
-from sinks.scrape.families import GivenUp
-from sinks.scrape.formats import OPENMETRICS, TEXT, Format
-from sinks.scrape.rendering import Renderings
+from sinks.scrape.exposition import OPENMETRICS, TEXT, Format, GivenUp, Renderings
 from sinks.series.model import SampleGroup
 from tests.sinks.scrape.fleet import exposed, full_node, node
 from tests.sinks.scrape.handler import shown

@@ -14,8 +14,7 @@ from prometheus_client.registry import Collector
 from yarl import URL
 
 from sinks.scrape import server
-from sinks.scrape.formats import OPENMETRICS, TEXT, Format
-from sinks.scrape.rendering import Renderings
+from sinks.scrape.exposition import OPENMETRICS, TEXT, Format, Renderings
 from sinks.scrape.server import ListenError, serving
 from tests.sinks.scrape.fleet import exposed, full_node, parsed
 from tests.sinks.scrape.handler import shown

@@ -7,9 +7,9 @@ import aiohttp
 import pytest
 
 from delivery.values import Address
-from sinks.scrape.config import ScrapeSettings
 from sinks.scrape.server import ListenError
 from sinks.scrape.sink import ScrapeSink
+from sinks.settings import ScrapeSettings
 
 NOWHERE = "127.0.0.1:1"
 

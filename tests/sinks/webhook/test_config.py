@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from sinks.webhook.config import WebhookSettings
+from sinks.settings import WebhookSettings
 
 GOOD: dict[str, Any] = {"kafka": "127.0.0.1:9092", "url": "https://hooks.example/gpu"}
 

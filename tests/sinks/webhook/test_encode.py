@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from sinks.webhook import encode
-from sinks.webhook.encode import Secret, request, signature
+from sinks import webhook
+from sinks.webhook import Secret, request, signature
 from tests.sinks.alerts import START_MS, alert
 
 
@@ -31,7 +31,7 @@ def test_without_a_secret_nothing_is_signed() -> None:
 
 
 def test_a_secret_that_changes_in_its_file_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encode, "_LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(webhook, "_LOOK_EVERY_S", 0.0)
     file = tmp_path / "secret"
     file.write_bytes(b"first\n")
     secret = Secret(file)

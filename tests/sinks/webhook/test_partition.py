@@ -17,9 +17,7 @@ from delivery.dead_letters import Abandoned, DeadLetters
 from delivery.instruments import Instruments
 from sinks.outcomes import Outcomes
 from sinks.receiver import Receiver
-from sinks.webhook.encode import Secret
-from sinks.webhook.partition import AHEAD, PENDING, WebhookPartition, WebhookShared
-from sinks.webhook.sink import COMPONENT, INSTRUMENTS
+from sinks.webhook import AHEAD, COMPONENT, INSTRUMENTS, PENDING, Secret, WebhookPartition, WebhookShared
 from tests.eventually import eventually
 from tests.sinks.alerts import START_MS, alert, alert_record, deleted
 from tests.sinks.receivers import Scripted

@@ -2,8 +2,8 @@
 
 import asyncio
 
-from sinks.webhook.config import WebhookSettings
-from sinks.webhook.sink import WebhookSink
+from sinks.settings import WebhookSettings
+from sinks.webhook import WebhookSink
 from tests.eventually import eventually
 
 

@@ -1,1 +1,0 @@
-"""The webhook: gpu.alerts -> one signed JSON POST for each transition."""
