@@ -17,10 +17,10 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 from urllib.parse import quote
 
 import grpc
@@ -54,6 +54,9 @@ _RECONNECT = (
     ("grpc.max_reconnect_backoff_ms", 1000),
 )
 
+_CLAIMED = ("claim", "namespace", "driver", "pool", "device")
+"""Of a device of a resource claim, as in gpu.allocations."""
+
 JsonDict = Mapping[str, Any]
 
 Result = Literal["ok", "unavailable", "deadline", "rate_limited", "too_large", "undecodable", "refused"]
@@ -78,25 +81,6 @@ class UndecodableAnswer(ValueError):
     """The kubelet's answer can't be read. Keep the last one, and ask again."""
 
 
-class _Holder(NamedTuple):
-    """Who was given devices: a container and a resource; None: through resource claims."""
-
-    namespace: str
-    pod: str
-    container: str
-    resource: str | None
-
-
-class _ClaimedDevice(NamedTuple):
-    """A device of a resource claim, as in gpu.allocations."""
-
-    claim: str
-    namespace: str
-    driver: str
-    pool: str
-    device: str
-
-
 def containers(answer: bytes, prefixes: Sequence[str]) -> list[dict[str, Any]]:
     """The containers of gpu.allocations in a ListPodResourcesResponse.
 
@@ -108,38 +92,31 @@ def containers(answer: bytes, prefixes: Sequence[str]) -> list[dict[str, Any]]:
         decoded = ListPodResourcesResponse.FromString(answer)
     except DecodeError as error:
         raise UndecodableAnswer(str(error)) from error
-    given: dict[_Holder, dict[Any, None]] = {}
-    for holder, device in _given(decoded, tuple(prefixes)):
-        given.setdefault(holder, {})[device] = None
-    if not all(all(holder[:3]) for holder in given):
-        raise UndecodableAnswer("a container with devices, or its pod or namespace, has no name")
-    rows = []
-    for holder, once in given.items():
-        row: dict[str, Any] = {"namespace": holder.namespace, "pod": holder.pod, "container": holder.container}
-        if holder.resource is None:
-            rows.append({**row, "claims": [claimed._asdict() for claimed in sorted(once)]})
-        else:
-            rows.append({**row, "resource": holder.resource, "device_ids": list(once)})
-    return rows
-
-
-def _given(
-    answer: ListPodResourcesResponse, prefixes: tuple[str, ...]
-) -> Iterator[tuple[_Holder, str | _ClaimedDevice]]:
-    """Each device that counts, with who was given it."""
     domains = tuple("." + prefix.partition("/")[0] for prefix in prefixes)
-    for pod in answer.pod_resources:
-        for container in pod.containers:
-            for devices in container.devices:
-                if devices.resource_name.startswith(prefixes):
-                    holder = _Holder(pod.namespace, pod.name, container.name, devices.resource_name)
-                    yield from ((holder, device_id) for device_id in devices.device_ids)
-            holder = _Holder(pod.namespace, pod.name, container.name, None)
-            for dynamic in container.dynamic_resources:
-                for claimed in dynamic.claim_resources:
-                    if f".{claimed.driver_name}".endswith(domains):
-                        place = (claimed.driver_name, claimed.pool_name, claimed.device_name)
-                        yield holder, _ClaimedDevice(dynamic.claim_name, dynamic.claim_namespace, *place)
+    given: dict[tuple[str, ...], dict[Any, None]] = {}
+    for pod, container in [(one, each) for one in decoded.pod_resources for each in one.containers]:
+        who = (pod.namespace, pod.name, container.name)
+        for devices in container.devices:
+            if devices.device_ids and devices.resource_name.startswith(tuple(prefixes)):
+                given.setdefault((*who, devices.resource_name), {}).update(dict.fromkeys(devices.device_ids))
+        claims = [
+            (dynamic.claim_name, dynamic.claim_namespace, one.driver_name, one.pool_name, one.device_name)
+            for dynamic in container.dynamic_resources
+            for one in dynamic.claim_resources
+            if f".{one.driver_name}".endswith(domains)
+        ]
+        if claims:
+            given.setdefault(who, {}).update(dict.fromkeys(claims))
+    rows = []
+    for (namespace, pod_name, container_name, *resource), once in given.items():
+        if not (namespace and pod_name and container_name):
+            raise UndecodableAnswer("a container with devices, or its pod or namespace, has no name")
+        row: dict[str, Any] = {"namespace": namespace, "pod": pod_name, "container": container_name}
+        if resource:
+            rows.append({**row, "resource": resource[0], "device_ids": list(once)})
+        else:
+            rows.append({**row, "claims": [dict(zip(_CLAIMED, one, strict=True)) for one in sorted(once)]})
+    return rows
 
 
 def failure(code: grpc.StatusCode, details: str | None) -> tuple[Result, str]:

@@ -135,10 +135,9 @@ class Processes:
             return None
         if samples is None:
             return None
-        now_s, new = self._clock(), [one for one in samples if self._newest.is_new(one.timeStamp)]
+        now_s, new = self._clock(), self._newest.take(samples, lambda one: int(one.timeStamp))
         if new or now_s - self._sampled_s > SAMPLE_PERIOD_S:
             self._ratios, self._sampled_s = {}, now_s
-            self._newest.read(sample.timeStamp for sample in new)
             for sample in sorted(new, key=lambda sample: int(sample.timeStamp)):
                 if sample.pid in pids:
                     self._ratios[sample.pid] = ratio = measured(sample.smUtil, 32, _PERCENT, _RATIO)

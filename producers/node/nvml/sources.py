@@ -10,12 +10,14 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from producers.node.nvml import binding
 from producers.node.nvml.binding import FieldValue, GpmSample, Handle, NvmlError
 from producers.node.nvml.calls import IMPLAUSIBLE, Calls, error_of, is_refused, is_unsupported
 from producers.node.nvml.table import Limits, LinkErrors, Scale, is_blank, measured
+
+T = TypeVar("T")
 
 _FUTURE_US = 60_000_000
 
@@ -48,14 +50,13 @@ class Newest:
         self._looked_us = now_us
         return self._at_us
 
-    def is_new(self, at_us: int) -> bool:
-        """Whether a sample of that time has not been read: a driver may give older ones than it was asked for, and ones
-        of a time that can't be."""
-        return (self._at_us or 0) < at_us <= self._looked_us + _FUTURE_US
-
-    def read(self, times_us: Iterable[int]) -> None:
-        """These were new, and are read."""
-        self._at_us = max(times_us, default=self._at_us or 0)
+    def take(self, samples: Iterable[T], time_us: Callable[[T], int]) -> list[T]:
+        """Those that were not read before: a driver may give older ones than it was asked for, and ones of a time that
+        can't be."""
+        last_us, latest_us = self._at_us or 0, self._looked_us + _FUTURE_US
+        new = [one for one in samples if last_us < time_us(one) <= latest_us]
+        self._at_us = max(map(time_us, new), default=last_us)
+        return new
 
     def forget(self) -> None:
         """What was read is of another time."""
@@ -92,8 +93,7 @@ class Samples:
         except NvmlError as error:
             if error.code != binding.NOT_FOUND:
                 raise
-        new = [one for one in found if self._newest.is_new(one.at_us)]
-        self._newest.read(one.at_us for one in new)
+        new = self._newest.take(found, lambda one: one.at_us)
         if since_us is None:
             return None
         good = [value for one in new if (value := measured(one.value, one.bits, scale, limits)) is not None]
