@@ -20,7 +20,7 @@ import orjson
 from delivery.instruments import Instruments
 from delivery.settings import HOST_PORTS
 from gpustream import command, logs
-from gpustream.command import LOG_FORMAT, Command, option, options
+from gpustream.command import LOG_FORMAT, Command, counted, option, options
 from producers import PRODUCERS
 from producers.node import instruments
 from producers.node.cgroups import Places
@@ -293,7 +293,7 @@ def sentence(tried: Iterable[Json]) -> str:
 def _head(report: Json) -> Iterator[str]:
     gpus = [device for device in report["devices"] if not device.get("mig")]
     parts = len(report["devices"]) - len(gpus)
-    counts = f"{_count(len(gpus), 'GPU')}, {_count(parts, 'MIG device')}"
+    counts = f"{counted(len(gpus), 'GPU')}, {counted(parts, 'MIG device')}"
     yield f"node {report['node']}: {counts}, read twice {report['interval_s']:g} s apart"
     info: Mapping[str, str] = next((device["info"] for device in gpus if device.get("info")), {})
     named = {"driver": "driver_version", "CUDA": "cuda_version"}
@@ -305,7 +305,7 @@ def _head(report: Json) -> Iterator[str]:
     elif kubelet["containers"] is None:
         yield f"holders are what the processes say: {kubelet['trouble']}"
     else:
-        yield f"the kubelet at {kubelet['socket']} tells of {_count(kubelet['containers'], 'container')} with GPUs"
+        yield f"the kubelet at {kubelet['socket']} tells of {counted(kubelet['containers'], 'container')} with GPUs"
     if report["job_files"]["directory"] is not None:
         yield f"job files in {report['job_files']['directory']}"
     yield from report["job_files"]["troubles"]
@@ -370,21 +370,13 @@ def _metrics(metrics: Mapping[str, float], width: int) -> Iterator[str]:
     """Two to a line; what is too long for that has a line of its own."""
     yield from _line("metrics", f"{len(metrics)} of {len(CATALOGUE)}", width)
     half = (width - len(_MARGIN) - len(_GAP)) // 2
-    left = ""
-    for key in (key for key in CATALOGUE if key in metrics):
-        value = amount(key, metrics[key])
-        cell = f"{key}{value:>{max(half - len(key), len(value) + 1)}}"
-        if left and len(cell) <= half:
-            yield f"{_MARGIN}{left}{_GAP}{cell}"
-            left = ""
-            continue
-        if left:
-            yield _MARGIN + left
-        left = cell if len(cell) <= half else ""
-        if not left:
-            yield _MARGIN + cell
-    if left:
-        yield _MARGIN + left
+    named = [(key, amount(key, metrics[key])) for key in CATALOGUE if key in metrics]
+    cells = [f"{key}{value:>{max(half - len(key), len(value) + 1)}}" for key, value in named]
+    while cells:
+        line = cells.pop(0)
+        if cells and max(len(line), len(cells[0])) <= half:
+            line += _GAP + cells.pop(0)
+        yield _MARGIN + line
 
 
 def _left_out(device: Json, shown: dict[str, str], width: int) -> Iterator[str]:
@@ -412,10 +404,6 @@ def _name(device: Json) -> str:
 
 def _who(one: Json) -> str:
     return f"{one['namespace']}/{one['pod']}/{one['container']}"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _line(label: str, content: str, width: int = WIDTH) -> list[str]:

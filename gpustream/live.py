@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gpustream.alerts import AlertRow
+from gpustream.command import counted
 from gpustream.tally import Summary
 from topics.attributed import AttributedDevice, AttributedSample, Parts
 
@@ -265,8 +266,7 @@ def screen(frame: Frame, height: int) -> RenderableType:
 def line(frame: Frame) -> str:
     """The frame as one line."""
     busiest = [f"busiest {use.who} at {use.utilization_ratio:.0%}" for use in frame.view.uses[:1]]
-    count = len(frame.alerts)
-    alerts = [f"{count} alert{'s' * (count > 1)}"] if count else []
+    alerts = [counted(len(frame.alerts), "alert")] if frame.alerts else []
     facts = [*_facts(frame), *alerts, *busiest] if frame.view.ticks or not frame.trouble else []
     return f"{frame.elapsed_s:5.0f} s  " + ", ".join([*facts, *([frame.trouble] if frame.trouble else [])])
 

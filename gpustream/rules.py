@@ -22,7 +22,7 @@ from click.core import ParameterSource
 from delivery.clients import AIOKafkaConsumer
 from delivery.settings import HOST_PORTS, START_FROM
 from gpustream import alerts, logs
-from gpustream.command import LOG_FORMAT, Argument, Command, option
+from gpustream.command import LOG_FORMAT, Argument, Command, counted, option
 from gpustream.topics import answer, existing, show
 from streams.alerts import tick as ticks
 from streams.alerts.node import Replay
@@ -53,7 +53,7 @@ def rules() -> None:
 @RULES_FILE
 def check(file: Path) -> None:
     """Name every mistake of a file of alert rules, with its line. Exit code 1 if there is any."""
-    click.echo(f"{file}: no mistakes; {_count(len(_load(file).rules), 'rule')} in force")
+    click.echo(f"{file}: no mistakes; {counted(len(_load(file).rules), 'rule')} in force")
 
 
 def _one_source(given: dict[str, Any]) -> list[str]:
@@ -165,10 +165,10 @@ class Trial:
     def summary(self) -> str:
         """What was read, in a sentence."""
         fired = sum(alert.state == "firing" for alert in self.transitions)
-        read = f"{_count(self._replay.ticks, 'tick')} of {_count(self._replay.nodes, 'node')}"
+        read = f"{counted(self._replay.ticks, 'tick')} of {counted(self._replay.nodes, 'node')}"
         again = f", {self._replay.repeats} more were there twice" if self._replay.repeats else ""
         wrong = f", {self.wrong} were none" if self.wrong else ""
-        return f"{read}{again}{wrong}: {_count(fired, 'alert')} would have fired"
+        return f"{read}{again}{wrong}: {counted(fired, 'alert')} would have fired"
 
 
 def _lines(path: Path) -> Iterator[Recorded]:
@@ -234,7 +234,3 @@ def rows(transitions: Iterable[Alert]) -> list[tuple[str, ...]]:
             ended = (at, said.lasted, alert.resolved_because or "-")
         found.append((said.since, *ended[:2], *said[2:6], ended[2], said.summary))
     return found
-
-
-def _count(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
