@@ -182,7 +182,8 @@ class KafkaServer(Server):
         return self.directory / "server.properties"
 
     def _java(self) -> list[str]:
-        return [str(find_java()), f"-Xmx{self.heap}", "-XX:+UseSerialGC", "-cp", f"{find_kafka()}/*"]
+        quick = ("-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1")  # to start: half the time and CPU of the defaults
+        return [str(find_java()), f"-Xmx{self.heap}", *quick, "-cp", f"{find_kafka()}/*"]
 
     def _defaults(self) -> dict[str, str]:
         broker, controller = (port.number for port in self.ports)

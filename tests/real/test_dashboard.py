@@ -5,9 +5,8 @@ import os
 import re
 import subprocess
 import sys
-import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
+from tests.eventually import eventually_sync
 from tests.k8s import dashboard
 from tests.k8s.dashboard import Query
 from tests.real.conftest import need
@@ -24,7 +24,6 @@ from tests.test_compose import OURS, config
 
 STAYING = ("producer", "attribution", "remote-write")
 GPUS = 4 * 8
-WAIT_S = 90.0
 
 ALL = {"cluster": ".*", "namespace": ".*", "node": ".*", "idle": "5s", "__rate_interval": "8s"}
 """The variables as Grafana fills them for All, on a fleet that is seconds old."""
@@ -73,13 +72,15 @@ class Composed(NamedTuple):
     processes: dict[str, Gpustream]
     prometheus: ComposePrometheus
 
-    def answer(self, query: Query) -> list[Series]:
-        """What the query gives for everything, as soon as it gives anything; nothing where it never does."""
-        expr = dashboard.filled(query.expr, ALL)
-        deadline = time.monotonic() + WAIT_S
-        while not (found := self.prometheus.query(expr)) and time.monotonic() < deadline:
-            time.sleep(0.5)
-        return found
+    def answer(self, query: Query, labels: Iterable[str] = ()) -> list[Series]:
+        """What the query gives for everything, as soon as one series has all these labels."""
+        expr, wanted = dashboard.filled(query.expr, ALL), set(labels)
+
+        def found() -> list[Series]:
+            every = self.prometheus.query(expr)
+            return every if any(wanted <= series.labels.keys() for series in every) else []
+
+        return eventually_sync(found, f"{query} has {wanted or 'an answer'}")
 
 
 class Network:
@@ -134,12 +135,11 @@ OF_A_KNOWN_POD = {"k8s_workload_kind", "k8s_workload_name"}
 
 @pytest.mark.parametrize("query", ANSWERED, ids=str)
 def test_a_panel_shows_the_fleet(composed: Composed, query: Query) -> None:
-    found = composed.answer(query._replace(expr=query.expr.removesuffix(OR_ZERO)))
-    assert found
-    if grouped := re.match(r"\w+ by \(([^)]+)\)", query.expr):
-        named, by = {frozenset(series.labels) for series in found}, frozenset(grouped[1].split(", "))
-        assert by in named
-        assert named <= {by, by - OF_A_KNOWN_POD}
+    grouped = re.match(r"\w+ by \(([^)]+)\)", query.expr)
+    by = frozenset(grouped[1].split(", ")) if grouped else frozenset[str]()
+    found = composed.answer(query._replace(expr=query.expr.removesuffix(OR_ZERO)), by)
+    if by:
+        assert {frozenset(series.labels) for series in found} <= {by, by - OF_A_KNOWN_POD}
 
 
 @pytest.mark.parametrize("query", dashboard.label_queries(), ids=str)

@@ -20,6 +20,7 @@ import pytest
 
 from delivery import topic_admin
 from producers import publisher as names
+from tests.eventually import eventually_sync
 from tests.nvml.scripted import NoCompiler, ScriptedNvml, library
 from tests.producers.node import pod_resources
 from tests.real.conftest import need
@@ -29,7 +30,7 @@ from tests.real.servers import KafkaServer, Missing, PrometheusServer, find_java
 pytestmark = pytest.mark.timeout(300)
 
 CLUSTER = "nodes"
-BEFORE_S, OUTAGE_S, STOP_AFTER_S, CATCH_UP_S = 12.0, 60.0, 20.0, 60.0
+BEFORE_S, OUTAGE_S, STOP_AFTER_S = 12.0, 60.0, 20.0
 SHORT_BUFFER_S = 20
 PHASE_TICKS = 2
 TICK_MS = 1000
@@ -162,13 +163,13 @@ def _run(servers: ExitStack, directory: Path, kafka: KafkaServer, prometheus: Pr
         _stop(outcome, "c", c)
         time.sleep(OUTAGE_S - STOP_AFTER_S - 2 - outcome.stops["c"].took_s)
         kafka.start()
-        _wait(lambda: all(_metric(one, names.HELD) <= 1 for one in (a, b)))
+        eventually_sync(lambda: all(_metric(one, names.HELD) <= 1 for one in (a, b)))
         outcome.caught_up_ms = time.time() * 1000
         time.sleep(3)
         for name, one in (("a", a), ("b", b)):
             outcome.made[name], outcome.dropped[name] = _metric(one, names.MADE), _metric(one, names.DROPPED)
             _stop(outcome, name, one)
-    _wait(lambda: _behind(kafka.address) == 0)
+    eventually_sync(lambda: _behind(kafka.address) == 0)
     for record in sorted(asyncio.run(read_all(kafka.address, "gpu.attributed")), key=lambda r: (r.partition, r.offset)):
         tick = json.loads(record.value)
         outcome.ticks[tick["node"]].append(tick)
@@ -181,13 +182,6 @@ def _stop(outcome: Outcome, name: str, process: Gpustream) -> None:
     began = time.monotonic()
     process.stop()
     outcome.stops[name] = Stop(time.monotonic() - began, process.returncode)
-
-
-def _wait(condition: Any) -> None:
-    deadline = time.monotonic() + CATCH_UP_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.5)
 
 
 def _behind(kafka: str) -> int:

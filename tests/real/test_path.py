@@ -8,7 +8,7 @@ import asyncio
 import json
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from delivery import topic_admin
+from tests.eventually import eventually_sync
 from tests.real.conftest import need
 from tests.real.pipeline import Expected, Gpustream, Point, Truth, differences, lag, read_all, stored
 from tests.real.servers import (
@@ -83,19 +84,16 @@ def _run(servers: ExitStack, directory: Path, kafka: KafkaServer, receivers: dic
     processes["fleet"] = process("fleet", "produce", "simulated", *fleet)
     time.sleep(FLEET_S)
     processes["fleet"].stop()
-    _wait_until_committed(kafka.address, [f"sink-{name}" for name in receivers])
+    eventually_sync(lambda: _behind(kafka.address, [f"sink-{name}" for name in receivers]) == 0, "all is delivered")
     for one in processes.values():
         one.stop()
     attributed = asyncio.run(read_all(kafka.address, "gpu.attributed"))
     return Run(Truth.read(truth), attributed, receivers, {name: one.returncode for name, one in processes.items()})
 
 
-def _wait_until_committed(kafka: str, sinks: list[str]) -> None:
-    for _ in range(60):
-        behind = asyncio.run(lag(kafka, "gpustream-attribution", ["gpu.samples"]))
-        if behind + sum(asyncio.run(lag(kafka, group, ["gpu.attributed"])) for group in sinks) == 0:
-            return
-        time.sleep(0.5)
+def _behind(kafka: str, sinks: Iterable[str]) -> int:
+    behind = asyncio.run(lag(kafka, "gpustream-attribution", ["gpu.samples"]))
+    return behind + sum(asyncio.run(lag(kafka, group, ["gpu.attributed"])) for group in sinks)
 
 
 def test_every_process_ends_in_good_order(path: Run) -> None:

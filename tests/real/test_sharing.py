@@ -119,9 +119,9 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Told]:
         every = [decoder(AttributedSample)(one.value) for one in records]
         ticks, blind = ([tick for tick in every if tick.node == node] for node in (NODE, BLIND))
         assert [tick.seq for tick in ticks] == list(range(1, len(ticks) + 1))
-        whole = [tick for tick in ticks if not stage.torn(tick.ts_ms)]
-        assert len(whole) >= 2 * len(scenes)
-        yield Told(scenes, whole, blind, receivers)
+        told = Told(scenes, [tick for tick in ticks if not stage.torn(tick.ts_ms)], blind, receivers)
+        assert len(told.ticks) >= 2 * len(scenes)
+        yield told
 
 
 def _key(names: Names, device: AttributedDevice) -> Key:
@@ -311,13 +311,18 @@ def test_an_xid_error_is_told_once_with_the_pods_that_held_the_device_and_counte
 
 @pytest.mark.parametrize(("profile", "metric"), [("otel", "gpu_sm_active"), ("dcgm", "DCGM_FI_PROF_SM_ACTIVE")])
 def test_each_gpu_and_gpu_instance_has_its_own_activity(told: Told, profile: str, metric: str) -> None:
-    names = PROFILES[profile]
-    for tick in told.ticks[1:]:  # it takes two samples
+    """It takes two samples, and a tick leaves out what the driver is slow to say, as it is on a busy machine."""
+    names, seen = PROFILES[profile], set[str]()
+    for tick in told.ticks[1:]:
         truths = told.truths(tick)
-        active = {_key(names, one): truths[one.uuid].sm_active for one in tick.devices}
+        known = [one for one in tick.devices if "sm_active_ratio" in one.metrics]
+        if len(known) == sum(one.state == "ok" for one in tick.devices):
+            seen.add(told.scene(tick).name)
+        active = {_key(names, one): truths[one.uuid].sm_active for one in known}
         found = {_labelled(names, one): one.value for one in _asked(told, profile, metric, tick)}
         expected = {key: one / 100 for key, one in active.items() if one is not None}
         assert {key: found[key] for key in expected} == _close(expected), told.scene(tick).name
+    assert seen == {scene.name for scene in told.scenes}
 
 
 @pytest.mark.parametrize("profile", PROFILES)
