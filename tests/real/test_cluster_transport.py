@@ -23,9 +23,6 @@ from tests.producers.fakes import value
 from tests.real.cut import Line
 from tests.real.kubernetes import ApiServer, Json, find_openssl
 
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-"""The HTTP client leaves the transport of a TLS handshake that failed to the garbage collector, which warns of it."""
-
 READ_MAPS = {"apiGroups": [""], "resources": ["configmaps"], "verbs": ["list", "watch"]}
 LEASE_RULES: list[Json] = [
     {"apiGroups": ["coordination.k8s.io"], "resources": ["leases"], "verbs": ["create"]},
