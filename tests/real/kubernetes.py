@@ -111,6 +111,9 @@ class Denied(Exception):
 class ApiServer(Server):
     """kube-apiserver and its etcd. ``users`` are those of the token file besides ``admin``, without any rights."""
 
+    stop_timeout_s = 4.0
+    """It waits a minute for the ends of the watches that it serves."""
+
     def __init__(self, directory: Path, *, users: Sequence[str] = ("one", "two"), options: Sequence[str] = ()) -> None:
         super().__init__(directory)
         self.etcd = Etcd(directory / "etcd")

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import IO, Self
 
 START_TIMEOUT_S = 60.0
-STOP_TIMEOUT_S = 20.0
 LOG_TAIL_BYTES = 4000
 
 REAPER = """
@@ -69,6 +68,8 @@ class Server:
     directory (:meth:`prepare`), once. All methods block; a coroutine calls them by ``asyncio.to_thread``.
     ``environment`` is added to the tests' own.
     """
+
+    stop_timeout_s = 20.0
 
     def __init__(self, directory: Path, *, ports: int = 1, environment: Mapping[str, str] | None = None) -> None:
         self.directory = directory
@@ -126,13 +127,13 @@ class Server:
             time.sleep(0.05)
 
     def stop(self) -> None:
-        """Ends the server in good order, and kills it where that takes longer than 20 s."""
+        """Ends the server in good order, and kills it where that takes longer than ``stop_timeout_s``."""
         if not self.running:
             return
         self.sigcont()
         self._signal(signal.SIGTERM)
         try:
-            self._reap(STOP_TIMEOUT_S)
+            self._reap(self.stop_timeout_s)
         except subprocess.TimeoutExpired:
             self.kill9()
 
