@@ -47,16 +47,23 @@ class Connection:
         sent = {"User-Agent": self._agent, **headers}
         if (token := await self.configuration.get_api_key_with_prefix("BearerToken")) is not None:
             sent["Authorization"] = token.strip()
-        response: aiohttp.ClientResponse = await rest.pool_manager.request(
-            method,
-            self.configuration.host + path,
-            headers=sent,
-            timeout=timeout,
-            allow_redirects=False,
-            proxy=rest.proxy,
-            server_hostname=rest.server_hostname,
-            **how,
-        )
+        try:
+            response: aiohttp.ClientResponse = await rest.pool_manager.request(
+                method,
+                self.configuration.host + path,
+                headers=sent,
+                timeout=timeout,
+                allow_redirects=False,
+                proxy=rest.proxy,
+                server_hostname=rest.server_hostname,
+                **how,
+            )
+        except (AssertionError, RuntimeError) as error:  # aiohttp's, for a pool that is closed before or while it asks
+            if not rest.pool_manager.closed:
+                raise
+            raise aiohttp.ClientConnectionError(
+                "its connections are replaced: the certificates have changed"
+            ) from error
         return response
 
     async def close(self) -> None:

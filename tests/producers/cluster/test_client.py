@@ -111,6 +111,15 @@ async def test_nobody_there_is_told_from_a_silence(server: ApiServer, connect: O
     assert nobody.value.reason == "connection"
 
 
+async def test_a_request_whose_connections_are_replaced_meanwhile_has_reached_nobody(connect: Open) -> None:
+    api = await connect()
+    assert api._connection is not None
+    await api._connection.close()
+    with pytest.raises(Unreachable, match="the certificates have changed") as error:
+        await api.request("GET", "/things")
+    assert error.value.reason == "connection"
+
+
 async def test_an_answer_that_is_broken_off_is_none(server: ApiServer, connect: Open) -> None:
     api = await connect()
 
