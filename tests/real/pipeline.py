@@ -1,16 +1,19 @@
 """The pipeline as an operator runs it, process by process, and its answers held against the truth."""
 
+import asyncio
 import json
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from aiokafka import AIOKafkaConsumer, TopicPartition
 
+from gpustream.serve import Component
 from tests.real.process import Server
 from tests.real.servers import PrometheusServer, Series
 
@@ -50,6 +53,18 @@ class Gpustream(Server):
     def returncode(self) -> int | None:
         """The exit code, or None while it runs."""
         return None if self._process is None else self._process.poll()
+
+
+@asynccontextmanager
+async def running(*these: Component) -> AsyncIterator[None]:
+    """The components at work."""
+    stop = asyncio.Event()
+    tasks = [asyncio.ensure_future(one.run(stop)) for one in these]
+    try:
+        yield
+    finally:
+        stop.set()
+        await asyncio.gather(*tasks)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,6 @@
 """A Kafka with its default `auto.create.topics.enable=true`: whatever starts before `topics create` makes no topic."""
 
-import asyncio
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -27,6 +25,7 @@ from streams.attribution.component import Attribution
 from streams.settings import AlertSettings, AttributionSettings
 from tests.eventually import eventually
 from tests.real.conftest import need
+from tests.real.pipeline import running
 from tests.real.servers import KafkaServer, find_java, find_kafka
 
 NOWHERE = "http://127.0.0.1:1"
@@ -71,18 +70,6 @@ def components(kafka: str, kubeconfig: Path) -> list[Component]:
         AlertmanagerSink(AlertmanagerSettings(kafka=kafka, urls=(NOWHERE,))),
         WebhookSink(WebhookSettings(kafka=kafka, url=NOWHERE, unsigned=True)),
     ]
-
-
-@asynccontextmanager
-async def running(*these: Component) -> AsyncIterator[None]:
-    """The components at work."""
-    stop = asyncio.Event()
-    tasks = [asyncio.ensure_future(one.run(stop)) for one in these]
-    try:
-        yield
-    finally:
-        stop.set()
-        await asyncio.gather(*tasks)
 
 
 def waits_for_topics(component: Component) -> bool:

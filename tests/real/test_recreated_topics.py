@@ -2,14 +2,11 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
 import pytest
 
 from delivery import topic_admin
-from gpustream.serve import Component
 from producers.simulated.component import SimulatedFleet
 from producers.simulated.config import SimulatedSettings
 from sinks.outcomes import Outcome
@@ -18,7 +15,7 @@ from sinks.settings import ScrapeSettings
 from streams.attribution.component import Attribution
 from streams.settings import AttributionSettings
 from tests.eventually import eventually
-from tests.real.pipeline import Tick, read_all
+from tests.real.pipeline import Tick, read_all, running
 from tests.real.servers import ASK_TIMEOUT_S, KafkaServer
 
 PARTITIONS = 2
@@ -55,18 +52,6 @@ def pipeline(kafka: str) -> Pipeline:
         taken,
         failures,
     )
-
-
-@asynccontextmanager
-async def running(*these: Component) -> AsyncIterator[None]:
-    """The components at work."""
-    stop = asyncio.Event()
-    tasks = [asyncio.ensure_future(one.run(stop)) for one in these]
-    try:
-        yield
-    finally:
-        stop.set()
-        await asyncio.gather(*tasks)
 
 
 def recreate(kafka: KafkaServer, topic: str) -> None:

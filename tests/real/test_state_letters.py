@@ -10,7 +10,7 @@ from delivery import topic_admin
 from streams.attribution.component import Attribution
 from streams.settings import AttributionSettings
 from tests.eventually import eventually
-from tests.real.pipeline import read_all
+from tests.real.pipeline import read_all, running
 from tests.real.servers import KafkaServer
 
 EACH = 20
@@ -20,15 +20,10 @@ STATES = ("gpu.allocations", "gpu.workloads")
 @asynccontextmanager
 async def workers(kafka: str, count: int, failures: list[str]) -> AsyncIterator[None]:
     """So many workers of one group, once all of them have learned their state."""
-    stop = asyncio.Event()
     made = [Attribution(AttributionSettings(kafka=kafka), fail=failures.append) for _ in range(count)]
-    tasks = [asyncio.ensure_future(one.run(stop)) for one in made]
-    try:
+    async with running(*made):
         await eventually(lambda: not any(one.not_ready() for one in made))
         yield
-    finally:
-        stop.set()
-        await asyncio.gather(*tasks)
 
 
 async def write(kafka: str) -> None:
