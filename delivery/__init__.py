@@ -1,1 +1,1 @@
-"""On and off Kafka: the consumer group that streams and sinks read with, and what keeps count of what they finished."""
+"""The one way on and off Kafka: sender, consumer group, positions, ledger, dead letters, topic administration."""

@@ -11,7 +11,7 @@ Source: Kafka's protocol, Metadata from version 4 on (``allow_auto_topic_creatio
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import aiokafka.admin.client
@@ -51,6 +51,11 @@ def describe(error: BaseException) -> str:
     return text if text.startswith(name) else f"{name}: {text}".strip(": ")
 
 
+def backoff(delays_s: Sequence[float]) -> Iterator[float]:
+    """How long to wait after each failure: these delays, and then the last of them for ever."""
+    return itertools.chain(delays_s, itertools.repeat(delays_s[-1]))
+
+
 async def connected(kafka: str, **options: Any) -> Any:
     """A consumer of ``HOST:PORT[,...]`` once a broker answers; cancel to give up.
 
@@ -67,15 +72,17 @@ async def connected(kafka: str, **options: Any) -> Any:
 
 async def started(make: Callable[[], Any], kafka: str, backoff_s: Sequence[float] = (0.5,)) -> Any:
     """A client that ``make`` makes, started once a broker answers, for as long as that takes; cancel to give up."""
-    for attempt in itertools.count():
+    complained = False
+    for delay_s in backoff(backoff_s):
         client = make()
         try:
             await client.start()
         except KafkaError as error:
             await close(client)
-            if attempt == 0:
+            if not complained:
                 log.warning("no Kafka broker answers at %s: %s; trying again", kafka, describe(error))
-            await asyncio.sleep(backoff_s[min(attempt, len(backoff_s) - 1)])
+            complained = True
+            await asyncio.sleep(delay_s)
         except BaseException:
             await close(client)
             raise

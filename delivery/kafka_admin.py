@@ -33,6 +33,7 @@ from delivery.clients import AIOKafkaAdminClient, AIOKafkaConsumer, describe
 _REQUEST_TIMEOUT_MS = 10_000
 _SESSION_TIMEOUT_S = 60.0
 _SET = 0
+_TEXT = String("utf-8")
 _UNAUTHORIZED = 29
 _SILENCE = (KafkaConnectionError, NodeNotReadyError, RequestTimedOutError, StaleMetadata, OSError, TimeoutError)
 
@@ -52,11 +53,10 @@ class SettingsUnknown(BrokerError):
 
 
 class Refused(BrokerError):
-    """The broker said no, and will say it again. ``reasons`` are by topic."""
+    """The broker said no, and will say it again; ``reasons`` are by topic."""
 
     def __init__(self, what: str, reasons: Mapping[str, str]) -> None:
         super().__init__("\n".join(f"{topic}: {what}: {reason}" for topic, reason in reasons.items()))
-        self.reasons = dict(reasons)
 
 
 class Found(NamedTuple):
@@ -72,15 +72,7 @@ class _SettingsSet(Response):  # type: ignore[misc] # aiokafka has no types
     API_VERSION = 0
     SCHEMA = Schema(
         ("throttle_time_ms", Int32),
-        (
-            "resources",
-            Array(
-                ("error_code", Int16),
-                ("error_message", String("utf-8")),
-                ("resource_type", Int8),
-                ("resource_name", String("utf-8")),
-            ),
-        ),
+        ("resources", Array(("error_code", Int16), ("error_message", _TEXT), ("type", Int8), ("name", _TEXT))),
     )
 
 
@@ -88,19 +80,9 @@ class _SetSettings(RequestStruct):  # type: ignore[misc]
     API_KEY = 44
     API_VERSION = 0
     RESPONSE_TYPE = _SettingsSet
+    CONFIGS = Array(("name", _TEXT), ("config_operation", Int8), ("value", _TEXT))
     SCHEMA = Schema(
-        (
-            "resources",
-            Array(
-                ("resource_type", Int8),
-                ("resource_name", String("utf-8")),
-                (
-                    "configs",
-                    Array(("name", String("utf-8")), ("config_operation", Int8), ("value", String("utf-8"))),
-                ),
-            ),
-        ),
-        ("validate_only", Boolean),
+        ("resources", Array(("type", Int8), ("name", _TEXT), ("configs", CONFIGS))), ("validate_only", Boolean)
     )
 
 

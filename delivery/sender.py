@@ -8,7 +8,6 @@ had not delivered is sent again one record at a time. A record that is refused e
 """
 
 import asyncio
-import itertools
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -24,7 +23,7 @@ from aiokafka.errors import (
     UnknownError,
 )
 
-from delivery.clients import AIOKafkaProducer, close, describe, started
+from delivery.clients import AIOKafkaProducer, backoff, close, describe, started
 from delivery.topic_admin import TopicCheck
 from topics.topic import MAX_MESSAGE_BYTES
 
@@ -228,19 +227,19 @@ class Sender:
 
     async def _send_alone(self, record: _Sending) -> None:
         """Send a record until it is acknowledged or refused."""
-        for attempt in itertools.count():
+        for attempt, delay_s in enumerate(backoff(_BACKOFF_S), 1):
             try:
                 metadata = await self._client().send_and_wait(**record.arguments)
             except _IMPOSSIBLE as error:
                 self._resolve(record, Unsendable(describe(error)))
                 return
             except KafkaError as error:
-                if isinstance(error, _REFUSALS) or (isinstance(error, UnknownError) and attempt + 1 >= _UNKNOWN_TRIES):
+                if isinstance(error, _REFUSALS) or (isinstance(error, UnknownError) and attempt >= _UNKNOWN_TRIES):
                     self._resolve(record, Unsendable(describe(error)))
                     await self._renew()
                     return
                 log.warning("%s: not acknowledged (%s): trying again", record.arguments["topic"], describe(error))
-                await asyncio.sleep(_BACKOFF_S[min(attempt, len(_BACKOFF_S) - 1)])
+                await asyncio.sleep(delay_s)
                 await self._renew()
             else:
                 self._resolve(record, metadata.offset)

@@ -1,7 +1,8 @@
 """What the contract says of topics against what a broker has.
 
 In: a broker's topics. Out: topics made, settings altered, or every mistake in one message.
-On failure: :class:`BrokerUnavailable` may be tried again; every other error is to be read by a person.
+On failure: :class:`BrokerUnavailable` may be tried again; every other error is for a person to read. A component waits
+with :class:`TopicCheck` until its topics can be used, for as long as it takes: before, it neither reads nor writes them.
 """
 
 import asyncio
@@ -12,6 +13,7 @@ from typing import NamedTuple
 
 from aiokafka.admin import NewTopic
 
+from delivery.clients import backoff
 from delivery.kafka_admin import Admin, BrokerError, BrokerUnavailable, Found, SettingsUnknown, connect
 from topics.topic import PARTITIONS, REPLICATION_FACTOR, Topic, load_topics
 
@@ -25,12 +27,11 @@ _PASSES = 100
 _PASS_S = 0.1
 """A broker learns of a change some time after the controller has made it."""
 
-
 ASK_AFTER_S = (0.5, 1.0, 2.0, 5.0, 10.0)
-"""When to ask again; the last of them again and again, for a fleet may wait."""
+"""When to ask again: not too often, because a whole fleet may wait."""
 
 COMMAND = "`gpustream topics create`"
-"""What mends most of it, and says how to mend the rest."""
+"""It makes what is missing, mends settings, and says how to mend the rest."""
 
 log = logging.getLogger(__name__)
 
@@ -61,8 +62,6 @@ class Checked(NamedTuple):
 
 class ContractMismatch(BrokerError):
     """Topics are missing or not as they must be; one line a mistake."""
-
-    advice = "`gpustream topics create` makes what is missing, mends settings, and says how to mend the rest"
 
     def __init__(self, mistakes: Iterable[Mismatch]) -> None:
         self.mistakes = tuple(mistakes)
@@ -233,14 +232,15 @@ class TopicCheck:
 
     async def passed(self, stop: asyncio.Event) -> Checked | None:
         """The topics, once they may be used; None if ``stop`` is set before."""
-        asked = 0
-        while not stop.is_set():
+        for delay_s in backoff(ASK_AFTER_S):
+            if stop.is_set():
+                break
             try:
                 found = await check(self._kafka, self._names, self._beside)
             except ContractMismatch as error:
-                self._tell([f"{mistake}: run {COMMAND}" for mistake in error.mistakes])
+                wrong = [f"{mistake}: run {COMMAND}" for mistake in error.mistakes]
             except BrokerError as error:
-                self._tell(str(error).splitlines())
+                wrong = str(error).splitlines()
             else:
                 for mismatch in found.harmless:
                     log.warning("%s", mismatch)
@@ -248,13 +248,9 @@ class TopicCheck:
                     log.info("the topics can be used: %s", ", ".join(self._names))
                 self._wrong = []
                 return found
+            if wrong != self._wrong:
+                log.warning("waiting for topics that can be used: %s", "; ".join(wrong))
+            self._wrong = wrong
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(stop.wait(), ASK_AFTER_S[min(asked, len(ASK_AFTER_S) - 1)])
-            asked += 1
+                await asyncio.wait_for(stop.wait(), delay_s)
         return None
-
-    def _tell(self, wrong: list[str]) -> None:
-        """Say what is wrong, when that has changed."""
-        if wrong != self._wrong:
-            log.warning("waiting for topics that can be used: %s", "; ".join(wrong))
-        self._wrong = wrong
