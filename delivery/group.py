@@ -30,13 +30,6 @@ _LOOK_EVERY_S = 0.3
 _RETRY_S = 0.5
 _POSITION_S = 0.1
 _DESCRIBE_S = 3.0
-_NEVER_MS = 2**31 - 1
-_REBALANCE_MS = 30_000
-_METADATA_MS = 20_000
-_POLL_RECORDS = 500
-_FETCH_WAIT_MS = 200
-_MAX_FETCH = 32 << 20
-_MAX_PARTITION_FETCH = 8 << 20
 _HANGING_S = 60.0
 _FRESH_MS = 5_000
 _NOWHERE = TopicPartition("", -1)
@@ -46,7 +39,8 @@ _NOWHERE = TopicPartition("", -1)
 class MustRestart(Exception):
     """The process can't go on, and nothing is lost if it is started again: what is not committed is read again.
 
-    The message is the reason."""
+    The message is the reason.
+    """
 
     exit_code = RESTART
 
@@ -101,14 +95,14 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
             partition_assignment_strategy=(self._assignor,),  # one: the first join would offer only the first of two
             session_timeout_ms=session_ms,
             heartbeat_interval_ms=max(min(session_ms // 4, 3000), 250),
-            rebalance_timeout_ms=max(session_ms, _REBALANCE_MS),
-            max_poll_interval_ms=_NEVER_MS,  # not to read, because a receiver is away, is no reason to leave
-            max_poll_records=_POLL_RECORDS,  # so many are unpacked at once: it holds up heartbeats
+            rebalance_timeout_ms=max(session_ms, 30_000),
+            max_poll_interval_ms=2**31 - 1,  # not to read, because a receiver is away, is no reason to leave
+            max_poll_records=500,  # so many are unpacked at once: it holds up heartbeats
             auto_offset_reset="earliest",
-            fetch_max_wait_ms=_FETCH_WAIT_MS,
-            fetch_max_bytes=_MAX_FETCH,
-            max_partition_fetch_bytes=_MAX_PARTITION_FETCH,
-            metadata_max_age_ms=_METADATA_MS,  # so soon a partition that is added is seen
+            fetch_max_wait_ms=200,
+            fetch_max_bytes=32 << 20,
+            max_partition_fetch_bytes=8 << 20,
+            metadata_max_age_ms=20_000,  # so soon a partition that is added is seen
         )
 
     async def topics_with_commits(self) -> frozenset[str]:

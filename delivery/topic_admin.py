@@ -2,7 +2,7 @@
 
 In: a broker's topics. Out: topics made, settings altered, or every mistake in one message.
 On failure: :class:`BrokerUnavailable` may be tried again; every other error is for a person to read. A component waits
-with :class:`TopicCheck` until its topics can be used, for as long as it takes, and neither reads nor writes them before.
+with :class:`TopicCheck` until its topics can be used, for as long as it takes, and does not touch them before.
 """
 
 import asyncio
