@@ -100,12 +100,16 @@ class Memory(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def remember(memory: Memory, tick: Tick, forget_ms: int) -> Memory:
-    """The memory after a tick. A GPU that is missing is forgotten after a time, or when another is in its place."""
+    """The memory after a tick.
+
+    A device that is missing is forgotten when it has left: a MIG device whose GPU is well without it, a GPU that has
+    another in its place, or what has been away for ``forget_ms``.
+    """
     changed: dict[str, Seen] = {}
     counted: dict[str, Windows] = {}
     for device in tick.devices:
         seen, before = memory.devices.get(device.uuid), memory.windows.get(device.uuid)
-        now, counters = _seen(seen, device, tick, memory.run_id), _windows(before, device, tick.ts_ms)
+        now, counters = _seen(seen, device, tick, memory.run_id), windows_of(device, before, tick.ts_ms)
         if now is not seen:
             changed[device.uuid] = now
         if counters is not None and counters is not before:
@@ -115,9 +119,12 @@ def remember(memory: Memory, tick: Tick, forget_ms: int) -> Memory:
     devices = memory.devices
     if changed or missing:
         devices = {**memory.devices, **changed}
+        well = {device.uuid for device in tick.devices if device.state == "ok"}
+        places = {device.pci_bus_id for device in tick.devices if device.mig is None} - {None}
         for uuid in missing:
             seen = devices.pop(uuid)
-            if not _has_left(seen, tick, forget_ms):
+            replaced = seen.parent in well if seen.parent is not None else seen.pci_bus_id in places
+            if not replaced and not (seen.missing_ms and tick.ts_ms - seen.missing_ms >= forget_ms):
                 counts = seen.counts if memory.run_id == tick.run_id else {}
                 devices[uuid] = _replace(seen, counts=counts, missing_ms=seen.missing_ms or tick.ts_ms)
         devices = memory.devices if devices == memory.devices else devices
@@ -127,18 +134,6 @@ def remember(memory: Memory, tick: Tick, forget_ms: int) -> Memory:
     if memory.run_id == tick.run_id and devices is memory.devices and windows is memory.windows:
         return memory
     return Memory(tick.run_id, devices, windows)
-
-
-def _has_left(seen: Seen, tick: Tick, forget_ms: int) -> bool:
-    """Whether a device that is not there has left: a MIG device whose GPU is well without it, a GPU that has another in
-    its place, or what has been away for long."""
-    if seen.missing_ms and tick.ts_ms - seen.missing_ms >= forget_ms:
-        return True
-    if seen.parent is not None:
-        return any(device.uuid == seen.parent and device.state == "ok" for device in tick.devices)
-    return seen.pci_bus_id is not None and any(
-        device.mig is None and device.pci_bus_id == seen.pci_bus_id for device in tick.devices
-    )
 
 
 def _seen(seen: Seen | None, device: Device, tick: Tick, run_id: int) -> Seen:
@@ -204,7 +199,7 @@ def _shared(text: str | None) -> str | None:
 # -- errors within a minute
 
 
-def _windows(before: Windows | None, device: Device, ts_ms: int) -> Windows | None:
+def windows_of(device: Device, before: Windows | None, ts_ms: int) -> Windows | None:
     """The counters of a device after a tick; the same object if nothing changed, None if it has none."""
     metrics, known, changed = device.metrics, before or {}, dict[str, Window]()
     for name in COUNTERS:

@@ -1,6 +1,7 @@
-"""What a worker holds of one node: its state, what of it the broker has, and the ticks that a replay must begin with.
+"""What a worker holds of its nodes: their states, what of them the broker has, and which of them are silent.
 
-In: ticks, states that were read, acknowledgements. Out: what is to be written, and which slots may be finished.
+In: ticks, states that were read, acknowledgements, where the broker says that partitions end. Out: what is to be
+written, and which slots may be finished.
 State: all of it; no clock, no Kafka.
 
 A state is written only when it changes. So a replay must find out the rest: the slot of a node's last tick stays open
@@ -9,6 +10,7 @@ tick that was judged. The first tick of a node after its state is one that was j
 over. If no tick comes for a while, a state that says so is written, and nothing stays open.
 """
 
+import contextlib
 from collections import deque
 from typing import Literal, NamedTuple
 
@@ -26,6 +28,14 @@ from topics.alerts import Alert
 Outcome = Literal["judged", "new_log", "replayed", "resumed"]
 """What a tick was: a new one; a new one with which the offsets of gpu.samples begin again; one that had been judged
 before its node's state was written; or the first after that."""
+
+QUIET_S = 30.0
+"""After so long without a tick a node's state is written, and its last tick holds back no commit any more."""
+
+BREAK_S = 10.0
+"""Between answers of the broker that are further apart than this, it is not known what came."""
+
+_MOST_ASKED = 600
 
 _replace = msgspec.structs.replace
 
@@ -46,7 +56,7 @@ class Due(NamedTuple):
 
 
 class Node:
-    """A node of a partition.
+    """A node of a partition, by its key.
 
     ``durable`` is the state that the broker has, ``current`` the one after the last tick. ``fresh``: no tick was read
     since the state was. ``stale``: the topic's last state is not ours. ``writing``: something is on its way.
@@ -54,9 +64,12 @@ class Node:
     monotonic clock.
     """
 
-    __slots__ = ("_echoes", "_over", "_writes", "current", "durable", "fresh", "kept", "read_s", "stale", "writing")
+    __slots__ = (
+        "_echoes", "_over", "_writes", "current", "durable", "fresh", "kept", "key", "read_s", "stale", "writing",
+    )  # fmt: skip
 
-    def __init__(self, durable: NodeAlerts | None = None) -> None:
+    def __init__(self, key: bytes, durable: NodeAlerts | None = None) -> None:
+        self.key = key
         self.durable = self.current = durable
         self.fresh, self.stale, self.writing = True, False, False
         self._echoes: deque[Order] = deque()
@@ -150,6 +163,147 @@ class Node:
         if self.durable is None or self.current is None:
             return self.current is not None
         return bool(self._writes) or not machine.same(self.durable, self.current)
+
+
+# -- the nodes of a partition
+
+
+class Ends(NamedTuple):
+    """Where the partition ended, and that of the samples, when the broker was asked."""
+
+    asked_s: float
+    end: int
+    samples_end: int | None
+
+
+class CaughtUp:
+    """For how long one partition has been read to its end without a break.
+
+    ``newest`` is the greatest offset of a sample that its records are of.
+    """
+
+    def __init__(self) -> None:
+        self.newest = -1
+        self._asked: deque[Ends] = deque(maxlen=_MOST_ASKED)
+        self._since_s, self._until_s = float("inf"), float("-inf")
+
+    def attributed(self, offset: int, *, new_log: bool = False) -> None:
+        """A record of the sample at this offset was read. ``new_log``: the offsets of the samples began again."""
+        self.newest = offset if new_log else max(self.newest, offset)
+
+    def ends(self, ends: Ends) -> None:
+        """The broker has said where the partitions end."""
+        self._asked.append(ends)
+
+    def read(self, position: int) -> None:
+        """The partition was read to this position: all is known that there was when its end was asked.
+
+        No sample may wait to be attributed: a stream that stands still is not a node that is silent.
+        """
+        while self._asked and position >= self._asked[0].end:
+            samples_end = self._asked[0].samples_end
+            if samples_end is not None and self.newest + 1 < samples_end:
+                return
+            at_s = self._asked.popleft().asked_s
+            if at_s - self._until_s > BREAK_S:
+                self._since_s = at_s
+            self._until_s = at_s
+
+    def lasted_s(self, since_s: float) -> float:
+        """For how long, from that time on, the partition has been read to its end; below 0: not at all."""
+        return self._until_s - max(since_s, self._since_s)
+
+
+class _Removal(msgspec.Struct, frozen=True):
+    """What of gpu.workloads is looked at."""
+
+    removed: bool | None = False
+
+
+class PartitionNodes:
+    """The nodes of one partition, by key.
+
+    ``active`` are those that are not known to be without ticks, in the order in which ticks of them were last read.
+    ``logged_ms`` is when the last tick of any was logged.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.nodes: dict[bytes, Node] = {}
+        self.active: dict[bytes, Node] = {}
+        self.caught_up = CaughtUp()
+        self.logged_ms = 0
+        self._removed_ms: dict[bytes, int] = {}
+
+    def rank(self, node: Node, *, active: bool) -> None:
+        """A node is active now, the last one, or it is not."""
+        self.active.pop(node.key, None)
+        if active:
+            self.active[node.key] = node
+
+    def learn(self, node: Node, state: NodeAlerts) -> None:
+        """A state was read. A node that no tick was read of is active unless its state says that it is silent."""
+        node.learn(state)
+        if node.fresh:
+            self.rank(node, active=node.current is not None and not node.current.silent)
+
+    def remove(self, key: bytes) -> None:
+        """The state of a node was deleted. One that a tick was read of stays."""
+        node = self.nodes.get(key)
+        if node is not None and node.fresh and not node.writing:
+            del self.nodes[key]
+            self.active.pop(key, None)
+
+    def note_removal(self, key: bytes, value: bytes | None, logged_ms: int) -> None:
+        """Whether the cluster still has a node, by a record of gpu.workloads. What can't be decoded says nothing:
+        attribution dead-letters it."""
+        self._removed_ms.pop(key, None)
+        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            if value and msgspec.json.decode(value, type=_Removal).removed:
+                self._removed_ms[key] = logged_ms
+
+    def close_quiet(self) -> list[Node]:
+        """The nodes without a tick for a while, which are not active from now on; those of which one was read last are
+        last.
+
+        The log has gone on for that while without the node, or the partition has been read to its end for as long. Of a
+        node that no tick was read of only the latter counts: its last ticks may be yet to be read again.
+        """
+        quiet: list[Node] = []
+        for node in self.active.values():
+            current = node.current
+            passed = current is not None and not node.fresh and self.logged_ms - current.logged_ms >= QUIET_S * 1000
+            if passed or self.caught_up.lasted_s(node.read_s) >= QUIET_S:
+                quiet.append(node)
+            elif not node.fresh:
+                break
+        for node in quiet:
+            del self.active[node.key]
+            if node.current is not None:
+                node.close(Step(machine.quiet(node.current)))
+        return quiet
+
+    def close_silent(self, rules: Rules, now_ms: int) -> list[Node]:
+        """The nodes of which it is judged now what becomes of them without ticks: they are silent, or have left."""
+        found = [
+            node
+            for key, node in self.nodes.items()
+            if key not in self.active and node.settled() and self.caught_up.lasted_s(node.read_s) >= QUIET_S
+        ]
+        for node in found:
+            if node.current is not None:
+                removed_ms = self._removed_ms.get(node.key)
+                node.close(machine.without_ticks(node.current, rules, now_ms=now_ms, removed_ms=removed_ms))
+        return found
+
+    def forget(self) -> None:
+        """Only what the broker has is known from now on: the rest is read again."""
+        self.nodes = {key: Node(key, node.durable) for key, node in self.nodes.items() if node.durable}
+        self.active = {key: node for key, node in self.nodes.items() if node.durable and not node.durable.silent}
+        self.caught_up, self.logged_ms = CaughtUp(), 0
+
+
+# -- recorded ticks
 
 
 class Replay:

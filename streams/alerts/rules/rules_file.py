@@ -13,11 +13,11 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple, TypeVar, get_args
 
 import msgspec
 
-from delivery.values import milliseconds
+from delivery.values import duration_words, milliseconds
 from streams.alerts.rules.rule import KINDS, Kind, Override, Rule, Rules
 from topics.alerts import Severity
 
@@ -33,6 +33,8 @@ _RESERVED = ("alertname", "severity", "xid", "gpu_", "k8s_", "host_", "job_", "c
 
 _FIGURES = ("gpu_share", "wasted_gpu_seconds")
 _XID_SEVERITIES = ("driver_severity", "application_severity", "recovered_severity", "unknown_severity")
+
+W = TypeVar("W", bound=str)
 
 Keys = tuple[str | int, ...]
 """Where in a file or a value something is: keys of tables, places in lists."""
@@ -78,6 +80,13 @@ class Option(NamedTuple):
     parse: Callable[[Any], Any]
     kinds: tuple[Kind, ...]
     what: str
+
+    def shown(self, rule: Rule) -> str:
+        """Its value in a rule, as a file has it."""
+        value = getattr(rule, self.field)
+        if self.field.endswith("_ms"):
+            return duration_words(value)
+        return f"{value / (1 << 20):g}MiB" if self.field.endswith("_bytes") else str(value)
 
 
 # -- the values of options
@@ -131,18 +140,14 @@ def switch(value: Any) -> bool:
     return value
 
 
-def severity(value: Any) -> str:
+def severity(value: Any) -> Severity:
     """One of the severities."""
-    if value not in get_args(Severity):
-        raise ValueError(f"must be one of {', '.join(get_args(Severity))}, not {_shown(value)}")
-    return str(value)
+    return _one_of(get_args(Severity), value)
 
 
-def kind(value: Any) -> str:
+def kind(value: Any) -> Kind:
     """One of the kinds."""
-    if value not in KINDS:
-        raise ValueError(f"must be one of {', '.join(KINDS)}, not {_shown(value)}")
-    return str(value)
+    return _one_of(KINDS, value)
 
 
 def text(value: Any) -> str:
@@ -200,6 +205,12 @@ def annotation_name(name: str) -> str:
     if name in _FIGURES:
         raise ValueError(f"{name} is a figure that alerts have of their own")
     return name
+
+
+def _one_of(words: tuple[W, ...], value: Any) -> W:
+    if value not in words:
+        raise ValueError(f"must be one of {', '.join(words)}, not {_shown(value)}")
+    return words[words.index(value)]
 
 
 def _one_or_several(value: Any, parse: Callable[[Any], Any]) -> tuple[Any, ...]:
@@ -347,15 +358,24 @@ def _parsed(text: str, file: str, base: Mapping[str, Rule]) -> dict[str, Rule]:
 
 def rule(name: str, table: Any, base: Mapping[str, Rule], wrong: Wrong) -> Rule | None:
     """A rule, from its table over what it is laid over: the default of its name, else the default of its kind."""
-    at, beneath = ("rules", name), base.get(name)
+    at, known = ("rules", name), base.get(name)
     if not isinstance(table, dict):
         wrong.append((at, f"must be a table [rules.{name[:80]}]"))
         return None
     if not _NAME.fullmatch(name):
         wrong.append((at, "is not the name of a rule: use a-z, A-Z, 0-9 and _, and no digit first"))
+    beneath = known
     if "kind" in table:
-        beneath = _of_kind(name, table["kind"], base, wrong)
-    elif beneath is None:
+        try:
+            given = kind(table["kind"])
+            if known is not None and known.kind != given:
+                raise ValueError(f"is {known.kind}: give a rule of another kind another name")
+            default = known or next((rule for rule in base.values() if rule.kind == given), None)
+            beneath = msgspec.structs.replace(default or Rule(name=name, kind=given), name=name)
+        except ValueError as error:
+            wrong.append(((*at, "kind"), str(error)))
+            beneath = None
+    elif known is None:
         wrong.append((at, f"is no rule that there is: a new one needs its kind{_close(name, base)}"))
     of = None if beneath is None else beneath.kind
     settings = {key: value for key, value in table.items() if key not in ("kind", "overrides")}
@@ -367,21 +387,6 @@ def rule(name: str, table: Any, base: Mapping[str, Rule], wrong: Wrong) -> Rule 
         each = enumerate(overrides)
         changes["overrides"] = tuple([_override((*at, "overrides", i), one, of, wrong) for i, one in each])
     return None if beneath is None else msgspec.structs.replace(beneath, **changes)
-
-
-def _of_kind(name: str, given: Any, base: Mapping[str, Rule], wrong: Wrong) -> Rule | None:
-    """What a rule of a kind is laid over; None if it can't be of that kind."""
-    known, at = base.get(name), ("rules", name, "kind")
-    try:
-        of: Kind = kind(given)  # type: ignore[assignment]
-    except ValueError as error:
-        wrong.append((at, str(error)))
-        return None
-    if known is not None and known.kind != of:
-        wrong.append((at, f"is {known.kind}: give a rule of another kind another name"))
-        return None
-    default = known or next((rule for rule in base.values() if rule.kind == of), None)
-    return msgspec.structs.replace(default, name=name) if default is not None else Rule(name=name, kind=of)
 
 
 def _override(at: Keys, table: Any, of: Kind | None, wrong: Wrong) -> Override:

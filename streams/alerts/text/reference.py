@@ -11,7 +11,6 @@ from pathlib import Path
 
 from delivery.values import duration_words
 from streams.alerts.rules import rules_file
-from streams.alerts.rules.rule import Rule
 from streams.alerts.rules.rules_file import OPTIONS, SELECTORS, Option
 from streams.alerts.xids import XID_KINDS, XIDS
 from topics.reference import generate
@@ -45,9 +44,21 @@ def markdown() -> str:
     for code, xid in XIDS.items():
         same.setdefault((xid.kind, xid.meaning, xid.action), []).append(code)
     xids = sorted(same.items(), key=lambda row: (XID_KINDS.index(row[0][0]), row[1]))
+    rules = [
+        (
+            f"[{rule.name}](runbooks/{rule.name}.md)",
+            _ABOUT[rule.kind],
+            f"`{rule.kind}`",
+            rule.severity,
+            duration_words(rule.for_ms) if rule.for_ms else "at once",
+            duration_words(rule.keep_firing_ms) if rule.keep_firing_ms else "",
+            ", ".join(f"`{option.key}` {option.shown(rule)}" for option in OPTIONS if rule.kind in option.kinds),
+        )
+        for rule in rules_file.defaults().values()
+    ]
     head = ("rule", "what it is about", "kind", "severity", "for", "keep_firing_for", "further")
     tables = {
-        "rules": _table(head, map(_rule, rules_file.defaults().values())),
+        "rules": _table(head, rules),
         "options": _table(("key", "of kind", "meaning"), map(_option, OPTIONS)),
         "selectors": _table(("key", "of kind", "matches"), map(_option, SELECTORS)),
         "xids": _table(
@@ -55,27 +66,6 @@ def markdown() -> str:
         ),
     }
     return _MARKED.sub(lambda found: found[1] + tables[found[2]], PAGE.read_text(encoding="utf-8"))
-
-
-def _rule(rule: Rule) -> Sequence[str]:
-    further: list[str] = []
-    for option in OPTIONS:
-        if rule.kind in option.kinds:
-            value = getattr(rule, option.field)
-            if option.field.endswith("_ms"):
-                value = duration_words(value)
-            elif option.field.endswith("_bytes"):
-                value = f"{value / (1 << 20):g}MiB"
-            further.append(f"`{option.key}` {value}")
-    return (
-        f"[{rule.name}](runbooks/{rule.name}.md)",
-        _ABOUT[rule.kind],
-        f"`{rule.kind}`",
-        rule.severity,
-        duration_words(rule.for_ms) if rule.for_ms else "at once",
-        duration_words(rule.keep_firing_ms) if rule.keep_firing_ms else "",
-        ", ".join(further),
-    )
 
 
 def _option(option: Option) -> Sequence[str]:

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streams.alerts.worker import BREAK_S, CaughtUp, Ends
+from streams.alerts.node import BREAK_S, CaughtUp, Ends
 
 FOREVER = float("-inf")
 
