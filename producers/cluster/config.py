@@ -83,8 +83,7 @@ class ClusterSettings(KafkaSettings):
     ] = None
     resource_prefixes: ResourcePrefixes = GPU_RESOURCES
     pod_labels: Annotated[
-        tuple[str, ...],
-        Option("--pod-labels", NAMES, "Which labels of pods are published; the rest is not read on."),
+        tuple[str, ...], Option("--pod-labels", NAMES, "Which labels of pods are published; the rest is not read on.")
     ] = POD_LABELS
     pod_annotations: Annotated[
         tuple[str, ...],

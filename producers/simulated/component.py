@@ -1,6 +1,7 @@
 """The simulated fleet as a producer: it reads its nodes as time passes, and sends what they say.
 
-In: a fleet's size and seed. Out: gpu.samples, gpu.allocations and gpu.workloads, and the truth as a file.
+In: a fleet's size and seed. Out: gpu.samples, gpu.allocations and gpu.workloads; and the truth as a file of JSON lines:
+who held each device, whatever the kubelet said.
 State: the nodes, and what of theirs is not yet acknowledged.
 On failure: see the publishers; a truth that can't be written ends it.
 """
@@ -10,25 +11,78 @@ import contextlib
 import heapq
 import logging
 import math
-from collections.abc import AsyncIterator, Iterator
+import time
+from collections.abc import Callable
 from typing import BinaryIO
 
-from delivery.instruments import Instruments
+import orjson
+
+from delivery.instruments import Instrument, Instruments
 from delivery.sender import Sender
 from delivery.topic_admin import TopicCheck
-from producers.publisher import INSTRUMENTS, Buffer, NodePublisher, first_failure, not_sent
-from producers.simulated import instruments as own
-from producers.simulated import truth
-from producers.simulated.clock import FleetClock
+from producers.publisher import INSTRUMENTS as SHARED_INSTRUMENTS
+from producers.publisher import Buffer, NodePublisher, first_failure, not_sent
 from producers.simulated.config import SimulatedSettings
-from producers.simulated.fleet import Fleet, parse_size
+from producers.simulated.fleet import Fleet, JsonDict, NodeReading, parse_size
 from producers.workloads import WorkloadsPublisher
 from topics import allocations, samples, workloads
 
 log = logging.getLogger(__name__)
 
+MISSED = "gpustream_simulated_ticks_missed_total"
+TRUTHS = "gpustream_simulated_truth_lines_total"
+
+INSTRUMENTS: tuple[Instrument, ...] = (
+    Instrument(MISSED, "counter", "Ticks that were never sampled, because the process was late by a whole interval."),
+    Instrument(TRUTHS, "counter", "Lines written to the truth file, one per device and tick."),
+)
+"""What a simulated fleet counts about itself, beside what every producer does."""
+
 DRAIN_S = 4.0
 SMALLEST_BUFFER_BYTES = 256 * 1024
+
+TOLERANCE_MS = 1_000
+"""How far the fleet's times may drift from the machine's before they follow it."""
+
+
+class FleetClock:
+    """Counts from its making on a clock that never steps back; times since the epoch follow the machine's clock.
+
+    If the machine's clock steps, so do the times since the epoch, as on a real node; the fleet lives on evenly.
+    ``start_ms`` is added to a time since the start.
+    """
+
+    def __init__(
+        self, wall_s: Callable[[], float] = time.time, monotonic_s: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._wall_s, self._monotonic_s = wall_s, monotonic_s
+        self._began_s = monotonic_s()
+        self.start_ms = int(wall_s() * 1000)
+
+    def elapsed_ms(self) -> int:
+        """Milliseconds since the start."""
+        elapsed_ms = int((self._monotonic_s() - self._began_s) * 1000)
+        wall_ms = int(self._wall_s() * 1000)
+        if abs(wall_ms - self.start_ms - elapsed_ms) > TOLERANCE_MS:
+            self.start_ms = max(0, wall_ms - elapsed_ms)
+        return elapsed_ms
+
+
+def truths(reading: NodeReading, *, cluster: str, node: str, run_id: int, seq: int, ts_ms: int) -> list[JsonDict]:
+    """One row per device: ``holders`` held it when it was read, ``reported`` is what the snapshot in force said, and
+    the two metrics are as they were sent (None: NVML has none)."""
+    tick = {"cluster": cluster, "node": node, "run_id": run_id, "seq": seq, "ts_ms": ts_ms}
+    return [
+        {
+            **tick,
+            "uuid": device["uuid"],
+            "holders": holders,
+            "reported": reported,
+            "utilization_ratio": device["metrics"].get("gpu_utilization_ratio"),
+            "memory_used_bytes": device["metrics"].get("memory_used_bytes"),
+        }
+        for device, holders, reported in zip(reading.devices, reading.holders, reading.reported, strict=True)
+    ]
 
 
 class SimulatedFleet:
@@ -42,7 +96,7 @@ class SimulatedFleet:
         self._settings = settings
         nodes, gpus = parse_size(settings.fleet)
         self._fleet = Fleet(nodes, gpus, cluster=settings.cluster, seed=settings.seed, pod_life_s=settings.pod_life_s)
-        self._instruments = Instruments((*INSTRUMENTS, *own.INSTRUMENTS))
+        self._instruments = Instruments((*SHARED_INSTRUMENTS, *INSTRUMENTS))
         self.registry = self._instruments.registry
         self._clock = clock or FleetClock()
         check = TopicCheck(settings.kafka, (samples.TOPIC.name, allocations.TOPIC.name, workloads.TOPIC.name))
@@ -50,13 +104,17 @@ class SimulatedFleet:
         self._nodes = [self._fleet.node(index) for index in range(self._fleet.nodes)]
         share = max(SMALLEST_BUFFER_BYTES, settings.buffer_size // self._fleet.nodes)
         buffer = Buffer(max_bytes=share, max_age_s=settings.buffer_s)
-        self._publishers = [self._publisher(node.name, buffer) for node in self._nodes]
-        self._workloads = WorkloadsPublisher(
-            self._sender, self._instruments, cluster=settings.cluster, epoch=self._clock.start_ms
-        )
+        run_id, cluster = self._clock.start_ms, settings.cluster
+        self._publishers = [
+            NodePublisher(
+                self._sender, self._instruments, cluster=cluster, node=node.name, run_id=run_id, buffer=buffer
+            )
+            for node in self._nodes
+        ]
+        self._workloads = WorkloadsPublisher(self._sender, self._instruments, cluster=cluster, epoch=run_id)
 
     def not_ready(self) -> list[str]:
-        """Why it is not ready; empty where it is."""
+        """Why it is not ready; empty if it is."""
         waited_s = max(publisher.waited_s() for publisher in self._publishers)
         return not_sent(self._sender, what="a tick", waited_s=waited_s)
 
@@ -71,49 +129,32 @@ class SimulatedFleet:
         return sum(publisher.sampled_values for publisher in self._publishers)
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Read and send until ``stop`` is set or the limit is reached, then send what is left, for at most 4 s."""
+        """Read and send until ``stop`` is set or the limit is reached, then send what is left, for at most 4 s. A
+        failure of anything that runs beside the ticks ends them."""
+        beside = (self._sender.start, self._workloads.run, self._publish_news)
         try:
-            with self._truth() as file:
-                async with self._background():
+            with contextlib.ExitStack() as files:
+                truth = self._settings.truth
+                file = None if truth is None else files.enter_context(truth.open("ab"))
+                async with asyncio.TaskGroup() as group:
+                    running = [group.create_task(publisher.run()) for publisher in self._publishers]
+                    running += [group.create_task(part()) for part in beside]
                     await self._tick(stop, file)
-                    await self._drain()
+                    drains = [publisher.drain(DRAIN_S) for publisher in self._publishers]
+                    *left, news = await asyncio.gather(*drains, self._workloads.drain(DRAIN_S))
+                    if any(left) or news:
+                        log.warning("left unsent at the stop: %d ticks, %d records of workloads", sum(left), news)
+                    for task in running:
+                        task.cancel()
         except ExceptionGroup as failures:
             raise first_failure(failures) from failures
         finally:
             await self._sender.stop(0.5)
 
-    def _publisher(self, node: str, buffer: Buffer) -> NodePublisher:
-        return NodePublisher(
-            self._sender,
-            self._instruments,
-            cluster=self._settings.cluster,
-            node=node,
-            run_id=self._clock.start_ms,
-            buffer=buffer,
-        )
-
-    @contextlib.contextmanager
-    def _truth(self) -> Iterator[BinaryIO | None]:
-        if self._settings.truth is None:
-            yield None
-            return
-        with self._settings.truth.open("ab") as file:
-            yield file
-
-    @contextlib.asynccontextmanager
-    async def _background(self) -> AsyncIterator[None]:
-        """What runs beside the ticks; a failure in it ends them."""
-        async with asyncio.TaskGroup() as group:
-            running = [group.create_task(publisher.run()) for publisher in self._publishers]
-            running += [group.create_task(part()) for part in (self._sender.start, self._workloads.run, self._tell)]
-            yield
-            for task in running:
-                task.cancel()
-
     async def _tick(self, stop: asyncio.Event, file: BinaryIO | None) -> None:
         """Read each node at its own time within every interval."""
         interval_ms = round(self._settings.interval_s * 1000)
-        order = sorted((self._fleet.phase_ms(index, interval_ms), index) for index in range(self._fleet.nodes))
+        order = self._fleet.order(interval_ms)
         began_ms = self._clock.elapsed_ms()
         limit_ms = math.inf if self._settings.stop_after_s is None else began_ms + 1000 * self._settings.stop_after_s
         number, made = began_ms // interval_ms, 0
@@ -125,11 +166,11 @@ class SimulatedFleet:
             made += 1
             late = self._clock.elapsed_ms() // interval_ms - number - 1
             if late > 0:
-                self._instruments.counter(own.MISSED).inc(late * len(order))
+                self._instruments.counter(MISSED).inc(late * len(order))
             number += 1 + max(0, late)
 
     async def _wait(self, stop: asyncio.Event, due_ms: int, limit_ms: float) -> bool:
-        """Wait for ``due_ms`` since the start; False where the stop or ``limit_ms`` comes first."""
+        """Wait for ``due_ms`` since the start; False if the stop or ``limit_ms`` comes first."""
         while not stop.is_set():
             elapsed_ms = self._clock.elapsed_ms()
             if elapsed_ms >= limit_ms:
@@ -148,19 +189,13 @@ class SimulatedFleet:
         reading, ts_ms = node.read(elapsed_ms, self._clock.start_ms), self._clock.start_ms + elapsed_ms
         seq = publisher.publish(ts_ms, reading.devices, reading.containers, reading.at_events.get)
         if file is not None:
-            rows = truth.rows(
-                reading,
-                cluster=self._settings.cluster,
-                node=node.name,
-                run_id=publisher.run_id,
-                seq=seq,
-                ts_ms=ts_ms,
-            )
-            file.write(truth.lines(rows))
+            cluster, run_id = self._settings.cluster, publisher.run_id
+            rows = truths(reading, cluster=cluster, node=node.name, run_id=run_id, seq=seq, ts_ms=ts_ms)
+            file.write(b"".join(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE) for row in rows))
             file.flush()
-            self._instruments.counter(own.TRUTHS).inc(len(rows))
+            self._instruments.counter(TRUTHS).inc(len(rows))
 
-    async def _tell(self) -> None:
+    async def _publish_news(self) -> None:
         """Publish what the API server comes to know, when it does."""
         due = [(0, index) for index in range(len(self._nodes))]
         while due:
@@ -177,11 +212,3 @@ class SimulatedFleet:
             if coming_ms is not None:
                 heapq.heappush(due, (max(coming_ms, elapsed_ms + 1), index))
             await asyncio.sleep(0)
-
-    async def _drain(self) -> None:
-        """Send what can be sent, and say what could not."""
-        *left, news = await asyncio.gather(
-            *(publisher.drain(DRAIN_S) for publisher in self._publishers), self._workloads.drain(DRAIN_S)
-        )
-        if any(left) or news:
-            log.warning("left unsent at the stop: %d ticks, %d records of workloads", sum(left), news)

@@ -1,19 +1,209 @@
-"""A simulated fleet as a whole, and its ticks at any pace: a function of the seed and of the time since its start.
+"""A simulated fleet: what runs on its nodes, what their GPUs answer, what their kubelets and the API server say.
 
-In: how many nodes and GPUs, a seed, how long pods live. Out: ticks in the order of their times.
+In: how many nodes and GPUs, a seed, how long pods live; and times that only go forward. Out: ticks.
+State: of each node the pods that ran lately, and each GPU since its last redraw.
+All times are milliseconds since the fleet's start; what a reader sees carries them added to the start's own time.
+Everything is a function of the seed and of the time since the start, at whatever pace it is read.
 """
 
+import heapq
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from producers.records import checked_name
 from producers.simulated import names
-from producers.simulated.node import Known, Reading, SimulatedNode
-from producers.simulated.schedule import Turnover
+from producers.simulated.hardware import machine
+from producers.simulated.physics import REDRAW_MS, SimulatedGpu, SimulatedInstance
+from producers.simulated.pods import SimulatedPod
+from producers.simulated.schedule import Schedule
 
 MAX_GPUS = 16
+
+ENDED_KEPT_MS = 30 * 60_000
+"""How long the API server's record of a node keeps a pod that has ended."""
+
+SHORTEST_LAG_MS = 200
+LONGEST_LAG_MS = 1_900
+"""Below the tolerance with which readers look a pod up by name and time."""
+
+_KNOT_MS = 10_000
+
+JsonDict = dict[str, Any]
+Holders = tuple[JsonDict, ...]
+
+
+class KubeletLag:
+    """How late one node's kubelet is: it wanders between the shortest and the longest, and never leaps.
+
+    It changes by less than a millisecond per millisecond, so what the kubelet says never goes back in time.
+    """
+
+    def __init__(self, cluster: str, seed: int, node: int) -> None:
+        self._where = (cluster, seed, node)
+        self._knots: dict[int, float] = {}
+
+    def seen_ms(self, at_ms: int) -> int:
+        """The time of which the kubelet's answer at ``at_ms`` is true."""
+        knot, rest = divmod(at_ms, _KNOT_MS)
+        before, after = self._knot(knot), self._knot(knot + 1)
+        return at_ms - round(before + (after - before) * rest / _KNOT_MS)
+
+    def _knot(self, number: int) -> float:
+        lag = self._knots.get(number)
+        if lag is None:
+            chance = names.fraction("lag", *self._where, number)
+            lag = SHORTEST_LAG_MS + (LONGEST_LAG_MS - SHORTEST_LAG_MS) * chance
+            self._knots = {n: value for n, value in self._knots.items() if n >= number - 1}
+            self._knots[number] = lag
+        return lag
+
+
+class KnownPods(NamedTuple):
+    """What the API server knows of a node's pods from ``at_ms`` on."""
+
+    at_ms: int
+    pods: list[JsonDict]
+
+
+class NodeReading(NamedTuple):
+    """A tick: the devices and the kubelet's answer as records have them, and, by device, who held it (``holders``) and
+    who the kubelet said held it (``reported``). ``at_events``: the kubelet's answer at the time of each event."""
+
+    devices: list[JsonDict]
+    containers: list[JsonDict]
+    holders: tuple[Holders, ...]
+    reported: tuple[Holders, ...]
+    at_events: dict[int, list[JsonDict]]
+
+
+class SimulatedNode:
+    """The node number ``index`` of a fleet, whose pods live ``pod_life_ms`` on average. Its times must not go back."""
+
+    def __init__(self, cluster: str, seed: int, index: int, gpus: int, pod_life_ms: int) -> None:
+        self.name = f"sim-{index:04d}"
+        self.machine = machine(cluster, seed, index, gpus)
+        self._schedule = Schedule(cluster, seed, index, self.machine, pod_life_ms)
+        self._lag = KubeletLag(cluster, seed, index)
+        devices = self.machine.devices
+        parents = [None if one.slice_of is None else devices[one.slice_of].uuid for one in devices]
+        self._identities = [device.identity(parent) for device, parent in zip(devices, parents, strict=True)]
+        chance = names.generator("physics", cluster, seed, index)
+        self._gpus = [
+            SimulatedGpu([device, *(part for part in devices if part.slice_of == position)], chance)
+            for position, device in enumerate(devices)
+            if device.slice_of is None
+        ]
+        self._owner: list[tuple[SimulatedGpu, SimulatedInstance | None]] = [
+            (gpu, part) for gpu in self._gpus for part in ([None] if gpu.device.mig_mode else []) + list(gpu.parts)
+        ]
+        self._changes: list[tuple[int, int, SimulatedPod, bool]] = []
+        self._recent: list[SimulatedPod] = []
+        self._api: list[SimulatedPod] = []
+        self._news: list[tuple[int, int]] = []
+        self._order = 0
+        self._redraw_ms = 0
+
+    def read(self, at_ms: int, start_ms: int = 0) -> NodeReading:
+        """What a producer on the node would read at ``at_ms``, for a fleet that began at ``start_ms`` since the epoch:
+        a function of the time, but for the events, which are those since the reading before."""
+        self._advance(at_ms)
+        devices = [self._device(position, at_ms, start_ms) for position in range(len(self._identities))]
+        times = {event["ts_ms"] for device in devices for event in device.get("events", ())}
+        at_events = {ts_ms: self._containers(self._lag.seen_ms(ts_ms - start_ms)) for ts_ms in times}
+        seen_ms = self._lag.seen_ms(at_ms)
+        self._recent = [pod for pod in self._recent if pod.end_ms > seen_ms]
+        holders, reported = self._holders(at_ms), self._holders(seen_ms)
+        return NodeReading(devices, self._containers(seen_ms), holders, reported, at_events)
+
+    def news(self, until_ms: int, start_ms: int) -> Iterator[KnownPods]:
+        """What the API server came to know up to ``until_ms``, each time it did, for a fleet that started at
+        ``start_ms`` since the epoch. What it knew before the start comes at 0."""
+        self._take(until_ms)
+        while self._news and self._news[0][0] <= until_ms:
+            at_ms = max(0, heapq.heappop(self._news)[0])
+            while self._news and self._news[0][0] <= at_ms:
+                heapq.heappop(self._news)
+            self._api = [pod for pod in self._api if pod.end_ms + ENDED_KEPT_MS > at_ms]
+            yield KnownPods(at_ms, [pod.known(at_ms, start_ms) for pod in self._api if pod.known_ms <= at_ms])
+
+    def next_news_ms(self) -> int | None:
+        """A time before which :meth:`news` has nothing new; None if it never will."""
+        candidates = [self._news[0][0]] if self._news else []
+        coming = self._schedule.next_ms()
+        return min([*candidates, coming]) if coming is not None else min(candidates, default=None)
+
+    def _take(self, until_ms: int) -> None:
+        """Take up the pods that start by then."""
+        for pod in self._schedule.advance(until_ms):
+            self._order += 1
+            self._recent.append(pod)
+            self._api.append(pod)
+            if pod.works_ms < pod.end_ms:
+                heapq.heappush(self._changes, (pod.works_ms, 2 * self._order, pod, True))
+                heapq.heappush(self._changes, (pod.end_ms, 2 * self._order + 1, pod, False))
+            for at_ms in (pod.known_ms, pod.end_known_ms, pod.end_ms + ENDED_KEPT_MS):
+                heapq.heappush(self._news, (at_ms, self._order))
+
+    def _advance(self, until_ms: int) -> None:
+        """Let the GPUs live through what happens up to ``until_ms``, in the order in which it does: they are redrawn,
+        and pods' processes come or go. Before the start nothing is drawn: the GPUs begin with who is there at 0."""
+        self._take(until_ms)
+        while True:
+            change_ms = self._changes[0][0] if self._changes else until_ms + 1
+            at_ms = min(change_ms, self._redraw_ms)
+            if at_ms > until_ms:
+                return
+            touched: dict[SimulatedGpu, None] = {}
+            if change_ms <= self._redraw_ms:
+                _, _, pod, begins = heapq.heappop(self._changes)
+                for container, position in pod.places():
+                    gpu, part = self._owner[position]
+                    assert part is not None  # noqa: S101 - a GPU in MIG mode is never given away
+                    if begins:
+                        part.begin(pod, container, position)
+                    else:
+                        part.end(pod)
+                    if at_ms > 0:
+                        touched[gpu] = None
+            else:
+                self._redraw_ms += REDRAW_MS
+                touched = dict.fromkeys(self._gpus)
+            for gpu in touched:
+                gpu.redraw(at_ms)
+
+    def _device(self, position: int, at_ms: int, start_ms: int) -> JsonDict:
+        gpu, part = self._owner[position]
+        identity = self._identities[position]
+        if part is None:
+            return {**identity, "metrics": gpu.common(at_ms), "processes": []}
+        whole = part.device.slice is None
+        metrics = (
+            {**gpu.unshared(), **part.memory(), **gpu.common(at_ms)} if whole else {**part.memory(), **part.profile}
+        )
+        processes = [load.process(utilization=whole) for load in part.loads]
+        found = {**identity, "metrics": metrics, "processes": processes}
+        if part.worked:
+            found["info"] = {**identity["info"], "processes_visible": "true"}
+        if part.xids:
+            found |= {"xids": part.xids, "events": part.events(start_ms)}
+        return found
+
+    def _containers(self, seen_ms: int) -> list[JsonDict]:
+        """The containers of the pods that ran at ``seen_ms``, as the kubelet lists them."""
+        return [row for pod in self._recent if pod.start_ms <= seen_ms < pod.end_ms for row in pod.allocated]
+
+    def _holders(self, at_ms: int) -> tuple[Holders, ...]:
+        """Who held each device at ``at_ms``: each container once, in the order of their names."""
+        found: list[list[JsonDict]] = [[] for _ in self._identities]
+        for pod in self._recent:
+            if pod.start_ms <= at_ms < pod.end_ms:
+                for container, position in pod.places():
+                    found[position].append(pod.holders[container.name])
+        return tuple(
+            tuple(sorted(rows, key=lambda row: (row["namespace"], row["pod"], row["container"]))) for rows in found
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +220,7 @@ class Fleet:
     pod_life_s: float = 300.0
 
     def __post_init__(self) -> None:
-        """Raises ValueError where there is no such fleet."""
+        """Raises ValueError if there is no such fleet."""
         checked_name("cluster", self.cluster)
         if self.nodes < 1 or not 1 <= self.gpus <= MAX_GPUS:
             raise ValueError(f"a fleet has at least one node, and 1 to {MAX_GPUS} GPUs on each")
@@ -39,11 +229,13 @@ class Fleet:
 
     def node(self, index: int) -> SimulatedNode:
         """A node as it is at the fleet's start."""
-        return SimulatedNode(self.cluster, self.seed, index, self.gpus, Turnover(max(1, int(self.pod_life_s * 1000))))
+        return SimulatedNode(self.cluster, self.seed, index, self.gpus, max(1, int(self.pod_life_s * 1000)))
 
-    def phase_ms(self, index: int, interval_ms: int) -> int:
-        """When within the interval a node reads: its own, so that a fleet does not read all at once."""
-        return int(names.fraction("phase", self.cluster, self.seed, index) * interval_ms)
+    def order(self, interval_ms: int) -> list[tuple[int, int]]:
+        """When within the interval each node reads, and its index: each at its own time, so that a fleet does not read
+        all at once."""
+        phases = (names.fraction("phase", self.cluster, self.seed, index) for index in range(self.nodes))
+        return sorted((int(phase * interval_ms), index) for index, phase in enumerate(phases))
 
 
 def parse_size(text: str) -> tuple[int, int]:
@@ -61,15 +253,14 @@ class Tick(NamedTuple):
     node: SimulatedNode
     seq: int
     ts_ms: int
-    reading: Reading
-    news: tuple[Known, ...]
+    reading: NodeReading
+    news: tuple[KnownPods, ...]
 
 
 def ticks(fleet: Fleet, start_ms: int, interval_ms: int, count: int) -> Iterator[Tick]:
     """``count`` ticks of every node, in the order of their times, for a fleet that starts at ``start_ms``. Nothing is
     waited for."""
-    nodes = [fleet.node(index) for index in range(fleet.nodes)]
-    order = sorted((fleet.phase_ms(index, interval_ms), index) for index in range(fleet.nodes))
+    nodes, order = [fleet.node(index) for index in range(fleet.nodes)], fleet.order(interval_ms)
     for number in range(count):
         for phase_ms, index in order:
             node, at_ms = nodes[index], number * interval_ms + phase_ms

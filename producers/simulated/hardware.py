@@ -2,7 +2,7 @@
 
 In: a node's place in the fleet. Out: its devices, and the units of them that pods can be given.
 A GPU in MIG mode stays a device: NVML still answers its power, temperature, clocks and energy, refuses its utilization,
-and tells its memory to privileged callers only. Its instances are devices of their own, of which NVML tells the memory.
+and gives its memory to privileged callers only. Its instances are devices of their own, whose memory NVML reports.
 So memory, too, adds up over a node's devices.
 """
 
@@ -19,7 +19,7 @@ REPLICAS = 4
 """How many pods a shared GPU is offered to."""
 
 
-class Slice(NamedTuple):
+class MigSlice(NamedTuple):
     """A MIG instance of a layout: its profile, its GPU instance id, and its share of the memory."""
 
     profile: str
@@ -28,10 +28,10 @@ class Slice(NamedTuple):
 
 
 MIG_LAYOUT = (
-    Slice("3g.40gb", 2, 4 / 8),
-    Slice("2g.20gb", 3, 2 / 8),
-    Slice("1g.10gb", 9, 1 / 8),
-    Slice("1g.10gb", 10, 1 / 8),
+    MigSlice("3g.40gb", 2, 4 / 8),
+    MigSlice("2g.20gb", 3, 2 / 8),
+    MigSlice("1g.10gb", 9, 1 / 8),
+    MigSlice("1g.10gb", 10, 1 / 8),
 )
 
 
@@ -131,7 +131,7 @@ DRIVERS = (("570.124.06", "12.8"), ("550.163.01", "12.4"))
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class SimulatedDevice:
     """A device as NVML shows it. ``slice_of`` is the position of its parent among the node's devices."""
 
     uuid: str
@@ -141,7 +141,7 @@ class Device:
     info: dict[str, str]
     mig_mode: bool = False
     slice_of: int | None = None
-    slice: Slice | None = None
+    slice: MigSlice | None = None
 
     @property
     def memory_bytes(self) -> int:
@@ -186,40 +186,46 @@ class Machine:
     """The hardware of one node. ``devices`` is in NVML's order, each GPU followed by its MIG instances."""
 
     flavour: Flavour
-    model: Model
-    devices: tuple[Device, ...]
+    devices: tuple[SimulatedDevice, ...]
     units: tuple[Unit, ...]
     labels: dict[str, str]
 
 
 def machine(cluster: str, seed: int, index: int, gpus: int) -> Machine:
-    """The hardware of the node number ``index``: of five, three have whole GPUs, one shares them, one cuts some up."""
+    """The hardware of the node number ``index``: of five, three have whole GPUs, one shares them, one cuts some up.
+    What a GPU is, its MIG devices are too."""
     flavour: Flavour = ("plain", "shared", "plain", "mig", "plain")[index % 5]
     model = MODELS[index // 2 % len(MODELS)] if flavour != "mig" else MODELS[index // 5 % 2 * 2]
-    devices: list[Device] = []
+    driver, cuda = DRIVERS[index % 4 == 3]
+    devices: list[SimulatedDevice] = []
     for gpu in range(gpus):
         cut = flavour == "mig" and gpu % 2 == 0
         uuid = names.device_uuid("GPU", cluster, seed, index, gpu)
         bus = f"{0 if gpu < 16 else 1:08X}:{(0x0A + 0x0F * (gpu % 16)) & 0xFF:02X}:00.0"
         parent = len(devices)
-        info = _info(index, model, serial=names.serial(cluster, seed, index, gpu), cut=cut)
-        devices.append(Device(uuid, gpu, bus, model, info, mig_mode=cut))
+        info = {"serial": names.serial(cluster, seed, index, gpu), "driver_version": driver, "cuda_version": cuda}
+        info["vbios_version"] = model.vbios_version
+        if model.mig:
+            info["mig_mode"] = "enabled" if cut else "disabled"
+        devices.append(SimulatedDevice(uuid, gpu, bus, model, info, mig_mode=cut))
         for part in MIG_LAYOUT if cut else ():
             mig_uuid = names.device_uuid("MIG", cluster, seed, index, gpu, part.gpu_instance)
-            devices.append(Device(mig_uuid, gpu, bus, model, info, slice_of=parent, slice=part))
+            devices.append(SimulatedDevice(mig_uuid, gpu, bus, model, info, slice_of=parent, slice=part))
     units = tuple(unit for at, device in enumerate(devices) for unit in _units(device, at, flavour))
-    return Machine(flavour, model, tuple(devices), units, _labels(cluster, index, gpus, flavour, model))
+    region = ("us-east-1", "eu-central-1", "ap-northeast-1")[int(names.fraction("region", cluster) * 3)]
+    labels = {
+        "kubernetes.io/arch": "amd64",
+        "topology.kubernetes.io/region": region,
+        "topology.kubernetes.io/zone": f"{region}{'abc'[index % 3]}",
+        "node.kubernetes.io/instance-type": model.instance_type,
+        "nvidia.com/gpu.product": model.name.replace(" ", "-") + ("-SHARED" if flavour == "shared" else ""),
+        "nvidia.com/gpu.count": str(gpus),
+        "nvidia.com/gpu.sharing-strategy": "time-slicing" if flavour == "shared" else "none",
+    }
+    return Machine(flavour, tuple(devices), units, labels)
 
 
-def _info(node: int, model: Model, *, serial: str, cut: bool) -> dict[str, str]:
-    """What a GPU is; its MIG devices are the same."""
-    driver, cuda = DRIVERS[node % 4 == 3]
-    versions = {"driver_version": driver, "cuda_version": cuda, "vbios_version": model.vbios_version}
-    mode = {"mig_mode": "enabled" if cut else "disabled"} if model.mig else {}
-    return {"serial": serial, **versions, **mode}
-
-
-def _units(device: Device, at: int, flavour: Flavour) -> tuple[Unit, ...]:
+def _units(device: SimulatedDevice, at: int, flavour: Flavour) -> tuple[Unit, ...]:
     if device.mig_mode:
         return ()
     if device.slice is not None:
@@ -227,17 +233,3 @@ def _units(device: Device, at: int, flavour: Flavour) -> tuple[Unit, ...]:
     if flavour == "shared":
         return tuple(Unit(f"{device.uuid}::{n}", "nvidia.com/gpu.shared", at) for n in range(REPLICAS))
     return (Unit(device.uuid, "nvidia.com/gpu", at),)
-
-
-def _labels(cluster: str, index: int, gpus: int, flavour: Flavour, model: Model) -> dict[str, str]:
-    region = ("us-east-1", "eu-central-1", "ap-northeast-1")[int(names.fraction("region", cluster) * 3)]
-    product = model.name.replace(" ", "-") + ("-SHARED" if flavour == "shared" else "")
-    return {
-        "kubernetes.io/arch": "amd64",
-        "topology.kubernetes.io/region": region,
-        "topology.kubernetes.io/zone": f"{region}{'abc'[index % 3]}",
-        "node.kubernetes.io/instance-type": model.instance_type,
-        "nvidia.com/gpu.product": product,
-        "nvidia.com/gpu.count": str(gpus),
-        "nvidia.com/gpu.sharing-strategy": "time-slicing" if flavour == "shared" else "none",
-    }

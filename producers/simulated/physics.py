@@ -11,9 +11,8 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from producers.simulated import profiling
-from producers.simulated.hardware import MIB, REPLICAS, Device, Model
-from producers.simulated.pods import Container, Pod
+from producers.simulated.hardware import MIB, REPLICAS, Model, SimulatedDevice
+from producers.simulated.pods import PodContainer, SimulatedPod
 
 REDRAW_MS = 1_000
 LOADING_MS = 8_000
@@ -33,7 +32,7 @@ _PAGE = 2 * MIB
 class Load:
     """One container on one device: its share of it, and what it does until the next redraw."""
 
-    pod: Pod
+    pod: SimulatedPod
     container_id: str
     pid: int
     share: float
@@ -51,10 +50,10 @@ class Load:
         return {**row, "sm_utilization_ratio": self.activity} if utilization else row
 
 
-class Part:
+class SimulatedInstance:
     """What NVML has of its own for a GPU or a MIG instance: memory, processes, their sum of activity, XID errors."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: SimulatedDevice) -> None:
         self.device = device
         self.loads: list[Load] = []
         self.utilization = 0.0
@@ -62,17 +61,17 @@ class Part:
         self.worked = False
         self.profile: dict[str, float] = {}
         self.xids: dict[str, int] = {}
-        self._untold: list[tuple[int, int]] = []
+        self._unread: list[tuple[int, int]] = []
         self.reserved_bytes = int(device.model.reserved_bytes * (device.memory_bytes / device.model.memory_bytes))
 
-    def begin(self, pod: Pod, container: Container, position: int) -> None:
+    def begin(self, pod: SimulatedPod, container: PodContainer, position: int) -> None:
         """``container`` of ``pod`` works on the device at ``position`` from now on."""
         held = sum(unit.device == position for unit in container.units)
         shared = container.units[0].resource.endswith(".shared")
         pid = 2_000 + int(container.container_id[:6], 16) % 4_000_000
         self.loads.append(Load(pod, container.container_id, pid, held / REPLICAS if shared else 1.0))
 
-    def end(self, pod: Pod) -> None:
+    def end(self, pod: SimulatedPod) -> None:
         """``pod`` has let go."""
         self.loads = [load for load in self.loads if load.pod is not pod]
 
@@ -89,17 +88,17 @@ class Part:
         overhead = 3 * MIB + 12 * MIB * len(self.loads)
         self.used_bytes = overhead + sum(load.memory_bytes for load in self.loads)
         if self.device.model.gpm:
-            self.profile = profiling.active(self.utilization, chance.random())
+            self.profile = active(self.utilization, chance.random())
 
     def fail(self, now_ms: int, code: int) -> None:
         """An XID error."""
         self.xids = {**self.xids, str(code): self.xids.get(str(code), 0) + 1}
-        self._untold.append((now_ms, code))
+        self._unread.append((now_ms, code))
 
     def events(self, start_ms: int) -> list[dict[str, Any]]:
         """The errors since this was asked last, their times added to ``start_ms``."""
-        untold, self._untold = self._untold, []
-        return [{"kind": "xid", "code": code, "ts_ms": start_ms + at_ms} for at_ms, code in untold]
+        unread, self._unread = self._unread, []
+        return [{"kind": "xid", "code": code, "ts_ms": start_ms + at_ms} for at_ms, code in unread]
 
     def video(self) -> float:
         """The activity of what encodes and decodes video."""
@@ -116,7 +115,34 @@ class Part:
         }
 
 
-def activity(pod: Pod, now_ms: int, chance: float) -> float:
+def active(utilization: float, chance: float) -> dict[str, float]:
+    """How busy the parts of a GPU, or of a GPU instance, were, as GPM reports it; the more of it tensors, the greater
+    the chance, which is in [0, 1)."""
+    sm = utilization * (0.75 + 0.2 * chance)
+    shares = {
+        "graphics_engine_active_ratio": utilization,
+        "sm_active_ratio": sm,
+        "sm_occupancy_ratio": sm * (0.3 + 0.3 * chance),
+        "tensor_active_ratio": sm * (0.1 + 0.5 * chance),
+        "dram_active_ratio": utilization * (0.2 + 0.4 * chance),
+        "fp64_active_ratio": 0.0,
+        "fp32_active_ratio": sm * 0.3 * (1.0 - chance),
+        "fp16_active_ratio": sm * 0.2 * chance,
+    }
+    return {key: round(share, 4) for key, share in shares.items()}
+
+
+def spread_of(stem: str, unit: str, mean: float, *, least: float, most: float, chance: float) -> dict[str, float]:
+    """Mean, minimum and maximum of the driver's samples of a second, further apart the greater the chance; up to its
+    ``least`` it is steady."""
+    low = high = mean
+    if least < mean < most:
+        low, high = mean - 0.3 * chance * (mean - least), mean + 0.5 * chance * (most - mean)
+    found = {"mean": mean, "min": low, "max": high}
+    return {f"{stem}_{part}_{unit}": round(value, 3) for part, value in found.items()}
+
+
+def activity(pod: SimulatedPod, now_ms: int, chance: float) -> float:
     """How busy a pod keeps its device, 0 to 1: by its kind of work, since when it works, and a ``chance`` in [0, 1)."""
     age_ms = now_ms - pod.works_ms
     if age_ms < LOADING_MS / 2:
@@ -143,12 +169,12 @@ def memory(load: Load, total_bytes: int, now_ms: int) -> int:
     return max(1, int(total_bytes * share) // _PAGE) * _PAGE
 
 
-class Gpu:
+class SimulatedGpu:
     """A physical GPU: itself, or, in MIG mode, its instances with what they have in common."""
 
-    def __init__(self, devices: list[Device], chance: random.Random) -> None:
+    def __init__(self, devices: list[SimulatedDevice], chance: random.Random) -> None:
         self.device = devices[0]
-        self.parts = [Part(device) for device in (devices[1:] if self.device.mig_mode else devices)]
+        self.parts = [SimulatedInstance(device) for device in (devices[1:] if self.device.mig_mode else devices)]
         self._chance = chance
         self._model: Model = self.device.model
         self._drawn_ms = 0
@@ -181,29 +207,28 @@ class Gpu:
         if first:
             self._temperature = self._target()
         self._profile = self._profiled(self._chance.random())
-        if self._fragile and spread > 0.999:
-            self._suffer(now_ms)
-
-    def _suffer(self, now_ms: int) -> None:
-        """What happens to a fragile GPU now and then; where programs run on it, one of them fails."""
-        self.corrected += 1
-        self.replays += 1
-        working = [part for part in self.parts if part.loads]
-        if working:
-            self._chance.choice(working).fail(now_ms, self._chance.choice(XIDS))
+        if self._fragile and spread > 0.999:  # if programs run on it, one of them fails
+            self.corrected += 1
+            self.replays += 1
+            if working := [part for part in self.parts if part.loads]:
+                self._chance.choice(working).fail(now_ms, self._chance.choice(XIDS))
 
     def _profiled(self, chance: float) -> dict[str, float]:
         """What the driver sampled within the second, and what GPM says of it. In MIG mode NVML has neither samples of
         the utilization nor NVLinks."""
         model, power = self._model, self.power_watts
         idle, limit = 1.03 * model.idle_watts, model.power_limit_watts
-        found = profiling.spread("power", "watts", power, least=idle, most=limit, chance=chance)
+        found = spread_of("power", "watts", power, least=idle, most=limit, chance=chance)
         if self.device.mig_mode:
-            return found | (profiling.active(self.load, chance) if model.gpm else {})
+            return found | (active(self.load, chance) if model.gpm else {})
         busy = self.parts[0].utilization
-        found |= profiling.spread("gpu_utilization", "ratio", busy, least=0.0, most=1.0, chance=chance)
-        links = profiling.links(model.nvlink_bytes_per_second, self.load, chance) if model.gpm else {}
-        return found | self.parts[0].profile | links
+        found |= spread_of("gpu_utilization", "ratio", busy, least=0.0, most=1.0, chance=chance)
+        found |= self.parts[0].profile
+        if model.gpm:
+            sent = int(model.nvlink_bytes_per_second * 0.3 * self.load * chance)
+            found["nvlink_tx_bytes_per_second"] = sent
+            found["nvlink_rx_bytes_per_second"] = int(sent * (0.95 + 0.05 * chance))
+        return found
 
     def occupied(self) -> bool:
         """Whether anything runs on it."""
@@ -224,8 +249,11 @@ class Gpu:
     def common(self, now_ms: int) -> dict[str, float]:
         """The metrics that a GPU has in every mode."""
         model, spread = self._model, self._spread
-        heat = int(self.temperature(now_ms))
-        clock = self._clock_hz()
+        heat, idle = int(self.temperature(now_ms)), not self.occupied()
+        megahertz = int(model.boost_mhz * (1.0 - 0.12 * self.load * spread)) // 15 * 15
+        clock = 1_000_000 * (model.idle_mhz if idle else megahertz)
+        capped = POWER_CAP if self.power_watts > 0.95 * model.power_limit_watts else 0
+        slowed = THERMAL_SLOWDOWN if heat >= 85 else 0
         rate = model.pcie_bytes_per_second * self.load
         found: dict[str, float] = {
             "power_watts": self.power_watts,
@@ -234,14 +262,14 @@ class Gpu:
             "temperature_celsius": heat,
             "graphics_clock_hz": clock,
             "sm_clock_hz": clock,
-            "memory_clock_hz": (405 if self._asleep() else model.memory_mhz) * 1_000_000,
+            "memory_clock_hz": (405 if idle and model.idle_pstate > 0 else model.memory_mhz) * 1_000_000,
             "pcie_tx_bytes_per_second": int(rate * 0.04 * spread + 40_000 * (1 + spread)),
             "pcie_rx_bytes_per_second": int(rate * 0.10 * spread + 150_000 * (1 + spread)),
             "pcie_replays_total": self.replays,
             "ecc_corrected_volatile_total": self.corrected,
             "ecc_uncorrected_volatile_total": 0,
-            "clock_event_reasons": self._reasons(heat),
-            "performance_state": model.idle_pstate if not self.occupied() else 0,
+            "clock_event_reasons": GPU_IDLE if self.load == 0 else capped | slowed,
+            "performance_state": model.idle_pstate if idle else 0,
         }
         if model.memory_sensor:
             found["memory_temperature_celsius"] = heat + 6 + int(6 * self.load)
@@ -262,18 +290,3 @@ class Gpu:
             found["remapped_rows_uncorrectable_total"] = 0
             found["row_remap_pending"] = found["row_remap_failure"] = 0
         return found
-
-    def _asleep(self) -> bool:
-        return self._model.idle_pstate > 0 and not self.occupied()
-
-    def _clock_hz(self) -> int:
-        if not self.occupied():
-            return self._model.idle_mhz * 1_000_000
-        megahertz = self._model.boost_mhz * (1.0 - 0.12 * self.load * self._spread)
-        return int(megahertz) // 15 * 15 * 1_000_000
-
-    def _reasons(self, heat: int) -> int:
-        if self.load == 0:
-            return GPU_IDLE
-        capped = self.power_watts > 0.95 * self._model.power_limit_watts
-        return (POWER_CAP if capped else 0) | (THERMAL_SLOWDOWN if heat >= 85 else 0)

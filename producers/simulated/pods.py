@@ -59,20 +59,16 @@ _API_VERSIONS = {
 }
 
 
-class Container(NamedTuple):
+class PodContainer(NamedTuple):
     """A container of a pod and what it was given."""
 
     name: str
     container_id: str
     units: tuple[Unit, ...]
 
-    def devices(self) -> tuple[int, ...]:
-        """The positions of its devices in the node, each once: it may hold several replicas of one GPU."""
-        return tuple(dict.fromkeys(unit.device for unit in self.units))
-
 
 @dataclass(frozen=True)
-class Pod:
+class SimulatedPod:
     """A pod of one node. It holds its devices in [start_ms, end_ms), and processes on them from ``works_ms`` on. The
     API server tells of both ends a little later."""
 
@@ -84,10 +80,15 @@ class Pod:
     end_ms: int
     known_ms: int
     end_known_ms: int
-    containers: tuple[Container, ...]
+    containers: tuple[PodContainer, ...]
     labels: dict[str, str]
     owners: tuple[dict[str, str], ...]
     seed: float = field(default=0.0)
+
+    def places(self) -> list[tuple[PodContainer, int]]:
+        """Its containers, each with the positions of its devices in the node, once each: a container may hold several
+        replicas of one GPU."""
+        return [(of, device) for of in self.containers for device in dict.fromkeys(unit.device for unit in of.units)]
 
     @property
     def works_ms(self) -> int:
@@ -125,11 +126,12 @@ class Pod:
     def known(self, at_ms: int, start_ms: int) -> dict[str, Any]:
         """What the API server says of it at ``at_ms``, for a fleet that started at ``start_ms`` since the epoch."""
         ended = self.end_known_ms <= at_ms
+        last_phase = "Succeeded" if self.template.kind in ("Job", "CronJob") else "Failed"
         row = {
             "namespace": self.namespace,
             "name": self.name,
             "uid": self.uid,
-            "phase": self._last_phase() if ended else "Running",
+            "phase": last_phase if ended else "Running",
             "started_ms": max(0, start_ms + self.start_ms),
             "labels": self.labels,
             "namespace_labels": {"kubernetes.io/metadata.name": self.namespace, "team": self.template.team},
@@ -137,11 +139,8 @@ class Pod:
         }
         return {**row, "ended_ms": max(0, start_ms + self.end_ms)} if ended else row
 
-    def _last_phase(self) -> str:
-        return "Succeeded" if self.template.kind in ("Job", "CronJob") else "Failed"
 
-
-class Place(NamedTuple):
+class PodPlace(NamedTuple):
     """Where in the fleet a pod is: the node, which of its tenants, and the number of the pod among that tenant's."""
 
     cluster: str
@@ -161,11 +160,16 @@ class Place(NamedTuple):
         return self.number * 100_003 + self.slot
 
 
-def pod(template: Template, place: Place, start_ms: int, end_ms: int, units: Sequence[Unit]) -> Pod:
-    """The pod that runs ``template`` at ``place``, with its identity and the delays of the API server."""
-    name, owners, extra = _identity(template, place, start_ms)
+def pod(template: Template, place: PodPlace, start_ms: int, end_ms: int, units: Sequence[Unit]) -> SimulatedPod:
+    """The pod that runs ``template`` at ``place``, with its identity and the delays of the API server.
+
+    The units are shared out: every container after the first gets one, while there are enough.
+    """
+    name, owners, extra = identity(template, place, start_ms)
     known_ms = start_ms + int(1500 * names.fraction("known", *place))
-    return Pod(
+    more = min(len(template.containers), len(units)) - 1
+    shares = [tuple(units[more:]), *((unit,) for unit in units[:more])]
+    return SimulatedPod(
         template=template,
         namespace=template.namespace,
         name=name,
@@ -174,62 +178,50 @@ def pod(template: Template, place: Place, start_ms: int, end_ms: int, units: Seq
         end_ms=end_ms,
         known_ms=known_ms,
         end_known_ms=max(known_ms, end_ms + int(1500 * names.fraction("ended", *place))),
-        containers=_containers(template, place, units),
+        containers=tuple(
+            PodContainer(container, names.container_id(container, *place), share)
+            for container, share in zip(template.containers, shares, strict=False)
+        ),
         labels={"app": template.name, "team": template.team, **extra},
         owners=tuple(owners),
         seed=names.fraction("activity", *place),
     )
 
 
-def _containers(template: Template, place: Place, units: Sequence[Unit]) -> tuple[Container, ...]:
-    """The units shared out: every container after the first gets one, while there are enough."""
-    extra = min(len(template.containers), len(units)) - 1
-    shares = [tuple(units[extra:]), *((unit,) for unit in units[:extra])]
-    return tuple(
-        Container(name, names.container_id(name, *place), share)
-        for name, share in zip(template.containers, shares, strict=False)
-    )
+def identity(template: Template, place: PodPlace, start_ms: int) -> tuple[str, list[dict[str, str]], dict[str, str]]:
+    """A pod's name, its owners from the pod upward, and the labels that its controller adds.
 
-
-def _identity(template: Template, place: Place, start_ms: int) -> tuple[str, list[dict[str, str]], dict[str, str]]:
-    """A pod's name, its owners from the pod upward, and the labels that its controller adds."""
+    The workload's name has a suffix of the fleet's own, so that pods without a generated suffix differ too. A CronJob's
+    Job is called after the minute in which it was due, counted from an epoch of the fleet's own.
+    """
     fleet = (place.cluster, place.seed, template.namespace, template.name)
-    base, five = _base(template, place), names.numbered_suffix(place.serial, "pod", *fleet)
+    base = f"{template.name}-{names.suffix('fleet', place.cluster, place.seed)}"
+    five = names.numbered_suffix(place.serial, "pod", *fleet)
+
+    def owner(kind: str, name: str) -> dict[str, str]:
+        uid = names.object_uid(kind, name, *fleet)
+        return {"api_version": _API_VERSIONS[kind], "kind": kind, "name": name, "uid": uid}
+
     match template.kind:
         case "Deployment":
             tag = names.template_hash(*fleet)
-            owners = [_owner("ReplicaSet", f"{base}-{tag}", *fleet), _owner("Deployment", base, *fleet)]
+            owners = [owner("ReplicaSet", f"{base}-{tag}"), owner("Deployment", base)]
             return f"{base}-{tag}-{five}", owners, {"pod-template-hash": tag}
         case "Job":
             job = f"{base}-{names.numbered_suffix(place.serial, 'job', *fleet)}"
-            return f"{job}-{five}", [_owner("Job", job, *fleet)], {"batch.kubernetes.io/job-name": job}
+            return f"{job}-{five}", [owner("Job", job)], {"batch.kubernetes.io/job-name": job}
         case "CronJob":
-            job = f"{base}-{_cron_minute(place, start_ms)}"
-            owners = [_owner("Job", job, *fleet), _owner("CronJob", base, *fleet)]
+            epoch = 29_000_000 + int(1_000_000 * names.fraction("cron", place.cluster, place.seed))
+            job = f"{base}-{epoch + start_ms // 60_000}"
+            owners = [owner("Job", job), owner("CronJob", base)]
             return f"{job}-{five}", owners, {"batch.kubernetes.io/job-name": job}
         case "StatefulSet":
             name = f"{base}-{place.slot}"
-            return name, [_owner("StatefulSet", base, *fleet)], {"statefulset.kubernetes.io/pod-name": name}
+            return name, [owner("StatefulSet", base)], {"statefulset.kubernetes.io/pod-name": name}
         case "DaemonSet":
             tag = names.template_hash(*fleet)
-            return f"{base}-{five}", [_owner("DaemonSet", base, *fleet)], {"controller-revision-hash": tag}
+            return f"{base}-{five}", [owner("DaemonSet", base)], {"controller-revision-hash": tag}
         case "RayCluster":
-            return f"{base}-worker-{five}", [_owner("RayCluster", base, *fleet)], {"ray.io/cluster": base}
+            return f"{base}-worker-{five}", [owner("RayCluster", base)], {"ray.io/cluster": base}
         case "Pod":
             return f"{base}-{place.node}-{place.tenant}-{place.number}", [], {}
-
-
-def _base(template: Template, place: Place) -> str:
-    """The workload's name; each fleet has its own, so that pods without a generated suffix differ too."""
-    return f"{template.name}-{names.suffix('fleet', place.cluster, place.seed)}"
-
-
-def _owner(kind: str, name: str, *fleet: object) -> dict[str, str]:
-    uid = names.object_uid(kind, name, *fleet)
-    return {"api_version": _API_VERSIONS[kind], "kind": kind, "name": name, "uid": uid}
-
-
-def _cron_minute(place: Place, start_ms: int) -> int:
-    """The minute a CronJob's run was due, counted from an epoch of the fleet's own, as in the name of its Job."""
-    epoch = 29_000_000 + int(1_000_000 * names.fraction("cron", place.cluster, place.seed))
-    return epoch + start_ms // 60_000

@@ -7,12 +7,11 @@ Everything is a function of the place and of the time since the fleet's start; w
 
 import heapq
 import random
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from producers.simulated import names
 from producers.simulated.hardware import Machine, Unit
-from producers.simulated.pods import TEMPLATES, Place, Pod, Template, pod
+from producers.simulated.pods import TEMPLATES, PodPlace, SimulatedPod, Template, pod
 
 SHORTEST_LIFE_MS = 500
 
@@ -30,63 +29,54 @@ class Tenant(NamedTuple):
     units: int
 
 
-class _Event(NamedTuple):
-    """Something that happens at ``at_ms``: a pod's units are free (``pod``), and the tenant asks for its next."""
+class _Turn(NamedTuple):
+    """At ``at_ms`` a pod's units become free (``ended``); or, without one, the tenant asks for its next."""
 
     at_ms: int
     order: int
     tenant: Tenant
-    ended: Pod | None
-
-
-@dataclass(frozen=True, slots=True)
-class Turnover:
-    """How long pods live: ``pod_life_ms`` on average, before each template's own factor."""
-
-    pod_life_ms: int
+    ended: SimulatedPod | None
 
 
 class Schedule:
-    """The pods of one node. ``warm_up_ms`` before the fleet's start it is empty."""
+    """The pods of one node, which live ``pod_life_ms`` on average, before each template's own factor."""
 
-    def __init__(self, cluster: str, seed: int, node: int, hardware: Machine, turnover: Turnover) -> None:
+    def __init__(self, cluster: str, seed: int, node: int, hardware: Machine, pod_life_ms: int) -> None:
         self._where = (cluster, seed, node)
-        self._life_ms = turnover.pod_life_ms
+        self._life_ms = pod_life_ms
         self._random = names.generator("schedule", *self._where)
-        self._free = _pools(hardware, node)
+        self._free: dict[str, list[Unit]] = {}
+        spare = len(hardware.devices) - 1 if node % 3 == 2 and len(hardware.devices) > 1 else -1
+        for unit in hardware.units:
+            if unit.device != spare:  # on every third node the last GPU is kept out of use
+                self._free.setdefault(unit.resource, []).append(unit)
         self._waiting: list[Tenant] = []
         self._made: dict[int, int] = {}
-        self._events: list[_Event] = []
+        self._turns: list[_Turn] = []
         self._order = 0
-        warm_up_ms = min(2 * self._life_ms, 3_600_000)
+        warm_up_ms = min(2 * self._life_ms, 3_600_000)  # so long before the fleet's start the node is empty
         for tenant in tenants(self._free, node, self._random):
             self._push(-warm_up_ms + self._random.randrange(warm_up_ms // 2 + 1), tenant, None)
 
     def next_ms(self) -> int | None:
-        """When something happens next; None where nothing ever does."""
-        return self._events[0].at_ms if self._events else None
+        """When something happens next; None if nothing ever does."""
+        return self._turns[0].at_ms if self._turns else None
 
-    def advance(self, until_ms: int) -> list[Pod]:
+    def advance(self, until_ms: int) -> list[SimulatedPod]:
         """The pods that start at or before ``until_ms`` and were not returned before, in order."""
-        started: list[Pod] = []
-        while self._events and self._events[0].at_ms <= until_ms:
-            event = heapq.heappop(self._events)
-            if event.ended is not None:
-                self._release(event, started)
+        started: list[SimulatedPod] = []
+        while self._turns and self._turns[0].at_ms <= until_ms:
+            turn = heapq.heappop(self._turns)
+            if turn.ended is None:
+                self._waiting.append(turn.tenant)
             else:
-                self._waiting.append(event.tenant)
-                self._admit(event.at_ms, started)
+                for unit in (unit for container in turn.ended.containers for unit in container.units):
+                    self._free[unit.resource].append(unit)
+                self._push(turn.at_ms + self._pause_ms(turn.tenant.template), turn.tenant, None)
+            self._admit(turn.at_ms, started)
         return started
 
-    def _release(self, event: _Event, started: list[Pod]) -> None:
-        assert event.ended is not None  # noqa: S101 - for the type checker
-        for container in event.ended.containers:
-            for unit in container.units:
-                self._free[unit.resource].append(unit)
-        self._push(event.at_ms + self._pause_ms(event.tenant.template), event.tenant, None)
-        self._admit(event.at_ms, started)
-
-    def _admit(self, now_ms: int, started: list[Pod]) -> None:
+    def _admit(self, now_ms: int, started: list[SimulatedPod]) -> None:
         """Start the tenants that wait, in turn; one that does not fit holds up those behind it for its resource."""
         held_up: set[str] = set()
         for tenant in list(self._waiting):
@@ -95,32 +85,32 @@ class Schedule:
                 held_up.add(tenant.resource)
                 continue
             self._waiting.remove(tenant)
-            started.append(self._start(tenant, now_ms, free))
-
-    def _start(self, tenant: Tenant, now_ms: int, free: list[Unit]) -> Pod:
-        free.sort()
-        units = [free.pop(self._random.randrange(len(free))) for _ in range(tenant.units)]
-        mean_ms = self._life_ms * tenant.template.life
-        end_ms = now_ms + max(SHORTEST_LIFE_MS, int(self._random.expovariate(1 / mean_ms)))
-        number = self._made[tenant.number] = self._made.get(tenant.number, -1) + 1
-        made = pod(tenant.template, Place(*self._where, tenant.number, number), now_ms, end_ms, units)
-        self._push(end_ms, tenant, made)
-        return made
+            free.sort()
+            units = [free.pop(self._random.randrange(len(free))) for _ in range(tenant.units)]
+            mean_ms = self._life_ms * tenant.template.life
+            end_ms = now_ms + max(SHORTEST_LIFE_MS, int(self._random.expovariate(1 / mean_ms)))
+            number = self._made[tenant.number] = self._made.get(tenant.number, -1) + 1
+            started.append(pod(tenant.template, PodPlace(*self._where, tenant.number, number), now_ms, end_ms, units))
+            self._push(end_ms, tenant, started[-1])
 
     def _pause_ms(self, template: Template) -> int:
+        """How long a tenant waits before it asks for its next pod."""
         if template.kind == "StatefulSet":
             return self._random.randrange(*REBIRTH_MS)
         if template.kind in ("Deployment", "DaemonSet", "RayCluster"):
             return self._random.randrange(300, 2_000)
         return int(self._random.expovariate(1 / (0.15 * self._life_ms)))
 
-    def _push(self, at_ms: int, tenant: Tenant, ended: Pod | None) -> None:
+    def _push(self, at_ms: int, tenant: Tenant, ended: SimulatedPod | None) -> None:
         self._order += 1
-        heapq.heappush(self._events, _Event(at_ms, self._order, tenant, ended))
+        heapq.heappush(self._turns, _Turn(at_ms, self._order, tenant, ended))
 
 
 def tenants(pools: dict[str, list[Unit]], node: int, chance: random.Random) -> list[Tenant]:
-    """The tenants of a node: the templates in turn, until they would hold nine tenths of each resource on average."""
+    """The tenants of a node: the templates in turn, until they would hold nine tenths of each resource on average.
+
+    Training takes whole devices, and a DaemonSet has one pod on a node.
+    """
     found: list[Tenant] = []
     for resource, units in sorted(pools.items()):
         room = max(1, round(0.9 * len(units)))
@@ -129,26 +119,12 @@ def tenants(pools: dict[str, list[Unit]], node: int, chance: random.Random) -> l
             template = TEMPLATES[turn % len(TEMPLATES)]
             turn += 1
             fitting = [n for n in template.units if n <= room and (n == 1 or resource.startswith("nvidia.com/gpu"))]
-            if not fitting or not _belongs(template, resource, found):
-                continue
-            asked = chance.choice(fitting)
-            found.append(Tenant(len(found), template, resource, asked))
-            room -= asked
+            if template.kind == "Job":
+                belongs = resource != "nvidia.com/gpu.shared"
+            else:
+                belongs = template.kind != "DaemonSet" or all(tenant.template != template for tenant in found)
+            if fitting and belongs:
+                asked = chance.choice(fitting)
+                found.append(Tenant(len(found), template, resource, asked))
+                room -= asked
     return found
-
-
-def _belongs(template: Template, resource: str, found: list[Tenant]) -> bool:
-    """Whether a template runs on such devices: training takes whole ones, and a DaemonSet has one pod on a node."""
-    if template.kind == "Job":
-        return resource != "nvidia.com/gpu.shared"
-    return template.kind != "DaemonSet" or all(tenant.template != template for tenant in found)
-
-
-def _pools(hardware: Machine, node: int) -> dict[str, list[Unit]]:
-    """The units that pods can be given, by resource. On every third node the last GPU is kept out of use."""
-    pools: dict[str, list[Unit]] = {}
-    spare = len(hardware.devices) - 1 if node % 3 == 2 and len(hardware.devices) > 1 else -1
-    for unit in hardware.units:
-        if unit.device != spare:
-            pools.setdefault(unit.resource, []).append(unit)
-    return pools

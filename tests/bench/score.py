@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from producers.simulated.fleet import Fleet, Tick, ticks
-from producers.simulated.node import Known
+from producers.simulated.fleet import Fleet, KnownPods, Tick, ticks
 from streams.attribution import join
 from topics.allocations import Allocations
 from topics.attributed import AttributedSample
@@ -115,7 +114,7 @@ def _snapshot(tick: Tick, seq: int) -> Allocations:
     return msgspec.convert({**fields, "seq": seq, "containers": tick.reading.containers}, Allocations)
 
 
-def _workloads(tick: Tick, news: Known) -> NodeWorkloads:
+def _workloads(tick: Tick, news: KnownPods) -> NodeWorkloads:
     fields = {"schema": 1, "cluster": "default", "node": tick.node.name, "epoch": START_MS, "seq": tick.seq}
     return msgspec.convert({**fields, "ts_ms": news.at_ms, "pods": news.pods}, NodeWorkloads)
 

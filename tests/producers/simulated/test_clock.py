@@ -1,6 +1,6 @@
 """The fleet lives on evenly, whatever the machine's clock does."""
 
-from producers.simulated.clock import FleetClock
+from producers.simulated.component import FleetClock
 
 
 class Times:

@@ -10,9 +10,8 @@ import pytest
 
 from producers import PRODUCERS
 from producers import publisher as names
-from producers.simulated import instruments as own
-from producers.simulated.clock import FleetClock
-from producers.simulated.component import SimulatedFleet
+from producers.simulated import component as own
+from producers.simulated.component import FleetClock, SimulatedFleet
 from producers.simulated.config import SimulatedSettings
 from tests.producers.fakes import FakeSender
 from topics.allocations import Allocations

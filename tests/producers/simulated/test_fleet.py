@@ -10,10 +10,17 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from producers.simulated.fleet import Fleet, Tick, parse_size, ticks
-from producers.simulated.kubelet import LONGEST_LAG_MS, SHORTEST_LAG_MS, Lag
-from producers.simulated.node import Reading
-from producers.simulated.pods import TEMPLATES, Pod
+from producers.simulated.fleet import (
+    LONGEST_LAG_MS,
+    SHORTEST_LAG_MS,
+    Fleet,
+    KubeletLag,
+    NodeReading,
+    Tick,
+    parse_size,
+    ticks,
+)
+from producers.simulated.pods import TEMPLATES, SimulatedPod
 from producers.simulated.schedule import REBIRTH_MS
 from topics import device_ids
 
@@ -35,7 +42,7 @@ def relative(tick: Tick, start_ms: int) -> tuple[Any, ...]:
     return (tick.node.name, tick.seq, tick.ts_ms - start_ms, _since(tick.reading, start_ms), news)
 
 
-def _since(reading: Reading, start_ms: int) -> Reading:
+def _since(reading: NodeReading, start_ms: int) -> NodeReading:
     """A reading with the times of its events counted from the start."""
     return reading._replace(devices=[{**device, "events": _counted(device, start_ms)} for device in reading.devices])
 
@@ -48,7 +55,7 @@ def _ages(pod: dict[str, Any], start_ms: int) -> dict[str, int]:
     return {key: pod[key] - start_ms for key in ("started_ms", "ended_ms") if key in pod}
 
 
-def _pods(fleet: Fleet, until_ms: int) -> list[Pod]:
+def _pods(fleet: Fleet, until_ms: int) -> list[SimulatedPod]:
     """Every pod that starts by then."""
     return [pod for index in range(fleet.nodes) for pod in fleet.node(index)._schedule.advance(until_ms)]
 
@@ -70,7 +77,7 @@ def test_what_a_node_says_does_not_depend_on_when_it_was_asked_before(fleet: Fle
         assert _without_events(fleet.node(0).read(at_ms)) == _without_events(answer)
 
 
-def _without_events(reading: Reading) -> Reading:
+def _without_events(reading: NodeReading) -> NodeReading:
     """What a reading says whenever the one before was."""
     return reading._replace(devices=[{**device, "events": None} for device in reading.devices])
 
@@ -94,8 +101,8 @@ def _identities(fleet: Fleet) -> set[str]:
 @example(Fleet(4, 8, cluster="prod-1", seed=877, pod_life_s=1.5))  # where random suffixes would meet
 def test_no_unit_is_held_twice_and_no_name_is_two_pods_at_a_time(fleet: Fleet) -> None:
     pods = _pods(fleet, 200_000)
-    by_unit: dict[str, list[Pod]] = {}
-    by_name: dict[tuple[str, str], list[Pod]] = {}
+    by_unit: dict[str, list[SimulatedPod]] = {}
+    by_name: dict[tuple[str, str], list[SimulatedPod]] = {}
     for pod in pods:
         by_name.setdefault((pod.namespace, pod.name), []).append(pod)
         for unit in (unit for container in pod.containers for unit in container.units):
@@ -109,7 +116,7 @@ def test_no_unit_is_held_twice_and_no_name_is_two_pods_at_a_time(fleet: Fleet) -
         )
 
 
-def _pairs(lives: list[Pod]) -> Sequence[tuple[Pod, Pod]]:
+def _pairs(lives: list[SimulatedPod]) -> Sequence[tuple[SimulatedPod, SimulatedPod]]:
     return list(itertools.pairwise(sorted(lives, key=lambda pod: pod.start_ms)))
 
 
@@ -174,7 +181,7 @@ def test_pods_live_about_as_long_as_asked() -> None:
 
 
 def test_the_kubelet_lags_within_its_bounds_and_never_goes_back() -> None:
-    lag = Lag("default", 1, 0)
+    lag = KubeletLag("default", 1, 0)
     seen = [(at_ms, lag.seen_ms(at_ms)) for at_ms in range(0, 200_000, 7)]
 
     assert all(SHORTEST_LAG_MS - 1 <= at_ms - seen_ms <= LONGEST_LAG_MS + 1 for at_ms, seen_ms in seen)
@@ -185,7 +192,7 @@ def test_the_kubelet_lags_within_its_bounds_and_never_goes_back() -> None:
 @given(fleets)
 def test_reported_is_what_was_true_a_moment_ago(fleet: Fleet) -> None:
     pods = _pods(fleet, 40_000)
-    seen_ms = [Lag(fleet.cluster, fleet.seed, index).seen_ms for index in range(fleet.nodes)]
+    seen_ms = [KubeletLag(fleet.cluster, fleet.seed, index).seen_ms for index in range(fleet.nodes)]
     for tick in ticks(fleet, START_MS, 1000, 20):
         at_ms = tick.ts_ms - START_MS
         index = int(tick.node.name.removeprefix("sim-"))

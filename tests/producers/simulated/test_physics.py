@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from producers.simulated.fleet import Fleet
+from producers.simulated.fleet import Fleet, JsonDict, SimulatedNode
 from producers.simulated.hardware import MODELS
-from producers.simulated.node import JsonDict, SimulatedNode
 from producers.simulated.physics import GPU_IDLE
 from producers.simulated.pods import STARTING_MS, TEMPLATES
 from topics.catalogue import CATALOGUE
