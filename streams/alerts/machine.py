@@ -277,7 +277,7 @@ def silence(state: NodeAlerts, rules: Rules, lasted_ms: int) -> NodeAlerts:
     return state
 
 
-def retire(state: NodeAlerts, at_ms: int, because: str = "node_removed") -> NodeAlerts:
+def retire(state: NodeAlerts, at_ms: int) -> NodeAlerts:
     """The state of a node that is gone: whatever was open is resolved, and what was remembered of it forgotten.
 
     Write it first, then what :func:`announce` makes of it.
@@ -285,7 +285,7 @@ def retire(state: NodeAlerts, at_ms: int, because: str = "node_removed") -> Node
     if is_retired(state):
         return state
     ended = [
-        _replace(one, alert=_resolved(one.alert, one, min(at_ms, MAX_TIME_MS), because), written_ms=None)
+        _replace(one, alert=_resolved(one.alert, one, min(at_ms, MAX_TIME_MS), "node_removed"), written_ms=None)
         for one in state.tracked
         if one.alert is not None
     ]

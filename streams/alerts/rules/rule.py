@@ -176,7 +176,7 @@ class Rules(msgspec.Struct, frozen=True, dict=True):
         return {}
 
     def resolved(self, rule: Rule, subject: Subject) -> Rule | None:
-        """The rule as it is for a subject; None where it is disabled there."""
+        """The rule as it is for a subject; None: it is disabled there."""
         key = (rule.name, subject)
         try:
             return self._resolved[key]

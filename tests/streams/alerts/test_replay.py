@@ -33,7 +33,7 @@ def _device(pod: str, busy: float | None, state: str) -> Device:
     return device(0, *([holder(pod)] if pod else []), busy=busy if state == "ok" else None, state=state)
 
 
-def told(ticks: Sequence[Tick]) -> list[Alert]:
+def transitions(ticks: Sequence[Tick]) -> list[Alert]:
     replay = Replay(RULES)
     return [alert for one in ticks for alert in replay.take(one) if alert.name == "GPUHeldIdle"]
 
@@ -43,7 +43,7 @@ def test_no_gpu_is_told_to_be_idle_that_worked_or_was_not_held_within_the_durati
     story: list[tuple[str, float | None, str, int]],
 ) -> None:
     ticks = spread(story)
-    for alert in told(ticks):
+    for alert in transitions(ticks):
         if alert.state == "firing":
             fired_ms = milliseconds(alert.starts_at)
             last = [one.devices[0] for one in ticks if fired_ms - FOR_S * 1000 <= one.ts_ms <= fired_ms]
@@ -57,7 +57,7 @@ def test_no_gpu_is_told_to_be_idle_that_worked_or_was_not_held_within_the_durati
 @given(st.lists(moments, max_size=30))
 def test_every_firing_is_followed_by_at_most_one_resolved(story: list[tuple[str, float | None, str, int]]) -> None:
     states: dict[str, str] = {}
-    for alert in told(spread(story)):
+    for alert in transitions(spread(story)):
         assert states.get(alert.fingerprint, "resolved") != alert.state
         states[alert.fingerprint] = alert.state
 
@@ -68,7 +68,7 @@ def test_a_gpu_that_was_held_idle_for_long_enough_is_told_whatever_was_before(
 ) -> None:
     idle = ("new", 0.0, "ok", GRACE_S + FOR_S + 1 + more)
     ticks = spread([*story, idle])
-    (alert,) = [alert for alert in told(ticks) if alert.labels["k8s_pod_name"] == "new"]
+    (alert,) = [alert for alert in transitions(ticks) if alert.labels["k8s_pod_name"] == "new"]
     assert milliseconds(alert.starts_at) == ticks[-1 - more].ts_ms
     assert alert.value == FOR_S
 

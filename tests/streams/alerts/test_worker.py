@@ -37,18 +37,32 @@ def said(broker: Broker) -> list[tuple[str, str]]:
 
 async def working(broker: Broker, rules: Rules = LONG) -> Worker:
     worker = Worker(broker, rules)
+    worker.clocks.started_ms = START_MS
     await worker.start()
     return worker
+
+
+async def having_read(seconds: range, one: Device = COOL, *, node: str = "n") -> Worker:
+    """A worker that has read these ticks of a node."""
+    broker = Broker()
+    write(broker, seconds, one, node=node)
+    worker = await working(broker)
+    await worker.live()
+    return worker
+
+
+async def next_read(worker: Worker, seconds: range, one: Device = COOL) -> None:
+    """Ticks are written and read."""
+    write(worker.broker, seconds, one)
+    await worker.live()
 
 
 # -- what is written, and in what order
 
 
 async def test_ticks_that_change_nothing_write_nothing() -> None:
-    broker = Broker()
-    write(broker, range(100))
-    worker = await working(broker)
-    await worker.live()
+    worker = await having_read(range(100))
+    broker = worker.broker
     assert (len(broker.logs[STATE]), broker.logs[ALERTS]) == (1, [])
     assert worker.position() == 99
     assert worker.ledger.open_bytes == 0
@@ -92,10 +106,8 @@ async def test_what_changes_while_a_state_is_on_its_way_is_written_after_it() ->
 
 
 async def test_while_a_state_is_on_its_way_nothing_that_it_replaces_counts_as_written() -> None:
-    broker = Broker()
-    write(broker, range(1))
-    worker = await working(broker)
-    await worker.live()
+    worker = await having_read(range(1))
+    broker = worker.broker
     worker.sender.holding = True
     write(broker, range(1, 13), HOT)
     await worker.read()
@@ -110,20 +122,15 @@ async def test_while_a_state_is_on_its_way_nothing_that_it_replaces_counts_as_wr
 
 
 async def test_a_condition_that_ends_soon_is_never_written() -> None:
-    broker = Broker()
-    write(broker, range(1))
-    worker = await working(broker)
-    await worker.live()
+    worker = await having_read(range(1))
+    broker = worker.broker
     for start in range(1, 100, 10):
-        write(broker, range(start, start + 5), HOT)
-        await worker.live()
+        await next_read(worker, range(start, start + 5), HOT)
         assert worker.position() == start - 1
-        write(broker, range(start + 5, start + 10))
-        await worker.live()
+        await next_read(worker, range(start + 5, start + 10))
         assert worker.position() == start + 9
     assert [state.tracked for state in states(broker)] == [()]
-    write(broker, range(101, 113), HOT)
-    await worker.live()
+    await next_read(worker, range(101, 113), HOT)
     assert [len(state.tracked) for state in states(broker)] == [0, 1]
     assert worker.position() == 112
 
@@ -143,9 +150,7 @@ async def test_an_alert_or_state_that_is_too_large_is_left_out_and_counted() -> 
 
 
 async def test_ticks_up_to_the_states_offset_are_replays() -> None:
-    broker = Broker()
-    write(broker, range(601), HOT)
-    await (await working(broker)).live()
+    broker = (await having_read(range(601), HOT)).broker
     written = len(broker.logs[STATE])
     write(broker, range(601, 700), HOT)
     worker = await working(broker)
@@ -156,10 +161,8 @@ async def test_ticks_up_to_the_states_offset_are_replays() -> None:
 
 
 async def test_the_first_tick_after_a_state_only_takes_over_its_time() -> None:
-    broker = Broker()
-    write(broker, range(500), HOT)
-    first = await working(broker)
-    await first.live()
+    first = await having_read(range(500), HOT)
+    broker = first.broker
     first.commit()
     assert broker.committed == 499
     write(broker, range(500, 700), HOT)
@@ -171,10 +174,8 @@ async def test_the_first_tick_after_a_state_only_takes_over_its_time() -> None:
 
 
 async def test_after_ticks_were_lost_the_gap_is_what_the_state_knows_of() -> None:
-    broker = Broker()
-    write(broker, range(500), HOT)
-    first = await working(broker)
-    await first.live()
+    first = await having_read(range(500), HOT)
+    broker = first.broker
     first.commit()
     write(broker, range(500, 700), HOT)
     second = Worker(broker, LONG)
@@ -186,9 +187,7 @@ async def test_after_ticks_were_lost_the_gap_is_what_the_state_knows_of() -> Non
 
 
 async def test_a_log_that_was_made_anew_begins_its_offsets_again() -> None:
-    broker = Broker()
-    write(broker, range(700), HOT)
-    await (await working(broker)).live()
+    broker = (await having_read(range(700), HOT)).broker
     broker.logs[ATTRIBUTED].clear()
     for s in range(1000, 1400):
         broker.log(later(tick(s, COOL), offset=s - 1000))
@@ -202,10 +201,8 @@ async def test_a_log_that_was_made_anew_begins_its_offsets_again() -> None:
 
 @pytest.mark.parametrize("restart", [False, True])
 async def test_where_only_the_samples_were_made_again_their_ticks_go_on(restart: bool) -> None:
-    broker = Broker()
-    write(broker, range(300), HOT)
-    worker = await working(broker)
-    await worker.live()
+    worker = await having_read(range(300), HOT)
+    broker = worker.broker
     for s in range(300, 700):
         broker.log(later(tick(s, HOT), offset=s - 300))
     worker = await working(broker) if restart else worker
@@ -221,10 +218,8 @@ async def test_where_only_the_samples_were_made_again_their_ticks_go_on(restart:
 
 
 async def test_an_older_state_that_another_worker_wrote_late_is_written_over() -> None:
-    broker = Broker()
-    write(broker, range(700), HOT)
-    worker = await working(broker)
-    await worker.live()
+    worker = await having_read(range(700), HOT)
+    broker = worker.broker
     older, newest = states(broker)[0], states(broker)[-1]
     broker.logs[STATE].append(Record(KEY, encode(older)))
     await worker.read(STATE)
@@ -239,10 +234,8 @@ async def test_an_older_state_that_another_worker_wrote_late_is_written_over() -
 async def test_an_older_state_that_is_read_while_ours_is_on_its_way_is_written_over_where_it_is_the_last(
     first: bool,
 ) -> None:
-    broker = Broker()
-    write(broker, range(1))
-    worker = await working(broker)
-    await worker.live()
+    worker = await having_read(range(1))
+    broker = worker.broker
     older = broker.logs[STATE][0]
     worker.sender.holding = True
     write(broker, range(1, 13), HOT)
@@ -275,10 +268,8 @@ async def test_states_of_its_own_that_are_read_late_are_not_written_again() -> N
 
 
 async def test_a_later_state_of_another_worker_is_written_over_once_ticks_were_read() -> None:
-    broker = Broker()
-    write(broker, range(100))
-    worker = await working(broker)
-    await worker.live()
+    worker = await having_read(range(100))
+    broker = worker.broker
     later_one = msgspec.structs.replace(states(broker)[-1], offset=150, silent=True)
     broker.logs[STATE].append(Record(KEY, encode(later_one)))
     await worker.read(STATE)
@@ -289,23 +280,17 @@ async def test_a_later_state_of_another_worker_is_written_over_once_ticks_were_r
 
 
 async def test_a_node_without_ticks_holds_back_no_commit_once_the_log_has_gone_on() -> None:
-    broker = Broker()
-    write(broker, range(3), node="dead")
-    worker = await working(broker)
-    await worker.live()
+    worker = await having_read(range(3), node="dead")
+    broker = worker.broker
     for s in range(3, 60):
-        write(broker, range(s, s + 1))
-        await worker.live()
+        await next_read(worker, range(s, s + 1))
         assert worker.position() == (2 if s < 32 else len(broker.logs[ATTRIBUTED]) - 1)
     (silent,) = [state for state in states(broker) if state.silent]
     assert (silent.node, silent.last_ts_ms) == ("dead", START_MS + 2000)
 
 
 async def test_a_node_without_ticks_holds_back_no_commit_once_the_partition_was_read_for_long() -> None:
-    broker = Broker()
-    write(broker, range(3))
-    worker = await working(broker)
-    await worker.live()
+    worker = await having_read(range(3))
     await worker.wait(20)
     assert worker.position() == 2
     await worker.wait(40)
@@ -334,13 +319,10 @@ async def test_a_node_is_not_taken_to_be_silent_before_its_ticks_were_read_again
 
 
 async def test_a_rebalance_ends_what_was_known_of_silence() -> None:
-    broker = Broker()
-    write(broker, range(1))
-    worker = await working(broker)
-    await worker.live()
+    worker = await having_read(range(1))
+    broker = worker.broker
     await worker.wait(20)
-    write(broker, range(20, 21))
-    await worker.live()
+    await next_read(worker, range(20, 21))
     await worker.wait(20)
     await worker.start()
     await worker.wait(10)
@@ -348,10 +330,8 @@ async def test_a_rebalance_ends_what_was_known_of_silence() -> None:
 
 
 async def test_the_first_tick_after_a_silence_is_judged_and_the_gap_known() -> None:
-    broker = Broker()
-    write(broker, range(400), HOT)
-    worker = await working(broker)
-    await worker.live()
+    worker = await having_read(range(400), HOT)
+    broker = worker.broker
     await worker.wait(60)
     worker.commit()
     assert broker.committed == 400
@@ -363,44 +343,33 @@ async def test_the_first_tick_after_a_silence_is_judged_and_the_gap_known() -> N
 
 
 async def test_a_node_is_silent_when_its_partition_was_watched_without_a_break() -> None:
-    broker = Broker()
-    write(broker, range(3))
-    worker = await working(broker)
-    worker.clocks.started_ms = START_MS
-    await worker.live()
+    worker = await having_read(range(3))
+    broker = worker.broker
     await worker.wait(110)
     assert said(broker) == []
     await worker.wait(20)
     assert said(broker) == [("NodeSilent", "firing")]
     assert broker.alerts()[0].starts_at.timestamp() * 1000 == START_MS + 2000 + 120_000
     await worker.wait(600)
-    write(broker, range(800, 803))
-    await worker.live()
+    await next_read(worker, range(800, 803))
     assert said(broker) == [("NodeSilent", "firing"), ("NodeSilent", "resolved")]
 
 
 async def test_nobody_is_silent_while_the_broker_does_not_answer_nor_right_after() -> None:
-    broker = Broker()
-    write(broker, range(3))
-    worker = await working(broker)
-    worker.clocks.started_ms = START_MS
-    await worker.live()
+    worker = await having_read(range(3))
+    broker = worker.broker
     await worker.wait(20)
     await worker.wait(600, asking=False)
     await worker.wait(25)
     assert said(broker) == []
-    write(broker, range(650, 660))
-    await worker.live()
+    await next_read(worker, range(650, 660))
     await worker.wait(60)
     assert said(broker) == []
 
 
 async def test_nobody_is_silent_while_samples_wait_to_be_attributed() -> None:
-    broker = Broker()
-    write(broker, range(3))
-    worker = await working(broker)
-    worker.clocks.started_ms = START_MS
-    await worker.live()
+    worker = await having_read(range(3))
+    broker = worker.broker
     await worker.wait(600, samples_end=4)
     assert said(broker) == []
     broker.log(later(tick(600, COOL, node="other"), offset=3))
@@ -410,14 +379,11 @@ async def test_nobody_is_silent_while_samples_wait_to_be_attributed() -> None:
 
 
 async def test_a_worker_finds_the_same_silence_as_the_one_before() -> None:
-    broker = Broker()
-    write(broker, range(3))
-    first = await working(broker)
-    first.clocks.started_ms = START_MS
-    await first.live()
+    first = await having_read(range(3))
+    broker = first.broker
     await first.wait(200)
     first.commit()
-    broker.logs[STATE].pop()  # it ended before the state was written
+    broker.logs[STATE].pop()  # it ended before the state that has the alert as written
     second = await working(broker)
     second.clocks.started_ms = START_MS + 500_000
     await second.wait(60)
@@ -426,11 +392,8 @@ async def test_a_worker_finds_the_same_silence_as_the_one_before() -> None:
 
 
 async def test_a_node_that_never_comes_back_is_forgotten_and_its_alerts_are_resolved() -> None:
-    broker = Broker()
-    write(broker, range(700), HOT)
-    worker = await working(broker)
-    worker.clocks.started_ms = START_MS
-    await worker.live()
+    worker = await having_read(range(700), HOT)
+    broker = worker.broker
     await worker.wait(1000)
     worker.clocks.started_ms += FORGET_MS
     await worker.wait(60)
@@ -441,12 +404,11 @@ async def test_a_node_that_never_comes_back_is_forgotten_and_its_alerts_are_reso
     assert [record.value for record in broker.logs[ALERTS][4:]] == [None, None]
     assert broker.logs[STATE][-1] == Record(KEY, None)
     await worker.read(STATE)
-    write(broker, range(10_000, 10_003))
-    await worker.live()
+    await next_read(worker, range(10_000, 10_003))
     assert states(broker)[-1].tracked == ()
 
 
-def told(broker: Broker, second: int, *, removed: bool) -> None:
+def removal(broker: Broker, second: int, *, removed: bool) -> None:
     record = NodeWorkloads(schema=1, cluster="c", node="n", epoch=1, seq=1, ts_ms=1, removed=removed)
     broker.logs[WORKLOADS].append(Record(KEY, encode(record), START_MS + second * 1000))
 
@@ -456,7 +418,7 @@ async def test_a_node_that_was_removed_from_the_cluster_is_not_silent_and_its_al
     write(broker, range(700), HOT)
     worker = await working(broker)
     worker.clocks.started_ms = START_MS + 700_000
-    told(broker, 690, removed=True)
+    removal(broker, 690, removed=True)
     await worker.live()
     await worker.read(WORKLOADS)
     await worker.wait(600)
@@ -474,9 +436,8 @@ async def test_a_node_that_is_in_the_cluster_is_silent(removed: list[bool]) -> N
     broker = Broker()
     write(broker, range(3))
     worker = await working(broker)
-    worker.clocks.started_ms = START_MS
     for one in removed:
-        told(broker, 1, removed=one)
+        removal(broker, 1, removed=one)
     await worker.live()
     await worker.read(WORKLOADS)
     await worker.wait(200)
@@ -488,7 +449,7 @@ async def test_a_node_that_sent_ticks_long_after_it_was_removed_is_silent_when_t
     write(broker, range(200))
     worker = await working(broker)
     worker.clocks.started_ms = START_MS + 200_000
-    told(broker, 1, removed=True)
+    removal(broker, 1, removed=True)
     await worker.live()
     await worker.read(WORKLOADS)
     await worker.wait(200)
@@ -530,9 +491,7 @@ async def test_what_is_no_tick_or_state_goes_to_the_dead_letters_and_the_rest_go
 
 
 async def test_a_node_without_its_state_begins_anew() -> None:
-    broker = Broker()
-    write(broker, range(700), HOT)
-    await (await working(broker)).live()
+    broker = (await having_read(range(700), HOT)).broker
     broker.logs[STATE].append(Record(KEY, None))
     broker.committed = 699
     worker = await working(broker)
