@@ -50,7 +50,7 @@ _POD = re.compile(r"pod([0-9a-f]{8}(?:[-_][0-9a-f]{4}){3}[-_][0-9a-f]{12}|[0-9a-
 _CONTAINER = re.compile(r"(?:^|[/:-])(?<!/crio-conmon-)([0-9a-f]{64})(?=\.scope|/|$)")
 _JOB = re.compile(r"/job_([0-9]+)(?=/|$)")
 _UID = re.compile(r"^Uid:\s+([0-9]{1,10})\s", re.MULTILINE)
-"""The real one: unlike the folder's owner, it is right for processes that may not be dumped too."""
+"""The real user id. Unlike the folder's owner it is also right for processes that may not be dumped."""
 
 
 class ProcessPlace(NamedTuple):

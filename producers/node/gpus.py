@@ -32,10 +32,10 @@ STATES = ("ok", "lost", "timeout")
 KINDS = ("attributed", "host", "unseen")
 
 QUIET_WITHIN_S = 2.0
-"""How long to wait for the calls in flight before NVML is opened again; it is put off where one takes longer."""
+"""How long to wait for the calls in flight before NVML is opened again; if one takes longer, that is put off."""
 
 TURNS_SHARE = 0.25
-"""The share of a tick in which every GPU has begun to be read, however slow those before it are."""
+"""Within this share of a tick every GPU has begun to be read, however slow those before it are."""
 
 SLOW_SHARE = 0.25
 """The share of a tick that one call may take; one that takes longer is left out."""
@@ -197,7 +197,7 @@ class Gpus:
         return self._opening
 
     async def _opened(self, why: str | None = None) -> None:
-        """The same, and wait for it."""
+        """Do so, and wait for the end."""
         opening = self._open(why)
         await asyncio.wait([opening])
         opening.result()

@@ -2,7 +2,7 @@
 
 In: files named by GPU index (``0``), or by GPU index and GPU instance (``2.1``), a job id a line.
 Out: the ids by file name. State: what was read of each file, until it changes.
-On failure: what can't be read counts for nothing in that tick, is counted by reason, and logged once. If reading does
+On failure: what can't be read is left out of that tick, counted by reason, and logged once. If reading does
 not end in time, what was read last stays in force.
 """
 

@@ -63,7 +63,7 @@ Result = Literal["ok", "unavailable", "deadline", "rate_limited", "too_large", "
 State = Literal["absent"] | Result
 
 _PAUSE_S: Mapping[State, float] = {"too_large": 60.0, "refused": 10.0}
-"""How long it is not asked again after what no repetition mends."""
+"""How long it is not asked again after a failure that asking again does not mend."""
 
 _SENTENCES: Mapping[State, str] = {
     "absent": "no kubelet at %s: %s",
@@ -227,7 +227,7 @@ class Kubelet:
             await self._channel.close()
 
     async def _ended(self) -> None:
-        """Wait for the call in flight, if there is one. That it is no longer waited for does not end it."""
+        """Wait for the call in flight, if there is one. A caller that stops waiting does not end it."""
         asking = self._asking
         if asking is not None:
             if not asking.done():

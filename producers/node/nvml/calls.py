@@ -82,7 +82,7 @@ class NotReturned(NvmlError):
 
 
 class Left(Exception):
-    """The call has returned after another thread took over: the reading that it was made for is not this thread's."""
+    """The call has returned after another thread took over: the reading is not this thread's any more."""
 
 
 def is_lost(error: NvmlError) -> bool:

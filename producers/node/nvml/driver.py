@@ -5,7 +5,7 @@ what is wrong; the UUIDs of the GPUs that a new process would see, and why NVML 
 only those that were there when it attached to the driver.
 State: whether NVML is open, and the last trouble with it; the child that runs, at most one; for each GPU, how often
 opening NVML again was in vain, and when it may be tried again.
-On failure: :meth:`Driver.attach` never raises; whoever asks tries again. A nvmlInit that does not return is waited for,
+On failure: :meth:`Driver.attach` never raises; the caller tries again. A nvmlInit that does not return is waited for,
 and there is no second one beside it. A child that fails, is slow or says nonsense gives None, which changes nothing.
 One that can't even be killed is left alone, and there is no other until it has ended.
 
@@ -113,7 +113,7 @@ class Driver:
     async def attach(self, why: str | None) -> None:
         """Open NVML; where ``why`` says why, close it before. Nothing else may be asked of NVML meanwhile."""
         job = self._worker.ask(lambda: self._attach(again=why is not None))
-        job.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may be that nobody waits any more
+        job.add_done_callback(lambda done: done.cancelled() or done.exception())  # maybe nobody waits any more
         await asyncio.wait([job])
         error = job.exception()
         if error is None:
@@ -148,7 +148,7 @@ class Driver:
         return [] if self._now.gpus else ["the NVIDIA driver has no GPU"]
 
     def close(self, *, detach: bool, after: threading.Event) -> None:
-        """Let the thread end. Where ``detach`` says that nobody uses NVML but who ends ``after``, it is closed then."""
+        """Let the thread end. If no GPU's thread uses NVML (``detach``), it is closed first, once ``after`` is set."""
 
         def detach_after() -> None:
             if after.wait(ENDS_WITHIN_S):

@@ -56,8 +56,8 @@ _MOST_DEVICES = 1024
 
 
 class Xid(NamedTuple):
-    """An XID error, seen at ``ts_ms`` since the epoch, of the GPU of index ``gpu`` (None: of one that is not known),
-    and of these of its instances where it is said."""
+    """An XID error, seen at ``ts_ms`` since the epoch, of the GPU of index ``gpu`` (None: of one that is not known).
+    Of a part of it if NVML says of which instances."""
 
     gpu: int | None
     code: int
@@ -77,12 +77,7 @@ class Events:
     """All methods are for the event loop's thread. ``take`` gets each XID error, ``count`` each call that failed."""
 
     def __init__(
-        self,
-        nvml: Nvml,
-        *,
-        take: Callable[[Xid], None],
-        count: Callable[[str, str], None],
-        clock: Callable[[], float] = time.monotonic,
+        self, nvml: Nvml, *, take: Callable[[Xid], None], count: Callable[[str, str], None], clock: Callable[[], float]
     ) -> None:
         self._nvml, self._take, self._count, self._clock = nvml, take, count, clock
         self._worker = Worker("nvml-events", clock)

@@ -2,8 +2,7 @@
 
 In: NVML's answers. Out: a :class:`GpuReading` per tick.
 State: the identity from the healthy time, since a lost GPU can't be asked for it; the layout of its MIG devices, and
-the slots without one, so that one that is made is noticed without listing all; whether its processes can be seen, which
-one that was seen shows for good.
+the slots without one, so that a new one is noticed without listing all; whether any of its processes was ever seen.
 On failure: a reading never raises for what NVML answers; it says that the GPU can't be opened, or is lost. A MIG slot
 that can't be asked is left out, and counted; if a call is too slow to be made, or answers nothing, there is no listing,
 and the layout stays.
@@ -45,7 +44,7 @@ def bare(devices: Iterable[Mapping[str, Any]], state: str) -> list[dict[str, Any
 
 
 def log_fields(device: Mapping[str, Any]) -> dict[str, Any]:
-    """Who a GPU is, as fields of a line of log; whoever looks for the board needs its place and serial number."""
+    """Who a GPU is, as fields of a line of log; to find the board, people need its place and serial number."""
     serial = device.get("info", {}).get("serial")
     found = {"gpu_uuid": device["uuid"], "pci_bus_id": device.get("pci_bus_id"), "serial": serial}
     return {key: value for key, value in found.items() if value is not None}
@@ -96,13 +95,7 @@ class PhysicalGpu:
     _whole: SampledDevice
 
     def __init__(
-        self,
-        nvml: Nvml,
-        index: int,
-        places: Places,
-        *,
-        list_every_s: float = 10.0,
-        clock: Callable[[], float] = time.monotonic,
+        self, nvml: Nvml, index: int, places: Places, *, list_every_s: float, clock: Callable[[], float]
     ) -> None:
         self.index = index
         self.calls = Calls(nvml, clock)

@@ -107,7 +107,7 @@ class Metrics:
         """Whether in the last reading it could not be asked what it had answered before: it may have been cut."""
 
     def values(self) -> dict[str, float]:
-        """The values of this moment. Raises Lost: also where all that answers is that a reset is needed."""
+        """The values of this moment. Raises Lost: also if the only answer is that a reset is needed."""
         found: dict[str, float] = {}
         self._refused: Lost | None = None
         self._answers = 0
@@ -158,7 +158,7 @@ class Metrics:
         return left_out
 
     def probe(self) -> None:
-        """Ask the first question only. Raises Lost where that is all that the device says."""
+        """Ask the first question only. Raises Lost, also if the answer is that a reset is needed."""
         question = next((one for one in self._plan if one not in (FIELDS, GPM)), None)
         if not isinstance(question, Call):
             return

@@ -8,7 +8,6 @@ later.
 Source: nvml.h. A process that did nothing in the last sample period has no utilization sample: that is 0.
 """
 
-import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -28,7 +27,7 @@ LISTS: tuple[tuple[str, ...], ...] = tuple(
 UTILIZATION = ("nvmlDeviceGetProcessesUtilizationInfo", "nvmlDeviceGetProcessUtilization")
 
 SAMPLE_PERIOD_S = 0.9
-"""Until then nothing new may mean that no sample has been taken since; later, that nothing was done."""
+"""Within it, nothing new may mean that no sample was taken; after it, that nothing was done."""
 
 _MEMORY = Limits(0, LARGEST_MEMORY_BYTES)
 _RATIO = Limits(0, 1)
@@ -50,15 +49,7 @@ class _Failed(Exception):
 class Processes:
     """Those of one handle. ``cut``: it is a part of a GPU."""
 
-    def __init__(
-        self,
-        calls: Calls,
-        handle: Handle,
-        places: Places,
-        *,
-        cut: bool = False,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, calls: Calls, handle: Handle, places: Places, *, cut: bool, clock: Callable[[], float]) -> None:
         self._calls, self.handle, self._places, self._cut, self._clock = calls, handle, places, cut, clock
         self._support = Support()
         self._newest = Newest()

@@ -169,7 +169,7 @@ class GpuReader:
         return found if self._late is None else [self._late_text(self._late), *found]
 
     def refuse(self, why: str) -> None:
-        """Never report it; it is somebody else."""
+        """Never report it: another GPU has its UUID."""
         self.uuid, self.known = None, ()
         self._change(why)
 

@@ -42,8 +42,8 @@ class Newest:
         self._looked_us = 0
 
     def since_us(self) -> int | None:
-        """Since when there may be new ones; None where that is not known: at first, and where the clock was set back
-        since it was asked last, by which samples would be older than those that were read."""
+        """Since when there may be new ones; None where that is not known: at first, and after the clock was set back,
+        when new samples look older than those that were read."""
         now_us = time.time_ns() // 1000
         if now_us < self._looked_us:
             self.forget()
@@ -226,7 +226,7 @@ class Links:
             if counted:
                 return sum(counted)
             left = self._fields[linked] = left[1:]
-        del self._fields[linked]  # whoever asks again means all of them
+        del self._fields[linked]  # the next time all of them are tried
         raise NvmlError(binding.NOT_SUPPORTED)
 
     def forget(self) -> None:

@@ -288,8 +288,8 @@ def within(value: float, limits: Limits) -> float | None:
 def per_second(last: Count, now: Count) -> float | None:
     """How fast a counter that may have wrapped once has run; None where that can't be said.
 
-    The time is by the counter's own clock where that agrees with ours within a factor of two, else by ours. Reset to 0,
-    it looks wrapped: of 64 bits far beyond any limit, of 32 bits not to be told from a wrap.
+    The time is by the counter's own clock if that agrees with ours within a factor of two, else by ours. A counter that
+    was reset to 0 looks wrapped: of 64 bits it is far beyond any limit, of 32 bits it can't be distinguished.
     """
     ours_s = now.at_s - last.at_s
     own_s = (now.at_us - last.at_us) / 1e6 if last.at_us > 0 else 0.0
