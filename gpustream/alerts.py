@@ -15,10 +15,9 @@ from typing import Any, Literal, NamedTuple
 import click
 import msgspec
 
-from delivery.clients import AIOKafkaConsumer
 from gpustream import logs
 from gpustream.command import KAFKA, LOG_FORMAT, Command, option
-from gpustream.topics import answer, existing, show
+from gpustream.topics import answer, reading, show
 from sinks.alerts import read
 from sinks.outcomes import Undecodable
 from topics.alerts import TOPIC, Alert, transition_id
@@ -60,18 +59,9 @@ def alerts(kafka: str, follow: bool, form: Form, log_format: logs.Format) -> Non
 
 
 async def _show(kafka: str, form: Form, *, follow: bool) -> None:
-    await existing(kafka, TOPIC.name)
-    consumer = AIOKafkaConsumer(
-        TOPIC.name,
-        bootstrap_servers=kafka.split(","),
-        enable_auto_commit=False,
-        auto_offset_reset="earliest",
-        isolation_level="read_committed",
-    )
-    await consumer.start()
-    try:
-        seen = Seen()
-        ends = await consumer.end_offsets(consumer.assignment())
+    seen = Seen()
+    async with reading(kafka, TOPIC.name) as (consumer, partitions):
+        ends = await consumer.end_offsets(partitions)
         while any([await consumer.position(tp) < end for tp, end in ends.items()]):
             for record in await _polled(consumer):
                 seen.see(record)
@@ -87,8 +77,6 @@ async def _show(kafka: str, form: Form, *, follow: bool) -> None:
             for record in await _polled(consumer):
                 if (transition := seen.see(record)) is not None:
                     _print_transition(transition, form)
-    finally:
-        await consumer.stop()
 
 
 async def _polled(consumer: Any) -> list[Any]:

@@ -9,21 +9,19 @@ On failure: mistakes of the file, each with its line, on standard error and exit
 
 import sys
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from datetime import UTC
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import click
 import msgspec
-from aiokafka import TopicPartition
 from click.core import ParameterSource
 
-from delivery.clients import AIOKafkaConsumer
 from delivery.settings import HOST_PORTS, START_FROM
 from gpustream import alerts, logs
 from gpustream.command import LOG_FORMAT, Argument, Command, counted, option
-from gpustream.topics import answer, existing, show
+from gpustream.topics import answer, reading, show
 from streams.alerts import tick as ticks
 from streams.alerts.node import Replay
 from streams.alerts.rules import rules_file
@@ -185,40 +183,25 @@ def _lines(path: Path) -> Iterator[Recorded]:
 
 
 async def _read(kafka: str, start: str | float, trial: Trial) -> None:
-    name = attributed.TOPIC.name
-    found = await existing(kafka, name)
-    consumer = AIOKafkaConsumer(
-        bootstrap_servers=kafka.split(","), enable_auto_commit=False, isolation_level="read_committed"
-    )
-    await consumer.start()
-    try:
-        partitions = [TopicPartition(name, number) for number in range(found.partitions)]
-        async for recorded in _records(consumer, partitions, start):
-            trial.take(recorded)
-    finally:
-        await consumer.stop()
-
-
-async def _records(consumer: Any, partitions: list[TopicPartition], start: str | float) -> AsyncIterator[Recorded]:
-    """The records from a time on, to where each partition ends now."""
+    """Take the records from a time on, to where each partition ends now."""
     from_ms = 0 if isinstance(start, str) else int((time.time() - start) * 1000)
-    consumer.assign(partitions)
-    ends = await consumer.end_offsets(partitions)
-    beginnings = await consumer.beginning_offsets(partitions)
-    at_time = await consumer.offsets_for_times(dict.fromkeys(partitions, from_ms)) if from_ms else {}
-    for tp in partitions:  # a broker may not know an offset by time
-        consumer.seek(tp, beginnings[tp] if at_time.get(tp) is None else at_time[tp].offset)
-    said_s = time.monotonic()
-    while left := [tp for tp in partitions if await consumer.position(tp) < ends[tp]]:
-        for tp, batch in (await consumer.getmany(*left, timeout_ms=_WAIT_MS)).items():
-            for record in batch:
-                if record.offset < ends[tp] and record.timestamp >= from_ms and record.value is not None:
-                    place = f"{tp.topic}[{tp.partition}]@{record.offset}"
-                    yield Recorded(record.value, place, record.timestamp)
-        if sys.stderr.isatty() and time.monotonic() - said_s >= _PROGRESS_S:
-            said_s = time.monotonic()
-            behind = sum([ends[tp] - await consumer.position(tp) for tp in left])
-            click.echo(f"{behind} records to read", err=True)
+    async with reading(kafka, attributed.TOPIC.name) as (consumer, partitions):
+        ends = await consumer.end_offsets(partitions)
+        at_time = await consumer.offsets_for_times(dict.fromkeys(partitions, from_ms)) if from_ms else {}
+        for tp, at in at_time.items():
+            if at is not None:  # a broker may not know the offset of a time
+                consumer.seek(tp, at.offset)
+        said_s = time.monotonic()
+        while left := [tp for tp in partitions if await consumer.position(tp) < ends[tp]]:
+            for tp, batch in (await consumer.getmany(*left, timeout_ms=_WAIT_MS)).items():
+                for record in batch:
+                    if record.offset < ends[tp] and record.timestamp >= from_ms and record.value is not None:
+                        place = f"{tp.topic}[{tp.partition}]@{record.offset}"
+                        trial.take(Recorded(record.value, place, record.timestamp))
+            if sys.stderr.isatty() and time.monotonic() - said_s >= _PROGRESS_S:
+                said_s = time.monotonic()
+                behind = sum([ends[tp] - await consumer.position(tp) for tp in left])
+                click.echo(f"{behind} records to read", err=True)
 
 
 def rows(transitions: Iterable[Alert]) -> list[tuple[str, ...]]:

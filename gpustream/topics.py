@@ -6,17 +6,20 @@ On failure: what is wrong, on standard error, and exit code 1.
 """
 
 import asyncio
+import contextlib
 import sys
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import click
+from aiokafka import TopicPartition
 from aiokafka.errors import KafkaError
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from delivery import topic_admin
+from delivery.clients import close, connected
 from delivery.kafka_admin import BrokerError, Found
 from delivery.topic_admin import Mismatch
 from gpustream import logs
@@ -113,12 +116,19 @@ def answer(asked: Coroutine[Any, Any, R]) -> R:
         raise SystemExit(FAILED) from error
 
 
-async def existing(kafka: str, name: str) -> Found:
-    """The topic, as the broker has it. Raises :class:`delivery.kafka_admin.BrokerError` if it is missing."""
-    found, _ = await topic_admin.inspect(kafka, [name])
-    if name not in found:
-        raise BrokerError(f"there is no topic {name} at {kafka}: `gpustream topics create` makes it")
-    return found[name]
+@contextlib.asynccontextmanager
+async def reading(kafka: str, topic: str) -> AsyncIterator[tuple[Any, list[TopicPartition]]]:
+    """A consumer of all partitions of a topic, in no group. Raises BrokerError if there is no such topic."""
+    found, _ = await topic_admin.inspect(kafka, [topic])
+    if topic not in found:
+        raise BrokerError(f"there is no topic {topic} at {kafka}: `gpustream topics create` makes it")
+    partitions = [TopicPartition(topic, number) for number in range(found[topic].partitions)]
+    consumer = await connected(kafka, auto_offset_reset="earliest")
+    try:
+        consumer.assign(partitions)
+        yield consumer, partitions
+    finally:
+        await close(consumer)
 
 
 def show(columns: Sequence[str], rows: Sequence[Row], style: Callable[[Row], str] = lambda _: "") -> None:
