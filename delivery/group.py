@@ -31,6 +31,7 @@ _RETRY_S = 0.5
 _POSITION_S = 0.1
 _DESCRIBE_S = 3.0
 _HANGING_S = 60.0
+_METADATA_MS = 20_000
 _FRESH_MS = 5_000
 _NOWHERE = TopicPartition("", -1)
 """No partition of ours: a poll for it gives no records, but raises the errors that the client has."""
@@ -102,7 +103,7 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
             fetch_max_wait_ms=200,
             fetch_max_bytes=32 << 20,
             max_partition_fetch_bytes=8 << 20,
-            metadata_max_age_ms=20_000,  # so soon a partition that is added is seen
+            metadata_max_age_ms=_METADATA_MS,  # so soon a partition that is added is seen
         )
 
     async def topics_with_commits(self) -> frozenset[str]:

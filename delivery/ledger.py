@@ -101,10 +101,6 @@ class Ledger:
             self.open_bytes -= slot.size
             slot.size = 0
 
-    def open_in(self, tp: Partition) -> bool:
-        """Whether a record of this partition was read and is not finished."""
-        return bool(self._windows.get(tp))
-
     def open(self) -> int:
         """How many records were read and are not finished."""
         return sum(not slot.done for window in self._windows.values() for slot in window)
