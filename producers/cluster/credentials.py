@@ -31,7 +31,7 @@ class ConfigError(Exception):
 
 
 class Connection:
-    """A pool of connections with one TLS context; ``stamp`` tells whether its certificates are still those."""
+    """A pool of connections with one TLS context; ``stamp`` is what its certificates were then."""
 
     def __init__(self, configuration: Any, loader: Any, stamp: tuple[bytes | None, ...]) -> None:
         client = importlib.import_module("kubernetes_asyncio.client")

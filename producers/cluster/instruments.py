@@ -84,7 +84,7 @@ INSTRUMENTS: tuple[Instrument, ...] = (
     Instrument(
         API_REQUESTS,
         "counter",
-        "Requests to the API server by the answer's status, or connection, tls, timeout or cut where there was none.",
+        "Requests to the API server by the answer's status, or connection, tls, timeout or cut if there was none.",
         ("code",),
     ),
 )

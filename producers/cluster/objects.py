@@ -32,6 +32,9 @@ class UndecodableObject(Exception):
     """These bytes are no such object. Count and skip it."""
 
 
+# The objects are called as in the API reference; only what that does not say is said here.
+
+
 class Reference(msgspec.Struct, frozen=True, rename="camel"):
     """An owner reference: at most one of an object's is its controller's."""
 
@@ -43,8 +46,6 @@ class Reference(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class Meta(msgspec.Struct, frozen=True, rename="camel"):
-    """An object's metadata."""
-
     name: str
     uid: str
     namespace: str = ""
@@ -80,14 +81,10 @@ class Resources(msgspec.Struct, frozen=True):
 
 
 class Container(msgspec.Struct, frozen=True):
-    """A container of a pod's spec."""
-
     resources: Resources | None = None
 
 
 class PodSpec(msgspec.Struct, frozen=True, rename="camel"):
-    """What a pod asks for, and which node it is bound to."""
-
     node_name: str | None = None
     containers: list[Container] | None = None
     init_containers: list[Container] | None = None
@@ -95,26 +92,18 @@ class PodSpec(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class Terminated(msgspec.Struct, frozen=True, rename="camel"):
-    """The end of a container."""
-
     finished_at: Time | None = None
 
 
 class ContainerState(msgspec.Struct, frozen=True):
-    """The state of a container: ended, or not."""
-
     terminated: Terminated | None = None
 
 
 class ContainerStatus(msgspec.Struct, frozen=True):
-    """A container as the kubelet reports it."""
-
     state: ContainerState | None = None
 
 
 class PodCondition(msgspec.Struct, frozen=True, rename="camel"):
-    """Something that became true or false of a pod."""
-
     last_transition_time: Time | None = None
 
 
@@ -123,8 +112,6 @@ class Present(msgspec.Struct, frozen=True):
 
 
 class PodStatus(msgspec.Struct, frozen=True, rename="camel"):
-    """A pod as the kubelet reports it."""
-
     phase: str | None = None
     start_time: Time | None = None
     conditions: list[PodCondition] | None = None
@@ -134,8 +121,6 @@ class PodStatus(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class Pod(msgspec.Struct, frozen=True):
-    """A pod."""
-
     metadata: Meta
     spec: PodSpec = PodSpec()
     status: PodStatus = PodStatus()
@@ -163,8 +148,6 @@ class Pool(msgspec.Struct, frozen=True):
 
 
 class SliceSpec(msgspec.Struct, frozen=True, rename="camel"):
-    """What a driver offers."""
-
     driver: str
     pool: Pool
     node_name: str | None = None
@@ -172,8 +155,6 @@ class SliceSpec(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class ResourceSlice(msgspec.Struct, frozen=True):
-    """A resource slice of dynamic resource allocation."""
-
     metadata: Meta
     spec: SliceSpec
 
@@ -188,26 +169,18 @@ class AllocatedDevice(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class AllocatedDevices(msgspec.Struct, frozen=True):
-    """The devices that a claim was given."""
-
     results: list[AllocatedDevice] | None = None
 
 
 class Allocation(msgspec.Struct, frozen=True):
-    """What a claim was given."""
-
     devices: AllocatedDevices = AllocatedDevices()
 
 
 class ClaimStatus(msgspec.Struct, frozen=True):
-    """What became of a claim."""
-
     allocation: Allocation | None = None
 
 
 class ResourceClaim(msgspec.Struct, frozen=True):
-    """A resource claim of dynamic resource allocation."""
-
     metadata: Meta
     status: ClaimStatus = ClaimStatus()
 
@@ -221,8 +194,6 @@ class ApiResource(msgspec.Struct, frozen=True):
 
 
 class ApiResources(msgspec.Struct, frozen=True):
-    """What an API group's version serves."""
-
     resources: list[ApiResource] | None = None
 
 

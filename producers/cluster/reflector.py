@@ -17,7 +17,7 @@ import random
 import time
 from collections.abc import AsyncIterator, Callable, Collection
 from operator import attrgetter
-from typing import Annotated, Generic, NamedTuple, TypeVar
+from typing import Annotated, Generic, TypeVar
 
 import msgspec
 
@@ -120,24 +120,15 @@ class Restart(Exception):
         self.reason, self.relist, self.wait_s = reason, relist, wait_s
 
 
-class Resource(NamedTuple):
-    """What a path names: ``/apis/apps/v1/replicasets`` is replicasets of the group apps."""
-
-    group: str
-    name: str
-
-    @classmethod
-    def of(cls, path: str) -> "Resource":
-        """The resource of an API path."""
-        parts = path.strip("/").split("/")
-        return cls(parts[1] if parts[0] == "apis" else "", parts[-1])
-
-    def rule(self, *verbs: str) -> str:
-        """The RBAC rule that allows these verbs, as it is written in a role."""
-        return f'{{apiGroups: ["{self.group}"], resources: [{self.name}], verbs: [{", ".join(verbs)}]}}'
+def rule(path: str) -> str:
+    """The RBAC rule that allows to list and watch a path, as it is written in a role: ``/apis/apps/v1/replicasets`` is
+    replicasets of the group apps."""
+    parts = path.strip("/").split("/")
+    group = parts[1] if parts[0] == "apis" else ""
+    return f'{{apiGroups: ["{group}"], resources: [{parts[-1]}], verbs: [list, watch]}}'
 
 
-def refused(resource: Resource, status: int, body: bytes, retry_after_s: float | None = None) -> Restart:
+def refused(path: str, status: int, body: bytes, retry_after_s: float | None = None) -> Restart:
     """What a status that is no success means: how it is counted, the sentence for the log, and when to ask again."""
     said = message(body)
     wait_s = min(retry_after_s or 0.0, LONGEST_RETRY_AFTER_S)
@@ -148,8 +139,7 @@ def refused(resource: Resource, status: int, body: bytes, retry_after_s: float |
     if status == 401:
         return Restart("unauthorized", f"our credentials are not accepted (401): {said}", wait_s=wait_s)
     if status == 403:
-        rule = resource.rule("list", "watch")
-        return Restart("forbidden", f"not allowed (403); our ClusterRole lacks {rule}: {said}", wait_s=wait_s)
+        return Restart("forbidden", f"not allowed (403); our ClusterRole lacks {rule(path)}: {said}", wait_s=wait_s)
     if status == 404:
         return Restart("absent", f"the API server has no such resource (404): {said}", relist=True, wait_s=wait_s)
     if status == 429:
@@ -224,7 +214,6 @@ class Reflector:
         self._api, self._path, self._listener, self._instruments, self._name = api, path, listener, instruments, name
         self._optional, self._silence_s, self._list_within_s = optional, silence_s, list_within_s
         self._largest_line_bytes = largest_line_bytes
-        self._resource = Resource.of(path)
         self._version: str | None = None
         self._streaming = True
         self._heard_s = time.monotonic()
@@ -283,7 +272,7 @@ class Reflector:
             while True:
                 answer = await self._api.request("GET", self._path, params=params, timeout_s=PAGE_WITHIN_S)
                 if answer.status != 200:
-                    raise refused(self._resource, *answer)
+                    raise refused(self._path, *answer)
                 self._heard_s = time.monotonic()
                 page = _read(_page, answer.body, "a list that is none")
                 for item in page.items or ():
@@ -305,7 +294,7 @@ class Reflector:
         try:
             async with self._api.stream(self._path, params, silence_s=self._silence_s) as stream:
                 if stream.status != 200:
-                    raise refused(self._resource, stream.status, await stream.error_body(), stream.retry_after_s)
+                    raise refused(self._path, stream.status, await stream.error_body(), stream.retry_after_s)
                 async with contextlib.aclosing(stream.lines(self._largest_line_bytes)) as lines:
                     if self._version is not None or await self._read_list(lines):
                         self._well_since_s = time.monotonic()
@@ -377,7 +366,7 @@ class Reflector:
     def _pass_on(self, event: _WatchEvent) -> None:
         """A change, to the listener; bookmarks and events of an unknown type are none."""
         if event.type == "ERROR":
-            raise refused(self._resource, _read(_status, event.object).code, bytes(event.object))
+            raise refused(self._path, _read(_status, event.object).code, bytes(event.object))
         if event.type == "DELETED":
             self._listener.remove(bytes(event.object))
         elif event.type in _CHANGES:

@@ -70,7 +70,7 @@ class PodContainer(NamedTuple):
 @dataclass(frozen=True)
 class SimulatedPod:
     """A pod of one node. It holds its devices in [start_ms, end_ms), and processes on them from ``works_ms`` on. The
-    API server tells of both ends a little later."""
+    API server knows both ends a little later."""
 
     template: Template
     namespace: str
@@ -97,7 +97,7 @@ class SimulatedPod:
 
     @property
     def workload(self) -> dict[str, str]:
-        """The kind and name at the top of the pod's owner chain; its own where it has no owner."""
+        """The kind and name at the top of the pod's owner chain; its own if it has no owner."""
         if not self.owners:
             return {"kind": "Pod", "name": self.name}
         return {"kind": self.owners[-1]["kind"], "name": self.owners[-1]["name"]}

@@ -17,7 +17,7 @@ SHORTEST_LIFE_MS = 500
 
 REBIRTH_MS = (4_000, 9_000)
 """How long a pod of a StatefulSet is away before it is back under its name: more than twice as long as a kubelet lags.
-So at no time one name stands for two pods that a snapshot could mean: the one that it tells of is the nearer one."""
+So a name in a snapshot never stands for two pods: the one that is nearer in time is meant."""
 
 
 class Tenant(NamedTuple):

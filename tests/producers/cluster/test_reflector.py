@@ -14,7 +14,7 @@ from producers.cluster import client
 from producers.cluster import instruments as names
 from producers.cluster import reflector as module
 from producers.cluster.client import ApiHealth, Client, message
-from producers.cluster.reflector import LONGEST_RETRY_AFTER_S, Reflector, Resource, Restart, refused
+from producers.cluster.reflector import LONGEST_RETRY_AFTER_S, Reflector, Restart, refused, rule
 from tests.eventually import eventually
 from tests.producers.cluster.api_server import (
     ApiServer,
@@ -460,7 +460,7 @@ async def test_retry_after_is_waited_for(server: ApiServer, start: Start) -> Non
 
 
 def test_a_retry_after_of_a_day_is_not_waited_for() -> None:
-    assert refused(Resource("", "pods"), 429, b"", 86_400.0).wait_s == LONGEST_RETRY_AFTER_S
+    assert refused("/api/v1/pods", 429, b"", 86_400.0).wait_s == LONGEST_RETRY_AFTER_S
 
 
 async def test_a_server_that_closes_at_once_is_not_asked_in_a_loop(
@@ -638,15 +638,15 @@ async def test_the_age_is_that_of_the_last_word(server: ApiServer, start: Start)
 
 
 @pytest.mark.parametrize(
-    ("path", "resource"),
+    ("path", "group", "resource"),
     [
-        ("/api/v1/pods", Resource("", "pods")),
-        ("/api/v1/namespaces/default/pods", Resource("", "pods")),
-        ("/apis/resource.k8s.io/v1/resourceclaims", Resource("resource.k8s.io", "resourceclaims")),
+        ("/api/v1/pods", "", "pods"),
+        ("/api/v1/namespaces/default/pods", "", "pods"),
+        ("/apis/resource.k8s.io/v1/resourceclaims", "resource.k8s.io", "resourceclaims"),
     ],
 )
-def test_a_path_names_its_group_and_resource(path: str, resource: Resource) -> None:
-    assert Resource.of(path) == resource
+def test_the_rule_that_a_path_needs_names_its_group_and_resource(path: str, group: str, resource: str) -> None:
+    assert rule(path) == f'{{apiGroups: ["{group}"], resources: [{resource}], verbs: [list, watch]}}'
 
 
 @pytest.mark.parametrize(
