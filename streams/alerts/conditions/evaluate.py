@@ -13,7 +13,6 @@ from streams.alerts.conditions.finding import (
     Finding,
     Pod,
     View,
-    in_force,
     of_device,
     sole,
     sole_pod,
@@ -66,7 +65,7 @@ def evaluate(rules: Rules, tick: Tick, memory: Memory) -> tuple[list[Finding], M
         for rule in [rule for kind in kinds for rule in rules.of(kind)]:
             found.extend(unseen(rule, uuid, seen))
         if seen.parent is None:  # of a MIG device its GPU is what is missing
-            missing = [in_force(rules, rule, None) for rule in rules.of("missing")]
+            missing = [rules.in_force(rule, None) for rule in rules.of("missing")]
             found.extend(Finding(rule, uuid, facts=Facts(None, seen)) for rule in missing if rule is not None)
     return found, now
 
@@ -85,7 +84,7 @@ def because(rules: Rules, tick: Tick, one: Tracked) -> str:
     pod = next((holder for holder in holders if uid_or_name in uid_and_key(holder)), None)
     if pod is None:
         return "pod_ended"
-    return "policy" if policy_of(pod).off or in_force(rules, rule, pod) is None else "condition"
+    return "policy" if policy_of(pod).off or rules.in_force(rule, pod) is None else "condition"
 
 
 def is_known(rules: Rules, tick: Tick, one: Tracked) -> bool:
@@ -120,7 +119,7 @@ def held_idle(rule: Rule, view: View, found: list[Finding]) -> None:
         holder = pod.holders[0]
         if holder.observed or pod.policy.off:
             continue
-        ruled = in_force(view.rules, rule, holder, policy=pod.policy)
+        ruled = view.rules.in_force(rule, holder, policy=pod.policy)
         idle = False if ruled is None else _idle(ruled.idle_below, view, pod)
         if ruled is None or idle is False:
             continue
@@ -171,7 +170,7 @@ def used_unallocated(rule: Rule, view: View, found: list[Finding]) -> None:
     holds = True if view.work >= rule.used_above and view.tick.attribution != "none" else None
     if view.tick.attribution != "none" and view.measured and not holds:
         return
-    if (ruled := in_force(view.rules, rule, None)) is not None:
+    if (ruled := view.rules.in_force(rule, None)) is not None:
         facts = Facts(device, None, device.holders)
         found.append(Finding(ruled, device.uuid, holds=holds, value=view.work, facts=facts))
 
@@ -181,7 +180,7 @@ def attribution_conflict(rule: Rule, view: View, found: list[Finding]) -> None:
     blind = device.processes is None or device.info.processes_visible == "false" or view.tick.attribution == "none"
     if not blind and device.conflict is None:
         return
-    ruled = in_force(view.rules, rule, sole(view))
+    ruled = view.rules.in_force(rule, sole(view))
     if ruled is None:
         return
     if blind:
@@ -197,7 +196,7 @@ def policy_invalid(rule: Rule, view: View, found: list[Finding]) -> None:
         for mistake in pod.policy.mistakes:
             uid, name = uid_and_key(pod.holders[0])
             key = f"{name} {mistake.name}".strip()
-            ruled = in_force(view.rules, rule, pod.holders[0])
+            ruled = view.rules.in_force(rule, pod.holders[0])
             if ruled is not None and (rule.name, uid, key) not in [(f.rule.name, f.pod_uid, f.key) for f in found]:
                 found.append(Finding(ruled, "", uid, key, facts=Facts(None, None, pod.holders, text=mistake.text)))
 
@@ -228,7 +227,7 @@ def xid(rule: Rule, view: View, found: list[Finding]) -> None:
         kind = of_code(code).kind
         for holders, times in _held_then(view, text, errors, by_pod=kind == "application") if errors > 0 else ():
             pod = sole_pod(holders)
-            ruled = in_force(view.rules, rule, pod, xid=code)
+            ruled = view.rules.in_force(rule, pod, xid=code)
             own = pod if kind == "application" else None
             if ruled is None or (own is not None and policy_of(own).off):
                 continue

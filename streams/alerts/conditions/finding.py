@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from streams.alerts.memory import HeldBy, Memory, Seen, Windows
-from streams.alerts.rules.rule import NO_POLICY, Policy, Rule, Rules, Subject, policy_of
+from streams.alerts.rules.rule import Policy, Rule, Rules, policy_of
 from streams.alerts.tick import Device, Tick
 from topics.attributed import Holder, by_pod
 
@@ -120,19 +120,6 @@ def uid_and_key(pod: Holder | HeldBy) -> tuple[str, str]:
     return (pod.pod_uid, "") if pod.pod_uid else ("", f"{pod.namespace}/{pod.pod}")
 
 
-def in_force(
-    rules: Rules, rule: Rule, pod: Holder | None, *, xid: int | None = None, policy: Policy = NO_POLICY
-) -> Rule | None:
-    """The rule as it is for a pod; None: it is disabled there."""
-    if not rule.overrides and policy.idle_after_ms is None:
-        return rule
-    if pod is None:
-        return rules.resolved(rule, Subject(xid=xid, labels=rule.label_names.read({}, {})))
-    kind, workload = (pod.workload.kind, pod.workload.name) if pod.workload is not None else (None, None)
-    labels = rule.label_names.read(pod.labels, pod.namespace_labels)
-    return rules.resolved(rule, Subject(pod.namespace, kind, workload, labels, xid, policy.idle_after_ms))
-
-
 def sole(view: View) -> Holder | None:
     """The one pod that holds the device."""
     return view.pods[0].holders[0] if len(view.pods) == 1 else None
@@ -153,7 +140,7 @@ def of_device(
     key: str = "",
 ) -> None:
     """A finding about a device, whoever holds it."""
-    ruled = in_force(view.rules, rule, sole(view))
+    ruled = view.rules.in_force(rule, sole(view))
     if ruled is not None:
         facts = Facts(view.device, None, view.device.holders)
         found.append(Finding(ruled, view.device.uuid, key=key, holds=holds, value=value, facts=facts))

@@ -56,17 +56,6 @@ class Override(msgspec.Struct, frozen=True, kw_only=True):
     changes: dict[str, Any] = {}
 
 
-class LabelNames(NamedTuple):
-    """Names of labels of pods, and of namespaces."""
-
-    pod: tuple[str, ...]
-    namespace: tuple[str, ...]
-
-    def read(self, pod: Mapping[str, str], namespace: Mapping[str, str]) -> tuple[str | None, ...]:
-        """The values that these labels have."""
-        return (*map(pod.get, self.pod), *map(namespace.get, self.namespace))
-
-
 class Rule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """A rule; ``kind`` says what it judges, and which of the thresholds it reads.
 
@@ -121,95 +110,11 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return [self.idle_below, *(float(o.changes.get("idle_below", self.idle_below)) for o in self.overrides)]
 
     @cached_property
-    def label_names(self) -> LabelNames:
-        """The labels of pods, and of namespaces, that the overrides go by."""
+    def label_names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The labels of pods, and those of namespaces, that the overrides go by."""
         pod = {name for override in self.overrides for name in override.pod_labels}
         namespace = {name for override in self.overrides for name in override.namespace_labels}
-        return LabelNames(tuple(sorted(pod)), tuple(sorted(namespace)))
-
-
-class Subject(NamedTuple):
-    """What an override may go by: the pod that a finding is about, and the XID's code. ``labels`` are the pod's, then
-    the namespace's, of the names that :meth:`Rule.label_names` gives.
-    """
-
-    namespace: str | None = None
-    workload_kind: str | None = None
-    workload: str | None = None
-    labels: tuple[str | None, ...] = ()
-    xid: int | None = None
-    idle_after_ms: int | None = None
-
-
-class Rules(msgspec.Struct, frozen=True, dict=True):
-    """The rules in force: those that are enabled, or that an override enables for some."""
-
-    rules: tuple[Rule, ...]
-
-    def of(self, kind: Kind) -> tuple[Rule, ...]:
-        """The rules of a kind."""
-        return self.by_kind.get(kind, ())
-
-    @cached_property
-    def by_kind(self) -> Mapping[Kind, tuple[Rule, ...]]:
-        """The rules by kind, of the kinds that there are."""
-        kinds = {rule.kind for rule in self.rules}
-        return {kind: tuple(rule for rule in self.rules if rule.kind == kind) for kind in KINDS if kind in kinds}
-
-    @cached_property
-    def by_name(self) -> Mapping[str, Rule]:
-        """The rules by name."""
-        return {rule.name: rule for rule in self.rules}
-
-    @cached_property
-    def forget_ms(self) -> int:
-        """After how long a device that is missing is forgotten."""
-        return max((rule.forget_ms for rule in self.rules), default=0)
-
-    @cached_property
-    def plan(self) -> dict[Any, Any]:
-        """What the conditions work out from the rules once."""
-        return {}
-
-    @cached_property
-    def _resolved(self) -> dict[tuple[str, Subject], Rule | None]:
-        return {}
-
-    def resolved(self, rule: Rule, subject: Subject) -> Rule | None:
-        """The rule as it is for a subject; None: it is disabled there."""
-        key = (rule.name, subject)
-        try:
-            return self._resolved[key]
-        except KeyError:
-            if len(self._resolved) >= _CACHED:
-                self._resolved.clear()
-            found = self._resolved[key] = applied(rule, subject)
-            return found
-
-
-def applied(rule: Rule, subject: Subject) -> Rule | None:
-    """The rule with its overrides, a later one over an earlier one, and the pod's policy over all."""
-    names, changes = rule.label_names, dict[str, Any]()
-    pod = dict(zip(names.pod, subject.labels, strict=False))
-    namespace = dict(zip(names.namespace, subject.labels[len(names.pod) :], strict=False))
-    for override in rule.overrides:
-        wanted = [
-            (override.namespace, subject.namespace),
-            (override.workload_kind, subject.workload_kind),
-            (override.workload, subject.workload),
-            *[(globs, pod.get(name)) for name, globs in override.pod_labels.items()],
-            *[(globs, namespace.get(name)) for name, globs in override.namespace_labels.items()],
-        ]
-        if override.xid and subject.xid not in override.xid:
-            continue
-        if all(text is not None and any(fnmatchcase(text, glob) for glob in globs) for globs, text in wanted if globs):
-            for field, value in override.changes.items():
-                beneath = changes.get(field, getattr(rule, field))  # labels and annotations that it lacks stay
-                changes[field] = {**beneath, **value} if isinstance(value, dict) else value
-    if rule.kind == "held_idle" and subject.idle_after_ms is not None:
-        changes["for_ms"] = subject.idle_after_ms
-    found = msgspec.structs.replace(rule, **changes) if changes else rule
-    return found if found.enabled else None
+        return tuple(sorted(pod)), tuple(sorted(namespace))
 
 
 # -- what pods and namespaces say themselves
@@ -270,3 +175,83 @@ def _policy(pod_alerts: str | None, alerts: str | None, pod_idle: str | None, id
                 text = f"the {whose} {IDLE_AFTER} is malformed: {error}"
                 mistakes.append(PolicyMistake(IDLE_AFTER, text))
     return Policy(bool(off), idle_after_ms, tuple(mistakes))
+
+
+# -- all rules
+
+
+class Rules(msgspec.Struct, frozen=True, dict=True):
+    """The rules in force: those that are enabled, or that an override enables for some."""
+
+    rules: tuple[Rule, ...]
+
+    def of(self, kind: Kind) -> tuple[Rule, ...]:
+        """The rules of a kind."""
+        return self.by_kind.get(kind, ())
+
+    @cached_property
+    def by_kind(self) -> Mapping[Kind, tuple[Rule, ...]]:
+        """The rules by kind, of the kinds that there are."""
+        kinds = {rule.kind for rule in self.rules}
+        return {kind: tuple(rule for rule in self.rules if rule.kind == kind) for kind in KINDS if kind in kinds}
+
+    @cached_property
+    def by_name(self) -> Mapping[str, Rule]:
+        """The rules by name."""
+        return {rule.name: rule for rule in self.rules}
+
+    @cached_property
+    def forget_ms(self) -> int:
+        """After how long a device that is missing is forgotten."""
+        return max((rule.forget_ms for rule in self.rules), default=0)
+
+    @cached_property
+    def plan(self) -> dict[Any, Any]:
+        """What the conditions work out from the rules once."""
+        return {}
+
+    @cached_property
+    def _in_force(self) -> dict[tuple[Any, ...], Rule | None]:
+        return {}
+
+    def in_force(
+        self, rule: Rule, pod: Holder | None, *, xid: int | None = None, policy: Policy = NO_POLICY
+    ) -> Rule | None:
+        """The rule as it is for a pod, and for errors of a code; None: it is disabled there."""
+        if not rule.overrides and policy.idle_after_ms is None:
+            return rule
+        key: tuple[Any, ...] = (rule.name, xid, policy.idle_after_ms)
+        if pod is not None:
+            names, namespace_names = rule.label_names
+            labels = (*map(pod.labels.get, names), *map(pod.namespace_labels.get, namespace_names))
+            key += (pod.namespace, pod.workload and (pod.workload.kind, pod.workload.name), labels)
+        if key not in self._in_force:
+            if len(self._in_force) >= _CACHED:
+                self._in_force.clear()
+            self._in_force[key] = overridden(rule, pod, xid, policy)
+        return self._in_force[key]
+
+
+def overridden(rule: Rule, pod: Holder | None, xid: int | None, policy: Policy) -> Rule | None:
+    """The rule with its overrides, a later one over an earlier one, and the pod's policy over all."""
+    changes: dict[str, Any] = {}
+    owner = pod.workload if pod is not None else None
+    labels, namespace_labels = (pod.labels, pod.namespace_labels) if pod is not None else ({}, {})
+    for override in rule.overrides:
+        wanted = [
+            (override.namespace, pod.namespace if pod is not None else None),
+            (override.workload_kind, owner.kind if owner is not None else None),
+            (override.workload, owner.name if owner is not None else None),
+            *[(globs, labels.get(name)) for name, globs in override.pod_labels.items()],
+            *[(globs, namespace_labels.get(name)) for name, globs in override.namespace_labels.items()],
+        ]
+        if override.xid and xid not in override.xid:
+            continue
+        if all(text is not None and any(fnmatchcase(text, glob) for glob in globs) for globs, text in wanted if globs):
+            for field, value in override.changes.items():
+                beneath = changes.get(field, getattr(rule, field))  # labels and annotations that it lacks stay
+                changes[field] = {**beneath, **value} if isinstance(value, dict) else value
+    if rule.kind == "held_idle" and policy.idle_after_ms is not None:
+        changes["for_ms"] = policy.idle_after_ms
+    found = msgspec.structs.replace(rule, **changes) if changes else rule
+    return found if found.enabled else None
