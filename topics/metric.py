@@ -121,7 +121,8 @@ def _labels(**labels: str) -> Labels:
 _NVLINK = _labels(gpu_interconnect_type="nvlink")
 
 
-_UTILIZATION = (
+ROWS: tuple[Metric, ...] = (
+    # -- utilization
     Metric(
         "gpu_utilization_ratio",
         "ratio",
@@ -158,9 +159,7 @@ _UTILIZATION = (
         dcgm=(Series("DCGM_FI_DEV_DEC_UTIL", scale=_PERCENT),),
         legacy=(Series("dcgm_dec_utilization", scale=_PERCENT),),
     ),
-)
-
-_MEMORY = (
+    # -- memory
     Metric(
         "memory_used_bytes",
         "bytes",
@@ -199,9 +198,7 @@ _MEMORY = (
         dcgm=(Series("DCGM_FI_DEV_FB_RESERVED", scale=_MIB),),
         mig=True,
     ),
-)
-
-_POWER = (
+    # -- power, temperature and fan
     Metric(
         "power_watts",
         "watts",
@@ -259,9 +256,7 @@ _POWER = (
         "nvmlDeviceGetPerformanceState",
         otel=(Series("gpu_power_state"),),
     ),
-)
-
-_CLOCKS = (
+    # -- clocks
     Metric(
         "graphics_clock_hz",
         "hertz",
@@ -300,9 +295,7 @@ _CLOCKS = (
             Series("gpu_throttle_reason", _labels(gpu_throttle_cause="syncboost"), bits=_SYNC_BOOST),
         ),
     ),
-)
-
-_PCIE = (
+    # -- PCIe
     Metric(
         "pcie_tx_bytes_per_second",
         "bytes_per_second",
@@ -336,9 +329,7 @@ _PCIE = (
         dcgm=(Series("DCGM_FI_DEV_PCIE_REPLAY_COUNTER"),),
         legacy=(Series("dcgm_pcie_replay_counter"),),
     ),
-)
-
-_FAULTS = (
+    # -- faults
     Metric(
         "ecc_corrected_volatile_total",
         "errors",
@@ -388,113 +379,7 @@ _FAULTS = (
         otel=(Series("gpu_row_remap_failure"),),
         dcgm=(Series("DCGM_FI_DEV_ROW_REMAP_FAILURE"),),
     ),
-)
-
-
-def _spread(stem: str, unit: str, what: str, nvml: str, otel: str) -> tuple[Metric, ...]:
-    """Mean, minimum and maximum of what the driver sampled in a tick."""
-    parts = {"mean": ("Mean", "avg"), "min": ("Smallest", "min"), "max": ("Largest", "max")}
-    return tuple(
-        Metric(
-            f"{stem}_{part}_{unit}",
-            unit,
-            f"{word} of the driver's own samples of {what} since the last tick.",
-            f"nvmlDeviceGetSamples, {nvml}",
-            otel=(Series(f"{otel}_{suffix}"),),
-        )
-        for part, (word, suffix) in parts.items()
-    )
-
-
-_SPREADS = (
-    *_spread("gpu_utilization", "ratio", "utilization", "NVML_GPU_UTILIZATION_SAMPLES", "gpu_utilization"),
-    *_spread("power", "watts", "the power drawn", "NVML_TOTAL_POWER_SAMPLES", "gpu_power_draw"),
-)
-
-
-def _activity(key: str, text: str, nvml: str, otel: str, dcgm: str, *, legacy: bool = True) -> Metric:
-    """A share of the tick, from two samples of GPM."""
-    return Metric(
-        key,
-        "ratio",
-        f"{text}, over the tick; Hopper and later.",
-        f"GPM NVML_GPM_METRIC_{nvml}",
-        otel=(Series(otel),),
-        dcgm=(Series(f"DCGM_FI_PROF_{dcgm}"),),
-        legacy=(Series(f"dcgm_fi_prof_{dcgm.lower()}"),) if legacy else (),
-        mig=True,
-    )
-
-
-def _nvlink(way: str, direction: str, text: str) -> Metric:
-    return Metric(
-        f"nvlink_{way}_bytes_per_second",
-        "bytes_per_second",
-        f"What the device {text} over all NVLinks, over the tick; Hopper and later.",
-        f"GPM NVML_GPM_METRIC_NVLINK_TOTAL_{way.upper()}_PER_SEC",
-        otel=(
-            Series(
-                "gpu_interconnect_throughput",
-                _labels(gpu_interconnect_type="nvlink", gpu_interconnect_direction=direction),
-            ),
-        ),
-        dcgm=(Series(f"DCGM_FI_PROF_NVLINK_{way.upper()}_BYTES"),),
-        mig=True,
-    )
-
-
-_PROFILING = (
-    _activity(
-        "graphics_engine_active_ratio",
-        "Share of the time in which the graphics or compute engine was busy",
-        "GRAPHICS_UTIL",
-        "gpu_gr_engine_active",
-        "GR_ENGINE_ACTIVE",
-    ),
-    _activity(
-        "sm_active_ratio",
-        "Share of the streaming multiprocessors that were busy",
-        "SM_UTIL",
-        "gpu_sm_active",
-        "SM_ACTIVE",
-    ),
-    _activity(
-        "sm_occupancy_ratio",
-        "Warps that were resident, of the most that there can be",
-        "SM_OCCUPANCY",
-        "gpu_sm_occupancy",
-        "SM_OCCUPANCY",
-    ),
-    _activity(
-        "tensor_active_ratio",
-        "Share of the time in which any tensor pipe was busy",
-        "ANY_TENSOR_UTIL",
-        "gpu_pipe_tensor_active",
-        "PIPE_TENSOR_ACTIVE",
-    ),
-    _activity(
-        "dram_active_ratio",
-        "Bandwidth of the device memory that was used, of the most that there can be",
-        "DRAM_BW_UTIL",
-        "gpu_dram_active",
-        "DRAM_ACTIVE",
-    ),
-    *(
-        _activity(
-            f"fp{bits}_active_ratio",
-            f"Share of the time in which the FP{bits} pipe was busy, tensors apart",
-            f"FP{bits}_UTIL",
-            f"gpu_pipe_fp{bits}_active",
-            f"PIPE_FP{bits}_ACTIVE",
-            legacy=False,
-        )
-        for bits in (64, 32, 16)
-    ),
-    _nvlink("tx", "transmit", "sends"),
-    _nvlink("rx", "receive", "receives"),
-)
-
-_COUNTED = (
+    # -- counted by the driver
     Metric(
         "ecc_corrected_aggregate_total",
         "errors",
@@ -621,17 +506,144 @@ _COUNTED = (
         dcgm=(Series("DCGM_FI_DEV_RELIABILITY_VIOLATION", scale=_NANOSECONDS),),
         legacy=(Series("dcgm_reliability_violation", scale=_MICROSECONDS),),
     ),
-)
-
-ROWS: tuple[Metric, ...] = (
-    *_UTILIZATION,
-    *_MEMORY,
-    *_POWER,
-    *_CLOCKS,
-    *_PCIE,
-    *_FAULTS,
-    *_COUNTED,
-    *_SPREADS,
-    *_PROFILING,
+    # -- the driver's own samples
+    Metric(
+        "gpu_utilization_mean_ratio",
+        "ratio",
+        "Mean of the driver's own samples of utilization since the last tick.",
+        "nvmlDeviceGetSamples, NVML_GPU_UTILIZATION_SAMPLES",
+        otel=(Series("gpu_utilization_avg"),),
+    ),
+    Metric(
+        "gpu_utilization_min_ratio",
+        "ratio",
+        "Smallest of the driver's own samples of utilization since the last tick.",
+        "nvmlDeviceGetSamples, NVML_GPU_UTILIZATION_SAMPLES",
+        otel=(Series("gpu_utilization_min"),),
+    ),
+    Metric(
+        "gpu_utilization_max_ratio",
+        "ratio",
+        "Largest of the driver's own samples of utilization since the last tick.",
+        "nvmlDeviceGetSamples, NVML_GPU_UTILIZATION_SAMPLES",
+        otel=(Series("gpu_utilization_max"),),
+    ),
+    Metric(
+        "power_mean_watts",
+        "watts",
+        "Mean of the driver's own samples of the power drawn since the last tick.",
+        "nvmlDeviceGetSamples, NVML_TOTAL_POWER_SAMPLES",
+        otel=(Series("gpu_power_draw_avg"),),
+    ),
+    Metric(
+        "power_min_watts",
+        "watts",
+        "Smallest of the driver's own samples of the power drawn since the last tick.",
+        "nvmlDeviceGetSamples, NVML_TOTAL_POWER_SAMPLES",
+        otel=(Series("gpu_power_draw_min"),),
+    ),
+    Metric(
+        "power_max_watts",
+        "watts",
+        "Largest of the driver's own samples of the power drawn since the last tick.",
+        "nvmlDeviceGetSamples, NVML_TOTAL_POWER_SAMPLES",
+        otel=(Series("gpu_power_draw_max"),),
+    ),
+    # -- GPM: shares of the tick, from two samples of counters
+    Metric(
+        "graphics_engine_active_ratio",
+        "ratio",
+        "Share of the time in which the graphics or compute engine was busy, over the tick; Hopper and later.",
+        "GPM NVML_GPM_METRIC_GRAPHICS_UTIL",
+        otel=(Series("gpu_gr_engine_active"),),
+        dcgm=(Series("DCGM_FI_PROF_GR_ENGINE_ACTIVE"),),
+        legacy=(Series("dcgm_fi_prof_gr_engine_active"),),
+        mig=True,
+    ),
+    Metric(
+        "sm_active_ratio",
+        "ratio",
+        "Share of the streaming multiprocessors that were busy, over the tick; Hopper and later.",
+        "GPM NVML_GPM_METRIC_SM_UTIL",
+        otel=(Series("gpu_sm_active"),),
+        dcgm=(Series("DCGM_FI_PROF_SM_ACTIVE"),),
+        legacy=(Series("dcgm_fi_prof_sm_active"),),
+        mig=True,
+    ),
+    Metric(
+        "sm_occupancy_ratio",
+        "ratio",
+        "Warps that were resident, of the most that there can be, over the tick; Hopper and later.",
+        "GPM NVML_GPM_METRIC_SM_OCCUPANCY",
+        otel=(Series("gpu_sm_occupancy"),),
+        dcgm=(Series("DCGM_FI_PROF_SM_OCCUPANCY"),),
+        legacy=(Series("dcgm_fi_prof_sm_occupancy"),),
+        mig=True,
+    ),
+    Metric(
+        "tensor_active_ratio",
+        "ratio",
+        "Share of the time in which any tensor pipe was busy, over the tick; Hopper and later.",
+        "GPM NVML_GPM_METRIC_ANY_TENSOR_UTIL",
+        otel=(Series("gpu_pipe_tensor_active"),),
+        dcgm=(Series("DCGM_FI_PROF_PIPE_TENSOR_ACTIVE"),),
+        legacy=(Series("dcgm_fi_prof_pipe_tensor_active"),),
+        mig=True,
+    ),
+    Metric(
+        "dram_active_ratio",
+        "ratio",
+        "Bandwidth of the device memory that was used, of the most that there can be, over the tick; Hopper and later.",
+        "GPM NVML_GPM_METRIC_DRAM_BW_UTIL",
+        otel=(Series("gpu_dram_active"),),
+        dcgm=(Series("DCGM_FI_PROF_DRAM_ACTIVE"),),
+        legacy=(Series("dcgm_fi_prof_dram_active"),),
+        mig=True,
+    ),
+    Metric(
+        "fp64_active_ratio",
+        "ratio",
+        "Share of the time in which the FP64 pipe was busy, tensors apart, over the tick; Hopper and later.",
+        "GPM NVML_GPM_METRIC_FP64_UTIL",
+        otel=(Series("gpu_pipe_fp64_active"),),
+        dcgm=(Series("DCGM_FI_PROF_PIPE_FP64_ACTIVE"),),
+        mig=True,
+    ),
+    Metric(
+        "fp32_active_ratio",
+        "ratio",
+        "Share of the time in which the FP32 pipe was busy, tensors apart, over the tick; Hopper and later.",
+        "GPM NVML_GPM_METRIC_FP32_UTIL",
+        otel=(Series("gpu_pipe_fp32_active"),),
+        dcgm=(Series("DCGM_FI_PROF_PIPE_FP32_ACTIVE"),),
+        mig=True,
+    ),
+    Metric(
+        "fp16_active_ratio",
+        "ratio",
+        "Share of the time in which the FP16 pipe was busy, tensors apart, over the tick; Hopper and later.",
+        "GPM NVML_GPM_METRIC_FP16_UTIL",
+        otel=(Series("gpu_pipe_fp16_active"),),
+        dcgm=(Series("DCGM_FI_PROF_PIPE_FP16_ACTIVE"),),
+        mig=True,
+    ),
+    Metric(
+        "nvlink_tx_bytes_per_second",
+        "bytes_per_second",
+        "What the device sends over all NVLinks, over the tick; Hopper and later.",
+        "GPM NVML_GPM_METRIC_NVLINK_TOTAL_TX_PER_SEC",
+        otel=(Series("gpu_interconnect_throughput", _labels(gpu_interconnect_direction="transmit") + _NVLINK),),
+        dcgm=(Series("DCGM_FI_PROF_NVLINK_TX_BYTES"),),
+        mig=True,
+    ),
+    Metric(
+        "nvlink_rx_bytes_per_second",
+        "bytes_per_second",
+        "What the device receives over all NVLinks, over the tick; Hopper and later.",
+        "GPM NVML_GPM_METRIC_NVLINK_TOTAL_RX_PER_SEC",
+        otel=(Series("gpu_interconnect_throughput", _labels(gpu_interconnect_direction="receive") + _NVLINK),),
+        dcgm=(Series("DCGM_FI_PROF_NVLINK_RX_BYTES"),),
+        mig=True,
+    ),
 )
 """Every row, in the order of the docs."""
