@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from delivery.replays import Last, Verdict, after, verdict
@@ -52,7 +52,6 @@ def identities(log: list[Tick]) -> tuple[tuple[int, int], ...]:
 
 
 @given(logs(), st.data())
-@settings(max_examples=50)
 def test_every_tick_is_taken_once_whatever_part_of_the_log_comes_again_and_when(
     log: list[Tick], data: st.DataObject
 ) -> None:
@@ -69,7 +68,6 @@ def test_every_tick_is_taken_once_whatever_part_of_the_log_comes_again_and_when(
 
 
 @given(logs(), st.data())
-@settings(max_examples=50)
 def test_a_reader_that_begins_in_the_middle_takes_no_replay_of_what_was_before(
     log: list[Tick], data: st.DataObject
 ) -> None:
@@ -83,7 +81,6 @@ def test_a_reader_that_begins_in_the_middle_takes_no_replay_of_what_was_before(
 
 
 @given(logs(), st.integers(1, 8), st.data())
-@settings(max_examples=50)
 def test_a_log_that_is_made_again_is_taken_whole_and_its_replays_are_not(
     log: list[Tick], more: int, data: st.DataObject
 ) -> None:

@@ -13,6 +13,8 @@ from tests.gpu.comparison import Outcome, compare
 from tests.gpu.nvidia_smi import FIELDS, Failed, NvidiaSmi, Sample, parsed
 from tests.nvml.scripted import ScriptedNvml
 
+pytestmark = pytest.mark.slow
+
 UUID = "GPU-5c41b7ed-0000-4000-8000-{:012}"
 
 SMI = """#!{python}

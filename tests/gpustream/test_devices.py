@@ -19,6 +19,8 @@ from tests.nvml.scripted import Mig, Process, ScriptedNvml
 from tests.producers.node import pod_resources
 from topics.catalogue import CATALOGUE
 
+pytestmark = pytest.mark.slow
+
 UUID = "GPU-5c41b7ed-0000-4000-8000-{:012}"
 MIG = "MIG-5c41b7ed-0001-5000-8000-{:06}000000"
 MIG_RESOURCE = "nvidia.com/mig-1g.10gb"

@@ -14,6 +14,8 @@ import pytest
 
 from tests.nvml.scripted import ScriptedNvml
 
+pytestmark = pytest.mark.slow
+
 RUN = [sys.executable, "-m", "gpustream", "run"]
 COMMAND = [*RUN, "--simulate", "2x4", "--interval", "250ms"]
 

@@ -25,6 +25,8 @@ from tests.producers.node.nvml.fake import FakePlaces
 from topics.catalogue import CATALOGUE
 from topics.samples import Device
 
+pytestmark = pytest.mark.slow
+
 QUICK = Pace(retry_s=0.05, census_s=0.2, soon_s=0.1, list_s=0.1)
 UUID = "GPU-5c41b7ed-0000-4000-8000-{:012}"
 POWER = "nvmlDeviceGetPowerUsage"

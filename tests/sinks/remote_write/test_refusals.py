@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Callable, Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from delivery.dead_letters import Abandoned
@@ -305,7 +305,6 @@ async def test_requests_grow_again_a_tenth_a_minute() -> None:
 Bad = set[tuple[int, int]]
 
 
-@settings(max_examples=20, deadline=None)
 @given(st.sets(st.tuples(st.integers(0, 7), st.integers(0, 27))), st.sampled_from(KINDS))
 def test_whatever_is_refused_is_found_out_within_the_budget_of_each_record(
     bad: Bad, kind: tuple[Protocol, bool]

@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from streams.alerts.node import Replay
@@ -201,7 +201,6 @@ def _transition(alert: Alert) -> Transition:
 
 
 @given(st.lists(moments, min_size=1, max_size=8))
-@settings(max_examples=50)
 def test_the_alerts_of_every_rule_are_those_that_the_page_promises(story: list[Moment]) -> None:
     ticks = ticks_of(story)
     assert sorted(told(ticks), key=str) == sorted(transitions(RULES, ticks), key=str)

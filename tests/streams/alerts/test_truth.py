@@ -1,9 +1,13 @@
 """GPUHeldIdle against the truth of a simulated fleet, beside the query written for it: the benchmark in small."""
 
+import pytest
+
 from producers.simulated.fleet import Fleet
 from tests.bench.idle import NOBODY, Counted, Score, scores
 
 MINUTE_MS = 60_000
+
+pytestmark = pytest.mark.slow
 
 
 def test_what_is_said_to_idle_idles_and_nearly_all_that_idles_is_said_to() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import orjson
-from hypothesis import given, settings
+from hypothesis import given
 
 from producers.publisher import RESEND_S
 from producers.workloads import WorkloadsPublisher
@@ -70,7 +70,6 @@ def _known(log: Log, since_ms: int) -> AsOf:
     st.lists(st.tuples(st.integers(0, 3_600_000), st.integers(1, 1_800_000)), min_size=1, max_size=8),
     st.integers(0, 3_600_000),
 )
-@settings(max_examples=50, deadline=None)
 def test_a_reader_learns_as_much_from_whatever_record_it_starts(events: list[tuple[int, int]], from_ms: int) -> None:
     changes = {at_ms for began_ms, ran_ms in events for at_ms in (began_ms, began_ms + ran_ms)}
     every = range(0, 3_600_000, int(RESEND_S * 1000))

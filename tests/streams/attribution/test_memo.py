@@ -1,7 +1,7 @@
 """What a node's state remembers of the last answer only saves work: without it every tick is joined alike."""
 
 import msgspec
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from streams.attribution import join
@@ -66,7 +66,6 @@ def outputs(records: list[join.Record], *, remembering: bool) -> tuple[list[byte
     return out, again
 
 
-@settings(max_examples=50)
 @example([(1, 0, [pod_of("p0", 0, 15, 0)])], [], {})
 @given(said, listed, shown)
 def test_every_tick_is_joined_as_if_nothing_were_remembered(
