@@ -164,7 +164,8 @@ class Joiner:
                 continue
             if unknown_ids:
                 self._instruments.counter("gpustream_attribution_unknown_device_ids_total").inc(len(unknown_ids))
-                log.warning("%s/%s: device ids in no known grammar: %.300s", sample.cluster, sample.node, unknown_ids)
+                node = f"{sample.cluster}/{sample.node}"
+                log.warning("%s: device ids in no known grammar: %.300s", node, unknown_ids)
             value, to = self._encoder.encode(sample), node_key(sample.cluster, sample.node)
             sent = await self.app.sender.send(OUTPUT, value, key=to, partition=partition)
             sent.add_done_callback(partial(self._acknowledged, slot, read, sample.attribution))
