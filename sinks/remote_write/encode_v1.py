@@ -14,19 +14,13 @@ from itertools import accumulate
 from struct import Struct
 from typing import Any, NamedTuple
 
-from sinks.remote_write.protobuf import fixed_varint, message, text, ts_width, varint
+from sinks.remote_write.protobuf import NAME, VALUE_BYTES, message, sample_head, text, timestamp, ts_width, varint
 from sinks.series.model import Rows, SampleGroup, SeriesSet
-
-NAME = "__name__"
 
 _SERIES = b"\x0a"
 _LABEL = 0x0A
-_SAMPLES = 0x12
 _FIRST = 0x0A
 _SECOND = 0x12
-_VALUE = b"\x09"
-_TIMESTAMP = b"\x10"
-_VALUE_BYTES = 9
 
 
 class _Packed(NamedTuple):
@@ -38,56 +32,41 @@ class _Packed(NamedTuple):
 
 def encode(groups: Sequence[SampleGroup]) -> bytes:
     """The request that writes these groups, uncompressed."""
-    return b"".join([_group(group) for group in groups])
-
-
-def _group(group: SampleGroup) -> bytes:
-    series, ts_ms, values = group
-    width = ts_width(ts_ms)
-    packed: _Packed | None = series.cache.get(("v1", width))
-    if packed is None:
-        packed = series.cache["v1", width] = _prepare(series, width)
-    arguments = packed.arguments.copy()
-    arguments[1::3] = values
-    arguments[2::3] = [_timestamp(ts_ms)] * len(values)
-    return packed.pack.pack(*arguments)
-
-
-@lru_cache(maxsize=1024)
-def _timestamp(ts_ms: int) -> bytes:
-    return _TIMESTAMP + fixed_varint(ts_ms, ts_width(ts_ms))
+    out = []
+    for series, ts_ms, values in groups:
+        width = ts_width(ts_ms)
+        packed: _Packed | None = series.cache.get(("v1", width))
+        if packed is None:
+            packed = series.cache["v1", width] = _prepare(series, width)
+        arguments = packed.arguments.copy()
+        arguments[1::3] = values
+        arguments[2::3] = [timestamp(ts_ms)] * len(values)
+        out.append(packed.pack.pack(*arguments))
+    return b"".join(out)
 
 
 def _prepare(series: SeriesSet, width: int) -> _Packed:
     encoded = [label(name, value) for name, value in series.labels]
     ends = list(accumulate((len(one) for one in encoded), initial=0))
-    blob = b"".join(encoded)
-    sample = bytes((_SAMPLES,)) + varint(_VALUE_BYTES + 1 + width) + _VALUE
-    rest = len(sample) - 1 + _VALUE_BYTES + 1 + width
+    blob, sample = b"".join(encoded), sample_head(width)
+    rest = len(sample) - 1 + VALUE_BYTES + 1 + width
     arguments: list[Any] = []
-    for own in _own(series.rows, tuple(name for name, _ in series.labels)):
-        labels = _merge(own, ends, blob)
+    for own in _own_labels(series.rows, tuple(name for name, _ in series.labels)):
+        pieces, start = [], 0
+        for before, one in own:  # the device's labels, and those of the row where they sort
+            pieces += [blob[start : ends[before]], one]
+            start = ends[before]
+        labels = b"".join((*pieces, blob[start:]))
         arguments += [b"".join((_SERIES, varint(len(labels) + rest), labels, sample)), 0.0, b""]
     pattern = "".join(f"{len(head)}sd{1 + width}s" for head in arguments[::3])
     return _Packed(Struct(f"<{pattern}"), arguments)
 
 
 @lru_cache(maxsize=1024)
-def _own(rows: Rows, names: tuple[str, ...]) -> tuple[tuple[tuple[int, bytes], ...], ...]:
+def _own_labels(rows: Rows, names: tuple[str, ...]) -> tuple[tuple[tuple[int, bytes], ...], ...]:
     """The labels of each row itself, sorted, each with the number of the device's labels that sort before it."""
     sorted_labels = [sorted(((NAME, row.name), *row.labels)) for row in rows]
     return tuple(tuple((bisect_left(names, name), label(name, value)) for name, value in own) for own in sorted_labels)
-
-
-def _merge(own: tuple[tuple[int, bytes], ...], ends: Sequence[int], blob: bytes) -> bytes:
-    """A series' labels: the device's in ``blob``, which end at ``ends``, and those of the row where they sort."""
-    pieces: list[bytes] = []
-    start = 0
-    for before, one in own:
-        at = ends[before]
-        pieces += (blob[start:at], one)
-        start = at
-    return b"".join((*pieces, blob[start:]))
 
 
 def label(name: str, value: str) -> bytes:

@@ -10,29 +10,33 @@ Source: the message definitions of io.prometheus.write.v2: Request{4 symbols, 5 
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain
 from operator import itemgetter
 from struct import Struct
 from typing import Any, NamedTuple
 
-from sinks.remote_write.protobuf import fixed_varint, message, text, ts_width, varint
-from sinks.series.model import Kind, Row, Rows, SampleGroup, SeriesSet
-
-NAME = "__name__"
+from sinks.remote_write.protobuf import (
+    NAME,
+    VALUE_BYTES,
+    fixed_varint,
+    message,
+    sample_head,
+    text,
+    timestamp,
+    ts_width,
+    varint,
+)
+from sinks.series.model import Kind, Row, Rows, SampleGroup
 
 _SYMBOL = 0x22
 _TIMESERIES = 0x2A
 _LABELS_REFS = 0x0A
-_SAMPLES = 0x12
 _METADATA = 0x2A
-_VALUE = b"\x09"
-_TIMESTAMP = b"\x10"
 _TYPE = b"\x08"
 _HELP_REF = b"\x18"
 _TYPES: dict[Kind, int] = {"counter": 1, "gauge": 2}
 
-_VALUE_BYTES = 9
 _REF_WIDTHS = (2, 3, 5)
 _MAX_CONSTANTS = 8192
 
@@ -73,26 +77,21 @@ class Encoder:
         """The request that writes these groups, uncompressed."""
         if max(len(self._constants), len(self._plans)) > _MAX_CONSTANTS:
             self._reset()
-        for group in groups:
-            if self._token not in group.series.cache:
-                self._intern(group.series)
-        most_symbols = len(self._constants) + sum(len(group.series.labels) for group in groups)
+        for series in [series for series, _, _ in groups if self._token not in series.cache]:
+            own = chain.from_iterable((row.name, row.help, *chain.from_iterable(row.labels)) for row in series.rows)
+            for symbol in (NAME, *(name for name, _ in series.labels), *own):
+                if symbol not in self._constants:
+                    self._constants[symbol] = len(self._constants)
+                    self._constant_symbols += text(_SYMBOL, symbol)
+            series.cache[self._token] = {}
+        most_symbols = len(self._constants) + sum([len(group.series.labels) for group in groups])
         width = next(width for width in _REF_WIDTHS if most_symbols < 1 << 7 * width)
-        symbols = dict(self._constants)
-        fresh: list[bytes] = []
-        series = [self._group(group, width, symbols, fresh) for group in groups]
-        return b"".join([bytes(self._constant_symbols), *fresh, *series])
-
-    def _intern(self, series: SeriesSet) -> None:
-        """Give what is constant in a set, its label names and its rows, a symbol."""
-        own = chain.from_iterable((row.name, row.help, *chain.from_iterable(row.labels)) for row in series.rows)
-        for symbol in (NAME, *(name for name, _ in series.labels), *own):
-            if symbol not in self._constants:
-                self._constants[symbol] = len(self._constants)
-                self._constant_symbols += text(_SYMBOL, symbol)
-        series.cache[self._token] = {}
+        symbols, fresh = dict(self._constants), list[bytes]()
+        written = [self._group(group, width, symbols, fresh) for group in groups]
+        return b"".join([bytes(self._constant_symbols), *fresh, *written])
 
     def _group(self, group: SampleGroup, width: int, symbols: dict[str, int], fresh: list[bytes]) -> bytes:
+        """The series of a group. Label values that are new in this request become symbols, in ``fresh``."""
         series, ts_ms, values = group
         widths = (width, ts_width(ts_ms))
         plan: _Plan | None = series.cache[self._token].get(widths)
@@ -102,36 +101,20 @@ class Encoder:
             if plan is None:
                 plan = self._plans[shape] = _plan(shape, self._constants)
             series.cache[self._token][widths] = plan
-        refs = _device_refs(series, width, symbols, fresh)
+        pieces = []
+        for name, value in series.labels:
+            at = symbols.get(value)
+            if at is None:
+                at = symbols[value] = len(symbols)
+                fresh.append(_symbol(value))
+            pieces += [_ref(symbols[name], width), _ref(at, width)]
+        refs = b"".join(pieces)
         cuts = [refs[cut] for cut in plan.cuts]
-        return plan.pack.pack(*plan.order((*plan.constants, *cuts, *values, _timestamp(ts_ms))))
+        return plan.pack.pack(*plan.order((*plan.constants, *cuts, *values, timestamp(ts_ms))))
 
 
-def _device_refs(series: SeriesSet, width: int, symbols: dict[str, int], fresh: list[bytes]) -> bytes:
-    """References to a device's labels, name and value by turns; values that are new here become symbols."""
-    refs = []
-    for name, value in series.labels:
-        at = symbols.get(value)
-        if at is None:
-            at = symbols[value] = len(symbols)
-            fresh.append(_symbol(value))
-        refs += [_ref(symbols[name], width), _ref(at, width)]
-    return b"".join(refs)
-
-
-@lru_cache(maxsize=65536)
-def _symbol(value: str) -> bytes:
-    return text(_SYMBOL, value)
-
-
-@lru_cache(maxsize=65536)
-def _ref(symbol: int, width: int) -> bytes:
-    return fixed_varint(symbol, width)
-
-
-@lru_cache(maxsize=1024)
-def _timestamp(ts_ms: int) -> bytes:
-    return _TIMESTAMP + fixed_varint(ts_ms, ts_width(ts_ms))
+_symbol = lru_cache(maxsize=65536)(partial(text, _SYMBOL))
+_ref = lru_cache(maxsize=65536)(fixed_varint)
 
 
 def _plan(shape: _Shape, symbols: dict[str, int]) -> _Plan:
@@ -142,7 +125,7 @@ def _plan(shape: _Shape, symbols: dict[str, int]) -> _Plan:
     sizes: list[str] = []
     for number, row in enumerate(shape.rows):
         head, pieces, tail = _series(row, shape, symbols)
-        for piece in (head, *pieces, _SAMPLE_HEAD[shape.ts_width]):
+        for piece in (head, *pieces, sample_head(shape.ts_width)):
             if isinstance(piece, bytes):
                 parts.append(("constant", len(constants)))
                 sizes.append(f"{len(piece)}s")
@@ -160,9 +143,6 @@ def _plan(shape: _Shape, symbols: dict[str, int]) -> _Plan:
     return _Plan(Struct("<" + "".join(sizes)), tuple(constants), tuple(slice(*cut) for cut in cuts), order)
 
 
-_SAMPLE_HEAD = {width: bytes((_SAMPLES,)) + varint(_VALUE_BYTES + 1 + width) + _VALUE for width in range(1, 11)}
-
-
 def _series(row: Row, shape: _Shape, symbols: dict[str, int]) -> tuple[bytes, list[bytes | tuple[int, int]], bytes]:
     """The head of a series, its labels (a pair is a cut through the device's references), and its metadata."""
     pieces: list[bytes | tuple[int, int]] = []
@@ -175,7 +155,7 @@ def _series(row: Row, shape: _Shape, symbols: dict[str, int]) -> tuple[bytes, li
     refs = (len(shape.names) + 1 + len(row.labels)) * 2 * shape.ref_width
     metadata = message(_METADATA, _TYPE + varint(_TYPES[row.kind]) + _HELP_REF + varint(symbols[row.help]))
     labels = bytes((_LABELS_REFS,)) + varint(refs)
-    sample = len(_SAMPLE_HEAD[shape.ts_width]) - 1 + _VALUE_BYTES + 1 + shape.ts_width
+    sample = len(sample_head(shape.ts_width)) - 1 + VALUE_BYTES + 1 + shape.ts_width
     size = len(labels) + refs + sample + len(metadata)
     head = bytes((_TIMESERIES,)) + varint(size) + labels
     return head, [piece for piece in pieces if isinstance(piece, bytes) or piece[0] != piece[1]], metadata

@@ -1,8 +1,10 @@
-"""The few pieces of the protobuf wire format that remote write needs.
+"""The few pieces of the protobuf wire format that remote write needs, and a sample, which 1.0 and 2.0 write alike.
 
 Source: the protocol buffers encoding guide. A varint may be padded with continuation bytes: a timestamp is always
 written in the same number of bytes, so that what surrounds it never moves.
 """
+
+from functools import lru_cache
 
 TS_WIDTH = 6
 """Bytes of a timestamp before 2109, in milliseconds; it is what any of our century takes anyway."""
@@ -10,6 +12,13 @@ TS_WIDTH = 6
 TS_WIDTH_MAX = 9
 """Bytes of any timestamp."""
 
+NAME = "__name__"
+VALUE_BYTES = 9
+"""Of a sample's value: its tag, and the double."""
+
+_SAMPLES = 0x12
+_VALUE = b"\x09"
+_TIMESTAMP = b"\x10"
 _SEVEN_BITS = 0x7F
 _MORE = 0x80
 
@@ -44,3 +53,14 @@ def message(tag: int, payload: bytes) -> bytes:
 def text(tag: int, value: str) -> bytes:
     """A string field."""
     return message(tag, value.encode())
+
+
+@lru_cache(maxsize=1024)
+def timestamp(ts_ms: int) -> bytes:
+    """A sample's second field."""
+    return _TIMESTAMP + fixed_varint(ts_ms, ts_width(ts_ms))
+
+
+def sample_head(width: int) -> bytes:
+    """What is before a sample's value, of which the timestamp is so wide: its tag, its length, the value's tag."""
+    return bytes((_SAMPLES,)) + varint(VALUE_BYTES + 1 + width) + _VALUE

@@ -2,15 +2,17 @@
 
 In: a tick. Out: the metrics of each device; beside them, called the same with all names, the pods' parts of devices
 that are split and what is nobody's, conflicts, XID errors and what each device is, and ``gpu_pod_info``.
-State: what was last labelled, in a cache of each node. Series of which all that they are made of is the same are the
-same object, so that a sink works out its encoding only when something changes.
+State: what was last labelled, in a cache of each node, and the rows of each set of known metrics. Series of which all
+that they are made of is the same are the same object, so that a sink works out its encoding only when something
+changes.
 Only a part and a pod's XID errors name a pod, and as they would a sole holder, without a container: the rest is the
 device's, whoever holds it. An XID error is of the pod that held the device when it came.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 from sinks.series.labels import (
     MAX_LABELS,
@@ -27,61 +29,140 @@ from sinks.series.labels import (
     sanitised,
     sole_holder,
 )
-from sinks.series.metrics import Measured, MetricNames
-from sinks.series.model import Row, Rows, SampleGroup, SeriesSet
+from sinks.series.model import Row, Rows, SampleGroup, SeriesSet, Subject, Value
 from topics.attributed import AttributedDevice, AttributedSample, Holder, HoldingPod, Parts, by_pod
 from topics.catalogue import (
+    CATALOGUE,
     CONFLICT,
+    DERIVED,
     DEVICE_INFO,
+    HOLDERS,
     POD_INFO,
     POD_PARTS,
     POD_XID_ERRORS,
     SPLIT_SCALED,
     UNATTRIBUTED,
     XID_ERRORS,
+    series,
 )
 from topics.metric import Info, Profile
 
-_QUANTITIES = tuple(POD_PARTS)
-"""What a device is split by: the fields of ``Parts``."""
-
-_ONE = (1.0,)
-_INFO_ROWS: Rows = (Row(DEVICE_INFO.name, (), "gauge", DEVICE_INFO.help, primary=False),)
-"""What a device is is in the labels of its set: they are its own, not constant ones as a row's are."""
-
-_POD_ROWS: Rows = (Row(POD_INFO.name, (), "gauge", POD_INFO.help, primary=False),)
+_MEMO_SIZE = 4096
+_LAYOUTS = 1024
 _SPARE = 64
+_ONE = (1.0,)
+
+# -- a device's metrics: rows and values in a naming profile
+
+Metrics = Mapping[str, Value | None]
 
 
-class Part(NamedTuple):
-    """A pod's part of a device that it shares: the device as if the pod alone held it, and the quantities known."""
+class Measured(NamedTuple):
+    """A device's metrics in a naming profile: rows and a value for each."""
 
+    rows: Rows
+    values: list[float]
+
+
+class MetricNames:
+    """How a device becomes rows and values in a naming profile, remembered by what is known of it."""
+
+    def __init__(self, names: Profile) -> None:
+        self._names = names
+        self._layouts: dict[tuple[str, ...], _Layout] = {}
+        self._rows: dict[Rows, Rows] = {}
+
+    def measure(self, metrics: Metrics, holders: int | None = None) -> Measured:
+        """The rows of what is known; equal rows are the same object. ``holders`` None: that is not known."""
+        keys = tuple(metrics)
+        if None in metrics.values():
+            keys = tuple(key for key in keys if metrics[key] is not None)
+        if holders is not None and keys and self._names == "otel":
+            keys, metrics = (*keys, HOLDERS.name), {**metrics, HOLDERS.name: holders}
+        layout = self._layouts.get(keys)
+        if layout is None:
+            if len(self._layouts) >= _LAYOUTS:
+                self._layouts.clear()
+                self._rows.clear()
+            layout = self._layouts[keys] = _Layout(self._names, keys, self._same)
+        values = layout.values(metrics)
+        if None in values[layout.plain :]:
+            there = [(row, value) for row, value in zip(layout.rows, values, strict=True) if value is not None]
+            return Measured(self._same(row for row, _ in there), [value for _, value in there])
+        return Measured(layout.rows, values)  # type: ignore[arg-type] # None was looked for
+
+    def _same(self, rows: Iterable[Row]) -> Rows:
+        found = tuple(rows)
+        return self._rows.setdefault(found, found)
+
+
+class _Layout:
+    """The rows of a device of which just these keys are known; those past ``plain`` are made of two keys."""
+
+    def __init__(self, names: Profile, keys: tuple[str, ...], same: Callable[[Iterable[Row]], Rows]) -> None:
+        self._ratios = [ratio for ratio in DERIVED[names] if ratio.numerator in keys and ratio.denominator in keys]
+        self._converters: list[tuple[str, Callable[[Any], float]]] = []
+        rows: list[Row] = []
+        for key, one in [(key, one) for key, many in series(names).items() if key in keys for one in many]:
+            metric, as_it_is = CATALOGUE[key], one.scale == 1.0 and one.bits is None
+            self._converters.append((key, float if as_it_is else _Scaled(one.of).__getitem__))
+            primary = any(many[0] == one for many in metric.names.values())
+            kind = metric.kind if one.bits is None else "gauge"  # some bits of a counter are no counter
+            rows.append(Row(one.name, one.labels, kind, metric.help, primary))
+        if HOLDERS.name in keys:
+            self._converters.append((HOLDERS.name, float))
+            rows.append(_row(HOLDERS))
+        self.plain = len(rows)
+        ratios = [Row(ratio.name, ratio.labels, "gauge", ratio.help, primary=False) for ratio in self._ratios]
+        self.rows = same([*rows, *ratios])
+
+    def values(self, metrics: Metrics) -> list[float | None]:
+        """The value of each row; None for a ratio of which the denominator is zero."""
+        values: list[float | None] = [convert(metrics[key]) for key, convert in self._converters]
+        for ratio in self._ratios:
+            numerator, denominator = metrics[ratio.numerator], metrics[ratio.denominator]
+            if numerator is None or denominator is None:
+                values.append(None)
+            else:
+                values.append(ratio.of(numerator, denominator))
+        return values
+
+
+class _Scaled(dict[Any, float]):
+    """The values of a series by those of its key, remembered: a GPU's clocks, temperatures and percentages are few."""
+
+    def __init__(self, of: Callable[[Value], float]) -> None:
+        super().__init__()
+        self._of = of
+
+    def __missing__(self, value: Value) -> float:
+        if len(self) >= _MEMO_SIZE:
+            self.clear()
+        made = self[value] = self._of(value)
+        return made
+
+
+@lru_cache(maxsize=_MEMO_SIZE)
+def _row(info: Info, *values: str) -> Row:
+    return Row(info.name, tuple(zip(info.labels, values, strict=True)), info.kind, info.help, primary=False)
+
+
+# -- what is beside them
+
+
+class OfDevice(NamedTuple):
+    """Series of a device: a pod's part, a pod's XID errors, or what is nobody's. ``device`` names the pod, if any."""
+
+    subject: Subject
     device: DeviceIdentity
-    quantities: tuple[str, ...]
-
-
-class Rest(NamedTuple):
-    """What is nobody's part of a device, by the quantities known, and what went wrong on it."""
-
-    device: DeviceIdentity
-    quantities: tuple[str, ...]
-    split: bool
-    conflict: str | None
-    xids: tuple[str, ...]
+    rows: Rows
 
 
 class Described(NamedTuple):
-    """A device and what it is."""
+    """A device and what it is. That is in the labels of its set: they are its own, not constant ones as a row's are."""
 
     device: DeviceIdentity
     info: dict[str, str]
-
-
-class Errors(NamedTuple):
-    """The XID errors of a pod on a device, by their codes: the device as if the pod alone held it."""
-
-    device: DeviceIdentity
-    codes: tuple[str, ...]
 
 
 class PodInfo(NamedTuple):
@@ -91,32 +172,113 @@ class PodInfo(NamedTuple):
     pod: Held
 
 
-MadeOf = Part | Rest | Described | Errors | PodInfo
-
-Key = str | tuple[str, ...]
-"""Of a set within its node: a device's uuid for its metrics, else a kind and what it is about."""
-
-
 class Beside(NamedTuple):
     """Series of one kind that are beside a device's metrics. ``values`` has one for each row."""
 
     key: tuple[str, ...]
-    of: MadeOf
+    of: OfDevice | Described | PodInfo
     values: Sequence[float]
-
-
-class Labelled(NamedTuple):
-    """A set of series, and all that its labels were made of."""
-
-    of: DeviceIdentity | MadeOf
-    series: SeriesSet
 
 
 Pods = Mapping[HoldingPod, list[Holder]]
 """Who holds a device, by pod."""
 
-Cache = dict[Key, Labelled]
-"""Of one node."""
+
+def made(label_set: LabelSet, of: OfDevice | Described | PodInfo, most: int = MAX_LABELS) -> SeriesSet:
+    """The series beside metrics; one has at most ``most`` labels, as far as tenants write them."""
+    match of:
+        case OfDevice(subject, device, rows):
+            return SeriesSet(labels(label_set, device, most), rows, subject)
+        case Described(device, info):
+            about = known((name, info.get(name)) for name in DEVICE_INFO.labels)
+            row = Row(DEVICE_INFO.name, (), "gauge", DEVICE_INFO.help, primary=False)
+            return SeriesSet(tuple(sorted([*labels(label_set, device, most), *about])), (row,), "info")
+        case PodInfo(where, pod):
+            row = Row(POD_INFO.name, (), "gauge", POD_INFO.help, primary=False)
+            return SeriesSet(pod_info_labels(where, pod, most), (row,), "pod")
+
+
+def beside(label_set: LabelSet, where: Place, devices: Sequence[tuple[AttributedDevice, Pods]]) -> Iterator[Beside]:
+    """All that a tick writes beside its devices' metrics; each device is given with the pods that hold it."""
+    holding: dict[HoldingPod, Holder] = {}
+    for device, pods in devices:
+        for pod, holders in pods.items():
+            holding[pod] = holders[-1]
+        bare = identity(where, device)
+        if device.info:
+            yield Beside(("info", device.uuid), Described(bare, device.info), _ONE)
+        has_parts = bool([holder for holder in device.holders if holder.parts is not None])
+        is_split = has_parts or device.unattributed is not None
+        if (is_split or device.conflict or device.xids) and (rest := _rest(bare, device, is_split=is_split)):
+            yield Beside(("rest", device.uuid), OfDevice("rest", bare, tuple(rest)), list(rest.values()))
+        if has_parts:
+            yield from _parts(label_set, where, device, pods)
+        if device.events:
+            yield from _errors(label_set, where, device)
+    if label_set == "otel":
+        for pod, holder in holding.items():
+            yield Beside(("pod", pod.namespace, pod.pod, pod.pod_uid or ""), PodInfo(where, held(holder)), _ONE)
+
+
+def _rest(bare: DeviceIdentity, device: AttributedDevice, *, is_split: bool) -> dict[Row, float]:
+    """What is nobody's of a device, and what went wrong on it."""
+    rows = {_row(UNATTRIBUTED[one]): value for one, value in _quantities(device.unattributed).items()}
+    if is_split:
+        rows[_row(SPLIT_SCALED)] = float(device.split_scaled)
+    if device.conflict:
+        rows[_row(CONFLICT, sanitised(device.conflict))] = 1.0
+    return rows | {_row(XID_ERRORS, sanitised(code)): float(count) for code, count in device.xids.items() if code}
+
+
+def _parts(label_set: LabelSet, where: Place, device: AttributedDevice, pods: Pods) -> Iterator[Beside]:
+    """The part of each pod: the sum of its containers'."""
+    split: dict[tuple[str, ...], list[Holder]] = {}
+    for pod, of_pod in pods.items():
+        for holder in of_pod:
+            if holder.parts is not None:
+                split.setdefault(_pod_key(label_set, pod), []).append(holder)
+    for key, holders in split.items():
+        parts = [_quantities(holder.parts) for holder in holders]
+        sums = {one: sum(part.get(one, 0.0) for part in parts) for one in POD_PARTS if any(one in p for p in parts)}
+        if sums:
+            rows = tuple([_row(POD_PARTS[one]) for one in sums])
+            of = OfDevice("part", identity(where, device, held(holders[0])), rows)
+            yield Beside(("part", device.uuid, *key), of, list(sums.values()))
+
+
+def _errors(label_set: LabelSet, where: Place, device: AttributedDevice) -> Iterator[Beside]:
+    """The XID errors of each pod that alone held the device when they came."""
+    pods: dict[tuple[str, ...], tuple[Held, Counter[str]]] = {}
+    for event in device.events or ():
+        if event.kind == "xid" and event.code is not None:
+            then = by_pod(event.held_by(device.holders))
+            for pod, holders in then.items() if len(then) == 1 else ():
+                _, counts = pods.setdefault(_pod_key(label_set, pod), (held(holders[0]), Counter()))
+                counts[str(event.code)] += 1
+    for key, (alone, counts) in pods.items():
+        codes = sorted(counts)
+        rows = tuple([_row(POD_XID_ERRORS, code) for code in codes])
+        of = OfDevice("errors", identity(where, device, alone), rows)
+        yield Beside(("errors", device.uuid, *key), of, [float(counts[code]) for code in codes])
+
+
+def _pod_key(label_set: LabelSet, pod: HoldingPod) -> tuple[str, ...]:
+    """A pod that was created again is another one only where its uid is a label."""
+    return pod.namespace, pod.pod, (pod.pod_uid or "") if label_set == "otel" else ""
+
+
+def _quantities(parts: Parts | None) -> Mapping[str, float]:
+    values = ((one, getattr(parts, one, None)) for one in POD_PARTS)
+    return {one: float(value) for one, value in values if value is not None}
+
+
+# -- a tick
+
+Key = str | tuple[str, ...]
+"""Of a set within its node: a device's uuid for its metrics, else a kind and what it is about."""
+
+Cache = dict[Key, tuple[DeviceIdentity | OfDevice | Described | PodInfo, SeriesSet]]
+"""Of one node: each set, and all that it was made of."""
 
 
 class Translator:
@@ -133,127 +295,28 @@ class Translator:
         groups: list[SampleGroup] = []
         devices = [(device, device.pods()) for device in sample.devices]
         for device, pods in devices:
-            measured = self._metrics.measure(device.metrics, None if sample.attribution == "none" else len(pods))
-            if measured.rows:
-                job = device.jobs[0] if device.jobs and len(device.jobs) == 1 else None
-                series = self._of_metrics(identity(where, device, sole_holder(pods), job), measured, cache)
-                keys.append(device.uuid)
-                groups.append(SampleGroup(series, sample.ts_ms, measured.values))
+            rows, values = self._metrics.measure(device.metrics, None if sample.attribution == "none" else len(pods))
+            if not rows:
+                continue
+            job = device.jobs[0] if device.jobs and len(device.jobs) == 1 else None
+            of = identity(where, device, sole_holder(pods), job)
+            before, found = cache.get(device.uuid, (None, None))
+            if found is None or before != of:
+                found = SeriesSet(labels(self._label_set, of, self._max_labels), rows)
+                cache[device.uuid] = of, found
+            elif found.rows is not rows:
+                found = SeriesSet(found.labels, rows)
+                cache[device.uuid] = of, found
+            keys.append(device.uuid)
+            groups.append(SampleGroup(found, sample.ts_ms, values))
         for one in beside(self._label_set, where, devices):
-            before = cache.get(one.key)
-            if before is None or before.of != one.of:
-                before = cache[one.key] = Labelled(one.of, made(self._label_set, one.of, self._max_labels))
+            before, found = cache.get(one.key, (None, None))
+            if found is None or before != one.of:
+                found = made(self._label_set, one.of, self._max_labels)
+                cache[one.key] = one.of, found
             keys.append(one.key)
-            groups.append(SampleGroup(before.series, sample.ts_ms, one.values))
+            groups.append(SampleGroup(found, sample.ts_ms, one.values))
         if len(cache) > 2 * len(keys) + _SPARE:
             for key in cache.keys() - set(keys):
                 del cache[key]
         return keys, groups
-
-    def _of_metrics(self, device: DeviceIdentity, measured: Measured, cache: Cache) -> SeriesSet:
-        """The set of a device's metrics: the one that was made before, while nothing of it changes."""
-        before = cache.get(device.uuid)
-        if before is None or before.of != device:
-            series = SeriesSet(labels(self._label_set, device, self._max_labels), measured.rows)
-        elif before.series.rows is not measured.rows:
-            series = SeriesSet(before.series.labels, measured.rows)
-        else:
-            return before.series
-        cache[device.uuid] = Labelled(device, series)
-        return series
-
-
-def made(label_set: LabelSet, of: MadeOf, most: int = MAX_LABELS) -> SeriesSet:
-    """The series beside metrics; one has at most ``most`` labels, as far as tenants write them."""
-    match of:
-        case Part(device, quantities):
-            rows = tuple(_row(POD_PARTS[one]) for one in quantities)
-            return SeriesSet(labels(label_set, device, most), rows, "part")
-        case Errors(device, codes):
-            return SeriesSet(
-                labels(label_set, device, most), tuple(_row(POD_XID_ERRORS, one) for one in codes), "errors"
-            )
-        case Rest(device, quantities, split, conflict, xids):
-            unattributed = [_row(UNATTRIBUTED[one]) for one in quantities]
-            scaled = [_row(SPLIT_SCALED)] if split else []
-            reason = [_row(CONFLICT, sanitised(conflict))] if conflict is not None else []
-            errors = [_row(XID_ERRORS, code) for code in xids]
-            return SeriesSet(labels(label_set, device, most), (*unattributed, *scaled, *reason, *errors), "rest")
-        case Described(device, info):
-            about = known((name, info.get(name)) for name in DEVICE_INFO.labels)
-            return SeriesSet(tuple(sorted([*labels(label_set, device, most), *about])), _INFO_ROWS, "info")
-        case PodInfo(where, pod):
-            return SeriesSet(pod_info_labels(where, pod, most), _POD_ROWS, "pod")
-
-
-def beside(label_set: LabelSet, where: Place, devices: Sequence[tuple[AttributedDevice, Pods]]) -> Iterator[Beside]:
-    """All that a tick writes beside its devices' metrics; each device is given with the pods that hold it."""
-    holding: dict[HoldingPod, Holder] = {}
-    for device, pods in devices:
-        for pod, holders in pods.items():
-            holding[pod] = holders[-1]
-        if device.info:
-            yield Beside(("info", device.uuid), Described(identity(where, device), device.info), _ONE)
-        yield from _rest(where, device)
-        yield from _parts(label_set, where, device, pods)
-        if device.events:
-            yield from _errors(label_set, where, device)
-    if label_set == "otel":
-        for pod, holder in holding.items():
-            yield Beside(("pod", pod.namespace, pod.pod, pod.pod_uid or ""), PodInfo(where, held(holder)), _ONE)
-
-
-def _rest(where: Place, device: AttributedDevice) -> Iterator[Beside]:
-    """What is nobody's of a device, and what went wrong on it."""
-    split = device.unattributed is not None or any(holder.parts is not None for holder in device.holders)
-    if not (split or device.conflict or device.xids):
-        return
-    rest = _quantities(device.unattributed)
-    xids = {sanitised(code): float(count) for code, count in device.xids.items() if code}
-    of = Rest(identity(where, device), tuple(rest), split, device.conflict or None, tuple(xids))
-    flags = [float(device.split_scaled)] * split + [1.0] * (of.conflict is not None)
-    if values := [*rest.values(), *flags, *xids.values()]:
-        yield Beside(("rest", device.uuid), of, values)
-
-
-def _parts(label_set: LabelSet, where: Place, device: AttributedDevice, pods: Pods) -> Iterator[Beside]:
-    """The part of each pod: the sum of its containers'."""
-    split: dict[tuple[str, ...], list[Holder]] = {}
-    for pod, of_pod in pods.items():
-        for holder in of_pod:
-            if holder.parts is not None:
-                split.setdefault(_pod_key(label_set, pod), []).append(holder)
-    for key, holders in split.items():
-        parts = [_quantities(holder.parts) for holder in holders]
-        sums = {one: sum(part.get(one, 0.0) for part in parts) for one in _QUANTITIES if any(one in p for p in parts)}
-        if sums:
-            of = Part(identity(where, device, held(holders[0])), tuple(sums))
-            yield Beside(("part", device.uuid, *key), of, list(sums.values()))
-
-
-def _errors(label_set: LabelSet, where: Place, device: AttributedDevice) -> Iterator[Beside]:
-    """The XID errors of each pod that alone held the device when they came."""
-    pods: dict[tuple[str, ...], tuple[Held, Counter[str]]] = {}
-    for event in device.events or ():
-        if event.kind == "xid" and event.code is not None:
-            then = by_pod(event.held_by(device.holders))
-            for pod, holders in then.items() if len(then) == 1 else ():
-                _, counts = pods.setdefault(_pod_key(label_set, pod), (held(holders[0]), Counter()))
-                counts[str(event.code)] += 1
-    for key, (alone, counts) in pods.items():
-        of = Errors(identity(where, device, alone), tuple(sorted(counts)))
-        yield Beside(("errors", device.uuid, *key), of, [float(counts[code]) for code in of.codes])
-
-
-def _pod_key(label_set: LabelSet, pod: HoldingPod) -> tuple[str, ...]:
-    """A pod that was created again is another one only where its uid is a label."""
-    return pod.namespace, pod.pod, (pod.pod_uid or "") if label_set == "otel" else ""
-
-
-def _quantities(parts: Parts | None) -> Mapping[str, float]:
-    values = ((one, getattr(parts, one, None)) for one in _QUANTITIES)
-    return {one: float(value) for one, value in values if value is not None}
-
-
-def _row(info: Info, *values: str) -> Row:
-    return Row(info.name, tuple(zip(info.labels, values, strict=True)), info.kind, info.help, primary=False)
