@@ -21,7 +21,7 @@ PYTEST = $(COMPILED) $(BIN)/pytest -q -n $(JOBS) --dist loadfile --no-loadscope-
 COMPILED = PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX=$(CURDIR)/$(VENV)/pycache
 
 SCRIPTS := .ci/run tests/real/build/build
-GENERATORS := $(patsubst %.py,%,$(subst /,.,$(wildcard topics/reference.py gpustream/reference.py streams/alerts/text/reference.py)))
+GENERATORS := $(patsubst %.py,%,$(subst /,.,$(wildcard topics/reference.py gpustream/reference.py streams/alerts/text/reference.py docs/flow.py)))
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-fast check format bench storm gpu real-servers lock
@@ -55,7 +55,7 @@ check: install ## lint, format, types, imports, schemas, docs and scripts; never
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/mypy docs/consumers/*.py
+	$(BIN)/mypy docs/consumers/*.py docs/flow.py
 	$(BIN)/lint-imports
 	@for generator in $(GENERATORS); do echo "$$generator --check"; $(BIN)/python -m $$generator --check || exit 1; done
 	@for script in $(SCRIPTS); do echo "bash -n $$script"; bash -n $$script || exit 1; done

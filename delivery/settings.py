@@ -25,13 +25,16 @@ from delivery import values
 class Registered(NamedTuple):
     """A row of a registry of components: import strings ``module:name`` of the component and of its settings.
 
-    ``help`` and ``example`` are what the command says of it. A ``light`` component runs in little memory.
+    ``reads`` and ``writes`` are its topics. ``help`` and ``example`` are what the command says of it. A ``light``
+    component runs in little memory.
     """
 
     component: str
     settings: str
     help: str
     example: str
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
     light: bool = False
 
 

@@ -6,6 +6,7 @@ PRODUCERS = {
     "node": Registered(
         component="producers.node.component:NodeProducer",
         settings="producers.node.config:NodeSettings",
+        writes=("gpu.samples", "gpu.allocations"),
         help="This machine's GPUs, and the pods and processes that have them.",
         example=(
             "gpustream produce node --kafka kafka-0:9092 --cluster prod-us-east-1\n"
@@ -16,6 +17,7 @@ PRODUCERS = {
     "cluster": Registered(
         component="producers.cluster.component:ClusterProducer",
         settings="producers.cluster.config:ClusterSettings",
+        writes=("gpu.workloads",),
         help=(
             "What the Kubernetes API server says of the pods that have GPUs, for all nodes: owners, labels, life times."
             " Run two; a Lease decides which of them publishes."
@@ -28,6 +30,7 @@ PRODUCERS = {
     "simulated": Registered(
         component="producers.simulated.component:SimulatedFleet",
         settings="producers.simulated.config:SimulatedSettings",
+        writes=("gpu.samples", "gpu.allocations", "gpu.workloads"),
         help="A fleet that is not there: nodes, GPUs, pods that come and go, and a kubelet that lags.",
         example="gpustream produce simulated --kafka 127.0.0.1:9092 --fleet 100x8 --seed 1 --truth truth.jsonl",
     ),

@@ -6,6 +6,7 @@ SINKS = {
     "remote-write": Registered(
         component="sinks.remote_write.sink:RemoteWriteSink",
         settings="sinks.settings:RemoteWriteSettings",
+        reads=("gpu.attributed", "gpu.alerts"),
         help="Every value to Prometheus, Mimir or any other remote-write receiver, once.",
         example=(
             "gpustream sink remote-write --kafka 127.0.0.1:9092 --url http://127.0.0.1:9090/api/v1/write\n"
@@ -16,6 +17,7 @@ SINKS = {
     "scrape": Registered(
         component="sinks.scrape.sink:ScrapeSink",
         settings="sinks.settings:ScrapeSettings",
+        reads=("gpu.attributed",),
         help=(
             "The latest value of every series on /metrics, as Prometheus text or OpenMetrics, whichever the scraper"
             " asks for. In place of dcgm-exporter with --names dcgm, of pod-devices-exporter with --names dcgm-legacy"
@@ -29,6 +31,7 @@ SINKS = {
     "alertmanager": Registered(
         component="sinks.alertmanager:AlertmanagerSink",
         settings="sinks.settings:AlertmanagerSettings",
+        reads=("gpu.alerts",),
         help=(
             "The open alerts to one or several Alertmanagers, again and again as they expect, and that they are over."
             " Each Alertmanager gets all, in a consumer group of its own where there are several."
@@ -42,6 +45,7 @@ SINKS = {
     "webhook": Registered(
         component="sinks.webhook:WebhookSink",
         settings="sinks.settings:WebhookSettings",
+        reads=("gpu.alerts",),
         help=(
             "One JSON POST for each alert that fires or is resolved: the record of gpu.alerts, signed, with the"
             " transition's identity as Idempotency-Key, in order for each alert."

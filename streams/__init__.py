@@ -6,12 +6,16 @@ STREAMS = {
     "attribution": Registered(
         component="streams.attribution.component:Attribution",
         settings="streams.settings:AttributionSettings",
+        reads=("gpu.samples", "gpu.allocations", "gpu.workloads"),
+        writes=("gpu.attributed",),
         help="join samples with the pods that held the GPUs, and send gpu.attributed.",
         example="gpustream stream attribution --kafka 127.0.0.1:9092 --instance-id attribution-0",
     ),
     "alerts": Registered(
         component="streams.alerts.component:Alerts",
         settings="streams.settings:AlertSettings",
+        reads=("gpu.attributed", "gpu.workloads"),
+        writes=("gpu.alerts",),
         help="judge gpu.attributed by the alert rules, and send gpu.alerts.",
         example="gpustream stream alerts --kafka 127.0.0.1:9092 --rules rules.toml",
     ),

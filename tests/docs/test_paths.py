@@ -1,0 +1,55 @@
+"""The pages for contributors name files that are there."""
+
+import re
+
+import pytest
+
+from delivery.settings import Registered
+from docs import flow
+from producers import PRODUCERS
+from sinks import SINKS
+from streams import STREAMS
+from tests.docs.page import ROOT
+from topics.reference import stale
+from topics.topic import load_topics
+
+PAGES = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "docs/architecture.md",
+    "docs/guarantees.md",
+    "docs/glossary.md",
+)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_file_that_a_page_names_is_there(page: str) -> None:
+    """A name without its folder is in the folder of the last one before it. NAME stands for one of the reader's."""
+    missing, folder = [], ROOT
+    for name in re.findall(r"`([\w./-]+\.(?:py|toml|md|yml|c|csv))`", (ROOT / page).read_text()):
+        if "NAME" in name:
+            continue
+        path = ROOT / name if (ROOT / name).parent.is_dir() and "/" in name else folder / name
+        if not path.exists() and not (ROOT / name).exists():
+            missing.append(name)
+        elif "/" in name:
+            folder = path.parent
+    assert missing == []
+
+
+def test_the_picture_has_every_component_and_is_fresh() -> None:
+    assert stale({flow.PATH: flow.svg()}) == []
+    assert all(f">{name}</text>" in flow.svg() for name in (*PRODUCERS, *STREAMS, *SINKS))
+
+
+@pytest.mark.parametrize(
+    "row", [*PRODUCERS.values(), *STREAMS.values(), *SINKS.values()], ids=lambda row: row.component
+)
+def test_a_components_topics_are_those_that_its_module_names(row: Registered) -> None:
+    module = ROOT / (row.component.partition(":")[0].replace(".", "/") + ".py")
+    head = module.read_text().split("State:")[0].split("State,")[0].partition("In:")[2]
+    inputs, _, outputs = head.partition("Out:")
+    topics, inside = set(load_topics()), {"gpu.dead-letters", "gpu.alert-state"}
+    assert {name for name in topics - inside if re.search(rf"{name}\b(?!-)", inputs)} == set(row.reads)
+    assert {name for name in topics - inside if re.search(rf"{name}\b(?!-)", outputs)} == set(row.writes)
