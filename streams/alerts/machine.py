@@ -2,7 +2,7 @@
 
 In: a node's state and a tick, or that none came. Out: the state after it, and the alerts to write. Pure.
 All times are the ticks' own, so that a replay gives the same alerts. What is decided without a tick, by the worker's
-clock, is in the state before it is written (:func:`announce`), for a replay may not find it again.
+clock, is in the state before its alerts are written (:func:`announce`): a replay may not find it again.
 
 A condition, identified by rule, device, pod and the rule's own key, is inactive, pending since a tick, firing, and then
 resolved:
@@ -187,6 +187,7 @@ def _holds(one: Tracked, finding: Finding | None, now: _Now) -> bool | None:
 
 
 def _fired_if_due(one: Tracked, finding: Finding, now: _Now) -> tuple[Tracked, Alert | None]:
+    """A condition that holds fires at once if it is an event, else when it has held for long enough."""
     now_ms = now.tick.ts_ms
     if not finding.event and now_ms - one.since_ms < finding.rule.for_ms:
         return one, None
@@ -197,7 +198,7 @@ def _fired_if_due(one: Tracked, finding: Finding, now: _Now) -> tuple[Tracked, A
 
 
 def _held(one: Tracked, finding: Finding, now: _Now) -> Tracked:
-    """A firing condition that holds in this tick; of an event, it is over with it."""
+    """A firing condition that holds in this tick. An event is over with its tick."""
     ceased_ms, keep_ms = now.tick.ts_ms if finding.event else None, finding.rule.keep_firing_ms
     if one.ceased_ms == ceased_ms and one.keep_ms == keep_ms:
         return one
@@ -247,8 +248,8 @@ def quiet(state: NodeAlerts) -> NodeAlerts:
 def without_ticks(state: NodeAlerts, rules: Rules, *, now_ms: int, removed_ms: int | None) -> Step:
     """What becomes of a node of which no tick came: it has left, or its silence fires.
 
-    It has left if the cluster removed it (``removed_ms``, in log time), or after a day. What a state has that is not
-    written yet goes first: the worker before may have ended meanwhile.
+    It has left if the cluster removed it (``removed_ms``, in log time), or after a day. Alerts that the state has as not
+    written go first: the worker that decided them has ended.
     """
     if has_unwritten(state):
         return announce(state)
@@ -293,10 +294,10 @@ def retire(state: NodeAlerts, at_ms: int) -> NodeAlerts:
 
 
 def announce(state: NodeAlerts) -> Step:
-    """The alerts that a state has and that are not written yet; the state after it has them as written.
+    """Write the alerts that a state has as not written yet.
 
-    Only what the worker's clock decides is in a state before it is written. Ticks are read again after a crash, and
-    decide the same again; a silence may not be found again, for the node may have come back.
+    These are what the worker's clock has decided. Ticks are read again after a crash, and decide the same again; a
+    silence may not be found again, since the node may have come back.
     """
     if not has_unwritten(state):
         return Step(state)

@@ -60,7 +60,7 @@ _AT_ZERO = Window(0.0)
 class HeldBy(msgspec.Struct, frozen=True, omit_defaults=True):
     """A pod that holds a device, and the first tick in which it did.
 
-    Where the node's clock was set back to before that, it is the first tick since.
+    If the node's clock was set back to before that, it is the first tick since.
     """
 
     namespace: str
@@ -192,7 +192,7 @@ def _same(pod: HeldBy, holder: Holder, ts_ms: int) -> bool:
 
 
 def _shared(text: str | None) -> str | None:
-    """A text of which there are few, as one object for all who have it."""
+    """A text that many have, as one object."""
     return None if text is None else intern(text)
 
 

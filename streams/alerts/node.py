@@ -41,8 +41,8 @@ _replace = msgspec.structs.replace
 
 
 class Log(NamedTuple):
-    """What is known of the partition that ticks are read from: where it ended at the assignment, and whether ticks
-    were lost before they were read."""
+    """The partition that ticks are read from: its end at the assignment, and whether ticks were lost before they were
+    read."""
 
     ended: int
     torn: bool
@@ -223,7 +223,7 @@ class _Removal(msgspec.Struct, frozen=True):
 class PartitionNodes:
     """The nodes of one partition, by key.
 
-    ``active`` are those that are not known to be without ticks, in the order in which ticks of them were last read.
+    ``active`` are those that are not known to be quiet, in the order in which their last ticks were read.
     ``logged_ms`` is when the last tick of any was logged.
     """
 
@@ -263,11 +263,10 @@ class PartitionNodes:
                 self._removed_ms[key] = logged_ms
 
     def close_quiet(self) -> list[Node]:
-        """The nodes without a tick for a while, which are not active from now on; those of which one was read last are
-        last.
+        """Take the nodes that had no tick for a while as quiet, and no longer as active.
 
-        The log has gone on for that while without the node, or the partition has been read to its end for as long. Of a
-        node that no tick was read of only the latter counts: its last ticks may be yet to be read again.
+        The log has gone on for that long without the node, or the partition has been read to its end for as long. Only
+        the latter counts for a node of which no tick was read: its last ticks may still have to be read again.
         """
         quiet: list[Node] = []
         for node in self.active.values():
@@ -284,7 +283,7 @@ class PartitionNodes:
         return quiet
 
     def close_silent(self, rules: Rules, now_ms: int) -> list[Node]:
-        """The nodes of which it is judged now what becomes of them without ticks: they are silent, or have left."""
+        """Judge the nodes that are not active: whether they are silent, or have left. Gives those that were judged."""
         found = [
             node
             for key, node in self.nodes.items()

@@ -1,1 +1,1 @@
-"""Conditions: what of a node's tick is as a rule says."""
+"""Conditions: which of the rules hold in a node's tick."""

@@ -1,4 +1,4 @@
-"""The conditions: what of a node's tick is as a rule says. Pure.
+"""The conditions: which of the rules hold in a node's tick. Pure.
 
 In: the rules, a node's tick, and what is remembered of the node. Out: findings, and what is remembered now. A condition
 is a function for each kind of rule, called with a device of the tick; the tables below say in which of its states.
@@ -29,7 +29,7 @@ from topics.alerts import Tracked
 from topics.attributed import Holder
 
 Condition = Callable[[Rule, View, list[Finding]], None]
-"""Finds what of a device is as a rule says."""
+"""Adds to the findings what a rule finds on a device."""
 
 BLIND_MS = 600_000
 """For how long after a device went missing it is not known whether what was found on it still holds."""
@@ -107,7 +107,10 @@ def is_known(rules: Rules, tick: Tick, one: Tracked) -> bool:
 
 
 def held_idle(rule: Rule, view: View, found: list[Finding]) -> None:
-    """A pod's grace is no evidence: of one that is firing already, the node's clock was set back."""
+    """A pod that does nothing with a device that it was given.
+
+    It is not known within the pod's grace: after a node's clock was set back, an alert that fires goes on.
+    """
     if not view.pods:
         if view.tick.attribution == "none":
             holds = False if view.work >= rule.least_work else None
@@ -207,8 +210,8 @@ def policy_invalid(rule: Rule, view: View, found: list[Finding]) -> None:
 def xid(rule: Rule, view: View, found: list[Finding]) -> None:
     """The XID errors since the last tick, by code; those of programs by the pod that alone held the device then.
 
-    They are counted by the producer, else by events. In the first tick of a node the earlier errors of the producer's
-    run are left out, for nobody knows when they came.
+    The producer counts them; errors that it does not count are counted by their events. In the first tick of a node
+    the earlier errors of the producer's run are left out: it is not known when they came.
     """
     device, memory = view.device, view.before
     if not device.xids and not device.events:
@@ -237,8 +240,11 @@ def xid(rule: Rule, view: View, found: list[Finding]) -> None:
 
 
 def _held_then(view: View, code: str, count: float, *, by_pod: bool) -> Iterable[tuple[tuple[Holder, ...], float]]:
-    """Who held the device at the errors of a code, and at how many of them: all who did at any, or, ``by_pod``, each
-    pod of a known uid that alone did, and all others together. Errors without an event are of the tick's time."""
+    """Who held the device when errors of a code came, and how many errors.
+
+    That is one group with all holders. With ``by_pod`` each pod that held the device alone, and has a known uid, is a
+    group, and all others are one. Errors without an event came at the tick's time.
+    """
     now = view.device.holders
     events = [event for event in view.device.events or () if event.kind == "xid" and str(event.code) == code]
     times = [(event.held_by(now), 1.0) for event in events]
@@ -330,7 +336,7 @@ _BY_STATE: dict[str, dict[Kind, Condition]] = {
     "timeout": _BLIND | {"not_answering": not_answering},
 }
 _UNKNOWN_STATE = _ALWAYS | _OK | dict.fromkeys(("lost", "not_answering"), blind)
-"""Of a device in a state that a later version knows: its values are judged, and whether it works is not known."""
+"""For a device in a state of a later version: its values are judged, and it is not known whether it answers."""
 
 _COUNTED: tuple[Kind, ...] = ("ecc_uncorrectable", "nvlink_errors")
 

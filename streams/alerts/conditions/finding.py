@@ -23,8 +23,8 @@ _KEYS = {"attribution_conflict": CONFLICTS, "nvlink_errors": NVLINK_ERRORS}
 
 
 class Facts(NamedTuple):
-    """What a finding rests on: the device of the tick or, where the tick does not have it, of the inventory; the pods
-    that it is about (one) or that hold the device; the rest by kind."""
+    """What a finding rests on: the device of the tick or, if the tick does not have it, of the inventory (``seen``);
+    the pod that it is about, or the pods that hold the device; the rest by kind."""
 
     device: Device | None = None
     seen: Seen | None = None
@@ -62,7 +62,7 @@ class Pod(NamedTuple):
 
 
 class View(NamedTuple):
-    """A device of a tick, as it was remembered and as it is with its counters, and what of it says whether it works.
+    """A device of a tick, what was remembered of it before and is now, and how much it works.
 
     ``work`` is the most that any measure of activity shows, ``measured`` whether one shows all of the device's.
     """

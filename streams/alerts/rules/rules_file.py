@@ -176,17 +176,17 @@ def codes(value: Any) -> tuple[int, ...]:
 
 def globs_by_label(value: Any) -> dict[str, tuple[str, ...]]:
     """Globs for the values of labels."""
-    return _by_name(_table(value, 'app = "vllm*"'), text, texts)
+    return _by_name(value, 'app = "vllm*"', text, texts)
 
 
 def labels(value: Any) -> dict[str, str]:
     """Labels that a rule adds."""
-    return _by_name(_table(value, 'team = "platform"'), label_name, text)
+    return _by_name(value, 'team = "platform"', label_name, text)
 
 
 def annotations(value: Any) -> dict[str, str]:
     """Annotations that a rule adds, or puts in place of its own."""
-    return _by_name(_table(value, 'runbook = "https://..."'), annotation_name, text)
+    return _by_name(value, 'runbook = "https://..."', annotation_name, text)
 
 
 def label_name(name: str) -> str:
@@ -221,8 +221,10 @@ def _one_or_several(value: Any, parse: Callable[[Any], Any]) -> tuple[Any, ...]:
     return tuple(_all(enumerate(value), parse).values())
 
 
-def _by_name(table: dict[str, Any], name: Callable[[str], str], parse: Callable[[Any], Any]) -> dict[str, Any]:
-    return _all(((key, (key, item)) for key, item in table.items()), lambda pair: name(pair[0]) and parse(pair[1]))
+def _by_name(value: Any, example: str, name: Callable[[str], str], parse: Callable[[Any], Any]) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"must be a table such as {{ {example} }}, not {_shown(value)}")
+    return _all(((key, (key, item)) for key, item in value.items()), lambda pair: name(pair[0]) and parse(pair[1]))
 
 
 def _all(items: Iterable[tuple[Any, Any]], parse: Callable[[Any], Any]) -> dict[Any, Any]:
@@ -244,12 +246,6 @@ def _within(at: Keys, error: ValueError) -> Wrong:
     if isinstance(error, Mistakes):
         return [((*at, *keys), text) for keys, text in error.found]
     return [(at, str(error))]
-
-
-def _table(value: Any, example: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ValueError(f"must be a table such as {{ {example} }}, not {_shown(value)}")
-    return value
 
 
 def _shown(value: Any) -> str:
@@ -443,14 +439,14 @@ def dotted(keys: Keys) -> str:
 def _lines(text: str) -> Callable[[Keys], int]:
     """Gives the line at which a path begins.
 
-    The TOML parser does not say. But the lines up to the end of any value are TOML too, and longer beginnings have no
-    less in them: the path is in the first value that ends where the beginning of the file has it.
+    The TOML parser does not say. But the lines up to the end of any value are TOML too, and a longer beginning of the
+    file never has less in it. So the path is in the last value of the shortest beginning that has it.
     """
     lines = text.splitlines(keepends=True)
 
     @cache
     def beginning(count: int) -> tuple[int, Any]:
-        """What the file is by so many lines; within a value of several lines, by those before it, and their number."""
+        """How many of the first lines are TOML, and what they hold. The lines of an unfinished value are left out."""
         for end in range(count, 0, -1):
             try:
                 return end, tomllib.loads("".join(lines[:end]))
