@@ -44,10 +44,7 @@ _WORDS: Mapping[Kind, tuple[str, str]] = {
         "{summary}. It was busy for {value:.0%} of the last sample, and has been for {long}. {seen_there}",
     ),
     "attribution_conflict": ("{where} {conflict}", "{summary}, for {long}. {seen_there}"),
-    "xid": (
-        "XID {text} on {where}: {xid.meaning}",
-        "{summary}. {times}{held_then} What to do: {xid.action}.",
-    ),
+    "xid": ("XID {text} on {where}: {xid.meaning}", "{summary}. {times}{held_then} What to do: {xid.action}."),
     "ecc_uncorrectable": (
         "{where} had {value:.0f} {errors} that ECC could not correct within a minute",
         "{summary}. {held} Results computed there may be wrong; the GPU needs a reset.",
