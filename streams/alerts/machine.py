@@ -248,8 +248,8 @@ def quiet(state: NodeAlerts) -> NodeAlerts:
 def without_ticks(state: NodeAlerts, rules: Rules, *, now_ms: int, removed_ms: int | None) -> Step:
     """What becomes of a node of which no tick came: it has left, or its silence fires.
 
-    It has left if the cluster removed it (``removed_ms``, in log time), or after a day. Alerts that the state has as not
-    written go first: the worker that decided them has ended.
+    It has left if the cluster removed it (``removed_ms``, in log time), or after a day. Alerts that the state has as
+    not written go first: the worker that decided them has ended.
     """
     if has_unwritten(state):
         return announce(state)
