@@ -97,10 +97,11 @@ async def test_a_stream_that_was_stopped_meanwhile_reads_the_new_log_from_its_be
     empty_kafka: KafkaServer,
 ) -> None:
     await topic_admin.create(empty_kafka.address, partitions=PARTITIONS, replication_factor=1)
-    one, again = pipeline(empty_kafka.address), pipeline(empty_kafka.address)
+    one = pipeline(empty_kafka.address)
     async with running(one.attribution, one.scrape, one.fleet):
         await eventually(lambda: len(one.taken) >= ENOUGH)
     await asyncio.to_thread(recreate, empty_kafka, "gpu.samples")
+    again = pipeline(empty_kafka.address)  # now: runs that begin in one millisecond have one number
     async with running(again.fleet):
         await eventually(lambda: sum(seq for *_, seq in again.fleet.sampled()) >= 3 * ENOUGH)
     samples = await records(empty_kafka, "gpu.samples")
