@@ -109,7 +109,7 @@ class Places:
         self._known: OrderedDict[int, _KnownProcess] = OrderedDict()
 
     def of(self, pid: int) -> ProcessPlace | None:
-        """The place of a process that NVML lists; None where it is not in procfs, and was not just before: it ended
+        """The place of a process that NVML lists; None if it is not in procfs, and was not just before: it ended
         unseen, or the host's ids are not visible here."""
         started = self._started(pid)
         with self._lock:
@@ -130,7 +130,7 @@ class Places:
         return self._jobs.of(job_id)
 
     def _look(self, pid: int, started: int) -> ProcessPlace | None:
-        """Read a place; None where the process ended meanwhile: the id may be another's by now."""
+        """Read a place; None if the process ended meanwhile: the id may be another's by now."""
         folder = self._procfs / str(pid)
         place = parse(_read(folder / "cgroup"))
         uid, sure = _UID.search(_read(folder / "status")), place.job_id is not None
@@ -161,7 +161,7 @@ def _read(path: Path) -> str:
 
 
 def _read_bytes(path: Path, most: int = -1) -> bytes:
-    """A file of procfs, at most so much of it; nothing where it can't be read: hidden, or its process ends just now."""
+    """A file of procfs, at most so much of it; nothing if it can't be read: hidden, or its process ends just now."""
     try:
         with path.open("rb") as file:
             return file.read(most)

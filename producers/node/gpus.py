@@ -191,7 +191,7 @@ class Gpus:
         return self._opening is not None and not self._opening.done()
 
     def _open(self, why: str | None = None) -> "asyncio.Task[None]":
-        """Open NVML, or open it again where ``why`` says why; one at a time."""
+        """Open NVML, or open it again if ``why`` says why; one at a time."""
         if self._opening is None or not self._is_opening:
             self._opening = asyncio.create_task(self._attach(why))
         return self._opening

@@ -42,7 +42,7 @@ INSTRUMENTS: tuple[Instrument, ...] = (
         " time), rate_limited (the kubelet's own limit), too_large, undecodable, refused (any other error).",
         ("result",),
     ),
-    Instrument(KUBELET_AGE, "gauge", "Seconds since the kubelet last answered; 0 where it never did."),
+    Instrument(KUBELET_AGE, "gauge", "Seconds since the kubelet last answered; 0 if it never did."),
     Instrument(
         PROCESSES,
         "gauge",
@@ -60,7 +60,7 @@ INSTRUMENTS: tuple[Instrument, ...] = (
     Instrument(
         BUFFER_SECONDS,
         "gauge",
-        "How long Kafka may be away before ticks are dropped: --buffer, or less where --buffer-size holds fewer ticks"
+        "How long Kafka may be away before ticks are dropped: --buffer, or less if --buffer-size holds fewer ticks"
         " as large as the last ones.",
     ),
     Instrument(

@@ -115,7 +115,7 @@ class Directory:
         return JobMapping(jobs, problems)
 
     def _lines(self, entry: "os.DirEntry[str]") -> JobLines:
-        """What a file says. Raises OSError where it is none, is too large or can't be read."""
+        """What a file says. Raises OSError if it is none, is too large or can't be read."""
         now = entry.stat()
         if not stat.S_ISREG(now.st_mode):
             raise OSError("it is not a file")
@@ -162,7 +162,7 @@ class JobFiles:
         self._logged_s: dict[tuple[Reason, Path], float] = {}
 
     async def read(self, within_s: float) -> Jobs:
-        """The job ids by the name of the device's file, after at most ``within_s``: where reading takes longer, those
+        """The job ids by the name of the device's file, after at most ``within_s``: if reading takes longer, those
         that were read last."""
         if self._worker is None or self._look is None or self._directory is None:
             return {}

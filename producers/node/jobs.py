@@ -87,7 +87,7 @@ def file_name(device: Mapping[str, Any]) -> str | None:
 
 
 def slurm_job(environ: bytes) -> Job | None:
-    """The job that a process's ``/proc/<pid>/environ`` names, ``NAME=value`` and a zero each; None where it names none.
+    """The job that a process's ``/proc/<pid>/environ`` names, ``NAME=value`` and a zero each; None if it names none.
     Never raises; what can't be a name is as if it were not there.
 
     Of a variable that is there twice the first counts, as for getenv. The end may be cut off: what no zero follows does
@@ -103,7 +103,7 @@ def slurm_job(environ: bytes) -> Job | None:
 
 
 def as_name(raw: bytes) -> str | None:
-    """The text of a name, as people gave it; None where it is empty, over 256 bytes, no UTF-8, or can't be printed."""
+    """The text of a name, as people gave it; None if it is empty, over 256 bytes, no UTF-8, or can't be printed."""
     if not 0 < len(raw) <= LONGEST_NAME_BYTES:
         return None
     try:
@@ -114,7 +114,7 @@ def as_name(raw: bytes) -> str | None:
 
 
 def user_of_this_machine(uid: int) -> str | None:
-    """What the machine calls a user; None where it knows none, or calls it what can't be printed."""
+    """What the machine calls a user; None if it knows none, or calls it what can't be printed."""
     try:
         return as_name(os.fsencode(pwd.getpwuid(uid).pw_name))
     except (KeyError, OverflowError):
@@ -170,7 +170,7 @@ class Users:
         lookup.join(self._within_s)
 
     def name(self, uid: int) -> str:
-        """The name, where it was found by now; else the number. Never waits."""
+        """The name if it has been found, else the number. Never waits."""
         with self._lock:
             if uid in self._names:
                 self._names.move_to_end(uid)

@@ -4,7 +4,7 @@ In: the answers to ``/v1.PodResourcesLister/List`` on the kubelet's unix socket.
 State: the last answer that could be read, in force until there is another; which ones were in force lately; one call at
 most.
 On failure: a call that fails is counted by what went wrong, logged when that changes, and made again at the next tick;
-where that can't help, less often. The last known containers stay, for as long as it takes. A kubelet that begins again
+if that can't help, less often. The last known containers stay, for as long as it takes. A kubelet that begins again
 answers before it knows all its pods: until it has settled, a container that it does not list is kept, unless another
 one has its devices.
 
@@ -120,7 +120,7 @@ def containers(answer: bytes, prefixes: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def failure(code: grpc.StatusCode, details: str | None) -> tuple[Result, str]:
-    """What a call's error status means here, and in words. RESOURCE_EXHAUSTED has two meanings, told apart by text."""
+    """What a call's error status means here, and in words. RESOURCE_EXHAUSTED has two meanings, which its text shows."""
     text = " ".join((details or "").split())[:_LONGEST_REASON]
     reason = f"{code.name}: {text}"
     if code is grpc.StatusCode.UNAVAILABLE:

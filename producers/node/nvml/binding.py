@@ -6,7 +6,7 @@ On failure: every call raises NvmlError and nothing else. Any call may hang, for
 fills nothing in is an error. pynvml would answer it with zeros, so the functions in ``_ANSWERS`` are called here, with
 every bit of the answers set: that is how NVML itself writes "not available".
 Source: nvml.h and pynvml. pynvml's own errors are unhashable, can't be compared with None, and come as ``NVMLError(0)``
-where a list of processes is empty; a missing symbol is sometimes an error of another family.
+if a list of processes is empty; a missing symbol is sometimes an error of another family.
 """
 
 import ctypes
@@ -108,7 +108,7 @@ class NvmlError(Exception):
 
 
 class FieldValue(NamedTuple):
-    """One field's answer: its own return ``code``, and where that is 0 the ``value``, ``bits`` wide, as it was at
+    """One field's answer: its own return ``code``, and if that is 0 the ``value``, ``bits`` wide, as it was at
     ``at_us`` (microseconds since the epoch)."""
 
     code: int
@@ -119,7 +119,7 @@ class FieldValue(NamedTuple):
 
 class NvmlEvent(NamedTuple):
     """An event of the GPU at that :meth:`Nvml.address`: its kind, its data (of an XID error, the code), and the
-    instances that it is of, where it is of a part of the GPU."""
+    instances that it is of, if it is of a part of the GPU."""
 
     address: int
     kind: int
@@ -162,7 +162,7 @@ class Nvml:
         return Handle(self._call("nvmlDeviceGetHandleByIndex", index))
 
     def ask(self, function: str, handle: Handle, *arguments: Any) -> Any:
-        """What pynvml's ``function`` gives; an empty list where it has nothing to list.
+        """What pynvml's ``function`` gives; an empty list if it has nothing to list.
 
         The memory is that of the structure's version in the arguments; without one, as older drivers have it.
         """
@@ -247,7 +247,7 @@ class Nvml:
         self._call("nvmlDeviceRegisterEvents", handle, kinds, events)
 
     def wait(self, events: EventSet, within_ms: int) -> NvmlEvent | None:
-        """The next event, None where none has come."""
+        """The next event, None if none has come."""
         try:
             event = self._call("nvmlEventSetWait_v2", events, within_ms)
         except NvmlError as error:

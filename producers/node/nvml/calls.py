@@ -96,7 +96,7 @@ def is_unsupported(error: NvmlError) -> bool:
 
 
 def is_refused(error: NvmlError) -> bool:
-    """The same where what is asked for may be unknown to the device or its driver."""
+    """The same for a question that the device or its driver may not know at all."""
     return is_unsupported(error) or error.code == binding.INVALID_ARGUMENT
 
 
@@ -198,7 +198,7 @@ class Calls:
         return self.make(name, lambda nvml: nvml.fields(handle, numbers))
 
     def optional(self, function: str, handle: Handle | None, what: str = "") -> Any:
-        """What pynvml's ``function`` gives of the GPU, or of none; None where it fails, which is counted, and noted as
+        """What pynvml's ``function`` gives of the GPU, or of none; None if it fails, which is counted, and noted as
         ``what``. Raises Lost."""
         try:
             if handle is None:

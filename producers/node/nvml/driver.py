@@ -6,7 +6,7 @@ only those that were there when it attached to the driver.
 State: whether NVML is open, and the last trouble with it; the child that runs, at most one; for each GPU, how often
 opening NVML again was in vain, and when it may be tried again.
 On failure: :meth:`Driver.attach` never raises; the caller tries again. A nvmlInit that does not return is waited for,
-and there is no second one beside it. A child that fails, is slow or says nonsense gives None, which changes nothing.
+and there is no second one beside it. A child that fails, is slow or answers nonsense gives None, which changes nothing.
 One that can't even be killed is left alone, and there is no other until it has ended.
 
 Why a child: to attach again here, this process would have to detach first. Without persistence mode the driver would
@@ -111,7 +111,7 @@ class Driver:
         return self._now.gpus if self._now else 0
 
     async def attach(self, why: str | None) -> None:
-        """Open NVML; where ``why`` says why, close it before. Nothing else may be asked of NVML meanwhile."""
+        """Open NVML; if ``why`` says why, close it before. Nothing else may be asked of NVML meanwhile."""
         job = self._worker.ask(lambda: self._attach(again=why is not None))
         job.add_done_callback(lambda done: done.cancelled() or done.exception())  # maybe nobody waits any more
         await asyncio.wait([job])
@@ -168,7 +168,7 @@ class Driver:
         try:
             version = self._nvml.driver_version()
         except NvmlError as error:
-            version = f"of a version that it does not tell ({error.name})"
+            version = f"of an unknown version ({error.name})"
         self._doing = "nvmlDeviceGetCount"
         try:
             return _Attached(version, self._nvml.count())
@@ -198,7 +198,7 @@ class Census:
         self._child: subprocess.Popen[bytes] | None = None
 
     async def take(self) -> frozenset[str] | None:
-        """The UUIDs of the GPUs that work; None where that can't be found out now."""
+        """The UUIDs of the GPUs that work; None if that can't be found out now."""
         if self._worker.busy:
             return None
         return await self._worker.ask(self._count)
@@ -229,7 +229,7 @@ class Census:
 
 
 def parse_census(said: bytes) -> frozenset[str] | None:
-    """The UUIDs that a child names; None where it says something else."""
+    """The UUIDs that a child names; None if it says something else."""
     try:
         uuids = json.loads(said)
     except ValueError:
@@ -252,8 +252,8 @@ class Reopening:
         self._tried.pop(uuid, None)
 
     def why(self, seen: Set[str], working: Set[str | None]) -> str | None:
-        """Why NVML is to be opened again, where ``seen`` are the GPUs that work for a new process, and ``working``
-        those that work for this one."""
+        """Why NVML is to be opened again; None if it is not. ``seen``: the GPUs that work for a new process;
+        ``working``: those that work for this one."""
         now_s = self._clock()
         missing = sorted(uuid for uuid in seen - working if now_s >= self._tried.get(uuid, (0, now_s))[1])
         for uuid in missing:

@@ -275,7 +275,7 @@ class Xids:
         self._unsent: dict[str, list[dict[str, Any]]] = {}
 
     def note(self, xid: Xid, known: Sequence[Mapping[str, Any]]) -> None:
-        """Take an error. ``known``: its GPU and that one's MIG devices; nothing where they are not known.
+        """Take an error. ``known``: its GPU and that one's MIG devices; nothing if they are not known.
 
         A line of log for each code and device; an error of an instance is of its MIG devices, else of the GPU.
         """

@@ -51,7 +51,7 @@ def log_fields(device: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class GpuReading(NamedTuple):
-    """What a GPU said when it was read. ``devices`` are as in gpu.samples: the GPU, then its MIG devices; empty if
+    """What a GPU answered when it was read. ``devices`` are as in gpu.samples: the GPU, then its MIG devices; empty if
     ``trouble`` says why the GPU is lost or, without ``identity``, can't be opened.
 
     Its values were read from ``read_ms`` on (since the epoch). ``turns``: by UUID, what a device no longer has, or has

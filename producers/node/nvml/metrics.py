@@ -79,7 +79,7 @@ class Turn(NamedTuple):
 
 class Metrics:
     """What one handle is asked. ``cut``: it is a part of a GPU, or a GPU that is cut into parts. ``profiling``: what
-    GPM says of it, where it can be asked."""
+    GPM says of it, if it can be asked."""
 
     def __init__(
         self,
@@ -221,7 +221,7 @@ class Metrics:
         return [row for one, answer in pairs for row in self._take_one(one, answer, found)]
 
     def _ask(self, question: Question, wanted: Sequence[Wanted], found: dict[str, float]) -> Sequence[FieldValue]:
-        """An answer for each that is wanted; none where there is nothing new, or the values are in ``found`` by now.
+        """An answer for each that is wanted; none if there is nothing new, or the values are in ``found`` by now.
 
         Raises Lost, NvmlError.
         """
@@ -247,7 +247,7 @@ class Metrics:
         return [FieldValue(0, _part(answer, source.part), source.bits) for _, source in wanted]
 
     def _take_one(self, wanted: Wanted, answer: FieldValue, found: dict[str, float]) -> Iterable[Row]:
-        """Put one answer into ``found``; gives the row where the device does not support it."""
+        """Put one answer into ``found``; gives the row if the device does not support it."""
         row, source = wanted
         error = error_of(answer, source.question.name)
         if error is not None:

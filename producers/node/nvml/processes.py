@@ -35,7 +35,7 @@ _PERCENT = Scale(per=100)
 
 
 class DeviceProcesses(NamedTuple):
-    """The processes as in gpu.samples, None where they can't be had, and of which kind each pid is, as the instrument
+    """The processes as in gpu.samples, None if they can't be had, and of which kind each pid is, as the instrument
     ``gpustream_node_processes`` has it."""
 
     rows: list[dict[str, Any]] | None
@@ -93,7 +93,7 @@ class Processes:
         }
 
     def _memory(self) -> dict[int, int | None] | None:
-        """What each process holds, None where that is not known; None where the device lists no processes.
+        """What each process holds, None if that is not known; None if the device lists no processes.
 
         Raises Lost, _Failed.
         """
@@ -114,7 +114,7 @@ class Processes:
         return found if listed else None
 
     def _utilization(self, pids: Container[int]) -> Mapping[int, float | None] | None:
-        """How busy each process keeps the device, None where that can't be, which is counted; those that are not there
+        """How busy each process keeps the device, None for what can't be, which is counted; those that are not there
         did nothing. None: it can't be said.
 
         The driver also has samples of processes that have ended, and of none: those are of no use.

@@ -42,7 +42,7 @@ class Newest:
         self._looked_us = 0
 
     def since_us(self) -> int | None:
-        """Since when there may be new ones; None where that is not known: at first, and after the clock was set back,
+        """Since when there may be new ones; None if that is not known: at first, and after the clock was set back,
         when new samples look older than those that were read."""
         now_us = time.time_ns() // 1000
         if now_us < self._looked_us:
@@ -83,7 +83,7 @@ class Samples:
         self._newest = Newest()
 
     def read(self, handle: Handle, scale: Scale, limits: Limits) -> Spread | None:
-        """Of the samples since the last time; None the first time, and where there are none. Raises Lost, NvmlError."""
+        """Of the samples since the last time; None the first time, and if there are none. Raises Lost, NvmlError."""
         since_us = self._newest.since_us()
         found: Sequence[FieldValue] = ()
         try:
@@ -128,10 +128,10 @@ class Profiling:
         self._taken_s: float | None = None
 
     def read(self, metrics: Sequence[int]) -> Sequence[FieldValue] | None:
-        """The metrics since the last time, in that order, each with its own return code; None the first time, and where
+        """The metrics since the last time, in that order, each with its own return code; None the first time, and if
         that was too short a time ago.
 
-        Raises Lost, NvmlError: one of those that no repetition mends where the GPU has no GPM.
+        Raises Lost, NvmlError: one that says "unsupported" if the GPU has no GPM.
         """
         if not self._asked:
             self._unsupported = self._refusal()
@@ -170,7 +170,7 @@ class Profiling:
             self._calls.gpm_free(self._buffers.pop())
 
     def _refusal(self) -> NvmlError | None:
-        """Why the GPU has no GPM; None where it has. Raises Lost, NvmlError."""
+        """Why the GPU has no GPM; None if it has. Raises Lost, NvmlError."""
         try:
             supported = self._calls.ask("nvmlGpmQueryDeviceSupport", self._gpu).isSupportedDevice
         except NvmlError as error:
@@ -197,8 +197,8 @@ class Links:
         self.newer = False
 
     def errors(self, handle: Handle, linked: LinkErrors) -> float:
-        """How many there were since the GPU was reset; NaN where what a link says can't be. Raises Lost, NvmlError:
-        NOT_SUPPORTED where no link counts them; ``newer`` says then whether the fields for all links are not to be
+        """How many there were since the GPU was reset; NaN if what a link says can't be. Raises Lost, NvmlError:
+        NOT_SUPPORTED if no link counts them; ``newer`` says then whether the fields for all links are not to be
         believed."""
         if self._links is None:
             self._links = range(self._count(handle))

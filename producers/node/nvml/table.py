@@ -1,6 +1,6 @@
 """What is asked of a device for each key of the catalogue, and how NVML's numbers become the catalogue's.
 
-In: raw numbers and how wide they are. Out: numbers in base units, within limits; None where there is none. Pure.
+In: raw numbers and how wide they are. Out: numbers in base units, within limits; None if there is none. Pure.
 
 A row names its sources in order of preference: the first one that a device supports is used, and those of the
 catalogue's own column come first. The numbers of PCIe come from byte counters: nvmlDeviceGetPcieThroughput measures for
@@ -273,7 +273,7 @@ def is_blank(raw: float, bits: int) -> bool:
 
 
 def measured(raw: object, bits: int, scale: Scale, limits: Limits) -> float | None:
-    """A raw number in base units; None where it is blank, no number, or beyond the limits."""
+    """A raw number in base units; None if it is blank, no number, or beyond the limits."""
     if not isinstance(raw, int | float) or is_blank(raw, bits):
         return None
     value = raw * scale.times
@@ -286,7 +286,7 @@ def within(value: float, limits: Limits) -> float | None:
 
 
 def per_second(last: Count, now: Count) -> float | None:
-    """How fast a counter that may have wrapped once has run; None where that can't be said.
+    """How fast a counter that may have wrapped once has run; None if that can't be said.
 
     The time is by the counter's own clock if that agrees with ours within a factor of two, else by ours. A counter that
     was reset to 0 looks wrapped: of 64 bits it is far beyond any limit, of 32 bits it can't be distinguished.

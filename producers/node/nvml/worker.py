@@ -31,11 +31,11 @@ class Worker:
         return self._since_s is not None
 
     def busy_s(self) -> float:
-        """For how long the present job has run; 0 where there is none."""
+        """For how long the present job has run; 0 if there is none."""
         return 0.0 if self._since_s is None else self._clock() - self._since_s
 
     def ask(self, work: Callable[[], T]) -> "asyncio.Future[T]":
-        """Do ``work`` on the thread. Only for a worker that is not busy; it is, until ``work`` has returned, even where
+        """Do ``work`` on the thread. Only for a worker that is not busy; it is, until ``work`` has returned, even if
         the future is cancelled."""
         if self.busy:
             raise RuntimeError("asked while another job runs")
