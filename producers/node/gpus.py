@@ -96,7 +96,7 @@ class Gpus:
 
         self._events = Events(self._nvml, take=self._note, count=count, clock=clock)
         self._gpus: list[GpuReader] = []
-        self._tick = 0
+        self._tick = 1  # a GpuReader begins at 0
         self._lost = LostGpus()
         self._opening: asyncio.Task[None] | None = None
         self._soon, self._event = asyncio.Event(), asyncio.Event()
@@ -107,6 +107,7 @@ class Gpus:
         ends_s = asyncio.get_running_loop().time() + within_s
         await asyncio.wait([self._open()], timeout=within_s)
         if self._driver.attached:
+            self._tick += 1
             await self._read(ends_s)
 
     async def read(self, within_s: float) -> list[dict[str, Any]]:
@@ -115,6 +116,7 @@ class Gpus:
         ends_s = asyncio.get_running_loop().time() + within_s
         if self._opening is not None and self._gpus:
             await asyncio.wait([self._opening], timeout=within_s)
+        self._tick += 1
         await self._read(ends_s)
         readings = {gpu: reading for gpu in self._gpus if (reading := gpu.take()) is not None}
         devices = self._devices(readings)
@@ -249,7 +251,6 @@ class Gpus:
         """
         loop, gpus = asyncio.get_running_loop(), self._gpus
         within_s = ends_s - loop.time()
-        self._tick += 1
 
         def may_read() -> bool:
             """Whether those are the GPUs of NVML as it is open now."""
@@ -303,7 +304,7 @@ class Gpus:
         self._soon.clear()
         if self._census is None:
             self._census = Census()
-        if not all(gpu.asked for gpu in self._gpus):  # else none of them would count as working
+        if not all(gpu.asked for gpu in self._gpus):  # else none would count as working; that is no tick of its own
             await self._read(asyncio.get_running_loop().time() + QUIET_WITHIN_S)
         seen = await self._census.take()
         self._looked_s = self._clock()

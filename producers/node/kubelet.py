@@ -120,7 +120,7 @@ def containers(answer: bytes, prefixes: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def failure(code: grpc.StatusCode, details: str | None) -> tuple[Result, str]:
-    """What a call's error status means here, and in words. RESOURCE_EXHAUSTED has two meanings, which its text shows."""
+    """What a call's error status means here, and in words. The text says which meaning RESOURCE_EXHAUSTED has."""
     text = " ".join((details or "").split())[:_LONGEST_REASON]
     reason = f"{code.name}: {text}"
     if code is grpc.StatusCode.UNAVAILABLE:
