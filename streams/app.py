@@ -18,12 +18,11 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakSet
 
 import faust
-import msgspec
 from faust.app.base import BootStrategy
 from faust.channels import Channel
 from mode import Service
@@ -33,8 +32,8 @@ from delivery.group import ConsumerGroup
 from delivery.ledger import Partition, Slot
 from delivery.sender import Sender
 from delivery.settings import MemberSettings
-from delivery.watchdog import Deadlines, Pulse, Watchdog, fail_stop
-from streams.reader import Reader, Stage
+from delivery.watchdog import Pulse, Watchdog, fail_stop
+from streams.reader import Reader, Reads, Stage
 
 log = logging.getLogger(__name__)
 
@@ -44,23 +43,6 @@ _ASK_EVERY_S = 1.0
 _ASK_AT_MOST_EVERY_S = 0.05
 _ASK_FOR_S = 10.0
 _STOP_S = 6.0
-
-
-class Reads(msgspec.Struct, frozen=True, kw_only=True):
-    """What a stream reads: its inputs, whose offsets count, and the states, which each process reads for itself.
-
-    ``compacted`` are the states that are read whole. ``watched`` are topics that are not read: only where their
-    partitions end is asked, of those numbers whose inputs are read. ``partitions`` is how many each topic has, as
-    checked at the start. ``max_open_bytes`` bounds what is read and not finished.
-    """
-
-    inputs: tuple[str, ...]
-    states: tuple[str, ...]
-    compacted: tuple[str, ...] = ()
-    watched: tuple[str, ...] = ()
-    partitions: Mapping[str, int] = {}
-    max_open_bytes: int = 128 * 1024 * 1024
-    deadlines: Deadlines = Deadlines()
 
 
 class Batches(Channel):  # type: ignore[misc]  # faust has no types that pass strict
@@ -104,19 +86,6 @@ class _NoConsumer:
         """An agent failed, which Faust logs."""
 
 
-class _Loops(Service):  # type: ignore[misc]
-    """The reader's loops, as a service of the app: started after its agent, stopped before it."""
-
-    def __init__(self, *loops: Callable[[], Any]) -> None:
-        super().__init__()
-        self._loops = loops
-
-    async def on_start(self) -> None:
-        """Begin with all of them."""
-        for loop in self._loops:
-            self.add_future(loop())
-
-
 class ReaderApp(faust.App):  # type: ignore[misc]
     """A Faust app that reads its topics without loss. ``fail`` ends the process; tests give another."""
 
@@ -125,25 +94,16 @@ class ReaderApp(faust.App):  # type: ignore[misc]
     def __init__(
         self, member: MemberSettings, reads: Reads, stage: Stage, *, fail: Callable[[str], None] = fail_stop
     ) -> None:
-        self.reads, self.fail = reads, fail
+        self.fail = fail
         self.sender = Sender(member.kafka, client_id=member.group, max_batch_bytes=512 * 1024)
-        self.reader = Reader(
-            stage,
-            lambda batch: self.batches.send(value=batch),
-            inputs=frozenset(reads.inputs),
-            states=frozenset(reads.states),
-            compacted=frozenset(reads.compacted),
-            max_open_bytes=reads.max_open_bytes,
-        )
+        self.reader = Reader(stage, lambda batch: self.batches.send(value=batch), reads)
         self.group = ConsumerGroup(member, (*reads.inputs, *reads.states), self.reader, reads.partitions)
         self.reader.group = self.group
-        self._answers = 0
-        self._beat = 0
-        self._ask = asyncio.Event()
         self._watchdog = Watchdog(self._pulse, reads.deadlines, fail=fail)
         super().__init__(member.group, store="memory://", topic_allow_declare=False, topic_disable_leader=True)
         self.batches = Batches(self)
         self.consumer = _NoConsumer(self.beacon)
+        self.loops = ReaderLoops(self)
 
     # -- for the agent
 
@@ -179,7 +139,7 @@ class ReaderApp(faust.App):  # type: ignore[misc]
 
     def ask_ends(self) -> None:
         """Ask the broker at once where the partitions end; the stage is notified."""
-        self._ask.set()
+        self.loops.ask.set()
 
     # -- life
 
@@ -223,7 +183,7 @@ class ReaderApp(faust.App):  # type: ignore[misc]
             raise RuntimeError(f"{self.batches.readers()} agents on the batches, not one")
         if self.topics:
             raise RuntimeError(f"subscribed to topics, which nothing here reads: {', '.join(map(str, self.topics))}")
-        await self.add_runtime_dependency(_Loops(self._read, self._commit, self._ask_for_ends))
+        await self.add_runtime_dependency(self.loops)
         self.group.join()
 
     async def close(self) -> None:
@@ -241,68 +201,84 @@ class ReaderApp(faust.App):  # type: ignore[misc]
         pending = len(self.reader.pending_states())
         return [f"state of {pending} partitions still being read"] if pending else []
 
-    # -- the reader's loops
-
-    async def _read(self) -> None:
-        """Turn after turn. Whatever fails in one ends the process."""
-        try:
-            while not self.should_stop:
-                await asyncio.sleep(0)  # records that are there already are given without waiting
-                await self.reader.turn()
-        except asyncio.CancelledError:
-            if not self.should_stop:
-                self.fail("the reader was cancelled")
-            raise
-        except Exception as error:
-            log.exception("the reader failed")
-            self.fail(f"the reader failed: {error!r}")
-
-    async def _commit(self) -> None:
-        """Commit what is finished, every second."""
-        while True:
-            await asyncio.sleep(_COMMIT_EVERY_S)
-            await self.reader.commit()
-
-    async def _ask_for_ends(self) -> None:
-        """Ask the broker where our partitions end, every second and when somebody wants to know.
-
-        While none is ours, any partition is asked about: the watchdog has to know whether the broker answers.
-        """
-        ledger, reads = self.reader.ledger, self.reads
-        while True:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._ask.wait(), _ASK_EVERY_S)
-            self._ask.clear()
-            self._beat += 1
-            self.reader.loop_late_s = self.group.lateness.worst_s()
-            epoch, asked_s, ours = ledger.epoch, time.monotonic(), list(ledger.positions())
-            numbers = sorted({tp.partition for tp in ours if tp.topic in reads.inputs})
-            ours += [Partition(topic, number) for topic in reads.watched for number in numbers]
-            asking = asyncio.ensure_future(self.group.offsets.ends(ours or [Partition(reads.inputs[0], 0)]))
-            done, _ = await asyncio.wait([asking], timeout=_ASK_FOR_S)
-            if not done or asking.cancelled():
-                asking.cancel()
-            elif asking.exception() is not None:
-                log.info("where the partitions end is not known: %r", asking.exception())
-            else:
-                self._answers += 1
-                if ours and epoch == ledger.epoch:
-                    self.reader.stage.ends(asked_s, asking.result())
-            await asyncio.sleep(_ASK_AT_MOST_EVERY_S)
-
     def _pulse(self) -> Pulse:
         """What the watchdog looks at, from its thread."""
         ledger = self.reader.ledger
         return Pulse(
-            beat=self._beat,
+            beat=self.loops.beat,
             progress=ledger.finished,
             turns=self.reader.turns,
             working=ledger.open_bytes > 0,
             ready=ledger.ready and not self.reader.pending_states(),
-            reachable=self._answers,
+            reachable=self.loops.answers,
         )
 
     # -- Faust's hooks
 
     def _create_directories(self) -> None:
         """Nothing is kept on disk."""
+
+
+class ReaderLoops(Service):  # type: ignore[misc]
+    """What the reader does all the time, as a service of the app: started after its agent, stopped before it.
+
+    ``beat`` and ``answers`` count for the watchdog how often the broker was asked and has answered.
+    """
+
+    def __init__(self, app: ReaderApp) -> None:
+        super().__init__()
+        self.app, self.reader = app, app.reader
+        self.beat = self.answers = 0
+        self.ask = asyncio.Event()
+
+    async def on_start(self) -> None:
+        """Begin with all of them."""
+        for loop in (self.read(), self.commit(), self.ask_for_ends()):
+            self.add_future(loop)
+
+    async def read(self) -> None:
+        """Turn after turn. Whatever fails in one ends the process."""
+        try:
+            while not self.app.should_stop:
+                await asyncio.sleep(0)  # records that are there already are given without waiting
+                await self.reader.turn()
+        except asyncio.CancelledError:
+            if not self.app.should_stop:
+                self.app.fail("the reader was cancelled")
+            raise
+        except Exception as error:
+            log.exception("the reader failed")
+            self.app.fail(f"the reader failed: {error!r}")
+
+    async def commit(self) -> None:
+        """Commit what is finished, every second."""
+        while True:
+            await asyncio.sleep(_COMMIT_EVERY_S)
+            await self.reader.commit()
+
+    async def ask_for_ends(self) -> None:
+        """Ask the broker where our partitions end, every second and when somebody wants to know.
+
+        While none is ours, any partition is asked about: the watchdog has to know whether the broker answers.
+        """
+        reader, ledger, reads = self.reader, self.reader.ledger, self.reader.reads
+        while True:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.ask.wait(), _ASK_EVERY_S)
+            self.ask.clear()
+            self.beat += 1
+            reader.loop_late_s = reader.group.lateness.worst_s()
+            epoch, asked_s, ours = ledger.epoch, time.monotonic(), list(ledger.positions())
+            numbers = sorted({tp.partition for tp in ours if tp.topic in reads.inputs})
+            ours += [Partition(topic, number) for topic in reads.watched for number in numbers]
+            asking = asyncio.ensure_future(reader.group.offsets.ends(ours or [Partition(reads.inputs[0], 0)]))
+            done, _ = await asyncio.wait([asking], timeout=_ASK_FOR_S)
+            if not done or asking.cancelled():
+                asking.cancel()
+            elif asking.exception() is not None:
+                log.info("where the partitions end is not known: %r", asking.exception())
+            else:
+                self.answers += 1
+                if ours and epoch == ledger.epoch:
+                    reader.stage.ends(asked_s, asking.result())
+            await asyncio.sleep(_ASK_AT_MOST_EVERY_S)

@@ -22,11 +22,13 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+import msgspec
 from aiokafka.errors import KafkaError
 
 from delivery import positions
 from delivery.group import ConsumerGroup
 from delivery.ledger import Ledger, Partition, Slot
+from delivery.watchdog import Deadlines
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +43,23 @@ _COMMIT_ON_REVOKE_S = 5.0
 _RETRY_S = 0.2
 _IDLE_S = 0.05
 _SKIP_EVERY_S = 0.2
+
+
+class Reads(msgspec.Struct, frozen=True, kw_only=True):
+    """What a stream reads: its inputs, whose offsets count, and the states, which each process reads for itself.
+
+    ``compacted`` are the states that are read whole. ``watched`` are topics that are not read: only where their
+    partitions end is asked, of those numbers whose inputs are read. ``partitions`` is how many each topic has, as
+    checked at the start. ``max_open_bytes`` bounds what is read and not finished.
+    """
+
+    inputs: tuple[str, ...]
+    states: tuple[str, ...]
+    compacted: tuple[str, ...] = ()
+    watched: tuple[str, ...] = ()
+    partitions: Mapping[str, int] = {}
+    max_open_bytes: int = 128 * 1024 * 1024
+    deadlines: Deadlines = Deadlines()
 
 
 class Stage(Protocol):
@@ -60,29 +79,17 @@ class Stage(Protocol):
 
 
 class Reader:
-    """Reads the topics of ``inputs``, which are committed, and of ``states``, which each process reads for itself.
+    """Reads ``reads`` for a stage; ``deliver`` takes a batch, and waits for room.
 
-    ``deliver`` takes a batch, waiting for room; ``compacted`` are topics that are read whole, and whose holes are
-    nothing to speak of; ``max_open_bytes`` bounds what is read and not finished. ``input_ends`` is where the inputs
-    ended at the assignment, ``torn`` the partition numbers whose committed offset was no longer in the log then.
-    ``loop_late_s`` is the most that the event loop was late in the last minute, as whoever runs the reader measures it.
-    ``group`` is set before the first turn.
+    ``input_ends`` is where the inputs ended at the assignment, ``torn`` the partition numbers whose committed offset
+    was no longer in the log then. ``loop_late_s`` is the most that the event loop was late in the last minute, as
+    whoever runs the reader measures it. ``group`` is set before the first turn.
     """
 
     group: ConsumerGroup
 
-    def __init__(
-        self,
-        stage: Stage,
-        deliver: Callable[[Batch], Awaitable[None]],
-        *,
-        inputs: frozenset[str],
-        states: frozenset[str],
-        compacted: frozenset[str] = frozenset(),
-        max_open_bytes: int,
-    ) -> None:
-        self.stage, self.deliver = stage, deliver
-        self.inputs, self.states, self.compacted, self.max_open_bytes = inputs, states, compacted, max_open_bytes
+    def __init__(self, stage: Stage, deliver: Callable[[Batch], Awaitable[None]], reads: Reads) -> None:
+        self.stage, self.deliver, self.reads = stage, deliver, reads
         self.ledger = Ledger()
         self.commits: dict[Partition, int] = {}
         self.state_ends: dict[Partition, int] = {}
@@ -115,8 +122,8 @@ class Reader:
     async def _commit_prefixes(self) -> bool:
         epoch = self.ledger.epoch
         positions = self.ledger.positions().items()
-        inputs = {tp: at for tp, at in positions if tp.topic in self.inputs and self.commits.get(tp) != at}
-        states = {tp: at for tp, at in positions if tp.topic in self.states and self._settled.get(tp, at) < at}
+        inputs = {tp: at for tp, at in positions if tp.topic in self.reads.inputs and self.commits.get(tp) != at}
+        states = {tp: at for tp, at in positions if tp.topic in self.reads.states and self._settled.get(tp, at) < at}
         if not (inputs or states) or not await self.group.commit(inputs | states):
             return False
         if epoch == self.ledger.epoch:
@@ -153,7 +160,7 @@ class Reader:
     def end_epoch(self) -> None:
         """Positions are unknown until the loop has set them; what is unfinished is read again."""
         if self.ledger.ready:
-            states = {tp: at for tp, at in self.ledger.positions().items() if tp.topic in self.states}
+            states = {tp: at for tp, at in self.ledger.positions().items() if tp.topic in self.reads.states}
             self._held = positions.Held(states, dict(self.commits))
         self.ledger.forget()
         self.stage.forget()
@@ -181,10 +188,10 @@ class Reader:
         An assignment that changes meanwhile is positioned again.
         """
         epoch, assigned = self.ledger.epoch, self.group.assignment()
-        inputs = {tp for tp in assigned if tp.topic in self.inputs}
-        states = {tp for tp in assigned if tp.topic in self.states}
+        inputs = {tp for tp in assigned if tp.topic in self.reads.inputs}
+        states, whole = {tp for tp in assigned if tp.topic in self.reads.states}, frozenset(self.reads.compacted)
         try:
-            starts, fresh = await positions.find_with_state(self.group, inputs, states, self._held, self.compacted)
+            starts, fresh = await positions.find_with_state(self.group, inputs, states, self._held, whole)
             if epoch != self.ledger.epoch or assigned != self.group.assignment():
                 return
             self.group.seek({tp: start.position for tp, start in starts.items()})
@@ -208,41 +215,38 @@ class Reader:
     async def _read(self) -> None:
         """Fetch once, and take what came: state first.
 
-        State is fetched always, an input once its state is learned, and none while too many bytes are open.
+        State is fetched always, an input once its state is learned, and none while too many bytes are open. Of what
+        gave no records the client's position is followed past what no reader is given, or a log that ends in such
+        offsets would never be read to its end.
         """
         if self._waiting:
             self._waiting &= {tp.partition for tp in self.pending_states()}
-        limit = self.max_open_bytes // 2 if self._full else self.max_open_bytes
+        limit = self.reads.max_open_bytes // 2 if self._full else self.reads.max_open_bytes
         self._full = self.ledger.open_bytes >= limit
         active = {
             tp
             for tp in self.ledger.positions()
-            if tp.topic in self.states or not (self._full or tp.partition in self._waiting)
+            if tp.topic in self.reads.states or not (self._full or tp.partition in self._waiting)
         }
         if not active:
             await asyncio.sleep(_IDLE_S)
             return
         epoch = self.ledger.epoch
         records = await self.group.fetch(active, _FETCH_S)
-        for tp in sorted(records, key=lambda tp: tp.topic not in self.states):
+        for tp in sorted(records, key=lambda tp: tp.topic not in self.reads.states):
             if epoch != self.ledger.epoch:
                 return
             await self._take(tp, records[tp])
         now_s = asyncio.get_running_loop().time()
-        if self._waiting or now_s - self._skipped_s >= _SKIP_EVERY_S:
-            self._skipped_s = now_s
-            await self._skip_what_is_no_record(active.difference(records))
-
-    async def _skip_what_is_no_record(self, silent: set[Partition]) -> None:
-        """Follow the client past what no reader is given, or a log that ends in it would never be read to its end."""
-        epoch = self.ledger.epoch
-        for tp, position in (await self.group.positions(silent)).items():
+        if not self._waiting and now_s - self._skipped_s < _SKIP_EVERY_S:
+            return
+        self._skipped_s, epoch = now_s, self.ledger.epoch
+        for tp, position in (await self.group.positions(active.difference(records))).items():
             expected = self.ledger.expected(tp)
-            if epoch != self.ledger.epoch or expected is None or position < expected:
-                continue
-            await self._pass_over(tp, expected, position)
-            if epoch == self.ledger.epoch:
-                self.ledger.skip(tp, position)
+            if epoch == self.ledger.epoch and expected is not None and position >= expected:
+                await self._pass_over(tp, expected, position)
+                if epoch == self.ledger.epoch:
+                    self.ledger.skip(tp, position)
 
     async def _take(self, tp: Partition, records: Sequence[Any]) -> None:
         """Admit the records and deliver them, unless they are of another log than those before."""
@@ -259,7 +263,7 @@ class Reader:
         batch: Batch = []
         for record in records:
             size = len(record.value or b"") + len(record.key or b"")
-            self.holes += record.offset != self.ledger.expected(tp) and tp.topic not in self.compacted
+            self.holes += record.offset != self.ledger.expected(tp) and tp.topic not in self.reads.compacted
             batch.append((self.ledger.admit(tp, record.offset, size), record))
         await self.deliver(batch)
 
@@ -269,7 +273,7 @@ class Reader:
         That is all before where the log begins now; the client goes there by itself. What is missing after that was
         never to be read. Within what was fetched at once, nothing is deleted.
         """
-        if offset <= expected or tp.topic in self.compacted:
+        if offset <= expected or tp.topic in self.reads.compacted:
             return
         try:
             begins = (await self.group.offsets.beginnings([tp]))[tp]

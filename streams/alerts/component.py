@@ -16,7 +16,8 @@ from delivery.topic_admin import TopicCheck
 from delivery.watchdog import fail_stop
 from streams.alerts.rules import rules_file
 from streams.alerts.worker import ALERTS, ATTRIBUTED, SAMPLES, STATE, WORKLOADS, AlertWorker
-from streams.app import ReaderApp, Reads
+from streams.app import ReaderApp
+from streams.reader import Reads
 from streams.settings import AlertSettings
 from streams.stage import DEAD_LETTERS, run_worker
 

@@ -13,8 +13,9 @@ from prometheus_client import CollectorRegistry
 from delivery.instruments import Instrument, Instruments
 from delivery.topic_admin import TopicCheck
 from delivery.watchdog import fail_stop
-from streams.app import ReaderApp, Reads
+from streams.app import ReaderApp
 from streams.attribution.joiner import ALLOCATIONS, OUTPUT, SAMPLES, WORKLOADS, Joiner
+from streams.reader import Reads
 from streams.settings import AttributionSettings
 from streams.stage import DEAD_LETTERS, run_worker
 

@@ -80,8 +80,12 @@ def hold(
     found: dict[str, dict[tuple[str, str, str], Holder]] = {}
     unknown: list[str] = []
     for container in containers:
-        name = (container.namespace, container.pod)
-        key = (*name, container.container)
+        name, own, resource = (container.namespace, container.pod), container.container, container.resource
+        if (pod := pods.get(name)) is not None:
+            holder = holder_of(pod, container=own, resource=resource)
+        else:
+            holder = Holder(*name, container=own, resource=resource, pod_unknown=name in pods)
+        key = (*name, own)
         ids: list[str] = list(container.device_ids)
         if key in chosen and any(map(is_slot, ids)):
             ids = [device_id for device_id in ids if not is_slot(device_id)] + list(chosen[key])
@@ -93,18 +97,8 @@ def hold(
                 unknown.append(device_id)
                 continue
             if uuid is not None:
-                holder = _holder(container, pods.get(name), pod_unknown=name in pods)
                 found.setdefault(uuid, {}).setdefault(key, holder)
     return Held({uuid: tuple(holders.values()) for uuid, holders in found.items()}, tuple(unknown))
-
-
-def _holder(container: Container, pod: Pod | None, *, pod_unknown: bool) -> Holder:
-    if pod is not None:
-        return holder_of(pod, container=container.container, resource=container.resource)
-    namespace, name, resource = container.namespace, container.pod, container.resource
-    return Holder(
-        namespace=namespace, pod=name, container=container.container, resource=resource, pod_unknown=pod_unknown
-    )
 
 
 def holder_of(pod: Pod, *, container: str | None = None, resource: str | None = None, observed: bool = False) -> Holder:

@@ -18,6 +18,8 @@ was asked after the sample was read. A snapshot is acknowledged before the first
 there by then or it never comes.
 """
 
+from collections.abc import Iterable
+
 import msgspec
 
 from streams.attribution.attribute import EVENT_MS, Joined, Memo, Named, attribute, named_snapshots, uids_of
@@ -130,7 +132,8 @@ def step(state: NodeState, record: Record, grace_s: float) -> tuple[NodeState, l
             sample_runs=runs if run_id in runs else (*runs, run_id)[-_RUNS:],
             watermark_ms=max(state.watermark_ms, record.watermark_ms),
         )
-        if len(state.pending) > MAX_PENDING and not state.impatient and not _has_snapshots(state, state.pending[0]):
+        first = state.pending[0].sample
+        if len(state.pending) > MAX_PENDING and not _has_snapshots(state, first, named_snapshots(first)):
             state = _replace(state, impatient=True)
     elif isinstance(record, Allocations):
         state = _with_snapshot(state, record)
@@ -154,9 +157,9 @@ def wants_end(state: NodeState, now_s: float, grace_s: float) -> bool:
     """Whether the end of the node's allocations has to be asked for its pending ticks to go on."""
     if not state.pending:
         return False
-    first = state.pending[0]
-    patience_s = 0.0 if state.impatient else grace_s
-    return not _has_snapshots(state, first) and now_s >= first.read_s + patience_s > state.allocations_read_s
+    first, patience_s = state.pending[0], 0.0 if state.impatient else grace_s
+    there = _has_snapshots(state, first.sample, named_snapshots(first.sample))
+    return not there and now_s >= first.read_s + patience_s > state.allocations_read_s
 
 
 def _with_snapshot(state: NodeState, snapshot: Allocations) -> NodeState:
@@ -186,13 +189,14 @@ def _release(state: NodeState, grace_s: float) -> tuple[NodeState, list[Joined]]
     while state.pending:
         tick = state.pending[0]
         sample = tick.sample
-        if not _has_snapshots(state, tick):
+        events_named = named_snapshots(sample)
+        if not _has_snapshots(state, sample, events_named):
             patience_s = 0.0 if state.impatient else grace_s
             if state.allocations_read_s < tick.read_s + patience_s:
                 break
             state = _replace(state, impatient=True)
         now = _named(state, tick, sample.allocations_seq, sample.ts_ms)
-        earlier = {seq: _named(state, tick, seq, at_ms) for seq, at_ms in named_snapshots(sample).items()}
+        earlier = {seq: _named(state, tick, seq, at_ms) for seq, at_ms in events_named.items()}
         known = {seq: named for seq, named in earlier.items() if isinstance(named, Named)}
         if isinstance(now, NotYet) or len(known) < len(earlier):
             wanted_ms = max([one.watermark_ms for one in (now, *earlier.values()) if isinstance(one, NotYet)])
@@ -207,12 +211,12 @@ def _release(state: NodeState, grace_s: float) -> tuple[NodeState, list[Joined]]
     return (state if state.wanted_ms == wanted_ms else _replace(state, wanted_ms=wanted_ms)), out
 
 
-def _has_snapshots(state: NodeState, tick: PendingTick) -> bool:
+def _has_snapshots(state: NodeState, sample: Sample, events_named: Iterable[int]) -> bool:
     """Whether all snapshots are there that a tick and its events name."""
-    run_id, own = tick.sample.run_id, tick.sample.allocations_seq
-    if own is not None and (run_id, own) not in state.snapshots:
+    own = sample.allocations_seq
+    if own is not None and (sample.run_id, own) not in state.snapshots:
         return False
-    return all((run_id, seq) in state.snapshots for seq in named_snapshots(tick.sample))
+    return all((sample.run_id, seq) in state.snapshots for seq in events_named)
 
 
 def _named(state: NodeState, tick: PendingTick, seq: int | None, ts_ms: int) -> Named | NotYet:

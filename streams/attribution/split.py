@@ -23,7 +23,7 @@ device has neither utilization nor power of its own) or if no process has it. Re
 whole part, and the others have none: sums over a pod's rows are right, whichever it was.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -76,7 +76,7 @@ class _Shares(msgspec.Struct, frozen=True):
 
 
 def split(device: Device, holders: tuple[Holder, ...]) -> Split:
-    """The parts of a device; without any where it has no holder or its processes can't be seen."""
+    """The parts of a device; none if it has no holder or its processes can't be seen."""
     processes, metrics = device.processes, device.metrics
     if not holders or processes is None or not processes_visible(device):
         return Split(holders)
@@ -85,7 +85,12 @@ def split(device: Device, holders: tuple[Holder, ...]) -> Split:
     utilization = _divided(metrics.get("gpu_utilization_ratio"), ratios, rows, 1.0)
     used = [process.memory_used_bytes for process in processes]
     memory = _divided(metrics.get("memory_used_bytes"), used, rows, _LARGEST)
-    power = _powered(metrics, utilization)
+    power, watts, busy = None, metrics.get("power_watts"), metrics.get("gpu_utilization_ratio")
+    if utilization is not None and busy is not None and watts is not None and 0 <= watts <= _LARGEST:
+        watts_per_ratio = watts / max(1.0, busy)
+        *busy_parts, idle = utilization.of
+        drawn: list[Amount] = [watts_per_ratio * (part or 0) for part in busy_parts]
+        power = _fitted(watts, drawn, utilization.absent, all_known=idle is not None)
     unknown = [None] * (len(holders) + 1)
     *parts, rest = map(Parts, *[one.of if one else unknown for one in (utilization, memory, power)])
     with_parts = [
@@ -137,17 +142,6 @@ def _divided(whole: Amount | None, amounts: Sequence[Amount | None], rows: _Rows
         if amount > 0 and row < n:
             used[row] += min(amount, most)
     return _fitted(whole, used, unknown | rows.spare if unknown or rows.spare else _NONE, all_known=not unknown)
-
-
-def _powered(metrics: Mapping[str, Amount | None], utilization: _Shares | None) -> _Shares | None:
-    """Power is divided as utilization is, but for what was drawn while nobody ran."""
-    watts, busy = metrics.get("power_watts"), metrics.get("gpu_utilization_ratio")
-    if utilization is None or busy is None or watts is None or not 0 <= watts <= _LARGEST:
-        return None
-    per_ratio = watts / max(1.0, busy)
-    *parts, rest = utilization.of
-    used = [per_ratio * (part or 0) for part in parts]
-    return _fitted(watts, used, utilization.absent, all_known=rest is not None)
 
 
 def _fitted(whole: Amount, used: list[Amount], absent: frozenset[int], *, all_known: bool) -> _Shares:

@@ -301,7 +301,13 @@ def forget_before(known: Knowledge, ts_ms: int, logged_ms: int) -> Knowledge:
         begun = min([life.order() for history in asked_for for _, life in history], default=None)
         gone = [h for h in recent if _over(h, ts_ms, logged_ms) and (begun is None or h[0][1].order() < begun)]
         if len(gone) < len(recent):
-            lives[name] = tuple([_with_versions_since(history, ts_ms) for history in recent if history not in gone])
+            lives[name] = tuple(
+                [
+                    tuple([(ms, _replace(life, versions=_since(life.versions, ts_ms))) for ms, life in history])
+                    for history in recent
+                    if history not in gone
+                ]
+            )
         for ((known_ms, life),) in gone:
             ends = ended.get(name, ())
             if life.end_reported and life.ended_ms is not None and all(end != life.ended_ms for _, end in ends):
@@ -326,12 +332,6 @@ def _over(history: History[Life], ts_ms: int, logged_ms: int) -> bool:
     known_ms, life = history[0]
     said = len(history) == 1 and known_ms <= logged_ms
     return said and life.ended_ms is not None and life.ended_ms + LISTED_MS < ts_ms
-
-
-def _with_versions_since(history: History[Life], ts_ms: int) -> History[Life]:
-    if all(len(life.versions) == 1 for _, life in history):
-        return history
-    return tuple((ms, _replace(life, versions=_since(life.versions, ts_ms))) for ms, life in history)
 
 
 # -- versions and histories

@@ -13,8 +13,8 @@ import msgspec
 
 from delivery.ledger import Partition
 from delivery.settings import MemberSettings
-from streams.app import ReaderApp, Reads
-from streams.reader import Batch
+from streams.app import ReaderApp
+from streams.reader import Batch, Reads
 from tests.real.process import Server
 
 ROOT = Path(__file__).parents[2]
@@ -65,7 +65,7 @@ async def _write_on(app: ReaderApp, output: str, batch: Batch) -> None:
         if not app.current(slot):
             return
         sent = []
-        if slot.tp.topic in app.reads.inputs:
+        if slot.tp.topic in app.reader.reads.inputs:
             sent.append(await app.sender.send(output, record.value, partition=slot.tp.partition))
         app.finish_when(slot, sent)
 

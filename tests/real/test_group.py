@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import msgspec
 import pytest
 from aiokafka import AIOKafkaProducer
 from confluent_kafka import TopicPartition as TheirPartition
@@ -105,13 +106,14 @@ async def test_records_that_are_deleted_under_a_live_reader_are_counted(kafka: K
             return await committed(kafka.address, name, f"{name}-in") == {0: 50}
 
         await eventually(committed_all)
-        app.reader.max_open_bytes = -1  # no room: it takes no inputs for now, and has fetched 8 MiB of them
+        reads = app.reader.reads  # no room: it takes no inputs for now, and has fetched 8 MiB of them
+        app.reader.reads = msgspec.structs.replace(reads, max_open_bytes=-1)
         await asyncio.sleep(1)
         await send(kafka, f"{name}-in", 1000, size=20_000)
         admin = kafka.admin()
         for deleted in admin.delete_records([TheirPartition(f"{name}-in", 0, 900)]).values():
             await asyncio.to_thread(deleted.result, 10)
-        app.reader.max_open_bytes = 64 << 20
+        app.reader.reads = reads
 
         async def went_on() -> bool:
             return await committed(kafka.address, name, f"{name}-in") == {0: 1050}

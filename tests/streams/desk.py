@@ -8,7 +8,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 from delivery.group import ConsumerGroup
 from delivery.ledger import Partition, Slot
-from streams.reader import Batch, Reader
+from streams.reader import Batch, Reader, Reads
 from tests.clock import run
 from tests.streams.simulation import INPUT, STATES, Broker, FakeClient, Log, Record
 
@@ -50,14 +50,8 @@ class Desk:
         self.broker = broker or Broker(partitions=partitions)
         self.client = FakeClient(self.broker, Prompt())
         self.client.max_records = 100
-        self.reader = Reader(
-            self,
-            self.deliver,
-            inputs=frozenset({INPUT}),
-            states=frozenset(STATES),
-            compacted=compacted,
-            max_open_bytes=max_open_bytes,
-        )
+        reads = Reads(inputs=(INPUT,), states=STATES, compacted=tuple(compacted), max_open_bytes=max_open_bytes)
+        self.reader = Reader(self, self.deliver, reads)
         self.reader.group = cast("ConsumerGroup", self.client)
         self.delivered: list[tuple[Slot, Record]] = []
         self.room = asyncio.Event()

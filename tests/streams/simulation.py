@@ -17,7 +17,7 @@ from aiokafka.errors import IllegalStateError, KafkaConnectionError
 
 from delivery.group import ConsumerGroup
 from delivery.ledger import Partition, Slot
-from streams.reader import Batch, Reader
+from streams.reader import Batch, Reader, Reads
 
 INPUT = "ticks"
 STATES = ("owners", "labels")
@@ -209,13 +209,8 @@ class Process:
     def __init__(self, world: "World", chance: random.Random) -> None:
         self.world, self.chance = world, chance
         self.client = FakeClient(world.broker, chance)
-        self.reader = Reader(
-            self,
-            self._deliver,
-            inputs=frozenset({INPUT}),
-            states=frozenset(STATES),
-            max_open_bytes=world.max_open_bytes,
-        )
+        reads = Reads(inputs=(INPUT,), states=STATES, max_open_bytes=world.max_open_bytes)
+        self.reader = Reader(self, self._deliver, reads)
         self.reader.group = cast("ConsumerGroup", self.client)
         self.memory: dict[Partition, set[int]] = defaultdict(set)
         self.to_learn: dict[Partition, int] = {}

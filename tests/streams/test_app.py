@@ -10,7 +10,8 @@ from delivery.group import MustRestart
 from delivery.ledger import Partition, Slot
 from delivery.sender import Unsendable
 from delivery.settings import MemberSettings
-from streams.app import ReaderApp, Reads
+from streams.app import ReaderApp
+from streams.reader import Reads
 
 TP = Partition("ticks", 0)
 STATE = Partition("owners", 0)
@@ -260,8 +261,9 @@ async def ask(bench: Bench, answer: Any, meanwhile: Any = lambda: None) -> list[
 
     bench.app.group.offsets.ends = ends  # type: ignore[method-assign]
     bench.app.ask_ends()
-    asking = asyncio.create_task(bench.app._ask_for_ends())
+    asking = asyncio.create_task(bench.app.loops.ask_for_ends())
     while not asked:  # noqa: ASYNC110 - the loop is not to know who waits
+        assert not asking.done(), asking.exception()
         await asyncio.sleep(0)
     for _ in range(10):
         await asyncio.sleep(0)
