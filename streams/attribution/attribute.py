@@ -10,7 +10,7 @@ An event names the snapshot of its own time, because another pod may have the de
 as of the event, at most a minute before the tick: for so long they are remembered.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -92,20 +92,15 @@ def attribute(
         unknown_ids = memo.held.unknown_ids if last is None or memo.held is not last.held else ()
         pod_of = None if now.resolved.shown is None else now.resolved.shown.get
     tick = _Then(holders, now.attribution)
-    then: dict[int | None, _Then] = {
-        seq: _Then(
-            _memo(None, named.listing.snapshot, named.resolved, sample).held.holders if named.listing else {},
-            named.attribution,
-        )
-        for seq, named in earlier.items()
-    }
+    then: dict[int | None, _Then] = {}
+    for seq, named in earlier.items():
+        held = _memo(None, named.listing.snapshot, named.resolved, sample).held.holders if named.listing else {}
+        then[seq] = _Then(held, named.attribution)
     devices: list[AttributedDevice] = []
     for d in sample.devices:
         all_holders, conflict = observe(d, holders.get(d.uuid, ()), pod_of)
         shared = split(d, all_holders)
-        events = None
-        if d.events is not None:
-            events = tuple([_event(event, d.uuid, tick, then.get(event.allocations_seq, tick)) for event in d.events])
+        events = None if d.events is None else _events(d.events, d.uuid, tick, then)
         one = AttributedDevice(
             d.uuid, d.index, d.vendor, d.model, d.pci_bus_id, d.minor, d.state, d.mig, d.metrics, d.processes, d.jobs,
             events, d.info, d.xids, d.read_ms, shared.holders, shared.unattributed, shared.scaled, conflict,
@@ -146,17 +141,19 @@ def _memo(last: Memo | None, snapshot: Allocations, found: Resolved, sample: Sam
     return Memo(snapshot, inventory, found, held)
 
 
-def _event(event: Event, uuid: str, tick: _Then, then: _Then) -> AttributedEvent:
-    """An event with its own holders, if they are not those of the tick; and its own attribution likewise."""
-    held, holders = tick.holders.get(uuid, ()), then.holders.get(uuid, ())
-    same = [(h.namespace, h.pod, h.pod_uid, h.container) for h in holders] == [
-        (h.namespace, h.pod, h.pod_uid, h.container) for h in held
-    ]
-    return AttributedEvent(
-        event.kind,
-        event.code,
-        event.ts_ms,
-        event.allocations_seq,
-        None if same else holders,
-        None if then.attribution == tick.attribution else then.attribution,
-    )
+def _events(
+    events: Sequence[Event], uuid: str, tick: _Then, earlier: Mapping[int | None, _Then]
+) -> tuple[AttributedEvent, ...]:
+    """The events of a device, each with its own holders and attribution if these are not the tick's."""
+    held, found = tick.holders.get(uuid, ()), []
+    for event in events:
+        then = earlier.get(event.allocations_seq, tick)
+        holders = then.holders.get(uuid, ())
+        same = _identities(holders) == _identities(held)
+        own = None if same else holders, None if then.attribution == tick.attribution else then.attribution
+        found.append(AttributedEvent(event.kind, event.code, event.ts_ms, event.allocations_seq, *own))
+    return tuple(found)
+
+
+def _identities(holders: Sequence[Holder]) -> list[tuple[str, str, str | None, str | None]]:
+    return [(one.namespace, one.pod, one.pod_uid, one.container) for one in holders]

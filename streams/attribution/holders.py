@@ -184,8 +184,8 @@ class Evidence(NamedTuple):
 
 
 def processes_visible(device: Device) -> bool:
-    """Whether the tick says which pods' processes are on the device."""
-    return device.processes is not None and device.info.get("processes_visible") != "false"
+    """Whether the processes of a device, if the tick has them, are those that are there."""
+    return device.info.get("processes_visible") != "false"
 
 
 def uids_shown(device: Device) -> set[str | None]:

@@ -262,7 +262,7 @@ async def ask(bench: Bench, answer: Any, meanwhile: Any = lambda: None) -> list[
     bench.app.group.offsets.ends = ends  # type: ignore[method-assign]
     bench.app.ask_ends()
     asking = asyncio.create_task(bench.app.loops.ask_for_ends())
-    while not asked:  # noqa: ASYNC110 - the loop is not to know who waits
+    while not asked:
         assert not asking.done(), asking.exception()
         await asyncio.sleep(0)
     for _ in range(10):
