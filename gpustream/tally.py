@@ -43,9 +43,6 @@ class Seqs:
     def __contains__(self, seq: int) -> bool:
         return 0 < seq <= self.prefix or seq in self._beyond
 
-    def __len__(self) -> int:
-        return self.prefix + len(self._beyond)
-
 
 class Sampled(NamedTuple):
     """A run of which the ticks 1 to ``last_seq`` were sampled, those dropped included."""

@@ -5,27 +5,19 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from tests.eventually import eventually_sync
 from tests.nvml.scripted import ScriptedNvml
 
 pytestmark = pytest.mark.slow
 
 RUN = [sys.executable, "-m", "gpustream", "run"]
 COMMAND = [*RUN, "--simulate", "2x4", "--interval", "250ms"]
-
-
-@pytest.fixture
-def port() -> int:
-    """A port that was free a moment ago."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        found: int = server.getsockname()[1]
-    return found
 
 
 def _options(port: int, *more: str) -> list[str]:
@@ -63,16 +55,16 @@ def test_ctrl_c_drains_and_tells_people_the_end(port: int) -> None:
 
 def _scraped(port: int) -> str:
     """The first scrape that shows a pod: the fleet's nodes come one after the other, and not each GPU is held."""
-    for _ in range(300):
+
+    def scrape() -> str:
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
                 text: str = answer.read().decode()
         except OSError:
-            text = ""
-        if "k8s_pod_name" in text:
-            return text
-        time.sleep(0.1)
-    raise AssertionError("no pod was ever shown")
+            return ""
+        return text if "k8s_pod_name" in text else ""
+
+    return eventually_sync(scrape)
 
 
 def test_a_broker_that_dies_ends_the_run_soon(port: int) -> None:

@@ -119,32 +119,24 @@ def test_a_port_in_use_is_exit_code_1_in_one_line(caplog: pytest.LogCaptureFixtu
     assert caplog.records[-1].exc_info is None
 
 
-def test_a_component_serves_while_it_runs_and_stops_on_a_signal(unused_port: int) -> None:
+def test_a_component_serves_while_it_runs_and_stops_on_a_signal(port: int) -> None:
     component = FakeComponent(SETTINGS)
     answers: list[str] = []
 
     def ask() -> None:
         while not component.started.is_set():
             time.sleep(0.01)
-        with urllib.request.urlopen(f"http://127.0.0.1:{unused_port}/metrics") as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
             answers.append(answer.read().decode())
         os.kill(os.getpid(), signal.SIGTERM)
 
     client = threading.Thread(target=ask)
     client.start()
-    code = serve.serve(lambda: component, Address("127.0.0.1", unused_port), lambda _: None)
+    code = serve.serve(lambda: component, Address("127.0.0.1", port), lambda _: None)
     client.join()
 
     assert code == 0
     assert "gpustream_build_info" in answers[0]
-
-
-@pytest.fixture
-def unused_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-    return port
 
 
 async def test_signals_are_given_back() -> None:

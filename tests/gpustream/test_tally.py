@@ -29,7 +29,6 @@ def test_sequence_numbers_are_a_set(numbers: list[int]) -> None:
     new = [known.add(seq) for seq in numbers]
 
     assert new == [seq not in numbers[:i] for i, seq in enumerate(numbers)]
-    assert len(known) == len(set(numbers))
     assert {seq for seq in range(-1, 40) if seq in known} == set(numbers)
 
 
