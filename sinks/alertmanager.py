@@ -14,6 +14,7 @@ Source: api/v2/openapi.yaml (postableAlert), and alert/alert.go (Validate) of Al
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
@@ -364,15 +365,30 @@ class AlertmanagerSink:
         self._alertmanagers: list[tuple[Notifier, GroupReader]] = []
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Deliver until ``stop``; returns within 8 s of it. Raises what cannot be waited for."""
+        """Deliver until ``stop``, or until one fails, which ends the others; returns within 8 s of it.
+
+        Raises what cannot be waited for.
+        """
         http, sender = Http(self.settings), Sender(self.settings.kafka, client_id=self.settings.group)
         letters, counted = DeadLetters(sender, "sink alertmanager"), Outcomes(COMPONENT, self._instruments)
-        try:
-            async with connecting(sender):
-                self._alertmanagers = [self._one(url, http, letters, counted) for url in self.settings.urls]
-                await self._run(stop)
-        finally:
-            await http.close()
+        self._alertmanagers = [self._one(url, http, letters, counted) for url in self.settings.urls]
+        ending = asyncio.Event()
+        async with contextlib.AsyncExitStack() as stack:
+            stack.push_async_callback(http.close)
+            await stack.enter_async_context(connecting(sender))
+            reading = [asyncio.ensure_future(reader.run(ending)) for _, reader in self._alertmanagers]
+            resending = [asyncio.ensure_future(notifier.resend()) for notifier, _ in self._alertmanagers]
+            stopping = asyncio.ensure_future(stop.wait())
+            try:
+                await asyncio.wait((stopping, *reading, *resending), return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                ending.set()
+                for task in (stopping, *(task for task in resending if not task.done())):
+                    task.cancel()
+                ends = await asyncio.gather(*reading, *resending, return_exceptions=True)
+            for end in ends:
+                if isinstance(end, Exception):
+                    raise end
 
     def not_ready(self) -> list[str]:
         """Why nothing is delivered; empty when all is well."""
@@ -398,20 +414,3 @@ class AlertmanagerSink:
         )
         source = Source(TOPIC.name, lambda _: AlertmanagerPartition(shared), settings.from_, WHOLE)
         return notifier, GroupReader(member, [source], counted)
-
-    async def _run(self, stop: asyncio.Event) -> None:
-        """Run all until ``stop``, or until one fails, which ends the others."""
-        ending = asyncio.Event()
-        reading = [asyncio.ensure_future(reader.run(ending)) for _, reader in self._alertmanagers]
-        resending = [asyncio.ensure_future(notifier.resend()) for notifier, _ in self._alertmanagers]
-        stopping = asyncio.ensure_future(stop.wait())
-        try:
-            await asyncio.wait((stopping, *reading, *resending), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            ending.set()
-            for task in (stopping, *(task for task in resending if not task.done())):
-                task.cancel()
-            ends = await asyncio.gather(*reading, *resending, return_exceptions=True)
-        for end in ends:
-            if isinstance(end, Exception):
-                raise end

@@ -2,10 +2,10 @@
 
 In: records, each alert's in the order of its states; the time. Out: requests, dead letters, offsets.
 State, by fingerprint: the last state, and the time of the series' last sample; it changes when samples are settled.
-Between start and end there is a sample a minute, at times that follow from the start alone, so that whoever writes them
-writes the same ones. A sample that is not after the series' last is left out. The end is a staleness marker; if the
-series was written past it, as nobody had said yet that the alert was over, it comes 1 ms after the last sample.
-An earlier life has written what it knew of up to when the next record was there to be read; for the time in which no
+Between start and end there is a sample a minute, at times that follow from the start alone, so that every life of the
+sink writes the same ones. A sample that is not after the series' last is left out. The end is a staleness marker; if
+the series was written past it, because its end was not known yet, the marker comes 1 ms after the last sample.
+An earlier life has written what it knew of up to when the next record was there to be read. For the time in which no
 sink ran, there are no samples but starts and ends.
 A request holds at most one sample of a series, as those of gpu.attributed do and for the same reason.
 """
@@ -42,10 +42,6 @@ _ROWS = (Row(ALERT_FIRING.name, (), "gauge", ALERT_FIRING.help, primary=False),)
 _ONE = (1.0,)
 _END = (STALE,)
 _FIRST = ("alertname", "severity", "fingerprint")
-
-
-class Malformed(Exception):
-    """No alert that could be a series."""
 
 
 @dataclass(slots=True)
@@ -92,7 +88,7 @@ class AlertSeries:
         return (milliseconds(alert.starts_at), not alert.is_open) <= (known.starts_ms, known.series is None)
 
     def change(self, fingerprint: str, alert: Alert | None, written_ms: int, now_ms: int) -> Change:
-        """What a record writes that was appended at a time. Raises :class:`Malformed`."""
+        """What a record writes that was appended at a time."""
         known = self._known.get(fingerprint)
         if alert is None:
             if known is None or known.series is None:
@@ -125,17 +121,13 @@ class AlertSeries:
         self._known[fingerprint] = _AlertState(milliseconds(alert.starts_at), series, last_ms)
 
     def recall(self, fingerprint: str, alert: Alert | None) -> None:
-        """A state that an earlier life settled: know it, and write nothing. Raises :class:`Malformed`."""
+        """A state that an earlier life settled: know it, and write nothing."""
         if alert is None:
             self._known.pop(fingerprint, None)
         elif not self.is_replay(fingerprint, alert):
             starts_ms, ends_ms = _times(alert)
-            self._known[fingerprint] = _AlertState(
-                starts_ms, self._series_of(alert) if ends_ms is None else None, ends_ms
-            )
-
-    def _series_of(self, alert: Alert) -> SeriesSet:
-        return SeriesSet(labels(alert, self._max_labels), _ROWS, "alert")
+            series = self._series_of(alert) if ends_ms is None else None
+            self._known[fingerprint] = _AlertState(starts_ms, series, ends_ms)
 
     def due(self, now_ms: int) -> list[Repeat]:
         """The next sample of each firing alert that has one by now; there may be more when these are settled."""
@@ -156,6 +148,9 @@ class AlertSeries:
     def clear(self) -> None:
         """The topic was created again."""
         self._known.clear()
+
+    def _series_of(self, alert: Alert) -> SeriesSet:
+        return SeriesSet(labels(alert, self._max_labels), _ROWS, "alert")
 
 
 def labels(alert: Alert, most: int = MAX_LABELS) -> Labels:
@@ -178,13 +173,7 @@ def labels(alert: Alert, most: int = MAX_LABELS) -> Labels:
 def _times(alert: Alert) -> tuple[int, int | None]:
     """When it began, and when it ended: None while it fires."""
     starts_ms = milliseconds(alert.starts_at)
-    if starts_ms < 0:
-        raise Malformed(f"starts_at is {alert.starts_at}")
-    if alert.is_open:
-        return starts_ms, None
-    if alert.ends_at is None:
-        raise Malformed("resolved, and has no ends_at")
-    return starts_ms, max(starts_ms, milliseconds(alert.ends_at))
+    return starts_ms, None if alert.is_open or alert.ends_at is None else max(starts_ms, milliseconds(alert.ends_at))
 
 
 def _last(known: _AlertState, written_ms: int, now_ms: int) -> int:
@@ -202,12 +191,6 @@ def _floor(starts_ms: int, ts_ms: int) -> int:
 def _between(starts_ms: int, after_ms: int, before_ms: int) -> Sequence[int]:
     """The times of the samples after the first one, after a time and before another."""
     return range(max(starts_ms, _floor(starts_ms, after_ms)) + EVERY_MS, before_ms, EVERY_MS)
-
-
-def rounds(changes: Sequence[Change]) -> Iterator[list[tuple[int, SampleGroup]]]:
-    """The samples of changes of different alerts, at most one of each series at a time, with the change's number."""
-    for depth in range(max((len(change.groups) for change in changes), default=0)):
-        yield [(number, one.groups[depth]) for number, one in enumerate(changes) if depth < len(one.groups)]
 
 
 class _AlertRecord(NamedTuple):
@@ -231,7 +214,7 @@ class AlertPartition:
         for record in records:
             try:
                 self._series.recall(_fingerprint(record), read(record))
-            except (Undecodable, Malformed):
+            except Undecodable:
                 continue  # its dead letter was written then
 
     async def deliver(self, records: Sequence[Record], abandon: asyncio.Event) -> AsyncGenerator[int]:
@@ -286,17 +269,18 @@ class AlertPartition:
                 if not self._series.is_replay(fingerprint, alert):
                     change = self._series.change(fingerprint, alert, record.timestamp, self._now_ms())
                 batch.append(_AlertRecord(record, change))
-            except (Undecodable, Malformed) as error:
+            except Undecodable as error:
                 batch.append(_AlertRecord(record, error=str(error)))
         if batch:
             yield batch
 
     async def _write(self, changes: Sequence[Change], abandon: asyncio.Event) -> list[Delivered]:
-        """Write changes of different alerts, the earlier samples of each first."""
+        """Write changes of different alerts, the earlier samples of each first; a request has one of each series."""
         delivered = [Delivered() for _ in changes]
-        for samples in rounds(changes):
-            results = await self._send([group for _, group in samples], abandon)
-            for (number, _), result in zip(samples, results, strict=True):
+        for depth in range(max((len(change.groups) for change in changes), default=0)):
+            some = [number for number, change in enumerate(changes) if depth < len(change.groups)]
+            results = await self._send([changes[number].groups[depth] for number in some], abandon)
+            for number, result in zip(some, results, strict=True):
                 delivered[number].refused += result.refused
                 delivered[number].left_out += result.left_out
         return delivered

@@ -3,13 +3,13 @@
 In: ticks, each a list of groups, at most one of a node. Out: for each, what of it was refused and left out, and why.
 State: the series that were refused lately, and how large a request may be.
 A refused request is halved, by tick, then by device, then by series, the earlier half first, until the rest is in.
-Sending a sample again is safe: no two ticks of a request are one node's, so it is still the newest of its series, and
+To send a sample again is safe: no two ticks of a request are one node's, so it is still the newest of its series, and
 receivers take an exact duplicate of the newest sample silently, whether they kept a part of the refused request or not.
 
-Each refused request of m ticks costs at most 2 m requests to find the ticks, and at most ``BUDGET`` for each of those,
-but for the parts that are left then. If ``FEW`` series of a tick or of a device, far from one another, are
-refused one by one and none is accepted, they stand for all of it. What is refused is left out for ten minutes. What
-could not be found out is not: it is refused with its tick, and the node's next tick goes on where this one stopped.
+A refused request of m ticks costs at most 2 m requests to find the ticks, and at most ``BUDGET`` more for each of
+those. If ``FEW`` series of a tick or of a device, far from one another, are refused one by one and none is accepted,
+they stand for all of it. What is refused is left out for ten minutes. What could not be found out is not: it is refused
+with its tick, and the node's next tick goes on where this one stopped.
 """
 
 import asyncio
@@ -55,8 +55,8 @@ class _Cut(NamedTuple):
 
     version: int
     series: SeriesSet
-    sent: tuple[int, ...]
-    left: tuple[tuple[Refusal, tuple[int, ...]], ...]
+    sent: list[int]
+    left: dict[Refusal, list[int]]
 
 
 class LeftOut:
@@ -94,23 +94,20 @@ class LeftOut:
         for group in groups:
             cut: _Cut | None = group.series.cache.get(self)
             if cut is None or cut.version != self._version:
-                cut = group.series.cache[self] = self._cut(group)
+                cut = _Cut(self._version, group.series, [], {})
+                for number, row in enumerate(group.series.rows):
+                    entry = self._entries.get(_key(group.series, row))
+                    (cut.sent if entry is None else cut.left.setdefault(entry[0], [])).append(number)
+                if cut.left:
+                    cut = cut._replace(series=group.part(cut.sent).series)
+                group.series.cache[self] = cut
             if not cut.left:
                 sent.append(group)
                 continue
-            left += [(group.part(rows), refusal) for refusal, rows in cut.left]
+            left += [(group.part(rows), refusal) for refusal, rows in cut.left.items()]
             if cut.sent:
                 sent.append(SampleGroup(cut.series, group.ts_ms, [group.values[row] for row in cut.sent]))
         return sent, left
-
-    def _cut(self, group: SampleGroup) -> _Cut:
-        sent: list[int] = []
-        left: dict[Refusal, list[int]] = {}
-        for number, row in enumerate(group.series.rows):
-            entry = self._entries.get(_key(group.series, row))
-            (sent if entry is None else left.setdefault(entry[0], [])).append(number)
-        series = group.part(sent).series if left else group.series
-        return _Cut(self._version, series, tuple(sent), tuple((why, tuple(rows)) for why, rows in left.items()))
 
 
 def _key(series: SeriesSet, row: Row) -> _Key:
@@ -178,11 +175,14 @@ class Deliverer:
         while True:
             results = [Delivered(left_out=left) for _, left in cuts]
             pieces = [_Piece(result, group) for result, (sent, _) in zip(results, cuts, strict=True) for group in sent]
-            bisection = _Bisection(self._sender, self._size, self._clock_s, abandon)
-            if await bisection.deliver(pieces):
-                for group, refusal in bisection.found:
-                    self._left_out.add(group, refusal, self._clock_s())
-                return results
+            bisection = _Bisection(self._sender, self._size, self._clock_s, abandon, pieces)
+            try:
+                await bisection.run()
+            except _RefusesEverything:
+                continue
+            for group, refusal in bisection.found:
+                self._left_out.add(group, refusal, self._clock_s())
+            return results
 
 
 class _Piece(NamedTuple):
@@ -200,34 +200,30 @@ _Pieces = Sequence[_Piece]
 
 
 class _RefusesEverything(Exception):
-    """The receiver refused everything for a while, so that nothing is known of what was sent."""
+    """The receiver refused everything for a while, and accepts again: nothing is known of what was sent."""
 
 
 class _Bisection:
-    """Pieces on their way. ``found`` are the series that are refused for what they are, as far as was found out."""
+    """Pieces on their way. ``found`` are the series that are refused for what they are, if that was found out."""
 
     def __init__(
-        self, sender: RemoteWriteSender, size: RequestSize, clock_s: Callable[[], float], abandon: asyncio.Event
+        self,
+        sender: RemoteWriteSender,
+        size: RequestSize,
+        clock_s: Callable[[], float],
+        abandon: asyncio.Event,
+        pieces: _Pieces,
     ) -> None:
         self.found: list[Refused] = []
-        self._sender, self._size, self._clock_s, self._abandon = sender, size, clock_s, abandon
+        self._sender, self._size, self._clock_s, self._abandon, self._all = sender, size, clock_s, abandon, pieces
         self._accepted_before = sender.accepted
-        self._all: _Pieces = ()
         self._last_refusal: tuple[Refusal, int] | None = None
 
-    async def deliver(self, pieces: _Pieces) -> bool:
-        """Send pieces, and find out what is refused of them.
-
-        False: the receiver began to refuse everything. It was waited for; send all again.
-        """
-        self._all = pieces
-        try:
-            await self._send(pieces)
-            if self._last_refusal is not None:
-                await self._ensure_it_accepts_anything(*self._last_refusal)
-        except _RefusesEverything:
-            return False
-        return True
+    async def run(self) -> None:
+        """Send the pieces, and find out what of them is refused. Raises _RefusesEverything: send all again."""
+        await self._send(self._all)
+        if self._last_refusal is not None:
+            await self._ensure_it_accepts_anything(*self._last_refusal)
 
     async def _send(self, pieces: _Pieces) -> None:
         """Send pieces in requests of the size that the receiver takes; narrow down those that are refused."""
@@ -324,13 +320,14 @@ class _Bisection:
 
     async def _request(self, pieces: _Pieces) -> Refusal | None:
         """Send pieces as one request."""
-        refusal = await self._sender.send([piece.group for piece in pieces], self._abandon)
+        groups = [piece.group for piece in pieces]
+        refusal = await self._sender.send(groups, self._abandon)
         if refusal is None and not math.isinf(self._size.samples):
-            self._size.taken(samples_of(piece.group for piece in pieces), self._clock_s())
+            self._size.taken(samples_of(groups), self._clock_s())
         return refusal
 
     async def _ensure_it_accepts_anything(self, refusal: Refusal, since: int) -> None:
-        """The receiver accepts something, be it not this. Raises _RefusesEverything, when it accepts again."""
+        """The receiver accepts something else, if not this. Else raises _RefusesEverything, when it accepts again."""
         groups = [piece.group for piece in self._all]
         if not await self._sender.accepts_anything(groups, since, refusal.text, self._abandon):
             raise _RefusesEverything
@@ -353,9 +350,9 @@ def _take(pieces: _Pieces, most: float) -> tuple[_Pieces, _Pieces]:
 
 
 def _without(pieces: _Pieces, series: Collection[tuple[int, int]]) -> _Pieces:
-    """The pieces but for some series, each given by the numbers of its piece and its row."""
-    rows = [
-        [row for row in range(len(piece.group.values)) if (number, row) not in series]
-        for number, piece in enumerate(pieces)
-    ]
-    return [piece.part(kept) for piece, kept in zip(pieces, rows, strict=True) if kept]
+    """The pieces without some series, each given by the numbers of its piece and its row."""
+    kept = []
+    for number, piece in enumerate(pieces):
+        if rows := [row for row in range(len(piece.group.values)) if (number, row) not in series]:
+            kept.append(piece.part(rows))
+    return kept

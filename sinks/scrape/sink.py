@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import time
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -183,7 +183,13 @@ class ScrapeSink:
             return made
 
         source = Source(TOPIC.name, handler, settings.from_, settings.stale_after_s)
-        async with self._serving(), connecting(sender):
+        async with contextlib.AsyncExitStack() as stack:
+            if settings.scrape_listen is not None:
+                renderings = Renderings(settings.names, self.series)
+                scrapes = self._instruments.counter("gpustream_scrape_requests_total")
+                served = serving(renderings, settings.scrape_listen, scrapes.inc)
+                self.address = await stack.enter_async_context(served)
+            await stack.enter_async_context(connecting(sender))
             self._reader = GroupReader(settings, [source], self._outcomes)
             await self._reader.run(stop)
 
@@ -195,13 +201,3 @@ class ScrapeSink:
         """What a scrape shows now."""
         partitions = sorted(self._partitions, key=lambda one: one.partition)
         return [group for partition in partitions for group in partition.series()]
-
-    @contextlib.asynccontextmanager
-    async def _serving(self) -> AsyncIterator[None]:
-        if self.settings.scrape_listen is None:
-            yield
-            return
-        renderings = Renderings(self.settings.names, self.series)
-        scrapes = self._instruments.counter("gpustream_scrape_requests_total")
-        async with serving(renderings, self.settings.scrape_listen, scrapes.inc) as self.address:
-            yield

@@ -38,6 +38,9 @@ MAX_NAME = 200
 DEVICE_LABELS = 23
 """The most labels that a device's series has beside a tenant's: a MIG device, held by an owned pod, that runs a job."""
 
+_OF_PLACE = ("topology.kubernetes.io/zone", "topology.kubernetes.io/region", "node.kubernetes.io/instance-type")
+"""The labels of a node that say where it stands, and what kind of host it is."""
+
 _NOT_IN_A_NAME = re.compile(r"[^a-zA-Z0-9_]")
 
 
@@ -85,30 +88,14 @@ class DeviceIdentity(NamedTuple):
 
 def place(sample: AttributedSample) -> Place:
     """Where a tick was read."""
-    known = sample.node_labels
-    return Place(
-        sample.cluster,
-        sample.node,
-        known.get("topology.kubernetes.io/zone"),
-        known.get("topology.kubernetes.io/region"),
-        known.get("node.kubernetes.io/instance-type"),
-    )
+    zone, region, host_type = (sample.node_labels.get(name) for name in _OF_PLACE)
+    return Place(sample.cluster, sample.node, zone, region, host_type)
 
 
-def held(holder: Holder, container: str | None = None) -> Held:
+def held(of: Holder, container: str | None = None) -> Held:
     """What labels are made of in a holder."""
-    return Held(
-        holder.namespace,
-        holder.pod,
-        holder.pod_uid,
-        container,
-        holder.job,
-        holder.statefulset,
-        holder.deployment,
-        holder.workload,
-        holder.labels,
-        holder.namespace_labels,
-    )
+    owners = (of.job, of.statefulset, of.deployment, of.workload)
+    return Held(of.namespace, of.pod, of.pod_uid, container, *owners, of.labels, of.namespace_labels)
 
 
 def sole_holder(pods: Mapping[HoldingPod, list[Holder]]) -> Held | None:
@@ -116,37 +103,22 @@ def sole_holder(pods: Mapping[HoldingPod, list[Holder]]) -> Held | None:
     if len(pods) != 1:
         return None
     ((first, *others),) = pods.values()
-    container = first.container
-    for other in others:
-        if other.container != container:
-            container = None
-    return held(first, container)
+    several = others and any(other.container != first.container for other in others)
+    return held(first, None if several else first.container)
 
 
 def identity(where: Place, device: AttributedDevice, pod: Held | None = None, job: Job | None = None) -> DeviceIdentity:
     """What of a device its labels are made of, with this pod and this job."""
     mig = device.mig
     parent, profile, instance = (mig.parent_uuid, mig.profile, mig.gpu_instance) if mig else (None, None, None)
-    return DeviceIdentity(
-        where,
-        device.uuid,
-        parent,
-        device.index,
-        device.minor,
-        device.vendor,
-        device.model,
-        device.pci_bus_id,
-        profile,
-        instance,
-        pod,
-        job,
-    )
+    hardware = (device.index, device.minor, device.vendor, device.model, device.pci_bus_id)
+    return DeviceIdentity(where, device.uuid, parent, *hardware, profile, instance, pod, job)
 
 
 def labels(label_set: LabelSet, device: DeviceIdentity, most: int = MAX_LABELS) -> Labels:
     """The labels of a device's series, sorted by name; what is not known or empty is left out.
 
-    With its name and the labels of its own no series has more than ``most``, as far as tenants' labels make them more.
+    Tenants' labels never make a series have more than ``most``, with its name and the labels of its own.
     """
     pairs = known(_PAIRS[label_set](device))
     if label_set == "otel" and device.held is not None:
@@ -269,15 +241,9 @@ def _pod_devices(device: DeviceIdentity) -> Pairs:
         yield "container_name", device.held.container
 
 
-def _dcgm_legacy(device: DeviceIdentity) -> Pairs:
-    yield from _pod_devices(device)
-    yield "node", device.place.node
-    yield "cluster", device.place.cluster
-
-
 _PAIRS: dict[LabelSet, Callable[[DeviceIdentity], Pairs]] = {
     "otel": _otel,
     "dcgm": _dcgm,
-    "dcgm-legacy": _dcgm_legacy,
+    "dcgm-legacy": lambda one: [*_pod_devices(one), ("node", one.place.node), ("cluster", one.place.cluster)],
     "pod-devices": _pod_devices,
 }

@@ -185,7 +185,7 @@ Pods = Mapping[HoldingPod, list[Holder]]
 
 
 def made(label_set: LabelSet, of: OfDevice | Described | PodInfo, most: int = MAX_LABELS) -> SeriesSet:
-    """The series beside metrics; one has at most ``most`` labels, as far as tenants write them."""
+    """The series beside metrics; tenants' labels never make one have more than ``most``."""
     match of:
         case OfDevice(subject, device, rows):
             return SeriesSet(labels(label_set, device, most), rows, subject)
