@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -63,8 +62,6 @@ INSTRUMENTS: tuple[Instrument, ...] = (
 )
 """What every producer counts about itself."""
 
-DROP_REASONS = ("buffer_full", "buffer_age", "too_large", "refused", "unencodable", "stopped")
-
 MAX_IN_FLIGHT = 64
 """Ticks of one node that may wait for their acknowledgement: enough to catch up at thousands per second."""
 
@@ -79,14 +76,6 @@ UNREADY_AFTER_S = 30.0
 
 LARGEST_VALUE_BYTES = MAX_MESSAGE_BYTES - 2048
 """What is left of a batch for one value beside its key and the batch's own framing."""
-
-
-@dataclass(frozen=True, slots=True)
-class Buffer:
-    """How much of one node is kept while Kafka is away: ``max_bytes`` of ticks, none older than ``max_age_s``."""
-
-    max_bytes: int = 16 * 1024 * 1024
-    max_age_s: float = 900.0
 
 
 class Fits(NamedTuple):
@@ -154,6 +143,7 @@ class NodePublisher:
     """The sending half of one node. Call :meth:`publish` each tick, and keep :meth:`run` running beside it.
 
     ``run_id`` is milliseconds since the epoch at the start, and differs from that of any earlier publisher of the node.
+    ``buffer`` is this node's own.
     ``fits`` says how many ticks like the last one the buffer holds; it is worked out when their size has changed.
     ``clock`` gives seconds and never steps back. Raises ValueError if ``cluster`` or ``node`` can't be a name.
     """
@@ -166,7 +156,7 @@ class NodePublisher:
         cluster: str,
         node: str,
         run_id: int,
-        buffer: Buffer = Buffer(),
+        buffer: RetryBuffer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._numbering = Numbering(cluster=cluster, node=node, run_id=run_id)
@@ -174,7 +164,7 @@ class NodePublisher:
         self._sender, self._instruments, self._clock = sender, instruments, clock
         self.sampled_values = 0
         self.fits = Fits(0, 0)
-        self._buffer = RetryBuffer(max_bytes=buffer.max_bytes, max_age_s=buffer.max_age_s)
+        self._buffer = RetryBuffer() if buffer is None else buffer
         self._counted = (0, 0)
         self._in_flight: dict[WaitingTick, None] = {}
         self._wake, self._empty = asyncio.Event(), asyncio.Event()

@@ -48,7 +48,7 @@ class RetryBuffer:
     that gives way for bytes: a buffer smaller than a tick holds one tick.
     """
 
-    def __init__(self, *, max_bytes: int, max_age_s: float) -> None:
+    def __init__(self, *, max_bytes: int = 16 * 1024 * 1024, max_age_s: float = 900.0) -> None:
         self.max_bytes, self.max_age_s = max_bytes, max_age_s
         self.in_flight_bytes = 0
         self.bytes = 0

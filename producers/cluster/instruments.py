@@ -16,26 +16,6 @@ API_REQUESTS = "gpustream_cluster_api_requests_total"
 
 EVENT_TYPES = ("ADDED", "MODIFIED", "DELETED", "BOOKMARK", "ERROR", "listed", "other", "too_long")
 
-RESTART_REASONS = (
-    "ended",
-    "empty",
-    "cut",
-    "connection",
-    "tls",
-    "timeout",
-    "slow",
-    "expired",
-    "unauthorized",
-    "forbidden",
-    "absent",
-    "throttled",
-    "server_error",
-    "refused",
-    "unsupported",
-    "garbage",
-    "too_long",
-)
-
 INSTRUMENTS: tuple[Instrument, ...] = (
     Instrument(
         EVENTS,

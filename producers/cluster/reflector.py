@@ -113,7 +113,8 @@ class Listener(Generic[T]):
 
 
 class Restart(Exception):
-    """Why a watch has to begin again; ``relist``: with a new list. ``reason`` is one of RESTART_REASONS."""
+    """Why a watch has to begin again; ``relist``: with a new list. ``reason`` is one of those that are
+    listed with the instrument of restarts."""
 
     def __init__(self, reason: str, message: str, *, relist: bool = False, wait_s: float = 0.0) -> None:
         super().__init__(message)

@@ -22,7 +22,8 @@ from producers.node.gpus import Gpus
 from producers.node.job_files import JobFiles
 from producers.node.jobs import with_jobs
 from producers.node.kubelet import Kubelet
-from producers.publisher import INSTRUMENTS, Buffer, NodePublisher, first_failure, first_of, not_sent
+from producers.publisher import INSTRUMENTS, NodePublisher, first_failure, first_of, not_sent
+from producers.retry_buffer import RetryBuffer
 from topics import allocations, samples, workloads
 
 log = logging.getLogger(__name__)
@@ -78,7 +79,7 @@ class NodeProducer:
             cluster=settings.cluster,
             node=settings.node,
             run_id=_now_ms(),
-            buffer=Buffer(max_bytes=settings.buffer_size, max_age_s=settings.buffer_s),
+            buffer=RetryBuffer(max_bytes=settings.buffer_size, max_age_s=settings.buffer_s),
         )
 
     def not_ready(self) -> list[str]:

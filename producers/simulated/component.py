@@ -21,7 +21,8 @@ from delivery.instruments import Instrument, Instruments
 from delivery.sender import Sender
 from delivery.topic_admin import TopicCheck
 from producers.publisher import INSTRUMENTS as SHARED_INSTRUMENTS
-from producers.publisher import Buffer, NodePublisher, first_failure, not_sent
+from producers.publisher import NodePublisher, first_failure, not_sent
+from producers.retry_buffer import RetryBuffer
 from producers.simulated.config import SimulatedSettings
 from producers.simulated.fleet import Fleet, JsonDict, NodeReading, parse_size
 from producers.workloads import WorkloadsPublisher
@@ -103,11 +104,15 @@ class SimulatedFleet:
         self._sender = sender or Sender(settings.kafka, client_id=f"gpustream-{self.name}", check=check)
         self._nodes = [self._fleet.node(index) for index in range(self._fleet.nodes)]
         share = max(SMALLEST_BUFFER_BYTES, settings.buffer_size // self._fleet.nodes)
-        buffer = Buffer(max_bytes=share, max_age_s=settings.buffer_s)
         run_id, cluster = self._clock.start_ms, settings.cluster
         self._publishers = [
             NodePublisher(
-                self._sender, self._instruments, cluster=cluster, node=node.name, run_id=run_id, buffer=buffer
+                self._sender,
+                self._instruments,
+                cluster=cluster,
+                node=node.name,
+                run_id=run_id,
+                buffer=RetryBuffer(max_bytes=share, max_age_s=settings.buffer_s),
             )
             for node in self._nodes
         ]

@@ -29,7 +29,7 @@ class Tenant(NamedTuple):
     units: int
 
 
-class _Turn(NamedTuple):
+class _ScheduleEntry(NamedTuple):
     """At ``at_ms`` a pod's units become free (``ended``); or, without one, the tenant asks for its next."""
 
     at_ms: int
@@ -52,7 +52,7 @@ class Schedule:
                 self._free.setdefault(unit.resource, []).append(unit)
         self._waiting: list[Tenant] = []
         self._made: dict[int, int] = {}
-        self._turns: list[_Turn] = []
+        self._entries: list[_ScheduleEntry] = []
         self._order = 0
         warm_up_ms = min(2 * self._life_ms, 3_600_000)  # so long before the fleet's start the node is empty
         for tenant in tenants(self._free, node, self._random):
@@ -60,20 +60,20 @@ class Schedule:
 
     def next_ms(self) -> int | None:
         """When something happens next; None if nothing ever does."""
-        return self._turns[0].at_ms if self._turns else None
+        return self._entries[0].at_ms if self._entries else None
 
     def advance(self, until_ms: int) -> list[SimulatedPod]:
         """The pods that start at or before ``until_ms`` and were not returned before, in order."""
         started: list[SimulatedPod] = []
-        while self._turns and self._turns[0].at_ms <= until_ms:
-            turn = heapq.heappop(self._turns)
-            if turn.ended is None:
-                self._waiting.append(turn.tenant)
+        while self._entries and self._entries[0].at_ms <= until_ms:
+            entry = heapq.heappop(self._entries)
+            if entry.ended is None:
+                self._waiting.append(entry.tenant)
             else:
-                for unit in (unit for container in turn.ended.containers for unit in container.units):
+                for unit in (unit for container in entry.ended.containers for unit in container.units):
                     self._free[unit.resource].append(unit)
-                self._push(turn.at_ms + self._pause_ms(turn.tenant.template), turn.tenant, None)
-            self._admit(turn.at_ms, started)
+                self._push(entry.at_ms + self._pause_ms(entry.tenant.template), entry.tenant, None)
+            self._admit(entry.at_ms, started)
         return started
 
     def _admit(self, now_ms: int, started: list[SimulatedPod]) -> None:
@@ -103,7 +103,7 @@ class Schedule:
 
     def _push(self, at_ms: int, tenant: Tenant, ended: SimulatedPod | None) -> None:
         self._order += 1
-        heapq.heappush(self._turns, _Turn(at_ms, self._order, tenant, ended))
+        heapq.heappush(self._entries, _ScheduleEntry(at_ms, self._order, tenant, ended))
 
 
 def tenants(pools: dict[str, list[Unit]], node: int, chance: random.Random) -> list[Tenant]:

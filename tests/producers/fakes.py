@@ -15,6 +15,7 @@ from producers.publisher import INSTRUMENTS, NodePublisher
 from producers.workloads import WorkloadsPublisher
 
 CLUSTER, NODE = "prod", "gpu-1"
+DROP_REASONS = ("buffer_full", "buffer_age", "too_large", "refused", "unencodable", "stopped")
 
 
 class Event(NamedTuple):

@@ -10,9 +10,20 @@ import pytest
 
 from delivery.sender import Headers
 from producers import publisher as names
-from producers.publisher import Buffer, NodePublisher
+from producers.publisher import NodePublisher
 from producers.records import Numbering
-from tests.producers.fakes import CLUSTER, NODE, FakeClock, FakeSender, containers, instruments, settle, value
+from producers.retry_buffer import RetryBuffer
+from tests.producers.fakes import (
+    CLUSTER,
+    DROP_REASONS,
+    NODE,
+    FakeClock,
+    FakeSender,
+    containers,
+    instruments,
+    settle,
+    value,
+)
 
 OUTAGE_S = 900
 GPUS, PARTS = 8, 7
@@ -78,7 +89,7 @@ def cut_devices(chance: Random) -> list[dict[str, Any]]:
 async def test_fifteen_minutes_of_a_node_of_56_mig_devices_wait_and_are_sent_in_order() -> None:
     clock, made, chance = FakeClock(), instruments(), Random(1)
     sender = HashingSender(clock)
-    publisher = NodePublisher(sender, made, cluster=CLUSTER, node=NODE, run_id=1, buffer=Buffer(), clock=clock)
+    publisher = NodePublisher(sender, made, cluster=CLUSTER, node=NODE, run_id=1, buffer=RetryBuffer(), clock=clock)
     running, same = asyncio.create_task(publisher.run()), Numbering(cluster=CLUSTER, node=NODE, run_id=1)
     read, sizes, most_held = list[str](), list[int](), 0.0
     for second in range(OUTAGE_S + 10):
@@ -102,7 +113,7 @@ async def test_fifteen_minutes_of_a_node_of_56_mig_devices_wait_and_are_sent_in_
     assert min(sizes) > 55_000
     assert value(made, names.SENT) == len(read) == OUTAGE_S + 10
     assert sender.sent == read
-    assert sum(value(made, names.DROPPED, reason=reason) for reason in names.DROP_REASONS) == 0
-    assert most_held < Buffer().max_bytes
+    assert sum(value(made, names.DROPPED, reason=reason) for reason in DROP_REASONS) == 0
+    assert most_held < RetryBuffer().max_bytes
     assert publisher.fits.ticks > OUTAGE_S
     assert publisher.fits.tick_bytes == pytest.approx(sizes[-1], rel=0.1)

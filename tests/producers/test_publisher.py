@@ -13,13 +13,14 @@ from producers.publisher import (
     LARGEST_VALUE_BYTES,
     MAX_IN_FLIGHT,
     RESEND_S,
-    Buffer,
     NodePublisher,
     first_failure,
     first_of,
 )
+from producers.retry_buffer import RetryBuffer
 from tests.producers.fakes import (
     CLUSTER,
+    DROP_REASONS,
     NODE,
     FakeClock,
     FakeSender,
@@ -37,7 +38,7 @@ SAMPLES, ALLOCATIONS = "gpu.samples", "gpu.allocations"
 class Bench:
     """A publisher, running, between a test's clock and a test's broker."""
 
-    def __init__(self, *, prompt: bool = False, buffer: Buffer | None = None) -> None:
+    def __init__(self, *, prompt: bool = False, buffer: RetryBuffer | None = None) -> None:
         self.clock = FakeClock()
         self.sender = FakeSender(self.clock, prompt=prompt)
         self.instruments: Instruments = instruments()
@@ -48,7 +49,7 @@ class Bench:
             cluster=CLUSTER,
             node=NODE,
             run_id=1_000,
-            buffer=buffer or Buffer(),
+            buffer=buffer,
             clock=self.clock,
         )
 
@@ -60,7 +61,7 @@ class Bench:
         return value(self.instruments, name, **labels)
 
     def dropped(self) -> dict[str, float]:
-        found = {reason: self.count(names.DROPPED, reason=reason) for reason in names.DROP_REASONS}
+        found = {reason: self.count(names.DROPPED, reason=reason) for reason in DROP_REASONS}
         return {reason: count for reason, count in found.items() if count}
 
     def seqs(self, what: str = "sent") -> list[int]:
@@ -68,7 +69,7 @@ class Bench:
 
 
 async def test_while_no_record_is_taken_the_oldest_ticks_give_way_and_no_other() -> None:
-    async with running(Bench(prompt=True, buffer=Buffer(max_age_s=5.0))) as bench:
+    async with running(Bench(prompt=True, buffer=RetryBuffer(max_age_s=5.0))) as bench:
         bench.sender.taking.clear()
         await settle()
         for _ in range(20):
@@ -139,7 +140,7 @@ async def test_samples_are_pipelined_up_to_a_limit() -> None:
 
 async def test_an_overflow_drops_the_oldest_unsent_and_leaves_a_gap() -> None:
     size = len(Bench().publisher._numbering.step(9_000, devices(), None).value or b"")
-    async with running(Bench(buffer=Buffer(max_bytes=(MAX_IN_FLIGHT + 5) * (size + 1)))) as bench:
+    async with running(Bench(buffer=RetryBuffer(max_bytes=(MAX_IN_FLIGHT + 5) * (size + 1)))) as bench:
         for _ in range(MAX_IN_FLIGHT + 20):
             bench.publish(kubelet=False)
             await settle(2)
@@ -156,7 +157,7 @@ async def test_an_overflow_drops_the_oldest_unsent_and_leaves_a_gap() -> None:
 
 
 async def test_acknowledged_ticks_make_room_for_others() -> None:
-    async with running(Bench(prompt=True, buffer=Buffer(max_bytes=1_000))) as bench:
+    async with running(Bench(prompt=True, buffer=RetryBuffer(max_bytes=1_000))) as bench:
         for _ in range(50):
             bench.publish(kubelet=False)
             bench.publish(kubelet=False)
@@ -166,7 +167,7 @@ async def test_acknowledged_ticks_make_room_for_others() -> None:
 
 
 async def test_ticks_that_waited_for_too_long_are_dropped_before_they_are_sent() -> None:
-    bench = Bench(prompt=True, buffer=Buffer(max_age_s=60.0))
+    bench = Bench(prompt=True, buffer=RetryBuffer(max_age_s=60.0))
     bench.publish(kubelet=False)
     bench.clock.now_s += 61.0
     bench.publish(kubelet=False)
@@ -321,7 +322,7 @@ def test_whatever_the_broker_does_every_tick_is_accounted_for_and_follows_its_sn
 
 
 async def _live_through(steps: list[tuple[str, Any]], max_bytes: int) -> None:
-    bench = Bench(buffer=Buffer(max_bytes=max_bytes, max_age_s=600.0))
+    bench = Bench(buffer=RetryBuffer(max_bytes=max_bytes, max_age_s=600.0))
     made: list[tuple[int, int]] = []
     async with running(bench):
         for what, argument in steps:
