@@ -23,7 +23,8 @@ from producers.node.nvml.binding import Nvml
 from producers.node.nvml.driver import DriverReplaced
 from producers.node.nvml.events import XID_EVENT
 from tests.eventually import eventually
-from tests.producers.node.nvml.fake import Clock, FakeCensus, FakeDevice, FakeNvml, FakePlaces, part, running
+from tests.producers.fakes import FakeClock
+from tests.producers.node.nvml.fake import FakeCensus, FakeDevice, FakeNvml, FakePlaces, part, running
 from topics.samples import Device
 
 QUICK = Pace(retry_s=0.01, census_s=0.05, soon_s=0.01, list_s=0.01)
@@ -43,7 +44,7 @@ class Bench:
     """GPUs, the machine that they are in, and what is counted."""
 
     def __init__(self, gpus: int = 3, *, pace: Pace = NEVER) -> None:
-        self.nvml, self.clock, self.places = FakeNvml(gpus), Clock(), FakePlaces()
+        self.nvml, self.clock, self.places = FakeNvml(gpus), FakeClock(), FakePlaces()
         self.census = FakeCensus(lambda: None)
         self.instruments = Instruments(own.INSTRUMENTS)
         self.pace = pace

@@ -377,13 +377,3 @@ class FakeCensus:
 
     def close(self) -> None:
         self.closed = True
-
-
-class Clock:
-    """Seconds, as the test says."""
-
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s

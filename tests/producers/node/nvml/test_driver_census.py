@@ -9,7 +9,7 @@ import pytest
 from producers.node.nvml.driver import LONGEST_REOPENING_S, Census, Reopening, parse_census
 from tests.eventually import eventually
 from tests.nvml.scripted import ScriptedNvml
-from tests.producers.node.nvml.fake import Clock
+from tests.producers.fakes import FakeClock
 
 Environment = Callable[[ScriptedNvml], None]
 
@@ -99,18 +99,18 @@ def test_a_list_of_uuids_is_one() -> None:
 
 
 def test_there_is_no_reason_while_all_that_work_work_here() -> None:
-    reopening = Reopening(40, Clock())
+    reopening = Reopening(40, FakeClock())
     assert reopening.why(set(), set()) is None
     assert reopening.why({"GPU-0"}, {"GPU-0", "GPU-1", None}) is None
 
 
 def test_a_gpu_that_works_for_others_is_one() -> None:
-    why = Reopening(40, Clock()).why({"GPU-2", "GPU-1", "GPU-0"}, {"GPU-0"})
+    why = Reopening(40, FakeClock()).why({"GPU-2", "GPU-1", "GPU-0"}, {"GPU-0"})
     assert why == "GPU-1, GPU-2 would answer a new process, and not this one"
 
 
 def test_what_was_in_vain_is_tried_again_after_twice_the_time_each_time() -> None:
-    clock = Clock()
+    clock = FakeClock()
     reopening = Reopening(40, clock)
     began_s, tried_s = clock.now_s, []
     while clock.now_s < began_s + 6 * LONGEST_REOPENING_S:
@@ -122,13 +122,13 @@ def test_what_was_in_vain_is_tried_again_after_twice_the_time_each_time() -> Non
 
 
 def test_another_gpu_does_not_wait_for_it() -> None:
-    reopening = Reopening(40, Clock())
+    reopening = Reopening(40, FakeClock())
     reopening.why({"GPU-1"}, set())
     assert reopening.why({"GPU-1", "GPU-2"}, set()) == "GPU-2 would answer a new process, and not this one"
 
 
 def test_one_that_worked_since_is_tried_at_once() -> None:
-    reopening = Reopening(40, Clock())
+    reopening = Reopening(40, FakeClock())
     assert reopening.why({"GPU-1"}, set())
     reopening.worked("GPU-1")
     assert reopening.why({"GPU-1"}, set())

@@ -9,14 +9,15 @@ from producers.node.cgroups import ProcessPlace
 from producers.node.nvml import binding
 from producers.node.nvml.binding import NvmlError
 from producers.node.nvml.gpu import GpuReading, PhysicalGpu
-from tests.producers.node.nvml.fake import GIB, Clock, FakeNvml, FakePlaces, part, running
+from tests.producers.fakes import FakeClock
+from tests.producers.node.nvml.fake import GIB, FakeNvml, FakePlaces, part, running
 
 COMPUTE = "nvmlDeviceGetComputeRunningProcesses_v3"
 
 
 class Bench:
     def __init__(self) -> None:
-        self.nvml, self.clock = FakeNvml(1), Clock()
+        self.nvml, self.clock = FakeNvml(1), FakeClock()
         self.gpu = self.nvml.gpus[0]
         self.nvml.init()
         places = FakePlaces({7: ProcessPlace("1b6c", None, None)})

@@ -10,7 +10,8 @@ from producers.node.nvml import binding
 from producers.node.nvml.binding import FieldValue
 from producers.node.nvml.calls import LeftOut
 from producers.node.nvml.gpu import PhysicalGpu
-from tests.producers.node.nvml.fake import Clock, FakeNvml, FakePlaces, part, running
+from tests.producers.fakes import FakeClock
+from tests.producers.node.nvml.fake import FakeNvml, FakePlaces, part, running
 
 COMPUTE = "nvmlDeviceGetComputeRunningProcesses_v3"
 POWER, POWER_FIELD = "nvmlDeviceGetPowerUsage", "NVML_FI_DEV_POWER_AVERAGE"
@@ -20,7 +21,7 @@ class Bench:
     """A GPU of which nothing is sampled twice."""
 
     def __init__(self) -> None:
-        self.nvml, self.clock = FakeNvml(1), Clock()
+        self.nvml, self.clock = FakeNvml(1), FakeClock()
         self.gpu = self.nvml.gpus[0]
         self.nvml.init()
         self.physical = PhysicalGpu(self.nvml, 0, FakePlaces(), list_every_s=0, clock=self.clock)

@@ -14,7 +14,8 @@ from producers.node.nvml.calls import Calls, Lost
 from producers.node.nvml.metrics import Metrics
 from producers.node.nvml.sources import Profiling
 from producers.node.nvml.table import TABLE
-from tests.producers.node.nvml.fake import GIB, Clock, FakeNvml, memory
+from tests.producers.fakes import FakeClock
+from tests.producers.node.nvml.fake import GIB, FakeNvml, memory
 from topics.catalogue import CATALOGUE
 
 BROKEN = binding.UNKNOWN
@@ -26,7 +27,7 @@ class Bench:
     """A device, and the machine that it is in."""
 
     def __init__(self, *, cut: bool = False) -> None:
-        self.nvml, self.clock = FakeNvml(1), Clock()
+        self.nvml, self.clock = FakeNvml(1), FakeClock()
         self._sampled_us = 10**15
         self.gpu = self.nvml.gpus[0]
         self.nvml.init()

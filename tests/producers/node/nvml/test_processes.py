@@ -10,7 +10,8 @@ from producers.node.cgroups import ProcessPlace
 from producers.node.nvml import binding
 from producers.node.nvml.calls import Calls, Lost
 from producers.node.nvml.processes import DeviceProcesses, Processes
-from tests.producers.node.nvml.fake import GIB, Clock, FakeNvml, FakePlaces, busy, running
+from tests.producers.fakes import FakeClock
+from tests.producers.node.nvml.fake import GIB, FakeNvml, FakePlaces, busy, running
 
 COMPUTE, GRAPHICS, MPS = (f"nvmlDeviceGet{kind}RunningProcesses_v3" for kind in ("Compute", "Graphics", "MPSCompute"))
 NEWER, OLDER = "nvmlDeviceGetProcessesUtilizationInfo", "nvmlDeviceGetProcessUtilization"
@@ -19,7 +20,7 @@ POD = ProcessPlace("1b6c", "9f2e", None)
 
 class Bench:
     def __init__(self, places: dict[int, ProcessPlace] | None = None, *, cut: bool = False) -> None:
-        self.nvml, self.clock = FakeNvml(1), Clock()
+        self.nvml, self.clock = FakeNvml(1), FakeClock()
         self.answers = self.nvml.gpus[0].answers
         self.nvml.init()
         self.calls = Calls(self.nvml)
