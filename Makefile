@@ -24,7 +24,7 @@ SCRIPTS := .ci/run tests/real/build/build
 GENERATORS := $(patsubst %.py,%,$(subst /,.,$(wildcard topics/reference.py gpustream/reference.py streams/alerts/text/reference.py docs/flow.py)))
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast check format bench storm gpu real-servers lock
+.PHONY: help install demo test test-fast coverage check format bench storm gpu real-servers lock
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -50,6 +50,9 @@ test: install ## unit and property tests, and every real test whose server is at
 
 test-fast: install ## the tests that need neither servers nor seconds, with few examples each: while you write
 	GPUSTREAM_HYPOTHESIS=fast $(PYTEST) -m "not real and not slow" $(ARGS)
+
+coverage: install ## the tests that need no server, and which lines of the code none of them runs
+	$(PYTEST) -m "not real" --cov --cov-report=term-missing:skip-covered $(ARGS)
 
 check: install ## lint, format, types, imports, schemas, docs and scripts; never writes
 	$(BIN)/ruff check
