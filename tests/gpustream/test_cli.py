@@ -130,12 +130,27 @@ def test_the_version_is_the_package_s() -> None:
     assert _invoke("--version").output == "gpustream, version 0.1.0\n"
 
 
-def test_help_loads_neither_faust_nor_a_kafka_client() -> None:
+def _loaded(*args: str) -> set[str]:
+    """The modules, and their packages, that are loaded once the command has given its help."""
     code = (
-        "import sys; from gpustream.cli import main; sys.exit(bool({'faust', 'aiokafka', 'rich'} & set(sys.modules)))"
+        f"import sys; from gpustream.cli import main; main({[*args, '--help']!r}, standalone_mode=False);"
+        "print(*{name.partition('.')[0] for name in sys.modules}, *sys.modules)"
     )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    return set(done.stdout.split())
 
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+def test_help_loads_no_command_and_nothing_heavy() -> None:
+    loaded = _loaded()
+
+    assert "gpustream.cli" in loaded
+    assert loaded & {"faust", "aiokafka", "rich", "asyncio", "msgspec", "prometheus_client"} == set()
+    assert loaded & {f"gpustream.{name}" for name in LISTED} == set()
+
+
+@pytest.mark.parametrize("path", [("produce", "node"), ("produce", "simulated"), ("stream",), ("sink", "remote-write")])
+def test_the_help_of_a_component_loads_its_settings_and_no_component(path: tuple[str, ...]) -> None:
+    assert _loaded(*path) & {"faust", "aiokafka", "rich", "aiohttp", "pynvml"} == set()
 
 
 def test_it_runs_as_a_module() -> None:
