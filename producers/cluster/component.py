@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable
+from collections.abc import Callable, Collection, Coroutine, Iterable
 from typing import Any, NamedTuple
 
 from delivery.instruments import Instruments
@@ -114,7 +114,7 @@ class RateLimiter:
 def listeners(
     state: Store, instruments: Instruments, wake: Callable[[], None], now_ms: Callable[[], int]
 ) -> dict[str, Listener[Any]]:
-    """Who takes what the watch of each resource hears into the state."""
+    """A listener for each resource, which brings the state up to date with what its watch hears."""
     cut = instruments.counter(own.CUT)
     kinds: dict[str, tuple[type[Any], str, Collection[str], Callable[[Any], object], Callable[[str], object]]] = {
         "pods": (
@@ -208,32 +208,25 @@ class ClusterProducer:
         self._stop = stop
         try:
             await self._api.start()
-            async with self._background():
-                await first_of(stop, self._synced())
-                if not stop.is_set():
-                    await self._lead(stop)
+            async with asyncio.TaskGroup() as group:
+                parts = [*(watch.run() for watch in self._watches.values()), self._owners.run(), self._connect()]
+                beside = [group.create_task(part) for part in parts]
+                try:
+                    await first_of(stop, self._synced())
+                    if not stop.is_set():
+                        await self._lead(stop)
+                finally:
+                    for task in beside:
+                        task.cancel()
         except ExceptionGroup as failures:
             raise first_failure(failures) from failures
         finally:
             await self._sender.stop(0.5)
             await self._api.close()
 
-    @contextlib.asynccontextmanager
-    async def _background(self) -> AsyncIterator[None]:
-        """What runs beside the publishing; a failure in it ends all."""
-
-        async def connect() -> None:
-            await self._sender.start()
-            self._wake.set()
-
-        async with asyncio.TaskGroup() as group:
-            parts = [*(watch.run() for watch in self._watches.values()), self._owners.run(), connect()]
-            running = [group.create_task(part) for part in parts]
-            try:
-                yield
-            finally:
-                for task in running:
-                    task.cancel()
+    async def _connect(self) -> None:
+        await self._sender.start()
+        self._wake.set()
 
     async def _synced(self) -> None:
         """Wait for Kafka, for pods and nodes, and, not for long, for what a record can be without."""
