@@ -16,7 +16,7 @@ from sinks.series.translation import Translator
 from streams.alerts import tick as alert_ticks
 from streams.alerts.memory import decode as decode_state
 from streams.attribution import join
-from streams.attribution.joiner import decode as decode_node
+from streams.attribution.component import decode as decode_node
 from tests.streams.alerts.ticks import found
 from topics.alerts import milliseconds
 from topics.attributed import TOPIC as ATTRIBUTED

@@ -107,8 +107,11 @@ def holder_of(pod: Pod, *, container: str | None = None, resource: str | None = 
     Of Job, StatefulSet and Deployment the one is named that is nearest to the pod: at most one of the three.
     """
     owners = pod.owners if pod.owners_complete else ()
-    kinds = [(_CONTROLLERS.get((owner.api_version.split("/")[0], owner.kind)), owner.name) for owner in owners]
-    kind, controller = next((found for found in kinds if found[0]), (None, None))
+    kind = controller = None
+    for owner in owners:
+        if (kind := _CONTROLLERS.get((owner.api_version.split("/")[0], owner.kind))) is not None:
+            controller = owner.name
+            break
     workload = Workload("Pod", pod.name) if pod.owners_complete else None  # a pod that nothing owns is its own workload
     return Holder(
         namespace=pod.namespace,

@@ -14,9 +14,8 @@ from delivery.instruments import Instruments
 from delivery.ledger import Ledger, Partition, Slot
 from delivery.sender import Unsendable
 from streams.app import ReaderApp
-from streams.attribution import joiner
-from streams.attribution.component import INSTRUMENTS
-from streams.attribution.joiner import ALLOCATIONS, OUTPUT, SAMPLES, WORKLOADS, Joiner
+from streams.attribution import component
+from streams.attribution.component import ALLOCATIONS, INSTRUMENTS, OUTPUT, SAMPLES, WORKLOADS, Joiner
 from streams.stage import DEAD_LETTERS
 from topics.allocations import Allocations
 from topics.attributed import AttributedSample
@@ -204,7 +203,7 @@ class FakeApp:
 @contextlib.asynccontextmanager
 async def looking(app: FakeApp, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
     """The joiner looks at the clock again and again, without pause."""
-    monkeypatch.setattr(joiner, "_LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(component, "_LOOK_EVERY_S", 0.0)
     task = asyncio.create_task(app.joiner.look())
     yield
     task.cancel()

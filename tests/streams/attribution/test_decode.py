@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streams.attribution.joiner import decode
+from streams.attribution.component import decode
 from streams.stage import Malformed
 from tests.topics import records
 from topics import allocations, samples, workloads

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from delivery.ledger import Partition
-from streams.attribution.joiner import ALLOCATIONS, OUTPUT, SAMPLES, WORKLOADS
+from streams.attribution.component import ALLOCATIONS, OUTPUT, SAMPLES, WORKLOADS
 from tests.streams.attribution.fakes import FakeApp, Record, looking
 from tests.streams.attribution.records import container, gpu, snapshot, tick
 from topics.topic import MAX_MESSAGE_BYTES

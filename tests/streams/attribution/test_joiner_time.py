@@ -6,7 +6,7 @@ import time
 import pytest
 
 from delivery.ledger import Partition
-from streams.attribution.joiner import ALLOCATIONS, SAMPLES, WORKLOADS
+from streams.attribution.component import ALLOCATIONS, SAMPLES, WORKLOADS
 from streams.stage import DEAD_LETTERS
 from tests.streams.attribution.fakes import FakeApp, Record, looking, until_sent
 from tests.streams.attribution.records import LONG_AFTER_MS, container, gpu, known, pod, snapshot, tick
