@@ -262,15 +262,6 @@ class Notifier:
         self._wake.set()
 
 
-class AlertmanagerShared(NamedTuple):
-    """What all partitions of a sink use together, for one Alertmanager."""
-
-    notifier: Notifier
-    letters: DeadLetters
-    outcomes: Outcomes
-    max_alerts: int
-
-
 class _AlertmanagerRecord(NamedTuple):
     """A record and what it says: an alert, none if it is a tombstone, or an error."""
 
@@ -281,10 +272,10 @@ class _AlertmanagerRecord(NamedTuple):
 
 
 class AlertmanagerPartition:
-    """The handler of a partition."""
+    """The handler of a partition, for one Alertmanager, of which all partitions share the notifier."""
 
-    def __init__(self, shared: AlertmanagerShared) -> None:
-        self._shared = shared
+    def __init__(self, notifier: Notifier, letters: DeadLetters, outcomes: Outcomes, max_alerts: int) -> None:
+        self._notifier, self._letters, self._outcomes, self._max_alerts = notifier, letters, outcomes, max_alerts
         self._transitions = Transitions()
         self._active = ActiveAlerts()
 
@@ -298,7 +289,7 @@ class AlertmanagerPartition:
 
         A request has an alert once, so that firing and resolved are sent one after the other.
         """
-        notifier, letters, counted, _ = self._shared
+        notifier = self._notifier
         notifier.watch(self._active, abandon)
         for some in self._requests(records):
             reads = [self._read(record) for record in some]
@@ -309,14 +300,14 @@ class AlertmanagerPartition:
             wrong = [one.error or (refused.get(one.alert.fingerprint, "") if one.alert else "") for one in reads]
             for one, error in zip(reads, wrong, strict=True):
                 if error:
-                    await letters.bury(one.record, error, abandon)
+                    await self._letters.bury(one.record, error, abandon)
             for one, error in zip(reads, wrong, strict=True):
-                counted.finish("dead_lettered" if error else "delivered" if one.is_news else "duplicate")
+                self._outcomes.finish("dead_lettered" if error else "delivered" if one.is_news else "duplicate")
             yield some[-1].offset + 1
 
     async def quiet(self, abandon: asyncio.Event) -> None:
         """What is open is sent again and again from now on."""
-        self._shared.notifier.watch(self._active, abandon)
+        self._notifier.watch(self._active, abandon)
 
     def reset(self) -> None:
         """The topic was created again."""
@@ -327,7 +318,7 @@ class AlertmanagerPartition:
         some: list[Record] = []
         keys: set[bytes | None] = set()
         for record in records:
-            if record.key in keys or len(some) == self._shared.max_alerts:
+            if record.key in keys or len(some) == self._max_alerts:
                 yield some
                 some, keys = [], set()
             some.append(record)
@@ -405,12 +396,12 @@ class AlertmanagerSink:
         """One Alertmanager, and what reads for it, in a consumer group of its own."""
         settings = self.settings
         notifier = Notifier(url, settings, http.post, self._instruments)
-        shared = AlertmanagerShared(notifier, letters, counted, settings.max_alerts)
+        shared = (notifier, letters, counted, settings.max_alerts)
         member = MemberSettings(
             kafka=settings.kafka,
             group=settings.group_of(url),
             instance_id=settings.instance_id,
             session_timeout_s=settings.session_timeout_s,
         )
-        source = Source(TOPIC.name, lambda _: AlertmanagerPartition(shared), settings.from_, WHOLE)
+        source = Source(TOPIC.name, lambda _: AlertmanagerPartition(*shared), settings.from_, WHOLE)
         return notifier, GroupReader(member, [source], counted)

@@ -11,8 +11,8 @@
 | any other 4xx | refused; tried again too, if so many in a row are refused that the receiver refuses everything |
 
 State: the credentials as they are in their files by now; which requests are tried again, and why.
-On failure: tried again for as long as it takes. Whoever must give up sets ``abandon``, and gets ``Abandoned`` after the
-attempt that is under way; the request may be in then, or not.
+On failure: a request is tried again for as long as it takes. To give up, set ``abandon``: :class:`Abandoned` is raised
+after the attempt that is under way, and the receiver may have the request then, or not.
 """
 
 import asyncio

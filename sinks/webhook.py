@@ -19,7 +19,6 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from delivery.dead_letters import DeadLetters, Record, connecting
 from delivery.instruments import Instrument, Instruments
@@ -103,20 +102,11 @@ class Secret:
         return self._secret
 
 
-class WebhookShared(NamedTuple):
-    """What all partitions of a sink use together."""
-
-    receiver: Receiver
-    secret: Secret
-    letters: DeadLetters
-    outcomes: Outcomes
-
-
 class WebhookPartition:
-    """The handler of a partition."""
+    """The handler of a partition. All partitions of a sink share what it works with."""
 
-    def __init__(self, shared: WebhookShared) -> None:
-        self._shared = shared
+    def __init__(self, receiver: Receiver, secret: Secret, letters: DeadLetters, outcomes: Outcomes) -> None:
+        self._receiver, self._secret, self._letters, self._outcomes = receiver, secret, letters, outcomes
         self._transitions = Transitions()
         self._begun: deque[tuple[Record, asyncio.Task[Outcome]]] = deque()
         self._newest: dict[bytes | None, asyncio.Task[Outcome]] = {}
@@ -176,7 +166,7 @@ class WebhookPartition:
         offset = None
         while self._begun and self._begun[0][1].done():
             record, end = self._begun[0]
-            self._shared.outcomes.finish(end.result())
+            self._outcomes.finish(end.result())
             self._begun.popleft()
             if self._newest.get(record.key) is end:
                 del self._newest[record.key]
@@ -197,20 +187,20 @@ class WebhookPartition:
 
     async def _end(self, record: Record, before: asyncio.Task[Outcome] | None, abandon: asyncio.Event) -> Outcome:
         """Finish a record, when the one before of the same alert is. Raises Abandoned."""
-        shared, body = self._shared, record.value or b""
+        body = record.value or b""
         if before is not None:
             await asyncio.wait((before,))
             before.result()  # of one that was abandoned, that is raised here too
         try:
             alert = read(record)
         except Undecodable as error:
-            await shared.letters.bury(record, str(error), abandon)
+            await self._letters.bury(record, str(error), abandon)
             return "dead_lettered"
         outcome: Outcome = "duplicate"
         if alert is not None and self._transitions.is_news(alert):
-            refused = await shared.receiver.send(lambda: request(alert, body, shared.secret.now()), abandon)
+            refused = await self._receiver.send(lambda: request(alert, body, self._secret.now()), abandon)
             if refused is not None:
-                await shared.letters.bury(record, f"refused: {refused}", abandon)
+                await self._letters.bury(record, f"refused: {refused}", abandon)
             outcome = "delivered" if refused is None else "dead_lettered"
         self._transitions.learn(record, alert)
         return outcome
@@ -236,9 +226,8 @@ class WebhookSink:
         self._receiver = Receiver(
             settings.url, http.post, COMPONENT, made, at_once=settings.max_in_flight, most_refused=MOST_REFUSED
         )
-        letters = DeadLetters(sender, "sink webhook")
-        shared = WebhookShared(self._receiver, Secret(settings.secret_file), letters, counted)
-        source = Source(TOPIC.name, lambda _: WebhookPartition(shared), settings.from_, WHOLE)
+        shared = (self._receiver, Secret(settings.secret_file), DeadLetters(sender, "sink webhook"), counted)
+        source = Source(TOPIC.name, lambda _: WebhookPartition(*shared), settings.from_, WHOLE)
         self._reader = GroupReader(settings, [source], counted)
         try:
             async with connecting(sender):

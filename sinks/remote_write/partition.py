@@ -2,10 +2,10 @@
 
 In: records, in order. Out: requests, dead letters, the offset after each request.
 State, per node: the last sample's identity, and the open series. It changes only when a tick is settled.
-A request holds at most one tick of a node, so that whatever is sent twice, after a crash, a timeout or a refusal, is an
-exact duplicate of the newest sample of its series, which receivers take silently. A series that is missing from a tick
-ends there, with a staleness marker at the tick's time; those of a node that went silent end 1 ms after its last tick,
-so that whatever it still sends later is later.
+A request holds at most one tick of a node. So what is sent twice, after a crash, a timeout or a refusal, is an exact
+duplicate of the newest sample of its series, and receivers take that silently.
+A series that is missing from a tick ends with a staleness marker at the tick's time. The series of a node that went
+silent end 1 ms after its last tick, so that a tick that still comes is later than the marker.
 """
 
 import asyncio

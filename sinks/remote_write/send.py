@@ -1,11 +1,11 @@
-"""Sends one request after the other until the receiver accepts or refuses it: encoding, retries, which protocol it is.
+"""Sends a request until the receiver accepts or refuses it: encoding, retries, and which protocol the receiver speaks.
 
 In: groups of samples. Out: accepted, or why they were refused.
-State: the protocol that the receiver was found to speak; how many requests it accepted, and the last of them, which is
-sent again to learn whether the receiver accepts anything at all; why it does not.
-On failure: tried again for as long as it takes. A receiver that refuses everything is sent one small request now and
-then. Whoever must give up sets ``abandon``, and gets ``Abandoned`` after the attempt that is under way; the request may
-be in then, or not.
+State: the protocol; how many requests were accepted, and the last of them, which is sent again to learn whether the
+receiver accepts anything at all; why it does not.
+On failure: a request is tried again for as long as it takes. A receiver that refuses everything is sent one small
+request now and then. To give up, set ``abandon``: :class:`Abandoned` is raised after the attempt that is under way, and
+the receiver may have the request then, or not.
 """
 
 import asyncio

@@ -11,7 +11,7 @@ import pytest
 
 from delivery.dead_letters import Abandoned, DeadLetters
 from delivery.instruments import Instruments
-from sinks.alertmanager import COMPONENT, INSTRUMENTS, AlertmanagerPartition, AlertmanagerShared, Notifier
+from sinks.alertmanager import COMPONENT, INSTRUMENTS, AlertmanagerPartition, Notifier
 from sinks.outcomes import Outcomes
 from sinks.settings import AlertmanagerSettings
 from tests.eventually import eventually
@@ -36,8 +36,8 @@ class Setup:
         settings = AlertmanagerSettings(kafka="k:1", urls=("http://am:1",), max_alerts=max_alerts, resend_s=resend_s)
         self.notifier = Notifier("http://am:1", settings, manager.post, made, first_s=0.0)
         letters = DeadLetters(self.sender, "sink alertmanager")  # type: ignore[arg-type]
-        self.shared = AlertmanagerShared(self.notifier, letters, self.outcomes, max_alerts)
-        self.partition = AlertmanagerPartition(self.shared)
+        self.shared = (self.notifier, letters, self.outcomes, max_alerts)
+        self.partition = AlertmanagerPartition(*self.shared)
         self.abandon = asyncio.Event()
 
     async def deliver(self, records: Sequence[Read]) -> list[int]:
@@ -152,7 +152,7 @@ async def test_what_is_open_is_told_again_and_again_and_later_each_time() -> Non
 
 async def test_a_partition_that_is_taken_away_is_not_told_any_more() -> None:
     one = Setup(FakeAlertmanager(), resend_s=0.02)
-    stays, other = AlertmanagerPartition(one.shared), asyncio.Event()
+    stays, other = AlertmanagerPartition(*one.shared), asyncio.Event()
     stays.recall(records(firing("stays")))
     async with one.resending():
         await one.deliver(records(firing("leaves")))

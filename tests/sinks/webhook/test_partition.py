@@ -17,7 +17,7 @@ from delivery.dead_letters import Abandoned, DeadLetters
 from delivery.instruments import Instruments
 from sinks.outcomes import Outcomes
 from sinks.receiver import Receiver
-from sinks.webhook import AHEAD, COMPONENT, INSTRUMENTS, PENDING, Secret, WebhookPartition, WebhookShared
+from sinks.webhook import AHEAD, COMPONENT, INSTRUMENTS, PENDING, Secret, WebhookPartition
 from tests.eventually import eventually
 from tests.sinks.alerts import START_MS, alert, alert_record, deleted
 from tests.sinks.receivers import Scripted
@@ -42,8 +42,8 @@ class Setup:
             "http://h:1/hook", scripted.post, COMPONENT, made, at_once=at_once, most_refused=most_refused, first_s=0.0
         )
         letters = DeadLetters(self.sender, "sink webhook")  # type: ignore[arg-type]
-        self.shared = WebhookShared(receiver, secret or Secret(None), letters, self.outcomes)
-        self.partition = WebhookPartition(self.shared)
+        self.receiver = receiver
+        self.partition = WebhookPartition(receiver, secret or Secret(None), letters, self.outcomes)
         self.abandon = asyncio.Event()
 
     async def deliver(self, records: Sequence[Read]) -> list[int]:
@@ -223,7 +223,7 @@ async def test_a_receiver_that_refuses_everything_keeps_the_transitions() -> Non
     delivering = asyncio.ensure_future(one.deliver(records(*[alert(str(pod)) for pod in range(9)])))
     await eventually(lambda: len(one.scripted.got) > 30)
     assert one.ends() == {"dead_lettered": 3}
-    assert one.shared.receiver.failing == "it refuses everything: HTTP 400: said"
+    assert one.receiver.failing == "it refuses everything: HTTP 400: said"
     one.scripted.then = lambda _: 200
     await delivering
     await eventually(lambda: len(one.posted()) == 6)
