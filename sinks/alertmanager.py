@@ -17,7 +17,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import NamedTuple
 
@@ -29,7 +29,7 @@ from delivery.positions import WHOLE
 from delivery.sender import Sender
 from delivery.settings import MemberSettings
 from sinks import outcomes, receiver
-from sinks.alerts import Transitions, read
+from sinks.alerts import Transitions, batches, read
 from sinks.consumer import GroupReader, Source
 from sinks.outcomes import Outcomes, Undecodable
 from sinks.receiver import BACKOFF_FIRST_S, Http, Post, Receiver, Request
@@ -291,7 +291,7 @@ class AlertmanagerPartition:
         """
         notifier = self._notifier
         notifier.watch(self._active, abandon)
-        for some in self._requests(records):
+        for some in batches(records, self._max_alerts):
             reads = [self._read(record) for record in some]
             async with notifier.turn:
                 refused = await notifier.send([one.alert for one in reads if one.alert and one.is_news], abandon)
@@ -313,18 +313,6 @@ class AlertmanagerPartition:
         """The topic was created again."""
         self._transitions.clear()
         self._active.clear()
-
-    def _requests(self, records: Sequence[Record]) -> Iterator[list[Record]]:
-        some: list[Record] = []
-        keys: set[bytes | None] = set()
-        for record in records:
-            if record.key in keys or len(some) == self._max_alerts:
-                yield some
-                some, keys = [], set()
-            some.append(record)
-            keys.add(record.key)
-        if some:
-            yield some
 
     def _read(self, record: Record) -> _AlertmanagerRecord:
         try:

@@ -1,5 +1,7 @@
 """What sinks of gpu.alerts have in common: reading a record, and knowing which transitions are news."""
 
+from collections.abc import Iterable, Iterator
+
 from delivery.dead_letters import Record
 from sinks.outcomes import Undecodable, decoded
 from topics.alerts import MAX_TIME_MS, TOPIC, Alert, milliseconds
@@ -20,6 +22,20 @@ def read(record: Record) -> Alert | None:
     if any(at is not None and not 0 <= milliseconds(at) <= MAX_TIME_MS for at in (alert.starts_at, alert.ends_at)):
         raise Undecodable(f"not a record of {TOPIC.name}: of a time before 1970 or after 9999")
     return alert
+
+
+def batches(records: Iterable[Record], most: int) -> Iterator[list[Record]]:
+    """At most so many records at a time, and of each alert only one: the next waits until this one is settled."""
+    some: list[Record] = []
+    keys: set[bytes | None] = set()
+    for record in records:
+        if record.key in keys or len(some) == most:
+            yield some
+            some, keys = [], set()
+        some.append(record)
+        keys.add(record.key)
+    if some:
+        yield some
 
 
 class Transitions:

@@ -13,14 +13,14 @@ A request holds at most one sample of a series, as those of gpu.attributed do an
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from delivery.dead_letters import Record
-from sinks.alerts import read
+from sinks.alerts import batches, read
 from sinks.outcomes import Outcome, Undecodable
-from sinks.remote_write.partition import RemoteWriteShared, describe
+from sinks.remote_write.partition import RemoteWriteShared
 from sinks.remote_write.policy import UNTIMELY
 from sinks.remote_write.refusals import LEFT_OUT, Delivered
 from sinks.series.labels import MAX_LABELS, Labels, sanitised, sanitised_name
@@ -221,7 +221,8 @@ class AlertPartition:
         """Write the alerts' starts and ends, batch by batch; dead letters first, so that nothing is counted that may
         be repeated."""
         shared = self._shared
-        for batch in self._batches(records):
+        for some in batches(records, shared.max_samples):
+            batch = [self._read(record) for record in some]
             results = iter(await self._write([one.change for one in batch if one.change], abandon))
             ends = []
             for one in batch:
@@ -237,7 +238,7 @@ class AlertPartition:
                     if outcome == "delivered" and change.groups and change.groups[-1].values is _END:
                         shared.instruments.counter("gpustream_remote_write_markers_total").inc()
                 shared.outcomes.finish(outcome, why)
-            yield batch[-1].record.offset + 1
+            yield some[-1].offset + 1
 
     async def quiet(self, abandon: asyncio.Event) -> None:
         """Write again what fires."""
@@ -253,26 +254,15 @@ class AlertPartition:
         """The topic was created again."""
         self._series.clear()
 
-    def _batches(self, records: Sequence[Record]) -> Iterator[list[_AlertRecord]]:
-        """Cut the records before an alert's second one. Made only when the last batch is settled."""
-        batch: list[_AlertRecord] = []
-        keys: set[bytes | None] = set()
-        for record in records:
-            if record.key in keys or len(batch) >= self._shared.max_samples:
-                yield batch
-                batch, keys = [], set()
-            keys.add(record.key)
-            fingerprint = _fingerprint(record)
-            try:
-                alert = read(record)
-                change = None
-                if not self._series.is_replay(fingerprint, alert):
-                    change = self._series.change(fingerprint, alert, record.timestamp, self._now_ms())
-                batch.append(_AlertRecord(record, change))
-            except Undecodable as error:
-                batch.append(_AlertRecord(record, error=str(error)))
-        if batch:
-            yield batch
+    def _read(self, record: Record) -> _AlertRecord:
+        fingerprint = _fingerprint(record)
+        try:
+            alert = read(record)
+        except Undecodable as error:
+            return _AlertRecord(record, error=str(error))
+        if self._series.is_replay(fingerprint, alert):
+            return _AlertRecord(record)
+        return _AlertRecord(record, self._series.change(fingerprint, alert, record.timestamp, self._now_ms()))
 
     async def _write(self, changes: Sequence[Change], abandon: asyncio.Event) -> list[Delivered]:
         """Write changes of different alerts, the earlier samples of each first; a request has one of each series."""
@@ -310,7 +300,7 @@ def _outcome(one: _AlertRecord, result: Delivered | None) -> tuple[Outcome, str]
     if one.change is None or result is None:
         return "duplicate", ""
     if not {refusal.reason for _, refusal in result.refused} <= UNTIMELY:
-        return "dead_lettered", describe(result)
+        return "dead_lettered", result.describe()
     reasons = [(group.ts_ms, refusal.reason) for group, refusal in result.refused]
     reasons += [(group.ts_ms, LEFT_OUT) for group, _ in result.left_out]
     late = [reason for ts_ms, reason in reasons if ts_ms == one.change.groups[-1].ts_ms]

@@ -30,7 +30,6 @@ from topics.topic import decoder
 _MAX_MS = 2**63 - 1
 _FORGET_AFTER_S = 24 * 3600
 _SILENT_NODES = 64
-_SERIES_NAMED = 3
 _decode = decoder(AttributedSample)
 
 NodeKey = tuple[str, str]
@@ -280,16 +279,4 @@ def _outcome(read: _TickRecord, result: Delivered | None) -> tuple[Outcome, str]
     reasons = {refusal.reason for _, refusal in result.refused}
     if reasons <= UNTIMELY:
         return "dropped", min(reasons)
-    return "dead_lettered", describe(result)
-
-
-def describe(result: Delivered) -> str:
-    """One line on what was refused: what was said, and which series, the first few of them by name and labels."""
-    refusal = result.refused[0][1]
-    names = []
-    for group, _ in result.refused:
-        for row in group.series.rows:
-            pairs = ",".join(f'{name}="{value[:64]}"' for name, value in sorted((*group.series.labels, *row.labels)))
-            names.append(f"{row.name}{{{pairs}}}")
-    more = f" and {len(names) - _SERIES_NAMED} more series" if len(names) > _SERIES_NAMED else ""
-    return f"{refusal.reason}: {refusal.text}: {', '.join(names[:_SERIES_NAMED])}{more}"
+    return "dead_lettered", result.describe()

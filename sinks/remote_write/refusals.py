@@ -40,6 +40,8 @@ LEFT_OUT_S = 600.0
 GROWS_EVERY_S = 60.0
 """So often the size of requests grows by a tenth, while such requests are accepted."""
 
+_SERIES_NAMED = 3
+
 Refused = tuple[SampleGroup, Refusal]
 """Series of one device, and why they are refused."""
 
@@ -151,6 +153,19 @@ class Delivered:
         """Whether the tick has series, and none of them was accepted."""
         refused = (*self.refused, *self.left_out)
         return bool(refused) and samples_of(group for group, _ in refused) == samples_of(tick)
+
+    def describe(self) -> str:
+        """One line on what was refused: what was said, and which series, the first few of them by name and labels."""
+        refusal = self.refused[0][1]
+        names = []
+        for group, _ in self.refused:
+            for row in group.series.rows:
+                pairs = ",".join(
+                    [f'{name}="{text[:64]}"' for name, text in sorted((*group.series.labels, *row.labels))]
+                )
+                names.append(f"{row.name}{{{pairs}}}")
+        more = f" and {len(names) - _SERIES_NAMED} more series" if len(names) > _SERIES_NAMED else ""
+        return f"{refusal.reason}: {refusal.text}: {', '.join(names[:_SERIES_NAMED])}{more}"
 
 
 class Deliverer:
