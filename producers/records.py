@@ -59,7 +59,7 @@ def snapshot(*, cluster: str, node: str, run_id: int, seq: int, ts_ms: int, cont
 
 
 def workloads(*, cluster: str, node: str, epoch: int, seq: int, ts_ms: int, content: bytes) -> bytes:
-    """What the API server knows of a node's pods; ``content`` is what :func:`workloads_content` made of it."""
+    """What the API server knows of a node's pods; ``content`` is an encoded :class:`WorkloadsContent`."""
     head = {"schema": SCHEMA, "cluster": cluster, "node": node, "epoch": epoch, "seq": seq, "ts_ms": ts_ms}
     return _dumps(head)[:-1] + b"," + content[1:]
 
@@ -75,21 +75,28 @@ def containers_content(containers: Iterable[Mapping[str, Any]]) -> bytes:
     return _dumps(sorted(rows, key=order), sort_keys=True)
 
 
-def workloads_content(
-    node_labels: Mapping[str, str],
-    pods: Iterable[Mapping[str, Any]],
-    dra_devices: Iterable[Mapping[str, Any]] = (),
-    admin_claims: Iterable[Mapping[str, Any]] = (),
-    *,
-    removed: bool = False,
-) -> bytes:
-    """What a gpu.workloads record says beside its numbers, in one order, so that equal content is equal bytes."""
-    rows = sorted((_present(pod) for pod in pods), key=lambda pod: (pod["namespace"], pod["name"], pod["uid"]))
-    dra = sorted((_present(row) for row in dra_devices), key=lambda row: (row["driver"], row["pool"], row["device"]))
-    content = {"node_labels": dict(node_labels), "pods": rows, "dra_devices": dra}
-    if admin := sorted(map(dict, admin_claims), key=lambda row: sorted(row.items())):
-        content["admin_claims"] = admin
-    return _dumps(content | {"removed": True} if removed else content, sort_keys=True)
+class WorkloadsContent(NamedTuple):
+    """What a gpu.workloads record says of a node beside its numbers.
+
+    ``pods``, ``dra_devices`` and ``admin_claims`` are dicts as in the record; ``removed``: there is no such node any
+    more. ``shed`` is not in the record: how many pods had no room in it, or none for their labels and annotations.
+    """
+
+    node_labels: Mapping[str, str]
+    pods: Sequence[Mapping[str, Any]]
+    dra_devices: Sequence[Mapping[str, Any]] = ()
+    admin_claims: Sequence[Mapping[str, Any]] = ()
+    removed: bool = False
+    shed: int = 0
+
+    def encoded(self) -> bytes:
+        """It in one order, so that equal content is equal bytes. Raises Unencodable."""
+        rows = sorted(map(_present, self.pods), key=lambda pod: (pod["namespace"], pod["name"], pod["uid"]))
+        dra = sorted(map(_present, self.dra_devices), key=lambda row: (row["driver"], row["pool"], row["device"]))
+        content = {"node_labels": dict(self.node_labels), "pods": rows, "dra_devices": dra}
+        if admin := sorted(map(dict, self.admin_claims), key=lambda row: sorted(row.items())):
+            content["admin_claims"] = admin
+        return _dumps(content | {"removed": True} if self.removed else content, sort_keys=True)
 
 
 def _device(device: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -12,7 +12,7 @@ the number of pods, and not with its square.
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from delivery.instruments import Instruments
 from delivery.sender import Sender
 from producers import records
 from producers.publisher import LARGEST_VALUE_BYTES, RESEND_S, WORKLOADS, WORKLOADS_DROPPED
+from producers.records import WorkloadsContent
 from topics import workloads
 from topics.topic import node_key
 
@@ -35,19 +36,14 @@ Row = Mapping[str, Any]
 
 @dataclass(slots=True)
 class _KnownNode:
-    """What is known of a node. ``unsent`` are the pods whose end, or what is known of them since, was not sent yet.
-
-    ``present`` is the content of a record without the pods that ended; ``whole``: the next record has all of those.
+    """What is known of a node. ``running`` has the pods that run, and ``present`` is the same encoded; ``unsent`` are
+    the pods whose end, or what is known of them since, was not sent yet; ``whole``: the next record has all that ended.
     """
 
     seq: int
     ts_ms: int
-    node_labels: Mapping[str, str]
-    running: list[Row]
+    running: WorkloadsContent
     ended: dict[str, Row]
-    dra_devices: list[Row]
-    admin_claims: list[Row]
-    removed: bool
     present: bytes = b""
     sent: dict[str, Row] = field(default_factory=dict)
     whole: bool = True
@@ -56,18 +52,11 @@ class _KnownNode:
     def unsent(self) -> dict[str, Row]:
         return {uid: row for uid, row in self.ended.items() if self.sent.get(uid) != row}
 
-    def content(self, ended: Iterable[Row]) -> bytes:
-        """What a record says that has these of the ended pods. Raises Unencodable."""
-        pods = [*self.running, *ended]
-        return records.workloads_content(
-            self.node_labels, pods, self.dra_devices, self.admin_claims, removed=self.removed
-        )
-
 
 class WorkloadsPublisher:
     """The sending half of a cluster's workloads. Call :meth:`publish` on news, and keep :meth:`run` running beside it.
 
-    ``epoch`` is that of the leader that writes. ``clock`` gives seconds and never steps back. Raises ValueError where
+    ``epoch`` is that of the leader that writes. ``clock`` gives seconds and never steps back. Raises ValueError if
     ``cluster`` can't be a name.
     """
 
@@ -94,38 +83,22 @@ class WorkloadsPublisher:
         self._empty.set()
         self._checked_s = clock()
 
-    def publish(
-        self,
-        ts_ms: int,
-        node: str,
-        node_labels: Mapping[str, str],
-        pods: Iterable[Row],
-        dra_devices: Iterable[Row] = (),
-        admin_claims: Iterable[Row] = (),
-        *,
-        removed: bool = False,
-    ) -> int | None:
+    def publish(self, ts_ms: int, node: str, content: WorkloadsContent) -> int | None:
         """Take what is known of a node at ``ts_ms``, without waiting; gives its ``seq``, or None if nothing changed.
 
-        ``pods`` are those that run and those that ended within half an hour. They, ``dra_devices`` and ``admin_claims``
-        are dicts as in gpu.workloads, and are not changed any more; ``removed``: there is no such node any more. Raises
+        Its pods are those that run and those that ended within half an hour; no row is changed any more. Raises
         ValueError if ``node`` can't be a name.
         """
         last = self._nodes.get(node)
         self._leaving.discard(node)
-        rows = list(pods)
         known = _KnownNode(
             seq=last.seq + 1 if last else self._least_seq,
             ts_ms=ts_ms,
-            node_labels=node_labels,
-            running=[row for row in rows if row.get("ended_ms") is None],
-            ended={row["uid"]: row for row in rows if row.get("ended_ms") is not None},
-            dra_devices=list(dra_devices),
-            admin_claims=list(admin_claims),
-            removed=removed,
+            running=content._replace(pods=[row for row in content.pods if row.get("ended_ms") is None]),
+            ended={row["uid"]: row for row in content.pods if row.get("ended_ms") is not None},
         )
         try:
-            known.present = known.content(())
+            known.present = known.running.encoded()
         except records.Unencodable:
             self._count_dropped("unencodable")
             return None
@@ -214,7 +187,7 @@ class WorkloadsPublisher:
                 epoch=self._epoch,
                 seq=known.seq,
                 ts_ms=known.ts_ms,
-                content=known.content(rows),
+                content=known.running._replace(pods=[*known.running.pods, *rows]).encoded(),
             )
             problem = "too_large" if len(value) > LARGEST_VALUE_BYTES else ""
         except records.Unencodable:

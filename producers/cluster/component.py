@@ -284,9 +284,8 @@ class ClusterProducer:
                 content = self._state.take(node, limiter.held(self._state.awaits(node), now_s))
                 if content is not None:
                     self._instruments.counter(own.SHED).inc(content.shed)
-                    about = content.node_labels, content.pods, content.dra_devices, content.admin_claims
-                    publisher.publish(_now_ms(), node, *about, removed=content.last)
-                    if content.last:
+                    publisher.publish(_now_ms(), node, content)
+                    if content.removed:
                         publisher.forget(node)
                 limiter.published(node, now_s)
             if len(due.nodes) > AT_ONCE:

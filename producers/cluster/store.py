@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import msgspec
 import orjson
 
-from producers import records
 from producers.cluster import devices, objects, pods
 from producers.cluster.devices import Claims, PoolName, Slices
 from producers.cluster.objects import LABEL_BOUNDS, AllowList, Labels, Selection
@@ -21,6 +20,7 @@ from producers.cluster.owners import UNKNOWN, Chain
 from producers.cluster.pods import Change, KnownPod, Pods
 from producers.cluster.takeover import PublishedNode
 from producers.publisher import LARGEST_VALUE_BYTES
+from producers.records import WorkloadsContent, checked_name
 from topics.workloads import Owner, Pod
 
 JsonDict = dict[str, Any]
@@ -30,18 +30,6 @@ _POLICIES = AllowList(("gpustream.dev/*",), LABEL_BOUNDS)
 
 HEAD_BYTES = 4096
 """What a record has beside its pods, devices and labels, generously."""
-
-
-class Content(NamedTuple):
-    """What a record says of a node. ``last``: the node is gone. ``shed`` is how many pods had no room, or none for
-    their labels and annotations."""
-
-    node_labels: Labels
-    pods: list[JsonDict]
-    dra_devices: list[JsonDict]
-    admin_claims: list[JsonDict]
-    last: bool
-    shed: int
 
 
 class Namespace(NamedTuple):
@@ -110,7 +98,7 @@ class Store:
         known = self.pods.on_node(node)
         return [pod.uid for pod in known if pod.uid not in self._published and not self._chain(pod).complete]
 
-    def take(self, node: str, held: Collection[str] = ()) -> Content | None:
+    def take(self, node: str, held: Collection[str] = ()) -> WorkloadsContent | None:
         """What is to be published of a node now; None if there is no such node.
 
         The pods that are ``held`` are left out, and the node stays due.
@@ -135,7 +123,7 @@ class Store:
                 rows.append(_row(pod, ended_ms, chain, self.namespaces.get(pod.namespace, _NO_NAMESPACE)))
         rows += [row for uid, row in self._past.get(node, {}).items() if self.pods.get(uid) is None]
         fitting, shed = fit(rows, LARGEST_VALUE_BYTES - HEAD_BYTES - sum(map(_size, (dra, admin, labels))))
-        return Content(labels or {}, fitting, dra, admin, not here, shed)
+        return WorkloadsContent(labels or {}, fitting, dra, admin, not here, shed)
 
     def put_pod(self, pod: objects.Pod, now_ms: int) -> int:
         """A pod as it is now; gives how many of its labels and annotations were cut or left out since it last was."""
@@ -154,7 +142,7 @@ class Store:
     def put_node(self, name: str, labels: Mapping[str, str] | None) -> None:
         """A node as it is now; raises ValueError if a record can't have its name."""
         kept = self._selection.node_labels.keep(labels).entries
-        self._gone_ms.pop(records.checked_name("node", name), None)
+        self._gone_ms.pop(checked_name("node", name), None)
         if self.nodes.get(name) != kept:
             self.nodes[name] = kept
             self._mark([name])

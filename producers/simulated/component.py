@@ -22,6 +22,7 @@ from delivery.sender import Sender
 from delivery.topic_admin import TopicCheck
 from producers.publisher import INSTRUMENTS as SHARED_INSTRUMENTS
 from producers.publisher import NodePublisher, first_failure, not_sent
+from producers.records import WorkloadsContent
 from producers.retry_buffer import RetryBuffer
 from producers.simulated.config import SimulatedSettings
 from producers.simulated.fleet import Fleet, JsonDict, NodeReading, parse_size
@@ -212,7 +213,7 @@ class SimulatedFleet:
             node = self._nodes[index]
             for known in node.news(elapsed_ms, self._clock.start_ms):
                 ts_ms = self._clock.start_ms + known.at_ms
-                self._workloads.publish(ts_ms, node.name, node.machine.labels, known.pods)
+                self._workloads.publish(ts_ms, node.name, WorkloadsContent(node.machine.labels, known.pods))
             coming_ms = node.next_news_ms()
             if coming_ms is not None:
                 heapq.heappush(due, (max(coming_ms, elapsed_ms + 1), index))

@@ -31,7 +31,7 @@ async def main(pods: int, nodes: int) -> None:
         cluster.expire(now_ms)
         for node in cluster.changed():
             if content := cluster.take(node):
-                publisher.publish(now_ms, node, content.node_labels, content.pods)
+                publisher.publish(now_ms, node, content)
         publisher.queue_overdue()
         await settle(2 * nodes + 4)
 

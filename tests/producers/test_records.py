@@ -79,7 +79,7 @@ def test_the_order_of_a_kubelets_answer_is_no_difference() -> None:
 
 def test_workloads_decode_to_what_the_api_server_knows() -> None:
     pod = {"namespace": "ml", "name": "a-0", "uid": "u", "started_ms": 5, "ended_ms": None, "labels": {"app": "a"}}
-    content = records.workloads_content({"zone": "a"}, [pod])
+    content = records.WorkloadsContent({"zone": "a"}, [pod]).encoded()
     known = msgspec.json.decode(records.workloads(**WHO, epoch=3, seq=1, ts_ms=9, content=content), type=NodeWorkloads)
 
     assert (known.epoch, known.seq, known.node_labels) == (3, 1, {"zone": "a"})
@@ -87,7 +87,8 @@ def test_workloads_decode_to_what_the_api_server_knows() -> None:
 
 
 def test_a_node_that_was_removed_says_so_and_another_nothing_of_it() -> None:
-    here, gone = records.workloads_content({}, []), records.workloads_content({}, [], removed=True)
+    content = records.WorkloadsContent({}, [])
+    here, gone = content.encoded(), content._replace(removed=True).encoded()
     last = msgspec.json.decode(records.workloads(**WHO, epoch=3, seq=2, ts_ms=9, content=gone), type=NodeWorkloads)
 
     assert last.removed

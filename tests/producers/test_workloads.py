@@ -7,6 +7,7 @@ import pytest
 
 from producers import publisher as names
 from producers.publisher import LARGEST_VALUE_BYTES, RESEND_S
+from producers.records import WorkloadsContent
 from producers.workloads import MAX_IN_FLIGHT, WorkloadsPublisher
 from tests.producers.fakes import FakeClock, FakeSender, instruments, running, settle, value
 
@@ -27,7 +28,7 @@ class Bench:
         self.publisher = WorkloadsPublisher(self.sender, self.instruments, cluster="prod", epoch=5, clock=self.clock)
 
     def publish(self, node: str, *pods: str, ts_ms: int = 1) -> int | None:
-        return self.publisher.publish(ts_ms, node, {"zone": "a"}, _pods(*pods))
+        return self.publisher.publish(ts_ms, node, WorkloadsContent({"zone": "a"}, _pods(*pods)))
 
     def sent(self) -> list[tuple[str, int, list[str]]]:
         records = self.sender.of(WORKLOADS)
@@ -89,7 +90,7 @@ async def test_an_ended_pod_is_in_the_record_that_ends_it_and_in_those_of_every_
         for number in range(60):  # a change every 10 s, so that nothing is ever quiet for five minutes
             ended = ["a"] if number > 0 else []
             running_now = [f"p{number}", *(() if ended else ["a"])]
-            bench.publisher.publish(number, "n1", {}, [*_pods(*running_now), *_ended(*ended)])
+            bench.publisher.publish(number, "n1", WorkloadsContent({}, [*_pods(*running_now), *_ended(*ended)]))
             await settle()
             bench.clock.now_s += 10.0
             await settle()
@@ -102,7 +103,7 @@ async def test_an_ended_pod_is_in_the_record_that_ends_it_and_in_those_of_every_
 async def test_what_comes_to_be_known_of_an_ended_pod_is_sent() -> None:
     async with running(Bench()) as bench:
         for at_ms in (5, 5, 4):
-            bench.publisher.publish(1, "n1", {}, _ended("a", at_ms=at_ms))
+            bench.publisher.publish(1, "n1", WorkloadsContent({}, _ended("a", at_ms=at_ms)))
             await settle()
 
     assert [record["pods"][0]["ended_ms"] for record in bench.sender.of(WORKLOADS)] == [5, 4]
@@ -114,7 +115,7 @@ async def test_no_end_is_lost_to_a_broker_that_is_away() -> None:
             bench.publish(f"n{number}", "a")
         await settle(2 * MAX_IN_FLIGHT)
         for ended in ("a", "ab", "abc"):
-            bench.publisher.publish(1, "n0", {}, [*_pods("d"), *_ended(*ended)])
+            bench.publisher.publish(1, "n0", WorkloadsContent({}, [*_pods("d"), *_ended(*ended)]))
             await settle()
         bench.sender.prompt = True
         bench.sender.acknowledge()
@@ -130,7 +131,7 @@ async def test_what_short_pods_cost_grows_with_their_number_and_not_with_its_squ
         for number in range(pods):
             pod = f"pod-{number}"
             for row in (_pods(pod), _ended(pod)):
-                bench.publisher.publish(number, "n1", {}, [*row, *_ended(*gone)])
+                bench.publisher.publish(number, "n1", WorkloadsContent({}, [*row, *_ended(*gone)]))
                 await settle(2)
             gone.append(pod)
 

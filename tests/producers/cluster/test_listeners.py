@@ -37,7 +37,7 @@ class Bench:
 
     def pods_of(self, node: str) -> list[dict[str, Any]]:
         content = self.state.take(node)
-        return [] if content is None else content.pods
+        return [] if content is None else [*map(dict, content.pods)]
 
     def ends(self) -> dict[str, int | None]:
         return {pod.uid: pod.ended_ms for pod in self.state.pods}
@@ -186,7 +186,7 @@ def test_a_node_that_a_full_list_does_not_have_is_gone_but_not_one_that_could_no
     bench.nodes.complete()
 
     contents = [bench.state.take(node) for node in ("n1", "n2", "n3")]
-    assert [content and content.last for content in contents] == [True, False, False]
+    assert [content and content.removed for content in contents] == [True, False, False]
 
 
 def test_slices_that_a_full_list_does_not_have_are_gone() -> None:

@@ -17,9 +17,10 @@ from producers.cluster.instruments import INSTRUMENTS
 from producers.cluster.owners import Chain
 from producers.cluster.pods import KEPT_MS
 from producers.cluster.reflector import Listener
-from producers.cluster.store import Content, Store, fit
+from producers.cluster.store import Store, fit
 from producers.cluster.takeover import PublishedNode
 from producers.publisher import LARGEST_VALUE_BYTES
+from producers.records import WorkloadsContent
 from tests.producers.cluster.made import START_MS, Follower, claim, named, over, pod, raw, slice_, state
 from topics.allocations import Claim
 from topics.topic import decoder
@@ -31,19 +32,18 @@ DEPLOYMENT = Owner("apps/v1", "Deployment", "llm", "dep-1")
 CHAIN = Chain((RS, DEPLOYMENT), complete=True)
 
 
-def told(of: Store, node: str = "n1") -> Content:
+def told(of: Store, node: str = "n1") -> WorkloadsContent:
     content = of.take(node)
     assert content is not None
     return content
 
 
 def row(of: Store, node: str = "n1", number: int = 0) -> dict[str, Any]:
-    return told(of, node).pods[number]
+    return dict(told(of, node).pods[number])
 
 
-def encoded(content: Content, node: str = "n1") -> bytes:
-    rows = records.workloads_content(content.node_labels, content.pods, content.dra_devices, content.admin_claims)
-    return records.workloads(cluster="prod", node=node, epoch=1, seq=1, ts_ms=NOW, content=rows)
+def encoded(content: WorkloadsContent, node: str = "n1") -> bytes:
+    return records.workloads(cluster="prod", node=node, epoch=1, seq=1, ts_ms=NOW, content=content.encoded())
 
 
 def test_a_gpu_pod_is_told_of_with_all_that_is_known() -> None:
@@ -155,7 +155,7 @@ def test_node_labels_are_those_of_the_allow_list() -> None:
 
 
 def test_a_node_that_has_no_pods_is_told_of_too() -> None:
-    assert told(state("n1")) == Content({}, [], [], [], last=False, shed=0)
+    assert told(state("n1")) == WorkloadsContent({}, [], [], [])
 
 
 def test_a_pod_on_a_node_that_is_not_there_is_told_of_when_it_comes() -> None:
@@ -174,7 +174,7 @@ def test_the_last_record_of_a_node_says_that_its_pods_ended() -> None:
     cluster.remove_node("n1", NOW + 5)
     last = told(cluster)
 
-    assert (last.last, last.pods[0]["ended_ms"], last.dra_devices) == (True, NOW + 5, [])
+    assert (last.removed, last.pods[0]["ended_ms"], last.dra_devices) == (True, NOW + 5, [])
     assert (cluster.take("n1"), cluster.changed()) == (None, [])
 
 
@@ -195,7 +195,7 @@ def test_a_node_that_was_away_for_a_moment_never_left() -> None:
     cluster.put_node("n1", {})
     content = told(cluster)
 
-    assert (content.last, content.pods[0]["ended_ms"]) == (False, None)
+    assert (content.removed, content.pods[0]["ended_ms"]) == (False, None)
 
 
 def test_a_node_whose_name_no_record_can_have_is_refused() -> None:
@@ -392,7 +392,7 @@ def test_a_node_that_left_while_nobody_led_is_said_to_be_gone_with_its_pods() ->
 
     assert set(cluster.changed()) == {"n1", "n2"}
     last = told(cluster, "n2")
-    assert (last.last, [row["ended_ms"] for row in last.pods]) == (True, [NOW])
+    assert (last.removed, [row["ended_ms"] for row in last.pods]) == (True, [NOW])
 
 
 Event = tuple[str, Any]
@@ -477,7 +477,7 @@ def _alive(cluster: Store) -> dict[str, Any]:
             sorted(content.admin_claims, key=lambda row: (row["claim"], row["device"])),
         )
         for node, content in told.items()
-        if content and not content.last
+        if content and not content.removed
     }
 
 

@@ -9,6 +9,7 @@ import orjson
 from hypothesis import given
 
 from producers.publisher import RESEND_S
+from producers.records import WorkloadsContent
 from producers.workloads import WorkloadsPublisher
 from streams.attribution.workloads import AsOf, Knowledge, learn
 from tests.producers.fakes import FakeClock, FakeSender, instruments, settle
@@ -47,7 +48,7 @@ async def _logs(events: Sequence[tuple[int, int]], times_ms: Sequence[int]) -> t
         clock.now_s = 1000.0 + at_ms / 1000
         publisher.queue_overdue()
         rows = _rows(events, at_ms)
-        publisher.publish(at_ms, "n", {}, rows)
+        publisher.publish(at_ms, "n", WorkloadsContent({}, rows))
         await settle(6)
         record = {"schema": 1, "cluster": "c", "node": "n", "epoch": 1, "seq": len(whole) + 1, "ts_ms": at_ms}
         whole.append((at_ms, _decode(orjson.dumps({**record, "pods": rows}))))
