@@ -131,11 +131,7 @@ class Attribution:
         topics = await self._check.passed(stop)
         if topics is None:
             return
-        reads = Reads(
-            inputs=(SAMPLES,),
-            states=(ALLOCATIONS, WORKLOADS),
-            partitions=topics.partitions,
-        )
+        reads = Reads(inputs=(SAMPLES,), states=(ALLOCATIONS, WORKLOADS), partitions=topics.partitions)
         joiner = Joiner(self.instruments, grace_s=s.grace_s, partitions=topics.partitions[SAMPLES])
         app = self._app = joiner.app = ReaderApp(s, reads, joiner, fail=self._fail)
         await run_worker(app, joiner, stop, name=self.name, failed="the join failed")
@@ -154,12 +150,7 @@ class Joiner:
     app: ReaderApp
 
     def __init__(
-        self,
-        instruments: Instruments,
-        *,
-        grace_s: float,
-        partitions: int,
-        clock: Callable[[], float] = time.monotonic,
+        self, instruments: Instruments, *, grace_s: float, partitions: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._instruments, self._grace_s, self._clock = instruments, grace_s, clock
         self._books = Bookkeeping(instruments, stage="attribution", partitions=partitions)
@@ -314,7 +305,15 @@ class Joiner:
                     self._ask_for_workloads(partition, key, now_s)
                     if join.wants_end(self._state(partition, key), now_s, self._grace_s):
                         self.app.ask_ends()
-        self._observe()
+        gauge = self._instruments.gauge
+        pending = sum(len(self._states[p][key].pending) for p, keys in self._pending.items() for key in keys)
+        gauge("gpustream_attribution_held_ticks").set(pending)
+        for watermark in self._watermarks.values():
+            if watermark.misordered:
+                self._instruments.counter("gpustream_attribution_misordered_workloads_total").inc(watermark.misordered)
+                watermark.misordered = 0
+        gauge("gpustream_attribution_nodes").set(sum(len(states) for states in self._states.values()))
+        self._books.observe(self.app.reader)
 
     def _ask_for_workloads(self, partition: int, key: bytes, now_s: float) -> None:
         """Ask where the workloads end, as soon as the answer lets a node's first pending tick go."""
@@ -371,14 +370,3 @@ class Joiner:
             self._wake.set()
         for topic, lag in lags.items():
             self._instruments.gauge("gpustream_attribution_lag_records", topic).set(lag)
-
-    def _observe(self) -> None:
-        gauge = self._instruments.gauge
-        pending = sum(len(self._states[p][key].pending) for p, keys in self._pending.items() for key in keys)
-        gauge("gpustream_attribution_held_ticks").set(pending)
-        for watermark in self._watermarks.values():
-            if watermark.misordered:
-                self._instruments.counter("gpustream_attribution_misordered_workloads_total").inc(watermark.misordered)
-                watermark.misordered = 0
-        gauge("gpustream_attribution_nodes").set(sum(len(states) for states in self._states.values()))
-        self._books.observe(self.app.reader)
