@@ -1,20 +1,20 @@
 """Reads inputs and state without losing a record, whatever the group does.
 
 In: the records of assigned partitions. Out: batches for an agent, and commits of finished prefixes.
-State: a ledger of what was read and is not finished, and what this process holds of the state topics.
+State: a ledger of the records that were read and are not finished, and how far this process has read the state topics.
 
-- Positions are set by one loop alone, each partition explicitly, and until then nothing is taken.
-- The same loop seeks and fetches, so a record out of sequence is one that the log gives: before it is a hole (ends of
-  transactions, compaction), or what was deleted, which is counted. A log that goes on before what was read is another
-  log, and positions are set again.
-- Inputs wait until the state of their partition has been learned to where it ended at the assignment.
-- Only finished prefixes are committed, and no commit outlives the assignment that it was made for. Those of inputs are
-  the place to go on from; those of state, which is read again, the place before which what is malformed has its dead
-  letter.
-- Whatever is awaited may come back in another epoch, and is then worth nothing.
+- One loop alone sets the positions, each partition explicitly. Nothing is taken before that.
+- The same loop seeks and fetches, so if offsets are missing before a record, they are missing in the log: a hole (ends
+  of transactions, compaction), or records that were deleted, which are counted. If a log goes on before an offset that
+  was read, it is another log, and positions are set again.
+- Inputs wait until the state of their partition has been read to where it ended at the assignment.
+- Only finished prefixes are committed, and no commit outlives the assignment that it was made for. The commit of an
+  input says where to go on. State is read again at each start: its commit says up to where each malformed record has
+  its dead letter.
+- Whatever is awaited may return in another epoch. Then its result is not used.
 
-On failure: what the broker may yet answer is tried again; anything else ends the process, and reading again is the
-recovery.
+On failure: a request that the broker may yet answer is repeated; anything else ends the process, and reading again is
+the recovery.
 """
 
 import asyncio
@@ -66,7 +66,7 @@ class Stage(Protocol):
     """What works on the records. It is notified of everything that ends or bounds that work."""
 
     def forget(self) -> None:
-        """Drop what is unfinished: the partitions go, or are read again."""
+        """Drop what is unfinished: the partitions are taken away, or read again."""
 
     def drop(self, partitions: frozenset[int]) -> None:
         """Drop the state of these partition numbers."""
@@ -140,7 +140,7 @@ class Reader:
     # -- assignment
 
     async def revoked(self) -> None:
-        """Partitions go: commit what is finished, in bounded time, and let everything else go.
+        """The partitions are taken away: commit what is finished, in bounded time, and drop everything else.
 
         A commit that is still under way after that is ended: with the next assignment it would count for partitions
         that another worker may have then.
@@ -215,9 +215,9 @@ class Reader:
     async def _read(self) -> None:
         """Fetch once, and take what came: state first.
 
-        State is fetched always, an input once its state is learned, and none while too many bytes are open. Of what
-        gave no records the client's position is followed past what no reader is given, or a log that ends in such
-        offsets would never be read to its end.
+        State is fetched always, an input once its state is learned, and none while too many bytes are open.
+        A partition without records is followed to the client's position, past offsets that hold no record for a reader:
+        a log that ends in such offsets would never be read to its end otherwise.
         """
         if self._waiting:
             self._waiting &= {tp.partition for tp in self.pending_states()}

@@ -1,6 +1,6 @@
 """Who holds each device of a tick: by a snapshot of the node's containers, and by the processes on the device.
 
-In: a snapshot, the devices of a tick, and what is known of the pods. Out: the holders of each device. Pure.
+In: a snapshot, the devices of a tick, and the pods. Out: the holders of each device. Pure.
 
 **HAMi** gives each GPU several slots, ``GPU-<uuid>-<N>``. The kubelet picks some of them, but the container gets the
 GPU that HAMi's scheduler chose, which the pod's annotation ``hami.io/vgpu-devices-allocated`` names. It has a section
