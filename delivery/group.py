@@ -78,7 +78,7 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
         self._complained: set[str] = set()
         self._open: dict[Partition, tuple[int, float]] = {}
         self._seen: set[str] = set()
-        self._vanished: dict[str, bool] = {}
+        self._vanished: set[str] = set()
         self._tasks: list[asyncio.Task[None]] = []
         self._evicted: asyncio.Task[Any] | None = None
 
@@ -228,13 +228,11 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
             if not count and topic in self._seen:
                 if topic not in self._vanished:
                     log.warning("%s: deleted, or not to be seen by this client any more; waiting for it", topic)
-                self._vanished[topic] = False
+                self._vanished.add(topic)
                 self._consumer._client.force_metadata_update()  # noqa: SLF001 - or it may not be seen for 20 s
             if not count:
                 continue
             self._seen.add(topic)
-            if topic in self._vanished:
-                self._vanished[topic] = True
             if count != (known := self._partitions.setdefault(topic, count)):
                 self._end(
                     f"{topic} has {count} partitions, and had {known} when this process started: which partition a key"
@@ -254,7 +252,7 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
         that deletes a topic deletes what was committed of it, so a commit that is still there shows that the topic was
         only out of sight.
         """
-        for topic in [topic for topic, is_there in self._vanished.items() if is_there]:
+        for topic in [topic for topic in self._vanished if self._consumer.partitions_for_topic(topic)]:
             mine = [tp for tp in self.assignment() if tp.topic == topic]
             try:
                 async with asyncio.timeout(_DESCRIBE_S):
@@ -266,7 +264,7 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
                 log.warning("%s: deleted and created again; reading its new log from the beginning", topic)
             for tp in self.assignment().intersection(new):
                 self._consumer.seek(theirs(tp), 0)
-            self._vanished.pop(topic, None)
+            self._vanished.discard(topic)
 
     def _complain(self, error: Exception) -> None:
         """Say what is wrong, once a kind until all is well."""
