@@ -30,7 +30,7 @@ MINE, THEIRS = Partition("ticks", 0), Partition("ticks", 1)
 
 
 class Member:
-    """Counts what it is told."""
+    """Counts its notifications."""
 
     def __init__(self) -> None:
         self.revocations = 0

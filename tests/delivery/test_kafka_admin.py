@@ -47,7 +47,7 @@ def topic(name: str, leaders: list[int]) -> dict[str, Any]:
     return {"topic": name, "partitions": [{"partition": n, "leader": leader} for n, leader in enumerate(leaders)]}
 
 
-async def test_a_partition_without_a_leader_counts_and_is_told() -> None:
+async def test_a_partition_without_a_leader_counts_and_is_reported() -> None:
     rows = [topic("a", [1, 2, 3]), topic("b", [1, -1]), topic("deleted", [])]
 
     assert await admin(topics=rows).layouts(["a", "b", "deleted"]) == {
@@ -56,7 +56,7 @@ async def test_a_partition_without_a_leader_counts_and_is_told() -> None:
     }
 
 
-async def test_settings_are_told_by_topic() -> None:
+async def test_settings_are_reported_by_topic() -> None:
     rows = [
         (0, None, TOPIC, "a", [("x", "1", False, 1, False, []), ("y", None, False, 4, False, [])]),
         (0, None, TOPIC, "b", [("x", "2", False, False, False)]),

@@ -73,7 +73,7 @@ async def test_records_that_expired_unread_are_counted() -> None:
     assert (start.position, start.resume, start.expired) == (10, 10, 6)
 
 
-async def test_a_topic_made_anew_is_read_from_its_beginning() -> None:
+async def test_a_topic_created_again_is_read_from_its_beginning() -> None:
     start = await find(FakeGroup(LOG, group=5000, begin=10))
     assert (start.position, start.resume, start.expired) == (10, 10, 0)
 
@@ -274,7 +274,7 @@ async def test_state_that_is_held_is_read_on() -> None:
 
 
 @instant
-async def test_where_one_state_topic_of_a_partition_is_not_held_all_of_it_is_read_anew() -> None:
+async def test_where_one_state_topic_of_a_partition_is_not_held_all_of_it_is_read_again() -> None:
     desk = Desk()
     fill(desk, minutes=60)
     found = await find_all(desk, Held({OWNERS: 55}))
@@ -283,7 +283,7 @@ async def test_where_one_state_topic_of_a_partition_is_not_held_all_of_it_is_rea
 
 
 @instant
-async def test_held_state_that_the_log_no_longer_reaches_is_read_anew() -> None:
+async def test_held_state_that_the_log_no_longer_reaches_is_read_again() -> None:
     desk = Desk()
     fill(desk, minutes=60)
     desk.log(OWNERS).retain(30)

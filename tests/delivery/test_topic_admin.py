@@ -96,7 +96,7 @@ def test_more_retention_and_larger_messages_are_as_good(other: dict[str, str]) -
     assert of_samples(other) == []
 
 
-def test_settings_that_the_broker_does_not_tell_are_not_mistakes() -> None:
+def test_settings_that_the_broker_does_not_report_are_not_mistakes() -> None:
     assert mismatches(ALL.values(), dict.fromkeys(ALL, Found(4))) == []
 
 

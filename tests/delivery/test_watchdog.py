@@ -70,7 +70,7 @@ def test_a_reader_that_looks_for_no_records_ends_the_process_even_with_nothing_o
     assert "looked for" in str(life.live(2, turns=0, progress=0))
 
 
-def test_a_wait_that_ends_in_time_starts_the_count_anew() -> None:
+def test_a_wait_that_ends_in_time_starts_the_count_again() -> None:
     life = Life()
     for _ in range(10):
         assert life.live(80, working=True, progress=life.pulse.progress) is None
