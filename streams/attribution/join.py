@@ -5,17 +5,16 @@ offsets. Out: attributed ticks, in the order of the samples. State: one immutabl
 clock, no network, no log. Times called ``_s`` are seconds of the reader's monotonic clock, ``logged_ms`` is the log
 time of a record, ``ts_ms`` the time in it.
 
-A sample names its snapshot by number, within one run of its producer, so no clocks are compared. A tick is **pending**
-until
+A tick is **pending** for two reasons, one after the other:
 
-1. the snapshots are there that it and its events name, or its **patience** is over: the allocations have been read to
-   an end that was asked of the broker at least ``grace`` after the sample was read. So it is certain that they never
-   come;
-2. the **watermark** of the workloads has come far enough: :mod:`streams.attribution.log_time` has the rule.
+1. It waits for the snapshots that it and its events name. They are named by number, within one run of the producer, so
+   no clocks are compared. Its **patience** is ``grace``: so long after the sample was read, the broker is asked where
+   the allocations end. If they have been read to there and a snapshot is still missing, it never comes.
+2. It waits for the **watermark** of the workloads: :mod:`streams.attribution.log_time` has the rule.
 
-A node that waited in vain, or that has too many pending ticks, is impatient until its next snapshot: any end does that
-was asked after the sample was read. A snapshot is acknowledged before the first sample that names it is sent, so it is
-there by then or it never comes.
+A node that waited in vain, or that has too many pending ticks, has no patience until its next snapshot comes: the end
+of the allocations is asked at once. That is no guess either, because a snapshot is acknowledged by the broker before
+the first sample that names it is sent.
 """
 
 from collections.abc import Iterable

@@ -1,16 +1,16 @@
 """The join by log time: which pods a tick means, and how far gpu.workloads has to be read before that is known.
 
-Samples and workloads come from two producers, so no order between them is known but the times at which the broker
-logged them. **The rule**, for a tick that was logged at T:
+Samples and workloads come from two producers. The only order between them that is the same for every reader is that of
+the times at which the broker logged them. **The rule**, for a tick that was logged at T:
 
-1. What counts are the records of gpu.workloads that were logged at or before T - 2 s.
-2. For a pod that these lack, it is the first record that has the pod, if it was logged at or before T + 2 s.
+1. The records of gpu.workloads count that were logged at or before T - 2 s.
+2. If these lack a pod, the first record that has it counts for this pod, if it was logged at or before T + 2 s.
 
 So every reader of the logs gives the same answer: live, seconds behind, or a day later.
 
 The **watermark** of a partition is the log time up to which all its records of gpu.workloads have been read. A tick is
-**pending** until the watermark has reached T - 2 s, which live it has as a rule. Only a tick that lacks a pod waits
-longer: until the record that has the pod is read, or the watermark has reached T + 2 s.
+**pending** until the watermark has reached T - 2 s. Live, it has reached that before the tick is read. Only a tick that
+lacks a pod waits longer: until a record with the pod is read, or the watermark has reached T + 2 s.
 
 Which pod a name or a process means:
 
@@ -36,7 +36,7 @@ from topics.allocations import Allocations, Claim
 from topics.workloads import Pod
 
 HORIZON_MS = 2_000
-"""How much earlier than a tick a record has to be logged to count, and how much later one may come that it lacks."""
+"""How much earlier than a tick a record has to be logged to count; and how much later, if the tick lacks its pod."""
 
 LEADERS_APART_MS = 500
 """By how much the clock of the workloads' leader may be behind that of the samples'."""
