@@ -4,9 +4,9 @@ In: gpu.alerts. Out: requests to each ``--url``, one at a time, so that no older
 is new goes at once; gpu.dead-letters; the offset after each request.
 State: none that a restart does not read back: the active alerts and the newest transition of each alert; which alerts
 are refused.
-Each Alertmanager has a consumer group of its own, so that one that is away holds up only itself. It tells alerts apart
-by their labels alone, so each carries its fingerprint as a label too: the end of one never ends another that has the
-same labels.
+Each Alertmanager has a consumer group of its own, so that one that is away holds up only itself. An
+Alertmanager knows alerts by their labels alone, so each carries its fingerprint as a label too: the end of one never
+ends another that has the same labels.
 On failure: an outage of an Alertmanager or of Kafka is waited for; what is open is sent on while Kafka is away. An
 Alertmanager has alerts in memory only, so all of them are sent when it is back. If this sink itself is gone, open
 alerts end in Alertmanager after four times ``--resend``.
@@ -62,17 +62,17 @@ INSTRUMENTS: tuple[Instrument, ...] = (
         "gpustream_alertmanager_request_seconds",
         "gpustream_alertmanager_receiver_failing",
     ),
-    Instrument("gpustream_alertmanager_open_alerts", "gauge", "Alerts that are told again and again.", ("receiver",)),
+    Instrument("gpustream_alertmanager_open_alerts", "gauge", "Alerts that are sent again and again.", ("receiver",)),
     Instrument(
         "gpustream_alertmanager_resent_total",
         "counter",
-        "Alerts that were told again, because they are open or have ended lately.",
+        "Alerts that were sent again, because they are open or have ended lately.",
         ("receiver",),
     ),
     Instrument(
         "gpustream_alertmanager_refused_total",
         "counter",
-        "Alerts that were refused, each time that they were told.",
+        "Alerts that were refused, each time that they were sent.",
         ("receiver",),
     ),
 )

@@ -62,7 +62,7 @@ COMMON: tuple[Instrument, ...] = (
 
 
 class Undecodable(ValueError):
-    """The record is none of its topic: dead-letter it."""
+    """The record is not one of its topic: dead-letter it."""
 
 
 def decoded(record: Record, decode: Callable[[bytes], T], topic: str) -> T:
@@ -119,7 +119,7 @@ class Outcomes:
         self._counter("commits_total", "ok" if ok else "failed").inc()
 
     def assigned(self, lags: Iterable[int], of: object = None) -> None:
-        """The partitions at hand ``of`` one of several readers, each with how many records are ahead."""
+        """The partitions ``of`` one of several readers, each with how many records are ahead of it."""
         self._lags[of] = list(lags)
         known = [lag for some in self._lags.values() for lag in some]
         self._made.gauge(f"{self._prefix}_partitions").set(len(known))

@@ -42,7 +42,7 @@ _MAX_CONSTANTS = 8192
 
 
 class _Shape(NamedTuple):
-    """What decides how a set is written, but for its label values, its values and its time."""
+    """What decides how a set is written, beside its label values, its values and its time."""
 
     names: tuple[str, ...]
     rows: Rows
