@@ -300,6 +300,8 @@ def forget_before(known: Knowledge, ts_ms: int, logged_ms: int) -> Knowledge:
         asked_for = [history for history in recent if not _over(history, ts_ms, logged_ms)]
         begun = min([life.order() for history in asked_for for _, life in history], default=None)
         gone = [h for h in recent if _over(h, ts_ms, logged_ms) and (begun is None or h[0][1].order() < begun)]
+        if asked_for and gone:
+            gone.remove(max(gone, key=lambda history: history[0][1].order()))  # where it ended, the next one began
         if len(gone) < len(recent):
             lives[name] = tuple(
                 [

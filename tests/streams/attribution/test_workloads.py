@@ -329,6 +329,17 @@ def test_pruning_never_changes_an_answer_at_or_after_its_times(
     assert forget_before(pruned, since_ms, since_logged_ms) == pruned
 
 
+def test_a_pod_without_a_start_begins_where_the_one_before_it_ended_though_that_one_ended_long_ago() -> None:
+    both = pod("p", uid="old", started=0, ended=500), pod("p", uid="new", started=None, ended=9_500)
+    knowledge = after(known(1, *both, ts_ms=500))
+    pruned = forget_before(knowledge, 11_000, 0)
+
+    for gone_ms, uid in ((None, "new"), (10_000, None)):
+        for known_then in (whole(knowledge), whole(pruned)):
+            found = known_then.new_pod_at(NAME, 11_000, gone_ms)
+            assert (found.uid if found else None) == uid
+
+
 def test_of_a_pod_that_ended_before_only_its_end_is_remembered_and_that_for_a_day() -> None:
     knowledge = forget_before(after(known(1, pod("p", ended=10_000))), 10_000 + LISTED_MS + 1, 0)
     assert (knowledge.lives, knowledge.ended) == ({}, {NAME: ((0, 10_000),)})
