@@ -61,7 +61,9 @@ class Checked(NamedTuple):
 
 
 class ContractMismatch(BrokerError):
-    """Topics are missing or not as they must be; one line a mistake."""
+    """Topics are missing or not as they must be; one line a mistake. ``advice`` is logged where it ends a process."""
+
+    advice = "`gpustream topics create` makes what is missing, mends settings, and says how to mend the rest"
 
     def __init__(self, mistakes: Iterable[Mismatch]) -> None:
         self.mistakes = tuple(mistakes)

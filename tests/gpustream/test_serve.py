@@ -12,6 +12,7 @@ import urllib.request
 
 import pytest
 
+from delivery.topic_admin import ContractMismatch, Mismatch
 from delivery.values import Address
 from gpustream import serve
 from tests.gpustream.fakes import FakeComponent, FakeSettings
@@ -107,6 +108,12 @@ def test_a_component_may_ask_to_be_restarted() -> None:
         exit_code = 70
 
     assert serve.serve(lambda: FakeComponent(SETTINGS, Restart()), None, lambda _: None) == 70
+
+
+def test_topics_that_are_missing_end_it_with_what_to_run(caplog: pytest.LogCaptureFixture) -> None:
+    missing = ContractMismatch([Mismatch("gpu.samples", "the topic", "there", "missing")])
+    assert serve.serve(lambda: FakeComponent(SETTINGS, missing), None, lambda _: None) == 1
+    assert caplog.messages[-1].startswith("gpu.samples: the topic is missing, must be there\n`gpustream topics create`")
 
 
 def test_a_port_in_use_is_exit_code_1_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
