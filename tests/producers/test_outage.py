@@ -25,6 +25,8 @@ from tests.producers.fakes import (
     value,
 )
 
+pytestmark = pytest.mark.slow
+
 OUTAGE_S = 900
 GPUS, PARTS = 8, 7
 METRICS = (

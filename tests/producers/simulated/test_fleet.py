@@ -24,6 +24,8 @@ from producers.simulated.pods import TEMPLATES, SimulatedPod
 from producers.simulated.schedule import REBIRTH_MS
 from topics import device_ids
 
+pytestmark = pytest.mark.slow
+
 START_MS = 1_795_218_340_000
 
 fleets = st.builds(

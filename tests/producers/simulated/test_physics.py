@@ -14,6 +14,8 @@ from producers.simulated.physics import GPU_IDLE
 from producers.simulated.pods import STARTING_MS, TEMPLATES
 from topics.catalogue import CATALOGUE
 
+pytestmark = pytest.mark.slow
+
 LIMITS = {model.name: model for model in MODELS}
 RATIOS = [key for key in CATALOGUE if key.endswith("_ratio")]
 COUNTERS = [key for key in CATALOGUE if key.endswith("_total")]

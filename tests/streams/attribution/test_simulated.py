@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,6 +15,8 @@ from topics.allocations import Allocations
 from topics.attributed import AttributedDevice
 from topics.samples import Sample
 from topics.workloads import NodeWorkloads
+
+pytestmark = pytest.mark.slow
 
 START_MS = 1_795_218_340_000
 TOLD_WITHIN = 2
