@@ -43,7 +43,7 @@ class _Node:
     heard_s: float
     ts_ms: int | None = None
     open: tuple[SeriesSet, ...] = ()
-    cache: Cache = field(default_factory=dict)
+    cache: Cache = field(default_factory=Cache)
 
 
 class NodeTick(NamedTuple):
@@ -85,7 +85,7 @@ class OpenSeries:
         """What a record writes: its series, each once, and an end for those that are gone."""
         key = (sample.cluster, sample.node)
         node = self._nodes.get(key)
-        cache = node.cache if node else self._unsettled.setdefault(key, {})
+        cache = node.cache if node else self._unsettled.setdefault(key, Cache())
         _, groups = self._translator.translate(sample, cache)
         written = tuple([group.series for group in groups])
         if node is not None and written == node.open:
@@ -107,7 +107,7 @@ class OpenSeries:
         sample = tick.sample
         node = self._nodes.get(tick.node)
         if node is None:
-            cache = self._unsettled.pop(tick.node, {})
+            cache = self._unsettled.pop(tick.node, None) or Cache()
             node = self._nodes[tick.node] = _Node(replays.after(None, sample), now_s, cache=cache)
         node.last, node.heard_s = replays.after(node.last, sample), now_s
         if accepted:

@@ -143,7 +143,7 @@ class ScrapePartition:
             return "duplicate"
         if verdict == "new_log":
             self._shared.outcomes.new_log(self.partition)
-        cache = before.cache if before else {}
+        cache = before.cache if before else Cache()
         groups: dict[Key, SampleGroup] = {}
         for of, group in zip(*self._shared.translator.translate(sample, cache), strict=True):
             groups.setdefault(of, group)

@@ -11,6 +11,7 @@ device's, whoever holds it. An XID error is of the pod that held the device when
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -198,13 +199,14 @@ def made(label_set: LabelSet, of: OfDevice | Described | PodInfo, most: int = MA
             return SeriesSet(pod_info_labels(where, pod, most), (row,), "pod")
 
 
-def beside(label_set: LabelSet, where: Place, devices: Sequence[tuple[AttributedDevice, Pods]]) -> Iterator[Beside]:
-    """All that a tick writes beside its devices' metrics; each device is given with the pods that hold it."""
+def beside(
+    label_set: LabelSet, where: Place, devices: Iterable[tuple[AttributedDevice, Pods, DeviceIdentity]]
+) -> Iterator[Beside]:
+    """All that a tick writes beside its devices' metrics; each device is given with the pods that hold it, and bare."""
     holding: dict[HoldingPod, Holder] = {}
-    for device, pods in devices:
+    for device, pods, bare in devices:
         for pod, holders in pods.items():
             holding[pod] = holders[-1]
-        bare = identity(where, device)
         if device.info:
             yield Beside(("info", device.uuid), Described(bare, device.info), _ONE)
         has_parts = bool([holder for holder in device.holders if holder.parts is not None])
@@ -277,8 +279,30 @@ def _quantities(parts: Parts | None) -> Mapping[str, float]:
 Key = str | tuple[str, ...]
 """Of a set within its node: a device's uuid for its metrics, else a kind and what it is about."""
 
-Cache = dict[Key, tuple[DeviceIdentity | OfDevice | Described | PodInfo, SeriesSet]]
-"""Of one node: each set, and all that it was made of."""
+
+class _Labelled(NamedTuple):
+    """A device as it was labelled last: ``face`` is all of the record that this was made of."""
+
+    face: tuple[object, ...]
+    pods: Pods
+    bare: DeviceIdentity
+    of: DeviceIdentity
+    series: SeriesSet | None
+
+
+@dataclass(slots=True)
+class Cache:
+    """Of one node: the sets of each device's metrics, and those beside them, each with all that it was made of."""
+
+    devices: dict[str, _Labelled] = field(default_factory=dict)
+    beside: dict[tuple[str, ...], tuple[OfDevice | Described | PodInfo, SeriesSet]] = field(default_factory=dict)
+
+    def prune(self, keys: Sequence[Key]) -> None:
+        """Forget what is not there any more, when that is more than what is."""
+        if len(self.devices) + len(self.beside) > 2 * len(keys) + _SPARE:
+            there = set(keys)
+            self.devices = {key: was for key, was in self.devices.items() if key in there}
+            self.beside = {key: was for key, was in self.beside.items() if key in there}
 
 
 class Translator:
@@ -293,30 +317,40 @@ class Translator:
         where = place(sample)
         keys: list[Key] = []
         groups: list[SampleGroup] = []
-        devices = [(device, device.pods()) for device in sample.devices]
-        for device, pods in devices:
-            rows, values = self._metrics.measure(device.metrics, None if sample.attribution == "none" else len(pods))
+        devices: list[tuple[AttributedDevice, Pods, DeviceIdentity]] = []
+        for device in sample.devices:
+            was = self._labelled(where, device, cache)
+            devices.append((device, was.pods, was.bare))
+            holders = None if sample.attribution == "none" else len(was.pods)
+            rows, values = self._metrics.measure(device.metrics, holders)
             if not rows:
                 continue
-            job = device.jobs[0] if device.jobs and len(device.jobs) == 1 else None
-            of = identity(where, device, sole_holder(pods), job)
-            before, found = cache.get(device.uuid, (None, None))
-            if found is None or before != of:
-                found = SeriesSet(labels(self._label_set, of, self._max_labels), rows)
-                cache[device.uuid] = of, found
-            elif found.rows is not rows:
-                found = SeriesSet(found.labels, rows)
-                cache[device.uuid] = of, found
+            found = was.series
+            if found is None or found.rows is not rows:
+                names = labels(self._label_set, was.of, self._max_labels) if found is None else found.labels
+                found = SeriesSet(names, rows)
+                cache.devices[device.uuid] = was._replace(series=found)
             keys.append(device.uuid)
             groups.append(SampleGroup(found, sample.ts_ms, values))
         for one in beside(self._label_set, where, devices):
-            before, found = cache.get(one.key, (None, None))
-            if found is None or before != one.of:
-                found = made(self._label_set, one.of, self._max_labels)
-                cache[one.key] = one.of, found
+            of, beside_it = cache.beside.get(one.key, (None, None))
+            if beside_it is None or of != one.of:
+                beside_it = made(self._label_set, one.of, self._max_labels)
+                cache.beside[one.key] = one.of, beside_it
             keys.append(one.key)
-            groups.append(SampleGroup(found, sample.ts_ms, one.values))
-        if len(cache) > 2 * len(keys) + _SPARE:
-            for key in cache.keys() - set(keys):
-                del cache[key]
+            groups.append(SampleGroup(beside_it, sample.ts_ms, one.values))
+        cache.prune(keys)
         return keys, groups
+
+    def _labelled(self, where: Place, device: AttributedDevice, cache: Cache) -> _Labelled:
+        """What labels are made of in a device: what was found before, while the record says the same of it."""
+        hardware = (device.index, device.minor, device.vendor, device.model, device.pci_bus_id, device.mig)
+        face = (where, *hardware, device.holders, device.jobs)
+        was = cache.devices.get(device.uuid)
+        if was is None or was.face != face:
+            pods = device.pods()
+            job = device.jobs[0] if device.jobs and len(device.jobs) == 1 else None
+            of = identity(where, device, sole_holder(pods), job)
+            series = was.series if was is not None and was.of == of else None
+            was = cache.devices[device.uuid] = _Labelled(face, pods, identity(where, device), of, series)
+        return was

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sinks.series.labels import LABEL_SETS, MAX_LABELS, MAX_VALUE_BYTES, place
+from sinks.series.labels import LABEL_SETS, MAX_LABELS, MAX_VALUE_BYTES, DeviceIdentity, identity, place
 from sinks.series.model import Row
 from sinks.series.translation import Beside, beside, made
 from tests.sinks.conftest import sample
@@ -27,8 +27,8 @@ def parts(used: float | None = None, memory: float | None = None, power: float |
     return {"utilization_ratio": used, "memory_used_bytes": memory, "power_watts": power}
 
 
-def held(tick: AttributedSample) -> list[tuple[AttributedDevice, dict[HoldingPod, list[Holder]]]]:
-    return [(device, device.pods()) for device in tick.devices]
+def held(tick: AttributedSample) -> list[tuple[AttributedDevice, dict[HoldingPod, list[Holder]], DeviceIdentity]]:
+    return [(device, device.pods(), identity(place(tick), device)) for device in tick.devices]
 
 
 def others(label_set: Any, *holders: dict[str, Any], **more: Any) -> list[Beside]:
