@@ -3,8 +3,10 @@
 import logging
 import os
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -62,3 +64,11 @@ def nvml(nvml_directory: Path) -> Iterator[ScriptedNvml]:
     for thread in began:
         thread.join(timeout=60)
     assert not [thread.name for thread in began if thread.is_alive()]
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """What was skipped and why: a line for each reason, not for each test."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    reasons = Counter(report.longrepr[2] for report in skipped if isinstance(report.longrepr, tuple))
+    for reason, count in reasons.most_common():
+        terminalreporter.write_line(f"{count} skipped: {reason.removeprefix('Skipped: ')}")

@@ -68,6 +68,7 @@ async def test_a_record_keeps_its_partition_key_value_and_headers(
     assert (record.key, record.value, record.headers) == (b"key", b"value", (("stage", b"test"),))
 
 
+@pytest.mark.slow
 async def test_a_group_goes_on_from_its_committed_offset(broker: EmbeddedBroker, producer: AIOKafkaProducer) -> None:
     partition = TopicPartition("in-group", 1)
     for value in (b"first", b"second"):
@@ -134,6 +135,7 @@ def test_a_child_that_ends_at_once_is_an_error_and_leaves_nothing_running(monkey
     assert not broker.running
 
 
+@pytest.mark.slow
 def test_it_ends_with_the_process_that_started_it() -> None:
     code = (
         "import os\n"

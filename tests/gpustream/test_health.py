@@ -133,6 +133,7 @@ async def dribble(writer: asyncio.StreamWriter) -> None:
         await asyncio.sleep(0.02)
 
 
+@pytest.mark.slow
 async def test_half_sent_requests_take_no_more_than_their_places_and_leave_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -168,6 +169,7 @@ async def test_ready_and_alive_are_200_and_the_rest_is_not_there() -> None:
     assert statuses == {"/readyz": 200, "/healthz": 200, "/": 404}
 
 
+@pytest.mark.slow
 async def test_a_hanging_event_loop_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "HUNG_AFTER_S", 0.2)
     monkeypatch.setattr(module, "_ASK_S", 0.2)

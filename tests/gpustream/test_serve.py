@@ -61,6 +61,7 @@ def test_a_stop_that_hangs_ends_with_70(body: str) -> None:
     assert "not stopped in time" in err
 
 
+@pytest.mark.slow
 def test_a_task_that_will_not_end_does_not_keep_the_process() -> None:
     stubborn = """
     async def stubborn():
@@ -82,6 +83,7 @@ def test_a_task_that_will_not_end_does_not_keep_the_process() -> None:
     assert (process.returncode, out) == (3, "the end\n")
 
 
+@pytest.mark.slow
 def test_a_thread_that_will_not_end_does_not_keep_the_process() -> None:
     process = _process("threading.Thread(target=time.sleep, args=(60,)).start(); return 3", within=60)
     process.communicate(timeout=20)

@@ -248,6 +248,7 @@ async def test_nothing_is_told_before_all_pods_and_nodes_are_known(unknown: str,
         await replica.until(replica.pods)
 
 
+@pytest.mark.slow
 async def test_an_ended_pod_leaves_in_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("producers.cluster.pods.KEPT_MS", 500)
     monkeypatch.setattr("producers.workloads.RESEND_S", 0.1)
@@ -280,6 +281,7 @@ async def test_a_removed_node_is_told_of_no_more_while_others_are(
     assert len(replica.records()) == last
 
 
+@pytest.mark.slow
 async def test_who_leads_again_tells_of_every_node_again(tmp_path: Path) -> None:
     server = cluster_of("n1", "n2")
     async with server, running(server, tmp_path, lease="gpus/gpustream-cluster", identity="a") as replica:
@@ -355,6 +357,7 @@ async def test_an_ended_pod_says_when(tmp_path: Path) -> None:
     assert replica.pods()["uid-bert-0"]["ended_ms"] == 1_772_370_000_000
 
 
+@pytest.mark.slow
 async def test_a_standby_is_ready_and_silent_and_takes_over_with_a_higher_epoch(tmp_path: Path) -> None:
     server = cluster_of("n1", "n2")
     server.objects[PODS]["bert-0"] = pod_json()

@@ -406,6 +406,7 @@ async def test_trouble_after_the_list_loses_nothing(
     await bench.until(lambda: "c" in bench.known.objects)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trouble", [answers(503), answers(403), answers(401), hang, says(b"<html>\n"), says()])
 async def test_what_was_known_stays_while_the_api_server_is_in_trouble(
     server: ApiServer, start: Start, trouble: Behaviour
@@ -450,6 +451,7 @@ async def test_a_watch_that_is_silent_where_a_bookmark_was_due_is_begun_with_a_n
     assert bench.restarts("timeout") >= 1
 
 
+@pytest.mark.slow
 async def test_retry_after_is_waited_for(server: ApiServer, start: Start) -> None:
     server.next(answers(429, "slow down", Retry_After="2"))
     bench = await start()
@@ -463,6 +465,7 @@ def test_a_retry_after_of_a_day_is_not_waited_for() -> None:
     assert refused("/api/v1/pods", 429, b"", 86_400.0).wait_s == LONGEST_RETRY_AFTER_S
 
 
+@pytest.mark.slow
 async def test_a_server_that_closes_at_once_is_not_asked_in_a_loop(
     server: ApiServer, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -473,6 +476,7 @@ async def test_a_server_that_closes_at_once_is_not_asked_in_a_loop(
     assert 2 <= bench.restarts("empty") <= 9
 
 
+@pytest.mark.slow
 async def test_lists_that_expire_at_once_are_not_read_in_a_loop(
     server: ApiServer, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:

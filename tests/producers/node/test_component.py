@@ -234,6 +234,7 @@ async def test_what_happened_since_the_last_tick_is_in_one_more_at_the_stop(
     assert last["run_id"] == first["run_id"]
 
 
+@pytest.mark.slow
 async def test_an_event_that_comes_while_a_reading_is_under_way_is_not_lost_by_a_stop() -> None:
     bench = Bench(interval_s=2.0)
     bench.gpus.takes_s = 0.3

@@ -141,6 +141,7 @@ async def test_before_it_is_opened_it_says_so() -> None:
         assert await bench.read() == []
 
 
+@pytest.mark.slow
 async def test_a_gpu_that_hangs_is_a_timeout_and_the_others_are_on_time(bench: Bench) -> None:
     await bench.open()
     hang = bench.nvml.hang("GPU-1", "*")
@@ -307,6 +308,7 @@ async def test_a_gpu_that_is_slow_to_read_is_in_each_tick_with_the_time_when_it_
     assert bench.gpus.not_ready() == []
 
 
+@pytest.mark.slow
 async def test_a_reading_that_spans_ticks_ends_in_one_of_them_and_is_told_once(bench: Bench) -> None:
     await bench.open()
     bench.nvml.delays_s["GPU-1", "*"] = 0.008
@@ -316,6 +318,7 @@ async def test_a_reading_that_spans_ticks_ends_in_one_of_them_and_is_told_once(b
     assert sorted(set(times)) == times
 
 
+@pytest.mark.slow
 async def test_the_mig_devices_of_a_gpu_that_hangs_or_is_lost_are_known_too(bench: Bench) -> None:
     gpu = bench.nvml.gpus[1]
     gpu.cut(part("MIG-a", 1, "1g.10gb", 7))
@@ -362,6 +365,7 @@ async def test_a_gpu_that_can_not_be_opened_is_left_out_counted_and_told(bench: 
     assert bench.nvml.asked["GPU-1", "nvmlDeviceGetHandleByIndex"] == 1
 
 
+@pytest.mark.slow
 async def test_a_gpu_that_hangs_while_it_is_opened_holds_up_no_other_and_comes_when_it_returns(bench: Bench) -> None:
     hang = bench.nvml.hang("GPU-1", "nvmlDeviceGetHandleByIndex")
     await bench.gpus.open(0.7)
@@ -846,6 +850,7 @@ async def test_events_that_hang_disturb_neither_the_ticks_nor_the_end(bench: Ben
     assert bench.nvml.shutdowns == 0
 
 
+@pytest.mark.slow
 async def test_events_are_waited_for_anew_when_nvml_was_opened_again(quick: Bench) -> None:
     _with_events(quick)
     quick.census = FakeCensus(lambda: [gpu.uuid for gpu in quick.nvml.gpus])
@@ -863,6 +868,7 @@ async def test_events_are_waited_for_anew_when_nvml_was_opened_again(quick: Benc
     assert len(quick.nvml.sets) == 1
 
 
+@pytest.mark.slow
 async def test_gpus_that_can_not_be_read_say_by_which_call_and_why_and_those_that_work_what_they_leave_out(
     bench: Bench,
 ) -> None:
@@ -888,6 +894,7 @@ async def test_gpus_that_can_not_be_read_say_by_which_call_and_why_and_those_tha
     assert [refusal.place for refusal in bench.gpus.refusals()] == [3]
 
 
+@pytest.mark.slow
 async def test_a_gpu_that_tells_no_xid_errors_leaves_them_out_until_it_does(bench: Bench) -> None:
     _with_events(bench)
     bench.nvml.gpus[1].fail("nvmlDeviceGetSupportedEventTypes", binding.NO_PERMISSION)

@@ -143,6 +143,7 @@ async def test_other_events_are_not_told(bench: Bench) -> None:
     assert bench.codes() == [(0, 13)]
 
 
+@pytest.mark.slow
 async def test_a_set_that_fails_is_made_anew_and_counted(bench: Bench) -> None:
     await bench.watch()
     bench.nvml.gpus[0].error = binding.GPU_IS_LOST
@@ -155,6 +156,7 @@ async def test_a_set_that_fails_is_made_anew_and_counted(bench: Bench) -> None:
     assert len(bench.nvml.sets) == 1
 
 
+@pytest.mark.slow
 async def test_an_xid_error_that_stands_behind_the_news_of_a_loss_is_told(bench: Bench) -> None:
     await bench.watch()
     lost = bench.nvml.gpus[0]
