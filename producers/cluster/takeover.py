@@ -73,11 +73,13 @@ async def read_back(kafka: str, since_ms: int, published: PublishedNodes) -> Non
             if TOPIC.name not in found:
                 return
             partitions = [TopicPartition(TOPIC.name, number) for number in range(found[TOPIC.name].partitions)]
-            consumer.assign(partitions)
             begins, ends = await consumer.beginning_offsets(partitions), await consumer.end_offsets(partitions)
-            for tp in partitions:
-                since_s, when = time.time() - since_ms / 1000, partial(offsets_at, consumer)
-                consumer.seek(tp, await positions.first(when, Partition(*tp), since_s, begins[tp], ends[tp]))
+            since_s, when, starts = time.time() - since_ms / 1000, partial(offsets_at, consumer), {}
+            for tp in partitions:  # before any is assigned: behind a fetch that waits, each answer takes half a second
+                starts[tp] = await positions.first(when, Partition(*tp), since_s, begins[tp], ends[tp])
+            consumer.assign(partitions)
+            for tp, start in starts.items():
+                consumer.seek(tp, start)
             while left := [tp for tp in partitions if await consumer.position(tp) < ends[tp]]:
                 for batch in (await consumer.getmany(*left, timeout_ms=_FETCH_MS)).values():
                     for record in batch:
