@@ -18,11 +18,8 @@ import orjson
 
 from topics.topic import SCHEMA, Name
 
-READ_MS = 10_000
-"""So long after its time a tick may still be read; what has a later time is of a clock that was set back."""
-
-Containers = Iterable[Mapping[str, Any]] | None
-"""Those of gpu.allocations as dicts; None: there is no kubelet."""
+READ_MS = 10_000  # so long after its time a tick may be read; a later time is of a clock that was set back
+Containers = Iterable[Mapping[str, Any]] | None  # those of gpu.allocations as dicts; None: there is no kubelet
 
 
 class Unencodable(Exception):

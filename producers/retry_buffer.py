@@ -12,14 +12,9 @@ import cramjam
 
 from producers.records import Snapshot
 
-PLAIN_TICKS = 4
-"""So many of the newest ticks are as they came, if there is room."""
-
-LEAST_BYTES = 512
-"""What is smaller is not worth compressing."""
-
-_CROWDED = 7 / 8
-"""A buffer that is fuller than this share has no room for several ticks that are in flight as they came."""
+PLAIN_TICKS = 4  # so many of the newest ticks are as they came, if there is room
+LEAST_BYTES = 512  # what is smaller is not worth compressing
+_CROWDED = 7 / 8  # a buffer fuller than this has no room for several ticks in flight as they came
 
 
 @dataclass(frozen=True, slots=True, eq=False)

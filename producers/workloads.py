@@ -24,11 +24,8 @@ from producers.records import WorkloadsContent
 from topics import workloads
 from topics.topic import node_key
 
-MAX_IN_FLIGHT = 64
-"""Records that may wait for their acknowledgement."""
-
-CHECK_S = 1.0
-"""How often to look for nodes whose record is to be sent again."""
+MAX_IN_FLIGHT = 64  # records that may wait for their acknowledgement
+CHECK_S = 1.0  # how often to look for nodes whose record is to be sent again
 
 
 Row = Mapping[str, Any]

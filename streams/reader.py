@@ -31,13 +31,8 @@ from delivery.ledger import Ledger, Partition, Slot
 from delivery.watchdog import Deadlines
 
 log = logging.getLogger(__name__)
-
-Batch = list[tuple[Slot, Any]]
-"""Records of one partition in offset order, each with its slot."""
-
-NOT_OURS = (KafkaError, AssertionError)
-"""What the client raises for a partition that has been taken away, or a broker that has not answered yet."""
-
+Batch = list[tuple[Slot, Any]]  # records of one partition in offset order, each with its slot
+NOT_OURS = (KafkaError, AssertionError)  # of a partition that was taken away, or a broker without an answer yet
 _FETCH_S = 0.5
 _COMMIT_ON_REVOKE_S = 5.0
 _RETRY_S = 0.2

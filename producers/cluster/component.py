@@ -41,24 +41,13 @@ PATHS = {
 }
 """What is watched."""
 
-REQUIRED = ("pods", "nodes")
-"""Nothing is published without these."""
-
-OPTIONAL = ("resourceslices", "resourceclaims")
-"""An API server without dynamic resource allocation does not have these."""
-
-EXTRAS_WITHIN_S = 10.0
-"""So long the first record waits for what it can be without: namespaces, resource slices and claims, owner chains."""
-
+REQUIRED = ("pods", "nodes")  # nothing is published without these
+OPTIONAL = ("resourceslices", "resourceclaims")  # an API server without dynamic resource allocation does not have these
+EXTRAS_WITHIN_S = 10.0  # so long the first record waits for namespaces, slices, claims and owners
 CHECK_S = 1.0
-AT_ONCE = 64
-"""How many records are made before anything else has its turn."""
-
+AT_ONCE = 64  # how many records are made before anything else has its turn
 DRAIN_S = 3.0
-
-SPACING_S = 0.2
-"""At least so much lies between two records of a node: a pod that starts changes often."""
-
+SPACING_S = 0.2  # at least so much lies between two records of a node: a pod that starts changes often
 HOLD_S = 1.0
 """So long a new pod waits for its chain of owners. Readers wait for a new pod for 2 s, and the labels of its series
 would change if the chain came later."""

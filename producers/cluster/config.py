@@ -44,9 +44,7 @@ NODE_LABELS = (
 """What is always kept of a node's labels."""
 
 LEASE_NAME = "gpustream-cluster"
-OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
-"""Where a pod finds the name of its namespace."""
-
+OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")  # where a pod finds its own
 _LEASE = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?/[a-z0-9]([-.a-z0-9]{0,251}[a-z0-9])?")
 
 

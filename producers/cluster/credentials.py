@@ -20,8 +20,7 @@ import aiohttp
 
 from delivery.clients import describe
 
-SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-"""Where a pod finds its token, the CA and its namespace."""
+SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")  # a pod's token, CA and namespace
 
 
 class ConfigError(Exception):

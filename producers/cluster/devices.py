@@ -16,8 +16,7 @@ from producers.cluster.pods import KEPT_MS, discard
 from topics.allocations import Claim
 from topics.workloads import DraDevice
 
-PoolName = tuple[str, str]
-"""A driver and the name of one of its pools."""
+PoolName = tuple[str, str]  # a driver and the name of one of its pools
 
 
 class KnownSlice(NamedTuple):

@@ -31,9 +31,7 @@ RENEW_S = 2.0
 GIVE_UP_S = 7.0
 CALL_WITHIN_S = 4.0
 RELEASE_WITHIN_S = 2.0
-LEAST_TO_END_S = 1.0
-"""How long the work has to end if the Lease is over already, because the whole process had stood still."""
-
+LEAST_TO_END_S = 1.0  # for the work to end if the Lease is over already, because the whole process had stood still
 DURATION_S = 10.0
 
 LONGEST_DURATION_S = 60.0

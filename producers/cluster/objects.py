@@ -20,10 +20,7 @@ import orjson
 T = TypeVar("T", bound=msgspec.Struct)
 
 Labels = dict[str, str]
-
-Time = Annotated[datetime, msgspec.Meta(tz=True)]
-"""A time with its offset from UTC, as RFC 3339 has it."""
-
+Time = Annotated[datetime, msgspec.Meta(tz=True)]  # a time with its offset from UTC, as RFC 3339 has it
 _DNS = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*"
 _ALLOWED = re.compile(rf"\*|{_DNS}/\*|({_DNS}/)?[A-Za-z0-9]([A-Za-z0-9._-]{{0,61}}[A-Za-z0-9])?")
 
@@ -234,9 +231,7 @@ class Bounds(NamedTuple):
 LABEL_BOUNDS = Bounds(64, 253, 8 * 1024)
 ANNOTATION_BOUNDS = Bounds(64, 4 * 1024, 16 * 1024)
 NODE_LABEL_BOUNDS = Bounds(256, 253, 64 * 1024)
-
-LONGEST_TEXT = 317
-"""The longest name of a label, and more than any other name that the API server takes for an object."""
+LONGEST_TEXT = 317  # the longest name of a label, and more than any other name that the API server takes for an object
 
 
 def shortened(text: str, longest: int = LONGEST_TEXT) -> str:

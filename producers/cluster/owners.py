@@ -30,27 +30,14 @@ from producers.cluster.pods import as_owner
 from topics.workloads import Owner
 
 log = logging.getLogger(__name__)
-
-KEPT_S = 3600.0
-"""For how long an owner's answer is good for other pods."""
-
+KEPT_S = 3600.0  # for how long an owner's answer is good for other pods
 MOST_LINKS = 16_384
-DEEPEST = 8
-"""The most links of a chain."""
-
-AGAIN_S = 600.0
-"""After how long to ask again for what is not known; and at most for what may not be read."""
-
-REFUSED_S = 5.0
-"""After how long to ask again for what may not be read, the first time; the pause grows fourfold with each refusal."""
-
-NEW_KIND_S = 30.0
-"""After how long a kind that an API group did not have may be there."""
-
+DEEPEST = 8  # the most links of a chain
+AGAIN_S = 600.0  # after how long to ask again for what is not known; and at most for what may not be read
+REFUSED_S = 5.0  # after how long to ask again for what may not be read; four times as long after each refusal
+NEW_KIND_S = 30.0  # after how long a kind that an API group did not have may be there
 MOST_GROUPS = 256
-AT_ONCE = 4
-"""Requests of one API group at the same time: one that hangs holds up no other."""
-
+AT_ONCE = 4  # requests of one API group at the same time: one that hangs holds up no other
 TIMEOUT_S = 5.0
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 60.0
 
@@ -102,8 +89,7 @@ _BUILT_IN = {
     ("batch/v1", "Job"): Kind("jobs"),
     ("batch/v1", "CronJob"): Kind("cronjobs"),
 }
-_TOPS = {("v1", "Node")}
-"""Kinds that nothing owns: a static pod's node."""
+_TOPS = {("v1", "Node")}  # kinds that nothing owns: a static pod's node
 
 
 @dataclass(slots=True)

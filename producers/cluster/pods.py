@@ -18,9 +18,7 @@ from producers.cluster.objects import Selection, controller, milliseconds, short
 from topics.workloads import Owner
 
 K = TypeVar("K", bound=Hashable)
-
-KEPT_MS = 30 * 60_000
-"""For how long a pod that ended is still published."""
+KEPT_MS = 30 * 60_000  # for how long a pod that ended is still published
 
 
 class KnownPod(msgspec.Struct, frozen=True, gc=False):

@@ -36,9 +36,7 @@ LIST_WITHIN_S = 120.0
 PAGED_LIST_TAKES = 5
 LARGEST_LINE_BYTES = 32 * 1024 * 1024
 SHORTEST_WATCH_S, LONGEST_WATCH_S = 240, 480
-BOOKMARK_WITHIN = 0.75
-"""Bookmarks come every 60 s: the share of the 100 s of silence after which one is missing."""
-
+BOOKMARK_WITHIN = 0.75  # bookmarks come every 60 s: the share of the 100 s of silence after which one is missing
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.2, 30.0
 ABSENT_WAIT_S = 300.0
 WENT_WELL_S = 5.0

@@ -24,12 +24,8 @@ from producers.records import WorkloadsContent, checked_name
 from topics.workloads import Owner, Pod
 
 JsonDict = dict[str, Any]
-
-_POLICIES = AllowList(("gpustream.dev/*",), LABEL_BOUNDS)
-"""The annotations of a namespace that its pods inherit."""
-
-HEAD_BYTES = 4096
-"""What a record has beside its pods, devices and labels, generously."""
+_POLICIES = AllowList(("gpustream.dev/*",), LABEL_BOUNDS)  # the annotations of a namespace that its pods inherit
+HEAD_BYTES = 4096  # what a record has beside its pods, devices and labels, generously
 
 
 class Namespace(NamedTuple):

@@ -23,10 +23,7 @@ from topics.topic import decoder
 from topics.workloads import TOPIC, NodeWorkloads, Pod
 
 log = logging.getLogger(__name__)
-
-WITHIN_S = 30.0
-"""How long reading back may take, since a broker answered."""
-
+WITHIN_S = 30.0  # how long reading back may take, since a broker answered
 _FETCH_MS = 500
 
 _decode = decoder(NodeWorkloads)

@@ -30,19 +30,10 @@ from typing import NamedTuple
 from producers.node.jobs import Evidence, Job, KnownJobs, remember, slurm_job
 
 LARGEST_ENVIRON_BYTES = 256 * 1024
-
-ADOPTED_WITHIN_S = 10.0
-"""After so long a process that belonged nowhere is looked at again: it may have been put somewhere."""
-
-ENDED_WITHIN_S = 10.0
-"""For so long after it was last seen, an id without a process is still that of the process that had it."""
-
-_REMEMBERED = 4096
-"""Far above the processes that a node has on its GPUs."""
-
-_START_TIME = 19
-"""The place of field 22 of ``stat`` behind the parenthesis that closes field 2."""
-
+ADOPTED_WITHIN_S = 10.0  # after so long a process that belonged nowhere is looked at again: it may have been adopted
+ENDED_WITHIN_S = 10.0  # for so long an id without a process is still that of the process that had it
+_REMEMBERED = 4096  # far above the processes that a node has on its GPUs
+_START_TIME = 19  # the place of field 22 of stat behind the parenthesis that closes field 2
 _SERVICES = {"nvidia-cuda-mps": "mps"}
 """By command, of which the kernel keeps 15 characters: ``nvidia-cuda-mps-server`` and ``nvidia-cuda-mps-control``."""
 

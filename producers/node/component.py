@@ -27,19 +27,11 @@ from producers.retry_buffer import RetryBuffer
 from topics import allocations, samples, workloads
 
 log = logging.getLogger(__name__)
-
-ANSWER_WITHIN = 0.8
-"""The share of the interval that the GPUs and the kubelet have to answer in."""
-
-OPEN_WITHIN_S = 10.0
-"""The first tick waits this long for the driver, so that a restart does not look like a node without GPUs."""
-
+ANSWER_WITHIN = 0.8  # the share of the interval that the GPUs and the kubelet have to answer in
+OPEN_WITHIN_S = 10.0  # the first tick waits so long for the driver, or a restart would look like a node without GPUs
 DRAIN_S = 4.0
 _MIB = 1024 * 1024
-
-LAST_WITHIN_S = 2.0
-"""The last tick, at the stop, waits this long at most: with the drain it fits into the 10 s of a clean stop."""
-
+LAST_WITHIN_S = 2.0  # so long waits the last tick, at the stop: with the drain it fits into a clean stop's 10 s
 HOLDERS_WITHIN_S = 0.4
 HOLDERS_EVERY_S = 0.1
 """When an XID error comes the kubelet is asked at once who holds what, but not more often: all clients of a kubelet

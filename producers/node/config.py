@@ -16,8 +16,7 @@ from producers.settings import (
     prefix_mistakes,
 )
 
-KUBELET_SOCKET = Path("/var/lib/kubelet/pod-resources/kubelet.sock")
-"""Where a kubelet serves its pod resources."""
+KUBELET_SOCKET = Path("/var/lib/kubelet/pod-resources/kubelet.sock")  # where a kubelet serves its pod resources
 
 
 def node_name() -> str:

@@ -30,19 +30,10 @@ log = logging.getLogger(__name__)
 
 STATES = ("ok", "lost", "timeout")
 KINDS = ("attributed", "host", "unseen")
-
-QUIET_WITHIN_S = 2.0
-"""How long to wait for the calls in flight before NVML is opened again; if one takes longer, that is put off."""
-
-TURNS_SHARE = 0.25
-"""Within this share of a tick every GPU has begun to be read, however slow those before it are."""
-
-SLOW_SHARE = 0.25
-"""The share of a tick that one call may take; one that takes longer is left out."""
-
-SLOW_AFTER_S = 0.1
-"""No call is slow before that, however short the ticks are."""
-
+QUIET_WITHIN_S = 2.0  # so long to wait for calls in flight before NVML is opened again; after that it is put off
+TURNS_SHARE = 0.25  # within this share of a tick every GPU has begun to be read, however slow those before it are
+SLOW_SHARE = 0.25  # the share of a tick that one call may take; one that takes longer is left out
+SLOW_AFTER_S = 0.1  # no call is slow before that, however short the ticks are
 _NUMBERS = ("index", "minor")
 
 

@@ -23,16 +23,10 @@ from producers.node.jobs import as_name
 from producers.node.nvml.worker import Worker
 
 log = logging.getLogger(__name__)
-
-MOST_JOBS = 64
-"""Of one file: a tick has to fit in a record, whatever is in the files."""
-
+MOST_JOBS = 64  # of one file: a tick has to fit in a record, whatever is in the files
 LARGEST_FILE_BYTES = 64 * 1024
 MOST_ENTRIES = 4096
-
-SETTLED_AFTER_NS = 2_000_000_000
-"""A file that changed so lately may change again without a new time of change: the clock of files is coarse."""
-
+SETTLED_AFTER_NS = 2_000_000_000  # a file may change within this without a new time of change: file clocks are coarse
 _LOG_AGAIN_S = 60.0
 _NAME = re.compile(r"[0-9]+(?:\.[0-9]+)?")
 

@@ -20,13 +20,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 LONGEST_NAME_BYTES = 256
-
-USER_WITHIN_S = 0.05
-"""Long enough for a file and for a local cache, so that a job has its user's name from its first tick on."""
-
-_REMEMBERED = 4096
-"""Jobs, and users: far above those that a node has at a time."""
-
+USER_WITHIN_S = 0.05  # enough for a file or a local cache, so that a job has its user's name from its first tick on
+_REMEMBERED = 4096  # jobs, and users: far above those that a node has at a time
 _MOST_LOOKUPS = 4
 _ROOT = 0
 _JOB_ID = re.compile(rb"[0-9]{1,20}")

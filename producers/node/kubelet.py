@@ -36,13 +36,8 @@ log = logging.getLogger(__name__)
 DEADLINE_S = 5.0
 LARGEST_ANSWER_BYTES = 64 * 1024 * 1024
 UNREADY_AFTER_S = 30.0
-
-SETTLED_AFTER_S = 5.0
-"""A kubelet lists static pods at once, and the others seconds later, when it has them from the API server."""
-
-AFTERWARDS_MS = 500
-"""An answer that comes so soon after an event was asked for because of it: it says who held what at the event."""
-
+SETTLED_AFTER_S = 5.0  # static pods are listed at once, the others when the kubelet has them from the API server
+AFTERWARDS_MS = 500  # an answer so soon after an event was asked for because of it: who held what at the event
 _LOG_AGAIN_S = 60.0
 _REMEMBERED_ANSWERS = 64
 _LONGEST_REASON = 300
@@ -54,16 +49,12 @@ _RECONNECT = (
     ("grpc.max_reconnect_backoff_ms", 1000),
 )
 
-_CLAIMED = ("claim", "namespace", "driver", "pool", "device")
-"""Of a device of a resource claim, as in gpu.allocations."""
-
+_CLAIMED = ("claim", "namespace", "driver", "pool", "device")  # of a device of a resource claim, as in gpu.allocations
 JsonDict = Mapping[str, Any]
 
 Result = Literal["ok", "unavailable", "deadline", "rate_limited", "too_large", "undecodable", "refused"]
 State = Literal["absent"] | Result
-
-_PAUSE_S: Mapping[State, float] = {"too_large": 60.0, "refused": 10.0}
-"""How long it is not asked again after a failure that asking again does not mend."""
+_PAUSE_S: Mapping[State, float] = {"too_large": 60.0, "refused": 10.0}  # after what asking again does not mend
 
 _SENTENCES: Mapping[State, str] = {
     "absent": "no kubelet at %s: %s",

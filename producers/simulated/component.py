@@ -42,9 +42,7 @@ INSTRUMENTS: tuple[Instrument, ...] = (
 
 DRAIN_S = 4.0
 SMALLEST_BUFFER_BYTES = 256 * 1024
-
-TOLERANCE_MS = 1_000
-"""How far the fleet's times may drift from the machine's before they follow it."""
+TOLERANCE_MS = 1_000  # how far the fleet's times may drift from the machine's before they follow it
 
 
 class FleetClock:

@@ -20,14 +20,9 @@ from producers.simulated.pods import SimulatedPod
 from producers.simulated.schedule import Schedule
 
 MAX_GPUS = 16
-
-ENDED_KEPT_MS = 30 * 60_000
-"""How long the API server's record of a node keeps a pod that has ended."""
-
+ENDED_KEPT_MS = 30 * 60_000  # how long the API server's record of a node keeps a pod that has ended
 SHORTEST_LAG_MS = 200
-LONGEST_LAG_MS = 1_900
-"""Below the tolerance with which readers look a pod up by name and time."""
-
+LONGEST_LAG_MS = 1_900  # below the tolerance with which readers look a pod up by name and time
 _KNOT_MS = 10_000
 
 JsonDict = dict[str, Any]

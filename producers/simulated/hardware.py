@@ -14,9 +14,7 @@ from producers.simulated import names
 MIB = 1024 * 1024
 
 Flavour = Literal["plain", "shared", "mig"]
-
-REPLICAS = 4
-"""How many pods a shared GPU is offered to."""
+REPLICAS = 4  # how many pods a shared GPU is offered to
 
 
 class MigSlice(NamedTuple):
@@ -126,8 +124,7 @@ MODELS = (
     ),
 )
 
-DRIVERS = (("570.124.06", "12.8"), ("550.163.01", "12.4"))
-"""Versions of the driver and of the CUDA that it has; every fourth node is not updated yet."""
+DRIVERS = (("570.124.06", "12.8"), ("550.163.01", "12.4"))  # of the driver and its CUDA; every fourth node is old
 
 
 @dataclass(frozen=True, slots=True)

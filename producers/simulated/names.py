@@ -9,12 +9,8 @@ import random
 import uuid
 
 _ALPHABET = "bcdfghjklmnpqrstvwxz2456789"
-
-SUFFIXES = len(_ALPHABET) ** 5
-"""How many suffixes there are."""
-
-_SCATTER = 9_999_991
-"""Shares no factor with SUFFIXES, so that no two numbers below it meet."""
+SUFFIXES = len(_ALPHABET) ** 5  # how many suffixes there are
+_SCATTER = 9_999_991  # shares no factor with SUFFIXES, so that no two numbers below it meet
 
 
 def digest(*parts: object) -> bytes:

@@ -15,15 +15,9 @@ from producers.simulated.hardware import MIB, REPLICAS, Model, SimulatedDevice
 from producers.simulated.pods import PodContainer, SimulatedPod
 
 REDRAW_MS = 1_000
-LOADING_MS = 8_000
-"""How long a pod takes to fill its memory."""
-
-GPU_IDLE, POWER_CAP, THERMAL_SLOWDOWN = 0x1, 0x4, 0x20
-"""Bits of clock_event_reasons."""
-
-XIDS = (13, 31, 43)
-"""The codes of XID errors that programs cause: an engine's exception, a page fault, a channel that was stopped."""
-
+LOADING_MS = 8_000  # how long a pod takes to fill its memory
+GPU_IDLE, POWER_CAP, THERMAL_SLOWDOWN = 0x1, 0x4, 0x20  # bits of clock_event_reasons
+XIDS = (13, 31, 43)  # that programs cause: an engine's exception, a page fault, a channel that was stopped
 _HEAT_LAG_MS = 25_000.0
 _PAGE = 2 * MIB
 

@@ -27,21 +27,11 @@ from streams.alerts.text.describe import Described, describe, in_the_end, silent
 from streams.alerts.tick import Tick
 from topics.alerts import MAX_TIME_MS, Alert, Tracked, fingerprint, milliseconds, time
 
-MAX_GAP_MS = 60_000
-"""A pending condition of which nothing is known for longer begins again."""
-
-REPEAT_MS = 24 * 3_600_000
-"""How often an open alert is written again."""
-
-DELETE_MS = 7 * 24 * 3_600_000
-"""How long a resolved alert stays."""
-
-FORGET_MS = 24 * 3_600_000
-"""After so long without a tick a node is taken to be removed."""
-
-LEAVING_MS = 120_000
-"""For how long a node that was removed from the cluster may send ticks before its machine is off."""
-
+MAX_GAP_MS = 60_000  # a pending condition of which nothing is known for longer begins again
+REPEAT_MS = 24 * 3_600_000  # how often an open alert is written again
+DELETE_MS = 7 * 24 * 3_600_000  # how long a resolved alert stays
+FORGET_MS = 24 * 3_600_000  # after so long without a tick a node is taken to be removed
+LEAVING_MS = 120_000  # for how long a node that was removed from the cluster may send ticks before its machine is off
 YOUNG_MS = 10_000
 """A condition that was pending for less is not yet in the state that is written. Counters that go on rising are written
 once in so long."""

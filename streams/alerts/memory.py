@@ -27,9 +27,7 @@ from topics.topic import decoder
 
 WINDOW_MS = 60_000
 BUCKET_MS = 5_000
-
-XID = "xid/"
-"""What the names of counters of XID errors begin with; the code follows."""
+XID = "xid/"  # what the names of counters of XID errors begin with; the code follows
 
 COUNTERS = (
     "ecc_uncorrected_volatile_total",
@@ -50,11 +48,8 @@ class Window(msgspec.Struct, frozen=True, array_like=True, gc=False):
     errors: tuple[tuple[int, float], ...] = ()
 
 
-Windows = dict[str, Window]
-"""Of one device, by the metric."""
-
-_AT_ZERO = Window(0.0)
-"""What most counters are, shared by all of them."""
+Windows = dict[str, Window]  # of one device, by the metric
+_AT_ZERO = Window(0.0)  # what most counters are, shared by all of them
 
 
 class HeldBy(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -244,11 +239,8 @@ def _is_in(start: int, ts_ms: int) -> bool:
 
 # -- the state of a node, as gpu.alert-state has it
 
-Order = tuple[int, int, bool]
-"""By which of two states of a node the later one is known."""
-
-Identity = tuple[str, str, str, str]
-"""What identifies a condition within a node: the rule's name, the device, the pod's uid, the rule's own key."""
+Order = tuple[int, int, bool]  # by which of two states of a node the later one is known
+Identity = tuple[str, str, str, str]  # of a condition within a node: rule, device UUID, pod uid, the rule's own key
 
 
 class NodeAlerts(AlertState, frozen=True, kw_only=True, omit_defaults=True):

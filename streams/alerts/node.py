@@ -29,12 +29,8 @@ Outcome = Literal["judged", "new_log", "replayed", "resumed"]
 """What a tick was: a new one; a new one with which the offsets of gpu.samples begin again; one that had been judged
 before its node's state was written; or the first after that."""
 
-QUIET_S = 30.0
-"""After so long without a tick a node's state is written, and its last tick holds back no commit any more."""
-
-BREAK_S = 10.0
-"""Between answers of the broker that are further apart than this, it is not known what came."""
-
+QUIET_S = 30.0  # after so long without a tick a node's state is written, and its last tick holds back no commit
+BREAK_S = 10.0  # between answers of the broker that are further apart than this, it is not known what came
 _MOST_ASKED = 600
 
 _replace = msgspec.structs.replace

@@ -22,12 +22,8 @@ from topics.allocations import Allocations
 from topics.attributed import AttributedDevice, AttributedEvent, AttributedSample, Attribution, Holder
 from topics.samples import Event, Mig, Sample
 
-EVENT_MS = 60_000
-"""For how long before its tick an event's pods are looked up as of the event; those of an older one, as of then."""
-
-READ_MS = 10_000
-"""For how long after its tick's time an event may come while the tick is read."""
-
+EVENT_MS = 60_000  # an event's pods are looked up as of the event, but at most so long before its tick
+READ_MS = 10_000  # for how long after its tick's time an event may come while the tick is read
 Inventory = tuple[tuple[str, int | None, int | None, Mig | None], ...]
 """What a device id may say of each device of a tick: uuid, index, minor number and MIG place."""
 

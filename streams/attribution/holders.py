@@ -40,15 +40,11 @@ Pods = Mapping[PodName, Pod | None]
 """The pods that a snapshot names, as they were at the time of the sample. None: the workloads have no such pod; a name
 that is absent: nothing is known of the node's pods."""
 
-PodOf = Callable[[str], Pod | None]
-"""The pod of a uid, as it was at the time of the tick."""
-
+PodOf = Callable[[str], Pod | None]  # the pod of a uid, as it was at the time of the tick
 _CONTROLLERS = {("batch", "Job"): "job", ("apps", "StatefulSet"): "statefulset", ("apps", "Deployment"): "deployment"}
 
 _HAMI_FIELDS = 4
-
-_STATIC_UID_LENGTH = 32
-"""A control group names a static pod by 32 digits without dashes, and the API server by a uid that differs."""
+_STATIC_UID_LENGTH = 32  # a control group's uid of a static pod has no dashes, and the API server has another
 
 
 class Held(msgspec.Struct, frozen=True):

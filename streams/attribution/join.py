@@ -29,15 +29,11 @@ from topics.attributed import Attribution
 from topics.samples import Sample
 from topics.workloads import NodeWorkloads
 
-MAX_PENDING = 64
-"""How many pending ticks a node may have before the end of its allocations is asked at once."""
-
+MAX_PENDING = 64  # how many pending ticks a node may have before the end of its allocations is asked at once
 _RUNS = 8
 _MARK_EVERY_MS = 10_000
 _replace = msgspec.structs.replace
-
-SnapshotId = tuple[int, int]
-"""A snapshot's run_id and seq."""
+SnapshotId = tuple[int, int]  # a snapshot's run_id and seq
 
 
 # -- what arrives

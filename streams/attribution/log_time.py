@@ -35,18 +35,10 @@ from streams.attribution.workloads import AsOf, DraKey, Knowledge, PodName, Unti
 from topics.allocations import Allocations, Claim
 from topics.workloads import Pod
 
-HORIZON_MS = 2_000
-"""How much earlier than a tick a record has to be logged to count; and how much later, if the tick lacks its pod."""
-
-LEADERS_APART_MS = 500
-"""By how much the clock of the workloads' leader may be behind that of the samples'."""
-
-NEW_MS = 10_000
-"""For how long a name is new in the snapshots of its node: the API server has a pod much sooner."""
-
-_GONE_MS = 300_000
-"""For how long it is remembered that a snapshot did not have a name: a start reads state from further back."""
-
+HORIZON_MS = 2_000  # records count that are logged so long before a tick; or after it, if the tick lacks its pod
+LEADERS_APART_MS = 500  # by how much the clock of the workloads' leader may be behind that of the samples'
+NEW_MS = 10_000  # for how long a name is new in the snapshots of its node: the API server has a pod much sooner
+_GONE_MS = 300_000  # it is remembered so long that a snapshot lacked a name: a start reads from further back
 _MOST_ASKED = 64
 
 

@@ -32,12 +32,8 @@ from streams.attribution.holders import processes_visible
 from topics.attributed import Holder, Parts
 from topics.samples import Device, Process
 
-_SLACK = 1e-9
-"""The share by which a sum may exceed the device before it counts as more: ratios of percents do not add up exactly."""
-
-_LARGEST = 1e30
-"""A larger value measures nothing, and sums of such values may not be floats."""
-
+_SLACK = 1e-9  # a sum may exceed the device by this share: ratios of percents do not add up exactly
+_LARGEST = 1e30  # a larger value measures nothing, and sums of such values may not be floats
 Amount = int | float
 
 _NONE: frozenset[int] = frozenset()
@@ -60,8 +56,7 @@ class _Rows(msgspec.Struct, frozen=True):
     count: int
     of: list[int]
     unknown: frozenset[int] = frozenset()
-    spare: frozenset[int] = frozenset()
-    """The further containers of a pod, whose part the first one has."""
+    spare: frozenset[int] = frozenset()  # the further containers of a pod, whose part the first one has
 
 
 class _Shares(msgspec.Struct, frozen=True):

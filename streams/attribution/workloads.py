@@ -22,12 +22,8 @@ from topics.samples import TOPIC as SAMPLES
 from topics.workloads import TOPIC as WORKLOADS
 from topics.workloads import NodeWorkloads, Pod
 
-TOLERANCE_MS = 2_000
-"""By how much a node's clock may differ from the API server's before a sample misses its pod."""
-
-WHOLE_SECOND_MS = 999
-"""By how much later than its ``started_ms`` a pod may have begun: the API server gives whole seconds."""
-
+TOLERANCE_MS = 2_000  # by how much a node's clock may differ from the API server's before a sample misses its pod
+WHOLE_SECOND_MS = 999  # by how much later than its started_ms a pod may have begun: the API server gives whole seconds
 LISTED_MS = 10_000
 """For how long after a pod's end the kubelet may rightly list it, because clocks and reports differ by so much. Some
 kubelets go on listing it after that."""
@@ -41,19 +37,10 @@ KEPT_MS = (SAMPLES.retention_hours or 0) * 3_600_000 + 3_600_000
 _FORGET_EVERY_MS = 600_000
 
 T = TypeVar("T")
-
-Versions = tuple[tuple[int, T], ...]
-"""What something was from a time on, in order of time."""
-
-History = tuple[tuple[int, T], ...]
-"""What was known of something from a log time on, in order of log time."""
-
-PodName = tuple[str, str]
-"""A pod's namespace and name."""
-
-DraKey = tuple[str, str, str]
-"""A DRA device's driver, pool and name."""
-
+Versions = tuple[tuple[int, T], ...]  # what something was from a time on, in order of time
+History = tuple[tuple[int, T], ...]  # what was known of something from a log time on, in order of log time
+PodName = tuple[str, str]  # a pod's namespace and name
+DraKey = tuple[str, str, str]  # a DRA device's driver, pool and name
 _replace = msgspec.structs.replace
 _looks = operator.attrgetter("labels", "annotations", "namespace_labels", "owners", "owners_complete")
 
@@ -95,8 +82,7 @@ class Life(msgspec.Struct, frozen=True):
         return (self.seen_ms if self.started_ms is None else self.started_ms), self.seen_ms, self.uid
 
 
-Lives = dict[PodName, tuple[History[Life], ...]]
-"""The pods that each name has had."""
+Lives = dict[PodName, tuple[History[Life], ...]]  # the pods that each name has had
 
 
 class Knowledge(msgspec.Struct, frozen=True):

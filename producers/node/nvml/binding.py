@@ -17,18 +17,10 @@ from typing import Any, Final, NamedTuple, NewType
 
 import pynvml
 
-Handle = NewType("Handle", object)
-"""A GPU or a MIG device, as NVML names it between nvmlInit and nvmlShutdown."""
-
-GpmSample = NewType("GpmSample", object)
-"""A buffer for what GPM samples."""
-
-EventSet = NewType("EventSet", object)
-"""Events that are waited for together."""
-
-FieldId = int | tuple[int, int]
-"""A field of nvmlDeviceGetFieldValues, or one of one of its scopes: of a link."""
-
+Handle = NewType("Handle", object)  # a GPU or a MIG device, as NVML names it between nvmlInit and nvmlShutdown
+GpmSample = NewType("GpmSample", object)  # a buffer for what GPM samples
+EventSet = NewType("EventSet", object)  # events that are waited for together
+FieldId = int | tuple[int, int]  # a field of nvmlDeviceGetFieldValues, or one of one of its scopes: of a link
 UNINITIALIZED: Final = 1
 INVALID_ARGUMENT: Final = 2
 NOT_SUPPORTED: Final = 3
@@ -46,10 +38,7 @@ ARGUMENT_VERSION_MISMATCH: Final = 25
 DEPRECATED: Final = 26
 GPU_NOT_FOUND: Final = 28
 UNKNOWN: Final = 999
-
-NOTHING_FILLED_IN: Final = -1
-"""Not NVML's: the call said that it succeeded, and left the answer as it was."""
-
+NOTHING_FILLED_IN: Final = -1  # not NVML's: the call said that it succeeded, and left the answer as it was
 _PREFIX = "NVML_ERROR_"
 _NAMES = {getattr(pynvml, name): name.removeprefix(_PREFIX) for name in dir(pynvml) if name.startswith(_PREFIX)}
 _NAMES[NOTHING_FILLED_IN] = "NO_VALUE"
@@ -66,9 +55,7 @@ _KINDS = {
 """By the type that a value says it has: where it is in the union, how it is packed there, and how wide it is: a counter
 wraps there. 0: it is no integer."""
 
-_FIELD = struct.Struct("=IIqqII8s")
-"""nvmlFieldValue_t: field, scope, timestamp, latency, type, return code, value."""
-
+_FIELD = struct.Struct("=IIqqII8s")  # nvmlFieldValue_t: field, scope, timestamp, latency, type, return code, value
 _UINT, _ULONG = ctypes.c_uint, ctypes.c_ulonglong
 _UNFILLED: Final = 0xFFFFFFFF
 

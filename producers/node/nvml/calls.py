@@ -19,24 +19,12 @@ from producers.node.nvml import binding
 from producers.node.nvml.binding import FieldId, FieldValue, GpmSample, Handle, Nvml, NvmlError
 
 T = TypeVar("T")
-
-IMPLAUSIBLE = "IMPLAUSIBLE"
-"""What a value that can't be is counted as."""
-
-NO_VALUE = "NO_VALUE"
-"""The error of what was answered without a value: it is not known, or there is nothing new."""
-
-SHARED_INSTANCE = "SHARED_INSTANCE"
-"""The error of what is only known of a whole GPU instance, which several MIG devices share."""
-
-LONGEST_SLOW_WAIT = 64
-"""A slow call is made again after 1, 2, 4 readings, and never later than this."""
-
-FIRST_WAIT, LONGEST_WAIT = 1, 64
-"""Readings until a source that has answered before is asked again."""
-
-FIRST_UNKNOWN_WAIT, LONGEST_UNKNOWN_WAIT = 64, 4096
-"""Readings until one that never has is asked again."""
+IMPLAUSIBLE = "IMPLAUSIBLE"  # what a value that can't be is counted as
+NO_VALUE = "NO_VALUE"  # the error of what was answered without a value: it is not known, or there is nothing new
+SHARED_INSTANCE = "SHARED_INSTANCE"  # the error of what is only known of a whole GPU instance that MIG devices share
+LONGEST_SLOW_WAIT = 64  # a slow call is made again after 1, 2, 4 readings, and never later than this
+FIRST_WAIT, LONGEST_WAIT = 1, 64  # readings until a source that has answered before is asked again
+FIRST_UNKNOWN_WAIT, LONGEST_UNKNOWN_WAIT = 64, 4096  # readings until one that never has is asked again
 
 _LOST = frozenset(
     {

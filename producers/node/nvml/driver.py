@@ -36,9 +36,7 @@ log = logging.getLogger(__name__)
 
 SILENT_AFTER_S = 2.0
 ENDS_WITHIN_S = 5.0
-
-LONGEST_REOPENING_S = 3600.0
-"""Opening NVML for a GPU that does not work afterwards either is tried at least this often."""
+LONGEST_REOPENING_S = 3600.0  # opening NVML for a GPU that does not work afterwards either is tried at least this often
 
 _TEXTS = {
     binding.LIBRARY_NOT_FOUND: (

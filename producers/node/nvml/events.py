@@ -30,26 +30,14 @@ from producers.node.nvml.worker import Worker
 log = logging.getLogger(__name__)
 
 XID_EVENT = 8
-
-WAIT_MS = 500
-"""Ending the wait takes so long at most."""
-
-AT_ONCE = 1024
-"""Events that are taken before the loop gets them."""
-
+WAIT_MS = 500  # ending the wait takes so long at most
+AT_ONCE = 1024  # events that are taken before the loop gets them
 MISSING_EVERY_S = 5.0
-UNSUPPORTED_EVERY_S = 60.0
-"""How long a GPU that reports no XID errors is left alone at first; each further time twice as long."""
-
+UNSUPPORTED_EVERY_S = 60.0  # so long a GPU without XID errors is left alone at first; then each time twice as long
 LONGEST_UNSUPPORTED_S = 3600.0
 LONGEST_REST_S = 60.0
-
-MOST_EVENTS = 64
-"""Of one device in one tick."""
-
-UNKNOWN_XID = 999
-"""NVML's own code for an unknown error; here also for codes that can't be, and those past the bound."""
-
+MOST_EVENTS = 64  # of one device in one tick
+UNKNOWN_XID = 999  # NVML's own code for an unknown error; here also for codes that can't be, and those past the bound
 _LARGEST_CODE = 0xFFFF
 _MOST_CODES = 64
 _MOST_DEVICES = 1024

@@ -30,10 +30,7 @@ INFO = ("serial", "driver_version", "cuda_version", "vbios_version")
 MIG_MODE = "nvmlDeviceGetMigMode"
 MIG_SLOT = "nvmlDeviceGetMigDeviceHandleByIndex"
 UUID = "nvmlDeviceGetUUID"
-
-STALE = (binding.INVALID_ARGUMENT, binding.NOT_FOUND, binding.NOT_SUPPORTED)
-"""What a handle is answered whose MIG device is gone."""
-
+STALE = (binding.INVALID_ARGUMENT, binding.NOT_FOUND, binding.NOT_SUPPORTED)  # of a MIG device that is gone
 _PROFILE = re.compile(r" MIG (\S+)$")
 _KEPT = ("uuid", "index", "vendor", "model", "pci_bus_id", "minor", "mig", "info")
 

@@ -46,16 +46,11 @@ from producers.node.nvml.table import (
 
 FIELDS = Call("nvmlDeviceGetFieldValues")
 GPM = Call("nvmlGpmMetricsGet")
-
-ZERO_LASTS_S = 10.0
-"""A counter that goes back to zero, and stays there for so long, was cleared. Until then it has no value."""
-
+ZERO_LASTS_S = 10.0  # a counter that stays at zero for so long was cleared; until then it has no value
 _ROWS = {row.key: row for row in TABLE}
 _MEMORY = "nvmlDeviceGetMemoryInfo"
 _MEMORY_PARTS = ("memory_used_bytes", "memory_free_bytes", "memory_reserved_bytes")
-
-Question = Call | Sampled | LinkErrors
-"""What is asked at once."""
+Question = Call | Sampled | LinkErrors  # what is asked at once
 
 
 class Wanted(NamedTuple):
@@ -65,8 +60,7 @@ class Wanted(NamedTuple):
     source: ValueSource
 
 
-Plan = Mapping[Question, Sequence[Wanted]]
-"""Every question of a reading, and what is wanted of its answer."""
+Plan = Mapping[Question, Sequence[Wanted]]  # every question of a reading, and what is wanted of its answer
 
 
 class Turn(NamedTuple):

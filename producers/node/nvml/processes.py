@@ -25,10 +25,7 @@ LISTS: tuple[tuple[str, ...], ...] = tuple(
 """Every list of processes, by its newest and its older function."""
 
 UTILIZATION = ("nvmlDeviceGetProcessesUtilizationInfo", "nvmlDeviceGetProcessUtilization")
-
-SAMPLE_PERIOD_S = 0.9
-"""Within it, nothing new may mean that no sample was taken; after it, that nothing was done."""
-
+SAMPLE_PERIOD_S = 0.9  # within it, nothing new may mean that no sample was taken; after it, that nothing was done
 _MEMORY = Limits(0, LARGEST_MEMORY_BYTES)
 _RATIO = Limits(0, 1)
 _PERCENT = Scale(per=100)

@@ -22,13 +22,8 @@ from producers.node.nvml.gpu import GpuReading, PhysicalGpu, bare, log_fields
 from producers.node.nvml.worker import Worker
 
 log = logging.getLogger(__name__)
-
-TIMEOUT = "TIMEOUT"
-"""The error of a call that has not returned."""
-
-MOST_LEFT = 4
-"""Threads of one GPU that wait for calls which do not return, beside the one that reads."""
-
+TIMEOUT = "TIMEOUT"  # the error of a call that has not returned
+MOST_LEFT = 4  # threads of one GPU that wait for calls which do not return, beside the one that reads
 SHORTEST_CHECK_S = 0.01
 
 

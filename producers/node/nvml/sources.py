@@ -20,13 +20,8 @@ from producers.node.nvml.table import Limits, LinkErrors, Scale, is_blank, measu
 T = TypeVar("T")
 
 _FUTURE_US = 60_000_000
-
-SHORTEST_S = 0.1
-"""Samples of GPM must be further apart."""
-
-HOPPER = 9
-"""The first architecture whose links count for themselves."""
-
+SHORTEST_S = 0.1  # samples of GPM must be further apart
+HOPPER = 9  # the first architecture whose links count for themselves
 LINK_COUNT = 91
 MOST_LINKS = 64
 

@@ -89,9 +89,7 @@ class Row(NamedTuple):
     sources: tuple[ValueSource, ...]
 
 
-MEMORY_V2: Final = 0x02000028
-"""nvmlMemory_v2: the size of its structure, and its version."""
-
+MEMORY_V2: Final = 0x02000028  # nvmlMemory_v2: the size of its structure, and its version
 LARGEST_MEMORY_BYTES: Final = 1 << 44
 
 _AS_IS = Scale()
@@ -247,8 +245,7 @@ TABLE: tuple[Row, ...] = (
 )
 """Every key of the catalogue. The first call of a device is the first row's that it supports."""
 
-AMBIGUOUS_AFTER_S: Final = 10.0
-"""After so long a counter of 32 bits may have wrapped more than once."""
+AMBIGUOUS_AFTER_S: Final = 10.0  # after so long a counter of 32 bits may have wrapped more than once
 
 _BLANK: dict[int, frozenset[float]] = {
     bits: frozenset({-1, (1 << bits) - 1, *((1 << (bits - 1)) - 16 + more for more in range(4))}) for bits in (32, 64)

@@ -28,14 +28,9 @@ from streams.alerts.xids import code_of, of_code
 from topics.alerts import Tracked
 from topics.attributed import Holder
 
-Condition = Callable[[Rule, View, list[Finding]], None]
-"""Adds to the findings what a rule finds on a device."""
-
-BLIND_MS = 600_000
-"""For how long after a device went missing it is not known whether what was found on it still holds."""
-
-HW_THERMAL, SW_THERMAL, HW_POWER_BRAKE = 0x40, 0x20, 0x80
-"""Bits of clock_event_reasons, as nvml.h has them."""
+Condition = Callable[[Rule, View, list[Finding]], None]  # adds to the findings what a rule finds on a device
+BLIND_MS = 600_000  # for how long after a device went missing it is not known whether what was found on it still holds
+HW_THERMAL, SW_THERMAL, HW_POWER_BRAKE = 0x40, 0x20, 0x80  # bits of clock_event_reasons, as nvml.h has them
 
 _VALUES: dict[Kind, tuple[str, ...]] = {
     "row_remap_failure": ("row_remap_failure",),

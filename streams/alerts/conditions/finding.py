@@ -12,14 +12,9 @@ from streams.alerts.rules.rule import Policy, Rule, Rules, policy_of
 from streams.alerts.tick import Device, Tick
 from topics.attributed import Holder, by_pod
 
-CONFLICTS = ("unallocated_process", "no_pod")
-"""What ``conflict`` of a device may be."""
-
-NVLINK_ERRORS = ("crc", "replay", "recovery")
-"""The kinds of errors that an NVLink counts."""
-
-_KEYS = {"attribution_conflict": CONFLICTS, "nvlink_errors": NVLINK_ERRORS}
-"""The keys of the findings of a kind; "" alone for those that are not here."""
+CONFLICTS = ("unallocated_process", "no_pod")  # what conflict of a device may be
+NVLINK_ERRORS = ("crc", "replay", "recovery")  # the kinds of errors that an NVLink counts
+_KEYS = {"attribution_conflict": CONFLICTS, "nvlink_errors": NVLINK_ERRORS}  # of a kind's findings; else only ""
 
 
 class Facts(NamedTuple):

@@ -36,9 +36,7 @@ Kind = Literal[
     "policy_invalid",
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-
-_CACHED = 10_000
-"""Of how many pods' rules are remembered; past that, all are found again."""
+_CACHED = 10_000  # of how many pods' rules are remembered; past that, all are found again
 
 
 class Override(msgspec.Struct, frozen=True, kw_only=True):

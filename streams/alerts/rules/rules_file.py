@@ -35,12 +35,8 @@ _FIGURES = ("gpu_share", "wasted_gpu_seconds")
 _XID_SEVERITIES = ("driver_severity", "application_severity", "recovered_severity", "unknown_severity")
 
 W = TypeVar("W", bound=str)
-
-Keys = tuple[str | int, ...]
-"""Where in a file or a value something is: keys of tables, places in lists."""
-
-Wrong = list[tuple[Keys, str]]
-"""What is wrong, and where; the lines are looked up in the end."""
+Keys = tuple[str | int, ...]  # where in a file or a value something is: keys of tables, places in lists
+Wrong = list[tuple[Keys, str]]  # what is wrong, and where; the lines are looked up in the end
 
 
 class Mistakes(ValueError):

@@ -23,20 +23,12 @@ from streams.alerts.xids import of_text
 from topics.alerts import Alert, AlertState
 from topics.attributed import Holder
 
-Described = tuple[dict[str, str], dict[str, str]]
-"""An alert's labels and annotations."""
-
+Described = tuple[dict[str, str], dict[str, str]]  # an alert's labels and annotations
 Pairs = Iterable[tuple[str, str | int | None]]
-
-RUNBOOK = "docs/runbooks/{}.md"
-"""Of the default rule of a kind."""
-
-MAX_VALUE_BYTES = 1024
-"""Longer values are cut, at a character: receivers commonly refuse more than 2 KiB."""
-
+RUNBOOK = "docs/runbooks/{}.md"  # of the default rule of a kind
+MAX_VALUE_BYTES = 1024  # longer values are cut, at a character: receivers commonly refuse more than 2 KiB
 _NOT_IN_A_NAME = re.compile(r"[^a-zA-Z0-9_]")
-_MOST_NAMED = 8
-"""Of pods or processes in a description."""
+_MOST_NAMED = 8  # of pods or processes in a description
 
 _WORDS: Mapping[Kind, tuple[str, str]] = {
     "used_unallocated": (
