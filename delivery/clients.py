@@ -16,13 +16,12 @@ from typing import Any
 
 import aiokafka.admin.client
 import aiokafka.client
-from aiokafka import AIOKafkaConsumer as AIOKafkaConsumer
-from aiokafka import AIOKafkaProducer as AIOKafkaProducer
-from aiokafka import TopicPartition
-from aiokafka.admin import AIOKafkaAdminClient as AIOKafkaAdminClient
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
+from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.errors import KafkaError
 from aiokafka.protocol.metadata import MetadataRequest
 
+from delivery.connection import Connection
 from delivery.ledger import Partition
 
 log = logging.getLogger(__name__)
@@ -45,6 +44,22 @@ for _module in (aiokafka.client, aiokafka.admin.client):
     _module.MetadataRequest = _MakesNoTopic
 
 
+def consumer(connection: Connection, *topics: str, **options: Any) -> AIOKafkaConsumer:
+    """A consumer that is not started. It reads committed records only, and commits nothing by itself."""
+    defaults = {"enable_auto_commit": False, "isolation_level": "read_committed"}
+    return AIOKafkaConsumer(*topics, bootstrap_servers=connection.servers, **defaults | options)
+
+
+def producer(connection: Connection, **options: Any) -> AIOKafkaProducer:
+    """A producer that is not started."""
+    return AIOKafkaProducer(bootstrap_servers=connection.servers, **options)
+
+
+def admin(connection: Connection, **options: Any) -> AIOKafkaAdminClient:
+    """A client of the administration that is not started."""
+    return AIOKafkaAdminClient(bootstrap_servers=connection.servers, **options)
+
+
 def describe(error: BaseException) -> str:
     """One line that names an error, once, and what it says."""
     name, text = type(error).__name__, str(error)
@@ -56,21 +71,12 @@ def backoff(delays_s: Sequence[float]) -> Iterator[float]:
     return itertools.chain(delays_s, itertools.repeat(delays_s[-1]))
 
 
-async def connected(kafka: str, **options: Any) -> Any:
-    """A consumer of ``HOST:PORT[,...]`` once a broker answers; cancel to give up.
-
-    It reads committed records only, in which an aborted transaction's are not, and commits nothing by itself.
-    """
-    servers = kafka.split(",")
-    return await started(
-        lambda: AIOKafkaConsumer(
-            bootstrap_servers=servers, enable_auto_commit=False, isolation_level="read_committed", **options
-        ),
-        kafka,
-    )
+async def connected(connection: Connection, **options: Any) -> Any:
+    """A :func:`consumer` once a broker answers; cancel to give up."""
+    return await started(lambda: consumer(connection, **options), connection)
 
 
-async def started(make: Callable[[], Any], kafka: str, backoff_s: Sequence[float] = (0.5,)) -> Any:
+async def started(make: Callable[[], Any], connection: Connection, backoff_s: Sequence[float] = (0.5,)) -> Any:
     """A client that ``make`` makes, started once a broker answers, for as long as that takes; cancel to give up."""
     complained = False
     for delay_s in backoff(backoff_s):
@@ -80,7 +86,7 @@ async def started(make: Callable[[], Any], kafka: str, backoff_s: Sequence[float
         except KafkaError as error:
             await close(client)
             if not complained:
-                log.warning("no Kafka broker answers at %s: %s; trying again", kafka, describe(error))
+                log.warning("no Kafka broker answers at %s: %s; trying again", connection, describe(error))
             complained = True
             await asyncio.sleep(delay_s)
         except BaseException:
@@ -109,13 +115,13 @@ class OffsetClient:
     after it is of transactions that are still open, and can't be read yet.
     """
 
-    def __init__(self, kafka: str, *, client_id: str) -> None:
-        self._kafka, self._client_id = kafka, client_id
+    def __init__(self, connection: Connection, *, client_id: str) -> None:
+        self._connection, self._client_id = connection, client_id
         self._consumer: Any = None
 
     async def connect(self) -> None:
         """Connect, for as long as that takes; cancel to give up."""
-        self._consumer = await connected(self._kafka, client_id=f"{self._client_id}-offsets", **_NO_GROUP)
+        self._consumer = await connected(self._connection, client_id=f"{self._client_id}-offsets", **_NO_GROUP)
 
     async def close(self) -> None:
         """Let go of the connection."""
@@ -145,7 +151,8 @@ class OffsetClient:
         times: dict[Partition, int | None] = dict.fromkeys(offsets)
         waiting = {theirs(tp): offset for tp, offset in offsets.items()}
         client_id = f"{self._client_id}-peek"
-        peeking = await connected(self._kafka, client_id=client_id, max_partition_fetch_bytes=_PEEK_BYTES, **_NO_GROUP)
+        options = {"client_id": client_id, "max_partition_fetch_bytes": _PEEK_BYTES, **_NO_GROUP}
+        peeking = await connected(self._connection, **options)
         try:
             peeking.assign(list(waiting))
             for tp, offset in waiting.items():

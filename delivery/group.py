@@ -18,8 +18,9 @@ from aiokafka.abc import ConsumerRebalanceListener
 from aiokafka.coordinator.protocol import ConsumerProtocolMemberMetadata
 from aiokafka.errors import CommitFailedError, IllegalStateError, KafkaError
 
+from delivery import clients
 from delivery.assignor import CoPartitioned, claim_of
-from delivery.clients import AIOKafkaAdminClient, OffsetClient, close, connected, describe, theirs
+from delivery.clients import OffsetClient, close, connected, describe, theirs
 from delivery.ledger import Partition
 from delivery.settings import MemberSettings
 from delivery.watchdog import RESTART, LoopLateness
@@ -66,7 +67,7 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
         self, settings: MemberSettings, topics: Collection[str], member: Member, partitions: Mapping[str, int]
     ) -> None:
         self.settings, self.topics = settings, tuple(topics)
-        self.offsets = OffsetClient(settings.kafka, client_id=settings.group)
+        self.offsets = OffsetClient(settings.connection(), client_id=settings.group)
         self.lateness = LoopLateness()
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._member = member
@@ -89,7 +90,7 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
         settings, session_ms = self.settings, int(self.settings.session_timeout_s * 1000)
         await self.offsets.connect()
         self._consumer = await connected(
-            settings.kafka,
+            settings.connection(),
             client_id=settings.group,
             group_id=settings.group,
             group_instance_id=settings.instance_id,
@@ -183,7 +184,7 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
         group from then on, and would take the place back.
         """
         mine = self._assignor.claim
-        admin = AIOKafkaAdminClient(bootstrap_servers=self.settings.kafka.split(","), client_id=self.settings.group)
+        admin = clients.admin(self.settings.connection(), client_id=self.settings.group)
         try:
             async with asyncio.timeout(_DESCRIBE_S):
                 await admin.start()

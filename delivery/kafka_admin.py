@@ -28,7 +28,9 @@ from aiokafka.errors import (
 from aiokafka.protocol.api import Request, RequestStruct, Response
 from aiokafka.protocol.types import Array, Boolean, Int8, Int16, Int32, Schema, String
 
-from delivery.clients import AIOKafkaAdminClient, AIOKafkaConsumer, describe
+from delivery import clients
+from delivery.clients import describe
+from delivery.connection import Connection
 
 _REQUEST_TIMEOUT_MS = 10_000
 _SESSION_TIMEOUT_S = 60.0
@@ -103,8 +105,8 @@ class IncrementalAlterConfigs(Request[_SetSettings]):  # type: ignore[misc]
 class Admin:
     """An open connection to a broker's administration; see :func:`connect`."""
 
-    def __init__(self, client: AIOKafkaAdminClient, kafka: str = "") -> None:
-        self._client, self._kafka = client, kafka
+    def __init__(self, client: Any, connection: Connection) -> None:
+        self._client, self._connection = client, connection
 
     async def layouts(self, names: Iterable[str]) -> dict[str, Found]:
         """Those of these topics that there are, as far as this client may see them."""
@@ -162,11 +164,8 @@ class Admin:
 
     async def is_empty(self, name: str, partitions: int) -> bool:
         """Whether a topic holds no record at this moment."""
-        consumer = AIOKafkaConsumer(
-            bootstrap_servers=self._kafka.split(","),
-            enable_auto_commit=False,
-            isolation_level="read_uncommitted",  # what an open transaction has written is there, too
-        )
+        # what an open transaction has written is there, too
+        consumer = clients.consumer(self._connection, isolation_level="read_uncommitted")
         await consumer.start()
         try:
             tps = [TopicPartition(name, number) for number in range(partitions)]
@@ -187,22 +186,20 @@ class Admin:
 
 
 @asynccontextmanager
-async def connect(kafka: str) -> AsyncIterator[Admin]:
-    """A connection to ``HOST:PORT[,...]``, closed at the end.
+async def connect(connection: Connection) -> AsyncIterator[Admin]:
+    """An open connection, closed at the end.
 
     :raises BrokerUnavailable: nobody answers there, now or before the end.
     :raises BrokerError: an answer that was not expected.
     """
-    client = AIOKafkaAdminClient(
-        bootstrap_servers=kafka.split(","), client_id="gpustream-topics", request_timeout_ms=_REQUEST_TIMEOUT_MS
-    )
+    client = clients.admin(connection, client_id="gpustream-topics", request_timeout_ms=_REQUEST_TIMEOUT_MS)
     try:
         async with asyncio.timeout(_SESSION_TIMEOUT_S):
             await client.start()
-            yield Admin(client, kafka)
+            yield Admin(client, connection)
     except _SILENCE as error:
-        raise BrokerUnavailable(f"no Kafka broker answers at {kafka} ({type(error).__name__})") from error
+        raise BrokerUnavailable(f"no Kafka broker answers at {connection} ({type(error).__name__})") from error
     except KafkaError as error:
-        raise BrokerError(f"the Kafka broker at {kafka} can't do that: {describe(error)}") from error
+        raise BrokerError(f"the Kafka broker at {connection} can't do that: {describe(error)}") from error
     finally:
         await client.close()

@@ -23,7 +23,8 @@ from aiokafka.errors import (
     UnknownError,
 )
 
-from delivery.clients import AIOKafkaProducer, backoff, close, describe, started
+from delivery.clients import backoff, close, describe, producer, started
+from delivery.connection import Connection
 from delivery.topic_admin import TopicCheck
 from topics.topic import MAX_MESSAGE_BYTES
 
@@ -73,23 +74,21 @@ class _Sending:
 class Sender:
     """An idempotent producer that outlives refused records and broker outages.
 
-    ``kafka`` is ``HOST:PORT[,...]``. Records sent one after the other to a partition are stored in that order; with a
-    key and no partition, the partition is the key's by murmur2, as for every Kafka client in Java. Nothing is sent
-    before ``check`` has passed.
+    Records sent one after the other to a partition are stored in that order; with a key and no partition, the partition
+    is the key's by murmur2, as for every Kafka client in Java. Nothing is sent before ``check`` has passed.
     """
 
     def __init__(
         self,
-        kafka: str,
+        connection: Connection,
         *,
         client_id: str,
         check: TopicCheck | None = None,
         linger_ms: int = 20,
         max_batch_bytes: int = 65536,
     ) -> None:
-        self._kafka, self._check = kafka, check
+        self._connection, self._check = connection, check
         self._options: dict[str, Any] = {
-            "bootstrap_servers": kafka.split(","),
             "client_id": client_id,
             "acks": "all",
             "enable_idempotence": True,
@@ -99,7 +98,7 @@ class Sender:
             "request_timeout_ms": 30_000,
             "retry_backoff_ms": _RETRY_BACKOFF_MS,
         }
-        self._producer: AIOKafkaProducer | None = None
+        self._producer: Any = None
         self._unacknowledged: dict[_Sending, None] = {}
         self._healthy = asyncio.Event()
         self._handing_over = 0
@@ -116,7 +115,8 @@ class Sender:
     def not_ready(self) -> list[str]:
         """Why nothing is sent yet; empty once it has started."""
         checking = self._check.not_ready() if self._check is not None else []
-        return checking or ([f"no Kafka broker has answered at {self._kafka} yet"] if self._producer is None else [])
+        silent = [] if self._producer is not None else [f"no Kafka broker has answered at {self._connection} yet"]
+        return checking or silent
 
     async def ready(self) -> None:
         """Wait until records are taken: not before a broker was there, and not while records are sent again."""
@@ -178,7 +178,7 @@ class Sender:
             await close(self._producer)
             self._producer = None
 
-    def _client(self) -> AIOKafkaProducer:
+    def _client(self) -> Any:
         if self._producer is None:
             raise RuntimeError("the sender is not started, or was stopped")
         return self._producer
@@ -248,4 +248,5 @@ class Sender:
     async def _renew(self) -> None:
         if self._producer is not None:
             await close(self._producer)
-        self._producer = await started(lambda: AIOKafkaProducer(**self._options), self._kafka, _BACKOFF_S)
+        connection, options = self._connection, self._options
+        self._producer = await started(lambda: producer(connection, **options), connection, _BACKOFF_S)

@@ -20,6 +20,7 @@ from typing import Annotated, Any, NamedTuple
 import click
 
 from delivery import values
+from delivery.connection import Connection
 
 
 class Registered(NamedTuple):
@@ -173,6 +174,10 @@ class KafkaSettings:
 
     kafka: Annotated[str, Option("--kafka", HOST_PORTS, "Kafka's bootstrap brokers.")]
     cluster: Cluster = "default"
+
+    def connection(self) -> Connection:
+        """How Kafka is reached with these settings."""
+        return Connection(self.kafka)
 
     def mistakes(self) -> list[str]:
         """Every mistake in the values, in words for whoever wrote them; empty if there is none."""

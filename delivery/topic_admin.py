@@ -14,6 +14,7 @@ from typing import NamedTuple
 from aiokafka.admin import NewTopic
 
 from delivery.clients import backoff
+from delivery.connection import Connection
 from delivery.kafka_admin import Admin, BrokerError, BrokerUnavailable, Found, SettingsUnknown, connect
 from topics.topic import PARTITIONS, REPLICATION_FACTOR, Topic, load_topics
 
@@ -86,23 +87,23 @@ def mismatches(topics: Iterable[Topic], found: Mapping[str, Found], beside: Iter
     return wrong + [one for topic in there for one in _settings(topic, found[topic.name].settings)]
 
 
-async def inspect(kafka: str, names: Iterable[str] | None = None) -> tuple[dict[str, Found], str | None]:
+async def inspect(connection: Connection, names: Iterable[str] | None = None) -> tuple[dict[str, Found], str | None]:
     """The topics of the contract (or those named) that the broker has, and why their settings are not known, if so.
 
-    :raises BrokerUnavailable: nobody answers at ``kafka``.
+    :raises BrokerUnavailable: nobody answers.
     """
-    async with connect(kafka) as admin:
+    async with connect(connection) as admin:
         return await _inspect(admin, load_topics() if names is None else names)
 
 
-async def check(kafka: str, names: Iterable[str], beside: Iterable[str] = ()) -> Checked:
+async def check(connection: Connection, names: Iterable[str], beside: Iterable[str] = ()) -> Checked:
     """Whether a component may use these topics; ``beside`` them are those that must have as many partitions, if any.
 
     :raises ContractMismatch: it may not, and every reason.
-    :raises BrokerUnavailable: nobody answers at ``kafka``.
+    :raises BrokerUnavailable: nobody answers.
     """
     topics, others = _named(names), _named(beside)
-    found, unchecked = await inspect(kafka, [*topics, *others])
+    found, unchecked = await inspect(connection, [*topics, *others])
     wrong = mismatches(topics.values(), found, others.values())
     if any(one.breaks for one in wrong):
         raise ContractMismatch(one for one in wrong if one.breaks)
@@ -110,7 +111,7 @@ async def check(kafka: str, names: Iterable[str], beside: Iterable[str] = ()) ->
 
 
 async def create(
-    kafka: str,
+    connection: Connection,
     partitions: int = PARTITIONS,
     replication_factor: int = REPLICATION_FACTOR,
     *,
@@ -124,12 +125,12 @@ async def create(
     :raises ContractMismatch: a topic keyed by node has another number of partitions.
     :raises Refused: the broker would not (too few brokers for the replication factor, no permission).
     :raises SettingsUnknown: the broker has no topic settings, so it is not one to create topics on.
-    :raises BrokerUnavailable: nobody answers at ``kafka``.
+    :raises BrokerUnavailable: nobody answers.
     """
     topics = load_topics()
     changes: dict[str, None] = {}
     deleted: set[str] = set()
-    async with connect(kafka) as admin:
+    async with connect(connection) as admin:
         for _ in range(_PASSES):
             found, unknown = await _inspect(admin, topics)
             if unknown is not None:
@@ -224,9 +225,9 @@ class TopicCheck:
     Topics ``beside`` them may be missing; if they are there, they must have as many partitions.
     """
 
-    def __init__(self, kafka: str, names: Iterable[str], *, beside: Iterable[str] = ()) -> None:
-        self._kafka, self._names, self._beside = kafka, tuple(names), tuple(beside)
-        self._wrong: list[str] = [f"no Kafka broker has answered at {kafka} yet"]
+    def __init__(self, connection: Connection, names: Iterable[str], *, beside: Iterable[str] = ()) -> None:
+        self._connection, self._names, self._beside = connection, tuple(names), tuple(beside)
+        self._wrong: list[str] = [f"no Kafka broker has answered at {connection} yet"]
 
     def not_ready(self) -> list[str]:
         """Why they may not be used, one reason a mistake; empty once they may."""
@@ -238,7 +239,7 @@ class TopicCheck:
             if stop.is_set():
                 break
             try:
-                found = await check(self._kafka, self._names, self._beside)
+                found = await check(self._connection, self._names, self._beside)
             except ContractMismatch as error:
                 wrong = [f"{mistake}: run {COMMAND}" for mistake in error.mistakes]
             except BrokerError as error:

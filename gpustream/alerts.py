@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 import click
 import msgspec
 
+from delivery.connection import Connection
 from gpustream import logs
 from gpustream.command import KAFKA, LOG_FORMAT, Command, option
 from gpustream.topics import answer, reading, show
@@ -55,12 +56,12 @@ def alerts(kafka: str, follow: bool, form: Form, log_format: logs.Format) -> Non
     """List the alerts that fire: since when, where, whose, and what is wrong."""
     logs.setup(log_format)
     with contextlib.suppress(KeyboardInterrupt):
-        answer(_show(kafka, form, follow=follow))
+        answer(_show(Connection(kafka), form, follow=follow))
 
 
-async def _show(kafka: str, form: Form, *, follow: bool) -> None:
+async def _show(connection: Connection, form: Form, *, follow: bool) -> None:
     seen = Seen()
-    async with reading(kafka, TOPIC.name) as (consumer, partitions):
+    async with reading(connection, TOPIC.name) as (consumer, partitions):
         ends = await consumer.end_offsets(partitions)
         while any([await consumer.position(tp) < end for tp, end in ends.items()]):
             for record in await _polled(consumer):

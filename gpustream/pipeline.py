@@ -16,7 +16,8 @@ from typing import Any
 
 import msgspec
 
-from delivery.clients import AIOKafkaConsumer
+from delivery import clients
+from delivery.connection import Connection
 from gpustream.serve import Component
 from topics import alerts, attributed, dead_letters
 from topics.attributed import AttributedSample
@@ -48,26 +49,24 @@ class Tail:
 
     def __init__(
         self,
-        kafka: str,
+        connection: Connection,
         on_tick: Callable[[AttributedSample], None],
         on_alert: Callable[[Any], object],
         on_letter: Callable[[tuple[bytes, ...]], None],
     ) -> None:
-        self._kafka = kafka
+        self._connection = connection
         self._on_tick, self._on_alert, self._on_letter = on_tick, on_alert, on_letter
         self._decode = decoder(AttributedSample)
         self._consumer: Any = None
 
     async def start(self) -> None:
         """Stands at the end of every partition once it returns. Raises aiokafka's errors if that can't be had."""
-        self._consumer = AIOKafkaConsumer(
+        self._consumer = clients.consumer(
+            self._connection,
             attributed.TOPIC.name,
             alerts.TOPIC.name,
             dead_letters.TOPIC.name,
-            bootstrap_servers=self._kafka,
-            enable_auto_commit=False,
             auto_offset_reset="latest",
-            isolation_level="read_committed",
             fetch_max_wait_ms=_FETCH_WAIT_MS,
             fetch_max_bytes=_FETCH_BYTES,
             max_partition_fetch_bytes=_FETCH_BYTES,

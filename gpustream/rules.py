@@ -18,6 +18,7 @@ import click
 import msgspec
 from click.core import ParameterSource
 
+from delivery.connection import Connection
 from delivery.settings import HOST_PORTS, START_FROM
 from gpustream import alerts, logs
 from gpustream.command import LOG_FORMAT, Argument, Command, counted, option
@@ -103,7 +104,7 @@ def test(
     logs.setup(log_format)
     trial = Trial(_load(file))
     if input is None:
-        answer(_read(str(kafka), start, trial))
+        answer(_read(Connection(str(kafka)), start, trial))
     else:
         for recorded in _lines(input):
             trial.take(recorded)
@@ -182,10 +183,10 @@ def _lines(path: Path) -> Iterator[Recorded]:
         raise SystemExit(FAILED) from error
 
 
-async def _read(kafka: str, start: str | float, trial: Trial) -> None:
+async def _read(connection: Connection, start: str | float, trial: Trial) -> None:
     """Take the records from a time on, to where each partition ends now."""
     from_ms = 0 if isinstance(start, str) else int((time.time() - start) * 1000)
-    async with reading(kafka, attributed.TOPIC.name) as (consumer, partitions):
+    async with reading(connection, attributed.TOPIC.name) as (consumer, partitions):
         ends = await consumer.end_offsets(partitions)
         at_time = await consumer.offsets_for_times(dict.fromkeys(partitions, from_ms)) if from_ms else {}
         for tp, at in at_time.items():

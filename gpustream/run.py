@@ -22,6 +22,7 @@ import msgspec
 from prometheus_client import CollectorRegistry
 
 from delivery import topic_admin
+from delivery.connection import Connection
 from delivery.settings import DURATION, FLEET_SIZE, HOST_PORTS, URL, Cluster, Option
 from gpustream import alerts, command, logs, serve
 from gpustream.command import Command, ProcessSettings
@@ -140,11 +141,12 @@ class OneProcess:
     def __init__(self, chosen: RunSettings, embedded: EmbeddedBroker | None) -> None:
         self._chosen = chosen
         self._embedded = embedded
-        self._kafka = chosen.kafka or (embedded.address if embedded else "")
+        kafka = chosen.kafka or (embedded.address if embedded else "")
+        self._connection = Connection(kafka)
         socket = chosen.pod_resources_socket
         options = {
             **vars(chosen),
-            "kafka": self._kafka,
+            "kafka": kafka,
             "fleet": chosen.simulate,
             "url": chosen.remote_write,
             # a machine that has no kubelet when the run begins is not reported to lack one
@@ -168,8 +170,8 @@ class OneProcess:
         duration_s = self._chosen.duration_s
         if duration_s is None and not self._chosen.watched:
             duration_s = UNWATCHED_S
-        await topic_admin.check(self._kafka, load_topics())
-        tail = Tail(self._kafka, self._on_tick, self._alerts.see, self._tally.dead_lettered)
+        await topic_admin.check(self._connection, load_topics())
+        tail = Tail(self._connection, self._on_tick, self._alerts.see, self._tally.dead_lettered)
         pipeline = Pipeline(self._producer, self._streams, list(self._sinks.values()), tail, self._look, self._behind)
         with displayed(watched=self._chosen.watched, to_stderr=self._chosen.summary == "json") as self._display:
             async with serve.observed(pipeline.components, self._chosen.listen):

@@ -20,6 +20,7 @@ from rich.text import Text
 
 from delivery import topic_admin
 from delivery.clients import close, connected
+from delivery.connection import Connection
 from delivery.kafka_admin import BrokerError, Found
 from delivery.topic_admin import Mismatch
 from gpustream import logs
@@ -54,7 +55,8 @@ def topics() -> None:
 def create(kafka: str, partitions: int, replication_factor: int, recreate_empty: bool, log_format: logs.Format) -> None:
     """Create the topics that are missing, and mend the settings of those that are there. Partitions never change."""
     logs.setup(log_format)
-    changes = answer(topic_admin.create(kafka, partitions, replication_factor, recreate_empty=recreate_empty))
+    connection = Connection(kafka)
+    changes = answer(topic_admin.create(connection, partitions, replication_factor, recreate_empty=recreate_empty))
     for line in changes or ["every topic is there, as it must be"]:
         click.echo(line)
 
@@ -65,7 +67,7 @@ def create(kafka: str, partitions: int, replication_factor: int, recreate_empty:
 def list_(kafka: str, log_format: logs.Format) -> None:
     """Compare the broker's topics with what they should be. Exit code 1 if any differs or is missing."""
     logs.setup(log_format)
-    found, unchecked = answer(topic_admin.inspect(kafka))
+    found, unchecked = answer(topic_admin.inspect(Connection(kafka)))
     wanted = list(load_topics().values())
     wrong = topic_admin.mismatches(wanted, found)
     show(COLUMNS, rows(wanted, found, wrong), lambda row: "" if row.verdict == "yes" else "red")
@@ -117,13 +119,13 @@ def answer(asked: Coroutine[Any, Any, R]) -> R:
 
 
 @contextlib.asynccontextmanager
-async def reading(kafka: str, topic: str) -> AsyncIterator[tuple[Any, list[TopicPartition]]]:
+async def reading(connection: Connection, topic: str) -> AsyncIterator[tuple[Any, list[TopicPartition]]]:
     """A consumer of all partitions of a topic, in no group. Raises BrokerError if there is no such topic."""
-    found, _ = await topic_admin.inspect(kafka, [topic])
+    found, _ = await topic_admin.inspect(connection, [topic])
     if topic not in found:
-        raise BrokerError(f"there is no topic {topic} at {kafka}: `gpustream topics create` makes it")
+        raise BrokerError(f"there is no topic {topic} at {connection}: `gpustream topics create` makes it")
     partitions = [TopicPartition(topic, number) for number in range(found[topic].partitions)]
-    consumer = await connected(kafka, auto_offset_reset="earliest")
+    consumer = await connected(connection, auto_offset_reset="earliest")
     try:
         consumer.assign(partitions)
         yield consumer, partitions

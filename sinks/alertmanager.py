@@ -15,6 +15,7 @@ Source: api/v2/openapi.yaml (postableAlert), and alert/alert.go (Validate) of Al
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import time
 from collections.abc import AsyncGenerator, Iterable, Sequence
@@ -348,7 +349,7 @@ class AlertmanagerSink:
 
         Raises what cannot be waited for.
         """
-        http, sender = Http(self.settings), Sender(self.settings.kafka, client_id=self.settings.group)
+        http, sender = Http(self.settings), Sender(self.settings.connection(), client_id=self.settings.group)
         letters, counted = DeadLetters(sender, "sink alertmanager"), Outcomes(COMPONENT, self._instruments)
         self._alertmanagers = [self._one(url, http, letters, counted) for url in self.settings.urls]
         ending = asyncio.Event()
@@ -385,11 +386,7 @@ class AlertmanagerSink:
         settings = self.settings
         notifier = Notifier(url, settings, http.post, self._instruments)
         shared = (notifier, letters, counted, settings.max_alerts)
-        member = MemberSettings(
-            kafka=settings.kafka,
-            group=settings.group_of(url),
-            instance_id=settings.instance_id,
-            session_timeout_s=settings.session_timeout_s,
-        )
+        of_member = {field.name: getattr(settings, field.name) for field in dataclasses.fields(MemberSettings)}
+        member = MemberSettings(**{**of_member, "group": settings.group_of(url)})
         source = Source(TOPIC.name, lambda _: AlertmanagerPartition(*shared), settings.from_, WHOLE)
         return notifier, GroupReader(member, [source], counted)

@@ -83,7 +83,7 @@ class GroupReader:
     def __init__(self, settings: MemberSettings, sources: Sequence[Source], outcomes: Outcomes) -> None:
         self._settings, self._outcomes = settings, outcomes
         self._sources = {source.topic: source for source in sources}
-        self._check = TopicCheck(settings.kafka, (*self._sources, dead_letters.TOPIC.name))
+        self._check = TopicCheck(settings.connection(), (*self._sources, dead_letters.TOPIC.name))
         self._group: ConsumerGroup | None = None
         self._established: frozenset[str] = frozenset()
         self._tasks: dict[Assignment, asyncio.Task[None]] = {}

@@ -221,7 +221,7 @@ class WebhookSink:
     async def run(self, stop: asyncio.Event) -> None:
         """Deliver until ``stop``; returns within 8 s of it. Raises what cannot be waited for."""
         settings, made = self.settings, self._instruments
-        http, sender = Http(settings), Sender(settings.kafka, client_id=settings.group)
+        http, sender = Http(settings), Sender(settings.connection(), client_id=settings.group)
         counted = Outcomes(COMPONENT, made)
         self._receiver = Receiver(
             settings.url, http.post, COMPONENT, made, at_once=settings.max_in_flight, most_refused=MOST_REFUSED

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Collection, Coroutine, Iterable
 from typing import Any, NamedTuple
 
+from delivery.connection import Connection
 from delivery.instruments import Instruments
 from delivery.sender import Sender
 from delivery.topic_admin import TopicCheck
@@ -152,13 +153,14 @@ class ClusterProducer:
         settings: ClusterSettings,
         *,
         sender: Sender | None = None,
-        read_back: Callable[[str, int, PublishedNodes], Coroutine[Any, Any, None]] = read_back,
+        read_back: Callable[[Connection, int, PublishedNodes], Coroutine[Any, Any, None]] = read_back,
     ) -> None:
         self._settings = settings
         self._instruments = Instruments((*INSTRUMENTS, *own.INSTRUMENTS))
         self.registry = self._instruments.registry
-        check = TopicCheck(settings.kafka, (workloads.TOPIC.name,), beside=(samples.TOPIC.name, allocations.TOPIC.name))
-        self._sender = sender or Sender(settings.kafka, client_id=f"gpustream-{self.name}", check=check)
+        connection = settings.connection()
+        check = TopicCheck(connection, (workloads.TOPIC.name,), beside=(samples.TOPIC.name, allocations.TOPIC.name))
+        self._sender = sender or Sender(connection, client_id=f"gpustream-{self.name}", check=check)
         self._read_back = read_back
         self._reading_since_s: float | None = None
         self._synced_s = float("inf")
@@ -245,7 +247,7 @@ class ClusterProducer:
             self._reading_since_s = time.monotonic()
             try:
                 published = PublishedNodes(self._settings.cluster)
-                await self._read_back(self._settings.kafka, _now_ms() - pods.KEPT_MS, published)
+                await self._read_back(self._settings.connection(), _now_ms() - pods.KEPT_MS, published)
                 self._state.take_over(published.nodes, _now_ms())
             finally:
                 self._reading_since_s = None

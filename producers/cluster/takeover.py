@@ -17,6 +17,7 @@ from aiokafka.errors import KafkaError, TopicAuthorizationFailedError
 
 from delivery import clients, positions, topic_admin
 from delivery.clients import describe, offsets_at
+from delivery.connection import Connection
 from delivery.kafka_admin import BrokerError
 from delivery.ledger import Partition
 from topics.topic import decoder
@@ -61,12 +62,12 @@ class PublishedNodes:
         self.nodes[record.node] = PublishedNode((record.epoch, record.seq), record.removed, pods)
 
 
-async def read_back(kafka: str, since_ms: int, published: PublishedNodes) -> None:
+async def read_back(connection: Connection, since_ms: int, published: PublishedNodes) -> None:
     """Take the records that were logged at ``since_ms`` or later, to where the topic ends now."""
-    consumer = await clients.connected(kafka)
+    consumer = await clients.connected(connection)
     try:
         async with asyncio.timeout(WITHIN_S):
-            found, _ = await topic_admin.inspect(kafka, [TOPIC.name])
+            found, _ = await topic_admin.inspect(connection, [TOPIC.name])
             if TOPIC.name not in found:
                 return
             partitions = [TopicPartition(TOPIC.name, number) for number in range(found[TOPIC.name].partitions)]

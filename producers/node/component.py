@@ -55,9 +55,10 @@ class NodeProducer:
         self._settings = settings
         self._instruments = Instruments((*INSTRUMENTS, *own.INSTRUMENTS))
         self.registry = self._instruments.registry
-        check = TopicCheck(settings.kafka, (samples.TOPIC.name, allocations.TOPIC.name), beside=(workloads.TOPIC.name,))
+        connection = settings.connection()
+        check = TopicCheck(connection, (samples.TOPIC.name, allocations.TOPIC.name), beside=(workloads.TOPIC.name,))
         client_id = f"gpustream-{self.name}-{settings.node}"
-        self._sender = sender or Sender(settings.kafka, client_id=client_id, check=check)
+        self._sender = sender or Sender(connection, client_id=client_id, check=check)
         self._buffer_lasts_s: float | None = None
         self._places = places or Places(settings.procfs)
         self._gpus = gpus or Gpus(self._instruments, self._places, interval_s=settings.interval_s)

@@ -99,8 +99,9 @@ class SimulatedFleet:
         self._instruments = Instruments((*SHARED_INSTRUMENTS, *INSTRUMENTS))
         self.registry = self._instruments.registry
         self._clock = clock or FleetClock()
-        check = TopicCheck(settings.kafka, (samples.TOPIC.name, allocations.TOPIC.name, workloads.TOPIC.name))
-        self._sender = sender or Sender(settings.kafka, client_id=f"gpustream-{self.name}", check=check)
+        connection = settings.connection()
+        check = TopicCheck(connection, (samples.TOPIC.name, allocations.TOPIC.name, workloads.TOPIC.name))
+        self._sender = sender or Sender(connection, client_id=f"gpustream-{self.name}", check=check)
         self._nodes = [self._fleet.node(index) for index in range(self._fleet.nodes)]
         share = max(SMALLEST_BUFFER_BYTES, settings.buffer_size // self._fleet.nodes)
         run_id, cluster = self._clock.start_ms, settings.cluster

@@ -116,7 +116,7 @@ class RemoteWriteSink:
     async def run(self, stop: asyncio.Event) -> None:
         """Deliver until ``stop``; returns within 8 s of it. Raises what cannot be waited for."""
         settings, made = self.settings, self._instruments
-        client, sender = Client(settings), Sender(settings.kafka, client_id=settings.group)
+        client, sender = Client(settings), Sender(settings.connection(), client_id=settings.group)
         self._receiver = RemoteWriteSender(client.post, settings.protocol, made)
         shared = RemoteWriteShared(
             deliverer=Deliverer(self._receiver, made),

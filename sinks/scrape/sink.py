@@ -167,7 +167,7 @@ class ScrapeSink:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Read and serve until ``stop``; returns within 8 s of it. Raises ListenError, and what can't be waited for."""
-        settings, sender = self.settings, Sender(self.settings.kafka, client_id=self.settings.group)
+        settings, sender = self.settings, Sender(self.settings.connection(), client_id=self.settings.group)
         shared = ScrapeShared(
             translator=Translator(settings.names, settings.labels or settings.names, settings.max_labels),
             stale_after_s=settings.stale_after_s,

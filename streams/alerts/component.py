@@ -103,7 +103,7 @@ class Alerts:
         self._settings, self._fail = settings, fail
         self.instruments = Instruments(INSTRUMENTS)
         self.registry: CollectorRegistry = self.instruments.registry
-        self._check = TopicCheck(settings.kafka, (ATTRIBUTED, SAMPLES, WORKLOADS, STATE, ALERTS, DEAD_LETTERS))
+        self._check = TopicCheck(settings.connection(), (ATTRIBUTED, SAMPLES, WORKLOADS, STATE, ALERTS, DEAD_LETTERS))
         self._app: ReaderApp | None = None
 
     async def run(self, stop: asyncio.Event) -> None:

@@ -122,7 +122,7 @@ class Attribution:
         self._settings, self._fail = settings, fail
         self.instruments = Instruments(INSTRUMENTS)
         self.registry: CollectorRegistry = self.instruments.registry
-        self._check = TopicCheck(settings.kafka, (SAMPLES, ALLOCATIONS, WORKLOADS, OUTPUT, DEAD_LETTERS))
+        self._check = TopicCheck(settings.connection(), (SAMPLES, ALLOCATIONS, WORKLOADS, OUTPUT, DEAD_LETTERS))
         self._app: ReaderApp | None = None
 
     async def run(self, stop: asyncio.Event) -> None:

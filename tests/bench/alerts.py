@@ -27,6 +27,7 @@ import msgspec
 import orjson
 
 from delivery import topic_admin
+from delivery.connection import Connection
 from delivery.sender import Sender
 from producers.simulated.fleet import Fleet
 from tests.bench.attribution import cpu_s
@@ -55,12 +56,12 @@ def main(seconds: int, nodes: int) -> None:
     with ExitStack() as servers:
         directory = Path(servers.enter_context(tempfile.TemporaryDirectory()))
         kafka = servers.enter_context(KafkaServer(directory / "kafka", heap="1g"))
-        asyncio.run(topic_admin.create(kafka.address, partitions=PARTITIONS, replication_factor=1))
+        asyncio.run(topic_admin.create(kafka.connection, partitions=PARTITIONS, replication_factor=1))
         sys.stdout.write("\n".join(soon(directory, kafka.address, seconds)) + "\n\n")
     with ExitStack() as servers:
         directory = Path(servers.enter_context(tempfile.TemporaryDirectory()))
         kafka = servers.enter_context(KafkaServer(directory / "kafka", heap="1g"))
-        asyncio.run(topic_admin.create(kafka.address, partitions=PARTITIONS, replication_factor=1))
+        asyncio.run(topic_admin.create(kafka.connection, partitions=PARTITIONS, replication_factor=1))
         sys.stdout.write("\n".join(costs(directory, kafka.address, nodes)) + "\n")
 
 
@@ -163,7 +164,7 @@ def templates() -> Iterator[list[dict[str, Any]]]:
 
 async def produce(kafka: str, made: list[list[dict[str, Any]]], nodes: int, rounds: range) -> int:
     """Writes ticks of so many nodes, each a copy with a name and UUIDs of its own; returns the bytes of one round."""
-    sender = Sender(kafka, client_id="bench", max_batch_bytes=512 * 1024)
+    sender = Sender(Connection(kafka), client_id="bench", max_batch_bytes=512 * 1024)
     await sender.start()
     size, waiting = 0, []
     for number in rounds:

@@ -22,6 +22,7 @@ import orjson
 from aiokafka import AIOKafkaConsumer
 
 from delivery import topic_admin
+from delivery.connection import Connection
 from delivery.sender import Sender
 from producers.simulated.fleet import Fleet, Tick, ticks
 from tests.real.pipeline import Gpustream, lag
@@ -36,7 +37,7 @@ def main(count: int) -> None:
     with ExitStack() as servers:
         directory = Path(servers.enter_context(tempfile.TemporaryDirectory()))
         kafka = servers.enter_context(KafkaServer(directory / "kafka"))
-        asyncio.run(topic_admin.create(kafka.address, partitions=PARTITIONS, replication_factor=1))
+        asyncio.run(topic_admin.create(kafka.connection, partitions=PARTITIONS, replication_factor=1))
         stream = Gpustream(directory / "stream", "stream", "attribution", "--kafka", kafka.address)
         servers.callback(stream.close)
         start_s, _ = cpu_and_lateness_of(stream, kafka.address)
@@ -74,7 +75,7 @@ def cpu_s(pid: int) -> float:
 
 async def produce(kafka: str, count: int) -> int:
     """The log of a fleet, at any pace; returns the bytes of its samples."""
-    sender = Sender(kafka, client_id="bench", max_batch_bytes=512 * 1024)
+    sender = Sender(Connection(kafka), client_id="bench", max_batch_bytes=512 * 1024)
     await sender.start()
     size = 0
     waiting = []

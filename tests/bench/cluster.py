@@ -70,7 +70,7 @@ def main(pods: int, seconds: int) -> None:
     with ExitStack() as servers:
         directory = Path(servers.enter_context(tempfile.TemporaryDirectory()))
         kafka = servers.enter_context(KafkaServer(directory / "kafka"))
-        asyncio.run(topic_admin.create(kafka.address, partitions=PARTITIONS, replication_factor=1))
+        asyncio.run(topic_admin.create(kafka.connection, partitions=PARTITIONS, replication_factor=1))
         server = servers.enter_context(_child("serve", str(pods)))
         config = directory / "kubeconfig"
         config.write_text(kubeconfig(f"http://127.0.0.1:{int(_line(server))}", {"token": "t"}))

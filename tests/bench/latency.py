@@ -33,7 +33,7 @@ def main(fleet: str) -> None:
     with ExitStack() as servers:
         directory = Path(servers.enter_context(tempfile.TemporaryDirectory()))
         kafka = servers.enter_context(KafkaServer(directory / "kafka"))
-        asyncio.run(topic_admin.create(kafka.address, partitions=8, replication_factor=1))
+        asyncio.run(topic_admin.create(kafka.connection, partitions=8, replication_factor=1))
         at = ("--kafka", kafka.address)
         stream = servers.enter_context(Gpustream(directory / "stream", "stream", "attribution", *at))
         servers.enter_context(Gpustream(directory / "fleet", "produce", "simulated", *at, "--fleet", fleet))

@@ -35,7 +35,7 @@ def main(seconds: float) -> None:
     with ExitStack() as servers:
         directory = Path(servers.enter_context(tempfile.TemporaryDirectory()))
         kafka = servers.enter_context(KafkaServer(directory / "kafka"))
-        asyncio.run(topic_admin.create(kafka.address, partitions=4, replication_factor=1))
+        asyncio.run(topic_admin.create(kafka.connection, partitions=4, replication_factor=1))
         socket = directory / "kubelet.sock"
         servers.enter_context(pod_resources.serving(socket, containers()))
         pids = running()

@@ -23,7 +23,7 @@ def main(repetitions: int) -> None:
     with ExitStack() as servers:
         directory = Path(servers.enter_context(tempfile.TemporaryDirectory()))
         kafka = servers.enter_context(KafkaServer(directory / "kafka"))
-        asyncio.run(topic_admin.create(kafka.address, partitions=4, replication_factor=1))
+        asyncio.run(topic_admin.create(kafka.connection, partitions=4, replication_factor=1))
         at = ("--kafka", kafka.address)
         servers.enter_context(Gpustream(directory / "fleet", "produce", "simulated", *at, "--fleet", "20x8"))
         sys.stdout.write("| membership | first record after the restart, s: min, median, max |\n|---|---|\n")

@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from delivery import topic_admin
+from delivery.connection import Connection
 from delivery.sender import Sender
 from tests.bench.attribution import bare, cpu_s
 from tests.bench.remote_write import GPUS, KEYS, log, null_receiver
@@ -36,7 +37,7 @@ def main(count: int) -> None:
             directory = Path(servers.enter_context(tempfile.TemporaryDirectory()))
             kafka = servers.enter_context(KafkaServer(directory / "kafka"))
             url = servers.enter_context(null_receiver())
-            asyncio.run(topic_admin.create(kafka.address, partitions=4, replication_factor=1))
+            asyncio.run(topic_admin.create(kafka.connection, partitions=4, replication_factor=1))
             options = ("sink", "remote-write", "--kafka", kafka.address, "--url", url, "--from", "earliest")
             sinks = {
                 protocol: Gpustream(directory / protocol, *options, "--protocol", protocol, "--group", protocol)
@@ -72,7 +73,7 @@ def cpu_of(sink: Gpustream, kafka: str, group: str) -> float:
 
 async def produce(kafka: str, count: int, kind: Mapping[str, bool]) -> None:
     """The log of that kind, with a node's ticks in one partition and offsets as the stream writes them."""
-    sender = Sender(kafka, client_id="bench", max_batch_bytes=512 * 1024)
+    sender = Sender(Connection(kafka), client_id="bench", max_batch_bytes=512 * 1024)
     await sender.start()
     waiting = [
         await sender.send(TOPIC, record.value, key=b"%d" % (number % NODES))

@@ -8,6 +8,8 @@ from typing import Any
 
 from aiokafka.errors import KafkaConnectionError, OutOfOrderSequenceNumber, ProducerClosed
 
+from delivery.connection import Connection
+
 LINGER_S = 0.02
 
 
@@ -42,7 +44,7 @@ class Cluster:
 class FakeProducer:
     """Stands in for AIOKafkaProducer. A batch that fails leaves the partition out of sequence for this producer."""
 
-    def __init__(self, cluster: Cluster, **settings: Any) -> None:
+    def __init__(self, cluster: Cluster, _: Connection, **settings: Any) -> None:
         self.cluster, self.settings = cluster, settings
         self.closed = False
         self.poisoned: set[tuple[str, int]] = set()

@@ -261,7 +261,7 @@ class Admin:
 
     answers: Any = ()
 
-    def __init__(self, **_: object) -> None:
+    def __init__(self, *_: object, **options: object) -> None:
         """Nothing to connect to."""
 
     async def start(self) -> None:
@@ -284,7 +284,7 @@ def later(instance_id: str, by_ms: int) -> CoPartitioned:
 async def test_the_older_of_two_with_one_instance_id_ends_and_does_not_join_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "AIOKafkaAdminClient", Admin)
+    monkeypatch.setattr("delivery.clients.admin", Admin)
     group, member = group_of(Client(MINE), instance_id="worker-3")
     await group.on_partitions_assigned(set())
     Admin.answers = described(later("worker-4", 5), later("worker-3", 5))
@@ -302,7 +302,7 @@ async def test_the_older_of_two_with_one_instance_id_ends_and_does_not_join_agai
 async def test_the_newer_one_and_one_in_an_ordinary_rebalance_go_on(
     monkeypatch: pytest.MonkeyPatch, others: list[CoPartitioned]
 ) -> None:
-    monkeypatch.setattr(module, "AIOKafkaAdminClient", Admin)
+    monkeypatch.setattr("delivery.clients.admin", Admin)
     group, _ = group_of(Client(MINE), instance_id="worker-3")
     await group.on_partitions_assigned(set())
     Admin.answers = described(group._assignor, *others)

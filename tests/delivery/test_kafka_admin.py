@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from aiokafka.admin import NewTopic
 
+from delivery.connection import Connection
 from delivery.kafka_admin import Admin, Found, Refused, SettingsUnknown
 
 TOPIC = 2
@@ -40,7 +41,7 @@ class Answers:
 
 
 def admin(**answers: Any) -> Admin:
-    return Admin(Answers(**answers))
+    return Admin(Answers(**answers), Connection("kafka:9092"))
 
 
 def topic(name: str, leaders: list[int]) -> dict[str, Any]:
@@ -68,7 +69,7 @@ async def test_settings_are_reported_by_topic() -> None:
 async def test_no_topics_are_asked_for_no_settings() -> None:
     client = Answers()
 
-    assert (await Admin(client).settings([]), client.asked) == ({}, [])
+    assert (await Admin(client, Connection("kafka:9092")).settings([]), client.asked) == ({}, [])
 
 
 async def test_a_topic_deleted_meanwhile_has_no_settings() -> None:
@@ -107,7 +108,7 @@ async def test_settings_that_are_refused_are_an_error() -> None:
     client = Answers(altered=[(BAD_CONFIG, "no such policy", TOPIC, "a")])
 
     with pytest.raises(Refused, match="a: settings not altered: no such policy"):
-        await Admin(client).alter("a", {"cleanup.policy": "shred"})
+        await Admin(client, Connection("kafka:9092")).alter("a", {"cleanup.policy": "shred"})
     assert client.asked == [("a", {"cleanup.policy": "shred"})]
 
 

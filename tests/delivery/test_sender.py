@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from delivery import sender as module
+from delivery.connection import Connection
 from delivery.sender import Sender, Unsendable
 from tests.clock import run
 from tests.delivery.fake_producer import Cluster, FakeProducer
@@ -29,13 +30,13 @@ def play(scenario: Scenario, cluster: Cluster | None = None) -> Cluster:
     cluster = cluster or Cluster()
 
     async def main() -> None:
-        sender = Sender("127.0.0.1:1", client_id="test")
+        sender = Sender(Connection("127.0.0.1:1"), client_id="test")
         await sender.start()
         await scenario(sender, cluster)
         await sender.stop()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "AIOKafkaProducer", partial(FakeProducer, cluster))
+        patch.setattr(module, "producer", partial(FakeProducer, cluster))
         run(main())
     return cluster
 
@@ -163,7 +164,7 @@ def test_start_waits_for_a_broker_for_as_long_as_it_takes() -> None:
 
 def test_a_start_that_is_cancelled_leaves_no_producer_behind() -> None:
     async def main() -> None:
-        starting = asyncio.create_task(Sender("127.0.0.1:1", client_id="test").start())
+        starting = asyncio.create_task(Sender(Connection("127.0.0.1:1"), client_id="test").start())
         await asyncio.sleep(0.005)
         starting.cancel()
         await asyncio.wait([starting])
@@ -171,7 +172,7 @@ def test_a_start_that_is_cancelled_leaves_no_producer_behind() -> None:
 
     cluster = Cluster()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "AIOKafkaProducer", partial(FakeProducer, cluster))
+        patch.setattr(module, "producer", partial(FakeProducer, cluster))
         run(main())
     assert cluster.open() == []
 

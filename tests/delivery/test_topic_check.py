@@ -6,6 +6,7 @@ from collections.abc import Iterable
 import pytest
 
 from delivery import topic_admin
+from delivery.connection import Connection
 from delivery.kafka_admin import BrokerUnavailable
 from delivery.topic_admin import Checked, ContractMismatch, Mismatch, TopicCheck
 
@@ -40,7 +41,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def asking(monkeypatch: pytest.MonkeyPatch, *answers: Checked | Exception) -> tuple[TopicCheck, Answers]:
-    broker_, one = Answers(*answers), TopicCheck("kafka:9092", ["gpu.samples"], beside=["gpu.workloads"])
+    broker_, one = Answers(*answers), TopicCheck(Connection("kafka:9092"), ["gpu.samples"], beside=["gpu.workloads"])
     broker_.check = one
     monkeypatch.setattr(topic_admin, "check", broker_)
     return one, broker_

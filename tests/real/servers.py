@@ -21,6 +21,7 @@ from typing import Any
 from confluent_kafka import KafkaError, KafkaException
 from confluent_kafka.admin import AdminClient, NewTopic
 
+from delivery.connection import Connection
 from tests.real.process import Server, listens
 from topics.topic import load_topics
 
@@ -111,6 +112,11 @@ class KafkaServer(Server):
         super().__init__(directory, ports=2)
         self.settings = dict(settings or {})
         self.heap = heap
+
+    @property
+    def connection(self) -> Connection:
+        """How a client of ours reaches it."""
+        return Connection(self.address)
 
     @property
     def address(self) -> str:

@@ -93,7 +93,7 @@ class Node:
 @asynccontextmanager
 async def ticking(kafka: KafkaServer) -> AsyncIterator[Node]:
     """A node that ticks."""
-    sender = Sender(kafka.address, client_id="node")
+    sender = Sender(kafka.connection, client_id="node")
     await sender.start()
     node, over = Node(sender), asyncio.Event()
     await node.run(*PODS)
@@ -155,7 +155,7 @@ async def test_an_idle_gpu_is_told_once_whoever_is_killed_or_away_until_its_pod_
 ) -> None:
     kafka, file = empty_kafka, tmp_path / "rules.toml"
     file.write_text(RULES)
-    await topic_admin.create(kafka.address, partitions=3, replication_factor=1)
+    await topic_admin.create(kafka.connection, partitions=3, replication_factor=1)
     to = ("--kafka", kafka.address)
     attribution = gpustream("attribution", "stream", "attribution", *to)
     worker = gpustream("worker", "stream", "alerts", *to, "--rules", str(file), "--instance-id", "worker")

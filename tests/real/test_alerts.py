@@ -105,7 +105,7 @@ async def written(kafka: KafkaServer) -> tuple[dict[str, bytes], int]:
 
 async def send(kafka: KafkaServer, lives: list[list[Tick]]) -> None:
     """Write the ticks in their order, tick by tick of all nodes, at a steady rate."""
-    sender = Sender(kafka.address, client_id="ticks")
+    sender = Sender(kafka.connection, client_id="ticks")
     await sender.start()
     for number in range(len(lives[0])):
         began_s = time.monotonic()
@@ -144,7 +144,7 @@ async def test_workers_that_are_killed_write_every_transition_as_one_that_is_not
     file.write_text(RULES)
     lives = [life(node) for node in range(NODES)]
     right = expected(lives, rules_file.load(file))
-    await topic_admin.create(empty_kafka.address, partitions=4, replication_factor=1)
+    await topic_admin.create(empty_kafka.connection, partitions=4, replication_factor=1)
     command = ("stream", "alerts", "--kafka", empty_kafka.address, "--rules", str(file))
     first, second = gpustream("first", *command, "--instance-id", "first"), gpustream("second", *command)
     await asyncio.to_thread(first.start)

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from delivery import topic_admin
-from delivery.clients import AIOKafkaConsumer
+from delivery import clients, topic_admin
 from gpustream.serve import Component
 from producers.cluster.component import ClusterProducer
 from producers.cluster.config import ClusterSettings
@@ -78,7 +77,7 @@ def waits_for_topics(component: Component) -> bool:
 
 
 async def test_a_client_that_uses_a_topic_by_name_does_not_make_it(creating: KafkaServer) -> None:
-    consumer = AIOKafkaConsumer(bootstrap_servers=creating.address)
+    consumer = clients.consumer(creating.connection)
     await consumer.start()
     try:
         consumer.subscribe(["gpu.samples"])
@@ -101,6 +100,6 @@ async def test_nothing_makes_a_topic_and_all_goes_on_once_they_are_created(
     async with running(*every):
         await eventually(lambda: all(map(waits_for_topics, every)))
         assert creating.topics() == {}
-        await topic_admin.create(creating.address, partitions=2, replication_factor=1)
+        await topic_admin.create(creating.connection, partitions=2, replication_factor=1)
         await eventually(lambda: not any(map(waits_for_topics, every)) and len(scrape.series()) >= 2)
     assert set(creating.topics().values()) == {2}

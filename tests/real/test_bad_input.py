@@ -35,7 +35,7 @@ def snapshot(node: str, *device_ids: str, pod: str = "p-0") -> dict[str, Any]:
 @pytest.fixture
 async def send(empty_kafka: KafkaServer) -> Any:
     """Sends a value, as JSON unless it is bytes, and waits until it is stored; larger than any producer of ours."""
-    await topic_admin.create(empty_kafka.address, partitions=2, replication_factor=1)
+    await topic_admin.create(empty_kafka.connection, partitions=2, replication_factor=1)
     await asyncio.to_thread(_allow, empty_kafka, "gpu.samples", HUGE)
     producer = AIOKafkaProducer(bootstrap_servers=empty_kafka.address, max_request_size=HUGE, acks="all")
     await producer.start()

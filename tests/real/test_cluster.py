@@ -30,6 +30,7 @@ from confluent_kafka import Consumer, TopicPartition
 from prometheus_client.parser import text_string_to_metric_families
 
 from delivery import topic_admin
+from delivery.connection import Connection
 from delivery.instruments import Instruments
 from delivery.sender import Sender
 from producers.cluster import instruments as own
@@ -234,7 +235,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         with ThreadPoolExecutor(2) as starting:
             for started in [starting.submit(stack.enter_context, server) for server in (kafka, api)]:
                 started.result()
-        asyncio.run(topic_admin.create(kafka.address, partitions=4, replication_factor=1))
+        asyncio.run(topic_admin.create(kafka.connection, partitions=4, replication_factor=1))
         grant(api, directory)
         define(api, "ray.io", *RAY)
         define(api, "secret.example.com", "widgets")
@@ -400,7 +401,7 @@ class Node:
 
     async def _ticks(self, goes_on: Callable[[], bool]) -> int:
         """At least one tick; the time of the last."""
-        sender = Sender(self._kafka, client_id="node")
+        sender = Sender(Connection(self._kafka), client_id="node")
         await sender.start()
         instruments, run_id = Instruments(INSTRUMENTS), now_ms()
         publisher = NodePublisher(sender, instruments, cluster=CLUSTER, node=self.name, run_id=run_id)

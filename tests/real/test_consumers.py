@@ -116,7 +116,7 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Filled]:
     directory = tmp_path_factory.mktemp("consumers")
     with ExitStack() as servers:
         kafka = servers.enter_context(KafkaServer(directory / "kafka"))
-        asyncio.run(topic_admin.create(kafka.address, partitions=4, replication_factor=1))
+        asyncio.run(topic_admin.create(kafka.connection, partitions=4, replication_factor=1))
         yield _fill(servers, directory, kafka)
 
 

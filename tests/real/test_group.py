@@ -50,7 +50,7 @@ async def transactions(kafka: KafkaServer, name: str) -> AsyncIterator[AIOKafkaP
 
 
 async def send(kafka: KafkaServer, topic: str, count: int, size: int = 10) -> None:
-    sender = Sender(kafka.address, client_id="test")
+    sender = Sender(kafka.connection, client_id="test")
     await sender.start()
     for sent in [await sender.send(topic, bytes(size), partition=0) for _ in range(count)]:
         await sent
@@ -169,7 +169,7 @@ async def test_of_two_processes_with_one_instance_id_the_older_ends_and_the_newe
 async def test_ends_are_answered_at_once_while_a_fetch_waits(kafka: KafkaServer) -> None:
     name = "group-prompt"
     create(kafka, name)
-    offsets = OffsetClient(kafka.address, client_id=name)
+    offsets = OffsetClient(kafka.connection, client_id=name)
     await offsets.connect()
     app = echo_app(Echo(kafka=kafka.address, name=name))
     async with running(app):

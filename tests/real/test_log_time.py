@@ -9,6 +9,7 @@ import msgspec
 from aiokafka import AIOKafkaProducer
 
 from delivery import topic_admin
+from delivery.connection import Connection
 from streams.attribution.component import Attribution
 from streams.settings import AttributionSettings
 from tests.eventually import eventually
@@ -113,7 +114,7 @@ def test_workers_that_are_stopped_for_seconds_name_every_pod_and_a_replay_gives_
     empty_kafka: KafkaServer, tmp_path: Path
 ) -> None:
     kafka = empty_kafka.address
-    asyncio.run(topic_admin.create(kafka, partitions=4, replication_factor=1))
+    asyncio.run(topic_admin.create(Connection(kafka), partitions=4, replication_factor=1))
     command = ("stream", "attribution", "--kafka", kafka)
     with Gpustream(tmp_path / "one", *command) as one, Gpustream(tmp_path / "other", *command) as other:
         asyncio.run(written(kafka, [one, other]))

@@ -134,7 +134,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcome]:
     with ExitStack() as servers:
         kafka = servers.enter_context(KafkaServer(directory / "kafka"))
         prometheus = servers.enter_context(PrometheusServer(directory / "prometheus"))
-        asyncio.run(topic_admin.create(kafka.address, partitions=4, replication_factor=1))
+        asyncio.run(topic_admin.create(kafka.connection, partitions=4, replication_factor=1))
         yield _run(servers, directory, kafka, prometheus)
 
 

@@ -30,7 +30,7 @@ def test_an_error_since_the_last_tick_is_sent_at_the_stop_while_another_gpu_hang
     empty_kafka: KafkaServer, tmp_path: Path
 ) -> None:
     need(find_compiler)
-    asyncio.run(topic_admin.create(empty_kafka.address, partitions=2, replication_factor=1))
+    asyncio.run(topic_admin.create(empty_kafka.connection, partitions=2, replication_factor=1))
     nvml, socket = ScriptedNvml(tmp_path / "nvml", gpus=2), tmp_path / "kubelet.sock"
     with pod_resources.serving(socket, pod_resources.pods_on({GPUS[0]: "first"})) as kubelet:
         options = ("--interval", "5s", "--node", NODE, "--kafka", empty_kafka.address)

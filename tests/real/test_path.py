@@ -58,7 +58,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
             for name in SINKS
             if (program := _program(name)) is not None
         }
-        asyncio.run(topic_admin.create(kafka.address, partitions=4, replication_factor=1))
+        asyncio.run(topic_admin.create(kafka.connection, partitions=4, replication_factor=1))
         yield _run(servers, directory, kafka, receivers)
 
 

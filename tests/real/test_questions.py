@@ -23,6 +23,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from delivery import topic_admin
+from delivery.connection import Connection
 from delivery.instruments import Instruments
 from delivery.sender import Sender
 from producers.publisher import INSTRUMENTS, NodePublisher
@@ -89,7 +90,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Answers]:
     with ExitStack() as servers:
         kafka = servers.enter_context(KafkaServer(directory / "kafka"))
         prometheus = servers.enter_context(PrometheusServer(directory / "prometheus"))
-        asyncio.run(topic_admin.create(kafka.address, partitions=4, replication_factor=1))
+        asyncio.run(topic_admin.create(kafka.connection, partitions=4, replication_factor=1))
         yield _answers(servers, directory, kafka.address, prometheus)
 
 
@@ -124,7 +125,7 @@ def _fleet(cluster: str, seed: int, truth: Path) -> tuple[str, ...]:
 
 async def _slurm(kafka: str) -> None:
     """A node without Kubernetes, one of whose two GPUs runs a job."""
-    sender = Sender(kafka, client_id="slurm")
+    sender = Sender(Connection(kafka), client_id="slurm")
     await sender.start()
     instruments = Instruments(INSTRUMENTS, CollectorRegistry())
     now_ms = time.time_ns() // 1_000_000
@@ -145,7 +146,7 @@ async def _split(kafka: str) -> None:
     """Three ticks of a node of whose three devices, the second a MIG device, pods share: one has XID errors, on one
     runs a pod that was not given it, and one is scaled.
     """
-    sender = Sender(kafka, client_id="split")
+    sender = Sender(Connection(kafka), client_id="split")
     await sender.start()
     now_ms = time.time_ns() // 1_000_000
     for seq in (1, 2, 3):
@@ -191,7 +192,7 @@ def _split_device(uuid: str, seq: int, shares: Mapping[str, Iterable[float]], **
 
 async def _alerts(kafka: str) -> None:
     """Two alerts that have fired for five minutes, and one that did for two, until eight minutes ago."""
-    sender, now_ms = Sender(kafka, client_id="alerts"), time.time_ns() // 1_000_000
+    sender, now_ms = Sender(Connection(kafka), client_id="alerts"), time.time_ns() // 1_000_000
     await sender.start()
     minutes = {("ml", "a"): (5, None), ("ml", "b"): (5, None), ("search", "c"): (10, 8)}
     for (namespace, pod), (began, over) in minutes.items():

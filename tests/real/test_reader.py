@@ -37,7 +37,7 @@ def create(kafka: KafkaServer, name: str) -> None:
 @asynccontextmanager
 async def producing(kafka: KafkaServer, name: str, *, every_s: float = 0.005) -> AsyncIterator[list[bytes]]:
     """Sends value after value for as long as it lasts; gives what was sent. The state has a record per partition."""
-    sender = Sender(kafka.address, client_id="test")
+    sender = Sender(kafka.connection, client_id="test")
     await sender.start()
     sent: list[bytes] = []
 

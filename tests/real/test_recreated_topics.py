@@ -71,7 +71,7 @@ async def records(kafka: KafkaServer, topic: str) -> dict[Tick, dict[str, Any]]:
 
 @pytest.mark.parametrize("topic", ["gpu.samples", "gpu.allocations", "gpu.workloads", "gpu.attributed"])
 async def test_what_the_new_log_has_arrives_everywhere_once(empty_kafka: KafkaServer, topic: str) -> None:
-    await topic_admin.create(empty_kafka.address, partitions=PARTITIONS, replication_factor=1)
+    await topic_admin.create(empty_kafka.connection, partitions=PARTITIONS, replication_factor=1)
     one = pipeline(empty_kafka.address)
     async with running(one.attribution, one.scrape):
         async with running(one.fleet):
@@ -96,7 +96,7 @@ async def test_what_the_new_log_has_arrives_everywhere_once(empty_kafka: KafkaSe
 async def test_a_stream_that_was_stopped_meanwhile_reads_the_new_log_from_its_beginning(
     empty_kafka: KafkaServer,
 ) -> None:
-    await topic_admin.create(empty_kafka.address, partitions=PARTITIONS, replication_factor=1)
+    await topic_admin.create(empty_kafka.connection, partitions=PARTITIONS, replication_factor=1)
     one = pipeline(empty_kafka.address)
     async with running(one.attribution, one.scrape, one.fleet):
         await eventually(lambda: len(one.taken) >= ENOUGH)

@@ -11,6 +11,7 @@ from aiokafka import AIOKafkaProducer
 from click.testing import CliRunner
 
 from delivery import topic_admin
+from delivery.connection import Connection
 from gpustream.cli import main
 from streams.alerts.tick import Tick
 from tests.real.servers import KafkaServer
@@ -42,7 +43,7 @@ async def write(kafka: str, node: str, partition: int) -> None:
 def test_what_was_logged_since_a_time_is_judged_and_nothing_before(empty_kafka: KafkaServer, tmp_path: Path) -> None:
     kafka, path = empty_kafka.address, tmp_path / "rules.toml"
     path.write_text(RULES)
-    asyncio.run(topic_admin.create(kafka, PARTITIONS, 1))
+    asyncio.run(topic_admin.create(Connection(kafka), PARTITIONS, 1))
     asyncio.run(write(kafka, "old", 0))
     time.sleep(GAP_S)
     between_s = time.time()

@@ -14,7 +14,7 @@ from tests.real.servers import KafkaServer
 
 @asynccontextmanager
 async def sender_to(kafka: KafkaServer) -> AsyncIterator[Sender]:
-    sender = Sender(kafka.address, client_id="test")
+    sender = Sender(kafka.connection, client_id="test")
     await sender.start()
     try:
         yield sender

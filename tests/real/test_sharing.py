@@ -113,7 +113,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Told]:
     with ExitStack() as servers:
         kafka = servers.enter_context(KafkaServer(directory / "kafka"))
         receivers = {name: servers.enter_context(PrometheusServer(directory / name)) for name in PROFILES}
-        asyncio.run(topic_admin.create(kafka.address, partitions=4, replication_factor=1))
+        asyncio.run(topic_admin.create(kafka.connection, partitions=4, replication_factor=1))
         scenes, stage = tell(servers, directory, kafka, receivers)
         records = sorted(asyncio.run(read_all(kafka.address, "gpu.attributed")), key=lambda one: one.offset)
         every = [decoder(AttributedSample)(one.value) for one in records]

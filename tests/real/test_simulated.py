@@ -37,7 +37,7 @@ async def test_an_outage_loses_no_tick_and_no_snapshot_comes_after_a_sample_that
     start_kafka: Callable[..., KafkaServer], tmp_path: Path, half_open: bool
 ) -> None:
     kafka, truth = start_kafka(), tmp_path / "truth.jsonl"
-    await topic_admin.create(kafka.address, partitions=4, replication_factor=1)
+    await topic_admin.create(kafka.connection, partitions=4, replication_factor=1)
     component = SimulatedFleet(
         SimulatedSettings(kafka=kafka.address, fleet="6x2", interval_s=0.05, pod_life_s=2.0, truth=truth)
     )

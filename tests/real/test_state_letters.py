@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from aiokafka import AIOKafkaProducer
 
 from delivery import topic_admin
+from delivery.connection import Connection
 from streams.attribution.component import Attribution
 from streams.settings import AttributionSettings
 from tests.eventually import eventually
@@ -43,7 +44,7 @@ async def test_restarts_and_rebalances_write_no_letter_again(empty_kafka: KafkaS
     async def all_are_there() -> bool:
         return len(await read_all(kafka, "gpu.dead-letters")) >= 4 * EACH
 
-    await topic_admin.create(kafka, partitions=4, replication_factor=1)
+    await topic_admin.create(Connection(kafka), partitions=4, replication_factor=1)
     await write(kafka)
     counts = []
     async with workers(kafka, 1, failures):

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from delivery import topic_admin
+from delivery.connection import Connection
 from delivery.sender import Sender
 from tests.real.pipeline import Gpustream, Truth, differences, lag, read_all, stored
 from tests.real.proxy import KillingProxy
@@ -52,7 +53,7 @@ class Storm:
         )
         self.third = self._process("worker-c", "stream", "attribution")
         self.sink = self._process("sink", "sink", "remote-write", "--url", self.proxy.url, "--instance-id", "sink-0")
-        self.sender = Sender(address, client_id="poison")
+        self.sender = Sender(Connection(address), client_id="poison")
 
     def _process(self, name: str, *arguments: str) -> Gpustream:
         return self.gpustream(name, *arguments, "--kafka", self.kafka.address)
@@ -144,7 +145,7 @@ class Storm:
 @asynccontextmanager
 async def raging(storm: Storm) -> AsyncIterator[Storm]:
     """The storm has passed and all is drained; the processes are stopped in good order at the end."""
-    await topic_admin.create(storm.kafka.address, partitions=4, replication_factor=1)
+    await topic_admin.create(storm.kafka.connection, partitions=4, replication_factor=1)
     await storm.sender.start()
     try:
         for process in (storm.first, storm.second, storm.sink, storm.fleet):

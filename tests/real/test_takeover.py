@@ -23,12 +23,12 @@ async def test_all_partitions_are_read_back_to_their_ends_and_from_the_time_that
     empty_kafka: KafkaServer,
 ) -> None:
     before_the_topic = PublishedNodes("prod")
-    await read_back(empty_kafka.address, 0, before_the_topic)
+    await read_back(empty_kafka.connection, 0, before_the_topic)
     assert before_the_topic.nodes == {}
 
     empty_kafka.create_topics({"gpu.workloads": PARTITIONS}, {"message.timestamp.type": "LogAppendTime"})
     nodes = [f"n{number}" for number in range(50)]
-    sender = Sender(empty_kafka.address, client_id="test")
+    sender = Sender(empty_kafka.connection, client_id="test")
     await sender.start()
     between_ms = 0
     for seq in (1, 2):
@@ -44,8 +44,8 @@ async def test_all_partitions_are_read_back_to_their_ends_and_from_the_time_that
     await sender.stop()
 
     all_of_it, second = PublishedNodes("prod"), PublishedNodes("prod")
-    await read_back(empty_kafka.address, 0, all_of_it)
-    await read_back(empty_kafka.address, between_ms, second)
+    await read_back(empty_kafka.connection, 0, all_of_it)
+    await read_back(empty_kafka.connection, between_ms, second)
     assert set(all_of_it.nodes) == set(nodes)
     assert set(second.nodes) == set(nodes) - {"n0"}
     assert {uid: pod.ended_ms for uid, pod in all_of_it.nodes["n1"].pods.items()} == {"n1-1": 2000, "n1-2": None}

@@ -7,6 +7,7 @@ from confluent_kafka import Producer
 from confluent_kafka.admin import ConfigResource
 
 from delivery import topic_admin
+from delivery.connection import Connection
 from delivery.kafka_admin import Refused
 from delivery.topic_admin import Mismatch, mismatches
 from tests.eventually import eventually_sync
@@ -24,7 +25,7 @@ def wait_for(kafka: KafkaServer, names: Iterable[str]) -> None:
 
 async def compare(kafka: str, names: Iterable[str] | None = None) -> list[Mismatch]:
     """Everything about the topics of the contract (or those named) that is not as it must be."""
-    found, _ = await topic_admin.inspect(kafka, names)
+    found, _ = await topic_admin.inspect(Connection(kafka), names)
     return mismatches([topic for name, topic in load_topics().items() if names is None or name in names], found)
 
 
@@ -49,7 +50,7 @@ def settings(kafka: KafkaServer, topic: str) -> dict[str, str]:
 
 
 async def test_create_makes_every_topic_with_its_settings(empty: KafkaServer) -> None:
-    lines = await topic_admin.create(empty.address, partitions=4, replication_factor=1)
+    lines = await topic_admin.create(empty.connection, partitions=4, replication_factor=1)
 
     assert lines == [f"{name}: created, 4 partitions, replication factor 1" for name in TOPICS]
     assert empty.topics() == dict.fromkeys(TOPICS, 4)
@@ -64,9 +65,9 @@ async def test_create_makes_every_topic_with_its_settings(empty: KafkaServer) ->
 
 
 async def test_create_again_changes_nothing(empty: KafkaServer) -> None:
-    await topic_admin.create(empty.address, partitions=4, replication_factor=1)
+    await topic_admin.create(empty.connection, partitions=4, replication_factor=1)
 
-    assert await topic_admin.create(empty.address, partitions=4, replication_factor=1) == []
+    assert await topic_admin.create(empty.connection, partitions=4, replication_factor=1) == []
     assert await compare(empty.address) == []
 
 
@@ -79,7 +80,7 @@ async def test_create_makes_what_is_missing_and_alters_what_is_wrong_and_says_so
     }
     have(empty, {"gpu.samples": 4}, own)
 
-    lines = await topic_admin.create(empty.address, partitions=4, replication_factor=1)
+    lines = await topic_admin.create(empty.connection, partitions=4, replication_factor=1)
 
     assert sorted(line for line in lines if line.startswith("gpu.samples")) == [
         "gpu.samples: cleanup.policy altered from compact to delete",
@@ -88,7 +89,7 @@ async def test_create_makes_what_is_missing_and_alters_what_is_wrong_and_says_so
         "gpu.samples: segment.ms altered from 604800000 to 3600000",
     ]
     assert len(lines) == 4 + len(TOPICS) - 1
-    assert await topic_admin.create(empty.address, partitions=4, replication_factor=1) == []
+    assert await topic_admin.create(empty.connection, partitions=4, replication_factor=1) == []
     assert settings(empty, "gpu.samples")["retention.bytes"] == "777"
     assert settings(empty, "gpu.samples")["max.message.bytes"] == "9999999"
 
@@ -98,7 +99,7 @@ async def test_another_number_of_partitions_is_refused_and_nothing_changes(empty
     have(empty, {"gpu.samples": 4}, {"retention.ms": "1000"})
 
     with pytest.raises(topic_admin.ContractMismatch, match=r"gpu\.samples: .* is 4, must be .* it is empty"):
-        await topic_admin.create(empty.address, partitions=partitions, replication_factor=1)
+        await topic_admin.create(empty.connection, partitions=partitions, replication_factor=1)
 
     assert empty.topics() == {"gpu.samples": 4}
     assert settings(empty, "gpu.samples")["retention.ms"] == "1000"
@@ -110,10 +111,10 @@ async def test_topics_that_are_empty_and_have_other_partitions_are_created_again
     have(empty, {"gpu.samples": 1, "gpu.workloads": 3}, {})
 
     with pytest.raises(topic_admin.ContractMismatch, match="--recreate-empty deletes it"):
-        await topic_admin.create(empty.address, partitions=4, replication_factor=1)
+        await topic_admin.create(empty.connection, partitions=4, replication_factor=1)
     assert empty.topics() == {"gpu.samples": 1, "gpu.workloads": 3}
 
-    lines = await topic_admin.create(empty.address, partitions=4, replication_factor=1, recreate_empty=True)
+    lines = await topic_admin.create(empty.connection, partitions=4, replication_factor=1, recreate_empty=True)
 
     assert "gpu.samples: deleted: it was empty, with 1 partitions" in lines
     assert "gpu.samples: created, 4 partitions, replication factor 1" in lines
@@ -128,7 +129,7 @@ async def test_a_topic_with_records_is_never_deleted_nor_another_beside_it(empty
     producer.flush(ASK_TIMEOUT_S)
 
     with pytest.raises(topic_admin.ContractMismatch, match=r"gpu\.samples: .* it has records, .* --partitions 1"):
-        await topic_admin.create(empty.address, partitions=4, replication_factor=1, recreate_empty=True)
+        await topic_admin.create(empty.connection, partitions=4, replication_factor=1, recreate_empty=True)
 
     assert empty.topics() == {"gpu.samples": 1, "gpu.workloads": 3}
 
@@ -136,7 +137,7 @@ async def test_a_topic_with_records_is_never_deleted_nor_another_beside_it(empty
 async def test_topics_not_keyed_by_node_keep_their_number_of_partitions(empty: KafkaServer) -> None:
     have(empty, {"gpu.dead-letters": 1}, {})
 
-    await topic_admin.create(empty.address, partitions=4, replication_factor=1)
+    await topic_admin.create(empty.connection, partitions=4, replication_factor=1)
 
     assert empty.topics() == {**dict.fromkeys(TOPICS, 4), "gpu.dead-letters": 1}
 
@@ -145,15 +146,15 @@ async def test_a_replication_factor_above_the_number_of_brokers_is_refused_with_
     empty: KafkaServer,
 ) -> None:
     with pytest.raises(Refused, match=r"gpu\.samples: not created: .*replication factor of 3"):
-        await topic_admin.create(empty.address, partitions=4, replication_factor=3)
+        await topic_admin.create(empty.connection, partitions=4, replication_factor=3)
 
     assert empty.topics() == {}
 
 
 async def test_topics_that_fit_may_be_used(empty: KafkaServer) -> None:
-    await topic_admin.create(empty.address, partitions=4, replication_factor=1)
+    await topic_admin.create(empty.connection, partitions=4, replication_factor=1)
 
-    assert await topic_admin.check(empty.address, FLOW) == topic_admin.Checked(dict.fromkeys(FLOW, 4))
+    assert await topic_admin.check(empty.connection, FLOW) == topic_admin.Checked(dict.fromkeys(FLOW, 4))
 
 
 async def test_every_mistake_is_in_one_message(empty: KafkaServer) -> None:
@@ -162,7 +163,7 @@ async def test_every_mistake_is_in_one_message(empty: KafkaServer) -> None:
     have(empty, {"gpu.attributed": 6}, {"cleanup.policy": "compact", "max.message.bytes": "1000"})
 
     with pytest.raises(topic_admin.ContractMismatch) as raised:
-        await topic_admin.check(empty.address, FLOW)
+        await topic_admin.check(empty.connection, FLOW)
 
     assert str(raised.value).splitlines() == [
         "gpu.workloads: the topic is missing, must be there",

@@ -11,6 +11,7 @@ from typing import Any
 import orjson
 import pytest
 
+from delivery.connection import Connection
 from producers import PRODUCERS, publisher
 from producers.cluster import component as module
 from producers.cluster import config as cluster_config
@@ -62,7 +63,7 @@ class Replica:
         self.component = ClusterProducer(settings, sender=self.sender, read_back=self._read_back)
         self.task = asyncio.create_task(self.component.run(self.stop))
 
-    async def _read_back(self, kafka: str, since_ms: int, told: PublishedNodes) -> None:
+    async def _read_back(self, _: Connection, since_ms: int, told: PublishedNodes) -> None:
         await self.readable.wait()
         for record in self.log:
             told.take(orjson.dumps(record))

@@ -9,6 +9,7 @@ import pytest
 from aiokafka.errors import KafkaError, TopicAuthorizationFailedError
 
 from delivery import clients, topic_admin
+from delivery.connection import Connection
 from delivery.kafka_admin import Found
 from producers.cluster import takeover
 from producers.cluster.takeover import PublishedNodes, read_back
@@ -61,7 +62,7 @@ async def test_a_broker_that_is_away_is_waited_for(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(takeover, "WITHIN_S", 0.0)
-    reading = asyncio.create_task(read_back("127.0.0.1:1", 0, PublishedNodes("prod")))
+    reading = asyncio.create_task(read_back(Connection("127.0.0.1:1"), 0, PublishedNodes("prod")))
     async with asyncio.timeout(30):
         while not any("trying again" in text for text in caplog.messages):  # noqa: ASYNC110 - a log
             await asyncio.sleep(0.01)
@@ -101,7 +102,7 @@ async def test_what_can_not_be_read_is_done_without_and_said(
 ) -> None:
     consumer = FakeConsumer(error)
 
-    async def connected(_: str) -> FakeConsumer:
+    async def connected(_: Connection) -> FakeConsumer:
         return consumer
 
     async def inspect(*_: object) -> tuple[dict[str, Found], None]:
@@ -112,7 +113,7 @@ async def test_what_can_not_be_read_is_done_without_and_said(
     monkeypatch.setattr(takeover, "WITHIN_S", 0.01)
     caplog.set_level(logging.WARNING)
     async with asyncio.timeout(30):
-        await read_back("k:1", 0, PublishedNodes("prod"))
+        await read_back(Connection("k:1"), 0, PublishedNodes("prod"))
 
     assert [said in message for message in caplog.messages] == [True]
     assert consumer.stopped
