@@ -95,7 +95,6 @@ class RetryBuffer:
         return replace(tick, value=bytes(cramjam.zstd.decompress(tick.value)), compressed=False)
 
     def clear(self) -> None:
-        """Forget all ticks."""
         self._old.clear()
         self._new.clear()
         self.bytes = 0

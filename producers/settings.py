@@ -26,20 +26,17 @@ class BufferSettings(KafkaSettings):
     )
 
     def mistakes(self) -> list[str]:
-        """See :meth:`KafkaSettings.mistakes`."""
         wrong = [] if self.buffer_s > 0 and self.buffer_size > 0 else ["--buffer and --buffer-size: must be above 0"]
         return [*super().mistakes(), *wrong]
 
 
 def interval_mistakes(interval_s: float) -> list[str]:
-    """What is wrong with an interval; NaN is, too."""
     if interval_s >= SHORTEST_INTERVAL_S:
         return []
     return [f"--interval: {interval_s:g} s is less than a GPU can be read in; the least is 100ms"]
 
 
 def prefix_mistakes(prefixes: tuple[str, ...]) -> list[str]:
-    """What is wrong with the prefixes of GPU resources."""
     if prefixes and all(prefixes):
         return []
     return ["--resource-prefixes: an empty prefix would take every resource for a GPU"]

@@ -251,7 +251,6 @@ class ReaderLoops(Service):  # type: ignore[misc]
             self.app.fail(f"the reader failed: {error!r}")
 
     async def commit(self) -> None:
-        """Commit what is finished, every second."""
         while True:
             await asyncio.sleep(_COMMIT_EVERY_S)
             await self.reader.commit()

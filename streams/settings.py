@@ -20,8 +20,6 @@ class AttributionSettings(MemberSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class AlertSettings(MemberSettings):
-    """Which rules there are; None: those that come with it."""
-
     rules: Annotated[
         Path | None,
         Option(
@@ -34,7 +32,6 @@ class AlertSettings(MemberSettings):
     group: str = "gpustream-alerts"
 
     def mistakes(self) -> list[str]:
-        """See :meth:`KafkaSettings.mistakes`."""
         try:
             rules_file.load(self.rules)
         except rules_file.RulesError as error:

@@ -27,8 +27,6 @@ Reason = Literal["undecodable", "key", "oversized", "unsendable"]
 
 
 class OfNode(Protocol):
-    """A record about a node."""
-
     @property
     def cluster(self) -> str: ...
     @property
@@ -72,7 +70,6 @@ class Bookkeeping:
         self._counted: dict[str, int] = {}
 
     def read(self, topic: str) -> None:
-        """A record of a topic was read."""
         self._instruments.counter(f"gpustream_{self._stage}_read_total", topic).inc()
 
     def check_place(self, partition: int, key: bytes) -> None:

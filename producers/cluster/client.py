@@ -49,16 +49,12 @@ class Unreachable(Exception):
 
 
 class Answer(NamedTuple):
-    """An answer of the API server, whatever its status."""
-
     status: int
     body: bytes
     retry_after_s: float | None
 
 
 class Stream:
-    """An answer that is read line by line."""
-
     def __init__(self, response: aiohttp.ClientResponse) -> None:
         self._response = response
         self.status = response.status

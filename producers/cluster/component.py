@@ -96,7 +96,6 @@ class RateLimiter:
         return {pod for pod in pods if now_s < self._held_s.setdefault(pod, now_s) + HOLD_S}
 
     def published(self, node: str, now_s: float) -> None:
-        """A record of the node was made."""
         self._published_s.pop(node, None)
         self._published_s[node] = now_s
 
@@ -289,7 +288,6 @@ class ClusterProducer:
         self._wake.set()
 
     async def _sleep(self, longest_s: float) -> None:
-        """Wait for news."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(longest_s):
                 await self._wake.wait()

@@ -125,7 +125,6 @@ class ClusterSettings(KafkaSettings):
     ] = field(default_factory=default_identity)
 
     def mistakes(self) -> list[str]:
-        """See :meth:`KafkaSettings.mistakes`."""
         found = super().mistakes()
         for name in ("pod_labels", "pod_annotations", "namespace_labels", "node_labels"):
             found += allow_list_mistakes(f"--{name.replace('_', '-')}", getattr(self, name))

@@ -66,13 +66,10 @@ class Connection:
         return response
 
     async def close(self) -> None:
-        """Close every connection."""
         await self._client.close()
 
 
 class CredentialSource(NamedTuple):
-    """Where the configuration comes from."""
-
     kubeconfig: Path | None
     service_account: Path
 

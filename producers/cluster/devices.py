@@ -48,7 +48,6 @@ class Slices:
         self._by_node: dict[str, dict[PoolName, None]] = {}
 
     def keys(self) -> Collection[str]:
-        """The uids of all slices."""
         return self._slices
 
     def of_node(self, node: str) -> list[DraDevice]:
@@ -63,15 +62,12 @@ class Slices:
         return list(found.values())
 
     def pools_of(self, node: str) -> Iterable[PoolName]:
-        """The pools that have devices of a node."""
         return self._by_node.get(node, ())
 
     def nodes_of(self, pool: PoolName) -> set[str]:
-        """The nodes of which a pool has devices."""
         return {node for part in self._pools.get(pool, {}).values() for node in part.devices}
 
     def put(self, uid: str, part: KnownSlice) -> set[str]:
-        """A slice as it is now."""
         if self._slices.get(uid) == part:
             return set()
         changed = self.remove(uid)
@@ -82,7 +78,6 @@ class Slices:
         return changed | self.nodes_of(part.pool)
 
     def remove(self, uid: str) -> set[str]:
-        """A slice is gone."""
         part = self._slices.pop(uid, None)
         if part is None:
             return set()
@@ -100,7 +95,6 @@ class AdminClaim(NamedTuple):
     devices: tuple[Claim, ...]
 
     def pools(self) -> set[PoolName]:
-        """The pools of these devices."""
         return {(device.driver, device.pool) for device in self.devices}
 
 
@@ -157,7 +151,6 @@ class Claims:
         return changed | claim.pools()
 
     def remove(self, uid: str, now_ms: int) -> None:
-        """A claim is gone."""
         if uid in self._claims:
             self._gone_ms.setdefault(uid, now_ms)
 

@@ -78,7 +78,6 @@ def record_of(lease: Json) -> LeaseRecord:
 
 
 def spec_of(record: LeaseRecord) -> Json:
-    """A record as a Lease's spec."""
     return {
         "holderIdentity": record.holder,
         "leaseDurationSeconds": math.ceil(record.duration_s),

@@ -53,8 +53,6 @@ class Meta(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class Object(msgspec.Struct, frozen=True):
-    """An object of any kind, as far as all have it."""
-
     metadata: Meta
 
 

@@ -60,8 +60,6 @@ UNKNOWN = Chain((), complete=False)
 
 
 class Kind(NamedTuple):
-    """How a kind is asked for."""
-
     plural: str
     namespaced: bool = True
 
@@ -147,7 +145,6 @@ class OwnerLookup:
         log.warning("%s: its chain of owners has more than %d links, or is a ring: no workload", what, DEEPEST)
 
     async def _ask(self, group: _ApiGroup, owner: Owner, namespace: str) -> Link:
-        """Ask for the owner, and read its own controller from the answer."""
         kind = _BUILT_IN.get((owner.api_version, owner.kind)) or await self._served(group, owner)
         if isinstance(kind, Link):
             return kind
@@ -285,7 +282,6 @@ class Owners:
         self._come_back(uid, 0.0)
 
     def forget(self, uid: str) -> None:
-        """It is no longer wanted."""
         self._roots.pop(uid, None)
 
     async def run(self) -> None:

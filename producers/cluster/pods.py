@@ -106,8 +106,6 @@ def discard(index: dict[K, dict[Any, Any]], key: K, member: object) -> None:
 
 
 class Pods:
-    """The pods by uid, by node and by owner."""
-
     def __init__(self) -> None:
         self._pods: dict[str, KnownPod] = {}
         self._by_node: dict[str, dict[str, None]] = {}
@@ -126,7 +124,6 @@ class Pods:
         return self._pods
 
     def get(self, uid: str) -> KnownPod | None:
-        """The pod with that uid."""
         return self._pods.get(uid)
 
     def on_node(self, node: str) -> list[KnownPod]:
@@ -134,11 +131,9 @@ class Pods:
         return [self._pods[uid] for uid in self._by_node.get(node, ())]
 
     def in_namespace(self, namespace: str) -> list[KnownPod]:
-        """The pods of a namespace."""
         return [pod for pod in self._pods.values() if pod.namespace == namespace]
 
     def of_owner(self, uid: str) -> list[KnownPod]:
-        """The pods whose controller has that uid."""
         return [self._pods[pod] for pod in self._by_owner.get(uid, ())]
 
     def put(self, pod: KnownPod, now_ms: int) -> Iterable[Change]:

@@ -99,7 +99,6 @@ class Listener(Generic[T]):
         self._changed()
 
     def complete(self) -> None:
-        """The full list is over."""
         missing, self._unlisted = self._unlisted, {}
         for key in missing:
             self._drop(key)
@@ -344,7 +343,6 @@ class Reflector:
             raise Restart("slow", f"the list did not end within {seconds:g} s") from error
 
     def _take(self, line: bytes | None) -> None:
-        """One event after the list."""
         if line is None:
             self._count("too_long")
             why = f"an event of more than {self._largest_line_bytes} bytes was dropped"

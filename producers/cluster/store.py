@@ -132,7 +132,6 @@ class Store:
         return known.cut if before is None or before.cut != known.cut else 0
 
     def remove_pod(self, uid: str, now_ms: int) -> None:
-        """A pod was deleted."""
         self._apply(self.pods.end(uid, now_ms))
 
     def put_node(self, name: str, labels: Mapping[str, str] | None) -> None:
@@ -152,7 +151,6 @@ class Store:
     def put_namespace(
         self, name: str, labels: Mapping[str, str] | None, annotations: Mapping[str, str] | None = None
     ) -> None:
-        """A namespace as it is now."""
         self._left_namespaces.pop(name, None)
         known = Namespace(self._selection.namespace_labels.keep(labels).entries, _POLICIES.keep(annotations).entries)
         if self.namespaces.get(name) != known:
@@ -165,16 +163,13 @@ class Store:
         self._forget_namespaces()
 
     def put_slice(self, part: objects.ResourceSlice) -> None:
-        """A resource slice as it is now."""
         if self._selection.has_driver(part.spec.driver):
             self._mark(self.slices.put(part.metadata.uid, devices.known_slice(part)))
 
     def remove_slice(self, uid: str) -> None:
-        """A resource slice was deleted."""
         self._mark(self.slices.remove(uid))
 
     def put_claim(self, claim: objects.ResourceClaim, now_ms: int) -> None:
-        """A resource claim as it is now."""
         known = devices.known_claim(claim, self._selection.has_driver)
         self._mark_pools(self.claims.put(claim.metadata.uid, known, now_ms))
 
@@ -234,7 +229,6 @@ class Store:
 
 
 def _row(pod: KnownPod | Pod, ended_ms: int | None, chain: Chain, namespace: Namespace) -> JsonDict:
-    """A pod as a record has it."""
     return {
         "namespace": pod.namespace,
         "name": pod.name,
@@ -280,5 +274,4 @@ def fit(rows: list[JsonDict], room: int) -> tuple[list[JsonDict], int]:
 
 
 def _size(of: object) -> int:
-    """The bytes of it in a record."""
     return len(orjson.dumps(of))

@@ -76,7 +76,6 @@ class NodeProducer:
         )
 
     def not_ready(self) -> list[str]:
-        """Why it is not ready; empty if it is."""
         waiting = not_sent(self._sender, what="a tick", waited_s=self._publisher.waited_s())
         return [*self._gpus.not_ready(), *self._kubelet.not_ready(), *waiting]
 

@@ -70,5 +70,4 @@ class NodeSettings(BufferSettings, ReadingSettings):
     interval_s: Interval = 1.0
 
     def mistakes(self) -> list[str]:
-        """See :meth:`KafkaSettings.mistakes`."""
         return [*super().mistakes(), *interval_mistakes(self.interval_s), *prefix_mistakes(self.resource_prefixes)]

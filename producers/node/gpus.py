@@ -145,7 +145,6 @@ class Gpus:
         return self._driver.count
 
     def not_ready(self) -> list[str]:
-        """What is wrong, for people."""
         indexes = self._lost.indexes
         here = [gpu for gpu in self._gpus if not (gpu.refused and gpu.index in indexes)]
         of_gpus = [text for gpu in here for text in gpu.not_ready()]
@@ -161,7 +160,6 @@ class Gpus:
         return found
 
     def refusals(self) -> list[UnreadableGpu]:
-        """The GPUs that can't be read now, and why."""
         return [UnreadableGpu(gpu.index, gpu.uuid, why) for gpu in self._gpus if (why := gpu.refusal()) is not None]
 
     def fatal(self) -> Exception | None:
@@ -169,7 +167,6 @@ class Gpus:
         return self._driver.fatal
 
     def close(self) -> None:
-        """Let go, without waiting for anybody."""
         if self._opening is not None:
             self._opening.cancel()
         if self._census is not None:
@@ -222,7 +219,6 @@ class Gpus:
             self._events.watch()
 
     def _note(self, xid: Xid) -> None:
-        """An XID error has come."""
         self._xids.note(xid, self._gpus[xid.gpu].known if xid.gpu is not None else ())
         self._event.set()
 
@@ -329,7 +325,6 @@ class LostGpus:
             self._logged.add(uuid)
 
     def answered(self, uuid: str) -> None:
-        """This GPU is not missing."""
         known = self._known.pop(uuid, None)
         if known is not None and uuid in self._logged:
             self._logged.discard(uuid)
@@ -359,7 +354,6 @@ class LostGpus:
         return found
 
     def not_ready(self) -> list[str]:
-        """What is wrong, for people."""
         return [_trouble(known) for known in self._known.values()]
 
 

@@ -77,7 +77,6 @@ class Directory:
         self._read: dict[str, tuple[tuple[int, ...], JobLines]] = {}
 
     def look(self) -> JobMapping:
-        """What its files say now. Never raises."""
         jobs: dict[str, tuple[str, ...]] = {}
         problems: list[Problem] = []
         try:
@@ -173,7 +172,6 @@ class JobFiles:
         return [str(problem) for problem in self._problems.values()]
 
     def close(self) -> None:
-        """Let go, without waiting."""
         if self._worker is not None:
             self._worker.stop()
 

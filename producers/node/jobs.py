@@ -34,8 +34,6 @@ JobDict = dict[str, str]
 
 
 class Job(NamedTuple):
-    """A job, as far as it is known."""
-
     id: str
     user: str | None = None
     partition: str | None = None

@@ -60,7 +60,6 @@ class FleetClock:
         self.start_ms = int(wall_s() * 1000)
 
     def elapsed_ms(self) -> int:
-        """Milliseconds since the start."""
         elapsed_ms = int((self._monotonic_s() - self._began_s) * 1000)
         wall_ms = int(self._wall_s() * 1000)
         if abs(wall_ms - self.start_ms - elapsed_ms) > TOLERANCE_MS:
@@ -119,7 +118,6 @@ class SimulatedFleet:
         self._workloads = WorkloadsPublisher(self._sender, self._instruments, cluster=cluster, epoch=run_id)
 
     def not_ready(self) -> list[str]:
-        """Why it is not ready; empty if it is."""
         waited_s = max(publisher.waited_s() for publisher in self._publishers)
         return not_sent(self._sender, what="a tick", waited_s=waited_s)
 

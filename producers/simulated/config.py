@@ -39,7 +39,6 @@ class SimulatedSettings(BufferSettings, SimulationSettings):
     stop_after_ticks: int | None = None
 
     def mistakes(self) -> list[str]:
-        """See :meth:`KafkaSettings.mistakes`."""
         found = super().mistakes()
         if not self.interval_s >= SHORTEST_INTERVAL_S:
             found.append(f"--interval: {self.interval_s:g} s is too short; the least is 10ms")

@@ -66,7 +66,6 @@ class SimulatedInstance:
         self.loads.append(Load(pod, container.container_id, pid, held / REPLICAS if shared else 1.0))
 
     def end(self, pod: SimulatedPod) -> None:
-        """``pod`` has let go."""
         self.loads = [load for load in self.loads if load.pod is not pod]
 
     def redraw(self, now_ms: int, chance: random.Random) -> None:
@@ -85,7 +84,6 @@ class SimulatedInstance:
             self.profile = active(self.utilization, chance.random())
 
     def fail(self, now_ms: int, code: int) -> None:
-        """An XID error."""
         self.xids = {**self.xids, str(code): self.xids.get(str(code), 0) + 1}
         self._unread.append((now_ms, code))
 
@@ -95,7 +93,6 @@ class SimulatedInstance:
         return [{"kind": "xid", "code": code, "ts_ms": start_ms + at_ms} for at_ms, code in unread]
 
     def video(self) -> float:
-        """The activity of what encodes and decodes video."""
         return sum(load.activity for load in self.loads if load.pod.template.name == "video-edge")
 
     def memory(self) -> dict[str, int]:
@@ -225,7 +222,6 @@ class SimulatedGpu:
         return found
 
     def occupied(self) -> bool:
-        """Whether anything runs on it."""
         return any(part.loads for part in self.parts)
 
     def energy_joules(self, now_ms: int) -> float:

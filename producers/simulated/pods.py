@@ -60,8 +60,6 @@ _API_VERSIONS = {
 
 
 class PodContainer(NamedTuple):
-    """A container of a pod and what it was given."""
-
     name: str
     container_id: str
     units: tuple[Unit, ...]
@@ -111,7 +109,6 @@ class SimulatedPod:
 
     @cached_property
     def allocated(self) -> tuple[dict[str, Any], ...]:
-        """What the kubelet says of its containers."""
         pod = {"namespace": self.namespace, "pod": self.name}
         return tuple(
             {

@@ -59,7 +59,6 @@ class Schedule:
             self._push(-warm_up_ms + self._random.randrange(warm_up_ms // 2 + 1), tenant, None)
 
     def next_ms(self) -> int | None:
-        """When something happens next; None if nothing ever does."""
         return self._entries[0].at_ms if self._entries else None
 
     def advance(self, until_ms: int) -> list[SimulatedPod]:
@@ -94,7 +93,6 @@ class Schedule:
             self._push(end_ms, tenant, started[-1])
 
     def _pause_ms(self, template: Template) -> int:
-        """How long a tenant waits before it asks for its next pod."""
         if template.kind == "StatefulSet":
             return self._random.randrange(*REBIRTH_MS)
         if template.kind in ("Deployment", "DaemonSet", "RayCluster"):

@@ -95,8 +95,6 @@ INSTRUMENTS = (
 
 
 class Alerts:
-    """The component: ``run`` watches until stopped; rules that are not right are an error."""
-
     name = "alerts"
 
     def __init__(self, settings: AlertSettings, *, fail: Callable[[str], None] = fail_stop) -> None:

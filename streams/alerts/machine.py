@@ -62,7 +62,6 @@ class Step(NamedTuple):
 
     @property
     def alerts(self) -> list[Alert]:
-        """The transitions."""
         return [alert for kind, _, alert in self.writes if alert is not None and kind == "alert"]
 
 
@@ -231,7 +230,6 @@ def same(durable: NodeAlerts, current: NodeAlerts) -> bool:
 
 
 def quiet(state: NodeAlerts) -> NodeAlerts:
-    """The state of a node of which no tick has come for a while."""
     return _replace(state, silent=True)
 
 

@@ -244,8 +244,6 @@ Identity = tuple[str, str, str, str]  # of a condition within a node: rule, devi
 
 
 class NodeAlerts(AlertState, frozen=True, kw_only=True, omit_defaults=True):
-    """The state of a node, its memory decoded."""
-
     memory: Memory = Memory()
 
 
@@ -254,7 +252,6 @@ encode = msgspec.json.Encoder().encode
 
 
 def order(state: NodeAlerts) -> Order:
-    """Which of two states of a node is the later one."""
     return state.generation, state.offset, state.silent
 
 
@@ -264,5 +261,4 @@ def last_tick(state: NodeAlerts) -> Last:
 
 
 def identity(tracked: Tracked) -> Identity:
-    """What a tracked condition is about."""
     return tracked.name, tracked.device, tracked.pod_uid, tracked.key

@@ -115,7 +115,6 @@ class Node:
         return outcome
 
     def close(self, step: Step) -> None:
-        """A step was made."""
         self.current = step.state
         self._writes += step.writes
 
@@ -320,7 +319,6 @@ class Replay:
 
     @property
     def nodes(self) -> int:
-        """How many nodes there were."""
         return len(self._states)
 
     def take(self, tick: Tick, logged_ms: int | None = None) -> list[Alert]:

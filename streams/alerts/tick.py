@@ -35,16 +35,12 @@ class Metrics(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 
 
 class Process(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A process on a device."""
-
     pid: UInt
     pod_uid: str | None = None
     sm_utilization_ratio: float | None = None
 
 
 class Info(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a device is."""
-
     serial: str | None = None
     driver_version: str | None = None
     mig_mode: str | None = None
@@ -52,8 +48,6 @@ class Info(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Device(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A device of gpu.attributed."""
-
     uuid: str
     index: UInt | None = None
     model: str | None = None
@@ -72,8 +66,6 @@ class Device(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Tick(msgspec.Struct, frozen=True, kw_only=True):
-    """A node's tick of gpu.attributed."""
-
     schema: Version
     cluster: Name
     node: Name

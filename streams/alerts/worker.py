@@ -43,7 +43,6 @@ class Clocks:
         return time.monotonic()
 
     def now_ms(self) -> int:
-        """Milliseconds since the epoch."""
         return time.time_ns() // 1_000_000
 
 
@@ -243,7 +242,6 @@ class AlertWorker:
                 self._start(self._delete(partition, node, node.current))
 
     def observe(self) -> None:
-        """Set the gauges."""
         gauge = self._instruments.gauge
         nodes = [node for partition in self._partitions.values() for node in partition.nodes.values()]
         states = [node.current for node in nodes if node.current]

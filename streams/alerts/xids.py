@@ -130,7 +130,6 @@ XIDS: Mapping[int, Xid] = MappingProxyType(
 
 
 def of_code(code: int | None) -> Xid:
-    """The row of a code."""
     return UNKNOWN if code is None else XIDS.get(code, UNKNOWN)
 
 
@@ -140,5 +139,4 @@ def code_of(text: str) -> int | None:
 
 
 def of_text(text: str) -> Xid:
-    """The row of a code that is written as text."""
     return of_code(code_of(text))

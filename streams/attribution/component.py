@@ -114,8 +114,6 @@ def decode(topic: str, key: bytes | None, value: bytes | None) -> NodeRecord:
 
 
 class Attribution:
-    """The component: ``run`` reads until stopped."""
-
     name = "attribution"
 
     def __init__(self, settings: AttributionSettings, *, fail: Callable[[str], None] = fail_stop) -> None:

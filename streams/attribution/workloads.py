@@ -107,7 +107,6 @@ class Knowledge(msgspec.Struct, frozen=True):
         return AsOf(self, logged_ms) if self.since_ms <= logged_ms else None
 
     def history_of(self, uid: str) -> History[Life] | None:
-        """What is known of the pod of that uid."""
         return next((h for pods in self.lives.values() for h in pods if h[0][1].uid == uid), None)
 
     def changes_ms(self, name: PodName, after_ms: int, until_ms: int) -> list[int]:

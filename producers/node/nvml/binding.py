@@ -123,19 +123,15 @@ class Nvml:
         self._threads = threading.local()
 
     def init(self) -> None:
-        """Load the library and attach to the driver."""
         self._call("nvmlInit")
 
     def shutdown(self) -> None:
-        """Detach from the driver; every handle is void."""
         self._call("nvmlShutdown")
 
     def driver_version(self) -> str:
-        """The driver's version, as it writes it."""
         return str(self._call("nvmlSystemGetDriverVersion"))
 
     def system(self, function: str) -> Any:
-        """What pynvml's ``function`` of no GPU gives."""
         return self._call(function)
 
     def count(self) -> int:
@@ -145,7 +141,6 @@ class Nvml:
         return int(found.value)
 
     def handle(self, index: int) -> Handle:
-        """Open a GPU."""
         return Handle(self._call("nvmlDeviceGetHandleByIndex", index))
 
     def ask(self, function: str, handle: Handle, *arguments: Any) -> Any:
@@ -206,7 +201,6 @@ class Nvml:
         return GpmSample(self._call("nvmlGpmSampleAlloc"))
 
     def gpm_free(self, sample: GpmSample) -> None:
-        """Give a buffer back."""
         self._call("nvmlGpmSampleFree", sample)
 
     def gpm_metrics(self, older: GpmSample, newer: GpmSample, metrics: Sequence[int]) -> list[FieldValue]:
@@ -226,11 +220,9 @@ class Nvml:
         return _address(handle)
 
     def events(self) -> EventSet:
-        """A new set of events."""
         return EventSet(self._call("nvmlEventSetCreate"))
 
     def register(self, handle: Handle, kinds: int, events: EventSet) -> None:
-        """Take a GPU's events into the set."""
         self._call("nvmlDeviceRegisterEvents", handle, kinds, events)
 
     def wait(self, events: EventSet, within_ms: int) -> NvmlEvent | None:
@@ -245,7 +237,6 @@ class Nvml:
         return NvmlEvent(_address(event.device), event.eventType, event.eventData, *instances)
 
     def free(self, events: EventSet) -> None:
-        """Let go of a set."""
         self._call("nvmlEventSetFree", events)
 
     def _call(self, function: str, *arguments: Any) -> Any:

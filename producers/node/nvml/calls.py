@@ -74,7 +74,6 @@ class Left(Exception):
 
 
 def is_lost(error: NvmlError) -> bool:
-    """Whether nothing can be asked of the GPU."""
     return error.code in _LOST
 
 
@@ -133,7 +132,6 @@ class Calls:
         self.refusals: dict[str, Tried] = {}
 
     def begin(self) -> None:
-        """A new reading."""
         self._readings += 1
         self.slowest = ("", 0.0)
 
@@ -213,11 +211,9 @@ class Calls:
             self.count(self.doing, error.name)
 
     def count(self, call: str, error: str) -> None:
-        """A value is left out."""
         self._errors.append((call, error))
 
     def errors(self) -> list[tuple[str, str]]:
-        """What was counted since the last time: call and error."""
         found, self._errors = self._errors, []
         return found
 
@@ -284,16 +280,13 @@ class Support:
         return any(one.again <= self._readings for one in self._refused.values())
 
     def asks(self, source: Hashable) -> bool:
-        """Whether to ask the source in this reading."""
         refused = self._refused.get(source)
         return refused is None or refused.again <= self._readings
 
     def has_answered(self, source: Hashable) -> bool:
-        """Whether it ever did."""
         return source in self._answered
 
     def answer(self, source: Hashable) -> None:
-        """It has answered."""
         self._answered.add(source)
         self._refused.pop(source, None)
 

@@ -100,7 +100,6 @@ class Driver:
 
     @property
     def attached(self) -> bool:
-        """Whether NVML is open."""
         return self._now is not None
 
     @property
@@ -136,7 +135,6 @@ class Driver:
             )
 
     def not_ready(self) -> list[str]:
-        """What is wrong with it."""
         if self.fatal is not None:
             return [str(self.fatal)]
         if (waited_s := self._worker.busy_s()) > SILENT_AFTER_S:
@@ -246,7 +244,6 @@ class Reopening:
         self._tried: dict[str, tuple[int, float]] = {}  # how often, and when it may be tried again
 
     def worked(self, uuid: str) -> None:
-        """The GPU answered."""
         self._tried.pop(uuid, None)
 
     def why(self, seen: Set[str], working: Set[str | None]) -> str | None:

@@ -178,7 +178,6 @@ class _Watch:
         return seen
 
     def close(self) -> None:
-        """Let go of the set."""
         events, self._events = self._events, None
         if events is not None:
             with contextlib.suppress(NvmlError):  # it is void already

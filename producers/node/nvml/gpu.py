@@ -67,8 +67,6 @@ class GpuReading(NamedTuple):
 
 
 class MigInstance(NamedTuple):
-    """A MIG device as it is listed."""
-
     handle: Handle
     uuid: str
     gpu_instance: int | None

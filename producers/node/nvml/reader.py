@@ -61,7 +61,6 @@ class GpuReader:
 
     @property
     def title(self) -> str:
-        """For people."""
         return f"GPU {self.index} ({self.uuid})" if self.uuid else f"GPU {self.index}"
 
     @property
@@ -130,7 +129,6 @@ class GpuReader:
         return reading._replace(devices=[{**device, "read_ms": reading.read_ms} for device in reading.devices])
 
     def devices(self, reading: GpuReading | None) -> Sequence[dict[str, Any]]:
-        """Its devices in this tick, whose reading is None if there is none."""
         if reading is not None and reading.devices:
             return reading.devices
         return bare(self.known, "lost" if self.trouble is not None and not self.reads else "timeout")
@@ -154,7 +152,6 @@ class GpuReader:
             log.warning("%s has not answered for %.0f s (%s)", self.title, self._worker.busy_s(), self.gpu.calls.doing)
 
     def not_ready(self) -> list[str]:
-        """What is wrong with it."""
         found = [f"{self.title}: {call} {how}" for call, how in self.gpu.calls.slow().items()]
         if self._is_silent:
             silent_s, doing = self._worker.busy_s(), self.gpu.calls.doing
@@ -173,7 +170,6 @@ class GpuReader:
         return self._worker.ask(self.gpu.let_go)
 
     def stop(self) -> None:
-        """Let its threads end."""
         for worker in (self._worker, *self._left):
             worker.stop()
 

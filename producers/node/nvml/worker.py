@@ -27,7 +27,6 @@ class Worker:
 
     @property
     def busy(self) -> bool:
-        """Whether a job has not returned yet."""
         return self._since_s is not None
 
     def busy_s(self) -> float:

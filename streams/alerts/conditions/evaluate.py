@@ -154,7 +154,6 @@ def _idle(below: float, view: View, pod: Pod) -> bool | None:
 
 
 def _part(pod: Pod) -> float | None:
-    """A pod's part of a device's utilization."""
     parts = [holder.parts for holder in pod.holders if holder.parts is not None]
     known = [part.utilization_ratio for part in parts if part.utilization_ratio is not None]
     return sum(known) if known else None

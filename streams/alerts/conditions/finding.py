@@ -106,7 +106,6 @@ _NO_WINDOWS: Windows = {}
 
 
 def video(device: Device) -> float:
-    """How busy the encoder or the decoder is."""
     return max(device.metrics.encoder_utilization_ratio or 0.0, device.metrics.decoder_utilization_ratio or 0.0)
 
 
@@ -116,7 +115,6 @@ def uid_and_key(pod: Holder | HeldBy) -> tuple[str, str]:
 
 
 def sole(view: View) -> Holder | None:
-    """The one pod that holds the device."""
     return view.pods[0].holders[0] if len(view.pods) == 1 else None
 
 
@@ -134,7 +132,6 @@ def of_device(
     value: float | None = None,
     key: str = "",
 ) -> None:
-    """A finding about a device, whoever holds it."""
     ruled = view.rules.in_force(rule, sole(view))
     if ruled is not None:
         facts = Facts(view.device, None, view.device.holders)

@@ -83,7 +83,6 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     overrides: tuple[Override, ...] = ()
 
     def with_severity(self, xid: XidKind) -> "Rule":
-        """The rule for XID errors of a kind."""
         severities: dict[XidKind, Severity] = {
             "hardware": self.severity,
             "driver": self.driver_severity,
@@ -124,8 +123,6 @@ _SHORTEST_MS = 1_000
 
 
 class PolicyMistake(NamedTuple):
-    """What is wrong with which annotation or label."""
-
     name: str
     text: str
 
@@ -142,7 +139,6 @@ NO_POLICY = Policy()
 
 
 def policy_of(holder: Holder) -> Policy:
-    """The policy of a pod."""
     pod, namespace = holder.annotations, holder.namespace_labels
     if not pod and not namespace:
         return NO_POLICY
@@ -184,18 +180,15 @@ class Rules(msgspec.Struct, frozen=True, dict=True):
     rules: tuple[Rule, ...]
 
     def of(self, kind: Kind) -> tuple[Rule, ...]:
-        """The rules of a kind."""
         return self.by_kind.get(kind, ())
 
     @cached_property
     def by_kind(self) -> Mapping[Kind, tuple[Rule, ...]]:
-        """The rules by kind, of the kinds that there are."""
         kinds = {rule.kind for rule in self.rules}
         return {kind: tuple(rule for rule in self.rules if rule.kind == kind) for kind in KINDS if kind in kinds}
 
     @cached_property
     def by_name(self) -> Mapping[str, Rule]:
-        """The rules by name."""
         return {rule.name: rule for rule in self.rules}
 
     @cached_property

@@ -48,8 +48,6 @@ class Mistakes(ValueError):
 
 
 class Mistake(NamedTuple):
-    """What is wrong, and where."""
-
     file: str
     line: int
     path: str
@@ -61,8 +59,6 @@ class Mistake(NamedTuple):
 
 
 class RulesError(ValueError):
-    """Every mistake of a file of rules."""
-
     def __init__(self, mistakes: Iterable[Mistake]) -> None:
         self.mistakes = tuple(mistakes)
         super().__init__("\n".join(map(str, self.mistakes)))
@@ -130,19 +126,16 @@ def size(value: Any) -> float:
 
 
 def switch(value: Any) -> bool:
-    """True or false."""
     if not isinstance(value, bool):
         raise ValueError(f"must be true or false, not {_shown(value)}")
     return value
 
 
 def severity(value: Any) -> Severity:
-    """One of the severities."""
     return _one_of(get_args(Severity), value)
 
 
 def kind(value: Any) -> Kind:
-    """One of the kinds."""
     return _one_of(KINDS, value)
 
 
@@ -156,17 +149,14 @@ def text(value: Any) -> str:
 
 
 def texts(value: Any) -> tuple[str, ...]:
-    """One text or several."""
     return _one_or_several(value, text)
 
 
 def names(value: Any) -> tuple[str, ...]:
-    """Several texts, or none."""
     return () if value == [] else texts(value)
 
 
 def codes(value: Any) -> tuple[int, ...]:
-    """One XID code or several."""
     return _one_or_several(value, count)
 
 
@@ -315,7 +305,6 @@ def parse(text: str, file: str) -> Rules:
 
 @cache
 def defaults() -> dict[str, Rule]:
-    """The defaults by name."""
     return _parsed(DEFAULTS.read_text(encoding="utf-8"), DEFAULTS.name, {})
 
 

@@ -39,7 +39,6 @@ _ABOUT = {
 
 
 def markdown() -> str:
-    """The page."""
     same: dict[tuple[str, str, str], list[int]] = {}
     for code, xid in XIDS.items():
         same.setdefault((xid.kind, xid.meaning, xid.action), []).append(code)
