@@ -5,23 +5,54 @@ Source: murmur2 is the partitioner of Kafka's Java clients.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterable, Callable
-from typing import Any, Literal, Protocol, TypeVar
+from collections.abc import AsyncIterable, Callable, Mapping
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import msgspec
 from aiokafka.partitioner import murmur2
 
 from delivery.dead_letters import send_letter
-from delivery.instruments import Instruments
+from delivery.instruments import Instrument, Instruments
 from delivery.ledger import Slot
+from delivery.settings import MemberSettings
+from delivery.topic_admin import TopicCheck
+from delivery.watchdog import fail_stop, lateness_instrument
+from streams import reader
 from streams.app import ReaderApp
-from streams.reader import Batch, Reader
+from streams.reader import Batch, Reader, Reads
 from topics.dead_letters import Origin
 from topics.topic import MAX_MESSAGE_BYTES, node_key
 
 log = logging.getLogger(__name__)
 
 DEAD_LETTERS = "gpu.dead-letters"
+
+COMMON: tuple[Instrument, ...] = (
+    Instrument("read_total", "counter", "Records read, replays after a rebalance included.", ("topic",)),
+    Instrument(
+        "dead_lettered_total",
+        "counter",
+        "Records that went to gpu.dead-letters, by why: undecodable, key, oversized or unsendable.",
+        ("topic", "reason"),
+    ),
+    Instrument("open_bytes", "gauge", "Bytes of records that were read and are not finished."),
+    Instrument("nodes", "gauge", "Nodes whose state is held."),
+    Instrument("lag_records", "gauge", "Records not yet finished, by topic.", ("topic",)),
+    Instrument(
+        "misplaced_nodes_total",
+        "counter",
+        "Nodes whose key does not belong in their partition: another partitioner wrote them.",
+    ),
+    Instrument("rebalances_total", "counter", "Times that partitions were taken away."),
+    Instrument(
+        "holes_total",
+        "counter",
+        "Gaps in the offsets of a log: ends of transactions, records that were aborted, compacted or deleted.",
+    ),
+    Instrument("lost_offsets_total", "counter", "Offsets that retention, or somebody, deleted before they were read."),
+    lateness_instrument("")._replace(name="loop_late_seconds"),
+)
+"""What every stream says of itself; the names are in full where a stream lists its own."""
 
 Reason = Literal["undecodable", "key", "oversized", "unsendable"]
 
@@ -34,6 +65,7 @@ class OfNode(Protocol):
 
 
 R = TypeVar("R", bound=OfNode)
+S = TypeVar("S", bound=MemberSettings)
 
 
 class Malformed(Exception):
@@ -59,11 +91,13 @@ def decode_record(decode: Callable[[bytes], R], key: bytes | None, value: bytes 
     return record
 
 
-class Bookkeeping:
-    """One stream's books; ``stage`` is what it is called, ``partitions`` how many its topics have.
+def instruments(*names: str) -> tuple[Instrument, ...]:
+    """The instruments that every stream has, under the names that they have in this one: one for each of ``COMMON``."""
+    return tuple(row._replace(name=name) for row, name in zip(COMMON, names, strict=True))
 
-    The instruments that every stream has are named ``gpustream_<stage>_...``: each component's table has them whole.
-    """
+
+class Bookkeeping:
+    """One stream's books; ``stage`` is what it is called, ``partitions`` how many its topics have."""
 
     def __init__(self, instruments: Instruments, *, stage: str, partitions: int) -> None:
         self._instruments, self._stage, self._partitions = instruments, stage, partitions
@@ -104,8 +138,10 @@ class Bookkeeping:
             self._counted[name] = count
 
 
-class StreamWorker(Protocol):
+class StreamWorker(reader.Stage, Protocol):
     """What works on the batches of a stream."""
+
+    app: ReaderApp
 
     async def take(self, batch: Batch) -> None:
         """Work on a batch of one partition."""
@@ -114,21 +150,53 @@ class StreamWorker(Protocol):
         """See to what waits for time to pass. Never returns."""
 
 
-async def run_worker(app: ReaderApp, worker: StreamWorker, stop: asyncio.Event, *, name: str, failed: str) -> None:
-    """Run the app with one agent, ``name``, until ``stop`` is set. A look that fails ends the process: ``failed``."""
+class Stream(Generic[S]):
+    """A stream as a component: once its topics are there its one agent runs its worker, until the stop.
 
-    @app.agent(app.batches, name=name)  # type: ignore[untyped-decorator]
-    async def agent(batches: AsyncIterable[Batch]) -> None:
-        async for batch in batches:
-            await worker.take(batch)
+    A stream gives its name, its topics, its instruments, how it calls a failure of the worker's look, and the worker
+    with what that reads.
+    """
 
-    def looked(looking: "asyncio.Task[None]") -> None:
-        if not looking.cancelled():
-            app.fail(f"{failed}: {looking.exception()!r}")
+    name: str
+    topics: tuple[str, ...]
+    table: tuple[Instrument, ...]
+    failed: str
 
-    looking = asyncio.create_task(worker.look())
-    looking.add_done_callback(looked)
-    try:
-        await app.run(stop)
-    finally:
-        looking.cancel()
+    def __init__(self, settings: S, *, fail: Callable[[str], None] = fail_stop) -> None:
+        self.settings, self._fail = settings, fail
+        self.instruments = Instruments(self.table)
+        self.registry = self.instruments.registry
+        self._check = TopicCheck(settings.connection(), self.topics)
+        self._app: ReaderApp | None = None
+
+    def work(self, partitions: Mapping[str, int]) -> tuple[StreamWorker, Reads]:
+        """The worker and what it reads. ``partitions``: how many each topic has."""
+        raise NotImplementedError
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Wait for the topics, then work until ``stop`` is set. A look that fails ends the process."""
+        checked = await self._check.passed(stop)
+        if checked is None:
+            return
+        worker, reads = self.work(checked.partitions)
+        app = self._app = worker.app = ReaderApp(self.settings, reads, worker, fail=self._fail)
+
+        @app.agent(app.batches, name=self.name)  # type: ignore[untyped-decorator]
+        async def agent(batches: AsyncIterable[Batch]) -> None:
+            async for batch in batches:
+                await worker.take(batch)
+
+        def looked(looking: "asyncio.Task[None]") -> None:
+            if not looking.cancelled():
+                app.fail(f"{self.failed}: {looking.exception()!r}")
+
+        looking = asyncio.create_task(worker.look())
+        looking.add_done_callback(looked)
+        try:
+            await app.run(stop)
+        finally:
+            looking.cancel()
+
+    def not_ready(self) -> list[str]:
+        """What keeps it from working; empty when it does."""
+        return self._check.not_ready() if self._app is None else self._app.not_ready()

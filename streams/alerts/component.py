@@ -7,19 +7,14 @@ On failure: what can't be decoded goes to gpu.dead-letters; an output that is no
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Mapping
 
-from prometheus_client import CollectorRegistry
-
-from delivery.instruments import Instrument, Instruments
-from delivery.topic_admin import TopicCheck
-from delivery.watchdog import fail_stop
+from delivery.instruments import Instrument
 from streams.alerts.rules import rules_file
 from streams.alerts.worker import ALERTS, ATTRIBUTED, SAMPLES, STATE, WORKLOADS, AlertWorker
-from streams.app import ReaderApp
 from streams.reader import Reads
 from streams.settings import AlertSettings
-from streams.stage import DEAD_LETTERS, run_worker
+from streams.stage import DEAD_LETTERS, Stream, instruments
 
 INSTRUMENTS = (
     Instrument(
@@ -56,72 +51,35 @@ INSTRUMENTS = (
         "From when a tick was logged until its alert was acknowledged.",
         buckets=(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0),
     ),
-    Instrument(
-        "gpustream_alerts_read_total", "counter", "Records read, replays after a rebalance included.", ("topic",)
-    ),
-    Instrument(
+    *instruments(
+        "gpustream_alerts_read_total",
         "gpustream_alerts_dead_lettered_total",
-        "counter",
-        "Records that went to gpu.dead-letters, by why: undecodable, key, oversized or unsendable.",
-        ("topic", "reason"),
-    ),
-    Instrument("gpustream_alerts_open_bytes", "gauge", "Bytes of records that were read and are not finished."),
-    Instrument("gpustream_alerts_nodes", "gauge", "Nodes whose state is held."),
-    Instrument("gpustream_alerts_lag_records", "gauge", "Records not yet finished, by topic.", ("topic",)),
-    Instrument(
+        "gpustream_alerts_open_bytes",
+        "gpustream_alerts_nodes",
+        "gpustream_alerts_lag_records",
         "gpustream_alerts_misplaced_nodes_total",
-        "counter",
-        "Nodes whose key does not belong in their partition: another partitioner wrote them.",
-    ),
-    Instrument("gpustream_alerts_rebalances_total", "counter", "Times that partitions were taken away."),
-    Instrument(
+        "gpustream_alerts_rebalances_total",
         "gpustream_alerts_holes_total",
-        "counter",
-        "Gaps in the offsets of a log: ends of transactions, records that were aborted, compacted or deleted.",
-    ),
-    Instrument(
         "gpustream_alerts_lost_offsets_total",
-        "counter",
-        "Offsets that retention, or somebody, deleted before they were read.",
-    ),
-    Instrument(
         "gpustream_alerts_loop_late_seconds",
-        "gauge",
-        "The most that the event loop was late in the last minute. Past a tenth of --session-timeout it delays"
-        " heartbeats; past all of it, another member takes over.",
     ),
 )
 """What the alert stream says of itself."""
 
 
-class Alerts:
-    name = "alerts"
+class Alerts(Stream[AlertSettings]):
+    """The component: ``run`` judges until stopped; rules that are not right are an error."""
 
-    def __init__(self, settings: AlertSettings, *, fail: Callable[[str], None] = fail_stop) -> None:
-        self._settings, self._fail = settings, fail
-        self.instruments = Instruments(INSTRUMENTS)
-        self.registry: CollectorRegistry = self.instruments.registry
-        self._check = TopicCheck(settings.connection(), (ATTRIBUTED, SAMPLES, WORKLOADS, STATE, ALERTS, DEAD_LETTERS))
-        self._app: ReaderApp | None = None
+    name = "alerts"
+    topics = (ATTRIBUTED, SAMPLES, WORKLOADS, STATE, ALERTS, DEAD_LETTERS)
+    table = INSTRUMENTS
+    failed = "looking at the nodes failed"
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Wait for the topics, then watch until ``stop`` is set."""
-        s = self._settings
-        in_force = await asyncio.to_thread(rules_file.load, s.rules)
-        topics = await self._check.passed(stop)
-        if topics is None:
-            return
-        reads = Reads(
-            inputs=(ATTRIBUTED,),
-            states=(STATE, WORKLOADS),
-            compacted=(STATE,),
-            watched=(SAMPLES,),
-            partitions=topics.partitions,
-        )
-        worker = AlertWorker(self.instruments, in_force, partitions=topics.partitions[ATTRIBUTED])
-        app = self._app = worker.app = ReaderApp(s, reads, worker, fail=self._fail)
-        await run_worker(app, worker, stop, name=self.name, failed="looking at the nodes failed")
+        self._rules = await asyncio.to_thread(rules_file.load, self.settings.rules)
+        await super().run(stop)
 
-    def not_ready(self) -> list[str]:
-        """What keeps it from judging; empty when it does."""
-        return self._check.not_ready() if self._app is None else self._app.not_ready()
+    def work(self, partitions: Mapping[str, int]) -> tuple[AlertWorker, Reads]:
+        states, inputs, compacted, watched = (STATE, WORKLOADS), (ATTRIBUTED,), (STATE,), (SAMPLES,)
+        reads = Reads(inputs=inputs, states=states, compacted=compacted, watched=watched, partitions=partitions)
+        return AlertWorker(self.instruments, self._rules, partitions=partitions[ATTRIBUTED]), reads

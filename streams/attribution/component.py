@@ -16,19 +16,16 @@ from functools import partial
 from typing import Any
 
 import msgspec
-from prometheus_client import CollectorRegistry
 
 from delivery.instruments import Instrument, Instruments
 from delivery.ledger import Partition, Slot
 from delivery.sender import Unsendable
-from delivery.topic_admin import TopicCheck
-from delivery.watchdog import fail_stop
 from streams.app import ReaderApp
 from streams.attribution import join
 from streams.attribution.log_time import Watermark
 from streams.reader import Batch, Reads
 from streams.settings import AttributionSettings
-from streams.stage import DEAD_LETTERS, Bookkeeping, Malformed, decode_record, run_worker
+from streams.stage import DEAD_LETTERS, Bookkeeping, Malformed, Stream, decode_record, instruments
 from topics.allocations import Allocations
 from topics.samples import Sample
 from topics.topic import decoder, node_key
@@ -70,39 +67,17 @@ INSTRUMENTS = (
         "Records of gpu.workloads that were logged before a time to which they were taken as read: the clocks of two "
         "brokers are more than half a second apart, and a replay may name other pods.",
     ),
-    Instrument(
-        "gpustream_attribution_read_total", "counter", "Records read, replays after a rebalance included.", ("topic",)
-    ),
-    Instrument(
+    *instruments(
+        "gpustream_attribution_read_total",
         "gpustream_attribution_dead_lettered_total",
-        "counter",
-        "Records that went to gpu.dead-letters, by why: undecodable, key, oversized or unsendable.",
-        ("topic", "reason"),
-    ),
-    Instrument("gpustream_attribution_open_bytes", "gauge", "Bytes of records that were read and are not finished."),
-    Instrument("gpustream_attribution_nodes", "gauge", "Nodes whose state is held."),
-    Instrument("gpustream_attribution_lag_records", "gauge", "Records not yet finished, by topic.", ("topic",)),
-    Instrument(
+        "gpustream_attribution_open_bytes",
+        "gpustream_attribution_nodes",
+        "gpustream_attribution_lag_records",
         "gpustream_attribution_misplaced_nodes_total",
-        "counter",
-        "Nodes whose key does not belong in their partition: another partitioner wrote them.",
-    ),
-    Instrument("gpustream_attribution_rebalances_total", "counter", "Times that partitions were taken away."),
-    Instrument(
+        "gpustream_attribution_rebalances_total",
         "gpustream_attribution_holes_total",
-        "counter",
-        "Gaps in the offsets of a log: ends of transactions, records that were aborted, compacted or deleted.",
-    ),
-    Instrument(
         "gpustream_attribution_lost_offsets_total",
-        "counter",
-        "Offsets that retention, or somebody, deleted before they were read.",
-    ),
-    Instrument(
         "gpustream_attribution_loop_late_seconds",
-        "gauge",
-        "The most that the event loop was late in the last minute. Past a tenth of --session-timeout it delays"
-        " heartbeats; past all of it, another member takes over.",
     ),
 )
 """What the attribution stream says of itself."""
@@ -113,30 +88,15 @@ def decode(topic: str, key: bytes | None, value: bytes | None) -> NodeRecord:
     return decode_record(_DECODERS[topic], key, value)
 
 
-class Attribution:
+class Attribution(Stream[AttributionSettings]):
     name = "attribution"
+    topics = (SAMPLES, ALLOCATIONS, WORKLOADS, OUTPUT, DEAD_LETTERS)
+    table = INSTRUMENTS
+    failed = "the join failed"
 
-    def __init__(self, settings: AttributionSettings, *, fail: Callable[[str], None] = fail_stop) -> None:
-        self._settings, self._fail = settings, fail
-        self.instruments = Instruments(INSTRUMENTS)
-        self.registry: CollectorRegistry = self.instruments.registry
-        self._check = TopicCheck(settings.connection(), (SAMPLES, ALLOCATIONS, WORKLOADS, OUTPUT, DEAD_LETTERS))
-        self._app: ReaderApp | None = None
-
-    async def run(self, stop: asyncio.Event) -> None:
-        """Wait for the topics, then attribute until ``stop`` is set."""
-        s = self._settings
-        topics = await self._check.passed(stop)
-        if topics is None:
-            return
-        reads = Reads(inputs=(SAMPLES,), states=(ALLOCATIONS, WORKLOADS), partitions=topics.partitions)
-        joiner = Joiner(self.instruments, grace_s=s.grace_s, partitions=topics.partitions[SAMPLES])
-        app = self._app = joiner.app = ReaderApp(s, reads, joiner, fail=self._fail)
-        await run_worker(app, joiner, stop, name=self.name, failed="the join failed")
-
-    def not_ready(self) -> list[str]:
-        """What keeps it from attributing; empty when it does."""
-        return self._check.not_ready() if self._app is None else self._app.not_ready()
+    def work(self, partitions: Mapping[str, int]) -> tuple["Joiner", Reads]:
+        reads = Reads(inputs=(SAMPLES,), states=(ALLOCATIONS, WORKLOADS), partitions=partitions)
+        return Joiner(self.instruments, grace_s=self.settings.grace_s, partitions=partitions[SAMPLES]), reads
 
 
 class Joiner:
