@@ -1,10 +1,11 @@
 """What was read and not yet finished, per partition, in offset order; and so what may be committed.
 
 In: the offsets that were read, and which of them are finished, in any order. Out: the offset after the last one of the
-finished prefix, per partition. State: one window of open slots per partition. No clock, no Kafka.
+finished prefix, per partition; per topic, what became of the records: each that was read has ended, is held, or was
+given back. State: one window of open slots per partition. No clock, no Kafka.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -17,12 +18,16 @@ class Partition(NamedTuple):
 
 
 class Slot:
-    """One record that was read: its place, its size in bytes, and the epoch in which it was read."""
+    """One record that was read: its place, its size in bytes, and the epoch in which it was read.
 
-    __slots__ = ("done", "epoch", "offset", "size", "tp")
+    ``end`` is what becomes of it when it is finished: ``delivered``, ``duplicate``, or ``dead_lettered`` and why.
+    """
+
+    __slots__ = ("done", "end", "epoch", "offset", "size", "tp")
 
     def __init__(self, tp: Partition, offset: int, epoch: int, size: int) -> None:
         self.tp, self.offset, self.epoch, self.size, self.done = tp, offset, epoch, size, False
+        self.end: tuple[str, ...] = ("delivered",)
 
 
 class Ledger:
@@ -30,6 +35,8 @@ class Ledger:
 
     An epoch ends (:meth:`forget`) whenever partitions go or positions are about to move: what was read in it may be
     finished later without effect, because somebody reads it again. ``ready`` says that positions are known.
+    ``counts`` has how many records of a topic were ``read``, came to each ``end``, or were ``released``: given back
+    unfinished. ``held`` has how many are not finished.
     """
 
     def __init__(self) -> None:
@@ -37,6 +44,8 @@ class Ledger:
         self.ready = False
         self.finished = 0
         self.open_bytes = 0
+        self.counts: Counter[tuple[str, ...]] = Counter()
+        self.held: Counter[str] = Counter()
         self._expected: dict[Partition, int] = {}
         self._windows: dict[Partition, deque[Slot]] = {}
         self._prefix: dict[Partition, int] = {}
@@ -46,6 +55,9 @@ class Ledger:
         self.epoch += 1
         self.ready = False
         self.open_bytes = 0
+        for topic, records in self.held.items():
+            self.counts[topic, "released"] += records
+            self.held[topic] = 0
         self._expected, self._windows, self._prefix = {}, {}, {}
         return self.epoch
 
@@ -75,6 +87,8 @@ class Ledger:
         self._windows[tp].append(slot)
         self._expected[tp] = offset + 1
         self.open_bytes += size
+        self.counts[tp.topic, "read"] += 1
+        self.held[tp.topic] += 1
         return slot
 
     def skip(self, tp: Partition, offset: int) -> None:
@@ -91,6 +105,8 @@ class Ledger:
         slot.done = True
         self.finished += 1
         self.open_bytes -= slot.size
+        self.counts[slot.tp.topic, *slot.end] += 1
+        self.held[slot.tp.topic] -= 1
         window = self._windows[slot.tp]
         while window and window[0].done:
             self._prefix[slot.tp] = window.popleft().offset + 1

@@ -50,6 +50,16 @@ def options_markdown() -> str:
     return "\n\n".join(parts) + "\n"
 
 
+_ENDS = [
+    ("It was delivered: the receiver has it, or the broker has what came of it.", "`records_delivered_total`"),
+    ("It said nothing new.", "`records_duplicate_total`"),
+    ("It was refused for its time, or nothing of it was left to send. Streams drop nothing.", "`records_dropped_total`"),
+    ("It is in `gpu.dead-letters`, with the reason.", "`records_dead_lettered_total`"),
+    ("It was given back unfinished, when its partition went.", "`records_released_total`"),
+    ("It was read, and none of these yet.", "`records_held`"),
+]
+
+
 def metrics_markdown() -> str:
     """The reference of what the components say of themselves."""
     parts = [
@@ -57,6 +67,12 @@ def metrics_markdown() -> str:
         MARK,
         "Each process serves these on its `--listen` address at `/metrics`, beside `/healthz` and `/readyz` (503 with "
         "the reasons while it is not ready). The metrics of the GPUs are in [metrics.md](metrics.md).",
+        "A stream or sink accounts for every record that it read. At any moment of a process's life, for each topic "
+        "if there is such a label, `records_read_total` is the sum of the other six:",
+        _table(("what became of a record", "metric, after `gpustream_NAME_`"), _ENDS),
+        "A producer does the same: `gpustream_producer_ticks_made_total` is the sum of `ticks_sent_total`, "
+        "`ticks_dropped_total` and `ticks_held`. What one process releases, and what it held when it was killed, the "
+        "next one reads. So across lives it is the tick that counts: the set of (cluster, node, run_id, seq).",
     ]
     for section in sections():
         rows = [

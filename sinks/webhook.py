@@ -166,6 +166,8 @@ class WebhookPartition:
         offset = None
         while self._begun and self._begun[0][1].done():
             record, end = self._begun[0]
+            if offset is not None and end.exception() is not None:
+                break  # what ended before it is finished first
             self._outcomes.finish(end.result())
             self._begun.popleft()
             if self._newest.get(record.key) is end:

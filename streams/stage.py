@@ -5,6 +5,7 @@ Source: murmur2 is the partitioner of Kafka's Java clients.
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncIterable, Callable, Mapping
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
@@ -28,13 +29,37 @@ log = logging.getLogger(__name__)
 DEAD_LETTERS = "gpu.dead-letters"
 
 COMMON: tuple[Instrument, ...] = (
-    Instrument("read_total", "counter", "Records read, replays after a rebalance included.", ("topic",)),
     Instrument(
-        "dead_lettered_total",
+        "records_read_total",
+        "counter",
+        "Records read; a worker that has lost a partition and has it again reads some of them again.",
+        ("topic",),
+    ),
+    Instrument(
+        "records_delivered_total",
+        "counter",
+        "Records that need nothing more: the broker has what came of them, or they are state that is known now.",
+        ("topic",),
+    ),
+    Instrument(
+        "records_duplicate_total",
+        "counter",
+        "Records that say nothing new: replays, and malformed state that has its dead letter.",
+        ("topic",),
+    ),
+    Instrument(
+        "records_dead_lettered_total",
         "counter",
         "Records that went to gpu.dead-letters, by why: undecodable, key, oversized or unsendable.",
         ("topic", "reason"),
     ),
+    Instrument(
+        "records_released_total",
+        "counter",
+        "Records given back unfinished when partitions went, for whoever reads them next.",
+        ("topic",),
+    ),
+    Instrument("records_held", "gauge", "Records read and not finished.", ("topic",)),
     Instrument("open_bytes", "gauge", "Bytes of records that were read and are not finished."),
     Instrument("nodes", "gauge", "Nodes whose state is held."),
     Instrument("lag_records", "gauge", "Records not yet finished, by topic.", ("topic",)),
@@ -101,10 +126,7 @@ class Bookkeeping:
 
     def __init__(self, instruments: Instruments, *, stage: str, partitions: int) -> None:
         self._instruments, self._stage, self._partitions = instruments, stage, partitions
-        self._counted: dict[str, int] = {}
-
-    def read(self, topic: str) -> None:
-        self._instruments.counter(f"gpustream_{self._stage}_read_total", topic).inc()
+        self._counted: Counter[tuple[str, ...]] = Counter()
 
     def check_place(self, partition: int, key: bytes) -> None:
         """Once a node: whether its key belongs here, or another partitioner put it here."""
@@ -119,9 +141,10 @@ class Bookkeeping:
         State is read again at each start: a record of it that has its dead letter gets no other.
         """
         if app.reader.is_settled(slot):
+            slot.end = ("duplicate",)
             app.finish(slot)
             return
-        self._instruments.counter(f"gpustream_{self._stage}_dead_lettered_total", slot.tp.topic, reason).inc()
+        slot.end = ("dead_lettered", reason)
         place = f"{slot.tp.topic} partition {slot.tp.partition}"
         log.warning("%s: dead-lettered at offset %s: %s: %.300s", place, slot.offset, reason, error)
         origin = Origin(slot.tp.topic, slot.tp.partition, slot.offset)
@@ -129,13 +152,17 @@ class Bookkeeping:
         app.finish_when(slot, [sent])
 
     def observe(self, reader: Reader) -> None:
-        """Take over what the reader has counted."""
-        self._instruments.gauge(f"gpustream_{self._stage}_open_bytes").set(reader.ledger.open_bytes)
-        self._instruments.gauge(f"gpustream_{self._stage}_loop_late_seconds").set(reader.loop_late_s)
-        for name, count in (("rebalances", reader.rebalances), ("holes", reader.holes), ("lost_offsets", reader.lost)):
-            counter = self._instruments.counter(f"gpustream_{self._stage}_{name}_total")
-            counter.inc(count - self._counted.get(name, 0))
-            self._counted[name] = count
+        """Take over what the reader and its ledger have counted, all of it as of one moment."""
+        ledger, made, prefix = reader.ledger, self._instruments, f"gpustream_{self._stage}"
+        made.gauge(f"{prefix}_open_bytes").set(ledger.open_bytes)
+        made.gauge(f"{prefix}_loop_late_seconds").set(reader.loop_late_s)
+        for topic, held in ledger.held.items():
+            made.gauge(f"{prefix}_records_held", topic).set(held)
+        counts = {(f"records_{end}", topic, *why): count for (topic, end, *why), count in ledger.counts.items()}
+        counts |= {("rebalances",): reader.rebalances, ("holes",): reader.holes, ("lost_offsets",): reader.lost}
+        for (name, *labels), count in counts.items():
+            made.counter(f"{prefix}_{name}_total", *labels).inc(count - self._counted[name, *labels])
+            self._counted[name, *labels] = count
 
 
 class StreamWorker(reader.Stage, Protocol):

@@ -107,20 +107,21 @@ class ScrapePartition:
                 continue  # its dead letter was written then
 
     async def deliver(self, records: Sequence[Record], abandon: asyncio.Event) -> AsyncGenerator[int]:
-        """Show the records, some at a time."""
+        """Show the records, some at a time; dead letters first, so that nothing is counted that may be repeated."""
         self._abandon = abandon
         counted, values = self._shared.outcomes, self._shared.instruments.counter(VALUES)
         for start in range(0, len(records), _STEP):
             step = records[start : start + _STEP]
+            samples: list[AttributedSample | None] = []
             for record in step:
                 try:
-                    sample = decoded(record, _decode, TOPIC.name)
+                    samples.append(decoded(record, _decode, TOPIC.name))
                 except Undecodable as error:
                     await self._shared.letters.bury(record, str(error), abandon)
-                    counted.finish("dead_lettered")
-                    continue
-                outcome = self._apply(sample)
-                if outcome == "delivered":
+                    samples.append(None)
+            for sample in samples:
+                outcome = self._apply(sample) if sample is not None else "dead_lettered"
+                if sample is not None and outcome == "delivered":
                     values.inc(primaries(self._nodes[sample.cluster, sample.node].groups.values()))
                 counted.finish(outcome, tick=sample)
             yield step[-1].offset + 1

@@ -74,7 +74,6 @@ class AlertWorker:
             for slot, record in batch:
                 if not self.app.current(slot):
                     return
-                self._books.read(topic)
                 try:
                     if topic == STATE:
                         self._learn(partition, slot, record)
@@ -123,7 +122,9 @@ class AlertWorker:
         if outcome == "new_log":
             what = "gpu.samples was deleted and created again: its new records are judged"
             log.warning("partition %d: %s", partition.number, what)
-        if outcome != "replayed":
+        if outcome == "replayed":
+            slot.end = ("duplicate",)
+        else:
             partition.caught_up.attributed(tick.offset, new_log=outcome == "new_log")
         self._settle(partition, node)
 

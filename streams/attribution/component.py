@@ -57,7 +57,7 @@ INSTRUMENTS = (
         "Node ticks attributed: exact by the snapshot they name, late by the last one known, none without one.",
         ("attribution",),
     ),
-    Instrument("gpustream_attribution_held_ticks", "gauge", "Node ticks that wait for a snapshot or a pod."),
+    Instrument("gpustream_attribution_pending_ticks", "gauge", "Node ticks that wait for a snapshot or a pod."),
     Instrument(
         "gpustream_attribution_unknown_device_ids_total", "counter", "Device ids of a snapshot in no known grammar."
     ),
@@ -68,8 +68,12 @@ INSTRUMENTS = (
         "brokers are more than half a second apart, and a replay may name other pods.",
     ),
     *instruments(
-        "gpustream_attribution_read_total",
-        "gpustream_attribution_dead_lettered_total",
+        "gpustream_attribution_records_read_total",
+        "gpustream_attribution_records_delivered_total",
+        "gpustream_attribution_records_duplicate_total",
+        "gpustream_attribution_records_dead_lettered_total",
+        "gpustream_attribution_records_released_total",
+        "gpustream_attribution_records_held",
         "gpustream_attribution_open_bytes",
         "gpustream_attribution_nodes",
         "gpustream_attribution_lag_records",
@@ -143,7 +147,6 @@ class Joiner:
 
     async def _take(self, slot: Slot, record: Any) -> None:
         """Decode a record, and give it to the join of its node. If it has no log time, it has the time of reading."""
-        self._books.read(slot.tp.topic)
         try:
             decoded = decode(slot.tp.topic, record.key, record.value)
         except Malformed as error:
@@ -263,9 +266,13 @@ class Joiner:
                     self._ask_for_workloads(partition, key, now_s)
                     if join.wants_end(self._state(partition, key), now_s, self._grace_s):
                         self.app.ask_ends()
+        self.observe()
+
+    def observe(self) -> None:
+        """Set the metrics that follow from the state."""
         gauge = self._instruments.gauge
         pending = sum(len(self._states[p][key].pending) for p, keys in self._pending.items() for key in keys)
-        gauge("gpustream_attribution_held_ticks").set(pending)
+        gauge("gpustream_attribution_pending_ticks").set(pending)
         for watermark in self._watermarks.values():
             if watermark.misordered:
                 self._instruments.counter("gpustream_attribution_misordered_workloads_total").inc(watermark.misordered)

@@ -27,7 +27,7 @@ def test_the_position_is_the_offset_after_the_finished_prefix(
         ledger.finish(slots[index])
     first_open = next((i for i in range(12) if i not in done), 12)
     assert ledger.position(TP) == (offsets[first_open - 1] + 1 if first_open else 5)
-    assert ledger.open() == 12 - finished
+    assert ledger.open() == ledger.held["ticks"] == 12 - finished
     assert ledger.open_bytes == sum(offsets[i] for i in range(12) if i not in done)
     assert ledger.position(OTHER) == 0
 
@@ -38,6 +38,25 @@ def test_finishing_twice_counts_once() -> None:
     ledger.finish(slot)
     ledger.finish(slot)
     assert (ledger.finished, ledger.open_bytes, ledger.position(TP)) == (1, 0, 1)
+
+
+@given(st.lists(st.sampled_from(["read", "finish", "duplicate", "forget"]), max_size=40))
+def test_every_record_that_was_read_has_ended_or_is_held_or_was_given_back(what: list[str]) -> None:
+    ledger, slots = ledger_at(), list[Slot]()
+    for offset, one in enumerate(what):
+        if one == "read":
+            slots.append(ledger.admit(TP, offset, 1))
+        elif one == "forget":
+            ledger.begin({TP: 0})
+        elif slots:
+            slot = slots.pop(0)
+            slot.end = ("delivered",) if one == "finish" else ("duplicate",)
+            ledger.finish(slot)
+        counts, held = ledger.counts, ledger.held["ticks"]
+        assert held == ledger.open()
+        assert counts["ticks", "read"] == held + sum(
+            counts["ticks", end] for end in ("delivered", "duplicate", "released")
+        )
 
 
 def test_what_was_read_in_an_older_epoch_counts_for_nothing() -> None:

@@ -122,9 +122,3 @@ def ends(of: RemoteWriteSink) -> dict[str, int]:
     """How many records ended in which way, without those that none did."""
     counts = {end: int(count(of, f"records_{end}_total")) for end in ENDS}
     return {end: number for end, number in counts.items() if number}
-
-
-def balanced(of: RemoteWriteSink) -> bool:
-    """Whether every record read ended in exactly one way, or is held, or was given back."""
-    read = count(of, "records_read_total")
-    return read == sum(ends(of).values()) + count(of, "records_released_total") + count(of, "records_held")

@@ -12,7 +12,8 @@ from aiokafka import AIOKafkaProducer
 from sinks.remote_write import alerts as alert_series
 from sinks.remote_write.sink import RemoteWriteSink
 from tests.eventually import eventually
-from tests.real.remote_write_fleet import balanced, count, ends, running, sink
+from tests.real.accounting import assert_accounted
+from tests.real.remote_write_fleet import count, ends, running, sink
 from tests.real.servers import KafkaServer, PrometheusServer
 from tests.sinks.alerts import alert
 from topics.alerts import Alert, milliseconds
@@ -93,7 +94,7 @@ async def test_an_alert_is_1_until_it_ends_through_a_restart_of_the_sink(
         await eventually(lambda: finished(second) == 1, "the end written")
         await asyncio.sleep(2 * EVERY_MS / 1000)
     assert ends(second) == {"delivered": 1}
-    assert balanced(second)
+    assert_accounted(second.registry)
     assert count(second, "alert_samples_refused_total") == 0
     assert await fleet.firing(prometheus) == ["open"]
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 from aiokafka import AIOKafkaProducer
 
 from delivery import topic_admin
+from tests.eventually import eventually
+from tests.real.accounting import assert_accounted
 from tests.real.pipeline import Gpustream, read_all
 from tests.real.servers import KafkaServer
 
@@ -68,6 +71,18 @@ async def attributed_until(kafka: KafkaServer, node: str) -> list[Any]:
     pytest.fail(f"no record of {node}")
 
 
+async def dead_lettered(stream: Gpustream, topic: str, records: int) -> dict[str, int]:
+    """How the others of a topic ended, once its metrics have so many dead letters; they account for all at any time."""
+
+    def ends() -> Counter[str] | None:
+        found = assert_accounted(stream.get("/metrics") or "")["attribution", topic]
+        return found if found["records_dead_lettered_total"] == records else None
+
+    found = await eventually(lambda: asyncio.to_thread(ends), f"{records} dead letters of {topic} counted")
+    others = found - Counter(received=found["received"], records_dead_lettered_total=records)
+    return {end.removeprefix("records_").removesuffix("_total"): count for end, count in others.items()}
+
+
 MALFORMED = {
     "truncated JSON": b'{"schema": 1, "cluster": "c"',
     "wrong types": tick("n", run_id="one"),
@@ -107,6 +122,7 @@ async def test_each_malformed_record_is_a_dead_letter_and_the_next_tick_is_attri
         assert headers["error"], name
         assert len(letter.value) == min(int(headers["length"]), 64 * 1024), name
     assert stream.returncode is None, stream.log_tail()
+    assert await dead_lettered(stream, "gpu.samples", len(MALFORMED)) == {"delivered": 1}
 
 
 async def test_an_unknown_device_id_costs_that_device_its_holder_and_nothing_else(
@@ -145,6 +161,7 @@ async def test_a_tick_that_is_too_large_once_enriched_is_a_dead_letter_and_leave
     assert (headers["topic"], int(headers["offset"])) == ("gpu.samples", large.offset)
     assert headers["error"].startswith("unsendable")
     assert stream.returncode is None, stream.log_tail()
+    assert await dead_lettered(stream, "gpu.samples", 1) == {"delivered": 1}
 
 
 async def test_a_node_whose_snapshots_never_come_does_not_delay_the_others(

@@ -17,12 +17,12 @@ from aiokafka import AIOKafkaConsumer
 
 from sinks.remote_write.sink import RemoteWriteSink
 from tests.eventually import eventually
+from tests.real.accounting import assert_accounted
 from tests.real.remote_write_fleet import (
     PARTITIONS,
     SERIES,
     VALUES,
     Fleet,
-    balanced,
     count,
     ends,
     expected,
@@ -91,7 +91,7 @@ async def test_every_sample_is_stored_once_with_its_timestamp(
     async with running(one):
         await eventually(lambda: sum(ends(one).values()) == 200, "200 records finished")
     assert ends(one) == {"delivered": 200}
-    assert balanced(one)
+    assert_accounted(one.registry)
     assert count(one, "values_delivered_total") == 200 * VALUES
     assert await fleet.stored(prometheus, "gpu_utilization") == expected(records)
     zeros = await fleet.stored(prometheus, "gpu_temperature")
@@ -194,7 +194,7 @@ async def test_an_explicit_2_0_waits_where_only_1_0_is_spoken(
             assert reason.startswith("the receiver does not accept: it refuses everything: HTTP 204")
             assert "use --protocol auto or 1.0" in reason
     assert ends(one) == {}
-    assert balanced(one)
+    assert_accounted(one.registry)
 
 
 async def test_an_outage_of_the_receiver_is_waited_for(attributed: KafkaServer, prometheus: PrometheusServer) -> None:
@@ -305,6 +305,7 @@ async def test_members_that_come_and_go_lose_and_repeat_nothing(
                     lambda: all(count(one, "partitions") for one in members[-1:]), "the member has partitions"
                 )
         await eventually(lambda: sum(ends(one).get("delivered", 0) for one in members) >= 540, "all delivered")
-    assert all(balanced(one) for one in members)
+    for one in members:
+        assert_accounted(one.registry)
     assert all(set(ends(one)) <= {"delivered", "duplicate"} for one in members)
     assert await fleet.stored(prometheus, "gpu_utilization") == expected(records)

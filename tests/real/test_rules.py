@@ -130,13 +130,13 @@ CASES = [
     Case("GpustreamSeriesLeftOut", {f"gpustream_remote_write_series_left_out{{{SCRAPED}}}": "3x10 0x9"}, "19m", False),
     Case(
         "GpustreamDeadLetters",
-        {f'gpustream_alerts_dead_lettered_total{{{SCRAPED},topic="t",reason="key"}}': "_x9 1"},
+        {f'gpustream_alerts_records_dead_lettered_total{{{SCRAPED},topic="t",reason="key"}}': "_x9 1"},
         "10m",
         True,
     ),
     Case(
         "GpustreamDeadLetters",
-        {f'gpustream_attribution_dead_lettered_total{{{SCRAPED},topic="t",reason="key"}}': "_x9 1"},
+        {f'gpustream_attribution_records_dead_lettered_total{{{SCRAPED},topic="t",reason="key"}}': "_x9 1"},
         "10m",
         True,
     ),

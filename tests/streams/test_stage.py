@@ -5,8 +5,12 @@ from streams.alerts.component import INSTRUMENTS as ALERTS
 from streams.attribution.component import INSTRUMENTS as ATTRIBUTION
 
 SHARED = (
-    "read_total",
-    "dead_lettered_total",
+    "records_read_total",
+    "records_delivered_total",
+    "records_duplicate_total",
+    "records_dead_lettered_total",
+    "records_released_total",
+    "records_held",
     "open_bytes",
     "nodes",
     "lag_records",

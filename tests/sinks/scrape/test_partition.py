@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from delivery.dead_letters import Abandoned
 from sinks.scrape.exposition import OPENMETRICS
 from sinks.scrape.sink import VALUES
 from tests.sinks.scrape.fleet import parsed, samples
@@ -211,6 +212,19 @@ async def test_what_cannot_be_decoded_is_dead_lettered(value: bytes | None) -> N
     assert await bench.deliver(FakeRecord(value, 7)) == [8]
     assert bench.letters.errors[0].startswith("not a record of gpu.attributed")
     assert bench.counted("gpustream_scrape_records_dead_lettered_total") == 1.0
+
+
+async def test_nothing_counts_of_a_step_whose_dead_letter_is_abandoned() -> None:
+    bench = Bench()
+
+    async def abandoned(*_: object) -> None:
+        raise Abandoned
+
+    bench.letters.bury = abandoned  # type: ignore[method-assign]
+    with pytest.raises(Abandoned):
+        await bench.deliver(_tick(0, _device("a", 0.1)), FakeRecord(b"{", 1))
+    assert bench.told == []
+    assert bench.counted("gpustream_scrape_records_delivered_total") == 0
 
 
 @pytest.mark.parametrize("broken", [b"\xff", b"\xed\xa0\x80", b"\\ud800", b"\\udfff", b"a\nb"])

@@ -218,6 +218,19 @@ async def test_a_partition_that_comes_back_begins_again_with_what_it_had_not_fin
     assert sorted(one.posted()) == sorted(transition_id(alert(pod)) for pod in "012")
 
 
+async def test_what_counts_as_delivered_is_given_as_finished_though_the_next_one_is_abandoned() -> None:
+    one = Setup(Scripted(then=lambda body: 503 if b'"k8s_pod_name":"1"' in body else 200))
+    one.scripted.hold.clear()
+    steps = one.partition.deliver(records(alert("0"), alert("1")), one.abandon)
+    first = asyncio.ensure_future(anext(steps))
+    await eventually(lambda: one.scripted.under_way == 2, "both are under way")
+    one.abandon.set()
+    one.scripted.hold.set()
+    assert (await first, one.ends()) == (1, {"delivered": 1})
+    with pytest.raises(Abandoned):
+        await anext(steps)
+
+
 async def test_a_receiver_that_refuses_everything_keeps_the_transitions() -> None:
     one = Setup(Scripted(then=lambda _: 400), most_refused=3)
     delivering = asyncio.ensure_future(one.deliver(records(*[alert(str(pod)) for pod in range(9)])))

@@ -212,6 +212,7 @@ class Worker:
 
     def total(self, name: str, *labels: str) -> float:
         """The value of a counter or gauge."""
+        self.stage.observe()
         row = next(row for row in INSTRUMENTS if row.name == f"gpustream_alerts_{name}")
         value = self.instruments.registry.get_sample_value(row.name, dict(zip(row.labels, labels, strict=True)))
         return value or 0.0

@@ -485,8 +485,8 @@ async def test_what_is_no_tick_or_state_goes_to_the_dead_letters_and_the_rest_go
     errors = [record.value for record in broker.logs[DEAD_LETTERS]]
     assert len(errors) == 5
     assert worker.failures == []
-    assert [worker.total("dead_lettered_total", ATTRIBUTED, why) for why in ("undecodable", "key")] == [3, 1]
-    assert worker.total("dead_lettered_total", STATE, "undecodable") == 1
+    assert [worker.total("records_dead_lettered_total", ATTRIBUTED, why) for why in ("undecodable", "key")] == [3, 1]
+    assert worker.total("records_dead_lettered_total", STATE, "undecodable") == 1
     assert worker.position() == 5
 
 

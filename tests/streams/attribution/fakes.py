@@ -195,6 +195,7 @@ class FakeApp:
 
     def total(self, name: str, *labels: str) -> float:
         """The value of a counter or gauge."""
+        self.joiner.observe()
         row = next(row for row in INSTRUMENTS if row.name == f"gpustream_attribution_{name}")
         value = self.instruments.registry.get_sample_value(row.name, dict(zip(row.labels, labels, strict=True)))
         return value or 0.0

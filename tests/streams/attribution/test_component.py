@@ -119,7 +119,7 @@ async def test_what_cannot_be_decoded_goes_to_the_dead_letters_and_the_rest_goes
     assert (first.value, first.key, second.value, second.key) == (b"{broken", KEY, b"", None)
     assert (first.headers["topic"], first.headers["partition"], first.headers["offset"]) == (b"gpu.samples", b"0", b"1")
     assert app.position(SAMPLES) == 4
-    assert app.total("dead_lettered_total", SAMPLES, "undecodable") == 2
+    assert app.total("records_dead_lettered_total", SAMPLES, "undecodable") == 2
 
 
 @pytest.mark.parametrize("topic", [SAMPLES, ALLOCATIONS, WORKLOADS])
@@ -160,7 +160,7 @@ async def test_a_tick_whose_output_is_too_large_is_dead_lettered_as_it_came() ->
     letter.acknowledged.set_result(0)
     await app.settle()
     assert app.position(SAMPLES) == 1
-    assert app.total("dead_lettered_total", SAMPLES, "unsendable") == 1
+    assert app.total("records_dead_lettered_total", SAMPLES, "unsendable") == 1
     assert app.total("ticks_total", "none") == 0
 
 

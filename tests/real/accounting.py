@@ -1,0 +1,50 @@
+"""Whether a process accounts for all that it received, by its own metrics: one claim, for any test at any moment."""
+
+import re
+from collections import Counter, defaultdict
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+_RECEIVED = {"records_read_total", "ticks_made_total"}
+_ENDS = (
+    "records_delivered_total",
+    "records_duplicate_total",
+    "records_dropped_total",
+    "records_dead_lettered_total",
+    "records_released_total",
+    "records_held",
+    "ticks_sent_total",
+    "ticks_dropped_total",
+    "ticks_held",
+)
+_NAME = re.compile(rf"gpustream_(\w+?)_({'|'.join((*_RECEIVED, *_ENDS))})")
+
+Books = dict[tuple[str, str], Counter[str]]
+"""By component and topic (empty if it tells no topics apart): how many records were received, ended in each way, are
+held, or were given back."""
+
+
+def books(metrics: str) -> Books:
+    """What a process says of its records, from the text of its ``/metrics``."""
+    found: Books = defaultdict(Counter)
+    for family in text_string_to_metric_families(metrics):
+        for sample in family.samples:
+            if named := _NAME.fullmatch(sample.name):
+                end = "received" if named[2] in _RECEIVED else named[2]
+                found[named[1], sample.labels.get("topic", "")][end] += int(sample.value)
+    return found
+
+
+def assert_accounted(metrics: str | CollectorRegistry) -> Books:
+    """received = delivered + duplicate + dropped + dead-lettered + given back + held, for each topic that is read.
+
+    ``metrics``: what ``/metrics`` says, or would. Nothing is negative. Gives the books, for tests that know more of what they must say.
+    """
+    found = books(metrics if isinstance(metrics, str) else generate_latest(metrics).decode())
+    assert found, "no component in these metrics counts records"
+    for (component, topic), ends in found.items():
+        what = f"{component} {topic}: {dict(ends)}"
+        assert min(ends.values()) >= 0, what
+        assert ends["received"] == ends.total() - ends["received"], what
+    return found
