@@ -53,7 +53,7 @@ def options_markdown() -> str:
 _ENDS = [
     ("It was delivered: the receiver has it, or the broker has what came of it.", "`records_delivered_total`"),
     ("It said nothing new.", "`records_duplicate_total`"),
-    ("It was refused for its time, or nothing of it was left to send. Streams drop nothing.", "`records_dropped_total`"),
+    ("It was refused for its time, or nothing was left to send. Streams drop nothing.", "`records_dropped_total`"),
     ("It is in `gpu.dead-letters`, with the reason.", "`records_dead_lettered_total`"),
     ("It was given back unfinished, when its partition went.", "`records_released_total`"),
     ("It was read, and none of these yet.", "`records_held`"),

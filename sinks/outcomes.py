@@ -4,6 +4,7 @@ read = delivered + duplicate + dropped + dead_lettered + released + held, at any
 """
 
 import logging
+import time
 from collections.abc import Callable, Iterable
 from typing import Literal, TypeVar
 
@@ -60,6 +61,9 @@ COMMON: tuple[Instrument, ...] = (
 )
 """What every sink says of its records; the names are in full where a sink lists its own."""
 
+DELAY_BUCKETS = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0, 900.0, 3600.0, 14400.0, 86400.0)
+"""From what a pipeline at rest takes to how long Kafka keeps a tick."""
+
 
 class Undecodable(ValueError):
     """The record is not one of its topic: dead-letter it."""
@@ -73,17 +77,29 @@ def decoded(record: Record, decode: Callable[[bytes], T], topic: str) -> T:
         raise Undecodable(f"not a record of {topic}: {error}") from error
 
 
+def delay_instrument(name: str, until: str) -> Instrument:
+    """How old the ticks that a sink delivers are by then: of a sink whose :class:`Outcomes` are given the ticks."""
+    text = f"From when a tick's GPUs were read, by the node's clock, until {until}; 0 if that clock is ahead."
+    return Instrument(name, "histogram", text, buckets=DELAY_BUCKETS)
+
+
 def instruments(*names: str) -> tuple[Instrument, ...]:
     """The instruments that every sink has, under the names that they have in this one: one for each of ``COMMON``."""
     return tuple(row._replace(name=name) for row, name in zip(COMMON, names, strict=True))
 
 
 class Outcomes:
-    """Counts records by what became of them; ``on_outcome`` is called for each tick."""
+    """Counts records by what became of them; ``on_outcome`` is called for each tick. ``clock_s``: the time of day."""
 
-    def __init__(self, component: str, made: Instruments, on_outcome: OnOutcome | None = None) -> None:
+    def __init__(
+        self,
+        component: str,
+        made: Instruments,
+        on_outcome: OnOutcome | None = None,
+        clock_s: Callable[[], float] = time.time,
+    ) -> None:
         self._prefix = f"gpustream_{component}"
-        self._made, self._on_outcome = made, on_outcome
+        self._made, self._on_outcome, self._clock_s = made, on_outcome, clock_s
         self._held = 0
         self._lags: dict[object, list[int]] = {}
 
@@ -97,7 +113,12 @@ class Outcomes:
         labels = (reason,) if outcome == "dropped" else ()
         self._counter(f"records_{outcome}_total", *labels).inc()
         self._hold(-1)
-        if self._on_outcome is not None and tick is not None:
+        if tick is None:
+            return
+        if outcome == "delivered":
+            delay_s = max(0.0, self._clock_s() - tick.ts_ms / 1000)
+            self._made.histogram(f"{self._prefix}_delay_seconds").observe(delay_s)
+        if self._on_outcome is not None:
             self._on_outcome(tick.cluster, tick.node, tick.run_id, tick.seq, outcome)
 
     def release(self, records: int) -> None:

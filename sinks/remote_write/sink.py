@@ -41,6 +41,7 @@ INSTRUMENTS: tuple[Instrument, ...] = (
         "gpustream_remote_write_lag_records",
         "gpustream_remote_write_loop_late_seconds",
     ),
+    outcomes.delay_instrument("gpustream_remote_write_delay_seconds", "the receiver's answer that it has the tick"),
     Instrument(
         "gpustream_remote_write_values_delivered_total",
         "counter",

@@ -51,6 +51,7 @@ INSTRUMENTS: tuple[Instrument, ...] = (
         "gpustream_scrape_lag_records",
         "gpustream_scrape_loop_late_seconds",
     ),
+    outcomes.delay_instrument("gpustream_scrape_delay_seconds", "a scrape shows it"),
     Instrument(VALUES, "counter", "Values of metrics that were shown, without derived series."),
     Instrument("gpustream_scrape_requests_total", "counter", "Requests for /metrics."),
 )

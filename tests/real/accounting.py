@@ -39,7 +39,7 @@ def books(metrics: str) -> Books:
 def assert_accounted(metrics: str | CollectorRegistry) -> Books:
     """received = delivered + duplicate + dropped + dead-lettered + given back + held, for each topic that is read.
 
-    ``metrics``: what ``/metrics`` says, or would. Nothing is negative. Gives the books, for tests that know more of what they must say.
+    ``metrics``: what ``/metrics`` says, or would. Nothing is negative. Gives the books, for what a test knows of them.
     """
     found = books(metrics if isinstance(metrics, str) else generate_latest(metrics).decode())
     assert found, "no component in these metrics counts records"

@@ -9,6 +9,7 @@ from sinks import alertmanager, outcomes, webhook
 from sinks.outcomes import Outcomes
 from sinks.remote_write import sink as remote_write
 from sinks.scrape import sink as scrape
+from tests.sinks.conftest import sample
 from tests.sinks.records import outcome_instruments
 
 
@@ -20,6 +21,19 @@ def test_several_readers_count_the_partitions_of_all_of_them() -> None:
     counted.assigned([4], of=first)
     found = {name: made.registry.get_sample_value(f"gpustream_test_{name}") for name in ("partitions", "lag_records")}
     assert found == {"partitions": 2, "lag_records": 34}
+
+
+@pytest.mark.parametrize("sink", [remote_write, scrape], ids=lambda sink: sink.COMPONENT)
+def test_a_delivered_tick_is_as_old_as_its_reading_and_never_less_than_nothing(sink: ModuleType) -> None:
+    made = Instruments(sink.INSTRUMENTS)
+    counted = Outcomes(sink.COMPONENT, made, clock_s=lambda: 1000.0)
+    counted.read(4)
+    for outcome, ts_ms in (("delivered", 999_900), ("delivered", 1_061_000), ("duplicate", 1), ("dropped", 1)):
+        counted.finish(outcome, "why", sample(1, ts_ms=ts_ms))  # type: ignore[arg-type]
+    value, name = made.registry.get_sample_value, f"gpustream_{sink.COMPONENT}_delay_seconds"
+    assert value(f"{name}_count") == 2
+    assert value(f"{name}_sum") == pytest.approx(0.1)
+    assert [value(f"{name}_bucket", {"le": le}) for le in ("0.02", "0.2", "86400.0")] == [1, 2, 2]
 
 
 @pytest.mark.parametrize("sink", [alertmanager, remote_write, scrape, webhook], ids=lambda sink: sink.COMPONENT)

@@ -6,11 +6,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from delivery.dead_letters import Abandoned
+from delivery.dead_letters import Abandoned, Record
 from sinks.scrape.exposition import OPENMETRICS
 from sinks.scrape.sink import VALUES
 from tests.sinks.scrape.fleet import parsed, samples
-from tests.sinks.scrape.handler import Bench, FakeRecord
+from tests.sinks.scrape.handler import Bench, FakeLetters, FakeRecord
 from topics.attributed import AttributedDevice, AttributedSample, Holder, Parts
 
 
@@ -215,12 +215,11 @@ async def test_what_cannot_be_decoded_is_dead_lettered(value: bytes | None) -> N
 
 
 async def test_nothing_counts_of_a_step_whose_dead_letter_is_abandoned() -> None:
-    bench = Bench()
+    class Away(FakeLetters):
+        async def bury(self, record: Record, error: str, abandon: asyncio.Event) -> None:
+            raise Abandoned
 
-    async def abandoned(*_: object) -> None:
-        raise Abandoned
-
-    bench.letters.bury = abandoned  # type: ignore[method-assign]
+    bench = Bench(letters=Away())
     with pytest.raises(Abandoned):
         await bench.deliver(_tick(0, _device("a", 0.1)), FakeRecord(b"{", 1))
     assert bench.told == []
