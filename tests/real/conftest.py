@@ -10,16 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.real.kubernetes import ApiServer, find_etcd, find_kube_apiserver, find_openssl
+from tests.real.certificates import Authority
+from tests.real.kubernetes import ApiServer, find_etcd, find_kube_apiserver
 from tests.real.pipeline import Gpustream
 from tests.real.servers import (
     AlertmanagerServer,
+    KafkaCluster,
     KafkaServer,
     Missing,
     PrometheusServer,
     find_alertmanager,
     find_java,
     find_kafka,
+    find_openssl,
     find_prometheus,
     find_prometheus_2,
 )
@@ -69,10 +72,17 @@ def need(*finders: Callable[[], Path]) -> None:
 
 
 @pytest.fixture(scope="session")
-def kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KafkaServer]:
-    """One Apache Kafka for the whole run: never stop it, and name your own topics, or use ``empty_kafka``."""
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    """Signs the certificates of ``kafka``, and those of clients that a test wants it to believe."""
+    need(find_openssl)
+    return Authority(tmp_path_factory.mktemp("authority"))
+
+
+@pytest.fixture(scope="session")
+def kafka(tmp_path_factory: pytest.TempPathFactory, authority: Authority) -> Iterator[KafkaServer]:
+    """One Apache Kafka for the whole run: never stop it, and name your own topics and users, or use ``empty_kafka``."""
     need(find_java, find_kafka)
-    with KafkaServer(tmp_path_factory.mktemp("kafka")) as server:
+    with KafkaServer(tmp_path_factory.mktemp("kafka"), authority=authority) as server:
         yield server
 
 
@@ -85,7 +95,7 @@ def empty_kafka(kafka: KafkaServer) -> KafkaServer:
 
 @pytest.fixture
 def start_kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., KafkaServer]]:
-    """Starts brokers of the test's own, to be killed: ``start_kafka(settings={...}, heap="512m")``."""
+    """Starts brokers of the test's own, to be killed: ``start_kafka(settings={...}, authority=authority)``."""
     need(find_java, find_kafka)
     with ExitStack() as servers:
 
@@ -93,6 +103,14 @@ def start_kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[.
             return servers.enter_context(KafkaServer(tmp_path_factory.mktemp("kafka"), **options))  # type: ignore[arg-type]
 
         yield start
+
+
+@pytest.fixture
+def kafka_cluster(tmp_path_factory: pytest.TempPathFactory, authority: Authority) -> Iterator[KafkaCluster]:
+    """Three brokers of the test's own, to be killed; they take 6 s and 1 GB."""
+    need(find_java, find_kafka)
+    with KafkaCluster(tmp_path_factory.mktemp("kafka"), authority=authority) as cluster:
+        yield cluster
 
 
 @pytest.fixture(scope="session")

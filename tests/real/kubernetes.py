@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from tests.real.process import Server, listens
-from tests.real.servers import Missing, real_dir
+from tests.real.servers import Missing, find_openssl, real_dir
 
 ETCD = "etcd-3.6.5"
 KUBERNETES = "kubernetes-1.36.3"
@@ -33,14 +33,6 @@ def find_etcd() -> Path:
 def find_kube_apiserver() -> Path:
     """The API server's program; raises :class:`Missing`."""
     return _program(KUBERNETES, "kube-apiserver")
-
-
-def find_openssl() -> Path:
-    """What makes the key that signs service accounts' tokens; raises :class:`Missing`."""
-    found = shutil.which("openssl")
-    if not found:
-        raise Missing("no openssl on PATH: install it")
-    return Path(found)
 
 
 def _program(folder: str, name: str) -> Path:

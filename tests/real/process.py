@@ -104,16 +104,19 @@ class Server:
 
     def start(self) -> Self:
         """Starts the server and waits until it answers; raises :class:`StartError` when it does not within a minute."""
-        if self.running:
-            return self
+        if not self.running:
+            self.begin()
+            self.wait_until(self.ready)
+        return self
+
+    def begin(self) -> None:
+        """Starts the server, and leaves the waiting to the caller."""
         if not self._prepared:
             self.directory.mkdir(parents=True, exist_ok=True)
             self.prepare()
             self._prepared = True
         with self.log.open("ab") as log:
             self._process = _spawn(self.command(), log, self.directory, self.environment)
-        self.wait_until(self.ready)
-        return self
 
     def wait_until(self, condition: Callable[[], bool], timeout_s: float = START_TIMEOUT_S) -> None:
         """Waits until the condition holds; raises :class:`StartError` when the process ends or time runs out first."""

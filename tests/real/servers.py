@@ -5,6 +5,7 @@ PATH. All bind to 127.0.0.1 only.
 """
 
 import base64
+import functools
 import json
 import os
 import shutil
@@ -16,12 +17,25 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from confluent_kafka import KafkaError, KafkaException
-from confluent_kafka.admin import AdminClient, NewTopic
+from confluent_kafka.admin import (
+    AclBinding,
+    AclBindingFilter,
+    AclOperation,
+    AclPermissionType,
+    AdminClient,
+    NewTopic,
+    ResourcePatternType,
+    ResourceType,
+    ScramCredentialInfo,
+    ScramMechanism,
+    UserScramCredentialUpsertion,
+)
 
 from delivery.connection import Connection
+from tests.real.certificates import Authority
 from tests.real.process import Server, listens
 from topics.topic import load_topics
 
@@ -58,6 +72,14 @@ def find_kafka() -> Path:
         if any(folder.glob("kafka_2.13-4.*.jar")):
             return folder
     raise Missing(f"no Apache Kafka 4 in {libs} or on PATH: run `make real-servers`")
+
+
+def find_openssl() -> Path:
+    """What makes keys and certificates; raises :class:`Missing`."""
+    found = shutil.which("openssl")
+    if not found:
+        raise Missing("no openssl on PATH: install it")
+    return Path(found)
 
 
 def find_prometheus() -> Path:
@@ -102,16 +124,30 @@ def _programs(folder: str, name: str = "prometheus") -> list[Path]:
     return [Path(found) for found in (built, on_path) if found]
 
 
+PLAIN_PASSWORDS = {"plain": "Plain-Passw0rd"}
+"""The users that may log in by PLAIN; only those that are written into the configuration can."""
+
+
 class KafkaServer(Server):
     """Apache Kafka in KRaft mode: one node, broker and controller, in its default configuration but for its size.
 
-    Topics are not made on first use, so that a test finds out when something forgot to create them.
+    Topics are not made on first use, so that a test finds out when something forgot to create them. With an authority
+    it has listeners that ask who comes, and ACLs say what a user may do; who comes to ``address`` may do everything.
     """
 
-    def __init__(self, directory: Path, *, settings: Mapping[str, str] | None = None, heap: str = "512m") -> None:
-        super().__init__(directory, ports=2)
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        settings: Mapping[str, str] | None = None,
+        heap: str = "512m",
+        authority: Authority | None = None,
+    ) -> None:
+        super().__init__(directory, ports=5)
         self.settings = dict(settings or {})
         self.heap = heap
+        self.authority = authority
+        self.cluster_id = "g" + base64.urlsafe_b64encode(uuid.uuid4().bytes).decode()[1:22]
 
     @property
     def connection(self) -> Connection:
@@ -120,16 +156,39 @@ class KafkaServer(Server):
 
     @property
     def address(self) -> str:
-        """``HOST:PORT`` for clients."""
+        """``HOST:PORT`` for clients without security."""
         return f"127.0.0.1:{self.ports[0].number}"
+
+    @property
+    def controller(self) -> str:
+        """``HOST:PORT`` for controllers."""
+        return f"127.0.0.1:{self.ports[1].number}"
+
+    @property
+    def sasl_ssl(self) -> str:
+        """``HOST:PORT`` for TLS with PLAIN, SCRAM-SHA-256, SCRAM-SHA-512 or OAUTHBEARER.
+
+        The certificate is for "localhost" only: 127.0.0.1 is a wrong host name.
+        """
+        return f"localhost:{self.ports[2].number}"
+
+    @property
+    def mtls(self) -> str:
+        """``HOST:PORT`` for TLS with a client's certificate; the user is its CN."""
+        return f"localhost:{self.ports[3].number}"
+
+    @property
+    def sasl_plaintext(self) -> str:
+        """``HOST:PORT`` for SCRAM-SHA-512 without TLS, and no other mechanism."""
+        return f"localhost:{self.ports[4].number}"
 
     def prepare(self) -> None:
         """Writes the configuration and formats the data directory."""
-        lines = [f"{name}={value}" for name, value in {**self._defaults(), **self.settings}.items()]
+        security = self._security(self.authority) if self.authority else {}
+        lines = [f"{name}={value}" for name, value in {**self._defaults(), **security, **self.settings}.items()]
         self._properties.write_text("\n".join(lines) + "\n")
-        cluster_id = "g" + base64.urlsafe_b64encode(uuid.uuid4().bytes).decode()[1:22]
         with self.log.open("ab") as log:
-            format_it = ["kafka.tools.StorageTool", "format", "-t", cluster_id, "-c", str(self._properties)]
+            format_it = ["kafka.tools.StorageTool", "format", "-t", self.cluster_id, "-c", str(self._properties)]
             subprocess.run([*self._java(), *format_it], check=True, stdout=log, stderr=log, timeout=ASK_TIMEOUT_S * 6)
 
     def command(self) -> Sequence[str]:
@@ -154,7 +213,7 @@ class KafkaServer(Server):
 
         They are seen when it returns: a broker says that it is done before its own metadata say so.
         """
-        wanted = [NewTopic(name, count, 1, config=dict(settings or {})) for name, count in partitions.items()]
+        wanted = [NewTopic(name, count, config=dict(settings or {})) for name, count in partitions.items()]
         admin = self.admin()  # a client that nothing refers to gives up what it was asked
         for done in admin.create_topics(wanted, operation_timeout=ASK_TIMEOUT_S).values():
             done.result(ASK_TIMEOUT_S)
@@ -183,6 +242,28 @@ class KafkaServer(Server):
             if error and error.args[0].code() != KafkaError.NON_EMPTY_GROUP:
                 raise error
 
+    def add_user(self, name: str, password: str) -> None:
+        """A user of SCRAM-SHA-256 and SCRAM-SHA-512, without any rights; or another password for one."""
+        for mechanism in (ScramMechanism.SCRAM_SHA_256, ScramMechanism.SCRAM_SHA_512):  # one of a user in a request
+            credentials = ScramCredentialInfo(mechanism, 4096)
+            wanted = UserScramCredentialUpsertion(name, credentials, password.encode())
+            self._ask("alter_user_scram_credentials", [wanted])
+
+    def allow(self, user: str, operation: str, resource: str, name: str, *, prefixed: bool = False) -> None:
+        """An ACL in Kafka's words: ``allow("sink", "READ", "TOPIC", "gpu.attributed")``."""
+        self._ask("create_acls", [_acl(user, operation, resource, name, prefixed)])
+
+    def forbid(self, user: str, operation: str, resource: str, name: str, *, prefixed: bool = False) -> None:
+        """Takes back what :meth:`allow` gave."""
+        one = _acl(user, operation, resource, name, prefixed)
+        filters = (one.restype, one.name, one.resource_pattern_type, one.principal, one.host, one.operation)
+        self._ask("delete_acls", [AclBindingFilter(*filters, one.permission_type)])
+
+    def _ask(self, what: str, items: Sequence[Any]) -> None:
+        admin = self.admin()  # a client that nothing refers to gives up what it was asked
+        for done in getattr(admin, what)(items).values():
+            done.result(ASK_TIMEOUT_S)
+
     @property
     def _properties(self) -> Path:
         return self.directory / "server.properties"
@@ -192,14 +273,13 @@ class KafkaServer(Server):
         return [str(find_java()), f"-Xmx{self.heap}", *quick, "-cp", f"{find_kafka()}/*"]
 
     def _defaults(self) -> dict[str, str]:
-        broker, controller = (port.number for port in self.ports)
         return {
             "process.roles": "broker,controller",
             "node.id": "1",
-            "controller.quorum.voters": f"1@127.0.0.1:{controller}",
-            "listeners": f"PLAINTEXT://127.0.0.1:{broker},CONTROLLER://127.0.0.1:{controller}",
+            "controller.quorum.voters": f"1@{self.controller}",
+            "listeners": f"PLAINTEXT://{self.address},CONTROLLER://{self.controller}",
             "controller.listener.names": "CONTROLLER",
-            "advertised.listeners": f"PLAINTEXT://127.0.0.1:{broker}",
+            "advertised.listeners": f"PLAINTEXT://{self.address}",
             "log.dirs": str(self.directory / "data"),
             "offsets.topic.replication.factor": "1",
             "offsets.topic.num.partitions": "4",
@@ -212,6 +292,119 @@ class KafkaServer(Server):
             "broker.heartbeat.interval.ms": "500",
             "auto.create.topics.enable": "false",
         }
+
+    def _security(self, authority: Authority) -> dict[str, str]:
+        """The listeners that ask who comes, and the authorizer."""
+        broker = authority.sign("broker", "DNS:localhost")
+        keystore = self.directory / "keystore.pem"
+        keystore.write_text(broker.key.read_text() + broker.certificate.read_text())
+        login = "org.apache.kafka.common.security"
+        scram = f"{login}.scram.ScramLoginModule required;"
+        asking = f"SASL_SSL://{self.sasl_ssl},SSL://{self.mtls},SASL_PLAINTEXT://{self.sasl_plaintext}"
+        plain = " ".join(f'user_{name}="{password}"' for name, password in PLAIN_PASSWORDS.items())
+        return {
+            "listener.security.protocol.map": "CONTROLLER:PLAINTEXT,PLAINTEXT:PLAINTEXT,"
+            "SSL:SSL,SASL_SSL:SASL_SSL,SASL_PLAINTEXT:SASL_PLAINTEXT",
+            "listeners": f"PLAINTEXT://{self.address},CONTROLLER://{self.controller},{asking}",
+            "advertised.listeners": f"PLAINTEXT://{self.address},{asking}",
+            "ssl.keystore.type": "PEM",
+            "ssl.keystore.location": str(keystore),
+            "ssl.truststore.type": "PEM",
+            "ssl.truststore.location": str(broker.ca),
+            "listener.name.ssl.ssl.client.auth": "required",
+            "ssl.principal.mapping.rules": "RULE:^CN=(.*)$/$1/",
+            "sasl.enabled.mechanisms": "PLAIN,SCRAM-SHA-256,SCRAM-SHA-512,OAUTHBEARER",
+            "listener.name.sasl_plaintext.sasl.enabled.mechanisms": "SCRAM-SHA-512",
+            "listener.name.sasl_ssl.plain.sasl.jaas.config": f"{login}.plain.PlainLoginModule required {plain};",
+            "listener.name.sasl_ssl.scram-sha-256.sasl.jaas.config": scram,
+            "listener.name.sasl_ssl.scram-sha-512.sasl.jaas.config": scram,
+            "listener.name.sasl_plaintext.scram-sha-512.sasl.jaas.config": scram,
+            "listener.name.sasl_ssl.oauthbearer.sasl.jaas.config": f"{login}.oauthbearer.OAuthBearerLoginModule"
+            " required;",
+            "authorizer.class.name": "org.apache.kafka.metadata.authorizer.StandardAuthorizer",
+            "super.users": "User:ANONYMOUS",
+        }
+
+
+def _acl(user: str, operation: str, resource: str, name: str, prefixed: bool) -> AclBinding:
+    pattern = ResourcePatternType.PREFIXED if prefixed else ResourcePatternType.LITERAL
+    kind = ResourceType.BROKER if resource == "CLUSTER" else ResourceType[resource]  # librdkafka calls a cluster so
+    return AclBinding(kind, name, pattern, f"User:{user}", "*", AclOperation[operation], AclPermissionType.ALLOW)
+
+
+def unsecured_token(user: str, lifetime_s: float = 3600.0) -> str:
+    """A token by which OAUTHBEARER believes that it is that user: these brokers check no signature."""
+    now_s = time.time()
+    parts = ({"alg": "none"}, {"sub": user, "iat": now_s, "exp": now_s + lifetime_s})
+    encoded = [base64.urlsafe_b64encode(json.dumps(part).encode()).decode().rstrip("=") for part in parts]
+    return ".".join([*encoded, ""])
+
+
+class KafkaCluster:
+    """Three brokers that are controllers too, each in a rack of its own: replication 3, and 2 must have a record.
+
+    ``brokers`` are servers like any other: to be killed, paused, and started again. A context manager.
+    """
+
+    def __init__(self, directory: Path, *, authority: Authority | None = None, heap: str = "384m") -> None:
+        numbers = range(1, 4)
+        self.brokers = [KafkaServer(directory / f"{n}", authority=authority, heap=heap) for n in numbers]
+        voters = ",".join(f"{n}@{broker.controller}" for n, broker in zip(numbers, self.brokers, strict=True))
+        for number, broker in zip(numbers, self.brokers, strict=True):
+            broker.cluster_id = self.brokers[0].cluster_id
+            broker.settings |= {"node.id": str(number), "broker.rack": f"rack-{number}"}
+            broker.settings |= {"controller.quorum.voters": voters, "min.insync.replicas": "2"}
+            broker.settings |= dict.fromkeys(_REPLICATIONS, "3")
+
+    @property
+    def address(self) -> str:
+        """The three brokers, for clients without security."""
+        return ",".join(broker.address for broker in self.brokers)
+
+    @property
+    def sasl_ssl(self) -> str:
+        """See :attr:`KafkaServer.sasl_ssl`."""
+        return ",".join(broker.sasl_ssl for broker in self.brokers)
+
+    @property
+    def mtls(self) -> str:
+        """See :attr:`KafkaServer.mtls`."""
+        return ",".join(broker.mtls for broker in self.brokers)
+
+    def leader(self, topic: str, partition: int) -> KafkaServer:
+        """The broker that leads a partition now, as the brokers that live say."""
+        living = next(broker for broker in self.brokers if broker.ready())
+        found = living.admin().list_topics(topic, timeout=ASK_TIMEOUT_S).topics[topic].partitions[partition]
+        return self.brokers[int(found.leader) - 1]
+
+    def in_sync(self, topic: str) -> int:
+        """How many replicas the partition of a topic has that has the fewest in sync."""
+        living = next(broker for broker in self.brokers if broker.ready())
+        partitions = living.admin().list_topics(topic, timeout=ASK_TIMEOUT_S).topics[topic].partitions
+        return min(len(partition.isrs) for partition in partitions.values())
+
+    def __enter__(self) -> Self:
+        try:
+            for broker in self.brokers:
+                broker.begin()
+            for broker in self.brokers:
+                broker.wait_until(functools.partial(_knows, broker, len(self.brokers)))
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for broker in self.brokers:
+            broker.close()
+
+
+_REPLICATIONS = ("default.replication.factor", "offsets.topic.replication.factor")
+
+
+def _knows(broker: KafkaServer, brokers: int) -> bool:
+    """Whether it knows of that many brokers."""
+    return broker.ready() and len(broker.admin().list_topics(timeout=ASK_TIMEOUT_S).brokers) == brokers
 
 
 class AlertmanagerServer(Server):

@@ -42,9 +42,9 @@ from producers.publisher import INSTRUMENTS, NodePublisher
 from tests.eventually import eventually_sync
 from tests.k8s.manifests import K8S
 from tests.real.conftest import need
-from tests.real.kubernetes import ApiServer, Denied, Json, find_etcd, find_kube_apiserver, find_openssl
+from tests.real.kubernetes import ApiServer, Denied, Json, find_etcd, find_kube_apiserver
 from tests.real.pipeline import Gpustream
-from tests.real.servers import KafkaServer, find_java, find_kafka
+from tests.real.servers import KafkaServer, find_java, find_kafka, find_openssl
 from tests.real.test_manifests import find_kustomize, render
 from topics.attributed import AttributedSample, Holder, Workload
 from topics.topic import decoder

@@ -21,7 +21,8 @@ from tests.eventually import eventually
 from tests.producers.cluster.known import Known
 from tests.producers.fakes import value
 from tests.real.cut import Line
-from tests.real.kubernetes import ApiServer, Json, find_openssl
+from tests.real.kubernetes import ApiServer, Json
+from tests.real.servers import find_openssl
 
 READ_MAPS = {"apiGroups": [""], "resources": ["configmaps"], "verbs": ["list", "watch"]}
 LEASE_RULES: list[Json] = [

@@ -6,18 +6,30 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
+from aiokafka.abc import AbstractTokenProvider
+from aiokafka.errors import KafkaConnectionError, TopicAuthorizationFailedError
+from aiokafka.helpers import create_ssl_context
 
+from tests.real.certificates import Authority
 from tests.real.process import HeldPort, listens
-from tests.real.servers import AlertmanagerServer, KafkaServer, PrometheusServer
+from tests.real.servers import (
+    PLAIN_PASSWORDS,
+    AlertmanagerServer,
+    KafkaCluster,
+    KafkaServer,
+    PrometheusServer,
+    unsecured_token,
+)
 
 
-async def produce(address: str, topic: str, value: bytes) -> int:
-    producer = AIOKafkaProducer(bootstrap_servers=address, acks="all")
-    await producer.start()
+async def produce(address: str, topic: str, value: bytes, **security: Any) -> int:
+    producer = AIOKafkaProducer(bootstrap_servers=address, acks="all", **security)
     try:
+        await producer.start()
         return int((await producer.send_and_wait(topic, value)).offset)
     finally:
         await producer.stop()
@@ -51,6 +63,75 @@ async def test_an_acknowledged_record_outlives_kill_9_on_the_same_address(
     broker.start()
     assert broker.address == address
     assert await consume_one(address, "kept") == b"still here"
+
+
+class Token(AbstractTokenProvider):  # type: ignore[misc]  # aiokafka has no types
+    """A token of a user whom these brokers believe."""
+
+    def __init__(self, user: str) -> None:
+        self.user = user
+
+    async def token(self) -> str:
+        return unsecured_token(self.user)
+
+
+@pytest.mark.parametrize("mechanism", ["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "OAUTHBEARER"])
+async def test_each_mechanism_lets_its_user_do_what_acls_allow(
+    kafka: KafkaServer, authority: Authority, mechanism: str
+) -> None:
+    user, password = next(iter(PLAIN_PASSWORDS.items())) if mechanism == "PLAIN" else (mechanism, "secret")
+    if mechanism.startswith("SCRAM"):
+        kafka.add_user(user, password)
+    allowed, refused = f"allowed-to-{mechanism}", f"refused-to-{mechanism}"
+    kafka.create_topics({allowed: 1, refused: 1})
+    kafka.allow(user, "WRITE", "TOPIC", allowed)
+    security = {
+        "security_protocol": "SASL_SSL",
+        "ssl_context": create_ssl_context(cafile=authority.ca),
+        "sasl_mechanism": mechanism,
+        "sasl_plain_username": user,
+        "sasl_plain_password": password,
+        "sasl_oauth_token_provider": Token(user),
+    }
+    assert await produce(kafka.sasl_ssl, allowed, b"x", **security) == 0
+    with pytest.raises(TopicAuthorizationFailedError):
+        await produce(kafka.sasl_ssl, refused, b"x", **security)
+
+
+async def test_a_client_is_who_its_certificate_names(kafka: KafkaServer, authority: Authority) -> None:
+    kafka.create_topics({"by-certificate": 1})
+    kafka.allow("known", "WRITE", "TOPIC", "by-certificate")
+
+    async def produce_as(name: str) -> int:
+        signed = authority.sign(name)
+        context = create_ssl_context(cafile=signed.ca, certfile=signed.certificate, keyfile=signed.key)
+        return await produce(kafka.mtls, "by-certificate", b"x", security_protocol="SSL", ssl_context=context)
+
+    assert await produce_as("known") == 0
+    with pytest.raises(TopicAuthorizationFailedError):
+        await produce_as("stranger")
+    kafka.forbid("known", "WRITE", "TOPIC", "by-certificate")
+    with pytest.raises(TopicAuthorizationFailedError):
+        await produce_as("known")
+
+
+async def test_a_broker_is_only_who_its_certificate_names(kafka: KafkaServer, authority: Authority) -> None:
+    context = create_ssl_context(cafile=authority.ca)
+    with pytest.raises(KafkaConnectionError):
+        await produce(
+            kafka.sasl_ssl.replace("localhost", "127.0.0.1"), "any", b"x", security_protocol="SSL", ssl_context=context
+        )
+
+
+async def test_three_brokers_take_a_record_while_one_is_away(kafka_cluster: KafkaCluster) -> None:
+    kafka_cluster.brokers[0].create_topics({"on-three": 1})
+    assert kafka_cluster.in_sync("on-three") == 3
+    leader = kafka_cluster.leader("on-three", 0)
+    leader.kill9()
+    assert await produce(kafka_cluster.address, "on-three", b"x") == 0
+    assert kafka_cluster.leader("on-three", 0) is not leader
+    leader.start()
+    leader.wait_until(lambda: kafka_cluster.in_sync("on-three") == 3)
 
 
 def test_emptying_a_broker_leaves_no_topic(empty_kafka: KafkaServer) -> None:
