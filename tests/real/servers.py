@@ -251,13 +251,20 @@ class KafkaServer(Server):
 
     def allow(self, user: str, operation: str, resource: str, name: str, *, prefixed: bool = False) -> None:
         """An ACL in Kafka's words: ``allow("sink", "READ", "TOPIC", "gpu.attributed")``."""
-        self._ask("create_acls", [_acl(user, operation, resource, name, prefixed)])
+        one = _acl(user, operation, resource, name, prefixed)
+        self._ask("create_acls", [one])
+        self.wait_until(lambda: self._knows(one))
 
     def forbid(self, user: str, operation: str, resource: str, name: str, *, prefixed: bool = False) -> None:
         """Takes back what :meth:`allow` gave."""
         one = _acl(user, operation, resource, name, prefixed)
-        filters = (one.restype, one.name, one.resource_pattern_type, one.principal, one.host, one.operation)
-        self._ask("delete_acls", [AclBindingFilter(*filters, one.permission_type)])
+        self._ask("delete_acls", [_exactly(one)])
+        self.wait_until(lambda: not self._knows(one))
+
+    def _knows(self, acl: AclBinding) -> bool:
+        """Whether the broker goes by that ACL, which it does some time after the controller has it."""
+        admin = self.admin()
+        return bool(admin.describe_acls(_exactly(acl)).result(ASK_TIMEOUT_S))
 
     def _ask(self, what: str, items: Sequence[Any]) -> None:
         admin = self.admin()  # a client that nothing refers to gives up what it was asked
@@ -332,10 +339,15 @@ def _acl(user: str, operation: str, resource: str, name: str, prefixed: bool) ->
     return AclBinding(kind, name, pattern, f"User:{user}", "*", AclOperation[operation], AclPermissionType.ALLOW)
 
 
+def _exactly(acl: AclBinding) -> AclBindingFilter:
+    what = (acl.restype, acl.name, acl.resource_pattern_type)
+    return AclBindingFilter(*what, acl.principal, acl.host, acl.operation, acl.permission_type)
+
+
 def unsecured_token(user: str, lifetime_s: float = 3600.0) -> str:
     """A token by which OAUTHBEARER believes that it is that user: these brokers check no signature."""
     now_s = time.time()
-    parts = ({"alg": "none"}, {"sub": user, "iat": now_s, "exp": now_s + lifetime_s})
+    parts = ({"alg": "none"}, {"sub": user, "iat": now_s - 60, "exp": now_s + lifetime_s})
     encoded = [base64.urlsafe_b64encode(json.dumps(part).encode()).decode().rstrip("=") for part in parts]
     return ".".join([*encoded, ""])
 
