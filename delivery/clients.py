@@ -52,7 +52,8 @@ def consumer(connection: Connection, *topics: str, **options: Any) -> AIOKafkaCo
 
 def producer(connection: Connection, **options: Any) -> AIOKafkaProducer:
     """A producer that is not started."""
-    return AIOKafkaProducer(bootstrap_servers=connection.servers, **options)
+    written = {"compression_type": connection.compression}
+    return AIOKafkaProducer(bootstrap_servers=connection.servers, **written, **options)
 
 
 def admin(connection: Connection, **options: Any) -> AIOKafkaAdminClient:

@@ -15,7 +15,7 @@ import typing
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import click
 
@@ -166,6 +166,10 @@ def _alternatives(hint: Any) -> Iterator[Any]:
 
 
 Cluster = Annotated[str, Option("--cluster", NAME, "The cluster's name; it is in every record and every series.")]
+Compression = Annotated[
+    Literal["zstd", "lz4", "gzip", "none"],
+    Option("--compression", None, "How what is written to Kafka is compressed. Whoever reads it needs no setting."),
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,10 +178,11 @@ class KafkaSettings:
 
     kafka: Annotated[str, Option("--kafka", HOST_PORTS, "Kafka's bootstrap brokers.")]
     cluster: Cluster = "default"
+    compression: Compression = "zstd"
 
     def connection(self) -> Connection:
         """How Kafka is reached with these settings."""
-        return Connection(self.kafka)
+        return Connection(self.kafka, compression=None if self.compression == "none" else self.compression)
 
     def mistakes(self) -> list[str]:
         """Every mistake in the values, in words for whoever wrote them; empty if there is none."""

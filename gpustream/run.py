@@ -22,8 +22,7 @@ import msgspec
 from prometheus_client import CollectorRegistry
 
 from delivery import topic_admin
-from delivery.connection import Connection
-from delivery.settings import DURATION, FLEET_SIZE, HOST_PORTS, URL, Cluster, Option
+from delivery.settings import DURATION, FLEET_SIZE, HOST_PORTS, URL, Cluster, Compression, Option
 from gpustream import alerts, command, logs, serve
 from gpustream.command import Command, ProcessSettings
 from gpustream.embedded import EmbeddedBroker, every_topic
@@ -64,6 +63,7 @@ class RunSettings(ReadingSettings, SimulationSettings, NamingSettings, ProcessSe
         Option("--kafka", HOST_PORTS, "Kafka's bootstrap brokers.", shown="a broker inside this process"),
     ] = None
     cluster: Cluster = "default"
+    compression: Compression = "zstd"
     scrape_listen: ScrapeListen = SCRAPE_ADDRESS
     remote_write: Annotated[
         str | None, Option("--remote-write", URL, "Write every value to this remote-write receiver too.")
@@ -142,7 +142,6 @@ class OneProcess:
         self._chosen = chosen
         self._embedded = embedded
         kafka = chosen.kafka or (embedded.address if embedded else "")
-        self._connection = Connection(kafka)
         socket = chosen.pod_resources_socket
         options = {
             **vars(chosen),
@@ -154,7 +153,9 @@ class OneProcess:
         }
         enabled = ["scrape", "remote_write"] if chosen.remote_write else ["scrape"]
         self._tally = Tally(enabled)
-        self._producer = command.component(PRODUCERS["simulated" if chosen.simulate else "node"], options)
+        producer = PRODUCERS["simulated" if chosen.simulate else "node"]
+        self._connection = command.settings(producer, options).connection()
+        self._producer = command.component(producer, options)
         self._streams = [command.component(row, options) for row in STREAMS.values()]
         self._sinks = {
             name: command.component(SINKS[name.replace("_", "-")], options, on_outcome=self._tally.sinks[name].outcome)

@@ -9,6 +9,7 @@ BENCHMARKS = (
     "sink",
     "remote_write",
     "node",
+    "compression",
     "restart",
     "score",
     "idle",

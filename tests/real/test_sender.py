@@ -1,20 +1,28 @@
 """What a sender promises, on Apache Kafka."""
 
 import asyncio
+import random
+import struct
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import pytest
+from confluent_kafka import Consumer
 
+from delivery.connection import Connection
 from delivery.sender import Sender, Unsendable
+from delivery.settings import KafkaSettings
 from tests.real.contents import values
 from tests.real.pipeline import read_all
 from tests.real.servers import KafkaServer
 
+CODECS = ("none", "gzip", "snappy", "lz4", "zstd")
+"""By their number in the attributes of a batch."""
+
 
 @asynccontextmanager
-async def sender_to(kafka: KafkaServer) -> AsyncIterator[Sender]:
-    sender = Sender(kafka.connection, client_id="test")
+async def sender_to(kafka: KafkaServer, connection: Connection | None = None) -> AsyncIterator[Sender]:
+    sender = Sender(connection or kafka.connection, client_id="test")
     await sender.start()
     try:
         yield sender
@@ -30,7 +38,7 @@ async def test_of_records_in_one_batch_only_the_one_that_the_topic_refuses_is_un
         for number, value in enumerate(good):
             sent.append(await sender.send("sender-small", value))
             if number in (10, 11, 25):
-                with_it = await sender.send("sender-small", bytes(30_000))
+                with_it = await sender.send("sender-small", random.randbytes(30_000))
                 sent.append(with_it)
         outcomes = await asyncio.gather(*sent, return_exceptions=True)
         after = await (await sender.send("sender-small", b"after"))
@@ -82,3 +90,40 @@ async def test_a_broker_that_is_killed_in_mid_stream_loses_nothing_and_keeps_the
     found = await values(broker.address, "sender-outage", partitions=2)
     for partition, stored in found.items():
         assert list(dict.fromkeys(stored)) == [b"%d" % number for number in range(3000) if number % 2 == partition]
+
+
+@pytest.mark.parametrize("compression", ["zstd", "lz4", "gzip", "none"])
+async def test_what_is_sent_is_compressed_as_the_settings_say_and_every_client_reads_it(
+    kafka: KafkaServer, compression: str
+) -> None:
+    topic, sent = f"sender-{compression}", [b"%d " % number * 1000 for number in range(50)]
+    kafka.create_topics({topic: 1})
+    settings = KafkaSettings(kafka=kafka.address, compression=compression)  # type: ignore[arg-type]
+    async with sender_to(kafka, settings.connection()) as sender:
+        await asyncio.gather(*[await sender.send(topic, value) for value in sent])
+
+    assert codecs(kafka, topic) == {compression}
+    assert await values(kafka.address, topic) == {0: sent}
+    assert await asyncio.to_thread(by_librdkafka, kafka, topic, len(sent)) == sent
+
+
+def codecs(kafka: KafkaServer, topic: str) -> set[str]:
+    """How the batches of a topic are compressed on the broker's disk."""
+    found, position = set(), 0
+    log = (kafka.directory / "data" / f"{topic}-0" / f"{0:020}.log").read_bytes()
+    while position < len(log):
+        length, attributes = struct.unpack_from(">8xi9xh", log, position)
+        found.add(CODECS[attributes & 7])
+        position += 12 + length
+    return found
+
+
+def by_librdkafka(kafka: KafkaServer, topic: str, count: int) -> list[bytes | None]:
+    """What kcat and ClickHouse would read, whose client it is."""
+    settings = {"bootstrap.servers": kafka.address, "group.id": topic, "auto.offset.reset": "earliest"}
+    consumer = Consumer(settings)
+    try:
+        consumer.subscribe([topic])
+        return [message.value() for message in consumer.consume(count, timeout=30)]
+    finally:
+        consumer.close()
