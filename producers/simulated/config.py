@@ -1,7 +1,7 @@
 """The settings of the simulated fleet."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -42,11 +42,8 @@ class SimulatedSettings(BufferSettings, SimulationSettings):
         found = super().mistakes()
         if not self.interval_s >= SHORTEST_INTERVAL_S:
             found.append(f"--interval: {self.interval_s:g} s is too short; the least is 10ms")
-        checks: tuple[Callable[[], object], ...] = (
-            lambda: parse_size(self.fleet),
-            lambda: Fleet(1, 1, cluster=self.cluster, seed=self.seed, pod_life_s=self.pod_life_s),
-        )
-        for check in checks:
+        fleet = partial(Fleet, 1, 1, cluster=self.cluster, seed=self.seed, pod_life_s=self.pod_life_s)
+        for check in (partial(parse_size, self.fleet), fleet):
             try:
                 check()
             except ValueError as error:

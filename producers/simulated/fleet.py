@@ -29,30 +29,22 @@ JsonDict = dict[str, Any]
 Holders = tuple[JsonDict, ...]
 
 
-class KubeletLag:
+class KubeletLag(NamedTuple):
     """How late one node's kubelet is: it wanders between the shortest and the longest, and never leaps.
 
     It changes by less than a millisecond per millisecond, so what the kubelet says never goes back in time.
     """
 
-    def __init__(self, cluster: str, seed: int, node: int) -> None:
-        self._where = (cluster, seed, node)
-        self._knots: dict[int, float] = {}
+    cluster: str
+    seed: int
+    node: int
 
     def seen_ms(self, at_ms: int) -> int:
         """The time of which the kubelet's answer at ``at_ms`` is true."""
         knot, rest = divmod(at_ms, _KNOT_MS)
-        before, after = self._knot(knot), self._knot(knot + 1)
+        chances = (names.fraction("lag", *self, number) for number in (knot, knot + 1))
+        before, after = (SHORTEST_LAG_MS + (LONGEST_LAG_MS - SHORTEST_LAG_MS) * chance for chance in chances)
         return at_ms - round(before + (after - before) * rest / _KNOT_MS)
-
-    def _knot(self, number: int) -> float:
-        lag = self._knots.get(number)
-        if lag is None:
-            chance = names.fraction("lag", *self._where, number)
-            lag = SHORTEST_LAG_MS + (LONGEST_LAG_MS - SHORTEST_LAG_MS) * chance
-            self._knots = {n: value for n, value in self._knots.items() if n >= number - 1}
-            self._knots[number] = lag
-        return lag
 
 
 class KnownPods(NamedTuple):
@@ -239,25 +231,3 @@ def parse_size(text: str) -> tuple[int, int]:
     if match is None or int(match[2]) > MAX_GPUS:
         raise ValueError(f"fleet {text!r}: write NODESxGPUS, such as 100x8, with at most {MAX_GPUS} GPUs")
     return int(match[1]), int(match[2])
-
-
-class Tick(NamedTuple):
-    """One node's tick at ``ts_ms``, the ``seq``-th of its run, with what the API server came to know since the one
-    before (its times added to the start's)."""
-
-    node: SimulatedNode
-    seq: int
-    ts_ms: int
-    reading: NodeReading
-    news: tuple[KnownPods, ...]
-
-
-def ticks(fleet: Fleet, start_ms: int, interval_ms: int, count: int) -> Iterator[Tick]:
-    """``count`` ticks of every node, in the order of their times, for a fleet that starts at ``start_ms``. Nothing is
-    waited for."""
-    nodes, order = [fleet.node(index) for index in range(fleet.nodes)], fleet.order(interval_ms)
-    for number in range(count):
-        for phase_ms, index in order:
-            node, at_ms = nodes[index], number * interval_ms + phase_ms
-            news = tuple(known._replace(at_ms=start_ms + known.at_ms) for known in node.news(at_ms, start_ms))
-            yield Tick(node, number + 1, start_ms + at_ms, node.read(at_ms, start_ms), news)

@@ -7,13 +7,12 @@ So memory, too, adds up over a node's devices.
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from producers.simulated import names
 
 MIB = 1024 * 1024
 
-Flavour = Literal["plain", "shared", "mig"]
 REPLICAS = 4  # how many pods a shared GPU is offered to
 
 
@@ -49,80 +48,24 @@ class Model:
     idle_pstate: int
     pcie_bytes_per_second: float
     instance_type: str
+    vbios_version: str
     mig: bool = False
     fan: bool = False
     memory_sensor: bool = True
-    remaps_rows: bool = True
     gpm: bool = False
     nvlink_bytes_per_second: float = 0.0
-    vbios_version: str = ""
 
 
 MODELS = (
-    Model(
-        "NVIDIA H100 80GB HBM3",
-        81559 * MIB,
-        551 * MIB,
-        700.0,
-        68.0,
-        345,
-        1980,
-        2619,
-        0,
-        5.5e10,
-        "p5.48xlarge",
-        mig=True,
-        gpm=True,
-        nvlink_bytes_per_second=4.5e11,
-        vbios_version="96.00.99.00.01",
-    ),
-    Model(
-        "NVIDIA L40S",
-        46068 * MIB,
-        473 * MIB,
-        350.0,
-        34.0,
-        210,
-        2520,
-        9001,
-        8,
-        2.8e10,
-        "g6e.48xlarge",
-        vbios_version="95.02.66.00.02",
-    ),
-    Model(
-        "NVIDIA A100-SXM4-80GB",
-        81920 * MIB,
-        636 * MIB,
-        400.0,
-        56.0,
-        210,
-        1410,
-        1593,
-        0,
-        2.8e10,
-        "p4de.24xlarge",
-        mig=True,
-        nvlink_bytes_per_second=3.0e11,
-        vbios_version="92.00.45.00.03",
-    ),
-    Model(
-        "NVIDIA RTX 6000 Ada Generation",
-        49140 * MIB,
-        509 * MIB,
-        300.0,
-        22.0,
-        210,
-        2505,
-        10001,
-        8,
-        2.8e10,
-        "bare-metal-8x6000ada",
-        fan=True,
-        memory_sensor=False,
-        vbios_version="95.02.2D.00.05",
-    ),
-)
+    Model("NVIDIA H100 80GB HBM3", 81559 * MIB, 551 * MIB, 700.0, 68.0, 345, 1980, 2619, 0, 5.5e10, "p5.48xlarge",
+          "96.00.99.00.01", mig=True, gpm=True, nvlink_bytes_per_second=4.5e11),
+    Model("NVIDIA L40S", 46068 * MIB, 473 * MIB, 350.0, 34.0, 210, 2520, 9001, 8, 2.8e10, "g6e.48xlarge",
+          "95.02.66.00.02"),
+    Model("NVIDIA A100-SXM4-80GB", 81920 * MIB, 636 * MIB, 400.0, 56.0, 210, 1410, 1593, 0, 2.8e10, "p4de.24xlarge",
+          "92.00.45.00.03", mig=True, nvlink_bytes_per_second=3.0e11),
+    Model("NVIDIA RTX 6000 Ada Generation", 49140 * MIB, 509 * MIB, 300.0, 22.0, 210, 2505, 10001, 8, 2.8e10,
+          "bare-metal-8x6000ada", "95.02.2D.00.05", fan=True, memory_sensor=False),
+)  # fmt: skip
 
 DRIVERS = (("570.124.06", "12.8"), ("550.163.01", "12.4"))  # of the driver and its CUDA; every fourth node is old
 
@@ -182,7 +125,6 @@ class Unit(NamedTuple):
 class Machine:
     """The hardware of one node. ``devices`` is in NVML's order, each GPU followed by its MIG instances."""
 
-    flavour: Flavour
     devices: tuple[SimulatedDevice, ...]
     units: tuple[Unit, ...]
     labels: dict[str, str]
@@ -191,7 +133,7 @@ class Machine:
 def machine(cluster: str, seed: int, index: int, gpus: int) -> Machine:
     """The hardware of the node number ``index``: of five, three have whole GPUs, one shares them, one cuts some up.
     What a GPU is, its MIG devices are too."""
-    flavour: Flavour = ("plain", "shared", "plain", "mig", "plain")[index % 5]
+    flavour = ("plain", "shared", "plain", "mig", "plain")[index % 5]
     model = MODELS[index // 2 % len(MODELS)] if flavour != "mig" else MODELS[index // 5 % 2 * 2]
     driver, cuda = DRIVERS[index % 4 == 3]
     devices: list[SimulatedDevice] = []
@@ -208,7 +150,14 @@ def machine(cluster: str, seed: int, index: int, gpus: int) -> Machine:
         for part in MIG_LAYOUT if cut else ():
             mig_uuid = names.device_uuid("MIG", cluster, seed, index, gpu, part.gpu_instance)
             devices.append(SimulatedDevice(mig_uuid, gpu, bus, model, info, slice_of=parent, slice=part))
-    units = tuple(unit for at, device in enumerate(devices) for unit in _units(device, at, flavour))
+    units: list[Unit] = []
+    for at, device in enumerate(devices):
+        if device.slice is not None:
+            units.append(Unit(device.uuid, f"nvidia.com/mig-{device.slice.profile}", at))
+        elif flavour == "shared":
+            units += [Unit(f"{device.uuid}::{n}", "nvidia.com/gpu.shared", at) for n in range(REPLICAS)]
+        elif not device.mig_mode:
+            units.append(Unit(device.uuid, "nvidia.com/gpu", at))
     region = ("us-east-1", "eu-central-1", "ap-northeast-1")[int(names.fraction("region", cluster) * 3)]
     labels = {
         "kubernetes.io/arch": "amd64",
@@ -219,14 +168,4 @@ def machine(cluster: str, seed: int, index: int, gpus: int) -> Machine:
         "nvidia.com/gpu.count": str(gpus),
         "nvidia.com/gpu.sharing-strategy": "time-slicing" if flavour == "shared" else "none",
     }
-    return Machine(flavour, tuple(devices), units, labels)
-
-
-def _units(device: SimulatedDevice, at: int, flavour: Flavour) -> tuple[Unit, ...]:
-    if device.mig_mode:
-        return ()
-    if device.slice is not None:
-        return (Unit(device.uuid, f"nvidia.com/mig-{device.slice.profile}", at),)
-    if flavour == "shared":
-        return tuple(Unit(f"{device.uuid}::{n}", "nvidia.com/gpu.shared", at) for n in range(REPLICAS))
-    return (Unit(device.uuid, "nvidia.com/gpu", at),)
+    return Machine(tuple(devices), tuple(units), labels)

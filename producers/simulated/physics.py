@@ -269,14 +269,13 @@ class SimulatedGpu:
 
     def unshared(self) -> dict[str, float]:
         """The metrics that NVML refuses in MIG mode."""
-        found: dict[str, float] = {
+        return {
             "gpu_utilization_ratio": self.parts[0].utilization,
             "memory_controller_utilization_ratio": round(self.load * (0.3 + 0.3 * self._spread), 2),
             "encoder_utilization_ratio": min(1.0, round(0.5 * self.video, 2)),
             "decoder_utilization_ratio": min(1.0, round(0.7 * self.video, 2)),
+            "remapped_rows_correctable_total": self.remapped,
+            "remapped_rows_uncorrectable_total": 0,
+            "row_remap_pending": 0,
+            "row_remap_failure": 0,
         }
-        if self._model.remaps_rows:
-            found["remapped_rows_correctable_total"] = self.remapped
-            found["remapped_rows_uncorrectable_total"] = 0
-            found["row_remap_pending"] = found["row_remap_failure"] = 0
-        return found

@@ -24,7 +24,8 @@ from aiokafka import AIOKafkaConsumer
 from delivery import topic_admin
 from delivery.connection import Connection
 from delivery.sender import Sender
-from producers.simulated.fleet import Fleet, Tick, ticks
+from producers.simulated.fleet import Fleet
+from tests.producers.simulated.made import Tick, ticks
 from tests.real.pipeline import Gpustream, lag
 from tests.real.servers import KafkaServer
 from topics.topic import node_key

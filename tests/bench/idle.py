@@ -19,13 +19,13 @@ from typing import NamedTuple
 import msgspec
 
 from producers.simulated.fleet import Fleet
-from producers.simulated.fleet import Tick as Made
 from streams.alerts import machine, tick
 from streams.alerts.machine import LogPosition
 from streams.alerts.memory import NodeAlerts
 from streams.alerts.rules.rule import Rules
 from streams.alerts.rules.rules_file import load
 from tests.bench.score import joined
+from tests.producers.simulated.made import Tick as Made
 from topics.attributed import AttributedSample
 
 NODES, GPUS, POD_LIFE_S, HOURS = 8, 8, 3600, 4

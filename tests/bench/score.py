@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from producers.simulated.fleet import Fleet, KnownPods, Tick, ticks
+from producers.simulated.fleet import Fleet, KnownPods
 from streams.attribution import join
+from tests.producers.simulated.made import Tick, ticks
 from topics.allocations import Allocations
 from topics.attributed import AttributedSample
 from topics.samples import Sample

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from producers.simulated.fleet import Fleet, Tick, ticks
+from producers.simulated.fleet import Fleet
 from streams.attribution import join
+from tests.producers.simulated.made import Tick, ticks
 from tests.streams.attribution.records import read
 from topics.allocations import Allocations
 from topics.attributed import AttributedDevice
