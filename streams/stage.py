@@ -29,54 +29,28 @@ log = logging.getLogger(__name__)
 DEAD_LETTERS = "gpu.dead-letters"
 
 COMMON: tuple[Instrument, ...] = (
-    Instrument(
-        "records_read_total",
-        "counter",
-        "Records read; a worker that has lost a partition and has it again reads some of them again.",
-        ("topic",),
-    ),
-    Instrument(
-        "records_delivered_total",
-        "counter",
-        "Records that need nothing more: the broker has what came of them, or they are state that is known now.",
-        ("topic",),
-    ),
-    Instrument(
-        "records_duplicate_total",
-        "counter",
-        "Records that say nothing new: replays, and malformed state that has its dead letter.",
-        ("topic",),
-    ),
-    Instrument(
-        "records_dead_lettered_total",
-        "counter",
-        "Records that went to gpu.dead-letters, by why: undecodable, key, oversized or unsendable.",
-        ("topic", "reason"),
-    ),
-    Instrument(
-        "records_released_total",
-        "counter",
-        "Records given back unfinished when partitions went, for whoever reads them next.",
-        ("topic",),
-    ),
+    Instrument("records_read_total", "counter", "Records read; a worker that has lost a partition and has it again"
+               " reads some of them again.", ("topic",)),
+    Instrument("records_delivered_total", "counter", "Records that need nothing more: the broker has what came of"
+               " them, or they are state that is known now.", ("topic",)),
+    Instrument("records_duplicate_total", "counter", "Records that say nothing new: replays, and malformed state that"
+               " has its dead letter.", ("topic",)),
+    Instrument("records_dead_lettered_total", "counter", "Records that went to gpu.dead-letters, by why: undecodable,"
+               " key, oversized or unsendable.", ("topic", "reason")),
+    Instrument("records_released_total", "counter", "Records given back unfinished when partitions went, for whoever"
+               " reads them next.", ("topic",)),
     Instrument("records_held", "gauge", "Records read and not finished.", ("topic",)),
     Instrument("open_bytes", "gauge", "Bytes of records that were read and are not finished."),
     Instrument("nodes", "gauge", "Nodes whose state is held."),
     Instrument("lag_records", "gauge", "Records not yet finished, by topic.", ("topic",)),
-    Instrument(
-        "misplaced_nodes_total",
-        "counter",
-        "Nodes whose key does not belong in their partition: another partitioner wrote them.",
-    ),
+    Instrument("misplaced_nodes_total", "counter", "Nodes whose key does not belong in their partition: another"
+               " partitioner wrote them."),
     Instrument("rebalances_total", "counter", "Times that partitions were taken away."),
-    Instrument(
-        "holes_total",
-        "counter",
-        "Gaps in the offsets of a log: ends of transactions, records that were aborted, compacted or deleted.",
-    ),
+    Instrument("holes_total", "counter", "Gaps in the offsets of a log: ends of transactions, records that were"
+               " aborted, compacted or deleted."),
     Instrument("lost_offsets_total", "counter", "Offsets that retention, or somebody, deleted before they were read."),
     lateness_instrument("")._replace(name="loop_late_seconds"),
-)
+)  # fmt: skip
 """What every stream says of itself; the names are in full where a stream lists its own."""
 
 Reason = Literal["undecodable", "key", "oversized", "unsendable"]

@@ -163,18 +163,10 @@ TABLE: tuple[Row, ...] = (
     _row("memory_total_bytes", _MEMORY_SIZE, *_memory("total")),
     _row("memory_reserved_bytes", _BYTES, *_memory("reserved")),
     _row("power_watts", _WATTS, _of("nvmlDeviceGetPowerUsage", scale=_MILLI), _field(185, "POWER_AVERAGE", _MILLI)),
-    _row(
-        "power_limit_watts",
-        _POWER_LIMIT,
-        _of("nvmlDeviceGetEnforcedPowerLimit", scale=_MILLI),
-        _field(190, "POWER_CURRENT_LIMIT", _MILLI),
-    ),
-    _row(
-        "energy_joules_total",
-        _JOULES,
-        _of("nvmlDeviceGetTotalEnergyConsumption", scale=_MILLI, bits=64),
-        _field(83, "TOTAL_ENERGY_CONSUMPTION", _MILLI),
-    ),
+    _row("power_limit_watts", _POWER_LIMIT, _of("nvmlDeviceGetEnforcedPowerLimit", scale=_MILLI),
+         _field(190, "POWER_CURRENT_LIMIT", _MILLI)),
+    _row("energy_joules_total", _JOULES, _of("nvmlDeviceGetTotalEnergyConsumption", scale=_MILLI, bits=64),
+         _field(83, "TOTAL_ENERGY_CONSUMPTION", _MILLI)),
     _row("temperature_celsius", _CELSIUS, _of("nvmlDeviceGetTemperatureV", 0), _of("nvmlDeviceGetTemperature", 0)),
     _row("memory_temperature_celsius", _CELSIUS, _field(82, "MEMORY_TEMP")),
     _row("fan_speed_ratio", _FAN, _of("nvmlDeviceGetFanSpeed", scale=_PERCENT)),
@@ -182,24 +174,12 @@ TABLE: tuple[Row, ...] = (
     _row("graphics_clock_hz", _HERTZ, _of("nvmlDeviceGetClockInfo", 0, scale=_MHZ)),
     _row("sm_clock_hz", _HERTZ, _of("nvmlDeviceGetClockInfo", 1, scale=_MHZ)),
     _row("memory_clock_hz", _HERTZ, _of("nvmlDeviceGetClockInfo", 2, scale=_MHZ)),
-    _row(
-        "clock_event_reasons",
-        _BITMASK,
-        _of("nvmlDeviceGetCurrentClocksEventReasons", bits=64),
-        _of("nvmlDeviceGetCurrentClocksThrottleReasons", bits=64),
-    ),
-    _row(
-        "pcie_tx_bytes_per_second",
-        _PCIE,
-        _field(197, "PCIE_COUNT_TX_BYTES", rate=True),
-        _gpm(20, "PCIE_TX_PER_SEC", _MIB),
-    ),
-    _row(
-        "pcie_rx_bytes_per_second",
-        _PCIE,
-        _field(198, "PCIE_COUNT_RX_BYTES", rate=True),
-        _gpm(21, "PCIE_RX_PER_SEC", _MIB),
-    ),
+    _row("clock_event_reasons", _BITMASK, _of("nvmlDeviceGetCurrentClocksEventReasons", bits=64),
+         _of("nvmlDeviceGetCurrentClocksThrottleReasons", bits=64)),
+    _row("pcie_tx_bytes_per_second", _PCIE, _field(197, "PCIE_COUNT_TX_BYTES", rate=True),
+         _gpm(20, "PCIE_TX_PER_SEC", _MIB)),
+    _row("pcie_rx_bytes_per_second", _PCIE, _field(198, "PCIE_COUNT_RX_BYTES", rate=True),
+         _gpm(21, "PCIE_RX_PER_SEC", _MIB)),
     _row("pcie_replays_total", _COUNT, _of("nvmlDeviceGetPcieReplayCounter"), _field(94, "PCIE_REPLAY_COUNTER")),
     _row("ecc_corrected_volatile_total", _COUNT, _of(_ECC, 0, 0, bits=64), _field(3, "ECC_SBE_VOL_TOTAL")),
     _row("ecc_uncorrected_volatile_total", _COUNT, _of(_ECC, 1, 0, bits=64), _field(4, "ECC_DBE_VOL_TOTAL")),
@@ -214,12 +194,8 @@ TABLE: tuple[Row, ...] = (
     _row("retired_pages_pending", _FLAG, _field(31, "RETIRED_PENDING")),
     _row("nvlink_crc_errors_total", _COUNT, _linked(163, "CRC"), _field(38, "NVLINK_CRC_FLIT_ERROR_COUNT_TOTAL")),
     _row("nvlink_replay_errors_total", _COUNT, _linked(161, "REPLAY"), _field(52, "NVLINK_REPLAY_ERROR_COUNT_TOTAL")),
-    _row(
-        "nvlink_recovery_errors_total",
-        _COUNT,
-        _linked(162, "RECOVERY", later=215),
-        _field(59, "NVLINK_RECOVERY_ERROR_COUNT_TOTAL"),
-    ),
+    _row("nvlink_recovery_errors_total", _COUNT, _linked(162, "RECOVERY", later=215),
+         _field(59, "NVLINK_RECOVERY_ERROR_COUNT_TOTAL")),
     _row("power_violation_seconds_total", _SECONDS, _field(74, "PERF_POLICY_POWER", _NANO)),
     _row("thermal_violation_seconds_total", _SECONDS, _field(75, "PERF_POLICY_THERMAL", _NANO)),
     _row("sync_boost_violation_seconds_total", _SECONDS, _field(76, "PERF_POLICY_SYNC_BOOST", _NANO)),
@@ -242,7 +218,7 @@ TABLE: tuple[Row, ...] = (
     _row("fp16_active_ratio", _ACTIVITY, _gpm(13, "FP16_UTIL")),
     _row("nvlink_tx_bytes_per_second", _NVLINK, _gpm(61, "NVLINK_TOTAL_TX_PER_SEC", _MIB)),
     _row("nvlink_rx_bytes_per_second", _NVLINK, _gpm(60, "NVLINK_TOTAL_RX_PER_SEC", _MIB)),
-)
+)  # fmt: skip
 """Every key of the catalogue. The first call of a device is the first row's that it supports."""
 
 AMBIGUOUS_AFTER_S: Final = 10.0  # after so long a counter of 32 bits may have wrapped more than once

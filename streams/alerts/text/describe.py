@@ -37,35 +37,23 @@ _WORDS: Mapping[Kind, tuple[str, str]] = {
     ),
     "attribution_conflict": ("{where} {conflict}", "{summary}, for {long}. {seen_there}"),
     "xid": ("XID {text} on {where}: {xid.meaning}", "{summary}. {times}{held_then} What to do: {xid.action}."),
-    "ecc_uncorrectable": (
-        "{where} had {value:.0f} {errors} that ECC could not correct within a minute",
-        "{summary}. {held} Results computed there may be wrong; the GPU needs a reset.",
-    ),
-    "row_remap_failure": (
-        "{where} has a bad row of memory that could not be remapped",
-        "{summary}. {held} The GPU is to be replaced.",
-    ),
-    "row_remap_pending": (
-        "{where} replaces bad memory at its next reset",
-        "{summary}. {held} Reset it when it is free.",
-    ),
+    "ecc_uncorrectable": ("{where} had {value:.0f} {errors} that ECC could not correct within a minute",
+                          "{summary}. {held} Results computed there may be wrong; the GPU needs a reset."),
+    "row_remap_failure": ("{where} has a bad row of memory that could not be remapped",
+                          "{summary}. {held} The GPU is to be replaced."),
+    "row_remap_pending": ("{where} replaces bad memory at its next reset",
+                          "{summary}. {held} Reset it when it is free."),
     "thermal_slowdown": ("{where} is slowed down by its temperature", "{summary}. {slow}, for {long}. {held}"),
-    "power_brake": (
-        "{where} is slowed down by the power brake of its machine",
-        "{summary}. {slow}, for {long}. {held}",
-    ),
+    "power_brake": ("{where} is slowed down by the power brake of its machine",
+                    "{summary}. {slow}, for {long}. {held}"),
     "nvlink_errors": ("{where} had {value:.0f} NVLink {errors} within a minute", "{summary}. {held}"),
-    "lost": (
-        "{where} is lost: NVML can't reach it any more",
-        "{summary}. {held} The node needs a restart, and perhaps the GPU a technician.",
-    ),
+    "lost": ("{where} is lost: NVML can't reach it any more",
+             "{summary}. {held} The node needs a restart, and perhaps the GPU a technician."),
     "not_answering": ("{where} does not answer its driver", "{summary}, for {long}. {held}"),
-    "missing": (
-        "{where} is not there any more",
-        "{summary}, since {long}. {held_last} The node reports {devices} now.",
-    ),
+    "missing": ("{where} is not there any more",
+                "{summary}, since {long}. {held_last} The node reports {devices} now."),
     "policy_invalid": ("{pod} has a malformed policy, which is not followed", "{summary}: {text}."),
-}
+}  # fmt: skip
 """The summary and the description of each kind but two, with the fields of :func:`_fields`."""
 
 _CONFLICTS = {
