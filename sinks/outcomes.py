@@ -27,14 +27,18 @@ OnOutcome = Callable[[str, str, int, int, Outcome], None]
 
 COMMON: tuple[Instrument, ...] = (
     Instrument("records_read_total", "counter", "Records read, to be delivered."),
-    Instrument("records_delivered_total", "counter", "Records of which all was delivered, but series left out."),
+    Instrument(
+        "records_delivered_total",
+        "counter",
+        "Records delivered, but for series that are left out and a part that is refused for its time.",
+    ),
     Instrument(
         "records_duplicate_total", "counter", "Records that say nothing new: replays, and alerts that are deleted."
     ),
     Instrument(
         "records_dropped_total",
         "counter",
-        "Records refused for their time, or of which all series are left out, by reason.",
+        "Records refused for their time as a whole, or of which all series are left out, by reason.",
         ("reason",),
     ),
     Instrument(
@@ -78,7 +82,7 @@ def decoded(record: Record, decode: Callable[[bytes], T], topic: str) -> T:
 
 
 def delay_instrument(name: str, until: str) -> Instrument:
-    """How old the ticks that a sink delivers are by then: of a sink whose :class:`Outcomes` are given the ticks."""
+    """How old the ticks that a sink delivers are by then: observed by :meth:`Outcomes.delay`."""
     text = f"From when a tick's GPUs were read, by the node's clock, until {until}; 0 if that clock is ahead."
     return Instrument(name, "histogram", text, buckets=DELAY_BUCKETS)
 
@@ -113,13 +117,13 @@ class Outcomes:
         labels = (reason,) if outcome == "dropped" else ()
         self._counter(f"records_{outcome}_total", *labels).inc()
         self._hold(-1)
-        if tick is None:
-            return
-        if outcome == "delivered":
-            delay_s = max(0.0, self._clock_s() - tick.ts_ms / 1000)
-            self._made.histogram(f"{self._prefix}_delay_seconds").observe(delay_s)
-        if self._on_outcome is not None:
+        if self._on_outcome is not None and tick is not None:
             self._on_outcome(tick.cluster, tick.node, tick.run_id, tick.seq, outcome)
+
+    def delay(self, tick: AttributedSample) -> None:
+        """A tick has just been delivered; it is finished now, or later."""
+        delay_s = max(0.0, self._clock_s() - tick.ts_ms / 1000)
+        self._made.histogram(f"{self._prefix}_delay_seconds").observe(delay_s)
 
     def release(self, records: int) -> None:
         """Records were given back unfinished."""

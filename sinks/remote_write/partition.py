@@ -186,6 +186,8 @@ class RemoteWritePartition:
             for read in batch:
                 result = next(results) if read.tick else None
                 outcome, why = _outcome(read, result)
+                if outcome == "delivered" and read.sample is not None:
+                    shared.outcomes.delay(read.sample)
                 if outcome == "dead_lettered":
                     await shared.letters.bury(read.record, why, abandon)
                 ends.append((read, result, outcome, why))
@@ -247,6 +249,10 @@ class RemoteWritePartition:
         """Count a tick's values by what became of them."""
         made = self._shared.instruments
         refused, left_out = _values(result.refused), _values(result.left_out)
+        if result.written:
+            untimely = [group for group, refusal in result.refused if refusal.reason in UNTIMELY]
+            most = samples_of(untimely) - result.written
+            refused = Counter({why: min(of, most) if why in UNTIMELY else of for why, of in refused.items()})
         delivered = primaries(tick.groups) - refused.total() - left_out.total()
         made.counter("gpustream_remote_write_values_delivered_total").inc(delivered)
         for reason, values in refused.items():
@@ -278,5 +284,5 @@ def _outcome(read: _TickRecord, result: Delivered | None) -> tuple[Outcome, str]
         return ("dropped", LEFT_OUT) if all_left_out else ("delivered", "")
     reasons = {refusal.reason for _, refusal in result.refused}
     if reasons <= UNTIMELY:
-        return "dropped", min(reasons)
+        return ("delivered", "") if result.written else ("dropped", min(reasons))
     return "dead_lettered", result.describe()

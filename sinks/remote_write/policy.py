@@ -72,10 +72,14 @@ class Answer(NamedTuple):
 
 
 class Refusal(NamedTuple):
-    """Why samples were refused: a reason to count by, and one line of what was said."""
+    """Why samples were refused: a reason to count by, and one line of what was said.
+
+    ``written``: how many of them were not, of those that were refused for their time by a receiver that says so.
+    """
 
     reason: str
     text: str
+    written: int = 0
 
 
 def meaning(answer: Answer, protocol: Protocol, samples: int, *, speaks_2_0: bool = False) -> Meaning:
@@ -114,7 +118,7 @@ def refusal(answer: Answer, ts_ms: int, now_ms: int) -> Refusal:
         return Refusal("not_written", f"HTTP {answer.status}, and {answer.written} samples written")
     for reason, pattern in _REASONS:
         if pattern.search(said):
-            return Refusal(reason, text)
+            return Refusal(reason, text, (answer.written or 0) if reason in UNTIMELY else 0)
     if _OUT_OF_BOUNDS.search(said):
         return Refusal("too_far_ahead" if ts_ms > now_ms + AHEAD_MS else "too_old", text)
     return Refusal(_BY_STATUS.get(answer.status, "rejected"), text)

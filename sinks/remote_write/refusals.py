@@ -142,11 +142,13 @@ class RequestSize:
 class Delivered:
     """What became of a tick: the groups of it that were refused now or left out, with the reasons; else all is in.
 
+    ``written``: so many samples of what was refused for its time are in all the same; which ones is not known.
     ``requests`` counts those that found it out.
     """
 
     refused: list[Refused] = field(default_factory=list)
     left_out: list[Refused] = field(default_factory=list)
+    written: int = 0
     requests: int = 0
 
     def nothing_of(self, tick: Sequence[SampleGroup]) -> bool:
@@ -324,6 +326,7 @@ class _Bisection:
             return
         refused = [(piece.group, refusal) for piece in pieces]
         pieces[0].result.refused += refused
+        pieces[0].result.written += refusal.written
         if refusal.reason not in WHOLE:
             self.found += refused if known else []
             self._last_refusal = refusal, self._sender.accepted

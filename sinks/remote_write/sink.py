@@ -50,7 +50,8 @@ INSTRUMENTS: tuple[Instrument, ...] = (
     Instrument(
         "gpustream_remote_write_values_refused_total",
         "counter",
-        "Values of metrics that the receiver refused, by reason.",
+        "Values of metrics that the receiver refused, by reason; at most so many, if it did not say which of a tick it "
+        "took.",
         ("reason",),
     ),
     Instrument(

@@ -123,6 +123,7 @@ class ScrapePartition:
             for sample in samples:
                 outcome = self._apply(sample) if sample is not None else "dead_lettered"
                 if sample is not None and outcome == "delivered":
+                    counted.delay(sample)
                     values.inc(primaries(self._nodes[sample.cluster, sample.node].groups.values()))
                 counted.finish(outcome, tick=sample)
             yield step[-1].offset + 1

@@ -14,6 +14,7 @@ from typing import Any
 from aiokafka import AIOKafkaConsumer, TopicPartition
 
 from gpustream.serve import Component
+from tests.real.accounting import assert_accounted, books
 from tests.real.process import Server
 from tests.real.servers import PrometheusServer, Series
 
@@ -48,6 +49,13 @@ class Gpustream(Server):
                 return text
         except (OSError, urllib.error.HTTPError):
             return None
+
+    def stop(self) -> None:
+        """Ends it in good order. Until then it accounts for all that it received."""
+        metrics = self.get("/metrics") or ""
+        if books(metrics):
+            assert_accounted(metrics)
+        super().stop()
 
     @property
     def returncode(self) -> int | None:
