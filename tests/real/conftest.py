@@ -22,6 +22,7 @@ from tests.real.servers import (
     find_alertmanager,
     find_java,
     find_kafka,
+    find_oldest_kafka,
     find_openssl,
     find_prometheus,
     find_prometheus_2,
@@ -103,6 +104,15 @@ def start_kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[.
             return servers.enter_context(KafkaServer(tmp_path_factory.mktemp("kafka"), **options))  # type: ignore[arg-type]
 
         yield start
+
+
+@pytest.fixture(scope="session")
+def oldest_kafka(tmp_path_factory: pytest.TempPathFactory, authority: Authority) -> Iterator[KafkaServer]:
+    """One Apache Kafka of the oldest version that gpustream is tried on."""
+    need(find_java, find_oldest_kafka)
+    directory = tmp_path_factory.mktemp("oldest-kafka")
+    with KafkaServer(directory, authority=authority, libs=find_oldest_kafka(), heap="256m") as server:
+        yield server
 
 
 @pytest.fixture

@@ -40,6 +40,7 @@ from tests.real.process import Server, listens
 from topics.topic import load_topics
 
 KAFKA = "kafka-4.1.1"
+OLDEST_KAFKA = "kafka-3.4.1"
 PROMETHEUS = "prometheus-3.15.0"
 PROMETHEUS_2 = "prometheus-2.42.0"
 ALERTMANAGER = "alertmanager-0.34.0"
@@ -72,6 +73,14 @@ def find_kafka() -> Path:
         if any(folder.glob("kafka_2.13-4.*.jar")):
             return folder
     raise Missing(f"no Apache Kafka 4 in {libs} or on PATH: run `make real-servers`")
+
+
+def find_oldest_kafka() -> Path:
+    """The folder of the jars of the oldest Apache Kafka that gpustream is tried on; raises :class:`Missing`."""
+    libs = real_dir() / OLDEST_KAFKA / "libs"
+    if any(libs.glob("kafka_2.13-3.*.jar")):
+        return libs
+    raise Missing(f"no Apache Kafka 3 in {libs}: run `make real-servers`")
 
 
 def find_openssl() -> Path:
@@ -142,8 +151,10 @@ class KafkaServer(Server):
         settings: Mapping[str, str] | None = None,
         heap: str = "512m",
         authority: Authority | None = None,
+        libs: Path | None = None,
     ) -> None:
         super().__init__(directory, ports=5)
+        self.libs = libs or find_kafka()
         self.settings = dict(settings or {})
         self.heap = heap
         self.authority = authority
@@ -277,7 +288,7 @@ class KafkaServer(Server):
 
     def _java(self) -> list[str]:
         quick = ("-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1")  # to start: half the time and CPU of the defaults
-        return [str(find_java()), f"-Xmx{self.heap}", *quick, "-cp", f"{find_kafka()}/*"]
+        return [str(find_java()), f"-Xmx{self.heap}", *quick, "-cp", f"{self.libs}/*"]
 
     def _defaults(self) -> dict[str, str]:
         return {

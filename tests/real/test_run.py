@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import msgspec
+import pytest
 
 from tests.real.servers import KafkaServer, PrometheusServer
 
@@ -13,10 +14,13 @@ def _gpustream(*arguments: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
 
 
+@pytest.mark.parametrize("server", ["kafka", "oldest_kafka"])
 def test_a_run_on_a_kafka_of_ones_own_is_counted_by_prometheus(
-    empty_kafka: KafkaServer, prometheus: PrometheusServer
+    request: pytest.FixtureRequest, prometheus: PrometheusServer, server: str
 ) -> None:
-    kafka = ("--kafka", empty_kafka.address)
+    broker: KafkaServer = request.getfixturevalue(server)
+    broker.empty()
+    kafka = ("--kafka", broker.address)
     assert _gpustream("topics", "list", *kafka).returncode == 1
     assert "topics create" in _gpustream("run", "--simulate", "2x4", *kafka, "--listen", "off").stderr
 
@@ -24,21 +28,21 @@ def test_a_run_on_a_kafka_of_ones_own_is_counted_by_prometheus(
     assert created.returncode == 0, created.stderr
     assert _gpustream("topics", "list", *kafka).returncode == 0
 
-    off = ("--listen", "off", "--scrape-listen", "127.0.0.1:0", "--cluster", "one-process")
-    ended = ("--duration", "6s", "--summary", "json")
+    off = ("--listen", "off", "--scrape-listen", "127.0.0.1:0", "--cluster", server)
+    ended = ("--duration", "4s", "--summary", "json")
     url = ("--remote-write", prometheus.write_url)
     run = _gpustream("run", "--simulate", "2x4", *kafka, *off, *url, *ended)
 
     assert run.returncode == 0, run.stderr
     summary = msgspec.json.decode(run.stdout)
     assert summary["lost"] == summary["dropped"] == summary["dead_lettered"] == 0
-    assert summary["attributed"]["exact"] == summary["ticks"] >= 10
+    assert summary["attributed"]["exact"] == summary["ticks"] >= 6
     assert summary["delivered"] == {"scrape": summary["samples"], "remote_write": summary["samples"]}
-    assert _stored(prometheus) == summary["ticks"]
+    assert _stored(prometheus, server) == summary["ticks"]
 
 
-def _stored(prometheus: PrometheusServer) -> int:
+def _stored(prometheus: PrometheusServer, cluster: str) -> int:
     """Ticks that Prometheus has: the distinct times of a series that each tick of a node has once per GPU 0."""
-    query = 'sum(count_over_time(gpu_power_draw{k8s_cluster_name="one-process",gpu_index="0",gpu_mig_uuid=""}[5m]))'
-    (row,) = prometheus.query(query)
+    chosen = f'k8s_cluster_name="{cluster}",gpu_index="0",gpu_mig_uuid=""'
+    (row,) = prometheus.query(f"sum(count_over_time(gpu_power_draw{{{chosen}}}[5m]))")
     return int(row.value)
