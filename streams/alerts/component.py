@@ -1,20 +1,41 @@
 """The alert stream: judges every node's ticks by the rules, and writes what becomes of each alert.
 
-In: gpu.attributed; gpu.alert-state, whole; of gpu.workloads, which nodes were removed.
-Out: gpu.alerts by fingerprint, gpu.alert-state.
-State: one :class:`~streams.alerts.node.Node` a node, whose state is written whenever it changes.
-On failure: what can't be decoded goes to gpu.dead-letters; an output that is not acknowledged ends the process.
+In: gpu.attributed; gpu.alert-state, whole; of gpu.workloads, which nodes were removed; and what the reader knows of
+offsets. Out: gpu.alerts by fingerprint, gpu.alert-state.
+State: one :class:`~streams.alerts.node.Node` a node, by partition, in the order in which ticks of them were last read;
+a node's state is written whenever it changes.
+On failure: what can't be decoded goes to gpu.dead-letters; an alert or a state that is too large is left out and
+counted; an output that is not acknowledged ends the process.
 """
 
 import asyncio
-from collections.abc import Mapping
+import logging
+import time
+from collections import Counter, defaultdict
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any, get_args
 
-from delivery.instruments import Instrument
+from delivery.instruments import Instrument, Instruments
+from delivery.ledger import Partition, Slot
+from delivery.sender import Unsendable
+from streams.alerts import machine, memory
+from streams.alerts.memory import NodeAlerts
+from streams.alerts.node import Due, Ends, Log, Node, PartitionNodes
 from streams.alerts.rules import rules_file
-from streams.alerts.worker import ALERTS, ATTRIBUTED, SAMPLES, STATE, WORKLOADS, AlertWorker
-from streams.reader import Reads
+from streams.alerts.rules.rule import Rules
+from streams.alerts.tick import decode as decode_tick
+from streams.app import ReaderApp
+from streams.reader import Batch, Reads
 from streams.settings import AlertSettings
-from streams.stage import DEAD_LETTERS, Stream, instruments
+from streams.stage import DEAD_LETTERS, Bookkeeping, Malformed, Stream, decode_record, instruments
+from topics.alerts import MAX_TIME_MS, Severity
+
+log = logging.getLogger(__name__)
+
+ATTRIBUTED, SAMPLES, WORKLOADS = "gpu.attributed", "gpu.samples", "gpu.workloads"
+ALERTS, STATE = "gpu.alerts", "gpu.alert-state"
+
+_LOOK_EVERY_S = 1.0
 
 INSTRUMENTS = (
     Instrument("gpustream_alerts_ticks_total", "counter", "Node ticks read: judged, new_log (judged; the first after"
@@ -63,7 +84,256 @@ class Alerts(Stream[AlertSettings]):
         self._rules = await asyncio.to_thread(rules_file.load, self.settings.rules)
         await super().run(stop)
 
-    def work(self, partitions: Mapping[str, int]) -> tuple[AlertWorker, Reads]:
+    def work(self, partitions: Mapping[str, int]) -> tuple["AlertWorker", Reads]:
         states, inputs, compacted, watched = (STATE, WORKLOADS), (ATTRIBUTED,), (STATE,), (SAMPLES,)
         reads = Reads(inputs=inputs, states=states, compacted=compacted, watched=watched, partitions=partitions)
         return AlertWorker(self.instruments, self._rules, partitions=partitions[ATTRIBUTED]), reads
+
+
+class Clocks:
+    """The worker's own clocks, which judge silence and nothing else."""
+
+    def monotonic_s(self) -> float:
+        """Seconds of the clock that is never set."""
+        return time.monotonic()
+
+    def now_ms(self) -> int:
+        return time.time_ns() // 1_000_000
+
+
+class AlertWorker:
+    """Judges the nodes of its partitions: gives each its ticks, writes what comes of them, then finishes them."""
+
+    app: ReaderApp
+
+    def __init__(
+        self, instruments: Instruments, rules: Rules, *, partitions: int, clocks: Clocks | None = None
+    ) -> None:
+        self._instruments, self._rules, self._clocks = instruments, rules, clocks or Clocks()
+        self._books = Bookkeeping(instruments, stage="alerts", partitions=partitions)
+        self._partitions: dict[int, PartitionNodes] = {}
+        self._writing: set[asyncio.Task[None]] = set()
+        self._leftover: set[asyncio.Task[None]] = set()
+
+    # -- records
+
+    async def take(self, batch: Batch) -> None:
+        """Judge a batch of one partition. Nothing is raised: a fault here ends the process."""
+        if not batch:
+            return
+        topic, number = batch[0][0].tp
+        partition = self._partition(number)
+        try:
+            if topic == ATTRIBUTED and self._leftover:
+                await asyncio.wait(self._leftover)
+            for slot, record in batch:
+                if not self.app.current(slot):
+                    return
+                try:
+                    if topic == STATE:
+                        self._learn(partition, slot, record)
+                    elif topic == WORKLOADS:
+                        partition.note_removal(record.key, record.value, record.timestamp)
+                        self.app.finish(slot)
+                    else:
+                        self._judge(partition, slot, record)
+                except Malformed as error:
+                    await self._books.dead_letter(self.app, slot, record, error.reason, str(error))
+            for node in partition.close_quiet() if topic == ATTRIBUTED else ():
+                self._settle(partition, node)
+        except Exception as error:
+            log.exception("judging failed")
+            self.app.fail(f"judging failed: {error!r}")
+
+    def _partition(self, number: int) -> PartitionNodes:
+        if number not in self._partitions:
+            self._partitions[number] = PartitionNodes(number)
+        return self._partitions[number]
+
+    def _learn(self, partition: PartitionNodes, slot: Slot, record: Any) -> None:
+        """Take on a node's state, or its deletion. Raises Malformed."""
+        if record.value is None:
+            partition.remove(record.key)
+        else:
+            state = decode_record(memory.decode, record.key, record.value)
+            node = self._node(partition, record.key)
+            partition.learn(node, state)
+            partition.caught_up.attributed(state.offset)
+            self._settle(partition, node)
+        self.app.finish(slot)
+
+    def _judge(self, partition: PartitionNodes, slot: Slot, record: Any) -> None:
+        """Judge a node's tick. Raises Malformed."""
+        tick = decode_record(decode_tick, record.key, record.value)
+        if tick.ts_ms > MAX_TIME_MS:
+            raise Malformed("undecodable", f"ts_ms is {tick.ts_ms}, past the year 9999")
+        node, reader = self._node(partition, record.key), self.app.reader
+        partition.rank(node, active=True)
+        partition.logged_ms = record.timestamp
+        node.read_s = self._clocks.monotonic_s()
+        known = Log(reader.input_ends.get(slot.tp, MAX_TIME_MS), partition.number in reader.torn)
+        outcome = node.take(tick, slot, record.timestamp, self._rules, known)
+        self._instruments.counter("gpustream_alerts_ticks_total", outcome).inc()
+        if outcome == "new_log":
+            what = "gpu.samples was deleted and created again: its new records are judged"
+            log.warning("partition %d: %s", partition.number, what)
+        if outcome == "replayed":
+            slot.end = ("duplicate",)
+        else:
+            partition.caught_up.attributed(tick.offset, new_log=outcome == "new_log")
+        self._settle(partition, node)
+
+    def _node(self, partition: PartitionNodes, key: bytes) -> Node:
+        node = partition.nodes.get(key)
+        if node is None:
+            self._books.check_place(partition.number, key)
+            node = partition.nodes[key] = Node(key)
+        return node
+
+    # -- writing
+
+    def _settle(self, partition: PartitionNodes, node: Node) -> None:
+        """Begin to write what is due, and finish what needs nothing more. What is only kept takes no room."""
+        due = node.due()
+        if due is not None:
+            self._start(self._write(partition, node, due, self.app.reader.ledger.epoch))
+        for slot in node.finished():
+            self.app.finish(slot)
+        if node.settled():
+            for slot in node.kept:
+                self.app.reader.ledger.set_aside(slot)
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        """Begin to write. What can't be written ends the process."""
+
+        def ended(writing: "asyncio.Task[None]") -> None:
+            self._writing.discard(writing)
+            self._leftover.discard(writing)
+            if not writing.cancelled() and writing.exception() is not None:
+                self.app.fail(f"not written: {writing.exception()!r}")
+
+        writing = asyncio.create_task(work)
+        self._writing.add(writing)
+        writing.add_done_callback(ended)
+
+    async def _write(self, partition: PartitionNodes, node: Node, due: Due, epoch: int) -> None:
+        """The alerts, and when they are acknowledged the state, and then whatever has come due since.
+
+        In a later epoch the state is in the topic after all: the ticks have waited for it, and go on from there.
+        """
+        values = [memory.encode(write.alert) if write.alert is not None else None for write in due.writes]
+        keys = [write.fingerprint.encode() for write in due.writes]
+        sent = [await self.app.sender.send(ALERTS, value, key=key) for key, value in zip(keys, values, strict=True)]
+        await self._acknowledged("alert", sent)
+        if epoch != self.app.reader.ledger.epoch:
+            return
+        await self._write_state(partition, node, memory.encode(due.state))
+        self._instruments.counter("gpustream_alerts_written_total", "state").inc()
+        if epoch != self.app.reader.ledger.epoch:
+            now = self._partitions.get(partition.number)
+            if now is not None and node.key in now.nodes:
+                now.learn(now.nodes[node.key], due.state)
+            return
+        delay_s = max(0, self._clocks.now_ms() - due.state.logged_ms) / 1000
+        for kind, _, alert in due.writes:
+            self._instruments.counter("gpustream_alerts_written_total", kind).inc()
+            if kind == "alert" and alert is not None:
+                self._instruments.counter("gpustream_alerts_transitions_total", alert.name, alert.state).inc()
+                self._instruments.histogram("gpustream_alerts_delay_seconds").observe(delay_s)
+                what = f"{alert.name} {alert.state}: {alert.annotations.get('summary', alert.node)}"
+                log.info("%s", what)
+        node.written(due.state)
+        self._settle(partition, node)
+
+    async def _delete(self, partition: PartitionNodes, node: Node, last: NodeAlerts) -> None:
+        """Delete the state of a node that nothing is left of, unless it comes back meanwhile."""
+        node.writing = True
+        epoch = self.app.reader.ledger.epoch
+        await self._write_state(partition, node, None)
+        if epoch != self.app.reader.ledger.epoch:
+            return
+        node.writing = False
+        if node.current is last:
+            del partition.nodes[node.key]
+        else:
+            node.durable = None
+            self._settle(partition, node)
+
+    async def _write_state(self, partition: PartitionNodes, node: Node, value: bytes | None) -> None:
+        sent = await self.app.sender.send(STATE, value, key=node.key, partition=partition.number)
+        await self._acknowledged("state", [sent])
+
+    async def _acknowledged(self, what: str, sent: Sequence["asyncio.Future[int]"]) -> None:
+        """Wait for all. What can never be sent is left out: to stop for it would stop for ever."""
+        for error in await asyncio.gather(*sent, return_exceptions=True):
+            if isinstance(error, Unsendable):
+                self._instruments.counter("gpustream_alerts_unsendable_total", what).inc()
+                log.error("a record of %s is left out: %s", ALERTS if what == "alert" else STATE, error)
+            elif isinstance(error, BaseException):
+                raise error
+
+    # -- time
+
+    async def look(self) -> None:
+        """Look again and again which nodes are silent now. Never returns."""
+        while True:
+            await asyncio.sleep(_LOOK_EVERY_S)
+            waiting = {tp.partition for tp in self.app.reader.pending_states()}
+            for number in self._partitions.keys() - waiting:
+                self.look_at(number)
+            self.observe()
+
+    def look_at(self, number: int) -> None:
+        """Find which nodes of a partition are quiet or silent now, by how far it has been read."""
+        position = self.app.reader.ledger.expected(Partition(ATTRIBUTED, number))
+        if position is None:
+            return
+        partition = self._partition(number)
+        partition.caught_up.read(position)
+        for node in partition.close_quiet():
+            self._settle(partition, node)
+        for node in partition.close_silent(self._rules, self._clocks.now_ms()):
+            self._settle(partition, node)
+            if node.settled() and node.current is not None and machine.is_over(node.current):
+                self._start(self._delete(partition, node, node.current))
+
+    def observe(self) -> None:
+        gauge = self._instruments.gauge
+        nodes = [node for partition in self._partitions.values() for node in partition.nodes.values()]
+        states = [node.current for node in nodes if node.current]
+        tracked = [one for each in states for one in each.tracked]
+        firing = Counter(one.alert.severity for one in tracked if one.alert is not None)
+        for severity in get_args(Severity):
+            gauge("gpustream_alerts_firing", severity).set(firing[severity])
+        gauge("gpustream_alerts_pending").set(len(tracked) - firing.total())
+        gauge("gpustream_alerts_silent_nodes").set(sum(1 for each in states if each.silent))
+        gauge("gpustream_alerts_nodes").set(len(states))
+        self._books.observe(self.app.reader)
+
+    # -- what the reader knows of offsets
+
+    def forget(self) -> None:
+        """Whatever was not acknowledged is read and judged again, as soon as it is known what has arrived."""
+        for partition in self._partitions.values():
+            partition.forget()
+        self._leftover |= self._writing
+
+    def drop(self, partitions: frozenset[int]) -> None:
+        """Drop the state of these partitions: it is read again, or another worker's now."""
+        for number in partitions:
+            self._partitions.pop(number, None)
+
+    def committed(self, offsets: Mapping[Partition, int]) -> None:
+        """Nothing is kept for what may be read again."""
+
+    def ends(self, asked_s: float, ends: Mapping[Partition, int]) -> None:
+        """The broker has said where the partitions end."""
+        lags: dict[str, int] = defaultdict(int)
+        for tp, end in ends.items():
+            read = self.app.reader.ledger.expected(tp)
+            lags[tp.topic] += max(0, end - read) if read is not None else 0
+            if tp.topic == ATTRIBUTED:
+                samples_end = ends.get(Partition(SAMPLES, tp.partition))
+                self._partition(tp.partition).caught_up.ends(Ends(asked_s, end, samples_end))
+        for topic in (ATTRIBUTED, STATE):
+            self._instruments.gauge("gpustream_alerts_lag_records", topic).set(lags[topic])

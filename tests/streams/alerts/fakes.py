@@ -10,11 +10,10 @@ import msgspec
 from delivery.instruments import Instruments
 from delivery.ledger import Ledger, Partition, Slot
 from delivery.sender import Unsendable
-from streams.alerts.component import INSTRUMENTS
+from streams.alerts.component import ALERTS, ATTRIBUTED, INSTRUMENTS, SAMPLES, STATE, WORKLOADS, AlertWorker, Clocks
 from streams.alerts.node import BREAK_S
 from streams.alerts.rules.rule import Rules
 from streams.alerts.tick import Tick
-from streams.alerts.worker import ALERTS, ATTRIBUTED, SAMPLES, STATE, WORKLOADS, AlertWorker, Clocks
 from streams.app import ReaderApp
 from streams.stage import DEAD_LETTERS
 from tests.streams.alerts.stories import SHORT

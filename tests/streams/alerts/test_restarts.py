@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streams.alerts import memory
+from streams.alerts.component import ALERTS, STATE, WORKLOADS
 from streams.alerts.machine import FORGET_MS
 from streams.alerts.tick import Tick
-from streams.alerts.worker import ALERTS, STATE, WORKLOADS
 from tests.clock import run
 from tests.streams.alerts.fakes import Broker, Record, Worker, settle
 from tests.streams.alerts.stories import SHORT, lives
