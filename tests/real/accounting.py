@@ -39,10 +39,10 @@ def books(metrics: str) -> Books:
 def assert_accounted(metrics: str | CollectorRegistry) -> Books:
     """received = delivered + duplicate + dropped + dead-lettered + given back + held, for each topic that is read.
 
-    ``metrics``: what ``/metrics`` says, or would. Nothing is negative. Gives the books, for what a test knows of them.
+    ``metrics``: what ``/metrics`` says, or would. Nothing is negative. Gives the books, for what a test knows of them;
+    a process that has read nothing has none.
     """
     found = books(metrics if isinstance(metrics, str) else generate_latest(metrics).decode())
-    assert found, "no component in these metrics counts records"
     for (component, topic), ends in found.items():
         what = f"{component} {topic}: {dict(ends)}"
         assert min(ends.values()) >= 0, what
