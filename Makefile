@@ -17,6 +17,10 @@ ARGS ?=
 JOBS ?= 3
 PYTEST = $(COMPILED) $(BIN)/pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
+# How long the faults last, and which they are.
+SOAK_MINUTES ?= 60
+SOAK_SEED ?= $(shell date +%s)
+
 # Tests start some hundred Python processes: what is compiled is kept in .venv, whatever the environment says.
 COMPILED = PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX=$(CURDIR)/$(VENV)/pycache
 
@@ -24,7 +28,7 @@ SCRIPTS := .ci/run tests/real/build/build
 GENERATORS := $(patsubst %.py,%,$(subst /,.,$(wildcard topics/reference.py gpustream/reference.py streams/alerts/text/reference.py docs/flow.py)))
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast coverage check format bench storm gpu real-servers lock
+.PHONY: help install demo test test-fast coverage check format bench soak gpu real-servers lock
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -71,8 +75,8 @@ format: install ## format the code, mend what lint can mend, write the schemas a
 bench: install ## measure: tests/bench, one after another
 	$(BIN)/python -m tests.bench
 
-storm: install ## ten minutes of faults against real servers, every record counted
-	GPUSTREAM_STORM_SECONDS=600 $(BIN)/pytest tests/real/test_storm.py --timeout=2400 -s -rs $(ARGS)
+soak: install ## faults at random against real servers, every sample counted: an hour, or SOAK_MINUTES=10 SOAK_SEED=7
+	SOAK_MINUTES=$(SOAK_MINUTES) SOAK_SEED=$(SOAK_SEED) $(BIN)/pytest tests/real/test_soak.py -s -rs --show-capture=no $(ARGS)
 
 gpu: install ## the node producer on the GPUs of this machine, ten minutes beside nvidia-smi: a report in build/gpu
 	$(BIN)/python -m tests.gpu

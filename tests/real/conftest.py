@@ -33,7 +33,7 @@ HERE = Path(__file__).parent
 
 LONGEST_FIRST = (
     "test_cluster",
-    "test_storm",
+    "test_soak",
     "test_node",
     "test_cluster_transport",
     "test_alert_sinks",

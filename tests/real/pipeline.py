@@ -30,12 +30,14 @@ class Gpustream(Server):
 
     def __init__(self, directory: Path, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
         super().__init__(directory, environment=environment)
+        self.name = directory.name
         self.arguments = list(arguments)
+        self.python = ["-m", "gpustream"]
 
     def command(self) -> Sequence[str]:
         """The command in the foreground."""
         listen = f"127.0.0.1:{self.ports[0].number}"
-        return [sys.executable, "-m", "gpustream", *self.arguments, "--listen", listen]
+        return [sys.executable, *self.python, *self.arguments, "--listen", listen]
 
     def ready(self) -> bool:
         """Whether /readyz answers 200."""
@@ -167,6 +169,11 @@ def differences(expected: Mapping[Point, Expected], found: Mapping[Point, Stored
 
 async def read_all(kafka: str, topic: str) -> list[Any]:
     """Every record of a topic, to where it ends now."""
+    return [record async for record in records_of(kafka, topic)]
+
+
+async def records_of(kafka: str, topic: str) -> AsyncIterator[Any]:
+    """The records of a topic, one after the other, to where it ends now; for a topic that is too large to keep."""
     consumer = AIOKafkaConsumer(bootstrap_servers=kafka, enable_auto_commit=False, max_partition_fetch_bytes=8 << 20)
     await consumer.start()
     try:
@@ -179,13 +186,12 @@ async def read_all(kafka: str, topic: str) -> list[Any]:
         for tp in tps:
             consumer.seek(tp, begins[tp])
         left = {tp for tp in tps if begins[tp] < ends[tp]}
-        records: list[Any] = []
         while left:
             for tp, batch in (await consumer.getmany(*left, timeout_ms=1000)).items():
-                records += batch
+                for record in batch:
+                    yield record
                 if batch[-1].offset + 1 >= ends[tp]:
                     left.discard(tp)
-        return records
     finally:
         await consumer.stop()
 

@@ -1,0 +1,186 @@
+"""What can happen to a pipeline, as a table: each fault is caused for real, undone, and named in docs/guarantees.md.
+
+A strike causes its fault, undoes it, and gives the time at which it was undone. What has ended is started again by the
+pipeline, as Kubernetes would. Two faults of one part are never at work together.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
+from random import Random
+from typing import Literal, NamedTuple
+
+from tests.eventually import eventually, eventually_sync
+from tests.real.pipeline import Gpustream
+from tests.real.process import Server
+from tests.real.proxy import FAILURES, Failure
+from tests.real.soak import Pipeline
+
+Part = Literal["workers", "sinks", "producers", "brokers", "receiver", "clocks"]
+Strike = Callable[[Pipeline, Random], Awaitable[float]]
+
+SESSION_S = 10.0
+FIXED_BACK_S, MOVING_BACK_S = 5.0, SESSION_S + 8.0
+"""What is promised of a member that is killed: with an instance id, and without one."""
+
+
+class Fault(NamedTuple):
+    """A row. ``back_s`` is what is promised if nothing else fails: so soon every node is in Prometheus again."""
+
+    name: str
+    part: Part
+    strike: Strike
+    back_s: float | None = None
+
+
+# -- what is done to processes
+
+
+async def kill(process: Server) -> float:
+    """Kill a process; it is started again."""
+    await asyncio.to_thread(process.kill9)
+    return time.time()
+
+
+async def pause(process: Server, for_s: float) -> float:
+    """Stop a process in mid-air, and let it go on."""
+    await asyncio.to_thread(process.sigstop)
+    try:
+        await asyncio.sleep(for_s)
+    finally:
+        process.sigcont()
+    return time.time()
+
+
+async def roll(processes: list[Gpustream]) -> float:
+    """Restart one after the other in good order, each when the one before is ready."""
+    for process in processes:
+        await asyncio.to_thread(process.stop)
+        await asyncio.to_thread(eventually_sync, lambda: process.running and process.ready(), process.name)  # noqa: B023
+    return time.time()
+
+
+def member(pipeline: Pipeline, of: str, number: int) -> Gpustream:
+    """A worker or a sink: those with an even number have an instance id."""
+    found: list[Gpustream] = getattr(pipeline, of)
+    return found[number]
+
+
+async def kill_member(of: str, number: int, pipeline: Pipeline, chance: Random) -> float:
+    """Kill a worker or a sink."""
+    return await kill(member(pipeline, of, number))
+
+
+async def pause_member(of: str, number: int, pipeline: Pipeline, chance: Random) -> float:
+    """Stop a worker or a sink past its session: the group gives its partitions to others meanwhile."""
+    return await pause(member(pipeline, of, number), SESSION_S + 5)
+
+
+async def roll_members(of: str, pipeline: Pipeline, chance: Random) -> float:
+    """Restart all workers or sinks that run."""
+    return await roll([one for one in getattr(pipeline, of) if one in pipeline.wanted])
+
+
+async def scale(pipeline: Pipeline, chance: Random) -> float:
+    """1 -> 4 -> 2 workers."""
+    others = [one for one in pipeline.wanted if one not in pipeline.workers]
+    for number in (1, 4, 2):
+        await pipeline.want(*others, *pipeline.workers[:number])
+        await asyncio.sleep(5)
+    return time.time()
+
+
+async def kill_the_sink_before_its_commit(pipeline: Pipeline, chance: Random) -> float:
+    """Kill a sink between a write that Prometheus accepted and the commit of its offsets."""
+    kills, sink = pipeline.receiver.kills, chance.choice(pipeline.sinks)
+    pipeline.receiver.kill_at_next(sink.kill9)
+    await eventually(lambda: pipeline.receiver.kills > kills, "a write to kill at")
+    return time.time()
+
+
+async def kill_the_fleet(pipeline: Pipeline, chance: Random) -> float:
+    """Kill the producer: its next run begins, and what Kafka had not of the last one is lost.
+
+    The nodes come back with other GPUs and pods: the pods of a seed would live a second time, which none does.
+    """
+    pipeline.fleet.arguments += ["--seed", str(chance.randrange(1_000_000))]
+    return await kill(pipeline.fleet)
+
+
+async def pause_the_fleet(pipeline: Pipeline, chance: Random) -> float:
+    """Stop the producer for longer than a broker waits for anything."""
+    return await pause(pipeline.fleet, 12)
+
+
+# -- what is done to brokers
+
+
+async def kill_a_broker(pipeline: Pipeline, chance: Random) -> float:
+    """Kill one of the brokers, and start it again."""
+    broker = chance.choice(list(pipeline.brokers))
+    await asyncio.to_thread(broker.kill9)
+    await asyncio.sleep(chance.uniform(1, 8))
+    await asyncio.to_thread(broker.start)
+    return time.time()
+
+
+async def restart_a_broker(pipeline: Pipeline, chance: Random) -> float:
+    """Restart one of the brokers in good order."""
+    await asyncio.to_thread(chance.choice(list(pipeline.brokers)).restart)
+    return time.time()
+
+
+async def pause_a_broker(pipeline: Pipeline, chance: Random) -> float:
+    """A broker hangs: its connections stay, and nothing is answered."""
+    return await pause(chance.choice(list(pipeline.brokers)), chance.uniform(4, 14))
+
+
+# -- what is done to the receiver and to clocks
+
+
+async def fail_the_receiver(failure: Failure, pipeline: Pipeline, chance: Random) -> float:
+    """The receiver fails in this way for some seconds."""
+    with pipeline.receiver.failing(failure):
+        await asyncio.sleep(chance.uniform(6, 14))
+    return time.time()
+
+
+async def kill_prometheus(pipeline: Pipeline, chance: Random) -> float:
+    """Kill Prometheus, and start it again."""
+    await asyncio.to_thread(pipeline.prometheus.kill9)
+    await asyncio.sleep(chance.uniform(1, 8))
+    await asyncio.to_thread(pipeline.prometheus.start)
+    return time.time()
+
+
+async def skew(by_s: float, pipeline: Pipeline, chance: Random) -> float:
+    """The clock of two nodes is wrong for some seconds."""
+    pipeline.set_clock(by_s)
+    await asyncio.sleep(chance.uniform(4, 8))
+    pipeline.set_clock(0)
+    return time.time()
+
+
+FAULTS: tuple[Fault, ...] = (
+    Fault("worker with an instance id killed", "workers", partial(kill_member, "workers", 0), FIXED_BACK_S),
+    Fault("worker without an instance id killed", "workers", partial(kill_member, "workers", 1), MOVING_BACK_S),
+    Fault("sink with an instance id killed", "sinks", partial(kill_member, "sinks", 0), FIXED_BACK_S),
+    Fault("sink without an instance id killed", "sinks", partial(kill_member, "sinks", 1), MOVING_BACK_S),
+    Fault("worker with an instance id stopped past its session", "workers", partial(pause_member, "workers", 0)),
+    Fault("worker without an instance id stopped past its session", "workers", partial(pause_member, "workers", 1)),
+    Fault("sink with an instance id stopped past its session", "sinks", partial(pause_member, "sinks", 0)),
+    Fault("sink without an instance id stopped past its session", "sinks", partial(pause_member, "sinks", 1)),
+    Fault("rolling restart of the workers", "workers", partial(roll_members, "workers")),
+    Fault("rolling restart of the sinks", "sinks", partial(roll_members, "sinks")),
+    Fault("1, 4, 2 workers", "workers", scale),
+    Fault("sink killed between write and commit", "sinks", kill_the_sink_before_its_commit),
+    Fault("producer killed", "producers", kill_the_fleet),
+    Fault("producer stopped for 12 s", "producers", pause_the_fleet),
+    Fault("broker killed", "brokers", kill_a_broker),
+    Fault("broker restarted", "brokers", restart_a_broker),
+    Fault("broker hangs", "brokers", pause_a_broker),
+    Fault("Prometheus killed", "receiver", kill_prometheus),
+    *(Fault(f"receiver: {failure}", "receiver", partial(fail_the_receiver, failure)) for failure in FAILURES),
+    *(Fault(f"clock {by_s:+g} s", "clocks", partial(skew, by_s)) for by_s in (61, 540, 7200, -3600)),
+)

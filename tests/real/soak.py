@@ -1,0 +1,348 @@
+"""A pipeline under faults, and the exact count of what became of every sample.
+
+A :class:`Pipeline` is all of it, process by process: fleets, attribution workers and sinks, half of them with instance
+ids, between real brokers and a Prometheus behind a :class:`~tests.real.proxy.FaultyReceiver`. What ends is started
+again, as Kubernetes would. :func:`soak` does to it, round after round, what the table of
+:mod:`tests.real.faults` has, and :func:`count` then compares the truth with Kafka and Prometheus by identity.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import random
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from delivery import topic_admin
+from delivery.sender import Sender
+from tests.eventually import eventually
+from tests.real.pipeline import Gpustream, Tick, Truth, differences, lag, records_of, stored
+from tests.real.proxy import FaultyReceiver
+from tests.real.servers import KafkaServer, PrometheusServer
+
+if TYPE_CHECKING:
+    from tests.real.faults import Fault
+
+CLUSTER, SKEWED = "soak", "skewed"
+NODES, GPUS = 24, 4
+PARTITIONS = 6
+WHOLE_S = 300.0
+"""How long a round may take until all is well again, on a machine that is busy with other things."""
+
+DRAIN_S = 300.0
+PAGE_MIB = os.sysconf("SC_PAGE_SIZE") / 2**20
+POISON_EVERY_S = 4.0
+VALUES = (("gpu_memory_used", "memory_used_bytes"), ("gpu_utilization", "utilization_ratio"))
+POISONS = (b"", b"{", b'{"schema":1}', b"\xff\xfe", b"null", b'{"schema":1,"cluster":"soak","node":"","run_id":1}')
+
+Place = tuple[str, int, int]
+"""A record's topic, partition and offset."""
+
+
+class Usage(NamedTuple):
+    """What a process needed at a time of its life."""
+
+    at_s: float
+    memory_mib: float
+    descriptors: int
+
+
+def usage(pid: int) -> Usage:
+    """What a process needs now. Raises OSError if it has ended."""
+    of = Path(f"/proc/{pid}")
+    memory_mib = int((of / "statm").read_text().split()[1]) * PAGE_MIB
+    return Usage(time.time(), memory_mib, len(list((of / "fd").iterdir())))
+
+
+class Round(NamedTuple):
+    """What was done at once, and how long after the last of it was undone every node was in Prometheus again."""
+
+    faults: tuple["Fault", ...]
+    back_s: float
+
+
+@dataclass
+class Pipeline:
+    """Everything between the nodes and Prometheus; ``shift`` is a file with the seconds that a clock is wrong."""
+
+    brokers: Sequence[KafkaServer]
+    prometheus: PrometheusServer
+    make: Callable[..., Gpustream]
+    folder: Path
+    receiver: FaultyReceiver = field(init=False)
+    wanted: list[Gpustream] = field(default_factory=list)
+    launches: Counter[str] = field(default_factory=Counter)
+    poisoned: set[Place] = field(default_factory=set)
+    lives: dict[tuple[str, int], list[Usage]] = field(default_factory=dict)
+    quiet: list[tuple[float, float]] = field(default_factory=list)
+    rounds: list[Round] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.receiver = FaultyReceiver(self.prometheus.write_url)
+        self.truth, self.skewed_truth = self.folder / "truth.jsonl", self.folder / "skewed.jsonl"
+        self.shift = self.folder / "shift"
+        self.set_clock(0)
+        self.fleet = self._fleet("fleet", CLUSTER, f"{NODES}x{GPUS}", self.truth, "--seed", "1")
+        self.skewed = self._fleet("skewed", SKEWED, "2x1", self.skewed_truth, "--seed", "2")
+        self.skewed.python = [str(Path(__file__).parent / "skewed_clock.py"), str(self.shift)]
+        stream, sink = ("stream", "attribution"), ("sink", "remote-write", "--url", self.receiver.url)
+        self.workers = [self._member(f"worker-{number}", *stream, fixed=number % 2 == 0) for number in range(4)]
+        self.sinks = [self._member(f"sink-{number}", *sink, fixed=number % 2 == 0) for number in range(2)]
+
+    @property
+    def kafka(self) -> str:
+        """The bootstrap servers."""
+        return ",".join(broker.address for broker in self.brokers)
+
+    def _fleet(self, name: str, cluster: str, size: str, truth: Path, *more: str) -> Gpustream:
+        named = ("--cluster", cluster, "--fleet", size, "--truth", str(truth), "--pod-life", "1m")
+        return self.make(name, "produce", "simulated", *named, *more, "--kafka", self.kafka)
+
+    def _member(self, name: str, *arguments: str, fixed: bool) -> Gpustream:
+        instance = ("--instance-id", name) if fixed else ()
+        return self.make(name, *arguments, *instance, "--kafka", self.kafka)
+
+    def set_clock(self, by_s: float) -> None:
+        """Let the clock of the nodes of the cluster ``skewed`` be wrong by so many seconds."""
+        new = self.shift.with_suffix(".new")
+        new.write_text(f"{by_s}")
+        new.replace(self.shift)  # at once: a file that is being written is empty for a moment
+
+    # -- life
+
+    async def supervise(self) -> None:
+        """Start whatever is wanted and has ended; for ever."""
+        while True:
+            for process in self.wanted:
+                if not process.running:
+                    self.launches[process.name] += 1
+                    await asyncio.to_thread(process.begin)
+            await asyncio.sleep(0.1)
+
+    async def want(self, *processes: Gpustream) -> None:
+        """These are to run, and no others; the others are stopped in good order."""
+        gone, self.wanted = [one for one in self.wanted if one not in processes], list(processes)
+        await asyncio.gather(*(asyncio.to_thread(one.stop) for one in gone))
+
+    async def poison(self) -> None:
+        """Now and then one record of both inputs is none; for ever."""
+        sender, chance = Sender(self.kafka, client_id="poison"), random.Random(5)
+        await sender.start()
+        try:
+            while True:
+                topic, partition = chance.choice(["gpu.samples", "gpu.allocations"]), chance.randrange(PARTITIONS)
+                sent = await sender.send(topic, chance.choice(POISONS), key=b"soak/poison", partition=partition)
+                self.poisoned.add((topic, partition, await sent))
+                await asyncio.sleep(POISON_EVERY_S)
+        finally:
+            await sender.stop()
+
+    async def watch(self) -> None:
+        """Note what every process needs, every few seconds; for ever."""
+        while True:
+            for process in [one for one in self.wanted if one.running]:
+                with contextlib.suppress(OSError):  # it has just ended
+                    self.lives.setdefault((process.name, process.pid), []).append(usage(process.pid))
+            await asyncio.sleep(5)
+
+    async def whole(self, since_s: float) -> None:
+        """Wait until Prometheus has a tick of every node that was read since then."""
+
+        def behind() -> list[str]:
+            newest = self.receiver.newest_ms
+            nodes = [f"{CLUSTER}/sim-{number:04}" for number in range(NODES)]
+            return [node for node in nodes if newest.get(node, 0) < since_s * 1000]
+
+        try:
+            await eventually(lambda: not behind(), within_s=WHOLE_S, every_s=0.05)
+        except AssertionError:
+            states = {one.name: one.get("/readyz") or "not ready" for one in self.wanted}
+            raise AssertionError(f"still without news in Prometheus: {behind()}; {states}") from None
+
+    async def drain(self) -> None:
+        """Stop sampling, and wait until both groups have committed all there is."""
+        await self.want(*(one for one in self.wanted if one not in (self.fleet, self.skewed)))
+
+        async def read() -> bool:
+            left = await lag(self.kafka, "gpustream-attribution", ["gpu.samples"])
+            return left + await lag(self.kafka, "gpustream-sink-remote-write", ["gpu.attributed"]) == 0
+
+        await eventually(read, "both groups have committed all there is", within_s=DRAIN_S, every_s=1)
+
+    # -- what it was like
+
+    def latencies_s(self) -> list[float]:
+        """From each reading to its accepted write, while nothing failed."""
+        return [
+            (one.at_ms - one.ts_ms) / 1000
+            for one in self.receiver.accepted
+            if one.node.startswith(f"{CLUSTER}/")
+            and any(begin_s * 1000 <= one.ts_ms and one.at_ms <= end_s * 1000 for begin_s, end_s in self.quiet)
+        ]
+
+    def slopes(self) -> dict[str, tuple[float, float]]:
+        """Of the longest life of each process past its first two minutes: MiB and descriptors more an hour."""
+        found: dict[str, tuple[float, float]] = {}
+        for (name, _), life in sorted(self.lives.items(), key=lambda one: len(one[1])):
+            settled = [one for one in life if one.at_s >= life[0].at_s + 120]
+            if len(settled) >= 12:
+                times = [one.at_s / 3600 for one in settled]
+                memory = statistics.linear_regression(times, [one.memory_mib for one in settled]).slope
+                descriptors = statistics.linear_regression(times, [one.descriptors for one in settled]).slope
+                found[name] = memory, descriptors
+        return found
+
+
+@asynccontextmanager
+async def running(pipeline: Pipeline) -> AsyncIterator[None]:
+    """The pipeline at work, with two workers."""
+    await topic_admin.create(pipeline.kafka, partitions=PARTITIONS, replication_factor=min(3, len(pipeline.brokers)))
+    pipeline.wanted = [pipeline.fleet, pipeline.skewed, *pipeline.workers[:2], *pipeline.sinks]
+    beside = [asyncio.create_task(part()) for part in (pipeline.supervise, pipeline.watch)]
+    try:
+        await pipeline.whole(time.time())
+        yield
+    finally:
+        for task in beside:
+            task.cancel()
+        await asyncio.gather(*beside, return_exceptions=True)
+        await pipeline.want()
+        pipeline.receiver.close()
+
+
+async def soak(pipeline: Pipeline, faults: Sequence["Fault"], seed: int, duration_s: float) -> None:
+    """Round after round until the time is over, some faults at once, each in another part of the pipeline.
+
+    Every fault has its turn before any comes again.
+    """
+    chance = random.Random(seed)
+    ends_s, poison = time.monotonic() + duration_s, asyncio.create_task(pipeline.poison())
+    deck: list[Fault] = []
+    while time.monotonic() < ends_s:
+        if not deck:
+            deck = chance.sample(list(faults), len(faults))
+        hand = {fault.part: fault for fault in reversed(deck[: chance.choice((1, 2, 3))])}
+        deck = [fault for fault in deck if fault not in hand.values()]
+        undone_s = max(await asyncio.gather(*(one.strike(pipeline, chance) for one in hand.values())))
+        await pipeline.whole(undone_s)
+        done = Round(tuple(hand.values()), time.time() - undone_s)
+        pipeline.rounds.append(done)
+        say(f"{' + '.join(one.name for one in done.faults)}: back after {done.back_s:.1f} s")
+        await rest(pipeline, 2 + 4 * chance.random())
+    poison.cancel()
+    await asyncio.gather(poison, return_exceptions=True)
+
+
+def say(line: str) -> None:
+    """Write a line for whoever watches."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+async def rest(pipeline: Pipeline, for_s: float) -> None:
+    """Leave the pipeline alone for a while; what it does then is what it does on a good day."""
+    began_s = time.time()
+    await asyncio.sleep(for_s)
+    pipeline.quiet.append((began_s, time.time()))
+
+
+# -- the count
+
+
+@dataclass
+class Count:
+    """What became of every sample, by identity. ``wrong`` has a line for whatever should not be."""
+
+    sampled: int = 0
+    killed: int = 0
+    twice: int = 0
+    points: int = 0
+    wrong: list[str] = field(default_factory=list)
+
+
+async def count(pipeline: Pipeline) -> Count:
+    """Compare the truth with both topics, the dead letters and Prometheus."""
+    counted, kafka = Count(), pipeline.kafka
+    sent = Counter([tick async for tick in ticks_of(kafka, "gpu.samples")])
+    attributed: Counter[Tick] = Counter()
+    newest: dict[tuple[str, str, int], int] = {}
+    async for tick in ticks_of(kafka, "gpu.attributed"):
+        run, seq = tick[:3], tick[3]
+        if tick not in attributed and seq < newest.get(run, 0):
+            counted.wrong.append(f"{tick} was attributed after {newest[run]}")
+        newest[run] = max(seq, newest.get(run, 0))
+        attributed[tick] += 1
+    counted.wrong += [f"{tick} is in gpu.samples {times} times" for tick, times in sent.items() if times > 1]
+    counted.wrong += [f"{tick} was not attributed" for tick in sent.keys() - attributed.keys()]
+    counted.wrong += [f"{tick} was attributed, and never sent" for tick in attributed.keys() - sent.keys()]
+    counted.twice = attributed.total() - len(attributed)
+    letters = {place(record.headers) async for record in records_of(kafka, "gpu.dead-letters")}
+    counted.wrong += [f"{one} is no record, and no dead letter" for one in pipeline.poisoned - letters]
+    counted.wrong += [f"{one} is a dead letter" for one in letters - pipeline.poisoned]
+    for cluster, file in ((CLUSTER, pipeline.truth), (SKEWED, pipeline.skewed_truth)):
+        truth = await asyncio.to_thread(Truth.read, file)
+        lost = truth.ticks - sent.keys()
+        counted.sampled += len(truth.ticks)
+        counted.killed += len(lost)
+        counted.wrong += in_the_middle(truth.ticks, lost)
+        await compare(pipeline, cluster, truth, lost, counted)
+    return counted
+
+
+async def compare(pipeline: Pipeline, cluster: str, truth: Truth, lost: set[Tick], counted: Count) -> None:
+    """What Prometheus has, against the truth but for the ticks that were lost before Kafka.
+
+    Of the cluster whose clock was wrong nothing may be wrong; but what its clock made unacceptable may be missing.
+    """
+    began_s = min(begin_s for begin_s, _ in pipeline.quiet)
+    window = f"{int(time.time() - began_s) + 3600}s"
+    for metric, value in VALUES:
+        found = await asyncio.to_thread(stored, pipeline.prometheus, metric, cluster, window)
+        expected = {point: of for point, of in truth.points(value).items() if truth.of_tick[point] not in lost}
+        wrong = differences(expected, found, value)
+        counted.points += len(found)
+        counted.wrong += [f"{metric}: {one}" for one in wrong if cluster == CLUSTER or not one.startswith("missing")]
+
+
+def in_the_middle(sampled: set[Tick], lost: set[Tick]) -> list[str]:
+    """The lost ticks that are not the end of a run: a producer that is killed loses what Kafka had not yet, no more."""
+    runs = {
+        run: [tick in lost for tick in ticks]
+        for run, ticks in itertools.groupby(sorted(sampled), key=lambda tick: tick[:3])
+    }
+    last = {run[:2]: run for run in sorted(runs)}
+    return [
+        f"{run}: lost ticks {gone}"
+        for run, gone in runs.items()
+        if any(gone) and (gone != sorted(gone) or last[run[:2]] == run)
+    ]
+
+
+async def ticks_of(kafka: str, topic: str) -> AsyncIterator[Tick]:
+    """The ticks of a topic in the order of each partition, without what is none."""
+    async for record in records_of(kafka, topic):
+        try:
+            value = json.loads(record.value)
+            yield value["cluster"], value["node"], value["run_id"], value["seq"]
+        except (ValueError, KeyError, TypeError):
+            continue
+
+
+def place(headers: list[tuple[str, bytes]]) -> Place:
+    """Where the record of a dead letter was."""
+    named = {name: value.decode() for name, value in headers}
+    return named["topic"], int(named["partition"]), int(named["offset"])
+
+
+def quantile(values: Sequence[float], part: float) -> float:
+    """The value that this part of them is at most."""
+    return sorted(values)[min(len(values) - 1, int(part * len(values)))] if values else 0.0
