@@ -15,6 +15,7 @@ from tests.eventually import eventually, eventually_sync
 from tests.real.pipeline import Gpustream
 from tests.real.process import Server
 from tests.real.proxy import FAILURES, Failure
+from tests.real.servers import KafkaServer
 from tests.real.soak import Pipeline
 
 Part = Literal["workers", "sinks", "producers", "brokers", "receiver", "clocks"]
@@ -116,24 +117,46 @@ async def pause_the_fleet(pipeline: Pipeline, chance: Random) -> float:
 # -- what is done to brokers
 
 
-async def kill_a_broker(pipeline: Pipeline, chance: Random) -> float:
-    """Kill one of the brokers, and start it again."""
-    broker = chance.choice(list(pipeline.brokers))
-    await asyncio.to_thread(broker.kill9)
-    await asyncio.sleep(chance.uniform(1, 8))
-    await asyncio.to_thread(broker.start)
+async def kill_each_broker(pipeline: Pipeline, chance: Random) -> float:
+    """Kill one broker after the other, so that every partition, and the controller, is led by another one for a while.
+
+    The next one is killed when all have all records again.
+    """
+    for broker in chance.sample(pipeline.brokers, len(pipeline.brokers)):
+        await asyncio.to_thread(broker.kill9)
+        await asyncio.sleep(chance.uniform(1, 6))
+        await asyncio.to_thread(broker.start)
+        await asyncio.to_thread(eventually_sync, partial(in_sync, broker, len(pipeline.brokers)))
     return time.time()
 
 
-async def restart_a_broker(pipeline: Pipeline, chance: Random) -> float:
-    """Restart one of the brokers in good order."""
-    await asyncio.to_thread(chance.choice(list(pipeline.brokers)).restart)
+async def restart_each_broker(pipeline: Pipeline, chance: Random) -> float:
+    """Restart one broker after the other in good order, as an upgrade does."""
+    for broker in pipeline.brokers:
+        await asyncio.to_thread(broker.restart)
+        await asyncio.to_thread(eventually_sync, partial(in_sync, broker, len(pipeline.brokers)))
     return time.time()
+
+
+async def kill_all_but_one_broker(pipeline: Pipeline, chance: Random) -> float:
+    """Nothing can be written, and no group has its offsets, until two are back: so many must have a record."""
+    killed = chance.sample(pipeline.brokers, max(1, len(pipeline.brokers) - 1))
+    for broker in killed:
+        await asyncio.to_thread(broker.kill9)
+    await asyncio.sleep(chance.uniform(4, 12))
+    await asyncio.gather(*(asyncio.to_thread(broker.start) for broker in killed))
+    return time.time()
+
+
+def in_sync(broker: KafkaServer, replicas: int) -> bool:
+    """Whether every partition of gpu.samples has all its replicas in sync, as this broker says."""
+    partitions = broker.admin().list_topics("gpu.samples", timeout=5).topics["gpu.samples"].partitions
+    return all(len(partition.isrs) == replicas for partition in partitions.values())
 
 
 async def pause_a_broker(pipeline: Pipeline, chance: Random) -> float:
     """A broker hangs: its connections stay, and nothing is answered."""
-    return await pause(chance.choice(list(pipeline.brokers)), chance.uniform(4, 14))
+    return await pause(chance.choice(pipeline.brokers), chance.uniform(4, 14))
 
 
 # -- what is done to the receiver and to clocks
@@ -155,8 +178,8 @@ async def kill_prometheus(pipeline: Pipeline, chance: Random) -> float:
 
 
 async def skew(by_s: float, pipeline: Pipeline, chance: Random) -> float:
-    """The clock of two nodes is wrong for some seconds."""
-    pipeline.set_clock(by_s)
+    """The clock of two nodes is wrong for some seconds, by no whole ones: no two readings have the same time."""
+    pipeline.set_clock(by_s + 0.4)
     await asyncio.sleep(chance.uniform(4, 8))
     pipeline.set_clock(0)
     return time.time()
@@ -177,8 +200,9 @@ FAULTS: tuple[Fault, ...] = (
     Fault("sink killed between write and commit", "sinks", kill_the_sink_before_its_commit),
     Fault("producer killed", "producers", kill_the_fleet),
     Fault("producer stopped for 12 s", "producers", pause_the_fleet),
-    Fault("broker killed", "brokers", kill_a_broker),
-    Fault("broker restarted", "brokers", restart_a_broker),
+    Fault("each broker killed", "brokers", kill_each_broker),
+    Fault("each broker restarted", "brokers", restart_each_broker),
+    Fault("all brokers but one killed", "brokers", kill_all_but_one_broker),
     Fault("broker hangs", "brokers", pause_a_broker),
     Fault("Prometheus killed", "receiver", kill_prometheus),
     *(Fault(f"receiver: {failure}", "receiver", partial(fail_the_receiver, failure)) for failure in FAILURES),

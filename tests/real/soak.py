@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from delivery import topic_admin
+from delivery.connection import Connection
 from delivery.sender import Sender
 from tests.eventually import eventually
 from tests.real.pipeline import Gpustream, Tick, Truth, differences, lag, records_of, stored
@@ -135,7 +136,7 @@ class Pipeline:
 
     async def poison(self) -> None:
         """Now and then one record of both inputs is none; for ever."""
-        sender, chance = Sender(self.kafka, client_id="poison"), random.Random(5)
+        sender, chance = Sender(Connection(self.kafka), client_id="poison"), random.Random(5)
         await sender.start()
         try:
             while True:
@@ -189,6 +190,14 @@ class Pipeline:
             and any(begin_s * 1000 <= one.ts_ms and one.at_ms <= end_s * 1000 for begin_s, end_s in self.quiet)
         ]
 
+    def alone(self) -> dict["Fault", float]:
+        """How long each fault took to be overcome when it came alone: the median, in seconds."""
+        times: dict[Fault, list[float]] = {}
+        for done in self.rounds:
+            if len(done.faults) == 1:
+                times.setdefault(done.faults[0], []).append(done.back_s)
+        return {fault: statistics.median(found) for fault, found in times.items()}
+
     def slopes(self) -> dict[str, tuple[float, float]]:
         """Of the longest life of each process past its first two minutes: MiB and descriptors more an hour."""
         found: dict[str, tuple[float, float]] = {}
@@ -205,7 +214,8 @@ class Pipeline:
 @asynccontextmanager
 async def running(pipeline: Pipeline) -> AsyncIterator[None]:
     """The pipeline at work, with two workers."""
-    await topic_admin.create(pipeline.kafka, partitions=PARTITIONS, replication_factor=min(3, len(pipeline.brokers)))
+    connection, replicas = Connection(pipeline.kafka), len(pipeline.brokers)
+    await topic_admin.create(connection, partitions=PARTITIONS, replication_factor=replicas)
     pipeline.wanted = [pipeline.fleet, pipeline.skewed, *pipeline.workers[:2], *pipeline.sinks]
     beside = [asyncio.create_task(part()) for part in (pipeline.supervise, pipeline.watch)]
     try:
@@ -219,8 +229,10 @@ async def running(pipeline: Pipeline) -> AsyncIterator[None]:
         pipeline.receiver.close()
 
 
-async def soak(pipeline: Pipeline, faults: Sequence["Fault"], seed: int, duration_s: float) -> None:
-    """Round after round until the time is over, some faults at once, each in another part of the pipeline.
+async def soak(
+    pipeline: Pipeline, faults: Sequence["Fault"], *, seed: int, duration_s: float, at_once: Sequence[int]
+) -> None:
+    """Round after round until the time is over, so many faults at once, each in another part of the pipeline.
 
     Every fault has its turn before any comes again.
     """
@@ -230,13 +242,14 @@ async def soak(pipeline: Pipeline, faults: Sequence["Fault"], seed: int, duratio
     while time.monotonic() < ends_s:
         if not deck:
             deck = chance.sample(list(faults), len(faults))
-        hand = {fault.part: fault for fault in reversed(deck[: chance.choice((1, 2, 3))])}
+        hand = dict(list({fault.part: fault for fault in reversed(deck)}.items())[: chance.choice(at_once)])
         deck = [fault for fault in deck if fault not in hand.values()]
         undone_s = max(await asyncio.gather(*(one.strike(pipeline, chance) for one in hand.values())))
         await pipeline.whole(undone_s)
         done = Round(tuple(hand.values()), time.time() - undone_s)
         pipeline.rounds.append(done)
         say(f"{' + '.join(one.name for one in done.faults)}: back after {done.back_s:.1f} s")
+        assert not poison.done(), f"nothing is poisoned any more: {poison}"
         await rest(pipeline, 2 + 4 * chance.random())
     poison.cancel()
     await asyncio.gather(poison, return_exceptions=True)
