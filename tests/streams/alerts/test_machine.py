@@ -4,6 +4,7 @@ from collections import Counter
 from itertools import takewhile
 
 import msgspec
+import pytest
 from hypothesis import given
 
 from streams.alerts import machine
@@ -118,6 +119,27 @@ def test_a_firing_one_outlasts_that_a_clock_was_set_back_by_hours_and_ends_when_
         assert [alert.state for alert in life.written] == ["firing"]
         assert life.go(range(120), IDLE) == []
         assert [state for _, _, state in life.go(range(120, 150), end)] == ["resolved"]
+
+
+@pytest.mark.parametrize("by_s", [61, 540, 7200])
+def test_a_clock_that_is_set_ahead_and_right_again_makes_nothing_last_longer_and_ends_nothing_that_holds(
+    by_s: int,
+) -> None:
+    life = Life()
+    assert life.go(range(10), IDLE) == []
+    assert life.go(range(10 + by_s, 20 + by_s), IDLE) == []
+    assert life.go(range(20, 60), IDLE) == [(40, "GPUHeldIdle", "firing")]
+    assert life.go(range(60 + by_s, 70 + by_s), IDLE) == []
+    assert life.go(range(70, 80), IDLE) == []
+    assert [state for _, _, state in life.go(range(80, 90), BUSY)] == ["resolved"]
+
+
+@pytest.mark.parametrize("by_s", [61, 540, 7200])
+def test_while_a_clock_stands_still_nothing_fires_and_after_it_everything_as_if_it_had_just_begun(by_s: int) -> None:
+    life = Life()
+    assert life.go(range(10), IDLE) == []
+    assert [alerts for _ in range(by_s) if (alerts := life.step(tick(9, IDLE)))] == []
+    assert life.go(range(9 + by_s, 60 + by_s), IDLE) == [(29 + by_s, "GPUHeldIdle", "firing")]
 
 
 def test_an_event_fires_at_once_and_lasts_for_a_while_after_the_last_of_its_kind() -> None:
