@@ -199,7 +199,7 @@ class ClusterProducer:
         try:
             await self._api.start()
             async with asyncio.TaskGroup() as group:
-                parts = [*(watch.run() for watch in self._watches.values()), self._owners.run(), self._connect()]
+                parts = [*(watch.run() for watch in self._watches.values()), self._owners.run(), self._sender.start()]
                 beside = [group.create_task(part) for part in parts]
                 try:
                     await first_of(stop, self._synced())
@@ -213,10 +213,6 @@ class ClusterProducer:
         finally:
             await self._sender.stop(0.5)
             await self._api.close()
-
-    async def _connect(self) -> None:
-        await self._sender.start()
-        self._wake.set()
 
     async def _synced(self) -> None:
         """Wait for Kafka, for pods and nodes, and, not for long, for what a record can be without."""

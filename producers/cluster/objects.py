@@ -102,17 +102,13 @@ class PodCondition(msgspec.Struct, frozen=True, rename="camel"):
     last_transition_time: Time | None = None
 
 
-class Present(msgspec.Struct, frozen=True):
-    """Something of which only matters that it is there."""
-
-
 class PodStatus(msgspec.Struct, frozen=True, rename="camel"):
     phase: str | None = None
     start_time: Time | None = None
     conditions: list[PodCondition] | None = None
     container_statuses: list[ContainerStatus] | None = None
     init_container_statuses: list[ContainerStatus] | None = None
-    extended_resource_claim_status: Present | None = None
+    extended_resource_claim_status: dict[str, msgspec.Raw] | None = None  # only that it is there matters
 
 
 class Pod(msgspec.Struct, frozen=True):
@@ -190,11 +186,6 @@ class ApiResource(msgspec.Struct, frozen=True):
 
 class ApiResources(msgspec.Struct, frozen=True):
     resources: list[ApiResource] | None = None
-
-
-def reader(kind: type[T]) -> "msgspec.json.Decoder[T]":
-    """A decoder of one kind of object, to be used with :func:`decode`; one is enough for all objects of it."""
-    return msgspec.json.Decoder(kind)
 
 
 def decode(decoder: "msgspec.json.Decoder[T]", raw: bytes) -> T:

@@ -21,11 +21,13 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 from urllib.parse import quote
 
+import msgspec
+
 from delivery.instruments import Instruments
 from producers.cluster import instruments as names
 from producers.cluster import objects
 from producers.cluster.client import Answer, Client, Unreachable
-from producers.cluster.objects import UndecodableObject, controller, decode, reader
+from producers.cluster.objects import UndecodableObject, controller, decode
 from producers.cluster.pods import as_owner
 from topics.workloads import Owner
 
@@ -46,7 +48,7 @@ _NAME = re.compile(r"(?!\.{1,2}\Z)[^/%\x00-\x20\x7f]{1,253}")
 _METADATA_ONLY = {"Accept": "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"}
 _JSON = {"Accept": "application/json"}
 
-_OBJECT, _RESOURCES = reader(objects.Object), reader(objects.ApiResources)
+_OBJECT, _RESOURCES = msgspec.json.Decoder(objects.Object), msgspec.json.Decoder(objects.ApiResources)
 
 
 class Chain(NamedTuple):

@@ -24,7 +24,7 @@ import msgspec
 from delivery.instruments import Instruments
 from producers.cluster import instruments as names
 from producers.cluster.client import SILENCE_S, ApiHealth, Client, Status, Unreachable, message
-from producers.cluster.objects import Identity, UndecodableObject, decode, reader
+from producers.cluster.objects import Identity, UndecodableObject, decode
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -69,7 +69,7 @@ class Listener(Generic[T]):
     ) -> None:
         self._known, self._apply, self._drop, self._wake = known, apply, drop, wake
         self._key: Callable[[msgspec.Struct], str] = attrgetter(f"metadata.{key}")
-        self._whole, self._identity = reader(kind), reader(Identity)
+        self._whole, self._identity = msgspec.json.Decoder(kind), msgspec.json.Decoder(Identity)
         self._unlisted: dict[str, None] = {}
         self._undecodable = instruments.counter(names.UNDECODABLE, resource)
         self._objects = instruments.gauge(names.OBJECTS, resource)
@@ -147,28 +147,17 @@ def refused(path: str, status: int, body: bytes, retry_after_s: float | None = N
     return Restart("refused", f"an answer that makes no sense here ({status}): {said}", relist=True, wait_s=wait_s)
 
 
-class _Version(msgspec.Struct):
+class _Metadata(msgspec.Struct):
     version: Annotated[str, msgspec.Meta(min_length=1)] = msgspec.field(name="resourceVersion")
-
-
-class _Versioned(msgspec.Struct):
-    metadata: _Version
-
-
-class _BookmarkMetadata(_Version):
     annotations: dict[str, str] | None = None
-
-
-class _Bookmark(msgspec.Struct):
-    metadata: _BookmarkMetadata
-
-
-class _PageMetadata(_Version):
     next_page: str | None = msgspec.field(name="continue", default=None)
 
 
-class _Page(msgspec.Struct):
-    metadata: _PageMetadata
+class _Versioned(msgspec.Struct):
+    metadata: _Metadata
+
+
+class _Page(_Versioned):
     items: list[msgspec.Raw] | None
 
 
@@ -178,7 +167,7 @@ class _WatchEvent(msgspec.Struct):
 
 
 _event, _versioned = msgspec.json.Decoder(_WatchEvent), msgspec.json.Decoder(_Versioned)
-_bookmark, _page, _status = (msgspec.json.Decoder(_Bookmark), msgspec.json.Decoder(_Page), msgspec.json.Decoder(Status))
+_page, _status = msgspec.json.Decoder(_Page), msgspec.json.Decoder(Status)
 
 
 def _read(
@@ -325,7 +314,7 @@ class Reflector:
                 if event.type != "BOOKMARK":
                     self._pass_on(event)
                     continue
-                metadata = _read(_bookmark, event.object).metadata
+                metadata = _read(_versioned, event.object).metadata
                 if (metadata.annotations or {}).get(_LIST_ENDS) == "true":
                     self._complete(metadata.version)
                     return True

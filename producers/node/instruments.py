@@ -14,8 +14,6 @@ XIDS = "gpustream_node_xid_errors_total"
 BUFFER_SECONDS = "gpustream_node_buffer_seconds"
 JOB_FILE_ERRORS = "gpustream_node_job_file_errors_total"
 
-KUBELET_RESULTS = ("ok", "unavailable", "deadline", "rate_limited", "too_large", "undecodable", "refused")
-
 INSTRUMENTS: tuple[Instrument, ...] = (
     Instrument(MISSED, "counter", "Ticks that were never read, because the process was late by a whole interval."),
     Instrument(GPUS, "gauge", "GPUs and MIG devices in the last tick, by state: ok, lost, timeout.", ("state",)),

@@ -4,8 +4,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from producers.cluster import config, objects
-from producers.cluster.objects import Selection, decode, reader
+from producers.cluster.objects import Selection, decode
 from producers.cluster.store import Store
 from topics.workloads import Owner
 
@@ -15,7 +17,11 @@ PREFIXES = ("nvidia.com/",)
 START = "2026-03-01T12:00:00Z"
 START_MS = 1_772_366_400_000
 
-_POD, _SLICE, _CLAIM = reader(objects.Pod), reader(objects.ResourceSlice), reader(objects.ResourceClaim)
+_POD, _SLICE, _CLAIM = (
+    msgspec.json.Decoder(objects.Pod),
+    msgspec.json.Decoder(objects.ResourceSlice),
+    msgspec.json.Decoder(objects.ResourceClaim),
+)
 
 
 def raw(of: JsonDict) -> bytes:

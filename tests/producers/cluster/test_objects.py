@@ -1,12 +1,13 @@
 """Objects are read as the API server writes them; what is malformed is told from what is merely empty."""
 
+import msgspec
 import pytest
 
 from producers.cluster import objects
-from producers.cluster.objects import UndecodableObject, controller, decode, milliseconds, reader
+from producers.cluster.objects import UndecodableObject, controller, decode, milliseconds
 from tests.producers.cluster.made import START_MS, pod, pod_json, raw
 
-_POD, _IDENTITY = reader(objects.Pod), reader(objects.Identity)
+_POD, _IDENTITY = msgspec.json.Decoder(objects.Pod), msgspec.json.Decoder(objects.Identity)
 
 
 def test_what_is_read_of_a_pod_is_what_the_api_server_says() -> None:

@@ -1,5 +1,6 @@
 """GPU pods are told from others, and what is kept of labels is what an allow-list names, in bounds."""
 
+import msgspec
 import orjson
 import pytest
 from hypothesis import given
@@ -14,12 +15,11 @@ from producers.cluster.objects import (
     Selection,
     allow_list_mistakes,
     decode,
-    reader,
     shortened,
 )
 from tests.producers.cluster.made import PREFIXES, pod, pod_json, raw
 
-_POD = reader(objects.Pod)
+_POD = msgspec.json.Decoder(objects.Pod)
 
 
 def selection(*prefixes: str) -> Selection:

@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import grpc
 import pytest
@@ -16,7 +16,7 @@ import pytest
 from delivery.instruments import Instruments
 from producers.node import instruments as names
 from producers.node import kubelet as module
-from producers.node.kubelet import SETTLED_AFTER_S, Kubelet, containers, failure
+from producers.node.kubelet import SETTLED_AFTER_S, Kubelet, Result, containers, failure
 from tests.eventually import eventually
 from tests.producers.fakes import FakeClock, value
 from tests.producers.node.pod_resources import (
@@ -99,9 +99,7 @@ class Bench:
 
     def counted(self) -> dict[str, float]:
         """The calls so far, by result."""
-        found = {
-            result: value(self.instruments, names.KUBELET_CALLS, result=result) for result in names.KUBELET_RESULTS
-        }
+        found = {result: value(self.instruments, names.KUBELET_CALLS, result=result) for result in get_args(Result)}
         return {result: count for result, count in found.items() if count}
 
     def age_s(self) -> float:
