@@ -20,15 +20,10 @@ class AttributionSettings(MemberSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class AlertSettings(MemberSettings):
-    rules: Annotated[
-        Path | None,
-        Option(
-            "--rules",
-            READABLE_FILE,
-            "alerts: a TOML file of rules, laid over the defaults; see `gpustream rules check`.",
-            shown="those that come with it",
-        ),
-    ] = None
+    rules: Annotated[Path | None, Option(
+        "--rules", READABLE_FILE, "alerts: a TOML file of rules, laid over the defaults; see `gpustream rules check`.",
+        shown="those that come with it",
+    )] = None  # fmt: skip
     group: str = "gpustream-alerts"
 
     def mistakes(self) -> list[str]:

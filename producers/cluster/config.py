@@ -14,33 +14,17 @@ from producers.cluster.objects import allow_list_mistakes
 from producers.settings import GPU_RESOURCES, ResourcePrefixes, prefix_mistakes
 
 POD_LABELS = (
-    "app",
-    "app.kubernetes.io/*",
-    "team",
-    "project",
-    "owner",
-    "cost-center",
-    "queue",
-    "ray.io/cluster",
-    "ray.io/group",
-    "ray.io/node-type",
-    "training.kubeflow.org/*",
-    "batch.kubernetes.io/job-completion-index",
-    "jobset.sigs.k8s.io/*",
-    "leaderworkerset.sigs.k8s.io/*",
-    "kueue.x-k8s.io/queue-name",
-    "workflows.argoproj.io/workflow",
-)
+    "app", "app.kubernetes.io/*", "team", "project", "owner", "cost-center", "queue", "ray.io/cluster", "ray.io/group",
+    "ray.io/node-type", "training.kubeflow.org/*", "batch.kubernetes.io/job-completion-index", "jobset.sigs.k8s.io/*",
+    "leaderworkerset.sigs.k8s.io/*", "kueue.x-k8s.io/queue-name", "workflows.argoproj.io/workflow",
+)  # fmt: skip
 POD_ANNOTATIONS = ("gpustream.dev/*", "hami.io/vgpu-devices-allocated")
 """What is always kept of a pod's annotations: without HAMi's its pods would be shown on other GPUs."""
 
 NAMESPACE_LABELS = ("team", "project", "owner", "cost-center", "environment", "gpustream.dev/*")
 NODE_LABELS = (
-    "topology.kubernetes.io/zone",
-    "topology.kubernetes.io/region",
-    "node.kubernetes.io/instance-type",
-    "nvidia.com/*",
-)
+    "topology.kubernetes.io/zone", "topology.kubernetes.io/region", "node.kubernetes.io/instance-type", "nvidia.com/*",
+)  # fmt: skip
 """What is always kept of a node's labels."""
 
 LEASE_NAME = "gpustream-cluster"
@@ -70,59 +54,33 @@ class ClusterSettings(KafkaSettings):
     :data:`NODE_LABELS` and :data:`POD_ANNOTATIONS`. ``lease`` None: there is no other replica.
     """
 
-    kubeconfig: Annotated[
-        Path | None,
-        Option(
-            "--kubeconfig",
-            READABLE_FILE,
-            "How to reach the API server.",
-            shown="the pod's service account, else KUBECONFIG, else ~/.kube/config",
-        ),
-    ] = None
+    kubeconfig: Annotated[Path | None, Option(
+        "--kubeconfig", READABLE_FILE, "How to reach the API server.",
+        shown="the pod's service account, else KUBECONFIG, else ~/.kube/config",
+    )] = None  # fmt: skip
     resource_prefixes: ResourcePrefixes = GPU_RESOURCES
     pod_labels: Annotated[
         tuple[str, ...], Option("--pod-labels", NAMES, "Which labels of pods are published; the rest is not read on.")
     ] = POD_LABELS
-    pod_annotations: Annotated[
-        tuple[str, ...],
-        Option(
-            "--pod-annotations",
-            NAMES,
-            f"Which annotations of pods are published beside {', '.join(POD_ANNOTATIONS)}.",
-            shown="none",
-        ),
-    ] = ()
+    pod_annotations: Annotated[tuple[str, ...], Option(
+        "--pod-annotations", NAMES, f"Which annotations of pods are published beside {', '.join(POD_ANNOTATIONS)}.",
+        shown="none",
+    )] = ()  # fmt: skip
     namespace_labels: Annotated[
         tuple[str, ...],
         Option("--namespace-labels", NAMES, "Which labels of namespaces are published; the rest is not read on."),
     ] = NAMESPACE_LABELS
-    node_labels: Annotated[
-        tuple[str, ...],
-        Option(
-            "--node-labels",
-            NAMES,
-            f"Which labels of nodes are published beside {', '.join(NODE_LABELS)}.",
-            shown="none",
-        ),
-    ] = ()
-    lease: Annotated[
-        str | None,
-        Option(
-            "--lease",
-            LEASE,
-            "By which Lease several replicas agree on the one that publishes. off: this is the only one.",
-            shown=f"{LEASE_NAME} in the pod's namespace",
-        ),
-    ] = field(default_factory=default_lease)
-    identity: Annotated[
-        str,
-        Option(
-            "--identity",
-            NAME,
-            "What this replica is called in the Lease.",
-            shown="POD_NAME, else the host's name and a random part",
-        ),
-    ] = field(default_factory=default_identity)
+    node_labels: Annotated[tuple[str, ...], Option(
+        "--node-labels", NAMES, f"Which labels of nodes are published beside {', '.join(NODE_LABELS)}.", shown="none",
+    )] = ()  # fmt: skip
+    lease: Annotated[str | None, Option(
+        "--lease", LEASE, "By which Lease several replicas agree on the one that publishes. off: this is the only one.",
+        shown=f"{LEASE_NAME} in the pod's namespace",
+    )] = field(default_factory=default_lease)  # fmt: skip
+    identity: Annotated[str, Option(
+        "--identity", NAME, "What this replica is called in the Lease.",
+        shown="POD_NAME, else the host's name and a random part",
+    )] = field(default_factory=default_identity)  # fmt: skip
 
     def mistakes(self) -> list[str]:
         found = super().mistakes()

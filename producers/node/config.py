@@ -32,34 +32,22 @@ class ReadingSettings:
     """How a node is read. ``pod_resources_socket`` None: there is no kubelet. ``hpc_job_mapping_dir`` None: no files
     say which jobs there are."""
 
-    pod_resources_socket: Annotated[
-        Path | None,
-        Option(
-            "--pod-resources-socket",
-            SOCKET,
-            "Where the kubelet says which container has which GPU. Mount its folder, not the socket. off: there is no"
-            " kubelet on this machine.",
-        ),
-    ] = KUBELET_SOCKET
+    pod_resources_socket: Annotated[Path | None, Option(
+        "--pod-resources-socket", SOCKET,
+        "Where the kubelet says which container has which GPU. Mount its folder, not the socket. off: there is no"
+        " kubelet on this machine.",
+    )] = KUBELET_SOCKET  # fmt: skip
     resource_prefixes: ResourcePrefixes = GPU_RESOURCES
-    procfs: Annotated[
-        Path,
-        Option(
-            "--procfs",
-            EXISTING_DIRECTORY,
-            "The host's procfs, where the pod of a GPU's process is found: /proc in a pod with hostPID, else where the"
-            " host's is mounted.",
-        ),
-    ] = Path("/proc")
-    hpc_job_mapping_dir: Annotated[
-        Path | None,
-        Option(
-            "--hpc-job-mapping-dir",
-            DIRECTORY,
-            "A directory in which a batch system's prolog names the jobs of each GPU: a file named 0 (its index) or 2.1"
-            " (index and GPU instance), a job id a line.",
-        ),
-    ] = None
+    procfs: Annotated[Path, Option(
+        "--procfs", EXISTING_DIRECTORY,
+        "The host's procfs, where the pod of a GPU's process is found: /proc in a pod with hostPID, else where the"
+        " host's is mounted.",
+    )] = Path("/proc")  # fmt: skip
+    hpc_job_mapping_dir: Annotated[Path | None, Option(
+        "--hpc-job-mapping-dir", DIRECTORY,
+        "A directory in which a batch system's prolog names the jobs of each GPU: a file named 0 (its index) or 2.1"
+        " (index and GPU instance), a job id a line.",
+    )] = None  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,15 +48,8 @@ TEMPLATES = (
     Template("Deployment", "speech-to-text", "media", "media", "serving", (1,), 0.9, ("whisper",)),
 )
 
-_API_VERSIONS = {
-    "ReplicaSet": "apps/v1",
-    "Deployment": "apps/v1",
-    "StatefulSet": "apps/v1",
-    "DaemonSet": "apps/v1",
-    "Job": "batch/v1",
-    "CronJob": "batch/v1",
-    "RayCluster": "ray.io/v1",
-}
+_API_VERSIONS = dict.fromkeys(("ReplicaSet", "Deployment", "StatefulSet", "DaemonSet"), "apps/v1")
+_API_VERSIONS |= {"Job": "batch/v1", "CronJob": "batch/v1", "RayCluster": "ray.io/v1"}
 
 
 class PodContainer(NamedTuple):

@@ -53,21 +53,12 @@ INSTRUMENTS = (
     Instrument("gpustream_alerts_delay_seconds", "histogram", "From when a tick was logged until its alert was"
                " acknowledged.", buckets=(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0)),
     *instruments(
-        "gpustream_alerts_records_read_total",
-        "gpustream_alerts_records_delivered_total",
-        "gpustream_alerts_records_duplicate_total",
-        "gpustream_alerts_records_dead_lettered_total",
-        "gpustream_alerts_records_released_total",
-        "gpustream_alerts_records_held",
-        "gpustream_alerts_open_bytes",
-        "gpustream_alerts_nodes",
-        "gpustream_alerts_lag_records",
-        "gpustream_alerts_misplaced_nodes_total",
-        "gpustream_alerts_rebalances_total",
-        "gpustream_alerts_holes_total",
-        "gpustream_alerts_lost_offsets_total",
-        "gpustream_alerts_loop_late_seconds",
-    ),
+        "gpustream_alerts_records_read_total", "gpustream_alerts_records_delivered_total",
+        "gpustream_alerts_records_duplicate_total", "gpustream_alerts_records_dead_lettered_total",
+        "gpustream_alerts_records_released_total", "gpustream_alerts_records_held", "gpustream_alerts_open_bytes",
+        "gpustream_alerts_nodes", "gpustream_alerts_lag_records", "gpustream_alerts_misplaced_nodes_total",
+        "gpustream_alerts_rebalances_total", "gpustream_alerts_holes_total", "gpustream_alerts_lost_offsets_total",
+        "gpustream_alerts_loop_late_seconds"),
 )  # fmt: skip
 """What the alert stream says of itself."""
 

@@ -30,12 +30,9 @@ BUCKET_MS = 5_000
 XID = "xid/"  # what the names of counters of XID errors begin with; the code follows
 
 COUNTERS = (
-    "ecc_uncorrected_volatile_total",
-    "ecc_uncorrected_aggregate_total",
-    "nvlink_crc_errors_total",
-    "nvlink_replay_errors_total",
-    "nvlink_recovery_errors_total",
-)
+    "ecc_uncorrected_volatile_total", "ecc_uncorrected_aggregate_total", "nvlink_crc_errors_total",
+    "nvlink_replay_errors_total", "nvlink_recovery_errors_total",
+)  # fmt: skip
 """The metrics whose errors within a minute rules judge."""
 
 _replace = msgspec.structs.replace

@@ -60,21 +60,13 @@ INSTRUMENTS = (
                " logged before a time to which they were taken as read: the clocks of two brokers are more than half"
                " a second apart, and a replay may name other pods."),
     *instruments(
-        "gpustream_attribution_records_read_total",
-        "gpustream_attribution_records_delivered_total",
-        "gpustream_attribution_records_duplicate_total",
-        "gpustream_attribution_records_dead_lettered_total",
-        "gpustream_attribution_records_released_total",
-        "gpustream_attribution_records_held",
-        "gpustream_attribution_open_bytes",
-        "gpustream_attribution_nodes",
-        "gpustream_attribution_lag_records",
-        "gpustream_attribution_misplaced_nodes_total",
-        "gpustream_attribution_rebalances_total",
-        "gpustream_attribution_holes_total",
-        "gpustream_attribution_lost_offsets_total",
-        "gpustream_attribution_loop_late_seconds",
-    ),
+        "gpustream_attribution_records_read_total", "gpustream_attribution_records_delivered_total",
+        "gpustream_attribution_records_duplicate_total", "gpustream_attribution_records_dead_lettered_total",
+        "gpustream_attribution_records_released_total", "gpustream_attribution_records_held",
+        "gpustream_attribution_open_bytes", "gpustream_attribution_nodes", "gpustream_attribution_lag_records",
+        "gpustream_attribution_misplaced_nodes_total", "gpustream_attribution_rebalances_total",
+        "gpustream_attribution_holes_total", "gpustream_attribution_lost_offsets_total",
+        "gpustream_attribution_loop_late_seconds"),
 )  # fmt: skip
 """What the attribution stream says of itself."""
 

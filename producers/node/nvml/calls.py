@@ -26,15 +26,10 @@ LONGEST_SLOW_WAIT = 64  # a slow call is made again after 1, 2, 4 readings, and 
 FIRST_WAIT, LONGEST_WAIT = 1, 64  # readings until a source that has answered before is asked again
 FIRST_UNKNOWN_WAIT, LONGEST_UNKNOWN_WAIT = 64, 4096  # readings until one that never has is asked again
 
-_LOST = frozenset(
-    {
-        binding.GPU_IS_LOST,
-        binding.GPU_NOT_FOUND,
-        binding.UNINITIALIZED,
-        binding.DRIVER_NOT_LOADED,
-        binding.LIB_RM_VERSION_MISMATCH,
-    }
-)
+_LOST = frozenset({
+    binding.GPU_IS_LOST, binding.GPU_NOT_FOUND, binding.UNINITIALIZED, binding.DRIVER_NOT_LOADED,
+    binding.LIB_RM_VERSION_MISMATCH,
+})  # fmt: skip
 """A GPU that fell off the bus, or a driver that did."""
 
 _UNSUPPORTED = frozenset(

@@ -77,29 +77,17 @@ class View(NamedTuple):
 def view_of(rules: Rules, tick: Tick, device: Device, before: Memory, now: Memory, parents: set[str]) -> View:
     """How a device of a tick is seen; ``parents`` are the GPUs that have MIG devices."""
     metrics = device.metrics
-    main = (
-        metrics.gpu_utilization_ratio,
-        metrics.gpu_utilization_max_ratio,
-        metrics.graphics_engine_active_ratio,
-        metrics.sm_active_ratio,
-    )
+    of_kernels = (metrics.gpu_utilization_ratio, metrics.gpu_utilization_max_ratio)
+    main = (*of_kernels, metrics.graphics_engine_active_ratio, metrics.sm_active_ratio)
     known = [ratio for ratio in main if ratio is not None]
     whole = device.mig is not None or (device.uuid not in parents and device.info.mig_mode != "enabled")
     pods: Iterable[Sequence[Holder]] = [device.holders] if device.holders else []
     if len(device.holders) > 1:
         pods = by_pod(device.holders).values()
-    return View(
-        rules,
-        tick,
-        device,
-        before,
-        now.devices[device.uuid],
-        now.windows.get(device.uuid, _NO_WINDOWS),
-        tuple([Pod(tuple(one), policy_of(one[0])) for one in pods]),
-        max(*known, video(device), 0.0),
-        bool(known),
-        whole,
-    )
+    holding = tuple([Pod(tuple(one), policy_of(one[0])) for one in pods])
+    seen, windows = now.devices[device.uuid], now.windows.get(device.uuid, _NO_WINDOWS)
+    work, measured = max(*known, video(device), 0.0), bool(known)
+    return View(rules, tick, device, before, seen, windows, holding, work, measured, whole)
 
 
 _NO_WINDOWS: Windows = {}
@@ -132,6 +120,7 @@ def of_device(
     value: float | None = None,
     key: str = "",
 ) -> None:
+    """A finding about a device, whoever holds it."""
     ruled = view.rules.in_force(rule, sole(view))
     if ruled is not None:
         facts = Facts(view.device, None, view.device.holders)

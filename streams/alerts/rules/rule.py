@@ -19,22 +19,10 @@ from topics.alerts import Severity
 from topics.attributed import Holder
 
 Kind = Literal[
-    "held_idle",
-    "used_unallocated",
-    "attribution_conflict",
-    "xid",
-    "ecc_uncorrectable",
-    "row_remap_failure",
-    "row_remap_pending",
-    "thermal_slowdown",
-    "power_brake",
-    "nvlink_errors",
-    "lost",
-    "not_answering",
-    "missing",
-    "node_silent",
-    "policy_invalid",
-]
+    "held_idle", "used_unallocated", "attribution_conflict", "xid", "ecc_uncorrectable", "row_remap_failure",
+    "row_remap_pending", "thermal_slowdown", "power_brake", "nvlink_errors", "lost", "not_answering", "missing",
+    "node_silent", "policy_invalid",
+]  # fmt: skip
 KINDS: tuple[Kind, ...] = get_args(Kind)
 _CACHED = 10_000  # of how many pods' rules are remembered; past that, all are found again
 
