@@ -22,12 +22,27 @@ import click
 from delivery import values
 from delivery.connection import Connection
 
+DEAD_LETTERS = "gpu.dead-letters"
+
+
+class Uses(NamedTuple):
+    """What a component must be allowed to do with topics. Those that it ``sees`` it neither reads nor writes.
+
+    Topics ``beside`` may be missing, and this client need not see them; if it does, they must have as many partitions.
+    """
+
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    sees: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()
+
 
 class Registered(NamedTuple):
     """A row of a registry of components: import strings ``module:name`` of the component and of its settings.
 
-    ``reads`` and ``writes`` are its topics. ``help`` and ``example`` are what the command says of it. A ``light``
-    component runs in little memory.
+    ``reads`` and ``writes`` are its topics in the flow. What it ``keeps`` it writes, and reads back at a start; the
+    others are as in :class:`Uses`. ``help`` and ``example`` are what the command says of it. A ``light`` component runs
+    in little memory.
     """
 
     component: str
@@ -36,7 +51,17 @@ class Registered(NamedTuple):
     example: str
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
+    keeps: tuple[str, ...] = ()
+    sees: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()
     light: bool = False
+
+    @property
+    def uses(self) -> Uses:
+        """What it must be allowed to do. Whoever reads a flow writes dead letters."""
+        letters = (DEAD_LETTERS,) if self.reads else ()
+        writes = tuple(dict.fromkeys((*self.writes, *self.keeps, *letters)))
+        return Uses((*self.reads, *self.keeps), writes, self.sees, self.beside)
 
 
 class Text(click.ParamType):

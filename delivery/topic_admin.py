@@ -16,6 +16,7 @@ from aiokafka.admin import NewTopic
 from delivery.clients import backoff
 from delivery.connection import Connection
 from delivery.kafka_admin import Admin, BrokerError, BrokerUnavailable, Found, SettingsUnknown, connect
+from delivery.settings import Uses
 from topics.topic import PARTITIONS, REPLICATION_FACTOR, Topic, load_topics
 
 _AT_LEAST = ("retention.ms", "max.message.bytes")
@@ -71,6 +72,10 @@ class ContractMismatch(BrokerError):
         super().__init__("\n".join(str(mistake) for mistake in self.mistakes))
 
 
+class NotAllowed(BrokerError):
+    """Kafka's ACLs do not let this client do what it must; one line a topic and a right."""
+
+
 def mismatches(topics: Iterable[Topic], found: Mapping[str, Found], beside: Iterable[Topic] = ()) -> list[Mismatch]:
     """Everything about these topics that is not as it must be, of what the broker says.
 
@@ -90,24 +95,43 @@ def mismatches(topics: Iterable[Topic], found: Mapping[str, Found], beside: Iter
 async def inspect(connection: Connection, names: Iterable[str] | None = None) -> tuple[dict[str, Found], str | None]:
     """The topics of the contract (or those named) that the broker has, and why their settings are not known, if so.
 
+    :raises NotAllowed: this client may not see one of them.
     :raises BrokerUnavailable: nobody answers.
     """
     async with connect(connection) as admin:
-        return await _inspect(admin, load_topics() if names is None else names)
+        found, unchecked = await _inspect(admin, load_topics() if names is None else names)
+    _require(found, {"Describe": found})
+    return found, unchecked
 
 
-async def check(connection: Connection, names: Iterable[str], beside: Iterable[str] = ()) -> Checked:
-    """Whether a component may use these topics; ``beside`` them are those that must have as many partitions, if any.
+async def check(connection: Connection, uses: Uses) -> Checked:
+    """Whether a component may use its topics.
 
-    :raises ContractMismatch: it may not, and every reason.
+    :raises NotAllowed: it has not the right to, and every right that is missing.
+    :raises ContractMismatch: they are not as they must be, and every reason.
     :raises BrokerUnavailable: nobody answers.
     """
-    topics, others = _named(names), _named(beside)
-    found, unchecked = await inspect(connection, [*topics, *others])
+    topics, others = _named((*uses.reads, *uses.writes, *uses.sees)), _named(uses.beside)
+    async with connect(connection) as admin:
+        found, unchecked = await _inspect(admin, [*topics, *others])
+    _require(found, {"Read": uses.reads, "Write": uses.writes, "Describe": uses.sees})
+    found = {name: one for name, one in found.items() if one.partitions}
     wrong = mismatches(topics.values(), found, others.values())
     if any(one.breaks for one in wrong):
         raise ContractMismatch(one for one in wrong if one.breaks)
     return Checked({name: found[name].partitions for name in topics}, tuple(wrong), unchecked)
+
+
+def _require(found: Mapping[str, Found], needed: Mapping[str, Iterable[str]]) -> None:
+    """Raises NotAllowed if this client has not each of these rights on the topics that are there."""
+    missing = [
+        f"{name}: Kafka does not let this client {right} it: add the ACL {right} on Topic {name} for its user"
+        for right, names in needed.items()
+        for name in names
+        if name in found and (allowed := found[name].allowed) is not None and right not in allowed
+    ]
+    if missing:
+        raise NotAllowed("\n".join(missing))
 
 
 async def create(
@@ -133,6 +157,7 @@ async def create(
     async with connect(connection) as admin:
         for _ in range(_PASSES):
             found, unknown = await _inspect(admin, topics)
+            _require(found, {"Describe": found})
             if unknown is not None:
                 raise SettingsUnknown(f"topics can't be created: {unknown}")
             counts = {name: one.partitions for name, one in found.items() if topics[name].by_node}
@@ -220,13 +245,10 @@ async def _mend(
 
 
 class TopicCheck:
-    """Asks whether the topics called ``names`` may be used, until they may.
+    """Asks whether topics may be used, until they may."""
 
-    Topics ``beside`` them may be missing; if they are there, they must have as many partitions.
-    """
-
-    def __init__(self, connection: Connection, names: Iterable[str], *, beside: Iterable[str] = ()) -> None:
-        self._connection, self._names, self._beside = connection, tuple(names), tuple(beside)
+    def __init__(self, connection: Connection, uses: Uses) -> None:
+        self._connection, self._uses = connection, uses
         self._wrong: list[str] = [f"no Kafka broker has answered at {connection} yet"]
 
     def not_ready(self) -> list[str]:
@@ -239,7 +261,7 @@ class TopicCheck:
             if stop.is_set():
                 break
             try:
-                found = await check(self._connection, self._names, self._beside)
+                found = await check(self._connection, self._uses)
             except ContractMismatch as error:
                 wrong = [f"{mistake}: run {COMMAND}" for mistake in error.mistakes]
             except BrokerError as error:
@@ -248,7 +270,7 @@ class TopicCheck:
                 for mismatch in found.harmless:
                     log.warning("%s", mismatch)
                 if self._wrong:
-                    log.info("the topics can be used: %s", ", ".join(self._names))
+                    log.info("the topics can be used: %s", ", ".join(found.partitions))
                 self._wrong = []
                 return found
             if wrong != self._wrong:

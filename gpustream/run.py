@@ -22,7 +22,7 @@ import msgspec
 from prometheus_client import CollectorRegistry
 
 from delivery import topic_admin
-from delivery.settings import DURATION, FLEET_SIZE, HOST_PORTS, URL, Cluster, Compression, Option
+from delivery.settings import DURATION, FLEET_SIZE, HOST_PORTS, URL, Cluster, Compression, Option, Uses
 from gpustream import alerts, command, logs, serve
 from gpustream.command import Command, ProcessSettings
 from gpustream.embedded import EmbeddedBroker, every_topic
@@ -171,7 +171,7 @@ class OneProcess:
         duration_s = self._chosen.duration_s
         if duration_s is None and not self._chosen.watched:
             duration_s = UNWATCHED_S
-        await topic_admin.check(self._connection, load_topics())
+        await topic_admin.check(self._connection, Uses(reads=tuple(load_topics())))
         tail = Tail(self._connection, self._on_tick, self._alerts.see, self._tally.dead_lettered)
         pipeline = Pipeline(self._producer, self._streams, list(self._sinks.values()), tail, self._look, self._behind)
         with displayed(watched=self._chosen.watched, to_stderr=self._chosen.summary == "json") as self._display:

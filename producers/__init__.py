@@ -7,6 +7,7 @@ PRODUCERS = {
         component="producers.node.component:NodeProducer",
         settings="producers.node.config:NodeSettings",
         writes=("gpu.samples", "gpu.allocations"),
+        beside=("gpu.workloads",),
         help="This machine's GPUs, and the pods and processes that have them.",
         example=(
             "gpustream produce node --kafka kafka-0:9092 --cluster prod-us-east-1\n"
@@ -18,6 +19,8 @@ PRODUCERS = {
         component="producers.cluster.component:ClusterProducer",
         settings="producers.cluster.config:ClusterSettings",
         writes=("gpu.workloads",),
+        keeps=("gpu.workloads",),
+        beside=("gpu.samples", "gpu.allocations"),
         help=(
             "What the Kubernetes API server says of the pods that have GPUs, for all nodes: owners, labels, life times."
             " Run two; a Lease decides which of them publishes."

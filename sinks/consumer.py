@@ -23,10 +23,9 @@ from delivery.dead_letters import Abandoned, Record
 from delivery.group import ConsumerGroup
 from delivery.ledger import Partition
 from delivery.positions import From, Start
-from delivery.settings import MemberSettings
+from delivery.settings import DEAD_LETTERS, MemberSettings, Uses
 from delivery.topic_admin import TopicCheck
 from sinks.outcomes import Outcomes
-from topics import dead_letters
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +82,7 @@ class GroupReader:
     def __init__(self, settings: MemberSettings, sources: Sequence[Source], outcomes: Outcomes) -> None:
         self._settings, self._outcomes = settings, outcomes
         self._sources = {source.topic: source for source in sources}
-        self._check = TopicCheck(settings.connection(), (*self._sources, dead_letters.TOPIC.name))
+        self._check = TopicCheck(settings.connection(), Uses(tuple(self._sources), (DEAD_LETTERS,)))
         self._group: ConsumerGroup | None = None
         self._established: frozenset[str] = frozenset()
         self._tasks: dict[Assignment, asyncio.Task[None]] = {}

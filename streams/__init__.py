@@ -16,6 +16,8 @@ STREAMS = {
         settings="streams.settings:AlertSettings",
         reads=("gpu.attributed", "gpu.workloads"),
         writes=("gpu.alerts",),
+        keeps=("gpu.alert-state",),
+        sees=("gpu.samples",),
         help="judge gpu.attributed by the alert rules, and send gpu.alerts.",
         example="gpustream stream alerts --kafka 127.0.0.1:9092 --rules rules.toml",
     ),

@@ -18,7 +18,7 @@ from delivery.ledger import Slot
 from delivery.settings import MemberSettings
 from delivery.topic_admin import TopicCheck
 from delivery.watchdog import fail_stop, lateness_instrument
-from streams import reader
+from streams import STREAMS, reader
 from streams.app import ReaderApp
 from streams.reader import Batch, Reader, Reads
 from topics.dead_letters import Origin
@@ -26,7 +26,6 @@ from topics.topic import MAX_MESSAGE_BYTES, node_key
 
 log = logging.getLogger(__name__)
 
-DEAD_LETTERS = "gpu.dead-letters"
 
 COMMON: tuple[Instrument, ...] = (
     Instrument("records_read_total", "counter", "Records read; a worker that has lost a partition and has it again"
@@ -154,12 +153,11 @@ class StreamWorker(reader.Stage, Protocol):
 class Stream(Generic[S]):
     """A stream as a component: once its topics are there its one agent runs its worker, until the stop.
 
-    A stream gives its name, its topics, its instruments, how it calls a failure of the worker's look, and the worker
-    with what that reads.
+    A stream gives its name in the registry, its instruments, how it calls a failure of the worker's look, and the
+    worker with what that reads.
     """
 
     name: str
-    topics: tuple[str, ...]
     table: tuple[Instrument, ...]
     failed: str
 
@@ -167,7 +165,7 @@ class Stream(Generic[S]):
         self.settings, self._fail = settings, fail
         self.instruments = Instruments(self.table)
         self.registry = self.instruments.registry
-        self._check = TopicCheck(settings.connection(), self.topics)
+        self._check = TopicCheck(settings.connection(), STREAMS[self.name].uses)
         self._app: ReaderApp | None = None
 
     def work(self, partitions: Mapping[str, int]) -> tuple[StreamWorker, Reads]:

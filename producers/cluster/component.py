@@ -17,6 +17,7 @@ from delivery.connection import Connection
 from delivery.instruments import Instruments
 from delivery.sender import Sender
 from delivery.topic_admin import TopicCheck
+from producers import PRODUCERS
 from producers.cluster import instruments as own
 from producers.cluster import objects, pods
 from producers.cluster.client import Client
@@ -29,7 +30,6 @@ from producers.cluster.store import Store
 from producers.cluster.takeover import PublishedNodes, read_back
 from producers.publisher import INSTRUMENTS, first_failure, first_of, not_sent
 from producers.workloads import WorkloadsPublisher
-from topics import allocations, samples, workloads
 
 log = logging.getLogger(__name__)
 
@@ -158,7 +158,7 @@ class ClusterProducer:
         self._instruments = Instruments((*INSTRUMENTS, *own.INSTRUMENTS))
         self.registry = self._instruments.registry
         connection = settings.connection()
-        check = TopicCheck(connection, (workloads.TOPIC.name,), beside=(samples.TOPIC.name, allocations.TOPIC.name))
+        check = TopicCheck(connection, PRODUCERS[self.name].uses)
         self._sender = sender or Sender(connection, client_id=f"gpustream-{self.name}", check=check)
         self._read_back = read_back
         self._reading_since_s: float | None = None

@@ -15,6 +15,7 @@ import time
 from delivery.instruments import Instruments
 from delivery.sender import Sender
 from delivery.topic_admin import TopicCheck
+from producers import PRODUCERS
 from producers.node import instruments as own
 from producers.node.cgroups import Places
 from producers.node.config import NodeSettings
@@ -24,7 +25,6 @@ from producers.node.jobs import with_jobs
 from producers.node.kubelet import Kubelet
 from producers.publisher import INSTRUMENTS, NodePublisher, first_failure, first_of, not_sent
 from producers.retry_buffer import RetryBuffer
-from topics import allocations, samples, workloads
 
 log = logging.getLogger(__name__)
 ANSWER_WITHIN = 0.8  # the share of the interval that the GPUs and the kubelet have to answer in
@@ -56,7 +56,7 @@ class NodeProducer:
         self._instruments = Instruments((*INSTRUMENTS, *own.INSTRUMENTS))
         self.registry = self._instruments.registry
         connection = settings.connection()
-        check = TopicCheck(connection, (samples.TOPIC.name, allocations.TOPIC.name), beside=(workloads.TOPIC.name,))
+        check = TopicCheck(connection, PRODUCERS[self.name].uses)
         client_id = f"gpustream-{self.name}-{settings.node}"
         self._sender = sender or Sender(connection, client_id=client_id, check=check)
         self._buffer_lasts_s: float | None = None

@@ -20,6 +20,7 @@ import orjson
 from delivery.instruments import Instrument, Instruments
 from delivery.sender import Sender
 from delivery.topic_admin import TopicCheck
+from producers import PRODUCERS
 from producers.publisher import INSTRUMENTS as SHARED_INSTRUMENTS
 from producers.publisher import NodePublisher, first_failure, not_sent
 from producers.records import WorkloadsContent
@@ -27,7 +28,6 @@ from producers.retry_buffer import RetryBuffer
 from producers.simulated.config import SimulatedSettings
 from producers.simulated.fleet import Fleet, JsonDict, NodeReading, parse_size
 from producers.workloads import WorkloadsPublisher
-from topics import allocations, samples, workloads
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ class SimulatedFleet:
         self.registry = self._instruments.registry
         self._clock = clock or FleetClock()
         connection = settings.connection()
-        check = TopicCheck(connection, (samples.TOPIC.name, allocations.TOPIC.name, workloads.TOPIC.name))
+        check = TopicCheck(connection, PRODUCERS[self.name].uses)
         self._sender = sender or Sender(connection, client_id=f"gpustream-{self.name}", check=check)
         self._nodes = [self._fleet.node(index) for index in range(self._fleet.nodes)]
         share = max(SMALLEST_BUFFER_BYTES, settings.buffer_size // self._fleet.nodes)

@@ -27,7 +27,7 @@ from streams.alerts.tick import decode as decode_tick
 from streams.app import ReaderApp
 from streams.reader import Batch, Reads
 from streams.settings import AlertSettings
-from streams.stage import DEAD_LETTERS, Bookkeeping, Malformed, Stream, decode_record, instruments
+from streams.stage import Bookkeeping, Malformed, Stream, decode_record, instruments
 from topics.alerts import MAX_TIME_MS, Severity
 
 log = logging.getLogger(__name__)
@@ -67,7 +67,6 @@ class Alerts(Stream[AlertSettings]):
     """The component: ``run`` judges until stopped; rules that are not right are an error."""
 
     name = "alerts"
-    topics = (ATTRIBUTED, SAMPLES, WORKLOADS, STATE, ALERTS, DEAD_LETTERS)
     table = INSTRUMENTS
     failed = "looking at the nodes failed"
 

@@ -25,7 +25,7 @@ from streams.attribution import join
 from streams.attribution.log_time import Watermark
 from streams.reader import Batch, Reads
 from streams.settings import AttributionSettings
-from streams.stage import DEAD_LETTERS, Bookkeeping, Malformed, Stream, decode_record, instruments
+from streams.stage import Bookkeeping, Malformed, Stream, decode_record, instruments
 from topics.allocations import Allocations
 from topics.samples import Sample
 from topics.topic import decoder, node_key
@@ -78,7 +78,6 @@ def decode(topic: str, key: bytes | None, value: bytes | None) -> NodeRecord:
 
 class Attribution(Stream[AttributionSettings]):
     name = "attribution"
-    topics = (SAMPLES, ALLOCATIONS, WORKLOADS, OUTPUT, DEAD_LETTERS)
     table = INSTRUMENTS
     failed = "the join failed"
 

@@ -7,9 +7,10 @@ import pytest
 from aiokafka.admin import NewTopic
 
 from delivery.connection import Connection
-from delivery.kafka_admin import Admin, Found, Refused, SettingsUnknown
+from delivery.kafka_admin import Admin, DescribeTopics, Found, Refused, SettingsUnknown
 
 TOPIC = 2
+UNSAID = -(2**31)
 UNKNOWN_TOPIC, UNAUTHORIZED, EXISTS, BAD_FACTOR, BAD_CONFIG = 3, 29, 36, 38, 40
 
 
@@ -21,14 +22,17 @@ class Answers:
         self.asked: list[Any] = []
 
     async def describe_topics(self, names: list[str]) -> Any:
-        self.asked.append(names)
-        return self._answers["topics"]
+        return self._answers["older"]
 
     async def describe_configs(self, resources: list[Any]) -> Any:
         self.asked.append([resource.name for resource in resources])
         return [SimpleNamespace(resources=self._answers["settings"])]
 
     async def _send_request(self, request: Any) -> Any:
+        if isinstance(request, DescribeTopics):
+            if "older" in self._answers:
+                raise NotImplementedError
+            return SimpleNamespace(topics=self._answers["topics"])
         self.asked.append((request.topic, request.settings))
         return SimpleNamespace(resources=self._answers["altered"])
 
@@ -44,8 +48,8 @@ def admin(**answers: Any) -> Admin:
     return Admin(Answers(**answers), Connection("kafka:9092"))
 
 
-def topic(name: str, leaders: list[int]) -> dict[str, Any]:
-    return {"topic": name, "partitions": [{"partition": n, "leader": leader} for n, leader in enumerate(leaders)]}
+def topic(name: str, leaders: list[int], *, code: int = 0, allowed: int = UNSAID) -> tuple[Any, ...]:
+    return code, name, False, [(0, n, leader, 0, [1], [1], []) for n, leader in enumerate(leaders)], allowed
 
 
 async def test_a_partition_without_a_leader_counts_and_is_reported() -> None:
@@ -55,6 +59,25 @@ async def test_a_partition_without_a_leader_counts_and_is_reported() -> None:
         "a": Found(3, led=True),
         "b": Found(2, led=False),
     }
+
+
+async def test_what_this_client_may_do_is_reported_if_the_broker_says_so() -> None:
+    rows = [topic("read", [1], allowed=1 << 3 | 1 << 8), topic("hidden", [], code=UNAUTHORIZED), topic("unsaid", [1])]
+
+    found = await admin(topics=rows).layouts(["read", "hidden", "unsaid"])
+
+    assert {name: one.allowed for name, one in found.items()} == {
+        "read": {"Read", "Describe"},
+        "hidden": frozenset(),
+        "unsaid": None,
+    }
+
+
+async def test_an_older_broker_does_not_say_what_this_client_may_do() -> None:
+    partition = {"error_code": 0, "partition": 0, "leader": 1, "replicas": [1], "isr": [1], "offline_replicas": []}
+    rows = [{"error_code": 0, "topic": "a", "is_internal": False, "partitions": [partition]}]
+
+    assert await admin(older=rows).layouts(["a"]) == {"a": Found(1)}
 
 
 async def test_settings_are_reported_by_topic() -> None:

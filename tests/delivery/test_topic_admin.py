@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from delivery import topic_admin
 from delivery.connection import Connection
 from delivery.kafka_admin import BrokerUnavailable, Found, SettingsUnknown
+from delivery.settings import Uses
 from delivery.topic_admin import Mismatch, mismatches
 from topics import TOPICS
 from topics.topic import Topic, load_topics
@@ -113,7 +114,7 @@ def embedded() -> Iterator[str]:
 
 
 async def test_on_an_embedded_broker_only_partition_counts_are_checked(embedded: str) -> None:
-    assert await topic_admin.check(Connection(embedded), ["gpu.samples"]) == topic_admin.Checked(
+    assert await topic_admin.check(Connection(embedded), Uses(("gpu.samples",))) == topic_admin.Checked(
         {"gpu.samples": 4}, (), "the broker has no topic settings"
     )
 
@@ -121,7 +122,7 @@ async def test_on_an_embedded_broker_only_partition_counts_are_checked(embedded:
 async def test_on_an_embedded_broker_a_missing_topic_is_a_mistake_and_stays_missing(embedded: str) -> None:
     for _ in range(2):
         with pytest.raises(topic_admin.ContractMismatch, match=r"gpu\.attributed: the topic is missing"):
-            await topic_admin.check(Connection(embedded), ["gpu.samples", "gpu.attributed"])
+            await topic_admin.check(Connection(embedded), Uses(("gpu.samples", "gpu.attributed")))
 
 
 async def test_topics_are_not_created_on_an_embedded_broker(embedded: str) -> None:
@@ -135,4 +136,4 @@ async def test_a_broker_that_is_not_there_is_named() -> None:
         address = f"127.0.0.1:{held.getsockname()[1]}"
 
         with pytest.raises(BrokerUnavailable, match=f"no Kafka broker answers at {address}"):
-            await topic_admin.check(Connection(address), ["gpu.samples"])
+            await topic_admin.check(Connection(address), Uses(("gpu.samples",)))

@@ -1,15 +1,16 @@
 """What a component says and does while the topics that it uses can't be used, with a broker in the test's hand."""
 
 import asyncio
-from collections.abc import Iterable
 
 import pytest
 
 from delivery import topic_admin
 from delivery.connection import Connection
 from delivery.kafka_admin import BrokerUnavailable
+from delivery.settings import Uses
 from delivery.topic_admin import Checked, ContractMismatch, Mismatch, TopicCheck
 
+USES = Uses(reads=("gpu.samples",), beside=("gpu.workloads",))
 MISSING = ContractMismatch([Mismatch("gpu.samples", "the topic", "there", "missing")])
 RESIZED = ContractMismatch([Mismatch("gpu.samples", "its number of partitions", "32, as gpu.workloads has", "1")])
 GOOD = Checked({"gpu.samples": 32}, (Mismatch("gpu.samples", "segment.ms", "3600000", "604800000", breaks=False),))
@@ -24,10 +25,10 @@ class Answers:
         self.waiting: list[list[str]] = []
         self.check: TopicCheck | None = None
 
-    async def __call__(self, kafka: str, names: Iterable[str], beside: Iterable[str] = ()) -> Checked:
+    async def __call__(self, connection: Connection, uses: Uses) -> Checked:
         if self.check is not None:
             self.waiting.append(self.check.not_ready())
-        self.seen.append((*names, *beside))
+        self.seen.append((*uses.reads, *uses.beside))
         answer = self._answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
@@ -41,7 +42,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def asking(monkeypatch: pytest.MonkeyPatch, *answers: Checked | Exception) -> tuple[TopicCheck, Answers]:
-    broker_, one = Answers(*answers), TopicCheck(Connection("kafka:9092"), ["gpu.samples"], beside=["gpu.workloads"])
+    broker_, one = Answers(*answers), TopicCheck(Connection("kafka:9092"), USES)
     broker_.check = one
     monkeypatch.setattr(topic_admin, "check", broker_)
     return one, broker_

@@ -4,12 +4,12 @@ import msgspec
 import pytest
 
 from delivery.ledger import Partition
+from delivery.settings import DEAD_LETTERS
 from streams.alerts.component import ALERTS, ATTRIBUTED, STATE, WORKLOADS
 from streams.alerts.machine import DELETE_MS, FORGET_MS
 from streams.alerts.memory import NodeAlerts, decode, encode
 from streams.alerts.rules.rule import Rules
 from streams.alerts.tick import Device
-from streams.stage import DEAD_LETTERS
 from tests.streams.alerts.fakes import Broker, Record, Worker, settle
 from tests.streams.alerts.stories import later
 from tests.streams.alerts.ticks import START_MS, device, overlay, tick

@@ -13,10 +13,10 @@ import pytest
 from delivery.instruments import Instruments
 from delivery.ledger import Ledger, Partition, Slot
 from delivery.sender import Unsendable
+from delivery.settings import DEAD_LETTERS
 from streams.app import ReaderApp
 from streams.attribution import component
 from streams.attribution.component import ALLOCATIONS, INSTRUMENTS, OUTPUT, SAMPLES, WORKLOADS, Joiner
-from streams.stage import DEAD_LETTERS
 from topics.allocations import Allocations
 from topics.attributed import AttributedSample
 from topics.samples import Sample

@@ -6,8 +6,8 @@ import time
 import pytest
 
 from delivery.ledger import Partition
+from delivery.settings import DEAD_LETTERS
 from streams.attribution.component import ALLOCATIONS, SAMPLES, WORKLOADS
-from streams.stage import DEAD_LETTERS
 from tests.streams.attribution.fakes import FakeApp, Record, looking, until_sent
 from tests.streams.attribution.records import LONG_AFTER_MS, container, gpu, known, pod, snapshot, tick
 
