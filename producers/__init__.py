@@ -38,4 +38,3 @@ PRODUCERS = {
         example="gpustream produce simulated --kafka 127.0.0.1:9092 --fleet 100x8 --seed 1 --truth truth.jsonl",
     ),
 }
-"""Every producer."""

@@ -22,4 +22,3 @@ STREAMS = {
         example="gpustream stream alerts --kafka 127.0.0.1:9092 --rules rules.toml",
     ),
 }
-"""Every stream."""

@@ -40,7 +40,6 @@ PATHS = {
     "resourceslices": "/apis/resource.k8s.io/v1/resourceslices",
     "resourceclaims": "/apis/resource.k8s.io/v1/resourceclaims",
 }
-"""What is watched."""
 
 REQUIRED = ("pods", "nodes")  # nothing is published without these
 OPTIONAL = ("resourceslices", "resourceclaims")  # an API server without dynamic resource allocation does not have these
@@ -105,40 +104,22 @@ def listeners(
 ) -> dict[str, Listener[Any]]:
     """A listener for each resource, which brings the state up to date with what its watch hears."""
     cut = instruments.counter(own.CUT)
-    kinds: dict[str, tuple[type[Any], str, Collection[str], Callable[[Any], object], Callable[[str], object]]] = {
-        "pods": (
-            objects.Pod,
-            "uid",
-            state.pods.keys(),
-            lambda pod: cut.inc(state.put_pod(pod, now_ms())),
-            lambda uid: state.remove_pod(uid, now_ms()),
-        ),
-        "nodes": (
-            objects.Object,
-            "name",
-            state.nodes,
-            lambda node: state.put_node(node.metadata.name, node.metadata.labels),
-            lambda name: state.remove_node(name, now_ms()),
-        ),
-        "namespaces": (
-            objects.Object,
-            "name",
-            state.namespaces,
-            lambda one: state.put_namespace(one.metadata.name, one.metadata.labels, one.metadata.annotations),
-            state.remove_namespace,
-        ),
-        "resourceslices": (objects.ResourceSlice, "uid", state.slices.keys(), state.put_slice, state.remove_slice),
-        "resourceclaims": (
-            objects.ResourceClaim,
-            "uid",
-            state.claims.keys(),
-            lambda claim: state.put_claim(claim, now_ms()),
-            lambda uid: state.claims.remove(uid, now_ms()),
-        ),
-    }
+    rows: tuple[tuple[str, type[Any], str, Collection[str], Callable[[Any], object], Callable[[str], object]], ...] = (
+        ("pods", objects.Pod, "uid", state.pods.keys(),
+         lambda pod: cut.inc(state.put_pod(pod, now_ms())), lambda uid: state.remove_pod(uid, now_ms())),
+        ("nodes", objects.Object, "name", state.nodes,
+         lambda node: state.put_node(node.metadata.name, node.metadata.labels),
+         lambda name: state.remove_node(name, now_ms())),
+        ("namespaces", objects.Object, "name", state.namespaces,
+         lambda one: state.put_namespace(one.metadata.name, one.metadata.labels, one.metadata.annotations),
+         state.remove_namespace),
+        ("resourceslices", objects.ResourceSlice, "uid", state.slices.keys(), state.put_slice, state.remove_slice),
+        ("resourceclaims", objects.ResourceClaim, "uid", state.claims.keys(),
+         lambda claim: state.put_claim(claim, now_ms()), lambda uid: state.claims.remove(uid, now_ms())),
+    )  # fmt: skip
     return {
         name: Listener(name, kind, instruments, wake, known=known, apply=apply, drop=drop, key=key)
-        for name, (kind, key, known, apply, drop) in kinds.items()
+        for name, kind, key, known, apply, drop in rows
     }
 
 

@@ -46,16 +46,11 @@ class Connection:
         sent = {"User-Agent": self._agent, **headers}
         if (token := await self.configuration.get_api_key_with_prefix("BearerToken")) is not None:
             sent["Authorization"] = token.strip()
+        how |= {"proxy": rest.proxy, "server_hostname": rest.server_hostname, "allow_redirects": False}
+        url = self.configuration.host + path
         try:
             response: aiohttp.ClientResponse = await rest.pool_manager.request(
-                method,
-                self.configuration.host + path,
-                headers=sent,
-                timeout=timeout,
-                allow_redirects=False,
-                proxy=rest.proxy,
-                server_hostname=rest.server_hostname,
-                **how,
+                method, url, headers=sent, timeout=timeout, **how
             )
         except (AssertionError, RuntimeError) as error:  # aiohttp's, for a pool that is closed before or while it asks
             if not rest.pool_manager.closed:

@@ -80,14 +80,13 @@ class Link(NamedTuple):
 TOP = Link(None)
 
 _BUILT_IN = {
-    ("v1", "Pod"): Kind("pods"),
-    ("v1", "ReplicationController"): Kind("replicationcontrollers"),
-    ("apps/v1", "ReplicaSet"): Kind("replicasets"),
-    ("apps/v1", "Deployment"): Kind("deployments"),
-    ("apps/v1", "StatefulSet"): Kind("statefulsets"),
-    ("apps/v1", "DaemonSet"): Kind("daemonsets"),
-    ("batch/v1", "Job"): Kind("jobs"),
-    ("batch/v1", "CronJob"): Kind("cronjobs"),
+    (version, kind): Kind(f"{kind.lower()}s")
+    for version, kinds in (
+        ("v1", ("Pod", "ReplicationController")),
+        ("apps/v1", ("ReplicaSet", "Deployment", "StatefulSet", "DaemonSet")),
+        ("batch/v1", ("Job", "CronJob")),
+    )
+    for kind in kinds
 }
 _TOPS = {("v1", "Node")}  # kinds that nothing owns: a static pod's node
 

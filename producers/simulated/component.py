@@ -38,7 +38,6 @@ INSTRUMENTS: tuple[Instrument, ...] = (
     Instrument(MISSED, "counter", "Ticks that were never sampled, because the process was late by a whole interval."),
     Instrument(TRUTHS, "counter", "Lines written to the truth file, one per device and tick."),
 )
-"""What a simulated fleet counts about itself, beside what every producer does."""
 
 DRAIN_S = 4.0
 SMALLEST_BUFFER_BYTES = 256 * 1024

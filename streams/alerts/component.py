@@ -60,7 +60,6 @@ INSTRUMENTS = (
         "gpustream_alerts_rebalances_total", "gpustream_alerts_holes_total", "gpustream_alerts_lost_offsets_total",
         "gpustream_alerts_loop_late_seconds"),
 )  # fmt: skip
-"""What the alert stream says of itself."""
 
 
 class Alerts(Stream[AlertSettings]):

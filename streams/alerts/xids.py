@@ -126,7 +126,6 @@ XIDS: Mapping[int, Xid] = MappingProxyType(
         )
     )
 )
-"""Every code that has a row."""
 
 
 def of_code(code: int | None) -> Xid:

@@ -68,7 +68,6 @@ INSTRUMENTS = (
         "gpustream_attribution_holes_total", "gpustream_attribution_lost_offsets_total",
         "gpustream_attribution_loop_late_seconds"),
 )  # fmt: skip
-"""What the attribution stream says of itself."""
 
 
 def decode(topic: str, key: bytes | None, value: bytes | None) -> NodeRecord:

@@ -288,13 +288,9 @@ def forget_before(known: Knowledge, ts_ms: int, logged_ms: int) -> Knowledge:
         if asked_for and gone:
             gone.remove(max(gone, key=lambda history: history[0][1].order()))  # where it ended, the next one began
         if len(gone) < len(recent):
-            lives[name] = tuple(
-                [
-                    tuple([(ms, _replace(life, versions=_since(life.versions, ts_ms))) for ms, life in history])
-                    for history in recent
-                    if history not in gone
-                ]
-            )
+            left = [history for history in recent if history not in gone]
+            cut = [[(ms, _replace(life, versions=_since(life.versions, ts_ms))) for ms, life in one] for one in left]
+            lives[name] = tuple(map(tuple, cut))
         for ((known_ms, life),) in gone:
             ends = ended.get(name, ())
             if life.end_reported and life.ended_ms is not None and all(end != life.ended_ms for _, end in ends):

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from producers.node.nvml import binding
+from producers.node.nvml import binding, table
 from producers.node.nvml.binding import FieldValue, Handle, NvmlError
 from producers.node.nvml.calls import (
     IMPLAUSIBLE,
@@ -27,37 +27,21 @@ from producers.node.nvml.calls import (
     is_unsupported,
 )
 from producers.node.nvml.sources import Links, Profiling, Samples
-from producers.node.nvml.table import (
-    TABLE,
-    Call,
-    Count,
-    Field,
-    GpmMetric,
-    LinkErrors,
-    Row,
-    Sampled,
-    ValueSource,
-    is_blank,
-    is_same_reading,
-    measured,
-    per_second,
-    within,
-)
 
-FIELDS = Call("nvmlDeviceGetFieldValues")
-GPM = Call("nvmlGpmMetricsGet")
+FIELDS = table.Call("nvmlDeviceGetFieldValues")
+GPM = table.Call("nvmlGpmMetricsGet")
 ZERO_LASTS_S = 10.0  # a counter that stays at zero for so long was cleared; until then it has no value
-_ROWS = {row.key: row for row in TABLE}
+_ROWS = {row.key: row for row in table.TABLE}
 _MEMORY = "nvmlDeviceGetMemoryInfo"
 _MEMORY_PARTS = ("memory_used_bytes", "memory_free_bytes", "memory_reserved_bytes")
-Question = Call | Sampled | LinkErrors  # what is asked at once
+Question = table.Call | table.Sampled | table.LinkErrors  # what is asked at once
 
 
 class Wanted(NamedTuple):
     """A key, and the source that it is to be had from."""
 
-    row: Row
-    source: ValueSource
+    row: table.Row
+    source: table.ValueSource
 
 
 Plan = Mapping[Question, Sequence[Wanted]]  # every question of a reading, and what is wanted of its answer
@@ -85,12 +69,12 @@ class Metrics:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._calls, self.handle, self._cut, self._profiling, self._clock = calls, handle, cut, profiling, clock
-        self._sources: dict[Row, Sequence[ValueSource]] = {row: row.sources for row in TABLE}
+        self._sources: dict[table.Row, Sequence[table.ValueSource]] = {row: row.sources for row in table.TABLE}
         self._support = Support()
-        self._plan = self._planned(TABLE)
-        self._samples: dict[Sampled, Samples] = {}
+        self._plan = self._planned(table.TABLE)
+        self._samples: dict[table.Sampled, Samples] = {}
         self._links = Links(calls)
-        self._counts: dict[str, Count] = {}
+        self._counts: dict[str, table.Count] = {}
         self._counted: dict[str, float] = {}
         self._zero_since_s: dict[str, float] = {}
         self._failures: dict[str, Tried] = {}
@@ -108,7 +92,7 @@ class Metrics:
         self._failures.clear()
         self.changed = False
         if self._support.begin():
-            self._plan = self._planned(TABLE)
+            self._plan = self._planned(table.TABLE)
             if self._profiling is not None:
                 self._profiling.ask_again()
         pending = self._plan
@@ -116,7 +100,7 @@ class Metrics:
             unsupported = [row for one in pending.items() for row in self._take(*one, found)]
             pending = self._planned(unsupported)
             if unsupported:
-                self._plan = self._planned(TABLE)
+                self._plan = self._planned(table.TABLE)
         if self._refused is not None and not self._answers:
             raise self._refused
         total = found.get("memory_total_bytes", 0)
@@ -154,7 +138,7 @@ class Metrics:
     def probe(self) -> None:
         """Ask the first question only. Raises Lost, also if the answer is that a reset is needed."""
         question = next((one for one in self._plan if one not in (FIELDS, GPM)), None)
-        if not isinstance(question, Call):
+        if not isinstance(question, table.Call):
             return
         try:
             self._calls.ask(question.name, self.handle, *question.arguments)
@@ -174,25 +158,25 @@ class Metrics:
         if self._profiling is not None:
             self._profiling.forget()
 
-    def _planned(self, rows: Iterable[Row]) -> Plan:
+    def _planned(self, rows: Iterable[table.Row]) -> Plan:
         """The first source of each row that is to be asked now, those of one question together; rows without one are
         left out."""
         found: dict[Question, list[Wanted]] = {}
         for row in rows:
             if (source := self._source(row)) is not None:
                 question = source.question
-                if isinstance(question, Field):
+                if isinstance(question, table.Field):
                     question = FIELDS
-                elif isinstance(question, GpmMetric):
+                elif isinstance(question, table.GpmMetric):
                     question = GPM
                 found.setdefault(question, []).append(Wanted(row, source))
         return found
 
-    def _source(self, row: Row) -> ValueSource | None:
+    def _source(self, row: table.Row) -> table.ValueSource | None:
         """The first one that is to be asked now."""
         return next((one for one in self._sources[row] if self._support.asks(one.question)), None)
 
-    def _take(self, question: Question, wanted: Sequence[Wanted], found: dict[str, float]) -> Iterable[Row]:
+    def _take(self, question: Question, wanted: Sequence[Wanted], found: dict[str, float]) -> Iterable[table.Row]:
         """Ask, and put what is wanted of the answer into ``found``; gives the rows that the device does not support."""
         if question == GPM and self._profiling is None:
             return self._refuse(wanted, Tried(GPM.name, SHARED_INSTANCE))
@@ -202,12 +186,12 @@ class Metrics:
             if question == FIELDS and error.code == binding.INVALID_ARGUMENT and len(wanted) > 1:
                 return [row for one in wanted for row in self._take(question, [one], found)]  # this driver lacks one
             answered = self._support.has_answered(question)
-            if isinstance(question, Call) and question not in (FIELDS, GPM) and is_refused(error):
+            if isinstance(question, table.Call) and question not in (FIELDS, GPM) and is_refused(error):
                 self.changed = self.changed or (answered and self._support.why(question) is None)
             # What a part can't be asked is often an invalid argument.
             may_lack = question == FIELDS or (self._cut and not answered)
             never = is_refused(error) if may_lack else is_unsupported(error)
-            if never and isinstance(question, LinkErrors) and self._links.newer:
+            if never and isinstance(question, table.LinkErrors) and self._links.newer:
                 row = wanted[0].row
                 self._sources[row] = row.sources[:1]  # the field for all links says 0, whatever they count
             return self._without(self._calls.doing if question == GPM else question.name, wanted, error, never=never)
@@ -221,26 +205,26 @@ class Metrics:
         """
         if question in (FIELDS, GPM):
             asked = [one.source.question for one in wanted]
-            numbers = [one.number for one in asked if isinstance(one, Field | GpmMetric)]
+            numbers = [one.number for one in asked if isinstance(one, table.Field | table.GpmMetric)]
             if question == FIELDS:
                 return self._calls.fields(self.handle, numbers)
             answers = None if self._profiling is None else self._profiling.read(numbers)
             if answers is not None:
                 self._support.answer(GPM)
             return answers or ()
-        if isinstance(question, Sampled):
+        if isinstance(question, table.Sampled):
             samples = self._samples.setdefault(question, Samples(self._calls, question.name, question.number))
             row, source = wanted[0]
             spread = samples.read(self.handle, source.scale, row.limits)
             self._support.answer(question)
             found.update({one.row.key: _part(spread, one.source.part) for one in wanted} if spread is not None else {})
             return ()
-        if isinstance(question, LinkErrors):
+        if isinstance(question, table.LinkErrors):
             return [FieldValue(0, self._links.errors(self.handle, question), 0)]
         answer = self._calls.ask(question.name, self.handle, *question.arguments)
         return [FieldValue(0, _part(answer, source.part), source.bits) for _, source in wanted]
 
-    def _take_one(self, wanted: Wanted, answer: FieldValue, found: dict[str, float]) -> Iterable[Row]:
+    def _take_one(self, wanted: Wanted, answer: FieldValue, found: dict[str, float]) -> Iterable[table.Row]:
         """Put one answer into ``found``; gives the row if the device does not support it."""
         row, source = wanted
         error = error_of(answer, source.question.name)
@@ -252,19 +236,19 @@ class Metrics:
         if raw == source.unknown and raw is not None:
             return ()
         if not source.rate:
-            value = measured(raw, answer.bits, source.scale, row.limits)
+            value = table.measured(raw, answer.bits, source.scale, row.limits)
             if value is not None and row.key.endswith("_total") and self._is_lapse(row.key, value):
                 value = None
-        elif isinstance(raw, int) and not is_blank(raw, answer.bits) and not self._is_lapse(row.key, raw):
-            now = Count(raw, answer.bits, answer.at_us, self._clock())
+        elif isinstance(raw, int) and not table.is_blank(raw, answer.bits) and not self._is_lapse(row.key, raw):
+            now = table.Count(raw, answer.bits, answer.at_us, self._clock())
             last = self._counts.get(row.key)
-            if last is not None and is_same_reading(last, now):
+            if last is not None and table.is_same_reading(last, now):
                 return ()
             self._counts[row.key] = now
-            per_s = None if last is None else per_second(last, now)
+            per_s = None if last is None else table.per_second(last, now)
             if per_s is None:
                 return ()
-            value = within(per_s, row.limits)
+            value = table.within(per_s, row.limits)
         if value is not None:
             found[row.key] = value
         else:
@@ -288,7 +272,7 @@ class Metrics:
         self._counted[key] = count
         return False
 
-    def _without(self, name: str, wanted: Sequence[Wanted], error: NvmlError, *, never: bool) -> Iterable[Row]:
+    def _without(self, name: str, wanted: Sequence[Wanted], error: NvmlError, *, never: bool) -> Iterable[table.Row]:
         """What is wanted can't be had: the device does not support it, or it fails this time, which is counted."""
         if never:
             return self._refuse(wanted, Tried(name, error.name))
@@ -298,7 +282,7 @@ class Metrics:
             self._refused = Lost(name, error)
         return ()
 
-    def _refuse(self, wanted: Sequence[Wanted], why: Tried) -> Iterable[Row]:
+    def _refuse(self, wanted: Sequence[Wanted], why: Tried) -> Iterable[table.Row]:
         """Leave these sources out for a while."""
         for question in {one.source.question for one in wanted}:
             self._support.refuse(question, why)
