@@ -166,8 +166,7 @@ class WorkloadsPublisher:
         self._wake.set()
 
     async def _send(self, node: str) -> None:
-        """Send what is known of a node by now: what changed, or all of it if that is due. What can't be sent is
-        counted."""
+        """Send what is known of a node by now: what changed, or all if that is due. What can't be sent is counted."""
         del self._waiting[node]
         known = self._nodes[node]
         if known.whole:

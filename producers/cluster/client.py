@@ -292,8 +292,7 @@ class Client:
             raise
 
     async def _refresh(self, connection: Connection) -> None:
-        """Read the credentials again, for ever: in a process that runs for months, tokens change every hour and
-        certificates every year."""
+        """Read the credentials again, for ever: tokens change every hour, certificates every year."""
         logged = ""
         while True:
             with contextlib.suppress(TimeoutError):

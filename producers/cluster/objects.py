@@ -231,8 +231,7 @@ def shortened(text: str, longest: int = LONGEST_TEXT) -> str:
 
 
 class Kept(NamedTuple):
-    """The labels that an allow-list and its bounds let through, those that it names first, and how many of the allowed
-    ones were cut or had no room."""
+    """The labels that an allow-list and its bounds let through, and how many allowed ones were cut or had no room."""
 
     entries: Labels
     cut: int
@@ -273,8 +272,7 @@ def allow_list_mistakes(option: str, allowed: Sequence[str]) -> list[str]:
 
 
 class Selection:
-    """What is kept of the cluster: the pods and drivers of the GPU resources with these ``prefixes``, and the labels
-    and annotations that allow-lists name."""
+    """What is kept of the cluster: pods and drivers of resources with these ``prefixes``, and what allow-lists name."""
 
     def __init__(
         self,

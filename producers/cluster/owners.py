@@ -166,8 +166,7 @@ class OwnerLookup:
         return Link(as_owner(above)) if above else TOP
 
     async def _served(self, group: _ApiGroup, owner: Owner) -> Kind | Link:
-        """How an owner's kind is asked for, by what its API group serves; a link that ends the chain if that can't be
-        known."""
+        """How an owner's kind is asked for, by what its group serves; a link that ends the chain if that is unknown."""
         kinds = group.kinds
         good_for_s = AGAIN_S if kinds and owner.kind in kinds else NEW_KIND_S
         if kinds is None or self._clock() - group.asked_s >= good_for_s:

@@ -45,8 +45,7 @@ class Change(NamedTuple):
 
 
 def known_pod(pod: objects.Pod, selection: Selection, before: KnownPod | None, now_ms: int) -> KnownPod:
-    """What is kept of a bound pod, with what was known of it before. It began when the kubelet took it; before that,
-    when it was made."""
+    """What is kept of a bound pod. It began when the kubelet took it; before that, when it was made."""
     labels = selection.pod_labels.keep(pod.metadata.labels)
     annotations = selection.pod_annotations.keep(pod.metadata.annotations)
     owner = controller(pod.metadata)

@@ -110,8 +110,7 @@ class Listener(Generic[T]):
 
 
 class Restart(Exception):
-    """Why a watch has to begin again; ``relist``: with a new list. ``reason`` is one of those that are
-    listed with the instrument of restarts."""
+    """Why a watch has to begin again; ``relist``: with a new list. The instrument of restarts lists the reasons."""
 
     def __init__(self, reason: str, message: str, *, relist: bool = False, wait_s: float = 0.0) -> None:
         super().__init__(message)
@@ -119,8 +118,7 @@ class Restart(Exception):
 
 
 def rule(path: str) -> str:
-    """The RBAC rule that allows to list and watch a path, as it is written in a role: ``/apis/apps/v1/replicasets`` is
-    replicasets of the group apps."""
+    """The RBAC rule to list and watch a path, as a role has it; the group is in the path: ``/apis/apps/v1/...``."""
     parts = path.strip("/").split("/")
     group = parts[1] if parts[0] == "apis" else ""
     return f'{{apiGroups: ["{group}"], resources: [{parts[-1]}], verbs: [list, watch]}}'
@@ -302,8 +300,7 @@ class Reflector:
         return end
 
     async def _read_list(self, lines: AsyncIterator[bytes | None]) -> bool:
-        """The beginning of a streaming list; whether it is complete, and not only over. No version but its end's says
-        where to go on."""
+        """The beginning of a streaming list; whether it is complete. Only its end's version says where to go on."""
         self._listener.begin()
         async with self._ends_within(self._list_within_s):
             async for line in lines:

@@ -29,8 +29,7 @@ Node = Annotated[str, Option("--node", NAME, "The node.", shown="NODE_NAME, else
 
 @dataclass(frozen=True, kw_only=True)
 class ReadingSettings:
-    """How a node is read. ``pod_resources_socket`` None: there is no kubelet. ``hpc_job_mapping_dir`` None: no files
-    say which jobs there are."""
+    """How a node is read. ``pod_resources_socket`` None: no kubelet; ``hpc_job_mapping_dir`` None: no job files."""
 
     pod_resources_socket: Annotated[Path | None, Option(
         "--pod-resources-socket", SOCKET,

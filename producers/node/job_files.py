@@ -155,8 +155,7 @@ class JobFiles:
         self._logged_s: dict[tuple[Reason, Path], float] = {}
 
     async def read(self, within_s: float) -> Jobs:
-        """The job ids by the name of the device's file, after at most ``within_s``: if reading takes longer, those
-        that were read last."""
+        """The job ids by the name of the device's file; after ``within_s`` those that were read last."""
         if self._worker is None or self._look is None or self._directory is None:
             return {}
         self._take()

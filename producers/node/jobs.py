@@ -62,8 +62,7 @@ def with_jobs(
 def jobs_of(
     device: Mapping[str, Any], mapped: Mapping[str, Sequence[str]], known: Callable[[str], Job]
 ) -> list[JobDict]:
-    """The jobs of a device, each once: those of its file, then those of its processes. ``known`` gives each by its
-    id."""
+    """The jobs of a device, each once: those of its file, then those of its processes. ``known`` gives each by id."""
     of_file = mapped.get(file_name(device) or "", ())
     of_processes = (process.get("job_id") for process in device.get("processes") or ())
     ids = dict.fromkeys(job_id for job_id in (*of_file, *of_processes) if job_id)

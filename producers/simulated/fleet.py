@@ -219,8 +219,7 @@ class Fleet:
         return SimulatedNode(self.cluster, self.seed, index, self.gpus, max(1, int(self.pod_life_s * 1000)))
 
     def order(self, interval_ms: int) -> list[tuple[int, int]]:
-        """When within the interval each node reads, and its index: each at its own time, so that a fleet does not read
-        all at once."""
+        """When within the interval each node reads, and its index: not all nodes of a fleet read at once."""
         phases = (names.fraction("phase", self.cluster, self.seed, index) for index in range(self.nodes))
         return sorted((int(phase * interval_ms), index) for index, phase in enumerate(phases))
 

@@ -131,8 +131,7 @@ class Machine:
 
 
 def machine(cluster: str, seed: int, index: int, gpus: int) -> Machine:
-    """The hardware of the node number ``index``: of five, three have whole GPUs, one shares them, one cuts some up.
-    What a GPU is, its MIG devices are too."""
+    """The hardware of the node number ``index``: of five, three have whole GPUs, one shares them, one cuts some up."""
     flavour = ("plain", "shared", "plain", "mig", "plain")[index % 5]
     model = MODELS[index // 2 % len(MODELS)] if flavour != "mig" else MODELS[index // 5 % 2 * 2]
     driver, cuda = DRIVERS[index % 4 == 3]

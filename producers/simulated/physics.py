@@ -107,8 +107,7 @@ class SimulatedInstance:
 
 
 def active(utilization: float, chance: float) -> dict[str, float]:
-    """How busy the parts of a GPU, or of a GPU instance, were, as GPM reports it; the more of it tensors, the greater
-    the chance, which is in [0, 1)."""
+    """How busy the parts of a GPU were, as GPM reports it; the greater the ``chance``, in [0, 1), the more tensors."""
     sm = utilization * (0.75 + 0.2 * chance)
     shares = {
         "graphics_engine_active_ratio": utilization,
@@ -124,8 +123,7 @@ def active(utilization: float, chance: float) -> dict[str, float]:
 
 
 def spread_of(stem: str, unit: str, mean: float, *, least: float, most: float, chance: float) -> dict[str, float]:
-    """Mean, minimum and maximum of the driver's samples of a second, further apart the greater the chance; up to its
-    ``least`` it is steady."""
+    """Mean, minimum and maximum of a second's samples, further apart the greater the chance; steady up to ``least``."""
     low = high = mean
     if least < mean < most:
         low, high = mean - 0.3 * chance * (mean - least), mean + 0.5 * chance * (most - mean)
@@ -205,8 +203,7 @@ class SimulatedGpu:
                 self._chance.choice(working).fail(now_ms, self._chance.choice(XIDS))
 
     def _profiled(self, chance: float) -> dict[str, float]:
-        """What the driver sampled within the second, and what GPM says of it. In MIG mode NVML has neither samples of
-        the utilization nor NVLinks."""
+        """What the driver sampled within the second, and GPM: in MIG mode neither utilization nor NVLinks."""
         model, power = self._model, self.power_watts
         idle, limit = 1.03 * model.idle_watts, model.power_limit_watts
         found = spread_of("power", "watts", power, least=idle, most=limit, chance=chance)

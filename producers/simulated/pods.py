@@ -60,8 +60,7 @@ class PodContainer(NamedTuple):
 
 @dataclass(frozen=True)
 class SimulatedPod:
-    """A pod of one node. It holds its devices in [start_ms, end_ms), and processes on them from ``works_ms`` on. The
-    API server knows both ends a little later."""
+    """A pod of one node. It holds its devices in [start_ms, end_ms); its processes begin at ``works_ms``."""
 
     template: Template
     namespace: str
@@ -77,8 +76,7 @@ class SimulatedPod:
     seed: float = field(default=0.0)
 
     def places(self) -> list[tuple[PodContainer, int]]:
-        """Its containers, each with the positions of its devices in the node, once each: a container may hold several
-        replicas of one GPU."""
+        """Its containers, each with the positions of its devices, once each: it may hold several replicas of a GPU."""
         return [(of, device) for of in self.containers for device in dict.fromkeys(unit.device for unit in of.units)]
 
     @property

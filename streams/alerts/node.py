@@ -37,8 +37,7 @@ _replace = msgspec.structs.replace
 
 
 class Log(NamedTuple):
-    """The partition that ticks are read from: its end at the assignment, and whether ticks were lost before they were
-    read."""
+    """The partition that ticks are read from: its end at the assignment, and whether unread ticks were lost."""
 
     ended: int
     torn: bool
@@ -250,8 +249,7 @@ class PartitionNodes:
             self.active.pop(key, None)
 
     def note_removal(self, key: bytes, value: bytes | None, logged_ms: int) -> None:
-        """Whether the cluster still has a node, by a record of gpu.workloads. What can't be decoded says nothing:
-        attribution dead-letters it."""
+        """Whether the cluster still has a node, by gpu.workloads. Attribution dead-letters what can't be decoded."""
         self._removed_ms.pop(key, None)
         with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             if value and msgspec.json.decode(value, type=_Removal).removed:

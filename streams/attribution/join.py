@@ -85,8 +85,7 @@ Record = PendingTick | Allocations | LoggedWorkloads | AllocationsRead | Waterma
 
 
 class Mark(msgspec.Struct, frozen=True):
-    """From this offset on, the node's samples are at or after ``ts_ms``, were logged at or after ``logged_ms``, and are
-    given ``snapshot`` or a later one."""
+    """From this offset on samples are at or after ``ts_ms`` and ``logged_ms``, and have ``snapshot`` or a later one."""
 
     offset: int
     ts_ms: int

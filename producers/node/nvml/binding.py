@@ -95,8 +95,7 @@ class NvmlError(Exception):
 
 
 class FieldValue(NamedTuple):
-    """One field's answer: its own return ``code``, and if that is 0 the ``value``, ``bits`` wide, as it was at
-    ``at_us`` (microseconds since the epoch)."""
+    """One field's answer: its return ``code``, and if that is 0 its ``value``, ``bits`` wide, as of ``at_us``."""
 
     code: int
     value: float = 0

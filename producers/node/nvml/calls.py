@@ -136,8 +136,7 @@ class Calls:
         return 0.0 if running is None else self._clock() - running.since_s
 
     def leave(self, after_s: float) -> str | None:
-        """Leave the present call to its thread if it has run for so long; gives its name. The thread that goes on must
-        be another one."""
+        """Leave the present call to its thread if it has run for so long; gives its name. Another thread must go on."""
         with self._lock:
             running = self._in_flight
             if running is None or self._clock() - running.since_s < after_s:

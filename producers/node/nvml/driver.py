@@ -236,8 +236,7 @@ def parse_census(said: bytes) -> frozenset[str] | None:
 
 
 class Reopening:
-    """Why NVML is to be opened again. For a GPU that does not work afterwards either it is opened again less and less
-    often: that interrupts the others."""
+    """Why NVML is to be opened again: less and less often if that is in vain, since it interrupts the other GPUs."""
 
     def __init__(self, first_s: float, clock: Callable[[], float]) -> None:
         self._first_s, self._clock = first_s, clock

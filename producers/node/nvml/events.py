@@ -156,8 +156,7 @@ class _Watch:
         return self.useless is not None or idle or self.ending.is_set()
 
     def run(self) -> _Seen:
-        """Wait until something happens. If the set fails, it is of no use any more; a driver that lacks the call is not
-        asked for another one."""
+        """Wait until something happens. A set that failed is dropped; a driver without the call is not asked again."""
         seen = _Seen([], [])
         while not (self.ended or seen.xids or seen.errors):
             try:
@@ -184,8 +183,7 @@ class _Watch:
                 self._nvml.free(events)
 
     def _step(self, seen: _Seen) -> None:
-        """Make a new set if there is none, after a rest if the last one failed; take the GPUs into it that are due to
-        be asked; wait once. Raises NvmlError."""
+        """Make a set if there is none, take the GPUs into it that are due, and wait once. Raises NvmlError."""
         while not self.new.empty():
             gpu, self._handles[gpu] = self.new.get()
             self._ask_at_s[gpu] = self._clock()

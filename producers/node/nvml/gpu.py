@@ -335,8 +335,7 @@ class PhysicalGpu:
             part.metrics.handle = part.processes.handle = one.handle
 
     def _part(self, one: MigInstance, *, alone: bool) -> SampledDevice:
-        """A MIG device: the known one, if nothing of it has changed. What GPM says is its own only if it is ``alone``
-        in its GPU instance."""
+        """A MIG device: the known one, if nothing changed. What GPM says is its own only if it is ``alone`` there."""
         whole = self._identity or {}
         mig = {
             "uuid": one.uuid,

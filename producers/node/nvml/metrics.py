@@ -159,8 +159,7 @@ class Metrics:
             self._profiling.forget()
 
     def _planned(self, rows: Iterable[table.Row]) -> Plan:
-        """The first source of each row that is to be asked now, those of one question together; rows without one are
-        left out."""
+        """The first source of each row that is to be asked now, by question; rows without one are left out."""
         found: dict[Question, list[Wanted]] = {}
         for row in rows:
             if (source := self._source(row)) is not None:

@@ -28,8 +28,7 @@ SHORTEST_CHECK_S = 0.01
 
 
 class GpuReader:
-    """Reads ``gpu``, since NVML was opened. ``changed`` is called after each reading; ``turned`` says whether the
-    trouble began or ended with it."""
+    """Reads ``gpu``. ``changed`` is called after each reading; ``turned`` says if trouble began or ended with it."""
 
     def __init__(
         self,

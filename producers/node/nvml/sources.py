@@ -46,8 +46,7 @@ class Newest:
         return self._at_us
 
     def take(self, samples: Iterable[T], time_us: Callable[[T], int]) -> list[T]:
-        """Those that were not read before: a driver may give older ones than it was asked for, and ones of a time that
-        can't be."""
+        """Those that were not read before: a driver may give older ones than asked for, and ones of the far future."""
         last_us, latest_us = self._at_us or 0, self._looked_us + _FUTURE_US
         new = [one for one in samples if last_us < time_us(one) <= latest_us]
         self._at_us = max(map(time_us, new), default=last_us)

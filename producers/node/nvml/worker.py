@@ -34,8 +34,7 @@ class Worker:
         return 0.0 if self._since_s is None else self._clock() - self._since_s
 
     def ask(self, work: Callable[[], T]) -> "asyncio.Future[T]":
-        """Do ``work`` on the thread. Only for a worker that is not busy; it is, until ``work`` has returned, even if
-        the future is cancelled."""
+        """Do ``work`` on the thread, if not busy; it is until ``work`` returns, even if the future is cancelled."""
         if self.busy:
             raise RuntimeError("asked while another job runs")
         loop = asyncio.get_running_loop()

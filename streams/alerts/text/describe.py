@@ -118,8 +118,7 @@ def _clean(value: str) -> str:
 
 
 def _about(finding: Finding) -> Pairs:
-    """The device and the pod that an alert is about, with the labels of the pod and its namespace that the rule asks
-    for."""
+    """The device and the pod that an alert is about, with the pod's and namespace's labels that the rule asks for."""
     facts = finding.facts
     found: Device | Seen | None = facts.device or facts.seen
     mig = facts.device.mig if facts.device is not None else None
