@@ -98,9 +98,7 @@ class WorkloadsContent(NamedTuple):
 
 def _device(device: Mapping[str, Any]) -> Mapping[str, Any]:
     """A device without its missing values; most have none, and go out as they are.
-
-    No metric is missing if their sum is finite. One that overflows costs a copy, and changes nothing.
-    """
+    No metric is missing if their sum is finite. One that overflows costs a copy, and changes nothing."""
     metrics, processes = device.get("metrics"), device.get("processes")
     try:
         whole = math.isfinite(sum(metrics.values())) if metrics else True
@@ -146,9 +144,7 @@ class Snapshot:
 
 class NumberedTick(NamedTuple):
     """A tick with its place in its run. ``value`` is None if it could not be encoded; its ``seq`` is used up.
-
-    ``snapshots`` are its own and those that its events name, in order.
-    """
+    ``snapshots`` are its own and those that its events name, in order."""
 
     run_id: int
     seq: int
@@ -157,11 +153,8 @@ class NumberedTick(NamedTuple):
 
 
 class Numbering:
-    """Gives one node's ticks and snapshots their numbers.
-
-    ``run_id`` is the first run's, milliseconds since the epoch at its start. Raises ValueError if ``cluster`` or
-    ``node`` can't be a name.
-    """
+    """Gives one node's ticks and snapshots their numbers. ``run_id`` is the first run's, milliseconds since the epoch
+    at its start. Raises ValueError if ``cluster`` or ``node`` can't be a name."""
 
     def __init__(self, *, cluster: str, node: str, run_id: int) -> None:
         self.cluster = checked_name("cluster", cluster)

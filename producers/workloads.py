@@ -110,9 +110,7 @@ class WorkloadsPublisher:
 
     def forget(self, node: str) -> None:
         """A node is gone: its last record is sent once, and never again.
-
-        Should it come back, its numbers go on above those of every node that is forgotten.
-        """
+        Should it come back, its numbers go on above those of every node that is forgotten."""
         if node in self._waiting:
             self._leaving.add(node)
         else:

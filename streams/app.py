@@ -145,9 +145,7 @@ class ReaderApp(faust.App):  # type: ignore[misc]
 
     async def run(self, stop: asyncio.Event) -> None:
         """Read until ``stop`` is set or something fails. Raises MustRestart.
-
-        The stop takes bounded time: a broker that is away is not waited for.
-        """
+        The stop takes bounded time: a broker that is away is not waited for."""
         starting, stopping = asyncio.create_task(self._start()), asyncio.create_task(stop.wait())
         failed = self.group.failed
         ends: list[asyncio.Future[Any]] = [stopping, failed]
@@ -221,9 +219,7 @@ class ReaderApp(faust.App):  # type: ignore[misc]
 
 class ReaderLoops(Service):  # type: ignore[misc]
     """What the reader does all the time, as a service of the app: started after its agent, stopped before it.
-
-    ``beat`` and ``answers`` count for the watchdog how often the broker was asked and has answered.
-    """
+    ``beat`` and ``answers`` count for the watchdog how often the broker was asked and has answered."""
 
     def __init__(self, app: ReaderApp) -> None:
         super().__init__()
@@ -257,9 +253,7 @@ class ReaderLoops(Service):  # type: ignore[misc]
 
     async def ask_for_ends(self) -> None:
         """Ask the broker where our partitions end, every second and when somebody wants to know.
-
-        While none is ours, any partition is asked about: the watchdog has to know whether the broker answers.
-        """
+        While none is ours, any partition is asked about: the watchdog has to know whether the broker answers."""
         reader, ledger, reads = self.reader, self.reader.ledger, self.reader.reads
         while True:
             with contextlib.suppress(TimeoutError):

@@ -179,9 +179,7 @@ class Reader:
 
     async def _position(self) -> None:
         """Set every position, or none, and read from there; the stage drops what it holds of other logs and partitions.
-
-        An assignment that changes meanwhile is positioned again.
-        """
+        An assignment that changes meanwhile is positioned again."""
         epoch, assigned = self.ledger.epoch, self.group.assignment()
         inputs = {tp for tp in assigned if tp.topic in self.reads.inputs}
         states, whole = {tp for tp in assigned if tp.topic in self.reads.states}, frozenset(self.reads.compacted)

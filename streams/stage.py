@@ -110,9 +110,7 @@ class Bookkeeping:
 
     async def dead_letter(self, app: ReaderApp, slot: Slot, record: Any, reason: Reason, error: str) -> None:
         """Send a record to the dead letters; its slot is finished when that is acknowledged.
-
-        State is read again at each start: a record of it that has its dead letter gets no other.
-        """
+        State is read again at each start: a record of it that has its dead letter gets no other."""
         if app.reader.is_settled(slot):
             slot.end = ("duplicate",)
             app.finish(slot)

@@ -68,9 +68,7 @@ class Stream:
 
     async def lines(self, cap: int) -> AsyncGenerator[bytes | None]:
         """The lines as they come, without empty ones; None for each that was longer than ``cap`` and is dropped.
-
-        Raises :class:`Unreachable`, also if the stream ends in the middle of a line.
-        """
+        Raises :class:`Unreachable`, also if the stream ends in the middle of a line."""
         lines = LineSplitter(cap)
         chunks = self._response.content.iter_any()
         while True:
@@ -86,9 +84,7 @@ class Stream:
 
 class LineSplitter:
     """Splits a stream of bytes into lines. ``size`` is that of the line that has begun and has not ended.
-
-    The line is kept as a list of parts, because it may come in thousands of them.
-    """
+    The line is kept as a list of parts, because it may come in thousands of them."""
 
     def __init__(self, cap: int) -> None:
         self._cap = cap
@@ -163,10 +159,8 @@ def message(body: bytes) -> str:
 
 
 class ApiHealth:
-    """How some work with the API server goes, in the log and for health checks.
-
-    ``what`` begins each sentence. There is a line in ``log`` when it changes; while it wavers, one a minute and kind.
-    """
+    """How some work with the API server goes, in the log and for health checks. ``what`` begins each sentence. There is
+    a line in ``log`` when it changes; while it wavers, one a minute and kind."""
 
     def __init__(self, what: str, log: logging.Logger) -> None:
         self._what, self._log = what, log
@@ -200,9 +194,7 @@ class ApiHealth:
 
 class Client:
     """The API server of one cluster. ``kubeconfig`` None: the pod's service account, else what kubectl would use.
-
-    Call :meth:`start` before anything else, and :meth:`close` when done.
-    """
+    Call :meth:`start` before anything else, and :meth:`close` when done."""
 
     def __init__(
         self,
@@ -250,9 +242,7 @@ class Client:
         self, path: str, params: Mapping[str, str], *, silence_s: float = SILENCE_S
     ) -> AsyncIterator[Stream]:
         """A GET whose answer is read while it comes; it is over when nothing comes for ``silence_s``.
-
-        Raises :class:`Unreachable`, on entering and while it is read.
-        """
+        Raises :class:`Unreachable`, on entering and while it is read."""
         connect_s = min(CONNECT_WITHIN_S, silence_s)
         timeout = aiohttp.ClientTimeout(total=None, connect=connect_s, sock_connect=connect_s, sock_read=silence_s)
         with self._counting_failures(), reaching(f"no answer within {silence_s:g} s"):

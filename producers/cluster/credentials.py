@@ -80,9 +80,7 @@ class CredentialSource(NamedTuple):
 
     async def refreshed(self, old: Connection, *, login: bool) -> Connection | None:
         """Give an open connection the credentials of now; a new connection if its certificates changed.
-
-        ``login``: a login command is run again, whatever it said before. Raises :class:`ConfigError`.
-        """
+        ``login``: a login command is run again, whatever it said before. Raises :class:`ConfigError`."""
         configuration, loader = await self._loaded(None if login else old.loader)
         if await asyncio.to_thread(_stamp, configuration) != old.stamp or configuration.host != old.configuration.host:
             return await self.connect()

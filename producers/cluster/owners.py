@@ -68,9 +68,7 @@ class Kind(NamedTuple):
 
 class Link(NamedTuple):
     """What is above an owner, and in how many seconds to ask again; None: never.
-
-    ``known``: there was an answer. One that may not be read counts as nothing above: a chain ends there.
-    """
+    ``known``: there was an answer. One that may not be read counts as nothing above: a chain ends there."""
 
     above: Owner | None
     again_s: float | None = None
@@ -247,11 +245,8 @@ class _Root:
 
 
 class Owners:
-    """Finds out owner chains, for as long as :meth:`run` runs.
-
-    ``learned`` is called with an owner's uid and the chain from it up when it was looked for, and whenever more of it
-    is known. It must not raise.
-    """
+    """Finds out owner chains, for as long as :meth:`run` runs. ``learned`` is called with an owner's uid and the chain
+    from it up when it was looked for, and whenever more of it is known. It must not raise."""
 
     def __init__(
         self,

@@ -179,9 +179,7 @@ def _read(
 
 class Reflector:
     """Watches ``path``, such as ``/api/v1/pods``, for ``listener``; ``name`` is its name in metrics and the log.
-
-    ``optional``: a resource that the API server does not have is an empty one, looked for again every 5 minutes.
-    """
+    ``optional``: a resource that the API server does not have is an empty one, looked for again every 5 minutes."""
 
     def __init__(
         self,

@@ -39,11 +39,8 @@ _NO_NAMESPACE = Namespace({}, {})
 
 
 class Store:
-    """The cluster as far as it concerns GPUs.
-
-    ``follow`` is called with an owner and its namespace when the chain from this owner up is wanted, and ``forget``
-    with its uid when it no longer is.
-    """
+    """The cluster as far as it concerns GPUs. ``follow`` is called with an owner and its namespace when the chain from
+    this owner up is wanted, and ``forget`` with its uid when it no longer is."""
 
     def __init__(
         self, selection: Selection, follow: Callable[[Owner, str], None], forget: Callable[[str], None]
@@ -73,9 +70,7 @@ class Store:
 
     def take_over(self, published: Mapping[str, PublishedNode], now_ms: int) -> None:
         """What the last leader published and is not known here: pods and nodes that went unseen, and owner chains.
-
-        A pod that nobody saw end has ended by now, and a node that is not there is gone.
-        """
+        A pod that nobody saw end has ended by now, and a node that is not there is gone."""
         for name, node in published.items():
             if name not in self.nodes and not node.removed:
                 self._gone_ms[name] = now_ms
@@ -96,9 +91,7 @@ class Store:
 
     def take(self, node: str, held: Collection[str] = ()) -> WorkloadsContent | None:
         """What is to be published of a node now; None if there is no such node.
-
-        The pods that are ``held`` are left out, and the node stays due.
-        """
+        The pods that are ``held`` are left out, and the node stays due."""
         self._changed.pop(node, None)
         gone_ms = self._gone_ms.pop(node, None)
         labels = self.nodes.get(node)

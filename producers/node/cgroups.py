@@ -46,9 +46,7 @@ _UID = re.compile(r"^Uid:\s+([0-9]{1,10})\s", re.MULTILINE)
 
 class ProcessPlace(NamedTuple):
     """What a process's control group says: the uid of its pod, the id of its container, and of its batch job.
-
-    ``service`` is "mps" for an MPS server.
-    """
+    ``service`` is "mps" for an MPS server."""
 
     pod_uid: str | None
     container_id: str | None

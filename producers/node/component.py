@@ -90,9 +90,7 @@ class NodeProducer:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Read and send until ``stop``, then send what is left, for at most 4 s.
-
-        Raises what only a new process can mend.
-        """
+        Raises what only a new process can mend."""
         beside = (self._publisher.run, self._sender.start, self._gpus.run, self._ask_at_events)
         try:
             async with asyncio.TaskGroup() as group:

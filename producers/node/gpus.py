@@ -59,9 +59,7 @@ class UnreadableGpu(NamedTuple):
 
 class Gpus:
     """Call :meth:`open`, then :meth:`read` each tick, and keep :meth:`run` running beside it.
-
-    ``interval_s`` is that of the ticks. ``nvml``, ``census``, ``pace`` and ``clock`` are for tests.
-    """
+    ``interval_s`` is that of the ticks. ``nvml``, ``census``, ``pace`` and ``clock`` are for tests."""
 
     def __init__(
         self,
@@ -233,9 +231,7 @@ class Gpus:
 
     async def _read(self, ends_s: float) -> None:
         """Have every GPU read that can be asked, until the loop's time is ``ends_s``.
-
-        One after the other while they are quick, for their threads would spend more on taking turns than on NVML.
-        """
+        One after the other while they are quick, for their threads would spend more on taking turns than on NVML."""
         loop, gpus = asyncio.get_running_loop(), self._gpus
         within_s = ends_s - loop.time()
 
@@ -281,9 +277,7 @@ class Gpus:
 
     async def _take_census(self) -> None:
         """Ask a new process which GPUs work, and open NVML again if one does that does not work here.
-
-        Waits before that until it is due: sooner, but not at once, if a GPU was lost.
-        """
+        Waits before that until it is due: sooner, but not at once, if a GPU was lost."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._looked_s + self._pace.census_s - self._clock()):
                 await self._soon.wait()
@@ -337,10 +331,8 @@ class LostGpus:
             log.warning("%s", _trouble(self._known[uuid]), extra=log_fields(self._known[uuid][0]))
 
     def devices(self, state: str, here: Iterable[Mapping[str, Any]]) -> list[tuple[int, list[dict[str, Any]]]]:
-        """Those of each, with the index that it had; ``here`` are the devices that are not missing.
-
-        A driver gives the numbers of a missing GPU to others: one that another has by now is not this one's any more.
-        """
+        """Those of each, with the index that it had; ``here`` are the devices that are not missing. A driver gives the
+        numbers of a missing GPU to others: one that another has by now is not this one's any more."""
         if not self._known:
             return []
         taken = {(key, one[key]) for one in here for key in _NUMBERS if key in one}

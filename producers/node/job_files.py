@@ -134,9 +134,7 @@ def _content(path: str) -> bytes:
 
 class JobFiles:
     """Reads a directory on a thread of its own, so that a file system that hangs holds up no tick. None: there is none.
-
-    ``look`` and ``clock`` are for tests.
-    """
+    ``look`` and ``clock`` are for tests."""
 
     def __init__(
         self,

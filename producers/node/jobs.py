@@ -41,9 +41,7 @@ class Job(NamedTuple):
 
 class Evidence(NamedTuple):
     """What one process shows of its job. ``sure``: its control group, which a user can't choose, says that it is of it.
-
-    ``user`` and ``partition`` are as its environment names them, ``uid`` is who began it.
-    """
+    ``user`` and ``partition`` are as its environment names them, ``uid`` is who began it."""
 
     sure: bool
     user: str | None = None

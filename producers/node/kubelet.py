@@ -136,9 +136,7 @@ class _Answered:
 
 class Kubelet:
     """Asks one kubelet, on ``socket``; None: there is none. A resource that begins with one of ``prefixes`` counts.
-
-    ``clock`` gives seconds and never steps back, ``now_ms`` the time of day in milliseconds since the epoch.
-    """
+    ``clock`` gives seconds and never steps back, ``now_ms`` the time of day in milliseconds since the epoch."""
 
     def __init__(
         self,
@@ -169,9 +167,7 @@ class Kubelet:
 
     async def read(self, within_s: float) -> list[JsonDict] | None:
         """Ask, and give the last known containers after at most ``within_s``; None while nothing is known.
-
-        They are dicts as in gpu.allocations, not to be changed. An answer that comes later is in force from then on.
-        """
+        They are dicts as in gpu.allocations, not to be changed. An answer that comes later is in force from then on."""
         if self._socket is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(within_s):

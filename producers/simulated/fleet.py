@@ -31,9 +31,7 @@ Holders = tuple[JsonDict, ...]
 
 class KubeletLag(NamedTuple):
     """How late one node's kubelet is: it wanders between the shortest and the longest, and never leaps.
-
-    It changes by less than a millisecond per millisecond, so what the kubelet says never goes back in time.
-    """
+    It changes by less than a millisecond per millisecond, so what the kubelet says never goes back in time."""
 
     cluster: str
     seed: int
@@ -196,9 +194,7 @@ class SimulatedNode:
 @dataclass(frozen=True, slots=True)
 class Fleet:
     """``nodes`` nodes of ``gpus`` GPUs; pods live ``pod_life_s`` seconds on average.
-
-    The same seed and cluster give the same pods, values and turnover; another gives other names, UUIDs and uids.
-    """
+    The same seed and cluster give the same pods, values and turnover; another gives other names, UUIDs and uids."""
 
     nodes: int
     gpus: int

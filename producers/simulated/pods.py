@@ -150,9 +150,7 @@ class PodPlace(NamedTuple):
 
 def pod(template: Template, place: PodPlace, start_ms: int, end_ms: int, units: Sequence[Unit]) -> SimulatedPod:
     """The pod that runs ``template`` at ``place``, with its identity and the delays of the API server.
-
-    The units are shared out: every container after the first gets one, while there are enough.
-    """
+    The units are shared out: every container after the first gets one, while there are enough."""
     name, owners, extra = identity(template, place, start_ms)
     known_ms = start_ms + int(1500 * names.fraction("known", *place))
     more = min(len(template.containers), len(units)) - 1

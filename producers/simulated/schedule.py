@@ -106,9 +106,7 @@ class Schedule:
 
 def tenants(pools: dict[str, list[Unit]], node: int, chance: random.Random) -> list[Tenant]:
     """The tenants of a node: the templates in turn, until they would hold nine tenths of each resource on average.
-
-    Training takes whole devices, and a DaemonSet has one pod on a node.
-    """
+    Training takes whole devices, and a DaemonSet has one pod on a node."""
     found: list[Tenant] = []
     for resource, units in sorted(pools.items()):
         room = max(1, round(0.9 * len(units)))

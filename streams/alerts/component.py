@@ -207,9 +207,7 @@ class AlertWorker:
 
     async def _write(self, partition: PartitionNodes, node: Node, due: Due, epoch: int) -> None:
         """The alerts, and when they are acknowledged the state, and then whatever has come due since.
-
-        In a later epoch the state is in the topic after all: the ticks have waited for it, and go on from there.
-        """
+        In a later epoch the state is in the topic after all: the ticks have waited for it, and go on from there."""
         values = [memory.encode(write.alert) if write.alert is not None else None for write in due.writes]
         keys = [write.fingerprint.encode() for write in due.writes]
         sent = [await self.app.sender.send(ALERTS, value, key=key) for key, value in zip(keys, values, strict=True)]

@@ -199,10 +199,8 @@ def _ended(one: Tracked, now: _Now, because: str) -> tuple[None, Alert | None]:
 
 
 def same(durable: NodeAlerts, current: NodeAlerts) -> bool:
-    """Whether the state that was written says all that is worth writing, so that a replay gives the same.
-
-    What began to be pending a moment ago is not written yet. Counters that rise all the time are written now and then.
-    """
+    """Whether the state that was written says all that is worth writing, so that a replay gives the same. What began to
+    be pending a moment ago is not written yet. Counters that rise all the time are written now and then."""
     if durable.silent != current.silent or durable.generation != current.generation:
         return False
     now_ms, written, memory = current.last_ts_ms, durable.memory, current.memory
@@ -252,9 +250,7 @@ def without_ticks(state: NodeAlerts, rules: Rules, *, now_ms: int, removed_ms: i
 
 def silence(state: NodeAlerts, rules: Rules, lasted_ms: int) -> NodeAlerts:
     """The state of a node that had no tick for so long: the rules for which that is long enough have fired in it.
-
-    It is the same whoever finds it. Write it first, then what :func:`announce` makes of it.
-    """
+    It is the same whoever finds it. Write it first, then what :func:`announce` makes of it."""
     if is_retired(state):
         return state
     for rule in rules.of("node_silent"):
@@ -268,9 +264,7 @@ def silence(state: NodeAlerts, rules: Rules, lasted_ms: int) -> NodeAlerts:
 
 def retire(state: NodeAlerts, at_ms: int) -> NodeAlerts:
     """The state of a node that is gone: whatever was open is resolved, and what was remembered of it forgotten.
-
-    Write it first, then what :func:`announce` makes of it.
-    """
+    Write it first, then what :func:`announce` makes of it."""
     if is_retired(state):
         return state
     ended = [

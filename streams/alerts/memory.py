@@ -51,9 +51,7 @@ _AT_ZERO = Window(0.0)  # what most counters are, shared by all of them
 
 class HeldBy(msgspec.Struct, frozen=True, omit_defaults=True):
     """A pod that holds a device, and the first tick in which it did.
-
-    If the node's clock was set back to before that, it is the first tick since.
-    """
+    If the node's clock was set back to before that, it is the first tick since."""
 
     namespace: str
     pod: str
@@ -92,11 +90,8 @@ class Memory(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def remember(memory: Memory, tick: Tick, forget_ms: int) -> Memory:
-    """The memory after a tick.
-
-    A device that is missing is forgotten when it has left: a MIG device whose GPU is well without it, a GPU that has
-    another in its place, or what has been away for ``forget_ms``.
-    """
+    """The memory after a tick. A device that is missing is forgotten when it has left: a MIG device whose GPU is well
+    without it, a GPU that has another in its place, or what has been away for ``forget_ms``."""
     changed: dict[str, Seen] = {}
     counted: dict[str, Windows] = {}
     for device in tick.devices:

@@ -172,9 +172,7 @@ class Ends(NamedTuple):
 
 class CaughtUp:
     """For how long one partition has been read to its end without a break.
-
-    ``newest`` is the greatest offset of a sample that its records are of.
-    """
+    ``newest`` is the greatest offset of a sample that its records are of."""
 
     def __init__(self) -> None:
         self.newest = -1
@@ -191,9 +189,7 @@ class CaughtUp:
 
     def read(self, position: int) -> None:
         """The partition was read to this position: all is known that there was when its end was asked.
-
-        No sample may wait to be attributed: a stream that stands still is not a node that is silent.
-        """
+        No sample may wait to be attributed: a stream that stands still is not a node that is silent."""
         while self._asked and position >= self._asked[0].end:
             samples_end = self._asked[0].samples_end
             if samples_end is not None and self.newest + 1 < samples_end:
@@ -215,11 +211,8 @@ class _Removal(msgspec.Struct, frozen=True):
 
 
 class PartitionNodes:
-    """The nodes of one partition, by key.
-
-    ``active`` are those that are not known to be quiet, in the order in which their last ticks were read.
-    ``logged_ms`` is when the last tick of any was logged.
-    """
+    """The nodes of one partition, by key. ``active`` are those that are not known to be quiet, in the order in which
+    their last ticks were read. ``logged_ms`` is when the last tick of any was logged."""
 
     def __init__(self, number: int) -> None:
         self.number = number

@@ -87,9 +87,7 @@ class Attribution(Stream[AttributionSettings]):
 
 class Joiner:
     """Carries out the join: gives it its records, sends what it lets go, and finishes what is acknowledged.
-
-    Records of a node are joined and sent under one lock, so that its outputs keep their order whatever is awaited.
-    """
+    Records of a node are joined and sent under one lock, so that its outputs keep their order whatever is awaited."""
 
     app: ReaderApp
 
@@ -228,9 +226,7 @@ class Joiner:
 
     async def look_once(self) -> None:
         """Let go the ticks that have waited long enough, and ask the broker for what the others wait for.
-
-        The newest end of the allocations counts that was asked for and has been read to.
-        """
+        The newest end of the allocations counts that was asked for and has been read to."""
         async with self._lock:
             for partition in list(self._pending):
                 asked_s, asked, watermark = None, self._asked[partition], self._watermarks[partition]

@@ -67,9 +67,7 @@ def hold(
     admin: AbstractSet[Claim] = frozenset(),
 ) -> Held:
     """The holders of each of ``devices``, each (pod, container, physical device) once, in the snapshot's order.
-
-    Pods that were ``over`` hold nothing, and the claims in ``admin`` only look at their devices.
-    """
+    Pods that were ``over`` hold nothing, and the claims in ``admin`` only look at their devices."""
     index = DeviceIndex(devices)
     containers = [container for container in snapshot.containers if (container.namespace, container.pod) not in over]
     chosen = chosen_by_hami(containers, pods)
@@ -99,9 +97,7 @@ def hold(
 
 def holder_of(pod: Pod, *, container: str | None = None, resource: str | None = None, observed: bool = False) -> Holder:
     """A container of a pod that is known, with its labels and who owns it.
-
-    Of Job, StatefulSet and Deployment the one is named that is nearest to the pod: at most one of the three.
-    """
+    Of Job, StatefulSet and Deployment the one is named that is nearest to the pod: at most one of the three."""
     owners = pod.owners if pod.owners_complete else ()
     kind = controller = None
     for owner in owners:
@@ -196,9 +192,7 @@ def uids_shown(device: Device) -> set[str | None]:
 
 def observe(device: Device, holders: tuple[Holder, ...], pod_of: PodOf | None) -> Evidence:
     """The holders of a device with those that its processes show. ``pod_of``: None if the node has no workloads.
-
-    A holder whose uid is not known may be any pod of its name, and any that is not known.
-    """
+    A holder whose uid is not known may be any pod of its name, and any that is not known."""
     uids = uids_shown(device)
     if uids:
         uids.difference_update([holder.pod_uid for holder in holders if holder.pod_uid is not None])

@@ -94,11 +94,8 @@ class Mark(msgspec.Struct, frozen=True):
 
 
 class NodeState(msgspec.Struct, frozen=True):
-    """All that the join remembers of a node.
-
-    ``wanted_ms`` is what the watermark has to reach for the first pending tick; None: that one waits for its snapshot,
-    or there is none.
-    """
+    """All that the join remembers of a node. ``wanted_ms`` is what the watermark has to reach for the first pending
+    tick; None: that one waits for its snapshot, or there is none."""
 
     snapshots: dict[SnapshotId, Listing] = {}
     snapshot_runs: tuple[int, ...] = ()
@@ -215,10 +212,7 @@ def _has_snapshots(state: NodeState, sample: Sample, events_named: Iterable[int]
 
 def _named(state: NodeState, tick: PendingTick, seq: int | None, ts_ms: int) -> Named | NotYet:
     """The snapshot that a tick or its events name by ``seq``, else the last one known before it, and its pods at a
-    time.
-
-    The tick's processes count for its own snapshot only.
-    """
+    time. The tick's processes count for its own snapshot only."""
     sample = tick.sample
     listed = None if seq is None else state.snapshots.get((sample.run_id, seq))
     attribution: Attribution = "exact"
@@ -259,9 +253,7 @@ def _latest(state: NodeState, run_id: int, *, below: int | None = None) -> Listi
 
 def _pruned(state: NodeState, offset: int) -> NodeState:
     """Forget what only samples below ``offset`` could ask for.
-
-    Of the snapshots, those stay that the last committed sample was given, and what came or may come after it.
-    """
+    Of the snapshots, those stay that the last committed sample was given, and what came or may come after it."""
     marks = state.marks
     while len(marks) > 1 and marks[1].offset < offset:
         marks = marks[1:]

@@ -271,9 +271,7 @@ def _search(
 
 def _pods_of(known: AsOf, uids: AbstractSet[str], ts_ms: int, until_ms: int) -> tuple[dict[str, Pod | None], bool]:
     """The pods of uids, each as the first record says that counts and has it; and whether such a record may yet come.
-
-    No record ever has the uid that the processes of a static pod show.
-    """
+    No record ever has the uid that the processes of a static pod show."""
     pods: dict[str, Pod | None] = {}
     may_come = False
     for uid in uids:

@@ -61,9 +61,7 @@ class _Rows(msgspec.Struct, frozen=True):
 
 class _Shares(msgspec.Struct, frozen=True):
     """One quantity: what each holder has of it and, behind the last, the rest; None: not known.
-
-    ``absent`` are the places of the holders without a share.
-    """
+    ``absent`` are the places of the holders without a share."""
 
     of: list[Amount | None]
     absent: frozenset[int]
@@ -98,9 +96,7 @@ def split(device: Device, holders: tuple[Holder, ...]) -> Split:
 
 def _rows(processes: Sequence[Process], holders: Sequence[Holder]) -> _Rows:
     """Whose each process is: the place of the holder that has its pod's part, or the one behind the last.
-
-    A pod whose uid is not known has the processes if it is the only one and they are all of one pod.
-    """
+    A pod whose uid is not known has the processes if it is the only one and they are all of one pod."""
     nobody = len(holders)
     by_uid: dict[str | None, int] = {holder.pod_uid: row for row, holder in enumerate(holders)}
     if len(by_uid) == nobody and None not in by_uid:

@@ -47,9 +47,7 @@ _looks = operator.attrgetter("labels", "annotations", "namespace_labels", "owner
 
 class Life(msgspec.Struct, frozen=True):
     """What is known of one pod, by uid: its versions, and when it ran. ``seen_ms`` is the time of its first record.
-
-    ``end_reported``: a record has its end. Otherwise the pod is only missing since ``ended_ms``.
-    """
+    ``end_reported``: a record has its end. Otherwise the pod is only missing since ``ended_ms``."""
 
     uid: str
     versions: Versions[Pod]
@@ -130,9 +128,7 @@ class AsOf(NamedTuple):
 
     def pod_at(self, name: PodName, ts_ms: int, since_ms: int | None = None) -> Pod | None:
         """The pod of that name that the kubelet may rightly list at a time, in the version of that time, or None.
-
-        ``since_ms``: the name is listed since then, so it is no pod whose end was reported to be before.
-        """
+        ``since_ms``: the name is listed since then, so it is no pod whose end was reported to be before."""
         for life in self._nearest(name, ts_ms):
             if life.may_hold(ts_ms) and (since_ms is None or not life.ended_by(since_ms)):
                 return at(life.versions, ts_ms)
@@ -140,9 +136,7 @@ class AsOf(NamedTuple):
 
     def new_pod_at(self, name: PodName, ts_ms: int, gone_ms: int | None) -> Pod | None:
         """The same for a name that is new in the snapshots: a pod that runs at that time.
-
-        ``gone_ms``: a snapshot did not have the name then, so it is no pod that certainly ran before.
-        """
+        ``gone_ms``: a snapshot did not have the name then, so it is no pod that certainly ran before."""
         for life in self._nearest(name, ts_ms):
             if life.distance_ms(ts_ms) <= TOLERANCE_MS and (gone_ms is None or not life.began_before(gone_ms)):
                 return at(life.versions, ts_ms)
@@ -170,9 +164,7 @@ class AsOf(NamedTuple):
 
     def same_until(self, pods: Mapping[PodName, Pod], ts_ms: int) -> Until:
         """Until when these names mean the pods that they mean at a time, and the node is as it is then.
-
-        Each pod has to be the last one of its name, and running; of others nothing is promised.
-        """
+        Each pod has to be the last one of its name, and running; of others nothing is promised."""
         known, logged_ms = self.known, self.logged_ms
         changes_ms, logged = [math.inf], [math.inf]
         for history in (known.node_labels, known.dra, known.admin):
@@ -221,9 +213,7 @@ def apart(lives: Iterable[Life]) -> list[Life]:
 
 def learn(known: Knowledge | None, record: NodeWorkloads, logged_ms: int) -> Knowledge:
     """What is known after a record that was logged at ``logged_ms``, which is never less than the last one's.
-
-    A record of an older epoch, or with an older or the same ``seq``, changes nothing.
-    """
+    A record of an older epoch, or with an older or the same ``seq``, changes nothing."""
     if known is not None and (record.epoch, record.seq) <= (known.epoch, known.seq):
         return known
 

@@ -144,9 +144,7 @@ class Nvml:
 
     def ask(self, function: str, handle: Handle, *arguments: Any) -> Any:
         """What pynvml's ``function`` gives; an empty list if it has nothing to list.
-
-        The memory is that of the structure's version in the arguments; without one, as older drivers have it.
-        """
+        The memory is that of the structure's version in the arguments; without one, as older drivers have it."""
         if function == "nvmlDeviceGetMemoryInfo":
             memory = _unfilled(pynvml.c_nvmlMemory_v2_t if arguments else pynvml.c_nvmlMemory_t)
             if arguments:

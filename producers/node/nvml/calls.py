@@ -111,9 +111,7 @@ class _SlowCall:
 
 class Calls:
     """NVML as one GPU's thread calls it. ``refusals`` is what was noted.
-
-    :attr:`doing`, :meth:`leave`, :meth:`running_s` and :meth:`slow` are for any thread.
-    """
+    :attr:`doing`, :meth:`leave`, :meth:`running_s` and :meth:`slow` are for any thread."""
 
     def __init__(self, nvml: Nvml, clock: Callable[[], float] = time.monotonic) -> None:
         self._nvml, self._clock = nvml, clock

@@ -131,9 +131,7 @@ class Events:
 
 class _Watch:
     """The set of events of NVML as it is open now. ``useless``: why no GPU ever reports anything.
-
-    All else but ``ending``, ``new`` and ``refusals`` is for the thread.
-    """
+    All else but ``ending``, ``new`` and ``refusals`` is for the thread."""
 
     def __init__(self, nvml: Nvml, clock: Callable[[], float]) -> None:
         self.ending = threading.Event()
@@ -261,9 +259,7 @@ class Xids:
 
     def note(self, xid: Xid, known: Sequence[Mapping[str, Any]]) -> None:
         """Take an error. ``known``: its GPU and that one's MIG devices; nothing if they are not known.
-
-        A line of log for each code and device; an error of an instance is of its MIG devices, else of the GPU.
-        """
+        A line of log for each code and device; an error of an instance is of its MIG devices, else of the GPU."""
         code = xid.code if 0 <= xid.code <= _LARGEST_CODE else UNKNOWN_XID
         devices = [device for device in known if _is_of(device.get("mig"), xid)] or known[:1]
         self._instruments.counter(names.XIDS, "device" if devices else "unknown_device").inc()

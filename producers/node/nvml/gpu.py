@@ -199,10 +199,8 @@ class PhysicalGpu:
         return SampledDevice(identity or {}, metrics, processes, profiling)
 
     def _devices(self, kinds: dict[int, str]) -> list[dict[str, Any]]:
-        """The devices of this tick; a MIG device whose handle is another's by now is left out. Raises Lost.
-
-        A GPU that may have been cut, or is whole again, is listed at once. If it is cut, the processes are its parts'.
-        """
+        """The devices of this tick; a MIG device whose handle is another's by now is left out. Raises Lost. A GPU that
+        may have been cut, or is whole again, is listed at once. If it is cut, the processes are its parts'."""
         whole = self._whole
         metrics = whole.metrics.values()
         if whole.metrics.changed:

@@ -199,9 +199,7 @@ class Metrics:
 
     def _ask(self, question: Question, wanted: Sequence[Wanted], found: dict[str, float]) -> Sequence[FieldValue]:
         """An answer for each that is wanted; none if there is nothing new, or the values are in ``found`` by now.
-
-        Raises Lost, NvmlError.
-        """
+        Raises Lost, NvmlError."""
         if question in (FIELDS, GPM):
             asked = [one.source.question for one in wanted]
             numbers = [one.number for one in asked if isinstance(one, table.Field | table.GpmMetric)]
@@ -257,9 +255,7 @@ class Metrics:
 
     def _is_lapse(self, key: str, count: float) -> bool:
         """Whether a counter seems to be zero only for a moment, as when its answer was not filled in.
-
-        One that was cleared stays at zero, or counts on from there. If the GPU was reset, another counter counts on.
-        """
+        One that was cleared stays at zero, or counts on from there. If the GPU was reset, another counter counts on."""
         last = self._counted.get(key, 0)
         if count == 0 and last > 0:
             since_s = self._zero_since_s.setdefault(key, self._clock())

@@ -91,9 +91,7 @@ class Processes:
 
     def _memory(self) -> dict[int, int | None] | None:
         """What each process holds, None if that is not known; None if the device lists no processes.
-
-        Raises Lost, _Failed.
-        """
+        Raises Lost, _Failed."""
         found: dict[int, int | None] = {}
         listed = False
         for names in LISTS:

@@ -28,9 +28,7 @@ MOST_LINKS = 64
 
 class Newest:
     """The time of the newest sample that was read, of the samples of one kind, of one device.
-
-    Times are in microseconds: of the day on most machines, on some since the machine was started.
-    """
+    Times are in microseconds: of the day on most machines, on some since the machine was started."""
 
     def __init__(self) -> None:
         self._at_us: int | None = None
@@ -123,10 +121,7 @@ class Profiling:
 
     def read(self, metrics: Sequence[int]) -> Sequence[FieldValue] | None:
         """The metrics since the last time, in that order, each with its own return code; None the first time, and if
-        that was too short a time ago.
-
-        Raises Lost, NvmlError: one that says "unsupported" if the GPU has no GPM.
-        """
+        that was too short a time ago. Raises Lost, NvmlError: one that says "unsupported" if the GPU has no GPM."""
         if not self._asked:
             self._unsupported = self._refusal()
             self._asked = True

@@ -103,9 +103,7 @@ def is_known(rules: Rules, tick: Tick, one: Tracked) -> bool:
 
 def held_idle(rule: Rule, view: View, found: list[Finding]) -> None:
     """A pod that does nothing with a device that it was given.
-
-    It is not known within the pod's grace: after a node's clock was set back, an alert that fires goes on.
-    """
+    It is not known within the pod's grace: after a node's clock was set back, an alert that fires goes on."""
     if not view.pods:
         if view.tick.attribution == "none":
             holds = False if view.work >= rule.least_work else None

@@ -58,9 +58,7 @@ class Pod(NamedTuple):
 
 class View(NamedTuple):
     """A device of a tick, what was remembered of it before and is now, and how much it works.
-
-    ``work`` is the most that any measure of activity shows, ``measured`` whether one shows all of the device's.
-    """
+    ``work`` is the most that any measure of activity shows, ``measured`` whether one shows all of the device's."""
 
     rules: Rules
     tick: Tick

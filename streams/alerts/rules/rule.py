@@ -29,9 +29,7 @@ _CACHED = 10_000  # of how many pods' rules are remembered; past that, all are f
 
 class Override(msgspec.Struct, frozen=True, kw_only=True):
     """Other settings for some of what a rule is about. What is given must all match; each matches by any of its globs.
-
-    ``changes``: fields of :class:`Rule`.
-    """
+    ``changes``: fields of :class:`Rule`."""
 
     namespace: tuple[str, ...] = ()
     workload_kind: tuple[str, ...] = ()
@@ -44,9 +42,7 @@ class Override(msgspec.Struct, frozen=True, kw_only=True):
 
 class Rule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """A rule; ``kind`` says what it judges, and which of the thresholds it reads.
-
-    It fires when it has held for ``for_ms``, and resolves when it has not held for ``keep_firing_ms``.
-    """
+    It fires when it has held for ``for_ms``, and resolves when it has not held for ``keep_firing_ms``."""
 
     name: str
     kind: Kind
