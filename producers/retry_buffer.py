@@ -103,7 +103,6 @@ class RetryBuffer:
         return self.bytes + self.in_flight_bytes > self.max_bytes
 
     def _take(self) -> WaitingTick:
-        """The oldest tick, as it waits."""
         tick = self._old.popleft() if self._old else self._new.popleft()
         self.bytes -= len(tick.value)
         return tick

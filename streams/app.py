@@ -185,7 +185,6 @@ class ReaderApp(faust.App):  # type: ignore[misc]
         self.group.join()
 
     async def close(self) -> None:
-        """Stop the agent and the loops, commit what is finished, and leave the group."""
         await self.stop()
         await self.reader.revoked()  # nothing can be finished any more, and what is not sent now is no failure
         await asyncio.gather(self.group.close(), self.sender.stop(timeout_s=1.0))
@@ -200,7 +199,6 @@ class ReaderApp(faust.App):  # type: ignore[misc]
         return [f"state of {pending} partitions still being read"] if pending else []
 
     def _pulse(self) -> Pulse:
-        """What the watchdog looks at, from its thread."""
         ledger = self.reader.ledger
         return Pulse(
             beat=self.loops.beat,

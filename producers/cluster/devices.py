@@ -155,7 +155,6 @@ class Claims:
             self._gone_ms.setdefault(uid, now_ms)
 
     def expire(self, now_ms: int) -> set[PoolName]:
-        """Forget the claims that went long ago."""
         left = [uid for uid, gone_ms in self._gone_ms.items() if gone_ms + KEPT_MS <= now_ms]
         return {pool for uid in left for pool in self._forget(uid)}
 

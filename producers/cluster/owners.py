@@ -117,7 +117,6 @@ class OwnerLookup:
         self._logged: dict[tuple[str, str], None] = {}
 
     async def above(self, owner: Owner, namespace: str) -> Link:
-        """Ask the API server what is above an owner."""
         if (owner.api_version, owner.kind) in _TOPS:
             return TOP
         if not _GROUP_VERSION.fullmatch(owner.api_version) or not _NAME.fullmatch(owner.name):
@@ -271,7 +270,6 @@ class Owners:
         return sum(root.open for root in self._roots.values())
 
     def follow(self, owner: Owner, namespace: str) -> None:
-        """The chain from this owner up is wanted."""
         uid = owner.uid or ""
         self._roots[uid] = _Root(owner, namespace)
         self._come_back(uid, 0.0)

@@ -156,14 +156,12 @@ class Pods:
         return (Change(before, pod),)
 
     def end(self, uid: str, now_ms: int) -> Iterable[Change]:
-        """A pod is gone, or is no longer published."""
         before = self._pods.get(uid)
         if before is None or before.ended_ms is not None:
             return ()
         return self.put(msgspec.structs.replace(before, ended_ms=now_ms), now_ms)
 
     def expire(self, now_ms: int) -> list[Change]:
-        """Forget the pods that ended long ago."""
         left = []
         while self._leaving and self._leaving[0][0] <= now_ms:
             at_ms, uid = heapq.heappop(self._leaving)

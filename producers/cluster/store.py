@@ -173,7 +173,6 @@ class Store:
             self._mark(pod.node for pod in self.pods.of_owner(owner_uid))
 
     def expire(self, now_ms: int) -> None:
-        """Forget what ended long ago."""
         self._apply(self.pods.expire(now_ms))
         self._mark_pools(self.claims.expire(now_ms))
         for node, past in list(self._past.items()):

@@ -309,7 +309,6 @@ class LostGpus:
 
     @property
     def indexes(self) -> set[int]:
-        """Those that they had."""
         return {known[0]["index"] for known in self._known.values()}
 
     def expect(self, uuid: str, known: Sequence[Mapping[str, Any]], *, logged: bool) -> None:

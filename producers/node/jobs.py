@@ -176,7 +176,6 @@ class KnownJobs:
         self._known: OrderedDict[str, Evidence] = OrderedDict()
 
     def learn(self, job_id: str, shown: Evidence) -> None:
-        """Take what a process shows of its job."""
         if shown.user is None and shown.uid is not None:
             self._users.ask(shown.uid)
         with self._lock:

@@ -206,7 +206,6 @@ class Kubelet:
         return [f"{self._sentence()} (it {since})"]
 
     async def close(self) -> None:
-        """Let go, without waiting for an answer."""
         if self._asking is not None:
             self._asking.cancel()
             await asyncio.wait([self._asking], timeout=1.0)
@@ -239,7 +238,6 @@ class Kubelet:
             self._asking = asyncio.create_task(self._ask(socket))
 
     async def _ask(self, socket: Path) -> None:
-        """One call, with what comes of it."""
         if self._channel is None:
             limit = ("grpc.max_receive_message_length", self._largest_answer_bytes)
             self._channel = grpc.aio.insecure_channel(f"unix:{quote(str(socket))}", (limit, *_RECONNECT))

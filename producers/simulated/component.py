@@ -154,7 +154,6 @@ class SimulatedFleet:
             await self._sender.stop(0.5)
 
     async def _tick(self, stop: asyncio.Event, file: BinaryIO | None) -> None:
-        """Read each node at its own time within every interval."""
         interval_ms = round(self._settings.interval_s * 1000)
         order = self._fleet.order(interval_ms)
         began_ms = self._clock.elapsed_ms()
@@ -198,7 +197,6 @@ class SimulatedFleet:
             self._instruments.counter(TRUTHS).inc(len(rows))
 
     async def _publish_news(self) -> None:
-        """Publish what the API server comes to know, when it does."""
         due = [(0, index) for index in range(len(self._nodes))]
         while due:
             elapsed_ms = self._clock.elapsed_ms()

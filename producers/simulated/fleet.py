@@ -211,7 +211,6 @@ class Fleet:
             raise ValueError(f"pods that live {self.pod_life_s} s: it must be above 0")
 
     def node(self, index: int) -> SimulatedNode:
-        """A node as it is at the fleet's start."""
         return SimulatedNode(self.cluster, self.seed, index, self.gpus, max(1, int(self.pod_life_s * 1000)))
 
     def order(self, interval_ms: int) -> list[tuple[int, int]]:

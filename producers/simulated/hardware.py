@@ -90,7 +90,6 @@ class SimulatedDevice:
         return int(self.model.memory_bytes * share)
 
     def identity(self, parent_uuid: str | None) -> dict[str, Any]:
-        """What a sample says of the device beside its readings."""
         found = {
             "uuid": self.uuid,
             "index": self.index,

@@ -262,7 +262,6 @@ class AlertWorker:
     # -- time
 
     async def look(self) -> None:
-        """Look again and again which nodes are silent now. Never returns."""
         while True:
             await asyncio.sleep(_LOOK_EVERY_S)
             waiting = {tp.partition for tp in self.app.reader.pending_states()}
@@ -306,7 +305,6 @@ class AlertWorker:
         self._leftover |= self._writing
 
     def drop(self, partitions: frozenset[int]) -> None:
-        """Drop the state of these partitions: it is read again, or another worker's now."""
         for number in partitions:
             self._partitions.pop(number, None)
 
@@ -314,7 +312,6 @@ class AlertWorker:
         """Nothing is kept for what may be read again."""
 
     def ends(self, asked_s: float, ends: Mapping[Partition, int]) -> None:
-        """The broker has said where the partitions end."""
         lags: dict[str, int] = defaultdict(int)
         for tp, end in ends.items():
             read = self.app.reader.ledger.expected(tp)

@@ -300,7 +300,6 @@ def has_unwritten(state: NodeAlerts) -> bool:
 
 
 def expire(state: NodeAlerts, now_ms: int) -> Step:
-    """Delete the alerts that were resolved long ago."""
     return _closed(state, [], now_ms)
 
 
@@ -310,7 +309,6 @@ def is_retired(state: NodeAlerts) -> bool:
 
 
 def is_over(state: NodeAlerts) -> bool:
-    """Whether nothing is left to remember of a node."""
     return is_retired(state) and not state.resolved
 
 

@@ -202,7 +202,6 @@ def windows_of(device: Device, before: Windows | None, ts_ms: int) -> Windows | 
 
 
 def began(value: float) -> Window:
-    """The window after a counter's first reading."""
     return Window(value) if value else _AT_ZERO
 
 

@@ -184,7 +184,6 @@ class CaughtUp:
         self.newest = offset if new_log else max(self.newest, offset)
 
     def ends(self, ends: Ends) -> None:
-        """The broker has said where the partitions end."""
         self._asked.append(ends)
 
     def read(self, position: int) -> None:

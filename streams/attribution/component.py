@@ -284,7 +284,6 @@ class Joiner:
         self._pending.clear()
 
     def drop(self, partitions: frozenset[int]) -> None:
-        """Drop the state of these partitions: it is read again, or another worker's now."""
         for partition in partitions:
             self._states.pop(partition, None)
             self._heard_ms.pop(partition, None)
@@ -299,7 +298,6 @@ class Joiner:
                     states[key], _ = join.step(state, join.Committed(offset), self._grace_s)
 
     def ends(self, asked_s: float, ends: Mapping[Partition, int]) -> None:
-        """The broker has said where the partitions end."""
         lags: dict[str, int] = defaultdict(int)
         for tp, end in ends.items():
             learned = self.app.reader.ledger.position(tp)

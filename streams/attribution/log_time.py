@@ -86,7 +86,6 @@ class Watermark:
         return self._newest_ms
 
     def sample(self, offset: int, logged_ms: int, now_s: float) -> None:
-        """A sample was read."""
         self._sample = logged_ms, now_s
         if offset < self._backlog_end:
             self.ms = max(self.ms, logged_ms - LEADERS_APART_MS)

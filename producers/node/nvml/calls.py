@@ -129,7 +129,6 @@ class Calls:
         self.slowest = ("", 0.0)
 
     def running_s(self) -> float:
-        """For how long the present call has run; 0 if none does."""
         running = self._in_flight
         return 0.0 if running is None else self._clock() - running.since_s
 
@@ -283,7 +282,6 @@ class Support:
         self._refused.pop(source, None)
 
     def refuse(self, source: Hashable, why: Tried) -> None:
-        """The device does not support it, now at least."""
         known = source in self._answered
         first, longest = (FIRST_WAIT, LONGEST_WAIT) if known else (FIRST_UNKNOWN_WAIT, LONGEST_UNKNOWN_WAIT)
         before = self._refused.get(source)

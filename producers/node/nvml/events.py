@@ -79,7 +79,6 @@ class Events:
         return self._worker.busy
 
     def refusals(self) -> dict[int, Tried]:
-        """The GPUs, by index, that report no XID errors, and why."""
         useless = self._watch.useless
         return dict(self._watch.refusals) if useless is None else dict.fromkeys(self._added, useless)
 
@@ -294,7 +293,6 @@ class Xids:
 
 
 def _is_of(mig: Mapping[str, Any] | None, xid: Xid) -> bool:
-    """Whether an error is of a MIG device's instance."""
     if mig is None or xid.gpu_instance is None or mig.get("gpu_instance") != xid.gpu_instance:
         return False
     return xid.compute_instance is None or mig.get("compute_instance") in (None, xid.compute_instance)

@@ -30,7 +30,6 @@ class Worker:
         return self._since_s is not None
 
     def busy_s(self) -> float:
-        """For how long the present job has run; 0 if there is none."""
         return 0.0 if self._since_s is None else self._clock() - self._since_s
 
     def ask(self, work: Callable[[], T]) -> "asyncio.Future[T]":
@@ -59,7 +58,6 @@ class Worker:
         self._jobs.put(work)
 
     def stop(self) -> None:
-        """Let the thread end when it has nothing to do any more."""
         self._jobs.put(None)
 
     def _work(self) -> None:

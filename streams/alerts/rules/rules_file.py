@@ -74,7 +74,6 @@ class Option(NamedTuple):
     what: str
 
     def shown(self, rule: Rule) -> str:
-        """Its value in a rule, as a file has it."""
         value = getattr(rule, self.field)
         if self.field.endswith("_ms"):
             return duration_words(value)
@@ -102,14 +101,12 @@ def at_least_a_second(value: Any) -> int:
 
 
 def ratio(value: Any) -> float:
-    """A number above 0, up to 1."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
         raise ValueError(f"must be a number above 0 and at most 1, not {_shown(value)}")
     return float(value)
 
 
 def count(value: Any) -> int:
-    """A whole number from 1."""
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 1 << 63:
         raise ValueError(f"must be a whole number of at least 1, not {_shown(value)}")
     return value
@@ -140,7 +137,6 @@ def kind(value: Any) -> Kind:
 
 
 def text(value: Any) -> str:
-    """Text that is not empty."""
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"must be text, not {_shown(value)}")
     if len(value) > _LONGEST_TEXT:
@@ -161,22 +157,18 @@ def codes(value: Any) -> tuple[int, ...]:
 
 
 def globs_by_label(value: Any) -> dict[str, tuple[str, ...]]:
-    """Globs for the values of labels."""
     return _by_name(value, 'app = "vllm*"', text, texts)
 
 
 def labels(value: Any) -> dict[str, str]:
-    """Labels that a rule adds."""
     return _by_name(value, 'team = "platform"', label_name, text)
 
 
 def annotations(value: Any) -> dict[str, str]:
-    """Annotations that a rule adds, or puts in place of its own."""
     return _by_name(value, 'runbook = "https://..."', annotation_name, text)
 
 
 def label_name(name: str) -> str:
-    """The name of a label that a rule may add."""
     if not _NAME.fullmatch(name):
         raise ValueError(f"{name[:80]!r} is not the name of a label: use a-z, A-Z, 0-9 and _, and no digit first")
     if name.startswith(_RESERVED):
@@ -185,7 +177,6 @@ def label_name(name: str) -> str:
 
 
 def annotation_name(name: str) -> str:
-    """The name of an annotation that a rule may add."""
     if not _NAME.fullmatch(name):
         raise ValueError(f"{name[:80]!r} is not the name of an annotation: use a-z, A-Z, 0-9 and _")
     if name in _FIGURES:
@@ -371,7 +362,6 @@ def rule(name: str, table: Any, base: Mapping[str, Rule], wrong: Wrong) -> Rule 
 
 
 def _override(at: Keys, table: Any, of: Kind | None, wrong: Wrong) -> Override:
-    """For what the override is, and what it changes."""
     if not isinstance(table, dict):
         wrong.append((at, "must be a table: write [[rules.NAME.overrides]]"))
         return Override()

@@ -187,7 +187,6 @@ def held_memory(facts: Facts) -> float | None:
 
 
 def _fields(finding: Finding, tick: Tick, since_ms: int) -> dict[str, Any]:
-    """What the words of :data:`_WORDS` may name."""
     facts, value = finding.facts, finding.value
     device, seen = facts.device, facts.seen or Seen()
     holders = _listed(_name(pod) for pod in facts.pods)
