@@ -11,8 +11,11 @@ prometheus-client loads anyway: a node's producer has to stay small.
 import asyncio
 import concurrent.futures
 import contextlib
+import errno
 import io
 import logging
+import os
+import resource
 import socket
 import sys
 import threading
@@ -46,6 +49,7 @@ INSTRUMENTS = (
 HUNG_AFTER_S = 10.0
 """An event loop that has not turned for this long hangs."""
 
+_NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 _BEAT_S = 1.0
 _ASK_S = 2.0
 _POLL_S = 0.1
@@ -81,6 +85,9 @@ class Health:
 
     def reasons(self) -> list[str]:
         """Why the process is not ready, asked of the components on their own thread."""
+        return [*no_descriptor_left(), *self._of_components()]
+
+    def _of_components(self) -> list[str]:
 
         async def ask() -> list[str]:
             return self._not_ready()
@@ -126,6 +133,18 @@ class Health:
             await asyncio.sleep(_BEAT_S)
             self._beat_s = time.monotonic()
             self.instruments.gauge("gpustream_loop_lag_seconds").set(max(0.0, self._beat_s - due_s))
+
+
+def no_descriptor_left() -> list[str]:
+    """That the process can open no file and no connection, in a sentence, if that is so."""
+    try:
+        os.close(os.open(os.devnull, os.O_RDONLY))
+    except OSError as error:
+        if error.errno not in _NO_DESCRIPTOR:
+            raise
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return [f"no file descriptor is left ({error.strerror}; the limit is {limit}): raise it, see `ulimit -n`"]
+    return []
 
 
 class Families(Collector):
@@ -214,14 +233,48 @@ class _Handler(WSGIRequestHandler):
 
 
 class _Server(ThreadingWSGIServer):
-    """The library's server, at an IPv4 or IPv6 address, which never asks a name server for its own name."""
+    """The library's server, at an IPv4 or IPv6 address, which never asks a name server for its own name.
+
+    It keeps a file descriptor in reserve, so that it can answer when the process has none left.
+    """
 
     request_queue_size = 32
 
     def __init__(self, address: Address) -> None:
         self.address_family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
         self._places = threading.BoundedSemaphore(MAX_CLIENTS)
+        self._reserve: int | None = os.open(os.devnull, os.O_RDONLY)
         super().__init__((address.host, address.port), _Handler)
+
+    def get_request(self) -> Any:
+        """Accepts a client, with the descriptor in reserve if no other is left."""
+        try:
+            return super().get_request()
+        except OSError as error:
+            if error.errno not in _NO_DESCRIPTOR:
+                raise
+        if self._reserve is not None:
+            os.close(self._reserve)
+            self._reserve = None
+        try:
+            return super().get_request()
+        except OSError:  # somebody else took it, and the client, which waits, would be accepted again at once
+            time.sleep(_POLL_S)
+            raise
+
+    def close_request(self, request: Any) -> None:
+        """Lets go of a client. Its descriptor is in reserve again if that one was used."""
+        super().close_request(request)
+        if self._reserve is None:
+            with contextlib.suppress(OSError):
+                self._reserve = os.open(os.devnull, os.O_RDONLY)
+
+    def server_close(self) -> None:
+        """Lets go of the address and of what is in reserve."""
+        super().server_close()
+        if self._reserve is not None:
+            os.close(self._reserve)
+            self._reserve = None
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Serves a client in a thread of its own, or closes its connection if too many are served."""

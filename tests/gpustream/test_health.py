@@ -8,6 +8,7 @@ import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote
 
@@ -20,6 +21,9 @@ from delivery.values import Address
 from gpustream import health as module
 from gpustream.health import Health, ListenError, listening
 from tests.gpustream.fakes import INSTRUMENTS
+from tests.real.faults import no_descriptors
+from tests.real.pipeline import Gpustream
+from tests.real.process import listens
 
 ANYWHERE = Address("127.0.0.1", 0)
 
@@ -239,3 +243,21 @@ async def test_a_name_that_can_not_be_had_is_a_clear_error() -> None:
     with pytest.raises(ListenError, match=r"can't listen on no-such-host\.invalid:1"):
         async with listening(_health().answer, Address("no-such-host.invalid", 1)):
             pass
+
+
+async def test_a_process_without_a_file_descriptor_left_says_so_and_is_well_when_it_has_some_again(
+    tmp_path: Path,
+) -> None:
+    process = Gpustream(tmp_path, "sink", "scrape", "--kafka", "127.0.0.1:1", "--scrape-listen", "off")
+    address = Address("127.0.0.1", process.ports[0].number)
+    try:
+        process.begin()
+        await asyncio.to_thread(process.wait_until, lambda: listens(address.port))
+        with no_descriptors(process):
+            answers = [await asyncio.to_thread(_ask, address, path) for path in ("/readyz", "/readyz", "/healthz")]
+        after = await asyncio.to_thread(_ask, address, "/readyz")
+    finally:
+        process.close()
+    assert [answer.status for answer in answers] == [503, 503, 200]
+    assert all(answer.text.startswith("no file descriptor is left (Too many open files;") for answer in answers[:2])
+    assert "descriptor" not in after.text

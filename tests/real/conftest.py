@@ -4,7 +4,7 @@ With GPUSTREAM_REQUIRE_REAL=1 a server that can't be had is a failure, but for t
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -194,8 +194,8 @@ def gpustream(tmp_path: Path) -> Iterator[Callable[..., Gpustream]]:
     """Makes `gpustream` processes, to be started and killed: ``gpustream("worker-a", "stream", "--kafka", ...)``."""
     with ExitStack() as processes:
 
-        def make(name: str, *arguments: str) -> Gpustream:
-            process = Gpustream(tmp_path / name, *arguments)
+        def make(name: str, *arguments: str, environment: Mapping[str, str] | None = None) -> Gpustream:
+            process = Gpustream(tmp_path / name, *arguments, environment=environment)
             processes.callback(process.close)
             processes.callback(process.stop)  # it leaves its group, so that the next test need not wait for that
             return process

@@ -5,9 +5,13 @@ pipeline, as Kubernetes would. Two faults of one part are never at work together
 """
 
 import asyncio
+import contextlib
+import os
+import resource
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
+from pathlib import Path
 from random import Random
 from typing import Literal, NamedTuple
 
@@ -159,6 +163,41 @@ async def pause_a_broker(pipeline: Pipeline, chance: Random) -> float:
     return await pause(chance.choice(pipeline.brokers), chance.uniform(4, 14))
 
 
+# -- what runs out on the machine
+
+
+async def stop_resolving(pipeline: Pipeline, chance: Random) -> float:
+    """No name resolves, while all connections to a broker break."""
+    with pipeline.resolver.gone():
+        await asyncio.to_thread(chance.choice(pipeline.brokers).restart)
+        await asyncio.sleep(chance.uniform(4, 10))
+    return time.time()
+
+
+async def use_up_descriptors(pipeline: Pipeline, chance: Random) -> float:
+    """A process can open no file and no connection more, while all its connections to a broker break."""
+    with no_descriptors(chance.choice(pipeline.wanted)):
+        await asyncio.to_thread(chance.choice(pipeline.brokers).restart)
+        await asyncio.sleep(chance.uniform(4, 10))
+    return time.time()
+
+
+@contextlib.contextmanager
+def no_descriptors(process: Gpustream) -> Iterator[None]:
+    """The process can open nothing that it had not at its start for as long as it lasts, and keeps what is open.
+
+    The last thing that it opens at its start is /dev/null, as the descriptor that /readyz has in reserve.
+    """
+    pid, (soft, hard) = process.pid, resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
+    opened = [int(one.name) for one in Path(f"/proc/{pid}/fd").iterdir() if str(one.readlink()) == os.devnull]
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (max(opened) + 1, hard))
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # it was restarted meanwhile
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, (soft, hard))
+
+
 # -- what is done to the receiver and to clocks
 
 
@@ -204,6 +243,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault("each broker restarted", "brokers", restart_each_broker),
     Fault("all brokers but one killed", "brokers", kill_all_but_one_broker),
     Fault("broker hangs", "brokers", pause_a_broker),
+    Fault("no name resolves", "brokers", stop_resolving),
+    Fault("descriptors used up", "brokers", use_up_descriptors),
     Fault("Prometheus killed", "receiver", kill_prometheus),
     *(Fault(f"receiver: {failure}", "receiver", partial(fail_the_receiver, failure)) for failure in FAILURES),
     *(Fault(f"clock {by_s:+g} s", "clocks", partial(skew, by_s)) for by_s in (61, 540, 7200, -3600)),

@@ -64,7 +64,7 @@ class FaultyReceiver:
     @property
     def url(self) -> str:
         """Where to write to."""
-        return f"http://127.0.0.1:{self._server.server_address[1]}/api/v1/write"
+        return f"http://localhost:{self._server.server_address[1]}/api/v1/write"
 
     @contextlib.contextmanager
     def failing(self, failure: Failure) -> Iterator[None]:

@@ -31,8 +31,9 @@ async def test_whatever_fails_nothing_is_lost_and_every_tick_is_booked_to_its_po
         brokers = cluster.brokers
     else:
         brokers = [request.getfixturevalue("start_kafka")()]
+    at = ("--kafka", ",".join(broker.address for broker in brokers))
     say(f"\nSOAK_SEED={SEED} SOAK_MINUTES={MINUTES:g}")
-    pipeline = Pipeline(brokers, start_prometheus(), gpustream, tmp_path)
+    pipeline = Pipeline(brokers, at, start_prometheus(), gpustream, tmp_path)
     async with running(pipeline):
         await rest(pipeline, 4)
         faults = [fault for fault in FAULTS if ONLY in fault.name]
