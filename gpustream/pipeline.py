@@ -97,7 +97,8 @@ class Tail:
             self._on_alert(record)
         elif topic == dead_letters.TOPIC.name:
             headers = dict(record.headers)
-            self._on_letter(tuple(headers.get(name, b"") for name in _LETTER_HEADERS))
+            if dead_letters.RESUBMITTED not in headers:
+                self._on_letter(tuple(headers.get(name, b"") for name in _LETTER_HEADERS))
         else:
             try:
                 tick = self._decode(record.value or b"")
