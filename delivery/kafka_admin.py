@@ -31,6 +31,7 @@ from aiokafka.protocol.types import Array, Boolean, Int8, Int16, Int32, Schema, 
 from delivery import clients
 from delivery.clients import describe
 from delivery.connection import Connection
+from delivery.ledger import Partition
 
 _REQUEST_TIMEOUT_MS = 10_000
 _SESSION_TIMEOUT_S = 60.0
@@ -78,6 +79,15 @@ class Found(NamedTuple):
     settings: Mapping[str, str] | None = None
     led: bool = True
     allowed: frozenset[str] | None = None
+
+
+class GroupFound(NamedTuple):
+    """A consumer group: its state as the broker calls it, how many members it has, and what it has committed."""
+
+    name: str
+    state: str
+    members: int
+    committed: Mapping[Partition, int]
 
 
 class _SettingsSet(Response):  # type: ignore[misc] # aiokafka has no types
@@ -239,6 +249,21 @@ class Admin:
         reasons = {row[3]: row[1] or for_code(row[0]).__name__ for row in response.resources if row[0]}
         if reasons:
             raise Refused("settings not altered", reasons)
+
+    async def groups(self, prefix: str) -> list[GroupFound]:
+        """The consumer groups whose names begin so, as far as this client may see them.
+
+        They are described one by one: of an answer about several, aiokafka 0.14 can't read the second.
+        """
+        listed = await self._client.list_consumer_groups()
+        found = []
+        for name in sorted(row[0] for row in listed if row[0].startswith(prefix)):
+            (answer,) = await self._client.describe_consumer_groups([name])
+            (_, _, state, _, _, members, *_) = answer.groups[0]
+            offsets = await self._client.list_consumer_group_offsets(name)
+            committed = {Partition(*tp): at.offset for tp, at in offsets.items() if at.offset >= 0}
+            found.append(GroupFound(name, state, len(members), committed))
+        return found
 
     async def is_empty(self, name: str, partitions: int) -> bool:
         """Whether a topic holds no record at this moment."""
