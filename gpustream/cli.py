@@ -1,4 +1,4 @@
-"""The command line: ``gpustream run | devices | produce | stream | sink | topics | alerts | rules``.
+"""The command line: ``gpustream run | devices | produce | stream | sink | topics | alerts | doctor | ...``.
 
 A subcommand is one module: its options, what it does, how that is shown. It is loaded when it is wanted. A command that
 runs a component (``produce``, ``stream``, ``sink``) has the options of the component's settings, and is made here.
@@ -124,6 +124,14 @@ COMMANDS = {
     "sink": _group("sink", "Take gpu.attributed from Kafka to where it is wanted.", SINKS),
     "topics": _module("topics", "Create the topics, or compare them with what they should be."),
     "alerts": _module("alerts", "List the alerts that fire: since when, where, whose, and what is wrong."),
+    "doctor": Entry(
+        "Check a running pipeline: what each node sent, what was attributed, what each sink took; why not, if not.",
+        lambda: command.load("gpustream.doctor.command:doctor"),
+    ),
+    "dead-letters": Entry(
+        "List what could not be used and why, show it, and send it again after a fix.",
+        lambda: command.load("gpustream.dead_letters:dead_letters"),
+    ),
     "rules": _module("rules", "Check a file of alert rules, or try it on what was recorded."),
 }
 

@@ -168,13 +168,14 @@ def differences(expected: Mapping[Point, Expected], found: Mapping[Point, Stored
 
 
 async def read_all(kafka: str, topic: str) -> list[Any]:
-    """Every record of a topic, to where it ends now."""
+    """Every committed record of a topic, to where it ends now."""
     return [record async for record in records_of(kafka, topic)]
 
 
 async def records_of(kafka: str, topic: str) -> AsyncIterator[Any]:
-    """The records of a topic, one after the other, to where it ends now; for a topic that is too large to keep."""
-    consumer = AIOKafkaConsumer(bootstrap_servers=kafka, enable_auto_commit=False, max_partition_fetch_bytes=8 << 20)
+    """The committed records of a topic, one after the other, to where it ends now: one that is too large to keep."""
+    options = {"isolation_level": "read_committed", "max_partition_fetch_bytes": 8 << 20}
+    consumer = AIOKafkaConsumer(bootstrap_servers=kafka, enable_auto_commit=False, **options)
     await consumer.start()
     try:
         partitions = await consumer._client.fetch_all_metadata()
@@ -187,11 +188,10 @@ async def records_of(kafka: str, topic: str) -> AsyncIterator[Any]:
             consumer.seek(tp, begins[tp])
         left = {tp for tp in tps if begins[tp] < ends[tp]}
         while left:
-            for tp, batch in (await consumer.getmany(*left, timeout_ms=1000)).items():
+            for batch in (await consumer.getmany(*left, timeout_ms=100)).values():
                 for record in batch:
                     yield record
-                if batch[-1].offset + 1 >= ends[tp]:
-                    left.discard(tp)
+            left = {tp for tp in left if await consumer.position(tp) < ends[tp]}
     finally:
         await consumer.stop()
 

@@ -1,0 +1,1 @@
+"""``gpustream doctor``: checks a running pipeline end to end."""

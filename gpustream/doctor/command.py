@@ -1,0 +1,139 @@
+"""``gpustream doctor``: what is wrong with a running pipeline, why, and what to do next.
+
+In:       the topics of the last minutes, the consumer groups; if given, components' /metrics and a Prometheus.
+Out:      a line for each check and a paragraph for each finding, or one JSON object, on standard output; how far the
+          reading has come, on standard error of a terminal.
+On failure: a broker that does not answer is a sentence on standard error.
+Exit code 1 if anything was found.
+"""
+
+import textwrap
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import click
+import msgspec
+from rich.console import Console
+
+from delivery.connection import Connection
+from delivery.settings import DURATION, URL
+from gpustream import logs
+from gpustream.command import KAFKA, LOG_FORMAT, Command, counted, option
+from gpustream.doctor import checks
+from gpustream.doctor.checks import Checked, Finding, Seen
+from gpustream.doctor.gather import gather
+from gpustream.topics import FAILED, answer
+
+SCHEMA = 1
+
+SHOWN = 20
+"""So many findings of a check are written out; JSON has them all."""
+
+_WIDTH = 110
+
+
+@click.command(
+    cls=Command,
+    example=(
+        "gpustream doctor --kafka kafka-0:9092\n"
+        "gpustream doctor --kafka kafka-0:9092 --since 1h --metrics http://remote-write:9401 \\\n"
+        "    --prometheus http://prometheus:9090\n"
+        "gpustream doctor --kafka kafka-0:9092 --format json | jq .nodes"
+    ),
+)
+@KAFKA
+@option("--since", "since_s", type=DURATION, default="10m", help="How much of the topics is looked at, from now back.")
+@option("--metrics", type=URL, multiple=True, help="A component's own /metrics: what it dropped, why it is not ready.")
+@option("--prometheus", type=URL, help="A Prometheus that should have every node's newest sample.")
+@option("--format", "form", type=click.Choice(["text", "json"]), default="text", help="json: one object, on one line.")
+@LOG_FORMAT
+def doctor(
+    kafka: str,
+    since_s: float,
+    metrics: tuple[str, ...],
+    prometheus: str | None,
+    form: Literal["text", "json"],
+    log_format: logs.Format,
+) -> None:
+    """Check a running pipeline: what each node sent, what was attributed, what each sink took; why not, if not.
+
+    It reads the topics from --since to where they end when it starts, in no consumer group, and commits nothing. Exit
+    code 1 if anything was found: each finding with its cause, what shows it, and what to do next.
+    """
+    logs.setup(log_format)
+    seen = answer(gather(Connection(kafka), since_s, metrics, prometheus, Console(stderr=True)))
+    found = checks.run(seen)
+    if form == "json":
+        click.echo(msgspec.json.encode(report(seen, found)))
+    else:
+        click.echo("\n".join(text(seen, found)))
+    raise SystemExit(FAILED if any(one.findings for one in found.values()) else 0)
+
+
+def text(seen: Seen, found: Mapping[str, Checked]) -> Iterator[str]:
+    """The report for people: a line for each check, and under it what it has found."""
+    width = max(map(len, found))
+    for name, one in found.items():
+        yield _printable(f"{'FOUND' if one.findings else 'ok':5}  {name:{width}}  {one.summary}")
+        for finding in one.findings[:SHOWN]:
+            yield from _paragraph(finding)
+        if len(one.findings) > SHOWN:
+            yield f"       and {len(one.findings) - SHOWN} more: --format json has them all"
+    count = sum(len(one.findings) for one in found.values())
+    yield f"{counted(count, 'finding')} in {seen.window}" if count else f"all is well in {seen.window}"
+
+
+def _paragraph(finding: Finding) -> Iterator[str]:
+    yield from textwrap.wrap(
+        _printable(finding.finding), _WIDTH, initial_indent="       ", subsequent_indent="         "
+    )
+    for label, said in (("cause", finding.cause), ("shown by", finding.evidence), ("next", finding.next)):
+        indent = f"{'':9}{label + ':':10}"
+        yield from textwrap.wrap(_printable(said), _WIDTH, initial_indent=indent, subsequent_indent=" " * len(indent))
+
+
+def _printable(text: str) -> str:
+    """Names and errors come from records that anybody may have written."""
+    return "".join(sign if sign.isprintable() else "?" for sign in text)
+
+
+def report(seen: Seen, found: Mapping[str, Checked]) -> dict[str, Any]:
+    """The report for programs: the checks with all findings, and what is known of each node and group."""
+    nodes = seen.fold.nodes.items() if seen.fold is not None else ()
+    return {
+        "schema": SCHEMA,
+        "since_ms": seen.since_ms,
+        "until_ms": seen.now_ms,
+        "ok": not any(one.findings for one in found.values()),
+        "checks": [{"check": name, "summary": one.summary, "findings": one.findings} for name, one in found.items()],
+        "nodes": [
+            {
+                "cluster": name.cluster,
+                "node": name.node,
+                "replayed": node.replayed,
+                "runs": [
+                    {
+                        "run_id": run_id,
+                        "from_seq": next(iter(run.seqs))[0],
+                        "to_seq": run.last_seq,
+                        "ticks": len(run.seqs),
+                        "gaps": checks.gaps_of(run_id, run, seen.since_ms),
+                        "last_logged_ms": run.last_logged_ms,
+                        **run.fates,
+                    }
+                    for run_id, run in node.runs.items()
+                ],
+            }
+            for name, node in nodes
+            if node.runs
+        ],
+        "groups": [
+            {
+                "group": group.name,
+                "state": group.state,
+                "members": group.members,
+                "behind": [lag._asdict() for lag in group.lags],
+            }
+            for group in seen.groups
+        ],
+    }

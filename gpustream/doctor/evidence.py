@@ -1,0 +1,306 @@
+"""What the topics hold of the time that is looked at, folded into a few numbers for each node. Pure.
+
+In:       the records of gpu.dead-letters, gpu.allocations, gpu.workloads, gpu.attributed and gpu.samples, one topic
+          after the other in this order; and up to where attribution has finished gpu.samples.
+Out:      of each run of a node which ticks were sent, and what became of each.
+State:    ranges of ``seq``: ten minutes of 10,000 nodes are 10,000 ranges, and not 6,000,000 numbers.
+
+What was finished when the offsets were asked has its record in gpu.attributed or in gpu.dead-letters by then, for
+an offset is committed when the broker has acknowledged that record. So a tick that has neither, and is before the
+committed offset, is lost; one after it waits.
+"""
+
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from topics import allocations, attributed, dead_letters, samples, workloads
+from topics.dead_letters import Cause
+from topics.topic import Name, UInt, decoder
+
+MAX_JUMPS = 64
+"""Of so many jumps in a run's seq it is kept what was sent after them."""
+
+MAX_REASONS = 200
+"""So many kinds of dead letters are told apart; the others are one kind."""
+
+
+class Ranges:
+    """A set of integers, as the ranges that it is made of, in their order."""
+
+    __slots__ = ("_firsts", "_lasts")
+
+    def __init__(self) -> None:
+        self._firsts: list[int] = []
+        self._lasts: list[int] = []
+
+    def add(self, number: int) -> bool:
+        """Takes a number in; False if it was there."""
+        firsts, lasts = self._firsts, self._lasts
+        if lasts and number == lasts[-1] + 1:
+            lasts[-1] = number
+            return True
+        at = bisect_left(lasts, number)  # the first range that ends at the number or after it
+        if at < len(lasts) and firsts[at] <= number:
+            return False
+        follows, precedes = at > 0 and lasts[at - 1] == number - 1, at < len(firsts) and firsts[at] == number + 1
+        if follows and precedes:
+            lasts[at - 1] = lasts.pop(at)
+            del firsts[at]
+        elif follows:
+            lasts[at - 1] = number
+        elif precedes:
+            firsts[at] = number
+        else:
+            firsts.insert(at, number)
+            lasts.insert(at, number)
+        return True
+
+    def __contains__(self, number: int) -> bool:
+        at = bisect_left(self._lasts, number)
+        return at < len(self._lasts) and self._firsts[at] <= number
+
+    def __len__(self) -> int:
+        return sum(self._lasts) - sum(self._firsts) + len(self._firsts)
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        """The first and the last number of each range."""
+        return zip(self._firsts, self._lasts, strict=True)
+
+    def gaps(self) -> list[tuple[int, int]]:
+        """The first and the last number of each gap between two ranges."""
+        return [(last + 1, first - 1) for last, first in zip(self._lasts, self._firsts[1:], strict=False)]
+
+
+class Tick(msgspec.Struct, frozen=True):
+    """What of a record of gpu.samples is looked at."""
+
+    cluster: Name
+    node: Name
+    run_id: UInt
+    seq: UInt
+    ts_ms: UInt
+    allocations_seq: UInt | None = None
+
+
+class AttributedTick(msgspec.Struct, frozen=True):
+    """What of a record of gpu.attributed is looked at."""
+
+    cluster: Name
+    node: Name
+    run_id: UInt
+    seq: UInt
+    ts_ms: UInt
+    attribution: str
+
+
+class Snapshot(msgspec.Struct, frozen=True):
+    """What of a record of gpu.allocations is looked at."""
+
+    cluster: Name
+    node: Name
+    run_id: UInt
+    seq: UInt
+
+
+class Workloads(msgspec.Struct, frozen=True):
+    """What of a record of gpu.workloads is looked at."""
+
+    cluster: Name
+    node: Name
+    removed: bool = False
+
+
+class NodeName(NamedTuple):
+    """A node of a cluster."""
+
+    cluster: str
+    node: str
+
+    def __str__(self) -> str:
+        return f"{self.cluster}/{self.node}"
+
+
+Fate = Literal["exact", "late", "none", "no_kubelet", "dead_lettered", "waiting", "lost"]
+"""What became of a tick. ``no_kubelet`` is attributed ``none`` and names no snapshot: its node has no kubelet."""
+
+
+@dataclass(slots=True)
+class SampledRun:
+    """One run of a node, as far as it was logged in the time that is looked at.
+
+    ``jumps`` has, by the first seq that was jumped over, how old the next tick was when Kafka got it;
+    ``least_delay_ms`` is the least of any tick. ``unsent`` are late ticks whose snapshot is not in gpu.allocations.
+    """
+
+    seqs: Ranges = field(default_factory=Ranges)
+    fates: Counter[Fate] = field(default_factory=Counter)
+    twice: int = 0
+    unsent: int = 0
+    lost: Ranges = field(default_factory=Ranges)
+    last_seq: int = 0
+    first_ts_ms: int = 0
+    last_ts_ms: int = 0
+    last_logged_ms: int = 0
+    least_delay_ms: int = 1 << 62
+    jumps: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Node:
+    """One node: its runs by their ids, in the order in which they came.
+
+    ``returns`` counts how often a run went on after another one had begun: two producers of one name.
+    """
+
+    runs: dict[int, SampledRun] = field(default_factory=dict)
+    current: int | None = None
+    returns: int = 0
+    snapshots: dict[int, Ranges] = field(default_factory=dict)
+    attributed: dict[int, dict[str, Ranges]] = field(default_factory=dict)
+    replayed: int = 0
+    newest_attributed_ms: int = 0
+    removed: bool = False
+
+    @property
+    def last_logged_ms(self) -> int:
+        """When its newest tick was logged; 0 if there is none."""
+        return max((run.last_logged_ms for run in self.runs.values()), default=0)
+
+
+class LetterKind(NamedTuple):
+    """What dead letters are told apart by."""
+
+    stage: str
+    topic: str
+    reason: str
+
+
+@dataclass(slots=True)
+class Letters:
+    """The dead letters of one kind, by partition; and the last of them."""
+
+    offsets: dict[int, Ranges] = field(default_factory=dict)
+    last: Cause | None = None
+    last_id: str = ""
+
+
+OTHERS = LetterKind("several", "several", "other reasons")
+
+
+class Fold:
+    """Takes the records in. ``finished``: up to where attribution has finished each partition of gpu.samples."""
+
+    def __init__(self, finished: Mapping[int, int]) -> None:
+        self.nodes: dict[NodeName, Node] = defaultdict(Node)
+        self.letters: dict[LetterKind, Letters] = {}
+        self.resubmitted: dict[int, Ranges] = defaultdict(Ranges)
+        self.clusters_known: set[str] = set()
+        self.unreadable: Counter[Fate] = Counter()
+        self.oldest_waiting_ms: int | None = None
+        self._finished = finished
+        self._dead: dict[int, Ranges] = defaultdict(Ranges)
+        self._tick, self._attributed = decoder(Tick), decoder(AttributedTick)
+        self._snapshot, self._workloads = decoder(Snapshot), decoder(Workloads)
+
+    def take(self, record: Any) -> None:
+        """Takes in a record of any of the topics."""
+        if record.topic == dead_letters.TOPIC.name:
+            self._take_letter(record)
+            return
+        try:
+            if record.topic == samples.TOPIC.name:
+                self._take_sample(record)
+            elif record.topic == attributed.TOPIC.name:
+                self._take_attributed(self._attributed(record.value or b""))
+            elif record.topic == allocations.TOPIC.name:
+                snapshot = self._snapshot(record.value or b"")
+                runs = self.nodes[NodeName(snapshot.cluster, snapshot.node)].snapshots
+                runs.setdefault(snapshot.run_id, Ranges()).add(snapshot.seq)
+            elif record.topic == workloads.TOPIC.name:
+                known = self._workloads(record.value or b"")
+                self.clusters_known.add(known.cluster)
+                self.nodes[NodeName(known.cluster, known.node)].removed = known.removed
+        except msgspec.DecodeError:
+            if record.topic == samples.TOPIC.name:
+                self.unreadable[self._unattributed(record)] += 1
+
+    def _take_letter(self, record: Any) -> None:
+        if (offset := dead_letters.resubmitted(record.headers)) is not None:
+            self.resubmitted[record.partition].add(offset)
+        if (cause := dead_letters.cause(record.headers)) is None:
+            return
+        kind = LetterKind(cause.stage, cause.origin.topic, cause.reason)
+        if kind not in self.letters and len(self.letters) >= MAX_REASONS:
+            kind = OTHERS
+        letters = self.letters.setdefault(kind, Letters())
+        letters.offsets.setdefault(record.partition, Ranges()).add(record.offset)
+        letters.last, letters.last_id = cause, f"{record.partition}:{record.offset}"
+        if cause.origin.topic == samples.TOPIC.name:
+            self._dead[cause.origin.partition].add(cause.origin.offset)
+
+    def _take_attributed(self, tick: AttributedTick) -> None:
+        node = self.nodes[NodeName(tick.cluster, tick.node)]
+        kinds = node.attributed.setdefault(tick.run_id, {})
+        if any(tick.seq in seqs for seqs in kinds.values()):
+            node.replayed += 1
+            return
+        kinds.setdefault(tick.attribution, Ranges()).add(tick.seq)
+        node.newest_attributed_ms = max(node.newest_attributed_ms, tick.ts_ms)
+
+    def _take_sample(self, record: Any) -> None:
+        tick = self._tick(record.value or b"")
+        node = self.nodes[NodeName(tick.cluster, tick.node)]
+        run = node.runs.get(tick.run_id)
+        if run is None:
+            run = node.runs[tick.run_id] = SampledRun(first_ts_ms=tick.ts_ms)
+        delay_ms = record.timestamp - tick.ts_ms
+        if tick.seq > run.last_seq:
+            node.returns += node.current is not None and bool(run.last_seq) and node.current != tick.run_id
+            node.current = tick.run_id
+            if tick.seq > run.last_seq + 1 and len(run.jumps) < MAX_JUMPS:
+                run.jumps[run.last_seq + 1] = delay_ms
+            run.last_seq, run.last_ts_ms = tick.seq, tick.ts_ms
+        run.last_logged_ms = max(run.last_logged_ms, record.timestamp)
+        run.least_delay_ms = min(run.least_delay_ms, delay_ms)
+        if not run.seqs.add(tick.seq):
+            run.twice += 1
+            return
+        fate = self._fate(node, tick, record)
+        run.fates[fate] += 1
+        if fate == "lost":
+            run.lost.add(tick.seq)
+        elif fate in ("late", "none") and tick.allocations_seq not in node.snapshots.get(tick.run_id, ()):
+            run.unsent += 1
+
+    def _fate(self, node: Node, tick: Tick, record: Any) -> Fate:
+        for kind, seqs in node.attributed.get(tick.run_id, {}).items():
+            if tick.seq in seqs:
+                if kind == "none":
+                    return "no_kubelet" if tick.allocations_seq is None else "none"
+                return "late" if kind == "late" else "exact"
+        return self._unattributed(record)
+
+    def _unattributed(self, record: Any) -> Fate:
+        """What became of a sample that has no record in gpu.attributed."""
+        if record.offset in self._dead[record.partition]:
+            return "dead_lettered"
+        if record.offset < self._finished.get(record.partition, 0):
+            return "lost"
+        self.oldest_waiting_ms = min(self.oldest_waiting_ms or record.timestamp, record.timestamp)
+        return "waiting"
+
+    def open_letters(self) -> dict[LetterKind, int]:
+        """How many letters of each kind there are that were not resubmitted."""
+        counts = {}
+        for kind, letters in self.letters.items():
+            done = 0
+            for partition, receipts in self.resubmitted.items():
+                mine = letters.offsets.get(partition, Ranges())
+                done += sum(offset in mine for first, last in receipts for offset in range(first, last + 1))
+            counts[kind] = sum(map(len, letters.offsets.values())) - done
+        return counts

@@ -1,0 +1,113 @@
+"""Reads what topics hold, from a time to where they end when they are asked: in no group, and without a commit.
+
+In:       topics that there are, and a time.
+Out:      where that is in each partition, and the records from there to the end, in batches.
+On failure: BrokerError with a sentence, also if the broker stops to answer in the middle.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from delivery import topic_admin
+from delivery.clients import close, connected, offsets_at, theirs
+from delivery.connection import Connection
+from delivery.kafka_admin import BrokerError, BrokerUnavailable
+from delivery.ledger import Partition
+
+STALLED_S = 30.0
+"""A broker that gives no record for so long, though there are some, does not answer."""
+
+_WAIT_MS = 500
+_ANY_TIME_MS = 1
+
+
+class Span(NamedTuple):
+    """A part of a partition: the first offset, and the one after the last."""
+
+    start: int
+    end: int
+
+
+class History:
+    """An open connection; see :func:`opened`. ``partitions`` is how many each topic has."""
+
+    def __init__(self, connection: Connection, consumer: Any, partitions: Mapping[str, int]) -> None:
+        self.connection, self.partitions = connection, partitions
+        self._consumer = consumer
+
+    async def ends(self, topic: str) -> dict[Partition, int]:
+        """Where each partition of a topic ends."""
+        found = await self._consumer.end_offsets([theirs(tp) for tp in self._of(topic)])
+        return {Partition(*tp): offset for tp, offset in found.items()}
+
+    async def spans(self, topic: str, since_ms: int = 0) -> dict[Partition, Span]:
+        """What of a topic was logged at or after a time, to where it ends now.
+
+        A broker that knows no offsets by time gives all that there is.
+        """
+        tps = self._of(topic)
+        ends = await self.ends(topic)
+        found = await self._consumer.beginning_offsets([theirs(tp) for tp in tps])
+        starts = {Partition(*tp): offset for tp, offset in found.items()}
+        if since_ms > _ANY_TIME_MS:
+            at = await offsets_at(self._consumer, dict.fromkeys(tps, since_ms))
+            none = [tp for tp, offset in at.items() if offset is None]
+            timed = await offsets_at(self._consumer, dict.fromkeys(none, _ANY_TIME_MS)) if none else {}
+            starts |= {tp: offset for tp, offset in at.items() if offset is not None}
+            starts |= {tp: ends[tp] for tp, offset in timed.items() if offset is not None}  # all is older
+        return {tp: Span(min(starts[tp], ends[tp]), ends[tp]) for tp in tps}
+
+    async def records(
+        self, spans: Mapping[Partition, Span], advanced: Callable[[int], None] = lambda _: None
+    ) -> AsyncIterator[Sequence[Any]]:
+        """The records of these spans, in order per partition. ``advanced`` gets how many offsets each step took."""
+        left = {theirs(tp): span for tp, span in spans.items() if span.start < span.end}
+        self._consumer.assign(list(left))
+        at = {tp: span.start for tp, span in left.items()}
+        for tp, offset in at.items():
+            self._consumer.seek(tp, offset)
+        loop = asyncio.get_running_loop()
+        moved_s = loop.time()
+        while left:
+            for tp, records in (await self._consumer.getmany(*left, timeout_ms=_WAIT_MS)).items():
+                yield [record for record in records if record.offset < left[tp].end]
+            for tp, span in list(left.items()):
+                position = min(await self._consumer.position(tp), span.end)
+                if position != at[tp]:
+                    advanced(position - at[tp])
+                    at[tp], moved_s = position, loop.time()
+                if position >= span.end:
+                    self._consumer.pause(tp)
+                    del left[tp]
+            if left and loop.time() - moved_s > STALLED_S:
+                first = next(iter(left))
+                place = f"{first.topic} partition {first.partition} offset {at[first]}"
+                raise BrokerUnavailable(f"{self.connection}: no record for {STALLED_S:.0f} s at {place}")
+
+    async def record(self, tp: Partition, offset: int) -> Any | None:
+        """The record at an offset; None if there is none any more."""
+        begin, end = (await self.spans(tp.topic))[tp]
+        if not begin <= offset < end:
+            return None
+        async for records in self.records({tp: Span(offset, offset + 1)}):
+            for record in records:
+                return record
+        return None
+
+    def _of(self, topic: str) -> list[Partition]:
+        return [Partition(topic, number) for number in range(self.partitions[topic])]
+
+
+@contextlib.asynccontextmanager
+async def opened(connection: Connection, topics: Sequence[str]) -> AsyncIterator[History]:
+    """A connection that reads these topics. Raises BrokerError if one of them is missing."""
+    found, _ = await topic_admin.inspect(connection, topics)
+    if missing := [topic for topic in topics if topic not in found]:
+        raise BrokerError(f"there is no topic {missing[0]} at {connection}: `gpustream topics create` makes it")
+    consumer = await connected(connection, auto_offset_reset="earliest", max_poll_records=None)
+    try:
+        yield History(connection, consumer, {name: one.partitions for name, one in found.items()})
+    finally:
+        await close(consumer)

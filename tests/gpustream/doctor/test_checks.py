@@ -1,0 +1,239 @@
+"""Each gap has a cause, or it is said that the cause is not known and what to look at."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from delivery.topic_admin import Mismatch
+from gpustream.doctor import checks, command
+from gpustream.doctor.checks import Checked, Component, Finding, Group, Lag, Prometheus, Seen, Series
+from gpustream.doctor.evidence import Fold, NodeName
+from tests.gpustream.doctor.records import (
+    NOW_MS,
+    RUN,
+    SINCE_MS,
+    Record,
+    attributed,
+    letter,
+    receipt,
+    sample,
+    snapshot,
+    workloads,
+)
+
+LAST = 600
+READING = Group(checks.ATTRIBUTION, "Stable", 1, ())
+
+
+def healthy(nodes: Iterable[str] = ("n",)) -> list[Record]:
+    """What the topics hold of ten minutes in which all was well: a tick every ten seconds."""
+    records: list[Record] = [workloads()]
+    for node in nodes:
+        records += [snapshot(node=node)]
+        records += [attributed(seq, node=node) for seq in range(1, LAST // 10 + 1)]
+        records += [sample(seq, node=node) for seq in range(1, LAST // 10 + 1)]
+    return records
+
+
+def see(records: Iterable[Record], finished: int = 1000, **fields: Any) -> Seen:
+    """What a doctor sees who looks when the last of these ticks has just come."""
+    fold = Fold({0: finished})
+    for record in records:
+        fold.take(record)
+    last = max((node.last_logged_ms for node in fold.nodes.values()), default=NOW_MS) or NOW_MS
+    return Seen(**{"since_ms": SINCE_MS, "now_ms": last, "fold": fold, "groups": [READING], **fields})
+
+
+def found(seen: Seen) -> dict[str, list[Finding]]:
+    """The findings of the checks that found something."""
+    return {name: list(one.findings) for name, one in checks.run(seen).items() if one.findings}
+
+
+def one(seen: Seen) -> Finding:
+    """The only finding."""
+    ((finding,),) = found(seen).values()
+    return finding
+
+
+def test_nothing_is_found_where_all_is_well_and_a_fleet_is_not_a_line_for_each_node() -> None:
+    seen = see(healthy(f"n{i}" for i in range(50)))
+    lines = list(command.text(seen, checks.run(seen)))
+
+    assert found(seen) == {}
+    assert lines[-1].startswith("all is well in ")
+    assert len(lines) < 12
+    assert "50 nodes sent 3000 ticks in 50 runs, 0 missing" in lines[1]
+
+
+def test_topics_that_are_not_as_they_must_be_are_all_that_is_said() -> None:
+    seen = Seen(SINCE_MS, NOW_MS, [Mismatch("gpu.samples", "the topic", "there", "missing")])
+
+    assert found(seen).keys() == {"topics"}
+    assert "run `gpustream topics create`" in one(seen).next
+
+
+def without(records: Iterable[Record], *seqs: int) -> list[Record]:
+    """The records without these ticks."""
+    gone = {record.value for seq in seqs for record in (sample(seq), attributed(seq))}
+    return [record for record in records if record.value not in gone]
+
+
+def test_a_gap_after_which_ticks_were_old_is_the_buffers() -> None:
+    records = [
+        record._replace(timestamp=record.timestamp + 90_000) if record == sample(20) else record
+        for record in without(healthy(), *range(5, 20))
+    ]
+
+    finding = one(see(records))
+    assert finding.finding == "c/n: 15 ticks of this node are missing in gpu.samples"
+    assert finding.cause.startswith("the node's buffer dropped them")
+    assert "1m 30s" in finding.cause
+    assert f"run {RUN}, seq 5-19;" in finding.evidence
+
+
+def test_a_gap_while_the_node_could_send_has_no_known_cause_and_where_to_look() -> None:
+    dropped = Series("gpustream_producer_ticks_dropped_total", {"reason": "too_large"}, 2)
+    seen = see(without(healthy(), 7, 9), components=[Component("http://n", [dropped])])
+
+    finding = one(seen)
+    assert finding.cause.startswith("not known")
+    assert "seq 7, 9; 58 others came; producers that were asked have dropped 2 (too_large)" in finding.evidence
+    assert "gpustream_producer_ticks_dropped_total" in finding.next
+
+
+@pytest.mark.parametrize(("began_ms", "gap"), [(SINCE_MS, [(1, 4)]), (RUN, [])])
+def test_what_is_missing_before_the_first_tick_counts_only_for_a_run_that_began_in_the_time(
+    began_ms: int, gap: list[tuple[int, int]]
+) -> None:
+    seen = see([sample(seq, run_id=began_ms) for seq in (5, 6)])
+    assert seen.fold is not None
+    run = seen.fold.nodes[NodeName("c", "n")].runs[began_ms]
+
+    assert checks.gaps_of(began_ms, run, SINCE_MS) == gap
+
+
+def test_a_node_that_went_silent_is_named_unless_the_cluster_removed_it() -> None:
+    ended = [sample(seq, node="gone") for seq in range(1, 3)] + [attributed(seq, node="gone") for seq in range(1, 3)]
+    ended.sort(key=lambda record: record.topic)
+    removed = workloads(removed=True)._replace(value=b'{"cluster": "c", "node": "gone", "removed": true}')
+
+    assert one(see([*ended, *healthy()])).finding == "c/gone: no tick since 58s ago"
+    assert found(see([*ended, removed, *healthy()])) == {}
+
+
+def test_a_fleet_that_went_silent_is_one_finding() -> None:
+    seen = see(healthy(f"n{i}" for i in range(5)))
+
+    assert one(seen._replace(now_ms=seen.now_ms + 120_000)).finding == "no node has sent a tick for 2m"
+
+
+def test_two_producers_of_one_name_are_found() -> None:
+    both = [record for seq in range(1, 6) for record in (sample(seq), sample(seq, run_id=RUN + 7))]
+    outputs = [record for seq in range(1, 6) for record in (attributed(seq), attributed(seq, run_id=RUN + 7))]
+
+    assert one(see([*outputs, *both])).finding == "c/n: two producers send under this name"
+
+
+def test_a_tick_that_attribution_has_passed_without_a_record_is_lost() -> None:
+    records = [record for record in healthy() if record != attributed(7)]
+
+    assert "1 tick of this node are lost" in one(see(records)).finding
+    assert one(see(records)).cause == "not known"
+
+
+def test_late_ticks_have_the_cause_that_the_snapshots_show() -> None:
+    records = [attributed(3, "late") if record == attributed(3) else record for record in healthy()]
+    unsent = [record for record in records if record != snapshot()]
+
+    assert "came after the tick had waited" in one(see(records)).cause
+    assert one(see(unsent)).cause == "the snapshots that they name are not in gpu.allocations"
+
+
+def test_what_waits_is_found_when_it_is_old_and_the_cause_is_who_reads() -> None:
+    records = [record for record in healthy() if record.topic != "gpu.attributed"]
+    nobody = READING._replace(state="Empty", members=0)
+
+    assert one(see(records, 0)).cause.startswith("it has not read that far")
+    assert one(see(records, 0, groups=[nobody])).cause == "nobody reads: the group has no member"
+    assert one(see(records, 0, groups=[])).cause == "no worker has ever run here"
+    assert found(see([sample(1)], 0)) == {}
+
+
+def test_dead_letters_are_found_by_reason_until_they_are_sent_again() -> None:
+    dead = letter(sample(7), error="undecodable: Object missing required field `seq`")
+    records = [dead, *(record for record in healthy() if record != attributed(7))]
+
+    finding = one(see(records))
+    assert finding.finding == "attribution dead-lettered 1 record of gpu.samples: undecodable"
+    assert finding.cause == "undecodable: Object missing required field `seq`"
+    assert "dead-letters show 0:0" in finding.next
+    assert found(see([dead, receipt(dead), *healthy()])) == {}
+
+
+def behind(at_ms: int, members: int = 1) -> Group:
+    return Group("gpustream-sink-remote-write", "Stable", members, (Lag("gpu.attributed", 5, (0,), at_ms),))
+
+
+def test_a_sink_that_lags_is_found_when_what_it_lacks_is_old_and_its_receiver_is_named() -> None:
+    failing = Series("gpustream_remote_write_receiver_failing", {}, 1)
+    seen = see(healthy())
+    old = seen.now_ms - 60_000
+
+    assert found(seen._replace(groups=[READING, behind(seen.now_ms - 1000)])) == {}
+    assert one(seen._replace(groups=[READING, behind(old)])).cause.startswith("it has not read that far")
+    assert one(seen._replace(groups=[READING, behind(old, 0)])).cause.startswith("nobody reads")
+    asked = [Component("http://sink:9401", [failing])]
+    assert one(seen._replace(groups=[READING, behind(old)], components=asked)).cause == "the receiver does not take it"
+
+
+def test_what_sinks_dropped_is_found_with_the_meaning_of_the_reason() -> None:
+    series = [
+        Series("process_start_time_seconds", {}, NOW_MS / 1000 - 3600),
+        Series("gpustream_remote_write_records_delivered_total", {}, 90),
+        Series("gpustream_remote_write_records_dropped_total", {"reason": "out_of_order"}, 10),
+        Series("gpustream_remote_write_records_dropped_total", {"reason": "too_old"}, 0),
+    ]
+    seen = see(healthy(), now_ms=NOW_MS - 590_000 + 50_000, components=[Component("http://sink", series)])
+
+    assert one(seen).finding == "http://sink: dropped 10 records: out_of_order"
+    assert "ticks came after newer ones" in one(seen).cause
+    assert checks.components(seen).summary == "remote_write: 90 delivered, 10 dropped"
+
+
+def test_components_that_are_away_or_not_ready_are_found() -> None:
+    asked = [Component("http://a", error="refused"), Component("http://b", not_ready="no topic")]
+
+    assert [finding.cause for finding in found(see(healthy(), components=asked))["components"]] == [
+        "refused",
+        "no topic",
+    ]
+
+
+def test_a_node_whose_newest_tick_prometheus_lacks_is_found() -> None:
+    seen = see(healthy(["n", "m"]))
+    has = {NodeName("c", "n"): seen.now_ms}
+
+    finding = one(seen._replace(prometheus=Prometheus("http://p", has)))
+    assert finding.finding == "c/m: Prometheus does not have its newest samples"
+    assert one(seen._replace(prometheus=Prometheus("http://p", {}, "refused"))).cause == "refused"
+
+
+def test_many_findings_are_a_screen_of_text_and_all_of_them_in_json() -> None:
+    records = [sample(seq, node=f"n{node}") for node in range(100) for seq in (1, 3)]
+    seen = see(records, 0)
+    checked = checks.run(seen)
+    lines = list(command.text(seen, checked))
+    report = command.report(seen, checked)
+
+    assert len(lines) < 160
+    assert "       and 80 more: --format json has them all" in lines
+    assert len(next(row for row in report["checks"] if row["check"] == "sent")["findings"]) == 100
+    assert report["ok"] is False
+
+
+def test_what_anybody_may_have_written_can_not_move_the_cursor() -> None:
+    wrong = Finding("a\x1b[2Jb\n", "c\rd", "e", "f")
+    text = "\n".join(command.text(Seen(0, 1), {"x": Checked("s\x07", [wrong])}))
+
+    assert all(sign.isprintable() or sign == "\n" for sign in text)

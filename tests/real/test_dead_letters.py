@@ -1,0 +1,173 @@
+"""``gpustream dead-letters`` on Apache Kafka: what is resubmitted is there once, and attributed after the fix."""
+
+import asyncio
+import contextlib
+import json
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+from aiokafka import AIOKafkaProducer
+from click.testing import CliRunner, Result
+
+from delivery import topic_admin
+from gpustream import history
+from gpustream.cli import main
+from tests.eventually import eventually
+from tests.real.pipeline import Gpustream, read_all
+from tests.real.servers import KafkaServer
+from tests.real.test_bad_input import GPU, attributed_until, snapshot, tick
+from topics import dead_letters
+from topics.dead_letters import Origin
+
+LETTERS = 2000
+
+
+@pytest.fixture
+async def kafka(empty_kafka: KafkaServer) -> KafkaServer:
+    """A broker with our topics."""
+    await topic_admin.create(empty_kafka.connection, partitions=2, replication_factor=1)
+    return empty_kafka
+
+
+@asynccontextmanager
+async def producing(kafka: KafkaServer) -> AsyncIterator[AIOKafkaProducer]:
+    """A producer of large records."""
+    producer = AIOKafkaProducer(bootstrap_servers=kafka.address, max_request_size=8 << 20)
+    await producer.start()
+    try:
+        yield producer
+    finally:
+        await producer.stop()
+
+
+async def command(kafka: KafkaServer, *arguments: str) -> Result:
+    """What `gpustream dead-letters` answers."""
+    arguments = ("dead-letters", *arguments, "--kafka", kafka.address)
+    return await asyncio.to_thread(CliRunner().invoke, main, arguments)
+
+
+async def test_a_letter_is_attributed_once_after_the_fix_with_the_bytes_that_it_lacked(
+    kafka: KafkaServer, gpustream: Callable[..., Gpustream]
+) -> None:
+    async with producing(kafka) as producer:
+
+        async def send(topic: str, record: dict[str, Any]) -> Any:
+            return await producer.send_and_wait(topic, json.dumps(record).encode(), b"c/n")
+
+        async def workloads(seq: int, label: str) -> None:
+            pod = {"namespace": "ns", "name": "p-0", "uid": "u", "started_ms": 0, "labels": {"big": label}}
+            known = {"schema": 1, "cluster": "c", "node": "n", "epoch": 1, "seq": seq, "ts_ms": seq, "pods": [pod]}
+            await send("gpu.workloads", known)
+            await asyncio.sleep(2.2)  # by then what is logged counts for samples
+
+        devices = [{"uuid": f"{GPU[:-2]}{i:02}", "model": "m" * 150_000} for i in range(20)]
+        large = tick("n", allocations_seq=1, devices=devices)
+        await workloads(1, "x" * 200_000)
+        await send("gpu.allocations", snapshot("n", *(str(device["uuid"]) for device in devices)))
+        first = await send("gpu.samples", large)
+        await send("gpu.samples", tick("n", seq=2, allocations_seq=1))
+        stream = gpustream("stream", "stream", "attribution", "--kafka", kafka.address)
+        await asyncio.to_thread(stream.start)
+        await attributed_until(kafka, "n")
+        (letter,) = await read_all(kafka.address, "gpu.dead-letters")
+        listed = (await command(kafka, "list", "--format", "json")).stdout
+        raw = (await command(kafka, "show", f"{letter.partition}:{letter.offset}", "--format", "raw")).stdout_bytes
+        await workloads(2, "small")
+        dry = await command(kafka, "resubmit", "--reason", "unsendable")
+        again = [await command(kafka, "resubmit", "--reason", "unsendable", "--yes") for _ in range(2)]
+
+    async def both_are_attributed() -> list[Any] | None:
+        found = await read_all(kafka.address, "gpu.attributed")
+        return found if len(found) >= 2 else None
+
+    attributed = [json.loads(one.value) for one in await eventually(both_are_attributed)]
+    samples = [one for one in await read_all(kafka.address, "gpu.samples") if json.loads(one.value)["seq"] == 1]
+
+    assert len(letter.value) < len(raw) == len(json.dumps(large))
+    assert json.loads(listed) | {"last": ""} == {
+        "letters": 1,
+        "sent_again": 0,
+        "last": "",
+        "stage": "attribution",
+        "topic": "gpu.samples",
+        "reason": "unsendable",
+        "key": "c/n",
+        "last_letter": f"{letter.partition}:{letter.offset}",
+    }
+    assert (dry.exit_code, dry.stdout) == (0, "gpu.samples: 1 record would be sent again: add --yes\n")
+    assert [(one.exit_code, one.stdout) for one in again] == [
+        (0, "gpu.samples: 1 record sent again\n"),
+        (0, "nothing is to be sent again\n"),
+    ]
+    assert [(one.key, one.value, one.partition) for one in samples] == 2 * [(b"c/n", raw, first.partition)]
+    assert [(one["seq"], one["attribution"]) for one in attributed] == [(2, "exact"), (1, "exact")]
+    assert {holder["pod"] for device in attributed[1]["devices"] for holder in device["holders"]} == {"p-0"}
+
+
+async def test_no_letter_is_sent_twice_however_often_the_command_is_killed(kafka: KafkaServer) -> None:
+    async with producing(kafka) as producer:
+        for n in range(LETTERS):
+            value = json.dumps(tick(f"n{n}")).encode()
+            origin = Origin("gpu.samples", n % 2, n)
+            letter = dead_letters.letter(
+                f"c/n{n}".encode(), value, origin, stage="attribution", error="undecodable: x", at_ms=1
+            )
+            await producer.send(dead_letters.TOPIC.name, letter.value, letter.key, headers=letter.headers)
+        await producer.flush()
+
+    arguments = [sys.executable, "-m", "gpustream", "dead-letters", "resubmit", "--kafka", kafka.address, "--yes"]
+    async with history.opened(kafka.connection, ["gpu.samples"]) as past:
+
+        async def committed() -> int:
+            return sum((await past.ends("gpu.samples")).values())
+
+        for _ in range(3):
+            before = await committed()
+            process = await asyncio.create_subprocess_exec(*arguments, stdout=asyncio.subprocess.DEVNULL)
+            try:
+                await eventually(partial(_has_sent, process, before, committed))
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+                await process.wait()
+    last = await command(kafka, "resubmit", "--yes")
+    records = await read_all(kafka.address, "gpu.samples")
+
+    assert last.exit_code == 0
+    assert Counter(record.key for record in records) == {f"c/n{n}".encode(): 1 for n in range(LETTERS)}
+    assert (await command(kafka, "resubmit", "--yes")).stdout == "nothing is to be sent again\n"
+
+
+async def _has_sent(process: asyncio.subprocess.Process, before: int, committed: Callable[[], Awaitable[int]]) -> bool:
+    """Whether it has begun to send, or there was nothing to be sent."""
+    return process.returncode is not None or await committed() > before
+
+
+async def test_what_readers_would_drop_or_take_for_news_is_refused_with_the_reason(kafka: KafkaServer) -> None:
+    async with producing(kafka) as producer:
+        for topic, key, value in (
+            ("gpu.attributed", b"c/n", b"{}"),
+            ("gpu.alerts", b"f", b"{}"),
+            ("gpu.samples", b"c/n", b"x" * 100_000),
+            ("gpu.samples", b"k" * 2000, b"{}"),
+        ):
+            letter = dead_letters.letter(key, value, Origin(topic, 0, 7), stage="s", error="e: f", at_ms=1)
+            await producer.send_and_wait(
+                dead_letters.TOPIC.name, letter.value, letter.key, headers=letter.headers, partition=0
+            )
+    result = await command(kafka, "resubmit", "--yes")
+
+    assert result.exit_code == 1
+    assert result.stdout == "nothing is to be sent again\n"
+    assert result.stderr.splitlines() == [
+        "not sent: 0:0: every reader of gpu.attributed drops a tick that comes again as a replay",
+        "not sent: 0:1: gpu.alerts keeps the last record of each key: this one would take the place of a newer one",
+        "not sent: 0:2: the letter lacks a part of its value, and gpu.samples does not have the record any more",
+        "not sent: 0:3: the letter lacks its key, and gpu.samples does not have the record any more",
+    ]
+    assert await read_all(kafka.address, "gpu.samples") == []

@@ -1,0 +1,111 @@
+"""``gpustream doctor`` beside a pipeline that is well, and beside ones that are not: each gap with its cause."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from delivery import topic_admin
+from gpustream.doctor import checks, command
+from gpustream.doctor.checks import Checked, Seen
+from gpustream.doctor.gather import gather
+from producers import publisher as names
+from producers.simulated.component import SimulatedFleet
+from producers.simulated.config import SimulatedSettings
+from sinks.remote_write.sink import RemoteWriteSink
+from sinks.settings import RemoteWriteSettings
+from streams.attribution.component import Attribution
+from streams.settings import AttributionSettings
+from tests.eventually import eventually
+from tests.real.pipeline import Truth, lag, read_all, running
+from tests.real.servers import KafkaServer, PrometheusServer
+
+GROUP = "gpustream-attribution"
+TICKS = 15
+
+
+async def look(kafka: KafkaServer, *, later_ms: int = 0, **asked: Any) -> tuple[Seen, dict[str, Checked]]:
+    """What the doctor has seen and found; ``later_ms``: as if it looked so much later."""
+    asked = {"metrics": (), "prometheus": None, **asked}
+    seen = await gather(kafka.connection, 600.0, **asked, progress=Console(stderr=True))
+    seen = seen._replace(now_ms=seen.now_ms + later_ms)
+    return seen, checks.run(seen)
+
+
+def fleet(kafka: KafkaServer, truth: Path, **options: Any) -> SimulatedFleet:
+    """A simulated fleet that samples some ticks and ends."""
+    settings = {"fleet": "3x2", "interval_s": 0.1, "stop_after_ticks": TICKS, "truth": truth, **options}
+    return SimulatedFleet(SimulatedSettings(kafka=kafka.address, cluster="doctor", **settings))
+
+
+async def test_a_healthy_pipeline_is_a_short_summary(
+    empty_kafka: KafkaServer, prometheus: PrometheusServer, tmp_path: Path
+) -> None:
+    await topic_admin.create(empty_kafka.connection, partitions=2, replication_factor=1)
+    truth, url = tmp_path / "truth.jsonl", prometheus.write_url
+    stream = Attribution(AttributionSettings(kafka=empty_kafka.address))
+    sink = RemoteWriteSink(RemoteWriteSettings(kafka=empty_kafka.address, url=url))
+    async with running(stream, sink):
+        await fleet(empty_kafka, truth).run(asyncio.Event())
+
+        async def all_is_taken() -> bool:
+            groups = (GROUP, ["gpu.samples"]), ("gpustream-sink-remote-write", ["gpu.attributed"])
+            return not any([await lag(empty_kafka.address, *one) for one in groups])
+
+        await eventually(all_is_taken)
+        seen, found = await look(empty_kafka, prometheus=prometheus.url)
+    lines = list(command.text(seen, found))
+    report = json.loads(json.dumps(command.report(seen, found), default=str))
+
+    assert lines[-1] == "all is well in 10m", "\n".join(lines)
+    assert len(lines) < 12
+    assert found["prometheus"].summary == "has 3 of 3 nodes"
+    sampled = Truth.read(truth).ticks
+    assert {(node["node"], run["ticks"], run["exact"]) for node in report["nodes"] for run in node["runs"]} == {
+        (node, TICKS, TICKS) for _, node, _, _ in sampled
+    }
+
+
+async def test_what_a_full_buffer_drops_is_counted_and_the_buffer_is_named(
+    empty_kafka: KafkaServer, tmp_path: Path
+) -> None:
+    truth = tmp_path / "truth.jsonl"
+    producer = fleet(empty_kafka, truth, fleet="1x1", buffer_s=3.0, stop_after_ticks=60)
+    sampling = asyncio.create_task(producer.run(asyncio.Event()))
+    await eventually(lambda: producer.registry.get_sample_value(names.DROPPED, {"reason": "buffer_age"}))
+    await topic_admin.create(empty_kafka.connection, partitions=2, replication_factor=1)
+    await sampling
+    _, found = await look(empty_kafka)
+    came = {json.loads(record.value)["seq"] for record in await read_all(empty_kafka.address, "gpu.samples")}
+    missing = {seq for *_, seq in Truth.read(truth).ticks} - came
+
+    (gap,) = found["sent"].findings
+    assert missing == set(range(1, max(missing) + 1))
+    assert gap.finding == f"doctor/sim-0000: {len(missing)} ticks of this node are missing in gpu.samples"
+    assert gap.cause.startswith("the node's buffer dropped them")
+    assert f"seq 1-{max(missing)};" in gap.evidence
+    assert found["attributed"].findings[0].cause == "no worker has ever run here"
+
+
+async def test_ticks_that_wait_for_a_stopped_worker_are_counted_and_the_worker_is_named(
+    empty_kafka: KafkaServer, tmp_path: Path
+) -> None:
+    await topic_admin.create(empty_kafka.connection, partitions=2, replication_factor=1)
+    async with running(Attribution(AttributionSettings(kafka=empty_kafka.address))):
+        await fleet(empty_kafka, tmp_path / "first.jsonl").run(asyncio.Event())
+
+        async def is_attributed() -> bool:
+            return not await lag(empty_kafka.address, GROUP, ["gpu.samples"])
+
+        await eventually(is_attributed)
+    await fleet(empty_kafka, tmp_path / "second.jsonl").run(asyncio.Event())
+    _, found = await look(empty_kafka, later_ms=60_000)
+    waiting = len(Truth.read(tmp_path / "second.jsonl").ticks)
+
+    (behind,) = found["attributed"].findings
+    assert behind.finding == f"{GROUP}: {waiting} records not taken yet"
+    assert behind.cause == "nobody reads: the group has no member"
+    assert found["attributed"].summary == f"{3 * TICKS} exact, {waiting} on their way"
+    assert (await look(empty_kafka))[1]["attributed"].findings == []  # they came a moment ago
