@@ -79,11 +79,7 @@ class Gpus:
         self._census = census
         self._reopening = Reopening(pace.census_s, clock)
         self._xids = Xids(instruments)
-
-        def count(call: str, error: str) -> None:
-            instruments.counter(names.NVML_ERRORS, call, error).inc()
-
-        self._events = Events(self._nvml, take=self._note, count=count, clock=clock)
+        self._events = Events(self._nvml, instruments, take=self._note, clock=clock)
         self._gpus: list[GpuReader] = []
         self._tick = 1  # a GpuReader begins at 0
         self._lost = LostGpus()

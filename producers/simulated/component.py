@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import heapq
 import logging
-import math
 import time
 from collections.abc import Callable
 from typing import BinaryIO
@@ -156,12 +155,10 @@ class SimulatedFleet:
     async def _tick(self, stop: asyncio.Event, file: BinaryIO | None) -> None:
         interval_ms = round(self._settings.interval_s * 1000)
         order = self._fleet.order(interval_ms)
-        began_ms = self._clock.elapsed_ms()
-        limit_ms = math.inf if self._settings.stop_after_s is None else began_ms + 1000 * self._settings.stop_after_s
-        number, made = began_ms // interval_ms, 0
+        number, made = self._clock.elapsed_ms() // interval_ms, 0
         while self._settings.stop_after_ticks is None or made < self._settings.stop_after_ticks:
             for phase_ms, index in order:
-                if not await self._wait(stop, number * interval_ms + phase_ms, limit_ms):
+                if not await self._wait(stop, number * interval_ms + phase_ms):
                     return
                 self._read(index, file)
             made += 1
@@ -170,17 +167,15 @@ class SimulatedFleet:
                 self._instruments.counter(MISSED).inc(late * len(order))
             number += 1 + max(0, late)
 
-    async def _wait(self, stop: asyncio.Event, due_ms: int, limit_ms: float) -> bool:
-        """Wait for ``due_ms`` since the start; False if the stop or ``limit_ms`` comes first."""
+    async def _wait(self, stop: asyncio.Event, due_ms: int) -> bool:
+        """Wait for ``due_ms`` since the start; False if the stop comes first."""
         while not stop.is_set():
             elapsed_ms = self._clock.elapsed_ms()
-            if elapsed_ms >= limit_ms:
-                return False
             if elapsed_ms >= due_ms:
                 await asyncio.sleep(0)
                 return True
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout((min(due_ms, limit_ms) - elapsed_ms) / 1000):
+                async with asyncio.timeout((due_ms - elapsed_ms) / 1000):
                     await stop.wait()
         return False
 

@@ -29,13 +29,11 @@ class SimulationSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedSettings(BufferSettings, SimulationSettings):
-    """A fleet as a producer. ``buffer_size`` is for all nodes together. It ends by itself after ``stop_after_s``, or
-    after ``stop_after_ticks`` of every node; None: never."""
+    """A fleet as a producer. ``buffer_size`` is for all nodes together. It ends after ``stop_after_ticks`` of each."""
 
     fleet: Annotated[str, Option("--fleet", FLEET_SIZE, "So many nodes of so many GPUs.")] = "4x8"
     interval_s: Interval = 1.0
     buffer_size: int = 256 * 1024 * 1024
-    stop_after_s: float | None = None
     stop_after_ticks: int | None = None
 
     def mistakes(self) -> list[str]:

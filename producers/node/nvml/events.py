@@ -62,12 +62,12 @@ class _Seen(NamedTuple):
 
 
 class Events:
-    """All methods are for the event loop's thread. ``take`` gets each XID error, ``count`` each call that failed."""
+    """All methods are for the event loop's thread. ``take`` gets each XID error."""
 
     def __init__(
-        self, nvml: Nvml, *, take: Callable[[Xid], None], count: Callable[[str, str], None], clock: Callable[[], float]
+        self, nvml: Nvml, instruments: Instruments, *, take: Callable[[Xid], None], clock: Callable[[], float]
     ) -> None:
-        self._nvml, self._take, self._count, self._clock = nvml, take, count, clock
+        self._nvml, self._instruments, self._take, self._clock = nvml, instruments, take, clock
         self._worker = Worker("nvml-events", clock)
         self._watch = _Watch(nvml, clock)
         self._added: set[int] = set()
@@ -123,7 +123,7 @@ class Events:
         for xid in done.result().xids:
             self._take(xid)
         for call, error in done.result().errors:
-            self._count(call, error)
+            self._instruments.counter(names.NVML_ERRORS, call, error).inc()
         if not (watch.ended or self.busy):
             self._ask(watch)
 

@@ -11,7 +11,7 @@ import re
 import tomllib
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_args
 
@@ -128,14 +128,6 @@ def switch(value: Any) -> bool:
     return value
 
 
-def severity(value: Any) -> Severity:
-    return _one_of(get_args(Severity), value)
-
-
-def kind(value: Any) -> Kind:
-    return _one_of(KINDS, value)
-
-
 def text(value: Any) -> str:
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"must be text, not {_shown(value)}")
@@ -144,28 +136,8 @@ def text(value: Any) -> str:
     return value
 
 
-def texts(value: Any) -> tuple[str, ...]:
-    return _one_or_several(value, text)
-
-
 def names(value: Any) -> tuple[str, ...]:
     return () if value == [] else texts(value)
-
-
-def codes(value: Any) -> tuple[int, ...]:
-    return _one_or_several(value, count)
-
-
-def globs_by_label(value: Any) -> dict[str, tuple[str, ...]]:
-    return _by_name(value, 'app = "vllm*"', text, texts)
-
-
-def labels(value: Any) -> dict[str, str]:
-    return _by_name(value, 'team = "platform"', label_name, text)
-
-
-def annotations(value: Any) -> dict[str, str]:
-    return _by_name(value, 'runbook = "https://..."', annotation_name, text)
 
 
 def label_name(name: str) -> str:
@@ -190,7 +162,7 @@ def _one_of(words: tuple[W, ...], value: Any) -> W:
     return words[words.index(value)]
 
 
-def _one_or_several(value: Any, parse: Callable[[Any], Any]) -> tuple[Any, ...]:
+def _one_or_several(parse: Callable[[Any], Any], value: Any) -> tuple[Any, ...]:
     if not isinstance(value, list):
         return (parse(value),)
     if not value:
@@ -198,7 +170,7 @@ def _one_or_several(value: Any, parse: Callable[[Any], Any]) -> tuple[Any, ...]:
     return tuple(_all(enumerate(value), parse).values())
 
 
-def _by_name(value: Any, example: str, name: Callable[[str], str], parse: Callable[[Any], Any]) -> dict[str, Any]:
+def _by_name(example: str, name: Callable[[str], str], parse: Callable[[Any], Any], value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"must be a table such as {{ {example} }}, not {_shown(value)}")
     return _all(((key, (key, item)) for key, item in value.items()), lambda pair: name(pair[0]) and parse(pair[1]))
@@ -229,6 +201,12 @@ def _shown(value: Any) -> str:
     words = {dict: "a table", list: "a list", bool: str(value).lower()}
     return words.get(type(value)) or repr(value)[:80]
 
+
+severity, kind = partial(_one_of, get_args(Severity)), partial(_one_of, KINDS)
+texts, codes = partial(_one_or_several, text), partial(_one_or_several, count)
+globs_by_label = partial(_by_name, 'app = "vllm*"', text, texts)
+labels = partial(_by_name, 'team = "platform"', label_name, text)
+annotations = partial(_by_name, 'runbook = "https://..."', annotation_name, text)
 
 OPTIONS = (
     Option("enabled", "enabled", switch, (), "Whether it is judged; an override may enable it for some."),

@@ -156,14 +156,6 @@ async def test_it_stops_though_kafka_never_answers(monkeypatch: pytest.MonkeyPat
     assert component.registry.get_sample_value(names.HELD) == 0
 
 
-async def test_it_ends_after_a_time() -> None:
-    sender = FakeSender(prompt=True)
-    await run(SimulatedFleet(settings(stop_after_ticks=None, stop_after_s=0.05), sender=sender))
-
-    assert sender.stopped
-    assert sender.of("gpu.samples")
-
-
 async def test_it_is_ready_once_kafka_has_answered() -> None:
     sender = FakeSender(prompt=True)
     component = SimulatedFleet(settings(), sender=sender)

@@ -6,6 +6,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from delivery.instruments import Instruments
+from producers.node import instruments as names
 from producers.node.nvml import binding
 from producers.node.nvml.binding import NvmlError, NvmlEvent
 from producers.node.nvml.events import UNSUPPORTED_EVERY_S, XID_EVENT, Events, Xid
@@ -23,14 +25,18 @@ class Bench:
         for gpu in self.nvml.gpus:
             gpu.answers[SUPPORTED] = XID_EVENT | 3
         self.told: list[Xid] = []
-        self.errors: list[tuple[str, str]] = []
+        self.instruments = Instruments(names.INSTRUMENTS)
         self.ahead_s = 0.0
         self.events = Events(
-            self.nvml,
-            take=self.told.append,
-            count=lambda *error: self.errors.append(error),
-            clock=lambda: time.monotonic() + self.ahead_s,
+            self.nvml, self.instruments, take=self.told.append, clock=lambda: time.monotonic() + self.ahead_s
         )
+
+    @property
+    def errors(self) -> list[tuple[str, str]]:
+        """The calls that were counted as failed, each with its error."""
+        samples = [sample for family in self.instruments.registry.collect() for sample in family.samples]
+        counted = [one for one in samples if one.name == names.NVML_ERRORS]
+        return [(one.labels["call"], one.labels["error"]) for one in counted for _ in range(int(one.value))]
 
     def add(self) -> None:
         self.events.watch()
