@@ -23,7 +23,7 @@ from producers.cluster import objects, pods
 from producers.cluster.client import Client
 from producers.cluster.config import NODE_LABELS, POD_ANNOTATIONS, ClusterSettings
 from producers.cluster.lease import LeaderElector
-from producers.cluster.objects import Selection
+from producers.cluster.objects import ANNOTATION_BOUNDS, LABEL_BOUNDS, NODE_LABEL_BOUNDS, AllowList, Selection
 from producers.cluster.owners import Chain, Owners
 from producers.cluster.reflector import Listener, Reflector
 from producers.cluster.store import Store
@@ -150,10 +150,10 @@ class ClusterProducer:
         self._owners = Owners(self._api, self._instruments, self._learn)
         selection = Selection(
             settings.resource_prefixes,
-            pod_labels=settings.pod_labels,
-            pod_annotations=(*POD_ANNOTATIONS, *settings.pod_annotations),
-            namespace_labels=settings.namespace_labels,
-            node_labels=(*NODE_LABELS, *settings.node_labels),
+            pod_labels=AllowList(settings.pod_labels, LABEL_BOUNDS),
+            pod_annotations=AllowList((*POD_ANNOTATIONS, *settings.pod_annotations), ANNOTATION_BOUNDS),
+            namespace_labels=AllowList(settings.namespace_labels, LABEL_BOUNDS),
+            node_labels=AllowList((*NODE_LABELS, *settings.node_labels), NODE_LABEL_BOUNDS),
         )
         self._state = Store(selection, self._owners.follow, self._owners.forget)
         self._wake, self._stop = asyncio.Event(), asyncio.Event()

@@ -271,24 +271,14 @@ def allow_list_mistakes(option: str, allowed: Sequence[str]) -> list[str]:
     ]
 
 
-class Selection:
+class Selection(NamedTuple):
     """What is kept of the cluster: pods and drivers of resources with these ``prefixes``, and what allow-lists name."""
 
-    def __init__(
-        self,
-        prefixes: Iterable[str],
-        *,
-        pod_labels: Iterable[str],
-        pod_annotations: Iterable[str],
-        namespace_labels: Iterable[str],
-        node_labels: Iterable[str],
-    ) -> None:
-        self._prefixes = tuple(prefixes)
-        self._domains = {prefix.partition("/")[0] for prefix in self._prefixes}
-        self.pod_labels = AllowList(pod_labels, LABEL_BOUNDS)
-        self.pod_annotations = AllowList(pod_annotations, ANNOTATION_BOUNDS)
-        self.namespace_labels = AllowList(namespace_labels, LABEL_BOUNDS)
-        self.node_labels = AllowList(node_labels, NODE_LABEL_BOUNDS)
+    prefixes: tuple[str, ...]
+    pod_labels: AllowList
+    pod_annotations: AllowList
+    namespace_labels: AllowList
+    node_labels: AllowList
 
     def has_pod(self, pod: Pod) -> bool:
         """Whether a pod concerns GPUs: it asks for a resource whose name begins with one of the prefixes, or for
@@ -297,10 +287,10 @@ class Selection:
             return True
         for container in chain(pod.spec.containers or (), pod.spec.init_containers or ()):
             limits = container.resources and container.resources.limits
-            if any(name.startswith(self._prefixes) for name in limits or ()):
+            if any(name.startswith(self.prefixes) for name in limits or ()):
                 return True
         return False
 
     def has_driver(self, driver: str) -> bool:
         """Whether a DRA driver is of the domain of one of the prefixes, as gpu.nvidia.com is of nvidia.com/."""
-        return any(driver == domain or driver.endswith(f".{domain}") for domain in self._domains)
+        return f".{driver}".endswith(tuple("." + prefix.partition("/")[0] for prefix in self.prefixes))

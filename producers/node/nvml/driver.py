@@ -39,20 +39,16 @@ ENDS_WITHIN_S = 5.0
 LONGEST_REOPENING_S = 3600.0  # opening NVML for a GPU that does not work afterwards either is tried at least this often
 
 _TEXTS = {
-    binding.LIBRARY_NOT_FOUND: (
+    binding.LIBRARY_NOT_FOUND:
         "no NVIDIA driver: libnvidia-ml.so.1 is not found; on a machine with GPUs install the driver, and give a"
-        " container the NVIDIA runtime and NVIDIA_DRIVER_CAPABILITIES=utility"
-    ),
-    binding.DRIVER_NOT_LOADED: (
-        "no NVIDIA driver: its library is there, but its kernel module is not loaded, or /dev/nvidiactl is not visible"
-    ),
+        " container the NVIDIA runtime and NVIDIA_DRIVER_CAPABILITIES=utility",
+    binding.DRIVER_NOT_LOADED:
+        "no NVIDIA driver: its library is there, but its kernel module is not loaded, or /dev/nvidiactl is not visible",
     binding.NO_PERMISSION: "the NVIDIA driver refuses this user: NO_PERMISSION",
-    binding.LIB_RM_VERSION_MISMATCH: (
+    binding.LIB_RM_VERSION_MISMATCH:
         "the NVIDIA driver's library and its kernel module are of different versions: reboot, or load the module that"
-        " belongs to the library"
-    ),
-}
-
+        " belongs to the library",
+}  # fmt: skip
 
 _SCRIPT = """
 import json, sys

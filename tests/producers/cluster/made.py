@@ -7,7 +7,14 @@ from typing import Any
 import msgspec
 
 from producers.cluster import config, objects
-from producers.cluster.objects import Selection, decode
+from producers.cluster.objects import (
+    ANNOTATION_BOUNDS,
+    LABEL_BOUNDS,
+    NODE_LABEL_BOUNDS,
+    AllowList,
+    Selection,
+    decode,
+)
 from producers.cluster.store import Store
 from topics.workloads import Owner
 
@@ -148,10 +155,10 @@ def chosen(*, labels: Sequence[str] = config.POD_LABELS) -> Selection:
     """The default selection, but for the labels of pods."""
     return Selection(
         PREFIXES,
-        pod_labels=labels,
-        pod_annotations=config.POD_ANNOTATIONS,
-        namespace_labels=config.NAMESPACE_LABELS,
-        node_labels=config.NODE_LABELS,
+        pod_labels=AllowList(labels, LABEL_BOUNDS),
+        pod_annotations=AllowList(config.POD_ANNOTATIONS, ANNOTATION_BOUNDS),
+        namespace_labels=AllowList(config.NAMESPACE_LABELS, LABEL_BOUNDS),
+        node_labels=AllowList(config.NODE_LABELS, NODE_LABEL_BOUNDS),
     )
 
 

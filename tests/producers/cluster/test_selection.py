@@ -23,7 +23,8 @@ _POD = msgspec.json.Decoder(objects.Pod)
 
 
 def selection(*prefixes: str) -> Selection:
-    return Selection(prefixes, pod_labels=(), pod_annotations=(), namespace_labels=(), node_labels=())
+    nothing = AllowList((), LABEL_BOUNDS)
+    return Selection(prefixes, nothing, nothing, nothing, nothing)
 
 
 @pytest.mark.parametrize(
