@@ -98,8 +98,7 @@ class Places:
         self._known: OrderedDict[int, _KnownProcess] = OrderedDict()
 
     def of(self, pid: int) -> ProcessPlace | None:
-        """The place of a process that NVML lists; None if it is not in procfs, and was not just before: it ended
-        unseen, or the host's ids are not visible here."""
+        """The place of a process that NVML lists; None if it ended unseen, or the host's ids can't be seen here."""
         started = self._started(pid)
         with self._lock:
             known, now_s = self._known.get(pid), self._clock()

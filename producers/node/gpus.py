@@ -49,8 +49,7 @@ class Pace:
 
 
 class UnreadableGpu(NamedTuple):
-    """The GPU at ``place`` of the driver can't be read, and why. ``uuid`` None: it could not be opened either, and is
-    in no tick."""
+    """The GPU at ``place`` of the driver can't be read, and why. ``uuid`` None: it can't be opened either."""
 
     place: int
     uuid: str | None

@@ -6,7 +6,7 @@ it settles is a program's, what needs a reset, a restart, a cable or a new GPU i
 causes than its usual one: a program's error that comes with several programs on one GPU only is the GPU's.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Literal, NamedTuple, get_args
 
@@ -34,7 +34,7 @@ _LATER = "reset the GPU when it is free"
 _UPDATE = "update driver and firmware; where it comes again, report it to NVIDIA"
 _LINK = "see which link (nvidia-smi nvlink --errorcounters), reset the GPUs on it; then check bridges, cables, switches"
 
-_ROWS: Mapping[int, Xid] = {
+_ROWS: dict[int, Xid] = {
     8: Xid("application", "a program's work on the GPU did not go on in time", _RESTART),
     11: Xid("application", "a program sent commands that the GPU could not read", _DEBUG),
     13: Xid("application", "a program did what the GPU can't do, often an array index out of bounds", _DEBUG),
@@ -105,27 +105,18 @@ _ROWS: Mapping[int, Xid] = {
 }  # fmt: skip
 
 
-def _engines(engine: str, codes: Iterable[int]) -> dict[int, Xid]:
-    return dict.fromkeys(codes, Xid("application", f"an error in {engine}", _RESTART))
-
-
-XIDS: Mapping[int, Xid] = MappingProxyType(
-    dict(
-        sorted(
-            {
-                **_ROWS,
-                **_engines("a copy engine", (39, 40, 41, 70, 71, 72, 75, 76, 77, 85, *range(126, 136))),
-                **_engines("a video decoder", (68, 83, 84, 88, 89, 96, 97, 98)),
-                **_engines("a video encoder", (47, 65, 73, 142)),
-                **_engines("a JPEG engine", (82, *range(99, 106))),
-                **_engines("an optical flow engine", (86, 139)),
-                **dict.fromkeys(
-                    range(144, 151), Xid("hardware", "an error on an NVLink of the fifth generation", _LINK)
-                ),
-            }.items()
-        )
-    )
-)
+_ENGINES = {
+    "a copy engine": (39, 40, 41, 70, 71, 72, 75, 76, 77, 85, *range(126, 136)),
+    "a video decoder": (68, 83, 84, 88, 89, 96, 97, 98),
+    "a video encoder": (47, 65, 73, 142),
+    "a JPEG engine": (82, *range(99, 106)),
+    "an optical flow engine": (86, 139),
+}
+_ROWS |= {
+    code: Xid("application", f"an error in {engine}", _RESTART) for engine, codes in _ENGINES.items() for code in codes
+}
+_ROWS |= dict.fromkeys(range(144, 151), Xid("hardware", "an error on an NVLink of the fifth generation", _LINK))
+XIDS: Mapping[int, Xid] = MappingProxyType(dict(sorted(_ROWS.items())))
 
 
 def of_code(code: int | None) -> Xid:

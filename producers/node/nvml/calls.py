@@ -175,8 +175,7 @@ class Calls:
         return self.make(name, lambda nvml: nvml.fields(handle, numbers))
 
     def optional(self, function: str, handle: Handle | None, what: str = "") -> Any:
-        """What pynvml's ``function`` gives of the GPU, or of none; None if it fails, which is counted, and noted as
-        ``what``. Raises Lost."""
+        """What ``function`` gives of the GPU, or of none; None if it fails: counted, noted as ``what``. Raises Lost."""
         try:
             if handle is None:
                 answer = self.make(function, lambda nvml: nvml.system(function))

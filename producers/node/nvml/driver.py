@@ -242,8 +242,7 @@ class Reopening:
         self._tried.pop(uuid, None)
 
     def why(self, seen: Set[str], working: Set[str | None]) -> str | None:
-        """Why NVML is to be opened again; None if it is not. ``seen``: the GPUs that work for a new process;
-        ``working``: those that work for this one."""
+        """Why NVML is to be opened again, if it is. ``seen``: what works for a new process; ``working``: for this."""
         now_s = self._clock()
         missing = sorted(uuid for uuid in seen - working if now_s >= self._tried.get(uuid, (0, now_s))[1])
         for uuid in missing:

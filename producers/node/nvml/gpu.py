@@ -243,8 +243,7 @@ class PhysicalGpu:
             return False if error.code in STALE else None
 
     def _list(self) -> None:
-        """Find out who the GPU is, if that is not all known, and into what it is cut. What can't be asked leaves things
-        as they were. Raises Lost."""
+        """Find out who the GPU is, and into what it is cut. What can't be asked stays as it was. Raises Lost."""
         self._support.begin()
         if not self._identified and self._support.asks(INFO):
             self._identify()
@@ -321,10 +320,8 @@ class PhysicalGpu:
             self._renew()
         if before != (self._cut, self._layout):
             shares = Counter(one.gpu_instance for one in instances)
-            parts, self._parts = (
-                self._parts,
-                {one.uuid: self._part(one, alone=shares[one.gpu_instance] == 1) for one in instances},
-            )
+            parts = self._parts
+            self._parts = {one.uuid: self._part(one, alone=shares[one.gpu_instance] == 1) for one in instances}
             for uuid, part in parts.items():
                 if self._parts.get(uuid) is not part and part.profiling is not None:
                     part.profiling.free()
