@@ -1,8 +1,9 @@
 """From reading a node to the record in gpu.attributed, live: milliseconds, and the CPU that one worker takes.
 
-    python -m tests.bench.latency [NODESxGPUS]
+    python -m tests.bench.latency [NODESxGPUS] [--hot]
 
-A simulated fleet at one tick a second a node; both clocks are this machine's.
+A simulated fleet at one tick a second a node; both clocks are this machine's. With ``--hot``, beside it, one node of
+8 GPUs with a hundred ticks a second, which are not among those that are timed.
 """
 
 import asyncio
@@ -20,15 +21,17 @@ from tests.real.pipeline import Gpustream, read_all
 from tests.real.servers import KafkaServer
 
 WARM_UP_S, MEASURE_S = 10.0, 20.0
+HOT = "hot"
 
 
 class Read(msgspec.Struct):
-    """When a tick was read."""
+    """When a tick was read, and of which cluster."""
 
+    cluster: str
     ts_ms: int
 
 
-def main(fleet: str) -> None:
+def main(fleet: str, *, hot: bool) -> None:
     """Prints one row."""
     with ExitStack() as servers:
         directory = Path(servers.enter_context(tempfile.TemporaryDirectory()))
@@ -37,6 +40,9 @@ def main(fleet: str) -> None:
         at = ("--kafka", kafka.address)
         stream = servers.enter_context(Gpustream(directory / "stream", "stream", "attribution", *at))
         servers.enter_context(Gpustream(directory / "fleet", "produce", "simulated", *at, "--fleet", fleet))
+        if hot:
+            one = ("--fleet", "1x8", "--interval", "10ms", "--cluster", HOT)
+            servers.enter_context(Gpustream(directory / "hot", "produce", "simulated", *at, *one))
         time.sleep(WARM_UP_S)
         since_ms, before_s = time.time() * 1000, cpu_s(stream.pid)
         time.sleep(MEASURE_S)
@@ -46,17 +52,21 @@ def main(fleet: str) -> None:
         "| fleet, 1 Hz | ticks a second | p50 ms | p99 ms | cores of one worker |\n|---|---|---|---|---|\n"
     )
     rate, p99 = len(ages) / MEASURE_S, ages[int(len(ages) * 0.99)]
+    fleet += " and a hot node" if hot else ""
     sys.stdout.write(f"| {fleet} | {rate:.0f} | {ages[len(ages) // 2]} | {p99} | {spent_s / MEASURE_S:.2f} |\n")
 
 
 async def latencies_ms(kafka: str, since_ms: float) -> list[int]:
     """From each tick's reading since then to its record's log time."""
     read = msgspec.json.Decoder(Read)
-    records = [
-        (record.timestamp, read.decode(record.value).ts_ms) for record in await read_all(kafka, "gpu.attributed")
+    records = [(record.timestamp, read.decode(record.value)) for record in await read_all(kafka, "gpu.attributed")]
+    return [
+        logged_ms - one.ts_ms
+        for logged_ms, one in records
+        if since_ms <= one.ts_ms < since_ms + MEASURE_S * 1000 and one.cluster != HOT
     ]
-    return [logged_ms - ts_ms for logged_ms, ts_ms in records if since_ms <= ts_ms < since_ms + MEASURE_S * 1000]
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "200x8")
+    named = [argument for argument in sys.argv[1:] if argument != "--hot"]
+    main(named[0] if named else "200x8", hot="--hot" in sys.argv)

@@ -125,6 +125,9 @@ async def test_a_clock_that_is_wrong_costs_its_own_node_what_prometheus_does_not
         if sample.name == "gpustream_remote_write_values_refused_total"
     }
     assert counted == values
+    value, delay = sink.registry.get_sample_value, "gpustream_remote_write_delay_seconds"
+    assert value(f"{delay}_count") == sum(ends["delivered"] for ends in seen.values())
+    assert value(f"{delay}_bucket", {"le": "0.02"}) == SET_RIGHT - SET  # of ahead-9m: no time is negative
     letters = await read_all(empty_kafka.address, "gpu.dead-letters")
     assert {letter.key for letter in letters} == {node_key(CLUSTER, "ahead-2h")}
     assert len(letters) == missing["too_far_ahead"]

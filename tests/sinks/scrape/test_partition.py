@@ -44,6 +44,7 @@ async def test_the_last_tick_of_every_node_is_shown() -> None:
     assert 'k8s_pod_name="bert-0",service_name="gpustream"} 0.2\n' in bench.shown()
     assert 'k8s_node_name="n-1"' in bench.shown()
     assert " 0.1\n" not in bench.shown()
+    assert bench.counted("gpustream_scrape_delay_seconds_count") == 3
 
 
 async def test_the_ticks_of_a_new_log_are_shown_and_counted_once() -> None:
