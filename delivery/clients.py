@@ -131,17 +131,19 @@ class OffsetClient:
 
     async def beginnings(self, tps: list[Partition]) -> Mapping[Partition, int]:
         """The first offset of each partition."""
-        found = await self._consumer.beginning_offsets([theirs(tp) for tp in tps]) if tps else {}
-        return {Partition(*tp): offset for tp, offset in found.items()}
+        wanted = {theirs(self._connection, tp): tp for tp in tps}
+        found = await self._consumer.beginning_offsets(list(wanted)) if tps else {}
+        return {wanted[tp]: offset for tp, offset in found.items()}
 
     async def ends(self, tps: list[Partition]) -> Mapping[Partition, int]:
         """The offset after the last one of each partition that can be read."""
-        found = await self._consumer.end_offsets([theirs(tp) for tp in tps]) if tps else {}
-        return {Partition(*tp): offset for tp, offset in found.items()}
+        wanted = {theirs(self._connection, tp): tp for tp in tps}
+        found = await self._consumer.end_offsets(list(wanted)) if tps else {}
+        return {wanted[tp]: offset for tp, offset in found.items()}
 
     async def offsets_at(self, times_ms: Mapping[Partition, int]) -> Mapping[Partition, int | None]:
         """The first offset at or after a time; None: there is none, or the broker can't tell."""
-        return await offsets_at(self._consumer, times_ms)
+        return await offsets_at(self._connection, self._consumer, times_ms)
 
     async def times(self, offsets: Mapping[Partition, int]) -> Mapping[Partition, int | None]:
         """The log time in ms of the last record up to each offset, or of the next one; None: none could be read.
@@ -150,7 +152,7 @@ class OffsetClient:
         before it are read as well, by a consumer that lives no longer than this.
         """
         times: dict[Partition, int | None] = dict.fromkeys(offsets)
-        waiting = {theirs(tp): offset for tp, offset in offsets.items()}
+        waiting = {theirs(self._connection, tp): offset for tp, offset in offsets.items()}
         client_id = f"{self._client_id}-peek"
         options = {"client_id": client_id, "max_partition_fetch_bytes": _PEEK_BYTES, **_NO_GROUP}
         peeking = await connected(self._connection, **options)
@@ -162,9 +164,10 @@ class OffsetClient:
                 if not waiting:
                     break
                 for tp, records in (await peeking.getmany(*waiting, timeout_ms=1000)).items():
+                    known = ours(self._connection, tp)
                     for record in records:
-                        if record.offset <= waiting[tp] or times[Partition(*tp)] is None:
-                            times[Partition(*tp)] = record.timestamp
+                        if record.offset <= waiting[tp] or times[known] is None:
+                            times[known] = record.timestamp
                 for tp in [tp for tp, offset in waiting.items() if await peeking.position(tp) > offset]:
                     del waiting[tp]
                     peeking.pause(tp)
@@ -173,12 +176,19 @@ class OffsetClient:
         return times
 
 
-async def offsets_at(consumer: Any, times_ms: Mapping[Partition, int]) -> Mapping[Partition, int | None]:
+async def offsets_at(
+    connection: Connection, consumer: Any, times_ms: Mapping[Partition, int]
+) -> Mapping[Partition, int | None]:
     """What a client says is the first offset at or after a time; None: there is none, or the broker can't tell."""
-    found = await consumer.offsets_for_times({theirs(tp): at for tp, at in times_ms.items()})
-    return {Partition(*tp): at.offset if at is not None else None for tp, at in found.items()}
+    found = await consumer.offsets_for_times({theirs(connection, tp): at for tp, at in times_ms.items()})
+    return {ours(connection, tp): at.offset if at is not None else None for tp, at in found.items()}
 
 
-def theirs(tp: Partition) -> TopicPartition:
+def theirs(connection: Connection, tp: Partition) -> TopicPartition:
     """A partition as the client knows it."""
-    return TopicPartition(*tp)
+    return TopicPartition(connection.prefixed(tp.topic), tp.partition)
+
+
+def ours(connection: Connection, tp: TopicPartition) -> Partition:
+    """A partition that a client names, as the contract calls it."""
+    return Partition(connection.unprefixed(tp.topic), tp.partition)

@@ -23,6 +23,7 @@ from delivery.assignor import CoPartitioned, claim_of
 from delivery.clients import OffsetClient, close, connected, describe, theirs
 from delivery.ledger import Partition
 from delivery.settings import MemberSettings
+from delivery.topic_admin import command
 from delivery.watchdog import RESTART, LoopLateness
 
 log = logging.getLogger(__name__)
@@ -66,12 +67,14 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
     def __init__(
         self, settings: MemberSettings, topics: Collection[str], member: Member, partitions: Mapping[str, int]
     ) -> None:
-        self.settings, self.topics = settings, tuple(topics)
-        self.offsets = OffsetClient(settings.connection(), client_id=settings.group)
+        self.settings, self.connection = settings, settings.connection()
+        self.name = self.connection.prefixed(settings.group)
+        self._topics = {self.connection.prefixed(topic): topic for topic in topics}
+        self.offsets = OffsetClient(self.connection, client_id=self.name)
         self.lateness = LoopLateness()
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._member = member
-        self._partitions = dict(partitions)
+        self._partitions = {self.connection.prefixed(topic): count for topic, count in partitions.items()}
         self._assignor = CoPartitioned(settings.instance_id)
         self._consumer: Any = None
         self._joined = False
@@ -90,9 +93,9 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
         settings, session_ms = self.settings, int(self.settings.session_timeout_s * 1000)
         await self.offsets.connect()
         self._consumer = await connected(
-            settings.connection(),
-            client_id=settings.group,
-            group_id=settings.group,
+            self.connection,
+            client_id=self.name,
+            group_id=self.name,
             group_instance_id=settings.instance_id,
             partition_assignment_strategy=(self._assignor,),  # one: the first join would offer only the first of two
             session_timeout_ms=session_ms,
@@ -109,7 +112,11 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
 
     async def topics_with_commits(self) -> frozenset[str]:
         """The topics of which the group has committed something before this process joined it."""
-        tps = [Partition(topic, number) for topic in self.topics for number in range(self._partitions.get(topic, 0))]
+        tps = [
+            Partition(topic, number)
+            for name, topic in self._topics.items()
+            for number in range(self._partitions.get(name, 0))
+        ]
         while True:
             try:
                 offsets = await asyncio.gather(*(self.committed(tp) for tp in tps))
@@ -121,7 +128,7 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
 
     def join(self) -> None:
         """Become a member; the member is notified of its partitions as they come and go."""
-        self._consumer.subscribe(list(self.topics), listener=self)
+        self._consumer.subscribe(list(self._topics), listener=self)
         self._tasks = [asyncio.create_task(self.watch()), asyncio.create_task(self.lateness.watch())]
 
     async def close(self) -> None:
@@ -140,12 +147,12 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
             return ["not connected to Kafka"]
         if not self._joined:
             trouble = f": {self._trouble}" if self._trouble else ""
-            return [f"not a member of the group {self.settings.group}{trouble}"]
-        if missing := [topic for topic in self.topics if not self._consumer.partitions_for_topic(topic)]:
-            return [f"there is no topic {topic}: run `gpustream topics create`" for topic in missing]
+            return [f"not a member of the group {self.name}{trouble}"]
+        if missing := [topic for topic in self._topics if not self._consumer.partitions_for_topic(topic)]:
+            return [f"there is no topic {topic}: run `{command(self.connection)}`" for topic in missing]
         now_s = time.monotonic()
         hanging = [
-            f"{tp.topic} partition {tp.partition}: a transaction is open since offset {offset}, for"
+            f"{self.place(tp)}: a transaction is open since offset {offset}, for"
             f" {now_s - since_s:.0f} s now, and nothing after it can be read: see `kafka-transactions.sh find-hanging`"
             for tp, (offset, since_s) in sorted(self._open.items())
             if now_s - since_s >= _HANGING_S
@@ -163,7 +170,7 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
         await self._member.revoked()
         if self.settings.instance_id is not None and (other := await self._successor()):
             reason = (
-                f"another process has joined the group {self.settings.group} with the instance id"
+                f"another process has joined the group {self.name} with the instance id"
                 f" {self.settings.instance_id}, from {other}: give each process an id of its own"
             )
             self._end(reason)
@@ -184,13 +191,13 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
         group from then on, and would take the place back.
         """
         mine = self._assignor.claim
-        admin = clients.admin(self.settings.connection(), client_id=self.settings.group)
+        admin = clients.admin(self.connection, client_id=self.name)
         try:
             async with asyncio.timeout(_DESCRIBE_S):
                 await admin.start()
-                answers = await admin.describe_consumer_groups([self.settings.group])
+                answers = await admin.describe_consumer_groups([self.name])
         except (KafkaError, OSError, TimeoutError) as error:
-            log.info("who else is in the group %s is not known: %s", self.settings.group, describe(error))
+            log.info("who else is in the group %s is not known: %s", self.name, describe(error))
             return None
         finally:
             await admin.close()
@@ -217,14 +224,14 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
             except KafkaError as error:
                 self._complain(error)
                 if "Unexpected error during coordination" in str(error):  # the client's task has ended by it
-                    self._end(f"no member of the group {self.settings.group} any more: {describe(error)}")
+                    self._end(f"no member of the group {self.name} any more: {describe(error)}")
             self.look(time.monotonic())
             await self.read_new_logs()
             await asyncio.sleep(_LOOK_EVERY_S)
 
     def look(self, now_s: float) -> None:
         """Note which topics have other partitions, have gone or are there again, and where a transaction stays open."""
-        for topic in self.topics:
+        for topic in self._topics:
             count = len(self._consumer.partitions_for_topic(topic) or ())
             if not count and topic in self._seen:
                 if topic not in self._vanished:
@@ -240,7 +247,7 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
                     " belongs to has changed. Give all topics that are keyed by node the same number"
                 )
         for tp in self.assignment() if self._joined else ():
-            end, stable = self._consumer.highwater(theirs(tp)), self.end(tp)
+            end, stable = self._consumer.highwater(self._theirs(tp)), self.end(tp)
             if end is None or stable is None or stable >= end:
                 self._open.pop(tp, None)
             elif self._is_fresh(tp) and self._open.get(tp, (-1, 0))[0] != stable:
@@ -254,7 +261,7 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
         only out of sight.
         """
         for topic in [topic for topic in self._vanished if self._consumer.partitions_for_topic(topic)]:
-            mine = [tp for tp in self.assignment() if tp.topic == topic]
+            mine = [tp for tp in self.assignment() if tp.topic == self._topics[topic]]
             try:
                 async with asyncio.timeout(_DESCRIBE_S):
                     new = [tp for tp in mine if await self.committed(tp) is None]
@@ -264,7 +271,7 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
             if new:
                 log.warning("%s: deleted and created again; reading its new log from the beginning", topic)
             for tp in self.assignment().intersection(new):
-                self._consumer.seek(theirs(tp), 0)
+                self._consumer.seek(self._theirs(tp), 0)
             self._vanished.discard(topic)
 
     def _complain(self, error: Exception) -> None:
@@ -272,7 +279,7 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
         self._trouble = describe(error)
         if (kind := type(error).__name__) not in self._complained:
             self._complained.add(kind)
-            log.warning("group %s: %s; trying again", self.settings.group, self._trouble)
+            log.warning("group %s: %s; trying again", self.name, self._trouble)
 
     def _end(self, reason: str) -> None:
         if not self.failed.done():
@@ -282,8 +289,16 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
 
     def assignment(self) -> set[Partition]:
         """The partitions that are ours now. A partition that its topic did not have at the start is nobody's."""
-        mine = (Partition(*tp) for tp in self._consumer.assignment())
-        return {tp for tp in mine if tp.partition < self._partitions.get(tp.topic, tp.partition + 1)}
+        mine = self._consumer.assignment()
+        known = (tp for tp in mine if tp.partition < self._partitions.get(tp.topic, tp.partition + 1))
+        return {Partition(self._topics[tp.topic], tp.partition) for tp in known}
+
+    def place(self, tp: Partition) -> str:
+        """How an operator finds a partition in Kafka."""
+        return f"{self.connection.prefixed(tp.topic)} partition {tp.partition}"
+
+    def _theirs(self, tp: Partition) -> TopicPartition:
+        return theirs(self.connection, tp)
 
     def flowing(self) -> bool:
         """Whether records may be taken: we are a member, and not in the middle of a rebalance."""
@@ -295,7 +310,7 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
         """Records of these partitions, in order; none if none came in time."""
         try:
             records = await self._consumer.getmany(
-                *(theirs(tp) for tp in active), timeout_ms=int(timeout_s * 1000), max_records=max_records
+                *(self._theirs(tp) for tp in active), timeout_ms=int(timeout_s * 1000), max_records=max_records
             )
         except KafkaError as error:
             self._complain(error)
@@ -303,12 +318,12 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
             return {}
         if records and self._joined:
             self._trouble = None
-        return {Partition(*tp): found for tp, found in records.items()}
+        return {Partition(self._topics[tp.topic], tp.partition): found for tp, found in records.items()}
 
     def seek(self, positions: Mapping[Partition, int]) -> None:
         """Read on from these offsets; nothing that was fetched before is given any more. Raises IllegalStateError."""
         for tp, offset in positions.items():
-            self._consumer.seek(theirs(tp), offset)
+            self._consumer.seek(self._theirs(tp), offset)
 
     async def positions(self, tps: Iterable[Partition]) -> Mapping[Partition, int]:
         """The next offset that each partition will give, past whatever holds no record; not of those that have none."""
@@ -316,16 +331,16 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
         try:
             async with asyncio.timeout(_POSITION_S):
                 for tp in tps:
-                    found[tp] = await self._consumer.position(theirs(tp))
+                    found[tp] = await self._consumer.position(self._theirs(tp))
         except (KafkaError, AssertionError, TimeoutError):
             pass
         return found
 
     def end(self, tp: Partition) -> int | None:
         """The offset after the last record that can be read, as of the last fetch."""
-        stable: int | None = self._consumer.last_stable_offset(theirs(tp))
+        stable: int | None = self._consumer.last_stable_offset(self._theirs(tp))
         if stable is None or stable < 0:  # a broker without transactions
-            stable = self._consumer.highwater(theirs(tp))
+            stable = self._consumer.highwater(self._theirs(tp))
         return stable
 
     def is_read_to_end(self, tp: Partition, position: int) -> bool:
@@ -335,13 +350,13 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
 
     def _is_fresh(self, tp: Partition) -> bool:
         """Whether the broker has answered for this partition just now."""
-        return bool(time.time() * 1000 - self._consumer.last_poll_timestamp(theirs(tp)) <= _FRESH_MS)
+        return bool(time.time() * 1000 - self._consumer.last_poll_timestamp(self._theirs(tp)) <= _FRESH_MS)
 
     # -- offsets
 
     async def committed(self, tp: Partition) -> int | None:
         """The group's committed offset."""
-        offset: int | None = await self._consumer.committed(theirs(tp))
+        offset: int | None = await self._consumer.committed(self._theirs(tp))
         return offset
 
     async def commit(self, offsets: Mapping[Partition, int]) -> bool:
@@ -352,7 +367,8 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
         the new owner back.
         """
         assigned = self._consumer.assignment()
-        mine = {theirs(tp): offset for tp, offset in offsets.items() if tp in assigned}
+        wanted = {self._theirs(tp): offset for tp, offset in offsets.items()}
+        mine = {tp: offset for tp, offset in wanted.items() if tp in assigned}
         try:
             if mine:
                 await self._consumer.commit(mine)

@@ -135,6 +135,7 @@ class Sender:
 
         A record without a value deletes its key from a compacted topic. Once the sender is stopped, it is cancelled.
         """
+        topic = self._connection.prefixed(topic)
         record = _Sending(topic=topic, value=value, key=key, partition=partition, headers=headers)
         of_headers = sum(len(name) + len(text) + 10 for name, text in headers)
         size = len(value or b"") + len(key or b"") + of_headers + RECORD_OVERHEAD_BYTES

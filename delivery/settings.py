@@ -108,6 +108,7 @@ DURATION = Text("DURATION", values.duration, "30s", show=values.duration_text)
 SIZE = Text("SIZE", values.size, "64KiB", show=values.size_text)
 HOST_PORTS = Text("HOST:PORT[,...]", values.host_ports, "127.0.0.1:9092")
 FLEET_SIZE = Text("NODESxGPUS", values.fleet_size, "4x8")
+TOPIC_PREFIX = Text("PREFIX", values.topic_prefix, "team-a.")
 NAME = Text("NAME", values.name, "default")
 URL = Text("URL", values.url, "http://127.0.0.1:9090/api/v1/write")
 LISTEN = Text("HOST:PORT|off", values.listen, "127.0.0.1:9401", show=_or_off)
@@ -191,6 +192,15 @@ def _alternatives(hint: Any) -> Iterator[Any]:
 
 
 Cluster = Annotated[str, Option("--cluster", NAME, "The cluster's name; it is in every record and every series.")]
+TopicPrefix = Annotated[
+    str,
+    Option(
+        "--topic-prefix",
+        TOPIC_PREFIX,
+        "What stands before the names of topics and consumer groups, where a Kafka is shared. The same everywhere.",
+        shown="none",
+    ),
+]
 Compression = Annotated[
     Literal["zstd", "lz4", "gzip", "none"],
     Option("--compression", None, "How what is written to Kafka is compressed. Whoever reads it needs no setting."),
@@ -203,11 +213,13 @@ class KafkaSettings:
 
     kafka: Annotated[str, Option("--kafka", HOST_PORTS, "Kafka's bootstrap brokers.")]
     cluster: Cluster = "default"
+    topic_prefix: TopicPrefix = ""
     compression: Compression = "zstd"
 
     def connection(self) -> Connection:
         """How Kafka is reached with these settings."""
-        return Connection(self.kafka, compression=None if self.compression == "none" else self.compression)
+        compression = None if self.compression == "none" else self.compression
+        return Connection(self.kafka, topic_prefix=self.topic_prefix, compression=compression)
 
     def mistakes(self) -> list[str]:
         """Every mistake in the values, in words for whoever wrote them; empty if there is none."""

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+import msgspec
 from aiokafka.admin import NewTopic
 
 from delivery.clients import backoff
@@ -32,7 +33,7 @@ _PASS_S = 0.1
 ASK_AFTER_S = (0.5, 1.0, 2.0, 5.0, 10.0)
 """When to ask again: not too often, because a whole fleet may wait."""
 
-COMMAND = "`gpustream topics create`"
+COMMAND = "gpustream topics create"
 """It makes what is missing, mends settings, and says how to mend the rest."""
 
 log = logging.getLogger(__name__)
@@ -65,10 +66,9 @@ class Checked(NamedTuple):
 class ContractMismatch(BrokerError):
     """Topics are missing or not as they must be; one line a mistake. ``advice`` is logged where it ends a process."""
 
-    advice = "`gpustream topics create` makes what is missing, mends settings, and says how to mend the rest"
-
-    def __init__(self, mistakes: Iterable[Mismatch]) -> None:
+    def __init__(self, mistakes: Iterable[Mismatch], command: str = COMMAND) -> None:
         self.mistakes = tuple(mistakes)
+        self.advice = f"`{command}` makes what is missing, mends settings, and says how to mend the rest"
         super().__init__("\n".join(str(mistake) for mistake in self.mistakes))
 
 
@@ -92,14 +92,27 @@ def mismatches(topics: Iterable[Topic], found: Mapping[str, Found], beside: Iter
     return wrong + [one for topic in there for one in _settings(topic, found[topic.name].settings)]
 
 
+def contract(connection: Connection, names: Iterable[str] | None = None) -> dict[str, Topic]:
+    """The topics of the contract (or those named) by the names that they have in this Kafka, which are theirs then."""
+    topics = load_topics()
+    theirs = {connection.prefixed(name): topics[name] for name in (topics if names is None else names)}
+    return {name: msgspec.structs.replace(topic, name=name) for name, topic in theirs.items()}
+
+
+def command(connection: Connection) -> str:
+    """What to run where topics are missing or not as they must be."""
+    return f"{COMMAND} --topic-prefix {connection.topic_prefix}" if connection.topic_prefix else COMMAND
+
+
 async def inspect(connection: Connection, names: Iterable[str] | None = None) -> tuple[dict[str, Found], str | None]:
-    """The topics of the contract (or those named) that the broker has, and why their settings are not known, if so.
+    """The topics of the contract (or those named) that the broker has, by its own names, and why their settings
+    are not known, if so.
 
     :raises NotAllowed: this client may not see one of them.
     :raises BrokerUnavailable: nobody answers.
     """
     async with connect(connection) as admin:
-        found, unchecked = await _inspect(admin, load_topics() if names is None else names)
+        found, unchecked = await _inspect(admin, contract(connection, names))
     _require(found, {"Describe": found})
     return found, unchecked
 
@@ -111,15 +124,19 @@ async def check(connection: Connection, uses: Uses) -> Checked:
     :raises ContractMismatch: they are not as they must be, and every reason.
     :raises BrokerUnavailable: nobody answers.
     """
-    topics, others = _named((*uses.reads, *uses.writes, *uses.sees)), _named(uses.beside)
+    reads, writes, sees, beside = (
+        contract(connection, names) for names in (uses.reads, uses.writes, uses.sees, uses.beside)
+    )
+    topics = reads | writes | sees
     async with connect(connection) as admin:
-        found, unchecked = await _inspect(admin, [*topics, *others])
-    _require(found, {"Read": uses.reads, "Write": uses.writes, "Describe": uses.sees})
+        found, unchecked = await _inspect(admin, [*topics, *beside])
+    _require(found, {"Read": reads, "Write": writes, "Describe": sees})
     found = {name: one for name, one in found.items() if one.partitions}
-    wrong = mismatches(topics.values(), found, others.values())
+    wrong = mismatches(topics.values(), found, beside.values())
     if any(one.breaks for one in wrong):
-        raise ContractMismatch(one for one in wrong if one.breaks)
-    return Checked({name: found[name].partitions for name in topics}, tuple(wrong), unchecked)
+        raise ContractMismatch((one for one in wrong if one.breaks), command(connection))
+    partitions = {connection.unprefixed(name): found[name].partitions for name in topics}
+    return Checked(partitions, tuple(wrong), unchecked)
 
 
 def _require(found: Mapping[str, Found], needed: Mapping[str, Iterable[str]]) -> None:
@@ -151,7 +168,7 @@ async def create(
     :raises SettingsUnknown: the broker has no topic settings, so it is not one to create topics on.
     :raises BrokerUnavailable: nobody answers.
     """
-    topics = load_topics()
+    topics = contract(connection)
     changes: dict[str, None] = {}
     deleted: set[str] = set()
     async with connect(connection) as admin:
@@ -177,11 +194,6 @@ async def create(
             changes |= dict.fromkeys(now)
             await asyncio.sleep(_PASS_S)
     raise BrokerUnavailable(f"not seen by the broker yet: {'; '.join(changes)}")
-
-
-def _named(names: Iterable[str]) -> dict[str, Topic]:
-    topics = load_topics()
-    return {name: topics[name] for name in names}
 
 
 def _settings(topic: Topic, settings: Mapping[str, str] | None) -> list[Mismatch]:
@@ -263,14 +275,15 @@ class TopicCheck:
             try:
                 found = await check(self._connection, self._uses)
             except ContractMismatch as error:
-                wrong = [f"{mistake}: run {COMMAND}" for mistake in error.mistakes]
+                wrong = [f"{mistake}: run `{command(self._connection)}`" for mistake in error.mistakes]
             except BrokerError as error:
                 wrong = str(error).splitlines()
             else:
                 for mismatch in found.harmless:
                     log.warning("%s", mismatch)
                 if self._wrong:
-                    log.info("the topics can be used: %s", ", ".join(found.partitions))
+                    used = ", ".join(map(self._connection.prefixed, found.partitions))
+                    log.info("the topics can be used: %s", used)
                 self._wrong = []
                 return found
             if wrong != self._wrong:

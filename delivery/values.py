@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
+from topics import TOPICS
+
 _DAY_MS = 86_400_000
 _LONGEST_MS = 3650 * _DAY_MS
 _DURATION = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,9})?)\s*(ms|s|m|h|d|)", re.ASCII)
@@ -21,6 +23,10 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,253}")
 _FLEET = re.compile(r"[1-9][0-9]{0,5}x[1-9][0-9]{0,2}")
 _HOST = re.compile(r"\[[0-9A-Fa-f:.%a-z]+\]|[A-Za-z0-9._-]+")
 _PREFIX = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9.-]*[A-Za-z0-9])?/[A-Za-z0-9._-]*")
+_TOPIC_PREFIX = re.compile(r"[A-Za-z0-9._-]*")
+_LONGEST_TOPIC_PREFIX = 249 - max(map(len, TOPICS))
+"""Kafka takes topic names of 249 characters."""
+
 _LONGEST_SOCKET_PATH = 107
 """Of a sockaddr_un's 108 bytes the last is a zero."""
 
@@ -88,6 +94,14 @@ def name(text: str) -> str:
     """The name of a cluster or a node: 1-253 of ``A-Z a-z 0-9 . _ -``."""
     if not _NAME.fullmatch(text):
         raise ValueError(f"{text!r} is not a name: use 1 to 253 of A-Z a-z 0-9 . _ -")
+    return text
+
+
+def topic_prefix(text: str) -> str:
+    """What stands before the names of topics and consumer groups, such as ``team-a.``; no text is no prefix."""
+    if not _TOPIC_PREFIX.fullmatch(text) or len(text) > _LONGEST_TOPIC_PREFIX:
+        most = f"at most {_LONGEST_TOPIC_PREFIX} of A-Z a-z 0-9 . _ -"
+        raise ValueError(f"{text[:80]!r} can't begin the name of a Kafka topic: use {most}, such as team-a.")
     return text
 
 

@@ -63,9 +63,7 @@ class Tail:
         """Stands at the end of every partition once it returns. Raises aiokafka's errors if that can't be had."""
         self._consumer = clients.consumer(
             self._connection,
-            attributed.TOPIC.name,
-            alerts.TOPIC.name,
-            dead_letters.TOPIC.name,
+            *[self._connection.prefixed(one.TOPIC.name) for one in (attributed, alerts, dead_letters)],
             auto_offset_reset="latest",
             fetch_max_wait_ms=_FETCH_WAIT_MS,
             fetch_max_bytes=_FETCH_BYTES,
@@ -73,7 +71,7 @@ class Tail:
         )
         await self._consumer.start()
         partitions = self._consumer.assignment()
-        whole = [partition for partition in partitions if partition.topic == alerts.TOPIC.name]
+        whole = [tp for tp in partitions if clients.ours(self._connection, tp).topic == alerts.TOPIC.name]
         await self._consumer.seek_to_end(*(partitions - set(whole)))
         await self._consumer.seek_to_beginning(*whole)
         for partition in partitions:
@@ -83,9 +81,9 @@ class Tail:
         """Reads for ever; cancel it to stop."""
         while True:
             batches = await self._consumer.getmany(timeout_ms=1000)
-            for partition, records in batches.items():
+            for tp, records in batches.items():
                 for record in records:
-                    self._take(partition.topic, record)
+                    self._take(clients.ours(self._connection, tp).topic, record)
 
     async def stop(self) -> None:
         """Closes the consumer."""

@@ -22,7 +22,7 @@ import msgspec
 from prometheus_client import CollectorRegistry
 
 from delivery import topic_admin
-from delivery.settings import DURATION, FLEET_SIZE, HOST_PORTS, URL, Cluster, Compression, Option, Uses
+from delivery.settings import DURATION, FLEET_SIZE, HOST_PORTS, URL, Cluster, Compression, Option, TopicPrefix, Uses
 from gpustream import alerts, command, logs, serve
 from gpustream.command import Command, ProcessSettings
 from gpustream.embedded import EmbeddedBroker, every_topic
@@ -63,6 +63,7 @@ class RunSettings(ReadingSettings, SimulationSettings, NamingSettings, ProcessSe
         Option("--kafka", HOST_PORTS, "Kafka's bootstrap brokers.", shown="a broker inside this process"),
     ] = None
     cluster: Cluster = "default"
+    topic_prefix: TopicPrefix = ""
     compression: Compression = "zstd"
     scrape_listen: ScrapeListen = SCRAPE_ADDRESS
     remote_write: Annotated[
@@ -124,7 +125,7 @@ def run(**given: Any) -> None:
         embedded = None
         if chosen.kafka is None:
             embedded = stack.enter_context(EmbeddedBroker())
-            embedded.start(every_topic())
+            embedded.start({chosen.topic_prefix + name: count for name, count in every_topic().items()})
         code = serve.run(lambda stop: OneProcess(chosen, embedded).run(stop))
     raise SystemExit(code)
 

@@ -25,7 +25,7 @@ from delivery.kafka_admin import BrokerError, Found
 from delivery.topic_admin import Mismatch
 from gpustream import logs
 from gpustream.command import KAFKA, LOG_FORMAT, Command, option
-from topics.topic import PARTITIONS, REPLICATION_FACTOR, Topic, load_topics
+from topics.topic import PARTITIONS, REPLICATION_FACTOR, Topic
 
 R = TypeVar("R")
 Row = TypeVar("Row", bound=tuple[str, ...])
@@ -67,8 +67,9 @@ def create(kafka: str, partitions: int, replication_factor: int, recreate_empty:
 def list_(kafka: str, log_format: logs.Format) -> None:
     """Compare the broker's topics with what they should be. Exit code 1 if any differs or is missing."""
     logs.setup(log_format)
-    found, unchecked = answer(topic_admin.inspect(Connection(kafka)))
-    wanted = list(load_topics().values())
+    connection = Connection(kafka)
+    found, unchecked = answer(topic_admin.inspect(connection))
+    wanted = list(topic_admin.contract(connection).values())
     wrong = topic_admin.mismatches(wanted, found)
     show(COLUMNS, rows(wanted, found, wrong), lambda row: "" if row.verdict == "yes" else "red")
     if unchecked is not None:
@@ -122,8 +123,9 @@ def answer(asked: Coroutine[Any, Any, R]) -> R:
 async def reading(connection: Connection, topic: str) -> AsyncIterator[tuple[Any, list[TopicPartition]]]:
     """A consumer of all partitions of a topic, in no group. Raises BrokerError if there is no such topic."""
     found, _ = await topic_admin.inspect(connection, [topic])
+    topic = connection.prefixed(topic)
     if topic not in found:
-        raise BrokerError(f"there is no topic {topic} at {connection}: `gpustream topics create` makes it")
+        raise BrokerError(f"there is no topic {topic} at {connection}: `{topic_admin.command(connection)}` makes it")
     partitions = [TopicPartition(topic, number) for number in range(found[topic].partitions)]
     consumer = await connected(connection, auto_offset_reset="earliest")
     try:

@@ -127,7 +127,10 @@ class GroupReader:
         if reasons := self._group.not_ready():
             return reasons
         opening = sorted(assignment.tp for assignment in self._tasks if assignment.next is None)
-        back = {topic: [str(tp.partition) for tp in opening if tp.topic == topic] for topic in self._sources}
+        back = {
+            self._group.connection.prefixed(topic): [str(tp.partition) for tp in opening if tp.topic == topic]
+            for topic in self._sources
+        }
         return [f"reading back {topic}, partitions {', '.join(some)}" for topic, some in back.items() if some]
 
     async def revoked(self) -> None:
@@ -166,7 +169,7 @@ class GroupReader:
         """An assignment has ended: as it was abandoned, or of a failure that ends the sink."""
         error = None if task.cancelled() else task.exception()
         if isinstance(error, IllegalStateError):
-            log.info("%s: no longer ours: %s", tp, error)
+            log.info("%s partition %s: no longer ours: %s", *tp, error)
         elif error is not None and not isinstance(error, Abandoned) and not self._failure.done():
             self._failure.set_exception(error)
 
@@ -180,7 +183,7 @@ class Assignment:
     def __init__(
         self, group: ConsumerGroup, tp: Partition, handler: Handler, outcomes: Outcomes, kept: "Assignment | None"
     ) -> None:
-        self.tp = tp
+        self.tp, self.place = tp, group.place(tp)
         self.abandon = asyncio.Event()
         self.next: int | None = None
         self.busy = False
@@ -221,7 +224,7 @@ class Assignment:
             except IllegalStateError:
                 raise
             except KafkaError as error:
-                log.warning("%s: not opened (%s), trying again", self.tp, error)
+                log.warning("%s: not opened (%s), trying again", self.place, error)
                 await asyncio.sleep(_RETRY_S)
                 continue
             if self.abandon.is_set():
@@ -287,17 +290,18 @@ class Assignment:
     async def _jump(self, resume: int, wanted: int, got: int) -> int:
         """Records are missing, or the topic was created again. Gives where to resume now."""
         if got < wanted:
-            log.warning("%s: offsets start again at %d: the topic was created again", self.tp, got)
+            log.warning("%s: offsets start again at %d: the topic was created again", self.place, got)
             self._handler.reset()
             self._give_back()
             return got
         try:
             begin = min(got, (await self._group.offsets.beginnings([self.tp]))[self.tp])
         except KafkaError as error:
-            log.warning("%s: whether offsets %d to %d were deleted is not known: %s", self.tp, wanted, got - 1, error)
+            place, last = self.place, got - 1
+            log.warning("%s: whether offsets %d to %d were deleted is not known: %s", place, wanted, last, error)
             return resume
         if begin > resume:
-            log.warning("%s: offsets %d to %d were gone before they were read", self.tp, resume, begin - 1)
+            log.warning("%s: offsets %d to %d were gone before they were read", self.place, resume, begin - 1)
             self._outcomes.expired(begin - resume)
         return resume
 

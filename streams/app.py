@@ -100,7 +100,7 @@ class ReaderApp(faust.App):  # type: ignore[misc]
         self.group = ConsumerGroup(member, (*reads.inputs, *reads.states), self.reader, reads.partitions)
         self.reader.group = self.group
         self._watchdog = Watchdog(self._pulse, reads.deadlines, fail=fail)
-        super().__init__(member.group, store="memory://", topic_allow_declare=False, topic_disable_leader=True)
+        super().__init__(self.group.name, store="memory://", topic_allow_declare=False, topic_disable_leader=True)
         self.batches = Batches(self)
         self.consumer = _NoConsumer(self.beacon)
         self.loops = ReaderLoops(self)
@@ -124,7 +124,7 @@ class ReaderApp(faust.App):  # type: ignore[misc]
                 return
             if future.cancelled() or future.exception() is not None:
                 reason = "cancelled" if future.cancelled() else repr(future.exception())
-                self.fail(f"{slot.tp} offset {slot.offset}: output not acknowledged: {reason}")
+                self.fail(f"{self.group.place(slot.tp)} offset {slot.offset}: output not acknowledged: {reason}")
                 return
             left -= 1
             if not left:

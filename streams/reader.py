@@ -195,7 +195,8 @@ class Reader:
         torn = {tp: starts[tp] for tp in inputs if starts[tp].is_torn}
         for tp, start in torn.items():
             self.lost += start.expired
-            log.error("%s: offset %s is not in the log; reading on from %s", tp, start.committed, start.resume)
+            place = self.group.place(tp)
+            log.error("%s: offset %s is not in the log; reading on from %s", place, start.committed, start.resume)
         ours = {tp.partition for tp in states}
         self.stage.drop(fresh | ({tp.partition for tp in self._held.states} - ours))
         self.ledger.begin({tp: start.position for tp, start in starts.items()})
@@ -247,7 +248,8 @@ class Reader:
         if expected is None:
             return
         if records[0].offset < expected:
-            log.error("%s: offset %d is gone, and the log goes on at %d", tp, expected, records[0].offset)
+            place, found = self.group.place(tp), records[0].offset
+            log.error("%s: offset %d is gone, and the log goes on at %d", place, expected, found)
             self.end_epoch()
             return
         await self._pass_over(tp, expected, records[0].offset)
@@ -271,8 +273,10 @@ class Reader:
         try:
             begins = (await self.group.offsets.beginnings([tp]))[tp]
         except NOT_OURS as error:
-            log.info("%s: whether offsets %d to %d were deleted is not known: %r", tp, expected, offset - 1, error)
+            place = self.group.place(tp)
+            log.info("%s: whether offsets %d to %d were deleted is not known: %r", place, expected, offset - 1, error)
             return
         if (gone := min(begins, offset) - expected) > 0:
             self.lost += gone
-            log.error("%s: offsets %d to %d were deleted before they were read", tp, expected, expected + gone - 1)
+            last, place = expected + gone - 1, self.group.place(tp)
+            log.error("%s: offsets %d to %d were deleted before they were read", place, expected, last)

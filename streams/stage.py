@@ -116,9 +116,9 @@ class Bookkeeping:
             app.finish(slot)
             return
         slot.end = ("dead_lettered", reason)
-        place = f"{slot.tp.topic} partition {slot.tp.partition}"
+        place = f"{record.topic} partition {record.partition}"
         log.warning("%s: dead-lettered at offset %s: %s: %.300s", place, slot.offset, reason, error)
-        origin = Origin(slot.tp.topic, slot.tp.partition, slot.offset)
+        origin = Origin(record.topic, record.partition, slot.offset)
         sent = await send_letter(app.sender, record, origin, stage=self._stage, error=f"{reason}: {error}")
         app.finish_when(slot, [sent])
 

@@ -16,10 +16,9 @@ from aiokafka import TopicPartition
 from aiokafka.errors import KafkaError, TopicAuthorizationFailedError
 
 from delivery import clients, positions, topic_admin
-from delivery.clients import describe, offsets_at
+from delivery.clients import describe, offsets_at, ours
 from delivery.connection import Connection
 from delivery.kafka_admin import BrokerError
-from delivery.ledger import Partition
 from topics.topic import decoder
 from topics.workloads import TOPIC, NodeWorkloads, Pod
 
@@ -64,17 +63,17 @@ class PublishedNodes:
 
 async def read_back(connection: Connection, since_ms: int, published: PublishedNodes) -> None:
     """Take the records that were logged at ``since_ms`` or later, to where the topic ends now."""
-    consumer = await clients.connected(connection)
+    topic, consumer = connection.prefixed(TOPIC.name), await clients.connected(connection)
     try:
         async with asyncio.timeout(WITHIN_S):
             found, _ = await topic_admin.inspect(connection, [TOPIC.name])
-            if TOPIC.name not in found:
+            if topic not in found:
                 return
-            partitions = [TopicPartition(TOPIC.name, number) for number in range(found[TOPIC.name].partitions)]
+            partitions = [TopicPartition(topic, number) for number in range(found[topic].partitions)]
             begins, ends = await consumer.beginning_offsets(partitions), await consumer.end_offsets(partitions)
-            since_s, when, starts = time.time() - since_ms / 1000, partial(offsets_at, consumer), {}
+            since_s, when, starts = time.time() - since_ms / 1000, partial(offsets_at, connection, consumer), {}
             for tp in partitions:  # before any is assigned: behind a fetch that waits, each answer takes half a second
-                starts[tp] = await positions.first(when, Partition(*tp), since_s, begins[tp], ends[tp])
+                starts[tp] = await positions.first(when, ours(connection, tp), since_s, begins[tp], ends[tp])
             consumer.assign(partitions)
             for tp, start in starts.items():
                 consumer.seek(tp, start)
@@ -83,10 +82,10 @@ async def read_back(connection: Connection, since_ms: int, published: PublishedN
                     for record in batch:
                         published.take(record.value)
     except TimeoutError:
-        log.warning("%s: not read back within %g s; going on without the rest of it", TOPIC.name, WITHIN_S)
+        log.warning("%s: not read back within %g s; going on without the rest of it", topic, WITHIN_S)
     except TopicAuthorizationFailedError as error:
-        log.warning("%s: it may not be read back: allow READ on the topic (%s)", TOPIC.name, describe(error))
+        log.warning("%s: it may not be read back: allow READ on the topic (%s)", topic, describe(error))
     except (BrokerError, KafkaError) as error:
-        log.warning("%s: not read back, going on without it: %s", TOPIC.name, describe(error))
+        log.warning("%s: not read back, going on without it: %s", topic, describe(error))
     finally:
         await clients.close(consumer)

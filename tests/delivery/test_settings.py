@@ -36,7 +36,7 @@ def test_a_field_without_an_option_is_set_by_code_only() -> None:
 def test_what_must_be_given_is_first_then_the_record_s_own_then_what_it_shares() -> None:
     own = ["url", "kafka", "form", "often_s", "plain", "count", "made", "shared"]
 
-    assert list(FIELDS) == [*own, "instance_id", "session_timeout_s", "cluster", "compression"]
+    assert list(FIELDS) == [*own, "instance_id", "session_timeout_s", "cluster", "topic_prefix", "compression"]
 
 
 def test_the_default_is_the_field_s() -> None:

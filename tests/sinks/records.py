@@ -75,6 +75,10 @@ class FakeGroup:
         """Asks where the log begins and ends."""
         return self
 
+    def place(self, tp: object) -> str:
+        """How its partition is called."""
+        return str(tp)
+
     def end(self, _: object = None) -> int:
         """The offset after the last record that can be read."""
         if self.stable is not None:

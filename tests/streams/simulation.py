@@ -107,6 +107,9 @@ class FakeClient:
     def assignment(self) -> set[Partition]:
         return set(self.tps)
 
+    def place(self, tp: Partition) -> str:
+        return str(tp)
+
     def flowing(self) -> bool:
         return self.flow
 

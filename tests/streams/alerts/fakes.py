@@ -29,6 +29,8 @@ class Record(NamedTuple):
     key: bytes | None
     value: bytes | None
     timestamp: int = 0
+    topic: str = ""
+    partition: int = 0
 
 
 class Broker:
@@ -161,7 +163,8 @@ class Worker:
         at = self.ledger.expected(tp)
         assert at is not None
         records = self.broker.logs[topic][at : at + count]
-        batch = [(self.ledger.admit(tp, at + i, 10), record) for i, record in enumerate(records)]
+        read = [record._replace(topic=tp.topic, partition=tp.partition) for record in records]
+        batch = [(self.ledger.admit(tp, at + i, 10), record) for i, record in enumerate(read)]
         taking = asyncio.create_task(self.stage.take(batch))
         await settle()
         while not taking.done():  # it waits for what an older epoch has sent

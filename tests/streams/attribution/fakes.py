@@ -87,6 +87,8 @@ class Record(NamedTuple):
     key: bytes | None
     value: bytes | None
     timestamp: int = 0
+    topic: str = ""
+    partition: int = 0
 
 
 class FakeApp:
@@ -158,7 +160,7 @@ class FakeApp:
         at = self.ledger.expected(tp)
         assert at is not None
         return [
-            (self.ledger.admit(tp, at + i, len(record.value or b"")), record)
+            (self.ledger.admit(tp, at + i, len(record.value or b"")), record._replace(topic=topic, partition=partition))
             for i, record in enumerate(self.logs[tp][at : at + limit])
         ]
 
