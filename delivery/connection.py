@@ -23,5 +23,5 @@ class Connection:
         return self.topic_prefix + name
 
     def unprefixed(self, name: str) -> str:
-        """The contract's name of a topic that Kafka knows."""
+        """The contract's name of a topic or a consumer group that Kafka knows."""
         return name.removeprefix(self.topic_prefix)

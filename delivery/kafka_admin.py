@@ -251,18 +251,18 @@ class Admin:
             raise Refused("settings not altered", reasons)
 
     async def groups(self, prefix: str) -> list[GroupFound]:
-        """The consumer groups whose names begin so, as far as this client may see them.
+        """The consumer groups whose names begin so, without the prefix of all names; those that this client may see.
 
         They are described one by one: of an answer about several, aiokafka 0.14 can't read the second.
         """
         listed = await self._client.list_consumer_groups()
-        found = []
-        for name in sorted(row[0] for row in listed if row[0].startswith(prefix)):
+        found, begins = [], self._connection.prefixed(prefix)
+        for name in sorted(row[0] for row in listed if row[0].startswith(begins)):
             (answer,) = await self._client.describe_consumer_groups([name])
             (_, _, state, _, _, members, *_) = answer.groups[0]
             offsets = await self._client.list_consumer_group_offsets(name)
-            committed = {Partition(*tp): at.offset for tp, at in offsets.items() if at.offset >= 0}
-            found.append(GroupFound(name, state, len(members), committed))
+            committed = {clients.ours(self._connection, tp): at.offset for tp, at in offsets.items() if at.offset >= 0}
+            found.append(GroupFound(self._connection.unprefixed(name), state, len(members), committed))
         return found
 
     async def is_empty(self, name: str, partitions: int) -> bool:

@@ -129,6 +129,8 @@ async def letters(past: History, since_s: float) -> AsyncIterator[Letter]:
     async for records in past.records(spans):
         for record in records:
             if (cause := contract.cause(record.headers)) is not None:
+                origin = cause.origin._replace(topic=past.connection.unprefixed(cause.origin.topic))
+                cause = cause._replace(origin=origin)
                 at = LetterId(record.partition, record.offset)
                 yield Letter(at, record.timestamp, record.key, record.value or b"", cause, at in receipts)
 
@@ -174,8 +176,8 @@ def refused(letter: Letter) -> str | None:
 class Resubmission:
     """Sends letters again, each with its receipt in one transaction; see :func:`resubmitting`."""
 
-    def __init__(self, sender: Any) -> None:
-        self._sender = sender
+    def __init__(self, connection: Connection, sender: Any) -> None:
+        self._connection, self._sender = connection, sender
         self._batch: list[tuple[Letter, Original]] = []
         self._bytes = 0
         self.sent = 0
@@ -192,15 +194,16 @@ class Resubmission:
         batch, self._batch, self._bytes = self._batch, [], 0
         if not batch:
             return
+        theirs = self._connection.prefixed
         try:
             async with self._sender.transaction():
                 acknowledged = []
                 for letter, record in batch:
                     name, partition, _ = letter.cause.origin
                     acknowledged += [
-                        await self._sender.send(name, record.value, key=record.key, partition=partition),
+                        await self._sender.send(theirs(name), record.value, key=record.key, partition=partition),
                         await self._sender.send(
-                            contract.TOPIC.name,
+                            theirs(contract.TOPIC.name),
                             None,
                             key=letter.key,
                             partition=letter.id.partition,
@@ -229,13 +232,13 @@ async def resubmitting(connection: Connection) -> AsyncIterator[Resubmission]:
                 lambda: producer(
                     connection,
                     client_id=TRANSACTIONS,
-                    transactional_id=TRANSACTIONS,
+                    transactional_id=connection.prefixed(TRANSACTIONS),
                     transaction_timeout_ms=_TRANSACTION_MS,
                     max_request_size=2 * MAX_MESSAGE_BYTES,
                 ),
                 connection,
             )
-        yield Resubmission(sender)
+        yield Resubmission(connection, sender)
     except TimeoutError as error:
         raise BrokerError(
             f"{connection} has begun no transaction in {_BEGIN_S:.0f} s: a broker without transactions, or too few"

@@ -31,7 +31,7 @@ class Span(NamedTuple):
 
 
 class History:
-    """An open connection; see :func:`opened`. ``partitions`` is how many each topic has."""
+    """An open connection; see :func:`opened`. ``partitions`` is how many each topic has, by the contract's names."""
 
     def __init__(self, connection: Connection, consumer: Any, partitions: Mapping[str, int]) -> None:
         self.connection, self.partitions = connection, partitions
@@ -39,8 +39,8 @@ class History:
 
     async def ends(self, topic: str) -> dict[Partition, int]:
         """Where each partition of a topic ends."""
-        found = await self._consumer.end_offsets([theirs(tp) for tp in self._of(topic)])
-        return {Partition(*tp): offset for tp, offset in found.items()}
+        wanted = {theirs(self.connection, tp): tp for tp in self._of(topic)}
+        return {wanted[tp]: offset for tp, offset in (await self._consumer.end_offsets(list(wanted))).items()}
 
     async def spans(self, topic: str, since_ms: int = 0) -> dict[Partition, Span]:
         """What of a topic was logged at or after a time, to where it ends now.
@@ -49,12 +49,13 @@ class History:
         """
         tps = self._of(topic)
         ends = await self.ends(topic)
-        found = await self._consumer.beginning_offsets([theirs(tp) for tp in tps])
-        starts = {Partition(*tp): offset for tp, offset in found.items()}
+        wanted = {theirs(self.connection, tp): tp for tp in tps}
+        starts = {wanted[tp]: offset for tp, offset in (await self._consumer.beginning_offsets(list(wanted))).items()}
         if since_ms > _ANY_TIME_MS:
-            at = await offsets_at(self._consumer, dict.fromkeys(tps, since_ms))
+            at = await offsets_at(self.connection, self._consumer, dict.fromkeys(tps, since_ms))
             none = [tp for tp, offset in at.items() if offset is None]
-            timed = await offsets_at(self._consumer, dict.fromkeys(none, _ANY_TIME_MS)) if none else {}
+            anywhere = dict.fromkeys(none, _ANY_TIME_MS)
+            timed = await offsets_at(self.connection, self._consumer, anywhere) if none else {}
             starts |= {tp: offset for tp, offset in at.items() if offset is not None}
             starts |= {tp: ends[tp] for tp, offset in timed.items() if offset is not None}  # all is older
         return {tp: Span(min(starts[tp], ends[tp]), ends[tp]) for tp in tps}
@@ -63,7 +64,7 @@ class History:
         self, spans: Mapping[Partition, Span], advanced: Callable[[int], None] = lambda _: None
     ) -> AsyncIterator[Sequence[Any]]:
         """The records of these spans, in order per partition. ``advanced`` gets how many offsets each step took."""
-        left = {theirs(tp): span for tp, span in spans.items() if span.start < span.end}
+        left = {theirs(self.connection, tp): span for tp, span in spans.items() if span.start < span.end}
         self._consumer.assign(list(left))
         at = {tp: span.start for tp, span in left.items()}
         for tp, offset in at.items():
@@ -104,10 +105,12 @@ class History:
 async def opened(connection: Connection, topics: Sequence[str]) -> AsyncIterator[History]:
     """A connection that reads these topics. Raises BrokerError if one of them is missing."""
     found, _ = await topic_admin.inspect(connection, topics)
-    if missing := [topic for topic in topics if topic not in found]:
-        raise BrokerError(f"there is no topic {missing[0]} at {connection}: `gpustream topics create` makes it")
+    if missing := [name for topic in topics if (name := connection.prefixed(topic)) not in found]:
+        command = topic_admin.command(connection)
+        raise BrokerError(f"there is no topic {missing[0]} at {connection}: `{command}` makes it")
     consumer = await connected(connection, auto_offset_reset="earliest", max_poll_records=None)
     try:
-        yield History(connection, consumer, {name: one.partitions for name, one in found.items()})
+        partitions = {connection.unprefixed(name): one.partitions for name, one in found.items()}
+        yield History(connection, consumer, partitions)
     finally:
         await close(consumer)

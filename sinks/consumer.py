@@ -169,7 +169,7 @@ class GroupReader:
         """An assignment has ended: as it was abandoned, or of a failure that ends the sink."""
         error = None if task.cancelled() else task.exception()
         if isinstance(error, IllegalStateError):
-            log.info("%s partition %s: no longer ours: %s", *tp, error)
+            log.info("%s: no longer ours: %s", tp, error)
         elif error is not None and not isinstance(error, Abandoned) and not self._failure.done():
             self._failure.set_exception(error)
 

@@ -111,11 +111,12 @@ class Prometheus(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """All that the checks look at; ``fold`` is None where topics are missing."""
+    """All that the checks look at; ``fold`` is None where topics are missing, which the command ``create`` makes."""
 
     since_ms: int
     now_ms: int
     mismatches: Sequence[Mismatch] = ()
+    create: str = COMMAND
     fold: Fold | None = None
     groups: Sequence[Group] = ()
     components: Sequence[Component] = ()
@@ -137,7 +138,7 @@ class Seen(NamedTuple):
 def topics(seen: Seen) -> Checked:
     """Whether the topics are there, and as they must be."""
     wrong = [
-        Finding(str(one), "the topic was made by something else, or never", one.topic, f"run {COMMAND}")
+        Finding(str(one), "the topic was made by something else, or never", one.topic, f"run `{seen.create}`")
         for one in seen.mismatches
         if one.breaks
     ]

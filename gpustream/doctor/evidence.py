@@ -12,7 +12,7 @@ committed offset, is lost; one after it waits.
 
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -193,40 +193,44 @@ OTHERS = LetterKind("several", "several", "other reasons")
 
 
 class Fold:
-    """Takes the records in. ``finished``: up to where attribution has finished each partition of gpu.samples."""
+    """Takes the records in. ``finished``: up to where attribution has finished each partition of gpu.samples.
 
-    def __init__(self, finished: Mapping[int, int]) -> None:
+    ``unprefixed`` gives the contract's name of a topic.
+    """
+
+    def __init__(self, finished: Mapping[int, int], unprefixed: Callable[[str], str] = str) -> None:
         self.nodes: dict[NodeName, Node] = defaultdict(Node)
         self.letters: dict[LetterKind, Letters] = {}
         self.resubmitted: dict[int, Ranges] = defaultdict(Ranges)
         self.clusters_known: set[str] = set()
         self.unreadable: Counter[Fate] = Counter()
         self.oldest_waiting_ms: int | None = None
-        self._finished = finished
+        self._finished, self._unprefixed = finished, unprefixed
         self._dead: dict[int, Ranges] = defaultdict(Ranges)
         self._tick, self._attributed = decoder(Tick), decoder(AttributedTick)
         self._snapshot, self._workloads = decoder(Snapshot), decoder(Workloads)
 
     def take(self, record: Any) -> None:
         """Takes in a record of any of the topics."""
-        if record.topic == dead_letters.TOPIC.name:
+        topic = self._unprefixed(record.topic)
+        if topic == dead_letters.TOPIC.name:
             self._take_letter(record)
             return
         try:
-            if record.topic == samples.TOPIC.name:
+            if topic == samples.TOPIC.name:
                 self._take_sample(record)
-            elif record.topic == attributed.TOPIC.name:
+            elif topic == attributed.TOPIC.name:
                 self._take_attributed(self._attributed(record.value or b""))
-            elif record.topic == allocations.TOPIC.name:
+            elif topic == allocations.TOPIC.name:
                 snapshot = self._snapshot(record.value or b"")
                 runs = self.nodes[NodeName(snapshot.cluster, snapshot.node)].snapshots
                 runs.setdefault(snapshot.run_id, Ranges()).add(snapshot.seq)
-            elif record.topic == workloads.TOPIC.name:
+            elif topic == workloads.TOPIC.name:
                 known = self._workloads(record.value or b"")
                 self.clusters_known.add(known.cluster)
                 self.nodes[NodeName(known.cluster, known.node)].removed = known.removed
         except msgspec.DecodeError:
-            if record.topic == samples.TOPIC.name:
+            if topic == samples.TOPIC.name:
                 self.unreadable[self._unattributed(record)] += 1
 
     def _take_letter(self, record: Any) -> None:
@@ -234,13 +238,14 @@ class Fold:
             self.resubmitted[record.partition].add(offset)
         if (cause := dead_letters.cause(record.headers)) is None:
             return
-        kind = LetterKind(cause.stage, cause.origin.topic, cause.reason)
+        topic = self._unprefixed(cause.origin.topic)
+        kind = LetterKind(cause.stage, topic, cause.reason)
         if kind not in self.letters and len(self.letters) >= MAX_REASONS:
             kind = OTHERS
         letters = self.letters.setdefault(kind, Letters())
         letters.offsets.setdefault(record.partition, Ranges()).add(record.offset)
         letters.last, letters.last_id = cause, f"{record.partition}:{record.offset}"
-        if cause.origin.topic == samples.TOPIC.name:
+        if topic == samples.TOPIC.name:
             self._dead[cause.origin.partition].add(cause.origin.offset)
 
     def _take_attributed(self, tick: AttributedTick) -> None:

@@ -26,7 +26,6 @@ from gpustream.doctor.checks import ATTRIBUTION, Component, Group, Lag, Promethe
 from gpustream.doctor.evidence import Fold, NodeName
 from gpustream.history import History, Span
 from topics import allocations, attributed, dead_letters, samples, workloads
-from topics.topic import load_topics
 
 GROUPS = "gpustream-"
 
@@ -45,11 +44,13 @@ async def gather(
     now_ms = time.time_ns() // 1_000_000
     since_ms = now_ms - int(since_s * 1000)
     found, _ = await topic_admin.inspect(connection)
-    mismatches = topic_admin.mismatches(load_topics().values(), found)
-    seen = Seen(since_ms, now_ms, mismatches, components=await _components(metrics))
-    if any(topic not in found for topic in _IN_ORDER):
+    mismatches = topic_admin.mismatches(topic_admin.contract(connection).values(), found)
+    command = topic_admin.command(connection)
+    seen = Seen(since_ms, now_ms, mismatches, create=command, components=await _components(metrics))
+    there = {connection.unprefixed(topic) for topic in found}
+    if not there.issuperset(_IN_ORDER):
         return seen
-    async with history.opened(connection, list(found)) as past:
+    async with history.opened(connection, list(there)) as past:
         spans = {samples.TOPIC.name: await past.spans(samples.TOPIC.name, since_ms)}
         async with kafka_admin.connect(connection) as admin:
             groups = await admin.groups(GROUPS)
@@ -61,7 +62,7 @@ async def gather(
             for tp, offset in group.committed.items()
             if group.name == ATTRIBUTION and tp.topic == samples.TOPIC.name
         }
-        fold = Fold(finished)
+        fold = Fold(finished, connection.unprefixed)
         with Progress(console=progress, transient=True, disable=not progress.is_terminal) as bars:
             for topic in _IN_ORDER:
                 bar = bars.add_task(topic, total=sum(span.end - span.start for span in spans[topic].values()))
