@@ -30,7 +30,8 @@ async def test_two_pipelines_with_prefixes_share_a_kafka_and_no_record_topic_or_
 
     assert [summary["dead_lettered"] for summary in summaries.values()] == [1, 0]
     assert set(empty_kafka.topics()) == {prefix + topic for prefix in PIPELINES for topic in TOPICS}
-    groups = empty_kafka.admin().list_consumer_groups().result(ASK_TIMEOUT_S).valid
+    admin = empty_kafka.admin()
+    groups = admin.list_consumer_groups().result(ASK_TIMEOUT_S).valid
     assert {group.group_id for group in groups} == {prefix + group for prefix in PIPELINES for group in GROUPS}
     for prefix, cluster in PIPELINES.items():
         attributed = [
