@@ -11,6 +11,7 @@ Source: Kafka's protocol, Metadata from version 4 on (``allow_auto_topic_creatio
 import asyncio
 import itertools
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,15 +19,21 @@ import aiokafka.admin.client
 import aiokafka.client
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient
-from aiokafka.errors import KafkaError
+from aiokafka.errors import KafkaConnectionError, KafkaError, NodeNotReadyError, RequestTimedOutError, StaleMetadata
 from aiokafka.protocol.metadata import MetadataRequest
 
+from delivery import opening
 from delivery.connection import Connection
+from delivery.kafka_errors import describe as describe
 from delivery.ledger import Partition
 
 log = logging.getLogger(__name__)
 
+SILENCE = (KafkaConnectionError, NodeNotReadyError, RequestTimedOutError, StaleMetadata, OSError, TimeoutError)
+"""What the client raises if nobody answers."""
+
 _CLOSE_S = 2.0
+_REMIND_S = 60.0
 _PEEKS = 10
 _PEEK_BACK = 8
 _PEEK_BYTES = 256 << 10
@@ -47,24 +54,46 @@ for _module in (aiokafka.client, aiokafka.admin.client):
 def consumer(connection: Connection, *topics: str, **options: Any) -> AIOKafkaConsumer:
     """A consumer that is not started. It reads committed records only, and commits nothing by itself."""
     defaults = {"enable_auto_commit": False, "isolation_level": "read_committed"}
-    return AIOKafkaConsumer(*topics, bootstrap_servers=connection.servers, **defaults | options)
+    return AIOKafkaConsumer(*topics, **_options(connection, defaults | options))
 
 
 def producer(connection: Connection, **options: Any) -> AIOKafkaProducer:
     """A producer that is not started."""
     written = {"compression_type": connection.compression}
-    return AIOKafkaProducer(bootstrap_servers=connection.servers, **written, **options)
+    return AIOKafkaProducer(**_options(connection, written | options))
 
 
 def admin(connection: Connection, **options: Any) -> AIOKafkaAdminClient:
     """A client of the administration that is not started."""
-    return AIOKafkaAdminClient(bootstrap_servers=connection.servers, **options)
+    return AIOKafkaAdminClient(**_options(connection, options))
 
 
-def describe(error: BaseException) -> str:
-    """One line that names an error, once, and what it says."""
-    name, text = type(error).__name__, str(error)
-    return text if text.startswith(name) else f"{name}: {text}".strip(": ")
+def _options(connection: Connection, options: Mapping[str, Any]) -> dict[str, Any]:
+    named = {"client_id": connection.client_id} if connection.client_id is not None else {}
+    return {**opening.options(connection), **options, **named}
+
+
+class Reminder:
+    """Which troubles are to be logged: one that is new, and again each minute while it lasts."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._said_s: dict[str, float] = {}
+
+    def is_due(self, trouble: str) -> bool:
+        """Whether to log it now."""
+        if self._now() - self._said_s.get(trouble, -_REMIND_S) < _REMIND_S:
+            return False
+        self._said_s = {one: at for one, at in self._said_s.items() if self._now() - at < _REMIND_S}
+        self._said_s[trouble] = self._now()
+        return True
+
+
+def why_not(error: BaseException, connection: Connection) -> str:
+    """Why Kafka does not do what was asked of it, in a line."""
+    if not isinstance(error, SILENCE):
+        return f"Kafka at {connection}: {describe(error)}"
+    return opening.trouble(connection) or f"no Kafka broker answers at {connection} ({type(error).__name__})"
 
 
 def backoff(delays_s: Sequence[float]) -> Iterator[float]:
@@ -79,16 +108,15 @@ async def connected(connection: Connection, **options: Any) -> Any:
 
 async def started(make: Callable[[], Any], connection: Connection, backoff_s: Sequence[float] = (0.5,)) -> Any:
     """A client that ``make`` makes, started once a broker answers, for as long as that takes; cancel to give up."""
-    complained = False
+    reminder = Reminder()
     for delay_s in backoff(backoff_s):
         client = make()
         try:
             await client.start()
         except KafkaError as error:
             await close(client)
-            if not complained:
-                log.warning("no Kafka broker answers at %s: %s; trying again", connection, describe(error))
-            complained = True
+            if reminder.is_due(why := why_not(error, connection)):
+                log.warning("%s; trying again", why)
             await asyncio.sleep(delay_s)
         except BaseException:
             await close(client)

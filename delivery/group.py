@@ -16,11 +16,17 @@ from typing import Any, Protocol
 from aiokafka import TopicPartition
 from aiokafka.abc import ConsumerRebalanceListener
 from aiokafka.coordinator.protocol import ConsumerProtocolMemberMetadata
-from aiokafka.errors import CommitFailedError, IllegalStateError, KafkaError
+from aiokafka.errors import (
+    CommitFailedError,
+    GroupAuthorizationFailedError,
+    IllegalStateError,
+    KafkaError,
+    TopicAuthorizationFailedError,
+)
 
-from delivery import clients
+from delivery import clients, opening
 from delivery.assignor import CoPartitioned, claim_of
-from delivery.clients import OffsetClient, close, connected, describe, theirs
+from delivery.clients import OffsetClient, Reminder, close, connected, describe, theirs
 from delivery.ledger import Partition
 from delivery.settings import MemberSettings
 from delivery.topic_admin import command
@@ -79,7 +85,7 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
         self._consumer: Any = None
         self._joined = False
         self._trouble: str | None = None
-        self._complained: set[str] = set()
+        self._reminder = Reminder()
         self._open: dict[Partition, tuple[int, float]] = {}
         self._seen: set[str] = set()
         self._vanished: set[str] = set()
@@ -146,10 +152,12 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
         if self._consumer is None:
             return ["not connected to Kafka"]
         if not self._joined:
-            trouble = f": {self._trouble}" if self._trouble else ""
+            trouble = f": {found}" if (found := self._worst()) else ""
             return [f"not a member of the group {self.name}{trouble}"]
         if missing := [topic for topic in self._topics if not self._consumer.partitions_for_topic(topic)]:
-            return [f"there is no topic {topic}: run `{command(self.connection)}`" for topic in missing]
+            denied, run = self._denied().intersection(missing), f"run `{command(self.connection)}`"
+            absent = [f"there is no topic {topic}: {run}" for topic in missing if topic not in denied]
+            return [*absent, *(describe(TopicAuthorizationFailedError(topic)) for topic in sorted(denied))]
         now_s = time.monotonic()
         hanging = [
             f"{self.place(tp)}: a transaction is open since offset {offset}, for"
@@ -157,7 +165,7 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
             for tp, (offset, since_s) in sorted(self._open.items())
             if now_s - since_s >= _HANGING_S
         ]
-        return [*([self._trouble] if self._trouble else []), *hanging]
+        return [*([found] if (found := self._worst()) else []), *hanging]
 
     # -- rebalances
 
@@ -181,7 +189,7 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
         """Called by the client, which sends no heartbeats until this returns."""
         self.look(time.monotonic())
         self._joined, self._trouble = True, None
-        self._complained.clear()
+        self._reminder = Reminder()
         self._member.assigned(self.assignment())
 
     async def _successor(self) -> str | None:
@@ -223,6 +231,8 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
                 await self._consumer.getmany(_NOWHERE, timeout_ms=0)
             except KafkaError as error:
                 self._complain(error)
+                if isinstance(error, GroupAuthorizationFailedError):  # by itself it sends no heartbeats any more
+                    self._consumer._coordinator.request_rejoin()  # noqa: SLF001
                 if "Unexpected error during coordination" in str(error):  # the client's task has ended by it
                     self._end(f"no member of the group {self.name} any more: {describe(error)}")
             self.look(time.monotonic())
@@ -233,9 +243,11 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
         """Note which topics have other partitions, have gone or are there again, and where a transaction stays open."""
         for topic in self._topics:
             count = len(self._consumer.partitions_for_topic(topic) or ())
-            if not count and topic in self._seen:
+            if not count and topic in self._denied():
+                self._complain(TopicAuthorizationFailedError(topic))
+            elif not count and topic in self._seen:
                 if topic not in self._vanished:
-                    log.warning("%s: deleted, or not to be seen by this client any more; waiting for it", topic)
+                    log.warning("%s: deleted; waiting for it", topic)
                 self._vanished.add(topic)
                 self._consumer._client.force_metadata_update()  # noqa: SLF001 - or it may not be seen for 20 s
             if not count:
@@ -274,11 +286,18 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
                 self._consumer.seek(self._theirs(tp), 0)
             self._vanished.discard(topic)
 
+    def _denied(self) -> frozenset[str]:
+        """The topics that this client may not see, as of the last metadata."""
+        return frozenset(self._consumer._client.cluster.unauthorized_topics)  # noqa: SLF001
+
+    def _worst(self) -> str | None:
+        """What is wrong with the connections, or what the broker said last."""
+        return opening.trouble(self.connection) or self._trouble
+
     def _complain(self, error: Exception) -> None:
-        """Say what is wrong, once a kind until all is well."""
+        """Say what is wrong, and again each minute until all is well."""
         self._trouble = describe(error)
-        if (kind := type(error).__name__) not in self._complained:
-            self._complained.add(kind)
+        if self._reminder.is_due(self._trouble):
             log.warning("group %s: %s; trying again", self.name, self._trouble)
 
     def _end(self, reason: str) -> None:

@@ -16,11 +16,7 @@ from aiokafka.admin import NewTopic
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from aiokafka.errors import (
     IncompatibleBrokerVersion,
-    KafkaConnectionError,
     KafkaError,
-    NodeNotReadyError,
-    RequestTimedOutError,
-    StaleMetadata,
     TopicAlreadyExistsError,
     UnknownTopicOrPartitionError,
     for_code,
@@ -29,7 +25,7 @@ from aiokafka.protocol.api import Request, RequestStruct, Response
 from aiokafka.protocol.types import Array, Boolean, Int8, Int16, Int32, Schema, String
 
 from delivery import clients
-from delivery.clients import describe
+from delivery.clients import SILENCE, why_not
 from delivery.connection import Connection
 from delivery.ledger import Partition
 
@@ -43,8 +39,6 @@ _UNSAID = -(2**31)
 RIGHTS = {3: "Read", 4: "Write", 8: "Describe"}
 """What an ACL allows with a topic, as far as components need it, by Kafka's codes. Each of the first two implies the
 third."""
-
-_SILENCE = (KafkaConnectionError, NodeNotReadyError, RequestTimedOutError, StaleMetadata, OSError, TimeoutError)
 
 
 class BrokerError(Exception):
@@ -300,9 +294,9 @@ async def connect(connection: Connection) -> AsyncIterator[Admin]:
         async with asyncio.timeout(_SESSION_TIMEOUT_S):
             await client.start()
             yield Admin(client, connection)
-    except _SILENCE as error:
-        raise BrokerUnavailable(f"no Kafka broker answers at {connection} ({type(error).__name__})") from error
+    except SILENCE as error:
+        raise BrokerUnavailable(why_not(error, connection)) from error
     except KafkaError as error:
-        raise BrokerError(f"the Kafka broker at {connection} can't do that: {describe(error)}") from error
+        raise BrokerError(why_not(error, connection)) from error
     finally:
         await client.close()

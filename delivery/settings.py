@@ -11,16 +11,20 @@ Nothing here is heavy: the command's help imports the settings of every componen
 
 import dataclasses
 import inspect
+import logging
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import click
 
-from delivery import values
-from delivery.connection import Connection
+from delivery import kafka_config, values
+from delivery.connection import Connection, CredentialsError
+
+log = logging.getLogger(__name__)
 
 DEAD_LETTERS = "gpu.dead-letters"
 
@@ -208,27 +212,162 @@ Compression = Annotated[
 
 
 @dataclass(frozen=True, kw_only=True)
-class KafkaSettings:
-    """Where Kafka is, and which cluster this one is."""
+class ConnectionSettings:
+    """Where Kafka is, and as whom it is reached. What is not given is looked for in the file of ``--kafka-config``."""
 
-    kafka: Annotated[str, Option("--kafka", HOST_PORTS, "Kafka's bootstrap brokers.")]
-    cluster: Cluster = "default"
+    kafka: Annotated[
+        str | None, Option("--kafka", HOST_PORTS, "Kafka's bootstrap brokers.", shown="those of --kafka-config")
+    ] = None
     topic_prefix: TopicPrefix = ""
-    compression: Compression = "zstd"
+    kafka_config: Annotated[
+        Path | None,
+        Option(
+            "--kafka-config",
+            READABLE_FILE,
+            "A file of client settings as a cloud's console hands it out, for librdkafka or Java: brokers, security,"
+            " user and password. The log says which lines are of no use here; an option wins over its line.",
+        ),
+    ] = None
+    kafka_security: Annotated[
+        Literal["plaintext", "ssl", "sasl-plaintext", "sasl-ssl"] | None,
+        Option(
+            "--kafka-security",
+            None,
+            "How brokers are spoken to: ssl is TLS, sasl a login. They and their names are always verified.",
+            shown="plaintext",
+        ),
+    ] = None
+    kafka_ca: Annotated[
+        Path | None,
+        Option(
+            "--kafka-ca",
+            READABLE_FILE,
+            "Certificates of the CAs that sign the brokers', PEM.",
+            shown="this machine's CAs",
+        ),
+    ] = None
+    kafka_cert: Annotated[
+        Path | None, Option("--kafka-cert", READABLE_FILE, "The client's own certificate for mutual TLS, PEM.")
+    ] = None
+    kafka_key: Annotated[
+        Path | None,
+        Option(
+            "--kafka-key",
+            READABLE_FILE,
+            "The private key of --kafka-cert, PEM, not encrypted.",
+            shown="in the file of --kafka-cert",
+        ),
+    ] = None
+    kafka_sasl_mechanism: Annotated[
+        Literal["plain", "scram-sha-256", "scram-sha-512", "oauthbearer", "aws-msk-iam"] | None,
+        Option(
+            "--kafka-sasl-mechanism",
+            None,
+            "How the client logs in: with --kafka-username and --kafka-password-file, by an OAuth token, or by the AWS"
+            " role of its machine (it needs `pip install gpustream[msk]`).",
+        ),
+    ] = None
+    kafka_username: Annotated[str | None, Option("--kafka-username", None, "The user, or the id of an API key.")] = None
+    kafka_password_file: Annotated[
+        Path | None,
+        Option(
+            "--kafka-password-file",
+            READABLE_FILE,
+            "A file with the user's password. It is read again for each connection: a new password needs no restart.",
+        ),
+    ] = None
+    kafka_oauth_token_endpoint: Annotated[
+        str | None,
+        Option("--kafka-oauth-token-endpoint", URL, "oauthbearer: where tokens are had, by client credentials."),
+    ] = None
+    kafka_oauth_client_id: Annotated[
+        str | None, Option("--kafka-oauth-client-id", None, "oauthbearer: the id of this client.")
+    ] = None
+    kafka_oauth_client_secret_file: Annotated[
+        Path | None,
+        Option(
+            "--kafka-oauth-client-secret-file",
+            READABLE_FILE,
+            "oauthbearer: a file with the client's secret. It is read again for each token.",
+        ),
+    ] = None
+    kafka_oauth_scope: Annotated[
+        str | None,
+        Option("--kafka-oauth-scope", None, "oauthbearer: the scope that is asked for."),
+    ] = None
 
     def connection(self) -> Connection:
-        """How Kafka is reached with these settings."""
-        compression = None if self.compression == "none" else self.compression
-        return Connection(self.kafka, topic_prefix=self.topic_prefix, compression=compression)
+        """How Kafka is reached with these settings. Raises CredentialsError."""
+        config: Mapping[str, str] = {}
+        if self.kafka_config is not None:
+            config, unused = kafka_config.read(self.kafka_config)
+            _report(self.kafka_config, unused)
+        ca, cert, key = (Path(config[name]) if name in config else None for name in ("ca", "cert", "key"))
+        return Connection(
+            self.kafka or config.get("servers", ""),
+            security=self.kafka_security or config.get("security", "plaintext"),
+            mechanism=self.kafka_sasl_mechanism or config.get("mechanism"),
+            username=self.kafka_username,
+            password_file=self.kafka_password_file,
+            ca=self.kafka_ca or ca,
+            cert=self.kafka_cert or cert,
+            key=self.kafka_key or (key if self.kafka_cert is None else None),
+            token_endpoint=self.kafka_oauth_token_endpoint or config.get("token_endpoint"),
+            oauth_client_id=self.kafka_oauth_client_id,
+            oauth_client_secret_file=self.kafka_oauth_client_secret_file,
+            oauth_scope=self.kafka_oauth_scope or config.get("oauth_scope"),
+            client_id=config.get("client_id"),
+            config=self.kafka_config,
+            topic_prefix=self.topic_prefix,
+        )
 
     def mistakes(self) -> list[str]:
         """Every mistake in the values, in words for whoever wrote them; empty if there is none."""
-        found = [] if self.kafka else ["--kafka: missing"]
+        found = []
         for field in fields(type(self)):
             value = getattr(self, field.name)
             if isinstance(field.type, click.Choice) and value is not None and value not in field.type.choices:
                 found.append(f"{field.option.name}: {value!r} is not one of {', '.join(field.type.choices)}")
-        return found
+        try:
+            connection = self.connection()
+        except CredentialsError as error:
+            return [*found, str(error)]
+        if not connection.servers:
+            found.append("--kafka: missing: give Kafka's bootstrap brokers, or a --kafka-config that has them")
+        of_tls = {"--kafka-ca": self.kafka_ca, "--kafka-cert": self.kafka_cert, "--kafka-key": self.kafka_key}
+        of_login = {
+            "--kafka-sasl-mechanism": self.kafka_sasl_mechanism,
+            "--kafka-username": self.kafka_username,
+            "--kafka-password-file": self.kafka_password_file,
+            "--kafka-oauth-token-endpoint": self.kafka_oauth_token_endpoint,
+        }
+        for needs, what, has, options in (
+            ("TLS", "ssl or sasl-ssl", connection.has_tls, of_tls),
+            ("a login", "sasl-ssl or sasl-plaintext", connection.has_login, of_login),
+        ):
+            needless = [name for name, value in options.items() if value is not None and not has]
+            found += [f"{name}: it is of no use without {needs}: --kafka-security {what}" for name in needless]
+        return found + connection.mistakes()
+
+
+@lru_cache
+def _report(path: Path, unused: tuple[str, ...]) -> None:
+    """Say once which lines of a file are of no use."""
+    if unused:
+        log.info("%s: not used here: %s", path, "; ".join(unused))
+
+
+@dataclass(frozen=True, kw_only=True)
+class KafkaSettings(ConnectionSettings):
+    """Which Kafka, which cluster this one is, and how is written."""
+
+    cluster: Cluster = "default"
+    compression: Compression = "zstd"
+
+    def connection(self) -> Connection:
+        """See :meth:`ConnectionSettings.connection`."""
+        compression = None if self.compression == "none" else self.compression
+        return dataclasses.replace(super().connection(), compression=compression)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import msgspec
 from aiokafka.admin import NewTopic
 
-from delivery.clients import backoff
+from delivery.clients import Reminder, backoff
 from delivery.connection import Connection
 from delivery.kafka_admin import Admin, BrokerError, BrokerUnavailable, Found, SettingsUnknown, connect
 from delivery.settings import Uses
@@ -269,6 +269,7 @@ class TopicCheck:
 
     async def passed(self, stop: asyncio.Event) -> Checked | None:
         """The topics, once they may be used; None if ``stop`` is set before."""
+        reminder = Reminder()
         for delay_s in backoff(ASK_AFTER_S):
             if stop.is_set():
                 break
@@ -286,7 +287,7 @@ class TopicCheck:
                     log.info("the topics can be used: %s", used)
                 self._wrong = []
                 return found
-            if wrong != self._wrong:
+            if reminder.is_due("; ".join(wrong)):
                 log.warning("waiting for topics that can be used: %s", "; ".join(wrong))
             self._wrong = wrong
             with contextlib.suppress(TimeoutError):

@@ -52,11 +52,11 @@ _UNITS = (("d", 86_400), ("h", 3_600), ("m", 60), ("s", 1))
     help="json: the records of gpu.alerts, one a line.",
 )
 @LOG_FORMAT
-def alerts(kafka: str, follow: bool, form: Form, log_format: logs.Format) -> None:
+def alerts(connection: Connection, follow: bool, form: Form, log_format: logs.Format) -> None:
     """List the alerts that fire: since when, where, whose, and what is wrong."""
     logs.setup(log_format)
     with contextlib.suppress(KeyboardInterrupt):
-        answer(_show(Connection(kafka), form, follow=follow))
+        answer(_show(connection, form, follow=follow))
 
 
 async def _show(connection: Connection, form: Form, *, follow: bool) -> None:

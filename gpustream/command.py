@@ -9,6 +9,7 @@ Each option has one environment variable, ``GPUSTREAM_`` and its name, whatever 
 
 import dataclasses
 import difflib
+import functools
 import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,8 @@ from typing import Annotated, Any, Literal, TypeVar
 import click
 
 from delivery import settings as schema
-from delivery.settings import LISTEN, Field, KafkaSettings, Registered, Text
+from delivery.connection import Connection
+from delivery.settings import LISTEN, ConnectionSettings, Field, Registered, Text
 from delivery.values import Address
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -172,7 +174,29 @@ class ProcessSettings:
     ] = "text"
 
 
-KAFKA = options(KafkaSettings, only=("kafka",))
+OF_CONNECTION = tuple(field.name for field in dataclasses.fields(ConnectionSettings))
+
+
+def connection(given: Mapping[str, Any]) -> Connection:
+    """How Kafka is reached with what was given to a command. Raises :class:`Mistakes`."""
+    chosen = ConnectionSettings(**{name: given[name] for name in OF_CONNECTION})
+    if found := chosen.mistakes():
+        raise Mistakes(found, click.get_current_context())
+    return chosen.connection()
+
+
+def _connecting(function: Callable[..., Any]) -> Any:
+    """The options of how Kafka is reached; the function is given the ``connection`` that they make."""
+
+    @functools.wraps(function)
+    def connecting(**given: Any) -> Any:
+        rest = {name: value for name, value in given.items() if name not in OF_CONNECTION}
+        return function(connection=connection(given), **rest)
+
+    return options(ConnectionSettings)(connecting)
+
+
+KAFKA: Decorator[Any] = _connecting
 LOG_FORMAT = options(ProcessSettings, only=("log_format",))
 
 

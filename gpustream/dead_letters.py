@@ -293,11 +293,16 @@ def dead_letters() -> None:
 @option("--format", "form", type=click.Choice(["text", "json"]), default="text", help="json: an object a line.")
 @LOG_FORMAT
 def list_letters(
-    kafka: str, since_s: float, by: By, form: Literal["text", "json"], log_format: logs.Format, **given: str | None
+    connection: Connection,
+    since_s: float,
+    by: By,
+    form: Literal["text", "json"],
+    log_format: logs.Format,
+    **given: str | None,
 ) -> None:
     """List dead letters by reason, topic or node, or each by itself. It reads in no group and commits nothing."""
     logs.setup(log_format)
-    rows = answer(_list(Connection(kafka), since_s, _wanted(given), by))
+    rows = answer(_list(connection, since_s, _wanted(given), by))
     if form == "json":
         for row in rows:
             click.echo(orjson.dumps(row._asdict()))
@@ -387,10 +392,12 @@ def _printable(cell: object) -> str:
     help="json: one object, the record in base64; raw: the bytes of the record, and nothing else.",
 )
 @LOG_FORMAT
-def show_letter(letter: LetterId, kafka: str, form: Literal["text", "json", "raw"], log_format: logs.Format) -> None:
+def show_letter(
+    letter: LetterId, connection: Connection, form: Literal["text", "json", "raw"], log_format: logs.Format
+) -> None:
     """Show a dead letter: its record, its error, where it came from, and whether it can be sent again."""
     logs.setup(log_format)
-    found = answer(_find(Connection(kafka), letter))
+    found = answer(_find(connection, letter))
     if found is None:
         click.echo(
             f"there is no letter {letter}: `gpustream dead-letters list --by letter` has those that there are", err=True
@@ -464,7 +471,7 @@ def _text(letter: Letter, value: bytes, why_not: str | None) -> Iterator[str]:
 @LOG_FORMAT
 def resubmit(
     letters: tuple[LetterId, ...],
-    kafka: str,
+    connection: Connection,
     since_s: float,
     yes: bool,
     log_format: logs.Format,
@@ -481,7 +488,7 @@ def resubmit(
     """
     logs.setup(log_format)
     wanted = _wanted(given)._replace(ids=frozenset(letters))
-    done = answer(_resubmit(Connection(kafka), since_s, wanted, send=yes))
+    done = answer(_resubmit(connection, since_s, wanted, send=yes))
     for why, ids in done.refused.items():
         some = ", ".join(map(str, ids[:10])) + (f" and {len(ids) - 10} more" if len(ids) > 10 else "")
         click.echo(f"not sent: {some}: {why}", err=True)

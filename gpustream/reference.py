@@ -20,6 +20,7 @@ import streams
 from delivery.instruments import Instrument
 from delivery.settings import Text
 from gpustream.cli import main
+from gpustream.command import OF_CONNECTION
 from topics.reference import generate
 
 FOLDER = Path(__file__).parent.parent / "docs"
@@ -27,6 +28,7 @@ MARK = "<!-- Written by `python -m gpustream.reference`: change the code that it
 
 _PACKAGES = (producers, streams, sinks, gpustream)
 _UNSET = "-"
+_COLUMNS = ("option", "variable", "default", "meaning")
 
 
 class Section(NamedTuple):
@@ -45,6 +47,10 @@ def options_markdown() -> str:
         "start, and one message lists every mistake. Durations are written `500ms`, `30s`, `15m`, `2h` (a bare number "
         "is seconds), sizes `64KiB`, `4MiB`. Exit codes: 0 done, 1 failed, 2 wrong usage, 70 stopped itself to be "
         "restarted.",
+        "## How Kafka is reached",
+        "Every command that has `--kafka` has these too. [kafka.md](kafka.md#connect) says which of them a broker "
+        "wants.",
+        _table(_COLUMNS, [_option(param) for param in _options(main.entries["alerts"].load()) if _is_shared(param)]),
         *(_command(path, command) for path, command in commands(main, ("gpustream",))),
     ]
     return "\n\n".join(parts) + "\n"
@@ -120,17 +126,26 @@ def sections() -> Iterator[Section]:
 def _command(path: tuple[str, ...], command: click.Command) -> str:
     title = " ".join(path)
     arguments = [f" [{param.human_readable_name}]" for param in command.params if isinstance(param, click.Argument)]
-    options = [_option(param) for param in command.params if isinstance(param, click.Option)]
+    options = [_option(param) for param in _options(command) if not _is_shared(param)]
     paragraphs = [" ".join(paragraph.split()) for paragraph in (command.help or "").split("\n\n")]
     return "\n\n".join(
         [
             f"## {title}",
             *paragraphs,
             f"```\n{title}{''.join(arguments)} [OPTIONS]\n```",
-            _table(("option", "variable", "default", "meaning"), options),
+            _table(_COLUMNS, options),
             f"```sh\n{getattr(command, 'example', '').strip()}\n```",
         ]
     )
+
+
+def _options(command: click.Command) -> list[click.Option]:
+    return [param for param in command.params if isinstance(param, click.Option)]
+
+
+def _is_shared(option: click.Option) -> bool:
+    """Whether it is one of the options that stand in a table of their own."""
+    return str(option.name) in OF_CONNECTION and str(option.name).startswith("kafka_")
 
 
 def _option(option: click.Option) -> tuple[str, str, str, str]:

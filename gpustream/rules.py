@@ -19,9 +19,9 @@ import msgspec
 from click.core import ParameterSource
 
 from delivery.connection import Connection
-from delivery.settings import HOST_PORTS, START_FROM
+from delivery.settings import START_FROM, ConnectionSettings
 from gpustream import alerts, logs
-from gpustream.command import LOG_FORMAT, Argument, Command, counted, option
+from gpustream.command import LOG_FORMAT, Argument, Command, connection, counted, option, options
 from gpustream.topics import answer, reading, show
 from streams.alerts import tick as ticks
 from streams.alerts.node import Replay
@@ -57,8 +57,9 @@ def check(file: Path) -> None:
 
 def _one_source(given: dict[str, Any]) -> list[str]:
     """Ticks come from one place; the environment's Kafka is there for other commands too, and gives way to a file."""
-    source = click.get_current_context().get_parameter_source("kafka")
-    kafka = given["kafka"] is not None and (given["input"] is None or source is not ParameterSource.ENVIRONMENT)
+    asked = click.get_current_context().get_parameter_source
+    sources = [asked(name) for name in ("kafka", "kafka_config") if given[name]]
+    kafka = bool(sources) and (given["input"] is None or set(sources) != {ParameterSource.ENVIRONMENT})
     if kafka == (given["input"] is not None):
         return ["Give either '--kafka' or '--input': where the ticks are."]
     return []
@@ -73,7 +74,7 @@ def _one_source(given: dict[str, Any]) -> list[str]:
     ),
 )
 @RULES_FILE
-@option("--kafka", type=HOST_PORTS, help="Kafka's bootstrap brokers, to read gpu.attributed from.")
+@options(ConnectionSettings)
 @option("--from", "start", type=START_FROM, default="24h", help="From when on to read Kafka.")
 @option(
     "--input",
@@ -90,11 +91,11 @@ def _one_source(given: dict[str, Any]) -> list[str]:
 @LOG_FORMAT
 def test(
     file: Path,
-    kafka: str | None,
     start: str | float,
     input: Path | None,  # noqa: A002 - the option's name
     form: Literal["table", "json"],
     log_format: logs.Format,
+    **given: Any,
 ) -> None:
     """Judge recorded ticks by a file of alert rules, and show what would have fired, and when.
 
@@ -104,7 +105,7 @@ def test(
     logs.setup(log_format)
     trial = Trial(_load(file))
     if input is None:
-        answer(_read(Connection(str(kafka)), start, trial))
+        answer(_read(connection(given), start, trial))
     else:
         for recorded in _lines(input):
             trial.take(recorded)

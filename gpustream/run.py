@@ -10,6 +10,7 @@ On failure: 1 if a tick was lost or dropped, or a component failed.
 import asyncio
 import contextlib
 import ctypes
+import dataclasses
 import logging
 import sys
 import time
@@ -22,9 +23,19 @@ import msgspec
 from prometheus_client import CollectorRegistry
 
 from delivery import topic_admin
-from delivery.settings import DURATION, FLEET_SIZE, HOST_PORTS, URL, Cluster, Compression, Option, TopicPrefix, Uses
+from delivery.settings import (
+    DURATION,
+    FLEET_SIZE,
+    HOST_PORTS,
+    URL,
+    Cluster,
+    Compression,
+    ConnectionSettings,
+    Option,
+    Uses,
+)
 from gpustream import alerts, command, logs, serve
-from gpustream.command import Command, ProcessSettings
+from gpustream.command import OF_CONNECTION, Command, ProcessSettings
 from gpustream.embedded import EmbeddedBroker, every_topic
 from gpustream.live import Display, Fleet, Frame, displayed, summary_text
 from gpustream.pipeline import Failed, Pipeline, Tail
@@ -51,8 +62,8 @@ _DELIVERED = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunSettings(ReadingSettings, SimulationSettings, NamingSettings, ProcessSettings):
-    """``kafka`` None is the embedded broker, ``simulate`` None the GPUs of this machine. ``watched``: by a terminal."""
+class RunSettings(ReadingSettings, SimulationSettings, NamingSettings, ConnectionSettings, ProcessSettings):
+    """``kafka`` None: the embedded broker. ``simulate`` None: this machine's GPUs. ``watched``: by a terminal."""
 
     simulate: Annotated[
         str | None,
@@ -63,7 +74,6 @@ class RunSettings(ReadingSettings, SimulationSettings, NamingSettings, ProcessSe
         Option("--kafka", HOST_PORTS, "Kafka's bootstrap brokers.", shown="a broker inside this process"),
     ] = None
     cluster: Cluster = "default"
-    topic_prefix: TopicPrefix = ""
     compression: Compression = "zstd"
     scrape_listen: ScrapeListen = SCRAPE_ADDRESS
     remote_write: Annotated[
@@ -89,8 +99,12 @@ def _mistakes(given: dict[str, Any]) -> list[str]:
             "Missing option '--simulate': this machine has no NVIDIA driver (no libnvidia-ml.so.1) whose GPUs could be"
             " read. To see a fleet that is not there: --simulate 4x8"
         ]
-    producer = PRODUCERS["simulated" if simulate else "node"]
-    return command.mistakes(producer, {**given, "kafka": given["kafka"] or HOST_PORTS.example, "fleet": simulate})
+    producer, needless = PRODUCERS["simulated" if simulate else "node"], []
+    if given["kafka"] is None and given["kafka_config"] is None:
+        needless = [name for name in OF_CONNECTION if name.startswith("kafka_") and given[name] is not None]
+        given = {**given, "kafka": HOST_PORTS.example}
+    wrong = [f"--{name.replace('_', '-')}: it is of no use without --kafka or --kafka-config" for name in needless]
+    return wrong + command.mistakes(producer, {**given, "fleet": simulate})
 
 
 def driver_is_here() -> bool:
@@ -123,7 +137,7 @@ def run(**given: Any) -> None:
     chosen = RunSettings(**given, watched=watched)
     with contextlib.ExitStack() as stack:
         embedded = None
-        if chosen.kafka is None:
+        if chosen.kafka is None and chosen.kafka_config is None:
             embedded = stack.enter_context(EmbeddedBroker())
             embedded.start({chosen.topic_prefix + name: count for name, count in every_topic().items()})
         code = serve.run(lambda stop: OneProcess(chosen, embedded).run(stop))
@@ -142,11 +156,10 @@ class OneProcess:
     def __init__(self, chosen: RunSettings, embedded: EmbeddedBroker | None) -> None:
         self._chosen = chosen
         self._embedded = embedded
-        kafka = chosen.kafka or (embedded.address if embedded else "")
+        chosen = dataclasses.replace(chosen, kafka=embedded.address) if embedded else chosen
         socket = chosen.pod_resources_socket
         options = {
             **vars(chosen),
-            "kafka": kafka,
             "fleet": chosen.simulate,
             "url": chosen.remote_write,
             # a machine that has no kubelet when the run begins is not reported to lack one

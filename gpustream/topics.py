@@ -52,10 +52,15 @@ def topics() -> None:
     help="Delete topics that have another number of partitions and create them again, if they hold no record.",
 )
 @LOG_FORMAT
-def create(kafka: str, partitions: int, replication_factor: int, recreate_empty: bool, log_format: logs.Format) -> None:
+def create(
+    connection: Connection,
+    partitions: int,
+    replication_factor: int,
+    recreate_empty: bool,
+    log_format: logs.Format,
+) -> None:
     """Create the topics that are missing, and mend the settings of those that are there. Partitions never change."""
     logs.setup(log_format)
-    connection = Connection(kafka)
     changes = answer(topic_admin.create(connection, partitions, replication_factor, recreate_empty=recreate_empty))
     for line in changes or ["every topic is there, as it must be"]:
         click.echo(line)
@@ -64,10 +69,9 @@ def create(kafka: str, partitions: int, replication_factor: int, recreate_empty:
 @topics.command("list", cls=Command, example="gpustream topics list --kafka 127.0.0.1:9092")
 @KAFKA
 @LOG_FORMAT
-def list_(kafka: str, log_format: logs.Format) -> None:
+def list_(connection: Connection, log_format: logs.Format) -> None:
     """Compare the broker's topics with what they should be. Exit code 1 if any differs or is missing."""
     logs.setup(log_format)
-    connection = Connection(kafka)
     found, unchecked = answer(topic_admin.inspect(connection))
     wanted = list(topic_admin.contract(connection).values())
     wrong = topic_admin.mismatches(wanted, found)

@@ -15,11 +15,10 @@ LOCK = (ROOT / "requirements.lock").read_text()
 
 
 def direct_dependencies() -> Iterator[Requirement]:
-    """What pyproject.toml names: to run, to develop, to build."""
+    """What pyproject.toml names: to run, to develop, to build; not what only users of a certain cloud install."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     yield from map(Requirement, project["project"]["dependencies"])
-    for extra in project["project"]["optional-dependencies"].values():
-        yield from map(Requirement, extra)
+    yield from map(Requirement, project["project"]["optional-dependencies"]["dev"])
     yield from map(Requirement, project["build-system"]["requires"])
 
 

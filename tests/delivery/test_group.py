@@ -52,10 +52,20 @@ class Client:
         self.committed: dict[TopicPartition, int] = {}
         self.sought: dict[TopicPartition, int] = {}
         self.log_end, self.stable, self.polled = 10, 10, 0
+        self.rejoins = 0
+        self._client, self.cluster = self, SimpleNamespace(unauthorized_topics=set[str]())
         self.refuses: Exception | None = None
 
     def assignment(self) -> set[TopicPartition]:
         return {TopicPartition(*tp) for tp in self.assigned}
+
+    @property
+    def _coordinator(self) -> "Client":
+        return self
+
+    def request_rejoin(self) -> None:
+        """Ask the group for a place again."""
+        self.rejoins += 1
 
     def partitions_for_topic(self, topic: str) -> set[int] | None:
         return set(range(self.counts.get(topic, 0))) or None
@@ -150,6 +160,7 @@ async def test_what_the_coordinator_refuses_is_polled_away_and_logged_once_a_kin
     watching.cancel()
     assert len(caplog.messages) == 2
     assert "GroupAuthorizationFailedError" in group.not_ready()[0]
+    assert client.rejoins == 5
     assert not group.failed.done()
     await group.on_partitions_assigned(set())
     assert group.not_ready() == []

@@ -1,6 +1,7 @@
 """A member of a group whose topic is deleted and created again reads the new log from its beginning."""
 
 from collections.abc import Collection
+from types import SimpleNamespace
 from typing import Any
 
 from aiokafka import TopicPartition
@@ -30,7 +31,7 @@ class Client:
         self.seeks: dict[TopicPartition, int] = {}
         self.asked = 0
         self.offset: int | None = None
-        self._client = self
+        self._client, self.cluster = self, SimpleNamespace(unauthorized_topics=set())
 
     def partitions_for_topic(self, topic: str) -> Collection[int] | None:
         return self.there.get(topic)

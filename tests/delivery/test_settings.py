@@ -34,9 +34,10 @@ def test_a_field_without_an_option_is_set_by_code_only() -> None:
 
 
 def test_what_must_be_given_is_first_then_the_record_s_own_then_what_it_shares() -> None:
-    own = ["url", "kafka", "form", "often_s", "plain", "count", "made", "shared"]
+    own = ["url", "form", "often_s", "plain", "count", "made", "shared"]
 
-    assert list(FIELDS) == [*own, "instance_id", "session_timeout_s", "cluster", "topic_prefix", "compression"]
+    member = ["instance_id", "session_timeout_s", "cluster", "compression"]
+    assert list(FIELDS)[:14] == [*own, *member, "kafka", "topic_prefix", "kafka_config"]
 
 
 def test_the_default_is_the_field_s() -> None:
@@ -56,11 +57,11 @@ def test_the_type_is_found_from_the_annotation() -> None:
 
 
 def test_every_mistake_of_the_shared_settings_is_named() -> None:
-    wrong = ThingSettings(kafka="", url="u", form="xml", group="", session_timeout_s=0.5)  # type: ignore[arg-type]
+    wrong = ThingSettings(url="u", form="xml", group="", session_timeout_s=0.5)  # type: ignore[arg-type]
 
     assert [mistake.partition(":")[0] for mistake in wrong.mistakes()] == [
-        "--kafka",
         "--form",
+        "--kafka",
         "--group",
         "--session-timeout",
     ]

@@ -13,8 +13,10 @@ def test_the_pages_are_fresh() -> None:
 
 def test_every_option_of_every_command_is_in_the_page() -> None:
     text = reference.options_markdown()
+    of_all = text.split("## How Kafka is reached\n")[1].split("\n## ")[0]
     for path, command in reference.commands(main, ("gpustream",)):
         section = text.split(f"## {' '.join(path)}\n")[1].split("\n## ")[0]
+        section += of_all if "`--kafka " in section else ""
         for param in command.params:
             if isinstance(param, click.Option):
                 assert f"`{param.opts[0]}" in section

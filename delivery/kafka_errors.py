@@ -1,0 +1,122 @@
+"""What Kafka's errors mean for whoever must mend them: the one place where an error becomes a sentence.
+
+In: an error of the client's, of Python's TLS, or of the broker. Out: a line that says what to do. Pure.
+
+Source: Kafka's protocol for its error codes; OpenSSL's x509_vfy.h for those of certificates; and what Apache Kafka 4.1
+was seen to do with a client that comes without TLS, with TLS, without a login, or with one that it does not want.
+"""
+
+import asyncio
+import ssl
+from collections.abc import Iterator
+
+from aiokafka.errors import (
+    ClusterAuthorizationFailedError,
+    GroupAuthorizationFailedError,
+    IllegalSaslStateError,
+    SaslAuthenticationFailed,
+    TopicAuthorizationFailedError,
+    UnsupportedSaslMechanismError,
+)
+
+from delivery.connection import Connection, CredentialsError
+
+_DENIED = {
+    TopicAuthorizationFailedError: "the topic",
+    GroupAuthorizationFailedError: "the consumer group",
+    ClusterAuthorizationFailedError: "what this needs of the cluster",
+}
+_ACLS = "give its user the ACLs of this component that docs/kafka.md lists"
+
+_EXPIRED, _NOT_YET, _OTHER_NAME, _OTHER_ADDRESS = 10, 9, 62, 64
+_NOT_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "UNEXPECTED_MESSAGE", "HTTP_REQUEST", "UNKNOWN_PROTOCOL")
+_OF_CERTIFICATE = ("CERTIFICATE", "UNKNOWN_CA", "ACCESS_DENIED")
+
+
+def describe(error: BaseException) -> str:
+    """One line that names an error, once, and what it says; for a missing ACL, what to do."""
+    name, text = type(error).__name__, str(error)
+    for kind, what in _DENIED.items():
+        if isinstance(error, kind):
+            subject = error.args[0] if error.args else ""
+            names = subject if isinstance(subject, str) else ", ".join(sorted(map(str, subject)))
+            return f"the broker refuses this client {what} {names}".strip() + f": {_ACLS} ({name})"
+    return text if text.startswith(name) else f"{name}: {text}".strip(": ")
+
+
+def of_connecting(error: BaseException, connection: Connection, *, again: bool = False) -> str | None:
+    """What must be mended before a connection can be opened; None: nothing is known to be wrong but that it failed.
+
+    A connection that is only closed may be that of a broker that stops, unless it is closed ``again``.
+    """
+    causes = list(_causes(error))
+    for cause in causes:
+        if isinstance(cause, CredentialsError):
+            return str(cause)
+        if isinstance(cause, ssl.SSLError) and (said := _of_tls(cause, connection)):
+            return said
+        if said := _of_login(cause, connection):
+            return said
+    closed = (asyncio.IncompleteReadError, ConnectionResetError, ssl.SSLEOFError)
+    if not again or not any(isinstance(cause, closed) for cause in causes):
+        return None
+    if connection.has_tls:
+        return "it closes the connection in the TLS handshake: give its port for TLS, or --kafka-security without ssl"
+    return "it closes the connection at the first request: it may want TLS, --kafka-security ssl or sasl-ssl"
+
+
+def of_first_request(connection: Connection) -> str:
+    """What is wrong if a broker opens a connection and closes it at the first request that is more than hello."""
+    security = "sasl-ssl" if connection.has_tls else "sasl-plaintext"
+    return f"it closes the connection: it wants a login: give --kafka-security {security} and how to log in"
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _of_tls(error: ssl.SSLError, connection: Connection) -> str | None:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        if error.verify_code == _EXPIRED:
+            return "its certificate has expired: renew it, or set this machine's clock right"
+        if error.verify_code == _NOT_YET:
+            return "its certificate is not valid yet: set this machine's clock right"
+        if error.verify_code in (_OTHER_NAME, _OTHER_ADDRESS):
+            return (
+                f"it is not who it should be: {error.verify_message.rstrip('.')}: name brokers as their certificates do"
+            )
+        trusted = f"a CA of {connection.ca}" if connection.ca else "a CA that this machine trusts"
+        return (
+            f"its certificate is not signed by {trusted} ({error.verify_message}): give the certificate of the CA that"
+            " signed it with --kafka-ca"
+        )
+    reason = error.reason or ""
+    if any(one in reason for one in _NOT_TLS):
+        return "it does not speak TLS: give its port for TLS, or --kafka-security without ssl"
+    if "ALERT" in reason and any(one in reason for one in _OF_CERTIFICATE):
+        if connection.cert is None:
+            return "it wants a certificate of the client: give --kafka-cert and --kafka-key"
+        return (
+            f"it does not accept the certificate of --kafka-cert ({reason}): it has expired, or is not signed by a CA"
+            " that the broker trusts"
+        )
+    return f"the TLS handshake failed: {reason}" if reason and not isinstance(error, ssl.SSLEOFError) else None
+
+
+def _of_login(error: BaseException, connection: Connection) -> str | None:
+    mechanism = (connection.mechanism or "").upper()
+    if isinstance(error, UnsupportedSaslMechanismError):
+        return f"it does not offer {mechanism}: give another --kafka-sasl-mechanism, one that is enabled on this port"
+    if isinstance(error, IllegalSaslStateError):
+        return "it wants no login on this port: give --kafka-security plaintext or ssl, or another port"
+    refused = (SaslAuthenticationFailed, ValueError, KeyError, AssertionError)  # the client's own are of the exchange
+    if not isinstance(error, refused):
+        return None
+    if connection.mechanism == "oauthbearer":
+        return "it does not accept the token: check what --kafka-oauth-client-id may do, the audience and the scope"
+    if connection.mechanism == "aws-msk-iam":
+        return "it does not accept the AWS role of this process: allow it kafka-cluster:Connect"
+    who = f"the user {connection.username}" if connection.username else "the user"
+    return f"it does not accept {who} with this password by {mechanism}: check both, and which mechanism the user has"

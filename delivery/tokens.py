@@ -1,0 +1,100 @@
+"""Tokens for OAUTHBEARER: by client credentials, or by the AWS role of this machine.
+
+In: a connection's token endpoint, client id and secret. Out: a token that is good for at least a fifth of its life.
+State: the last token of each connection. On failure: :class:`CredentialsError`, in a sentence without the secret.
+
+Source: RFC 6749, sections 2.3.1, 4.4 and 5.2; for AWS the README of aws-msk-iam-sasl-signer-python.
+"""
+
+import asyncio
+import importlib
+import os
+import re
+import time
+from base64 import b64encode
+from typing import NamedTuple
+from urllib.parse import quote_plus
+
+import aiohttp
+
+from delivery.connection import Connection, CredentialsError
+
+_TIMEOUT = aiohttp.ClientTimeout(total=10.0)
+_FRESH = 0.8
+"""A token is taken again for this part of its life."""
+
+_LIFE_S = 300.0
+"""What is taken for a token's life if the answer does not say."""
+
+_AWS_HOST = re.compile(r"\.([a-z]{2}(?:-[a-z]+)+-\d)\.amazonaws\.com", re.ASCII)
+
+
+class Token(NamedTuple):
+    """A token, and until when it is taken again."""
+
+    text: str
+    fresh_until_s: float
+
+    def __repr__(self) -> str:
+        return f"Token until {self.fresh_until_s:.0f}"
+
+
+_tokens: dict[Connection, Token] = {}
+
+
+async def token(connection: Connection) -> str:
+    """A token for a connection that is opened now. Raises CredentialsError."""
+    known = _tokens.get(connection)
+    if known is None or time.time() >= known.fresh_until_s:
+        known = await (_of_aws(connection) if connection.mechanism == "aws-msk-iam" else _of_endpoint(connection))
+        _tokens[connection] = known
+    return known.text
+
+
+def forget(connection: Connection) -> None:
+    """The broker did not take the last token: ask for another one next time."""
+    _tokens.pop(connection, None)
+
+
+async def _of_endpoint(connection: Connection) -> Token:
+    """Ask the token endpoint, as the client whose id and secret stand in the files now."""
+    endpoint, secrets, now_s = str(connection.token_endpoint), connection.secrets(), time.time()
+    pair = f"{quote_plus(secrets.oauth_client_id)}:{quote_plus(secrets.oauth_client_secret)}"
+    headers = {"Authorization": f"Basic {b64encode(pair.encode()).decode()}", "Accept": "application/json"}
+    form = {"grant_type": "client_credentials"} | ({"scope": connection.oauth_scope} if connection.oauth_scope else {})
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=_TIMEOUT) as session,
+            session.post(endpoint, data=form, headers=headers, ssl=connection.tls(), allow_redirects=False) as response,
+        ):
+            answer = await response.json(content_type=None)
+    except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+        why = str(error) or type(error).__name__
+        raise CredentialsError(f"no token from {endpoint}: {why}: is it up, and is this the token endpoint?") from None
+    answer = answer if isinstance(answer, dict) else {}
+    if response.status != 200 or not isinstance(answer.get("access_token"), str):
+        why = f"{answer.get('error') or response.reason} {answer.get('error_description') or ''}".strip()
+        raise CredentialsError(
+            f"no token from {endpoint}: it answers {response.status} ({why[:200]}): check --kafka-oauth-client-id,"
+            " --kafka-oauth-client-secret-file and --kafka-oauth-scope"
+        )
+    lasts = answer.get("expires_in", _LIFE_S)
+    life_s = float(lasts) if isinstance(lasts, int | float | str) and str(lasts).replace(".", "").isdigit() else _LIFE_S
+    return Token(answer["access_token"], now_s + _FRESH * life_s)
+
+
+async def _of_aws(connection: Connection) -> Token:
+    """Sign a request with the credentials that AWS gives this machine or pod; the region is that of the brokers."""
+    named = _AWS_HOST.search(connection.servers)
+    region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or (named[1] if named else None)
+    if region is None:
+        raise CredentialsError("aws-msk-iam: the region is not known: set AWS_REGION")
+    try:
+        signer = importlib.import_module("aws_msk_iam_sasl_signer").MSKAuthTokenProvider
+        text, expires_ms = await asyncio.to_thread(signer.generate_auth_token, region)
+    except ImportError:
+        raise CredentialsError("aws-msk-iam: run `pip install 'gpustream[msk]'` first") from None
+    except Exception as error:  # noqa: BLE001 - botocore's have no common base, and may say what they were given
+        raise CredentialsError(f"aws-msk-iam: no AWS credentials for this process ({type(error).__name__})") from None
+    now_s = time.time()
+    return Token(text, now_s + _FRESH * (expires_ms / 1000 - now_s))
