@@ -726,8 +726,8 @@ async def test_a_loss_calls_for_a_census_soon_but_not_at_once() -> None:
     async with opened(Bench(pace=pace)) as bench:
         bench.gpus = bench.make()
         loop = asyncio.get_running_loop()
-        await bench.open()
         began_s = loop.time()
+        await bench.open()
         bench.run()
         bench.nvml.gpus[0].error = binding.GPU_IS_LOST
         await bench.read()
