@@ -40,9 +40,11 @@ class RecordingNvml(Nvml):
         """Open a GPU."""
         return self._noted("", f"nvmlDeviceGetHandleByIndex {index}", lambda: super(RecordingNvml, self).handle(index))
 
-    def system(self, function: str) -> Any:
-        """What pynvml's ``function`` of no GPU gives."""
-        return self._noted("", function, lambda: super(RecordingNvml, self).system(function))
+    def call(self, function: str, *arguments: Any) -> Any:
+        """What pynvml's ``function`` of no GPU gives; of the driver it is recorded."""
+        if not function.startswith("nvmlSystem"):
+            return super().call(function, *arguments)
+        return self._noted("", function, lambda: super(RecordingNvml, self).call(function, *arguments))
 
     def ask(self, function: str, handle: Handle, *arguments: Any) -> Any:
         """What pynvml's ``function`` gives."""

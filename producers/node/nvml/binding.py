@@ -121,17 +121,9 @@ class Nvml:
         self._field_questions: dict[tuple[FieldId, ...], bytes] = {}
         self._threads = threading.local()
 
-    def init(self) -> None:
-        self._call("nvmlInit")
-
-    def shutdown(self) -> None:
-        self._call("nvmlShutdown")
-
-    def driver_version(self) -> str:
-        return str(self._call("nvmlSystemGetDriverVersion"))
-
-    def system(self, function: str) -> Any:
-        return self._call(function)
+    def call(self, function: str, *arguments: Any) -> Any:
+        """What pynvml's ``function`` gives that is about no GPU, or fills nothing in."""
+        return self._call(function, *arguments)
 
     def count(self) -> int:
         """How many GPUs there are, those that can't be opened too."""
@@ -193,13 +185,6 @@ class Nvml:
             raise NvmlError(NOT_SUPPORTED)
         return [FieldValue(0, getattr(one.sampleValue, name), bits, one.timeStamp) for one in answer[1]]
 
-    def gpm_sample(self) -> GpmSample:
-        """A buffer, to be given back to :meth:`gpm_free`."""
-        return GpmSample(self._call("nvmlGpmSampleAlloc"))
-
-    def gpm_free(self, sample: GpmSample) -> None:
-        self._call("nvmlGpmSampleFree", sample)
-
     def gpm_metrics(self, older: GpmSample, newer: GpmSample, metrics: Sequence[int]) -> list[FieldValue]:
         """These metrics of the time between two samples of one device, in that order."""
         asked = getattr(self._threads, "gpm", None)
@@ -216,12 +201,6 @@ class Nvml:
         """What the handle of a GPU and the events of that GPU have in common."""
         return _address(handle)
 
-    def events(self) -> EventSet:
-        return EventSet(self._call("nvmlEventSetCreate"))
-
-    def register(self, handle: Handle, kinds: int, events: EventSet) -> None:
-        self._call("nvmlDeviceRegisterEvents", handle, kinds, events)
-
     def wait(self, events: EventSet, within_ms: int) -> NvmlEvent | None:
         """The next event, None if none has come."""
         try:
@@ -232,9 +211,6 @@ class Nvml:
             raise
         instances = _instance(event.gpuInstanceId), _instance(event.computeInstanceId)
         return NvmlEvent(_address(event.device), event.eventType, event.eventData, *instances)
-
-    def free(self, events: EventSet) -> None:
-        self._call("nvmlEventSetFree", events)
 
     def _call(self, function: str, *arguments: Any) -> Any:
         """pynvml's function of that name; one that this pynvml does not have is missing like one of the driver's."""

@@ -178,7 +178,7 @@ class Calls:
         """What ``function`` gives of the GPU, or of none; None if it fails: counted, noted as ``what``. Raises Lost."""
         try:
             if handle is None:
-                answer = self.make(function, lambda nvml: nvml.system(function))
+                answer = self.make(function, lambda nvml: nvml.call(function))
             else:
                 answer = self.ask(function, handle)
         except NvmlError as error:
@@ -196,7 +196,7 @@ class Calls:
             return
         self.doing = "nvmlGpmSampleFree"
         try:
-            self._nvml.gpm_free(sample)
+            self._nvml.call("nvmlGpmSampleFree", sample)
         except NvmlError as error:
             self.count(self.doing, error.name)
 

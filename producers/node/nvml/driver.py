@@ -22,7 +22,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence, Set
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pynvml
 
@@ -154,11 +154,9 @@ class Driver:
         """Open NVML, on the thread. A driver that does not give its version is used all the same. Raises NvmlError."""
         if again:
             self._detach()
-        self._doing = "nvmlInit"
-        self._nvml.init()
-        self._doing = "nvmlSystemGetDriverVersion"
+        self._call("nvmlInit")
         try:
-            version = self._nvml.driver_version()
+            version = str(self._call("nvmlSystemGetDriverVersion"))
         except NvmlError as error:
             version = f"of an unknown version ({error.name})"
         self._doing = "nvmlDeviceGetCount"
@@ -169,9 +167,12 @@ class Driver:
             raise
 
     def _detach(self) -> None:
-        self._doing = "nvmlShutdown"
         with contextlib.suppress(NvmlError):  # it is not open any more
-            self._nvml.shutdown()
+            self._call("nvmlShutdown")
+
+    def _call(self, function: str) -> Any:
+        self._doing = function
+        return self._nvml.call(function)
 
 
 def _text(trouble: NvmlError | None) -> str:

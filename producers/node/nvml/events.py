@@ -177,7 +177,7 @@ class _Watch:
         events, self._events = self._events, None
         if events is not None:
             with contextlib.suppress(NvmlError):  # it is void already
-                self._nvml.free(events)
+                self._nvml.call("nvmlEventSetFree", events)
 
     def _step(self, seen: _Seen) -> None:
         """Make a set if there is none, take the GPUs into it that are due, and wait once. Raises NvmlError."""
@@ -188,7 +188,7 @@ class _Watch:
             if self.ending.wait(self._rest_s):
                 return
             self._doing = "nvmlEventSetCreate"
-            self._events = self._nvml.events()
+            self._events = EventSet(self._nvml.call(self._doing))
             self._indexes, self._ask_at_s = {}, dict.fromkeys(self._handles, self._clock())
         now_s = self._clock()
         for gpu in sorted(gpu for gpu, at_s in self._ask_at_s.items() if at_s <= now_s):
@@ -217,7 +217,7 @@ class _Watch:
         if not self._nvml.ask(self._doing, handle) & XID_EVENT:
             raise NvmlError(NOT_SUPPORTED)
         self._doing = "nvmlDeviceRegisterEvents"
-        self._nvml.register(handle, XID_EVENT, events)
+        self._nvml.call(self._doing, handle, XID_EVENT, events)
         self._indexes[self._nvml.address(handle)] = gpu
         del self._ask_at_s[gpu]
         self._unsupported_s.pop(gpu, None)

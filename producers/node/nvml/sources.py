@@ -131,7 +131,9 @@ class Profiling:
         if since_s is not None and now_s - since_s <= SHORTEST_S:
             return None
         while len(self._buffers) < 2:
-            self._buffers.append(self._calls.make("nvmlGpmSampleAlloc", lambda nvml: nvml.gpm_sample()))
+            self._buffers.append(
+                self._calls.make("nvmlGpmSampleAlloc", lambda nvml: GpmSample(nvml.call("nvmlGpmSampleAlloc")))
+            )
         if self._instance is None:
             self._calls.ask("nvmlGpmSampleGet", self._gpu, self._buffers[0])
         else:

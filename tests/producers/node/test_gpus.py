@@ -156,6 +156,7 @@ async def test_a_gpu_that_hangs_is_a_timeout_and_the_others_are_on_time(bench: B
         "model": "NVIDIA H100 80GB HBM3",
         "pci_bus_id": "00000000:0A:00.0",
         "minor": 1,
+        "info": {"driver_version": "580.0"},
         "state": "timeout",
         "metrics": {},
     }

@@ -18,9 +18,9 @@ CODES = [name for name, code in vars(binding).items() if isinstance(code, int) a
 def real(nvml: ScriptedNvml) -> Iterator[Nvml]:
     nvml.load()
     bound = Nvml()
-    bound.init()
+    bound.call("nvmlInit")
     yield bound
-    bound.shutdown()
+    bound.call("nvmlShutdown")
 
 
 def error(ask: Callable[[], Any]) -> tuple[int, str]:
@@ -41,7 +41,7 @@ def test_a_code_of_a_later_nvml_has_a_name_too() -> None:
 
 def test_answers_are_those_of_pynvml(nvml: ScriptedNvml, real: Nvml) -> None:
     assert real.count() == 8
-    assert real.driver_version() == pynvml.nvmlSystemGetDriverVersion()
+    assert real.call("nvmlSystemGetDriverVersion") == pynvml.nvmlSystemGetDriverVersion()
     gpu = real.handle(1)
     assert real.ask("nvmlDeviceGetUUID", gpu) == "GPU-5c41b7ed-0000-4000-8000-000000000001"
     nvml.set(1, power_mw=123)
@@ -61,8 +61,8 @@ def test_errors_come_as_one_kind_with_code_and_name(nvml: ScriptedNvml, real: Nv
 def test_without_a_driver_or_after_the_end_there_are_errors_too(nvml: ScriptedNvml) -> None:
     nvml.load()
     nvml.driver("absent")
-    assert error(Nvml().init) == (9, "DRIVER_NOT_LOADED")
-    assert error(Nvml().shutdown) == (1, "UNINITIALIZED")
+    assert error(lambda: Nvml().call("nvmlInit")) == (9, "DRIVER_NOT_LOADED")
+    assert error(lambda: Nvml().call("nvmlShutdown")) == (1, "UNINITIALIZED")
     assert error(Nvml().count) == (1, "UNINITIALIZED")
 
 
@@ -142,7 +142,7 @@ def test_gpm_compares_two_samples_metric_by_metric(nvml: ScriptedNvml, real: Nvm
     nvml.set(1, gpm_2=12.5)
     nvml.fail(1, "gpm:10", 999)
     gpu = real.handle(1)
-    older, newer = real.gpm_sample(), real.gpm_sample()
+    older, newer = real.call("nvmlGpmSampleAlloc"), real.call("nvmlGpmSampleAlloc")
     real.ask("nvmlGpmSampleGet", gpu, older)
     real.ask("nvmlGpmSampleGet", gpu, newer)
     assert error(lambda: real.gpm_metrics(older, newer, [2])) == (21, "NO_DATA")
@@ -156,8 +156,8 @@ def test_gpm_compares_two_samples_metric_by_metric(nvml: ScriptedNvml, real: Nvm
     assert [one.value for one in real.gpm_metrics(older, newer, [61])] == [62.25]
     assert error(lambda: real.gpm_metrics(newer, older, [2])) == (2, "INVALID_ARGUMENT")
     for sample in (older, newer):
-        real.gpm_free(sample)
-    assert error(lambda: real.gpm_free(older)) == (2, "INVALID_ARGUMENT")
+        real.call("nvmlGpmSampleFree", sample)
+    assert error(lambda: real.call("nvmlGpmSampleFree", older)) == (2, "INVALID_ARGUMENT")
     assert error(lambda: real.gpm_metrics(older, newer, [2])) == (2, "INVALID_ARGUMENT")
 
 
@@ -218,7 +218,7 @@ def test_a_count_of_gpus_that_nothing_was_filled_into_is_an_error_and_not_none(n
 
 
 def test_what_gpm_said_the_last_time_is_not_taken_for_what_it_does_not_say_now(nvml: ScriptedNvml, real: Nvml) -> None:
-    gpu, older, newer = real.handle(0), real.gpm_sample(), real.gpm_sample()
+    gpu, older, newer = real.handle(0), real.call("nvmlGpmSampleAlloc"), real.call("nvmlGpmSampleAlloc")
     real.ask("nvmlGpmSampleGet", gpu, older)
     time.sleep(0.11)  # the driver's own clock: samples closer together are refused
     real.ask("nvmlGpmSampleGet", gpu, newer)
@@ -226,4 +226,4 @@ def test_what_gpm_said_the_last_time_is_not_taken_for_what_it_does_not_say_now(n
     nvml.leave_empty(None, "nvmlGpmMetricsGet")
     assert real.gpm_metrics(older, newer, [2]) == [FieldValue(binding.NOTHING_FILLED_IN, 0, 0)]
     for sample in (older, newer):
-        real.gpm_free(sample)
+        real.call("nvmlGpmSampleFree", sample)

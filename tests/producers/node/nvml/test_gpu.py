@@ -20,6 +20,7 @@ class Bench:
         self.nvml, self.clock = FakeNvml(1), FakeClock()
         self.gpu = self.nvml.gpus[0]
         self.nvml.init()
+        self.nvml.version_error = binding.NOT_SUPPORTED
         places = FakePlaces({7: ProcessPlace("1b6c", None, None)})
         self.physical = PhysicalGpu(self.nvml, 0, places, list_every_s=10, clock=self.clock)
 
