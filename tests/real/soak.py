@@ -26,6 +26,7 @@ from delivery import topic_admin
 from delivery.connection import Connection
 from delivery.sender import Sender
 from tests.eventually import eventually
+from tests.real.accounting import books, unaccounted
 from tests.real.pipeline import Gpustream, Tick, Truth, differences, lag, records_of, stored
 from tests.real.proxy import FaultyReceiver
 from tests.real.resolver import Resolver
@@ -87,6 +88,7 @@ class Pipeline:
     poisoned: set[Place] = field(default_factory=set)
     lives: dict[tuple[str, int], list[Usage]] = field(default_factory=dict)
     quiet: list[tuple[float, float]] = field(default_factory=list)
+    unaccounted: list[str] = field(default_factory=list)
     rounds: list[Round] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -153,11 +155,13 @@ class Pipeline:
             await sender.stop()
 
     async def watch(self) -> None:
-        """Note what every process needs, every few seconds; for ever."""
+        """Note what every process needs, and whether it accounts for its records, every few seconds; for ever."""
         while True:
             for process in [one for one in self.wanted if one.running]:
                 with contextlib.suppress(OSError):  # it has just ended
                     self.lives.setdefault((process.name, process.pid), []).append(usage(process.pid))
+                metrics = await asyncio.to_thread(process.get, "/metrics")
+                self.unaccounted += [f"{process.name}: {one}" for one in unaccounted(books(metrics or ""))]
             await asyncio.sleep(5)
 
     async def whole(self, since_s: float) -> None:
@@ -289,7 +293,7 @@ class Count:
 
 async def count(pipeline: Pipeline) -> Count:
     """Compare the truth with both topics, the dead letters and Prometheus."""
-    counted, kafka = Count(), pipeline.kafka
+    counted, kafka = Count(wrong=list(pipeline.unaccounted)), pipeline.kafka
     sent = Counter([tick async for tick in ticks_of(kafka, "gpu.samples")])
     attributed: Counter[Tick] = Counter()
     newest: dict[tuple[str, str, int], int] = {}
