@@ -48,10 +48,7 @@ CHECK_S = 1.0
 AT_ONCE = 64  # how many records are made before anything else has its turn
 DRAIN_S = 3.0
 SPACING_S = 0.2  # at least so much lies between two records of a node: a pod that starts changes often
-HOLD_S = 1.0
-"""So long a new pod waits for its chain of owners. Readers wait for a new pod for 2 s, and the labels of its series
-would change if the chain came later."""
-
+HOLD_S = 1.0  # a new pod waits so long for its owners: readers wait 2 s, and owners that come later change labels
 _FORGET_S = 60.0
 
 

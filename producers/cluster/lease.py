@@ -33,11 +33,7 @@ CALL_WITHIN_S = 4.0
 RELEASE_WITHIN_S = 2.0
 LEAST_TO_END_S = 1.0  # for the work to end if the Lease is over already, because the whole process had stood still
 DURATION_S = 10.0
-
-LONGEST_DURATION_S = 60.0
-"""The longest that any Lease is believed to hold: every leader is one of ours, and a slip must not stop the next one
-for a day."""
-
+LONGEST_DURATION_S = 60.0  # no Lease is believed to hold longer: a slip must not stop the next leader for a day
 _LAST_YEAR = 9000  # above it there is little left to count up in
 _MOST_TRANSITIONS = 2**31 - 2
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)

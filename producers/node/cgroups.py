@@ -34,14 +34,11 @@ ADOPTED_WITHIN_S = 10.0  # after so long a process that belonged nowhere is look
 ENDED_WITHIN_S = 10.0  # for so long an id without a process is still that of the process that had it
 _REMEMBERED = 4096  # far above the processes that a node has on its GPUs
 _START_TIME = 19  # the place of field 22 of stat behind the parenthesis that closes field 2
-_SERVICES = {"nvidia-cuda-mps": "mps"}
-"""By command, of which the kernel keeps 15 characters: ``nvidia-cuda-mps-server`` and ``nvidia-cuda-mps-control``."""
-
+_SERVICES = {"nvidia-cuda-mps": "mps"}  # by command, of which the kernel keeps 15 characters
 _POD = re.compile(r"pod([0-9a-f]{8}(?:[-_][0-9a-f]{4}){3}[-_][0-9a-f]{12}|[0-9a-f]{32})(?=[/.:]|$)")
 _CONTAINER = re.compile(r"(?:^|[/:-])(?<!/crio-conmon-)([0-9a-f]{64})(?=\.scope|/|$)")
 _JOB = re.compile(r"/job_([0-9]+)(?=/|$)")
-_UID = re.compile(r"^Uid:\s+([0-9]{1,10})\s", re.MULTILINE)
-"""The real user id. Unlike the folder's owner it is also right for processes that may not be dumped."""
+_UID = re.compile(r"^Uid:\s+([0-9]{1,10})\s", re.MULTILINE)  # the real user id: right also if it may not be dumped
 
 
 class ProcessPlace(NamedTuple):

@@ -33,9 +33,7 @@ DRAIN_S = 4.0
 _MIB = 1024 * 1024
 LAST_WITHIN_S = 2.0  # so long waits the last tick, at the stop: with the drain it fits into a clean stop's 10 s
 HOLDERS_WITHIN_S = 0.4
-HOLDERS_EVERY_S = 0.1
-"""When an XID error comes the kubelet is asked at once who holds what, but not more often: all clients of a kubelet
-share 100 calls a second."""
+HOLDERS_EVERY_S = 0.1  # the kubelet is asked so often at most at XID errors: all its clients share 100 calls a second
 
 
 class NodeProducer:

@@ -32,10 +32,7 @@ REPEAT_MS = 24 * 3_600_000  # how often an open alert is written again
 DELETE_MS = 7 * 24 * 3_600_000  # how long a resolved alert stays
 FORGET_MS = 24 * 3_600_000  # after so long without a tick a node is taken to be removed
 LEAVING_MS = 120_000  # for how long a node that was removed from the cluster may send ticks before its machine is off
-YOUNG_MS = 10_000
-"""A condition that was pending for less is not yet in the state that is written. Counters that go on rising are written
-once in so long."""
-
+YOUNG_MS = 10_000  # what was pending for less is not written yet; rising counters are written once in so long
 _replace = msgspec.structs.replace
 
 

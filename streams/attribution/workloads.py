@@ -24,10 +24,7 @@ from topics.workloads import NodeWorkloads, Pod
 
 TOLERANCE_MS = 2_000  # by how much a node's clock may differ from the API server's before a sample misses its pod
 WHOLE_SECOND_MS = 999  # by how much later than its started_ms a pod may have begun: the API server gives whole seconds
-LISTED_MS = 10_000
-"""For how long after a pod's end the kubelet may rightly list it, because clocks and reports differ by so much. Some
-kubelets go on listing it after that."""
-
+LISTED_MS = 10_000  # so long after its end the kubelet may rightly list a pod: clocks and reports differ by so much
 REMEMBERED_MS = ((WORKLOADS.retention_hours or 0) - (SAMPLES.retention_hours or 0)) * 3_600_000
 """For how long an end is remembered: a reader that reads the oldest sample again finds it in the log."""
 

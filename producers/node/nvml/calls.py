@@ -45,8 +45,7 @@ class Tried(NamedTuple):
     error: str
 
 
-LeftOut = dict[str, tuple[Tried, ...]]
-"""By what there is not (a key of the catalogue, "processes", "info.serial", ...), what was tried, in that order."""
+LeftOut = dict[str, tuple[Tried, ...]]  # by what there is not (a key, "info.serial", ...): what was tried
 
 
 class Lost(Exception):
