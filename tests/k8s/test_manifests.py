@@ -1,5 +1,6 @@
 """The manifests of k8s/, held against the command, the Compose file and one another: no Kubernetes needed."""
 
+import re
 import tomllib
 from collections import Counter
 from collections.abc import Mapping
@@ -33,9 +34,10 @@ ROOT = K8S.parent
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 
 API_VERSIONS = {
-    "v1": {"Namespace", "Service", "ServiceAccount"},
+    "v1": {"Namespace", "ResourceQuota", "Service", "ServiceAccount"},
     "apps/v1": {"DaemonSet", "Deployment", "StatefulSet"},
     "batch/v1": {"Job"},
+    "networking.k8s.io/v1": {"NetworkPolicy"},
     "policy/v1": {"PodDisruptionBudget"},
     "rbac.authorization.k8s.io/v1": {"ClusterRole", "ClusterRoleBinding", "Role", "RoleBinding"},
 }
@@ -402,8 +404,16 @@ def group_and_resource(path: str) -> tuple[str, str]:
     return group, resource
 
 
-@pytest.mark.parametrize("thing", [one for one in OBJECTS if one.kind.endswith("Binding")], ids=str)
-def test_every_role_is_bound_to_the_cluster_producer(thing: Object) -> None:
+def test_the_network_policy_lets_in_who_scrapes_any_port_that_is_there_to_be_scraped() -> None:
+    policy = the("NetworkPolicy", "gpustream").content["spec"]
+    assert selected_by(policy["podSelector"]["matchLabels"]) == OURS
+    (rule,) = policy["ingress"]
+    assert {port["port"] for port in rule["ports"]} == {name for thing in OURS for name in ports_of(thing)}
+
+
+@pytest.mark.parametrize("name", ["gpustream-cluster", "gpustream-cluster-custom-owners", "cluster"])
+def test_every_role_is_bound_to_the_cluster_producer(name: str) -> None:
+    (thing,) = [one for one in OBJECTS if one.kind.endswith("Binding") and one.content["roleRef"]["name"] == name]
     role = thing.content["roleRef"]
     assert the(role["kind"], role["name"]).path.parent == thing.path.parent
     (subject,) = thing.content["subjects"]
@@ -427,6 +437,11 @@ def test_the_readme_gives_a_reason_for_every_rule_and_for_no_other() -> None:
             for verb in verbs.split(", ")
         }
     assert told == {rule[:3] for rule in rules("gpustream-cluster", "cluster")}
+
+
+def test_every_variable_that_the_readme_names_is_an_options() -> None:
+    options = (ROOT / "docs" / "options.md").read_text()
+    assert {name for name in re.findall(r"GPUSTREAM_[A-Z_]+", README) if f"`{name}`" not in options} == set()
 
 
 def test_the_readme_says_what_every_file_is_for() -> None:

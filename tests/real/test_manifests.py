@@ -119,7 +119,8 @@ def overlay(tmp_path: Path) -> Render:
 
 def with_components(*names: str) -> Manifest:
     """An overlay of the base with some components."""
-    return {"resources": ["../k8s/base"], "components": [f"../k8s/components/{name}" for name in names]}
+    components = [f"../k8s/components/{name}" for name in names]
+    return {"namespace": "gpustream", "resources": ["../k8s/base"], "components": components}
 
 
 def examples(word: str) -> Iterator[Any]:
@@ -179,7 +180,7 @@ def test_in_a_namespace_of_another_name_the_roles_are_bound_to_the_account_that_
     things = overlay(with_components(*COMPONENTS) | {"namespace": "elsewhere"})
     assert {thing["metadata"].get("namespace", "elsewhere") for thing in things} == {"elsewhere"}
     subjects = [subject for thing in things for subject in thing.get("subjects", [])]
-    assert [subject["namespace"] for subject in subjects] == ["elsewhere"] * 3
+    assert [subject["namespace"] for subject in subjects] == ["elsewhere"] * 4
     (namespace,) = [thing for thing in things if thing["kind"] == "Namespace"]
     assert namespace["metadata"]["name"] == "elsewhere"
 
@@ -216,6 +217,37 @@ def test_the_readmes_rules_and_webhook_are_where_the_pods_look_for_them(overlay:
     assert of_webhook in config_maps_named_in(pods["webhook"])
     (alerts,) = [thing for thing in things if thing["metadata"]["name"].startswith("alerts-")]
     assert alerts["data"]["GPUSTREAM_RULES"] == "/etc/gpustream/alert-rules/rules.toml"
+
+
+def test_with_kafka_security_every_pod_of_ours_sees_the_secret_and_every_option_that_names_its_files(
+    overlay: Render,
+) -> None:
+    (said,) = examples("components/kafka-security")
+    pods = [pod["spec"] for pod in templates(overlay(said))]
+    assert len(pods) == 7
+    for pod in pods:
+        (container,) = pod["containers"]
+        (volume,) = [one for one in pod["volumes"] if one.get("secret", {}).get("secretName") == "kafka"]
+        (mount,) = [one for one in container["volumeMounts"] if one["name"] == volume["name"]]
+        assert pod["securityContext"]["fsGroup"]
+        assert any(source["configMapRef"]["name"].startswith("gpustream-") for source in container["envFrom"])
+        files = [literal.partition("=")[2] for literal in said["configMapGenerator"][0]["literals"] if "=/" in literal]
+        assert {str(Path(file).parent) for file in files} == {mount["mountPath"]}
+
+
+def test_openshift_picks_the_users_of_all_but_the_node_producer_whatever_other_components_add(overlay: Render) -> None:
+    for pod in templates(overlay(with_components("webhook", "scrape", "kafka-security", "openshift"))):
+        context, name = pod["spec"]["securityContext"], pod["metadata"]["labels"]["app.kubernetes.io/component"]
+        if name == "node":
+            assert (context["runAsUser"], context["seLinuxOptions"]) == (0, {"type": "spc_t"})
+            assert pod["spec"]["serviceAccountName"] == "node"
+        else:
+            assert context == {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
+
+
+def templates(things: list[Manifest]) -> list[Manifest]:
+    """The pod templates of what is rendered."""
+    return [thing["spec"]["template"] for thing in things if "template" in thing.get("spec", {})]
 
 
 def names(things: list[Manifest], kind: str) -> list[str]:
@@ -384,7 +416,7 @@ def test_what_the_base_grants_is_enough_for_the_cluster_producer_and_all_of_it_i
 # What the pods may do
 
 
-def pods_of(folder: str) -> dict[str, Manifest]:
+def pods_of(things: list[Manifest]) -> dict[str, Manifest]:
     """A pod of each workload, as its controller would make it."""
     return {
         thing["metadata"]["name"]: {
@@ -393,7 +425,7 @@ def pods_of(folder: str) -> dict[str, Manifest]:
             "metadata": {"generateName": "pod-", "labels": thing["spec"]["template"]["metadata"]["labels"]},
             "spec": thing["spec"]["template"]["spec"],
         }
-        for thing in render(K8S / folder)
+        for thing in things
         if "template" in thing.get("spec", {})
     }
 
@@ -406,13 +438,27 @@ def let_in(cluster: Cluster, namespace: str, pod: Manifest) -> tuple[bool, str]:
 
 @pytest.mark.parametrize(("folder", "namespace"), [("base", "gpustream"), ("try", "gpustream-try")])
 def test_the_namespace_lets_every_pod_in(cluster: Cluster, folder: str, namespace: str) -> None:
-    outcomes = {name: let_in(cluster, namespace, pod) for name, pod in pods_of(folder).items()}
+    outcomes = {name: let_in(cluster, namespace, pod) for name, pod in pods_of(render(K8S / folder)).items()}
     assert outcomes == dict.fromkeys(outcomes, (True, ""))
     assert outcomes
 
 
-def test_all_but_the_node_producer_would_be_let_in_by_the_restricted_standard(cluster: Cluster) -> None:
-    outcomes = {name: let_in(cluster, "gpustream-try", pod) for name, pod in pods_of("base").items()}
+def test_a_node_producer_that_is_critical_to_its_node_is_let_in(cluster: Cluster, overlay: Render) -> None:
+    things = overlay(with_components("critical-node"))
+    (quota,) = [thing for thing in things if thing["kind"] == "ResourceQuota"]
+    assert cluster.apply(quota, dry=True).status == 201
+    node = pods_of(things)["node"]
+    assert node["spec"]["priorityClassName"] == "system-node-critical"
+    assert let_in(cluster, "gpustream", node) == (True, "")
+
+
+def test_all_but_the_node_producer_would_be_let_in_by_the_restricted_standard(
+    cluster: Cluster, overlay: Render
+) -> None:
+    outcomes = {
+        name: let_in(cluster, "gpustream-try", pod)
+        for name, pod in pods_of(overlay(with_components("scrape", "kafka-security"))).items()
+    }
     refused = {name: message for name, (admitted, message) in outcomes.items() if not admitted}
     assert refused.keys() == {"node"}
     assert "hostPID=true" in refused["node"]
