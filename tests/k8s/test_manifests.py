@@ -1,10 +1,12 @@
 """The manifests of k8s/, held against the command, the Compose file and one another: no Kubernetes needed."""
 
+import dataclasses
 import re
 import tomllib
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 import yaml
@@ -14,6 +16,8 @@ from gpustream.serve import STOP_WITHIN_S
 from producers.cluster import owners
 from producers.cluster.component import PATHS
 from producers.cluster.config import default_lease
+from sinks import SINKS
+from streams import STREAMS
 from tests.k8s.manifests import (
     K8S,
     OBJECTS,
@@ -29,6 +33,7 @@ from tests.k8s.manifests import (
     the,
 )
 from tests.test_compose import SERVICES, parsed
+from topics.topic import PARTITIONS
 
 ROOT = K8S.parent
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
@@ -37,6 +42,8 @@ API_VERSIONS = {
     "v1": {"Namespace", "ResourceQuota", "Service", "ServiceAccount"},
     "apps/v1": {"DaemonSet", "Deployment", "StatefulSet"},
     "batch/v1": {"Job"},
+    "keda.sh/v1alpha1": {"ScaledObject"},
+    "monitoring.coreos.com/v1": {"PodMonitor", "ServiceMonitor"},
     "networking.k8s.io/v1": {"NetworkPolicy"},
     "policy/v1": {"PodDisruptionBudget"},
     "rbac.authorization.k8s.io/v1": {"ClusterRole", "ClusterRoleBinding", "Role", "RoleBinding"},
@@ -250,6 +257,36 @@ def test_a_stateful_set_is_governed_by_a_headless_service_beside_it(thing: Objec
     assert service.path.parent == thing.path.parent
     assert service.content["spec"]["clusterIP"] == "None"
     assert selected_by(service.content["spec"]["selector"]) == [thing]
+
+
+@pytest.mark.parametrize("thing", [one for one in OBJECTS if one.kind == "ScaledObject"], ids=str)
+def test_what_is_scaled_is_scaled_on_the_lag_of_its_own_group_up_to_the_partitions(thing: Object) -> None:
+    spec = thing.content["spec"]
+    scaled = the(spec["scaleTargetRef"]["kind"], spec["scaleTargetRef"]["name"])
+    (lag,) = [trigger["metadata"] for trigger in spec["triggers"] if trigger["type"] == "kafka"]
+    folder, name = scaled.container["args"]
+    registered = {"stream": STREAMS, "sink": SINKS}[folder][name]
+    group = next(
+        field.default for field in dataclasses.fields(resolve_name(registered.settings)) if field.name == "group"
+    )
+    assert lag["consumerGroup"] == group
+    assert lag["topic"] == registered.reads[0]
+    assert lag["bootstrapServersFromEnv"] in environment(scaled.container, config_maps())
+    assert spec["maxReplicaCount"] == PARTITIONS
+    assert spec["minReplicaCount"] == scaled.content["spec"]["replicas"]
+
+
+def test_the_monitors_scrape_every_port_of_every_pod_of_ours() -> None:
+    pods, gpus = the("PodMonitor", "gpustream").content["spec"], the("ServiceMonitor", "gpus").content["spec"]
+    assert selected_by(pods["selector"]["matchLabels"]) == OURS
+    (scraped,) = [
+        one
+        for one in OBJECTS
+        if one.kind == "Service" and selects(gpus["selector"]["matchLabels"], one.content["metadata"]["labels"])
+    ]
+    asked = {one["port"] for one in (*pods["podMetricsEndpoints"], *gpus["endpoints"])}
+    assert asked == {name for thing in OURS for name in ports_of(thing)}
+    assert {one["port"] for one in gpus["endpoints"]} <= {port["name"] for port in scraped.content["spec"]["ports"]}
 
 
 def test_the_kafka_of_the_try_is_that_of_the_compose_file_but_for_where_it_listens() -> None:

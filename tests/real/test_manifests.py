@@ -9,6 +9,7 @@ import subprocess
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
+from tests.eventually import eventually_sync
 from tests.k8s.manifests import K8S, README, Manifest
 from tests.real.conftest import need
 from tests.real.kubernetes import ADMIN, ApiServer
@@ -23,6 +25,7 @@ from tests.real.pipeline import Gpustream
 from tests.real.servers import KafkaServer, Missing, find_promtool, real_dir
 
 KUSTOMIZE = "kustomize-5.8.2"
+CUSTOM_RESOURCES = "crds-1"
 
 COMPONENTS = sorted(folder.parent.name for folder in (K8S / "components").glob("*/kustomization.yaml"))
 ACCOUNT = "system:serviceaccount:gpustream:cluster"
@@ -35,6 +38,14 @@ def find_kustomize() -> Path:
     if not found:
         raise Missing(f"no {KUSTOMIZE} in {real_dir()} and none on PATH: make real-servers")
     return Path(found)
+
+
+def find_custom_resources() -> Path:
+    """The definitions of KEDA's and the Prometheus operator's objects; raises :class:`Missing`."""
+    found = real_dir() / CUSTOM_RESOURCES
+    if not found.is_dir():
+        raise Missing(f"no {CUSTOM_RESOURCES} in {real_dir()}: make real-servers")
+    return found
 
 
 class Answer(NamedTuple):
@@ -80,11 +91,23 @@ class Cluster:
 @pytest.fixture(scope="module")
 def cluster(kube_api: ApiServer) -> Cluster:
     """The run's API server, where the namespaces of k8s/ are, and of the rest only what a test leaves there."""
+    need(find_custom_resources)
     asked = Cluster(kube_api)
+    for file in find_custom_resources().glob("*.yaml"):
+        definition = yaml.safe_load(file.read_text())
+        assert asked.apply(definition, dry=False).status in {200, 201}
+        eventually_sync(partial(established, asked, definition["metadata"]["name"]))
     for folder in ("base", "try"):
         (namespace,) = [thing for thing in render(K8S / folder) if thing["kind"] == "Namespace"]
         assert asked.apply(namespace, dry=False).status in {200, 201}
     return asked
+
+
+def established(asked: Cluster, name: str) -> bool:
+    """Whether the API server serves a custom resource."""
+    answer = asked.ask("GET", f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{name}")
+    conditions = answer.body.get("status", {}).get("conditions") or []
+    return any((one["type"], one["status"]) == ("Established", "True") for one in conditions)
 
 
 def render(folder: Path) -> list[Manifest]:
@@ -233,6 +256,19 @@ def test_with_kafka_security_every_pod_of_ours_sees_the_secret_and_every_option_
         assert any(source["configMapRef"]["name"].startswith("gpustream-") for source in container["envFrom"])
         files = [literal.partition("=")[2] for literal in said["configMapGenerator"][0]["literals"] if "=/" in literal]
         assert {str(Path(file).parent) for file in files} == {mount["mountPath"]}
+
+
+def test_the_readmes_authentication_is_that_of_every_scaled_objects_kafka_trigger(
+    cluster: Cluster, overlay: Render
+) -> None:
+    (authentication,), (patched,) = examples("kind: TriggerAuthentication"), examples("kind: ScaledObject")
+    assert cluster.apply(authentication, dry=True).status == 201
+    scaled = [thing for thing in overlay(with_components("keda") | patched) if thing["kind"] == "ScaledObject"]
+    assert len(scaled) == 3
+    for thing in scaled:
+        assert cluster.apply(thing, dry=True).status == 201
+        (trigger,) = [one for one in thing["spec"]["triggers"] if one["type"] == "kafka"]
+        assert trigger["authenticationRef"] == {"name": authentication["metadata"]["name"]}
 
 
 def test_openshift_picks_the_users_of_all_but_the_node_producer_whatever_other_components_add(overlay: Render) -> None:
