@@ -29,7 +29,7 @@ from sinks.outcomes import Outcomes
 
 log = logging.getLogger(__name__)
 
-BATCH_RECORDS = 500
+BATCH_RECORDS = 250
 """So many records of a partition are read, and held, at a time."""
 
 LEAVE_S = 4.0
@@ -38,6 +38,7 @@ LEAVE_S = 4.0
 _CANCEL_S = 0.5
 _MEASURE_S = 1.0
 _POLL_S = 0.5
+_POLL_BUSY_S = 0.1
 _RETRY_S = 0.5
 _QUIET_EVERY_S = 1.0
 
@@ -246,7 +247,7 @@ class Assignment:
             elif position >= resume:
                 self.next = position
                 await self._be_quiet(position)
-            batch = await self._group.fetch({self.tp}, _POLL_S, BATCH_RECORDS)
+            batch = await self._group.fetch({self.tp}, _POLL_BUSY_S if self._unfinished else _POLL_S, BATCH_RECORDS)
             if self.abandon.is_set():
                 return
             records: Sequence[Record] = batch.get(self.tp, ())

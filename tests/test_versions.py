@@ -11,7 +11,7 @@ from gpustream.alerts import Seen
 from sinks import alerts as alert_records
 from sinks.alertmanager import ActiveAlerts, postable
 from sinks.remote_write.alerts import AlertSeries
-from sinks.remote_write.partition import OpenSeries
+from sinks.remote_write.nodes import OpenSeries
 from sinks.series.translation import Translator
 from streams.alerts import tick as alert_ticks
 from streams.alerts.memory import decode as decode_state

@@ -27,7 +27,7 @@ from sinks.remote_write.protobuf import (
     ts_width,
     varint,
 )
-from sinks.series.model import Kind, Row, Rows, SampleGroup
+from sinks.series.model import Kind, Row, Rows, SampleGroup, SeriesSet
 
 _SYMBOL = 0x22
 _TIMESERIES = 0x2A
@@ -87,13 +87,22 @@ class Encoder:
         most_symbols = len(self._constants) + sum([len(group.series.labels) for group in groups])
         width = next(width for width in _REF_WIDTHS if most_symbols < 1 << 7 * width)
         symbols, fresh = dict(self._constants), list[bytes]()
-        written = [self._group(group, width, symbols, fresh) for group in groups]
+        written: list[bytes] = []
+        ready: dict[
+            tuple[SeriesSet, int], tuple[_Plan, list[bytes]]
+        ] = {}  # several ticks of a node are of the same sets
+        for series, ts_ms, values in groups:
+            key = (series, ts_width(ts_ms))
+            if key not in ready:
+                ready[key] = self._labelled(series, (width, key[1]), symbols, fresh)
+            plan, cuts = ready[key]
+            written.append(plan.pack.pack(*plan.order((*plan.constants, *cuts, *values, timestamp(ts_ms)))))
         return b"".join([bytes(self._constant_symbols), *fresh, *written])
 
-    def _group(self, group: SampleGroup, width: int, symbols: dict[str, int], fresh: list[bytes]) -> bytes:
-        """The series of a group. Label values that are new in this request become symbols, in ``fresh``."""
-        series, ts_ms, values = group
-        widths = (width, ts_width(ts_ms))
+    def _labelled(
+        self, series: SeriesSet, widths: tuple[int, int], symbols: dict[str, int], fresh: list[bytes]
+    ) -> tuple[_Plan, list[bytes]]:
+        """How a set is written, and its references. Label values that are new in this request are put in ``fresh``."""
         plan: _Plan | None = series.cache[self._token].get(widths)
         if plan is None:
             shape = _Shape(tuple(name for name, _ in series.labels), series.rows, *widths)
@@ -107,10 +116,9 @@ class Encoder:
             if at is None:
                 at = symbols[value] = len(symbols)
                 fresh.append(_symbol(value))
-            pieces += [_ref(symbols[name], width), _ref(at, width)]
+            pieces += [_ref(symbols[name], widths[0]), _ref(at, widths[0])]
         refs = b"".join(pieces)
-        cuts = [refs[cut] for cut in plan.cuts]
-        return plan.pack.pack(*plan.order((*plan.constants, *cuts, *values, timestamp(ts_ms))))
+        return plan, [refs[cut] for cut in plan.cuts]
 
 
 _symbol = lru_cache(maxsize=65536)(partial(text, _SYMBOL))

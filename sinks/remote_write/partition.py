@@ -1,147 +1,49 @@
-"""One partition of gpu.attributed on its way to the receiver: requests, and what became of each record.
+"""One partition of gpu.attributed on its way to the receiver: what is read and not finished, and what became of it.
 
-In: records, in order. Out: requests, dead letters, the offset after each request.
-State, per node: the last sample's identity, and the open series. It changes only when a tick is settled.
-A request holds at most one tick of a node. So what is sent twice, after a crash, a timeout or a refusal, is an exact
-duplicate of the newest sample of its series, and receivers take that silently.
-A series that is missing from a tick ends with a staleness marker at the tick's time. The series of a node that went
-silent end 1 ms after its last tick, so that a tick that still comes is later than the marker.
+In: records, in order. Out: the records to the queue; dead letters; the offset before which all is finished.
+State: the records that are read and not finished; of those that are finished and counted only later, because one before
+them is not, what became of them.
+A request that was accepted and not yet committed when the process ended is sent again, perhaps in other pieces. So a
+tick that may have been sent before, is later than all that its node had accepted, and is refused as out of order, is in
+already: only a later sample of its node makes it so, and that was never sent before it.
 """
 
 import asyncio
+import contextlib
+import math
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
-from delivery import replays
+import msgspec
+
 from delivery.dead_letters import DeadLetters, Record
 from delivery.instruments import Instruments
-from delivery.replays import Last, Verdict
+from delivery.ledger import Ledger, Partition
 from sinks.outcomes import Outcome, Outcomes, Undecodable, decoded
-from sinks.remote_write.policy import UNTIMELY
+from sinks.remote_write.nodes import NodeTick, OpenSeries
+from sinks.remote_write.policy import THERE, UNTIMELY
+from sinks.remote_write.queue import Ended, Lane, Place, Queue, ReadRecord, decode
 from sinks.remote_write.refusals import LEFT_OUT, Delivered, Deliverer, Refused
-from sinks.series.model import STALE, SampleGroup, SeriesSet, primaries, samples_of
-from sinks.series.translation import Cache, Translator
+from sinks.series.model import primaries, samples_of
 from topics.attributed import TOPIC, AttributedSample
-from topics.topic import decoder
 
-_MAX_MS = 2**63 - 1
-_FORGET_AFTER_S = 24 * 3600
+AHEAD_RECORDS = 2000
+"""So many records of a partition are read and not finished, and at most a batch more."""
+
+AHEAD_BYTES = 64 << 20
+"""So many bytes of records are read and not finished in all partitions together, and at most a batch more of each."""
+
+_DOUBT_RECORDS = 3 * AHEAD_RECORDS
+_COUNT_EVERY_S = 0.25
 _SILENT_NODES = 64
-_decode = decoder(AttributedSample)
-
-NodeKey = tuple[str, str]
-
-
-@dataclass(slots=True)
-class _Node:
-    """What is known of a node. ``last`` is its last sample, ``heard_s`` the clock's time when that was settled."""
-
-    last: Last
-    heard_s: float
-    ts_ms: int | None = None
-    open: tuple[SeriesSet, ...] = ()
-    cache: Cache = field(default_factory=Cache)
-
-
-class NodeTick(NamedTuple):
-    """What a record writes. ``clashes`` counts values that are left out because another device has the same labels."""
-
-    sample: AttributedSample
-    groups: list[SampleGroup]
-    open: tuple[SeriesSet, ...]
-    markers: int
-    clashes: int
-
-    @property
-    def node(self) -> NodeKey:
-        """Whose tick it is."""
-        return self.sample.cluster, self.sample.node
-
-
-class Silence(NamedTuple):
-    """The end of all open series of a node that was not heard of for long."""
-
-    node: NodeKey
-    groups: list[SampleGroup]
-
-
-class OpenSeries:
-    """The series that the nodes of a partition have written so far. ``now_s`` is a clock that never steps back."""
-
-    def __init__(self, translator: Translator) -> None:
-        self._translator = translator
-        self._nodes: dict[NodeKey, _Node] = {}
-        self._unsettled: dict[NodeKey, Cache] = {}
-
-    def verdict(self, sample: AttributedSample) -> Verdict:
-        """Whether this record is its node's next one, was settled before, or is the first of a new log."""
-        node = self._nodes.get((sample.cluster, sample.node))
-        return replays.verdict(node.last if node else None, sample)
-
-    def tick(self, sample: AttributedSample) -> NodeTick:
-        """What a record writes: its series, each once, and an end for those that are gone."""
-        key = (sample.cluster, sample.node)
-        node = self._nodes.get(key)
-        cache = node.cache if node else self._unsettled.setdefault(key, Cache())
-        _, groups = self._translator.translate(sample, cache)
-        written = tuple([group.series for group in groups])
-        if node is not None and written == node.open:
-            return NodeTick(sample, groups, written, 0, 0)
-        kept = list({group.series.identity: group for group in reversed(groups)}.values())[::-1]  # the first of equals
-        there = {group.series.identity: frozenset(group.series.rows) for group in kept}
-        markers: list[SampleGroup] = []
-        for series in node.open if node is not None else ():
-            rows = tuple([row for row in series.rows if row not in there.get(series.identity, ())])
-            if rows:  # all of a set, as a rule, and then it is the one that was written
-                gone = series if len(rows) == len(series.rows) else SeriesSet(series.labels, rows, series.subject)
-                markers.append(SampleGroup(gone, sample.ts_ms, [STALE] * len(rows)))
-        clashes = samples_of(groups) - samples_of(kept)
-        open_ = tuple([group.series for group in kept])
-        return NodeTick(sample, [*kept, *markers], open_, samples_of(markers), clashes)
-
-    def settle(self, tick: NodeTick, now_s: float, *, accepted: bool) -> None:
-        """A tick was finished. One that was refused leaves the open series as they were before it."""
-        sample = tick.sample
-        node = self._nodes.get(tick.node)
-        if node is None:
-            cache = self._unsettled.pop(tick.node, None) or Cache()
-            node = self._nodes[tick.node] = _Node(replays.after(None, sample), now_s, cache=cache)
-        node.last, node.heard_s = replays.after(node.last, sample), now_s
-        if accepted:
-            node.ts_ms, node.open = sample.ts_ms, tick.open
-
-    def recall(self, sample: AttributedSample, now_s: float) -> None:
-        """A record that an earlier life settled: know it, and write nothing."""
-        if self.verdict(sample) != "replay":
-            self.settle(self.tick(sample), now_s, accepted=True)
-
-    def silent(self, now_s: float, stale_after_s: float) -> list[Silence]:
-        """The ends of the nodes that were not heard of for so long. They are open until :meth:`ended`."""
-        for key in [key for key, node in self._nodes.items() if now_s - node.heard_s > _FORGET_AFTER_S]:
-            del self._nodes[key]
-        found = []
-        for key, node in self._nodes.items():
-            if node.open and node.ts_ms is not None and now_s - node.heard_s >= stale_after_s:
-                ts_ms = min(node.ts_ms + 1, _MAX_MS)
-                ends = [SampleGroup(series, ts_ms, [STALE] * len(series.rows)) for series in node.open]
-                found.append(Silence(key, ends))
-        return found
-
-    def ended(self, silence: Silence) -> None:
-        """A node's silence was written, or refused for good."""
-        self._nodes[silence.node].open = ()
-
-    def clear(self) -> None:
-        """The topic was created again: offsets start again."""
-        self._nodes.clear()
-        self._unsettled.clear()
 
 
 class RemoteWriteShared(NamedTuple):
-    """What all partitions of a sink use together."""
+    """What all partitions of a sink use together. ``slots`` bounds the requests of alerts that are under way."""
 
     deliverer: Deliverer
     letters: DeadLetters
@@ -152,55 +54,64 @@ class RemoteWriteShared(NamedTuple):
     stale_after_s: float
 
 
-class _TickRecord(NamedTuple):
-    """A record and what it says: a tick, an error, or neither if it is a replay."""
-
-    record: Record
-    sample: AttributedSample | None = None
-    tick: NodeTick | None = None
-    error: str = ""
-
-
 class RemoteWritePartition:
     """The handler of a partition."""
 
-    def __init__(self, series: OpenSeries, shared: RemoteWriteShared) -> None:
-        self._series, self._shared = series, shared
+    def __init__(self, series: OpenSeries, shared: RemoteWriteShared, queue: Queue) -> None:
+        self._series, self._shared, self._queue = series, shared, queue
+        self._place = Place(queue.clock_s())
+        queue.places.add(self._place)
+        self._ledger = Ledger()
+        self._lanes: dict[bytes | None, Lane] = {}
+        self._ends: dict[int, Callable[[], None]] = {}
+        self._abandon: asyncio.Event | None = None
+        self._moved = asyncio.Event()
+        self._tp = Partition(TOPIC.name, -1)
+        self._doubt_before = 0
+        self._counted_s = -math.inf
 
     def recall(self, records: Sequence[Record]) -> None:
         """Know what was sent before."""
         for record in records:
             try:
-                self._series.recall(decoded(record, _decode, TOPIC.name), time.monotonic())
+                self._series.recall(decoded(record, decode, TOPIC.name), time.monotonic())
             except Undecodable:
                 continue  # its dead letter was written then
 
     async def deliver(self, records: Sequence[Record], abandon: asyncio.Event) -> AsyncGenerator[int]:
-        """Send the records, request by request; dead letters first, so that nothing is counted that may be repeated."""
-        shared = self._shared
-        for batch in self._requests(records):
-            async with shared.slots:
-                ticks = [read.tick.groups for read in batch if read.tick]
-                results = iter(await shared.deliverer.deliver(ticks, abandon))
-            ends = []
-            for read in batch:
-                result = next(results) if read.tick else None
-                outcome, why = _outcome(read, result)
-                if outcome == "delivered" and read.sample is not None:
-                    shared.outcomes.delay(read.sample)
-                if outcome == "dead_lettered":
-                    await shared.letters.bury(read.record, why, abandon)
-                ends.append((read, result, outcome, why))
-            now_s = time.monotonic()
-            for read, result, outcome, why in ends:
-                if read.tick is not None and result is not None:
-                    self._series.settle(read.tick, now_s, accepted=not result.nothing_of(read.tick.groups))
-                    self._count(read.tick, result)
-                shared.outcomes.finish(outcome, why, read.sample)
-            yield batch[-1].record.offset + 1
+        """Put the records into the queue, and finish what was sent; it waits only if too much is unfinished.
+
+        When ``abandon`` is set, it waits for what is under way.
+        """
+        if records:
+            self._put(records, abandon)
+        self._queue.pump()
+        while True:
+            self._moved.clear()
+            if self._queue.failure is not None:
+                raise self._queue.failure
+            leaving = abandon.is_set()
+            sending = leaving and any(lane.busy for lane in self._lanes.values())
+            position = self._ledger.position(self._tp) or 0
+            finished = [offset for offset in sorted(self._ends) if offset < position]
+            now_s = self._queue.clock_s()
+            if finished and not sending and (leaving or now_s - self._counted_s >= _COUNT_EVERY_S):
+                self._counted_s = now_s
+                for offset in finished:
+                    self._ends.pop(offset)()
+                yield finished[-1] + 1
+            elif sending or (self._is_full() and not leaving):
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_COUNT_EVERY_S):
+                        await self._moved.wait()
+                self._queue.pump()
+            else:
+                return
 
     async def quiet(self, abandon: asyncio.Event) -> None:
         """End the series of nodes that went silent."""
+        self._place.at_end = True
+        self._queue.pump()
         silences = self._series.silent(time.monotonic(), self._shared.stale_after_s)
         for start in range(0, len(silences), _SILENT_NODES):
             some = silences[start : start + _SILENT_NODES]
@@ -214,58 +125,111 @@ class RemoteWritePartition:
     def reset(self) -> None:
         """The topic was created again."""
         self._series.clear()
+        self._forget()
+        self._ends.clear()
 
-    def _requests(self, records: Sequence[Record]) -> Iterator[list[_TickRecord]]:
-        """Cut the records into requests: full, or before a node's second tick. Made only when the last is settled."""
-        batch: list[_TickRecord] = []
-        nodes: set[NodeKey] = set()
-        samples = 0
+    def _forget(self) -> None:
+        """What is read and not finished is not ours to send any more."""
+        for lane in self._lanes.values():
+            lane.waiting.clear()
+        self._lanes.clear()
+        self._ledger.forget()
+        self._abandon = None
+
+    def _put(self, records: Sequence[Record], abandon: asyncio.Event) -> None:
+        """Put records into the lanes of their nodes, but what was finished before the partition was taken away."""
+        tp = Partition(records[0].topic, records[0].partition)
+        if abandon is not self._abandon:
+            self._forget()
+            self._ledger.begin({tp: records[0].offset})
+            self._series.doubt()
+            self._place.at_end = True  # until something of it is settled; what is under way has a place of its own
+            self._tp, self._abandon, self._doubt_before = tp, abandon, records[0].offset + _DOUBT_RECORDS
         for record in records:
-            try:
-                sample = decoded(record, _decode, TOPIC.name)
-            except Undecodable as error:
-                batch.append(_TickRecord(record, error=str(error)))
+            slot = self._ledger.admit(tp, record.offset, len(record.value or b""))
+            if record.offset in self._ends:
+                self._ledger.finish(slot)
                 continue
-            if (sample.cluster, sample.node) in nodes:
-                yield batch
-                batch, nodes, samples = [], set(), 0
-            verdict = self._series.verdict(sample)
-            if verdict == "replay":
-                batch.append(_TickRecord(record, sample))
-                continue
-            if verdict == "new_log":
-                self._shared.outcomes.new_log(record.partition)
-            tick = self._series.tick(sample)
-            batch.append(_TickRecord(record, sample, tick))
-            nodes.add(tick.node)
-            samples += samples_of(tick.groups)
-            if samples >= self._shared.max_samples:
-                yield batch
-                batch, nodes, samples = [], set(), 0
-        if batch:
-            yield batch
+            lane = self._lanes.get(record.key)
+            if lane is None:
+                lane = self._lanes[record.key] = Lane(self._series, self._settle, self._moved, abandon)
+            lane.waiting.append(ReadRecord(record, slot, in_doubt=record.offset < self._doubt_before))
+            if len(lane.waiting) == 1 and not lane.busy:
+                self._queue.ready(lane)
 
-    def _count(self, tick: NodeTick, result: Delivered) -> None:
-        """Count a tick's values by what became of them."""
+    def _is_full(self) -> bool:
+        """Whether no more is to be read before something is finished."""
+        ahead = (self._ledger.expected(self._tp) or 0) - (self._ledger.position(self._tp) or 0)
+        return ahead >= AHEAD_RECORDS or self._ledger.open_bytes >= AHEAD_BYTES // len(self._queue.places)
+
+    async def _settle(self, ended: Sequence[Ended]) -> None:
+        """Records of a node were sent, if they have a tick: write dead letters, and note what became of each."""
+        for read, result in ended:
+            tick, abandon = read.tick, self._abandon
+            if abandon is None or read.slot.epoch != self._ledger.epoch:
+                return
+            if tick and result and (read.in_doubt or result.in_doubt) and self._series.is_newest(tick):
+                result.refused = [one for one in result.refused if one[1].reason not in THERE]
+                result.written = 0
+            outcome, why = _outcome(read, result)
+            if outcome == "delivered" and read.sample:
+                self._shared.outcomes.delay(read.sample)
+            if outcome == "dead_lettered":
+                await self._shared.letters.bury(read.record, why, abandon)
+                if read.slot.epoch != self._ledger.epoch:
+                    return
+            values = _Values()
+            if tick and result:
+                if self._series.verdict(tick.sample) == "new_log":
+                    self._shared.outcomes.new_log(self._tp.partition)
+                values = _values(tick, result)
+                now_s, accepted = time.monotonic(), not result.nothing_of(tick.groups)
+                whole = not (result.refused or result.left_out)
+                self._series.settle(tick, now_s, accepted=accepted, whole=whole)
+            who = read.sample and msgspec.structs.replace(read.sample, devices=())
+            self._ends[read.slot.offset] = partial(self._count, outcome, why, who, values)
+            self._ledger.finish(read.slot)
+            self._place.move(read, self._queue.clock_s())
+
+    def _count(self, outcome: Outcome, why: str, sample: AttributedSample | None, values: "_Values") -> None:
+        """Count a record, and its values, by what became of them."""
         made = self._shared.instruments
-        refused, left_out = _values(result.refused), _values(result.left_out)
-        if result.written:
-            untimely = [group for group, refusal in result.refused if refusal.reason in UNTIMELY]
-            most = samples_of(untimely) - result.written
-            refused = Counter({why: min(of, most) if why in UNTIMELY else of for why, of in refused.items()})
-        delivered = primaries(tick.groups) - refused.total() - left_out.total()
-        made.counter("gpustream_remote_write_values_delivered_total").inc(delivered)
-        for reason, values in refused.items():
-            made.counter("gpustream_remote_write_values_refused_total", reason).inc(values)
-        for reason, values in left_out.items():
-            made.counter("gpustream_remote_write_values_left_out_total", reason).inc(values)
-        if tick.clashes:
-            made.counter("gpustream_remote_write_values_clashing_total").inc(tick.clashes)
-        if tick.markers and not result.refused and not result.left_out:
-            made.counter("gpustream_remote_write_markers_total").inc(tick.markers)
+        made.counter("gpustream_remote_write_values_delivered_total").inc(values.delivered)
+        for reason, number in values.refused.items():
+            made.counter("gpustream_remote_write_values_refused_total", reason).inc(number)
+        for reason, number in values.left_out.items():
+            made.counter("gpustream_remote_write_values_left_out_total", reason).inc(number)
+        if values.clashes:
+            made.counter("gpustream_remote_write_values_clashing_total").inc(values.clashes)
+        if values.markers:
+            made.counter("gpustream_remote_write_markers_total").inc(values.markers)
+        self._shared.outcomes.finish(outcome, why, sample)
 
 
-def _values(refused: Iterable[Refused]) -> Counter[str]:
+@dataclass(slots=True)
+class _Values:
+    """How many values of metrics of a tick, by what became of them, and how many of its series ended."""
+
+    delivered: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+    left_out: Counter[str] = field(default_factory=Counter)
+    clashes: int = 0
+    markers: int = 0
+
+
+def _values(tick: NodeTick, result: Delivered) -> _Values:
+    """What became of a tick's values."""
+    refused, left_out = _by_reason(result.refused), _by_reason(result.left_out)
+    if result.written:
+        untimely = [group for group, refusal in result.refused if refusal.reason in UNTIMELY]
+        most = samples_of(untimely) - result.written
+        refused = Counter({why: min(of, most) if why in UNTIMELY else of for why, of in refused.items()})
+    delivered = primaries(tick.groups) - refused.total() - left_out.total()
+    markers = 0 if result.refused or result.left_out else tick.markers
+    return _Values(delivered, refused, left_out, tick.clashes, markers)
+
+
+def _by_reason(refused: Iterable[Refused]) -> Counter[str]:
     """How many values of metrics are refused, by reason."""
     values: Counter[str] = Counter()
     for group, refusal in refused:
@@ -273,7 +237,7 @@ def _values(refused: Iterable[Refused]) -> Counter[str]:
     return values
 
 
-def _outcome(read: _TickRecord, result: Delivered | None) -> tuple[Outcome, str]:
+def _outcome(read: ReadRecord, result: Delivered | None) -> tuple[Outcome, str]:
     """What became of a record, and why: a reason to count by, or what its dead letter says."""
     if read.error:
         return "dead_lettered", read.error

@@ -31,6 +31,9 @@ AHEAD_MS = 5 * 60_000
 UNTIMELY = frozenset({"out_of_order", "too_old", "duplicate", "conflict"})
 """Reasons for which a node's tick as a whole is dropped: sending it in parts would change nothing."""
 
+THERE = frozenset({"out_of_order", "duplicate", "conflict"})
+"""Reasons that say that a receiver has a later sample, or this one."""
+
 WHOLE = UNTIMELY | {"too_far_ahead"}
 """Reasons that hold for all of a node's tick, as all of it has one time."""
 
@@ -75,11 +78,13 @@ class Refusal(NamedTuple):
     """Why samples were refused: a reason to count by, and one line of what was said.
 
     ``written``: how many of them were not, of those that were refused for their time by a receiver that says so.
+    ``sent_before``: no attempt before this one was answered, and any of them may have been accepted.
     """
 
     reason: str
     text: str
     written: int = 0
+    sent_before: bool = False
 
 
 def meaning(answer: Answer, protocol: Protocol, samples: int, *, speaks_2_0: bool = False) -> Meaning:

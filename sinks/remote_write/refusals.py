@@ -1,10 +1,11 @@
 """Delivers what a receiver takes of some ticks, and finds out what it does not take.
 
-In: ticks, each a list of groups, at most one of a node. Out: for each, what of it was refused and left out, and why.
+In: ticks, each a list of groups, those of a node in their order. Out: for each, what of it was refused and left out,
+and why.
 State: the series that were refused lately, and how large a request may be.
 A refused request is halved, by tick, then by device, then by series, the earlier half first, until the rest is in.
-To send a sample again is safe: no two ticks of a request are one node's, so it is still the newest of its series, and
-receivers take an exact duplicate of the newest sample silently, whether they kept a part of the refused request or not.
+To send a sample again is safe. A receiver may have kept a part of the refused request, or not: it takes an exact
+duplicate of the newest sample of a series silently, and refuses an older one, which is in then.
 
 A refused request of m ticks costs at most 2 m requests to find the ticks, and at most ``BUDGET`` more for each of
 those. If ``FEW`` series of a tick or of a device, far from one another, are refused one by one and none is accepted,
@@ -143,13 +144,14 @@ class Delivered:
     """What became of a tick: the groups of it that were refused now or left out, with the reasons; else all is in.
 
     ``written``: so many samples of what was refused for its time are in all the same; which ones is not known.
-    ``requests`` counts those that found it out.
+    ``requests`` counts those that found it out. ``in_doubt``: it was sent more than once, and may have been in already.
     """
 
     refused: list[Refused] = field(default_factory=list)
     left_out: list[Refused] = field(default_factory=list)
     written: int = 0
     requests: int = 0
+    in_doubt: bool = False
 
     def nothing_of(self, tick: Sequence[SampleGroup]) -> bool:
         """Whether the tick has series, and none of them was accepted."""
@@ -189,6 +191,7 @@ class Deliverer:
         """
         self._left_out.expire(self._clock_s())
         cuts = [self._left_out.cut(tick) for tick in ticks]
+        again = False
         while True:
             results = [Delivered(left_out=left) for _, left in cuts]
             pieces = [_Piece(result, group) for result, (sent, _) in zip(results, cuts, strict=True) for group in sent]
@@ -196,9 +199,12 @@ class Deliverer:
             try:
                 await bisection.run()
             except _RefusesEverything:
+                again = True
                 continue
             for group, refusal in bisection.found:
                 self._left_out.add(group, refusal, self._clock_s())
+            for result in results:
+                result.in_doubt = again or bisection.sent_again
             return results
 
 
@@ -221,7 +227,10 @@ class _RefusesEverything(Exception):
 
 
 class _Bisection:
-    """Pieces on their way. ``found`` are the series that are refused for what they are, if that was found out."""
+    """Pieces on their way. ``found`` are the series that are refused for what they are, if that was found out.
+
+    ``sent_again``: some of it was sent more than once.
+    """
 
     def __init__(
         self,
@@ -232,6 +241,7 @@ class _Bisection:
         pieces: _Pieces,
     ) -> None:
         self.found: list[Refused] = []
+        self.sent_again = False
         self._sender, self._size, self._clock_s, self._abandon, self._all = sender, size, clock_s, abandon, pieces
         self._accepted_before = sender.accepted
         self._last_refusal: tuple[Refusal, int] | None = None
@@ -258,6 +268,7 @@ class _Bisection:
         refusal = await self._request(pieces)
         if refusal is None:
             return
+        self.sent_again |= refusal.sent_before
         if refusal.reason not in UNTIMELY:
             await self._ensure_it_accepts_anything(refusal, self._accepted_before)
         ticks = list({id(piece.result): piece.result for piece in pieces}.values())
@@ -265,6 +276,7 @@ class _Bisection:
         if refusal.reason == TOO_LARGE and samples > 1:
             await self._send_smaller(pieces, samples)
         elif len(ticks) > 1:
+            self.sent_again = True
             second = ticks[len(ticks) // 2]
             cut = next(number for number, piece in enumerate(pieces) if piece.result is second)
             await self._send_ticks(pieces[:cut])

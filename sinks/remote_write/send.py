@@ -36,7 +36,7 @@ SERVER_ERRORS = 5
 """So many 500 in a row are the request's fault, if others are accepted meanwhile."""
 
 _BACKOFF_FIRST_S = 0.2
-_BACKOFF_MAX_S = 30.0
+_BACKOFF_MAX_S = 5.0
 _PROBE_FIRST_S = 10.0
 _PROBE_MAX_S = 60.0
 _LOG_EVERY_S = 30.0
@@ -77,7 +77,7 @@ class RemoteWriteSender:
     """Sends requests of one sink to its receiver; several may be under way at once.
 
     ``failing`` says why the receiver does not accept, None while it does; ``accepted`` counts the requests of which it
-    accepted something. ``first_s`` is the first wait before trying again; it doubles, to half a minute. ``probe_s`` is
+    accepted something. ``first_s`` is the first wait before trying again; it doubles, to 5 s. ``probe_s`` is
     the first wait before a receiver that refuses everything is asked again; it doubles, to a minute.
     """
 
@@ -107,6 +107,7 @@ class RemoteWriteSender:
     async def send(self, groups: Sequence[SampleGroup], abandon: asyncio.Event) -> Refusal | None:
         """Send until accepted (None) or refused. Raises Abandoned."""
         body, protocol, errors, attempt, accepted_before = b"", self.protocol, 0, 0, self.accepted
+        unanswered = False
         while True:
             if self._holding:
                 await self._hold(groups, abandon)
@@ -115,14 +116,15 @@ class RemoteWriteSender:
                 body = self._encode(groups, protocol)
             answer, means = await self._attempt(body, protocol, samples_of(groups))
             if means == "accepted":
-                self._newest = groups[:1]
+                self._newest = groups[-1:]
                 return None
             errors = errors + 1 if means == "server-error" else 0
             if errors == SERVER_ERRORS and self.accepted == accepted_before:
                 accepts_others = self._newest and await self._probe(self._newest, 0)
                 errors = errors if accepts_others else 0
             if means in {"refused", "too-large"} or errors >= SERVER_ERRORS:
-                return refusal(answer, groups[0].ts_ms, int(time.time() * 1000))
+                refused = refusal(answer, groups[0].ts_ms, int(time.time() * 1000))
+                return refused._replace(sent_before=unanswered)
             if means == "not-2.0" and not self._fixed:  # what was refused too waits until a small request is accepted
                 self._fall_back(answer)
                 if answer.status >= 400:
@@ -131,6 +133,7 @@ class RemoteWriteSender:
                 hint = ": it does not speak remote write 2.0, use --protocol auto or 1.0" if means == "not-2.0" else ""
                 self._begin_hold(answer.said + hint)
             else:
+                unanswered = True
                 await pause(attempt, answer.retry_after_s, abandon, first_s=self._first_s, max_s=_BACKOFF_MAX_S)
                 attempt += 1
 
@@ -196,7 +199,8 @@ class RemoteWriteSender:
         """
         small = self._newest
         if not small or turn % 2:
-            rows = [(group, row) for group in groups for row in range(len(group.values))]
+            first = {id(group.series): group for group in reversed(groups)}  # or it would be later than what is to come
+            rows = [(group, row) for group in first.values() for row in range(len(group.values))]
             group, row = rows[int(len(rows) * (turn * _GOLDEN_RATIO % 1))]  # far from those of the turns before
             small = [group.part([row])]
         protocol = self.protocol

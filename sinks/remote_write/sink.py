@@ -15,7 +15,9 @@ from sinks import outcomes
 from sinks.consumer import GroupReader, Source
 from sinks.outcomes import OnOutcome, Outcomes
 from sinks.remote_write.alerts import AlertPartition, AlertSeries
-from sinks.remote_write.partition import OpenSeries, RemoteWritePartition, RemoteWriteShared
+from sinks.remote_write.nodes import OpenSeries
+from sinks.remote_write.partition import RemoteWritePartition, RemoteWriteShared
+from sinks.remote_write.queue import Queue
 from sinks.remote_write.refusals import Deliverer
 from sinks.remote_write.send import Client, RemoteWriteSender
 from sinks.series.translation import Translator
@@ -130,9 +132,11 @@ class RemoteWriteSink:
             stale_after_s=settings.stale_after_s,
         )
 
+        queue = Queue(shared.deliverer, at_once=settings.max_in_flight, max_samples=settings.max_request_samples)
+        translator = Translator(settings.names, settings.labels or settings.names, settings.max_labels)
+
         def samples(_: int) -> RemoteWritePartition:
-            translator = Translator(settings.names, settings.labels or settings.names, settings.max_labels)
-            return RemoteWritePartition(OpenSeries(translator), shared)
+            return RemoteWritePartition(OpenSeries(translator), shared, queue)
 
         def alerts(_: int) -> AlertPartition:
             return AlertPartition(AlertSeries(settings.max_labels), shared)
@@ -146,6 +150,7 @@ class RemoteWriteSink:
             async with connecting(sender):
                 await self._reader.run(stop)
         finally:
+            await queue.close()
             await client.close()
 
     def not_ready(self) -> list[str]:

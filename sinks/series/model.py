@@ -16,6 +16,9 @@ Subject = Literal["metrics", "info", "rest", "part", "errors", "pod", "alert"]
 
 Value = int | float
 
+_ROW_BYTES = 70
+"""About what a sample takes in a request, with its name and its own labels."""
+
 STALE: float = struct.unpack("<d", struct.pack("<Q", 0x7FF0000000000002))[0]
 """The value that ends a series in Prometheus: a NaN with just these bits."""
 
@@ -37,18 +40,21 @@ Rows = tuple[Row, ...]
 class SeriesSet:
     """The series of one device: its labels (sorted by name, none of them a row's), the rows, what they are about.
 
-    ``primaries`` counts the rows that are a value of ``metrics``. ``cache`` is the encoders': what they made of labels
-    and rows, under a key of their own.
+    ``primaries`` counts the rows that are a value of ``metrics``, ``bytes`` is about what all rows take in a request,
+    before it is compressed. ``cache`` is the encoders': what they made of labels and rows, under a key of their own.
     """
 
     labels: Labels
     rows: Rows
     subject: Subject = "metrics"
     primaries: int = field(init=False)
+    bytes: int = field(init=False)
     cache: dict[Any, Any] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "primaries", sum([row.primary for row in self.rows]))
+        label_bytes = sum([len(name) + len(value) + 6 for name, value in self.labels])
+        object.__setattr__(self, "bytes", len(self.rows) * (label_bytes + _ROW_BYTES))
 
     @property
     def identity(self) -> tuple[Subject, Labels]:

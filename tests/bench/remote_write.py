@@ -23,8 +23,10 @@ from delivery.dead_letters import DeadLetters
 from delivery.instruments import Instruments
 from sinks.outcomes import Outcomes
 from sinks.remote_write import encode_v1, encode_v2
-from sinks.remote_write.partition import OpenSeries, RemoteWritePartition, RemoteWriteShared
+from sinks.remote_write.nodes import OpenSeries
+from sinks.remote_write.partition import RemoteWritePartition, RemoteWriteShared
 from sinks.remote_write.policy import Protocol
+from sinks.remote_write.queue import Queue
 from sinks.remote_write.refusals import Deliverer
 from sinks.remote_write.send import Client, RemoteWriteSender
 from sinks.remote_write.sink import COMPONENT, INSTRUMENTS
@@ -139,7 +141,7 @@ def log(nodes: int, ticks: int, *, cold: bool = False, shared: bool = False) -> 
                 "attribution": "exact",
                 "devices": devices,
             }
-            records.append(Read(len(records), msgspec.json.encode(content)))
+            records.append(Read(len(records), msgspec.json.encode(content), key=b"%d" % node))
     return records
 
 
@@ -208,10 +210,14 @@ async def all_of_it(records: Sequence[Read], url: str, protocol: Protocol) -> tu
         max_samples=settings.max_request_samples,
         stale_after_s=60.0,
     )
-    handler = RemoteWritePartition(OpenSeries(Translator("otel", "otel")), shared)
+    queue = Queue(shared.deliverer, at_once=settings.max_in_flight, max_samples=settings.max_request_samples)
+    handler = RemoteWritePartition(OpenSeries(Translator("otel", "otel")), shared, queue)
     cpu, wall = time.process_time(), time.perf_counter()
-    async for _ in handler.deliver(records, asyncio.Event()):
-        pass
+    finished, abandon = [0], asyncio.Event()
+    while finished[-1] < len(records):
+        given = () if finished[1:] else records
+        finished += [step async for step in handler.deliver(given, abandon)] or [0]
+        await asyncio.sleep(0.001)
     spent = time.process_time() - cpu, time.perf_counter() - wall
     await client.close()
     delivered = made.registry.get_sample_value("gpustream_remote_write_values_delivered_total")

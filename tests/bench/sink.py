@@ -1,6 +1,10 @@
 """Values per CPU-second from gpu.attributed to a receiver, next to a bare aiokafka loop over the same log.
 
     python -m tests.bench.sink [TICKS]
+    python -m tests.bench.sink catch-up [TICKS [TREE]]
+
+The second catches up on a backlog of 20 nodes in 8 partitions, three times, in turn with the sink of another source
+tree, if one is given.
 
 The sink is the whole process, reading a log of 8 GPUs x 27 values a tick from Apache Kafka, for a receiver that takes
 everything at once. CPU is user and system time, all threads, less that of a start on an empty topic: a start on a group
@@ -11,8 +15,9 @@ import asyncio
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from itertools import product
 from pathlib import Path
 
 from delivery import topic_admin
@@ -24,6 +29,7 @@ from tests.real.pipeline import Gpustream, lag
 from tests.real.servers import KafkaServer
 
 NODES = 64
+FEW_NODES, PARTITIONS = 20, 8
 TOPIC = "gpu.attributed"
 
 
@@ -54,6 +60,36 @@ def main(count: int) -> None:
                 row(f"remote write {protocol}, {label}", values, spent_s, bare_s, count)
 
 
+def catch_up(count: int, trees: Sequence[str]) -> None:
+    """Prints a row for each turn of each source tree: ticks a second, in a second of its own CPU, and its memory."""
+    sys.stdout.write(f"{count} ticks of {GPUS} x {len(KEYS)} values, {FEW_NODES} nodes, {PARTITIONS} partitions\n\n")
+    sys.stdout.write("| sink | ticks a second | ticks a CPU-second | peak MiB |\n|---|---|---|---|\n")
+    with ExitStack() as servers:
+        directory = Path(servers.enter_context(tempfile.TemporaryDirectory()))
+        kafka = servers.enter_context(KafkaServer(directory / "kafka"))
+        url = servers.enter_context(null_receiver())
+        asyncio.run(topic_admin.create(kafka.connection, partitions=PARTITIONS, replication_factor=1))
+
+        def sink(group: str, tree: str) -> Gpustream:
+            options = ("--kafka", kafka.address, "--url", url, "--from", "earliest", "--group", group)
+            arguments = ("sink", "remote-write", *options)
+            return Gpustream(directory / group, *arguments, environment={"PYTHONPATH": tree})
+
+        start_s = [cpu_of(sink(f"start-{number}", tree), kafka.address, "") for number, tree in enumerate(trees)]
+        asyncio.run(produce(kafka.address, count, {}, FEW_NODES))
+        for turn, (number, tree) in product(range(3), enumerate(trees)):
+            group = f"catch-up-{turn}-{number}"
+            with sink(group, tree) as one:
+                began = time.perf_counter()
+                while asyncio.run(lag(kafka.address, group, [TOPIC])):
+                    time.sleep(0.2)
+                took_s, spent_s = time.perf_counter() - began, cpu_s(one.pid) - start_s[number]
+                peak_kib = Path(f"/proc/{one.pid}/status").read_text().partition("VmHWM:")[2].split()[0]
+            figures = f"{count / took_s:.0f} | {count / spent_s:.0f} | {int(peak_kib) / 1024:.0f}"
+            sys.stdout.write(f"| {Path(tree).name}, {turn + 1} | {figures} |\n")
+            sys.stdout.flush()
+
+
 def row(name: str, values: int, spent_s: float, bare_s: float, count: int) -> None:
     """One line of the table."""
     figures = f"{values / spent_s / 1e6:.2f} M | {spent_s / count * 1e6:.0f} | {spent_s / bare_s:.1f}"
@@ -71,17 +107,17 @@ def cpu_of(sink: Gpustream, kafka: str, group: str) -> float:
     return spent_s
 
 
-async def produce(kafka: str, count: int, kind: Mapping[str, bool]) -> None:
+async def produce(kafka: str, count: int, kind: Mapping[str, bool], nodes: int = NODES) -> None:
     """The log of that kind, with a node's ticks in one partition and offsets as the stream writes them."""
     sender = Sender(Connection(kafka), client_id="bench", max_batch_bytes=512 * 1024)
     await sender.start()
-    waiting = [
-        await sender.send(TOPIC, record.value, key=b"%d" % (number % NODES))
-        for number, record in enumerate(log(NODES, count // NODES, **kind))
-    ]
+    waiting = [await sender.send(TOPIC, record.value, key=record.key) for record in log(nodes, count // nodes, **kind)]
     await asyncio.gather(*waiting)
     await sender.stop()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 6400)
+    if sys.argv[1:2] == ["catch-up"]:
+        catch_up(int(sys.argv[2]) if len(sys.argv) > 2 else 20_000, sys.argv[3:] or [str(Path.cwd())])
+    else:
+        main(int(sys.argv[1]) if len(sys.argv) > 1 else 6400)

@@ -12,6 +12,7 @@ from delivery.instruments import Instrument
 from sinks import outcomes
 from topics.attributed import AttributedSample
 from topics.dead_letters import Headers
+from topics.topic import node_key
 
 
 def outcome_instruments(component: str) -> tuple[Instrument, ...]:
@@ -34,7 +35,8 @@ def record(of: AttributedSample | bytes, offset: int | None = None) -> Read:
     """A record of a tick, at the tick's own offset, or of some bytes."""
     value = of if isinstance(of, bytes) else msgspec.json.encode(of)
     at = offset if offset is not None else of.offset if isinstance(of, AttributedSample) else 0
-    return Read(at, value, at * 1000)
+    key = node_key(of.cluster, of.node) if isinstance(of, AttributedSample) else b"c1/n1"
+    return Read(at, value, at * 1000, key)
 
 
 @dataclass

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sinks.remote_write.partition import NodeTick, OpenSeries
+from sinks.remote_write.nodes import NodeTick, OpenSeries
 from sinks.series.model import STALE, SampleGroup
 from sinks.series.translation import Translator
 from tests.sinks.conftest import KEYS, SERIES, device, sample

@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from delivery.dead_letters import Abandoned, DeadLetters
 from delivery.instruments import Instruments
 from sinks.outcomes import Outcome, Outcomes
-from sinks.remote_write.partition import OpenSeries, RemoteWritePartition, RemoteWriteShared
+from sinks.remote_write.nodes import OpenSeries
+from sinks.remote_write.partition import RemoteWritePartition, RemoteWriteShared
 from sinks.remote_write.policy import Protocol
+from sinks.remote_write.queue import Queue
 from sinks.remote_write.refusals import Deliverer
 from sinks.remote_write.send import RemoteWriteSender
 from sinks.remote_write.sink import COMPONENT, INSTRUMENTS
@@ -37,7 +39,7 @@ class Setup:
         max_samples: int = 1000,
         probe_s: float = 0.0,
     ) -> None:
-        self.now_s = 0.0
+        self.now_s = self.queue_s = 0.0
         self.receiver = receiver or Receiver()
         self.sender = FakeSender()
         self.made = Instruments(INSTRUMENTS)
@@ -55,20 +57,28 @@ class Setup:
             max_samples=max_samples,
             stale_after_s=0.0,
         )
-        self.handler = RemoteWritePartition(OpenSeries(Translator("otel", "otel")), shared)
+        self.queue = Queue(shared.deliverer, at_once=2, max_samples=max_samples, clock_s=lambda: self.queue_s)
+        self.handler = RemoteWritePartition(OpenSeries(Translator("otel", "otel")), shared, self.queue)
 
     def _told(self, _cluster: str, node: str, _run: int, seq: int, outcome: Outcome) -> None:
         self.outcomes.append((node, seq, outcome))
 
     async def deliver(self, *records: Read) -> None:
+        """Gives the handler records, and calls it until it has finished them."""
         self.counted.read(len(records))
-        finished = 0
+        unfinished: Sequence[Read] = records
         try:
-            async for step in self.handler.deliver(records, self.abandon):
-                self.steps.append(step)
-                finished = sum(one.offset < step for one in records)
+            while unfinished:
+                async for step in self.handler.deliver(records, self.abandon):
+                    self.steps.append(step)
+                    unfinished = [one for one in unfinished if one.offset >= step]
+                if unfinished and self.abandon.is_set():
+                    raise Abandoned
+                records = ()
+                self.queue_s += 1.0
+                await asyncio.sleep(0)
         finally:
-            self.counted.release(len(records) - finished)
+            self.counted.release(len(unfinished))
 
     def count(self, name: str) -> int:
         wanted = f"gpustream_remote_write_{name}"
@@ -108,8 +118,7 @@ async def test_a_request_holds_one_tick_of_a_node_and_ends_when_full() -> None:
     one = Setup(max_samples=2 * len(KEYS))
     nodes = "a", "b", "a", "c", "d", "e"
     await one.deliver(*(record(sample(number, node=node)) for number, node in enumerate(nodes, 1)))
-    assert one.steps == [3, 5, 7]
-    assert one.receiver.requests == 3
+    assert one.receiver.sizes == [2 * len(SERIES)] * 3
 
 
 async def test_a_replay_is_dropped_as_a_duplicate_even_within_a_batch() -> None:

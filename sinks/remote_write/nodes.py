@@ -1,0 +1,153 @@
+"""What the nodes of a partition have written so far: their open series, and how they end.
+
+In: ticks, each node's in order. Out: what a tick writes, as groups of samples.
+State, per node: the last sample's identity, and the open series. It changes only when a tick is settled.
+A series that is missing from a tick ends with a staleness marker at the tick's time. The series of a node that went
+silent end 1 ms after its last tick, so that a tick that still comes is later than the marker.
+"""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from delivery import replays
+from delivery.replays import Last, Verdict
+from sinks.series.model import STALE, SampleGroup, SeriesSet, samples_of
+from sinks.series.translation import Cache, Translator
+from topics.attributed import AttributedSample
+
+_MAX_MS = 2**63 - 1
+_FORGET_AFTER_S = 24 * 3600
+
+NodeKey = tuple[str, str]
+
+
+@dataclass(slots=True)
+class _Node:
+    """What is known of a node. ``last`` is its last sample, ``heard_s`` the clock's time when that was settled.
+
+    ``ts_ms`` and ``open``: the time and the series of the last one that was accepted. ``proven``: all of that was
+    accepted, by this process.
+    """
+
+    last: Last
+    heard_s: float
+    ts_ms: int | None = None
+    open: tuple[SeriesSet, ...] = ()
+    proven: bool = False
+    cache: Cache = field(default_factory=Cache)
+
+
+class NodeTick(NamedTuple):
+    """What a record writes. ``clashes`` counts values that are left out because another device has the same labels."""
+
+    sample: AttributedSample
+    groups: list[SampleGroup]
+    open: tuple[SeriesSet, ...]
+    markers: int
+    clashes: int
+
+    @property
+    def node(self) -> NodeKey:
+        """Whose tick it is."""
+        return self.sample.cluster, self.sample.node
+
+
+class Silence(NamedTuple):
+    """The end of all open series of a node that was not heard of for long."""
+
+    node: NodeKey
+    groups: list[SampleGroup]
+
+
+class OpenSeries:
+    """The series that the nodes of a partition have written so far. ``now_s`` is a clock that never steps back."""
+
+    def __init__(self, translator: Translator) -> None:
+        self._translator = translator
+        self._nodes: dict[NodeKey, _Node] = {}
+        self._unsettled: dict[NodeKey, Cache] = {}
+
+    def verdict(self, sample: AttributedSample, before: AttributedSample | None = None) -> Verdict:
+        """Whether this record is its node's next one, was settled before, or is the first of a new log.
+
+        ``before``: the node's tick before it, if that is not settled yet.
+        """
+        node = self._nodes.get((sample.cluster, sample.node))
+        last = node.last if node else None
+        return replays.verdict(replays.after(last, before) if before else last, sample)
+
+    def is_proven(self, tick: NodeTick) -> bool:
+        """Whether it writes just the series of which the node's last tick was accepted whole."""
+        node = self._nodes.get(tick.node)
+        return node is not None and node.proven and tick.open == node.open and not tick.markers
+
+    def is_newest(self, tick: NodeTick) -> bool:
+        """Whether it is later than all of its node that is known to be accepted."""
+        node = self._nodes.get(tick.node)
+        return node is None or node.ts_ms is None or tick.sample.ts_ms > node.ts_ms
+
+    def doubt(self) -> None:
+        """Somebody else may have sent later ticks meanwhile: nothing is proven any more."""
+        for node in self._nodes.values():
+            node.proven = False
+
+    def tick(self, sample: AttributedSample) -> NodeTick:
+        """What a record writes: its series, each once, and an end for those that are gone."""
+        key = (sample.cluster, sample.node)
+        node = self._nodes.get(key)
+        cache = node.cache if node else self._unsettled.setdefault(key, Cache())
+        _, groups = self._translator.translate(sample, cache)
+        written = tuple([group.series for group in groups])
+        if node is not None and written == node.open:
+            return NodeTick(sample, groups, written, 0, 0)
+        kept = list({group.series.identity: group for group in reversed(groups)}.values())[::-1]  # the first of equals
+        there = {group.series.identity: frozenset(group.series.rows) for group in kept}
+        markers: list[SampleGroup] = []
+        for series in node.open if node is not None else ():
+            rows = tuple([row for row in series.rows if row not in there.get(series.identity, ())])
+            if rows:  # all of a set, as a rule, and then it is the one that was written
+                gone = series if len(rows) == len(series.rows) else SeriesSet(series.labels, rows, series.subject)
+                markers.append(SampleGroup(gone, sample.ts_ms, [STALE] * len(rows)))
+        clashes = samples_of(groups) - samples_of(kept)
+        open_ = tuple([group.series for group in kept])
+        return NodeTick(sample, [*kept, *markers], open_, samples_of(markers), clashes)
+
+    def settle(self, tick: NodeTick, now_s: float, *, accepted: bool, whole: bool = False) -> None:
+        """A tick was finished. One that was refused leaves the open series as they were before it.
+
+        ``whole``: nothing of it was refused or left out.
+        """
+        sample = tick.sample
+        node = self._nodes.get(tick.node)
+        if node is None:
+            cache = self._unsettled.pop(tick.node, None) or Cache()
+            node = self._nodes[tick.node] = _Node(replays.after(None, sample), now_s, cache=cache)
+        node.last, node.heard_s, node.proven = replays.after(node.last, sample), now_s, whole
+        if accepted:
+            node.ts_ms, node.open = sample.ts_ms, tick.open
+
+    def recall(self, sample: AttributedSample, now_s: float) -> None:
+        """A record that an earlier life settled: know it, and write nothing."""
+        if self.verdict(sample) != "replay":
+            self.settle(self.tick(sample), now_s, accepted=True)
+
+    def silent(self, now_s: float, stale_after_s: float) -> list[Silence]:
+        """The ends of the nodes that were not heard of for so long. They are open until :meth:`ended`."""
+        for key in [key for key, node in self._nodes.items() if now_s - node.heard_s > _FORGET_AFTER_S]:
+            del self._nodes[key]
+        found = []
+        for key, node in self._nodes.items():
+            if node.open and node.ts_ms is not None and now_s - node.heard_s >= stale_after_s:
+                ts_ms = min(node.ts_ms + 1, _MAX_MS)
+                ends = [SampleGroup(series, ts_ms, [STALE] * len(series.rows)) for series in node.open]
+                found.append(Silence(key, ends))
+        return found
+
+    def ended(self, silence: Silence) -> None:
+        """A node's silence was written, or refused for good."""
+        self._nodes[silence.node].open = ()
+
+    def clear(self) -> None:
+        """The topic was created again: offsets start again."""
+        self._nodes.clear()
+        self._unsettled.clear()
