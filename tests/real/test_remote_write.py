@@ -105,9 +105,9 @@ async def test_a_kill_between_an_accepted_write_and_its_commit_loses_and_repeats
     attributed: KafkaServer, prometheus: PrometheusServer, protocol: str
 ) -> None:
     fleet = Fleet()
-    records = fleet.history(now_ms(), 60, 5)
+    records = fleet.history(now_ms(), 30, 5)
     await write(attributed, records)
-    kills, accepted = [5, 9], 0
+    kills, accepted = [2, 5], 0
     process: asyncio.subprocess.Process | None = None
 
     async def accept_then_kill(_: web.Request, forward: Forward) -> web.StreamResponse:
@@ -127,7 +127,6 @@ async def test_a_kill_between_an_accepted_write_and_its_commit_loses_and_repeats
         async with running(last):
             await eventually(lambda: caught_up(last), "the rest delivered")
     assert set(ends(last)) == {"delivered"}
-    assert count(last, "requests_total") == accepted_by(last)
     assert await fleet.stored(prometheus, "gpu_utilization") == expected(records)
 
 
@@ -146,14 +145,34 @@ def caught_up(one: RemoteWriteSink) -> bool:
     )
 
 
-def accepted_by(one: RemoteWriteSink) -> float:
-    """How many requests the receiver took."""
-    return sum(
-        sample.value
-        for metric in one.registry.collect()
-        for sample in metric.samples
-        if sample.name == "gpustream_remote_write_requests_total" and sample.labels["result"] == "accepted"
-    )
+@pytest.mark.parametrize("protocol", ["1.0", "2.0"])
+async def test_requests_of_several_ticks_of_a_node_whose_answers_are_lost_lose_nothing_and_count_as_delivered(
+    attributed: KafkaServer, prometheus: PrometheusServer, protocol: str
+) -> None:
+    fleet, requests, largest = Fleet(), 0, 0
+    records = fleet.history(now_ms(), 40, 4)
+    await write(attributed, records)
+
+    async def lose_every_second_answer(request: web.Request, forward: Forward) -> web.StreamResponse:
+        nonlocal requests, largest
+        requests += 1
+        answer = await forward()
+        if answer.status < 300:
+            largest = max(largest, int(answer.headers.get(WRITTEN, 0)))
+            if requests % 2 and request.transport is not None:
+                request.transport.abort()
+        return answer
+
+    async with receiver(prometheus, lose_every_second_answer) as url:
+        one = sink(attributed, url, protocol=protocol)
+        async with running(one):
+            await eventually(lambda: sum(ends(one).values()) == 160, "160 records finished")
+    assert ends(one) == {"delivered": 160}
+    assert count(one, "values_delivered_total") == 160 * VALUES
+    assert protocol == "1.0" or largest > 4 * SERIES, "requests had several ticks of a node"
+    refused = {"protocol": protocol, "result": "refused"}
+    assert (one.registry.get_sample_value("gpustream_remote_write_requests_total", refused) or 0) > 0
+    assert await fleet.stored(prometheus, "gpu_utilization") == expected(records)
 
 
 async def test_a_receiver_that_says_204_to_2_0_and_stores_nothing_gets_1_0(
