@@ -21,6 +21,7 @@ from datetime import UTC, datetime
 from typing import Any, Literal, NamedTuple
 
 import click
+import msgspec
 import orjson
 from aiokafka.errors import KafkaError, ProducerFenced
 
@@ -33,9 +34,10 @@ from gpustream import history, logs
 from gpustream.command import KAFKA, LOG_FORMAT, Argument, Command, counted, option
 from gpustream.history import History
 from gpustream.topics import FAILED, answer, show
+from topics import allocations, samples
 from topics import dead_letters as contract
 from topics.dead_letters import MAX_KEY_BYTES, Cause
-from topics.topic import MAX_MESSAGE_BYTES
+from topics.topic import MAX_MESSAGE_BYTES, decoder
 
 TRANSACTIONS = "gpustream-dead-letters"
 
@@ -160,6 +162,66 @@ async def original(past: History, letter: Letter) -> Original | str:
     return Original(key, record.value)
 
 
+class _Event(msgspec.Struct, frozen=True):
+    allocations_seq: int | None = None
+
+
+class _Device(msgspec.Struct, frozen=True):
+    events: tuple[_Event, ...] | None = None
+
+
+class _Tick(msgspec.Struct, frozen=True):
+    """What of a tick, or of a snapshot, says which snapshots it is about."""
+
+    run_id: int
+    seq: int
+    allocations_seq: int | None = None
+    devices: tuple[_Device, ...] = ()
+
+
+class Snapshots:
+    """Finds the snapshots that ticks name. Each partition of gpu.allocations is read once, when it is asked for."""
+
+    def __init__(self, past: History) -> None:
+        self._past = past
+        self._offsets: dict[int, dict[tuple[bytes | None, int, int], int]] = {}
+        self._given: set[tuple[int, int]] = set()
+        self._decode = decoder(_Tick)
+
+    async def named_by(self, letter: Letter, record: Original) -> list[Original]:
+        """The snapshots that a tick and its events name, as far as the topic has them and they were not given yet."""
+        if letter.cause.origin.topic != samples.TOPIC.name:
+            return []
+        try:
+            tick = self._decode(record.value or b"")
+        except msgspec.DecodeError:
+            return []
+        partition = letter.cause.origin.partition
+        events = [event.allocations_seq for device in tick.devices for event in device.events or ()]
+        found = []
+        for seq in sorted({one for one in (tick.allocations_seq, *events) if one is not None}):
+            offset = (await self._of(partition)).get((record.key, tick.run_id, seq))
+            if offset is None or (partition, offset) in self._given:
+                continue
+            self._given.add((partition, offset))
+            snapshot = await self._past.record(Partition(allocations.TOPIC.name, partition), offset)
+            if snapshot is not None:
+                found.append(Original(snapshot.key, snapshot.value))
+        return found
+
+    async def _of(self, partition: int) -> dict[tuple[bytes | None, int, int], int]:
+        """Where the snapshots of a partition stand, by their key, run and seq."""
+        if partition not in self._offsets:
+            self._offsets[partition] = offsets = {}
+            tp = Partition(allocations.TOPIC.name, partition)
+            async for records in self._past.records({tp: (await self._past.spans(tp.topic))[tp]}):
+                for record in records:
+                    with contextlib.suppress(msgspec.DecodeError):
+                        snapshot = self._decode(record.value or b"")
+                        offsets[record.key, snapshot.run_id, snapshot.seq] = record.offset
+        return self._offsets[partition]
+
+
 def refused(letter: Letter) -> str | None:
     """Why a letter is not to be sent again; None if it may be."""
     if letter.done:
@@ -178,13 +240,13 @@ class Resubmission:
 
     def __init__(self, connection: Connection, sender: Any) -> None:
         self._connection, self._sender = connection, sender
-        self._batch: list[tuple[Letter, Original]] = []
+        self._batch: list[tuple[Letter, Original, list[Original]]] = []
         self._bytes = 0
         self.sent = 0
 
-    async def add(self, letter: Letter, record: Original) -> None:
-        """Send a letter's record, now or with those that come next."""
-        self._batch.append((letter, record))
+    async def add(self, letter: Letter, record: Original, snapshots: list[Original]) -> None:
+        """Send a letter's record, now or with those that come next, after the ``snapshots`` that it names."""
+        self._batch.append((letter, record, snapshots))
         self._bytes += len(record.value or b"")
         if len(self._batch) >= _BATCH_RECORDS or self._bytes >= _BATCH_BYTES:
             await self.flush()
@@ -198,8 +260,11 @@ class Resubmission:
         try:
             async with self._sender.transaction():
                 acknowledged = []
-                for letter, record in batch:
+                for letter, record, snapshots in batch:
                     name, partition, _ = letter.cause.origin
+                    for one in snapshots:
+                        to = theirs(allocations.TOPIC.name)
+                        acknowledged.append(await self._sender.send(to, one.value, key=one.key, partition=partition))
                     acknowledged += [
                         await self._sender.send(theirs(name), record.value, key=record.key, partition=partition),
                         await self._sender.send(
@@ -214,7 +279,7 @@ class Resubmission:
         except ProducerFenced as error:
             raise BrokerError("another `gpustream dead-letters resubmit` began: this one has ended") from error
         except KafkaError as error:
-            places = ", ".join(str(letter.id) for letter, _ in batch[:10])
+            places = ", ".join(str(letter.id) for letter, *_ in batch[:10])
             raise BrokerError(f"letters {places} ...: not sent: {describe(error)}. Run the command again") from error
         self.sent += len(batch)
 
@@ -330,18 +395,19 @@ async def _list(connection: Connection, since_s: float, wanted: Wanted, by: By) 
     async with history.opened(connection, [contract.TOPIC.name]) as past:
         async for letter in letters(past, since_s):
             if letter in wanted:
-                row = _row(letter)
+                one = row(letter)
                 key = {
-                    "reason": (row.stage, row.topic, row.reason),
-                    "topic": (row.topic,),
-                    "node": (row.key,),
-                    "letter": (row.last_letter,),
+                    "reason": (one.stage, one.topic, one.reason),
+                    "topic": (one.topic,),
+                    "node": (one.key,),
+                    "letter": (one.last_letter,),
                 }[by]
-                rows[key] = _merged(rows[key], row) if key in rows else row
+                rows[key] = merged(rows[key], one) if key in rows else one
     return sorted(rows.values(), key=lambda row: (-row.letters, row.last))
 
 
-def _row(letter: Letter) -> Row:
+def row(letter: Letter) -> Row:
+    """A letter by itself."""
     cause = letter.cause
     return Row(
         1,
@@ -355,21 +421,21 @@ def _row(letter: Letter) -> Row:
     )
 
 
-def _merged(row: Row, more: Row) -> Row:
-    """Both rows as one."""
+def merged(one: Row, more: Row) -> Row:
+    """Two rows as one."""
 
     def common(mine: str, theirs: str) -> str:
         return mine if mine == theirs else "several"
 
     return Row(
-        letters=row.letters + more.letters,
-        sent_again=row.sent_again + more.sent_again,
-        last=max(row.last, more.last),
-        stage=common(row.stage, more.stage),
-        topic=common(row.topic, more.topic),
-        reason=common(row.reason, more.reason),
-        key=common(row.key, more.key),
-        last_letter=row.last_letter if row.last > more.last else more.last_letter,
+        letters=one.letters + more.letters,
+        sent_again=one.sent_again + more.sent_again,
+        last=max(one.last, more.last),
+        stage=common(one.stage, more.stage),
+        topic=common(one.topic, more.topic),
+        reason=common(one.reason, more.reason),
+        key=common(one.key, more.key),
+        last_letter=one.last_letter if one.last > more.last else more.last_letter,
     )
 
 
@@ -480,7 +546,8 @@ def resubmit(
     """Send letters to the topic that they came from: the same partition, key and bytes, at most once for each letter.
 
     Without --yes it says what would be sent. What the letter lacks (a value past 64 KiB, a key past 1 KiB) is read from
-    its topic, as long as that has the record. Exit code 1 if a letter can't be sent.
+    its topic, as long as that has the record; before a tick, the snapshot that it names is sent again. Exit code 1 if a
+    letter can't be sent.
 
     Mend first what was wrong, or it becomes a dead letter again. A tick that is sent again comes after newer ones of
     its node: gpu.attributed has it then, and readers that go by (cluster, node, run_id, seq) take it; sinks that have
@@ -513,6 +580,7 @@ async def _resubmit(connection: Connection, since_s: float, wanted: Wanted, *, s
         sending = await stack.enter_async_context(resubmitting(connection)) if send else None
         past = await stack.enter_async_context(history.opened(connection, [contract.TOPIC.name]))
         originals = await stack.enter_async_context(history.opened(connection, RESUBMITTABLE))
+        snapshots = Snapshots(originals)
         async for letter in letters(past, since_s):
             if letter not in wanted:
                 continue
@@ -524,7 +592,7 @@ async def _resubmit(connection: Connection, since_s: float, wanted: Wanted, *, s
                 done.refused.setdefault(why_not or "", []).append(letter.id)
                 continue
             if sending is not None:
-                await sending.add(letter, record)
+                await sending.add(letter, record, await snapshots.named_by(letter, record))
             name = letter.cause.origin.topic
             done.sent[name] = done.sent.get(name, 0) + 1
         if sending is not None:

@@ -419,8 +419,8 @@ def groups(seen: Seen, fold: Fold) -> Checked:
     """What each consumer group has not taken yet."""
     found, lines = [], []
     for group in seen.groups:
-        records = sum(lag.records for lag in group.lags)
-        lines.append(f"{group.name} {records} behind" if records else f"{group.name} at the end")
+        oldest = min((lag.oldest_ms for lag in group.lags if lag.oldest_ms is not None), default=None)
+        lines.append(f"{group.name} " + ("at the end" if oldest is None else f"at {seen.ago(oldest)}"))
         if group.name == ATTRIBUTION:
             continue  # the check of attribution says more
         for lag in group.lags:

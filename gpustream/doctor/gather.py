@@ -30,6 +30,9 @@ from topics import allocations, attributed, dead_letters, samples, workloads
 GROUPS = "gpustream-"
 
 _ANSWER_S = 10.0
+_BROKERS_DIFFER_MS = 60_000
+"""By so much the clocks of two brokers may differ: what comes of a sample may have an earlier log time."""
+
 _QUERY = "max by (k8s_cluster_name, k8s_node_name, cluster, hostname, node) (timestamp(gpu_info))"
 _CLUSTER_LABELS = ("k8s_cluster_name", "cluster")
 _NODE_LABELS = ("k8s_node_name", "hostname", "node")
@@ -55,7 +58,8 @@ async def gather(
         async with kafka_admin.connect(connection) as admin:
             groups = await admin.groups(GROUPS)
         for topic in _IN_ORDER[:-1]:
-            spans[topic] = await past.spans(topic, since_ms - (STATE_WINDOW_MS if topic in _STATES else 0))
+            before_ms = STATE_WINDOW_MS if topic in _STATES else _BROKERS_DIFFER_MS
+            spans[topic] = await past.spans(topic, since_ms - before_ms)
         finished = {
             tp.partition: offset
             for group in groups

@@ -87,6 +87,7 @@ async def test_a_letter_is_attributed_once_after_the_fix_with_the_bytes_that_it_
 
     attributed = [json.loads(one.value) for one in await eventually(both_are_attributed)]
     samples = [one for one in await read_all(kafka.address, "gpu.samples") if json.loads(one.value)["seq"] == 1]
+    snapshots = await read_all(kafka.address, "gpu.allocations")
 
     assert len(letter.value) < len(raw) == len(json.dumps(large))
     assert json.loads(listed) | {"last": ""} == {
@@ -105,6 +106,8 @@ async def test_a_letter_is_attributed_once_after_the_fix_with_the_bytes_that_it_
         (0, "nothing is to be sent again\n"),
     ]
     assert [(one.key, one.value, one.partition) for one in samples] == 2 * [(b"c/n", raw, first.partition)]
+    assert len(snapshots) == 2
+    assert len({(one.key, one.value, one.partition) for one in snapshots}) == 1
     assert [(one["seq"], one["attribution"]) for one in attributed] == [(2, "exact"), (1, "exact")]
     assert {holder["pod"] for device in attributed[1]["devices"] for holder in device["holders"]} == {"p-0"}
 

@@ -1,0 +1,114 @@
+"""Which letters are looked at, what is said of several, and what an old tick that comes again means to its readers."""
+
+import pytest
+from click.testing import CliRunner
+
+from delivery.replays import Last, after, verdict
+from gpustream import dead_letters
+from gpustream.cli import main
+from gpustream.dead_letters import Letter, LetterId, Wanted, letter_id, refused
+from streams.attribution import join
+from tests.streams.attribution.records import container, gpu, read, snapshot, tick
+from topics.attributed import AttributedSample
+from topics.dead_letters import Cause, Origin
+
+GRACE_S = 10.0
+
+
+def letter(offset: int, *, key: str = "c/n", topic: str = "gpu.samples", error: str = "undecodable: x") -> Letter:
+    cause = Cause(Origin(topic, 0, 40), "attribution", error, 2, 1)
+    return Letter(LetterId(0, offset), offset * 1000, key.encode(), b"{}", cause)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "found"),
+    [
+        (Wanted(), {0, 1, 2}),
+        (Wanted(topic="gpu.samples"), {0, 1}),
+        (Wanted(reason="unsendable", stage="attribution"), {1}),
+        (Wanted(key="c/m"), {2}),
+        (Wanted(ids=frozenset([LetterId(0, 2)])), {2}),
+        (Wanted(topic="gpu.samples", ids=frozenset([LetterId(0, 2)])), set()),
+    ],
+)
+def test_letters_are_chosen_by_all_that_is_given(wanted: Wanted, found: set[int]) -> None:
+    letters = [letter(0), letter(1, error="unsendable: y"), letter(2, key="c/m", topic="gpu.allocations")]
+
+    assert {one.id.offset for one in letters if one in wanted} == found
+
+
+def test_rows_of_several_letters_say_what_they_have_in_common() -> None:
+    one, more = letter(1), letter(2, key="c/m")._replace(done=True)
+    row = dead_letters.merged(dead_letters.row(one), dead_letters.row(more))
+
+    assert row._asdict() == {
+        "letters": 2,
+        "sent_again": 1,
+        "last": "1970-01-01 00:00:02Z",
+        "stage": "attribution",
+        "topic": "gpu.samples",
+        "reason": "undecodable",
+        "key": "several",
+        "last_letter": "0:2",
+    }
+
+
+@pytest.mark.parametrize("text", ["", "1", "1:", ":1", "a:1", "-1:2", "1:2:3", "1" * 99 + ":1"])
+def test_what_is_no_letter_is_refused_with_how_to_write_one(text: str) -> None:
+    with pytest.raises(ValueError, match="write PARTITION:OFFSET"):
+        letter_id(text)
+    assert CliRunner().invoke(main, ["dead-letters", "show", "--kafka", "x:1", "--", text]).exit_code == 2
+
+
+def test_only_what_attribution_reads_is_sent_again_and_only_once() -> None:
+    assert [refused(letter(0, topic=name)) for name in dead_letters.RESUBMITTABLE] == [None, None, None]
+    assert refused(letter(0)._replace(done=True)) == dead_letters.DONE
+    assert refused(letter(0, topic="gpu.alert-state")) == "gpu.alert-state is not a topic that attribution reads"
+
+
+# -- what an old tick means
+
+
+def _worker_that_forgot() -> join.NodeState:
+    """A node's state after some minutes: the first snapshot is not in use any more, and what came is committed."""
+    state, offset = join.NEW, 0
+    for number in (1, 2, 3):
+        state, _ = join.step(state, snapshot(number, container(f"p{number}", gpu(0))), GRACE_S)
+        for _ in range(3):
+            offset += 1
+            state, out = join.step(state, read(tick(offset, number, ts_ms=offset * 11_000), offset, offset), GRACE_S)
+            assert len(out) == 1
+    return join.step(state, join.Committed(offset + 1), GRACE_S)[0]
+
+
+OLD = read(tick(2, 1, ts_ms=22_000), offset=11, at_s=20.0)
+
+
+def test_an_old_tick_is_attributed_exactly_if_its_snapshot_is_sent_again_before_it() -> None:
+    state, _ = join.step(_worker_that_forgot(), snapshot(1, container("p1", gpu(0))), GRACE_S)
+    _, (joined,) = join.step(state, OLD, GRACE_S)
+
+    assert joined.sample.attribution == "exact"
+    assert [holder.pod for holder in joined.sample.devices[0].holders] == ["p1"]
+
+
+def test_without_its_snapshot_it_waits_for_grace_and_the_nodes_ticks_behind_it() -> None:
+    state, waiting = join.step(_worker_that_forgot(), OLD, GRACE_S)
+    state, behind = join.step(state, read(tick(10, 3, ts_ms=110_000), offset=12, at_s=21.0), GRACE_S)
+    _, out = join.step(state, join.AllocationsRead(OLD.read_s + GRACE_S), GRACE_S)
+
+    assert (waiting, behind) == ([], [])
+    assert [(one.sample.seq, one.sample.attribution) for one in out] == [(2, "none"), (10, "exact")]
+
+
+def test_readers_that_had_a_newer_tick_of_its_run_drop_it_and_others_take_it() -> None:
+    def attributed(run_id: int, seq: int, offset: int) -> AttributedSample:
+        at_ms = seq * 1000
+        fields = {"schema": 1, "cluster": "c", "node": "n", "attribution": "exact"}
+        return AttributedSample(run_id=run_id, seq=seq, ts_ms=at_ms, offset=offset, **fields)  # type: ignore[arg-type]
+
+    newest: Last = after(None, attributed(1, 9, 9))
+    newer_run = after(newest, attributed(2, 10, 10))
+
+    assert verdict(newest, attributed(1, 2, 11)) == "replay"
+    assert verdict(newer_run, attributed(1, 2, 11)) == "next"
