@@ -58,7 +58,7 @@ def _mistakes(given: dict[str, Any]) -> list[str]:
 @option("--format", "form", type=click.Choice(["text", "json"]), default="text", help="json: one object, on one line.")
 @LOG_FORMAT
 def doctor(
-    kafka: str,
+    connection: Connection,
     since_s: float,
     metrics: tuple[str, ...],
     prometheus: str | None,
@@ -71,7 +71,7 @@ def doctor(
     code 1 if anything was found: each finding with its cause, what shows it, and what to do next.
     """
     logs.setup(log_format)
-    seen = answer(gather(Connection(kafka), since_s, metrics, prometheus, Console(stderr=True)))
+    seen = answer(gather(connection, since_s, metrics, prometheus, Console(stderr=True)))
     found = checks.run(seen)
     if form == "json":
         click.echo(msgspec.json.encode(report(seen, found)))

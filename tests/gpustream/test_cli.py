@@ -1,5 +1,6 @@
 """The command line as a whole."""
 
+import inspect
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -55,6 +56,15 @@ def test_help_shows_an_example_that_the_command_takes(path: tuple[str, ...]) -> 
     assert result.exit_code == 0
     assert example[: 1 + len(path)] == ["gpustream", *path]
     assert {word for word in example if word.startswith("--")} <= known
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
+def test_a_command_takes_what_its_options_of_kafka_make_of_it(path: tuple[str, ...]) -> None:
+    callback = inspect.unwrap(COMMANDS[path].callback or pytest.fail("it does nothing"))
+    taken = inspect.signature(callback).parameters.values()
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken)
+    has_kafka = any("--kafka" in param.opts for param in COMMANDS[path].params)
+    assert takes_any or ("connection" in {parameter.name for parameter in taken}) == has_kafka
 
 
 @pytest.mark.parametrize(("group", "registry"), [("produce", PRODUCERS), ("sink", SINKS), ("stream", STREAMS)])
