@@ -48,7 +48,7 @@ class Setup:
         self.steps: list[int] = []
         self.abandon = asyncio.Event()
         self.transmitter = RemoteWriteSender(self.receiver.post, protocol, self.made, first_s=0.0, probe_s=probe_s)
-        shared = RemoteWriteShared(
+        self.shared = shared = RemoteWriteShared(
             deliverer=Deliverer(self.transmitter, self.made, lambda: self.now_s),
             letters=DeadLetters(self.sender, "sink remote-write"),  # type: ignore[arg-type] # a fake
             outcomes=self.counted,
@@ -58,7 +58,11 @@ class Setup:
             stale_after_s=0.0,
         )
         self.queue = Queue(shared.deliverer, at_once=2, max_samples=max_samples, clock_s=lambda: self.queue_s)
-        self.handler = RemoteWritePartition(OpenSeries(Translator("otel", "otel")), shared, self.queue)
+        self.handler = self.partition()
+
+    def partition(self) -> RemoteWritePartition:
+        """The handler of another partition."""
+        return RemoteWritePartition(OpenSeries(Translator("otel", "otel")), self.shared, self.queue)
 
     def _told(self, _cluster: str, node: str, _run: int, seq: int, outcome: Outcome) -> None:
         self.outcomes.append((node, seq, outcome))

@@ -1,0 +1,259 @@
+"""What goes into a request, and when: of each node, of each partition, and after answers that were lost."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sinks.remote_write import partition as module
+from sinks.remote_write.partition import RemoteWritePartition
+from sinks.remote_write.policy import Answer, Protocol
+from sinks.remote_write.queue import APART_MS, PATIENCE_S
+from tests.eventually import eventually
+from tests.sinks.conftest import SERIES, device, sample
+from tests.sinks.records import Read, record
+from tests.sinks.remote_write.receivers import Receiver
+from tests.sinks.remote_write.test_partition import Setup
+from tests.sinks.remote_write.wire import Sample, read_v1, unsnappy
+
+NOW_MS = sample(0).ts_ms
+
+
+def ticks(*names: str) -> list[Read]:
+    """A tick of each node named, at offsets that follow one another."""
+    return [record(sample(seq, node=node), offset=seq) for seq, node in enumerate(names, 1)]
+
+
+def at(node: str, after_ms: int, offset: int = 1) -> Read:
+    """A tick of a node so long after the first of all."""
+    return record(sample(offset, node=node, ts_ms=NOW_MS + after_ms))
+
+
+@dataclass
+class Held(Receiver):
+    """Answers a request with a node of ``hold`` only when it is not there any more; ``asked`` has what each brought."""
+
+    hold: set[str] = field(default_factory=set)
+    asked: list[list[tuple[str, int]]] = field(default_factory=list)
+
+    async def post(self, body: bytes, protocol: Protocol) -> Answer:
+        """Takes a request of 1.0."""
+        samples = read_v1(unsnappy(body))
+        ticks = list(dict.fromkeys((dict(one.labels).get("host_name", "pod"), one.ts_ms) for one in samples))
+        self.asked.append(ticks)
+        await eventually(lambda: not self.hold.intersection(node for node, _ in ticks), every_s=0.001)
+        return await super().post(body, protocol)
+
+    def nodes(self) -> list[set[str]]:
+        """Whose ticks each request had."""
+        return [{node for node, _ in ticks} for ticks in self.asked]
+
+
+async def given_to(partition: RemoteWritePartition, one: Setup, *records: Read) -> list[int]:
+    """What a handler gives for records, when it is called once."""
+    one.queue_s += 1.0
+    return [step async for step in partition.deliver(records, one.abandon)]
+
+
+async def test_ticks_of_all_nodes_and_partitions_go_together_and_then_several_of_each() -> None:
+    one = Setup(receiver := Held())
+    other = one.partition()
+    await given_to(other, one, *ticks("x"))
+    await one.deliver(*ticks(*"ab" * 9))
+    assert receiver.nodes() == [{"x", "a", "b"}, {"a", "b"}]
+    assert [len(asked) for asked in receiver.asked] == [3, 16]
+    assert one.ends() == {"delivered": 18}
+
+
+async def test_a_tick_of_other_series_goes_alone() -> None:
+    one = Setup(receiver := Held())
+    pods = "p", "p", "p", "q", "q", "q"
+    await one.deliver(*[record(sample(seq, device(pod=pod))) for seq, pod in enumerate(pods, 1)])
+    of_node = [[ts_ms for node, ts_ms in asked if node != "pod"] for asked in receiver.asked]
+    assert [len(times) for times in of_node] == [1, 2, 1, 2]
+    assert one.receiver.markers() == len(SERIES) + len(["gpu_pod_info"])
+
+
+async def test_a_node_of_which_something_is_left_out_sends_one_tick_at_a_time() -> None:
+    refuse = Held(lambda of: "too long" if dict(of.labels)["__name__"] == "gpu_temperature" else None)
+    one = Setup(refuse)
+    await one.deliver(*ticks("a", "a", "a", "a"))
+    assert {len(asked) for asked in refuse.asked} == {1}
+    assert one.ends() == {"dead_lettered": 1, "delivered": 3}
+
+
+async def test_a_node_whose_request_hangs_holds_up_no_other_and_is_not_passed() -> None:
+    one = Setup(receiver := Held(hold={"a"}))
+    one.counted.read(6)
+    assert await given_to(one.handler, one, *ticks("a")) == []
+    await eventually(lambda: receiver.nodes() == [{"a"}])
+    assert await given_to(one.handler, one, *ticks("a", "a", "b", "b", "c")[1:]) == []
+    await eventually(lambda: len(receiver.stored) == 2 * len(SERIES))
+    assert await given_to(one.handler, one) == []
+    assert one.ends() == {}
+    receiver.hold = set()
+    await eventually(lambda: len(receiver.stored) == 3 * len(SERIES))
+    await eventually(lambda: [len(points) for points in receiver.stored.values()].count(2) == 2 * len(SERIES))
+    assert await given_to(one.handler, one) == [6]
+    assert one.ends() == {"delivered": 5}
+
+
+async def test_partitions_advance_together() -> None:
+    one = Setup(receiver := Held(hold={"slow"}))
+    ahead, further = one.partition(), one.partition()
+    await given_to(one.handler, one, at("slow", 0))
+    for other in (ahead, further):
+        await other.quiet(one.abandon)
+    await given_to(ahead, one, at("near", APART_MS))
+    await given_to(further, one, at("far", APART_MS + 1))
+    await eventually(lambda: {"near"} in receiver.nodes())
+    assert {"far"} not in receiver.nodes()
+    receiver.hold = set()
+    await eventually(lambda: len(receiver.stored) == 2 * len(SERIES))
+    await one.handler.quiet(one.abandon)
+    await eventually(lambda: {"far"} in receiver.nodes())
+
+
+async def test_what_does_not_move_for_a_minute_is_not_waited_for() -> None:
+    one = Setup(receiver := Held(hold={"slow"}))
+    other = one.partition()
+    await given_to(one.handler, one, at("slow", 0))
+    await given_to(other, one, at("far", APART_MS + 1))
+    one.queue_s += PATIENCE_S
+    await given_to(other, one)
+    await eventually(lambda: {"far"} in receiver.nodes())
+
+
+async def test_a_backlog_waits_for_partitions_that_are_not_opened_and_what_was_logged_just_now_does_not() -> None:
+    one = Setup(receiver := Held())
+    opening, other = one.partition(), one.partition()
+    await given_to(one.handler, one, at("live", 0)._replace(timestamp=int(time.time() * 1000)))
+    await eventually(lambda: receiver.nodes() == [{"live"}])
+    await given_to(other, one, at("old", 0))
+    await asyncio.sleep(0)
+    assert receiver.nodes() == [{"live"}]
+    await opening.quiet(one.abandon)
+    await eventually(lambda: receiver.nodes() == [{"live"}, {"old"}])
+
+
+async def test_a_live_node_whose_clock_is_hours_behind_holds_up_nobody() -> None:
+    one = Setup(receiver := Held(hold={"behind"}))
+    other = one.partition()
+    now_ms = int(time.time() * 1000)
+    await given_to(one.handler, one, at("behind", -7_200_000, 8_000)._replace(timestamp=now_ms))
+    await given_to(other, one, at("good", 0)._replace(timestamp=now_ms))
+    await eventually(lambda: {"good"} in receiver.nodes())
+
+
+async def test_no_more_is_read_than_is_to_be_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "AHEAD_RECORDS", 10)
+    one = Setup(receiver := Held(hold={"a"}))
+    await given_to(one.handler, one, *ticks(*"a" * 9))
+    full = asyncio.ensure_future(given_to(one.handler, one, *ticks(*"a" * 20)[9:]))
+    await eventually(lambda: receiver.asked)
+    assert not full.done()
+    receiver.hold = set()
+    assert (await full, await given_to(one.handler, one)) == ([2], [21])
+
+
+async def test_what_is_under_way_when_the_partition_goes_is_waited_for_and_nothing_else_is_sent() -> None:
+    one = Setup(receiver := Held(hold={"a"}))
+    one.counted.read(2)
+    await given_to(one.handler, one, *ticks("a", "a"))
+    one.abandon.set()
+    leaving = asyncio.ensure_future(given_to(one.handler, one))
+    await eventually(lambda: receiver.asked)
+    receiver.hold = set()
+    assert await leaving == [2]
+    assert len(receiver.asked) == 1
+    assert one.ends() == {"delivered": 1}
+
+
+async def test_what_was_finished_before_one_that_was_not_is_counted_once_when_the_partition_comes_back() -> None:
+    one = Setup(receiver := Held(hold={"a"}))
+    one.counted.read(2)
+    await given_to(one.handler, one, *ticks("a"))
+    await eventually(lambda: receiver.asked)
+    await given_to(one.handler, one, *ticks("a", "b")[1:])
+    await eventually(lambda: len(receiver.stored) == len(SERIES))
+    one.abandon.set()
+    one.counted.release(2)
+    receiver.hold, one.abandon = set(), asyncio.Event()
+    await one.deliver(*ticks("a", "b"))
+    assert receiver.nodes().count({"b"}) == 1
+    assert one.ends() == {"delivered": 2}
+    assert one.balanced()
+
+
+async def test_a_topic_that_was_created_again_is_sent_from_its_beginning() -> None:
+    one = Setup(receiver := Held(hold={"a"}))
+    one.counted.read(1)
+    await given_to(one.handler, one, *ticks("a"))
+    await eventually(lambda: receiver.asked)
+    one.handler.reset()
+    one.counted.release(1)
+    receiver.hold = set()
+    await one.deliver(at("a", 5000, offset=1), at("a", 6000, offset=2))
+    assert one.ends() == {"delivered": 2}
+    assert one.balanced()
+
+
+class Crash(Receiver):
+    """Loses answers as ``plan`` says, and hangs at its end: ``crashed`` is set then."""
+
+    def __init__(self, plan: Sequence[str], *, partial: bool) -> None:
+        super().__init__(partial=partial)
+        self.plan, self.crashed = list(plan), asyncio.Event()
+
+    async def post(self, body: bytes, protocol: Protocol) -> Answer:
+        """Takes a request or not, and says so or not."""
+        step = self.plan.pop(0) if self.plan else "good"
+        if step == "away":
+            return Answer(503)
+        answer = await super().post(body, protocol)
+        if step == "killed":
+            self.crashed.set()
+            await asyncio.Event().wait()
+        return Answer(0, "reset by peer") if step == "lost" else answer
+
+
+STEPS = st.sampled_from(["good", "good", "lost", "away", "killed"])
+
+
+@given(
+    st.lists(st.sampled_from("aab"), min_size=1, max_size=20),
+    st.lists(STEPS, max_size=12),
+    st.sampled_from([("1.0", False), ("1.0", True), ("2.0", True)]),
+    st.integers(5, 60),
+)
+def test_whatever_answers_are_lost_and_whenever_it_is_killed_all_is_in_and_counts_as_delivered(
+    nodes: list[str], plan: list[str], kind: tuple[Protocol, bool], max_samples: int
+) -> None:
+    async def play() -> None:
+        receiver = Crash(plan, partial=kind[1])
+        records = ticks(*nodes)
+        while records:
+            receiver.crashed.clear()
+            one = Setup(receiver, kind[0], max_samples)
+            life = asyncio.ensure_future(one.deliver(*records))
+            killed = asyncio.ensure_future(receiver.crashed.wait())
+            await asyncio.wait((life, killed), return_when=asyncio.FIRST_COMPLETED)
+            killed.cancel()
+            life.cancel()
+            await asyncio.gather(life, return_exceptions=True)
+            await one.queue.close()
+            assert set(one.ends()) <= {"delivered"}
+            assert one.balanced()
+            records = [read for read in records if read.offset >= max(one.steps, default=0)]
+        stored = {(host(series), ts_ms) for series, points in receiver.stored.items() for ts_ms, _ in points}
+        assert stored == {(node, sample(seq).ts_ms) for seq, node in enumerate(nodes, 1)}
+        assert len({len(points) for series, points in receiver.stored.items() if host(series) == "a"}) <= 1
+
+    def host(series: frozenset[tuple[str, str]]) -> str:
+        return dict(Sample(tuple(series), 0, 0).labels)["host_name"]
+
+    asyncio.run(play())
