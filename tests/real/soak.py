@@ -220,6 +220,19 @@ class Pipeline:
         return found
 
 
+def secured(brokers: Sequence[KafkaServer], ca: Path, folder: Path) -> list[str]:
+    """How the processes of a pipeline reach the brokers: by TLS and a login, as a user that may do everything."""
+    broker, password = brokers[0], folder / "password"
+    password.write_text("Soak-Passw0rd")
+    broker.add_user("soak", password.read_text())
+    for resource in ("TOPIC", "GROUP"):
+        broker.allow("soak", "ALL", resource, "*")
+    at = ",".join(one.sasl_ssl for one in brokers)
+    login = ("--kafka-sasl-mechanism", "scram-sha-512", "--kafka-username", "soak")
+    security = ("--kafka-security", "sasl-ssl", "--kafka-ca", str(ca), "--kafka-password-file", str(password))
+    return ["--kafka", at, *security, *login]
+
+
 @asynccontextmanager
 async def running(pipeline: Pipeline) -> AsyncIterator[None]:
     """The pipeline at work, with two workers."""

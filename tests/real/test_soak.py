@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.real.certificates import Authority
 from tests.real.faults import FAULTS
 from tests.real.pipeline import Gpustream
 from tests.real.servers import KafkaCluster, PrometheusServer
-from tests.real.soak import DRAIN_S, WHOLE_S, Pipeline, count, quantile, rest, running, say, soak
+from tests.real.soak import DRAIN_S, WHOLE_S, Pipeline, count, quantile, rest, running, say, secured, soak
 
 MINUTES = float(os.environ.get("SOAK_MINUTES", "1.2"))
 SEED = int(os.environ.get("SOAK_SEED", "1"))
@@ -22,6 +23,7 @@ ONLY = os.environ.get("SOAK_ONLY", "")
 @pytest.mark.timeout(60 * MINUTES + 2 * WHOLE_S + 2 * DRAIN_S)
 async def test_whatever_fails_nothing_is_lost_and_every_tick_is_booked_to_its_pod(
     request: pytest.FixtureRequest,
+    authority: Authority,
     start_prometheus: Callable[..., PrometheusServer],
     gpustream: Callable[..., Gpustream],
     tmp_path: Path,
@@ -30,9 +32,9 @@ async def test_whatever_fails_nothing_is_lost_and_every_tick_is_booked_to_its_po
         cluster: KafkaCluster = request.getfixturevalue("kafka_cluster")
         brokers = cluster.brokers
     else:
-        brokers = [request.getfixturevalue("start_kafka")()]
-    at = ("--kafka", ",".join(broker.address for broker in brokers))
+        brokers = [request.getfixturevalue("start_kafka")(authority=authority)]
     say(f"\nSOAK_SEED={SEED} SOAK_MINUTES={MINUTES:g}")
+    at = secured(brokers, authority.ca, tmp_path)
     pipeline = Pipeline(brokers, at, start_prometheus(), gpustream, tmp_path)
     async with running(pipeline):
         await rest(pipeline, 4)

@@ -1,0 +1,60 @@
+"""What a process needs of its machine runs out: names that resolve, and file descriptors. It says so, and goes on."""
+
+import asyncio
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from tests.eventually import eventually_sync
+from tests.real.certificates import Authority
+from tests.real.faults import no_descriptors
+from tests.real.pipeline import Gpustream
+from tests.real.servers import KafkaServer, PrometheusServer
+from tests.real.soak import Pipeline, count, rest, running, secured
+
+
+async def test_a_process_that_can_resolve_no_name_or_open_no_file_says_so_and_recovers_by_itself(
+    start_kafka: Callable[..., KafkaServer],
+    authority: Authority,
+    start_prometheus: Callable[..., PrometheusServer],
+    gpustream: Callable[..., Gpustream],
+    tmp_path: Path,
+) -> None:
+    broker = start_kafka(authority=authority)
+    at = secured([broker], authority.ca, tmp_path)
+    pipeline = Pipeline([broker], at, start_prometheus(), gpustream, tmp_path)
+    async with running(pipeline):
+        await rest(pipeline, 1)
+        processes = [pipeline.fleet, pipeline.workers[0], pipeline.sinks[0]]
+        with pipeline.resolver.gone():
+            await asyncio.to_thread(broker.restart)
+            for process in processes:
+                await says(process, "its name is not resolved")
+        await pipeline.whole(time.time())
+        for process in processes:
+            with no_descriptors(process):
+                await says(process, "no file descriptor is left")
+                await asyncio.to_thread(broker.restart)
+        await pipeline.whole(time.time())
+        await pipeline.drain()
+        counted = await count(pipeline)
+    assert counted.wrong == []
+    assert set(pipeline.launches.values()) == {1}, "none was started again"
+
+
+async def says(process: Gpustream, text: str) -> None:
+    """Wait until /readyz gives this as a reason."""
+    await asyncio.to_thread(eventually_sync, partial(_says, process, text), f"/readyz of {process.name}: {text}")
+
+
+def _says(process: Gpustream, text: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{process.ports[0].number}/readyz", timeout=5):
+            return False
+    except urllib.error.HTTPError as error:
+        return text in error.read().decode()
+    except OSError:
+        return False
