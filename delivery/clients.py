@@ -11,6 +11,7 @@ Source: Kafka's protocol, Metadata from version 4 on (``allow_auto_topic_creatio
 import asyncio
 import itertools
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -58,9 +59,15 @@ def consumer(connection: Connection, *topics: str, **options: Any) -> AIOKafkaCo
 
 
 def producer(connection: Connection, **options: Any) -> AIOKafkaProducer:
-    """A producer that is not started."""
+    """A producer that is not started. It gives up no batch, however long its partition has no leader.
+
+    aiokafka would after ``request_timeout_ms``, also one that was stored and whose answer was lost. It can't be sent by
+    another producer without being there twice; only this one can, by its sequence number.
+    """
     written = {"compression_type": connection.compression}
-    return AIOKafkaProducer(**_options(connection, written | options))
+    made = AIOKafkaProducer(**_options(connection, written | options))
+    made._message_accumulator._batch_ttl = math.inf  # noqa: SLF001 - there is no option
+    return made
 
 
 def admin(connection: Connection, **options: Any) -> AIOKafkaAdminClient:

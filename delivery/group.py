@@ -39,6 +39,7 @@ _RETRY_S = 0.5
 _POSITION_S = 0.1
 _DESCRIBE_S = 3.0
 _HANGING_S = 60.0
+_SILENT_S = 5.0
 _METADATA_MS = 20_000
 _FRESH_MS = 5_000
 _NOWHERE = TopicPartition("", -1)
@@ -85,6 +86,7 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
         self._consumer: Any = None
         self._joined = False
         self._trouble: str | None = None
+        self._silent_since_s: float | None = None
         self._reminder = Reminder()
         self._open: dict[Partition, tuple[int, float]] = {}
         self._seen: set[str] = set()
@@ -235,7 +237,9 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
                     self._consumer._coordinator.request_rejoin()  # noqa: SLF001
                 if "Unexpected error during coordination" in str(error):  # the client's task has ended by it
                     self._end(f"no member of the group {self.name} any more: {describe(error)}")
-            self.look(time.monotonic())
+            now_s, silent = time.monotonic(), self._consumer._coordinator.coordinator_id is None  # noqa: SLF001
+            self._silent_since_s = (self._silent_since_s or now_s) if silent else None
+            self.look(now_s)
             await self.read_new_logs()
             await asyncio.sleep(_LOOK_EVERY_S)
 
@@ -291,8 +295,11 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
         return frozenset(self._consumer._client.cluster.unauthorized_topics)  # noqa: SLF001
 
     def _worst(self) -> str | None:
-        """What is wrong with the connections, or what the broker said last."""
-        return opening.trouble(self.connection) or self._trouble
+        """What is wrong with the connections, what the broker said last, or that no broker says anything."""
+        since_s = self._silent_since_s
+        silent = since_s is not None and time.monotonic() - since_s >= _SILENT_S
+        away = f"no Kafka broker answers for the group {self.name} at {self.connection}" if silent else None
+        return opening.trouble(self.connection) or self._trouble or away
 
     def _complain(self, error: Exception) -> None:
         """Say what is wrong, and again each minute until all is well."""

@@ -7,6 +7,8 @@ was seen to do with a client that comes without TLS, with TLS, without a login, 
 """
 
 import asyncio
+import errno
+import socket
 import ssl
 from collections.abc import Iterator
 
@@ -53,6 +55,10 @@ def of_connecting(error: BaseException, connection: Connection, *, again: bool =
     for cause in causes:
         if isinstance(cause, CredentialsError):
             return str(cause)
+        if isinstance(cause, socket.gaierror):
+            return f"its name is not resolved ({cause.strerror}): look at this machine's name servers, and at --kafka"
+        if isinstance(cause, OSError) and cause.errno in (errno.EMFILE, errno.ENFILE):
+            return f"no file descriptor is left ({cause.strerror}): raise the limit, see `ulimit -n`"
         if isinstance(cause, ssl.SSLError) and (said := _of_tls(cause, connection)):
             return said
         if said := _of_login(cause, connection):

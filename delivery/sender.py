@@ -23,6 +23,7 @@ from aiokafka.errors import (
     UnknownError,
 )
 
+from delivery import opening
 from delivery.clients import backoff, close, describe, producer, started
 from delivery.connection import Connection
 from delivery.topic_admin import TopicCheck
@@ -113,10 +114,11 @@ class Sender:
         self._healthy.set()
 
     def not_ready(self) -> list[str]:
-        """Why nothing is sent yet; empty once it has started."""
+        """Why nothing is sent, or not all of it; empty if it has started and nothing is known to be wrong."""
         checking = self._check.not_ready() if self._check is not None else []
         silent = [] if self._producer is not None else [f"no Kafka broker has answered at {self._connection} yet"]
-        return checking or silent
+        trouble = opening.trouble(self._connection)
+        return checking or ([trouble] if trouble else silent)
 
     async def ready(self) -> None:
         """Wait until records are taken: not before a broker was there, and not while records are sent again."""

@@ -1,13 +1,16 @@
 """No client makes a topic by asking for it, and consumers read committed records, wherever they are."""
 
 import re
+import time
 from pathlib import Path
 
 import aiokafka.admin.client
 import aiokafka.client
 import pytest
+from aiokafka import TopicPartition
 
 import delivery.clients
+from delivery.connection import Connection
 
 ROOT = Path(delivery.clients.__file__).parents[1]
 PACKAGES = ("delivery", "docs/consumers", "gpustream", "producers", "sinks", "streams", "topics")
@@ -49,3 +52,13 @@ def test_every_consumer_reads_committed_records_but_the_one_that_looks_whether_t
         "delivery/kafka_admin.py": ["read_uncommitted"],
         "docs/consumers/gpu_hours.py": ["read_committed"],
     }
+
+
+async def test_a_batch_that_may_be_stored_already_never_expires(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = delivery.clients.producer(Connection("127.0.0.1:1"))
+    accumulator = made._message_accumulator
+    batch = accumulator._append_batch(accumulator.create_builder(), TopicPartition("gpu.samples", 0))
+    created_s = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: created_s + 86_400)
+    assert not batch.expired()
+    await made.stop()

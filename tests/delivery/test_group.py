@@ -53,6 +53,7 @@ class Client:
         self.sought: dict[TopicPartition, int] = {}
         self.log_end, self.stable, self.polled = 10, 10, 0
         self.rejoins = 0
+        self.coordinator_id: int | None = 1
         self._client, self.cluster = self, SimpleNamespace(unauthorized_topics=set[str]())
         self.refuses: Exception | None = None
 
@@ -164,6 +165,20 @@ async def test_what_the_coordinator_refuses_is_polled_away_and_logged_once_a_kin
     assert not group.failed.done()
     await group.on_partitions_assigned(set())
     assert group.not_ready() == []
+
+
+async def test_a_member_whose_brokers_have_gone_says_so_until_they_are_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(module, "_SILENT_S", 0.01)
+    client = Client()
+    group, _ = group_of(client)
+    await group.on_partitions_assigned(set())
+    watching = asyncio.create_task(group.watch())
+    client.coordinator_id = None
+    await eventually(lambda: group.not_ready() == ["no Kafka broker answers for the group g at 127.0.0.1:1"])
+    client.coordinator_id = 2
+    await eventually(lambda: group.not_ready() == [])
+    watching.cancel()
 
 
 async def test_a_client_that_has_given_up_on_the_group_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -34,10 +35,11 @@ async def test_a_process_that_can_resolve_no_name_or_open_no_file_says_so_and_re
             for process in processes:
                 await says(process, "its name is not resolved")
         await pipeline.whole(time.time())
-        for process in processes:
-            with no_descriptors(process):
+        with ExitStack() as limits:
+            for process in processes:
+                limits.enter_context(no_descriptors(process))
                 await says(process, "no file descriptor is left")
-                await asyncio.to_thread(broker.restart)
+            await asyncio.to_thread(broker.restart)
         await pipeline.whole(time.time())
         await pipeline.drain()
         counted = await count(pipeline)
