@@ -13,7 +13,7 @@ import dataclasses
 import inspect
 import logging
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -297,11 +297,13 @@ class ConnectionSettings:
     ] = None
 
     def connection(self) -> Connection:
-        """How Kafka is reached with these settings. Raises CredentialsError."""
-        config: Mapping[str, str] = {}
+        """How Kafka is reached with these settings; what of a file can't be used is logged. Raises CredentialsError."""
         if self.kafka_config is not None:
-            config, unused = kafka_config.read(self.kafka_config)
-            _report(self.kafka_config, unused)
+            _report(self.kafka_config, kafka_config.read(self.kafka_config).unused)
+        return self._connection()
+
+    def _connection(self) -> Connection:
+        config = kafka_config.read(self.kafka_config).values if self.kafka_config is not None else {}
         ca, cert, key = (Path(config[name]) if name in config else None for name in ("ca", "cert", "key"))
         return Connection(
             self.kafka or config.get("servers", ""),
@@ -329,7 +331,7 @@ class ConnectionSettings:
             if isinstance(field.type, click.Choice) and value is not None and value not in field.type.choices:
                 found.append(f"{field.option.name}: {value!r} is not one of {', '.join(field.type.choices)}")
         try:
-            connection = self.connection()
+            connection = self._connection()  # it is too early to log anything
         except CredentialsError as error:
             return [*found, str(error)]
         if not connection.servers:

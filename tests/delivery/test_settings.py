@@ -1,6 +1,7 @@
 """A record of settings is the schema of its options."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Literal
 
 import click
@@ -66,3 +67,18 @@ def test_every_mistake_of_the_shared_settings_is_named() -> None:
         "--session-timeout",
     ]
     assert KafkaSettings(kafka="k:1").mistakes() == []
+
+
+def test_what_a_file_says_in_vain_is_logged_once_when_there_is_a_log_and_no_value_is_repeated(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "client.properties"
+    file.write_text("bootstrap.servers=kafka:9092\nlinger.ms=s3cret\n")
+    settings = KafkaSettings(kafka_config=file)
+
+    with caplog.at_level("INFO"):
+        assert settings.mistakes() == []
+        assert caplog.messages == []
+        assert settings.connection() == settings.connection()
+
+    assert caplog.messages == [f"{file}: not used here: line 2, linger.ms"]
