@@ -9,34 +9,21 @@ import contextlib
 import os
 import resource
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from random import Random
-from typing import Literal, NamedTuple
 
 from tests.eventually import eventually, eventually_sync
 from tests.real.pipeline import Gpustream
 from tests.real.process import Server
 from tests.real.proxy import FAILURES, Failure
 from tests.real.servers import KafkaServer
-from tests.real.soak import Pipeline
-
-Part = Literal["workers", "sinks", "producers", "brokers", "receiver", "clocks"]
-Strike = Callable[[Pipeline, Random], Awaitable[float]]
+from tests.real.soak import Fault, Pipeline
 
 SESSION_S = 10.0
 FIXED_BACK_S, MOVING_BACK_S = 5.0, SESSION_S + 8.0
 """What is promised of a member that is killed: with an instance id, and without one."""
-
-
-class Fault(NamedTuple):
-    """A row. ``back_s`` is what is promised if nothing else fails: so soon every node is in Prometheus again."""
-
-    name: str
-    part: Part
-    strike: Strike
-    back_s: float | None = None
 
 
 # -- what is done to processes

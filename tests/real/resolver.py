@@ -12,16 +12,23 @@ from tests.real.servers import Missing
 SOURCE = Path(__file__).with_name("resolver.c")
 
 
+def find_compiler() -> Path:
+    """A C compiler, of CC or PATH; raises :class:`Missing`."""
+    found = shutil.which(os.environ.get("CC") or "cc")
+    if found is None:
+        raise Missing("no C compiler on PATH: install gcc or clang, or name one with CC")
+    return Path(found)
+
+
 class Resolver:
     """libc's, until it is :meth:`gone`; raises :class:`Missing` without a C compiler."""
 
     def __init__(self, directory: Path) -> None:
-        compiler = shutil.which(os.environ.get("CC") or "cc")
-        if compiler is None:
-            raise Missing("no C compiler on PATH: install gcc or clang, or name one with CC")
         library, self._gone = directory / "resolver.so", directory / "resolver-gone"
         directory.mkdir(parents=True, exist_ok=True)
-        subprocess.run([compiler, "-Wall", "-Werror", "-shared", "-fPIC", "-o", library, SOURCE, "-ldl"], check=True)
+        subprocess.run(
+            [find_compiler(), "-Wall", "-Werror", "-shared", "-fPIC", "-o", library, SOURCE, "-ldl"], check=True
+        )
         self.environment = {"LD_PRELOAD": str(library), "RESOLVER_GONE": str(self._gone)}
 
     @contextlib.contextmanager

@@ -16,11 +16,11 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from delivery import topic_admin
 from delivery.connection import Connection
@@ -31,9 +31,6 @@ from tests.real.pipeline import Gpustream, Tick, Truth, differences, lag, record
 from tests.real.proxy import FaultyReceiver
 from tests.real.resolver import Resolver
 from tests.real.servers import KafkaServer, PrometheusServer
-
-if TYPE_CHECKING:
-    from tests.real.faults import Fault
 
 CLUSTER, SKEWED = "soak", "skewed"
 NODES, GPUS = 24, 4
@@ -49,6 +46,19 @@ POISONS = (b"", b"{", b'{"schema":1}', b"\xff\xfe", b"null", b'{"schema":1,"clus
 
 Place = tuple[str, int, int]
 """A record's topic, partition and offset."""
+
+
+Part = Literal["workers", "sinks", "producers", "brokers", "receiver", "clocks"]
+Strike = Callable[["Pipeline", random.Random], Awaitable[float]]
+
+
+class Fault(NamedTuple):
+    """A row. ``back_s`` is what is promised if nothing else fails: so soon every node is in Prometheus again."""
+
+    name: str
+    part: Part
+    strike: Strike
+    back_s: float | None = None
 
 
 class Usage(NamedTuple):
@@ -69,7 +79,7 @@ def usage(pid: int) -> Usage:
 class Round(NamedTuple):
     """What was done at once, and how long after the last of it was undone every node was in Prometheus again."""
 
-    faults: tuple["Fault", ...]
+    faults: tuple[Fault, ...]
     back_s: float
 
 
@@ -199,7 +209,7 @@ class Pipeline:
             and any(begin_s * 1000 <= one.ts_ms and one.at_ms <= end_s * 1000 for begin_s, end_s in self.quiet)
         ]
 
-    def alone(self) -> dict["Fault", float]:
+    def alone(self) -> dict[Fault, float]:
         """How long each fault took to be overcome when it came alone: the median, in seconds."""
         times: dict[Fault, list[float]] = {}
         for done in self.rounds:
@@ -252,7 +262,7 @@ async def running(pipeline: Pipeline) -> AsyncIterator[None]:
 
 
 async def soak(
-    pipeline: Pipeline, faults: Sequence["Fault"], *, seed: int, duration_s: float, at_once: Sequence[int]
+    pipeline: Pipeline, faults: Sequence[Fault], *, seed: int, duration_s: float, at_once: Sequence[int]
 ) -> None:
     """Round after round until the time is over, so many faults at once, each in another part of the pipeline.
 
@@ -264,7 +274,10 @@ async def soak(
     while time.monotonic() < ends_s:
         if not deck:
             deck = chance.sample(list(faults), len(faults))
-        hand = dict(list({fault.part: fault for fault in reversed(deck)}.items())[: chance.choice(at_once)])
+        many, hand = chance.choice(at_once), dict[str, Fault]()
+        for fault in deck:
+            if len(hand) < many:
+                hand.setdefault(fault.part, fault)
         deck = [fault for fault in deck if fault not in hand.values()]
         undone_s = max(await asyncio.gather(*(one.strike(pipeline, chance) for one in hand.values())))
         await pipeline.whole(undone_s)

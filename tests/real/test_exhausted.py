@@ -11,8 +11,10 @@ from pathlib import Path
 
 from tests.eventually import eventually_sync
 from tests.real.certificates import Authority
+from tests.real.conftest import need
 from tests.real.faults import no_descriptors
 from tests.real.pipeline import Gpustream
+from tests.real.resolver import find_compiler
 from tests.real.servers import KafkaServer, PrometheusServer
 from tests.real.soak import Pipeline, count, rest, running, secured
 
@@ -24,6 +26,7 @@ async def test_a_process_that_can_resolve_no_name_or_open_no_file_says_so_and_re
     gpustream: Callable[..., Gpustream],
     tmp_path: Path,
 ) -> None:
+    need(find_compiler)
     broker = start_kafka(authority=authority)
     at = secured([broker], authority.ca, tmp_path)
     pipeline = Pipeline([broker], at, start_prometheus(), gpustream, tmp_path)

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from tests.real.certificates import Authority
+from tests.real.conftest import need
 from tests.real.faults import FAULTS
 from tests.real.pipeline import Gpustream
+from tests.real.resolver import find_compiler
 from tests.real.servers import KafkaCluster, PrometheusServer
 from tests.real.soak import DRAIN_S, WHOLE_S, Pipeline, count, quantile, rest, running, say, secured, soak
 
@@ -28,6 +30,7 @@ async def test_whatever_fails_nothing_is_lost_and_every_tick_is_booked_to_its_po
     gpustream: Callable[..., Gpustream],
     tmp_path: Path,
 ) -> None:
+    need(find_compiler)
     if MINUTES >= LONG:
         cluster: KafkaCluster = request.getfixturevalue("kafka_cluster")
         brokers = cluster.brokers
