@@ -16,9 +16,9 @@ import click
 import msgspec
 
 from delivery.connection import Connection
-from gpustream import logs
+from gpustream import history, logs
 from gpustream.command import KAFKA, LOG_FORMAT, Command, option
-from gpustream.topics import answer, reading, show
+from gpustream.topics import answer, show
 from sinks.alerts import read
 from sinks.outcomes import Undecodable
 from topics.alerts import TOPIC, Alert, transition_id
@@ -31,7 +31,6 @@ COLUMNS = ("since", "for", "severity", "alert", "where", "who", "summary")
 
 _RANKS: dict[str, int] = {"critical": 0, "warning": 1, "info": 2}
 _STYLES = {"critical": "red", "warning": "yellow"}
-_WAIT_MS = 500
 _UNITS = (("d", 86_400), ("h", 3_600), ("m", 60), ("s", 1))
 
 
@@ -61,10 +60,10 @@ def alerts(connection: Connection, follow: bool, form: Form, log_format: logs.Fo
 
 async def _show(connection: Connection, form: Form, *, follow: bool) -> None:
     seen = Seen()
-    async with reading(connection, TOPIC.name) as (consumer, partitions):
-        ends = await consumer.end_offsets(partitions)
-        while any([await consumer.position(tp) < end for tp, end in ends.items()]):
-            for record in await _polled(consumer):
+    async with history.opened(connection, [TOPIC.name]) as past:
+        spans = await past.spans(TOPIC.name)
+        async for records in past.records(spans):
+            for record in records:
                 seen.see(record)
         firing = seen.open()
         if form == "json":
@@ -74,16 +73,12 @@ async def _show(connection: Connection, form: Form, *, follow: bool) -> None:
             click.echo("no alert fires")
         else:
             show(COLUMNS, [row(alert, datetime.now(UTC)) for alert in firing], style)
-        while follow:
-            for record in await _polled(consumer):
+        if not follow:
+            return
+        async for records in past.after(spans):
+            for record in records:
                 if (transition := seen.see(record)) is not None:
                     _print_transition(transition, form)
-
-
-async def _polled(consumer: Any) -> list[Any]:
-    """The next records, in order per partition; none if none comes soon."""
-    batches = await consumer.getmany(timeout_ms=_WAIT_MS)
-    return [record for records in batches.values() for record in records]
 
 
 class Seen:

@@ -130,7 +130,7 @@ COMMANDS = {
     ),
     "dead-letters": Entry(
         "List what could not be used and why, show it, and send it again after a fix.",
-        lambda: command.load("gpustream.dead_letters:dead_letters"),
+        lambda: command.load("gpustream.dead_letters.command:dead_letters"),
     ),
     "rules": _module("rules", "Check a file of alert rules, or try it on what was recorded."),
 }

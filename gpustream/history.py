@@ -7,8 +7,12 @@ On failure: BrokerError with a sentence, also if the broker stops to answer in t
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.progress import Progress
 
 from delivery import topic_admin
 from delivery.clients import close, connected, offsets_at, theirs
@@ -87,6 +91,16 @@ class History:
                 place = f"{first.topic} partition {first.partition} offset {at[first]}"
                 raise BrokerUnavailable(f"{self.connection}: no record for {STALLED_S:.0f} s at {place}")
 
+    async def after(self, spans: Mapping[Partition, Span]) -> AsyncIterator[Sequence[Any]]:
+        """The records after these spans, as they come. Never ends."""
+        ends = {theirs(self.connection, tp): span.end for tp, span in spans.items()}
+        self._consumer.assign(list(ends))
+        for tp, offset in ends.items():
+            self._consumer.seek(tp, offset)
+        while True:
+            for records in (await self._consumer.getmany(timeout_ms=_WAIT_MS)).values():
+                yield records
+
     async def record(self, tp: Partition, offset: int) -> Any | None:
         """The record at an offset; None if there is none any more."""
         begin, end = (await self.spans(tp.topic))[tp]
@@ -99,6 +113,14 @@ class History:
 
     def _of(self, topic: str) -> list[Partition]:
         return [Partition(topic, number) for number in range(self.partitions[topic])]
+
+
+@contextlib.contextmanager
+def progress(title: str, spans: Mapping[Partition, Span]) -> Iterator[Callable[[int], None]]:
+    """Says on standard error, if that is a terminal, how far the reading of these spans has come: give it each step."""
+    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bars:
+        bar = bars.add_task(title, total=sum(span.end - span.start for span in spans.values()))
+        yield lambda steps: bars.advance(bar, steps)
 
 
 @contextlib.asynccontextmanager

@@ -20,9 +20,9 @@ from click.core import ParameterSource
 
 from delivery.connection import Connection
 from delivery.settings import START_FROM, ConnectionSettings
-from gpustream import alerts, logs
+from gpustream import alerts, history, logs
 from gpustream.command import LOG_FORMAT, Argument, Command, connection, counted, option, options
-from gpustream.topics import answer, reading, show
+from gpustream.topics import answer, show
 from streams.alerts import tick as ticks
 from streams.alerts.node import Replay
 from streams.alerts.rules import rules_file
@@ -37,8 +37,6 @@ FAILED = 1
 _MOST_NAMED = 20
 """Of lines that are no ticks: the rest is only counted."""
 
-_WAIT_MS = 500
-_PROGRESS_S = 5.0
 
 RULES_FILE = click.argument("file", cls=Argument, type=click.Path(path_type=Path))
 
@@ -187,23 +185,14 @@ def _lines(path: Path) -> Iterator[Recorded]:
 async def _read(connection: Connection, start: str | float, trial: Trial) -> None:
     """Take the records from a time on, to where each partition ends now."""
     from_ms = 0 if isinstance(start, str) else int((time.time() - start) * 1000)
-    async with reading(connection, attributed.TOPIC.name) as (consumer, partitions):
-        ends = await consumer.end_offsets(partitions)
-        at_time = await consumer.offsets_for_times(dict.fromkeys(partitions, from_ms)) if from_ms else {}
-        for tp, at in at_time.items():
-            if at is not None:  # a broker may not know the offset of a time
-                consumer.seek(tp, at.offset)
-        said_s = time.monotonic()
-        while left := [tp for tp in partitions if await consumer.position(tp) < ends[tp]]:
-            for tp, batch in (await consumer.getmany(*left, timeout_ms=_WAIT_MS)).items():
-                for record in batch:
-                    if record.offset < ends[tp] and record.timestamp >= from_ms and record.value is not None:
-                        place = f"{tp.topic}[{tp.partition}]@{record.offset}"
+    async with history.opened(connection, [attributed.TOPIC.name]) as past:
+        spans = await past.spans(attributed.TOPIC.name, from_ms)
+        with history.progress(attributed.TOPIC.name, spans) as advanced:
+            async for records in past.records(spans, advanced):
+                for record in records:
+                    if record.timestamp >= from_ms and record.value is not None:
+                        place = f"{record.topic}[{record.partition}]@{record.offset}"
                         trial.take(Recorded(record.value, place, record.timestamp))
-            if sys.stderr.isatty() and time.monotonic() - said_s >= _PROGRESS_S:
-                said_s = time.monotonic()
-                behind = sum([ends[tp] - await consumer.position(tp) for tp in left])
-                click.echo(f"{behind} records to read", err=True)
 
 
 def rows(transitions: Iterable[Alert]) -> list[tuple[str, ...]]:

@@ -6,20 +6,17 @@ On failure: what is wrong, on standard error, and exit code 1.
 """
 
 import asyncio
-import contextlib
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import click
-from aiokafka import TopicPartition
 from aiokafka.errors import KafkaError
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from delivery import topic_admin
-from delivery.clients import close, connected
 from delivery.connection import Connection
 from delivery.kafka_admin import BrokerError, Found
 from delivery.topic_admin import Mismatch
@@ -121,22 +118,6 @@ def answer(asked: Coroutine[Any, Any, R]) -> R:
     except (BrokerError, KafkaError) as error:
         click.echo(str(error), err=True)
         raise SystemExit(FAILED) from error
-
-
-@contextlib.asynccontextmanager
-async def reading(connection: Connection, topic: str) -> AsyncIterator[tuple[Any, list[TopicPartition]]]:
-    """A consumer of all partitions of a topic, in no group. Raises BrokerError if there is no such topic."""
-    found, _ = await topic_admin.inspect(connection, [topic])
-    topic = connection.prefixed(topic)
-    if topic not in found:
-        raise BrokerError(f"there is no topic {topic} at {connection}: `{topic_admin.command(connection)}` makes it")
-    partitions = [TopicPartition(topic, number) for number in range(found[topic].partitions)]
-    consumer = await connected(connection, auto_offset_reset="earliest")
-    try:
-        consumer.assign(partitions)
-        yield consumer, partitions
-    finally:
-        await close(consumer)
 
 
 def show(columns: Sequence[str], rows: Sequence[Row], style: Callable[[Row], str] = lambda _: "") -> None:

@@ -4,15 +4,12 @@ A finding says what is wrong, its cause or that the cause is not known, what sho
 is one function and its row in ``CHECKS``.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
 
-import msgspec
-
-from delivery.topic_admin import COMMAND, Mismatch
 from delivery.values import duration_words
 from gpustream.command import counted
 from gpustream.doctor.evidence import Fold, NodeName, Ranges, SampledRun
+from gpustream.doctor.seen import Checked, Component, Finding, Group, Seen
 from topics import attributed, samples
 
 ATTRIBUTION = "gpustream-attribution"
@@ -32,104 +29,6 @@ IN_PROMETHEUS_MS = 240_000
 NOT_KNOWN = "not known"
 
 _SHOW = "`gpustream dead-letters show {id}` has it; once its error is mended, `dead-letters resubmit` sends it again"
-
-
-class Finding(msgspec.Struct, frozen=True):
-    """One thing that is not as it should be."""
-
-    finding: str
-    cause: str
-    evidence: str
-    next: str
-
-
-class Checked(NamedTuple):
-    """What a check has seen, in one line, and what it has found."""
-
-    summary: str
-    findings: Sequence[Finding] = ()
-
-
-class Lag(NamedTuple):
-    """What a group has not finished of a topic: how many records, in which partitions, and how old the oldest is.
-
-    ``oldest_ms`` is when it was logged; None if that is not known.
-    """
-
-    topic: str
-    records: int
-    partitions: tuple[int, ...]
-    oldest_ms: int | None
-
-
-class Group(NamedTuple):
-    """A consumer group: its state as the broker calls it, how many members it has, and what it has not finished."""
-
-    name: str
-    state: str
-    members: int
-    lags: tuple[Lag, ...]
-
-
-class Series(NamedTuple):
-    """One series of a component's own metrics."""
-
-    name: str
-    labels: Mapping[str, str]
-    value: float
-
-
-class Component(NamedTuple):
-    """What a component says of itself: its metrics, and why it is not ready. ``error``: why it could not be asked."""
-
-    url: str
-    series: Sequence[Series] = ()
-    not_ready: str = ""
-    error: str = ""
-
-    def sums(self, suffix: str) -> dict[tuple[str, str], float]:
-        """The counters that end in a suffix and are not zero, by name and reason."""
-        found: dict[tuple[str, str], float] = {}
-        for one in self.series:
-            if one.name.endswith(suffix) and one.value:
-                key = (one.name, one.labels.get("reason", ""))
-                found[key] = found.get(key, 0) + one.value
-        return found
-
-    def since(self, now_ms: int) -> str:
-        """For how long it has counted."""
-        started = [one.value for one in self.series if one.name == "process_start_time_seconds"]
-        return f"since its start {duration_words(now_ms - started[0] * 1000)} ago" if started else "since its start"
-
-
-class Prometheus(NamedTuple):
-    """The newest sample of each node that a Prometheus has. ``error``: why it could not be asked."""
-
-    url: str
-    newest_ms: Mapping[NodeName, int]
-    error: str = ""
-
-
-class Seen(NamedTuple):
-    """All that the checks look at; ``fold`` is None where topics are missing, which the command ``create`` makes."""
-
-    since_ms: int
-    now_ms: int
-    mismatches: Sequence[Mismatch] = ()
-    create: str = COMMAND
-    fold: Fold | None = None
-    groups: Sequence[Group] = ()
-    components: Sequence[Component] = ()
-    prometheus: Prometheus | None = None
-
-    @property
-    def window(self) -> str:
-        """The time that is looked at."""
-        return duration_words(self.now_ms - self.since_ms)
-
-    def ago(self, at_ms: float) -> str:
-        """How long ago something was."""
-        return f"{duration_words(max(0, self.now_ms - at_ms))} ago"
 
 
 # -- topics
@@ -195,7 +94,7 @@ def sent(seen: Seen, fold: Fold) -> Checked:
                 Finding(
                     f"{name}: no tick since {seen.ago(last.last_logged_ms)}",
                     NOT_KNOWN,
-                    f"seq {last.last_seq} was the last; a producer that can't reach Kafka holds what it samples",
+                    f"seq {last.last_seq} was the last; {_held(seen.components)}",
                     "docs/runbooks/NodeSilent.md",
                 )
             )
@@ -234,7 +133,7 @@ def _gap(seen: Seen, name: NodeName, run_id: int, run: SampledRun, gaps: Sequenc
         evidence += f"; producers that were asked have dropped {drops}"
     if waited_ms >= HELD_MS:
         return Finding(
-            f"{name}: {counted(missing, 'tick')} of this node are missing in {samples.TOPIC.name}",
+            f"{name}: {counted(missing, 'tick')} missing in {samples.TOPIC.name}",
             "the node's buffer dropped them: it could not send for longer than the buffer holds"
             f" (the next tick had waited {duration_words(waited_ms)})",
             evidence,
@@ -242,7 +141,7 @@ def _gap(seen: Seen, name: NodeName, run_id: int, run: SampledRun, gaps: Sequenc
             " outage it rides out",
         )
     return Finding(
-        f"{name}: {counted(missing, 'tick')} of this node are missing in {samples.TOPIC.name}",
+        f"{name}: {counted(missing, 'tick')} missing in {samples.TOPIC.name}",
         f"{NOT_KNOWN}: the node could send at the time, so they were too large, refused or could not be written, or"
         " Kafka has lost them",
         evidence,
@@ -257,6 +156,12 @@ def _drops(components: Iterable[Component]) -> str:
         for (_, reason), value in component.sums("gpustream_producer_ticks_dropped_total").items():
             dropped[reason] = dropped.get(reason, 0) + value
     return ", ".join(f"{value:.0f} ({reason})" for reason, value in sorted(dropped.items()))
+
+
+def _held(components: Iterable[Component]) -> str:
+    held = sum(value for one in components for value in one.sums("gpustream_producer_ticks_held").values())
+    said = f"; those that were asked hold {counted(int(held), 'tick')}" if held else ""
+    return f"a producer that can't reach Kafka holds what it samples{said}"
 
 
 def _silent(seen: Seen, runs: Iterable[SampledRun]) -> bool:
@@ -279,8 +184,8 @@ def attribution(seen: Seen, fold: Fold) -> Checked:
             if run.fates["lost"]:
                 found.append(
                     Finding(
-                        f"{name}: {counted(run.fates['lost'], 'tick')} of this node are lost between"
-                        f" {samples.TOPIC.name} and {attributed.TOPIC.name}",
+                        f"{name}: {counted(run.fates['lost'], 'tick')} lost between {samples.TOPIC.name} and"
+                        f" {attributed.TOPIC.name}",
                         NOT_KNOWN,
                         f"run {run_id}, seq {_shown(run.lost)}: {ATTRIBUTION} has committed past them, and they have"
                         " neither a record nor a dead letter",
@@ -435,29 +340,30 @@ def groups(seen: Seen, fold: Fold) -> Checked:
 # -- what the components say
 
 
+_RECEIVER_SAYS = {
+    "out_of_order": "the receiver has newer samples of these series: ticks came after newer ones",
+    "too_old": "the receiver takes nothing so old",
+    "too_far_ahead": "a node's clock is ahead",
+    "duplicate": "the receiver has other samples at these times: a node's clock stands still, or two write one series",
+    "left_out": "the receiver refused all series of these ticks in the ten minutes before",
+}
+_REFUSALS = "docs/remote-write.md and docs/guarantees.md say what each reason means, and what can be set"
+
 _BAD_COUNTERS = {
-    "_records_dropped_total": (
-        "dropped {n} records: {reason}",
-        {
-            "out_of_order": "the receiver has newer samples of these series: ticks came after newer ones",
-            "too_old": "the receiver takes nothing so old",
-            "duplicate": "the receiver has other samples at these times",
-            "left_out": "the receiver refused all series of these ticks in the ten minutes before",
-        },
-        "docs/remote-write.md says what each reason means; a Prometheus with out_of_order_time_window takes late ones",
-    ),
+    "_records_dropped_total": ("{n} records dropped: {reason}", _RECEIVER_SAYS, _REFUSALS),
+    "_values_refused_total": ("{n} values refused: {reason}", _RECEIVER_SAYS, _REFUSALS),
     "_records_expired_total": (
-        "{n} records were deleted before they were read",
+        "{n} records deleted before they were read",
         {"": "retention is shorter than the time for which it did not read"},
         "give the topic more retention.ms, or find out why it was not read",
     ),
     "_lost_offsets_total": (
-        "{n} records were deleted before they were read",
+        "{n} records deleted before they were read",
         {"": "retention is shorter than the time for which it did not read"},
         "give the topic more retention.ms, or find out why it was not read",
     ),
     "_misplaced_nodes_total": (
-        "{n} nodes are in a partition that is not theirs",
+        "{n} nodes in a partition that is not theirs",
         {"": "a producer that is not gpustream's wrote them, with another partitioner"},
         "use murmur2 of the key, as Kafka's Java clients do (librdkafka: partitioner=murmur2_random)",
     ),
@@ -473,13 +379,17 @@ def components(seen: Seen) -> Checked:
             continue
         if one.not_ready:
             found.append(Finding(f"{one.url}: not ready", one.not_ready, "/readyz says so", "its log says more"))
+        told_reasons: set[str] = set()  # of a record that was dropped, the values count as refused, too
         for suffix, (what, causes, then) in _BAD_COUNTERS.items():
             for (name, reason), value in one.sums(suffix).items():
+                if suffix == "_values_refused_total" and reason in told_reasons:
+                    continue
+                told_reasons.add(reason)
                 said = what.format(n=f"{value:.0f}", reason=reason)
                 cause = causes.get(reason, causes.get("", NOT_KNOWN))
                 found.append(Finding(f"{one.url}: {said}", cause, f"{name}, {one.since(seen.now_ms)}", then))
     told = [_outcomes(one) for one in seen.components if not one.error]
-    return Checked("; ".join(filter(None, told)) or f"{counted(len(seen.components), 'component')} asked", found)
+    return Checked("; ".join(filter(None, told)) or "not asked (--metrics)", found)
 
 
 def _outcomes(component: Component) -> str:
@@ -501,7 +411,7 @@ def _outcomes(component: Component) -> str:
 def prometheus(seen: Seen, fold: Fold) -> Checked:
     """Whether Prometheus has the newest attributed tick of each node."""
     if seen.prometheus is None:
-        return Checked("not asked")
+        return Checked("not asked (--prometheus)")
     if seen.prometheus.error:
         wrong = Finding(f"{seen.prometheus.url}: no answer", seen.prometheus.error, "it was asked", "see --prometheus")
         return Checked("not known", [wrong])

@@ -13,15 +13,14 @@ from typing import Any, Literal
 
 import click
 import msgspec
-from rich.console import Console
 
 from delivery.connection import Connection
 from delivery.settings import DURATION, URL
 from gpustream import logs
 from gpustream.command import KAFKA, LOG_FORMAT, Command, counted, option
 from gpustream.doctor import checks
-from gpustream.doctor.checks import Checked, Finding, Seen
 from gpustream.doctor.gather import gather
+from gpustream.doctor.seen import Checked, Finding, Seen
 from gpustream.topics import FAILED, answer
 
 SCHEMA = 1
@@ -71,7 +70,7 @@ def doctor(
     code 1 if anything was found: each finding with its cause, what shows it, and what to do next.
     """
     logs.setup(log_format)
-    seen = answer(gather(connection, since_s, metrics, prometheus, Console(stderr=True)))
+    seen = answer(gather(connection, since_s, metrics, prometheus))
     found = checks.run(seen)
     if form == "json":
         click.echo(msgspec.json.encode(report(seen, found)))

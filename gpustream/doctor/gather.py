@@ -7,13 +7,12 @@ ends, however much comes meanwhile.
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
+from urllib.parse import urlsplit, urlunsplit
 
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
-from rich.console import Console
-from rich.progress import Progress
 
 from delivery import kafka_admin, topic_admin
 from delivery.clients import OffsetClient, describe
@@ -22,9 +21,10 @@ from delivery.kafka_admin import GroupFound
 from delivery.ledger import Partition
 from delivery.positions import STATE_WINDOW_MS
 from gpustream import history
-from gpustream.doctor.checks import ATTRIBUTION, Component, Group, Lag, Prometheus, Seen, Series
+from gpustream.doctor.checks import ATTRIBUTION
 from gpustream.doctor.evidence import Fold, NodeName
-from gpustream.history import History, Span
+from gpustream.doctor.seen import Component, Group, Lag, Prometheus, Seen, Series
+from gpustream.history import History
 from topics import allocations, attributed, dead_letters, samples, workloads
 
 GROUPS = "gpustream-"
@@ -40,16 +40,14 @@ _STATES = (allocations.TOPIC.name, workloads.TOPIC.name)
 _IN_ORDER = (dead_letters.TOPIC.name, *_STATES, attributed.TOPIC.name, samples.TOPIC.name)
 
 
-async def gather(
-    connection: Connection, since_s: float, metrics: Sequence[str], prometheus: str | None, progress: Console
-) -> Seen:
+async def gather(connection: Connection, since_s: float, metrics: Sequence[str], prometheus: str | None) -> Seen:
     """Everything that the checks look at. Raises BrokerError."""
     now_ms = time.time_ns() // 1_000_000
     since_ms = now_ms - int(since_s * 1000)
     found, _ = await topic_admin.inspect(connection)
     mismatches = topic_admin.mismatches(topic_admin.contract(connection).values(), found)
     command = topic_admin.command(connection)
-    seen = Seen(since_ms, now_ms, mismatches, create=command, components=await _components(metrics))
+    seen = Seen(since_ms, now_ms, mismatches, create=command, components=await ask_components(metrics))
     there = {connection.unprefixed(topic) for topic in found}
     if not there.issuperset(_IN_ORDER):
         return seen
@@ -67,22 +65,17 @@ async def gather(
             if group.name == ATTRIBUTION and tp.topic == samples.TOPIC.name
         }
         fold = Fold(finished, connection.unprefixed)
-        with Progress(console=progress, transient=True, disable=not progress.is_terminal) as bars:
-            for topic in _IN_ORDER:
-                bar = bars.add_task(topic, total=sum(span.end - span.start for span in spans[topic].values()))
-                await _read(past, spans[topic], fold, lambda more, bar=bar: bars.advance(bar, more))  # type: ignore[misc]
+        for topic in _IN_ORDER:
+            with history.progress(topic, spans[topic]) as advanced:
+                async for records in past.records(spans[topic], advanced):
+                    for record in records:
+                        fold.take(record)
         lags = await _lags(past, groups)
     return seen._replace(
         fold=fold,
         groups=[Group(group.name, group.state, group.members, lags[group.name]) for group in groups],
-        prometheus=await _newest(prometheus) if prometheus else None,
+        prometheus=await ask_prometheus(prometheus) if prometheus else None,
     )
-
-
-async def _read(past: History, spans: Mapping[Partition, Span], fold: Fold, advanced: Callable[[int], None]) -> None:
-    async for records in past.records(spans, advanced):
-        for record in records:
-            fold.take(record)
 
 
 async def _lags(past: History, groups: Iterable[GroupFound]) -> dict[str, tuple[Lag, ...]]:
@@ -126,7 +119,8 @@ async def _lags(past: History, groups: Iterable[GroupFound]) -> dict[str, tuple[
 # -- over HTTP
 
 
-async def _components(urls: Sequence[str]) -> list[Component]:
+async def ask_components(urls: Sequence[str]) -> list[Component]:
+    """What components say of themselves."""
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_ANSWER_S)) as session:
         return list(await asyncio.gather(*(_component(session, url) for url in urls)))
 
@@ -134,6 +128,7 @@ async def _components(urls: Sequence[str]) -> list[Component]:
 async def _component(session: aiohttp.ClientSession, url: str) -> Component:
     """What a component says at its own address, with or without ``/metrics``."""
     base = url.rstrip("/").removesuffix("/metrics")
+    shown = _without_password(base)
     try:
         async with session.get(f"{base}/metrics") as answer:
             answer.raise_for_status()
@@ -146,11 +141,11 @@ async def _component(session: aiohttp.ClientSession, url: str) -> Component:
             for one in family.samples
         ]
     except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-        return Component(base, error=describe(error))
-    return Component(base, series, not_ready)
+        return Component(shown, error=describe(error))
+    return Component(shown, series, not_ready)
 
 
-async def _newest(url: str) -> Prometheus:
+async def ask_prometheus(url: str) -> Prometheus:
     """The newest sample of each node, by ``gpu_info``, which every device has with every profile."""
     base = url.rstrip("/")
     try:
@@ -167,5 +162,10 @@ async def _newest(url: str) -> Prometheus:
             name = NodeName(cluster, node)
             found[name] = max(found.get(name, 0), int(float(row["value"][1]) * 1000))
     except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError) as error:
-        return Prometheus(base, {}, describe(error))
-    return Prometheus(base, found)
+        return Prometheus(_without_password(base), {}, describe(error))
+    return Prometheus(_without_password(base), found)
+
+
+def _without_password(url: str) -> str:
+    parts = urlsplit(url)
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))

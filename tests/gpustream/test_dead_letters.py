@@ -4,9 +4,10 @@ import pytest
 from click.testing import CliRunner
 
 from delivery.replays import Last, after, verdict
-from gpustream import dead_letters
 from gpustream.cli import main
-from gpustream.dead_letters import Letter, LetterId, Wanted, letter_id, refused
+from gpustream.dead_letters import letters
+from gpustream.dead_letters.command import merged, row
+from gpustream.dead_letters.letters import Letter, LetterId, Wanted, letter_id, refused
 from streams.attribution import join
 from tests.streams.attribution.records import container, gpu, read, snapshot, tick
 from topics.attributed import AttributedSample
@@ -32,16 +33,16 @@ def letter(offset: int, *, key: str = "c/n", topic: str = "gpu.samples", error: 
     ],
 )
 def test_letters_are_chosen_by_all_that_is_given(wanted: Wanted, found: set[int]) -> None:
-    letters = [letter(0), letter(1, error="unsendable: y"), letter(2, key="c/m", topic="gpu.allocations")]
+    some = [letter(0), letter(1, error="unsendable: y"), letter(2, key="c/m", topic="gpu.allocations")]
 
-    assert {one.id.offset for one in letters if one in wanted} == found
+    assert {one.id.offset for one in some if one in wanted} == found
 
 
 def test_rows_of_several_letters_say_what_they_have_in_common() -> None:
     one, more = letter(1), letter(2, key="c/m")._replace(done=True)
-    row = dead_letters.merged(dead_letters.row(one), dead_letters.row(more))
+    both = merged(row(one), row(more))
 
-    assert row._asdict() == {
+    assert both._asdict() == {
         "letters": 2,
         "sent_again": 1,
         "last": "1970-01-01 00:00:02Z",
@@ -61,8 +62,8 @@ def test_what_is_no_letter_is_refused_with_how_to_write_one(text: str) -> None:
 
 
 def test_only_what_attribution_reads_is_sent_again_and_only_once() -> None:
-    assert [refused(letter(0, topic=name)) for name in dead_letters.RESUBMITTABLE] == [None, None, None]
-    assert refused(letter(0)._replace(done=True)) == dead_letters.DONE
+    assert [refused(letter(0, topic=name)) for name in letters.RESUBMITTABLE] == [None, None, None]
+    assert refused(letter(0)._replace(done=True)) == letters.DONE
     assert refused(letter(0, topic="gpu.alert-state")) == "gpu.alert-state is not a topic that attribution reads"
 
 

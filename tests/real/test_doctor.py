@@ -5,12 +5,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from delivery import topic_admin
 from gpustream.doctor import checks, command
-from gpustream.doctor.checks import Checked, Seen
 from gpustream.doctor.gather import gather
+from gpustream.doctor.seen import Checked, Seen
 from producers import publisher as names
 from producers.simulated.component import SimulatedFleet
 from producers.simulated.config import SimulatedSettings
@@ -29,7 +27,7 @@ TICKS = 15
 async def look(kafka: KafkaServer, *, later_ms: int = 0, **asked: Any) -> tuple[Seen, dict[str, Checked]]:
     """What the doctor has seen and found; ``later_ms``: as if it looked so much later."""
     asked = {"metrics": (), "prometheus": None, **asked}
-    seen = await gather(kafka.connection, 600.0, **asked, progress=Console(stderr=True))
+    seen = await gather(kafka.connection, 600.0, **asked)
     seen = seen._replace(now_ms=seen.now_ms + later_ms)
     return seen, checks.run(seen)
 
@@ -83,7 +81,7 @@ async def test_what_a_full_buffer_drops_is_counted_and_the_buffer_is_named(
 
     (gap,) = found["sent"].findings
     assert missing == set(range(1, max(missing) + 1))
-    assert gap.finding == f"doctor/sim-0000: {len(missing)} ticks of this node are missing in gpu.samples"
+    assert gap.finding == f"doctor/sim-0000: {len(missing)} ticks missing in gpu.samples"
     assert gap.cause.startswith("the node's buffer dropped them")
     assert f"seq 1-{max(missing)};" in gap.evidence
     assert found["attributed"].findings[0].cause == "no worker has ever run here"

@@ -7,8 +7,8 @@ import pytest
 
 from delivery.topic_admin import Mismatch
 from gpustream.doctor import checks, command
-from gpustream.doctor.checks import Checked, Component, Finding, Group, Lag, Prometheus, Seen, Series
 from gpustream.doctor.evidence import Fold, NodeName
+from gpustream.doctor.seen import Checked, Component, Finding, Group, Lag, Prometheus, Seen, Series
 from tests.gpustream.doctor.records import (
     NOW_MS,
     RUN,
@@ -86,7 +86,7 @@ def test_a_gap_after_which_ticks_were_old_is_the_buffers() -> None:
     ]
 
     finding = one(see(records))
-    assert finding.finding == "c/n: 15 ticks of this node are missing in gpu.samples"
+    assert finding.finding == "c/n: 15 ticks missing in gpu.samples"
     assert finding.cause.startswith("the node's buffer dropped them")
     assert "1m 30s" in finding.cause
     assert f"run {RUN}, seq 5-19;" in finding.evidence
@@ -138,7 +138,7 @@ def test_two_producers_of_one_name_are_found() -> None:
 def test_a_tick_that_attribution_has_passed_without_a_record_is_lost() -> None:
     records = [record for record in healthy() if record != attributed(7)]
 
-    assert "1 tick of this node are lost" in one(see(records)).finding
+    assert "1 tick lost" in one(see(records)).finding
     assert one(see(records)).cause == "not known"
 
 
@@ -196,7 +196,7 @@ def test_what_sinks_dropped_is_found_with_the_meaning_of_the_reason() -> None:
     ]
     seen = see(healthy(), now_ms=NOW_MS - 590_000 + 50_000, components=[Component("http://sink", series)])
 
-    assert one(seen).finding == "http://sink: dropped 10 records: out_of_order"
+    assert one(seen).finding == "http://sink: 10 records dropped: out_of_order"
     assert "ticks came after newer ones" in one(seen).cause
     assert checks.components(seen).summary == "remote_write: 90 delivered, 10 dropped"
 
@@ -237,3 +237,17 @@ def test_what_anybody_may_have_written_can_not_move_the_cursor() -> None:
     text = "\n".join(command.text(Seen(0, 1), {"x": Checked("s\x07", [wrong])}))
 
     assert all(sign.isprintable() or sign == "\n" for sign in text)
+
+
+def test_the_values_of_a_record_that_was_dropped_are_not_found_again() -> None:
+    series = [
+        Series("gpustream_remote_write_records_dropped_total", {"reason": "too_old"}, 2),
+        Series("gpustream_remote_write_values_refused_total", {"reason": "too_old"}, 80),
+        Series("gpustream_remote_write_values_refused_total", {"reason": "duplicate"}, 3),
+    ]
+    seen = see(healthy(), components=[Component("http://sink", series)])
+
+    assert [finding.finding for finding in found(seen)["components"]] == [
+        "http://sink: 2 records dropped: too_old",
+        "http://sink: 3 values refused: duplicate",
+    ]

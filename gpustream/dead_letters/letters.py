@@ -1,0 +1,202 @@
+"""The letters of gpu.dead-letters, the records that they are of, and which of them may be sent again.
+
+In:       gpu.dead-letters, in no group; of a letter that lacks something, the original record, while its topic has it.
+Out:      each letter with whether it was sent again; whole records; the snapshots that ticks name.
+"""
+
+import contextlib
+import re
+import time
+from collections.abc import AsyncIterator, Collection
+from typing import NamedTuple
+
+import msgspec
+
+from delivery.ledger import Partition
+from gpustream.history import History
+from topics import allocations, samples
+from topics import dead_letters as contract
+from topics.dead_letters import MAX_KEY_BYTES, Cause
+from topics.topic import decoder
+
+RESUBMITTABLE = ("gpu.samples", "gpu.allocations", "gpu.workloads")
+"""What attribution reads. A record of another topic that comes again says nothing new, or something that is over."""
+
+DONE = "it was sent again before"
+
+_NOT_AGAIN = {
+    "gpu.attributed": "every reader of gpu.attributed drops a tick that comes again as a replay",
+    "gpu.alerts": "gpu.alerts keeps the last record of each key: this one would take the place of a newer one",
+}
+_ID = re.compile(r"([0-9]{1,9}):([0-9]{1,18})", re.ASCII)
+
+
+class LetterId(NamedTuple):
+    """Where a letter stands in gpu.dead-letters."""
+
+    partition: int
+    offset: int
+
+    def __str__(self) -> str:
+        return f"{self.partition}:{self.offset}"
+
+
+def letter_id(text: str) -> LetterId:
+    """``PARTITION:OFFSET``. Raises ValueError."""
+    if not (match := _ID.fullmatch(text)):
+        raise ValueError(
+            f"{text[:80]!r} is not a letter: write PARTITION:OFFSET, as `gpustream dead-letters list` has it"
+        )
+    return LetterId(int(match[1]), int(match[2]))
+
+
+class Letter(NamedTuple):
+    """A dead letter as it was read. ``done``: it was sent again."""
+
+    id: LetterId
+    logged_ms: int
+    key: bytes | None
+    value: bytes
+    cause: Cause
+    done: bool = False
+
+    @property
+    def key_text(self) -> str:
+        """The key of the record: in most topics it names a node, ``CLUSTER/NODE``."""
+        return (self.key or b"").decode("utf-8", "replace")
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the letter itself has the whole record. An empty value may have been none."""
+        return self.key is not None and 0 < self.cause.length == len(self.value)
+
+
+class Wanted(NamedTuple):
+    """Which letters are looked at: those that agree with all that is given."""
+
+    topic: str | None = None
+    stage: str | None = None
+    reason: str | None = None
+    key: str | None = None
+    ids: Collection[LetterId] = ()
+
+    def __contains__(self, letter: object) -> bool:
+        if not isinstance(letter, Letter) or (self.ids and letter.id not in self.ids):
+            return False
+        has = (letter.cause.origin.topic, letter.cause.stage, letter.cause.reason, letter.key_text)
+        return all(want is None or want == have for want, have in zip(self[:4], has, strict=True))
+
+
+async def letters(past: History, since_s: float) -> AsyncIterator[Letter]:
+    """The letters of some time, in order per partition, each with whether it was sent again.
+
+    The topic is read twice: a receipt comes after its letter, and letters may be too large to be kept.
+    """
+    spans = await past.spans(contract.TOPIC.name, int((time.time() - since_s) * 1000))
+    receipts: set[LetterId] = set()
+    async for records in past.records(spans):
+        for record in records:
+            if (offset := contract.resubmitted(record.headers)) is not None:
+                receipts.add(LetterId(record.partition, offset))
+    async for records in past.records(spans):
+        for record in records:
+            if (cause := contract.cause(record.headers)) is not None:
+                origin = cause.origin._replace(topic=past.connection.unprefixed(cause.origin.topic))
+                cause = cause._replace(origin=origin)
+                at = LetterId(record.partition, record.offset)
+                yield Letter(at, record.timestamp, record.key, record.value or b"", cause, at in receipts)
+
+
+class Original(NamedTuple):
+    """A whole record, with the key and the bytes that it had."""
+
+    key: bytes | None
+    value: bytes | None
+
+
+async def original(past: History, letter: Letter) -> Original | str:
+    """The record of a letter, from its topic if the letter lacks something; or why it can't be had."""
+    if letter.is_whole:
+        return Original(letter.key, letter.value)
+    name, partition, offset = letter.cause.origin
+    if partition >= past.partitions.get(name, 0):
+        return f"{name} has no partition {partition} any more"
+    record = await past.record(Partition(name, partition), offset)
+    lacks = "its key" if letter.key is None else "a part of its value" if letter.value else "its value"
+    if record is None:
+        return f"the letter lacks {lacks}, and {name} does not have the record any more"
+    value, key = record.value or b"", record.key
+    same_key = key == letter.key or (letter.key is None and len(key or b"") > MAX_KEY_BYTES)
+    if not (same_key and len(value) == letter.cause.length and value.startswith(letter.value)):
+        return f"the letter lacks {lacks}, and another record stands at its place now: {name} was created again"
+    return Original(key, record.value)
+
+
+class _Event(msgspec.Struct, frozen=True):
+    allocations_seq: int | None = None
+
+
+class _Device(msgspec.Struct, frozen=True):
+    events: tuple[_Event, ...] | None = None
+
+
+class _Tick(msgspec.Struct, frozen=True):
+    """What of a tick, or of a snapshot, says which snapshots it is about."""
+
+    run_id: int
+    seq: int
+    allocations_seq: int | None = None
+    devices: tuple[_Device, ...] = ()
+
+
+class Snapshots:
+    """Finds the snapshots that ticks name. Each partition of gpu.allocations is read once, when it is asked for."""
+
+    def __init__(self, past: History) -> None:
+        self._past = past
+        self._offsets: dict[int, dict[tuple[bytes | None, int, int], int]] = {}
+        self._given: set[tuple[int, int]] = set()
+        self._decode = decoder(_Tick)
+
+    async def named_by(self, letter: Letter, record: Original) -> list[Original]:
+        """The snapshots that a tick and its events name, as far as the topic has them and they were not given yet."""
+        if letter.cause.origin.topic != samples.TOPIC.name:
+            return []
+        try:
+            tick = self._decode(record.value or b"")
+        except msgspec.DecodeError:
+            return []
+        partition = letter.cause.origin.partition
+        events = [event.allocations_seq for device in tick.devices for event in device.events or ()]
+        found = []
+        for seq in sorted({one for one in (tick.allocations_seq, *events) if one is not None}):
+            offset = (await self._of(partition)).get((record.key, tick.run_id, seq))
+            if offset is None or (partition, offset) in self._given:
+                continue
+            self._given.add((partition, offset))
+            snapshot = await self._past.record(Partition(allocations.TOPIC.name, partition), offset)
+            if snapshot is not None:
+                found.append(Original(snapshot.key, snapshot.value))
+        return found
+
+    async def _of(self, partition: int) -> dict[tuple[bytes | None, int, int], int]:
+        """Where the snapshots of a partition stand, by their key, run and seq."""
+        if partition not in self._offsets:
+            self._offsets[partition] = offsets = {}
+            tp = Partition(allocations.TOPIC.name, partition)
+            async for records in self._past.records({tp: (await self._past.spans(tp.topic))[tp]}):
+                for record in records:
+                    with contextlib.suppress(msgspec.DecodeError):
+                        snapshot = self._decode(record.value or b"")
+                        offsets[record.key, snapshot.run_id, snapshot.seq] = record.offset
+        return self._offsets[partition]
+
+
+def refused(letter: Letter) -> str | None:
+    """Why a letter is not to be sent again; None if it may be."""
+    if letter.done:
+        return DONE
+    name = letter.cause.origin.topic
+    if name not in RESUBMITTABLE:
+        return _NOT_AGAIN.get(name, f"{name} is not a topic that attribution reads")
+    return None

@@ -1,0 +1,156 @@
+"""Sends letters again, each at most once.
+
+In:       letters, and their whole records. Out: the records on the topics that they came from.
+State:    a receipt in gpu.dead-letters for each letter that was sent again.
+On failure: what is not acknowledged was not sent: run it again.
+
+A record and the receipt of its letter are one transaction, and a reader of committed records sees both or none. The
+transactions of all who resubmit have one id: whoever begins ends what another left open, and only then reads the
+receipts.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any, NamedTuple
+
+from aiokafka.errors import KafkaError, ProducerFenced
+
+from delivery.clients import close, describe, producer, started
+from delivery.connection import Connection
+from delivery.kafka_admin import BrokerError
+from gpustream import history
+from gpustream.dead_letters.letters import (
+    RESUBMITTABLE,
+    Letter,
+    LetterId,
+    Original,
+    Snapshots,
+    Wanted,
+    letters,
+    original,
+    refused,
+)
+from topics import allocations
+from topics import dead_letters as contract
+from topics.topic import MAX_MESSAGE_BYTES
+
+TRANSACTIONS = "gpustream-dead-letters"
+
+_BATCH_BYTES = 8 * 1024 * 1024
+_BATCH_RECORDS = 100
+_TRANSACTION_MS = 10_000
+_BEGIN_S = 30.0
+
+
+class Resubmission:
+    """Sends letters again, each with its receipt in one transaction; see :func:`resubmitting`."""
+
+    def __init__(self, connection: Connection, sender: Any) -> None:
+        self._connection, self._sender = connection, sender
+        self._batch: list[tuple[Letter, Original, list[Original]]] = []
+        self._bytes = 0
+        self.sent = 0
+
+    async def add(self, letter: Letter, record: Original, snapshots: list[Original]) -> None:
+        """Send a letter's record, now or with those that come next, after the ``snapshots`` that it names."""
+        self._batch.append((letter, record, snapshots))
+        self._bytes += len(record.value or b"")
+        if len(self._batch) >= _BATCH_RECORDS or self._bytes >= _BATCH_BYTES:
+            await self.flush()
+
+    async def flush(self) -> None:
+        """Send what was added. Raises BrokerError: nothing of it was sent then, or its transaction's end is unknown."""
+        batch, self._batch, self._bytes = self._batch, [], 0
+        if not batch:
+            return
+        theirs = self._connection.prefixed
+        try:
+            async with self._sender.transaction():
+                acknowledged = []
+                for letter, record, snapshots in batch:
+                    name, partition, _ = letter.cause.origin
+                    for one in snapshots:
+                        to = theirs(allocations.TOPIC.name)
+                        acknowledged.append(await self._sender.send(to, one.value, key=one.key, partition=partition))
+                    acknowledged += [
+                        await self._sender.send(theirs(name), record.value, key=record.key, partition=partition),
+                        await self._sender.send(
+                            theirs(contract.TOPIC.name),
+                            None,
+                            key=letter.key,
+                            partition=letter.id.partition,
+                            headers=contract.receipt(letter.id.offset),
+                        ),
+                    ]
+                await asyncio.gather(*acknowledged)
+        except ProducerFenced as error:
+            raise BrokerError("another `gpustream dead-letters resubmit` began: this one has ended") from error
+        except KafkaError as error:
+            places = ", ".join(str(letter.id) for letter, *_ in batch[:10])
+            raise BrokerError(f"letters {places} ...: not sent: {describe(error)}. Run the command again") from error
+        self.sent += len(batch)
+
+
+@contextlib.asynccontextmanager
+async def resubmitting(connection: Connection) -> AsyncIterator[Resubmission]:
+    """A resubmission: whatever another one left open is ended, and no other one can go on.
+
+    Raises BrokerError if the broker begins no transaction.
+    """
+    sender = None
+    try:
+        async with asyncio.timeout(_BEGIN_S):
+            sender = await started(
+                lambda: producer(
+                    connection,
+                    client_id=TRANSACTIONS,
+                    transactional_id=connection.prefixed(TRANSACTIONS),
+                    transaction_timeout_ms=_TRANSACTION_MS,
+                    max_request_size=2 * MAX_MESSAGE_BYTES,
+                ),
+                connection,
+            )
+        yield Resubmission(connection, sender)
+    except TimeoutError as error:
+        raise BrokerError(
+            f"{connection} has begun no transaction in {_BEGIN_S:.0f} s: a broker without transactions, or too few"
+            " brokers are up for transaction.state.log.replication.factor"
+        ) from error
+    finally:
+        if sender is not None:
+            await close(sender)
+
+
+class Resubmitted(NamedTuple):
+    """How many records of each topic were sent, or would be; and the letters that were not, by why."""
+
+    sent: dict[str, int]
+    refused: dict[str, list[LetterId]]
+
+
+async def resubmit(connection: Connection, since_s: float, wanted: Wanted, *, send: bool) -> Resubmitted:
+    """Send the wanted letters, or only see which could be. The receipts are read when no other can write one."""
+    done = Resubmitted({}, {})
+    async with contextlib.AsyncExitStack() as stack:
+        sending = await stack.enter_async_context(resubmitting(connection)) if send else None
+        past = await stack.enter_async_context(history.opened(connection, [contract.TOPIC.name]))
+        originals = await stack.enter_async_context(history.opened(connection, RESUBMITTABLE))
+        snapshots = Snapshots(originals)
+        async for letter in letters(past, since_s):
+            if letter not in wanted:
+                continue
+            why_not, record = refused(letter), None
+            if why_not is None:
+                record = await original(originals, letter)
+                why_not = record if isinstance(record, str) else None
+            if not isinstance(record, Original):
+                done.refused.setdefault(why_not or "", []).append(letter.id)
+                continue
+            if sending is not None:
+                await sending.add(letter, record, await snapshots.named_by(letter, record))
+            name = letter.cause.origin.topic
+            done.sent[name] = done.sent.get(name, 0) + 1
+        if sending is not None:
+            await sending.flush()
+    return done

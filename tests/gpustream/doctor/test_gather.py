@@ -1,0 +1,62 @@
+"""Components and a Prometheus are asked over HTTP; whatever they answer, the doctor goes on."""
+
+from collections.abc import AsyncIterator
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from gpustream.doctor.evidence import NodeName
+from gpustream.doctor.gather import ask_components, ask_prometheus
+
+METRICS = 'x_total{reason="a"} 2.0\nprocess_start_time_seconds 5.0\n'
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[TestServer]:
+    """A component that is not ready, and a Prometheus."""
+
+    async def query(_: web.Request) -> web.Response:
+        rows = [
+            {"metric": {"k8s_cluster_name": "c", "k8s_node_name": "n", "cluster": "other"}, "value": [0, "1.5"]},
+            {"metric": {"cluster": "c", "hostname": "m"}, "value": [0, "2"]},
+            {"metric": {"cluster": "c", "node": "m"}, "value": [0, "3"]},
+        ]
+        return web.json_response({"status": "success", "data": {"resultType": "vector", "result": rows}})
+
+    async def metrics(_: web.Request) -> web.Response:
+        return web.Response(text=METRICS)
+
+    async def readyz(_: web.Request) -> web.Response:
+        return web.Response(text="no topic\nno broker\n", status=503)
+
+    app = web.Application()
+    app.add_routes([web.get("/metrics", metrics), web.get("/readyz", readyz), web.get("/api/v1/query", query)])
+    running = TestServer(app)
+    await running.start_server()
+    yield running
+    await running.close()
+
+
+async def test_a_component_says_its_metrics_and_why_it_is_not_ready(server: TestServer) -> None:
+    first, second = await ask_components([str(server.make_url("/metrics")), str(server.make_url("/"))])
+
+    assert first == second
+    assert first.sums("_total") == {("x_total", "a"): 2.0}
+    assert first.since(65_000) == "since its start 1m ago"
+    assert first.not_ready == "no topic; no broker"
+
+
+async def test_the_newest_sample_of_each_node_is_found_by_any_profiles_labels(server: TestServer) -> None:
+    found = await ask_prometheus(str(server.make_url("/")))
+
+    assert found.newest_ms == {NodeName("c", "n"): 1500, NodeName("c", "m"): 3000}
+
+
+async def test_what_does_not_answer_is_said_and_no_password_is(server: TestServer, unused_tcp_port: int) -> None:
+    away = f"http://user:secret@127.0.0.1:{unused_tcp_port}"
+    (component,), prometheus = await ask_components([away]), await ask_prometheus(f"{server.make_url('/x')}")
+
+    assert component.error
+    assert prometheus.error
+    assert "secret" not in repr((component, await ask_prometheus(away)))
