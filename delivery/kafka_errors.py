@@ -23,12 +23,12 @@ from aiokafka.errors import (
 
 from delivery.connection import Connection, CredentialsError
 
-_DENIED = {
-    TopicAuthorizationFailedError: "the topic",
-    GroupAuthorizationFailedError: "the consumer group",
-    ClusterAuthorizationFailedError: "what this needs of the cluster",
-}
 _ACLS = "give its user the ACLs of this component that docs/kafka.md lists"
+_DENIED = {
+    GroupAuthorizationFailedError: "Read the consumer group {names}: add the ACL Read on Group {names} for its user",
+    TopicAuthorizationFailedError: f"use the topic {{names}}: {_ACLS}",
+    ClusterAuthorizationFailedError: f"do what this needs of the cluster: {_ACLS}",
+}
 
 _EXPIRED, _NOT_YET, _OTHER_NAME, _OTHER_ADDRESS = 10, 9, 62, 64
 _NOT_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "UNEXPECTED_MESSAGE", "HTTP_REQUEST", "UNKNOWN_PROTOCOL")
@@ -42,7 +42,7 @@ def describe(error: BaseException) -> str:
         if isinstance(error, kind):
             subject = error.args[0] if error.args else ""
             names = subject if isinstance(subject, str) else ", ".join(sorted(map(str, subject)))
-            return f"the broker refuses this client {what} {names}".strip() + f": {_ACLS} ({name})"
+            return f"Kafka does not let this client {what.format(names=names)} ({name})"
     return text if text.startswith(name) else f"{name}: {text}".strip(": ")
 
 

@@ -1,0 +1,207 @@
+"""Each component with exactly the ACLs that docs/kafka.md lists, on a broker with an authorizer; and with one less."""
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from aiokafka import AIOKafkaProducer
+
+from delivery import topic_admin
+from delivery.values import Address
+from gpustream.acls import Acl, of_commands
+from gpustream.serve import Component
+from producers.cluster.component import ClusterProducer
+from producers.cluster.config import ClusterSettings
+from producers.node.component import NodeProducer
+from producers.node.config import NodeSettings
+from producers.simulated.component import SimulatedFleet
+from producers.simulated.config import SimulatedSettings
+from sinks.alertmanager import AlertmanagerSink
+from sinks.remote_write.sink import RemoteWriteSink
+from sinks.scrape.sink import ScrapeSink
+from sinks.settings import AlertmanagerSettings, RemoteWriteSettings, ScrapeSettings, WebhookSettings
+from sinks.webhook import WebhookSink
+from streams.alerts.component import Alerts
+from streams.attribution.component import Attribution
+from streams.settings import AlertSettings, AttributionSettings
+from tests.eventually import eventually
+from tests.producers.cluster.api_server import kubeconfig
+from tests.producers.cluster.test_component import cluster_of
+from tests.producers.node.test_component import FakeGpus, FakeKubelet
+from tests.real.certificates import Authority
+from tests.real.contents import committed, ends
+from tests.real.pipeline import running
+from tests.real.servers import KafkaServer
+from topics.topic import load_topics, node_key
+
+ACLS = of_commands()
+COMPONENTS = [name for name in ACLS if name.split()[0] in ("produce", "stream", "sink")]
+INPUTS = {
+    "stream attribution": ("gpu.samples",),
+    "stream alerts": ("gpu.attributed",),
+    "sink remote-write": ("gpu.attributed", "gpu.alerts"),
+    "sink scrape": ("gpu.attributed",),
+    "sink alertmanager": ("gpu.alerts",),
+    "sink webhook": ("gpu.alerts",),
+}
+"""What a component has to commit to its end."""
+
+OUTPUTS = {
+    "produce node": ("gpu.samples", "gpu.allocations"),
+    "produce cluster": ("gpu.workloads",),
+    "produce simulated": ("gpu.samples", "gpu.allocations", "gpu.workloads"),
+    "stream attribution": ("gpu.attributed", "gpu.dead-letters"),
+    **dict.fromkeys(("stream alerts", *(name for name in INPUTS if name.startswith("sink"))), ("gpu.dead-letters",)),
+}
+"""Where something new of a component has to be."""
+
+
+@pytest.fixture
+async def flow(empty_kafka: KafkaServer) -> KafkaServer:
+    """A broker with all topics, and in each of the flow's a record that is right and one that is not."""
+    await topic_admin.create(empty_kafka.connection, partitions=1, replication_factor=1)
+    producer = AIOKafkaProducer(bootstrap_servers=empty_kafka.address)
+    await producer.start()
+    for name, topic in load_topics().items():
+        if topic.record is not None:
+            node = node_key(topic.example["cluster"], topic.example["node"])
+            key = node if topic.by_node else topic.example["fingerprint"].encode()
+            await producer.send_and_wait(name, json.dumps(topic.example).encode(), key=key)
+    for name in dict.fromkeys(name for names in INPUTS.values() for name in names):
+        await producer.send_and_wait(name, b"{", key=b"c/malformed")
+    await producer.stop()
+    return empty_kafka
+
+
+@pytest.fixture
+async def receiver() -> AsyncIterator[str]:
+    """The URL of a server that takes everything."""
+    application = web.Application()
+    application.router.add_route("*", "/{path:.*}", _taken)
+    runner = web.AppRunner(application)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    yield f"http://127.0.0.1:{runner.addresses[0][1]}/"
+    await runner.cleanup()
+
+
+async def _taken(_: web.Request) -> web.Response:
+    return web.Response()
+
+
+@dataclass
+class Users:
+    """Users of the broker by certificate, and what they may do."""
+
+    kafka: KafkaServer
+    authority: Authority
+
+    def settings(self, user: str) -> dict[str, Any]:
+        """How a component comes as that user."""
+        signed = self.authority.sign(user)
+        files = {"kafka_ca": signed.ca, "kafka_cert": signed.certificate, "kafka_key": signed.key}
+        return {"kafka": self.kafka.mtls, "kafka_security": "ssl", **files}
+
+    async def allow(self, user: str, *acls: Acl) -> None:
+        for acl in acls:
+            await asyncio.to_thread(self.kafka.allow, user, *_words(acl))
+
+    async def forbid(self, user: str, *acls: Acl) -> None:
+        for acl in acls:
+            await asyncio.to_thread(self.kafka.forbid, user, *_words(acl))
+
+
+def _words(acl: Acl) -> tuple[str, str, str]:
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", acl.operation).upper(), acl.resource.upper(), acl.name
+
+
+@pytest.fixture
+def users(kafka: KafkaServer, authority: Authority) -> Users:
+    return Users(kafka, authority)
+
+
+def component(name: str, url: str, api: str, **kafka: Any) -> Component:
+    """The component as its command makes it, but for what it reads from: GPUs, a kubelet, Kubernetes."""
+    fakes: dict[str, Any] = {"gpus": FakeGpus(), "kubelet": FakeKubelet([])}
+    made: dict[str, Callable[[], Component]] = {
+        "produce node": lambda: NodeProducer(NodeSettings(**kafka, node="n", interval_s=0.2), **fakes),
+        "produce cluster": lambda: ClusterProducer(ClusterSettings(**kafka, kubeconfig=Path(api), lease=None)),
+        "produce simulated": lambda: SimulatedFleet(SimulatedSettings(**kafka, fleet="1x1", interval_s=0.2)),
+        "stream attribution": lambda: Attribution(AttributionSettings(**kafka)),
+        "stream alerts": lambda: Alerts(AlertSettings(**kafka)),
+        "sink remote-write": lambda: RemoteWriteSink(RemoteWriteSettings(**kafka, url=url, from_="earliest")),
+        "sink scrape": lambda: ScrapeSink(
+            ScrapeSettings(**kafka, scrape_listen=Address("127.0.0.1", 0), from_="earliest")
+        ),
+        "sink alertmanager": lambda: AlertmanagerSink(AlertmanagerSettings(**kafka, urls=(url,), from_="earliest")),
+        "sink webhook": lambda: WebhookSink(WebhookSettings(**kafka, url=url, unsigned=True, from_="earliest")),
+    }
+    return made[name]()
+
+
+@pytest.fixture
+async def api(tmp_path: Path) -> AsyncIterator[str]:
+    """The kubeconfig of an API server with one node."""
+    async with cluster_of("n") as server:
+        config = tmp_path / "kubeconfig"
+        config.write_text(kubeconfig(server.url, {"token": "t"}))
+        yield str(config)
+
+
+def _says(refused: Component, missing: Acl) -> bool:
+    sentence = f"add the ACL {missing.operation} on {missing.resource} {missing.name}"
+    return any(sentence in reason for reason in refused.not_ready())
+
+
+async def test_below_a_prefix_two_prefixed_acls_are_enough(empty_kafka: KafkaServer, users: Users) -> None:
+    prefix = "team-a."
+    for resource in ("TOPIC", "GROUP"):
+        await asyncio.to_thread(empty_kafka.allow, "team", "ALL", resource, prefix, prefixed=True)
+    settings = {**users.settings("team"), "topic_prefix": prefix}
+    stream = Attribution(AttributionSettings(**settings))
+    await topic_admin.create(stream.settings.connection(), partitions=1, replication_factor=1)
+    async with running(SimulatedFleet(SimulatedSettings(**settings, fleet="1x1", interval_s=0.2)), stream):
+
+        async def attributed() -> bool:
+            return (await ends(empty_kafka.address, f"{prefix}gpu.attributed"))[0] > 0
+
+        await eventually(attributed)
+    assert all(name.startswith(prefix) for name in empty_kafka.topics())
+
+
+@pytest.mark.parametrize("name", COMPONENTS)
+async def test_a_component_works_with_exactly_its_acls_and_names_each_that_is_missing(
+    flow: KafkaServer, users: Users, receiver: str, api: str, name: str
+) -> None:
+    user = name.replace(" ", "-")
+    await users.allow(user, *ACLS[name])
+    for missing in ACLS[name]:
+        await users.forbid(user, missing)
+        refused = component(name, receiver, api, **users.settings(user))
+        task = asyncio.create_task(refused.run(asyncio.Event()))
+        await eventually(partial(_says, refused, missing), f"it says that {missing} is missing", unless=task)
+        task.cancel()  # and no stop, in which a producer would wait for what it can't send
+        await asyncio.wait([task])
+        await users.allow(user, missing)
+
+    before = {topic: (await ends(flow.address, topic))[0] for topic in OUTPUTS[name]}
+    groups = [acl.name for acl in ACLS[name] if acl.resource == "Group"]
+    async with running(component(name, receiver, api, **users.settings(user))):
+
+        async def worked() -> bool:
+            grown = [(await ends(flow.address, topic))[0] > before[topic] for topic in OUTPUTS[name]]
+            read = [
+                await committed(flow.address, groups[0], topic) == await ends(flow.address, topic)
+                for topic in INPUTS.get(name, ())
+            ]
+            return all(grown + read)
+
+        await eventually(worked)
