@@ -157,7 +157,7 @@ def _pem(option: str, path: Path | None, inline: str | None) -> str:
     except OSError as error:
         raise CredentialsError(f"{option} {path}: {error.strerror}") from None
     blocks = _PEM_BLOCK.findall(text)
-    if text and not blocks:
+    if not blocks and (path is not None or text):
         raise CredentialsError(f"{option} {path or 'in --kafka-config'}: no PEM file: it has no -----BEGIN")
     return "".join(f"{block}\n" for block in blocks)
 

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from delivery import values
+
 SECURITY = ("plaintext", "ssl", "sasl-plaintext", "sasl-ssl")
 MECHANISMS = ("plain", "scram-sha-256", "scram-sha-512", "oauthbearer", "aws-msk-iam")
 
@@ -122,10 +124,11 @@ def parse(text: str) -> KafkaConfig:
             values |= taken
     for name, setting, choices in _CHOICES:
         if name in values:
-            values[name] = values[name].lower().replace("_", "-")
-            if values[name] not in choices:
+            values[name] = chosen = values[name].lower().replace("_", "-")
+            if chosen not in choices:
+                can = ", ".join(choices)
                 raise CredentialsError(
-                    f"{setting}: {values[name][:40]!r} can't be used here: use one of {', '.join(choices)}"
+                    f"--kafka-config: {setting}: {chosen[:40]!r} can't be used here: use one of {can}"
                 )
     return KafkaConfig(values, tuple(unused))
 
@@ -139,6 +142,11 @@ def _taken(name: str, value: str) -> dict[str, str] | str:
         return f", {name}: no PEM file: give one with --kafka-ca, --kafka-cert and --kafka-key"
     if name in _VERIFICATION and value.lower() != _VERIFICATION[name]:
         return f", {name}: brokers and their names are always verified"
+    if _NAMES.get(name) == "servers":
+        try:
+            return {"servers": values.host_ports(re.sub(r"\w+://", "", value))}
+        except ValueError as error:
+            raise CredentialsError(f"--kafka-config: {name}: {error}") from None
     if name in _NAMES:
         return {_NAMES[name]: value.replace("\\n", "\n") if _NAMES[name].endswith("_pem") else value}
     if name in _UNDERSTOOD or name in _VERIFICATION:

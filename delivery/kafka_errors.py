@@ -46,10 +46,11 @@ def describe(error: BaseException) -> str:
     return text if text.startswith(name) else f"{name}: {text}".strip(": ")
 
 
-def of_connecting(error: BaseException, connection: Connection, *, again: bool = False) -> str | None:
+def of_connecting(error: BaseException, connection: Connection, user: str = "", *, again: bool = False) -> str | None:
     """What must be mended before a connection can be opened; None: nothing is known to be wrong but that it failed.
 
-    A connection that is only closed may be that of a broker that stops, unless it is closed ``again``.
+    ``user`` is who was to log in. A connection that is only closed may be that of a broker that stops, unless it is
+    closed ``again``.
     """
     causes = list(_causes(error))
     for cause in causes:
@@ -61,7 +62,7 @@ def of_connecting(error: BaseException, connection: Connection, *, again: bool =
             return f"no file descriptor is left ({cause.strerror}): raise the limit, see `ulimit -n`"
         if isinstance(cause, ssl.SSLError) and (said := _of_tls(cause, connection)):
             return said
-        if said := _of_login(cause, connection):
+        if said := _of_login(cause, connection, user):
             return said
     closed = (asyncio.IncompleteReadError, ConnectionResetError, ssl.SSLEOFError)
     if not again or not any(isinstance(cause, closed) for cause in causes):
@@ -111,7 +112,7 @@ def _of_tls(error: ssl.SSLError, connection: Connection) -> str | None:
     return f"the TLS handshake failed: {reason}" if reason and not isinstance(error, ssl.SSLEOFError) else None
 
 
-def _of_login(error: BaseException, connection: Connection) -> str | None:
+def _of_login(error: BaseException, connection: Connection, user: str) -> str | None:
     mechanism = (connection.mechanism or "").upper()
     if isinstance(error, UnsupportedSaslMechanismError):
         return f"it does not offer {mechanism}: give another --kafka-sasl-mechanism, one that is enabled on this port"
@@ -124,5 +125,4 @@ def _of_login(error: BaseException, connection: Connection) -> str | None:
         return "it does not accept the token: check what --kafka-oauth-client-id may do, the audience and the scope"
     if connection.mechanism == "aws-msk-iam":
         return "it does not accept the AWS role of this process: allow it kafka-cluster:Connect"
-    who = f"the user {connection.username}" if connection.username else "the user"
-    return f"it does not accept {who} with this password by {mechanism}: check both, and which mechanism the user has"
+    return f"it does not accept the user {user} with this password by {mechanism}: check both, and the user's mechanism"

@@ -21,7 +21,7 @@ from aiokafka.conn import AIOKafkaConnection, create_conn
 from aiokafka.errors import KafkaConnectionError, KafkaError
 
 from delivery import kafka_errors, tokens
-from delivery.connection import Connection, CredentialsError
+from delivery.connection import Connection, CredentialsError, Secrets
 
 PAUSES_S = (0.5, 1.0, 2.0, 5.0)
 """Between two attempts to connect to a broker of which something must be mended."""
@@ -112,13 +112,14 @@ async def _open(host: str, port: int, **given: Any) -> AIOKafkaConnection:
     broker = _brokers.setdefault((connection, host, port), _Broker())
     if broker.trouble is not None:
         await broker.pause()
+    secrets = Secrets()
     try:
         secrets = connection.secrets()
         given |= {"ssl_context": secrets.tls}
         given |= {"sasl_plain_username": secrets.username, "sasl_plain_password": secrets.password}
         opened = await create_conn(host, port, **given)
     except (KafkaError, OSError, TimeoutError, CredentialsError, ValueError, KeyError, AssertionError) as error:
-        why = kafka_errors.of_connecting(error, connection, again=broker.failures > 0)
+        why = kafka_errors.of_connecting(error, connection, secrets.username, again=broker.failures > 0)
         broker.failed(why)
         if why is None:
             raise

@@ -105,6 +105,7 @@ class Sender:
         self._handing_over = 0
         self._recovery: asyncio.Task[None] | None = None
         self._stopped = False
+        self._trouble: str | None = None
 
     async def start(self) -> None:
         """Connect, for as long as it takes until a broker answers whose topics may be used; cancel to give up."""
@@ -114,11 +115,11 @@ class Sender:
         self._healthy.set()
 
     def not_ready(self) -> list[str]:
-        """Why nothing is sent, or not all of it; empty if it has started and nothing is known to be wrong."""
+        """Why nothing is sent; empty once it has started, and while what is sent is acknowledged."""
         checking = self._check.not_ready() if self._check is not None else []
         silent = [] if self._producer is not None else [f"no Kafka broker has answered at {self._connection} yet"]
-        trouble = opening.trouble(self._connection)
-        return checking or ([trouble] if trouble else silent)
+        trouble = opening.trouble(self._connection) or self._trouble
+        return checking or ([trouble] if trouble is not None else silent)
 
     async def ready(self) -> None:
         """Wait until records are taken: not before a broker was there, and not while records are sent again."""
@@ -203,6 +204,7 @@ class Sender:
         if isinstance(outcome, Unsendable):
             record.acknowledged.set_exception(outcome)
         else:
+            self._trouble = None
             record.acknowledged.set_result(outcome)
 
     def _recover(self, record: _Sending, error: BaseException) -> None:
@@ -241,7 +243,8 @@ class Sender:
                     self._resolve(record, Unsendable(describe(error)))
                     await self._renew()
                     return
-                log.warning("%s: not acknowledged (%s): trying again", record.arguments["topic"], describe(error))
+                self._trouble = f"{record.arguments['topic']}: not acknowledged ({describe(error)})"
+                log.warning("%s: trying again", self._trouble)
                 await asyncio.sleep(delay_s)
                 await self._renew()
             else:

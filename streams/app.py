@@ -191,7 +191,7 @@ class ReaderApp(faust.App):  # type: ignore[misc]
 
     def not_ready(self) -> list[str]:
         """What keeps the reader from reading; empty when it reads."""
-        if reasons := self.group.not_ready():
+        if reasons := self.group.not_ready() or self.sender.not_ready():
             return reasons
         if not self.reader.ledger.ready:
             return ["no partitions assigned yet"]

@@ -1,0 +1,159 @@
+"""What makes a connection: options, a file of a cloud's, and secrets that are read when they are needed."""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from delivery import settings as settings_module
+from delivery.connection import Connection, CredentialsError
+from delivery.settings import KafkaSettings
+
+SECRET = "Tr0ub4dor&3"  # noqa: S105
+CONFIG = f"""bootstrap.servers=b:9093
+security.protocol=SASL_SSL
+sasl.mechanism=PLAIN
+sasl.username=u
+sasl.password={SECRET}
+"""
+
+
+@dataclass
+class Files:
+    """A folder of files that options name."""
+
+    folder: Path
+
+    def __call__(self, name: str, text: str) -> Path:
+        path = self.folder / name
+        path.write_text(text)
+        return path
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Files:
+    return Files(tmp_path)
+
+
+def login(files: Files, **changed: Any) -> KafkaSettings:
+    """The settings of a user of SCRAM without TLS."""
+    given = {
+        "kafka": "k:1",
+        "kafka_security": "sasl-plaintext",
+        "kafka_sasl_mechanism": "scram-sha-512",
+        "kafka_username": "u",
+        "kafka_password_file": files("password", f"{SECRET}\n"),
+    }
+    return KafkaSettings(**{**given, **changed})
+
+
+def test_a_password_is_read_when_it_is_needed(files: Files) -> None:
+    connection = login(files).connection()
+    assert connection.secrets().password == SECRET
+    files("password", "another\n")
+    assert connection.secrets().password == "another"  # noqa: S105
+
+
+def test_a_file_of_a_cloud_is_enough(files: Files) -> None:
+    settings = KafkaSettings(kafka_config=files("client.properties", CONFIG))
+    connection = settings.connection()
+
+    assert settings.mistakes() == []
+    assert (connection.servers, connection.security, connection.mechanism) == ("b:9093", "sasl-ssl", "plain")
+    assert (connection.secrets().username, connection.secrets().password) == ("u", SECRET)
+
+
+def test_an_option_wins_over_its_line(files: Files) -> None:
+    config = files("client.properties", CONFIG)
+    connection = login(files, kafka="k:1", kafka_config=config, kafka_username="me").connection()
+
+    assert (str(connection), connection.security, connection.mechanism) == ("k:1", "sasl-plaintext", "scram-sha-512")
+    assert connection.secrets().username == "me"
+
+
+def test_a_password_in_the_file_of_a_cloud_is_read_again_too(files: Files) -> None:
+    connection = KafkaSettings(kafka_config=files("client.properties", CONFIG)).connection()
+    files("client.properties", CONFIG.replace(SECRET, "another"))
+
+    assert connection.secrets().password == "another"  # noqa: S105
+
+
+def test_which_lines_are_of_no_use_is_logged_once_and_without_their_values(
+    files: Files, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings_module._report.cache_clear()
+    caplog.set_level(logging.INFO)
+    settings = KafkaSettings(kafka_config=files("client.properties", f"{CONFIG}basic.auth.user.info=a:{SECRET}\n"))
+    for _ in range(3):
+        settings.connection()
+
+    (line,) = caplog.messages
+    assert line.endswith("client.properties: not used here: line 6, basic.auth.user.info")
+
+
+@pytest.mark.parametrize(
+    ("changed", "mistake"),
+    [
+        ({"kafka": None}, "--kafka: missing: give Kafka's bootstrap brokers, or a --kafka-config that has them"),
+        ({"kafka_sasl_mechanism": None}, "--kafka-sasl-mechanism: missing: --kafka-security sasl-plaintext wants"),
+        ({"kafka_username": None}, "--kafka-username: missing: --kafka-sasl-mechanism scram-sha-512 needs it"),
+        ({"kafka_password_file": None}, "--kafka-password-file: missing: --kafka-sasl-mechanism scram-sha-512"),
+        ({"kafka_password_file": Path("/nowhere")}, "--kafka-password-file /nowhere: No such file or directory"),
+        ({"kafka_sasl_mechanism": "oauthbearer"}, "--kafka-oauth-token-endpoint: missing"),
+        (
+            {"kafka_sasl_mechanism": "aws-msk-iam"},
+            "--kafka-sasl-mechanism aws-msk-iam: run `pip install 'gpustream[msk]'`",
+        ),
+        ({"kafka_security": "ssl"}, "--kafka-sasl-mechanism: it is of no use without a login"),
+        ({"kafka_ca": Path("/ca")}, "--kafka-ca: it is of no use without TLS: --kafka-security ssl or sasl-ssl"),
+        ({"kafka_security": "tls"}, "--kafka-security: 'tls' is not one of plaintext, ssl"),
+        ({"kafka_config": Path("/nowhere")}, "--kafka-config /nowhere: No such file or directory"),
+    ],
+)
+def test_a_mistake_names_its_option_and_what_to_do(files: Files, changed: dict[str, Any], mistake: str) -> None:
+    assert login(files, **changed).mistakes()[0].startswith(mistake)
+
+
+def test_a_secret_is_sent_to_a_token_endpoint_by_https_only(files: Files) -> None:
+    oauth = {
+        "kafka_sasl_mechanism": "oauthbearer",
+        "kafka_username": None,
+        "kafka_password_file": None,
+        "kafka_oauth_client_id": "me",
+        "kafka_oauth_client_secret_file": files("secret", SECRET),
+    }
+    for endpoint, wrong in (("https://l.example/token", 0), ("http://l.example/token", 1), ("http://localhost/t", 0)):
+        found = login(files, kafka_oauth_token_endpoint=endpoint, **oauth).mistakes()
+        assert len(found) == wrong, found
+
+
+@pytest.mark.parametrize("text", ["", "\n", "not PEM"])
+def test_what_is_no_certificate_is_named(files: Files, text: str) -> None:
+    connection = Connection("k:1", security="ssl", ca=files("ca.pem", text))
+    with pytest.raises(CredentialsError, match=r"--kafka-ca .*ca.pem: no PEM file"):
+        connection.secrets()
+
+
+def test_a_certificate_without_its_key_is_one_sentence(files: Files) -> None:
+    cert = files("c.pem", "-----BEGIN CERTIFICATE-----\nMIIB\n-----END CERTIFICATE-----\n")
+    with pytest.raises(CredentialsError, match="--kafka-cert, --kafka-key: they must be a certificate and its private"):
+        Connection("k:1", security="ssl", cert=cert).secrets()
+
+
+def test_no_secret_is_in_what_may_be_shown(files: Files) -> None:
+    config = files("client.properties", CONFIG)
+    settings = login(files, kafka_config=config)
+    connection = settings.connection()
+    shown = [settings, connection, connection.secrets(), settings.mistakes(), vars(settings)]
+
+    assert not [one for one in shown if SECRET in f"{one} {one!r}"]
+
+
+def test_brokers_and_their_names_are_verified() -> None:
+    context = Connection("k:1", security="ssl").secrets().tls
+
+    assert context is not None
+    assert context.check_hostname
+    assert context.verify_mode.name == "CERT_REQUIRED"

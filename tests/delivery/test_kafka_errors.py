@@ -1,0 +1,113 @@
+"""An error of Kafka's is a sentence that says what to do."""
+
+import asyncio
+import ssl
+from pathlib import Path
+
+import pytest
+from aiokafka.errors import (
+    ClusterAuthorizationFailedError,
+    GroupAuthorizationFailedError,
+    IllegalSaslStateError,
+    KafkaConnectionError,
+    SaslAuthenticationFailed,
+    TopicAuthorizationFailedError,
+    UnsupportedSaslMechanismError,
+)
+
+from delivery.connection import Connection, CredentialsError
+from delivery.kafka_errors import describe, of_connecting
+
+PLAIN = Connection("k:1")
+TLS = Connection("k:1", security="ssl", ca=Path("/ca.pem"))
+MUTUAL = Connection("k:1", security="ssl", cert=Path("/c.pem"))
+LOGIN = Connection("k:1", security="sasl-ssl", mechanism="scram-sha-512", username="u")
+TOKEN = Connection("k:1", security="sasl-ssl", mechanism="oauthbearer")
+
+
+def unverified(code: int, message: str = "why") -> ssl.SSLCertVerificationError:
+    error = ssl.SSLCertVerificationError(1, "certificate verify failed")
+    error.verify_code, error.verify_message = code, message
+    return error
+
+
+def of_tls(reason: str) -> ssl.SSLError:
+    error = ssl.SSLError(1, reason)
+    error.reason = reason
+    return error
+
+
+def closed(cause: BaseException) -> KafkaConnectionError:
+    error = KafkaConnectionError("Connection at k:1 closed")
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "connection", "said"),
+    [
+        (unverified(10), TLS, "has expired: renew it"),
+        (unverified(9), TLS, "not valid yet: set this machine's clock"),
+        (unverified(62, "Hostname mismatch."), TLS, "not who it should be: Hostname mismatch: name brokers as"),
+        (unverified(20), TLS, "not signed by a CA of /ca.pem (why): give the certificate of the CA"),
+        (unverified(19), LOGIN, "not signed by a CA that this machine trusts"),
+        (of_tls("WRONG_VERSION_NUMBER"), TLS, "does not speak TLS: give its port for TLS"),
+        (
+            closed(of_tls("TLSV13_ALERT_CERTIFICATE_REQUIRED")),
+            TLS,
+            "wants a certificate of the client: give --kafka-cert",
+        ),
+        (closed(of_tls("SSLV3_ALERT_CERTIFICATE_EXPIRED")), MUTUAL, "does not accept the certificate of --kafka-cert"),
+        (of_tls("NO_SHARED_CIPHER"), TLS, "the TLS handshake failed: NO_SHARED_CIPHER"),
+        (
+            SaslAuthenticationFailed(),
+            LOGIN,
+            "does not accept the user u with this password by SCRAM-SHA-512: check both",
+        ),
+        (ValueError("Server sent wrong signature!"), LOGIN, "does not accept the user u with this password"),
+        (SaslAuthenticationFailed(), TOKEN, "does not accept the token"),
+        (UnsupportedSaslMechanismError(), LOGIN, "does not offer SCRAM-SHA-512: give another --kafka-sasl-mechanism"),
+        (IllegalSaslStateError(), LOGIN, "wants no login on this port"),
+        (CredentialsError("--kafka-password-file /p: it is empty"), LOGIN, "--kafka-password-file /p: it is empty"),
+    ],
+)
+def test_what_must_be_mended_is_named_at_once(error: Exception, connection: Connection, said: str) -> None:
+    assert said in (of_connecting(error, connection, "u") or "")
+
+
+@pytest.mark.parametrize(
+    ("error", "connection", "said"),
+    [
+        (closed(asyncio.IncompleteReadError(b"", 4)), PLAIN, "may want TLS, --kafka-security ssl or sasl-ssl"),
+        (ConnectionResetError(), TLS, "closes the connection in the TLS handshake"),
+    ],
+)
+def test_a_broker_that_closes_a_connection_may_only_be_stopping_until_it_does_so_again(
+    error: Exception, connection: Connection, said: str
+) -> None:
+    assert of_connecting(error, connection) is None
+    assert said in (of_connecting(error, connection, again=True) or "")
+
+
+@pytest.mark.parametrize("error", [ConnectionRefusedError(), TimeoutError(), OSError(-2, "Name or service not known")])
+def test_a_broker_that_is_away_needs_no_mending(error: Exception) -> None:
+    assert of_connecting(error, LOGIN, again=True) is None
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (TopicAuthorizationFailedError("gpu.samples"), "the topic gpu.samples: give its user the ACLs"),
+        (TopicAuthorizationFailedError({"b", "a"}), "the topic a, b: "),
+        (GroupAuthorizationFailedError("g"), "the consumer group g: "),
+        (ClusterAuthorizationFailedError(), "what this needs of the cluster: "),
+    ],
+)
+def test_a_missing_acl_says_for_what(error: Exception, said: str) -> None:
+    assert f"the broker refuses this client {said}" in describe(error)
+    assert type(error).__name__ in describe(error)
+
+
+def test_an_error_is_named_once() -> None:
+    assert describe(KafkaConnectionError("away")) == "KafkaConnectionError: away"
+    assert describe(TimeoutError()) == "TimeoutError"

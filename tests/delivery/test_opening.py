@@ -1,0 +1,119 @@
+"""A connection is opened with what stands in the files at that moment, and not again and again if that can't work."""
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiokafka.errors import KafkaConnectionError, SaslAuthenticationFailed
+
+from delivery import opening
+from delivery.connection import Connection
+
+SECRET = "Tr0ub4dor&3"  # noqa: S105
+
+
+class Broker:
+    """Takes one password, and remembers with what it was asked."""
+
+    def __init__(self, password: str = SECRET) -> None:
+        self.password = password
+        self.asked: list[dict[str, Any]] = []
+        self.away = False
+
+    async def connect(self, host: str, port: int, **given: Any) -> object:
+        self.asked.append(given)
+        if self.away:
+            raise ConnectionRefusedError(111, "Connect call failed")
+        if given["sasl_plain_password"] != self.password:
+            raise SaslAuthenticationFailed("Authentication failed")
+        return self
+
+
+@pytest.fixture
+def broker(monkeypatch: pytest.MonkeyPatch) -> Broker:
+    one = Broker()
+    monkeypatch.setattr(opening, "create_conn", one.connect)
+    monkeypatch.setattr(opening, "_brokers", {})
+    return one
+
+
+@pytest.fixture
+def connection(tmp_path: Path) -> Connection:
+    (tmp_path / "password").write_text(SECRET)
+    return Connection(
+        "k:1",
+        security="sasl-plaintext",
+        mechanism="plain",
+        username="u",
+        password_file=tmp_path / "password",
+    )
+
+
+async def open_it(connection: Connection, host: str = "k") -> Any:
+    return await opening._open(host, 1, **opening.options(connection))
+
+
+async def test_each_connection_has_the_password_of_its_moment(broker: Broker, connection: Connection) -> None:
+    await open_it(connection)
+    broker.password = "another"  # noqa: S105
+    assert connection.password_file is not None
+    connection.password_file.write_text("another")
+    await open_it(connection)
+
+    assert [given["sasl_plain_password"] for given in broker.asked] == [SECRET, "another"]
+
+
+async def test_a_client_is_made_without_any_secret(connection: Connection) -> None:
+    assert SECRET not in repr(opening.options(connection))
+
+
+async def test_what_must_be_mended_is_known_until_a_connection_is_open(broker: Broker, connection: Connection) -> None:
+    broker.password = "another"  # noqa: S105
+    with pytest.raises(opening.Unusable, match=r"Kafka at k:1: it does not accept the user u"):
+        await open_it(connection)
+    assert "it does not accept the user u" in (opening.trouble(connection) or "")
+    assert opening.trouble(replace(connection, servers="other:1")) is None
+    broker.password = SECRET
+    await open_it(connection)
+    assert opening.trouble(connection) is None
+
+
+async def test_it_is_tried_again_after_longer_and_longer_pauses(
+    broker: Broker, connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+
+    async def sleep(delay_s: float) -> None:
+        pauses.append(delay_s)
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    monkeypatch.setattr("delivery.opening.time.monotonic", lambda: 0.0)
+    broker.password = "another"  # noqa: S105
+    for _ in range(6):
+        with pytest.raises(opening.Unusable):
+            await open_it(connection)
+
+    assert pauses == [0.5, 1.0, 2.0, 5.0, 5.0]
+
+
+async def test_a_broker_that_is_away_is_no_trouble_and_is_not_waited_for(
+    broker: Broker, connection: Connection
+) -> None:
+    broker.away = True
+    for _ in range(3):
+        with pytest.raises(ConnectionRefusedError):
+            await open_it(connection)
+    assert opening.trouble(connection) is None
+
+
+async def test_a_password_file_that_is_gone_is_a_trouble_that_passes(broker: Broker, connection: Connection) -> None:
+    assert connection.password_file is not None
+    connection.password_file.unlink()
+    with pytest.raises(KafkaConnectionError, match="--kafka-password-file"):
+        await open_it(connection)
+    assert broker.asked == []
+    connection.password_file.write_text(SECRET)
+    await open_it(connection)
+    assert opening.trouble(connection) is None

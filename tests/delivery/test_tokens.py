@@ -1,0 +1,127 @@
+"""A token is asked for when it is needed, and again before its life is over."""
+
+import sys
+from base64 import b64decode
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from delivery import tokens
+from delivery.connection import Connection, CredentialsError
+
+SECRET = "Tr0ub4dor&3:/"  # noqa: S105
+
+
+@dataclass
+class Endpoint:
+    """A token endpoint: what it was asked, and what it answers."""
+
+    url: str = ""
+    asked: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    status: int = 200
+    answer: object = field(default_factory=lambda: {"access_token": "t", "expires_in": 100})
+
+    async def handle(self, request: web.Request) -> web.Response:
+        basic = b64decode(request.headers["Authorization"].removeprefix("Basic ")).decode()
+        self.asked.append((basic, dict(await request.post())))
+        return web.json_response(self.answer, status=self.status)
+
+
+@pytest.fixture
+async def endpoint() -> AsyncIterator[Endpoint]:
+    one, app = Endpoint(), web.Application()
+    app.router.add_post("/token", one.handle)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    one.url = f"http://127.0.0.1:{runner.addresses[0][1]}/token"
+    yield one
+    await runner.cleanup()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    now = SimpleNamespace(s=1000.0)
+    monkeypatch.setattr(tokens, "time", SimpleNamespace(time=lambda: now.s))
+    return now
+
+
+def client(endpoint: Endpoint, tmp_path: Path) -> Connection:
+    (tmp_path / "secret").write_text(SECRET)
+    return Connection(
+        "k:1",
+        security="sasl-ssl",
+        mechanism="oauthbearer",
+        token_endpoint=endpoint.url,
+        oauth_client_id="me",
+        oauth_client_secret_file=tmp_path / "secret",
+        oauth_scope="kafka",
+    )
+
+
+async def test_a_token_is_asked_for_again_when_four_fifths_of_its_life_are_over(
+    endpoint: Endpoint, tmp_path: Path, clock: SimpleNamespace
+) -> None:
+    connection = client(endpoint, tmp_path)
+    assert await tokens.token(connection) == "t"
+    clock.s += 79
+    await tokens.token(connection)
+    assert endpoint.asked == [("me:Tr0ub4dor%263%3A%2F", {"grant_type": "client_credentials", "scope": "kafka"})]
+    clock.s += 1
+    endpoint.answer = {"access_token": "next", "expires_in": "100"}
+    assert await tokens.token(connection) == "next"
+
+
+async def test_a_token_that_the_broker_refused_is_not_used_again(endpoint: Endpoint, tmp_path: Path) -> None:
+    connection = client(endpoint, tmp_path)
+    await tokens.token(connection)
+    tokens.forget(connection)
+    await tokens.token(connection)
+    assert len(endpoint.asked) == 2
+
+
+@pytest.mark.parametrize(
+    ("status", "answer", "said"),
+    [
+        (401, {"error": "invalid_client", "error_description": "who?"}, r"answers 401 \(invalid_client who\?\): check"),
+        (200, {"token": "t"}, r"answers 200 \(OK\): check --kafka-oauth-client-id"),
+        (302, [], "answers 302"),
+        (503, "down", "answers 503"),
+    ],
+)
+async def test_an_endpoint_that_gives_none_is_named_with_what_to_check(
+    endpoint: Endpoint, tmp_path: Path, status: int, answer: object, said: str
+) -> None:
+    endpoint.status, endpoint.answer = status, answer
+    with pytest.raises(CredentialsError, match=said) as raised:
+        await tokens.token(client(endpoint, tmp_path))
+    assert SECRET not in str(raised.value)
+
+
+async def test_an_endpoint_that_is_away_is_named(endpoint: Endpoint, tmp_path: Path) -> None:
+    endpoint.url = "http://127.0.0.1:1/token"
+    with pytest.raises(CredentialsError, match=r"no token from http://127.0.0.1:1/token: .*is it up"):
+        await tokens.token(client(endpoint, tmp_path))
+
+
+async def test_an_aws_role_is_asked_for_a_token_of_the_brokers_region(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_REGION", "AWS_DEFAULT_REGION"):
+        monkeypatch.delenv(name, raising=False)
+    signer = SimpleNamespace(generate_auth_token=lambda region: (f"of {region}", 9_999_999_999_000))
+    monkeypatch.setitem(sys.modules, "aws_msk_iam_sasl_signer", SimpleNamespace(MSKAuthTokenProvider=signer))
+    connection = Connection("b-1.c.kafka.eu-central-1.amazonaws.com:9098", mechanism="aws-msk-iam")
+
+    assert await tokens.token(connection) == "of eu-central-1"
+    with pytest.raises(CredentialsError, match="set AWS_REGION"):
+        await tokens.token(Connection("k:1", mechanism="aws-msk-iam"))
+
+
+async def test_without_the_extra_the_way_to_it_is_said() -> None:
+    connection = Connection("b-1.c.kafka.us-gov-west-1.amazonaws.com:9098", mechanism="aws-msk-iam")
+    with pytest.raises(CredentialsError, match=r"pip install 'gpustream\[msk\]'"):
+        await tokens.token(connection)
