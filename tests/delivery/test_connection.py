@@ -1,13 +1,11 @@
 """What makes a connection: options, a file of a cloud's, and secrets that are read when they are needed."""
 
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from delivery import settings as settings_module
 from delivery.connection import Connection, CredentialsError
 from delivery.settings import KafkaSettings
 
@@ -78,19 +76,6 @@ def test_a_password_in_the_file_of_a_cloud_is_read_again_too(files: Files) -> No
     files("client.properties", CONFIG.replace(SECRET, "another"))
 
     assert connection.secrets().password == "another"  # noqa: S105
-
-
-def test_which_lines_are_of_no_use_is_logged_once_and_without_their_values(
-    files: Files, caplog: pytest.LogCaptureFixture
-) -> None:
-    settings_module._report.cache_clear()
-    caplog.set_level(logging.INFO)
-    settings = KafkaSettings(kafka_config=files("client.properties", f"{CONFIG}basic.auth.user.info=a:{SECRET}\n"))
-    for _ in range(3):
-        settings.connection()
-
-    (line,) = caplog.messages
-    assert line.endswith("client.properties: not used here: line 6, basic.auth.user.info")
 
 
 @pytest.mark.parametrize(

@@ -126,3 +126,11 @@ def test_a_machine_without_a_driver_is_told_what_to_do() -> None:
     assert done.returncode == 2
     assert "no NVIDIA driver" in done.stderr
     assert "--simulate 4x8" in done.stderr
+
+
+def test_the_embedded_broker_takes_no_login() -> None:
+    given = [*RUN, "--simulate", "1x1", "--kafka-security", "ssl"]
+    done = subprocess.run(given, capture_output=True, text=True, check=False, timeout=60)
+
+    assert done.returncode == 2
+    assert "--kafka-security: it is of no use without --kafka or --kafka-config" in done.stderr

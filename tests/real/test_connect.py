@@ -129,6 +129,16 @@ async def test_a_password_that_is_mended_needs_no_restart(scram: Connection, tmp
         assert await asyncio.wait_for(task, 60)
 
 
+async def test_a_ca_that_is_renewed_on_disk_needs_no_restart(scram: Connection, tmp_path: Path) -> None:
+    assert scram.ca is not None
+    renewed = replace(scram, ca=tmp_path / "ca.pem")
+    (tmp_path / "ca.pem").write_text(Authority(tmp_path / "old").ca.read_text())
+    async with connecting(renewed) as task:
+        await eventually(partial(says, renewed, "not signed by a CA of"))
+        (tmp_path / "ca.pem").write_text(scram.ca.read_text())
+        assert await asyncio.wait_for(task, 60)
+
+
 async def test_a_token_is_had_by_client_credentials_and_asked_for_again_before_it_expires(
     kafka: KafkaServer, authority: Authority, tmp_path: Path
 ) -> None:
