@@ -25,7 +25,7 @@ from aiokafka.protocol.metadata import MetadataRequest
 
 from delivery import opening
 from delivery.connection import Connection
-from delivery.kafka_errors import describe as describe
+from delivery.kafka_errors import describe
 from delivery.ledger import Partition
 
 log = logging.getLogger(__name__)

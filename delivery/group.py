@@ -26,7 +26,8 @@ from aiokafka.errors import (
 
 from delivery import clients, opening
 from delivery.assignor import CoPartitioned, claim_of
-from delivery.clients import OffsetClient, Reminder, close, connected, describe, theirs
+from delivery.clients import OffsetClient, Reminder, close, connected, theirs
+from delivery.kafka_errors import describe
 from delivery.ledger import Partition
 from delivery.settings import MemberSettings
 from delivery.topic_admin import command

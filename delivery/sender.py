@@ -24,8 +24,9 @@ from aiokafka.errors import (
 )
 
 from delivery import opening
-from delivery.clients import backoff, close, describe, producer, started
+from delivery.clients import backoff, close, producer, started
 from delivery.connection import Connection
+from delivery.kafka_errors import describe
 from delivery.topic_admin import TopicCheck
 from topics.topic import MAX_MESSAGE_BYTES
 

@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 
 from aiokafka.errors import KafkaError, ProducerFenced
 
-from delivery.clients import close, describe, producer, started
+from delivery.clients import close, producer, started
 from delivery.connection import Connection
 from delivery.kafka_admin import BrokerError
+from delivery.kafka_errors import describe
 from gpustream import history
 from gpustream.dead_letters.letters import (
     RESUBMITTABLE,

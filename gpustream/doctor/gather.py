@@ -15,9 +15,10 @@ import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
 from delivery import kafka_admin, topic_admin
-from delivery.clients import OffsetClient, describe
+from delivery.clients import OffsetClient
 from delivery.connection import Connection
 from delivery.kafka_admin import GroupFound
+from delivery.kafka_errors import describe
 from delivery.ledger import Partition
 from delivery.positions import STATE_WINDOW_MS
 from gpustream import history

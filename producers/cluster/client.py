@@ -18,8 +18,8 @@ from typing import Any, Literal, NamedTuple
 import aiohttp
 import msgspec
 
-from delivery.clients import describe
 from delivery.instruments import Instruments
+from delivery.kafka_errors import describe
 from producers.cluster import instruments as names
 from producers.cluster.credentials import SERVICE_ACCOUNT, ConfigError, Connection, CredentialSource
 

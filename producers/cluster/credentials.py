@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import aiohttp
 
-from delivery.clients import describe
+from delivery.kafka_errors import describe
 
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")  # a pod's token, CA and namespace
 

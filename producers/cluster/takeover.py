@@ -16,9 +16,10 @@ from aiokafka import TopicPartition
 from aiokafka.errors import KafkaError, TopicAuthorizationFailedError
 
 from delivery import clients, positions, topic_admin
-from delivery.clients import describe, offsets_at, ours
+from delivery.clients import offsets_at, ours
 from delivery.connection import Connection
 from delivery.kafka_admin import BrokerError
+from delivery.kafka_errors import describe
 from topics.topic import decoder
 from topics.workloads import TOPIC, NodeWorkloads, Pod
 
