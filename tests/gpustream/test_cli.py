@@ -167,3 +167,29 @@ def test_it_runs_as_a_module() -> None:
     done = subprocess.run([sys.executable, "-m", "gpustream", "--help"], check=True, capture_output=True, text=True)
 
     assert "Usage: gpustream" in done.stdout
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
+def test_every_command_that_reaches_kafka_does_so_in_the_same_ways(path: tuple[str, ...]) -> None:
+    names = {param.name for param in COMMANDS[path].params}
+
+    assert "kafka" not in names or names >= set(command.OF_CONNECTION)
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
+def test_no_option_takes_a_password_itself(path: tuple[str, ...]) -> None:
+    options = [param for param in COMMANDS[path].params if isinstance(param, click.Option)]
+    secrets = [one for one in options if {"password", "secret"} & set(one.opts[0].split("-"))]
+
+    assert [one.opts[0] for one in secrets if not isinstance(one.type, click.Path)] == []
+
+
+def test_mistakes_in_how_kafka_is_reached_are_listed_together_by_a_command_that_only_asks() -> None:
+    result = _invoke(
+        "topics", "list", "--kafka", "k:1", "--kafka-security", "sasl-plaintext", "--kafka-sasl-mechanism", "plain"
+    )
+
+    assert result.exit_code == 2
+    assert "2 mistakes" in result.stderr
+    for name in ("--kafka-username: missing", "--kafka-password-file: missing"):
+        assert name in result.stderr
