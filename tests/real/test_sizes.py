@@ -7,6 +7,7 @@ from collections import Counter
 from typing import Any
 
 import msgspec
+from aiohttp import web
 from aiokafka import AIOKafkaProducer
 
 from delivery import topic_admin
@@ -18,9 +19,13 @@ from tests.eventually import eventually
 from tests.real.accounting import assert_accounted
 from tests.real.pipeline import lag, read_all, running
 from tests.real.servers import KafkaServer, PrometheusServer
+from tests.real.test_remote_write import Forward, receiver
 from topics.topic import MAX_MESSAGE_BYTES, node_key
 
 DEVICES = 2300
+LARGE_REQUEST = 20_000
+"""Bytes of a request, compressed, that only so many devices take."""
+
 ROOM = 64
 """Bytes that attribution adds to such a tick, at least."""
 
@@ -52,7 +57,7 @@ async def test_a_record_near_the_limit_arrives_and_one_that_grows_past_it_is_a_d
     await topic_admin.create(empty_kafka.connection, partitions=1, replication_factor=1)
     now_ms = int(time.time() * 1000)
     ticks = [(node, tick(node, 1, now_ms - 3000)) for node in OTHERS]
-    ticks += [("large", tick("large", 1, now_ms - 3000, DEVICES, MAX_MESSAGE_BYTES * 15 // 16))]
+    ticks += [("large", tick("large", 1, now_ms - 4000, DEVICES, MAX_MESSAGE_BYTES * 15 // 16))]
     ticks += [(node, tick(node, 2, now_ms - 2000)) for node in OTHERS]
     ticks += [("large", tick("large", 2, now_ms - 2000, DEVICES, MAX_MESSAGE_BYTES - ROOM))]
     ticks += [(node, tick(node, 3, now_ms - 1000)) for node in [*OTHERS, "large"]]
@@ -64,16 +69,29 @@ async def test_a_record_near_the_limit_arrives_and_one_that_grows_past_it_is_a_d
         await producer.send_and_wait("gpu.samples", value, key=node_key(CLUSTER, node))
     await producer.stop()
     seen: Counter[str] = Counter()
-    settings = RemoteWriteSettings(kafka=empty_kafka.address, url=prometheus.write_url, from_="earliest")
-    sink = RemoteWriteSink(settings, lambda _c, node, _run, seq, outcome: seen.update([f"{node} {seq} {outcome}"]))
-    stream = Attribution(AttributionSettings(kafka=empty_kafka.address))
-    async with running(stream, sink):
-        await eventually(lambda: seen.total() == len(ticks) - 1, "all ticks but one have arrived")
 
-        async def committed() -> bool:
-            return await lag(empty_kafka.address, "gpustream-attribution", ["gpu.samples"]) == 0
+    async def committed() -> bool:
+        return await lag(empty_kafka.address, "gpustream-attribution", ["gpu.samples"]) == 0
 
-        await eventually(committed, "all is committed")
+    async def others_are_stored() -> bool:
+        selector = f'gpu_utilization{{k8s_cluster_name="{CLUSTER}",k8s_node_name!="large"}}[1m]'
+        return sum(len(one.points) for one in await asyncio.to_thread(prometheus.query, selector)) == 3 * len(OTHERS)
+
+    async def hold_what_is_large(request: web.Request, forward: Forward) -> web.StreamResponse:
+        if (request.content_length or 0) > LARGE_REQUEST:
+            held.append(request.content_length or 0)
+            await eventually(others_are_stored, "the ticks of all other nodes, while the large one is under way")
+        return await forward()
+
+    held: list[int] = []
+    async with receiver(prometheus, hold_what_is_large) as url:
+        settings = RemoteWriteSettings(kafka=empty_kafka.address, url=url, from_="earliest")
+        sink = RemoteWriteSink(settings, lambda _c, node, _run, seq, outcome: seen.update([f"{node} {seq} {outcome}"]))
+        stream = Attribution(AttributionSettings(kafka=empty_kafka.address))
+        async with running(stream, sink):
+            await eventually(lambda: seen.total() == len(ticks) - 1, "all ticks but one have arrived")
+            await eventually(committed, "all is committed")
+    assert held
     arrived = [(node, seq) for node in OTHERS for seq in (1, 2, 3)] + [("large", 1), ("large", 3)]
     attributed = [json.loads(record.value) for record in await read_all(empty_kafka.address, "gpu.attributed")]
     assert (
@@ -87,7 +105,7 @@ async def test_a_record_near_the_limit_arrives_and_one_that_grows_past_it_is_a_d
     assert headers["error"].startswith("unsendable: ")
     books = assert_accounted(stream.registry)["attribution", "gpu.samples"]
     assert (books["records_delivered_total"], books["records_dead_lettered_total"]) == (len(ticks) - 1, 1)
-    for node, at_ms, devices in (("large", now_ms - 3000, DEVICES), ("large", now_ms - 500, 1), ("node-4", now_ms, 1)):
+    for node, at_ms, devices in (("large", now_ms - 4000, DEVICES), ("large", now_ms - 500, 1), ("node-4", now_ms, 1)):
         selector = f'{{k8s_cluster_name="{CLUSTER}",k8s_node_name="{node}"}}'
         (found,) = await asyncio.to_thread(prometheus.query, f"count(gpu_utilization{selector})", at_ms)
         assert found.points[0][1] == devices
