@@ -23,6 +23,7 @@ from aiokafka.errors import (
     KafkaError,
     TopicAuthorizationFailedError,
 )
+from aiokafka.protocol.group import JoinGroupRequest
 
 from delivery import clients, opening
 from delivery.assignor import CoPartitioned, claim_of
@@ -138,7 +139,8 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
     def join(self) -> None:
         """Become a member; the member is notified of its partitions as they come and go."""
         self._consumer.subscribe(list(self._topics), listener=self)
-        self._tasks = [asyncio.create_task(self.watch()), asyncio.create_task(self.lateness.watch())]
+        watching = (self.watch(), self._require_classic(), self.lateness.watch())
+        self._tasks = [asyncio.create_task(one) for one in watching]
 
     async def close(self) -> None:
         """Leave the group, in bounded time. Whoever reads has let go before."""
@@ -223,6 +225,18 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
         return None
 
     # -- watching
+
+    async def _require_classic(self) -> None:
+        """End if no broker offers to join a group by the classic protocol: the client would try for ever."""
+        while not self._joined:
+            offered = [one._versions for one in self._consumer._client._conns.values()]  # noqa: SLF001
+            if any(some and JoinGroupRequest.API_KEY not in some for some in offered):
+                self._end(
+                    f"this Kafka has switched off the classic protocol of consumer groups, and the group {self.name}"
+                    " needs it: docs/kafka.md says with which Kafkas gpustream works"
+                )
+                return
+            await asyncio.sleep(_LOOK_EVERY_S)
 
     async def watch(self) -> None:
         """Poll, whether anything is assigned or not, and look at the topics. Never returns.

@@ -54,6 +54,7 @@ class Client:
         self.log_end, self.stable, self.polled = 10, 10, 0
         self.rejoins = 0
         self.coordinator_id: int | None = 1
+        self._conns: dict[int, Any] = {}
         self._client, self.cluster = self, SimpleNamespace(unauthorized_topics=set[str]())
         self.refuses: Exception | None = None
 

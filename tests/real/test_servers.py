@@ -15,6 +15,7 @@ from aiokafka.errors import KafkaConnectionError, TopicAuthorizationFailedError
 from aiokafka.helpers import create_ssl_context
 
 from tests.real.certificates import Authority
+from tests.real.conftest import need
 from tests.real.process import HeldPort, listens
 from tests.real.servers import (
     PLAIN_PASSWORDS,
@@ -22,6 +23,8 @@ from tests.real.servers import (
     KafkaCluster,
     KafkaServer,
     PrometheusServer,
+    find_java,
+    find_kafka,
     unsecured_token,
 )
 
@@ -132,6 +135,18 @@ async def test_three_brokers_take_a_record_while_one_is_away(kafka_cluster: Kafk
     assert kafka_cluster.leader("on-three", 0) is not leader
     leader.start()
     leader.wait_until(lambda: kafka_cluster.in_sync("on-three") == 3)
+
+
+def test_apache_kafka_refuses_to_go_without_the_classic_group_protocol(tmp_path: Path) -> None:
+    """When it no longer refuses, docs/decisions/2026-11-22-the-classic-group-protocol.md says what to do."""
+    need(find_java, find_kafka)
+    broker = KafkaServer(tmp_path, settings={"group.coordinator.rebalance.protocols": "consumer"})
+    try:
+        with pytest.raises(subprocess.CalledProcessError):
+            broker.start()
+    finally:
+        broker.close()
+    assert "Disabling the 'classic' protocol is not supported" in broker.log.read_text()
 
 
 def test_emptying_a_broker_leaves_no_topic(empty_kafka: KafkaServer) -> None:
