@@ -97,14 +97,14 @@ def test_a_broker_that_is_away_needs_no_mending(error: Exception) -> None:
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        (TopicAuthorizationFailedError("gpu.samples"), "the topic gpu.samples: give its user the ACLs"),
-        (TopicAuthorizationFailedError({"b", "a"}), "the topic a, b: "),
-        (GroupAuthorizationFailedError("g"), "the consumer group g: "),
-        (ClusterAuthorizationFailedError(), "what this needs of the cluster: "),
+        (TopicAuthorizationFailedError("gpu.samples"), "use the topic gpu.samples: give its user the ACLs"),
+        (TopicAuthorizationFailedError({"b", "a"}), "use the topic a, b: "),
+        (GroupAuthorizationFailedError("g"), "Read the consumer group g: add the ACL Read on Group g for its user"),
+        (ClusterAuthorizationFailedError(), "do what this needs of the cluster: "),
     ],
 )
 def test_a_missing_acl_says_for_what(error: Exception, said: str) -> None:
-    assert f"the broker refuses this client {said}" in describe(error)
+    assert f"Kafka does not let this client {said}" in describe(error)
     assert type(error).__name__ in describe(error)
 
 
