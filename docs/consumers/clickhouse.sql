@@ -1,5 +1,6 @@
 -- gpu.attributed into ClickHouse: one row for each device and tick, however often a record comes.
--- Set the brokers, then run it once: clickhouse-client --multiquery < clickhouse.sql
+-- Set the brokers, and if there is a --topic-prefix, put it before the topic and the group. Then run it once:
+-- clickhouse-client --multiquery < clickhouse.sql
 
 CREATE TABLE gpu_attributed_queue (record String)
 ENGINE = Kafka

@@ -11,6 +11,7 @@ On failure: a record that is none is logged and skipped; anything else ends the 
 import argparse
 import asyncio
 import logging
+import os
 import signal
 import sqlite3
 import sys
@@ -133,10 +134,10 @@ def _count(database: sqlite3.Connection, tick: AttributedSample) -> None:
             database.execute(ADD, (*key, held * seconds, *known))
 
 
-async def consume(kafka: str, group: str, database: sqlite3.Connection, stop: asyncio.Event) -> None:
+async def consume(kafka: str, topic: str, group: str, database: sqlite3.Connection, stop: asyncio.Event) -> None:
     """Count until `stop`. What is committed to Kafka has been committed to the database before."""
     consumer: Any = AIOKafkaConsumer(
-        "gpu.attributed",
+        topic,
         bootstrap_servers=kafka,
         group_id=group,
         auto_offset_reset="earliest",
@@ -173,6 +174,7 @@ async def main() -> None:
     parser.add_argument("--kafka", required=True)
     parser.add_argument("--database", default="gpu-hours.db")
     parser.add_argument("--group", default="gpu-hours")
+    parser.add_argument("--topic-prefix", default=os.environ.get("GPUSTREAM_TOPIC_PREFIX", ""))
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s")
     database = sqlite3.connect(options.database, isolation_level=None, check_same_thread=False)
@@ -180,7 +182,8 @@ async def main() -> None:
     stop = asyncio.Event()
     for sign in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(sign, stop.set)
-    await consume(options.kafka, options.group, database, stop)
+    prefix = options.topic_prefix
+    await consume(options.kafka, f"{prefix}gpu.attributed", prefix + options.group, database, stop)
     report(database)
 
 

@@ -23,6 +23,7 @@ from delivery.replays import Last
 from topics.attributed import AttributedDevice, AttributedSample
 from topics.topic import decoder
 
+TOPIC_PREFIX = os.environ.get("GPUSTREAM_TOPIC_PREFIX", "")
 IDLE_BELOW = 0.05
 IDLE_AFTER_MS = 1000 * int(os.environ.get("IDLE_AFTER_SECONDS", "600"))
 FORGET_AFTER_S = 60.0
@@ -107,14 +108,14 @@ def rows(now_s: float) -> list[dict[str, Any]]:
 
 
 app = faust.App(
-    "idle-gpus",
+    TOPIC_PREFIX + "idle-gpus",
     broker="kafka://" + os.environ.get("KAFKA", "127.0.0.1:9092").replace(",", ";kafka://"),
     consumer_auto_offset_reset="latest",
     consumer_max_fetch_size=8 << 20,  # with less, a worker waits more than it works
     topic_allow_declare=False,  # the topic is gpustream's: never make it
     topic_disable_leader=True,
 )
-attributed = app.topic("gpu.attributed", key_type=bytes, value_type=bytes, value_serializer="raw")
+attributed = app.topic(TOPIC_PREFIX + "gpu.attributed", key_type=bytes, value_type=bytes, value_serializer="raw")
 
 
 @app.agent(attributed)  # type: ignore[untyped-decorator]
