@@ -1,6 +1,13 @@
-"""What a real broker holds: the values of a topic, and a group's commits."""
+"""What a real broker holds: the values of a topic, how they are compressed, and a group's commits."""
+
+import struct
 
 from aiokafka import AIOKafkaConsumer, TopicPartition
+
+from tests.real.servers import KafkaServer
+
+CODECS = ("none", "gzip", "snappy", "lz4", "zstd")
+"""By their number in the attributes of a batch."""
 
 
 async def values(address: str, topic: str, partitions: int = 1) -> dict[int, list[bytes]]:
@@ -43,3 +50,15 @@ async def committed(address: str, group: str, topic: str, partitions: int = 1) -
         return {tp.partition: await consumer.committed(tp) or 0 for tp in tps}
     finally:
         await consumer.stop()
+
+
+def codecs(kafka: KafkaServer, topic: str) -> set[str]:
+    """How the batches of a topic are compressed on the broker's disk."""
+    found = set()
+    for segment in (kafka.directory / "data").glob(f"{topic}-[0-9]*/*.log"):
+        log, position = segment.read_bytes(), 0
+        while position < len(log):
+            length, attributes = struct.unpack_from(">8xi9xh", log, position)
+            found.add(CODECS[attributes & 7])
+            position += 12 + length
+    return found

@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-import struct
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -12,12 +11,9 @@ from confluent_kafka import Consumer
 from delivery.connection import Connection
 from delivery.sender import Sender, Unsendable
 from delivery.settings import KafkaSettings
-from tests.real.contents import values
+from tests.real.contents import codecs, values
 from tests.real.pipeline import read_all
 from tests.real.servers import KafkaServer
-
-CODECS = ("none", "gzip", "snappy", "lz4", "zstd")
-"""By their number in the attributes of a batch."""
 
 
 @asynccontextmanager
@@ -105,17 +101,6 @@ async def test_what_is_sent_is_compressed_as_the_settings_say_and_every_client_r
     assert codecs(kafka, topic) == {compression}
     assert await values(kafka.address, topic) == {0: sent}
     assert await asyncio.to_thread(by_librdkafka, kafka, topic, len(sent)) == sent
-
-
-def codecs(kafka: KafkaServer, topic: str) -> set[str]:
-    """How the batches of a topic are compressed on the broker's disk."""
-    found, position = set(), 0
-    log = (kafka.directory / "data" / f"{topic}-0" / f"{0:020}.log").read_bytes()
-    while position < len(log):
-        length, attributes = struct.unpack_from(">8xi9xh", log, position)
-        found.add(CODECS[attributes & 7])
-        position += 12 + length
-    return found
 
 
 def by_librdkafka(kafka: KafkaServer, topic: str, count: int) -> list[bytes | None]:

@@ -1,57 +1,100 @@
-"""Two pipelines on one Kafka, kept apart by ``--topic-prefix``."""
+"""Two pipelines on one Kafka, kept apart by ``--topic-prefix``, and each with its ``--compression``."""
 
 import asyncio
 import json
 import subprocess
 import sys
+from typing import Any, NamedTuple
 
+import pytest
 from aiokafka import AIOKafkaProducer
 
-from delivery import topic_admin
-from delivery.connection import Connection
+from tests.real.contents import codecs
 from tests.real.pipeline import read_all
 from tests.real.servers import ASK_TIMEOUT_S, KafkaServer
 from topics import TOPICS
 
-PIPELINES = {"team-a.": "east", "team_b-": "west"}
 GROUPS = ("gpustream-attribution", "gpustream-alerts", "gpustream-sink-scrape")
 
 
-async def test_two_pipelines_with_prefixes_share_a_kafka_and_no_record_topic_or_group(empty_kafka: KafkaServer) -> None:
-    for prefix in PIPELINES:
-        connection = Connection(empty_kafka.address, topic_prefix=prefix)
-        await topic_admin.create(connection, partitions=2, replication_factor=1)
-    async with AIOKafkaProducer(bootstrap_servers=empty_kafka.address) as producer:
-        await producer.send_and_wait("team-a.gpu.samples", b"not a sample", key=b"east/sim-0000", partition=1)
+class Pipeline(NamedTuple):
+    """How one of the pipelines runs."""
 
-    summaries = dict(
-        zip(PIPELINES, await asyncio.gather(*(run(empty_kafka, prefix) for prefix in PIPELINES)), strict=True)
-    )
+    prefix: str
+    cluster: str
+    compression: str
 
-    assert [summary["dead_lettered"] for summary in summaries.values()] == [1, 0]
-    assert set(empty_kafka.topics()) == {prefix + topic for prefix in PIPELINES for topic in TOPICS}
-    admin = empty_kafka.admin()
+
+EAST, WEST = Pipeline("team-a.", "east", "zstd"), Pipeline("team_b-", "west", "gzip")
+
+Summaries = dict[Pipeline, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def summaries(kafka: KafkaServer) -> Summaries:
+    """What both pipelines said at their end. There is a record in the first one's samples that is none."""
+    kafka.empty()
+
+    async def run_both() -> Summaries:
+        await asyncio.gather(*(create_topics(kafka, of) for of in (EAST, WEST)))
+        async with AIOKafkaProducer(bootstrap_servers=kafka.address) as producer:
+            await producer.send_and_wait(f"{EAST.prefix}gpu.samples", b"not a sample", key=b"east/sim-0000")
+        return dict(zip((EAST, WEST), await asyncio.gather(run(kafka, EAST), run(kafka, WEST)), strict=True))
+
+    return asyncio.run(run_both())
+
+
+async def test_two_pipelines_share_a_kafka_and_no_record_topic_or_group(
+    kafka: KafkaServer, summaries: Summaries
+) -> None:
+    assert set(kafka.topics()) == {of.prefix + topic for of in summaries for topic in TOPICS}
+    admin = kafka.admin()
     groups = admin.list_consumer_groups().result(ASK_TIMEOUT_S).valid
-    assert {group.group_id for group in groups} == {prefix + group for prefix in PIPELINES for group in GROUPS}
-    for prefix, cluster in PIPELINES.items():
+    assert {group.group_id for group in groups} == {of.prefix + group for of in summaries for group in GROUPS}
+    for of, summary in summaries.items():
         attributed = [
-            json.loads(record.value) for record in await read_all(empty_kafka.address, f"{prefix}gpu.attributed")
+            json.loads(record.value) for record in await read_all(kafka.address, f"{of.prefix}gpu.attributed")
         ]
-        assert len({(one["node"], one["run_id"], one["seq"]) for one in attributed}) == summaries[prefix]["ticks"] > 0
-        assert {one["cluster"] for one in attributed} == {cluster}
-    (letter,) = await read_all(empty_kafka.address, "team-a.gpu.dead-letters")
-    assert dict(letter.headers)["topic"] == b"team-a.gpu.samples"
+        assert len({(one["node"], one["run_id"], one["seq"]) for one in attributed}) == summary["ticks"] > 0
+        assert {one["cluster"] for one in attributed} == {of.cluster}
 
 
-async def run(kafka: KafkaServer, prefix: str) -> dict[str, int]:
-    """A whole pipeline with a prefix for 3 s; its summary."""
-    at = ("--kafka", kafka.address, "--topic-prefix", prefix, "--cluster", PIPELINES[prefix])
-    how = ("--simulate", "2x2", "--interval", "200ms", "--duration", "3s", "--summary", "json")
-    nowhere = ("--listen", "off", "--scrape-listen", "127.0.0.1:0")
+async def test_a_dead_letter_names_the_topic_as_kafka_knows_it(kafka: KafkaServer, summaries: Summaries) -> None:
+    assert (summaries[EAST]["dead_lettered"], summaries[WEST]["dead_lettered"]) == (1, 0)
+    (letter,) = await read_all(kafka.address, f"{EAST.prefix}gpu.dead-letters")
+    assert dict(letter.headers)["topic"] == f"{EAST.prefix}gpu.samples".encode()
+
+
+def test_everything_that_a_pipeline_writes_is_compressed_as_it_was_told(
+    kafka: KafkaServer, summaries: Summaries
+) -> None:
+    for of in summaries:
+        written = {topic: codecs(kafka, of.prefix + topic) for topic in TOPICS}
+        assert {topic: some - {"none"} for topic, some in written.items() if topic != "gpu.dead-letters" and some} == {
+            topic: {of.compression} for topic in ("gpu.samples", "gpu.allocations", "gpu.workloads", "gpu.attributed")
+        }  # a batch that compression does not make smaller stays as it is
+
+
+async def create_topics(kafka: KafkaServer, of: Pipeline) -> None:
+    """The topics of a pipeline, by the command."""
+    how = ("--partitions", "2", "--replication-factor", "1")
+    await gpustream("topics", "create", "--kafka", kafka.address, "--topic-prefix", of.prefix, *how)
+
+
+async def run(kafka: KafkaServer, of: Pipeline) -> dict[str, Any]:
+    """A whole pipeline for 3 s; its summary."""
+    at = ("--kafka", kafka.address, "--topic-prefix", of.prefix, "--compression", of.compression)
+    how = ("--cluster", of.cluster, "--simulate", "2x2", "--interval", "200ms", "--duration", "3s", "--summary", "json")
+    out = await gpustream("run", *at, *how, "--listen", "off", "--scrape-listen", "127.0.0.1:0")
+    summary: dict[str, Any] = json.loads(out.splitlines()[-1])
+    return summary
+
+
+async def gpustream(*arguments: str) -> bytes:
+    """What a command writes, which is to succeed."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "gpustream", "run", *at, *how, *nowhere, stdout=subprocess.PIPE
+        sys.executable, "-m", "gpustream", *arguments, stdout=subprocess.PIPE
     )
     out, _ = await process.communicate()
     assert process.returncode == 0
-    summary: dict[str, int] = json.loads(out.splitlines()[-1])
-    return summary
+    return out
