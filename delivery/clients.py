@@ -64,8 +64,8 @@ def producer(connection: Connection, **options: Any) -> AIOKafkaProducer:
     aiokafka would after ``request_timeout_ms``, also one that was stored and whose answer was lost. It can't be sent by
     another producer without being there twice; only this one can, by its sequence number.
     """
-    written = {"compression_type": connection.compression}
-    made = AIOKafkaProducer(**_options(connection, written | options))
+    compression = None if connection.compression == "none" else connection.compression
+    made = AIOKafkaProducer(compression_type=compression, **_options(connection, options))
     made._message_accumulator._batch_ttl = math.inf  # noqa: SLF001 - there is no option
     return made
 

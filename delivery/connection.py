@@ -39,7 +39,7 @@ class Connection:
 
     What is None is looked for in ``config``, a file that :mod:`delivery.kafka_config` reads. ``topic_prefix`` stands
     before each topic and consumer group in Kafka; in a process they have the contract's names. ``compression`` is that
-    of the batches that are written, None for none; a batch that is read says its own.
+    of the batches that are written; a batch that is read says its own.
     """
 
     servers: str
@@ -57,7 +57,7 @@ class Connection:
     client_id: str | None = None
     config: Path | None = None
     topic_prefix: str = ""
-    compression: str | None = "zstd"
+    compression: str = "zstd"
 
     def __str__(self) -> str:
         return self.servers

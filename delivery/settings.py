@@ -368,8 +368,7 @@ class KafkaSettings(ConnectionSettings):
 
     def connection(self) -> Connection:
         """See :meth:`ConnectionSettings.connection`."""
-        compression = None if self.compression == "none" else self.compression
-        return dataclasses.replace(super().connection(), compression=compression)
+        return dataclasses.replace(super().connection(), compression=self.compression)
 
 
 @dataclass(frozen=True, kw_only=True)

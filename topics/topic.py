@@ -59,7 +59,6 @@ class Topic(msgspec.Struct, frozen=True, kw_only=True):
             "message.timestamp.type": "LogAppendTime",
             "max.message.bytes": str(MAX_MESSAGE_BYTES),
             "segment.ms": str(_HOUR_MS),
-            "compression.type": "producer",
         }
         if self.retention_hours is not None:
             settings["retention.ms"] = str(self.retention_hours * _HOUR_MS)

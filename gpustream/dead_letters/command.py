@@ -6,6 +6,7 @@ On failure: a broker that does not answer is a sentence and exit code 1.
 """
 
 import base64
+import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
@@ -15,9 +16,9 @@ import click
 import orjson
 
 from delivery.connection import Connection
-from delivery.settings import DURATION, Text
+from delivery.settings import DURATION, KafkaSettings, Text
 from gpustream import history, logs
-from gpustream.command import KAFKA, LOG_FORMAT, Argument, Command, counted, option
+from gpustream.command import KAFKA, LOG_FORMAT, Argument, Command, counted, option, options
 from gpustream.dead_letters import resubmission
 from gpustream.dead_letters.letters import (
     DONE,
@@ -252,12 +253,14 @@ def _text(letter: Letter, value: bytes, why_not: str | None) -> Iterator[str]:
 )
 @click.argument("letters", cls=Argument, type=_LETTER, nargs=-1)
 @KAFKA
+@options(KafkaSettings, only=("compression",))
 @_filters
 @option("--yes", is_flag=True, help="Send them. Without it, only what would be sent is said.")
 @LOG_FORMAT
 def resubmit(
     letters: tuple[LetterId, ...],
     connection: Connection,
+    compression: str,
     since_s: float,
     yes: bool,
     log_format: logs.Format,
@@ -275,6 +278,7 @@ def resubmit(
     """
     logs.setup(log_format)
     wanted = _wanted(given)._replace(ids=frozenset(letters))
+    connection = dataclasses.replace(connection, compression=compression)
     done = answer(resubmission.resubmit(connection, since_s, wanted, send=yes))
     for why, ids in done.refused.items():
         some = ", ".join(map(str, ids[:10])) + (f" and {len(ids) - 10} more" if len(ids) > 10 else "")

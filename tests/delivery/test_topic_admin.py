@@ -12,7 +12,7 @@ from delivery import topic_admin
 from delivery.connection import Connection
 from delivery.kafka_admin import BrokerUnavailable, Found, SettingsUnknown
 from delivery.settings import Uses
-from delivery.topic_admin import Mismatch, mismatches
+from delivery.topic_admin import Mismatch, command, contract, mismatches
 from topics import TOPICS
 from topics.topic import Topic, load_topics
 
@@ -137,3 +137,12 @@ async def test_a_broker_that_is_not_there_is_named() -> None:
 
         with pytest.raises(BrokerUnavailable, match=f"no Kafka broker answers at {address}"):
             await topic_admin.check(Connection(address), Uses(("gpu.samples",)))
+
+
+def test_what_is_missing_is_called_as_kafka_knows_it_and_so_is_what_to_run() -> None:
+    connection = Connection("kafka:9092", topic_prefix="team-a.")
+
+    (missing,) = mismatches(contract(connection, ["gpu.samples"]).values(), {})
+
+    assert str(missing) == "team-a.gpu.samples: the topic is missing, must be there"
+    assert command(connection) == "gpustream topics create --topic-prefix team-a."

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from delivery import values
 from delivery.values import Address
+from topics import TOPICS
 
 
 @pytest.mark.parametrize(
@@ -124,6 +125,15 @@ def test_names_are_letters_digits_dots_underscores_and_dashes(text: str) -> None
     else:
         with pytest.raises(ValueError, match="A-Z a-z 0-9"):
             values.name(text)
+
+
+def test_a_topic_prefix_leaves_room_for_the_name_of_every_topic() -> None:
+    longest = 249 - max(map(len, TOPICS))
+    for prefix in ("", "team-a.", "Team_b-", "p" * longest):
+        assert values.topic_prefix(prefix) == prefix
+    for prefix in ("p" * (longest + 1), "team a.", "team/a", "t\u00e4m-"):
+        with pytest.raises(ValueError, match=f"at most {longest} of A-Z a-z 0-9"):
+            values.topic_prefix(prefix)
 
 
 @given(st.text())
