@@ -107,6 +107,8 @@ class Connection:
         parts = urlsplit(self.token_endpoint or "")
         if self.mechanism == "oauthbearer" and parts.scheme == "http" and parts.hostname not in _LOOPBACK:
             wrong.append("--kafka-oauth-token-endpoint: it must be https: the client's secret is sent to it")
+        if parts.username or parts.password:
+            wrong.append("--kafka-oauth-token-endpoint: without a user and password: those are options of their own")
         return wrong
 
     def secrets(self) -> Secrets:
@@ -125,15 +127,21 @@ class Connection:
                 "username": self.username or config.get("username", ""),
                 "password": secret or config.get("password", ""),
             }
-        return Secrets(**login, tls=self.tls(config) if self.has_tls else None)
+        return Secrets(**login, tls=self._tls(config) if self.has_tls else None)
 
-    def tls(self, config: Mapping[str, str] | None = None) -> ssl.SSLContext:
-        """The context of a connection that verifies the broker and its name. Raises CredentialsError."""
-        found = config or {}
-        ca = _pem("--kafka-ca", self.ca, found.get("ca_pem"))
-        cert = _pem("--kafka-cert", self.cert, found.get("cert_pem"))
-        key = _pem("--kafka-key", self.key, found.get("key_pem"))
-        return _context(ca, cert + key, found.get("key_password", ""))
+    def trust(self) -> ssl.SSLContext:
+        """What a token endpoint is verified by: the CAs of this machine, and those of the brokers."""
+        context = ssl.create_default_context()
+        if ca := _pem("--kafka-ca", self.ca, None):
+            context.load_verify_locations(cadata=ca)
+        return context
+
+    def _tls(self, config: Mapping[str, str]) -> ssl.SSLContext:
+        """The context of a connection that verifies the broker and its name."""
+        ca = _pem("--kafka-ca", self.ca, config.get("ca_pem"))
+        cert = _pem("--kafka-cert", self.cert, config.get("cert_pem"))
+        key = _pem("--kafka-key", self.key, config.get("key_pem"))
+        return _context(ca, cert + key, config.get("key_password", ""))
 
 
 def _secret(option: str, path: Path | None) -> str | None:

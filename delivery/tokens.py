@@ -65,7 +65,9 @@ async def _of_endpoint(connection: Connection) -> Token:
     try:
         async with (
             aiohttp.ClientSession(timeout=_TIMEOUT) as session,
-            session.post(endpoint, data=form, headers=headers, ssl=connection.tls(), allow_redirects=False) as response,
+            session.post(
+                endpoint, data=form, headers=headers, ssl=connection.trust(), allow_redirects=False
+            ) as response,
         ):
             answer = await response.json(content_type=None)
     except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:

@@ -109,7 +109,12 @@ def test_a_secret_is_sent_to_a_token_endpoint_by_https_only(files: Files) -> Non
         "kafka_oauth_client_id": "me",
         "kafka_oauth_client_secret_file": files("secret", SECRET),
     }
-    for endpoint, wrong in (("https://l.example/token", 0), ("http://l.example/token", 1), ("http://localhost/t", 0)):
+    for endpoint, wrong in (
+        ("https://l.example/token", 0),
+        ("http://l.example/token", 1),
+        ("http://localhost/t", 0),
+        ("https://u:p@l", 1),
+    ):
         found = login(files, kafka_oauth_token_endpoint=endpoint, **oauth).mistakes()
         assert len(found) == wrong, found
 

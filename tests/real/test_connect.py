@@ -211,7 +211,7 @@ async def test_a_right_that_is_taken_away_is_said_and_given_again_it_is_used_wit
     try:
         await eventually(lambda: one.not_ready() == [] and member.assignments == 1)
         kafka.forbid("connects", "READ", "GROUP", group)
-        await eventually(lambda: "refuses this client the consumer group" in "".join(one.not_ready()))
+        await eventually(lambda: f"Read the consumer group {group}" in "".join(one.not_ready()))
         kafka.allow("connects", "READ", "GROUP", group)
         await eventually(lambda: one.not_ready() == [] and member.assignments > 1)
         assert one.assignment() == {Partition(topic, 0)}
@@ -238,7 +238,7 @@ class Counting:
 async def fetched(group: ConsumerGroup, topic: str) -> bool:
     """Whether a fetch says what is wrong."""
     await group.fetch({Partition(topic, 0)}, 0.1)
-    return f"refuses this client the topic {topic}" in "".join(group.not_ready())
+    return f"use the topic {topic}" in "".join(group.not_ready())
 
 
 async def test_a_password_changes_while_components_run_and_no_tick_is_lost(
