@@ -15,11 +15,9 @@ from base64 import b64encode
 from typing import NamedTuple
 from urllib.parse import quote_plus
 
-import aiohttp
-
 from delivery.connection import Connection, CredentialsError
 
-_TIMEOUT = aiohttp.ClientTimeout(total=10.0)
+_TIMEOUT_S = 10.0
 _FRESH = 0.8
 """A token is taken again for this part of its life."""
 
@@ -58,13 +56,15 @@ def forget(connection: Connection) -> None:
 
 async def _of_endpoint(connection: Connection) -> Token:
     """Ask the token endpoint, as the client whose id and secret stand in the files now."""
+    import aiohttp  # a node's producer stays small: only a token makes it load this
+
     endpoint, secrets, now_s = str(connection.token_endpoint), connection.secrets(), time.time()
     pair = f"{quote_plus(secrets.oauth_client_id)}:{quote_plus(secrets.oauth_client_secret)}"
     headers = {"Authorization": f"Basic {b64encode(pair.encode()).decode()}", "Accept": "application/json"}
     form = {"grant_type": "client_credentials"} | ({"scope": connection.oauth_scope} if connection.oauth_scope else {})
     try:
         async with (
-            aiohttp.ClientSession(timeout=_TIMEOUT) as session,
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S)) as session,
             session.post(
                 endpoint, data=form, headers=headers, ssl=connection.trust(), allow_redirects=False
             ) as response,

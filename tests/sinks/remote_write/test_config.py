@@ -53,4 +53,4 @@ def test_a_mistake_names_its_option(more: dict[str, Any], option: str) -> None:
 
 def test_every_mistake_is_listed() -> None:
     found = RemoteWriteSettings(kafka="", url="nope", protocol="9", stale_after_s=-1).mistakes()  # type: ignore[arg-type]
-    assert [mistake.split(":")[0] for mistake in found] == ["--url", "--kafka", "--protocol", "--stale-after"]
+    assert [mistake.split(":")[0] for mistake in found] == ["--url", "--protocol", "--kafka", "--stale-after"]
