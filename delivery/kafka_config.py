@@ -136,8 +136,8 @@ def parse(text: str) -> KafkaConfig:
 def _taken(name: str, value: str) -> dict[str, str] | str:
     """What a line gives under our names, or why it can't be used. A name that is none may be a secret."""
     if name == "sasl.jaas.config":
-        pairs = {key.lower(): _unquoted(quoted) for key, quoted in _PAIR.findall(value)}
-        return {_JAAS[key]: found for key, found in pairs.items() if key in _JAAS}
+        found = {_JAAS[key.lower()]: quoted for key, quoted in _PAIR.findall(value) if key.lower() in _JAAS}
+        return {ours: re.sub(r"\\(.)", r"\1", it[1:-1]) if it[0] in "\"'" else it for ours, it in found.items()}
     if name in _STORES and _is_binary(Path(value)):
         return f", {name}: no PEM file: give one with --kafka-ca, --kafka-cert and --kafka-key"
     if name in _VERIFICATION and value.lower() != _VERIFICATION[name]:
@@ -168,11 +168,6 @@ def _lines(text: str) -> Iterator[tuple[int, str, str]]:
             match = _SETTING.fullmatch(whole)
             yield begins, match[1] if match else "", match[2].strip() if match else ""
         whole = ""
-
-
-def _unquoted(text: str) -> str:
-    """An option of a login module without its quotes and the backslashes that these needed."""
-    return re.sub(r"\\(.)", r"\1", text[1:-1]) if text[0] in "\"'" else text
 
 
 def _is_binary(path: Path) -> bool:

@@ -143,10 +143,11 @@ async def _greet(opened: AIOKafkaConnection, connection: Connection, broker: _Br
         raise Unusable(trouble(connection)) from error
 
 
-def _is_told_by_caller(record: logging.LogRecord) -> bool:
-    """Whether whoever starts a client logs it as well: aiokafka names the address then, and later the node."""
-    return isinstance(record.args, tuple) and len(record.args) == 3 and isinstance(record.args[2], Unusable)
+def _is_of_a_node(record: logging.LogRecord) -> bool:
+    """Not of an address: whoever starts a client logs that itself."""
+    of_address = isinstance(record.args, tuple) and len(record.args) == 3 and isinstance(record.args[2], Unusable)
+    return not of_address
 
 
 aiokafka.client.create_conn = _open
-aiokafka.client.log.addFilter(lambda record: not _is_told_by_caller(record))
+aiokafka.client.log.addFilter(_is_of_a_node)
