@@ -26,7 +26,7 @@ from delivery.connection import Connection, CredentialsError, Secrets
 PAUSES_S = (0.5, 1.0, 2.0, 5.0)
 """Between two attempts to connect to a broker of which something must be mended."""
 
-_REMEMBERED_S = 60.0
+_REMEMBERED_S = 20.0
 """A broker that nobody has wanted to be connected with for so long is nobody's trouble any more."""
 
 _TO_FILL_IN = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
