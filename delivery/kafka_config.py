@@ -75,10 +75,16 @@ _UNDERSTOOD = (
 )
 """They say how the settings above are meant, which is found without them."""
 
+_AS_WRITTEN = ("sasl.username", "sasl.password", "sasl.oauthbearer.client.secret", "ssl.key.password")
+"""In these a backslash may be meant. In others Java writes one before a colon and an equals sign."""
+
 _CHOICES = (("security", "security.protocol", SECURITY), ("mechanism", "sasl.mechanism", MECHANISMS))
 _STORES = ("ssl.truststore.location", "ssl.keystore.location")
 _VERIFICATION = {"ssl.endpoint.identification.algorithm": "https", "enable.ssl.certificate.verification": "true"}
 _PAIR = re.compile(r"""([\w.]+)\s*=\s*("(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'|[^\s;"']+)""")
+_LOGIN_MODULE = re.compile(rf"[\w.$]+\s+\w+(?:\s+{_PAIR.pattern})*\s*;?")
+_ESCAPED = re.compile(r"\\([:=#!])")
+_LINE_END = re.compile(r"\r\n|\r|\n")
 _SETTING = re.compile(r"([^\s=:]*)\s*[=:]\s*(.*)", re.DOTALL)
 _NAME = re.compile(r"[a-z][a-z0-9._-]*")
 _LARGEST_BYTES = 1 << 20
@@ -104,7 +110,7 @@ def read(path: Path) -> KafkaConfig:
     except OSError as error:
         raise CredentialsError(f"--kafka-config {path}: {error.strerror}") from None
     try:
-        text = content.decode()
+        text = content.decode("utf-8-sig")  # Windows puts a mark before the first line
     except UnicodeDecodeError:
         text = ""
     if not text or len(content) > _LARGEST_BYTES:
@@ -136,8 +142,9 @@ def parse(text: str) -> KafkaConfig:
 def _taken(name: str, value: str) -> dict[str, str] | str:
     """What a line gives under our names, or why it can't be used. A name that is none may be a secret."""
     if name == "sasl.jaas.config":
-        found = {_JAAS[key.lower()]: quoted for key, quoted in _PAIR.findall(value) if key.lower() in _JAAS}
-        return {ours: re.sub(r"\\(.)", r"\1", it[1:-1]) if it[0] in "\"'" else it for ours, it in found.items()}
+        return _login(value)
+    if name not in _AS_WRITTEN:
+        value = _ESCAPED.sub(r"\1", value)
     if name in _STORES and _is_binary(Path(value)):
         return f", {name}: no PEM file: give one with --kafka-ca, --kafka-cert and --kafka-key"
     if name in _VERIFICATION and value.lower() != _VERIFICATION[name]:
@@ -148,16 +155,35 @@ def _taken(name: str, value: str) -> dict[str, str] | str:
         except ValueError as error:
             raise CredentialsError(f"--kafka-config: {name}: {error}") from None
     if name in _NAMES:
-        return {_NAMES[name]: value.replace("\\n", "\n") if _NAMES[name].endswith("_pem") else value}
+        return {_NAMES[name]: _pem(value) if _NAMES[name].endswith("_pem") else value}
     if name in _UNDERSTOOD or name in _VERIFICATION:
         return {}
     return f", {name}" if _NAME.fullmatch(name) else ": no setting"
 
 
+def _login(value: str) -> dict[str, str] | str:
+    """What the options of a login module give under our names, or why they can't be used.
+
+    Java takes the backslashes of the file away first, and then those of the quoted text. A file that was not written
+    for Java may have the second ones only: it makes no sense the first way.
+    """
+    for text in (re.sub(r"\\(.)", r"\1", value), value):
+        if _LOGIN_MODULE.fullmatch(text):
+            found = {_JAAS[key.lower()]: quoted for key, quoted in _PAIR.findall(text) if key.lower() in _JAAS}
+            return {ours: re.sub(r"\\(.)", r"\1", it[1:-1]) if it[0] in "\"'" else it for ours, it in found.items()}
+    return ", sasl.jaas.config: not a login module with options such as username='me', and each quote closed"
+
+
+def _pem(value: str) -> str:
+    """PEM in lines again. Kafka's documentation continues a line after each of them, which leaves spaces."""
+    text = value.replace("\\n", "\n")
+    return text if "\n" in text else "\n".join(re.findall(r"-----[A-Z0-9 ]+-----|[^\s-]+", text))
+
+
 def _lines(text: str) -> Iterator[tuple[int, str, str]]:
     """The number, the name and the value of each setting; a line that ends in a backslash goes on in the next one."""
     begins, whole = 0, ""
-    for number, line in enumerate([*text.splitlines(), ""], 1):
+    for number, line in enumerate([*_LINE_END.split(text), ""], 1):
         if not whole:
             begins = number
         whole += line.strip()

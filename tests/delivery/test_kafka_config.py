@@ -78,6 +78,64 @@ def test_a_login_module_of_java_is_understood_with_its_quotes_and_semicolons() -
     assert unused == ("line 8, client.dns.lookup",)
 
 
+@pytest.mark.parametrize(
+    ("written", "password"),
+    [
+        (r'"a\\"b"', 'a"b'),  # as Java reads a file: once for the line, once for the quoted text
+        (r'"a\"b"', 'a"b'),
+        (r'"BnItZ2xG\="', "BnItZ2xG="),
+        (r'"a\\\\b"', r"a\b"),
+        ("'p;x=\"1\"'", 'p;x="1"'),
+    ],
+)
+def test_a_password_of_a_login_module_is_read_as_java_reads_it(written: str, password: str) -> None:
+    module = "org.apache.kafka.common.security.scram.ScramLoginModule required"
+    values, unused = kafka_config.parse(f'sasl.jaas.config={module} username="me" password={written};')
+
+    assert (values, unused) == ({"username": "me", "password": password}, ())
+
+
+def test_a_login_module_with_an_open_quote_is_named_and_half_a_password_is_not_taken() -> None:
+    assert kafka_config.parse('sasl.jaas.config=a.PlainLoginModule required username="me" password="s3c ret;') == (
+        {},
+        ("line 1, sasl.jaas.config: not a login module with options such as username='me', and each quote closed",),
+    )
+
+
+def test_what_java_itself_has_written_is_understood() -> None:
+    written = r"""
+bootstrap.servers=kafka-0.example\:9093,kafka-1.example\:9093
+sasl.oauthbearer.token.endpoint.url=https\://login.example/token?a\=b
+sasl.password=a\:b
+"""
+
+    assert kafka_config.parse(written).values == {
+        "servers": "kafka-0.example:9093,kafka-1.example:9093",
+        "token_endpoint": "https://login.example/token?a=b",
+        "password": r"a\:b",
+    }
+
+
+def test_pem_that_goes_on_line_by_line_is_in_lines_again() -> None:
+    written = """
+ssl.truststore.certificates=-----BEGIN CERTIFICATE----- \\
+  MIIB \\
+  AA== \\
+  -----END CERTIFICATE-----
+"""
+
+    assert kafka_config.parse(written).values == {
+        "ca_pem": "-----BEGIN CERTIFICATE-----\nMIIB\nAA==\n-----END CERTIFICATE-----"
+    }
+
+
+def test_a_file_from_windows_is_understood(tmp_path: Path) -> None:
+    file = tmp_path / "client.properties"
+    file.write_bytes("\ufeffbootstrap.servers=kafka-0:9092\r\nsasl.password=a\u2028b\r\n".encode())
+
+    assert kafka_config.read(file) == ({"servers": "kafka-0:9092", "password": "a\u2028b"}, ())
+
+
 def test_client_credentials_are_understood() -> None:
     values, unused = kafka_config.parse(OAUTH)
 
