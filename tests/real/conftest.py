@@ -4,11 +4,12 @@ With GPUSTREAM_REQUIRE_REAL=1 a server that can't be had is a failure, but for t
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 
 from tests.real.certificates import Authority
 from tests.real.kubernetes import ApiServer, find_etcd, find_kube_apiserver
@@ -187,6 +188,23 @@ def start_kube_api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callabl
             return servers.enter_context(ApiServer(directory, **options))  # type: ignore[arg-type]
 
         yield start
+
+
+@pytest.fixture
+async def receiver() -> AsyncIterator[str]:
+    """The URL of a server that takes everything."""
+    application = web.Application()
+    application.router.add_route("*", "/{path:.*}", _taken)
+    runner = web.AppRunner(application)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    yield f"http://127.0.0.1:{runner.addresses[0][1]}/"
+    await runner.cleanup()
+
+
+async def _taken(_: web.Request) -> web.Response:
+    return web.Response()
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import web
 from aiokafka import AIOKafkaProducer
 
 from delivery import topic_admin
@@ -80,23 +79,6 @@ async def flow(empty_kafka: KafkaServer) -> KafkaServer:
     return empty_kafka
 
 
-@pytest.fixture
-async def receiver() -> AsyncIterator[str]:
-    """The URL of a server that takes everything."""
-    application = web.Application()
-    application.router.add_route("*", "/{path:.*}", _taken)
-    runner = web.AppRunner(application)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    yield f"http://127.0.0.1:{runner.addresses[0][1]}/"
-    await runner.cleanup()
-
-
-async def _taken(_: web.Request) -> web.Response:
-    return web.Response()
-
-
 @dataclass
 class Users:
     """Users of the broker by certificate, and what they may do."""
@@ -159,6 +141,17 @@ async def api(tmp_path: Path) -> AsyncIterator[str]:
 def _says(refused: Component, missing: Acl) -> bool:
     sentence = f"add the ACL {missing.operation} on {missing.resource} {missing.name}"
     return any(sentence in reason for reason in refused.not_ready())
+
+
+async def test_topics_are_made_mended_and_listed_with_exactly_the_acls_of_that(
+    empty_kafka: KafkaServer, users: Users
+) -> None:
+    await users.allow("topics", *ACLS["topics create"])
+    connection = ScrapeSettings(**users.settings("topics")).connection()
+    assert len(await topic_admin.create(connection, partitions=1, replication_factor=1)) == len(load_topics())
+    await users.allow("lists", *ACLS["topics list"])
+    found, unchecked = await topic_admin.inspect(ScrapeSettings(**users.settings("lists")).connection())
+    assert (set(found), unchecked) == (set(load_topics()), None)
 
 
 async def test_below_a_prefix_two_prefixed_acls_are_enough(empty_kafka: KafkaServer, users: Users) -> None:
