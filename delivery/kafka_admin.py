@@ -24,7 +24,7 @@ from aiokafka.errors import (
 from aiokafka.protocol.api import Request, RequestStruct, Response
 from aiokafka.protocol.types import Array, Boolean, Int8, Int16, Int32, Schema, String
 
-from delivery import clients
+from delivery import clients, opening
 from delivery.clients import SILENCE, why_not
 from delivery.connection import Connection
 from delivery.ledger import Partition
@@ -292,7 +292,7 @@ async def connect(connection: Connection) -> AsyncIterator[Admin]:
     client = clients.admin(connection, client_id="gpustream-topics", request_timeout_ms=_REQUEST_TIMEOUT_MS)
     try:
         async with asyncio.timeout(_SESSION_TIMEOUT_S):
-            await client.start()
+            await _start(client, connection)
             yield Admin(client, connection)
     except SILENCE as error:
         raise BrokerUnavailable(why_not(error, connection)) from error
@@ -300,3 +300,13 @@ async def connect(connection: Connection) -> AsyncIterator[Admin]:
         raise BrokerError(why_not(error, connection)) from error
     finally:
         await client.close()
+
+
+async def _start(client: Any, connection: Connection) -> None:
+    """Start it. Why a broker closes a connection is known when it does so twice, and a command asks only once."""
+    try:
+        await client.start()
+    except SILENCE:
+        if opening.trouble(connection) is not None:
+            raise
+        await client.start()

@@ -29,6 +29,8 @@ _DENIED = {
     TopicAuthorizationFailedError: f"use the topic {{names}}: {_ACLS}",
     ClusterAuthorizationFailedError: f"do what this needs of the cluster: {_ACLS}",
 }
+_OF_ADMIN = "Unable to get coordinator id for "
+"""Stands before the group's name if it is aiokafka's admin client that is refused."""
 
 _EXPIRED, _NOT_YET, _OTHER_NAME, _OTHER_ADDRESS = 10, 9, 62, 64
 _NOT_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "UNEXPECTED_MESSAGE", "HTTP_REQUEST", "UNKNOWN_PROTOCOL")
@@ -42,6 +44,7 @@ def describe(error: BaseException) -> str:
         if isinstance(error, kind):
             subject = error.args[0] if error.args else ""
             names = subject if isinstance(subject, str) else ", ".join(sorted(map(str, subject)))
+            names = names.removeprefix(_OF_ADMIN)
             return f"Kafka does not let this client {what.format(names=names)} ({name})"
     return text if text.startswith(name) else f"{name}: {text}".strip(": ")
 

@@ -1,5 +1,6 @@
 """What is made of a broker's answers, by a client that gives them."""
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 from aiokafka.admin import NewTopic
 
 from delivery.connection import Connection
-from delivery.kafka_admin import Admin, DescribeTopics, Found, Refused, SettingsUnknown
+from delivery.kafka_admin import Admin, BrokerUnavailable, DescribeTopics, Found, Refused, SettingsUnknown, connect
 
 TOPIC = 2
 UNSAID = -(2**31)
@@ -140,3 +141,14 @@ async def test_a_topic_that_is_gone_already_is_deleted_and_one_that_may_not_be_i
 
     with pytest.raises(Refused, match="c: not deleted: TopicAuthorizationFailedError"):
         await admin(deleted=[("c", UNAUTHORIZED)]).delete(["c"])
+
+
+async def test_a_command_that_asks_once_says_why_a_broker_closes_the_connection() -> None:
+    async def close(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    async with await asyncio.start_server(close, "127.0.0.1", 0) as server:
+        host, port = server.sockets[0].getsockname()
+        with pytest.raises(BrokerUnavailable, match="it may want TLS, --kafka-security ssl or sasl-ssl"):
+            async with connect(Connection(f"{host}:{port}")):
+                pass

@@ -100,6 +100,7 @@ def test_a_broker_that_is_away_needs_no_mending(error: Exception) -> None:
         (TopicAuthorizationFailedError("gpu.samples"), "use the topic gpu.samples: give its user the ACLs"),
         (TopicAuthorizationFailedError({"b", "a"}), "use the topic a, b: "),
         (GroupAuthorizationFailedError("g"), "Read the consumer group g: add the ACL Read on Group g for its user"),
+        (GroupAuthorizationFailedError("Unable to get coordinator id for g"), "Read the consumer group g: add the ACL"),
         (ClusterAuthorizationFailedError(), "do what this needs of the cluster: "),
     ],
 )
