@@ -26,7 +26,7 @@ from delivery.ledger import Ledger, Partition
 from sinks.outcomes import Outcome, Outcomes, Undecodable, decoded
 from sinks.remote_write.nodes import NodeTick, OpenSeries
 from sinks.remote_write.policy import THERE, UNTIMELY
-from sinks.remote_write.queue import Ended, Lane, Place, Queue, ReadRecord, decode
+from sinks.remote_write.queue import Ended, Lane, Progress, Queue, ReadRecord, decode
 from sinks.remote_write.refusals import LEFT_OUT, Delivered, Deliverer, Refused
 from sinks.series.model import primaries, samples_of
 from topics.attributed import TOPIC, AttributedSample
@@ -59,8 +59,8 @@ class RemoteWritePartition:
 
     def __init__(self, series: OpenSeries, shared: RemoteWriteShared, queue: Queue) -> None:
         self._series, self._shared, self._queue = series, shared, queue
-        self._place = Place(queue.clock_s())
-        queue.places.add(self._place)
+        self._progress = Progress(queue.clock_s())
+        queue.partitions.add(self._progress)
         self._ledger = Ledger()
         self._lanes: dict[bytes | None, Lane] = {}
         self._ends: dict[int, Callable[[], None]] = {}
@@ -110,7 +110,7 @@ class RemoteWritePartition:
 
     async def quiet(self, abandon: asyncio.Event) -> None:
         """End the series of nodes that went silent."""
-        self._place.at_end = True
+        self._progress.at_end = True
         self._queue.pump()
         silences = self._series.silent(time.monotonic(), self._shared.stale_after_s)
         for start in range(0, len(silences), _SILENT_NODES):
@@ -143,7 +143,7 @@ class RemoteWritePartition:
             self._forget()
             self._ledger.begin({tp: records[0].offset})
             self._series.doubt()
-            self._place.at_end = True  # until something of it is settled; what is under way has a place of its own
+            self._progress.at_end = True  # until something of it is settled; what is under way has progress of its own
             self._tp, self._abandon, self._doubt_before = tp, abandon, records[0].offset + _DOUBT_RECORDS
         for record in records:
             slot = self._ledger.admit(tp, record.offset, len(record.value or b""))
@@ -160,7 +160,7 @@ class RemoteWritePartition:
     def _is_full(self) -> bool:
         """Whether no more is to be read before something is finished."""
         ahead = (self._ledger.expected(self._tp) or 0) - (self._ledger.position(self._tp) or 0)
-        return ahead >= AHEAD_RECORDS or self._ledger.open_bytes >= AHEAD_BYTES // len(self._queue.places)
+        return ahead >= AHEAD_RECORDS or self._ledger.open_bytes >= AHEAD_BYTES // len(self._queue.partitions)
 
     async def _settle(self, ended: Sequence[Ended]) -> None:
         """Records of a node were sent, if they have a tick: write dead letters, and note what became of each."""
@@ -189,7 +189,7 @@ class RemoteWritePartition:
             who = read.sample and msgspec.structs.replace(read.sample, devices=())
             self._ends[read.slot.offset] = partial(self._count, outcome, why, who, values)
             self._ledger.finish(read.slot)
-            self._place.move(read, self._queue.clock_s())
+            self._progress.move(read, self._queue.clock_s())
 
     def _count(self, outcome: Outcome, why: str, sample: AttributedSample | None, values: "_Values") -> None:
         """Count a record, and its values, by what became of them."""

@@ -97,7 +97,7 @@ class Lane:
                 head.error = str(error)
         return head
 
-    def take(self, request: "Request", until_ms: float) -> None:
+    def take(self, request: "SharedRequest", until_ms: float) -> None:
         """Put the next tick into a request, and those after it that may share it with it."""
         before: AttributedSample | None = None
         while (read := self.head()) is not None and not request.is_full():
@@ -118,7 +118,7 @@ class Lane:
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
-class Place:
+class Progress:
     """How far somebody has got: the time of the oldest tick that is not finished, when it was logged, and since when.
 
     ``ts_ms`` 0: that is not known yet. ``at_end``: nothing is unfinished.
@@ -136,13 +136,13 @@ class Place:
         self.since_s, self.at_end = now_s, False
 
 
-class Request:
-    """Records of many lanes. ``place`` is its oldest tick."""
+class SharedRequest:
+    """Records of many lanes. ``progress`` is that of its oldest tick."""
 
     def __init__(self, abandon: asyncio.Event, first: ReadRecord, max_samples: int, now_s: float) -> None:
         self.abandon = abandon
-        self.place = Place(now_s)
-        self.place.move(first, now_s)
+        self.progress = Progress(now_s)
+        self.progress.move(first, now_s)
         self.parts: dict[Lane, list[ReadRecord]] = {}
         self._max_samples = max_samples
         self._samples = self._bytes = self._records = 0
@@ -163,7 +163,7 @@ class Request:
 class Queue:
     """What all partitions of a sink have to send. ``clock_s`` never steps back, ``wall_s`` is the time of day.
 
-    ``places`` are the partitions'. ``failure`` is what ended a request that should not have.
+    ``partitions`` has how far each of them has got. ``failure`` is what ended a request that should not have.
     """
 
     def __init__(
@@ -175,13 +175,13 @@ class Queue:
         clock_s: Callable[[], float] = time.monotonic,
         wall_s: Callable[[], float] = time.time,
     ) -> None:
-        self.places: WeakSet[Place] = WeakSet()
+        self.partitions: WeakSet[Progress] = WeakSet()
         self.failure: BaseException | None = None
         self.clock_s = clock_s
         self._deliverer, self._at_once, self._max_samples, self._wall_s = deliverer, at_once, max_samples, wall_s
         self._ready: list[tuple[int, int, Lane]] = []
         self._turns = count()
-        self._requests: dict[asyncio.Task[None], Request] = {}
+        self._requests: dict[asyncio.Task[None], SharedRequest] = {}
 
     def ready(self, lane: Lane) -> None:
         """A lane has records that wait, and is not busy."""
@@ -198,14 +198,14 @@ class Queue:
             task.add_done_callback(self._sent)
             asyncio.get_running_loop().call_soon(self.pump)
 
-    def _next(self) -> Request | None:
+    def _next(self) -> SharedRequest | None:
         """The next request: the oldest ticks, as many as it takes."""
         while self._ready and (self._ready[0][2].abandon.is_set() or not self._ready[0][2].waiting):
             heapq.heappop(self._ready)
         if not self._ready or (first := self._ready[0][2].head()) is None:
             return None
-        request = Request(self._ready[0][2].abandon, first, self._max_samples, self.clock_s())
-        until_ms = self._until_ms(request.place)
+        request = SharedRequest(self._ready[0][2].abandon, first, self._max_samples, self.clock_s())
+        until_ms = self._until_ms(request.progress)
         while self._ready and self._ready[0][0] <= until_ms and not request.is_full():
             _, _, lane = heapq.heappop(self._ready)
             if not lane.abandon.is_set():
@@ -213,7 +213,7 @@ class Queue:
                 lane.take(request, until_ms)
         return request if request.parts else None
 
-    def _until_ms(self, oldest: Place) -> float:
+    def _until_ms(self, oldest: Progress) -> float:
         """The latest tick that may be sent now; ``oldest`` is what would be sent first.
 
         A tick that was logged just now does not wait for partitions that are not opened yet.
@@ -221,16 +221,16 @@ class Queue:
         now_s, now_ms = self.clock_s(), self._wall_s() * 1000
         is_live = now_ms - oldest.logged_ms <= BACKLOG_MS
         backlogs = [
-            place.ts_ms
-            for place in (oldest, *self.places, *(request.place for request in self._requests.values()))
-            if not place.at_end
-            and now_ms - place.logged_ms > BACKLOG_MS
-            and now_s - place.since_s < PATIENCE_S
-            and (place.ts_ms or not is_live)
+            progress.ts_ms
+            for progress in (oldest, *self.partitions, *(request.progress for request in self._requests.values()))
+            if not progress.at_end
+            and now_ms - progress.logged_ms > BACKLOG_MS
+            and now_s - progress.since_s < PATIENCE_S
+            and (progress.ts_ms or not is_live)
         ]
         return min(backlogs, default=math.inf) + APART_MS
 
-    async def _send(self, request: Request) -> None:
+    async def _send(self, request: SharedRequest) -> None:
         """Send a request, and settle what was in it."""
         ticks = [read.tick.groups for reads in request.parts.values() for read in reads if read.tick]
         results = iter(await self._deliverer.deliver(ticks, request.abandon))
