@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,10 @@ from click.testing import CliRunner, Result
 from delivery import topic_admin
 from gpustream import history
 from gpustream.cli import main
+from gpustream.dead_letters import letters
+from gpustream.dead_letters.resubmission import TRANSACTIONS
 from tests.eventually import eventually
+from tests.real.certificates import Authority
 from tests.real.pipeline import Gpustream, read_all
 from tests.real.servers import KafkaServer
 from tests.real.test_bad_input import GPU, attributed_until, snapshot, tick
@@ -174,3 +178,33 @@ async def test_what_readers_would_drop_or_take_for_news_is_refused_with_the_reas
         "not sent: 0:3: the letter lacks its key, and gpu.samples does not have the record any more",
     ]
     assert await read_all(kafka.address, "gpu.samples") == []
+
+
+RIGHTS = [
+    *(("READ", "TOPIC", name) for name in (dead_letters.TOPIC.name, *letters.RESUBMITTABLE)),
+    *(("WRITE", "TOPIC", name) for name in (dead_letters.TOPIC.name, *letters.RESUBMITTABLE)),
+    ("WRITE", "TRANSACTIONAL_ID", TRANSACTIONS),
+]
+
+
+async def test_a_user_resubmits_through_tls_with_exactly_the_acls_that_the_docs_name(
+    kafka: KafkaServer, authority: Authority, tmp_path: Path
+) -> None:
+    async with producing(kafka) as producer:
+        letter = dead_letters.letter(b"c/n", b"{}", Origin("gpu.samples", 0, 7), stage="s", error="e: f", at_ms=1)
+        where = {"headers": letter.headers, "partition": 0}
+        await producer.send_and_wait(dead_letters.TOPIC.name, letter.value, letter.key, **where)
+    kafka.add_user("operator", "secret")
+    (tmp_path / "password").write_text("secret")
+    login = ("--kafka-security", "sasl-ssl", "--kafka-sasl-mechanism", "scram-sha-512", "--kafka-username", "operator")
+    files = ("--kafka-password-file", str(tmp_path / "password"), "--kafka-ca", str(authority.ca))
+    arguments = ("dead-letters", "resubmit", "0:0", "--yes", "--kafka", kafka.sasl_ssl, *login, *files)
+    for right in RIGHTS:
+        kafka.allow("operator", *right)
+    try:
+        done = await asyncio.to_thread(CliRunner().invoke, main, arguments)
+    finally:
+        for right in RIGHTS:
+            kafka.forbid("operator", *right)
+
+    assert (done.exit_code, done.stdout) == (0, "gpu.samples: 1 record sent again\n"), done.stderr
