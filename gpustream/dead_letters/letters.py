@@ -140,7 +140,7 @@ class _Device(msgspec.Struct, frozen=True):
     events: tuple[_Event, ...] | None = None
 
 
-class _Tick(msgspec.Struct, frozen=True):
+class _Naming(msgspec.Struct, frozen=True):
     """What of a tick, or of a snapshot, says which snapshots it is about."""
 
     run_id: int
@@ -156,7 +156,7 @@ class Snapshots:
         self._past = past
         self._offsets: dict[int, dict[tuple[bytes | None, int, int], int]] = {}
         self._given: set[tuple[int, int]] = set()
-        self._decode = decoder(_Tick)
+        self._decode = decoder(_Naming)
 
     async def named_by(self, letter: Letter, record: Original) -> list[Original]:
         """The snapshots that a tick and its events name, as far as the topic has them and they were not given yet."""

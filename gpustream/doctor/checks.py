@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from delivery.values import duration_words
 from gpustream.command import counted
 from gpustream.doctor.evidence import Fold, NodeName, Ranges, SampledRun
-from gpustream.doctor.seen import Checked, Component, Finding, Group, Seen
+from gpustream.doctor.seen import Checked, Finding, Group, OwnMetrics, Situation
 from topics import attributed, samples
 
 ATTRIBUTION = "gpustream-attribution"
@@ -34,7 +34,7 @@ _SHOW = "`gpustream dead-letters show {id}` has it; once its error is mended, `d
 # -- topics
 
 
-def topics(seen: Seen) -> Checked:
+def topics(seen: Situation) -> Checked:
     """Whether the topics are there, and as they must be."""
     wrong = [
         Finding(str(one), "the topic was made by something else, or never", one.topic, f"run `{seen.create}`")
@@ -47,7 +47,7 @@ def topics(seen: Seen) -> Checked:
 # -- what was sent
 
 
-def sent(seen: Seen, fold: Fold) -> Checked:
+def sent(seen: Situation, fold: Fold) -> Checked:
     """What each node sent: gaps in its runs, nodes that went silent, and two producers of one name."""
     found: list[Finding] = []
     runs = ticks = missing = 0
@@ -121,7 +121,7 @@ def gaps_of(run_id: int, run: SampledRun, since_ms: int) -> list[tuple[int, int]
     return [(1, first - 1), *gaps] if run_id >= since_ms and first > 1 else gaps
 
 
-def _gap(seen: Seen, name: NodeName, run_id: int, run: SampledRun, gaps: Sequence[tuple[int, int]]) -> Finding:
+def _gap(seen: Situation, name: NodeName, run_id: int, run: SampledRun, gaps: Sequence[tuple[int, int]]) -> Finding:
     missing = sum(last - first + 1 for first, last in gaps)
     places = ", ".join(f"{first}-{last}" if last > first else f"{first}" for first, last in gaps[:5])
     more = f" and {len(gaps) - 5} more gaps" if len(gaps) > 5 else ""
@@ -150,7 +150,7 @@ def _gap(seen: Seen, name: NodeName, run_id: int, run: SampledRun, gaps: Sequenc
     )
 
 
-def _drops(components: Iterable[Component]) -> str:
+def _drops(components: Iterable[OwnMetrics]) -> str:
     dropped: dict[str, float] = {}
     for component in components:
         for (_, reason), value in component.sums("gpustream_producer_ticks_dropped_total").items():
@@ -158,13 +158,13 @@ def _drops(components: Iterable[Component]) -> str:
     return ", ".join(f"{value:.0f} ({reason})" for reason, value in sorted(dropped.items()))
 
 
-def _held(components: Iterable[Component]) -> str:
+def _held(components: Iterable[OwnMetrics]) -> str:
     held = sum(value for one in components for value in one.sums("gpustream_producer_ticks_held").values())
     said = f"; those that were asked hold {counted(int(held), 'tick')}" if held else ""
     return f"a producer that can't reach Kafka holds what it samples{said}"
 
 
-def _silent(seen: Seen, runs: Iterable[SampledRun]) -> bool:
+def _silent(seen: Situation, runs: Iterable[SampledRun]) -> bool:
     last = max(runs, key=lambda run: run.last_logged_ms)
     interval_ms = (last.last_ts_ms - last.first_ts_ms) / max(1, len(last.seqs) - 1)
     return seen.now_ms - last.last_logged_ms > max(SILENT_MS, 5 * interval_ms)
@@ -173,7 +173,7 @@ def _silent(seen: Seen, runs: Iterable[SampledRun]) -> bool:
 # -- what was attributed
 
 
-def attribution(seen: Seen, fold: Fold) -> Checked:
+def attribution(seen: Situation, fold: Fold) -> Checked:
     """What became of each tick that was sent: attributed exactly, late or without a snapshot, waiting, or lost."""
     found: list[Finding] = []
     totals: dict[str, int] = {}
@@ -232,11 +232,11 @@ def _inexact(name: NodeName, run_id: int, run: SampledRun, inexact: int) -> Find
     return Finding(f"{name}: {counted(inexact, 'tick')} not attributed exactly", cause, f"run {run_id}: {shown}", then)
 
 
-def _is_behind(seen: Seen, oldest_ms: int | None) -> bool:
+def _is_behind(seen: Situation, oldest_ms: int | None) -> bool:
     return oldest_ms is not None and seen.now_ms - oldest_ms > BEHIND_MS
 
 
-def _behind(seen: Seen, group: Group, records: int, oldest_ms: int) -> Finding:
+def _behind(seen: Situation, group: Group, records: int, oldest_ms: int) -> Finding:
     """A group that has not finished what was logged a while ago."""
     evidence = (
         f"the oldest was logged {seen.ago(oldest_ms)}; the group is {group.state}, {counted(group.members, 'member')}"
@@ -262,7 +262,7 @@ def _behind(seen: Seen, group: Group, records: int, oldest_ms: int) -> Finding:
     )
 
 
-def _stage(component: Component) -> str:
+def _stage(component: OwnMetrics) -> str:
     name = next((one.name for one in component.series if one.name.endswith("_receiver_failing")), "")
     return name.removeprefix("gpustream_").removesuffix("_receiver_failing") or NOT_KNOWN
 
@@ -273,7 +273,7 @@ def _shown(numbers: Ranges, most: int = 5) -> str:
     return shown + (f" and {len(ranges) - most} more" if len(ranges) > most else "")
 
 
-def workloads(seen: Seen, fold: Fold) -> Checked:
+def workloads(seen: Situation, fold: Fold) -> Checked:
     """Whether the cluster producer says anything of clusters whose nodes name snapshots."""
     clusters = {name.cluster for name, node in fold.nodes.items() if node.runs and node.snapshots}
     silent = sorted(clusters - fold.clusters_known)
@@ -298,7 +298,7 @@ def workloads(seen: Seen, fold: Fold) -> Checked:
 # -- dead letters
 
 
-def letters(seen: Seen, fold: Fold) -> Checked:
+def letters(seen: Situation, fold: Fold) -> Checked:
     """What was dead-lettered, by who gave up and why."""
     counts = {kind: count for kind, count in fold.open_letters().items() if count}
     done = sum(len(receipts) for receipts in fold.resubmitted.values())
@@ -320,7 +320,7 @@ def letters(seen: Seen, fold: Fold) -> Checked:
 # -- consumer groups
 
 
-def groups(seen: Seen, fold: Fold) -> Checked:
+def groups(seen: Situation, fold: Fold) -> Checked:
     """What each consumer group has not taken yet."""
     found, lines = [], []
     for group in seen.groups:
@@ -370,7 +370,7 @@ _BAD_COUNTERS = {
 }
 
 
-def components(seen: Seen) -> Checked:
+def components(seen: Situation) -> Checked:
     """What the components say of themselves: what they dropped, and why they are not ready."""
     found: list[Finding] = []
     for one in seen.components:
@@ -392,7 +392,7 @@ def components(seen: Seen) -> Checked:
     return Checked("; ".join(filter(None, told)) or "not asked (--metrics)", found)
 
 
-def _outcomes(component: Component) -> str:
+def _outcomes(component: OwnMetrics) -> str:
     words: dict[str, dict[str, float]] = {}
     for outcome in ("delivered", "duplicate", "dropped", "dead_lettered"):
         for (name, _), value in component.sums(f"_records_{outcome}_total").items():
@@ -408,7 +408,7 @@ def _outcomes(component: Component) -> str:
 # -- Prometheus
 
 
-def prometheus(seen: Seen, fold: Fold) -> Checked:
+def prometheus(seen: Situation, fold: Fold) -> Checked:
     """Whether Prometheus has the newest attributed tick of each node."""
     if seen.prometheus is None:
         return Checked("not asked (--prometheus)")
@@ -435,7 +435,7 @@ def prometheus(seen: Seen, fold: Fold) -> Checked:
     return Checked(f"has {len(newest) - len(behind)} of {counted(len(newest), 'node')}", found)
 
 
-Check = Callable[[Seen, Fold], Checked]
+Check = Callable[[Situation, Fold], Checked]
 
 CHECKS: dict[str, Check] = {
     "sent": sent,
@@ -449,7 +449,7 @@ CHECKS: dict[str, Check] = {
 """The checks of the records, in their order. That of the topics comes before them."""
 
 
-def run(seen: Seen) -> dict[str, Checked]:
+def run(seen: Situation) -> dict[str, Checked]:
     """All checks; only that of the topics if they can't be read."""
     found = {"topics": topics(seen)}
     if seen.fold is not None:

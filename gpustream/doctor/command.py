@@ -20,7 +20,7 @@ from gpustream import logs
 from gpustream.command import KAFKA, LOG_FORMAT, Command, counted, option
 from gpustream.doctor import checks
 from gpustream.doctor.gather import gather
-from gpustream.doctor.seen import Checked, Finding, Seen
+from gpustream.doctor.seen import Checked, Finding, Situation
 from gpustream.topics import FAILED, answer
 
 SCHEMA = 1
@@ -79,7 +79,7 @@ def doctor(
     raise SystemExit(FAILED if any(one.findings for one in found.values()) else 0)
 
 
-def text(seen: Seen, found: Mapping[str, Checked]) -> Iterator[str]:
+def text(seen: Situation, found: Mapping[str, Checked]) -> Iterator[str]:
     """The report for people: a line for each check, and under it what it has found."""
     width = max(map(len, found))
     for name, one in found.items():
@@ -106,7 +106,7 @@ def _printable(text: str) -> str:
     return "".join(sign if sign.isprintable() else "?" for sign in text)
 
 
-def report(seen: Seen, found: Mapping[str, Checked]) -> dict[str, Any]:
+def report(seen: Situation, found: Mapping[str, Checked]) -> dict[str, Any]:
     """The report for programs: the checks with all findings, and what is known of each node and group."""
     nodes = seen.fold.nodes.items() if seen.fold is not None else ()
     return {

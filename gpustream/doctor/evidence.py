@@ -151,7 +151,7 @@ class SampledRun:
 
 
 @dataclass(slots=True)
-class Node:
+class NodeEvidence:
     """One node: its runs by their ids, in the order in which they came.
 
     ``returns`` counts how often a run went on after another one had begun: two producers of one name.
@@ -199,7 +199,7 @@ class Fold:
     """
 
     def __init__(self, finished: Mapping[int, int], unprefixed: Callable[[str], str] = str) -> None:
-        self.nodes: dict[NodeName, Node] = defaultdict(Node)
+        self.nodes: dict[NodeName, NodeEvidence] = defaultdict(NodeEvidence)
         self.letters: dict[LetterKind, Letters] = {}
         self.resubmitted: dict[int, Ranges] = defaultdict(Ranges)
         self.clusters_known: set[str] = set()
@@ -282,7 +282,7 @@ class Fold:
         elif fate in ("late", "none") and tick.allocations_seq not in node.snapshots.get(tick.run_id, ()):
             run.unsent += 1
 
-    def _fate(self, node: Node, tick: Tick, record: Any) -> Fate:
+    def _fate(self, node: NodeEvidence, tick: Tick, record: Any) -> Fate:
         for kind, seqs in node.attributed.get(tick.run_id, {}).items():
             if tick.seq in seqs:
                 if kind == "none":

@@ -24,7 +24,7 @@ from delivery.positions import STATE_WINDOW_MS
 from gpustream import history
 from gpustream.doctor.checks import ATTRIBUTION
 from gpustream.doctor.evidence import Fold, NodeName
-from gpustream.doctor.seen import Component, Group, Lag, Prometheus, Seen, Series
+from gpustream.doctor.seen import Group, Lag, OwnMetrics, Prometheus, Series, Situation
 from gpustream.history import History
 from topics import allocations, attributed, dead_letters, samples, workloads
 
@@ -41,14 +41,14 @@ _STATES = (allocations.TOPIC.name, workloads.TOPIC.name)
 _IN_ORDER = (dead_letters.TOPIC.name, *_STATES, attributed.TOPIC.name, samples.TOPIC.name)
 
 
-async def gather(connection: Connection, since_s: float, metrics: Sequence[str], prometheus: str | None) -> Seen:
+async def gather(connection: Connection, since_s: float, metrics: Sequence[str], prometheus: str | None) -> Situation:
     """Everything that the checks look at. Raises BrokerError."""
     now_ms = time.time_ns() // 1_000_000
     since_ms = now_ms - int(since_s * 1000)
     found, _ = await topic_admin.inspect(connection)
     mismatches = topic_admin.mismatches(topic_admin.contract(connection).values(), found)
     command = topic_admin.command(connection)
-    seen = Seen(since_ms, now_ms, mismatches, create=command, components=await ask_components(metrics))
+    seen = Situation(since_ms, now_ms, mismatches, create=command, components=await ask_components(metrics))
     there = {connection.unprefixed(topic) for topic in found}
     if not there.issuperset(_IN_ORDER):
         return seen
@@ -120,13 +120,13 @@ async def _lags(past: History, groups: Iterable[GroupFound]) -> dict[str, tuple[
 # -- over HTTP
 
 
-async def ask_components(urls: Sequence[str]) -> list[Component]:
+async def ask_components(urls: Sequence[str]) -> list[OwnMetrics]:
     """What components say of themselves."""
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_ANSWER_S)) as session:
         return list(await asyncio.gather(*(_component(session, url) for url in urls)))
 
 
-async def _component(session: aiohttp.ClientSession, url: str) -> Component:
+async def _component(session: aiohttp.ClientSession, url: str) -> OwnMetrics:
     """What a component says at its own address, with or without ``/metrics``."""
     base = url.rstrip("/").removesuffix("/metrics")
     shown = _without_password(base)
@@ -142,8 +142,8 @@ async def _component(session: aiohttp.ClientSession, url: str) -> Component:
             for one in family.samples
         ]
     except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-        return Component(shown, error=describe(error))
-    return Component(shown, series, not_ready)
+        return OwnMetrics(shown, error=describe(error))
+    return OwnMetrics(shown, series, not_ready)
 
 
 async def ask_prometheus(url: str) -> Prometheus:

@@ -55,7 +55,7 @@ class Series(NamedTuple):
     value: float
 
 
-class Component(NamedTuple):
+class OwnMetrics(NamedTuple):
     """What a component says of itself: its metrics, and why it is not ready. ``error``: why it could not be asked."""
 
     url: str
@@ -86,7 +86,7 @@ class Prometheus(NamedTuple):
     error: str = ""
 
 
-class Seen(NamedTuple):
+class Situation(NamedTuple):
     """All that the checks look at; ``fold`` is None where topics are missing, which the command ``create`` makes."""
 
     since_ms: int
@@ -95,7 +95,7 @@ class Seen(NamedTuple):
     create: str = COMMAND
     fold: Fold | None = None
     groups: Sequence[Group] = ()
-    components: Sequence[Component] = ()
+    components: Sequence[OwnMetrics] = ()
     prometheus: Prometheus | None = None
 
     @property

@@ -8,7 +8,7 @@ from typing import Any
 from delivery import topic_admin
 from gpustream.doctor import checks, command
 from gpustream.doctor.gather import gather
-from gpustream.doctor.seen import Checked, Seen
+from gpustream.doctor.seen import Checked, Situation
 from producers import publisher as names
 from producers.simulated.component import SimulatedFleet
 from producers.simulated.config import SimulatedSettings
@@ -24,7 +24,7 @@ GROUP = "gpustream-attribution"
 TICKS = 15
 
 
-async def look(kafka: KafkaServer, *, later_ms: int = 0, **asked: Any) -> tuple[Seen, dict[str, Checked]]:
+async def look(kafka: KafkaServer, *, later_ms: int = 0, **asked: Any) -> tuple[Situation, dict[str, Checked]]:
     """What the doctor has seen and found; ``later_ms``: as if it looked so much later."""
     asked = {"metrics": (), "prometheus": None, **asked}
     seen = await gather(kafka.connection, 600.0, **asked)

@@ -8,7 +8,7 @@ import pytest
 from delivery.topic_admin import Mismatch
 from gpustream.doctor import checks, command
 from gpustream.doctor.evidence import Fold, NodeName
-from gpustream.doctor.seen import Checked, Component, Finding, Group, Lag, Prometheus, Seen, Series
+from gpustream.doctor.seen import Checked, Finding, Group, Lag, OwnMetrics, Prometheus, Series, Situation
 from tests.gpustream.doctor.records import (
     NOW_MS,
     RUN,
@@ -36,21 +36,21 @@ def healthy(nodes: Iterable[str] = ("n",)) -> list[Record]:
     return records
 
 
-def see(records: Iterable[Record], finished: int = 1000, **fields: Any) -> Seen:
+def see(records: Iterable[Record], finished: int = 1000, **fields: Any) -> Situation:
     """What a doctor sees who looks when the last of these ticks has just come."""
     fold = Fold({0: finished})
     for record in records:
         fold.take(record)
     last = max((node.last_logged_ms for node in fold.nodes.values()), default=NOW_MS) or NOW_MS
-    return Seen(**{"since_ms": SINCE_MS, "now_ms": last, "fold": fold, "groups": [READING], **fields})
+    return Situation(**{"since_ms": SINCE_MS, "now_ms": last, "fold": fold, "groups": [READING], **fields})
 
 
-def found(seen: Seen) -> dict[str, list[Finding]]:
+def found(seen: Situation) -> dict[str, list[Finding]]:
     """The findings of the checks that found something."""
     return {name: list(one.findings) for name, one in checks.run(seen).items() if one.findings}
 
 
-def one(seen: Seen) -> Finding:
+def one(seen: Situation) -> Finding:
     """The only finding."""
     ((finding,),) = found(seen).values()
     return finding
@@ -67,7 +67,7 @@ def test_nothing_is_found_where_all_is_well_and_a_fleet_is_not_a_line_for_each_n
 
 
 def test_topics_that_are_not_as_they_must_be_are_all_that_is_said() -> None:
-    seen = Seen(SINCE_MS, NOW_MS, [Mismatch("gpu.samples", "the topic", "there", "missing")])
+    seen = Situation(SINCE_MS, NOW_MS, [Mismatch("gpu.samples", "the topic", "there", "missing")])
 
     assert found(seen).keys() == {"topics"}
     assert "run `gpustream topics create`" in one(seen).next
@@ -94,7 +94,7 @@ def test_a_gap_after_which_ticks_were_old_is_the_buffers() -> None:
 
 def test_a_gap_while_the_node_could_send_has_no_known_cause_and_where_to_look() -> None:
     dropped = Series("gpustream_producer_ticks_dropped_total", {"reason": "too_large"}, 2)
-    seen = see(without(healthy(), 7, 9), components=[Component("http://n", [dropped])])
+    seen = see(without(healthy(), 7, 9), components=[OwnMetrics("http://n", [dropped])])
 
     finding = one(seen)
     assert finding.cause.startswith("not known")
@@ -183,7 +183,7 @@ def test_a_sink_that_lags_is_found_when_what_it_lacks_is_old_and_its_receiver_is
     assert found(seen._replace(groups=[READING, behind(seen.now_ms - 1000)])) == {}
     assert one(seen._replace(groups=[READING, behind(old)])).cause.startswith("it has not read that far")
     assert one(seen._replace(groups=[READING, behind(old, 0)])).cause.startswith("nobody reads")
-    asked = [Component("http://sink:9401", [failing])]
+    asked = [OwnMetrics("http://sink:9401", [failing])]
     assert one(seen._replace(groups=[READING, behind(old)], components=asked)).cause == "the receiver does not take it"
 
 
@@ -194,7 +194,7 @@ def test_what_sinks_dropped_is_found_with_the_meaning_of_the_reason() -> None:
         Series("gpustream_remote_write_records_dropped_total", {"reason": "out_of_order"}, 10),
         Series("gpustream_remote_write_records_dropped_total", {"reason": "too_old"}, 0),
     ]
-    seen = see(healthy(), now_ms=NOW_MS - 590_000 + 50_000, components=[Component("http://sink", series)])
+    seen = see(healthy(), now_ms=NOW_MS - 590_000 + 50_000, components=[OwnMetrics("http://sink", series)])
 
     assert one(seen).finding == "http://sink: 10 records dropped: out_of_order"
     assert "ticks came after newer ones" in one(seen).cause
@@ -202,7 +202,7 @@ def test_what_sinks_dropped_is_found_with_the_meaning_of_the_reason() -> None:
 
 
 def test_components_that_are_away_or_not_ready_are_found() -> None:
-    asked = [Component("http://a", error="refused"), Component("http://b", not_ready="no topic")]
+    asked = [OwnMetrics("http://a", error="refused"), OwnMetrics("http://b", not_ready="no topic")]
 
     assert [finding.cause for finding in found(see(healthy(), components=asked))["components"]] == [
         "refused",
@@ -234,7 +234,7 @@ def test_many_findings_are_a_screen_of_text_and_all_of_them_in_json() -> None:
 
 def test_what_anybody_may_have_written_can_not_move_the_cursor() -> None:
     wrong = Finding("a\x1b[2Jb\n", "c\rd", "e", "f")
-    text = "\n".join(command.text(Seen(0, 1), {"x": Checked("s\x07", [wrong])}))
+    text = "\n".join(command.text(Situation(0, 1), {"x": Checked("s\x07", [wrong])}))
 
     assert all(sign.isprintable() or sign == "\n" for sign in text)
 
@@ -245,7 +245,7 @@ def test_the_values_of_a_record_that_was_dropped_are_not_found_again() -> None:
         Series("gpustream_remote_write_values_refused_total", {"reason": "too_old"}, 80),
         Series("gpustream_remote_write_values_refused_total", {"reason": "duplicate"}, 3),
     ]
-    seen = see(healthy(), components=[Component("http://sink", series)])
+    seen = see(healthy(), components=[OwnMetrics("http://sink", series)])
 
     assert [finding.finding for finding in found(seen)["components"]] == [
         "http://sink: 2 records dropped: too_old",

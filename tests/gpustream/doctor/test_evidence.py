@@ -7,7 +7,7 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpustream.doctor.evidence import MAX_REASONS, OTHERS, Fold, Node, NodeName, Ranges, SampledRun
+from gpustream.doctor.evidence import MAX_REASONS, OTHERS, Fold, NodeEvidence, NodeName, Ranges, SampledRun
 from tests.gpustream.doctor.records import RUN, Record, attributed, letter, receipt, sample, snapshot
 
 NODE = NodeName("c", "n")
@@ -54,7 +54,7 @@ def run_of(fold: Fold) -> SampledRun:
     return fold.nodes[NODE].runs[RUN]
 
 
-def node_of(fold: Fold) -> Node:
+def node_of(fold: Fold) -> NodeEvidence:
     return fold.nodes[NODE]
 
 
