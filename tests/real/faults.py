@@ -176,7 +176,10 @@ def no_descriptors(process: Gpustream) -> Iterator[None]:
     The last thing that it opens at its start is /dev/null, as the descriptor that /readyz has in reserve.
     """
     pid, (soft, hard) = process.pid, resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
-    opened = [int(one.name) for one in Path(f"/proc/{pid}/fd").iterdir() if str(one.readlink()) == os.devnull]
+    opened = []
+    for one in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # it was closed meanwhile
+            opened += [int(one.name)] if str(one.readlink()) == os.devnull else []
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (max(opened) + 1, hard))
     try:
         yield
