@@ -23,8 +23,12 @@ PAGE = Path(__file__).parent.parent / "docs" / "kafka.md"
 _MARKED = re.compile(r"(<!-- acls: (\w+) -->\n\n).*?(\n\n<!-- end -->)", re.DOTALL)
 
 
+_OPTIONS = {"Topic": "topic", "Group": "group", "TransactionalId": "transactional-id"}
+"""Of ``kafka-acls.sh``."""
+
+
 class Acl(NamedTuple):
-    """One thing that a user may do, in Kafka's words; ``resource`` is Topic or Group."""
+    """One thing that a user may do, in Kafka's words; ``resource`` is Topic, Group or TransactionalId."""
 
     operation: str
     resource: str
@@ -52,7 +56,21 @@ def of_commands() -> dict[str, list[Acl]]:
         "topics create": _every_topic("Create", "Describe", "AlterConfigs"),
         "topics list": _every_topic("Describe", "DescribeConfigs"),
         "alerts": [Acl("Read", "Topic", "gpu.alerts")],
+        "doctor": [
+            *_every_topic("Read"),
+            *(
+                acl._replace(operation="Describe")
+                for acls in components.values()
+                for acl in acls
+                if acl.resource == "Group"
+            ),
+        ],
         "dead-letters list": [Acl("Read", "Topic", DEAD_LETTERS)],
+        "dead-letters show": _every_topic("Read"),
+        "dead-letters resubmit": [
+            *_every_topic("Read", "Write"),
+            Acl("Write", "TransactionalId", "gpustream-dead-letters"),
+        ],
     }
 
 
@@ -64,11 +82,11 @@ def _by_operation(acls: list[Acl]) -> dict[str, list[Acl]]:
 
 
 def _table() -> str:
-    lines = ["| command | operation | topics | consumer group |", "| --- | --- | --- | --- |"]
+    lines = ["| command | operation | topics | consumer groups, or transactional id |", "| --- | --- | --- | --- |"]
     for command, acls in of_commands().items():
         for operation, some in _by_operation(acls).items():
             topics = [f"`{acl.name}`" for acl in some if acl.resource == "Topic"]
-            groups = [f"`{acl.name}`" for acl in some if acl.resource == "Group"]
+            groups = [f"`{acl.name}`" for acl in some if acl.resource != "Topic"]
             every = len(topics) == len(TOPICS)
             shown = "every topic" if every else ", ".join(topics)
             lines.append(f"| `{command}` | {operation} | {shown} | {', '.join(groups)} |")
@@ -84,7 +102,7 @@ def _commands() -> str:
         for things, operations in same.items():
             user = f"--allow-principal User:gpustream-{command.replace(' ', '-')}"
             lines.append(" ".join([f"$ACLS {user}", *(f"--operation {operation}" for operation in operations)]) + " \\")
-            lines += [f'  --{thing.resource.lower()} "${{PREFIX}}{thing.name}" \\' for thing in things]
+            lines += [f'  --{_OPTIONS[thing.resource]} "${{PREFIX}}{thing.name}" \\' for thing in things]
             lines[-1] = lines[-1].removesuffix(" \\")
     return "\n".join(["```sh", *lines, "```"])
 
