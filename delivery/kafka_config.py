@@ -113,9 +113,10 @@ def read(path: Path) -> KafkaConfig:
         text = content.decode("utf-8-sig")  # Windows puts a mark before the first line
     except UnicodeDecodeError:
         text = ""
-    if not text or len(content) > _LARGEST_BYTES:
+    found = parse(text) if len(content) <= _LARGEST_BYTES else KafkaConfig({}, ())
+    if not found.values:
         raise CredentialsError(f"--kafka-config {path}: not a file of lines such as bootstrap.servers=kafka-0:9092")
-    return parse(text)
+    return found
 
 
 def parse(text: str) -> KafkaConfig:

@@ -99,7 +99,11 @@ class HttpSettings(SinkSettings):
     headers: Annotated[
         tuple[tuple[str, str], ...],
         Option(
-            "--header", HEADER, "Sent with every request. Repeatable; in the variable, one a line.", repeatable=True
+            "--header",
+            HEADER,
+            "Sent with every request. Repeatable; in the variable, one a line: a secret belongs there, because everyone"
+            " on the machine can read a command line.",
+            repeatable=True,
         ),
     ] = ()
     basic_auth_user: Annotated[

@@ -27,6 +27,7 @@ from aiokafka.errors import KafkaError
 
 from delivery import positions
 from delivery.group import ConsumerGroup
+from delivery.kafka_errors import describe
 from delivery.ledger import Ledger, Partition, Slot
 from delivery.watchdog import Deadlines
 
@@ -109,8 +110,8 @@ class Reader:
         await asyncio.wait([committing])
         if committing.cancelled():
             return False
-        if committing.exception() is not None:
-            log.warning("not committed, trying again: %r", committing.exception())
+        if (error := committing.exception()) is not None:
+            log.warning("not committed, trying again: %s", describe(error))
             return False
         return committing.result()
 
@@ -189,7 +190,7 @@ class Reader:
                 return
             self.group.seek({tp: start.position for tp, start in starts.items()})
         except NOT_OURS as error:
-            log.info("positions not set, trying again: %r", error)
+            log.info("positions not set, trying again: %s", describe(error))
             await asyncio.sleep(_RETRY_S)
             return
         torn = {tp: starts[tp] for tp in inputs if starts[tp].is_torn}

@@ -208,6 +208,9 @@ def test_no_secret_is_in_the_repr() -> None:
 def test_a_file_that_is_not_there_or_no_text_is_named(tmp_path: Path) -> None:
     with pytest.raises(CredentialsError, match=r"--kafka-config .*nowhere: No such file"):
         kafka_config.read(tmp_path / "nowhere")
+    (tmp_path / "pem").write_text("-----BEGIN CERTIFICATE-----\nMIIB\n-----END CERTIFICATE-----\n")
+    with pytest.raises(CredentialsError, match="not a file of lines such as"):
+        kafka_config.read(tmp_path / "pem")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(CredentialsError, match="not a file of lines such as"):
         kafka_config.read(tmp_path / "binary")
