@@ -31,9 +31,15 @@ Summaries = dict[Pipeline, dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def summaries(kafka: KafkaServer) -> Summaries:
-    """What both pipelines said at their end. There is a record in the first one's samples that is none."""
+def groups_before(kafka: KafkaServer) -> set[str]:
+    """The groups of other tests, whose members have not left yet; the broker is empty otherwise."""
     kafka.empty()
+    return groups(kafka)
+
+
+@pytest.fixture(scope="module")
+def summaries(kafka: KafkaServer, groups_before: set[str]) -> Summaries:
+    """What both pipelines said at their end. There is a record in the first one's samples that is none."""
 
     async def run_both() -> Summaries:
         await asyncio.gather(*(create_topics(kafka, of) for of in (EAST, WEST)))
@@ -44,13 +50,17 @@ def summaries(kafka: KafkaServer) -> Summaries:
     return asyncio.run(run_both())
 
 
+def groups(kafka: KafkaServer) -> set[str]:
+    """The consumer groups that the broker has."""
+    admin = kafka.admin()
+    return {group.group_id for group in admin.list_consumer_groups().result(ASK_TIMEOUT_S).valid}
+
+
 async def test_two_pipelines_share_a_kafka_and_no_record_topic_or_group(
-    kafka: KafkaServer, summaries: Summaries
+    kafka: KafkaServer, summaries: Summaries, groups_before: set[str]
 ) -> None:
     assert set(kafka.topics()) == {of.prefix + topic for of in summaries for topic in TOPICS}
-    admin = kafka.admin()
-    groups = admin.list_consumer_groups().result(ASK_TIMEOUT_S).valid
-    assert {group.group_id for group in groups} == {of.prefix + group for of in summaries for group in GROUPS}
+    assert groups(kafka) - groups_before == {of.prefix + group for of in summaries for group in GROUPS}
     for of, summary in summaries.items():
         attributed = [
             json.loads(record.value) for record in await read_all(kafka.address, f"{of.prefix}gpu.attributed")
