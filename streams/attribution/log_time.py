@@ -18,7 +18,7 @@ Which pod a name or a process means:
 - If a process shows the uid of a pod of that name, it is that pod, whatever the time says.
 - A name that comes back in a snapshot after it was gone is a new pod. A pod that certainly ran before is meant only if
   the records have no other pod of the name, and not its end.
-- A pod that ended long ago is not waited for, unless its name is new in the snapshot.
+- A pod that ended long ago is not waited for, unless its name is new in the snapshot, or came back there after the end.
 
 Pure. Times called ``_s`` are seconds of the reader's monotonic clock. ``ts_ms`` is the time in a record.
 """
@@ -38,7 +38,7 @@ from topics.workloads import Pod
 HORIZON_MS = 2_000  # records count that are logged so long before a tick; or after it, if the tick lacks its pod
 LEADERS_APART_MS = 500  # by how much the clock of the workloads' leader may be behind that of the samples'
 NEW_MS = 10_000  # for how long a name is new in the snapshots of its node: the API server has a pod much sooner
-_GONE_MS = 300_000  # it is remembered so long that a snapshot lacked a name: a start reads from further back
+_GONE_MS = 300_000  # so long it is remembered that a snapshot lacked a name: a start reads from further back
 _MOST_ASKED = 64
 
 
@@ -126,7 +126,7 @@ class Appeared(NamedTuple):
 
 
 class Listing(msgspec.Struct, frozen=True):
-    """A snapshot and the names in it; which of them are new, and which others have gone of late, with the times."""
+    """A snapshot and the names in it; which of them appeared, and which others have gone of late, with the times."""
 
     snapshot: Allocations
     names: frozenset[PodName]
@@ -140,7 +140,7 @@ def listing(snapshot: Allocations, before: Listing | None) -> Listing:
     if before is None:
         return Listing(snapshot, names)
     ts_ms = snapshot.ts_ms
-    appeared = {name: at for name, at in before.appeared.items() if name in names and ts_ms - at.at_ms < NEW_MS}
+    appeared = {name: at for name, at in before.appeared.items() if name in names and ts_ms - at.at_ms < _GONE_MS}
     appeared |= {name: Appeared(ts_ms, before.gone.get(name)) for name in names - before.names}
     gone = {name: at_ms for name, at_ms in before.gone.items() if name not in names and ts_ms - at_ms < _GONE_MS}
     gone |= dict.fromkeys(before.names - names, ts_ms)
@@ -228,7 +228,7 @@ def resolve(
     pods = {name: pod for name, pod in by_time.items() if pod is not None}
     shown = {pod.uid: pod for pod in pods.values()}
     if len(pods) < len(by_time) or not uids <= shown.keys():
-        return _search(known, by_time, new, uids, when)
+        return _search(known, by_time, listed.appeared, uids, when)
     same = known.same_until(pods, ts_ms)
     lasting = Lasting(knowledge, listed, when, Until(same.ts_ms, same.logged_ms + HORIZON_MS))
     return Resolved(pods, frozenset(), shown, *known.node_at(ts_ms), lasting)
@@ -237,12 +237,14 @@ def resolve(
 def _search(
     known: AsOf,
     by_time: Mapping[PodName, Pod | None],
-    new: Mapping[PodName, Appeared],
+    appeared: Mapping[PodName, Appeared],
     uids: AbstractSet[str],
     when: When,
 ) -> Resolved | NotYet:
     """The pods of a tick whose time does not give them all: processes may show them, or records that came later."""
     knowledge, ts_ms, since_ms, until_ms = known.known, when.ts_ms, known.logged_ms, when.logged_ms + HORIZON_MS
+    new = {name: at for name, at in appeared.items() if ts_ms - at.at_ms < NEW_MS}
+    gone_ms = {name: at.gone_ms for name, at in appeared.items() if ts_ms - at.at_ms < _GONE_MS}
     by_uid, may_come = _pods_of(known, uids - {pod.uid for pod in by_time.values() if pod}, ts_ms, until_ms)
     pods, over, lacking = dict(by_time), set[PodName](), set[PodName]()
     for pod in sorted([pod for pod in by_uid.values() if pod], key=lambda pod: (pod.started_ms or 0, pod.uid)):
@@ -250,7 +252,7 @@ def _search(
         if name in by_time and ((by_then := by_time[name]) is None or by_then.uid not in uids):
             pods[name] = pod
     for name in [name for name, found in pods.items() if found is None]:
-        if name not in new and known.is_over(name, ts_ms):
+        if name not in new and known.is_over(name, ts_ms, gone_ms.get(name)):
             over.add(name)
             continue
         later = [AsOf(knowledge, logged_ms) for logged_ms in knowledge.changes_ms(name, since_ms, until_ms)]
@@ -261,7 +263,7 @@ def _search(
         return NotYet(until_ms)
     for name in lacking:
         pods[name] = known.pod_at(name, ts_ms, new[name].at_ms if name in new else None)
-        if pods[name] is None and known.is_over(name, ts_ms):
+        if pods[name] is None and known.is_over(name, ts_ms, gone_ms.get(name)):
             over.add(name)
     pods = {name: found for name, found in pods.items() if name not in over}
     shown = by_uid | {found.uid: found for found in pods.values() if found}

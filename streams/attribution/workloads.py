@@ -139,12 +139,14 @@ class AsOf(NamedTuple):
                 return at(life.versions, ts_ms)
         return None
 
-    def is_over(self, name: PodName, ts_ms: int) -> bool:
-        """Whether a pod of that name is reported to have ended long before a time, and the name means no other pod."""
+    def is_over(self, name: PodName, ts_ms: int, gone_ms: int | None = None) -> bool:
+        """Whether a pod of that name is reported to have ended long before a time, and the name means no other pod.
+        ``gone_ms``: a snapshot did not have the name then, so what is listed now is no pod that had ended by then."""
         lives = self._lives(name)
         ends = [ended_ms for logged_ms, ended_ms in self.known.ended.get(name, ()) if logged_ms <= self.logged_ms]
         ends += [life.ended_ms for life in lives if life.end_reported and life.ended_ms is not None]
-        over = any(LISTED_MS < ts_ms - ended_ms <= REMEMBERED_MS for ended_ms in ends)
+        after_ms = max(ts_ms - REMEMBERED_MS, 0 if gone_ms is None else gone_ms + 1)
+        over = any(after_ms <= ended_ms < ts_ms - LISTED_MS for ended_ms in ends)
         return over and not any(life.may_hold(ts_ms) for life in lives)
 
     def pod_of(self, uid: str, ts_ms: int) -> Pod | None:

@@ -15,6 +15,7 @@ from topics.workloads import NodeWorkloads, Pod
 TOLERANCE_MS = 2_000
 LISTED_MS = 10_000
 NEW_MS = 10_000
+GONE_MS = 300_000
 OVER, UNKNOWN = "over", "unknown"
 
 
@@ -127,28 +128,30 @@ def _meant(
     ts_ms: int,
 ) -> Pod | str:
     """The pod that a name means, by what was told in time and then by what came a little later."""
-    since_ms, gone_ms = _new(name, snapshots, snapshot, ts_ms)
-    new = since_ms is not None
+    appeared_ms, left_ms = _appeared(name, snapshots, snapshot)
+    new = appeared_ms is not None and ts_ms - appeared_ms < NEW_MS
+    since_ms, gone_ms = (appeared_ms, left_ms) if new else (None, None)
+    left_ms = left_ms if appeared_ms is not None and ts_ms - appeared_ms < GONE_MS else None
     by_time = pod_at(told[0], name, ts_ms, new=new, gone_ms=gone_ms)
     if by_time is not None and by_time.uid in by_uid:
         return by_time
     shown = [pod for pod in by_uid.values() if pod and (pod.namespace, pod.name) == name]
     if shown:
         return max(shown, key=lambda pod: (pod.started_ms or 0, pod.uid))
-    if by_time is None and not new and is_over(told[0], name, ts_ms):
+    if by_time is None and not new and is_over(told[0], name, ts_ms, left_ms):
         return OVER
     for records in told:
         if (found := pod_at(records, name, ts_ms, new=new, gone_ms=gone_ms)) is not None:
             return found
     if (found := pod_at(told[0], name, ts_ms, since_ms=since_ms)) is not None:
         return found
-    return OVER if is_over(told[0], name, ts_ms) else UNKNOWN
+    return OVER if is_over(told[0], name, ts_ms, left_ms) else UNKNOWN
 
 
-def _new(
-    name: tuple[str, str], snapshots: Sequence[Allocations], snapshot: Allocations | None, ts_ms: int
+def _appeared(
+    name: tuple[str, str], snapshots: Sequence[Allocations], snapshot: Allocations | None
 ) -> tuple[int | None, int | None]:
-    """When a name came into the snapshots, if less than 10 s before, and when it had gone from them, if it had."""
+    """When a name came into the snapshots, if it was not always there, and when it had gone from them, if it had."""
     first = {(a.run_id, a.seq): a for a in reversed(snapshots)}
     chain = [a for i, a in enumerate(snapshots) if a is first[a.run_id, a.seq] and a not in snapshots[:i]]
     appeared: int | None = None
@@ -163,8 +166,6 @@ def _new(
             gone = one.ts_ms
         if one is snapshot or (snapshot and (one.run_id, one.seq) == (snapshot.run_id, snapshot.seq)):
             break
-    if appeared is None or ts_ms - appeared >= NEW_MS:
-        return None, None
     return appeared, came_back_ms
 
 
@@ -304,13 +305,14 @@ def _cut(records: Sequence[NodeWorkloads], name: tuple[str, str]) -> dict[str, t
     return lives
 
 
-def is_over(records: Sequence[NodeWorkloads], name: tuple[str, str], ts_ms: int) -> bool:
-    """Whether a pod of that name was told to have ended more than 10 s before a time, and none began since."""
+def is_over(records: Sequence[NodeWorkloads], name: tuple[str, str], ts_ms: int, left_ms: int | None = None) -> bool:
+    """Whether a pod of that name was told to have ended more than 10 s before a time, and none began since. One that
+    ended before the name left the snapshots is not what came back."""
     uids = {p.uid for r in records for p in r.pods if (p.namespace, p.name) == name}
     told = [[p.ended_ms for r in records for p in r.pods if p.uid == uid][-1] for uid in uids]
     lives = [_life(records, uid) for uid in uids]
     begun = [ended for started, ended in lives if started is None or started <= ts_ms + TOLERANCE_MS]
-    over = any(end is not None and end + LISTED_MS < ts_ms for end in told)
+    over = any(end is not None and end + LISTED_MS < ts_ms and (left_ms is None or end > left_ms) for end in told)
     return over and all(end is not None and end + LISTED_MS < ts_ms for end in begun)
 
 
