@@ -18,7 +18,8 @@ Which pod a name or a process means:
 - If a process shows the uid of a pod of that name, it is that pod, whatever the time says.
 - A name that comes back in a snapshot after it was gone is a new pod. A pod that certainly ran before is meant only if
   the records have no other pod of the name, and not its end.
-- A pod that ended long ago is not waited for, unless its name is new in the snapshot, or came back there after the end.
+- A pod that ended long ago is not waited for, unless its name is new in the snapshot, or came back there
+  after the end while others were listed.
 
 Pure. Times called ``_s`` are seconds of the reader's monotonic clock. ``ts_ms`` is the time in a record.
 """
@@ -119,10 +120,14 @@ class Watermark:
 
 
 class Appeared(NamedTuple):
-    """When a name came into the snapshots, and when it had gone from them before, if it had."""
+    """When a name came into the snapshots, and when it had gone from them before, if it had.
+
+    ``beside_others``: the snapshot before had other names. A kubelet that starts again has none at first.
+    """
 
     at_ms: int
     gone_ms: int | None
+    beside_others: bool = False
 
 
 class Listing(msgspec.Struct, frozen=True):
@@ -141,7 +146,7 @@ def listing(snapshot: Allocations, before: Listing | None) -> Listing:
         return Listing(snapshot, names)
     ts_ms = snapshot.ts_ms
     appeared = {name: at for name, at in before.appeared.items() if name in names and ts_ms - at.at_ms < _GONE_MS}
-    appeared |= {name: Appeared(ts_ms, before.gone.get(name)) for name in names - before.names}
+    appeared |= {name: Appeared(ts_ms, before.gone.get(name), bool(before.names)) for name in names - before.names}
     gone = {name: at_ms for name, at_ms in before.gone.items() if name not in names and ts_ms - at_ms < _GONE_MS}
     gone |= dict.fromkeys(before.names - names, ts_ms)
     return Listing(snapshot, names, appeared, gone)
@@ -244,7 +249,8 @@ def _search(
     """The pods of a tick whose time does not give them all: processes may show them, or records that came later."""
     knowledge, ts_ms, since_ms, until_ms = known.known, when.ts_ms, known.logged_ms, when.logged_ms + HORIZON_MS
     new = {name: at for name, at in appeared.items() if ts_ms - at.at_ms < NEW_MS}
-    gone_ms = {name: at.gone_ms for name, at in appeared.items() if ts_ms - at.at_ms < _GONE_MS}
+    came_back = {name: at for name, at in appeared.items() if at.beside_others and ts_ms - at.at_ms < _GONE_MS}
+    gone_ms = {name: at.gone_ms for name, at in came_back.items()}
     by_uid, may_come = _pods_of(known, uids - {pod.uid for pod in by_time.values() if pod}, ts_ms, until_ms)
     pods, over, lacking = dict(by_time), set[PodName](), set[PodName]()
     for pod in sorted([pod for pod in by_uid.values() if pod], key=lambda pod: (pod.started_ms or 0, pod.uid)):

@@ -128,10 +128,10 @@ def _meant(
     ts_ms: int,
 ) -> Pod | str:
     """The pod that a name means, by what was told in time and then by what came a little later."""
-    appeared_ms, left_ms = _appeared(name, snapshots, snapshot)
+    appeared_ms, left_ms, alone = _appeared(name, snapshots, snapshot)
     new = appeared_ms is not None and ts_ms - appeared_ms < NEW_MS
     since_ms, gone_ms = (appeared_ms, left_ms) if new else (None, None)
-    left_ms = left_ms if appeared_ms is not None and ts_ms - appeared_ms < GONE_MS else None
+    left_ms = left_ms if appeared_ms is not None and ts_ms - appeared_ms < GONE_MS and not alone else None
     by_time = pod_at(told[0], name, ts_ms, new=new, gone_ms=gone_ms)
     if by_time is not None and by_time.uid in by_uid:
         return by_time
@@ -150,23 +150,25 @@ def _meant(
 
 def _appeared(
     name: tuple[str, str], snapshots: Sequence[Allocations], snapshot: Allocations | None
-) -> tuple[int | None, int | None]:
-    """When a name came into the snapshots, if it was not always there, and when it had gone from them, if it had."""
+) -> tuple[int | None, int | None, bool]:
+    """When a name came into the snapshots, if it was not always there, when it had gone from them, if it had, and
+    whether no other name was there when it came."""
     first = {(a.run_id, a.seq): a for a in reversed(snapshots)}
     chain = [a for i, a in enumerate(snapshots) if a is first[a.run_id, a.seq] and a not in snapshots[:i]]
     appeared: int | None = None
     gone: int | None = None
     came_back_ms: int | None = None
+    alone = False
     for i, one in enumerate(chain):
         here = any((c.namespace, c.pod) == name for c in one.containers)
         before = i > 0 and any((c.namespace, c.pod) == name for c in chain[i - 1].containers)
         if i and here and not before:
-            appeared, came_back_ms, gone = one.ts_ms, gone, None
+            appeared, came_back_ms, gone, alone = one.ts_ms, gone, None, not chain[i - 1].containers
         elif i and before and not here:
             gone = one.ts_ms
         if one is snapshot or (snapshot and (one.run_id, one.seq) == (snapshot.run_id, snapshot.seq)):
             break
-    return appeared, came_back_ms
+    return appeared, came_back_ms, alone
 
 
 def _uids(sample: Sample) -> set[str]:

@@ -246,12 +246,15 @@ def test_where_nothing_tells_of_another_it_is_the_old_one() -> None:
 
 
 def test_a_name_that_comes_back_after_its_pods_end_is_no_pod_that_is_over_however_late_the_new_ones_record_is() -> None:
-    ended = pod("p", uid="old", started=1_000, ended=19_000)
+    ended = known(1, pod("p", uid="old", started=1_000, ended=19_000), pod("q"))
     ticks = [read(tick(n, 3, ts_ms=ms), far_ms=12_000) for n, ms in enumerate((21_000, 30_000, 31_000, 300_000))]
-    _, out = run(join.NEW, *renewed(ended), *ticks)
+    p, q = container("p", gpu(0)), container("q", gpu(1))
+    snapshots = snapshot(1, p, q), snapshot(2, q, ts_ms=20_000), snapshot(3, p, q, ts_ms=21_000)
+    _, out = run(join.NEW, told(ended), *snapshots, *ticks)
 
     assert (uids(out), unknown(out)) == ([None] * 4, [True] * 4)
-    assert held(run(join.NEW, *renewed(ended), read(tick(1, 3, ts_ms=321_000), far_ms=12_000))[1]) == [[]]
+    later = read(tick(1, 3, ts_ms=321_000), far_ms=12_000)
+    assert held(run(join.NEW, told(ended), *snapshots, later)[1]) == [[]]
 
 
 def test_the_uid_of_a_process_decides_before_the_time_does() -> None:
