@@ -135,8 +135,10 @@ async def _greet(opened: AIOKafkaConnection, connection: Connection, broker: _Br
     """Ask for something once: a broker that wants a login answers who does not log in only as long as it says hello."""
     try:
         await opened.send(aiokafka.client.MetadataRequest([]))
-    except (KafkaError, TimeoutError) as error:
+    except BaseException as error:
         opened.close()
+        if not isinstance(error, KafkaError | TimeoutError):
+            raise
         broker.failed(kafka_errors.of_first_request(connection) if broker.failures else None)
         if broker.trouble is None:
             raise

@@ -117,3 +117,34 @@ async def test_a_password_file_that_is_gone_is_a_trouble_that_passes(broker: Bro
     connection.password_file.write_text(SECRET)
     await open_it(connection)
     assert opening.trouble(connection) is None
+
+
+class Greeted:
+    """A connection whose first request is never answered."""
+
+    def __init__(self) -> None:
+        self.asked, self.closed = asyncio.Event(), False
+
+    async def send(self, request: object) -> object:
+        self.asked.set()
+        return await asyncio.Event().wait()
+
+    def close(self) -> None:
+        self.closed = True
+
+
+async def test_a_connection_that_is_given_up_before_its_first_answer_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    greeted = Greeted()
+
+    async def connect(host: str, port: int, **given: Any) -> Greeted:
+        return greeted
+
+    monkeypatch.setattr(opening, "create_conn", connect)
+    monkeypatch.setattr(opening, "_brokers", {})
+    opened = asyncio.create_task(open_it(Connection("k:1")))
+    await greeted.asked.wait()
+    opened.cancel()
+    await asyncio.wait([opened])
+
+    assert opened.cancelled()
+    assert greeted.closed
