@@ -40,6 +40,7 @@ WHOLE_S = 300.0
 
 DRAIN_S = 300.0
 PAGE_MIB = os.sysconf("SC_PAGE_SIZE") / 2**20
+POISON_KEY = b"soak/poison"
 POISON_EVERY_S = 4.0
 VALUES = (("gpu_memory_used", "memory_used_bytes"), ("gpu_utilization", "utilization_ratio"))
 POISONS = (b"", b"{", b'{"schema":1}', b"\xff\xfe", b"null", b'{"schema":1,"cluster":"soak","node":"","run_id":1}')
@@ -158,7 +159,7 @@ class Pipeline:
         try:
             while True:
                 topic, partition = chance.choice(["gpu.samples", "gpu.allocations"]), chance.randrange(PARTITIONS)
-                sent = await sender.send(topic, chance.choice(POISONS), key=b"soak/poison", partition=partition)
+                sent = await sender.send(topic, chance.choice(POISONS), key=POISON_KEY, partition=partition)
                 self.poisoned.add((topic, partition, await sent))
                 await asyncio.sleep(POISON_EVERY_S)
         finally:
@@ -334,8 +335,15 @@ async def count(pipeline: Pipeline) -> Count:
     counted.wrong += [f"{tick} was attributed, and never sent" for tick in attributed.keys() - sent.keys()]
     counted.twice = attributed.total() - len(attributed)
     letters = {place(record.headers) async for record in records_of(kafka, "gpu.dead-letters") if not ahead(record)}
-    counted.wrong += [f"{one} is no record, and no dead letter" for one in pipeline.poisoned - letters]
-    counted.wrong += [f"{one} is a dead letter" for one in letters - pipeline.poisoned]
+    poisoned = {
+        (topic, record.partition, record.offset)
+        for topic in ("gpu.samples", "gpu.allocations")
+        async for record in records_of(kafka, topic)
+        if record.key == POISON_KEY
+    }
+    counted.wrong += [f"{one} was acknowledged, and is not there" for one in pipeline.poisoned - poisoned]
+    counted.wrong += [f"{one} is no record, and no dead letter" for one in poisoned - letters]
+    counted.wrong += [f"{one} is a dead letter" for one in letters - poisoned]
     for cluster, file in ((CLUSTER, pipeline.truth), (SKEWED, pipeline.skewed_truth)):
         truth = await asyncio.to_thread(Truth.read, file)
         lost = truth.ticks - sent.keys()
