@@ -28,7 +28,7 @@ SCRIPTS := .ci/run tests/real/build/build
 GENERATORS := $(patsubst %.py,%,$(subst /,.,$(wildcard topics/reference.py gpustream/reference.py gpustream/acls.py streams/alerts/text/reference.py docs/flow.py)))
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast coverage check format bench soak gpu real-servers lock
+.PHONY: help install demo test test-fast coverage check format bench soak storm gpu real-servers lock
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -77,6 +77,9 @@ bench: install ## measure: tests/bench, one after another
 
 soak: install ## faults at random against real servers, every sample counted: an hour, or SOAK_MINUTES=10 SOAK_SEED=7
 	SOAK_MINUTES=$(SOAK_MINUTES) SOAK_SEED=$(SOAK_SEED) $(BIN)/pytest tests/real/test_soak.py -s -rs --show-capture=no $(ARGS)
+
+storm: ## ten minutes of make soak
+	@$(MAKE) --no-print-directory soak SOAK_MINUTES=10
 
 gpu: install ## the node producer on the GPUs of this machine, ten minutes beside nvidia-smi: a report in build/gpu
 	$(BIN)/python -m tests.gpu
