@@ -166,15 +166,11 @@ class OffsetClient:
 
     async def beginnings(self, tps: list[Partition]) -> Mapping[Partition, int]:
         """The first offset of each partition."""
-        wanted = {theirs(self._connection, tp): tp for tp in tps}
-        found = await self._consumer.beginning_offsets(list(wanted)) if tps else {}
-        return {wanted[tp]: offset for tp, offset in found.items()}
+        return await beginnings(self._connection, self._consumer, tps)
 
     async def ends(self, tps: list[Partition]) -> Mapping[Partition, int]:
         """The offset after the last one of each partition that can be read."""
-        wanted = {theirs(self._connection, tp): tp for tp in tps}
-        found = await self._consumer.end_offsets(list(wanted)) if tps else {}
-        return {wanted[tp]: offset for tp, offset in found.items()}
+        return await ends(self._connection, self._consumer, tps)
 
     async def offsets_at(self, times_ms: Mapping[Partition, int]) -> Mapping[Partition, int | None]:
         """The first offset at or after a time; None: there is none, or the broker can't tell."""
@@ -209,6 +205,18 @@ class OffsetClient:
         finally:
             await close(peeking)
         return times
+
+
+async def beginnings(connection: Connection, consumer: Any, tps: Sequence[Partition]) -> dict[Partition, int]:
+    """What a client says is the first offset of each partition."""
+    found = await consumer.beginning_offsets([theirs(connection, tp) for tp in tps]) if tps else {}
+    return {ours(connection, tp): offset for tp, offset in found.items()}
+
+
+async def ends(connection: Connection, consumer: Any, tps: Sequence[Partition]) -> dict[Partition, int]:
+    """What a client says is the offset after the last one of each partition that can be read."""
+    found = await consumer.end_offsets([theirs(connection, tp) for tp in tps]) if tps else {}
+    return {ours(connection, tp): offset for tp, offset in found.items()}
 
 
 async def offsets_at(

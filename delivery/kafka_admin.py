@@ -147,7 +147,7 @@ class _Topics(Response):  # type: ignore[misc]
     )
 
 
-class _DescribeTopics(RequestStruct):  # type: ignore[misc]
+class _MetadataWithRights(RequestStruct):  # type: ignore[misc]
     API_KEY = 3
     API_VERSION = 8
     RESPONSE_TYPE = _Topics
@@ -159,7 +159,7 @@ class _DescribeTopics(RequestStruct):  # type: ignore[misc]
     )
 
 
-class DescribeTopics(Request[_DescribeTopics]):  # type: ignore[misc]
+class DescribeTopics(Request[_MetadataWithRights]):  # type: ignore[misc]
     """Asks for topics, and for what this client may do with them, which aiokafka's own request can't."""
 
     API_KEY = 3

@@ -298,14 +298,17 @@ class ConnectionSettings:
 
     def connection(self) -> Connection:
         """How Kafka is reached with these settings; what of a file can't be used is logged. Raises CredentialsError."""
+        made, unused = self._connection()
         if self.kafka_config is not None:
-            _report(self.kafka_config, kafka_config.read(self.kafka_config).unused)
-        return self._connection()
+            _report(self.kafka_config, unused)
+        return made
 
-    def _connection(self) -> Connection:
-        config = kafka_config.read(self.kafka_config).values if self.kafka_config is not None else {}
+    def _connection(self) -> tuple[Connection, tuple[str, ...]]:
+        """And which lines of a file can't be used."""
+        path = self.kafka_config
+        config, unused = kafka_config.read(path) if path is not None else kafka_config.KafkaConfig({}, ())
         ca, cert, key = (Path(config[name]) if name in config else None for name in ("ca", "cert", "key"))
-        return Connection(
+        made = Connection(
             self.kafka or config.get("servers", ""),
             security=self.kafka_security or config.get("security", "plaintext"),
             mechanism=self.kafka_sasl_mechanism or config.get("mechanism"),
@@ -322,6 +325,7 @@ class ConnectionSettings:
             config=self.kafka_config,
             topic_prefix=self.topic_prefix,
         )
+        return made, unused
 
     def mistakes(self) -> list[str]:
         """Every mistake in the values, in words for whoever wrote them; empty if there is none."""
@@ -331,7 +335,7 @@ class ConnectionSettings:
             if isinstance(field.type, click.Choice) and value is not None and value not in field.type.choices:
                 found.append(f"{field.option.name}: {value!r} is not one of {', '.join(field.type.choices)}")
         try:
-            connection = self._connection()  # it is too early to log anything
+            connection, _ = self._connection()  # it is too early to log anything
         except CredentialsError as error:
             return [*found, str(error)]
         if not connection.servers:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.progress import Progress
 
-from delivery import topic_admin
+from delivery import clients, topic_admin
 from delivery.clients import close, connected, offsets_at, theirs
 from delivery.connection import Connection
 from delivery.kafka_admin import BrokerError, BrokerUnavailable
@@ -43,8 +43,7 @@ class History:
 
     async def ends(self, topic: str) -> dict[Partition, int]:
         """Where each partition of a topic ends."""
-        wanted = {theirs(self.connection, tp): tp for tp in self._of(topic)}
-        return {wanted[tp]: offset for tp, offset in (await self._consumer.end_offsets(list(wanted))).items()}
+        return await clients.ends(self.connection, self._consumer, self._of(topic))
 
     async def spans(self, topic: str, since_ms: int = 0) -> dict[Partition, Span]:
         """What of a topic was logged at or after a time, to where it ends now.
@@ -53,8 +52,7 @@ class History:
         """
         tps = self._of(topic)
         ends = await self.ends(topic)
-        wanted = {theirs(self.connection, tp): tp for tp in tps}
-        starts = {wanted[tp]: offset for tp, offset in (await self._consumer.beginning_offsets(list(wanted))).items()}
+        starts = await clients.beginnings(self.connection, self._consumer, tps)
         if since_ms > _ANY_TIME_MS:
             at = await offsets_at(self.connection, self._consumer, dict.fromkeys(tps, since_ms))
             none = [tp for tp, offset in at.items() if offset is None]

@@ -4,11 +4,11 @@ A finding says what is wrong, its cause or that the cause is not known, what sho
 is one function and its row in ``CHECKS``.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from delivery.values import duration_words
 from gpustream.command import counted
-from gpustream.doctor.evidence import Fold, NodeName, Ranges, SampledRun
+from gpustream.doctor.evidence import Fold, NodeEvidence, NodeName, Ranges, SampledRun
 from gpustream.doctor.seen import Checked, Finding, Group, OwnMetrics, Situation
 from topics import attributed, samples
 
@@ -68,36 +68,7 @@ def sent(seen: Situation, fold: Fold) -> Checked:
                     "stop one of them, or give it a --node of its own",
                 )
             )
-    silent = [name for name, node in sending.items() if not node.removed and _silent(seen, node.runs.values())]
-    if not sending:
-        found.append(
-            Finding(
-                f"no tick came in {seen.window}",
-                NOT_KNOWN,
-                f"{samples.TOPIC.name} has no record of this time that could be read",
-                "does a producer run (`gpustream produce node`), with this --kafka? Its /readyz says what it lacks",
-            )
-        )
-    elif silent and len(silent) == len(sending):
-        found.append(
-            Finding(
-                f"no node has sent a tick for {seen.ago(max(n.last_logged_ms for n in sending.values()))[:-4]}",
-                "something that all nodes share: Kafka, the network, or a release of the producer",
-                f"{counted(len(sending), 'node')} sent before that",
-                "look at /readyz of any producer",
-            )
-        )
-    else:
-        for name in silent:
-            last = max(sending[name].runs.values(), key=lambda run: run.last_logged_ms)
-            found.append(
-                Finding(
-                    f"{name}: no tick since {seen.ago(last.last_logged_ms)}",
-                    NOT_KNOWN,
-                    f"seq {last.last_seq} was the last; {_held(seen.components)}",
-                    "docs/runbooks/NodeSilent.md",
-                )
-            )
+    found += _silence(seen, sending)
     if fold.unreadable["lost"]:
         found.append(
             Finding(
@@ -111,6 +82,39 @@ def sent(seen: Situation, fold: Fold) -> Checked:
     twice = sum(run.twice for node in sending.values() for run in node.runs.values())
     said = f"{counted(len(sending), 'node')} sent {counted(ticks, 'tick')} in {counted(runs, 'run')}"
     return Checked(f"{said}, {missing} missing" + (f", {twice} sent twice" if twice else ""), found)
+
+
+def _silence(seen: Situation, sending: Mapping[NodeName, NodeEvidence]) -> list[Finding]:
+    """That nobody sends, that all have stopped, or each node that has."""
+    if not sending:
+        return [
+            Finding(
+                f"no tick came in {seen.window}",
+                NOT_KNOWN,
+                f"{samples.TOPIC.name} has no record of this time that could be read",
+                "does a producer run (`gpustream produce node`), with this --kafka? Its /readyz says what it lacks",
+            )
+        ]
+    silent = [name for name, node in sending.items() if not node.removed and _silent(seen, node.runs.values())]
+    if len(silent) == len(sending):
+        return [
+            Finding(
+                f"no node has sent a tick for {seen.ago(max(n.last_logged_ms for n in sending.values()))[:-4]}",
+                "something that all nodes share: Kafka, the network, or a release of the producer",
+                f"{counted(len(sending), 'node')} sent before that",
+                "look at /readyz of any producer",
+            )
+        ]
+    last = {name: max(sending[name].runs.values(), key=lambda run: run.last_logged_ms) for name in silent}
+    return [
+        Finding(
+            f"{name}: no tick since {seen.ago(run.last_logged_ms)}",
+            NOT_KNOWN,
+            f"seq {run.last_seq} was the last; {_held(seen.components)}",
+            "docs/runbooks/NodeSilent.md",
+        )
+        for name, run in last.items()
+    ]
 
 
 def gaps_of(run_id: int, run: SampledRun, since_ms: int) -> list[tuple[int, int]]:

@@ -138,6 +138,10 @@ class Listing(msgspec.Struct, frozen=True):
     appeared: dict[PodName, Appeared] = {}
     gone: dict[PodName, int] = {}
 
+    def new_at(self, ts_ms: int) -> dict[PodName, Appeared]:
+        """Which of the names are new at a time."""
+        return {name: at for name, at in self.appeared.items() if ts_ms - at.at_ms < NEW_MS}
+
 
 def listing(snapshot: Allocations, before: Listing | None) -> Listing:
     """A snapshot that follows another one; None: it is the first that is known."""
@@ -228,12 +232,12 @@ def resolve(
         return _NOTHING
     if listed is None:
         return Resolved({}, frozenset(), {}, *known.node_at(ts_ms))
-    new = {name: at for name, at in listed.appeared.items() if ts_ms - at.at_ms < NEW_MS}
+    new = listed.new_at(ts_ms)
     by_time = {name: _pod_at(known, name, new.get(name), ts_ms) for name in listed.names}
     pods = {name: pod for name, pod in by_time.items() if pod is not None}
     shown = {pod.uid: pod for pod in pods.values()}
     if len(pods) < len(by_time) or not uids <= shown.keys():
-        return _search(known, by_time, listed.appeared, uids, when)
+        return _search(known, by_time, listed, uids, when)
     same = known.same_until(pods, ts_ms)
     lasting = Lasting(knowledge, listed, when, Until(same.ts_ms, same.logged_ms + HORIZON_MS))
     return Resolved(pods, frozenset(), shown, *known.node_at(ts_ms), lasting)
@@ -242,15 +246,15 @@ def resolve(
 def _search(
     known: AsOf,
     by_time: Mapping[PodName, Pod | None],
-    appeared: Mapping[PodName, Appeared],
+    listed: Listing,
     uids: AbstractSet[str],
     when: When,
 ) -> Resolved | NotYet:
     """The pods of a tick whose time does not give them all: processes may show them, or records that came later."""
     knowledge, ts_ms, since_ms, until_ms = known.known, when.ts_ms, known.logged_ms, when.logged_ms + HORIZON_MS
-    new = {name: at for name, at in appeared.items() if ts_ms - at.at_ms < NEW_MS}
-    came_back = {name: at for name, at in appeared.items() if at.beside_others and ts_ms - at.at_ms < _GONE_MS}
-    gone_ms = {name: at.gone_ms for name, at in came_back.items()}
+    new = listed.new_at(ts_ms)
+    beside_others = {name: at for name, at in listed.appeared.items() if at.beside_others}
+    gone_ms = {name: at.gone_ms for name, at in beside_others.items() if ts_ms - at.at_ms < _GONE_MS}
     by_uid, may_come = _pods_of(known, uids - {pod.uid for pod in by_time.values() if pod}, ts_ms, until_ms)
     pods, over, lacking = dict(by_time), set[PodName](), set[PodName]()
     for pod in sorted([pod for pod in by_uid.values() if pod], key=lambda pod: (pod.started_ms or 0, pod.uid)):
