@@ -1,1 +1,2 @@
-"""The one way on and off Kafka: sender, consumer group, positions, ledger, dead letters, topic administration."""
+"""The one way on and off Kafka: sender, consumer group, positions, ledger, dead letters, topic administration; and the
+Kubernetes API's client."""

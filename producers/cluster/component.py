@@ -11,16 +11,17 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Collection, Coroutine, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 from delivery.connection import Connection
 from delivery.instruments import Instruments
+from delivery.kubernetes.client import Client
 from delivery.sender import Sender
 from delivery.topic_admin import TopicCheck
 from producers import PRODUCERS
 from producers.cluster import instruments as own
 from producers.cluster import objects, pods
-from producers.cluster.client import Client
 from producers.cluster.config import NODE_LABELS, POD_ANNOTATIONS, ClusterSettings
 from producers.cluster.lease import LeaderElector
 from producers.cluster.objects import ANNOTATION_BOUNDS, LABEL_BOUNDS, NODE_LABEL_BOUNDS, AllowList, Selection
@@ -143,7 +144,7 @@ class ClusterProducer:
         self._synced_s = float("inf")
         self._publisher: WorkloadsPublisher | None = None
         self._elector: LeaderElector | None = None
-        self._api = Client(settings.kubeconfig, self._instruments)
+        self._api = Client(settings.kubeconfig, partial(self._instruments.counter, own.API_REQUESTS))
         self._owners = Owners(self._api, self._instruments, self._learn)
         selection = Selection(
             settings.resource_prefixes,

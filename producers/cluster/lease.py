@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from delivery.instruments import Instruments
+from delivery.kubernetes.client import Answer, ApiHealth, Client, Unreachable, message
 from producers.cluster import instruments as names
-from producers.cluster.client import Answer, ApiHealth, Client, Unreachable, message
 
 log = logging.getLogger(__name__)
 

@@ -24,9 +24,9 @@ from urllib.parse import quote
 import msgspec
 
 from delivery.instruments import Instruments
+from delivery.kubernetes.client import Answer, Client, Unreachable
 from producers.cluster import instruments as names
 from producers.cluster import objects
-from producers.cluster.client import Answer, Client, Unreachable
 from producers.cluster.objects import UndecodableObject, controller, decode
 from producers.cluster.pods import as_owner
 from topics.workloads import Owner

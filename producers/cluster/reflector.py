@@ -22,8 +22,8 @@ from typing import Annotated, Generic, TypeVar
 import msgspec
 
 from delivery.instruments import Instruments
+from delivery.kubernetes.client import SILENCE_S, ApiHealth, Client, Status, Unreachable, message
 from producers.cluster import instruments as names
-from producers.cluster.client import SILENCE_S, ApiHealth, Client, Status, Unreachable, message
 from producers.cluster.objects import Identity, UndecodableObject, decode
 
 T = TypeVar("T", bound=msgspec.Struct)

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from delivery.instruments import Instruments
+from delivery.kubernetes.client import Client, Unreachable
 from producers.cluster import instruments as names
 from producers.cluster import reflector as module
-from producers.cluster.client import Client, Unreachable
 from producers.cluster.lease import LeaderElector
 from producers.cluster.reflector import Reflector
 from tests.eventually import eventually

@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from delivery.instruments import Instruments
-from producers.cluster import client
+from delivery.kubernetes import client
+from delivery.kubernetes.client import Answer, Client, Unreachable
 from producers.cluster import instruments as names
 from producers.cluster import lease as module
-from producers.cluster.client import Answer, Client, Unreachable
 from producers.cluster.lease import LeaderElector, LeaseRecord, Stuck, record_of, spec_of, taken
 from tests.eventually import eventually
 from tests.producers.cluster.api_server import ApiServer, Behaviour, Json, Reply, Request, answers, kubeconfig

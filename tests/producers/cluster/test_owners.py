@@ -13,8 +13,8 @@ from hypothesis import given
 from prometheus_client import CollectorRegistry
 
 from delivery.instruments import Instruments
+from delivery.kubernetes.client import Answer, Client, Unreachable
 from producers.cluster import instruments as names
-from producers.cluster.client import Answer, Client, Unreachable
 from producers.cluster.owners import (
     AGAIN_S,
     AT_ONCE,

@@ -4,16 +4,17 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from delivery.instruments import Instruments
-from producers.cluster import client
+from delivery.kubernetes import client
+from delivery.kubernetes.client import ApiHealth, Client, message
 from producers.cluster import instruments as names
 from producers.cluster import reflector as module
-from producers.cluster.client import ApiHealth, Client, message
 from producers.cluster.reflector import LONGEST_RETRY_AFTER_S, Reflector, Restart, refused, rule
 from tests.eventually import eventually
 from tests.producers.cluster.api_server import (
@@ -87,7 +88,7 @@ async def start(server: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
         async def begin(**settings: Any) -> Bench:
             instruments = Instruments(names.INSTRUMENTS)
-            api = Client(config, instruments)
+            api = Client(config, partial(instruments.counter, names.API_REQUESTS))
             await api.start()
             stack.push_async_callback(api.close)
             bench = Bench(server, api, instruments, **settings)

@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from delivery.instruments import Instruments
-from producers.cluster import client as module
+from delivery.kubernetes import client as module
+from delivery.kubernetes.client import LARGEST_ERROR_BYTES, Client, LineSplitter, Unreachable
+from delivery.kubernetes.credentials import ConfigError
 from producers.cluster import instruments as names
-from producers.cluster.client import LARGEST_ERROR_BYTES, Client, LineSplitter, Unreachable
-from producers.cluster.credentials import ConfigError
 from tests.eventually import eventually
 from tests.producers.cluster.api_server import ApiServer, Reply, Request, answers, hang, kubeconfig, says
 from tests.producers.fakes import value
@@ -89,7 +89,7 @@ async def test_a_retry_after_that_is_no_number_of_seconds_is_none(server: ApiSer
 
 async def test_requests_are_counted_by_their_status_or_by_why_there_is_none(server: ApiServer, connect: Open) -> None:
     instruments = Instruments(names.INSTRUMENTS)
-    api = await connect(instruments=instruments)
+    api = await connect(requests=partial(instruments.counter, names.API_REQUESTS))
     await api.request("GET", "/things")
     await api.request("GET", "/nothing")
     await server.stop()
@@ -383,7 +383,7 @@ async def test_an_account_without_a_certificate_authority_is_said(
 
 def test_the_kubernetes_library_is_loaded_when_it_is_wanted() -> None:
     code = (
-        "import sys, producers.cluster.client, producers.cluster.reflector, producers.cluster.lease;"
+        "import sys, delivery.kubernetes.client, producers.cluster.reflector, producers.cluster.lease;"
         "sys.exit('kubernetes_asyncio' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
@@ -396,7 +396,7 @@ async def test_it_works_on_uvloop_and_leaves_nothing_open(server: ApiServer, tmp
     server.tokens = {"one"}
     code = (
         "import asyncio, pathlib, sys, uvloop\n"
-        "from producers.cluster.client import Client\n"
+        "from delivery.kubernetes.client import Client\n"
         "async def main():\n"
         "    asyncio.get_running_loop().slow_callback_duration = 60  # a busy machine is slow\n"
         "    api = Client(pathlib.Path(sys.argv[1]))\n"

@@ -11,17 +11,16 @@ import contextlib
 import logging
 import ssl
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import aiohttp
 import msgspec
+from prometheus_client import Counter
 
-from delivery.instruments import Instruments
 from delivery.kafka_errors import describe
-from producers.cluster import instruments as names
-from producers.cluster.credentials import SERVICE_ACCOUNT, ConfigError, Connection, CredentialSource
+from delivery.kubernetes.credentials import SERVICE_ACCOUNT, ConfigError, Connection, CredentialSource
 
 log = logging.getLogger(__name__)
 
@@ -194,18 +193,19 @@ class ApiHealth:
 
 class Client:
     """The API server of one cluster. ``kubeconfig`` None: the pod's service account, else what kubectl would use.
+    ``requests`` gives the counter of the requests that ended with a status, or by a reason of :class:`Unreachable`.
     Call :meth:`start` before anything else, and :meth:`close` when done."""
 
     def __init__(
         self,
         kubeconfig: Path | None,
-        instruments: Instruments | None = None,
+        requests: Callable[[str], Counter] | None = None,
         *,
         service_account: Path = SERVICE_ACCOUNT,
         refresh_s: float = REFRESH_S,
     ) -> None:
         self._source = CredentialSource(kubeconfig, service_account)
-        self._instruments = instruments
+        self._requests = requests
         self._refresh_s = refresh_s
         self._connection: Connection | None = None
         self._denied = asyncio.Event()
@@ -270,8 +270,8 @@ class Client:
         return response
 
     def _count(self, code: int | str) -> None:
-        if self._instruments is not None:
-            self._instruments.counter(names.API_REQUESTS, str(code)).inc()
+        if self._requests is not None:
+            self._requests(str(code)).inc()
 
     @contextlib.contextmanager
     def _counting_failures(self) -> Iterator[None]:
