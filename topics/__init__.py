@@ -7,6 +7,8 @@ TOPICS = {
     "gpu.attributed": "topics.attributed:TOPIC",
     "gpu.alerts": "topics.alerts:TOPIC",
     "gpu.alert-state": "topics.alerts:STATE",
+    "gpu.usage-minutes": "topics.usage:MINUTES",
+    "gpu.usage": "topics.usage:HOURS",
     "gpu.dead-letters": "topics.dead_letters:TOPIC",
 }
 """Every topic, as an import string."""

@@ -7,6 +7,7 @@ there may be null, because null is absent.
 Source: JSON Schema draft 2020-12; its patterns are ECMA 262's, which has no ``\\A`` and ``\\Z``.
 """
 
+import inspect
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -65,6 +66,7 @@ topic's key changes. A reader takes what it does not know as not known, and the 
 | `attribution` | the holders count, and are not taken for exact |
 | `kind` of an event, `conflict`, `service`, `phase`, `resolved_because` | something else than what is known |
 | `severity` of an alert | a severity of its own, below those that are known |
+| `category` of usage, `policy` | something else than what is known |
 | `state` of an alert | the alert is open: only `resolved` ends one |
 
 Any other change gets another `schema`, whose records readers of this version write to gpu.dead-letters.
@@ -95,11 +97,11 @@ def topics_markdown() -> str:
         _table(("topic", "key", "cleanup", "kept for"), rows),
         _CHANGES,
         f"`gpustream topics create` makes them, with {PARTITIONS} partitions and a replication factor of "
-        f"{REPLICATION_FACTOR} unless they are given. Topics keyed by `cluster/node` need one number of partitions, so "
-        "that one worker sees all of a node, and none can be given another number later: a node's records would then "
-        "be in two partitions. Run again, it sets what has come to differ; a longer retention and larger messages may "
-        "stay. A topic keyed by `cluster/node` that something else made with another number of partitions is deleted "
-        "and created again with `--recreate-empty`, if it holds no record.",
+        f"{REPLICATION_FACTOR} unless they are given. Topics that keep a node in one partition (all but gpu.alerts and "
+        "gpu.dead-letters) need one number of partitions, so that one worker sees all of a node, and none can be given "
+        "another number later: a node's records would then be in two partitions. Run again, it sets what has come to "
+        "differ; a longer retention and larger messages may stay. Such a topic that something else made with another "
+        "number of partitions is deleted and created again with `--recreate-empty`, if it holds no record.",
         "Nothing else makes topics, also where the broker has `auto.create.topics.enable`. A component whose topics "
         "are missing, or not as they must be, waits, neither reads nor writes them, says why in its log and at "
         "`/readyz`, and goes on by itself when that is mended; producers keep their ticks meanwhile, as in an outage. "
@@ -225,7 +227,7 @@ def _topic(topic: Topic) -> str:
     parts = [f"## {topic.name}", topic.promise, settings]
     if topic.record is not None:
         parts += [
-            f"`{topic.record.__name__}`: {topic.record.__doc__}".replace("``", "`"),
+            f"`{topic.record.__name__}`: {inspect.cleandoc(topic.record.__doc__ or '')}".replace("``", "`"),
             f"JSON Schema: [`topics/schemas/{topic.name}.json`](../topics/schemas/{topic.name}.json).",
             "```json\n" + _indented(topic.example) + "\n```",
         ]

@@ -40,13 +40,14 @@ class Topic(msgspec.Struct, frozen=True, kw_only=True):
     """One topic of the contract.
 
     ``record`` is the type of its values (None: they are not JSON of ours), ``key`` says what its keys are, ``promise``
-    what a reader may rely on, ``by_node`` whether it is keyed by ``cluster/node`` and co-partitioned with the others.
+    what a reader may rely on, ``by_node`` whether all records of a node are in the partition number that its key
+    ``cluster/node`` has: such topics have one number of partitions.
     """
 
     name: str
     key: str
     record: type[msgspec.Struct] | None
-    cleanup: Literal["delete", "compact"]
+    cleanup: Literal["delete", "compact", "compact,delete"]
     retention_hours: int | None
     by_node: bool
     promise: str
