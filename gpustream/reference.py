@@ -152,7 +152,7 @@ def _option(option: click.Option) -> tuple[str, str, str, str]:
     if isinstance(option.type, click.Choice):
         value = "|".join(option.type.choices)
     else:
-        value = option.type.name if isinstance(option.type, Text) else option.type.name.split()[0].upper()
+        value = option.type.name if isinstance(option.type, Text | click.Tuple) else option.type.name.split()[0].upper()
     taken = "" if option.is_flag else f" {value}"
     default: Any = option.default
     if option.required:

@@ -30,6 +30,20 @@ PRODUCERS = {
             "gpustream produce cluster --kafka 127.0.0.1:9092 --kubeconfig ~/.kube/config --lease off"
         ),
     ),
+    "replay": Registered(
+        component="producers.replay.component:TraceReplay",
+        settings="producers.replay.config:ReplaySettings",
+        writes=("gpu.samples", "gpu.allocations", "gpu.workloads"),
+        help=(
+            "A published trace of a GPU cluster, with its own times: who used what, to be counted by anybody. A second"
+            " replay of a trace needs another --topic-prefix or --cluster, because no time is counted twice."
+        ),
+        example=(
+            "gpustream produce replay --kafka 127.0.0.1:9092 --trace alibaba-genai ./cluster-trace-v2026-GenAI\n"
+            "gpustream produce replay --kafka 127.0.0.1:9092 --speed 600 \\\n"
+            "    --trace alibaba-gpu-2023 ./cluster-trace-gpu-v2023"
+        ),
+    ),
     "simulated": Registered(
         component="producers.simulated.component:SimulatedFleet",
         settings="producers.simulated.config:SimulatedSettings",

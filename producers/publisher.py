@@ -253,6 +253,10 @@ class NodePublisher:
                 acknowledged = await self._sender.send(samples.TOPIC.name, tick.value, key=self._key)
                 acknowledged.add_done_callback(partial(self._settle, tick))
 
+    async def emptied(self) -> None:
+        """Wait until all that was published is acknowledged, or dropped."""
+        await self._empty.wait()
+
     async def drain(self, timeout_s: float) -> int:
         """Wait until all is acknowledged, at most ``timeout_s``; what is left is dropped and counted, and its number
         returned. Publish nothing after it."""
