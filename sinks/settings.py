@@ -90,9 +90,9 @@ class SeriesSettings(SinkSettings, NamingSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class HttpSettings(SinkSettings):
-    """How a receiver over HTTP is spoken to. ``headers`` are sent with each request; ``request_timeout_s`` bounds an
-    attempt. ``RESERVED_HEADERS``, in lower case, are the sink's own."""
+class HttpSettings:
+    """How a server is spoken to over HTTP. ``headers`` are sent with each request; ``request_timeout_s`` bounds an
+    attempt. ``RESERVED_HEADERS``, in lower case, are the client's own."""
 
     RESERVED_HEADERS: ClassVar[frozenset[str]] = frozenset({"content-type", "content-length"})
 
@@ -123,8 +123,8 @@ class HttpSettings(SinkSettings):
     request_timeout_s: float = 30.0
 
     def mistakes(self) -> list[str]:
-        """See :meth:`KafkaSettings.mistakes`."""
-        found = super().mistakes()
+        """What is wrong with these settings together."""
+        found: list[str] = []
         basic = (self.basic_auth_user, self.basic_auth_password_file)
         if (basic[0] is None) != (basic[1] is None):
             found.append("--basic-auth-user and --basic-auth-password-file go together")
@@ -144,6 +144,15 @@ class HttpSettings(SinkSettings):
         return found
 
 
+@dataclass(frozen=True, kw_only=True)
+class ReceiverSettings(HttpSettings, SinkSettings):
+    """How a sink's receiver is spoken to over HTTP."""
+
+    def mistakes(self) -> list[str]:
+        """See :meth:`KafkaSettings.mistakes`."""
+        return [*SinkSettings.mistakes(self), *HttpSettings.mistakes(self)]
+
+
 def url_mistakes(url: str) -> list[str]:
     """What is wrong with a receiver's address."""
     parts = urlsplit(url)
@@ -155,7 +164,7 @@ def url_mistakes(url: str) -> list[str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RemoteWriteSettings(SeriesSettings, HttpSettings):
+class RemoteWriteSettings(SeriesSettings, ReceiverSettings):
     """Where to write, how, and what. ``max_request_samples`` and ``max_in_flight`` bound a request and how many
     there are at a time."""
 
@@ -190,7 +199,7 @@ class ScrapeSettings(SeriesSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AlertmanagerSettings(HttpSettings):
+class AlertmanagerSettings(ReceiverSettings):
     """Which Alertmanagers there are; each gets all alerts that are open, whenever they began. ``max_alerts`` bounds a
     request."""
 
@@ -240,7 +249,7 @@ class AlertmanagerSettings(HttpSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WebhookSettings(HttpSettings):
+class WebhookSettings(ReceiverSettings):
     """Where to post, and with which signature: ``secret_file`` holds its key, ``unsigned`` says that there is none.
 
     ``max_in_flight`` bounds how many requests are under way.

@@ -181,10 +181,9 @@ def parse_yaml(text: str) -> tuple[Counter, ...] | str:
     if bool(file) == bool(rows):
         mistakes.append(Mistake(at, "needs one of `metrics.file` and `metrics.fields`, and not both"))
     counters = [_field(row, mistakes) for row in rows]
-    seen: dict[str, int] = {}
-    for counter in counters:
-        if counter.name and (first := seen.setdefault(counter.name, counter.line)) != counter.line:
-            mistakes.append(Mistake(counter.line, f"names {counter.name} again: line {first} has it"))
+    first: dict[str, Counter] = {}
+    again = [one for one in counters if one.name and first.setdefault(one.name, one) is not one]
+    mistakes += [Mistake(one.line, f"names {one.name} again: line {first[one.name].line} has it") for one in again]
     if mistakes:
         raise CountersError(mistakes)
     return file or tuple(counters)

@@ -13,7 +13,21 @@ from tests.real.servers import Missing
 PROGRAM = Path(__file__).parent / "build" / "csv" / "main.go"
 TEXTS = 4000
 PIECES = ['"', '""', ",", ", ", "#", " ", "\t", "\n", "\r\n", "\r", "A", "é", "gauge", "counter", "\n\n", "\n#", "\n "]
-COLUMNS = ["A", " A ", '"A"', '"A,B"', '"A ""B"""', "gauge", "  gauge", " label ", '"gauge"', ' "gauge"', '"A\nB"', "", 'A"']
+COLUMNS = [
+    "A",
+    " A ",
+    '"A"',
+    '"A,B"',
+    '"A ""B"""',
+    "gauge",
+    "  gauge",
+    " label ",
+    '"gauge"',
+    ' "gauge"',
+    '"A\nB"',
+    "",
+    'A"',
+]
 
 
 def find_go() -> Path:

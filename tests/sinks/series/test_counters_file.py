@@ -45,7 +45,9 @@ def test_comments_and_empty_lines_are_left_out_and_rows_know_their_line() -> Non
 
 
 def test_every_mistake_of_a_csv_file_is_named_with_its_line() -> None:
-    text = 'A,gauge\n  \n # c\nA,gauge,a,b\nA,\tgauge,x\nA, "gauge",x\nA,Gauge,x\n,gauge,x\nA,gauge,"x" y\nA,gauge,"open\n'
+    text = (
+        'A,gauge\n  \n # c\nA,gauge,a,b\nA,\tgauge,x\nA, "gauge",x\nA,Gauge,x\n,gauge,x\nA,gauge,"x" y\nA,gauge,"open\n'
+    )
 
     assert [(line, what[:24]) for line, what in mistakes(text)] == [
         (1, "has 2 columns, not name,"),
@@ -98,7 +100,10 @@ sources: {{dcgm: {{detectBindUnbind: {{enabled: true}}}}}}
 
 
 def test_a_yaml_file_may_name_a_csv_file() -> None:
-    assert parse(b"version: 2\nmetrics:\n  enableExporterMetrics: true\n  file: /etc/counters.csv\n") == "/etc/counters.csv"
+    assert (
+        parse(b"version: 2\nmetrics:\n  enableExporterMetrics: true\n  file: /etc/counters.csv\n")
+        == "/etc/counters.csv"
+    )
 
 
 @pytest.mark.parametrize(
