@@ -153,11 +153,11 @@ async def pause_a_broker(pipeline: Pipeline, chance: Random) -> float:
 # -- what runs out on the machine
 
 
-async def stop_resolving(pipeline: Pipeline, chance: Random) -> float:
+async def stop_resolving(at_least_s: float, pipeline: Pipeline, chance: Random) -> float:
     """No name resolves, while all connections to a broker break."""
     with pipeline.resolver.gone():
         await asyncio.to_thread(chance.choice(pipeline.brokers).restart)
-        await asyncio.sleep(chance.uniform(4, 10))
+        await asyncio.sleep(at_least_s + chance.uniform(0, 6))
     return time.time()
 
 
@@ -198,10 +198,10 @@ async def fail_the_receiver(failure: Failure, pipeline: Pipeline, chance: Random
     return time.time()
 
 
-async def kill_prometheus(pipeline: Pipeline, chance: Random) -> float:
-    """Kill Prometheus, and start it again."""
+async def kill_prometheus(at_least_s: float, pipeline: Pipeline, chance: Random) -> float:
+    """Kill Prometheus, and start it again after a while."""
     await asyncio.to_thread(pipeline.prometheus.kill9)
-    await asyncio.sleep(chance.uniform(1, 8))
+    await asyncio.sleep(at_least_s + chance.uniform(0, 7))
     await asyncio.to_thread(pipeline.prometheus.start)
     return time.time()
 
@@ -233,9 +233,15 @@ FAULTS: tuple[Fault, ...] = (
     Fault("each broker restarted", "brokers", restart_each_broker),
     Fault("all brokers but one killed", "brokers", kill_all_but_one_broker),
     Fault("broker hangs", "brokers", pause_a_broker),
-    Fault("no name resolves", "brokers", stop_resolving),
+    Fault("no name resolves", "brokers", partial(stop_resolving, 4)),
     Fault("descriptors used up", "brokers", use_up_descriptors),
-    Fault("Prometheus killed", "receiver", kill_prometheus),
+    Fault("Prometheus killed", "receiver", partial(kill_prometheus, 1)),
     *(Fault(f"receiver: {failure}", "receiver", partial(fail_the_receiver, failure)) for failure in FAILURES),
     *(Fault(f"clock {by_s:+g} s", "clocks", partial(skew, by_s)) for by_s in (61, 540, 7200, -3600)),
 )
+
+LONG_FAULTS: tuple[Fault, ...] = (
+    Fault("no name resolves for a minute", "brokers", partial(stop_resolving, 60)),
+    Fault("Prometheus away for three minutes", "receiver", partial(kill_prometheus, 180)),
+)
+"""What takes too long for a short soak."""

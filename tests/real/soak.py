@@ -218,16 +218,19 @@ class Pipeline:
                 times.setdefault(done.faults[0], []).append(done.back_s)
         return {fault: statistics.median(found) for fault, found in times.items()}
 
-    def slopes(self) -> dict[str, tuple[float, float]]:
-        """Of the longest life of each process past its first two minutes: MiB and descriptors more an hour."""
-        found: dict[str, tuple[float, float]] = {}
+    def lifetimes(self) -> dict[str, str]:
+        """What the longest life of each process needed, past its first two minutes: the most, and how it grew."""
+        found = {}
         for (name, _), life in sorted(self.lives.items(), key=lambda one: len(one[1])):
             settled = [one for one in life if one.at_s >= life[0].at_s + 120]
             if len(settled) >= 12:
                 times = [one.at_s / 3600 for one in settled]
-                memory = statistics.linear_regression(times, [one.memory_mib for one in settled]).slope
-                descriptors = statistics.linear_regression(times, [one.descriptors for one in settled]).slope
-                found[name] = memory, descriptors
+                memory, descriptors = [one.memory_mib for one in settled], [one.descriptors for one in settled]
+                grew = [statistics.linear_regression(times, values).slope for values in (memory, descriptors)]
+                found[name] = (
+                    f"{(life[-1].at_s - life[0].at_s) / 60:.0f} minutes, at most {max(memory):.0f} MiB and "
+                    f"{max(descriptors)} descriptors, {grew[0]:+.0f} MiB and {grew[1]:+.1f} descriptors an hour"
+                )
         return found
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.real.certificates import Authority
 from tests.real.conftest import need
-from tests.real.faults import FAULTS
+from tests.real.faults import FAULTS, LONG_FAULTS
 from tests.real.pipeline import Gpustream
 from tests.real.resolver import find_compiler
 from tests.real.servers import KafkaCluster, PrometheusServer
@@ -41,8 +41,8 @@ async def test_whatever_fails_nothing_is_lost_and_every_tick_is_booked_to_its_po
     pipeline = Pipeline(brokers, at, start_prometheus(), gpustream, tmp_path)
     async with running(pipeline):
         await rest(pipeline, 4)
-        faults = [fault for fault in FAULTS if ONLY in fault.name]
-        at_once = (1, 1, 2, 3) if MINUTES >= LONG else (3,)
+        table, at_once = (FAULTS + LONG_FAULTS, (1, 1, 2, 3)) if MINUTES >= LONG else (FAULTS, (3,))
+        faults = [fault for fault in table if ONLY in fault.name]
         await soak(pipeline, faults, seed=SEED, duration_s=60 * MINUTES, at_once=at_once)
         await pipeline.drain()
         counted = await count(pipeline)
@@ -53,8 +53,8 @@ async def test_whatever_fails_nothing_is_lost_and_every_tick_is_booked_to_its_po
         f"from reading to accepted write: median {quantile(took_s, 0.5):.2f} s, p99 {quantile(took_s, 0.99):.2f} s\n"
         f"processes started: {dict(pipeline.launches)}"
     )
-    for name, (memory, descriptors) in pipeline.slopes().items():
-        say(f"{name}: {memory:+.1f} MiB and {descriptors:+.1f} descriptors an hour")
+    for name, life in pipeline.lifetimes().items():
+        say(f"{name}: {life}")
     for fault, back_s in pipeline.alone().items():
         say(f"{fault.name}: back after {back_s:.1f} s in the median")
     assert counted.wrong == [], f"{len(counted.wrong)}: {counted.wrong[:10]}"
