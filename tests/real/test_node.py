@@ -1,4 +1,4 @@
-"""Node producers -> Kafka -> attribution -> remote write -> Prometheus, through a minute without Kafka.
+"""Node producers -> Kafka (TLS, SCRAM) -> attribution -> remote write -> Prometheus, through a minute without Kafka.
 
 ``a`` has 2 GPUs and a kubelet; on GPU 0 one pod follows another every few ticks, in the quiet between two of them, and
 each pod fills the GPU's memory by an amount of its own: what a tick read tells which pod held the GPU. ``b`` has 8
@@ -23,9 +23,11 @@ from producers import publisher as names
 from tests.eventually import eventually_sync
 from tests.nvml.scripted import NoCompiler, ScriptedNvml, library
 from tests.producers.node import pod_resources
+from tests.real.certificates import Authority
 from tests.real.conftest import need
 from tests.real.pipeline import Gpustream, Stored, lag, read_all, stored
 from tests.real.servers import KafkaServer, Missing, PrometheusServer, find_java, find_kafka, find_prometheus
+from tests.real.soak import secured
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -127,20 +129,22 @@ class Outcome:
 
 
 @pytest.fixture(scope="module")
-def outcome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcome]:
+def outcome(tmp_path_factory: pytest.TempPathFactory, authority: Authority) -> Iterator[Outcome]:
     """Everything, once."""
     need(find_compiler, find_java, find_kafka, find_prometheus)
     directory = tmp_path_factory.mktemp("node")
     with ExitStack() as servers:
-        kafka = servers.enter_context(KafkaServer(directory / "kafka"))
+        kafka = servers.enter_context(KafkaServer(directory / "kafka", authority=authority))
         prometheus = servers.enter_context(PrometheusServer(directory / "prometheus"))
         asyncio.run(topic_admin.create(kafka.connection, partitions=4, replication_factor=1))
-        yield _run(servers, directory, kafka, prometheus)
+        yield _run(servers, directory, kafka, secured([kafka], authority.ca, directory), prometheus)
 
 
-def _run(servers: ExitStack, directory: Path, kafka: KafkaServer, prometheus: PrometheusServer) -> Outcome:
+def _run(
+    servers: ExitStack, directory: Path, kafka: KafkaServer, at: list[str], prometheus: PrometheusServer
+) -> Outcome:
     def process(name: str, *arguments: str, **options: Any) -> Gpustream:
-        gpustream = Gpustream(directory / name, *arguments, "--kafka", kafka.address, **options)
+        gpustream = Gpustream(directory / name, *arguments, *at, **options)
         return servers.enter_context(gpustream)
 
     def node(name: str, nvml: ScriptedNvml, socket: str, *arguments: str) -> Gpustream:
