@@ -4,14 +4,17 @@ import asyncio
 import json
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
 from aiokafka import AIOKafkaProducer
 
+from tests.eventually import eventually
 from tests.real.contents import codecs
-from tests.real.pipeline import read_all
-from tests.real.servers import ASK_TIMEOUT_S, KafkaServer
+from tests.real.pipeline import Gpustream, lag, read_all, stored
+from tests.real.servers import ASK_TIMEOUT_S, KafkaServer, PrometheusServer
 from topics import TOPICS
 
 GROUPS = ("gpustream-attribution", "gpustream-alerts", "gpustream-sink-scrape")
@@ -90,19 +93,19 @@ def test_everything_that_a_pipeline_writes_is_compressed_as_it_was_told(
 async def create_topics(kafka: KafkaServer, of: Pipeline) -> None:
     """The topics of a pipeline, by the command."""
     how = ("--partitions", "2", "--replication-factor", "1")
-    await gpustream("topics", "create", "--kafka", kafka.address, "--topic-prefix", of.prefix, *how)
+    await command("topics", "create", "--kafka", kafka.address, "--topic-prefix", of.prefix, *how)
 
 
 async def run(kafka: KafkaServer, of: Pipeline) -> dict[str, Any]:
     """A whole pipeline for 3 s; its summary."""
     at = ("--kafka", kafka.address, "--topic-prefix", of.prefix, "--compression", of.compression)
     how = ("--cluster", of.cluster, "--simulate", "2x2", "--interval", "200ms", "--duration", "3s", "--summary", "json")
-    out = await gpustream("run", *at, *how, "--listen", "off", "--scrape-listen", "127.0.0.1:0")
+    out = await command("run", *at, *how, "--listen", "off", "--scrape-listen", "127.0.0.1:0")
     summary: dict[str, Any] = json.loads(out.splitlines()[-1])
     return summary
 
 
-async def gpustream(*arguments: str) -> bytes:
+async def command(*arguments: str) -> bytes:
     """What a command writes, which is to succeed."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "gpustream", *arguments, stdout=subprocess.PIPE
@@ -110,3 +113,34 @@ async def gpustream(*arguments: str) -> bytes:
     out, _ = await process.communicate()
     assert process.returncode == 0
     return out
+
+
+async def test_a_copy_at_other_offsets_with_records_twice_is_delivered_once_and_can_be_read_again(
+    kafka: KafkaServer, summaries: Summaries, prometheus: PrometheusServer, gpustream: Callable[..., Gpustream]
+) -> None:
+    """What MirrorMaker does: the same keys and partitions, other offsets, and after its restart some records again."""
+    copied = Pipeline("copy.", EAST.cluster, EAST.compression)
+    await create_topics(kafka, copied)
+    records = await read_all(kafka.address, f"{EAST.prefix}gpu.attributed")
+    async with AIOKafkaProducer(bootstrap_servers=kafka.address) as producer:
+        for partition in {record.partition for record in records}:
+            mine = [record for record in records if record.partition == partition]
+            for record in (*mine[: len(mine) // 2], *mine[len(mine) // 4 :]):
+                await producer.send_and_wait("copy.gpu.attributed", record.value, record.key, partition)
+    at = ("--kafka", kafka.address, "--topic-prefix", copied.prefix, "--from", "earliest")
+    with gpustream("sink", "sink", "remote-write", *at, "--url", prometheus.write_url):
+        await eventually(partial(caught_up, kafka), "the copy is delivered")
+    ticks = [json.loads(record.value) for record in records]
+    read = {
+        (tick["cluster"], tick["node"], device["uuid"], tick["ts_ms"])
+        for tick in ticks
+        for device in tick["devices"]
+        if "memory_used_bytes" in device["metrics"]
+    }
+    assert stored(prometheus, "gpu_memory_used", EAST.cluster, "1h").keys() == read
+    assert await read_all(kafka.address, "copy.gpu.dead-letters") == []
+
+
+async def caught_up(kafka: KafkaServer) -> bool:
+    """Whether the sink of the copy has committed all of it."""
+    return await lag(kafka.address, "copy.gpustream-sink-remote-write", ["copy.gpu.attributed"]) == 0
