@@ -1,0 +1,261 @@
+"""Relabelling against Prometheus's own package ``model/relabel``, which a small Go program asks: thousands of cases."""
+
+import json
+import random
+import shutil
+import subprocess
+import sys
+import unicodedata
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from sinks.series.relabel import BadRules, Scheme, load, lowercase, relabelled, uppercase
+from tests.real.conftest import need
+from tests.real.servers import Missing, real_dir
+
+pytestmark = pytest.mark.real
+
+RELABEL = "relabel-3.15.0"
+CASES = 4000
+Question = dict[str, Any]
+
+NAMES = ["__name__", "pod", "Pod", "namespace", "a", "b", "c", "a_x", "b_x", "c_x", "x", "__tmp", "é", "k8s.pod", "9"]
+VALUES = [
+    "",
+    "a",
+    "A",
+    "b",
+    "a;b",
+    ";",
+    "x",
+    "bert-0",
+    "BERT-0",
+    "dcgm_gpu_1",
+    "ß",
+    "İstanbul",
+    "ΑΣ",
+    "ᾳ",
+    "日本",
+    "$1",
+    "a\nb",
+]
+EXPRESSIONS = [
+    "(.*)",
+    ".*",
+    ".+",
+    "",
+    "a",
+    "a|b",
+    "(a)|b",
+    "(a)(b)?",
+    "[a-z]+",
+    "([a-z]+)-([0-9]+)",
+    "(?P<first>[^-]+)-(?P<last>.*)",
+    "(?<word>\\w+)",
+    "(.+)_x",
+    "(.*)_?x?",
+    "x*",
+    "(?i)bert.*",
+    "(?i)ÉÀß",
+    "\\pL+",
+    "\\d+",
+    "a)|(b",
+    "a)|(?:x",
+    "x|)(",
+    "(.)(.)(.)?",
+    "a;b",
+    "(.*);(.*)",
+    "^a$",
+    "a$|^b",
+    "(?-s).+",
+    "(?s).+",
+    "(?m)^a$",
+    "\\Qa.b\\E",
+    "__(.*)",
+    "(pod|namespace)",
+    "((a)|(b))*",
+    "\\x{65e5}.*",
+    "[[:alpha:]]+",
+    "(?U)(.+)(.*)",
+    "\\b\\w+\\b",
+    ".{0,3}",
+    "(a{2}){3}",
+    "(?P<_1>.)(?P<\\w>.)",
+    "\\p{Greek}+",
+]
+BROKEN = [
+    "(",
+    "a**",
+    "(?P<é>a)",
+    "\\C",
+    "(?=a)",
+    "\\1",
+    "a{1001}",
+    "[z-a]",
+    "(?P<a>x)(?P<a>y)",
+    "\\8",
+    "(?P=a)",
+    "*",
+    "\\pX",
+]
+TEMPLATES = [
+    "$1",
+    "${1}",
+    "$1_x",
+    "${1}_x",
+    "x_$1",
+    "$2$1",
+    "$$",
+    "$$1",
+    "$",
+    "${",
+    "${}",
+    "${1",
+    "$first",
+    "${first}-${last}",
+    "$word",
+    "$0",
+    "$01",
+    "$9",
+    "$é",
+    "$1é",
+    "a",
+    "",
+    "x",
+    "pod",
+    "é",
+    "__name__",
+    "k8s.pod",
+    "9a",
+    "$x$",
+    "a$$b",
+    "$-1",
+    "${word}_$1",
+    "a b",
+    "$100000000",
+    "$1000000000",
+    "${1}${1}",
+    "$²",
+    "$١",
+]
+ACTIONS = [
+    "replace",
+    "keep",
+    "drop",
+    "hashmod",
+    "labelmap",
+    "labeldrop",
+    "labelkeep",
+    "lowercase",
+    "uppercase",
+    "keepequal",
+    "dropequal",
+]
+
+
+def rule(rng: random.Random) -> dict[str, Any] | None:
+    """Any rule: as a rule one that goes together, sometimes one that does not."""
+    action = rng.choice(ACTIONS)
+    takes = {
+        "replace": ("source_labels", "separator", "regex", "target_label", "replacement"),
+        "keep": ("source_labels", "separator", "regex"),
+        "drop": ("source_labels", "separator", "regex"),
+        "hashmod": ("source_labels", "separator", "target_label", "modulus"),
+        "labelmap": ("regex", "replacement"),
+        "labeldrop": ("regex",),
+        "labelkeep": ("regex",),
+    }.get(action, ("source_labels", "target_label"))
+    if rng.random() < 0.05:
+        takes = (*takes, rng.choice(["source_labels", "separator", "regex", "target_label", "replacement", "modulus"]))
+    needed = {"target_label", "modulus"} & set(takes)
+    given: dict[str, Any] = {} if action == "replace" and rng.random() < 0.5 else {"action": action}
+    if rng.random() < 0.05:
+        given["action"] = rng.choice(["Keep", "DROP", "none", None, "labelMap", ""])
+    choices: dict[str, Any] = {
+        "source_labels": lambda: [rng.choice(NAMES) for _ in range(rng.choice([0, 1, 1, 1, 2, 3, 18]))],
+        "separator": lambda: rng.choice([";", "", "-", "é", None, "::"]),
+        "regex": lambda: rng.choice(BROKEN if rng.random() < 0.03 else EXPRESSIONS),
+        "target_label": lambda: rng.choice(TEMPLATES if rng.random() < 0.3 else NAMES),
+        "replacement": lambda: rng.choice(TEMPLATES),
+        "modulus": lambda: rng.choice([1, 2, 7, 16, 1000, 2**63, 2**64 - 1, 0, -1, 4.0, 4.5, "4", None, True]),
+    }
+    for name in takes:
+        if name in needed or rng.random() < 0.75:
+            given[name] = choices[name]()
+    if rng.random() < 0.01:
+        given["colour"] = "red"
+    return None if rng.random() < 0.003 else given
+
+
+def labels(rng: random.Random) -> dict[str, str]:
+    chosen = {rng.choice(NAMES): rng.choice(VALUES) for _ in range(rng.choice([0, 1, 3, 6, 9]))}
+    return chosen if rng.random() < 0.1 else {"__name__": rng.choice(["DCGM_FI_DEV_GPU_UTIL", "a_x", "up"]), **chosen}
+
+
+def asked(seed: int) -> Question:
+    rng = random.Random(seed)
+    rules = [rule(rng) for _ in range(rng.choice([0, 1, 1, 2, 3, 6]))]
+    text = yaml.safe_dump(
+        rules, allow_unicode=True, sort_keys=False, default_flow_style=rng.choice([None, False, True])
+    )
+    return {
+        "configs": text,
+        "scheme": rng.choice(["utf8", "utf8", "legacy"]),
+        "labels": [labels(rng) for _ in range(4)],
+    }
+
+
+def answers(questions: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What Prometheus says."""
+    lines = "".join([json.dumps(question) + "\n" for question in questions])
+    done = subprocess.run([find_relabel()], input=lines, capture_output=True, text=True, check=True, timeout=120)
+    return [json.loads(line) for line in done.stdout.split("\n") if line]
+
+
+def find_relabel() -> Path:
+    """The program that asks Prometheus's package; raises Missing."""
+    found = shutil.which(str(real_dir() / RELABEL / "relabel"))
+    if not found:
+        raise Missing(f"no relabel in {real_dir() / RELABEL}: run `make real-servers`")
+    return Path(found)
+
+
+def ours(question: Mapping[str, Any]) -> list[dict[str, str] | None] | str:
+    """What this says: other labels, or why the rules can't be used."""
+    scheme: Scheme = question["scheme"]
+    text = question["configs"]
+    under = f"metric_name_validation_scheme: {scheme}\nmetric_relabel_configs:\n" + "".join(
+        [f"  {line}\n" for line in text.splitlines()]
+    )
+    try:
+        rules = load(text if scheme == "utf8" else under, "rules.yml").rules
+    except BadRules as bad:
+        return str(bad)
+    return [relabelled(rules, labels) for labels in question["labels"]]
+
+
+def test_thousands_of_random_rules_make_of_random_labels_what_prometheus_makes_of_them() -> None:
+    need(find_relabel)
+    questions = [asked(seed) for seed in range(CASES)]
+    applied = 0
+    for question, theirs in zip(questions, answers(questions), strict=True):
+        made = ours(question)
+        if isinstance(made, str):
+            assert theirs.get("error"), (question, made)
+            continue
+        assert "error" not in theirs, (question, theirs)
+        assert made == theirs["results"], question
+        applied += made != question["labels"]
+    assert applied > CASES / 4, "the cases have to do something"
+
+
+def test_every_letter_has_the_same_other_case() -> None:
+    """But for letters that this Python's Unicode does not have yet."""
+    need(find_relabel)
+    known = [chr(code) for code in range(sys.maxunicode + 1) if unicodedata.category(chr(code)) not in ("Cs", "Cn")]
+    ((answer),) = answers([{"texts": known}])
+    assert [[lowercase(letter), uppercase(letter)] for letter in known] == answer["cases"]
