@@ -46,7 +46,7 @@ class Registered(NamedTuple):
 
     ``reads`` and ``writes`` are its topics in the flow. What it ``keeps`` it writes, and reads back at a start; the
     others are as in :class:`Uses`. ``help`` and ``example`` are what the command says of it. A ``light`` component runs
-    in little memory.
+    in little memory. One without ``dead_letters`` leaves what it can't decode to the others who read the topic.
     """
 
     component: str
@@ -59,11 +59,12 @@ class Registered(NamedTuple):
     sees: tuple[str, ...] = ()
     beside: tuple[str, ...] = ()
     light: bool = False
+    dead_letters: bool = True
 
     @property
     def uses(self) -> Uses:
         """What it must be allowed to do. Whoever reads a flow writes dead letters."""
-        letters = (DEAD_LETTERS,) if self.reads else ()
+        letters = (DEAD_LETTERS,) if self.reads and self.dead_letters else ()
         writes = tuple(dict.fromkeys((*self.writes, *self.keeps, *letters)))
         return Uses((*self.reads, *self.keeps), writes, self.sees, self.beside)
 
@@ -203,6 +204,15 @@ TopicPrefix = Annotated[
         TOPIC_PREFIX,
         "What stands before the names of topics and consumer groups, where a Kafka is shared. The same everywhere.",
         shown="none",
+    ),
+]
+Kubeconfig = Annotated[
+    Path | None,
+    Option(
+        "--kubeconfig",
+        READABLE_FILE,
+        "How to reach the API server.",
+        shown="the pod's service account, else KUBECONFIG, else ~/.kube/config",
     ),
 ]
 Compression = Annotated[

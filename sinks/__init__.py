@@ -56,5 +56,21 @@ SINKS = {
             "gpustream sink webhook --kafka 127.0.0.1:9092 --url http://127.0.0.1:8080/ --unsigned"
         ),
     ),
+    "metrics-api": Registered(
+        component="sinks.metrics_api.sink:MetricsApiSink",
+        settings="sinks.settings:MetricsApiSettings",
+        reads=("gpu.attributed",),
+        dead_letters=False,
+        help=(
+            "What autoscalers ask: utilization, memory and power by workload as plain JSON, for KEDA; and, with"
+            " --custom-metrics, custom.metrics.k8s.io, for a HorizontalPodAutoscaler without Prometheus. Every replica"
+            " reads everything, in no group."
+        ),
+        example=(
+            "gpustream sink metrics-api --kafka 127.0.0.1:9092\n"
+            "gpustream sink metrics-api --kafka kafka-0:9092 --metrics-listen 0.0.0.0:8443 --serving-cert tls.crt \\\n"
+            "    --serving-key tls.key --custom-metrics gpustream/gpustream-metrics-api"
+        ),
+    ),
 }
 """Every sink."""

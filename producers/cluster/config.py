@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated
 from uuid import uuid4
 
-from delivery.settings import LEASE, NAME, NAMES, READABLE_FILE, KafkaSettings, Option
+from delivery.settings import LEASE, NAME, NAMES, KafkaSettings, Kubeconfig, Option
 from producers import records
 from producers.cluster.objects import allow_list_mistakes
 from producers.settings import GPU_RESOURCES, ResourcePrefixes, prefix_mistakes
@@ -54,10 +54,7 @@ class ClusterSettings(KafkaSettings):
     :data:`NODE_LABELS` and :data:`POD_ANNOTATIONS`. ``lease`` None: there is no other replica.
     """
 
-    kubeconfig: Annotated[Path | None, Option(
-        "--kubeconfig", READABLE_FILE, "How to reach the API server.",
-        shown="the pod's service account, else KUBECONFIG, else ~/.kube/config",
-    )] = None  # fmt: skip
+    kubeconfig: Kubeconfig = None
     resource_prefixes: ResourcePrefixes = GPU_RESOURCES
     pod_labels: Annotated[
         tuple[str, ...], Option("--pod-labels", NAMES, "Which labels of pods are published; the rest is not read on.")

@@ -1,6 +1,7 @@
 """A real Kubernetes API: etcd and kube-apiserver, with RBAC, and without a scheduler, controllers and kubelets.
 
-What those would do, tests write themselves: owners, bindings, status. Users are of two kinds: those of the token file,
+What those would do, tests write themselves: owners, bindings, status. :class:`ControllerManager` has the controllers
+that scale workloads. Users are of two kinds: those of the token file,
 who may do nothing but ``admin`` everything, and service accounts made on the way.
 """
 
@@ -14,12 +15,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+from tests.real.certificates import Authority
 from tests.real.process import Server, listens
 from tests.real.servers import Missing, find_openssl, real_dir
 
 ETCD = "etcd-3.6.5"
 KUBERNETES = "kubernetes-1.36.3"
 ADMIN = "admin"
+FRONT_PROXY = "front-proxy-client"
 ASK_TIMEOUT_S = 30.0
 
 Json = dict[str, Any]
@@ -33,6 +36,11 @@ def find_etcd() -> Path:
 def find_kube_apiserver() -> Path:
     """The API server's program; raises :class:`Missing`."""
     return _program(KUBERNETES, "kube-apiserver")
+
+
+def find_kube_controller_manager() -> Path:
+    """The controllers' program; raises :class:`Missing`."""
+    return _program(KUBERNETES, "kube-controller-manager")
 
 
 def _program(folder: str, name: str) -> Path:
@@ -111,6 +119,7 @@ class ApiServer(Server):
         self.etcd = Etcd(directory / "etcd")
         self.users = [ADMIN, *users]
         self.options = list(options)
+        self.front_proxies = Authority(directory / "front-proxies")
         self._plurals: dict[tuple[str, str], tuple[str, bool]] = {}
 
     @property
@@ -150,7 +159,21 @@ class ApiServer(Server):
             "--service-cluster-ip-range=10.0.0.0/24",
             "--disable-admission-plugins=ServiceAccount",
             "--shutdown-delay-duration=0s",
+            *self._front_proxy(),
             *self.options,
+        ]
+
+    def _front_proxy(self) -> list[str]:
+        """How it shows the servers behind it who it is, and for whom it asks."""
+        shown = self.front_proxies.sign(FRONT_PROXY)
+        return [
+            f"--requestheader-client-ca-file={shown.ca}",
+            f"--requestheader-allowed-names={FRONT_PROXY}",
+            "--requestheader-username-headers=X-Remote-User",
+            "--requestheader-group-headers=X-Remote-Group",
+            "--requestheader-extra-headers-prefix=X-Remote-Extra-",
+            f"--proxy-client-cert-file={shown.certificate}",
+            f"--proxy-client-key-file={shown.key}",
         ]
 
     def ready(self) -> bool:
@@ -308,6 +331,31 @@ class ApiServer(Server):
         if not 200 <= answer.status < 300:
             raise Denied(f"{answer.status}: {answer.body}")
         return answer.body
+
+
+class ControllerManager(Server):
+    """The controllers that scale Deployments; the autoscaler looks every second."""
+
+    def __init__(self, directory: Path, api: ApiServer) -> None:
+        super().__init__(directory)
+        self.api = api
+
+    def command(self) -> Sequence[str]:
+        """The controllers in the foreground."""
+        return [
+            str(find_kube_controller_manager()),
+            f"--kubeconfig={self.api.kubeconfig(ADMIN)}",
+            "--bind-address=127.0.0.1",
+            f"--secure-port={self.ports[0].number}",
+            "--leader-elect=false",
+            "--use-service-account-credentials=true",
+            "--controllers=deployment-controller,replicaset-controller,horizontal-pod-autoscaler-controller",
+            "--horizontal-pod-autoscaler-sync-period=1s",
+        ]
+
+    def ready(self) -> bool:
+        """Whether it serves."""
+        return listens(self.ports[0].number)
 
 
 def _root(version: str) -> str:

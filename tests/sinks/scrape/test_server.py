@@ -13,9 +13,11 @@ import pytest
 from prometheus_client.registry import Collector
 from yarl import URL
 
+from sinks import http_server
+from sinks.http_server import ListenError
 from sinks.scrape import server
 from sinks.scrape.exposition import OPENMETRICS, TEXT, Format, Renderings
-from sinks.scrape.server import ListenError, serving
+from sinks.scrape.server import serving
 from tests.sinks.scrape.fleet import exposed, full_node, parsed
 from tests.sinks.scrape.handler import shown
 
@@ -116,8 +118,8 @@ async def test_no_query_is_an_error(query: str) -> None:
 
 
 async def test_half_sent_requests_are_closed_and_no_more_than_so_many_are_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "IDLE_S", 0.5)
-    monkeypatch.setattr(server, "MAX_CLIENTS", 8)
+    monkeypatch.setattr(http_server, "IDLE_S", 0.5)
+    monkeypatch.setattr(http_server, "MAX_CLIENTS", 8)
     async with serving(Renderings("otel", lambda: DEVICES), ANY_PORT, lambda: None) as address:
         open_ = [await asyncio.open_connection(*address) for _ in range(80)]
         for number, (_, writer) in enumerate(open_):
@@ -130,7 +132,7 @@ async def test_half_sent_requests_are_closed_and_no_more_than_so_many_are_open(m
 
 
 async def test_a_request_that_comes_byte_by_byte_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "IDLE_S", 0.3)
+    monkeypatch.setattr(http_server, "IDLE_S", 0.3)
     async with serving(Renderings("otel", lambda: DEVICES), ANY_PORT, lambda: None) as address:
         reader, writer = await asyncio.open_connection(*address)
         writer.write(b"GET /metrics HTTP/1.1\r\nX-Slow: ")

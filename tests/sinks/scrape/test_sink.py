@@ -7,7 +7,7 @@ import aiohttp
 import pytest
 
 from delivery.values import Address
-from sinks.scrape.server import ListenError
+from sinks.http_server import ListenError
 from sinks.scrape.sink import ScrapeSink
 from sinks.settings import ScrapeSettings
 

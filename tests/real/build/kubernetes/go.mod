@@ -1,9 +1,12 @@
-// Names Kubernetes 1.36.3, so that Go builds its API server.
+// Names Kubernetes 1.36.3, so that Go builds its API server and its controllers.
 module gpustream.invalid/tests/real/kubernetes
 
 go 1.26.0
 
-tool k8s.io/kubernetes/cmd/kube-apiserver
+tool (
+	k8s.io/kubernetes/cmd/kube-apiserver
+	k8s.io/kubernetes/cmd/kube-controller-manager
+)
 
 require k8s.io/kubernetes v1.36.3 // indirect
 

@@ -1,0 +1,158 @@
+"""Reads every partition of a topic in no group, from some seconds ago on: for what every replica has to know.
+
+In: a topic. Out: its records, in order per partition, on the event loop. Nothing is committed.
+State: the Kafka client, and when all partitions were last known to be read to their ends.
+On failure: an outage is waited for, and :meth:`Tail.not_ready` says so meanwhile. What only another start can mend
+raises :class:`MustRestart`: a topic that has another number of partitions than at the start. A topic that was created
+again is read from its beginning.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from aiokafka.errors import KafkaError
+
+from delivery import clients, positions
+from delivery.clients import OffsetClient, Reminder, connected, theirs
+from delivery.connection import Connection
+from delivery.dead_letters import Record
+from delivery.group import MustRestart
+from delivery.ledger import Partition
+from delivery.settings import Uses
+from delivery.topic_admin import TopicCheck
+
+log = logging.getLogger(__name__)
+
+_POLL_MS = 200
+_BATCH_RECORDS = 500
+_RETRY_S = 0.5
+_LAP_EVERY_S = 0.5
+_LATE_S = 10.0
+"""If it is not known for so long that everything is read, it isn't."""
+
+_METADATA_MS = 20_000
+
+
+class Tail:
+    """Reads a topic, from ``since_s`` ago on. ``take`` gets the records as they come."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        topic: str,
+        take: Callable[[Sequence[Record]], None],
+        *,
+        since_s: float,
+        client_id: str,
+    ) -> None:
+        self._connection, self._topic, self._take, self._since_s = connection, topic, take, since_s
+        self._client_id = client_id
+        self._check = TopicCheck(connection, Uses((topic,)))
+        self._offsets = OffsetClient(connection, client_id=client_id)
+        self._consumer: Any = None
+        self._read_to_end_s: float | None = None
+        self._behind: dict[Partition, int] = {}
+        self._reminder = Reminder()
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Read until ``stop``. Raises MustRestart, and what ``take`` raises."""
+        if (checked := await self._check.passed(stop)) is None:
+            return
+        count = checked.partitions[self._connection.prefixed(self._topic)]
+        stopping = asyncio.ensure_future(stop.wait())
+        reading = asyncio.ensure_future(self._read([Partition(self._topic, number) for number in range(count)]))
+        try:
+            await asyncio.wait((stopping, reading), return_when=asyncio.FIRST_COMPLETED)
+            if reading.done():
+                reading.result()
+        finally:
+            stopping.cancel()
+            reading.cancel()
+            await asyncio.wait((reading,))
+            consumers = [] if self._consumer is None else [self._consumer]
+            await asyncio.gather(self._offsets.close(), *map(clients.close, consumers))
+
+    def not_ready(self) -> list[str]:
+        """Why not everything that there is was taken; empty when it was."""
+        name = self._connection.prefixed(self._topic)
+        if self._consumer is None:
+            return self._check.not_ready() or ["not connected to Kafka"]
+        if self._read_to_end_s is None:
+            left = f": {sum(self._behind.values())} records are left" if self._behind else ""
+            return [f"reading {name} to its end{left}"]
+        late_s = time.monotonic() - self._read_to_end_s
+        return [f"whether {name} is read to its end is not known for {late_s:.0f} s"] if late_s > _LATE_S else []
+
+    async def _read(self, tps: list[Partition]) -> None:
+        """Read for ever."""
+        await self._offsets.connect()
+        self._consumer = consumer = await connected(
+            self._connection,
+            client_id=self._client_id,
+            group_id=None,
+            auto_offset_reset="earliest",
+            fetch_max_wait_ms=_POLL_MS,
+            metadata_max_age_ms=_METADATA_MS,
+        )
+        starts = await self._starts(tps)
+        consumer.assign([theirs(self._connection, tp) for tp in tps])
+        for tp, offset in starts.items():
+            consumer.seek(theirs(self._connection, tp), offset)
+        watching = asyncio.ensure_future(self._watch(tps))
+        try:
+            while not watching.done():
+                try:
+                    batches = await consumer.getmany(timeout_ms=_POLL_MS, max_records=_BATCH_RECORDS)
+                except KafkaError as error:
+                    await self._retry(error)
+                    continue
+                for records in batches.values():
+                    self._take(records)
+                    await asyncio.sleep(0)
+            watching.result()
+        finally:
+            watching.cancel()
+
+    async def _starts(self, tps: list[Partition]) -> dict[Partition, int]:
+        """Where to begin, as soon as the broker says."""
+        while True:
+            try:
+                begins, ends = await asyncio.gather(self._offsets.beginnings(tps), self._offsets.ends(tps))
+                found = [
+                    positions.first(self._offsets.offsets_at, tp, self._since_s, begins[tp], ends[tp]) for tp in tps
+                ]
+                return dict(zip(tps, await asyncio.gather(*found), strict=True))
+            except KafkaError as error:
+                await self._retry(error)
+
+    async def _watch(self, tps: list[Partition]) -> None:
+        """Ask again and again where the partitions end, and wait until all is read up to there. Raises MustRestart."""
+        name = self._connection.prefixed(self._topic)
+        while True:
+            asked_s = time.monotonic()
+            try:
+                ends = await self._offsets.ends(tps)
+                while behind := await self._left(ends):
+                    self._behind = behind
+                    await asyncio.sleep(_LAP_EVERY_S / 5)
+                self._behind, self._read_to_end_s = {}, asked_s
+            except KafkaError as error:
+                await self._retry(error)
+            count = len(self._consumer.partitions_for_topic(name) or ())
+            if count not in (0, len(tps)):
+                raise MustRestart(f"{name} has {count} partitions, and had {len(tps)} when this process started")
+            await asyncio.sleep(_LAP_EVERY_S)
+
+    async def _left(self, ends: Mapping[Partition, int]) -> dict[Partition, int]:
+        """How many records of each partition are not read yet, of those up to an offset."""
+        left = {tp: end - await self._consumer.position(theirs(self._connection, tp)) for tp, end in ends.items()}
+        return {tp: count for tp, count in left.items() if count > 0}
+
+    async def _retry(self, error: KafkaError) -> None:
+        """Say what is wrong, now and then, and wait before it is tried again."""
+        if self._reminder.is_due(why := clients.why_not(error, self._connection)):
+            log.warning("%s; trying again", why)
+        await asyncio.sleep(_RETRY_S)

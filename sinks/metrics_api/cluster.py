@@ -1,0 +1,184 @@
+"""What the metrics API asks of the cluster's API server: who may come, whose the group is, which pods a selector means.
+
+In: the API server's answers. Out: the front proxies' CA and names; the pods that a label selector takes.
+State: the front proxies' CA, asked again every minute. Pods are asked for at each request: an autoscaler may select
+by labels that gpu.workloads does not have.
+On failure: at the start the API server is waited for, for as long as it takes; :class:`GroupTaken` ends the process. A
+selector that it refuses is :class:`SelectorError`, and everything else :class:`Unreachable`.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import Awaitable, Callable
+from typing import NamedTuple, TypeVar
+from urllib.parse import quote
+
+import msgspec
+
+from delivery.kubernetes.client import ApiHealth, Client, Unreachable, message
+from sinks.metrics_api.custom_metrics import GROUP
+from sinks.metrics_api.selectors import SelectorError
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+API_SERVICES = "/apis/apiregistration.k8s.io/v1/apiservices"
+AUTHENTICATION = "/api/v1/namespaces/kube-system/configmaps/extension-apiserver-authentication"
+
+_RETRY_S = 2.0
+_REFRESH_S = 60.0
+_PAGE_PODS = 500
+_LISTS_AT_ONCE = 4
+_LIST_WITHIN_S = 10.0
+_NAMES_ONLY = {"Accept": "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"}
+
+
+class GroupTaken(Exception):
+    """Another server has custom.metrics.k8s.io; the message says which, and what to do."""
+
+    exit_code = 1
+
+
+class FrontProxy(NamedTuple):
+    """Whose certificates the API server shows to the servers behind it: their CA, and their names if only some may."""
+
+    ca: str
+    names: frozenset[str]
+
+
+class _Meta(msgspec.Struct):
+    name: str = ""
+    continue_: str = msgspec.field(name="continue", default="")
+
+
+class _Object(msgspec.Struct):
+    metadata: _Meta
+
+
+class _Pods(msgspec.Struct):
+    metadata: _Meta
+    items: list[_Object] = []
+
+
+class _Service(msgspec.Struct):
+    namespace: str = ""
+    name: str = ""
+
+
+class _ApiServiceSpec(msgspec.Struct):
+    group: str = ""
+    service: _Service | None = None
+
+
+class _ApiService(msgspec.Struct):
+    metadata: _Meta
+    spec: _ApiServiceSpec
+
+
+class _ApiServices(msgspec.Struct):
+    items: list[_ApiService] = []
+
+
+class _ConfigMap(msgspec.Struct):
+    data: dict[str, str] = {}
+
+
+class Cluster:
+    """The API server, as ``client`` reaches it; ``service`` is the NAMESPACE/NAME of the Service that leads to us."""
+
+    def __init__(self, client: Client, service: str) -> None:
+        self._client, self._service = client, service
+        self._lists = asyncio.Semaphore(_LISTS_AT_ONCE)
+        self._health = ApiHealth("the API server", log)
+        self.front_proxy: FrontProxy | None = None
+
+    async def start(self, *, ask_front_proxy: bool) -> None:
+        """Find out that the group is ours, and, if asked to, who may come. Raises GroupTaken and ConfigError."""
+        await self._client.start()
+        await self._insist(self.require_group)
+        if ask_front_proxy:
+            self.front_proxy = await self._insist(self._front_proxy)
+
+    async def refresh(self) -> None:
+        """Keep the front proxies' CA as it is, for ever."""
+        while True:
+            await asyncio.sleep(_REFRESH_S)
+            with contextlib.suppress(Unreachable):
+                self.front_proxy = await self._front_proxy()
+
+    async def close(self) -> None:
+        """Let go of the connections."""
+        await self._client.close()
+
+    def not_ready(self) -> list[str]:
+        """What is wrong with the API server; empty while nothing is."""
+        return [f"the API server: {self._health.problem}"] if self._health.problem else []
+
+    async def require_group(self) -> None:
+        """Raises GroupTaken if an APIService gives the group to another Service than ours."""
+        answer = await self._ask(API_SERVICES, "list apiservices")
+        for one in _decoded(answer, _ApiServices).items:
+            owner = one.spec.service
+            if (
+                one.spec.group != GROUP
+                or owner is None
+                or (found := f"{owner.namespace}/{owner.name}") == self._service
+            ):
+                continue
+            raise GroupTaken(
+                f"{GROUP} belongs to the Service {found} (APIService {one.metadata.name}), and only one server can have"
+                f" it: delete that APIService, or leave out --custom-metrics; ours would be {self._service}"
+            )
+
+    async def pods(self, namespace: str, selector: str) -> set[str]:
+        """The names of the pods that a label selector takes. Raises SelectorError and Unreachable."""
+        found: set[str] = set()
+        params = {"labelSelector": selector, "limit": str(_PAGE_PODS)}
+        async with self._lists, asyncio.timeout(_LIST_WITHIN_S):
+            while True:
+                path = f"/api/v1/namespaces/{quote(namespace, safe='')}/pods"
+                answer = await self._client.request("GET", path, params=params, headers=_NAMES_ONLY)
+                if answer.status == 400:
+                    raise SelectorError(message(answer.body))
+                if answer.status != 200:
+                    raise Unreachable("connection", f"it does not list pods ({answer.status}): {message(answer.body)}")
+                page = _decoded(answer.body, _Pods)
+                found.update(one.metadata.name for one in page.items)
+                if not page.metadata.continue_:
+                    return found
+                params["continue"] = page.metadata.continue_
+
+    async def _front_proxy(self) -> FrontProxy:
+        data = _decoded(await self._ask(AUTHENTICATION, "get that ConfigMap"), _ConfigMap).data
+        if not (ca := data.get("requestheader-client-ca-file", "")):
+            raise Unreachable("connection", f"{AUTHENTICATION} has no requestheader-client-ca-file: give --client-ca")
+        return FrontProxy(ca, frozenset(json.loads(data.get("requestheader-allowed-names") or "[]")))
+
+    async def _ask(self, path: str, right: str) -> bytes:
+        answer = await self._client.request("GET", path)
+        if answer.status == 200:
+            return answer.body
+        hint = f" (this needs the right to {right})" if answer.status == 403 else ""
+        raise Unreachable("connection", f"{path}: {answer.status}: {message(answer.body)}{hint}")
+
+    async def _insist(self, ask: Callable[[], Awaitable[T]]) -> T:
+        """Ask until there is an answer."""
+        while True:
+            try:
+                found = await ask()
+            except Unreachable as error:
+                self._health.bad(error.reason, str(error))
+                await asyncio.sleep(_RETRY_S)
+            else:
+                self._health.good("asked")
+                return found
+
+
+def _decoded(body: bytes, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.DecodeError as error:
+        raise Unreachable("connection", f"the API server's answer can't be read: {error}") from error

@@ -1,0 +1,91 @@
+"""Label selectors in Kubernetes' text form: ``gpu_model=H100,tier in (a,b),!x``. Pure.
+
+Source: the grammar of k8s.io/apimachinery/pkg/labels; what ``metav1.LabelSelector`` can't say (``>`` and ``<``) is
+refused, as an answer has to repeat the selector in that form.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+_NAME = r"(?:[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)"
+_KEY = rf"(?:{_NAME}/)?{_NAME}"
+_REQUIREMENT = re.compile(
+    rf"\s*(?:(?P<absent>!)\s*(?P<lacking>{_KEY})"
+    rf"|(?P<key>{_KEY})(?:\s*(?P<equal>==|=|!=)\s*(?P<value>{_NAME}?)"
+    rf"|\s+(?P<set>in|notin)\s*\((?P<values>[^()]*)\))?)\s*(?:,|\Z)"
+)
+_VALUE = re.compile(rf"{_NAME}?")
+
+
+class SelectorError(ValueError):
+    """The text is no selector; the message says where."""
+
+
+class Requirement(NamedTuple):
+    """One thing that labels have to fulfil."""
+
+    key: str
+    operator: Literal["In", "NotIn", "Exists", "DoesNotExist"]
+    values: tuple[str, ...] = ()
+
+    def matches(self, labels: Mapping[str, str]) -> bool:
+        """Whether these labels fulfil it. What lacks the key is not in any set, as Kubernetes has it."""
+        match self.operator:
+            case "Exists":
+                return self.key in labels
+            case "DoesNotExist":
+                return self.key not in labels
+            case "In":
+                return labels.get(self.key) in self.values
+            case "NotIn":
+                return labels.get(self.key) not in self.values
+
+
+class Selector(NamedTuple):
+    """All of its requirements together; without any it takes everything."""
+
+    requirements: tuple[Requirement, ...] = ()
+
+    def matches(self, labels: Mapping[str, str]) -> bool:
+        """Whether these labels fulfil all."""
+        return all(one.matches(labels) for one in self.requirements)
+
+    def as_object(self) -> dict[str, Any] | None:
+        """It as a ``metav1.LabelSelector``; None if it takes everything."""
+        rows = [
+            {"key": one.key, "operator": one.operator, **({"values": list(one.values)} if one.values else {})}
+            for one in self.requirements
+        ]
+        return {"matchExpressions": rows} if rows else None
+
+
+EVERYTHING = Selector()
+
+
+def parse(text: str) -> Selector:
+    """The selector that a text is. Raises SelectorError."""
+    found, position = [], 0
+    while text[position:].strip():
+        match = _REQUIREMENT.match(text, position)
+        if match is None or (match.end() == len(text) and match[0].endswith(",")):
+            raise SelectorError(
+                f"{text[position:][:80]!r} is no label selector: write key=value, key in (a,b), key, !key"
+            )
+        found.append(_requirement(match))
+        position = match.end()
+    return Selector(tuple(found))
+
+
+def _requirement(match: re.Match[str]) -> Requirement:
+    if match["absent"]:
+        return Requirement(match["lacking"], "DoesNotExist")
+    if match["equal"]:
+        return Requirement(match["key"], "NotIn" if match["equal"] == "!=" else "In", (match["value"],))
+    if not match["set"]:
+        return Requirement(match["key"], "Exists")
+    values = tuple(dict.fromkeys(value.strip() for value in match["values"].split(",")))
+    for value in values:
+        if not _VALUE.fullmatch(value):
+            raise SelectorError(f"{value[:80]!r} can't be the value of a label")
+    return Requirement(match["key"], "In" if match["set"] == "in" else "NotIn", values)

@@ -1,0 +1,174 @@
+"""The metrics API: gpu.attributed -> what autoscalers ask, on ``--metrics-listen``.
+
+In:       every record of gpu.attributed of this cluster, at every replica: there is no group, and nothing is committed.
+Out:      answers to requests (:mod:`sinks.metrics_api.server`).
+State:    what every pod holds now; a replica that starts reads the last minute, and is ready when it has.
+On failure: what is not known is not answered, so that an autoscaler leaves its replicas as they are. An outage of Kafka
+          is waited for, and values that are 30 s old by then are gone. A record that can't be decoded is counted;
+          whoever reads the topic in a group dead-letters it.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Sequence
+from functools import partial
+
+from delivery.dead_letters import Record
+from delivery.instruments import Instrument, Instruments
+from delivery.kubernetes.client import Client
+from delivery.tail import Tail
+from sinks import http_server, outcomes
+from sinks.metrics_api.cluster import Cluster
+from sinks.metrics_api.holdings import Holdings, HoldingsTick, decode
+from sinks.metrics_api.server import Access, Api
+from sinks.metrics_api.tls import ServerTls
+from sinks.outcomes import Undecodable, decoded
+from sinks.settings import METRICS_ADDRESS, MetricsApiSettings
+from topics.attributed import TOPIC
+from topics.topic import node_key
+
+READ = "gpustream_metrics_api_records_read_total"
+DELIVERED = "gpustream_metrics_api_records_delivered_total"
+DUPLICATE = "gpustream_metrics_api_records_duplicate_total"
+DROPPED = "gpustream_metrics_api_records_dropped_total"
+DELAY = "gpustream_metrics_api_delay_seconds"
+NODES = "gpustream_metrics_api_nodes"
+REQUESTS = "gpustream_metrics_api_requests_total"
+API_REQUESTS = "gpustream_metrics_api_kubernetes_requests_total"
+
+INSTRUMENTS: tuple[Instrument, ...] = (
+    Instrument(READ, "counter", "Records read."),
+    Instrument(DELIVERED, "counter", "Records that are, or were, what is answered."),
+    Instrument(DUPLICATE, "counter", "Records that say nothing new: replays."),
+    Instrument(
+        DROPPED,
+        "counter",
+        "Records that are not used: of another cluster (other_cluster), or not to be decoded (undecodable).",
+        ("reason",),
+    ),
+    outcomes.delay_instrument(DELAY, "it is what is answered"),
+    Instrument(NODES, "gauge", "Nodes whose last tick is not too old."),
+    Instrument(REQUESTS, "counter", "Requests by the status of the answer.", ("code",)),
+    Instrument(
+        API_REQUESTS,
+        "counter",
+        "Requests to the API server by the answer's status, or connection, tls, timeout or cut if there was none.",
+        ("code",),
+    ),
+)
+
+_SINCE_S = 60.0
+"""Twice of what a value is good for: clocks differ, and a tick takes its time."""
+
+_FORGET_EVERY_S = 1.0
+
+
+class MetricsApiSink:
+    """A component: :meth:`run` it until it is to stop."""
+
+    name = "metrics-api"
+
+    def __init__(self, settings: MetricsApiSettings) -> None:
+        self.settings = settings
+        self.address: tuple[str, int] | None = None
+        self._instruments = Instruments(INSTRUMENTS)
+        self.registry = self._instruments.registry
+        self._holdings = Holdings()
+        self._mine = node_key(settings.cluster, "")
+        self._tail = Tail(
+            settings.connection(), TOPIC.name, self.take, since_s=_SINCE_S, client_id=f"gpustream-sink-{self.name}"
+        )
+        self._cluster: Cluster | None = None
+        if settings.custom_metrics is not None:
+            client = Client(settings.kubeconfig, partial(self._instruments.counter, API_REQUESTS))
+            self._cluster = Cluster(client, settings.custom_metrics)
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Read and serve until ``stop``. Raises ListenError, CertificateError, GroupTaken, ConfigError, MustRestart."""
+        working, stopping = asyncio.ensure_future(self._work(stop)), asyncio.ensure_future(stop.wait())
+        try:
+            await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopping.cancel()
+            working.cancel() if stop.is_set() else None
+            await asyncio.wait((working,))
+        if not working.cancelled():
+            working.result()
+
+    async def _work(self, stop: asyncio.Event) -> None:
+        settings, cluster = self.settings, self._cluster
+        async with contextlib.AsyncExitStack() as stack:
+            if cluster is not None:
+                stack.push_async_callback(cluster.close)
+                await cluster.start(ask_front_proxy=settings.client_ca is None and settings.serving_cert is not None)
+                refreshing = asyncio.ensure_future(cluster.refresh())
+                stack.callback(refreshing.cancel)
+            tls = None
+            if settings.serving_cert is not None and settings.serving_key is not None:
+                optional = settings.client_token_file is not None
+                tls = ServerTls(settings.serving_cert, settings.serving_key, self._client_ca, optional=optional)
+            guarded = (tls is not None and self._client_ca() is not None) or settings.client_token_file is not None
+            access = Access(guarded=guarded, names=self._names, token_file=settings.client_token_file)
+            api = Api(self._holdings, access, cluster, partial(self._instruments.counter, REQUESTS))
+            served = http_server.listening(
+                api.routes(),
+                settings.metrics_listen or METRICS_ADDRESS,
+                context=tls.context if tls is not None else None,
+                middlewares=[api.guard],
+            )
+            self.address = await stack.enter_async_context(served)
+            forgetting = asyncio.ensure_future(self._forget())
+            stack.callback(forgetting.cancel)
+            await self._tail.run(stop)
+
+    def not_ready(self) -> list[str]:
+        """Why not everything is answered that could be; empty when it is."""
+        of_cluster = self._cluster.not_ready() if self._cluster is not None else []
+        return of_cluster or (["not started"] if self.address is None else self._tail.not_ready())
+
+    def take(self, records: Sequence[Record]) -> None:
+        """Know what these records say."""
+        counter = self._instruments.counter
+        for record in records:
+            counter(READ).inc()
+            if record.key is not None and not record.key.startswith(self._mine):
+                counter(DROPPED, "other_cluster").inc()
+                continue
+            try:
+                tick = decoded(record, decode, TOPIC.name)
+            except Undecodable:
+                counter(DROPPED, "undecodable").inc()
+                continue
+            if tick.cluster != self.settings.cluster:
+                counter(DROPPED, "other_cluster").inc()
+            else:
+                self._take(tick, record.timestamp)
+
+    def _take(self, tick: HoldingsTick, logged_ms: int) -> None:
+        """A tick is as old as its node's clock or the log says, whichever is more."""
+        now_ms = time.time() * 1000
+        age_s = (now_ms - min(tick.ts_ms, logged_ms)) / 1000
+        verdict = self._holdings.take(tick, time.monotonic(), age_s)
+        self._instruments.counter(DUPLICATE if verdict == "replay" else DELIVERED).inc()
+        if verdict != "replay":
+            self._instruments.histogram(DELAY).observe(max(0.0, now_ms / 1000 - tick.ts_ms / 1000))
+
+    async def _forget(self) -> None:
+        while True:
+            self._holdings.forget(time.monotonic())
+            self._instruments.gauge(NODES).set(len(self._holdings))
+            await asyncio.sleep(_FORGET_EVERY_S)
+
+    def _client_ca(self) -> str | None:
+        """The CA of the clients as it is now."""
+        if self.settings.client_ca is not None:
+            return self.settings.client_ca.read_text()
+        return self._cluster.front_proxy.ca if self._cluster is not None and self._cluster.front_proxy else None
+
+    def _names(self) -> frozenset[str]:
+        """What front proxies are called; empty: anything."""
+        if self.settings.client_names:
+            return frozenset(self.settings.client_names)
+        front_proxy = self._cluster.front_proxy if self._cluster is not None else None
+        return front_proxy.names if front_proxy is not None else frozenset()

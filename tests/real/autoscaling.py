@@ -1,0 +1,156 @@
+"""What an autoscaler's test needs around it: a Deployment whose pods run without kubelets, and their GPUs' ticks."""
+
+import asyncio
+import json
+import time
+from contextlib import suppress
+from typing import Any
+
+from aiokafka import AIOKafkaProducer
+
+from tests.eventually import eventually
+from tests.real.kubernetes import ApiServer, Json
+from tests.real.servers import KafkaServer
+
+CLUSTER = "default"
+NODE = "n1"
+TICK_S = 0.25
+
+
+def deployment(namespace: str, name: str, replicas: int, labels: dict[str, str]) -> Json:
+    """A Deployment of pods with these labels."""
+    containers = [{"name": "main", "image": "example.invalid/main"}]
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": {"name": name, "namespace": namespace},
+        "spec": {
+            "replicas": replicas,
+            "selector": {"matchLabels": labels},
+            "template": {"metadata": {"labels": labels}, "spec": {"containers": containers}},
+        },
+    }
+
+
+def api_service(version: str, service: str, port: int, *, ca: str, priority: int = 100) -> Json:
+    """The APIService that gives a version of custom.metrics.k8s.io to a Service, ``NAMESPACE/NAME``."""
+    namespace, _, name = service.partition("/")
+    return {
+        "apiVersion": "apiregistration.k8s.io/v1",
+        "kind": "APIService",
+        "metadata": {"name": f"{version}.custom.metrics.k8s.io"},
+        "spec": {
+            "group": "custom.metrics.k8s.io",
+            "version": version,
+            "groupPriorityMinimum": 100,
+            "versionPriority": priority,
+            "caBundle": ca,
+            "service": {"namespace": namespace, "name": name, "port": port},
+        },
+    }
+
+
+def outside_service(service: str) -> Json:
+    """A Service of that ``NAMESPACE/NAME`` that leads to this machine."""
+    namespace, _, name = service.partition("/")
+    spec = {"type": "ExternalName", "externalName": "localhost"}
+    return {"apiVersion": "v1", "kind": "Service", "metadata": {"name": name, "namespace": namespace}, "spec": spec}
+
+
+class Inference:
+    """A Deployment and its GPUs: every pod runs as soon as it is there, and every second one shares a GPU with others.
+
+    ``load`` is what each pod makes of its GPU, from its next tick on.
+    """
+
+    def __init__(
+        self, api: ApiServer, kafka: KafkaServer, topic: str, *, namespace: str, labels: dict[str, str]
+    ) -> None:
+        self.api, self.kafka, self.topic, self.namespace, self.labels = api, kafka, topic, namespace, labels
+        self.load = 0.0
+        self.pods: list[str] = []
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> "Inference":
+        self.api.namespace(self.namespace)
+        self.api.create(deployment(self.namespace, "infer", 2, self.labels))
+        self._task = asyncio.create_task(self._run())
+        await self.scaled_to(2)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._task
+
+    async def scaled_to(self, replicas: int) -> None:
+        """Waits until so many pods hold a GPU."""
+        await eventually(lambda: len(self.pods) == replicas, f"{replicas} pods", unless=self._task, every_s=0.05)
+
+    def status(self, hpa: str) -> Json:
+        """What the autoscaler says."""
+        found: Json = self.api.get(f"/apis/autoscaling/v2/namespaces/{self.namespace}/horizontalpodautoscalers/{hpa}")
+        status: Json = found.get("status", {})
+        return status
+
+    async def _run(self) -> None:
+        producer = AIOKafkaProducer(bootstrap_servers=self.kafka.address)
+        await producer.start()
+        started_ms, seq = int(time.time() * 1000), 0
+        try:
+            while True:
+                pods = await asyncio.to_thread(self._running)
+                seq += 1
+                content = self._tick(pods, started_ms, seq)
+                await producer.send_and_wait(self.topic, json.dumps(content).encode(), f"{CLUSTER}/{NODE}".encode())
+                self.pods = pods
+                await asyncio.sleep(TICK_S)
+        finally:
+            await producer.stop()
+
+    def _running(self) -> list[str]:
+        """The pods that are not about to end; each runs from now on."""
+        path = f"/api/v1/namespaces/{self.namespace}/pods"
+        found = [pod for pod in self.api.get(path)["items"] if "deletionTimestamp" not in pod["metadata"]]
+        for pod in found:
+            if pod["status"].get("phase") != "Running":
+                now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+                ready = {"type": "Ready", "status": "True", "lastTransitionTime": now}
+                content = {"status": {"phase": "Running", "startTime": now, "conditions": [ready]}}
+                self.api.patch(f"{path}/{pod['metadata']['name']}", content, status=True)
+        return sorted(pod["metadata"]["name"] for pod in found)
+
+    def _tick(self, pods: list[str], run_id: int, seq: int) -> Json:
+        alone, together = pods[0::2], pods[1::2]
+        devices: list[dict[str, Any]] = [
+            {"uuid": f"GPU-{pod}", "metrics": {"gpu_utilization_ratio": self.load}, "holders": [self._holder(pod)]}
+            for pod in alone
+        ]
+        if together:
+            parts = {"utilization_ratio": self.load}
+            holders = [self._holder(pod, parts=parts if len(together) > 1 else None) for pod in together]
+            used = round(self.load * len(together), 6)
+            devices.append({"uuid": "GPU-shared", "metrics": {"gpu_utilization_ratio": used}, "holders": holders})
+        return {
+            "schema": 1,
+            "cluster": CLUSTER,
+            "node": NODE,
+            "run_id": run_id,
+            "seq": seq,
+            "ts_ms": int(time.time() * 1000),
+            "offset": seq,
+            "attribution": "exact",
+            "devices": [{"index": number, "model": "NVIDIA L4"} | device for number, device in enumerate(devices)],
+        }
+
+    def _holder(self, pod: str, **more: Any) -> dict[str, Any]:
+        workload = {"kind": "Deployment", "name": "infer"}
+        holder = {
+            "namespace": self.namespace,
+            "pod": pod,
+            "container": "main",
+            "workload": workload,
+            "deployment": "infer",
+        }
+        return holder | more

@@ -1,0 +1,293 @@
+"""What is answered to whom."""
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import aiohttp
+import pytest
+from prometheus_client import Counter
+from yarl import URL
+
+from delivery.kubernetes.client import Unreachable
+from sinks.http_server import listening
+from sinks.metrics_api.custom_metrics import quantity, resource_of
+from sinks.metrics_api.holdings import SERVED, STALE_S, Holdings
+from sinks.metrics_api.selectors import SelectorError
+from sinks.metrics_api.server import Access, Api
+from tests.sinks.metrics_api.ticks import device, holder, of_deployment, tick
+
+USED = "gpu_utilization_ratio"
+BASE = "/apis/custom.metrics.k8s.io/v1beta2"
+OPEN = Access(guarded=False, names=frozenset, token_file=None)
+
+
+class Pods:
+    """An API server's lists of pods."""
+
+    front_proxy = None
+
+    def __init__(self, answers: dict[str, set[str] | Exception]) -> None:
+        self.answers = answers
+
+    async def pods(self, namespace: str, selector: str) -> set[str]:
+        """What was prepared."""
+        found = self.answers[f"{namespace}: {selector}"]
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+
+class Answer(NamedTuple):
+    """What came back."""
+
+    status: int
+    content: Any
+
+    @property
+    def values(self) -> dict[str, str]:
+        """The values of a list by the names of what they are of."""
+        return {one["describedObject"]["name"]: one["value"] for one in self.content["items"]}
+
+
+class Bench:
+    """A server, what it knows, and its clock."""
+
+    def __init__(self, access: Access, lists: dict[str, set[str] | Exception] | None) -> None:
+        self.holdings = Holdings()
+        self.now_s = 1000.0
+        self.counter = Counter("requests_total", "Requests.", ("code",), registry=None)
+        cluster: Any = None if lists is None else Pods(lists)
+        self.api = Api(self.holdings, access, cluster, self.counter.labels, lambda: self.now_s)
+        self.url = ""
+
+    def tick(self, seq: int, *devices: dict[str, Any], **more: Any) -> None:
+        """A tick came."""
+        self.holdings.take(tick(seq, *devices, **more), self.now_s, 0.0)
+
+    async def ask(self, path: str, **headers: str) -> Answer:
+        """Asks for a path, as it is written."""
+        url = URL(self.url + path, encoded=True)
+        async with aiohttp.ClientSession() as client, client.get(url, headers=headers) as got:
+            assert got.content_type == "application/json"
+            return Answer(got.status, json.loads(await got.read()))
+
+
+@asynccontextmanager
+async def bench(lists: dict[str, set[str] | Exception] | None = None, access: Access = OPEN) -> AsyncIterator[Bench]:
+    """Serves; without ``lists`` plain JSON only."""
+    made = Bench(access, lists)
+    async with listening(made.api.routes(), ("127.0.0.1", 0), middlewares=[made.api.guard]) as address:
+        made.url = "http://{}:{}".format(*address)
+        yield made
+
+
+# -- plain JSON
+
+
+async def test_a_workload_says_what_its_holders_do_as_mean_sum_and_maximum() -> None:
+    async with bench() as made:
+        made.tick(1, device("GPU-a", of_deployment("p"), metrics={USED: 0.25, "temperature_celsius": 40}))
+        made.tick(2, device("GPU-b", of_deployment("q"), metrics={USED: 0.75, "temperature_celsius": 60}), node="n2")
+        made.tick(3, device("GPU-c", of_deployment("other", "train"), used=1.0), node="n3")
+        found = await made.ask("/v1/workloads/ml/Deployment/infer")
+        lower = await made.ask("/v1/workloads/ml/deployment/infer")
+
+    assert found.content == {
+        "namespace": "ml",
+        "kind": "Deployment",
+        "name": "infer",
+        "holders": 2,
+        "devices": 2,
+        "oldest_ts_ms": 1_795_219_153_000,
+        "mean_over_holders": {USED: 0.5, "temperature_celsius": 50},
+        "sum_over_holders": {USED: 1.0},
+        "max_over_holders": {USED: 0.75, "temperature_celsius": 60},
+    }
+    assert lower.content["holders"] == 2
+
+
+@pytest.mark.parametrize("path", ["ml/Deployment/none", "ml/Job/infer", "else/Deployment/infer"])
+async def test_what_holds_nothing_is_not_found(path: str) -> None:
+    async with bench() as made:
+        made.tick(1, device("GPU-a", of_deployment("p"), used=0.25))
+        found = await made.ask(f"/v1/workloads/{path}")
+
+    assert found.status == 404
+    assert "holds a GPU" in found.content["error"]
+
+
+async def test_a_value_that_is_too_old_is_not_found_and_never_zero() -> None:
+    async with bench({}) as made:
+        made.tick(1, device("GPU-a", of_deployment("p"), used=0.25))
+        made.now_s += STALE_S
+        plain = await made.ask("/v1/workloads/ml/Deployment/infer")
+        one = await made.ask(f"{BASE}/namespaces/ml/pods/p/{USED}")
+        every = await made.ask(f"{BASE}/namespaces/ml/pods/%2A/{USED}")
+
+    assert (plain.status, one.status, every.status) == (404, 404, 200)
+    assert every.content["items"] == []
+
+
+async def test_a_pod_with_a_cron_job_above_its_job_is_of_both() -> None:
+    owned = holder("p", workload={"kind": "CronJob", "name": "nightly"}, job="nightly-1")
+    async with bench() as made:
+        made.tick(1, device("GPU-a", owned, used=0.25))
+        answers = [await made.ask(f"/v1/workloads/ml/{path}") for path in ("CronJob/nightly", "Job/nightly-1")]
+
+    assert [one.status for one in answers] == [200, 200]
+
+
+async def test_without_being_asked_for_there_is_no_aggregated_api() -> None:
+    async with bench() as made:
+        found = await made.ask(BASE)
+
+    assert (found.status, found.content["kind"], found.content["reason"]) == (404, "Status", "NotFound")
+
+
+# -- custom.metrics.k8s.io
+
+
+@pytest.mark.parametrize("version", ["v1beta1", "v1beta2"])
+async def test_discovery_lists_every_metric_of_pods_workloads_and_namespaces(version: str) -> None:
+    async with bench({}) as made:
+        group = await made.ask("/apis/custom.metrics.k8s.io")
+        found = await made.ask(f"/apis/custom.metrics.k8s.io/{version}")
+
+    assert group.content["preferredVersion"]["version"] == "v1beta2"
+    assert (found.content["kind"], found.content["groupVersion"]) == (
+        "APIResourceList",
+        f"custom.metrics.k8s.io/{version}",
+    )
+    names = {one["name"]: one["namespaced"] for one in found.content["resources"]}
+    assert {f"pods/{metric}" for metric in SERVED} <= names.keys()
+    assert (names[f"deployments.apps/{USED}"], names[f"namespaces/{USED}"]) == (True, False)
+
+
+async def test_the_pods_of_a_selector_are_answered_and_no_others() -> None:
+    async with bench({"ml: app=infer,tier in (a,b)": {"p", "q", "without-gpu"}}) as made:
+        made.tick(1, device("GPU-a", holder("p"), used=0.9), device("GPU-b", holder("q"), used=0.1))
+        made.tick(1, device("GPU-c", holder("other"), used=0.5), node="n2")
+        path = f"{BASE}/namespaces/ml/pods/%2A/{USED}?labelSelector=app%3Dinfer%2Ctier+in+%28a%2Cb%29"
+        found = await made.ask(path, Accept="application/vnd.kubernetes.protobuf, */*")
+        every = await made.ask(f"{BASE}/namespaces/ml/pods/*/{USED}")
+
+    assert found.values == {"p": "900m", "q": "100m"}
+    assert every.values == {"p": "900m", "q": "100m", "other": "500m"}
+    assert found.content["items"][0] == {
+        "describedObject": {"kind": "Pod", "name": "p", "apiVersion": "v1", "namespace": "ml"},
+        "metric": {"name": USED, "selector": None},
+        "timestamp": "2026-11-20T23:59:13Z",
+        "value": "900m",
+    }
+
+
+async def test_the_older_version_names_the_metric_as_it_did() -> None:
+    async with bench({}) as made:
+        made.tick(1, device("GPU-a", holder("p"), used=0.9))
+        found = await made.ask(f"/apis/custom.metrics.k8s.io/v1beta1/namespaces/ml/pods/p/{USED}")
+
+    assert found.content["apiVersion"] == "custom.metrics.k8s.io/v1beta1"
+    assert (found.content["items"][0]["metricName"], "metric" in found.content["items"][0]) == (USED, False)
+
+
+async def test_a_metric_selector_chooses_devices_and_stands_in_the_answer() -> None:
+    async with bench({}) as made:
+        first = device("GPU-a", holder("p"), used=0.9)
+        second = device("GPU-b", holder("p"), used=0.1, model="NVIDIA A100")
+        made.tick(1, first, second, device("GPU-c", holder("q"), used=0.3, model="NVIDIA A100"))
+        path = f"{BASE}/namespaces/ml/pods/*/{USED}?metricLabelSelector="
+        h100 = await made.ask(path + "gpu_model%3DNVIDIA-H100-80GB-HBM3%2Cx+notin+%28y%29")
+        none = await made.ask(path + "gpu_model%3DL4")
+        one = await made.ask(f"{BASE}/namespaces/ml/pods/q/{USED}?metricLabelSelector=gpu_model%3DL4")
+        wrong = await made.ask(path + "gpu_model%3E")
+
+    assert h100.values == {"p": "900m"}
+    assert h100.content["items"][0]["metric"]["selector"]["matchExpressions"][0]["key"] == "gpu_model"
+    assert (none.status, none.values, one.status) == (200, {}, 404)
+    assert (wrong.status, wrong.content["reason"]) == (400, "BadRequest")
+
+
+async def test_workloads_and_namespaces_are_answered_by_name_with_exactly_one_item() -> None:
+    async with bench({}) as made:
+        made.tick(1, device("GPU-a", of_deployment("p"), used=0.9), device("GPU-b", of_deployment("q"), used=0.1))
+        made.tick(1, device("GPU-c", holder("r"), used=0.2), node="n2")
+        workload = await made.ask(f"{BASE}/namespaces/ml/deployments.apps/infer/{USED}")
+        namespace = await made.ask(f"{BASE}/namespaces/ml/metrics/{USED}")
+        every = await made.ask(f"{BASE}/namespaces/%2A/metrics/{USED}")
+        absent = [
+            await made.ask(f"{BASE}/namespaces/{path}/{USED}")
+            for path in ("ml/deployments.apps/none", "none/metrics", "ml/statefulsets.apps/infer", "ml/pods/none")
+        ]
+
+    assert workload.values == {"infer": "500m"}
+    assert workload.content["items"][0]["describedObject"]["kind"] == "Deployment"
+    assert namespace.values == every.values == {"ml": "400m"}
+    assert [one.status for one in absent] == [404, 404, 404, 404]
+
+
+async def test_custom_workloads_are_found_by_the_plural_of_their_kind() -> None:
+    owned = holder("p", workload={"kind": "RayCluster", "name": "ray"})
+    async with bench({}) as made:
+        made.tick(1, device("GPU-a", owned, used=0.5))
+        found = await made.ask(f"{BASE}/namespaces/ml/rayclusters.ray.io/ray/{USED}")
+
+    assert found.values == {"ray": "500m"}
+    assert [resource_of(kind) for kind in ("job", "policy", "redis")] == ["jobs", "policies", "redises"]
+
+
+async def test_what_the_api_server_refuses_or_does_not_answer_is_an_error_and_no_empty_list() -> None:
+    lists: dict[str, set[str] | Exception] = {
+        "ml: a==": SelectorError("unable to parse"),
+        "ml: b": Unreachable("connection", "refused"),
+    }
+    async with bench(lists) as made:
+        made.tick(1, device("GPU-a", holder("p"), used=0.5))
+        wrong = await made.ask(f"{BASE}/namespaces/ml/pods/*/{USED}?labelSelector=a%3D%3D")
+        away = await made.ask(f"{BASE}/namespaces/ml/pods/*/{USED}?labelSelector=b")
+        other = await made.ask(f"{BASE}/namespaces/ml/deployments.apps/*/{USED}?labelSelector=b")
+        unknown = await made.ask(f"{BASE}/namespaces/ml/pods/*/no_such_metric")
+
+    assert [one.status for one in (wrong, away, other, unknown)] == [400, 503, 400, 404]
+    assert {one.content["kind"] for one in (wrong, away, other, unknown)} == {"Status"}
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.9, "900m"),
+        (0.9000000001, "900m"),
+        (0.0, "0"),
+        (1.0, "1"),
+        (0.0004, "0"),
+        (64 << 30, "68719476736"),
+        (1.5, "1500m"),
+    ],
+)
+def test_values_are_written_as_quantities_in_thousandths(value: float, text: str) -> None:
+    assert quantity(value) == text
+
+
+# -- who may ask
+
+
+async def test_a_bearer_token_opens_plain_json_and_not_the_aggregated_api(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("secret\n")
+    access = Access(guarded=True, names=frozenset, token_file=tmp_path / "token")
+    async with bench({}, access) as made:
+        made.tick(1, device("GPU-a", of_deployment("p"), used=0.5))
+        plain = "/v1/workloads/ml/Deployment/infer"
+        answers = [
+            await made.ask(plain, Authorization="Bearer secret"),
+            await made.ask(plain, Authorization="Bearer wrong"),
+            await made.ask(plain, Authorization="Bearer "),
+            await made.ask(plain),
+            await made.ask(BASE, Authorization="Bearer secret"),
+        ]
+        (tmp_path / "token").write_text("other")
+        answers.append(await made.ask(plain, Authorization="Bearer secret"))
+
+    assert [one.status for one in answers] == [200, 401, 401, 401, 401, 401]
+    assert "secret" not in str(answers[1])

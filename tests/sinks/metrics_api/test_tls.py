@@ -1,0 +1,141 @@
+"""The server's TLS: whose certificate is shown, who may come in, and what happens when files change."""
+
+import shutil
+import ssl
+from collections.abc import Callable
+from pathlib import Path
+
+import aiohttp
+import pytest
+from prometheus_client import Counter
+
+from sinks.http_server import listening
+from sinks.metrics_api import tls as module
+from sinks.metrics_api.holdings import Holdings
+from sinks.metrics_api.server import Access, Api
+from sinks.metrics_api.tls import CertificateError, ServerTls
+from tests.real.certificates import Authority, Certificate
+
+BASE = "/apis/custom.metrics.k8s.io/v1beta2"
+PLAIN = "/v1/workloads/ml/Job/none"
+
+
+@pytest.fixture(autouse=True)
+def _looks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_LOOK_EVERY_S", 0.0)
+
+
+@pytest.fixture(scope="module")
+def authorities(tmp_path_factory: pytest.TempPathFactory) -> list[Authority]:
+    """Two that know nothing of each other."""
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl on PATH")
+    return [Authority(tmp_path_factory.mktemp("authority")) for _ in range(2)]
+
+
+class Files:
+    """The files that a server is given, which may change."""
+
+    def __init__(self, directory: Path, authority: Authority, clients: Authority) -> None:
+        self.certificate, self.key, self.ca = directory / "tls.crt", directory / "tls.key", directory / "ca.crt"
+        self.become(authority, clients)
+
+    def become(self, authority: Authority, clients: Authority) -> None:
+        """They are of these now."""
+        serving = authority.sign("server", "DNS:localhost")
+        self.certificate.write_bytes(serving.certificate.read_bytes())
+        self.key.write_bytes(serving.key.read_bytes())
+        self.ca.write_bytes(clients.ca.read_bytes())
+
+
+async def ask(address: tuple[str, int], trusted: Authority, shown: Certificate | None, path: str = PLAIN) -> int | str:
+    """The status of an answer, or in which way there was none."""
+    context = ssl.create_default_context(cafile=trusted.ca)
+    if shown is not None:
+        context.load_cert_chain(shown.certificate, shown.key)
+    try:
+        async with (
+            aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=context)) as client,
+            client.get(f"https://localhost:{address[1]}{path}") as answer,
+        ):
+            return answer.status
+    except aiohttp.ClientConnectorCertificateError:
+        return "the server is not trusted"
+    except (aiohttp.ClientError, ConnectionError):
+        return "refused"
+
+
+def api(names: Callable[[], frozenset[str]] = frozenset, token: Path | None = None) -> Api:
+    """What is served: nothing is known."""
+    counter = Counter("requests_total", "Requests.", ("code",), registry=None)
+    cluster: object = object()
+    return Api(Holdings(), Access(guarded=True, names=names, token_file=token), cluster, counter.labels)  # type: ignore[arg-type]
+
+
+async def test_only_certificates_of_the_clients_ca_come_in_and_only_front_proxies_may_ask_everything(
+    tmp_path: Path, authorities: list[Authority]
+) -> None:
+    ours, theirs = authorities
+    files = Files(tmp_path, ours, ours)
+    tls = ServerTls(files.certificate, files.key, files.ca.read_text)
+    made = api(lambda: frozenset({"front-proxy-client"}))
+    async with listening(made.routes(), ("127.0.0.1", 0), context=tls.context, middlewares=[made.guard]) as address:
+        proxy, other = ours.sign("front-proxy-client"), ours.sign("keda")
+        assert await ask(address, ours, proxy, BASE) == 200
+        assert await ask(address, ours, other, BASE) == 403
+        assert await ask(address, ours, other) == 404
+        assert await ask(address, ours, theirs.sign("front-proxy-client"), BASE) == "refused"
+        assert await ask(address, ours, None, BASE) == "refused"
+
+
+async def test_where_a_token_is_as_good_a_client_comes_in_without_a_certificate(
+    tmp_path: Path, authorities: list[Authority]
+) -> None:
+    ours, theirs = authorities
+    files = Files(tmp_path, ours, ours)
+    (tmp_path / "token").write_text("secret")
+    tls = ServerTls(files.certificate, files.key, files.ca.read_text, optional=True)
+    made = api(token=tmp_path / "token")
+    async with listening(made.routes(), ("127.0.0.1", 0), context=tls.context, middlewares=[made.guard]) as address:
+        assert await ask(address, ours, None) == 401
+        assert await ask(address, ours, None, BASE) == 401
+        assert await ask(address, ours, ours.sign("keda")) == 404
+        assert await ask(address, ours, theirs.sign("keda")) == "refused"
+
+
+async def test_changed_files_are_shown_to_the_next_client_without_a_restart(
+    tmp_path: Path, authorities: list[Authority]
+) -> None:
+    ours, theirs = authorities
+    files = Files(tmp_path, ours, ours)
+    tls = ServerTls(files.certificate, files.key, files.ca.read_text)
+    made = api()
+    async with listening(made.routes(), ("127.0.0.1", 0), context=tls.context, middlewares=[made.guard]) as address:
+        assert await ask(address, ours, ours.sign("keda")) == 404
+        files.become(theirs, theirs)
+        assert await ask(address, theirs, theirs.sign("keda")) == 404
+        assert await ask(address, ours, theirs.sign("keda")) == "the server is not trusted"
+        assert await ask(address, theirs, ours.sign("keda")) == "refused"
+
+
+async def test_files_that_are_broken_for_now_change_nothing(
+    tmp_path: Path, authorities: list[Authority], caplog: pytest.LogCaptureFixture
+) -> None:
+    ours = authorities[0]
+    files = Files(tmp_path, ours, ours)
+    tls = ServerTls(files.certificate, files.key, files.ca.read_text)
+    made = api()
+    async with listening(made.routes(), ("127.0.0.1", 0), context=tls.context, middlewares=[made.guard]) as address:
+        files.key.write_text("half a k")
+        assert await ask(address, ours, ours.sign("keda")) == 404
+        files.ca.unlink()
+        assert await ask(address, ours, ours.sign("keda")) == 404
+    assert "going on with what was read before" in caplog.text
+
+
+def test_certificates_that_can_not_be_used_are_a_clear_error_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "tls.crt").write_text("no certificate")
+    (tmp_path / "tls.key").write_text("no key")
+
+    with pytest.raises(CertificateError, match=r"tls\.crt and .*tls\.key.* can't be used: SSLError"):
+        ServerTls(tmp_path / "tls.crt", tmp_path / "tls.key", lambda: None)
