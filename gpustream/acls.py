@@ -56,6 +56,7 @@ def of_commands() -> dict[str, list[Acl]]:
         "topics create": _every_topic("Create", "Describe", "AlterConfigs"),
         "topics list": _every_topic("Describe", "DescribeConfigs"),
         "alerts": [Acl("Read", "Topic", "gpu.alerts")],
+        "usage": [Acl("Read", "Topic", name) for name in ("gpu.usage", "gpu.usage-minutes")],
         "doctor": [
             *_every_topic("Read"),
             *(

@@ -124,6 +124,10 @@ COMMANDS = {
     "sink": _group("sink", "Take gpu.attributed from Kafka to where it is wanted.", SINKS),
     "topics": _module("topics", "Create the topics, or compare them with what they should be."),
     "alerts": _module("alerts", "List the alerts that fire: since when, where, whose, and what is wrong."),
+    "usage": Entry(
+        "Say who had how many GPU-hours, what of them was used, and what that costs.",
+        lambda: command.load("gpustream.usage.command:usage"),
+    ),
     "doctor": Entry(
         "Check a running pipeline: what each node sent, what was attributed, what each sink took; why not, if not.",
         lambda: command.load("gpustream.doctor.command:doctor"),

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from rich.console import Console
@@ -35,10 +36,20 @@ class Span(NamedTuple):
 
 
 class History:
-    """An open connection; see :func:`opened`. ``partitions`` is how many each topic has, by the contract's names."""
+    """An open connection; see :func:`opened`.
 
-    def __init__(self, connection: Connection, consumer: Any, partitions: Mapping[str, int]) -> None:
-        self.connection, self.partitions = connection, partitions
+    By the contract's names: ``partitions`` is how many each topic has, ``kept_ms`` how long it keeps records, if the
+    broker says so; below zero is for ever.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        consumer: Any,
+        partitions: Mapping[str, int],
+        kept_ms: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
+        self.connection, self.partitions, self.kept_ms = connection, partitions, kept_ms
         self._consumer = consumer
 
     async def ends(self, topic: str) -> dict[Partition, int]:
@@ -131,6 +142,11 @@ async def opened(connection: Connection, topics: Sequence[str]) -> AsyncIterator
     consumer = await connected(connection, auto_offset_reset="earliest", max_poll_records=None)
     try:
         partitions = {connection.unprefixed(name): one.partitions for name, one in found.items()}
-        yield History(connection, consumer, partitions)
+        kept_ms = {
+            connection.unprefixed(name): int(one.settings["retention.ms"])
+            for name, one in found.items()
+            if one.settings is not None and "retention.ms" in one.settings
+        }
+        yield History(connection, consumer, partitions, kept_ms)
     finally:
         await close(consumer)

@@ -1,0 +1,292 @@
+"""``gpustream usage``: who had how many GPU-hours, what of them was used, and what that costs.
+
+In:       gpu.usage and gpu.usage-minutes, in no group; a file of prices, a bill.
+Out:      a table, CSV or JSON on standard output; a bill whose charges are divided, in a file. What has to be known
+          about them is said on standard error.
+On failure: what is wrong, in a sentence, and exit code 1; mistakes in the command line, and exit code 2.
+"""
+
+import csv
+import re
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import click
+import msgspec
+
+from delivery import values
+from delivery.connection import Connection
+from delivery.settings import DURATION, READABLE_FILE, Text
+from gpustream import logs
+from gpustream.command import KAFKA, LOG_FORMAT, Command, counted, option
+from gpustream.topics import FAILED, answer
+from gpustream.usage import prices as price_list
+from gpustream.usage import read
+from gpustream.usage.prices import Prices, PricesError
+from gpustream.usage.read import Range, utc
+from gpustream.usage.table import By, Row, Table, rounded
+from topics.usage import HOUR_MS, MINUTE_MS
+
+WIDTH = 80
+DEFAULT_S = 24 * 3600.0
+CSV_COLUMNS = (
+    "by", "category", "held_ms", "used_us", "idle_ms", "energy_mj", "gpu_hours", "share", "cost", "currency", "final",
+)  # fmt: skip
+
+_MJ_IN_KWH = 3_600_000_000
+_HAS_ZONE = re.compile(r"(Z|[+-]\d{2}:?\d{2})$", re.IGNORECASE)
+
+
+class When(NamedTuple):
+    """A time, or how long ago it was. ``is_assumed``: the text names no zone, and UTC is taken."""
+
+    ms: int
+    is_ago: bool
+    is_assumed: bool = False
+
+    def at_ms(self, now_ms: int) -> int:
+        """The time itself, a whole minute."""
+        return now_ms - self.ms if self.is_ago else self.ms
+
+
+def when(text: str) -> When:
+    """``2026-11-01``, ``2026-11-01T08:00+01:00``, ``2026-11-01 08:00`` (UTC), or ``7d``: seven days ago."""
+    at_ms = price_list.milliseconds(text)
+    found = When(at_ms, False, _HAS_ZONE.search(text.strip()) is None) if at_ms is not None else _ago(text)
+    if found.ms % MINUTE_MS or found.ms < 0:
+        raise ValueError(f"{text!r}: usage is counted by the minute: write a whole one")
+    return found
+
+
+def _ago(text: str) -> When:
+    try:
+        return When(values.milliseconds(text), is_ago=True)
+    except ValueError:
+        raise ValueError(
+            f"{text[:80]!r} is not a time: write 2026-11-01, 2026-11-01T08:00+01:00, or 7d for seven days ago"
+        ) from None
+
+
+TIME = Text("TIME", when, "2026-11-01")
+
+
+def wanted(since_s: float | None, first: When | None, last: When | None, now_ms: int) -> Range:
+    """The time that is asked for. Raises ValueError if there is none."""
+    now_ms -= now_ms % MINUTE_MS
+    if first is None:
+        return Range(now_ms - round((since_s or DEFAULT_S) * 1000), now_ms)
+    found = Range(first.at_ms(now_ms), min(now_ms, now_ms if last is None else last.at_ms(now_ms)))
+    if not found.is_some:
+        raise ValueError("--from: must be before --to, and in the past")
+    return found
+
+
+def _mistakes(given: dict[str, Any]) -> Iterator[str]:
+    since_s, first, last = given["since_s"], given["first"], given["last"]
+    if since_s is not None and (first is not None or last is not None):
+        yield "--since: not together with --from and --to"
+    if since_s is not None and (since_s < 60 or since_s % 60):
+        yield "--since: usage is counted by the minute: write whole minutes, such as 90m"
+    if last is not None and first is None:
+        yield "--to: needs --from"
+    try:
+        wanted(since_s, first, last, _now_ms())
+    except ValueError as error:
+        yield str(error)
+
+
+@click.command(
+    cls=Command,
+    check=_mistakes,
+    example=(
+        "gpustream usage --kafka kafka-0:9092 --by team --since 7d --prices prices.yaml\n"
+        "gpustream usage --kafka kafka-0:9092 --by workload --from 2026-11-01 --to 2026-12-01 --format csv"
+    ),
+)
+@KAFKA
+@option(
+    "--by",
+    type=click.Choice(["namespace", "workload", "team", "pod", "node"]),
+    default="namespace",
+    help="Whose usage is a row. A pod without a workload is a workload by itself.",
+)
+@option(
+    "--since",
+    "since_s",
+    type=DURATION,
+    show_default="24h, if --from is not given",
+    help="The time until now: 24h, 7d. Whole minutes.",
+)
+@option(
+    "--from",
+    "first",
+    type=TIME,
+    help="When the time begins: 2026-11-01, 2026-11-01T08:00+01:00, or 7d for seven days ago. Without a zone: UTC.",
+)
+@option("--to", "last", type=TIME, show_default="now", help="When the time ends, written as --from.")
+@option(
+    "--format",
+    "form",
+    type=click.Choice(["text", "csv", "json"]),
+    default="text",
+    help="json: one object, with integers as they are in gpu.usage.",
+)
+@option(
+    "--prices",
+    "prices_file",
+    type=READABLE_FILE,
+    help=(
+        "A YAML or TOML file of what a GPU-hour costs: by model, date and node labels. docs/chargeback.md has an"
+        " example."
+    ),
+)
+@LOG_FORMAT
+def usage(
+    connection: Connection,
+    by: By,
+    since_s: float | None,
+    first: When | None,
+    last: When | None,
+    form: Literal["text", "csv", "json"],
+    prices_file: Path | None,
+    log_format: logs.Format,
+) -> None:
+    """Say who had how many GPU-hours, what of them was used, and what that costs. It reads in no group."""
+    logs.setup(log_format)
+    prices = _prices(prices_file)
+    if any(one is not None and one.is_assumed for one in (first, last)):
+        click.echo("times without a zone are taken as UTC", err=True)
+    time_range = wanted(since_s, first, last, _now_ms())
+    found, table = answer(_count(connection, time_range, Table(by, prices)))
+    for note in [*found.notes, *_remarks(table)]:
+        click.echo(note, err=True)
+    if not found.range.is_some:
+        raise SystemExit(FAILED)
+    if form == "json":
+        click.echo(msgspec.json.encode(as_json(found.range, table)))
+    elif form == "csv":
+        csv.writer(sys.stdout, lineterminator="\n").writerows([CSV_COLUMNS, *as_csv(table)])
+    else:
+        click.echo("\n".join(as_text(found.range, table)))
+
+
+def _prices(file: Path | None) -> Prices | None:
+    if file is None:
+        return None
+    try:
+        return price_list.load(file)
+    except PricesError as error:
+        click.echo(str(error), err=True)
+        raise SystemExit(FAILED) from error
+
+
+async def _count(connection: Connection, time_range: Range, table: Table) -> tuple[read.Answer, Table]:
+    async with read.opened(connection) as past:
+        found = await read.plan(past, time_range, _now_ms())
+        if found.range.is_some:
+            async for records in read.records(past, found):
+                table.add(records)
+    return found, table
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000
+
+
+def _remarks(table: Table) -> Iterator[str]:
+    """What has to be known about a table."""
+    if table.growing:
+        yield (
+            f"not final: {counted(len(table.growing), 'window')} from {utc(min(table.growing))} on may still change;"
+            " rows that have some of them are marked with *"
+        )
+    if table.open_windows:
+        yield f"the parts of {counted(table.open_windows, 'window')} of a GPU do not add up to the whole"
+    for model, hours in sorted(table.unpriced.items()):
+        yield f"no price for {model}: {rounded(hours, 2):,} GPU-hours of it are not in the cost"
+
+
+# -- the forms
+
+
+def as_json(time_range: Range, table: Table) -> dict[str, Any]:
+    """The object of ``--format json``. Costs are decimals, in strings."""
+    rows = [
+        {
+            "by": row.by,
+            "held_ms": row.sums.device_ms,
+            "used_us": row.sums.used_us,
+            "idle_ms": row.sums.idle_ms,
+            "energy_mj": row.sums.energy_mj,
+            "cost": None if row.cost is None else f"{row.cost:f}",
+        }
+        for row in table.rows()
+        if row.category == "held"
+    ]
+    whole: dict[str, Any] = {"from_ms": time_range.from_ms, "to_ms": time_range.to_ms, "rows": rows}
+    whole["slice_ms"] = {name: sums.slice_ms for name, sums in table.categories.items()}
+    if table.prices is not None:
+        whole["currency"] = table.prices.currency
+        whole["unpriced"] = sorted(table.unpriced)
+    if table.growing:
+        whole["not_final_ms"] = sorted(table.growing)
+    return whole
+
+
+def as_csv(table: Table) -> Iterator[Sequence[object]]:
+    """The lines of ``--format csv``, below the columns: the holders, then what nobody held."""
+    currency = "" if table.prices is None else table.prices.currency
+    for by, category, sums, share, cost in table.rows():
+        times = (sums.device_ms, sums.used_us, sums.idle_ms, sums.energy_mj)
+        hours, part = f"{rounded(sums.gpu_hours, 6):f}", f"{rounded(share, 6):f}"
+        final = "false" if sums.growing else "true"
+        yield by, category, *times, hours, part, "" if cost is None else f"{cost:f}", currency, final
+
+
+def as_text(time_range: Range, table: Table) -> Iterator[str]:
+    """The table for people, at most 80 signs wide: the holders, and below them how all time of the GPUs was spent."""
+    rows, prices = table.rows(), table.prices
+    columns = ["GPU-hours", "used", "idle", "share", "kWh", *([f"cost {prices.currency}"] if prices else [])]
+    held = [row for row in rows if row.category == "held"]
+    costs = [row.cost for row in rows if row.cost is not None]
+    of_held = sum((row.cost for row in held if row.cost is not None), Decimal(0)) if costs else None
+    spent = [
+        Row("", "held", table.categories["held"], table.share(table.categories["held"]), of_held),
+        *(row for row in rows if row.category != "held"),
+        Row("", "all", table.whole, table.share(table.whole), sum(costs, Decimal(0)) if costs else None),
+    ]
+    lines = [
+        (table.by, "", columns),
+        *((row.by, "*" * row.sums.growing, _cells(row)) for row in held),
+        ("", "", [""] * len(columns)),
+        *((row.category, "*" * row.sums.growing, _cells(row)) for row in spent),
+    ]
+    widths = [max(len(cells[place]) for _, _, cells in lines) for place in range(len(columns))]
+    room = min(WIDTH - sum(width + 2 for width in widths), max(len(name) + len(mark) for name, mark, _ in lines))
+    yield f"GPU usage by {table.by}, {utc(time_range.from_ms)} to {utc(time_range.to_ms)} (UTC)"
+    yield ""
+    for name, mark, cells in lines:
+        shown = "".join(sign if sign.isprintable() else "?" for sign in name)
+        shown = shown if len(shown) + len(mark) <= room else f"{shown[: room - 1 - len(mark)]}…"
+        yield (f"{shown + mark:<{room}}" + "".join(map("  {:>{}}".format, cells, widths))).rstrip()
+    hours, asked = table.gpu_hours, Fraction(time_range.to_ms - time_range.from_ms, HOUR_MS)
+    there = f"{_figure(asked)} hours" if hours == len(table.gpus) * asked else "the time that each was known"
+    differ = "" if table.whole.gpu_hours == hours else ", which is not the sum above"
+    yield ""
+    yield f"{counted(len(table.gpus), 'GPU')} x {there} = {_figure(hours)} GPU-hours{differ}"
+
+
+def _cells(row: Row) -> list[str]:
+    sums = row.sums
+    hours = map(_figure, (sums.gpu_hours, sums.used_hours, sums.idle_hours))
+    cost = [] if row.cost is None else [f"{row.cost:,f}"]
+    return [*hours, f"{rounded(row.share * 100, 1)}%", _figure(Fraction(sums.energy_mj, _MJ_IN_KWH)), *cost]
+
+
+def _figure(value: Fraction) -> str:
+    return f"{rounded(value, 2):,f}"

@@ -1,0 +1,155 @@
+"""What Kafka has of gpu.usage for a time: of each key the record that counts.
+
+In:       a time, in whole minutes.
+Out:      the part of it that can be answered, what can't be and why, and the records, a partition at a time.
+Whole hours are read from gpu.usage, what is left at both ends from gpu.usage-minutes. A window is chosen by what its
+record says. Where it may be in the log is found by time: nothing of a window is written before it begins, but for nodes
+whose clocks are ahead, and a replay may write it again at any later time, so each log is read to its end.
+On failure: BrokerError with a sentence. A record that can't be decoded is logged and left out.
+"""
+
+import logging
+from collections.abc import AsyncIterator, Iterable, Mapping
+from datetime import UTC, datetime
+from typing import Any, NamedTuple
+
+import msgspec
+
+from delivery.connection import Connection
+from delivery.ledger import Partition
+from gpustream import history
+from gpustream.history import History, Span
+from topics.topic import Topic, decoder
+from topics.usage import HOUR_MS, HOURS, MINUTE_MS, MINUTES, Usage
+
+log = logging.getLogger(__name__)
+
+AHEAD_MS = 10 * MINUTE_MS
+"""More than a node's clock may be ahead of the log, for its ticks to count."""
+
+_decode = decoder(Usage)
+
+
+class Range(NamedTuple):
+    """A time: [``from_ms``, ``to_ms``)."""
+
+    from_ms: int
+    to_ms: int
+
+    def holds(self, record: Usage) -> bool:
+        """Whether the record's whole window is in it."""
+        return self.from_ms <= record.start_ms and record.end_ms <= self.to_ms
+
+    @property
+    def hours(self) -> "Range":
+        """The whole hours in it; empty (``to_ms`` is not above ``from_ms``) if there is none."""
+        return Range(-(-self.from_ms // HOUR_MS) * HOUR_MS, self.to_ms // HOUR_MS * HOUR_MS)
+
+    @property
+    def ends(self) -> list["Range"]:
+        """What of it is in no whole hour."""
+        hours = self.hours
+        if hours.from_ms > hours.to_ms:
+            return [self]
+        return [end for end in (Range(self.from_ms, hours.from_ms), Range(hours.to_ms, self.to_ms)) if end.is_some]
+
+    @property
+    def is_some(self) -> bool:
+        """Whether there is any time in it."""
+        return self.from_ms < self.to_ms
+
+
+class Answer(NamedTuple):
+    """What is read for a time: ``range`` is what of it can be, ``notes`` say what can't be."""
+
+    range: Range
+    spans: Mapping[Partition, Span]
+    notes: list[str]
+
+
+async def plan(past: History, wanted: Range, now_ms: int) -> Answer:
+    """Find what can be answered, and where in the logs that is."""
+    notes = []
+    hours, is_cut = await _spans(past, HOURS, wanted, now_ms)
+    if is_cut:
+        notes.append(
+            f"{HOURS.name} may not go back to {utc(wanted.from_ms)} any more: of that time, only what is still there is"
+            " counted. `gpustream sink parquet` keeps it for longer."
+        )
+    minutes: dict[Partition, Span] = {}
+    for end in wanted.ends:
+        spans, is_cut = await _spans(past, MINUTES, end, now_ms)
+        if is_cut:
+            inner, is_first = wanted.hours, end.from_ms == wanted.from_ms
+            wanted = wanted._replace(from_ms=inner.from_ms) if is_first else wanted._replace(to_ms=inner.to_ms)
+            notes.append(
+                f"{MINUTES.name} does not have {utc(end.from_ms)} to {utc(end.to_ms)} any more, and {HOURS.name} has"
+                " whole hours only: that time is not counted."
+            )
+        else:
+            minutes = {tp: Span(min(span.start, minutes.get(tp, span).start), span.end) for tp, span in spans.items()}
+    return Answer(wanted, {**(hours if wanted.hours.is_some else {}), **minutes}, notes)
+
+
+async def _spans(past: History, topic: Topic, wanted: Range, now_ms: int) -> tuple[dict[Partition, Span], bool]:
+    """Where a topic has a time, and whether it may have had more of it once: it is older than what the topic keeps."""
+    spans = await past.spans(topic.name, max(0, wanted.from_ms - AHEAD_MS))
+    kept_ms = past.kept_ms.get(topic.name, (topic.retention_hours or 0) * HOUR_MS)
+    if kept_ms < 0 or wanted.from_ms >= now_ms - kept_ms:
+        return spans, False
+    begins = await past.spans(topic.name)
+    return spans, any(0 < span.start == begins[tp].start for tp, span in spans.items())
+
+
+async def records(past: History, answer: Answer) -> AsyncIterator[list[Usage]]:
+    """The records that count, of a partition of both topics at a time."""
+    with history.progress("reading usage", answer.spans) as advanced:
+        for number in sorted({tp.partition for tp in answer.spans}):
+            counting = Counting(answer.range)
+            spans = {tp: span for tp, span in answer.spans.items() if tp.partition == number}
+            async for some in past.records(spans, advanced):
+                counting.take(some)
+            yield counting.records()
+
+
+class Counting:
+    """The records of some partitions: of each key the highest generation and, in that, the highest revision.
+
+    Hours count where they are whole, minutes where no whole hour is.
+    """
+
+    def __init__(self, range: Range) -> None:  # noqa: A002 - it is one
+        self._in = {HOURS.name: [range.hours], MINUTES.name: range.ends}
+        self._found: dict[tuple[str, bytes], Usage] = {}
+
+    def take(self, records: Iterable[Any]) -> None:
+        """Look at records as they are read."""
+        for record in records:
+            if record.value is None:
+                continue
+            topic = HOURS.name if record.topic.endswith(HOURS.name) else MINUTES.name
+            try:
+                usage = _decode(record.value)
+            except msgspec.DecodeError as error:
+                place = {"partition": record.partition, "offset": record.offset}
+                log.warning("not a record of %s: %s", topic, error, extra=place)
+                continue
+            if any(some.holds(usage) for some in self._in[topic]):
+                key = topic, usage.key.encode()
+                known = self._found.get(key)
+                if known is None or usage.order > known.order:
+                    self._found[key] = usage
+
+    def records(self) -> list[Usage]:
+        """Those that count, without those that say that there was nothing."""
+        return [usage for usage in self._found.values() if usage.slice_ms or usage.device_ms]
+
+
+def utc(at_ms: int) -> str:
+    """A time as people read it: ``2026-11-22 13:00Z``."""
+    return f"{datetime.fromtimestamp(at_ms / 1000, UTC):%Y-%m-%d %H:%MZ}"
+
+
+def opened(connection: Connection) -> Any:
+    """A connection that reads both topics of usage."""
+    return history.opened(connection, [HOURS.name, MINUTES.name])

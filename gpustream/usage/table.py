@@ -1,0 +1,192 @@
+"""Who used what: the records of gpu.usage as rows of sums, and what they cost. No clock, no network, no floats.
+
+GPU-hours are of whole GPUs: a MIG device with two of seven compute slices is 2/7 of one.
+"""
+
+from collections.abc import Iterable, Sequence
+from decimal import Decimal
+from fractions import Fraction
+from typing import Literal, NamedTuple
+
+from gpustream.usage.prices import Prices
+from topics.usage import HOUR_MS, Usage
+
+By = Literal["namespace", "workload", "team", "pod", "node"]
+
+CATEGORIES = ("held", "free", "unobserved", "lost")
+NO_TEAM = "(no team)"
+_NO_MODEL = "a model that is not known"
+
+
+def holder(record: Usage, by: By) -> str:
+    """In whose row a record counts. A pod without a workload is its own."""
+    namespace, pod, workload = record.namespace or "", record.pod or "", record.workload
+    if by == "node":
+        return record.node
+    if by == "team":
+        return record.team or NO_TEAM
+    if by == "namespace":
+        return namespace
+    kind, name = ("Pod", pod) if workload is None else (workload.kind, workload.name)
+    return f"{namespace}/{pod}" if by == "pod" else f"{namespace}/{kind}/{name}"
+
+
+class Sums:
+    """What records add up to. ``growing``: some of them are not final."""
+
+    def __init__(self) -> None:
+        self.device_ms = self.slice_ms = self.used_us = self.idle_ms = self.energy_mj = 0
+        self.growing = False
+        self._gpu: dict[int, list[int]] = {}  # by slices of a GPU: slice-ms held, slice-us used, slice-ms idle
+        self._priced: dict[tuple[Decimal, int], int] = {}  # by price and slices of a GPU: slice-ms
+
+    def add(self, record: Usage, price: Decimal | None) -> None:
+        """Take a record in. ``price``: what a GPU-hour of it costs."""
+        self.device_ms += record.device_ms
+        self.slice_ms += record.slice_ms
+        self.used_us += record.used_us
+        self.idle_ms += record.idle_ms
+        self.energy_mj += record.energy_mj
+        self.growing |= not record.final
+        gpu = self._gpu.setdefault(record.of, [0, 0, 0])
+        gpu[0] += record.slice_ms
+        if record.device_ms:
+            gpu[1] += record.used_us * record.slice_ms // record.device_ms
+            gpu[2] += record.idle_ms * record.slice_ms // record.device_ms
+        if price is not None:
+            self._priced[price, record.of] = self._priced.get((price, record.of), 0) + record.slice_ms
+
+    @property
+    def gpu_hours(self) -> Fraction:
+        """For how long whole GPUs were there."""
+        return sum((Fraction(gpu[0], of * HOUR_MS) for of, gpu in self._gpu.items()), Fraction(0))
+
+    @property
+    def used_hours(self) -> Fraction:
+        """For how much of that they computed."""
+        return sum((Fraction(gpu[1], of * HOUR_MS * 1000) for of, gpu in self._gpu.items()), Fraction(0))
+
+    @property
+    def idle_hours(self) -> Fraction:
+        """For how much of that their holder did nothing with them."""
+        return sum((Fraction(gpu[2], of * HOUR_MS) for of, gpu in self._gpu.items()), Fraction(0))
+
+    @property
+    def cost(self) -> Fraction:
+        """What that costs, as far as it has a price."""
+        costs = (Fraction(price) * slice_ms / (of * HOUR_MS) for (price, of), slice_ms in self._priced.items())
+        return sum(costs, Fraction(0))
+
+
+class Row(NamedTuple):
+    """What one holder had, or, in a category other than held, nobody. ``cost`` None: no prices were given."""
+
+    by: str
+    category: str
+    sums: Sums
+    share: Fraction
+    cost: Decimal | None
+
+
+class Table:
+    """The sums of records by holder and by category. ``unpriced``: GPU-hours of models that have no price.
+
+    ``gpus`` and ``gpu_hours`` are how many GPUs there were and for how long; ``open_windows``: GPUs' windows of which
+    the parts do not add up to the whole, though they are final. ``growing``: when windows begin that are not final.
+    """
+
+    def __init__(self, by: By, prices: Prices | None = None) -> None:
+        self.by, self.prices = by, prices
+        self.categories, self.whole = {name: Sums() for name in CATEGORIES}, Sums()
+        self.unpriced: dict[str, Fraction] = {}
+        self.growing: set[int] = set()
+        self.gpus: set[str] = set()
+        self.open_windows = 0
+        self.gpu_hours = Fraction(0)
+        self._holders: dict[tuple[str, str], Sums] = {}
+        self._clusters: set[str] = set()
+
+    def add(self, records: Iterable[Usage]) -> None:
+        """Take in all records of a partition, one for each key."""
+        windows: dict[tuple[str, str, str, int], list[int]] = {}
+        for record in records:
+            price = self._price(record)
+            self.categories.setdefault(record.category, Sums()).add(record, price)
+            self.whole.add(record, price)
+            if record.category == "held":
+                of_team = self.by == "team"
+                key = ("" if of_team else record.cluster), holder(record, self.by)
+                self._holders.setdefault(key, Sums()).add(record, price)
+            if not record.final:
+                self.growing.add(record.start_ms)
+            window = windows.setdefault((record.cluster, record.node, record.gpu_uuid, record.start_ms), [0, 0, 0, 0])
+            window[0] += record.slice_ms
+            window[1] = max(window[1], record.of)
+            window[2] = record.end_ms - record.start_ms
+            window[3] |= not record.final
+            self._clusters.add(record.cluster)
+        for (_, _, uuid, _), (slice_ms, of, window_ms, growing) in windows.items():
+            self.gpus.add(uuid)
+            self.gpu_hours += Fraction(slice_ms, of * HOUR_MS) if growing else Fraction(window_ms, HOUR_MS)
+            self.open_windows += not growing and slice_ms != window_ms * of
+
+    def _price(self, record: Usage) -> Decimal | None:
+        """What a GPU-hour of a record costs; what has no price is noted."""
+        if self.prices is None:
+            return None
+        price = self.prices.of(record.model or "", record.start_ms, record.node_labels)
+        if price is None and record.slice_ms:
+            model = record.model or _NO_MODEL
+            hours = Fraction(record.slice_ms, record.of * HOUR_MS)
+            self.unpriced[model] = self.unpriced.get(model, Fraction(0)) + hours
+        return price
+
+    def rows(self) -> list[Row]:
+        """The holders, who had most first, then the other categories. The rounded costs add up to the rounded whole.
+
+        If the records are of several clusters, the cluster stands before what is only known within one.
+        """
+        several = len(self._clusters) > 1
+        named = [
+            (f"{cluster}/{name}" if several and cluster else name, "held", sums)
+            for (cluster, name), sums in self._holders.items()
+        ]
+        named.sort(key=lambda row: (-row[2].gpu_hours, row[0]))
+        named += [("", name, sums) for name, sums in self.categories.items() if name != "held"]
+        costs: Sequence[Decimal | None] = [None] * len(named)
+        if self.prices is not None:
+            costs = divided(rounded(self.whole.cost, 2), [sums.cost for _, _, sums in named])
+        return [Row(*one, self.share(one[2]), cost) for one, cost in zip(named, costs, strict=True)]
+
+    def share(self, sums: Sums) -> Fraction:
+        """What part of all GPU-hours these are."""
+        return sums.gpu_hours / self.whole.gpu_hours if self.whole.gpu_hours else Fraction(0)
+
+
+def rounded(value: Fraction, places: int) -> Decimal:
+    """With so many digits after the point; a half goes to the even digit."""
+    return _decimal(round(value * 10**places), places)
+
+
+def divided(amount: Decimal, weights: Sequence[Fraction | int], places: int = 2) -> list[Decimal]:
+    """An amount in parts by weight that add up to exactly it, each a whole number of its smallest unit.
+
+    That unit is the digit of ``places``, or the amount's last one if it has more. What is left after rounding down
+    goes, a unit each, to the parts that lost most by it, and of equal ones to the first. Without weight, all are 0.
+    """
+    exponent = amount.as_tuple().exponent
+    places = max(places, -exponent if isinstance(exponent, int) else 0)
+    units, whole = int(abs(Fraction(amount)) * 10**places), Fraction(sum(weights))
+    if not whole:
+        return [_decimal(0, places) for _ in weights]
+    exact = [units * weight / whole for weight in weights]
+    parts = [int(part) for part in exact]
+    by_loss = sorted(range(len(parts)), key=lambda place: parts[place] - exact[place])
+    for place in by_loss[: units - sum(parts)]:
+        parts[place] += 1
+    return [_decimal(-part if amount < 0 else part, places) for part in parts]
+
+
+def _decimal(units: int, places: int) -> Decimal:
+    """So many of the smallest unit. However long it is: arithmetic would round to the context's digits."""
+    return Decimal(f"{units}E-{places}")

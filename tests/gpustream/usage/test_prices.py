@@ -1,0 +1,100 @@
+"""The file of prices: which entry is a window's price, and each mistake of a file in one sentence."""
+
+from decimal import Decimal
+from pathlib import Path
+
+import pytest
+
+from gpustream.usage.prices import Prices, PricesError, load
+from tests.usage_records import START_MS
+
+YAML = """
+currency: EUR
+prices:
+  - model: NVIDIA H100*
+    per_gpu_hour: 1.10
+    node_labels: {karpenter.sh/capacity-type: spot, paid: true}
+  - {model: NVIDIA H100*, per_gpu_hour: 2.95, from: 2026-11-20, to: 2026-11-21T00:00:00+01:00}
+  - {model: tesla t4, per_gpu_hour: 1}
+"""
+
+TOML = """
+currency = "EUR"
+
+[[prices]]
+model = "NVIDIA H100*"
+per_gpu_hour = 1.10
+node_labels = {"karpenter.sh/capacity-type" = "spot", paid = "true"}
+
+[[prices]]
+model = "NVIDIA H100*"
+per_gpu_hour = 2.95
+from = 2026-11-20
+to = 2026-11-21T00:00:00+01:00
+
+[[prices]]
+model = "tesla t4"
+per_gpu_hour = 1
+"""
+
+SPOT = {"karpenter.sh/capacity-type": "spot", "paid": "true", "zone": "a"}
+
+
+def loaded(tmp_path: Path, text: str, name: str = "prices.yaml") -> Prices:
+    (tmp_path / name).write_text(text)
+    return load(tmp_path / name)
+
+
+@pytest.mark.parametrize(("text", "name"), [(YAML, "prices.yaml"), (TOML, "prices.toml")])
+def test_the_first_entry_that_matches_is_the_price(tmp_path: Path, text: str, name: str) -> None:
+    prices = loaded(tmp_path, text, name)
+    h100, hour = "NVIDIA H100 80GB HBM3", 3_600_000
+    assert prices.currency == "EUR"
+    assert prices.of(h100, START_MS, SPOT) == Decimal("1.10")
+    assert prices.of(h100, START_MS, {**SPOT, "paid": "false"}) == Decimal("2.95")
+    assert prices.of(h100, START_MS - hour, {}) is None
+    assert prices.of(h100, START_MS + 22 * hour, {}) == Decimal("2.95")
+    assert prices.of(h100, START_MS + 23 * hour, {}) is None
+    assert prices.of("Tesla T4", START_MS, {}) == 1
+    assert prices.of("Tesla T4 more", START_MS, {}) is None
+
+
+def test_a_price_is_what_the_file_says_and_no_float(tmp_path: Path) -> None:
+    text = "currency: EUR\nprices: [{model: a, per_gpu_hour: 0.1234567890123456789}]"
+    assert loaded(tmp_path, text).of("a", 0, {}) == Decimal("0.1234567890123456789")
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("a: [", "while parsing"),
+        ("currency: EUR", "it needs a list `prices`"),
+        ("currency: EUR\nprices: []", "it needs a list `prices`"),
+        ("prices: [{model: a, per_gpu_hour: 1}]", "`currency` must name the currency"),
+        ("currency: EUR\nmore: 1\nprices: [{model: a, per_gpu_hour: 1}]", "`more` is not known"),
+        ("currency: EUR\nprices: [a]", "price 1: it must have `model` and `per_gpu_hour`"),
+        ("currency: EUR\nprices: [{per_gpu_hour: 1}]", "price 1: `model` must be"),
+        ("currency: EUR\nprices: [{model: a}]", "price 1: `per_gpu_hour` must be a number"),
+        ("currency: EUR\nprices: [{model: a, per_gpu_hour: -1}]", "price 1: `per_gpu_hour` must be a number"),
+        ("currency: EUR\nprices: [{model: a, per_gpu_hour: .nan}]", "price 1: `per_gpu_hour` must be a number"),
+        ("currency: EUR\nprices: [{model: a, per_gpu_hour: true}]", "price 1: `per_gpu_hour` must be a number"),
+        ("currency: EUR\nprices: [{model: a, per_gpu_hour: 1, form: x}]", "price 1: `form` is not known"),
+        ("currency: EUR\nprices: [{model: a, per_gpu_hour: 1, from: soon}]", "price 1: `from` must be a date"),
+        (
+            "currency: EUR\nprices: [{model: a, per_gpu_hour: 1, from: 2026-02-01, to: 2026-01-01}]",
+            "price 1: `from` must be before `to`",
+        ),
+        ("currency: EUR\nprices: [{model: a, per_gpu_hour: 1, node_labels: [a]}]", "price 1: `node_labels` must be"),
+        ("currency: EUR\nprices: [{model: a, per_gpu_hour: 1, model: b}]", "model stands twice"),
+    ],
+)
+def test_a_mistake_is_one_sentence(tmp_path: Path, text: str, sentence: str) -> None:
+    with pytest.raises(PricesError, match=r"prices\.yaml: ") as raised:
+        loaded(tmp_path, text)
+    assert sentence in str(raised.value)
+
+
+def test_all_mistakes_are_said_at_once(tmp_path: Path) -> None:
+    with pytest.raises(PricesError) as raised:
+        loaded(tmp_path, "prices: [{model: a}, {per_gpu_hour: 1}]")
+    assert len(str(raised.value).splitlines()) == 3

@@ -1,0 +1,140 @@
+"""Who used what: sums that close, costs that add up, and which of a key's records counts."""
+
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpustream.usage.prices import Price, Prices
+from gpustream.usage.read import Counting, Range
+from gpustream.usage.table import By, Table, divided
+from tests.usage_records import START_MS, read, usage
+from topics.usage import HOUR_MS, MINUTE_MS, MINUTES, Usage
+
+DAY = Range(START_MS, START_MS + 24 * HOUR_MS)
+PRICES = Prices("EUR", (Price("nvidia h100*", Decimal("2.95"), 0, 2**60, ()),))
+
+
+def table(*records: Usage, by: By = "namespace", prices: Prices | None = None) -> Table:
+    made = Table(by, prices)
+    made.add(records)
+    return made
+
+
+def held(made: Table) -> dict[str, Fraction]:
+    return {row.by: row.sums.gpu_hours for row in made.rows() if row.category == "held"}
+
+
+def counted(*records: Any, range: Range = DAY) -> list[Usage]:  # noqa: A002 - it is one
+    counting = Counting(range)
+    counting.take(records)
+    return counting.records()
+
+
+@pytest.mark.parametrize(
+    ("by", "name"),
+    [
+        ("namespace", "ml"),
+        ("workload", "ml/Job/bert"),
+        ("team", "vision"),
+        ("pod", "ml/bert-0"),
+        ("node", "n1"),
+    ],
+)
+def test_a_row_is_whose_usage_was_asked_for(by: By, name: str) -> None:
+    record = usage("ml", "bert-0", workload={"kind": "Job", "name": "bert"}, team="vision")
+    assert held(table(record, by=by)) == {name: 1}
+
+
+def test_a_pod_without_a_workload_is_its_own_and_one_without_a_team_is_said() -> None:
+    assert held(table(usage("ml", "a"), by="workload")) == {"ml/Pod/a": 1}
+    assert held(table(usage("ml", "a"), by="team")) == {"(no team)": 1}
+
+
+def test_the_cluster_is_named_if_there_are_several() -> None:
+    both = usage("ml"), usage("ml", cluster="c2")
+    assert held(table(*both)) == {"c1/ml": 1, "c2/ml": 1}
+    assert held(table(*both, by="team")) == {"(no team)": 2}
+
+
+def test_a_mig_device_is_the_part_of_a_gpu_that_it_has() -> None:
+    mig = {"of": 7, "uuid": "MIG-1", "slice_ms": 2 * HOUR_MS, "used_us": 1000 * HOUR_MS // 2}
+    made = table(usage("ml", **mig), usage(of=7, slice_ms=5 * HOUR_MS))
+    (row, *_) = made.rows()
+    assert (row.sums.gpu_hours, row.sums.used_hours, row.share) == (Fraction(2, 7), Fraction(1, 7), Fraction(2, 7))
+    assert (made.gpu_hours, made.whole.gpu_hours, made.open_windows) == (1, 1, 0)
+
+
+def test_a_final_window_whose_parts_are_not_the_whole_is_counted() -> None:
+    assert table(usage("ml", device_ms=HOUR_MS // 2)).open_windows == 1
+    assert table(usage("ml", device_ms=HOUR_MS // 2, final=False)).open_windows == 0
+
+
+def test_what_has_no_price_is_said_and_costs_nothing() -> None:
+    made = table(usage("ml"), usage("ml", gpu_uuid="GPU-2", model="Tesla T4"), prices=PRICES)
+    assert made.rows()[0].cost == Decimal("2.95")
+    assert made.unpriced == {"Tesla T4": 1}
+
+
+@given(st.lists(st.integers(1, HOUR_MS), min_size=1, max_size=20))
+def test_rounded_costs_add_up_to_the_rounded_whole(times: list[int]) -> None:
+    records = [usage(f"ns-{number}", gpu_uuid=f"GPU-{number}", device_ms=ms) for number, ms in enumerate(times)]
+    made = table(*records, prices=PRICES)
+    whole = Decimal("2.95") * sum(times) / HOUR_MS
+    assert sum(row.cost or 0 for row in made.rows()) == pytest.approx(whole, abs=Decimal("0.005"))
+
+
+@given(
+    st.decimals(-1000, 1000, allow_nan=False, places=4) | st.decimals(-1000, 1000, allow_nan=False, places=2),
+    st.lists(st.integers(0, 10**9), min_size=1, max_size=30).filter(any),
+)
+def test_parts_add_up_to_the_amount_and_are_off_by_less_than_its_smallest_unit(
+    amount: Decimal, weights: list[int]
+) -> None:
+    parts = divided(amount, weights)
+    assert sum(map(Fraction, parts)) == Fraction(amount)
+    unit = Fraction(1, 10 ** max(2, -int(amount.as_tuple().exponent)))
+    for part, weight in zip(parts, weights, strict=True):
+        assert abs(Fraction(part) - Fraction(amount) * weight / sum(weights)) < unit
+
+
+def test_of_a_key_the_highest_generation_counts_and_in_it_the_highest_revision() -> None:
+    orders = [(0, 1), (0, 9), (1, 2), (1, 3), (0, 10), (1, 1)]
+    records = [usage("ml", generation=generation, revision=revision) for generation, revision in orders]
+    assert [(one.generation, one.revision) for one in counted(*map(read, records))] == [(1, 3)]
+
+
+def test_what_became_zero_in_a_later_revision_does_not_count() -> None:
+    assert counted(read(usage("ml")), read(usage("ml", revision=2, device_ms=0))) == []
+
+
+def test_whole_hours_count_by_hours_and_the_ends_by_minutes() -> None:
+    asked = Range(START_MS + HOUR_MS - 2 * MINUTE_MS, START_MS + 2 * HOUR_MS + MINUTE_MS)
+    minutes = [
+        usage("ml", start_ms=at, end_ms=at + MINUTE_MS, device_ms=MINUTE_MS)
+        for at in range(START_MS, START_MS + 3 * HOUR_MS, MINUTE_MS)
+    ]
+    hours = [usage("ml", start_ms=START_MS + hour * HOUR_MS) for hour in range(3)]
+    logs = [*map(read, hours), *(read(one, topic=MINUTES.name) for one in minutes)]
+    found = counted(*logs, range=asked)
+    assert sorted(one.start_ms - START_MS for one in found) == [
+        HOUR_MS - 2 * MINUTE_MS,
+        HOUR_MS - MINUTE_MS,
+        HOUR_MS,
+        2 * HOUR_MS,
+    ]
+    assert held(table(*found)) == {"ml": Fraction(asked.to_ms - asked.from_ms, HOUR_MS)}
+
+
+def test_a_time_within_an_hour_is_minutes_only() -> None:
+    asked = Range(START_MS + MINUTE_MS, START_MS + 3 * MINUTE_MS)
+    assert not asked.hours.is_some
+    assert asked.ends == [asked]
+
+
+def test_what_is_no_record_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    assert len(counted(read(b"{"), read(usage("ml")))) == 1
+    assert "not a record of gpu.usage" in caplog.text
