@@ -6,6 +6,7 @@ import io
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -21,7 +22,7 @@ from topics.usage import HOUR_MS, HOURS, MINUTE_MS, MINUTES, Usage
 
 FROM, TO = "2026-11-20", "2026-11-20T02:00"
 LONG = "a-pod-of-a-name-that-is-longer-than-a-line-of-a-terminal-is-wide-0"
-MIG = {"gpu_uuid": "GPU-2", "of": 7}
+MIG: dict[str, Any] = {"gpu_uuid": "GPU-2", "of": 7}
 RECORDS = [
     usage("ml", used_us=HOUR_MS * 950, idle_ms=60_000, energy_mj=2_520_000_000, team="vision"),
     usage("ml", start_ms=START_MS + HOUR_MS, device_ms=HOUR_MS // 2, energy_mj=1_000_000),
