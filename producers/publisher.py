@@ -143,6 +143,7 @@ class NodePublisher:
     """The sending half of one node. Call :meth:`publish` each tick, and keep :meth:`run` running beside it.
 
     ``run_id`` is milliseconds since the epoch at the start, and differs from that of any earlier publisher of the node.
+    ``interval_ms`` is how far apart its ticks are meant to be.
     ``buffer`` is this node's own.
     ``fits`` says how many ticks like the last one the buffer holds; it is worked out when their size has changed.
     ``clock`` gives seconds and never steps back. Raises ValueError if ``cluster`` or ``node`` can't be a name.
@@ -156,10 +157,11 @@ class NodePublisher:
         cluster: str,
         node: str,
         run_id: int,
+        interval_ms: int | None = None,
         buffer: RetryBuffer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._numbering = Numbering(cluster=cluster, node=node, run_id=run_id)
+        self._numbering = Numbering(cluster=cluster, node=node, run_id=run_id, interval_ms=interval_ms)
         self._key = node_key(cluster, node)
         self._sender, self._instruments, self._clock = sender, instruments, clock
         self.sampled_values = 0

@@ -42,11 +42,13 @@ def sample(
     seq: int,
     ts_ms: int,
     allocations_seq: int | None,
+    interval_ms: int | None = None,
     devices: Sequence[Mapping[str, Any]],
 ) -> bytes:
     """One node's tick. ``devices`` are dicts as in gpu.samples; ``allocations_seq`` None: there is no kubelet."""
     head = {"schema": SCHEMA, "cluster": cluster, "node": node, "run_id": run_id, "seq": seq, "ts_ms": ts_ms}
-    return _dumps({**head, "allocations_seq": allocations_seq, "devices": [_device(device) for device in devices]})
+    head |= {"allocations_seq": allocations_seq, "interval_ms": interval_ms}
+    return _dumps({**head, "devices": [_device(device) for device in devices]})
 
 
 def snapshot(*, cluster: str, node: str, run_id: int, seq: int, ts_ms: int, content: bytes) -> bytes:
@@ -154,12 +156,13 @@ class NumberedTick(NamedTuple):
 
 class Numbering:
     """Gives one node's ticks and snapshots their numbers. ``run_id`` is the first run's, milliseconds since the epoch
-    at its start. Raises ValueError if ``cluster`` or ``node`` can't be a name."""
+    at its start; ``interval_ms`` is how far apart its ticks are meant to be. Raises ValueError if ``cluster`` or
+    ``node`` can't be a name."""
 
-    def __init__(self, *, cluster: str, node: str, run_id: int) -> None:
+    def __init__(self, *, cluster: str, node: str, run_id: int, interval_ms: int | None = None) -> None:
         self.cluster = checked_name("cluster", cluster)
         self.node = checked_name("node", node)
-        self.run_id = run_id
+        self.run_id, self._interval_ms = run_id, interval_ms
         self._seqs = {run_id: 0}
         self._last_ts_ms = -1
         self._snapshot: Snapshot | None = None
@@ -206,6 +209,7 @@ class Numbering:
                 seq=seq,
                 ts_ms=ts_ms,
                 allocations_seq=own.seq if own else None,
+                interval_ms=self._interval_ms,
                 devices=devices,
             )
         except Unencodable:

@@ -118,13 +118,15 @@ class AttributedDevice(Device, frozen=True, omit_defaults=True):
 
 
 class AttributedSample(Sample, frozen=True, kw_only=True):
-    """A node's tick with holders. ``offset`` is the sample's in its partition of gpu.samples.
+    """A node's tick with holders. ``offset`` is the sample's in its partition of gpu.samples, ``logged_ms`` when the
+    broker wrote it there.
 
     ``attribution`` says what the holders rest on: ``exact`` the snapshot that the sample names, ``late`` the last one
     known because that one never came, ``none`` nothing.
     """
 
     offset: UInt
+    logged_ms: UInt | None = None
     attribution: Attribution
     node_labels: dict[str, str] = msgspec.field(default_factory=dict)
     devices: tuple[AttributedDevice, ...] = ()
@@ -157,6 +159,7 @@ TOPIC = Topic(
     example={
         **{key: value for key, value in samples.TOPIC.example.items() if key != "devices"},
         "offset": 40312,
+        "logged_ms": 1795219152040,
         "attribution": "exact",
         "node_labels": {"topology.kubernetes.io/zone": "us-east-1a"},
         "devices": [{**device, "holders": [_EXAMPLE_HOLDER]} for device in samples.TOPIC.example["devices"]],

@@ -66,6 +66,7 @@ class Device(msgspec.Struct, frozen=True, omit_defaults=True):
     ``vbios_version``, ``mig_mode`` ("enabled" or "disabled"), ``processes_visible`` ("true" or "false": whether its
     processes are in the producer's procfs; absent until it has had one). ``xids`` counts XID errors by code since the
     producer's start. ``read_ms`` is when the values were read, if that was before the tick; absent: in the tick.
+    ``compute_slices``: into how many the physical GPU can be cut, MIG on or off; 1: it can't be.
     """
 
     uuid: str
@@ -83,10 +84,12 @@ class Device(msgspec.Struct, frozen=True, omit_defaults=True):
     info: dict[str, str] = {}
     xids: dict[str, UInt] = {}
     read_ms: UInt | None = None
+    compute_slices: UInt | None = None
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
-    """One node's tick. ``seq`` counts the ticks of the run ``run_id`` from 1; ``allocations_seq`` names a snapshot."""
+    """One node's tick. ``seq`` counts the ticks of the run ``run_id`` from 1; ``allocations_seq`` names a snapshot.
+    ``interval_ms`` is how far apart ticks are meant to be."""
 
     schema: Version
     cluster: Name
@@ -95,6 +98,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     seq: UInt
     ts_ms: UInt
     allocations_seq: UInt | None = None
+    interval_ms: UInt | None = None
     devices: tuple[Device, ...] = ()
 
 
@@ -118,6 +122,7 @@ TOPIC = Topic(
         "seq": 812,
         "ts_ms": 1795219152000,
         "allocations_seq": 5,
+        "interval_ms": 1000,
         "devices": [
             {
                 "uuid": "GPU-0f12ab34-5c6d-7e8f-9a0b-1c2d3e4f5a6b",
@@ -128,6 +133,7 @@ TOPIC = Topic(
                 "minor": 0,
                 "state": "ok",
                 "mig": None,
+                "compute_slices": 7,
                 "metrics": {"gpu_utilization_ratio": 0.93, "memory_used_bytes": 68719476736},
                 "processes": [
                     {

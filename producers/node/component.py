@@ -70,6 +70,7 @@ class NodeProducer:
             cluster=settings.cluster,
             node=settings.node,
             run_id=_now_ms(),
+            interval_ms=round(settings.interval_s * 1000),
             buffer=RetryBuffer(max_bytes=settings.buffer_size, max_age_s=settings.buffer_s),
         )
 

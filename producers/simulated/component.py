@@ -109,6 +109,7 @@ class SimulatedFleet:
                 cluster=cluster,
                 node=node.name,
                 run_id=run_id,
+                interval_ms=round(settings.interval_s * 1000),
                 buffer=RetryBuffer(max_bytes=share, max_age_s=settings.buffer_s),
             )
             for node in self._nodes

@@ -13,6 +13,7 @@ from producers.simulated import names
 
 MIB = 1024 * 1024
 
+MIG_SLICES = 7  # into how many a GPU can be cut
 REPLICAS = 4  # how many pods a shared GPU is offered to
 
 
@@ -97,6 +98,7 @@ class SimulatedDevice:
             "model": self.model.name,
             "pci_bus_id": self.pci_bus_id,
             "minor": self.index,
+            "compute_slices": MIG_SLICES if self.model.mig else 1,
             "state": "ok",
             "info": self.info,
         }

@@ -77,7 +77,7 @@ def named_snapshots(sample: Sample) -> dict[int, int]:
 
 
 def attribute(
-    sample: Sample, offset: int, now: Named, earlier: Mapping[int, Named], last: Memo | None
+    sample: Sample, offset: int, logged_ms: int, now: Named, earlier: Mapping[int, Named], last: Memo | None
 ) -> tuple[Joined, Memo | None]:
     """The attributed tick, and the answer to remember. ``earlier`` are the snapshots that only events name, by seq."""
     memo, pod_of, unknown_ids = last, None, tuple[str, ...]()
@@ -99,7 +99,8 @@ def attribute(
         events = None if d.events is None else _events(d.events, d.uuid, tick, then)
         one = AttributedDevice(
             d.uuid, d.index, d.vendor, d.model, d.pci_bus_id, d.minor, d.state, d.mig, d.metrics, d.processes, d.jobs,
-            events, d.info, d.xids, d.read_ms, shared.holders, shared.unattributed, shared.scaled, conflict,
+            events, d.info, d.xids, d.read_ms, d.compute_slices, shared.holders, shared.unattributed, shared.scaled,
+            conflict,
         )  # fmt: skip
         devices.append(one)
     out = AttributedSample(
@@ -110,7 +111,9 @@ def attribute(
         seq=sample.seq,
         ts_ms=sample.ts_ms,
         allocations_seq=sample.allocations_seq,
+        interval_ms=sample.interval_ms,
         offset=offset,
+        logged_ms=logged_ms,
         attribution=now.attribution,
         node_labels=now.resolved.node_labels,
         devices=tuple(devices),

@@ -192,7 +192,7 @@ def _release(state: NodeState, grace_s: float) -> tuple[NodeState, list[Joined]]
         if isinstance(now, NotYet) or len(known) < len(earlier):
             wanted_ms = max([one.watermark_ms for one in (now, *earlier.values()) if isinstance(one, NotYet)])
             break
-        joined, memo = attribute(sample, tick.offset, now, known, state.memo)
+        joined, memo = attribute(sample, tick.offset, tick.logged_ms, now, known, state.memo)
         out.append(joined)
         marks, last = state.marks, state.marks[-1] if state.marks else None
         given = (now.listing.snapshot.run_id, now.listing.snapshot.seq) if now.listing else None

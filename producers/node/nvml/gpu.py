@@ -28,11 +28,12 @@ from producers.node.nvml.sources import Profiling
 
 INFO = ("serial", "driver_version", "cuda_version", "vbios_version")
 MIG_MODE = "nvmlDeviceGetMigMode"
+MIG_SLOTS = "nvmlDeviceGetMaxMigDeviceCount"
 MIG_SLOT = "nvmlDeviceGetMigDeviceHandleByIndex"
 UUID = "nvmlDeviceGetUUID"
 STALE = (binding.INVALID_ARGUMENT, binding.NOT_FOUND, binding.NOT_SUPPORTED)  # of a MIG device that is gone
 _PROFILE = re.compile(r" MIG (\S+)$")
-_KEPT = ("uuid", "index", "vendor", "model", "pci_bus_id", "minor", "mig", "info")
+_KEPT = ("uuid", "index", "vendor", "model", "pci_bus_id", "minor", "mig", "info", "compute_slices")
 
 
 def bare(devices: Iterable[Mapping[str, Any]], state: str) -> list[dict[str, Any]]:
@@ -251,17 +252,21 @@ class PhysicalGpu:
         if self._support.asks(MIG_MODE):
             try:
                 cut = bool(self.calls.ask(MIG_MODE, self.handle)[0])
-                instances = self._instances() if cut else []
+                slots = (self.calls.ask if cut else self.calls.optional)(MIG_SLOTS, self.handle)
+                instances = self._instances(slots) if cut else []
             except NvmlError as error:
                 self.calls.refusals["mig"] = why = Tried(self.calls.doing, error.name)
                 if is_unsupported(error):
                     self._support.refuse(MIG_MODE, why)
+                    self._identity = {**(self._identity or {}), "compute_slices": 1}
                 else:
                     self.calls.count(self.calls.doing, error.name)
             else:
                 self._support.answer(MIG_MODE)
                 self.calls.refusals.pop("mig", None)
                 self._mig_mode = {"mig_mode": "enabled" if cut else "disabled"}
+                if slots:  # a driver may say 0 while MIG is off
+                    self._identity = {**(self._identity or {}), "compute_slices": slots}
                 self._arrange(cut, instances)
         self._listed_s = self._clock()
 
@@ -291,10 +296,10 @@ class PhysicalGpu:
         if not self._identified:
             self._support.refuse(INFO, Tried("", NO_VALUE))
 
-    def _instances(self) -> list[MigInstance]:
+    def _instances(self, slots: int) -> list[MigInstance]:
         """The MIG devices. Raises NvmlError, Lost."""
         found = []
-        for slot in range(self.calls.ask("nvmlDeviceGetMaxMigDeviceCount", self.handle)):
+        for slot in range(slots):
             self._empty_slots.append(slot)
             try:
                 handle = self.calls.ask(MIG_SLOT, self.handle, slot)

@@ -568,7 +568,7 @@ async def test_a_gpu_that_vanishes_is_lost_with_its_identity_told_once_and_back_
     quick.nvml.gpus.append(FakeDevice("GPU-b"))
     await quick.comes({"GPU-0": "ok", "GPU-1": "ok", "GPU-2": "lost", "GPU-a": "ok", "GPU-b": "ok"})
     (lost,) = [device for device in await quick.read() if device["uuid"] == "GPU-2"]
-    kept = {key: before[key] for key in ("uuid", "vendor", "model", "pci_bus_id", "minor", "info")}
+    kept = {key: before[key] for key in ("uuid", "vendor", "model", "pci_bus_id", "minor", "info", "compute_slices")}
     assert lost == {**kept, "state": "lost", "metrics": {}}
     told = [record for record in caplog.records if "GPU-2" in record.getMessage()]
     assert [record.getMessage() for record in told] == ["GPU 2 (GPU-2) is lost: the driver does not open it any more"]

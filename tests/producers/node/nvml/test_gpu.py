@@ -43,6 +43,7 @@ def test_a_gpu_says_who_it_is_and_how_it_is() -> None:
     metrics = device.pop("metrics")
     assert device == {
         "uuid": "GPU-0",
+        "compute_slices": 1,
         "index": 0,
         "vendor": "nvidia",
         "model": "NVIDIA H100 80GB HBM3",
@@ -138,6 +139,7 @@ def test_mig_devices_come_after_their_gpu_with_what_they_have() -> None:
     assert (whole["uuid"], "mig" in whole, "processes" in whole) == ("GPU-0", False, False)
     assert {key: one[key] for key in one if key not in ("metrics", "processes")} == {
         "uuid": "MIG-a",
+        "compute_slices": 4,
         "index": 0,
         "vendor": "nvidia",
         "model": "NVIDIA H100 80GB HBM3",
@@ -363,7 +365,9 @@ def test_a_device_of_nothing_but_a_uuid_is_a_device() -> None:
     bench = Bench()
     bench.gpu.answers.clear()
     bench.gpu.fields.clear()
-    assert bench.read().devices == [{"uuid": "GPU-0", "index": 0, "vendor": "nvidia", "state": "ok", "metrics": {}}]
+    assert bench.read().devices == [
+        {"uuid": "GPU-0", "index": 0, "vendor": "nvidia", "compute_slices": 1, "state": "ok", "metrics": {}}
+    ]
 
 
 def test_gpm_is_read_of_the_gpu_and_of_each_gpu_instance_through_the_gpu() -> None:
@@ -530,3 +534,20 @@ def test_what_a_gpu_has_said_of_itself_stays_though_it_is_refused_later() -> Non
     device = [bench.read().devices[0] for _ in range(700)][-1]
     assert bench.asked("nvmlDeviceGetSerial") == 2
     assert (device["info"]["serial"], "model" in device) == ("7", True)
+
+
+def test_a_gpu_that_was_cut_can_be_cut_when_mig_is_off_and_the_driver_no_longer_says_so() -> None:
+    bench = Bench()
+    bench.gpu.cut(*[part("MIG-a")] * 7)
+    cut = bench.read().devices[0]["compute_slices"]
+    bench.gpu.answers |= {"nvmlDeviceGetMigMode": [0, 0], "nvmlDeviceGetMaxMigDeviceCount": 0}
+    bench.clock.now_s += 60
+
+    assert (cut, bench.read().devices[0]["compute_slices"]) == (7, 7)
+
+
+def test_a_driver_that_says_nothing_of_slices_while_mig_is_off_leaves_them_unknown() -> None:
+    bench = Bench()
+    bench.gpu.answers |= {"nvmlDeviceGetMigMode": [0, 0], "nvmlDeviceGetMaxMigDeviceCount": 0}
+
+    assert "compute_slices" not in bench.read().devices[0]
