@@ -6,20 +6,15 @@ On failure: ``msgspec.DecodeError`` for what is no such record.
 
 import msgspec
 
+from streams.idleness import Ratios
 from topics.attributed import AttributedEvent, Attribution, Holder, Parts
 from topics.samples import Job, Mig, State
 from topics.topic import Name, UInt, Version, decoder
 
 
-class Metrics(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
+class Metrics(Ratios, frozen=True, omit_defaults=True, gc=False):
     """The keys of the catalogue that rules judge or describe by."""
 
-    gpu_utilization_ratio: float | None = None
-    gpu_utilization_max_ratio: float | None = None
-    graphics_engine_active_ratio: float | None = None
-    sm_active_ratio: float | None = None
-    encoder_utilization_ratio: float | None = None
-    decoder_utilization_ratio: float | None = None
     memory_used_bytes: float | None = None
     power_watts: float | None = None
     temperature_celsius: float | None = None

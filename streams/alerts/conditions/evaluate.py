@@ -18,13 +18,13 @@ from streams.alerts.conditions.finding import (
     sole_pod,
     uid_and_key,
     unseen,
-    video,
     view_of,
 )
 from streams.alerts.memory import XID, Memory, remember, within
 from streams.alerts.rules.rule import Kind, Rule, Rules, policy_of
 from streams.alerts.tick import Tick
 from streams.alerts.xids import code_of, of_code
+from streams.idleness import is_idle, part_of, rest_of
 from topics.alerts import Tracked
 from topics.attributed import Holder
 
@@ -106,10 +106,10 @@ def held_idle(rule: Rule, view: View, found: list[Finding]) -> None:
     It is not known within the pod's grace: after a node's clock was set back, an alert that fires goes on."""
     if not view.pods:
         if view.tick.attribution == "none":
-            holds = False if view.work >= rule.least_work else None
+            holds = False if view.work.most >= rule.least_work else None
             found.extend(one._replace(holds=holds) for one in unseen(rule, view.device.uuid, view.seen))
         return
-    if len(view.pods) == 1 and view.work >= rule.most_work:
+    if len(view.pods) == 1 and view.work.most >= rule.most_work:
         return
     for pod in view.pods:
         holder = pod.holders[0]
@@ -129,32 +129,17 @@ def held_idle(rule: Rule, view: View, found: list[Finding]) -> None:
 
 
 def _idle(below: float, view: View, pod: Pod) -> bool | None:
-    """Whether a pod does nothing with a device; None: it is not known.
-
-    A pod is judged by its own part of the device's work, whoever shares the device, and by what its processes do. The
-    parts of all pods and the rest, which is nobody's, are the device's work. The rest may be the pod's own, and so is
-    all that the device does if its part is not known.
-    """
-    device, part, uid = view.device, _part(pod), pod.holders[0].pod_uid
-    if (part or 0.0) >= below:
-        return False
+    """Whether a pod does nothing with a device; None: it is not known."""
+    device, uid, rest = view.device, pod.holders[0].pod_uid, None
     processes = [one for one in device.processes or () if uid is not None and one.pod_uid == uid]
-    if sum([one.sm_utilization_ratio or 0.0 for one in processes]) >= below:
-        return False
-    if view.work < below:
-        return True if view.measured else None
-    if len(view.pods) == 1:
-        return False
-    rest = device.unattributed.utilization_ratio if device.unattributed is not None else None
-    if rest is None:
-        rest = max(0.0, view.work - sum([_part(one) or 0.0 for one in view.pods]))
-    return True if part is not None and rest < below and video(device) < below else None
+    done = sum([one.sm_utilization_ratio or 0.0 for one in processes])
+    if len(view.pods) > 1:
+        rest = rest_of(device.unattributed, view.work, [_part(one) for one in view.pods])
+    return is_idle(below, view.work, _part(pod), done, rest)
 
 
 def _part(pod: Pod) -> float | None:
-    parts = [holder.parts for holder in pod.holders if holder.parts is not None]
-    known = [part.utilization_ratio for part in parts if part.utilization_ratio is not None]
-    return sum(known) if known else None
+    return part_of([holder.parts for holder in pod.holders])
 
 
 def used_unallocated(rule: Rule, view: View, found: list[Finding]) -> None:
@@ -162,12 +147,12 @@ def used_unallocated(rule: Rule, view: View, found: list[Finding]) -> None:
     device = view.device
     if not view.whole or device.jobs or not all(holder.observed for holder in device.holders):
         return
-    holds = True if view.work >= rule.used_above and view.tick.attribution != "none" else None
-    if view.tick.attribution != "none" and view.measured and not holds:
+    holds = True if view.work.most >= rule.used_above and view.tick.attribution != "none" else None
+    if view.tick.attribution != "none" and view.work.measured and not holds:
         return
     if (ruled := view.rules.in_force(rule, None)) is not None:
         facts = Facts(device, None, device.holders)
-        found.append(Finding(ruled, device.uuid, holds=holds, value=view.work, facts=facts))
+        found.append(Finding(ruled, device.uuid, holds=holds, value=view.work.most, facts=facts))
 
 
 def attribution_conflict(rule: Rule, view: View, found: list[Finding]) -> None:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from streams.alerts.memory import HeldBy, Memory, Seen, Windows
 from streams.alerts.rules.rule import Policy, Rule, Rules, policy_of
 from streams.alerts.tick import Device, Tick
+from streams.idleness import Work, work_of
 from topics.attributed import Holder, by_pod
 
 CONFLICTS = ("unallocated_process", "no_pod")  # what conflict of a device may be
@@ -57,8 +58,7 @@ class Pod(NamedTuple):
 
 
 class View(NamedTuple):
-    """A device of a tick, what was remembered of it before and is now, and how much it works.
-    ``work`` is the most that any measure of activity shows, ``measured`` whether one shows all of the device's."""
+    """A device of a tick, what was remembered of it before and is now, and how much it works."""
 
     rules: Rules
     tick: Tick
@@ -67,32 +67,22 @@ class View(NamedTuple):
     seen: Seen
     windows: Windows
     pods: tuple[Pod, ...]
-    work: float
-    measured: bool
+    work: Work
     whole: bool
 
 
 def view_of(rules: Rules, tick: Tick, device: Device, before: Memory, now: Memory, parents: set[str]) -> View:
     """How a device of a tick is seen; ``parents`` are the GPUs that have MIG devices."""
-    metrics = device.metrics
-    of_kernels = (metrics.gpu_utilization_ratio, metrics.gpu_utilization_max_ratio)
-    main = (*of_kernels, metrics.graphics_engine_active_ratio, metrics.sm_active_ratio)
-    known = [ratio for ratio in main if ratio is not None]
     whole = device.mig is not None or (device.uuid not in parents and device.info.mig_mode != "enabled")
     pods: Iterable[Sequence[Holder]] = [device.holders] if device.holders else []
     if len(device.holders) > 1:
         pods = by_pod(device.holders).values()
     holding = tuple([Pod(tuple(one), policy_of(one[0])) for one in pods])
     seen, windows = now.devices[device.uuid], now.windows.get(device.uuid, _NO_WINDOWS)
-    work, measured = max(*known, video(device), 0.0), bool(known)
-    return View(rules, tick, device, before, seen, windows, holding, work, measured, whole)
+    return View(rules, tick, device, before, seen, windows, holding, work_of(device.metrics), whole)
 
 
 _NO_WINDOWS: Windows = {}
-
-
-def video(device: Device) -> float:
-    return max(device.metrics.encoder_utilization_ratio or 0.0, device.metrics.decoder_utilization_ratio or 0.0)
 
 
 def uid_and_key(pod: Holder | HeldBy) -> tuple[str, str]:

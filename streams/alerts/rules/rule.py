@@ -15,6 +15,7 @@ import msgspec
 
 from delivery.values import milliseconds
 from streams.alerts.xids import XidKind
+from streams.idleness import IDLE_BELOW
 from topics.alerts import Severity
 from topics.attributed import Holder
 
@@ -50,7 +51,7 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     severity: Severity = "warning"
     for_ms: int = 0
     keep_firing_ms: int = 0
-    idle_below: float = 0.01
+    idle_below: float = IDLE_BELOW
     grace_ms: int = 0
     memory_held_bytes: float = 0.0
     used_above: float = 0.05

@@ -1,0 +1,70 @@
+"""How much a device works, and whether a pod does nothing with it. Pure; for all streams.
+
+docs/decisions/2026-11-22-idle-on-a-shared-gpu.md has the rule as a table.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from topics.attributed import Parts
+
+IDLE_BELOW = 0.01  # a pod that does less than this share of a device's work is idle, unless a rule says otherwise
+
+
+class Ratios(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
+    """The keys of the catalogue that say how much a device works."""
+
+    gpu_utilization_ratio: float | None = None
+    gpu_utilization_max_ratio: float | None = None
+    graphics_engine_active_ratio: float | None = None
+    sm_active_ratio: float | None = None
+    encoder_utilization_ratio: float | None = None
+    decoder_utilization_ratio: float | None = None
+
+
+class Work(NamedTuple):
+    """``most`` is the most that any measure of activity shows, ``measured`` whether one shows all of the device's;
+    ``video`` is that of the engines for video alone."""
+
+    most: float
+    measured: bool
+    video: float
+
+
+def work_of(ratios: Ratios) -> Work:
+    of_kernels = (ratios.gpu_utilization_ratio, ratios.gpu_utilization_max_ratio)
+    main = (*of_kernels, ratios.graphics_engine_active_ratio, ratios.sm_active_ratio)
+    known = [ratio for ratio in main if ratio is not None]
+    video = max(ratios.encoder_utilization_ratio or 0.0, ratios.decoder_utilization_ratio or 0.0)
+    return Work(max(*known, video, 0.0), bool(known), video)
+
+
+def part_of(parts: Iterable[Parts | None]) -> float | None:
+    """What the holders of a pod did of a device's work, by the parts of each; None: it is not known."""
+    known = [one.utilization_ratio for one in parts if one is not None and one.utilization_ratio is not None]
+    return sum(known) if known else None
+
+
+def rest_of(unattributed: Parts | None, work: Work, parts: Sequence[float | None]) -> float:
+    """What of a device's work is nobody's, by the parts of all its pods."""
+    if unattributed is not None and unattributed.utilization_ratio is not None:
+        return unattributed.utilization_ratio
+    return max(0.0, work.most - sum([part or 0.0 for part in parts]))
+
+
+def is_idle(below: float, work: Work, part: float | None, processes: float, rest: float | None) -> bool | None:
+    """Whether a pod does nothing with a device; None: it is not known.
+
+    A pod is judged by its own ``part`` of the device's work, whoever shares the device, and by what its ``processes``
+    do. The parts of all pods and the rest, which is nobody's, are the device's work. The ``rest`` may be the pod's own,
+    and so is all that the device does if its part is not known. ``rest`` None: no other pod holds the device.
+    """
+    if (part or 0.0) >= below or processes >= below:
+        return False
+    if work.most < below:
+        return True if work.measured else None
+    if rest is None:
+        return False
+    return True if part is not None and rest < below and work.video < below else None
