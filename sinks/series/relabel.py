@@ -1,22 +1,31 @@
-"""Other labels for series: Prometheus's own ``metric_relabel_configs``, and presets of them. Pure.
+"""Other labels for series: what Prometheus's relabelling makes of them, and external labels. Pure.
 
-In: a file of rules; the labels of a series, ``__name__`` among them. Out: the rules, or every mistake with its line and
-its rule; other labels, or none if a rule drops the series.
+In: rules, and the labels of series, ``__name__`` among them. Out: other labels, or none if a rule drops the series.
+This happens when a set of series is made, never for a value.
 Source: Prometheus's configuration reference, and what its package ``model/relabel`` makes of any rules and labels:
 expressions are RE2 and match the whole text; ``$1``, ``${1}`` and ``${name}`` expand as in Go; an empty value removes a
 label; ``labelmap`` sees the labels by name, then those that rules before it have set, and the last of equal names wins.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from hashlib import md5
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import re2
-import yaml
+
+from sinks.series.model import Rows
+from topics.metric import Labels
 
 METRIC_NAME = "__name__"
+
+META = "__meta_gpustream_"
+"""So begin labels that only rules see: whatever is known of a device and its holder, with any label set."""
+
+Withheld = Literal["rule", "name", "collision"]
+"""Why a series is not written: a rule drops it; it has no name, or one that is not valid; another one is the same."""
 
 Action = Literal[
     "replace",
@@ -34,48 +43,13 @@ Action = Literal[
 Scheme = Literal["utf8", "legacy"]
 """Which names are valid: any text, or those of Prometheus 2."""
 
-_DEFAULTS = {
-    "separator": ";",
-    "regex": "(.*)",
-    "modulus": "0",
-    "target_label": "",
-    "replacement": "$1",
-    "action": "replace",
-}
-_FIELDS = ("source_labels", *_DEFAULTS)
-_WITH_TARGET = {"replace", "hashmod", "lowercase", "uppercase", "keepequal", "dropequal"}
-_ONLY = {
-    "keepequal": ("source_labels", "target_label"),
-    "dropequal": ("source_labels", "target_label"),
-    "labeldrop": ("regex",),
-    "labelkeep": ("regex",),
-}
-"""The fields of an action that takes no others."""
-
-_SECTIONS = ("metric_relabel_configs", "write_relabel_configs")
-_SCHEME = "metric_name_validation_scheme"
-
 _LEGACY_LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 _LEGACY_METRIC = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
-_LEGACY_TEMPLATE = re2.compile(r"^(?:(?:[a-zA-Z_]|\$(?:\{\w+\}|\w+))+\w*)+$")
 _ANY_BYTE = re.compile(r"(?<!\\)(?:\\\\)*\\C")
 """What RE2 takes in C++ and not in Go."""
 
-_INTEGER = re.compile(r"\+?(?:0x[0-9a-fA-F]+|0b[01]+|0o[0-7]+|0|[1-9][0-9]*)")
-_OCTAL = re.compile(r"\+?0[0-7]+")
-_FLOAT = re.compile(r"\+?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?")
-_MOST = 2**64 - 1
-
 _EXPRESSION_BYTES = 256 << 20
-_REMEMBERED = 65536
-
-
-class BadRules(ValueError):
-    """The file can't be used; ``mistakes`` says where and why, a sentence each."""
-
-    def __init__(self, mistakes: list[str]) -> None:
-        super().__init__("; ".join(mistakes))
-        self.mistakes = mistakes
+_REMEMBERED = 8192
 
 
 Groups = tuple[str, ...]
@@ -264,157 +238,71 @@ def is_metric_name(name: str, scheme: Scheme) -> bool:
     return bool(name) if scheme == "utf8" else _LEGACY_METRIC.fullmatch(name) is not None
 
 
-# -- a file of rules
+# -- sets of series
 
 
-def load(text: str, file: str) -> Rules:
-    """The rules of a file: a list of them, or a mapping that has them as Prometheus's configuration does.
+class Relabelled(NamedTuple):
+    """A set of series with other labels. ``kept`` are the numbers of its rows among those that there were, None for all
+    of them; ``withheld`` counts the others."""
 
-    Raises BadRules with every mistake.
-    """
-    try:
-        loader = yaml.SafeLoader(text)
-        document = loader.get_single_node()
-    except (yaml.YAMLError, ValueError) as error:
-        where = getattr(error, "problem_mark", None)
-        line = f"{file}:{where.line + 1}" if where is not None else file
-        raise BadRules(
-            [f"{line}: not YAML: {getattr(error, 'problem', None) or str(error).splitlines()[0]}"]
-        ) from error
-    mistakes: list[str] = []
-    section, scheme = _section(document, file, mistakes)
-    rules = []
-    for number, node in enumerate(section.value if section is not None else (), 1):
-        at = f"{file}:{node.start_mark.line + 1}: rule {number}"
-        if not isinstance(node, yaml.MappingNode):
-            mistakes.append(f"{at}: a rule has fields, such as source_labels and action; this has none")
-            continue
-        wrong: list[str] = []
-        fields = _fields(node, loader, f"{file}:{{line}}: rule {number}", wrong)
-        if not wrong and (rule := _rule(fields, scheme, wrong)) is not None:
-            rules.append(rule)
-        mistakes += [one if one.startswith(f"{file}:") else f"{at}: {one}" for one in wrong]
-    if mistakes:
-        raise BadRules(mistakes)
-    return Rules(tuple(rules), scheme, "__meta_" in text)
+    labels: Labels
+    rows: Rows
+    kept: tuple[int, ...] | None
+    withheld: Counter[Withheld]
 
 
-def _section(document: yaml.Node | None, file: str, mistakes: list[str]) -> tuple[yaml.SequenceNode | None, Scheme]:
-    """The list of rules in a document, and which names are valid."""
-    scheme: Scheme = "utf8"
-    section = document
-    if isinstance(document, yaml.MappingNode):
-        found = {key.value: value for key, value in document.value}
-        unknown = [key for key in found if key not in (*_SECTIONS, _SCHEME)]
-        if unknown:
-            mistakes.append(f"{file}: only {', '.join(_SECTIONS)} and {_SCHEME} belong here, not {', '.join(unknown)}")
-        if _SCHEME in found and (given := found[_SCHEME].value) not in get_args(Scheme):
-            mistakes.append(f"{file}:{found[_SCHEME].start_mark.line + 1}: {_SCHEME} is utf8 or legacy, not {given!r}")
-        elif _SCHEME in found:
-            scheme = found[_SCHEME].value
-        sections = [found[name] for name in _SECTIONS if name in found]
-        section = sections[0] if len(sections) == 1 else None
-        if len(sections) != 1 and not unknown:
-            mistakes.append(f"{file}: it has to have one of {' and '.join(_SECTIONS)}")
-            return None, scheme
-    if isinstance(section, yaml.SequenceNode):
-        return section, scheme
-    if not mistakes:
-        mistakes.append(f"{file}: a list of rules is expected, as under metric_relabel_configs")
-    return None, scheme
+class Relabelling:
+    """What is done to the labels of every series: the rules, then the external labels whose names are free."""
 
+    def __init__(self, rules: Sequence[Rules] = (), external: Labels = ()) -> None:
+        self._rules, self._external = tuple(rules), external
+        self.with_meta = any(some.with_meta for some in rules)
+        targets = {rule.target_label for some in rules for rule in some.rules if rule.target_label}
+        self.more_labels = len(targets) + len(external)
+        """About so many labels it adds."""
+        self._same: dict[Rows, Rows] = {}
 
-def _fields(node: yaml.MappingNode, loader: yaml.SafeLoader, at: str, wrong: list[str]) -> dict[str, yaml.Node]:
-    """The fields of a rule by name."""
-    keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-    for key, value in node.value:
-        line = at.format(line=key.start_mark.line + 1)
-        if not isinstance(key, yaml.ScalarNode) or key.value not in (*_FIELDS, "<<"):
-            wrong.append(f"{line}: there is no field {key.value!r}; there are {', '.join(_FIELDS)}")
-        elif keys.count(key.value) > 1:
-            wrong.append(f"{line}: {key.value} is given twice")
-        elif isinstance(value, yaml.ScalarNode) == (key.value == "source_labels") and not _is_null(value):
-            kind = "a list" if key.value == "source_labels" else "a text"
-            wrong += [f"{line}: {key.value} is {kind}"] if key.value != "<<" else []
-    if not wrong:
-        loader.flatten_mapping(node)
-    return {key.value: value for key, value in node.value} if not wrong else {}
+    def __bool__(self) -> bool:
+        return bool(self._rules or self._external)
 
+    @property
+    def may_collide(self) -> bool:
+        """Whether different series may become the same."""
+        return bool(self._rules)
 
-def _is_null(node: yaml.Node) -> bool:
-    return node.tag == "tag:yaml.org,2002:null"
+    def relabel(self, labels: Labels, rows: Rows, meta: Mapping[str, str]) -> Relabelled:
+        """A set with its new labels. What all of its series have in common are the labels of the set."""
+        found: dict[int, dict[str, str]] = {}
+        withheld: Counter[Withheld] = Counter()
+        for number, row in enumerate(rows):
+            made = self._one({METRIC_NAME: row.name, **meta, **dict(labels), **dict(row.labels)})
+            if isinstance(made, str):
+                withheld[made] += 1
+            else:
+                found[number] = made
+        shared = set.intersection(*[set(one.items()) for one in found.values()]) if found else set()
+        shared = {pair for pair in shared if pair[0] != METRIC_NAME}
+        made_rows = []
+        for number, one in found.items():
+            name = one.pop(METRIC_NAME)
+            own = tuple([pair for pair in one.items() if pair not in shared])
+            made_rows.append(rows[number]._replace(name=name, labels=own))
+        if len(self._same) > _REMEMBERED:
+            self._same.clear()
+        same = self._same.setdefault(tuple(made_rows), tuple(made_rows))
+        return Relabelled(tuple(sorted(shared)), same, tuple(found) if withheld else None, withheld)
 
-
-def _rule(fields: Mapping[str, yaml.Node], scheme: Scheme, wrong: list[str]) -> Rule | None:
-    """A rule of its fields; adds to ``wrong`` why there is none."""
-    sources = fields.get("source_labels")
-    names = sources.value if isinstance(sources, yaml.SequenceNode) else []
-    if [one for one in names if not isinstance(one, yaml.ScalarNode) or not (one.value or _is_null(one))]:
-        wrong.append("source_labels is a list of names")
-    given = {name: "" if _is_null(one) else str(one.value) for name, one in fields.items() if name != "source_labels"}
-    modulus = _modulus(fields.get("modulus"))
-    if modulus is None:
-        wrong.append(f"modulus is a whole number from 0 to {_MOST}, not {given['modulus']!r}")
-    elif "modulus" in given:
-        given["modulus"] = str(modulus)
-    regex, expression = None, given.get("regex", _DEFAULTS["regex"])
-    try:
-        regex = Expression(expression)
-    except ValueError as error:
-        wrong.append(f"regex '{expression}' is not an expression of RE2: {error}")
-    changed = [name for name, text in given.items() if text != _DEFAULTS[name] or name == "regex"]
-    text = _DEFAULTS | given
-    action = lowercase(text["action"])
-    wrong += _misfits(
-        action, text, scheme, [*changed, *(["source_labels"] if sources and not _is_null(sources) else [])]
-    )
-    if wrong or modulus is None or regex is None:
-        return None
-    source_labels = tuple("" if _is_null(one) else one.value for one in names)
-    target, replacement = Template(text["target_label"], regex), Template(text["replacement"], regex)
-    made = (source_labels, text["separator"], regex, modulus, text["target_label"], target, replacement, scheme)
-    return Rule(action, *made)  # type: ignore[arg-type] # _misfits has seen that it is one of them
-
-
-def _modulus(node: yaml.Node | None) -> int | None:
-    """A number that is not negative and has 64 bits, as YAML 1.1 writes it; None if it is none."""
-    if node is None or _is_null(node):
-        return 0
-    text = node.value.replace("_", "")
-    found: int | None = None
-    if getattr(node, "style", None) is not None:
-        return None  # in quotes it is a text
-    if _INTEGER.fullmatch(text):
-        found = int(text, 0)
-    elif _OCTAL.fullmatch(text):
-        found = int(text, 8)
-    elif _FLOAT.fullmatch(text):
-        found = int(float(text)) if float(text) <= _MOST else None
-    return found if found is not None and found <= _MOST else None
-
-
-def _misfits(action: str, text: Mapping[str, str], scheme: Scheme, changed: Iterable[str]) -> Iterator[str]:
-    """What of a rule does not go together; ``changed`` are the fields that say something else than their defaults."""
-    target, replacement = text["target_label"], text["replacement"]
-    if action not in get_args(Action):
-        yield f"there is no action {text['action']!r}; there are {', '.join(get_args(Action))}"
-    if action == "hashmod" and text["modulus"] == "0":
-        yield "hashmod needs a modulus above 0"
-    if action in _WITH_TARGET and not target:
-        yield f"{action} needs a target_label"
-    elif action in _WITH_TARGET and not (
-        _is_template(target, scheme) if action == "replace" and "$" in target else is_label_name(target, scheme)
-    ):
-        yield f"target_label {target!r} is not the name of a label"
-    if action == "labelmap" and not _is_template(replacement, scheme):
-        yield f"replacement {replacement!r} is not the name of a label"
-    if action in {"lowercase", "uppercase"} and "replacement" in changed:
-        yield f"{action} takes no replacement"
-    further = [name for name in _FIELDS if name in changed and name not in ("action", *_ONLY.get(action, _FIELDS))]
-    if further:
-        yield f"{action} takes only {' and '.join(_ONLY[action])}, not {', '.join(further)}"
-
-
-def _is_template(text: str, scheme: Scheme) -> bool:
-    """Whether the name of a label may come of a text in which groups are put."""
-    return bool(text) if scheme == "utf8" else _LEGACY_TEMPLATE.search(text) is not None
+    def _one(self, labels: Mapping[str, str]) -> dict[str, str] | Withheld:
+        """The new labels of a series, sorted by name, or why it is not written."""
+        made = dict(labels)
+        for some in self._rules:
+            left = relabelled(some.rules, made)
+            if not left:
+                return "rule"
+            names_are_valid = all(is_label_name(name, some.scheme) for name in left)
+            if not names_are_valid or not is_metric_name(left.get(METRIC_NAME, ""), some.scheme):
+                return "name"
+            made = left
+        for name, value in self._external:
+            made.setdefault(name, value)
+        return {name: value for name, value in sorted(made.items()) if not name.startswith(META)}

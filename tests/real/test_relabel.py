@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
-from sinks.series.relabel import BadRules, Scheme, load, lowercase, relabelled, uppercase
+from sinks.series.relabel import Scheme, lowercase, relabelled, uppercase
+from sinks.series.relabel_file import BadRules, load
 from tests.real.conftest import need
 from tests.real.servers import Missing, real_dir
 

@@ -1,0 +1,278 @@
+"""A file of relabelling: Prometheus's own ``metric_relabel_configs`` as YAML, and presets of them. Pure.
+
+In: the text of a file. Out: its rules, or every mistake with its line and its rule.
+Source: Prometheus's configuration reference, and what its package ``model/relabel`` takes for valid.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple, get_args
+
+import re2
+import yaml
+
+from sinks.series.relabel import META, Action, Expression, Rule, Rules, Scheme, Template, is_label_name, lowercase
+
+_DEFAULTS = {
+    "separator": ";",
+    "regex": "(.*)",
+    "modulus": "0",
+    "target_label": "",
+    "replacement": "$1",
+    "action": "replace",
+}
+_FIELDS = ("source_labels", *_DEFAULTS)
+_WITH_TARGET = {"replace", "hashmod", "lowercase", "uppercase", "keepequal", "dropequal"}
+_ONLY = {
+    "keepequal": ("source_labels", "target_label"),
+    "dropequal": ("source_labels", "target_label"),
+    "labeldrop": ("regex",),
+    "labelkeep": ("regex",),
+}
+"""The fields of an action that takes no others."""
+
+_SECTIONS = ("metric_relabel_configs", "write_relabel_configs")
+_SCHEME = "metric_name_validation_scheme"
+
+_LEGACY_TEMPLATE = re2.compile(r"^(?:(?:[a-zA-Z_]|\$(?:\{\w+\}|\w+))+\w*)+$")
+_INTEGER = re.compile(r"\+?(?:0x[0-9a-fA-F]+|0b[01]+|0o[0-7]+|0|[1-9][0-9]*)")
+_OCTAL = re.compile(r"\+?0[0-7]+")
+_FLOAT = re.compile(r"\+?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?")
+_MOST = 2**64 - 1
+
+
+PRESET = "preset:"
+
+
+class Preset(NamedTuple):
+    """Rules by name. ``purpose`` says who needs them."""
+
+    name: str
+    purpose: str
+    rules: str
+
+
+def _copies(**labels: str) -> str:
+    """Rules that give labels what is known of the device and its holder; what is not known changes nothing."""
+    rules = [f"- {{source_labels: [{META}{of}], regex: (.+), target_label: {name}}}\n" for name, of in labels.items()]
+    return "".join(rules)
+
+
+PRESETS: tuple[Preset, ...] = (
+    Preset(
+        "hostname",
+        "`Hostname`, as dcgm-exporter called the node before 4.8.3, beside `hostname`.",
+        _copies(Hostname="node"),
+    ),
+    Preset(
+        "exported",
+        "`exported_namespace`, `exported_pod` and `exported_container`: so Prometheus calls the workload's labels when"
+        " it scrapes dcgm-exporter without `honor_labels`. `namespace`, `pod` and `container` stay the workload's.",
+        _copies(exported_namespace="namespace", exported_pod="pod", exported_container="container"),
+    ),
+    Preset(
+        "pod-uid",
+        "The pod's uid as `pod_uid`, as dcgm-exporter has it, and as `uid`, as kube-state-metrics has it.",
+        _copies(pod_uid="pod_uid", uid="pod_uid"),
+    ),
+    Preset(
+        "hpc-job",
+        "`hpc_job`: the id of the batch job that runs on the GPU, as dcgm-exporter calls it.",
+        _copies(hpc_job="job_id"),
+    ),
+    Preset(
+        "instance",
+        "`instance`: the node and port 9400, as if an exporter on each node were scraped. With the labels of `dcgm` it"
+        " is there anyway. `job`, a scrape's other label, is a constant: `--external-label job=dcgm-exporter`.",
+        _copies(instance="instance"),
+    ),
+    Preset(
+        "kubernetes",
+        "`namespace`, `pod`, `container` and `node`, with any label set: by these names series are joined with those of"
+        " kube-state-metrics and of the kubelet.",
+        _copies(namespace="namespace", pod="pod", container="container", node="node"),
+    ),
+    Preset(
+        "pod-labels",
+        "What is written on the pod: each label as `label_NAME`, as kube-state-metrics calls it.",
+        f"- {{action: labelmap, regex: {META}pod_label_(.+), replacement: label_$1}}\n",
+    ),
+)
+"""What ``--relabel preset:NAME`` picks from. None of them takes a label away."""
+
+
+class BadRules(ValueError):
+    """The file can't be used; ``mistakes`` says where and why, a sentence each."""
+
+    def __init__(self, mistakes: list[str]) -> None:
+        super().__init__("; ".join(mistakes))
+        self.mistakes = mistakes
+
+
+def read(source: str) -> Rules:
+    """The rules of a preset (``preset:NAME``) or of a file. Raises BadRules with every mistake."""
+    if source.startswith(PRESET):
+        texts = {preset.name: preset.rules for preset in PRESETS}
+        name = source.removeprefix(PRESET)
+        if name not in texts:
+            raise BadRules([f"there is no preset {name!r}; there are {', '.join(texts)}"])
+        return load(texts[name], source)
+    try:
+        text = Path(source).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadRules([f"{source}: {getattr(error, 'strerror', None) or 'not UTF-8'}"]) from error
+    return load(text, source)
+
+
+def load(text: str, file: str) -> Rules:
+    """The rules of a file: a list of them, or a mapping that has them as Prometheus's configuration does.
+
+    Raises BadRules with every mistake.
+    """
+    try:
+        loader = yaml.SafeLoader(text)
+        document = loader.get_single_node()
+    except (yaml.YAMLError, ValueError) as error:
+        where = getattr(error, "problem_mark", None)
+        line = f"{file}:{where.line + 1}" if where is not None else file
+        raise BadRules(
+            [f"{line}: not YAML: {getattr(error, 'problem', None) or str(error).splitlines()[0]}"]
+        ) from error
+    mistakes: list[str] = []
+    section, scheme = _section(document, file, mistakes)
+    rules = []
+    for number, node in enumerate(section.value if section is not None else (), 1):
+        at = f"{file}:{node.start_mark.line + 1}: rule {number}"
+        if not isinstance(node, yaml.MappingNode):
+            mistakes.append(f"{at}: a rule has fields, such as source_labels and action; this has none")
+            continue
+        wrong: list[str] = []
+        fields = _fields(node, loader, f"{file}:{{line}}: rule {number}", wrong)
+        if not wrong and (rule := _rule(fields, scheme, wrong)) is not None:
+            rules.append(rule)
+        mistakes += [one if one.startswith(f"{file}:") else f"{at}: {one}" for one in wrong]
+    if mistakes:
+        raise BadRules(mistakes)
+    return Rules(tuple(rules), scheme, META in text)
+
+
+def _section(document: yaml.Node | None, file: str, mistakes: list[str]) -> tuple[yaml.SequenceNode | None, Scheme]:
+    """The list of rules in a document, and which names are valid."""
+    scheme: Scheme = "utf8"
+    section = document
+    if isinstance(document, yaml.MappingNode):
+        found = {key.value: value for key, value in document.value}
+        unknown = [key for key in found if key not in (*_SECTIONS, _SCHEME)]
+        if unknown:
+            mistakes.append(f"{file}: only {', '.join(_SECTIONS)} and {_SCHEME} belong here, not {', '.join(unknown)}")
+        if _SCHEME in found and (given := found[_SCHEME].value) not in get_args(Scheme):
+            mistakes.append(f"{file}:{found[_SCHEME].start_mark.line + 1}: {_SCHEME} is utf8 or legacy, not {given!r}")
+        elif _SCHEME in found:
+            scheme = found[_SCHEME].value
+        sections = [found[name] for name in _SECTIONS if name in found]
+        section = sections[0] if len(sections) == 1 else None
+        if len(sections) != 1 and not unknown:
+            mistakes.append(f"{file}: it has to have one of {' and '.join(_SECTIONS)}")
+            return None, scheme
+    if isinstance(section, yaml.SequenceNode):
+        return section, scheme
+    if not mistakes:
+        mistakes.append(f"{file}: a list of rules is expected, as under metric_relabel_configs")
+    return None, scheme
+
+
+def _fields(node: yaml.MappingNode, loader: yaml.SafeLoader, at: str, wrong: list[str]) -> dict[str, yaml.Node]:
+    """The fields of a rule by name."""
+    keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+    for key, value in node.value:
+        line = at.format(line=key.start_mark.line + 1)
+        if not isinstance(key, yaml.ScalarNode) or key.value not in (*_FIELDS, "<<"):
+            wrong.append(f"{line}: there is no field {key.value!r}; there are {', '.join(_FIELDS)}")
+        elif keys.count(key.value) > 1:
+            wrong.append(f"{line}: {key.value} is given twice")
+        elif isinstance(value, yaml.ScalarNode) == (key.value == "source_labels") and not _is_null(value):
+            kind = "a list" if key.value == "source_labels" else "a text"
+            wrong += [f"{line}: {key.value} is {kind}"] if key.value != "<<" else []
+    if not wrong:
+        loader.flatten_mapping(node)
+    return {key.value: value for key, value in node.value} if not wrong else {}
+
+
+def _is_null(node: yaml.Node) -> bool:
+    return node.tag == "tag:yaml.org,2002:null"
+
+
+def _rule(fields: Mapping[str, yaml.Node], scheme: Scheme, wrong: list[str]) -> Rule | None:
+    """A rule of its fields; adds to ``wrong`` why there is none."""
+    sources = fields.get("source_labels")
+    names = sources.value if isinstance(sources, yaml.SequenceNode) else []
+    if [one for one in names if not isinstance(one, yaml.ScalarNode) or not (one.value or _is_null(one))]:
+        wrong.append("source_labels is a list of names")
+    given = {name: "" if _is_null(one) else str(one.value) for name, one in fields.items() if name != "source_labels"}
+    modulus = _modulus(fields.get("modulus"))
+    if modulus is None:
+        wrong.append(f"modulus is a whole number from 0 to {_MOST}, not {given['modulus']!r}")
+    elif "modulus" in given:
+        given["modulus"] = str(modulus)
+    regex, expression = None, given.get("regex", _DEFAULTS["regex"])
+    try:
+        regex = Expression(expression)
+    except ValueError as error:
+        wrong.append(f"regex '{expression}' is not an expression of RE2: {error}")
+    changed = [name for name, text in given.items() if text != _DEFAULTS[name] or name == "regex"]
+    text = _DEFAULTS | given
+    action = lowercase(text["action"])
+    wrong += _misfits(
+        action, text, scheme, [*changed, *(["source_labels"] if sources and not _is_null(sources) else [])]
+    )
+    if wrong or modulus is None or regex is None:
+        return None
+    source_labels = tuple("" if _is_null(one) else one.value for one in names)
+    target, replacement = Template(text["target_label"], regex), Template(text["replacement"], regex)
+    made = (source_labels, text["separator"], regex, modulus, text["target_label"], target, replacement, scheme)
+    return Rule(action, *made)  # type: ignore[arg-type] # _misfits has seen that it is one of them
+
+
+def _modulus(node: yaml.Node | None) -> int | None:
+    """A number that is not negative and has 64 bits, as YAML 1.1 writes it; None if it is none."""
+    if node is None or _is_null(node):
+        return 0
+    text = node.value.replace("_", "")
+    found: int | None = None
+    if getattr(node, "style", None) is not None:
+        return None  # in quotes it is a text
+    if _INTEGER.fullmatch(text):
+        found = int(text, 0)
+    elif _OCTAL.fullmatch(text):
+        found = int(text, 8)
+    elif _FLOAT.fullmatch(text):
+        found = int(float(text)) if float(text) <= _MOST else None
+    return found if found is not None and found <= _MOST else None
+
+
+def _misfits(action: str, text: Mapping[str, str], scheme: Scheme, changed: Iterable[str]) -> Iterator[str]:
+    """What of a rule does not go together; ``changed`` are the fields that say something else than their defaults."""
+    target, replacement = text["target_label"], text["replacement"]
+    if action not in get_args(Action):
+        yield f"there is no action {text['action']!r}; there are {', '.join(get_args(Action))}"
+    if action == "hashmod" and text["modulus"] == "0":
+        yield "hashmod needs a modulus above 0"
+    if action in _WITH_TARGET and not target:
+        yield f"{action} needs a target_label"
+    elif action in _WITH_TARGET and not (
+        _is_template(target, scheme) if action == "replace" and "$" in target else is_label_name(target, scheme)
+    ):
+        yield f"target_label {target!r} is not the name of a label"
+    if action == "labelmap" and not _is_template(replacement, scheme):
+        yield f"replacement {replacement!r} is not the name of a label"
+    if action in {"lowercase", "uppercase"} and "replacement" in changed:
+        yield f"{action} takes no replacement"
+    further = [name for name in _FIELDS if name in changed and name not in ("action", *_ONLY.get(action, _FIELDS))]
+    if further:
+        yield f"{action} takes only {' and '.join(_ONLY[action])}, not {', '.join(further)}"
+
+
+def _is_template(text: str, scheme: Scheme) -> bool:
+    """Whether the name of a label may come of a text in which groups are put."""
+    return bool(text) if scheme == "utf8" else _LEGACY_TEMPLATE.search(text) is not None
