@@ -1,4 +1,4 @@
-"""Kafka -> the world: each sink reads gpu.attributed, gpu.alerts or both in a consumer group of its own."""
+"""Kafka -> the world: each sink reads what it needs of gpu.attributed, gpu.alerts and gpu.usage, in its own group."""
 
 from delivery.settings import Registered
 
@@ -6,7 +6,7 @@ SINKS = {
     "remote-write": Registered(
         component="sinks.remote_write.sink:RemoteWriteSink",
         settings="sinks.settings:RemoteWriteSettings",
-        reads=("gpu.attributed", "gpu.alerts"),
+        reads=("gpu.attributed", "gpu.alerts", "gpu.usage"),
         help="Every value to Prometheus, Mimir or any other remote-write receiver, once.",
         example=(
             "gpustream sink remote-write --kafka 127.0.0.1:9092 --url http://127.0.0.1:9090/api/v1/write\n"

@@ -292,7 +292,7 @@ class AlertmanagerPartition:
         """
         notifier = self._notifier
         notifier.watch(self._active, abandon)
-        for some in batches(records, self._max_alerts):
+        for some in batches(records, self._max_alerts, key=lambda record: record.key):
             reads = [self._read(record) for record in some]
             async with notifier.turn:
                 refused = await notifier.send([one.alert for one in reads if one.alert and one.is_news], abandon)

@@ -1,11 +1,14 @@
 """What sinks of gpu.alerts have in common: reading a record, and knowing which transitions are news."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
 from delivery.dead_letters import Record
 from sinks.outcomes import Undecodable, decoded
 from topics.alerts import MAX_TIME_MS, TOPIC, Alert, milliseconds
 from topics.topic import decoder
+
+T = TypeVar("T")
 
 _decode = decoder(Alert)
 
@@ -24,16 +27,18 @@ def read(record: Record) -> Alert | None:
     return alert
 
 
-def batches(records: Iterable[Record], most: int) -> Iterator[list[Record]]:
-    """At most so many records at a time, and of each alert only one: the next waits until this one is settled."""
-    some: list[Record] = []
-    keys: set[bytes | None] = set()
-    for record in records:
-        if record.key in keys or len(some) == most:
+def batches(items: Iterable[T], most: int, key: Callable[[T], object]) -> Iterator[list[T]]:
+    """At most so many at a time, and of each key but None only one: the next waits until this one is settled."""
+    some: list[T] = []
+    keys: set[object] = set()
+    for item in items:
+        its = key(item)
+        if its in keys or len(some) == most:
             yield some
             some, keys = [], set()
-        some.append(record)
-        keys.add(record.key)
+        some.append(item)
+        if its is not None:
+            keys.add(its)
     if some:
         yield some
 

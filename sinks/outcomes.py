@@ -33,7 +33,9 @@ COMMON: tuple[Instrument, ...] = (
         "Records delivered, but for series that are left out and a part that is refused for its time.",
     ),
     Instrument(
-        "records_duplicate_total", "counter", "Records that say nothing new: replays, and alerts that are deleted."
+        "records_duplicate_total",
+        "counter",
+        "Records that say nothing new: replays, alerts that are deleted, usage that is not final.",
     ),
     Instrument(
         "records_dropped_total",

@@ -173,6 +173,21 @@ ALERT_FIRING = Info(
 )
 """With all names and labels, from gpu.alerts."""
 
+USAGE = {
+    "held": Info(
+        "gpu_usage_held_seconds",
+        "How long a pod held the device within an hour: one sample at the end of the hour, once it is final. "
+        "sum_over_time adds hours up; several pods share a device's time. From remote write only.",
+        "seconds",
+        labels=("k8s_pod_uid", "k8s_workload_kind", "k8s_workload_name", "team"),
+    ),
+    "used": Info("gpu_usage_used_seconds", "For how long of that the device computed for it.", "seconds"),
+    "idle": Info("gpu_usage_idle_seconds", "For how long of that the pod did nothing with it.", "seconds"),
+    "energy": Info("gpu_usage_energy_joules", "What the device drew for it, or while nobody held it.", "joules"),
+    "free": Info("gpu_usage_free_seconds", "How long nobody held the device within an hour.", "seconds"),
+}
+"""Of gpu.usage, with all names."""
+
 FURTHER = (*POD_PARTS.values(), *UNATTRIBUTED.values(), SPLIT_SCALED, CONFLICT, DEVICE_INFO, XID_ERRORS, POD_XID_ERRORS)
 """What a device has beside its metrics, called the same with all names."""
 

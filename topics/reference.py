@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from topics.catalogue import ALERT_FIRING, CATALOGUE, DERIVED, FAMILIES, FURTHER, HOLDERS, POD_INFO
+from topics.catalogue import ALERT_FIRING, CATALOGUE, DERIVED, FAMILIES, FURTHER, HOLDERS, POD_INFO, USAGE
 from topics.metric import PROFILES, Info, Labels, Metric, Profile, Series
 from topics.topic import PARTITIONS, REPLICATION_FACTOR, SCHEMA, Topic, load_topics
 
@@ -141,6 +141,11 @@ def metrics_markdown() -> str:
         "From gpu.alerts, with the alert's own labels, whatever the profile. 1 at its start and again every minute; it "
         "ends with a staleness marker when the alert does.",
         _table(("series", "unit", "kind", "meaning"), [_info(ALERT_FIRING)]),
+        "### Of usage",
+        "From gpu.usage, once an hour for each device and holder: one sample at the end of the hour, when it is final. "
+        "They carry the labels that the device's series have with this holder, and those that are named here. The time "
+        "is the device's: an hour of a MIG device is an hour.",
+        _table(("series", "unit", "kind", "meaning"), map(_info, USAGE.values())),
     ]
     return "\n\n".join(parts) + "\n"
 

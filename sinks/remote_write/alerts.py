@@ -221,7 +221,7 @@ class AlertPartition:
         """Write the alerts' starts and ends, batch by batch; dead letters first, so that nothing is counted that may
         be repeated."""
         shared = self._shared
-        for some in batches(records, shared.max_samples):
+        for some in batches(records, shared.max_samples, key=lambda record: record.key):
             batch = [self._read(record) for record in some]
             results = iter(await self._write([one.change for one in batch if one.change], abandon))
             ends = []

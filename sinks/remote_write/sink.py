@@ -1,6 +1,6 @@
-"""The remote-write sink: gpu.attributed and gpu.alerts -> a receiver of Prometheus remote write, once, in order.
+"""The remote-write sink: gpu.attributed, gpu.alerts and gpu.usage -> a receiver of remote write, once, in order.
 
-In: gpu.attributed; gpu.alerts, read back whole. Out: requests to ``--url``; gpu.dead-letters.
+In: gpu.attributed; gpu.alerts, read back whole; gpu.usage. Out: requests to ``--url``; gpu.dead-letters.
 State: none that a restart does not read back.
 On failure: an outage of the receiver or of Kafka is waited for; what the receiver refuses is found out and left out.
 """
@@ -20,10 +20,12 @@ from sinks.remote_write.partition import RemoteWritePartition, RemoteWriteShared
 from sinks.remote_write.queue import Queue
 from sinks.remote_write.refusals import Deliverer
 from sinks.remote_write.send import Client, RemoteWriteSender
+from sinks.remote_write.usage import UsagePartition
 from sinks.series.translation import Translator
 from sinks.settings import RemoteWriteSettings
 from topics.alerts import TOPIC as ALERTS
 from topics.attributed import TOPIC
+from topics.usage import HOURS
 
 COMPONENT = "remote_write"
 
@@ -77,6 +79,12 @@ INSTRUMENTS: tuple[Instrument, ...] = (
         "gpustream_remote_write_alert_samples_refused_total",
         "counter",
         "Samples of gpu_alert_firing that the receiver refused, by reason; left_out: not sent for that.",
+        ("reason",),
+    ),
+    Instrument(
+        "gpustream_remote_write_usage_samples_refused_total",
+        "counter",
+        "Samples of gpu_usage_* that the receiver refused, by reason; left_out: not sent for that.",
         ("reason",),
     ),
     Instrument(
@@ -141,9 +149,13 @@ class RemoteWriteSink:
         def alerts(_: int) -> AlertPartition:
             return AlertPartition(AlertSeries(settings.max_labels), shared)
 
+        def usage(_: int) -> UsagePartition:
+            return UsagePartition(settings.labels or settings.names, settings.max_labels, shared)
+
         sources = [
             Source(TOPIC.name, samples, settings.from_, settings.stale_after_s),
             Source(ALERTS.name, alerts, settings.from_, WHOLE),
+            Source(HOURS.name, usage, settings.from_, 0.0),
         ]
         self._reader = GroupReader(settings, sources, self._outcomes)
         try:

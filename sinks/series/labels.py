@@ -88,8 +88,12 @@ class DeviceIdentity(NamedTuple):
 
 def place(sample: AttributedSample) -> Place:
     """Where a tick was read."""
-    zone, region, host_type = (sample.node_labels.get(name) for name in _OF_PLACE)
-    return Place(sample.cluster, sample.node, zone, region, host_type)
+    return place_of(sample.cluster, sample.node, sample.node_labels)
+
+
+def place_of(cluster: str, node: str, node_labels: Mapping[str, str]) -> Place:
+    """A node, and what its labels say of where it stands."""
+    return Place(cluster, node, *(node_labels.get(name) for name in _OF_PLACE))
 
 
 def held(of: Holder, container: str | None = None) -> Held:

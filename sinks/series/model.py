@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 from sinks.series.labels import Labels
 
 Kind = Literal["gauge", "counter"]
-Subject = Literal["metrics", "info", "rest", "part", "errors", "pod", "alert"]
+Subject = Literal["metrics", "info", "rest", "part", "errors", "pod", "alert", "usage"]
 """What the series of a set are of: sets about different things may have the same labels, and share no name."""
 
 Value = int | float

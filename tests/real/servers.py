@@ -496,12 +496,19 @@ class Series:
 
 
 class PrometheusServer(Server):
-    """Prometheus with the remote-write receiver on, in its default configuration: no out-of-order window."""
+    """Prometheus with the remote-write receiver on; its configuration is the default one: no out-of-order window."""
 
-    def __init__(self, directory: Path, *, program: Path | None = None, options: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        program: Path | None = None,
+        options: Sequence[str] = (),
+        config: str = "global: {}\n",
+    ) -> None:
         super().__init__(directory)
         self.program = program or find_prometheus()
-        self.options = list(options)
+        self.options, self.config = list(options), config
 
     @property
     def url(self) -> str:
@@ -514,8 +521,8 @@ class PrometheusServer(Server):
         return f"{self.url}/api/v1/write"
 
     def prepare(self) -> None:
-        """Writes an empty configuration, which is the default one."""
-        (self.directory / "prometheus.yml").write_text("global: {}\n")
+        """Writes the configuration."""
+        (self.directory / "prometheus.yml").write_text(self.config)
 
     def command(self) -> Sequence[str]:
         """The server in the foreground."""

@@ -27,7 +27,8 @@ EVERY_MS = 2_000
 def alerts(empty_kafka: KafkaServer, monkeypatch: pytest.MonkeyPatch) -> KafkaServer:
     """Kafka with the topics that the sink uses."""
     monkeypatch.setattr(alert_series, "EVERY_MS", EVERY_MS)
-    empty_kafka.create_ours({"gpu.attributed": PARTITIONS, "gpu.dead-letters": 1, "gpu.alerts": PARTITIONS})
+    topics = ("gpu.attributed", "gpu.alerts", "gpu.usage")
+    empty_kafka.create_ours({"gpu.dead-letters": 1, **dict.fromkeys(topics, PARTITIONS)})
     return empty_kafka
 
 

@@ -42,7 +42,8 @@ WRITTEN = "X-Prometheus-Remote-Write-Samples-Written"
 @pytest.fixture
 def attributed(empty_kafka: KafkaServer) -> KafkaServer:
     """Kafka with the topics that the sink uses."""
-    empty_kafka.create_ours({"gpu.attributed": PARTITIONS, "gpu.alerts": ALERT_PARTITIONS, "gpu.dead-letters": 1})
+    by_node = dict.fromkeys(("gpu.attributed", "gpu.usage"), PARTITIONS)
+    empty_kafka.create_ours({**by_node, "gpu.alerts": ALERT_PARTITIONS, "gpu.dead-letters": 1})
     return empty_kafka
 
 

@@ -1,0 +1,181 @@
+"""``gpu_usage_*_seconds``: one partition of gpu.usage on its way to the receiver, a sample for each hour that is final.
+
+In: records, the hours of a holder in order. Out: requests, dead letters, offsets.
+State: none. A record is one sample of each of its series, at the end of its hour: the series have in their labels what
+its key has but for the hour, so that no two records have one sample in common and none waits for another.
+A sample can't be rewritten. So what grows is not written before it is final, and what a replay writes again, under a
+higher generation, is left out and counted: `gpustream usage` has it.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from delivery.dead_letters import Record
+from sinks.alerts import batches
+from sinks.outcomes import Outcome, Undecodable, decoded
+from sinks.remote_write.partition import RemoteWriteShared
+from sinks.remote_write.policy import UNTIMELY
+from sinks.remote_write.refusals import LEFT_OUT, Delivered
+from sinks.series.labels import MAX_LABELS, DeviceIdentity, Held, Labels, LabelSet, known, labels, place_of
+from sinks.series.model import Row, SampleGroup, SeriesSet
+from topics.catalogue import USAGE
+from topics.topic import UInt, decoder
+from topics.usage import HOURS, Usage
+
+REPLAYED = "replayed"
+"""The reason of a record of a higher generation: what was final first has been written."""
+
+_OWN_LABELS = 6
+"""The most labels that usage adds to those of a device's series."""
+
+_HELD = tuple(Row(USAGE[key].name, (), "gauge", USAGE[key].help, primary=False) for key in USAGE if key != "free")
+_FREE = tuple(Row(USAGE[key].name, (), "gauge", USAGE[key].help, primary=False) for key in ("free", "energy"))
+
+_decode = decoder(Usage)
+
+
+class _Head(msgspec.Struct, frozen=True):
+    """What says whether a record is written at all; most are not, and are not decoded further."""
+
+    generation: UInt
+    final: bool
+
+
+_decode_head = decoder(_Head)
+
+
+def group_of(usage: Usage, label_set: LabelSet, most: int = MAX_LABELS) -> SampleGroup | None:
+    """What an hour writes: seconds of the device, and joules. None: nobody had it, or it is not known who."""
+    if not usage.device_ms:
+        return None
+    joules = usage.energy_mj / 1000
+    if usage.category == "held":
+        values = (usage.device_ms / 1000, usage.used_us / 1_000_000, usage.idle_ms / 1000, joules)
+        return SampleGroup(SeriesSet(usage_labels(usage, label_set, most), _HELD, "usage"), usage.end_ms, values)
+    if usage.category == "free":
+        series = SeriesSet(usage_labels(usage, label_set, most), _FREE, "usage")
+        return SampleGroup(series, usage.end_ms, (usage.device_ms / 1000, joules))
+    return None
+
+
+def usage_labels(usage: Usage, label_set: LabelSet, most: int = MAX_LABELS) -> Labels:
+    """The labels of the device's series as its holder has them, and what else tells one record from another."""
+    is_mig = usage.uuid != usage.gpu_uuid
+    held = None
+    if usage.namespace is not None and usage.pod is not None:
+        holder = usage.namespace, usage.pod, usage.pod_uid, usage.container
+        held = Held(*holder, None, None, None, usage.workload, usage.labels, {})
+    device = DeviceIdentity(
+        place=place_of(usage.cluster, usage.node, usage.node_labels),
+        uuid=usage.uuid,
+        parent=usage.gpu_uuid if is_mig else None,
+        number=None,
+        minor=None,
+        vendor="",
+        model=usage.model,
+        pci_bus_id=None,
+        profile=None,
+        gpu_instance=None,
+        held=held,
+        job=None,
+    )
+    own = {
+        "gpu_mig_uuid": usage.uuid if is_mig else None,
+        "k8s_node_name": usage.node,
+        "k8s_pod_uid": usage.pod_uid,
+        "k8s_workload_kind": usage.workload.kind if usage.workload else None,
+        "k8s_workload_name": usage.workload.name if usage.workload else None,
+        "team": usage.team,
+    }
+    return tuple(sorted((dict(known(own.items())) | dict(labels(label_set, device, most - _OWN_LABELS))).items()))
+
+
+class UsagePartition:
+    """The handler of a partition."""
+
+    def __init__(self, label_set: LabelSet, max_labels: int, shared: RemoteWriteShared) -> None:
+        self._label_set, self._max_labels, self._shared = label_set, max_labels, shared
+
+    def recall(self, records: Sequence[Record]) -> None:
+        """Nothing is remembered: an hour that is sent again is the same sample."""
+
+    async def deliver(self, records: Sequence[Record], abandon: asyncio.Event) -> AsyncGenerator[int]:
+        """Write the final hours, batch by batch; dead letters first, as nothing is counted that may be repeated."""
+        shared = self._shared
+        hours = [self._read(record) for record in records]
+        for some in batches(hours, max(1, shared.max_samples // len(_HELD)), key=_series):
+            results = iter(await self._send([hour.group for hour in some if hour.group], abandon))
+            ends = []
+            for hour in some:
+                result = next(results) if hour.group else None
+                outcome, why = _outcome(result) if result else (hour.outcome, hour.why)
+                if outcome == "dead_lettered":
+                    await shared.letters.bury(hour.record, why, abandon)
+                ends.append((result, outcome, why))
+            for result, outcome, why in ends:
+                if result is not None:
+                    self._count(result)
+                shared.outcomes.finish(outcome, why)
+            yield some[-1].record.offset + 1
+
+    async def quiet(self, abandon: asyncio.Event) -> None:
+        """Nothing is written but what is read."""
+
+    def reset(self) -> None:
+        """The topic was created again: nothing is remembered of it."""
+
+    def _read(self, record: Record) -> "_Hour":
+        """What a record writes; if that is nothing, what becomes of it."""
+        if record.value is None:
+            return _Hour(record)
+        try:
+            head = decoded(record, _decode_head, HOURS.name)
+            if not head.final:
+                return _Hour(record)
+            if head.generation:
+                return _Hour(record, None, "dropped", REPLAYED)
+            usage = decoded(record, _decode, HOURS.name)
+            if record.key != usage.key.encode():
+                raise Undecodable(f"not a record of {HOURS.name}: its key is not that of its window")
+        except Undecodable as error:
+            return _Hour(record, None, "dead_lettered", str(error))
+        return _Hour(record, group_of(usage, self._label_set, self._max_labels))
+
+    async def _send(self, groups: Sequence[SampleGroup], abandon: asyncio.Event) -> list[Delivered]:
+        if not groups:
+            return []
+        async with self._shared.slots:
+            return await self._shared.deliverer.deliver([[group] for group in groups], abandon)
+
+    def _count(self, result: Delivered) -> None:
+        refused = [*((group, refusal.reason) for group, refusal in result.refused)]
+        refused += [(group, LEFT_OUT) for group, _ in result.left_out]
+        for group, reason in refused:
+            counter = self._shared.instruments.counter("gpustream_remote_write_usage_samples_refused_total", reason)
+            counter.inc(len(group.values))
+
+
+class _Hour(NamedTuple):
+    """A record, and the samples that it writes; without any, what becomes of it."""
+
+    record: Record
+    group: SampleGroup | None = None
+    outcome: Outcome = "duplicate"
+    why: str = ""
+
+
+def _series(hour: _Hour) -> object:
+    """What an hour's series are told apart by."""
+    return hour.group.series.labels if hour.group else None
+
+
+def _outcome(result: Delivered) -> tuple[Outcome, str]:
+    """What became of a record that was sent, and why."""
+    reasons = {refusal.reason for _, refusal in result.refused}
+    if reasons - UNTIMELY:
+        return "dead_lettered", result.describe()
+    reasons |= {LEFT_OUT} if result.left_out else set()
+    return ("dropped", min(reasons)) if reasons else ("delivered", "")

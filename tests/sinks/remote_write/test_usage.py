@@ -1,0 +1,194 @@
+"""An hour of usage is one sample of each of its series, once it is final, whatever else is written of it."""
+
+import asyncio
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from delivery.dead_letters import DeadLetters
+from delivery.instruments import Instruments
+from sinks.outcomes import Outcomes
+from sinks.remote_write.partition import RemoteWriteShared
+from sinks.remote_write.refusals import Deliverer
+from sinks.remote_write.send import RemoteWriteSender
+from sinks.remote_write.sink import COMPONENT, INSTRUMENTS
+from sinks.remote_write.usage import UsagePartition, group_of
+from sinks.series.labels import LABEL_SETS, MAX_LABELS, LabelSet
+from tests.sinks.records import FakeSender, Read
+from tests.sinks.remote_write.receivers import Receiver
+from topics.usage import HOUR_MS, HOURS, Usage
+
+START_MS = 1_795_132_800_000
+
+
+def usage(**fields: Any) -> Usage:
+    """The example of the topic, with other fields."""
+    start_ms = fields.get("start_ms", START_MS)
+    return msgspec.convert({**HOURS.example, "start_ms": start_ms, "end_ms": start_ms + HOUR_MS, **fields}, Usage)
+
+
+def free(**fields: Any) -> Usage:
+    """Nobody has it."""
+    nobody = dict.fromkeys(("namespace", "pod", "pod_uid", "container", "workload", "team"))
+    return usage(**{"category": "free", "labels": {}, "used_us": 0, **nobody, **fields})
+
+
+class Setup:
+    """A partition's handler between records and a receiver."""
+
+    def __init__(self, receiver: Receiver | None = None, label_set: LabelSet = "otel") -> None:
+        self.receiver, self.sender = receiver or Receiver(), FakeSender()
+        self.made = Instruments(INSTRUMENTS)
+        self.counted = Outcomes(COMPONENT, self.made)
+        post = RemoteWriteSender(self.receiver.post, "1.0", self.made, first_s=0.0, probe_s=0.0)
+        shared = RemoteWriteShared(
+            deliverer=Deliverer(post, self.made),
+            letters=DeadLetters(self.sender, "sink remote-write"),  # type: ignore[arg-type] # a fake
+            outcomes=self.counted,
+            instruments=self.made,
+            slots=asyncio.Semaphore(2),
+            max_samples=100,
+            stale_after_s=0.0,
+        )
+        self.handler = UsagePartition(label_set, MAX_LABELS, shared)
+        self.offset = 0
+
+    async def deliver(self, *records: Usage | bytes) -> list[int]:
+        """Give it records; the offsets that may be committed, in turn."""
+        batch = []
+        for one in records:
+            value, key = (one, b"k") if isinstance(one, bytes) else (msgspec.json.encode(one), one.key.encode())
+            batch.append(Read(self.offset, value, key=key, topic=HOURS.name))
+            self.offset += 1
+        self.counted.read(len(batch))
+        return [offset async for offset in self.handler.deliver(batch, asyncio.Event())]
+
+    def values(self) -> dict[str, list[tuple[int, float]]]:
+        """What is stored, by name: hours after the first one's start, and the value."""
+        stored = self.receiver.values()
+        return {name: [((ts - START_MS) // HOUR_MS, of) for ts, of in points] for name, points in stored.items()}
+
+    def count(self, name: str, **labels: str) -> float:
+        return self.made.registry.get_sample_value(f"gpustream_remote_write_{name}", labels) or 0.0
+
+
+async def test_a_final_hour_is_a_sample_at_its_end() -> None:
+    one = Setup()
+    held = usage(device_ms=3_599_999, used_us=1_800_000_001, idle_ms=60_001, energy_mj=2_460_000_007)
+    assert await one.deliver(held, free(device_ms=1, energy_mj=1)) == [2]
+    assert one.values() == {
+        "gpu_usage_held_seconds": [(1, 3599.999)],
+        "gpu_usage_used_seconds": [(1, 1800.000001)],
+        "gpu_usage_idle_seconds": [(1, 60.001)],
+        "gpu_usage_energy_joules": [(1, 2460000.007), (1, 0.001)],
+        "gpu_usage_free_seconds": [(1, 0.001)],
+    }
+    assert one.count("records_delivered_total") == 2
+
+
+async def test_its_labels_are_those_of_the_device_with_its_holder_and_the_team() -> None:
+    one = Setup()
+    await one.deliver(usage(), free())
+    held, nobody = (
+        dict(next(s for s in one.receiver.stored if ("__name__", f"gpu_usage_{name}_seconds") in s))
+        for name in ("held", "free")
+    )
+    of_device = {
+        "k8s_cluster_name": "prod-us-east-1",
+        "k8s_node_name": "gpu-node-1",
+        "host_name": "gpu-node-1",
+        "service_name": "gpustream",
+        "cloud_availability_zone": "us-east-1a",
+        "gpu_uuid": "GPU-0f12ab34-5c6d-7e8f-9a0b-1c2d3e4f5a6b",
+        "gpu_model": "NVIDIA H100 80GB HBM3",
+    }
+    assert held == of_device | {
+        "__name__": "gpu_usage_held_seconds",
+        "k8s_namespace_name": "ml-team",
+        "k8s_pod_name": "bert-0",
+        "k8s_pod_uid": "1b6c0f0e-8a1d-4f0b-9d55-0f6f1c9b7a10",
+        "k8s_container_name": "pytorch",
+        "k8s_workload_kind": "Job",
+        "k8s_workload_name": "bert-finetune-v3",
+        "k8s_pod_label_team": "ml",
+        "team": "ml",
+    }
+    assert nobody == of_device | {"__name__": "gpu_usage_free_seconds"}
+
+
+async def test_what_grows_and_what_nobody_had_is_not_written() -> None:
+    one = Setup()
+    growing = [usage(revision=revision, final=False) for revision in range(3)]
+    rest = [free(category="unobserved"), free(category="lost"), usage(device_ms=0, slice_ms=0), free(category="later")]
+    await one.deliver(*growing, *rest)
+    assert one.receiver.requests == 0
+    assert one.count("records_duplicate_total") == 7
+
+
+async def test_what_a_replay_writes_again_is_left_out_and_counted() -> None:
+    one = Setup()
+    await one.deliver(usage(used_us=1_000_000))
+    await one.deliver(usage(used_us=2_000_000, generation=1))
+    assert one.values()["gpu_usage_used_seconds"] == [(1, 1.0)]
+    assert one.count("records_dropped_total", reason="replayed") == 1
+
+
+async def test_hours_of_a_holder_are_written_in_order_and_one_that_comes_again_is_the_same_sample() -> None:
+    one = Setup()
+    hours = [usage(start_ms=START_MS + number * HOUR_MS) for number in range(3)]
+    assert await one.deliver(*hours, hours[2]) == [1, 2, 3, 4]
+    await one.deliver(hours[2])
+    assert one.values()["gpu_usage_held_seconds"] == [(1, 3600.0), (2, 3600.0), (3, 3600.0)]
+    assert one.count("records_delivered_total") == 5
+
+
+async def test_an_hour_that_is_too_old_for_the_receiver_is_dropped_with_the_reason() -> None:
+    one = Setup(Receiver(refuse=lambda sample: "too old sample" if sample.ts_ms <= START_MS + HOUR_MS else None))
+    await one.deliver(usage(), usage(start_ms=START_MS + HOUR_MS))
+    assert one.values()["gpu_usage_held_seconds"] == [(2, 3600.0)]
+    assert one.count("records_dropped_total", reason="too_old") == one.count("records_delivered_total") == 1
+    assert one.count("usage_samples_refused_total", reason="too_old") == 4
+
+
+@pytest.mark.parametrize("value", [b"{", b"{}", b'{"final": true, "generation": 0}', b'{"final": 1, "generation": 0}'])
+async def test_a_record_that_is_none_is_dead_lettered(value: bytes) -> None:
+    one = Setup()
+    await one.deliver(value, usage())
+    assert one.count("records_dead_lettered_total") == one.count("records_delivered_total") == 1
+    assert len(one.sender.sent) == 1
+
+
+async def test_a_record_under_another_key_is_dead_lettered() -> None:
+    one = Setup()
+    await one.deliver(msgspec.json.encode(usage()))
+    assert one.count("records_dead_lettered_total") == 1
+
+
+IDS = st.sampled_from(["a", "b", None])
+RECORDS = st.builds(
+    lambda node, uuid, holder, uid, container, category: (
+        usage(node=node, uuid=uuid, gpu_uuid="GPU-1", pod=holder, pod_uid=uid, container=container)
+        if category == "held"
+        else free(node=node, uuid=uuid, gpu_uuid="GPU-1")
+    ),
+    st.sampled_from(["n-1", "n-2"]),
+    st.sampled_from(["GPU-1", "MIG-1", "MIG-2"]),
+    st.sampled_from(["a", "b"]),
+    IDS,
+    IDS,
+    st.sampled_from(["held", "free"]),
+)
+
+
+@given(records=st.lists(RECORDS, min_size=2, max_size=6), label_set=st.sampled_from(LABEL_SETS))
+def test_no_two_keys_are_one_series(records: list[Usage], label_set: LabelSet) -> None:
+    found: dict[object, set[object]] = {}
+    for record in records:
+        group = group_of(record, label_set)
+        assert group is not None
+        for row in group.series.rows:
+            found.setdefault((row.name, group.series.labels), set()).add(record.key)
+    assert all(len(keys) == 1 for keys in found.values())
