@@ -140,7 +140,7 @@ async def start(kafka: KafkaServer, url: str, protocol: str) -> asyncio.subproce
 def caught_up(one: RemoteWriteSink) -> bool:
     """Whether a sink has partitions and no record of them is unfinished."""
     return (
-        count(one, "partitions") == PARTITIONS + ALERT_PARTITIONS
+        count(one, "partitions") == 2 * PARTITIONS + ALERT_PARTITIONS
         and count(one, "lag_records") == 0
         and not one.not_ready()
     )
