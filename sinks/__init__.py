@@ -19,9 +19,8 @@ SINKS = {
         settings="sinks.settings:ScrapeSettings",
         reads=("gpu.attributed",),
         help=(
-            "The latest value of every series on /metrics, as Prometheus text or OpenMetrics, whichever the scraper"
-            " asks for. In place of dcgm-exporter with --names dcgm, of pod-devices-exporter with --names dcgm-legacy"
-            " --labels pod-devices."
+            "The latest value of every series on /metrics, as Prometheus text. In place of dcgm-exporter with --names"
+            " dcgm, of pod-devices-exporter with --names dcgm-legacy --labels pod-devices."
         ),
         example=(
             "gpustream sink scrape --kafka 127.0.0.1:9092 --scrape-listen 0.0.0.0:9400 --names dcgm\n"

@@ -1,6 +1,6 @@
 """The settings of every sink, and what they have in common."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
@@ -22,10 +22,11 @@ from delivery.settings import (
     Kubeconfig,
     MemberSettings,
     Option,
+    Text,
 )
 from delivery.values import Address
-from sinks.series.labels import MAX_LABELS, LabelSet
-from topics.metric import Profile
+from sinks.series.labels import MAX_LABELS
+from topics.profiles import LABELS, PROFILES, LabelSet, Profile, ProfileName, profile_names
 
 ALERTS_PATH = "/api/v2/alerts"
 _RARELY_S = 24 * 3600
@@ -42,6 +43,7 @@ ScrapeListen = Annotated[
 ]
 SCRAPE_ADDRESS = Address("127.0.0.1", 9400)
 METRICS_ADDRESS = Address("127.0.0.1", 8443)
+NAMINGS = Text("NAME[,...]", profile_names, "otel,dcgm", show=",".join)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,13 +65,26 @@ class SinkSettings(MemberSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class NamingSettings:
-    """What metrics and labels are called. ``labels`` None is the label set of ``names``."""
+    """What metrics and labels are called. ``labels`` None is the label set of each of ``names``."""
 
-    names: Annotated[Profile, Option("--names", None, "Metric names and units.")] = "otel"
+    names: Annotated[
+        tuple[ProfileName, ...],
+        Option(
+            "--names",
+            NAMINGS,
+            f"Metric names, units and labels: {', '.join(PROFILES)}. Several, after commas, are written beside each"
+            " other, what two of them call alike once: so the new names can fill while the old ones still answer.",
+        ),
+    ] = ("otel",)
     labels: Annotated[
         LabelSet | None,
         Option("--labels", click.Choice(["otel", "dcgm", "pod-devices"]), "The label names.", shown="those of --names"),
     ] = None
+
+    def profiles(self) -> tuple[Profile, ...]:
+        """What a device is written in."""
+        profiles = [PROFILES[name] for name in self.names]
+        return tuple([replace(one, labels=LABELS[self.labels]) if self.labels else one for one in profiles])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +107,10 @@ class SeriesSettings(SinkSettings, NamingSettings):
 
     def mistakes(self) -> list[str]:
         """See :meth:`KafkaSettings.mistakes`."""
-        return [*super().mistakes(), *([] if self.stale_after_s > 0 else ["--stale-after: must be above zero"])]
+        found = super().mistakes()
+        unknown = [name for name in self.names if name not in PROFILES]
+        found += [f"--names: {name!r} is not one of {', '.join(PROFILES)}" for name in unknown]
+        return [*found, *([] if self.stale_after_s > 0 else ["--stale-after: must be above zero"])]
 
 
 @dataclass(frozen=True, kw_only=True)

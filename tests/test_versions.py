@@ -21,6 +21,7 @@ from tests.streams.alerts.ticks import found
 from topics.alerts import milliseconds
 from topics.attributed import TOPIC as ATTRIBUTED
 from topics.attributed import AttributedSample
+from topics.profiles import PROFILES
 from topics.samples import TOPIC as SAMPLES
 from topics.samples import Sample
 from topics.topic import Topic, decoder, load_topics
@@ -126,7 +127,7 @@ def test_attribution_hands_on_the_word_that_it_does_not_know() -> None:
 def test_remote_write_writes_the_same_values_for_words_that_it_does_not_know() -> None:
     written = []
     for record in (rich(), later(rich())):
-        tick = OpenSeries(Translator("otel", "otel")).tick(decoder(AttributedSample)(encoded(record)))
+        tick = OpenSeries(Translator([PROFILES["otel"]])).tick(decoder(AttributedSample)(encoded(record)))
         written.append(
             {
                 (row.name, row.labels): value

@@ -4,13 +4,11 @@ Source: nvml.h for the calls, fields and clock event bits; dcgm-exporter's defau
 ``dcgm-legacy``; l9gpu's OpenTelemetry names, dots to underscores and without unit suffixes, for ``otel``.
 """
 
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import msgspec
 
-Profile = Literal["otel", "dcgm", "dcgm-legacy"]
-PROFILES: tuple[Profile, ...] = get_args(Profile)
-
+Kind = Literal["gauge", "counter"]
 Labels = tuple[tuple[str, str], ...]
 
 _DECIMALS = 9
@@ -29,17 +27,32 @@ _SW_THERMAL = 0x20
 _HW_THERMAL = 0x40
 """Bits of clock_event_reasons, as nvml.h has them."""
 
+SCALED: dict[tuple[str, float], str] = {
+    ("ratio", _PERCENT): "percent",
+    ("bytes", _MIB): "mebibytes",
+    ("bytes_per_second", _KB): "kilobytes_per_second",
+    ("joules", _MILLIJOULES): "millijoules",
+    ("hertz", _MHZ): "megahertz",
+    ("seconds", _NANOSECONDS): "nanoseconds",
+    ("seconds", _MICROSECONDS): "microseconds",
+}
+"""What a unit is called after scaling."""
+
 
 class Series(NamedTuple):
     """One series of a key in a profile: its name, the labels that tell it from others of that name, and its value.
 
-    The value is ``value * scale``, or, with ``bits``, 1.0 or 0.0 for whether any of those bits is set.
+    The value is ``value * scale``, or, with ``bits``, 1.0 or 0.0 for whether any of those bits is set. ``kind``,
+    ``unit`` and ``help`` are what is said of it; a row of the table leaves them to :func:`topics.profiles.profile`.
     """
 
     name: str
     labels: Labels = ()
     scale: float = 1.0
     bits: int | None = None
+    kind: Kind = "gauge"
+    unit: str = ""
+    help: str = ""
 
     def of(self, value: float) -> float:
         """The series' value for a value of the key, without what scaling adds past 9 decimals: 0.57 is 57.0 %."""
@@ -62,18 +75,23 @@ class Family(NamedTuple):
 
 
 class Ratio(NamedTuple):
-    """A series made of two keys of one device: ``numerator / denominator * scale``."""
+    """A series made of several keys of one device: ``numerator / sum of the denominators * scale``. It is a gauge."""
 
     name: str
     numerator: str
-    denominator: str
+    denominators: tuple[str, ...]
     unit: str
     help: str
     scale: float = 1.0
     labels: Labels = ()
 
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """What it is made of: without one of them there is none."""
+        return self.numerator, *self.denominators
+
     def of(self, numerator: float, denominator: float) -> float | None:
-        """The series' value, or None if the denominator is zero."""
+        """The series' value, or None if the denominators' sum is zero."""
         return numerator / denominator * self.scale if denominator else None
 
 
@@ -83,7 +101,7 @@ class Info(NamedTuple):
     name: str
     help: str
     unit: str = ""
-    kind: Literal["gauge", "counter"] = "gauge"
+    kind: Kind = "gauge"
     labels: tuple[str, ...] = ()
 
 
@@ -103,15 +121,9 @@ class Metric(msgspec.Struct, frozen=True):
     mig: bool = False
 
     @property
-    def kind(self) -> Literal["gauge", "counter"]:
+    def kind(self) -> Kind:
         """What Prometheus calls it."""
         return "counter" if self.key.endswith("_total") else "gauge"
-
-    @property
-    def names(self) -> dict[Profile, tuple[Series, ...]]:
-        """Its series by profile, of those in which it has a name."""
-        profiles: dict[Profile, tuple[Series, ...]] = {"otel": self.otel, "dcgm": self.dcgm, "dcgm-legacy": self.legacy}
-        return {profile: series for profile, series in profiles.items() if series}
 
 
 def _labels(**labels: str) -> Labels:

@@ -15,8 +15,9 @@ from typing import Any
 
 import msgspec
 
-from topics.catalogue import ALERT_FIRING, CATALOGUE, DERIVED, FAMILIES, FURTHER, HOLDERS, POD_INFO, USAGE
-from topics.metric import PROFILES, Info, Labels, Metric, Profile, Series
+from topics.catalogue import ALERT_FIRING, CATALOGUE, FAMILIES, FURTHER, HOLDERS, POD_INFO, USAGE
+from topics.metric import Info, Labels
+from topics.profiles import PROFILES, Profile
 from topics.topic import PARTITIONS, REPLICATION_FACTOR, SCHEMA, Topic, load_topics
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -24,30 +25,25 @@ SCHEMAS = Path(__file__).parent / "schemas"
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
 MARK = "<!-- Written by `python -m topics.reference`: change the tables in `topics/`, not this file. -->"
 
-_UNITS: Mapping[tuple[str, float], str] = {
-    ("ratio", 100.0): "%",
-    ("bytes", 1 / (1 << 20)): "MiB",
-    ("bytes_per_second", 1e-3): "kB/s",
-    ("joules", 1e3): "mJ",
-    ("hertz", 1e-6): "MHz",
-    ("seconds", 1e9): "ns",
-    ("seconds", 1e6): "us",
-}
-"""What a unit is called after scaling."""
-
 _SYMBOLS: Mapping[str, str] = {
     "ratio": "0-1",
     "percent": "0-100",
     "bytes": "bytes",
+    "mebibytes": "MiB",
     "bytes_per_second": "bytes/s",
+    "kilobytes_per_second": "kB/s",
     "watts": "W",
     "joules": "J",
+    "millijoules": "mJ",
     "celsius": "°C",
     "hertz": "Hz",
+    "megahertz": "MHz",
+    "microseconds": "us",
+    "nanoseconds": "ns",
     "bool": "0 or 1",
 }
 
-_PROFILES: Mapping[Profile, str] = {
+_PROFILES: Mapping[str, str] = {
     "otel": "The default: OpenTelemetry's names for GPUs, with underscores for dots and without unit suffixes.",
     "dcgm": "The names and units of dcgm-exporter's counters, of those that NVML has.",
     "dcgm-legacy": "The names and units of dcgm-exporter 1.x.",
@@ -127,8 +123,11 @@ def metrics_markdown() -> str:
         "What a device's `metrics` may hold, in base units. A value that is not known is absent; zero is zero.",
         _table(("key", "unit", "kind", "meaning", "NVML"), rows),
         "## Names",
-        "`--names` picks what sinks call them. A key without a name in a profile is not emitted in it.",
-        *(_profile(profile) for profile in PROFILES),
+        "`--names` picks what sinks call them, one or several: `--names otel,dcgm` writes every device in both, and "
+        "what two of them call alike, with the same labels, once. A key without a name in a profile is not emitted in "
+        "it. Each series says its type and its unit: in the help and the type of a scrape, in the metadata of remote "
+        "write 2.0.",
+        *(_profile(profile) for profile in PROFILES.values()),
         *_adding_up(),
         "### With all names",
         "What a device has beside its metrics, called the same in every profile. These series carry the device's own "
@@ -199,13 +198,6 @@ def generate(files: Mapping[Path, str], module: str, arguments: Sequence[str]) -
     return 1 if found else 0
 
 
-def unit_of(metric: Metric, series: Series) -> str:
-    """The unit of a series, in words; raises KeyError for a scale that has no name."""
-    if series.bits is not None:
-        return _unit("bool")
-    return _unit(metric.unit) if series.scale == 1.0 else _UNITS[metric.unit, series.scale]
-
-
 def _portable(node: Any) -> Any:
     """The same schema as a reader in any language may take it."""
     if isinstance(node, list):
@@ -244,23 +236,26 @@ def _topic(topic: Topic) -> str:
 def _profile(profile: Profile) -> str:
     rows: list[Sequence[str]] = [
         (
-            _name(series.name, series.labels),
-            unit_of(metric, series),
-            metric.kind if series.bits is None else "gauge",
-            f"`{metric.key}`" + ("" if series.bits is None else f" & {series.bits:#x}"),
+            _name(one.name, one.labels),
+            _unit(one.unit),
+            one.kind,
+            f"`{key}`" + ("" if one.bits is None else f" & {one.bits:#x}"),
         )
-        for metric in CATALOGUE.values()
-        for series in metric.names.get(profile, ())
+        for key, many in profile.series.items()
+        for one in many
     ]
-    derived: list[Sequence[str]] = [
-        (_name(ratio.name, ratio.labels), _unit(ratio.unit), "gauge", f"`{ratio.numerator}` / `{ratio.denominator}`")
-        for ratio in DERIVED[profile]
+    rows += [
+        (_name(one.name, one.labels), _unit(one.unit), "gauge", f"`{one.numerator}` / {_sum(one.denominators)}")
+        for one in profile.ratios
     ]
-    said = (HOLDERS, POD_INFO) if profile == "otel" else ()
-    infos = list(map(_info, said))
-    return "\n\n".join(
-        (f"### {profile}", _PROFILES[profile], _table(("series", "unit", "kind", "from"), rows + derived + infos))
-    )
+    said = (HOLDERS, POD_INFO) if profile.labels.tenants else (HOLDERS,)
+    table = _table(("series", "unit", "kind", "from"), [*rows, *map(_info, said)])
+    return "\n\n".join((f"### {profile.name}", _PROFILES[profile.name], table))
+
+
+def _sum(keys: Sequence[str]) -> str:
+    text = " + ".join(f"`{key}`" for key in keys)
+    return f"({text})" if len(keys) > 1 else text
 
 
 def _adding_up() -> Sequence[str]:

@@ -23,10 +23,11 @@ from sinks.outcomes import Outcome, Undecodable
 from sinks.remote_write.partition import RemoteWriteShared
 from sinks.remote_write.policy import UNTIMELY
 from sinks.remote_write.refusals import LEFT_OUT, Delivered
-from sinks.series.labels import MAX_LABELS, Labels, sanitised, sanitised_name
+from sinks.series.labels import MAX_LABELS, sanitised, sanitised_name
 from sinks.series.model import STALE, Row, SampleGroup, SeriesSet
 from topics.alerts import Alert, milliseconds
 from topics.catalogue import ALERT_FIRING
+from topics.metric import Labels
 
 EVERY_MS = 60_000
 """So often is a firing alert written again: within what an instant query looks back."""

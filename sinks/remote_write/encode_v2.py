@@ -27,7 +27,8 @@ from sinks.remote_write.protobuf import (
     ts_width,
     varint,
 )
-from sinks.series.model import Kind, Row, Rows, SampleGroup, SeriesSet
+from sinks.series.model import Row, Rows, SampleGroup, SeriesSet
+from topics.metric import Kind
 
 _SYMBOL = 0x22
 _TIMESERIES = 0x2A

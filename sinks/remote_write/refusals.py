@@ -23,8 +23,8 @@ from typing import NamedTuple
 from delivery.instruments import Instruments
 from sinks.remote_write.policy import TOO_LARGE, UNTIMELY, WHOLE, Refusal
 from sinks.remote_write.send import RemoteWriteSender
-from sinks.series.labels import Labels
 from sinks.series.model import Row, SampleGroup, SeriesSet, samples_of
+from topics.metric import Labels
 
 FEW = 8
 """So many series, refused one by one and none accepted, stand for all of their device or tick."""

@@ -141,7 +141,7 @@ class RemoteWriteSink:
         )
 
         queue = Queue(shared.deliverer, at_once=settings.max_in_flight, max_samples=settings.max_request_samples)
-        translator = Translator(settings.names, settings.labels or settings.names, settings.max_labels)
+        translator = Translator(settings.profiles(), settings.max_labels)
 
         def samples(_: int) -> RemoteWritePartition:
             return RemoteWritePartition(OpenSeries(translator), shared, queue)
@@ -150,7 +150,7 @@ class RemoteWriteSink:
             return AlertPartition(AlertSeries(settings.max_labels), shared)
 
         def usage(_: int) -> UsagePartition:
-            return UsagePartition(settings.labels or settings.names, settings.max_labels, shared)
+            return UsagePartition(settings.profiles()[0].labels, settings.max_labels, shared)
 
         sources = [
             Source(TOPIC.name, samples, settings.from_, settings.stale_after_s),

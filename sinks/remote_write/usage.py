@@ -19,9 +19,11 @@ from sinks.outcomes import Outcome, Undecodable, decoded
 from sinks.remote_write.partition import RemoteWriteShared
 from sinks.remote_write.policy import UNTIMELY
 from sinks.remote_write.refusals import LEFT_OUT, Delivered
-from sinks.series.labels import MAX_LABELS, DeviceIdentity, Held, Labels, LabelSet, known, labels, place_of
+from sinks.series.labels import MAX_LABELS, DeviceIdentity, Held, known, labels, place_of
 from sinks.series.model import Row, SampleGroup, SeriesSet
 from topics.catalogue import USAGE
+from topics.metric import Labels
+from topics.profiles import LabelNames
 from topics.topic import UInt, decoder
 from topics.usage import HOURS, Usage
 
@@ -47,21 +49,21 @@ class _Head(msgspec.Struct, frozen=True):
 _decode_head = decoder(_Head)
 
 
-def group_of(usage: Usage, label_set: LabelSet, most: int = MAX_LABELS) -> SampleGroup | None:
+def group_of(usage: Usage, names: LabelNames, most: int = MAX_LABELS) -> SampleGroup | None:
     """What an hour writes: seconds of the device, and joules. None: nobody had it, or it is not known who."""
     if not usage.device_ms:
         return None
     joules = usage.energy_mj / 1000
     if usage.category == "held":
         values = (usage.device_ms / 1000, usage.used_us / 1_000_000, usage.idle_ms / 1000, joules)
-        return SampleGroup(SeriesSet(usage_labels(usage, label_set, most), _HELD, "usage"), usage.end_ms, values)
+        return SampleGroup(SeriesSet(usage_labels(usage, names, most), _HELD, "usage"), usage.end_ms, values)
     if usage.category == "free":
-        series = SeriesSet(usage_labels(usage, label_set, most), _FREE, "usage")
+        series = SeriesSet(usage_labels(usage, names, most), _FREE, "usage")
         return SampleGroup(series, usage.end_ms, (usage.device_ms / 1000, joules))
     return None
 
 
-def usage_labels(usage: Usage, label_set: LabelSet, most: int = MAX_LABELS) -> Labels:
+def usage_labels(usage: Usage, names: LabelNames, most: int = MAX_LABELS) -> Labels:
     """The labels of the device's series as its holder has them, and what else tells one record from another."""
     is_mig = usage.uuid != usage.gpu_uuid
     held = None
@@ -90,14 +92,14 @@ def usage_labels(usage: Usage, label_set: LabelSet, most: int = MAX_LABELS) -> L
         "k8s_workload_name": usage.workload.name if usage.workload else None,
         "team": usage.team,
     }
-    return tuple(sorted((dict(known(own.items())) | dict(labels(label_set, device, most - _OWN_LABELS))).items()))
+    return tuple(sorted((dict(known(own.items())) | dict(labels(names, device, most - _OWN_LABELS))).items()))
 
 
 class UsagePartition:
     """The handler of a partition."""
 
-    def __init__(self, label_set: LabelSet, max_labels: int, shared: RemoteWriteShared) -> None:
-        self._label_set, self._max_labels, self._shared = label_set, max_labels, shared
+    def __init__(self, names: LabelNames, max_labels: int, shared: RemoteWriteShared) -> None:
+        self._names, self._max_labels, self._shared = names, max_labels, shared
 
     def recall(self, records: Sequence[Record]) -> None:
         """Nothing is remembered: an hour that is sent again is the same sample."""
@@ -142,7 +144,7 @@ class UsagePartition:
                 raise Undecodable(f"not a record of {HOURS.name}: its key is not that of its window")
         except Undecodable as error:
             return _Hour(record, None, "dead_lettered", str(error))
-        return _Hour(record, group_of(usage, self._label_set, self._max_labels))
+        return _Hour(record, group_of(usage, self._names, self._max_labels))
 
     async def _send(self, groups: Sequence[SampleGroup], abandon: asyncio.Event) -> list[Delivered]:
         if not groups:

@@ -2,37 +2,33 @@
 
 In:       a scraper's Accept headers; the series to show, taken on the loop when a rendering begins, which nobody
           changes.
-Out:      one of three formats, each the client library's own encoder and content type, compressed or not; ``Metric``
-          families in the order of their names, without timestamps (a scraper adds its own). Names and labels here need
-          no escaping, so every escaping scheme that may be asked for gives the same bytes.
+Out:      Prometheus's text, compressed or not: families in the order of their names, each with the help and the type
+          that its series have, without timestamps (a scraper adds its own). Names and labels here need no escaping, so
+          version 1.0.0 and every escaping scheme that may be asked for have the same bytes as 0.0.4.
 State:    what is being rendered: one thing at a time, on one thread; scrapes that ask for the same meanwhile share it.
 On failure: a rendering's error is that of every scrape that waits for it; the next scrape begins again.
-Source:   RFC 9110, 12.4.2 and 12.5.1; Prometheus' content negotiation. OpenMetrics 1.0 for the types: a counter's
-          sample ends in ``_total`` and its family does not, so that a counter that a profile calls otherwise has no
-          type (``unknown``, in the text format ``untyped``). An info's sample ends in ``_info`` likewise (in the text
-          format it is a gauge).
+Source:   RFC 9110, 12.4.2 and 12.5.1; Prometheus' content negotiation and its text format, in which a counter may have
+          any name. OpenMetrics is not spoken: there, and in the client library, a counter's name ends in ``_total``,
+          so that a counter that a profile calls otherwise would have no type.
 """
 
 import asyncio
 import gzip
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import NamedTuple
 
-from prometheus_client import Metric
-from prometheus_client.exposition import choose_encoder
-from prometheus_client.registry import Collector
-from prometheus_client.samples import Sample
+from prometheus_client import utils
 
-from sinks.series.labels import Labels
-from sinks.series.model import Kind, SampleGroup, SeriesSet, Subject
-from topics.catalogue import CATALOGUE, DERIVED, FURTHER, HOLDERS, POD_INFO
-from topics.catalogue import series as catalogue_series
-from topics.metric import Profile
+from sinks.series.model import Row, SampleGroup, SeriesSet, Subject
+from topics.metric import Labels
 
 _LEVEL = 6
 """Of gzip: a fleet's text is so repetitive that the best ratio costs a tenth of the rendering."""
+
+_number: Callable[[float], str] = utils.floatToGoString
+_IN_HELP = str.maketrans({"\\": r"\\", "\n": r"\n"})
+_IN_A_VALUE = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
 
 Names = frozenset[str] | None
 """The names of the series that are wanted; None: all."""
@@ -44,21 +40,10 @@ class GivenUp(Exception):
 
 # -- formats
 
+TEXT = "text/plain; version=0.0.4; charset=utf-8"
+TEXT_1 = "text/plain; version=1.0.0; charset=utf-8"
 
-class Format(NamedTuple):
-    """An exposition format."""
-
-    encode: Callable[[Collector], bytes]
-    content_type: str
-
-
-TEXT = Format(*choose_encoder(""))
-TEXT_1 = Format(*choose_encoder("text/plain;version=1.0.0"))
-OPENMETRICS = Format(*choose_encoder("application/openmetrics-text;version=1.0.0"))
-
-_BY_RANGE: dict[tuple[str, str | None], Format] = {
-    ("application/openmetrics-text", None): OPENMETRICS,
-    ("application/openmetrics-text", "1.0.0"): OPENMETRICS,
+_BY_RANGE = {
     ("text/plain", None): TEXT,
     ("text/plain", "0.0.4"): TEXT,
     ("text/plain", "1.0.0"): TEXT_1,
@@ -67,9 +52,9 @@ _BY_RANGE: dict[tuple[str, str | None], Format] = {
 }
 
 
-def accepted(accept: str) -> Format:
-    """The format that an Accept header prefers among ours; text 0.0.4 if it names none of them or makes no sense."""
-    wanted: dict[Format, float] = {}
+def accepted(accept: str) -> str:
+    """The content type that an Accept header prefers of ours; text 0.0.4 if it names neither or makes no sense."""
+    wanted: dict[str, float] = {}
     for media, version, quality in _ranges(accept):
         if (found := _BY_RANGE.get((media, version))) is not None:
             wanted.setdefault(found, quality)
@@ -98,76 +83,43 @@ def _ranges(header: str) -> Iterator[tuple[str, str | None, float]]:
 # -- families
 
 
-class About(NamedTuple):
-    """What a family says of itself: its name, its type and its help."""
+def exposition(
+    groups: Iterable[SampleGroup],
+    given_up: Callable[[], bool] = lambda: False,
+    names: Collection[str] | None = None,
+) -> bytes:
+    """What a scrape shows: every family that has a series, once, and every series once, the first of equals.
 
-    name: str
-    type: str
-    help: str
-
-
-def abouts(names: Profile) -> dict[str, About]:
-    """The family of each series name of a profile. One that several keys share says what each of them is."""
-    found: dict[str, tuple[Kind, dict[str, None]]] = {}
-    for key, many in catalogue_series(names).items():
-        metric = CATALOGUE[key]
-        for one in many:
-            kind = metric.kind if one.bits is None else "gauge"
-            found.setdefault(one.name, (kind, {}))[1][metric.help] = None
-    for ratio in DERIVED[names]:
-        found.setdefault(ratio.name, ("gauge", {}))[1][ratio.help] = None
-    known = {name: _about(name, kind, " ".join(texts)) for name, (kind, texts) in found.items()}
-    return known | {one.name: _about(one.name, one.kind, one.help) for one in (HOLDERS, POD_INFO, *FURTHER)}
-
-
-def _about(name: str, kind: Kind, text: str) -> About:
-    if name.endswith("_info"):
-        return About(name.removesuffix("_info"), "info", text)
-    if kind == "gauge":
-        return About(name, "gauge", text)
-    if name.endswith("_total"):
-        return About(name.removesuffix("_total"), "counter", text)
-    return About(name, "unknown", text)
+    :raises GivenUp: ``given_up``, asked between families, says so.
+    """
+    families: dict[str, tuple[Row, dict[str, float]]] = {}
+    shown: set[tuple[Subject, Labels]] = set()
+    for series, _, values in groups:
+        if series.identity in shown:
+            continue
+        shown.add(series.identity)
+        for row, text, value in zip(series.rows, _label_texts(series), values, strict=True):
+            if names is None or row.name in names:
+                families.setdefault(row.name, (row, {}))[1].setdefault(text, value)
+    lines: list[str] = []
+    for name in sorted(families):
+        if given_up():
+            raise GivenUp
+        row, samples = families[name]
+        lines.append(f"# HELP {name} {row.help.translate(_IN_HELP)}\n# TYPE {name} {row.kind}\n")
+        lines += [f"{name}{text} {_number(value)}\n" for text, value in samples.items()]
+    return "".join(lines).encode()
 
 
-class Families(Collector):
-    """What a scrape shows: series as they were when this was made. ``given_up`` ends a rendering between families."""
-
-    def __init__(
-        self,
-        known: Mapping[str, About],
-        groups: Iterable[SampleGroup],
-        given_up: Callable[[], bool] = lambda: False,
-        names: Collection[str] | None = None,
-    ) -> None:
-        self._known, self._groups, self._given_up, self._names = known, tuple(groups), given_up, names
-
-    def collect(self) -> Iterator[Metric]:
-        """Every family that has a series, once. Of what is the same series the first is shown: it has one value."""
-        samples: dict[str, list[Sample]] = {}
-        shown: set[tuple[Subject, Labels]] = set()
-        for series, _, values in self._groups:
-            if series.identity in shown:
-                continue
-            shown.add(series.identity)
-            for row, pairs, value in zip(series.rows, _all_labels(series), values, strict=True):
-                if self._names is None or row.name in self._names:
-                    samples.setdefault(row.name, []).append(Sample(row.name, pairs, value))
-        for name in sorted(samples):
-            if self._given_up():
-                raise GivenUp
-            about = self._known[name]
-            metric = Metric(about.name, about.help, about.type)
-            metric.samples = samples.pop(name)
-            yield metric
-
-
-def _all_labels(series: SeriesSet) -> Sequence[dict[str, str]]:
-    """All labels of each row: made once, used often, never changed; rows with the same labels share them."""
-    made: Sequence[dict[str, str]] | None = series.cache.get(_all_labels)
+def _label_texts(series: SeriesSet) -> Sequence[str]:
+    """All labels of each row, as text: made once, used often; rows with the same labels share them."""
+    made: Sequence[str] | None = series.cache.get(_label_texts)
     if made is None:
-        pairs = {row.labels: dict(sorted((*series.labels, *row.labels))) for row in series.rows}
-        made = series.cache[_all_labels] = tuple(pairs[row.labels] for row in series.rows)
+        texts: dict[Labels, str] = {}
+        for own in {row.labels for row in series.rows}:
+            pairs = [f'{name}="{value.translate(_IN_A_VALUE)}"' for name, value in sorted((*series.labels, *own))]
+            texts[own] = f"{{{','.join(pairs)}}}" if pairs else ""
+        made = series.cache[_label_texts] = tuple([texts[row.labels] for row in series.rows])
     return made
 
 
@@ -175,36 +127,35 @@ def _all_labels(series: SeriesSet) -> Sequence[dict[str, str]]:
 
 
 class Renderings:
-    """Renders what ``series`` gives, in a naming profile."""
+    """Renders what ``series`` gives."""
 
-    def __init__(self, names: Profile, series: Callable[[], Iterable[SampleGroup]]) -> None:
-        self._known = abouts(names)
+    def __init__(self, series: Callable[[], Iterable[SampleGroup]]) -> None:
         self._series = series
         self._thread = ThreadPoolExecutor(1, "scrape")
-        self._under_way: dict[tuple[Format, Names, int | None], asyncio.Future[bytes]] = {}
+        self._under_way: dict[tuple[Names, int | None], asyncio.Future[bytes]] = {}
         self._closed = False
 
-    async def text(self, format_: Format, names: Names = None) -> bytes:
+    async def text(self, names: Names = None) -> bytes:
         """The exposition now, or as it was when the rendering of it that is under way began."""
 
         def begin() -> Callable[[], bytes]:
-            return partial(format_.encode, Families(self._known, self._series(), lambda: self._closed, names))
+            return partial(exposition, tuple(self._series()), lambda: self._closed, names)
 
-        return await self._share((format_, names, None), begin)
+        return await self._share((names, None), begin)
 
-    async def compressed(self, format_: Format, names: Names = None) -> bytes:
+    async def compressed(self, names: Names = None) -> bytes:
         """The same, compressed by gzip."""
-        text = await self.text(format_, names)
-        return await self._share((format_, names, id(text)), lambda: partial(gzip.compress, text, _LEVEL))
+        text = await self.text(names)
+        return await self._share((names, id(text)), lambda: partial(gzip.compress, text, _LEVEL))
 
     def close(self) -> None:
         """Give up what is under way, and what waits for it."""
         self._closed = True
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    async def _share(self, key: tuple[Format, Names, int | None], begin: Callable[[], Callable[[], bytes]]) -> bytes:
-        """The result of what is under way for a format, names and the text that is being compressed, if any; else of
-        what ``begin`` gives to do."""
+    async def _share(self, key: tuple[Names, int | None], begin: Callable[[], Callable[[], bytes]]) -> bytes:
+        """The result of what is under way for these names and the text that is being compressed, if any; else of what
+        ``begin`` gives to do."""
         if self._closed:
             raise GivenUp
 

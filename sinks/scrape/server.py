@@ -37,8 +37,8 @@ def _routes(renderings: Renderings, on_scrape: Callable[[], None]) -> list[web.R
         return web.Response(text=_PAGE, content_type="text/html")
 
     async def metrics(request: web.Request) -> web.StreamResponse:
-        format_ = accepted(",".join(request.headers.getall("Accept", [])))
-        headers = {"Content-Type": format_.content_type, "Vary": "Accept, Accept-Encoding"}
+        content_type = accepted(",".join(request.headers.getall("Accept", [])))
+        headers = {"Content-Type": content_type, "Vary": "Accept, Accept-Encoding"}
         if request.method == "HEAD":
             return web.StreamResponse(headers=headers)
         on_scrape()
@@ -46,9 +46,9 @@ def _routes(renderings: Renderings, on_scrape: Callable[[], None]) -> list[web.R
         try:
             if gzip_accepted(",".join(request.headers.getall("Accept-Encoding", []))):
                 headers["Content-Encoding"] = "gzip"
-                body = await renderings.compressed(format_, names)
+                body = await renderings.compressed(names)
             else:
-                body = await renderings.text(format_, names)
+                body = await renderings.text(names)
         except GivenUp as error:
             raise web.HTTPServiceUnavailable(text="stopping\n") from error
         response = web.Response(body=body, headers=headers)

@@ -172,7 +172,7 @@ class ScrapeSink:
         """Read and serve until ``stop``; returns within 8 s of it. Raises ListenError, and what can't be waited for."""
         settings, sender = self.settings, Sender(self.settings.connection(), client_id=self.settings.group)
         shared = ScrapeShared(
-            translator=Translator(settings.names, settings.labels or settings.names, settings.max_labels),
+            translator=Translator(settings.profiles(), settings.max_labels),
             stale_after_s=settings.stale_after_s,
             outcomes=self._outcomes,
             instruments=self._instruments,
@@ -188,7 +188,7 @@ class ScrapeSink:
         source = Source(TOPIC.name, handler, settings.from_, settings.stale_after_s)
         async with contextlib.AsyncExitStack() as stack:
             if settings.scrape_listen is not None:
-                renderings = Renderings(settings.names, self.series)
+                renderings = Renderings(self.series)
                 scrapes = self._instruments.counter("gpustream_scrape_requests_total")
                 served = serving(renderings, settings.scrape_listen, scrapes.inc)
                 self.address = await stack.enter_async_context(served)

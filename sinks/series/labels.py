@@ -1,4 +1,4 @@
-"""What labels a series carries: the label sets, the one holder that they may name, and what tenants wrote. Pure.
+"""What labels a series carries: those of a profile, the one holder that they may name, and what tenants wrote. Pure.
 
 In: a device of gpu.attributed, its node. Out: (name, value) pairs sorted by name, each name once, no value empty.
 A device that several pods hold carries no holder labels, so that a sum over pods never counts it twice; two containers
@@ -7,17 +7,15 @@ it as a series has room for, the rest is on ``gpu_pod_info``. No tenant can brea
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping
-from typing import Literal, NamedTuple, get_args
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 from topics.attributed import AttributedDevice, AttributedSample, Holder, HoldingPod, Workload
+from topics.metric import Labels
+from topics.profiles import INFO, LABELS, Attribute, LabelNames
 from topics.samples import Job
 
-Labels = tuple[tuple[str, str], ...]
 Pairs = Iterable[tuple[str, str | int | None]]
-
-LabelSet = Literal["otel", "dcgm", "dcgm-legacy", "pod-devices"]
-LABEL_SETS: tuple[LabelSet, ...] = get_args(LabelSet)
 
 MAX_LABELS = 30
 """Of one series, its name included: what receivers commonly allow."""
@@ -84,6 +82,8 @@ class DeviceIdentity(NamedTuple):
     gpu_instance: int | None
     held: Held | None
     job: Job | None
+    info: tuple[str | None, ...] = ()
+    """What the record's ``info`` says, in the order of ``INFO``; empty if no label says it."""
 
 
 def place(sample: AttributedSample) -> Place:
@@ -111,21 +111,28 @@ def sole_holder(pods: Mapping[HoldingPod, list[Holder]]) -> Held | None:
     return held(first, None if several else first.container)
 
 
-def identity(where: Place, device: AttributedDevice, pod: Held | None = None, job: Job | None = None) -> DeviceIdentity:
+def identity(
+    where: Place,
+    device: AttributedDevice,
+    pod: Held | None = None,
+    job: Job | None = None,
+    info: tuple[str | None, ...] = (),
+) -> DeviceIdentity:
     """What of a device its labels are made of, with this pod and this job."""
     mig = device.mig
     parent, profile, instance = (mig.parent_uuid, mig.profile, mig.gpu_instance) if mig else (None, None, None)
     hardware = (device.index, device.minor, device.vendor, device.model, device.pci_bus_id)
-    return DeviceIdentity(where, device.uuid, parent, *hardware, profile, instance, pod, job)
+    return DeviceIdentity(where, device.uuid, parent, *hardware, profile, instance, pod, job, info)
 
 
-def labels(label_set: LabelSet, device: DeviceIdentity, most: int = MAX_LABELS) -> Labels:
+def labels(names: LabelNames, device: DeviceIdentity, most: int = MAX_LABELS) -> Labels:
     """The labels of a device's series, sorted by name; what is not known or empty is left out.
 
     Tenants' labels never make a series have more than ``most``, with its name and the labels of its own.
     """
-    pairs = known(_PAIRS[label_set](device))
-    if label_set == "otel" and device.held is not None:
+    says = _of_device(device) | (_of_holder(device.held) if device.held is not None else {})
+    pairs = known([(name, says.get(attribute)) for name, attribute in (*names.device, *names.holder)])
+    if names.tenants and device.held is not None:
         tenants = tenant_labels(device.held.labels, device.held.namespace_labels)
         pairs += tenants[: max(0, most - ROW_LABELS - len(pairs))]
     return tuple(sorted(pairs))
@@ -136,7 +143,9 @@ def pod_info_labels(where: Place, pod: Held, most: int = MAX_LABELS) -> Labels:
 
     Those of its tenant that no device's series may have room for come first.
     """
-    pairs = known([("k8s_cluster_name", where.cluster), ("k8s_node_name", where.node), *_otel_pod(pod)])
+    says = _of_holder(pod) | {"container": None}
+    of_pod = [(name, says.get(attribute)) for name, attribute in LABELS["otel"].holder]
+    pairs = known([("k8s_cluster_name", where.cluster), ("k8s_node_name", where.node), *of_pod])
     tenants = tenant_labels(pod.labels, pod.namespace_labels)
     everywhere = max(0, most - ROW_LABELS - DEVICE_LABELS)
     rest_first = [*tenants[everywhere:], *tenants[:everywhere]]
@@ -182,72 +191,44 @@ def tenant_labels(pod: Mapping[str, str], namespace: Mapping[str, str]) -> list[
     return found
 
 
-def _otel(device: DeviceIdentity) -> Pairs:
-    where = device.place
-    yield "k8s_cluster_name", where.cluster
-    yield "k8s_node_name", where.node
-    yield "host_name", where.node
-    yield "host_type", where.host_type
-    yield "cloud_availability_zone", where.zone
-    yield "cloud_region", where.region
-    yield "service_name", SERVICE_NAME
-    yield "gpu_vendor", device.vendor
-    yield "gpu_index", device.number
-    yield "gpu_uuid", device.parent or device.uuid
-    yield "gpu_model", device.model
-    if device.parent is not None:
-        yield "gpu_mig_uuid", device.uuid
-        yield "gpu_mig_profile", device.profile
-    if device.job is not None:
-        yield "job_id", device.job.id
-        yield "job_user", device.job.user
-        yield "job_partition", device.job.partition
-    if device.held is not None:
-        yield "k8s_container_name", device.held.container
-        yield from _otel_pod(device.held)
+def _of_device(device: DeviceIdentity) -> dict[Attribute, str | int | None]:
+    """What labels may say of a device."""
+    where, is_mig, job = device.place, device.parent is not None, device.job
+    says: dict[Attribute, str | int | None] = {
+        "cluster": where.cluster,
+        "node": where.node,
+        "instance": f"{where.node}:{SCRAPE_PORT}",
+        "zone": where.zone,
+        "region": where.region,
+        "host_type": where.host_type,
+        "service": SERVICE_NAME,
+        "vendor": device.vendor,
+        "index": device.number,
+        "gpu_uuid": device.parent or device.uuid,
+        "uuid": device.uuid,
+        "mig_uuid": device.uuid if is_mig else None,
+        "mig_profile": device.profile if is_mig else None,
+        "gpu_instance": device.gpu_instance,
+        "model": device.model,
+        "pci_bus_id": device.pci_bus_id,
+        "device": None if device.minor is None else f"nvidia{device.minor}",
+    }
+    if job is not None:
+        says |= {"job_id": job.id, "job_user": job.user, "job_partition": job.partition}
+    return says | dict(zip(INFO, device.info, strict=False))
 
 
-def _otel_pod(pod: Held) -> Pairs:
-    """The pod and what owns it."""
-    yield "k8s_namespace_name", pod.namespace
-    yield "k8s_pod_name", pod.pod
-    yield "k8s_pod_uid", pod.pod_uid
-    owners = (("job", pod.job), ("statefulset", pod.statefulset), ("deployment", pod.deployment))
-    yield from [(f"k8s_{kind}_name", name) for kind, name in owners if name][:1]
-    if pod.workload is not None:
-        yield "k8s_workload_kind", pod.workload.kind
-        yield "k8s_workload_name", pod.workload.name
-
-
-def _dcgm(device: DeviceIdentity) -> Pairs:
-    yield "gpu", device.number
-    yield "UUID", device.parent or device.uuid
-    yield "pci_bus_id", device.pci_bus_id
-    yield "device", None if device.minor is None else f"nvidia{device.minor}"
-    yield "modelName", device.model
-    yield "GPU_I_PROFILE", device.profile
-    yield "GPU_I_ID", device.gpu_instance
-    yield "hostname", device.place.node
-    yield "instance", f"{device.place.node}:{SCRAPE_PORT}"
-    yield "cluster", device.place.cluster
-    if device.held is not None:
-        yield "namespace", device.held.namespace
-        yield "pod", device.held.pod
-        yield "container", device.held.container
-
-
-def _pod_devices(device: DeviceIdentity) -> Pairs:
-    yield "gpu", device.number
-    yield "uuid", device.uuid
-    if device.held is not None:
-        yield "pod_namespace", device.held.namespace
-        yield "pod_name", device.held.pod
-        yield "container_name", device.held.container
-
-
-_PAIRS: dict[LabelSet, Callable[[DeviceIdentity], Pairs]] = {
-    "otel": _otel,
-    "dcgm": _dcgm,
-    "dcgm-legacy": lambda one: [*_pod_devices(one), ("node", one.place.node), ("cluster", one.place.cluster)],
-    "pod-devices": _pod_devices,
-}
+def _of_holder(pod: Held) -> dict[Attribute, str | int | None]:
+    """What labels may say of the pod that holds a device, and of what owns it."""
+    owned, workload = pod.job or pod.statefulset, pod.workload
+    return {
+        "namespace": pod.namespace,
+        "pod": pod.pod,
+        "pod_uid": pod.pod_uid,
+        "container": pod.container,
+        "job": pod.job,
+        "statefulset": None if pod.job else pod.statefulset,
+        "deployment": None if owned else pod.deployment,
+        "workload_kind": workload.kind if workload else None,
+        "workload_name": workload.name if workload else None,
+    }

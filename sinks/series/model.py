@@ -8,9 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from sinks.series.labels import Labels
+from topics.metric import Kind, Labels
 
-Kind = Literal["gauge", "counter"]
 Subject = Literal["metrics", "info", "rest", "part", "errors", "pod", "alert", "usage"]
 """What the series of a set are of: sets about different things may have the same labels, and share no name."""
 
@@ -24,12 +23,16 @@ STALE: float = struct.unpack("<d", struct.pack("<Q", 0x7FF0000000000002))[0]
 
 
 class Row(NamedTuple):
-    """One series of a device, without the device's labels. ``primary``: a value of ``metrics``, not made of one."""
+    """One series of a device, without the device's labels, and what is said of it.
+
+    ``primary``: a value of ``metrics``, not made of one, and in no other profile that is written.
+    """
 
     name: str
     labels: Labels = ()
     kind: Kind = "gauge"
     help: str = ""
+    unit: str = ""
     primary: bool = True
 
 

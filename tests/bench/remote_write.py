@@ -35,6 +35,7 @@ from sinks.series.translation import Translator
 from sinks.settings import RemoteWriteSettings
 from topics.attributed import AttributedSample
 from topics.catalogue import CATALOGUE
+from topics.profiles import PROFILES
 
 GPUS = 8
 KEYS = list(CATALOGUE)[:27]
@@ -166,7 +167,7 @@ def stages(records: Sequence[Read]) -> None:
     decoder = msgspec.json.Decoder(AttributedSample)
     samples: list[AttributedSample] = []
     per_cpu_second(lambda: samples.extend(decoder.decode(one.value) for one in records), values, "decode")
-    series = OpenSeries(Translator("otel", "otel"))
+    series = OpenSeries(Translator([PROFILES["otel"]]))
     for one in samples:
         series.tick(one)
     groups: list[list[SampleGroup]] = []
@@ -211,7 +212,7 @@ async def all_of_it(records: Sequence[Read], url: str, protocol: Protocol) -> tu
         stale_after_s=60.0,
     )
     queue = Queue(shared.deliverer, at_once=settings.max_in_flight, max_samples=settings.max_request_samples)
-    handler = RemoteWritePartition(OpenSeries(Translator("otel", "otel")), shared, queue)
+    handler = RemoteWritePartition(OpenSeries(Translator([PROFILES["otel"]])), shared, queue)
     cpu, wall = time.process_time(), time.perf_counter()
     finished, abandon = [0], asyncio.Event()
     while finished[-1] < len(records):

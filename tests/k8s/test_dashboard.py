@@ -12,7 +12,9 @@ from gpustream import reference
 from tests.k8s import dashboard
 from tests.k8s.dashboard import DASHBOARD, PANELS, VARIABLES, Query
 from tests.test_compose import config
+from tests.topics.records import own_labels
 from topics import catalogue
+from topics.profiles import PROFILES
 
 WIDTH = 24
 GRAFANAS_OWN = {"__rate_interval"}
@@ -26,16 +28,16 @@ EXPRESSIONS: dict[str, str] = {
 _NAME = re.compile(r"\b(?:gpu|gpustream)_\w+")
 _TEXT = re.compile(r'"[^"]*"')
 _COUNTED = re.compile(r"\b(?:rate|increase)\(\s*((?:gpu|gpustream)_\w+)")
-_LABELS = catalogue.label_names("otel") | {"gpu_uuid", "gpu_index", "gpu_mig_uuid"}
+_LABELS = own_labels("otel") | {"gpu_uuid", "gpu_index", "gpu_mig_uuid"}
 
 
 @functools.cache
 def kinds() -> dict[str, str]:
     """Every series that gpustream has by default, its own metrics included, and whether it is a counter or a gauge."""
     found: dict[str, str] = {row.name: row.kind for section in reference.sections() for row in section.rows}
-    for key, many in catalogue.series("otel").items():
-        found.update({series.name: catalogue.CATALOGUE[key].kind for series in many})
-    found.update({ratio.name: "gauge" for ratio in catalogue.DERIVED["otel"]})
+    for many in PROFILES["otel"].series.values():
+        found.update({series.name: series.kind for series in many})
+    found.update({ratio.name: "gauge" for ratio in PROFILES["otel"].ratios})
     found.update({info.name: info.kind for info in catalogue.FURTHER})
     return found
 

@@ -16,28 +16,36 @@ from aiokafka import AIOKafkaProducer
 
 from delivery.values import Address
 from sinks.scrape import server
-from sinks.scrape.exposition import OPENMETRICS, TEXT, Format, Renderings, abouts, accepted
+from sinks.scrape.exposition import TEXT, TEXT_1, Renderings, accepted
 from sinks.scrape.server import serving
 from sinks.scrape.sink import ScrapeSink
-from sinks.series.labels import LABEL_SETS, LabelSet
 from sinks.settings import ScrapeSettings
 from tests.eventually import LIMIT_S, eventually, eventually_sync
 from tests.real.conftest import need
 from tests.real.servers import KafkaServer, PrometheusServer, find_prometheus, find_promtool
-from tests.sinks.scrape.fleet import exposed, full_node, node, samples
+from tests.sinks.scrape.fleet import exposed, full_node, node, parsed, samples
 from tests.sinks.scrape.handler import shown
-from topics.catalogue import HOLDERS, POD_INFO
-from topics.metric import PROFILES, Profile
+from topics.catalogue import POD_INFO
+from topics.profiles import LABELS, PROFILES, LabelSet, ProfileName
 from topics.topic import node_key
 
+COUNT = 'non-histogram and non-summary metrics should not have "_count" suffix'
+TYPE_IN_NAME = "metric name should not include type 'counter'"
 TOTAL_OF_A_GAUGE = 'non-counter metrics should not have "_total" suffix'
 
-COMPLAINTS: dict[Profile, set[tuple[str, str]]] = {
-    "otel": {("gpu_memory_total", TOTAL_OF_A_GAUGE)},
-    "dcgm": set(),
-    "dcgm-legacy": {("dcgm_fb_total", TOTAL_OF_A_GAUGE)},
+NO_TOTAL = 'counter metrics should have "_total" suffix'
+"""What it finds of a counter that an exporter, or OpenTelemetry's form, calls otherwise."""
+
+COMPLAINTS: dict[ProfileName, set[tuple[str, str]]] = {
+    "otel": {
+        ("gpu_memory_total", TOTAL_OF_A_GAUGE),
+        ("gpu_pcie_replay_count", COUNT),
+        ("gpu_row_remap_count", COUNT),
+    },
+    "dcgm": {("DCGM_FI_DEV_PCIE_REPLAY_COUNTER", TYPE_IN_NAME)},
+    "dcgm-legacy": {("dcgm_fb_total", TOTAL_OF_A_GAUGE), ("dcgm_pcie_replay_counter", TYPE_IN_NAME)},
 }
-"""All that promtool finds of a profile: names that are its own."""
+"""All else that promtool finds of a profile: names that are its own."""
 
 CAMEL_CASE = "label names should be written in 'snake_case' not 'camelCase'"
 """What it finds of the label set dcgm, of every metric: ``modelName``."""
@@ -53,12 +61,16 @@ def check(text: str) -> set[tuple[str, str]]:
     return {(name, complaint) for name, _, complaint in (line.partition(" ") for line in found if line)}
 
 
-@pytest.mark.parametrize(("names", "label_set"), list(product(PROFILES, LABEL_SETS)))
-def test_promtool_finds_only_what_the_profiles_own_names_force(names: Profile, label_set: LabelSet) -> None:
-    described = abouts(names).keys() - {POD_INFO.name, HOLDERS.name}
+@pytest.mark.parametrize(("names", "label_set"), list(product(PROFILES, LABELS)))
+def test_promtool_finds_only_what_the_profiles_own_names_force(names: ProfileName, label_set: LabelSet) -> None:
+    text = exposed(shown(full_node(), names, label_set=label_set))
+    described = {family.name: family.type for family in parsed(text) if family.name != POD_INFO.name}
     model_name = {(name, CAMEL_CASE) for name in described} if label_set == "dcgm" else set()
+    counters = {name for name, kind in described.items() if kind == "counter" and not name.endswith("_total")}
+    named = {one.name for many in PROFILES[names].series.values() for one in many}
 
-    assert check(exposed(shown(full_node(), names, label_set), names)) == COMPLAINTS[names] | model_name
+    assert counters <= named
+    assert check(text) == COMPLAINTS[names] | model_name | {(name, NO_TOTAL) for name in counters}
 
 
 def test_promtool_complains_where_it_should() -> None:
@@ -69,7 +81,7 @@ def test_promtool_complains_where_it_should() -> None:
 
 
 every_protocol = pytest.mark.parametrize(
-    ("protocols", "format_"), [(None, OPENMETRICS), (["PrometheusText0.0.4"], TEXT)], ids=["openmetrics", "text"]
+    ("protocols", "content_type"), [(None, TEXT_1), (["PrometheusText0.0.4"], TEXT)], ids=["default", "text"]
 )
 
 ODD = 'quo"ted\\ back\nslash # EOF\r\t\x00\x7f\x85\u2028ü😀{a="b"} 1'
@@ -79,7 +91,7 @@ def test_promtool_parses_whatever_a_tenant_calls_a_pod() -> None:
     holders = [{"namespace": ODD, "pod": ODD, "container": ODD}]
     tick = node({"uuid": "GPU-a", "metrics": {"temperature_celsius": 33}, "holders": holders})
 
-    assert check(exposed(shown(tick, "dcgm-legacy", "pod-devices"), "dcgm-legacy")) == set()
+    assert check(exposed(shown(tick, "dcgm-legacy", label_set="pod-devices"))) == set()
 
 
 class Scraper(PrometheusServer):
@@ -147,7 +159,7 @@ def expected(ticks: Iterable[dict[str, Any]]) -> dict[tuple[str, ...], float]:
     return {
         identity({"__name__": name, **of_node, **of_device(device)}): value
         for of_node, device in devices
-        for name, value in NAMED.items()
+        for name, value in {**NAMED, "gpu_holders": float(len(device["holders"]))}.items()
     }
 
 
@@ -182,7 +194,7 @@ async def scraping(kafka: KafkaServer) -> AsyncIterator[tuple[str, int]]:
     settings = ScrapeSettings(
         kafka=kafka.address,
         scrape_listen=Address("127.0.0.1", 0),
-        names="dcgm-legacy",
+        names=("dcgm-legacy",),
         from_="earliest",
         group="scraped",
     )
@@ -201,7 +213,7 @@ async def test_prometheus_has_what_was_sent_and_not_what_ended(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     protocols: list[str] | None,
-    format_: Format,
+    content_type: str,
 ) -> None:
     need(find_prometheus)
     empty_kafka.create_ours({"gpu.attributed": 2, "gpu.dead-letters": 1})
@@ -218,37 +230,37 @@ async def test_prometheus_has_what_was_sent_and_not_what_ended(
             (up,) = await asyncio.to_thread(prometheus.query, "min_over_time(up[5m])")
 
     assert up.value == 1
-    assert given.keys() == {format_.content_type}
-    assert len(expected(first)) == 4 * len(NAMED)
-    assert len(expected(then)) == 3 * len(NAMED)
+    assert given.keys() == {content_type}
+    assert len(expected(first)) == 4 * (len(NAMED) + 1)
+    assert len(expected(then)) == 3 * (len(NAMED) + 1)
 
 
 @every_protocol
 async def test_prometheus_reads_every_series_of_every_profile(
-    tmp_path: Path, protocols: list[str] | None, format_: Format
+    tmp_path: Path, protocols: list[str] | None, content_type: str
 ) -> None:
     need(find_prometheus)
-    devices = {names: shown(full_node(), names, names) for names in PROFILES}
+    devices = {names: shown(full_node(), names) for names in PROFILES}
     async with AsyncExitStack() as servers:
         targets: dict[str, tuple[str, int]] = {}
         for names in PROFILES:
-            renderings = Renderings(names, partial(devices.__getitem__, names))
+            renderings = Renderings(partial(devices.__getitem__, names))
             served = serving(renderings, ("127.0.0.1", 0), lambda: None)
             targets[names] = await servers.enter_async_context(served)
         with Scraper(tmp_path, targets, protocols=protocols) as prometheus:
             for names in PROFILES:
-                read = samples(exposed(devices[names], names, format_), format_)
+                read = samples(exposed(devices[names]))
                 wanted = {identity({"__name__": one.name, **one.labels}): one.value for one in read}
                 await answers(prometheus, wanted, names)
                 assert len(wanted) == len(read) > 60
 
 
-def counting(given: dict[str, int]) -> Callable[[str], Format]:
+def counting(given: dict[str, int]) -> Callable[[str], str]:
     """Chooses as ever, and counts what was chosen."""
 
-    def choose(accept: str) -> Format:
+    def choose(accept: str) -> str:
         chosen = accepted(accept)
-        given[chosen.content_type] += 1
+        given[chosen] += 1
         return chosen
 
     return choose

@@ -7,6 +7,7 @@ import msgspec
 from hypothesis import strategies as st
 from msgspec import inspect
 
+from topics.profiles import PROFILES, ProfileName
 from topics.topic import Topic
 
 Json = dict[str, Any]
@@ -74,3 +75,10 @@ def _structs(kind: inspect.StructType) -> st.SearchStrategy[Json]:
 def encoded(record: Json) -> bytes:
     """The record as a producer writes it."""
     return msgspec.json.encode(record)
+
+
+def own_labels(profile: ProfileName) -> frozenset[str]:
+    """The names of the labels that tell series of one name apart in a profile."""
+    named = PROFILES[profile]
+    labels = [one.labels for many in named.series.values() for one in many] + [one.labels for one in named.ratios]
+    return frozenset(name for pairs in labels for name, _ in pairs)

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from topics import reference
-from topics.catalogue import ALERT_FIRING, CATALOGUE, DERIVED, FAMILIES, FURTHER, HOLDERS, POD_INFO, label_names, series
-from topics.metric import PROFILES, Profile, Ratio, Series
+from tests.topics.records import own_labels
+from topics.catalogue import ALERT_FIRING, CATALOGUE, FAMILIES, FURTHER, HOLDERS, POD_INFO
+from topics.metric import Ratio, Series
+from topics.profiles import PROFILES, ProfileName
 
 KEYS = """
 ecc_corrected_aggregate_total ecc_uncorrected_aggregate_total retired_pages_single_bit_total
@@ -38,12 +39,12 @@ GPU_I_ID hostname instance cluster container namespace pod uuid node container_n
 every_profile = pytest.mark.parametrize("profile", PROFILES)
 
 
-def every_series(profile: Profile) -> list[Series | Ratio]:
-    return [*chain.from_iterable(series(profile).values()), *DERIVED[profile]]
+def every_series(profile: ProfileName) -> list[Series | Ratio]:
+    return [*chain.from_iterable(PROFILES[profile].series.values()), *PROFILES[profile].ratios]
 
 
-def value(profile: Profile, key: str, of: float) -> float:
-    return series(profile)[key][0].of(of)
+def value(profile: ProfileName, key: str, of: float) -> float:
+    return PROFILES[profile].series[key][0].of(of)
 
 
 def test_no_key_that_samples_have_carried_is_gone() -> None:
@@ -74,7 +75,7 @@ def test_every_counter_says_since_when_it_counts() -> None:
 
 
 @every_profile
-def test_no_two_series_of_a_profile_have_one_name_and_one_set_of_labels(profile: Profile) -> None:
+def test_no_two_series_of_a_profile_have_one_name_and_one_set_of_labels(profile: ProfileName) -> None:
     identities = [(one.name, frozenset(one.labels)) for one in every_series(profile)]
 
     assert len(identities) == len(set(identities))
@@ -83,8 +84,8 @@ def test_no_two_series_of_a_profile_have_one_name_and_one_set_of_labels(profile:
 def test_a_name_has_one_series_for_each_device_or_its_table_says_what_they_are_together() -> None:
     shared: dict[str, dict[str, None]] = {}
     for profile in PROFILES:
-        made = [(one.name, key) for key, many in series(profile).items() for one in many]
-        made += [(ratio.name, "") for ratio in DERIVED[profile]]
+        made = [(one.name, key) for key, many in PROFILES[profile].series.items() for one in many]
+        made += [(ratio.name, "") for ratio in PROFILES[profile].ratios]
         several = {name for name, count in Counter(name for name, _ in made).items() if count > 1}
         for name, key in made:
             if name in several:
@@ -95,20 +96,18 @@ def test_a_name_has_one_series_for_each_device_or_its_table_says_what_they_are_t
 
 
 @every_profile
-def test_all_series_of_a_name_have_one_unit_and_are_of_one_kind(profile: Profile) -> None:
+def test_all_series_of_a_name_have_one_unit_and_are_of_one_kind(profile: ProfileName) -> None:
     meant: dict[str, set[tuple[str, str]]] = {}
-    for key, many in series(profile).items():
-        for one in many:
-            kind = CATALOGUE[key].kind if one.bits is None else "gauge"
-            meant.setdefault(one.name, set()).add((reference.unit_of(CATALOGUE[key], one), kind))
-    for ratio in DERIVED[profile]:
+    for one in chain.from_iterable(PROFILES[profile].series.values()):
+        meant.setdefault(one.name, set()).add((one.unit, one.kind))
+    for ratio in PROFILES[profile].ratios:
         meant.setdefault(ratio.name, set()).add((ratio.unit, "gauge"))
 
     assert {name: found for name, found in meant.items() if len(found) > 1} == {}
 
 
 @every_profile
-def test_only_the_label_of_its_family_tells_the_series_of_a_name_apart(profile: Profile) -> None:
+def test_only_the_label_of_its_family_tells_the_series_of_a_name_apart(profile: ProfileName) -> None:
     found: dict[str, set[frozenset[tuple[str, str]]]] = {}
     for one in every_series(profile):
         rest = [pair for pair in one.labels if pair[0] != getattr(FAMILIES.get(one.name), "label", None)]
@@ -132,14 +131,14 @@ WHOLES = {
 
 
 @every_profile
-def test_what_is_counted_or_measured_twice_has_names_that_are_never_added_up(profile: Profile) -> None:
-    names = {key: {one.name for one in many} for key, many in series(profile).items()}
+def test_what_is_counted_or_measured_twice_has_names_that_are_never_added_up(profile: ProfileName) -> None:
+    names = {key: {one.name for one in many} for key, many in PROFILES[profile].series.items()}
 
     assert {(a, b) for a, many in WHOLES.items() for b in many if names.get(a, set()) & names.get(b, set())} == set()
 
 
 @every_profile
-def test_what_is_not_a_value_of_the_device_has_a_name_that_no_value_of_it_has(profile: Profile) -> None:
+def test_what_is_not_a_value_of_the_device_has_a_name_that_no_value_of_it_has(profile: ProfileName) -> None:
     beside = [HOLDERS, POD_INFO, ALERT_FIRING, *FURTHER]
 
     assert not {one.name for one in beside} & {one.name for one in every_series(profile)}
@@ -154,12 +153,12 @@ def test_the_keys_that_mig_devices_have_beside_their_gpu_are_marked() -> None:
 
 
 def test_the_memory_has_a_temperature_and_a_clock_of_its_own_name() -> None:
-    assert [one.name for one in series("otel")["memory_temperature_celsius"]] == ["gpu_memory_temperature"]
-    assert [one.name for one in series("otel")["memory_clock_hz"]] == ["gpu_memory_clock_frequency"]
+    assert [one.name for one in PROFILES["otel"].series["memory_temperature_celsius"]] == ["gpu_memory_temperature"]
+    assert [one.name for one in PROFILES["otel"].series["memory_clock_hz"]] == ["gpu_memory_clock_frequency"]
 
 
 @every_profile
-def test_names_and_labels_are_ones_that_prometheus_takes(profile: Profile) -> None:
+def test_names_and_labels_are_ones_that_prometheus_takes(profile: ProfileName) -> None:
     for one in every_series(profile):
         assert re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*", one.name)
         for name, text in one.labels:
@@ -169,12 +168,12 @@ def test_names_and_labels_are_ones_that_prometheus_takes(profile: Profile) -> No
 
 
 @every_profile
-def test_a_label_that_tells_series_apart_is_never_one_of_the_device_or_its_holder(profile: Profile) -> None:
-    assert not label_names(profile) & set(DEVICE_AND_HOLDER_LABELS.split())
+def test_a_label_that_tells_series_apart_is_never_one_of_the_device_or_its_holder(profile: ProfileName) -> None:
+    assert not own_labels(profile) & set(DEVICE_AND_HOLDER_LABELS.split())
 
 
 def test_the_otel_profile_names_every_key() -> None:
-    assert list(series("otel")) == list(CATALOGUE)
+    assert list(PROFILES["otel"].series) == list(CATALOGUE)
 
 
 def test_the_otel_profile_has_no_unit_suffixes() -> None:
@@ -185,7 +184,7 @@ def test_the_otel_profile_has_no_unit_suffixes() -> None:
 
 
 def test_the_otel_profile_tells_its_series_apart_by_these_labels() -> None:
-    assert label_names("otel") == {
+    assert own_labels("otel") == {
         "gpu_task_type",
         "gpu_temperature_sensor",
         "gpu_clock_type",
@@ -199,8 +198,8 @@ def test_the_otel_profile_tells_its_series_apart_by_these_labels() -> None:
 
 
 @pytest.mark.parametrize("profile", ["dcgm", "dcgm-legacy"])
-def test_the_dcgm_profiles_tell_series_apart_by_name_alone(profile: Profile) -> None:
-    assert label_names(profile) == frozenset()
+def test_the_dcgm_profiles_tell_series_apart_by_name_alone(profile: ProfileName) -> None:
+    assert own_labels(profile) == frozenset()
 
 
 @pytest.mark.parametrize(
@@ -220,7 +219,7 @@ def test_the_dcgm_profiles_tell_series_apart_by_name_alone(profile: Profile) -> 
         ("dcgm-legacy", "temperature_celsius", 0, 0.0),
     ],
 )
-def test_a_value_is_in_the_unit_of_its_profile(profile: Profile, key: str, of: float, expected: float) -> None:
+def test_a_value_is_in_the_unit_of_its_profile(profile: ProfileName, key: str, of: float, expected: float) -> None:
     assert value(profile, key, of) == expected
 
 
@@ -253,7 +252,7 @@ def test_a_whole_number_of_mebibytes_stays_whole(mib: int) -> None:
     ],
 )
 def test_the_causes_of_throttling_are_the_bits_that_are_set(reasons: int, causes: set[str]) -> None:
-    bitmask, *rows = series("otel")["clock_event_reasons"]
+    bitmask, *rows = PROFILES["otel"].series["clock_event_reasons"]
 
     assert (bitmask.labels, bitmask.of(reasons)) == ((), float(reasons))
     assert {row.labels[0][1] for row in rows if row.of(reasons) == 1.0} == causes
@@ -261,16 +260,16 @@ def test_the_causes_of_throttling_are_the_bits_that_are_set(reasons: int, causes
 
 
 def test_the_percentage_of_memory_in_use_is_0_to_100() -> None:
-    ratio = next(one for one in DERIVED["otel"] if one.name == "gpu_memory_used_percent")
+    ratio = next(one for one in PROFILES["otel"].ratios if one.name == "gpu_memory_used_percent")
 
     assert (ratio.of(64, 64), ratio.of(0, 64), ratio.of(16, 64), ratio.of(1, 0)) == (100.0, 0.0, 25.0, None)
 
 
 @every_profile
-def test_what_is_derived_is_made_of_keys_of_the_catalogue(profile: Profile) -> None:
-    assert {key for one in DERIVED[profile] for key in (one.numerator, one.denominator)} <= set(CATALOGUE)
+def test_what_is_derived_is_made_of_keys_of_the_catalogue(profile: ProfileName) -> None:
+    assert {key for one in PROFILES[profile].ratios for key in one.keys} <= set(CATALOGUE)
 
 
 @pytest.mark.parametrize("key", ["memory_total_bytes", "graphics_clock_hz", "fan_speed_ratio", "clock_event_reasons"])
 def test_a_key_that_dcgm_has_no_default_name_for_is_absent_there(key: str) -> None:
-    assert key not in series("dcgm")
+    assert key not in PROFILES["dcgm"].series

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 from topics import TOPICS, reference
-from topics.catalogue import CATALOGUE, DERIVED, FURTHER, HOLDERS, POD_INFO
-from topics.metric import PROFILES, Profile
+from topics.catalogue import CATALOGUE, FURTHER, HOLDERS, POD_INFO
+from topics.profiles import PROFILES, ProfileName
 
 
-def section(profile: Profile) -> str:
+def section(profile: ProfileName) -> str:
     return reference.metrics_markdown().partition(f"### {profile}\n")[2].partition("\n### ")[0]
 
 
@@ -31,12 +31,12 @@ def test_every_key_has_a_row() -> None:
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_every_series_of_a_profile_has_a_row_in_its_section_and_in_no_other(profile: Profile) -> None:
+def test_every_series_of_a_profile_has_a_row_in_its_section_and_in_no_other(profile: ProfileName) -> None:
     rows = [line for line in section(profile).splitlines() if line.startswith("| `")]
-    series = [one for metric in CATALOGUE.values() for one in metric.names.get(profile, ())]
+    series = [one for many in PROFILES[profile].series.values() for one in many]
 
-    infos = [HOLDERS, POD_INFO] if profile == "otel" else []
-    assert len(rows) == len(series) + len(DERIVED[profile]) + len(infos)
+    infos = [HOLDERS, POD_INFO] if PROFILES[profile].labels.tenants else [HOLDERS]
+    assert len(rows) == len(series) + len(PROFILES[profile].ratios) + len(infos)
     assert all(any(row.startswith(f"| `{one.name}`") for row in rows) for one in infos)
     assert all(any(row.startswith(f"| `{one.name}") for row in rows) for one in series)
 
@@ -61,10 +61,10 @@ def test_what_is_beside_the_metrics_has_a_section_of_its_own() -> None:
         ),
         ("dcgm", "| `DCGM_FI_DEV_FB_USED` | MiB | gauge | `memory_used_bytes` |"),
         ("dcgm", "| `DCGM_FI_DEV_TOTAL_ENERGY_CONSUMPTION` | mJ | counter | `energy_joules_total` |"),
-        ("dcgm-legacy", "| `dcgm_gpu_utilization` | % | gauge | `gpu_utilization_ratio` |"),
+        ("dcgm-legacy", "| `dcgm_gpu_utilization` | 0-100 | gauge | `gpu_utilization_ratio` |"),
     ],
 )
-def test_a_row_says_unit_kind_and_source(profile: Profile, row: str) -> None:
+def test_a_row_says_unit_kind_and_source(profile: ProfileName, row: str) -> None:
     assert row in section(profile)
 
 

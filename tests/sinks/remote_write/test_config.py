@@ -28,7 +28,7 @@ def test_good_settings_have_no_mistakes(tmp_path: Path) -> None:
         ({"url": "mimir:9009"}, "--url"),
         ({"url": "https://user:pass@mimir/push"}, "--url"),
         ({"protocol": "3.0"}, "--protocol"),
-        ({"names": "nope"}, "--names"),
+        ({"names": ("nope",)}, "--names"),
         ({"labels": "nope"}, "--labels"),
         ({"from_": "yesterday"}, "--from"),
         ({"from_": -1.0}, "--from"),

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from sinks.remote_write import encode_v1, encode_v2
 from sinks.remote_write.protobuf import fixed_varint, varint
-from sinks.series.labels import Labels
 from sinks.series.model import STALE, Row, SampleGroup, SeriesSet
 from tests.sinks.remote_write.wire import Sample, bits, metadata_v2, read_v1, read_v2
+from topics.metric import Labels
 
 ENCODERS: dict[str, Any] = {
     "1.0": (lambda: encode_v1.encode, read_v1),

@@ -12,6 +12,7 @@ from sinks.series.model import STALE, SampleGroup
 from sinks.series.translation import Translator
 from tests.sinks.conftest import KEYS, SERIES, device, sample
 from topics.attributed import AttributedSample
+from topics.profiles import PROFILES
 
 PER_DEVICE = len(SERIES)
 NOBODY = 0.0
@@ -19,7 +20,7 @@ NOBODY = 0.0
 
 
 def series() -> OpenSeries:
-    return OpenSeries(Translator("otel", "otel"))
+    return OpenSeries(Translator([PROFILES["otel"]]))
 
 
 def play(state: OpenSeries, *samples: AttributedSample, now_s: float = 0.0) -> list[NodeTick]:

@@ -25,6 +25,7 @@ from tests.sinks.conftest import KEYS, SERIES, device, sample
 from tests.sinks.records import FakeSender, Read, record
 from tests.sinks.remote_write.receivers import Receiver
 from tests.sinks.remote_write.wire import Sample
+from topics.profiles import PROFILES
 
 ENDS = ("delivered", "duplicate", "dropped", "dead_lettered")
 
@@ -62,7 +63,7 @@ class Setup:
 
     def partition(self) -> RemoteWritePartition:
         """The handler of another partition."""
-        return RemoteWritePartition(OpenSeries(Translator("otel", "otel")), self.shared, self.queue)
+        return RemoteWritePartition(OpenSeries(Translator([PROFILES["otel"]])), self.shared, self.queue)
 
     def _told(self, _cluster: str, node: str, _run: int, seq: int, outcome: Outcome) -> None:
         self.outcomes.append((node, seq, outcome))

@@ -16,9 +16,10 @@ from sinks.remote_write.refusals import Deliverer
 from sinks.remote_write.send import RemoteWriteSender
 from sinks.remote_write.sink import COMPONENT, INSTRUMENTS
 from sinks.remote_write.usage import UsagePartition, group_of
-from sinks.series.labels import LABEL_SETS, MAX_LABELS, LabelSet
+from sinks.series.labels import MAX_LABELS
 from tests.sinks.records import FakeSender, Read
 from tests.sinks.remote_write.receivers import Receiver
+from topics.profiles import LABELS, LabelSet
 from topics.usage import HOUR_MS, HOURS, Usage
 
 START_MS = 1_795_132_800_000
@@ -53,7 +54,7 @@ class Setup:
             max_samples=100,
             stale_after_s=0.0,
         )
-        self.handler = UsagePartition(label_set, MAX_LABELS, shared)
+        self.handler = UsagePartition(LABELS[label_set], MAX_LABELS, shared)
         self.offset = 0
 
     async def deliver(self, *records: Usage | bytes) -> list[int]:
@@ -183,11 +184,11 @@ RECORDS = st.builds(
 )
 
 
-@given(records=st.lists(RECORDS, min_size=2, max_size=6), label_set=st.sampled_from(LABEL_SETS))
+@given(records=st.lists(RECORDS, min_size=2, max_size=6), label_set=st.sampled_from(list(LABELS)))
 def test_no_two_keys_are_one_series(records: list[Usage], label_set: LabelSet) -> None:
     found: dict[object, set[object]] = {}
     for record in records:
-        group = group_of(record, label_set)
+        group = group_of(record, LABELS[label_set])
         assert group is not None
         for row in group.series.rows:
             found.setdefault((row.name, group.series.labels), set()).add(record.key)

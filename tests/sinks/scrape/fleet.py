@@ -1,18 +1,17 @@
 """Devices to show, in any names and labels."""
 
+import re
 from collections.abc import Iterable, Mapping
 
 import msgspec
 from prometheus_client import Metric
-from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_families
-from prometheus_client.parser import text_string_to_metric_families as text_families
+from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from sinks.scrape.exposition import OPENMETRICS, TEXT, TEXT_1, Families, Format, abouts
+from sinks.scrape.exposition import exposition
 from sinks.series.model import SampleGroup
 from topics.attributed import AttributedSample
 from topics.catalogue import CATALOGUE
-from topics.metric import Profile
 
 EVERY_KEY = {key: float(number) for number, key in enumerate(CATALOGUE, 1)}
 """A value for each key of the catalogue."""
@@ -71,19 +70,28 @@ def full_node() -> AttributedSample:
     )
 
 
-def exposed(groups: Iterable[SampleGroup], names: Profile = "otel", format_: Format = TEXT) -> str:
+def exposed(groups: Iterable[SampleGroup]) -> str:
     """What a scraper gets."""
-    return format_.encode(Families(abouts(names), groups)).decode()
+    return exposition(groups).decode()
 
 
-def parsed(text: str, format_: Format = TEXT) -> list[Metric]:
-    """The families of an exposition, as the client library's own parser reads them."""
-    return list((openmetrics_families if format_ is OPENMETRICS else text_families)(text))
+def parsed(text: str) -> list[Metric]:
+    """The families of an exposition, as the client library's own parser reads them, with the names that are there.
+
+    The parser makes every counter end in ``_total``.
+    """
+    described = set(re.findall(r"^# TYPE (\S+) ", text, re.MULTILINE))
+    families = list(text_string_to_metric_families(text))
+    for family in families:
+        family.samples = [
+            one if one.name in described else one._replace(name=one.name.removesuffix("_total"))
+            for one in family.samples
+        ]
+        if family.type == "counter" and family.name not in described:
+            family.name += "_total"
+    return families
 
 
-def samples(text: str, format_: Format = TEXT) -> list[Sample]:
+def samples(text: str) -> list[Sample]:
     """Its samples."""
-    return [sample for family in parsed(text, format_) for sample in family.samples]
-
-
-FORMATS = {"text": TEXT, "text-1": TEXT_1, "openmetrics": OPENMETRICS}
+    return [sample for family in parsed(text) for sample in family.samples]

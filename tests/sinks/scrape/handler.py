@@ -10,14 +10,13 @@ import msgspec
 from delivery.dead_letters import DeadLetters, Record
 from delivery.instruments import Instruments
 from sinks.outcomes import Outcome, Outcomes
-from sinks.scrape.exposition import TEXT, Format
 from sinks.scrape.sink import COMPONENT, INSTRUMENTS, ScrapePartition, ScrapeShared
-from sinks.series.labels import LabelSet
 from sinks.series.model import SampleGroup
 from sinks.series.translation import Translator
+from sinks.settings import NamingSettings
 from tests.sinks.scrape.fleet import exposed
 from topics.attributed import AttributedSample
-from topics.metric import Profile
+from topics.profiles import LabelSet, ProfileName
 
 
 @dataclass
@@ -47,8 +46,8 @@ class FakeLetters(DeadLetters):
 class Bench:
     """A handler, and all that it tells."""
 
-    names: Profile = "otel"
-    label_set: LabelSet = "otel"
+    names: tuple[ProfileName, ...] = ("otel",)
+    label_set: LabelSet | None = None
     now_s: float = 0.0
     letters: FakeLetters = field(default_factory=FakeLetters)
     told: list[tuple[str, int, Outcome]] = field(default_factory=list)
@@ -58,7 +57,7 @@ class Bench:
     def __post_init__(self) -> None:
         """Makes the handler."""
         shared = ScrapeShared(
-            translator=Translator(self.names, self.label_set),
+            translator=Translator(NamingSettings(names=self.names, labels=self.label_set).profiles()),
             stale_after_s=60.0,
             outcomes=Outcomes(COMPONENT, self.instruments, self._told),
             instruments=self.instruments,
@@ -75,9 +74,9 @@ class Bench:
         read: Sequence[Any] = records
         return [upto async for upto in self.handler.deliver(read, self.abandon)]
 
-    def shown(self, format_: Format = TEXT) -> str:
+    def shown(self) -> str:
         """What a scrape gets."""
-        return exposed(self.handler.series(), self.names, format_)
+        return exposed(self.handler.series())
 
     def counted(self, name: str) -> float:
         """A counter's value."""
@@ -86,8 +85,8 @@ class Bench:
         return value
 
 
-def shown(tick: AttributedSample, names: Profile, label_set: LabelSet) -> list[SampleGroup]:
-    """What is shown of a tick."""
-    bench = Bench(names=names, label_set=label_set)
+def shown(tick: AttributedSample, *names: ProfileName, label_set: LabelSet | None = None) -> list[SampleGroup]:
+    """What is shown of a tick with these names, and their labels or others."""
+    bench = Bench(names=names or ("otel",), label_set=label_set)
     bench.handler.recall([FakeRecord(msgspec.json.encode(tick))])
     return list(bench.handler.series())

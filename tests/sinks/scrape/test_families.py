@@ -9,47 +9,35 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sinks.scrape.exposition import OPENMETRICS, TEXT, Families, Format, GivenUp, abouts
-from sinks.series.labels import LABEL_SETS, LabelSet, Place, identity, labels, sole_holder
+from sinks.scrape.exposition import GivenUp, exposition
+from sinks.series.labels import Place, identity, labels, sole_holder
 from sinks.series.model import SampleGroup, SeriesSet
-from tests.sinks.scrape.fleet import BESIDE, FORMATS, exposed, full_node, node, parsed, samples
+from tests.sinks.scrape.fleet import BESIDE, exposed, full_node, node, parsed, samples
 from tests.sinks.scrape.handler import shown
 from topics.attributed import AttributedDevice, Holder
-from topics.catalogue import CATALOGUE, DERIVED, series
-from topics.metric import PROFILES, Profile
+from topics.catalogue import CATALOGUE
+from topics.profiles import LABELS, PROFILES, LabelSet, ProfileName
 
 GPU: dict[str, Any] = {"uuid": "GPU-a", "metrics": {"gpu_utilization_ratio": 0.5}}
 NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*\Z")
 
-every_format = pytest.mark.parametrize("format_", FORMATS.values(), ids=FORMATS)
-every_profile = pytest.mark.parametrize("names", PROFILES)
-every_naming = pytest.mark.parametrize(("names", "label_set"), list(product(PROFILES, LABEL_SETS)))
+every_naming = pytest.mark.parametrize(("names", "label_set"), list(product(PROFILES, LABELS)))
 
 
 def test_devices_become_families_in_the_order_of_their_names_without_timestamps() -> None:
     metrics = {"temperature_celsius": 33, "fan_speed_ratio": 0.5}
     tick = node({"uuid": "GPU-b", "metrics": metrics}, {"uuid": "GPU-a", "metrics": {"temperature_celsius": 0}})
 
-    assert exposed(shown(tick, "dcgm", "pod-devices"), "dcgm") == (
-        "# HELP DCGM_FI_DEV_GPU_TEMP Temperature of the GPU.\n"
+    assert exposed(shown(tick, "dcgm", label_set="pod-devices")) == (
+        "# HELP DCGM_FI_DEV_GPU_TEMP Temperature of the GPU. Unit: celsius.\n"
         "# TYPE DCGM_FI_DEV_GPU_TEMP gauge\n"
         'DCGM_FI_DEV_GPU_TEMP{uuid="GPU-b"} 33.0\n'
         'DCGM_FI_DEV_GPU_TEMP{uuid="GPU-a"} 0.0\n'
     )
-    assert exposed(shown(tick, "otel", "pod-devices"), format_=OPENMETRICS) == (
-        "# HELP gpu_fan_speed Speed that the fan is set to, of its maximum; may exceed 1.\n"
-        "# TYPE gpu_fan_speed gauge\n"
-        'gpu_fan_speed{uuid="GPU-b"} 0.5\n'
-        "# HELP gpu_temperature Temperature of the GPU.\n"
-        "# TYPE gpu_temperature gauge\n"
-        'gpu_temperature{gpu_temperature_sensor="edge",uuid="GPU-b"} 33.0\n'
-        'gpu_temperature{gpu_temperature_sensor="edge",uuid="GPU-a"} 0.0\n'
-        "# EOF\n"
-    )
 
 
 BESIDE_METRICS = {
-    "gpu": "info",
+    "gpu_info": "gauge",
     "gpu_attribution_conflict": "gauge",
     "gpu_pod_memory_used_bytes": "gauge",
     "gpu_pod_power_watts": "gauge",
@@ -59,41 +47,34 @@ BESIDE_METRICS = {
     "gpu_unattributed_memory_used_bytes": "gauge",
     "gpu_unattributed_power_watts": "gauge",
     "gpu_unattributed_utilization_ratio": "gauge",
-    "gpu_xid_errors": "counter",
+    "gpu_xid_errors_total": "counter",
 }
 
-COUNTERS = [(names, key, one.name) for names in PROFILES for key, many in series(names).items() for one in many[:1]]
-COUNTERS = [(names, key, name) for names, key, name in COUNTERS if CATALOGUE[key].kind == "counter"]
+COUNTERS = [
+    (names, key, one.name)
+    for names, profile in PROFILES.items()
+    for key, many in profile.series.items()
+    for one in many[:1]
+    if CATALOGUE[key].kind == "counter"
+]
 
 
 @pytest.mark.parametrize(("names", "key", "name"), COUNTERS)
-def test_a_counter_is_one_where_its_name_says_so_and_else_of_no_type(names: Profile, key: str, name: str) -> None:
-    devices = shown(node({"uuid": "GPU-a", "metrics": {key: 12}}), names, "pod-devices")
-    text, openmetrics = exposed(devices, names), exposed(devices, names, OPENMETRICS)
+def test_a_counter_is_one_whatever_a_profile_calls_it(names: ProfileName, key: str, name: str) -> None:
+    text = exposed(shown(node({"uuid": "GPU-a", "metrics": {key: 12}}), names, label_set="pod-devices"))
 
-    if name.endswith("_total"):
-        assert f"# TYPE {name} counter\n" in text
-        assert f"# TYPE {name.removesuffix('_total')} counter\n" in openmetrics
-    else:
-        assert f"# TYPE {name} untyped\n" in text
-        assert f"# TYPE {name} unknown\n" in openmetrics
-    assert [one.name for one in samples(text)] == [one.name for one in samples(openmetrics, OPENMETRICS)] == [name]
+    assert f"# TYPE {name} counter\n" in text
+    assert name in {one.name for one in samples(text)}
 
 
-def test_there_are_counters_of_both_kinds() -> None:
-    assert Counter(name.endswith("_total") for _, _, name in COUNTERS)[True] > 0
-    assert Counter(name.endswith("_total") for _, _, name in COUNTERS)[False] > 0
-
-
-@every_format
 @every_naming
 def test_every_series_is_there_once_with_each_label_once_and_none_empty(
-    names: Profile, label_set: LabelSet, format_: Format
+    names: ProfileName, label_set: LabelSet
 ) -> None:
     tick = full_node()
-    text = exposed(shown(tick, names, label_set), names, format_)
-    found = samples(text, format_)
-    rows = sum(map(len, series(names).values())) + len(DERIVED[names])
+    text = exposed(shown(tick, names, label_set=label_set))
+    found = samples(text)
+    rows = sum(map(len, PROFILES[names].series.values())) + len(PROFILES[names].ratios)
     pods = 2 if label_set == "otel" else 0
 
     assert len(found) == rows * len(tick.devices) + BESIDE + pods
@@ -104,39 +85,19 @@ def test_every_series_is_there_once_with_each_label_once_and_none_empty(
     assert all(len(set(line)) == len(line) > 1 for line in pairs)
 
 
-@every_format
 @every_naming
-def test_every_name_is_valid_and_every_family_is_told_of_once(
-    names: Profile, label_set: LabelSet, format_: Format
-) -> None:
-    text = exposed(shown(full_node(), names, label_set), names, format_)
+def test_every_name_is_valid_and_every_family_is_told_of_once(names: ProfileName, label_set: LabelSet) -> None:
+    text = exposed(shown(full_node(), names, label_set=label_set))
     about = Counter(tuple(line.split(" ", 3)[1:3]) for line in text.splitlines() if line.startswith("# "))
 
     assert set(about.values()) == {1}
-    assert all(NAME.match(name) for one in samples(text, format_) for name in (one.name, *one.labels))
-
-
-@every_naming
-def test_all_formats_say_the_same(names: Profile, label_set: LabelSet) -> None:
-    devices = shown(full_node(), names, label_set)
-    first, *others = [samples(exposed(devices, names, one), one) for one in FORMATS.values()]
-
-    assert others == [first, first]
-
-
-@every_profile
-def test_families_never_clash_in_openmetrics(names: Profile) -> None:
-    suffixes = ("_total", "_created", "_info", "_bucket", "_count", "_sum", "_gcount", "_gsum")
-    families = {about.name: about for about in abouts(names).values()}
-
-    assert len(families) == len(abouts(names))
-    assert not {f"{name}{suffix}" for name in families for suffix in suffixes} & families.keys()
+    assert all(NAME.match(name) for one in samples(text) for name in (one.name, *one.labels))
 
 
 def test_a_device_that_several_pods_hold_carries_no_holder_labels() -> None:
     found = [
         one
-        for one in samples(exposed(shown(full_node(), "dcgm", "dcgm"), "dcgm"))
+        for one in samples(exposed(shown(full_node(), "dcgm")))
         if "GPU_I_ID" not in one.labels and not one.name.startswith("gpu_pod_")
     ]
 
@@ -149,16 +110,15 @@ def test_a_device_that_several_pods_hold_carries_no_holder_labels() -> None:
 
 @every_naming
 def test_what_is_beside_the_metrics_has_the_same_names_and_types_everywhere(
-    names: Profile, label_set: LabelSet
+    names: ProfileName, label_set: LabelSet
 ) -> None:
-    text = exposed(shown(full_node(), names, label_set), names, OPENMETRICS)
-    found = {family.name: family.type for family in parsed(text, OPENMETRICS) if family.name in BESIDE_METRICS}
+    text = exposed(shown(full_node(), names, label_set=label_set))
+    found = {family.name: family.type for family in parsed(text) if family.name in BESIDE_METRICS}
 
     assert found == BESIDE_METRICS
 
 
-@every_format
-def test_of_two_devices_with_the_same_labels_the_first_is_shown(format_: Format) -> None:
+def test_of_two_devices_with_the_same_labels_the_first_is_shown() -> None:
     mig = {"parent_uuid": "GPU-a", "gpu_instance": 1, "profile": "1g.10gb"}
     first, second = [
         {
@@ -168,38 +128,35 @@ def test_of_two_devices_with_the_same_labels_the_first_is_shown(format_: Format)
         }
         for n in range(2)
     ]
-    devices = shown(node(first, {**second, "metrics": {**GPU["metrics"], "fan_speed_ratio": 1}}), "otel", "dcgm")
+    devices = shown(node(first, {**second, "metrics": {**GPU["metrics"], "fan_speed_ratio": 1}}), label_set="dcgm")
 
     assert len(devices) == 2
-    assert [one.value for one in samples(exposed(devices, format_=format_), format_)] == [0.0]
+    assert [one.value for one in samples(exposed(devices))] == [0.0]
 
 
 def test_nothing_is_a_valid_exposition() -> None:
     assert exposed([]) == ""
-    assert exposed([], format_=OPENMETRICS) == "# EOF\n"
 
 
 ODD = ['"', "\\", "\n", '\\"', "\\n", "\\\\n", "a\nb", "\r", "\r\n", "\t", "{}", '"} 1\nup 1', "# EOF", "ü", "😀", " "]
 
 
-@every_format
 @pytest.mark.parametrize("odd", [*ODD, "\u2028", "\x85", "\x0b", "\x00", "\x7f"])
-def test_what_a_tenant_calls_a_pod_is_read_back_as_it_was(odd: str, format_: Format) -> None:
+def test_what_a_tenant_calls_a_pod_is_read_back_as_it_was(odd: str) -> None:
     tick = node({**GPU, "model": odd, "holders": [{"namespace": odd, "pod": odd}]}, {**GPU, "uuid": "GPU-b"})
-    one, other = samples(exposed(shown(tick, "otel", "dcgm"), format_=format_), format_)
+    one, other = samples(exposed(shown(tick, label_set="dcgm")))
 
     assert (one.labels["modelName"], one.labels["namespace"], one.labels["pod"]) == (odd, odd, odd)
     assert other.labels["UUID"] == "GPU-b"
 
 
-@every_format
 @pytest.mark.parametrize("broken", ["\ud800", "a\udfffb", "b\udce4"])
-def test_half_a_character_costs_only_itself(broken: str, format_: Format) -> None:
+def test_half_a_character_costs_only_itself(broken: str) -> None:
     held = AttributedDevice(uuid="GPU-a", holders=(Holder("n", f"p{broken}"),))
     pod = identity(Place("c", "n"), held, sole_holder(held.pods()))
-    (device,) = shown(node(GPU), "otel", "otel")
-    made = SampleGroup(SeriesSet(labels("otel", pod), device.series.rows), 0, device.values)
-    (one,) = samples(exposed([made], format_=format_), format_)
+    (device,) = shown(node(GPU))
+    made = SampleGroup(SeriesSet(labels(LABELS["otel"], pod), device.series.rows), 0, device.values)
+    (one,) = samples(exposed([made]))
 
     assert one.labels["k8s_pod_name"].startswith("p")
     assert "?" in one.labels["k8s_pod_name"]
@@ -207,21 +164,12 @@ def test_half_a_character_costs_only_itself(broken: str, format_: Format) -> Non
 
 @given(st.text(), st.text(min_size=1), st.floats(allow_nan=False, allow_infinity=False))
 def test_any_label_and_any_value_are_read_back_as_they_were(model: str, pod: str, value: float) -> None:
-    (device,) = shown(node(GPU), "otel", "otel")
+    (device,) = shown(node(GPU))
     known = (("gpu_model", model), ("k8s_pod_name", pod))
-    for format_ in FORMATS.values():
-        (one,) = samples(
-            exposed([SampleGroup(SeriesSet(known, device.series.rows), 0, [value])], format_=format_), format_
-        )
-        assert one.labels == {**dict(known), "gpu_task_type": "compute"}
-        assert one.value == value
+    (one,) = samples(exposed([SampleGroup(SeriesSet(known, device.series.rows), 0, [value])]))
 
-
-def test_series_with_the_same_labels_share_them() -> None:
-    (device, *_) = shown(full_node(), "dcgm", "dcgm")
-
-    families = Families(abouts("dcgm"), [device]).collect()
-    assert len({id(sample.labels) for family in families for sample in family.samples}) == 1
+    assert one.labels == {**dict(known), "gpu_task_type": "compute"}
+    assert one.value == value
 
 
 def test_a_rendering_that_nobody_waits_for_is_given_up() -> None:
@@ -232,5 +180,5 @@ def test_a_rendering_that_nobody_waits_for_is_given_up() -> None:
         return len(asked) > 2
 
     with pytest.raises(GivenUp):
-        TEXT.encode(Families(abouts("otel"), shown(full_node(), "otel", "otel"), given_up))
+        exposition(shown(full_node()), given_up)
     assert len(asked) == 3

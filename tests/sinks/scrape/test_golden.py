@@ -11,10 +11,9 @@ from typing import NamedTuple
 import pytest
 from prometheus_client import Metric
 
-from sinks.series.labels import LabelSet
-from tests.sinks.scrape.fleet import FORMATS, parsed
+from tests.sinks.scrape.fleet import parsed
 from tests.sinks.scrape.handler import Bench, FakeRecord
-from topics.metric import Profile
+from topics.profiles import LabelSet, ProfileName
 
 GOLDEN = Path(__file__).parent / "golden"
 NODE = (GOLDEN / "node.json").read_bytes()
@@ -43,17 +42,14 @@ class Extra(NamedTuple):
 
 
 class Exporter(NamedTuple):
-    """An exporter's text, the options that replace it, and all differences. ``untyped`` are its counters that ours
-    are not: their names do not end in ``_total``, and the client library would make them do so.
-    """
+    """An exporter's text, the options that replace it, and all differences. ``gauges``: what it calls counters."""
 
     text: str
-    names: Profile
+    names: ProfileName
     label_set: LabelSet
     labels_of_theirs: tuple[Difference, ...]
     series_of_ours: tuple[Extra, ...]
-    untyped: set[str]
-    gauges: set[str]
+    gauges: frozenset[str] = frozenset()
 
 
 DCGM = Exporter(
@@ -68,16 +64,7 @@ DCGM = Exporter(
             lambda labels: labels["UUID"] == SHARED,
         ),
     ),
-    series_of_ours=(),
-    untyped={
-        "DCGM_FI_DEV_CORRECTABLE_REMAPPED_ROWS",
-        "DCGM_FI_DEV_ECC_DBE_VOL_TOTAL",
-        "DCGM_FI_DEV_ECC_SBE_VOL_TOTAL",
-        "DCGM_FI_DEV_PCIE_REPLAY_COUNTER",
-        "DCGM_FI_DEV_TOTAL_ENERGY_CONSUMPTION",
-        "DCGM_FI_DEV_UNCORRECTABLE_REMAPPED_ROWS",
-    },
-    gauges=set(),
+    series_of_ours=(Extra("how many pods hold a device", lambda name, _: name == "gpu_holders"),),
 )
 
 POD_DEVICES = Exporter(
@@ -92,33 +79,29 @@ POD_DEVICES = Exporter(
         ),
     ),
     series_of_ours=(
+        Extra("how many pods hold a device", lambda name, _: name == "gpu_holders"),
         Extra("the 1.x script lists no MIG devices", lambda _, labels: labels["uuid"] == MIG),
         Extra(
             "the 2.x exporter's 1.x names, which are in the profile too, have these; the script has not",
             lambda name, _: name in {"dcgm_fi_prof_pcie_tx_bytes", "dcgm_fi_prof_pcie_rx_bytes"},
         ),
     ),
-    untyped={"dcgm_pcie_replay_counter", "dcgm_total_energy_consumption"},
-    gauges={"dcgm_pcie_tx_throughput", "dcgm_pcie_rx_throughput"},  # the script calls counters what are rates
+    gauges=frozenset({"dcgm_pcie_tx_throughput", "dcgm_pcie_rx_throughput"}),  # the script's counters that are rates
 )
 
 every_exporter = pytest.mark.parametrize("exporter", [DCGM, POD_DEVICES], ids=lambda one: one.names)
-every_format = pytest.mark.parametrize("format_", FORMATS)
 
 
-async def ours(exporter: Exporter, format_: str = "text") -> list[Metric]:
+async def ours(exporter: Exporter) -> list[Metric]:
     """What the sink says of the node."""
-    bench = Bench(names=exporter.names, label_set=exporter.label_set)
+    bench = Bench(names=(exporter.names,), label_set=exporter.label_set)
     await bench.deliver(FakeRecord(NODE))
-    return parsed(bench.shown(FORMATS[format_]), FORMATS[format_])
+    return parsed(bench.shown())
 
 
 def theirs(exporter: Exporter) -> list[Metric]:
-    """What the exporter says of it. The parser makes every counter end in ``_total``: here they are as written."""
-    families = parsed((GOLDEN / exporter.text).read_text())
-    for family in (one for one in families if one.name in exporter.untyped | exporter.gauges):
-        family.samples = [sample._replace(name=sample.name.removesuffix("_total")) for sample in family.samples]
-    return families
+    """What the exporter says of it."""
+    return parsed((GOLDEN / exporter.text).read_text())
 
 
 def series(families: Iterable[Metric], differences: Iterable[Difference] = ()) -> Series:
@@ -132,12 +115,9 @@ def series(families: Iterable[Metric], differences: Iterable[Difference] = ()) -
     return found
 
 
-@every_format
 @every_exporter
-async def test_every_series_of_the_exporter_is_there_with_its_labels_and_value(
-    exporter: Exporter, format_: str
-) -> None:
-    found, expected = series(await ours(exporter, format_)), series(theirs(exporter), exporter.labels_of_theirs)
+async def test_every_series_of_the_exporter_is_there_with_its_labels_and_value(exporter: Exporter) -> None:
+    found, expected = series(await ours(exporter)), series(theirs(exporter), exporter.labels_of_theirs)
     extra = {key for key in found if any(one.which(key[0], dict(key[1])) for one in exporter.series_of_ours)}
 
     assert {key: value for key, value in found.items() if key not in extra} == expected
@@ -162,11 +142,8 @@ async def test_types_are_the_exporters_but_for_those_listed(exporter: Exporter) 
     found = {family.name: family.type for family in await ours(exporter)}
     expected = {family.name: family.type for family in theirs(exporter)}
     differs = {name: (was, found[name]) for name, was in expected.items() if found[name] != was}
-    listed = dict.fromkeys(exporter.untyped, ("counter", "unknown")) | dict.fromkeys(
-        exporter.gauges, ("counter", "gauge")
-    )
 
-    assert differs == listed
+    assert differs == dict.fromkeys(exporter.gauges, ("counter", "gauge"))
 
 
 def test_every_label_of_pod_devices_is_one_of_five() -> None:

@@ -7,7 +7,6 @@ import msgspec
 import pytest
 
 from delivery.dead_letters import Abandoned, Record
-from sinks.scrape.exposition import OPENMETRICS
 from sinks.scrape.sink import VALUES
 from tests.sinks.scrape.fleet import parsed, samples
 from tests.sinks.scrape.handler import Bench, FakeLetters, FakeRecord
@@ -82,9 +81,9 @@ async def test_every_pod_that_holds_a_device_has_an_info_series_until_it_ends() 
     bench = Bench()
     await bench.deliver(_tick(0, _device("a", 0.5, "one", "other"), _device("b", 0.5, "one")))
     assert _pods(bench) == ["one", "other"]
-    assert {(one.name, one.type) for one in parsed(bench.shown(OPENMETRICS), OPENMETRICS)} == {
+    assert {(one.name, one.type) for one in parsed(bench.shown())} == {
         ("gpu_holders", "gauge"),
-        ("gpu_pod", "info"),
+        ("gpu_pod_info", "gauge"),
         ("gpu_utilization", "gauge"),
     }
     assert [one.value for one in samples(bench.shown()) if one.name == "gpu_holders"] == [2.0, 1.0]
@@ -98,7 +97,7 @@ def _pods(bench: Bench) -> list[str]:
 
 
 async def test_other_label_sets_have_no_info_series() -> None:
-    bench = Bench(names="otel", label_set="dcgm")
+    bench = Bench(label_set="dcgm")
     await bench.deliver(_tick(0, _device("a", 0.5, "one")))
 
     assert "gpu_pod_info" not in bench.shown()
@@ -144,7 +143,7 @@ async def test_a_part_of_a_pod_without_containers_is_shown_beside_the_devices_ow
 
 
 async def test_what_a_device_is_and_its_errors_are_shown_as_the_last_tick_has_them() -> None:
-    bench = Bench(names="dcgm-legacy", label_set="pod-devices")
+    bench = Bench(names=("dcgm-legacy",), label_set="pod-devices")
     for offset, errors in enumerate((1, 2)):
         one = _shared(0.5, info={"serial": "7"}, xids={"79": errors}, conflict="no_pod" if offset == 0 else None)
         await bench.deliver(_tick(offset, one))

@@ -3,24 +3,26 @@
 import asyncio
 import gzip
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
-from prometheus_client.registry import Collector
 
-from sinks.scrape.exposition import OPENMETRICS, TEXT, Format, GivenUp, Renderings
+from sinks.scrape import exposition
+from sinks.scrape.exposition import GivenUp, Renderings
 from sinks.series.model import SampleGroup
 from tests.sinks.scrape.fleet import exposed, full_node, node
 from tests.sinks.scrape.handler import shown
 
-DEVICES = shown(full_node(), "otel", "otel")
+DEVICES = shown(full_node())
+RENDER = exposition.exposition
 
 
 @dataclass
 class Held:
-    """A format whose rendering waits to be let go, and that remembers what it rendered, where and how often at once."""
+    """A rendering that waits to be let go, and that remembers what it rendered, where and how often at once."""
 
     go: threading.Event = field(default_factory=threading.Event)
     began: threading.Event = field(default_factory=threading.Event)
@@ -28,18 +30,14 @@ class Held:
     at_once: int = 0
     most_at_once: int = 0
 
-    def format(self, content_type: str = "held") -> Format:
-        """Such a format."""
-        return Format(self.encode, content_type)
-
-    def encode(self, families: Collector) -> bytes:
-        """Renders as text."""
+    def encode(self, groups: Iterable[SampleGroup], *asked: Any) -> bytes:
+        """Renders as ever."""
         self.at_once += 1
         self.most_at_once = max(self.most_at_once, self.at_once)
         self.threads.append(threading.get_ident())
         self.began.set()
         assert self.go.wait(30)
-        text = TEXT.encode(families)
+        text = RENDER(groups, *asked)
         self.at_once -= 1
         return text
 
@@ -51,28 +49,33 @@ class Held:
 @contextmanager
 def rendering(devices: list[SampleGroup]) -> Iterator[Renderings]:
     """Renderings of these devices, closed after."""
-    made = Renderings("otel", lambda: devices)
+    made = Renderings(lambda: devices)
     try:
         yield made
     finally:
         made.close()
 
 
-@pytest.mark.parametrize("format_", [TEXT, OPENMETRICS])
-async def test_a_scrape_gets_what_is_shown_now(format_: Format) -> None:
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Held:
+    made = Held()
+    monkeypatch.setattr(exposition, "exposition", made.encode)
+    return made
+
+
+async def test_a_scrape_gets_what_is_shown_now() -> None:
     devices = list(DEVICES)
     with rendering(devices) as renderings:
-        assert (await renderings.text(format_)).decode() == exposed(DEVICES, format_=format_)
-        assert gzip.decompress(await renderings.compressed(format_)) == await renderings.text(format_)
+        assert (await renderings.text()).decode() == exposed(DEVICES)
+        assert gzip.decompress(await renderings.compressed()) == await renderings.text()
         devices.clear()
-        assert (await renderings.text(format_)).decode() == exposed([], format_=format_)
+        assert (await renderings.text()).decode() == exposed([])
 
 
-async def test_scrapes_at_the_same_time_share_a_rendering_which_leaves_the_event_loop_free() -> None:
-    held = Held()
+async def test_scrapes_at_the_same_time_share_a_rendering_which_leaves_the_event_loop_free(held: Held) -> None:
     with rendering(DEVICES) as renderings:
-        scrapes = [asyncio.create_task(renderings.text(held.format())) for _ in range(5)]
-        scrapes += [asyncio.create_task(renderings.compressed(held.format())) for _ in range(5)]
+        scrapes = [asyncio.create_task(renderings.text()) for _ in range(5)]
+        scrapes += [asyncio.create_task(renderings.compressed()) for _ in range(5)]
         await held.under_way()
         assert not any(scrape.done() for scrape in scrapes)
         held.go.set()
@@ -84,10 +87,9 @@ async def test_scrapes_at_the_same_time_share_a_rendering_which_leaves_the_event
     assert gzip.decompress(texts[-1]) == texts[0] == exposed(DEVICES).encode()
 
 
-async def test_formats_are_rendered_one_after_the_other() -> None:
-    held = Held()
+async def test_what_is_asked_for_is_rendered_one_after_the_other(held: Held) -> None:
     with rendering(DEVICES) as renderings:
-        scrapes = [asyncio.create_task(renderings.text(held.format(f"f{n}"))) for n in range(3)]
+        scrapes = [asyncio.create_task(renderings.text(frozenset({f"gpu_{n}"}))) for n in range(3)]
         await held.under_way()
         held.go.set()
         await asyncio.gather(*scrapes)
@@ -95,10 +97,9 @@ async def test_formats_are_rendered_one_after_the_other() -> None:
     assert (len(held.threads), held.most_at_once) == (3, 1)
 
 
-async def test_a_scraper_that_goes_away_takes_nothing_from_the_others() -> None:
-    held = Held()
+async def test_a_scraper_that_goes_away_takes_nothing_from_the_others(held: Held) -> None:
     with rendering(DEVICES) as renderings:
-        gone, stays = [asyncio.create_task(renderings.text(held.format())) for _ in range(2)]
+        gone, stays = [asyncio.create_task(renderings.text()) for _ in range(2)]
         await held.under_way()
         gone.cancel()
         await asyncio.wait([gone])
@@ -107,34 +108,34 @@ async def test_a_scraper_that_goes_away_takes_nothing_from_the_others() -> None:
     assert gone.cancelled()
 
 
-async def test_what_comes_during_a_rendering_is_not_in_it_but_in_the_next() -> None:
-    held, devices = Held(), list(DEVICES)
+async def test_what_comes_during_a_rendering_is_not_in_it_but_in_the_next(held: Held) -> None:
+    devices = list(DEVICES)
     with rendering(devices) as renderings:
-        first = asyncio.create_task(renderings.text(held.format()))
+        first = asyncio.create_task(renderings.text())
         await held.under_way()
-        devices[:] = shown(node({"uuid": "GPU-new", "metrics": {"fan_speed_ratio": 1.0}}), "otel", "otel")
+        devices[:] = shown(node({"uuid": "GPU-new", "metrics": {"fan_speed_ratio": 1.0}}))
         held.go.set()
         assert b"GPU-new" not in await first
-        assert b"GPU-new" in await renderings.text(held.format())
+        assert b"GPU-new" in await renderings.text()
 
 
-async def test_a_rendering_that_fails_is_told_and_the_next_is_a_new_one() -> None:
-    broken = Format(lambda _: bytes(1 // 0), "broken")
+async def test_a_rendering_that_fails_is_told_and_the_next_is_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exposition, "exposition", lambda *_: bytes(1 // 0))
     with rendering(DEVICES) as renderings:
         for _ in range(2):
             with pytest.raises(ZeroDivisionError):
-                await renderings.compressed(broken)
-        assert await renderings.text(TEXT)
+                await renderings.compressed()
+        monkeypatch.undo()
+        assert await renderings.text()
 
 
-async def test_closing_gives_up_what_is_under_way_and_refuses_what_comes() -> None:
-    held = Held()
+async def test_closing_gives_up_what_is_under_way_and_refuses_what_comes(held: Held) -> None:
     with rendering(DEVICES) as renderings:
-        scrape = asyncio.create_task(renderings.text(held.format()))
+        scrape = asyncio.create_task(renderings.text())
         await held.under_way()
         renderings.close()
         held.go.set()
         with pytest.raises(GivenUp):
             await scrape
         with pytest.raises(GivenUp):
-            await renderings.text(TEXT)
+            await renderings.text()

@@ -6,17 +6,16 @@ import socket
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import aiohttp
 import pytest
-from prometheus_client.registry import Collector
 from yarl import URL
 
 from sinks import http_server
 from sinks.http_server import ListenError
-from sinks.scrape import server
-from sinks.scrape.exposition import OPENMETRICS, TEXT, Format, Renderings
+from sinks.scrape import exposition, server
+from sinks.scrape.exposition import TEXT, TEXT_1, Renderings
 from sinks.scrape.server import serving
 from tests.sinks.scrape.fleet import exposed, full_node, parsed
 from tests.sinks.scrape.handler import shown
@@ -53,7 +52,7 @@ class Bench:
 async def bench() -> AsyncIterator[Bench]:
     """Serves the devices."""
     scrapes: list[None] = []
-    renderings = Renderings("otel", lambda: DEVICES)
+    renderings = Renderings(lambda: DEVICES)
     without = ("Accept", "Accept-Encoding", "User-Agent")
     async with (
         serving(renderings, ANY_PORT, lambda: scrapes.append(None)) as address,
@@ -67,12 +66,14 @@ async def bench() -> AsyncIterator[Bench]:
 async def test_a_scraper_gets_the_format_it_asks_for() -> None:
     async with bench() as made:
         plain = await made.ask("/metrics")
-        other = await made.ask("/metrics", Accept="application/openmetrics-text;version=1.0.0,text/plain;q=0.5")
+        other = await made.ask(
+            "/metrics", Accept="application/openmetrics-text;version=1.0.0,text/plain;version=1.0.0;q=0.5"
+        )
 
-    assert (plain.status, plain.headers["Content-Type"]) == (200, TEXT.content_type)
+    assert (plain.status, plain.headers["Content-Type"]) == (200, TEXT)
     assert plain.body.decode() == exposed(DEVICES)
-    assert (other.status, other.headers["Content-Type"]) == (200, OPENMETRICS.content_type)
-    assert parsed(other.body.decode(), OPENMETRICS)
+    assert (other.status, other.headers["Content-Type"]) == (200, TEXT_1)
+    assert other.body == plain.body
     assert made.scrapes == 2
 
 
@@ -81,7 +82,7 @@ async def test_a_bad_accept_header_gets_the_plain_text(accept: str) -> None:
     async with bench() as made:
         answer = await made.ask("/metrics", Accept=accept)
 
-    assert (answer.status, answer.headers["Content-Type"]) == (200, TEXT.content_type)
+    assert (answer.status, answer.headers["Content-Type"]) == (200, TEXT)
     assert answer.body.decode() == exposed(DEVICES)
 
 
@@ -106,7 +107,7 @@ async def test_names_in_the_query_pick_series() -> None:
     assert [line for line in some.body.decode().splitlines() if not line.startswith("#")] == sorted(
         (line for line in everything if line.startswith(wanted)), key=lambda line: line.split("{")[0]
     )
-    assert {family.name for family in parsed(gzip.decompress(packed.body).decode(), TEXT)} == {"gpu_utilization"}
+    assert {family.name for family in parsed(gzip.decompress(packed.body).decode())} == {"gpu_utilization"}
 
 
 @pytest.mark.parametrize("query", ["name[]=", "name[]", "%", "&&;=&=", "a=%ff", "a" * 5000])
@@ -120,7 +121,7 @@ async def test_no_query_is_an_error(query: str) -> None:
 async def test_half_sent_requests_are_closed_and_no_more_than_so_many_are_open(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "IDLE_S", 0.5)
     monkeypatch.setattr(http_server, "MAX_CLIENTS", 8)
-    async with serving(Renderings("otel", lambda: DEVICES), ANY_PORT, lambda: None) as address:
+    async with serving(Renderings(lambda: DEVICES), ANY_PORT, lambda: None) as address:
         open_ = [await asyncio.open_connection(*address) for _ in range(80)]
         for number, (_, writer) in enumerate(open_):
             writer.write(b"GET /metrics HTTP/1.1\r\nX-Slow:"[: number + 1])
@@ -133,7 +134,7 @@ async def test_half_sent_requests_are_closed_and_no_more_than_so_many_are_open(m
 
 async def test_a_request_that_comes_byte_by_byte_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "IDLE_S", 0.3)
-    async with serving(Renderings("otel", lambda: DEVICES), ANY_PORT, lambda: None) as address:
+    async with serving(Renderings(lambda: DEVICES), ANY_PORT, lambda: None) as address:
         reader, writer = await asyncio.open_connection(*address)
         writer.write(b"GET /metrics HTTP/1.1\r\nX-Slow: ")
         closed = asyncio.ensure_future(reader.read())
@@ -146,8 +147,8 @@ async def test_a_request_that_comes_byte_by_byte_is_closed(monkeypatch: pytest.M
 
 async def test_a_client_that_does_not_take_the_answer_loses_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "ANSWER_S", 0.2)
-    monkeypatch.setattr(server, "accepted", lambda _: Format(lambda _: bytes(32 << 20), "text/plain"))
-    async with serving(Renderings("otel", lambda: DEVICES), ANY_PORT, lambda: None) as address:
+    monkeypatch.setattr(exposition, "exposition", lambda *_: bytes(32 << 20))
+    async with serving(Renderings(lambda: DEVICES), ANY_PORT, lambda: None) as address:
         reader, writer = await asyncio.open_connection(*address, limit=1024)
         writer.write(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
         await asyncio.sleep(0.5)  # the answer is larger than what the sockets hold, and nobody reads
@@ -160,7 +161,7 @@ async def test_head_says_what_get_would_be_without_rendering_it() -> None:
     async with bench() as made:
         answer = await made.ask("/metrics", "HEAD")
 
-    assert (answer.status, answer.headers["Content-Type"], answer.body) == (200, TEXT.content_type, b"")
+    assert (answer.status, answer.headers["Content-Type"], answer.body) == (200, TEXT, b"")
     assert made.scrapes == 0
 
 
@@ -193,14 +194,16 @@ async def test_nothing_can_be_written(path: str, method: str) -> None:
 async def test_a_scrape_that_stopping_overtakes_is_told_so_and_delays_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     began, go = threading.Event(), threading.Event()
 
-    def encode(families: Collector) -> bytes:
+    render = exposition.exposition
+
+    def held(*asked: Any) -> bytes:
         began.set()
         assert go.wait(30)
-        return TEXT.encode(families)
+        return render(*asked)
 
-    monkeypatch.setattr(server, "accepted", lambda _: Format(encode, "text/plain"))
+    monkeypatch.setattr(exposition, "exposition", held)
     async with aiohttp.ClientSession() as client:
-        async with serving(Renderings("otel", lambda: DEVICES), ANY_PORT, lambda: None) as address:
+        async with serving(Renderings(lambda: DEVICES), ANY_PORT, lambda: None) as address:
             scrape = asyncio.create_task(client.get("http://{}:{}/metrics".format(*address)))
             await asyncio.to_thread(began.wait, 30)
             asyncio.get_running_loop().call_later(0.1, go.set)
@@ -212,5 +215,5 @@ async def test_a_port_in_use_is_a_clear_error() -> None:
     with socket.create_server(ANY_PORT) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ListenError, match=rf"can't serve metrics on 127\.0\.0\.1:{port}: .*in use"):
-            async with serving(Renderings("otel", list), ("127.0.0.1", port), lambda: None):
+            async with serving(Renderings(list), ("127.0.0.1", port), lambda: None):
                 pytest.fail("it serves")

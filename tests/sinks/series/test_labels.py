@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from sinks.series.labels import (
     DEVICE_LABELS,
-    LABEL_SETS,
     MAX_LABELS,
     MAX_VALUE_BYTES,
     ROW_LABELS,
@@ -25,9 +24,9 @@ from sinks.series.labels import (
     sole_holder,
     tenant_labels,
 )
+from tests.topics.records import own_labels
 from topics.attributed import AttributedDevice, AttributedSample, Holder, Workload, by_pod
-from topics.catalogue import label_names
-from topics.metric import PROFILES
+from topics.profiles import LABELS, PROFILES, ProfileName
 from topics.samples import Job
 
 NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*\Z")
@@ -72,7 +71,7 @@ def of(label_set: Any, *holders: dict[str, Any], **more: Any) -> dict[str, str]:
     }
     one = msgspec.convert(content, AttributedDevice)
     job = one.jobs[0] if one.jobs and len(one.jobs) == 1 else None
-    return dict(labels(label_set, identity(PLACE, one, sole_holder(one.pods()), job)))
+    return dict(labels(LABELS[label_set], identity(PLACE, one, sole_holder(one.pods()), job)))
 
 
 def test_otel_names_the_device_its_holder_and_the_owner_of_the_pod() -> None:
@@ -131,13 +130,13 @@ def test_a_mig_device_is_told_from_its_gpu(label_set: Any, expected: dict[str, s
     assert {name: made.get(name) for name in expected} == expected
 
 
-@pytest.mark.parametrize("label_set", LABEL_SETS)
+@pytest.mark.parametrize("label_set", LABELS)
 def test_a_device_that_several_pods_hold_carries_no_holder_labels(label_set: Any) -> None:
     assert of(label_set, BERT, {**BERT, "pod": "bert-1", "pod_uid": "u2"}) == of(label_set)
     assert of(label_set, BERT, {**BERT, "pod_uid": "u2"}) == of(label_set)
 
 
-@pytest.mark.parametrize("label_set", LABEL_SETS)
+@pytest.mark.parametrize("label_set", LABELS)
 def test_a_pod_that_only_its_processes_show_is_a_holder_as_any_other(label_set: Any) -> None:
     other = {**BERT, "pod": "bert-1", "pod_uid": "u2", "observed": True}
     pod = {"otel": "k8s_pod_name", "dcgm": "pod"}.get(label_set, "pod_name")
@@ -188,11 +187,11 @@ DEVICE = st.builds(
 )
 
 
-@given(DEVICE, st.sampled_from(LABEL_SETS))
+@given(DEVICE, st.sampled_from(list(LABELS)))
 def test_labels_are_sorted_and_none_is_repeated_or_empty_whatever_the_device_says(
     device: DeviceIdentity, label_set: Any
 ) -> None:
-    made = labels(label_set, device)
+    made = labels(LABELS[label_set], device)
     names = [name for name, _ in made]
     assert names == sorted(set(names))
     assert all(NAME.match(name) for name in names)
@@ -216,9 +215,9 @@ def test_the_sole_holder_is_of_the_only_pod_there_is(holders: list[Holder]) -> N
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_no_label_of_a_device_is_one_that_tells_series_of_a_name_apart(profile: Any) -> None:
-    for label_set in LABEL_SETS:
-        assert not {name for name, _ in labels(label_set, FULL)} & (label_names(profile) | {"__name__"})
+def test_no_label_of_a_device_is_one_that_tells_series_of_a_name_apart(profile: ProfileName) -> None:
+    for names in LABELS.values():
+        assert not {name for name, _ in labels(names, FULL)} & (own_labels(profile) | {"__name__"})
 
 
 def test_a_node_says_where_it_stands() -> None:
@@ -240,7 +239,7 @@ def test_a_node_says_where_it_stands() -> None:
     where = {"cloud_availability_zone": "us-east-1a", "cloud_region": "us-east-1", "host_type": "p5.48xlarge"}
 
     assert place(record) == FULL.place
-    assert where.items() <= dict(labels("otel", FULL)).items()
+    assert where.items() <= dict(labels(LABELS["otel"], FULL)).items()
 
 
 def test_the_job_of_a_device_is_named_where_there_is_one() -> None:
@@ -263,19 +262,19 @@ def test_a_series_has_at_most_so_many_labels_and_its_pods_info_has_the_rest() ->
     tenant = {f"key-{n:02}": f"value {n}" for n in range(24)}
     held = FULL._replace(held=FULL.held._replace(labels=tenant, namespace_labels={}) if FULL.held else None)
     assert held.held is not None
-    series, info = dict(labels("otel", held)), dict(pod_info_labels(held.place, held.held))
+    series, info = dict(labels(LABELS["otel"], held)), dict(pod_info_labels(held.place, held.held))
     written = {f"k8s_pod_label_key_{n:02}" for n in range(24)}
 
     assert len(series) + ROW_LABELS == MAX_LABELS
     assert len(info) + 1 <= MAX_LABELS
     assert written - set(series) <= set(info)
-    assert len(labels("otel", held, 100)) == DEVICE_LABELS + 24
+    assert len(labels(LABELS["otel"], held, 100)) == DEVICE_LABELS + 24
 
 
 def test_no_device_has_more_labels_of_its_own_than_is_reckoned_with() -> None:
     bare = FULL._replace(held=FULL.held._replace(labels={}, namespace_labels={}) if FULL.held else None)
 
-    assert len(labels("otel", bare)) == DEVICE_LABELS
+    assert len(labels(LABELS["otel"], bare)) == DEVICE_LABELS
 
 
 def test_keys_that_become_one_name_are_told_apart() -> None:

@@ -7,18 +7,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sinks.series.labels import LABEL_SETS, MAX_LABELS, MAX_VALUE_BYTES, DeviceIdentity, identity, place
-from sinks.series.model import Row
-from sinks.series.translation import Beside, beside, made
+from sinks.series.labels import MAX_LABELS, MAX_VALUE_BYTES, DeviceIdentity, identity, place
+from sinks.series.model import Row, SeriesSet
+from sinks.series.translation import Beside, beside, made_of
 from tests.sinks.conftest import sample
 from tests.sinks.series.test_labels import BERT, MIG
 from topics.attributed import AttributedDevice, AttributedSample, Holder, HoldingPod, Parts
 from topics.catalogue import DEVICE_INFO, FURTHER
+from topics.profiles import LABELS
 
 FIVE = {"gpu", "uuid", "pod_namespace", "pod_name", "container_name"}
 INFO = dict.fromkeys(DEVICE_INFO.labels, "x")
 OTHER = {**BERT, "pod": "bert-1", "pod_uid": "u2", "container": None}
-every_label_set = pytest.mark.parametrize("label_set", LABEL_SETS)
+every_label_set = pytest.mark.parametrize("label_set", LABELS)
 
 Written = dict[tuple[str, str | None, str | None], tuple[float, dict[str, str]]]
 
@@ -31,10 +32,15 @@ def held(tick: AttributedSample) -> list[tuple[AttributedDevice, dict[HoldingPod
     return [(device, device.pods(), identity(place(tick), device)) for device in tick.devices]
 
 
+def made(label_set: Any, of: Any) -> SeriesSet:
+    """A set beside metrics, with these labels."""
+    return SeriesSet(*made_of(LABELS[label_set], of))
+
+
 def others(label_set: Any, *holders: dict[str, Any], **more: Any) -> list[Beside]:
     """What a tick with this device has beside its metrics, without the pods' own series."""
     tick = sample(1, {"uuid": "GPU-a", "index": 0, "holders": list(holders), **more})
-    return [one for one in beside(label_set, place(tick), held(tick)) if one.key[0] != "pod"]
+    return [one for one in beside(LABELS[label_set], place(tick), held(tick)) if one.key[0] != "pod"]
 
 
 def rows(label_set: Any, found: list[Beside]) -> list[tuple[Row, float, dict[str, str]]]:
@@ -220,10 +226,10 @@ DEVICE = st.builds(
 )
 
 
-@given(DEVICE, st.sampled_from(LABEL_SETS))
+@given(DEVICE, st.sampled_from(list(LABELS)))
 def test_whatever_a_record_says_its_series_are_ones_that_receivers_take(device: Any, label_set: Any) -> None:
     tick = msgspec.structs.replace(sample(1), devices=(device,))
-    found = list(beside(label_set, place(tick), held(tick)))
+    found = list(beside(LABELS[label_set], place(tick), held(tick)))
     for one in found:
         series = made(label_set, one.of)
         assert len(series.rows) == len(one.values) > 0
@@ -233,7 +239,7 @@ def test_whatever_a_record_says_its_series_are_ones_that_receivers_take(device: 
             assert all(0 < len(value.encode()) <= MAX_VALUE_BYTES for _, value in pairs)
         assert len({(row.name, row.labels) for row in series.rows}) == len(series.rows)
         assert list(series.labels) == sorted(series.labels)
-    assert [one.of for one in found] == [one.of for one in beside(label_set, place(tick), held(tick))]
+    assert [one.of for one in found] == [one.of for one in beside(LABELS[label_set], place(tick), held(tick))]
 
 
 @every_label_set
@@ -257,10 +263,10 @@ def test_each_pod_that_holds_a_device_has_an_info_once() -> None:
         attribution="exact",
         devices=(shared, shared),
     )
-    pods = [made("otel", one.of) for one in beside("otel", place(record), held(record))]
+    pods = [made("otel", one.of) for one in beside(LABELS["otel"], place(record), held(record))]
 
     assert [dict(pod.labels)["k8s_pod_name"] for pod in pods] == ["a", "b"]
-    assert list(beside("dcgm", place(record), held(record))) == []
+    assert list(beside(LABELS["dcgm"], place(record), held(record))) == []
     assert dict(pods[0].labels) == {
         "k8s_cluster_name": "c",
         "k8s_node_name": "n",

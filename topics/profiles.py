@@ -1,0 +1,215 @@
+"""Naming profiles: what the series of a device are called, as values.
+
+A :class:`Profile` is frozen data: the series of each key of ``metrics`` (name, labels, scale, type, unit, help), the
+series that are made of several keys, and the names of the device's and its holder's labels (:class:`LabelNames`). Who
+needs another profile makes one, with ``dataclasses.replace`` or from nothing: whatever translates a device takes the
+profiles as values and has no other source of names. ``PROFILES`` has those that ``--names`` picks from.
+
+A device may be written in several profiles at once. Profiles with which it has the same labels share one set of
+series; what two of them call alike is in it once, as the first of them says it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from topics.catalogue import CATALOGUE
+from topics.metric import SCALED, Metric, Ratio, Series
+
+ProfileName = Literal["otel", "dcgm", "dcgm-legacy"]
+LabelSet = Literal["otel", "dcgm", "dcgm-legacy", "pod-devices"]
+
+Attribute = Literal[
+    # of the device
+    "cluster", "node", "instance", "zone", "region", "host_type", "service", "vendor", "index", "gpu_uuid", "uuid",
+    "mig_uuid", "mig_profile", "gpu_instance", "model", "pci_bus_id", "device", "job_id", "job_user", "job_partition",
+    # of what its record's ``info`` says
+    "serial", "driver_version", "cuda_version", "vbios_version", "mig_mode", "processes_visible",
+    # of its holder
+    "namespace", "pod", "pod_uid", "container", "job", "statefulset", "deployment", "workload_kind", "workload_name",
+]  # fmt: skip
+"""What a label may say. ``uuid`` is a MIG device's own, ``gpu_uuid`` that of the physical GPU. ``instance`` is what
+dashboards made for a scraped exporter filter by. Of ``job``, ``statefulset`` and ``deployment`` at most one is known.
+"""
+
+INFO: tuple[Attribute, ...] = (
+    "serial", "driver_version", "cuda_version", "vbios_version", "mig_mode", "processes_visible",
+)  # fmt: skip
+"""Those that are fields of ``info``."""
+
+
+@dataclass(frozen=True, slots=True)
+class LabelNames:
+    """The labels of a device's series: each a name and what it says; what is not known has no label.
+
+    ``holder``: those that a series has only if one pod alone holds the device, or if it is of a pod. ``tenants``:
+    after them comes what is written on the pod and its namespace, and each pod has a ``gpu_pod_info``.
+    """
+
+    name: str
+    device: tuple[tuple[str, Attribute], ...]
+    holder: tuple[tuple[str, Attribute], ...]
+    tenants: bool = False
+
+    @property
+    def info(self) -> bool:
+        """Whether a label is of what the record's ``info`` says."""
+        return any(attribute in INFO for _, attribute in self.device)
+
+    @property
+    def pod_uid(self) -> bool:
+        """Whether a pod that was created again under its name has other labels."""
+        return any(attribute == "pod_uid" for _, attribute in self.holder)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Profile:
+    """How a device is called. A key that is not in ``series`` is not written.
+
+    Every series of a name has one kind, one unit and one help, which says the unit.
+    """
+
+    name: str
+    series: Mapping[str, tuple[Series, ...]]
+    ratios: tuple[Ratio, ...]
+    labels: LabelNames
+
+
+# -- labels
+
+_POD_DEVICES: tuple[tuple[str, Attribute], ...] = (("gpu", "index"), ("uuid", "uuid"))
+_POD: tuple[tuple[str, Attribute], ...] = (
+    ("pod_namespace", "namespace"),
+    ("pod_name", "pod"),
+    ("container_name", "container"),
+)
+
+LABELS: dict[LabelSet, LabelNames] = {
+    "otel": LabelNames(
+        "otel",
+        device=(
+            ("k8s_cluster_name", "cluster"),
+            ("k8s_node_name", "node"),
+            ("host_name", "node"),
+            ("host_type", "host_type"),
+            ("cloud_availability_zone", "zone"),
+            ("cloud_region", "region"),
+            ("service_name", "service"),
+            ("gpu_vendor", "vendor"),
+            ("gpu_index", "index"),
+            ("gpu_uuid", "gpu_uuid"),
+            ("gpu_model", "model"),
+            ("gpu_mig_uuid", "mig_uuid"),
+            ("gpu_mig_profile", "mig_profile"),
+            ("job_id", "job_id"),
+            ("job_user", "job_user"),
+            ("job_partition", "job_partition"),
+        ),
+        holder=(
+            ("k8s_container_name", "container"),
+            ("k8s_namespace_name", "namespace"),
+            ("k8s_pod_name", "pod"),
+            ("k8s_pod_uid", "pod_uid"),
+            ("k8s_job_name", "job"),
+            ("k8s_statefulset_name", "statefulset"),
+            ("k8s_deployment_name", "deployment"),
+            ("k8s_workload_kind", "workload_kind"),
+            ("k8s_workload_name", "workload_name"),
+        ),
+        tenants=True,
+    ),
+    "dcgm": LabelNames(
+        "dcgm",
+        device=(
+            ("gpu", "index"),
+            ("UUID", "gpu_uuid"),
+            ("pci_bus_id", "pci_bus_id"),
+            ("device", "device"),
+            ("modelName", "model"),
+            ("GPU_I_PROFILE", "mig_profile"),
+            ("GPU_I_ID", "gpu_instance"),
+            ("hostname", "node"),
+            ("instance", "instance"),
+            ("cluster", "cluster"),
+        ),
+        holder=(("namespace", "namespace"), ("pod", "pod"), ("container", "container")),
+    ),
+    "dcgm-legacy": LabelNames("dcgm-legacy", (*_POD_DEVICES, ("node", "node"), ("cluster", "cluster")), _POD),
+    "pod-devices": LabelNames("pod-devices", _POD_DEVICES, _POD),
+}
+"""The label sets that ``--labels`` picks from; without it a profile has that of its name."""
+
+
+# -- names
+
+
+def profile(name: ProfileName, rows: Mapping[str, tuple[Series, ...]], ratios: tuple[Ratio, ...] = ()) -> Profile:
+    """The profile of a column of the table: each series with its kind, its unit and a help that says the unit.
+
+    A name that several keys share says what each of them is.
+    """
+    helps: dict[str, dict[str, None]] = {}
+    for key, many in rows.items():
+        for one in many:
+            helps.setdefault(one.name, {})[CATALOGUE[key].help] = None
+    return Profile(
+        name,
+        {
+            key: tuple([_described(CATALOGUE[key], one, " ".join(helps[one.name])) for one in many])
+            for key, many in rows.items()
+        },
+        tuple([ratio._replace(help=saying_unit(ratio.help, ratio.unit)) for ratio in ratios]),
+        LABELS[name],
+    )
+
+
+def saying_unit(text: str, unit: str) -> str:
+    """A help that ends with the unit, if that is one."""
+    return text if unit in {"", "bool", "bitmask", "state"} else f"{text} Unit: {unit.replace('_', ' ')}."
+
+
+def _described(metric: Metric, one: Series, text: str) -> Series:
+    """A series with all that is said of it: some bits of a counter or a mask are a gauge, 0 or 1."""
+    if one.bits is not None:
+        return one._replace(kind="gauge", unit="bool", help=text)
+    unit = metric.unit if one.scale == 1.0 else SCALED[metric.unit, one.scale]
+    return one._replace(kind=metric.kind, unit=unit, help=saying_unit(text, unit))
+
+
+_OTEL_RATIOS = (
+    Ratio(
+        "gpu_memory_used_percent",
+        "memory_used_bytes",
+        ("memory_total_bytes",),
+        "percent",
+        "Share of the device memory that is in use.",
+        scale=100.0,
+    ),
+    Ratio(
+        "gpu_power_utilization",
+        "power_watts",
+        ("power_limit_watts",),
+        "ratio",
+        "Power drawn, of the limit in force.",
+    ),
+)
+
+PROFILES: dict[ProfileName, Profile] = {
+    "otel": profile("otel", {key: metric.otel for key, metric in CATALOGUE.items() if metric.otel}, _OTEL_RATIOS),
+    "dcgm": profile("dcgm", {key: metric.dcgm for key, metric in CATALOGUE.items() if metric.dcgm}),
+    "dcgm-legacy": profile("dcgm-legacy", {key: metric.legacy for key, metric in CATALOGUE.items() if metric.legacy}),
+}
+"""The profiles that ``--names`` picks from."""
+
+
+def profile_names(text: str) -> tuple[ProfileName, ...]:
+    """The profiles that ``otel,dcgm`` names, in that order.
+
+    :raises ValueError: one is not known, or is there twice.
+    """
+    names = [name.strip() for name in text.split(",")]
+    if wrong := [name for name in names if name not in PROFILES]:
+        raise ValueError(f"{wrong[0]!r} is none of {', '.join(PROFILES)}")
+    if len(set(names)) < len(names):
+        raise ValueError(f"{text!r} has a name twice")
+    return tuple(names)  # type: ignore[arg-type] # all of them were found
