@@ -71,5 +71,15 @@ SINKS = {
             "    --serving-key tls.key --custom-metrics gpustream/gpustream-metrics-api"
         ),
     ),
+    "parquet": Registered(
+        component="sinks.parquet:ParquetSink",
+        settings="sinks.settings:ParquetSettings",
+        reads=("gpu.usage",),
+        help=(
+            "Who used what, each hour in a Parquet file below a directory for each date, each key once: for as long as"
+            " you keep the files. It needs `pip install 'gpustream[parquet]'`."
+        ),
+        example="gpustream sink parquet --kafka 127.0.0.1:9092 --path /var/lib/gpustream/usage",
+    ),
 }
 """Every sink."""

@@ -1,5 +1,7 @@
 """The settings of every sink, and what they have in common."""
 
+import importlib.util
+import os
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -9,6 +11,7 @@ from urllib.parse import urlsplit
 import click
 
 from delivery.settings import (
+    DIRECTORY,
     DURATION,
     HEADER,
     LEASE,
@@ -395,3 +398,38 @@ class MetricsApiSettings(KafkaSettings):
             *([] if tls else ["--metrics-listen: beyond loopback only with TLS: --serving-cert and --serving-key"]),
             *([] if known else ["--metrics-listen: beyond loopback only with --client-ca, or everybody may ask"]),
         ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParquetSettings(SinkSettings):
+    """Where files are written, and how soon."""
+
+    path: Annotated[
+        Path,
+        Option(
+            "--path",
+            DIRECTORY,
+            "The directory below which files are written: of one Kafka, and the same for all workers of the group.",
+        ),
+    ]
+    write_every_s: Annotated[
+        float,
+        Option(
+            "--write-every",
+            DURATION,
+            "How long records are held before they are written, so that a file is not written again for each.",
+        ),
+    ] = 60.0
+    group: Group = "gpustream-sink-parquet"
+    from_: From = "earliest"
+
+    def mistakes(self) -> list[str]:
+        """See :meth:`KafkaSettings.mistakes`."""
+        found = super().mistakes()
+        if importlib.util.find_spec("pyarrow") is None:
+            found.append("sink parquet: run `pip install 'gpustream[parquet]'` first: it needs pyarrow")
+        if self.path.exists() and not (self.path.is_dir() and os.access(self.path, os.W_OK | os.X_OK)):
+            found.append(f"--path: {self.path} is no directory that can be written to")
+        if self.write_every_s < 0:
+            found.append("--write-every: must not be below zero")
+        return found

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from aiokafka import AIOKafkaProducer
 
@@ -23,9 +24,10 @@ from producers.node.config import NodeSettings
 from producers.simulated.component import SimulatedFleet
 from producers.simulated.config import SimulatedSettings
 from sinks.alertmanager import AlertmanagerSink
+from sinks.parquet import ParquetSink
 from sinks.remote_write.sink import RemoteWriteSink
 from sinks.scrape.sink import ScrapeSink
-from sinks.settings import AlertmanagerSettings, RemoteWriteSettings, ScrapeSettings, WebhookSettings
+from sinks.settings import AlertmanagerSettings, ParquetSettings, RemoteWriteSettings, ScrapeSettings, WebhookSettings
 from sinks.webhook import WebhookSink
 from streams.alerts.component import Alerts
 from streams.attribution.component import Attribution
@@ -39,6 +41,7 @@ from tests.real.contents import committed, ends
 from tests.real.pipeline import running
 from tests.real.servers import KafkaServer
 from topics.topic import load_topics, node_key
+from topics.usage import Usage
 
 ACLS = of_commands()
 COMPONENTS = [name for name in ACLS if name.split()[0] in ("produce", "stream", "sink")]
@@ -49,6 +52,7 @@ INPUTS = {
     "sink scrape": ("gpu.attributed",),
     "sink alertmanager": ("gpu.alerts",),
     "sink webhook": ("gpu.alerts",),
+    "sink parquet": ("gpu.usage",),
 }
 """What a component has to commit to its end."""
 
@@ -71,7 +75,8 @@ async def flow(empty_kafka: KafkaServer) -> KafkaServer:
     for name, topic in load_topics().items():
         if topic.record is not None:
             node = node_key(topic.example["cluster"], topic.example["node"])
-            key = node if topic.by_node else topic.example["fingerprint"].encode()
+            key = node if topic.by_node else topic.example.get("fingerprint", "").encode()
+            key = msgspec.convert(topic.example, Usage).key.encode() if topic.record is Usage else key
             await producer.send_and_wait(name, json.dumps(topic.example).encode(), key=key)
     for name in dict.fromkeys(name for names in INPUTS.values() for name in names):
         await producer.send_and_wait(name, b"{", key=b"c/malformed")
@@ -125,6 +130,9 @@ def component(name: str, url: str, api: str, **kafka: Any) -> Component:
         ),
         "sink alertmanager": lambda: AlertmanagerSink(AlertmanagerSettings(**kafka, urls=(url,), from_="earliest")),
         "sink webhook": lambda: WebhookSink(WebhookSettings(**kafka, url=url, unsigned=True, from_="earliest")),
+        "sink parquet": lambda: ParquetSink(
+            ParquetSettings(**kafka, path=Path(api).parent / "parquet", write_every_s=0.2)
+        ),
     }
     return made[name]()
 

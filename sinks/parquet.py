@@ -1,0 +1,296 @@
+"""The Parquet sink: gpu.usage -> one file for each hour and partition, in which each key is once.
+
+In: gpu.usage. Out: ``PATH/date=2026-11-22/usage-13-p7.parquet``, the records of partition 7 whose hour begins at 13:00
+UTC; gpu.dead-letters; the offset before which all is in files.
+State: none that is not in the files: a file is read, what is new is put in, and the whole is written again. Of each key
+the highest generation and, in that, the highest revision stays. So records may come again, late, or from a worker that
+has lost the partition and does not know it, and the file becomes the same: its bytes depend on the records alone.
+A file is written under a name that no reader looks at, brought to the disk, and renamed; then the offset is committed.
+On failure: a full or missing disk is waited for, and Kafka keeps the records. What can't be decoded is dead-lettered.
+"""
+
+import asyncio
+import contextlib
+import fcntl
+import importlib
+import logging
+import os
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from delivery.clients import Reminder
+from delivery.dead_letters import Abandoned, DeadLetters, Record, connecting
+from delivery.instruments import Instrument, Instruments
+from delivery.sender import Sender
+from sinks import outcomes
+from sinks.consumer import GroupReader, Source
+from sinks.outcomes import Outcome, Outcomes, Undecodable, decoded
+from sinks.settings import ParquetSettings
+from topics.topic import decoder
+from topics.usage import HOURS, Usage
+
+log = logging.getLogger(__name__)
+
+COMPONENT = "parquet"
+
+INSTRUMENTS: tuple[Instrument, ...] = (
+    *outcomes.instruments(
+        "gpustream_parquet_records_read_total",
+        "gpustream_parquet_records_delivered_total",
+        "gpustream_parquet_records_duplicate_total",
+        "gpustream_parquet_records_dropped_total",
+        "gpustream_parquet_records_dead_lettered_total",
+        "gpustream_parquet_records_released_total",
+        "gpustream_parquet_records_held",
+        "gpustream_parquet_records_expired_total",
+        "gpustream_parquet_new_logs_total",
+        "gpustream_parquet_commits_total",
+        "gpustream_parquet_partitions",
+        "gpustream_parquet_lag_records",
+        "gpustream_parquet_loop_late_seconds",
+    ),
+    Instrument("gpustream_parquet_files_written_total", "counter", "Files written, new or again."),
+    Instrument("gpustream_parquet_failing", "gauge", "Whether files can't be written at the moment."),
+)
+
+MOST_PENDING = 10_000
+"""So many records of a partition wait to be written at a time: that bounds what is in memory, beside one file."""
+
+_RETRY_S = 5.0
+_decode = decoder(Usage)
+
+_INTEGERS = (
+    "start_ms", "end_ms", "generation", "revision", "device_ms", "slice_ms", "of", "used_us", "idle_ms", "tensor_us",
+    "energy_mj", "memory_byte_ms", "exact_ms", "late_ms", "none_ms",
+)  # fmt: skip
+_MAPS = ("labels", "node_labels")
+
+
+@cache
+def _pyarrow() -> tuple[Any, Any]:
+    """pyarrow and its part for Parquet, which are an extra."""
+    return importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
+
+
+@cache
+def _schema() -> Any:
+    """The columns: the fields of a record by their names, the workload in two, and when the hour begins as a time."""
+    pa, _ = _pyarrow()
+    kinds = dict.fromkeys(_INTEGERS, pa.int64()) | dict.fromkeys(_MAPS, pa.map_(pa.string(), pa.string()))
+    kinds |= {"final": pa.bool_()}
+    names = [name for name in Usage.__struct_fields__ if name not in ("schema", "workload")]
+    names[names.index("team") : 0] = ["workload_kind", "workload_name"]
+    columns = [pa.field("start", pa.timestamp("ms", tz="UTC"))]
+    return pa.schema([*columns, *(pa.field(name, kinds.get(name, pa.string())) for name in names)])
+
+
+_KEY = ("cluster", "node", "uuid", "namespace", "pod", "pod_uid", "container", "category")
+"""With the hour, which is the file's, they are the key of a record."""
+
+
+class HourFiles:
+    """The files of a partition, below a path. What is here blocks, and runs in threads."""
+
+    def __init__(self, root: Path, partition: int) -> None:
+        self._root, self._partition = root, partition
+
+    def merge(self, start_ms: int, records: Iterable[Usage]) -> int:
+        """Put records of an hour, one for each key, into its file; gives how many of them the file did not have.
+
+        It has a record if its key is there with the same or a higher generation and revision. Raises OSError, and what
+        pyarrow raises if the file is none of its.
+        """
+        pa, pq = _pyarrow()
+        start = datetime.fromtimestamp(start_ms / 1000, UTC)
+        file = self._root / f"date={start:%Y-%m-%d}" / f"usage-{start:%H}-p{self._partition}.parquet"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with self._locked():
+            old = pq.read_table(file, partitioning=None) if file.exists() else _schema().empty_table()
+            orders = list(zip(*(old[name].to_pylist() for name in ("generation", "revision")), strict=True))
+            keys = list(zip(*(old[name].to_pylist() for name in _KEY), strict=True))
+            known, fresh = dict(zip(keys, orders, strict=True)), {}
+            for record in records:
+                key = tuple(getattr(record, name) for name in _KEY)
+                if record.order > known.get(key, (-1, -1)):
+                    fresh[key] = _row(record)
+            if fresh:
+                kept = old.filter(pa.array([key not in fresh for key in keys], pa.bool_()))
+                new = pa.Table.from_pylist(list(fresh.values()), _schema())
+                both = pa.concat_tables([kept, new], promote_options="default")
+                both = both.sort_by([(name, "ascending") for name in _KEY]).combine_chunks()
+                whole = pa.table([both[name] for name in _schema().names], schema=_schema())
+                self._replace(file, lambda out: pq.write_table(whole, out, compression="zstd"))
+        return len(fresh)
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Nobody else merges into files of the partition, not even a worker that has lost it and does not know it."""
+        with (self._root / f".p{self._partition}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+    def _replace(self, file: Path, write: Callable[[Any], None]) -> None:
+        """Write a file whole, or not at all, whatever ends this process or the machine."""
+        temporary = file.with_name(f".{file.name}.tmp")
+        with temporary.open("wb") as out:
+            write(out)
+            out.flush()
+            os.fsync(out.fileno())
+        temporary.replace(file)
+        for directory in (file.parent, self._root):
+            handle = os.open(directory, os.O_RDONLY)
+            try:
+                os.fsync(handle)
+            finally:
+                os.close(handle)
+
+
+def _row(record: Usage) -> dict[str, Any]:
+    row = msgspec.structs.asdict(record)
+    workload = row.pop("workload")
+    row |= {"workload_kind": workload and workload.kind, "workload_name": workload and workload.name}
+    row |= {name: sorted(row[name].items()) for name in _MAPS}
+    return {"start": datetime.fromtimestamp(record.start_ms / 1000, UTC), **row}
+
+
+class Disk:
+    """Whether files can be written: ``failing`` is why not. All partitions share it."""
+
+    def __init__(self, made: Instruments) -> None:
+        self._made = made
+        self._reminder = Reminder()
+        self.failing: str | None = None
+
+    async def merge(self, files: HourFiles, start_ms: int, records: Iterable[Usage], abandon: asyncio.Event) -> int:
+        """As :meth:`HourFiles.merge`, again and again until it succeeds. Raises Abandoned."""
+        while True:
+            try:
+                fresh = await asyncio.to_thread(files.merge, start_ms, records)
+            except (OSError, _pyarrow()[0].ArrowException) as error:
+                self._note(f"{type(error).__name__}: {error}")
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(abandon.wait(), _RETRY_S)
+                if abandon.is_set():
+                    raise Abandoned from error
+            else:
+                self._note(None)
+                self._made.counter("gpustream_parquet_files_written_total").inc(fresh > 0)
+                return fresh
+
+    def _note(self, failing: str | None) -> None:
+        self.failing = failing
+        self._made.gauge("gpustream_parquet_failing").set(failing is not None)
+        if failing is not None and self._reminder.is_due(failing):
+            log.warning("no file can be written: %s; trying again", failing)
+
+
+class ParquetPartition:
+    """The handler of a partition: it holds records for a while, and then writes those of each hour at once."""
+
+    def __init__(
+        self, files: HourFiles, write_every_s: float, disk: Disk, letters: DeadLetters, outcomes: Outcomes
+    ) -> None:
+        self._files, self._write_every_s = files, write_every_s
+        self._disk, self._letters, self._outcomes = disk, letters, outcomes
+        self._abandon: asyncio.Event | None = None
+        self._hours: dict[int, dict[bytes, Usage]] = {}
+        self._taken = self._dead = self._upto = 0
+        self._since_s: float | None = None
+
+    def recall(self, records: Sequence[Record]) -> None:
+        """The files have them."""
+
+    async def deliver(self, records: Sequence[Record], abandon: asyncio.Event) -> AsyncGenerator[int]:
+        """Take records in; what is held is written if it is much, or old, or if this is the last chance."""
+        if abandon is not self._abandon:  # the partition was away, and what was held then was given back
+            self.reset()
+            self._abandon = abandon
+        now_s = asyncio.get_running_loop().time()
+        for record in records:
+            await self._take(record, abandon)
+            if self._taken >= MOST_PENDING:
+                yield await self._write(abandon)
+        if self._taken and self._since_s is None:
+            self._since_s = now_s
+        is_due = self._since_s is not None and now_s - self._since_s >= self._write_every_s
+        if self._taken and (is_due or abandon.is_set() or not self._hours):
+            yield await self._write(abandon)
+
+    async def quiet(self, abandon: asyncio.Event) -> None:
+        """Nothing is held."""
+
+    def reset(self) -> None:
+        """Hold nothing."""
+        self._hours = {}
+        self._taken = self._dead = self._upto = 0
+        self._since_s = None
+
+    async def _take(self, record: Record, abandon: asyncio.Event) -> None:
+        """Hold a record, unless one of its key is held that counts before it. Raises Abandoned."""
+        try:
+            usage = decoded(record, _decode, HOURS.name) if record.value is not None else None
+            if usage is not None and usage.key.encode() != record.key:
+                raise Undecodable(f"not a record of {HOURS.name}: its key is another")
+        except Undecodable as error:
+            await self._letters.bury(record, str(error), abandon)
+            self._dead += 1
+        else:
+            if usage is not None:
+                hour = self._hours.setdefault(usage.start_ms, {})
+                before = hour.get(record.key or b"")
+                if before is None or usage.order > before.order:
+                    hour[record.key or b""] = usage
+        self._taken, self._upto = self._taken + 1, record.offset + 1
+
+    async def _write(self, abandon: asyncio.Event) -> int:
+        """Write what is held; gives the offset after it. Raises Abandoned."""
+        fresh = 0
+        for start_ms, records in self._hours.items():
+            fresh += await self._disk.merge(self._files, start_ms, records.values(), abandon)
+        ends: dict[Outcome, int] = {"delivered": fresh, "dead_lettered": self._dead}
+        ends["duplicate"] = self._taken - fresh - self._dead
+        for outcome, count in ends.items():
+            for _ in range(count):
+                self._outcomes.finish(outcome)
+        upto = self._upto
+        self.reset()
+        return upto
+
+
+class ParquetSink:
+    """A component: :meth:`run` it until it is to stop. ``settings`` are to be without mistakes."""
+
+    name = "parquet"
+
+    def __init__(self, settings: ParquetSettings) -> None:
+        self.settings = settings
+        self._instruments = Instruments(INSTRUMENTS)
+        self.registry = self._instruments.registry
+        self._disk = Disk(self._instruments)
+        self._reader: GroupReader | None = None
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Write files until ``stop``; returns within 8 s of it. Raises what cannot be waited for."""
+        settings, sender = self.settings, Sender(self.settings.connection(), client_id=self.settings.group)
+        counted = Outcomes(COMPONENT, self._instruments)
+        shared = (settings.write_every_s, self._disk, DeadLetters(sender, "sink parquet"), counted)
+
+        def handler(number: int) -> ParquetPartition:
+            return ParquetPartition(HourFiles(settings.path, number), *shared)
+
+        source = Source(HOURS.name, handler, settings.from_, recall_s=0.0)
+        self._reader = GroupReader(settings, [source], counted)
+        async with connecting(sender):
+            await self._reader.run(stop)
+
+    def not_ready(self) -> list[str]:
+        """Why nothing is written; empty when all is well."""
+        if self._reader is None:
+            return ["not started"]
+        failing = self._disk.failing
+        return [*self._reader.not_ready(), *([f"no file can be written: {failing}"] if failing else [])]

@@ -1,0 +1,213 @@
+"""A partition's hours in files: each key once, the same bytes whatever happens, nothing lost on a bad disk."""
+
+import asyncio
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from delivery.dead_letters import Abandoned, DeadLetters
+from delivery.instruments import Instruments
+from sinks import parquet
+from sinks.outcomes import Outcomes
+from sinks.parquet import COMPONENT, INSTRUMENTS, Disk, HourFiles, ParquetPartition
+from tests.eventually import eventually
+from tests.sinks.records import FakeSender
+from tests.usage_records import START_MS, Read, read, usage
+from topics.usage import HOUR_MS, Usage
+
+FILE = Path("date=2026-11-20", "usage-00-p7.parquet")
+
+
+class Setup:
+    """A partition and what it works with."""
+
+    def __init__(self, path: Path, write_every_s: float = 0.0) -> None:
+        made = Instruments(INSTRUMENTS)
+        self.path, self.registry, self.sender, self.disk = path, made.registry, FakeSender(), Disk(made)
+        self.outcomes = Outcomes(COMPONENT, made)
+        letters = DeadLetters(self.sender, "sink parquet")  # type: ignore[arg-type]
+        self.partition = ParquetPartition(HourFiles(path, 7), write_every_s, self.disk, letters, self.outcomes)
+        self.abandon = asyncio.Event()
+
+    async def deliver(self, *records: Read) -> list[int]:
+        """Delivers records, counted as an assignment does; gives the offsets after each step."""
+        self.outcomes.read(len(records))
+        return [offset async for offset in self.partition.deliver(records, self.abandon)]
+
+    def ends(self) -> dict[str, int]:
+        """How many records ended in which way, or are held."""
+        names = ("records_delivered_total", "records_duplicate_total", "records_dead_lettered_total", "records_held")
+        counts = {name: self.registry.get_sample_value(f"gpustream_parquet_{name}") or 0 for name in names}
+        return {name.removeprefix("records_").removesuffix("_total"): int(n) for name, n in counts.items() if n}
+
+    def files(self) -> list[Path]:
+        """The files that readers see."""
+        return sorted(path.relative_to(self.path) for path in self.path.rglob("*.parquet"))
+
+    def rows(self) -> list[dict[str, Any]]:
+        """What is in the files, as pyarrow reads it."""
+        return [row for file in self.files() for row in pq.ParquetFile(self.path / file).read().to_pylist()]
+
+
+def logged(*records: Usage | bytes) -> list[Read]:
+    return [read(one, offset) for offset, one in enumerate(records)]
+
+
+async def test_a_record_is_a_row_of_its_hours_file_with_all_its_fields(tmp_path: Path) -> None:
+    setup = Setup(tmp_path)
+    record = usage(
+        "ml", workload={"kind": "Job", "name": "bert"}, team="vision", labels={"b": "2", "a": "1"}, memory_byte_ms=2**62
+    )
+    assert await setup.deliver(*logged(record)) == [1]
+    assert setup.files() == [FILE]
+    (row,) = setup.rows()
+    assert row.pop("start").timestamp() * 1000 == START_MS
+    assert (row.pop("workload_kind"), row.pop("workload_name")) == ("Job", "bert")
+    assert (row.pop("labels"), row.pop("node_labels")) == ([("a", "1"), ("b", "2")], [])
+    assert row == {name: getattr(record, name) for name in row}
+    assert row.keys() == set(Usage.__struct_fields__) - {"schema", "workload", "labels", "node_labels"}
+
+
+async def test_duckdb_reads_the_directory_with_its_dates(tmp_path: Path) -> None:
+    setup = Setup(tmp_path)
+    days = [usage("ml", start_ms=START_MS + day * 24 * HOUR_MS) for day in range(2)]
+    await setup.deliver(*logged(*days, usage("ml", gpu_uuid="GPU-2")))
+    query = "SELECT date, sum(device_ms) FROM read_parquet(?, hive_partitioning = true) GROUP BY date ORDER BY date"
+    rows = duckdb.execute(query, [f"{tmp_path}/*/*.parquet"]).fetchall()
+    assert [(str(date), ms) for date, ms in rows] == [("2026-11-20", 2 * HOUR_MS), ("2026-11-21", HOUR_MS)]
+
+
+async def test_of_a_key_the_highest_generation_and_revision_stays(tmp_path: Path) -> None:
+    setup = Setup(tmp_path)
+    orders = [(0, 1), (0, 3), (0, 2), (1, 1), (0, 9), (1, 2), (1, 2)]
+    for offset, (generation, revision) in enumerate(orders):
+        await setup.deliver(read(usage("ml", generation=generation, revision=revision), offset))
+    assert [(row["generation"], row["revision"]) for row in setup.rows()] == [(1, 2)]
+    assert setup.ends() == {"delivered": 4, "duplicate": 3}
+
+
+async def test_records_are_held_and_written_together(tmp_path: Path) -> None:
+    setup = Setup(tmp_path, write_every_s=3600)
+    assert await setup.deliver(*logged(usage("a"), usage("b"))) == []
+    assert setup.ends() == {"held": 2}
+    setup.abandon.set()
+    assert await setup.deliver() == [2]
+    assert setup.ends() == {"delivered": 2}
+    assert setup.registry.get_sample_value("gpustream_parquet_files_written_total") == 1
+
+
+async def test_no_more_is_held_than_memory_allows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parquet, "MOST_PENDING", 10)
+    setup = Setup(tmp_path, write_every_s=3600)
+    assert await setup.deliver(*logged(*(usage(f"ns-{number}") for number in range(25)))) == [10, 20]
+    assert setup.ends() == {"delivered": 20, "held": 5}
+
+
+async def test_what_was_held_when_the_partition_went_away_is_not_written(tmp_path: Path) -> None:
+    setup = Setup(tmp_path, write_every_s=3600)
+    await setup.deliver(*logged(usage("a")))
+    setup.outcomes.release(1)
+    setup.abandon, setup.partition._write_every_s = asyncio.Event(), 0.0
+    assert await setup.deliver(read(usage("b"), 5)) == [6]
+    assert [row["namespace"] for row in setup.rows()] == ["b"]
+
+
+@pytest.mark.parametrize("value", [b"{", b"{}", usage("ml")])
+async def test_what_is_no_record_is_a_dead_letter(tmp_path: Path, value: bytes | Usage) -> None:
+    setup = Setup(tmp_path)
+    assert await setup.deliver(read(value, 0)._replace(key=b"another"), read(usage("ml"), 1)) == [2]
+    assert setup.ends() == {"delivered": 1, "dead_lettered": 1}
+    assert len(setup.sender.sent) == 1
+
+
+async def test_a_deletion_says_nothing(tmp_path: Path) -> None:
+    setup = Setup(tmp_path)
+    assert await setup.deliver(read(usage("ml"))._replace(value=None)) == [1]
+    assert setup.ends() == {"duplicate": 1}
+    assert setup.rows() == []
+
+
+async def test_a_disk_that_does_not_take_files_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parquet, "_RETRY_S", 0.01)
+    path = tmp_path / "path"
+    path.write_text("no directory")
+    setup = Setup(path)
+    delivering = asyncio.ensure_future(setup.deliver(*logged(usage("ml"))))
+    await eventually(lambda: setup.disk.failing is not None)
+    path.unlink()
+    assert await asyncio.wait_for(delivering, 20) == [1]
+    assert (setup.disk.failing, setup.ends()) == (None, {"delivered": 1})
+
+
+async def test_a_disk_that_does_not_take_files_holds_up_nobody_who_leaves(tmp_path: Path) -> None:
+    (tmp_path / "path").write_text("no directory")
+    setup = Setup(tmp_path / "path")
+    delivering = asyncio.ensure_future(setup.deliver(*logged(usage("ml"))))
+    await eventually(lambda: setup.disk.failing is not None)
+    setup.abandon.set()
+    with pytest.raises(Abandoned):
+        await asyncio.wait_for(delivering, 20)
+
+
+async def test_what_a_killed_worker_left_is_no_file_and_in_nobodys_way(tmp_path: Path) -> None:
+    left = tmp_path / FILE.with_name(f".{FILE.name}.tmp")
+    left.parent.mkdir()
+    left.write_bytes(b"half a file")
+    setup = Setup(tmp_path)
+    assert setup.rows() == []
+    await setup.deliver(*logged(usage("ml")))
+    assert len(setup.rows()) == 1
+    assert not left.exists()
+
+
+LOG = [
+    usage(
+        f"ns-{number % 2}", gpu_uuid=f"GPU-{number % 3}", generation=generation, revision=revision, device_ms=revision
+    )
+    for number in range(6)
+    for generation in range(2)
+    for revision in range(1, 3)
+]
+
+
+@settings(deadline=None)
+@given(seed=st.integers(0, 2**32), workers=st.integers(1, 3))
+def test_files_have_the_same_bytes_whatever_the_batches_the_workers_and_what_came_twice(
+    tmp_path_factory: pytest.TempPathFactory, seed: int, workers: int
+) -> None:
+    chance, directory = random.Random(seed), tmp_path_factory.mktemp("some")
+    log = logged(*LOG)
+    asyncio.run(Setup(tmp_path := tmp_path_factory.mktemp("whole")).deliver(*log))
+
+    async def by_several() -> None:
+        setups = [Setup(directory) for _ in range(workers)]
+        at, last = 0, len(log)
+        while at < last:
+            end = min(last, at + chance.randint(1, 6))
+            await chance.choice(setups).deliver(*log[max(0, at - chance.randint(0, 4)) : end])
+            at = end
+
+    asyncio.run(by_several())
+    assert (directory / FILE).read_bytes() == (tmp_path / FILE).read_bytes()
+
+
+def test_two_workers_at_once_lose_none_of_each_others_rows(tmp_path: Path) -> None:
+    halves: Sequence[Sequence[Usage]] = [[usage(f"ns-{half}-{n}") for n in range(20)] for half in range(2)]
+
+    async def work(records: Sequence[Usage]) -> None:
+        setup = Setup(tmp_path)
+        for record in records:
+            await setup.deliver(read(record))
+
+    async def both() -> None:
+        await asyncio.gather(*map(work, halves))
+
+    asyncio.run(both())
+    assert len(Setup(tmp_path).rows()) == 40
