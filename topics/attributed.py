@@ -1,7 +1,7 @@
 """gpu.attributed: the sample, with who held each device at that time and the workload that owns it."""
 
 from collections.abc import Sequence
-from typing import Annotated, NamedTuple
+from typing import Annotated, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
@@ -64,7 +64,21 @@ class HoldingPod(NamedTuple):
     pod_uid: str | None
 
 
-def by_pod(holders: Sequence[Holder]) -> dict[HoldingPod, list[Holder]]:
+class OfPod(Protocol):
+    """What tells which pod a holder is of."""
+
+    @property
+    def namespace(self) -> str: ...
+    @property
+    def pod(self) -> str: ...
+    @property
+    def pod_uid(self) -> str | None: ...
+
+
+H = TypeVar("H", bound=OfPod)
+
+
+def by_pod(holders: Sequence[H]) -> dict[HoldingPod, list[H]]:
     """The holders of each pod, by its first one's place: a pod may hold a device in several containers.
 
     A holder whose uid is not known is of the pod of that name, if there is one.
@@ -72,7 +86,7 @@ def by_pod(holders: Sequence[Holder]) -> dict[HoldingPod, list[Holder]]:
     if len(holders) == 1:
         (one,) = holders
         return {HoldingPod(one.namespace, one.pod, one.pod_uid): [one]}
-    pods: dict[HoldingPod, list[Holder]] = {}
+    pods: dict[HoldingPod, list[H]] = {}
     for holder in holders:
         pods.setdefault(HoldingPod(holder.namespace, holder.pod, holder.pod_uid), []).append(holder)
     for pod in [pod for pod in pods if pod.pod_uid is None] if len(pods) > 1 else ():

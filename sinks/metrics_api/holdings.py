@@ -130,7 +130,7 @@ def holdings(tick: HoldingsTick) -> dict[str, list[Holding]]:
     """What the pods of a tick hold, by namespace."""
     found: dict[str, list[Holding]] = {}
     for device in tick.devices:
-        pods = by_pod(device.holders)  # type: ignore[arg-type] # it looks at the fields that both have
+        pods = by_pod(device.holders)
         for pod, containers in pods.items():
             if len(pods) == 1:
                 known = {key: device.metrics.get(key) for key in SERVED}
@@ -138,7 +138,7 @@ def holdings(tick: HoldingsTick) -> dict[str, list[Holding]]:
                 parts = next((one.parts for one in containers if one.parts is not None), Parts())
                 known = {key: getattr(parts, name) for key, name in _SHARED.items()}
             values = {key: float(value) for key, value in known.items() if value is not None}
-            workloads = frozenset(owner for one in containers for owner in _owners(one))  # type: ignore[arg-type]
+            workloads = frozenset(owner for one in containers for owner in _owners(one))
             holding = Holding(pod.pod, pod.pod_uid, workloads, _device_labels(tick, device), values, tick.ts_ms)
             found.setdefault(pod.namespace, []).append(holding)
     return found

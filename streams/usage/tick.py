@@ -1,0 +1,85 @@
+"""What of a record of gpu.attributed counts for usage: the rest is not decoded.
+
+In: the JSON of gpu.attributed. Out: a :class:`Tick`. Labels and workloads stay the text that they are: they are read
+only if they differ from those of the tick before.
+On failure: ``msgspec.DecodeError`` for what is no such record.
+"""
+
+import msgspec
+
+from streams.idleness import Ratios
+from topics.attributed import AttributedSample, Attribution, Parts
+from topics.samples import Mig, State
+from topics.topic import Name, UInt, Version, decoder
+
+NOTHING = msgspec.Raw(b"null")
+
+
+class Metrics(Ratios, frozen=True, omit_defaults=True, gc=False):
+    """The keys of the catalogue that are counted."""
+
+    memory_used_bytes: float | None = None
+    power_watts: float | None = None
+    energy_joules_total: float | None = None
+    tensor_active_ratio: float | None = None
+
+
+class Process(msgspec.Struct, frozen=True, omit_defaults=True):
+    pod_uid: str | None = None
+    sm_utilization_ratio: float | None = None
+
+
+class Holder(msgspec.Struct, frozen=True, omit_defaults=True):
+    namespace: str
+    pod: str
+    pod_uid: str | None = None
+    container: str | None = None
+    workload: msgspec.Raw = NOTHING
+    labels: msgspec.Raw = NOTHING
+    namespace_labels: msgspec.Raw = NOTHING
+    parts: Parts | None = None
+    observed: bool = False
+
+
+class Info(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
+    mig_mode: str | None = None
+
+
+class Device(msgspec.Struct, frozen=True, omit_defaults=True):
+    uuid: str
+    model: str | None = None
+    state: State = "ok"
+    mig: Mig | None = None
+    metrics: Metrics = Metrics()
+    processes: tuple[Process, ...] | None = None
+    info: Info = Info()
+    compute_slices: UInt | None = None
+    holders: tuple[Holder, ...] = ()
+    unattributed: Parts | None = None
+
+
+class Tick(msgspec.Struct, frozen=True, kw_only=True):
+    schema: Version
+    cluster: Name
+    node: Name
+    run_id: UInt
+    seq: UInt
+    ts_ms: UInt
+    interval_ms: UInt | None = None
+    offset: UInt
+    logged_ms: UInt | None = None
+    attribution: Attribution
+    node_labels: msgspec.Raw = NOTHING
+    devices: tuple[Device, ...] = ()
+
+
+_strict = msgspec.json.Decoder(Tick)
+_whole = decoder(AttributedSample)
+
+
+def decode(value: bytes) -> Tick:
+    """The tick of a record. One with nulls where there is usually nothing costs a second pass."""
+    try:
+        return _strict.decode(value)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return _strict.decode(msgspec.json.encode(_whole(value)))

@@ -1,0 +1,74 @@
+"""Ticks of a node as gpu.attributed has them, and books that take them."""
+
+from typing import Any
+
+import msgspec
+
+from streams.usage.books import Bookkeeper, Books, Policy, Taken
+from streams.usage.tick import Tick, decode
+from topics.usage import HOUR_MS, Usage
+
+START_MS = 1_795_215_600_000
+assert START_MS % HOUR_MS == 0
+Json = dict[str, Any]
+
+
+def holder(pod: str, used: float | None = None, **more: Any) -> Json:
+    parts = {} if used is None else {"parts": {"utilization_ratio": used}}
+    return {"namespace": "ml", "pod": pod, "pod_uid": f"uid-{pod}", "container": "main", **parts, **more}
+
+
+def gpu(uuid: str = "GPU-a", *holders: Json, **more: Any) -> Json:
+    metrics = {"gpu_utilization_ratio": more.pop("busy", 0.5), **more.pop("metrics", {})}
+    return {"uuid": uuid, "model": "H100", "compute_slices": 7, "metrics": metrics, "holders": list(holders), **more}
+
+
+def mig(uuid: str, profile: str, *holders: Json, parent: str = "GPU-a", **more: Any) -> Json:
+    place = {"uuid": uuid, "parent_uuid": parent, "gpu_instance": 1, "compute_instance": 0, "profile": profile}
+    return {"uuid": uuid, "model": "H100", "mig": place, "holders": list(holders), **more}
+
+
+def tick(at_ms: int, *devices: Json, **more: Any) -> Tick:
+    """A tick so many milliseconds after the start."""
+    number = at_ms // 100 + 1
+    record = {"schema": 1, "cluster": "c", "node": "n", "run_id": 1, "seq": number, "ts_ms": START_MS + at_ms}
+    record |= {"interval_ms": 1000, "offset": number, "attribution": "exact", "devices": list(devices)} | more
+    return decode(msgspec.json.encode(record))
+
+
+def books() -> Books:
+    return Books(cluster="c", node="n")
+
+
+class Kept:
+    """Books, and the last of all records that they gave, by their key."""
+
+    def __init__(self, policy: Policy = Policy()) -> None:
+        self.keeper, self.policy = Bookkeeper(books(), policy), policy
+        self.records: dict[tuple[Any, ...], Usage] = {}
+        self.written: list[Usage] = []
+
+    def take(self, one: Tick, logged_ms: int | None = None) -> Taken:
+        taken = self.keeper.take(one, one.ts_ms if logged_ms is None else logged_ms)
+        self.learn(taken.records)
+        return taken
+
+    def silent(self, at_ms: int) -> None:
+        self.learn(self.keeper.silent(START_MS + at_ms))
+
+    def learn(self, records: list[Usage]) -> None:
+        for record in records:
+            key = (record.end_ms - record.start_ms, *record.key)
+            assert key not in self.records or self.records[key].order <= record.order
+            self.records[key] = record
+        self.written += records
+
+    def play(self, *ticks: Tick) -> "Kept":
+        for one in ticks:
+            self.take(one)
+        return self
+
+    def window(self, start_ms: int = 0, lasts_ms: int = HOUR_MS) -> dict[tuple[str, str, str | None], Usage]:
+        """What a window has, by device, category and pod."""
+        found = [one for (lasts, *_), one in self.records.items() if lasts == lasts_ms]
+        return {(one.uuid, one.category, one.pod): one for one in found if one.start_ms == START_MS + start_ms}

@@ -1,0 +1,223 @@
+"""How time is booked: what a tick stands for, what a clock may do, and when windows close."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from streams.usage.books import Bookkeeper, Policy, decode, encode
+from streams.usage.tick import Tick
+from tests.streams.usage.made import START_MS, Kept, gpu, holder, mig, tick
+from topics.usage import HOUR_MS, MINUTE_MS
+
+A = holder("a")
+
+
+def held(kept: Kept, pod: str = "a", start_ms: int = 0) -> int:
+    return kept.window(start_ms, MINUTE_MS)["GPU-a", "held", pod].device_ms
+
+
+def seconds(first: int, last: int, *devices: Any, step: int = 1, **more: Any) -> list[Tick]:
+    return [tick(at * 1000, *devices, **more) for at in range(first, last + 1, step)]
+
+
+def test_a_tick_stands_for_the_time_since_the_one_before_of_its_run() -> None:
+    kept = Kept().play(*seconds(10, 70, gpu("GPU-a", A)))
+    minute = kept.window(0, MINUTE_MS)
+    assert (minute["GPU-a", "held", "a"].device_ms, minute["GPU-a", "unobserved", None].device_ms) == (50_000, 10_000)
+
+
+def test_what_is_longer_than_three_intervals_is_unobserved() -> None:
+    kept = Kept().play(tick(0, gpu("GPU-a", A)), tick(10_000, gpu("GPU-a", A)), *seconds(11, 60, gpu("GPU-a", A)))
+    minute = kept.window(0, MINUTE_MS)
+    assert (minute["GPU-a", "held", "a"].device_ms, minute["GPU-a", "unobserved", None].device_ms) == (53_000, 7_000)
+
+
+def test_a_producer_that_does_not_say_its_interval_is_taken_to_have_ten_seconds() -> None:
+    kept = Kept().play(*[tick(at, gpu("GPU-a", A), interval_ms=None) for at in (0, 25_000, 60_000)])
+    assert (held(kept), kept.window(0, MINUTE_MS)["GPU-a", "unobserved", None].device_ms) == (55_000, 5_000)
+
+
+def test_a_clock_that_was_set_back_counts_no_time_twice() -> None:
+    kept = Kept().play(*seconds(0, 30, gpu("GPU-a", A)))
+    outcomes = [
+        kept.take(tick(at * 1000, gpu("GPU-a", holder("b")), run_id=2, offset=10_000 + at)).outcome
+        for at in range(11, 61)
+    ]
+    minute = kept.window(0, MINUTE_MS)
+    assert (held(kept), held(kept, "b")) == (30_000, 30_000)
+    assert sum(one.device_ms for one in minute.values()) == 60_000
+    assert (outcomes[0], outcomes[1], outcomes[-1]) == ("behind", "behind", "booked")
+
+
+def test_a_tick_that_is_a_minute_ahead_of_its_log_time_is_not_booked() -> None:
+    kept = Kept().play(*seconds(0, 10, gpu("GPU-a", A)))
+    assert kept.take(tick(HOUR_MS, gpu("GPU-a", A)), START_MS + 11_000).outcome == "ahead"
+    for at in range(12, 61):
+        kept.take(tick(at * 1000, gpu("GPU-a", A), run_id=2, offset=50_000 + at))
+    minute = kept.window(0, MINUTE_MS)
+    assert (minute["GPU-a", "held", "a"].device_ms, minute["GPU-a", "unobserved", None].device_ms) == (58_000, 2_000)
+
+
+def test_a_tick_that_was_read_before_is_not_booked_again() -> None:
+    kept = Kept().play(*seconds(0, 30, gpu("GPU-a", A)))
+    assert kept.take(tick(20_000, gpu("GPU-a", A))).outcome == "replayed"
+    assert held(kept.play(*seconds(31, 60, gpu("GPU-a", A)))) == 60_000
+
+
+def test_a_tick_is_divided_where_a_minute_begins_and_its_parts_sum() -> None:
+    energy = [{"energy_joules_total": joules} for joules in (1.0, 1.007)]
+    first, second = (tick(59_000 + n * 2000, gpu("GPU-a", A, metrics=energy[n], busy=0.3333333)) for n in range(2))
+    kept = Kept().play(first, second, *seconds(62, 120, gpu("GPU-a", A, metrics=energy[1], busy=0)))
+    one, two = (kept.window(start, MINUTE_MS)["GPU-a", "held", "a"] for start in (0, MINUTE_MS))
+    assert (one.device_ms, two.device_ms, one.energy_mj + two.energy_mj) == (1000, 60_000, 7)
+    assert one.used_us + two.used_us == 2000 * 333_333 // 1000
+
+
+def test_a_gpu_is_in_the_books_of_the_whole_hour_in_which_it_comes_or_goes() -> None:
+    kept = Kept().play(*seconds(600, 610, gpu("GPU-a", A), gpu("GPU-b")), *seconds(611, 4900, gpu("GPU-a", A)))
+    hour = kept.window()
+    of_b = {category: one.device_ms for (uuid, category, _), one in hour.items() if uuid == "GPU-b"}
+    assert of_b == {"free": 10_000, "unobserved": HOUR_MS - 10_000}
+    assert hour["GPU-a", "unobserved", None].device_ms == 600_000
+    assert {one.uuid for one in kept.window(HOUR_MS, MINUTE_MS).values()} == {"GPU-a"}
+    assert all(one.final for one in hour.values())
+
+
+def test_a_device_that_does_not_answer_is_lost_whoever_holds_it() -> None:
+    kept = Kept().play(*seconds(0, 29, gpu("GPU-a", A)), *seconds(30, 60, gpu("GPU-a", A, state="lost")))
+    assert (held(kept), kept.window(0, MINUTE_MS)["GPU-a", "lost", None].slice_ms) == (29_000, 31_000 * 7)
+
+
+def test_slices_that_were_not_cut_are_free_and_mig_on_and_off_within_a_minute_sums() -> None:
+    cut = [gpu("GPU-a"), mig("MIG-1", "1c.3g.40gb", A), mig("MIG-2", "2g.20gb")]
+    kept = Kept().play(*seconds(0, 30, gpu("GPU-a", A)), *seconds(31, 60, *cut))
+    minute = kept.window(0, MINUTE_MS)
+    assert {key: one.slice_ms for key, one in minute.items()} == {
+        ("GPU-a", "held", "a"): 30_000 * 7,
+        ("MIG-1", "held", "a"): 30_000,
+        ("MIG-2", "free", None): 30_000 * 2,
+        ("GPU-a", "free", None): 30_000 * 4,
+    }
+    assert {one.gpu_uuid for one in minute.values()} == {"GPU-a"}
+
+
+@pytest.mark.parametrize(
+    ("split", "expected"), [("used", {"a": 45_000, "b": 15_000}), ("equal", {"a": 30_000, "b": 30_000})]
+)
+def test_a_shared_device_is_divided_by_the_policy(split: Any, expected: dict[str, int]) -> None:
+    both = gpu("GPU-a", holder("a", 0.6), holder("b", 0.1), busy=0.8)
+    kept = Kept(Policy(split=split)).play(*seconds(0, 60, both))
+    minute = kept.window(0, MINUTE_MS)
+    assert {pod: held(kept, pod) for pod in "ab"} == expected
+    used = {pod: minute["GPU-a", "held", pod].used_us for pod in "ab"}
+    assert used == {"a": 39_000_000, "b": 9_000_000}
+    assert {one.policy for one in minute.values()} == {split}
+
+
+def test_who_was_not_given_the_device_gets_what_it_used() -> None:
+    both = gpu("GPU-a", holder("a", 0.2), holder("b", 0.1, observed=True), busy=0.3)
+    kept = Kept().play(*seconds(0, 60, both))
+    assert (held(kept, "a"), held(kept, "b")) == (54_000, 6_000)
+
+
+def test_who_holds_a_device_and_does_nothing_with_it_is_idle_in_that_tick() -> None:
+    idle, busy = gpu("GPU-a", A, busy=0.0), gpu("GPU-a", A, busy=0.2)
+    kept = Kept().play(*seconds(0, 20, idle), *seconds(21, 40, busy), *seconds(41, 60, idle))
+    assert kept.window(0, MINUTE_MS)["GPU-a", "held", "a"].idle_ms == 40_000
+
+
+def test_the_energy_is_the_counters_and_a_counter_that_began_again_counts_from_zero() -> None:
+    counter = [100.0 + at * 0.25 for at in range(31)] + [at * 0.5 for at in range(30)]
+    ticks = [
+        tick(at * 1000, gpu("GPU-a", A, metrics={"energy_joules_total": joules, "power_watts": 999}))
+        for at, joules in enumerate(counter)
+    ]
+    kept = Kept().play(*ticks)
+    assert kept.window(0, MINUTE_MS)["GPU-a", "held", "a"].energy_mj == 7_500 + 14_500
+
+
+def test_without_a_counter_the_energy_is_the_powers() -> None:
+    kept = Kept().play(*seconds(0, 60, gpu("GPU-a", A, metrics={"power_watts": 250.5})))
+    assert kept.window(0, MINUTE_MS)["GPU-a", "held", "a"].energy_mj == 15_030_000
+
+
+def test_what_was_drawn_while_nobody_looked_is_nobodys() -> None:
+    def drew(joules: float) -> Any:
+        return gpu("GPU-a", A, metrics={"energy_joules_total": joules})
+
+    kept = Kept().play(*[tick(at, drew(at / 1000)) for at in (0, 1000, 11_000, 12_000)], *seconds(13, 60, drew(12)))
+    minute = kept.window(0, MINUTE_MS)
+    assert (minute["GPU-a", "held", "a"].energy_mj, minute["GPU-a", "unobserved", None].energy_mj) == (5_000, 7_000)
+
+
+def test_a_minute_is_written_when_it_is_over_and_final_twenty_minutes_later() -> None:
+    kept = Kept().play(*seconds(0, 60, gpu("GPU-a", A)))
+    assert [(one.revision, one.final) for one in kept.written if one.end_ms - one.start_ms == MINUTE_MS] == [(0, False)]
+    kept.play(*seconds(61, 21 * 60 - 1, gpu("GPU-a", A)))
+    assert not kept.window(0, MINUTE_MS)["GPU-a", "held", "a"].final
+    kept.play(tick(21 * MINUTE_MS, gpu("GPU-a", A)))
+    last = kept.window(0, MINUTE_MS)["GPU-a", "held", "a"]
+    assert (last.revision, last.device_ms, last.final) == (1, 60_000, True)
+
+
+def test_an_hour_grows_once_a_minute() -> None:
+    kept = Kept().play(*seconds(0, 185, gpu("GPU-a", A)))
+    hours = [one for one in kept.written if one.end_ms - one.start_ms == HOUR_MS]
+    assert [(one.revision, one.device_ms, one.final) for one in hours] == [
+        (0, 60_000, False), (1, 120_000, False), (2, 180_000, False),
+    ]  # fmt: skip
+
+
+def test_a_node_that_is_silent_is_closed_by_the_time_of_the_log() -> None:
+    kept = Kept().play(*seconds(0, 90, gpu("GPU-a", A)))
+    kept.silent(21 * MINUTE_MS)
+    assert not kept.window(0, MINUTE_MS)["GPU-a", "held", "a"].final
+    kept.silent(22 * MINUTE_MS)
+    minute = kept.window(MINUTE_MS, MINUTE_MS)
+    assert (held(kept, start_ms=MINUTE_MS), minute["GPU-a", "unobserved", None].device_ms) == (30_000, 30_000)
+    kept.silent(HOUR_MS + 20 * MINUTE_MS)
+    hour = kept.window()
+    assert (hour["GPU-a", "held", "a"].device_ms, hour["GPU-a", "unobserved", None].device_ms) == (90_000, 3_510_000)
+    assert all(one.final for one in hour.values())
+    assert kept.keeper.books.hours == []
+
+
+def test_what_comes_after_its_window_was_closed_is_not_booked_but_by_a_replay() -> None:
+    late, live, replay = seconds(91, 4900, gpu("GPU-a", A)), Kept(), Kept(Policy(generation=1, patience_ms=None))
+    for kept in (live, replay):
+        kept.play(*seconds(0, 90, gpu("GPU-a", A)))
+        for one in late:
+            kept.take(one, START_MS + 2 * HOUR_MS)
+    assert live.window()["GPU-a", "held", "a"].device_ms == 90_000
+    hour = replay.window()
+    assert (hour["GPU-a", "held", "a"].device_ms, hour["GPU-a", "unobserved", None].device_ms) == (HOUR_MS, 0)
+
+
+def test_the_team_is_the_pods_before_the_namespaces() -> None:
+    spaces = {"namespace_labels": {"team": "space"}}
+    one, two = holder("a", labels={"team": "own"}, **spaces), holder("b", **spaces)
+    kept = Kept().play(*seconds(0, 60, gpu("GPU-a", one), gpu("GPU-b", two)))
+    minute = kept.window(0, MINUTE_MS)
+    assert (minute["GPU-a", "held", "a"].team, minute["GPU-b", "held", "b"].team) == ("own", "space")
+
+
+def test_labels_that_change_are_those_of_the_last_tick_and_the_time_is_one_row() -> None:
+    first, second = (gpu("GPU-a", holder("a", labels={"team": team})) for team in ("x", "y"))
+    kept = Kept().play(*seconds(0, 30, first), *seconds(31, 60, second))
+    assert (kept.window(0, MINUTE_MS)["GPU-a", "held", "a"].team, held(kept)) == ("y", 60_000)
+
+
+def test_labels_that_are_none_are_refused_and_nothing_is_booked() -> None:
+    kept = Kept().play(tick(0, gpu("GPU-a", A)))
+    with pytest.raises(msgspec.DecodeError):
+        kept.take(tick(1000, gpu("GPU-a", holder("a", labels=[1]))))
+    assert held(kept.play(*seconds(2, 60, gpu("GPU-a", A)))) == 60_000
+
+
+def test_books_are_read_back_as_they_were_written() -> None:
+    kept = Kept().play(*seconds(0, 3700, gpu("GPU-a", A), gpu("GPU-b", holder("b")), step=5))
+    assert encode(decode(encode(kept.keeper.books))) == encode(kept.keeper.books)
+    again = Bookkeeper(decode(encode(kept.keeper.books)), kept.policy)
+    one = tick(3720_000, gpu("GPU-a", A))
+    assert again.take(one, one.ts_ms).records == kept.keeper.take(one, one.ts_ms).records
