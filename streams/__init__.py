@@ -21,4 +21,14 @@ STREAMS = {
         help="judge gpu.attributed by the alert rules, and send gpu.alerts.",
         example="gpustream stream alerts --kafka 127.0.0.1:9092 --rules rules.toml",
     ),
+    "usage": Registered(
+        component="streams.usage.component:UsageStream",
+        settings="streams.settings:UsageSettings",
+        reads=("gpu.attributed",),
+        writes=("gpu.usage-minutes", "gpu.usage"),
+        keeps=("gpu.usage-state",),
+        sees=("gpu.samples",),
+        help="count who had each GPU and what they did with it, and send gpu.usage-minutes and gpu.usage (hours).",
+        example="gpustream stream usage --kafka 127.0.0.1:9092 --instance-id usage-0",
+    ),
 }

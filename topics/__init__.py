@@ -9,6 +9,7 @@ TOPICS = {
     "gpu.alert-state": "topics.alerts:STATE",
     "gpu.usage-minutes": "topics.usage:MINUTES",
     "gpu.usage": "topics.usage:HOURS",
+    "gpu.usage-state": "topics.usage:STATE",
     "gpu.dead-letters": "topics.dead_letters:TOPIC",
 }
 """Every topic, as an import string."""

@@ -41,7 +41,8 @@ class Topic(msgspec.Struct, frozen=True, kw_only=True):
 
     ``record`` is the type of its values (None: they are not JSON of ours), ``key`` says what its keys are, ``promise``
     what a reader may rely on, ``by_node`` whether all records of a node are in the partition number that its key
-    ``cluster/node`` has: such topics have one number of partitions.
+    ``cluster/node`` has: such topics have one number of partitions. What is written often and compacted has short
+    segments (``segment_ms``): only what is not in the newest one is compacted.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Topic(msgspec.Struct, frozen=True, kw_only=True):
     by_node: bool
     promise: str
     example: dict[str, Any]
+    segment_ms: int = _HOUR_MS
 
     def settings(self) -> dict[str, str]:
         """The broker settings that the topic must have, by their Kafka names."""
@@ -59,7 +61,7 @@ class Topic(msgspec.Struct, frozen=True, kw_only=True):
             "cleanup.policy": self.cleanup,
             "message.timestamp.type": "LogAppendTime",
             "max.message.bytes": str(MAX_MESSAGE_BYTES),
-            "segment.ms": str(_HOUR_MS),
+            "segment.ms": str(self.segment_ms),
         }
         if self.retention_hours is not None:
             settings["retention.ms"] = str(self.retention_hours * _HOUR_MS)

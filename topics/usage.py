@@ -109,6 +109,26 @@ def read_key(key: bytes | None) -> Key:
     return Key(cluster, node, uuid, int(start_ms), *rest)
 
 
+class UsageState(msgspec.Struct, kw_only=True):
+    """The usage stream's books of a node, as of a tick. ``offset`` is the sample's, ``run_id`` and ``seq`` its identity
+    (-1: there was none), ``logged_ms`` its log time, ``newest_ts_ms`` the latest time of any tick; ``logs`` counts how
+    often the offsets began again. ``tick_ms`` is the time of the last tick of the run. Up to ``booked_ms`` time is
+    booked, up to ``final_ms`` windows are final. The windows that are open are the stream's own."""
+
+    schema: Version
+    cluster: Name
+    node: Name
+    logs: UInt = 0
+    offset: UInt = 0
+    run_id: int = -1
+    seq: UInt = 0
+    newest_ts_ms: UInt = 0
+    logged_ms: UInt = 0
+    tick_ms: UInt = 0
+    booked_ms: UInt = 0
+    final_ms: UInt = 0
+
+
 _PROMISE = (
     "In the partition number that the node's ticks have. Of a GPU and a window, each revision has every key that it "
     "ever had, zeros included. Of one key take the highest generation, then the highest revision. Once final, the "
@@ -185,4 +205,29 @@ HOURS = Topic(
         "memory_byte_ms": 247390116249600000,
         "exact_ms": 3600000,
     },
+)
+
+STATE = Topic(
+    name="gpu.usage-state",
+    key="cluster/node",
+    record=UsageState,
+    cleanup="compact",
+    retention_hours=None,
+    by_node=True,
+    promise="Private to the usage stream, which writes it once a minute and reads it whole when it starts.",
+    example={
+        "schema": 1,
+        "cluster": "prod-us-east-1",
+        "node": "gpu-node-1",
+        "logs": 0,
+        "offset": 40312,
+        "run_id": 1795218340000,
+        "seq": 812,
+        "newest_ts_ms": 1795219200200,
+        "logged_ms": 1795219200240,
+        "tick_ms": 1795219200200,
+        "booked_ms": 1795219200200,
+        "final_ms": 1795218000000,
+    },
+    segment_ms=10 * MINUTE_MS,
 )

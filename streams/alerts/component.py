@@ -20,11 +20,12 @@ from delivery.ledger import Partition, Slot
 from delivery.sender import Unsendable
 from streams.alerts import machine, memory
 from streams.alerts.memory import NodeAlerts
-from streams.alerts.node import Due, Ends, Log, Node, PartitionNodes
+from streams.alerts.node import Due, Log, Node, PartitionNodes
 from streams.alerts.rules import rules_file
 from streams.alerts.rules.rule import Rules
 from streams.alerts.tick import decode as decode_tick
 from streams.app import ReaderApp
+from streams.caught_up import Ends
 from streams.reader import Batch, Reads
 from streams.settings import AlertSettings
 from streams.stage import Bookkeeping, Malformed, Stream, decode_record, instruments

@@ -24,8 +24,8 @@ from delivery import replays
 from streams.usage.measure import MOST_WATTS, Gpu, Share, Split, divide, gpus_of
 from streams.usage.tick import NOTHING, Holder, Tick
 from topics.attributed import Workload
-from topics.topic import Name, UInt, Version, decoder
-from topics.usage import HOUR_MS, MINUTE_MS, Usage
+from topics.topic import decoder
+from topics.usage import HOUR_MS, MINUTE_MS, Usage, UsageState
 
 PATIENCE_MS = 20 * MINUTE_MS  # above the producers' --buffer
 AHEAD_MS = 60_000
@@ -109,27 +109,13 @@ class Hour(msgspec.Struct):
         return self.start_ms + HOUR_MS
 
 
-class Books(msgspec.Struct, kw_only=True):
-    """The books of a node, as of a tick. ``offset`` is the sample's, ``run_id`` and ``seq`` its identity (-1: there was
-    none), ``newest_ts_ms`` the latest time of any; ``logs`` counts how often the offsets began again. ``tick_ms`` is
-    the time of the last tick of the run. Up to ``booked_ms`` time is booked, up to ``final_ms`` windows are final."""
+class Books(UsageState, kw_only=True):
+    """The books of a node: its GPUs, to whom their time is booked, and the windows that are open."""
 
-    schema: Version = 1
-    cluster: Name
-    node: Name
-    logs: UInt = 0
-    offset: UInt = 0
-    run_id: int = -1
-    seq: UInt = 0
-    newest_ts_ms: UInt = 0
-    logged_ms: UInt = 0
-    tick_ms: UInt = 0
-    booked_ms: UInt = 0
-    final_ms: UInt = 0
     node_labels: msgspec.Raw = NOTHING
-    accounts: dict[int, Account] = {}
-    meters: dict[str, Meter] = {}
-    hours: list[Hour] = []
+    accounts: dict[int, Account] = msgspec.field(default_factory=dict)
+    meters: dict[str, Meter] = msgspec.field(default_factory=dict)
+    hours: list[Hour] = msgspec.field(default_factory=list)
 
 
 decode = decoder(Books)

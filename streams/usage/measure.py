@@ -23,6 +23,7 @@ Split = Literal["used", "equal"]
 
 MILLION = 1_000_000
 MOST_BYTES = 2**41  # a device with more memory in use measures nothing; an hour of it would be no 64-bit integer
+MOST_SLICES = 64
 MOST_WATTS = 20_000  # a GPU that draws more has a counter that jumped
 
 _PROFILE = re.compile(r"(?:(\d+)c\.)?(\d+)g\.")
@@ -88,7 +89,7 @@ def gpus_of(tick: Tick, of: dict[str, int], split: Split) -> list[Gpu]:
         mig = device.mig
         group = groups.setdefault(device.uuid if mig is None else mig.parent_uuid, ([], []))
         group[mig is not None].append(device)
-        if device.compute_slices:
+        if device.compute_slices and device.compute_slices <= MOST_SLICES:
             of[device.uuid if mig is None else mig.parent_uuid] = device.compute_slices
     found = []
     for uuid, (wholes, cut) in groups.items():

@@ -37,14 +37,15 @@ def tick(at_ms: int, *devices: Json, **more: Any) -> Tick:
 
 
 def books() -> Books:
-    return Books(cluster="c", node="n")
+    return Books(schema=1, cluster="c", node="n")
 
 
 class Kept:
     """Books, and the last of all records that they gave, by their key."""
 
-    def __init__(self, policy: Policy = Policy()) -> None:
-        self.keeper, self.policy = Bookkeeper(books(), policy), policy
+    def __init__(self, policy: Policy | None = None) -> None:
+        self.policy = policy or Policy()
+        self.keeper = Bookkeeper(books(), self.policy)
         self.records: dict[tuple[Any, ...], Usage] = {}
         self.written: list[Usage] = []
 

@@ -195,7 +195,7 @@ def test_what_comes_after_its_window_was_closed_is_not_booked_but_by_a_replay() 
 
 
 def test_the_team_is_the_pods_before_the_namespaces() -> None:
-    spaces = {"namespace_labels": {"team": "space"}}
+    spaces: Any = {"namespace_labels": {"team": "space"}}
     one, two = holder("a", labels={"team": "own"}, **spaces), holder("b", **spaces)
     kept = Kept().play(*seconds(0, 60, gpu("GPU-a", one), gpu("GPU-b", two)))
     minute = kept.window(0, MINUTE_MS)

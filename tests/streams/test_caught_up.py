@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streams.alerts.node import BREAK_S, CaughtUp, Ends
+from streams.caught_up import BREAK_S, CaughtUp, Ends
 
 FOREVER = float("-inf")
 

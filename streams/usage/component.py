@@ -1,0 +1,373 @@
+"""The usage stream: books every node's ticks, and writes what becomes of the minutes and hours.
+
+In: gpu.attributed; gpu.usage-state, whole; and what the reader knows of offsets. Out: gpu.usage-minutes and gpu.usage,
+in the partition number of the node's ticks, and gpu.usage-state by node.
+State: one :class:`Node` a node, by partition. When a minute closes, its records are written, and when they are
+acknowledged the books; the ticks that the books hold are finished when those are acknowledged. So a worker that takes
+over goes on from the last books, reads what came after it again, and gives the same records.
+On failure: what can't be decoded goes to gpu.dead-letters; a record or books that are too large are left out and
+counted; an output that is not acknowledged ends the process.
+"""
+
+import asyncio
+import logging
+import time
+from collections import defaultdict, deque
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from delivery.instruments import Instrument, Instruments
+from delivery.ledger import Partition, Slot
+from delivery.sender import Unsendable
+from streams.app import ReaderApp
+from streams.caught_up import CaughtUp, Ends
+from streams.reader import Batch, Reads
+from streams.settings import UsageSettings
+from streams.stage import Bookkeeping, Malformed, Stream, decode_record, instruments
+from streams.usage import books as bookkeeping
+from streams.usage.books import Bookkeeper, Books, Policy
+from streams.usage.tick import decode as decode_tick
+from topics.usage import HOUR_MS, HOURS, MINUTE_MS, MINUTES, STATE, Usage
+
+log = logging.getLogger(__name__)
+
+ATTRIBUTED, SAMPLES = "gpu.attributed", "gpu.samples"
+
+LOOK_EVERY_S = 1.0
+KEEP_S = 75.0
+"""Ticks of a node that has closed no minute for so long hold back no commit any more: its books are written."""
+LEADERS_APART_MS = 60_000
+"""By how much the next record of a log may say an earlier time than the clocks here, or the last record, do."""
+FORGET_MS = 25 * HOUR_MS
+"""After so long without a tick a node's books are deleted: gpu.attributed has no tick of it any more."""
+
+INSTRUMENTS = (
+    Instrument("gpustream_usage_ticks_total", "counter", "Node ticks read: booked, opened (the first of a run), behind"
+               " (their time was booked or closed before), ahead (of their log time by more than a minute: not booked),"
+               " replayed (read before).", ("outcome",)),
+    Instrument("gpustream_usage_unbooked_seconds_total", "counter", "Time of ticks that came after it was booked or"
+               " closed: a clock was set back, or the node was silent for longer than 20 minutes. A replay books the"
+               " latter."),
+    Instrument("gpustream_usage_written_total", "counter", "Records acknowledged by the broker: minute, hour, state.",
+               ("record",)),
+    Instrument("gpustream_usage_unsendable_total", "counter", "Records that the broker does not take, too large: left"
+               " out.", ("record",)),
+    Instrument("gpustream_usage_open_hours", "gauge", "Hours of nodes that are not final."),
+    Instrument("gpustream_usage_state_bytes", "gauge", "Bytes of the books of all nodes, as they were last written."),
+    *instruments(
+        "gpustream_usage_records_read_total", "gpustream_usage_records_delivered_total",
+        "gpustream_usage_records_duplicate_total", "gpustream_usage_records_dead_lettered_total",
+        "gpustream_usage_records_released_total", "gpustream_usage_records_held", "gpustream_usage_open_bytes",
+        "gpustream_usage_nodes", "gpustream_usage_lag_records", "gpustream_usage_misplaced_nodes_total",
+        "gpustream_usage_rebalances_total", "gpustream_usage_holes_total", "gpustream_usage_lost_offsets_total",
+        "gpustream_usage_loop_late_seconds"),
+)  # fmt: skip
+
+
+class UsageStream(Stream[UsageSettings]):
+    """The component: ``run`` counts until stopped."""
+
+    name = "usage"
+    table = INSTRUMENTS
+    failed = "looking at the nodes failed"
+
+    def work(self, partitions: Mapping[str, int]) -> tuple["UsageWorker", Reads]:
+        state = (STATE.name,)
+        reads = Reads(inputs=(ATTRIBUTED,), states=state, compacted=state, watched=(SAMPLES,), partitions=partitions)
+        policy = Policy(self.settings.split, self.settings.team_label)
+        return UsageWorker(self.instruments, policy, partitions=partitions[ATTRIBUTED]), reads
+
+
+class Clocks:
+    """The worker's own clocks. They close only what the next record of the log would."""
+
+    def monotonic_s(self) -> float:
+        """Seconds of the clock that is never set."""
+        return time.monotonic()
+
+    def now_ms(self) -> int:
+        return time.time_ns() // 1_000_000
+
+
+class Node:
+    """A node of a partition. ``durable`` are its books as the broker has them. ``fresh``: no tick was read since.
+
+    ``kept`` are the slots of the ticks that are not in the durable books, since ``kept_s`` of the monotonic clock;
+    ``due`` what is to be written. ``writing``: something is on its way; ``stale``: the topic's last books are not ours.
+    """
+
+    __slots__ = ("due", "durable", "fresh", "keeper", "kept", "kept_s", "key", "sent", "stale", "writing")
+
+    def __init__(self, key: bytes, books: Books, policy: Policy, durable: bytes | None = None) -> None:
+        self.key, self.durable, self.keeper = key, durable, Bookkeeper(books, policy)
+        self.fresh, self.writing, self.stale = True, False, False
+        self.kept: deque[Slot] = deque()
+        self.kept_s = 0.0
+        self.due: list[Usage] = []
+        self.sent: deque[bytes] = deque()
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        return _order(self.keeper.books)
+
+
+def _order(books: Books) -> tuple[int, ...]:
+    """By which of two books of a node the later ones are known."""
+    return books.logs, books.offset, books.booked_ms, books.final_ms
+
+
+class PartitionNodes:
+    """The nodes of one partition, by key. ``logged_ms`` is how far its log has come; ``passed_ms`` up to when it was
+    seen who is silent."""
+
+    def __init__(self) -> None:
+        self.nodes: dict[bytes, Node] = {}
+        self.caught_up = CaughtUp()
+        self.logged_ms = self.passed_ms = 0
+
+
+class UsageWorker:
+    """Books the ticks of the nodes of its partitions, writes what comes of them, then finishes them."""
+
+    app: ReaderApp
+
+    def __init__(
+        self, instruments: Instruments, policy: Policy, *, partitions: int, clocks: Clocks | None = None
+    ) -> None:
+        self._instruments, self._policy, self._clocks = instruments, policy, clocks or Clocks()
+        self._books = Bookkeeping(instruments, stage="usage", partitions=partitions)
+        self._partitions: dict[int, PartitionNodes] = {}
+        self._writing: set[asyncio.Task[None]] = set()
+        self._leftover: set[asyncio.Task[None]] = set()
+
+    # -- records
+
+    async def take(self, batch: Batch) -> None:
+        """Book a batch of one partition. Nothing is raised: a fault here ends the process."""
+        if not batch:
+            return
+        topic, number = batch[0][0].tp
+        partition = self._partitions.setdefault(number, PartitionNodes())
+        try:
+            if topic == ATTRIBUTED and self._leftover:
+                await asyncio.wait(self._leftover)
+            for slot, record in batch:
+                if not self.app.current(slot):
+                    return
+                try:
+                    if topic == STATE.name:
+                        self._learn(number, partition, record)
+                        self.app.finish(slot)
+                    else:
+                        self._book(number, partition, slot, record)
+                except Malformed as error:
+                    await self._books.dead_letter(self.app, slot, record, error.reason, str(error))
+            if topic == ATTRIBUTED:
+                self._pass_time(number, partition, partition.logged_ms - LEADERS_APART_MS)
+        except Exception as error:
+            log.exception("booking failed")
+            self.app.fail(f"booking failed: {error!r}")
+
+    def _learn(self, number: int, partition: PartitionNodes, record: Any) -> None:
+        """Take on a node's books, or their deletion. Raises Malformed.
+
+        Of a node of which ticks were read since, the books that we sent come back, which says nothing. Others were
+        written late, by a worker that had lost the partition: ours are written again, so that the last ones in the
+        topic are always those that the partition's owner goes by.
+        """
+        node = partition.nodes.get(record.key)
+        if node is not None and record.value in node.sent:
+            while node.sent.popleft() != record.value:
+                pass
+            return
+        if record.value is None:
+            if node is not None and node.fresh:
+                del partition.nodes[record.key]
+        elif node is None or (node.fresh and not node.writing):
+            books = decode_record(bookkeeping.decode, record.key, record.value)
+            if node is None:
+                self._books.check_place(number, record.key)
+            if node is None or _order(books) >= node.order:
+                partition.nodes[record.key] = Node(record.key, books, self._policy, record.value)
+                partition.caught_up.attributed(books.offset)
+                return
+        if node is not None and (record.value is not None or not node.fresh):
+            node.stale = True
+            self._settle(number, node)
+
+    def _book(self, number: int, partition: PartitionNodes, slot: Slot, record: Any) -> None:
+        """Book a node's tick. Raises Malformed."""
+        tick = decode_record(decode_tick, record.key, record.value)
+        node = partition.nodes.get(record.key)
+        if node is None:
+            self._books.check_place(number, record.key)
+            books = Books(schema=1, cluster=tick.cluster, node=tick.node)
+            node = partition.nodes[record.key] = Node(record.key, books, self._policy)
+        logged_ms = tick.logged_ms
+        if logged_ms is None:
+            logged_ms = record.timestamp if record.timestamp >= 0 else self._clocks.now_ms()
+        logs = node.keeper.books.logs
+        try:
+            outcome, records, unbooked_ms = node.keeper.take(tick, logged_ms)
+        except msgspec.DecodeError as error:
+            raise Malformed("undecodable", str(error)) from error
+        self._instruments.counter("gpustream_usage_ticks_total", outcome).inc()
+        partition.logged_ms = max(partition.logged_ms, logged_ms)
+        if outcome == "replayed":
+            slot.end = ("duplicate",)
+            self.app.finish(slot)
+            return
+        if unbooked_ms:
+            self._instruments.counter("gpustream_usage_unbooked_seconds_total").inc(unbooked_ms / 1000)
+        partition.caught_up.attributed(tick.offset, new_log=node.keeper.books.logs > logs)
+        node.fresh = False
+        if not node.kept:
+            node.kept_s = self._clocks.monotonic_s()
+        node.kept.append(slot)
+        self.app.reader.ledger.set_aside(slot)
+        if records:
+            node.due += records
+            self._settle(number, node)
+
+    # -- writing
+
+    def _settle(self, number: int, node: Node, *, now: bool = False) -> None:
+        """Begin to write what is due; ``now``: the books, though nothing else is."""
+        if not node.writing and (node.due or node.stale or now):
+            node.writing = True
+            self._start(self._write(number, node, self.app.reader.ledger.epoch))
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        """Begin to write. What can't be written ends the process."""
+
+        def ended(writing: "asyncio.Task[None]") -> None:
+            self._writing.discard(writing)
+            self._leftover.discard(writing)
+            if not writing.cancelled() and writing.exception() is not None:
+                self.app.fail(f"not written: {writing.exception()!r}")
+
+        writing = asyncio.create_task(work)
+        self._writing.add(writing)
+        writing.add_done_callback(ended)
+
+    async def _write(self, number: int, node: Node, epoch: int) -> None:
+        """The records, and when they are acknowledged the books, and then whatever has come due since."""
+        while self.app.reader.ledger.epoch == epoch:
+            records, node.due, node.stale = node.due, [], False
+            value, slots = bookkeeping.encode(node.keeper.books), tuple(node.kept)
+            node.kept.clear()
+            sent: dict[str, list[asyncio.Future[int]]] = {"minute": [], "hour": []}
+            for one in records:
+                kind, topic = ("minute", MINUTES) if one.end_ms - one.start_ms == MINUTE_MS else ("hour", HOURS)
+                key, text = one.key.encode(), bookkeeping.encode(one)
+                sent[kind].append(await self.app.sender.send(topic.name, text, key=key, partition=number))
+            for kind, some in sent.items():
+                await self._acknowledged(kind, some)
+            if self.app.reader.ledger.epoch != epoch:
+                return
+            node.sent.append(value)
+            written = await self.app.sender.send(STATE.name, value, key=node.key, partition=number)
+            await self._acknowledged("state", [written])
+            if self.app.reader.ledger.epoch != epoch:
+                return
+            node.durable = value
+            for slot in slots:
+                self.app.finish(slot)
+            if not node.due and not node.stale:
+                break
+        node.writing = False
+
+    async def _acknowledged(self, what: str, sent: Sequence["asyncio.Future[int]"]) -> None:
+        """Wait for all. What can never be sent is left out: to stop for it would stop for ever."""
+        for error in await asyncio.gather(*sent, return_exceptions=True):
+            if isinstance(error, Unsendable):
+                self._instruments.counter("gpustream_usage_unsendable_total", what).inc()
+                log.error("a record of usage (%s) is left out: %s", what, error)
+            elif isinstance(error, BaseException):
+                raise error
+            else:
+                self._instruments.counter("gpustream_usage_written_total", what).inc()
+
+    async def _delete(self, number: int, node: Node) -> None:
+        """Delete the books of a node that was away for longer than its ticks are kept."""
+        written = await self.app.sender.send(STATE.name, None, key=node.key, partition=number)
+        await self._acknowledged("state", [written])
+
+    # -- time
+
+    async def look(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            waiting = {tp.partition for tp in self.app.reader.pending_states()}
+            for number in self._partitions.keys() - waiting:
+                self.look_at(number)
+            self.observe()
+
+    def look_at(self, number: int) -> None:
+        """Close what the next record of a partition would, and write the books of nodes that have no tick any more."""
+        position = self.app.reader.ledger.expected(Partition(ATTRIBUTED, number))
+        if position is None:
+            return
+        partition, now_s = self._partitions[number], self._clocks.monotonic_s()
+        partition.caught_up.read(position)
+        ago_s = now_s - partition.caught_up.until_s
+        if ago_s < FORGET_MS / 1000:
+            self._pass_time(number, partition, self._clocks.now_ms() - round(ago_s * 1000) - LEADERS_APART_MS)
+        for node in partition.nodes.values():
+            if node.kept and now_s - node.kept_s >= KEEP_S:
+                self._settle(number, node, now=True)
+
+    def _pass_time(self, number: int, partition: PartitionNodes, log_ms: int) -> None:
+        """The log has come so far: once a minute, close what ends for the nodes that are silent."""
+        if log_ms // MINUTE_MS <= partition.passed_ms // MINUTE_MS:
+            return
+        partition.passed_ms = log_ms
+        for node in list(partition.nodes.values()):
+            books = node.keeper.books
+            if records := node.keeper.silent(log_ms):
+                node.due += records
+                self._settle(number, node)
+            elif not (books.hours or node.writing or node.kept) and log_ms - books.logged_ms >= FORGET_MS:
+                del partition.nodes[node.key]
+                self._start(self._delete(number, node))
+
+    def observe(self) -> None:
+        gauge = self._instruments.gauge
+        nodes = [node for partition in self._partitions.values() for node in partition.nodes.values()]
+        gauge("gpustream_usage_nodes").set(len(nodes))
+        gauge("gpustream_usage_open_hours").set(sum([len(node.keeper.books.hours) for node in nodes]))
+        gauge("gpustream_usage_state_bytes").set(sum([len(node.durable or b"") for node in nodes]))
+        self._books.observe(self.app.reader)
+
+    # -- what the reader knows of offsets
+
+    def forget(self) -> None:
+        """Only what the broker has is known from now on: the rest is read again, as soon as all has arrived."""
+        for partition in self._partitions.values():
+            partition.nodes = {
+                key: Node(key, bookkeeping.decode(node.durable), self._policy, node.durable)
+                for key, node in partition.nodes.items()
+                if node.durable is not None
+            }
+            partition.caught_up, partition.logged_ms, partition.passed_ms = CaughtUp(), 0, 0
+        self._leftover |= self._writing
+
+    def drop(self, partitions: frozenset[int]) -> None:
+        for number in partitions:
+            self._partitions.pop(number, None)
+
+    def committed(self, offsets: Mapping[Partition, int]) -> None:
+        """Nothing is kept for what may be read again."""
+
+    def ends(self, asked_s: float, ends: Mapping[Partition, int]) -> None:
+        lags: dict[str, int] = defaultdict(int)
+        for tp, end in ends.items():
+            read = self.app.reader.ledger.expected(tp)
+            lags[tp.topic] += max(0, end - read) if read is not None else 0
+            if tp.topic == ATTRIBUTED:
+                partition = self._partitions.setdefault(tp.partition, PartitionNodes())
+                partition.caught_up.ends(Ends(asked_s, end, ends.get(Partition(SAMPLES, tp.partition))))
+        for topic in (ATTRIBUTED, STATE.name):
+            self._instruments.gauge("gpustream_usage_lag_records", topic).set(lags[topic])
