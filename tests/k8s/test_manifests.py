@@ -17,6 +17,8 @@ from producers.cluster import owners
 from producers.cluster.component import PATHS
 from producers.cluster.config import default_lease
 from sinks import SINKS
+from sinks.metrics_api.cluster import AUTHENTICATION
+from sinks.metrics_api.custom_metrics import GROUP, VERSIONS
 from streams import STREAMS
 from tests.k8s.manifests import (
     K8S,
@@ -42,6 +44,7 @@ API_VERSIONS = {
     "v1": {"Namespace", "ResourceQuota", "Service", "ServiceAccount"},
     "apps/v1": {"DaemonSet", "Deployment", "StatefulSet"},
     "batch/v1": {"Job"},
+    "apiregistration.k8s.io/v1": {"APIService"},
     "keda.sh/v1alpha1": {"ScaledObject"},
     "monitoring.coreos.com/v1": {"PodMonitor", "ServiceMonitor"},
     "networking.k8s.io/v1": {"NetworkPolicy"},
@@ -53,6 +56,9 @@ KNOWN_VARIABLES = {
     "cluster": {"POD_NAME": "metadata.name"},
 }
 """Those that are no option's: what a producer takes its own name from, and what NVIDIA's container runtime reads."""
+
+MOUNTED = ("_FILE", "_CERT", "_KEY")
+"""The ends of variables that name a file, which a Secret brings."""
 
 of_all = pytest.mark.parametrize("thing", OBJECTS, ids=str)
 of_workloads = pytest.mark.parametrize("thing", WORKLOADS, ids=str)
@@ -134,7 +140,7 @@ def test_api_versions_are_those_that_are_served_today(thing: Object) -> None:
 @of_all
 def test_a_namespace_is_named_by_a_components_objects_which_would_else_be_in_any(thing: Object) -> None:
     named = thing.content["metadata"].get("namespace")
-    in_a_namespace = thing.kind not in {"Namespace", "ClusterRole", "ClusterRoleBinding"}
+    in_a_namespace = thing.kind not in {"APIService", "Namespace", "ClusterRole", "ClusterRoleBinding"}
     of_a_component = str(thing).startswith("components/")
     assert named == (kustomizations()[K8S / "base"]["namespace"] if in_a_namespace and of_a_component else None)
 
@@ -163,7 +169,7 @@ def test_every_container_is_a_command_line_that_is_right(
     seen = environment(thing.container, maps)
     (tmp_path / "file").write_text("mounted")
     for name, value in seen.items():
-        monkeypatch.setenv(name, str(tmp_path / "file") if name.endswith("_FILE") else value)
+        monkeypatch.setenv(name, str(tmp_path / "file") if name.endswith(MOUNTED) else value)
     with parsed(list(thing.container["args"])) as context:
         options = {param.envvar for param in context.command.params}
     known = KNOWN_VARIABLES.get(thing.name, {})
@@ -206,6 +212,8 @@ def test_it_is_asked_where_it_listens(thing: Object) -> None:
     ports = {"metrics": port_of(seen["GPUSTREAM_LISTEN"])}
     if "GPUSTREAM_SCRAPE_LISTEN" in seen:
         ports["gpus"] = port_of(seen["GPUSTREAM_SCRAPE_LISTEN"])
+    if "GPUSTREAM_METRICS_LISTEN" in seen:
+        ports["api"] = port_of(seen["GPUSTREAM_METRICS_LISTEN"])
     assert ports_of(thing) == ports
     asked = {name: (probe["httpGet"]["path"], probe["httpGet"]["port"]) for name, probe in probes_of(thing).items()}
     assert asked == {
@@ -248,7 +256,7 @@ def test_a_disruption_budget_is_for_one_workload_of_several_pods_and_lets_nodes_
 def test_a_service_has_ports_of_one_workload(thing: Object) -> None:
     (workload,) = selected_by(thing.content["spec"]["selector"])
     ports = {port["targetPort"]: port["port"] for port in thing.content["spec"]["ports"]}
-    assert ports == ports_of(workload)
+    assert ports == {name: 443 if name == "api" else port for name, port in ports_of(workload).items()}
 
 
 @pytest.mark.parametrize("thing", [one for one in WORKLOADS if one.kind == "StatefulSet"], ids=str)
@@ -285,7 +293,7 @@ def test_the_monitors_scrape_every_port_of_every_pod_of_ours() -> None:
         if one.kind == "Service" and selects(gpus["selector"]["matchLabels"], one.content["metadata"]["labels"])
     ]
     asked = {one["port"] for one in (*pods["podMetricsEndpoints"], *gpus["endpoints"])}
-    assert asked == {name for thing in OURS for name in ports_of(thing)}
+    assert asked == {name for thing in OURS for name in ports_of(thing)} - {"api"}  # it has no metrics of Prometheus
     assert {one["port"] for one in gpus["endpoints"]} <= {port["name"] for port in scraped.content["spec"]["ports"]}
 
 
@@ -462,6 +470,29 @@ def table(heading: str) -> list[list[str]]:
     lines = README.split(f"\n## {heading}\n", 1)[1].split("\n## ")[0].splitlines()
     rows = [line.strip("|").split("|") for line in lines if line.startswith("|")]
     return [[cell.strip().replace("`", "") for cell in row] for row in rows[2:]]
+
+
+def test_the_custom_metrics_are_those_of_the_service_and_their_deployment_may_ask_what_it_asks() -> None:
+    things = [one for one in OBJECTS if one.kind == "APIService"]
+    services = [one.content["spec"]["service"] for one in things]
+    service = the("Service", "metrics-api")
+    (api,) = [port["port"] for port in service.content["spec"]["ports"] if port["name"] == "api"]
+    patched = kustomizations()[K8S / "components" / "metrics-api-aggregated"]["patches"][0]["patch"]
+    values = {operation["path"].rpartition("/")[2]: operation["value"] for operation in yaml.safe_load(patched)}
+    namespace = service.content["metadata"]["namespace"]
+
+    assert sorted(one.content["spec"]["version"] for one in things) == sorted(VERSIONS)
+    assert {one.content["spec"]["group"] for one in things} == {GROUP}
+    assert services == [{"namespace": namespace, "name": "metrics-api", "port": api}] * 2
+    assert values["-"] == {"name": "GPUSTREAM_CUSTOM_METRICS", "value": f"$(POD_NAMESPACE)/{service.name}"}
+    assert values["serviceAccountName"] == the("ServiceAccount", "metrics-api").name
+    (binding,) = [one for one in OBJECTS if one.kind == "ClusterRoleBinding" and one.name == "gpustream-metrics-api"]
+    assert binding.content["subjects"] == [{"kind": "ServiceAccount", "name": "metrics-api", "namespace": namespace}]
+    assert rules("gpustream-metrics-api") == {
+        ("", "pods", "list", ""),
+        ("apiregistration.k8s.io", "apiservices", "list", ""),
+        ("", "configmaps", "get", AUTHENTICATION.rpartition("/")[2]),
+    }
 
 
 def test_the_readme_gives_a_reason_for_every_rule_and_for_no_other() -> None:

@@ -11,14 +11,16 @@ from aiokafka import AIOKafkaProducer
 from tests.eventually import eventually
 from tests.real.kubernetes import ApiServer, Json
 from tests.real.servers import KafkaServer
+from topics.attributed import TOPIC
 
 CLUSTER = "default"
 NODE = "n1"
 TICK_S = 0.25
 
 
-def deployment(namespace: str, name: str, replicas: int, labels: dict[str, str]) -> Json:
-    """A Deployment of pods with these labels."""
+def deployment(namespace: str, name: str, replicas: int) -> Json:
+    """A Deployment of pods with the label app=NAME."""
+    labels = {"app": name}
     containers = [{"name": "main", "image": "example.invalid/main"}]
     return {
         "apiVersion": "apps/v1",
@@ -58,22 +60,21 @@ def outside_service(service: str) -> Json:
 
 
 class Inference:
-    """A Deployment and its GPUs: every pod runs as soon as it is there, and every second one shares a GPU with others.
+    """A Deployment and its GPUs: every pod runs as soon as it is there.
 
-    ``load`` is what each pod makes of its GPU, from its next tick on.
+    ``load`` is what each pod makes of its GPU, from its next tick on. With ``shared`` every second pod is on one GPU
+    with others.
     """
 
-    def __init__(
-        self, api: ApiServer, kafka: KafkaServer, topic: str, *, namespace: str, labels: dict[str, str]
-    ) -> None:
-        self.api, self.kafka, self.topic, self.namespace, self.labels = api, kafka, topic, namespace, labels
+    def __init__(self, api: ApiServer, kafka: KafkaServer, namespace: str, name: str, *, shared: bool = True) -> None:
+        self.api, self.kafka, self.namespace, self.name, self.shared = api, kafka, namespace, name, shared
         self.load = 0.0
         self.pods: list[str] = []
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> "Inference":
         self.api.namespace(self.namespace)
-        self.api.create(deployment(self.namespace, "infer", 2, self.labels))
+        self.api.create(deployment(self.namespace, self.name, 2))
         self._task = asyncio.create_task(self._run())
         await self.scaled_to(2)
         return self
@@ -88,9 +89,18 @@ class Inference:
         """Waits until so many pods hold a GPU."""
         await eventually(lambda: len(self.pods) == replicas, f"{replicas} pods", unless=self._task, every_s=0.05)
 
-    def status(self, hpa: str) -> Json:
+    def autoscale(self, hpa: Json) -> None:
+        """Has an autoscaler of an example scale it from 2 to 6, and down again at once."""
+        quick = {"scaleDown": {"stabilizationWindowSeconds": 0}}
+        content = {**hpa, "metadata": {"name": self.name, "namespace": self.namespace}}
+        content["spec"] = {**hpa["spec"], "minReplicas": 2, "maxReplicas": 6, "behavior": quick}
+        assert content["spec"]["scaleTargetRef"]["name"] == self.name
+        assert self.api.apply(content).status == 201
+
+    def status(self) -> Json:
         """What the autoscaler says."""
-        found: Json = self.api.get(f"/apis/autoscaling/v2/namespaces/{self.namespace}/horizontalpodautoscalers/{hpa}")
+        path = f"/apis/autoscaling/v2/namespaces/{self.namespace}/horizontalpodautoscalers/{self.name}"
+        found: Json = self.api.get(path)
         status: Json = found.get("status", {})
         return status
 
@@ -103,7 +113,7 @@ class Inference:
                 pods = await asyncio.to_thread(self._running)
                 seq += 1
                 content = self._tick(pods, started_ms, seq)
-                await producer.send_and_wait(self.topic, json.dumps(content).encode(), f"{CLUSTER}/{NODE}".encode())
+                await producer.send_and_wait(TOPIC.name, json.dumps(content).encode(), f"{CLUSTER}/{NODE}".encode())
                 self.pods = pods
                 await asyncio.sleep(TICK_S)
         finally:
@@ -122,7 +132,7 @@ class Inference:
         return sorted(pod["metadata"]["name"] for pod in found)
 
     def _tick(self, pods: list[str], run_id: int, seq: int) -> Json:
-        alone, together = pods[0::2], pods[1::2]
+        alone, together = (pods[0::2], pods[1::2]) if self.shared else (pods, [])
         devices: list[dict[str, Any]] = [
             {"uuid": f"GPU-{pod}", "metrics": {"gpu_utilization_ratio": self.load}, "holders": [self._holder(pod)]}
             for pod in alone
@@ -145,12 +155,6 @@ class Inference:
         }
 
     def _holder(self, pod: str, **more: Any) -> dict[str, Any]:
-        workload = {"kind": "Deployment", "name": "infer"}
-        holder = {
-            "namespace": self.namespace,
-            "pod": pod,
-            "container": "main",
-            "workload": workload,
-            "deployment": "infer",
-        }
-        return holder | more
+        workload = {"kind": "Deployment", "name": self.name}
+        holder = {"namespace": self.namespace, "pod": pod, "container": "main"}
+        return {**holder, "workload": workload, "deployment": self.name, **more}

@@ -44,6 +44,7 @@ OLDEST_KAFKA = "kafka-3.4.1"
 PROMETHEUS = "prometheus-3.15.0"
 PROMETHEUS_2 = "prometheus-2.42.0"
 ALERTMANAGER = "alertmanager-0.34.0"
+PROMETHEUS_ADAPTER = "prometheus-adapter-0.12.0"
 ASK_TIMEOUT_S = 10.0
 
 
@@ -119,6 +120,14 @@ def find_alertmanager() -> Path:
     for program in _programs(ALERTMANAGER, "alertmanager"):
         return program
     raise Missing(f"no Alertmanager in {real_dir() / ALERTMANAGER} or on PATH: run `make real-servers`")
+
+
+def find_prometheus_adapter() -> Path:
+    """What gives a Prometheus' series to autoscalers; raises :class:`Missing`."""
+    found = real_dir() / PROMETHEUS_ADAPTER / "adapter"
+    if not found.is_file():
+        raise Missing(f"no prometheus-adapter at {found}: run `make real-servers`")
+    return found
 
 
 def takes_remote_write_2(program: Path) -> bool:

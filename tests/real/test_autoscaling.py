@@ -5,13 +5,18 @@ The objects are those of k8s/examples, as a user applies them, but for names and
 
 import asyncio
 import base64
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import ExitStack, asynccontextmanager
+import json
+import ssl
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
+import aiohttp
 import pytest
 import yaml
+from aiohttp import web
 
+from sinks import http_server
 from tests.eventually import eventually
 from tests.real.autoscaling import Inference, api_service, outside_service
 from tests.real.certificates import Authority
@@ -25,13 +30,20 @@ from tests.real.kubernetes import (
     find_kube_controller_manager,
 )
 from tests.real.pipeline import Gpustream
-from tests.real.process import HeldPort
-from tests.real.servers import KafkaServer, find_openssl
+from tests.real.process import HeldPort, Server, listens
+from tests.real.servers import (
+    KafkaServer,
+    PrometheusServer,
+    find_openssl,
+    find_prometheus,
+    find_prometheus_adapter,
+)
 
 EXAMPLES = Path(__file__).parents[2] / "k8s" / "examples"
-SERVICE = "gpustream/gpustream-metrics-api"
+AGGREGATED = EXAMPLES.parent / "components" / "metrics-api-aggregated"
+SERVICE = "gpustream/metrics-api"
 USED = "gpu_utilization_ratio"
-LABELS = {"app": "infer", "tier": "gpu"}
+ADAPTER = "monitoring/prometheus-adapter"
 Make = Callable[..., Gpustream]
 
 
@@ -62,12 +74,15 @@ def port() -> Iterator[int]:
 
 @pytest.fixture
 def sink(gpustream: Make, empty_kafka: KafkaServer, cluster: ApiServer, authority: Authority, port: int) -> Make:
-    """Makes the sink with TLS and further options."""
-    config = cluster.kubeconfig("admin")
+    """Makes the sink with TLS and further options; it may do what k8s/ lets it do."""
+    for name in ("clusterrole", "clusterrolebinding"):
+        (thing,) = yaml.safe_load_all((AGGREGATED / f"{name}.yaml").read_text())
+        assert cluster.apply(thing).status in {200, 201}
+    config = cluster.kubeconfig(token=cluster.service_account("gpustream", "metrics-api"))
 
     def make(*options: str) -> Gpustream:
         empty_kafka.create_ours({"gpu.attributed": 2})
-        name = "gpustream-metrics-api.gpustream.svc"
+        name = "metrics-api.gpustream.svc"
         serving = authority.sign(name, f"DNS:{name}", "DNS:localhost")
         where = ("--kafka", empty_kafka.address, "--metrics-listen", f"127.0.0.1:{port}")
         tls = ("--serving-cert", str(serving.certificate), "--serving-key", str(serving.key))
@@ -77,10 +92,10 @@ def sink(gpustream: Make, empty_kafka: KafkaServer, cluster: ApiServer, authorit
 
 
 @asynccontextmanager
-async def registered(cluster: ApiServer, authority: Authority, port: int) -> AsyncIterator[None]:
-    """Both versions of the group are the sink's while inside."""
+async def registered(cluster: ApiServer, service: str, authority: Authority, port: int) -> AsyncIterator[None]:
+    """Both versions of the group are a Service's while inside."""
     ca = base64.b64encode(authority.ca.read_bytes()).decode()
-    made = [api_service(version, SERVICE, port, ca=ca) for version in ("v1beta1", "v1beta2")]
+    made = [api_service(version, service, port, ca=ca) for version in ("v1beta1", "v1beta2")]
     for one in made:
         cluster.create(one)
     try:
@@ -108,23 +123,16 @@ async def test_an_autoscaler_scales_a_deployment_up_and_down_on_streamed_values(
 ) -> None:
     process = sink("--custom-metrics", SERVICE)
     await asyncio.to_thread(process.start)
-    infer = Inference(cluster, empty_kafka, "gpu.attributed", namespace="aggregated", labels=LABELS)
-    async with registered(cluster, authority, port), infer:
+    infer = Inference(cluster, empty_kafka, "aggregated", "infer")
+    async with registered(cluster, SERVICE, authority, port), infer:
         (hpa,) = example("custom-metrics/hpa.yaml")
-        hpa["metadata"]["namespace"] = "aggregated"
-        hpa["spec"] |= {
-            "minReplicas": 2,
-            "maxReplicas": 6,
-            "behavior": {"scaleDown": {"stabilizationWindowSeconds": 0}},
-        }
         hpa["spec"]["metrics"][0]["pods"]["target"]["averageValue"] = "100m"
         infer.load = 0.18
-        assert cluster.apply(hpa).status == 201
+        infer.autoscale(hpa)
         await infer.scaled_to(6)
         infer.load = 0.02
         await infer.scaled_to(2)
-        status = infer.status(hpa["metadata"]["name"])
-        assert status["currentMetrics"][0]["pods"]["current"]["averageValue"] == "20m"
+        await eventually(lambda: current(infer) == {"averageValue": "20m"}, every_s=0.2)
 
         path = "/apis/custom.metrics.k8s.io/v1beta2/namespaces/aggregated"
         one = cluster.get(f"{path}/deployments.apps/infer/{USED}")
@@ -133,3 +141,168 @@ async def test_an_autoscaler_scales_a_deployment_up_and_down_on_streamed_values(
         assert [item["value"] for item in older["items"]] == ["20m"]
         assert cluster.request("GET", f"{path}/pods/*/{USED}", user="one").status == 403
     assert "error" not in process.log_tail().lower()
+
+
+def current(infer: Inference) -> Json:
+    """The value that the autoscaler goes by."""
+    (one,) = infer.status().get("currentMetrics") or [{}]
+    found: Json = one.get(one.get("type", "").lower(), {}).get("current", {})
+    return found
+
+
+async def test_it_does_not_start_where_another_server_has_the_group(cluster: ApiServer, sink: Make) -> None:
+    cluster.create(api_service("v1beta1", ADAPTER, 443, ca=""))
+    try:
+        process = sink("--custom-metrics", SERVICE)
+        process.begin()
+        await eventually(lambda: process.returncode is not None, every_s=0.1)
+    finally:
+        cluster.delete("/apis/apiregistration.k8s.io/v1/apiservices/v1beta1.custom.metrics.k8s.io")
+
+    assert process.returncode == 1
+    assert f"belongs to the Service {ADAPTER} (APIService v1beta1.custom.metrics.k8s.io)" in process.log_tail()
+
+
+class Keda:
+    """KEDA's metrics-api scaler, as its source makes the request and reads the answer."""
+
+    def __init__(self, trigger: Json, token: str, ca: Path, port: int) -> None:
+        metadata = trigger["metadata"]
+        self.path = metadata["url"].partition(".svc")[2]
+        self.location = metadata["valueLocation"]
+        self.headers = {"User-Agent": "Go-http-client/1.1", "Accept-Encoding": "gzip"}
+        if metadata.get("authMode") == "bearer":
+            self.headers["Authorization"] = f"Bearer {token}"
+        self.url = f"https://localhost:{port}{self.path}"
+        self.tls = ssl.create_default_context(cafile=str(ca))
+
+    async def value(self) -> float:
+        """The number at ``valueLocation``, whose dots lead downward; KeyError or an error of HTTP if there is none."""
+        connector = aiohttp.TCPConnector(ssl=self.tls)
+        async with (
+            aiohttp.ClientSession(connector=connector) as client,
+            client.get(self.url, headers=self.headers, raise_for_status=True) as answer,
+        ):
+            found = json.loads(await answer.read())
+        for part in self.location.split("."):
+            found = found[part]
+        assert isinstance(found, int | float)
+        return found
+
+
+async def test_keda_reads_what_the_holders_of_a_workload_use_together(
+    cluster: ApiServer, sink: Make, empty_kafka: KafkaServer, authority: Authority, port: int, tmp_path: Path
+) -> None:
+    (tmp_path / "token").write_text("of-the-tests\n")
+    process = sink("--client-token-file", str(tmp_path / "token"), "--client-ca", str(authority.ca))
+    await asyncio.to_thread(process.start)
+    (scaled,) = example("keda/scaledobject-metrics-api.yaml")
+    (trigger,) = scaled["spec"]["triggers"]
+    keda = Keda(trigger, "of-the-tests", authority.ca, port)
+    with pytest.raises(aiohttp.ClientResponseError, match="404"):
+        await keda.value()
+    async with Inference(cluster, empty_kafka, "ml", "infer") as infer:
+        infer.load = 0.25
+        await eventually(lambda: asks(keda, 0.5), every_s=0.1)
+    assert cluster.get("/apis/apps/v1/namespaces/ml/deployments/infer")["spec"]["replicas"] == 2
+
+    with pytest.raises(aiohttp.ClientResponseError, match="401"):
+        await Keda(trigger, "wrong", authority.ca, port).value()
+    shown = authority.sign("keda")
+    keda.headers.pop("Authorization")
+    keda.tls.load_cert_chain(shown.certificate, shown.key)
+    assert await keda.value() == 0.5
+
+
+async def asks(keda: Keda, value: float) -> bool:
+    """Whether KEDA gets that value."""
+    with suppress(aiohttp.ClientResponseError):
+        return await keda.value() == value
+    return False
+
+
+class Adapter(Server):
+    """prometheus-adapter with the configuration of the example."""
+
+    def __init__(self, directory: Path, api: ApiServer, prometheus: PrometheusServer, authority: Authority) -> None:
+        super().__init__(directory)
+        self.api, self.prometheus = api, prometheus
+        self.serving = authority.sign("adapter", "DNS:prometheus-adapter.monitoring.svc")
+
+    def command(self) -> Sequence[str]:
+        """The adapter in the foreground; Prometheus is asked every second which metrics there are."""
+        config = self.api.kubeconfig("admin")
+        return [
+            str(find_prometheus_adapter()),
+            f"--secure-port={self.ports[0].number}",
+            f"--tls-cert-file={self.serving.certificate}",
+            f"--tls-private-key-file={self.serving.key}",
+            f"--prometheus-url={self.prometheus.url}",
+            f"--config={EXAMPLES / 'prometheus-adapter' / 'adapter.yaml'}",
+            "--metrics-relist-interval=1s",
+            "--metrics-max-age=1m",
+            *(f"--{what}-kubeconfig={config}" for what in ("lister", "authentication", "authorization")),
+        ]
+
+    def ready(self) -> bool:
+        """Whether it serves."""
+        return listens(self.ports[0].number)
+
+
+class Classical(PrometheusServer):
+    """A Prometheus that scrapes the sink and the pods' labels every second, with the rule of the example."""
+
+    def __init__(self, directory: Path, targets: Sequence[str], namespace: str) -> None:
+        super().__init__(directory)
+        self.targets, self.namespace = list(targets), namespace
+
+    def prepare(self) -> None:
+        """Writes the configuration."""
+        (rules,) = example("prometheus-adapter/rules.yml")
+        rules["groups"][0]["interval"] = "1s"
+        rules["groups"][0]["rules"][0]["labels"]["namespace"] = self.namespace
+        (self.directory / "rules.yml").write_text(json.dumps(rules))
+        jobs = [{"job_name": "gpus", "honor_labels": True, "static_configs": [{"targets": self.targets}]}]
+        content = {"global": {"scrape_interval": "1s", "scrape_timeout": "1s"}, "rule_files": ["rules.yml"]}
+        (self.directory / "prometheus.yml").write_text(json.dumps({**content, "scrape_configs": jobs}))
+
+
+@asynccontextmanager
+async def pod_labels(infer: Inference) -> AsyncIterator[str]:
+    """What kube-state-metrics says of the pods' labels; the address to scrape."""
+
+    async def metrics(_: web.Request) -> web.Response:
+        labels = [f'namespace="{infer.namespace}",pod="{pod}",label_app="{infer.name}"' for pod in infer.pods]
+        return web.Response(text="".join(f"kube_pod_labels{{{some}}} 1\n" for some in labels))
+
+    async with http_server.listening([web.get("/metrics", metrics)], ("127.0.0.1", 0)) as (host, port):
+        yield f"{host}:{port}"
+
+
+async def test_the_classical_way_scales_on_a_recording_rule_through_prometheus_adapter(
+    cluster: ApiServer, gpustream: Make, empty_kafka: KafkaServer, authority: Authority, port: int, tmp_path: Path
+) -> None:
+    need(find_prometheus, find_prometheus_adapter)
+    empty_kafka.create_ours({"gpu.attributed": 2, "gpu.dead-letters": 1})
+    names = ("--names", "dcgm-legacy", "--labels", "dcgm", "--scrape-listen", f"127.0.0.1:{port}")
+    process = gpustream("scrape", "sink", "scrape", "--kafka", empty_kafka.address, *names)
+    test = Inference(cluster, empty_kafka, "classical", "cuda-test", shared=False)
+    async with AsyncExitStack() as servers:
+        await asyncio.to_thread(process.start)
+        await servers.enter_async_context(test)
+        test.load = 0.9
+        labels = await servers.enter_async_context(pod_labels(test))
+        targets = (f"127.0.0.1:{port}", labels)
+        prometheus = servers.enter_context(Classical(tmp_path / "prometheus", targets, "classical"))
+        await eventually(lambda: prometheus.query("cuda_test_gpu_avg"), every_s=0.2)
+        adapter = servers.enter_context(Adapter(tmp_path / "adapter", cluster, prometheus, authority))
+        cluster.namespace("monitoring")
+        cluster.create(outside_service(ADAPTER))
+        cluster.create(outside_service("classical/cuda-test"))
+        await servers.enter_async_context(registered(cluster, ADAPTER, authority, adapter.ports[0].number))
+        (hpa,) = example("prometheus-adapter/hpa.yaml")
+        test.autoscale(hpa)
+        await test.scaled_to(6)
+        test.load = 0.1
+        await test.scaled_to(2)
+        await eventually(lambda: current(test) == {"value": "10"}, every_s=0.2)

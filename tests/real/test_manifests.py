@@ -170,6 +170,16 @@ def test_every_object_is_accepted_strictly_and_without_a_warning(
     } == {}
 
 
+def test_the_examples_of_autoscaling_are_accepted_strictly_too(cluster: Cluster) -> None:
+    cluster.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "ml"}}, dry=False)
+    files = [file for file in (K8S / "examples").rglob("*.yaml") if file.name != "adapter.yaml"]
+    things = [thing for file in files for thing in yaml.safe_load_all(file.read_text())]
+    answers = [cluster.apply(thing, dry=True) for thing in things]
+
+    assert {thing["kind"] for thing in things} == {"HorizontalPodAutoscaler", "ScaledObject", "TriggerAuthentication"}
+    assert [(answer.status, answer.warnings) for answer in answers] == [(201, [])] * len(things)
+
+
 def test_the_server_finds_a_field_that_is_none(cluster: Cluster) -> None:
     (daemon_set,) = [thing for thing in render(K8S / "base") if thing["kind"] == "DaemonSet"]
     daemon_set["spec"]["template"]["spec"]["hostPid"] = True
@@ -203,7 +213,9 @@ def test_in_a_namespace_of_another_name_the_roles_are_bound_to_the_account_that_
     things = overlay(with_components(*COMPONENTS) | {"namespace": "elsewhere"})
     assert {thing["metadata"].get("namespace", "elsewhere") for thing in things} == {"elsewhere"}
     subjects = [subject for thing in things for subject in thing.get("subjects", [])]
-    assert [subject["namespace"] for subject in subjects] == ["elsewhere"] * 4
+    assert [subject["namespace"] for subject in subjects] == ["elsewhere"] * 5
+    services = [thing["spec"]["service"] for thing in things if thing["kind"] == "APIService"]
+    assert services == [{"namespace": "elsewhere", "name": "metrics-api", "port": 443}] * 2
     (namespace,) = [thing for thing in things if thing["kind"] == "Namespace"]
     assert namespace["metadata"]["name"] == "elsewhere"
 
@@ -272,7 +284,7 @@ def test_the_readmes_authentication_is_that_of_every_scaled_objects_kafka_trigge
 
 
 def test_openshift_picks_the_users_of_all_but_the_node_producer_whatever_other_components_add(overlay: Render) -> None:
-    for pod in templates(overlay(with_components("webhook", "scrape", "kafka-security", "openshift"))):
+    for pod in templates(overlay(with_components("webhook", "scrape", "metrics-api", "kafka-security", "openshift"))):
         context, name = pod["spec"]["securityContext"], pod["metadata"]["labels"]["app.kubernetes.io/component"]
         if name == "node":
             assert (context["runAsUser"], context["seLinuxOptions"]) == (0, {"type": "spc_t"})
