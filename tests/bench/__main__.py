@@ -16,6 +16,7 @@ BENCHMARKS = (
     "alerts",
     "cluster",
     "workloads",
+    "autoscaling",
 )
 
 

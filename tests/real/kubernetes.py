@@ -334,11 +334,11 @@ class ApiServer(Server):
 
 
 class ControllerManager(Server):
-    """The controllers that scale Deployments; the autoscaler looks every second."""
+    """The controllers that scale Deployments; the autoscaler looks every ``period_s``."""
 
-    def __init__(self, directory: Path, api: ApiServer) -> None:
+    def __init__(self, directory: Path, api: ApiServer, *, period_s: int = 1) -> None:
         super().__init__(directory)
-        self.api = api
+        self.api, self.period_s = api, period_s
 
     def command(self) -> Sequence[str]:
         """The controllers in the foreground."""
@@ -350,7 +350,7 @@ class ControllerManager(Server):
             "--leader-elect=false",
             "--use-service-account-credentials=true",
             "--controllers=deployment-controller,replicaset-controller,horizontal-pod-autoscaler-controller",
-            "--horizontal-pod-autoscaler-sync-period=1s",
+            f"--horizontal-pod-autoscaler-sync-period={self.period_s}s",
         ]
 
     def ready(self) -> bool:

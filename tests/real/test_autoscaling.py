@@ -250,20 +250,23 @@ class Adapter(Server):
 
 
 class Classical(PrometheusServer):
-    """A Prometheus that scrapes the sink and the pods' labels every second, with the rule of the example."""
+    """A Prometheus that scrapes the sink and the pods' labels, with the rule of the example, both every ``every_s``."""
 
-    def __init__(self, directory: Path, targets: Sequence[str], namespace: str) -> None:
+    def __init__(self, directory: Path, targets: Sequence[str], namespace: str, *, every_s: int = 1) -> None:
         super().__init__(directory)
-        self.targets, self.namespace = list(targets), namespace
+        self.targets, self.namespace, self.every_s = list(targets), namespace, every_s
 
     def prepare(self) -> None:
         """Writes the configuration."""
         (rules,) = example("prometheus-adapter/rules.yml")
-        rules["groups"][0]["interval"] = "1s"
+        rules["groups"][0]["interval"] = f"{self.every_s}s"
         rules["groups"][0]["rules"][0]["labels"]["namespace"] = self.namespace
         (self.directory / "rules.yml").write_text(json.dumps(rules))
         jobs = [{"job_name": "gpus", "honor_labels": True, "static_configs": [{"targets": self.targets}]}]
-        content = {"global": {"scrape_interval": "1s", "scrape_timeout": "1s"}, "rule_files": ["rules.yml"]}
+        content = {
+            "global": {"scrape_interval": f"{self.every_s}s", "scrape_timeout": "1s"},
+            "rule_files": ["rules.yml"],
+        }
         (self.directory / "prometheus.yml").write_text(json.dumps({**content, "scrape_configs": jobs}))
 
 
