@@ -21,13 +21,14 @@ import msgspec
 
 from delivery import values
 from delivery.connection import Connection
-from delivery.settings import DURATION, READABLE_FILE, Text
+from delivery.settings import DURATION, FILE, READABLE_FILE, Text
 from gpustream import logs
 from gpustream.command import KAFKA, LOG_FORMAT, Command, counted, option
 from gpustream.topics import FAILED, answer
 from gpustream.usage import prices as price_list
 from gpustream.usage import read
-from gpustream.usage.prices import Prices, PricesError
+from gpustream.usage.focus import Bill, BillError, Nodes, read_nodes
+from gpustream.usage.prices import PricesError
 from gpustream.usage.read import Range, utc
 from gpustream.usage.table import By, Row, Table, rounded
 from topics.usage import HOUR_MS, MINUTE_MS
@@ -72,6 +73,7 @@ def _ago(text: str) -> When:
         ) from None
 
 
+_OF_FOCUS = {"--focus-nodes": "nodes_file", "--focus-label": "focus_label", "--focus-sum": "focus_sum"}
 TIME = Text("TIME", when, "2026-11-01")
 
 
@@ -94,6 +96,13 @@ def _mistakes(given: dict[str, Any]) -> Iterator[str]:
         yield "--since: usage is counted by the minute: write whole minutes, such as 90m"
     if last is not None and first is None:
         yield "--to: needs --from"
+    bill, out = given["bill_file"], given["focus_file"]
+    if (bill is None) != (out is None):
+        yield "--focus-origin and --focus go together: without a bill, --format csv is what there is"
+    elif bill is None:
+        yield from (f"{name}: needs --focus-origin" for name in _OF_FOCUS if given[_OF_FOCUS[name]])
+    elif out.exists() and out.samefile(bill):
+        yield "--focus: must not be the bill itself"
     try:
         wanted(since_s, first, last, _now_ms())
     except ValueError as error:
@@ -105,7 +114,8 @@ def _mistakes(given: dict[str, Any]) -> Iterator[str]:
     check=_mistakes,
     example=(
         "gpustream usage --kafka kafka-0:9092 --by team --since 7d --prices prices.yaml\n"
-        "gpustream usage --kafka kafka-0:9092 --by workload --from 2026-11-01 --to 2026-12-01 --format csv"
+        "gpustream usage --kafka kafka-0:9092 --by workload --from 2026-11-01 --to 2026-12-01 --format csv\n"
+        "gpustream usage --kafka kafka-0:9092 --focus-origin bill.csv --focus allocated.csv"
     ),
 )
 @KAFKA
@@ -145,6 +155,37 @@ def _mistakes(given: dict[str, Any]) -> Iterator[str]:
         " example."
     ),
 )
+@option(
+    "--focus-origin",
+    "bill_file",
+    type=READABLE_FILE,
+    help=(
+        "A bill, as CSV with the columns of FOCUS. Its charges for nodes and GPUs are divided by who had the GPUs. Its"
+        " time is the time that is read, if no other is given."
+    ),
+)
+@option(
+    "--focus",
+    "focus_file",
+    type=FILE,
+    help="Where the bill is written with its charges divided, with the columns of FOCUS 1.3 for allocated charges.",
+)
+@option(
+    "--focus-nodes",
+    "nodes_file",
+    type=READABLE_FILE,
+    help=(
+        "A file that says what the bill calls each node: in each line a ResourceId and the name of a node. For most"
+        " clouds, `kubectl get nodes --no-headers -o custom-columns=:.spec.providerID,:.metadata.name` writes it."
+    ),
+)
+@option("--focus-label", "focus_label", help="The node label that holds what the bill has as ResourceId.")
+@option(
+    "--focus-sum",
+    "focus_sum",
+    multiple=True,
+    help="A further column of the bill that can be summed, and so is divided, too, such as a cost of the cloud's own.",
+)
 @LOG_FORMAT
 def usage(
     connection: Connection,
@@ -155,18 +196,28 @@ def usage(
     form: Literal["text", "csv", "json"],
     prices_file: Path | None,
     log_format: logs.Format,
+    **focus: Any,
 ) -> None:
     """Say who had how many GPU-hours, what of them was used, and what that costs. It reads in no group."""
     logs.setup(log_format)
-    prices = _prices(prices_file)
     if any(one is not None and one.is_assumed for one in (first, last)):
         click.echo("times without a zone are taken as UTC", err=True)
     time_range = wanted(since_s, first, last, _now_ms())
-    found, table = answer(_count(connection, time_range, Table(by, prices)))
-    for note in [*found.notes, *_remarks(table)]:
-        click.echo(note, err=True)
-    if not found.range.is_some:
-        raise SystemExit(FAILED)
+    try:
+        table = Table(by, price_list.load(prices_file) if prices_file is not None else None)
+        bill = _bill(by, **focus)
+        if bill is not None and bill.range is not None and since_s is None and first is None:
+            time_range = bill.range.until(_now_ms())
+        found = answer(_count(connection, time_range, [table, *([bill] if bill is not None else [])]))
+        for note in [*found.notes, *_remarks(table)]:
+            click.echo(note, err=True)
+        if not found.range.is_some:
+            raise SystemExit(FAILED)
+        if bill is not None:
+            _write(bill, found.range, focus["focus_file"])
+    except (PricesError, BillError) as error:
+        click.echo(str(error), err=True)
+        raise SystemExit(FAILED) from error
     if form == "json":
         click.echo(msgspec.json.encode(as_json(found.range, table)))
     elif form == "csv":
@@ -175,23 +226,50 @@ def usage(
         click.echo("\n".join(as_text(found.range, table)))
 
 
-def _prices(file: Path | None) -> Prices | None:
-    if file is None:
+def _bill(
+    by: By,
+    bill_file: Path | None,
+    focus_file: Path | None,
+    nodes_file: Path | None,
+    focus_label: str | None,
+    focus_sum: tuple[str, ...],
+) -> Bill | None:
+    """The bill that is to be divided. Raises BillError."""
+    if bill_file is None or focus_file is None:
         return None
-    try:
-        return price_list.load(file)
-    except PricesError as error:
-        click.echo(str(error), err=True)
-        raise SystemExit(FAILED) from error
+    nodes = Nodes(read_nodes(nodes_file) if nodes_file is not None else {}, focus_label)
+    return Bill(bill_file, by, nodes, focus_sum)
 
 
-async def _count(connection: Connection, time_range: Range, table: Table) -> tuple[read.Answer, Table]:
+async def _count(connection: Connection, time_range: Range, counts: Sequence[Table | Bill]) -> read.Answer:
+    """Read what was used in a time, and count it."""
     async with read.opened(connection) as past:
         found = await read.plan(past, time_range, _now_ms())
         if found.range.is_some:
             async for records in read.records(past, found):
-                table.add(records)
-    return found, table
+                for one in counts:
+                    one.add(records)
+    return found
+
+
+def _write(bill: Bill, counted_range: Range, file: Path) -> None:
+    """Write the bill, whole or not at all, and say what became of its charges. Raises BillError."""
+    temporary = file.with_name(f".{file.name}.tmp")
+    try:
+        with temporary.open("w", encoding="utf-8", newline="") as out:
+            csv.writer(out, lineterminator="\n").writerows(bill.lines(counted_range))
+        temporary.replace(file)
+    except OSError as error:
+        raise BillError(f"{file}: it can't be written: {error}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+    click.echo(f"{file}: {counted(bill.divided, 'charge')} divided", err=True)
+    if bill.partly:
+        click.echo(
+            f"of them, {counted(bill.partly, 'charge')} by a part of their time: the rest has no usage", err=True
+        )
+    for why, number in sorted(bill.unchanged.items()):
+        click.echo(f"{counted(number, 'charge')} as before: {why}", err=True)
 
 
 def _now_ms() -> int:

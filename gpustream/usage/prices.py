@@ -24,6 +24,7 @@ import yaml
 
 _FIELDS = frozenset({"model", "per_gpu_hour", "from", "to", "node_labels"})
 _EVER_MS = 2**63 - 1
+_MOST_DIGITS = 30
 
 
 class PricesError(ValueError):
@@ -116,7 +117,7 @@ def _price(entry: Any) -> tuple[Price | None, list[str]]:
         amount = Decimal(str(entry.get("per_gpu_hour")))
     except InvalidOperation:
         amount = Decimal(-1)
-    if not amount.is_finite() or amount < 0:
+    if not amount.is_finite() or amount < 0 or abs(amount.adjusted()) > _MOST_DIGITS:
         wrong.append("`per_gpu_hour` must be a number that is not below zero, such as 2.95")
     span = []
     for name, missing in (("from", 0), ("to", _EVER_MS)):

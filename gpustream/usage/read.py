@@ -53,6 +53,10 @@ class Range(NamedTuple):
             return [self]
         return [end for end in (Range(self.from_ms, hours.from_ms), Range(hours.to_ms, self.to_ms)) if end.is_some]
 
+    def until(self, now_ms: int) -> "Range":
+        """What of it is not in an hour that goes on."""
+        return Range(self.from_ms, min(self.to_ms, now_ms // HOUR_MS * HOUR_MS))
+
     @property
     def is_some(self) -> bool:
         """Whether there is any time in it."""

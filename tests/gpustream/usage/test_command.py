@@ -115,6 +115,35 @@ def test_the_text_closes_and_fits_a_terminal(kafka: str, tmp_path: Path) -> None
     assert "not final: 1 window from 2026-11-20 01:00Z on may still change" in result.stderr
 
 
+def test_a_bill_is_divided_and_what_became_of_its_charges_is_said(kafka: str, tmp_path: Path) -> None:
+    (tmp_path / "bill.csv").write_text(
+        "ResourceId,ChargePeriodStart,ChargePeriodEnd,BilledCost\n"
+        "n1,2026-11-20T00:00:00Z,2026-11-20T01:00:00Z,10.00\n"
+        "vol-1,2026-11-20T00:00:00Z,2026-11-20T02:00:00Z,1.00\n"
+    )
+    out = tmp_path / "out.csv"
+    result = _usage(kafka, "--focus-origin", str(tmp_path / "bill.csv"), "--focus", str(out), "--format", "json")
+    assert (json.loads(result.stdout)["from_ms"], json.loads(result.stdout)["to_ms"]) == (
+        START_MS,
+        START_MS + 2 * HOUR_MS,
+    )
+    rows = list(csv.DictReader(out.open()))
+    assert [(row["AllocatedResourceName"], row["x_UsageCategory"], row["BilledCost"]) for row in rows] == [
+        ("ml", "held", "5.00"), ("serving", "held", "2.14"), ("", "free", "2.86"), ("", "", "1.00"),
+    ]  # fmt: skip
+    assert f"{out}: 1 charge divided\n1 charge as before: of no node or GPU that has usage" in result.stderr
+
+
+def test_a_bill_that_can_not_be_divided_leaves_no_file(kafka: str, tmp_path: Path) -> None:
+    bill, out = tmp_path / "bill.csv", tmp_path / "out.csv"
+    bill.write_text(
+        "ResourceId,ChargePeriodStart,ChargePeriodEnd,BilledCost\nn1,2026-11-20T00:00Z,2026-11-20T01:00Z,ten\n"
+    )
+    result = _usage(kafka, "--focus-origin", str(bill), "--focus", str(out))
+    assert (result.exit_code, list(tmp_path.iterdir())) == (1, [bill])
+    assert "row 1: BilledCost is 'ten'" in result.stderr
+
+
 def test_a_time_that_no_zone_is_given_for_is_said_to_be_utc(kafka: str) -> None:
     assert "UTC" in _usage(kafka, "--from", FROM, "--to", TO).stderr
     assert "UTC" not in _usage(kafka, "--from", "2026-11-20T01:00+01:00", "--to", "2026-11-20T02:00Z").stderr
@@ -161,6 +190,10 @@ def test_a_time_may_be_so_long_ago() -> None:
         (["--since", "1h", "--from", "2026-11-01"], "--since: not together with --from and --to"),
         (["--to", "2026-11-01"], "--to: needs --from"),
         (["--from", "2026-11-02", "--to", "2026-11-01"], "--from: must be before --to"),
+        (["--focus", "out.csv"], "--focus-origin and --focus go together"),
+        (["--focus-origin", __file__], "--focus-origin and --focus go together"),
+        (["--focus-origin", __file__, "--focus", __file__], "--focus: must not be the bill itself"),
+        (["--focus-label", "a"], "--focus-label: needs --focus-origin"),
     ],
 )
 def test_a_time_that_is_none_is_one_sentence(arguments: list[str], sentence: str) -> None:

@@ -77,6 +77,7 @@ def test_a_price_is_what_the_file_says_and_no_float(tmp_path: Path) -> None:
         ("currency: EUR\nprices: [{model: a}]", "price 1: `per_gpu_hour` must be a number"),
         ("currency: EUR\nprices: [{model: a, per_gpu_hour: -1}]", "price 1: `per_gpu_hour` must be a number"),
         ("currency: EUR\nprices: [{model: a, per_gpu_hour: .nan}]", "price 1: `per_gpu_hour` must be a number"),
+        ("currency: EUR\nprices: [{model: a, per_gpu_hour: 1e999999999}]", "price 1: `per_gpu_hour` must be a number"),
         ("currency: EUR\nprices: [{model: a, per_gpu_hour: true}]", "price 1: `per_gpu_hour` must be a number"),
         ("currency: EUR\nprices: [{model: a, per_gpu_hour: 1, form: x}]", "price 1: `form` is not known"),
         ("currency: EUR\nprices: [{model: a, per_gpu_hour: 1, from: soon}]", "price 1: `from` must be a date"),

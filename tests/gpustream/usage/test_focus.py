@@ -1,0 +1,242 @@
+"""A bill divided by who had the GPUs, as a reader that is not ours reads it: duckdb."""
+
+import csv
+import json
+from collections.abc import Mapping, Sequence
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpustream.usage.focus import ALLOCATED, COSTS, OWN, QUANTITIES, Bill, BillError, Nodes, names_of, read_nodes
+from gpustream.usage.read import Range
+from gpustream.usage.table import By
+from tests.usage_records import START_MS, usage
+from topics.usage import HOUR_MS, Usage
+
+NO_NODES = Nodes()
+DAY = Range(START_MS, START_MS + 24 * HOUR_MS)
+CHARGE = {
+    "BilledCost": "98.32",
+    "EffectiveCost": "70.0000000001",
+    "ListCost": "120",
+    "ContractedCost": "-5.01",
+    "ConsumedQuantity": "24",
+    "PricingQuantity": "",
+    "ListUnitPrice": "5.00",
+    "ResourceId": "n1",
+    "ResourceName": "",
+    "ChargePeriodStart": "2026-11-20T00:00:00Z",
+    "ChargePeriodEnd": "2026-11-21T00:00:00Z",
+    "Tags": '{"env": "prod"}',
+    "x_Note": "a,b",
+}
+FLEET = [
+    usage("ml", "bert-0", workload={"kind": "Job", "name": "bert"}, team="vision", labels={"app": "bert"}),
+    usage("serving", gpu_uuid="GPU-2", of=7, uuid="MIG-1", slice_ms=3 * HOUR_MS),
+    usage(gpu_uuid="GPU-2", of=7, slice_ms=4 * HOUR_MS),
+    usage("ml", start_ms=START_MS + 5 * HOUR_MS, device_ms=HOUR_MS // 3),
+    usage(start_ms=START_MS + 5 * HOUR_MS, device_ms=HOUR_MS // 3, category="unobserved"),
+    usage(start_ms=START_MS + 5 * HOUR_MS, device_ms=HOUR_MS // 3, category="lost"),
+    usage("other", node="n2", gpu_uuid="GPU-3"),
+]
+
+
+def bill(tmp_path: Path, *rows: Mapping[str, str], by: By = "namespace", nodes: Nodes = NO_NODES, **more: Any) -> Bill:
+    """A bill with these rows, each as ``CHARGE`` but for what is given."""
+    path = tmp_path / "bill.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, CHARGE)
+        writer.writeheader()
+        writer.writerows([{**CHARGE, **row} for row in rows])
+    return Bill(path, by, nodes, **more)
+
+
+def written(tmp_path: Path, made: Bill, records: Sequence[Usage] = FLEET, time: Range = DAY) -> list[dict[str, Any]]:
+    """The bill with its charges divided, as duckdb reads it."""
+    made.add(records)
+    out = tmp_path / "out.csv"
+    with out.open("w", newline="") as file:
+        csv.writer(file).writerows(made.lines(time))
+    table = duckdb.read_csv(str(out), all_varchar=True)
+    return [dict(zip(table.columns, row, strict=True)) for row in table.fetchall()]
+
+
+def summed(rows: Sequence[Mapping[str, Any]], column: str) -> Decimal:
+    return sum((Decimal(row[column]) for row in rows if row[column]), Decimal(0))
+
+
+def test_a_charge_becomes_one_for_each_holder_and_for_what_nobody_held(tmp_path: Path) -> None:
+    rows = written(tmp_path, bill(tmp_path, {}))
+    assert [(row["x_UsageCategory"], row["AllocatedResourceId"], row["BilledCost"]) for row in rows] == [
+        ("held", "c1/ml", "43.70"),
+        ("held", "c1/serving", "14.05"),
+        ("free", None, "18.73"),
+        ("unobserved", None, "10.92"),
+        ("lost", None, "10.92"),
+    ]
+    assert {row["x_OriginRow"] for row in rows} == {"1"}
+
+
+def test_costs_and_quantities_add_up_to_the_charge_exactly_and_all_else_is_copied(tmp_path: Path) -> None:
+    rows = written(tmp_path, bill(tmp_path, {}))
+    for column in (*COSTS, *QUANTITIES):
+        if column in CHARGE:
+            assert summed(rows, column) == Decimal(CHARGE[column] or 0)
+    for column in ("ListUnitPrice", "ResourceId", "ChargePeriodStart", "ChargePeriodEnd", "Tags", "x_Note"):
+        assert {row[column] for row in rows} == {CHARGE[column]}
+    assert {row["PricingQuantity"] for row in rows} == {None}
+
+
+def test_the_columns_of_allocated_charges_are_what_focus_asks_for(tmp_path: Path) -> None:
+    rows = written(tmp_path, bill(tmp_path, {}, by="pod"))
+    assert list(rows[0]) == [*(name for name in CHARGE if name != "x_Note"), *ALLOCATED, "x_Note", *OWN]
+    assert {row["AllocatedMethodId"] for row in rows} == {"gpustream-gpu-time"}
+    ratios = [json.loads(row["AllocatedMethodDetails"], parse_float=Decimal)["Elements"][0] for row in rows]
+    assert sum(one["AllocatedRatio"] for one in ratios) == 1
+    assert sum(one["UsageQuantity"] for one in ratios) == 3
+    assert {one["UsageUnit"] for one in ratios} == {"GPU-Hours"}
+    for row in rows:
+        named = [row[name] is not None for name in ("AllocatedResourceId", "AllocatedResourceName", "AllocatedTags")]
+        assert named == [row["x_UsageCategory"] == "held"] * 3
+    assert json.loads(rows[0]["AllocatedTags"]) == {
+        "gpustream/pod": "ml/bert-0",
+        "gpustream/namespace": "ml",
+        "gpustream/team": "vision",
+        "gpustream/workload": "Job/bert",
+        "gpustream/label/app": "bert",
+        "gpustream/cluster": "c1",
+    }
+
+
+def test_other_charges_are_as_they_were_and_counted(tmp_path: Path) -> None:
+    other = {"ResourceId": "vol-1", "BilledCost": "not even a number"}
+    before = {"ChargePeriodStart": "2026-11-19T00:00:00Z"}
+    made = bill(tmp_path, other, {}, before, {"ChargePeriodEnd": ""})
+    rows = written(tmp_path, made)
+    unchanged = [row for row in rows if row["AllocatedMethodId"] is None]
+    assert [{name: row[name] or "" for name in CHARGE} for row in unchanged] == [
+        CHARGE | other,
+        CHARGE | before,
+        CHARGE | {"ChargePeriodEnd": ""},
+    ]
+    assert all(row[name] is None for row in unchanged for name in (*ALLOCATED, *OWN))
+    assert (made.divided, made.partly) == (1, 1)
+    assert dict(made.unchanged) == {
+        "of no node or GPU that has usage in their time": 1,
+        "of a time that is not all counted": 1,
+        "of no time, or divided before": 1,
+    }
+
+
+def test_a_bill_that_was_divided_is_not_divided_again(tmp_path: Path) -> None:
+    once = written(tmp_path, bill(tmp_path, {}))
+    again = Bill(tmp_path / "out.csv", "pod", Nodes())
+    assert written(tmp_path, again) == once
+
+
+def test_an_hourly_charge_has_its_own_hour_only(tmp_path: Path) -> None:
+    hours = [
+        {"ChargePeriodStart": f"2026-11-20T0{hour}:00:00Z", "ChargePeriodEnd": f"2026-11-20T0{hour + 1}:00:00Z"}
+        for hour in (0, 5, 6)
+    ]
+    rows = written(tmp_path, bill(tmp_path, *hours))
+    assert [(row["x_OriginRow"], row["AllocatedResourceName"]) for row in rows] == [
+        ("1", "ml"), ("1", "serving"), ("1", None), ("2", "ml"), ("2", None), ("2", None), (None, None),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("resource", "nodes", "name"),
+    [
+        ({"ResourceId": "N1"}, Nodes(), "n1"),
+        ({"ResourceId": "other", "ResourceName": "n1"}, Nodes(), "n1"),
+        ({"ResourceId": "GPU-1"}, Nodes(), "n1"),
+        ({"ResourceId": "arn:aws:ec2:eu-west-1:1:instance/i-0ab"}, Nodes({"n1": ["aws:///eu-west-1a/i-0ab"]}), "n1"),
+        ({"ResourceId": "i-0ab"}, Nodes({}, "example.com/instance"), "n1"),
+        ({"ResourceId": "i-0ab"}, Nodes(), "i-0ab.eu-west-1.compute.internal"),
+        ({"ResourceId": "/subscriptions/A/vms/0"}, Nodes({"n1": ["azure:///subscriptions/a/vms/0"]}), "n1"),
+    ],
+)
+def test_a_charge_belongs_to_a_node_by_any_of_its_ids(
+    tmp_path: Path, resource: dict[str, str], nodes: Nodes, name: str
+) -> None:
+    made = bill(tmp_path, resource, nodes=nodes)
+    record = usage("ml", node=name, node_labels={"example.com/instance": "i-0ab"})
+    assert [row["AllocatedResourceName"] for row in written(tmp_path, made, [record])] == ["ml"]
+
+
+def test_a_number_alone_names_nothing() -> None:
+    assert names_of("azure:///subscriptions/a/vms/0") == {"/subscriptions/a/vms/0"}
+
+
+def test_a_charge_for_several_nodes_is_divided_by_the_time_of_all(tmp_path: Path) -> None:
+    nodes = Nodes({"n1": ["scale-set"], "n2": ["scale-set"]})
+    rows = written(tmp_path, bill(tmp_path, {"ResourceId": "scale-set"}, nodes=nodes))
+    assert {row["AllocatedResourceName"] for row in rows} == {"ml", "serving", "other", None}
+
+
+def test_what_else_can_be_summed_is_said_by_the_user(tmp_path: Path) -> None:
+    rows = written(tmp_path, bill(tmp_path, {"x_Note": "10.00"}, summed=("x_Note",)))
+    assert summed(rows, "x_Note") == 10
+    assert len({row["x_Note"] for row in rows}) > 1
+
+
+@settings(deadline=None, max_examples=20)
+@given(
+    cost=st.decimals(-10_000, 10_000, allow_nan=False, places=2),
+    times=st.lists(st.integers(1, HOUR_MS - 1), min_size=1, max_size=12, unique=True),
+)
+def test_every_charge_is_divided_to_the_cent(
+    tmp_path_factory: pytest.TempPathFactory, cost: Decimal, times: list[int]
+) -> None:
+    tmp_path = tmp_path_factory.mktemp("bill")
+    records = [usage(f"ns-{number}", gpu_uuid=f"GPU-{number}", device_ms=ms) for number, ms in enumerate(times)]
+    rows = written(tmp_path, bill(tmp_path, {"BilledCost": str(cost)}), records)
+    query = "SELECT sum(BilledCost::DECIMAL(18, 2)), count(*) FROM read_csv(?) GROUP BY x_OriginRow"
+    found = duckdb.execute(query, [str(tmp_path / "out.csv")]).fetchall()
+    assert found == [(cost, len(times))]
+    for row, ms in zip(sorted(rows, key=lambda row: int(row["AllocatedResourceName"][3:])), times, strict=True):
+        assert abs(Decimal(row["BilledCost"]) - cost * ms / sum(times)) < Decimal("0.01")
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("", "it has no column ResourceId"),
+        ("a,b\n1,2\n", "it has no column ResourceId"),
+        ("ResourceId,ResourceId,ChargePeriodStart,ChargePeriodEnd,BilledCost\n", "it has two columns ResourceId"),
+        ("ResourceId,ChargePeriodStart,ChargePeriodEnd,BilledCost\n1,2\n", "row 1 has 2 fields, and the first line 4"),
+        ("\xff\xfe", "it can't be read as CSV in UTF-8"),
+    ],
+)
+def test_a_bill_that_is_none_is_one_sentence(tmp_path: Path, text: str, sentence: str) -> None:
+    (tmp_path / "bill.csv").write_bytes(text.encode("latin-1"))
+    with pytest.raises(BillError) as raised:
+        Bill(tmp_path / "bill.csv", "namespace", Nodes())
+    assert sentence in str(raised.value)
+
+
+@pytest.mark.parametrize("cost", ["1,000.00", "EUR 5", "NaN", "Infinity", "1E+999999999"])
+def test_a_cost_that_is_no_number_is_said_with_its_row(tmp_path: Path, cost: str) -> None:
+    made = bill(tmp_path, {"ResourceId": "vol-1"}, {"BilledCost": cost})
+    with pytest.raises(BillError, match=r"row 2: BilledCost is .*, and must be a number such as 12\.34"):
+        written(tmp_path, made)
+
+
+def test_the_time_of_a_bill_is_that_of_its_charges(tmp_path: Path) -> None:
+    assert bill(tmp_path, {}, {"ChargePeriodEnd": "2026-11-20T00:30:00Z"}).range == DAY
+    assert bill(tmp_path, {"ChargePeriodStart": "x"}).range is None
+
+
+def test_a_file_of_nodes_has_an_id_and_a_name_in_each_line(tmp_path: Path) -> None:
+    file = tmp_path / "nodes"
+    file.write_text("# from kubectl\naws:///a/i-0ab  n1\n\ni-0cd,n1\n")
+    assert read_nodes(file) == {"n1": ["aws:///a/i-0ab", "i-0cd"]}
+    file.write_text("n1\n")
+    with pytest.raises(BillError, match="nodes:1: it must be"):
+        read_nodes(file)
