@@ -127,7 +127,7 @@ def test_a_bill_is_divided_and_what_became_of_its_charges_is_said(kafka: str, tm
         START_MS,
         START_MS + 2 * HOUR_MS,
     )
-    rows = list(csv.DictReader(out.open()))
+    rows = list(csv.DictReader(io.StringIO(out.read_text())))
     assert [(row["AllocatedResourceName"], row["x_UsageCategory"], row["BilledCost"]) for row in rows] == [
         ("ml", "held", "5.00"), ("serving", "held", "2.14"), ("", "free", "2.86"), ("", "", "1.00"),
     ]  # fmt: skip
