@@ -25,7 +25,7 @@ SOAK_SEED ?= $(shell date +%s)
 COMPILED = PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX=$(CURDIR)/$(VENV)/pycache
 
 SCRIPTS := .ci/run tests/real/build/build
-GENERATORS := $(patsubst %.py,%,$(subst /,.,$(wildcard topics/reference.py gpustream/reference.py gpustream/acls.py streams/alerts/text/reference.py docs/flow.py)))
+GENERATORS := $(patsubst %.py,%,$(subst /,.,$(wildcard topics/reference.py gpustream/reference.py gpustream/acls.py streams/alerts/text/reference.py docs/flow.py k8s/rules.py))) k8s.dashboards
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-fast coverage check format bench soak storm gpu real-servers lock
@@ -63,6 +63,7 @@ check: install ## lint, format, types, imports, schemas, docs and scripts; never
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/mypy docs/consumers/*.py docs/flow.py
+	$(BIN)/mypy -p k8s
 	$(BIN)/lint-imports
 	@for generator in $(GENERATORS); do echo "$$generator --check"; $(BIN)/python -m $$generator --check || exit 1; done
 	@for script in $(SCRIPTS); do echo "bash -n $$script"; bash -n $$script || exit 1; done

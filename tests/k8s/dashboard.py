@@ -1,4 +1,4 @@
-"""The dashboard and the rules of Prometheus as their tests read them, and the queries as Grafana would send them."""
+"""The dashboards and the rules of Prometheus as their tests read them, and the queries as Grafana would send them."""
 
 import json
 import re
@@ -8,30 +8,46 @@ from typing import Any, NamedTuple
 
 import yaml
 
-GRAFANA = Path(__file__).parents[2] / "k8s" / "grafana"
-PROMETHEUS = Path(__file__).parents[2] / "k8s" / "prometheus"
-DASHBOARD: dict[str, Any] = json.loads((GRAFANA / "gpu-fleet.json").read_text())
-PANELS: list[dict[str, Any]] = DASHBOARD["panels"]
-VARIABLES: dict[str, dict[str, Any]] = {variable["name"]: variable for variable in DASHBOARD["templating"]["list"]}
+K8S = Path(__file__).parents[2] / "k8s"
+FOLDER = K8S / "components" / "dashboards"
+PROMETHEUS = K8S / "prometheus"
+DASHBOARDS: dict[str, dict[str, Any]] = {
+    board["uid"]: board for board in (json.loads(path.read_text()) for path in sorted(FOLDER.glob("*.json")))
+}
 
 _VARIABLE = re.compile(r"\$\{?(\w+)\}?")
 
 
 class Query(NamedTuple):
-    """One query of a panel, with the variables in it."""
+    """One query of a panel, with the variables in it, and the legend of what it answers."""
 
+    board: str
     panel: str
     ref: str
     expr: str
+    legend: str
 
     def __str__(self) -> str:
-        return f"{self.panel}-{self.ref}"
+        return f"{self.board}/{self.panel}/{self.ref}"
+
+
+def panels() -> list[tuple[str, dict[str, Any]]]:
+    """Every panel with its dashboard's uid, rows left out."""
+    return [(uid, panel) for uid, board in DASHBOARDS.items() for panel in board["panels"] if panel["type"] != "row"]
 
 
 def queries() -> list[Query]:
     """Every query of every panel."""
-    targets = [(panel["title"], target) for panel in PANELS for target in panel.get("targets", [])]
-    return [Query(title, target["refId"], target["expr"]) for title, target in targets]
+    return [
+        Query(uid, panel["title"], target["refId"], target["expr"], target.get("legendFormat", ""))
+        for uid, panel in panels()
+        for target in panel["targets"]
+    ]
+
+
+def variables(uid: str) -> dict[str, dict[str, Any]]:
+    """A dashboard's variables by name."""
+    return {variable["name"]: variable for variable in DASHBOARDS[uid]["templating"]["list"]}
 
 
 def rules() -> list[dict[str, Any]]:
@@ -42,19 +58,23 @@ def rules() -> list[dict[str, Any]]:
 
 def label_queries() -> list[Query]:
     """The queries that fill variables, as PromQL that counts by the label."""
-    filled_by_query = [variable for variable in VARIABLES.values() if variable["type"] == "query"]
-    return [_label_query(variable["name"], variable["query"]["query"]) for variable in filled_by_query]
+    return [
+        _label_query(uid, variable["name"], variable["query"]["query"])
+        for uid in DASHBOARDS
+        for variable in variables(uid).values()
+        if variable["type"] == "query"
+    ]
 
 
-def _label_query(name: str, query: str) -> Query:
+def _label_query(uid: str, name: str, query: str) -> Query:
     found = re.fullmatch(r"label_values\((.+), (\w+)\)", query)
     if found is None:
         raise ValueError(f"{name}: not label_values(SELECTOR, LABEL): {query}")
     selector, label = found.groups()
-    return Query(name, label, f"count by ({label}) ({selector})")
+    return Query(uid, f"variable {name}", label, f"count by ({label}) ({selector})", "")
 
 
-def variables(expr: str) -> set[str]:
+def used(expr: str) -> set[str]:
     """The names of the variables in a query."""
     return set(_VARIABLE.findall(expr))
 

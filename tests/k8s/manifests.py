@@ -89,7 +89,7 @@ def config_maps() -> dict[str, dict[str, str]]:
     found = {"webhook": dict(WEBHOOK)}
     for folder, said in kustomizations().items():
         for generator in said.get("configMapGenerator", []):
-            if generator.get("behavior", "create") == "create":
+            if generator.get("behavior", "create") == "create" and "envs" in generator:
                 (file,) = generator["envs"]
                 found[generator["name"]] = env_file(folder / file)
     return found

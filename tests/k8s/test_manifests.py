@@ -46,7 +46,7 @@ API_VERSIONS = {
     "batch/v1": {"Job"},
     "apiregistration.k8s.io/v1": {"APIService"},
     "keda.sh/v1alpha1": {"ScaledObject"},
-    "monitoring.coreos.com/v1": {"PodMonitor", "ServiceMonitor"},
+    "monitoring.coreos.com/v1": {"PodMonitor", "PrometheusRule", "ServiceMonitor"},
     "networking.k8s.io/v1": {"NetworkPolicy"},
     "policy/v1": {"PodDisruptionBudget"},
     "rbac.authorization.k8s.io/v1": {"ClusterRole", "ClusterRoleBinding", "Role", "RoleBinding"},
@@ -110,6 +110,9 @@ def test_a_kustomization_names_every_file_beside_it_and_none_that_is_not_there(f
     assert here == {name for name in said.get("resources", []) if name.endswith(".yaml")}
     assert {file.name for file in folder.glob("*.env")} == {
         name for generator in said.get("configMapGenerator", []) for name in generator.get("envs", [])
+    }
+    assert {file.name for file in folder.glob("*.json")} == {
+        name for generator in said.get("configMapGenerator", []) for name in generator.get("files", [])
     }
     below = [folder / name for name in said.get("resources", []) if not name.endswith(".yaml")]
     assert [path for path in below if not (path / "kustomization.yaml").is_file()] == []

@@ -1,4 +1,4 @@
-"""The rules in k8s/prometheus and the configurations of docker-compose.yml, as promtool reads and tries them."""
+"""The rules that k8s/rules.py writes and the configurations of docker-compose.yml, as promtool reads and tries them."""
 
 import shutil
 import subprocess
@@ -15,7 +15,7 @@ from tests.real.servers import find_promtool
 from tests.test_compose import COMPOSE
 
 FILES = sorted(PROMETHEUS.glob("*.yml"))
-ALERTS = [rule["alert"] for rule in rules()]
+ALERTS = [rule["alert"] for rule in rules() if "alert" in rule]
 
 SCRAPED = 'job="gpustream",instance="producer"'
 DEVICE = 'k8s_cluster_name="c",k8s_node_name="n",gpu_index="0",gpu_uuid="GPU-0"'
@@ -165,18 +165,18 @@ CASES = [
         "30m",
         False,
     ),
-    Case("GpuSilent", {f'gpustream_node_gpus{{{SCRAPED},state="lost"}}': "0 1x4"}, "5m", True),
-    Case("GpuSilent", {f'gpustream_node_gpus{{{SCRAPED},state="ok"}}': "8x5"}, "5m", False),
+    Case("GPULost", {f'gpustream_node_gpus{{{SCRAPED},state="lost"}}': "0 1x4"}, "5m", True),
+    Case("GPULost", {f'gpustream_node_gpus{{{SCRAPED},state="ok"}}': "8x5"}, "5m", False),
     Case("GpustreamKubeletSilent", {f"gpustream_node_kubelet_age_seconds{{{SCRAPED}}}": "240+60x5"}, "5m", True),
     Case("GpustreamKubeletSilent", {f"gpustream_node_kubelet_age_seconds{{{SCRAPED}}}": "0x5"}, "5m", False),
     Case(
-        "GpuUncorrectableErrors",
+        "GPUEccUncorrectable",
         {f'gpu_ecc_errors{{{HELD},gpu_ecc_error_type="uncorrectable"}}': "2x9 3x5"},
         "12m",
         True,
     ),
     Case(  # another pod's series begins where the last one's ended: the GPU had no new error
-        "GpuUncorrectableErrors",
+        "GPUEccUncorrectable",
         {
             f'gpu_ecc_errors{{{HELD},gpu_ecc_error_type="uncorrectable"}}': "2x5 stale",
             f'gpu_ecc_errors{{{NEXT},gpu_ecc_error_type="uncorrectable"}}': "_x6 2x9",
@@ -184,26 +184,69 @@ CASES = [
         "12m",
         False,
     ),
+    Case("GPUEccUncorrectable", {f'gpu_ecc_errors{{{HELD},gpu_ecc_error_type="correctable"}}': "0+1x12"}, "12m", False),
+    Case("GPURowRemapFailure", {f"gpu_row_remap_failure{{{HELD}}}": "1"}, "0m", True),
+    Case("GPURowRemapFailure", {f"gpu_row_remap_failure{{{HELD}}}": "0"}, "0m", False),
+    Case("GPURowRemapPending", {f"gpu_row_remap_pending{{{HELD}}}": "1x61"}, "61m", True),
+    Case("GPURowRemapPending", {f"gpu_row_remap_pending{{{HELD}}}": "1x59"}, "59m", False),
     Case(
-        "GpuUncorrectableErrors", {f'gpu_ecc_errors{{{HELD},gpu_ecc_error_type="correctable"}}': "0+1x12"}, "12m", False
-    ),
-    Case("GpuRowRemapFailure", {f"gpu_row_remap_failure{{{HELD}}}": "1"}, "0m", True),
-    Case("GpuRowRemapFailure", {f"gpu_row_remap_failure{{{HELD}}}": "0"}, "0m", False),
-    Case("GpuRowRemapPending", {f"gpu_row_remap_pending{{{HELD}}}": "1x61"}, "61m", True),
-    Case("GpuRowRemapPending", {f"gpu_row_remap_pending{{{HELD}}}": "1x59"}, "59m", False),
-    Case(
-        "GpuHardwareSlowdown", {f'gpu_throttle_reason{{{HELD},gpu_throttle_cause="temp_hardware"}}': "1x6"}, "6m", True
+        "GPUThermalSlowdown", {f'gpu_throttle_reason{{{HELD},gpu_throttle_cause="temp_hardware"}}': "1x6"}, "6m", True
     ),
     Case(
-        "GpuHardwareSlowdown",
+        "GPUThermalSlowdown",
         {f'gpu_throttle_reason{{{HELD},gpu_throttle_cause="power_software"}}': "1x6"},
         "6m",
         False,
     ),
-    Case("GpuHeldAndIdle", {f"gpu_utilization{{{HELD}}}": "0.01x70"}, "70m", True),
-    Case("GpuHeldAndIdle", {f"gpu_utilization{{{HELD}}}": "0.01x55 0.9x15"}, "70m", False),
-    Case("GpuHeldAndIdle", {f"gpu_utilization{{{HELD}}}": "_x30 0x40"}, "70m", False),
-    Case("GpuHeldAndIdle", {f"gpu_utilization{{{DEVICE}}}": "0x70"}, "70m", False),
+    Case("GPUHeldIdle", {f"gpu_utilization{{{HELD}}}": "0.001x70", f"gpu_holders{{{HELD}}}": "1x70"}, "70m", True),
+    Case("GPUHeldIdle", {f"gpu_pod_utilization_ratio{{{HELD}}}": "0x70"}, "70m", True),
+    Case(
+        "GPUHeldIdle",
+        {
+            f"gpu_utilization{{{HELD}}}": "0x70",
+            f'gpu_encode_utilization{{{HELD},gpu_task_type="encoder"}}': "0.3x70",
+            f"gpu_holders{{{HELD}}}": "1x70",
+        },
+        "70m",
+        False,
+    ),
+    Case("GPUHeldIdle", {f"gpu_utilization{{{HELD}}}": "0x55 0.9x15", f"gpu_holders{{{HELD}}}": "1x70"}, "70m", False),
+    Case(
+        "GPUHeldIdle", {f"gpu_utilization{{{HELD}}}": "_x30 0x40", f"gpu_holders{{{HELD}}}": "_x30 1x40"}, "70m", False
+    ),
+    Case("GPUHeldIdle", {f"gpu_utilization{{{DEVICE}}}": "0x70", f"gpu_holders{{{DEVICE}}}": "0x70"}, "70m", False),
+    Case("GPUXid", {f'gpu_xid_errors_total{{{DEVICE},xid="79"}}': "_x9 1"}, "10m", True),
+    Case("GPUXid", {f'gpu_xid_errors_total{{{DEVICE},xid="13"}}': "1x29 2 2"}, "30m", True),
+    Case("GPUXid", {f'gpu_xid_errors_total{{{DEVICE},xid="79"}}': "1x40"}, "40m", False),
+    Case("GPUNvlinkErrors", {f"gpu_interconnect_crc_errors{{{HELD}}}": "0+50x10"}, "10m", True),
+    Case("GPUNvlinkErrors", {f"gpu_interconnect_recoveries{{{HELD}}}": "3x8 4x2"}, "10m", True),
+    Case("GPUNvlinkErrors", {f"gpu_interconnect_crc_errors{{{HELD}}}": "0+10x10"}, "10m", False),
+    Case(
+        "GPUUsedUnallocated", {f"gpu_utilization{{{DEVICE}}}": "0.4x5", f"gpu_holders{{{DEVICE}}}": "0x5"}, "4m", True
+    ),
+    Case("GPUUsedUnallocated", {f"gpu_utilization{{{HELD}}}": "0.4x5", f"gpu_holders{{{HELD}}}": "1x5"}, "4m", False),
+    Case("GPUAttributionConflict", {f'gpu_attribution_conflict{{{DEVICE},reason="no_pod"}}': "1x5"}, "4m", True),
+    Case("GPUAttributionConflict", {f'gpu_attribution_conflict{{{DEVICE},reason="no_pod"}}': "1 stale"}, "4m", False),
+    Case("GPUNotAnswering", {f'gpustream_node_gpus{{{SCRAPED},state="timeout"}}': "0 1x4"}, "5m", True),
+    Case("GPUNotAnswering", {f'gpustream_node_gpus{{{SCRAPED},state="lost"}}': "0 1x4"}, "5m", False),
+    Case("NodeSilent", {f"gpu_holders{{{HELD}}}": "1x20 stale"}, "25m", True),
+    Case("NodeSilent", {f"gpu_holders{{{HELD}}}": "1x20 stale", f"gpu_holders{{{DEVICE}}}": "_x21 0x9"}, "25m", False),
+    Case(
+        "GpustreamRecordsExpired", {f"gpustream_remote_write_records_expired_total{{{SCRAPED}}}": "0x9 4"}, "10m", True
+    ),
+    Case(
+        "GpustreamRecordsExpired", {f"gpustream_remote_write_records_expired_total{{{SCRAPED}}}": "4x10"}, "10m", False
+    ),
+    Case("GpustreamNoLeader", {f"gpustream_cluster_leading{{{SCRAPED}}}": "0x5"}, "4m", True),
+    Case(
+        "GpustreamNoLeader",
+        {
+            f"gpustream_cluster_leading{{{SCRAPED}}}": "0x5",
+            'gpustream_cluster_leading{job="gpustream",instance="b"}': "1x5",
+        },
+        "4m",
+        False,
+    ),
 ]
 
 
@@ -235,7 +278,8 @@ def test_the_rules_are_rules() -> None:
 
 
 def test_the_configuration_of_compose_is_one_of_prometheus(tmp_path: Path) -> None:
-    shutil.copy(PROMETHEUS / "rules.yml", tmp_path)
+    for file in FILES:
+        shutil.copy(file, tmp_path)
     written = tmp_path / "prometheus.yml"
     written.write_text(COMPOSE["configs"]["prometheus"]["content"])
     promtool("check", "config", "--lint-fatal", written)
@@ -252,7 +296,69 @@ def test_every_alert_fires_when_it_should_and_not_when_it_should_not(tmp_path: P
 
 def test_promtool_would_say_that_an_alert_does_not_fire(tmp_path: Path) -> None:
     written = tmp_path / "tests.yml"
-    case = Case("GpuRowRemapFailure", {f"gpu_row_remap_failure{{{HELD}}}": "0"}, "0m", fires=True)
+    case = Case("GPURowRemapFailure", {f"gpu_row_remap_failure{{{HELD}}}": "0"}, "0m", fires=True)
     written.write_text(yaml.safe_dump({"rule_files": list(map(str, FILES)), "tests": [unit_test(case)]}))
     with pytest.raises(AssertionError, match="FAILED"):
         promtool("test", "rules", written)
+
+
+CUT = 'k8s_cluster_name="c",k8s_node_name="n",gpu_index="1",gpu_uuid="GPU-1"'
+MIG = f'{CUT},gpu_mig_uuid="MIG-1",gpu_mig_profile="3g.40gb"'
+SHARED = 'k8s_cluster_name="c",k8s_node_name="m",gpu_index="0",gpu_uuid="GPU-2"'
+BERT = 'k8s_namespace_name="ml",k8s_pod_name="bert",k8s_workload_kind="Job",k8s_workload_name="bert"'
+LLM = 'k8s_namespace_name="web",k8s_pod_name="llm",k8s_workload_kind="Deployment",k8s_workload_name="llm"'
+FLEET = {
+    f"gpu_holders{{{DEVICE},{BERT}}}": 1,  # a whole GPU that is half used
+    f"gpu_utilization{{{DEVICE},{BERT}}}": 0.5,
+    f"gpu_holders{{{CUT}}}": 0,  # one that is cut, with three of its seven slices held by one that does nothing
+    f"gpu_holders{{{MIG},{LLM}}}": 1,
+    f"gpu_gr_engine_active{{{MIG},{LLM}}}": 0,
+    f"gpu_holders{{{SHARED}}}": 2,  # and one that two share, of which one does nothing
+    f"gpu_utilization{{{SHARED}}}": 0.25,
+    f"gpu_pod_utilization_ratio{{{SHARED},{BERT}}}": 0.25,
+    f"gpu_pod_utilization_ratio{{{SHARED},{LLM}}}": 0,
+    f"gpu_pod_memory_used_bytes{{{SHARED},{BERT}}}": 5,
+    f"gpu_pod_memory_used_bytes{{{SHARED},{LLM}}}": 6,
+    'gpu_holders{k8s_cluster_name="c",k8s_node_name="m",gpu_index="1",gpu_uuid="GPU-3"}': 0,
+}
+ML, WEB = 'k8s_cluster_name="c",k8s_namespace_name="ml"', 'k8s_cluster_name="c",k8s_namespace_name="web"'
+N, M, C = ('k8s_cluster_name="c",k8s_node_name="n"', 'k8s_cluster_name="c",k8s_node_name="m"', 'k8s_cluster_name="c"')
+BERT_JOB = f'{ML},k8s_workload_kind="Job",k8s_workload_name="bert"'
+LLM_DEPLOYMENT = f'{WEB},k8s_workload_kind="Deployment",k8s_workload_name="llm"'
+RECORDED: dict[str, dict[str, float]] = {
+    "namespace:gpu_held:sum": {ML: 1.5, WEB: 3 / 7 + 0.5},
+    "namespace:gpu_used:sum": {ML: 0.75, WEB: 0},
+    "namespace:gpu_idle:sum": {WEB: 3 / 7 + 0.5},
+    "workload:gpu_held:sum": {BERT_JOB: 1.5, LLM_DEPLOYMENT: 3 / 7 + 0.5},
+    "workload:gpu_used:sum": {BERT_JOB: 0.75, LLM_DEPLOYMENT: 0},
+    "workload:gpu_idle:sum": {LLM_DEPLOYMENT: 3 / 7 + 0.5},
+    "node:gpu_held:sum": {N: 1 + 3 / 7, M: 1},
+    "node:gpu_used:sum": {N: 0.5, M: 0.25},
+    "node:gpu_idle:sum": {N: 3 / 7},
+    "node:gpu:count": {N: 2, M: 2},
+    "fleet:gpu_held:sum": {C: 2 + 3 / 7},
+    "fleet:gpu_used:sum": {C: 0.75},
+    "fleet:gpu_idle:sum": {C: 3 / 7},
+    "fleet:gpu:count": {C: 4},
+}
+"""What the fleet above gives at each moment, and in an hour as many GPU-hours."""
+
+
+def test_what_is_recorded_is_what_is_held_used_and_idle(tmp_path: Path) -> None:
+    hours = {name.replace(":sum", "_hours:sum1h"): of for name, of in RECORDED.items() if name.endswith(":sum")}
+    recorded = {rule["record"] for rule in rules() if "record" in rule}
+    assert {name for name in recorded if name.split(":")[0] not in {"device", "pod"}} == {*RECORDED, *hours}
+    expected = [
+        {
+            "expr": name,
+            "eval_time": "2h",
+            "exp_samples": [{"labels": f"{name}{{{labels}}}", "value": value} for labels, value in of.items()],
+        }
+        for name, of in (RECORDED | hours).items()
+    ]
+    series = [{"series": name, "values": f"{value}x120"} for name, value in FLEET.items()]
+    test = {"interval": "1m", "input_series": series, "promql_expr_test": expected}
+    written = tmp_path / "tests.yml"
+    files = list(map(str, FILES))
+    written.write_text(yaml.safe_dump({"rule_files": files, "fuzzy_compare": True, "tests": [test]}))
+    promtool("test", "rules", written)

@@ -1,0 +1,25 @@
+"""The dashboards of Grafana, as files: ``python -m k8s.dashboards [--check]``.
+
+Grafana of docker-compose.yml reads the folder, and k8s/components/dashboards makes a ConfigMap of each file.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from k8s.dashboards.gpus import device, fleet, node
+from k8s.dashboards.health import health, pipeline
+from k8s.dashboards.use import idle, usage, workload
+from topics.reference import generate
+
+FOLDER = Path(__file__).parents[1] / "components" / "dashboards"
+
+
+def files() -> dict[Path, str]:
+    """Every file and what is in it."""
+    boards = [make() for make in (fleet, node, device, workload, idle, health, usage, pipeline)]
+    return {FOLDER / f"{board['uid']}.json": json.dumps(board, indent=1) + "\n" for board in boards}
+
+
+if __name__ == "__main__":
+    sys.exit(generate(files(), "k8s.dashboards", sys.argv[1:]))

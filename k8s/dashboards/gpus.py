@@ -1,0 +1,457 @@
+"""The dashboards of what there is: the fleet, a node, a GPU with its every metric."""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from k8s.dashboards.panel import (
+    BAD_ABOVE_ZERO,
+    FULL,
+    HOT,
+    LOOK_ABOVE_ZERO,
+    SHARE_IS_GOOD,
+    Column,
+    Json,
+    choice,
+    dashboard,
+    graph,
+    listed,
+    row,
+    table,
+    tile,
+    timeline,
+)
+from k8s.dashboards.queries import (
+    DEVICE,
+    GPU,
+    MEMORY,
+    PLACE,
+    POD,
+    POWER,
+    UTILIZATION,
+    alone_or_part,
+    firing,
+    gpus,
+    held,
+    holding,
+    idle_devices,
+    zero,
+)
+from topics import catalogue
+from topics.reference import unit_of
+
+CLUSTER = choice("cluster", "k8s_cluster_name", "gpu_holders")
+NODE = choice("node", "k8s_node_name", 'gpu_holders{k8s_cluster_name=~"$cluster"}')
+IDLE = listed("idle", "idle for", ("1m", "5m", "15m", "1h", "6h"), "15m")
+
+OF_NODE = "/d/gpu-node?var-cluster=${__data.fields.cluster}&var-node=${__data.fields.node}&${__url_time_range}"
+OF_GPU = "/d/gpu-device?var-cluster=${cluster}&var-node=${node}&var-gpu=${__data.fields.GPU}&${__url_time_range}"
+OF_WORKLOAD = (
+    "/d/gpu-workload?var-namespace=${__data.fields.namespace}&var-workload=${__data.fields.workload}"
+    "&${__url_time_range}"
+)
+NOT_CUT = f'unless on ({DEVICE}) gpu_info{{{PLACE},mig_mode="enabled",gpu_mig_uuid=""}}'
+"""Without the GPUs that are cut into MIG devices: their memory is those devices'."""
+
+
+def fleet() -> Json:
+    """All GPUs, and who has them."""
+    memory = f"sum(gpu_memory_used{{{PLACE}}} {NOT_CUT}) / sum(gpu_memory_total{{{PLACE}}} {NOT_CUT})"
+    of_held = f"gpu_utilization{{{PLACE}}} and on ({DEVICE}) (gpu_holders{{{PLACE}}} > 0)"
+    node, model = "k8s_cluster_name, k8s_node_name", "gpu_model, driver_version"
+    return dashboard(
+        "gpu-fleet",
+        "GPU fleet",
+        "How many GPUs there are, who holds them, and what they do.",
+        [CLUSTER, NODE, IDLE],
+        [
+            tile("GPUs", "Physical GPUs, those without a pod among them.", zero(f"count({gpus()})")),
+            tile(
+                "Held", "GPUs that at least one pod holds, alone, shared or in a MIG device.", zero(f"count({held()})")
+            ),
+            tile(
+                "Shared",
+                "GPUs and MIG devices that several pods hold.",
+                zero(f"count(max by ({DEVICE}) (gpu_holders{{{PLACE}}}) > 1)"),
+            ),
+            tile(
+                "Held and idle",
+                "GPUs and MIG devices that were held for the whole of the time chosen above, and did nothing in it.",
+                zero(f"count({idle_devices()})"),
+                steps=LOOK_ABOVE_ZERO,
+            ),
+            tile("Alerts", "What fires, by the alert stream or by Prometheus.", firing(), steps=BAD_ABOVE_ZERO),
+            tile(
+                "Utilization of what is held",
+                "The mean over GPUs that are held.",
+                f"avg({of_held})",
+                "percentunit",
+                SHARE_IS_GOOD,
+            ),
+            tile("Nodes", "Nodes with GPUs.", zero(f"count(group by ({node}) ({gpus()}))")),
+            tile("Memory used", "Of the memory of all GPUs.", memory, "percentunit", FULL),
+            tile("Power", "What all GPUs draw.", f"sum(gpu_power_draw{{{PLACE}}})", "watt"),
+            tile("Hottest", "The highest temperature of a GPU.", f"max(gpu_temperature{{{PLACE}}})", "celsius", HOT),
+            tile(
+                "Slowed down",
+                "GPUs that heat keeps below their clocks.",
+                zero(f'count(max by ({GPU}) (gpu_throttle_reason{{{PLACE},gpu_throttle_cause=~"temp_.*"}}) > 0)'),
+                steps=BAD_ABOVE_ZERO,
+            ),
+            tile(
+                "Not as the kubelet says",
+                "Devices on which something else runs than the kubelet gave them to.",
+                zero(f"count(group by ({DEVICE}) (gpu_attribution_conflict{{{PLACE}}} == 1))"),
+                steps=LOOK_ABOVE_ZERO,
+            ),
+            graph(
+                "GPUs over time",
+                "Physical GPUs: all, those that are held, and devices that are held and idle.",
+                [
+                    ("all", zero(f"count({gpus()})")),
+                    ("held", zero(f"count({held()})")),
+                    ("held and idle (devices)", zero(f"count({idle_devices()})")),
+                ],
+            ),
+            graph(
+                "Devices by namespace",
+                "GPUs and MIG devices that its pods hold; of a shared one each pod has an equal part.",
+                [("{{k8s_namespace_name}}", holding(PLACE, "k8s_namespace_name"))],
+                stacked=True,
+            ),
+            graph(
+                "Utilization",
+                "Of the GPUs that are held: the mean, and what a tenth of them is below and above.",
+                [
+                    ("mean", f"avg({of_held})"),
+                    ("10 % are below", f"quantile(0.1, {of_held})"),
+                    ("10 % are above", f"quantile(0.9, {of_held})"),
+                ],
+                "percentunit",
+            ),
+            graph(
+                "GPUs' worth of work by namespace",
+                "The sum of its pods' utilization: 1 is a whole GPU that works all the time.",
+                [
+                    (
+                        "{{k8s_namespace_name}}",
+                        f"sum by (k8s_namespace_name) ({alone_or_part(*UTILIZATION, PLACE)})",
+                    )
+                ],
+                stacked=True,
+            ),
+            graph(
+                "Power and its limit",
+                "What all GPUs draw, and what they may.",
+                [("drawn", f"sum(gpu_power_draw{{{PLACE}}})"), ("limit", f"sum(gpu_power_limit{{{PLACE}}})")],
+                "watt",
+            ),
+            graph(
+                "Memory by namespace",
+                "What its pods use, alone or as a part of a shared device.",
+                [("{{k8s_namespace_name}}", f"sum by (k8s_namespace_name) ({alone_or_part(*MEMORY, PLACE)})")],
+                "bytes",
+                stacked=True,
+            ),
+            table(
+                "All nodes",
+                "Click on a node to see it.",
+                {"k8s_cluster_name": "cluster", "k8s_node_name": "node"},
+                [
+                    Column("GPUs", f"count by ({node}) ({gpus()})"),
+                    Column("held", f"count by ({node}) ({held()})"),
+                    Column(
+                        "utilization", f"avg by ({node}) (gpu_utilization{{{PLACE}}})", "percentunit", SHARE_IS_GOOD
+                    ),
+                    Column("memory", f"sum by ({node}) (gpu_memory_used{{{PLACE}}} {NOT_CUT})", "bytes"),
+                    Column("power", f"sum by ({node}) (gpu_power_draw{{{PLACE}}})", "watt"),
+                    Column("hottest", f"max by ({node}) (gpu_temperature{{{PLACE}}})", "celsius", HOT),
+                    Column("alerts", f"count by ({node}) (gpu_alert_firing{{{PLACE}}})", steps=BAD_ABOVE_ZERO),
+                ],
+                links={"k8s_node_name": ("the node", OF_NODE)},
+            ),
+            table(
+                "Models",
+                "GPUs by model and driver.",
+                {"gpu_model": "model", "driver_version": "driver"},
+                [
+                    Column(
+                        "GPUs",
+                        f"count by ({model}) (group by ({GPU}, {model}) (gpu_info{{{PLACE}}}))",
+                    )
+                ],
+            ),
+        ],
+    )
+
+
+def node() -> Json:
+    """One node: its devices, who holds them, what they do."""
+    device = "gpu_index, gpu_uuid, gpu_mig_uuid, gpu_mig_profile, gpu_model"
+    legend = "{{gpu_index}} {{gpu_mig_profile}}"
+    short = "gpu_index, gpu_mig_profile, gpu_mig_uuid"
+
+    def by_gpu(title: str, says: str, expr: str, unit: str, **more: object) -> Json:
+        return graph(title, says, [(legend, f"max by ({short}) ({expr})")], unit, **more)  # type: ignore[arg-type]
+
+    def holders(what: str) -> str:
+        return f"max by ({device}) ({what}{{{PLACE}}})"
+
+    return dashboard(
+        "gpu-node",
+        "GPU node",
+        "The devices of a node, who holds them, and what they do.",
+        [CLUSTER, choice("node", "k8s_node_name", 'gpu_holders{k8s_cluster_name=~"$cluster"}', one=True)],
+        [
+            tile("GPUs", "Physical GPUs of the node.", zero(f"count({gpus()})")),
+            tile("Held", "GPUs that at least one pod holds.", zero(f"count({held()})")),
+            tile("Pods", "Pods that hold a device.", zero(f"count(gpu_pod_info{{{PLACE}}})")),
+            tile("Power", "What its GPUs draw.", f"sum(gpu_power_draw{{{PLACE}}})", "watt"),
+            tile("Hottest", "The highest temperature of a GPU.", f"max(gpu_temperature{{{PLACE}}})", "celsius", HOT),
+            tile(
+                "Alerts",
+                "What the alert stream says of the node.",
+                zero(f"count(gpu_alert_firing{{{PLACE}}})"),
+                steps=BAD_ABOVE_ZERO,
+            ),
+            table(
+                "Devices",
+                "GPUs and MIG devices. Click on a UUID to see all of the GPU.",
+                {
+                    "gpu_index": "index",
+                    "gpu_uuid": "GPU",
+                    "gpu_mig_profile": "MIG profile",
+                    "gpu_mig_uuid": "MIG device",
+                    "gpu_model": "model",
+                },
+                [
+                    Column("pods", holders("gpu_holders")),
+                    Column("utilization", holders("gpu_utilization"), "percentunit", SHARE_IS_GOOD),
+                    Column("memory", holders("gpu_memory_used"), "bytes"),
+                    Column("memory in all", holders("gpu_memory_total"), "bytes"),
+                    Column("power", holders("gpu_power_draw"), "watt"),
+                    Column("temperature", holders("gpu_temperature"), "celsius", HOT),
+                ],
+                links={"gpu_uuid": ("the GPU", OF_GPU)},
+            ),
+            timeline(
+                "Holders",
+                "Which pod holds which GPU, and in which MIG device.",
+                [(f"{legend} {{{{k8s_namespace_name}}}}/{{{{k8s_pod_name}}}}", _holders(PLACE, short))],
+                "held",
+            ),
+            by_gpu(
+                "Utilization", "Share of the time in which a kernel ran.", f"gpu_utilization{{{PLACE}}}", "percentunit"
+            ),
+            by_gpu("Memory", "Memory in use.", f"gpu_memory_used{{{PLACE}}}", "bytes"),
+            by_gpu("Power by GPU", "Power drawn.", f"gpu_power_draw{{{PLACE}}}", "watt"),
+            by_gpu("Temperature", "Of the GPU.", f"gpu_temperature{{{PLACE}}}", "celsius", steps=HOT),
+            by_gpu(
+                "PCIe",
+                "What goes over PCIe in both directions.",
+                f"sum without (gpu_interconnect_direction) (gpu_pcie_throughput{{{PLACE}}})",
+                "Bps",
+            ),
+            by_gpu(
+                "NVLink",
+                "What goes over NVLink in both directions; Hopper and later.",
+                f"sum without (gpu_interconnect_direction) (gpu_interconnect_throughput{{{PLACE}}})",
+                "Bps",
+            ),
+            table(
+                "What pods use",
+                "What each pod uses, alone or of shared devices.",
+                {"k8s_namespace_name": "namespace", "k8s_pod_name": "pod"},
+                [
+                    Column("devices", holding(PLACE, POD)),
+                    Column("GPUs' worth of work", f"sum by ({POD}) ({alone_or_part(*UTILIZATION, PLACE)})"),
+                    Column("memory", f"sum by ({POD}) ({alone_or_part(*MEMORY, PLACE)})", "bytes"),
+                    Column("power", f"sum by ({POD}) ({alone_or_part(*POWER, PLACE)})", "watt"),
+                ],
+            ),
+        ],
+    )
+
+
+def _holders(where: str, by: str) -> str:
+    """1 for each pod on each device that it holds."""
+    return f'group by ({by}, {POD}) (gpu_holders{{{where},k8s_pod_name!=""}} or gpu_pod_memory_used_bytes{{{where}}})'
+
+
+THIS = f'{PLACE},gpu_uuid="$gpu"'
+INSTANCE = "gpu_mig_uuid, gpu_mig_profile"
+
+TOPICS = {
+    "Utilization": r"gpu_(utilization|memory_utilization|encode_utilization|decode_utilization)(_avg|_min|_max)?",
+    "Engines": r"gpu_(gr_engine|sm|pipe|dram)_\w+",
+    "Memory": r"gpu_memory_(used|free|total|reserved)",
+    "Power": r"gpu_(power_draw|power_limit|energy_consumption)(_avg|_min|_max)?",
+    "Temperature": r"gpu_(memory_)?temperature",
+    "Clocks": r"gpu_(memory_)?clock_frequency",
+    "PCIe and NVLink": r"gpu_(pcie|interconnect)_throughput",
+    "Why the clocks are down": r"gpu_throttle_reason",
+    "Time with the clocks kept down": r"gpu_violation_time",
+    "Memory errors": r"gpu_(ecc|row_remap|retired_pages)\w*",
+    "Link errors": r"gpu_(pcie_replay|interconnect_(crc|replays|recoveries))\w*",
+}
+"""The panels of a GPU's metrics, and the names in each; what is in none has a panel of its own."""
+
+UNITS = {
+    "0-1": "percentunit",
+    "0-100": "percent",
+    "bytes": "bytes",
+    "bytes/s": "Bps",
+    "W": "watt",
+    "mJ": "watt",
+    "°C": "celsius",
+    "MHz": "rotmhz",
+    "seconds": "percentunit",
+}
+"""Grafana's unit by that of a series, as it is shown: energy by its rate, which is power, and time by its share. All
+else is a number."""
+
+
+class Shown(NamedTuple):
+    """A name of the profile ``otel``: what it means, its unit, whether it counts, and the labels of its own."""
+
+    help: str
+    unit: str
+    counts: bool
+    labels: tuple[str, ...]
+
+
+def device() -> Json:
+    """One GPU: its every metric, and its holders as a timeline."""
+    panels = [
+        timeline(
+            "Holders",
+            "Which pod holds the GPU, or which MIG device of it.",
+            [("{{gpu_mig_profile}} {{k8s_namespace_name}}/{{k8s_pod_name}}", _holders(THIS, INSTANCE))],
+            "held",
+        ),
+        tile("Pods", "How many hold it, or the MIG device that most hold.", f"max(gpu_holders{{{THIS}}})", width=6),
+        tile(
+            "Alerts",
+            "What the alert stream says of it.",
+            zero(f"count(gpu_alert_firing{{{THIS}}})"),
+            steps=BAD_ABOVE_ZERO,
+            width=6,
+        ),
+        tile("Temperature now", "Of the GPU.", f"max(gpu_temperature{{{THIS}}})", "celsius", HOT, width=6),
+        tile("Power now", "What it draws.", f"max(gpu_power_draw{{{THIS}}})", "watt", width=6),
+        table(
+            "What it is",
+            "The GPU and its MIG devices.",
+            {
+                "gpu_model": "model",
+                "gpu_mig_profile": "MIG profile",
+                "gpu_mig_uuid": "MIG device",
+                "gpu_index": "index",
+                "serial": "serial",
+                "driver_version": "driver",
+                "cuda_version": "CUDA",
+                "vbios_version": "VBIOS",
+                "mig_mode": "MIG mode",
+                "processes_visible": "processes visible",
+            },
+            [
+                Column(
+                    "there",
+                    "max by (gpu_model, gpu_mig_profile, gpu_mig_uuid, gpu_index, serial, driver_version, cuda_version,"
+                    f" vbios_version, mig_mode, processes_visible) (gpu_info{{{THIS}}})",
+                )
+            ],
+        ),
+        *_metrics(),
+        row("Of pods"),
+        *[
+            graph(
+                f"{title} by pod",
+                "The parts of the pods that share it, and what is nobody's.",
+                [
+                    (
+                        "{{gpu_mig_profile}} {{k8s_namespace_name}}/{{k8s_pod_name}}",
+                        f"sum by ({INSTANCE}, {POD}) ({part}{{{THIS}}})",
+                    ),
+                    ("{{gpu_mig_profile}} nobody's", f"sum by ({INSTANCE}) ({rest}{{{THIS}}})"),
+                ],
+                unit,
+                stacked=True,
+                width=8,
+            )
+            for title, part, rest, unit in (
+                ("Utilization", "gpu_pod_utilization_ratio", "gpu_unattributed_utilization_ratio", "percentunit"),
+                ("Memory", "gpu_pod_memory_used_bytes", "gpu_unattributed_memory_used_bytes", "bytes"),
+                ("Power", "gpu_pod_power_watts", "gpu_unattributed_power_watts", "watt"),
+            )
+        ],
+        graph(
+            "XID errors",
+            "Counted by code since the node's producer started.",
+            [("XID {{xid}}", f"max by (xid) (gpu_xid_errors_total{{{THIS}}})")],
+        ),
+        graph(
+            "Doubts",
+            "1 while the processes say otherwise than the kubelet, and while parts were scaled down to the device.",
+            [
+                ("{{reason}}", f"max by (reason) (gpu_attribution_conflict{{{THIS}}})"),
+                ("scaled", f"max(gpu_split_scaled{{{THIS}}})"),
+            ],
+        ),
+    ]
+    where = 'gpu_info{k8s_cluster_name=~"$cluster",k8s_node_name=~"$node"}'
+    return dashboard(
+        "gpu-device",
+        "GPU",
+        "One GPU: its holders, and every metric that it has.",
+        [CLUSTER, NODE, choice("gpu", "gpu_uuid", where, one=True)],
+        panels,
+    )
+
+
+def _metrics() -> Iterator[Json]:
+    """A panel for each topic, and one for each name that is in no topic."""
+    left = names()
+    for title, pattern in TOPICS.items():
+        chosen = [name for name in left if re.fullmatch(pattern, name)]
+        yield _metrics_panel(title, {name: left.pop(name) for name in chosen})
+    for name, one in left.items():
+        yield _metrics_panel(name.removeprefix("gpu_").replace("_", " ").capitalize(), {name: one})
+
+
+def _metrics_panel(title: str, shown: Mapping[str, Shown]) -> Json:
+    says = " ".join(dict.fromkeys(one.help for one in shown.values()))
+    (unit, *_) = (UNITS.get(one.unit, "short") for one in shown.values())
+    return graph(title, says, [_metric(name, one) for name, one in shown.items()], unit)
+
+
+def _metric(name: str, one: Shown) -> tuple[str, str]:
+    """The legend and the query of a name: counters by how fast they count, each event by itself."""
+    by = ", ".join([INSTANCE, *one.labels])
+    legend = " ".join(["{{gpu_mig_profile}}", name.removeprefix("gpu_"), *(f"{{{{{label}}}}}" for label in one.labels)])
+    if not one.counts:
+        return legend, f"max by ({by}) ({name}{{{THIS}}})"
+    if one.unit == "mJ":
+        return f"{legend}, as power", f"sum by ({by}) (rate({name}{{{THIS}}}[$__rate_interval])) / 1000"
+    how = "rate" if one.unit in UNITS else "increase"
+    return legend, f"sum by ({by}) ({how}({name}{{{THIS}}}[$__rate_interval]))"
+
+
+def names() -> dict[str, Shown]:
+    """Every name that a GPU's metrics have in the profile ``otel``."""
+    found: dict[str, Shown] = {}
+    for key, many in catalogue.series("otel").items():
+        metric = catalogue.CATALOGUE[key]
+        for one in many:
+            labels = tuple(name for name, _ in one.labels)
+            said = (
+                f"{found[one.name].help} {metric.help}"
+                if one.name in found and metric.help not in found[one.name].help
+                else metric.help
+            )
+            counts = metric.kind == "counter" and one.bits is None
+            found[one.name] = Shown(said, unit_of(metric, one), counts, labels)
+    for ratio in catalogue.DERIVED["otel"]:
+        unit = "0-100" if ratio.scale == 100 else "0-1"
+        found[ratio.name] = Shown(ratio.help, unit, counts=False, labels=())
+    return found

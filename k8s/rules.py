@@ -1,0 +1,436 @@
+"""The rules for Prometheus, as files: ``python -m k8s.rules [--check]``.
+
+``recording.yml`` has who holds and uses GPUs, and GPU-hours; ``pipeline.yml`` the alerts on gpustream itself;
+``gpus.yml`` alerts on GPUs, for where `gpustream stream alerts` does not run. For the Prometheus operator the first two
+are in k8s/components/rules, the third in k8s/components/gpu-rules. Names are those of ``--names otel``.
+"""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from textwrap import dedent
+from typing import Any, Literal, NamedTuple
+
+import yaml
+
+from k8s.dashboards.queries import ACTIVITY, DEVICE, GPU, IDLE_BELOW, POD, WORKLOAD
+from streams.alerts.xids import XIDS
+from topics.reference import generate
+
+K8S = Path(__file__).parent
+RUNBOOKS = "docs/runbooks"
+Rule = dict[str, Any]
+
+INTERVAL = "1m"
+OWNER = "k8s_workload_kind, k8s_workload_name"
+LEVELS = {
+    "namespace": ("pod", "k8s_cluster_name, k8s_namespace_name"),
+    "workload": ("pod", WORKLOAD),
+    "node": ("device", "k8s_cluster_name, k8s_node_name"),
+    "fleet": ("device", "k8s_cluster_name"),
+}
+"""What is summed for each, and by which labels."""
+
+FOUR_SLICES = ".*A30.*"
+"""The models that have four compute slices; all others that can be cut have seven."""
+
+
+class Alert(NamedTuple):
+    """An alerting rule; ``subject`` and ``description`` are its annotations."""
+
+    name: str
+    expr: str
+    severity: Literal["critical", "warning", "info"]
+    subject: str
+    description: str
+    holds_for: str = ""
+
+    def rule(self) -> Rule:
+        """As Prometheus reads it."""
+        return {
+            "alert": self.name,
+            "expr": dedent(self.expr).strip(),
+            **({"for": self.holds_for} if self.holds_for else {}),
+            "labels": {"severity": self.severity},
+            "annotations": {
+                "summary": self.subject,
+                "description": self.description,
+                "runbook": f"{RUNBOOKS}/{self.name}.md",
+            },
+        }
+
+
+# -- who holds and uses GPUs
+
+
+def recording() -> Iterator[Rule]:
+    """Of each device and pod, then of namespaces, workloads, nodes and the fleet; a share of a GPU counts as that."""
+    alone = 'k8s_pod_name!=""'
+    work = " or ".join(f"max_over_time({one}[{INTERVAL}])" for one in ACTIVITY)
+    work_alone = " or ".join(f"max_over_time({one}{{{alone}}}[{INTERVAL}])" for one in ACTIVITY)
+    of_pod = f"{DEVICE}, {POD}"
+    slices = f"* on ({DEVICE}) group_left () device:gpu_slices:ratio"
+    per_pod = f"{of_pod}, {OWNER}"
+    yield _recorded("device:gpu_slices:ratio", _slices())
+    yield _recorded(
+        "device:gpu_held:ratio", f"device:gpu_slices:ratio and on ({DEVICE}) (max by ({DEVICE}) (gpu_holders) > 0)"
+    )
+    yield _recorded(
+        "device:gpu_used:ratio",
+        f'max by ({DEVICE}) (gpu_utilization or gpu_gr_engine_active{{gpu_mig_uuid!=""}}) {slices}',
+    )
+    nothing = f"max by ({DEVICE}) ({work}) < {IDLE_BELOW}"
+    yield _recorded("device:gpu_idle:ratio", f"device:gpu_held:ratio and on ({DEVICE}) ({nothing})")
+    yield _recorded(
+        "pod:gpu_held:ratio",
+        f"group by ({per_pod}) (gpu_holders{{{alone}}} or gpu_pod_memory_used_bytes)\n"
+        f"  / on ({DEVICE}) group_left () max by ({DEVICE}) (gpu_holders > 0)\n  {slices}",
+    )
+    yield _recorded(
+        "pod:gpu_used:ratio",
+        f"max by ({per_pod}) (\n  gpu_pod_utilization_ratio or on ({DEVICE})"
+        f' (gpu_utilization{{{alone}}} or gpu_gr_engine_active{{{alone},gpu_mig_uuid!=""}}))\n  {slices}',
+    )
+    yield _recorded(
+        "pod:gpu_idle:ratio",
+        f"pod:gpu_held:ratio and on ({of_pod}) (\n"
+        f"  max by ({of_pod}) ({work_alone}) < {IDLE_BELOW}\n"
+        f"  or max by ({of_pod}) (max_over_time(gpu_pod_utilization_ratio[{INTERVAL}])) < {IDLE_BELOW})",
+    )
+    for level, (of, by) in LEVELS.items():
+        for what in ("held", "used", "idle"):
+            yield _recorded(f"{level}:gpu_{what}:sum", f"sum by ({by}) ({of}:gpu_{what}:ratio)")
+            yield _recorded(f"{level}:gpu_{what}_hours:sum1h", f"sum_over_time({level}:gpu_{what}:sum[1h]) / 60")
+        if of == "device":
+            yield _recorded(f"{level}:gpu:count", f"count by ({by}) (group by ({GPU}) (gpu_holders))")
+
+
+def _recorded(name: str, expr: str) -> Rule:
+    return {"record": name, "expr": expr}
+
+
+def _slices() -> str:
+    """What each device is of a GPU: 1, or a MIG device's compute slices of all that there are."""
+    whole = f'(group by ({DEVICE}) (gpu_holders{{gpu_mig_uuid=""}}) unless on ({GPU}) gpu_holders{{gpu_mig_uuid!=""}})'
+    cut = [(own, slices, of) for of, slices in (("!~", 7), ("=~", 4)) for own in range(1, slices + 1)]
+    parts = [
+        f'group by ({DEVICE}) (gpu_holders{{gpu_mig_profile=~"({own}c[.][0-9]g|{own}g)[.].*",'
+        f'gpu_model{of}"{FOUR_SLICES}"}}) * {own} / {slices}'
+        for own, slices, of in cut
+    ]
+    return "\n  or ".join([whole, *parts])
+
+
+# -- alerts on GPUs
+
+ONE_GPU = "k8s_cluster_name, k8s_node_name, gpu_index, gpu_uuid"
+SUBJECT = "GPU {{ $labels.gpu_index }} of {{ $labels.k8s_node_name }}"
+
+
+def _risen(counter: str, by: str, window: str) -> str:
+    """By how much a counter rose, its first step too, whoever held the GPU."""
+    merged = f"max by ({by}) ({counter})"
+    return f"(increase({merged}[{window}:15s]) > 0)\n  or ({merged} unless max by ({by}) ({counter} offset {window}))"
+
+
+def _codes(kind: str) -> str:
+    return "|".join(str(code) for code, xid in XIDS.items() if xid.kind == kind)
+
+
+def gpu_alerts() -> Iterator[Alert]:
+    """Called as the alert stream calls them, so that they have its runbooks."""
+    xids, action = "gpu_xid_errors_total", "docs/alerts.md says what the code means."
+    for kind, severity in (("hardware", "critical"), ("driver", "warning"), ("application", "info")):
+        chosen = f'{xids}{{xid=~"{_codes(kind)}"}}'
+        yield Alert(
+            "GPUXid",
+            _risen(chosen, f"{ONE_GPU}, xid", "15m"),
+            severity,  # type: ignore[arg-type]
+            SUBJECT + ": XID {{ $labels.xid }}",
+            f"The driver reported it within 15 minutes; it is the doing of: {kind}. {action}",
+        )
+    yield Alert(
+        "GPUEccUncorrectable",
+        f'increase(max by ({ONE_GPU}) (gpu_ecc_errors{{gpu_ecc_error_type="uncorrectable"}})[15m:15s]) > 0',
+        "critical",
+        SUBJECT + ": memory errors that can't be corrected",
+        "{{ $labels.gpu_uuid }}: what ran on it may have failed. Drain and reset it.",
+    )
+    yield Alert(
+        "GPURowRemapFailure",
+        f"max by ({ONE_GPU}) (gpu_row_remap_failure) == 1",
+        "critical",
+        SUBJECT + ": a memory row could not be remapped",
+        "{{ $labels.gpu_uuid }} has no spare rows left there: replace it.",
+    )
+    yield Alert(
+        "GPURowRemapPending",
+        f"max by ({ONE_GPU}) (gpu_row_remap_pending or gpu_retired_pages_pending) == 1",
+        "warning",
+        SUBJECT + ": a memory row waits to be remapped",
+        "{{ $labels.gpu_uuid }} wants a reset, which ends what runs on it.",
+        "1h",
+    )
+    yield Alert(
+        "GPUThermalSlowdown",
+        f'max by ({ONE_GPU}) (gpu_throttle_reason{{gpu_throttle_cause=~"temp_hardware|temp_software"}}) == 1',
+        "warning",
+        SUBJECT + " is too hot and slows down",
+        "{{ $labels.gpu_uuid }}: look at the cooling of the node.",
+        "5m",
+    )
+    yield Alert(
+        "GPUNvlinkErrors",
+        f"""
+        increase(max by ({ONE_GPU}) (gpu_interconnect_crc_errors)[5m:15s]) > 100
+        or increase(max by ({ONE_GPU}) (gpu_interconnect_replays)[5m:15s]) > 100
+        or increase(max by ({ONE_GPU}) (gpu_interconnect_recoveries)[5m:15s]) > 0
+        """,
+        "warning",
+        SUBJECT + ": its NVLinks have errors",
+        "{{ $value | humanize }} in 5 minutes on {{ $labels.gpu_uuid }}.",
+    )
+    alone, part = 'gpu_holders{k8s_pod_name!=""}', "gpu_pod_utilization_ratio"
+    yield Alert(
+        "GPUHeldIdle",
+        f"""
+        count by (k8s_cluster_name, {POD}) (
+          (max by ({DEVICE}, {POD}) ({_did()}) < {IDLE_BELOW})
+          and group by ({DEVICE}, {POD}) ({alone} or {part})
+          and group by ({DEVICE}, {POD}) ({alone} offset 1h or {part} offset 1h)
+        )
+        """,
+        "info",
+        "{{ $labels.k8s_namespace_name }}/{{ $labels.k8s_pod_name }} holds {{ $value }} GPUs and uses none of them",
+        "It did less than 1 % on each for an hour, alone on it or with its part.",
+        "5m",
+    )
+    yield Alert(
+        "GPUUsedUnallocated",
+        f"(max by ({ONE_GPU}) (gpu_utilization) > 0.05) and on ({GPU}) (max by ({GPU}) (gpu_holders) == 0)",
+        "warning",
+        SUBJECT + " works, and no pod was given it",
+        "{{ $labels.gpu_uuid }} has a utilization of {{ $value | humanizePercentage }}.",
+        "2m",
+    )
+    yield Alert(
+        "GPUAttributionConflict",
+        f"max by ({ONE_GPU}, reason) (gpu_attribution_conflict) == 1",
+        "warning",
+        SUBJECT + ": what runs there is not what it was given to",
+        "{{ $labels.gpu_uuid }}: {{ $labels.reason }}.",
+        "2m",
+    )
+    for name, state, words in (
+        ("GPULost", "lost", "left the bus (XID 79) and want a reset or a new board"),
+        ("GPUNotAnswering", "timeout", "do not answer NVML"),
+    ):
+        yield Alert(
+            name,
+            f'sum by (job, instance, state) (gpustream_node_gpus{{state="{state}"}}) > 0',
+            "critical" if state == "lost" else "warning",
+            f"{{{{ $value }}}} GPUs of {{{{ $labels.instance }}}} {words}",
+            "The node producer says so.",
+            "1m",
+        )
+    yield Alert(
+        "NodeSilent",
+        """
+        group by (k8s_cluster_name, k8s_node_name) (gpu_holders offset 10m)
+          unless group by (k8s_cluster_name, k8s_node_name) (gpu_holders)
+        """,
+        "critical",
+        "{{ $labels.k8s_node_name }} sends nothing",
+        "Prometheus had GPUs of it ten minutes ago. The node, its producer or the way to Kafka is down.",
+        "2m",
+    )
+
+
+def _did() -> str:
+    """What a pod did at the most in an hour, alone on a device or as its part."""
+    alone = [f'max_over_time({one}{{k8s_pod_name!=""}}[1h])' for one in ACTIVITY]
+    return " or ".join([*alone, 'label_replace(max_over_time(gpu_pod_utilization_ratio[1h]), "of", "part", "", "")'])
+
+
+# -- alerts on gpustream itself
+
+ITS = "{{ $labels.instance }}"
+KEPT = "Nothing is lost while Kafka keeps them (24 h)."
+
+
+def _counted(counter: str, by: str = "job, instance") -> str:
+    """By how much a counter rose in 5 minutes; one with labels begins when it first counts."""
+    return f"sum by ({by}) ((increase({counter}[5m]) > 0) or ({counter} > 0 unless {counter} offset 5m))"
+
+
+def _behind(name: str, lag: str, ticks: str, what: str, description: str) -> Alert:
+    """More records wait than a minute's work."""
+    expr = f"sum by (job, instance) ({lag})\n  > 60 * sum by (job, instance) (rate({ticks}[5m]))"
+    return Alert(name, expr, "warning", f"{ITS} {what}", description, "5m")
+
+
+def pipeline_alerts() -> Iterator[Alert]:
+    """What the components' own metrics say."""
+    yield Alert(
+        "GpustreamDown",
+        'up{job=~"gpustream.*"} == 0',
+        "critical",
+        f"{ITS} does not answer a scrape",
+        "Prometheus reaches nobody there. Ticks wait in Kafka, or in the node's buffer, until it is back.",
+        "1m",
+    )
+    yield Alert(
+        "GpustreamNotReady",
+        "gpustream_ready == 0",
+        "warning",
+        f"{ITS} runs and can't do its work",
+        "Its /readyz says why.",
+        "5m",
+    )
+    yield Alert(
+        "GpustreamTicksDropped",
+        _counted("gpustream_producer_ticks_dropped_total", "job, instance, reason"),
+        "critical",
+        f"{ITS} dropped ticks: {{{{ $labels.reason }}}}",
+        "{{ $value | humanize }} ticks in 5 minutes never reached Kafka and are lost. For buffer_full and buffer_age see"
+        " whether Kafka is there, or give --buffer more.",
+    )
+    yield Alert(
+        "GpustreamRecordsExpired",
+        " or ".join(
+            _counted(f"gpustream_{name}_total")
+            for name in (
+                "attribution_lost_offsets",
+                "alerts_lost_offsets",
+                "remote_write_records_expired",
+                "alertmanager_records_expired",
+                "webhook_records_expired",
+                "scrape_records_expired",
+            )
+        ),
+        "critical",
+        f"{ITS}: Kafka deleted records before they were read",
+        "{{ $value | humanize }} records in 5 minutes are lost to it. It was behind by more than the topic keeps.",
+    )
+    yield _behind(
+        "GpustreamAttributionBehind",
+        'gpustream_attribution_lag_records{topic="gpu.samples"}',
+        "gpustream_attribution_ticks_total",
+        "is more than a minute behind",
+        "{{ $value | humanize }} ticks wait in gpu.samples. " + KEPT,
+    )
+    yield _behind(
+        "GpustreamAlertsBehind",
+        'gpustream_alerts_lag_records{topic="gpu.attributed"}',
+        "gpustream_alerts_ticks_total",
+        "judges GPUs more than a minute late",
+        "{{ $value | humanize }} ticks wait in gpu.attributed. Alerts are late, none is lost.",
+    )
+    yield _behind(
+        "GpustreamRemoteWriteBehind",
+        "gpustream_remote_write_lag_records",
+        "gpustream_remote_write_records_delivered_total",
+        "is more than a minute behind",
+        "{{ $value | humanize }} ticks wait in gpu.attributed. " + KEPT,
+    )
+    yield Alert(
+        "GpustreamReceiverFailing",
+        """
+        gpustream_remote_write_receiver_failing == 1
+        or gpustream_alertmanager_receiver_failing == 1
+        or gpustream_webhook_receiver_failing == 1
+        """,
+        "warning",
+        f"The receiver of {ITS} refuses everything or does not answer",
+        "It is tried again for as long as it takes, and nothing is lost while Kafka keeps the records (24 h). The"
+        " sink's /readyz and its log have the receiver's own words; see the address, the credentials and the limits.",
+        "5m",
+    )
+    yield Alert(
+        "GpustreamSeriesLeftOut",
+        "gpustream_remote_write_series_left_out > 0",
+        "warning",
+        f"The receiver of {ITS} refuses {{{{ $value | humanize }}}} series",
+        "They are not sent, and tried again every ten minutes. gpu.dead-letters has the receiver's own words, and"
+        " gpustream_remote_write_values_left_out_total the reasons. With series_limit, the tenant has more series than"
+        " the receiver lets it have.",
+        "15m",
+    )
+    yield Alert(
+        "GpustreamDeadLetters",
+        "\nor ".join(
+            _counted(f"gpustream_{name}_records_dead_lettered_total")
+            for name in ("attribution", "alerts", "remote_write", "alertmanager", "webhook", "scrape")
+        ),
+        "warning",
+        ITS + " could not use {{ $value | humanize }} records",
+        "They are in the topic gpu.dead-letters for 7 days, each with the reason in its headers.",
+    )
+    yield Alert(
+        "GpustreamLateAttribution",
+        """
+        sum by (job) (rate(gpustream_attribution_ticks_total{attribution="late"}[10m]))
+          > 0.01 * sum by (job) (rate(gpustream_attribution_ticks_total[10m]))
+        """,
+        "warning",
+        "{{ $value | humanize }} ticks/s are attributed by an old snapshot",
+        "The snapshots that they name did not come. They are marked late; see the nodes' producers.",
+        "10m",
+    )
+    yield Alert(
+        "GpustreamKubeletSilent",
+        "gpustream_node_kubelet_age_seconds > 300",
+        "warning",
+        f"The kubelet of {ITS} has not answered for {{{{ $value | humanizeDuration }}}}",
+        "GPUs are booked to the pods that it last named; gpustream_node_kubelet_calls_total says what fails.",
+        "1m",
+    )
+    yield Alert(
+        "GpustreamNoLeader",
+        "max by (job) (gpustream_cluster_leading) == 0",
+        "warning",
+        "No cluster producer leads",
+        "New pods have no workload, labels or owners until one does. Those that were known are kept.",
+        "2m",
+    )
+
+
+# -- files
+
+
+class _Dumper(yaml.SafeDumper):
+    """Expressions of several lines as they are."""
+
+
+_Dumper.add_representer(
+    str,
+    lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None),
+)
+
+
+def _dumped(content: Any) -> str:
+    head = "# Written by `python -m k8s.rules`: change k8s/rules.py, not this file.\n"
+    return head + yaml.dump(content, Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True)
+
+
+def _custom_resource(name: str, groups: list[Rule]) -> str:
+    metadata = {"name": name, "namespace": "gpustream", "labels": {"app.kubernetes.io/name": "gpustream"}}
+    head = {"apiVersion": "monitoring.coreos.com/v1", "kind": "PrometheusRule", "metadata": metadata}
+    return _dumped({**head, "spec": {"groups": groups}})
+
+
+def files() -> dict[Path, str]:
+    """Every file and what is in it."""
+    use: Rule = {"name": "gpustream-use", "interval": INTERVAL, "rules": list(recording())}
+    own: Rule = {"name": "gpustream", "rules": [one.rule() for one in pipeline_alerts()]}
+    gpus: Rule = {"name": "gpustream-gpus", "rules": [one.rule() for one in gpu_alerts()]}
+    named = {"recording": [use], "pipeline": [own], "gpus": [gpus]}
+    return {
+        **{K8S / "prometheus" / f"{name}.yml": _dumped({"groups": groups}) for name, groups in named.items()},
+        K8S / "components" / "rules" / "prometheusrule.yaml": _custom_resource("gpustream", [use, own]),
+        K8S / "components" / "gpu-rules" / "prometheusrule.yaml": _custom_resource("gpustream-gpus", [gpus]),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(generate(files(), "k8s.rules", sys.argv[1:]))

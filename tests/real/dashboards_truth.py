@@ -1,0 +1,208 @@
+"""What is true of a fleet whose dashboards are looked at: its devices at a time, and who held them.
+
+Devices are as gpu.attributed has them. That their pods are those of the simulated truth is checked as they are read.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from topics import catalogue
+from topics.attributed import AttributedDevice, AttributedSample
+
+Labels = Mapping[str, str]
+Answer = dict[frozenset[tuple[str, str]], float]
+"""Values by labels."""
+
+CATALOGUE_OF = {(one.name, one.labels): (key, one) for key, many in catalogue.series("otel").items() for one in many}
+
+
+class Holding(NamedTuple):
+    """A pod on a device: its labels, how many hold the device, and its parts of it where it has some."""
+
+    labels: Labels
+    of: int
+    parts: Mapping[str, float]
+
+
+class At(NamedTuple):
+    """A device in a tick."""
+
+    ts_ms: int
+    labels: Labels
+    device: AttributedDevice
+    pods: Sequence[Holding]
+    known: bool
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Its node and UUID."""
+        return self.labels["k8s_node_name"], self.device.uuid
+
+    def value(self, name: str, **labels: str) -> float | None:
+        """What its series of that name has, and the first of those labels."""
+        for (series, own), (key, one) in CATALOGUE_OF.items():
+            if series == name and labels.items() <= dict(own).items():
+                value = self.device.metrics.get(key)
+                return None if value is None else one.of(value)
+        raise KeyError(name)
+
+    @property
+    def divided(self) -> bool:
+        """Whether it is split between pods."""
+        return self.device.unattributed is not None or any(pod.parts for pod in self.pods)
+
+    @property
+    def cut(self) -> bool:
+        """Whether it is a GPU that is cut into MIG devices."""
+        return self.device.mig is None and (self.device.info or {}).get("mig_mode") == "enabled"
+
+
+@dataclass(frozen=True)
+class Truth:
+    """Every tick up to a time."""
+
+    at_ms: int
+    rows: Sequence[At]
+
+    def only(self, keep: Callable[[At], bool]) -> "Truth":
+        """The same of some devices."""
+        return replace(self, rows=[row for row in self.rows if keep(row)])
+
+    def now(self, before_ms: int = 0) -> list[At]:
+        """Every device in the last tick of its node at a time."""
+        last: dict[str, int] = {}
+        at_ms = self.at_ms - before_ms
+        for row in self.rows:
+            if row.ts_ms <= at_ms:
+                node = row.labels["k8s_node_name"]
+                last[node] = max(last.get(node, 0), row.ts_ms)
+        return [row for row in self.rows if row.ts_ms == last.get(row.labels["k8s_node_name"])]
+
+    def within(self, window_ms: int) -> dict[tuple[str, str], list[At]]:
+        """The ticks of each device in the time before."""
+        found = defaultdict(list)
+        for row in self.rows:
+            if self.at_ms - window_ms < row.ts_ms <= self.at_ms:
+                found[row.key].append(row)
+        return found
+
+
+def read(records: Iterable[bytes], truth: Path, at_ms: int, of_truth: str) -> Truth:
+    """The records of gpu.attributed up to a time; the pods are compared with the truth for nodes that begin so."""
+    reported = {
+        (row["node"], row["run_id"], row["seq"], row["uuid"]): {
+            (one["namespace"], one["pod"]) for one in row["reported"]
+        }
+        for row in map(json.loads, truth.read_text().splitlines())
+    }
+    rows = []
+    for sample in (msgspec.json.decode(record, type=AttributedSample) for record in records):
+        if sample.ts_ms > at_ms:
+            continue
+        for device in sample.devices:
+            one = _row(sample, device)
+            if sample.node.startswith(of_truth):
+                said = reported[sample.node, sample.run_id, sample.seq, device.uuid]
+                assert {(pod.labels["k8s_namespace_name"], pod.labels["k8s_pod_name"]) for pod in one.pods} == said
+            rows.append(one)
+    return Truth(at_ms, sorted(rows, key=lambda row: row.ts_ms))
+
+
+def _row(sample: AttributedSample, device: AttributedDevice) -> At:
+    mig = device.mig
+    labels = {
+        "k8s_cluster_name": sample.cluster,
+        "k8s_node_name": sample.node,
+        "gpu_uuid": mig.parent_uuid if mig else device.uuid,
+        "gpu_index": str(device.index),
+        "gpu_model": device.model or "",
+        **({"gpu_mig_uuid": device.uuid, "gpu_mig_profile": mig.profile or ""} if mig else {}),
+    }
+    pods = []
+    for pod, holders in device.pods().items():
+        parts: dict[str, float] = defaultdict(float)
+        for holder in holders:
+            for name in ("utilization_ratio", "memory_used_bytes", "power_watts"):
+                if holder.parts is not None and (value := getattr(holder.parts, name)) is not None:
+                    parts[name] += value
+        owner = holders[0].workload
+        named = {"k8s_namespace_name": pod.namespace, "k8s_pod_name": pod.pod}
+        if owner is not None:
+            named |= {"k8s_workload_kind": owner.kind, "k8s_workload_name": owner.name}
+        pods.append(Holding(named, len(device.pods()), parts))
+    return At(sample.ts_ms, labels, device, pods, sample.attribution != "none")
+
+
+Row = tuple[Labels, float]
+
+
+def each(devices: Iterable[At], name: str, **labels: str) -> Iterator[Row]:
+    """A metric of each device that has it."""
+    for one in devices:
+        value = one.value(name, **labels)
+        if value is not None:
+            yield one.labels, value
+
+
+def of_pods(devices: Iterable[At], name: str, part: str) -> Iterator[Row]:
+    """A quantity of each pod on each device: its part where the device is divided, else the device's."""
+    for one in devices:
+        divided = any(part in pod.parts for pod in one.pods)
+        for pod in one.pods:
+            value = pod.parts.get(part) if divided else (_whole(one, name) if pod.of == 1 else None)
+            if value is not None:
+                yield {**one.labels, **pod.labels}, value
+
+
+def _whole(one: At, names: str) -> float | None:
+    return next((value for name in names.split() if (value := one.value(name)) is not None), None)
+
+
+def holding(devices: Iterable[At]) -> Iterator[Row]:
+    """Each pod on each device, as its share of it; one whose part is not known is not seen."""
+    for one in devices:
+        for pod in one.pods:
+            if pod.of == 1 or "memory_used_bytes" in pod.parts:
+                yield {**one.labels, **pod.labels}, 1 / pod.of
+
+
+def grouped(rows: Iterable[Row], by: str, how: Callable[[list[float]], float] = sum) -> Answer:
+    """Values by labels, as PromQL's aggregations make them."""
+    found = defaultdict(list)
+    names = [name.strip() for name in by.split(",") if name.strip()]
+    for labels, value in rows:
+        found[frozenset((name, labels[name]) for name in names if labels.get(name))].append(value)
+    return {labels: how(values) for labels, values in found.items()}
+
+
+def mean(values: Sequence[float]) -> float:
+    """Their mean."""
+    return sum(values) / len(values)
+
+
+def quantile(share: float) -> Callable[[list[float]], float]:
+    """As Prometheus has it: between the two nearest."""
+
+    def of(values: list[float]) -> float:
+        ordered, rank = sorted(values), share * (len(values) - 1)
+        low = int(rank)
+        high = min(low + 1, len(ordered) - 1)
+        return ordered[low] + (ordered[high] - ordered[low]) * (rank - low)
+
+    return of
+
+
+def number(value: float) -> Answer:
+    """One value without labels."""
+    return {frozenset(): float(value)}
+
+
+def answer(found: Any) -> Answer:
+    """What Prometheus answered."""
+    return {frozenset((k, v) for k, v in one.labels.items() if k != "__name__"): one.value for one in found}
