@@ -292,8 +292,8 @@ def pipeline_alerts() -> Iterator[Alert]:
         _counted("gpustream_producer_ticks_dropped_total", "job, instance, reason"),
         "critical",
         f"{ITS} dropped ticks: {{{{ $labels.reason }}}}",
-        "{{ $value | humanize }} ticks in 5 minutes never reached Kafka and are lost. For buffer_full and buffer_age see"
-        " whether Kafka is there, or give --buffer more.",
+        "{{ $value | humanize }} ticks in 5 minutes never reached Kafka and are lost. For buffer_full and buffer_age"
+        " see whether Kafka is there, or give --buffer more.",
     )
     yield Alert(
         "GpustreamRecordsExpired",

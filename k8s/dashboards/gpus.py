@@ -1,8 +1,7 @@
 """The dashboards of what there is: the fleet, a node, a GPU with its every metric."""
 
 import re
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
 
 from k8s.dashboards.panel import (
     BAD_ABOVE_ZERO,
@@ -37,8 +36,8 @@ from k8s.dashboards.queries import (
     idle_devices,
     zero,
 )
-from topics import catalogue
-from topics.reference import unit_of
+from topics.metric import Series
+from topics.profiles import PROFILES
 
 CLUSTER = choice("cluster", "k8s_cluster_name", "gpu_holders")
 NODE = choice("node", "k8s_node_name", 'gpu_holders{k8s_cluster_name=~"$cluster"}')
@@ -297,27 +296,18 @@ TOPICS = {
 """The panels of a GPU's metrics, and the names in each; what is in none has a panel of its own."""
 
 UNITS = {
-    "0-1": "percentunit",
-    "0-100": "percent",
+    "ratio": "percentunit",
+    "percent": "percent",
     "bytes": "bytes",
-    "bytes/s": "Bps",
-    "W": "watt",
-    "mJ": "watt",
-    "°C": "celsius",
-    "MHz": "rotmhz",
+    "bytes_per_second": "Bps",
+    "watts": "watt",
+    "millijoules": "watt",
+    "celsius": "celsius",
+    "megahertz": "rotmhz",
     "seconds": "percentunit",
 }
 """Grafana's unit by that of a series, as it is shown: energy by its rate, which is power, and time by its share. All
 else is a number."""
-
-
-class Shown(NamedTuple):
-    """A name of the profile ``otel``: what it means, its unit, whether it counts, and the labels of its own."""
-
-    help: str
-    unit: str
-    counts: bool
-    labels: tuple[str, ...]
 
 
 def device() -> Json:
@@ -414,44 +404,31 @@ def _metrics() -> Iterator[Json]:
     left = names()
     for title, pattern in TOPICS.items():
         chosen = [name for name in left if re.fullmatch(pattern, name)]
-        yield _metrics_panel(title, {name: left.pop(name) for name in chosen})
+        yield _metrics_panel(title, [left.pop(name) for name in chosen])
     for name, one in left.items():
-        yield _metrics_panel(name.removeprefix("gpu_").replace("_", " ").capitalize(), {name: one})
+        yield _metrics_panel(name.removeprefix("gpu_").replace("_", " ").capitalize(), [one])
 
 
-def _metrics_panel(title: str, shown: Mapping[str, Shown]) -> Json:
-    says = " ".join(dict.fromkeys(one.help for one in shown.values()))
-    (unit, *_) = (UNITS.get(one.unit, "short") for one in shown.values())
-    return graph(title, says, [_metric(name, one) for name, one in shown.items()], unit)
+def _metrics_panel(title: str, shown: Sequence[Series]) -> Json:
+    says = " ".join(dict.fromkeys(one.help for one in shown))
+    return graph(title, says, [_metric(one) for one in shown], UNITS.get(shown[0].unit, "short"))
 
 
-def _metric(name: str, one: Shown) -> tuple[str, str]:
+def _metric(one: Series) -> tuple[str, str]:
     """The legend and the query of a name: counters by how fast they count, each event by itself."""
-    by = ", ".join([INSTANCE, *one.labels])
-    legend = " ".join(["{{gpu_mig_profile}}", name.removeprefix("gpu_"), *(f"{{{{{label}}}}}" for label in one.labels)])
-    if not one.counts:
-        return legend, f"max by ({by}) ({name}{{{THIS}}})"
-    if one.unit == "mJ":
-        return f"{legend}, as power", f"sum by ({by}) (rate({name}{{{THIS}}}[$__rate_interval])) / 1000"
+    labels = [label for label, _ in one.labels]
+    by = ", ".join([INSTANCE, *labels])
+    legend = " ".join(["{{gpu_mig_profile}}", one.name.removeprefix("gpu_"), *(f"{{{{{label}}}}}" for label in labels)])
+    if one.kind != "counter":
+        return legend, f"max by ({by}) ({one.name}{{{THIS}}})"
+    if one.unit == "millijoules":
+        return f"{legend}, as power", f"sum by ({by}) (rate({one.name}{{{THIS}}}[$__rate_interval])) / 1000"
     how = "rate" if one.unit in UNITS else "increase"
-    return legend, f"sum by ({by}) ({how}({name}{{{THIS}}}[$__rate_interval]))"
+    return legend, f"sum by ({by}) ({how}({one.name}{{{THIS}}}[$__rate_interval]))"
 
 
-def names() -> dict[str, Shown]:
-    """Every name that a GPU's metrics have in the profile ``otel``."""
-    found: dict[str, Shown] = {}
-    for key, many in catalogue.series("otel").items():
-        metric = catalogue.CATALOGUE[key]
-        for one in many:
-            labels = tuple(name for name, _ in one.labels)
-            said = (
-                f"{found[one.name].help} {metric.help}"
-                if one.name in found and metric.help not in found[one.name].help
-                else metric.help
-            )
-            counts = metric.kind == "counter" and one.bits is None
-            found[one.name] = Shown(said, unit_of(metric, one), counts, labels)
-    for ratio in catalogue.DERIVED["otel"]:
-        unit = "0-100" if ratio.scale == 100 else "0-1"
-        found[ratio.name] = Shown(ratio.help, unit, counts=False, labels=())
-    return found
+def names() -> dict[str, Series]:
+    """Every name that a GPU's metrics have with ``--names otel``, and what is said of it."""
+    otel = PROFILES["otel"]
+    found = {one.name: one for many in otel.series.values() for one in many}
+    return found | {one.name: Series(one.name, one.labels, unit=one.unit, help=one.help) for one in otel.ratios}

@@ -327,7 +327,7 @@ def pipeline() -> Json:
                 "Series that the receiver of remote write refused, and that are not sent for ten minutes.",
                 [("series", f"sum(gpustream_remote_write_series_left_out{{{OWN}}})")],
             ),
-            row("Processes"),
+            row("The processes"),
             graph(
                 "Buffers of producers",
                 "Ticks that wait to be sent, and their bytes.",

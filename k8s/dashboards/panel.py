@@ -224,7 +224,6 @@ def choice(name: str, label: str, of: str, *, one: bool = False) -> Json:
         "type": "query",
         "datasource": DATASOURCE,
         "query": {"qryType": 1, "query": query, "refId": "PrometheusVariableQueryEditor-VariableQuery"},
-        "definition": query,
         "refresh": 2,
         "sort": 1,
         **({"multi": False, "includeAll": False} if one else several),

@@ -1,34 +1,44 @@
-"""k8s/grafana and k8s/prometheus without their servers; tests/real asks Prometheus what these queries give."""
+"""The dashboards and the rules without their servers; tests/real asks Prometheus what their queries give."""
 
+import enum
 import functools
 import itertools
 import re
+import types
+import typing
 from collections import Counter
 from typing import Any
 
 import pytest
+from grafana_foundation_sdk.cog import plugins
+from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from gpustream import reference
 from tests.k8s import dashboard
-from tests.k8s.dashboard import DASHBOARD, PANELS, VARIABLES, Query
+from tests.k8s.dashboard import DASHBOARDS, K8S, Query
 from tests.test_compose import config
 from tests.topics.records import own_labels
 from topics import catalogue
 from topics.profiles import PROFILES
 
 WIDTH = 24
-GRAFANAS_OWN = {"__rate_interval"}
+GRAFANAS_OWN = {"__rate_interval", "__range"}
 PROMETHEUS_OWN = {"up", "ALERTS"}
+PANELS = dashboard.panels()
+QUERIES = dashboard.queries()
 RULES = dashboard.rules()
+ALERTS = [rule for rule in RULES if "alert" in rule]
 EXPRESSIONS: dict[str, str] = {
-    **{str(query): query.expr for query in [*dashboard.queries(), *dashboard.label_queries()]},
-    **{rule["alert"]: rule["expr"] for rule in RULES},
+    **{str(query): query.expr for query in [*QUERIES, *dashboard.label_queries()]},
+    **{f"{number} {rule.get('alert') or rule['record']}": rule["expr"] for number, rule in enumerate(RULES)},
 }
 
-_NAME = re.compile(r"\b(?:gpu|gpustream)_\w+")
+_NAME = re.compile(r"(?<![:\w])(?:gpu|gpustream)_\w+(?!:)\b")
 _TEXT = re.compile(r'"[^"]*"')
 _COUNTED = re.compile(r"\b(?:rate|increase)\(\s*((?:gpu|gpustream)_\w+)")
-_LABELS = own_labels("otel") | {"gpu_uuid", "gpu_index", "gpu_mig_uuid"}
+_LABELS = own_labels("otel") | {"gpu_uuid", "gpu_index", "gpu_mig_uuid", "gpu_mig_profile", "gpu_model"}
+
+of_boards = pytest.mark.parametrize("uid", DASHBOARDS)
 
 
 @functools.cache
@@ -38,7 +48,15 @@ def kinds() -> dict[str, str]:
     for many in PROFILES["otel"].series.values():
         found.update({series.name: series.kind for series in many})
     found.update({ratio.name: "gauge" for ratio in PROFILES["otel"].ratios})
-    found.update({info.name: info.kind for info in catalogue.FURTHER})
+    infos = (
+        catalogue.HOLDERS,
+        catalogue.POD_INFO,
+        catalogue.ALERT_FIRING,
+        *catalogue.USAGE.values(),
+        *catalogue.FURTHER,
+    )
+    found.update({info.name: info.kind for info in infos})
+    found.update({f"{name}_bucket": "counter" for name, kind in list(found.items()) if kind == "histogram"})
     return found
 
 
@@ -48,61 +66,186 @@ def squares(panel: dict[str, Any]) -> set[tuple[int, int]]:
     return set(itertools.product(range(at["x"], at["x"] + at["w"]), range(at["y"], at["y"] + at["h"])))
 
 
-def test_every_panel_has_a_number_and_a_title_of_its_own() -> None:
-    assert [title for title, count in Counter(panel["title"] for panel in PANELS).items() if count > 1] == []
-    assert [number for number, count in Counter(panel["id"] for panel in PANELS).items() if count > 1] == []
-    assert [panel for panel in PANELS if not panel["title"] or panel["id"] < 1] == []
+# Grafana's schema
 
 
-def test_no_panel_lies_on_another_or_beyond_the_edge() -> None:
-    taken = Counter(square for panel in PANELS for square in squares(panel))
+def wrong(value: object, kind: Any, where: str) -> list[str]:
+    """Where a value, or what is in it, is not of the type that Grafana's schema gives it."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if kind in (Any, object) or isinstance(kind, typing.TypeVar):
+        return []
+    if isinstance(value, dict) and hasattr(kind, "from_json"):  # the SDK leaves some objects as they are
+        return wrong(kind.from_json(value), kind, where)
+    if isinstance(kind, enum.EnumMeta):
+        return (
+            []
+            if value in [member.value for member in kind.__members__.values()]
+            else [f"{where}: {value!r} is none of {kind}"]
+        )
+    if origin is typing.Literal:
+        return [] if value in arguments else [f"{where}: {value!r}"]
+    if origin in (typing.Union, types.UnionType):
+        return min((wrong(value, one, where) for one in reversed(arguments)), key=len)
+    if origin is list and isinstance(value, list):
+        return [found for number, one in enumerate(value) for found in wrong(one, arguments[0], f"{where}[{number}]")]
+    if origin is dict and isinstance(value, dict):
+        return [found for name, one in value.items() for found in wrong(one, arguments[1], f"{where}.{name}")]
+    if not isinstance(value, (int, float) if kind is float else origin or kind):
+        return [f"{where}: {value!r} is no {kind}"]
+    if not hasattr(value, "to_json"):
+        return []
+    fields = typing.get_type_hints(type(value))
+    return [
+        found
+        for name, one in vars(value).items()
+        if name in fields
+        for found in wrong(one, fields[name], f"{where}.{name}")
+    ]
+
+
+def plain(value: Any) -> Any:
+    """What the schema's types write, as JSON reads it."""
+    if hasattr(value, "to_json"):
+        return plain(value.to_json())
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, dict):
+        return {name: plain(one) for name, one in value.items()}
+    return [plain(one) for one in value] if isinstance(value, list) else value
+
+
+def missing(ours: Any, theirs: Any, where: str = "") -> list[str]:
+    """What of a document is not in another, which may have more."""
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        return [found for name, one in ours.items() for found in missing(one, theirs.get(name), f"{where}.{name}")]
+    if isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):
+        return [
+            found for n, (a, b) in enumerate(zip(ours, theirs, strict=True)) for found in missing(a, b, f"{where}[{n}]")
+        ]
+    return [] if ours == theirs else [f"{where}: {ours!r}"]
+
+
+@of_boards
+def test_it_is_a_dashboard_of_grafanas_schema(uid: str) -> None:
+    """The types are Grafana's own: its SDK is generated from the schemas of the dashboard and of each kind of panel."""
+    plugins.register_default_plugins()
+    read = Dashboard.from_json(DASHBOARDS[uid])
+    assert wrong(read, Dashboard, uid) == []
+    assert missing(DASHBOARDS[uid], plain(read)) == []
+
+
+def test_what_is_not_of_the_schema_is_found() -> None:
+    plugins.register_default_plugins()
+    board = DASHBOARDS["gpu-fleet"]
+    tile = board["panels"][0]
+    for panel in (
+        {**tile, "tittle": "GPUs"},
+        {**tile, "options": {**tile["options"], "colour": "value"}},
+        {**tile, "fieldConfig": {"defaults": {"units": "short"}, "overrides": []}},
+    ):
+        changed = {**board, "panels": [panel]}
+        assert missing(changed, plain(Dashboard.from_json(changed))) != []
+    for panel in ({**tile, "title": 7}, {**tile, "gridPos": {**tile["gridPos"], "w": "4"}}):
+        assert wrong(Dashboard.from_json({**board, "panels": [panel]}), Dashboard, "") != []
+
+
+@of_boards
+def test_it_is_one_that_grafana_loads_from_a_file(uid: str) -> None:
+    board = DASHBOARDS[uid]
+    assert "id" not in board  # an id is of one database
+    assert (dashboard.FOLDER / f"{uid}.json").is_file()
+    assert board["schemaVersion"] >= 36  # data sources by uid and type
+    assert len((dashboard.FOLDER / f"{uid}.json").read_bytes()) < 256 << 10  # what kubectl apply takes as a ConfigMap
+
+
+# Panels
+
+
+@of_boards
+def test_every_panel_has_a_number_a_title_and_words_of_its_own(uid: str) -> None:
+    panels = DASHBOARDS[uid]["panels"]
+    assert [title for title, count in Counter(panel["title"] for panel in panels).items() if count > 1] == []
+    assert [number for number, count in Counter(panel["id"] for panel in panels).items() if count > 1] == []
+    assert [panel["title"] for panel in panels if panel["type"] != "row" and not panel["description"]] == []
+
+
+@of_boards
+def test_no_panel_lies_on_another_or_beyond_the_edge(uid: str) -> None:
+    taken = Counter(square for panel in DASHBOARDS[uid]["panels"] for square in squares(panel))
     assert [square for square, count in taken.items() if count > 1] == []
     assert max(x for x, _ in taken) < WIDTH
 
 
-def test_every_panel_says_what_it_shows() -> None:
-    assert [panel["title"] for panel in PANELS if panel["type"] != "row" and not panel["description"]] == []
+def test_every_number_has_a_unit_and_thresholds_and_every_line_a_legend() -> None:
+    tiles = [panel["fieldConfig"]["defaults"] for _, panel in PANELS if panel["type"] == "stat"]
+    assert [one for one in tiles if not one["unit"] or not one["thresholds"]["steps"]] == []
+    lines = [panel for _, panel in PANELS if panel["type"] in {"timeseries", "state-timeline"}]
+    assert [panel["title"] for panel in lines if not all(target["legendFormat"] for target in panel["targets"])] == []
+    graphs = [panel["fieldConfig"]["defaults"] for panel in lines if panel["type"] == "timeseries"]
+    assert [one for one in graphs if not one["unit"]] == []
+
+
+def test_every_column_of_a_table_has_a_heading() -> None:
+    for _, panel in PANELS:
+        if panel["type"] == "table":
+            (organize,) = [one["options"] for one in panel["transformations"] if one["id"] == "organize"]
+            assert len(set(organize["renameByName"].values())) == len(organize["renameByName"])
+            grouped = {name for target in panel["targets"] for name in _grouping(target["expr"])}
+            assert grouped <= organize["renameByName"].keys(), panel["title"]
+
+
+def _grouping(expr: str) -> list[str]:
+    """The labels of an aggregation that the whole query is."""
+    found = re.match(r"(?:round\()?\w+ by \(([^)]*)\)", expr)
+    return [name.strip() for name in found[1].split(",")] if found else []
 
 
 def test_every_query_asks_the_data_source_that_compose_provisions() -> None:
     (provisioned,) = config("grafana-data-sources")["datasources"]
-    assert VARIABLES["datasource"]["query"] == provisioned["type"]
-    assert VARIABLES["datasource"]["current"]["value"] == provisioned["uid"]
-    asked = [panel for panel in PANELS if panel["type"] != "row"]
-    asked += [target for panel in asked for target in panel["targets"]]
-    asked += [variable for variable in VARIABLES.values() if variable["type"] == "query"]
-    assert {tuple(sorted(one["datasource"].items())) for one in asked} == {
-        (("type", provisioned["type"]), ("uid", "${datasource}"))
-    }
+    asked: list[Any] = [target for _, panel in PANELS for target in [panel, *panel["targets"]]]
+    for uid in DASHBOARDS:
+        own = dashboard.variables(uid)
+        assert own["datasource"]["query"] == provisioned["type"]
+        assert own["datasource"]["current"]["value"] == provisioned["uid"]
+        asked += [variable for variable in own.values() if variable["type"] == "query"]
+    wanted = {"type": provisioned["type"], "uid": "${datasource}"}
+    assert [one for one in asked if one["datasource"] != wanted] == []
 
 
-@pytest.mark.parametrize("query", dashboard.queries(), ids=str)
+@pytest.mark.parametrize("query", QUERIES, ids=str)
 def test_a_query_has_only_variables_that_there_are(query: Query) -> None:
-    assert dashboard.variables(query.expr) <= VARIABLES.keys() | GRAFANAS_OWN
+    assert dashboard.used(query.expr) <= dashboard.variables(query.board).keys() | GRAFANAS_OWN
 
 
-def test_every_variable_is_used() -> None:
-    used = {name for expr in EXPRESSIONS.values() for name in dashboard.variables(expr)}
-    assert VARIABLES.keys() - used == {"datasource"}
+@of_boards
+def test_every_variable_is_used(uid: str) -> None:
+    expressions = [query.expr for query in [*QUERIES, *dashboard.label_queries()] if query.board == uid]
+    used = {name for expr in expressions for name in dashboard.used(expr)}
+    assert dashboard.variables(uid).keys() - used == {"datasource"}
 
 
 def test_all_of_a_variable_matches_what_lacks_the_label_too() -> None:
-    filters = [variable for variable in VARIABLES.values() if variable["type"] == "query"]
-    assert {variable["allValue"] for variable in filters} == {".*"}
-    assert {variable["current"]["value"][0] for variable in filters} == {"$__all"}
+    of_all = [one for uid in DASHBOARDS for one in dashboard.variables(uid).values() if one.get("includeAll")]
+    assert {variable["allValue"] for variable in of_all} == {".*"}
+    assert {variable["current"]["value"][0] for variable in of_all} == {"$__all"}
 
 
-def test_a_query_of_gpus_is_filtered_by_cluster_and_node() -> None:
-    expressions = [query.expr for query in dashboard.queries()]
-    selectors = [found for expr in expressions for found in re.findall(r"\bgpu_\w+(\{.*?\})?", _without_labels(expr))]
-    assert len(selectors) > 20
-    assert [one for one in selectors if '=~"$cluster"' not in one or '=~"$node"' not in one] == []
+def test_links_lead_to_dashboards_that_there_are_and_give_variables_that_these_have() -> None:
+    urls = set(re.findall(r"/d/[^\"]+", "".join(path.read_text() for path in dashboard.FOLDER.glob("*.json"))))
+    assert len(urls) == 3
+    for url in urls:
+        uid, given = re.match(r"/d/([\w-]+)", url), set(re.findall(r"var-(\w+)=", url))
+        assert uid is not None
+        assert given <= dashboard.variables(uid[1]).keys()
+    assert {tuple(link["tags"]) for board in DASHBOARDS.values() for link in board["links"]} == {("gpustream",)}
+    assert {tuple(board["tags"]) for board in DASHBOARDS.values()} == {("gpustream",)}
 
 
 @pytest.mark.parametrize("expr", EXPRESSIONS.values(), ids=list(EXPRESSIONS))
 def test_an_expression_is_of_series_that_gpustream_has(expr: str) -> None:
     named = set(_NAME.findall(_TEXT.sub("", expr))) - _LABELS
-    assert named or any(own in expr for own in PROMETHEUS_OWN)
+    recorded = {rule["record"] for rule in RULES if "record" in rule}
+    assert named or any(own in expr for own in PROMETHEUS_OWN | recorded)
     assert named - kinds().keys() == set()
 
 
@@ -111,20 +254,15 @@ def test_rates_are_of_counters(expr: str) -> None:
     assert {metric for metric in _COUNTED.findall(expr) if kinds()[metric] != "counter"} == set()
 
 
-def test_every_alert_has_a_name_a_severity_and_words() -> None:
-    names = [rule["alert"] for rule in RULES]
-    assert len(set(names)) == len(names)
-    assert {rule["labels"]["severity"] for rule in RULES} == {"critical", "warning", "info"}
-    assert [rule["alert"] for rule in RULES if rule["annotations"].keys() != {"summary", "description"}] == []
+# Rules
 
 
-def test_the_dashboard_is_one_that_grafana_loads_from_a_file() -> None:
-    assert "id" not in DASHBOARD  # an id is of one database
-    assert DASHBOARD["uid"] == "gpu-fleet"
-    assert DASHBOARD["schemaVersion"] >= 36  # data sources by uid and type
-    assert {panel["type"] for panel in PANELS} <= {"row", "stat", "table", "timeseries"}
-
-
-def _without_labels(expr: str) -> str:
-    """The expression without the label names of groupings and matchings."""
-    return re.sub(r"\b(by|ignoring|on) \([^)]*\)", "", expr)
+def test_every_alert_has_a_severity_words_and_a_runbook_with_commands() -> None:
+    assert {rule["labels"]["severity"] for rule in ALERTS} == {"critical", "warning", "info"}
+    for rule in ALERTS:
+        assert rule["annotations"].keys() == {"summary", "description", "runbook"}
+        text = (K8S.parent / rule["annotations"]["runbook"]).read_text()
+        assert text.startswith(f"# {rule['alert']}\n")
+        assert "\n## What to do\n" in text
+        if rule["alert"].startswith("Gpustream"):
+            assert re.search(r"```sh\n.+?```", text, re.DOTALL), rule["alert"]

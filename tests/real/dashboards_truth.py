@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from topics import catalogue
 from topics.attributed import AttributedDevice, AttributedSample
+from topics.profiles import PROFILES
 
 Labels = Mapping[str, str]
 Answer = dict[frozenset[tuple[str, str]], float]
 """Values by labels."""
 
-CATALOGUE_OF = {(one.name, one.labels): (key, one) for key, many in catalogue.series("otel").items() for one in many}
+SERIES = {(one.name, one.labels): (key, one) for key, many in PROFILES["otel"].series.items() for one in many}
 
 
 class Holding(NamedTuple):
@@ -46,7 +46,7 @@ class At(NamedTuple):
 
     def value(self, name: str, **labels: str) -> float | None:
         """What its series of that name has, and the first of those labels."""
-        for (series, own), (key, one) in CATALOGUE_OF.items():
+        for (series, own), (key, one) in SERIES.items():
             if series == name and labels.items() <= dict(own).items():
                 value = self.device.metrics.get(key)
                 return None if value is None else one.of(value)

@@ -36,7 +36,7 @@ from tests.k8s.dashboard import Query
 from tests.real import dashboards_truth
 from tests.real.conftest import need
 from tests.real.dashboards_truth import (
-    CATALOGUE_OF,
+    SERIES,
     Answer,
     At,
     Truth,
@@ -52,6 +52,7 @@ from tests.real.pipeline import Gpustream, read_all
 from tests.real.servers import KafkaServer, PrometheusServer, find_java, find_kafka, find_prometheus
 from tests.test_compose import OURS, config
 from topics import catalogue
+from topics.profiles import PROFILES
 from topics.topic import node_key
 
 STAYING = ("producer", "attribution", "alerts", "remote-write")
@@ -654,7 +655,7 @@ def findings(truth: Truth) -> Answer:
 
 def causes(truth: Truth) -> Answer:
     found = [
-        dict(one.labels)["gpu_throttle_cause"] for one in catalogue.series("otel")["clock_event_reasons"] if one.labels
+        dict(one.labels)["gpu_throttle_cause"] for one in PROFILES["otel"].series["clock_event_reasons"] if one.labels
     ]
     rows = [
         ({"gpu_throttle_cause": cause}, v)
@@ -777,10 +778,10 @@ def nobodys(truth: Truth, part: str) -> Answer:
 def metric_of(truth: Truth, name: str) -> Answer:
     """All series of a name: gauges as they are, counters by how far they came or how fast."""
     found: Answer = {}
-    for (series, own), (of, one) in CATALOGUE_OF.items():
-        metric, labels = catalogue.CATALOGUE[of], dict(own)
+    for (series, own), (of, one) in SERIES.items():
+        labels = dict(own)
         by = ", ".join([INSTANCE, *labels])
-        if series == name and metric.kind == "counter" and one.bits is None:
+        if series == name and one.kind == "counter":
             per = {"energy_joules_total": RATE_MS, "violation": RATE_MS / 1000}
             scale = (
                 per["energy_joules_total"]
@@ -792,16 +793,11 @@ def metric_of(truth: Truth, name: str) -> Answer:
             found |= {k: v / scale for k, v in increased(truth, name, by, RATE_MS, **labels).items()}
         elif series == name:
             found |= grouped((({**row, **labels}, v) for row, v in each(truth.now(), name, **labels)), by, max)
-    for ratio in (one for one in catalogue.DERIVED["otel"] if one.name == name):
-        values = [
-            (one.labels, [one.device.metrics.get(key) for key in (ratio.numerator, ratio.denominator)])
-            for one in truth.now()
-        ]
-        found |= grouped(
-            [(labels, top / bottom * ratio.scale) for labels, (top, bottom) in values if top is not None and bottom],
-            INSTANCE,
-            max,
-        )
+    for ratio in (one for one in PROFILES["otel"].ratios if one.name == name):
+        for device in truth.now():
+            top, bottom = (device.device.metrics.get(key) for key in (ratio.numerator, *ratio.denominators))
+            if top is not None and bottom:
+                found |= grouped([(device.labels, top / bottom * ratio.scale)], INSTANCE)
     return found
 
 
@@ -828,7 +824,7 @@ def test_every_metric_of_a_gpu_is_on_its_dashboard() -> None:
         if one.board == "gpu-device"
         for name in re.findall(r"gpu_\w+(?={)", one.expr)
     }
-    every = {name for name, _ in CATALOGUE_OF} | {one.name for one in catalogue.DERIVED["otel"]}
+    every = {name for name, _ in SERIES} | {one.name for one in PROFILES["otel"].ratios}
     beside = {one.name for one in catalogue.FURTHER} - {catalogue.POD_XID_ERRORS.name}
     assert every | beside <= on_it
 

@@ -1,4 +1,4 @@
-"""The dashboards of Grafana, as files: ``python -m k8s.dashboards [--check]``.
+"""The dashboards of Grafana, as files: ``python -m k8s.dashboards.files [--check]``.
 
 Grafana of docker-compose.yml reads the folder, and k8s/components/dashboards makes a ConfigMap of each file.
 """
@@ -22,4 +22,4 @@ def files() -> dict[Path, str]:
 
 
 if __name__ == "__main__":
-    sys.exit(generate(files(), "k8s.dashboards", sys.argv[1:]))
+    sys.exit(generate(files(), "k8s.dashboards.files", sys.argv[1:]))
