@@ -77,11 +77,8 @@ def wrong(value: object, kind: Any, where: str) -> list[str]:
     if isinstance(value, dict) and hasattr(kind, "from_json"):  # the SDK leaves some objects as they are
         return wrong(kind.from_json(value), kind, where)
     if isinstance(kind, enum.EnumMeta):
-        return (
-            []
-            if value in [member.value for member in kind.__members__.values()]
-            else [f"{where}: {value!r} is none of {kind}"]
-        )
+        members: Any = kind.__members__.values()
+        return [] if value in {member.value for member in members} else [f"{where}: {value!r} is none of {kind}"]
     if origin is typing.Literal:
         return [] if value in arguments else [f"{where}: {value!r}"]
     if origin in (typing.Union, types.UnionType):
