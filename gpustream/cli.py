@@ -137,6 +137,13 @@ COMMANDS = {
         lambda: command.load("gpustream.dead_letters.command:dead_letters"),
     ),
     "rules": _module("rules", "Check a file of alert rules, or try it on what was recorded."),
+    "counters": _module(
+        "counters", "Check a file of counters, as dcgm-exporter has them, before --counters is given it."
+    ),
+    "compare": _module(
+        "compare",
+        "Compare what another exporter says of each GPU and pod with what gpustream says: what differs, and why.",
+    ),
 }
 
 

@@ -104,7 +104,8 @@ def _mistakes(given: dict[str, Any]) -> list[str]:
         needless = [name for name in OF_CONNECTION if name.startswith("kafka_") and given[name] is not None]
         given = {**given, "kafka": HOST_PORTS.example}
     wrong = [f"--{name.replace('_', '-')}: it is of no use without --kafka or --kafka-config" for name in needless]
-    return wrong + command.mistakes(producer, {**given, "fleet": simulate})
+    naming = NamingSettings(**{one.name: given[one.name] for one in dataclasses.fields(NamingSettings)})
+    return wrong + naming.counters_mistakes() + command.mistakes(producer, {**given, "fleet": simulate})
 
 
 def driver_is_here() -> bool:

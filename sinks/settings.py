@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -29,7 +30,7 @@ from delivery.settings import (
 )
 from delivery.values import Address
 from sinks.series.labels import MAX_LABELS
-from topics.profiles import LABELS, PROFILES, LabelSet, Profile, ProfileName, profile_names
+from topics.profiles import LABELS, PROFILES, LabelNames, LabelSet, Profile, ProfileName, profile_names
 
 ALERTS_PATH = "/api/v2/alerts"
 _RARELY_S = 24 * 3600
@@ -71,23 +72,62 @@ class NamingSettings:
     """What metrics and labels are called. ``labels`` None is the label set of each of ``names``."""
 
     names: Annotated[
-        tuple[ProfileName, ...],
+        tuple[ProfileName, ...] | None,
         Option(
             "--names",
             NAMINGS,
             f"Metric names, units and labels: {', '.join(PROFILES)}. Several, after commas, are written beside each"
             " other, what two of them call alike once: so the new names can fill while the old ones still answer.",
+            shown="otel; with --counters, its file alone",
         ),
-    ] = ("otel",)
+    ] = None
     labels: Annotated[
         LabelSet | None,
         Option("--labels", click.Choice(["otel", "dcgm", "pod-devices"]), "The label names.", shown="those of --names"),
     ] = None
 
-    def profiles(self) -> tuple[Profile, ...]:
-        """What a device is written in."""
-        profiles = [PROFILES[name] for name in self.names]
-        return tuple([replace(one, labels=LABELS[self.labels]) if self.labels else one for one in profiles])
+    counters: Annotated[
+        Path | None,
+        Option(
+            "--counters",
+            READABLE_FILE,
+            "A file of dcgm-exporter, CSV or YAML: just its metrics are written, with its types and help. It stands for"
+            " the dcgm profiles of --names; others are written beside it. A change of it is in force in seconds.",
+        ),
+    ] = None
+
+    def profiles(self, picked: Profile | None = None) -> tuple[Profile, ...]:
+        """What a device is written in; ``picked``: what --counters picks, if not as its file is now.
+
+        Raises CountersError: that file can't be used.
+        """
+        from sinks.series.counters import OF_DCGM, load  # it reads YAML, which help has no use for
+
+        if self.counters is None:
+            names: Iterable[ProfileName] = self.names or ("otel",)
+            file: tuple[Profile, ...] = ()
+        else:
+            names = [name for name in self.names or () if name not in OF_DCGM]
+            file = (picked or load(self.counters, self.label_names()).profile,)
+        profiles = [PROFILES[name] for name in names]
+        return (*file, *[replace(one, labels=LABELS[self.labels]) if self.labels else one for one in profiles])
+
+    def label_names(self) -> LabelNames | None:
+        """The labels that were chosen; None: those of the names."""
+        return LABELS[self.labels] if self.labels else None
+
+    def counters_mistakes(self) -> list[str]:
+        """What is wrong with the file of ``--counters``."""
+        if self.counters is None:
+            return []
+        from sinks.series.counters import load
+        from sinks.series.counters_file import CountersError
+
+        try:
+            load(self.counters)
+        except CountersError as error:
+            return [f"--counters: {self.counters}{f':{line}' if line else ''}: {text}" for line, text in error.mistakes]
+        return []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,8 +151,9 @@ class SeriesSettings(SinkSettings, NamingSettings):
     def mistakes(self) -> list[str]:
         """See :meth:`KafkaSettings.mistakes`."""
         found = super().mistakes()
-        unknown = [name for name in self.names if name not in PROFILES]
+        unknown = [name for name in self.names or () if name not in PROFILES]
         found += [f"--names: {name!r} is not one of {', '.join(PROFILES)}" for name in unknown]
+        found += self.counters_mistakes()
         return [*found, *([] if self.stale_after_s > 0 else ["--stale-after: must be above zero"])]
 
 

@@ -8,7 +8,9 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-Kind = Literal["gauge", "counter"]
+Kind = Literal["gauge", "counter", "untyped"]
+"""What Prometheus calls a series' type; nothing of the catalogue is ``untyped``, but a file of counters may say it."""
+
 Labels = tuple[tuple[str, str], ...]
 
 _DECIMALS = 9
@@ -75,7 +77,7 @@ class Family(NamedTuple):
 
 
 class Ratio(NamedTuple):
-    """A series made of several keys of one device: ``numerator / sum of the denominators * scale``. It is a gauge."""
+    """A series made of several keys of one device: ``numerator / sum of the denominators * scale``."""
 
     name: str
     numerator: str
@@ -84,6 +86,7 @@ class Ratio(NamedTuple):
     help: str
     scale: float = 1.0
     labels: Labels = ()
+    kind: Kind = "gauge"
 
     @property
     def keys(self) -> tuple[str, ...]:

@@ -66,13 +66,15 @@ class LabelNames:
 class Profile:
     """How a device is called. A key that is not in ``series`` is not written.
 
-    Every series of a name has one kind, one unit and one help, which says the unit.
+    Every series of a name has one kind, one unit and one help, which says the unit. ``further``: what a device has
+    beside its metrics is written, too.
     """
 
     name: str
     series: Mapping[str, tuple[Series, ...]]
     ratios: tuple[Ratio, ...]
     labels: LabelNames
+    further: bool = True
 
 
 # -- labels

@@ -36,7 +36,7 @@ _LABELS_REFS = 0x0A
 _METADATA = 0x2A
 _TYPE = b"\x08"
 _HELP_REF = b"\x18"
-_TYPES: dict[Kind, int] = {"counter": 1, "gauge": 2}
+_TYPES: dict[Kind, int] = {"untyped": 0, "counter": 1, "gauge": 2}
 
 _REF_WIDTHS = (2, 3, 5)
 _MAX_CONSTANTS = 8192

@@ -11,8 +11,9 @@ from delivery.dead_letters import DeadLetters, connecting
 from delivery.instruments import Instrument, Instruments
 from delivery.positions import WHOLE
 from delivery.sender import Sender
-from sinks import outcomes
+from sinks import counters_reload, outcomes
 from sinks.consumer import GroupReader, Source
+from sinks.counters_reload import following
 from sinks.outcomes import OnOutcome, Outcomes
 from sinks.remote_write.alerts import AlertPartition, AlertSeries
 from sinks.remote_write.nodes import OpenSeries
@@ -45,6 +46,7 @@ INSTRUMENTS: tuple[Instrument, ...] = (
         "gpustream_remote_write_lag_records",
         "gpustream_remote_write_loop_late_seconds",
     ),
+    *counters_reload.INSTRUMENTS,
     outcomes.delay_instrument("gpustream_remote_write_delay_seconds", "the receiver's answer that it has the tick"),
     Instrument(
         "gpustream_remote_write_values_delivered_total",
@@ -150,7 +152,7 @@ class RemoteWriteSink:
             return AlertPartition(AlertSeries(settings.max_labels), shared)
 
         def usage(_: int) -> UsagePartition:
-            return UsagePartition(settings.profiles()[0].labels, settings.max_labels, shared)
+            return UsagePartition(translator.profiles[0].labels, settings.max_labels, shared)
 
         sources = [
             Source(TOPIC.name, samples, settings.from_, settings.stale_after_s),
@@ -159,7 +161,7 @@ class RemoteWriteSink:
         ]
         self._reader = GroupReader(settings, sources, self._outcomes)
         try:
-            async with connecting(sender):
+            async with following(settings, translator, made), connecting(sender):
                 await self._reader.run(stop)
         finally:
             await queue.close()

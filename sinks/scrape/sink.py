@@ -21,8 +21,9 @@ from delivery.dead_letters import DeadLetters, Record, connecting
 from delivery.instruments import Instrument, Instruments
 from delivery.replays import Last
 from delivery.sender import Sender
-from sinks import outcomes
+from sinks import counters_reload, outcomes
 from sinks.consumer import GroupReader, Source
+from sinks.counters_reload import following
 from sinks.outcomes import OnOutcome, Outcome, Outcomes, Undecodable, decoded
 from sinks.scrape.exposition import Renderings
 from sinks.scrape.server import serving
@@ -51,6 +52,7 @@ INSTRUMENTS: tuple[Instrument, ...] = (
         "gpustream_scrape_lag_records",
         "gpustream_scrape_loop_late_seconds",
     ),
+    *counters_reload.INSTRUMENTS,
     outcomes.delay_instrument("gpustream_scrape_delay_seconds", "a scrape shows it"),
     Instrument(VALUES, "counter", "Values of metrics that were shown, without derived series."),
     Instrument("gpustream_scrape_requests_total", "counter", "Requests for /metrics."),
@@ -171,8 +173,9 @@ class ScrapeSink:
     async def run(self, stop: asyncio.Event) -> None:
         """Read and serve until ``stop``; returns within 8 s of it. Raises ListenError, and what can't be waited for."""
         settings, sender = self.settings, Sender(self.settings.connection(), client_id=self.settings.group)
+        translator = Translator(settings.profiles(), settings.max_labels)
         shared = ScrapeShared(
-            translator=Translator(settings.profiles(), settings.max_labels),
+            translator=translator,
             stale_after_s=settings.stale_after_s,
             outcomes=self._outcomes,
             instruments=self._instruments,
@@ -187,6 +190,7 @@ class ScrapeSink:
 
         source = Source(TOPIC.name, handler, settings.from_, settings.stale_after_s)
         async with contextlib.AsyncExitStack() as stack:
+            await stack.enter_async_context(following(settings, translator, self._instruments))
             if settings.scrape_listen is not None:
                 renderings = Renderings(self.series)
                 scrapes = self._instruments.counter("gpustream_scrape_requests_total")

@@ -80,6 +80,7 @@ class MetricNames:
         self._ratios: list[Ratio] = []
         self._layouts: dict[tuple[str, ...], _Layout] = {}
         self._rows: dict[Rows, Rows] = {}
+        self._further = any(profile.further for profile in profiles)
         named: set[tuple[str, Labels]] = set()
         for profile in profiles:
             for key in [key for key in CATALOGUE if key in profile.series]:
@@ -97,7 +98,7 @@ class MetricNames:
         keys = tuple(metrics)
         if None in metrics.values():
             keys = tuple(key for key in keys if metrics[key] is not None)
-        if holders is not None and keys:
+        if holders is not None and keys and self._further:
             keys, metrics = (*keys, HOLDERS.name), {**metrics, HOLDERS.name: holders}
         layout = self._layouts.get(keys)
         if layout is None:
@@ -138,7 +139,7 @@ class _Layout:
             self._converters.append((HOLDERS.name, float))
             rows.append(_row(HOLDERS))
         self.plain = len(rows)
-        made = [Row(one.name, one.labels, "gauge", one.help, one.unit, primary=False) for one in self._ratios]
+        made = [Row(one.name, one.labels, one.kind, one.help, one.unit, primary=False) for one in self._ratios]
         self.rows = same([*rows, *made])
 
     def values(self, metrics: Metrics) -> list[float | None]:
@@ -359,8 +360,8 @@ class Translator:
     @profiles.setter
     def profiles(self, profiles: tuple[Profile, ...]) -> None:
         self._profiles = profiles
-        self._label_names = tuple({profile.labels.name: profile.labels for profile in profiles}.values())
-        self._info = any(names.info for names in self._label_names)
+        self._label_names = tuple({one.labels.name: one.labels for one in profiles if one.further}.values())
+        self._info = any(profile.labels.info for profile in profiles)
         self._metric_names: dict[tuple[Profile, ...], MetricNames] = {}
         self._counted: dict[Profile, set[str]] = {}
         counted: set[str] = set()
