@@ -71,7 +71,7 @@ class TraceReplay:
     async def run(self, stop: asyncio.Event) -> None:
         """Send the trace to its end, or until ``stop``; then what is left, for at most 4 s. Raises NoTrace, OSError."""
         trace = await asyncio.to_thread(self._read)
-        self._publishers = {node: self._publisher(node) for node in trace.pods}
+        self._publishers = {node: self._publisher(node, trace.interval_ms) for node in trace.pods}
         beside = (self._sender.start, self._workloads.run, *(of.run for of in self._publishers.values()))
         try:
             async with asyncio.TaskGroup() as group:
@@ -100,13 +100,14 @@ class TraceReplay:
             log.warning("%d rows are left out, the first: %s", count, rows.first[file, reason])
         return trace
 
-    def _publisher(self, node: str) -> NodePublisher:
+    def _publisher(self, node: str, interval_ms: int) -> NodePublisher:
         return NodePublisher(
             self._sender,
             self._instruments,
             cluster=self._settings.cluster,
             node=node,
             run_id=self._run_id,
+            interval_ms=interval_ms,
             buffer=RetryBuffer(max_age_s=math.inf),
         )
 

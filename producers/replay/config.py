@@ -71,8 +71,8 @@ def _speed(text: str) -> float:
         speed = float(text)
     except ValueError:
         speed = 0.0
-    if not 0 < speed < math.inf:
-        raise ValueError(f"{text!r} is not a speed: write 60 for a minute in a second, or max")
+    if not 1 <= speed < math.inf:
+        raise ValueError(f"{text!r} is not a speed: write 60 for a minute in a second, 1 for as it happened, or max")
     return speed
 
 

@@ -48,6 +48,7 @@ async def test_all_ticks_of_a_node_are_sent_in_order_after_all_pods(folder: Path
     left_out = {"file": made.PODS, "reason": "fields"}
     assert component.registry.get_sample_value(own.LEFT_OUT, left_out) == 1
     assert component.registry.get_sample_value(own.READ, {"file": made.PODS}) == 40
+    assert {tick["interval_ms"] for tick in ticks} == {10_000}
     assert sender.stopped
 
 
@@ -84,7 +85,7 @@ async def test_a_speed_is_kept(folder: Path) -> None:
 
 async def test_it_stops_in_the_middle(folder: Path) -> None:
     sender, stop = FakeSender(prompt=True), asyncio.Event()
-    component = TraceReplay(settings(folder, speed=0.001), sender=sender)
+    component = TraceReplay(settings(folder, speed=1.0), sender=sender)
     running = asyncio.create_task(component.run(stop))
     async with asyncio.timeout(30):
         await eventually(lambda: sender.of("gpu.samples"))
