@@ -36,6 +36,9 @@ INSTRUMENTS: tuple[Instrument, ...] = (
 )
 
 DRAIN_S = 4.0
+KNOWN_S = 3.0
+"""So long before the first tick the pods are in Kafka: a tick is joined with what was there 2 s before it."""
+
 PROGRESS_S = 10.0
 
 
@@ -117,6 +120,7 @@ class TraceReplay:
             self._workloads.publish(trace.first_ms, node, WorkloadsContent({}, pods))
         while await self._workloads.drain(1.0):
             continue
+        await self._sleep(KNOWN_S)
         began_s = reported_s = self._clock_s()
         sent, length_ms = 0, max(1, trace.last_ms - trace.first_ms)
         for tick in trace.ticks:

@@ -80,7 +80,7 @@ def table(folder: Path, file: str, columns: tuple[str, ...], parse: Callable[...
     Raises NoTrace and OSError.
     """
     with ExitStack() as files:
-        lines = csv.reader(_text(folder, file, files))
+        lines = csv.reader(text_of(folder, file, files))
         head = next(lines, [])
         if lacking := [name for name in columns if name not in head]:
             raise NoTrace(f"{file}: no column {', '.join(lacking)}; it has {', '.join(head)[:200] or 'nothing'}")
@@ -102,8 +102,8 @@ def table(folder: Path, file: str, columns: tuple[str, ...], parse: Callable[...
                 yield parsed
 
 
-def _text(folder: Path, file: str, files: ExitStack) -> io.TextIOBase:
-    """A file of a trace, out of its archive if it is in one."""
+def text_of(folder: Path, file: str, files: ExitStack) -> io.TextIOBase:
+    """A file of a trace, out of its archive if it is in one. Raises NoTrace and OSError."""
     path = path_of(folder, file)
     if path is None:
         raise NoTrace(f"{folder} has no {file}")

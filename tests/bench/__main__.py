@@ -13,6 +13,7 @@ BENCHMARKS = (
     "restart",
     "score",
     "idle",
+    "usage",
     "alerts",
     "cluster",
     "workloads",
