@@ -61,7 +61,7 @@ class Tail:
         """Read until ``stop``. Raises MustRestart, and what ``take`` raises."""
         if (checked := await self._check.passed(stop)) is None:
             return
-        count = checked.partitions[self._connection.prefixed(self._topic)]
+        count = checked.partitions[self._topic]
         stopping = asyncio.ensure_future(stop.wait())
         reading = asyncio.ensure_future(self._read([Partition(self._topic, number) for number in range(count)]))
         try:

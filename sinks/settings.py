@@ -391,7 +391,7 @@ class MetricsApiSettings(KafkaSettings):
             "--client-names",
             NAMES,
             "The common names of the front proxies, which alone may ask for custom.metrics.k8s.io.",
-            shown="those of kube-system; with --client-ca any",
+            shown="those of kube-system",
         ),
     ] = ()
     client_token_file: Annotated[

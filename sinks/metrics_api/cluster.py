@@ -9,7 +9,6 @@ selector that it refuses is :class:`SelectorError`, and everything else :class:`
 
 import asyncio
 import contextlib
-import json
 import logging
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple, TypeVar
@@ -155,7 +154,8 @@ class Cluster:
         data = _decoded(await self._ask(AUTHENTICATION, "get that ConfigMap"), _ConfigMap).data
         if not (ca := data.get("requestheader-client-ca-file", "")):
             raise Unreachable("connection", f"{AUTHENTICATION} has no requestheader-client-ca-file: give --client-ca")
-        return FrontProxy(ca, frozenset(json.loads(data.get("requestheader-allowed-names") or "[]")))
+        names = _decoded(data.get("requestheader-allowed-names", "[]").encode(), list[str])
+        return FrontProxy(ca, frozenset(names))
 
     async def _ask(self, path: str, right: str) -> bytes:
         answer = await self._client.request("GET", path)

@@ -2,7 +2,7 @@
 
 In:       every record of gpu.attributed of this cluster, at every replica: there is no group, and nothing is committed.
 Out:      answers to requests (:mod:`sinks.metrics_api.server`).
-State:    what every pod holds now; a replica that starts reads the last minute, and is ready when it has.
+State:    what every pod holds now; a replica that starts reads the last 40 s, and is ready when it has.
 On failure: what is not known is not answered, so that an autoscaler leaves its replicas as they are. An outage of Kafka
           is waited for, and values that are 30 s old by then are gone. A record that can't be decoded is counted;
           whoever reads the topic in a group dead-letters it.
@@ -20,7 +20,7 @@ from delivery.kubernetes.client import Client
 from delivery.tail import Tail
 from sinks import http_server, outcomes
 from sinks.metrics_api.cluster import Cluster
-from sinks.metrics_api.holdings import Holdings, HoldingsTick, decode
+from sinks.metrics_api.holdings import STALE_S, Holdings, HoldingsTick, decode
 from sinks.metrics_api.server import Access, Api
 from sinks.metrics_api.tls import ServerTls
 from sinks.outcomes import Undecodable, decoded
@@ -58,8 +58,8 @@ INSTRUMENTS: tuple[Instrument, ...] = (
     ),
 )
 
-_SINCE_S = 60.0
-"""Twice of what a value is good for: clocks differ, and a tick takes its time."""
+_SINCE_S = STALE_S + 10.0
+"""What was logged before is too old; clocks differ a little."""
 
 _FORGET_EVERY_S = 1.0
 
@@ -101,7 +101,8 @@ class MetricsApiSink:
         async with contextlib.AsyncExitStack() as stack:
             if cluster is not None:
                 stack.push_async_callback(cluster.close)
-                await cluster.start(ask_front_proxy=settings.client_ca is None and settings.serving_cert is not None)
+                known = settings.client_ca is not None and bool(settings.client_names)
+                await cluster.start(ask_front_proxy=settings.serving_cert is not None and not known)
                 refreshing = asyncio.ensure_future(cluster.refresh())
                 stack.callback(refreshing.cancel)
             tls = None
