@@ -1,0 +1,16 @@
+-- GPU-hours of whole GPUs of last month (UTC) by team, and what of them was used. FINAL: of each key the row that counts.
+SELECT
+    team,
+    sum(slice_ms / of) / 3600000 AS gpu_hours,
+    sum(if(device_ms = 0, 0, used_us * (slice_ms / device_ms) / of)) / 3600000000 AS used_hours,
+    sum(energy_mj) / 3600000000 AS kwh
+FROM gpu_usage FINAL
+WHERE category = 'held' AND start >= toStartOfMonth(now('UTC')) - INTERVAL 1 MONTH AND start < toStartOfMonth(now('UTC'))
+GROUP BY team
+ORDER BY gpu_hours DESC;
+
+-- Final hours of a GPU of which the parts are not the whole: there is none.
+SELECT cluster, node, gpu_uuid, start, sum(slice_ms) AS slices, max(of) * 3600000 AS whole
+FROM gpu_usage FINAL
+GROUP BY cluster, node, gpu_uuid, start
+HAVING min(final) AND slices != whole;
