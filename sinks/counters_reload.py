@@ -28,10 +28,15 @@ INSTRUMENTS: tuple[Instrument, ...] = (
         "gpustream_counters_broken",
         "gauge",
         "1 while the file of --counters can't be used, so that what it held before is in force, else 0.",
+        ("sink",),
     ),
-    Instrument("gpustream_counters_reloads_total", "counter", "Times that a changed file of --counters was taken."),
-    Instrument("gpustream_counters_rows_served", "gauge", "Rows of the file of --counters that are served."),
-    Instrument("gpustream_counters_rows_left_out", "gauge", "Rows of the file of --counters that can't be served."),
+    Instrument(
+        "gpustream_counters_reloads_total", "counter", "Times that a changed file of --counters was taken.", ("sink",)
+    ),
+    Instrument("gpustream_counters_rows_served", "gauge", "Rows of the file of --counters that are served.", ("sink",)),
+    Instrument(
+        "gpustream_counters_rows_left_out", "gauge", "Rows of the file of --counters that can't be served.", ("sink",)
+    ),
 )
 
 LOOK_EVERY_S = 1.0
@@ -45,9 +50,18 @@ class CountersReload:
     """Looks at a file; ``take`` gets what it picks, at first and each time that it has changed."""
 
     def __init__(
-        self, path: Path, take: Callable[[Picked], None], instruments: Instruments, labels: LabelNames | None = None
+        self,
+        path: Path,
+        take: Callable[[Picked], None],
+        instruments: Instruments,
+        sink: str,
+        labels: LabelNames | None = None,
     ) -> None:
-        self._path, self._take, self._instruments, self._labels = path, take, instruments, labels
+        self._path, self._take, self._labels = path, take, labels
+        self._broken = instruments.gauge("gpustream_counters_broken", sink)
+        self._reloads = instruments.counter("gpustream_counters_reloads_total", sink)
+        self._served = instruments.gauge("gpustream_counters_rows_served", sink)
+        self._left_out = instruments.gauge("gpustream_counters_rows_left_out", sink)
         self._seen: Said | None = None
         self._judged: Said | None = None
 
@@ -63,21 +77,20 @@ class CountersReload:
     def judge(self, said: Said) -> None:
         """Take it, or say what is wrong with it."""
         first, self._judged = self._judged is None, said
-        made = self._instruments
         try:
             if mistakes := [one for one in said if isinstance(one, Mistake)]:
                 raise CountersError(mistakes)
             picked = pick([one for one in said if isinstance(one, Counter)], self._labels)
         except CountersError as error:
-            made.gauge("gpustream_counters_broken").set(1)
+            self._broken.set(1)
             log.error("--counters can't be used, so what it held before stays in force: %s", f"{self._path}: {error}")
             return
-        made.gauge("gpustream_counters_broken").set(0)
-        made.gauge("gpustream_counters_rows_served").set(len(picked.served))
-        made.gauge("gpustream_counters_rows_left_out").set(len(picked.left_out))
+        self._broken.set(0)
+        self._served.set(len(picked.served))
+        self._left_out.set(len(picked.left_out))
         if not first:
-            made.counter("gpustream_counters_reloads_total").inc()
-            log.info("--counters has changed and is in force: %s", f"{self._path}: {len(picked.served)} rows")
+            self._reloads.inc()
+            log.info("--counters has changed and is in force: %s", f"{self._path}: {len(picked.served)} served")
         if picked.left_out:
             texts = "; ".join(f"line {row.line}: {row.name}: {why}" for row, why in picked.left_out[:_SHOWN])
             log.warning("--counters has rows that can't be served: %s", f"{self._path}: {texts}")
@@ -85,7 +98,9 @@ class CountersReload:
 
 
 @asynccontextmanager
-async def following(settings: NamingSettings, translator: Translator, instruments: Instruments) -> AsyncIterator[None]:
+async def following(
+    settings: NamingSettings, translator: Translator, instruments: Instruments, sink: str
+) -> AsyncIterator[None]:
     """While inside, the translator's profiles are those that the settings' file picks, if there is one."""
     if settings.counters is None:
         yield
@@ -94,7 +109,7 @@ async def following(settings: NamingSettings, translator: Translator, instrument
     def take(picked: Picked) -> None:
         translator.profiles = settings.profiles(picked.profile)
 
-    reload = CountersReload(settings.counters, take, instruments, settings.label_names())
+    reload = CountersReload(settings.counters, take, instruments, sink, settings.label_names())
 
     async def look() -> None:
         """Beside the event loop: the file may be on a network that does not answer."""

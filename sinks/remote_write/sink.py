@@ -161,7 +161,7 @@ class RemoteWriteSink:
         ]
         self._reader = GroupReader(settings, sources, self._outcomes)
         try:
-            async with following(settings, translator, made), connecting(sender):
+            async with following(settings, translator, made, COMPONENT), connecting(sender):
                 await self._reader.run(stop)
         finally:
             await queue.close()

@@ -190,7 +190,7 @@ class ScrapeSink:
 
         source = Source(TOPIC.name, handler, settings.from_, settings.stale_after_s)
         async with contextlib.AsyncExitStack() as stack:
-            await stack.enter_async_context(following(settings, translator, self._instruments))
+            await stack.enter_async_context(following(settings, translator, self._instruments, COMPONENT))
             if settings.scrape_listen is not None:
                 renderings = Renderings(self.series)
                 scrapes = self._instruments.counter("gpustream_scrape_requests_total")

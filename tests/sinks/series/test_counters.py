@@ -190,7 +190,7 @@ class Watched:
         self.taken: list[list[str]] = []
         self.instruments = Instruments(INSTRUMENTS)
         take = lambda one: self.taken.append([row.name for row in one.served])  # noqa: E731 - two words
-        self.reload = CountersReload(path, take, self.instruments)
+        self.reload = CountersReload(path, take, self.instruments, "scrape")
         self.look()
 
     def look(self, times: int = 1) -> None:
@@ -199,7 +199,7 @@ class Watched:
                 self.reload.judge(said)
 
     def value(self, name: str) -> float | None:
-        return self.instruments.registry.get_sample_value(name)
+        return self.instruments.registry.get_sample_value(name, {"sink": "scrape"})
 
 
 TEMPERATURE = "DCGM_FI_DEV_GPU_TEMP,gauge,T\n"
@@ -290,7 +290,7 @@ async def test_a_sink_follows_its_file_while_it_runs(tmp_path: Path, monkeypatch
     settings = NamingSettings(counters=path)
     translator = Translator(settings.profiles())
 
-    async with following(settings, translator, Instruments(INSTRUMENTS)):
+    async with following(settings, translator, Instruments(INSTRUMENTS), "scrape"):
         replaced(path, POWER)
         await eventually(lambda: list(translator.profiles[0].series) == ["power_watts"], "the changed file is in force")
 
