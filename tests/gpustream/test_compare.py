@@ -8,6 +8,10 @@ from click.testing import CliRunner
 
 from gpustream.cli import main
 from gpustream.compare import FINE, Comparison, Reading, Row, Sample, compared, is_ours, report, summary
+from sinks.series.translation import Cache, Translator
+from tests.sinks.scrape.fleet import full_node
+from topics.catalogue import CATALOGUE
+from topics.profiles import PROFILES, ProfileName
 
 NOW = 1000.0
 MIB = 1 << 20
@@ -185,6 +189,28 @@ def test_mig_devices_are_told_apart() -> None:
     found = compare(theirs, ours)
 
     assert [(str(one.device), one.verdict) for one in found.rows] == [("GPU-a/1", "same"), ("GPU-a/2", "same")]
+
+
+def readings(profile: ProfileName) -> list[Reading]:
+    """A node with every key, as gpustream writes it in a profile; without its MIG device."""
+    _, groups = Translator([PROFILES[profile]]).translate(full_node(), Cache())
+    return [
+        Reading({"__name__": row.name, **dict(series.labels), **dict(row.labels)}, (Sample(NOW, float(value)),))
+        for series, _, values in groups
+        for row, value in zip(series.rows, values, strict=True)
+        if not dict(series.labels).keys() & {"GPU_I_ID", "gpu_mig_uuid"} and dict(series.labels).get("uuid") != "MIG-c"
+    ]
+
+
+@pytest.mark.parametrize("theirs", PROFILES)
+@pytest.mark.parametrize("ours", PROFILES)
+def test_what_is_the_same_in_any_two_profiles_is_found_to_be_the_same(theirs: ProfileName, ours: ProfileName) -> None:
+    found = compare(readings(theirs), readings(ours))
+
+    measured = [one for one in found.rows if one.quantity in CATALOGUE]
+    assert {one.verdict for one in measured if one.verdict != "missing"} == {"same"}
+    named = PROFILES[ours].series.keys()
+    assert [one for one in measured if one.verdict == "missing" and one.quantity in named] == []
 
 
 @pytest.mark.parametrize(
