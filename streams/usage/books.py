@@ -47,7 +47,8 @@ Rows = dict[int, Amounts]  # by the number of the account
 
 
 class Policy(NamedTuple):
-    """How devices that pods share are divided, the label that names the team, and which generation is written."""
+    """How devices that pods share are divided, the label that names the team, and which generation is written.
+    ``patience_ms``: after how long without a record a node is silent; None: time is closed by its own ticks only."""
 
     split: Split = "used"
     team_label: str = "team"
@@ -158,6 +159,7 @@ class Bookkeeper:
         self._numbers = {one.name: number for number, one in sorted(books.accounts.items())}
         self._of = {uuid: meter.slices for uuid, meter in books.meters.items()}
         self._records: list[Usage] = []
+        self._closed_live_ms = 0  # up to here another generation may have closed what this one has not
 
     # -- what was read
 
@@ -198,6 +200,8 @@ class Bookkeeper:
         """The log has come so far. What ended before it by more than the patience is closed, if the node was silent for
         as long."""
         books = self.books
+        if patience_ms is None and books.hours and log_ms - books.logged_ms >= PATIENCE_MS:
+            self._closed_live_ms = log_ms - PATIENCE_MS
         if patience_ms is None or not books.hours or log_ms - books.logged_ms < patience_ms:
             return
         until_ms = (log_ms - patience_ms) // MINUTE_MS * MINUTE_MS
@@ -426,7 +430,7 @@ class Bookkeeper:
             before = merged.get(account.name)
             amounts = rows[number] if before is None else list(map(add, before[1], rows[number]))
             merged[account.name] = account, amounts
-        if policy.generation:  # what an earlier generation had, and this one has not, is 0
+        if start_ms < self._closed_live_ms:  # what the other generation has, and this one has not, is 0
             for uuid in {account.gpu_uuid for account, _ in merged.values()}:
                 for plain in (Account(uuid, uuid, category) for category in ("free", "unobserved", "lost")):
                     merged.setdefault(plain.name, (plain, [0] * len(FIELDS)))
@@ -479,3 +483,52 @@ def _minutes(start_ms: int, end_ms: int) -> Iterator[tuple[int, int]]:
         to_ms = min(end_ms, (start_ms // MINUTE_MS + 1) * MINUTE_MS)
         yield start_ms, to_ms
         start_ms = to_ms
+
+
+# -- recorded ticks
+
+
+class Replay:
+    """Recorded ticks of any number of nodes, in the order of their log: what the stream should have written.
+
+    It gives final records of a higher generation, and of whole hours only: an hour with its minutes, if it began at
+    least a minute after ``from_ms``, the log time of the first record. Time is closed by the nodes' own ticks, and at
+    the end by the log: so what came late is booked.
+    """
+
+    def __init__(self, policy: Policy, from_ms: int) -> None:
+        self._policy = policy._replace(patience_ms=None)
+        self._first_ms = -(-(from_ms + AHEAD_MS) // HOUR_MS) * HOUR_MS
+        self._nodes: dict[tuple[str, str], tuple[Bookkeeper, list[Usage]]] = {}
+        self._logged_ms = 0
+
+    def take(self, tick: Tick, logged_ms: int) -> list[Usage]:
+        """What is to be written after a tick. Raises msgspec.DecodeError for labels or a workload that are none."""
+        name = (tick.cluster, tick.node)
+        if name not in self._nodes:
+            books = Books(schema=1, cluster=tick.cluster, node=tick.node)
+            self._nodes[name] = Bookkeeper(books, self._policy), []
+        self._logged_ms = max(self._logged_ms, logged_ms)
+        keeper, minutes = self._nodes[name]
+        return self._whole_hours(minutes, keeper.take(tick, logged_ms).records)
+
+    def end(self) -> list[Usage]:
+        """What is to be written at the end of the log."""
+        found: list[Usage] = []
+        for keeper, minutes in self._nodes.values():
+            found += self._whole_hours(minutes, keeper.silent(self._logged_ms))
+        return found
+
+    def _whole_hours(self, minutes: list[Usage], records: list[Usage]) -> list[Usage]:
+        """The hours that are final now, each after its minutes, which have waited for it."""
+        found: list[Usage] = []
+        for one in records:
+            if not one.final or one.start_ms < self._first_ms:
+                continue
+            if one.end_ms - one.start_ms == MINUTE_MS:
+                minutes.append(one)
+                continue
+            found += [minute for minute in minutes if minute.end_ms <= one.end_ms]
+            minutes[:] = [minute for minute in minutes if minute.end_ms > one.end_ms]
+            found.append(one)
+        return found

@@ -173,29 +173,27 @@ class UsageWorker:
     def _learn(self, number: int, partition: PartitionNodes, record: Any) -> None:
         """Take on a node's books, or their deletion. Raises Malformed.
 
-        Of a node of which ticks were read since, the books that we sent come back, which says nothing. Others were
-        written late, by a worker that had lost the partition: ours are written again, so that the last ones in the
-        topic are always those that the partition's owner goes by.
+        The latest count, not the last: what was written late, by a worker that had lost the partition, is older than
+        what its owner wrote. The owner writes the latest again, before a compaction leaves nothing but the last.
         """
         node = partition.nodes.get(record.key)
         if node is not None and record.value in node.sent:
             while node.sent.popleft() != record.value:
                 pass
-            return
-        if record.value is None:
-            if node is not None and node.fresh:
+        elif record.value is None:
+            if node is not None and node.fresh and not node.writing:
                 del partition.nodes[record.key]
-        elif node is None or (node.fresh and not node.writing):
+            elif node is not None:
+                node.stale = True
+        else:
             books = decode_record(bookkeeping.decode, record.key, record.value)
             if node is None:
                 self._books.check_place(number, record.key)
-            if node is None or _order(books) >= node.order:
+            if node is None or (node.fresh and _order(books) >= node.order):
                 partition.nodes[record.key] = Node(record.key, books, self._policy, record.value)
                 partition.caught_up.attributed(books.offset)
-                return
-        if node is not None and (record.value is not None or not node.fresh):
-            node.stale = True
-            self._settle(number, node)
+            else:
+                node.stale = True
 
     def _book(self, number: int, partition: PartitionNodes, slot: Slot, record: Any) -> None:
         """Book a node's tick. Raises Malformed."""
@@ -306,7 +304,8 @@ class UsageWorker:
             self.observe()
 
     def look_at(self, number: int) -> None:
-        """Close what the next record of a partition would, and write the books of nodes that have no tick any more."""
+        """Close what the next record of a partition would, and write the books of nodes that have no tick any more, or
+        of which the topic has others."""
         position = self.app.reader.ledger.expected(Partition(ATTRIBUTED, number))
         if position is None:
             return
@@ -316,8 +315,7 @@ class UsageWorker:
         if ago_s < FORGET_MS / 1000:
             self._pass_time(number, partition, self._clocks.now_ms() - round(ago_s * 1000) - LEADERS_APART_MS)
         for node in partition.nodes.values():
-            if node.kept and now_s - node.kept_s >= KEEP_S:
-                self._settle(number, node, now=True)
+            self._settle(number, node, now=bool(node.kept) and now_s - node.kept_s >= KEEP_S)
 
     def _pass_time(self, number: int, partition: PartitionNodes, log_ms: int) -> None:
         """The log has come so far: once a minute, close what ends for the nodes that are silent."""

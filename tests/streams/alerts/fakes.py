@@ -1,9 +1,10 @@
 """A broker with one partition of each topic, and workers that are killed whenever it is worst."""
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Sequence
 from random import Random
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import msgspec
 
@@ -20,7 +21,7 @@ from tests.streams.alerts.stories import SHORT
 from topics.alerts import Alert
 from topics.topic import node_key
 
-TICKS, STATES = Partition(ATTRIBUTED, 0), Partition(STATE, 0)
+TICKS = Partition(ATTRIBUTED, 0)
 
 
 class Record(NamedTuple):
@@ -37,7 +38,7 @@ class Broker:
     """The logs of all topics, and what the group has committed."""
 
     def __init__(self) -> None:
-        self.logs: dict[str, list[Record]] = {name: [] for name in (ATTRIBUTED, STATE, WORKLOADS, ALERTS, DEAD_LETTERS)}
+        self.logs: dict[str, list[Record]] = defaultdict(list)
         self.committed = 0
 
     def log(self, tick: Tick, *, logged_ms: int | None = None) -> None:
@@ -75,7 +76,7 @@ class FakeSender:
         partition: int | None = None,
         headers: Sequence[tuple[str, bytes]] = (),
     ) -> "asyncio.Future[int]":
-        assert partition == (0 if topic == STATE else None)
+        assert partition == (None if topic in (ALERTS, DEAD_LETTERS) else 0)
         acknowledged: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         if len(value or b"") > self.largest:
             acknowledged.set_exception(Unsendable("too large"))
@@ -109,7 +110,11 @@ class FakeClocks(Clocks):
 
 
 class Worker:
-    """A worker that has the partition: what the watch sees of its app."""
+    """A worker that has the partition: what a stage sees of its app. Another stream's has other ``reads``: its input,
+    its state, and what it reads beside."""
+
+    reads: tuple[str, str, tuple[str, ...]] = (ATTRIBUTED, STATE, (WORKLOADS,))
+    stage: Any
 
     def __init__(self, broker: Broker, rules: Rules = SHORT) -> None:
         self.broker, self.sender = broker, FakeSender(broker)
@@ -121,11 +126,14 @@ class Worker:
         self.torn: frozenset[int] = frozenset()
         self.settled: dict[Partition, int] = {}
         self.failures: list[str] = []
-        self.instruments = Instruments(INSTRUMENTS)
         self.clocks = FakeClocks()
-        self.stage = AlertWorker(self.instruments, rules, partitions=1, clocks=self.clocks)
+        self.make(rules)
         self.stage.app = cast("ReaderApp", self)
         self.state_read = 0
+
+    def make(self, rules: Rules) -> None:
+        self.instruments = Instruments(INSTRUMENTS)
+        self.stage = AlertWorker(self.instruments, rules, partitions=1, clocks=self.clocks)
 
     # -- what the watch may ask
 
@@ -154,8 +162,10 @@ class Worker:
         self.ledger.forget()
         self.stage.forget()
         self.input_ends = {TICKS: len(self.broker.logs[ATTRIBUTED])}
-        self.ledger.begin({TICKS: self.broker.committed, STATES: self.state_read, Partition(WORKLOADS, 0): 0})
-        await self.read(STATE)
+        _, state, others = self.reads
+        beside = {Partition(topic, 0): 0 for topic in others}
+        self.ledger.begin({TICKS: self.broker.committed, Partition(state, 0): self.state_read, **beside})
+        await self.read(state)
 
     async def read(self, topic: str = ATTRIBUTED, count: int = 10**6) -> None:
         """Take the next records of a topic, and let all that follows happen."""
@@ -170,13 +180,13 @@ class Worker:
         while not taking.done():  # it waits for what an older epoch has sent
             self.sender.land(1)
             await settle()
-        if topic == STATE:
+        if topic == self.reads[1]:
             self.state_read = at + len(records)
 
     async def live(self, count: int = 10**6) -> None:
         """Read ticks, and the states that were written meanwhile."""
         await self.read(ATTRIBUTED, count)
-        await self.read(STATE)
+        await self.read(self.reads[1])
 
     def commit(self) -> None:
         """Commit what is finished."""
@@ -199,7 +209,7 @@ class Worker:
             self.clocks.at_s += min(step_s, seconds)
             seconds -= step_s
             if asking:
-                ends = {TICKS: len(self.broker.logs[ATTRIBUTED]), STATES: len(self.broker.logs[STATE])}
+                ends = {Partition(topic, 0): len(self.broker.logs[topic]) for topic in self.reads[:2]}
                 samples = {} if samples_end is None else {Partition(SAMPLES, 0): samples_end}
                 self.stage.ends(self.clocks.at_s, {**ends, **samples})
             self.stage.look_at(0)
@@ -207,7 +217,7 @@ class Worker:
 
     def kill(self, chance: Random) -> None:
         """End at once: of what flies some arrives, and nobody hears of it."""
-        for topic in (ALERTS, STATE):
+        for topic in dict.fromkeys(sent.topic for sent in self.sender.flying):
             self.sender.land(chance.randint(0, 3), topic=topic, acknowledge=False)
         for task in self.stage._writing:
             task.cancel()

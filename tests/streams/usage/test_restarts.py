@@ -1,0 +1,228 @@
+"""Whatever is killed and however the ticks are dealt out, the same records are written, byte for byte."""
+
+from random import Random
+from typing import Any
+
+import msgspec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from delivery.instruments import Instruments
+from streams.usage.books import Policy
+from streams.usage.component import ATTRIBUTED, INSTRUMENTS, KEEP_S, UsageWorker
+from tests.clock import run
+from tests.streams.alerts.fakes import Broker, Record, Worker, settle
+from tests.streams.usage.made import START_MS, gpu, holder
+from topics.topic import node_key
+from topics.usage import HOURS, MINUTES, STATE
+
+
+class UsageOf(Worker):
+    reads = (ATTRIBUTED, STATE.name, ())
+
+    def make(self, rules: Any) -> None:
+        self.instruments = Instruments(INSTRUMENTS)
+        self.stage = UsageWorker(self.instruments, Policy(), partitions=1, clocks=self.clocks)
+
+    def count(self, name: str, *labels: str) -> float:
+        row = next(row for row in INSTRUMENTS if row.name == f"gpustream_usage_{name}")
+        value = self.instruments.registry.get_sample_value(row.name, dict(zip(row.labels, labels, strict=True)))
+        return value or 0.0
+
+
+def log(broker: Broker, at_ms: int, *devices: Any, node: str = "n", **more: Any) -> None:
+    """A tick so many milliseconds after the start, logged at once."""
+    ts_ms = START_MS + at_ms
+    record = {"schema": 1, "cluster": "c", "node": node, "run_id": 1, "seq": at_ms // 100 + 1, "ts_ms": ts_ms}
+    record |= {"interval_ms": 5000, "offset": len(broker.logs[ATTRIBUTED]), "logged_ms": ts_ms, "attribution": "exact"}
+    record |= {"devices": list(devices)} | more
+    broker.logs[ATTRIBUTED].append(Record(node_key("c", node), msgspec.json.encode(record), ts_ms))
+
+
+def story(chance: Random) -> Broker:
+    """Two nodes with an outage each, one of them for good, and a third that ticks to the end."""
+    broker = Broker()
+    ends = {"n": 95, "m": 30, "k": 130}
+    for minute in range(130):
+        for second in range(0, 60, 30):
+            at_ms = (minute * 60 + second) * 1000
+            for node, end in ends.items():
+                if minute < end and not (node == "n" and 40 <= minute < 67):
+                    pods = [holder(f"{node}-{minute // 7}"), holder("b", 0.1)][: chance.randint(0, 2)]
+                    log(broker, at_ms + chance.randint(0, 9), gpu(f"GPU-{node}", *pods), node=node)
+    return broker
+
+
+def copied(broker: Broker) -> Broker:
+    again = Broker()
+    again.logs[ATTRIBUTED] = list(broker.logs[ATTRIBUTED])
+    return again
+
+
+async def undisturbed(broker: Broker) -> Broker:
+    worker = UsageOf(broker)
+    await worker.start()
+    await worker.live()
+    assert worker.failures == []
+    return broker
+
+
+async def disturbed(broker: Broker, chance: Random) -> Broker:
+    """The same ticks in batches of any size, to workers that are killed or lose the partition, at any point."""
+    worker = await _another(broker)
+    for _ in range(10_000):
+        await worker.read(count=chance.randint(1, 120))
+        for _ in range(chance.randint(0, 6)):
+            worker.sender.land(chance.randint(1, 40))
+            await settle()
+        if chance.random() < 0.5:
+            await worker.read(STATE.name)
+        if chance.random() < 0.5:
+            worker.commit()
+        assert worker.failures == []
+        if chance.random() < 0.1:  # a rebalance that leaves the partition here
+            await worker.start()
+        elif chance.random() < 0.2:
+            worker.kill(chance)
+            await settle()
+            worker = await _another(broker)
+        elif worker.position_read() == len(broker.logs[ATTRIBUTED]):
+            break
+    worker.sender.holding = False
+    worker.sender.land()
+    await settle()
+    await worker.live()
+    return broker
+
+
+async def _another(broker: Broker) -> UsageOf:
+    worker = UsageOf(broker)
+    worker.sender.holding = True
+    await worker.start()
+    return worker
+
+
+def revisions(broker: Broker, topic: str) -> dict[tuple[Any, int], bytes]:
+    """Every record by its key and revision; written again it must be the same in every byte."""
+    found: dict[tuple[Any, int], bytes] = {}
+    for record in broker.logs[topic]:
+        assert record.value is not None
+        revision = msgspec.json.decode(record.value)["revision"]
+        assert found.setdefault((record.key, revision), record.value) == record.value
+    return found
+
+
+def counted(broker: Broker, topic: str) -> dict[Any, bytes]:
+    """The record of each key that counts."""
+    return {key: value for (key, _), value in sorted(revisions(broker, topic).items(), key=lambda one: one[0][1])}
+
+
+@settings(max_examples=8)
+@given(st.integers(0, 2**32))
+def test_any_batching_and_any_restart_give_the_same_records(seed: int) -> None:
+    made = story(Random(seed))
+    straight = run(undisturbed(copied(made)))
+    crooked = run(disturbed(copied(made), Random(seed)))
+
+    for topic in (MINUTES.name, HOURS.name):
+        one, other = revisions(straight, topic), revisions(crooked, topic)
+        assert {key: one[key] for key in one.keys() & other.keys()} == {key: other[key] for key in one.keys() & other}
+        assert counted(crooked, topic) == counted(straight, topic)
+    assert counted(straight, HOURS.name)
+
+
+def test_a_commit_never_passes_a_tick_that_no_books_hold() -> None:
+    async def lived() -> tuple[int, int, int]:
+        broker = Broker()
+        for at in range(0, 61, 5):
+            log(broker, at * 1000, gpu("GPU-a"))
+        worker = UsageOf(broker)
+        await worker.start()
+        await worker.read(count=12)
+        before = worker.position()
+        worker.sender.holding = True
+        await worker.read()
+        unacknowledged = worker.position()
+        worker.sender.holding = False
+        worker.sender.land()
+        await settle()
+        return before, unacknowledged, worker.position()
+
+    assert run(lived()) == (0, 0, 13)
+
+
+def test_a_node_without_ticks_holds_back_no_commit_and_is_closed_by_the_clock_when_all_was_read() -> None:
+    async def lived() -> tuple[int, set[bytes | None], list[bool]]:
+        broker = Broker()
+        for at in range(0, 31, 5):
+            log(broker, at * 1000, gpu("GPU-a"))
+        worker = UsageOf(broker)
+        worker.clocks.started_ms = START_MS + 30_000
+        await worker.start()
+        await worker.live()
+        await worker.wait(KEEP_S + 5, samples_end=7)
+        position = worker.position()
+        early = {one.key for one in broker.logs[MINUTES.name]}
+        await worker.wait(85 * 60, samples_end=7)
+        return (
+            position,
+            early,
+            [msgspec.json.decode(one.value)["final"] for one in broker.logs[HOURS.name] if one.value],
+        )
+
+    position, early, finals = run(lived())
+    assert (position, early) == (7, set())
+    assert finals[-1]
+
+
+def test_the_clock_closes_nothing_while_samples_wait_to_be_attributed() -> None:
+    async def lived() -> list[Record]:
+        broker = Broker()
+        for at in range(0, 31, 5):
+            log(broker, at * 1000, gpu("GPU-a"))
+        worker = UsageOf(broker)
+        worker.clocks.started_ms = START_MS + 30_000
+        await worker.start()
+        await worker.live()
+        await worker.wait(85 * 60, samples_end=8)
+        return broker.logs[MINUTES.name]
+
+    assert run(lived()) == []
+
+
+def test_books_that_another_worker_wrote_late_are_written_over() -> None:
+    async def lived() -> tuple[bytes | None, bytes | None]:
+        broker = Broker()
+        for at in range(0, 61, 5):
+            log(broker, at * 1000, gpu("GPU-a"))
+        worker = UsageOf(broker)
+        await worker.start()
+        await worker.live()
+        first = broker.logs[STATE.name][0]
+        for at in range(65, 121, 5):
+            log(broker, at * 1000, gpu("GPU-a"))
+        await worker.live()
+        ours = broker.logs[STATE.name][-1].value
+        broker.logs[STATE.name].append(first)
+        await worker.read(STATE.name)
+        await worker.wait(1)
+        return ours, broker.logs[STATE.name][-1].value
+
+    ours, last_one = run(lived())
+    assert last_one == ours
+
+
+def test_what_is_no_tick_is_a_dead_letter_and_the_rest_is_booked() -> None:
+    async def lived() -> tuple[int, float, float]:
+        broker = Broker()
+        log(broker, 0, gpu("GPU-a"))
+        broker.logs[ATTRIBUTED].append(Record(b"c/n", b"{", START_MS))
+        log(broker, 5000, gpu("GPU-a", holder("a", labels=["team"])))
+        log(broker, 6000, gpu("GPU-a", holder("a", labels=None)))
+        worker = UsageOf(broker)
+        await worker.start()
+        await worker.live()
+        booked = worker.count("ticks_total", "booked") + worker.count("ticks_total", "opened")
+        return len(broker.logs["gpu.dead-letters"]), booked, worker.count("records_read_total", ATTRIBUTED)
+
+    assert run(lived())[:2] == (2, 2)
