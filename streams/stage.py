@@ -5,6 +5,7 @@ Source: murmur2 is the partitioner of Kafka's Java clients.
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import AsyncIterable, Callable, Mapping
 from typing import Any, Generic, Literal, Protocol, TypeVar
@@ -134,6 +135,17 @@ class Bookkeeping:
         for (name, *labels), count in counts.items():
             made.counter(f"{prefix}_{name}_total", *labels).inc(count - self._counted[name, *labels])
             self._counted[name, *labels] = count
+
+
+class Clocks:
+    """The worker's own clocks, which judge silence and nothing else."""
+
+    def monotonic_s(self) -> float:
+        """Seconds of the clock that is never set."""
+        return time.monotonic()
+
+    def now_ms(self) -> int:
+        return time.time_ns() // 1_000_000
 
 
 class StreamWorker(reader.Stage, Protocol):

@@ -10,7 +10,6 @@ counted; an output that is not acknowledged ends the process.
 
 import asyncio
 import logging
-import time
 from collections import Counter, defaultdict
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, get_args
@@ -28,7 +27,7 @@ from streams.app import ReaderApp
 from streams.caught_up import Ends
 from streams.reader import Batch, Reads
 from streams.settings import AlertSettings
-from streams.stage import Bookkeeping, Malformed, Stream, decode_record, instruments
+from streams.stage import Bookkeeping, Clocks, Malformed, Stream, decode_record, instruments
 from topics.alerts import MAX_TIME_MS, Severity
 
 log = logging.getLogger(__name__)
@@ -78,17 +77,6 @@ class Alerts(Stream[AlertSettings]):
         states, inputs, compacted, watched = (STATE, WORKLOADS), (ATTRIBUTED,), (STATE,), (SAMPLES,)
         reads = Reads(inputs=inputs, states=states, compacted=compacted, watched=watched, partitions=partitions)
         return AlertWorker(self.instruments, self._rules, partitions=partitions[ATTRIBUTED]), reads
-
-
-class Clocks:
-    """The worker's own clocks, which judge silence and nothing else."""
-
-    def monotonic_s(self) -> float:
-        """Seconds of the clock that is never set."""
-        return time.monotonic()
-
-    def now_ms(self) -> int:
-        return time.time_ns() // 1_000_000
 
 
 class AlertWorker:

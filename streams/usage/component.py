@@ -11,7 +11,6 @@ counted; an output that is not acknowledged ends the process.
 
 import asyncio
 import logging
-import time
 from collections import defaultdict, deque
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
@@ -25,7 +24,7 @@ from streams.app import ReaderApp
 from streams.caught_up import CaughtUp, Ends
 from streams.reader import Batch, Reads
 from streams.settings import UsageSettings
-from streams.stage import Bookkeeping, Malformed, Stream, decode_record, instruments
+from streams.stage import Bookkeeping, Clocks, Malformed, Stream, decode_record, instruments
 from streams.usage import books as bookkeeping
 from streams.usage.books import Bookkeeper, Books, Policy
 from streams.usage.tick import decode as decode_tick
@@ -78,17 +77,6 @@ class UsageStream(Stream[UsageSettings]):
         reads = Reads(inputs=(ATTRIBUTED,), states=state, compacted=state, watched=(SAMPLES,), partitions=partitions)
         policy = Policy(self.settings.split, self.settings.team_label)
         return UsageWorker(self.instruments, policy, partitions=partitions[ATTRIBUTED]), reads
-
-
-class Clocks:
-    """The worker's own clocks. They close only what the next record of the log would."""
-
-    def monotonic_s(self) -> float:
-        """Seconds of the clock that is never set."""
-        return time.monotonic()
-
-    def now_ms(self) -> int:
-        return time.time_ns() // 1_000_000
 
 
 class Node:

@@ -12,11 +12,12 @@ from delivery.instruments import Instruments
 from delivery.ledger import Ledger, Partition, Slot
 from delivery.sender import Unsendable
 from delivery.settings import DEAD_LETTERS
-from streams.alerts.component import ALERTS, ATTRIBUTED, INSTRUMENTS, SAMPLES, STATE, WORKLOADS, AlertWorker, Clocks
+from streams.alerts.component import ALERTS, ATTRIBUTED, INSTRUMENTS, SAMPLES, STATE, WORKLOADS, AlertWorker
 from streams.alerts.rules.rule import Rules
 from streams.alerts.tick import Tick
 from streams.app import ReaderApp
 from streams.caught_up import BREAK_S
+from streams.stage import Clocks
 from tests.streams.alerts.stories import SHORT
 from topics.alerts import Alert
 from topics.topic import node_key

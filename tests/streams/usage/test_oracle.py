@@ -94,9 +94,9 @@ def oracle(ticks: list[Any], lasts_ms: int) -> dict[tuple[Any, ...], Fraction]:
     """The milliseconds times slices of each window, GPU, device, category and pod."""
     stands: dict[int, Any] = {}  # by half second, the tick that stands for it
     shown: dict[int, set[str]] = defaultdict(set)  # by hour, the GPUs that a tick shows
-    booked_ms, before = 0, None
+    booked_ms, before = 0, ticks[0]
     for one in ticks:
-        same = before is not None and before.run_id == one.run_id
+        same = before is not one and before.run_id == one.run_id
         since_ms = max(before.ts_ms, one.ts_ms - 3 * one.interval_ms) if same else one.ts_ms
         uuids = {device.mig.parent_uuid if device.mig else device.uuid for device in one.devices}
         for at_ms in range(max(since_ms, booked_ms), one.ts_ms, STEP_MS):
@@ -179,7 +179,7 @@ def test_what_is_divided_sums_and_is_off_by_less_than_one(total: int, weights: l
 
 @given(steps)
 def test_the_policy_moves_time_between_pods_and_nothing_else(story: list[Step]) -> None:
-    used, equal = (Kept(Policy(split)).play(*records_of(story)) for split in ("used", "equal"))  # type: ignore[arg-type]
+    used, equal = (Kept(Policy(split)).play(*records_of(story)) for split in ("used", "equal"))
 
     def totals(kept: Kept) -> dict[tuple[Any, ...], int]:
         found: dict[tuple[Any, ...], int] = defaultdict(int)
