@@ -19,6 +19,7 @@ _DURATION = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,9})?)\s*(ms|s|m|h|d|)", re.ASC
 _DURATION_MS = {"ms": 1, "s": 1_000, "": 1_000, "m": 60_000, "h": 3_600_000, "d": _DAY_MS}
 _SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)\s*(B|KiB|MiB|GiB|)", re.ASCII)
 _SIZE_BYTES = {"": 1, "B": 1, "KiB": 1024, "MiB": 1024**2, "GiB": 1024**3}
+_LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,253}")
 _FLEET = re.compile(r"[1-9][0-9]{0,5}x[1-9][0-9]{0,2}")
 _HOST = re.compile(r"\[[0-9A-Fa-f:.%a-z]+\]|[A-Za-z0-9._-]+")
@@ -150,6 +151,16 @@ def header(text: str) -> tuple[str, str]:
     if not colon or not _HEADER_NAME.fullmatch(key.strip()) or not value.strip() or "\n" in value or "\r" in value:
         raise ValueError("not a header such as 'X-Scope-OrgID: team-a'")
     return key.strip(), value.strip()
+
+
+def label(text: str) -> tuple[str, str]:
+    """``NAME=VALUE``, a label of series."""
+    name, equals, value = text.partition("=")
+    if not equals or not value or not _LABEL.fullmatch(name) or name.startswith("__"):
+        raise ValueError(
+            f"{text!r} is not a label such as region=eu: letters, digits and _ before the =, a value behind it"
+        )
+    return name, value
 
 
 def start_from(text: str) -> str | float:

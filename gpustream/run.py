@@ -105,7 +105,7 @@ def _mistakes(given: dict[str, Any]) -> list[str]:
         given = {**given, "kafka": HOST_PORTS.example}
     wrong = [f"--{name.replace('_', '-')}: it is of no use without --kafka or --kafka-config" for name in needless]
     naming = NamingSettings(**{one.name: given[one.name] for one in dataclasses.fields(NamingSettings)})
-    return wrong + naming.counters_mistakes() + command.mistakes(producer, {**given, "fleet": simulate})
+    return wrong + naming.naming_mistakes() + command.mistakes(producer, {**given, "fleet": simulate})
 
 
 def driver_is_here() -> bool:

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 import click
 
+from delivery import values
 from delivery.settings import (
     DIRECTORY,
     DURATION,
@@ -30,6 +31,8 @@ from delivery.settings import (
 )
 from delivery.values import Address
 from sinks.series.labels import MAX_LABELS
+from sinks.series.relabel import Relabelling
+from sinks.series.relabel_presets import PRESETS
 from topics.profiles import LABELS, PROFILES, LabelNames, LabelSet, Profile, ProfileName, profile_names
 
 ALERTS_PATH = "/api/v2/alerts"
@@ -47,6 +50,8 @@ ScrapeListen = Annotated[
 ]
 SCRAPE_ADDRESS = Address("127.0.0.1", 9400)
 METRICS_ADDRESS = Address("127.0.0.1", 8443)
+RELABEL = Text("FILE|preset:NAME", str, "preset:exported", lines=True)
+EXTERNAL_LABEL = Text("NAME=VALUE", values.label, "region=eu", show="=".join, lines=True)
 NAMINGS = Text("NAME[,...]", profile_names, "otel,dcgm", show=",".join)
 
 
@@ -96,6 +101,43 @@ class NamingSettings:
         ),
     ] = None
 
+    relabel: Annotated[
+        tuple[str, ...],
+        Option(
+            "--relabel",
+            RELABEL,
+            "Other labels for all series: a file of Prometheus's metric_relabel_configs, or preset:NAME, of"
+            f" {', '.join(preset.name for preset in PRESETS)}. Repeatable; in the variable, one a line.",
+            repeatable=True,
+        ),
+    ] = ()
+    external_labels: Annotated[
+        tuple[tuple[str, str], ...],
+        Option(
+            "--external-label",
+            EXTERNAL_LABEL,
+            "A label for all series, after --relabel, where a series has none of its name. Repeatable; in the variable,"
+            " one a line.",
+            repeatable=True,
+        ),
+    ] = ()
+    parts_by_pod: Annotated[
+        bool,
+        Option(
+            "--parts-by-pod",
+            None,
+            "A device that several pods share is written for each pod with its part of utilization, memory and power,"
+            " and the device keeps the rest: sums stay right, and queries by pod see every pod. MIG devices get a"
+            " utilization.",
+        ),
+    ] = False
+
+    def relabelling(self) -> Relabelling:
+        """What is done to the labels of every series. Raises BadRules."""
+        from sinks.series.relabel_file import read
+
+        return Relabelling([read(source) for source in self.relabel], tuple(sorted(self.external_labels)))
+
     def profiles(self, picked: Profile | None = None) -> tuple[Profile, ...]:
         """What a device is written in; ``picked``: what --counters picks, if not as its file is now.
 
@@ -116,7 +158,20 @@ class NamingSettings:
         """The labels that were chosen; None: those of the names."""
         return LABELS[self.labels] if self.labels else None
 
-    def counters_mistakes(self) -> list[str]:
+    def naming_mistakes(self) -> list[str]:
+        """What is wrong with how series are to be called."""
+        found = [
+            f"--names: {name!r} is not one of {', '.join(PROFILES)}"
+            for name in self.names or ()
+            if name not in PROFILES
+        ]
+        names = [name for name, _ in self.external_labels]
+        found += [
+            f"--external-label: {name} is given twice" for name in sorted({n for n in names if names.count(n) > 1})
+        ]
+        return [*found, *self._counters_mistakes(), *self._relabel_mistakes()]
+
+    def _counters_mistakes(self) -> list[str]:
         """What is wrong with the file of ``--counters``."""
         if self.counters is None:
             return []
@@ -128,6 +183,18 @@ class NamingSettings:
         except CountersError as error:
             return [f"--counters: {self.counters}{f':{line}' if line else ''}: {text}" for line, text in error.mistakes]
         return []
+
+    def _relabel_mistakes(self) -> list[str]:
+        """What is wrong with the files of ``--relabel``."""
+        from sinks.series.relabel_file import BadRules, read
+
+        found: list[str] = []
+        for source in self.relabel:
+            try:
+                read(source)
+            except BadRules as bad:
+                found += [f"--relabel: {mistake}" for mistake in bad.mistakes]
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,10 +218,8 @@ class SeriesSettings(SinkSettings, NamingSettings):
     def mistakes(self) -> list[str]:
         """See :meth:`KafkaSettings.mistakes`."""
         found = super().mistakes()
-        unknown = [name for name in self.names or () if name not in PROFILES]
-        found += [f"--names: {name!r} is not one of {', '.join(PROFILES)}" for name in unknown]
-        found += self.counters_mistakes()
-        return [*found, *([] if self.stale_after_s > 0 else ["--stale-after: must be above zero"])]
+        stale_after = [] if self.stale_after_s > 0 else ["--stale-after: must be above zero"]
+        return [*found, *stale_after, *self.naming_mistakes()]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ the series was written past it, because its end was not known yet, the marker co
 An earlier life has written what it knew of up to when the next record was there to be read. For the time in which no
 sink ran, there are no samples but starts and ends.
 A request holds at most one sample of a series, as those of gpu.attributed do and for the same reason.
+Rules of relabelling may do anything to a series but take its fingerprint away, without which two alerts could be one.
 """
 
 import asyncio
@@ -25,6 +26,7 @@ from sinks.remote_write.policy import UNTIMELY
 from sinks.remote_write.refusals import LEFT_OUT, Delivered
 from sinks.series.labels import MAX_LABELS, sanitised, sanitised_name
 from sinks.series.model import STALE, Row, SampleGroup, SeriesSet
+from sinks.series.relabel import Relabelling
 from topics.alerts import Alert, milliseconds
 from topics.catalogue import ALERT_FIRING
 from topics.metric import Labels
@@ -39,6 +41,7 @@ refuse older ones."""
 _BEHIND_MS = 5_000
 """A partition counts as read to its end for so long after the broker said so."""
 
+_AS_THEY_ARE = Relabelling()
 _ROWS = (Row(ALERT_FIRING.name, (), "gauge", ALERT_FIRING.help, primary=False),)
 _ONE = (1.0,)
 _END = (STALE,)
@@ -75,8 +78,8 @@ class Repeat(NamedTuple):
 class AlertSeries:
     """The alerts of one partition."""
 
-    def __init__(self, max_labels: int = MAX_LABELS) -> None:
-        self._max_labels = max_labels
+    def __init__(self, max_labels: int = MAX_LABELS, relabelling: Relabelling = _AS_THEY_ARE) -> None:
+        self._max_labels, self._relabelling = max_labels - relabelling.more_labels, relabelling
         self._known: dict[str, _AlertState] = {}
 
     def is_replay(self, fingerprint: str, alert: Alert | None) -> bool:
@@ -95,18 +98,19 @@ class AlertSeries:
             if known is None or known.series is None:
                 return Change(fingerprint, None, [])
             deleted_ms = max(written_ms, _last(known, written_ms, now_ms) + 1)
-            return Change(fingerprint, None, [SampleGroup(known.series, deleted_ms, _END)])
+            return Change(fingerprint, None, _written([SampleGroup(known.series, deleted_ms, _END)]))
         starts_ms, ends_ms = _times(alert)
         going_on = known.series if known is not None and known.starts_ms == starts_ms else None
         series = going_on or self._series_of(alert)
         last_ms = _last(known, written_ms, now_ms) if known else -1
         if ends_ms is None:
-            return Change(fingerprint, alert, [SampleGroup(series, starts_ms, _ONE)] if starts_ms > last_ms else [])
+            groups = [SampleGroup(series, starts_ms, _ONE)] if starts_ms > last_ms else []
+            return Change(fingerprint, alert, _written(groups))
         points = [] if going_on else [starts_ms]
         points += _between(starts_ms, max(last_ms, now_ms - BACK_MS), min(ends_ms, now_ms + 1))
         groups = [SampleGroup(series, ts_ms, _ONE) for ts_ms in points if ts_ms > last_ms]
         last_ms = groups[-1].ts_ms if groups else last_ms
-        return Change(fingerprint, alert, [*groups, SampleGroup(series, max(ends_ms, last_ms + 1), _END)])
+        return Change(fingerprint, alert, _written([*groups, SampleGroup(series, max(ends_ms, last_ms + 1), _END)]))
 
     def settle(self, change: Change) -> None:
         """What a record writes was written, or refused for good."""
@@ -134,7 +138,7 @@ class AlertSeries:
         """The next sample of each firing alert that has one by now; there may be more when these are settled."""
         due = []
         for fingerprint, known in self._known.items():
-            if known.series is None:
+            if known.series is None or not known.series.rows:
                 continue
             times: Sequence[int] = [_floor(known.starts_ms, now_ms)] if now_ms >= known.starts_ms else []
             if known.last_ms is not None:
@@ -151,7 +155,15 @@ class AlertSeries:
         self._known.clear()
 
     def _series_of(self, alert: Alert) -> SeriesSet:
-        return SeriesSet(labels(alert, self._max_labels), _ROWS, "alert")
+        made = self._relabelling.relabel(SeriesSet(labels(alert, self._max_labels), _ROWS, "alert")).series
+        if "fingerprint" in dict(made.labels):
+            return made
+        return SeriesSet(tuple(sorted([*made.labels, ("fingerprint", alert.fingerprint)])), made.rows, "alert")
+
+
+def _written(groups: list[SampleGroup]) -> list[SampleGroup]:
+    """Those of which a rule of relabelling has left something."""
+    return [group for group in groups if group.series.rows]
 
 
 def labels(alert: Alert, most: int = MAX_LABELS) -> Labels:

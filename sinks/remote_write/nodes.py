@@ -6,12 +6,14 @@ A series that is missing from a tick ends with a staleness marker at the tick's 
 silent end 1 ms after its last tick, so that a tick that still comes is later than the marker.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from delivery import replays
 from delivery.replays import Last, Verdict
 from sinks.series.model import STALE, SampleGroup, SeriesSet, samples_of
+from sinks.series.relabel import Withheld
 from sinks.series.translation import Cache, Translator
 from topics.attributed import AttributedSample
 
@@ -38,13 +40,13 @@ class _Node:
 
 
 class NodeTick(NamedTuple):
-    """What a record writes. ``clashes`` counts values that are left out because another device has the same labels."""
+    """What a record writes. ``withheld`` counts samples that are not written because of their labels, by reason."""
 
     sample: AttributedSample
     groups: list[SampleGroup]
     open: tuple[SeriesSet, ...]
     markers: int
-    clashes: int
+    withheld: Mapping[Withheld, int]
 
     @property
     def node(self) -> NodeKey:
@@ -99,18 +101,17 @@ class OpenSeries:
         _, groups = self._translator.translate(sample, cache)
         written = tuple([group.series for group in groups])
         if node is not None and written == node.open:
-            return NodeTick(sample, groups, written, 0, 0)
-        kept = list({group.series.identity: group for group in reversed(groups)}.values())[::-1]  # the first of equals
-        there = {group.series.identity: frozenset(group.series.rows) for group in kept}
+            return NodeTick(sample, groups, written, 0, cache.withheld)
+        before = node.open if node is not None else ()
+        kept = set(before).intersection(written)
+        new = {one for series in written if series not in kept for one in series.series()}
         markers: list[SampleGroup] = []
-        for series in node.open if node is not None else ():
-            rows = tuple([row for row in series.rows if row not in there.get(series.identity, ())])
+        for series in [series for series in before if series not in kept]:
+            rows = tuple([row for row, one in zip(series.rows, series.series(), strict=True) if one not in new])
             if rows:  # all of a set, as a rule, and then it is the one that was written
                 gone = series if len(rows) == len(series.rows) else SeriesSet(series.labels, rows, series.subject)
                 markers.append(SampleGroup(gone, sample.ts_ms, [STALE] * len(rows)))
-        clashes = samples_of(groups) - samples_of(kept)
-        open_ = tuple([group.series for group in kept])
-        return NodeTick(sample, [*kept, *markers], open_, samples_of(markers), clashes)
+        return NodeTick(sample, [*groups, *markers], written, samples_of(markers), cache.withheld)
 
     def settle(self, tick: NodeTick, now_s: float, *, accepted: bool, whole: bool = False) -> None:
         """A tick was finished. One that was refused leaves the open series as they were before it.
@@ -144,8 +145,9 @@ class OpenSeries:
         return found
 
     def ended(self, silence: Silence) -> None:
-        """A node's silence was written, or refused for good."""
-        self._nodes[silence.node].open = ()
+        """A node's silence was written, or refused for good. Its series may be another node's from now on."""
+        node = self._nodes[silence.node]
+        node.open, node.cache = (), Cache()
 
     def clear(self) -> None:
         """The topic was created again: offsets start again."""

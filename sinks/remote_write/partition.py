@@ -13,7 +13,7 @@ import contextlib
 import math
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -29,6 +29,7 @@ from sinks.remote_write.policy import THERE, UNTIMELY
 from sinks.remote_write.queue import Ended, Lane, Progress, Queue, ReadRecord, decode
 from sinks.remote_write.refusals import LEFT_OUT, Delivered, Deliverer, Refused
 from sinks.series.model import primaries, samples_of
+from sinks.series.relabel import Withheld
 from topics.attributed import TOPIC, AttributedSample
 
 AHEAD_RECORDS = 2000
@@ -199,8 +200,8 @@ class RemoteWritePartition:
             made.counter("gpustream_remote_write_values_refused_total", reason).inc(number)
         for reason, number in values.left_out.items():
             made.counter("gpustream_remote_write_values_left_out_total", reason).inc(number)
-        if values.clashes:
-            made.counter("gpustream_remote_write_values_clashing_total").inc(values.clashes)
+        for reason, number in values.withheld.items():
+            made.counter("gpustream_remote_write_samples_withheld_total", reason).inc(number)
         if values.markers:
             made.counter("gpustream_remote_write_markers_total").inc(values.markers)
         self._shared.outcomes.finish(outcome, why, sample)
@@ -213,7 +214,7 @@ class _Values:
     delivered: int = 0
     refused: Counter[str] = field(default_factory=Counter)
     left_out: Counter[str] = field(default_factory=Counter)
-    clashes: int = 0
+    withheld: Mapping[Withheld, int] = field(default_factory=dict)
     markers: int = 0
 
 
@@ -226,7 +227,7 @@ def _values(tick: NodeTick, result: Delivered) -> _Values:
         refused = Counter({why: min(of, most) if why in UNTIMELY else of for why, of in refused.items()})
     delivered = primaries(tick.groups) - refused.total() - left_out.total()
     markers = 0 if result.refused or result.left_out else tick.markers
-    return _Values(delivered, refused, left_out, tick.clashes, markers)
+    return _Values(delivered, refused, left_out, tick.withheld, markers)
 
 
 def _by_reason(refused: Iterable[Refused]) -> Counter[str]:

@@ -22,6 +22,7 @@ from sinks.remote_write.queue import Queue
 from sinks.remote_write.refusals import Deliverer
 from sinks.remote_write.send import Client, RemoteWriteSender
 from sinks.remote_write.usage import UsagePartition
+from sinks.series.relabel import WITHHELD
 from sinks.series.translation import Translator
 from sinks.settings import RemoteWriteSettings
 from topics.alerts import TOPIC as ALERTS
@@ -73,9 +74,10 @@ INSTRUMENTS: tuple[Instrument, ...] = (
         "Series that are not sent for ten minutes, because the receiver refused them.",
     ),
     Instrument(
-        "gpustream_remote_write_values_clashing_total",
+        "gpustream_remote_write_samples_withheld_total",
         "counter",
-        "Samples left out because another device of the tick has the same labels.",
+        f"Samples that were not written because of their labels. {WITHHELD}",
+        ("reason",),
     ),
     Instrument(
         "gpustream_remote_write_alert_samples_refused_total",
@@ -143,16 +145,19 @@ class RemoteWriteSink:
         )
 
         queue = Queue(shared.deliverer, at_once=settings.max_in_flight, max_samples=settings.max_request_samples)
-        translator = Translator(settings.profiles(), settings.max_labels)
+        relabelling = settings.relabelling()
+        translator = Translator(
+            settings.profiles(), settings.max_labels, relabelling=relabelling, by_pod=settings.parts_by_pod
+        )
 
         def samples(_: int) -> RemoteWritePartition:
             return RemoteWritePartition(OpenSeries(translator), shared, queue)
 
         def alerts(_: int) -> AlertPartition:
-            return AlertPartition(AlertSeries(settings.max_labels), shared)
+            return AlertPartition(AlertSeries(settings.max_labels, relabelling), shared)
 
         def usage(_: int) -> UsagePartition:
-            return UsagePartition(translator.profiles[0].labels, settings.max_labels, shared)
+            return UsagePartition(translator.profiles[0].labels, settings.max_labels, shared, relabelling)
 
         sources = [
             Source(TOPIC.name, samples, settings.from_, settings.stale_after_s),

@@ -21,6 +21,7 @@ from sinks.remote_write.policy import UNTIMELY
 from sinks.remote_write.refusals import LEFT_OUT, Delivered
 from sinks.series.labels import MAX_LABELS, DeviceIdentity, Held, known, labels, place_of
 from sinks.series.model import Row, SampleGroup, SeriesSet
+from sinks.series.relabel import Relabelling
 from topics.catalogue import USAGE
 from topics.metric import Labels
 from topics.profiles import LabelNames
@@ -36,6 +37,7 @@ _OWN_LABELS = 6
 _HELD = tuple(Row(USAGE[key].name, (), "gauge", USAGE[key].help, primary=False) for key in USAGE if key != "free")
 _FREE = tuple(Row(USAGE[key].name, (), "gauge", USAGE[key].help, primary=False) for key in ("free", "energy"))
 
+_AS_THEY_ARE = Relabelling()
 _decode = decoder(Usage)
 
 
@@ -98,8 +100,11 @@ def usage_labels(usage: Usage, names: LabelNames, most: int = MAX_LABELS) -> Lab
 class UsagePartition:
     """The handler of a partition."""
 
-    def __init__(self, names: LabelNames, max_labels: int, shared: RemoteWriteShared) -> None:
-        self._names, self._max_labels, self._shared = names, max_labels, shared
+    def __init__(
+        self, names: LabelNames, max_labels: int, shared: RemoteWriteShared, relabelling: Relabelling = _AS_THEY_ARE
+    ) -> None:
+        self._names, self._max_labels, self._shared = names, max_labels - relabelling.more_labels, shared
+        self._relabelling = relabelling
 
     def recall(self, records: Sequence[Record]) -> None:
         """Nothing is remembered: an hour that is sent again is the same sample."""
@@ -144,7 +149,8 @@ class UsagePartition:
                 raise Undecodable(f"not a record of {HOURS.name}: its key is not that of its window")
         except Undecodable as error:
             return _Hour(record, None, "dead_lettered", str(error))
-        return _Hour(record, group_of(usage, self._names, self._max_labels))
+        group = group_of(usage, self._names, self._max_labels)
+        return _Hour(record, None if group is None else self._relabelling.group(group))
 
     async def _send(self, groups: Sequence[SampleGroup], abandon: asyncio.Event) -> list[Delivered]:
         if not groups:

@@ -28,6 +28,7 @@ from sinks.outcomes import OnOutcome, Outcome, Outcomes, Undecodable, decoded
 from sinks.scrape.exposition import Renderings
 from sinks.scrape.server import serving
 from sinks.series.model import SampleGroup, primaries
+from sinks.series.relabel import WITHHELD
 from sinks.series.translation import Cache, Key, Translator
 from sinks.settings import ScrapeSettings
 from topics.attributed import TOPIC, AttributedSample
@@ -35,6 +36,7 @@ from topics.topic import decoder
 
 COMPONENT = "scrape"
 VALUES = "gpustream_scrape_values_delivered_total"
+SAMPLES_WITHHELD = "gpustream_scrape_samples_withheld_total"
 
 INSTRUMENTS: tuple[Instrument, ...] = (
     *outcomes.instruments(
@@ -55,6 +57,12 @@ INSTRUMENTS: tuple[Instrument, ...] = (
     *counters_reload.INSTRUMENTS,
     outcomes.delay_instrument("gpustream_scrape_delay_seconds", "a scrape shows it"),
     Instrument(VALUES, "counter", "Values of metrics that were shown, without derived series."),
+    Instrument(
+        SAMPLES_WITHHELD,
+        "counter",
+        f"Samples of ticks that are not shown because of their labels. {WITHHELD}",
+        ("reason",),
+    ),
     Instrument("gpustream_scrape_requests_total", "counter", "Requests for /metrics."),
 )
 
@@ -126,7 +134,10 @@ class ScrapePartition:
                 outcome = self._apply(sample) if sample is not None else "dead_lettered"
                 if sample is not None and outcome == "delivered":
                     counted.delay(sample)
-                    values.inc(primaries(self._nodes[sample.cluster, sample.node].groups.values()))
+                    node = self._nodes[sample.cluster, sample.node]
+                    values.inc(primaries(node.groups.values()))
+                    for reason, number in node.cache.withheld.items():
+                        self._shared.instruments.counter(SAMPLES_WITHHELD, reason).inc(number)
                 counted.finish(outcome, tick=sample)
             yield step[-1].offset + 1
 
@@ -173,7 +184,8 @@ class ScrapeSink:
     async def run(self, stop: asyncio.Event) -> None:
         """Read and serve until ``stop``; returns within 8 s of it. Raises ListenError, and what can't be waited for."""
         settings, sender = self.settings, Sender(self.settings.connection(), client_id=self.settings.group)
-        translator = Translator(settings.profiles(), settings.max_labels)
+        relabelling, by_pod = settings.relabelling(), settings.parts_by_pod
+        translator = Translator(settings.profiles(), settings.max_labels, relabelling=relabelling, by_pod=by_pod)
         shared = ScrapeShared(
             translator=translator,
             stale_after_s=settings.stale_after_s,

@@ -17,6 +17,9 @@ from topics.samples import Job
 
 Pairs = Iterable[tuple[str, str | int | None]]
 
+META = "__meta_gpustream_"
+"""So begin the labels that only rules of relabelling see."""
+
 MAX_LABELS = 30
 """Of one series, its name included: what receivers commonly allow."""
 
@@ -138,6 +141,16 @@ def labels(names: LabelNames, device: DeviceIdentity, most: int = MAX_LABELS) ->
     return tuple(sorted(pairs))
 
 
+def meta_labels(of: DeviceIdentity | Place, pod: Held | None) -> dict[str, str]:
+    """Whatever is known of a device, or of a node, and of a pod there, as labels that only rules of relabelling see."""
+    says = _of_device(of) if isinstance(of, DeviceIdentity) else _of_place(of)
+    if pod is not None:
+        says |= _of_holder(pod)
+    tenants = tenant_labels(pod.labels, pod.namespace_labels) if pod is not None else []
+    written = [(name.removeprefix("k8s_"), value) for name, value in tenants]
+    return {META + name: value for name, value in known([*says.items(), *written])}
+
+
 def pod_info_labels(where: Place, pod: Held, most: int = MAX_LABELS) -> Labels:
     """The labels of a pod's ``gpu_pod_info``, sorted by name, at most ``most`` with its name.
 
@@ -191,10 +204,9 @@ def tenant_labels(pod: Mapping[str, str], namespace: Mapping[str, str]) -> list[
     return found
 
 
-def _of_device(device: DeviceIdentity) -> dict[Attribute, str | int | None]:
-    """What labels may say of a device."""
-    where, is_mig, job = device.place, device.parent is not None, device.job
-    says: dict[Attribute, str | int | None] = {
+def _of_place(where: Place) -> dict[Attribute, str | int | None]:
+    """What labels may say of a node."""
+    return {
         "cluster": where.cluster,
         "node": where.node,
         "instance": f"{where.node}:{SCRAPE_PORT}",
@@ -202,6 +214,13 @@ def _of_device(device: DeviceIdentity) -> dict[Attribute, str | int | None]:
         "region": where.region,
         "host_type": where.host_type,
         "service": SERVICE_NAME,
+    }
+
+
+def _of_device(device: DeviceIdentity) -> dict[Attribute, str | int | None]:
+    """What labels may say of a device."""
+    is_mig, job = device.parent is not None, device.job
+    says = _of_place(device.place) | {
         "vendor": device.vendor,
         "index": device.number,
         "gpu_uuid": device.parent or device.uuid,

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from topics.metric import Kind, Labels
 
-Subject = Literal["metrics", "info", "rest", "part", "errors", "pod", "alert", "usage"]
+Subject = Literal["metrics", "by_pod", "info", "rest", "part", "errors", "pod", "alert", "usage"]
 """What the series of a set are of: sets about different things may have the same labels, and share no name."""
 
 Value = int | float
@@ -58,6 +58,10 @@ class SeriesSet:
         object.__setattr__(self, "primaries", sum([row.primary for row in self.rows]))
         label_bytes = sum([len(name) + len(value) + 6 for name, value in self.labels])
         object.__setattr__(self, "bytes", len(self.rows) * (label_bytes + _ROW_BYTES))
+
+    def series(self) -> list[Labels]:
+        """All labels of each row, its name among them: no two series that are written at a time have the same."""
+        return [tuple(sorted((("__name__", row.name), *self.labels, *row.labels))) for row in self.rows]
 
     @property
     def identity(self) -> tuple[Subject, Labels]:

@@ -16,16 +16,18 @@ from typing import Literal, NamedTuple
 
 import re2
 
-from sinks.series.model import Rows
+from sinks.series.labels import META
+from sinks.series.model import Rows, SampleGroup, SeriesSet
 from topics.metric import Labels
 
 METRIC_NAME = "__name__"
 
-META = "__meta_gpustream_"
-"""So begin labels that only rules see: whatever is known of a device and its holder, with any label set."""
-
 Withheld = Literal["rule", "name", "collision"]
-"""Why a series is not written: a rule drops it; it has no name, or one that is not valid; another one is the same."""
+WITHHELD = (
+    "rule: a rule of --relabel drops them. name: rules have left a name that is not valid, or none. collision: a series"
+    " that is written already has the same labels."
+)
+"""Why a series is not written."""
 
 Action = Literal[
     "replace",
@@ -241,14 +243,17 @@ def is_metric_name(name: str, scheme: Scheme) -> bool:
 # -- sets of series
 
 
+_NO_META: Mapping[str, str] = {}
+_NONE_WITHHELD: Mapping[Withheld, int] = {}
+
+
 class Relabelled(NamedTuple):
     """A set of series with other labels. ``kept`` are the numbers of its rows among those that there were, None for all
     of them; ``withheld`` counts the others."""
 
-    labels: Labels
-    rows: Rows
+    series: SeriesSet
     kept: tuple[int, ...] | None
-    withheld: Counter[Withheld]
+    withheld: Mapping[Withheld, int]
 
 
 class Relabelling:
@@ -270,12 +275,14 @@ class Relabelling:
         """Whether different series may become the same."""
         return bool(self._rules)
 
-    def relabel(self, labels: Labels, rows: Rows, meta: Mapping[str, str]) -> Relabelled:
-        """A set with its new labels. What all of its series have in common are the labels of the set."""
+    def relabel(self, series: SeriesSet, meta: Mapping[str, str] = _NO_META) -> Relabelled:
+        """A set with its new labels; ``meta`` are those that only rules see. What all series share are the set's."""
+        if not self:
+            return Relabelled(series, None, _NONE_WITHHELD)
         found: dict[int, dict[str, str]] = {}
         withheld: Counter[Withheld] = Counter()
-        for number, row in enumerate(rows):
-            made = self._one({METRIC_NAME: row.name, **meta, **dict(labels), **dict(row.labels)})
+        for number, row in enumerate(series.rows):
+            made = self._one({METRIC_NAME: row.name, **meta, **dict(series.labels), **dict(row.labels)})
             if isinstance(made, str):
                 withheld[made] += 1
             else:
@@ -286,11 +293,20 @@ class Relabelling:
         for number, one in found.items():
             name = one.pop(METRIC_NAME)
             own = tuple([pair for pair in one.items() if pair not in shared])
-            made_rows.append(rows[number]._replace(name=name, labels=own))
+            made_rows.append(series.rows[number]._replace(name=name, labels=own))
         if len(self._same) > _REMEMBERED:
             self._same.clear()
-        same = self._same.setdefault(tuple(made_rows), tuple(made_rows))
-        return Relabelled(tuple(sorted(shared)), same, tuple(found) if withheld else None, withheld)
+        rows = self._same.setdefault(tuple(made_rows), tuple(made_rows))
+        kept = tuple(found) if withheld else None
+        return Relabelled(SeriesSet(tuple(sorted(shared)), rows, series.subject), kept, withheld)
+
+    def group(self, group: SampleGroup) -> SampleGroup | None:
+        """Samples of a set under its new labels; None if none is to be written."""
+        made = self.relabel(group.series)
+        if not made.series.rows:
+            return None
+        values = group.values if made.kept is None else [group.values[row] for row in made.kept]
+        return SampleGroup(made.series, group.ts_ms, values)
 
     def _one(self, labels: Mapping[str, str]) -> dict[str, str] | Withheld:
         """The new labels of a series, sorted by name, or why it is not written."""

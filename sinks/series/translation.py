@@ -5,7 +5,7 @@ called the same with all names, the pods' parts of devices that are split and wh
 and what each device is, and ``gpu_pod_info``.
 State: what was last labelled, in a cache of each node, and the rows of each set of known metrics. Series of which all
 that they are made of is the same are the same object, so that a sink works out its encoding only when something
-changes. Every set is made in one place, ``Translator._set``, once; what is to be done to labels is done there.
+changes. Every set is made in one place, ``Translator._make``, once; what is to be done to labels is done there.
 
 Profiles with which a device has the same labels share one set; of two series of one name and the same labels of their
 own, that of the profile that is named first is in it. What profiles with other label names call the same is told
@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 from sinks.series.labels import (
     MAX_LABELS,
@@ -30,12 +31,14 @@ from sinks.series.labels import (
     identity,
     known,
     labels,
+    meta_labels,
     place,
     pod_info_labels,
     sanitised,
     sole_holder,
 )
 from sinks.series.model import Row, Rows, SampleGroup, SeriesSet, Subject, Value
+from sinks.series.relabel import Relabelling, Withheld
 from topics.attributed import AttributedDevice, AttributedSample, Holder, HoldingPod, Parts, by_pod
 from topics.catalogue import (
     CATALOGUE,
@@ -60,6 +63,9 @@ _ONE = (1.0,)
 # -- a device's metrics: rows and values in some profiles
 
 Metrics = Mapping[str, Value | None]
+
+_NOTHING: Metrics = {}
+_AS_THEY_ARE = Relabelling()
 
 
 class Measured(NamedTuple):
@@ -93,8 +99,11 @@ class MetricNames:
                     named.add((ratio.name, ratio.labels))
                     self._ratios.append(ratio)
 
-    def measure(self, metrics: Metrics, holders: int | None = None) -> Measured:
-        """The rows of what is known; equal rows are the same object. ``holders`` None: that is not known."""
+    def measure(self, metrics: Metrics, holders: int | None = None, rest: Metrics = _NOTHING) -> Measured:
+        """The rows of what is known; equal rows are the same object. ``holders`` None: that is not known.
+
+        ``rest`` is written in place of the device's own values; what is made of several keys is made of those.
+        """
         keys = tuple(metrics)
         if None in metrics.values():
             keys = tuple(key for key in keys if metrics[key] is not None)
@@ -107,6 +116,8 @@ class MetricNames:
                 self._rows.clear()
             layout = self._layouts[keys] = _Layout(self._series, self._ratios, keys, self._same)
         values = layout.values(metrics)
+        if rest:
+            values = layout.with_rest(values, rest)
         if None in values[layout.plain :]:
             there = [(row, value) for row, value in zip(layout.rows, values, strict=True) if value is not None]
             return Measured(self._same(row for row, _ in there), [value for _, value in there])
@@ -149,6 +160,14 @@ class _Layout:
             numerator, *denominators = [metrics[key] for key in ratio.keys]
             values.append(ratio.of(numerator, sum(denominators)))  # type: ignore[arg-type] # all of them are known
         return values
+
+    def with_rest(self, values: list[float | None], rest: Metrics) -> list[float | None]:
+        """The values, but for the keys of which the rest is written."""
+        written = [convert(rest[key]) if key in rest else None for key, convert in self._converters]
+        return [
+            *(old if new is None else new for old, new in zip(values, written, strict=False)),
+            *values[self.plain :],
+        ]
 
 
 class _Scaled(dict[Any, float]):
@@ -208,19 +227,17 @@ Pods = Mapping[HoldingPod, list[Holder]]
 """Who holds a device, by pod."""
 
 
-def made_of(
-    names: LabelNames, of: OfDevice | Described | PodInfo, most: int = MAX_LABELS
-) -> tuple[Labels, Rows, Subject]:
-    """What a set beside metrics is made of; tenants' labels never make one have more than ``most``."""
+def made_of(names: LabelNames, of: OfDevice | Described | PodInfo, most: int = MAX_LABELS) -> SeriesSet:
+    """A set beside metrics; tenants' labels never make one have more than ``most``."""
     match of:
         case OfDevice(subject, device, rows):
-            return labels(names, device, most), rows, subject
+            return SeriesSet(labels(names, device, most), rows, subject)
         case Described(device, info):
             about = known((name, info.get(name)) for name in DEVICE_INFO.labels)
             row = Row(DEVICE_INFO.name, (), "gauge", DEVICE_INFO.help, primary=False)
-            return tuple(sorted([*labels(names, device, most), *about])), (row,), "info"
+            return SeriesSet(tuple(sorted([*labels(names, device, most), *about])), (row,), "info")
         case PodInfo(where, pod):
-            return pod_info_labels(where, pod, most), (_row(POD_INFO),), "pod"
+            return SeriesSet(pod_info_labels(where, pod, most), (_row(POD_INFO),), "pod")
 
 
 def beside(
@@ -298,10 +315,85 @@ def _quantities(parts: Parts | None) -> Mapping[str, float]:
     return {one: float(value) for one, value in values if value is not None}
 
 
+# -- what a device does, by pod
+
+_DIVIDED = {
+    "utilization_ratio": "gpu_utilization_ratio",
+    "memory_used_bytes": "memory_used_bytes",
+    "power_watts": "power_watts",
+}
+"""The keys of which pods have parts."""
+
+PodName = tuple[str, ...]
+"""Namespace, pod and uid; empty for what is the device's own."""
+
+
+class PodPart(NamedTuple):
+    """What a pod does on a device; ``held`` None: whoever holds the device."""
+
+    held: Held | None
+    metrics: dict[str, Value]
+
+
+class Divided(NamedTuple):
+    """A device by pod: the parts, and what is written for the device in place of its own values."""
+
+    parts: Mapping[PodName, PodPart]
+    rest: Metrics
+
+
+_UNDIVIDED = Divided({}, _NOTHING)
+
+
+def divide(device: AttributedDevice, pods: Pods, *, uids: bool) -> Divided:
+    """A device by pod. Parts and rest come to the device; what no part is known of stays the device's.
+
+    NVML has no utilization of a MIG device: it is the share of the time in which its engines were busy.
+    ``uids``: a pod that was created again under its name is another one.
+    """
+    metrics, parts = device.metrics, dict[PodName, PodPart]()
+    busy = metrics.get("graphics_engine_active_ratio")
+    if device.mig is not None and busy is not None and metrics.get("gpu_utilization_ratio") is None:
+        parts[()] = PodPart(None, {"gpu_utilization_ratio": busy})
+    if len(pods) < 2:
+        return Divided(parts, _NOTHING)
+    by_name: dict[PodName, list[Holder]] = {}
+    for pod, holders in pods.items():
+        by_name.setdefault((pod.namespace, pod.pod, (pod.pod_uid or "") if uids else ""), []).extend(holders)
+    unattributed, rest = _quantities(device.unattributed), dict[str, Value]()
+    for name, holders in by_name.items():
+        for quantity, value in [found for holder in holders for found in _quantities(holder.parts).items()]:
+            key = _DIVIDED[quantity]
+            whole = metrics.get(key)
+            if whole is not None:
+                one = len({holder.container for holder in holders}) == 1
+                part = parts.setdefault(name, PodPart(held(holders[0], holders[0].container if one else None), {}))
+                part.metrics[key] = part.metrics.get(key, 0) + value
+                rest[key] = max(0.0, rest.get(key, whole) - value)
+    return Divided(parts, rest | {_DIVIDED[one]: value for one, value in unattributed.items() if _DIVIDED[one] in rest})
+
+
 # -- a tick
 
 Key = str | tuple[str, ...]
 """Of a set within its node: a device's uuid for its metrics, else a kind and what it is about."""
+
+
+Cut = tuple[SeriesSet, tuple[int, ...] | None]
+"""What is left of a set, and the numbers of its rows among those that it was made of; None: all of them."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Made:
+    """A set that was made of rows, with the labels that relabelling has left it. ``kept``: the numbers of those rows
+    that are in it, None for all; ``withheld`` counts the others. What two label sets say ``about`` one thing may be
+    the same."""
+
+    rows: Rows
+    series: SeriesSet
+    kept: tuple[int, ...] | None
+    withheld: Mapping[Withheld, int]
+    about: tuple[str, ...] | None
 
 
 @dataclass(slots=True)
@@ -310,7 +402,7 @@ class _Written:
 
     labels: Labels
     names: MetricNames
-    series: SeriesSet | None = None
+    made: Made | None = None
 
 
 class _Labelled(NamedTuple):
@@ -321,35 +413,87 @@ class _Labelled(NamedTuple):
     bare: DeviceIdentity
     of: DeviceIdentity
     written: list[_Written]
+    parts: dict[Key, tuple[DeviceIdentity, list[_Written]]]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class Cache:
     """Of one node: the sets of each device's metrics, and those beside them, each with all that it was made of.
 
-    ``profiles``: those in which it was written.
+    ``profiles``: those in which it was written. ``sets`` are those of its last tick, ``cut`` what of each is written,
+    None if that is all, and ``withheld`` counts what is not, by reason. ``contested``: some of its series are another
+    node's, and have the hashes that are ``claimed`` there.
     """
 
     profiles: tuple[Profile, ...] = ()
     devices: dict[str, _Labelled] = field(default_factory=dict)
-    beside: dict[tuple[str, ...], tuple[OfDevice | Described | PodInfo, SeriesSet]] = field(default_factory=dict)
+    beside: dict[tuple[str, ...], tuple[OfDevice | Described | PodInfo, Made]] = field(default_factory=dict)
+    sets: list[Made] = field(default_factory=list)
+    cut: list[Cut] | None = None
+    withheld: Counter[Withheld] = field(default_factory=Counter)
+    contested: bool = False
+    claimed: list[int] = field(default_factory=list)
+    reductions: dict[tuple[Made, tuple[int, ...]], SeriesSet] = field(default_factory=dict)
+
+    def reduced(self, made: Made, rows: tuple[int, ...]) -> SeriesSet:
+        """Some of the rows of a set: the same set for the same rows."""
+        if (made, rows) not in self.reductions:
+            of = made.series
+            self.reductions[made, rows] = SeriesSet(of.labels, tuple([of.rows[row] for row in rows]), of.subject)
+        return self.reductions[made, rows]
 
     def prune(self, keys: Sequence[Key]) -> None:
         """Forget what is not there any more, when that is more than what is."""
         if len(self.devices) + len(self.beside) > 2 * len(keys) + _SPARE:
-            there = set(keys)
+            there, self.reductions = set(keys), {}
             self.devices = {key: was for key, was in self.devices.items() if key in there}
             self.beside = {key: was for key, was in self.beside.items() if key in there}
+
+
+class _Found:
+    """The sets of a tick, with their keys and values."""
+
+    def __init__(self, ts_ms: int) -> None:
+        self._ts_ms = ts_ms
+        self.keys: list[Key] = []
+        self.sets: list[Made] = []
+        self.groups: list[SampleGroup] = []
+
+    def add(self, key: Key, made: Made, values: Sequence[Value]) -> None:
+        """The next set."""
+        self.keys.append(key)
+        self.sets.append(made)
+        self.groups.append(SampleGroup(made.series, self._ts_ms, values))
+
+    def left(self, cut: Iterable[Cut]) -> tuple[list[Key], list[SampleGroup]]:
+        """The sets of which something is left, with those rows of them."""
+        keys: list[Key] = []
+        groups: list[SampleGroup] = []
+        for key, (_, ts_ms, values), (series, rows) in zip(self.keys, self.groups, cut, strict=True):
+            if series.rows:
+                keys.append(key)
+                groups.append(SampleGroup(series, ts_ms, values if rows is None else [values[row] for row in rows]))
+        return keys, groups
 
 
 class Translator:
     """Translates ticks, in the given profiles; no tenant makes a series have more than ``max_labels``.
 
-    ``profiles`` may be replaced by others: from the next tick of a node on, it is written in these.
+    ``profiles`` may be replaced by others: from the next tick of a node on, it is written in these. ``by_pod``: what a
+    device does is written for each pod that shares it, and the rest of it for the device.
     """
 
-    def __init__(self, profiles: Sequence[Profile], max_labels: int = MAX_LABELS) -> None:
-        self._max_labels = max_labels
+    def __init__(
+        self,
+        profiles: Sequence[Profile],
+        max_labels: int = MAX_LABELS,
+        *,
+        relabelling: Relabelling = _AS_THEY_ARE,
+        by_pod: bool = False,
+    ) -> None:
+        self._max_labels = max_labels - relabelling.more_labels
+        self._relabelling, self._by_pod = relabelling, by_pod
+        self._claims: WeakValueDictionary[int, Cache] = WeakValueDictionary()
         self.profiles = tuple(profiles)
 
     @property
@@ -361,8 +505,10 @@ class Translator:
     def profiles(self, profiles: tuple[Profile, ...]) -> None:
         self._profiles = profiles
         self._label_names = tuple({one.labels.name: one.labels for one in profiles if one.further}.values())
-        self._info = any(profile.labels.info for profile in profiles)
+        self._info = self._relabelling.with_meta or any(profile.labels.info for profile in profiles)
+        self._pod_uids = all(profile.labels.pod_uid for profile in profiles)
         self._metric_names: dict[tuple[Profile, ...], MetricNames] = {}
+        self._part_names: dict[tuple[Profile, ...], MetricNames] = {}
         self._counted: dict[Profile, set[str]] = {}
         counted: set[str] = set()
         for profile in profiles:
@@ -370,52 +516,109 @@ class Translator:
             counted |= profile.series.keys()
 
     def translate(self, sample: AttributedSample, cache: Cache) -> tuple[list[Key], list[SampleGroup]]:
-        """All series of a tick that have a value, and the key of each set. ``cache`` is its node's."""
+        """All series of a tick that have a value, each once, and the key of each set. ``cache`` is its node's.
+
+        What is not written, because of its labels, is counted in ``cache.withheld``.
+        """
         if cache.profiles is not self._profiles:
             cache.profiles, cache.devices, cache.beside = self._profiles, {}, {}
-        where = place(sample)
-        keys: list[Key] = []
-        groups: list[SampleGroup] = []
+        where, found = place(sample), _Found(sample.ts_ms)
         devices: list[tuple[AttributedDevice, Pods, DeviceIdentity]] = []
         for device in sample.devices:
-            was = self._labelled(where, device, cache)
+            was, rest = self._labelled(where, device, cache), _NOTHING
             devices.append((device, was.pods, was.bare))
             holders = None if sample.attribution == "none" else len(was.pods)
-            for number, written in enumerate(was.written):
-                rows, values = written.names.measure(device.metrics, holders)
-                if not rows:
-                    continue
-                found = written.series
-                if found is None or found.rows is not rows:
-                    found = written.series = self._set(written.labels, rows, "metrics")
-                keys.append(("metrics", device.uuid, str(number)) if number else device.uuid)
-                groups.append(SampleGroup(found, sample.ts_ms, values))
-        there: set[tuple[Subject, Labels]] = set()
+            if self._by_pod:
+                rest = self._parts(device, was, found)
+            for number, one in enumerate(was.written):
+                rows, values = one.names.measure(device.metrics, holders, rest)
+                if rows:
+                    if one.made is None or one.made.rows is not rows:
+                        one.made = self._make(SeriesSet(one.labels, rows), was.of, was.of.held)
+                    found.add(("metrics", device.uuid, str(number)) if number else device.uuid, one.made, values)
         for names in self._label_names:
-            made = self._beside(names, beside(names, where, devices), cache)
-            told = [(key, series, values) for key, series, values in made if not there or series.identity not in there]
-            keys += [key for key, _, _ in told]
-            groups += [SampleGroup(series, sample.ts_ms, values) for _, series, values in told]
-            if len(self._label_names) > 1:
-                there.update([series.identity for _, series, _ in told])
-        cache.prune(keys)
-        return keys, groups
+            self._beside(names, beside(names, where, devices), cache, found)
+        cache.prune(found.keys)
+        if found.sets != cache.sets or cache.contested:
+            self._choose(found.sets, cache)
+        return (found.keys, found.groups) if cache.cut is None else found.left(cache.cut)
 
-    def _beside(
-        self, names: LabelNames, found: Iterable[Beside], cache: Cache
-    ) -> Iterator[tuple[tuple[str, ...], SeriesSet, Sequence[float]]]:
-        """The sets beside a device's metrics, with their keys and values."""
-        for one in found:
+    def _parts(self, device: AttributedDevice, was: _Labelled, found: "_Found") -> Metrics:
+        """Find the sets of the pods' parts of a device; the rest is what is written of the device itself."""
+        divided = divide(device, was.pods, uids=self._pod_uids)
+        for name, part in divided.parts.items():
+            key = ("by_pod", device.uuid, *name)
+            of = was.of if part.held is None else was.of._replace(held=part.held)
+            before, written = was.parts.get(key, (None, []))
+            if before != of:
+                written = self._written(of, self._part_names, dict.fromkeys(self._profiles, CATALOGUE.keys()))
+                was.parts[key] = of, written
+            for number, one in enumerate(written):
+                rows, values = one.names.measure(part.metrics)
+                if rows:
+                    if one.made is None or one.made.rows is not rows:
+                        one.made = self._make(SeriesSet(one.labels, rows, "by_pod"), of, of.held)
+                    found.add((*key, str(number)), one.made, values)
+        return divided.rest
+
+    def _beside(self, names: LabelNames, sets: Iterable[Beside], cache: Cache, found: "_Found") -> None:
+        """Find the sets beside the devices' metrics."""
+        for one in sets:
             key = one.key if names is self._label_names[0] else (*one.key, names.name)
-            of, series = cache.beside.get(key, (None, None))
-            if series is None or of != one.of:
-                series = self._set(*made_of(names, one.of, self._max_labels))
-                cache.beside[key] = one.of, series
-            yield key, series, one.values
+            was_of, made = cache.beside.get(key, (None, None))
+            if made is None or was_of != one.of:
+                of, pod = one.of if isinstance(one.of, PodInfo) else (one.of.device, one.of.device.held)
+                made = self._make(made_of(names, one.of, self._max_labels), of, pod, one.key)
+                cache.beside[key] = one.of, made
+            found.add(key, made, one.values)
 
-    def _set(self, names: Labels, rows: Rows, subject: Subject) -> SeriesSet:
-        """Makes a set: every one there is, when something of it has changed."""
-        return SeriesSet(names, rows, subject)
+    def _make(
+        self, series: SeriesSet, of: DeviceIdentity | Place, pod: Held | None, about: tuple[str, ...] | None = None
+    ) -> Made:
+        """A set as it is written: of every one there is, when something of it has changed."""
+        meta = meta_labels(of, pod) if self._relabelling.with_meta else {}
+        return Made(series.rows, *self._relabelling.relabel(series, meta), about)
+
+    def _choose(self, sets: list[Made], cache: Cache) -> None:
+        """Of series that are the same, the first is written; and none that another node writes.
+
+        Without rules, series are the same only if all of their sets are: rows are told apart by the profiles.
+        """
+        for number in cache.claimed:
+            self._claims.pop(number, None)
+        cache.sets, cache.withheld, cache.contested, cache.claimed = sets, Counter(), False, []
+        cut: list[Cut] = []
+        seen: dict[Labels | tuple[Subject, Labels], tuple[str, ...] | None] = {}
+        by_row = self._relabelling.may_collide
+        names: Sequence[Labels | tuple[Subject, Labels]]
+        for one in sets:
+            cache.withheld.update(one.withheld)
+            series, kept = one.series, one.kept
+            if by_row:
+                names = series.series()
+                rows = [row for row, name in enumerate(names) if name not in seen and self._claim(name, cache)]
+            else:
+                rows = [] if series.identity in seen else list(range(len(series.rows)))
+                names = [series.identity]
+            if len(rows) < len(series.rows):
+                if one.about is None or seen.get(names[0]) != one.about:
+                    cache.withheld["collision"] += len(series.rows) - len(rows)
+                kept = tuple([row if kept is None else kept[row] for row in rows])
+                series = cache.reduced(one, tuple(rows))
+            seen.update(dict.fromkeys(names, one.about))
+            cut.append((series, kept))
+        whole = all(series.rows and kept is None for series, kept in cut)
+        cache.cut = None if whole else cut
+
+    def _claim(self, labels: Labels, cache: Cache) -> bool:
+        """Whether a series is this node's to write, and no other one's."""
+        number = hash(labels)
+        mine = self._claims.setdefault(number, cache) is cache
+        if mine:
+            cache.claimed.append(number)
+        else:
+            cache.contested = True
+        return mine
 
     def _labelled(self, where: Place, device: AttributedDevice, cache: Cache) -> _Labelled:
         """What labels are made of in a device: what was found before, while the record says the same of it."""
@@ -427,20 +630,27 @@ class Translator:
             job = device.jobs[0] if device.jobs and len(device.jobs) == 1 else None
             info = tuple([device.info.get(name) for name in INFO]) if self._info else ()
             of = identity(where, device, sole_holder(pods), job, info)
-            written = was.written if was is not None and was.of == of else self._written(of)
+            same = was is not None and was.of == of
+            written = was.written if was and same else self._written(of, self._metric_names, self._counted)
+            parts = was.parts if was and same and len(was.parts) <= 2 * len(pods) + 1 else {}
             bare = identity(where, device, info=info)
-            was = cache.devices[device.uuid] = _Labelled(face, pods, bare, of, written)
+            was = cache.devices[device.uuid] = _Labelled(face, pods, bare, of, written, parts)
         return was
 
-    def _written(self, of: DeviceIdentity) -> list[_Written]:
-        """A device's labels, each with the profiles in which it has them."""
+    def _written(
+        self,
+        of: DeviceIdentity,
+        known: dict[tuple[Profile, ...], MetricNames],
+        counted: Mapping[Profile, Collection[str]],
+    ) -> list[_Written]:
+        """A device's labels, each with the profiles in which it has them. ``known`` are the names of some profiles."""
         sharing: dict[Labels, list[Profile]] = {}
         for profile in self._profiles:
             sharing.setdefault(labels(profile.labels, of, self._max_labels), []).append(profile)
         written: list[_Written] = []
         for names, some in sharing.items():
             profiles = tuple(some)
-            if profiles not in self._metric_names:
-                self._metric_names[profiles] = MetricNames(profiles, self._counted)
-            written.append(_Written(names, self._metric_names[profiles]))
+            if profiles not in known:
+                known[profiles] = MetricNames(profiles, counted)
+            written.append(_Written(names, known[profiles]))
         return written

@@ -109,6 +109,16 @@ def test_a_refused_header_is_not_repeated_as_it_may_hold_a_secret(text: str) -> 
     assert "s3cret" not in str(refused.value)
 
 
+def test_a_label_is_a_name_and_a_value() -> None:
+    assert values.label("region=eu=west") == ("region", "eu=west")
+
+
+@pytest.mark.parametrize("text", ["", "region", "region=", "=eu", "a-b=c", "1a=b", "__name__=up", "__x=y"])
+def test_what_is_no_label_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a label such as region=eu"):
+        values.label(text)
+
+
 def test_a_new_group_starts_at_an_end_or_some_time_ago() -> None:
     assert values.start_from("earliest") == "earliest"
     assert values.start_from("latest") == "latest"

@@ -93,7 +93,7 @@ def test_a_steady_shared_device_writes_the_same_blocks_again() -> None:
     full = {"info": {"serial": "7"}, "xids": {"79": 1}, "conflict": "no_pod"}
     first, second = play(series(), sample(1, shared("a", "b", **full)), sample(2, shared("a", "b", **full)))
     assert all(one is other for one, other in zip(first.open, second.open, strict=True))
-    assert (first.clashes, second.clashes, second.markers) == (0, 0, 0)
+    assert (first.withheld, second.withheld, second.markers) == ({}, {}, 0)
     assert sum(one.primaries for one in second.open) == len(KEYS)
 
 
@@ -123,7 +123,7 @@ def test_a_part_of_a_pod_without_containers_is_written_beside_the_devices_own_se
     (tick,) = play(series(), sample(1, shared("a")))
     (part,) = [group for group in tick.groups if group.series.subject == "part"]
     assert part.series.labels == tick.groups[0].series.labels
-    assert tick.clashes == 0
+    assert tick.withheld == {}
 
 
 def test_an_xid_error_of_another_code_begins_a_series_and_ends_none() -> None:
@@ -208,7 +208,7 @@ def test_of_two_devices_with_the_same_labels_the_first_is_written() -> None:
     second = device(metrics={"gpu_utilization_ratio": 9})
     tick, again = play(series(), sample(1, device(), second), sample(2, device(), second))
     assert [list(group.values) for group in tick.groups] == [[1.0, 2.0, 3.0, NOBODY]]
-    assert (tick.clashes, again.clashes, again.markers) == (2, 2, 0)
+    assert (tick.withheld, again.withheld, again.markers) == ({"collision": 2}, {"collision": 2}, 0)
 
 
 def test_a_replay_is_a_record_at_or_below_the_last_offset_of_its_node() -> None:

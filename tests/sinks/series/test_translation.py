@@ -34,7 +34,7 @@ def held(tick: AttributedSample) -> list[tuple[AttributedDevice, dict[HoldingPod
 
 def made(label_set: Any, of: Any) -> SeriesSet:
     """A set beside metrics, with these labels."""
-    return SeriesSet(*made_of(LABELS[label_set], of))
+    return made_of(LABELS[label_set], of)
 
 
 def others(label_set: Any, *holders: dict[str, Any], **more: Any) -> list[Beside]:

@@ -1,0 +1,55 @@
+"""The tables of the page ``docs/labels.md``: ``python -m sinks.series.relabel_reference [--check]``.
+
+In: the page; the presets, and what rules of relabelling can see. Out: the page with these as Markdown, each below its
+mark; the rest of the page is as it was.
+"""
+
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import get_args
+
+from sinks.series.labels import META
+from sinks.series.relabel_presets import PRESETS
+from topics.profiles import Attribute
+from topics.reference import generate
+
+PAGE = Path(__file__).parents[2] / "docs" / "labels.md"
+
+_MARKED = re.compile(r"(<!-- table: (\w+) -->\n\n)(?:\|.*\n)*\n?")
+
+_MEANING = {
+    "uuid": "the device's UUID: a MIG device's own",
+    "gpu_uuid": "the UUID of the physical GPU",
+    "index": "the GPU's number",
+    "instance": "the node and port 9400",
+    "device": "`nvidia0`, `nvidia1`, ...",
+    "gpu_instance": "the number of the MIG device's GPU instance",
+    "job_id": "the id of the batch job that runs on the GPU",
+    "job": "the Kubernetes Job that owns the pod",
+}
+
+
+def markdown() -> str:
+    """The page as it is to be."""
+    presets = [(f"`{one.name}`", one.purpose) for one in PRESETS]
+    meta = [(f"`{META}{one}`", _MEANING.get(one, f"the {one.replace('_', ' ')}")) for one in get_args(Attribute)]
+    meta += [
+        (f"`{META}pod_label_NAME`", "what is written on the pod; what may not be in a name is `_`"),
+        (f"`{META}namespace_label_NAME`", "what is written on the pod's namespace"),
+    ]
+    tables = {
+        "presets": _table(("preset", "adds"), presets),
+        "meta": _table(("label", "what it says"), meta),
+    }
+    return _MARKED.sub(lambda found: f"{found[1]}{tables[found[2]]}\n", PAGE.read_text(encoding="utf-8"))
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+if __name__ == "__main__":
+    sys.exit(generate({PAGE: markdown()}, "sinks.series.relabel_reference", sys.argv[1:]))

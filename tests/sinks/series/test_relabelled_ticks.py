@@ -1,0 +1,177 @@
+"""Ticks under rules of relabelling and by pod, as remote write sends them: every series once, and each one's end."""
+
+import struct
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from sinks.remote_write.nodes import NodeTick, OpenSeries
+from sinks.series.model import STALE, SampleGroup
+from sinks.series.relabel import Relabelling
+from sinks.series.relabel_file import load
+from sinks.series.translation import Translator
+from tests.sinks.conftest import device, sample
+from topics.attributed import AttributedSample
+from topics.profiles import PROFILES, ProfileName
+
+Written = dict[tuple[tuple[str, str], ...], float]
+END = struct.pack("<d", STALE)
+
+
+def writer(rules: str = "[]", *, names: ProfileName = "dcgm", by_pod: bool = False) -> Translator:
+    relabelling = Relabelling([load(rules, "rules.yml")])
+    return Translator([PROFILES[names]], relabelling=relabelling, by_pod=by_pod)
+
+
+def play(state: OpenSeries, *samples: AttributedSample) -> list[NodeTick]:
+    ticks = []
+    for one in samples:
+        ticks.append(state.tick(one))
+        state.settle(ticks[-1], 0.0, accepted=True)
+    return ticks
+
+
+def written(groups: Sequence[SampleGroup]) -> Written:
+    """The value of each series; no series comes twice."""
+    pairs = [(name, value) for g in groups for name, value in zip(g.series.series(), g.values, strict=True)]
+    assert Counter(name for name, _ in pairs).most_common(1)[0][1] == 1
+    return dict(pairs)
+
+
+def ends(found: Written) -> set[tuple[tuple[str, str], ...]]:
+    return {name for name, value in found.items() if struct.pack("<d", value) == END}
+
+
+LESS = "- {regex: UUID|gpu|device|pci_bus_id, action: labeldrop}"
+
+
+def test_of_devices_that_rules_make_the_same_the_first_is_written_and_the_others_counted() -> None:
+    first, second = play(OpenSeries(writer(LESS)), *(sample(n, device("GPU-a"), device("GPU-b")) for n in (1, 2)))
+    assert len(written(first.groups)) == len(written(second.groups)) == first.withheld["collision"]
+    assert (first.withheld, second.markers) == (second.withheld, 0)
+    assert all(one is other for one, other in zip(first.open, second.open, strict=True))
+
+
+def test_a_device_takes_the_place_of_one_that_was_the_same_without_an_end() -> None:
+    samples = sample(1, device("GPU-a"), device("GPU-b")), sample(2, device("GPU-b"))
+    first, second = play(OpenSeries(writer(LESS)), *samples)
+    assert written(first.groups).keys() == written(second.groups).keys()
+    assert (second.markers, second.withheld) == (0, {})
+
+
+def test_a_marker_ends_the_series_that_was_sent() -> None:
+    rules = "- {source_labels: [pod], regex: (.+), target_label: exported_pod}\n- {regex: pod, action: labeldrop}"
+    first, second = play(OpenSeries(writer(rules)), sample(1, device(pod="a")), sample(2, device(pod="b")))
+    of_a = {name for name in written(first.groups) if dict(name).get("exported_pod") == "a"}
+    assert of_a
+    assert ends(written(second.groups)) == of_a
+    assert not [name for name in written(second.groups) if "pod" in dict(name)]
+
+
+def test_a_series_that_a_rule_drops_costs_nothing_and_has_no_end() -> None:
+    rules = "- {source_labels: [__name__], regex: DCGM_FI_DEV_GPU_UTIL, action: keep}"
+    first, second = play(OpenSeries(writer(rules)), sample(1, device(pod="a")), sample(2, device(pod="b")))
+    assert [dict(name)["__name__"] for name in written(first.groups)] == ["DCGM_FI_DEV_GPU_UTIL"]
+    assert len(ends(written(second.groups))) == second.markers == 1
+    assert set(first.withheld) == {"rule"}
+    (nothing,) = play(OpenSeries(writer("- {source_labels: [pod], regex: none, action: keep}")), sample(1, device()))
+    assert nothing.groups == []
+
+
+def test_a_series_of_two_nodes_is_the_first_ones_until_that_ends_it() -> None:
+    rules = f"{LESS}\n- {{regex: hostname|instance, action: labeldrop}}"
+    state = OpenSeries(writer(rules))
+    (first,) = play(state, sample(1, device(pod="a"), node="n1"))
+    (other,) = play(state, sample(1, device(pod="a"), node="n2"))
+    assert (len(written(first.groups)), other.groups) == (other.withheld["collision"], [])
+    play(state, sample(2, device(pod="b"), node="n1"))
+    (other,) = play(state, sample(2, device(pod="a"), node="n2"))
+    assert written(other.groups).keys() == written(first.groups).keys()
+    assert other.withheld == {}
+
+
+def test_a_series_of_a_node_that_went_silent_is_another_nodes() -> None:
+    state = OpenSeries(writer(f"{LESS}\n- {{regex: hostname|instance, action: labeldrop}}"))
+    (first,) = play(state, sample(1, device(), node="n1"))
+    assert play(state, sample(1, device(), node="n2"))[0].groups == []
+    (silence,) = [one for one in state.silent(100.0, 60.0) if one.groups]
+    state.ended(silence)
+    (other,) = play(state, sample(2, device(), node="n2"))
+    assert written(other.groups).keys() == written(first.groups).keys()
+
+
+UTIL, USED, POWER = "DCGM_FI_DEV_GPU_UTIL", "DCGM_FI_DEV_FB_USED", "DCGM_FI_DEV_POWER_USAGE"
+MIB = 1 << 20
+
+
+def shared(*pods: tuple[str, dict[str, Any] | None], **more: Any) -> dict[str, Any]:
+    """A device of 90 %, 1000 MiB and 300 W that these pods share."""
+    metrics = {
+        "gpu_utilization_ratio": 0.9,
+        "memory_used_bytes": 1000 * MIB,
+        "power_watts": 300.0,
+        "temperature_celsius": 60,
+    }
+    holders = [
+        {"namespace": "ml", "pod": pod, "container": "main"} | ({"parts": parts} if parts else {})
+        for pod, parts in pods
+    ]
+    return device(holders=holders, metrics=metrics, **more)
+
+
+def by_name(tick: NodeTick) -> dict[str, dict[str | None, float]]:
+    found: dict[str, dict[str | None, float]] = defaultdict(dict)
+    for name, value in written(tick.groups).items():
+        labels = dict(name)
+        found[labels["__name__"]][labels.get("pod")] = value
+    return found
+
+
+def parts(utilization: float, memory_mib: int, power: float) -> dict[str, Any]:
+    return {"utilization_ratio": utilization, "memory_used_bytes": memory_mib * MIB, "power_watts": power}
+
+
+def test_a_shared_device_is_written_for_each_pod_and_its_rest_and_they_come_to_the_device() -> None:
+    rest = {"utilization_ratio": 0.25, "memory_used_bytes": 100 * MIB, "power_watts": 75.0}
+    of = shared(("a", parts(0.5, 600, 150.0)), ("b", parts(0.15, 300, 75.0)), unattributed=rest)
+    first, second = play(OpenSeries(writer(by_pod=True)), sample(1, of), sample(2, of))
+    found = by_name(first)
+    assert found[UTIL] == {"a": 50, "b": pytest.approx(15), None: 25}
+    assert found[USED] == {"a": 600, "b": 300, None: 100}
+    assert found[POWER] == {"a": 150, "b": 75, None: 75}
+    assert found["DCGM_FI_DEV_GPU_TEMP"] == {None: 60}
+    assert all(one is other for one, other in zip(first.open, second.open, strict=True))
+    assert sum(group.series.primaries for group in first.groups) == 4, "parts are no further values of metrics"
+
+
+def test_what_no_part_is_known_of_stays_the_devices() -> None:
+    of = shared(("a", {"utilization_ratio": 0.5}), ("b", None))
+    (tick,) = play(OpenSeries(writer(by_pod=True)), sample(1, of))
+    found = by_name(tick)
+    assert found[UTIL] == {"a": 50, None: pytest.approx(40)}
+    assert (found[USED], found[POWER]) == ({None: 1000}, {None: 300})
+
+
+def test_a_share_of_the_memory_is_the_devices() -> None:
+    of = shared(("a", parts(0.5, 600, 150.0)), ("b", parts(0.15, 300, 75.0)))
+    of["metrics"]["memory_total_bytes"] = 4000 * MIB
+    (tick,) = play(OpenSeries(writer(names="otel", by_pod=True)), sample(1, of))
+    (percent,) = [v for name, v in written(tick.groups).items() if dict(name)["__name__"] == "gpu_memory_used_percent"]
+    assert percent == 25
+
+
+def test_a_device_of_one_pod_is_as_it_was() -> None:
+    of = shared(("a", parts(0.5, 600, 150.0)))
+    (tick,), (as_it_was,) = (play(OpenSeries(writer(by_pod=by_pod)), sample(1, of)) for by_pod in (True, False))
+    assert written(tick.groups) == written(as_it_was.groups)
+
+
+def test_a_mig_device_works_as_much_as_its_engines_do() -> None:
+    mig = {"uuid": "MIG-1", "parent_uuid": "GPU-a", "gpu_instance": 2, "compute_instance": 0, "profile": "3g.40gb"}
+    of = device("MIG-1", pod="a", mig=mig, metrics={"graphics_engine_active_ratio": 0.7, "memory_used_bytes": MIB})
+    (tick,) = play(OpenSeries(writer(by_pod=True)), sample(1, of))
+    assert by_name(tick)[UTIL] == {"a": pytest.approx(70)}
+    (tick,) = play(OpenSeries(writer()), sample(1, of))
+    assert UTIL not in by_name(tick)
