@@ -1,14 +1,23 @@
-"""Files of counters as dcgm-exporter's own parser, Go's encoding/csv, reads them."""
+"""Files of counters: as dcgm-exporter's own parser, Go's encoding/csv, reads them, and followed by a sink at work."""
 
+import asyncio
 import json
 import random
 import shutil
 import subprocess
+from itertools import count
 from pathlib import Path
 
+from delivery import topic_admin
+from delivery.values import Address
+from sinks.scrape.exposition import exposition
+from sinks.scrape.sink import ScrapeSink
 from sinks.series.counters_file import OLDER_TYPES, TYPES, CountersError, parse_csv
+from sinks.settings import ScrapeSettings
+from tests.eventually import LIMIT_S, eventually
 from tests.real.conftest import need
-from tests.real.servers import Missing
+from tests.real.servers import KafkaServer, Missing
+from tests.real.test_scrape import send, tick
 
 PROGRAM = Path(__file__).parent / "build" / "csv" / "main.go"
 TEXTS = 4000
@@ -76,3 +85,43 @@ def test_a_csv_file_is_taken_just_where_the_peers_parser_takes_it_and_as_the_sam
         assert ours == (columns if good else []), repr(text)
         taken += bool(ours)
     assert taken > TEXTS / 4
+
+
+async def test_a_changed_file_is_in_force_without_a_restart(empty_kafka: KafkaServer, tmp_path: Path) -> None:
+    """A ConfigMap's way: the folder of the file is a link, which is swapped."""
+    for name, row in (("..1", "DCGM_FI_DEV_GPU_TEMP,gauge,T"), ("..2", "DCGM_FI_DEV_POWER_USAGE,gauge,In watts")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "counters.csv").write_text(f"{row}\n")
+    (tmp_path / "..data").symlink_to("..1")
+    (tmp_path / "counters.csv").symlink_to("..data/counters.csv")
+    await topic_admin.create(empty_kafka.connection, 4, 1)
+    sink = ScrapeSink(
+        ScrapeSettings(
+            kafka=empty_kafka.address,
+            scrape_listen=Address("127.0.0.1", 0),
+            counters=tmp_path / "counters.csv",
+            from_="earliest",
+            group="counters",
+        )
+    )
+    stop, ticks = asyncio.Event(), count(1)
+    running = asyncio.ensure_future(sink.run(stop))
+
+    async def families() -> list[str]:
+        await send(empty_kafka, tick("n-0", next(ticks), "bert"))
+        text = exposition(sink.series()).decode()
+        return [line for line in text.splitlines() if line.startswith("#")]
+
+    async def shown(*wanted: str) -> bool:
+        return await families() == list(wanted)
+
+    try:
+        await eventually(lambda: shown("# HELP DCGM_FI_DEV_GPU_TEMP T", "# TYPE DCGM_FI_DEV_GPU_TEMP gauge"))
+        (tmp_path / "new").symlink_to("..2")
+        (tmp_path / "new").replace(tmp_path / "..data")
+        await eventually(
+            lambda: shown("# HELP DCGM_FI_DEV_POWER_USAGE In watts", "# TYPE DCGM_FI_DEV_POWER_USAGE gauge")
+        )
+    finally:
+        stop.set()
+        await asyncio.wait_for(running, LIMIT_S)
