@@ -6,15 +6,20 @@ are in k8s/components/rules, the third in k8s/components/gpu-rules. Names are th
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from textwrap import dedent
-from typing import Any, Literal, NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import yaml
 
+from gpustream import reference
 from k8s.dashboards.queries import ACTIVITY, DEVICE, GPU, IDLE_BELOW, POD, WORKLOAD
-from streams.alerts.xids import XIDS
+from sinks import SINKS
+from streams import STREAMS
+from streams.alerts.xids import XIDS, XidKind
+from topics.alerts import Severity
 from topics.reference import generate
 
 K8S = Path(__file__).parent
@@ -40,10 +45,11 @@ class Alert(NamedTuple):
 
     name: str
     expr: str
-    severity: Literal["critical", "warning", "info"]
+    severity: Severity
     subject: str
     description: str
     holds_for: str = ""
+    labels: Mapping[str, str] = MappingProxyType({})
 
     def rule(self) -> Rule:
         """As Prometheus reads it."""
@@ -51,7 +57,7 @@ class Alert(NamedTuple):
             "alert": self.name,
             "expr": dedent(self.expr).strip(),
             **({"for": self.holds_for} if self.holds_for else {}),
-            "labels": {"severity": self.severity},
+            "labels": {"severity": self.severity, **self.labels},
             "annotations": {
                 "summary": self.subject,
                 "description": self.description,
@@ -124,6 +130,15 @@ def _slices() -> str:
 # -- alerts on GPUs
 
 ONE_GPU = "k8s_cluster_name, k8s_node_name, gpu_index, gpu_uuid"
+XID_SEVERITIES: dict[XidKind, Severity] = {
+    "hardware": "critical",
+    "driver": "warning",
+    "application": "info",
+    "recovered": "info",
+    "unknown": "warning",
+}
+"""As the alert stream has them."""
+
 SUBJECT = "GPU {{ $labels.gpu_index }} of {{ $labels.k8s_node_name }}"
 
 
@@ -133,21 +148,23 @@ def _risen(counter: str, by: str, window: str) -> str:
     return f"(increase({merged}[{window}:15s]) > 0)\n  or ({merged} unless max by ({by}) ({counter} offset {window}))"
 
 
-def _codes(kind: str) -> str:
-    return "|".join(str(code) for code, xid in XIDS.items() if xid.kind == kind)
+def _codes(kind: XidKind) -> str:
+    """The matcher of the codes of a kind; unknown are those that no kind has."""
+    known = "|".join(str(code) for code, xid in XIDS.items() if kind in {xid.kind, "unknown"})
+    return f'xid{"!~" if kind == "unknown" else "=~"}"{known}"'
 
 
 def gpu_alerts() -> Iterator[Alert]:
     """Called as the alert stream calls them, so that they have its runbooks."""
-    xids, action = "gpu_xid_errors_total", "docs/alerts.md says what the code means."
-    for kind, severity in (("hardware", "critical"), ("driver", "warning"), ("application", "info")):
-        chosen = f'{xids}{{xid=~"{_codes(kind)}"}}'
+    for kind, severity in XID_SEVERITIES.items():
+        chosen = f"gpu_xid_errors_total{{{_codes(kind)}}}"
         yield Alert(
             "GPUXid",
             _risen(chosen, f"{ONE_GPU}, xid", "15m"),
-            severity,  # type: ignore[arg-type]
+            severity,
             SUBJECT + ": XID {{ $labels.xid }}",
-            f"The driver reported it within 15 minutes; it is the doing of: {kind}. {action}",
+            "The driver reported it within 15 minutes. docs/alerts.md says what the code means and what to do.",
+            labels={"xid_kind": kind},
         )
     yield Alert(
         "GPUEccUncorrectable",
@@ -263,6 +280,13 @@ def _counted(counter: str, by: str = "job, instance") -> str:
     return f"sum by ({by}) ((increase({counter}[5m]) > 0) or ({counter} > 0 unless {counter} offset 5m))"
 
 
+def _own(metric: str) -> list[str]:
+    """That metric of each stream and sink that has one."""
+    there = {row.name for section in reference.sections() for row in section.rows}
+    names = (f"gpustream_{name.replace('-', '_')}_{metric}" for name in (*STREAMS, *SINKS))
+    return [name for name in names if name in there]
+
+
 def _behind(name: str, lag: str, ticks: str, what: str, description: str) -> Alert:
     """More records wait than a minute's work."""
     expr = f"sum by (job, instance) ({lag})\n  > 60 * sum by (job, instance) (rate({ticks}[5m]))"
@@ -297,17 +321,7 @@ def pipeline_alerts() -> Iterator[Alert]:
     )
     yield Alert(
         "GpustreamRecordsExpired",
-        " or ".join(
-            _counted(f"gpustream_{name}_total")
-            for name in (
-                "attribution_lost_offsets",
-                "alerts_lost_offsets",
-                "remote_write_records_expired",
-                "alertmanager_records_expired",
-                "webhook_records_expired",
-                "scrape_records_expired",
-            )
-        ),
+        "\nor ".join(map(_counted, [*_own("lost_offsets_total"), *_own("records_expired_total")])),
         "critical",
         f"{ITS}: Kafka deleted records before they were read",
         "{{ $value | humanize }} records in 5 minutes are lost to it. It was behind by more than the topic keeps.",
@@ -327,6 +341,13 @@ def pipeline_alerts() -> Iterator[Alert]:
         "{{ $value | humanize }} ticks wait in gpu.attributed. Alerts are late, none is lost.",
     )
     yield _behind(
+        "GpustreamUsageBehind",
+        'gpustream_usage_lag_records{topic="gpu.attributed"}',
+        "gpustream_usage_ticks_total",
+        "counts usage more than a minute late",
+        "{{ $value | humanize }} ticks wait in gpu.attributed. Hours become final later, none is lost.",
+    )
+    yield _behind(
         "GpustreamRemoteWriteBehind",
         "gpustream_remote_write_lag_records",
         "gpustream_remote_write_records_delivered_total",
@@ -335,11 +356,7 @@ def pipeline_alerts() -> Iterator[Alert]:
     )
     yield Alert(
         "GpustreamReceiverFailing",
-        """
-        gpustream_remote_write_receiver_failing == 1
-        or gpustream_alertmanager_receiver_failing == 1
-        or gpustream_webhook_receiver_failing == 1
-        """,
+        "\nor ".join(f"{one} == 1" for one in [*_own("receiver_failing"), *_own("failing")]),
         "warning",
         f"The receiver of {ITS} refuses everything or does not answer",
         "It is tried again for as long as it takes, and nothing is lost while Kafka keeps the records (24 h). The"
@@ -358,10 +375,7 @@ def pipeline_alerts() -> Iterator[Alert]:
     )
     yield Alert(
         "GpustreamDeadLetters",
-        "\nor ".join(
-            _counted(f"gpustream_{name}_records_dead_lettered_total")
-            for name in ("attribution", "alerts", "remote_write", "alertmanager", "webhook", "scrape")
-        ),
+        "\nor ".join(map(_counted, _own("records_dead_lettered_total"))),
         "warning",
         ITS + " could not use {{ $value | humanize }} records",
         "They are in the topic gpu.dead-letters for 7 days, each with the reason in its headers.",

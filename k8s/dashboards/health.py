@@ -250,7 +250,9 @@ def pipeline() -> Json:
             tile(
                 "Receivers that fail",
                 "Of the sinks: tried again for as long as it takes.",
-                " + ".join(f"(sum({one}) or vector(0))" for _, one in each("receiver_failing", str)),
+                " + ".join(
+                    f"(sum({one}) or vector(0))" for _, one in [*each("receiver_failing", str), *each("failing", str)]
+                ),
                 steps=BAD_ABOVE_ZERO,
             ),
             graph(

@@ -4,6 +4,7 @@ import enum
 import functools
 import itertools
 import re
+import tomllib
 import types
 import typing
 from collections import Counter
@@ -14,6 +15,7 @@ from grafana_foundation_sdk.cog import plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from gpustream import reference
+from streams.alerts.xids import XID_KINDS, XIDS
 from tests.k8s import dashboard
 from tests.k8s.dashboard import DASHBOARDS, K8S, Query
 from tests.test_compose import config
@@ -252,6 +254,17 @@ def test_rates_are_of_counters(expr: str) -> None:
 
 
 # Rules
+
+
+def test_an_xid_of_prometheus_is_as_severe_as_one_of_the_alert_stream() -> None:
+    stream = tomllib.loads((K8S.parent / "streams/alerts/rules/defaults.toml").read_text())["rules"]["GPUXid"]
+    kinds = {kind: stream.get(f"{kind}_severity", stream["severity"]) for kind in XID_KINDS}
+    for rule in [rule for rule in ALERTS if rule["alert"] == "GPUXid"]:
+        kind = rule["labels"]["xid_kind"]
+        assert rule["labels"]["severity"] == kinds.pop(kind)
+        codes = {code for code, xid in XIDS.items() if kind in {xid.kind, "unknown"}}
+        assert set(map(int, re.findall(r"\d+", re.findall(r'xid[!=]~"([^"]+)"', rule["expr"])[0]))) == codes
+    assert kinds == {}
 
 
 def test_every_alert_has_a_severity_words_and_a_runbook_with_commands() -> None:

@@ -21,15 +21,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import cramjam
 import msgspec
 import pytest
 import yaml
 
 from delivery.connection import Connection
 from delivery.sender import Sender
-from sinks.remote_write import encode_v1
-from sinks.series.model import Row, SampleGroup, SeriesSet
 from tests.eventually import eventually_sync
 from tests.k8s import dashboard
 from tests.k8s.dashboard import Query
@@ -54,6 +51,7 @@ from tests.test_compose import OURS, config
 from topics import catalogue
 from topics.profiles import PROFILES
 from topics.topic import node_key
+from topics.usage import Usage
 
 STAYING = ("producer", "attribution", "alerts", "remote-write")
 NODES, GPUS = 4, 4 * 8
@@ -153,9 +151,11 @@ def seen(kafka: KafkaServer, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         prometheus.wait_until(lambda: len(prometheus.query("gpustream_ready == 1")) == len(STAYING))
         began_ms = asyncio.run(faults(kafka.address))
         at_ms = began_ms + RANGE_MS - 1_000
-        usage(prometheus, at_ms)
+        asyncio.run(usage(kafka.address, at_ms))
         newest = 'min(max by (k8s_node_name) (timestamp(gpu_power_draw{k8s_node_name!="faulty"})))'
         eventually_sync(lambda: any(one.value * 1000 > at_ms for one in prometheus.query(newest)), "all is delivered")
+        hours = "count(gpu_usage_held_seconds) + count(gpu_usage_free_seconds)"
+        eventually_sync(lambda: [one.value for one in prometheus.query(hours, at_ms)] == [len(HELD) + 1], hours)
         records = [record.value for record in asyncio.run(read_all(kafka.address, "gpu.attributed"))]
         truth = dashboards_truth.read(records, folder / "truth.jsonl", at_ms, "sim-")
         firing = asyncio.run(alerts(kafka.address, at_ms))
@@ -244,32 +244,37 @@ HELD = {
     ("ml", "Job", "bert", "research"): (7200, 5400, 900, 3_600_000),
     ("web", "Deployment", "llm", "platform"): (3600, 900, 1800, 900_000),
 }
-"""GPU-seconds held, used and idle, and joules, of an hour, by namespace, workload and team."""
+"""Seconds held, used and idle, and joules, of an hour, by namespace, workload and team."""
+
+FREE_S = 1800
 
 
-def usage(prometheus: PrometheusServer, at_ms: int) -> None:
-    """An hour of usage, which ended a second before."""
-    groups = []
-    for (namespace, kind, name, team), values in HELD.items():
-        labels = {
-            "k8s_cluster_name": CLUSTER,
-            "k8s_namespace_name": namespace,
-            "k8s_workload_kind": kind,
-            "k8s_workload_name": name,
-            "team": team,
-        }
-        names = ("held_seconds", "used_seconds", "idle_seconds", "energy_joules")
-        rows = tuple(Row(f"gpu_usage_{one}") for one in names)
-        groups.append(
-            SampleGroup(SeriesSet(tuple(sorted(labels.items())), rows), at_ms - 1000, list(map(float, values)))
-        )
-    rows = (Row("gpu_usage_free_seconds"), Row("gpu_usage_energy_joules"))
-    groups.append(SampleGroup(SeriesSet((("k8s_cluster_name", CLUSTER),), rows), at_ms - 1000, [1800.0, 400_000.0]))
-    body = bytes(cramjam.snappy.compress_raw(encode_v1.encode(groups)))
-    headers = {"Content-Type": "application/x-protobuf", "Content-Encoding": "snappy"}
-    request = urllib.request.Request(prometheus.write_url, body, headers)  # noqa: S310 - http, and ours
-    with urllib.request.urlopen(request, timeout=20) as answer:  # noqa: S310 - http, and ours
-        assert answer.status in (200, 204)
+async def usage(kafka: str, at_ms: int) -> None:
+    """An hour of gpu.usage, which ended a second before, on its way through the sink."""
+    records = [
+        hour(at_ms - 1000, "held", (held_s, used_s, idle_s, joules), namespace=namespace, pod=f"{name}-0", team=team)
+        | {"workload": {"kind": kind, "name": name}}
+        for (namespace, kind, name, team), (held_s, used_s, idle_s, joules) in HELD.items()
+    ]
+    records.append(hour(at_ms - 1000, "free", (FREE_S, 0, 0, 400_000)))
+    sender = Sender(Connection(kafka), client_id="usage")
+    await sender.start()
+    for record in (msgspec.convert(record, Usage) for record in records):
+        await (await sender.send("gpu.usage", msgspec.json.encode(record), key=record.key.encode()))
+    await sender.stop()
+
+
+def hour(end_ms: int, category: str, amounts: tuple[int, int, int, int], **more: Any) -> dict[str, Any]:
+    """A record of an hour: seconds, of them used and idle, and joules."""
+    device_s, used_s, idle_s, joules = amounts
+    return {
+        "schema": 1, "cluster": CLUSTER, "node": "sim-0000", "gpu_uuid": "GPU-used", "uuid": "GPU-used", "of": 7,
+        "start_ms": end_ms - 3_600_000, "end_ms": end_ms, "category": category, "policy": "used",
+        "generation": 0, "revision": 1, "final": True,
+        "device_ms": device_s * 1000, "slice_ms": device_s * 7000, "exact_ms": device_s * 1000,
+        "late_ms": 0, "none_ms": 0, "used_us": used_s * 1_000_000, "idle_ms": idle_s * 1000, "energy_mj": joules * 1000,
+        "tensor_us": 0, "memory_byte_ms": 0, **more,
+    }  # fmt: skip
 
 
 # -- what must be shown, query by query
@@ -860,7 +865,7 @@ USAGE: dict[str, Answer] = {
     "Held/A": hours(0),
     "Used/A": hours(1),
     "Wasted/A": hours(2),
-    "Free/A": number(0.5),
+    "Free/A": number(FREE_S / 3600),
     "Energy/A": hours(3),
     "Cost/A": hours(0, price=2.5),
     "Used of what was held/A": share(1, 0),
@@ -954,6 +959,35 @@ def test_every_rule_is_evaluated_and_finds_what_is_wrong_and_no_more(seen: Seen)
     seen.prometheus.wait_until(lambda: {rule["health"] for rule in seen.prometheus.rules()} == {"ok"})
     firing = {rule["name"] for rule in seen.prometheus.rules() if rule.get("state") == "firing"}
     assert firing == PROMETHEUS_ALERTS.keys()
+
+
+def recorded(name: str) -> str:
+    """What a recording rule asks for, with all that it is made of."""
+    rules = {rule["record"]: rule["expr"] for rule in dashboard.rules() if "record" in rule}
+    return re.sub(r"\w+:\w+:\w+", lambda found: f"({recorded(found[0])})", rules[name])
+
+
+def in_gpus(rows: Any) -> list[tuple[Mapping[str, str], float]]:
+    """The same in GPUs: a MIG device counts by its slices."""
+    return [(labels, value * int(labels.get("gpu_mig_profile", "7g")[0]) / 7) for labels, value in rows]
+
+
+RECORDED: dict[str, Callable[[Truth], Answer]] = {
+    "namespace:gpu_held:sum": lambda t: grouped(in_gpus(holding(t.now())), NAMESPACE),
+    "workload:gpu_held:sum": lambda t: grouped(in_gpus(holding(t.now())), WORKLOAD),
+    "node:gpu_held:sum": lambda t: grouped(in_gpus((labels, 1.0) for labels, _ in held(t)), NODE),
+    "fleet:gpu_held:sum": lambda t: grouped(in_gpus((labels, 1.0) for labels, _ in held(t)), "k8s_cluster_name"),
+    "namespace:gpu_used:sum": lambda t: grouped(in_gpus(of_pods(t.now(), *UTILIZATION)), NAMESPACE),
+    "workload:gpu_used:sum": lambda t: grouped(in_gpus(of_pods(t.now(), *UTILIZATION)), WORKLOAD),
+    "fleet:gpu:count": lambda t: count(grouped_rows(there(t), GPU), "k8s_cluster_name"),
+    "node:gpu:count": lambda t: count(grouped_rows(there(t), GPU), NODE),
+}
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_what_is_recorded_is_true(seen: Seen, name: str) -> None:
+    query = Query("", name, "", recorded(name), "")
+    assert seen.ask(query, {}) == pytest.approx(RECORDED[name](seen.truth), rel=1e-6)
 
 
 def test_a_component_that_ends_is_seen(seen: Seen) -> None:

@@ -93,6 +93,26 @@ CASES = [
         False,
     ),
     Case(
+        "GpustreamUsageBehind",
+        {
+            f'gpustream_usage_lag_records{{{SCRAPED},topic="gpu.attributed"}}': "300x20",
+            f'gpustream_usage_ticks_total{{{SCRAPED},outcome="booked"}}': "0+240x20",
+        },
+        "20m",
+        True,
+    ),
+    Case(
+        "GpustreamUsageBehind",
+        {
+            f'gpustream_usage_lag_records{{{SCRAPED},topic="gpu.attributed"}}': "200x20",
+            f'gpustream_usage_ticks_total{{{SCRAPED},outcome="booked"}}': "0+240x20",
+        },
+        "20m",
+        False,
+    ),
+    Case("GpustreamReceiverFailing", {f"gpustream_parquet_failing{{{SCRAPED}}}": "1x9"}, "9m", True),
+    Case("GpustreamDeadLetters", {f"gpustream_parquet_records_dead_lettered_total{{{SCRAPED}}}": "0x9 1"}, "10m", True),
+    Case(
         "GpustreamRemoteWriteBehind",
         {
             f"gpustream_remote_write_lag_records{{{SCRAPED}}}": "1x20",
@@ -217,6 +237,8 @@ CASES = [
     Case("GPUHeldIdle", {f"gpu_utilization{{{DEVICE}}}": "0x70", f"gpu_holders{{{DEVICE}}}": "0x70"}, "70m", False),
     Case("GPUXid", {f'gpu_xid_errors_total{{{DEVICE},xid="79"}}': "_x9 1"}, "10m", True),
     Case("GPUXid", {f'gpu_xid_errors_total{{{DEVICE},xid="13"}}': "1x29 2 2"}, "30m", True),
+    Case("GPUXid", {f'gpu_xid_errors_total{{{DEVICE},xid="63"}}': "_x9 1"}, "10m", True),
+    Case("GPUXid", {f'gpu_xid_errors_total{{{DEVICE},xid="9999"}}': "_x9 1"}, "10m", True),
     Case("GPUXid", {f'gpu_xid_errors_total{{{DEVICE},xid="79"}}': "1x40"}, "40m", False),
     Case("GPUNvlinkErrors", {f"gpu_interconnect_crc_errors{{{HELD}}}": "0+50x10"}, "10m", True),
     Case("GPUNvlinkErrors", {f"gpu_interconnect_recoveries{{{HELD}}}": "3x8 4x2"}, "10m", True),
