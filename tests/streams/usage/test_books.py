@@ -21,6 +21,19 @@ def seconds(first: int, last: int, *devices: Any, step: int = 1, **more: Any) ->
     return [tick(at * 1000, *devices, **more) for at in range(first, last + 1, step)]
 
 
+def test_the_example_of_the_page_is_counted_so() -> None:
+    free, busy, idle = gpu("GPU-a", busy=0.0), gpu("GPU-a", A, busy=0.9), gpu("GPU-a", A, busy=0.0)
+    kept = Kept().play(*seconds(0, 20, free), *seconds(21, 40, busy))
+    for at in range(48, 61):
+        kept.take(tick(at * 1000, idle, run_id=2))
+    rows = kept.window(0, MINUTE_MS)
+    assert {key: (one.device_ms, one.slice_ms, one.used_us, one.idle_ms) for key, one in rows.items()} == {
+        ("GPU-a", "free", None): (20_000, 140_000, 0, 0),
+        ("GPU-a", "held", "a"): (32_000, 224_000, 18_000_000, 12_000),
+        ("GPU-a", "unobserved", None): (8_000, 56_000, 0, 0),
+    }
+
+
 def test_a_tick_stands_for_the_time_since_the_one_before_of_its_run() -> None:
     kept = Kept().play(*seconds(10, 70, gpu("GPU-a", A)))
     minute = kept.window(0, MINUTE_MS)

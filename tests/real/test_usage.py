@@ -1,0 +1,139 @@
+"""The usage stream as processes that are killed, on a real Kafka: its sums are those of gpu.attributed, to the last
+millisecond."""
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import msgspec
+
+from delivery.sender import Sender
+from streams import STREAMS
+from tests.eventually import eventually
+from tests.real.pipeline import Gpustream, read_all
+from tests.real.servers import KafkaServer
+from topics.topic import node_key
+from topics.usage import HOUR_MS, HOURS, MINUTE_MS, MINUTES, Usage
+
+NODES, PARTITIONS, STEP_MS = 6, 3, 10_000
+TICKS = 90 * 60_000 // STEP_MS
+KILLS = 5
+LIMIT_S = 120.0
+
+
+def story(start_ms: int) -> list[dict[str, Any]]:
+    """Ticks of an hour and a half of the nodes' time, in the order of their log; some come twice, some are missing."""
+    chance, found = Random(3), list[dict[str, Any]]()
+    for number in range(TICKS):
+        for node in range(NODES):
+            if chance.random() < 0.02 and number:
+                continue
+            pods = [f"pod-{node}-{number // 40}", f"other-{node}"][: chance.choice([0, 1, 1, 2])]
+            holders = [{"namespace": "ml", "pod": pod, "pod_uid": f"uid-{pod}", "container": "main"} for pod in pods]
+            state = "lost" if chance.random() < 0.02 else "ok"
+            metrics = {"gpu_utilization_ratio": chance.choice([0.0, 0.5, 1.0]), "energy_joules_total": number * 1.5}
+            device = {"uuid": f"GPU-{node}", "model": "H100", "compute_slices": 7, "holders": holders, "state": state}
+            device["metrics"] = metrics if state == "ok" else {}
+            at_ms = start_ms + number * STEP_MS
+            tick = {"schema": 1, "cluster": "c", "node": f"n{node}", "run_id": 1, "seq": number + 1, "ts_ms": at_ms}
+            tick |= {"interval_ms": STEP_MS, "offset": len(found), "logged_ms": at_ms, "attribution": "exact"}
+            found.append(tick | {"devices": [device]})
+            if chance.random() < 0.01:
+                found.append(found[-1])
+    return found
+
+
+def sums(ticks: list[dict[str, Any]], lasts_ms: int, end_ms: int) -> dict[tuple[Any, ...], int]:
+    """Slices times milliseconds by window, device, category and pod, of ticks that stand for what went before them."""
+    found: dict[tuple[Any, ...], int] = defaultdict(int)
+    last: dict[str, int] = {}
+    for tick in ticks:
+        (device,), before_ms = tick["devices"], last.get(tick["node"], tick["ts_ms"])
+        last[tick["node"]] = max(before_ms, tick["ts_ms"])
+        pods = [holder["pod"] for holder in device["holders"]] if device["state"] == "ok" else []
+        for at_ms in range(before_ms, tick["ts_ms"], 1000):
+            if at_ms >= end_ms:
+                break
+            window = at_ms // lasts_ms * lasts_ms
+            unseen = tick["ts_ms"] - at_ms > 3 * STEP_MS
+            category = "unobserved" if unseen else "lost" if device["state"] == "lost" else "held" if pods else "free"
+            for pod in (pods or [None]) if not unseen else [None]:
+                found[window, device["uuid"], category, pod] += 7 * 1000 // max(1, len(pods) if not unseen else 1)
+    return dict(found)
+
+
+async def send(kafka: KafkaServer, ticks: list[dict[str, Any]]) -> None:
+    sender = Sender(kafka.connection, client_id="ticks")
+    await sender.start()
+    for at in range(0, len(ticks), 60):
+        began_s = time.monotonic()
+        for tick in ticks[at : at + 60]:
+            partition = int(tick["node"][1:]) % PARTITIONS
+            value, key = msgspec.json.encode(tick), node_key("c", tick["node"])
+            await sender.send("gpu.attributed", value, key=key, partition=partition)
+        await asyncio.sleep(max(0.0, 0.1 - (time.monotonic() - began_s)))
+    await sender.stop()
+
+
+async def counted(kafka: KafkaServer, topic: str) -> dict[bytes, Usage]:
+    """The record of each key that counts. What is written again is the same in every byte, and where its node is."""
+    found: dict[bytes, Usage] = {}
+    written: dict[tuple[bytes, tuple[int, int]], bytes] = {}
+    for record in await read_all(kafka.address, topic):
+        one = msgspec.json.decode(record.value, type=Usage)
+        assert record.key == one.key.encode()
+        assert record.partition == int(one.node[1:]) % PARTITIONS
+        assert written.setdefault((record.key, one.order), record.value) == record.value
+        found[record.key] = max(found.get(record.key, one), one, key=lambda each: each.order)
+    return found
+
+
+def by_name(records: dict[bytes, Usage]) -> dict[tuple[Any, ...], int]:
+    return {(one.start_ms, one.uuid, one.category, one.pod): one.slice_ms for one in records.values() if one.slice_ms}
+
+
+async def test_workers_that_are_killed_count_what_integer_sums_over_gpu_attributed_do(
+    empty_kafka: KafkaServer, gpustream: Callable[..., Gpustream]
+) -> None:
+    uses = STREAMS["usage"].uses
+    topics = dict.fromkeys((*uses.reads, *uses.writes, *uses.sees), PARTITIONS)
+    empty_kafka.create_ours(topics)
+    start_ms = (time.time_ns() // 1_000_000 // HOUR_MS + 2) * HOUR_MS
+    ticks, chance = story(start_ms), Random(7)
+    command = ("stream", "usage", "--kafka", empty_kafka.address)
+    first, second = gpustream("first", *command, "--instance-id", "first"), gpustream("second", *command)
+    await asyncio.to_thread(first.start)
+
+    share = -(-len(ticks) // KILLS)
+    for number in range(KILLS):
+        sending = asyncio.create_task(send(empty_kafka, ticks[share * number : share * (number + 1)]))
+        await asyncio.sleep(chance.uniform(0.1, 1.0))
+        await asyncio.to_thread(first.kill9)
+        if number == 1:
+            await asyncio.to_thread(second.start)
+        elif number == 3:
+            await asyncio.to_thread(second.stop)
+        await asyncio.to_thread(first.start)
+        await sending
+
+    async def hour_is_final() -> dict[bytes, Usage]:
+        found = {key: one for key, one in (await counted(empty_kafka, HOURS.name)).items() if one.start_ms == start_ms}
+        whole = len({one.uuid for one in found.values() if one.final}) == NODES
+        return found if whole else {}
+
+    hours = await eventually(hour_is_final, within_s=LIMIT_S, every_s=1)
+    minutes = {
+        key: one for key, one in (await counted(empty_kafka, MINUTES.name)).items() if one.end_ms <= start_ms + HOUR_MS
+    }
+    assert all(one.final for one in (*hours.values(), *minutes.values()))
+    for records, lasts_ms in ((hours, HOUR_MS), (minutes, MINUTE_MS)):
+        assert by_name(records) == sums(ticks, lasts_ms, start_ms + HOUR_MS)
+        closes: dict[tuple[str, int], int] = defaultdict(int)
+        for one in records.values():
+            closes[one.uuid, one.start_ms] += one.slice_ms
+        assert set(closes.values()) == {lasts_ms * 7}
+        assert sum(one.energy_mj for one in records.values()) == NODES * (HOUR_MS // STEP_MS) * 1500
+    assert await read_all(empty_kafka.address, "gpu.dead-letters") == []
