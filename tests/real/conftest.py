@@ -38,6 +38,7 @@ LONGEST_FIRST = (
     "test_node",
     "test_cluster_transport",
     "test_alert_sinks",
+    "test_autoscaling",
     "test_sharing",
     "test_alerts",
     "test_path",
