@@ -208,7 +208,7 @@ def usage(
         bill = _bill(by, **focus)
         if bill is not None and bill.range is not None and since_s is None and first is None:
             time_range = bill.range.until(_now_ms())
-        found = answer(_count(connection, time_range, [table, *([bill] if bill is not None else [])]))
+        found = answer(_count(connection, time_range, table, bill))
         for note in [*found.notes, *_remarks(table)]:
             click.echo(note, err=True)
         if not found.range.is_some:
@@ -241,14 +241,17 @@ def _bill(
     return Bill(bill_file, by, nodes, focus_sum)
 
 
-async def _count(connection: Connection, time_range: Range, counts: Sequence[Table | Bill]) -> read.Answer:
+async def _count(connection: Connection, time_range: Range, table: Table, bill: Bill | None) -> read.Answer:
     """Read what was used in a time, and count it."""
     async with read.opened(connection) as past:
         found = await read.plan(past, time_range, _now_ms())
         if found.range.is_some:
             async for records in read.records(past, found):
-                for one in counts:
-                    one.add(records)
+                for record in records:
+                    table.add(record)
+                    if bill is not None:
+                        bill.add(record)
+                table.close()
     return found
 
 

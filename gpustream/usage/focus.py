@@ -148,16 +148,15 @@ class Bill:
         charges = self._charges.values()
         return Range(min(one.from_ms for one in charges), max(one.to_ms for one in charges)) if charges else None
 
-    def add(self, records: Iterable[Usage]) -> None:
-        """Take in records of which there is one for each key."""
-        for record in records:
-            part = Part(record.category, "", "")
-            if record.category == "held":
-                part = Part("held", "" if self._by == "team" else record.cluster, holder(record, self._by))
-                self._tags.setdefault(part, _tags(record, self._by))
-            hour_ms = record.start_ms // HOUR_MS * HOUR_MS
-            for charge in {charge for name in self._names_of(record) for charge in self._of(name, hour_ms)}:
-                charge.take(record, part)
+    def add(self, record: Usage) -> None:
+        """Take in a record; there is one for each key."""
+        part = Part(record.category, "", "")
+        if record.category == "held":
+            part = Part("held", "" if self._by == "team" else record.cluster, holder(record, self._by))
+            self._tags.setdefault(part, _tags(record, self._by))
+        hour_ms = record.start_ms // HOUR_MS * HOUR_MS
+        for charge in {charge for name in self._names_of(record) for charge in self._of(name, hour_ms)}:
+            charge.take(record, part)
 
     def _names_of(self, record: Usage) -> frozenset[str]:
         """What a bill may call the node or the GPU of a record."""

@@ -9,7 +9,7 @@ On failure: BrokerError with a sentence. A record that can't be decoded is logge
 """
 
 import logging
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from delivery.connection import Connection
 from delivery.ledger import Partition
 from gpustream import history
 from gpustream.history import History, Span
-from topics.topic import Topic, decoder
+from topics.topic import Topic, UInt, decoder
 from topics.usage import HOUR_MS, HOURS, MINUTE_MS, MINUTES, Usage
 
 log = logging.getLogger(__name__)
@@ -27,18 +27,12 @@ log = logging.getLogger(__name__)
 AHEAD_MS = 10 * MINUTE_MS
 """More than a node's clock may be ahead of the log, for its ticks to count."""
 
-_decode = decoder(Usage)
-
 
 class Range(NamedTuple):
     """A time: [``from_ms``, ``to_ms``)."""
 
     from_ms: int
     to_ms: int
-
-    def holds(self, record: Usage) -> bool:
-        """Whether the record's whole window is in it."""
-        return self.from_ms <= record.start_ms and record.end_ms <= self.to_ms
 
     @property
     def hours(self) -> "Range":
@@ -105,7 +99,7 @@ async def _spans(past: History, topic: Topic, wanted: Range, now_ms: int) -> tup
     return spans, any(0 < span.start == begins[tp].start for tp, span in spans.items())
 
 
-async def records(past: History, answer: Answer) -> AsyncIterator[list[Usage]]:
+async def records(past: History, answer: Answer) -> AsyncIterator[Iterator[Usage]]:
     """The records that count, of a partition of both topics at a time."""
     with history.progress("reading usage", answer.spans) as advanced:
         for number in sorted({tp.partition for tp in answer.spans}):
@@ -116,6 +110,18 @@ async def records(past: History, answer: Answer) -> AsyncIterator[list[Usage]]:
             yield counting.records()
 
 
+class _Head(msgspec.Struct, frozen=True):
+    """What says whether a record counts; most do not, and are not decoded further."""
+
+    start_ms: UInt
+    end_ms: UInt
+    generation: UInt
+    revision: UInt
+
+
+_decode, _decode_head = decoder(Usage), decoder(_Head)
+
+
 class Counting:
     """The records of some partitions: of each key the highest generation and, in that, the highest revision.
 
@@ -124,29 +130,36 @@ class Counting:
 
     def __init__(self, range: Range) -> None:  # noqa: A002 - it is one
         self._in = {HOURS.name: [range.hours], MINUTES.name: range.ends}
-        self._found: dict[tuple[str, bytes], Usage] = {}
+        self._found: dict[tuple[str, bytes], tuple[int, int, bytes]] = {}
 
     def take(self, records: Iterable[Any]) -> None:
         """Look at records as they are read."""
         for record in records:
-            if record.value is None:
-                continue
             topic = HOURS.name if record.topic.endswith(HOURS.name) else MINUTES.name
             try:
-                usage = _decode(record.value)
+                head = _decode_head(record.value or b"")
             except msgspec.DecodeError as error:
-                place = {"partition": record.partition, "offset": record.offset}
-                log.warning("not a record of %s: %s", topic, error, extra=place)
+                if record.value is not None:
+                    log.warning("%s partition %d offset %d: %s", topic, record.partition, record.offset, error)
                 continue
-            if any(some.holds(usage) for some in self._in[topic]):
-                key = topic, usage.key.encode()
+            if any(some.from_ms <= head.start_ms and head.end_ms <= some.to_ms for some in self._in[topic]):
+                key = topic, record.key or b""
                 known = self._found.get(key)
-                if known is None or usage.order > known.order:
-                    self._found[key] = usage
+                if known is None or (head.generation, head.revision) > known[:2]:
+                    self._found[key] = head.generation, head.revision, record.value
 
-    def records(self) -> list[Usage]:
+    def records(self) -> Iterator[Usage]:
         """Those that count, without those that say that there was nothing."""
-        return [usage for usage in self._found.values() if usage.slice_ms or usage.device_ms]
+        for (topic, key), (*_, value) in self._found.items():
+            try:
+                usage = _decode(value)
+                if not usage.of:
+                    raise msgspec.ValidationError("of is 0")
+            except msgspec.DecodeError as error:
+                log.warning("%s, key %r: %s", topic, key, error)
+                continue
+            if usage.slice_ms or usage.device_ms:
+                yield usage
 
 
 def utc(at_ms: int) -> str:

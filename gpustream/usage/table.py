@@ -3,7 +3,7 @@
 GPU-hours are of whole GPUs: a MIG device with two of seven compute slices is 2/7 of one.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from decimal import Decimal
 from fractions import Fraction
 from typing import Literal, NamedTuple
@@ -88,6 +88,16 @@ class Row(NamedTuple):
     cost: Decimal | None
 
 
+class Window:
+    """A window of a GPU: the sum of its parts, the slices of the GPU, its length, and whether it is not final."""
+
+    __slots__ = ("growing", "ms", "of", "slice_ms")
+
+    def __init__(self) -> None:
+        self.slice_ms = self.of = self.ms = 0
+        self.growing = False
+
+
 class Table:
     """The sums of records by holder and by category. ``unpriced``: GPU-hours of models that have no price.
 
@@ -105,30 +115,32 @@ class Table:
         self.gpu_hours = Fraction(0)
         self._holders: dict[tuple[str, str], Sums] = {}
         self._clusters: set[str] = set()
+        self._windows: dict[tuple[str, str, str, int], Window] = {}
 
-    def add(self, records: Iterable[Usage]) -> None:
-        """Take in all records of a partition, one for each key."""
-        windows: dict[tuple[str, str, str, int], list[int]] = {}
-        for record in records:
-            price = self._price(record)
-            self.categories.setdefault(record.category, Sums()).add(record, price)
-            self.whole.add(record, price)
-            if record.category == "held":
-                of_team = self.by == "team"
-                key = ("" if of_team else record.cluster), holder(record, self.by)
-                self._holders.setdefault(key, Sums()).add(record, price)
-            if not record.final:
-                self.growing.add(record.start_ms)
-            window = windows.setdefault((record.cluster, record.node, record.gpu_uuid, record.start_ms), [0, 0, 0, 0])
-            window[0] += record.slice_ms
-            window[1] = max(window[1], record.of)
-            window[2] = record.end_ms - record.start_ms
-            window[3] |= not record.final
-            self._clusters.add(record.cluster)
-        for (_, _, uuid, _), (slice_ms, of, window_ms, growing) in windows.items():
+    def add(self, record: Usage) -> None:
+        """Take in a record; there is one for each key."""
+        price = self._price(record)
+        self.categories.setdefault(record.category, Sums()).add(record, price)
+        self.whole.add(record, price)
+        self._clusters.add(record.cluster)
+        if record.category == "held":
+            key = "" if self.by == "team" else record.cluster, holder(record, self.by)
+            self._holders.setdefault(key, Sums()).add(record, price)
+        if not record.final:
+            self.growing.add(record.start_ms)
+        window = self._windows.setdefault((record.cluster, record.node, record.gpu_uuid, record.start_ms), Window())
+        window.slice_ms += record.slice_ms
+        window.of, window.ms = max(window.of, record.of), record.end_ms - record.start_ms
+        window.growing |= not record.final
+
+    def close(self) -> None:
+        """All records of a partition are in: what is known of its windows is known of all of each."""
+        for (_, _, uuid, _), window in self._windows.items():
             self.gpus.add(uuid)
-            self.gpu_hours += Fraction(slice_ms, of * HOUR_MS) if growing else Fraction(window_ms, HOUR_MS)
-            self.open_windows += not growing and slice_ms != window_ms * of
+            known_ms = Fraction(window.slice_ms, window.of) if window.growing else window.ms
+            self.gpu_hours += Fraction(known_ms, HOUR_MS)
+            self.open_windows += not window.growing and window.slice_ms != window.ms * window.of
+        self._windows.clear()
 
     def _price(self, record: Usage) -> Decimal | None:
         """What a GPU-hour of a record costs; what has no price is noted."""
