@@ -1,0 +1,135 @@
+"""Labels as people have them, on a real Prometheus: what queries by pod see of a fleet, held against its truth."""
+
+import json
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.real.servers import PrometheusServer
+
+pytestmark = pytest.mark.real
+
+Row = dict[str, Any]
+Pod = tuple[str, str]
+
+MIB = 1 << 20
+
+BY_POD = 'max by (node, pod, namespace) (dcgm_gpu_utilization{cluster="by-pod",region="eu"})'
+"""The part of the usual autoscaling rule that asks for GPUs."""
+
+
+class Filled(NamedTuple):
+    """A fleet that was written, with shared and MIG devices: its truth, and what the run says of itself."""
+
+    truth: list[Row]
+    summary: dict[str, Any]
+
+    @property
+    def last(self) -> list[Row]:
+        """The truth of each node's last tick."""
+        newest: dict[str, int] = {}
+        for row in self.truth:
+            newest[row["node"]] = max(row["seq"], newest.get(row["node"], 0))
+        return [row for row in self.truth if row["seq"] == newest[row["node"]]]
+
+
+def fill(prometheus: PrometheusServer, directory: Path, cluster: str, *options: str) -> Filled:
+    truth = directory / "truth.jsonl"
+    arguments: list[str | Path] = [
+        "run",
+        "--simulate",
+        "5x8",
+        "--pod-life",
+        "2h",
+        "--truth",
+        truth,
+        "--duration",
+        "6s",
+        "--summary",
+        "json",
+    ]
+    arguments += ["--remote-write", prometheus.write_url, "--scrape-listen", "off", "--listen", "off"]
+    command = [sys.executable, "-m", "gpustream", *arguments, "--cluster", cluster, "--names", "dcgm-legacy", *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in truth.read_text().splitlines()]
+    return Filled(rows, json.loads(done.stdout.splitlines()[-1]))
+
+
+def pods_of(rows: list[Row]) -> set[Pod]:
+    return {(one["namespace"], one["pod"]) for row in rows for one in row["reported"]}
+
+
+def seen(prometheus: PrometheusServer, expr: str, at_ms: int) -> set[Pod]:
+    found = [series.labels for series in prometheus.query(expr, at_ms)]
+    return {(labels["namespace"], labels["pod"]) for labels in found if "pod" in labels}
+
+
+def sums(prometheus: PrometheusServer, expr: str, at_ms: int) -> Mapping[str, float]:
+    return {series.labels["uuid"]: float(series.value) for series in prometheus.query(expr, at_ms)}
+
+
+def test_a_query_by_pod_sees_every_pod_and_sums_over_a_device_stay_the_devices(
+    prometheus: PrometheusServer, tmp_path: Path
+) -> None:
+    """Preset and external label on the way: so the labels are those that the usual rule asks for."""
+    options = ["--parts-by-pod", "--relabel", "preset:kubernetes", "--external-label", "region=eu"]
+    fleet = fill(prometheus, tmp_path, "by-pod", *options)
+    at_ms = max(row["ts_ms"] for row in fleet.last)
+    pods = pods_of(fleet.last)
+    whole = {
+        (one["namespace"], one["pod"])
+        for row in fleet.last
+        for one in row["reported"]
+        if row["uuid"].startswith("GPU-") and len({(h["namespace"], h["pod"]) for h in row["reported"]}) == 1
+    }
+    assert len(whole) < len(pods) * 2 / 3, "the fleet has to have shared and MIG devices"
+
+    assert seen(prometheus, BY_POD, at_ms) == pods
+    assert seen(prometheus, BY_POD.replace("utilization", "temp"), at_ms) == whole, "what is not divided"
+
+    known = {row["uuid"]: row for row in fleet.last}
+    used = sums(prometheus, 'sum by (uuid) (dcgm_fb_used{cluster="by-pod"})', at_ms)
+    assert used == {
+        uuid: pytest.approx(row["memory_used_bytes"] / MIB)
+        for uuid, row in known.items()
+        if row["memory_used_bytes"] is not None
+    }
+    busy = sums(prometheus, 'sum by (uuid) (dcgm_gpu_utilization{cluster="by-pod"})', at_ms)
+    says = {uuid: row["utilization_ratio"] for uuid, row in known.items() if row["utilization_ratio"] is not None}
+    assert {uuid: value for uuid, value in busy.items() if uuid in says} == {
+        uuid: pytest.approx(100 * ratio) for uuid, ratio in says.items()
+    }
+    assert all(uuid.startswith("MIG-") for uuid in busy.keys() - says.keys())
+    assert fleet.summary["lost"] == fleet.summary["dropped"] == fleet.summary["dead_lettered"] == 0
+
+
+def test_series_that_rules_make_the_same_are_written_once(prometheus: PrometheusServer, tmp_path: Path) -> None:
+    rules = tmp_path / "rules.yml"
+    rules.write_text(
+        """
+metric_relabel_configs:
+- {source_labels: [__name__], regex: dcgm_gpu_utilization|dcgm_power_usage, action: keep}
+- {source_labels: [pod_name], regex: (.+), target_label: exported_pod}
+- {regex: pod_name|pod_namespace|container_name|uuid|gpu, action: labeldrop}
+"""
+    )
+    fleet = fill(prometheus, tmp_path, "merged", "--relabel", str(rules))
+    assert fleet.summary["lost"] == fleet.summary["dropped"] == fleet.summary["dead_lettered"] == 0
+
+    of_ticks: dict[tuple[str, int], set[str | None]] = defaultdict(set)
+    for row in [row for row in fleet.truth if row["uuid"].startswith("GPU-")]:
+        pods = {one["pod"] for one in row["reported"]}
+        of_ticks[row["node"], row["seq"]].add(pods.pop() if len(pods) == 1 else None)
+    names = [series.labels for series in prometheus.query('sum by (__name__, node, exported_pod) ({cluster="merged"})')]
+    assert {one["__name__"] for one in names} == {"dcgm_power_usage", "dcgm_gpu_utilization"}
+    expected = {(node, pod) for (node, _), pods in of_ticks.items() for pod in pods}
+    found = {(one["node"], one.get("exported_pod")) for one in names if one["__name__"] == "dcgm_power_usage"}
+    assert found <= expected
+    (stored,) = prometheus.query('sum(count_over_time(dcgm_power_usage{cluster="merged"}[5m]))')
+    assert int(stored.value) == sum(len(pods) for pods in of_ticks.values())
