@@ -20,7 +20,7 @@ import msgspec
 from prometheus_client import Counter
 
 from delivery.kafka_errors import describe
-from delivery.kubernetes.credentials import SERVICE_ACCOUNT, ConfigError, Connection, CredentialSource
+from delivery.kubernetes.credentials import SERVICE_ACCOUNT, ApiConnection, ConfigError, CredentialSource
 
 log = logging.getLogger(__name__)
 
@@ -207,7 +207,7 @@ class Client:
         self._source = CredentialSource(kubeconfig, service_account)
         self._requests = requests
         self._refresh_s = refresh_s
-        self._connection: Connection | None = None
+        self._connection: ApiConnection | None = None
         self._denied = asyncio.Event()
         self._refreshing: asyncio.Task[None] | None = None
 
@@ -281,7 +281,7 @@ class Client:
             self._count(error.reason)
             raise
 
-    async def _refresh(self, connection: Connection) -> None:
+    async def _refresh(self, connection: ApiConnection) -> None:
         """Read the credentials again, for ever: tokens change every hour, certificates every year."""
         logged = ""
         while True:

@@ -1,6 +1,6 @@
 """Who we are to the API server, and the connections that say so.
 
-In: the service account's files or a kubeconfig. Out: :class:`Connection`.
+In: the service account's files or a kubeconfig. Out: :class:`ApiConnection`.
 On failure: :class:`ConfigError`, in a sentence.
 
 Source: kubernetes_asyncio's configuration loaders, whose own refreshing leaves out token files of a kubeconfig and
@@ -29,7 +29,7 @@ class ConfigError(Exception):
     exit_code = 1
 
 
-class Connection:
+class ApiConnection:
     """A pool of connections with one TLS context; ``stamp`` is what its certificates were then."""
 
     def __init__(self, configuration: Any, loader: Any, stamp: tuple[bytes | None, ...]) -> None:
@@ -68,17 +68,17 @@ class CredentialSource(NamedTuple):
     kubeconfig: Path | None
     service_account: Path
 
-    async def connect(self) -> Connection:
+    async def connect(self) -> ApiConnection:
         """A new connection. Raises :class:`ConfigError`."""
         await asyncio.to_thread(importlib.import_module, "kubernetes_asyncio.config")
         configuration, loader = await self._loaded()
         try:
             stamp = await asyncio.to_thread(_stamp, configuration)
-            return Connection(configuration, loader, stamp)
+            return ApiConnection(configuration, loader, stamp)
         except (OSError, ssl.SSLError, ValueError) as error:
             raise ConfigError(f"the certificates of {self._name()} can't be used: {error}") from error
 
-    async def refreshed(self, old: Connection, *, login: bool) -> Connection | None:
+    async def refreshed(self, old: ApiConnection, *, login: bool) -> ApiConnection | None:
         """Give an open connection the credentials of now; a new connection if its certificates changed.
         ``login``: a login command is run again, whatever it said before. Raises :class:`ConfigError`."""
         configuration, loader = await self._loaded(None if login else old.loader)

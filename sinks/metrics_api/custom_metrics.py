@@ -22,7 +22,7 @@ _WORKLOADS = ("deployments.apps", "statefulsets.apps", "daemonsets.apps", "jobs.
 _REASONS = {400: "BadRequest", 401: "Unauthorized", 403: "Forbidden", 404: "NotFound", 503: "ServiceUnavailable"}
 
 
-class Described(NamedTuple):
+class DescribedObject(NamedTuple):
     """The object that a value is of: a pod, a workload or a namespace."""
 
     kind: str
@@ -34,7 +34,7 @@ class Described(NamedTuple):
 class Value(NamedTuple):
     """A value of an object, and when it was read."""
 
-    of: Described
+    of: DescribedObject
     value: float
     ts_ms: int
 

@@ -169,7 +169,7 @@ def _device_labels(tick: HoldingsTick, device: TickDevice) -> dict[str, str]:
 
 
 @dataclass(slots=True)
-class _Node:
+class _HeardNode:
     """A node's last tick: its identity, until when it counts, and what its namespaces hold."""
 
     last: Last
@@ -181,7 +181,7 @@ class _Node:
 class Holdings:
     """What every pod holds now."""
 
-    _nodes: dict[str, _Node] = field(default_factory=dict)
+    _nodes: dict[str, _HeardNode] = field(default_factory=dict)
     _by_namespace: dict[str, set[str]] = field(default_factory=dict)
 
     def take(self, tick: HoldingsTick, now_s: float, age_s: float) -> Verdict:
@@ -191,7 +191,7 @@ class Holdings:
         verdict = replays.verdict(last, tick)
         if verdict != "replay":
             self._drop(tick.node)
-            node = _Node(replays.after(last, tick), now_s + STALE_S - max(0.0, age_s), holdings(tick))
+            node = _HeardNode(replays.after(last, tick), now_s + STALE_S - max(0.0, age_s), holdings(tick))
             self._nodes[tick.node] = node
             for namespace in node.namespaces:
                 self._by_namespace.setdefault(namespace, set()).add(tick.node)

@@ -21,7 +21,7 @@ from prometheus_client import Counter
 from delivery.kubernetes.client import Unreachable
 from sinks.metrics_api import custom_metrics, selectors
 from sinks.metrics_api.cluster import Cluster
-from sinks.metrics_api.custom_metrics import GROUP, VERSIONS, Described, Value, resource_of
+from sinks.metrics_api.custom_metrics import GROUP, VERSIONS, DescribedObject, Value, resource_of
 from sinks.metrics_api.holdings import SERVED, Holding, Holdings, combined, of_pod
 from sinks.metrics_api.selectors import EVERYTHING, Selector, SelectorError
 
@@ -154,7 +154,7 @@ class Api:
             raise web.HTTPBadRequest(text="a labelSelector can select pods only")
         name = request.match_info["namespace"]
         namespaces = self._holdings.namespaces() if name == "*" else [name]
-        found = [(Described("Namespace", one), self._pods(one, selector)) for one in namespaces]
+        found = [(DescribedObject("Namespace", one), self._pods(one, selector)) for one in namespaces]
         return _answer(request, metric, selector, found, must="" if name == "*" else f"the namespace {name}")
 
     async def _objects(self, request: web.Request) -> web.Response:
@@ -164,9 +164,10 @@ class Api:
         pods = self._pods(namespace, selector)
         plural, _, group = resource.partition(".")
         if plural == "pods" and not group:
-            chosen = await self._selected(namespace, labels) if name == "*" and labels else None
-            found: list[tuple[Described, Pods]] = [
-                (Described("Pod", pod, namespace), {pod: some})
+            asked = self._cluster if name == "*" and labels else None
+            chosen = None if asked is None else await asked.pods(namespace, labels)
+            found: list[tuple[DescribedObject, Pods]] = [
+                (DescribedObject("Pod", pod, namespace), {pod: some})
                 for pod, some in pods.items()
                 if (name in ("*", pod)) and (chosen is None or pod in chosen)
             ]
@@ -174,7 +175,7 @@ class Api:
             raise web.HTTPBadRequest(text="a labelSelector can select pods only")
         else:
             owners = {
-                owner: owner
+                owner
                 for some in pods.values()
                 for one in some
                 for owner in one.workloads
@@ -182,16 +183,12 @@ class Api:
             }
             version = {"api_version": f"{group}/v1"} if group else {}
             found = [
-                (Described(kind, of, namespace, **version), self._of_workload(pods, kind, of)) for kind, of in owners
+                (DescribedObject(kind, of, namespace, **version), self._of_workload(pods, kind, of))
+                for kind, of in sorted(owners)
             ]
         return _answer(
             request, metric, selector, found, must="" if name == "*" else f"{resource} {name} in {namespace}"
         )
-
-    async def _selected(self, namespace: str, labels: str) -> set[str]:
-        if self._cluster is None:
-            raise RuntimeError("no cluster to ask")
-        return await self._cluster.pods(namespace, labels)
 
     def _pods(self, namespace: str, selector: Selector = EVERYTHING) -> Pods:
         return self._holdings.pods(namespace, self._now_s(), selector.matches)
@@ -215,7 +212,7 @@ def _asked(request: web.Request) -> tuple[str, Selector, str]:
 
 
 def _answer(
-    request: web.Request, metric: str, selector: Selector, found: list[tuple[Described, Pods]], *, must: str
+    request: web.Request, metric: str, selector: Selector, found: list[tuple[DescribedObject, Pods]], *, must: str
 ) -> web.Response:
     """The values of these objects, of those that have one; ``must``: what has to have one, or it is not found."""
     values = [
