@@ -17,8 +17,10 @@ COPY producers producers
 COPY streams streams
 COPY sinks sinks
 # Of these wheels what pyproject.toml needs to run, and nothing from elsewhere: no pip, no compiler.
+# With --build-arg EXTRAS='[parquet]' pyarrow, too, for the Parquet sink.
+ARG EXTRAS=
 RUN python -m venv --without-pip /opt/gpustream \
- && pip --python /opt/gpustream/bin/python install --quiet --no-index --find-links /wheels .
+ && pip --python /opt/gpustream/bin/python install --quiet --no-index --find-links /wheels ".${EXTRAS}"
 
 FROM ${BASE}
 LABEL org.opencontainers.image.title="gpustream" \

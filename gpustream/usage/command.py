@@ -33,7 +33,7 @@ from gpustream.usage.read import Range, utc
 from gpustream.usage.table import By, Row, Table, rounded
 from topics.usage import HOUR_MS, MINUTE_MS
 
-WIDTH = 80
+WIDTH, NARROWEST = 80, 11
 DEFAULT_S = 24 * 3600.0
 CSV_COLUMNS = (
     "by", "category", "held_ms", "used_us", "idle_ms", "energy_mj", "gpu_hours", "share", "cost", "currency", "final",
@@ -348,7 +348,8 @@ def as_text(time_range: Range, table: Table) -> Iterator[str]:
         *((row.category, "*" * row.sums.growing, _cells(row)) for row in spent),
     ]
     widths = [max(len(cells[place]) for _, _, cells in lines) for place in range(len(columns))]
-    room = min(WIDTH - sum(width + 2 for width in widths), max(len(name) + len(mark) for name, mark, _ in lines))
+    longest = max(len(name) + len(mark) for name, mark, _ in lines)
+    room = min(longest, max(NARROWEST, WIDTH - sum(width + 2 for width in widths)))
     yield f"GPU usage by {table.by}, {utc(time_range.from_ms)} to {utc(time_range.to_ms)} (UTC)"
     yield ""
     for name, mark, cells in lines:
