@@ -25,7 +25,7 @@ SOAK_SEED ?= $(shell date +%s)
 COMPILED = PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX=$(CURDIR)/$(VENV)/pycache
 
 SCRIPTS := .ci/run tests/real/build/build
-GENERATORS := $(patsubst %.py,%,$(subst /,.,$(wildcard topics/reference.py gpustream/reference.py gpustream/acls.py streams/alerts/text/reference.py sinks/series/relabel_reference.py docs/flow.py k8s/dashboards/files.py k8s/rules.py docs/peers.py)))
+GENERATORS := $(patsubst %.py,%,$(subst /,.,$(wildcard topics/reference.py gpustream/reference.py gpustream/acls.py gpustream/chart.py streams/alerts/text/reference.py sinks/series/relabel_reference.py docs/flow.py k8s/dashboards/files.py k8s/rules.py docs/peers.py)))
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-fast coverage check format bench soak storm gpu real-servers lock

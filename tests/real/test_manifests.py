@@ -18,14 +18,14 @@ import pytest
 import yaml
 
 from tests.eventually import eventually_sync
-from tests.k8s.manifests import K8S, README, Manifest
+from tests.k8s.manifests import K8S, README, Manifest, environment
 from tests.real.conftest import need
 from tests.real.kubernetes import ADMIN, ApiServer
 from tests.real.pipeline import Gpustream
 from tests.real.servers import KafkaServer, Missing, find_promtool, real_dir
 
 KUSTOMIZE = "kustomize-5.8.2"
-CUSTOM_RESOURCES = "crds-1"
+CUSTOM_RESOURCES = "crds-2"
 
 COMPONENTS = sorted(folder.parent.name for folder in (K8S / "components").glob("*/kustomization.yaml"))
 ACCOUNT = "system:serviceaccount:gpustream:cluster"
@@ -41,7 +41,7 @@ def find_kustomize() -> Path:
 
 
 def find_custom_resources() -> Path:
-    """The definitions of KEDA's and the Prometheus operator's objects; raises :class:`Missing`."""
+    """The definitions of KEDA's, the Prometheus operator's, Strimzi's and cert-manager's; raises :class:`Missing`."""
     found = real_dir() / CUSTOM_RESOURCES
     if not found.is_dir():
         raise Missing(f"no {CUSTOM_RESOURCES} in {real_dir()}: make real-servers")
@@ -511,3 +511,166 @@ def test_all_but_the_node_producer_would_be_let_in_by_the_restricted_standard(
     assert refused.keys() == {"node"}
     assert "hostPID=true" in refused["node"]
     assert "hostPath" in refused["node"]
+
+
+# The Helm chart
+
+CHART = K8S / "helm" / "gpustream"
+HELM = "helm-4.3.1"
+SITES = sorted(file.stem for file in (CHART / "ci").glob("*.yaml"))
+
+
+def find_helm() -> Path:
+    """Helm itself, where ``make real-servers`` put it, or on PATH; raises :class:`Missing`."""
+    found = shutil.which("helm", path=f"{real_dir() / HELM}{os.pathsep}{os.environ.get('PATH', '')}")
+    if not found:
+        raise Missing(f"no {HELM} in {real_dir()} and none on PATH: make real-servers")
+    return Path(found)
+
+
+def helm(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run Helm on the chart."""
+    need(find_helm)
+    return subprocess.run([find_helm(), *arguments], capture_output=True, text=True, check=False, timeout=60)
+
+
+def chart(values: Path, release: str = "gpustream") -> list[Manifest]:
+    """What Helm makes of the chart with a file of values."""
+    ran = helm("template", release, CHART, "--namespace", "gpustream", "--values", values)
+    assert ran.returncode == 0, ran.stderr
+    return [thing for thing in yaml.safe_load_all(ran.stdout) if thing]
+
+
+@pytest.mark.parametrize("site", SITES)
+def test_the_chart_of_each_site_is_accepted_strictly_and_upgrades_to_another_image(
+    cluster: Cluster, tmp_path: Path, site: str
+) -> None:
+    values = CHART / "ci" / f"{site}.yaml"
+    checked = helm("lint", CHART, "--strict", "--values", values)
+    assert checked.returncode == 0, checked.stdout
+    newer = tmp_path / "newer.yaml"
+    said = yaml.safe_load(values.read_text())
+    newer.write_text(yaml.safe_dump(said | {"image": said.get("image", {}) | {"tag": "0.1.1", "digest": ""}}))
+    refused = {}
+    for version, file in (("installed", values), ("upgraded", newer)):
+        for thing in chart(file, release=site):
+            made_again = "helm.sh/hook" in thing["metadata"].get("annotations", {})
+            answer = cluster.apply(thing, dry=made_again or thing["kind"] == "ClusterRoleBinding")
+            if answer.status not in {200, 201} or answer.warnings:
+                refused[f"{version} {thing['kind']}/{thing['metadata']['name']}"] = answer
+    assert refused == {}
+
+
+URL = "https://hooks.example.com/gpu-alerts"
+SCALED = {"autoscaling": {"enabled": True}}
+SAME = {
+    "kafkaSecret": "kafka",
+    "keda": {"enabled": True},
+    "monitors": {"enabled": True},
+    "networkPolicy": {"enabled": True},
+    "node": {"resourceQuota": True},
+    "attribution": SCALED,
+    "alerts": {**SCALED, "rules": "# of yours\n"},
+    "remoteWrite": {**SCALED, "secret": "remote-write"},
+    "alertmanager": {"secret": "alertmanager"},
+    "scrape": {"enabled": True},
+    "metricsApi": {
+        "enabled": True,
+        "secret": "metrics-api",
+        "tlsSecret": "metrics-api-tls",
+        "aggregated": True,
+        "certificate": {"enabled": True},
+    },
+    "webhook": {
+        "enabled": True,
+        "secret": "webhook",
+        "options": {"url": URL, "secret-file": "/etc/gpustream/webhook/secret"},
+    },
+}
+"""Values with which the chart is the base with these components, its rules and its webhook."""
+
+TAKEN = [
+    "webhook",
+    "scrape",
+    "metrics-api",
+    "metrics-api-aggregated",
+    "monitors",
+    "network-policy",
+    "keda",
+    "kafka-security",
+    "critical-node",
+]
+FILES = [
+    {"name": "alert-rules", "files": ["rules.toml"]},
+    {"name": "alerts", "behavior": "merge", "literals": ["GPUSTREAM_RULES=/etc/gpustream/alert-rules/rules.toml"]},
+    {"name": "webhook", "literals": [f"GPUSTREAM_URL={URL}"]},
+]
+
+
+def test_the_chart_is_the_base_and_its_components(overlay: Render, tmp_path: Path) -> None:
+    values = tmp_path / "values.yaml"
+    values.write_text(yaml.safe_dump(SAME))
+    based = comparable(overlay(with_components(*TAKEN) | {"configMapGenerator": FILES}))
+    charted = comparable(chart(values))
+    assert charted.keys() - based.keys() == {("Certificate", "metrics-api")}
+    assert based.keys() - charted.keys() == {("Namespace", "")}
+    assert {name: (charted[name], based[name]) for name in based if charted.get(name, based[name]) != based[name]} == {}
+
+
+def comparable(things: list[Manifest]) -> dict[tuple[str, str], Any]:
+    """What each object does, without names of a release or a hash, and with the environment as its process sees it.
+
+    On purpose the chart takes no options from ConfigMaps, wants the Secrets that it is given to be there, and makes the
+    topics by a hook, which need not end by itself.
+    """
+    maps = {thing["metadata"]["name"]: thing["data"] for thing in things if thing["kind"] == "ConfigMap"}
+    found = {}
+    for thing in (one for one in things if one["kind"] != "ConfigMap"):
+        for pod in templates([thing]):
+            (container,) = pod["spec"]["containers"]
+            container["env"] = environment(container, maps)
+            container.pop("envFrom", None)
+            if thing["kind"] == "Job":
+                thing["spec"].pop("ttlSecondsAfterFinished", None)
+                del container["args"], container["env"]
+        kept = {key: value for key, value in thing.items() if key not in {"metadata", "apiVersion"}}
+        found[thing["kind"], plain(thing["metadata"]["name"])] = plain(kept)
+    return found
+
+
+OF_A_RELEASE = {
+    "app.kubernetes.io/instance",
+    "optional",
+    "imagePullPolicy",
+    "GPUSTREAM_LEASE",
+    "GPUSTREAM_CUSTOM_METRICS",
+    "POD_NAMESPACE",
+}
+
+
+def plain(node: Any) -> Any:
+    """A part of an object, without what only says which release or which version of a ConfigMap it is."""
+    if isinstance(node, Mapping):
+        kept = {key: value for key, value in node.items() if key not in OF_A_RELEASE}
+        return {
+            key: plain(value) for key, value in kept.items() if (key, value) != ("automountServiceAccountToken", True)
+        }
+    if isinstance(node, list):
+        return sorted((plain(value) for value in node), key=partial(json.dumps, sort_keys=True))
+    if isinstance(node, str):
+        return re.sub(r"^(alert-rules)-[a-z0-9]{10}$", "alerts-rules", node.removeprefix("gpustream-")).removeprefix(
+            "gpustream"
+        )
+    return node
+
+
+def test_a_value_or_an_option_that_there_is_not_is_refused() -> None:
+    for wrong in (
+        "attribution.replica=3",
+        "options.kafka-securty=ssl",
+        "node.options.intervall=1s",
+        "nodes.enabled=true",
+    ):
+        ran = helm("template", "gpustream", CHART, "--set", wrong)
+        assert ran.returncode != 0
+        assert "additional properties" in ran.stderr

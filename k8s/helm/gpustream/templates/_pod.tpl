@@ -1,0 +1,208 @@
+{{- /* The pod template of every component. In: [root, settings]. */ -}}
+{{- define "gpustream.pod" -}}
+{{- $root := index . 0 }}
+{{- $c := index . 1 }}
+{{- $of := printf "/etc/gpustream/%s" $c.name }}
+{{- $isNode := eq $c.name "node" }}
+{{- $isCluster := eq $c.name "cluster" }}
+{{- $isJob := eq $c.kind "Job" }}
+{{- $isApi := eq $c.name "metrics-api" }}
+{{- $secret := $c.secret }}
+metadata:
+  labels:
+    {{- include "gpustream.selector" (list $root $c.name) | nindent 4 }}
+    {{- with $c.podLabels }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  {{- with $c.podAnnotations }}
+  annotations:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+spec:
+  {{- if $isJob }}
+  restartPolicy: OnFailure
+  {{- end }}
+  {{- with $root.Values.image.pullSecrets }}
+  imagePullSecrets:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- if or $isCluster (and $isApi $c.aggregated) }}
+  serviceAccountName: {{ $c.fullname }}
+  {{- else }}
+  {{- if and $isNode $root.Values.openshift }}
+  serviceAccountName: {{ $c.fullname }}
+  {{- end }}
+  automountServiceAccountToken: false
+  {{- end }}
+  enableServiceLinks: false
+  terminationGracePeriodSeconds: {{ $c.terminationGracePeriodSeconds }}
+  {{- if $isNode }}
+  hostPID: true # NVML gives the PIDs of the host; their control groups say which pod each is of
+  {{- end }}
+  {{- with $c.priorityClassName }}
+  priorityClassName: {{ . }}
+  {{- end }}
+  {{- with $c.runtimeClassName }}
+  runtimeClassName: {{ . }}
+  {{- end }}
+  {{- with $c.nodeSelector }}
+  nodeSelector:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with $c.tolerations }}
+  tolerations:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with $c.affinity }}
+  affinity:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- if and (not $isJob) (not $isNode) }}
+  topologySpreadConstraints:
+    - maxSkew: 1
+      topologyKey: kubernetes.io/hostname
+      whenUnsatisfiable: ScheduleAnyway
+      labelSelector:
+        matchLabels:
+          {{- include "gpustream.selector" (list $root $c.name) | nindent 10 }}
+  {{- end }}
+  securityContext:
+    {{- toYaml $c.podSecurityContext | nindent 4 }}
+  containers:
+    - name: {{ $c.name }}
+      image: {{ include "gpustream.image" $root | quote }}
+      imagePullPolicy: {{ $root.Values.image.pullPolicy }}
+      args:
+        {{- toYaml (concat $c.command $c.extraArgs) | nindent 8 }}
+      env:
+        {{- $options := merge (deepCopy ($c.options | default dict)) (deepCopy $root.Values.options) }}
+        {{- if $isJob }}
+        {{- $options = omit $options "listen" "cluster" }}
+        {{- end }}
+        {{- if eq $c.name "scrape" }}
+        {{- $options = merge $options (dict "scrape-listen" "0.0.0.0:9400") }}
+        {{- end }}
+        {{- if and (eq $c.name "alerts") $c.rules }}
+        {{- $options = merge $options (dict "rules" "/etc/gpustream/alert-rules/rules.toml") }}
+        {{- end }}
+        {{- if eq $c.name "parquet" }}
+        {{- $options = merge $options (dict "path" "/var/lib/gpustream/usage") }}
+        {{- end }}
+        {{- if $isApi }}
+        {{- $options = merge $options (dict "metrics-listen" "0.0.0.0:8443" "serving-cert" (printf "%s/tls.crt" $of) "serving-key" (printf "%s/tls.key" $of)) }}
+        {{- if $secret }}
+        {{- $options = merge $options (dict "client-token-file" (printf "%s/token" $of)) }}
+        {{- end }}
+        {{- if $c.aggregated }}
+        {{- $options = merge $options (dict "custom-metrics" (printf "%s/%s" $root.Release.Namespace $c.fullname)) }}
+        {{- end }}
+        {{- end }}
+        {{- if $isCluster }}
+        {{- $options = merge $options (dict "lease" (printf "%s/%s" $root.Release.Namespace $c.fullname)) }}
+        {{- end }}
+        {{- include "gpustream.environment" $options | trim | nindent 8 }}
+        {{- if $isNode }}
+        - name: NODE_NAME
+          valueFrom: {fieldRef: {fieldPath: spec.nodeName}}
+        - name: NVIDIA_VISIBLE_DEVICES # to NVIDIA's container runtime: every GPU; they stay free for others
+          value: all
+        - name: NVIDIA_DRIVER_CAPABILITIES
+          value: utility
+        {{- else if $isCluster }}
+        - name: POD_NAME # who holds the Lease
+          valueFrom: {fieldRef: {fieldPath: metadata.name}}
+        {{- else if eq $c.kind "StatefulSet" }}
+        - name: GPUSTREAM_INSTANCE_ID # a pod that comes back under its name has its partitions at once
+          valueFrom: {fieldRef: {fieldPath: metadata.name}}
+        {{- end }}
+        {{- with $c.extraEnv }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
+      {{- with $c.extraEnvFrom }}
+      envFrom:
+        {{- toYaml . | nindent 8 }}
+      {{- end }}
+      {{- if not $isJob }}
+      ports:
+        - {name: metrics, containerPort: 9401}
+        {{- if eq $c.name "scrape" }}
+        - {name: gpus, containerPort: 9400}
+        {{- else if $isApi }}
+        - {name: api, containerPort: 8443}
+        {{- end }}
+      startupProbe:
+        httpGet: {path: /healthz, port: metrics}
+        periodSeconds: 2
+        timeoutSeconds: 5
+        failureThreshold: 30
+      livenessProbe:
+        httpGet: {path: /healthz, port: metrics}
+        periodSeconds: 10
+        timeoutSeconds: 5
+      readinessProbe:
+        httpGet: {path: /readyz, port: metrics}
+        periodSeconds: 5
+        timeoutSeconds: 5
+      {{- end }}
+      resources:
+        {{- toYaml $c.resources | nindent 8 }}
+      securityContext:
+        allowPrivilegeEscalation: false
+        readOnlyRootFilesystem: true
+        capabilities: {drop: [ALL]}
+      volumeMounts:
+        {{- if $isNode }}
+        - {name: pod-resources, mountPath: /var/lib/kubelet/pod-resources, readOnly: true}
+        {{- end }}
+        - {name: tmp, mountPath: /tmp}
+        {{- if $root.Values.kafkaSecret }}
+        - {name: kafka, mountPath: /etc/gpustream/kafka, readOnly: true}
+        {{- end }}
+        {{- if eq $c.name "parquet" }}
+        - {name: files, mountPath: /var/lib/gpustream/usage}
+        {{- end }}
+        {{- if or $secret $isApi }}
+        - {name: credentials, mountPath: {{ $of }}, readOnly: true}
+        {{- end }}
+        {{- if and (eq $c.name "alerts") $c.rules }}
+        - {name: rules, mountPath: /etc/gpustream/alert-rules, readOnly: true}
+        {{- end }}
+        {{- with $c.extraVolumeMounts }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
+  volumes:
+    {{- if $isNode }}
+    - name: pod-resources # the folder: a mount of the socket would keep the dead one when the kubelet restarts
+      hostPath: {path: /var/lib/kubelet/pod-resources, type: Directory}
+    {{- end }}
+    - name: tmp
+      emptyDir: {sizeLimit: 16Mi}
+    {{- with $root.Values.kafkaSecret }}
+    - name: kafka
+      secret: {secretName: {{ . }}, defaultMode: 0440}
+    {{- end }}
+    {{- if eq $c.name "parquet" }}
+    - name: files
+      persistentVolumeClaim: {claimName: {{ required "parquet.claim: name a PersistentVolumeClaim for the files" $c.claim }}}
+    {{- end }}
+    {{- if $isApi }}
+    - name: credentials
+      projected:
+        defaultMode: 0440
+        sources:
+          - secret: {name: {{ $c.tlsSecret | default (printf "%s-tls" $c.fullname) }}}
+          {{- with $secret }}
+          - secret: {name: {{ . }}}
+          {{- end }}
+    {{- else if $secret }}
+    - name: credentials
+      secret: {secretName: {{ $secret }}, defaultMode: 0440}
+    {{- end }}
+    {{- if and (eq $c.name "alerts") $c.rules }}
+    - name: rules
+      configMap: {name: {{ $c.fullname }}-rules}
+    {{- end }}
+    {{- with $c.extraVolumes }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+{{- end }}
