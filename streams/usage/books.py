@@ -144,8 +144,8 @@ class Drawn(NamedTuple):
 
     def within(self, start_ms: int, end_ms: int) -> int:
         """How much of it in a part of that time: the parts of all the time sum."""
-        if not self.mj:
-            return 0
+        if not self.mj or (start_ms <= self.start_ms and end_ms >= self.end_ms):
+            return self.mj
         lasted_ms = self.end_ms - self.start_ms
         until, since = (max(0, at_ms - self.start_ms) * self.mj // lasted_ms for at_ms in (end_ms, start_ms))
         return until - since
@@ -278,11 +278,14 @@ class Bookkeeper:
     def _book(self, hour: Hour, gpu: Gpu, accounts: list[list[int]], piece: tuple[int, int, int, int, int]) -> None:
         """Book a piece of the time that a tick stands for, all within a minute, on one GPU."""
         since_ms, start_ms, end_ms, energy_mj, attribution = piece
-        ms, rows, left, each = end_ms - start_ms, hour.minute, hour.of[gpu.uuid], list[int]()
-        for share in gpu.shares:
-            each.append(min(share.slices, left) if share.slices else left)
-            left -= each[-1]
-        energies = divide(energy_mj, each) if len(each) > 1 else [energy_mj]
+        ms, rows, left = end_ms - start_ms, hour.minute, hour.of[gpu.uuid]
+        each, energies = [left], [energy_mj]
+        if len(gpu.shares) > 1:
+            each = []
+            for share in gpu.shares:
+                each.append(min(share.slices, left) if share.slices else left)
+                left -= each[-1]
+            energies = divide(energy_mj, each)
         until, since = end_ms - since_ms, start_ms - since_ms
         for share, numbers, slices, energy in zip(gpu.shares, accounts, each, energies, strict=True):
             if not slices:
@@ -291,22 +294,29 @@ class Bookkeeper:
             tensor = share.tensor * until // 1000 - share.tensor * since // 1000
             memory, weights = share.memory_bytes * ms, share.weights
             if weights is None:
-                amounts = [(ms, used, tensor, energy, memory)]
+                row = rows.get(numbers[0]) or _row(rows, numbers[0])
+                row[DEVICE] += ms
+                row[SLICE] += ms * slices
+                row[USED] += used
+                row[IDLE] += ms * share.idle[0]
+                row[TENSOR] += tensor
+                row[ENERGY] += energy
+                row[MEMORY] += memory
+                row[attribution] += ms
             else:
                 times, works = divide(ms, weights.time), divide(used, weights.used)
                 tensors, drawn = divide(tensor, weights.used), divide(energy, weights.energy)
-                amounts = list(zip(times, works, tensors, drawn, divide(memory, weights.memory), strict=True))
-            for number, idle, amount in zip(numbers, share.idle, amounts, strict=True):
-                row = _row(rows, number)
-                row[DEVICE] += amount[0]
-                row[SLICE] += amount[0] * slices
-                row[USED] += amount[1]
-                row[TENSOR] += amount[2]
-                row[ENERGY] += amount[3]
-                row[MEMORY] += amount[4]
-                row[attribution] += amount[0]
-                if idle:
-                    row[IDLE] += amount[0]
+                memories = divide(memory, weights.memory)
+                for at, number in enumerate(numbers):
+                    row = rows.get(number) or _row(rows, number)
+                    row[DEVICE] += times[at]
+                    row[SLICE] += times[at] * slices
+                    row[USED] += works[at]
+                    row[IDLE] += times[at] * share.idle[at]
+                    row[TENSOR] += tensors[at]
+                    row[ENERGY] += drawn[at]
+                    row[MEMORY] += memories[at]
+                    row[attribution] += times[at]
 
     def _drawn(self, gpus: list[Gpu], since_ms: int, ts_ms: int) -> dict[str, Drawn]:
         """What each GPU has drawn, by its counter since that was last read, else by its power since ``since_ms``.

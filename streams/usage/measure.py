@@ -26,6 +26,7 @@ MOST_BYTES = 2**41  # a device with more memory in use measures nothing; an hour
 MOST_SLICES = 64
 MOST_WATTS = 20_000  # a GPU that draws more has a counter that jumped
 
+_BUSY = (False,)
 _PROFILE = re.compile(r"(?:(\d+)c\.)?(\d+)g\.")
 _FEWER_SLICES = (("A30", 4), ("RTX PRO", 4))
 _SLICES = 7
@@ -71,6 +72,8 @@ class Gpu(NamedTuple):
 def divide(total: int, weights: Sequence[int]) -> list[int]:
     """Parts of a total in proportion to the weights; the largest remainders are rounded up, so that the parts sum.
     If all weights are 0 the parts are equal."""
+    if not total:
+        return [0] * len(weights)
     whole = sum(weights)
     if not whole:
         weights, whole = [1] * len(weights), len(weights)
@@ -142,14 +145,19 @@ def _share(device: Device, slices: int, split: Split) -> Share:
 
 
 def _millionths(ratio: float | None) -> int:
-    return round(min(1.0, max(0.0, ratio)) * MILLION) if ratio is not None else 0
+    if not ratio or ratio < 0:
+        return 0
+    return round(ratio * MILLION) if ratio < 1 else MILLION
 
 
 def _idle(device: Device) -> tuple[bool, ...]:
     """Which of the holders do nothing with the device, as alerts judge it in a tick; not known is not idle."""
-    work, holders = work_of(device.metrics), device.holders
+    holders, busy = device.holders, device.metrics.gpu_utilization_ratio
+    if len(holders) == 1 and busy is not None and busy >= IDLE_BELOW:
+        return _BUSY
+    work = work_of(device.metrics)
     if len(holders) == 1 and work.most >= IDLE_BELOW:
-        return (False,)
+        return _BUSY
     pods = list(by_pod(holders).values())
     parts = [part_of([one.parts for one in pod]) for pod in pods]
     rest = rest_of(device.unattributed, work, parts) if len(pods) > 1 else None

@@ -14,6 +14,7 @@ BENCHMARKS = (
     "score",
     "idle",
     "usage",
+    "bookkeeping",
     "alerts",
     "cluster",
     "workloads",
