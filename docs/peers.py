@@ -140,7 +140,8 @@ def _names(profiles: Sequence[str]) -> str:
                 f"`{ratio.name}`{_unit(ratio.unit)}" if any(one.name == ratio.name for one in other.ratios) else ""
                 for other in known
             ]
-            made = " / ".join((f"`{ratio.numerator}`", " + ".join(f"`{one}`" for one in ratio.denominators)))
+            sums = [" + ".join(f"`{one}`" for one in keys) for keys in (ratio.numerators, ratio.denominators) if keys]
+            made = " / ".join(sums)
             rows.append((made, *cells, ratio.kind))
     return _table(("quantity", *(f"`{profile.name}`" for profile in known), "type"), dict.fromkeys(rows))
 

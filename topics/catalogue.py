@@ -72,6 +72,20 @@ HOLDERS = Info(
 )
 """With all names, with the labels of the device's metrics."""
 
+XIDS = Info(
+    "gpu_xid_errors",
+    "XID errors of the device, of all codes, since the node's producer started: 0 where none was seen. Of a MIG device "
+    "or one whose producer does not say what it is, only if it had one.",
+    "errors",
+    "counter",
+)
+"""With all names, with the labels of the device's metrics."""
+
+LAST_XID = Info(
+    "last_xid", "Code of the device's last XID error, 0 where none was seen since the node's producer started.", "code"
+)
+"""A key of profiles that is not one of ``metrics``: it is made of the device's events."""
+
 POD_INFO = Info(
     "gpu_pod_info",
     "Always 1, for each pod that holds a device: what is written on it and its namespace, for joins.",

@@ -1,9 +1,11 @@
 """The rows of the metric catalogue: a key, what it means, and the series it becomes in each naming profile.
 
-Source: nvml.h for the calls, fields and clock event bits; dcgm-exporter's default and 1.x counters for ``dcgm`` and
-``dcgm-legacy``; l9gpu's OpenTelemetry names, dots to underscores and without unit suffixes, for ``otel``.
+Source: nvml.h for the calls, fields and clock event bits; DCGM's field identifiers (dcgm_fields.h of 4.6 and 4.7) and
+dcgm-exporter's default and 1.x counters for the profiles of its names; l9gpu's OpenTelemetry names, dots to underscores
+and without unit suffixes, for ``otel``.
 """
 
+from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -77,10 +79,11 @@ class Family(NamedTuple):
 
 
 class Ratio(NamedTuple):
-    """A series made of several keys of one device: ``numerator / sum of the denominators * scale``."""
+    """A series made of several keys of one device: ``sum of numerators / sum of denominators * scale``, or the
+    numerators' sum alone if there are no denominators."""
 
     name: str
-    numerator: str
+    numerators: tuple[str, ...]
     denominators: tuple[str, ...]
     unit: str
     help: str
@@ -91,11 +94,15 @@ class Ratio(NamedTuple):
     @property
     def keys(self) -> tuple[str, ...]:
         """What it is made of: without one of them there is none."""
-        return self.numerator, *self.denominators
+        return (*self.numerators, *self.denominators)
 
-    def of(self, numerator: float, denominator: float) -> float | None:
-        """The series' value, or None if the denominators' sum is zero."""
-        return numerator / denominator * self.scale if denominator else None
+    def of(self, metrics: Mapping[str, float]) -> float | None:
+        """The series' value for those of its keys, or None if its denominators add up to zero."""
+        above = sum([metrics[key] for key in self.numerators])
+        if not self.denominators:
+            return above * self.scale
+        below = sum([metrics[key] for key in self.denominators])
+        return above / below * self.scale if below else None
 
 
 class Info(NamedTuple):
@@ -121,6 +128,8 @@ class Metric(msgspec.Struct, frozen=True):
     otel: tuple[Series, ...]
     dcgm: tuple[Series, ...] = ()
     legacy: tuple[Series, ...] = ()
+    suffixed: tuple[Series, ...] = ()
+    """Its series in ``otel-suffixed``, if they are others than those of ``otel`` with the unit at the end."""
     mig: bool = False
 
     @property
@@ -168,7 +177,7 @@ ROWS: tuple[Metric, ...] = (
            dcgm=(Series("DCGM_FI_DEV_FB_FREE", scale=_MIB),), legacy=(Series("dcgm_fb_free", scale=_MIB),), mig=True),
     Metric("memory_total_bytes", "bytes", "Device memory in all: used, free and reserved.",
            "nvmlDeviceGetMemoryInfo_v2, total", otel=(Series("gpu_memory_total"),),
-           legacy=(Series("dcgm_fb_total", scale=_MIB),), mig=True),
+           dcgm=(Series("DCGM_FI_DEV_FB_TOTAL", scale=_MIB),), legacy=(Series("dcgm_fb_total", scale=_MIB),), mig=True),
     Metric("memory_reserved_bytes", "bytes", "Device memory that the driver and firmware keep for themselves.",
            "nvmlDeviceGetMemoryInfo_v2, reserved", otel=(Series("gpu_memory_reserved"),),
            dcgm=(Series("DCGM_FI_DEV_FB_RESERVED", scale=_MIB),), mig=True),
@@ -177,7 +186,8 @@ ROWS: tuple[Metric, ...] = (
            "nvmlDeviceGetPowerUsage", otel=(Series("gpu_power_draw"),),
            dcgm=(Series("DCGM_FI_DEV_POWER_USAGE"),), legacy=(Series("dcgm_power_usage"),)),
     Metric("power_limit_watts", "watts", "Power limit in force.",
-           "nvmlDeviceGetEnforcedPowerLimit", otel=(Series("gpu_power_limit"),)),
+           "nvmlDeviceGetEnforcedPowerLimit", otel=(Series("gpu_power_limit"),),
+           dcgm=(Series("DCGM_FI_DEV_POWER_MGMT_LIMIT"), Series("DCGM_FI_DEV_ENFORCED_POWER_LIMIT"))),
     Metric("energy_joules_total", "joules", "Energy since the driver was loaded.",
            "nvmlDeviceGetTotalEnergyConsumption", otel=(Series("gpu_energy_consumption", scale=_MILLIJOULES),),
            dcgm=(Series("DCGM_FI_DEV_TOTAL_ENERGY_CONSUMPTION", scale=_MILLIJOULES),),
@@ -190,9 +200,10 @@ ROWS: tuple[Metric, ...] = (
            "field NVML_FI_DEV_MEMORY_TEMP", otel=(Series("gpu_memory_temperature"),),
            dcgm=(Series("DCGM_FI_DEV_MEMORY_TEMP"),), legacy=(Series("dcgm_memory_temp"),)),
     Metric("fan_speed_ratio", "ratio", "Speed that the fan is set to, of its maximum; may exceed 1.",
-           "nvmlDeviceGetFanSpeed", otel=(Series("gpu_fan_speed"),)),
+           "nvmlDeviceGetFanSpeed", otel=(Series("gpu_fan_speed"),),
+           dcgm=(Series("DCGM_FI_DEV_FAN_SPEED", scale=_PERCENT),)),
     Metric("performance_state", "state", "Performance state: 0 is the fastest, 15 the slowest.",
-           "nvmlDeviceGetPerformanceState", otel=(Series("gpu_power_state"),)),
+           "nvmlDeviceGetPerformanceState", otel=(Series("gpu_power_state"),), dcgm=(Series("DCGM_FI_DEV_PSTATE"),)),
     # -- clocks
     Metric("graphics_clock_hz", "hertz", "Clock of the graphics engine.",
            "nvmlDeviceGetClockInfo, NVML_CLOCK_GRAPHICS",
@@ -203,6 +214,7 @@ ROWS: tuple[Metric, ...] = (
            dcgm=(Series("DCGM_FI_DEV_SM_CLOCK", scale=_MHZ),), legacy=(Series("dcgm_sm_clock", scale=_MHZ),)),
     Metric("memory_clock_hz", "hertz", "Clock of the device memory.",
            "nvmlDeviceGetClockInfo, NVML_CLOCK_MEM", otel=(Series("gpu_memory_clock_frequency", scale=_MHZ),),
+           suffixed=(Series("gpu_clock_frequency_MHz", _labels(gpu_clock_type="memory"), _MHZ),),
            dcgm=(Series("DCGM_FI_DEV_MEM_CLOCK", scale=_MHZ),), legacy=(Series("dcgm_memory_clock", scale=_MHZ),)),
     Metric("clock_event_reasons", "bitmask", "Why the clocks are below what was asked for, as a bitmask.",
            "nvmlDeviceGetCurrentClocksEventReasons",
@@ -210,7 +222,8 @@ ROWS: tuple[Metric, ...] = (
                  Series("gpu_throttle_reason", _labels(gpu_throttle_cause="power_software"), bits=_SW_POWER_CAP),
                  Series("gpu_throttle_reason", _labels(gpu_throttle_cause="temp_software"), bits=_SW_THERMAL),
                  Series("gpu_throttle_reason", _labels(gpu_throttle_cause="temp_hardware"), bits=_HW_THERMAL),
-                 Series("gpu_throttle_reason", _labels(gpu_throttle_cause="syncboost"), bits=_SYNC_BOOST))),
+                 Series("gpu_throttle_reason", _labels(gpu_throttle_cause="syncboost"), bits=_SYNC_BOOST)),
+           dcgm=(Series("DCGM_FI_DEV_CLOCKS_EVENT_REASONS"), Series("DCGM_FI_DEV_CLOCK_THROTTLE_REASONS"))),
     # -- PCIe
     Metric("pcie_tx_bytes_per_second", "bytes_per_second", "What the device sends over PCIe.",
            "field NVML_FI_DEV_PCIE_COUNT_TX_BYTES, per second; else GPM `NVML_GPM_METRIC_PCIE_TX_PER_SEC`",
@@ -248,7 +261,8 @@ ROWS: tuple[Metric, ...] = (
            otel=(Series("gpu_row_remap_count", _labels(gpu_ecc_error_type="uncorrectable")),),
            dcgm=(Series("DCGM_FI_DEV_UNCORRECTABLE_REMAPPED_ROWS"),)),
     Metric("row_remap_pending", "bool", "1 where a row is to be remapped at the next reset.",
-           "nvmlDeviceGetRemappedRows, pending", otel=(Series("gpu_row_remap_pending"),)),
+           "nvmlDeviceGetRemappedRows, pending", otel=(Series("gpu_row_remap_pending"),),
+           dcgm=(Series("DCGM_FI_DEV_ROW_REMAP_PENDING"),)),
     Metric("row_remap_failure", "bool", "1 where a row could not be remapped.",
            "nvmlDeviceGetRemappedRows, failure", otel=(Series("gpu_row_remap_failure"),),
            dcgm=(Series("DCGM_FI_DEV_ROW_REMAP_FAILURE"),)),
@@ -396,3 +410,60 @@ ROWS: tuple[Metric, ...] = (
            dcgm=(Series("DCGM_FI_PROF_NVLINK_RX_BYTES"),), mig=True),
 )  # fmt: skip
 """Every row, in the order of the docs."""
+
+DCGM_49: dict[str, tuple[str, ...]] = {
+    "gpu_utilization_ratio": ("DCGM_FI_DEV_GPU_UTIL_RATIO",),
+    "memory_controller_utilization_ratio": ("DCGM_FI_DEV_MEMORY_UTIL_RATIO",),
+    "encoder_utilization_ratio": ("DCGM_FI_DEV_ENC_UTIL_RATIO",),
+    "decoder_utilization_ratio": ("DCGM_FI_DEV_DEC_UTIL_RATIO",),
+    "memory_used_bytes": ("DCGM_FI_DEV_FB_USED_BYTES",),
+    "memory_free_bytes": ("DCGM_FI_DEV_FB_FREE_BYTES",),
+    "memory_total_bytes": ("DCGM_FI_DEV_FB_CAPACITY_BYTES",),
+    "memory_reserved_bytes": ("DCGM_FI_DEV_FB_RESERVED_BYTES",),
+    "power_watts": ("DCGM_FI_DEV_BOARD_POWER_WATTS",),
+    "power_limit_watts": (
+        "DCGM_FI_DEV_BOARD_POWER_LIMIT_REQUESTED_WATTS",
+        "DCGM_FI_DEV_BOARD_POWER_LIMIT_ENFORCED_WATTS",
+    ),
+    "energy_joules_total": ("DCGM_FI_DEV_GPU_ENERGY_JOULES_TOTAL",),
+    "temperature_celsius": ("DCGM_FI_DEV_GPU_TEMP_CELSIUS",),
+    "memory_temperature_celsius": ("DCGM_FI_DEV_MEMORY_TEMP_CELSIUS",),
+    "fan_speed_ratio": ("DCGM_FI_DEV_FAN_SPEED_RATIO",),
+    "performance_state": ("DCGM_FI_DEV_GPU_PSTATE",),
+    "sm_clock_hz": ("DCGM_FI_DEV_SM_CLOCK_HERTZ",),
+    "memory_clock_hz": ("DCGM_FI_DEV_MEMORY_CLOCK_HERTZ",),
+    "clock_event_reasons": ("DCGM_FI_DEV_CLOCKS_EVENT_REASONS",),
+    "pcie_tx_bytes_per_second": ("DCGM_FI_PROF_PCIE_TX_BYTES",),
+    "pcie_rx_bytes_per_second": ("DCGM_FI_PROF_PCIE_RX_BYTES",),
+    "pcie_replays_total": ("DCGM_FI_DEV_PCIE_REPLAY_TOTAL",),
+    "ecc_corrected_volatile_total": ("DCGM_FI_DEV_ECC_SBE_VOL_TOTAL",),
+    "ecc_uncorrected_volatile_total": ("DCGM_FI_DEV_ECC_DBE_VOL_TOTAL",),
+    "remapped_rows_correctable_total": ("DCGM_FI_DEV_ROW_REMAP_CORRECTABLE_TOTAL",),
+    "remapped_rows_uncorrectable_total": ("DCGM_FI_DEV_ROW_REMAP_UNCORRECTABLE_TOTAL",),
+    "row_remap_pending": ("DCGM_FI_DEV_ROW_REMAP_PENDING",),
+    "row_remap_failure": ("DCGM_FI_DEV_ROW_REMAP_FAILED",),
+    "ecc_corrected_aggregate_total": ("DCGM_FI_DEV_ECC_SBE_AGG_TOTAL",),
+    "ecc_uncorrected_aggregate_total": ("DCGM_FI_DEV_ECC_DBE_AGG_TOTAL",),
+    "retired_pages_single_bit_total": ("DCGM_FI_DEV_PAGE_RETIRED_SBE_TOTAL",),
+    "retired_pages_double_bit_total": ("DCGM_FI_DEV_PAGE_RETIRED_DBE_TOTAL",),
+    "retired_pages_pending": ("DCGM_FI_DEV_PAGE_RETIRED_PENDING",),
+    "nvlink_crc_errors_total": ("DCGM_FI_DEV_NVLINK_CRC_FLIT_ERROR_TOTAL",),
+    "nvlink_replay_errors_total": ("DCGM_FI_DEV_NVLINK_REPLAY_ERROR_TOTAL",),
+    "nvlink_recovery_errors_total": ("DCGM_FI_DEV_NVLINK_RECOVERY_ERROR_TOTAL",),
+    "power_violation_seconds_total": ("DCGM_FI_DEV_GPU_POWER_THROTTLE_SECONDS_TOTAL",),
+    "thermal_violation_seconds_total": ("DCGM_FI_DEV_GPU_THERMAL_THROTTLE_SECONDS_TOTAL",),
+    "sync_boost_violation_seconds_total": ("DCGM_FI_DEV_GPU_SYNC_BOOST_THROTTLE_SECONDS_TOTAL",),
+    "low_utilization_violation_seconds_total": ("DCGM_FI_DEV_GPU_LOW_UTIL_THROTTLE_SECONDS_TOTAL",),
+    "reliability_violation_seconds_total": ("DCGM_FI_DEV_GPU_RELIABILITY_THROTTLE_SECONDS_TOTAL",),
+    "graphics_engine_active_ratio": ("DCGM_FI_PROF_GR_ENGINE_UTIL_RATIO",),
+    "sm_active_ratio": ("DCGM_FI_PROF_SM_UTIL_RATIO",),
+    "sm_occupancy_ratio": ("DCGM_FI_PROF_SM_OCCUPANCY_RATIO",),
+    "tensor_active_ratio": ("DCGM_FI_PROF_TENSOR_UTIL_RATIO",),
+    "dram_active_ratio": ("DCGM_FI_PROF_DRAM_UTIL_RATIO",),
+    "fp64_active_ratio": ("DCGM_FI_PROF_FP64_UTIL_RATIO",),
+    "fp32_active_ratio": ("DCGM_FI_PROF_FP32_UTIL_RATIO",),
+    "fp16_active_ratio": ("DCGM_FI_PROF_FP16_UTIL_RATIO",),
+    "nvlink_tx_bytes_per_second": ("DCGM_FI_PROF_NVLINK_TX_BYTES",),
+    "nvlink_rx_bytes_per_second": ("DCGM_FI_PROF_NVLINK_RX_BYTES",),
+}
+"""What DCGM 4.7, and dcgm-exporter from 4.9 on, calls a key. It is all in base units: there is nothing to scale."""

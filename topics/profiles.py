@@ -13,11 +13,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from topics.catalogue import CATALOGUE
-from topics.metric import SCALED, Metric, Ratio, Series
+from topics.catalogue import CATALOGUE, LAST_XID
+from topics.metric import DCGM_49, SCALED, Metric, Ratio, Series
 
-ProfileName = Literal["otel", "dcgm", "dcgm-legacy"]
-LabelSet = Literal["otel", "dcgm", "dcgm-legacy", "pod-devices"]
+ProfileName = Literal["otel", "otel-suffixed", "dcgm", "dcgm-4.9", "dcgm-legacy"]
+LabelSet = Literal["otel", "dcgm", "dcgm-4.9", "dcgm-legacy", "pod-devices"]
 
 Attribute = Literal[
     # of the device
@@ -64,7 +64,7 @@ class LabelNames:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Profile:
-    """How a device is called. A key that is not in ``series`` is not written.
+    """How a device is called. A key that is not in ``series`` is not written; ``last_xid`` may be one.
 
     Every series of a name has one kind, one unit and one help, which says the unit. ``further``: what a device has
     beside its metrics is written, too.
@@ -79,6 +79,19 @@ class Profile:
 
 # -- labels
 
+_DCGM: tuple[tuple[str, Attribute], ...] = (
+    ("gpu", "index"),
+    ("UUID", "gpu_uuid"),
+    ("pci_bus_id", "pci_bus_id"),
+    ("device", "device"),
+    ("modelName", "model"),
+    ("GPU_I_PROFILE", "mig_profile"),
+    ("GPU_I_ID", "gpu_instance"),
+    ("hostname", "node"),
+    ("instance", "instance"),
+    ("cluster", "cluster"),
+)
+_DCGM_POD: tuple[tuple[str, Attribute], ...] = (("namespace", "namespace"), ("pod", "pod"), ("container", "container"))
 _POD_DEVICES: tuple[tuple[str, Attribute], ...] = (("gpu", "index"), ("uuid", "uuid"))
 _POD: tuple[tuple[str, Attribute], ...] = (
     ("pod_namespace", "namespace"),
@@ -120,22 +133,8 @@ LABELS: dict[LabelSet, LabelNames] = {
         ),
         tenants=True,
     ),
-    "dcgm": LabelNames(
-        "dcgm",
-        device=(
-            ("gpu", "index"),
-            ("UUID", "gpu_uuid"),
-            ("pci_bus_id", "pci_bus_id"),
-            ("device", "device"),
-            ("modelName", "model"),
-            ("GPU_I_PROFILE", "mig_profile"),
-            ("GPU_I_ID", "gpu_instance"),
-            ("hostname", "node"),
-            ("instance", "instance"),
-            ("cluster", "cluster"),
-        ),
-        holder=(("namespace", "namespace"), ("pod", "pod"), ("container", "container")),
-    ),
+    "dcgm": LabelNames("dcgm", (*_DCGM, ("DCGM_FI_DRIVER_VERSION", "driver_version")), _DCGM_POD),
+    "dcgm-4.9": LabelNames("dcgm-4.9", (*_DCGM, ("DCGM_FI_SYSTEM_DRIVER_VERSION", "driver_version")), _DCGM_POD),
     "dcgm-legacy": LabelNames("dcgm-legacy", (*_POD_DEVICES, ("node", "node"), ("cluster", "cluster")), _POD),
     "pod-devices": LabelNames("pod-devices", _POD_DEVICES, _POD),
 }
@@ -145,29 +144,34 @@ LABELS: dict[LabelSet, LabelNames] = {
 # -- names
 
 
-def profile(name: ProfileName, rows: Mapping[str, tuple[Series, ...]], ratios: tuple[Ratio, ...] = ()) -> Profile:
-    """The profile of a column of the table: each series with its kind, its unit and a help that says the unit.
+def profile(
+    name: ProfileName,
+    series: Mapping[str, tuple[Series, ...]],
+    ratios: tuple[Ratio, ...] = (),
+    labels: LabelSet | None = None,
+    last_xid: str | None = None,
+) -> Profile:
+    """A profile of some columns of the table: each series with its kind, its unit and a help that says the unit.
 
-    A name that several keys share says what each of them is.
+    A name that several keys share says what each of them is. ``labels`` None are those of the same name.
     """
     helps: dict[str, dict[str, None]] = {}
-    for key, many in rows.items():
+    for key, many in series.items():
         for one in many:
             helps.setdefault(one.name, {})[CATALOGUE[key].help] = None
-    return Profile(
-        name,
-        {
-            key: tuple([_described(CATALOGUE[key], one, " ".join(helps[one.name])) for one in many])
-            for key, many in rows.items()
-        },
-        tuple([ratio._replace(help=saying_unit(ratio.help, ratio.unit)) for ratio in ratios]),
-        LABELS[name],
-    )
+    found = {
+        key: tuple([_described(CATALOGUE[key], one, " ".join(helps[one.name])) for one in many])
+        for key, many in series.items()
+    }
+    if last_xid is not None:
+        found[LAST_XID.name] = (Series(last_xid, unit=LAST_XID.unit, help=LAST_XID.help),)
+    said = tuple([one._replace(help=saying_unit(one.help, one.unit)) for one in ratios])
+    return Profile(name, found, said, LABELS[labels or name])  # type: ignore[index] # one without labels says whose it has
 
 
 def saying_unit(text: str, unit: str) -> str:
     """A help that ends with the unit, if that is one."""
-    return text if unit in {"", "bool", "bitmask", "state"} else f"{text} Unit: {unit.replace('_', ' ')}."
+    return text if unit in {"", "bool", "bitmask", "state", "code"} else f"{text} Unit: {unit.replace('_', ' ')}."
 
 
 def _described(metric: Metric, one: Series, text: str) -> Series:
@@ -178,28 +182,85 @@ def _described(metric: Metric, one: Series, text: str) -> Series:
     return one._replace(kind=metric.kind, unit=unit, help=saying_unit(text, unit))
 
 
-_OTEL_RATIOS = (
-    Ratio(
-        "gpu_memory_used_percent",
-        "memory_used_bytes",
-        ("memory_total_bytes",),
-        "percent",
-        "Share of the device memory that is in use.",
-        scale=100.0,
-    ),
-    Ratio(
-        "gpu_power_utilization",
-        "power_watts",
-        ("power_limit_watts",),
-        "ratio",
-        "Power drawn, of the limit in force.",
+_SUFFIXES = {
+    "ratio": "_ratio",
+    "bytes": "_bytes",
+    "bytes_per_second": "_bytes_per_second",
+    "watts": "_watts",
+    "celsius": "_celsius",
+    "megahertz": "_MHz",
+    "millijoules": "_mJ",
+    "seconds": "_seconds",
+}
+"""What Prometheus appends to the name of a metric that comes to it by OTLP. A unit in braces, as percent, has none."""
+
+
+def suffixed(name: str, unit: str) -> str:
+    """A name of ``otel`` as its dashboards have it that take it from Prometheus."""
+    return name + _SUFFIXES.get(unit, "")
+
+
+_OTEL = profile(
+    "otel",
+    {key: metric.otel for key, metric in CATALOGUE.items()},
+    (
+        Ratio(
+            "gpu_memory_used_percent",
+            ("memory_used_bytes",),
+            ("memory_total_bytes",),
+            "percent",
+            "Share of the device memory that is in use.",
+            scale=100.0,
+        ),
+        Ratio(
+            "gpu_power_utilization",
+            ("power_watts",),
+            ("power_limit_watts",),
+            "ratio",
+            "Power drawn, of the limit in force.",
+        ),
     ),
 )
+_USED = "Share of the device memory that is in use, of what is not reserved."
+_NVLINK = "What the device sends and receives over all NVLinks, together."
+_NVLINKS = ("nvlink_tx_bytes_per_second", "nvlink_rx_bytes_per_second")
+_AVAILABLE = ("memory_used_bytes", "memory_free_bytes")
 
 PROFILES: dict[ProfileName, Profile] = {
-    "otel": profile("otel", {key: metric.otel for key, metric in CATALOGUE.items() if metric.otel}, _OTEL_RATIOS),
-    "dcgm": profile("dcgm", {key: metric.dcgm for key, metric in CATALOGUE.items() if metric.dcgm}),
-    "dcgm-legacy": profile("dcgm-legacy", {key: metric.legacy for key, metric in CATALOGUE.items() if metric.legacy}),
+    "otel": _OTEL,
+    "otel-suffixed": profile(
+        "otel-suffixed",
+        {
+            key: CATALOGUE[key].suffixed or tuple([one._replace(name=suffixed(one.name, one.unit)) for one in many])
+            for key, many in _OTEL.series.items()
+        },
+        tuple([one._replace(name=suffixed(one.name, one.unit)) for one in _OTEL.ratios]),
+        labels="otel",
+    ),
+    "dcgm": profile(
+        "dcgm",
+        {key: metric.dcgm for key, metric in CATALOGUE.items() if metric.dcgm},
+        (
+            Ratio("DCGM_FI_DEV_FB_USED_PERCENT", ("memory_used_bytes",), _AVAILABLE, "ratio", _USED),
+            Ratio("DCGM_FI_DEV_NVLINK_BANDWIDTH_TOTAL", _NVLINKS, (), "megabytes_per_second", _NVLINK, scale=1e-6),
+        ),
+        last_xid="DCGM_FI_DEV_XID_ERRORS",
+    ),
+    "dcgm-4.9": profile(
+        "dcgm-4.9",
+        {key: tuple([Series(name) for name in names]) for key, names in DCGM_49.items()},
+        (
+            Ratio("DCGM_FI_DEV_FB_USED_RATIO", ("memory_used_bytes",), _AVAILABLE, "ratio", _USED),
+            Ratio("DCGM_FI_DEV_NVLINK_THROUGHPUT_BYTES_PER_SECOND", _NVLINKS, (), "bytes_per_second", _NVLINK),
+        ),
+        last_xid="DCGM_FI_DEV_XID_ERROR",
+    ),
+    "dcgm-legacy": profile(
+        "dcgm-legacy",
+        {key: metric.legacy for key, metric in CATALOGUE.items() if metric.legacy},
+        (Ratio("dcgm_nvlink_bandwidth_total", _NVLINKS, (), "megabytes_per_second", _NVLINK, scale=1e-6),),
+        last_xid="dcgm_xid_errors",
+    ),
 }
 """The profiles that ``--names`` picks from."""
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from topics.catalogue import ALERT_FIRING, CATALOGUE, FAMILIES, FURTHER, HOLDERS, POD_INFO, USAGE
+from topics.catalogue import ALERT_FIRING, CATALOGUE, FAMILIES, FURTHER, HOLDERS, POD_INFO, USAGE, XIDS
 from topics.metric import Info, Labels
 from topics.profiles import PROFILES, Profile
 from topics.topic import PARTITIONS, REPLICATION_FACTOR, SCHEMA, Topic, load_topics
@@ -32,6 +32,7 @@ _SYMBOLS: Mapping[str, str] = {
     "mebibytes": "MiB",
     "bytes_per_second": "bytes/s",
     "kilobytes_per_second": "kB/s",
+    "megabytes_per_second": "MB/s",
     "watts": "W",
     "joules": "J",
     "millijoules": "mJ",
@@ -45,7 +46,11 @@ _SYMBOLS: Mapping[str, str] = {
 
 _PROFILES: Mapping[str, str] = {
     "otel": "The default: OpenTelemetry's names for GPUs, with underscores for dots and without unit suffixes.",
-    "dcgm": "The names and units of dcgm-exporter's counters, of those that NVML has.",
+    "otel-suffixed": "The names of `otel` with their unit at the end, as Prometheus makes them of metrics that come by "
+    "OTLP: the form of l9gpu's dashboards and alerts.",
+    "dcgm": "The names, units and labels of dcgm-exporter up to 4.8, of the fields that NVML has. The power limit is "
+    "the one in force, under both of its names.",
+    "dcgm-4.9": "The names and labels of dcgm-exporter from 4.9 on, with its units, which are base units.",
     "dcgm-legacy": "The names and units of dcgm-exporter 1.x.",
 }
 
@@ -245,10 +250,10 @@ def _profile(profile: Profile) -> str:
         for one in many
     ]
     rows += [
-        (_name(one.name, one.labels), _unit(one.unit), "gauge", f"`{one.numerator}` / {_sum(one.denominators)}")
+        (_name(one.name, one.labels), _unit(one.unit), "gauge", " / ".join(map(_sum, filter(None, one[1:3]))))
         for one in profile.ratios
     ]
-    said = (HOLDERS, POD_INFO) if profile.labels.tenants else (HOLDERS,)
+    said = (HOLDERS, XIDS, POD_INFO) if profile.labels.tenants else (HOLDERS, XIDS)
     table = _table(("series", "unit", "kind", "from"), [*rows, *map(_info, said)])
     return "\n\n".join((f"### {profile.name}", _PROFILES[profile.name], table))
 

@@ -45,12 +45,14 @@ from topics.catalogue import (
     CONFLICT,
     DEVICE_INFO,
     HOLDERS,
+    LAST_XID,
     POD_INFO,
     POD_PARTS,
     POD_XID_ERRORS,
     SPLIT_SCALED,
     UNATTRIBUTED,
     XID_ERRORS,
+    XIDS,
 )
 from topics.metric import Info, Labels, Ratio, Series
 from topics.profiles import INFO, LabelNames, Profile, saying_unit
@@ -59,6 +61,7 @@ _MEMO_SIZE = 4096
 _LAYOUTS = 1024
 _SPARE = 64
 _ONE = (1.0,)
+_NO_COUNTS: Mapping[str, float] = {}
 
 # -- a device's metrics: rows and values in some profiles
 
@@ -84,38 +87,44 @@ class MetricNames:
     def __init__(self, profiles: Sequence[Profile], counted: Mapping[Profile, Collection[str]]) -> None:
         self._series: list[tuple[str, Series, bool]] = []
         self._ratios: list[Ratio] = []
+        further = any(profile.further for profile in profiles)
+        self._counts = [(one.name, _row(one)) for one in (HOLDERS, XIDS) if further]
         self._layouts: dict[tuple[str, ...], _Layout] = {}
         self._rows: dict[Rows, Rows] = {}
-        self._further = any(profile.further for profile in profiles)
         named: set[tuple[str, Labels]] = set()
         for profile in profiles:
             for key in [key for key in CATALOGUE if key in profile.series]:
-                for number, one in enumerate(profile.series[key]):
-                    if (one.name, one.labels) not in named:
-                        named.add((one.name, one.labels))
-                        self._series.append((key, one, not number and key not in counted[profile]))
-            for ratio in profile.ratios:
-                if (ratio.name, ratio.labels) not in named:
-                    named.add((ratio.name, ratio.labels))
-                    self._ratios.append(ratio)
+                for number, series in enumerate(profile.series[key]):
+                    if (series.name, series.labels) not in named:
+                        named.add((series.name, series.labels))
+                        self._series.append((key, series, not number and key not in counted[profile]))
+            for series in profile.series.get(LAST_XID.name, ()):
+                if (series.name, series.labels) not in named:
+                    named.add((series.name, series.labels))
+                    row = Row(series.name, (), series.kind, series.help, series.unit, primary=False)
+                    self._counts.append((LAST_XID.name, row))
+            for one in profile.ratios:
+                if (one.name, one.labels) not in named:
+                    named.add((one.name, one.labels))
+                    self._ratios.append(one)
 
-    def measure(self, metrics: Metrics, holders: int | None = None, rest: Metrics = _NOTHING) -> Measured:
-        """The rows of what is known; equal rows are the same object. ``holders`` None: that is not known.
+    def measure(self, metrics: Metrics, counts: Mapping[str, float] = _NO_COUNTS, rest: Metrics = _NOTHING) -> Measured:
+        """The rows of what is known of a device that has metrics, and of the ``counts`` that are known then; equal rows
+        are the same object.
 
         ``rest`` is written in place of the device's own values; what is made of several keys is made of those.
         """
         keys = tuple(metrics)
         if None in metrics.values():
             keys = tuple(key for key in keys if metrics[key] is not None)
-        if holders is not None and keys and self._further:
-            keys, metrics = (*keys, HOLDERS.name), {**metrics, HOLDERS.name: holders}
-        layout = self._layouts.get(keys)
+        known = (*keys, *counts) if keys else ()
+        layout = self._layouts.get(known)
         if layout is None:
             if len(self._layouts) >= _LAYOUTS:
                 self._layouts.clear()
                 self._rows.clear()
-            layout = self._layouts[keys] = _Layout(self._series, self._ratios, keys, self._same)
-        values = layout.values(metrics)
+            layout = self._layouts[known] = _Layout(self._series, self._ratios, self._counts, known, self._same)
+        values = layout.values(metrics, counts)
         if rest:
             values = layout.with_rest(values, rest)
         if None in values[layout.plain :]:
@@ -135,10 +144,11 @@ class _Layout:
         self,
         series: Iterable[tuple[str, Series, bool]],
         ratios: Iterable[Ratio],
+        counts: Iterable[tuple[str, Row]],
         keys: tuple[str, ...],
         same: Callable[[Iterable[Row]], Rows],
     ) -> None:
-        self._ratios = [ratio for ratio in ratios if all(key in keys for key in ratio.keys)]
+        self._ratios = [one for one in ratios if all(key in keys for key in one.keys)]
         self._converters: list[tuple[str, Callable[[Any], float]]] = []
         rows: list[Row] = []
         for key, one, primary in series:
@@ -146,19 +156,18 @@ class _Layout:
                 as_it_is = one.scale == 1.0 and one.bits is None
                 self._converters.append((key, float if as_it_is else _Scaled(one.of).__getitem__))
                 rows.append(Row(one.name, one.labels, one.kind, one.help, one.unit, primary))
-        if rows and HOLDERS.name in keys:
-            self._converters.append((HOLDERS.name, float))
-            rows.append(_row(HOLDERS))
+        self._counts = [key for key, _ in counts if key in keys and rows]
+        rows += [row for key, row in counts if key in self._counts]
         self.plain = len(rows)
         made = [Row(one.name, one.labels, one.kind, one.help, one.unit, primary=False) for one in self._ratios]
         self.rows = same([*rows, *made])
 
-    def values(self, metrics: Metrics) -> list[float | None]:
+    def values(self, metrics: Metrics, counts: Mapping[str, float]) -> list[float | None]:
         """The value of each row; None for a ratio of which the denominator is zero."""
         values: list[float | None] = [convert(metrics[key]) for key, convert in self._converters]
-        for ratio in self._ratios:
-            numerator, *denominators = [metrics[key] for key in ratio.keys]
-            values.append(ratio.of(numerator, sum(denominators)))  # type: ignore[arg-type] # all of them are known
+        values += [counts[key] for key in self._counts]
+        known: Any = metrics  # all that is asked of it is known
+        values += [one.of(known) for one in self._ratios]
         return values
 
     def with_rest(self, values: list[float | None], rest: Metrics) -> list[float | None]:
@@ -166,7 +175,7 @@ class _Layout:
         written = [convert(rest[key]) if key in rest else None for key, convert in self._converters]
         return [
             *(old if new is None else new for old, new in zip(values, written, strict=False)),
-            *values[self.plain :],
+            *values[len(written) :],
         ]
 
 
@@ -433,6 +442,7 @@ class Cache:
     withheld: Counter[Withheld] = field(default_factory=Counter)
     contested: bool = False
     claimed: list[int] = field(default_factory=list)
+    last_xids: dict[str, int] = field(default_factory=dict)
     reductions: dict[tuple[Made, tuple[int, ...]], SeriesSet] = field(default_factory=dict)
 
     def reduced(self, made: Made, rows: tuple[int, ...]) -> SeriesSet:
@@ -505,6 +515,7 @@ class Translator:
     def profiles(self, profiles: tuple[Profile, ...]) -> None:
         self._profiles = profiles
         self._label_names = tuple({one.labels.name: one.labels for one in profiles if one.further}.values())
+        self._has_last_xid = any(LAST_XID.name in profile.series for profile in profiles)
         self._info = self._relabelling.with_meta or any(profile.labels.info for profile in profiles)
         self._pod_uids = all(profile.labels.pod_uid for profile in profiles)
         self._metric_names: dict[tuple[Profile, ...], MetricNames] = {}
@@ -527,11 +538,13 @@ class Translator:
         for device in sample.devices:
             was, rest = self._labelled(where, device, cache), _NOTHING
             devices.append((device, was.pods, was.bare))
-            holders = None if sample.attribution == "none" else len(was.pods)
+            counts = {} if sample.attribution == "none" else {HOLDERS.name: float(len(was.pods))}
+            if device.xids or (device.info and device.mig is None):  # who says what a GPU is watches its XIDs
+                counts |= self._xids(device, cache)
             if self._by_pod:
                 rest = self._parts(device, was, found)
             for number, one in enumerate(was.written):
-                rows, values = one.names.measure(device.metrics, holders, rest)
+                rows, values = one.names.measure(device.metrics, counts, rest)
                 if rows:
                     if one.made is None or one.made.rows is not rows:
                         one.made = self._make(SeriesSet(one.labels, rows), was.of, was.of.held)
@@ -542,6 +555,25 @@ class Translator:
         if found.sets != cache.sets or cache.contested:
             self._choose(found.sets, cache)
         return (found.keys, found.groups) if cache.cut is None else found.left(cache.cut)
+
+    def _xids(self, device: AttributedDevice, cache: Cache) -> dict[str, float]:
+        """How many XID errors a device has had, and the code of the last one: 0 if the producer has seen none. Of
+        several codes that came before this sink's first tick, none is known to be the last.
+        """
+        counts = {XIDS.name: float(sum(device.xids.values()))}
+        if not self._has_last_xid:
+            return counts
+        seen = [event.code for event in device.events or () if event.kind == "xid" and event.code is not None]
+        codes = [int(code) for code in device.xids if code.isdecimal()]
+        if seen:
+            cache.last_xids[device.uuid] = seen[-1]
+        elif not codes:
+            cache.last_xids[device.uuid] = 0
+        elif device.uuid not in cache.last_xids and len(codes) == 1:
+            cache.last_xids[device.uuid] = codes[0]
+        if device.uuid in cache.last_xids:
+            counts[LAST_XID.name] = float(cache.last_xids[device.uuid])
+        return counts
 
     def _parts(self, device: AttributedDevice, was: _Labelled, found: "_Found") -> Metrics:
         """Find the sets of the pods' parts of a device; the rest is what is written of the device itself."""

@@ -800,7 +800,7 @@ def metric_of(truth: Truth, name: str) -> Answer:
             found |= grouped((({**row, **labels}, v) for row, v in each(truth.now(), name, **labels)), by, max)
     for ratio in (one for one in PROFILES["otel"].ratios if one.name == name):
         for device in truth.now():
-            top, bottom = (device.device.metrics.get(key) for key in (ratio.numerator, *ratio.denominators))
+            top, bottom = (device.device.metrics.get(key) for key in ratio.keys)
             if top is not None and bottom:
                 found |= grouped([(device.labels, top / bottom * ratio.scale)], INSTANCE)
     return found

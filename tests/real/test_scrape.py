@@ -23,7 +23,7 @@ from sinks.settings import ScrapeSettings
 from tests.eventually import LIMIT_S, eventually, eventually_sync
 from tests.real.conftest import need
 from tests.real.servers import KafkaServer, PrometheusServer, find_prometheus, find_promtool
-from tests.sinks.scrape.fleet import exposed, full_node, node, parsed, samples
+from tests.sinks.scrape.fleet import exposed, full_node, node, samples, types
 from tests.sinks.scrape.handler import shown
 from topics.catalogue import POD_INFO
 from topics.profiles import LABELS, PROFILES, LabelSet, ProfileName
@@ -64,7 +64,7 @@ def check(text: str) -> set[tuple[str, str]]:
 @pytest.mark.parametrize(("names", "label_set"), list(product(PROFILES, LABELS)))
 def test_promtool_finds_only_what_the_profiles_own_names_force(names: ProfileName, label_set: LabelSet) -> None:
     text = exposed(shown(full_node(), names, label_set=label_set))
-    described = {family.name: family.type for family in parsed(text) if family.name != POD_INFO.name}
+    described = {name: kind for name, kind in types(text).items() if name != POD_INFO.name}
     model_name = {(name, CAMEL_CASE) for name in described} if label_set == "dcgm" else set()
     counters = {name for name, kind in described.items() if kind == "counter" and not name.endswith("_total")}
     named = {one.name for many in PROFILES[names].series.values() for one in many}

@@ -3,6 +3,7 @@
 import re
 from collections import Counter
 from itertools import chain
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -10,8 +11,8 @@ from hypothesis import strategies as st
 
 from tests.topics.records import own_labels
 from topics.catalogue import ALERT_FIRING, CATALOGUE, FAMILIES, FURTHER, HOLDERS, POD_INFO
-from topics.metric import Ratio, Series
-from topics.profiles import PROFILES, ProfileName
+from topics.metric import SCALED, Ratio, Series
+from topics.profiles import PROFILES, ProfileName, suffixed
 
 KEYS = """
 ecc_corrected_aggregate_total ecc_uncorrected_aggregate_total retired_pages_single_bit_total
@@ -83,7 +84,7 @@ def test_no_two_series_of_a_profile_have_one_name_and_one_set_of_labels(profile:
 
 def test_a_name_has_one_series_for_each_device_or_its_table_says_what_they_are_together() -> None:
     shared: dict[str, dict[str, None]] = {}
-    for profile in PROFILES:
+    for profile in [name for name in PROFILES if name != "otel-suffixed"]:
         made = [(one.name, key) for key, many in PROFILES[profile].series.items() for one in many]
         made += [(ratio.name, "") for ratio in PROFILES[profile].ratios]
         several = {name for name, count in Counter(name for name, _ in made).items() if count > 1}
@@ -106,11 +107,16 @@ def test_all_series_of_a_name_have_one_unit_and_are_of_one_kind(profile: Profile
     assert {name: found for name, found in meant.items() if len(found) > 1} == {}
 
 
+def stem(profile: ProfileName, one: Series | Ratio) -> str:
+    """What ``otel`` calls a series of ``otel-suffixed``; any other by its own name."""
+    return one.name.removesuffix(suffixed("", one.unit)) if profile == "otel-suffixed" else one.name
+
+
 @every_profile
 def test_only_the_label_of_its_family_tells_the_series_of_a_name_apart(profile: ProfileName) -> None:
     found: dict[str, set[frozenset[tuple[str, str]]]] = {}
     for one in every_series(profile):
-        rest = [pair for pair in one.labels if pair[0] != getattr(FAMILIES.get(one.name), "label", None)]
+        rest = [pair for pair in one.labels if pair[0] != getattr(FAMILIES.get(stem(profile, one)), "label", None)]
         found.setdefault(one.name, set()).add(frozenset(rest))
 
     assert {name: rest for name, rest in found.items() if len(rest) > 1} == {}
@@ -133,6 +139,8 @@ WHOLES = {
 @every_profile
 def test_what_is_counted_or_measured_twice_has_names_that_are_never_added_up(profile: ProfileName) -> None:
     names = {key: {one.name for one in many} for key, many in PROFILES[profile].series.items()}
+    if profile == "otel-suffixed":
+        del names["memory_clock_hz"]  # under the name of the others, as l9gpu's dashboards ask for it
 
     assert {(a, b) for a, many in WHOLES.items() for b in many if names.get(a, set()) & names.get(b, set())} == set()
 
@@ -197,7 +205,7 @@ def test_the_otel_profile_tells_its_series_apart_by_these_labels() -> None:
     }
 
 
-@pytest.mark.parametrize("profile", ["dcgm", "dcgm-legacy"])
+@pytest.mark.parametrize("profile", ["dcgm", "dcgm-4.9", "dcgm-legacy"])
 def test_the_dcgm_profiles_tell_series_apart_by_name_alone(profile: ProfileName) -> None:
     assert own_labels(profile) == frozenset()
 
@@ -260,9 +268,27 @@ def test_the_causes_of_throttling_are_the_bits_that_are_set(reasons: int, causes
 
 
 def test_the_percentage_of_memory_in_use_is_0_to_100() -> None:
-    ratio = next(one for one in PROFILES["otel"].ratios if one.name == "gpu_memory_used_percent")
+    (share,) = [one for one in PROFILES["otel"].ratios if one.name == "gpu_memory_used_percent"]
+    percents = [share.of({"memory_used_bytes": used, "memory_total_bytes": 64}) for used in (64, 0, 16)]
 
-    assert (ratio.of(64, 64), ratio.of(0, 64), ratio.of(16, 64), ratio.of(1, 0)) == (100.0, 0.0, 25.0, None)
+    assert percents == [100.0, 0.0, 25.0]
+    assert share.of({"memory_used_bytes": 1, "memory_total_bytes": 0}) is None
+
+
+def test_dcgms_share_of_memory_is_of_what_is_not_reserved_and_0_to_1() -> None:
+    (share,) = [one for one in PROFILES["dcgm"].ratios if one.name == "DCGM_FI_DEV_FB_USED_PERCENT"]
+
+    assert share.of({"memory_used_bytes": 30, "memory_free_bytes": 10}) == 0.75
+
+
+def test_dcgms_nvlink_bandwidth_is_that_of_both_directions() -> None:
+    both = {"nvlink_tx_bytes_per_second": 3e9, "nvlink_rx_bytes_per_second": 1e9}
+    names = {"dcgm": "DCGM_FI_DEV_NVLINK_BANDWIDTH_TOTAL", "dcgm-4.9": "DCGM_FI_DEV_NVLINK_THROUGHPUT_BYTES_PER_SECOND"}
+    found = {
+        one.name: one.of(both) for profile in PROFILES.values() for one in profile.ratios if set(both) == {*one.keys}
+    }
+
+    assert found == {names["dcgm"]: 4000.0, names["dcgm-4.9"]: 4e9, "dcgm_nvlink_bandwidth_total": 4000.0}
 
 
 @every_profile
@@ -270,6 +296,86 @@ def test_what_is_derived_is_made_of_keys_of_the_catalogue(profile: ProfileName) 
     assert {key for one in PROFILES[profile].ratios for key in one.keys} <= set(CATALOGUE)
 
 
-@pytest.mark.parametrize("key", ["memory_total_bytes", "graphics_clock_hz", "fan_speed_ratio", "clock_event_reasons"])
-def test_a_key_that_dcgm_has_no_default_name_for_is_absent_there(key: str) -> None:
+@pytest.mark.parametrize("key", ["graphics_clock_hz", "gpu_utilization_max_ratio", "power_mean_watts"])
+def test_a_key_that_dcgm_has_no_field_for_is_absent_there(key: str) -> None:
     assert key not in PROFILES["dcgm"].series
+    assert key not in PROFILES["dcgm-4.9"].series
+
+
+RENAMED = {
+    "DCGM_FI_DEV_SM_CLOCK": ("DCGM_FI_DEV_SM_CLOCK_HERTZ", 1e6),
+    "DCGM_FI_DEV_MEM_CLOCK": ("DCGM_FI_DEV_MEMORY_CLOCK_HERTZ", 1e6),
+    "DCGM_FI_DEV_MEMORY_TEMP": ("DCGM_FI_DEV_MEMORY_TEMP_CELSIUS", 1),
+    "DCGM_FI_DEV_GPU_TEMP": ("DCGM_FI_DEV_GPU_TEMP_CELSIUS", 1),
+    "DCGM_FI_DEV_POWER_USAGE": ("DCGM_FI_DEV_BOARD_POWER_WATTS", 1),
+    "DCGM_FI_DEV_TOTAL_ENERGY_CONSUMPTION": ("DCGM_FI_DEV_GPU_ENERGY_JOULES_TOTAL", 1e-3),
+    "DCGM_FI_DEV_PCIE_REPLAY_COUNTER": ("DCGM_FI_DEV_PCIE_REPLAY_TOTAL", 1),
+    "DCGM_FI_DEV_GPU_UTIL": ("DCGM_FI_DEV_GPU_UTIL_RATIO", 1e-2),
+    "DCGM_FI_DEV_MEM_COPY_UTIL": ("DCGM_FI_DEV_MEMORY_UTIL_RATIO", 1e-2),
+    "DCGM_FI_DEV_ENC_UTIL": ("DCGM_FI_DEV_ENC_UTIL_RATIO", 1e-2),
+    "DCGM_FI_DEV_DEC_UTIL": ("DCGM_FI_DEV_DEC_UTIL_RATIO", 1e-2),
+    "DCGM_FI_DEV_FB_FREE": ("DCGM_FI_DEV_FB_FREE_BYTES", 1 << 20),
+    "DCGM_FI_DEV_FB_USED": ("DCGM_FI_DEV_FB_USED_BYTES", 1 << 20),
+    "DCGM_FI_DEV_FB_RESERVED": ("DCGM_FI_DEV_FB_RESERVED_BYTES", 1 << 20),
+    "DCGM_FI_DEV_UNCORRECTABLE_REMAPPED_ROWS": ("DCGM_FI_DEV_ROW_REMAP_UNCORRECTABLE_TOTAL", 1),
+    "DCGM_FI_DEV_CORRECTABLE_REMAPPED_ROWS": ("DCGM_FI_DEV_ROW_REMAP_CORRECTABLE_TOTAL", 1),
+    "DCGM_FI_DEV_ROW_REMAP_FAILURE": ("DCGM_FI_DEV_ROW_REMAP_FAILED", 1),
+    "DCGM_FI_PROF_GR_ENGINE_ACTIVE": ("DCGM_FI_PROF_GR_ENGINE_UTIL_RATIO", 1),
+    "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE": ("DCGM_FI_PROF_TENSOR_UTIL_RATIO", 1),
+    "DCGM_FI_PROF_DRAM_ACTIVE": ("DCGM_FI_PROF_DRAM_UTIL_RATIO", 1),
+}
+"""Of the 23 default fields that dcgm-exporter 4.9 renames: those of the catalogue, and how much its unit is smaller.
+The others are the last XID error, the driver's version, which is a label, and NVLink's throughput (MB/s, now bytes/s).
+"""
+
+
+def test_what_dcgm_exporter_renamed_has_both_names_and_both_units() -> None:
+    found: dict[str, Any] = {
+        old.name: (new.name, pytest.approx(new.of(1 << 40) / old.of(1 << 40)))
+        for key, (old, *_) in PROFILES["dcgm"].series.items()
+        for new in PROFILES["dcgm-4.9"].series.get(key, ())[:1]
+        if old.name in RENAMED
+    }
+
+    assert found == RENAMED
+    assert len(RENAMED) + 3 == 23
+
+
+def test_the_units_of_the_newer_dcgm_are_base_units() -> None:
+    scaled = {one.unit for one in every_series("dcgm-4.9")} & {*SCALED.values(), "megabytes_per_second"}
+
+    assert scaled == set()
+
+
+def test_the_suffixed_names_are_those_of_otel_with_their_unit() -> None:
+    """Names as l9gpu's dashboards and alerts ask for them."""
+    asked = """
+        gpu_utilization_ratio gpu_memory_utilization_ratio gpu_memory_used_percent gpu_memory_used_bytes
+        gpu_memory_free_bytes gpu_memory_total_bytes gpu_temperature_celsius gpu_power_draw_watts gpu_power_state
+        gpu_power_utilization_ratio gpu_fan_speed_ratio gpu_clock_frequency_MHz gpu_encode_utilization_ratio
+        gpu_decode_utilization_ratio gpu_pcie_throughput_bytes_per_second gpu_pcie_replay_count gpu_ecc_errors
+        gpu_interconnect_throughput_bytes_per_second gpu_row_remap_count gpu_throttle_reason gpu_energy_consumption_mJ
+        gpu_sm_active_ratio gpu_sm_occupancy_ratio gpu_dram_active_ratio gpu_gr_engine_active_ratio
+        gpu_pipe_tensor_active_ratio gpu_pipe_fp64_active_ratio gpu_pipe_fp32_active_ratio gpu_pipe_fp16_active_ratio
+    """
+
+    assert set(asked.split()) <= {one.name for one in every_series("otel-suffixed")}
+    assert len(every_series("otel-suffixed")) == len(every_series("otel"))
+    clocks = {one.labels for one in every_series("otel-suffixed") if one.name == "gpu_clock_frequency_MHz"}
+    assert clocks == {(("gpu_clock_type", kind),) for kind in ("graphics", "sm", "memory")}
+
+
+@every_profile
+def test_every_series_says_its_unit_and_its_help_says_it_too(profile: ProfileName) -> None:
+    plain = {"bool", "bitmask", "state", "code"}
+    for one in every_series(profile):
+        assert one.unit
+        assert one.help
+        assert one.unit in plain or one.help.endswith(f" Unit: {one.unit.replace('_', ' ')}.")
+
+
+@every_profile
+def test_a_name_has_one_help(profile: ProfileName) -> None:
+    helps = {(one.name, one.help) for one in every_series(profile)}
+
+    assert len({name for name, _ in helps}) == len(helps)

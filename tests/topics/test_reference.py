@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from topics import TOPICS, reference
-from topics.catalogue import CATALOGUE, FURTHER, HOLDERS, POD_INFO
+from topics.catalogue import CATALOGUE, FURTHER, HOLDERS, POD_INFO, XIDS
 from topics.profiles import PROFILES, ProfileName
 
 
@@ -35,7 +35,7 @@ def test_every_series_of_a_profile_has_a_row_in_its_section_and_in_no_other(prof
     rows = [line for line in section(profile).splitlines() if line.startswith("| `")]
     series = [one for many in PROFILES[profile].series.values() for one in many]
 
-    infos = [HOLDERS, POD_INFO] if PROFILES[profile].labels.tenants else [HOLDERS]
+    infos = [HOLDERS, XIDS, *([POD_INFO] if PROFILES[profile].labels.tenants else [])]
     assert len(rows) == len(series) + len(PROFILES[profile].ratios) + len(infos)
     assert all(any(row.startswith(f"| `{one.name}`") for row in rows) for one in infos)
     assert all(any(row.startswith(f"| `{one.name}") for row in rows) for one in series)

@@ -130,7 +130,12 @@ def test_an_xid_error_of_another_code_begins_a_series_and_ends_none() -> None:
     counts: list[dict[str, int]] = [{"79": 1}, {"79": 2, "48": 1}]
     ticks = play(series(), *(sample(n, device(xids=xids)) for n, xids in enumerate(counts, 1)))
     found = [
-        {dict(row.labels)["xid"]: value for g in tick.groups for row, value in rows_of(g) if "xid" in row.name}
+        {
+            dict(row.labels)["xid"]: value
+            for g in tick.groups
+            for row, value in rows_of(g)
+            if row.name == "gpu_xid_errors_total"
+        }
         for tick in ticks
     ]
     assert found == counts

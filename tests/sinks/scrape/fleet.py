@@ -75,6 +75,11 @@ def exposed(groups: Iterable[SampleGroup]) -> str:
     return exposition(groups).decode()
 
 
+def types(text: str) -> dict[str, str]:
+    """The type of each family of an exposition."""
+    return dict(re.findall(r"^# TYPE (\S+) (\S+)$", text, re.MULTILINE))
+
+
 def parsed(text: str) -> list[Metric]:
     """The families of an exposition, as the client library's own parser reads them, with the names that are there.
 

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import pytest
 from prometheus_client import Metric
 
-from tests.sinks.scrape.fleet import parsed
-from tests.sinks.scrape.handler import Bench, FakeRecord
-from topics.profiles import LabelSet, ProfileName
+from tests.sinks.scrape.fleet import exposed, full_node, parsed
+from tests.sinks.scrape.handler import Bench, FakeRecord, shown
+from topics.profiles import PROFILES, LabelSet, ProfileName
 
 GOLDEN = Path(__file__).parent / "golden"
 NODE = (GOLDEN / "node.json").read_bytes()
@@ -52,19 +52,38 @@ class Exporter(NamedTuple):
     gauges: frozenset[str] = frozenset()
 
 
+OURS = (
+    Extra("how many pods hold a device", lambda name, _: name == "gpu_holders"),
+    Extra("what a device is, in one series", lambda name, _: name == "gpu_info"),
+    Extra("how many XID errors it has had", lambda name, _: name == "gpu_xid_errors"),
+)
 DCGM = Exporter(
     "dcgm-exporter.txt",
     "dcgm",
     "dcgm",
     labels_of_theirs=(
-        Difference("which driver a node has is on gpu_info, not on every series", {"DCGM_FI_DRIVER_VERSION"}),
         Difference(
             "a device that several pods hold carries no holder: theirs names the last one that it found",
             {"namespace", "pod", "container"},
             lambda labels: labels["UUID"] == SHARED,
         ),
     ),
-    series_of_ours=(Extra("how many pods hold a device", lambda name, _: name == "gpu_holders"),),
+    series_of_ours=(
+        *OURS,
+        Extra(
+            "what this file of counters does not collect, or only with more labels",
+            lambda name, _: (
+                name
+                in {
+                    "DCGM_FI_DEV_ENFORCED_POWER_LIMIT",
+                    "DCGM_FI_DEV_FB_TOTAL",
+                    "DCGM_FI_DEV_FB_USED_PERCENT",
+                    "DCGM_FI_DEV_POWER_MGMT_LIMIT",
+                    "DCGM_FI_DEV_XID_ERRORS",
+                }
+            ),
+        ),
+    ),
 )
 
 POD_DEVICES = Exporter(
@@ -79,7 +98,8 @@ POD_DEVICES = Exporter(
         ),
     ),
     series_of_ours=(
-        Extra("how many pods hold a device", lambda name, _: name == "gpu_holders"),
+        *OURS,
+        Extra("the script reads no XID errors", lambda name, _: name == "dcgm_xid_errors"),
         Extra("the 1.x script lists no MIG devices", lambda _, labels: labels["uuid"] == MIG),
         Extra(
             "the 2.x exporter's 1.x names, which are in the profile too, have these; the script has not",
@@ -150,3 +170,20 @@ def test_every_label_of_pod_devices_is_one_of_five() -> None:
     labels = {name for family in theirs(POD_DEVICES) for one in family.samples for name in one.labels}
 
     assert labels == {"container_name", "gpu", "pod_name", "pod_namespace", "uuid"}
+
+
+def golden(profile: ProfileName) -> tuple[Path, str]:
+    """The file of a profile, and what is shown in it of a node of whole, shared and MIG GPUs that has every key."""
+    return GOLDEN / f"{profile}.txt", exposed(shown(full_node(), profile))
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_a_profile_says_of_a_node_what_its_file_says(profile: ProfileName) -> None:
+    path, text = golden(profile)
+
+    assert text == path.read_text()
+
+
+if __name__ == "__main__":  # writes the files, for whoever reads what has changed in them
+    for path, text in map(golden, PROFILES):
+        path.write_text(text)

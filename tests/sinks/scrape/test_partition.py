@@ -125,7 +125,8 @@ async def test_parts_of_a_shared_device_are_shown_while_it_is_shared() -> None:
 
     await bench.deliver(_tick(2, _device("a", 0.5, "next")))
     assert _memory(bench) == {}
-    assert {one.name for one in samples(bench.shown())} == {"gpu_holders", "gpu_pod_info", "gpu_utilization"}
+    names = {one.name for one in samples(bench.shown())}
+    assert names == {"gpu_holders", "gpu_pod_info", "gpu_utilization"}
 
 
 def _memory(bench: Bench) -> dict[str | None, float]:

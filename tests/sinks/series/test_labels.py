@@ -139,7 +139,7 @@ def test_a_device_that_several_pods_hold_carries_no_holder_labels(label_set: Any
 @pytest.mark.parametrize("label_set", LABELS)
 def test_a_pod_that_only_its_processes_show_is_a_holder_as_any_other(label_set: Any) -> None:
     other = {**BERT, "pod": "bert-1", "pod_uid": "u2", "observed": True}
-    pod = {"otel": "k8s_pod_name", "dcgm": "pod"}.get(label_set, "pod_name")
+    pod = {"otel": "k8s_pod_name", "dcgm": "pod", "dcgm-4.9": "pod"}.get(label_set, "pod_name")
 
     assert of(label_set, BERT, other) == of(label_set)
     assert of(label_set, other)[pod] == "bert-1"

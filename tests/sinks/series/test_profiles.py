@@ -8,6 +8,7 @@ import pytest
 from sinks.series.model import SampleGroup, primaries
 from sinks.series.translation import Cache, Translator
 from tests.sinks.scrape.fleet import full_node, node
+from topics.catalogue import XIDS
 from topics.profiles import LABELS, PROFILES, ProfileName
 
 Written = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -39,7 +40,8 @@ def test_several_profiles_write_what_each_writes_alone(names: tuple[ProfileName,
 
 def test_what_two_profiles_call_alike_with_the_same_labels_is_written_once_as_the_first_says_it() -> None:
     legacy = replace(PROFILES["dcgm-legacy"], labels=LABELS["otel"])
-    other = replace(legacy, name="other", series={"power_watts": (legacy.series["power_watts"][0]._replace(help="x"),)})
+    (power,) = legacy.series["power_watts"]
+    other = replace(legacy, name="other", series={"power_watts": (power._replace(help="x"),)})
     groups = Translator([legacy, other]).translate(full_node(), Cache())[1]
 
     assert written(groups) == written(Translator([legacy]).translate(full_node(), Cache())[1])
@@ -51,7 +53,11 @@ def test_profiles_with_the_same_labels_share_a_set_of_series() -> None:
     tick = node({"uuid": "GPU-a", "metrics": {"power_watts": 1.5, "fan_speed_ratio": 0.5}})
     (group,) = Translator([PROFILES["otel"], legacy]).translate(tick, Cache())[1]
 
-    assert [row.name for row in group.series.rows] == ["gpu_power_draw", "gpu_fan_speed", "dcgm_power_usage"]
+    assert [row.name for row in group.series.rows] == [
+        "gpu_power_draw",
+        "gpu_fan_speed",
+        "dcgm_power_usage",
+    ]
 
 
 def test_a_value_counts_once_however_many_profiles_write_it() -> None:
@@ -82,3 +88,47 @@ def test_a_device_of_which_nothing_is_known_is_written_once() -> None:
     same = [replace(one, labels=replace(one.labels, device=(("uuid", "uuid"),))) for one in both]
 
     assert list(written(Translator(same).translate(bare, Cache())[1]).values()) == [1.0]
+
+
+INFO = {"driver_version": "580.65.06"}
+
+
+def xids(*ticks: dict[str, Any]) -> list[dict[str, float]]:
+    """What is said of XID errors in each tick of a device, in the names of dcgm."""
+    translator, cache = Translator([PROFILES["dcgm"]]), Cache()
+    found = []
+    for tick in ticks:
+        metrics = {"power_watts": 1.5}
+        groups = translator.translate(node({"uuid": "GPU-a", "metrics": metrics, **tick}), cache)[1]
+        named = {name: value for (name, _), value in written(groups).items()}
+        found.append({name: value for name, value in named.items() if name in {"DCGM_FI_DEV_XID_ERRORS", XIDS.name}})
+    return found
+
+
+def test_the_last_xid_error_is_said_until_another_comes_or_the_producer_begins_again() -> None:
+    events = [{"kind": "xid", "code": 31}, {"kind": "xid", "code": 79}]
+    counts = {"31": 2, "79": 1}
+    ticks = ({"info": INFO}, {"info": INFO, "xids": counts, "events": events}, {"info": INFO, "xids": counts})
+
+    assert xids(*ticks, {"info": INFO}) == [
+        {"DCGM_FI_DEV_XID_ERRORS": 0.0, "gpu_xid_errors": 0.0},
+        {"DCGM_FI_DEV_XID_ERRORS": 79.0, "gpu_xid_errors": 3.0},
+        {"DCGM_FI_DEV_XID_ERRORS": 79.0, "gpu_xid_errors": 3.0},
+        {"DCGM_FI_DEV_XID_ERRORS": 0.0, "gpu_xid_errors": 0.0},
+    ]
+
+
+def test_of_several_codes_that_came_before_the_sink_none_is_said_to_be_the_last() -> None:
+    assert xids({"xids": {"31": 2}}, {}) == [{"DCGM_FI_DEV_XID_ERRORS": 31.0, "gpu_xid_errors": 2.0}, {}]
+    assert xids({"xids": {"31": 2, "79": 1}}) == [{"gpu_xid_errors": 3.0}]
+
+
+@pytest.mark.parametrize(
+    ("names", "label"),
+    [("dcgm", "DCGM_FI_DRIVER_VERSION"), ("dcgm-4.9", "DCGM_FI_SYSTEM_DRIVER_VERSION"), ("otel", None)],
+)
+def test_the_drivers_version_is_a_label_where_the_exporter_has_it(names: ProfileName, label: str | None) -> None:
+    groups = translated(names, tick=node({"uuid": "GPU-a", "info": INFO, "metrics": {"power_watts": 1.5}}))
+    labels = dict(next(group.series.labels for group in groups if group.series.subject == "metrics"))
+
+    assert {name for name, value in labels.items() if value == "580.65.06"} == {label} - {None}

@@ -56,7 +56,7 @@ def rows(label_set: Any, found: list[Beside]) -> list[tuple[Row, float, dict[str
 def values(label_set: Any, *holders: dict[str, Any], **more: Any) -> dict[tuple[str, str | None], float]:
     """The value of each series, by its name and pod."""
     found = rows(label_set, others(label_set, *holders, **more))
-    pod = {"otel": "k8s_pod_name", "dcgm": "pod"}.get(label_set, "pod_name")
+    pod = {"otel": "k8s_pod_name", "dcgm": "pod", "dcgm-4.9": "pod"}.get(label_set, "pod_name")
     return {(row.name, labels.get(pod)): value for row, value, labels in found}
 
 
@@ -176,7 +176,7 @@ def xid(code: int, *holders: dict[str, Any] | None) -> dict[str, Any]:
 def test_a_pods_xid_errors_are_those_that_came_while_it_alone_held_the_device(label_set: Any) -> None:
     events = [xid(31, BERT), xid(31, BERT), xid(79, BERT), xid(31, None), xid(13, BERT, OTHER), xid(13), {"kind": "x"}]
     found = rows(label_set, others(label_set, OTHER, events=events))
-    pod = {"otel": "k8s_pod_name", "dcgm": "pod"}.get(label_set, "pod_name")
+    pod = {"otel": "k8s_pod_name", "dcgm": "pod", "dcgm-4.9": "pod"}.get(label_set, "pod_name")
 
     assert {(row.name, labels[pod], labels["xid"], value) for row, value, labels in found} == {
         ("gpu_pod_xid_errors", "bert-0", "31", 2.0),
