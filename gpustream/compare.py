@@ -14,6 +14,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any, Literal, NamedTuple
 
 import aiohttp
@@ -28,7 +29,6 @@ from gpustream.topics import FAILED, show
 from sinks.receiver import Credentials
 from sinks.series import counters
 from sinks.settings import HttpSettings, url_mistakes
-from topics.catalogue import CATALOGUE
 from topics.profiles import PROFILES
 
 Verdict = Literal["same", "timing", "unit", "value", "holder", "missing", "unknown"]
@@ -47,6 +47,7 @@ _UUIDS, _INDEXES = ("UUID", "uuid", "gpu_uuid"), ("gpu", "gpu_index")
 _NODES = ("Hostname", "hostname", "k8s_node_name", "host_name", "node", "instance")
 _NAMESPACES = ("exported_namespace", "pod_namespace", "k8s_namespace_name", "namespace")
 _PODS = ("exported_pod", "pod_name", "k8s_pod_name", "pod")
+"""Where a scrape's own labels win, those of the holder are ``exported_``, and ``pod`` is the exporter's own."""
 _FACTORS = (100.0, 1e3, 1e6, 1e9, 1024.0, 1024.0**2, 1e6 / 1024**2)
 
 Labels = Mapping[str, str]
@@ -92,7 +93,8 @@ class Device(NamedTuple):
 
 
 class _Quantity(NamedTuple):
-    """What a series measures: a key of the catalogue, or its own name. ``scale`` takes that to the series' unit."""
+    """What a series measures: a key of the catalogue, several of them, or its own name. ``scale`` takes that to the
+    series' unit."""
 
     key: str
     scale: float = 1.0
@@ -113,17 +115,23 @@ def device(labels: Labels, uuids: Mapping[tuple[str, str], str]) -> Device | Non
     return Device(labels.get("gpu_mig_uuid") or uuid, labels.get("GPU_I_ID", ""))
 
 
-_KNOWN: dict[str, list[tuple[Labels, _Quantity]]] = {}
-for _profile in PROFILES.values():
-    for _key, _many in _profile.series.items():
-        for _one in _many:
-            if _one.bits is None:
-                _KNOWN.setdefault(_one.name, []).append((dict(_one.labels), _Quantity(_key, _one.scale)))
+@cache
+def _known() -> dict[str, list[tuple[Labels, _Quantity]]]:
+    """What each name of a profile measures, with the labels that tell it from others of that name."""
+    found: dict[str, list[tuple[Labels, _Quantity]]] = {}
+    for profile in PROFILES.values():
+        for key, many in profile.series.items():
+            for one in [one for one in many if one.bits is None]:
+                found.setdefault(one.name, []).append((dict(one.labels), _Quantity(key, one.scale)))
+        for ratio in profile.ratios:
+            key = "/".join("+".join(keys) for keys in ((ratio.numerator,), ratio.denominators) if keys)
+            found.setdefault(ratio.name, []).append((dict(ratio.labels), _Quantity(key, ratio.scale)))
+    return found
 
 
 def quantity(labels: Labels) -> _Quantity:
-    """What a series measures, by its name and the labels that tell it from others of that name."""
-    for own, found in _KNOWN.get(labels["__name__"], ()):
+    """What a series measures, by its name and labels."""
+    for own, found in _known().get(labels["__name__"], ()):
         if own.items() <= labels.items():
             return found
     told = sorted((name, labels[name]) for name in ("xid", "gpu_throttle_cause", "gpu_task_type") if name in labels)
@@ -177,6 +185,7 @@ def compared(theirs: Sequence[Reading], ours: Sequence[Reading], tolerance: floa
         for one in (*theirs, *ours)
         if (index := _first(one.labels, _INDEXES)) and (uuid := _first(one.labels, _UUIDS))
     }
+    theirs, ours = _with_holders(theirs), _with_holders(ours)
     of_theirs = _grouped([one for one in theirs if not one.ended], uuids)
     of_ours = _grouped([one for one in ours if not one.ended], uuids)
     ended = _grouped([one for one in ours if one.ended], uuids)
@@ -203,6 +212,14 @@ def compared(theirs: Sequence[Reading], ours: Sequence[Reading], tolerance: floa
     return Comparison(tuple(sorted(rows, key=lambda row: (row.device, row.quantity))), tuple(sorted(only)))
 
 
+def _with_holders(readings: Sequence[Reading]) -> Sequence[Reading]:
+    """The same without the exporter's own pod, where a side says that it has its holders in other labels."""
+    if not any("exported_pod" in one.labels for one in readings):
+        return readings
+    own = ("pod", "namespace", "container")
+    return [one._replace(labels={k: v for k, v in one.labels.items() if k not in own}) for one in readings]
+
+
 def _grouped(
     readings: Iterable[Reading], uuids: Mapping[tuple[str, str], str]
 ) -> dict[tuple[Device, str], list[Reading]]:
@@ -221,7 +238,7 @@ def _side(reading: Reading) -> Side:
 
 def _absent(name: str, key: str, known: Iterable[str]) -> tuple[Verdict, str]:
     """Why ours lacks what they have of a GPU."""
-    if key not in CATALOGUE:
+    if name not in _known():
         return "unknown", f"gpustream has no {name}: {counters.why_not_served(name)}"
     if key in known:
         return "missing", f"gpustream has {key} of other GPUs: NVML does not say it of this one"

@@ -182,6 +182,19 @@ def test_a_gpu_that_is_only_named_by_node_and_index_is_found_by_them() -> None:
     assert row(theirs, otel("gpu_power_draw", 300)).device.uuid == "GPU-a"
 
 
+def test_the_pod_of_the_exporter_itself_holds_nothing() -> None:
+    """A scrape without honor_labels calls the holder's labels ``exported_``, and has its own in their place."""
+    scraped = {"pod": "dcgm-exporter-x", "namespace": "monitoring", "container": "exporter"}
+    held = dcgm("DCGM_FI_DEV_GPU_TEMP", 33, **scraped, exported_pod="bert-0", exported_namespace="ml")
+    free = dcgm("DCGM_FI_DEV_GPU_TEMP", 30, gpu="GPU-b", **scraped)
+    ours = [
+        otel("gpu_temperature", 33, gpu_temperature_sensor="edge"),
+        otel("gpu_temperature", 30, gpu="GPU-b", pod="", gpu_temperature_sensor="edge"),
+    ]
+
+    assert [one.verdict for one in compare([held, free], ours).rows] == ["same", "same"]
+
+
 def test_mig_devices_are_told_apart() -> None:
     theirs = [dcgm("DCGM_FI_DEV_FB_USED", value, GPU_I_ID=instance) for instance, value in (("1", 10), ("2", 20))]
     ours = [dcgm("DCGM_FI_DEV_FB_USED", value, GPU_I_ID=instance, job="") for instance, value in (("2", 20), ("1", 10))]
