@@ -124,7 +124,7 @@ def _known() -> dict[str, list[tuple[Labels, _Quantity]]]:
             for one in [one for one in many if one.bits is None]:
                 found.setdefault(one.name, []).append((dict(one.labels), _Quantity(key, one.scale)))
         for ratio in profile.ratios:
-            key = "/".join("+".join(keys) for keys in ((ratio.numerator,), ratio.denominators) if keys)
+            key = "/".join("+".join(keys) for keys in (ratio.numerators, ratio.denominators) if keys)
             found.setdefault(ratio.name, []).append((dict(ratio.labels), _Quantity(key, ratio.scale)))
     return found
 

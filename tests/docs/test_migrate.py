@@ -1,0 +1,43 @@
+"""The pages for those who come from another exporter name options, values and metrics that are there."""
+
+import re
+from pathlib import Path
+
+import click
+import pytest
+
+from gpustream.cli import main
+from gpustream.reference import commands
+from tests.docs.page import ROOT
+from topics.profiles import PROFILES
+
+PAGES = sorted((ROOT / "docs" / "migrate").glob("*.md"))
+OPTIONS = {
+    option
+    for _, command in commands(main, ())
+    for param in command.params
+    if isinstance(param, click.Option)
+    for option in param.opts
+}
+
+
+def ours(page: Path) -> str:
+    """What a page says of gpustream: without the first column of its tables, which is the other exporter's."""
+    return re.sub(r"^\|[^|]*\|", "|", page.read_text(), flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "names.md"], ids=lambda page: page.stem)
+def test_every_option_and_profile_that_a_page_names_is_there(page: Path) -> None:
+    text = ours(page)
+
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)) - {"--replicas", "--config-file"}
+    profiles = {name for many in re.findall(r"--names ([\w.,-]+\w)", text) for name in many.split(",")}
+
+    assert named - OPTIONS == set()
+    assert profiles - set(PROFILES) == set()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
+        assert (page.parent / target).exists(), target
