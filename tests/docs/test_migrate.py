@@ -5,6 +5,7 @@ from pathlib import Path
 
 import click
 import pytest
+import yaml
 
 from gpustream.cli import main
 from gpustream.reference import commands
@@ -30,7 +31,7 @@ def ours(page: Path) -> str:
 def test_every_option_and_profile_that_a_page_names_is_there(page: Path) -> None:
     text = ours(page)
 
-    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)) - {"--replicas", "--config-file"}
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)) - {"--replicas", "--config-file", "--from-file"}
     profiles = {name for many in re.findall(r"--names ([\w.,-]+\w)", text) for name in many.split(",")}
 
     assert named - OPTIONS == set()
@@ -41,3 +42,17 @@ def test_every_option_and_profile_that_a_page_names_is_there(page: Path) -> None
 def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
         assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", ["dcgm-exporter", "l9gpu", "pod-devices-exporter"])
+def test_every_value_of_the_chart_that_a_page_names_is_there(page: str) -> None:
+    chart = yaml.safe_load((ROOT / "k8s" / "helm" / "gpustream" / "values.yaml").read_text())
+    text = ours(ROOT / "docs" / "migrate" / f"{page}.md")
+    roots = "|".join(name for name in chart if name != "image")
+    named = re.findall(rf"`((?:image|{roots})\.[\w.]+)`", text)
+
+    assert named
+    for name in named:
+        root, *rest = name.split(".")
+        of = {**chart["defaults"], **chart[root]} if "options" in chart[root] else chart[root]
+        assert rest[0] in of, name
