@@ -231,7 +231,9 @@ def test_it_has_the_time_that_a_stop_takes(thing: Object) -> None:
     assert thing.pod["spec"]["terminationGracePeriodSeconds"] >= STOP_WITHIN_S + 3
 
 
-@pytest.mark.parametrize("name", ["attribution", "alerts", "remote-write", "alertmanager", "webhook", "scrape"])
+@pytest.mark.parametrize(
+    "name", ["attribution", "alerts", "remote-write", "alertmanager", "webhook", "usage", "parquet", "scrape"]
+)
 def test_the_members_of_a_group_have_names_that_last(name: str) -> None:
     member = the("StatefulSet", name)
     assert environment(member.container, config_maps())["GPUSTREAM_INSTANCE_ID"] == "metadata.name"
@@ -371,7 +373,8 @@ def test_every_container_says_what_it_needs_and_at_most_takes(thing: Object) -> 
 @of_workloads
 def test_every_mount_is_of_a_volume_and_every_volume_is_mounted(thing: Object) -> None:
     volumes = {volume["name"] for volume in thing.pod["spec"].get("volumes", [])}
-    assert {mount["name"] for mount in thing.container["volumeMounts"]} == volumes
+    claimed = {claim["metadata"]["name"] for claim in thing.content["spec"].get("volumeClaimTemplates", [])}
+    assert {mount["name"] for mount in thing.container["volumeMounts"]} == volumes | claimed
 
 
 def test_the_credentials_of_remote_write_are_where_the_environment_file_says() -> None:
