@@ -77,6 +77,7 @@ def test_the_services_are_the_whole_pipeline() -> None:
         "produce node",
         "stream attribution",
         "stream alerts",
+        "stream usage",
         "sink remote-write",
         "sink alertmanager",
     ]
@@ -105,7 +106,7 @@ def test_what_writes_to_a_server_waits_for_it() -> None:
     assert waits_for["remote-write"] == {"topics", "prometheus"}
     assert waits_for["alertmanager-sink"] == {"topics", "alertmanager"}
     assert waits_for["grafana"] == {"prometheus"}
-    streams = {frozenset(waits_for[name]) for name in ("producer", "node", "attribution", "alerts")}
+    streams = {frozenset(waits_for[name]) for name in ("producer", "node", "attribution", "alerts", "usage")}
     assert streams == {frozenset({"topics"})}
 
 
