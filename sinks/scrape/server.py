@@ -10,7 +10,7 @@ from collections.abc import Callable
 from aiohttp import web
 
 from sinks import http_server
-from sinks.scrape.exposition import GivenUp, Renderings, accepted, gzip_accepted
+from sinks.scrape.exposition import TEXT_UTF8, GivenUp, Renderings, accepted, gzip_accepted
 
 ANSWER_S = 60.0
 """A client has so long to take an answer."""
@@ -42,13 +42,14 @@ def _routes(renderings: Renderings, on_scrape: Callable[[], None]) -> list[web.R
         if request.method == "HEAD":
             return web.StreamResponse(headers=headers)
         on_scrape()
+        utf8 = content_type == TEXT_UTF8
         names = frozenset(name for name in request.query.getall("name[]", []) if name) or None
         try:
             if gzip_accepted(",".join(request.headers.getall("Accept-Encoding", []))):
                 headers["Content-Encoding"] = "gzip"
-                body = await renderings.compressed(names)
+                body = await renderings.compressed(names, utf8=utf8)
             else:
-                body = await renderings.text(names)
+                body = await renderings.text(names, utf8=utf8)
         except GivenUp as error:
             raise web.HTTPServiceUnavailable(text="stopping\n") from error
         response = web.Response(body=body, headers=headers)

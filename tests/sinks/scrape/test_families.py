@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from sinks.scrape.exposition import GivenUp, exposition
 from sinks.series.labels import Place, identity, labels, sole_holder
-from sinks.series.model import SampleGroup, SeriesSet
+from sinks.series.model import Row, SampleGroup, SeriesSet
 from tests.sinks.scrape.fleet import BESIDE, exposed, full_node, node, samples, types
 from tests.sinks.scrape.handler import shown
 from topics.attributed import AttributedDevice, Holder
@@ -145,6 +146,26 @@ def test_of_two_devices_with_the_same_labels_the_first_is_shown() -> None:
 
     assert len(devices) == 1
     assert [one.value for one in samples(exposed(devices)) if one.name == "gpu_fan_speed"] == [0.0]
+
+
+def test_names_that_rules_have_made_are_shown_as_the_scraper_takes_them() -> None:
+    rows = (Row('k8s.gpu"util', (("9", "x"),), help="busy"), Row("up"))
+    made = SampleGroup(SeriesSet((("k8s.pod", "a"),), rows), 0, [1, 2])
+    assert exposition([made], utf8=True).decode() == (
+        '# HELP "k8s.gpu\\"util" busy\n# TYPE "k8s.gpu\\"util" gauge\n{"k8s.gpu\\"util","9"="x","k8s.pod"="a"} 1.0\n'
+        '# HELP up \n# TYPE up gauge\nup{"k8s.pod"="a"} 2.0\n'
+    )
+    assert exposition([made]).decode() == (
+        '# HELP k8s_gpu_util busy\n# TYPE k8s_gpu_util gauge\nk8s_gpu_util{_9="x",k8s_pod="a"} 1.0\n'
+        '# HELP up \n# TYPE up gauge\nup{k8s_pod="a"} 2.0\n'
+    )
+    (family, _) = text_string_to_metric_families(exposition([made], utf8=True).decode())
+    assert [(one.name, one.labels) for one in family.samples] == [('k8s.gpu"util', {"9": "x", "k8s.pod": "a"})]
+
+
+def test_two_devices_of_which_rules_left_the_same_in_common_are_both_shown() -> None:
+    sets = [SeriesSet((), (Row("util", (("UUID", uuid),)), Row("temp", (("UUID", uuid),)))) for uuid in "ab"]
+    assert len(samples(exposed([SampleGroup(one, 0, [1, 2]) for one in sets]))) == 4
 
 
 def test_nothing_is_a_valid_exposition() -> None:

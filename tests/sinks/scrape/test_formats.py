@@ -2,7 +2,7 @@
 
 import pytest
 
-from sinks.scrape.exposition import TEXT, TEXT_1, accepted, gzip_accepted
+from sinks.scrape.exposition import TEXT, TEXT_1, TEXT_UTF8, accepted, gzip_accepted
 
 PROMETHEUS_3 = (
     "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,"
@@ -14,7 +14,7 @@ PROMETHEUS_3 = (
 @pytest.mark.parametrize(
     ("accept", "format_"),
     [
-        (PROMETHEUS_3, TEXT_1),
+        (PROMETHEUS_3, TEXT_UTF8),
         ("application/openmetrics-text", TEXT),
         ("TEXT/Plain;Version=1.0.0", TEXT_1),
         ("text/plain;version=1.0.0;escaping=underscores", TEXT_1),

@@ -196,7 +196,7 @@ async def test_a_scrape_that_stopping_overtakes_is_told_so_and_delays_nothing(mo
 
     render = exposition.exposition
 
-    def held(*asked: Any) -> bytes:
+    def held(*asked: Any, **_: object) -> bytes:
         began.set()
         assert go.wait(30)
         return render(*asked)
