@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from streams.usage.books import Bookkeeper, Policy, decode, encode
+from streams.usage.books import Bookkeeper, Policy, Replay, decode, encode
 from streams.usage.tick import Tick
 from tests.streams.usage.made import START_MS, Kept, gpu, holder, mig, tick
 from topics.usage import HOUR_MS, MINUTE_MS
@@ -205,6 +205,26 @@ def test_what_comes_after_its_window_was_closed_is_not_booked_but_by_a_replay() 
     assert live.window()["GPU-a", "held", "a"].device_ms == 90_000
     hour = replay.window()
     assert (hour["GPU-a", "held", "a"].device_ms, hour["GPU-a", "unobserved", None].device_ms) == (HOUR_MS, 0)
+
+
+def test_a_replay_writes_whole_hours_only_each_with_its_minutes() -> None:
+    replay = Replay(Policy(generation=3), START_MS - 30_000)
+    ticks = seconds(0, 3 * 3600, gpu("GPU-a", A), step=2)
+    found = [record for one in ticks for record in replay.take(one, one.ts_ms)] + replay.end()
+    assert {one.start_ms // HOUR_MS * HOUR_MS - START_MS for one in found} == {HOUR_MS}
+    assert [one.end_ms - one.start_ms for one in found].count(MINUTE_MS) == 60
+    assert {(one.generation, one.final) for one in found} == {(3, True)}
+
+
+def test_a_replay_that_books_what_came_late_writes_zeros_over_what_was_closed_live() -> None:
+    replay = Replay(Policy(generation=1), START_MS - HOUR_MS)
+    found = [record for one in seconds(0, 90, gpu("GPU-a", A)) for record in replay.take(one, one.ts_ms)]
+    for one in seconds(91, 5000, gpu("GPU-a", A)):
+        found += replay.take(one, START_MS + 2 * HOUR_MS)
+    hour = {one.category: one for one in found if one.end_ms - one.start_ms == HOUR_MS}
+    assert {category: one.device_ms for category, one in hour.items()} == {
+        "held": HOUR_MS, "free": 0, "unobserved": 0, "lost": 0,
+    }  # fmt: skip
 
 
 def test_the_team_is_the_pods_before_the_namespaces() -> None:
