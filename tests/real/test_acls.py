@@ -21,6 +21,8 @@ from producers.cluster.component import ClusterProducer
 from producers.cluster.config import ClusterSettings
 from producers.node.component import NodeProducer
 from producers.node.config import NodeSettings
+from producers.replay.component import TraceReplay
+from producers.replay.config import ReplaySettings
 from producers.simulated.component import SimulatedFleet
 from producers.simulated.config import SimulatedSettings
 from sinks.alertmanager import AlertmanagerSink
@@ -39,11 +41,13 @@ from sinks.settings import (
 from sinks.webhook import WebhookSink
 from streams.alerts.component import Alerts
 from streams.attribution.component import Attribution
-from streams.settings import AlertSettings, AttributionSettings
+from streams.settings import AlertSettings, AttributionSettings, UsageSettings
+from streams.usage.component import UsageStream
 from tests.eventually import eventually
 from tests.producers.cluster.api_server import kubeconfig
 from tests.producers.cluster.test_component import cluster_of
 from tests.producers.node.test_component import FakeGpus, FakeKubelet
+from tests.producers.replay import made as trace
 from tests.real.certificates import Authority
 from tests.real.contents import committed, ends
 from tests.real.pipeline import running
@@ -68,7 +72,9 @@ OUTPUTS = {
     "produce node": ("gpu.samples", "gpu.allocations"),
     "produce cluster": ("gpu.workloads",),
     "produce simulated": ("gpu.samples", "gpu.allocations", "gpu.workloads"),
+    "produce replay": ("gpu.samples", "gpu.allocations", "gpu.workloads"),
     "stream attribution": ("gpu.attributed", "gpu.dead-letters"),
+    "stream usage": ("gpu.usage-state", "gpu.dead-letters"),
     **dict.fromkeys(("stream alerts", *(name for name in INPUTS if name.startswith("sink"))), ("gpu.dead-letters",)),
 }
 """Where something new of a component has to be. One that is not here only reads, and is ready when it has."""
@@ -130,8 +136,10 @@ def component(name: str, url: str, api: str, **kafka: Any) -> Component:
         "produce node": lambda: NodeProducer(NodeSettings(**kafka, node="n", interval_s=0.2), **fakes),
         "produce cluster": lambda: ClusterProducer(ClusterSettings(**kafka, kubeconfig=Path(api), lease=None)),
         "produce simulated": lambda: SimulatedFleet(SimulatedSettings(**kafka, fleet="1x1", interval_s=0.2)),
+        "produce replay": lambda: TraceReplay(ReplaySettings(**kafka, trace=("alibaba-gpu-2023", Path(api).parent))),
         "stream attribution": lambda: Attribution(AttributionSettings(**kafka)),
         "stream alerts": lambda: Alerts(AlertSettings(**kafka)),
+        "stream usage": lambda: UsageStream(UsageSettings(**kafka)),
         "sink remote-write": lambda: RemoteWriteSink(RemoteWriteSettings(**kafka, url=url, from_="earliest")),
         "sink scrape": lambda: ScrapeSink(
             ScrapeSettings(**kafka, scrape_listen=Address("127.0.0.1", 0), from_="earliest")
@@ -148,7 +156,8 @@ def component(name: str, url: str, api: str, **kafka: Any) -> Component:
 
 @pytest.fixture
 async def api(tmp_path: Path) -> AsyncIterator[str]:
-    """The kubeconfig of an API server with one node."""
+    """The kubeconfig of an API server with one node, in a folder that has a trace, too."""
+    trace.gpu_2023(tmp_path, ["n-0,1,1,4,T4"], [trace.pod("p-0", 1, 500, 60, 660)])
     async with cluster_of("n") as server:
         config = tmp_path / "kubeconfig"
         config.write_text(kubeconfig(server.url, {"token": "t"}))
