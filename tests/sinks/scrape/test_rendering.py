@@ -30,14 +30,14 @@ class Held:
     at_once: int = 0
     most_at_once: int = 0
 
-    def encode(self, groups: Iterable[SampleGroup], *asked: Any) -> bytes:
+    def encode(self, groups: Iterable[SampleGroup], *asked: Any, **how: Any) -> bytes:
         """Renders as ever."""
         self.at_once += 1
         self.most_at_once = max(self.most_at_once, self.at_once)
         self.threads.append(threading.get_ident())
         self.began.set()
         assert self.go.wait(30)
-        text = RENDER(groups, *asked)
+        text = RENDER(groups, *asked, **how)
         self.at_once -= 1
         return text
 

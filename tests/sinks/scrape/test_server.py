@@ -196,10 +196,10 @@ async def test_a_scrape_that_stopping_overtakes_is_told_so_and_delays_nothing(mo
 
     render = exposition.exposition
 
-    def held(*asked: Any, **_: object) -> bytes:
+    def held(*asked: Any, **how: Any) -> bytes:
         began.set()
         assert go.wait(30)
-        return render(*asked)
+        return render(*asked, **how)
 
     monkeypatch.setattr(exposition, "exposition", held)
     async with aiohttp.ClientSession() as client:
