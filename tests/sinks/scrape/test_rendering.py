@@ -120,7 +120,7 @@ async def test_what_comes_during_a_rendering_is_not_in_it_but_in_the_next(held: 
 
 
 async def test_a_rendering_that_fails_is_told_and_the_next_is_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exposition, "exposition", lambda *_: bytes(1 // 0))
+    monkeypatch.setattr(exposition, "exposition", lambda *_, **__: bytes(1 // 0))
     with rendering(DEVICES) as renderings:
         for _ in range(2):
             with pytest.raises(ZeroDivisionError):

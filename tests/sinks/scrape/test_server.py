@@ -147,7 +147,7 @@ async def test_a_request_that_comes_byte_by_byte_is_closed(monkeypatch: pytest.M
 
 async def test_a_client_that_does_not_take_the_answer_loses_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "ANSWER_S", 0.2)
-    monkeypatch.setattr(exposition, "exposition", lambda *_: bytes(32 << 20))
+    monkeypatch.setattr(exposition, "exposition", lambda *_, **__: bytes(32 << 20))
     async with serving(Renderings(lambda: DEVICES), ANY_PORT, lambda: None) as address:
         reader, writer = await asyncio.open_connection(*address, limit=1024)
         writer.write(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
