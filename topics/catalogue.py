@@ -78,6 +78,7 @@ XIDS = Info(
     "or one whose producer does not say what it is, only if it had one.",
     "errors",
     "counter",
+    since_start=True,
 )
 """With all names, with the labels of the device's metrics."""
 
@@ -144,6 +145,7 @@ XID_ERRORS = Info(
     "errors",
     "counter",
     ("xid",),
+    since_start=True,
 )
 
 POD_XID_ERRORS = Info(

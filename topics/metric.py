@@ -106,13 +106,17 @@ class Ratio(NamedTuple):
 
 
 class Info(NamedTuple):
-    """A series that is not made of a device's metrics. ``labels``: the names of those that tell its series apart."""
+    """A series that is not made of a device's metrics. ``labels``: the names of those that tell its series apart.
+
+    ``since_start``: it counts from the start of the node's producer, which is its record's ``run_id``.
+    """
 
     name: str
     help: str
     unit: str = ""
     kind: Kind = "gauge"
     labels: tuple[str, ...] = ()
+    since_start: bool = False
 
 
 class Metric(msgspec.Struct, frozen=True):

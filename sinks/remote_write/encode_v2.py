@@ -4,8 +4,13 @@ What rows are called, label names and help are symbols of every request, in fron
 all of a series but the references to its device's label values, its value and its time is constant. References have the
 same number of bytes throughout a request, so that the constant parts never move.
 
+A counter that counts from its producer's start says so twice: on the sample, as receivers read it since Prometheus 3.8,
+and on the series, as those before it do. Each ignores the field that it does not know. When the others began, in the
+driver or the GPU, nobody says.
+
 Source: the message definitions of io.prometheus.write.v2: Request{4 symbols, 5 timeseries}, TimeSeries{1 labels_refs,
-2 samples, 5 metadata}, Sample{1 double value, 2 int64 timestamp}, Metadata{1 type, 3 help_ref}.
+2 samples, 5 metadata; before 3.8 6 int64 created_timestamp}, Sample{1 double value, 2 int64 timestamp,
+3 int64 start_timestamp}, Metadata{1 type, 3 help_ref, 4 unit_ref}.
 """
 
 from bisect import bisect_left
@@ -36,6 +41,9 @@ _LABELS_REFS = 0x0A
 _METADATA = 0x2A
 _TYPE = b"\x08"
 _HELP_REF = b"\x18"
+_UNIT_REF = b"\x20"
+_START_OF_SAMPLE = b"\x18"
+_START_OF_SERIES = b"\x30"
 _TYPES: dict[Kind, int] = {"untyped": 0, "counter": 1, "gauge": 2}
 
 _REF_WIDTHS = (2, 3, 5)
@@ -53,13 +61,14 @@ class _Shape(NamedTuple):
 
 class _Plan(NamedTuple):
     """How sets of one shape are written: the packer, its constant arguments, where to cut the device's references,
-    and the order in which constants, cuts, values and the time are its arguments.
+    and the order in which constants, cuts, values, the time and, with ``starts``, the start are its arguments.
     """
 
     pack: Struct
     constants: tuple[bytes, ...]
     cuts: tuple[slice, ...]
     order: "itemgetter[Any]"
+    starts: bool
 
 
 class Encoder:
@@ -79,7 +88,9 @@ class Encoder:
         if max(len(self._constants), len(self._plans)) > _MAX_CONSTANTS:
             self._reset()
         for series in [series for series, _, _ in groups if self._token not in series.cache]:
-            own = chain.from_iterable((row.name, row.help, *chain.from_iterable(row.labels)) for row in series.rows)
+            own = chain.from_iterable(
+                (row.name, row.help, row.unit, *chain.from_iterable(row.labels)) for row in series.rows
+            )
             for symbol in (NAME, *(name for name, _ in series.labels), *own):
                 if symbol not in self._constants:
                     self._constants[symbol] = len(self._constants)
@@ -97,7 +108,9 @@ class Encoder:
             if key not in ready:
                 ready[key] = self._labelled(series, (width, key[1]), symbols, fresh)
             plan, cuts = ready[key]
-            written.append(plan.pack.pack(*plan.order((*plan.constants, *cuts, *values, timestamp(ts_ms)))))
+            starts = _starts(series.start_ms, ts_ms) if plan.starts else ()
+            arguments = (*plan.constants, *cuts, *values, timestamp(ts_ms), *starts)
+            written.append(plan.pack.pack(*plan.order(arguments)))
         return b"".join([bytes(self._constant_symbols), *fresh, *written])
 
     def _labelled(
@@ -122,6 +135,13 @@ class Encoder:
         return plan, [refs[cut] for cut in plan.cuts]
 
 
+def _starts(start_ms: int, ts_ms: int) -> tuple[bytes, bytes]:
+    """When a sample's counter began, as field of the sample and of its series; 0, which is not known, if that is later
+    than the sample: its producer has begun again since."""
+    start = fixed_varint(start_ms if start_ms <= ts_ms else 0, ts_width(ts_ms))
+    return _START_OF_SAMPLE + start, _START_OF_SERIES + start
+
+
 _symbol = lru_cache(maxsize=65536)(partial(text, _SYMBOL))
 _ref = lru_cache(maxsize=65536)(fixed_varint)
 
@@ -134,7 +154,8 @@ def _plan(shape: _Shape, symbols: dict[str, int]) -> _Plan:
     sizes: list[str] = []
     for number, row in enumerate(shape.rows):
         head, pieces, tail = _series(row, shape, symbols)
-        for piece in (head, *pieces, sample_head(shape.ts_width)):
+        start = 1 + shape.ts_width if row.since_start else 0
+        for piece in (head, *pieces, sample_head(shape.ts_width, start)):
             if isinstance(piece, bytes):
                 parts.append(("constant", len(constants)))
                 sizes.append(f"{len(piece)}s")
@@ -142,14 +163,20 @@ def _plan(shape: _Shape, symbols: dict[str, int]) -> _Plan:
             else:
                 parts.append(("cut", cuts.setdefault(piece, len(cuts))))
                 sizes.append(f"{piece[1] - piece[0]}s")
-        parts += [("value", number), ("time", 0), ("constant", len(constants))]
-        sizes += ["d", f"{1 + shape.ts_width}s", f"{len(tail)}s"]
+        parts += [("value", number), ("time", 0), *([("start", 0)] if start else []), ("constant", len(constants))]
+        sizes += ["d", f"{1 + shape.ts_width}s", *([f"{start}s"] if start else []), f"{len(tail)}s"]
         constants.append(tail)
-    starts = {"constant": 0, "cut": len(constants)}
-    starts["value"] = starts["cut"] + len(cuts)
-    starts["time"] = starts["value"] + len(shape.rows)
-    order = itemgetter(*(starts[kind] + number for kind, number in parts))
-    return _Plan(Struct("<" + "".join(sizes)), tuple(constants), tuple(slice(*cut) for cut in cuts), order)
+        if start:
+            parts.append(("start", 1))
+            sizes.append(f"{start}s")
+    begins = {"constant": 0, "cut": len(constants)}
+    begins["value"] = begins["cut"] + len(cuts)
+    begins["time"] = begins["value"] + len(shape.rows)
+    begins["start"] = begins["time"] + 1
+    order = itemgetter(*(begins[kind] + number for kind, number in parts))
+    has_starts = any(row.since_start for row in shape.rows)
+    cut_by = tuple(slice(*cut) for cut in cuts)
+    return _Plan(Struct("<" + "".join(sizes)), tuple(constants), cut_by, order, has_starts)
 
 
 def _series(row: Row, shape: _Shape, symbols: dict[str, int]) -> tuple[bytes, list[bytes | tuple[int, int]], bytes]:
@@ -162,9 +189,11 @@ def _series(row: Row, shape: _Shape, symbols: dict[str, int]) -> tuple[bytes, li
         start = at
     pieces.append((start, len(shape.names) * 2 * shape.ref_width))
     refs = (len(shape.names) + 1 + len(row.labels)) * 2 * shape.ref_width
-    metadata = message(_METADATA, _TYPE + varint(_TYPES[row.kind]) + _HELP_REF + varint(symbols[row.help]))
+    said = _HELP_REF + varint(symbols[row.help]) + _UNIT_REF + varint(symbols[row.unit])
+    metadata = message(_METADATA, _TYPE + varint(_TYPES[row.kind]) + said)
     labels = bytes((_LABELS_REFS,)) + varint(refs)
-    sample = len(sample_head(shape.ts_width)) - 1 + VALUE_BYTES + 1 + shape.ts_width
-    size = len(labels) + refs + sample + len(metadata)
+    start = 1 + shape.ts_width if row.since_start else 0
+    sample = len(sample_head(shape.ts_width, start)) - 1 + VALUE_BYTES + 1 + shape.ts_width + start
+    size = len(labels) + refs + sample + len(metadata) + start
     head = bytes((_TIMESERIES,)) + varint(size) + labels
     return head, [piece for piece in pieces if isinstance(piece, bytes) or piece[0] != piece[1]], metadata

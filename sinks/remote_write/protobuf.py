@@ -61,6 +61,9 @@ def timestamp(ts_ms: int) -> bytes:
     return _TIMESTAMP + fixed_varint(ts_ms, ts_width(ts_ms))
 
 
-def sample_head(width: int) -> bytes:
-    """What is before a sample's value, of which the timestamp is so wide: its tag, its length, the value's tag."""
-    return bytes((_SAMPLES,)) + varint(VALUE_BYTES + 1 + width) + _VALUE
+def sample_head(width: int, more: int = 0) -> bytes:
+    """What is before a sample's value, of which the timestamp is so wide: its tag, its length, the value's tag.
+
+    ``more``: the bytes that come after the timestamp.
+    """
+    return bytes((_SAMPLES,)) + varint(VALUE_BYTES + 1 + width + more) + _VALUE

@@ -25,7 +25,8 @@ STALE: float = struct.unpack("<d", struct.pack("<Q", 0x7FF0000000000002))[0]
 class Row(NamedTuple):
     """One series of a device, without the device's labels, and what is said of it.
 
-    ``primary``: a value of ``metrics``, not made of one, and in no other profile that is written.
+    ``primary``: a value of ``metrics``, not made of one, and in no other profile that is written. ``since_start``: it
+    counts from its producer's start.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Row(NamedTuple):
     help: str = ""
     unit: str = ""
     primary: bool = True
+    since_start: bool = False
 
 
 Rows = tuple[Row, ...]
@@ -44,7 +46,8 @@ class SeriesSet:
     """The series of one device: its labels (sorted by name, none of them a row's), the rows, what they are about.
 
     ``primaries`` counts the rows that are a value of ``metrics``, ``bytes`` is about what all rows take in a request,
-    before it is compressed. ``cache`` is the encoders': what they made of labels and rows, under a key of their own.
+    before it is compressed. ``start_ms`` is when the producer of its last samples was started. ``cache`` is the
+    encoders': what they made of labels and rows, under a key of their own.
     """
 
     labels: Labels
@@ -52,6 +55,7 @@ class SeriesSet:
     subject: Subject = "metrics"
     primaries: int = field(init=False)
     bytes: int = field(init=False)
+    start_ms: int = field(default=0, init=False)
     cache: dict[Any, Any] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -62,6 +66,10 @@ class SeriesSet:
     def series(self) -> list[Labels]:
         """All labels of each row, its name among them: no two series that are written at a time have the same."""
         return [tuple(sorted((("__name__", row.name), *self.labels, *row.labels))) for row in self.rows]
+
+    def begin(self, start_ms: int) -> None:
+        """Its producer was started at a time."""
+        object.__setattr__(self, "start_ms", start_ms)
 
     @property
     def identity(self) -> tuple[Subject, Labels]:

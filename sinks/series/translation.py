@@ -196,7 +196,8 @@ class _Scaled(dict[Any, float]):
 @lru_cache(maxsize=_MEMO_SIZE)
 def _row(info: Info, *values: str) -> Row:
     own = tuple(zip(info.labels, values, strict=True))
-    return Row(info.name, own, info.kind, saying_unit(info.help, info.unit), info.unit, primary=False)
+    of = (info.name, own, info.kind, saying_unit(info.help, info.unit), info.unit)
+    return Row(*of, primary=False, since_start=info.since_start)
 
 
 # -- what is beside them
@@ -534,27 +535,36 @@ class Translator:
         if cache.profiles is not self._profiles:
             cache.profiles, cache.devices, cache.beside = self._profiles, {}, {}
         where, found = place(sample), _Found(sample.ts_ms)
-        devices: list[tuple[AttributedDevice, Pods, DeviceIdentity]] = []
-        for device in sample.devices:
-            was, rest = self._labelled(where, device, cache), _NOTHING
-            devices.append((device, was.pods, was.bare))
-            counts = {} if sample.attribution == "none" else {HOLDERS.name: float(len(was.pods))}
-            if device.xids or (device.info and device.mig is None):  # who says what a GPU is watches its XIDs
-                counts |= self._xids(device, cache)
-            if self._by_pod:
-                rest = self._parts(device, was, found)
-            for number, one in enumerate(was.written):
-                rows, values = one.names.measure(device.metrics, counts, rest)
-                if rows:
-                    if one.made is None or one.made.rows is not rows:
-                        one.made = self._make(SeriesSet(one.labels, rows), was.of, was.of.held)
-                    found.add(("metrics", device.uuid, str(number)) if number else device.uuid, one.made, values)
+        devices = [
+            self._device(device, self._labelled(where, device, cache), sample, cache, found)
+            for device in sample.devices
+        ]
         for names in self._label_names:
             self._beside(names, beside(names, where, devices), cache, found)
         cache.prune(found.keys)
         if found.sets != cache.sets or cache.contested:
             self._choose(found.sets, cache)
-        return (found.keys, found.groups) if cache.cut is None else found.left(cache.cut)
+        keys, groups = (found.keys, found.groups) if cache.cut is None else found.left(cache.cut)
+        for series, _, _ in groups:
+            if series.start_ms != sample.run_id:
+                series.begin(sample.run_id)
+        return keys, groups
+
+    def _device(
+        self, device: AttributedDevice, was: _Labelled, sample: AttributedSample, cache: Cache, found: _Found
+    ) -> tuple[AttributedDevice, Pods, DeviceIdentity]:
+        """Find the sets of a device's metrics; gives what those beside them are made of."""
+        counts = {} if sample.attribution == "none" else {HOLDERS.name: float(len(was.pods))}
+        if device.xids or (device.info and device.mig is None):  # who says what a GPU is watches its XIDs
+            counts |= self._xids(device, cache)
+        rest = self._parts(device, was, found) if self._by_pod else _NOTHING
+        for number, one in enumerate(was.written):
+            rows, values = one.names.measure(device.metrics, counts, rest)
+            if rows:
+                if one.made is None or one.made.rows is not rows:
+                    one.made = self._make(SeriesSet(one.labels, rows), was.of, was.of.held)
+                found.add(("metrics", device.uuid, str(number)) if number else device.uuid, one.made, values)
+        return device, was.pods, was.bare
 
     def _xids(self, device: AttributedDevice, cache: Cache) -> dict[str, float]:
         """How many XID errors a device has had, and the code of the last one: 0 if the producer has seen none. Of

@@ -25,10 +25,11 @@ from tests.real.conftest import need
 from tests.real.servers import KafkaServer, PrometheusServer, find_prometheus, find_promtool
 from tests.sinks.scrape.fleet import exposed, full_node, node, samples, types
 from tests.sinks.scrape.handler import shown
-from topics.catalogue import POD_INFO
+from topics.catalogue import CATALOGUE, POD_INFO, XIDS
 from topics.profiles import LABELS, PROFILES, LabelSet, ProfileName
 from topics.topic import node_key
 
+CAMEL_CASE_NAME = "metric names should be written in 'snake_case' not 'camelCase'"
 COUNT = 'non-histogram and non-summary metrics should not have "_count" suffix'
 TYPE_IN_NAME = "metric name should not include type 'counter'"
 TOTAL_OF_A_GAUGE = 'non-counter metrics should not have "_total" suffix'
@@ -42,8 +43,18 @@ COMPLAINTS: dict[ProfileName, set[tuple[str, str]]] = {
         ("gpu_pcie_replay_count", COUNT),
         ("gpu_row_remap_count", COUNT),
     },
+    "otel-suffixed": {
+        ("gpu_energy_consumption_mJ", CAMEL_CASE_NAME),
+        ("gpu_pcie_replay_count", COUNT),
+        ("gpu_row_remap_count", COUNT),
+    },
+    "dcgm-4.9": set(),
     "dcgm": {("DCGM_FI_DEV_PCIE_REPLAY_COUNTER", TYPE_IN_NAME)},
-    "dcgm-legacy": {("dcgm_fb_total", TOTAL_OF_A_GAUGE), ("dcgm_pcie_replay_counter", TYPE_IN_NAME)},
+    "dcgm-legacy": {
+        ("dcgm_fb_total", TOTAL_OF_A_GAUGE),
+        ("dcgm_nvlink_bandwidth_total", TOTAL_OF_A_GAUGE),
+        ("dcgm_pcie_replay_counter", TYPE_IN_NAME),
+    },
 }
 """All else that promtool finds of a profile: names that are its own."""
 
@@ -65,9 +76,9 @@ def check(text: str) -> set[tuple[str, str]]:
 def test_promtool_finds_only_what_the_profiles_own_names_force(names: ProfileName, label_set: LabelSet) -> None:
     text = exposed(shown(full_node(), names, label_set=label_set))
     described = {name: kind for name, kind in types(text).items() if name != POD_INFO.name}
-    model_name = {(name, CAMEL_CASE) for name in described} if label_set == "dcgm" else set()
+    model_name = {(name, CAMEL_CASE) for name in described} if label_set in {"dcgm", "dcgm-4.9"} else set()
     counters = {name for name, kind in described.items() if kind == "counter" and not name.endswith("_total")}
-    named = {one.name for many in PROFILES[names].series.values() for one in many}
+    named = {one.name for many in PROFILES[names].series.values() for one in many} | {XIDS.name}
 
     assert counters <= named
     assert check(text) == COMPLAINTS[names] | model_name | {(name, NO_TOTAL) for name in counters}
@@ -253,6 +264,36 @@ async def test_prometheus_reads_every_series_of_every_profile(
                 wanted = {identity({"__name__": one.name, **one.labels}): one.value for one in read}
                 await answers(prometheus, wanted, names)
                 assert len(wanted) == len(read) > 60
+
+
+RATIOS = {
+    "DCGM_FI_DEV_SM_CLOCK_HERTZ / DCGM_FI_DEV_SM_CLOCK": 1e6,
+    "DCGM_FI_DEV_MEMORY_CLOCK_HERTZ / DCGM_FI_DEV_MEM_CLOCK": 1e6,
+    "DCGM_FI_DEV_GPU_ENERGY_JOULES_TOTAL / DCGM_FI_DEV_TOTAL_ENERGY_CONSUMPTION": 1 / 1000,
+    "DCGM_FI_DEV_GPU_UTIL_RATIO / DCGM_FI_DEV_GPU_UTIL": 1 / 100,
+    "DCGM_FI_DEV_MEMORY_UTIL_RATIO / DCGM_FI_DEV_MEM_COPY_UTIL": 1 / 100,
+    "DCGM_FI_DEV_ENC_UTIL_RATIO / DCGM_FI_DEV_ENC_UTIL": 1 / 100,
+    "DCGM_FI_DEV_DEC_UTIL_RATIO / DCGM_FI_DEV_DEC_UTIL": 1 / 100,
+    "DCGM_FI_DEV_FB_USED_BYTES / DCGM_FI_DEV_FB_USED": 1 << 20,
+    "DCGM_FI_DEV_FB_FREE_BYTES / DCGM_FI_DEV_FB_FREE": 1 << 20,
+    "DCGM_FI_DEV_FB_RESERVED_BYTES / DCGM_FI_DEV_FB_RESERVED": 1 << 20,
+    "DCGM_FI_DEV_NVLINK_THROUGHPUT_BYTES_PER_SECOND / DCGM_FI_DEV_NVLINK_BANDWIDTH_TOTAL": 1e6,
+    "DCGM_FI_DEV_BOARD_POWER_WATTS / DCGM_FI_DEV_POWER_USAGE": 1,
+}
+"""How much larger the numbers of dcgm-exporter 4.9 are than those before."""
+
+
+async def test_the_two_generations_of_dcgm_exporter_say_the_same_in_their_units(tmp_path: Path) -> None:
+    need(find_prometheus)
+    gpu = {"uuid": "GPU-a", "index": 0, "metrics": dict.fromkeys(CATALOGUE, 1 << 30), "info": {"driver_version": "1"}}
+    devices = shown(node(gpu, {**gpu, "uuid": "GPU-b", "index": 1}), "dcgm", "dcgm-4.9")
+    async with serving(Renderings(lambda: devices), ("127.0.0.1", 0), lambda: None) as address:
+        with Scraper(tmp_path, {"both": address}, protocols=None) as prometheus:
+            await asyncio.to_thread(eventually_sync, lambda: prometheus.query("DCGM_FI_DEV_GPU_UTIL_RATIO"), "scraped")
+            for query, ratio in RATIOS.items():
+                new, old = query.split(" / ")
+                found = await asyncio.to_thread(prometheus.query, f"{new} / on (UUID) {old}")
+                assert [one.value for one in found] == [pytest.approx(ratio)] * 2, query
 
 
 def counting(given: dict[str, int]) -> Callable[[str], str]:

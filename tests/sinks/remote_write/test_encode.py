@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 from sinks.remote_write import encode_v1, encode_v2
 from sinks.remote_write.protobuf import fixed_varint, varint
 from sinks.series.model import STALE, Row, SampleGroup, SeriesSet
-from tests.sinks.remote_write.wire import Sample, bits, metadata_v2, read_v1, read_v2
+from tests.sinks.remote_write.wire import Sample, bits, metadata_v2, read_v1, read_v2, starts_v2
 from topics.metric import Labels
+
+START_MS = 1_795_218_340_000
 
 ENCODERS: dict[str, Any] = {
     "1.0": (lambda: encode_v1.encode, read_v1),
@@ -30,7 +32,15 @@ def pairs(names: st.SearchStrategy[str]) -> st.SearchStrategy[Labels]:
 
 
 ROWS = st.lists(
-    st.builds(Row, st.sampled_from("abcdef"), pairs(ROW_NAMES), st.sampled_from(["gauge", "counter"]), VALUES),
+    st.builds(
+        Row,
+        st.sampled_from("abcdef"),
+        pairs(ROW_NAMES),
+        st.sampled_from(["gauge", "counter"]),
+        VALUES,
+        VALUES,
+        since_start=st.booleans(),
+    ),
     min_size=1,
     max_size=4,
     unique_by=lambda row: (row.name, row.labels),
@@ -93,10 +103,27 @@ def test_ten_thousand_label_values_have_room(protocol: str) -> None:
     assert read(encoder()(made)) == meant(made)
 
 
-def test_2_0_says_type_and_help_of_each_metric() -> None:
-    rows = (Row("gpu_energy", kind="counter", help="Energy."), Row("gpu_power", help="Power."))
+def test_2_0_says_type_help_and_unit_of_each_metric() -> None:
+    rows = (Row("gpu_energy", kind="counter", help="Energy.", unit="joules"), Row("gpu_power", help="Power."))
     body = encode_v2.Encoder().encode([SampleGroup(SeriesSet((("gpu", "0"),), rows), 5, [1, 2])])
-    assert metadata_v2(body) == {"gpu_energy": (1, "Energy."), "gpu_power": (2, "Power.")}
+    assert metadata_v2(body) == {"gpu_energy": (1, "Energy.", "joules"), "gpu_power": (2, "Power.", "")}
+
+
+def test_2_0_says_when_a_counter_began_on_the_sample_and_on_the_series() -> None:
+    rows = (Row("gpu_xids", kind="counter", since_start=True), Row("gpu_power"), Row("gpu_energy", kind="counter"))
+    made = SeriesSet((("gpu", "0"),), rows)
+    made.begin(START_MS)
+    body = encode_v2.Encoder().encode([SampleGroup(made, START_MS + 5, [1, 2, 3])])
+
+    assert starts_v2(body) == {"gpu_xids": (START_MS, START_MS), "gpu_power": (0, 0), "gpu_energy": (0, 0)}
+    assert read_v2(body) == meant([SampleGroup(made, START_MS + 5, [1, 2, 3])])
+
+
+def test_a_counter_of_a_producer_that_has_begun_again_since_has_no_start() -> None:
+    made = SeriesSet((("gpu", "0"),), (Row("gpu_xids", kind="counter", since_start=True),))
+    made.begin(START_MS)
+
+    assert starts_v2(encode_v2.Encoder().encode([SampleGroup(made, START_MS - 1, [1])])) == {"gpu_xids": (0, 0)}
 
 
 def test_2_0_writes_each_string_once() -> None:

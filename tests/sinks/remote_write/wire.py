@@ -81,13 +81,26 @@ def _labels(symbols: Sequence[str], refs: Sequence[int]) -> tuple[tuple[str, str
     return tuple((symbols[name], symbols[value]) for name, value in zip(refs[::2], refs[1::2], strict=True))
 
 
-def metadata_v2(body: bytes) -> dict[str, tuple[int, str]]:
-    """Type and help by metric name of a 2.0 request."""
+def starts_v2(body: bytes) -> dict[str, tuple[int, int]]:
+    """When the counters began, by metric name of a 2.0 request: on the sample, and on the series as before 3.8."""
+    request = messages("write_v2").Request.FromString(body)
+    return {
+        dict(_labels(request.symbols, series.labels_refs))["__name__"]: (
+            series.samples[0].start_timestamp,
+            series.created_timestamp,
+        )
+        for series in request.timeseries
+    }
+
+
+def metadata_v2(body: bytes) -> dict[str, tuple[int, str, str]]:
+    """Type, help and unit by metric name of a 2.0 request."""
     request = messages("write_v2").Request.FromString(body)
     return {
         dict(_labels(request.symbols, series.labels_refs))["__name__"]: (
             series.metadata.type,
             request.symbols[series.metadata.help_ref],
+            request.symbols[series.metadata.unit_ref],
         )
         for series in request.timeseries
     }
