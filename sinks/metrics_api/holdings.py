@@ -6,7 +6,8 @@ State:    of each node its identity and what each namespace holds there, until t
           is gone with its node's next tick, an autoscaler would count it otherwise.
 
 A whole GPU or a MIG device is its pod's. Of a device that several pods hold each has its part, which is known of
-utilization, memory and power: other metrics of such a device are nobody's. What several devices of a pod make together
+utilization, memory and power: other metrics of such a device are nobody's. NVML has no utilization of a MIG device: it
+is the share of the time in which its engines were busy. What several devices of a pod make together
 is :data:`SERVED`'s to say, and so is what the pods of a workload make together.
 """
 
@@ -134,6 +135,8 @@ def holdings(tick: HoldingsTick) -> dict[str, list[Holding]]:
         for pod, containers in pods.items():
             if len(pods) == 1:
                 known = {key: device.metrics.get(key) for key in SERVED}
+                if device.mig is not None and known["gpu_utilization_ratio"] is None:
+                    known["gpu_utilization_ratio"] = known["graphics_engine_active_ratio"]
             else:
                 parts = next((one.parts for one in containers if one.parts is not None), Parts())
                 known = {key: getattr(parts, name) for key, name in _SHARED.items()}

@@ -78,6 +78,16 @@ def test_a_mig_device_is_its_pods_and_says_where_it_is_from() -> None:
     }
 
 
+def test_a_mig_device_without_a_utilization_has_how_busy_its_engines_were() -> None:
+    mig = {"uuid": "MIG-1", "parent_uuid": "GPU-a", "profile": "1g.10gb"}
+    busy = device("MIG-1", holder("p"), metrics={"graphics_engine_active_ratio": 0.4}, mig=mig)
+    whole = device("GPU-b", holder("q"), metrics={"graphics_engine_active_ratio": 0.4})
+    pods = known(tick(1, busy, whole)).pods("ml", 0.0)
+
+    assert of_pod(pods["p"], USED) == 0.4
+    assert of_pod(pods["q"], USED) is None
+
+
 def test_a_pod_is_gone_with_its_nodes_next_tick() -> None:
     made = known(tick(1, device("GPU-a", holder("p"), used=0.5)), tick(2, device("GPU-a", used=0.0)))
 
