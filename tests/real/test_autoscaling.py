@@ -282,30 +282,43 @@ async def pod_labels(infer: Inference) -> AsyncIterator[str]:
         yield f"{host}:{port}"
 
 
-async def test_the_classical_way_scales_on_a_recording_rule_through_prometheus_adapter(
+def of_keda(namespace: str, name: str) -> str:
+    """The query of KEDA's prometheus scaler, which wants one number, of another Deployment."""
+    (scaled,) = example("keda/scaledobject-prometheus.yaml")
+    query: str = scaled["spec"]["triggers"][0]["metadata"]["query"]
+    return query.replace('"ml"', f'"{namespace}"').replace('"infer"', f'"{name}"')
+
+
+async def test_through_prometheus_an_autoscaler_and_keda_see_what_pods_use_also_on_shared_gpus(
     cluster: ApiServer, gpustream: Make, empty_kafka: KafkaServer, authority: Authority, port: int, tmp_path: Path
 ) -> None:
     need(find_prometheus, find_prometheus_adapter)
     empty_kafka.create_ours({"gpu.attributed": 2, "gpu.dead-letters": 1})
-    names = ("--names", "dcgm-legacy", "--labels", "dcgm", "--scrape-listen", f"127.0.0.1:{port}")
-    process = gpustream("scrape", "sink", "scrape", "--kafka", empty_kafka.address, *names)
-    test = Inference(cluster, empty_kafka, "classical", "cuda-test", shared=False)
+    names = {"legacy": ("--names", "dcgm-legacy", "--labels", "dcgm"), "otel": ("--names", "otel")}
+    held = HeldPort()
+    ports = {"legacy": port, "otel": held.number}
+    test = Inference(cluster, empty_kafka, "classical", "cuda-test")
     async with AsyncExitStack() as servers:
-        await asyncio.to_thread(process.start)
+        servers.callback(held.release)
+        for name, named in names.items():
+            where = ("--kafka", empty_kafka.address, "--group", name, "--scrape-listen", f"127.0.0.1:{ports[name]}")
+            await asyncio.to_thread(gpustream(name, "sink", "scrape", *where, *named, "--parts-by-pod").start)
         await servers.enter_async_context(test)
-        test.load = 0.9
+        test.load = 0.3
         labels = await servers.enter_async_context(pod_labels(test))
-        targets = (f"127.0.0.1:{port}", labels)
+        targets = (*(f"127.0.0.1:{one}" for one in ports.values()), labels)
         prometheus = servers.enter_context(Classical(tmp_path / "prometheus", targets, "classical"))
         await eventually(lambda: prometheus.query("cuda_test_gpu_avg"), every_s=0.2)
+        await eventually(lambda: [one.value for one in prometheus.query(of_keda("classical", "cuda-test"))] == [0.6])
         adapter = servers.enter_context(Adapter(tmp_path / "adapter", cluster, prometheus, authority))
         cluster.namespace("monitoring")
         cluster.create(outside_service(ADAPTER))
         cluster.create(outside_service("classical/cuda-test"))
         await servers.enter_async_context(registered(cluster, ADAPTER, authority, adapter.ports[0].number))
         (hpa,) = example("prometheus-adapter/hpa.yaml")
+        hpa["spec"]["metrics"][0]["object"]["target"]["value"] = "15"
         test.autoscale(hpa)
         await test.scaled_to(6)
-        test.load = 0.1
+        test.load = 0.03
         await test.scaled_to(2)
-        await eventually(lambda: current(test) == {"value": "10"}, every_s=0.2)
+        await eventually(lambda: current(test) == {"value": "3"}, every_s=0.2)
