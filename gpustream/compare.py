@@ -13,7 +13,7 @@ only read at different times.
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
@@ -29,7 +29,7 @@ from gpustream.topics import FAILED, show
 from sinks.receiver import Credentials
 from sinks.series import counters
 from sinks.settings import HttpSettings, url_mistakes
-from topics.profiles import PROFILES
+from topics.profiles import PROFILES, Profile
 
 Verdict = Literal["same", "timing", "unit", "value", "holder", "missing", "unknown"]
 FINE: frozenset[Verdict] = frozenset({"same", "timing"})
@@ -115,17 +115,21 @@ def device(labels: Labels, uuids: Mapping[tuple[str, str], str]) -> Device | Non
     return Device(labels.get("gpu_mig_uuid") or uuid, labels.get("GPU_I_ID", ""))
 
 
+def _quantities(profile: Profile) -> Iterator[tuple[str, Labels, _Quantity]]:
+    """What each name of a profile measures, with the labels that tell it from others of that name."""
+    for key, many in profile.series.items():
+        yield from [(one.name, dict(one.labels), _Quantity(key, one.scale)) for one in many if one.bits is None]
+    for ratio in profile.ratios:
+        key = "/".join("+".join(keys) for keys in (ratio.numerators, ratio.denominators) if keys)
+        yield ratio.name, dict(ratio.labels), _Quantity(key, ratio.scale)
+
+
 @cache
 def _known() -> dict[str, list[tuple[Labels, _Quantity]]]:
-    """What each name of a profile measures, with the labels that tell it from others of that name."""
+    """What each name of any profile measures."""
     found: dict[str, list[tuple[Labels, _Quantity]]] = {}
-    for profile in PROFILES.values():
-        for key, many in profile.series.items():
-            for one in [one for one in many if one.bits is None]:
-                found.setdefault(one.name, []).append((dict(one.labels), _Quantity(key, one.scale)))
-        for ratio in profile.ratios:
-            key = "/".join("+".join(keys) for keys in (ratio.numerators, ratio.denominators) if keys)
-            found.setdefault(ratio.name, []).append((dict(ratio.labels), _Quantity(key, ratio.scale)))
+    for name, own, of in [one for profile in PROFILES.values() for one in _quantities(profile)]:
+        found.setdefault(name, []).append((own, of))
     return found
 
 
@@ -241,8 +245,9 @@ def _absent(name: str, key: str, known: Iterable[str]) -> tuple[Verdict, str]:
     if name not in _known():
         return "unknown", f"gpustream has no {name}: {counters.why_not_served(name)}"
     if key in known:
-        return "missing", f"gpustream has {key} of other GPUs: NVML does not say it of this one"
-    return "missing", f"no series of {key} is there: the names that are written do not have it, or NVML does not say it"
+        return "missing", "gpustream has it of other GPUs: NVML does not say it of this one"
+    having = [name for name, profile in PROFILES.items() if any(of.key == key for _, _, of in _quantities(profile))]
+    return "missing", f"gpustream has it with --names {' or '.join(having)}, if NVML says it"
 
 
 def _beside(

@@ -167,7 +167,10 @@ def test_what_only_one_side_has_is_missing_with_the_reason() -> None:
     assert verdicts[("GPU-c", "")] == ("missing", "they have no such GPU")
     assert verdicts[("GPU-a", "DCGM_EXP_GPU_HEALTH_STATUS")][0] == "unknown"
     assert "DCGM's health checks" in verdicts[("GPU-a", "DCGM_EXP_GPU_HEALTH_STATUS")][1]
-    assert verdicts[("GPU-a", "memory_temperature_celsius")][0] == "missing"
+    assert verdicts[("GPU-a", "memory_temperature_celsius")] == (
+        "missing",
+        "gpustream has it with --names otel or otel-suffixed or dcgm or dcgm-4.9 or dcgm-legacy, if NVML says it",
+    )
     assert found.only_ours == ("gpu_memory_used",)
     assert found.differing == 4
 
