@@ -44,7 +44,7 @@ NODE = choice("node", "k8s_node_name", 'gpu_holders{k8s_cluster_name=~"$cluster"
 IDLE = listed("idle", "idle for", ("1m", "5m", "15m", "1h", "6h"), "15m")
 
 OF_NODE = "/d/gpu-node?var-cluster=${__data.fields.cluster}&var-node=${__data.fields.node}&${__url_time_range}"
-OF_GPU = "/d/gpu-device?var-cluster=${cluster}&var-node=${node}&var-gpu=${__data.fields.GPU}&${__url_time_range}"
+OF_GPU = "/d/gpu-device?${cluster:queryparam}&${node:queryparam}&var-gpu=${__data.fields.GPU}&${__url_time_range}"
 OF_WORKLOAD = (
     "/d/gpu-workload?var-namespace=${__data.fields.namespace}&var-workload=${__data.fields.workload}"
     "&${__url_time_range}"

@@ -40,13 +40,14 @@ def holding(where: str, by: str) -> str:
 
 def alone_or_part(metric: str, part: str, where: str) -> str:
     """A quantity of each pod on each device: its part of a shared device, else the device's, if it holds that alone."""
-    alone = " or ".join(f'{one}{{{where},k8s_pod_name!=""}}' for one in metric.split())
-    return f"{part}{{{where}}} or on ({DEVICE}) ({alone})"
+    alone = [f'{one}{{{where},k8s_pod_name!=""}}' for one in metric.split()]
+    return f" or on ({DEVICE}) ".join([f"{part}{{{where}}}", *alone])
 
 
 UTILIZATION = ("gpu_utilization gpu_gr_engine_active", "gpu_pod_utilization_ratio")
 MEMORY = ("gpu_memory_used", "gpu_pod_memory_used_bytes")
 POWER = ("gpu_power_draw", "gpu_pod_power_watts")
+"""The device's, or what stands for it where there is none, and a pod's part."""
 
 
 def works(where: str, by: str, *, window: str = "$idle", more: str = "") -> str:

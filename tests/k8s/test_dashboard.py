@@ -233,9 +233,9 @@ def test_links_lead_to_dashboards_that_there_are_and_give_variables_that_these_h
     urls = set(re.findall(r"/d/[^\"]+", "".join(path.read_text() for path in dashboard.FOLDER.glob("*.json"))))
     assert len(urls) == 3
     for url in urls:
-        uid, given = re.match(r"/d/([\w-]+)", url), set(re.findall(r"var-(\w+)=", url))
+        uid, given = re.match(r"/d/([\w-]+)", url), set(re.findall(r"var-(\w+)=|\$\{(\w+):queryparam\}", url))
         assert uid is not None
-        assert given <= dashboard.variables(uid[1]).keys()
+        assert {name for pair in given for name in pair if name} <= dashboard.variables(uid[1]).keys()
     assert {tuple(link["tags"]) for board in DASHBOARDS.values() for link in board["links"]} == {("gpustream",)}
     assert {tuple(board["tags"]) for board in DASHBOARDS.values()} == {("gpustream",)}
 

@@ -53,7 +53,7 @@ from topics.profiles import PROFILES
 from topics.topic import node_key
 from topics.usage import Usage
 
-STAYING = ("producer", "attribution", "alerts", "remote-write")
+STAYING = ("producer", "attribution", "alerts", "usage", "remote-write")
 NODES, GPUS = 4, 4 * 8
 CLUSTER, FAULTY = "compose", "faulty"
 WINDOWS = {"idle": "5s", "__rate_interval": "8s", "__range": "16s"}
@@ -201,6 +201,7 @@ def faulty_device(seq: int, ts_ms: int) -> dict[str, Any]:
     metrics = {
         "gpu_utilization_ratio": 0.5,
         "gpu_utilization_mean_ratio": 0.4,
+        "graphics_engine_active_ratio": 0.45,
         "memory_used_bytes": 1 << 30,
         "memory_total_bytes": 1 << 36,
         "power_watts": 300.0,
@@ -895,7 +896,7 @@ def between(low: float, high: float, **labels: str) -> Any:
 
 
 NOTHING: Answer = {}
-RUN = ("attribution", "alerts", "remote-write")
+RUN = ("attribution", "alerts", "usage", "remote-write")
 FLOW = between(NODES / 2, NODES * 2)
 PIPELINE: dict[str, Any] = {
     "Processes/": number(len(STAYING)),
@@ -918,6 +919,7 @@ PIPELINE: dict[str, Any] = {
     "How ticks are attributed/{{attribution}}": between(NODES / 2, NODES * 2, attribution="exact"),
     "Deleted before it was read/attribution": number(0),
     "Deleted before it was read/alerts": number(0),
+    "Deleted before it was read/usage": number(0),
     "Deleted before it was read/remote-write": number(0),
     "Requests/remote-write: {{result}}": between(0.1, 50, result="accepted"),
     "Series left out/series": number(0),
@@ -926,6 +928,7 @@ PIPELINE: dict[str, Any] = {
     **{f"Event loops/{name}": between(0, 5) for name in RUN},
     "Rebalances of streams/attribution": between(0, 2),
     "Rebalances of streams/alerts": between(0, 2),
+    "Rebalances of streams/usage": between(0, 2),
     "Versions/": {frozenset({("version", importlib.metadata.version("gpustream"))}): float(len(STAYING))},
 }
 """By panel and legend. What is not here does not run, and shows nothing."""
