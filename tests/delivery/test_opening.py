@@ -80,16 +80,22 @@ async def test_what_must_be_mended_is_known_until_a_connection_is_open(broker: B
     assert opening.trouble(connection) is None
 
 
-async def test_it_is_tried_again_after_longer_and_longer_pauses(
-    broker: Broker, connection: Connection, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pauses: list[float] = []
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The pauses that are made, each at once."""
+    made: list[float] = []
 
     async def sleep(delay_s: float) -> None:
-        pauses.append(delay_s)
+        made.append(delay_s)
 
     monkeypatch.setattr(asyncio, "sleep", sleep)
     monkeypatch.setattr("delivery.opening.time.monotonic", lambda: 0.0)
+    return made
+
+
+async def test_it_is_tried_again_after_longer_and_longer_pauses(
+    broker: Broker, connection: Connection, pauses: list[float]
+) -> None:
     broker.password = "another"  # noqa: S105
     for _ in range(6):
         with pytest.raises(opening.Unusable):
@@ -98,14 +104,15 @@ async def test_it_is_tried_again_after_longer_and_longer_pauses(
     assert pauses == [0.5, 1.0, 2.0, 5.0, 5.0]
 
 
-async def test_a_broker_that_is_away_is_no_trouble_and_is_not_waited_for(
-    broker: Broker, connection: Connection
+async def test_a_broker_that_is_away_is_no_trouble_and_is_asked_ten_times_a_second(
+    broker: Broker, connection: Connection, pauses: list[float]
 ) -> None:
     broker.away = True
     for _ in range(3):
         with pytest.raises(ConnectionRefusedError):
             await open_it(connection)
     assert opening.trouble(connection) is None
+    assert pauses == [0.1, 0.1]
 
 
 async def test_a_password_file_that_is_gone_is_a_trouble_that_passes(broker: Broker, connection: Connection) -> None:
