@@ -3,8 +3,8 @@
 In: a :class:`Connection`. Out: aiokafka's options for a client, and what is wrong, in a sentence (:func:`trouble`).
 State: of each broker, whether the last connection to it could be opened, and why not.
 On failure: what must be mended is tried again every few seconds only, because a TLS handshake and a login cost CPU on
-both sides. A broker that is away is asked ten times a second. aiokafka logs the sentence, for a client that was connected
-before.
+both sides. A broker that is away is asked ten times a second. aiokafka logs the sentence, for a client that was
+connected before.
 
 aiokafka keeps the password and the TLS context that a client was made with. So they are given to the one function of
 it that opens a connection, which is replaced for the whole process; a client's :class:`_Login` says whose it is.
