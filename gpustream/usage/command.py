@@ -30,7 +30,7 @@ from gpustream.usage import read
 from gpustream.usage.focus import Bill, BillError, Nodes, read_nodes
 from gpustream.usage.prices import PricesError
 from gpustream.usage.read import Range, utc
-from gpustream.usage.table import By, Row, Table, rounded
+from gpustream.usage.table import By, Table, UsageRow, rounded
 from topics.usage import HOUR_MS, MINUTE_MS
 
 WIDTH, NARROWEST = 80, 11
@@ -337,9 +337,9 @@ def as_text(time_range: Range, table: Table) -> Iterator[str]:
     costs = [row.cost for row in rows if row.cost is not None]
     of_held = sum((row.cost for row in held if row.cost is not None), Decimal(0)) if costs else None
     spent = [
-        Row("", "held", table.categories["held"], table.share(table.categories["held"]), of_held),
+        UsageRow("", "held", table.categories["held"], table.share(table.categories["held"]), of_held),
         *(row for row in rows if row.category != "held"),
-        Row("", "all", table.whole, table.share(table.whole), sum(costs, Decimal(0)) if costs else None),
+        UsageRow("", "all", table.whole, table.share(table.whole), sum(costs, Decimal(0)) if costs else None),
     ]
     lines = [
         (table.by, "", columns),
@@ -363,7 +363,7 @@ def as_text(time_range: Range, table: Table) -> Iterator[str]:
     yield f"{counted(len(table.gpus), 'GPU')} x {there} = {_figure(hours)} GPU-hours{differ}"
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: UsageRow) -> list[str]:
     sums = row.sums
     hours = map(_figure, (sums.gpu_hours, sums.used_hours, sums.idle_hours))
     cost = [] if row.cost is None else [f"{row.cost:,f}"]

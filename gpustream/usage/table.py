@@ -78,7 +78,7 @@ class Sums:
         return sum(costs, Fraction(0))
 
 
-class Row(NamedTuple):
+class UsageRow(NamedTuple):
     """What one holder had, or, in a category other than held, nobody. ``cost`` None: no prices were given."""
 
     by: str
@@ -88,7 +88,7 @@ class Row(NamedTuple):
     cost: Decimal | None
 
 
-class Window:
+class GpuWindow:
     """A window of a GPU: the sum of its parts, the slices of the GPU, its length, and whether it is not final."""
 
     __slots__ = ("growing", "ms", "of", "slice_ms")
@@ -115,7 +115,7 @@ class Table:
         self.gpu_hours = Fraction(0)
         self._holders: dict[tuple[str, str], Sums] = {}
         self._clusters: set[str] = set()
-        self._windows: dict[tuple[str, str, str, int], Window] = {}
+        self._windows: dict[tuple[str, str, str, int], GpuWindow] = {}
 
     def add(self, record: Usage) -> None:
         """Take in a record; there is one for each key."""
@@ -128,7 +128,7 @@ class Table:
             self._holders.setdefault(key, Sums()).add(record, price)
         if not record.final:
             self.growing.add(record.start_ms)
-        window = self._windows.setdefault((record.cluster, record.node, record.gpu_uuid, record.start_ms), Window())
+        window = self._windows.setdefault((record.cluster, record.node, record.gpu_uuid, record.start_ms), GpuWindow())
         window.slice_ms += record.slice_ms
         window.of, window.ms = max(window.of, record.of), record.end_ms - record.start_ms
         window.growing |= not record.final
@@ -153,7 +153,7 @@ class Table:
             self.unpriced[model] = self.unpriced.get(model, Fraction(0)) + hours
         return price
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[UsageRow]:
         """The holders, who had most first, then the other categories. The rounded costs add up to the rounded whole.
 
         If the records are of several clusters, the cluster stands before what is only known within one.
@@ -168,7 +168,7 @@ class Table:
         costs: Sequence[Decimal | None] = [None] * len(named)
         if self.prices is not None:
             costs = divided(rounded(self.whole.cost, 2), [sums.cost for _, _, sums in named])
-        return [Row(*one, self.share(one[2]), cost) for one, cost in zip(named, costs, strict=True)]
+        return [UsageRow(*one, self.share(one[2]), cost) for one, cost in zip(named, costs, strict=True)]
 
     def share(self, sums: Sums) -> Fraction:
         """What part of all GPU-hours these are."""
