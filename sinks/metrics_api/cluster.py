@@ -28,6 +28,7 @@ API_SERVICES = "/apis/apiregistration.k8s.io/v1/apiservices"
 AUTHENTICATION = "/api/v1/namespaces/kube-system/configmaps/extension-apiserver-authentication"
 
 _RETRY_S = 2.0
+_ASK_WITHIN_S = 5.0
 _REFRESH_S = 60.0
 _PAGE_PODS = 500
 _LISTS_AT_ONCE = 4
@@ -94,12 +95,15 @@ class Cluster:
         self._health = ApiHealth("the API server", log)
         self.front_proxy: FrontProxy | None = None
 
-    async def start(self, *, ask_front_proxy: bool) -> None:
-        """Find out that the group is ours, and, if asked to, who may come. Raises GroupTaken and ConfigError."""
+    async def start(self, stop: asyncio.Event, *, ask_front_proxy: bool) -> None:
+        """Find out that the group is ours, and, if asked to, who may come; or give up when ``stop`` is set.
+
+        Raises GroupTaken and ConfigError.
+        """
         await self._client.start()
-        await self._insist(self.require_group)
+        await self._insist(self.require_group, stop)
         if ask_front_proxy:
-            self.front_proxy = await self._insist(self._front_proxy)
+            self.front_proxy = await self._insist(self._front_proxy, stop)
 
     async def refresh(self) -> None:
         """Keep the front proxies' CA as it is, for ever."""
@@ -158,23 +162,25 @@ class Cluster:
         return FrontProxy(ca, frozenset(names))
 
     async def _ask(self, path: str, right: str) -> bytes:
-        answer = await self._client.request("GET", path)
+        answer = await self._client.request("GET", path, timeout_s=_ASK_WITHIN_S)
         if answer.status == 200:
             return answer.body
         hint = f" (this needs the right to {right})" if answer.status == 403 else ""
         raise Unreachable("connection", f"{path}: {answer.status}: {message(answer.body)}{hint}")
 
-    async def _insist(self, ask: Callable[[], Awaitable[T]]) -> T:
-        """Ask until there is an answer."""
-        while True:
+    async def _insist(self, ask: Callable[[], Awaitable[T]], stop: asyncio.Event) -> T | None:
+        """Ask until there is an answer; None if ``stop`` is set before."""
+        while not stop.is_set():
             try:
                 found = await ask()
             except Unreachable as error:
                 self._health.bad(error.reason, str(error))
-                await asyncio.sleep(_RETRY_S)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(stop.wait(), _RETRY_S)
             else:
                 self._health.good("asked")
                 return found
+        return None
 
 
 def _decoded(body: bytes, kind: type[T]) -> T:

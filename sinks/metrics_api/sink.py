@@ -86,23 +86,14 @@ class MetricsApiSink:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Read and serve until ``stop``. Raises ListenError, CertificateError, GroupTaken, ConfigError, MustRestart."""
-        working, stopping = asyncio.ensure_future(self._work(stop)), asyncio.ensure_future(stop.wait())
-        try:
-            await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            stopping.cancel()
-            working.cancel() if stop.is_set() else None
-            await asyncio.wait((working,))
-        if not working.cancelled():
-            working.result()
-
-    async def _work(self, stop: asyncio.Event) -> None:
         settings, cluster = self.settings, self._cluster
         async with contextlib.AsyncExitStack() as stack:
             if cluster is not None:
                 stack.push_async_callback(cluster.close)
                 known = settings.client_ca is not None and bool(settings.client_names)
-                await cluster.start(ask_front_proxy=settings.serving_cert is not None and not known)
+                await cluster.start(stop, ask_front_proxy=settings.serving_cert is not None and not known)
+                if stop.is_set():
+                    return
                 refreshing = asyncio.ensure_future(cluster.refresh())
                 stack.callback(refreshing.cancel)
             tls = None
@@ -147,9 +138,9 @@ class MetricsApiSink:
                 self._take(tick, record.timestamp)
 
     def _take(self, tick: HoldingsTick, logged_ms: int) -> None:
-        """A tick is as old as its node's clock or the log says, whichever is more."""
+        """A tick is as old as its node's clock or the log says, whichever is more; a log without times says -1."""
         now_ms = time.time() * 1000
-        age_s = (now_ms - min(tick.ts_ms, logged_ms)) / 1000
+        age_s = (now_ms - min(tick.ts_ms, logged_ms if logged_ms > 0 else tick.ts_ms)) / 1000
         verdict = self._holdings.take(tick, time.monotonic(), age_s)
         self._instruments.counter(DUPLICATE if verdict == "replay" else DELIVERED).inc()
         if verdict != "replay":

@@ -63,7 +63,7 @@ async def test_a_group_of_another_service_is_refused_and_its_owner_named() -> No
     cluster, _ = of({API_SERVICES: [(200, {"items": items})]})
 
     with pytest.raises(GroupTaken, match=r"monitoring/prometheus-adapter .*v1beta1\.custom.*--custom-metrics"):
-        await cluster.start(ask_front_proxy=False)
+        await cluster.start(asyncio.Event(), ask_front_proxy=False)
 
 
 async def test_a_group_that_is_ours_or_nobodys_is_taken() -> None:
@@ -73,7 +73,7 @@ async def test_a_group_that_is_ours_or_nobodys_is_taken() -> None:
         [api_service("v1.external.metrics", "a/b", "external.metrics.k8s.io")],
     ):
         cluster, _ = of({API_SERVICES: [(200, {"items": items})]})
-        await cluster.start(ask_front_proxy=False)
+        await cluster.start(asyncio.Event(), ask_front_proxy=False)
 
 
 async def test_the_api_server_is_waited_for_and_readiness_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +86,7 @@ async def test_the_api_server_is_waited_for_and_readiness_says_why(monkeypatch: 
         ],
     }
     cluster, _ = of(answers)
-    starting = asyncio.create_task(cluster.start(ask_front_proxy=True))
+    starting = asyncio.create_task(cluster.start(asyncio.Event(), ask_front_proxy=True))
 
     (why,) = await eventually(lambda: [text for text in cluster.not_ready() if "forbidden" in text], unless=starting)
     assert "the right to list apiservices" in why
