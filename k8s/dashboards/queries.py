@@ -50,9 +50,9 @@ POWER = ("gpu_power_draw", "gpu_pod_power_watts")
 """The device's, or what stands for it where there is none, and a pod's part."""
 
 
-def works(where: str, by: str, *, window: str = "$idle", more: str = "") -> str:
+def works(where: str, by: str) -> str:
     """The most that a device did in the window, in any engine."""
-    several = " or ".join(f"max_over_time({one}{{{where}{more}}}[{window}])" for one in ACTIVITY)
+    several = " or ".join(f"max_over_time({one}{{{where}}}[$idle])" for one in ACTIVITY)
     return f"max by ({by}) ({several})"
 
 

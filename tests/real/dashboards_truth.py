@@ -37,7 +37,6 @@ class At(NamedTuple):
     labels: Labels
     device: AttributedDevice
     pods: Sequence[Holding]
-    known: bool
 
     @property
     def key(self) -> tuple[str, str]:
@@ -136,7 +135,7 @@ def _row(sample: AttributedSample, device: AttributedDevice) -> At:
         if owner is not None:
             named |= {"k8s_workload_kind": owner.kind, "k8s_workload_name": owner.name}
         pods.append(Holding(named, len(device.pods()), parts))
-    return At(sample.ts_ms, labels, device, pods, sample.attribution != "none")
+    return At(sample.ts_ms, labels, device, pods)
 
 
 Row = tuple[Labels, float]
