@@ -44,6 +44,7 @@ LONGEST_FIRST = (
     "test_path",
     "test_simulated",
     "test_consumers",
+    "test_dashboards",
 )
 """The files that take the longest. They wait more than they compute."""
 

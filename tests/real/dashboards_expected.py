@@ -1,0 +1,496 @@
+"""What the panels of the dashboards must show, query by query, made of what is true of the fleet.
+
+A row has no numbers: it is for the devices and the alerts that are chosen, whichever these are.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tests.real import dashboards_truth
+from tests.real.dashboards_truth import (
+    SERIES,
+    Answer,
+    At,
+    Truth,
+    each,
+    grouped,
+    holding,
+    mean,
+    number,
+    of_pods,
+    quantile,
+)
+from topics.profiles import PROFILES
+
+IDLE_MS, RATE_MS, RANGE_MS = 5_000, 8_000, 16_000
+"""The windows of what idles, of a rate and of the time shown."""
+
+GPU = "k8s_cluster_name, k8s_node_name, gpu_uuid"
+DEVICE = f"{GPU}, gpu_mig_uuid"
+POD = "k8s_namespace_name, k8s_pod_name"
+WORKLOAD = "k8s_cluster_name, k8s_namespace_name, k8s_workload_kind, k8s_workload_name"
+NODE = "k8s_cluster_name, k8s_node_name"
+
+UTILIZATION = ("gpu_utilization gpu_gr_engine_active", "utilization_ratio")
+MEMORY = ("gpu_memory_used", "memory_used_bytes")
+POWER = ("gpu_power_draw", "power_watts")
+
+
+def count(rows: Any, by: str) -> Answer:
+    return grouped(((labels, 1.0) for labels, _ in rows), by)
+
+
+def distinct(rows: Any, by: str) -> float:
+    """How many different values these labels have."""
+    return len(grouped(rows, by))
+
+
+def there(truth: Truth) -> list[tuple[Mapping[str, str], float]]:
+    return [(one.labels, 1.0) for one in truth.now()]
+
+
+def held(truth: Truth) -> list[tuple[Mapping[str, str], float]]:
+    return [(one.labels, float(len(one.pods))) for one in truth.now() if one.pods]
+
+
+def pods(truth: Truth) -> list[tuple[Mapping[str, str], float]]:
+    return [({**one.labels, **pod.labels}, 1.0) for one in truth.now() for pod in one.pods]
+
+
+def busy(rows: Sequence[At]) -> float | None:
+    """The most that a device did in these ticks."""
+    names = ("gpu_utilization", "gpu_gr_engine_active", "gpu_encode_utilization", "gpu_decode_utilization")
+    return max((value for one in rows for name in names if (value := one.value(name)) is not None), default=None)
+
+
+def idle(truth: Truth) -> list[At]:
+    """Devices that were held all the time, and did nothing in it."""
+    before = {one.key for one in truth.now(IDLE_MS) if one.pods}
+    found = []
+    for one in truth.now():
+        ticks = truth.within(IDLE_MS)[one.key]
+        most = busy(ticks)
+        if all(tick.pods for tick in ticks) and one.key in before and most is not None and most < 0.01:
+            found.append(one)
+    return found
+
+
+def idle_pods(truth: Truth) -> list[tuple[Mapping[str, str], float]]:
+    """Pods on devices that they held all the time and did nothing on."""
+    before = {(one.key, named(pod)) for one in truth.now(IDLE_MS) for pod in one.pods if alone(pod) or parted(pod)}
+    found: list[tuple[Mapping[str, str], float]] = []
+    for one in truth.now():
+        ticks = truth.within(IDLE_MS)[one.key]
+        for pod in one.pods:
+            mine = [tick for tick in ticks if any(named(other) == named(pod) for other in tick.pods)]
+            did = [
+                other.parts["utilization_ratio"]
+                for tick in mine
+                for other in tick.pods
+                if named(other) == named(pod) and parted(other)
+            ]
+            lone = busy([tick for tick in mine if len(tick.pods) == 1])
+            nothing = (alone(pod) and lone is not None and lone < 0.01) or (parted(pod) and max(did) < 0.01)
+            if nothing and (one.key, named(pod)) in before:
+                found.append(({**one.labels, **pod.labels}, 1.0))
+    return found
+
+
+def named(pod: dashboards_truth.Holding) -> tuple[str, str]:
+    return pod.labels["k8s_namespace_name"], pod.labels["k8s_pod_name"]
+
+
+def alone(pod: dashboards_truth.Holding) -> bool:
+    return pod.of == 1
+
+
+def parted(pod: dashboards_truth.Holding) -> bool:
+    return "utilization_ratio" in pod.parts
+
+
+def of_idle(truth: Truth, name: str, part: str) -> list[tuple[Mapping[str, str], float]]:
+    """A quantity of pods on the devices on which they do nothing."""
+    by = [name.strip() for name in f"{DEVICE}, {POD}".split(",")]
+    idling = {tuple(labels.get(one) for one in by) for labels, _ in idle_pods(truth)}
+    return [row for row in of_pods(truth.now(), name, part) if tuple(row[0].get(one) for one in by) in idling]
+
+
+def usable(truth: Truth) -> list[At]:
+    """Devices, without the GPUs that are cut into MIG devices."""
+    return [one for one in truth.now() if not one.cut]
+
+
+def working(truth: Truth) -> list[float]:
+    return [value for _, value in each([one for one in truth.now() if one.pods], "gpu_utilization")]
+
+
+def slow(truth: Truth) -> list[tuple[Mapping[str, str], float]]:
+    hot = 0x20 | 0x40
+    return [(one.labels, 1.0) for one in truth.now() if int(one.device.metrics.get("clock_event_reasons") or 0) & hot]
+
+
+def total(truth: Truth, name: str, **labels: str) -> Answer:
+    return grouped(each(truth.now(), name, **labels), "")
+
+
+def largest(truth: Truth, name: str) -> Answer:
+    return number(max(value for _, value in each(truth.now(), name)))
+
+
+def increased(truth: Truth, name: str, by: str, window_ms: int = RATE_MS, **labels: str) -> Answer:
+    """How much counters rose, as Prometheus sees it: from the first to the last reading, as if to both ends."""
+    rows = []
+    for ticks in truth.within(window_ms).values():
+        points = [(tick.ts_ms, value) for tick in ticks if (value := tick.value(name, **labels)) is not None]
+        if len(points) > 1:
+            slope = (points[-1][1] - points[0][1]) / (points[-1][0] - points[0][0])
+            rows.append(({**ticks[-1].labels, **labels}, slope * window_ms))
+    return grouped(rows, by)
+
+
+def xids(truth: Truth, by: str) -> Answer:
+    """Errors in the time shown; a code that had none before begins with its first."""
+    before = {one.key: one.device.xids for one in truth.now(RANGE_MS)}
+    risen = [
+        ({**one.labels, "xid": code}, float(n - before.get(one.key, {}).get(code, 0)))
+        for one in truth.now()
+        for code, n in one.device.xids.items()
+    ]
+    return grouped([row for row in risen if row[1]], by)
+
+
+def pod_xids(truth: Truth, by: str) -> Answer:
+    """Errors in the time shown that came while one pod held the device."""
+    rows = []
+    for one in (one for ticks in truth.within(RANGE_MS).values() for one in ticks):
+        for event in one.device.events or ():
+            then = {(pod.namespace, pod.pod) for pod in event.held_by(one.device.holders)}
+            if len(then) == 1:
+                ((namespace, pod),) = then
+                named = {"k8s_namespace_name": namespace, "k8s_pod_name": pod, "xid": str(event.code)}
+                rows.append(({**one.labels, **named}, 1.0))
+    return grouped(rows, by)
+
+
+def xids_risen(truth: Truth) -> Answer:
+    """XID errors in the time of a point, of codes that there were before."""
+    rows = []
+    for ticks in truth.within(RATE_MS).values():
+        for code, last in ticks[-1].device.xids.items():
+            first = next((tick.ts_ms, n) for tick in ticks if (n := tick.device.xids.get(code)) is not None)
+            slope = (last - first[1]) / max(1, ticks[-1].ts_ms - first[0])
+            rows.append(({"xid": code}, slope * RATE_MS))
+    return grouped(rows, "xid")
+
+
+PROMETHEUS_ALERTS = {"GpustreamDeadLetters": 1}
+"""What Prometheus itself finds: the records that can't be decoded."""
+
+Expected = Callable[[Truth, Sequence[Mapping[str, str]]], Answer]
+"""What a query must answer, by the devices and the alerts that are chosen."""
+
+
+def fires(alerts: Sequence[Mapping[str, str]]) -> Answer:
+    return number(len(alerts) + sum(PROMETHEUS_ALERTS.values()))
+
+
+def by_alert(by: str) -> Expected:
+    return lambda truth, alerts: grouped(((one, 1.0) for one in alerts), by)
+
+
+def per_device(name: str, by: str, how: Callable[[list[float]], float] = max) -> Expected:
+    return lambda truth, _: grouped(each(truth.now(), name), by, how)
+
+
+def of_pod(what: tuple[str, str], by: str) -> Expected:
+    return lambda truth, _: grouped(of_pods(truth.now(), *what), by)
+
+
+def held_by(by: str) -> Expected:
+    return lambda truth, _: grouped(holding(truth.now()), by)
+
+
+SHORT = "gpu_index, gpu_mig_profile, gpu_mig_uuid"
+LONG = "gpu_index, gpu_uuid, gpu_mig_uuid, gpu_mig_profile, gpu_model"
+INDEXED = f"{GPU}, gpu_index"
+PODS = f"{POD}, k8s_node_name"
+
+GPUS_THERE: Expected = lambda t, _: number(distinct(there(t), GPU))  # noqa: E731 - a row's cell
+GPUS_HELD: Expected = lambda t, _: number(distinct(held(t), GPU))  # noqa: E731
+IDLE_DEVICES: Expected = lambda t, _: number(len(idle(t)))  # noqa: E731
+POWER_DRAWN: Expected = lambda t, _: total(t, "gpu_power_draw")  # noqa: E731
+HOTTEST: Expected = lambda t, _: largest(t, "gpu_temperature")  # noqa: E731
+ALERTS_HERE: Expected = lambda _, alerts: number(len(alerts))  # noqa: E731
+
+FLEET: dict[str, Expected] = {
+    "GPUs/A": GPUS_THERE,
+    "Held/A": GPUS_HELD,
+    "Shared/A": lambda t, _: number(sum(len(one.pods) > 1 for one in t.now())),
+    "Held and idle/A": IDLE_DEVICES,
+    "Alerts/A": lambda _, alerts: fires(alerts),
+    "Utilization of what is held/A": lambda t, _: number(mean(working(t))),
+    "Nodes/A": lambda t, _: number(distinct(there(t), NODE)),
+    "Memory used/A": lambda t, _: number(
+        sum(v for _, v in each(usable(t), "gpu_memory_used")) / sum(v for _, v in each(usable(t), "gpu_memory_total"))
+    ),
+    "Power/A": POWER_DRAWN,
+    "Hottest/A": HOTTEST,
+    "Slowed down/A": lambda t, _: number(len(slow(t))),
+    "Not as the kubelet says/A": lambda t, _: number(sum(one.device.conflict is not None for one in t.now())),
+    "GPUs over time/A": GPUS_THERE,
+    "GPUs over time/B": GPUS_HELD,
+    "GPUs over time/C": IDLE_DEVICES,
+    "Devices by namespace/A": held_by("k8s_namespace_name"),
+    "Utilization/A": lambda t, _: number(mean(working(t))),
+    "Utilization/B": lambda t, _: number(quantile(0.1)(working(t))),
+    "Utilization/C": lambda t, _: number(quantile(0.9)(working(t))),
+    "GPUs' worth of work by namespace/A": of_pod(UTILIZATION, "k8s_namespace_name"),
+    "Power and its limit/A": POWER_DRAWN,
+    "Power and its limit/B": lambda t, _: total(t, "gpu_power_limit"),
+    "Memory by namespace/A": of_pod(MEMORY, "k8s_namespace_name"),
+    "All nodes/A": lambda t, _: count(grouped_rows(there(t), GPU), NODE),
+    "All nodes/B": lambda t, _: count(grouped_rows(held(t), GPU), NODE),
+    "All nodes/C": per_device("gpu_utilization", NODE, mean),
+    "All nodes/D": lambda t, _: grouped(each(usable(t), "gpu_memory_used"), NODE),
+    "All nodes/E": per_device("gpu_power_draw", NODE, sum),
+    "All nodes/F": per_device("gpu_temperature", NODE),
+    "All nodes/G": by_alert(NODE),
+    "Models/A": lambda t, _: count(
+        grouped_rows(described(t), f"{GPU}, gpu_model, driver_version"), "gpu_model, driver_version"
+    ),
+}
+
+ONE_NODE: dict[str, Expected] = {
+    "GPUs/A": GPUS_THERE,
+    "Held/A": GPUS_HELD,
+    "Pods/A": lambda t, _: number(distinct(pods(t), POD)),
+    "Power/A": POWER_DRAWN,
+    "Hottest/A": HOTTEST,
+    "Alerts/A": ALERTS_HERE,
+    "Devices/A": lambda t, _: grouped(((one.labels, float(len(one.pods))) for one in t.now()), LONG),
+    "Devices/B": per_device("gpu_utilization", LONG),
+    "Devices/C": per_device("gpu_memory_used", LONG),
+    "Devices/D": per_device("gpu_memory_total", LONG),
+    "Devices/E": per_device("gpu_power_draw", LONG),
+    "Devices/F": per_device("gpu_temperature", LONG),
+    "Holders/A": lambda t, _: grouped(((labels, 1.0) for labels, _ in holding(t.now())), f"{SHORT}, {POD}", max),
+    "Utilization/A": per_device("gpu_utilization", SHORT),
+    "Memory/A": per_device("gpu_memory_used", SHORT),
+    "Power by GPU/A": per_device("gpu_power_draw", SHORT),
+    "Temperature/A": per_device("gpu_temperature", SHORT),
+    "PCIe/A": lambda t, _: both_ways(t, "gpu_pcie_throughput"),
+    "NVLink/A": lambda t, _: both_ways(t, "gpu_interconnect_throughput"),
+    "What pods use/A": held_by(POD),
+    "What pods use/B": of_pod(UTILIZATION, POD),
+    "What pods use/C": of_pod(MEMORY, POD),
+    "What pods use/D": of_pod(POWER, POD),
+}
+
+WORKLOADS: dict[str, Expected] = {
+    "Workloads/A": lambda t, _: number(distinct(pods(t), WORKLOAD)),
+    "Pods/A": lambda t, _: number(distinct(pods(t), f"{POD}, k8s_node_name")),
+    "Devices/A": lambda t, _: number(sum(value for _, value in holding(t.now()))),
+    "GPUs' worth of work/A": of_pod(UTILIZATION, ""),
+    "Memory/A": of_pod(MEMORY, ""),
+    "Power/A": of_pod(POWER, ""),
+    "Devices by workload/A": held_by(WORKLOAD),
+    "GPUs' worth of work by workload/A": of_pod(UTILIZATION, WORKLOAD),
+    "Memory by workload/A": of_pod(MEMORY, WORKLOAD),
+    "Power by workload/A": of_pod(POWER, WORKLOAD),
+    "Tensor cores/A": lambda t, _: grouped(of_alone(t, "gpu_pipe_tensor_active"), WORKLOAD, mean),
+    "Utilization/A": lambda t, _: grouped(of_alone(t, "gpu_utilization"), WORKLOAD, mean),
+    "Workloads and what they hold/A": held_by(WORKLOAD),
+    "Workloads and what they hold/B": of_pod(UTILIZATION, WORKLOAD),
+    "Workloads and what they hold/C": of_pod(MEMORY, WORKLOAD),
+    "Workloads and what they hold/D": of_pod(POWER, WORKLOAD),
+    "Workloads and what they hold/E": lambda _, alerts: grouped(
+        ((one, 1.0) for one in alerts if "k8s_pod_name" in one), WORKLOAD
+    ),
+    "Pods and what they do/A": held_by(PODS),
+    "Pods and what they do/B": of_pod(UTILIZATION, PODS),
+    "Pods and what they do/C": of_pod(MEMORY, PODS),
+    "XID errors of its pods/A": lambda t, _: pod_xids(t, f"{POD}, xid"),
+}
+
+IDLENESS: dict[str, Expected] = {
+    "Held and idle/A": IDLE_DEVICES,
+    "Of what is held/A": lambda t, _: number(len(idle(t)) / len(held(t))),
+    "Held by nobody/A": lambda t, _: number(sum(not one.pods for one in usable(t))),
+    "Pods that idle/A": lambda t, _: number(distinct(idle_pods(t), f"{NODE}, {POD}")),
+    "Memory that they block/A": lambda t, _: number(sum(v for _, v in of_idle(t, *MEMORY))),
+    "Power for nothing/A": lambda t, _: number(sum(v for _, v in each(idle(t), "gpu_power_draw"))),
+    "Pods that idle, by namespace/A": lambda t, _: grouped(idle_pods(t), "k8s_namespace_name"),
+    "Devices/A": IDLE_DEVICES,
+    "Devices/B": lambda t, _: number(len(held(t))),
+    "Pods and what they block/A": lambda t, _: grouped(of_idle(t, *MEMORY), f"k8s_node_name, gpu_uuid, {POD}"),
+    "Pods and what they block/B": lambda t, _: grouped(of_idle(t, *POWER), f"k8s_node_name, gpu_uuid, {POD}"),
+    "Idle GPU-hours by alerts/A": lambda _, alerts: {},  # nothing has been idle for a quarter of an hour
+}
+
+HEALTH: dict[str, Expected] = {
+    "Alerts/A": lambda _, alerts: fires(alerts),
+    "XID errors/A": lambda t, _: number(sum(xids(t, "xid").values())),
+    "Memory that failed/A": lambda t, _: number(failing(t, "gpu_ecc_errors", gpu_ecc_error_type="uncorrectable")),
+    "To be reset/A": lambda t, _: number(failing(t, "gpu_row_remap_pending")),
+    "To be replaced/A": lambda t, _: number(failing(t, "gpu_row_remap_failure")),
+    "Slowed down by heat/A": lambda t, _: number(len(slow(t))),
+    "XID errors by code/A": lambda t, _: {code: value for code, n in xids_risen(t).items() if (value := round(n))},
+    "Alerts by name/A": by_alert("alertname"),
+    "Alerts by name/B": lambda *_: {
+        frozenset({("alertname", name)}): float(n) for name, n in PROMETHEUS_ALERTS.items()
+    },
+    "What fires/A": by_alert(f"alertname, severity, {INDEXED}, {POD}"),
+    "XID errors by GPU/A": lambda t, _: xids(t, f"{INDEXED}, xid"),
+    "XID errors by pod/A": lambda t, _: pod_xids(t, f"{POD}, xid"),
+    "GPUs to look at/A": lambda t, _: findings(t),
+    "Memory errors/A": lambda t, _: (
+        increased(t, "gpu_ecc_errors", "gpu_ecc_error_type", gpu_ecc_error_type="correctable")
+        | increased(t, "gpu_ecc_errors", "gpu_ecc_error_type", gpu_ecc_error_type="uncorrectable")
+    ),
+    "Link errors/A": lambda t, _: increased(t, "gpu_interconnect_crc_errors", ""),
+    "Link errors/B": lambda t, _: increased(t, "gpu_interconnect_replays", ""),
+    "Link errors/C": lambda t, _: increased(t, "gpu_interconnect_recoveries", ""),
+    "Link errors/D": lambda t, _: increased(t, "gpu_pcie_replay_count", ""),
+    "Why clocks are down/A": lambda t, _: causes(t),
+    "Temperature/A": HOTTEST,
+    "Temperature/B": lambda t, _: largest(t, "gpu_memory_temperature"),
+    "Temperature/C": lambda t, _: number(quantile(0.5)([v for _, v in each(t.now(), "gpu_temperature")])),
+}
+
+
+def grouped_rows(rows: Any, by: str) -> list[tuple[Mapping[str, str], float]]:
+    """One row for each set of labels."""
+    return [(dict(labels), value) for labels, value in grouped(rows, by).items()]
+
+
+def described(truth: Truth) -> list[tuple[Mapping[str, str], float]]:
+    return [({**one.labels, **(one.device.info or {})}, 1.0) for one in truth.now() if one.device.info]
+
+
+def both_ways(truth: Truth, name: str) -> Answer:
+    rows = [
+        (
+            one.labels,
+            sum(
+                v
+                for way in ("transmit", "receive")
+                if (v := one.value(name, gpu_interconnect_direction=way)) is not None
+            ),
+        )
+        for one in truth.now()
+        if one.value(name, gpu_interconnect_direction="transmit") is not None
+    ]
+    return grouped(rows, SHORT, max)
+
+
+def of_alone(truth: Truth, name: str) -> list[tuple[Mapping[str, str], float]]:
+    """A metric of devices that one pod holds alone, with its labels."""
+    return [
+        ({**one.labels, **one.pods[0].labels}, v)
+        for one in truth.now()
+        if [pod.of for pod in one.pods] == [1] and (v := one.value(name)) is not None
+    ]
+
+
+def failing(truth: Truth, name: str, **labels: str) -> int:
+    return sum(value > 0 for _, value in each(truth.now(), name, **labels))
+
+
+def findings(truth: Truth) -> Answer:
+    kinds = {
+        "row remap failed": ("gpu_row_remap_failure", {}),
+        "row remap pending": ("gpu_row_remap_pending", {}),
+        "pages to retire": ("gpu_retired_pages_pending", {}),
+        "uncorrectable memory errors": ("gpu_ecc_errors", {"gpu_ecc_error_type": "uncorrectable"}),
+    }
+    rows = [
+        ({**labels, "finding": words}, v)
+        for words, (name, own) in kinds.items()
+        for labels, v in each(truth.now(), name, **own)
+        if v > 0
+    ]
+    rows += [({**labels, "finding": "slowed down by heat"}, 1.0) for labels, _ in slow(truth)]
+    rows += [({**one.labels, "finding": "not as the kubelet says"}, 1.0) for one in truth.now() if one.device.conflict]
+    return grouped(rows, f"{INDEXED}, finding", max)
+
+
+def causes(truth: Truth) -> Answer:
+    found = [
+        dict(one.labels)["gpu_throttle_cause"] for one in PROFILES["otel"].series["clock_event_reasons"] if one.labels
+    ]
+    rows = [
+        ({"gpu_throttle_cause": cause}, v)
+        for cause in found
+        for _, v in each(truth.now(), "gpu_throttle_reason", gpu_throttle_cause=cause)
+    ]
+    return grouped(rows, "gpu_throttle_cause")
+
+
+EXPECTED = {
+    **{f"gpu-fleet/{name}": one for name, one in FLEET.items()},
+    **{f"gpu-node/{name}": one for name, one in ONE_NODE.items()},
+    **{f"gpu-workload/{name}": one for name, one in WORKLOADS.items()},
+    **{f"gpu-idle/{name}": one for name, one in IDLENESS.items()},
+    **{f"gpu-health/{name}": one for name, one in HEALTH.items()},
+}
+
+# -- one GPU
+
+INSTANCE = "gpu_mig_uuid, gpu_mig_profile"
+INFO = ("serial", "driver_version", "cuda_version", "vbios_version", "mig_mode", "processes_visible")
+
+OF_DEVICE: dict[str, Expected] = {
+    "Holders/A": lambda t, _: grouped(((labels, 1.0) for labels, _ in holding(t.now())), f"{INSTANCE}, {POD}", max),
+    "Pods/A": lambda t, _: number(max(len(one.pods) for one in t.now())),
+    "Alerts/A": ALERTS_HERE,
+    "Temperature now/A": HOTTEST,
+    "Power now/A": lambda t, _: largest(t, "gpu_power_draw"),
+    "What it is/A": lambda t, _: grouped(described(t), ", ".join(["gpu_model", "gpu_index", INSTANCE, *INFO]), max),
+    "Utilization by pod/A": lambda t, _: part_of_pods(t, "utilization_ratio"),
+    "Utilization by pod/B": lambda t, _: nobodys(t, "utilization_ratio"),
+    "Memory by pod/A": lambda t, _: part_of_pods(t, "memory_used_bytes"),
+    "Memory by pod/B": lambda t, _: nobodys(t, "memory_used_bytes"),
+    "Power by pod/A": lambda t, _: part_of_pods(t, "power_watts"),
+    "Power by pod/B": lambda t, _: nobodys(t, "power_watts"),
+    "XID errors/A": lambda t, _: xids(t, "xid"),
+    "Doubts/A": lambda t, _: grouped((({"reason": c}, 1.0) for one in t.now() if (c := one.device.conflict)), "reason"),
+    "Doubts/B": lambda t, _: number(max(float(one.device.split_scaled) for one in t.now() if one.divided)),
+}
+
+
+def part_of_pods(truth: Truth, part: str) -> Answer:
+    rows = [
+        ({**one.labels, **pod.labels}, pod.parts[part]) for one in truth.now() for pod in one.pods if part in pod.parts
+    ]
+    return grouped(rows, f"{INSTANCE}, {POD}")
+
+
+def nobodys(truth: Truth, part: str) -> Answer:
+    rows = [(one.labels, v) for one in truth.now() if (v := getattr(one.device.unattributed, part, None)) is not None]
+    return grouped(rows, INSTANCE)
+
+
+def metric_of(truth: Truth, name: str) -> Answer:
+    """All series of a name: gauges as they are, counters by how far they came or how fast."""
+    found: Answer = {}
+    for (series, own), (of, one) in SERIES.items():
+        labels = dict(own)
+        by = ", ".join([INSTANCE, *labels])
+        if series == name and one.kind == "counter":
+            per = {"energy_joules_total": RATE_MS, "violation": RATE_MS / 1000}
+            scale = (
+                per["energy_joules_total"]
+                if of == "energy_joules_total"
+                else per["violation"]
+                if "violation" in of
+                else 1
+            )
+            found |= {k: v / scale for k, v in increased(truth, name, by, RATE_MS, **labels).items()}
+        elif series == name:
+            found |= grouped((({**row, **labels}, v) for row, v in each(truth.now(), name, **labels)), by, max)
+    for ratio in (one for one in PROFILES["otel"].ratios if one.name == name):
+        for device in truth.now():
+            top, bottom = (device.device.metrics.get(key) for key in ratio.keys)
+            if top is not None and bottom:
+                found |= grouped([(device.labels, top / bottom * ratio.scale)], INSTANCE)
+    return found
