@@ -57,6 +57,14 @@ def of_commands() -> dict[str, list[Acl]]:
         "topics list": _every_topic("Describe", "DescribeConfigs"),
         "alerts": [Acl("Read", "Topic", "gpu.alerts")],
         "usage": [Acl("Read", "Topic", name) for name in ("gpu.usage", "gpu.usage-minutes")],
+        "replay": [
+            Acl("Read", "Topic", "gpu.attributed"),
+            *(
+                Acl(operation, "Topic", name)
+                for operation in ("Read", "Write")
+                for name in ("gpu.usage", "gpu.usage-minutes")
+            ),
+        ],
         "doctor": [
             *_every_topic("Read"),
             *(

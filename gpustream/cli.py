@@ -136,6 +136,7 @@ COMMANDS = {
         "List what could not be used and why, show it, and send it again after a fix.",
         lambda: command.load("gpustream.dead_letters.command:dead_letters"),
     ),
+    "replay": _module("replay", "Make usage again from what gpu.attributed still has, for hours that were not booked."),
     "rules": _module("rules", "Check a file of alert rules, or try it on what was recorded."),
     "counters": _module(
         "counters", "Check a file of counters, as dcgm-exporter has them, before --counters is given it."

@@ -1,0 +1,310 @@
+"""``gpustream replay``: makes usage again from what gpu.attributed still has, under a higher generation.
+
+In:       gpu.attributed, in no group; what gpu.usage and gpu.usage-minutes have of the same time.
+Out:      the final records of that time, as the usage stream writes them but for the generation; and zeros under every
+          key that they had there and do not have now, because readers take the highest generation of each key.
+State:    none. Of each partition the generation is one above the highest that its records have. So a replay that was
+          killed is run again, and overwrites what it had written.
+On failure: what Kafka does not have any more is refused, with the reason and what it has; exit code 1.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import click
+import msgspec
+
+from delivery.connection import Connection
+from delivery.dead_letters import connecting
+from delivery.kafka_admin import BrokerError
+from delivery.ledger import Partition
+from delivery.sender import Sender
+from gpustream import history, logs
+from gpustream.command import KAFKA, LOG_FORMAT, Command, counted, option, options
+from gpustream.history import History, Span
+from gpustream.topics import answer
+from gpustream.usage.command import TIME, When
+from gpustream.usage.read import Range, utc
+from streams.settings import UsageSettings
+from streams.usage.books import FIELDS, PATIENCE_MS, Bookkeeper, Books, Policy
+from streams.usage.tick import decode as decode_tick
+from topics.attributed import TOPIC as ATTRIBUTED
+from topics.topic import UInt, decoder
+from topics.usage import HOUR_MS, HOURS, MINUTE_MS, MINUTES, Usage
+
+BEFORE_MS = 30 * MINUTE_MS
+"""What was logged before the time is read too: the first tick in it stands for the time since the one before."""
+
+SETTLED_MS = PATIENCE_MS + 2 * MINUTE_MS
+"""An hour is made again when its end is so long ago: then the stream has made it final, if it ever will."""
+
+_UNACKNOWLEDGED = 2000
+
+_decode = decoder(Usage)
+
+
+class _Head(msgspec.Struct, frozen=True):
+    """What of a record of usage says which generation comes next."""
+
+    start_ms: UInt
+    end_ms: UInt
+    generation: UInt
+
+
+_decode_head = decoder(_Head)
+
+
+def _mistakes(given: Mapping[str, Any]) -> Iterable[str]:
+    try:
+        asked(given["first"], given["last"], _now_ms())
+    except ValueError as error:
+        yield str(error)
+
+
+def asked(first: When, last: When | None, now_ms: int) -> Range:
+    """The whole hours that are asked for, and are over for long enough. Raises ValueError if there is none."""
+    latest_ms = (now_ms - SETTLED_MS) // HOUR_MS * HOUR_MS
+    from_ms = first.at_ms(now_ms) // HOUR_MS * HOUR_MS
+    to_ms = latest_ms if last is None else min(latest_ms, -(-last.at_ms(now_ms) // HOUR_MS) * HOUR_MS)
+    if from_ms >= to_ms:
+        raise ValueError(
+            f"--from: no hour in that time is final: the last that is ended at {utc(latest_ms)}, as an hour is final"
+            f" {SETTLED_MS // MINUTE_MS} minutes after its end"
+        )
+    return Range(from_ms, to_ms)
+
+
+@click.command(
+    cls=Command,
+    check=_mistakes,
+    example=(
+        "gpustream replay --kafka kafka-0:9092 --from 6h\n"
+        "gpustream replay --kafka kafka-0:9092 --from 2026-11-22T08:00 --to 2026-11-22T12:00 --team-label team"
+    ),
+)
+@KAFKA
+@option(
+    "--from",
+    "first",
+    type=TIME,
+    required=True,
+    help="When the time begins: 2026-11-22T08:00, or 6h for six hours ago. Whole hours are made again.",
+)
+@option("--to", "last", type=TIME, show_default="the last hour that is final", help="When it ends, written as --from.")
+@options(UsageSettings, only=("split", "team_label"))
+@LOG_FORMAT
+def replay(
+    connection: Connection,
+    first: When,
+    last: When | None,
+    split: Literal["used", "equal"],
+    team_label: str,
+    log_format: logs.Format,
+) -> None:
+    """Make usage again from what gpu.attributed still has, for hours that were not booked.
+
+    That is a day, unless the topic keeps more. Ticks are not booked if the usage stream did not run for longer, or if
+    they came too late. The records have a higher generation, which readers take. Give --split and --team-label as the stream has them. If it is
+    stopped, run it again.
+    """
+    logs.setup(log_format)
+    hours = asked(first, last, _now_ms())
+    click.echo(f"usage again from {utc(hours.from_ms)} to {utc(hours.to_ms)}", err=True)
+    made = answer(_replay(connection, hours, Policy(split, team_label)))
+    click.echo(
+        f"{counted(made.ticks, 'tick')} of {counted(made.nodes, 'node')}: {counted(made.hours, 'record')} of hours and"
+        f" {made.minutes} of minutes written, {made.zeros} keys set to zero, generation {made.generation}"
+    )
+    if made.malformed:
+        click.echo(f"{counted(made.malformed, 'record')} of {ATTRIBUTED.name} could not be decoded", err=True)
+    if made.growing:
+        click.echo(f"{counted(made.growing, 'node')} had hours that are not final: made again without them", err=True)
+
+
+@dataclass
+class Made:
+    """What a replay has read and written so far. ``growing`` counts nodes of which an hour is not final."""
+
+    nodes: int = 0
+    ticks: int = 0
+    malformed: int = 0
+    growing: int = 0
+    hours: int = 0
+    minutes: int = 0
+    zeros: int = 0
+    generation: int = 0
+
+
+class NodesAgain:
+    """The books of one partition's nodes, made again for some hours, under a generation. Pure."""
+
+    def __init__(self, hours: Range, policy: Policy, generation: int) -> None:
+        self._range, self._policy, self._generation = hours, policy, generation
+        self._keepers: dict[bytes, Bookkeeper] = {}
+        self.ticks = self.malformed = 0
+
+    def take(self, records: Sequence[Any]) -> list[Usage]:
+        """What becomes final by records of gpu.attributed."""
+        final: list[Usage] = []
+        for record in records:
+            try:
+                tick = decode_tick(record.value or b"")
+                keeper = self._keepers.get(record.key)
+                if keeper is None:
+                    books = Books(schema=1, cluster=tick.cluster, node=tick.node)
+                    keeper = self._keepers[record.key] = Bookkeeper(books, self._policy)
+                logged_ms = record.timestamp if tick.logged_ms is None else tick.logged_ms
+                final += self._wanted(keeper.take(tick, logged_ms).records)
+                self.ticks += 1
+            except msgspec.DecodeError:
+                self.malformed += 1  # the stream has written its dead letter
+        return final
+
+    def end(self, log_ms: int) -> list[Usage]:
+        """What is final because its node was silent until this log time."""
+        return [one for keeper in self._keepers.values() for one in self._wanted(keeper.silent(log_ms))]
+
+    @property
+    def nodes(self) -> int:
+        return len(self._keepers)
+
+    @property
+    def growing(self) -> int:
+        """Of how many nodes an hour of the time is not final."""
+        hours = (keeper.books.hours for keeper in self._keepers.values())
+        return sum(any(self._range.from_ms <= one.start_ms < self._range.to_ms for one in some) for some in hours)
+
+    def _wanted(self, records: Iterable[Usage]) -> list[Usage]:
+        wanted = (one for one in records if one.final and _holds(self._range, one))
+        return [msgspec.structs.replace(one, generation=self._generation) for one in wanted]
+
+
+class Written:
+    """What was written of a partition, to know which keys of before it does not have. Keys are kept as their hashes."""
+
+    def __init__(self, hours: Range, generation: int) -> None:
+        self._range, self._generation = hours, generation
+        self._keys: set[int] = set()
+        self._windows: set[int] = set()
+
+    def note(self, one: Usage) -> None:
+        """A record is written."""
+        self._keys.add(hash((one.key, one.end_ms)))
+        self._windows.add(_window(one))
+
+    def zero(self, one: Usage) -> Usage | None:
+        """What stands in for a record of a window that was made again, if that has no record under its key."""
+        key = hash((one.key, one.end_ms))
+        if not _holds(self._range, one) or key in self._keys or _window(one) not in self._windows:
+            return None
+        self._keys.add(key)
+        return msgspec.structs.replace(one, generation=self._generation, final=True, **dict.fromkeys(FIELDS, 0))
+
+
+def _holds(hours: Range, one: "Usage | _Head") -> bool:
+    """Whether a record's whole window is in a time."""
+    return hours.from_ms <= one.start_ms and one.end_ms <= hours.to_ms
+
+
+def _window(one: Usage) -> int:
+    return hash((one.cluster, one.node, one.gpu_uuid, one.start_ms, one.end_ms))
+
+
+async def _replay(connection: Connection, hours: Range, policy: Policy) -> Made:
+    """Make each partition again, one after the other."""
+    sender = Sender(connection, client_id="gpustream-replay", max_batch_bytes=512 * 1024)
+    async with history.opened(connection, [ATTRIBUTED.name, HOURS.name, MINUTES.name]) as past, connecting(sender):
+        ticks = await past.spans(ATTRIBUTED.name, hours.from_ms - BEFORE_MS)
+        await _refuse_what_is_gone(past, ticks, hours)
+        before = await past.spans(HOURS.name, hours.from_ms) | await past.spans(MINUTES.name, hours.from_ms)
+        made = Made()
+        with history.progress("making usage again", {**ticks, **before}) as advanced:
+            for tp, span in ticks.items():
+                own = {one: its for one, its in before.items() if one.partition == tp.partition}
+                await Partitioned(past, sender, hours, advanced).replay(tp, span, own, policy, made)
+    return made
+
+
+class Partitioned:
+    """A partition that is made again."""
+
+    def __init__(self, past: History, sender: Sender, hours: Range, advanced: Callable[[int], None]) -> None:
+        self._past, self._sender, self._hours, self._advanced = past, sender, hours, advanced
+        self._waiting: list[asyncio.Future[int]] = []
+
+    async def replay(
+        self, tp: Partition, ticks: Span, before: Mapping[Partition, Span], policy: Policy, made: Made
+    ) -> None:
+        """Write what its nodes had, and zeros for what the records of before have and these do not."""
+        generation = 1 + await self._generation(before)
+        nodes = NodesAgain(self._hours, policy, generation)
+        written = Written(self._hours, generation)
+
+        async def write(final: Sequence[Usage]) -> None:
+            for one in final:
+                written.note(one)
+            made.hours += sum(one.end_ms - one.start_ms == HOUR_MS for one in final)
+            made.minutes += sum(one.end_ms - one.start_ms == MINUTE_MS for one in final)
+            await self._send(tp.partition, final)
+
+        async for records in self._past.records({tp: ticks}, self._advanced):
+            await write(nodes.take(records))
+        await write(nodes.end(_now_ms() - MINUTE_MS))
+        async for records in self._past.records(before):
+            zeros = [zero for one in _decoded(records, _decode) if (zero := written.zero(one))]
+            made.zeros += len(zeros)
+            await self._send(tp.partition, zeros)
+        await asyncio.gather(*self._waiting)
+        made.nodes, made.ticks = made.nodes + nodes.nodes, made.ticks + nodes.ticks
+        made.malformed, made.growing = made.malformed + nodes.malformed, made.growing + nodes.growing
+        made.generation = max(made.generation, generation)
+
+    async def _generation(self, before: Mapping[Partition, Span]) -> int:
+        """The highest that the partition has of these hours."""
+        highest = 0
+        async for records in self._past.records(before, self._advanced):
+            for one in _decoded(records, _decode_head):
+                if _holds(self._hours, one):
+                    highest = max(highest, one.generation)
+        return highest
+
+    async def _send(self, partition: int, records: Sequence[Usage]) -> None:
+        """Write records, and wait when much is not acknowledged."""
+        for one in records:
+            topic = HOURS if one.end_ms - one.start_ms == HOUR_MS else MINUTES
+            value, key = msgspec.json.encode(one), one.key.encode()
+            self._waiting.append(await self._sender.send(topic.name, value, key=key, partition=partition))
+            if len(self._waiting) >= _UNACKNOWLEDGED:
+                await asyncio.gather(*self._waiting)
+                self._waiting.clear()
+
+
+def _decoded(records: Sequence[Any], decode: Callable[[bytes], Any]) -> Iterable[Any]:
+    """The records that are none of usage are left out."""
+    for record in records:
+        try:
+            yield decode(record.value or b"")
+        except msgspec.DecodeError:
+            continue
+
+
+async def _refuse_what_is_gone(past: History, spans: Mapping[Partition, Span], hours: Range) -> None:
+    """Raises BrokerError if a log does not reach back to the time."""
+    begins = await past.spans(ATTRIBUTED.name)
+    cut = [tp for tp, span in spans.items() if 0 < span.start == begins[tp].start and begins[tp].start < span.end]
+    oldest = [record.timestamp for tp in cut if (record := await past.record(tp, begins[tp].start)) is not None]
+    gone = [at_ms for at_ms in oldest if at_ms > hours.from_ms - BEFORE_MS]
+    if gone:
+        earliest_ms = -(-(max(gone) + BEFORE_MS) // HOUR_MS) * HOUR_MS
+        raise BrokerError(
+            f"{ATTRIBUTED.name} has nothing before {utc(max(gone))} any more: unless set otherwise, it keeps"
+            f" {ATTRIBUTED.retention_hours} hours. {BEFORE_MS // MINUTE_MS} minutes before the first hour are needed,"
+            f" so --from can be {utc(earliest_ms)} at the earliest"
+        )
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000

@@ -1,0 +1,150 @@
+"""What a replay makes of a part of the log is what the stream made of all of it."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpustream.replay import BEFORE_MS, SETTLED_MS, NodesAgain, Written, asked
+from gpustream.usage.command import when
+from gpustream.usage.read import Range
+from streams.usage.books import Bookkeeper, Books, Policy
+from streams.usage.tick import decode
+from topics.usage import HOUR_MS, MINUTE_MS, Usage
+
+START_MS = 1_795_215_600_000
+
+
+class Read(NamedTuple):
+    """A record of gpu.attributed, as the client gives it."""
+
+    key: bytes
+    value: bytes
+    timestamp: int
+
+
+def tick(node: int, seq: int, at_ms: int, pod: str | None, busy: float, late_ms: int) -> Read:
+    """A tick so many milliseconds after the start, that came so much later to the log."""
+    holder = {"namespace": "ml", "pod": pod, "pod_uid": f"uid-{pod}", "container": "main", "labels": {"team": "a"}}
+    device = {"uuid": f"GPU-{node}", "model": "H100", "metrics": {"gpu_utilization_ratio": busy, "power_watts": 300.5}}
+    record = {"schema": 1, "cluster": "c", "node": f"n-{node}", "run_id": 1, "seq": seq, "ts_ms": START_MS + at_ms}
+    record |= {"interval_ms": 20_000, "offset": seq, "logged_ms": START_MS + at_ms + late_ms, "attribution": "exact"}
+    record |= {"devices": [{**device, "holders": [holder] if pod else []}]}
+    return Read(f"c/n-{node}".encode(), msgspec.json.encode(record), START_MS + at_ms + late_ms)
+
+
+def live(records: Sequence[Read], until_ms: int) -> list[Usage]:
+    """What the stream has made of them when the log has come to a time."""
+    keepers: dict[bytes, Bookkeeper] = {}
+    found: list[Usage] = []
+    for record in records:
+        one = decode(record.value)
+        books = Books(schema=1, cluster=one.cluster, node=one.node)
+        found += keepers.setdefault(record.key, Bookkeeper(books, Policy())).take(one, record.timestamp).records
+    return found + [one for keeper in keepers.values() for one in keeper.silent(until_ms)]
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from([20_000, 20_000, 19_999, 45_000, 61_000, 700_000, 1_500_000]),
+        st.sampled_from(["a", "b", None]),
+        st.floats(0, 1),
+        st.sampled_from([0, 500, 90_000]),
+    ),
+    min_size=30,
+    max_size=90,
+)
+
+
+def ticks(node: int, steps: Sequence[tuple[int, str | None, float, int]]) -> Iterator[Read]:
+    at_ms = node * 7_000
+    for seq, (step_ms, pod, busy, late_ms) in enumerate(steps, 1):
+        at_ms += step_ms
+        yield tick(node, seq, at_ms, pod, busy, late_ms)
+
+
+@given(nodes=st.lists(STEPS, min_size=1, max_size=2), first=st.integers(1, 4))
+def test_a_replay_gives_the_same_bytes_but_for_the_generation(nodes: list[Any], first: int) -> None:
+    log = [one for node, steps in enumerate(nodes) for one in _by_log_time(ticks(node, steps))]
+    until_ms = max(one.timestamp for one in log) + 2 * HOUR_MS
+    hours = Range(START_MS + first * HOUR_MS, START_MS + (first + 2) * HOUR_MS)
+    again = NodesAgain(hours, Policy(), generation=3)
+    made = again.take([one for one in log if one.timestamp >= hours.from_ms - BEFORE_MS])
+    made += again.end(until_ms)
+    wanted = [
+        one for one in live(log, until_ms) if one.final and one.start_ms >= hours.from_ms and one.end_ms <= hours.to_ms
+    ]
+
+    assert _bytes(made) == _bytes([msgspec.structs.replace(one, generation=3) for one in wanted])
+    assert again.growing == 0
+
+
+def _by_log_time(records: Iterator[Read]) -> list[Read]:
+    """A node's records in the order of its ticks; the log never goes back."""
+    logged_ms, found = 0, list[Read]()
+    for one in records:
+        logged_ms = max(logged_ms, one.timestamp)
+        value = one.value.replace(b'"logged_ms":%d' % one.timestamp, b'"logged_ms":%d' % logged_ms)
+        found.append(one._replace(timestamp=logged_ms, value=value))
+    return found
+
+
+def _bytes(records: Sequence[Usage]) -> list[bytes]:
+    return sorted(map(msgspec.json.encode, records))
+
+
+def test_what_is_no_tick_is_counted_and_left_out() -> None:
+    again = NodesAgain(Range(START_MS, START_MS + HOUR_MS), Policy(), generation=1)
+    assert again.take([Read(b"c/n", b"{", 0), tick(0, 1, 0, "a", 0.5, 0)]) == []
+    assert (again.malformed, again.ticks, again.nodes) == (1, 1, 1)
+
+
+def test_an_hour_that_is_not_final_is_not_written_and_counted() -> None:
+    again = NodesAgain(Range(START_MS, START_MS + HOUR_MS), Policy(), generation=1)
+    steps = [tick(0, seq, seq * 20_000, "a", 0.5, 0) for seq in range(181)]
+    made = again.take(steps) + again.end(START_MS + HOUR_MS)
+    assert {one.end_ms - one.start_ms for one in made} == {MINUTE_MS}
+    assert again.growing == 1
+
+
+def test_a_key_that_a_window_had_and_has_no_more_is_zero_once() -> None:
+    hours = Range(START_MS, START_MS + HOUR_MS)
+    (new, *_) = live([tick(0, 1, 0, "a", 0.5, 0), tick(0, 2, 20_000, "a", 0.5, 0)], START_MS + 3 * HOUR_MS)
+    old = msgspec.structs.replace(new, category="held", pod="gone", used_us=7)
+    written = Written(hours, generation=2)
+    written.note(new)
+    zero = written.zero(old)
+
+    assert zero is not None
+    assert (zero.key, zero.generation, zero.final, zero.used_us, zero.slice_ms) == (old.key, 2, True, 0, 0)
+    assert written.zero(old) is None
+    assert written.zero(new) is None
+    assert written.zero(msgspec.structs.replace(old, node="another", pod="x")) is None
+    later = {"start_ms": START_MS + HOUR_MS, "end_ms": START_MS + 2 * HOUR_MS}
+    assert written.zero(msgspec.structs.replace(old, pod="x", **later)) is None
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "expected"),
+    [
+        ("3h", None, (-3, 0)),
+        ("3h", "2h", (-3, -1)),
+        ("150m", "90m", (-3, -1)),
+        ("2d", "0m", (-48, 0)),
+    ],
+)
+def test_whole_hours_are_made_again_up_to_the_last_that_is_final(
+    first: str, last: str | None, expected: tuple[int, int]
+) -> None:
+    now_ms = START_MS + SETTLED_MS
+    found = asked(when(first), when(last) if last else None, now_ms)
+    offset_ms = SETTLED_MS // HOUR_MS * HOUR_MS
+    assert found == Range(*(START_MS + offset_ms + hours * HOUR_MS for hours in expected))
+
+
+def test_a_time_without_a_final_hour_is_refused_with_the_last_one() -> None:
+    with pytest.raises(ValueError, match="no hour in that time is final: the last that is ended at 2026-11-2"):
+        asked(when("0m"), None, START_MS + SETTLED_MS)

@@ -1,0 +1,156 @@
+"""``gpustream replay`` on a real Kafka: the same records under a higher generation, whatever becomes of the process."""
+
+import asyncio
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+
+import msgspec
+import pytest
+from aiokafka import AIOKafkaProducer
+from confluent_kafka import TopicPartition as TheirPartition
+
+from tests.eventually import eventually
+from tests.gpustream.test_replay import START_MS, Read, live, tick
+from tests.real.pipeline import read_all
+from tests.real.servers import KafkaServer
+from topics.topic import decoder
+from topics.usage import HOUR_MS, HOURS, MINUTES, Usage
+
+PARTITIONS = 2
+NODES = 4
+TIME = ("--from", "2026-11-21T00:00", "--to", "2026-11-21T03:00")
+assert START_MS == 1_795_215_600_000  # 2026-11-20 23:00 UTC
+
+
+@pytest.fixture
+def usage_kafka(empty_kafka: KafkaServer) -> KafkaServer:
+    """Kafka with the topics of usage."""
+    empty_kafka.create_ours(dict.fromkeys(("gpu.attributed", HOURS.name, MINUTES.name), PARTITIONS))
+    return empty_kafka
+
+
+def log_of(node: int, hours: int) -> Iterator[Read]:
+    """A node's ticks, whose pods come and go."""
+    chance = random.Random(node)
+    for seq in range(1, hours * 180):
+        pod = chance.choice(["a", "b", None])
+        yield tick(node, seq, seq * 20_000 + node * 100, pod, chance.random(), 50)
+
+
+async def write(kafka: KafkaServer, ticks: Sequence[Read], records: Sequence[Usage]) -> None:
+    """Puts ticks and records of usage into the partitions of their nodes."""
+    producer = AIOKafkaProducer(bootstrap_servers=kafka.address, linger_ms=20)
+    await producer.start()
+    try:
+        for one in ticks:
+            await producer.send("gpu.attributed", one.value, key=one.key, partition=int(one.key[-1:]) % PARTITIONS)
+        for record in records:
+            topic = HOURS if record.end_ms - record.start_ms == HOUR_MS else MINUTES
+            value, partition = msgspec.json.encode(record), int(record.node[-1]) % PARTITIONS
+            await producer.send(topic.name, value, key=record.key.encode(), partition=partition)
+        await producer.flush()
+    finally:
+        await producer.stop()
+
+
+async def counting(kafka: KafkaServer) -> dict[bytes, Usage]:
+    """The records that count, by topic and key."""
+    newest: dict[bytes, Usage] = {}
+    for topic in (HOURS.name, MINUTES.name):
+        for record in await read_all(kafka.address, topic):
+            one, key = decoder(Usage)(record.value), topic.encode() + record.key
+            if key not in newest or newest[key].order < one.order:
+                newest[key] = one
+    return newest
+
+
+def replay(kafka: KafkaServer, *time: str) -> "subprocess.CompletedProcess[str]":
+    arguments = ("-m", "gpustream", "replay", "--kafka", kafka.address, *time)
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False, timeout=120)
+
+
+async def test_usage_is_made_again_under_a_higher_generation_and_what_was_wrong_is_zero(
+    usage_kafka: KafkaServer,
+) -> None:
+    ticks = [one for node in range(NODES) for one in log_of(node, 6)]
+    final = [one for one in live(ticks, START_MS + 12 * HOUR_MS) if one.final]
+    wrong = [msgspec.structs.replace(one, pod="wrong", pod_uid="w") for one in final if one.category == "held"]
+    await write(usage_kafka, ticks, [*final[::2], *wrong])  # half of it was never written
+    made = await asyncio.to_thread(replay, usage_kafka, *TIME)
+    assert made.returncode == 0, made.stderr
+    assert "4 nodes" in made.stdout
+    assert "generation 1" in made.stdout
+
+    inside = _within(final)
+    found = {one.key: one for one in (await counting(usage_kafka)).values() if one.generation}
+    again = [msgspec.structs.replace(one, generation=1) for one in inside]
+    written = sorted(
+        msgspec.json.encode(one) for one in await _all(usage_kafka) if one.generation and one.pod != "wrong"
+    )
+    assert written == sorted(map(msgspec.json.encode, again))
+    zeros = [one for one in found.values() if one.pod == "wrong"]
+    assert len(zeros) == len({one.key for one in _within(wrong)})
+    assert {one.slice_ms + one.device_ms + one.used_us for one in zeros} == {0}
+
+    last = await asyncio.to_thread(replay, usage_kafka, *TIME)
+    assert "generation 2" in last.stdout
+    answer = await asyncio.to_thread(_usage, usage_kafka)
+    held_ms: dict[str, int] = {}
+    for one in inside:
+        if one.category == "held" and one.end_ms - one.start_ms == HOUR_MS:
+            held_ms[f"{one.namespace}/{one.pod}"] = held_ms.get(f"{one.namespace}/{one.pod}", 0) + one.device_ms
+    assert {row["by"]: row["held_ms"] for row in answer["rows"]} == held_ms
+
+
+def _within(records: Sequence[Usage]) -> list[Usage]:
+    return [one for one in records if one.start_ms >= START_MS + HOUR_MS and one.end_ms <= START_MS + 4 * HOUR_MS]
+
+
+async def _all(kafka: KafkaServer) -> list[Usage]:
+    rows = [*await read_all(kafka.address, HOURS.name), *await read_all(kafka.address, MINUTES.name)]
+    return [decoder(Usage)(record.value) for record in rows]
+
+
+def _usage(kafka: KafkaServer) -> dict[str, list[dict[str, int | str]]]:
+    """What `gpustream usage` answers."""
+    arguments = ("-m", "gpustream", "usage", "--kafka", kafka.address, "--by", "pod", "--format", "json", *TIME)
+    found = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=True)
+    answer: dict[str, list[dict[str, int | str]]] = json.loads(found.stdout)
+    return answer
+
+
+async def test_a_replay_that_was_killed_is_run_again(usage_kafka: KafkaServer) -> None:
+    ticks = [one for node in range(NODES) for one in log_of(node, 6)]
+    final = [one for one in live(ticks, START_MS + 12 * HOUR_MS) if one.final]
+    await write(usage_kafka, ticks, final)
+    before = {key: msgspec.structs.replace(one, generation=0) for key, one in (await counting(usage_kafka)).items()}
+    arguments = ("-m", "gpustream", "replay", "--kafka", usage_kafka.address, *TIME)
+    killed = await asyncio.create_subprocess_exec(sys.executable, *arguments)
+    await eventually(lambda: _grown(usage_kafka, len(final)), "something written again")
+    if killed.returncode is None:
+        killed.kill()
+    await killed.wait()
+    made = await asyncio.to_thread(replay, usage_kafka, *TIME)
+    assert made.returncode == 0, made.stderr
+    after = await counting(usage_kafka)
+    assert {key: msgspec.structs.replace(one, generation=0) for key, one in after.items()} == before
+    assert {one.generation for one in _within(list(after.values()))} <= {1, 2}
+
+
+async def _grown(kafka: KafkaServer, records: int) -> bool:
+    return len(await _all(kafka)) > records
+
+
+async def test_what_kafka_has_no_more_is_refused_with_the_reason(usage_kafka: KafkaServer) -> None:
+    await write(usage_kafka, [one for node in range(NODES) for one in log_of(node, 1)], [])
+    admin = usage_kafka.admin()
+    for deleted in admin.delete_records([TheirPartition("gpu.attributed", 0, 20)]).values():
+        await asyncio.to_thread(deleted.result, 10)
+    refused = await asyncio.to_thread(replay, usage_kafka, *TIME)
+    assert refused.returncode == 1
+    assert "gpu.attributed has nothing before" in refused.stderr
+    assert "so --from can be" in refused.stderr
+    assert await _all(usage_kafka) == []
