@@ -107,8 +107,8 @@ def replay(
     """Make usage again from what gpu.attributed still has, for hours that were not booked.
 
     That is a day, unless the topic keeps more. Ticks are not booked if the usage stream did not run for longer, or if
-    they came too late. The records have a higher generation, which readers take. Give --split and --team-label as the stream has them. If it is
-    stopped, run it again.
+    they came too late. The records have a higher generation, which readers take. Give --split and --team-label as the
+    stream has them. If it is stopped, run it again.
     """
     logs.setup(log_format)
     hours = asked(first, last, _now_ms())
