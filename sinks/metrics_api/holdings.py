@@ -45,6 +45,9 @@ SERVED: dict[str, Together] = {
 }
 """The metrics that are served, and what several values make: the catalogue's gauges but for states and bitmasks."""
 
+SUMMED = frozenset(key for key in SERVED if CATALOGUE[key].unit not in {"celsius", "hertz"})
+"""Those of which a sum over pods says something: of a ratio it is how many GPUs are used in all."""
+
 _SHARED = {
     "gpu_utilization_ratio": "utilization_ratio",
     "memory_used_bytes": "memory_used_bytes",

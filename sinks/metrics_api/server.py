@@ -22,7 +22,7 @@ from delivery.kubernetes.client import Unreachable
 from sinks.metrics_api import custom_metrics, selectors
 from sinks.metrics_api.cluster import Cluster
 from sinks.metrics_api.custom_metrics import GROUP, VERSIONS, DescribedObject, Value, resource_of
-from sinks.metrics_api.holdings import SERVED, Holding, Holdings, combined, of_pod
+from sinks.metrics_api.holdings import SERVED, SUMMED, Holding, Holdings, combined, of_pod
 from sinks.metrics_api.selectors import EVERYTHING, Selector, SelectorError
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -134,7 +134,7 @@ class Api:
                 "devices": sum(map(len, pods.values())),
                 "oldest_ts_ms": _oldest_ms(pods),
                 "mean_over_holders": {metric: sum(some) / len(some) for metric, some in known.items()},
-                "sum_over_holders": {metric: sum(some) for metric, some in known.items() if SERVED[metric] != "max"},
+                "sum_over_holders": {metric: sum(some) for metric, some in known.items() if metric in SUMMED},
                 "max_over_holders": {metric: max(some) for metric, some in known.items()},
             }
         )

@@ -90,7 +90,11 @@ async def bench(lists: dict[str, set[str] | Exception] | None = None, access: Ac
 async def test_a_workload_says_what_its_holders_do_as_mean_sum_and_maximum() -> None:
     async with bench() as made:
         made.tick(1, device("GPU-a", of_deployment("p"), metrics={USED: 0.25, "temperature_celsius": 40}))
-        made.tick(2, device("GPU-b", of_deployment("q"), metrics={USED: 0.75, "temperature_celsius": 60}), node="n2")
+        made.tick(
+            2,
+            device("GPU-b", of_deployment("q"), metrics={USED: 0.75, "temperature_celsius": 60, "sm_clock_hz": 2e9}),
+            node="n2",
+        )
         made.tick(3, device("GPU-c", of_deployment("other", "train"), used=1.0), node="n3")
         found = await made.ask("/v1/workloads/ml/Deployment/infer")
         lower = await made.ask("/v1/workloads/ml/deployment/infer")
@@ -102,9 +106,9 @@ async def test_a_workload_says_what_its_holders_do_as_mean_sum_and_maximum() -> 
         "holders": 2,
         "devices": 2,
         "oldest_ts_ms": 1_795_219_153_000,
-        "mean_over_holders": {USED: 0.5, "temperature_celsius": 50},
+        "mean_over_holders": {USED: 0.5, "temperature_celsius": 50, "sm_clock_hz": 2e9},
         "sum_over_holders": {USED: 1.0},
-        "max_over_holders": {USED: 0.75, "temperature_celsius": 60},
+        "max_over_holders": {USED: 0.75, "temperature_celsius": 60, "sm_clock_hz": 2e9},
     }
     assert lower.content["holders"] == 2
 
