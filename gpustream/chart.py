@@ -102,7 +102,12 @@ OF_ONE: dict[str, dict[str, dict[str, Any]]] = {
             "k8s/components/custom-owners has those that are common.",
         ),
     },
-    "parquet": {"claim": said(TEXT, "A PersistentVolumeClaim of yours, in which the files are.")},
+    "parquet": {
+        "storage": closed(
+            size=said(TEXT, "Of the volume in which the files are."),
+            className=said(TEXT, "Its StorageClass; empty: the cluster's default."),
+        )
+    },
     "metricsApi": {
         "aggregated": said(SWITCH, "Serve custom.metrics.k8s.io too, if no other server has it."),
         "tlsSecret": said(TEXT, "A Secret with tls.crt and tls.key; empty: that of the certificate below."),

@@ -570,6 +570,8 @@ SAME = {
     "networkPolicy": {"enabled": True},
     "node": {"resourceQuota": True},
     "attribution": SCALED,
+    "usage": {"enabled": True},
+    "parquet": {"enabled": True},
     "alerts": {**SCALED, "rules": "# of yours\n"},
     "remoteWrite": {**SCALED, "secret": "remote-write"},
     "alertmanager": {"secret": "alertmanager"},
@@ -590,6 +592,8 @@ SAME = {
 """Values with which the chart is the base with these components, its rules and its webhook."""
 
 TAKEN = [
+    "usage",
+    "parquet",
     "webhook",
     "scrape",
     "metrics-api",

@@ -159,7 +159,7 @@ spec:
         - {name: kafka, mountPath: /etc/gpustream/kafka, readOnly: true}
         {{- end }}
         {{- if eq $c.name "parquet" }}
-        - {name: files, mountPath: /var/lib/gpustream/usage}
+        - {name: files, mountPath: /var/lib/gpustream}
         {{- end }}
         {{- if or $secret $isApi }}
         - {name: credentials, mountPath: {{ $of }}, readOnly: true}
@@ -180,10 +180,6 @@ spec:
     {{- with $root.Values.kafkaSecret }}
     - name: kafka
       secret: {secretName: {{ . }}, defaultMode: 0440}
-    {{- end }}
-    {{- if eq $c.name "parquet" }}
-    - name: files
-      persistentVolumeClaim: {claimName: {{ required "parquet.claim: name a PersistentVolumeClaim for the files" $c.claim }}}
     {{- end }}
     {{- if $isApi }}
     - name: credentials
