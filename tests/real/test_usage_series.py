@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from aiokafka import AIOKafkaProducer
 
+from gpustream.usage.table import Table
 from tests.eventually import eventually
 from tests.real.accounting import assert_accounted
 from tests.real.remote_write_fleet import count, ends, running, sink
@@ -175,6 +176,13 @@ async def test_what_is_older_than_an_hour_is_dropped_by_default_and_stored_with_
 
     assert ends(patient) == {"delivered": records}
     await fleet.assert_equal(patient_prometheus, "24h")
+    table = Table("team")
+    for record in fleet.final:
+        table.add(record)
+    for name, (field, scale) in OF_RECORD.items():
+        found = await fleet.stored(patient_prometheus, name, "24h", BY["team"])
+        rows = {(row.by,): getattr(row.sums, field) for row in table.rows() if row.category == "held"}
+        assert {key: round(value * scale) for key, value in found.items() if any(key)} == rows
     assert ends(default)["dropped"] >= 22 * 12
     refused = count(default, "usage_samples_refused_total")
     assert refused >= 22 * 4 * 8
