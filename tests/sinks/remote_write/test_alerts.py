@@ -17,6 +17,8 @@ from sinks.remote_write.policy import Protocol
 from sinks.remote_write.refusals import Deliverer
 from sinks.remote_write.send import RemoteWriteSender
 from sinks.remote_write.sink import COMPONENT, INSTRUMENTS
+from sinks.series.relabel import Relabelling
+from sinks.series.relabel_file import load
 from tests.sinks.alerts import START_MS, alert, alert_record, deleted
 from tests.sinks.records import FakeSender, Read
 from tests.sinks.remote_write.receivers import STALE_BITS, Receiver
@@ -31,7 +33,13 @@ Point = tuple[int, float | str]
 class Setup:
     """A partition's handler between records and a receiver, at a time of its own, in milliseconds after the start."""
 
-    def __init__(self, receiver: Receiver | None = None, protocol: Protocol = "1.0", max_samples: int = 1000) -> None:
+    def __init__(
+        self,
+        receiver: Receiver | None = None,
+        protocol: Protocol = "1.0",
+        max_samples: int = 1000,
+        relabelling: Relabelling | None = None,
+    ) -> None:
         self.receiver = receiver or Receiver()
         self.sender = FakeSender()
         self.made = Instruments(INSTRUMENTS)
@@ -49,7 +57,9 @@ class Setup:
             max_samples=max_samples,
             stale_after_s=0.0,
         )
-        self.handler = AlertPartition(AlertSeries(), shared, lambda: (START_MS + self.now_ms) / 1000)
+        self.handler = AlertPartition(
+            AlertSeries(relabelling=relabelling or Relabelling()), shared, lambda: (START_MS + self.now_ms) / 1000
+        )
 
     async def deliver(self, now_ms: int, *records: Read) -> None:
         self.now_ms = now_ms
@@ -105,6 +115,25 @@ async def test_its_series_has_the_alerts_labels_its_severity_and_its_fingerprint
             "k8s_pod_name": "a",
         }
     ]
+
+
+async def test_rules_change_its_labels_but_never_take_its_fingerprint() -> None:
+    rules = load("- {regex: __name__|severity, action: labelkeep}", "rules.yml")
+    setup = Setup(relabelling=Relabelling([rules], (("region", "eu"),)))
+    await setup.deliver(0, alert_record(alert(), 0))
+    await setup.deliver(MINUTE_MS, alert_record(ended(MINUTE_MS), 1))
+    ((series, points),) = setup.receiver.stored.items()
+    assert dict(series).keys() == {"__name__", "severity", "region", "fingerprint"}
+    assert [bits == STALE_BITS for _, bits in points] == [False, True]
+
+
+async def test_an_alert_that_a_rule_drops_is_not_written_and_its_records_are_delivered() -> None:
+    rules = load("- {source_labels: [__name__], regex: gpu_alert_firing, action: drop}", "rules.yml")
+    setup = Setup(relabelling=Relabelling([rules]))
+    await setup.deliver(0, alert_record(alert(), 0))
+    await setup.quiet(MINUTE_MS)
+    await setup.deliver(2 * MINUTE_MS, alert_record(ended(MINUTE_MS), 1))
+    assert (setup.receiver.stored, setup.ends()) == ({}, {"delivered": 2})
 
 
 async def test_alerts_with_the_same_labels_are_series_of_their_own() -> None:
