@@ -243,6 +243,20 @@ def is_metric_name(name: str, scheme: Scheme) -> bool:
 # -- sets of series
 
 
+def _touches(rule: Rule, name: str) -> bool:
+    """Whether a rule may look at a label of this name, or change it; not whether ``labelmap`` makes one."""
+    match rule.action:
+        case "labelmap" | "labeldrop":
+            return rule.regex.match(name) is not None
+        case "labelkeep":
+            return rule.regex.match(name) is None
+        case "replace" if "$" in rule.target_label:
+            return True
+        case _:
+            return name in rule.source_labels or name == rule.target_label
+
+
+_ANY_NAME = "any_series_of_the_set"
 _NO_META: Mapping[str, str] = {}
 _NONE_WITHHELD: Mapping[Withheld, int] = {}
 
@@ -266,6 +280,7 @@ class Relabelling:
         self.more_labels = len(targets) + len(external)
         """About so many labels it adds."""
         self._same: dict[Rows, Rows] = {}
+        self._touched: dict[str, bool] = {}
 
     def __bool__(self) -> bool:
         return bool(self._rules or self._external)
@@ -279,6 +294,28 @@ class Relabelling:
         """A set with its new labels; ``meta`` are those that only rules see. What all series share are the set's."""
         if not self:
             return Relabelled(series, None, _NONE_WITHHELD)
+        return self._at_once(series, meta) or self._one_by_one(series, meta)
+
+    def _at_once(self, series: SeriesSet, meta: Mapping[str, str]) -> Relabelled | None:
+        """All series of a set together, if no rule looks at what tells them apart, or changes it."""
+        apart = {name for row in series.rows for name, _ in row.labels}
+        if any(self._touches(name) for name in (METRIC_NAME, *apart)):
+            return None
+        made = self._one({METRIC_NAME: _ANY_NAME, **meta, **dict(series.labels)})
+        if isinstance(made, str):
+            return Relabelled(SeriesSet((), (), series.subject), (), {made: len(series.rows)})
+        if made.pop(METRIC_NAME) != _ANY_NAME or not apart.isdisjoint(made):
+            return None
+        return Relabelled(SeriesSet(tuple(made.items()), series.rows, series.subject), None, _NONE_WITHHELD)
+
+    def _touches(self, name: str) -> bool:
+        """Whether a rule may look at a label of this name, or change it."""
+        if name not in self._touched:
+            rules = [rule for some in self._rules for rule in some.rules]
+            self._touched[name] = any(_touches(rule, name) for rule in rules)
+        return self._touched[name]
+
+    def _one_by_one(self, series: SeriesSet, meta: Mapping[str, str]) -> Relabelled:
         found: dict[int, dict[str, str]] = {}
         withheld: Counter[Withheld] = Counter()
         for number, row in enumerate(series.rows):

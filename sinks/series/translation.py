@@ -397,13 +397,14 @@ Cut = tuple[SeriesSet, tuple[int, ...] | None]
 class Made:
     """A set that was made of rows, with the labels that relabelling has left it. ``kept``: the numbers of those rows
     that are in it, None for all; ``withheld`` counts the others. What two label sets say ``about`` one thing may be
-    the same."""
+    the same. ``hashes``: of the labels of each series, if different ones may have become the same."""
 
     rows: Rows
     series: SeriesSet
     kept: tuple[int, ...] | None
     withheld: Mapping[Withheld, int]
     about: tuple[str, ...] | None
+    hashes: tuple[int, ...] | None
 
 
 @dataclass(slots=True)
@@ -442,7 +443,7 @@ class Cache:
     cut: list[Cut] | None = None
     withheld: Counter[Withheld] = field(default_factory=Counter)
     contested: bool = False
-    claimed: list[int] = field(default_factory=list)
+    claimed: set[int] = field(default_factory=set)
     last_xids: dict[str, int] = field(default_factory=dict)
     reductions: dict[tuple[Made, tuple[int, ...]], SeriesSet] = field(default_factory=dict)
 
@@ -619,48 +620,48 @@ class Translator:
     ) -> Made:
         """A set as it is written: of every one there is, when something of it has changed."""
         meta = meta_labels(of, pod) if self._relabelling.with_meta else {}
-        return Made(series.rows, *self._relabelling.relabel(series, meta), about)
+        relabelled = self._relabelling.relabel(series, meta)
+        hashes = tuple(map(hash, relabelled.series.series())) if self._relabelling.may_collide else None
+        return Made(series.rows, *relabelled, about, hashes)
 
     def _choose(self, sets: list[Made], cache: Cache) -> None:
         """Of series that are the same, the first is written; and none that another node writes.
 
         Without rules, series are the same only if all of their sets are: rows are told apart by the profiles.
         """
-        for number in cache.claimed:
-            self._claims.pop(number, None)
-        cache.sets, cache.withheld, cache.contested, cache.claimed = sets, Counter(), False, []
+        claimed, cache.claimed = cache.claimed, set()
+        cache.sets, cache.withheld, cache.contested = sets, Counter(), False
         cut: list[Cut] = []
-        seen: dict[Labels | tuple[Subject, Labels], tuple[str, ...] | None] = {}
-        by_row = self._relabelling.may_collide
-        names: Sequence[Labels | tuple[Subject, Labels]]
+        seen: dict[object, tuple[str, ...] | None] = {}
         for one in sets:
             cache.withheld.update(one.withheld)
             series, kept = one.series, one.kept
-            if by_row:
-                names = series.series()
-                rows = [row for row, name in enumerate(names) if name not in seen and self._claim(name, cache)]
+            if one.hashes is not None:
+                rows = [row for row, number in enumerate(one.hashes) if self._is_first(number, one, seen, cache)]
+            elif series.identity not in seen:
+                seen[series.identity], rows = one.about, list(range(len(series.rows)))
             else:
-                rows = [] if series.identity in seen else list(range(len(series.rows)))
-                names = [series.identity]
+                again = one.about is None or seen[series.identity] != one.about
+                cache.withheld["collision"] += len(series.rows) if again else 0
+                rows = []
             if len(rows) < len(series.rows):
-                if one.about is None or seen.get(names[0]) != one.about:
-                    cache.withheld["collision"] += len(series.rows) - len(rows)
                 kept = tuple([row if kept is None else kept[row] for row in rows])
                 series = cache.reduced(one, tuple(rows))
-            seen.update(dict.fromkeys(names, one.about))
             cut.append((series, kept))
-        whole = all(series.rows and kept is None for series, kept in cut)
-        cache.cut = None if whole else cut
+        for number in claimed - cache.claimed:
+            self._claims.pop(number, None)
+        cache.withheld = +cache.withheld
+        cache.cut = None if all(series.rows and kept is None for series, kept in cut) else cut
 
-    def _claim(self, labels: Labels, cache: Cache) -> bool:
-        """Whether a series is this node's to write, and no other one's."""
-        number = hash(labels)
-        mine = self._claims.setdefault(number, cache) is cache
-        if mine:
-            cache.claimed.append(number)
-        else:
-            cache.contested = True
-        return mine
+    def _is_first(self, number: int, of: Made, seen: dict[object, tuple[str, ...] | None], cache: Cache) -> bool:
+        """Whether a series comes for the first time in this tick, and no other node writes it."""
+        if number not in seen and self._claims.setdefault(number, cache) is cache:
+            seen[number] = of.about
+            cache.claimed.add(number)
+            return True
+        cache.contested |= number not in seen
+        cache.withheld["collision"] += of.about is None or seen.get(number) != of.about
+        return False
 
     def _labelled(self, where: Place, device: AttributedDevice, cache: Cache) -> _Labelled:
         """What labels are made of in a device: what was found before, while the record says the same of it."""

@@ -1,12 +1,14 @@
 """Sets of series under rules and external labels; tests/real/test_relabel.py has what rules make of labels."""
 
+import random
 from collections.abc import Mapping
 
 from sinks.series.labels import META
 from sinks.series.model import Row, Rows, SeriesSet
-from sinks.series.relabel import Relabelling, Withheld
-from sinks.series.relabel_file import load, read
+from sinks.series.relabel import Relabelling, Withheld, relabelled
+from sinks.series.relabel_file import BadRules, load, read
 from sinks.series.relabel_presets import PRESETS
+from tests.real.test_relabel import asked, labels
 from topics.metric import Labels
 
 LABELS = (("gpu", "0"), ("pod", "bert-0"))
@@ -67,3 +69,29 @@ def test_no_preset_takes_a_label_away_or_touches_what_is_not_known() -> None:
     assert every.relabel(series).series.labels == LABELS
     found = every.relabel(series, {f"{META}node": "n1"}).series.labels
     assert set(found) == {*LABELS, ("Hostname", "n1"), ("node", "n1")}
+
+
+def test_a_set_is_relabelled_as_each_of_its_series_would_be() -> None:
+    """On random rules, which look at what tells the series apart, or do not."""
+    tried = {"one by one": 0, "at once": 0}
+    for seed in range(1500):
+        question, rng = asked(seed), random.Random(seed)
+        try:
+            rules = load(question["configs"], "rules.yml")
+        except BadRules:
+            continue
+        own = {name: value for name, value in labels(rng).items() if name != "__name__" and value}
+        apart = [name for name in ("a", "x", "type", "pod") if name not in own]
+        rows = tuple([Row(name, tuple((one, name) for one in apart[:n])) for n, name in enumerate(("up", "a_x", "b"))])
+        series, relabelling = SeriesSet(tuple(sorted(own.items())), rows), Relabelling([rules], (("region", "eu"),))
+        expected = []
+        for row in rows:
+            made = relabelled(rules.rules, {"__name__": row.name, **own, **dict(row.labels)})
+            if made and all(made) and made.get("__name__"):
+                expected.append(tuple(sorted(({"region": "eu"} | made).items())))
+        found = relabelling.relabel(series)
+        assert found.series.series() == expected, question
+        assert sum(found.withheld.values()) == len(rows) - len(expected)
+        assert found.kept is None or len(found.kept) == len(expected)
+        tried["at once" if relabelling._at_once(series, {}) else "one by one"] += 1
+    assert min(tried.values()) > 100

@@ -54,6 +54,13 @@ def test_of_devices_that_rules_make_the_same_the_first_is_written_and_the_others
     assert all(one is other for one, other in zip(first.open, second.open, strict=True))
 
 
+def test_of_series_of_a_device_that_rules_make_the_same_the_first_is_written() -> None:
+    rules = "- {source_labels: [__name__], regex: DCGM_.*, target_label: __name__, replacement: one}"
+    (tick,) = play(OpenSeries(writer(rules)), sample(1, device()))
+    assert [dict(name)["__name__"] for name in written(tick.groups)].count("one") == 1
+    assert tick.withheld["collision"] >= 1
+
+
 def test_a_device_takes_the_place_of_one_that_was_the_same_without_an_end() -> None:
     samples = sample(1, device("GPU-a"), device("GPU-b")), sample(2, device("GPU-b"))
     first, second = play(OpenSeries(writer(LESS)), *samples)
