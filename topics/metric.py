@@ -98,10 +98,14 @@ class Ratio(NamedTuple):
 
     def of(self, metrics: Mapping[str, float]) -> float | None:
         """The series' value for those of its keys, or None if its denominators add up to zero."""
-        above = sum([metrics[key] for key in self.numerators])
+        above: float = 0
+        for key in self.numerators:
+            above += metrics[key]
         if not self.denominators:
             return above * self.scale
-        below = sum([metrics[key] for key in self.denominators])
+        below: float = 0
+        for key in self.denominators:
+            below += metrics[key]
         return above / below * self.scale if below else None
 
 

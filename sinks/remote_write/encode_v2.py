@@ -108,7 +108,7 @@ class Encoder:
             if key not in ready:
                 ready[key] = self._labelled(series, (width, key[1]), symbols, fresh)
             plan, cuts = ready[key]
-            starts = _starts(series.start_ms, ts_ms) if plan.starts else ()
+            starts = _starts(series.start_ms if series.start_ms <= ts_ms else 0, key[1]) if plan.starts else ()
             arguments = (*plan.constants, *cuts, *values, timestamp(ts_ms), *starts)
             written.append(plan.pack.pack(*plan.order(arguments)))
         return b"".join([bytes(self._constant_symbols), *fresh, *written])
@@ -135,10 +135,11 @@ class Encoder:
         return plan, [refs[cut] for cut in plan.cuts]
 
 
-def _starts(start_ms: int, ts_ms: int) -> tuple[bytes, bytes]:
-    """When a sample's counter began, as field of the sample and of its series; 0, which is not known, if that is later
-    than the sample: its producer has begun again since."""
-    start = fixed_varint(start_ms if start_ms <= ts_ms else 0, ts_width(ts_ms))
+@lru_cache(maxsize=65536)
+def _starts(start_ms: int, width: int) -> tuple[bytes, bytes]:
+    """When a counter began, as a field of the sample and of its series. 0: that is not known, as of a sample that is
+    earlier, since its producer has begun again."""
+    start = fixed_varint(start_ms, width)
     return _START_OF_SAMPLE + start, _START_OF_SERIES + start
 
 

@@ -488,6 +488,21 @@ class _Found:
         return keys, groups
 
 
+def _last_xid(device: AttributedDevice, cache: Cache) -> float | None:
+    """The code of a device's last XID error, 0 if the producer has seen none. None: of several codes that came before
+    this sink's first tick, none is known to be the last.
+    """
+    seen = [event.code for event in device.events or () if event.kind == "xid" and event.code is not None]
+    codes = [int(code) for code in device.xids if code.isdecimal()]
+    if seen:
+        cache.last_xids[device.uuid] = seen[-1]
+    elif not codes:
+        cache.last_xids[device.uuid] = 0
+    elif device.uuid not in cache.last_xids and len(codes) == 1:
+        cache.last_xids[device.uuid] = codes[0]
+    return cache.last_xids.get(device.uuid)
+
+
 class Translator:
     """Translates ticks, in the given profiles; no tenant makes a series have more than ``max_labels``.
 
@@ -557,7 +572,9 @@ class Translator:
         """Find the sets of a device's metrics; gives what those beside them are made of."""
         counts = {} if sample.attribution == "none" else {HOLDERS.name: float(len(was.pods))}
         if device.xids or (device.info and device.mig is None):  # who says what a GPU is watches its XIDs
-            counts |= self._xids(device, cache)
+            counts[XIDS.name] = float(sum(device.xids.values())) if device.xids else 0.0
+            if self._has_last_xid and (last_xid := _last_xid(device, cache)) is not None:
+                counts[LAST_XID.name] = last_xid
         rest = self._parts(device, was, found) if self._by_pod else _NOTHING
         for number, one in enumerate(was.written):
             rows, values = one.names.measure(device.metrics, counts, rest)
@@ -566,25 +583,6 @@ class Translator:
                     one.made = self._make(SeriesSet(one.labels, rows), was.of, was.of.held)
                 found.add(("metrics", device.uuid, str(number)) if number else device.uuid, one.made, values)
         return device, was.pods, was.bare
-
-    def _xids(self, device: AttributedDevice, cache: Cache) -> dict[str, float]:
-        """How many XID errors a device has had, and the code of the last one: 0 if the producer has seen none. Of
-        several codes that came before this sink's first tick, none is known to be the last.
-        """
-        counts = {XIDS.name: float(sum(device.xids.values()))}
-        if not self._has_last_xid:
-            return counts
-        seen = [event.code for event in device.events or () if event.kind == "xid" and event.code is not None]
-        codes = [int(code) for code in device.xids if code.isdecimal()]
-        if seen:
-            cache.last_xids[device.uuid] = seen[-1]
-        elif not codes:
-            cache.last_xids[device.uuid] = 0
-        elif device.uuid not in cache.last_xids and len(codes) == 1:
-            cache.last_xids[device.uuid] = codes[0]
-        if device.uuid in cache.last_xids:
-            counts[LAST_XID.name] = float(cache.last_xids[device.uuid])
-        return counts
 
     def _parts(self, device: AttributedDevice, was: _Labelled, found: "_Found") -> Metrics:
         """Find the sets of the pods' parts of a device; the rest is what is written of the device itself."""
