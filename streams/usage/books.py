@@ -31,6 +31,7 @@ PATIENCE_MS = 20 * MINUTE_MS  # above the producers' --buffer
 AHEAD_MS = 60_000
 INTERVALS = 3
 INTERVAL_MS = 10_000  # of a producer that does not say it
+LONGEST_INTERVAL_MS = HOUR_MS
 
 Outcome = Literal["booked", "opened", "behind", "ahead", "replayed"]
 """What became of a tick: it stands for time that was booked; it is the first of its run; its time was booked or closed
@@ -187,7 +188,8 @@ class Bookkeeper:
             _labels_of(tick.node_labels)
             books.node_labels = tick.node_labels.copy()
         stands_for_ms = max(0, tick.ts_ms - before_ms)
-        since_ms = max(before_ms, tick.ts_ms - INTERVALS * (tick.interval_ms or INTERVAL_MS))
+        interval_ms = min(tick.interval_ms or INTERVAL_MS, LONGEST_INTERVAL_MS)
+        since_ms = max(before_ms, tick.ts_ms - INTERVALS * interval_ms)
         unbooked_ms = max(0, min(books.booked_ms, tick.ts_ms) - since_ms) if stands_for_ms else 0
         if tick.ts_ms <= books.booked_ms:
             self._drawn(gpus, books.booked_ms, books.booked_ms)

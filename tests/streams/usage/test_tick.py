@@ -1,0 +1,50 @@
+"""Whatever gpu.attributed may hold is read and counted, or refused with one kind of error."""
+
+from contextlib import suppress
+
+import msgspec
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streams.usage import books as bookkeeping
+from streams.usage.books import Bookkeeper, Books, Policy
+from streams.usage.tick import decode
+from tests.streams.usage.made import START_MS, gpu, holder, tick
+from tests.topics import records
+from topics.attributed import TOPIC, AttributedSample
+from topics.topic import decoder
+from topics.usage import Usage
+
+
+@given(st.lists(records.of(TOPIC), min_size=1, max_size=4))
+def test_every_record_that_the_topic_allows_is_counted(given_records: list[records.Json]) -> None:
+    keeper = Bookkeeper(Books(schema=1, cluster="c", node="n"), Policy())
+    for number, record in enumerate(given_records):
+        value = records.encoded(record | {"run_id": 1, "seq": number + 1, "offset": number + 1})
+        one = decode(value)
+        assert [device.uuid for device in one.devices] == [
+            device.uuid for device in decoder(AttributedSample)(value).devices
+        ]
+        with suppress(msgspec.DecodeError):
+            keeper.take(one, one.ts_ms)
+    last = tick(0, gpu("GPU-a", holder("a")), run_id=2, offset=10)
+    written = keeper.take(last, START_MS).records + keeper.silent(START_MS + 10**9)
+    for found in written:
+        assert msgspec.json.decode(bookkeeping.encode(found), type=Usage) == found
+    assert bookkeeping.decode(bookkeeping.encode(keeper.books)) == keeper.books
+
+
+def test_null_means_what_absent_means() -> None:
+    bare = {"schema": 1, "cluster": "c", "node": "n", "run_id": 1, "seq": 1, "ts_ms": 1, "offset": 1}
+    bare |= {"attribution": "exact"}
+    nulls = {"uuid": "GPU-a", "metrics": None, "state": None, "holders": None, "info": None, "processes": None}
+    one, other = (decode(msgspec.json.encode(bare | {"devices": [device]})) for device in (nulls, {"uuid": "GPU-a"}))
+    assert one.devices == other.devices
+
+
+def test_an_interval_of_an_age_counts_as_an_hour() -> None:
+    keeper = Bookkeeper(Books(schema=1, cluster="c", node="n"), Policy())
+    for number, at_ms in enumerate((0, 10**12)):
+        one = tick(at_ms, gpu("GPU-a"), interval_ms=2**62, seq=number + 1, offset=number + 1)
+        keeper.take(one, one.ts_ms)
+    assert keeper.books.booked_ms == START_MS + 10**12
