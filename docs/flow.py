@@ -24,7 +24,6 @@ def svg() -> str:
     """Producers, their topics, streams, their topics, sinks: a column each; an arrow from each to what it writes."""
     raw = [topic for row in PRODUCERS.values() for topic in row.writes]
     made = [topic for row in STREAMS.values() for topic in row.writes]
-    made += [topic for row in SINKS.values() for topic in row.reads]
     columns = [list(PRODUCERS), list(dict.fromkeys(raw)), list(STREAMS), list(dict.fromkeys(made)), list(SINKS)]
     at: dict[str, tuple[int, int]] = {}
     boxes: list[str] = []

@@ -29,7 +29,7 @@ from gpustream.topics import answer
 from gpustream.usage.command import TIME, When
 from gpustream.usage.read import Range, utc
 from streams.settings import UsageSettings
-from streams.usage.books import FIELDS, PATIENCE_MS, Bookkeeper, Books, Policy
+from streams.usage.books import FIELDS, PATIENCE_MS, Policy, Replay
 from streams.usage.tick import decode as decode_tick
 from topics.attributed import TOPIC as ATTRIBUTED
 from topics.topic import UInt, decoder
@@ -120,18 +120,15 @@ def replay(
     )
     if made.malformed:
         click.echo(f"{counted(made.malformed, 'record')} of {ATTRIBUTED.name} could not be decoded", err=True)
-    if made.growing:
-        click.echo(f"{counted(made.growing, 'node')} had hours that are not final: made again without them", err=True)
 
 
 @dataclass
 class Made:
-    """What a replay has read and written so far. ``growing`` counts nodes of which an hour is not final."""
+    """What a replay has read and written so far."""
 
     nodes: int = 0
     ticks: int = 0
     malformed: int = 0
-    growing: int = 0
     hours: int = 0
     minutes: int = 0
     zeros: int = 0
@@ -139,11 +136,11 @@ class Made:
 
 
 class NodesAgain:
-    """The books of one partition's nodes, made again for some hours, under a generation. Pure."""
+    """The nodes of one partition, made again for some hours. Pure. Ticks that came too late live are booked now."""
 
-    def __init__(self, hours: Range, policy: Policy, generation: int) -> None:
-        self._range, self._policy, self._generation = hours, policy, generation
-        self._keepers: dict[bytes, Bookkeeper] = {}
+    def __init__(self, hours: Range, policy: Policy) -> None:
+        self._range, self._again = hours, Replay(policy, hours.from_ms - BEFORE_MS)
+        self.nodes: set[bytes | None] = set()
         self.ticks = self.malformed = 0
 
     def take(self, records: Sequence[Any]) -> list[Usage]:
@@ -152,34 +149,18 @@ class NodesAgain:
         for record in records:
             try:
                 tick = decode_tick(record.value or b"")
-                keeper = self._keepers.get(record.key)
-                if keeper is None:
-                    books = Books(schema=1, cluster=tick.cluster, node=tick.node)
-                    keeper = self._keepers[record.key] = Bookkeeper(books, self._policy)
                 logged_ms = record.timestamp if tick.logged_ms is None else tick.logged_ms
-                final += self._wanted(keeper.take(tick, logged_ms).records)
-                self.ticks += 1
+                final += self._again.take(tick, logged_ms)
             except msgspec.DecodeError:
                 self.malformed += 1  # the stream has written its dead letter
-        return final
+            else:
+                self.ticks += 1
+                self.nodes.add(record.key)
+        return [one for one in final if _holds(self._range, one)]
 
     def end(self, log_ms: int) -> list[Usage]:
         """What is final because its node was silent until this log time."""
-        return [one for keeper in self._keepers.values() for one in self._wanted(keeper.silent(log_ms))]
-
-    @property
-    def nodes(self) -> int:
-        return len(self._keepers)
-
-    @property
-    def growing(self) -> int:
-        """Of how many nodes an hour of the time is not final."""
-        hours = (keeper.books.hours for keeper in self._keepers.values())
-        return sum(any(self._range.from_ms <= one.start_ms < self._range.to_ms for one in some) for some in hours)
-
-    def _wanted(self, records: Iterable[Usage]) -> list[Usage]:
-        wanted = (one for one in records if one.final and _holds(self._range, one))
-        return [msgspec.structs.replace(one, generation=self._generation) for one in wanted]
+        return [one for one in self._again.end(log_ms) if _holds(self._range, one)]
 
 
 class Written:
@@ -240,7 +221,7 @@ class Partitioned:
     ) -> None:
         """Write what its nodes had, and zeros for what the records of before have and these do not."""
         generation = 1 + await self._generation(before)
-        nodes = NodesAgain(self._hours, policy, generation)
+        nodes = NodesAgain(self._hours, policy._replace(generation=generation))
         written = Written(self._hours, generation)
 
         async def write(final: Sequence[Usage]) -> None:
@@ -258,8 +239,8 @@ class Partitioned:
             made.zeros += len(zeros)
             await self._send(tp.partition, zeros)
         await asyncio.gather(*self._waiting)
-        made.nodes, made.ticks = made.nodes + nodes.nodes, made.ticks + nodes.ticks
-        made.malformed, made.growing = made.malformed + nodes.malformed, made.growing + nodes.growing
+        made.nodes, made.ticks = made.nodes + len(nodes.nodes), made.ticks + nodes.ticks
+        made.malformed += nodes.malformed
         made.generation = max(made.generation, generation)
 
     async def _generation(self, before: Mapping[Partition, Span]) -> int:

@@ -524,11 +524,11 @@ class Replay:
         keeper, minutes = self._nodes[name]
         return self._whole_hours(minutes, keeper.take(tick, logged_ms).records)
 
-    def end(self) -> list[Usage]:
-        """What is to be written at the end of the log."""
+    def end(self, log_ms: int = 0) -> list[Usage]:
+        """What is to be written at the end of the log, if that has come so far without a record."""
         found: list[Usage] = []
         for keeper, minutes in self._nodes.values():
-            found += self._whole_hours(minutes, keeper.silent(self._logged_ms))
+            found += self._whole_hours(minutes, keeper.silent(max(self._logged_ms, log_ms)))
         return found
 
     def _whole_hours(self, minutes: list[Usage], records: list[Usage]) -> list[Usage]:
