@@ -21,8 +21,8 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from delivery import replays
-from streams.usage.measure import MOST_WATTS, Gpu, Share, Split, divide, gpus_of
-from streams.usage.tick import NOTHING, Holder, Tick
+from streams.usage.measure import MOST_WATTS, DeviceShare, Gpu, Split, divide, gpus_of
+from streams.usage.tick import NOTHING, CountedTick, Holder
 from topics.attributed import Workload
 from topics.topic import decoder
 from topics.usage import HOUR_MS, MINUTE_MS, Usage, UsageState
@@ -164,7 +164,7 @@ class Bookkeeper:
 
     # -- what was read
 
-    def take(self, tick: Tick, logged_ms: int) -> Taken:
+    def take(self, tick: CountedTick, logged_ms: int) -> Taken:
         """Book a tick. Raises msgspec.DecodeError for labels or a workload that are none; nothing is booked then."""
         books = self.books
         last = None
@@ -221,13 +221,13 @@ class Bookkeeper:
 
     # -- whose time it is
 
-    def _accounts_of(self, gpu: Gpu, share: Share) -> list[int]:
+    def _accounts_of(self, gpu: Gpu, share: DeviceShare) -> list[int]:
         """The accounts to which the time of a device goes, one for each holder."""
         if share.lost or not share.holders:
             return [self._plain(gpu.uuid, share.uuid, "lost" if share.lost else "free")]
         return [self._account_of(gpu, share, holder) for holder in share.holders]
 
-    def _account_of(self, gpu: Gpu, share: Share, holder: Holder) -> int:
+    def _account_of(self, gpu: Gpu, share: DeviceShare, holder: Holder) -> int:
         name = (gpu.uuid, share.uuid, "held", holder.namespace, holder.pod, holder.pod_uid, holder.container)
         number = self._numbers.get(name)
         if number is not None:
@@ -254,7 +254,7 @@ class Bookkeeper:
 
     # -- booking
 
-    def _observe(self, tick: Tick, gpus: list[tuple[Gpu, list[list[int]]]], since_ms: int) -> None:
+    def _observe(self, tick: CountedTick, gpus: list[tuple[Gpu, list[list[int]]]], since_ms: int) -> None:
         """Book all time up to a tick: what it stands for from ``since_ms`` on, the rest as unobserved."""
         books, attribution = self.books, _ATTRIBUTIONS.get(tick.attribution, LATE)
         drawn, closed_ms = self._drawn([gpu for gpu, _ in gpus], since_ms, tick.ts_ms), books.booked_ms
@@ -514,7 +514,7 @@ class Replay:
         self._nodes: dict[tuple[str, str], tuple[Bookkeeper, list[Usage]]] = {}
         self._logged_ms = 0
 
-    def take(self, tick: Tick, logged_ms: int) -> list[Usage]:
+    def take(self, tick: CountedTick, logged_ms: int) -> list[Usage]:
         """What is to be written after a tick. Raises msgspec.DecodeError for labels or a workload that are none."""
         name = (tick.cluster, tick.node)
         if name not in self._nodes:

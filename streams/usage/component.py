@@ -2,7 +2,7 @@
 
 In: gpu.attributed; gpu.usage-state, whole; and what the reader knows of offsets. Out: gpu.usage-minutes and gpu.usage,
 in the partition number of the node's ticks, and gpu.usage-state by node.
-State: one :class:`Node` a node, by partition. When a minute closes, its records are written, and when they are
+State: one :class:`NodeBooks` a node, by partition. When a minute closes, its records are written, and when they are
 acknowledged the books; the ticks that the books hold are finished when those are acknowledged. So a worker that takes
 over goes on from the last books, reads what came after it again, and gives the same records.
 On failure: what can't be decoded goes to gpu.dead-letters; a record or books that are too large are left out and
@@ -79,7 +79,7 @@ class UsageStream(Stream[UsageSettings]):
         return UsageWorker(self.instruments, policy, partitions=partitions[ATTRIBUTED]), reads
 
 
-class Node:
+class NodeBooks:
     """A node of a partition. ``durable`` are its books as the broker has them. ``fresh``: no tick was read since.
 
     ``kept`` are the slots of the ticks that are not in the durable books, since ``kept_s`` of the monotonic clock;
@@ -106,12 +106,12 @@ def _order(books: Books) -> tuple[int, ...]:
     return books.logs, books.offset, books.booked_ms, books.final_ms
 
 
-class PartitionNodes:
+class PartitionBooks:
     """The nodes of one partition, by key. ``logged_ms`` is how far its log has come; ``passed_ms`` up to when it was
     seen who is silent."""
 
     def __init__(self) -> None:
-        self.nodes: dict[bytes, Node] = {}
+        self.nodes: dict[bytes, NodeBooks] = {}
         self.caught_up = CaughtUp()
         self.logged_ms = self.passed_ms = 0
 
@@ -126,7 +126,7 @@ class UsageWorker:
     ) -> None:
         self._instruments, self._policy, self._clocks = instruments, policy, clocks or Clocks()
         self._books = Bookkeeping(instruments, stage="usage", partitions=partitions)
-        self._partitions: dict[int, PartitionNodes] = {}
+        self._partitions: dict[int, PartitionBooks] = {}
         self._writing: set[asyncio.Task[None]] = set()
         self._leftover: set[asyncio.Task[None]] = set()
 
@@ -137,7 +137,7 @@ class UsageWorker:
         if not batch:
             return
         topic, number = batch[0][0].tp
-        partition = self._partitions.setdefault(number, PartitionNodes())
+        partition = self._partitions.setdefault(number, PartitionBooks())
         try:
             if topic == ATTRIBUTED and self._leftover:
                 await asyncio.wait(self._leftover)
@@ -158,7 +158,7 @@ class UsageWorker:
             log.exception("booking failed")
             self.app.fail(f"booking failed: {error!r}")
 
-    def _learn(self, number: int, partition: PartitionNodes, record: Any) -> None:
+    def _learn(self, number: int, partition: PartitionBooks, record: Any) -> None:
         """Take on a node's books, or their deletion. Raises Malformed.
 
         The latest count, not the last: what was written late, by a worker that had lost the partition, is older than
@@ -178,19 +178,19 @@ class UsageWorker:
             if node is None:
                 self._books.check_place(number, record.key)
             if node is None or (node.fresh and _order(books) >= node.order):
-                partition.nodes[record.key] = Node(record.key, books, self._policy, record.value)
+                partition.nodes[record.key] = NodeBooks(record.key, books, self._policy, record.value)
                 partition.caught_up.attributed(books.offset)
             else:
                 node.stale = True
 
-    def _book(self, number: int, partition: PartitionNodes, slot: Slot, record: Any) -> None:
+    def _book(self, number: int, partition: PartitionBooks, slot: Slot, record: Any) -> None:
         """Book a node's tick. Raises Malformed."""
         tick = decode_record(decode_tick, record.key, record.value)
         node = partition.nodes.get(record.key)
         if node is None:
             self._books.check_place(number, record.key)
             books = Books(schema=1, cluster=tick.cluster, node=tick.node)
-            node = partition.nodes[record.key] = Node(record.key, books, self._policy)
+            node = partition.nodes[record.key] = NodeBooks(record.key, books, self._policy)
         logged_ms = tick.logged_ms
         if logged_ms is None:
             logged_ms = record.timestamp if record.timestamp >= 0 else self._clocks.now_ms()
@@ -219,7 +219,7 @@ class UsageWorker:
 
     # -- writing
 
-    def _settle(self, number: int, node: Node, *, now: bool = False) -> None:
+    def _settle(self, number: int, node: NodeBooks, *, now: bool = False) -> None:
         """Begin to write what is due; ``now``: the books, though nothing else is."""
         if not node.writing and (node.due or node.stale or now):
             node.writing = True
@@ -238,7 +238,7 @@ class UsageWorker:
         self._writing.add(writing)
         writing.add_done_callback(ended)
 
-    async def _write(self, number: int, node: Node, epoch: int) -> None:
+    async def _write(self, number: int, node: NodeBooks, epoch: int) -> None:
         """The records, and when they are acknowledged the books, and then whatever has come due since."""
         while self.app.reader.ledger.epoch == epoch:
             records, node.due, node.stale = node.due, [], False
@@ -276,7 +276,7 @@ class UsageWorker:
             else:
                 self._instruments.counter("gpustream_usage_written_total", what).inc()
 
-    async def _delete(self, number: int, node: Node) -> None:
+    async def _delete(self, number: int, node: NodeBooks) -> None:
         """Delete the books of a node that was away for longer than its ticks are kept."""
         written = await self.app.sender.send(STATE.name, None, key=node.key, partition=number)
         await self._acknowledged("state", [written])
@@ -305,7 +305,7 @@ class UsageWorker:
         for node in partition.nodes.values():
             self._settle(number, node, now=bool(node.kept) and now_s - node.kept_s >= KEEP_S)
 
-    def _pass_time(self, number: int, partition: PartitionNodes, log_ms: int) -> None:
+    def _pass_time(self, number: int, partition: PartitionBooks, log_ms: int) -> None:
         """The log has come so far: once a minute, close what ends for the nodes that are silent."""
         if log_ms // MINUTE_MS <= partition.passed_ms // MINUTE_MS:
             return
@@ -333,7 +333,7 @@ class UsageWorker:
         """Only what the broker has is known from now on: the rest is read again, as soon as all has arrived."""
         for partition in self._partitions.values():
             partition.nodes = {
-                key: Node(key, bookkeeping.decode(node.durable), self._policy, node.durable)
+                key: NodeBooks(key, bookkeeping.decode(node.durable), self._policy, node.durable)
                 for key, node in partition.nodes.items()
                 if node.durable is not None
             }
@@ -353,7 +353,7 @@ class UsageWorker:
             read = self.app.reader.ledger.expected(tp)
             lags[tp.topic] += max(0, end - read) if read is not None else 0
             if tp.topic == ATTRIBUTED:
-                partition = self._partitions.setdefault(tp.partition, PartitionNodes())
+                partition = self._partitions.setdefault(tp.partition, PartitionBooks())
                 partition.caught_up.ends(Ends(asked_s, end, ends.get(Partition(SAMPLES, tp.partition))))
         for topic in (ATTRIBUTED, STATE.name):
             self._instruments.gauge("gpustream_usage_lag_records", topic).set(lags[topic])

@@ -16,7 +16,7 @@ from math import lcm
 from typing import Literal, NamedTuple
 
 from streams.idleness import IDLE_BELOW, is_idle, part_of, rest_of, work_of
-from streams.usage.tick import Device, Holder, Tick
+from streams.usage.tick import CountedDevice, CountedTick, Holder
 from topics.attributed import by_pod
 
 Split = Literal["used", "equal"]
@@ -41,7 +41,7 @@ class Weights(NamedTuple):
     memory: list[int]
 
 
-class Share(NamedTuple):
+class DeviceShare(NamedTuple):
     """A device of a GPU. ``slices`` are those of a MIG device; 0: it is the GPU itself, or what of it was not cut.
 
     ``used`` and ``tensor`` are in millionths of the time. ``idle`` says who does nothing with it; ``weights`` are there
@@ -64,7 +64,7 @@ class Gpu(NamedTuple):
 
     uuid: str
     model: str | None
-    shares: list[Share]
+    shares: list[DeviceShare]
     energy_mj: int | None
     power_watts: float | None
 
@@ -85,9 +85,9 @@ def divide(total: int, weights: Sequence[int]) -> list[int]:
     return parts
 
 
-def gpus_of(tick: Tick, of: dict[str, int], split: Split) -> list[Gpu]:
+def gpus_of(tick: CountedTick, of: dict[str, int], split: Split) -> list[Gpu]:
     """The physical GPUs of a tick. What the tick says of the slices of each is put into ``of``."""
-    groups: dict[str, tuple[list[Device], list[Device]]] = {}
+    groups: dict[str, tuple[list[CountedDevice], list[CountedDevice]]] = {}
     for device in tick.devices:
         mig = device.mig
         group = groups.setdefault(device.uuid if mig is None else mig.parent_uuid, ([], []))
@@ -100,7 +100,7 @@ def gpus_of(tick: Tick, of: dict[str, int], split: Split) -> list[Gpu]:
         if uuid not in of:
             of[uuid] = slices_without(first)
         shares = [_share(one, slices_of(one.mig.profile if one.mig else None), split) for one in cut]
-        itself = _share(wholes[0], 0, split) if wholes else Share(uuid, 0)
+        itself = _share(wholes[0], 0, split) if wholes else DeviceShare(uuid, 0)
         if cut:
             beside = max(0, itself.memory_bytes - sum([one.memory_bytes for one in shares]))
             itself = itself._replace(used=0, tensor=0, memory_bytes=beside)
@@ -111,7 +111,7 @@ def gpus_of(tick: Tick, of: dict[str, int], split: Split) -> list[Gpu]:
     return found
 
 
-def slices_without(device: Device) -> int:
+def slices_without(device: CountedDevice) -> int:
     """Into how many slices a GPU can be cut, if no tick has said so."""
     if device.mig is None and device.info.mig_mode is None:
         return 1
@@ -125,9 +125,9 @@ def slices_of(profile: str | None) -> int:
     return max(1, int(found[1] or found[2])) if found else 1
 
 
-def _share(device: Device, slices: int, split: Split) -> Share:
+def _share(device: CountedDevice, slices: int, split: Split) -> DeviceShare:
     if device.state in ("lost", "timeout"):
-        return Share(device.uuid, slices, lost=True)
+        return DeviceShare(device.uuid, slices, lost=True)
     metrics, holders = device.metrics, device.holders
     busy = metrics.gpu_utilization_ratio
     if busy is None:
@@ -138,10 +138,10 @@ def _share(device: Device, slices: int, split: Split) -> Share:
     memory_bytes = round(held) if held is not None and 0 <= held <= MOST_BYTES else 0
     used, tensor = _millionths(busy), _millionths(metrics.tensor_active_ratio)
     if not holders:
-        return Share(device.uuid, slices, False, (), used, tensor, memory_bytes)
+        return DeviceShare(device.uuid, slices, False, (), used, tensor, memory_bytes)
     idle = _idle(device)
     weights = _weights(device, used, memory_bytes, split) if len(holders) > 1 else None
-    return Share(device.uuid, slices, False, holders, used, tensor, memory_bytes, idle, weights)
+    return DeviceShare(device.uuid, slices, False, holders, used, tensor, memory_bytes, idle, weights)
 
 
 def _millionths(ratio: float | None) -> int:
@@ -150,7 +150,7 @@ def _millionths(ratio: float | None) -> int:
     return round(ratio * MILLION) if ratio < 1 else MILLION
 
 
-def _idle(device: Device) -> tuple[bool, ...]:
+def _idle(device: CountedDevice) -> tuple[bool, ...]:
     """Which of the holders do nothing with the device, as alerts judge it in a tick; not known is not idle."""
     holders, busy = device.holders, device.metrics.gpu_utilization_ratio
     if len(holders) == 1 and busy is not None and busy >= IDLE_BELOW:
@@ -171,7 +171,7 @@ def _idle(device: Device) -> tuple[bool, ...]:
     return tuple([idle[id(one)] for one in holders])
 
 
-def _weights(device: Device, used: int, memory_bytes: int, split: Split) -> Weights:
+def _weights(device: CountedDevice, used: int, memory_bytes: int, split: Split) -> Weights:
     holders = device.holders
     given = [one for one in holders if not one.observed] or holders
     pods = list(by_pod(given).values())

@@ -1,7 +1,7 @@
 """What of a record of gpu.attributed counts for usage: the rest is not decoded.
 
-In: the JSON of gpu.attributed. Out: a :class:`Tick`. Labels and workloads stay the text that they are: they are read
-only if they differ from those of the tick before.
+In: the JSON of gpu.attributed. Out: a :class:`CountedTick`. Labels and workloads stay the text that they are: they are
+read only if they differ from those of the tick before.
 On failure: ``msgspec.DecodeError`` for what is no such record.
 """
 
@@ -15,7 +15,7 @@ from topics.topic import Name, UInt, Version, decoder
 NOTHING = msgspec.Raw(b"null")
 
 
-class Metrics(Ratios, frozen=True, omit_defaults=True, gc=False):
+class CountedMetrics(Ratios, frozen=True, omit_defaults=True, gc=False):
     """The keys of the catalogue that are counted."""
 
     memory_used_bytes: float | None = None
@@ -24,7 +24,7 @@ class Metrics(Ratios, frozen=True, omit_defaults=True, gc=False):
     tensor_active_ratio: float | None = None
 
 
-class Process(msgspec.Struct, frozen=True, omit_defaults=True):
+class CountedProcess(msgspec.Struct, frozen=True, omit_defaults=True):
     pod_uid: str | None = None
     sm_utilization_ratio: float | None = None
 
@@ -41,24 +41,24 @@ class Holder(msgspec.Struct, frozen=True, omit_defaults=True):
     observed: bool = False
 
 
-class Info(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
+class CountedInfo(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     mig_mode: str | None = None
 
 
-class Device(msgspec.Struct, frozen=True, omit_defaults=True):
+class CountedDevice(msgspec.Struct, frozen=True, omit_defaults=True):
     uuid: str
     model: str | None = None
     state: State = "ok"
     mig: Mig | None = None
-    metrics: Metrics = Metrics()
-    processes: tuple[Process, ...] | None = None
-    info: Info = Info()
+    metrics: CountedMetrics = CountedMetrics()
+    processes: tuple[CountedProcess, ...] | None = None
+    info: CountedInfo = CountedInfo()
     compute_slices: UInt | None = None
     holders: tuple[Holder, ...] = ()
     unattributed: Parts | None = None
 
 
-class Tick(msgspec.Struct, frozen=True, kw_only=True):
+class CountedTick(msgspec.Struct, frozen=True, kw_only=True):
     schema: Version
     cluster: Name
     node: Name
@@ -70,14 +70,14 @@ class Tick(msgspec.Struct, frozen=True, kw_only=True):
     logged_ms: UInt | None = None
     attribution: Attribution
     node_labels: msgspec.Raw = NOTHING
-    devices: tuple[Device, ...] = ()
+    devices: tuple[CountedDevice, ...] = ()
 
 
-_strict = msgspec.json.Decoder(Tick)
+_strict = msgspec.json.Decoder(CountedTick)
 _whole = decoder(AttributedSample)
 
 
-def decode(value: bytes) -> Tick:
+def decode(value: bytes) -> CountedTick:
     """The tick of a record. One with nulls where there is usually nothing costs a second pass."""
     try:
         return _strict.decode(value)

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 
 from streams.usage.books import Bookkeeper, Books, Policy, Taken
-from streams.usage.tick import Tick, decode
+from streams.usage.tick import CountedTick, decode
 from topics.usage import HOUR_MS, Usage
 
 START_MS = 1_795_215_600_000
@@ -28,7 +28,7 @@ def mig(uuid: str, profile: str, *holders: Json, parent: str = "GPU-a", **more: 
     return {"uuid": uuid, "model": "H100", "mig": place, "holders": list(holders), **more}
 
 
-def tick(at_ms: int, *devices: Json, **more: Any) -> Tick:
+def tick(at_ms: int, *devices: Json, **more: Any) -> CountedTick:
     """A tick so many milliseconds after the start."""
     number = at_ms // 100 + 1
     record = {"schema": 1, "cluster": "c", "node": "n", "run_id": 1, "seq": number, "ts_ms": START_MS + at_ms}
@@ -49,7 +49,7 @@ class Kept:
         self.records: dict[tuple[Any, ...], Usage] = {}
         self.written: list[Usage] = []
 
-    def take(self, one: Tick, logged_ms: int | None = None) -> Taken:
+    def take(self, one: CountedTick, logged_ms: int | None = None) -> Taken:
         taken = self.keeper.take(one, one.ts_ms if logged_ms is None else logged_ms)
         self.learn(taken.records)
         return taken
@@ -64,7 +64,7 @@ class Kept:
             self.records[key] = record
         self.written += records
 
-    def play(self, *ticks: Tick) -> "Kept":
+    def play(self, *ticks: CountedTick) -> "Kept":
         for one in ticks:
             self.take(one)
         return self

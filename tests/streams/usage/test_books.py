@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from streams.usage.books import Bookkeeper, Policy, Replay, decode, encode
-from streams.usage.tick import Tick
+from streams.usage.tick import CountedTick
 from tests.streams.usage.made import START_MS, Kept, gpu, holder, mig, tick
 from topics.usage import HOUR_MS, MINUTE_MS
 
@@ -17,7 +17,7 @@ def held(kept: Kept, pod: str = "a", start_ms: int = 0) -> int:
     return kept.window(start_ms, MINUTE_MS)["GPU-a", "held", pod].device_ms
 
 
-def seconds(first: int, last: int, *devices: Any, step: int = 1, **more: Any) -> list[Tick]:
+def seconds(first: int, last: int, *devices: Any, step: int = 1, **more: Any) -> list[CountedTick]:
     return [tick(at * 1000, *devices, **more) for at in range(first, last + 1, step)]
 
 
