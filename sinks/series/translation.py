@@ -462,8 +462,13 @@ class Cache:
             self.beside = {key: was for key, was in self.beside.items() if key in there}
 
 
+_NEVER: tuple[None, None] = None, None
+
+
 class _Found:
     """The sets of a tick, with their keys and values."""
+
+    __slots__ = ("_ts_ms", "groups", "keys", "sets")
 
     def __init__(self, ts_ms: int) -> None:
         self._ts_ms = ts_ms
@@ -604,14 +609,15 @@ class Translator:
 
     def _beside(self, names: LabelNames, sets: Iterable[Beside], cache: Cache, found: "_Found") -> None:
         """Find the sets beside the devices' metrics."""
+        add, further = found.add, () if names is self._label_names[0] else (names.name,)
         for one in sets:
-            key = one.key if names is self._label_names[0] else (*one.key, names.name)
-            was_of, made = cache.beside.get(key, (None, None))
+            key = (*one.key, *further) if further else one.key
+            was_of, made = cache.beside.get(key, _NEVER)
             if made is None or was_of != one.of:
                 of, pod = one.of if isinstance(one.of, PodInfo) else (one.of.device, one.of.device.held)
                 made = self._make(made_of(names, one.of, self._max_labels), of, pod, one.key)
                 cache.beside[key] = one.of, made
-            found.add(key, made, one.values)
+            add(key, made, one.values)
 
     def _make(
         self, series: SeriesSet, of: DeviceIdentity | Place, pod: Held | None, about: tuple[str, ...] | None = None
