@@ -4,6 +4,7 @@ A set is made once and then only given values, so whatever a sink works out for 
 """
 
 import struct
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -65,7 +66,10 @@ class SeriesSet:
 
     def series(self) -> list[Labels]:
         """All labels of each row, its name among them: no two series that are written at a time have the same."""
-        return [tuple(sorted((("__name__", row.name), *self.labels, *row.labels))) for row in self.rows]
+        labels = {own: sorted((*self.labels, *own)) for own in {row.labels for row in self.rows}}
+        at = {own: bisect_left(pairs, ("__name__",)) for own, pairs in labels.items()}
+        rows = [(row.name, labels[row.labels], at[row.labels]) for row in self.rows]
+        return [(*pairs[:here], ("__name__", name), *pairs[here:]) for name, pairs, here in rows]
 
     def begin(self, start_ms: int) -> None:
         """Its producer was started at a time."""
