@@ -159,7 +159,7 @@ class Side(NamedTuple):
     at_s: float
 
 
-class Row(NamedTuple):
+class Compared(NamedTuple):
     """A series of theirs beside ours of the same GPU and quantity."""
 
     device: Device
@@ -173,7 +173,7 @@ class Row(NamedTuple):
 class Comparison(NamedTuple):
     """All rows; the names that only ours has."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[Compared, ...]
     only_ours: tuple[str, ...]
 
     @property
@@ -195,22 +195,22 @@ def compared(theirs: Sequence[Reading], ours: Sequence[Reading], tolerance: floa
     ended = _grouped([one for one in ours if one.ended], uuids)
     devices = {found for found, _ in of_ours}
     known = {key for _, key in of_ours}
-    rows: list[Row] = []
+    rows: list[Compared] = []
     for (found, key), readings in of_theirs.items():
         pods = {reading.pod for reading in readings}
         for reading in readings:
             if found not in devices:
                 why = "gpustream has no such GPU"
-                rows.append(Row(found, key, _side(reading), None, "missing", why))
+                rows.append(Compared(found, key, _side(reading), None, "missing", why))
             elif (found, key) not in of_ours:
                 verdict, why = _absent(reading.name, key, known)
-                rows.append(Row(found, key, _side(reading), None, verdict, why))
+                rows.append(Compared(found, key, _side(reading), None, verdict, why))
             else:
                 there, before = of_ours[found, key], ended.get((found, key), ())
                 rows.append(_beside(found, key, reading, (there, before), tolerance, shared=len(pods) > 1))
     for found in devices - {found for found, _ in of_theirs}:
         some = next(readings[0] for (of, _), readings in of_ours.items() if of == found)
-        rows.append(Row(found, "", None, _side(some), "missing", "they have no such GPU"))
+        rows.append(Compared(found, "", None, _side(some), "missing", "they have no such GPU"))
     theirs_too = {key for _, key in of_theirs}
     only = {one.name for (_, key), readings in of_ours.items() if key not in theirs_too for one in readings}
     return Comparison(tuple(sorted(rows, key=lambda row: (row.device, row.quantity))), tuple(sorted(only)))
@@ -258,7 +258,7 @@ def _beside(
     tolerance: float,
     *,
     shared: bool,
-) -> Row:
+) -> Compared:
     """Their series beside that of ours, which are there and which have ended, that is most like it: of its name, else
     of its pod."""
     there, ended = ours
@@ -270,7 +270,7 @@ def _beside(
         verdict, why = "holder", _holder(theirs.pod, our.pod, shared=shared)
     elif verdict in FINE and theirs.name != our.name:
         why = "; ".join(filter(None, ["another name for the same", why]))
-    return Row(found, key, _side(theirs), _side(our), verdict, why)
+    return Compared(found, key, _side(theirs), _side(our), verdict, why)
 
 
 def _holder(theirs: str | None, ours: str | None, *, shared: bool) -> str:
@@ -319,7 +319,7 @@ class PrometheusError(Exception):
     """What is wrong with the answer, in a sentence."""
 
 
-class Prometheus:
+class Asker:
     """Asks one Prometheus about one moment. Every question may raise PrometheusError."""
 
     def __init__(self, base: str, session: aiohttp.ClientSession, credentials: Credentials, at_s: float) -> None:
@@ -370,7 +370,7 @@ async def gather(
     theirs, ours = matchers
     timeout = aiohttp.ClientTimeout(total=settings.request_timeout_s)
     async with aiohttp.ClientSession(timeout=timeout, headers=dict(settings.headers)) as session:
-        prometheus = Prometheus(base, session, Credentials(settings), time.time())
+        prometheus = Asker(base, session, Credentials(settings), time.time())
         everything = [] if theirs and ours else await prometheus.readings("", window_s)
         their_own = await prometheus.readings(theirs, window_s) if theirs else []
         our_own = await prometheus.readings(ours, window_s) if ours else []
@@ -474,7 +474,7 @@ def compare(
     raise SystemExit(FAILED if found.differing else 0)
 
 
-def shown(row: Row) -> tuple[str, ...]:
+def shown(row: Compared) -> tuple[str, ...]:
     """A row as text."""
     sides = [("-", "-") if side is None else (side.name, f"{side.value:.10g}") for side in (row.theirs, row.ours)]
     pods = dict.fromkeys(side.pod or "-" for side in (row.theirs, row.ours) if side is not None)

@@ -93,7 +93,7 @@ def _checked(column: str, name: str) -> str:
 # -- alibaba-gpu-2023
 
 
-class _Pod(NamedTuple):
+class _Asked(NamedTuple):
     """A pod that ran in [start_ms, end_ms), and what it asked for: ``milli`` of each of so many GPUs."""
 
     line: int
@@ -109,7 +109,7 @@ class _Pod(NamedTuple):
 class Life(NamedTuple):
     """A pod on the GPUs of its node, by their numbers. ``replica`` tells it from others on a GPU that it shares."""
 
-    pod: _Pod
+    pod: _Asked
     gpus: tuple[int, ...]
     replica: int
 
@@ -123,7 +123,7 @@ class _Node:
     free: list[int]
     lives: list[Life] = field(default_factory=list)
 
-    def room(self, pod: _Pod) -> tuple[int, ...]:
+    def room(self, pod: _Asked) -> tuple[int, ...]:
         """The first GPUs that have room for a pod, one that others share first; none: it has no room."""
         if pod.models and self.model not in pod.models:
             return ()
@@ -150,7 +150,7 @@ def gpu_2023(folder: Path, rows: Rows, interval_ms: int | None) -> Trace:
     def node(_: int, name: str, gpus: str, model: str) -> _Node:
         return _Node(unseen(_checked("sn", name)), model, [_WHOLE] * whole_number("gpu", gpus, _MOST_GPUS))
 
-    def pod(line: int, name: str, gpus: str, milli: str, *rest: str) -> _Pod | None:
+    def pod(line: int, name: str, gpus: str, milli: str, *rest: str) -> _Asked | None:
         spec, qos, scheduled, deleted = rest
         asked = whole_number("num_gpu", gpus, _MOST_GPUS), whole_number("gpu_milli", milli, _WHOLE)
         if not name:
@@ -163,7 +163,7 @@ def gpu_2023(folder: Path, rows: Rows, interval_ms: int | None) -> Trace:
             raise Refused("deletion_time", f"{name} was deleted at {deleted}, which is not after {scheduled}")
         if not asked[1] or (asked[0] > 1 and asked[1] < _WHOLE):
             raise Refused("gpu_milli", f"{asked[1]} thousandths of each of {asked[0]} GPUs can't be held")
-        return _Pod(line, unseen(name), *asked, frozenset(filter(None, spec.split("|"))), qos, start_ms, end_ms)
+        return _Asked(line, unseen(name), *asked, frozenset(filter(None, spec.split("|"))), qos, start_ms, end_ms)
 
     nodes = list(table(folder, _NODES, ("sn", "gpu", "model"), node, rows))
     columns = ("name", "num_gpu", "gpu_milli", "gpu_spec", "qos", "scheduled_time", "deletion_time")
@@ -180,7 +180,7 @@ def gpu_2023(folder: Path, rows: Rows, interval_ms: int | None) -> Trace:
     return Trace(pods, ticks, interval_ms, min(life.start_ms for life in lives), max(life.end_ms for life in lives))
 
 
-def _place(pods: list[_Pod], nodes: list[_Node], rows: Rows) -> None:
+def _place(pods: list[_Asked], nodes: list[_Node], rows: Rows) -> None:
     """Put each pod on the first node that has room for it when it starts; what ends then makes room before."""
     running: list[tuple[int, int, _Node, Life]] = []
     for turn, pod in enumerate(sorted(pods, key=lambda pod: pod.start_ms)):

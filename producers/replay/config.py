@@ -40,7 +40,7 @@ TRACES = {
 """The traces, by the names that ``--trace`` takes."""
 
 
-class _Trace(click.Tuple):
+class _TraceFolder(click.Tuple):
     """The name of a trace and a folder. In the variable, the folder is all that follows the name."""
 
     example = ("alibaba-genai", ".")
@@ -87,7 +87,7 @@ class ReplaySettings(KafkaSettings):
         tuple[str, Path],
         Option(
             "--trace",
-            _Trace(),
+            _TraceFolder(),
             "Which published trace, alibaba-genai or alibaba-gpu-2023, and the folder with its files, as they are"
             " published. docs/benchmarks.md says where they are had.",
         ),

@@ -59,7 +59,7 @@ _NOT_HERE: tuple[tuple[str, str], ...] = (
 _KINDS: dict[str, Kind] = {"gauge": "gauge", "counter": "counter", "untyped": "untyped"}
 
 
-class LeftOut(NamedTuple):
+class Unserved(NamedTuple):
     """A row that can't be served."""
 
     counter: Counter
@@ -71,7 +71,7 @@ class Picked(NamedTuple):
 
     profile: Profile
     served: tuple[Counter, ...]
-    left_out: tuple[LeftOut, ...]
+    left_out: tuple[Unserved, ...]
 
 
 # -- which series a row is
@@ -102,7 +102,7 @@ def pick(counters: Iterable[Counter], labels: LabelNames | None = None) -> Picke
     nothing."""
     names = _all_names()
     served: dict[str, Counter] = {}
-    left_out: list[LeftOut] = []
+    left_out: list[Unserved] = []
     series: dict[str, list[Series]] = {}
     ratios: list[Ratio] = []
     texts: list[tuple[str, Attribute]] = []
@@ -112,7 +112,7 @@ def pick(counters: Iterable[Counter], labels: LabelNames | None = None) -> Picke
             continue  # files of dcgm-exporter itself have rows twice
         why = _why_not(counter, names) if first is None else f"line {first.line} has it already, as a {first.type}"
         if why is not None:
-            left_out.append(LeftOut(counter, why))
+            left_out.append(Unserved(counter, why))
             continue
         served[counter.name] = counter
         if counter.type == "label":

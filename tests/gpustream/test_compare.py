@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from gpustream.cli import main
-from gpustream.compare import FINE, Comparison, Reading, Row, Sample, compared, is_ours, report, summary
+from gpustream.compare import FINE, Compared, Comparison, Reading, Sample, compared, is_ours, report, summary
 from sinks.series.translation import Cache, Translator
 from tests.sinks.scrape.fleet import full_node
 from topics.catalogue import CATALOGUE
@@ -46,7 +46,7 @@ def compare(theirs: Sequence[Reading], ours: Sequence[Reading]) -> Comparison:
     return compared(theirs, ours, 0.02)
 
 
-def row(theirs: Reading, ours: Reading) -> Row:
+def row(theirs: Reading, ours: Reading) -> Compared:
     (found,) = compare([theirs], [ours]).rows
     return found
 
