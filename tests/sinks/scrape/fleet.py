@@ -86,12 +86,10 @@ def parsed(text: str) -> list[Metric]:
     The parser makes every counter end in ``_total``.
     """
     described = set(re.findall(r"^# TYPE (\S+) ", text, re.MULTILINE))
+    names = iter(re.findall(r"^([a-zA-Z_]\w*)[{ ]", text, re.MULTILINE))
     families = list(text_string_to_metric_families(text))
     for family in families:
-        family.samples = [
-            one if one.name in described else one._replace(name=one.name.removesuffix("_total"))
-            for one in family.samples
-        ]
+        family.samples = [one._replace(name=next(names)) for one in family.samples]
         if family.type == "counter" and family.name not in described:
             family.name += "_total"
     return families
