@@ -182,6 +182,7 @@ class Bookkeeper:
         books.logs += verdict == "new_log"
         books.logged_ms = logged_ms
         if tick.ts_ms > logged_ms + AHEAD_MS:
+            books.tick_ms = before_ms
             return Taken("ahead", self._taken())
         books.tick_ms = tick.ts_ms
         if tick.node_labels != books.node_labels:
@@ -264,7 +265,7 @@ class Bookkeeper:
             hour = self._hour(start_ms)
             for gpu, accounts in gpus:
                 if gpu.uuid not in hour.of:
-                    self._admit(hour, gpu.uuid, start_ms)
+                    self._admit(hour, gpu.uuid, start_ms, drawn[gpu.uuid])
                 if start_ms == since_ms and (before_mj := drawn[gpu.uuid].before_mj):
                     _row(hour.minute, self._plain(gpu.uuid, gpu.uuid, "unobserved"))[ENERGY] += before_mj
                 if start_ms < end_ms:
@@ -322,9 +323,11 @@ class Bookkeeper:
 
     def _drawn(self, gpus: list[Gpu], since_ms: int, ts_ms: int) -> dict[str, Drawn]:
         """What each GPU has drawn, by its counter since that was last read, else by its power since ``since_ms``.
-        A counter that reads less than before began again at zero. What it says of the time before that is booked to no
-        holder."""
+        A counter that reads less than before began again at zero."""
         found, booked_ms = dict[str, Drawn](), self.books.booked_ms
+        live_ms = self._closed_live_ms // MINUTE_MS * MINUTE_MS
+        if booked_ms < live_ms and self.books.hours:  # it was booked live without the counter: the same parts
+            booked_ms = max(booked_ms, min(live_ms, since_ms, self.books.hours[-1].end_ms))
         for gpu in gpus:
             meter = self.books.meters.get(gpu.uuid)
             if meter is None:
@@ -336,14 +339,26 @@ class Bookkeeper:
             if now is not None and last is not None and lasted_ms > 0:
                 mj = now - last if now >= last else now
                 if mj <= MOST_WATTS * lasted_ms:
-                    before_mj = mj * max(0, booked_ms - meter.at_ms) // lasted_ms
-                    drawn = Drawn(max(meter.at_ms, booked_ms), ts_ms, mj - before_mj, before_mj)
+                    drawn = self._placed(gpu.uuid, Drawn(meter.at_ms, ts_ms, mj), booked_ms, since_ms)
             if now is not None:
                 meter.energy_mj, meter.at_ms = now, ts_ms
             elif gpu.power_watts is not None:
                 meter.energy_mj = None
             found[gpu.uuid] = drawn or Drawn(since_ms, ts_ms, round((gpu.power_watts or 0.0) * (ts_ms - since_ms)))
         return found
+
+    def _placed(self, uuid: str, drawn: Drawn, booked_ms: int, since_ms: int) -> Drawn:
+        """What was drawn in time that is still to be booked. What was drawn in time that was booked without it, and in
+        hours in which the GPU has no rows, is ``before`` that, and no holder's."""
+        at_ms, ts_ms, mj, _ = drawn
+        before_mj = mj * max(0, booked_ms - at_ms) // (ts_ms - at_ms)
+        placed = Drawn(max(at_ms, booked_ms), ts_ms, mj - before_mj, before_mj)
+        hour_ms = since_ms // HOUR_MS * HOUR_MS
+        if booked_ms < hour_ms:
+            rows_end_ms = max([booked_ms, *[hour.end_ms for hour in self.books.hours if uuid in hour.of]])
+            if rows_end_ms < hour_ms:
+                return placed._replace(before_mj=before_mj + placed.within(rows_end_ms, hour_ms))
+        return placed
 
     def _fill(self, until_ms: int, drawn: dict[str, Drawn]) -> None:
         """Book all time up to ``until_ms`` as unobserved, in the hours that there are."""
@@ -378,22 +393,24 @@ class Bookkeeper:
         self.books.hours.append(hour)
         return hour
 
-    def _admit(self, hour: Hour, uuid: str, at_ms: int) -> None:
+    def _admit(self, hour: Hour, uuid: str, at_ms: int, drawn: Drawn) -> None:
         """A GPU is in the books of an hour from its start on: what went by is unobserved."""
         slices = hour.of[uuid] = self._of[uuid]
         number = self._plain(uuid, uuid, "unobserved")
-        row = [MINUTE_MS, MINUTE_MS * slices, *[0] * (len(FIELDS) - 2)]
         not_final = {minute.start_ms: minute for minute in hour.minutes}
-        for start_ms in range(hour.start_ms, hour.start_ms + hour.closed * MINUTE_MS, MINUTE_MS):
+        for start_ms, end_ms in _minutes(hour.start_ms, at_ms):
+            row = [0] * len(FIELDS)
+            row[DEVICE], row[SLICE] = end_ms - start_ms, (end_ms - start_ms) * slices
+            row[ENERGY] = drawn.within(start_ms, end_ms)
+            if start_ms == hour.start_ms + hour.closed * MINUTE_MS:
+                _add(hour.minute, {number: row})
+                continue
+            _add(hour.rows, {number: row})
             minute = not_final.get(start_ms)
             if minute is not None:
                 minute.rows = msgspec.Raw(encode(_rows_of(minute.rows) | {number: row}))
             if minute is None or minute.written:
                 self._write(hour, {number: row}, start_ms, MINUTE_MS, int(minute is None), final=minute is None)
-        if hour.closed:
-            _add(hour.rows, {number: [amount * hour.closed for amount in row]})
-        if open_ms := (at_ms - hour.start_ms) - hour.closed * MINUTE_MS:
-            _add(hour.minute, {number: [open_ms, open_ms * slices, *row[2:]]})
 
     def _close(self, hour: Hour, at_ms: int) -> None:
         """Close the open minute, if that is its end."""

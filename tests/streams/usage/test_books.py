@@ -72,6 +72,14 @@ def test_a_tick_that_is_a_minute_ahead_of_its_log_time_is_not_booked() -> None:
     assert (minute["GPU-a", "held", "a"].device_ms, minute["GPU-a", "unobserved", None].device_ms) == (58_000, 2_000)
 
 
+def test_a_run_whose_first_tick_is_ahead_stands_for_no_time_before_it() -> None:
+    kept = Kept().play(*seconds(0, 10, gpu("GPU-a", A)))
+    kept.take(tick(HOUR_MS, gpu("GPU-a", holder("b")), run_id=2, offset=50_000), START_MS + 11_000)
+    for at in range(12, 61):
+        kept.take(tick(at * 1000, gpu("GPU-a", holder("b")), run_id=2, seq=40_000 + at, offset=50_000 + at))
+    assert (held(kept), held(kept, "b")) == (10_000, 48_000)
+
+
 def test_a_tick_that_was_read_before_is_not_booked_again() -> None:
     kept = Kept().play(*seconds(0, 30, gpu("GPU-a", A)))
     assert kept.take(tick(20_000, gpu("GPU-a", A))).outcome == "replayed"
@@ -164,6 +172,18 @@ def test_what_was_drawn_while_nobody_looked_is_nobodys() -> None:
     assert (minute["GPU-a", "held", "a"].energy_mj, minute["GPU-a", "unobserved", None].energy_mj) == (5_000, 7_000)
 
 
+@pytest.mark.parametrize(("ends_s", "first_s"), [(3590, 3610), (3590, 3700), (3590, 7300), (3600, 3630), (10, 7210)])
+def test_what_was_drawn_while_nobody_looked_sums_over_the_hours(ends_s: int, first_s: int) -> None:
+    def drew(at: int) -> Any:
+        return gpu("GPU-a", A, metrics={"energy_joules_total": 300.0 * at})
+
+    kept, stop_s = Kept(), 3 * 3600
+    for at in (*range(0, ends_s + 1, 10), *range(first_s, stop_s + 1, 10)):
+        kept.take(tick(at * 1000, drew(at), interval_ms=10_000, run_id=1 if at <= ends_s else 2))
+    hours = [one for key, one in kept.records.items() if key[0] == HOUR_MS]
+    assert sum(one.energy_mj for one in hours) == 300_000 * stop_s
+
+
 def test_a_minute_is_written_when_it_is_over_and_final_twenty_minutes_later() -> None:
     kept = Kept().play(*seconds(0, 60, gpu("GPU-a", A)))
     assert [(one.revision, one.final) for one in kept.written if one.end_ms - one.start_ms == MINUTE_MS] == [(0, False)]
@@ -214,6 +234,21 @@ def test_a_replay_writes_whole_hours_only_each_with_its_minutes() -> None:
     assert {one.start_ms // HOUR_MS * HOUR_MS - START_MS for one in found} == {HOUR_MS}
     assert [one.end_ms - one.start_ms for one in found].count(MINUTE_MS) == 60
     assert {(one.generation, one.final) for one in found} == {(3, True)}
+
+
+@pytest.mark.parametrize("away_s", [1300, 3000, 5003])
+def test_a_replay_divides_what_was_drawn_in_a_silence_as_it_was_live(away_s: int) -> None:
+    ticks = [
+        tick(at * 1000, gpu("GPU-a", A, metrics={"energy_joules_total": 301.7 * at}), interval_ms=10_000)
+        for at in (*range(0, 1001, 10), *range(1001 + away_s, 13_000, 10))
+    ]
+    kept = Kept().play(*ticks)
+    replay = Replay(Policy(generation=1), START_MS - HOUR_MS)
+    written = [one for each in ticks for one in replay.take(each, each.ts_ms) if one.device_ms]
+    again = {(one.end_ms, *one.key): one.energy_mj for one in written}
+    live = {(one.end_ms, *one.key): one.energy_mj for one in kept.written if one.final}
+    assert len(again) > 60
+    assert {key: live[key] for key in again} == again
 
 
 def test_a_replay_that_books_what_came_late_writes_zeros_over_what_was_closed_live() -> None:
