@@ -124,7 +124,8 @@ def pick(counters: Iterable[Counter], labels: LabelNames | None = None) -> Picke
         else:
             series.setdefault(key, []).append(of._replace(kind=_KINDS[counter.type], help=counter.help))
     if not series and not ratios:
-        raise CountersError([Mistake(0, "has no row that can be served")])
+        whys = [Mistake(counter.line, f"{counter.name}: {why}") for counter, why in left_out]
+        raise CountersError([Mistake(0, "has no row that can be served"), *whys])
     if labels is None:
         old = [name for name in served if name in names and names[name].profile == "dcgm-legacy"]
         labels = LABELS["dcgm-legacy" if len(old) * 2 > len(served) else "dcgm"]

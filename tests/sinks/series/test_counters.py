@@ -161,6 +161,14 @@ def test_a_file_that_serves_nothing_is_refused() -> None:
         picked("DCGM_EXP_P2P_STATUS", "DCGM_FI_DRIVER_VERSION label")
 
 
+def test_a_file_that_serves_nothing_is_refused_with_the_reason_of_each_line() -> None:
+    with pytest.raises(CountersError) as refused:
+        picked("DCGM_EXP_P2P_STATUS", "NONSENSE")
+
+    assert [line for line, _ in refused.value.mistakes] == [0, 1, 2]
+    assert refused.value.mistakes[2].text == "NONSENSE: no field of DCGM is called that"
+
+
 def test_a_yaml_file_may_name_a_csv_file(tmp_path: Path) -> None:
     csv = written(tmp_path, TWO)
     (tmp_path / "a.yaml").write_text(f"version: 2\nmetrics:\n  file: {csv}\n")
