@@ -141,7 +141,7 @@ def url(text: str) -> str:
     except ValueError:
         usable = False
     if not usable or re.search(r"\s", text):
-        raise ValueError("not a URL such as http://prometheus:9090/api/v1/write")
+        raise ValueError("not a URL that begins with http:// or https:// and a host")
     return text
 
 

@@ -371,15 +371,15 @@ async def gather(
     timeout = aiohttp.ClientTimeout(total=settings.request_timeout_s)
     async with aiohttp.ClientSession(timeout=timeout, headers=dict(settings.headers)) as session:
         prometheus = Asker(base, session, Credentials(settings), time.time())
-        everything = [] if theirs and ours else await prometheus.readings("", window_s)
         their_own = await prometheus.readings(theirs, window_s) if theirs else []
         our_own = await prometheus.readings(ours, window_s) if ours else []
+        everything = [] if theirs and ours else await prometheus.readings("", window_s)
+    taken = {frozenset(one.labels.items()) for one in (*their_own, *our_own)}
+    rest = [one for one in everything if frozenset(one.labels.items()) not in taken]
     if not theirs:
-        taken = [one.labels for one in our_own]
-        their_own = [one for one in everything if (one.labels not in taken if ours else not is_ours(one.labels))]
+        their_own = [one for one in rest if ours or not is_ours(one.labels)]
     if not ours:
-        taken = [one.labels for one in their_own]
-        our_own = [one for one in everything if one.labels not in taken and (theirs or is_ours(one.labels))]
+        our_own = [one for one in rest if theirs or is_ours(one.labels)]
     return their_own, our_own
 
 

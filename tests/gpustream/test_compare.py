@@ -7,8 +7,22 @@ import pytest
 from click.testing import CliRunner
 
 from gpustream.cli import main
-from gpustream.compare import FINE, Compared, Comparison, Reading, Sample, compared, is_ours, report, summary
+from gpustream.compare import (
+    FINE,
+    Asker,
+    Compared,
+    Comparison,
+    PrometheusError,
+    Reading,
+    Sample,
+    compared,
+    gather,
+    is_ours,
+    report,
+    summary,
+)
 from sinks.series.translation import Cache, Translator
+from sinks.settings import HttpSettings
 from tests.sinks.scrape.fleet import full_node
 from topics.catalogue import CATALOGUE
 from topics.profiles import PROFILES, ProfileName
@@ -266,3 +280,41 @@ def test_a_prometheus_that_does_not_answer_is_a_sentence() -> None:
 
     assert done.exit_code == 1
     assert "http://127.0.0.1:1/api/v1/query can't be asked" in done.output
+
+
+async def test_matchers_with_a_mistake_are_refused_before_all_series_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[str] = []
+
+    async def readings(_: Asker, matchers: str, __: float) -> list[Reading]:
+        asked.append(matchers)
+        raise PrometheusError("parse error")
+
+    monkeypatch.setattr(Asker, "readings", readings)
+    with pytest.raises(PrometheusError):
+        await gather("http://127.0.0.1:1", HttpSettings(), ("job=scraped", None), 60)
+
+    assert asked == ["job=scraped"]
+
+
+@pytest.mark.parametrize("matchers", [("theirs", None), (None, "ours"), (None, None)])
+async def test_series_that_one_side_has_matchers_for_are_not_the_other_sides(
+    monkeypatch: pytest.MonkeyPatch, matchers: tuple[str | None, str | None]
+) -> None:
+    theirs, ours = [dcgm("DCGM_FI_DEV_GPU_TEMP", 33)], [otel("gpu_temperature", 33)]
+    of = {"theirs": theirs, "ours": ours, "": [*theirs, *ours]}
+
+    async def readings(_: Asker, asked: str, __: float) -> list[Reading]:
+        return of[asked]
+
+    monkeypatch.setattr(Asker, "readings", readings)
+
+    assert await gather("http://127.0.0.1:1", HttpSettings(), matchers, 60) == (theirs, ours)
+
+
+def test_a_url_that_is_none_is_refused_without_the_address_of_another_command() -> None:
+    done = CliRunner().invoke(main, ["compare", "--prometheus", "prometheus:9090"])
+
+    assert done.exit_code == 2
+    assert "not a URL that begins with http:// or https:// and a host" in done.output
