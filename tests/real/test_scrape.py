@@ -16,7 +16,7 @@ from aiokafka import AIOKafkaProducer
 
 from delivery.values import Address
 from sinks.scrape import server
-from sinks.scrape.exposition import TEXT, TEXT_1, Renderings, accepted
+from sinks.scrape.exposition import TEXT, TEXT_UTF8, Renderings, accepted
 from sinks.scrape.server import serving
 from sinks.scrape.sink import ScrapeSink
 from sinks.settings import ScrapeSettings
@@ -92,7 +92,7 @@ def test_promtool_complains_where_it_should() -> None:
 
 
 every_protocol = pytest.mark.parametrize(
-    ("protocols", "content_type"), [(None, TEXT_1), (["PrometheusText0.0.4"], TEXT)], ids=["default", "text"]
+    ("protocols", "content_type"), [(None, TEXT_UTF8), (["PrometheusText0.0.4"], TEXT)], ids=["default", "text"]
 )
 
 ODD = 'quo"ted\\ back\nslash # EOF\r\t\x00\x7f\x85\u2028ü😀{a="b"} 1'
