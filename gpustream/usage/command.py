@@ -21,7 +21,7 @@ import msgspec
 
 from delivery import values
 from delivery.connection import Connection
-from delivery.settings import DURATION, FILE, READABLE_FILE, Text
+from delivery.settings import FILE, READABLE_FILE, Text
 from gpustream import logs
 from gpustream.command import KAFKA, LOG_FORMAT, Command, counted, option
 from gpustream.topics import FAILED, answer
@@ -88,12 +88,17 @@ def wanted(since_s: float | None, first: When | None, last: When | None, now_ms:
     return found
 
 
+def _whole_minutes(text: str) -> float:
+    seconds = values.duration(text)
+    if seconds < 60 or seconds % 60:
+        raise ValueError(f"{text!r}: usage is counted by the minute: write whole minutes, such as 90m")
+    return seconds
+
+
 def _mistakes(given: dict[str, Any]) -> Iterator[str]:
     since_s, first, last = given["since_s"], given["first"], given["last"]
     if since_s is not None and (first is not None or last is not None):
         yield "--since: not together with --from and --to"
-    if since_s is not None and (since_s < 60 or since_s % 60):
-        yield "--since: usage is counted by the minute: write whole minutes, such as 90m"
     if last is not None and first is None:
         yield "--to: needs --from"
     bill, out = given["bill_file"], given["focus_file"]
@@ -128,7 +133,7 @@ def _mistakes(given: dict[str, Any]) -> Iterator[str]:
 @option(
     "--since",
     "since_s",
-    type=DURATION,
+    type=Text("DURATION", _whole_minutes, "24h", show=values.duration_text),
     show_default="24h, if --from is not given",
     help="The time until now: 24h, 7d. Whole minutes.",
 )

@@ -187,6 +187,8 @@ def test_a_time_may_be_so_long_ago() -> None:
         (["--from", "yesterday"], "is not a time: write 2026-11-01"),
         (["--from", "2026-11-01T10:00:30"], "usage is counted by the minute"),
         (["--since", "90s"], "usage is counted by the minute"),
+        (["--since", "0"], "usage is counted by the minute"),
+        (["--since", "tomorrow"], "is not a duration"),
         (["--since", "1h", "--from", "2026-11-01"], "--since: not together with --from and --to"),
         (["--to", "2026-11-01"], "--to: needs --from"),
         (["--from", "2026-11-02", "--to", "2026-11-01"], "--from: must be before --to"),
@@ -200,6 +202,7 @@ def test_a_time_that_is_none_is_one_sentence(arguments: list[str], sentence: str
     result = _usage("127.0.0.1:1", *arguments)
     assert result.exit_code == 2
     assert sentence in result.stderr
+    assert "mistakes" not in result.stderr
 
 
 def test_a_broker_without_usage_is_one_sentence() -> None:
