@@ -328,7 +328,9 @@ class Asker:
 
     async def readings(self, matchers: str, window_s: float) -> list[Reading]:
         """Every series of GPUs of the window that the matchers allow."""
-        further = f",{matchers.strip().removeprefix('{').removesuffix('}')}" if matchers.strip() else ""
+        inner = matchers.strip()
+        inner = inner[1:-1] if inner.startswith("{") and inner.endswith("}") else inner
+        further = f",{inner}" if inner else ""
         counts = await self._ask(f'count by (__name__) ({{__name__=~"{_ANY_NAME}"{further}}})')
         names = sorted(one["metric"]["__name__"] for one in counts)
         found: list[Reading] = []

@@ -318,3 +318,17 @@ def test_a_url_that_is_none_is_refused_without_the_address_of_another_command() 
 
     assert done.exit_code == 2
     assert "not a URL that begins with http:// or https:// and a host" in done.output
+
+
+@pytest.mark.parametrize(("matchers", "asked"), [('{job="x"}', ',job="x"}'), ('job="x"', ',job="x"}'), ("{", ",{}")])
+async def test_braces_of_matchers_are_taken_off_in_pairs(
+    monkeypatch: pytest.MonkeyPatch, matchers: str, asked: str
+) -> None:
+    async def refused(_: Asker, expression: str) -> list[object]:
+        raise PrometheusError(expression)
+
+    monkeypatch.setattr(Asker, "_ask", refused)
+    with pytest.raises(PrometheusError) as error:
+        await Asker("http://127.0.0.1:1", None, None, 0.0).readings(matchers, 60)  # type: ignore[arg-type]
+
+    assert str(error.value).endswith(f'"{asked})')
