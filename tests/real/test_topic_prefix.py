@@ -17,7 +17,7 @@ from tests.real.pipeline import Gpustream, lag, read_all, stored
 from tests.real.servers import ASK_TIMEOUT_S, KafkaServer, PrometheusServer
 from topics import TOPICS
 
-GROUPS = ("gpustream-attribution", "gpustream-alerts", "gpustream-sink-scrape")
+GROUPS = ("gpustream-attribution", "gpustream-alerts", "gpustream-usage", "gpustream-sink-scrape")
 
 
 class Pipeline(NamedTuple):

@@ -157,6 +157,7 @@ async def test_a_gpu_that_hangs_is_a_timeout_and_the_others_are_on_time(bench: B
         "pci_bus_id": "00000000:0A:00.0",
         "minor": 1,
         "info": {"driver_version": "580.0"},
+        "compute_slices": 1,
         "state": "timeout",
         "metrics": {},
     }

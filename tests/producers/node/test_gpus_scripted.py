@@ -288,7 +288,7 @@ async def test_a_gpu_that_another_took_the_place_of_is_lost_with_its_identity(no
     node.nvml.set(3, uuid="GPU-another")
     devices = await node.comes(["ok"] * 4 + ["lost"] + ["ok"] * 4)
     assert (devices[3]["uuid"], devices[3]["index"], devices[3]["minor"]) == ("GPU-another", 3, 3)
-    kept = {key: before[key] for key in ("uuid", "vendor", "model", "pci_bus_id", "info")}
+    kept = {key: before[key] for key in ("uuid", "vendor", "model", "pci_bus_id", "info", "compute_slices")}
     assert devices[4] == {**kept, "state": "lost", "metrics": {}}
     node.nvml.set(3, uuid=None)
     node.nvml.gpus = 9
