@@ -29,7 +29,7 @@ from gpustream.topics import answer
 from gpustream.usage.command import TIME, When
 from gpustream.usage.read import Range, utc
 from streams.settings import UsageSettings
-from streams.usage.books import FIELDS, PATIENCE_MS, Policy, Replay
+from streams.usage.books import FIELDS, PATIENCE_MS, Accounting, UsageReplay
 from streams.usage.tick import decode as decode_tick
 from topics.attributed import TOPIC as ATTRIBUTED
 from topics.topic import UInt, decoder
@@ -113,7 +113,7 @@ def replay(
     logs.setup(log_format)
     hours = asked(first, last, _now_ms())
     click.echo(f"usage again from {utc(hours.from_ms)} to {utc(hours.to_ms)}", err=True)
-    made = answer(_replay(connection, hours, Policy(split, team_label)))
+    made = answer(_replay(connection, hours, Accounting(split, team_label)))
     click.echo(
         f"{counted(made.ticks, 'tick')} of {counted(made.nodes, 'node')}: {counted(made.hours, 'record')} of hours and"
         f" {made.minutes} of minutes written, {made.zeros} keys set to zero, generation {made.generation}"
@@ -138,8 +138,8 @@ class Made:
 class NodesAgain:
     """The nodes of one partition, made again for some hours. Pure. Ticks that came too late live are booked now."""
 
-    def __init__(self, hours: Range, policy: Policy) -> None:
-        self._range, self._again = hours, Replay(policy, hours.from_ms - BEFORE_MS)
+    def __init__(self, hours: Range, policy: Accounting) -> None:
+        self._range, self._again = hours, UsageReplay(policy, hours.from_ms - BEFORE_MS)
         self.nodes: set[bytes | None] = set()
         self.ticks = self.malformed = 0
 
@@ -194,7 +194,7 @@ def _window(one: Usage) -> int:
     return hash((one.cluster, one.node, one.gpu_uuid, one.start_ms, one.end_ms))
 
 
-async def _replay(connection: Connection, hours: Range, policy: Policy) -> Made:
+async def _replay(connection: Connection, hours: Range, policy: Accounting) -> Made:
     """Make each partition again, one after the other."""
     sender = Sender(connection, client_id="gpustream-replay", max_batch_bytes=512 * 1024)
     async with history.opened(connection, [ATTRIBUTED.name, HOURS.name, MINUTES.name]) as past, connecting(sender):
@@ -217,7 +217,7 @@ class Partitioned:
         self._waiting: list[asyncio.Future[int]] = []
 
     async def replay(
-        self, tp: Partition, ticks: Span, before: Mapping[Partition, Span], policy: Policy, made: Made
+        self, tp: Partition, ticks: Span, before: Mapping[Partition, Span], policy: Accounting, made: Made
     ) -> None:
         """Write what its nodes had, and zeros for what the records of before have and these do not."""
         generation = 1 + await self._generation(before)

@@ -47,7 +47,7 @@ Amounts = list[int]
 Rows = dict[int, Amounts]  # by the number of the account
 
 
-class Policy(NamedTuple):
+class Accounting(NamedTuple):
     """How devices that pods share are divided, the label that names the team, and which generation is written.
     ``patience_ms``: after how long without a record a node is silent; None: time is closed by its own ticks only."""
 
@@ -155,7 +155,7 @@ class Drawn(NamedTuple):
 class Bookkeeper:
     """Keeps the books of one node."""
 
-    def __init__(self, books: Books, policy: Policy) -> None:
+    def __init__(self, books: Books, policy: Accounting) -> None:
         self.books, self._policy = books, policy
         self._numbers = {one.name: number for number, one in sorted(books.accounts.items())}
         self._of = {uuid: meter.slices for uuid, meter in books.meters.items()}
@@ -517,7 +517,7 @@ def _minutes(start_ms: int, end_ms: int) -> Iterator[tuple[int, int]]:
 # -- recorded ticks
 
 
-class Replay:
+class UsageReplay:
     """Recorded ticks of any number of nodes, in the order of their log: what the stream should have written.
 
     It gives final records of a higher generation, and of whole hours only: an hour with its minutes, if it began at
@@ -525,7 +525,7 @@ class Replay:
     the end by the log: so what came late is booked.
     """
 
-    def __init__(self, policy: Policy, from_ms: int) -> None:
+    def __init__(self, policy: Accounting, from_ms: int) -> None:
         self._policy = policy._replace(patience_ms=None)
         self._first_ms = -(-(from_ms + AHEAD_MS) // HOUR_MS) * HOUR_MS
         self._nodes: dict[tuple[str, str], tuple[Bookkeeper, list[Usage]]] = {}

@@ -26,7 +26,7 @@ from streams.reader import Batch, Reads
 from streams.settings import UsageSettings
 from streams.stage import Bookkeeping, Clocks, Malformed, Stream, decode_record, instruments
 from streams.usage import books as bookkeeping
-from streams.usage.books import Bookkeeper, Books, Policy
+from streams.usage.books import Accounting, Bookkeeper, Books
 from streams.usage.tick import decode as decode_tick
 from topics.usage import HOUR_MS, HOURS, MINUTE_MS, MINUTES, STATE, Usage
 
@@ -75,7 +75,7 @@ class UsageStream(Stream[UsageSettings]):
     def work(self, partitions: Mapping[str, int]) -> tuple["UsageWorker", Reads]:
         state = (STATE.name,)
         reads = Reads(inputs=(ATTRIBUTED,), states=state, compacted=state, watched=(SAMPLES,), partitions=partitions)
-        policy = Policy(self.settings.split, self.settings.team_label)
+        policy = Accounting(self.settings.split, self.settings.team_label)
         return UsageWorker(self.instruments, policy, partitions=partitions[ATTRIBUTED]), reads
 
 
@@ -88,7 +88,7 @@ class NodeBooks:
 
     __slots__ = ("due", "durable", "fresh", "keeper", "kept", "kept_s", "key", "sent", "stale", "writing")
 
-    def __init__(self, key: bytes, books: Books, policy: Policy, durable: bytes | None = None) -> None:
+    def __init__(self, key: bytes, books: Books, policy: Accounting, durable: bytes | None = None) -> None:
         self.key, self.durable, self.keeper = key, durable, Bookkeeper(books, policy)
         self.fresh, self.writing, self.stale = True, False, False
         self.kept: deque[Slot] = deque()
@@ -122,7 +122,7 @@ class UsageWorker:
     app: ReaderApp
 
     def __init__(
-        self, instruments: Instruments, policy: Policy, *, partitions: int, clocks: Clocks | None = None
+        self, instruments: Instruments, policy: Accounting, *, partitions: int, clocks: Clocks | None = None
     ) -> None:
         self._instruments, self._policy, self._clocks = instruments, policy, clocks or Clocks()
         self._books = Bookkeeping(instruments, stage="usage", partitions=partitions)

@@ -16,7 +16,7 @@ import msgspec
 
 from producers.simulated.fleet import Fleet
 from streams.usage import books as bookkeeping
-from streams.usage.books import Bookkeeper, Books, Policy
+from streams.usage.books import Accounting, Bookkeeper, Books
 from streams.usage.tick import decode
 from tests.bench.score import joined
 
@@ -30,7 +30,7 @@ def main(nodes: int) -> None:
         values.setdefault(sample.node, []).append(msgspec.json.encode(sample))
     books, spent_us = list[bytes](), dict[str, list[float]]()
     for name, encoded in values.items():
-        keeper = Bookkeeper(Books(schema=1, cluster="default", node=name), Policy())
+        keeper = Bookkeeper(Books(schema=1, cluster="default", node=name), Accounting())
         for value in encoded[:60]:
             keeper.take(decode(value), decode(value).ts_ms)
         began_s = time.process_time()
@@ -49,7 +49,7 @@ def main(nodes: int) -> None:
             keeper.take(msgspec.structs.replace(later, interval_ms=10_000), ts_ms)
         books.append(bookkeeping.encode(keeper.books))
     empty_kib = _resident_kib()
-    kept = [Bookkeeper(bookkeeping.decode(value), Policy()) for value in books for _ in range(COPIES)]
+    kept = [Bookkeeper(bookkeeping.decode(value), Accounting()) for value in books for _ in range(COPIES)]
     each_kib = (_resident_kib() - empty_kib) / len(kept) + sum(map(len, books)) / nodes / 1024
     rows = [
         (f"CPU a tick, {kind}", f"{min(some):.0f} to {max(some):.0f} us") for kind, some in sorted(spent_us.items())

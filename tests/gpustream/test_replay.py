@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from gpustream.replay import BEFORE_MS, SETTLED_MS, NodesAgain, Written, asked
 from gpustream.usage.command import when
 from gpustream.usage.read import Range
-from streams.usage.books import Bookkeeper, Books, Policy
+from streams.usage.books import Accounting, Bookkeeper, Books
 from streams.usage.tick import decode
 from topics.usage import HOUR_MS, Usage
 
@@ -43,7 +43,7 @@ def live(records: Sequence[Read], until_ms: int) -> list[Usage]:
     for record in records:
         one = decode(record.value)
         books = Books(schema=1, cluster=one.cluster, node=one.node)
-        found += keepers.setdefault(record.key, Bookkeeper(books, Policy())).take(one, record.timestamp).records
+        found += keepers.setdefault(record.key, Bookkeeper(books, Accounting())).take(one, record.timestamp).records
     return found + [one for keeper in keepers.values() for one in keeper.silent(until_ms)]
 
 
@@ -71,7 +71,7 @@ def test_a_replay_gives_the_same_bytes_but_for_the_generation(nodes: list[Any], 
     log = [one for node, steps in enumerate(nodes) for one in _by_log_time(ticks(node, steps))]
     until_ms = max(one.timestamp for one in log) + 2 * HOUR_MS
     hours = Range(START_MS + first * HOUR_MS, START_MS + (first + 2) * HOUR_MS)
-    again = NodesAgain(hours, Policy(generation=3))
+    again = NodesAgain(hours, Accounting(generation=3))
     made = again.take([one for one in log if one.timestamp >= hours.from_ms - BEFORE_MS])
     made += again.end(until_ms)
     wanted = [
@@ -96,13 +96,13 @@ def _bytes(records: Sequence[Usage]) -> list[bytes]:
 
 
 def test_what_is_no_tick_is_counted_and_left_out() -> None:
-    again = NodesAgain(Range(START_MS, START_MS + HOUR_MS), Policy(generation=1))
+    again = NodesAgain(Range(START_MS, START_MS + HOUR_MS), Accounting(generation=1))
     assert again.take([Read(b"c/n", b"{", 0), tick(0, 1, 0, "a", 0.5, 0)]) == []
     assert (again.malformed, again.ticks, again.nodes) == (1, 1, {b"c/n-0"})
 
 
 def test_an_hour_that_is_not_final_is_not_written() -> None:
-    again = NodesAgain(Range(START_MS, START_MS + HOUR_MS), Policy(generation=1))
+    again = NodesAgain(Range(START_MS, START_MS + HOUR_MS), Accounting(generation=1))
     steps = [tick(0, seq, seq * 20_000, "a", 0.5, 0) for seq in range(181)]
     assert again.take(steps) + again.end(START_MS + HOUR_MS) == []
     assert len(again.end(START_MS + 2 * HOUR_MS)) >= 61
@@ -111,7 +111,7 @@ def test_an_hour_that_is_not_final_is_not_written() -> None:
 def test_what_came_after_a_silence_of_the_log_is_booked_by_a_replay() -> None:
     log = [tick(0, seq, seq * 20_000, "a", 0.5, 0 if seq < 30 else HOUR_MS) for seq in range(400)]
     until_ms = START_MS + 6 * HOUR_MS
-    again = NodesAgain(Range(START_MS, START_MS + HOUR_MS), Policy(generation=1))
+    again = NodesAgain(Range(START_MS, START_MS + HOUR_MS), Accounting(generation=1))
     made = again.take(log) + again.end(until_ms)
     hours = {
         name: [one.device_ms for one in found if one.final and one.category == "held" and one.start_ms == START_MS]

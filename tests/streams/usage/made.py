@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from streams.usage.books import Bookkeeper, Books, Policy, Taken
+from streams.usage.books import Accounting, Bookkeeper, Books, Taken
 from streams.usage.tick import CountedTick, decode
 from topics.usage import HOUR_MS, Usage
 
@@ -43,8 +43,8 @@ def books() -> Books:
 class Kept:
     """Books, and the last of all records that they gave, by their key."""
 
-    def __init__(self, policy: Policy | None = None) -> None:
-        self.policy = policy or Policy()
+    def __init__(self, policy: Accounting | None = None) -> None:
+        self.policy = policy or Accounting()
         self.keeper = Bookkeeper(books(), self.policy)
         self.records: dict[tuple[Any, ...], Usage] = {}
         self.written: list[Usage] = []

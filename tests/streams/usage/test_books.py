@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from streams.usage.books import Bookkeeper, Policy, Replay, decode, encode
+from streams.usage.books import Accounting, Bookkeeper, UsageReplay, decode, encode
 from streams.usage.tick import CountedTick
 from tests.streams.usage.made import START_MS, Kept, gpu, holder, mig, tick
 from topics.usage import HOUR_MS, MINUTE_MS
@@ -128,7 +128,7 @@ def test_slices_that_were_not_cut_are_free_and_mig_on_and_off_within_a_minute_su
 )
 def test_a_shared_device_is_divided_by_the_policy(split: Any, expected: dict[str, int]) -> None:
     both = gpu("GPU-a", holder("a", 0.6), holder("b", 0.1), busy=0.8)
-    kept = Kept(Policy(split=split)).play(*seconds(0, 60, both))
+    kept = Kept(Accounting(split=split)).play(*seconds(0, 60, both))
     minute = kept.window(0, MINUTE_MS)
     assert {pod: held(kept, pod) for pod in "ab"} == expected
     used = {pod: minute["GPU-a", "held", pod].used_us for pod in "ab"}
@@ -217,7 +217,7 @@ def test_a_node_that_is_silent_is_closed_by_the_time_of_the_log() -> None:
 
 
 def test_what_comes_after_its_window_was_closed_is_not_booked_but_by_a_replay() -> None:
-    late, live, replay = seconds(91, 4900, gpu("GPU-a", A)), Kept(), Kept(Policy(generation=1, patience_ms=None))
+    late, live, replay = seconds(91, 4900, gpu("GPU-a", A)), Kept(), Kept(Accounting(generation=1, patience_ms=None))
     for kept in (live, replay):
         kept.play(*seconds(0, 90, gpu("GPU-a", A)))
         for one in late:
@@ -228,7 +228,7 @@ def test_what_comes_after_its_window_was_closed_is_not_booked_but_by_a_replay() 
 
 
 def test_a_replay_writes_whole_hours_only_each_with_its_minutes() -> None:
-    replay = Replay(Policy(generation=3), START_MS - 30_000)
+    replay = UsageReplay(Accounting(generation=3), START_MS - 30_000)
     ticks = seconds(0, 3 * 3600, gpu("GPU-a", A), step=2)
     found = [record for one in ticks for record in replay.take(one, one.ts_ms)] + replay.end()
     assert {one.start_ms // HOUR_MS * HOUR_MS - START_MS for one in found} == {HOUR_MS}
@@ -243,7 +243,7 @@ def test_a_replay_divides_what_was_drawn_in_a_silence_as_it_was_live(away_s: int
         for at in (*range(0, 1001, 10), *range(1001 + away_s, 13_000, 10))
     ]
     kept = Kept().play(*ticks)
-    replay = Replay(Policy(generation=1), START_MS - HOUR_MS)
+    replay = UsageReplay(Accounting(generation=1), START_MS - HOUR_MS)
     written = [one for each in ticks for one in replay.take(each, each.ts_ms) if one.device_ms]
     again = {(one.end_ms, *one.key): one.energy_mj for one in written}
     live = {(one.end_ms, *one.key): one.energy_mj for one in kept.written if one.final}
@@ -252,7 +252,7 @@ def test_a_replay_divides_what_was_drawn_in_a_silence_as_it_was_live(away_s: int
 
 
 def test_a_replay_that_books_what_came_late_writes_zeros_over_what_was_closed_live() -> None:
-    replay = Replay(Policy(generation=1), START_MS - HOUR_MS)
+    replay = UsageReplay(Accounting(generation=1), START_MS - HOUR_MS)
     found = [record for one in seconds(0, 90, gpu("GPU-a", A)) for record in replay.take(one, one.ts_ms)]
     for one in seconds(91, 5000, gpu("GPU-a", A)):
         found += replay.take(one, START_MS + 2 * HOUR_MS)

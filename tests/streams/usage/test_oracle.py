@@ -8,7 +8,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streams.usage.books import Policy, Replay, decode, encode
+from streams.usage.books import Accounting, UsageReplay, decode, encode
 from streams.usage.measure import divide
 from tests.streams.usage.made import START_MS, Json, Kept, gpu, holder, mig, tick
 from topics.usage import HOUR_MS, MINUTE_MS, Usage
@@ -179,7 +179,7 @@ def test_what_is_divided_sums_and_is_off_by_less_than_one(total: int, weights: l
 
 @given(steps)
 def test_the_policy_moves_time_between_pods_and_nothing_else(story: list[Step]) -> None:
-    used, equal = (Kept(Policy(split)).play(*records_of(story)) for split in ("used", "equal"))
+    used, equal = (Kept(Accounting(split)).play(*records_of(story)) for split in ("used", "equal"))
 
     def totals(kept: Kept) -> dict[tuple[Any, ...], int]:
         found: dict[tuple[Any, ...], int] = defaultdict(int)
@@ -194,7 +194,7 @@ def test_the_policy_moves_time_between_pods_and_nothing_else(story: list[Step]) 
 @given(steps)
 def test_a_replay_gives_the_same_records_but_for_the_generation(story: list[Step]) -> None:
     ticks = records_of(story)
-    replay = Replay(Policy(generation=7), START_MS - HOUR_MS)
+    replay = UsageReplay(Accounting(generation=7), START_MS - HOUR_MS)
     found = [record for one in ticks for record in replay.take(one, one.ts_ms)] + replay.end()
     live = {_named(one): one for one in Kept().play(*ticks).records.values() if one.final}
     booked = {_named(one): msgspec.structs.replace(one, generation=0) for one in found}

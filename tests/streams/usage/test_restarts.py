@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from delivery.instruments import Instruments
-from streams.usage.books import Policy
+from streams.usage.books import Accounting
 from streams.usage.component import ATTRIBUTED, INSTRUMENTS, KEEP_S, UsageWorker
 from tests.clock import run
 from tests.streams.alerts.fakes import Broker, Record, Worker, settle
@@ -22,7 +22,7 @@ class UsageOf(Worker):
 
     def make(self, rules: Any) -> None:
         self.instruments = Instruments(INSTRUMENTS)
-        self.stage = UsageWorker(self.instruments, Policy(), partitions=1, clocks=self.clocks)
+        self.stage = UsageWorker(self.instruments, Accounting(), partitions=1, clocks=self.clocks)
 
     def count(self, name: str, *labels: str) -> float:
         row = next(row for row in INSTRUMENTS if row.name == f"gpustream_usage_{name}")

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streams.usage import books as bookkeeping
-from streams.usage.books import Bookkeeper, Books, Policy
+from streams.usage.books import Accounting, Bookkeeper, Books
 from streams.usage.tick import decode
 from tests.streams.usage.made import START_MS, gpu, holder, tick
 from tests.topics import records
@@ -18,7 +18,7 @@ from topics.usage import Usage
 
 @given(st.lists(records.of(TOPIC), min_size=1, max_size=4))
 def test_every_record_that_the_topic_allows_is_counted(given_records: list[records.Json]) -> None:
-    keeper = Bookkeeper(Books(schema=1, cluster="c", node="n"), Policy())
+    keeper = Bookkeeper(Books(schema=1, cluster="c", node="n"), Accounting())
     for number, record in enumerate(given_records):
         value = records.encoded(record | {"run_id": 1, "seq": number + 1, "offset": number + 1})
         one = decode(value)
@@ -43,7 +43,7 @@ def test_null_means_what_absent_means() -> None:
 
 
 def test_an_interval_of_an_age_counts_as_an_hour() -> None:
-    keeper = Bookkeeper(Books(schema=1, cluster="c", node="n"), Policy())
+    keeper = Bookkeeper(Books(schema=1, cluster="c", node="n"), Accounting())
     for number, at_ms in enumerate((0, 10**12)):
         one = tick(at_ms, gpu("GPU-a"), interval_ms=2**62, seq=number + 1, offset=number + 1)
         keeper.take(one, one.ts_ms)
