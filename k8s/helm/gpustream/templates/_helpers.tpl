@@ -1,12 +1,13 @@
-{{- /* What the components are: their kind, the command, and what KEDA scales them on. */ -}}
+{{- /* What the components are: their kind, the command, whether they are scaled, and on which lag besides CPU. The usage
+stream commits only what no open minute needs, so that its lag says nothing. */ -}}
 {{- define "gpustream.components" -}}
 topics: {kind: Job, command: [topics, create]}
 node: {kind: DaemonSet, command: [produce, node]}
 cluster: {kind: Deployment, command: [produce, cluster]}
-attribution: {kind: StatefulSet, command: [stream, attribution], topic: gpu.samples, group: gpustream-attribution}
-alerts: {kind: StatefulSet, command: [stream, alerts], topic: gpu.attributed, group: gpustream-alerts}
-usage: {kind: StatefulSet, command: [stream, usage], topic: gpu.attributed, group: gpustream-usage}
-remoteWrite: {kind: StatefulSet, command: [sink, remote-write], topic: gpu.attributed, group: gpustream-sink-remote-write}
+attribution: {kind: StatefulSet, command: [stream, attribution], scaled: true, topic: gpu.samples, group: gpustream-attribution}
+alerts: {kind: StatefulSet, command: [stream, alerts], scaled: true, topic: gpu.attributed, group: gpustream-alerts}
+usage: {kind: StatefulSet, command: [stream, usage], scaled: true}
+remoteWrite: {kind: StatefulSet, command: [sink, remote-write], scaled: true, topic: gpu.attributed, group: gpustream-sink-remote-write}
 alertmanager: {kind: StatefulSet, command: [sink, alertmanager]}
 webhook: {kind: StatefulSet, command: [sink, webhook]}
 scrape: {kind: StatefulSet, command: [sink, scrape]}
