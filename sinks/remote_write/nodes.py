@@ -6,7 +6,7 @@ A series that is missing from a tick ends with a staleness marker at the tick's 
 silent end 1 ms after its last tick, so that a tick that still comes is later than the marker.
 """
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -104,14 +104,21 @@ class OpenSeries:
             return NodeTick(sample, groups, written, 0, cache.withheld)
         before = node.open if node is not None else ()
         kept = set(before).intersection(written)
-        new = {one for series in written if series not in kept for one in series.series()}
+        gone_sets = [series for series in before if series not in kept]
+        new = {one for series in written if gone_sets and series not in kept for one in self._series(series)}
         markers: list[SampleGroup] = []
-        for series in [series for series in before if series not in kept]:
-            rows = tuple([row for row, one in zip(series.rows, series.series(), strict=True) if one not in new])
+        for series in gone_sets:
+            rows = tuple([row for row, one in zip(series.rows, self._series(series), strict=True) if one not in new])
             if rows:  # all of a set, as a rule, and then it is the one that was written
                 gone = series if len(rows) == len(series.rows) else SeriesSet(series.labels, rows, series.subject)
                 markers.append(SampleGroup(gone, sample.ts_ms, [STALE] * len(rows)))
         return NodeTick(sample, [*groups, *markers], written, samples_of(markers), cache.withheld)
+
+    def _series(self, series: SeriesSet) -> Sequence[Hashable]:
+        """What tells its series from all others that are written. Only rules can make one of sets with other labels."""
+        if self._translator.may_collide:
+            return series.series()
+        return [(series.labels, row.name, row.labels) for row in series.rows]
 
     def settle(self, tick: NodeTick, now_s: float, *, accepted: bool, whole: bool = False) -> None:
         """A tick was finished. One that was refused leaves the open series as they were before it.

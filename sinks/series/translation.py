@@ -529,6 +529,11 @@ class Translator:
         self.profiles = tuple(profiles)
 
     @property
+    def may_collide(self) -> bool:
+        """Whether series of sets with other labels may be the same: rules can make them so."""
+        return self._relabelling.may_collide
+
+    @property
     def profiles(self) -> tuple[Profile, ...]:
         """What a device is written in, the first of them first."""
         return self._profiles
