@@ -5,6 +5,9 @@ Kafka's default, makes a topic that is asked for, with the broker's own number o
 request itself can forbid that, and aiokafka has no option for it: so the request is replaced in every module that
 makes one, for the whole process.
 
+While a partition has no leader and no broker answers, a producer of aiokafka asks for metadata without a pause, thousands of
+times a second. So a client waits after it has asked in vain.
+
 Source: Kafka's protocol, Metadata from version 4 on (``allow_auto_topic_creation``).
 """
 
@@ -13,13 +16,14 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import aiokafka.admin.client
 import aiokafka.client
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient
+from aiokafka.client import AIOKafkaClient
 from aiokafka.errors import KafkaConnectionError, KafkaError, NodeNotReadyError, RequestTimedOutError, StaleMetadata
 from aiokafka.protocol.metadata import MetadataRequest
 
@@ -50,6 +54,21 @@ class _MakesNoTopic(MetadataRequest):  # type: ignore[misc] # aiokafka has no ty
 
 for _module in (aiokafka.client, aiokafka.admin.client):
     _module.MetadataRequest = _MakesNoTopic
+
+
+_ASKS_AGAIN_S = 0.1
+_ask_once: Callable[..., Awaitable[bool]] = AIOKafkaClient._metadata_update  # noqa: SLF001 - there is no option
+
+
+async def _ask(client: AIOKafkaClient, *given: Any) -> bool:
+    """aiokafka's own request for metadata; if nobody has answered, the next one is not made at once."""
+    answered = await _ask_once(client, *given)
+    if not answered:
+        await asyncio.sleep(_ASKS_AGAIN_S)
+    return answered
+
+
+AIOKafkaClient._metadata_update = _ask  # noqa: SLF001 - likewise
 
 
 def consumer(connection: Connection, *topics: str, **options: Any) -> AIOKafkaConsumer:

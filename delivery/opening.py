@@ -3,8 +3,7 @@
 In: a :class:`Connection`. Out: aiokafka's options for a client, and what is wrong, in a sentence (:func:`trouble`).
 State: of each broker, whether the last connection to it could be opened, and why not.
 On failure: what must be mended is tried again every few seconds only, because a TLS handshake and a login cost CPU on
-both sides. A broker that is away is asked ten times a second. aiokafka logs the sentence, for a client that was
-connected before.
+both sides and clients ask ten times a second. aiokafka logs the sentence, for a client that was connected before.
 
 aiokafka keeps the password and the TLS context that a client was made with. So they are given to the one function of
 it that opens a connection, which is replaced for the whole process; a client's :class:`_Login` says whose it is.
@@ -26,9 +25,6 @@ from delivery.connection import Connection, CredentialsError, Secrets
 
 PAUSES_S = (0.5, 1.0, 2.0, 5.0)
 """Between two attempts to connect to a broker of which something must be mended."""
-
-AWAY_S = 0.1
-"""Between two attempts to connect to a broker that is away: aiokafka makes none while a partition has no leader."""
 
 _REMEMBERED_S = 20.0
 """A broker that nobody has wanted to be connected with for so long is nobody's trouble any more."""
@@ -66,7 +62,7 @@ class _Broker:
     async def pause(self) -> None:
         """Wait, after a failure, until it may be tried again."""
         if self.failures:
-            after_s = AWAY_S if self.trouble is None else PAUSES_S[min(self.failures, len(PAUSES_S)) - 1]
+            after_s = PAUSES_S[min(self.failures, len(PAUSES_S)) - 1]
             await asyncio.sleep(max(0.0, self.failed_s + after_s - time.monotonic()))
 
     def failed(self, trouble: str | None) -> None:
@@ -114,7 +110,8 @@ async def _open(host: str, port: int, **given: Any) -> AIOKafkaConnection:
         return await create_conn(host, port, **given)
     connection = login.connection
     broker = _brokers.setdefault((connection, host, port), _Broker())
-    await broker.pause()
+    if broker.trouble is not None:
+        await broker.pause()
     secrets = Secrets()
     try:
         secrets = connection.secrets()

@@ -1,5 +1,6 @@
 """No client makes a topic by asking for it, and consumers read committed records, wherever they are."""
 
+import asyncio
 import re
 import time
 from pathlib import Path
@@ -62,3 +63,22 @@ async def test_a_batch_that_may_be_stored_already_never_expires(monkeypatch: pyt
     monkeypatch.setattr(time, "monotonic", lambda: created_s + 86_400)
     assert not batch.expired()
     await made.stop()
+
+
+@pytest.mark.parametrize(("answered", "pauses"), [(True, []), (False, [0.1])])
+async def test_a_client_that_asked_for_metadata_in_vain_waits_before_it_asks_again(
+    monkeypatch: pytest.MonkeyPatch, answered: bool, pauses: list[float]
+) -> None:
+    made: list[float] = []
+
+    async def sleep(delay_s: float) -> None:
+        made.append(delay_s)
+
+    async def ask(client: object, cluster: object, topics: object) -> bool:
+        return answered
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    monkeypatch.setattr(delivery.clients, "_ask_once", ask)
+
+    assert await aiokafka.client.AIOKafkaClient._metadata_update(object(), None, []) is answered
+    assert made == pauses
