@@ -5,8 +5,8 @@ Kafka's default, makes a topic that is asked for, with the broker's own number o
 request itself can forbid that, and aiokafka has no option for it: so the request is replaced in every module that
 makes one, for the whole process.
 
-While a partition has no leader and no broker answers, a producer of aiokafka asks for metadata without a pause, thousands of
-times a second. So a client waits after it has asked in vain.
+While a partition has no leader and no broker answers, a producer of aiokafka asks for metadata thousands of times a
+second. So a client waits after it has asked in vain.
 
 Source: Kafka's protocol, Metadata from version 4 on (``allow_auto_topic_creation``).
 """
