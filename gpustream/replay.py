@@ -46,7 +46,7 @@ _UNACKNOWLEDGED = 2000
 _decode = decoder(Usage)
 
 
-class _Written(msgspec.Struct, frozen=True):
+class _Window(msgspec.Struct, frozen=True):
     """What of a record of usage says which generation comes next."""
 
     start_ms: UInt
@@ -54,7 +54,7 @@ class _Written(msgspec.Struct, frozen=True):
     generation: UInt
 
 
-_decode_head = decoder(_Written)
+_decode_head = decoder(_Window)
 
 
 def _mistakes(given: Mapping[str, Any]) -> Iterable[str]:
@@ -185,7 +185,7 @@ class Written:
         return msgspec.structs.replace(one, generation=self._generation, final=True, **dict.fromkeys(FIELDS, 0))
 
 
-def _holds(hours: Range, one: "Usage | _Written") -> bool:
+def _holds(hours: Range, one: "Usage | _Window") -> bool:
     """Whether a record's whole window is in a time."""
     return hours.from_ms <= one.start_ms and one.end_ms <= hours.to_ms
 

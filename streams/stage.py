@@ -7,7 +7,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterable, Callable, Mapping
+from collections.abc import AsyncIterable, Callable, Coroutine, Mapping
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import msgspec
@@ -135,6 +135,31 @@ class Bookkeeping:
         for (name, *labels), count in counts.items():
             made.counter(f"{prefix}_{name}_total", *labels).inc(count - self._counted[name, *labels])
             self._counted[name, *labels] = count
+
+
+class Writings:
+    """What a worker is writing, each a task. What was begun before the last :meth:`forget` is ``leftover``."""
+
+    def __init__(self) -> None:
+        self.under_way: set[asyncio.Task[None]] = set()
+        self.leftover: set[asyncio.Task[None]] = set()
+
+    def start(self, app: ReaderApp, work: Coroutine[Any, Any, None]) -> None:
+        """Begin to write. What can't be written ends the process."""
+
+        def ended(writing: "asyncio.Task[None]") -> None:
+            self.under_way.discard(writing)
+            self.leftover.discard(writing)
+            if not writing.cancelled() and writing.exception() is not None:
+                app.fail(f"not written: {writing.exception()!r}")
+
+        writing = asyncio.create_task(work)
+        self.under_way.add(writing)
+        writing.add_done_callback(ended)
+
+    def forget(self) -> None:
+        """The records are read again: nothing may be done with them before what is on its way has arrived."""
+        self.leftover |= self.under_way
 
 
 class Clocks:

@@ -11,7 +11,7 @@ counted; an output that is not acknowledged ends the process.
 import asyncio
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 from delivery.instruments import Instrument, Instruments
@@ -27,7 +27,7 @@ from streams.app import ReaderApp
 from streams.caught_up import Ends
 from streams.reader import Batch, Reads
 from streams.settings import AlertSettings
-from streams.stage import Bookkeeping, Clocks, Malformed, Stream, decode_record, instruments
+from streams.stage import Bookkeeping, Clocks, Malformed, Stream, Writings, decode_record, instruments
 from topics.alerts import MAX_TIME_MS, Severity
 
 log = logging.getLogger(__name__)
@@ -90,8 +90,7 @@ class AlertWorker:
         self._instruments, self._rules, self._clocks = instruments, rules, clocks or Clocks()
         self._books = Bookkeeping(instruments, stage="alerts", partitions=partitions)
         self._partitions: dict[int, PartitionNodes] = {}
-        self._writing: set[asyncio.Task[None]] = set()
-        self._leftover: set[asyncio.Task[None]] = set()
+        self._writings = Writings()
 
     # -- records
 
@@ -102,8 +101,8 @@ class AlertWorker:
         topic, number = batch[0][0].tp
         partition = self._partition(number)
         try:
-            if topic == ATTRIBUTED and self._leftover:
-                await asyncio.wait(self._leftover)
+            if topic == ATTRIBUTED and self._writings.leftover:
+                await asyncio.wait(self._writings.leftover)
             for slot, record in batch:
                 if not self.app.current(slot):
                     return
@@ -174,25 +173,12 @@ class AlertWorker:
         """Begin to write what is due, and finish what needs nothing more. What is only kept takes no room."""
         due = node.due()
         if due is not None:
-            self._start(self._write(partition, node, due, self.app.reader.ledger.epoch))
+            self._writings.start(self.app, self._write(partition, node, due, self.app.reader.ledger.epoch))
         for slot in node.finished():
             self.app.finish(slot)
         if node.settled():
             for slot in node.kept:
                 self.app.reader.ledger.set_aside(slot)
-
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        """Begin to write. What can't be written ends the process."""
-
-        def ended(writing: "asyncio.Task[None]") -> None:
-            self._writing.discard(writing)
-            self._leftover.discard(writing)
-            if not writing.cancelled() and writing.exception() is not None:
-                self.app.fail(f"not written: {writing.exception()!r}")
-
-        writing = asyncio.create_task(work)
-        self._writing.add(writing)
-        writing.add_done_callback(ended)
 
     async def _write(self, partition: PartitionNodes, node: Node, due: Due, epoch: int) -> None:
         """The alerts, and when they are acknowledged the state, and then whatever has come due since.
@@ -270,7 +256,7 @@ class AlertWorker:
         for node in partition.close_silent(self._rules, self._clocks.now_ms()):
             self._settle(partition, node)
             if node.settled() and node.current is not None and machine.is_over(node.current):
-                self._start(self._delete(partition, node, node.current))
+                self._writings.start(self.app, self._delete(partition, node, node.current))
 
     def observe(self) -> None:
         gauge = self._instruments.gauge
@@ -291,7 +277,7 @@ class AlertWorker:
         """Whatever was not acknowledged is read and judged again, as soon as it is known what has arrived."""
         for partition in self._partitions.values():
             partition.forget()
-        self._leftover |= self._writing
+        self._writings.forget()
 
     def drop(self, partitions: frozenset[int]) -> None:
         for number in partitions:

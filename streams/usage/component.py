@@ -12,7 +12,7 @@ counted; an output that is not acknowledged ends the process.
 import asyncio
 import logging
 from collections import defaultdict, deque
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -24,7 +24,7 @@ from streams.app import ReaderApp
 from streams.caught_up import CaughtUp, Ends
 from streams.reader import Batch, Reads
 from streams.settings import UsageSettings
-from streams.stage import Bookkeeping, Clocks, Malformed, Stream, decode_record, instruments
+from streams.stage import Bookkeeping, Clocks, Malformed, Stream, Writings, decode_record, instruments
 from streams.usage import books as bookkeeping
 from streams.usage.books import Accounting, Bookkeeper, Books
 from streams.usage.tick import decode as decode_tick
@@ -127,8 +127,7 @@ class UsageWorker:
         self._instruments, self._policy, self._clocks = instruments, policy, clocks or Clocks()
         self._books = Bookkeeping(instruments, stage="usage", partitions=partitions)
         self._partitions: dict[int, PartitionBooks] = {}
-        self._writing: set[asyncio.Task[None]] = set()
-        self._leftover: set[asyncio.Task[None]] = set()
+        self._writings = Writings()
 
     # -- records
 
@@ -139,8 +138,8 @@ class UsageWorker:
         topic, number = batch[0][0].tp
         partition = self._partitions.setdefault(number, PartitionBooks())
         try:
-            if topic == ATTRIBUTED and self._leftover:
-                await asyncio.wait(self._leftover)
+            if topic == ATTRIBUTED and self._writings.leftover:
+                await asyncio.wait(self._writings.leftover)
             for slot, record in batch:
                 if not self.app.current(slot):
                     return
@@ -223,20 +222,7 @@ class UsageWorker:
         """Begin to write what is due; ``now``: the books, though nothing else is."""
         if not node.writing and (node.due or node.stale or now):
             node.writing = True
-            self._start(self._write(number, node, self.app.reader.ledger.epoch))
-
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        """Begin to write. What can't be written ends the process."""
-
-        def ended(writing: "asyncio.Task[None]") -> None:
-            self._writing.discard(writing)
-            self._leftover.discard(writing)
-            if not writing.cancelled() and writing.exception() is not None:
-                self.app.fail(f"not written: {writing.exception()!r}")
-
-        writing = asyncio.create_task(work)
-        self._writing.add(writing)
-        writing.add_done_callback(ended)
+            self._writings.start(self.app, self._write(number, node, self.app.reader.ledger.epoch))
 
     async def _write(self, number: int, node: NodeBooks, epoch: int) -> None:
         """The records, and when they are acknowledged the books, and then whatever has come due since."""
@@ -317,7 +303,7 @@ class UsageWorker:
                 self._settle(number, node)
             elif not (books.hours or node.writing or node.kept) and log_ms - books.logged_ms >= FORGET_MS:
                 del partition.nodes[node.key]
-                self._start(self._delete(number, node))
+                self._writings.start(self.app, self._delete(number, node))
 
     def observe(self) -> None:
         gauge = self._instruments.gauge
@@ -338,7 +324,7 @@ class UsageWorker:
                 if node.durable is not None
             }
             partition.caught_up, partition.logged_ms, partition.passed_ms = CaughtUp(), 0, 0
-        self._leftover |= self._writing
+        self._writings.forget()
 
     def drop(self, partitions: frozenset[int]) -> None:
         for number in partitions:

@@ -220,7 +220,7 @@ class Worker:
         """End at once: of what flies some arrives, and nobody hears of it."""
         for topic in dict.fromkeys(sent.topic for sent in self.sender.flying):
             self.sender.land(chance.randint(0, 3), topic=topic, acknowledge=False)
-        for task in self.stage._writing:
+        for task in self.stage._writings.under_way:
             task.cancel()
 
     def total(self, name: str, *labels: str) -> float:
