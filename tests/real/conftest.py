@@ -3,6 +3,7 @@
 With GPUSTREAM_REQUIRE_REAL=1 a server that can't be had is a failure, but for the optional Prometheus 2.42.
 """
 
+import asyncio
 import os
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
+from tests.eventually import eventually
 from tests.real.certificates import Authority
 from tests.real.kubernetes import ApiServer, find_etcd, find_kube_apiserver
 from tests.real.pipeline import Gpustream
@@ -73,6 +75,14 @@ def need(*finders: Callable[[], Path]) -> None:
             if os.environ.get("GPUSTREAM_REQUIRE_REAL") == "1":
                 pytest.fail(f"GPUSTREAM_REQUIRE_REAL=1, but {missing}")
             pytest.skip(f"REAL SERVER MISSING: {missing}")
+
+
+@pytest.fixture(autouse=True)
+async def sockets_closed() -> AsyncIterator[None]:
+    """A connection over TLS is closed once the broker has said so too: the loop of a test lives until then."""
+    yield
+    transports = asyncio.get_running_loop()._transports  # noqa: SLF001 - there is no other list of them
+    await eventually(lambda: all(one._sock is None for one in list(transports.values())))  # noqa: SLF001
 
 
 @pytest.fixture(scope="session")

@@ -89,7 +89,6 @@ async def test_each_way_to_say_who_one_is_is_understood(
         assert await connects(connection)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a TLS shutdown outlives the test
 async def test_whatever_keeps_a_connection_from_being_opened_is_one_sentence(
     kafka: KafkaServer, authority: Authority, scram: Connection, tmp_path: Path
 ) -> None:
