@@ -81,8 +81,8 @@ def need(*finders: Callable[[], Path]) -> None:
 async def sockets_closed() -> AsyncIterator[None]:
     """A connection over TLS is closed once the broker has said so too: the loop of a test lives until then."""
     yield
-    transports = asyncio.get_running_loop()._transports  # noqa: SLF001 - there is no other list of them
-    await eventually(lambda: all(one._sock is None for one in list(transports.values())))  # noqa: SLF001
+    transports = asyncio.get_running_loop()._transports
+    await eventually(lambda: all(one._sock is None for one in list(transports.values())))
 
 
 @pytest.fixture(scope="session")
