@@ -183,19 +183,18 @@ def processes_visible(device: Device) -> bool:
     return device.info.get("processes_visible") != "false"
 
 
-def uids_shown(device: Device) -> set[str | None]:
-    """The pods that processes show on a device, None for processes of no pod; empty if they can't be seen."""
+def uids_shown(device: Device, but: Sequence[str | None] = ()) -> set[str | None]:
+    """The pods that processes show on a device, None for processes of no pod, ``but`` for some; empty if they can't be
+    seen."""
     if not device.processes or not processes_visible(device):
         return set()
-    return {one.pod_uid for one in device.processes if one.memory_used_bytes and one.service is None}
+    return {p.pod_uid for p in device.processes if p.pod_uid not in but and p.memory_used_bytes and p.service is None}
 
 
 def observe(device: Device, holders: tuple[Holder, ...], pod_of: PodOf | None) -> Evidence:
     """The holders of a device with those that its processes show. ``pod_of``: None if the node has no workloads.
     A holder whose uid is not known may be any pod of its name, and any that is not known."""
-    uids = uids_shown(device)
-    if uids:
-        uids.difference_update([holder.pod_uid for holder in holders if holder.pod_uid is not None])
+    uids = uids_shown(device, [holder.pod_uid for holder in holders if holder.pod_uid is not None])
     if not uids:
         return Evidence(holders)
     pods = {uid: pod_of(uid) for uid in uids if uid is not None} if pod_of else {}

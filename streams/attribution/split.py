@@ -23,8 +23,8 @@ device has neither utilization nor power of its own) or if no process has it. Re
 whole part, and the others have none: sums over a pod's rows are right, whichever it was.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -73,6 +73,9 @@ def split(device: Device, holders: tuple[Holder, ...]) -> Split:
     processes, metrics = device.processes, device.metrics
     if not holders or processes is None or not processes_visible(device):
         return Split(holders)
+    uid = holders[0].pod_uid
+    if len(holders) == 1 and uid is not None and {process.pod_uid for process in processes} == {uid}:
+        return _of_one(holders[0], processes, metrics)
     rows = _rows(processes, holders)
     ratios = [process.sm_utilization_ratio for process in processes]
     utilization = _divided(metrics.get("gpu_utilization_ratio"), ratios, rows, 1.0)
@@ -92,6 +95,37 @@ def split(device: Device, holders: tuple[Holder, ...]) -> Split:
     ]
     scaled = (utilization is not None and utilization.scaled) or (memory is not None and memory.scaled)
     return Split(tuple(with_parts), None if rest == _NO_PARTS else rest, scaled)
+
+
+def _of_one(holder: Holder, processes: Sequence[Process], metrics: Mapping[str, Amount | None]) -> Split:
+    """The parts of a device that one pod holds, and all its processes are that pod's: most are so. They are the same as
+    if others held it, too, and had no process on it."""
+    busy, watts = metrics.get("gpu_utilization_ratio"), metrics.get("power_watts")
+    ratio, idle, scaled = _used(busy, [process.sm_utilization_ratio for process in processes], 1.0)
+    bytes_used = [process.memory_used_bytes for process in processes]
+    memory, free, too_full = _used(metrics.get("memory_used_bytes"), bytes_used, _LARGEST)
+    drawn = undrawn = None
+    if ratio is not None and busy is not None and watts is not None and 0 <= watts <= _LARGEST:
+        drawn, undrawn, _ = _capped(watts, watts / max(1.0, busy) * ratio)
+    if ratio is not None or memory is not None:
+        holder = _replace(holder, parts=Parts(ratio, memory, drawn))
+    rest = None if idle is None and free is None else Parts(idle, free, undrawn)
+    return Split((holder,), rest, scaled or too_full)
+
+
+def _used(whole: Amount | None, amounts: list[Any], most: Amount) -> tuple[Amount | None, Amount | None, bool]:
+    """What all processes use of a quantity, the rest, and whether it is more than the whole; None: not known."""
+    if whole is None or not 0 <= whole <= _LARGEST or None in amounts:
+        return None, None, False
+    used: Amount = 0
+    for amount in sorted(amounts) if len(amounts) > 2 else amounts:
+        if amount > 0:
+            used += min(amount, most)
+    return _capped(whole, used)
+
+
+def _capped(whole: Amount, used: Amount) -> tuple[Amount, Amount, bool]:
+    return (used, whole - used, False) if used <= whole else (whole * 1.0, 0, used > whole * (1 + _SLACK))
 
 
 def _rows(processes: Sequence[Process], holders: Sequence[Holder]) -> _Rows:

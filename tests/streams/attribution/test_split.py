@@ -300,3 +300,21 @@ def test_only_the_parts_of_holders_change(
     found = split(device(*processes, **metrics), tuple(holders))
 
     assert [msgspec.structs.replace(h, parts=None) for h in found.holders] == holders
+
+
+_own = st.lists(
+    st.builds(process, st.just("a"), st.none() | _ratios | st.sampled_from((0, 0.0, 1)), st.none() | st.integers(0, 9)),
+    max_size=4,
+)
+
+
+@given(_metrics, _own)
+def test_a_sole_holder_has_what_it_has_beside_one_that_does_nothing(
+    metrics: dict[str, float], processes: list[Process]
+) -> None:
+    alone = split(device(*processes, **metrics), (holder("a"),))
+    beside = split(device(*processes, **metrics), (holder("a"), holder("idle")))
+
+    assert msgspec.json.encode((alone.holders[0], alone.unattributed, alone.scaled)) == msgspec.json.encode(
+        (beside.holders[0], beside.unattributed, beside.scaled)
+    )
