@@ -34,6 +34,7 @@ enum { GPUS = 64, SLOTS = 8, SETTINGS = 1024, RULES = 256, PROCESSES = 1024, XID
 
 #define NOT_AVAILABLE 0xFFFFFFFFFFFFFFFFull
 #define NO_INSTANCE 0xFFFFFFFFu
+#define ALL_LINKS 0xFFFFFFFFu
 
 /* -- what the script says ----------------------------------------------------------------------------------------- */
 
@@ -167,9 +168,11 @@ static ull value(int gpu, const char *key) {
       {"utilization_encoder", i % 5}, {"utilization_decoder", 1 + i % 5},
       {"memory_total", 80ull << 30}, {"memory_reserved", 600ull << 20}, {"memory_used", (4 + i) << 30},
       {"power_mw", 300000 + 10000 * i}, {"power_instant_mw", 300000 + 10000 * i}, {"power_limit_mw", 700000},
-      {"power_default_limit_mw", 700000},
+      {"power_default_limit_mw", 700000}, {"power_min_limit_mw", 200000}, {"power_max_limit_mw", 750000},
+      {"vgpu_supported", 1}, {"vgpu_licensed", i % 2},
       {"temperature", 40 + i}, {"memory_temperature", 50 + i},
       {"graphics_clock_mhz", 1980 - i}, {"sm_clock_mhz", 1965 - i}, {"memory_clock_mhz", 2619}, {"video_clock_mhz", 1545},
+      {"max_graphics_clock_mhz", 1985}, {"max_sm_clock_mhz", 1980}, {"max_memory_clock_mhz", 2620}, {"max_video_clock_mhz", 1550},
       {"clock_event_reasons", 0}, {"fan_speed", 30 + i}, {"performance_state", 0}, {"pcie_replays", i},
       {"ecc_corrected_volatile", i}, {"ecc_uncorrected_volatile", 0}, {"ecc_corrected_aggregate", 10 + i},
       {"ecc_uncorrected_aggregate", 1},
@@ -180,6 +183,8 @@ static ull value(int gpu, const char *key) {
   if (!strcmp(key, "memory_free")) return number(gpu, key, memory_free(gpu));
   if (!strcmp(key, "energy_mj")) return number(gpu, key, counter(gpu, "energy_rate_mw", value(gpu, "power_mw")));
   if (!strcmp(key, "pcie_tx_bytes")) return number(gpu, key, counter(gpu, "pcie_tx_rate", 1000000 * (i + 1)));
+  if (!strcmp(key, "nvlink_tx_kib")) return number(gpu, key, counter(gpu, "nvlink_tx_rate", 3000 * (i + 1)));
+  if (!strcmp(key, "nvlink_rx_kib")) return number(gpu, key, counter(gpu, "nvlink_rx_rate", 2000 * (i + 1)));
   if (!strcmp(key, "pcie_rx_bytes")) return number(gpu, key, counter(gpu, "pcie_rx_rate", 500000 * (i + 1)));
   for (size_t n = 0; n < sizeof table / sizeof *table; n++)
     if (!strcmp(table[n].key, key)) return number(gpu, key, table[n].value);
@@ -531,6 +536,11 @@ UINT_OF_GPU(nvmlDeviceGetFanSpeed, "fan_speed")
 UINT_OF_GPU(nvmlDeviceGetPerformanceState, "performance_state")
 UINT_OF_GPU(nvmlDeviceGetPcieReplayCounter, "pcie_replays")
 
+status nvmlDeviceGetPowerManagementLimitConstraints(device_t device, uint *least, uint *most) {
+  GPU_CALL;
+  return *least = (uint)value(call.gpu, "power_min_limit_mw"), put(most, value(call.gpu, "power_max_limit_mw"));
+}
+
 status nvmlDeviceGetTotalEnergyConsumption(device_t device, ull *out) {
   GPU_CALL;
   return put_long(out, value(call.gpu, "energy_mj"));
@@ -541,19 +551,22 @@ status nvmlDeviceGetTemperature(device_t device, uint sensor, uint *out) {
   return sensor ? INVALID_ARGUMENT : put(out, value(call.gpu, "temperature"));
 }
 
-static status clock_of(struct call *call, uint type, uint *out) {
-  static const char *const keys[] = {"graphics_clock_mhz", "sm_clock_mhz", "memory_clock_mhz", "video_clock_mhz"};
-  return type > 3 ? INVALID_ARGUMENT : put(out, value(call->gpu, keys[type]));
+static status clock_of(struct call *call, const char *highest, uint type, uint *out) {
+  static const char *const names[] = {"graphics", "sm", "memory", "video"};
+  char key[40];
+  if (type > 3) return INVALID_ARGUMENT;
+  snprintf(key, sizeof key, "%s%s_clock_mhz", highest, names[type]);
+  return put(out, value(call->gpu, key));
 }
 
 status nvmlDeviceGetClockInfo(device_t device, uint type, uint *out) {
   GPU_CALL;
-  return clock_of(&call, type, out);
+  return clock_of(&call, "", type, out);
 }
 
 status nvmlDeviceGetMaxClockInfo(device_t device, uint type, uint *out) {
   GPU_CALL;
-  return clock_of(&call, type, out);
+  return clock_of(&call, "max_", type, out);
 }
 
 status nvmlDeviceGetCurrentClocksThrottleReasons(device_t device, ull *out) {
@@ -582,6 +595,20 @@ status nvmlDeviceGetPcieThroughput(device_t device, uint receive, uint *out) {
   sleep_ms(20);
   GPU_CALL;
   return put(out, (receive ? 500ull : 1000ull) * (ull)(call.gpu + 1));
+}
+
+struct license_expiry { uint year; unsigned short month, day, hour, minute, second; unsigned char status; };
+struct licensable { uint code, licensed; char info[128], product[128]; uint enabled; struct license_expiry expiry; };
+struct licenses { int supported; uint count; struct licensable feature[3]; };
+
+/* Two features, of which the second is licensed or not; what is behind them is left as it was. */
+status nvmlDeviceGetGridLicensableFeatures_v4(device_t device, struct licenses *out) {
+  GPU_CALL;
+  out->supported = (int)value(call.gpu, "vgpu_supported");
+  out->count = out->supported ? 2 : 0;
+  for (uint n = 0; n < out->count; n++) out->feature[n] = (struct licensable){.code = n + 1};
+  if (out->count) out->feature[1].licensed = (uint)value(call.gpu, "vgpu_licensed");
+  return SUCCESS;
 }
 
 #ifndef OLD
@@ -640,6 +667,7 @@ static const struct field { uint id; const char *key; int type, recent; } fields
     {142, "rows_correctable", UINT, 0}, {143, "rows_uncorrectable", UINT, 0}, {144, "row_remap_pending", UINT, 0},
     {145, "row_remap_failure", UINT, 0},
     {185, "power_mw", UINT, 1}, {186, "power_instant_mw", UINT, 1}, {190, "power_limit_mw", UINT, 1},
+    {188, "power_max_limit_mw", UINT, 1}, {138, "nvlink_tx_kib", ULONGLONG, 0}, {139, "nvlink_rx_kib", ULONGLONG, 0},
     {197, "pcie_tx_bytes", ULONGLONG, 1}, {198, "pcie_rx_bytes", ULONGLONG, 1},
 };
 
@@ -673,7 +701,8 @@ static ull field_answer(int gpu, const struct field *field, uint scope) {
 static void answer_field(const struct call *call, struct field_value *out) {
   char type[24];
   const struct field *field = field_of(out->id);
-  int missing = !field || call->mig || out->scope >= NVLINKS;
+  int all_links = out->id == 138 || out->id == 139; /* these have all links together as a scope */
+  int missing = !field || call->mig || (out->scope >= NVLINKS && !(all_links && out->scope == ALL_LINKS));
 #ifdef OLD
   missing = missing || field->recent;
 #endif
@@ -683,7 +712,7 @@ static void answer_field(const struct call *call, struct field_value *out) {
   if (out->code) return;
   snprintf(type, sizeof type, "type_%u", out->id);
   out->type = (uint)number(call->gpu, type, (ull)field->type);
-  ull answer = field_answer(call->gpu, field, out->scope);
+  ull answer = field_answer(call->gpu, field, all_links && out->scope == ALL_LINKS ? 0 : out->scope);
   if (out->type == 0) out->value.d = (double)(long long)answer;
   else if (out->type == UINT) out->value.ui = (uint)answer;
   else out->value.u = answer;

@@ -113,6 +113,12 @@ ONE_VALUE_CALLS = {
     "ClockInfo(a, 1)": ("sm_clock_mhz", 1002),
     "ClockInfo(a, 2)": ("memory_clock_mhz", 1003),
     "ClockInfo(a, 3)": ("video_clock_mhz", 1004),
+    "MaxClockInfo(a, 1)": ("max_sm_clock_mhz", 1006),
+    "MaxClockInfo(a, 2)": ("max_memory_clock_mhz", 1007),
+    "PowerManagementLimitConstraints(a)[0]": ("power_min_limit_mw", 210000),
+    "PowerManagementLimitConstraints(a)[1]": ("power_max_limit_mw", 710000),
+    "GridLicensableFeatures_v4(a).isGridLicenseSupported": ("vgpu_supported", 0),
+    "GridLicensableFeatures_v4(a).gridLicensableFeatures[1].featureState": ("vgpu_licensed", 1),
     "CurrentClocksEventReasons(a)": ("clock_event_reasons", 0x80),
     "CurrentClocksThrottleReasons(a)": ("clock_event_reasons", 0x40),
     "FanSpeed(a)": ("fan_speed", 77),
@@ -156,7 +162,7 @@ FIELDS = "[(v.fieldId, v.nvmlReturn, v.valueType) for v in p.nvmlDeviceGetFieldV
 def test_each_field_has_a_return_code_and_a_type_of_its_own(nvml: ScriptedNvml, ask: Ask) -> None:
     nvml.fail(0, "field:94", 999)
     nvml.set(0, memory_temperature=71)
-    assert ask(FIELDS.format([82, 83, 94, 138])) == [[82, 0, 1], [83, 0, 3], [94, 999, 0], [138, 3, 0]]
+    assert ask(FIELDS.format([82, 83, 94, 137])) == [[82, 0, 1], [83, 0, 3], [94, 999, 0], [137, 3, 0]]
     field = "p.nvmlDeviceGetFieldValues(a, [(82, 0), 185])"
     assert ask(f"[v.value.uiVal for v in {field}]") == [71, 300000]
     assert ask(f"all(v.latencyUsec > 0 and v.timestamp > 1e15 for v in {field})") is True
@@ -169,10 +175,13 @@ def test_each_field_has_a_return_code_and_a_type_of_its_own(nvml: ScriptedNvml, 
         (6, "ecc_uncorrected_aggregate"), (74, "throttled_power_ns"), (82, "memory_temperature"), (83, "energy_mj"),
         (94, "pcie_replays"), (142, "rows_correctable"), (143, "rows_uncorrectable"), (144, "row_remap_pending"),
         (145, "row_remap_failure"), (185, "power_mw"), (186, "power_instant_mw"), (190, "power_limit_mw"),
+        (188, "power_max_limit_mw"), ((138, 0xFFFFFFFF), "nvlink_tx_kib"), ((139, 0xFFFFFFFF), "nvlink_rx_kib"),
         (197, "pcie_tx_bytes"), (198, "pcie_rx_bytes"),
     ],
 )  # fmt: skip
-def test_each_field_is_the_value_of_its_name(nvml: ScriptedNvml, ask: Ask, field: int, key: str) -> None:
+def test_each_field_is_the_value_of_its_name(
+    nvml: ScriptedNvml, ask: Ask, field: int | tuple[int, int], key: str
+) -> None:
     nvml.set(0, **{key: 123456})
     assert ask(f"p.nvmlDeviceGetFieldValues(a, [{field}])[0].value.ullVal") == 123456
 

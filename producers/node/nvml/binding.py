@@ -20,7 +20,7 @@ import pynvml
 Handle = NewType("Handle", object)  # a GPU or a MIG device, as NVML names it between nvmlInit and nvmlShutdown
 GpmSample = NewType("GpmSample", object)  # a buffer for what GPM samples
 EventSet = NewType("EventSet", object)  # events that are waited for together
-FieldId = int | tuple[int, int]  # a field of nvmlDeviceGetFieldValues, or one of one of its scopes: of a link
+FieldId = int | tuple[int, int]  # a field of nvmlDeviceGetFieldValues, or one of a scope: of a link, or of all links
 UNINITIALIZED: Final = 1
 INVALID_ARGUMENT: Final = 2
 NOT_SUPPORTED: Final = 3
@@ -70,11 +70,13 @@ _ANSWERS: dict[str, tuple[type[Any], ...]] = {
     "nvmlDeviceGetDecoderUtilization": (_UINT, _UINT),
     "nvmlDeviceGetPowerUsage": (_UINT,),
     "nvmlDeviceGetEnforcedPowerLimit": (_UINT,),
+    "nvmlDeviceGetPowerManagementLimitConstraints": (_UINT, _UINT),
     "nvmlDeviceGetTotalEnergyConsumption": (_ULONG,),
     "nvmlDeviceGetTemperature": (_UINT,),
     "nvmlDeviceGetFanSpeed": (_UINT,),
     "nvmlDeviceGetPerformanceState": (_UINT,),
     "nvmlDeviceGetClockInfo": (_UINT,),
+    "nvmlDeviceGetMaxClockInfo": (_UINT,),
     "nvmlDeviceGetCurrentClocksEventReasons": (_ULONG,),
     "nvmlDeviceGetCurrentClocksThrottleReasons": (_ULONG,),
     "nvmlDeviceGetPcieReplayCounter": (_UINT,),
@@ -147,6 +149,8 @@ class Nvml:
             answer = pynvml.c_nvmlTemperature_v1_t(pynvml.nvmlTemperature_v1, *arguments, -(1 << 31))
             _fill(function, (handle,), (answer,))
             return int(answer.temperature)
+        if function == "nvmlDeviceGetGridLicensableFeatures":
+            return self._licensed(handle)
         kinds = _ANSWERS.get(function)
         if kinds is None:
             return self._call(function, handle, *arguments)
@@ -154,6 +158,15 @@ class Nvml:
         _fill(function, (handle, *map(_UINT, arguments)), answers)
         found = [one if isinstance(one, ctypes.Structure) else one.value for one in answers]
         return found[0] if len(found) == 1 else found
+
+    def _licensed(self, handle: Handle) -> int:
+        """Whether a feature of vGPU software is licensed. A GPU that says that it has none to license does not support
+        the question."""
+        found = _unfilled(pynvml.c_nvmlGridLicensableFeatures_v4_t)
+        _fill("nvmlDeviceGetGridLicensableFeatures_v4", (handle,), (found,))
+        if not found.isGridLicenseSupported:
+            raise NvmlError(NOT_SUPPORTED)
+        return int(any(one.featureState for one in found.gridLicensableFeatures[: found.licensableFeaturesCount]))
 
     def fields(self, handle: Handle, fields: Sequence[FieldId]) -> list[FieldValue]:
         """Many fields in one call, in that order."""

@@ -202,9 +202,9 @@ class Metrics:
         Raises Lost, NvmlError."""
         if question in (FIELDS, GPM):
             asked = [one.source.question for one in wanted]
-            numbers = [one.number for one in asked if isinstance(one, table.Field | table.GpmMetric)]
             if question == FIELDS:
-                return self._calls.fields(self.handle, numbers)
+                return self._calls.fields(self.handle, [one.asked for one in asked if isinstance(one, table.Field)])
+            numbers = [one.number for one in asked if isinstance(one, table.GpmMetric)]
             answers = None if self._profiling is None else self._profiling.read(numbers)
             if answers is not None:
                 self._support.answer(GPM)
@@ -245,7 +245,7 @@ class Metrics:
             per_s = None if last is None else table.per_second(last, now)
             if per_s is None:
                 return ()
-            value = table.within(per_s, row.limits)
+            value = table.within(per_s * source.scale.times, row.limits)
         if value is not None:
             found[row.key] = value
         else:

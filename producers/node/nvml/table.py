@@ -38,10 +38,16 @@ class Call(NamedTuple):
 
 
 class Field(NamedTuple):
-    """One of the fields of nvmlDeviceGetFieldValues, which gives all that are wanted in one call."""
+    """One of the fields of nvmlDeviceGetFieldValues, which gives all that are wanted in one call. ``scope``: of what,
+    if it is not of the device as such."""
 
     number: int
     name: str
+    scope: int | None = None
+
+    @property
+    def asked(self) -> int | tuple[int, int]:
+        return self.number if self.scope is None else (self.number, self.scope)
 
 
 class GpmMetric(NamedTuple):
@@ -91,12 +97,14 @@ class Row(NamedTuple):
 
 MEMORY_V2: Final = 0x02000028  # nvmlMemory_v2: the size of its structure, and its version
 LARGEST_MEMORY_BYTES: Final = 1 << 44
+ALL_LINKS: Final = 0xFFFFFFFF
 
 _AS_IS = Scale()
 _PERCENT = Scale(per=100)
 _MILLI = Scale(per=1000)
 _NANO = Scale(per=1_000_000_000)
 _MHZ = Scale(times=1_000_000)
+_KIB = Scale(times=1 << 10)
 _MIB = Scale(times=1 << 20)
 
 _RATIO = Limits(0, 1)
@@ -139,6 +147,11 @@ def _field(number: int, name: str, scale: Scale = _AS_IS, *, rate: bool = False)
     return ValueSource(Field(number, f"NVML_FI_DEV_{name}"), scale=scale, rate=rate)
 
 
+def _links(number: int, name: str) -> ValueSource:
+    """What all NVLinks of the device have carried, per second."""
+    return ValueSource(Field(number, f"NVML_FI_DEV_NVLINK_{name}", ALL_LINKS), scale=_KIB, rate=True)
+
+
 def _gpm(number: int, name: str, scale: Scale = _PERCENT) -> ValueSource:
     return ValueSource(GpmMetric(number, f"NVML_GPM_METRIC_{name}"), scale=scale)
 
@@ -165,6 +178,9 @@ TABLE: tuple[Row, ...] = (
     _row("power_watts", _WATTS, _of("nvmlDeviceGetPowerUsage", scale=_MILLI), _field(185, "POWER_AVERAGE", _MILLI)),
     _row("power_limit_watts", _POWER_LIMIT, _of("nvmlDeviceGetEnforcedPowerLimit", scale=_MILLI),
          _field(190, "POWER_CURRENT_LIMIT", _MILLI)),
+    _row("max_power_limit_watts", _POWER_LIMIT,
+         _of("nvmlDeviceGetPowerManagementLimitConstraints", part=1, scale=_MILLI),
+         _field(188, "POWER_MAX_LIMIT", _MILLI)),
     _row("energy_joules_total", _JOULES, _of("nvmlDeviceGetTotalEnergyConsumption", scale=_MILLI, bits=64),
          _field(83, "TOTAL_ENERGY_CONSUMPTION", _MILLI)),
     _row("temperature_celsius", _CELSIUS, _of("nvmlDeviceGetTemperatureV", 0), _of("nvmlDeviceGetTemperature", 0)),
@@ -174,6 +190,8 @@ TABLE: tuple[Row, ...] = (
     _row("graphics_clock_hz", _HERTZ, _of("nvmlDeviceGetClockInfo", 0, scale=_MHZ)),
     _row("sm_clock_hz", _HERTZ, _of("nvmlDeviceGetClockInfo", 1, scale=_MHZ)),
     _row("memory_clock_hz", _HERTZ, _of("nvmlDeviceGetClockInfo", 2, scale=_MHZ)),
+    _row("max_sm_clock_hz", _HERTZ, _of("nvmlDeviceGetMaxClockInfo", 1, scale=_MHZ)),
+    _row("max_memory_clock_hz", _HERTZ, _of("nvmlDeviceGetMaxClockInfo", 2, scale=_MHZ)),
     _row("clock_event_reasons", _BITMASK, _of("nvmlDeviceGetCurrentClocksEventReasons", bits=64),
          _of("nvmlDeviceGetCurrentClocksThrottleReasons", bits=64)),
     _row("pcie_tx_bytes_per_second", _PCIE, _field(197, "PCIE_COUNT_TX_BYTES", rate=True),
@@ -187,6 +205,7 @@ TABLE: tuple[Row, ...] = (
     _row("remapped_rows_uncorrectable_total", _ROWS, ValueSource(_REMAPPED, 1), _field(143, "REMAPPED_UNC")),
     _row("row_remap_pending", _FLAG, ValueSource(_REMAPPED, 2), _field(144, "REMAPPED_PENDING")),
     _row("row_remap_failure", _FLAG, ValueSource(_REMAPPED, 3), _field(145, "REMAPPED_FAILURE")),
+    _row("vgpu_licensed", _FLAG, _of("nvmlDeviceGetGridLicensableFeatures")),
     _row("ecc_corrected_aggregate_total", _COUNT, _of(_ECC, 0, 1, bits=64), _field(5, "ECC_SBE_AGG_TOTAL")),
     _row("ecc_uncorrected_aggregate_total", _COUNT, _of(_ECC, 1, 1, bits=64), _field(6, "ECC_DBE_AGG_TOTAL")),
     _row("retired_pages_single_bit_total", _ROWS, _field(29, "RETIRED_SBE")),
@@ -216,8 +235,10 @@ TABLE: tuple[Row, ...] = (
     _row("fp64_active_ratio", _ACTIVITY, _gpm(11, "FP64_UTIL")),
     _row("fp32_active_ratio", _ACTIVITY, _gpm(12, "FP32_UTIL")),
     _row("fp16_active_ratio", _ACTIVITY, _gpm(13, "FP16_UTIL")),
-    _row("nvlink_tx_bytes_per_second", _NVLINK, _gpm(61, "NVLINK_TOTAL_TX_PER_SEC", _MIB)),
-    _row("nvlink_rx_bytes_per_second", _NVLINK, _gpm(60, "NVLINK_TOTAL_RX_PER_SEC", _MIB)),
+    _row("nvlink_tx_bytes_per_second", _NVLINK, _gpm(61, "NVLINK_TOTAL_TX_PER_SEC", _MIB),
+         _links(138, "THROUGHPUT_DATA_TX")),
+    _row("nvlink_rx_bytes_per_second", _NVLINK, _gpm(60, "NVLINK_TOTAL_RX_PER_SEC", _MIB),
+         _links(139, "THROUGHPUT_DATA_RX")),
 )  # fmt: skip
 """Every key of the catalogue. The first call of a device is the first row's that it supports."""
 

@@ -165,6 +165,32 @@ async def test_all_keys_come_of_all_gpus_with_the_values_that_nvml_has(node: Nod
     assert node.gpus.not_ready() == []
 
 
+LIMITS = ("max_power_limit_watts", "max_sm_clock_hz", "max_memory_clock_hz", "vgpu_licensed")
+LINKS = ("nvlink_tx_bytes_per_second", "nvlink_rx_bytes_per_second")
+
+
+async def test_what_a_gpu_can_reach_its_license_and_its_links_come_and_are_absent_where_it_does_not_say(
+    node: Node,
+) -> None:
+    node.nvml.set(0, power_max_limit_mw=700_500, max_sm_clock_mhz=1755, max_memory_clock_mhz=1593, vgpu_licensed=1)
+    node.nvml.set(0, gpm_supported=0, nvlink_tx_rate=4_000, nvlink_rx_rate=0)
+    for refused in ("PowerManagementLimitConstraints", "MaxClockInfo"):
+        node.nvml.fail(1, f"nvmlDeviceGet{refused}", 3)
+    for field in (138, 139, 188):
+        node.nvml.fail(1, f"field:{field}", 3)
+    node.nvml.set(1, vgpu_supported=0, gpm_supported=0)
+    await node.open()
+    says, silent, *_ = (device["metrics"] for device in await node.complete())
+    assert [says[key] for key in LIMITS] == [700.5, 1_755_000_000, 1_593_000_000, 1]
+    assert says[LINKS[0]] == pytest.approx(4_000 * 1024, rel=0.2)
+    assert says[LINKS[1]] == 0
+    assert not silent.keys() & {*LIMITS, *LINKS}
+    assert node.errors() == {}
+    node.nvml.lose(0)
+    devices = await node.comes(["lost"] + ["ok"] * 7)
+    assert devices[0]["metrics"] == {}
+
+
 async def test_every_gpu_has_its_thread_and_none_is_the_loops(node: Node) -> None:
     await node.open()
     await node.read()

@@ -102,7 +102,7 @@ def test_pynvmls_other_exceptions_are_errors_as_well(
 def test_each_field_has_its_own_code_width_and_time(nvml: ScriptedNvml, real: Nvml) -> None:
     nvml.set(0, memory_temperature=71, pcie_tx_bytes=2**40, type_197=1, type_83=99)
     nvml.fail(0, "field:94", 999)
-    temperature, sent, replays, energy, none = real.fields(real.handle(0), [82, 197, 94, 83, 138])
+    temperature, sent, replays, energy, none = real.fields(real.handle(0), [82, 197, 94, 83, 137])
     assert (temperature.code, temperature.value, temperature.bits) == (0, 71, 32)
     assert temperature.at_us > 10**15
     assert (sent.code, sent.value, sent.bits) == (0, 0, 32)
@@ -116,6 +116,18 @@ def test_a_value_is_as_wide_as_its_type(nvml: ScriptedNvml, real: Nvml, kind: in
     (value,) = real.fields(real.handle(0), [82])
     assert (value.code, value.bits) == (0, bits)
     assert kind == 0 or value.value == 71
+
+
+@pytest.mark.parametrize(("licensed", "said"), [(0, 0), (1, 1)])
+def test_a_license_of_any_feature_is_one(nvml: ScriptedNvml, real: Nvml, licensed: int, said: int) -> None:
+    nvml.set(0, vgpu_licensed=licensed)
+    assert real.ask("nvmlDeviceGetGridLicensableFeatures", real.handle(0)) == said
+
+
+def test_a_gpu_without_anything_to_license_does_not_support_the_question(nvml: ScriptedNvml, real: Nvml) -> None:
+    nvml.set(0, vgpu_supported=0)
+    with pytest.raises(NvmlError, match="NOT_SUPPORTED"):
+        real.ask("nvmlDeviceGetGridLicensableFeatures", real.handle(0))
 
 
 def test_nothing_is_loaded_by_making_one(monkeypatch: pytest.MonkeyPatch) -> None:

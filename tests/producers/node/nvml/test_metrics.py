@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from producers.node.nvml import binding
+from producers.node.nvml import binding, table
 from producers.node.nvml.binding import FieldValue, NvmlError
 from producers.node.nvml.calls import Calls, Lost
 from producers.node.nvml.metrics import Metrics
@@ -105,6 +105,7 @@ def test_every_key_of_the_catalogue_comes_in_base_units() -> None:
         "memory_reserved_bytes": GIB,
         "power_watts": 250.123,
         "power_limit_watts": 700,
+        "max_power_limit_watts": 750,
         "energy_joules_total": 1.5,
         "temperature_celsius": 41,
         "memory_temperature_celsius": 55,
@@ -113,6 +114,8 @@ def test_every_key_of_the_catalogue_comes_in_base_units() -> None:
         "graphics_clock_hz": 1_980_000_000,
         "sm_clock_hz": 1_965_000_000,
         "memory_clock_hz": 2_619_000_000,
+        "max_sm_clock_hz": 1_980_000_000,
+        "max_memory_clock_hz": 2_620_000_000,
         "clock_event_reasons": 4,
         "pcie_tx_bytes_per_second": 1000,
         "pcie_rx_bytes_per_second": 250,
@@ -123,6 +126,7 @@ def test_every_key_of_the_catalogue_comes_in_base_units() -> None:
         "remapped_rows_uncorrectable_total": 2,
         "row_remap_pending": 0,
         "row_remap_failure": 1,
+        "vgpu_licensed": 1,
     }
     assert sorted(found) == sorted(CATALOGUE)
     assert bench.calls.errors() == []
@@ -158,6 +162,7 @@ def test_what_a_device_does_not_support_is_asked_once_and_not_counted(code: int)
         ("nvmlDeviceGetCurrentClocksEventReasons", "clock_event_reasons", 8),
         (POWER, "power_watts", 199),
         ("nvmlDeviceGetEnforcedPowerLimit", "power_limit_watts", 300),
+        ("nvmlDeviceGetPowerManagementLimitConstraints", "max_power_limit_watts", 310),
         ("nvmlDeviceGetTotalEnergyConsumption", "energy_joules_total", 9),
         ("nvmlDeviceGetPcieReplayCounter", "pcie_replays_total", 5),
         (("nvmlDeviceGetTotalEccErrors", 0, 0), "ecc_corrected_volatile_total", 6),
@@ -169,7 +174,7 @@ def test_the_next_source_answers_in_the_same_tick_where_the_first_is_not_support
     newer: Any, key: str, value: float
 ) -> None:
     bench = Bench()
-    raw = {185: 199_000, 190: 300_000, 83: 9_000, 94: 5, 3: 6, 4: 7, 142: 1, 143: 8, 144: 0, 145: 0}
+    raw = {185: 199_000, 188: 310_000, 190: 300_000, 83: 9_000, 94: 5, 3: 6, 4: 7, 142: 1, 143: 8, 144: 0, 145: 0}
     bench.gpu.fields |= {number: FieldValue(0, one) for number, one in raw.items()}
     bench.gpu.fail(newer, binding.FUNCTION_NOT_FOUND)
     assert [bench.values()[key], bench.values()[key]] == [value, value]
@@ -286,6 +291,19 @@ def test_pcie_rates_need_two_readings_and_a_counter_that_wraps_runs_on() -> None
     bench.counters(1000, 0, bits=32)
     found = bench.values()
     assert (found["pcie_tx_bytes_per_second"], found["pcie_rx_bytes_per_second"]) == (2000, 0)
+
+
+def test_what_nvlinks_carry_is_counted_by_their_own_field_where_there_is_no_gpm() -> None:
+    bench = Bench()
+    sent, received = (138, table.ALL_LINKS), (139, table.ALL_LINKS)
+    keys = ("nvlink_tx_bytes_per_second", "nvlink_rx_bytes_per_second")
+    bench.gpu.fields |= {sent: FieldValue(0, 5_000), received: FieldValue(0, 7_000)}
+    assert not bench.values().keys() & set(keys)
+    bench.clock.now_s += 2
+    bench.gpu.fields |= {sent: FieldValue(0, 5_200), received: FieldValue(0, 7_020)}
+    found = bench.values()
+    assert [found[key] for key in keys] == [100 * 1024, 10 * 1024]
+    assert bench.calls.errors() == []
 
 
 def test_a_counter_that_begins_anew_gives_no_rate() -> None:

@@ -41,11 +41,11 @@ def test_what_the_arguments_stand_for() -> None:
     assert asked["ecc_uncorrected_volatile_total"] == Call("nvmlDeviceGetTotalEccErrors", kinds)
 
 
-def test_pcie_is_read_from_counters_since_its_throughput_call_measures_for_20_ms() -> None:
+def test_rates_are_of_byte_counters_since_the_throughput_call_of_pcie_measures_for_20_ms() -> None:
     assert not any(source.question.name == "nvmlDeviceGetPcieThroughput" for _, source in SOURCES)
     rates = {row.key: source for row, source in SOURCES if source.rate}
     assert all(isinstance(source.question, Field) for source in rates.values())
-    assert sorted(rates) == ["pcie_rx_bytes_per_second", "pcie_tx_bytes_per_second"]
+    assert sorted(rates) == [f"{bus}_{way}_bytes_per_second" for bus in ("nvlink", "pcie") for way in ("rx", "tx")]
 
 
 def test_mean_minimum_and_maximum_are_had_with_one_question() -> None:
