@@ -43,6 +43,8 @@ _DESCRIBE_S = 3.0
 _HANGING_S = 60.0
 _SILENT_S = 5.0
 _METADATA_MS = 20_000
+_HEARTBEAT_MS = 1_000
+"""So soon a member sees that another one has come or left: until all have seen it, nobody reads."""
 _FRESH_MS = 5_000
 _NOWHERE = TopicPartition("", -1)
 """No partition of ours: a poll for it gives no records, but raises the errors that the client has."""
@@ -109,7 +111,7 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
             group_instance_id=settings.instance_id,
             partition_assignment_strategy=(self._assignor,),  # one: the first join would offer only the first of two
             session_timeout_ms=session_ms,
-            heartbeat_interval_ms=max(min(session_ms // 4, 3000), 250),
+            heartbeat_interval_ms=max(min(session_ms // 4, _HEARTBEAT_MS), 250),
             rebalance_timeout_ms=max(session_ms, 30_000),
             max_poll_interval_ms=2**31 - 1,  # not to read, because a receiver is away, is no reason to leave
             max_poll_records=500,  # so many are unpacked at once: it holds up heartbeats
@@ -148,8 +150,11 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
             task.cancel()
         if self._evicted is not None:
             self._evicted.cancel()
-        self.failed.cancel()
         consumers = [] if self._consumer is None else [self._consumer]
+        if self.settings.leave_on_stop and not self.failed.done():  # who failed is started again, and comes back
+            for consumer in consumers:
+                consumer._coordinator._group_instance_id = None  # noqa: SLF001 - or the client would not leave
+        self.failed.cancel()
         await asyncio.gather(self.offsets.close(), *map(close, consumers))
 
     def not_ready(self) -> list[str]:

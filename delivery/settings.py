@@ -396,6 +396,15 @@ class MemberSettings(KafkaSettings):
     session_timeout_s: Annotated[
         float, Option("--session-timeout", DURATION, "After this long without a heartbeat, another member takes over.")
     ] = 10.0
+    leave_on_stop: Annotated[
+        bool,
+        Option(
+            "--leave-on-stop",
+            None,
+            "When this process is stopped, the others take over at once, although there is an --instance-id; when it"
+            " comes back, it has its partitions again. Without this they wait for it, for --session-timeout.",
+        ),
+    ] = False
 
     def mistakes(self) -> list[str]:
         """See :meth:`KafkaSettings.mistakes`."""

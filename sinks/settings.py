@@ -33,6 +33,7 @@ from delivery.values import Address
 from sinks.series.labels import MAX_LABELS
 from sinks.series.relabel import Relabelling
 from sinks.series.relabel_presets import PRESETS
+from topics.alerts import CLOUD_EVENT
 from topics.profiles import LABELS, PROFILES, LabelNames, LabelSet, Profile, ProfileName, profile_names
 
 ALERTS_PATH = "/api/v2/alerts"
@@ -390,6 +391,7 @@ class WebhookSettings(ReceiverSettings):
 
     RESERVED_HEADERS: ClassVar[frozenset[str]] = frozenset(
         {"content-type", "content-length", "idempotency-key", "x-gpustream-signature"}
+        | {f"ce-{attribute.name}" for attribute in CLOUD_EVENT}
     )
 
     url: Annotated[str, Option("--url", URL, "Where to post to, as given.")]
@@ -402,6 +404,23 @@ class WebhookSettings(ReceiverSettings):
         ),
     ] = None
     unsigned: Annotated[bool, Option("--unsigned", None, "Bodies are not signed.")] = False
+    format: Annotated[
+        Literal["record", "cloudevents"],
+        Option(
+            "--format",
+            None,
+            "What is posted: the record of gpu.alerts as it is, or a CloudEvent, as Knative and its like take it.",
+        ),
+    ] = "record"
+    content_mode: Annotated[
+        Literal["binary", "structured"],
+        Option(
+            "--content-mode",
+            None,
+            "How a CloudEvent is posted: binary has the record as the body and the rest in headers, structured has all"
+            " in one JSON body.",
+        ),
+    ] = "binary"
     group: Group = "gpustream-sink-webhook"
     from_: From = 3600.0
     max_in_flight: int = 8
@@ -409,6 +428,8 @@ class WebhookSettings(ReceiverSettings):
     def mistakes(self) -> list[str]:
         """See :meth:`KafkaSettings.mistakes`."""
         found, file = url_mistakes(self.url), self.secret_file
+        if self.content_mode == "structured" and self.format == "record":
+            found.append("--content-mode: it is of no use without --format cloudevents")
         if file is None:
             found += [] if self.unsigned else ["--secret-file: missing; or say --unsigned"]
         elif self.unsigned:

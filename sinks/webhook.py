@@ -19,6 +19,10 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
+from typing import Literal
+from urllib.parse import quote
+
+import msgspec
 
 from delivery.dead_letters import DeadLetters, Record, connecting
 from delivery.instruments import Instrument, Instruments
@@ -30,7 +34,7 @@ from sinks.consumer import GroupReader, Source
 from sinks.outcomes import Outcome, Outcomes, Undecodable
 from sinks.receiver import Http, Receiver, Request
 from sinks.settings import WebhookSettings
-from topics.alerts import TOPIC, Alert, transition_id
+from topics.alerts import TOPIC, Alert, cloud_event, transition_id
 
 COMPONENT = "webhook"
 
@@ -66,14 +70,30 @@ PENDING = 32
 AHEAD = 1000
 """So many records of a partition are begun, from the first unfinished one on; those after it may be finished."""
 
+Form = Literal["record", "binary", "structured"]
+"""What is posted: the record as it is, also as a CloudEvent in binary mode, or within one in structured mode."""
+
 SIGNATURE = "X-Gpustream-Signature"
 _LOOK_EVERY_S = 1.0
 _PATIENCE_S = 0.2
 
 
-def request(alert: Alert, body: bytes, secret: bytes | None) -> Request:
-    """The request of an alert whose record has these bytes. ``secret`` None: it is not signed."""
-    headers = {"Content-Type": "application/json", "Idempotency-Key": transition_id(alert)}
+_PRINTABLE = "".join(map(chr, range(0x21, 0x7F))).translate({ord('"'): None, ord("%"): None})
+"""What a value of a CloudEvent in an HTTP header has as it is; all else is percent-encoded UTF-8."""
+
+
+def request(alert: Alert, record: bytes, form: Form, secret: bytes | None) -> Request:
+    """The request of an alert whose record has these bytes. ``secret`` None: it is not signed.
+
+    Source: the HTTP protocol binding and the JSON event format of CloudEvents 1.0.
+    """
+    body, headers = record, {"Content-Type": "application/json", "Idempotency-Key": transition_id(alert)}
+    if form == "binary":
+        event = cloud_event(alert).items()
+        headers |= {f"ce-{name}": quote(value, _PRINTABLE) for name, value in event if name != "datacontenttype"}
+    elif form == "structured":
+        headers["Content-Type"] = "application/cloudevents+json"
+        body = msgspec.json.encode({**cloud_event(alert), "data": msgspec.Raw(record)})
     if secret is not None:
         headers[SIGNATURE] = signature(body, secret)
     return Request(body, headers)
@@ -105,8 +125,11 @@ class Secret:
 class WebhookPartition:
     """The handler of a partition. All partitions of a sink share what it works with."""
 
-    def __init__(self, receiver: Receiver, secret: Secret, letters: DeadLetters, outcomes: Outcomes) -> None:
-        self._receiver, self._secret, self._letters, self._outcomes = receiver, secret, letters, outcomes
+    def __init__(
+        self, receiver: Receiver, form: Form, secret: Secret, letters: DeadLetters, outcomes: Outcomes
+    ) -> None:
+        self._receiver, self._form, self._secret = receiver, form, secret
+        self._letters, self._outcomes = letters, outcomes
         self._transitions = Transitions()
         self._begun: deque[tuple[Record, asyncio.Task[Outcome]]] = deque()
         self._newest: dict[bytes | None, asyncio.Task[Outcome]] = {}
@@ -200,7 +223,7 @@ class WebhookPartition:
             return "dead_lettered"
         outcome: Outcome = "duplicate"
         if alert is not None and self._transitions.is_news(alert):
-            refused = await self._receiver.send(lambda: request(alert, body, self._secret.now()), abandon)
+            refused = await self._receiver.send(lambda: request(alert, body, self._form, self._secret.now()), abandon)
             if refused is not None:
                 await self._letters.bury(record, f"refused: {refused}", abandon)
             outcome = "delivered" if refused is None else "dead_lettered"
@@ -228,7 +251,9 @@ class WebhookSink:
         self._receiver = Receiver(
             settings.url, http.post, COMPONENT, made, at_once=settings.max_in_flight, most_refused=MOST_REFUSED
         )
-        shared = (self._receiver, Secret(settings.secret_file), DeadLetters(sender, "sink webhook"), counted)
+        form: Form = "record" if settings.format == "record" else settings.content_mode
+        secret, letters = Secret(settings.secret_file), DeadLetters(sender, "sink webhook")
+        shared = (self._receiver, form, secret, letters, counted)
         source = Source(TOPIC.name, lambda _: WebhookPartition(*shared), settings.from_, WHOLE)
         self._reader = GroupReader(settings, [source], counted)
         try:

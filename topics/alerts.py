@@ -1,11 +1,13 @@
 """gpu.alerts and gpu.alert-state: the last state of each alert, and what the alert stream remembers.
 
-Source: RFC 3339 for the times, RFC 7693 (BLAKE2) for the fingerprint.
+Source: RFC 3339 for the times, RFC 7693 (BLAKE2) for the fingerprint, CloudEvents 1.0 and its Kafka protocol binding
+for the headers.
 """
 
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from hashlib import blake2b
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
@@ -119,6 +121,58 @@ def fingerprint(name: str, cluster: str, node: str, device: str = "", pod_uid: s
 def transition_id(alert: Alert) -> str:
     """What tells transitions apart: a repeat after a crash has the same one."""
     return f"{alert.fingerprint}/{milliseconds(alert.starts_at)}/{alert.state}"
+
+
+class EventAttribute(NamedTuple):
+    """What an alert says of itself as a CloudEvent: the attribute's name, its value, and what a reader may rely on."""
+
+    name: str
+    of: Callable[[Alert], str]
+    meaning: str
+
+    @property
+    def header(self) -> str:
+        """The header of a record in which it is."""
+        return "content-type" if self.name == "datacontenttype" else f"ce_{self.name}"
+
+
+CLOUD_EVENT = (
+    EventAttribute("specversion", lambda _: "1.0", "The version of CloudEvents."),
+    EventAttribute(
+        "id",
+        transition_id,
+        "The transition: `FINGERPRINT/STARTS_AT_MS/STATE`. With `source` it identifies the event; a record that is"
+        " written again has the same one.",
+    ),
+    EventAttribute("source", lambda alert: f"urn:gpustream:{alert.cluster}/{alert.node}", "The node that it is about."),
+    EventAttribute(
+        "type",
+        lambda alert: f"gpustream.alert.{alert.state}",
+        "The state after the last dot. Take a state that you do not know for an open alert's.",
+    ),
+    EventAttribute("subject", lambda alert: f"{alert.name}/{alert.fingerprint}", "The rule's name and the alert."),
+    EventAttribute(
+        "time",
+        lambda alert: msgspec.to_builtins((not alert.is_open and alert.ends_at) or alert.starts_at),
+        "`ends_at` of a resolved alert, `starts_at` of any other.",
+    ),
+    EventAttribute("datacontenttype", lambda _: "application/json", "The data are the record's value."),
+    EventAttribute(
+        "dataschema", lambda alert: f"urn:gpustream:gpu.alerts:{alert.schema}", "`$id` of the record's JSON Schema."
+    ),
+    EventAttribute("partitionkey", lambda alert: alert.fingerprint, "The key: events of an alert are in order."),
+)
+"""What depends on the record alone, so that a repeat has the same headers."""
+
+
+def cloud_event(alert: Alert) -> dict[str, str]:
+    """The attributes of an alert as a CloudEvent, by their names."""
+    return {attribute.name: attribute.of(alert) for attribute in CLOUD_EVENT}
+
+
+def kafka_headers(alert: Alert) -> list[tuple[str, bytes]]:
+    """The headers of an alert's record: those of a CloudEvent in binary mode."""
+    return [(attribute.header, attribute.of(alert).encode()) for attribute in CLOUD_EVENT]
 
 
 def time(ms: int) -> datetime:

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from topics.alerts import CLOUD_EVENT, Alert
 from topics.catalogue import ALERT_FIRING, CATALOGUE, FAMILIES, FURTHER, HOLDERS, POD_INFO, USAGE, XIDS
 from topics.metric import Info, Labels
 from topics.profiles import PROFILES, Profile
@@ -233,9 +234,22 @@ def _topic(topic: Topic) -> str:
             f"JSON Schema: [`topics/schemas/{topic.name}.json`](../topics/schemas/{topic.name}.json).",
             "```json\n" + _indented(topic.example) + "\n```",
         ]
+    if topic.name == "gpu.alerts":
+        parts += _cloud_event(msgspec.convert(topic.example, Alert))
     if topic.name == "gpu.attributed":
         parts.append("How to read it with Python, Faust, kcat and jq, or ClickHouse: [consumers.md](consumers.md).")
     return "\n\n".join(parts)
+
+
+def _cloud_event(example: Alert) -> Sequence[str]:
+    """The headers of an alert's record."""
+    rows = [(f"`{one.header}`", f"`{one.of(example)}`", one.meaning) for one in CLOUD_EVENT]
+    return (
+        "The headers make each record a CloudEvent, in the binary mode of CloudEvents' Kafka protocol binding. They"
+        " depend on the record alone, so that a repeat has the same ones. A record without a value is no event and has"
+        " none. Readers of gpustream look at no header.",
+        _table(("header", "in the example", "meaning"), rows),
+    )
 
 
 def _profile(profile: Profile) -> str:

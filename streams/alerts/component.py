@@ -28,7 +28,7 @@ from streams.caught_up import Ends
 from streams.reader import Batch, Reads
 from streams.settings import AlertSettings
 from streams.stage import Bookkeeping, Clocks, Malformed, Stream, Writings, decode_record, instruments
-from topics.alerts import MAX_TIME_MS, Severity
+from topics.alerts import MAX_TIME_MS, Severity, kafka_headers
 
 log = logging.getLogger(__name__)
 
@@ -183,9 +183,10 @@ class AlertWorker:
     async def _write(self, partition: PartitionNodes, node: Node, due: Due, epoch: int) -> None:
         """The alerts, and when they are acknowledged the state, and then whatever has come due since.
         In a later epoch the state is in the topic after all: the ticks have waited for it, and go on from there."""
-        values = [memory.encode(write.alert) if write.alert is not None else None for write in due.writes]
-        keys = [write.fingerprint.encode() for write in due.writes]
-        sent = [await self.app.sender.send(ALERTS, value, key=key) for key, value in zip(keys, values, strict=True)]
+        sent = []
+        for _, fingerprint, alert in due.writes:
+            value, headers = (None, []) if alert is None else (memory.encode(alert), kafka_headers(alert))
+            sent.append(await self.app.sender.send(ALERTS, value, key=fingerprint.encode(), headers=headers))
         await self._acknowledged("alert", sent)
         if epoch != self.app.reader.ledger.epoch:
             return

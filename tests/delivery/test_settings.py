@@ -37,8 +37,8 @@ def test_a_field_without_an_option_is_set_by_code_only() -> None:
 def test_what_must_be_given_is_first_then_the_record_s_own_then_what_it_shares() -> None:
     own = ["url", "form", "often_s", "plain", "count", "made", "shared"]
 
-    member = ["instance_id", "session_timeout_s", "cluster", "compression"]
-    assert list(FIELDS)[:14] == [*own, *member, "kafka", "topic_prefix", "kafka_config"]
+    member = ["instance_id", "session_timeout_s", "leave_on_stop", "cluster", "compression"]
+    assert list(FIELDS)[:15] == [*own, *member, "kafka", "topic_prefix", "kafka_config"]
 
 
 def test_the_default_is_the_field_s() -> None:
@@ -54,7 +54,7 @@ def test_the_type_is_found_from_the_annotation() -> None:
     assert isinstance(choice, click.Choice)
     assert list(choice.choices) == ["text", "json"]
     assert FIELDS["count"].type is click.INT
-    assert [name for name, field in FIELDS.items() if field.is_flag] == ["plain"]
+    assert [name for name, field in FIELDS.items() if field.is_flag] == ["plain", "leave_on_stop"]
 
 
 def test_every_mistake_of_the_shared_settings_is_named() -> None:

@@ -27,6 +27,7 @@ class Echo(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     instance_id: str | None = None
     session_timeout_s: float = 10.0
+    leave_on_stop: bool = False
 
 
 class Stateless:
@@ -48,7 +49,11 @@ class Stateless:
 def echo_app(echo: Echo) -> ReaderApp:
     """The app, with its agent."""
     member = MemberSettings(
-        group=echo.name, kafka=echo.kafka, instance_id=echo.instance_id, session_timeout_s=echo.session_timeout_s
+        group=echo.name,
+        kafka=echo.kafka,
+        instance_id=echo.instance_id,
+        session_timeout_s=echo.session_timeout_s,
+        leave_on_stop=echo.leave_on_stop,
     )
     app = ReaderApp(member, Reads(inputs=(f"{echo.name}-in",), states=(f"{echo.name}-state",)), Stateless())
 

@@ -13,13 +13,14 @@ import msgspec
 import pytest
 from aiohttp import web
 from aiokafka import AIOKafkaProducer
+from cloudevents.core.bindings.http import HTTPMessage, from_http_event
 
 from sinks.webhook import AHEAD
 from tests.docs.page import blocks
 from tests.eventually import eventually, eventually_sync
 from tests.real.pipeline import Gpustream, lag, read_all
 from tests.real.servers import AlertmanagerServer, KafkaServer
-from tests.sinks.alerts import alert
+from tests.sinks.alerts import alert, assert_says
 from topics.alerts import Alert, transition_id
 
 PARTITIONS = 3
@@ -107,6 +108,7 @@ class Hook:
         self.url = ""
         self.respond = respond
         self.accepted: list[tuple[str, bytes, str]] = []
+        self.messages: list[HTTPMessage] = []
 
     async def handle(self, request: web.Request) -> web.Response:
         """Takes a request."""
@@ -115,6 +117,7 @@ class Hook:
         if status < 300:
             headers = request.headers
             self.accepted.append((headers.get("Idempotency-Key", ""), body, headers.get("X-Gpustream-Signature", "")))
+            self.messages.append(HTTPMessage(dict(headers), body))
         return web.Response(status=status)
 
 
@@ -296,6 +299,24 @@ async def test_every_transition_is_posted_signed_and_in_order_through_failures_a
         assert signature == "sha256=" + hmac.new(b"s3cret", body, hashlib.sha256).hexdigest()
     letters = await read_all(alerts_kafka.address, "gpu.dead-letters")
     assert {letter.value for letter in letters} == {b"{nonsense"}
+
+
+async def test_a_webhook_gets_cloud_events_that_the_official_sdk_reads(
+    alerts_kafka: KafkaServer, gpustream: Start
+) -> None:
+    history = Fleet().history(3, 2)
+    for mode in ("binary", "structured"):
+        async with hook() as one:
+            form = ("--unsigned", "--format", "cloudevents", "--content-mode", mode, "--group", mode)
+            sink = webhook_sink(gpustream, alerts_kafka, mode, one.url, *form)
+            await write(alerts_kafka, history if mode == "binary" else [])
+            await asyncio.to_thread(sink.start)
+            await until_caught_up(alerts_kafka, mode)
+            await asyncio.to_thread(sink.stop)
+        events = {event.get_id(): event for event in map(from_http_event, one.messages)}
+        assert events.keys() == {transition_id(transition) for transition in history}
+        for transition in history:
+            assert_says(events[transition_id(transition)], transition)
 
 
 def _start(sink: Gpustream) -> None:

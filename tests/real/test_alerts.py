@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from cloudevents.core.bindings.kafka import KafkaMessage, from_kafka_event
 
 from delivery import topic_admin
 from delivery.sender import Sender
@@ -22,6 +23,7 @@ from streams.alerts.tick import Tick
 from tests.eventually import eventually
 from tests.real.pipeline import Gpustream, lag, read_all
 from tests.real.servers import KafkaServer
+from tests.sinks.alerts import assert_says
 from tests.streams.alerts.ticks import START_MS, device, holder
 from topics.alerts import Alert, milliseconds, transition_id
 from topics.alerts import time as time_of
@@ -94,12 +96,15 @@ def expected(lives: list[list[Tick]], by: Rules) -> dict[str, bytes]:
 
 
 async def written(kafka: KafkaServer) -> tuple[dict[str, bytes], int]:
-    """The transitions that are in gpu.alerts, each the same in every byte, and how many records there are."""
-    records = [record.value for record in await read_all(kafka.address, "gpu.alerts") if record.value is not None]
+    """The transitions that are in gpu.alerts, each the same in every byte and a CloudEvent, and how many records there
+    are."""
+    records = [record for record in await read_all(kafka.address, "gpu.alerts") if record.value is not None]
     found: dict[str, bytes] = {}
-    for value in records:
-        identity = transition_id(msgspec.json.decode(value, type=Alert))
-        assert found.setdefault(identity, value) == value
+    for record in records:
+        alert = msgspec.json.decode(record.value, type=Alert)
+        assert found.setdefault(transition_id(alert), record.value) == record.value
+        event = from_kafka_event(KafkaMessage(dict(record.headers), record.key, record.value))
+        assert_says(event, alert)
     return found, len(records)
 
 

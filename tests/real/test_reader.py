@@ -130,6 +130,19 @@ async def test_a_member_with_an_instance_id_is_back_long_before_its_session_ends
     await check(kafka, "reader-static", sent)
 
 
+async def test_a_member_with_an_instance_id_hands_over_when_it_is_stopped_if_it_is_to_leave(
+    kafka: KafkaServer, start: Start
+) -> None:
+    create(kafka, "reader-leaves")
+    async with producing(kafka, "reader-leaves") as sent:
+        for name in ("stays", "leaves"):
+            member = {"instance_id": name, "session_timeout_s": 900.0, "leave_on_stop": True}
+            process = await asyncio.to_thread(start, "reader-leaves", **member)
+        await asyncio.sleep(1)
+        await asyncio.to_thread(process.stop)
+    await check(kafka, "reader-leaves", sent)
+
+
 async def test_a_process_that_is_told_to_stop_ends_in_good_order(kafka: KafkaServer, start: Start) -> None:
     create(kafka, "reader-stop")
     process = await asyncio.to_thread(start, "reader-stop")

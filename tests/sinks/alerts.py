@@ -3,9 +3,11 @@
 from typing import Any
 
 import msgspec
+from cloudevents.core.base import BaseCloudEvent
 
 from tests.sinks.records import Read
-from topics.alerts import Alert, fingerprint, time
+from topics.alerts import TOPIC, Alert, fingerprint, time, transition_id
+from topics.reference import json_schema
 
 START_MS = 1_795_219_152_500
 
@@ -45,3 +47,16 @@ def alert_record(of: Alert | bytes, offset: int = 0, *, at_ms: int | None = None
 def deleted(of: Alert, offset: int = 0, *, at_ms: int) -> Read:
     """The record that deletes an alert."""
     return Read(offset, None, at_ms, of.fingerprint.encode(), "gpu.alerts")
+
+
+def assert_says(event: BaseCloudEvent, of: Alert) -> None:
+    """A CloudEvent, as their SDK has read it, is this alert's."""
+    assert (event.get_specversion(), event.get_datacontenttype()) == ("1.0", "application/json")
+    assert event.get_source() == f"urn:gpustream:{of.cluster}/{of.node}"
+    assert event.get_id() == transition_id(of)
+    assert event.get_type() == f"gpustream.alert.{of.state}"
+    assert event.get_subject() == f"{of.name}/{of.fingerprint}"
+    assert event.get_time() == (of.ends_at or of.starts_at)
+    assert event.get_dataschema() == json_schema(TOPIC)["$id"]
+    assert event.get_extension("partitionkey") == of.fingerprint
+    assert event.get_data() == msgspec.to_builtins(of)

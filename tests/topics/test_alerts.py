@@ -1,10 +1,12 @@
 """What tells alerts and their transitions apart, and their times."""
 
 import msgspec
+from cloudevents.core.bindings import kafka
 from hypothesis import given
 from hypothesis import strategies as st
 
-from topics.alerts import MAX_TIME_MS, TOPIC, Alert, fingerprint, milliseconds, time, transition_id
+from tests.sinks.alerts import assert_says
+from topics.alerts import MAX_TIME_MS, TOPIC, Alert, fingerprint, kafka_headers, milliseconds, time, transition_id
 
 ALERT = msgspec.convert(TOPIC.example, Alert)
 
@@ -32,3 +34,15 @@ def test_the_example_has_the_fingerprint_of_what_it_is_about() -> None:
     uuid, pod_uid = "GPU-0f12ab34-5c6d-7e8f-9a0b-1c2d3e4f5a6b", "1b6c0f0e-8a1d-4f0b-9d55-0f6f1c9b7a10"
 
     assert ALERT.fingerprint == fingerprint(ALERT.name, ALERT.cluster, ALERT.node, uuid, pod_uid)
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"])), st.sampled_from(["firing", "resolved", "acknowledged"]))
+def test_a_record_is_a_cloud_event_to_the_official_sdk(name: str, state: str) -> None:
+    ends_at = time(1_795_219_999_001) if state == "resolved" else None
+    alert = msgspec.structs.replace(ALERT, name=name, state=state, ends_at=ends_at)
+    headers, key = dict(kafka_headers(alert)), alert.fingerprint.encode()
+
+    event = kafka.from_kafka_event(kafka.KafkaMessage(headers, key, msgspec.json.encode(alert)))
+
+    assert_says(event, alert)
+    assert kafka.to_binary_event(event).headers == headers

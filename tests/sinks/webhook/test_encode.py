@@ -2,11 +2,13 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
+from cloudevents.core.bindings import http
 
 from sinks import webhook
 from sinks.webhook import Secret, request, signature
-from tests.sinks.alerts import START_MS, alert
+from tests.sinks.alerts import START_MS, alert, assert_says
 
 
 def test_a_signature_is_hmac_sha256_as_others_compute_it() -> None:
@@ -17,7 +19,7 @@ def test_a_signature_is_hmac_sha256_as_others_compute_it() -> None:
 
 def test_a_request_is_the_record_under_the_transition_s_identity() -> None:
     one = alert()
-    body, headers = request(one, b"{}", b"key")
+    body, headers = request(one, b"{}", "record", b"key")
     assert body == b"{}"
     assert headers == {
         "Content-Type": "application/json",
@@ -26,8 +28,27 @@ def test_a_request_is_the_record_under_the_transition_s_identity() -> None:
     }
 
 
+def test_an_http_request_in_binary_mode_is_a_cloud_event_to_the_official_sdk() -> None:
+    one = alert(name='Größe "100 %"')
+    record = msgspec.json.encode(one)
+    body, headers = request(one, record, "binary", b"key")
+    assert all("!" <= sign <= "~" for name, value in headers.items() if name.startswith("ce-") for sign in value)
+    event = http.from_http_event(http.HTTPMessage(dict(headers), body))
+    assert_says(event, one)
+    assert (body, headers["X-Gpustream-Signature"]) == (record, signature(record, b"key"))
+
+
+def test_an_http_request_in_structured_mode_is_a_cloud_event_to_the_official_sdk() -> None:
+    one = alert(ends_ms=START_MS + 1000)
+    body, headers = request(one, msgspec.json.encode(one), "structured", b"key")
+    assert headers["Content-Type"] == "application/cloudevents+json"
+    assert_says(http.from_http_event(http.HTTPMessage(dict(headers), body)), one)
+    assert headers["X-Gpustream-Signature"] == signature(body, b"key")
+    assert msgspec.json.encode(one) in body
+
+
 def test_without_a_secret_nothing_is_signed() -> None:
-    assert "X-Gpustream-Signature" not in request(alert(), b"{}", Secret(None).now()).headers
+    assert "X-Gpustream-Signature" not in request(alert(), b"{}", "record", Secret(None).now()).headers
 
 
 def test_a_secret_that_changes_in_its_file_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,7 +43,7 @@ class Setup:
         )
         letters = DeadLetters(self.sender, "sink webhook")  # type: ignore[arg-type]
         self.receiver = receiver
-        self.partition = WebhookPartition(receiver, secret or Secret(None), letters, self.outcomes)
+        self.partition = WebhookPartition(receiver, "record", secret or Secret(None), letters, self.outcomes)
         self.abandon = asyncio.Event()
 
     async def deliver(self, records: Sequence[Read]) -> list[int]:
