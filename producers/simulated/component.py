@@ -67,7 +67,7 @@ class FleetClock:
 
 def truths(reading: NodeReading, *, cluster: str, node: str, run_id: int, seq: int, ts_ms: int) -> list[JsonDict]:
     """One row per device: ``holders`` held it when it was read, ``reported`` is what the snapshot in force said, and
-    the two metrics are as they were sent (None: NVML has none)."""
+    the metrics and XID errors are as they were sent. Of the two metrics that stand by themselves None is none."""
     tick = {"cluster": cluster, "node": node, "run_id": run_id, "seq": seq, "ts_ms": ts_ms}
     return [
         {
@@ -77,6 +77,9 @@ def truths(reading: NodeReading, *, cluster: str, node: str, run_id: int, seq: i
             "reported": reported,
             "utilization_ratio": device["metrics"].get("gpu_utilization_ratio"),
             "memory_used_bytes": device["metrics"].get("memory_used_bytes"),
+            "metrics": device["metrics"],
+            "xids": device.get("xids", {}),
+            "events": device.get("events", []),
         }
         for device, holders, reported in zip(reading.devices, reading.holders, reading.reported, strict=True)
     ]

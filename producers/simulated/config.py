@@ -23,7 +23,12 @@ class SimulationSettings:
     ] = 1
     pod_life_s: Annotated[float, Option("--pod-life", DURATION, "How long a pod lives, on average.")] = 300.0
     truth: Annotated[
-        Path | None, Option("--truth", FILE, "Write who really held each GPU to this file, one JSON object a line.")
+        Path | None,
+        Option(
+            "--truth",
+            FILE,
+            "Write who really held each GPU, and what it was read as, to this file, one JSON object a line.",
+        ),
     ] = None
 
 

@@ -36,7 +36,9 @@ MIG_LAYOUT = (
 @dataclass(frozen=True, slots=True)
 class Model:
     """A GPU model: watts, MHz, bytes; ``fan`` and ``memory_sensor`` say whether it has one, ``gpm`` whether it has
-    GPM, as Hopper and later have, and ``nvlink_bytes_per_second`` is what its NVLinks carry in each direction."""
+    GPM, as Hopper and later have, and ``nvlink_bytes_per_second`` is what its NVLinks carry in each direction.
+    ``retires_pages``: it is older than Ampere, and retires bad memory instead of remapping it. ``vgpu``: it says
+    whether vGPU software is licensed, which it never is."""
 
     name: str
     memory_bytes: int
@@ -55,18 +57,29 @@ class Model:
     memory_sensor: bool = True
     gpm: bool = False
     nvlink_bytes_per_second: float = 0.0
+    retires_pages: bool = False
+    vgpu: bool = False
 
 
 MODELS = (
     Model("NVIDIA H100 80GB HBM3", 81559 * MIB, 551 * MIB, 700.0, 68.0, 345, 1980, 2619, 0, 5.5e10, "p5.48xlarge",
           "96.00.99.00.01", mig=True, gpm=True, nvlink_bytes_per_second=4.5e11),
-    Model("NVIDIA L40S", 46068 * MIB, 473 * MIB, 350.0, 34.0, 210, 2520, 9001, 8, 2.8e10, "g6e.48xlarge",
-          "95.02.66.00.02"),
+    Model("NVIDIA RTX 6000 Ada Generation", 49140 * MIB, 509 * MIB, 300.0, 22.0, 210, 2505, 10001, 8, 2.8e10,
+          "bare-metal-8x6000ada", "95.02.2D.00.05", fan=True, memory_sensor=False, vgpu=True),
     Model("NVIDIA A100-SXM4-80GB", 81920 * MIB, 636 * MIB, 400.0, 56.0, 210, 1410, 1593, 0, 2.8e10, "p4de.24xlarge",
           "92.00.45.00.03", mig=True, nvlink_bytes_per_second=3.0e11),
-    Model("NVIDIA RTX 6000 Ada Generation", 49140 * MIB, 509 * MIB, 300.0, 22.0, 210, 2505, 10001, 8, 2.8e10,
-          "bare-metal-8x6000ada", "95.02.2D.00.05", fan=True, memory_sensor=False),
+    Model("NVIDIA L40S", 46068 * MIB, 473 * MIB, 350.0, 34.0, 210, 2520, 9001, 8, 2.8e10, "g6e.48xlarge",
+          "95.02.66.00.02", vgpu=True),
+    Model("Tesla T4", 15360 * MIB, 425 * MIB, 70.0, 10.0, 300, 1590, 5001, 8, 1.4e10, "g4dn.metal",
+          "90.04.96.00.02", memory_sensor=False, retires_pages=True),
 )  # fmt: skip
+
+_H100, _ADA, _A100, _L40S, _T4 = MODELS
+NODES = (
+    ("plain", _H100), ("shared", _T4), ("plain", _ADA), ("mig", _H100), ("plain", _A100),
+    ("plain", _L40S), ("shared", _H100), ("plain", _ADA), ("mig", _A100), ("plain", _H100),
+)  # fmt: skip
+"""How GPUs are given out and which they are, by the last digit of a node's number: a few nodes have all there is."""
 
 DRIVERS = (("570.124.06", "12.8"), ("550.163.01", "12.4"))  # of the driver and its CUDA; every fourth node is old
 
@@ -133,8 +146,7 @@ class Machine:
 
 def machine(cluster: str, seed: int, index: int, gpus: int) -> Machine:
     """The hardware of the node number ``index``: of five, three have whole GPUs, one shares them, one cuts some up."""
-    flavour = ("plain", "shared", "plain", "mig", "plain")[index % 5]
-    model = MODELS[index // 2 % len(MODELS)] if flavour != "mig" else MODELS[index // 5 % 2 * 2]
+    flavour, model = NODES[index % len(NODES)]
     driver, cuda = DRIVERS[index % 4 == 3]
     devices: list[SimulatedDevice] = []
     for gpu in range(gpus):

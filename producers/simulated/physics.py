@@ -2,8 +2,9 @@
 
 In: the pods that work on a GPU, from when and until when. Out: the metrics and processes of a sample.
 State: what the GPU did since the last redraw. Between two redraws everything is constant, but for energy, which is the
-integral of power, and temperature, which follows power with a lag. A GPU is redrawn at fixed times and when a pod's
-work begins or ends, so that its values are a function of the time since the start, whenever they are read.
+integral of power, the time for which its clocks were kept down, and temperature, which follows power with a lag. A GPU
+is redrawn at fixed times and when a pod's work begins or ends, so that its values are a function of the time since the
+start, whenever they are read.
 """
 
 import math
@@ -171,17 +172,19 @@ class SimulatedGpu:
         self._fragile = chance.random() < 0.05
         self.power_watts = self._model.idle_watts
         self._energy_joules = float(chance.randrange(10**8))
+        self._violations_s = {"power": 0.0, "low_utilization": 0.0}
         self._temperature = self._warmth
         self._drawn = False
         self.load = self.video = 0.0
-        self.corrected = self.replays = 0
-        self.remapped = int(chance.random() < 0.02)
+        self.corrected = self.replays = self.link_errors = 0
+        self.repaired = int(chance.random() < 0.02)
         self._spread = 0.5
         self._profile: dict[str, float] = {}
 
     def redraw(self, now_ms: int) -> None:
         """What the GPU does from now on, after ``now_ms`` minus the last redraw of what it did."""
         self._energy_joules, self._temperature = self.energy_joules(now_ms), self.temperature(now_ms)
+        self._violations_s = self.violations_s(now_ms)
         first, self._drawn = not self._drawn, True
         self._drawn_ms = now_ms
         for part in self.parts:
@@ -199,6 +202,7 @@ class SimulatedGpu:
         if self._fragile and spread > 0.999:  # if programs run on it, one of them fails
             self.corrected += 1
             self.replays += 1
+            self.link_errors += 1
             if working := [part for part in self.parts if part.loads]:
                 self._chance.choice(working).fail(now_ms, self._chance.choice(XIDS))
 
@@ -212,7 +216,7 @@ class SimulatedGpu:
         busy = self.parts[0].utilization
         found |= spread_of("gpu_utilization", "ratio", busy, least=0.0, most=1.0, chance=chance)
         found |= self.parts[0].profile
-        if model.gpm:
+        if model.nvlink_bytes_per_second:
             sent = int(model.nvlink_bytes_per_second * 0.3 * self.load * chance)
             found["nvlink_tx_bytes_per_second"] = sent
             found["nvlink_rx_bytes_per_second"] = int(sent * (0.95 + 0.05 * chance))
@@ -224,6 +228,15 @@ class SimulatedGpu:
     def energy_joules(self, now_ms: int) -> float:
         """The energy since the driver was loaded: the integral of power."""
         return self._energy_joules + self.power_watts * (now_ms - self._drawn_ms) / 1000
+
+    def violations_s(self, now_ms: int) -> dict[str, float]:
+        """For how long each cause has kept the clocks down since the driver was loaded."""
+        now = {"power": self._capped(), "low_utilization": self._drawn and self.load == 0}
+        since_s = (now_ms - self._drawn_ms) / 1000
+        return {cause: before_s + since_s * now[cause] for cause, before_s in self._violations_s.items()}
+
+    def _capped(self) -> bool:
+        return self.power_watts > 0.95 * self._model.power_limit_watts
 
     def temperature(self, now_ms: int) -> float:
         """The temperature in degrees Celsius: it nears, with a lag, what the power would bring it to."""
@@ -239,7 +252,7 @@ class SimulatedGpu:
         heat, idle = int(self.temperature(now_ms)), not self.occupied()
         megahertz = int(model.boost_mhz * (1.0 - 0.12 * self.load * spread)) // 15 * 15
         clock = 1_000_000 * (model.idle_mhz if idle else megahertz)
-        capped = POWER_CAP if self.power_watts > 0.95 * model.power_limit_watts else 0
+        capped = POWER_CAP if self._capped() else 0
         slowed = THERMAL_SLOWDOWN if heat >= 85 else 0
         rate = model.pcie_bytes_per_second * self.load
         found: dict[str, float] = {
@@ -262,17 +275,39 @@ class SimulatedGpu:
             found["memory_temperature_celsius"] = heat + 6 + int(6 * self.load)
         if model.fan:
             found["fan_speed_ratio"] = round(min(1.0, max(0.3, (heat - 20) / 65)), 2)
-        return {**found, **self._profile}
+        return {**found, **self._profile, **self._counted(now_ms)}
+
+    def _counted(self, now_ms: int) -> dict[str, float]:
+        """What it can reach, and what the driver counts beside the rest."""
+        model, lasted_s = self._model, self.violations_s(now_ms)
+        causes = ("power", "thermal", "sync_boost", "board_limit", "low_utilization", "reliability")
+        found: dict[str, float] = {
+            "max_power_limit_watts": model.power_limit_watts,
+            "max_sm_clock_hz": model.boost_mhz * 1_000_000,
+            "max_memory_clock_hz": model.memory_mhz * 1_000_000,
+            "ecc_corrected_aggregate_total": self.repaired + self.corrected,
+            "ecc_uncorrected_aggregate_total": 0,
+            **{f"{cause}_violation_seconds_total": round(lasted_s.get(cause, 0.0), 3) for cause in causes},
+        }
+        if model.retires_pages:
+            found["retired_pages_single_bit_total"] = self.repaired
+            found |= {"retired_pages_double_bit_total": 0, "retired_pages_pending": 0}
+        if model.nvlink_bytes_per_second and not self.device.mig_mode:
+            found |= {f"nvlink_{kind}_errors_total": self.link_errors for kind in ("crc", "replay")}
+            found["nvlink_recovery_errors_total"] = 0
+        if model.vgpu:
+            found["vgpu_licensed"] = 0
+        return found
 
     def unshared(self) -> dict[str, float]:
         """The metrics that NVML refuses in MIG mode."""
-        return {
+        found: dict[str, float] = {
             "gpu_utilization_ratio": self.parts[0].utilization,
             "memory_controller_utilization_ratio": round(self.load * (0.3 + 0.3 * self._spread), 2),
             "encoder_utilization_ratio": min(1.0, round(0.5 * self.video, 2)),
             "decoder_utilization_ratio": min(1.0, round(0.7 * self.video, 2)),
-            "remapped_rows_correctable_total": self.remapped,
-            "remapped_rows_uncorrectable_total": 0,
-            "row_remap_pending": 0,
-            "row_remap_failure": 0,
         }
+        if not self._model.retires_pages:
+            found["remapped_rows_correctable_total"] = self.repaired
+            found |= {"remapped_rows_uncorrectable_total": 0, "row_remap_pending": 0, "row_remap_failure": 0}
+        return found

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from producers.simulated.fleet import Fleet, JsonDict, SimulatedNode
 from producers.simulated.hardware import MODELS
-from producers.simulated.physics import GPU_IDLE
+from producers.simulated.physics import GPU_IDLE, POWER_CAP
 from producers.simulated.pods import STARTING_MS, TEMPLATES
 from topics.catalogue import CATALOGUE
 
@@ -148,14 +148,45 @@ def test_spikes_of_a_second_are_seen() -> None:
     assert max(gaps) > 0.1
 
 
-def test_gpm_is_there_on_hopper_and_later_and_knows_the_links_of_whole_gpus() -> None:
+def test_gpm_is_there_on_hopper_and_later_and_links_on_whole_gpus_that_have_some() -> None:
     links = {"nvlink_tx_bytes_per_second", "nvlink_rx_bytes_per_second"}
+    links |= {f"nvlink_{kind}_errors_total" for kind in ("crc", "replay", "recovery")}
     for index in range(8):
         for device in Fleet(8, 2).node(index).read(20_000).devices:
             hopper = "H100" in device["model"]
             profiled = (PROFILED | links) & device["metrics"].keys()
             cut = device["info"].get("mig_mode") == "enabled"
-            assert profiled == (PROFILED | (set() if cut else links) if hopper else set())
+            linked = LIMITS[device["model"]].nvlink_bytes_per_second > 0 and not cut and "mig" not in device
+            assert profiled == (PROFILED if hopper else set()) | (links if linked else set())
+
+
+def test_a_few_nodes_have_every_metric_that_there_is() -> None:
+    found = [device["metrics"] for index in range(4) for device in Fleet(4, 8).node(index).read(60_000).devices]
+
+    assert set().union(*found) == CATALOGUE.keys()
+    assert all(metrics["max_sm_clock_hz"] >= metrics["sm_clock_hz"] for metrics in found if "sm_clock_hz" in metrics)
+
+
+@given(nodes)
+def test_a_cause_that_keeps_the_clocks_down_counts_the_time_for_which_it_does(node: SimulatedNode) -> None:
+    causes = {"power_violation_seconds_total": POWER_CAP, "low_utilization_violation_seconds_total": GPU_IDLE}
+    counted = expected = 0.0
+    for rows in devices(node, range(0, 20_000, 100)):
+        for before, after in itertools.pairwise(device["metrics"] for device in rows):
+            for key, reason in causes.items():
+                if key in before and int(before["clock_event_reasons"]) & reason:
+                    assert 0 <= after[key] - before[key] <= 0.1 + 1e-9
+                    counted += after[key] - before[key]
+                    expected += 0.1
+    assert counted == pytest.approx(expected, rel=0.1, abs=2)
+
+
+def test_older_gpus_retire_pages_where_newer_ones_remap_rows() -> None:
+    for index in range(10):
+        for device in Fleet(10, 2).node(index).read(5_000).devices:
+            retires = {key.split("_")[0] for key in device["metrics"] if key.startswith(("retired", "remapped"))}
+            if "gpu_utilization_ratio" in device["metrics"]:
+                assert retires == {"retired" if device["model"] == "Tesla T4" else "remapped"}
 
 
 @given(nodes)
