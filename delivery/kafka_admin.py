@@ -3,7 +3,7 @@
 In: an address. Out: what the broker has, in plain types. On failure: :class:`BrokerUnavailable` if nobody answers,
 :class:`SettingsUnknown` if the broker does not say, :class:`Refused` if it says no.
 
-Source: Kafka's protocol for the error codes, for Metadata 8, and for IncrementalAlterConfigs.
+Source: Kafka's protocol for the error codes, for Metadata 8, for IncrementalAlterConfigs and for DescribeLogDirs.
 """
 
 import asyncio
@@ -15,14 +15,29 @@ from aiokafka import TopicPartition
 from aiokafka.admin import NewTopic
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from aiokafka.errors import (
+    GroupAuthorizationFailedError,
+    GroupCoordinatorNotAvailableError,
     IncompatibleBrokerVersion,
     KafkaError,
     TopicAlreadyExistsError,
     UnknownTopicOrPartitionError,
     for_code,
 )
+from aiokafka.protocol.admin import DescribeAclsRequest
 from aiokafka.protocol.api import Request, RequestStruct, Response
-from aiokafka.protocol.types import Array, Boolean, Int8, Int16, Int32, Schema, String
+from aiokafka.protocol.types import (
+    Array,
+    Boolean,
+    CompactArray,
+    CompactString,
+    Int8,
+    Int16,
+    Int32,
+    Int64,
+    Schema,
+    String,
+    TaggedFields,
+)
 
 from delivery import clients, opening
 from delivery.clients import SILENCE, why_not
@@ -33,8 +48,14 @@ _REQUEST_TIMEOUT_MS = 10_000
 _SESSION_TIMEOUT_S = 60.0
 _SET = 0
 _TEXT = String("utf-8")
+_COMPACT = CompactString("utf-8")
 _UNAUTHORIZED = 29
 _UNSAID = -(2**31)
+
+_ANY, _PREFIXED, _ALLOW = 1, 4, 3
+_RESOURCES = {2: "Topic", 3: "Group"}
+_OPERATIONS = {2: "All", 3: "Read", 4: "Write", 5: "Create", 8: "Describe", 10: "DescribeConfigs", 11: "AlterConfigs"}
+"""Of ACLs, by Kafka's codes."""
 
 RIGHTS = {3: "Read", 4: "Write", 8: "Describe"}
 """What an ACL allows with a topic, as far as components need it, by Kafka's codes. Each of the first two implies the
@@ -63,15 +84,17 @@ class Refused(BrokerError):
 
 
 class Found(NamedTuple):
-    """A topic as the broker has it: ``led`` when each partition has a leader, ``settings`` None if it does not say.
+    """A topic as the broker has it. ``settings`` None if it does not say.
 
+    ``leaderless`` are the partitions without a leader, ``in_sync`` how many replicas of each partition are in sync.
     ``allowed`` is what this client may do with it, None if the broker does not say. Of a topic that it may not see,
     nothing else is known.
     """
 
     partitions: int
     settings: Mapping[str, str] | None = None
-    led: bool = True
+    leaderless: tuple[int, ...] = ()
+    in_sync: Mapping[int, int] = {}
     allowed: frozenset[str] | None = None
 
 
@@ -82,6 +105,26 @@ class GroupFound(NamedTuple):
     state: str
     members: int
     committed: Mapping[Partition, int]
+
+
+class Acl(NamedTuple):
+    """What a user may do, or may not, in Kafka's words; ``name`` ends in ``*`` if it stands for all that begin so."""
+
+    principal: str
+    operation: str
+    resource: str
+    name: str
+    allowed: bool
+
+
+class Disk(NamedTuple):
+    """A folder in which a broker keeps its logs, in bytes; ``error`` is what keeps it from being used."""
+
+    broker: int
+    path: str
+    total: int
+    usable: int
+    error: str = ""
 
 
 class _SettingsSet(Response):  # type: ignore[misc] # aiokafka has no types
@@ -172,6 +215,41 @@ class DescribeTopics(Request[_MetadataWithRights]):  # type: ignore[misc]
         return request_struct_class(self.topics, False, False, True)
 
 
+class _Disks(Response):  # type: ignore[misc]
+    API_KEY = 35
+    API_VERSION = 4
+    PARTITION = (("partition", Int32), ("size", Int64), ("lag", Int64), ("future", Boolean), ("tags", TaggedFields))
+    TOPIC = (("name", _COMPACT), ("partitions", CompactArray(*PARTITION)), ("tags", TaggedFields))
+    SCHEMA = Schema(
+        ("throttle_time_ms", Int32),
+        ("error_code", Int16),
+        ("results", CompactArray(
+            ("error_code", Int16), ("path", _COMPACT), ("topics", CompactArray(*TOPIC)), ("total", Int64),
+            ("usable", Int64), ("tags", TaggedFields),
+        )),
+        ("tags", TaggedFields),
+    )  # fmt: skip
+
+
+class _NoTopicsDisks(RequestStruct):  # type: ignore[misc]
+    API_KEY = 35
+    API_VERSION = 4
+    FLEXIBLE_VERSION = True
+    RESPONSE_TYPE = _Disks
+    PARTITIONS = CompactArray(("name", _COMPACT), ("tags", TaggedFields))
+    SCHEMA = Schema(("topics", PARTITIONS), ("tags", TaggedFields))
+
+
+class DescribeLogDirs(Request[_NoTopicsDisks]):  # type: ignore[misc]
+    """Asks a broker for its folders and how much room they have, and for nothing that is in them."""
+
+    API_KEY = 35
+
+    def build(self, request_struct_class: Any) -> Any:
+        """The request, as it is sent."""
+        return request_struct_class([], {})
+
+
 class Admin:
     """An open connection to a broker's administration; see :func:`connect`."""
 
@@ -194,9 +272,75 @@ class Admin:
                 found[name] = Found(0, allowed=frozenset())
             elif partitions:
                 allowed = frozenset(right for one, right in RIGHTS.items() if bits >> one & 1)
-                led = all(leader >= 0 for _, _, leader, *_ in partitions)
-                found[name] = Found(len(partitions), led=led, allowed=None if bits == _UNSAID else allowed)
+                leaderless = tuple(sorted(number for _, number, leader, *_ in partitions if leader < 0))
+                in_sync = {number: len(isr) for _, number, _, _, _, isr, _ in partitions} if bits != _UNSAID else {}
+                found[name] = Found(
+                    len(partitions),
+                    leaderless=leaderless,
+                    in_sync=in_sync,
+                    allowed=None if bits == _UNSAID else allowed,
+                )
         return found
+
+    async def brokers(self) -> dict[int, str]:
+        """The brokers that there are now, by their numbers, each as ``HOST:PORT``."""
+        rows = (await self._client._send_request(DescribeTopics([]))).brokers  # noqa: SLF001
+        return {number: f"{host}:{port}" for number, host, port, _ in rows}
+
+    async def names(self) -> list[str]:
+        """The topics that this client may see, as Kafka calls them."""
+        names: list[str] = await self._client.list_topics()
+        return names
+
+    async def disks(self, brokers: Iterable[int]) -> list[Disk]:
+        """The folders of these brokers; none if this client may not know, or a broker is older than Kafka 3.3."""
+        found = []
+        for broker in brokers:
+            try:
+                answer = await self._client._send_request_to_node(broker, DescribeLogDirs())  # noqa: SLF001
+            except (IncompatibleBrokerVersion, NotImplementedError):
+                return []
+            found += [
+                Disk(broker, path, total, usable, for_code(code).__name__ if code else "")
+                for code, path, _, total, usable, _ in answer.results
+            ]
+        return found
+
+    async def acls(self) -> list[Acl] | None:
+        """What users may do with topics and groups; None if this client may not know, or there is no authorizer."""
+        anything = DescribeAclsRequest(_ANY, None, _ANY, None, None, _ANY, _ANY)
+        try:
+            answer = await self._client._send_request(anything)  # noqa: SLF001
+        except (IncompatibleBrokerVersion, NotImplementedError):
+            return None
+        if answer.error_code:
+            return None
+        return [
+            Acl(
+                who,
+                _OPERATIONS.get(operation, ""),
+                _RESOURCES[kind],
+                name + "*" * (pattern == _PREFIXED),
+                may == _ALLOW,
+            )
+            for kind, name, pattern, rows in answer.resources
+            if kind in _RESOURCES
+            for who, _, operation, may in rows
+        ]
+
+    async def hidden_groups(self, names: Iterable[str]) -> list[str]:
+        """Those of these groups that this client may not see."""
+        hidden = []
+        for name in names:
+            try:
+                (answer,) = await self._client.describe_consumer_groups([self._connection.prefixed(name)])
+            except GroupAuthorizationFailedError:
+                hidden.append(name)
+            except GroupCoordinatorNotAvailableError:  # no group has ever been in this Kafka
+                continue
+            else:
+                hidden += [name] * (answer.groups[0][0] == GroupAuthorizationFailedError.errno)
+        return hidden
 
     async def settings(self, names: Iterable[str]) -> dict[str, dict[str, str]]:
         """The settings in force of topics that exist.

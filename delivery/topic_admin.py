@@ -188,7 +188,7 @@ async def create(
                     changes[f"{name}: deleted: it was empty, with {count} partitions"] = None
                 continue
             now = await _mend(admin, topics, found, partitions, replication_factor)
-            led = not changes or all(one.led for one in found.values())
+            led = not changes or not any(one.leaderless for one in found.values())
             if not now and len(found) == len(topics) and led:
                 return list(changes)
             changes |= dict.fromkeys(now)

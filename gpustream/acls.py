@@ -66,7 +66,7 @@ def of_commands() -> dict[str, list[Acl]]:
             ),
         ],
         "doctor": [
-            *_every_topic("Read"),
+            *_every_topic("Read", "DescribeConfigs"),
             *(
                 acl._replace(operation="Describe")
                 for acls in components.values()

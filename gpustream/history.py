@@ -8,7 +8,7 @@ On failure: BrokerError with a sentence, also if the broker stops to answer in t
 import asyncio
 import contextlib
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -48,9 +48,10 @@ class History:
         consumer: Any,
         partitions: Mapping[str, int],
         kept_ms: Mapping[str, int] = MappingProxyType({}),
+        without: Collection[Partition] = (),
     ) -> None:
         self.connection, self.partitions, self.kept_ms = connection, partitions, kept_ms
-        self._consumer = consumer
+        self._consumer, self._without = consumer, without
 
     async def ends(self, topic: str) -> dict[Partition, int]:
         """Where each partition of a topic ends."""
@@ -121,7 +122,8 @@ class History:
         return None
 
     def _of(self, topic: str) -> list[Partition]:
-        return [Partition(topic, number) for number in range(self.partitions[topic])]
+        every = [Partition(topic, number) for number in range(self.partitions[topic])]
+        return [tp for tp in every if tp not in self._without]
 
 
 @contextlib.contextmanager
@@ -133,8 +135,10 @@ def progress(title: str, spans: Mapping[Partition, Span]) -> Iterator[Callable[[
 
 
 @contextlib.asynccontextmanager
-async def opened(connection: Connection, topics: Sequence[str]) -> AsyncIterator[History]:
-    """A connection that reads these topics. Raises BrokerError if one of them is missing."""
+async def opened(
+    connection: Connection, topics: Sequence[str], *, without: Collection[Partition] = ()
+) -> AsyncIterator[History]:
+    """A connection that reads these topics, ``without`` some partitions. Raises BrokerError if a topic is missing."""
     found, _ = await topic_admin.inspect(connection, topics)
     if missing := [name for topic in topics if (name := connection.prefixed(topic)) not in found]:
         command = topic_admin.command(connection)
@@ -147,6 +151,6 @@ async def opened(connection: Connection, topics: Sequence[str]) -> AsyncIterator
             for name, one in found.items()
             if one.settings is not None and "retention.ms" in one.settings
         }
-        yield History(connection, consumer, partitions, kept_ms)
+        yield History(connection, consumer, partitions, kept_ms, without)
     finally:
         await close(consumer)

@@ -8,14 +8,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from delivery.values import duration_words
 from gpustream.command import counted
+from gpustream.doctor import brokers, pods, readers
 from gpustream.doctor.evidence import Fold, NodeEvidence, NodeName, Ranges, SampledRun
-from gpustream.doctor.seen import Checked, Finding, Group, OwnMetrics, Situation
-from topics import attributed, samples
-
-ATTRIBUTION = "gpustream-attribution"
-
-BEHIND_MS = 30_000
-"""What was logged in this time before the end is on its way. A pending tick may wait for 13 s of it."""
+from gpustream.doctor.readers import ATTRIBUTION, NOT_KNOWN
+from gpustream.doctor.seen import Checked, Finding, Lag, OwnMetrics, Situation
+from topics import allocations, attributed, samples, workloads
 
 SILENT_MS = 30_000
 """A node without a tick for so long, and for five of its intervals, is silent."""
@@ -23,25 +20,22 @@ SILENT_MS = 30_000
 HELD_MS = 2_000
 """A tick that was so much older than others when Kafka got it had waited in the node's buffer."""
 
-IN_PROMETHEUS_MS = 240_000
-"""An instant query finds a sample for five minutes."""
+AHEAD_MS = 2_000
+"""A tick that is so much younger than its log time can not be: a clock is ahead."""
 
-NOT_KNOWN = "not known"
+LATE_MS = 30_000
+"""A tick that was so old when Kafka got it came from a buffer, or from a clock that is behind."""
+
+STEADY_MS = 5_000
+"""Delays that differ by no more than this are a clock's: what comes from a buffer comes sooner and sooner."""
+
+NO_LEADER_MS = 7 * 60_000
+"""A leader sends each node of its cluster again every 5 minutes."""
+
+MANY_TIMES = 0.1
+"""If more of the ticks than this were attributed again, it was not a restart."""
 
 _SHOW = "`gpustream dead-letters show {id}` has it; once its error is mended, `dead-letters resubmit` sends it again"
-
-
-# -- topics
-
-
-def topics(seen: Situation) -> Checked:
-    """Whether the topics are there, and as they must be."""
-    wrong = [
-        Finding(str(one), "the topic was made by something else, or never", one.topic, f"run `{seen.create}`")
-        for one in seen.mismatches
-        if one.breaks
-    ]
-    return Checked(f"{counted(len(wrong), 'mistake')}" if wrong else "as they must be", wrong)
 
 
 # -- what was sent
@@ -86,13 +80,15 @@ def sent(seen: Situation, fold: Fold) -> Checked:
 
 def _silence(seen: Situation, sending: Mapping[NodeName, NodeEvidence]) -> list[Finding]:
     """That nobody sends, that all have stopped, or each node that has."""
+    others = [repr(prefix) for prefix in seen.kafka.elsewhere]
     if not sending:
         return [
             Finding(
                 f"no tick came in {seen.window}",
                 NOT_KNOWN,
                 f"{samples.TOPIC.name} has no record of this time that could be read",
-                "does a producer run (`gpustream produce node`), with this --kafka? Its /readyz says what it lacks",
+                "does a producer run (`gpustream produce node`), with this --kafka? Its /readyz says what it lacks"
+                + (f". There are topics with the prefix {', '.join(others)}, too: --topic-prefix" if others else ""),
             )
         ]
     silent = [name for name, node in sending.items() if not node.removed and _silent(seen, node.runs.values())]
@@ -105,7 +101,7 @@ def _silence(seen: Situation, sending: Mapping[NodeName, NodeEvidence]) -> list[
                 "look at /readyz of any producer",
             )
         ]
-    last = {name: max(sending[name].runs.values(), key=lambda run: run.last_logged_ms) for name in silent}
+    last = {name: sending[name].last_run[1] for name in silent}
     return [
         Finding(
             f"{name}: no tick since {seen.ago(run.last_logged_ms)}",
@@ -174,6 +170,100 @@ def _silent(seen: Situation, runs: Iterable[SampledRun]) -> bool:
     return seen.now_ms - last.last_logged_ms > max(SILENT_MS, 5 * interval_ms)
 
 
+# -- clocks
+
+
+def clocks(seen: Situation, fold: Fold) -> Checked:
+    """Whether each node's clock agrees with the log time of its ticks, and this machine's with the brokers'."""
+    runs = {name: node.last_run[1] for name, node in fold.nodes.items() if node.runs}
+    off = {name: -run.last_delay_ms for name, run in runs.items() if run.last_delay_ms < -AHEAD_MS}
+    off |= {name: -run.last_delay_ms for name, run in runs.items() if run.last_delay_ms > LATE_MS}
+    found = [_clock(name, runs[name], by_ms) for name, by_ms in off.items()]
+    alike = off and max(off.values()) - min(off.values()) < STEADY_MS and len(off) == len(runs) > 1
+    if alike:  # it is not all of them
+        by_ms = next(iter(off.values()))
+        found = [
+            Finding(
+                f"all {counted(len(runs), 'node')} are {_off(by_ms)} the brokers' clock",
+                "the brokers' clock is wrong, or that from which the nodes have theirs",
+                "their ticks and the log times of these differ by as much",
+                "`chronyc tracking` on a broker and on a node",
+            )
+        ]
+    newest_ms = max((run.last_logged_ms for run in runs.values()), default=0)
+    if newest_ms - seen.now_ms > AHEAD_MS:
+        found.append(
+            Finding(
+                f"this machine's clock is {duration_words(newest_ms - seen.now_ms)} behind the brokers'",
+                "one of the two is wrong",
+                "a tick was logged after now",
+                "what is said here of ages is wrong by as much: `chronyc tracking` here and on a broker",
+            )
+        )
+    least = [run.last_delay_ms for name, run in runs.items() if name not in off]
+    return Checked(f"the newest ticks were {min(least)} to {max(least)} ms old when they came" if least else "-", found)
+
+
+def _clock(name: NodeName, run: SampledRun, by_ms: int) -> Finding:
+    shown = f"its newest tick says {duration_words(abs(by_ms))} {'later' if by_ms > 0 else 'earlier'} than its log time"
+    if by_ms > 0 or run.most_delay_ms - run.least_delay_ms < STEADY_MS:
+        return Finding(
+            f"{name}: its clock is {_off(by_ms)} the brokers'",
+            "the node does not follow a time server, or another one",
+            shown,
+            "`chronyc tracking` on the node; receivers refuse samples that are too old or too far ahead",
+        )
+    return Finding(
+        f"{name}: its ticks came {duration_words(-by_ms)} late",
+        "it still sends what it kept while Kafka was away, or its clock is behind",
+        f"{shown}; others of this run came {duration_words(run.least_delay_ms)} to {duration_words(run.most_delay_ms)}"
+        " after theirs",
+        "look again in a minute; if it is as much then: `chronyc tracking` on the node",
+    )
+
+
+def _off(by_ms: int) -> str:
+    return f"{duration_words(abs(by_ms))} {'ahead of' if by_ms > 0 else 'behind'}"
+
+
+# -- snapshots of the kubelets
+
+
+def snapshots(seen: Situation, fold: Fold) -> Checked:
+    """Whether each node's kubelet says who has its devices, and gpu.allocations has what the newest tick names."""
+    found = []
+    sending = {name: node for name, node in fold.nodes.items() if node.runs}
+    named = 0
+    for name, node in sending.items():
+        run_id, run = node.last_run
+        if run.last_named is None:
+            beside = any(one.last_run[1].last_named is not None for key, one in sending.items() if key != name)
+            if node.epoch is not None or beside:
+                found.append(_no_kubelet(name, run_id, node, run))
+            continue
+        named += 1
+        if run.last_named not in node.snapshots.get(run_id, ()) and not run.unsent:  # attribution says those
+            found.append(
+                Finding(
+                    f"{name}: the snapshot that its ticks name is not in {allocations.TOPIC.name}",
+                    "it could not be written (an ACL, its size), or the topic was made again or keeps too little",
+                    f"run {run_id} names snapshot {run.last_named}; it is sent again every 5 minutes",
+                    "gpustream_producer_snapshots_dropped_total at the producer's /metrics says which it did not send",
+                )
+            )
+    return Checked(f"{named} of {counted(len(sending), 'node')} have a kubelet", found)
+
+
+def _no_kubelet(name: NodeName, run_id: int, node: NodeEvidence, run: SampledRun) -> Finding:
+    before = "" if run_id not in node.snapshots else "; earlier ones of this run did"
+    return Finding(
+        f"{name}: no kubelet answers its producer: its samples have no pods",
+        "the kubelet is down, its socket is elsewhere or not mounted, or the producer may not open it",
+        f"run {run_id}: tick {run.last_seq} names no snapshot, as those of a machine without Kubernetes{before}",
+        "docs/runbooks/GpustreamKubeletSilent.md: is /var/lib/kubelet/pod-resources mounted? --pod-resources-socket",
+    )
+
+
 # -- what was attributed
 
 
@@ -199,8 +289,8 @@ def attribution(seen: Situation, fold: Fold) -> Checked:
                 )
             if inexact := run.fates["late"] + run.fates["none"]:
                 found.append(_inexact(name, run_id, run, inexact))
-    group = next((group for group in seen.groups if group.name == ATTRIBUTION), None)
-    if group is None and seen.fold is not None and fold.nodes:
+    group = next((group for group in seen.groups or () if group.name == ATTRIBUTION), None)
+    if group is None and seen.groups is not None and fold.nodes and ATTRIBUTION not in seen.kafka.hidden:
         found.append(
             Finding(
                 f"nothing is attributed: there is no group {ATTRIBUTION}",
@@ -209,9 +299,21 @@ def attribution(seen: Situation, fold: Fold) -> Checked:
                 "start `gpustream stream attribution`",
             )
         )
-    elif group is not None and _is_behind(seen, fold.oldest_waiting_ms):
-        found.append(_behind(seen, group, totals["waiting"], fold.oldest_waiting_ms or 0))
+    elif group is not None and readers.is_behind(seen, fold.oldest_waiting_ms):
+        lag = next((lag for lag in group.lags if lag.topic == samples.TOPIC.name), Lag(samples.TOPIC.name, 0, (), None))
+        waiting = lag._replace(records=totals["waiting"], oldest_ms=fold.oldest_waiting_ms)
+        found.append(readers.behind(seen, group, waiting))
     replayed = sum(node.replayed for node in fold.nodes.values())
+    once = sum(count for fate, count in totals.items() if fate not in ("waiting", "lost", "dead_lettered"))
+    if replayed > MANY_TIMES * max(once, 1):
+        found.append(
+            Finding(
+                f"{counted(replayed, 'tick')} of {once} were attributed again",
+                "two workers attribute that are not in one group, or the group's offsets were set back",
+                f"{attributed.TOPIC.name} has them twice; readers drop the second one",
+                "look for a second `gpustream stream attribution` with this --topic-prefix, maybe in another cluster",
+            )
+        )
     words = {
         "exact": "exact",
         "no_kubelet": "without a kubelet",
@@ -236,67 +338,71 @@ def _inexact(name: NodeName, run_id: int, run: SampledRun, inexact: int) -> Find
     return Finding(f"{name}: {counted(inexact, 'tick')} not attributed exactly", cause, f"run {run_id}: {shown}", then)
 
 
-def _is_behind(seen: Situation, oldest_ms: int | None) -> bool:
-    return oldest_ms is not None and seen.now_ms - oldest_ms > BEHIND_MS
-
-
-def _behind(seen: Situation, group: Group, records: int, oldest_ms: int) -> Finding:
-    """A group that has not finished what was logged a while ago."""
-    evidence = (
-        f"the oldest was logged {seen.ago(oldest_ms)}; the group is {group.state}, {counted(group.members, 'member')}"
-    )
-    what = f"{group.name}: {counted(records, 'record')} not taken yet"
-    if not group.members:
-        return Finding(what, "nobody reads: the group has no member", evidence, "start it; what waits is read then")
-    failing = [
-        component.url
-        for component in seen.components
-        if component.sums("_receiver_failing") and group.name.replace("-", "_").endswith(_stage(component))
-    ]
-    if failing:
-        return Finding(
-            what, "the receiver does not take it", f"{evidence}; {failing[0]} says so", f"see {failing[0]} /readyz"
-        )
-    return Finding(
-        what,
-        "it has not read that far: it is slower than what comes, or hangs, or its receiver does not answer",
-        evidence,
-        "/readyz of its members says what they wait for; its loop_late_seconds and request_seconds, how busy it is."
-        " More members share the partitions",
-    )
-
-
-def _stage(component: OwnMetrics) -> str:
-    name = next((one.name for one in component.series if one.name.endswith("_receiver_failing")), "")
-    return name.removeprefix("gpustream_").removesuffix("_receiver_failing") or NOT_KNOWN
-
-
 def _shown(numbers: Ranges, most: int = 5) -> str:
     ranges = list(numbers)
     shown = ", ".join(f"{first}-{last}" if last > first else f"{first}" for first, last in ranges[:most])
     return shown + (f" and {len(ranges) - most} more" if len(ranges) > most else "")
 
 
-def workloads(seen: Situation, fold: Fold) -> Checked:
-    """Whether the cluster producer says anything of clusters whose nodes name snapshots."""
+# -- workloads
+
+
+def leaders(seen: Situation, fold: Fold) -> Checked:
+    """Whether a cluster producer leads in each cluster, one only, and knows each node that has pods."""
     clusters = {name.cluster for name, node in fold.nodes.items() if node.runs and node.snapshots}
-    silent = sorted(clusters - fold.clusters_known)
-    if not fold.clusters_known:
+    if not fold.listed_ms:
         return Checked(
-            "no cluster producer writes gpu.workloads: pods have no owners and no labels" if clusters else "-"
+            f"no cluster producer writes {workloads.TOPIC.name}: pods have no owners and no labels" if clusters else "-"
         )
-    return Checked(
-        f"{counted(len(fold.clusters_known), 'cluster')} known",
-        [
+    found = [
+        Finding(
+            f"{cluster}: nothing is in {workloads.TOPIC.name} of this cluster",
+            "its cluster producer does not run, does not lead, has another --cluster, or does not reach Kafka",
+            f"it sends each node every 5 minutes; {', '.join(sorted(fold.listed_ms))} is there",
+            "see /readyz of `gpustream produce cluster`: it says who leads",
+        )
+        for cluster in sorted(clusters - fold.listed_ms.keys())
+    ]
+    late = {name: at for name, at in fold.listed_ms.items() if name in clusters and seen.now_ms - at > NO_LEADER_MS}
+    found += [
+        Finding(
+            f"{cluster}: no cluster producer leads",
+            "none runs, none has the Lease, or the leader does not reach Kafka or the API server",
+            f"its last record was logged {seen.ago(at)}, and a leader sends each node every 5 minutes",
+            "docs/runbooks/GpustreamNoLeader.md; /readyz of `gpustream produce cluster` says who leads",
+        )
+        for cluster, at in late.items()
+    ]
+    if outdated := {name: node for name, node in fold.nodes.items() if node.outdated}:
+        name, node = next(iter(outdated.items()))
+        found.append(
             Finding(
-                f"{cluster}: nothing is in gpu.workloads of this cluster",
-                "its cluster producer does not run, does not lead, or does not reach Kafka",
-                "it sends each node every 5 minutes",
-                "see /readyz of `gpustream produce cluster`: it says who leads",
+                f"{name.cluster}: two cluster producers write at a time",
+                "they have different Leases or none (--lease off), or one was cut off from the API server",
+                f"{name}: {counted(node.outdated, 'record')} of an older epoch came after epoch {node.epoch};"
+                " readers drop them",
+                "give all replicas of a cluster one --lease, and each cluster a --cluster of its own",
             )
-            for cluster in silent
-        ],
-    )
+        )
+    strangers = [
+        name
+        for name, node in fold.nodes.items()
+        if node.runs
+        and node.holds
+        and node.epoch is None
+        and name.cluster in fold.listed_ms
+        and name.cluster not in late
+    ]
+    found += [
+        Finding(
+            f"{name}: the API server of {name.cluster} has no node of this name with GPU pods",
+            "the producer's --node is not the name of the Node, or its --cluster is another cluster's",
+            f"its kubelet lists pods, and {workloads.TOPIC.name} has no record of it",
+            "set NODE_NAME from spec.nodeName, as k8s/base does",
+        )
+        for name in strangers
+    ]
+    return Checked(f"{counted(len(fold.listed_ms), 'cluster')} known", found)
 
 
 # -- dead letters
@@ -321,141 +427,34 @@ def letters(seen: Situation, fold: Fold) -> Checked:
     return Checked(said + (f"; {done} were sent again" if done else ""), found)
 
 
-# -- consumer groups
-
-
-def groups(seen: Situation, fold: Fold) -> Checked:
-    """What each consumer group has not taken yet."""
-    found, lines = [], []
-    for group in seen.groups:
-        oldest = min((lag.oldest_ms for lag in group.lags if lag.oldest_ms is not None), default=None)
-        lines.append(f"{group.name} " + ("at the end" if oldest is None else f"at {seen.ago(oldest)}"))
-        if group.name == ATTRIBUTION:
-            continue  # the check of attribution says more
-        for lag in group.lags:
-            if _is_behind(seen, lag.oldest_ms):
-                of = group._replace(name=f"{group.name}: {lag.topic}")
-                found.append(_behind(seen, of._replace(name=group.name), lag.records, lag.oldest_ms or 0))
-    if not any(group.name.startswith("gpustream-sink-") for group in seen.groups):
-        lines.append("no sink has read anything")
-    return Checked("; ".join(lines), found)
-
-
-# -- what the components say
-
-
-_RECEIVER_SAYS = {
-    "out_of_order": "the receiver has newer samples of these series: ticks came after newer ones",
-    "too_old": "the receiver takes nothing so old",
-    "too_far_ahead": "a node's clock is ahead",
-    "duplicate": "the receiver has other samples at these times: a node's clock stands still, or two write one series",
-    "left_out": "the receiver refused all series of these ticks in the ten minutes before",
-}
-_REFUSALS = "docs/remote-write.md and docs/guarantees.md say what each reason means, and what can be set"
-
-_BAD_COUNTERS = {
-    "_records_dropped_total": ("{n} records dropped: {reason}", _RECEIVER_SAYS, _REFUSALS),
-    "_values_refused_total": ("{n} values refused: {reason}", _RECEIVER_SAYS, _REFUSALS),
-    "_records_expired_total": (
-        "{n} records deleted before they were read",
-        {"": "retention is shorter than the time for which it did not read"},
-        "give the topic more retention.ms, or find out why it was not read",
-    ),
-    "_lost_offsets_total": (
-        "{n} records deleted before they were read",
-        {"": "retention is shorter than the time for which it did not read"},
-        "give the topic more retention.ms, or find out why it was not read",
-    ),
-    "_misplaced_nodes_total": (
-        "{n} nodes in a partition that is not theirs",
-        {"": "a producer that is not gpustream's wrote them, with another partitioner"},
-        "use murmur2 of the key, as Kafka's Java clients do (librdkafka: partitioner=murmur2_random)",
-    ),
-}
-
-
-def components(seen: Situation) -> Checked:
-    """What the components say of themselves: what they dropped, and why they are not ready."""
-    found: list[Finding] = []
-    for one in seen.components:
-        if one.error:
-            found.append(Finding(f"{one.url}: no metrics", one.error, "it was asked", "is it up, and is it --listen?"))
-            continue
-        if one.not_ready:
-            found.append(Finding(f"{one.url}: not ready", one.not_ready, "/readyz says so", "its log says more"))
-        told_reasons: set[str] = set()  # of a record that was dropped, the values count as refused, too
-        for suffix, (what, causes, then) in _BAD_COUNTERS.items():
-            for (name, reason), value in one.sums(suffix).items():
-                if suffix == "_values_refused_total" and reason in told_reasons:
-                    continue
-                told_reasons.add(reason)
-                said = what.format(n=f"{value:.0f}", reason=reason)
-                cause = causes.get(reason, causes.get("", NOT_KNOWN))
-                found.append(Finding(f"{one.url}: {said}", cause, f"{name}, {one.since(seen.now_ms)}", then))
-    told = [_outcomes(one) for one in seen.components if not one.error]
-    return Checked("; ".join(filter(None, told)) or "not asked (--metrics)", found)
-
-
-def _outcomes(component: OwnMetrics) -> str:
-    words: dict[str, dict[str, float]] = {}
-    for outcome in ("delivered", "duplicate", "dropped", "dead_lettered"):
-        for (name, _), value in component.sums(f"_records_{outcome}_total").items():
-            sink = name.removeprefix("gpustream_").partition("_records_")[0]
-            words.setdefault(sink, {}).setdefault(outcome, 0.0)
-            words[sink][outcome] += value
-    return ", ".join(
-        f"{sink}: " + ", ".join(f"{value:.0f} {outcome}" for outcome, value in counts.items())
-        for sink, counts in words.items()
-    )
-
-
-# -- Prometheus
-
-
-def prometheus(seen: Situation, fold: Fold) -> Checked:
-    """Whether Prometheus has the newest attributed tick of each node."""
-    if seen.prometheus is None:
-        return Checked("not asked (--prometheus)")
-    if seen.prometheus.error:
-        wrong = Finding(f"{seen.prometheus.url}: no answer", seen.prometheus.error, "it was asked", "see --prometheus")
-        return Checked("not known", [wrong])
-    newest = {
-        name: node.newest_attributed_ms
-        for name, node in fold.nodes.items()
-        if seen.now_ms - node.newest_attributed_ms < IN_PROMETHEUS_MS
-    }
-    behind = {name: at for name, at in newest.items() if at - seen.prometheus.newest_ms.get(name, 0) > BEHIND_MS}
-    found = []
-    for name, at in behind.items():
-        has = seen.prometheus.newest_ms.get(name)
-        found.append(
-            Finding(
-                f"{name}: Prometheus does not have its newest samples",
-                f"{NOT_KNOWN}: no sink has delivered them, or Prometheus refused them",
-                f"attributed: {seen.ago(at)}; in Prometheus: {seen.ago(has) if has else 'nothing of 5 minutes'}",
-                "does the group of the sink lag? What does it say of dropped records (--metrics)?",
-            )
-        )
-    return Checked(f"has {len(newest) - len(behind)} of {counted(len(newest), 'node')}", found)
-
-
 Check = Callable[[Situation, Fold], Checked]
 
 CHECKS: dict[str, Check] = {
+    "pods": lambda seen, _: pods.pods(seen),
+    "broker": lambda seen, _: brokers.broker(seen),
+    "topics": lambda seen, _: brokers.topics(seen),
+    "rights": lambda seen, _: brokers.rights(seen),
     "sent": sent,
+    "clocks": clocks,
+    "snapshots": snapshots,
+    "workloads": leaders,
     "attributed": attribution,
-    "workloads": workloads,
+    "groups": lambda seen, _: readers.groups(seen),
     "dead letters": letters,
-    "groups": groups,
-    "components": lambda seen, _: components(seen),
-    "prometheus": prometheus,
+    "components": lambda seen, _: readers.components(seen),
+    "prometheus": readers.prometheus,
 }
-"""The checks of the records, in their order. That of the topics comes before them."""
+"""The checks, in the order in which an operator would look."""
+
+OF_RECORDS = ("sent", "clocks", "snapshots", "workloads", "attributed", "dead letters")
+"""Those that can say nothing if the records could not be read."""
 
 
 def run(seen: Situation) -> dict[str, Checked]:
-    """All checks; only that of the topics if they can't be read."""
-    found = {"topics": topics(seen)}
-    if seen.fold is not None:
-        found |= {name: check(seen, seen.fold) for name, check in CHECKS.items()}
-    return found
+    """All checks."""
+    fold = seen.fold or Fold({})
+    unread = Checked(f"not looked at: {seen.unread}")
+    return {
+        name: unread if seen.fold is None and name in OF_RECORDS else check(seen, fold)
+        for name, check in CHECKS.items()
+    }

@@ -1,14 +1,16 @@
 """``gpustream doctor``: what is wrong with a running pipeline, why, and what to do next.
 
-In:       the topics of the last minutes, the consumer groups; if given, components' /metrics and a Prometheus.
+In:       the topics of the last minutes, the consumer groups; if given, a Kubernetes namespace, components' /metrics,
+          a Prometheus.
 Out:      a line for each check and a paragraph for each finding, or one JSON object, on standard output; how far the
           reading has come, on standard error of a terminal.
-On failure: a broker that does not answer is a sentence on standard error.
+On failure: whatever does not answer is a finding, and the rest is looked at.
 Exit code 1 if anything was found.
 """
 
 import textwrap
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 import click
@@ -17,11 +19,12 @@ import msgspec
 from delivery.connection import Connection
 from delivery.settings import DURATION, URL
 from gpustream import logs
-from gpustream.command import KAFKA, LOG_FORMAT, Command, counted, option
+from gpustream.command import KAFKA, LOG_FORMAT, Command, counted, option, options
 from gpustream.doctor import checks
-from gpustream.doctor.gather import gather
+from gpustream.doctor.gather import Wanted, gather
 from gpustream.doctor.seen import Checked, Finding, Situation
 from gpustream.topics import FAILED, answer
+from producers.cluster.config import ClusterSettings
 
 SCHEMA = 1
 
@@ -47,6 +50,7 @@ def _mistakes(given: dict[str, Any]) -> list[str]:
         "gpustream doctor --kafka kafka-0:9092\n"
         "gpustream doctor --kafka kafka-0:9092 --since 1h --metrics http://remote-write:9401 \\\n"
         "    --prometheus http://prometheus:9090\n"
+        "gpustream doctor --kafka kafka-0:9092 --kube --namespace gpustream\n"
         "gpustream doctor --kafka kafka-0:9092 --format json | jq .nodes"
     ),
 )
@@ -54,6 +58,9 @@ def _mistakes(given: dict[str, Any]) -> list[str]:
 @option("--since", "since_s", type=DURATION, default="10m", help="How much of the topics is looked at, from now back.")
 @option("--metrics", type=URL, multiple=True, help="A component's own /metrics: what it dropped, why it is not ready.")
 @option("--prometheus", type=URL, help="A Prometheus that should have every node's newest sample.")
+@option("--kube", is_flag=True, show_default=False, help="Look at gpustream's pods in a Kubernetes cluster, too.")
+@option("--namespace", default="gpustream", help="With --kube: the namespace that gpustream is in.")
+@options(ClusterSettings, only=("kubeconfig",))
 @option("--format", "form", type=click.Choice(["text", "json"]), default="text", help="json: one object, on one line.")
 @LOG_FORMAT
 def doctor(
@@ -61,16 +68,21 @@ def doctor(
     since_s: float,
     metrics: tuple[str, ...],
     prometheus: str | None,
+    kube: bool,
+    namespace: str,
+    kubeconfig: Path | None,
     form: Literal["text", "json"],
     log_format: logs.Format,
 ) -> None:
-    """Check a running pipeline: what each node sent, what was attributed, what each sink took; why not, if not.
+    """Check a running pipeline in the order in which an operator would: its pods, Kafka, topics and rights, what each
+    node sent, what was attributed, what each sink took; why not, if not.
 
     It reads the topics from --since to where they end when it starts, in no consumer group, and commits nothing. Exit
     code 1 if anything was found: each finding with its cause, what shows it, and what to do next.
     """
     logs.setup(log_format)
-    seen = answer(gather(connection, since_s, metrics, prometheus))
+    wanted = Wanted(since_s, metrics, prometheus, namespace if kube else None, kubeconfig)
+    seen = answer(gather(connection, wanted))
     found = checks.run(seen)
     if form == "json":
         click.echo(msgspec.json.encode(report(seen, found)))
@@ -143,6 +155,6 @@ def report(seen: Situation, found: Mapping[str, Checked]) -> dict[str, Any]:
                 "members": group.members,
                 "behind": [lag._asdict() for lag in group.lags],
             }
-            for group in seen.groups
+            for group in seen.groups or ()
         ],
     }

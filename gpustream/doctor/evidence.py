@@ -105,6 +105,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     node: Name
     run_id: UInt
     seq: UInt
+    containers: tuple[msgspec.Raw, ...] = ()
 
 
 class Workloads(msgspec.Struct, frozen=True):
@@ -112,6 +113,7 @@ class Workloads(msgspec.Struct, frozen=True):
 
     cluster: Name
     node: Name
+    epoch: UInt = 0
     removed: bool = False
 
 
@@ -134,7 +136,8 @@ class SampledRun:
     """One run of a node, as far as it was logged in the time that is looked at.
 
     ``jumps`` has, by the first seq that was jumped over, how old the next tick was when Kafka got it;
-    ``least_delay_ms`` is the least of any tick. ``unsent`` are late ticks whose snapshot is not in gpu.allocations.
+    ``least_delay_ms`` and ``most_delay_ms`` are of all ticks, ``last_delay_ms`` of the newest, which names the snapshot
+    ``last_named``. ``unsent`` are late ticks whose snapshot is not in gpu.allocations.
     """
 
     seqs: Ranges = field(default_factory=Ranges)
@@ -147,6 +150,9 @@ class SampledRun:
     last_ts_ms: int = 0
     last_logged_ms: int = 0
     least_delay_ms: int = 1 << 62
+    most_delay_ms: int = -(1 << 62)
+    last_delay_ms: int = 0
+    last_named: int | None = None
     jumps: dict[int, int] = field(default_factory=dict)
 
 
@@ -154,7 +160,9 @@ class SampledRun:
 class NodeEvidence:
     """One node: its runs by their ids, in the order in which they came.
 
-    ``returns`` counts how often a run went on after another one had begun: two producers of one name.
+    ``returns`` counts how often a run went on after another one had begun: two producers of one name. It ``holds``
+    if its newest snapshot has a container. ``epoch`` is the highest of its records in gpu.workloads, None if there are
+    none; ``outdated`` of them came after one of a higher epoch.
     """
 
     runs: dict[int, SampledRun] = field(default_factory=dict)
@@ -164,12 +172,20 @@ class NodeEvidence:
     attributed: dict[int, dict[str, Ranges]] = field(default_factory=dict)
     replayed: int = 0
     newest_attributed_ms: int = 0
+    holds: bool = False
+    epoch: int | None = None
+    outdated: int = 0
     removed: bool = False
 
     @property
     def last_logged_ms(self) -> int:
         """When its newest tick was logged; 0 if there is none."""
         return max((run.last_logged_ms for run in self.runs.values()), default=0)
+
+    @property
+    def last_run(self) -> tuple[int, SampledRun]:
+        """The run that sent its newest tick, with its id."""
+        return max(self.runs.items(), key=lambda row: row[1].last_logged_ms)
 
 
 class LetterKind(NamedTuple):
@@ -195,14 +211,15 @@ OTHERS = LetterKind("several", "several", "other reasons")
 class Fold:
     """Takes the records in. ``finished``: up to where attribution has finished each partition of gpu.samples.
 
-    ``unprefixed`` gives the contract's name of a topic.
+    ``unprefixed`` gives the contract's name of a topic. ``listed_ms`` is, by cluster, when a record of gpu.workloads
+    was logged last.
     """
 
     def __init__(self, finished: Mapping[int, int], unprefixed: Callable[[str], str] = str) -> None:
         self.nodes: dict[NodeName, NodeEvidence] = defaultdict(NodeEvidence)
         self.letters: dict[LetterKind, Letters] = {}
         self.resubmitted: dict[int, Ranges] = defaultdict(Ranges)
-        self.clusters_known: set[str] = set()
+        self.listed_ms: dict[str, int] = {}
         self.unreadable: Counter[Fate] = Counter()
         self.oldest_waiting_ms: int | None = None
         self._finished, self._unprefixed = finished, unprefixed
@@ -223,12 +240,15 @@ class Fold:
                 self._take_attributed(self._attributed(record.value or b""))
             elif topic == allocations.TOPIC.name:
                 snapshot = self._snapshot(record.value or b"")
-                runs = self.nodes[NodeName(snapshot.cluster, snapshot.node)].snapshots
-                runs.setdefault(snapshot.run_id, Ranges()).add(snapshot.seq)
+                node = self.nodes[NodeName(snapshot.cluster, snapshot.node)]
+                node.snapshots.setdefault(snapshot.run_id, Ranges()).add(snapshot.seq)
+                node.holds = bool(snapshot.containers)
             elif topic == workloads.TOPIC.name:
                 known = self._workloads(record.value or b"")
-                self.clusters_known.add(known.cluster)
-                self.nodes[NodeName(known.cluster, known.node)].removed = known.removed
+                self.listed_ms[known.cluster] = max(self.listed_ms.get(known.cluster, 0), record.timestamp)
+                node = self.nodes[NodeName(known.cluster, known.node)]
+                node.outdated += known.epoch < (node.epoch or 0)
+                node.removed, node.epoch = known.removed, max(node.epoch or 0, known.epoch)
         except msgspec.DecodeError:
             if topic == samples.TOPIC.name:
                 self.unreadable[self._unattributed(record)] += 1
@@ -269,9 +289,10 @@ class Fold:
             node.current = tick.run_id
             if tick.seq > run.last_seq + 1 and len(run.jumps) < MAX_JUMPS:
                 run.jumps[run.last_seq + 1] = delay_ms
-            run.last_seq, run.last_ts_ms = tick.seq, tick.ts_ms
+            run.last_seq, run.last_ts_ms, run.last_delay_ms = tick.seq, tick.ts_ms, delay_ms
+            run.last_named = tick.allocations_seq
         run.last_logged_ms = max(run.last_logged_ms, record.timestamp)
-        run.least_delay_ms = min(run.least_delay_ms, delay_ms)
+        run.least_delay_ms, run.most_delay_ms = min(run.least_delay_ms, delay_ms), max(run.most_delay_ms, delay_ms)
         if not run.seqs.add(tick.seq):
             run.twice += 1
             return

@@ -1,31 +1,38 @@
-"""Collects what the checks look at: from Kafka, from the components' /metrics, from Prometheus.
+"""Asks Kafka, the Kubernetes API, the components and a Prometheus for what the checks look at.
+
+In:       a connection, a time, addresses.
+Out:      a :class:`Situation`.
+State:    none. It joins no consumer group and commits nothing.
+On failure: whatever does not answer is in the :class:`Situation`, with the reason, and the others are asked.
 
 The order of the questions matters. gpu.samples is asked first where it ends, then the groups what they have finished,
 then the other topics where they end: so what is finished of the samples is in the others. Everything is read to these
-ends, however much comes meanwhile.
+ends, however much comes meanwhile. Groups that are behind are asked a second time, to see whether they catch up.
 """
 
 import asyncio
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit, urlunsplit
 
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
-from delivery import kafka_admin, topic_admin
+from delivery import kafka_admin
 from delivery.clients import OffsetClient
 from delivery.connection import Connection
-from delivery.kafka_admin import GroupFound
+from delivery.kafka_admin import BrokerError, GroupFound
 from delivery.kafka_errors import describe
 from delivery.ledger import Partition
 from delivery.positions import STATE_WINDOW_MS
 from gpustream import history
-from gpustream.doctor.checks import ATTRIBUTION
+from gpustream.doctor import brokers, pods, readers
 from gpustream.doctor.evidence import Fold, NodeName
-from gpustream.doctor.seen import Group, Lag, OwnMetrics, Prometheus, Series, Situation
-from gpustream.history import History
+from gpustream.doctor.readers import ATTRIBUTION
+from gpustream.doctor.seen import Cluster, Group, Lag, OwnMetrics, Prometheus, Series, Situation
+from gpustream.history import History, Span
 from topics import allocations, attributed, dead_letters, samples, workloads
 
 GROUPS = "gpustream-"
@@ -34,6 +41,9 @@ _ANSWER_S = 10.0
 _BROKERS_DIFFER_MS = 60_000
 """By so much the clocks of two brokers may differ: what comes of a sample may have an earlier log time."""
 
+WATCH_S = 3.0
+"""After this a group that is behind is asked again: it commits every second."""
+
 _QUERY = "max by (k8s_cluster_name, k8s_node_name, cluster, hostname, node) (timestamp(gpu_info))"
 _CLUSTER_LABELS = ("k8s_cluster_name", "cluster")
 _NODE_LABELS = ("k8s_node_name", "hostname", "node")
@@ -41,42 +51,114 @@ _STATES = (allocations.TOPIC.name, workloads.TOPIC.name)
 _IN_ORDER = (dead_letters.TOPIC.name, *_STATES, attributed.TOPIC.name, samples.TOPIC.name)
 
 
-async def gather(connection: Connection, since_s: float, metrics: Sequence[str], prometheus: str | None) -> Situation:
-    """Everything that the checks look at. Raises BrokerError."""
+class Wanted(NamedTuple):
+    """What is looked at: how far back, whose metrics, which Prometheus, which namespace of which cluster if any."""
+
+    since_s: float
+    metrics: Sequence[str] = ()
+    prometheus: str | None = None
+    namespace: str | None = None
+    kubeconfig: Path | None = None
+
+
+async def gather(connection: Connection, wanted: Wanted) -> Situation:
+    """Everything that the checks look at."""
     now_ms = time.time_ns() // 1_000_000
-    since_ms = now_ms - int(since_s * 1000)
-    found, _ = await topic_admin.inspect(connection)
-    mismatches = topic_admin.mismatches(topic_admin.contract(connection).values(), found)
-    command = topic_admin.command(connection)
-    seen = Situation(since_ms, now_ms, mismatches, create=command, components=await ask_components(metrics))
-    there = {connection.unprefixed(topic) for topic in found}
-    if not there.issuperset(_IN_ORDER):
-        return seen
-    async with history.opened(connection, list(there)) as past:
-        spans = {samples.TOPIC.name: await past.spans(samples.TOPIC.name, since_ms)}
+    since_ms = now_ms - int(wanted.since_s * 1000)
+
+    async def kube() -> Cluster | None:
+        return await pods.ask(wanted.kubeconfig, wanted.namespace) if wanted.namespace is not None else None
+
+    asked, components, cluster = await asyncio.gather(brokers.ask(connection), ask_components(wanted.metrics), kube())
+    seen = Situation(since_ms, now_ms, asked, components=components, cluster=cluster)
+    if asked.error:
+        seen = seen._replace(groups=None, unread=asked.error)
+    else:
+        seen = await _read(connection, seen)
+    return seen._replace(prometheus=await ask_prometheus(wanted.prometheus) if wanted.prometheus else None)
+
+
+async def _read(connection: Connection, seen: Situation) -> Situation:
+    """What the records say, and the groups. Partitions without a leader are left out."""
+    readable = brokers.known_topics(seen.kafka.found)
+    unread = brokers.readable(seen.kafka, _IN_ORDER)
+    leaderless = [Partition(name, number) for name, one in seen.kafka.found.items() for number in one.leaderless]
+    try:
+        async with history.opened(connection, readable, without=leaderless) as past:
+            spans = {} if unread else {samples.TOPIC.name: await past.spans(samples.TOPIC.name, seen.since_ms)}
+            groups = await _groups(connection)
+            fold = None if unread else await _fold(past, spans, seen.since_ms, groups or ())
+            known = None if groups is None else await _with_lags(past, groups)
+            seen = seen._replace(fold=fold, unread=unread, groups=known)
+            behind = [
+                lag for group in seen.groups or () for lag in group.lags if readers.is_behind(seen, lag.oldest_ms)
+            ]
+            return await _watched(past, seen) if behind else seen
+    except BrokerError as error:
+        return seen._replace(unread=str(error), groups=seen.groups or None)
+
+
+async def _groups(connection: Connection) -> list[GroupFound] | None:
+    """The groups; None if no broker answers for them."""
+    try:
         async with kafka_admin.connect(connection) as admin:
-            groups = await admin.groups(GROUPS)
-        for topic in _IN_ORDER[:-1]:
-            before_ms = STATE_WINDOW_MS if topic in _STATES else _BROKERS_DIFFER_MS
-            spans[topic] = await past.spans(topic, since_ms - before_ms)
-        finished = {
-            tp.partition: offset
-            for group in groups
-            for tp, offset in group.committed.items()
-            if group.name == ATTRIBUTION and tp.topic == samples.TOPIC.name
-        }
-        fold = Fold(finished, connection.unprefixed)
-        for topic in _IN_ORDER:
-            with history.progress(topic, spans[topic]) as advanced:
-                async for records in past.records(spans[topic], advanced):
-                    for record in records:
-                        fold.take(record)
-        lags = await _lags(past, groups)
-    return seen._replace(
-        fold=fold,
-        groups=[Group(group.name, group.state, group.members, lags[group.name]) for group in groups],
-        prometheus=await ask_prometheus(prometheus) if prometheus else None,
-    )
+            return await admin.groups(GROUPS)
+    except BrokerError:
+        return None
+
+
+async def _fold(
+    past: History, spans: dict[str, dict[Partition, Span]], since_ms: int, groups: Iterable[GroupFound]
+) -> Fold:
+    """The records, folded. ``spans`` are those of gpu.samples, which were asked for before the groups."""
+    for topic in _IN_ORDER[:-1]:
+        before_ms = STATE_WINDOW_MS if topic in _STATES else _BROKERS_DIFFER_MS
+        spans[topic] = await past.spans(topic, since_ms - before_ms)
+    finished = {
+        tp.partition: offset
+        for group in groups
+        for tp, offset in group.committed.items()
+        if group.name == ATTRIBUTION and tp.topic == samples.TOPIC.name
+    }
+    fold = Fold(finished, past.connection.unprefixed)
+    for topic in _IN_ORDER:
+        with history.progress(topic, spans[topic]) as advanced:
+            async for records in past.records(spans[topic], advanced):
+                for record in records:
+                    fold.take(record)
+    return fold
+
+
+async def _watched(past: History, seen: Situation) -> Situation:
+    """The same some seconds later, with what each group has done since."""
+    began_s = time.monotonic()
+    await asyncio.sleep(WATCH_S)
+    again = await _groups(past.connection)
+    watched_s = time.monotonic() - began_s
+    later = {group.name: group for group in await _with_lags(past, again or ())}
+    return seen._replace(groups=[_moved(group, later.get(group.name), watched_s) for group in seen.groups or ()])
+
+
+def _moved(group: Group, later: Group | None, watched_s: float) -> Group:
+    if later is None:
+        return group
+    left = {lag.topic: lag.records for lag in later.lags}
+    lags = [
+        lag._replace(
+            finished=sum(
+                max(0, at - group.committed.get(tp, 0)) for tp, at in later.committed.items() if tp.topic == lag.topic
+            ),
+            grew=left.get(lag.topic, 0) - lag.records,
+            watched_s=watched_s,
+        )
+        for lag in group.lags
+    ]
+    return group._replace(lags=tuple(lags))
+
+
+async def _with_lags(past: History, groups: Sequence[GroupFound]) -> list[Group]:
+    lags = await _lags(past, groups)
+    return [Group(one.name, one.state, one.members, lags[one.name], one.committed) for one in groups]
 
 
 async def _lags(past: History, groups: Iterable[GroupFound]) -> dict[str, tuple[Lag, ...]]:
@@ -147,24 +229,51 @@ async def _component(session: aiohttp.ClientSession, url: str) -> OwnMetrics:
 
 
 async def ask_prometheus(url: str) -> Prometheus:
-    """The newest sample of each node, by ``gpu_info``, which every device has with every profile."""
+    """The newest sample of each node, by ``gpu_info``, which each device has in each profile; and how it is itself."""
     base = url.rstrip("/")
+    found: dict[NodeName, int] = {}
     try:
-        async with (
-            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_ANSWER_S)) as session,
-            session.get(f"{base}/api/v1/query", params={"query": _QUERY}) as answer,
-        ):
-            answer.raise_for_status()
-            said: Any = await answer.json()
-        found: dict[NodeName, int] = {}
-        for row in said["data"]["result"]:
-            cluster = next((row["metric"][label] for label in _CLUSTER_LABELS if label in row["metric"]), "")
-            node = next((row["metric"][label] for label in _NODE_LABELS if label in row["metric"]), "")
-            name = NodeName(cluster, node)
-            found[name] = max(found.get(name, 0), int(float(row["value"][1]) * 1000))
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_ANSWER_S)) as session:
+            for labels, value in await _instant(session, base, _QUERY):
+                cluster = next((labels[label] for label in _CLUSTER_LABELS if label in labels), "")
+                node = next((labels[label] for label in _NODE_LABELS if label in labels), "")
+                name = NodeName(cluster, node)
+                found[name] = max(found.get(name, 0), int(value * 1000))
+            flags = await _of_api(session, base, "status/flags")
+            rules = await _of_api(session, base, "rules")
+            reloads = await _instant(session, base, "prometheus_config_last_reload_successful")
     except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError) as error:
         return Prometheus(_without_password(base), {}, describe(error))
-    return Prometheus(_without_password(base), found)
+    receives = flags.get("web.enable-remote-write-receiver") if flags else None
+    broken = {
+        str(rule.get("name")): str(rule.get("lastError"))
+        for group in (rules or {}).get("groups", [])
+        for rule in group.get("rules", [])
+        if rule.get("health") == "err"
+    }
+    return Prometheus(
+        _without_password(base),
+        found,
+        receives=None if receives is None else receives == "true",
+        broken_rules=broken,
+        reload_failed=any(value == 0 for _, value in reloads),
+    )
+
+
+async def _instant(session: aiohttp.ClientSession, base: str, query: str) -> list[tuple[dict[str, str], float]]:
+    """What an instant query answers: labels and value."""
+    async with session.get(f"{base}/api/v1/query", params={"query": query}) as answer:
+        answer.raise_for_status()
+        said: Any = await answer.json()
+    return [(row["metric"], float(row["value"][1])) for row in said["data"]["result"]]
+
+
+async def _of_api(session: aiohttp.ClientSession, base: str, path: str) -> dict[str, Any] | None:
+    """What Prometheus says of itself; None from a receiver that has no such page."""
+    async with session.get(f"{base}/api/v1/{path}") as answer:
+        said: Any = await answer.json() if answer.ok else None
+    data = said.get("data") if isinstance(said, dict) else None
+    return data if isinstance(data, dict) else None
 
 
 def _without_password(url: str) -> str:

@@ -1,10 +1,13 @@
 """What the checks look at, and what they say."""
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import msgspec
 
+from delivery.kafka_admin import Acl, Disk, Found
+from delivery.ledger import Partition
 from delivery.topic_admin import COMMAND, Mismatch
 from delivery.values import duration_words
 from gpustream.doctor.evidence import Fold, NodeName
@@ -26,25 +29,54 @@ class Checked(NamedTuple):
     findings: Sequence[Finding] = ()
 
 
+class Kafka(NamedTuple):
+    """What a Kafka is, beside its records. ``whom``: as whom it was asked; ``error``: why it could not be.
+
+    ``found`` are the topics by the contract's names. ``elsewhere`` are prefixes under which there are such topics, too.
+    ``acls`` is None if this client may not know them, or there are none to know. ``hidden`` are groups that this client
+    may not see.
+    """
+
+    servers: str
+    whom: str
+    error: str = ""
+    brokers: Mapping[int, str] = MappingProxyType({})
+    disks: Sequence[Disk] = ()
+    found: Mapping[str, Found] = MappingProxyType({})
+    unchecked: str | None = None
+    mismatches: Sequence[Mismatch] = ()
+    create: str = COMMAND
+    prefix: str = ""
+    elsewhere: Sequence[str] = ()
+    acls: Sequence[Acl] | None = None
+    hidden: Sequence[str] = ()
+
+
 class Lag(NamedTuple):
     """What a group has not finished of a topic: how many records, in which partitions, and how old the oldest is.
 
-    ``oldest_ms`` is when it was logged; None if that is not known.
+    ``oldest_ms`` is when it was logged; None if that is not known. ``finished`` is how many records it finished in the
+    ``watched_s`` after that, and ``grew`` by how many it lags more then; None if nobody looked again.
     """
 
     topic: str
     records: int
     partitions: tuple[int, ...]
     oldest_ms: int | None
+    finished: int | None = None
+    grew: int = 0
+    watched_s: float = 0.0
 
 
 class Group(NamedTuple):
-    """A consumer group: its state as the broker calls it, how many members it has, and what it has not finished."""
+    """A consumer group: its state as the broker calls it, how many members it has, what it has not finished, and the
+    offsets that it has committed."""
 
     name: str
     state: str
     members: int
     lags: tuple[Lag, ...]
+    committed: Mapping[Partition, int] = MappingProxyType({})
 
 
 class Series(NamedTuple):
@@ -79,24 +111,55 @@ class OwnMetrics(NamedTuple):
 
 
 class Prometheus(NamedTuple):
-    """The newest sample of each node that a Prometheus has. ``error``: why it could not be asked."""
+    """The newest sample of each node that a Prometheus has. ``error``: why it could not be asked.
+
+    ``receives`` is None if it does not say whether it takes remote write. ``broken_rules`` are those of its own
+    rules that fail, with its words; ``reload_failed`` if it does not run with the configuration that it has.
+    """
 
     url: str
     newest_ms: Mapping[NodeName, int]
     error: str = ""
+    receives: bool | None = None
+    broken_rules: Mapping[str, str] = MappingProxyType({})
+    reload_failed: bool = False
+
+
+Json = dict[str, Any]
+
+
+class Cluster(NamedTuple):
+    """What the Kubernetes API says of a namespace, as it says it. ``refused`` are the questions that it did not answer,
+    and why; ``logs`` the last lines of containers that ended, by pod and container; ``missing_rights`` what service
+    accounts lack, by account; ``lease_ms`` when the cluster producer's Lease was renewed."""
+
+    namespace: str
+    error: str = ""
+    pods: Sequence[Json] = ()
+    nodes: Sequence[Json] = ()
+    owners: Sequence[Json] = ()
+    config_maps: Mapping[str, Json] = MappingProxyType({})
+    lease_ms: int | None = None
+    missing_rights: Mapping[str, Sequence[str]] = MappingProxyType({})
+    logs: Mapping[tuple[str, str], str] = MappingProxyType({})
+    refused: Mapping[str, str] = MappingProxyType({})
 
 
 class Situation(NamedTuple):
-    """All that the checks look at; ``fold`` is None where topics are missing, which the command ``create`` makes."""
+    """All that the checks look at; ``fold`` is None if the records could not be read, ``unread`` says why.
+
+    ``groups`` is None if they could not be asked.
+    """
 
     since_ms: int
     now_ms: int
-    mismatches: Sequence[Mismatch] = ()
-    create: str = COMMAND
+    kafka: Kafka = Kafka("", "nobody")
     fold: Fold | None = None
-    groups: Sequence[Group] = ()
+    unread: str = ""
+    groups: Sequence[Group] | None = ()
     components: Sequence[OwnMetrics] = ()
     prometheus: Prometheus | None = None
+    cluster: Cluster | None = None
 
     @property
     def window(self) -> str:

@@ -54,11 +54,11 @@ def topic(name: str, leaders: list[int], *, code: int = 0, allowed: int = UNSAID
 
 
 async def test_a_partition_without_a_leader_counts_and_is_reported() -> None:
-    rows = [topic("a", [1, 2, 3]), topic("b", [1, -1]), topic("deleted", [])]
+    rows = [topic("a", [1, 2, 3], allowed=8), topic("b", [1, -1], allowed=8), topic("deleted", [])]
 
     assert await admin(topics=rows).layouts(["a", "b", "deleted"]) == {
-        "a": Found(3, led=True),
-        "b": Found(2, led=False),
+        "a": Found(3, in_sync={0: 1, 1: 1, 2: 1}, allowed=frozenset({"Read"})),
+        "b": Found(2, leaderless=(1,), in_sync={0: 1, 1: 1}, allowed=frozenset({"Read"})),
     }
 
 

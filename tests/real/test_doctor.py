@@ -5,9 +5,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from delivery import topic_admin
-from gpustream.doctor import checks, command
-from gpustream.doctor.gather import gather
+from gpustream.doctor import checks, command, pods
+from gpustream.doctor.gather import Wanted, gather
 from gpustream.doctor.seen import Checked, Situation
 from producers import publisher as names
 from producers.simulated.component import SimulatedFleet
@@ -17,17 +19,18 @@ from sinks.settings import RemoteWriteSettings
 from streams.attribution.component import Attribution
 from streams.settings import AttributionSettings
 from tests.eventually import eventually
+from tests.real.kubernetes import ADMIN, ApiServer, Json
 from tests.real.pipeline import Truth, lag, read_all, running
 from tests.real.servers import KafkaServer, PrometheusServer
 
 GROUP = "gpustream-attribution"
+OURS = {"app.kubernetes.io/name": "gpustream"}
 TICKS = 15
 
 
 async def look(kafka: KafkaServer, *, later_ms: int = 0, **asked: Any) -> tuple[Situation, dict[str, Checked]]:
     """What the doctor has seen and found; ``later_ms``: as if it looked so much later."""
-    asked = {"metrics": (), "prometheus": None, **asked}
-    seen = await gather(kafka.connection, 600.0, **asked)
+    seen = await gather(kafka.connection, Wanted(600.0, **asked))
     seen = seen._replace(now_ms=seen.now_ms + later_ms)
     return seen, checks.run(seen)
 
@@ -58,7 +61,7 @@ async def test_a_healthy_pipeline_is_a_short_summary(
     report = json.loads(json.dumps(command.report(seen, found), default=str))
 
     assert lines[-1] == "all is well in 10m", "\n".join(lines)
-    assert len(lines) < 12
+    assert len(lines) < 16
     assert found["prometheus"].summary == "has 3 of 3 nodes"
     sampled = Truth.read(truth).ticks
     assert {(node["node"], run["ticks"], run["exact"]) for node in report["nodes"] for run in node["runs"]} == {
@@ -103,7 +106,65 @@ async def test_ticks_that_wait_for_a_stopped_worker_are_counted_and_the_worker_i
     waiting = len(Truth.read(tmp_path / "second.jsonl").ticks)
 
     (behind,) = found["attributed"].findings
-    assert behind.finding == f"{GROUP}: {waiting} records not taken yet"
+    assert behind.finding == f"{GROUP}: {waiting} records of gpu.samples not taken yet"
     assert behind.cause == "nobody reads: the group has no member"
     assert found["attributed"].summary == f"{3 * TICKS} exact, {waiting} on their way"
     assert (await look(empty_kafka))[1]["attributed"].findings == []  # they came a moment ago
+
+
+async def test_the_api_server_is_asked_for_pods_nodes_rights_and_settings(
+    kube_api: ApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kube_api.service_account("doctor", "cluster")
+    for name, component in (("attribution-0", "attribution"), ("cluster-0", "cluster")):
+        kube_api.create(_pod(name, component))
+    starting = {"waiting": {"reason": "ErrImagePull", "message": "no such image"}}
+    row = {"name": "c", "image": "i", "imageID": "", "ready": False, "restartCount": 0, "state": starting}
+    path = "/api/v1/namespaces/doctor/pods/attribution-0"
+    kube_api.patch(path, {"status": {"phase": "Pending", "containerStatuses": [row]}}, status=True)
+    data = {"GPUSTREAM_GRACES": "1s"}
+    metadata = {"name": "settings", "namespace": "doctor"}
+    kube_api.create({"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data})
+    kube_api.create(_daemon_set())
+    kube_api.create({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "doctors", "labels": GPU_LABEL}})
+
+    seen = await pods.ask(kube_api.kubeconfig(ADMIN), "doctor")
+    kube_api.delete("/api/v1/nodes/doctors")
+    said = [one.finding for one in pods.pods(Situation(0, 1, cluster=seen)).findings]
+    assert "pod attribution-0: ErrImagePull" in said
+    assert "GPUSTREAM_GRACES is no option" in said
+    assert "node doctors has GPUs, and no pod of the node producer" in said
+    assert any(one.startswith("the service account cluster may not list pods, watch pods, list nodes") for one in said)
+    assert "no cluster producer holds the Lease gpustream-cluster" in said
+
+    refused = await pods.ask(kube_api.kubeconfig("one"), "doctor")
+    assert {"pods", "nodes", "daemonsets"} <= refused.refused.keys()
+    assert pods.pods(Situation(0, 1, cluster=refused)).findings == []
+    monkeypatch.setenv("KUBECONFIG", "/nowhere")
+    assert "/nowhere" in (await pods.ask(None, "doctor")).error
+
+
+GPU_LABEL = {"nvidia.com/gpu.present": "true"}
+
+
+def _pod(name: str, component: str) -> Json:
+    labels = {**OURS, "app.kubernetes.io/component": component}
+    container = {"name": "c", "image": "i", "envFrom": [{"configMapRef": {"name": "settings"}}]}
+    spec = {"serviceAccountName": "cluster", "containers": [container]}
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": name, "namespace": "doctor", "labels": labels},
+        "spec": spec,
+    }
+
+
+def _daemon_set() -> Json:
+    labels = {**OURS, "app.kubernetes.io/component": "node"}
+    spec = {"nodeSelector": {"gpu": "yes"}, "containers": [{"name": "c", "image": "i"}]}
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "DaemonSet",
+        "metadata": {"name": "node", "namespace": "doctor", "labels": labels},
+        "spec": {"selector": {"matchLabels": labels}, "template": {"metadata": {"labels": labels}, "spec": spec}},
+    }

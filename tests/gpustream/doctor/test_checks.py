@@ -1,14 +1,17 @@
 """Each gap has a cause, or it is said that the cause is not known and what to look at."""
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import pytest
 
+from delivery.kafka_admin import Found
 from delivery.topic_admin import Mismatch
 from gpustream.doctor import checks, command
 from gpustream.doctor.evidence import Fold, NodeName
-from gpustream.doctor.seen import Checked, Finding, Group, Lag, OwnMetrics, Prometheus, Series, Situation
+from gpustream.doctor.readers import ATTRIBUTION, components
+from gpustream.doctor.seen import Checked, Finding, Group, Kafka, Lag, OwnMetrics, Prometheus, Series, Situation
 from tests.gpustream.doctor.records import (
     NOW_MS,
     RUN,
@@ -21,9 +24,11 @@ from tests.gpustream.doctor.records import (
     snapshot,
     workloads,
 )
+from topics import TOPICS
 
 LAST = 600
-READING = Group(checks.ATTRIBUTION, "Stable", 1, ())
+READING = Group(ATTRIBUTION, "Stable", 1, ())
+KAFKA = Kafka("k:9092", "User:doctor", found={name: Found(1) for name in TOPICS}, brokers={1: "k:9092"})
 
 
 def healthy(nodes: Iterable[str] = ("n",)) -> list[Record]:
@@ -42,7 +47,7 @@ def see(records: Iterable[Record], finished: int = 1000, **fields: Any) -> Situa
     for record in records:
         fold.take(record)
     last = max((node.last_logged_ms for node in fold.nodes.values()), default=NOW_MS) or NOW_MS
-    return Situation(**{"since_ms": SINCE_MS, "now_ms": last, "fold": fold, "groups": [READING], **fields})
+    return Situation(SINCE_MS, last, KAFKA, fold, groups=[READING])._replace(**fields)
 
 
 def found(seen: Situation) -> dict[str, list[Finding]]:
@@ -62,12 +67,14 @@ def test_nothing_is_found_where_all_is_well_and_a_fleet_is_not_a_line_for_each_n
 
     assert found(seen) == {}
     assert lines[-1].startswith("all is well in ")
-    assert len(lines) < 12
-    assert "50 nodes sent 3000 ticks in 50 runs, 0 missing" in lines[1]
+    assert len(lines) < 16
+    assert "50 nodes sent 3000 ticks in 50 runs, 0 missing" in lines[4]
 
 
 def test_topics_that_are_not_as_they_must_be_are_all_that_is_said() -> None:
-    seen = Situation(SINCE_MS, NOW_MS, [Mismatch("gpu.samples", "the topic", "there", "missing")])
+    missing = Mismatch("gpu.samples", "the topic", "there", "missing")
+    kafka = Kafka("k", "User:x", found={"gpu.attributed": Found(2)}, mismatches=[missing])
+    seen = Situation(SINCE_MS, NOW_MS, kafka, unread="there is no gpu.samples")
 
     assert found(seen).keys() == {"topics"}
     assert "run `gpustream topics create`" in one(seen).next
@@ -114,7 +121,11 @@ def test_what_is_missing_before_the_first_tick_counts_only_for_a_run_that_began_
 
 
 def test_a_node_that_went_silent_is_named_unless_the_cluster_removed_it() -> None:
-    ended = [sample(seq, node="gone") for seq in range(1, 3)] + [attributed(seq, node="gone") for seq in range(1, 3)]
+    ended = (
+        [snapshot(node="gone")]
+        + [sample(seq, node="gone") for seq in range(1, 3)]
+        + [attributed(seq, node="gone") for seq in range(1, 3)]
+    )
     ended.sort(key=lambda record: record.topic)
     removed = workloads(removed=True)._replace(value=b'{"cluster": "c", "node": "gone", "removed": true}')
 
@@ -130,9 +141,10 @@ def test_a_fleet_that_went_silent_is_one_finding() -> None:
 
 def test_two_producers_of_one_name_are_found() -> None:
     both = [record for seq in range(1, 6) for record in (sample(seq), sample(seq, run_id=RUN + 7))]
+    listed = [snapshot(), snapshot(run_id=RUN + 7), workloads()]
     outputs = [record for seq in range(1, 6) for record in (attributed(seq), attributed(seq, run_id=RUN + 7))]
 
-    assert one(see([*outputs, *both])).finding == "c/n: two producers send under this name"
+    assert one(see([*listed, *outputs, *both])).finding == "c/n: two producers send under this name"
 
 
 def test_a_tick_that_attribution_has_passed_without_a_record_is_lost() -> None:
@@ -157,7 +169,7 @@ def test_what_waits_is_found_when_it_is_old_and_the_cause_is_who_reads() -> None
     assert one(see(records, 0)).cause.startswith("it has not read that far")
     assert one(see(records, 0, groups=[nobody])).cause == "nobody reads: the group has no member"
     assert one(see(records, 0, groups=[])).cause == "no worker has ever run here"
-    assert found(see([sample(1)], 0)) == {}
+    assert found(see([snapshot(), sample(1)], 0)) == {}
 
 
 def test_dead_letters_are_found_by_reason_until_they_are_sent_again() -> None:
@@ -198,7 +210,7 @@ def test_what_sinks_dropped_is_found_with_the_meaning_of_the_reason() -> None:
 
     assert one(seen).finding == "http://sink: 10 records dropped: out_of_order"
     assert "ticks came after newer ones" in one(seen).cause
-    assert checks.components(seen).summary == "remote_write: 90 delivered, 10 dropped"
+    assert components(seen).summary == "remote_write: 90 delivered, 10 dropped"
 
 
 def test_components_that_are_away_or_not_ready_are_found() -> None:
@@ -220,7 +232,9 @@ def test_a_node_whose_newest_tick_prometheus_lacks_is_found() -> None:
 
 
 def test_many_findings_are_a_screen_of_text_and_all_of_them_in_json() -> None:
-    records = [sample(seq, node=f"n{node}") for node in range(100) for seq in (1, 3)]
+    records = [
+        make(node=f"n{node}") for node in range(100) for make in (snapshot, partial(sample, 1), partial(sample, 3))
+    ]
     seen = see(records, 0)
     checked = checks.run(seen)
     lines = list(command.text(seen, checked))

@@ -1,0 +1,295 @@
+"""Who reads, and what is said outside of Kafka: the consumer groups, the components' own metrics, a Prometheus. Pure.
+
+In:       what was seen.
+Out:      findings.
+"""
+
+import re
+from collections.abc import Mapping
+
+from delivery.values import duration_words
+from gpustream.command import counted
+from gpustream.doctor.evidence import Fold, NodeName
+from gpustream.doctor.seen import Checked, Finding, Group, Lag, OwnMetrics, Prometheus, Situation
+from streams import STREAMS
+from topics import samples
+
+ATTRIBUTION = "gpustream-attribution"
+
+BEHIND_MS = 30_000
+"""What was logged in this time before the end is on its way. A pending tick may wait for 13 s of it."""
+
+IN_PROMETHEUS_MS = 240_000
+"""An instant query finds a sample for five minutes."""
+
+NOT_KNOWN = "not known"
+
+
+# -- consumer groups
+
+
+def groups(seen: Situation) -> Checked:
+    """What each consumer group has not taken yet, whether that gets less, and whether there are groups too many."""
+    if seen.groups is None:
+        return Checked("not known: no broker answers for the groups")
+    found, lines = [], []
+    for group in seen.groups:
+        oldest = min((lag.oldest_ms for lag in group.lags if lag.oldest_ms is not None), default=None)
+        lines.append(f"{group.name} " + ("at the end" if oldest is None else f"at {seen.ago(oldest)}"))
+        if group.name != ATTRIBUTION:  # the check of attribution says more
+            found += [behind(seen, group, lag) for lag in group.lags if is_behind(seen, lag.oldest_ms)]
+    known = [f"gpustream-{name}" for name in STREAMS]
+    rivals = [
+        group.name
+        for group in seen.groups
+        if group.name not in known and samples.TOPIC.name in {tp.topic for tp in group.committed}
+    ]
+    found += [
+        Finding(
+            f"{name} reads {samples.TOPIC.name} beside {ATTRIBUTION}",
+            "two groups attribute: each tick comes twice into gpu.attributed",
+            f"it has committed offsets of {samples.TOPIC.name}",
+            "stop one of them, or give it a --topic-prefix of its own",
+        )
+        for name in rivals
+    ]
+    never = [name for name in known if name not in {group.name for group in seen.groups}]
+    lines += [f"{name} has never run" for name in never if name != ATTRIBUTION]
+    if not any(group.name.startswith("gpustream-sink-") for group in seen.groups):
+        lines.append("no sink has read anything")
+    return Checked("; ".join(lines), found)
+
+
+def is_behind(seen: Situation, oldest_ms: int | None) -> bool:
+    """Whether what was logged then should have been taken by now."""
+    return oldest_ms is not None and seen.now_ms - oldest_ms > BEHIND_MS
+
+
+def behind(seen: Situation, group: Group, lag: Lag) -> Finding:
+    """A group that has not finished what was logged a while ago: why, and whether it catches up."""
+    parts = lag.partitions
+    where = f"in {counted(len(parts), 'partition')}" + (f" ({', '.join(map(str, parts))})" if len(parts) <= 5 else "")
+    evidence = (
+        f"the oldest was logged {seen.ago(lag.oldest_ms or 0)}, {where}; the group is {group.state},"
+        f" {counted(group.members, 'member')}{_movement(lag)}"
+    )
+    what = f"{group.name}: {counted(lag.records, 'record')} of {lag.topic} not taken yet"
+    if not group.members:
+        return Finding(what, "nobody reads: the group has no member", evidence, "start it; what waits is read then")
+    failing = [
+        component.url
+        for component in seen.components
+        if component.sums("_receiver_failing") and group.name.replace("-", "_").endswith(_stage(component))
+    ]
+    if failing:
+        return Finding(
+            what, "the receiver does not take it", f"{evidence}; {failing[0]} says so", f"see {failing[0]} /readyz"
+        )
+    if lag.finished and lag.grew < 0:
+        return Finding(what, "it was away, or slow, and catches up", evidence, "wait; look again then")
+    if lag.finished:
+        return Finding(
+            what,
+            "it is slower than what comes",
+            evidence,
+            "more members share the partitions; its loop_late_seconds and request_seconds say how busy it is",
+        )
+    nothing = "it takes nothing: it hangs or is stopped, its receiver does not take anything, or it waits for a topic"
+    return Finding(
+        what,
+        "it has not read that far" if lag.finished is None else nothing,
+        evidence,
+        "/readyz of its members says what they wait for; one that does not answer either hangs: restart it",
+    )
+
+
+def _movement(lag: Lag) -> str:
+    if lag.finished is None:
+        return ""
+    pace = lag.finished / lag.watched_s if lag.watched_s else 0.0
+    left = f", so {duration_words(lag.records / (-lag.grew / lag.watched_s) * 1000)} more" if lag.grew < 0 else ""
+    change = f"{abs(lag.grew)} {'less' if lag.grew < 0 else 'more'}" if lag.grew else "as many"
+    return f"; in {lag.watched_s:.0f} s it finished {lag.finished} ({pace:.0f}/s), and lags by {change}{left}"
+
+
+def _stage(component: OwnMetrics) -> str:
+    name = next((one.name for one in component.series if one.name.endswith("_receiver_failing")), "")
+    return name.removeprefix("gpustream_").removesuffix("_receiver_failing") or NOT_KNOWN
+
+
+# -- what the components say
+
+
+_RECEIVER_SAYS = {
+    "out_of_order": "the receiver has newer samples of these series: ticks came after newer ones",
+    "too_old": "the receiver takes nothing so old",
+    "too_far_ahead": "a node's clock is ahead",
+    "duplicate": "the receiver has other samples at these times: a node's clock stands still, or two write one series",
+    "left_out": "the receiver refused all series of these ticks in the ten minutes before",
+}
+_REFUSALS = "docs/remote-write.md and docs/guarantees.md say what each reason means, and what can be set"
+
+_BAD_COUNTERS = {
+    "_records_dropped_total": ("{n} records dropped: {reason}", _RECEIVER_SAYS, _REFUSALS),
+    "_values_refused_total": ("{n} values refused: {reason}", _RECEIVER_SAYS, _REFUSALS),
+    "_records_expired_total": (
+        "{n} records deleted before they were read",
+        {"": "retention is shorter than the time for which it did not read"},
+        "give the topic more retention.ms, or find out why it was not read",
+    ),
+    "_lost_offsets_total": (
+        "{n} records deleted before they were read",
+        {"": "retention is shorter than the time for which it did not read"},
+        "give the topic more retention.ms, or find out why it was not read",
+    ),
+    "_misplaced_nodes_total": (
+        "{n} nodes in a partition that is not theirs",
+        {"": "a producer that is not gpustream's wrote them, with another partitioner"},
+        "use murmur2 of the key, as Kafka's Java clients do (librdkafka: partitioner=murmur2_random)",
+    ),
+}
+
+
+_ANSWERS = {
+    "400": "docs/remote-write.md says what a receiver refuses",
+    "401": "the credentials are wrong or missing: --bearer-token-file, --basic-auth-user; files are read each time",
+    "403": "the credentials are right and may not write: the tenant (--header 'X-Scope-OrgID: NAME') or its rights",
+    "404": "the path of --url is wrong, or the receiver is off: Prometheus needs --web.enable-remote-write-receiver",
+    "405": "the path of --url is not one that takes a POST",
+    "413": "a proxy in front of the receiver takes no request so large: raise its limit",
+    "429": "the receiver limits this tenant: raise its limit, or write fewer series or less often (--resolution)",
+    "5": "the receiver fails: look at its own log and health",
+}
+"""What to do about an answer of a receiver, by the beginning of its status."""
+
+_KUBELET_SILENT_S = 60.0
+
+
+def components(seen: Situation) -> Checked:
+    """What the components say of themselves: what they dropped, why they are not ready, what their receiver answers."""
+    found: list[Finding] = []
+    for one in seen.components:
+        if one.error:
+            found.append(Finding(f"{one.url}: no metrics", one.error, "it was asked", "is it up, and is it --listen?"))
+            continue
+        if one.not_ready:
+            found.append(Finding(f"{one.url}: not ready", one.not_ready, "/readyz says so", _then(one.not_ready)))
+        silent_s = max((row.value for row in one.series if row.name == "gpustream_node_kubelet_age_seconds"), default=0)
+        if silent_s > _KUBELET_SILENT_S:
+            found.append(
+                Finding(
+                    f"{one.url}: its kubelet has been silent for {duration_words(silent_s * 1000)}",
+                    "the kubelet is down or its socket is another one: new pods are missing",
+                    "gpustream_node_kubelet_age_seconds",
+                    "docs/runbooks/GpustreamKubeletSilent.md",
+                )
+            )
+        found += _counted_losses(seen, one)
+    told = [_outcomes(one) for one in seen.components if not one.error]
+    return Checked("; ".join(filter(None, told)) or "not asked (--metrics)", found)
+
+
+def _then(not_ready: str) -> str:
+    """What to do about a reason: what a receiver's status means, if there is one in it."""
+    if status := re.search(r"\b([45]\d\d)\b", not_ready):
+        return next((then for code, then in _ANSWERS.items() if status[1].startswith(code)), "see the receiver's log")
+    return "its log says more"
+
+
+def _counted_losses(seen: Situation, one: OwnMetrics) -> list[Finding]:
+    found = []
+    reasons: set[str] = set()  # of a record that was dropped, the values count as refused, too
+    for suffix, (what, causes, then) in _BAD_COUNTERS.items():
+        for (name, reason), value in one.sums(suffix).items():
+            if suffix == "_values_refused_total" and reason in reasons:
+                continue
+            reasons.add(reason)
+            said = what.format(n=f"{value:.0f}", reason=reason)
+            cause = causes.get(reason, causes.get("", NOT_KNOWN))
+            found.append(Finding(f"{one.url}: {said}", cause, f"{name}, {one.since(seen.now_ms)}", then))
+    return found
+
+
+def _outcomes(component: OwnMetrics) -> str:
+    words: dict[str, dict[str, float]] = {}
+    for outcome in ("delivered", "duplicate", "dropped", "dead_lettered"):
+        for (name, _), value in component.sums(f"_records_{outcome}_total").items():
+            sink = name.removeprefix("gpustream_").partition("_records_")[0]
+            words.setdefault(sink, {}).setdefault(outcome, 0.0)
+            words[sink][outcome] += value
+    return ", ".join(
+        f"{sink}: " + ", ".join(f"{value:.0f} {outcome}" for outcome, value in counts.items())
+        for sink, counts in words.items()
+    )
+
+
+# -- Prometheus
+
+
+def prometheus(seen: Situation, fold: Fold) -> Checked:
+    """Whether Prometheus has the newest attributed tick of each node, and its own rules and configuration work."""
+    asked = seen.prometheus
+    if asked is None:
+        return Checked("not asked (--prometheus)")
+    if asked.error:
+        return Checked(
+            "not known", [Finding(f"{asked.url}: no answer", asked.error, "it was asked", "see --prometheus")]
+        )
+    found = _of_itself(asked)
+    newest = {
+        name: node.newest_attributed_ms
+        for name, node in fold.nodes.items()
+        if seen.now_ms - node.newest_attributed_ms < IN_PROMETHEUS_MS
+    }
+    late = {name: at for name, at in newest.items() if at - asked.newest_ms.get(name, 0) > BEHIND_MS}
+    if late and not asked.newest_ms.keys() & newest.keys():
+        found.append(_nothing(seen, asked, late))
+    else:
+        found += [_late(seen, asked, name, at) for name, at in late.items()]
+    return Checked(f"has {len(newest) - len(late)} of {counted(len(newest), 'node')}", found)
+
+
+def _of_itself(asked: Prometheus) -> list[Finding]:
+    found = [
+        Finding(f"{asked.url}: the rule {name} fails", said, "/api/v1/rules", "`promtool check rules FILE` says where")
+        for name, said in asked.broken_rules.items()
+    ]
+    if asked.reload_failed:
+        found.append(
+            Finding(
+                f"{asked.url}: it does not run with the configuration that it has",
+                "its file, or a file of rules that it names, could not be parsed: it goes on with the one before",
+                "prometheus_config_last_reload_successful is 0",
+                "`promtool check config FILE` names the line; then reload it",
+            )
+        )
+    return found
+
+
+def _nothing(seen: Situation, asked: Prometheus, late: Mapping[NodeName, int]) -> Finding:
+    """No node of ours is in this Prometheus."""
+    sinks = [group.name for group in seen.groups or () if group.name.startswith("gpustream-sink-")]
+    if asked.receives is False and not any("scrape" in name for name in sinks):
+        cause, then = "it takes no remote write", "start it with --web.enable-remote-write-receiver"
+    elif not sinks:
+        cause = "no sink has ever run here"
+        then = "start `gpustream sink remote-write`, or let Prometheus scrape `gpustream sink scrape`"
+    else:
+        cause = "the sink writes to another Prometheus or tenant, or nothing scrapes it, or nothing is delivered"
+        then = "compare --url of the sink with this address; does its group lag, what does it say (--metrics)?"
+    return Finding(
+        f"{asked.url} has no sample of {counted(len(late), 'node')}",
+        cause,
+        f"it has {counted(len(asked.newest_ms), 'other node')}; the groups here: {', '.join(sinks) or 'none'}",
+        then,
+    )
+
+
+def _late(seen: Situation, asked: Prometheus, name: NodeName, at_ms: int) -> Finding:
+    has = asked.newest_ms.get(name)
+    return Finding(
+        f"{name}: Prometheus does not have its newest samples",
+        f"{NOT_KNOWN}: no sink has delivered them, or Prometheus refused them",
+        f"attributed: {seen.ago(at_ms)}; in Prometheus: {seen.ago(has) if has else 'nothing of 5 minutes'}",
+        "does the group of the sink lag? What does it say of dropped records (--metrics)?",
+    )

@@ -1,0 +1,312 @@
+"""Pipelines that are broken in the ways in which operators break them: each is found, with its cause and what shows it.
+
+The evidence is made. Where a real server has to show that the evidence comes so, ``tests/real/test_doctor.py`` does.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
+import pytest
+
+from delivery.kafka_admin import Acl, Disk, Found
+from delivery.ledger import Partition
+from delivery.topic_admin import mismatches
+from gpustream.doctor import brokers, checks
+from gpustream.doctor.evidence import NodeName
+from gpustream.doctor.seen import Finding, Group, Lag, OwnMetrics, Prometheus, Series, Situation
+from tests.gpustream.doctor.records import SINCE_MS, Record, attributed, sample, workloads
+from tests.gpustream.doctor.test_checks import KAFKA, READING, found, healthy, one, see
+from topics.topic import load_topics
+
+MINUTE_MS = 60_000
+
+
+def clock_of(node: str, by_ms: int) -> list[Record]:
+    """A healthy node whose clock is so much ahead."""
+    records = [record for record in healthy([node]) if record.topic not in ("gpu.workloads", "gpu.samples")]
+    at_ms = SINCE_MS + by_ms
+    return records + [sample(seq, node=node, at_ms=at_ms + seq * 1000, delay_ms=-by_ms) for seq in range(1, 61)]
+
+
+def without_kubelet(node: str) -> list[Record]:
+    """A healthy node that has no kubelet."""
+    seqs = range(1, 61)
+    return [attributed(seq, "none", node=node) for seq in seqs] + [sample(seq, node=node, named=None) for seq in seqs]
+
+
+def lagging(finished: int, grew: int, members: int = 1) -> Situation:
+    """A sink that is behind, and what it did while it was watched."""
+    seen = see(healthy())
+    lag = Lag("gpu.attributed", 500, (3,), seen.now_ms - 120_000, finished, grew, 3.0)
+    return seen._replace(groups=[READING, Group("gpustream-sink-remote-write", "Stable", members, (lag,))])
+
+
+def remote_write_says(said: str) -> Situation:
+    return see(
+        healthy(), components=[OwnMetrics("http://sink:9401", not_ready=f"the receiver does not accept: {said}")]
+    )
+
+
+def topic_with(name: str, **settings: str) -> Situation:
+    """A Kafka whose topic has other settings than the contract's."""
+    topics = load_topics()
+    have = {one: Found(1, dict(topic.settings())) for one, topic in topics.items()}
+    have[name] = Found(
+        1, dict(topics[name].settings()) | {key.replace("_", "."): value for key, value in settings.items()}
+    )
+    wrong = [mistake for mistake in mismatches(topics.values(), have) if mistake.breaks]
+    return see(healthy(), kafka=KAFKA._replace(found=have, mismatches=wrong))
+
+
+def acls(*, without: str = "", denied: str = "") -> list[Acl]:
+    """What attribution needs, but for one topic, or with one denied."""
+    needed = brokers.COMPONENTS["stream attribution"]
+    given = [Acl("User:a", *row, True) for row in needed if row.name != without]
+    return given + [Acl("User:a", row.operation, row.resource, row.name, False) for row in needed if row.name == denied]
+
+
+def unlisted(at_ms: int) -> Record:
+    """The workloads, logged so long before the end."""
+    return workloads()._replace(timestamp=SINCE_MS + MINUTE_MS - at_ms)
+
+
+BROKEN: dict[str, tuple[Callable[[], Situation], str]] = {
+    "no broker answers": (
+        lambda: Situation(0, 1, KAFKA._replace(error="no Kafka broker answers at k:9092"), unread="-", groups=None),
+        "k:9092: Kafka | no Kafka broker answers | is a broker up there",
+    ),
+    "the password is wrong": (
+        lambda: Situation(0, 1, KAFKA._replace(error="the broker refuses the password"), unread="-", groups=None),
+        "Kafka | refuses the password | as User:doctor",
+    ),
+    "the prefix is wrong": (
+        lambda: Situation(0, 1, KAFKA._replace(found={}, prefix="pord.", elsewhere=["prod."]), unread="-"),
+        "no topic of gpustream with the prefix 'pord.' | 'prod.' is there | --topic-prefix",
+    ),
+    "a topic is compacted that must not be": (
+        lambda: topic_with("gpu.samples", cleanup_policy="compact"),
+        "gpu.samples: cleanup.policy is compact, must be delete | made or changed | topics create",
+    ),
+    "a topic is deleted that must be compacted": (
+        lambda: topic_with("gpu.alerts", cleanup_policy="delete"),
+        "gpu.alerts: cleanup.policy is delete, must be compact",
+    ),
+    "a topic keeps minutes": (
+        lambda: topic_with("gpu.attributed", retention_ms="600000"),
+        "gpu.attributed: retention.ms is 600000, must be at least",
+    ),
+    "messages may not be large": (
+        lambda: topic_with("gpu.samples", max_message_bytes="1024"),
+        "gpu.samples: max.message.bytes is 1024, must be at least",
+    ),
+    "log times are the producers'": (
+        lambda: topic_with("gpu.samples", message_timestamp_type="CreateTime"),
+        "message.timestamp.type is CreateTime",
+    ),
+    "a partition has no leader": (
+        lambda: see(healthy(), kafka=KAFKA._replace(found={"gpu.samples": Found(3, leaderless=(2,))})),
+        "gpu.samples: 1 partition of 3 have no leader | brokers that have the replicas are down | partitions 2;",
+    ),
+    "too few replicas are in sync": (
+        lambda: see(
+            healthy(),
+            kafka=KAFKA._replace(found={"gpu.samples": Found(1, {"min.insync.replicas": "2"}, in_sync={0: 1})}),
+        ),
+        "gpu.samples: 1 partition take no records | fewer than min.insync.replicas (2)",
+    ),
+    "a disk is nearly full": (
+        lambda: see(healthy(), kafka=KAFKA._replace(disks=[Disk(1, "/data", 100 << 30, 1 << 30)])),
+        "broker 1: the disk of /data | nearly full | 1.0 GiB of 100.0 GiB",
+    ),
+    "a disk is full": (
+        lambda: see(healthy(), kafka=KAFKA._replace(disks=[Disk(1, "/data", -1, -1, "KafkaStorageError")])),
+        "broker 1: the disk of /data | full or broken | KafkaStorageError",
+    ),
+    "a user lacks a right": (
+        lambda: see(healthy(), kafka=KAFKA._replace(acls=acls(without="gpu.attributed"))),
+        "User:a may not Write Topic gpu.attributed | missing | stream attribution | kafka-acls.sh",
+    ),
+    "a right is denied": (
+        lambda: see(healthy(), kafka=KAFKA._replace(acls=acls(denied="gpu.workloads"))),
+        "User:a may not Read Topic gpu.workloads | denies it | --remove --deny-principal",
+    ),
+    "the doctor may not read": (
+        lambda: see([], kafka=KAFKA._replace(found={"gpu.samples": Found(0, allowed=frozenset())}), fold=None),
+        "1 topic not looked at: User:doctor may not read | `doctor` in docs/kafka.md | gpu.samples",
+    ),
+    "a node's clock is ahead": (
+        lambda: see([*healthy(["m"]), *clock_of("n", 10 * MINUTE_MS)]),
+        "c/n: its clock is 10m ahead of the brokers' | time server | 10m later | chronyc",
+    ),
+    "a node's clock is behind": (
+        lambda: see([*healthy(["m"]), *clock_of("n", -10 * MINUTE_MS)]),
+        "c/n: its clock is 10m behind the brokers'",
+    ),
+    "the brokers' clock is wrong": (
+        lambda: see([workloads(), *clock_of("m", 10 * MINUTE_MS), *clock_of("n", 10 * MINUTE_MS)]),
+        "all 2 nodes are 10m ahead of the brokers' clock | the brokers' clock is wrong",
+    ),
+    "this machine's clock is wrong": (
+        lambda: see(healthy(), now_ms=SINCE_MS),
+        "this machine's clock is 1m behind",
+    ),
+    "a kubelet does not answer": (
+        lambda: see([*healthy(["m"]), *without_kubelet("n")]),
+        "c/n: no kubelet answers | socket | --pod-resources-socket",
+    ),
+    "snapshots can't be written": (
+        lambda: see([record for record in healthy() if record.topic != "gpu.allocations"]),
+        "c/n: the snapshot that its ticks name is not in gpu.allocations",
+    ),
+    "nobody leads": (
+        lambda: see([unlisted(8 * MINUTE_MS), *healthy()[1:]]),
+        "c: no cluster producer leads | 8m ago | GpustreamNoLeader",
+    ),
+    "two lead": (
+        lambda: see([_of_epoch(2), _of_epoch(1), *healthy()[1:]]),
+        "c: two cluster producers write at a time | --lease | epoch 2",
+    ),
+    "the cluster has another name": (
+        lambda: see([workloads("other"), *healthy()[1:]]),
+        "c: nothing is in gpu.workloads of this cluster | another --cluster | other is there",
+    ),
+    "the node has another name": (
+        lambda: see([*healthy(["m"]), *[_holding(record) for record in healthy(["n-1.local"])[1:]]]),
+        "c/n-1.local: the API server of c has no node of this name | --node",
+    ),
+    "two groups attribute": (
+        lambda: see(healthy(), groups=[READING, _reading_samples("gpustream-mine")]),
+        "gpustream-mine reads gpu.samples beside gpustream-attribution | twice",
+    ),
+    "each tick is attributed twice": (
+        lambda: see([attributed(seq) for seq in range(1, 61)] + healthy()),
+        "60 ticks of 60 were attributed again | not in one group",
+    ),
+    "a worker was never started": (
+        lambda: see([record for record in healthy() if record.topic != "gpu.attributed"], 0, groups=[]),
+        "nothing is attributed: there is no group gpustream-attribution | has ever run | gpustream stream attribution",
+    ),
+    "a sink hangs": (
+        lambda: lagging(finished=0, grew=30),
+        "500 records of gpu.attributed not taken yet | it takes nothing | in 1 partition (3) | finished 0 | restart it",
+    ),
+    "a sink is too slow": (
+        lambda: lagging(finished=300, grew=30),
+        "500 records of gpu.attributed not taken yet | slower than what comes | lags by 30 more | more members",
+    ),
+    "a sink catches up": (
+        lambda: lagging(finished=300, grew=-150),
+        "500 records of gpu.attributed not taken yet | catches up | 150 less, so 10s more | wait",
+    ),
+    "a sink is stopped": (lambda: lagging(0, 30, members=0), "not taken yet | nobody reads: the group has no member"),
+    "the tenant is wrong": (
+        lambda: remote_write_says("it refuses everything: HTTP 401: no org id"),
+        "not ready | HTTP 401 | --bearer-token-file",
+    ),
+    "the tenant may not write": (
+        lambda: remote_write_says("it refuses everything: HTTP 403: forbidden"),
+        "not ready | HTTP 403 | X-Scope-OrgID",
+    ),
+    "the receiver is off": (
+        lambda: remote_write_says("it refuses everything: HTTP 404: not found"),
+        "not ready | HTTP 404 | --web.enable-remote-write-receiver",
+    ),
+    "the receiver limits for ever": (
+        lambda: remote_write_says("again: HTTP 429: too many requests"),
+        "not ready | HTTP 429 | raise its limit",
+    ),
+    "the receiver fails": (
+        lambda: remote_write_says("server-error: HTTP 500: oops"),
+        "not ready | HTTP 500 | its own log",
+    ),
+    "a kubelet has been silent": (
+        lambda: see(
+            healthy(), components=[OwnMetrics("http://n", [Series("gpustream_node_kubelet_age_seconds", {}, 400.0)])]
+        ),
+        "http://n: its kubelet has been silent for 6m 40s | new pods are missing | GpustreamKubeletSilent",
+    ),
+    "Prometheus takes no remote write": (
+        lambda: see(healthy(), prometheus=Prometheus("http://p", {}, receives=False)),
+        "http://p has no sample of 1 node | no remote write | --web.enable-remote-write-receiver",
+    ),
+    "the sink writes elsewhere": (
+        lambda: see(
+            healthy(),
+            prometheus=Prometheus("http://p", {NodeName("x", "y"): 1}, receives=True),
+            groups=[READING, Group("gpustream-sink-remote-write", "Stable", 1, ())],
+        ),
+        "http://p has no sample of 1 node | another Prometheus or tenant | 1 other node | --url",
+    ),
+    "a rule fails": (
+        lambda: _rules(broken_rules={"GPULost": "many-to-many matching not allowed"}),
+        "http://p: the rule GPULost fails | many-to-many | promtool check rules",
+    ),
+    "rules do not parse": (
+        lambda: _rules(reload_failed=True),
+        "http://p: it does not run with the configuration that it has | rules | promtool check config",
+    ),
+}
+
+
+def _rules(**fields: Any) -> Situation:
+    seen = see(healthy())
+    return seen._replace(prometheus=Prometheus("http://p", {NodeName("c", "n"): seen.now_ms}, **fields))
+
+
+def _of_epoch(epoch: int) -> Record:
+    value = msgspec.json.decode(workloads().value or b"") | {"epoch": epoch}
+    return workloads()._replace(value=msgspec.json.encode(value), timestamp=SINCE_MS)
+
+
+def _holding(record: Record) -> Record:
+    if record.topic != "gpu.allocations":
+        return record
+    value = msgspec.json.decode(record.value or b"") | {"containers": [{}]}
+    return record._replace(value=msgspec.json.encode(value))
+
+
+def _reading_samples(name: str) -> Group:
+    return Group(name, "Stable", 1, (), {Partition("gpu.samples", 0): 5})
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_what_an_operator_breaks_is_found_with_its_cause(how: str) -> None:
+    make, parts = BROKEN[how]
+    findings = [row for some in found(make()).values() for row in some]
+    assert any(_says(row, parts.split(" | ")) for row in findings), findings
+
+
+def _says(row: Finding, parts: Iterable[str]) -> bool:
+    text = "\n".join((row.finding, row.cause, row.evidence, row.next))
+    return all(part in text for part in parts)
+
+
+@pytest.mark.parametrize("how", [how for how in BROKEN if "Kafka" not in how and "doctor" not in how])
+def test_one_mistake_is_not_many_findings(how: str) -> None:
+    assert sum(map(len, found(BROKEN[how][0]()).values())) == 1
+
+
+def test_a_user_with_all_rights_and_a_stranger_are_no_findings() -> None:
+    stranger = Acl("User:b", "Read", "Topic", "gpu.attributed", True)
+    everything = [Acl("User:e", "All", kind, "*", True) for kind in ("Topic", "Group")]
+
+    assert found(see(healthy(), kafka=KAFKA._replace(acls=[*acls(), stranger, *everything]))) == {}
+
+
+def test_a_broker_that_is_away_does_not_keep_the_rest_from_being_asked() -> None:
+    away = KAFKA._replace(error="no Kafka broker answers at k:9092", found={})
+    asked = [OwnMetrics("http://sink", not_ready="HTTP 401")]
+    seen = Situation(0, 1, away, unread=away.error, groups=None, components=asked)
+
+    assert found(seen).keys() == {"broker", "components"}
+    assert checks.run(seen)["sent"].summary == "not looked at: no Kafka broker answers at k:9092"
+
+
+def test_a_node_that_sends_what_it_had_kept_is_not_said_to_have_a_wrong_clock() -> None:
+    records = [
+        record._replace(timestamp=SINCE_MS + 300_000 + index) if record.topic == "gpu.samples" else record
+        for index, record in enumerate(healthy())
+    ]
+
+    assert "still sends what it kept" in one(see(records)).cause
