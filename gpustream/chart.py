@@ -2,7 +2,8 @@
 
 In:       the chart's values.yaml; every command's options, as click knows them; the topics; the ACLs.
 Out:      ``values.schema.json``, which refuses a value or an option that there is not; the table of values in the
-          chart's README; ``files/kafka.json``, the topics and ACLs that Strimzi's objects are made of.
+          chart's README; ``files/kafka.json``, the topics and ACLs that the chart makes Strimzi's objects of; the same
+          objects for kustomize, ``k8s/components/strimzi``.
 """
 
 import json
@@ -21,7 +22,9 @@ from gpustream.reference import commands
 from topics.reference import generate
 from topics.topic import load_topics
 
-CHART = Path(__file__).parent.parent / "k8s" / "helm" / "gpustream"
+K8S = Path(__file__).parent.parent / "k8s"
+CHART = K8S / "helm" / "gpustream"
+STRIMZI = K8S / "components" / "strimzi"
 
 COMPONENTS = {
     "topics": "topics create",
@@ -57,22 +60,62 @@ def closed(**properties: dict[str, Any]) -> dict[str, Any]:
     return {"type": "object", "additionalProperties": False, "properties": properties}
 
 
+def of_kubernetes(words: str) -> dict[str, Any]:
+    """An object of Kubernetes that has these fields, whatever is in them, and nothing else."""
+    return closed(**{word: {} for word in words.split()})
+
+
+def several(item: Mapping[str, Any], *required: str) -> dict[str, Any]:
+    """A list of such objects."""
+    return {"type": "array", "items": {**item, "required": list(required)}}
+
+
 OF_EVERY_POD: dict[str, dict[str, Any]] = {
-    "resources": said(ANY_OBJECT, "Requests and limits of the container."),
+    "resources": said(closed(requests=TEXTS, limits=TEXTS, claims=ANY_LIST), "Requests and limits of the container."),
     "nodeSelector": said(TEXTS, "The labels of the nodes that the pods run on."),
-    "tolerations": said(ANY_LIST, "The taints that the pods tolerate."),
-    "affinity": said(ANY_OBJECT, "The pods' affinity."),
+    "tolerations": said(
+        several(of_kubernetes("key operator value effect tolerationSeconds")), "The taints that the pods tolerate."
+    ),
+    "affinity": said(of_kubernetes("nodeAffinity podAffinity podAntiAffinity"), "The pods' affinity."),
     "priorityClassName": said(TEXT, "The pods' priority class."),
     "runtimeClassName": said(TEXT, "The pods' RuntimeClass, for example nvidia for the node producer."),
     "podLabels": said(TEXTS, "More labels of the pods."),
     "podAnnotations": said(TEXTS, "Annotations of the pods."),
-    "podSecurityContext": said(ANY_OBJECT, "The pods' security context."),
+    "podSecurityContext": said(
+        of_kubernetes(
+            "runAsNonRoot runAsUser runAsGroup fsGroup fsGroupChangePolicy supplementalGroups supplementalGroupsPolicy "
+            "seccompProfile appArmorProfile seLinuxOptions seLinuxChangePolicy sysctls"
+        ),
+        "The pods' security context.",
+    ),
+    "securityContext": said(
+        of_kubernetes(
+            "allowPrivilegeEscalation readOnlyRootFilesystem capabilities privileged procMount runAsNonRoot runAsUser "
+            "runAsGroup seccompProfile appArmorProfile seLinuxOptions"
+        ),
+        "The container's security context.",
+    ),
+    "resourceClaims": said(
+        several(ANY_OBJECT, "name"), "Claims of the pods, if GPUs come by dynamic resource allocation."
+    ),
     "terminationGracePeriodSeconds": said(COUNT, "A process takes at most 10 s to stop."),
-    "extraArgs": said(ANY_LIST, "More arguments of the command."),
-    "extraEnv": said(ANY_LIST, "More environment variables, as the container has them."),
-    "extraEnvFrom": said(ANY_LIST, "ConfigMaps and Secrets that are environment variables."),
-    "extraVolumes": said(ANY_LIST, "More volumes of the pods."),
-    "extraVolumeMounts": said(ANY_LIST, "More mounts of the container."),
+    "extraArgs": said({"type": "array", "items": TEXT}, "More arguments of the command."),
+    "extraEnv": said(
+        several(of_kubernetes("name value valueFrom"), "name"), "More environment variables, as the container has them."
+    ),
+    "extraEnvFrom": said(
+        several(of_kubernetes("configMapRef secretRef prefix")),
+        "ConfigMaps and Secrets that are environment variables.",
+    ),
+    "extraVolumes": said(several(ANY_OBJECT, "name"), "More volumes of the pods."),
+    "extraVolumeMounts": said(
+        several(
+            of_kubernetes("name mountPath readOnly subPath subPathExpr mountPropagation recursiveReadOnly"),
+            "name",
+            "mountPath",
+        ),
+        "More mounts of the container.",
+    ),
     "secret": said(
         TEXT, "A Secret of yours whose files the pod sees in /etc/gpustream/NAME, for options that name files."
     ),
@@ -114,7 +157,7 @@ OF_ONE: dict[str, dict[str, dict[str, Any]]] = {
         "caBundle": said(TEXT, "Without cert-manager: the CA of that certificate, in base64, for the API server."),
         "certificate": closed(
             enabled=said(SWITCH, "A Certificate by cert-manager, which also gives its CA to the API server."),
-            issuerRef=said(ANY_OBJECT, "Who issues it."),
+            issuerRef=said(of_kubernetes("name kind group"), "Who issues it."),
         ),
     },
     "alerts": {"rules": said(TEXT, "The text of a rules file; empty: the rules that come with gpustream.")},
@@ -126,10 +169,14 @@ GLOBAL: dict[str, dict[str, Any]] = {
         tag=said(TEXT, "Its tag; empty: the chart's appVersion."),
         digest=said({**TEXT, "pattern": "^(sha256:[0-9a-f]{64})?$"}, "Its digest, which wins over the tag."),
         pullPolicy=said({"enum": ["Always", "IfNotPresent", "Never"]}, "When it is pulled."),
-        pullSecrets=said(ANY_LIST, "Secrets of its registry, as `- name: NAME`."),
+        pullSecrets=said(several(closed(name=TEXT), "name"), "Secrets of its registry, as `- name: NAME`."),
     ),
     "fullnameOverride": said(TEXT, "What the names of all objects begin with; empty: the release's name."),
-    "kafkaSecret": said(TEXT, "A Secret of yours whose files every pod sees in /etc/gpustream/kafka."),
+    "kafkaSecret": said(
+        TEXT,
+        "A Secret of yours whose files every pod sees in /etc/gpustream/kafka; with `strimzi.users` ca.crt is enough, "
+        "and empty is the CA that Strimzi has in the namespace.",
+    ),
     "keda": closed(
         enabled=said(SWITCH, "Scale by KEDA on lag and CPU, instead of by a HorizontalPodAutoscaler on CPU."),
         pollingInterval=said(COUNT, "Seconds."),
@@ -153,14 +200,25 @@ GLOBAL: dict[str, dict[str, Any]] = {
     ),
     "networkPolicy": closed(
         enabled=said(SWITCH, "Nothing may connect to the pods but to the ports that are scraped."),
-        **{"from": said(ANY_LIST, "And only from these peers; empty: from anywhere.")},
+        **{
+            "from": said(
+                several(of_kubernetes("podSelector namespaceSelector ipBlock")),
+                "And only from these peers; empty: from anywhere.",
+            )
+        },
     ),
     "strimzi": closed(
         topics=said(SWITCH, "A KafkaTopic for each topic, instead of the Job."),
-        users=said(SWITCH, "A KafkaUser for each component, with the ACLs that it needs and no more."),
+        users=said(
+            SWITCH,
+            "A KafkaUser for each component, with the ACLs that it needs and no more. The component logs in as it: the "
+            "user operator must write its Secret into the release's namespace.",
+        ),
         cluster=said(TEXT, "The name of the Kafka."),
         namespace=said(TEXT, "Where the Kafka is; empty: the release's namespace."),
-        authentication=said({"enum": ["tls", "tls-external", "scram-sha-512"]}, "How the users log in."),
+        authentication=said(
+            {"enum": ["tls", "tls-external", "scram-sha-512"]}, "How the users log in; tls-external: by `kafkaSecret`."
+        ),
     ),
     "openshift": said(SWITCH, "The cluster picks the users; the node producer may use its constraints `privileged`."),
     "selinux": said(SWITCH, "The node producer has the type that SELinux lets connect to the kubelet's socket."),
@@ -187,13 +245,14 @@ def schema() -> dict[str, Any]:
         name: options_of(by_words.get(words) or by_words[words.split()[0]]) for name, words in COMPONENTS.items()
     }
     every = {option: value for some in options.values() for option, value in some.items()}
+    of_a_pod = {name: {"$ref": f"#/definitions/{name}"} for name in OF_EVERY_POD}
     components = {
         name: {
             **closed(
                 enabled=said(SWITCH, f"Whether `gpustream {words}` runs."),
                 **({} if name in {"topics", "node"} else {"replicas": said(COUNT, "How many pods.")}),
                 options=said(closed(**options[name]), f"Options of `gpustream {words}`, without the dashes."),
-                **OF_EVERY_POD,
+                **of_a_pod,
                 **OF_ONE.get(name, {}),
             ),
             "description": f"`gpustream {words}`.",
@@ -205,18 +264,20 @@ def schema() -> dict[str, Any]:
         **closed(
             **GLOBAL,
             options=said(closed(**every), "Options of every component that has them, without the dashes."),
-            defaults=said(closed(**OF_EVERY_POD), "What every pod has, unless its component says otherwise."),
+            defaults=said(closed(**of_a_pod), "What every pod has, unless its component says otherwise."),
             **components,
             **{"global": said(ANY_OBJECT, "Helm's own, for a chart that this one is a part of.")},
         ),
+        "definitions": OF_EVERY_POD,
     }
 
 
 def rows(schema: Mapping[str, Any], values: Any, path: str = "") -> Iterator[str]:
     """The table of values: each with its default and what it is for."""
-    for name, value in schema["properties"].items():
+    for name, property_of in schema["properties"].items():
         here, default = f"{path}{name}", values.get(name) if isinstance(values, dict) else None
-        if name == "options" or "properties" not in value:
+        value = OF_EVERY_POD[name] if "$ref" in property_of else property_of
+        if name == "options" or "properties" not in value or (path and "description" in value):
             shown = "" if default is None else f"`{json.dumps(default)}`"
             yield f"| `{here}` | {shown} | {value.get('description', '')} |"
         elif not path and name in COMPONENTS:
@@ -251,13 +312,158 @@ def kafka() -> dict[str, Any]:
     return {"topics": topics, "acls": rights}
 
 
+def strimzi_object(kind: str, name: str, component: str, spec: dict[str, Any]) -> dict[str, Any]:
+    """An object for one of Strimzi's operators, those of the Kafka called kafka."""
+    labels = {"name": "gpustream", "component": component}
+    return {
+        "apiVersion": "kafka.strimzi.io/v1",
+        "kind": kind,
+        "metadata": {
+            "name": name,
+            "namespace": "gpustream",
+            "labels": {f"app.kubernetes.io/{key}": value for key, value in labels.items()}
+            | {"strimzi.io/cluster": "kafka"},
+        },
+        "spec": spec,
+    }
+
+
+def kafka_topics(of_kafka: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A KafkaTopic for each topic, with as many partitions and replicas as the chart has."""
+    made_with = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))["topics"]["options"]
+    size = {"partitions": made_with["partitions"], "replicas": made_with["replication-factor"]}
+    return [
+        strimzi_object(
+            "KafkaTopic",
+            f"gpustream-{topic['name'].replace('.', '-')}",
+            "topics",
+            {"topicName": topic["name"], **size, "config": topic["config"]},
+        )
+        for topic in of_kafka["topics"]
+    ]
+
+
+def users_of_components() -> dict[str, str]:
+    """The workload of each command but that which makes topics: its name in k8s/, which its user has too."""
+    names = {re.sub("([A-Z])", r"-\1", name).lower(): words for name, words in COMPONENTS.items()}
+    return {name: words for name, words in names.items() if name != "topics"}
+
+
+def kafka_users(of_kafka: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A KafkaUser for each component, with the ACLs that its command needs."""
+    return [
+        strimzi_object(
+            "KafkaUser",
+            f"gpustream-{name}",
+            name,
+            {
+                "authentication": {"type": "tls"},
+                "authorization": {
+                    "type": "simple",
+                    "acls": [
+                        {
+                            "resource": {"type": acl["type"], "name": acl["name"], "patternType": "literal"},
+                            "operations": acl["operations"],
+                        }
+                        for acl in of_kafka["acls"][words]
+                    ],
+                },
+            },
+        )
+        for name, words in users_of_components().items()
+    ]
+
+
+STRIMZI_MOUNTS = """\
+# Topics and users of a Kafka by Strimzi, which is called kafka: written by `python -m gpustream.chart`. Every pod logs
+# in with the certificate of a user of its own, who may do what its command needs and no more. What else it wants, such
+# as which namespace the operators watch: ../../README.md.
+apiVersion: kustomize.config.k8s.io/v1alpha1
+kind: Component
+resources:
+  - topics.yaml
+  - users.yaml
+configMapGenerator:
+  - name: gpustream
+    namespace: gpustream
+    behavior: merge
+    literals:
+      - GPUSTREAM_KAFKA=kafka-kafka-bootstrap:9093
+      - GPUSTREAM_KAFKA_SECURITY=ssl
+      - GPUSTREAM_KAFKA_CA=/etc/gpustream/kafka/ca.crt
+      - GPUSTREAM_KAFKA_CERT=/etc/gpustream/kafka/user.crt
+      - GPUSTREAM_KAFKA_KEY=/etc/gpustream/kafka/user.key
+patches:
+  - target:
+      kind: Job
+      name: topics
+    patch: |
+      $patch: delete
+      apiVersion: batch/v1
+      kind: Job
+      metadata:
+        name: topics
+  - target:
+      kind: DaemonSet|Deployment|StatefulSet
+      labelSelector: app.kubernetes.io/name=gpustream
+    patch: |
+      - op: add
+        path: /spec/template/spec/volumes/0
+        value:
+          name: kafka
+          projected:
+            defaultMode: 0440
+            sources:
+              - secret:
+                  name: the user's
+                  items:
+                    - {key: user.crt, path: user.crt}
+                    - {key: user.key, path: user.key}
+              - secret:
+                  name: kafka-cluster-ca-cert
+                  items:
+                    - {key: ca.crt, path: ca.crt}
+      - op: add
+        path: /spec/template/spec/containers/0/volumeMounts/-
+        value:
+          name: kafka
+          mountPath: /etc/gpustream/kafka
+          readOnly: true
+      - op: add # reads the Secrets' files
+        path: /spec/template/spec/securityContext/fsGroup
+        value: 65532
+"""
+
+OF_ONE_USER = """\
+  - target:
+      kind: DaemonSet|Deployment|StatefulSet
+      name: {name}
+      labelSelector: app.kubernetes.io/name=gpustream
+    patch: |
+      - op: replace
+        path: /spec/template/spec/volumes/0/projected/sources/0/secret/name
+        value: gpustream-{name}
+"""
+
+
+def as_documents(things: list[dict[str, Any]], what: str) -> str:
+    """A file of YAML documents, with a line on what they are."""
+    return f"# {what}: written by `python -m gpustream.chart`.\n" + yaml.safe_dump_all(
+        things, sort_keys=False, width=120
+    )
+
+
 def files() -> dict[Path, str]:
     """The files as they should be."""
-    made = schema()
+    made, of_kafka = schema(), kafka()
+    mounts = STRIMZI_MOUNTS + "".join(OF_ONE_USER.format(name=name) for name in users_of_components())
     return {
         CHART / "values.schema.json": json.dumps(made, indent=2) + "\n",
         CHART / "README.md": readme(made),
-        CHART / "files" / "kafka.json": json.dumps(kafka(), indent=2) + "\n",
+        CHART / "files" / "kafka.json": json.dumps(of_kafka, indent=2) + "\n",
+        STRIMZI / "topics.yaml": as_documents(kafka_topics(of_kafka), "The topics"),
+        STRIMZI / "users.yaml": as_documents(kafka_users(of_kafka), "A user for each component"),
+        STRIMZI / "kustomization.yaml": mounts,
     }
 
 

@@ -45,10 +45,12 @@ API_VERSIONS = {
     "apps/v1": {"DaemonSet", "Deployment", "StatefulSet"},
     "batch/v1": {"Job"},
     "apiregistration.k8s.io/v1": {"APIService"},
-    "keda.sh/v1alpha1": {"ScaledObject"},
+    "kafka.strimzi.io/v1": {"KafkaTopic", "KafkaUser"},
+    "keda.sh/v1alpha1": {"ScaledObject", "TriggerAuthentication"},
     "monitoring.coreos.com/v1": {"PodMonitor", "PrometheusRule", "ServiceMonitor"},
     "networking.k8s.io/v1": {"NetworkPolicy"},
     "policy/v1": {"PodDisruptionBudget"},
+    "resource.k8s.io/v1": {"DeviceClass", "ResourceClaimTemplate"},
     "rbac.authorization.k8s.io/v1": {"ClusterRole", "ClusterRoleBinding", "Role", "RoleBinding"},
 }
 KNOWN_VARIABLES = {
@@ -118,18 +120,19 @@ def test_a_kustomization_names_every_file_beside_it_and_none_that_is_not_there(f
     assert [path for path in below if not (path / "kustomization.yaml").is_file()] == []
 
 
-def test_everything_is_part_of_the_base_of_the_try_or_a_component() -> None:
+def test_everything_is_part_of_the_base_of_the_try_an_overlay_or_a_component() -> None:
     named = {
         (folder / name).resolve() for folder, said in kustomizations().items() for name in said.get("resources", [])
     }
     tops = {folder for folder in kustomizations() if folder not in named}
-    assert {top.relative_to(K8S).parts[0] for top in tops} == {"base", "try", "components"}
-    assert {top for top in tops if top.relative_to(K8S).parts[0] != "components"} == {K8S / "base", K8S / "try"}
-    manifests = {file for part in ("base", "try", "components") for file in (K8S / part).rglob("*.yaml")}
+    parts = {top: top.relative_to(K8S).parts[0] for top in tops}
+    assert set(parts.values()) == {"try", "overlays", "components"}
+    assert {top for top, part in parts.items() if part == "try"} == {K8S / "try"}
+    manifests = {file for part in ("base", *parts.values()) for file in (K8S / part).rglob("*.yaml")}
     assert {file.parent for file in manifests} <= kustomizations().keys()
 
 
-@of_all
+@pytest.mark.parametrize("thing", [one for one in OBJECTS if "written by" not in one.path.read_text()], ids=str)
 def test_there_is_one_object_in_a_file_and_the_file_has_the_name_of_its_kind(thing: Object) -> None:
     assert thing.path.name == f"{thing.kind.lower()}.yaml"
     assert Counter(other.path for other in OBJECTS)[thing.path] == 1
@@ -143,7 +146,7 @@ def test_api_versions_are_those_that_are_served_today(thing: Object) -> None:
 @of_all
 def test_a_namespace_is_named_by_a_components_objects_which_would_else_be_in_any(thing: Object) -> None:
     named = thing.content["metadata"].get("namespace")
-    in_a_namespace = thing.kind not in {"APIService", "Namespace", "ClusterRole", "ClusterRoleBinding"}
+    in_a_namespace = thing.kind not in {"APIService", "Namespace", "ClusterRole", "ClusterRoleBinding", "DeviceClass"}
     of_a_component = str(thing).startswith("components/")
     assert named == (kustomizations()[K8S / "base"]["namespace"] if in_a_namespace and of_a_component else None)
 
@@ -511,6 +514,10 @@ def test_the_readme_gives_a_reason_for_every_rule_and_for_no_other() -> None:
             for verb in verbs.split(", ")
         }
     assert told == {rule[:3] for rule in rules("gpustream-cluster", "cluster")}
+
+
+def test_the_readme_says_when_to_take_each_component() -> None:
+    assert {row[0] for row in table("The components")} == {path.parent.name for path in K8S.glob("components/*/*.yaml")}
 
 
 def test_every_variable_that_the_readme_names_is_an_options() -> None:

@@ -158,6 +158,7 @@ class ApiServer(Server):
             "--authorization-mode=RBAC",
             "--service-cluster-ip-range=10.0.0.0/24",
             "--disable-admission-plugins=ServiceAccount",
+            "--allow-privileged",  # as clusters are installed: nothing of GKE's would be taken without
             "--shutdown-delay-duration=0s",
             *self._front_proxy(),
             *self.options,

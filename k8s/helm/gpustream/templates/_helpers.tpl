@@ -94,3 +94,19 @@ helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version }}
 {{- define "gpustream.topic-prefix" -}}
 {{- index .Values.options "topic-prefix" | default "" -}}
 {{- end }}
+
+{{- /* In: [root, settings]. Out: the options by which a component logs in as its KafkaUser. */ -}}
+{{- define "gpustream.strimzi-login" -}}
+{{- $files := "/etc/gpustream/kafka" }}
+{{- if eq (index . 0).Values.strimzi.authentication "tls" }}
+kafka-security: ssl
+kafka-cert: {{ $files }}/user.crt
+kafka-key: {{ $files }}/user.key
+{{- else }}
+kafka-security: sasl-ssl
+kafka-sasl-mechanism: scram-sha-512
+kafka-username: {{ (index . 1).fullname }}
+kafka-password-file: {{ $files }}/password
+{{- end }}
+kafka-ca: {{ $files }}/ca.crt
+{{- end }}

@@ -8,6 +8,7 @@
 {{- $isJob := eq $c.kind "Job" }}
 {{- $isApi := eq $c.name "metrics-api" }}
 {{- $secret := $c.secret }}
+{{- $login := and $root.Values.strimzi.users (ne $root.Values.strimzi.authentication "tls-external") }}
 metadata:
   labels:
     {{- include "gpustream.selector" (list $root $c.name) | nindent 4 }}
@@ -57,6 +58,10 @@ spec:
   affinity:
     {{- toYaml . | nindent 4 }}
   {{- end }}
+  {{- with $c.resourceClaims }}
+  resourceClaims:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
   {{- if and (not $isJob) (not $isNode) }}
   topologySpreadConstraints:
     - maxSkew: 1
@@ -96,6 +101,9 @@ spec:
         {{- if $c.aggregated }}
         {{- $options = merge $options (dict "custom-metrics" (printf "%s/%s" $root.Release.Namespace $c.fullname)) }}
         {{- end }}
+        {{- end }}
+        {{- if $login }}
+        {{- $options = merge $options (include "gpustream.strimzi-login" (list $root $c) | fromYaml) }}
         {{- end }}
         {{- if $isCluster }}
         {{- $options = merge $options (dict "lease" (printf "%s/%s" $root.Release.Namespace $c.fullname)) }}
@@ -147,15 +155,13 @@ spec:
       resources:
         {{- toYaml $c.resources | nindent 8 }}
       securityContext:
-        allowPrivilegeEscalation: false
-        readOnlyRootFilesystem: true
-        capabilities: {drop: [ALL]}
+        {{- toYaml $c.securityContext | nindent 8 }}
       volumeMounts:
         {{- if $isNode }}
         - {name: pod-resources, mountPath: /var/lib/kubelet/pod-resources, readOnly: true}
         {{- end }}
         - {name: tmp, mountPath: /tmp}
-        {{- if $root.Values.kafkaSecret }}
+        {{- if or $login $root.Values.kafkaSecret }}
         - {name: kafka, mountPath: /etc/gpustream/kafka, readOnly: true}
         {{- end }}
         {{- if eq $c.name "parquet" }}
@@ -177,9 +183,28 @@ spec:
     {{- end }}
     - name: tmp
       emptyDir: {sizeLimit: 16Mi}
-    {{- with $root.Values.kafkaSecret }}
+    {{- if $login }}
     - name: kafka
-      secret: {secretName: {{ . }}, defaultMode: 0440}
+      projected:
+        defaultMode: 0440
+        sources:
+          - secret:
+              name: {{ $c.fullname }}
+              items:
+                {{- range eq $root.Values.strimzi.authentication "tls" | ternary (list "user.crt" "user.key") (list "password") }}
+                - {key: {{ . }}, path: {{ . }}}
+                {{- end }}
+          - secret:
+              {{- if $root.Values.kafkaSecret }}
+              name: {{ $root.Values.kafkaSecret }}
+              {{- else }}
+              name: {{ $root.Values.strimzi.cluster }}-cluster-ca-cert
+              items:
+                - {key: ca.crt, path: ca.crt}
+              {{- end }}
+    {{- else if $root.Values.kafkaSecret }}
+    - name: kafka
+      secret: {secretName: {{ $root.Values.kafkaSecret }}, defaultMode: 0440}
     {{- end }}
     {{- if $isApi }}
     - name: credentials
