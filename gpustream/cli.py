@@ -129,7 +129,7 @@ COMMANDS = {
         lambda: command.load("gpustream.usage.command:usage"),
     ),
     "doctor": Entry(
-        "Check a running pipeline: what each node sent, what was attributed, what each sink took; why not, if not.",
+        "Check a running pipeline, in an operator's order: what is wrong, why, what shows it, and what to do next.",
         lambda: command.load("gpustream.doctor.command:doctor"),
     ),
     "dead-letters": Entry(

@@ -74,8 +74,10 @@ def doctor(
     form: Literal["text", "json"],
     log_format: logs.Format,
 ) -> None:
-    """Check a running pipeline in the order in which an operator would: its pods, Kafka, topics and rights, what each
-    node sent, what was attributed, what each sink took; why not, if not.
+    """Check a running pipeline, in an operator's order: what is wrong, why, what shows it, and what to do next.
+
+    First its pods, Kafka, the topics and the rights, then what each node sent, what was attributed, and what each sink
+    took.
 
     It reads the topics from --since to where they end when it starts, in no consumer group, and commits nothing. Exit
     code 1 if anything was found: each finding with its cause, what shows it, and what to do next.
