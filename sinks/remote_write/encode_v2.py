@@ -16,7 +16,7 @@ Source: the message definitions of io.prometheus.write.v2: Request{4 symbols, 5 
 from bisect import bisect_left
 from collections.abc import Sequence
 from functools import lru_cache, partial
-from itertools import chain
+from itertools import chain, repeat
 from operator import itemgetter
 from struct import Struct
 from typing import Any, NamedTuple
@@ -60,11 +60,13 @@ class _Shape(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """How sets of one shape are written: the packer, its constant arguments, where to cut the device's references,
-    and the order in which constants, cuts, values, the time and, with ``starts``, the start are its arguments.
+    """How sets of one shape are written: the packer, the references to the names of the device's labels, its constant
+    arguments, where to cut the device's references, and the order in which constants, cuts, values, the time and, with
+    ``starts``, the start are its arguments.
     """
 
     pack: Struct
+    names: tuple[bytes, ...]
     constants: tuple[bytes, ...]
     cuts: tuple[slice, ...]
     order: "itemgetter[Any]"
@@ -124,13 +126,13 @@ class Encoder:
             if plan is None:
                 plan = self._plans[shape] = _plan(shape, self._constants)
             series.cache[self._token][widths] = plan
-        pieces = []
-        for name, value in series.labels:
-            at = symbols.get(value)
-            if at is None:
-                at = symbols[value] = len(symbols)
+        values = [value for _, value in series.labels]
+        for value in values:
+            if value not in symbols:
+                symbols[value] = len(symbols)
                 fresh.append(_symbol(value))
-            pieces += [_ref(symbols[name], widths[0]), _ref(at, widths[0])]
+        pieces = [*plan.names, *plan.names]
+        pieces[::2], pieces[1::2] = plan.names, map(_ref, map(symbols.__getitem__, values), repeat(widths[0]))
         refs = b"".join(pieces)
         return plan, [refs[cut] for cut in plan.cuts]
 
@@ -177,7 +179,8 @@ def _plan(shape: _Shape, symbols: dict[str, int]) -> _Plan:
     order = itemgetter(*(begins[kind] + number for kind, number in parts))
     has_starts = any(row.since_start for row in shape.rows)
     cut_by = tuple(slice(*cut) for cut in cuts)
-    return _Plan(Struct("<" + "".join(sizes)), tuple(constants), cut_by, order, has_starts)
+    names = tuple([_ref(symbols[name], shape.ref_width) for name in shape.names])
+    return _Plan(Struct("<" + "".join(sizes)), names, tuple(constants), cut_by, order, has_starts)
 
 
 def _series(row: Row, shape: _Shape, symbols: dict[str, int]) -> tuple[bytes, list[bytes | tuple[int, int]], bytes]:

@@ -149,12 +149,14 @@ class _Layout:
         same: Callable[[Iterable[Row]], Rows],
     ) -> None:
         self._ratios = [one for one in ratios if all(key in keys for key in one.keys)]
-        self._converters: list[tuple[str, Callable[[Any], float]]] = []
+        self._keys: list[str] = []
+        self._converters: list[tuple[int, Callable[[Any], float]]] = []
         rows: list[Row] = []
         for key, one, primary in series:
             if key in keys:
-                as_it_is = one.scale == 1.0 and one.bits is None
-                self._converters.append((key, float if as_it_is else _Scaled(one.of).__getitem__))
+                if one.scale != 1.0 or one.bits is not None:
+                    self._converters.append((len(rows), _Scaled(one.of).__getitem__))
+                self._keys.append(key)
                 rows.append(Row(one.name, one.labels, one.kind, one.help, one.unit, primary))
         self._counts = [key for key, _ in counts if key in keys and rows]
         rows += [row for key, row in counts if key in self._counts]
@@ -164,19 +166,21 @@ class _Layout:
 
     def values(self, metrics: Metrics, counts: Mapping[str, float]) -> list[float | None]:
         """The value of each row; None for a ratio of which the denominator is zero."""
-        values: list[float | None] = [convert(metrics[key]) for key, convert in self._converters]
-        values += [counts[key] for key in self._counts]
         known: Any = metrics  # all that is asked of it is known
+        values: list[float | None] = list(map(float, map(known.__getitem__, self._keys)))
+        for at, convert in self._converters:
+            values[at] = convert(known[self._keys[at]])
+        values += [counts[key] for key in self._counts]
         values += [one.of(known) for one in self._ratios]
         return values
 
     def with_rest(self, values: list[float | None], rest: Metrics) -> list[float | None]:
         """The values, but for the keys of which the rest is written."""
-        written = [convert(rest[key]) if key in rest else None for key, convert in self._converters]
-        return [
-            *(old if new is None else new for old, new in zip(values, written, strict=False)),
-            *values[len(written) :],
-        ]
+        converters = dict(self._converters)
+        for at, key in enumerate(self._keys):
+            if (value := rest.get(key)) is not None:
+                values[at] = converters.get(at, float)(value)
+        return values
 
 
 class _Scaled(dict[Any, float]):
