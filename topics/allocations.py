@@ -16,7 +16,8 @@ class Claim(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Container(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A container and the devices of one resource that the kubelet gave it, with their ids as the plugin wrote them."""
+    """A container and the devices of one resource that the kubelet gave it, with their ids as the plugin wrote them.
+    ``pod_uid`` is there if the kubelet says it, which takes its Pods API."""
 
     namespace: str
     pod: str
@@ -24,6 +25,7 @@ class Container(msgspec.Struct, frozen=True, omit_defaults=True):
     resource: str | None = None
     device_ids: tuple[str, ...] = ()
     claims: tuple[Claim, ...] = ()
+    pod_uid: str | None = None
 
 
 class Allocations(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,6 +65,7 @@ TOPIC = Topic(
                 "container": "pytorch",
                 "resource": "nvidia.com/gpu",
                 "device_ids": ["GPU-0f12ab34-5c6d-7e8f-9a0b-1c2d3e4f5a6b"],
+                "pod_uid": "1b6c0f0e-8a1d-4f0b-9d55-0f6f1c9b7a10",
                 "claims": [
                     {
                         "claim": "gpu",

@@ -35,8 +35,8 @@ class Holder(msgspec.Struct, frozen=True, omit_defaults=True):
     """A container that holds a device. At most one of ``job``, ``statefulset`` and ``deployment`` is set.
 
     ``observed``: the kubelet did not give it the device, but a process of the pod runs there. ``pod_unknown``:
-    gpu.workloads tells of the node's pods, and up to two seconds after the sample does not have this one; so its uid,
-    workload and labels are not known.
+    gpu.workloads tells of the node's pods, and up to two seconds after the sample does not have this one; so its
+    workload and labels are not known, and its uid only if the kubelet says it.
     """
 
     namespace: str

@@ -1,6 +1,6 @@
 """The node as a producer: at each tick its GPUs and its kubelet are read at the same time, and their answers are sent.
 
-In: NVML, the kubelet's pod-resources socket, procfs, a batch system's job files. Out: gpu.samples, gpu.allocations.
+In: NVML, the kubelet's sockets, procfs, a batch system's job files. Out: gpu.samples, gpu.allocations.
 State: the devices and containers last known, and the ticks that Kafka has not acknowledged.
 On failure: without a driver, a kubelet or a Kafka it runs, says so, and works when they come. A tick goes out at 80 %
 of the interval with the devices that have answered. At the stop a last tick has what happened since the one before.
@@ -62,7 +62,10 @@ class NodeProducer:
         self._gpus = gpus or Gpus(self._instruments, self._places, interval_s=settings.interval_s)
         self._job_files = JobFiles(settings.hpc_job_mapping_dir, self._instruments)
         self._kubelet = kubelet or Kubelet(
-            settings.pod_resources_socket, self._instruments, prefixes=settings.resource_prefixes
+            settings.pod_resources_socket,
+            self._instruments,
+            pods_socket=settings.pods_api_socket,
+            prefixes=settings.resource_prefixes,
         )
         self._publisher = NodePublisher(
             self._sender,
@@ -90,7 +93,7 @@ class NodeProducer:
     async def run(self, stop: asyncio.Event) -> None:
         """Read and send until ``stop``, then send what is left, for at most 4 s.
         Raises what only a new process can mend."""
-        beside = (self._publisher.run, self._sender.start, self._gpus.run, self._ask_at_events)
+        beside = (self._publisher.run, self._sender.start, self._gpus.run, self._kubelet.run, self._ask_at_events)
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(part()) for part in beside]

@@ -17,6 +17,7 @@ from producers.settings import (
 )
 
 KUBELET_SOCKET = Path("/var/lib/kubelet/pod-resources/kubelet.sock")  # where a kubelet serves its pod resources
+PODS_API_SOCKET = Path("/var/lib/kubelet/pods-api/pods-api.sock")  # and its pods, from Kubernetes 1.37 on
 
 
 def node_name() -> str:
@@ -36,6 +37,11 @@ class ReadingSettings:
         "Where the kubelet says which container has which GPU. Mount its folder, not the socket. off: there is no"
         " kubelet on this machine.",
     )] = KUBELET_SOCKET  # fmt: skip
+    pods_api_socket: Annotated[Path | None, Option(
+        "--pods-api-socket", SOCKET,
+        "Where the kubelet says at once that a pod begins or ends, beside its pod resources: from Kubernetes 1.37 on."
+        " Mount its folder, not the socket. Nothing is lacking if it is not there, or off.",
+    )] = PODS_API_SOCKET  # fmt: skip
     resource_prefixes: ResourcePrefixes = GPU_RESOURCES
     procfs: Annotated[Path, Option(
         "--procfs", EXISTING_DIRECTORY,

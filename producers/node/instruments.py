@@ -9,6 +9,9 @@ NVML_ERRORS = "gpustream_node_nvml_errors_total"
 OPENED = "gpustream_node_nvml_opened_total"
 KUBELET_CALLS = "gpustream_node_kubelet_calls_total"
 KUBELET_AGE = "gpustream_node_kubelet_age_seconds"
+PODS_WATCHED = "gpustream_node_pods_watched"
+POD_EVENTS = "gpustream_node_pod_events_total"
+POD_WATCHES = "gpustream_node_pod_watches_total"
 PROCESSES = "gpustream_node_processes"
 XIDS = "gpustream_node_xid_errors_total"
 BUFFER_SECONDS = "gpustream_node_buffer_seconds"
@@ -29,6 +32,13 @@ INSTRUMENTS: tuple[Instrument, ...] = (
                " the socket), deadline (no answer in time), rate_limited (the kubelet's own limit), too_large,"
                " undecodable, refused (any other error).", ("result",)),
     Instrument(KUBELET_AGE, "gauge", "Seconds since the kubelet last answered; 0 if it never did."),
+    Instrument(PODS_WATCHED, "gauge", "1 while the kubelet's Pods API says when pods begin and end; 0 while only its"
+               " pod resources are asked, at each tick."),
+    Instrument(POD_EVENTS, "counter", "Events of the kubelet's Pods API by type: added, modified, deleted, synced (a"
+               " list of all pods is complete).", ("type",)),
+    Instrument(POD_WATCHES, "counter", "Streams of the kubelet's Pods API that ended, by why: ended and unavailable"
+               " (the kubelet stops), too_slow (the kubelet closed it), refused (switched off, or not there),"
+               " undecodable. Each is opened again.", ("result",)),
     Instrument(PROCESSES, "gauge", "Processes on GPUs in the last tick: those of a pod or a job, others on the host,"
                " and unseen (not in procfs: the host's PIDs are not visible).", ("kind",)),
     Instrument(XIDS, "counter", "XID errors that the driver reported, by whether the GPU is known: device,"

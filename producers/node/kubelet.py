@@ -1,6 +1,7 @@
 """The kubelet's pod resources: which container of this node was given which devices, asked at each tick.
 
-In: the answers to ``/v1.PodResourcesLister/List`` on the kubelet's unix socket. Out: the containers of gpu.allocations.
+In: the answers to ``/v1.PodResourcesLister/List`` on the kubelet's unix socket; from Kubernetes 1.37 on also its pods,
+as they begin and end (``pods_api.py``): then it is asked at once, too. Out: the containers of gpu.allocations.
 State: the last answer that could be read, in force until there is another; which ones were in force lately; one call at
 most.
 On failure: a call that fails is counted by what went wrong, logged when that changes, and made again at the next tick;
@@ -30,6 +31,7 @@ from google.protobuf.message import DecodeError
 from delivery.instruments import Instruments
 from producers.node import instruments as names
 from producers.node.podresources_pb2 import ListPodResourcesResponse
+from producers.node.pods_api import PodWatch, held
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +40,7 @@ LARGEST_ANSWER_BYTES = 64 * 1024 * 1024
 UNREADY_AFTER_S = 30.0
 SETTLED_AFTER_S = 5.0  # static pods are listed at once, the others when the kubelet has them from the API server
 AFTERWARDS_MS = 500  # an answer so soon after an event was asked for because of it: who held what at the event
+ASKED_WITHIN_S, ASKED_EVERY_S = 0.8, 0.05  # after a push
 _LOG_AGAIN_S = 60.0
 _REMEMBERED_ANSWERS = 64
 _LONGEST_REASON = 300
@@ -136,6 +139,7 @@ class _Answered:
 
 class Kubelet:
     """Asks one kubelet, on ``socket``; None: there is none. A resource that begins with one of ``prefixes`` counts.
+    ``pods_socket`` is its Pods API's, followed while :meth:`run` runs; None: it is not followed.
     ``clock`` gives seconds and never steps back, ``now_ms`` the time of day in milliseconds since the epoch."""
 
     def __init__(
@@ -143,6 +147,7 @@ class Kubelet:
         socket: Path | None,
         instruments: Instruments,
         *,
+        pods_socket: Path | None = None,
         prefixes: Sequence[str] = ("nvidia.com/",),
         clock: Callable[[], float] = time.monotonic,
         now_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
@@ -157,13 +162,32 @@ class Kubelet:
         self._ask_again_s = self._settled_s = clock()
         self._met: tuple[int, ...] | None = None
         self._answer: bytes | None = None
+        self._listed: list[JsonDict] | None = None
         self._containers: list[JsonDict] | None = None
+        self._pushed, self._asked = asyncio.Event(), 0
+        self._pods = (
+            None
+            if socket is None or pods_socket is None
+            else PodWatch(pods_socket, instruments, prefixes=self._prefixes, changed=self._take_push)
+        )
         self._answers: deque[_Answered] = deque(maxlen=_REMEMBERED_ANSWERS)
         self._answered_s: float | None = None
         self._state: State | None = None
         self._reason = ""
         self._logged: State | None = None
         self._logged_s: dict[State, float] = {}
+
+    async def run(self) -> None:
+        """Follow the pods for as long as it runs, and ask which devices they have when one begins, changes or ends."""
+        if self._pods is None:
+            return
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._pods.run())
+            while True:
+                await self._pushed.wait()
+                self._pushed.clear()
+                await self.read(ASKED_WITHIN_S)
+                await asyncio.sleep(ASKED_EVERY_S)
 
     async def read(self, within_s: float) -> list[JsonDict] | None:
         """Ask, and give the last known containers after at most ``within_s``; None while nothing is known.
@@ -244,9 +268,9 @@ class Kubelet:
         ask: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]
         ask = self._channel.unary_unary("/v1.PodResourcesLister/List")
         result: Result = "ok"
-        reason = ""
+        reason, pushes = "", self._pods.pushes if self._pods else 0
         try:
-            await self._take(await ask(b"", timeout=self._deadline_s))
+            await self._take(await ask(b"", timeout=self._deadline_s), pushes)
         except grpc.aio.AioRpcError as error:
             result, reason = failure(error.code(), error.details())
         except UndecodableAnswer as error:
@@ -255,10 +279,9 @@ class Kubelet:
         self._instruments.counter(names.KUBELET_CALLS, result).inc()
         self._note(result, reason)
 
-    async def _take(self, answer: bytes) -> None:
-        """Put an answer in force, and remember since when. Raises UndecodableAnswer."""
-        known = self._containers
-        if known is None or answer != self._answer:
+    async def _take(self, answer: bytes, asked: int) -> None:
+        """Take an answer to what was asked after so many pushes. Raises UndecodableAnswer."""
+        if self._listed is None or answer != self._answer:
             if len(answer) < _DECODED_ASIDE_BYTES:
                 found = containers(answer, self._prefixes)
             else:
@@ -267,9 +290,32 @@ class Kubelet:
             missed: list[JsonDict] = []
             if not settled:  # it may lack pods: what is known stays, unless another container has its devices
                 there, taken = {_holder(row) for row in found}, {device for row in found for device in _devices(row)}
-                missed = [row for row in known or () if _holder(row) not in there and taken.isdisjoint(_devices(row))]
-            known, self._answer = [*found, *missed], answer if settled else None
-        self._containers, self._answered_s, now_ms = known, self._clock(), self._now_ms()
+                missed = [
+                    row for row in self._listed or () if _holder(row) not in there and taken.isdisjoint(_devices(row))
+                ]
+            self._listed, self._answer = [*found, *missed], answer if settled else None
+        self._asked, self._answered_s = asked, self._clock()
+        if self._pods is not None:
+            self._pods.forget({(row["namespace"], row["pod"]) for row in self._listed}, asked)
+        self._put_in_force(self._listed)
+
+    def _take_push(self) -> None:
+        """A pod began, changed or ended: what is known of it is in force at once, and the kubelet is asked for more.
+        Until then nothing had changed."""
+        self._pushed.set()
+        if self._listed is not None:
+            if self._answers:
+                self._answers[-1].last_ms = max(self._answers[-1].last_ms, self._now_ms())
+            self._put_in_force(self._listed)
+
+    def _put_in_force(self, listed: list[JsonDict]) -> None:
+        """Put into force what is listed and what is known of the pods, and remember since when."""
+        known, now_ms = listed, self._now_ms()
+        if self._pods is not None and self._pods.pods:
+            known = held(listed, self._asked, self._pods.pods)
+        if known == self._containers:
+            known = self._containers
+        self._containers = known
         if self._answers and self._answers[-1].last_ms > now_ms:  # the clock was set back
             self._answers.clear()
         if self._answers and self._answers[-1].containers is known:

@@ -75,10 +75,11 @@ def hold(
     unknown: list[str] = []
     for container in containers:
         name, own, resource = (container.namespace, container.pod), container.container, container.resource
-        if (pod := pods.get(name)) is not None:
+        if (pod := pods.get(name)) is not None and container.pod_uid in (None, pod.uid):
             holder = holder_of(pod, container=own, resource=resource)
         else:
-            holder = Holder(*name, container=own, resource=resource, pod_unknown=name in pods)
+            uid = container.pod_uid
+            holder = Holder(*name, pod_uid=uid, container=own, resource=resource, pod_unknown=name in pods)
         key = (*name, own)
         ids: list[str] = list(container.device_ids)
         if key in chosen and any(map(is_slot, ids)):

@@ -131,12 +131,14 @@ class Appeared(NamedTuple):
 
 
 class Listing(msgspec.Struct, frozen=True):
-    """A snapshot and the names in it; which of them appeared, and which others have gone of late, with the times."""
+    """A snapshot and the names in it; which of them appeared, and which others have gone of late, with the times; and
+    the uids that the kubelet says."""
 
     snapshot: Allocations
     names: frozenset[PodName]
     appeared: dict[PodName, Appeared] = {}
     gone: dict[PodName, int] = {}
+    uids: frozenset[str] = frozenset()
 
     def new_at(self, ts_ms: int) -> dict[PodName, Appeared]:
         """Which of the names are new at a time."""
@@ -146,14 +148,15 @@ class Listing(msgspec.Struct, frozen=True):
 def listing(snapshot: Allocations, before: Listing | None) -> Listing:
     """A snapshot that follows another one; None: it is the first that is known."""
     names = frozenset([(c.namespace, c.pod) for c in snapshot.containers])
+    uids = frozenset([c.pod_uid for c in snapshot.containers if c.pod_uid])
     if before is None:
-        return Listing(snapshot, names)
+        return Listing(snapshot, names, uids=uids)
     ts_ms = snapshot.ts_ms
     appeared = {name: at for name, at in before.appeared.items() if name in names and ts_ms - at.at_ms < _GONE_MS}
     appeared |= {name: Appeared(ts_ms, before.gone.get(name), bool(before.names)) for name in names - before.names}
     gone = {name: at_ms for name, at_ms in before.gone.items() if name not in names and ts_ms - at_ms < _GONE_MS}
     gone |= dict.fromkeys(before.names - names, ts_ms)
-    return Listing(snapshot, names, appeared, gone)
+    return Listing(snapshot, names, appeared, gone, uids)
 
 
 # -- which pods
@@ -221,7 +224,8 @@ def resolve(
     when: When,
     last: Resolved | None = None,
 ) -> Resolved | NotYet:
-    """The pods that a snapshot names, and those of the uids that processes show. ``last`` is an earlier answer."""
+    """The pods that a snapshot names, by their uids if it has them, and those of the uids that processes show.
+    ``last`` is an earlier answer."""
     ts_ms, since_ms = when.ts_ms, when.logged_ms - HORIZON_MS
     if when.watermark_ms < since_ms:
         return NotYet(since_ms)
@@ -232,7 +236,7 @@ def resolve(
         return _NOTHING
     if listed is None:
         return Resolved({}, frozenset(), {}, *known.node_at(ts_ms))
-    new = listed.new_at(ts_ms)
+    new, uids = listed.new_at(ts_ms), uids | listed.uids
     by_time = {name: _pod_at(known, name, new.get(name), ts_ms) for name in listed.names}
     pods = {name: pod for name, pod in by_time.items() if pod is not None}
     shown = {pod.uid: pod for pod in pods.values()}

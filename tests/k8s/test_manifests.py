@@ -342,18 +342,19 @@ def test_only_the_node_producer_sees_anything_of_its_node(thing: Object) -> None
     host = {key: value for key, value in pod.items() if key.startswith("host")}
     paths = [volume["hostPath"]["path"] for volume in pod["volumes"] if "hostPath" in volume]
     if thing.name == "node":
-        assert (host, paths) == ({"hostPID": True}, ["/var/lib/kubelet/pod-resources"])
+        assert (host, paths) == ({"hostPID": True}, ["/var/lib/kubelet/pod-resources", "/var/lib/kubelet/pods-api"])
     else:
         assert (host, paths) == ({}, [])
 
 
-def test_the_folder_of_the_kubelets_socket_is_mounted_where_it_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kubelets_folders_are_mounted_where_its_sockets_are_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GPUSTREAM_KAFKA", "kafka:9092")
     node = the("DaemonSet", "node")
     mounts = {mount["name"]: mount for mount in node.container["volumeMounts"]}
     with parsed(list(node.container["args"])) as context:
-        assert str(context.params["pod_resources_socket"].parent) == mounts["pod-resources"]["mountPath"]
-    assert mounts["pod-resources"]["readOnly"] is True
+        for volume, option in (("pod-resources", "pod_resources_socket"), ("pods-api", "pods_api_socket")):
+            assert str(context.params[option].parent) == mounts[volume]["mountPath"]
+            assert mounts[volume]["readOnly"] is True
 
 
 @of_workloads

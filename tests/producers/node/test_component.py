@@ -82,6 +82,9 @@ class FakeKubelet:
         self.closed = False
         self.reads = 0
 
+    async def run(self) -> None:
+        """It has no Pods API."""
+
     async def read(self, within_s: float) -> list[dict[str, Any]] | None:
         self.reads += 1
         return self.answer

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from packaging.requirements import Requirement
 
-from producers.node import podresources_pb2
+from producers.node import podresources_pb2, pods_pb2
 from producers.node.kubelet import UndecodableAnswer, containers
 from producers.node.podresources_pb2 import ContainerDevices, ContainerResources, PodResources
 from producers.records import containers_content
@@ -30,7 +30,7 @@ from tests.producers.node.pod_resources import (
 from topics.allocations import Container
 
 ROOT = Path(__file__).parents[3]
-PROTO = ROOT / "producers" / "node" / "podresources.proto"
+PROTOS = {"podresources": podresources_pb2, "pods": pods_pb2}
 NVIDIA = ("nvidia.com/",)
 
 
@@ -154,19 +154,21 @@ def test_every_device_is_in_the_row_of_its_holder_and_no_other(
 # -- the generated module
 
 
-def test_the_generated_module_is_what_its_proto_says(tmp_path: Path) -> None:
-    assert protoc.main(["protoc", f"-I{ROOT}", f"--descriptor_set_out={tmp_path / 'set'}", str(PROTO)]) == 0
+@pytest.mark.parametrize("name", PROTOS)
+def test_the_generated_module_is_what_its_proto_says(name: str, tmp_path: Path) -> None:
+    proto = str(ROOT / "producers" / "node" / f"{name}.proto")
+    assert protoc.main(["protoc", f"-I{ROOT}", f"--descriptor_set_out={tmp_path / 'set'}", proto]) == 0
     compiled = descriptor_pb2.FileDescriptorSet.FromString((tmp_path / "set").read_bytes())
     for field in (field for message in compiled.file[0].message_type for field in message.field):
         field.ClearField("json_name")  # which modules go without
-    assert list(compiled.file) == [
-        descriptor_pb2.FileDescriptorProto.FromString(podresources_pb2.DESCRIPTOR.serialized_pb)
-    ]
+    assert list(compiled.file) == [descriptor_pb2.FileDescriptorProto.FromString(PROTOS[name].DESCRIPTOR.serialized_pb)]
 
 
-def test_the_oldest_protobuf_that_is_allowed_can_run_the_generated_module() -> None:
+@pytest.mark.parametrize("name", PROTOS)
+def test_the_oldest_protobuf_that_is_allowed_can_run_the_generated_module(name: str) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     allowed = next(found for found in map(Requirement, project["dependencies"]) if found.name == "protobuf")
-    made_for = (PROTO.parent / "podresources_pb2.py").read_text().partition("Protobuf Python Version: ")[2].split()[0]
+    module = (ROOT / "producers" / "node" / f"{name}_pb2.py").read_text()
+    made_for = module.partition("Protobuf Python Version: ")[2].split()[0]
     assert made_for in allowed.specifier
     assert {one.version for one in allowed.specifier if one.operator == ">="} == {made_for}

@@ -36,6 +36,19 @@ def claiming(pod_name: str, *keys: DraKey) -> Container:
     return Container("ns", pod_name, "main", claims=claims)
 
 
+# -- uids that the kubelet says
+
+
+def test_the_uid_that_the_kubelet_says_is_the_holders_whatever_pod_the_name_means_elsewhere() -> None:
+    listed = msgspec.structs.replace(container("p", A), pod_uid="uid-2")
+    name = (listed.namespace, "p")
+
+    for known in ({}, {name: None}, {name: pod("p", uid="uid-1")}, {name: pod("p", uid="uid-2")}):
+        (holder,) = hold(snapshot(1, listed), DEVICES, known, {}).holders[A]
+        assert holder.pod_uid == "uid-2"
+        assert (holder.workload is not None) == (known.get(name) == pod("p", uid="uid-2"))
+
+
 # -- device ids
 
 

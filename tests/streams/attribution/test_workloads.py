@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from streams.attribution.log_time import Resolved, When, listing, resolve
 from streams.attribution.workloads import (
     LISTED_MS,
     REMEMBERED_MS,
@@ -16,7 +17,7 @@ from streams.attribution.workloads import (
     learn,
 )
 from tests.streams.attribution import model
-from tests.streams.attribution.records import known, pod
+from tests.streams.attribution.records import container, gpu, known, pod, snapshot
 from topics.allocations import Claim
 from topics.workloads import DraDevice, NodeWorkloads, Owner, Pod
 
@@ -182,6 +183,16 @@ def test_annotations_namespace_labels_and_owners_make_a_version_too() -> None:
         knowledge = after(known(1, plain), known(2, other, ts_ms=1_000))
         assert whole(knowledge).pod_at(NAME, 999) == plain
         assert whole(knowledge).pod_at(NAME, 1_000) == other
+
+
+def test_the_uid_that_the_kubelet_says_picks_the_pod_whatever_the_times_say() -> None:
+    first, second = pod("p", uid="first", started=0), pod("p", uid="second", started=100_000)
+    knowledge = after(known(1, first, second))
+    for uid in ("first", "second"):
+        listed = listing(snapshot(1, msgspec.structs.replace(container("p", gpu(1)), pod_uid=uid)), None)
+        found = resolve(knowledge, listed, frozenset(), When(100_500, 10_000, float("inf")))
+        assert isinstance(found, Resolved)
+        assert found.pods[NAME] == {"first": first, "second": second}[uid]
 
 
 def test_of_two_records_at_one_time_the_later_counts() -> None:

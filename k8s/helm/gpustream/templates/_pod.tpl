@@ -159,6 +159,7 @@ spec:
       volumeMounts:
         {{- if $isNode }}
         - {name: pod-resources, mountPath: /var/lib/kubelet/pod-resources, readOnly: true}
+        - {name: pods-api, mountPath: /var/lib/kubelet/pods-api, readOnly: true}
         {{- end }}
         - {name: tmp, mountPath: /tmp}
         {{- if or $login $root.Values.kafkaSecret }}
@@ -180,6 +181,8 @@ spec:
     {{- if $isNode }}
     - name: pod-resources # the folder: a mount of the socket would keep the dead one when the kubelet restarts
       hostPath: {path: /var/lib/kubelet/pod-resources, type: Directory}
+    - name: pods-api # a kubelet before 1.37 has none, and finds this one after its upgrade
+      hostPath: {path: /var/lib/kubelet/pods-api, type: DirectoryOrCreate}
     {{- end }}
     - name: tmp
       emptyDir: {sizeLimit: 16Mi}
