@@ -58,6 +58,11 @@ class Reading(NamedTuple):
 Containers = Callable[[Tick], list[dict[str, Any]]]
 
 
+def listed(tick: Tick) -> list[dict[str, Any]]:
+    """The containers that the kubelet's pod resources name."""
+    return tick.reading.containers
+
+
 def main() -> None:
     """Prints a row for each mean life of a pod."""
     sys.stdout.write("| mean life of a pod | readings | this join, with the Pods API | without | scrape every 30 s |\n")
@@ -74,9 +79,7 @@ def score(given: list[tuple[Reading, Holders]]) -> float:
     return sum(reading.held == holders for reading, holders in given) / len(given)
 
 
-def attributed_score(
-    life_s: int, containers: Containers = lambda tick: tick.reading.containers, nodes: int = NODES
-) -> tuple[float, list[Reading]]:
+def attributed_score(life_s: int, containers: Containers = listed, nodes: int = NODES) -> tuple[float, list[Reading]]:
     """The join's score, and the readings, of a fleet whose nodes find what ``containers`` gives of a tick."""
     fleet = Fleet(nodes, GPUS, seed=7, pod_life_s=life_s)
     given: dict[tuple[str, int], Holders] = {}
@@ -92,7 +95,7 @@ def seconds(life_s: int) -> int:
     return max(600, 3 * life_s)
 
 
-def joined(fleet: Fleet, count: int, containers: Containers) -> Iterator[tuple[Tick, AttributedSample]]:
+def joined(fleet: Fleet, count: int, containers: Containers = listed) -> Iterator[tuple[Tick, AttributedSample]]:
     """The fleet's ticks, a second apart, and what the join makes of each with all that the fleet's producers say."""
     states: dict[str, join.NodeState] = {}
     snapshots: dict[str, tuple[int, list[dict[str, Any]]]] = {}
