@@ -374,6 +374,42 @@ def pipeline_alerts() -> Iterator[Alert]:
         "15m",
     )
     yield Alert(
+        "GpustreamCountersBroken",
+        "max by (job, instance, sink) (gpustream_counters_broken) == 1",
+        "warning",
+        f"The file of --counters of {ITS} can't be used",
+        "What it held before stays in force. The log names the lines, and so does gpustream counters check FILE.",
+        "2m",
+    )
+    yield Alert(
+        "GpustreamSeriesCollide",
+        "\nor ".join(_counted(f'{one}{{reason!="rule"}}') for one in _own("samples_withheld_total")),
+        "warning",
+        ITS + " leaves out {{ $value | humanize }} samples for their labels",
+        "After the rules of --relabel another series has the same labels, or the name is not valid. Give each series a"
+        " label that tells it apart.",
+        "10m",
+    )
+    yield Alert(
+        "GpustreamMisplacedNodes",
+        "\nor ".join(map(_counted, _own("misplaced_nodes_total"))),
+        "warning",
+        ITS + " reads {{ $value | humanize }} nodes from a partition that is not theirs",
+        "Something else than gpustream writes to the topic, with another partitioner. The ticks of these nodes may be"
+        " attributed without their snapshots.",
+    )
+    yield Alert(
+        "GpustreamTicksMissed",
+        """
+        sum by (job, instance) (rate(gpustream_node_ticks_missed_total[10m]))
+          > 0.01 * sum by (job, instance) (rate(gpustream_producer_ticks_made_total[10m]))
+        """,
+        "warning",
+        f"{ITS} reads its GPUs late",
+        "{{ $value | humanize }} readings a second never took place: the node has no CPU for it, or NVML is slow.",
+        "10m",
+    )
+    yield Alert(
         "GpustreamDeadLetters",
         "\nor ".join(map(_counted, _own("records_dead_lettered_total"))),
         "warning",

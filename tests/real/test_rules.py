@@ -148,6 +148,40 @@ CASES = [
     ),
     Case("GpustreamSeriesLeftOut", {f"gpustream_remote_write_series_left_out{{{SCRAPED}}}": "3x20"}, "20m", True),
     Case("GpustreamSeriesLeftOut", {f"gpustream_remote_write_series_left_out{{{SCRAPED}}}": "3x10 0x9"}, "19m", False),
+    Case("GpustreamCountersBroken", {f'gpustream_counters_broken{{{SCRAPED},sink="scrape"}}': "0 1x4"}, "5m", True),
+    Case("GpustreamCountersBroken", {f'gpustream_counters_broken{{{SCRAPED},sink="scrape"}}': "1 1 0x4"}, "5m", False),
+    Case(
+        "GpustreamSeriesCollide",
+        {f'gpustream_remote_write_samples_withheld_total{{{SCRAPED},reason="collision"}}': "0+60x20"},
+        "20m",
+        True,
+    ),
+    Case(
+        "GpustreamSeriesCollide",
+        {f'gpustream_scrape_samples_withheld_total{{{SCRAPED},reason="rule"}}': "0+60x20"},
+        "20m",
+        False,
+    ),
+    Case("GpustreamMisplacedNodes", {f"gpustream_usage_misplaced_nodes_total{{{SCRAPED}}}": "0x5 1x4"}, "6m", True),
+    Case("GpustreamMisplacedNodes", {f"gpustream_attribution_misplaced_nodes_total{{{SCRAPED}}}": "0x9"}, "9m", False),
+    Case(
+        "GpustreamTicksMissed",
+        {
+            f"gpustream_node_ticks_missed_total{{{SCRAPED}}}": "0+3x40",
+            f"gpustream_producer_ticks_made_total{{{SCRAPED}}}": "0+57x40",
+        },
+        "40m",
+        True,
+    ),
+    Case(
+        "GpustreamTicksMissed",
+        {
+            f"gpustream_node_ticks_missed_total{{{SCRAPED}}}": "0x20 1x20",
+            f"gpustream_producer_ticks_made_total{{{SCRAPED}}}": "0+60x40",
+        },
+        "40m",
+        False,
+    ),
     Case(
         "GpustreamDeadLetters",
         {f'gpustream_alerts_records_dead_lettered_total{{{SCRAPED},topic="t",reason="key"}}': "_x9 1"},
