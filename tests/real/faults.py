@@ -9,7 +9,7 @@ import contextlib
 import os
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -54,31 +54,31 @@ async def roll(processes: list[Gpustream]) -> float:
 
 
 def member(pipeline: Pipeline, of: str, number: int) -> Gpustream:
-    """A worker or a sink: those with an even number have an instance id."""
+    """A worker of attribution or usage, or a sink: those with an even number have an instance id."""
     found: list[Gpustream] = getattr(pipeline, of)
     return found[number]
 
 
 async def kill_member(of: str, number: int, pipeline: Pipeline, chance: Random) -> float:
-    """Kill a worker or a sink."""
+    """Kill a member."""
     return await kill(member(pipeline, of, number))
 
 
 async def pause_member(of: str, number: int, pipeline: Pipeline, chance: Random) -> float:
-    """Stop a worker or a sink past its session: the group gives its partitions to others meanwhile."""
+    """Stop a member past its session: the group gives its partitions to others meanwhile."""
     return await pause(member(pipeline, of, number), SESSION_S + 5)
 
 
 async def roll_members(of: str, pipeline: Pipeline, chance: Random) -> float:
-    """Restart all workers or sinks that run."""
+    """Restart all members that run."""
     return await roll([one for one in getattr(pipeline, of) if one in pipeline.wanted])
 
 
-async def scale(pipeline: Pipeline, chance: Random) -> float:
-    """1 -> 4 -> 2 workers."""
-    others = [one for one in pipeline.wanted if one not in pipeline.workers]
-    for number in (1, 4, 2):
-        await pipeline.want(*others, *pipeline.workers[:number])
+async def scale(of: str, numbers: Sequence[int], pipeline: Pipeline, chance: Random) -> float:
+    """So many workers, one number after the other."""
+    these: list[Gpustream] = getattr(pipeline, of)
+    for number in numbers:
+        await pipeline.want(*(one for one in pipeline.wanted if one not in these), *these[:number])
         await asyncio.sleep(5)
     return time.time()
 
@@ -225,8 +225,14 @@ FAULTS: tuple[Fault, ...] = (
     Fault("sink without an instance id stopped past its session", "sinks", partial(pause_member, "sinks", 1)),
     Fault("rolling restart of the workers", "workers", partial(roll_members, "workers")),
     Fault("rolling restart of the sinks", "sinks", partial(roll_members, "sinks")),
-    Fault("1, 4, 2 workers", "workers", scale),
+    Fault("1, 4, 2 workers", "workers", partial(scale, "workers", (1, 4, 2))),
     Fault("sink killed between write and commit", "sinks", kill_the_sink_before_its_commit),
+    Fault("usage worker with an instance id killed", "usage", partial(kill_member, "usage", 0)),
+    Fault("usage worker without an instance id killed", "usage", partial(kill_member, "usage", 1)),
+    Fault("usage worker with an instance id stopped past its session", "usage", partial(pause_member, "usage", 0)),
+    Fault("usage worker without an instance id stopped past its session", "usage", partial(pause_member, "usage", 1)),
+    Fault("rolling restart of the usage workers", "usage", partial(roll_members, "usage")),
+    Fault("1, 3, 2 usage workers", "usage", partial(scale, "usage", (1, 3, 2))),
     Fault("producer killed", "producers", kill_the_fleet),
     Fault("producer stopped for 12 s", "producers", pause_the_fleet),
     Fault("each broker killed", "brokers", kill_each_broker),

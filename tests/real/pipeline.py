@@ -11,12 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from aiokafka import AIOKafkaConsumer, TopicPartition
 
 from gpustream.serve import Component
 from tests.real.accounting import assert_accounted
 from tests.real.process import Server
 from tests.real.servers import PrometheusServer, Series
+from topics.usage import Usage
 
 Tick = tuple[str, str, int, int]
 """A tick's identity: cluster, node, run_id, seq."""
@@ -194,6 +196,21 @@ async def records_of(kafka: str, topic: str) -> AsyncIterator[Any]:
             left = {tp for tp in left if await consumer.position(tp) < ends[tp]}
     finally:
         await consumer.stop()
+
+
+async def usage_of(kafka: str, topic: str) -> dict[bytes, Usage]:
+    """The record of each key that counts. What is written again is the same in every byte, and in its partition."""
+    found: dict[bytes, Usage] = {}
+    written: dict[tuple[bytes, tuple[int, int]], bytes] = {}
+    nodes: dict[tuple[str, str], int] = {}
+    async for record in records_of(kafka, topic):
+        one = msgspec.json.decode(record.value, type=Usage)
+        before = written.setdefault((record.key, one.order), record.value)
+        assert before == record.value, f"{before!r} was written, and then {record.value!r}"
+        assert record.key == one.key.encode()
+        assert nodes.setdefault((one.cluster, one.node), record.partition) == record.partition
+        found[record.key] = max(found.get(record.key, one), one, key=lambda each: each.order)
+    return found
 
 
 async def lag(kafka: str, group: str, topics: Iterable[str]) -> int:

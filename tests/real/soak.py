@@ -1,9 +1,10 @@
 """A pipeline under faults, and the exact count of what became of every sample.
 
-A :class:`Pipeline` is all of it, process by process: fleets, attribution workers and sinks, half of them with instance
-ids, between real brokers and a Prometheus behind a :class:`~tests.real.proxy.FaultyReceiver`. What ends is started
-again, as Kubernetes would. :func:`soak` does to it, round after round, what the table of
-:mod:`tests.real.faults` has, and :func:`count` then compares the truth with Kafka and Prometheus by identity.
+A :class:`Pipeline` is all of it, process by process: fleets, workers of attribution and usage, and sinks, half of them
+with instance ids, between real brokers and a Prometheus behind a :class:`~tests.real.proxy.FaultyReceiver`. What ends
+is started again, as Kubernetes would. :func:`soak` does to it, round after round, what the table of
+:mod:`tests.real.faults` has. Then :func:`count` compares the truth with Kafka and Prometheus by identity, and
+:func:`count_usage` compares gpu.usage with integer sums over gpu.attributed.
 """
 
 import asyncio
@@ -27,10 +28,13 @@ from delivery.connection import Connection
 from delivery.sender import Sender
 from tests.eventually import eventually
 from tests.real.accounting import books, unaccounted
-from tests.real.pipeline import Gpustream, Tick, Truth, differences, lag, records_of, stored
+from tests.real.pipeline import Gpustream, Tick, Truth, differences, lag, records_of, stored, usage_of
 from tests.real.proxy import FaultyReceiver
 from tests.real.resolver import Resolver
 from tests.real.servers import KafkaServer, PrometheusServer
+from tests.usage_sums import UsageSums
+from topics.topic import node_key
+from topics.usage import HOUR_MS, HOURS, MINUTE_MS, MINUTES, Usage
 
 CLUSTER, SKEWED = "soak", "skewed"
 NODES, GPUS = 24, 4
@@ -49,7 +53,7 @@ Place = tuple[str, int, int]
 """A record's topic, partition and offset."""
 
 
-Part = Literal["workers", "sinks", "producers", "brokers", "receiver", "clocks"]
+Part = Literal["workers", "sinks", "usage", "producers", "brokers", "receiver", "clocks"]
 Strike = Callable[["Pipeline", random.Random], Awaitable[float]]
 
 
@@ -62,7 +66,7 @@ class Fault(NamedTuple):
     back_s: float | None = None
 
 
-class Usage(NamedTuple):
+class Needs(NamedTuple):
     """What a process needed at a time of its life."""
 
     at_s: float
@@ -70,11 +74,11 @@ class Usage(NamedTuple):
     descriptors: int
 
 
-def usage(pid: int) -> Usage:
+def needs(pid: int) -> Needs:
     """What a process needs now. Raises OSError if it has ended."""
     of = Path(f"/proc/{pid}")
     memory_mib = int((of / "statm").read_text().split()[1]) * PAGE_MIB
-    return Usage(time.time(), memory_mib, len(list((of / "fd").iterdir())))
+    return Needs(time.time(), memory_mib, len(list((of / "fd").iterdir())))
 
 
 class Round(NamedTuple):
@@ -97,7 +101,7 @@ class Pipeline:
     wanted: list[Gpustream] = field(default_factory=list)
     launches: Counter[str] = field(default_factory=Counter)
     poisoned: set[Place] = field(default_factory=set)
-    lives: dict[tuple[str, int], list[Usage]] = field(default_factory=dict)
+    lives: dict[tuple[str, int], list[Needs]] = field(default_factory=dict)
     quiet: list[tuple[float, float]] = field(default_factory=list)
     unaccounted: list[str] = field(default_factory=list)
     rounds: list[Round] = field(default_factory=list)
@@ -114,6 +118,7 @@ class Pipeline:
         stream, sink = ("stream", "attribution"), ("sink", "remote-write", "--url", self.receiver.url)
         self.workers = [self._member(f"worker-{number}", *stream, fixed=number % 2 == 0) for number in range(4)]
         self.sinks = [self._member(f"sink-{number}", *sink, fixed=number % 2 == 0) for number in range(2)]
+        self.usage = [self._member(f"usage-{number}", "stream", "usage", fixed=number % 2 == 0) for number in range(3)]
 
     @property
     def kafka(self) -> str:
@@ -170,7 +175,7 @@ class Pipeline:
         while True:
             for process in [one for one in self.wanted if one.running]:
                 with contextlib.suppress(OSError):  # it has just ended
-                    self.lives.setdefault((process.name, process.pid), []).append(usage(process.pid))
+                    self.lives.setdefault((process.name, process.pid), []).append(needs(process.pid))
                 metrics = await asyncio.to_thread(process.get, "/metrics")
                 self.unaccounted += [f"{process.name}: {one}" for one in unaccounted(books(metrics or ""))]
             await asyncio.sleep(5)
@@ -252,7 +257,7 @@ async def running(pipeline: Pipeline) -> AsyncIterator[None]:
     """The pipeline at work, with two workers."""
     connection, replicas = Connection(pipeline.kafka), len(pipeline.brokers)
     await topic_admin.create(connection, partitions=PARTITIONS, replication_factor=replicas)
-    pipeline.wanted = [pipeline.fleet, pipeline.skewed, *pipeline.workers[:2], *pipeline.sinks]
+    pipeline.wanted = [pipeline.fleet, pipeline.skewed, *pipeline.workers[:2], *pipeline.sinks, *pipeline.usage[:2]]
     beside = [asyncio.create_task(part()) for part in (pipeline.supervise, pipeline.watch)]
     try:
         await pipeline.whole(time.time())
@@ -384,6 +389,36 @@ def in_the_middle(sampled: set[Tick], lost: set[Tick]) -> list[str]:
         for run, gone in runs.items()
         if any(gone) and (gone != sorted(gone) or last[run[:2]] == run)
     ]
+
+
+async def count_usage(pipeline: Pipeline) -> tuple[int, list[str]]:
+    """How many records of usage there are, and in what they differ from integer sums over gpu.attributed.
+
+    First a tick of another node in each partition lets the log go on until every hour is final.
+    """
+    await pipeline.want(*pipeline.usage[:2])
+    end_ms = int((time.time() + 60) * 1000) // HOUR_MS * HOUR_MS + HOUR_MS
+    head = {"schema": 1, "cluster": "silence", "run_id": 1, "seq": 1, "offset": 1 << 40}
+    ts_ms = end_ms + HOUR_MS // 2
+    tick = {**head, "ts_ms": ts_ms, "logged_ms": ts_ms, "attribution": "exact", "devices": []}
+    sender, sums = Sender(Connection(pipeline.kafka), client_id="silence"), UsageSums()
+    await sender.start()
+    for number in range(PARTITIONS):
+        value = json.dumps({**tick, "node": f"p{number}"}).encode()
+        await (await sender.send("gpu.attributed", value, key=node_key("silence", f"p{number}"), partition=number))
+    await sender.stop()
+    async for record in records_of(pipeline.kafka, "gpu.attributed"):
+        tick = json.loads(record.value)
+        sums.take(tick, tick["logged_ms"])
+    expected = {(row.gpu_uuid, row.start_ms) for row in sums.windows(HOUR_MS)}
+
+    async def final() -> list[Usage]:
+        found = list((await usage_of(pipeline.kafka, HOURS.name)).values())
+        return found if {(one.gpu_uuid, one.start_ms) for one in found if one.final} >= expected else []
+
+    hours = await eventually(final, "every hour is final", within_s=DRAIN_S, every_s=1)
+    minutes = list((await usage_of(pipeline.kafka, MINUTES.name)).values())
+    return len(hours) + len(minutes), [*sums.wrong(hours, HOUR_MS), *sums.wrong(minutes, MINUTE_MS)]
 
 
 async def ticks_of(kafka: str, topic: str) -> AsyncIterator[Tick]:

@@ -12,7 +12,7 @@ from tests.real.faults import FAULTS, LONG_FAULTS
 from tests.real.pipeline import Gpustream
 from tests.real.resolver import find_compiler
 from tests.real.servers import KafkaCluster, PrometheusServer
-from tests.real.soak import DRAIN_S, WHOLE_S, Pipeline, count, quantile, rest, running, say, secured, soak
+from tests.real.soak import DRAIN_S, WHOLE_S, Pipeline, count, count_usage, quantile, rest, running, say, secured, soak
 
 MINUTES = float(os.environ.get("SOAK_MINUTES", "1.2"))
 SEED = int(os.environ.get("SOAK_SEED", "1"))
@@ -46,10 +46,12 @@ async def test_whatever_fails_nothing_is_lost_and_every_tick_is_booked_to_its_po
         await soak(pipeline, faults, seed=SEED, duration_s=60 * MINUTES, at_once=at_once)
         await pipeline.drain()
         counted = await count(pipeline)
+        records, wrong = await count_usage(pipeline)
     took_s = pipeline.latencies_s()
     say(
         f"{counted.sampled} ticks sampled, {counted.killed} lost with a producer that was killed, "
         f"{counted.twice} attributed twice; {counted.points} points compared, {len(counted.wrong)} wrong\n"
+        f"{records} records of usage compared, {len(wrong)} wrong\n"
         f"from reading to accepted write: median {quantile(took_s, 0.5):.2f} s, p99 {quantile(took_s, 0.99):.2f} s\n"
         f"processes started: {dict(pipeline.launches)}"
     )
@@ -58,7 +60,9 @@ async def test_whatever_fails_nothing_is_lost_and_every_tick_is_booked_to_its_po
     for fault, back_s in pipeline.alone().items():
         say(f"{fault.name}: back after {back_s:.1f} s in the median")
     assert counted.wrong == [], f"{len(counted.wrong)}: {counted.wrong[:10]}"
+    assert wrong == [], f"{len(wrong)}: {wrong[:10]}"
     assert counted.points > 0
+    assert records > 0
     if MINUTES >= LONG:
         late = {
             fault.name: back_s for fault, back_s in pipeline.alone().items() if fault.back_s and back_s > fault.back_s

@@ -3,7 +3,6 @@ millisecond."""
 
 import asyncio
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from random import Random
 from typing import Any
@@ -13,8 +12,9 @@ import msgspec
 from delivery.sender import Sender
 from streams import STREAMS
 from tests.eventually import eventually
-from tests.real.pipeline import Gpustream, read_all
+from tests.real.pipeline import Gpustream, read_all, usage_of
 from tests.real.servers import KafkaServer
+from tests.usage_sums import UsageSums
 from topics.topic import node_key
 from topics.usage import HOUR_MS, HOURS, MINUTE_MS, MINUTES, Usage
 
@@ -46,25 +46,6 @@ def story(start_ms: int) -> list[dict[str, Any]]:
     return found
 
 
-def sums(ticks: list[dict[str, Any]], lasts_ms: int, end_ms: int) -> dict[tuple[Any, ...], int]:
-    """Slices times milliseconds by window, device, category and pod, of ticks that stand for what went before them."""
-    found: dict[tuple[Any, ...], int] = defaultdict(int)
-    last: dict[str, int] = {}
-    for tick in ticks:
-        (device,), before_ms = tick["devices"], last.get(tick["node"], tick["ts_ms"])
-        last[tick["node"]] = max(before_ms, tick["ts_ms"])
-        pods = [holder["pod"] for holder in device["holders"]] if device["state"] == "ok" else []
-        for at_ms in range(before_ms, tick["ts_ms"], 1000):
-            if at_ms >= end_ms:
-                break
-            window = at_ms // lasts_ms * lasts_ms
-            unseen = tick["ts_ms"] - at_ms > 3 * STEP_MS
-            category = "unobserved" if unseen else "lost" if device["state"] == "lost" else "held" if pods else "free"
-            for pod in (pods or [None]) if not unseen else [None]:
-                found[window, device["uuid"], category, pod] += 7 * 1000 // max(1, len(pods) if not unseen else 1)
-    return dict(found)
-
-
 async def send(kafka: KafkaServer, ticks: list[dict[str, Any]]) -> None:
     sender = Sender(kafka.connection, client_id="ticks")
     await sender.start()
@@ -76,23 +57,6 @@ async def send(kafka: KafkaServer, ticks: list[dict[str, Any]]) -> None:
             await sender.send("gpu.attributed", value, key=key, partition=partition)
         await asyncio.sleep(max(0.0, 0.1 - (time.monotonic() - began_s)))
     await sender.stop()
-
-
-async def counted(kafka: KafkaServer, topic: str) -> dict[bytes, Usage]:
-    """The record of each key that counts. What is written again is the same in every byte, and where its node is."""
-    found: dict[bytes, Usage] = {}
-    written: dict[tuple[bytes, tuple[int, int]], bytes] = {}
-    for record in await read_all(kafka.address, topic):
-        one = msgspec.json.decode(record.value, type=Usage)
-        assert record.key == one.key.encode()
-        assert record.partition == int(one.node[1:]) % PARTITIONS
-        assert written.setdefault((record.key, one.order), record.value) == record.value
-        found[record.key] = max(found.get(record.key, one), one, key=lambda each: each.order)
-    return found
-
-
-def by_name(records: dict[bytes, Usage]) -> dict[tuple[Any, ...], int]:
-    return {(one.start_ms, one.uuid, one.category, one.pod): one.slice_ms for one in records.values() if one.slice_ms}
 
 
 async def test_workers_that_are_killed_count_what_integer_sums_over_gpu_attributed_do(
@@ -119,21 +83,16 @@ async def test_workers_that_are_killed_count_what_integer_sums_over_gpu_attribut
         await asyncio.to_thread(first.start)
         await sending
 
-    async def hour_is_final() -> dict[bytes, Usage]:
-        found = {key: one for key, one in (await counted(empty_kafka, HOURS.name)).items() if one.start_ms == start_ms}
-        whole = len({one.uuid for one in found.values() if one.final}) == NODES
-        return found if whole else {}
+    async def hour_is_final() -> list[Usage]:
+        found = [one for one in (await usage_of(empty_kafka.address, HOURS.name)).values() if one.start_ms == start_ms]
+        return found if len({one.uuid for one in found if one.final}) == NODES else []
 
     hours = await eventually(hour_is_final, within_s=LIMIT_S, every_s=1)
-    minutes = {
-        key: one for key, one in (await counted(empty_kafka, MINUTES.name)).items() if one.end_ms <= start_ms + HOUR_MS
-    }
-    assert all(one.final for one in (*hours.values(), *minutes.values()))
+    end_ms, sums = start_ms + HOUR_MS, UsageSums()
+    minutes = [one for one in (await usage_of(empty_kafka.address, MINUTES.name)).values() if one.end_ms <= end_ms]
+    for tick in ticks:
+        sums.take(tick, tick["logged_ms"])
     for records, lasts_ms in ((hours, HOUR_MS), (minutes, MINUTE_MS)):
-        assert by_name(records) == sums(ticks, lasts_ms, start_ms + HOUR_MS)
-        closes: dict[tuple[str, int], int] = defaultdict(int)
-        for one in records.values():
-            closes[one.uuid, one.start_ms] += one.slice_ms
-        assert set(closes.values()) == {lasts_ms * 7}
-        assert sum(one.energy_mj for one in records.values()) == NODES * (HOUR_MS // STEP_MS) * 1500
+        assert sums.wrong(records, lasts_ms, end_ms) == []
+        assert sum(one.energy_mj for one in records) == NODES * (HOUR_MS // STEP_MS) * 1500
     assert await read_all(empty_kafka.address, "gpu.dead-letters") == []

@@ -1,23 +1,19 @@
-"""The books against an oracle that looks at every half second by itself, in fractions."""
+"""The books against sums of other code, whatever ticks come: shared devices, MIG, gaps, clocks that are set back."""
 
 from collections import defaultdict
 from fractions import Fraction
 from typing import Any, NamedTuple
 
 import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from streams.usage.books import Accounting, UsageReplay, decode, encode
 from streams.usage.measure import divide
-from tests.streams.usage.made import START_MS, Json, Kept, gpu, holder, mig, tick
+from tests.streams.usage.made import START_MS, Json, Kept, holder, mig, tick
+from tests.usage_sums import FIELDS, UsageSums
 from topics.usage import HOUR_MS, MINUTE_MS, Usage
-
-STEP_MS = 500
-FIELDS = (
-    "device_ms", "slice_ms", "used_us", "idle_ms", "tensor_us", "energy_mj", "memory_byte_ms", "exact_ms", "late_ms",
-    "none_ms",
-)  # fmt: skip
 
 
 class Step(NamedTuple):
@@ -29,25 +25,49 @@ class Step(NamedTuple):
     interval_ms: int
 
 
+readings = st.fixed_dictionaries(
+    {},
+    optional={
+        "gpu_utilization_ratio": st.sampled_from([0.0, 0.004, 0.37, 1.0]),
+        "sm_active_ratio": st.sampled_from([0.0, 0.004, 0.37]),
+        "encoder_utilization_ratio": st.sampled_from([0.0, 0.5]),
+        "tensor_active_ratio": st.sampled_from([0.0, 0.25]),
+        "memory_used_bytes": st.integers(0, 80 << 30),
+        "energy_joules_total": st.sampled_from([0.0, 70.001, 70.5, 1000.0, 5e6]),
+        "power_watts": st.sampled_from([0.0, 99.9, 700.0]),
+    },
+)
+
+
+@st.composite
+def holders(draw: st.DrawFn, most: int) -> list[Json]:
+    """Containers of up to three pods; one may run on a device that it was not given."""
+    names = st.tuples(st.sampled_from(["a", "b", "c"]), st.sampled_from(["main", "sidecar"]))
+    found = [
+        holder(pod, draw(st.sampled_from([None, 0.0, 0.004, 0.1, 0.3])), container=container)
+        for pod, container in draw(st.lists(names, unique=True, max_size=most))
+    ]
+    for one in found:
+        if "parts" in one:
+            one["parts"]["memory_used_bytes"] = draw(st.integers(0, 8 << 30))
+        one["observed"] = draw(st.integers(0, 9)) == 0
+    return found
+
+
 @st.composite
 def devices(draw: st.DrawFn) -> list[Json]:
     found: list[Json] = []
     for uuid in draw(st.lists(st.sampled_from(["GPU-a", "GPU-b"]), unique=True, max_size=2)):
-        kind = draw(st.sampled_from(["free", "held", "shared", "cut", "lost"]))
-        busy = draw(st.sampled_from([0.0, 0.004, 0.37, 1.0]))
-        more: Json = {"metrics": {"tensor_active_ratio": 0.25, "memory_used_bytes": 1001}, "busy": busy}
-        if kind == "lost":
-            found.append(gpu(uuid, holder("a"), state=draw(st.sampled_from(["lost", "timeout"]))))
-        elif kind == "cut":
-            parts = draw(st.lists(st.sampled_from(["1g.10gb", "2g.20gb", "1c.3g.40gb", "7g.80gb"]), max_size=3))
-            found.append(gpu(uuid, **more))
-            found += [
-                mig(f"MIG-{uuid}-{at}", profile, *([holder("a")] if at else []), parent=uuid)
-                for at, profile in enumerate(parts)
-            ]
-        else:
-            parts_of = [0.3 * busy, 0.5 * busy, None][: {"free": 0, "held": 1, "shared": draw(st.integers(2, 3))}[kind]]
-            found.append(gpu(uuid, *[holder(f"pod-{at}", part) for at, part in enumerate(parts_of)], **more))
+        parts = draw(st.lists(st.sampled_from(["1g.10gb", "2g.20gb", "1c.3g.40gb", "7g.80gb"]), max_size=3))
+        state = draw(st.sampled_from(["ok"] * 4 + ["lost", "timeout"]))
+        whole = {"compute_slices": 7, "metrics": draw(readings), "state": state}
+        found.append({"uuid": uuid, "model": "H100", **whole, "holders": [] if parts else draw(holders(4))})
+        if ran := draw(st.sampled_from([None, 0.0, 0.2])):
+            found[-1]["processes"] = [{"pid": 1, "pod_uid": "uid-a", "sm_utilization_ratio": ran}]
+        found += [
+            mig(f"MIG-{uuid}-{at}", profile, *draw(holders(2)), parent=uuid, metrics=draw(readings))
+            for at, profile in enumerate(parts)
+        ]
     return found
 
 
@@ -71,73 +91,15 @@ def records_of(story: list[Step]) -> list[Any]:
     return found
 
 
-def shares_of(device: Any) -> list[tuple[str, str | None, Fraction]]:
-    """Category, pod and share of a device: each pod's part, and what nobody used in equal parts."""
-    if device.state != "ok":
-        return [("lost", None, Fraction(1))]
-    if not device.holders:
-        return [("free", None, Fraction(1))]
-    if len(device.holders) == 1:
-        return [("held", device.holders[0].pod, Fraction(1))]
-    parts = [round((one.parts.utilization_ratio if one.parts else 0) * 10**6) for one in device.holders]
-    rest = Fraction(max(0, 10**6 - sum(parts)), len(parts))
-    return [
-        ("held", one.pod, (part + rest) / (sum(parts) + rest * len(parts)))
-        for one, part in zip(device.holders, parts, strict=True)
-    ]
-
-
-SLICES = {"1g.10gb": 1, "2g.20gb": 2, "1c.3g.40gb": 1, "7g.80gb": 7}
-
-
-def oracle(ticks: list[Any], lasts_ms: int) -> dict[tuple[Any, ...], Fraction]:
-    """The milliseconds times slices of each window, GPU, device, category and pod."""
-    stands: dict[int, Any] = {}  # by half second, the tick that stands for it
-    shown: dict[int, set[str]] = defaultdict(set)  # by hour, the GPUs that a tick shows
-    booked_ms, before = 0, ticks[0]
+@pytest.mark.parametrize("split", ["used", "equal"])
+@given(story=steps)
+def test_every_field_of_every_window_is_what_sums_of_other_code_say(split: Any, story: list[Step]) -> None:
+    ticks, sums = records_of(story), UsageSums(split)
+    kept = Kept(Accounting(split)).play(*ticks)
     for one in ticks:
-        same = before is not one and before.run_id == one.run_id
-        since_ms = max(before.ts_ms, one.ts_ms - 3 * one.interval_ms) if same else one.ts_ms
-        uuids = {device.mig.parent_uuid if device.mig else device.uuid for device in one.devices}
-        for at_ms in range(max(since_ms, booked_ms), one.ts_ms, STEP_MS):
-            stands[at_ms] = one
-            shown[at_ms // HOUR_MS] |= uuids
-        if one.ts_ms > booked_ms and max(since_ms, booked_ms) == one.ts_ms:
-            shown[one.ts_ms // HOUR_MS] |= uuids
-        booked_ms, before = max(booked_ms, one.ts_ms), one
-    found: dict[tuple[Any, ...], Fraction] = defaultdict(Fraction)
-    for hour, uuids in shown.items():
-        for at_ms in range(hour * HOUR_MS, (hour + 1) * HOUR_MS, STEP_MS):
-            window = at_ms // lasts_ms * lasts_ms
-            for uuid in uuids:
-                mine = [one for one in (stands[at_ms].devices if at_ms in stands else ()) if uuid == one.uuid]
-                if not mine:
-                    found[window, uuid, uuid, "unobserved", None] += STEP_MS * 7
-                    continue
-                cut, left = [one for one in stands[at_ms].devices if one.mig and one.mig.parent_uuid == uuid], 7
-                for device in [*cut, *mine]:
-                    slices = min(left, SLICES[device.mig.profile]) if device.mig else left
-                    left -= slices
-                    for category, pod, share in shares_of(device):
-                        found[window, uuid, device.uuid, category, pod] += STEP_MS * slices * share
-    return found
-
-
-@given(steps)
-def test_every_window_is_what_an_oracle_says_of_each_half_second(story: list[Step]) -> None:
-    ticks = records_of(story)
-    kept = Kept().play(*ticks)
+        sums.take(msgspec.json.decode(msgspec.json.encode(one)), one.ts_ms)
     for lasts_ms in (MINUTE_MS, HOUR_MS):
-        expected = oracle(ticks[:-1], lasts_ms)
-        found = {
-            (one.start_ms, one.gpu_uuid, one.uuid, one.category, one.pod): one
-            for one in kept.records.values()
-            if one.end_ms - one.start_ms == lasts_ms
-        }
-        assert {key for key, share in expected.items() if share} <= found.keys()
-        for key, one in found.items():
-            whole = expected[key].denominator == 1 and "pod-1" not in {other.pod for other in found.values()}
-            assert abs(one.slice_ms - expected[key]) <= (0 if whole else len(ticks) * 7)
+        assert sums.wrong([one for (lasts, *_), one in kept.records.items() if lasts == lasts_ms], lasts_ms) == []
 
 
 @given(steps, st.randoms(use_true_random=False))
