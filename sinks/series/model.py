@@ -47,8 +47,9 @@ class SeriesSet:
     """The series of one device: its labels (sorted by name, none of them a row's), the rows, what they are about.
 
     ``primaries`` counts the rows that are a value of ``metrics``, ``bytes`` is about what all rows take in a request,
-    before it is compressed. ``start_ms`` is when the producer of its last samples was started. ``cache`` is the
-    encoders': what they made of labels and rows, under a key of their own.
+    before it is compressed. ``start_ms`` is when the producer of its last samples was started, ``node`` whose tick they
+    were in: the sets of a node's tick are written together. ``cache`` is the encoders': what they made of labels and
+    rows, under a key of their own.
     """
 
     labels: Labels
@@ -57,6 +58,7 @@ class SeriesSet:
     primaries: int = field(init=False)
     bytes: int = field(init=False)
     start_ms: int = field(default=0, init=False)
+    node: tuple[str, str] | None = field(default=None, init=False)
     cache: dict[Any, Any] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -71,9 +73,10 @@ class SeriesSet:
         rows = [(row.name, labels[row.labels], at[row.labels]) for row in self.rows]
         return [(*pairs[:here], ("__name__", name), *pairs[here:]) for name, pairs, here in rows]
 
-    def begin(self, start_ms: int) -> None:
-        """Its producer was started at a time."""
+    def begin(self, start_ms: int, node: tuple[str, str]) -> None:
+        """A node's producer, which was started at a time, writes it from now on."""
         object.__setattr__(self, "start_ms", start_ms)
+        object.__setattr__(self, "node", node)
 
     @property
     def identity(self) -> tuple[Subject, Labels]:

@@ -577,7 +577,7 @@ class Translator:
         keys, groups = (found.keys, found.groups) if cache.cut is None else found.left(cache.cut)
         for series, _, _ in groups:
             if series.start_ms != sample.run_id:
-                series.begin(sample.run_id)
+                series.begin(sample.run_id, (sample.cluster, sample.node))
         return keys, groups
 
     def _device(

@@ -45,15 +45,22 @@ ROWS = st.lists(
     max_size=4,
     unique_by=lambda row: (row.name, row.labels),
 )
-TIMES = st.integers(0, 2**63 - 1) | st.integers(1_600_000_000_000, 1_900_000_000_000)
+TIMES = (
+    st.sampled_from([1_795_219_152_000, 1_795_219_153_000])
+    | st.integers(0, 2**63 - 1)
+    | st.integers(1_600_000_000_000, 1_900_000_000_000)
+)
 NUMBERS = st.floats(width=64) | st.integers(0, 2**60) | st.sampled_from([0, 0.0, -0.0, math.inf, STALE])
 
 
 @st.composite
 def groups(draw: st.DrawFn) -> list[SampleGroup]:
-    """Groups, several of which may be of one block."""
+    """Groups, several of which may be of one block, or of one tick of a node."""
     blocks = [SeriesSet(draw(pairs(DEVICE_NAMES)), tuple(draw(ROWS))) for _ in range(draw(st.integers(1, 3)))]
-    chosen = draw(st.lists(st.sampled_from(blocks), min_size=1, max_size=5))
+    for block in blocks:
+        if node := draw(st.sampled_from(["", "n1", "n2"])):
+            block.begin(0, ("c1", node))
+    chosen = draw(st.lists(st.sampled_from(blocks), min_size=1, max_size=8))
     return [SampleGroup(block, draw(TIMES), [draw(NUMBERS) for _ in block.rows]) for block in chosen]
 
 
@@ -112,7 +119,7 @@ def test_2_0_says_type_help_and_unit_of_each_metric() -> None:
 def test_2_0_says_when_a_counter_began_on_the_sample_and_on_the_series() -> None:
     rows = (Row("gpu_xids", kind="counter", since_start=True), Row("gpu_power"), Row("gpu_energy", kind="counter"))
     made = SeriesSet((("gpu", "0"),), rows)
-    made.begin(START_MS)
+    made.begin(START_MS, ("c1", "n1"))
     body = encode_v2.Encoder().encode([SampleGroup(made, START_MS + 5, [1, 2, 3])])
 
     assert starts_v2(body) == {"gpu_xids": (START_MS, START_MS), "gpu_power": (0, 0), "gpu_energy": (0, 0)}
@@ -121,7 +128,7 @@ def test_2_0_says_when_a_counter_began_on_the_sample_and_on_the_series() -> None
 
 def test_a_counter_of_a_producer_that_has_begun_again_since_has_no_start() -> None:
     made = SeriesSet((("gpu", "0"),), (Row("gpu_xids", kind="counter", since_start=True),))
-    made.begin(START_MS)
+    made.begin(START_MS, ("c1", "n1"))
 
     assert starts_v2(encode_v2.Encoder().encode([SampleGroup(made, START_MS - 1, [1])])) == {"gpu_xids": (0, 0)}
 
