@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import sys
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from delivery.clients import close, connected, offsets_at, theirs
 from delivery.connection import Connection
 from delivery.kafka_admin import BrokerError, BrokerUnavailable
 from delivery.ledger import Partition
+from topics.topic import Topic
 
 STALLED_S = 30.0
 """A broker that gives no record for so long, though there are some, does not answer."""
@@ -124,6 +126,37 @@ class History:
     def _of(self, topic: str) -> list[Partition]:
         every = [Partition(topic, number) for number in range(self.partitions[topic])]
         return [tp for tp in every if tp not in self._without]
+
+
+def utc(at_ms: int) -> str:
+    """A time as people read it: ``2026-11-22 13:00Z``."""
+    return f"{datetime.fromtimestamp(at_ms / 1000, UTC):%Y-%m-%d %H:%MZ}"
+
+
+async def refuse_what_is_gone(
+    past: History,
+    topic: Topic,
+    spans: Mapping[Partition, Span],
+    from_ms: int,
+    *,
+    before_ms: int = 0,
+    step_ms: int = 60_000,
+) -> None:
+    """Raises BrokerError if a partition of the topic does not reach back to ``before_ms`` before a time.
+
+    ``step_ms`` is what a time that can be given is a whole number of.
+    """
+    begins = await past.spans(topic.name)
+    cut = [tp for tp, span in spans.items() if 0 < span.start == begins[tp].start < span.end]
+    oldest = [record.timestamp for tp in cut if (record := await past.record(tp, begins[tp].start)) is not None]
+    gone = [at_ms for at_ms in oldest if at_ms > from_ms - before_ms]
+    if gone:
+        earliest_ms = -(-(max(gone) + before_ms) // step_ms) * step_ms
+        needed = f"{before_ms // 60_000} minutes before the first hour are needed, so" if before_ms else "So"
+        raise BrokerError(
+            f"{topic.name} has nothing before {utc(max(gone))} any more: unless set otherwise, it keeps"
+            f" {topic.retention_hours} hours. {needed} --from can be {utc(earliest_ms)} at the earliest"
+        )
 
 
 @contextlib.contextmanager

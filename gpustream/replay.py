@@ -1,5 +1,7 @@
 """``gpustream replay``: makes usage again from what gpu.attributed still has, under a higher generation.
 
+With ``--into`` it attributes again instead: :mod:`gpustream.reattribution`.
+
 In:       gpu.attributed, in no group; what gpu.usage and gpu.usage-minutes have of the same time.
 Out:      the final records of that time, as the usage stream writes them but for the generation; and zeros under every
           key that they had there and do not have now, because readers take the highest generation of each key.
@@ -19,9 +21,9 @@ import msgspec
 
 from delivery.connection import Connection
 from delivery.dead_letters import connecting
-from delivery.kafka_admin import BrokerError
 from delivery.ledger import Partition
 from delivery.sender import Sender
+from delivery.settings import TOPIC_PREFIX
 from gpustream import history, logs
 from gpustream.command import KAFKA, LOG_FORMAT, Command, counted, option, options
 from gpustream.history import History, Span
@@ -41,6 +43,9 @@ BEFORE_MS = 30 * MINUTE_MS
 SETTLED_MS = PATIENCE_MS + 2 * MINUTE_MS
 """An hour is made again when its end is so long ago: then the stream has made it final, if it ever will."""
 
+SETTLED_MS_OF_SAMPLES = 15_000
+"""A sample that was logged so long ago can be attributed: what its join waits for has been logged since."""
+
 _UNACKNOWLEDGED = 2000
 
 _decode = decoder(Usage)
@@ -59,9 +64,26 @@ _decode_head = decoder(_Window)
 
 def _mistakes(given: Mapping[str, Any]) -> Iterable[str]:
     try:
-        asked(given["first"], given["last"], _now_ms())
+        if given["into"] is None:
+            asked(given["first"], given["last"], _now_ms())
+        else:
+            settled(given["first"], given["last"], _now_ms())
     except ValueError as error:
         yield str(error)
+    if given["into"] == given["topic_prefix"]:
+        yield "--into: it is the prefix of the pipeline itself: readers would drop what they have; give another one"
+
+
+def settled(first: When, last: When | None, now_ms: int) -> Range:
+    """The time whose samples are attributed again. Raises ValueError if it is too new or empty."""
+    latest_ms = now_ms - SETTLED_MS_OF_SAMPLES
+    time = Range(first.at_ms(now_ms), latest_ms if last is None else min(latest_ms, last.at_ms(now_ms)))
+    if time.from_ms >= time.to_ms:
+        raise ValueError(
+            f"--from: there is no time between it and --to, or it is not over: {SETTLED_MS_OF_SAMPLES // 1000} s ago is"
+            " the latest"
+        )
+    return time
 
 
 def asked(first: When, last: When | None, now_ms: int) -> Range:
@@ -82,7 +104,8 @@ def asked(first: When, last: When | None, now_ms: int) -> Range:
     check=_mistakes,
     example=(
         "gpustream replay --kafka kafka-0:9092 --from 6h\n"
-        "gpustream replay --kafka kafka-0:9092 --from 2026-11-22T08:00 --to 2026-11-22T12:00 --team-label team"
+        "gpustream replay --kafka kafka-0:9092 --from 2026-11-22T08:00 --to 2026-11-22T12:00 --team-label team\n"
+        "gpustream replay --kafka kafka-0:9092 --from 6h --into again."
     ),
 )
 @KAFKA
@@ -94,12 +117,18 @@ def asked(first: When, last: When | None, now_ms: int) -> Range:
     help="When the time begins: 2026-11-22T08:00, or 6h for six hours ago. Whole hours are made again.",
 )
 @option("--to", "last", type=TIME, show_default="the last hour that is final", help="When it ends, written as --from.")
+@option(
+    "--into",
+    type=TOPIC_PREFIX,
+    help="Attribute again instead, into the topics of this prefix, which `gpustream topics create` makes.",
+)
 @options(UsageSettings, only=("split", "team_label"))
 @LOG_FORMAT
 def replay(
     connection: Connection,
     first: When,
     last: When | None,
+    into: str | None,
     split: Literal["used", "equal"],
     team_label: str,
     log_format: logs.Format,
@@ -109,8 +138,15 @@ def replay(
     That is a day, unless the topic keeps more. Ticks are not booked if the usage stream did not run for longer, or if
     they came too late. The records have a higher generation, which readers take. Give --split and --team-label as the
     stream has them. If it is stopped, run it again.
+
+    With --into, samples are attributed again from what gpu.samples, gpu.allocations and gpu.workloads still have, into
+    gpu.attributed of another prefix: the same bytes as before, but that late ticks are exact if their snapshot came.
+    Streams and sinks with that --topic-prefix read them. If it is stopped, run it again with the same --from.
     """
     logs.setup(log_format)
+    if into is not None:
+        _attribute_again(connection, into, settled(first, last, _now_ms()))
+        return
     hours = asked(first, last, _now_ms())
     click.echo(f"usage again from {utc(hours.from_ms)} to {utc(hours.to_ms)}", err=True)
     made = answer(_replay(connection, hours, Accounting(split, team_label)))
@@ -120,6 +156,19 @@ def replay(
     )
     if made.malformed:
         click.echo(f"{counted(made.malformed, 'record')} of {ATTRIBUTED.name} could not be decoded", err=True)
+
+
+def _attribute_again(connection: Connection, into: str, asked: Range) -> None:
+    from gpustream.reattribution import reattribute  # Faust's part of the command is loaded if it is wanted
+
+    click.echo(f"attribution again from {utc(asked.from_ms)} to {utc(asked.to_ms)} into {into}", err=True)
+    done = answer(reattribute(connection, into, asked))
+    click.echo(
+        f"{counted(done.exact + done.late + done.none, 'tick')} of {counted(done.nodes, 'node')} written: {done.exact}"
+        f" exact, {done.late} late, {done.none} without a snapshot; {done.there} were there"
+    )
+    if done.malformed:
+        click.echo(f"{counted(done.malformed, 'sample')} could not be decoded, and have their dead letters", err=True)
 
 
 @dataclass
@@ -199,7 +248,7 @@ async def _replay(connection: Connection, hours: Range, policy: Accounting) -> M
     sender = Sender(connection, client_id="gpustream-replay", max_batch_bytes=512 * 1024)
     async with history.opened(connection, [ATTRIBUTED.name, HOURS.name, MINUTES.name]) as past, connecting(sender):
         ticks = await past.spans(ATTRIBUTED.name, hours.from_ms - BEFORE_MS)
-        await _refuse_what_is_gone(past, ticks, hours)
+        await history.refuse_what_is_gone(past, ATTRIBUTED, ticks, hours.from_ms, before_ms=BEFORE_MS, step_ms=HOUR_MS)
         before = await past.spans(HOURS.name, hours.from_ms) | await past.spans(MINUTES.name, hours.from_ms)
         made = Made()
         with history.progress("making usage again", {**ticks, **before}) as advanced:
@@ -270,21 +319,6 @@ def _decoded(records: Sequence[Any], decode: Callable[[bytes], Any]) -> Iterable
             yield decode(record.value or b"")
         except msgspec.DecodeError:
             continue
-
-
-async def _refuse_what_is_gone(past: History, spans: Mapping[Partition, Span], hours: Range) -> None:
-    """Raises BrokerError if a log does not reach back to the time."""
-    begins = await past.spans(ATTRIBUTED.name)
-    cut = [tp for tp, span in spans.items() if 0 < span.start == begins[tp].start and begins[tp].start < span.end]
-    oldest = [record.timestamp for tp in cut if (record := await past.record(tp, begins[tp].start)) is not None]
-    gone = [at_ms for at_ms in oldest if at_ms > hours.from_ms - BEFORE_MS]
-    if gone:
-        earliest_ms = -(-(max(gone) + BEFORE_MS) // HOUR_MS) * HOUR_MS
-        raise BrokerError(
-            f"{ATTRIBUTED.name} has nothing before {utc(max(gone))} any more: unless set otherwise, it keeps"
-            f" {ATTRIBUTED.retention_hours} hours. {BEFORE_MS // MINUTE_MS} minutes before the first hour are needed,"
-            f" so --from can be {utc(earliest_ms)} at the earliest"
-        )
 
 
 def _now_ms() -> int:

@@ -10,7 +10,6 @@ On failure: BrokerError with a sentence. A record that can't be decoded is logge
 
 import logging
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
-from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 import msgspec
@@ -19,6 +18,7 @@ from delivery.connection import Connection
 from delivery.ledger import Partition
 from gpustream import history
 from gpustream.history import History, Span
+from gpustream.history import utc as utc
 from topics.topic import Topic, UInt, decoder
 from topics.usage import HOUR_MS, HOURS, MINUTE_MS, MINUTES, Usage
 
@@ -160,11 +160,6 @@ class Counting:
                 continue
             if usage.slice_ms or usage.device_ms:
                 yield usage
-
-
-def utc(at_ms: int) -> str:
-    """A time as people read it: ``2026-11-22 13:00Z``."""
-    return f"{datetime.fromtimestamp(at_ms / 1000, UTC):%Y-%m-%d %H:%MZ}"
 
 
 def opened(connection: Connection) -> Any:

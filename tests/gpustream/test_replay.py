@@ -5,10 +5,20 @@ from typing import Any, NamedTuple
 
 import msgspec
 import pytest
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpustream.replay import BEFORE_MS, SETTLED_MS, NodesAgain, Written, asked
+from gpustream.replay import (
+    BEFORE_MS,
+    SETTLED_MS,
+    SETTLED_MS_OF_SAMPLES,
+    NodesAgain,
+    Written,
+    asked,
+    replay,
+    settled,
+)
 from gpustream.usage.command import when
 from gpustream.usage.read import Range
 from streams.usage.books import Accounting, Bookkeeper, Books
@@ -154,6 +164,21 @@ def test_whole_hours_are_made_again_up_to_the_last_that_is_final(
     found = asked(when(first), when(last) if last else None, now_ms)
     offset_ms = SETTLED_MS // HOUR_MS * HOUR_MS
     assert found == Range(*(START_MS + offset_ms + hours * HOUR_MS for hours in expected))
+
+
+def test_samples_are_attributed_again_up_to_those_that_are_settled() -> None:
+    latest_ms = START_MS - SETTLED_MS_OF_SAMPLES
+    assert settled(when("2h"), None, START_MS) == Range(START_MS - 2 * HOUR_MS, latest_ms)
+    assert settled(when("2h"), when("1h"), START_MS) == Range(START_MS - 2 * HOUR_MS, START_MS - HOUR_MS)
+    with pytest.raises(ValueError, match="there is no time between it and --to"):
+        settled(when("1h"), when("2h"), START_MS)
+
+
+def test_the_pipelines_own_prefix_is_no_target() -> None:
+    arguments = ["--kafka", "127.0.0.1:1", "--topic-prefix", "a.", "--from", "1h", "--into", "a."]
+    refused = CliRunner().invoke(replay, arguments)
+    assert refused.exit_code == 2
+    assert "--into: it is the prefix of the pipeline itself" in refused.output
 
 
 def test_a_time_without_a_final_hour_is_refused_with_the_last_one() -> None:

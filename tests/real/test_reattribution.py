@@ -1,0 +1,122 @@
+"""``gpustream replay --into``: what was attributed live is attributed again, byte for byte, into topics of a prefix."""
+
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from aiokafka import AIOKafkaProducer
+
+from delivery import topic_admin
+from delivery.connection import Connection
+from delivery.kafka_admin import BrokerError
+from gpustream.reattribution import Reattributed, reattribute
+from gpustream.usage.read import Range
+from producers.simulated.component import SimulatedFleet
+from producers.simulated.config import SimulatedSettings
+from streams.attribution.component import Attribution
+from streams.settings import AttributionSettings
+from tests.eventually import eventually
+from tests.real.pipeline import lag, read_all, running
+from tests.real.servers import KafkaServer
+from topics import samples
+
+INTO = "again."
+TICKS = 20
+
+
+async def again(kafka: KafkaServer, *, to_ms: int | None = None, from_ms: int = 0, into: str = INTO) -> Reattributed:
+    """Attributes again what there is, or what was logged in a time."""
+    return await reattribute(kafka.connection, into, Range(from_ms, to_ms or int(time.time() * 1000) + 60_000))
+
+
+async def by_partition(kafka: KafkaServer, topic: str) -> dict[int, list[tuple[int, bytes, bytes]]]:
+    """Key and value of each record, by partition, in the order of the samples' offsets."""
+    found: dict[int, list[tuple[int, bytes, bytes]]] = {}
+    for record in await read_all(kafka.address, topic):
+        offset = json.loads(record.value)["offset"]
+        found.setdefault(record.partition, []).append((offset, record.key, record.value))
+    return {partition: sorted(rows) for partition, rows in found.items()}
+
+
+async def test_what_was_attributed_live_is_attributed_again_byte_for_byte(
+    empty_kafka: KafkaServer, tmp_path: Path
+) -> None:
+    kafka = empty_kafka
+    await topic_admin.create(kafka.connection, partitions=2, replication_factor=1)
+    settings = SimulatedSettings(
+        kafka=kafka.address,
+        fleet="6x4",
+        interval_s=0.1,
+        pod_life_s=3.0,
+        stop_after_ticks=TICKS,
+        truth=tmp_path / "truth.jsonl",
+    )
+    async with running(Attribution(AttributionSettings(kafka=kafka.address))):
+        await SimulatedFleet(settings).run(asyncio.Event())
+
+        async def all_is_attributed() -> bool:
+            return not await lag(kafka.address, "gpustream-attribution", ["gpu.samples"])
+
+        await eventually(all_is_attributed)
+    with pytest.raises(BrokerError, match=r"no topic again\.gpu\.samples .*--topic-prefix again\."):
+        await again(kafka)
+    target = Connection(kafka.address, topic_prefix=INTO)
+    await topic_admin.create(target, partitions=2, replication_factor=1)
+
+    live = await by_partition(kafka, "gpu.attributed")
+    logged_ms = sorted(record.timestamp for record in await read_all(kafka.address, "gpu.samples"))
+    half = await again(kafka, to_ms=logged_ms[len(logged_ms) // 2])  # as if it had been killed then
+    assert 0 < half.exact < 6 * TICKS
+    done = await again(kafka)
+    assert (done.there, done.exact, done.late, done.none) == (half.exact, 6 * TICKS - half.exact, 0, 0)
+    made = await read_all(kafka.address, f"{INTO}gpu.attributed")
+    assert await by_partition(kafka, f"{INTO}gpu.attributed") == live
+    for partition in live:
+        offsets = [json.loads(record.value)["offset"] for record in made if record.partition == partition]
+        assert offsets == sorted(set(offsets))
+
+    arguments = ("-m", "gpustream", "replay", "--kafka", kafka.address, "--from", "1h", "--into", INTO)
+    ran = await asyncio.to_thread(
+        subprocess.run, [sys.executable, *arguments], capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "0 ticks of " in ran.stdout
+    assert len(await read_all(kafka.address, f"{INTO}gpu.attributed")) == len(made)
+
+    stray = (await read_all(kafka.address, "gpu.samples"))[0]
+    await _write(kafka, f"{INTO}gpu.samples", (stray.key, stray.value))
+    with pytest.raises(BrokerError, match="is a pipeline of its own"):
+        await again(kafka)
+
+
+async def _write(kafka: KafkaServer, topic: str, *rows: tuple[bytes, bytes]) -> None:
+    producer = AIOKafkaProducer(bootstrap_servers=kafka.address)
+    await producer.start()
+    for key, value in rows:
+        await producer.send_and_wait(topic, value, key)
+    await producer.stop()
+
+
+async def test_what_the_target_can_not_take_is_refused_and_what_is_no_sample_is_counted(
+    empty_kafka: KafkaServer,
+) -> None:
+    kafka = empty_kafka
+    sample = {**samples.TOPIC.example, "cluster": "c", "node": "n", "allocations_seq": None, "devices": []}
+    rows = [json.dumps({**sample, "seq": seq}).encode() for seq in (1, 2, 3)]
+    await topic_admin.create(kafka.connection, partitions=1, replication_factor=1)
+    for name, count in ((INTO, 2), ("once-more.", 1)):
+        target = Connection(kafka.address, topic_prefix=name)
+        await topic_admin.create(target, partitions=count, replication_factor=1)
+    await _write(kafka, "gpu.samples", *((b"c/n", row) for row in (b"{", *rows)))
+    with pytest.raises(BrokerError, match=r"has 2 partitions, and gpu\.samples has 1"):
+        await again(kafka)
+
+    first, *_, last = [record.timestamp for record in await read_all(kafka.address, "gpu.samples")]
+    done = await again(kafka, from_ms=last, into="once-more.")
+    assert done.none == sum(record.timestamp >= last for record in await read_all(kafka.address, "gpu.samples"))
+    with pytest.raises(BrokerError, match=r"begins with a later sample .*another prefix"):
+        await again(kafka, from_ms=first, into="once-more.")
