@@ -24,11 +24,11 @@ SOAK_SEED ?= $(shell date +%s)
 # Tests start some hundred Python processes: what is compiled is kept in .venv, whatever the environment says.
 COMPILED = PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX=$(CURDIR)/$(VENV)/pycache
 
-SCRIPTS := .ci/run tests/real/build/build
+SCRIPTS := .ci/run .ci/dist tests/real/build/build
 GENERATORS := $(patsubst %.py,%,$(subst /,.,$(wildcard topics/reference.py gpustream/reference.py gpustream/acls.py gpustream/chart.py streams/alerts/text/reference.py sinks/series/relabel_reference.py docs/flow.py k8s/dashboards/files.py k8s/rules.py docs/peers.py)))
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast coverage check format bench soak storm gpu real-servers lock
+.PHONY: help install demo test test-fast coverage check format bench soak storm gpu image dist real-servers lock
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -58,7 +58,7 @@ test-fast: install ## the tests that need neither servers nor seconds, with few 
 coverage: install ## the tests that need no server, and which lines of the code none of them runs
 	$(PYTEST) -m "not real" --cov --cov-report=term-missing:skip-covered $(ARGS)
 
-check: install ## lint, format, types, imports, schemas, docs and scripts; never writes
+check: install ## lint, format, types, imports, schemas, docs, the Dockerfile and scripts; never writes
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
@@ -66,6 +66,7 @@ check: install ## lint, format, types, imports, schemas, docs and scripts; never
 	$(BIN)/mypy -p k8s
 	$(BIN)/lint-imports
 	@for generator in $(GENERATORS); do echo "$$generator --check"; $(BIN)/python -m $$generator --check || exit 1; done
+	$(BIN)/hadolint Dockerfile
 	@for script in $(SCRIPTS); do echo "bash -n $$script"; bash -n $$script || exit 1; done
 
 format: install ## format the code, mend what lint can mend, write the schemas and the generated docs
@@ -84,6 +85,12 @@ storm: ## ten minutes of make soak
 
 gpu: install ## the node producer on the GPUs of this machine, ten minutes beside nvidia-smi: a report in build/gpu
 	$(BIN)/python -m tests.gpu
+
+image: install ## the stages of the Dockerfile without a container engine, and how large what they make is
+	$(BIN)/python -m tests.image
+
+dist: install ## what a release consists of, of the last commit, in dist/: the wheel, the chart, the SBOM, the changelog, checksums
+	.ci/dist dist
 
 real-servers: ## build the servers of the tests (Kafka, Prometheus, kube-apiserver, ...) into $GPUSTREAM_REAL_DIR or ~/.cache/gpustream-real
 	tests/real/build/build

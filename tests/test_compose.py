@@ -18,7 +18,7 @@ COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 OURS = {name: service for name, service in SERVICES.items() if service["image"] == "gpustream"}
 OTHERS = SERVICES.keys() - OURS.keys()
-SCHEMA = "check_jsonschema/builtin_schemas/vendor/compose-spec.json"
+SCHEMAS = "check_jsonschema/builtin_schemas/vendor"
 
 
 def config(name: str) -> Any:
@@ -36,9 +36,9 @@ def parsed(arguments: list[str]) -> click.Context:
     return command.make_context(command.name, arguments)
 
 
-def violations(document: Any) -> list[str]:
-    """Where a document breaks the Compose schema, which comes with check-jsonschema."""
-    path = importlib.metadata.distribution("check-jsonschema").locate_file(SCHEMA)
+def violations(document: Any, schema_name: str = "compose-spec") -> list[str]:
+    """Where a document breaks the Compose schema, or another one that comes with check-jsonschema."""
+    path = importlib.metadata.distribution("check-jsonschema").locate_file(f"{SCHEMAS}/{schema_name}.json")
     schema = json.loads(Path(str(path)).read_text())
     kind = jsonschema.validators.validator_for(schema)
     kind.check_schema(schema)
@@ -81,6 +81,13 @@ def test_the_services_are_the_whole_pipeline() -> None:
         "sink remote-write",
         "sink alertmanager",
     ]
+
+
+def test_one_service_builds_the_image_and_the_others_wait_for_it_and_never_pull_it() -> None:
+    assert [name for name, service in SERVICES.items() if "build" in service] == ["topics"]
+    others = OURS.keys() - {"topics"}
+    assert {SERVICES[name]["pull_policy"] for name in others} == {"never"}
+    assert [name for name in others if "topics" not in SERVICES[name]["depends_on"]] == []
 
 
 def test_only_the_gpus_of_the_machine_want_a_profile() -> None:

@@ -42,15 +42,15 @@ def sources() -> list[str]:
     return [source for words in copies if not words[0].startswith("--from=") for source in words[:-1]]
 
 
-def test_there_are_two_stages_of_one_pinned_slim_base() -> None:
+def test_there_are_two_stages_of_one_slim_base_that_is_pinned_by_its_digest() -> None:
     (base,) = of(DOCKERFILE[: STARTS[0]], "ARG")
-    assert re.fullmatch(r"BASE=python:3\.\d+-slim-[a-z]+", base)
+    assert re.fullmatch(r"BASE=python:3\.\d+\.\d+-slim-[a-z]+@sha256:[0-9a-f]{64}", base)
     assert [DOCKERFILE[start].rest for start in STARTS] == ["${BASE} AS build", "${BASE}"]
 
 
 def test_the_base_is_a_python_that_the_project_supports() -> None:
     (base,) = of(DOCKERFILE[: STARTS[0]], "ARG")
-    minor = int(base.split("3.")[1].split("-")[0])
+    minor = int(base.split(".")[1])
     assert minor >= int(PROJECT["project"]["requires-python"].removeprefix(">=3."))
 
 
@@ -96,6 +96,19 @@ def test_the_context_is_nothing_else() -> None:
     assert any(fnmatch.fnmatch("streams/reader/__pycache__", line.rstrip("/")) for line in IGNORED if "!" not in line)
 
 
-def test_the_licence_is_told() -> None:
+def test_the_labels_say_the_licence_the_version_and_the_source() -> None:
     (labels,) = of(FINAL, "LABEL")
-    assert f'org.opencontainers.image.licenses="{PROJECT["project"]["license"]}"' in labels
+    said = dict(re.findall(r'org\.opencontainers\.image\.(\w+)="([^"]*)"', labels))
+    arguments = dict(argument.split("=") for argument in of(FINAL, "ARG"))
+    assert said["licenses"] == PROJECT["project"]["license"]
+    assert {name: said[name] for name in ("version", "source", "revision")} == {
+        "version": "${VERSION}",
+        "source": "${SOURCE}",
+        "revision": "${REVISION}",
+    }
+    assert arguments["VERSION"] == PROJECT["project"]["version"]
+
+
+def test_nothing_needs_a_shell() -> None:
+    assert [rest for name in ("ENTRYPOINT", "CMD") for rest in of(FINAL, name) if not rest.startswith("[")] == []
+    assert of(FINAL, "RUN") == of(FINAL, "SHELL") == []

@@ -1,0 +1,76 @@
+"""The stages of the Dockerfile, run without a container engine: ``make image`` says how large what they make is.
+
+In:       the Dockerfile; a bare virtual environment as its base, with no compiler.
+Does:     copies what it copies, runs its RUN lines as they are, but for the folder that their paths are below, and then
+          the command with nothing else on PATH.
+Out:      the compressed size beside the base image; 1 if that is too large, or if something is there that only
+          development needs.
+"""
+
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import NormalizedName, canonicalize_name
+
+from tests.test_dockerfile import BUILD, PROJECT, ROOT
+
+AT_MOST_MB = 100
+"""Of 150: the base, python:3.11-slim-trixie, is under 50 MB compressed."""
+
+
+def run_stage(work: Path) -> Path:
+    """Do what the build stage does, below a folder; the environment that it makes."""
+    bare, source = work / "base", work / "src"
+    subprocess.run([sys.executable, "-m", "venv", bare], check=True)
+    environment = {"PATH": f"{bare}/bin:/usr/bin:/bin", "CC": "/bin/false", "EXTRAS": "", "HOME": str(work)}
+    source.mkdir()
+    for name, rest in BUILD:
+        if name == "COPY":
+            *copied, to = rest.split()
+            for path in copied:
+                target = source if to in {".", "./"} else source / to
+                if (ROOT / path).is_dir():
+                    shutil.copytree(ROOT / path, target, ignore=shutil.ignore_patterns("__pycache__"))
+                else:
+                    shutil.copy(ROOT / path, target)
+        elif name == "RUN":
+            command = re.sub(r"(?<=\s)/(wheels|opt)", rf"{work}/\1", rest)
+            sys.stdout.write(f"RUN {rest}\n")
+            sys.stdout.flush()
+            subprocess.run(["/bin/sh", "-c", command], cwd=source, env=environment, check=True)
+    return work / "opt" / "gpustream"
+
+
+def compressed_mb(folder: Path) -> float:
+    """The size of a layer with this folder, as it is pulled."""
+    archive = subprocess.Popen(["tar", "--create", "--directory", folder.parent, folder.name], stdout=subprocess.PIPE)
+    packed = subprocess.run(["gzip", "-c"], stdin=archive.stdout, capture_output=True, check=True)
+    return len(packed.stdout) / 1e6
+
+
+def for_development_only(folder: Path) -> set[NormalizedName]:
+    """What is there of that which only development names, and pip."""
+    dev = {canonicalize_name(Requirement(one).name) for one in PROJECT["project"]["optional-dependencies"]["dev"]}
+    installed = {canonicalize_name(path.name.split("-")[0]) for path in folder.glob("lib/*/site-packages/*.dist-info")}
+    return installed & (dev | {canonicalize_name("pip")})
+
+
+def main() -> int:
+    """Build, look, and say."""
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        made = run_stage(work)
+        subprocess.run([f"{made}/bin/gpustream", "--version"], env={"PATH": f"{made}/bin"}, cwd="/", check=True)
+        size, unwanted = compressed_mb(made), for_development_only(made)
+    sys.stdout.write(f"{size:.1f} MB compressed beside the base image; at most {AT_MOST_MB}\n")
+    sys.stdout.writelines(f"only development needs {name}\n" for name in sorted(unwanted))
+    return 1 if unwanted or size > AT_MOST_MB else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

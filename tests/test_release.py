@@ -1,0 +1,118 @@
+"""What a release consists of: .ci/dist, and .github/workflows/release.yml, which a tag runs."""
+
+import hashlib
+import re
+import subprocess
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.test_compose import violations
+
+ROOT = Path(__file__).parent.parent
+VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+TEXT = (ROOT / ".github" / "workflows" / "release.yml").read_text()
+WORKFLOW: dict[str, Any] = yaml.safe_load(TEXT)
+STEPS: list[dict[str, Any]] = [step for job in WORKFLOW["jobs"].values() for step in job["steps"]]
+
+
+@pytest.fixture(scope="module")
+def twice(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """What .ci/dist makes of the last commit, on two machines that differ in what such things often depend on."""
+    made = []
+    for umask, zone in ("022", "UTC"), ("077", "Asia/Tokyo"):
+        folder = tmp_path_factory.mktemp("dist")
+        command = f"umask {umask}; TZ={zone} {ROOT}/.ci/dist {folder} wheel chart notes sums"
+        subprocess.run(["bash", "-c", command], cwd=folder, check=True, capture_output=True)
+        made.append(folder)
+    return made
+
+
+@pytest.mark.slow
+def test_two_machines_make_the_same_bytes(twice: list[Path]) -> None:
+    one, other = ({path.name: path.read_bytes() for path in folder.iterdir()} for folder in twice)
+    assert one == other
+    assert one.keys() == {
+        f"gpustream-{VERSION}-py3-none-any.whl",
+        f"gpustream-{VERSION}.tgz",
+        "CHANGELOG.md",
+        "SHA256SUMS",
+    }
+
+
+@pytest.mark.slow
+def test_the_checksums_are_those_of_the_files(twice: list[Path]) -> None:
+    folder = twice[0]
+    files = [path for path in sorted(folder.iterdir()) if path.name != "SHA256SUMS"]
+    sums = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}" for path in files]
+    assert sorted((folder / "SHA256SUMS").read_text().splitlines()) == sorted(sums)
+
+
+@pytest.mark.slow
+def test_the_wheel_has_every_package_and_no_test(twice: list[Path]) -> None:
+    (wheel,) = twice[0].glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    tops = {name.split("/")[0] for name in names}
+    assert tops == {
+        "gpustream",
+        "topics",
+        "delivery",
+        "producers",
+        "streams",
+        "sinks",
+        f"gpustream-{VERSION}.dist-info",
+    }
+    assert {"streams/alerts/rules/defaults.toml", "topics/schemas/gpu.samples.json"} <= set(names)
+
+
+@pytest.mark.slow
+def test_the_chart_has_the_dashboards_and_rules_themselves_and_no_links(twice: list[Path]) -> None:
+    (archive,) = twice[0].glob("*.tgz")
+    with tarfile.open(archive) as chart:
+        members = {member.name: member for member in chart.getmembers()}
+    assert [name for name, member in members.items() if member.issym()] == []
+    assert {"gpustream/files/grafana/gpu-fleet.json", "gpustream/files/prometheus/gpus.yml"} <= members.keys()
+    assert not any(name.startswith("gpustream/ci") for name in members)
+
+
+def test_the_workflow_is_what_the_schema_says_and_a_tag_runs_it() -> None:
+    assert violations(WORKFLOW, "github-workflows") == []
+    assert WORKFLOW["on"] == {"push": {"tags": ["v[0-9]+.[0-9]+.[0-9]+*"]}}
+    wrong = {**WORKFLOW, "jobs": {**WORKFLOW["jobs"], "image": {**WORKFLOW["jobs"]["image"], "run-on": "x"}}}
+    assert violations(wrong, "github-workflows") != []
+
+
+def test_actions_of_others_are_pinned_by_commit_and_no_job_may_more_than_it_needs() -> None:
+    actions = [step["uses"] for step in STEPS if "uses" in step]
+    assert [action for action in actions if not re.fullmatch(r"[\w.-]+/[\w.-]+@[0-9a-f]{40}", action)] == []
+    assert WORKFLOW["permissions"] == {"contents": "read"}
+    rights = {name: job["permissions"] for name, job in WORKFLOW["jobs"].items() if "permissions" in job}
+    assert rights == {"release": {"contents": "write"}}
+
+
+def test_no_script_of_the_workflow_has_an_expression_in_it() -> None:
+    assert [step["run"] for step in STEPS if "${{" in step.get("run", "")] == []  # a name of a tag could be a command
+
+
+def test_the_release_is_the_image_for_both_platforms_and_what_make_dist_makes() -> None:
+    scripts = "\n".join(step["run"] for step in STEPS if "run" in step)
+    assert "--platform linux/amd64,linux/arm64" in scripts
+    assert {name for name in ("VERSION", "SOURCE", "REVISION") if f"--build-arg {name}=" in scripts} == {
+        "VERSION",
+        "SOURCE",
+        "REVISION",
+    }
+    assert "make dist" in scripts
+    assert "oci://" in scripts
+    assert "gh release create" in scripts
+
+
+def test_the_version_is_the_same_wherever_the_workflow_looks() -> None:
+    chart = yaml.safe_load((ROOT / "k8s" / "helm" / "gpustream" / "Chart.yaml").read_text())
+    assert (chart["version"], chart["appVersion"]) == (VERSION, VERSION)
+    assert f"ARG VERSION={VERSION}\n" in (ROOT / "Dockerfile").read_text()
