@@ -121,11 +121,13 @@ OF_EVERY_POD: dict[str, dict[str, Any]] = {
     ),
     "disruptionBudget": said(SWITCH, "A PodDisruptionBudget, if there is more than one replica."),
     "autoscaling": closed(
-        enabled=said(SWITCH, "Scale attribution, alerts, usage and remoteWrite, by KEDA or a HorizontalPodAutoscaler."),
-        minReplicas=said(COUNT, "The fewest pods."),
+        enabled=said(
+            SWITCH, "Scale streams and remoteWrite, by KEDA or a HorizontalPodAutoscaler; webhook and parquet, by KEDA."
+        ),
+        minReplicas=said(COUNT, "The fewest pods; 0 only by KEDA: none while there is no lag."),
         maxReplicas=said(COUNT, "The most pods: no more than partitions."),
-        targetCPU=said(TEXT, "Of one pod, which has one core."),
-        lagThreshold=said(COUNT, "Records that one pod may be behind: about 5 s of its work. KEDA only."),
+        targetCPU=said(TEXT, "Of one pod, which has one core; empty: not scaled on CPU."),
+        lagThreshold=said(COUNT, "Records that one pod may be behind. KEDA only."),
     ),
 }
 

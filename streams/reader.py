@@ -9,8 +9,8 @@ State: a ledger of the records that were read and are not finished, and how far 
   was read, it is another log, and positions are set again.
 - Inputs wait until the state of their partition has been read to where it ended at the assignment.
 - Only finished prefixes are committed, and no commit outlives the assignment that it was made for. The commit of an
-  input says where to go on. State is read again at each start: its commit says up to where each malformed record has
-  its dead letter.
+  input says where to go on; one without gets it at the start, also if it is empty: then its lag is known. State is read
+  again at each start: its commit says up to where each malformed record has its dead letter.
 - Whatever is awaited may return in another epoch. Then its result is not used.
 
 On failure: a request that the broker may yet answer is repeated; anything else ends the process, and reading again is
@@ -201,7 +201,7 @@ class Reader:
         ours = {tp.partition for tp in states}
         self.stage.drop(fresh | ({tp.partition for tp in self._held.states} - ours))
         self.ledger.begin({tp: start.position for tp, start in starts.items()})
-        self.commits = {tp: starts[tp].resume for tp in inputs}
+        self.commits = {tp: starts[tp].resume for tp in inputs if starts[tp].committed == starts[tp].resume}
         self.input_ends, self.state_ends = {tp: starts[tp].end for tp in inputs}, {tp: starts[tp].end for tp in states}
         self.torn = frozenset(tp.partition for tp in torn)
         self._settled, self._waiting = {tp: starts[tp].resume for tp in states}, ours

@@ -10,7 +10,7 @@ BENCHMARKS = (
     "remote_write",
     "node",
     "compression",
-    "restart",
+    "rescheduling",
     "score",
     "idle",
     "usage",

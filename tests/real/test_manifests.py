@@ -30,7 +30,9 @@ CUSTOM_RESOURCES = "crds-2"
 CHART = K8S / "helm" / "gpustream"
 HELM = "helm-4.3.1"
 SITES = sorted(file.stem for file in (CHART / "ci").glob("*.yaml"))
-COMPONENTS = sorted(folder.parent.name for folder in (K8S / "components").glob("*/kustomization.yaml"))
+SCALED_TOO = ["keda/parquet", "keda/usage", "keda/webhook"]
+"""Components that go after the one of what they scale."""
+COMPONENTS = [*sorted(folder.parent.name for folder in (K8S / "components").glob("*/kustomization.yaml")), *SCALED_TOO]
 ACCOUNT = "system:serviceaccount:gpustream:cluster"
 STRICT = "fieldManager=tests&force=true&fieldValidation=Strict"
 
@@ -285,7 +287,7 @@ def test_with_kafka_security_every_pod_of_ours_sees_the_secret_and_every_option_
 def test_the_readmes_authentication_is_that_of_every_scaled_objects_kafka_trigger(
     cluster: Cluster, overlay: Render
 ) -> None:
-    (authentication,), (patched,) = examples("kind: TriggerAuthentication"), examples("kind: ScaledObject")
+    (authentication,), (hourly, patched) = examples("kind: TriggerAuthentication"), examples("kind: ScaledObject")
     assert cluster.apply(authentication, dry=True).status == 201
     scaled = [thing for thing in overlay(with_components("keda") | patched) if thing["kind"] == "ScaledObject"]
     assert len(scaled) == 3
@@ -293,6 +295,13 @@ def test_the_readmes_authentication_is_that_of_every_scaled_objects_kafka_trigge
         assert cluster.apply(thing, dry=True).status == 201
         (trigger,) = [one for one in thing["spec"]["triggers"] if one["type"] == "kafka"]
         assert trigger["authenticationRef"] == {"name": authentication["metadata"]["name"]}
+    (parquet,) = [
+        thing
+        for thing in overlay(with_components("parquet", "keda/parquet") | hourly)
+        if thing["kind"] == "ScaledObject"
+    ]
+    assert cluster.apply(parquet, dry=True).status == 201
+    assert [trigger["type"] for trigger in parquet["spec"]["triggers"]] == ["kafka", "cron"]
 
 
 def test_with_strimzi_every_pod_logs_in_as_a_user_of_its_own_and_the_chart_has_the_same_topics_and_users(
@@ -685,8 +694,8 @@ SAME = {
     "networkPolicy": {"enabled": True},
     "node": {"resourceQuota": True},
     "attribution": SCALED,
-    "usage": {"enabled": True},
-    "parquet": {"enabled": True},
+    "usage": {"enabled": True, **SCALED},
+    "parquet": {"enabled": True, **SCALED},
     "alerts": {**SCALED, "rules": "# of yours\n"},
     "remoteWrite": {**SCALED, "secret": "remote-write"},
     "alertmanager": {"secret": "alertmanager"},
@@ -700,6 +709,7 @@ SAME = {
     },
     "webhook": {
         "enabled": True,
+        **SCALED,
         "secret": "webhook",
         "options": {"url": URL, "secret-file": "/etc/gpustream/webhook/secret"},
     },
@@ -718,6 +728,7 @@ TAKEN = [
     "keda",
     "kafka-security",
     "critical-node",
+    *SCALED_TOO,
 ]
 FILES = [
     {"name": "alert-rules", "files": ["rules.toml"]},

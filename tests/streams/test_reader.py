@@ -302,8 +302,8 @@ async def test_state_is_read_again_and_what_was_finished_of_it_is_known() -> Non
     await desk.assign()
     await desk.turn(2)
     assert await desk.reader.commit()
-    assert desk.broker.committed == {OWNERS: 3}
-    assert desk.told_committed == []
+    assert desk.broker.committed == {TICKS: 0, OWNERS: 3}
+    assert desk.told_committed == [{TICKS: 0}]
 
     another = Desk(broker=desk.broker)
     await another.assign()
@@ -311,19 +311,29 @@ async def test_state_is_read_again_and_what_was_finished_of_it_is_known() -> Non
     assert another.offsets(OWNERS) == [0, 1, 2, 3, 4]
     assert [another.reader.is_settled(slot) for slot in another.slots(OWNERS)] == [True, True, True, False, False]
     assert await another.reader.commit()
-    assert desk.broker.committed == {OWNERS: 5}
+    assert desk.broker.committed == {TICKS: 0, OWNERS: 5}
+
+
+@instant
+async def test_an_input_without_a_commit_gets_it_at_the_start_so_that_its_lag_is_known() -> None:
+    desk = Desk()
+    await desk.assign()
+    await desk.turn()
+    assert await desk.reader.commit()
+    assert desk.broker.committed == {TICKS: 0}
+    assert not await desk.reader.commit()
 
 
 @instant
 async def test_a_commit_of_state_is_never_set_back() -> None:
     desk = Desk()
     desk.log(OWNERS).append(5)
-    desk.broker.committed[OWNERS] = 4
+    desk.broker.committed |= {TICKS: 0, OWNERS: 4}
     desk.hold = lambda slot: slot.offset == 2
     await desk.assign()
     await desk.turn(2)
     assert not await desk.reader.commit()
-    assert desk.broker.committed == {OWNERS: 4}
+    assert desk.broker.committed == {TICKS: 0, OWNERS: 4}
 
 
 @instant
@@ -467,7 +477,7 @@ async def test_a_commit_that_returns_in_another_epoch_says_nothing_of_this_one()
     await desk.turn()
     slow.set()
     await committing
-    assert desk.reader.commits == {TICKS: 0}
+    assert desk.reader.commits == {}
     assert desk.told_committed == []
 
 
@@ -578,7 +588,7 @@ async def test_slots_that_waited_for_room_while_the_epoch_ended_count_for_nothin
     assert desk.offsets(TICKS) == list(range(10))
     await desk.turn()
     await desk.reader.commit()
-    assert desk.broker.committed == {}
+    assert desk.broker.committed == {TICKS: 0}
     await desk.turn()
     await desk.reader.commit()
     assert desk.broker.committed == {TICKS: 10}

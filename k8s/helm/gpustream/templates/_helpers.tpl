@@ -1,17 +1,17 @@
-{{- /* What the components are: their kind, the command, whether they are scaled, and on which lag besides CPU. The usage
-stream commits only what no open minute needs, so that its lag says nothing. */ -}}
+{{- /* What the components are: their kind, the command, and on which lag they are scaled, if they are. `bound` is what
+waits for a receiver: of that, what does not move starts no pod. */ -}}
 {{- define "gpustream.components" -}}
 topics: {kind: Job, command: [topics, create]}
 node: {kind: DaemonSet, command: [produce, node]}
 cluster: {kind: Deployment, command: [produce, cluster]}
-attribution: {kind: StatefulSet, command: [stream, attribution], scaled: true, topic: gpu.samples, group: gpustream-attribution}
-alerts: {kind: StatefulSet, command: [stream, alerts], scaled: true, topic: gpu.attributed, group: gpustream-alerts}
-usage: {kind: StatefulSet, command: [stream, usage], scaled: true}
-remoteWrite: {kind: StatefulSet, command: [sink, remote-write], scaled: true, topic: gpu.attributed, group: gpustream-sink-remote-write}
+attribution: {kind: StatefulSet, command: [stream, attribution], topic: gpu.samples, group: gpustream-attribution}
+alerts: {kind: StatefulSet, command: [stream, alerts], topic: gpu.attributed, group: gpustream-alerts}
+usage: {kind: StatefulSet, command: [stream, usage], topic: gpu.attributed, group: gpustream-usage}
+remoteWrite: {kind: StatefulSet, command: [sink, remote-write], topic: gpu.attributed, group: gpustream-sink-remote-write, bound: true}
 alertmanager: {kind: StatefulSet, command: [sink, alertmanager]}
-webhook: {kind: StatefulSet, command: [sink, webhook]}
+webhook: {kind: StatefulSet, command: [sink, webhook], topic: gpu.alerts, group: gpustream-sink-webhook, bound: true}
 scrape: {kind: StatefulSet, command: [sink, scrape]}
-parquet: {kind: StatefulSet, command: [sink, parquet]}
+parquet: {kind: StatefulSet, command: [sink, parquet], topic: gpu.usage, group: gpustream-sink-parquet}
 metricsApi: {kind: Deployment, command: [sink, metrics-api]}
 {{- end }}
 

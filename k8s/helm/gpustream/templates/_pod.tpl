@@ -120,8 +120,12 @@ spec:
         - name: POD_NAME # who holds the Lease
           valueFrom: {fieldRef: {fieldPath: metadata.name}}
         {{- else if eq $c.kind "StatefulSet" }}
-        - name: GPUSTREAM_INSTANCE_ID # a pod that comes back under its name has its partitions at once
+        - name: GPUSTREAM_INSTANCE_ID # a process that is killed has its partitions at once when it is back
           valueFrom: {fieldRef: {fieldPath: metadata.name}}
+        {{- if not (hasKey $options "leave-on-stop") }}
+        - name: GPUSTREAM_LEAVE_ON_STOP # a pod that is stopped hands them over
+          value: "true"
+        {{- end }}
         {{- end }}
         {{- with $c.extraEnv }}
         {{- toYaml . | nindent 8 }}
