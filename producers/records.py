@@ -77,8 +77,8 @@ def containers_content(containers: Iterable[Mapping[str, Any]]) -> bytes:
 class WorkloadsContent(NamedTuple):
     """What a gpu.workloads record says of a node beside its numbers.
 
-    ``pods``, ``dra_devices`` and ``admin_claims`` are dicts as in the record; ``removed``: there is no such node any
-    more. ``shed`` is not in the record: how many pods had no room in it, or none for their labels and annotations.
+    ``pods``, ``dra_devices``, ``admin_claims`` and ``unwell`` are dicts as in the record; ``removed``: there is no such
+    node any more. ``shed`` is not in the record: how many pods had no room in it, or none for labels and annotations.
     """
 
     node_labels: Mapping[str, str]
@@ -87,6 +87,7 @@ class WorkloadsContent(NamedTuple):
     admin_claims: Sequence[Mapping[str, Any]] = ()
     removed: bool = False
     shed: int = 0
+    unwell: Sequence[Mapping[str, Any]] = ()
 
     def encoded(self) -> bytes:
         """It in one order, so that equal content is equal bytes. Raises Unencodable."""
@@ -95,6 +96,8 @@ class WorkloadsContent(NamedTuple):
         content = {"node_labels": dict(self.node_labels), "pods": rows, "dra_devices": dra}
         if admin := sorted(map(dict, self.admin_claims), key=lambda row: sorted(row.items())):
             content["admin_claims"] = admin
+        if unwell := sorted(map(_present, self.unwell), key=lambda row: sorted(row.items())):
+            content["unwell"] = unwell
         return _dumps(content | {"removed": True} if self.removed else content, sort_keys=True)
 
 

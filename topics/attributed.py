@@ -8,6 +8,7 @@ import msgspec
 from topics import samples
 from topics.samples import Device, Event, Sample
 from topics.topic import Number, Topic, UInt
+from topics.workloads import UnwellDevice
 
 Attribution = Annotated[
     str,
@@ -136,7 +137,8 @@ class AttributedSample(Sample, frozen=True, kw_only=True):
     broker wrote it there.
 
     ``attribution`` says what the holders rest on: ``exact`` the snapshot that the sample names, ``late`` the last one
-    known because that one never came, ``none`` nothing.
+    known because that one never came, ``none`` nothing. ``unwell`` is what the API server says of the node's devices
+    that are not well, each by its UUID as far as it is known, also of those that are in no tick any more.
     """
 
     offset: UInt
@@ -144,6 +146,7 @@ class AttributedSample(Sample, frozen=True, kw_only=True):
     attribution: Attribution
     node_labels: dict[str, str] = msgspec.field(default_factory=dict)
     devices: tuple[AttributedDevice, ...] = ()
+    unwell: tuple[UnwellDevice, ...] = ()
 
 
 _EXAMPLE_HOLDER = {

@@ -45,12 +45,31 @@ class DraDevice(msgspec.Struct, frozen=True, omit_defaults=True):
     uuid: str
 
 
+class UnwellDevice(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A device that is not well, as the API server has it.
+
+    ``device_id`` is the device plugin's, or the UUID of a device of a resource slice. ``health`` is ``Unhealthy`` if a
+    pod's ``allocatedResourcesStatus`` says so, with its ``message`` if it has one. ``taint`` is ``KEY=VALUE:EFFECT``,
+    as kubectl writes it: of the resource slice, or of a DeviceTaintRule.
+    """
+
+    device_id: str
+    health: str | None = None
+    message: str | None = None
+    taint: str | None = None
+
+    def __str__(self) -> str:
+        if self.taint is not None:
+            return f"taint {self.taint}"
+        return f"{self.health}: {self.message}" if self.message else str(self.health)
+
+
 class NodeWorkloads(msgspec.Struct, frozen=True, kw_only=True):
     """A node's GPU pods. ``epoch`` is the leader's that wrote it: readers drop records of an older one.
 
     ``admin_claims`` are the devices that claims have only to look at them (``adminAccess``), as monitoring does: who
     has such a claim does not hold its device. ``removed``: the node is no longer in the cluster; nothing more is said
-    of it unless it comes back.
+    of it unless it comes back. ``unwell``: what is said of its devices that are not well; most nodes have none.
     """
 
     schema: Version
@@ -64,6 +83,7 @@ class NodeWorkloads(msgspec.Struct, frozen=True, kw_only=True):
     dra_devices: tuple[DraDevice, ...] = ()
     admin_claims: tuple[Claim, ...] = ()
     removed: bool = False
+    unwell: tuple[UnwellDevice, ...] = ()
 
 
 TOPIC = Topic(

@@ -1,6 +1,7 @@
 """The cluster as a producer: what its API server says of GPU pods, node by node, published by one of all replicas.
 
-In: watches of pods, nodes, namespaces, resource slices and claims; owners, asked for once each. Out: gpu.workloads.
+In: watches of pods, nodes, namespaces, resource slices, claims and device taint rules; owners, asked for once each.
+Out: gpu.workloads.
 State: the cluster as far as it concerns GPUs, kept by every replica; a standby knows all that the leader knows.
 On failure: without an API server or a Kafka it runs, says so, and works when they come. Nothing is published before all
 of the pods and nodes are known, because readers take a pod that is missing in a record for ended.
@@ -40,10 +41,14 @@ PATHS = {
     "namespaces": "/api/v1/namespaces",
     "resourceslices": "/apis/resource.k8s.io/v1/resourceslices",
     "resourceclaims": "/apis/resource.k8s.io/v1/resourceclaims",
+    "devicetaintrules": "/apis/resource.k8s.io/v1/devicetaintrules",
+}
+OLDER_PATHS = {  # of what an older API server has under another version only
+    "devicetaintrules": ("/apis/resource.k8s.io/v1beta2/devicetaintrules",),
 }
 
 REQUIRED = ("pods", "nodes")  # nothing is published without these
-OPTIONAL = ("resourceslices", "resourceclaims")  # an API server without dynamic resource allocation does not have these
+OPTIONAL = ("resourceslices", "resourceclaims", "devicetaintrules")  # these an API server need not have
 EXTRAS_WITHIN_S = 10.0  # so long the first record waits for namespaces, slices, claims and owners
 CHECK_S = 1.0
 AT_ONCE = 64  # how many records are made before anything else has its turn
@@ -112,6 +117,8 @@ def listeners(
          lambda one: state.put_namespace(one.metadata.name, one.metadata.labels, one.metadata.annotations),
          state.remove_namespace),
         ("resourceslices", objects.ResourceSlice, "uid", state.slices.keys(), state.put_slice, state.remove_slice),
+        ("devicetaintrules", objects.DeviceTaintRule, "uid", state.taint_rules, state.put_taint_rule,
+         state.remove_taint_rule),
         ("resourceclaims", objects.ResourceClaim, "uid", state.claims.keys(),
          lambda claim: state.put_claim(claim, now_ms()), lambda uid: state.claims.remove(uid, now_ms())),
     )  # fmt: skip
@@ -157,7 +164,15 @@ class ClusterProducer:
         self._wake, self._stop = asyncio.Event(), asyncio.Event()
         hearing = listeners(self._state, self._instruments, self._wake.set, _now_ms)
         self._watches = {
-            name: Reflector(self._api, path, hearing[name], self._instruments, name=name, optional=name in OPTIONAL)
+            name: Reflector(
+                self._api,
+                path,
+                hearing[name],
+                self._instruments,
+                name=name,
+                optional=name in OPTIONAL,
+                older=OLDER_PATHS.get(name, ()),
+            )
             for name, path in PATHS.items()
         }
 

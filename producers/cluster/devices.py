@@ -1,42 +1,51 @@
 """The devices of dynamic resource allocation: which UUID each has, and which claims only look at one.
 
 In: resource slices and claims as the API server has them. Out: the devices of a node with their UUIDs; and the devices
-that claims have for administration, as monitoring does: such a claim holds nothing.
+that claims have for administration, as monitoring does: such a claim holds nothing. And which devices are tainted.
 State: the slices, by pool. While a driver replaces a pool's slices there are two generations: the higher one counts.
 And the claims for administration, by uid. One that is gone is kept for as long as a pod that ended, because the kubelet
 may go on reporting it; but not longer than until another of its name is there.
 All of it is pure: times are given, in ms since the epoch.
 """
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from producers.cluster.objects import ResourceClaim, ResourceSlice, shortened
+from producers.cluster.objects import DeviceTaint, DeviceTaintRule, ResourceClaim, ResourceSlice, shortened
 from producers.cluster.pods import KEPT_MS, discard
 from topics.allocations import Claim
-from topics.workloads import DraDevice
+from topics.workloads import DraDevice, UnwellDevice
 
 PoolName = tuple[str, str]  # a driver and the name of one of its pools
 
 
 class KnownSlice(NamedTuple):
-    """A slice: its pool and generation, and its devices with a UUID by node."""
+    """A slice: its pool and generation, its devices with a UUID by node, and the taints of those that have any."""
 
     pool: PoolName
     generation: int
     devices: dict[str, list[DraDevice]]
+    taints: dict[str, list[str]]
+
+
+def taint_text(taint: DeviceTaint) -> str:
+    """A taint as kubectl writes it: ``KEY=VALUE:EFFECT``, or ``KEY:EFFECT``."""
+    return shortened(f"{taint.key}={taint.value}:{taint.effect}" if taint.value else f"{taint.key}:{taint.effect}")
 
 
 def known_slice(of: ResourceSlice) -> KnownSlice:
     """What is kept of a slice. A device without a UUID, or without a node, is left out."""
     devices: dict[str, list[DraDevice]] = {}
+    taints: dict[str, list[str]] = {}
     for device in of.spec.devices or ():
         uuid = (device.attributes or {}).get("uuid")
         node = device.node_name or of.spec.node_name
         if node and uuid and uuid.string:
             parts = (of.spec.driver, of.spec.pool.name, device.name, uuid.string)
             devices.setdefault(node, []).append(DraDevice(*map(shortened, parts)))
-    return KnownSlice((of.spec.driver, of.spec.pool.name), of.spec.pool.generation, devices)
+            if device.taints:
+                taints[shortened(device.name)] = [taint_text(taint) for taint in device.taints]
+    return KnownSlice((of.spec.driver, of.spec.pool.name), of.spec.pool.generation, devices, taints)
 
 
 class Slices:
@@ -50,16 +59,21 @@ class Slices:
     def keys(self) -> Collection[str]:
         return self._slices
 
-    def of_node(self, node: str) -> list[DraDevice]:
-        """The devices of a node; none twice."""
-        found: dict[tuple[str, str, str], DraDevice] = {}
+    def of_node(self, node: str) -> dict[DraDevice, Sequence[str]]:
+        """The devices of a node, none twice, each with the taints of its slice."""
+        found: dict[tuple[str, str, str], tuple[DraDevice, Sequence[str]]] = {}
         for pool in self.pools_of(node):
             highest = max(part.generation for part in self._pools[pool].values())
             for _, part in sorted(self._pools[pool].items()):
                 if part.generation == highest:
-                    devices = part.devices.get(node, ())
-                    found |= {(device.driver, device.pool, device.device): device for device in devices}
-        return list(found.values())
+                    for device in part.devices.get(node, ()):
+                        taints = part.taints.get(device.device, ())
+                        found[device.driver, device.pool, device.device] = device, taints
+        return dict(found.values())
+
+    def nodes(self) -> Collection[str]:
+        """The nodes that have devices."""
+        return self._by_node
 
     def pools_of(self, node: str) -> Iterable[PoolName]:
         return self._by_node.get(node, ())
@@ -86,6 +100,21 @@ class Slices:
         for node in nodes - self.nodes_of(part.pool):
             discard(self._by_node, node, part.pool)
         return nodes
+
+
+def tainted(devices: Mapping[DraDevice, Sequence[str]], rules: Iterable[DeviceTaintRule]) -> dict[UnwellDevice, None]:
+    """The taints of these devices: those of their slices, and of the rules that select them."""
+    found: dict[UnwellDevice, None] = {}
+    for device, taints in devices.items():
+        texts = list(taints)
+        for rule in rules:
+            by = rule.spec.device_selector
+            asked = (by.driver, by.pool, by.device) if by is not None else ()
+            has = (device.driver, device.pool, device.device)
+            if all(want is None or want == of for want, of in zip(asked, has, strict=False)):
+                texts.append(taint_text(rule.spec.taint))
+        found |= {UnwellDevice(device.uuid, taint=text): None for text in texts}
+    return found
 
 
 class AdminClaim(NamedTuple):

@@ -94,8 +94,24 @@ class ContainerState(msgspec.Struct, frozen=True):
     terminated: Terminated | None = None
 
 
-class ContainerStatus(msgspec.Struct, frozen=True):
+class ResourceHealth(msgspec.Struct, frozen=True):
+    """One device: the id is the device plugin's, or ``DRIVER/POOL/DEVICE``."""
+
+    id: str = msgspec.field(name="resourceID")
+    health: str | None = None
+    message: str | None = None
+
+
+class ResourceStatus(msgspec.Struct, frozen=True):
+    """The devices of a container by a resource's name, or by ``claim:CLAIM/REQUEST``."""
+
+    name: str
+    resources: list[ResourceHealth] | None = None
+
+
+class ContainerStatus(msgspec.Struct, frozen=True, rename="camel"):
     state: ContainerState | None = None
+    allocated_resources_status: list[ResourceStatus] | None = None
 
 
 class PodCondition(msgspec.Struct, frozen=True, rename="camel"):
@@ -123,12 +139,19 @@ class Attribute(msgspec.Struct, frozen=True):
     string: str | None = None
 
 
+class DeviceTaint(msgspec.Struct, frozen=True):
+    key: str
+    effect: str
+    value: str | None = None
+
+
 class SliceDevice(msgspec.Struct, frozen=True, rename="camel"):
     """A device of a resource slice; it has a ``node_name`` if each device of the slice has its own."""
 
     name: str
     attributes: dict[str, Attribute] | None = None
     node_name: str | None = None
+    taints: list[DeviceTaint] | None = None
 
 
 class Pool(msgspec.Struct, frozen=True):
@@ -148,6 +171,26 @@ class SliceSpec(msgspec.Struct, frozen=True, rename="camel"):
 class ResourceSlice(msgspec.Struct, frozen=True):
     metadata: Meta
     spec: SliceSpec
+
+
+class DeviceSelector(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which devices a rule taints: those for which all hold that are given."""
+
+    driver: str | None = None
+    pool: str | None = None
+    device: str | None = None
+
+
+class TaintRuleSpec(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+    """A selector by something else, which earlier versions had, is not understood: then the rule is skipped."""
+
+    taint: DeviceTaint
+    device_selector: DeviceSelector | None = None
+
+
+class DeviceTaintRule(msgspec.Struct, frozen=True):
+    metadata: Meta
+    spec: TaintRuleSpec
 
 
 class AllocatedDevice(msgspec.Struct, frozen=True, rename="camel"):

@@ -15,14 +15,15 @@ import msgspec
 
 from producers.cluster import objects
 from producers.cluster.objects import Selection, controller, milliseconds, shortened
-from topics.workloads import Owner
+from topics.workloads import Owner, UnwellDevice
 
 K = TypeVar("K", bound=Hashable)
 KEPT_MS = 30 * 60_000  # for how long a pod that ended is still published
 
 
 class KnownPod(msgspec.Struct, frozen=True, gc=False):
-    """A pod. ``owner`` is its controller, ``cut`` how many labels and annotations were cut or had no room."""
+    """A pod. ``owner`` is its controller, ``cut`` how many labels and annotations were cut or had no room. ``unwell``
+    are those of its devices that are not."""
 
     uid: str
     namespace: str
@@ -35,6 +36,7 @@ class KnownPod(msgspec.Struct, frozen=True, gc=False):
     annotations: dict[str, str]
     owner: Owner | None
     cut: int = 0
+    unwell: tuple[UnwellDevice, ...] = ()
 
 
 class Change(NamedTuple):
@@ -62,7 +64,22 @@ def known_pod(pod: objects.Pod, selection: Selection, before: KnownPod | None, n
         annotations=annotations.entries,
         owner=as_owner(owner) if owner else None,
         cut=labels.cut + annotations.cut,
+        unwell=unwell(pod.status),
     )
+
+
+def unwell(status: objects.PodStatus) -> tuple[UnwellDevice, ...]:
+    """The devices of a pod that runs whose health is said to be bad. That of a device without a health check is
+    ``Unknown``, which says nothing."""
+    if status.phase in ("Succeeded", "Failed"):
+        return ()
+    found: dict[UnwellDevice, None] = {}
+    for container in status.container_statuses or ():
+        for resource in container.allocated_resources_status or ():
+            for device in (one for one in resource.resources or () if one.health == "Unhealthy"):
+                message = shortened(device.message) if device.message else None
+                found[UnwellDevice(shortened(device.id), device.health, message)] = None
+    return tuple(found)
 
 
 def as_owner(reference: objects.Reference) -> Owner:

@@ -15,7 +15,7 @@ import contextlib
 import logging
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from operator import attrgetter
 from typing import Annotated, Generic, TypeVar
 
@@ -179,7 +179,8 @@ def _read(
 
 class Reflector:
     """Watches ``path``, such as ``/api/v1/pods``, for ``listener``; ``name`` is its name in metrics and the log.
-    ``optional``: a resource that the API server does not have is an empty one, looked for again every 5 minutes."""
+    ``optional``: a resource that the API server does not have is an empty one, looked for again every 5 minutes.
+    ``older`` are paths where it may be instead."""
 
     def __init__(
         self,
@@ -190,11 +191,13 @@ class Reflector:
         *,
         name: str,
         optional: bool = False,
+        older: Sequence[str] = (),
         silence_s: float = SILENCE_S,
         list_within_s: float = LIST_WITHIN_S,
         largest_line_bytes: int = LARGEST_LINE_BYTES,
     ) -> None:
         self._api, self._path, self._listener, self._instruments, self._name = api, path, listener, instruments, name
+        self._paths, self._at = (path, *older), 0
         self._optional, self._silence_s, self._list_within_s = optional, silence_s, list_within_s
         self._largest_line_bytes = largest_line_bytes
         self._version: str | None = None
@@ -236,6 +239,11 @@ class Reflector:
         lapsed, self._last_end = restart.reason == "expired" != self._last_end, restart.reason
         if restart.reason in ("unsupported", "slow"):
             self._streaming = False
+        if restart.reason == "absent":
+            self._at = (self._at + 1) % len(self._paths)
+            self._path = self._paths[self._at]
+            if self._at:
+                return 0.0
         if restart.reason == "absent" and self._optional:  # no such resource, and so none of its objects
             self._listener.begin()
             self._complete(None)

@@ -1,7 +1,7 @@
 """What is known of the cluster, and what of it is published of each node.
 
-In: pods, nodes, namespaces, slices and claims as the API server has them, and owner chains. Out: the content of a
-node's gpu.workloads record, and which nodes changed.
+In: pods, nodes, namespaces, slices, claims and taint rules as the API server has them, and owner chains. Out: the
+content of a node's gpu.workloads record, and which nodes changed.
 State: the GPU pods, and the labels, chains and devices that are published with them.
 On failure: what does not fit into a record gives way in a fixed order, and is counted.
 All of it is pure: times are given, in ms since the epoch.
@@ -21,10 +21,11 @@ from producers.cluster.pods import Change, KnownPod, Pods
 from producers.cluster.takeover import PublishedNode
 from producers.publisher import LARGEST_VALUE_BYTES
 from producers.records import WorkloadsContent, checked_name
-from topics.workloads import Owner, Pod
+from topics.workloads import DraDevice, Owner, Pod, UnwellDevice
 
 JsonDict = dict[str, Any]
 _POLICIES = AllowList(("gpustream.dev/*",), LABEL_BOUNDS)  # the annotations of a namespace that its pods inherit
+MOST_UNWELL = 256  # of a node's devices; a rule may taint each of them
 HEAD_BYTES = 4096  # what a record has beside its pods, devices and labels, generously
 
 
@@ -49,6 +50,7 @@ class Store:
         self.pods = Pods()
         self.slices = Slices()
         self.claims = Claims()
+        self.taint_rules: dict[str, objects.DeviceTaintRule] = {}
         self.nodes: dict[str, Labels] = {}
         self.namespaces: dict[str, Namespace] = {}
         self._chains: dict[str, Chain] = {}
@@ -100,7 +102,9 @@ class Store:
             return None
         if held and here:
             self._changed[node] = None
-        dra = [msgspec.to_builtins(device) for device in self.slices.of_node(node) if here]
+        slices = self.slices.of_node(node) if here else {}
+        dra = [msgspec.to_builtins(device) for device in slices]
+        unwell = [msgspec.to_builtins(one) for one in self._unwell(node, slices)] if here else []
         admin = [msgspec.to_builtins(one) for one in self.claims.of_pools(self.slices.pools_of(node)) if here]
         rows = []
         for pod in self.pods.on_node(node):
@@ -111,8 +115,16 @@ class Store:
                 ended_ms = gone_ms if pod.ended_ms is None else pod.ended_ms
                 rows.append(_row(pod, ended_ms, chain, self.namespaces.get(pod.namespace, _NO_NAMESPACE)))
         rows += [row for uid, row in self._past.get(node, {}).items() if self.pods.get(uid) is None]
-        fitting, shed = fit(rows, LARGEST_VALUE_BYTES - HEAD_BYTES - sum(map(_size, (dra, admin, labels))))
-        return WorkloadsContent(labels or {}, fitting, dra, admin, not here, shed)
+        fitting, shed = fit(rows, LARGEST_VALUE_BYTES - HEAD_BYTES - sum(map(_size, (dra, admin, labels, unwell))))
+        return WorkloadsContent(labels or {}, fitting, dra, admin, not here, shed, unwell)
+
+    def _unwell(self, node: str, slices: Mapping[DraDevice, Sequence[str]]) -> list[UnwellDevice]:
+        """The devices of a node that are not well: by their taints, and by the statuses of the pods that have them."""
+        found = devices.tainted(slices, self.taint_rules.values())
+        uuids = {f"{device.driver}/{device.pool}/{device.device}": device.uuid for device in slices}
+        for one in (one for pod in self.pods.on_node(node) if pod.ended_ms is None for one in pod.unwell):
+            found[msgspec.structs.replace(one, device_id=uuids.get(one.device_id, one.device_id))] = None
+        return list(found)[:MOST_UNWELL]
 
     def put_pod(self, pod: objects.Pod, now_ms: int) -> int:
         """A pod as it is now; gives how many of its labels and annotations were cut or left out since it last was."""
@@ -161,6 +173,15 @@ class Store:
 
     def remove_slice(self, uid: str) -> None:
         self._mark(self.slices.remove(uid))
+
+    def put_taint_rule(self, rule: objects.DeviceTaintRule) -> None:
+        if self.taint_rules.get(rule.metadata.uid) != rule:
+            self.taint_rules[rule.metadata.uid] = rule
+            self._mark(self.slices.nodes())
+
+    def remove_taint_rule(self, uid: str) -> None:
+        if self.taint_rules.pop(uid, None) is not None:
+            self._mark(self.slices.nodes())
 
     def put_claim(self, claim: objects.ResourceClaim, now_ms: int) -> None:
         known = devices.known_claim(claim, self._selection.has_driver)

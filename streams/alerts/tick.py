@@ -10,6 +10,7 @@ from streams.idleness import Ratios
 from topics.attributed import AttributedEvent, Attribution, Holder, Parts
 from topics.samples import Job, Mig, State
 from topics.topic import Name, UInt, Version, decoder
+from topics.workloads import UnwellDevice
 
 
 class Metrics(Ratios, frozen=True, omit_defaults=True, gc=False):
@@ -70,6 +71,7 @@ class Tick(msgspec.Struct, frozen=True, kw_only=True):
     offset: UInt
     attribution: Attribution
     devices: tuple[Device, ...] = ()
+    unwell: tuple[UnwellDevice, ...] = ()
 
 
 decode = decoder(Tick)

@@ -10,6 +10,7 @@ An event names the snapshot of its own time, because another pod may have the de
 as of the event, at most a minute before the tick: for so long they are remembered.
 """
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -20,7 +21,9 @@ from streams.attribution.log_time import Listing, Resolved
 from streams.attribution.split import split
 from topics.allocations import Allocations
 from topics.attributed import AttributedDevice, AttributedEvent, AttributedSample, Attribution, Holder
+from topics.device_ids import DeviceIndex, UnknownDeviceId, parse
 from topics.samples import Event, Mig, Sample
+from topics.workloads import UnwellDevice
 
 EVENT_MS = 60_000  # an event's pods are looked up as of the event, but at most so long before its tick
 READ_MS = 10_000  # for how long after its tick's time an event may come while the tick is read
@@ -117,8 +120,20 @@ def attribute(
         attribution=now.attribution,
         node_labels=now.resolved.node_labels,
         devices=tuple(devices),
+        unwell=_unwell(now.resolved.unwell, sample) if now.resolved.unwell else (),
     )
     return Joined(out, unknown_ids), memo
+
+
+def _unwell(said: Sequence[UnwellDevice], sample: Sample) -> tuple[UnwellDevice, ...]:
+    """What the API server says of devices, each by its UUID if its id means a device of the tick."""
+    index, found = DeviceIndex(sample.devices), list[UnwellDevice]()
+    for one in said:
+        uuid = None
+        with contextlib.suppress(UnknownDeviceId):
+            uuid = index.find(parse(one.device_id))
+        found.append(one if uuid is None else msgspec.structs.replace(one, device_id=uuid))
+    return tuple(found)
 
 
 def _memo(last: Memo | None, snapshot: Allocations, found: Resolved, sample: Sample) -> Memo:

@@ -34,7 +34,7 @@ import msgspec
 from streams.attribution.holders import is_static
 from streams.attribution.workloads import AsOf, DraKey, Knowledge, PodName, Until
 from topics.allocations import Allocations, Claim
-from topics.workloads import Pod
+from topics.workloads import Pod, UnwellDevice
 
 HORIZON_MS = 2_000  # records count that are logged so long before a tick; or after it, if the tick lacks its pod
 LEADERS_APART_MS = 500  # by how much the clock of the workloads' leader may be behind that of the samples'
@@ -199,6 +199,7 @@ class Resolved(NamedTuple):
     node_labels: dict[str, str]
     dra: Mapping[DraKey, str]
     admin: frozenset[Claim]
+    unwell: tuple[UnwellDevice, ...] = ()
     lasting: Lasting | None = None
 
     def lasts(self, knowledge: Knowledge | None, listed: Listing | None, uids: AbstractSet[str], when: When) -> bool:

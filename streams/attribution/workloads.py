@@ -20,7 +20,7 @@ import msgspec
 from topics.allocations import Claim
 from topics.samples import TOPIC as SAMPLES
 from topics.workloads import TOPIC as WORKLOADS
-from topics.workloads import NodeWorkloads, Pod
+from topics.workloads import NodeWorkloads, Pod, UnwellDevice
 
 TOLERANCE_MS = 2_000  # by how much a node's clock may differ from the API server's before a sample misses its pod
 WHOLE_SECOND_MS = 999  # by how much later than its started_ms a pod may have begun: the API server gives whole seconds
@@ -94,6 +94,7 @@ class Knowledge(msgspec.Struct, frozen=True):
     node_labels: History[Versions[dict[str, str]]]
     dra: History[Versions[dict[DraKey, str]]]
     admin: History[Versions[frozenset[Claim]]]
+    unwell: History[Versions[tuple[UnwellDevice, ...]]]
     lives: Lives
     ended: dict[PodName, History[int]] = {}
 
@@ -115,6 +116,16 @@ class Until(NamedTuple):
 
     ts_ms: float
     logged_ms: float
+
+
+class Node(NamedTuple):
+    """A node: its labels, the UUIDs of its DRA devices, the claims for administration, and its devices that are not
+    well."""
+
+    labels: dict[str, str]
+    dra: dict[DraKey, str]
+    admin: frozenset[Claim]
+    unwell: tuple[UnwellDevice, ...] = ()
 
 
 class AsOf(NamedTuple):
@@ -155,18 +166,18 @@ class AsOf(NamedTuple):
         life = _latest(history, self.logged_ms) if history else None
         return at(life.versions, ts_ms) if life and life.distance_ms(ts_ms) <= TOLERANCE_MS else None
 
-    def node_at(self, ts_ms: int) -> tuple[dict[str, str], dict[DraKey, str], frozenset[Claim]]:
-        """The node at a time: its labels, the UUIDs of its DRA devices, and the claims for administration."""
+    def node_at(self, ts_ms: int) -> Node:
+        """The node at a time."""
         known, logged_ms = self.known, self.logged_ms
         labels, dra, admin = at(known.node_labels, logged_ms), at(known.dra, logged_ms), at(known.admin, logged_ms)
-        return at(labels, ts_ms), at(dra, ts_ms), at(admin, ts_ms)
+        return Node(at(labels, ts_ms), at(dra, ts_ms), at(admin, ts_ms), at(at(known.unwell, logged_ms), ts_ms))
 
     def same_until(self, pods: Mapping[PodName, Pod], ts_ms: int) -> Until:
         """Until when these names mean the pods that they mean at a time, and the node is as it is then.
         Each pod has to be the last one of its name, and running; of others nothing is promised."""
         known, logged_ms = self.known, self.logged_ms
         changes_ms, logged = [math.inf], [math.inf]
-        for history in (known.node_labels, known.dra, known.admin):
+        for history in (known.node_labels, known.dra, known.admin, known.unwell):
             changes_ms.append(_next_ms(at(history, logged_ms), ts_ms))
             logged.append(_next_ms(history, logged_ms))
         for name, pod in pods.items():
@@ -228,6 +239,7 @@ def learn(known: Knowledge | None, record: NodeWorkloads, logged_ms: int) -> Kno
         node_labels=noted(known.node_labels if known else (), record.node_labels),
         dra=noted(known.dra if known else (), dra),
         admin=noted(known.admin if known else (), frozenset(record.admin_claims)),
+        unwell=noted(known.unwell if known else (), record.unwell),
         lives=_with_pods(known.lives if known else {}, record, logged_ms),
         ended=known.ended if known else {},
     )
@@ -296,6 +308,7 @@ def forget_before(known: Knowledge, ts_ms: int, logged_ms: int) -> Knowledge:
         node_labels=since(known.node_labels),
         dra=since(known.dra),
         admin=since(known.admin),
+        unwell=since(known.unwell),
     )
 
 

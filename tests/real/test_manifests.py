@@ -390,6 +390,7 @@ def token(cluster: Cluster) -> str:
 
 DRA = "/apis/resource.k8s.io/v1"
 LISTED = ["/api/v1/pods", "/api/v1/nodes", "/api/v1/namespaces", f"{DRA}/resourceslices", f"{DRA}/resourceclaims"]
+LISTED += [f"{DRA}/devicetaintrules"]
 LEASES = "/apis/coordination.k8s.io/v1/namespaces/gpustream/leases"
 REFUSED = [
     "/api/v1/secrets",

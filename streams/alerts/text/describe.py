@@ -78,6 +78,10 @@ def describe(finding: Finding, tick: Tick, since_ms: int) -> Described:
         xid = of_text(facts.text)
         pairs += [("xid", facts.text), ("xid_kind", xid.kind)]
         more = {"action": xid.action}
+    if rule.kind in ("lost", "missing", "not_answering"):
+        said = _listed(str(one) for one in tick.unwell if one.device_id == finding.device)
+        if said:
+            description, more = f"{description} The API server says of it: {said}.", {"api_status": said}
     return _labels(rule, tick.cluster, tick.node, pairs), _annotations(rule, summary, description, more)
 
 

@@ -24,10 +24,11 @@ PREFIXES = ("nvidia.com/",)
 START = "2026-03-01T12:00:00Z"
 START_MS = 1_772_366_400_000
 
-_POD, _SLICE, _CLAIM = (
+_POD, _SLICE, _CLAIM, _TAINT_RULE = (
     msgspec.json.Decoder(objects.Pod),
     msgspec.json.Decoder(objects.ResourceSlice),
     msgspec.json.Decoder(objects.ResourceClaim),
+    msgspec.json.Decoder(objects.DeviceTaintRule),
 )
 
 
@@ -85,13 +86,15 @@ def over(phase: str = "Succeeded", *finished: str | None) -> JsonDict:
 
 
 def slice_json(name: str = "s", **changed: Any) -> JsonDict:
-    """A resource slice; ``uuids`` are those of its devices."""
+    """A resource slice; ``uuids`` are those of its devices, ``taints`` those of the first one."""
     uuids: Sequence[str | None] = changed.get("uuids", ("GPU-a", "GPU-b"))
     node: str | None = changed.get("node", "n1")
     devices = [
         {"name": f"gpu-{number}", "attributes": {"uuid": {"string": uuid}, "index": {"int": number}}}
         for number, uuid in enumerate(uuids)
     ]
+    if taints := changed.get("taints"):
+        devices[0]["taints"] = taints
     return {
         "metadata": {"name": name, "uid": f"uid-{name}"},
         "spec": {
@@ -106,6 +109,17 @@ def slice_json(name: str = "s", **changed: Any) -> JsonDict:
 def slice_(name: str = "s", **changed: Any) -> objects.ResourceSlice:
     """The same, decoded."""
     return decode(_SLICE, raw(slice_json(name, **changed)))
+
+
+def taint_rule_json(name: str = "rule", **spec: Any) -> JsonDict:
+    """A device taint rule; ``deviceSelector`` and ``taint`` change it."""
+    taint = {"key": "example.com/xid", "value": "79", "effect": "NoExecute", "timeAdded": START}
+    return {"metadata": {"name": name, "uid": f"uid-{name}"}, "spec": {"taint": taint, **spec}}
+
+
+def taint_rule(name: str = "rule", **spec: Any) -> objects.DeviceTaintRule:
+    """The same, decoded."""
+    return decode(_TAINT_RULE, raw(taint_rule_json(name, **spec)))
 
 
 def claim_json(name: str = "monitor", **changed: Any) -> JsonDict:

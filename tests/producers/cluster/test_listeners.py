@@ -8,10 +8,10 @@ from delivery.instruments import Instruments
 from producers.cluster import instruments as names
 from producers.cluster.component import listeners
 from producers.cluster.reflector import Listener
-from tests.producers.cluster.made import START_MS, claim_json, named, pod_json, raw, slice_json, state
+from tests.producers.cluster.made import START_MS, claim_json, named, pod_json, raw, slice_json, state, taint_rule_json
 from tests.producers.fakes import value
 
-RESOURCES = ("pods", "nodes", "namespaces", "resourceslices", "resourceclaims")
+RESOURCES = ("pods", "nodes", "namespaces", "resourceslices", "resourceclaims", "devicetaintrules")
 
 
 class Bench:
@@ -22,7 +22,9 @@ class Bench:
         self.state, self.woken = state(), 0
         self.now_ms = START_MS
         heard = listeners(self.state, self.instruments, self._wake, lambda: self.now_ms)
-        self.pods, self.nodes, self.namespaces, self.slices, self.claims = (heard[name] for name in RESOURCES)
+        self.pods, self.nodes, self.namespaces, self.slices, self.claims, self.taint_rules = (
+            heard[name] for name in RESOURCES
+        )
 
     def _wake(self) -> None:
         self.woken += 1
@@ -32,6 +34,7 @@ class Bench:
         self.namespaces.put(raw(named("ml", {"team": "research"})))
         self.slices.put(raw(slice_json()))
         self.claims.put(raw(claim_json()))
+        self.taint_rules.put(raw(taint_rule_json()))
         self.pods.put(raw(pod_json()))
         return self
 
@@ -48,15 +51,16 @@ class Bench:
 
     def all(self) -> list[tuple[Listener[Any], bytes]]:
         """Each listener, and the bytes of what it knows."""
-        whole = (raw(pod_json()), raw(named("n1")), raw(named("ml")), raw(slice_json()), raw(claim_json()))
+        objects = (pod_json(), named("n1"), named("ml"), slice_json(), claim_json(), taint_rule_json())
         every: tuple[Listener[Any], ...] = (
             self.pods,
             self.nodes,
             self.namespaces,
             self.slices,
             self.claims,
+            self.taint_rules,
         )
-        return list(zip(every, whole, strict=True))
+        return list(zip(every, map(raw, objects), strict=True))
 
 
 def test_what_a_watch_says_becomes_known() -> None:
@@ -64,7 +68,7 @@ def test_what_a_watch_says_becomes_known() -> None:
     content = bench.state.take("n1")
     assert content is not None
 
-    assert (bench.kept(), bench.woken) == ([1, 1, 1, 1, 1], 5)
+    assert (bench.kept(), bench.woken) == ([1, 1, 1, 1, 1, 1], 6)
     assert content.node_labels == {"nvidia.com/gpu.product": "H100"}
     assert [(pod["name"], pod["namespace_labels"]) for pod in content.pods] == [("bert-0", {"team": "research"})]
     assert [device["uuid"] for device in content.dra_devices] == ["GPU-a", "GPU-b"]
@@ -76,7 +80,7 @@ def test_what_is_deleted_is_gone_and_a_pod_has_ended() -> None:
     for listener, whole in reversed(bench.all()):
         listener.remove(whole)
 
-    assert bench.kept() == [1, 0, 1, 0, 1]
+    assert bench.kept() == [1, 0, 1, 0, 1, 0]
     assert [pod.ended_ms for pod in bench.state.pods.on_node("n1")] == [START_MS]
 
 
@@ -87,7 +91,7 @@ def test_a_list_leaves_what_it_had() -> None:
         listener.put(whole)
         listener.complete()
 
-    assert bench.kept() == [1, 1, 1, 1, 1]
+    assert bench.kept() == [1, 1, 1, 1, 1, 1]
     assert [pod.ended_ms for pod in bench.state.pods.on_node("n1")] == [None]
 
 
@@ -97,7 +101,7 @@ def test_an_empty_list_leaves_nothing() -> None:
         listener.begin()
         listener.complete()
 
-    assert bench.kept() == [1, 0, 1, 0, 1]
+    assert bench.kept() == [1, 0, 1, 0, 1, 0]
     assert [pod.ended_ms for pod in bench.state.pods.on_node("n1")] == [START_MS]
 
 
@@ -111,10 +115,9 @@ def test_what_a_list_has_but_in_a_form_that_cannot_be_read_stays_as_it_was() -> 
         listener.put(b"{")
         listener.complete()
 
-    assert bench.kept() == [1, 1, 1, 1, 1]
+    assert bench.kept() == [1, 1, 1, 1, 1, 1]
     assert [pod.ended_ms for pod in bench.state.pods.on_node("n1")] == [None]
-    resources = RESOURCES
-    assert [value(bench.instruments, names.UNDECODABLE, resource=resource) for resource in resources] == [2, 2, 2, 2, 2]
+    assert [value(bench.instruments, names.UNDECODABLE, resource=resource) for resource in RESOURCES] == [2] * 6
 
 
 def test_a_deletion_that_does_not_say_of_what_is_counted() -> None:
@@ -122,7 +125,7 @@ def test_a_deletion_that_does_not_say_of_what_is_counted() -> None:
     bench.pods.remove(b"null")
 
     assert value(bench.instruments, names.UNDECODABLE, resource="pods") == 1
-    assert bench.kept() == [1, 1, 1, 1, 1]
+    assert bench.kept() == [1, 1, 1, 1, 1, 1]
 
 
 def test_a_node_whose_name_no_record_can_have_is_counted() -> None:
@@ -130,7 +133,7 @@ def test_a_node_whose_name_no_record_can_have_is_counted() -> None:
     bench.nodes.put(raw(named("a b")))
 
     assert value(bench.instruments, names.UNDECODABLE, resource="nodes") == 1
-    assert bench.kept() == [0, 0, 0, 0, 0]
+    assert bench.kept() == [0, 0, 0, 0, 0, 0]
 
 
 def test_what_a_namespace_is_annotated_with_is_told_of_its_pods() -> None:

@@ -610,6 +610,17 @@ async def test_an_optional_resource_that_is_not_there_is_an_empty_one(server: Ap
     assert len(server.requests) == 1
 
 
+async def test_a_resource_that_is_not_there_is_looked_for_under_its_older_version(
+    server: ApiServer, start: Start
+) -> None:
+    older = "/apis/older/v1/pods"
+    server.next(answers(404))
+    server.put(older, pod("a"))
+    bench = await start(optional=True, older=(older,))
+    await bench.knows("a")
+    assert [request.path.split("?")[0] for request in server.requests][:2] == [PODS, older]
+
+
 async def test_an_optional_resource_may_come_later_and_go_again(
     server: ApiServer, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:

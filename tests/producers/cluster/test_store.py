@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from delivery.instruments import Instruments
 from producers import records
+from producers.cluster import objects
 from producers.cluster.component import listeners
 from producers.cluster.instruments import INSTRUMENTS
 from producers.cluster.owners import Chain
@@ -21,7 +22,19 @@ from producers.cluster.store import Store, fit
 from producers.cluster.takeover import PublishedNode
 from producers.publisher import LARGEST_VALUE_BYTES
 from producers.records import WorkloadsContent
-from tests.producers.cluster.made import START_MS, Follower, claim, named, over, pod, raw, slice_, state
+from tests.producers.cluster.made import (
+    START,
+    START_MS,
+    Follower,
+    claim,
+    named,
+    over,
+    pod,
+    raw,
+    slice_,
+    state,
+    taint_rule,
+)
 from topics.allocations import Claim
 from topics.topic import decoder
 from topics.workloads import NodeWorkloads, Owner, Pod
@@ -155,7 +168,7 @@ def test_node_labels_are_those_of_the_allow_list() -> None:
 
 
 def test_a_node_that_has_no_pods_is_told_of_too() -> None:
-    assert told(state("n1")) == WorkloadsContent({}, [], [], [])
+    assert told(state("n1")) == WorkloadsContent({}, [], [], [], unwell=[])
 
 
 def test_a_pod_on_a_node_that_is_not_there_is_told_of_when_it_comes() -> None:
@@ -303,6 +316,62 @@ def test_claims_of_other_drivers_do_not_matter() -> None:
     cluster.put_claim(claim(driver="net.example.com"), NOW)
 
     assert (told(cluster).admin_claims, len(cluster.claims.keys())) == ([], 0)
+
+
+def unwell(store: Store, node: str = "n1") -> list[dict[str, Any]]:
+    content = store.take(node)
+    assert content is not None
+    record = records.workloads(cluster="c", node=node, epoch=1, seq=1, ts_ms=1, content=content.encoded())
+    return [msgspec.to_builtins(one) for one in decoder(NodeWorkloads)(record).unwell]
+
+
+def sick(device: str, health: str = "Unhealthy", resource: str = "nvidia.com/gpu", **more: str) -> dict[str, Any]:
+    """The status of a pod that says how a device of it is."""
+    resources = [{"name": resource, "resources": [{"resourceID": device, "health": health, **more}]}]
+    return {"containerStatuses": [{"name": "main", "allocatedResourcesStatus": resources}]}
+
+
+def test_a_device_that_its_pods_status_calls_unhealthy_is_unwell_while_the_pod_runs() -> None:
+    known = state("n1")
+    known.put_pod(pod(status=sick("GPU-a", message="XID 79")), NOW)
+    assert unwell(known) == [{"device_id": "GPU-a", "health": "Unhealthy", "message": "XID 79"}]
+    known.put_pod(pod(status=sick("GPU-a", "Unknown")), NOW)
+    assert known.changed() == ["n1"]
+    assert unwell(known) == []
+    known.put_pod(pod(status=sick("GPU-a") | {"phase": "Failed"}), NOW)
+    assert unwell(known) == []
+
+
+def test_a_device_of_a_claim_is_unwell_by_its_uuid() -> None:
+    known = state("n1")
+    known.put_slice(slice_())
+    known.put_pod(pod(status=sick("gpu.nvidia.com/n1/gpu-1", resource="claim:gpu/one")), NOW)
+    assert unwell(known) == [{"device_id": "GPU-b", "health": "Unhealthy"}]
+
+
+def test_the_taints_of_a_slice_and_of_rules_make_their_devices_unwell() -> None:
+    known = state("n1", "n2")
+    known.put_slice(slice_(taints=[{"key": "gpu.nvidia.com/lost", "effect": "NoSchedule", "timeAdded": START}]))
+    known.put_slice(slice_("t", node="n2", uuids=["GPU-c"]))
+    assert unwell(known) == [{"device_id": "GPU-a", "taint": "gpu.nvidia.com/lost:NoSchedule"}]
+    assert unwell(known, "n2") == []
+    known.put_taint_rule(taint_rule(deviceSelector={"driver": "gpu.nvidia.com", "pool": "n1", "device": "gpu-1"}))
+    assert known.changed() == ["n1", "n2"]
+    by_rule = {"device_id": "GPU-b", "taint": "example.com/xid=79:NoExecute"}
+    assert by_rule in unwell(known)
+    assert unwell(known, "n2") == []
+    known.put_taint_rule(taint_rule())
+    assert len(unwell(known)) == 3
+    assert len(unwell(known, "n2")) == 1
+    known.remove_taint_rule("uid-rule")
+    assert len(unwell(known)) == 1
+    assert unwell(known, "n2") == []
+
+
+def test_a_rule_that_selects_by_something_unknown_taints_nothing() -> None:
+    for selector in ({"deviceClassName": "gpu"}, {"selectors": [{"cel": {"expression": "false"}}]}):
+        with pytest.raises(objects.UndecodableObject):
+            taint_rule(deviceSelector=selector)
 
 
 def test_slices_of_other_drivers_do_not_matter() -> None:

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from streams.attribution.attribute import Named, attribute
 from streams.attribution.log_time import Resolved, When, listing, resolve
 from streams.attribution.workloads import (
     LISTED_MS,
@@ -17,9 +18,10 @@ from streams.attribution.workloads import (
     learn,
 )
 from tests.streams.attribution import model
-from tests.streams.attribution.records import container, gpu, known, pod, snapshot
+from tests.streams.attribution.records import container, gpu, known, pod, snapshot, tick
 from topics.allocations import Claim
-from topics.workloads import DraDevice, NodeWorkloads, Owner, Pod
+from topics.samples import Device
+from topics.workloads import DraDevice, NodeWorkloads, Owner, Pod, UnwellDevice
 
 NAME = ("ns", "p")
 
@@ -193,6 +195,17 @@ def test_the_uid_that_the_kubelet_says_picks_the_pod_whatever_the_times_say() ->
         found = resolve(knowledge, listed, frozenset(), When(100_500, 10_000, float("inf")))
         assert isinstance(found, Resolved)
         assert found.pods[NAME] == {"first": first, "second": second}[uid]
+
+
+def test_what_the_api_server_says_of_devices_is_in_the_attributed_tick_by_their_uuids() -> None:
+    said = (UnwellDevice("nvidia0", health="Unhealthy"), UnwellDevice(gpu(9), taint="lost:NoSchedule"))
+    knowledge = after(msgspec.structs.replace(known(1), unwell=said))
+    resolved = resolve(knowledge, None, frozenset(), When(0, 10_000, float("inf")))
+    assert isinstance(resolved, Resolved)
+    one = msgspec.structs.replace(tick(1, None), devices=(Device(gpu(1), index=0, minor=0),))
+    joined, _ = attribute(one, 1, 1, Named(None, "none", resolved), {}, None)
+    assert joined.sample.unwell == (msgspec.structs.replace(said[0], device_id=gpu(1)), said[1])
+    assert after(msgspec.structs.replace(known(1), unwell=said), known(2)).unwell[-1][1][-1][1] == ()
 
 
 def test_of_two_records_at_one_time_the_later_counts() -> None:

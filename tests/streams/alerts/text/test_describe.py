@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,6 +17,7 @@ from streams.alerts.text.describe import MAX_VALUE_BYTES, Described, describe, s
 from streams.alerts.tick import Device, Info, Process, Tick
 from tests.streams.alerts.ticks import DEFAULTS, GRACE_S, START_MS, device, found, gpu, holder, mig, overlay, tick
 from topics.attributed import AttributedEvent, Parts, Workload
+from topics.workloads import UnwellDevice
 
 ROOT = Path(__file__).parents[4]
 
@@ -29,6 +31,26 @@ def said(rule: str, *ticks: Tick, since_s: float = 0.0, by: Rules = DEFAULTS) ->
 def idle(one: Device, *, seconds: float = 1200.0, by: Rules = DEFAULTS) -> Described:
     """What is said of a device that has been idle for so long."""
     return said("GPUHeldIdle", tick(0, one), tick(GRACE_S + seconds, one), since_s=GRACE_S, by=by)
+
+
+@pytest.mark.parametrize("rule", ["GPULost", "GPUMissing"])
+def test_a_lost_gpu_is_shown_as_the_api_server_has_it(rule: str) -> None:
+    lost = [device(0, state="lost")] if rule == "GPULost" else []
+    unwell = (
+        UnwellDevice(gpu(0), health="Unhealthy", message="XID 79"),
+        UnwellDevice(gpu(0), taint="gpu.nvidia.com/lost:NoExecute"),
+        UnwellDevice(gpu(1), health="Unhealthy"),
+    )
+    now = msgspec.structs.replace(tick(600, *lost, device(1)), unwell=unwell)
+    _, annotations = said(rule, tick(0, device(0), device(1)), now)
+    status = "Unhealthy: XID 79, taint gpu.nvidia.com/lost:NoExecute"
+    assert annotations["api_status"] == status
+    assert annotations["description"].endswith(f" The API server says of it: {status}.")
+
+
+def test_a_lost_gpu_of_which_the_api_server_says_nothing_has_no_status() -> None:
+    _, annotations = said("GPULost", tick(0, device(0, state="lost")))
+    assert "api_status" not in annotations
 
 
 def test_an_idle_gpu_is_told_of_by_who_holds_it() -> None:
