@@ -14,7 +14,7 @@ from prometheus_client import Counter
 from delivery.dead_letters import Record
 from delivery.instruments import Instrument, Instruments
 from delivery.watchdog import lateness_instrument
-from topics.attributed import AttributedSample
+from sinks.series.tick import SeriesTick
 
 log = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ class Outcomes:
         self._counter("records_read_total").inc(records)
         self._hold(records)
 
-    def finish(self, outcome: Outcome, reason: str = "", tick: AttributedSample | None = None) -> None:
+    def finish(self, outcome: Outcome, reason: str = "", tick: SeriesTick | None = None) -> None:
         """A record ended, which said this tick, if it is one."""
         labels = (reason,) if outcome == "dropped" else ()
         self._counter(f"records_{outcome}_total", *labels).inc()
@@ -122,7 +122,7 @@ class Outcomes:
         if self._on_outcome is not None and tick is not None:
             self._on_outcome(tick.cluster, tick.node, tick.run_id, tick.seq, outcome)
 
-    def delay(self, tick: AttributedSample) -> None:
+    def delay(self, tick: SeriesTick) -> None:
         """A tick has just been delivered; it is finished now, or later."""
         delay_s = max(0.0, self._clock_s() - tick.ts_ms / 1000)
         self._made.histogram(f"{self._prefix}_delay_seconds").observe(delay_s)

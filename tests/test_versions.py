@@ -12,6 +12,7 @@ from sinks import alerts as alert_records
 from sinks.alertmanager import ActiveAlerts, postable
 from sinks.remote_write.alerts import AlertSeries
 from sinks.remote_write.nodes import OpenSeries
+from sinks.series.tick import decode as decode_series
 from sinks.series.translation import Translator
 from streams.alerts import tick as alert_ticks
 from streams.alerts.memory import decode as decode_state
@@ -127,7 +128,7 @@ def test_attribution_hands_on_the_word_that_it_does_not_know() -> None:
 def test_remote_write_writes_the_same_values_for_words_that_it_does_not_know() -> None:
     written = []
     for record in (rich(), later(rich())):
-        tick = OpenSeries(Translator([PROFILES["otel"]])).tick(decoder(AttributedSample)(encoded(record)))
+        tick = OpenSeries(Translator([PROFILES["otel"]])).tick(decode_series(encoded(record)))
         written.append(
             {
                 (row.name, row.labels): value

@@ -14,8 +14,8 @@ from delivery import replays
 from delivery.replays import Last, Verdict
 from sinks.series.model import STALE, SampleGroup, SeriesSet, samples_of
 from sinks.series.relabel import Withheld
+from sinks.series.tick import SeriesTick
 from sinks.series.translation import Cache, Translator
-from topics.attributed import AttributedSample
 
 _MAX_MS = 2**63 - 1
 _FORGET_AFTER_S = 24 * 3600
@@ -42,7 +42,7 @@ class _Node:
 class NodeTick(NamedTuple):
     """What a record writes. ``withheld`` counts samples that are not written because of their labels, by reason."""
 
-    sample: AttributedSample
+    sample: SeriesTick
     groups: list[SampleGroup]
     open: tuple[SeriesSet, ...]
     markers: int
@@ -69,7 +69,7 @@ class OpenSeries:
         self._nodes: dict[NodeKey, _Node] = {}
         self._unsettled: dict[NodeKey, Cache] = {}
 
-    def verdict(self, sample: AttributedSample, before: AttributedSample | None = None) -> Verdict:
+    def verdict(self, sample: SeriesTick, before: SeriesTick | None = None) -> Verdict:
         """Whether this record is its node's next one, was settled before, or is the first of a new log.
 
         ``before``: the node's tick before it, if that is not settled yet.
@@ -93,7 +93,7 @@ class OpenSeries:
         for node in self._nodes.values():
             node.proven = False
 
-    def tick(self, sample: AttributedSample) -> NodeTick:
+    def tick(self, sample: SeriesTick) -> NodeTick:
         """What a record writes: its series, each once, and an end for those that are gone."""
         key = (sample.cluster, sample.node)
         node = self._nodes.get(key)
@@ -134,7 +134,7 @@ class OpenSeries:
         if accepted:
             node.ts_ms, node.open = sample.ts_ms, tick.open
 
-    def recall(self, sample: AttributedSample, now_s: float) -> None:
+    def recall(self, sample: SeriesTick, now_s: float) -> None:
         """A record that an earlier life settled: know it, and write nothing."""
         if self.verdict(sample) != "replay":
             self.settle(self.tick(sample), now_s, accepted=True)

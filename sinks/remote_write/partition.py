@@ -26,11 +26,12 @@ from delivery.ledger import Ledger, Partition
 from sinks.outcomes import Outcome, Outcomes, Undecodable, decoded
 from sinks.remote_write.nodes import NodeTick, OpenSeries
 from sinks.remote_write.policy import THERE, UNTIMELY
-from sinks.remote_write.queue import Ended, Lane, Progress, Queue, ReadRecord, decode
+from sinks.remote_write.queue import Ended, Lane, Progress, Queue, ReadRecord
 from sinks.remote_write.refusals import LEFT_OUT, Delivered, Deliverer, Refused
 from sinks.series.model import primaries, samples_of
 from sinks.series.relabel import Withheld
-from topics.attributed import TOPIC, AttributedSample
+from sinks.series.tick import SeriesTick, decode
+from topics.attributed import TOPIC
 
 AHEAD_RECORDS = 2000
 """So many records of a partition are read and not finished, and at most a batch more."""
@@ -192,7 +193,7 @@ class RemoteWritePartition:
             self._ledger.finish(read.slot)
             self._progress.move(read, self._queue.clock_s())
 
-    def _count(self, outcome: Outcome, why: str, sample: AttributedSample | None, values: "_Values") -> None:
+    def _count(self, outcome: Outcome, why: str, sample: SeriesTick | None, values: "_Values") -> None:
         """Count a record, and its values, by what became of them."""
         made = self._shared.instruments
         made.counter("gpustream_remote_write_values_delivered_total").inc(values.delivered)

@@ -27,8 +27,8 @@ from delivery.ledger import Slot
 from sinks.outcomes import Undecodable, decoded
 from sinks.remote_write.nodes import NodeTick, OpenSeries
 from sinks.remote_write.refusals import Delivered, Deliverer
-from topics.attributed import TOPIC, AttributedSample
-from topics.topic import decoder
+from sinks.series.tick import SeriesTick, decode
+from topics.attributed import TOPIC
 
 MAX_BYTES = 4 << 20
 """A request has about so many bytes before it is compressed, or one tick."""
@@ -45,8 +45,6 @@ BACKLOG_MS = 60_000
 PATIENCE_S = 60.0
 """So long a backlog that does not move is waited for."""
 
-decode = decoder(AttributedSample)
-
 
 @dataclass(slots=True, eq=False)
 class ReadRecord:
@@ -58,7 +56,7 @@ class ReadRecord:
     record: Record
     slot: Slot
     in_doubt: bool
-    sample: AttributedSample | None = None
+    sample: SeriesTick | None = None
     tick: NodeTick | None = None
     error: str = ""
 
@@ -99,7 +97,7 @@ class Lane:
 
     def take(self, request: "SharedRequest", until_ms: float) -> None:
         """Put the next tick into a request, and those after it that may share it with it."""
-        before: AttributedSample | None = None
+        before: SeriesTick | None = None
         while (read := self.head()) is not None and not request.is_full():
             alone, sample = False, read.sample
             verdict = "replay" if sample is None else self.series.verdict(sample, before)

@@ -29,10 +29,10 @@ from sinks.scrape.exposition import Renderings
 from sinks.scrape.server import serving
 from sinks.series.model import SampleGroup, primaries
 from sinks.series.relabel import WITHHELD
+from sinks.series.tick import SeriesTick, decode
 from sinks.series.translation import Cache, Key, Translator
 from sinks.settings import ScrapeSettings
-from topics.attributed import TOPIC, AttributedSample
-from topics.topic import decoder
+from topics.attributed import TOPIC
 
 COMPONENT = "scrape"
 VALUES = "gpustream_scrape_values_delivered_total"
@@ -67,7 +67,6 @@ INSTRUMENTS: tuple[Instrument, ...] = (
 )
 
 _STEP = 50
-_decode = decoder(AttributedSample)
 
 
 @dataclass(slots=True)
@@ -113,7 +112,7 @@ class ScrapePartition:
         """Show what was shown before."""
         for record in records:
             try:
-                self._apply(decoded(record, _decode, TOPIC.name))
+                self._apply(decoded(record, decode, TOPIC.name))
             except Undecodable:
                 continue  # its dead letter was written then
 
@@ -123,10 +122,10 @@ class ScrapePartition:
         counted, values = self._shared.outcomes, self._shared.instruments.counter(VALUES)
         for start in range(0, len(records), _STEP):
             step = records[start : start + _STEP]
-            samples: list[AttributedSample | None] = []
+            samples: list[SeriesTick | None] = []
             for record in step:
                 try:
-                    samples.append(decoded(record, _decode, TOPIC.name))
+                    samples.append(decoded(record, decode, TOPIC.name))
                 except Undecodable as error:
                     await self._shared.letters.bury(record, str(error), abandon)
                     samples.append(None)
@@ -149,7 +148,7 @@ class ScrapePartition:
         """The topic was created again."""
         self._nodes.clear()
 
-    def _apply(self, sample: AttributedSample) -> Outcome:
+    def _apply(self, sample: SeriesTick) -> Outcome:
         """Show a tick instead of the node's last one; of devices with the same uuid, the first."""
         key = (sample.cluster, sample.node)
         before = self._nodes.get(key)

@@ -10,7 +10,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from topics.attributed import AttributedDevice, AttributedSample, Holder, HoldingPod, Workload
+from sinks.series.tick import SeriesDevice, SeriesTick
+from topics.attributed import Holder, HoldingPod, Workload
 from topics.metric import Labels
 from topics.profiles import INFO, LABELS, Attribute, LabelNames
 from topics.samples import Job
@@ -89,7 +90,7 @@ class DeviceIdentity(NamedTuple):
     """What the record's ``info`` says, in the order of ``INFO``; empty if no label says it."""
 
 
-def place(sample: AttributedSample) -> Place:
+def place(sample: SeriesTick) -> Place:
     """Where a tick was read."""
     return place_of(sample.cluster, sample.node, sample.node_labels)
 
@@ -116,7 +117,7 @@ def sole_holder(pods: Mapping[HoldingPod, list[Holder]]) -> Held | None:
 
 def identity(
     where: Place,
-    device: AttributedDevice,
+    device: SeriesDevice,
     pod: Held | None = None,
     job: Job | None = None,
     info: tuple[str | None, ...] = (),

@@ -19,8 +19,11 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from operator import itemgetter
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
+
+import msgspec
 
 from sinks.series.labels import (
     MAX_LABELS,
@@ -39,7 +42,8 @@ from sinks.series.labels import (
 )
 from sinks.series.model import Row, Rows, SampleGroup, SeriesSet, Subject, Value
 from sinks.series.relabel import Relabelling, Withheld
-from topics.attributed import AttributedDevice, AttributedSample, Holder, HoldingPod, Parts, by_pod
+from sinks.series.tick import KEYS, Metrics, SeriesDevice, SeriesTick
+from topics.attributed import Holder, HoldingPod, Parts, by_pod
 from topics.catalogue import (
     CATALOGUE,
     CONFLICT,
@@ -65,9 +69,7 @@ _NO_COUNTS: Mapping[str, float] = {}
 
 # -- a device's metrics: rows and values in some profiles
 
-Metrics = Mapping[str, Value | None]
-
-_NOTHING: Metrics = {}
+_NOTHING: Mapping[str, Value] = {}
 _AS_THEY_ARE = Relabelling()
 
 
@@ -90,6 +92,7 @@ class MetricNames:
         further = any(profile.further for profile in profiles)
         self._counts = [(one.name, _row(one)) for one in (HOLDERS, XIDS) if further]
         self._layouts: dict[tuple[str, ...], _Layout] = {}
+        self._last: _Layout | None = None
         self._rows: dict[Rows, Rows] = {}
         named: set[tuple[str, Labels]] = set()
         for profile in profiles:
@@ -108,23 +111,29 @@ class MetricNames:
                     named.add((one.name, one.labels))
                     self._ratios.append(one)
 
-    def measure(self, metrics: Metrics, counts: Mapping[str, float] = _NO_COUNTS, rest: Metrics = _NOTHING) -> Measured:
+    def measure(
+        self, metrics: Metrics, counts: Mapping[str, float] = _NO_COUNTS, rest: Mapping[str, Value] = _NOTHING
+    ) -> Measured:
         """The rows of what is known of a device that has metrics, and of the ``counts`` that are known then; equal rows
         are the same object.
 
         ``rest`` is written in place of the device's own values; what is made of several keys is made of those.
         """
-        keys = tuple(metrics)
-        if None in metrics.values():
-            keys = tuple(key for key in keys if metrics[key] is not None)
-        known = (*keys, *counts) if keys else ()
-        layout = self._layouts.get(known)
-        if layout is None:
-            if len(self._layouts) >= _LAYOUTS:
-                self._layouts.clear()
-                self._rows.clear()
-            layout = self._layouts[known] = _Layout(self._series, self._ratios, self._counts, known, self._same)
-        values = layout.values(metrics, counts)
+        said = msgspec.structs.astuple(metrics)
+        layout = self._last
+        if layout is None or not layout.fits(said, counts):
+            keys = [key for key, value in zip(KEYS, said, strict=True) if value is not None]
+            if not keys:
+                return Measured((), [])
+            known = (*keys, *counts)
+            layout = self._layouts.get(known)
+            if layout is None:
+                if len(self._layouts) >= _LAYOUTS:
+                    self._layouts.clear()
+                    self._rows.clear()
+                layout = self._layouts[known] = _Layout(self._series, self._ratios, self._counts, known, self._same)
+            self._last = layout
+        values = layout.values(said, counts)
         if rest:
             values = layout.with_rest(values, rest)
         if None in values[layout.plain :]:
@@ -148,7 +157,12 @@ class _Layout:
         keys: tuple[str, ...],
         same: Callable[[Iterable[Row]], Rows],
     ) -> None:
+        places = [place for place, key in enumerate(KEYS) if key in keys]
+        self._known = itemgetter(places[0], *places)
+        self._unknown = len(KEYS) - len(places)
+        self._counted = keys[len(places) :]
         self._ratios = [one for one in ratios if all(key in keys for key in one.keys)]
+        self._of_ratios = [(key, KEYS.index(key)) for one in self._ratios for key in one.keys]
         self._keys: list[str] = []
         self._converters: list[tuple[int, Callable[[Any], float]]] = []
         rows: list[Row] = []
@@ -158,23 +172,29 @@ class _Layout:
                     self._converters.append((len(rows), _Scaled(one.of).__getitem__))
                 self._keys.append(key)
                 rows.append(Row(one.name, one.labels, one.kind, one.help, one.unit, primary))
+        self._places = [KEYS.index(key) for key in self._keys]
         self._counts = [key for key, _ in counts if key in keys and rows]
         rows += [row for key, row in counts if key in self._counts]
         self.plain = len(rows)
         made = [Row(one.name, one.labels, one.kind, one.help, one.unit, primary=False) for one in self._ratios]
         self.rows = same([*rows, *made])
 
-    def values(self, metrics: Metrics, counts: Mapping[str, float]) -> list[float | None]:
-        """The value of each row; None for a ratio of which the denominator is zero."""
-        known: Any = metrics  # all that is asked of it is known
-        values: list[float | None] = list(map(float, map(known.__getitem__, self._keys)))
+    def fits(self, said: tuple[float | None, ...], counts: Mapping[str, float]) -> bool:
+        """Whether just its keys are known."""
+        return said.count(None) == self._unknown and None not in self._known(said) and tuple(counts) == self._counted
+
+    def values(self, said: tuple[Any, ...], counts: Mapping[str, float]) -> list[float | None]:
+        """The value of each row; None for a ratio of which the denominator is zero. ``said``: one for each key."""
+        values: list[float | None] = [said[place] for place in self._places]
         for at, convert in self._converters:
-            values[at] = convert(known[self._keys[at]])
+            values[at] = convert(values[at])
         values += [counts[key] for key in self._counts]
-        values += [one.of(known) for one in self._ratios]
+        if self._ratios:
+            of = {key: said[place] for key, place in self._of_ratios}
+            values += [one.of(of) for one in self._ratios]
         return values
 
-    def with_rest(self, values: list[float | None], rest: Metrics) -> list[float | None]:
+    def with_rest(self, values: list[float | None], rest: Mapping[str, Value]) -> list[float | None]:
         """The values, but for the keys of which the rest is written."""
         converters = dict(self._converters)
         for at, key in enumerate(self._keys):
@@ -255,7 +275,7 @@ def made_of(names: LabelNames, of: OfDevice | Described | PodInfo, most: int = M
 
 
 def beside(
-    names: LabelNames, where: Place, devices: Iterable[tuple[AttributedDevice, Pods, DeviceIdentity]]
+    names: LabelNames, where: Place, devices: Iterable[tuple[SeriesDevice, Pods, DeviceIdentity]]
 ) -> Iterator[Beside]:
     """All that a tick writes beside its devices' metrics; each device is given with the pods that hold it, and bare."""
     holding: dict[HoldingPod, Holder] = {}
@@ -277,7 +297,7 @@ def beside(
             yield Beside(("pod", pod.namespace, pod.pod, pod.pod_uid or ""), PodInfo(where, held(holder)), _ONE)
 
 
-def _rest(bare: DeviceIdentity, device: AttributedDevice, *, is_split: bool) -> dict[Row, float]:
+def _rest(bare: DeviceIdentity, device: SeriesDevice, *, is_split: bool) -> dict[Row, float]:
     """What is nobody's of a device, and what went wrong on it."""
     rows = {_row(UNATTRIBUTED[one]): value for one, value in _quantities(device.unattributed).items()}
     if is_split:
@@ -287,7 +307,7 @@ def _rest(bare: DeviceIdentity, device: AttributedDevice, *, is_split: bool) -> 
     return rows | {_row(XID_ERRORS, sanitised(code)): float(count) for code, count in device.xids.items() if code}
 
 
-def _parts(names: LabelNames, where: Place, device: AttributedDevice, pods: Pods) -> Iterator[Beside]:
+def _parts(names: LabelNames, where: Place, device: SeriesDevice, pods: Pods) -> Iterator[Beside]:
     """The part of each pod: the sum of its containers'."""
     split: dict[tuple[str, ...], list[Holder]] = {}
     for pod, of_pod in pods.items():
@@ -303,7 +323,7 @@ def _parts(names: LabelNames, where: Place, device: AttributedDevice, pods: Pods
             yield Beside(("part", device.uuid, *key), of, list(sums.values()))
 
 
-def _errors(names: LabelNames, where: Place, device: AttributedDevice) -> Iterator[Beside]:
+def _errors(names: LabelNames, where: Place, device: SeriesDevice) -> Iterator[Beside]:
     """The XID errors of each pod that alone held the device when they came."""
     pods: dict[tuple[str, ...], tuple[Held, Counter[str]]] = {}
     for event in device.events or ():
@@ -346,28 +366,25 @@ class PodPart(NamedTuple):
     """What a pod does on a device; ``held`` None: whoever holds the device."""
 
     held: Held | None
-    metrics: dict[str, Value]
+    metrics: dict[str, float]
 
 
 class Divided(NamedTuple):
     """A device by pod: the parts, and what is written for the device in place of its own values."""
 
     parts: Mapping[PodName, PodPart]
-    rest: Metrics
+    rest: Mapping[str, Value]
 
 
-_UNDIVIDED = Divided({}, _NOTHING)
-
-
-def divide(device: AttributedDevice, pods: Pods, *, uids: bool) -> Divided:
+def divide(device: SeriesDevice, pods: Pods, *, uids: bool) -> Divided:
     """A device by pod. Parts and rest come to the device; what no part is known of stays the device's.
 
     NVML has no utilization of a MIG device: it is the share of the time in which its engines were busy.
     ``uids``: a pod that was created again under its name is another one.
     """
     metrics, parts = device.metrics, dict[PodName, PodPart]()
-    busy = metrics.get("graphics_engine_active_ratio")
-    if device.mig is not None and busy is not None and metrics.get("gpu_utilization_ratio") is None:
+    busy = metrics.graphics_engine_active_ratio
+    if device.mig is not None and busy is not None and metrics.gpu_utilization_ratio is None:
         parts[()] = PodPart(None, {"gpu_utilization_ratio": busy})
     if len(pods) < 2:
         return Divided(parts, _NOTHING)
@@ -378,7 +395,7 @@ def divide(device: AttributedDevice, pods: Pods, *, uids: bool) -> Divided:
     for name, holders in by_name.items():
         for quantity, value in [found for holder in holders for found in _quantities(holder.parts).items()]:
             key = _DIVIDED[quantity]
-            whole = metrics.get(key)
+            whole = getattr(metrics, key)
             if whole is not None:
                 one = len({holder.container for holder in holders}) == 1
                 part = parts.setdefault(name, PodPart(held(holders[0], holders[0].container if one else None), {}))
@@ -497,7 +514,7 @@ class _Found:
         return keys, groups
 
 
-def _last_xid(device: AttributedDevice, cache: Cache) -> float | None:
+def _last_xid(device: SeriesDevice, cache: Cache) -> float | None:
     """The code of a device's last XID error, 0 if the producer has seen none. None: of several codes that came before
     this sink's first tick, none is known to be the last.
     """
@@ -557,7 +574,7 @@ class Translator:
             self._counted[profile] = set(counted)
             counted |= profile.series.keys()
 
-    def translate(self, sample: AttributedSample, cache: Cache) -> tuple[list[Key], list[SampleGroup]]:
+    def translate(self, sample: SeriesTick, cache: Cache) -> tuple[list[Key], list[SampleGroup]]:
         """All series of a tick that have a value, each once, and the key of each set. ``cache`` is its node's.
 
         What is not written, because of its labels, is counted in ``cache.withheld``.
@@ -581,8 +598,8 @@ class Translator:
         return keys, groups
 
     def _device(
-        self, device: AttributedDevice, was: _Labelled, sample: AttributedSample, cache: Cache, found: _Found
-    ) -> tuple[AttributedDevice, Pods, DeviceIdentity]:
+        self, device: SeriesDevice, was: _Labelled, sample: SeriesTick, cache: Cache, found: _Found
+    ) -> tuple[SeriesDevice, Pods, DeviceIdentity]:
         """Find the sets of a device's metrics; gives what those beside them are made of."""
         counts = {} if sample.attribution == "none" else {HOLDERS.name: float(len(was.pods))}
         if device.xids or (device.info and device.mig is None):  # who says what a GPU is watches its XIDs
@@ -598,7 +615,7 @@ class Translator:
                 found.add(("metrics", device.uuid, str(number)) if number else device.uuid, one.made, values)
         return device, was.pods, was.bare
 
-    def _parts(self, device: AttributedDevice, was: _Labelled, found: "_Found") -> Metrics:
+    def _parts(self, device: SeriesDevice, was: _Labelled, found: "_Found") -> Mapping[str, Value]:
         """Find the sets of the pods' parts of a device; the rest is what is written of the device itself."""
         divided = divide(device, was.pods, uids=self._pod_uids)
         for name, part in divided.parts.items():
@@ -609,7 +626,7 @@ class Translator:
                 written = self._written(of, self._part_names, dict.fromkeys(self._profiles, CATALOGUE.keys()))
                 was.parts[key] = of, written
             for number, one in enumerate(written):
-                rows, values = one.names.measure(part.metrics)
+                rows, values = one.names.measure(Metrics(**part.metrics))
                 if rows:
                     if one.made is None or one.made.rows is not rows:
                         one.made = self._make(SeriesSet(one.labels, rows, "by_pod"), of, of.held)
@@ -676,7 +693,7 @@ class Translator:
         cache.withheld["collision"] += of.about is None or seen.get(number) != of.about
         return False
 
-    def _labelled(self, where: Place, device: AttributedDevice, cache: Cache) -> _Labelled:
+    def _labelled(self, where: Place, device: SeriesDevice, cache: Cache) -> _Labelled:
         """What labels are made of in a device: what was found before, while the record says the same of it."""
         hardware = (device.index, device.minor, device.vendor, device.model, device.pci_bus_id, device.mig)
         face = (where, *hardware, device.holders, device.jobs, device.info if self._info else None)

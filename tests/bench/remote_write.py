@@ -31,9 +31,9 @@ from sinks.remote_write.refusals import Deliverer
 from sinks.remote_write.send import Client, RemoteWriteSender
 from sinks.remote_write.sink import COMPONENT, INSTRUMENTS
 from sinks.series.model import SampleGroup
+from sinks.series.tick import SeriesTick, decode
 from sinks.series.translation import Translator
 from sinks.settings import RemoteWriteSettings
-from topics.attributed import AttributedSample
 from topics.catalogue import CATALOGUE
 from topics.profiles import PROFILES
 
@@ -164,9 +164,8 @@ def per_cpu_second(work: Callable[[], Any], values: int, label: str) -> None:
 def stages(records: Sequence[Read]) -> None:
     """Each step on its own, warm."""
     values = len(records) * GPUS * len(KEYS)
-    decoder = msgspec.json.Decoder(AttributedSample)
-    samples: list[AttributedSample] = []
-    per_cpu_second(lambda: samples.extend(decoder.decode(one.value) for one in records), values, "decode")
+    samples: list[SeriesTick] = []
+    per_cpu_second(lambda: samples.extend(decode(one.value) for one in records), values, "decode")
     series = OpenSeries(Translator([PROFILES["otel"]]))
     for one in samples:
         series.tick(one)

@@ -4,16 +4,15 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import pytest
 
-from topics.attributed import AttributedSample
+from sinks.series.tick import SeriesTick, decode
 
 KEYS = ("gpu_utilization_ratio", "memory_used_bytes", "temperature_celsius")
 SERIES = (*KEYS, "gpu_holders")
 """What a device writes: a series for each of its keys, and how many pods hold it."""
 
-MakeSample = Callable[..., AttributedSample]
+MakeSample = Callable[..., SeriesTick]
 
 
 def device(uuid: str = "GPU-a", pod: str | None = None, **more: Any) -> dict[str, Any]:
@@ -23,9 +22,7 @@ def device(uuid: str = "GPU-a", pod: str | None = None, **more: Any) -> dict[str
     return {"uuid": uuid, "index": 0, "metrics": metrics, "holders": holders, **more}
 
 
-def sample(
-    seq: int, *devices: dict[str, Any], node: str = "n1", ts_ms: int | None = None, **more: Any
-) -> AttributedSample:
+def sample(seq: int, *devices: dict[str, Any], node: str = "n1", ts_ms: int | None = None, **more: Any) -> SeriesTick:
     """A tick, decoded as a sink would; its time is second ``seq``, its offset ``seq``."""
     content = {
         "schema": 1,
@@ -39,7 +36,7 @@ def sample(
         "devices": list(devices or (device(),)),
         **more,
     }
-    return msgspec.json.decode(json.dumps(content), type=AttributedSample)
+    return decode(json.dumps(content).encode())
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from aiokafka.errors import KafkaConnectionError
 
 from delivery.instruments import Instrument
 from sinks import outcomes
+from sinks.series.tick import SeriesTick
 from topics.attributed import AttributedSample
 from topics.dead_letters import Headers
 from topics.topic import node_key
@@ -31,11 +32,11 @@ class Read(NamedTuple):
     partition: int = 0
 
 
-def record(of: AttributedSample | bytes, offset: int | None = None) -> Read:
+def record(of: SeriesTick | AttributedSample | bytes, offset: int | None = None) -> Read:
     """A record of a tick, at the tick's own offset, or of some bytes."""
     value = of if isinstance(of, bytes) else msgspec.json.encode(of)
-    at = offset if offset is not None else of.offset if isinstance(of, AttributedSample) else 0
-    key = node_key(of.cluster, of.node) if isinstance(of, AttributedSample) else b"c1/n1"
+    at = offset if offset is not None else of.offset if isinstance(of, SeriesTick | AttributedSample) else 0
+    key = node_key(of.cluster, of.node) if isinstance(of, SeriesTick | AttributedSample) else b"c1/n1"
     return Read(at, value, at * 1000, key)
 
 

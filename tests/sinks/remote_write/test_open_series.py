@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from sinks.remote_write.nodes import NodeTick, OpenSeries
 from sinks.series.model import STALE, SampleGroup
+from sinks.series.tick import SeriesTick
 from sinks.series.translation import Translator
 from tests.sinks.conftest import KEYS, SERIES, device, sample
-from topics.attributed import AttributedSample
 from topics.profiles import PROFILES
 
 PER_DEVICE = len(SERIES)
@@ -23,7 +23,7 @@ def series() -> OpenSeries:
     return OpenSeries(Translator([PROFILES["otel"]]))
 
 
-def play(state: OpenSeries, *samples: AttributedSample, now_s: float = 0.0) -> list[NodeTick]:
+def play(state: OpenSeries, *samples: SeriesTick, now_s: float = 0.0) -> list[NodeTick]:
     ticks = []
     for one in samples:
         ticks.append(state.tick(one))
@@ -323,7 +323,7 @@ def test_after_any_ticks_just_the_series_of_the_last_accepted_one_are_open(
     alive: set[Any] = set()
     for number, devices in enumerate(ticks, 1):
         one = sample(number)
-        tick = state.tick(sample(number, *devices) if devices else AttributedSample(**_header(one)))
+        tick = state.tick(sample(number, *devices) if devices else SeriesTick(**_header(one)))
         written = [(series_of(group, row), value) for group in tick.groups for row, value in rows_of(group)]
         assert len({key for key, _ in written}) == len(written)
         accepted = data.draw(st.booleans())
@@ -334,7 +334,7 @@ def test_after_any_ticks_just_the_series_of_the_last_accepted_one_are_open(
             alive = now
 
 
-def _header(one: AttributedSample) -> dict[str, Any]:
+def _header(one: SeriesTick) -> dict[str, Any]:
     return {name: getattr(one, name) for name in one.__struct_fields__ if name != "devices"}
 
 

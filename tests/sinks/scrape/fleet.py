@@ -10,7 +10,7 @@ from prometheus_client.samples import Sample
 
 from sinks.scrape.exposition import exposition
 from sinks.series.model import SampleGroup
-from topics.attributed import AttributedSample
+from sinks.series.tick import SeriesTick
 from topics.catalogue import CATALOGUE
 
 EVERY_KEY = {key: float(number) for number, key in enumerate(CATALOGUE, 1)}
@@ -27,11 +27,11 @@ BERT = {
 }
 
 
-def node(*devices: Mapping[str, object], name: str = "gpu-node-1", attribution: str = "none") -> AttributedSample:
+def node(*devices: Mapping[str, object], name: str = "gpu-node-1", attribution: str = "none") -> SeriesTick:
     """A node's tick with these devices. With attribution ``none`` nobody says how many pods hold them."""
     header = {"schema": 1, "cluster": "prod", "node": name, "run_id": 1, "seq": 1, "ts_ms": 1_795_219_152_000}
     content = {**header, "offset": 0, "attribution": attribution, "devices": devices}
-    return msgspec.convert(content, AttributedSample)
+    return msgspec.convert(content, SeriesTick)
 
 
 SPLIT = {"utilization_ratio": 0.25, "memory_used_bytes": 1 << 30, "power_watts": 100.5}
@@ -58,7 +58,7 @@ BESIDE = 2 * 3 + 3 + 5
 the info."""
 
 
-def full_node() -> AttributedSample:
+def full_node() -> SeriesTick:
     """A node with every key: a GPU that one pod holds, one that two share, one that none does, and a MIG device."""
     common = {"model": "NVIDIA H100 80GB HBM3", "pci_bus_id": "00000000:0A:00.0", "metrics": EVERY_KEY}
     mig = {"uuid": "MIG-c", "parent_uuid": "GPU-d", "gpu_instance": 7, "compute_instance": 0, "profile": "1g.10gb"}

@@ -12,10 +12,10 @@ from delivery.instruments import Instruments
 from sinks.outcomes import Outcome, Outcomes
 from sinks.scrape.sink import COMPONENT, INSTRUMENTS, ScrapePartition, ScrapeShared
 from sinks.series.model import SampleGroup
+from sinks.series.tick import SeriesTick
 from sinks.series.translation import Translator
 from sinks.settings import NamingSettings
 from tests.sinks.scrape.fleet import exposed
-from topics.attributed import AttributedSample
 from topics.profiles import LabelSet, ProfileName
 
 
@@ -85,7 +85,7 @@ class Bench:
         return value
 
 
-def shown(tick: AttributedSample, *names: ProfileName, label_set: LabelSet | None = None) -> list[SampleGroup]:
+def shown(tick: SeriesTick, *names: ProfileName, label_set: LabelSet | None = None) -> list[SampleGroup]:
     """What is shown of a tick with these names, and their labels or others."""
     bench = Bench(names=names or ("otel",), label_set=label_set)
     bench.handler.recall([FakeRecord(msgspec.json.encode(tick))])

@@ -24,8 +24,9 @@ from sinks.series.labels import (
     sole_holder,
     tenant_labels,
 )
+from sinks.series.tick import SeriesDevice, SeriesTick
 from tests.topics.records import own_labels
-from topics.attributed import AttributedDevice, AttributedSample, Holder, Workload, by_pod
+from topics.attributed import Holder, Workload, by_pod
 from topics.profiles import LABELS, PROFILES, ProfileName
 from topics.samples import Job
 
@@ -69,7 +70,7 @@ def of(label_set: Any, *holders: dict[str, Any], **more: Any) -> dict[str, str]:
         "holders": list(holders),
         **more,
     }
-    one = msgspec.convert(content, AttributedDevice)
+    one = msgspec.convert(content, SeriesDevice)
     job = one.jobs[0] if one.jobs and len(one.jobs) == 1 else None
     return dict(labels(LABELS[label_set], identity(PLACE, one, sole_holder(one.pods()), job)))
 
@@ -221,7 +222,7 @@ def test_no_label_of_a_device_is_one_that_tells_series_of_a_name_apart(profile: 
 
 
 def test_a_node_says_where_it_stands() -> None:
-    record = AttributedSample(
+    record = SeriesTick(
         schema=1,
         cluster="prod",
         node="n1",

@@ -11,9 +11,9 @@ from sinks.remote_write.nodes import NodeTick, OpenSeries
 from sinks.series.model import STALE, SampleGroup
 from sinks.series.relabel import Relabelling
 from sinks.series.relabel_file import load
+from sinks.series.tick import SeriesTick
 from sinks.series.translation import Translator
 from tests.sinks.conftest import device, sample
-from topics.attributed import AttributedSample
 from topics.profiles import PROFILES, ProfileName
 
 Written = dict[tuple[tuple[str, str], ...], float]
@@ -25,7 +25,7 @@ def writer(rules: str = "[]", *, names: ProfileName = "dcgm", by_pod: bool = Fal
     return Translator([PROFILES[names]], relabelling=relabelling, by_pod=by_pod)
 
 
-def play(state: OpenSeries, *samples: AttributedSample) -> list[NodeTick]:
+def play(state: OpenSeries, *samples: SeriesTick) -> list[NodeTick]:
     ticks = []
     for one in samples:
         ticks.append(state.tick(one))

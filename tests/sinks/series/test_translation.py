@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 
 from sinks.series.labels import MAX_LABELS, MAX_VALUE_BYTES, DeviceIdentity, identity, place
 from sinks.series.model import Row, SeriesSet
+from sinks.series.tick import SeriesDevice, SeriesTick
 from sinks.series.translation import Beside, beside, made_of
 from tests.sinks.conftest import sample
 from tests.sinks.series.test_labels import BERT, MIG
-from topics.attributed import AttributedDevice, AttributedSample, Holder, HoldingPod, Parts
+from topics.attributed import Holder, HoldingPod, Parts
 from topics.catalogue import DEVICE_INFO, FURTHER
 from topics.profiles import LABELS
 
@@ -28,7 +29,7 @@ def parts(used: float | None = None, memory: float | None = None, power: float |
     return {"utilization_ratio": used, "memory_used_bytes": memory, "power_watts": power}
 
 
-def held(tick: AttributedSample) -> list[tuple[AttributedDevice, dict[HoldingPod, list[Holder]], DeviceIdentity]]:
+def held(tick: SeriesTick) -> list[tuple[SeriesDevice, dict[HoldingPod, list[Holder]], DeviceIdentity]]:
     return [(device, device.pods(), identity(place(tick), device)) for device in tick.devices]
 
 
@@ -216,7 +217,7 @@ NUMBER = st.none() | st.floats(0, 1e308) | st.integers(0, 2**63 - 1)
 PARTS = st.none() | st.builds(Parts, NUMBER, NUMBER, NUMBER)
 HOLDER = st.builds(Holder, TEXT, TEXT, st.none() | TEXT, parts=PARTS, labels=st.dictionaries(TEXT, TEXT, max_size=30))
 DEVICE = st.builds(
-    AttributedDevice,
+    SeriesDevice,
     uuid=TEXT,
     holders=st.lists(HOLDER, max_size=3).map(tuple),
     unattributed=PARTS,
@@ -251,8 +252,8 @@ def test_no_label_that_tells_series_of_a_name_apart_is_one_of_a_device(label_set
 
 
 def test_each_pod_that_holds_a_device_has_an_info_once() -> None:
-    shared = AttributedDevice(uuid="GPU-a", holders=(Holder("ml", "a"), Holder("ml", "b"), Holder("ml", "a")))
-    record = AttributedSample(
+    shared = SeriesDevice(uuid="GPU-a", holders=(Holder("ml", "a"), Holder("ml", "b"), Holder("ml", "a")))
+    record = SeriesTick(
         schema=1,
         cluster="c",
         node="n",
