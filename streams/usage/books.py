@@ -135,7 +135,7 @@ class Taken(NamedTuple):
     unbooked_ms: int = 0
 
 
-class Drawn(NamedTuple):
+class Drawn(msgspec.Struct, frozen=True, gc=False):
     """The energy that a GPU drew evenly from one time to another, and what it drew ``before`` that, unobserved."""
 
     start_ms: int
@@ -160,7 +160,7 @@ class Bookkeeper:
         self._numbers = {one.name: number for number, one in sorted(books.accounts.items())}
         self._of = {uuid: meter.slices for uuid, meter in books.meters.items()}
         self._records: list[Usage] = []
-        self._closed_live_ms = 0  # up to here another generation may have closed what this one has not
+        self._closed_live_ms = 0  # up to here the stream has closed what a replay has not
 
     # -- what was read
 
@@ -204,7 +204,7 @@ class Bookkeeper:
         as long."""
         books = self.books
         if patience_ms is None and books.hours and log_ms - books.logged_ms >= PATIENCE_MS:
-            self._closed_live_ms = log_ms - PATIENCE_MS
+            self._closed_live_ms = (log_ms - PATIENCE_MS) // MINUTE_MS * MINUTE_MS
         if patience_ms is None or not books.hours or log_ms - books.logged_ms < patience_ms:
             return
         until_ms = (log_ms - patience_ms) // MINUTE_MS * MINUTE_MS
@@ -325,9 +325,8 @@ class Bookkeeper:
         """What each GPU has drawn, by its counter since that was last read, else by its power since ``since_ms``.
         A counter that reads less than before began again at zero."""
         found, booked_ms = dict[str, Drawn](), self.books.booked_ms
-        live_ms = self._closed_live_ms // MINUTE_MS * MINUTE_MS
-        if booked_ms < live_ms and self.books.hours:  # it was booked live without the counter: the same parts
-            booked_ms = max(booked_ms, min(live_ms, since_ms, self.books.hours[-1].end_ms))
+        if booked_ms < self._closed_live_ms and self.books.hours:  # it was booked live without the counter
+            booked_ms = max(booked_ms, min(self._closed_live_ms, since_ms, self.books.hours[-1].end_ms))
         for gpu in gpus:
             meter = self.books.meters.get(gpu.uuid)
             if meter is None:
@@ -344,30 +343,36 @@ class Bookkeeper:
                 meter.energy_mj, meter.at_ms = now, ts_ms
             elif gpu.power_watts is not None:
                 meter.energy_mj = None
-            found[gpu.uuid] = drawn or Drawn(since_ms, ts_ms, round((gpu.power_watts or 0.0) * (ts_ms - since_ms)))
+            if drawn is None:
+                drawn = Drawn(since_ms, ts_ms, round((gpu.power_watts or 0.0) * (ts_ms - since_ms)))
+            found[gpu.uuid] = drawn
         return found
 
     def _placed(self, uuid: str, drawn: Drawn, booked_ms: int, since_ms: int) -> Drawn:
         """What was drawn in time that is still to be booked. What was drawn in time that was booked without it, and in
         hours in which the GPU has no rows, is ``before`` that, and no holder's."""
-        at_ms, ts_ms, mj, _ = drawn
+        at_ms, ts_ms, mj = drawn.start_ms, drawn.end_ms, drawn.mj
+        hour_ms = since_ms // HOUR_MS * HOUR_MS
+        if hour_ms <= booked_ms <= at_ms:
+            return drawn
         before_mj = mj * max(0, booked_ms - at_ms) // (ts_ms - at_ms)
         placed = Drawn(max(at_ms, booked_ms), ts_ms, mj - before_mj, before_mj)
-        hour_ms = since_ms // HOUR_MS * HOUR_MS
         if booked_ms < hour_ms:
             rows_end_ms = max([booked_ms, *[hour.end_ms for hour in self.books.hours if uuid in hour.of]])
             if rows_end_ms < hour_ms:
-                return placed._replace(before_mj=before_mj + placed.within(rows_end_ms, hour_ms))
+                return Drawn(placed.start_ms, ts_ms, placed.mj, before_mj + placed.within(rows_end_ms, hour_ms))
         return placed
 
     def _fill(self, until_ms: int, drawn: dict[str, Drawn]) -> None:
         """Book all time up to ``until_ms`` as unobserved, in the hours that there are."""
+        if until_ms <= self.books.booked_ms:
+            return
         for hour in self.books.hours:
             start_ms, end_ms = max(self.books.booked_ms, hour.start_ms), min(until_ms, hour.end_ms)
             for since_ms, to_ms in _minutes(start_ms, end_ms):
                 self._unobserved(hour, list(hour.of), since_ms, to_ms, drawn)
                 self._close(hour, to_ms)
-        self.books.booked_ms = max(self.books.booked_ms, until_ms)
+        self.books.booked_ms = until_ms
 
     def _unobserved(self, hour: Hour, uuids: list[str], start_ms: int, end_ms: int, drawn: dict[str, Drawn]) -> None:
         for uuid in uuids:
@@ -459,10 +464,6 @@ class Bookkeeper:
             before = merged.get(account.name)
             amounts = rows[number] if before is None else list(map(add, before[1], rows[number]))
             merged[account.name] = account, amounts
-        if start_ms < self._closed_live_ms:  # what the other generation has, and this one has not, is 0
-            for uuid in {account.gpu_uuid for account, _ in merged.values()}:
-                for plain in (Account(uuid, uuid, category) for category in ("free", "unobserved", "lost")):
-                    merged.setdefault(plain.name, (plain, [0] * len(FIELDS)))
         for account, amounts in merged.values():
             labels, spaces = _labels_of(account.labels) or {}, _labels_of(account.namespace_labels) or {}
             meter = books.meters[account.gpu_uuid]

@@ -15,6 +15,8 @@ from functools import lru_cache
 from math import lcm
 from typing import Literal, NamedTuple
 
+import msgspec
+
 from streams.idleness import IDLE_BELOW, is_idle, part_of, rest_of, work_of
 from streams.usage.tick import CountedDevice, CountedTick, Holder
 from topics.attributed import by_pod
@@ -41,7 +43,7 @@ class Weights(NamedTuple):
     memory: list[int]
 
 
-class DeviceShare(NamedTuple):
+class DeviceShare(msgspec.Struct, frozen=True, gc=False):
     """A device of a GPU. ``slices`` are those of a MIG device; 0: it is the GPU itself, or what of it was not cut.
 
     ``used`` and ``tensor`` are in millionths of the time. ``idle`` says who does nothing with it; ``weights`` are there
@@ -59,7 +61,7 @@ class DeviceShare(NamedTuple):
     weights: Weights | None = None
 
 
-class Gpu(NamedTuple):
+class Gpu(msgspec.Struct, frozen=True, gc=False):
     """A physical GPU in a tick: its MIG devices, and then itself. ``energy_mj`` is what its counter says."""
 
     uuid: str
@@ -87,26 +89,30 @@ def divide(total: int, weights: Sequence[int]) -> list[int]:
 
 def gpus_of(tick: CountedTick, of: dict[str, int], split: Split) -> list[Gpu]:
     """The physical GPUs of a tick. What the tick says of the slices of each is put into ``of``."""
-    groups: dict[str, tuple[list[CountedDevice], list[CountedDevice]]] = {}
+    groups: dict[str, list[CountedDevice]] = {}
     for device in tick.devices:
-        mig = device.mig
-        group = groups.setdefault(device.uuid if mig is None else mig.parent_uuid, ([], []))
-        group[mig is not None].append(device)
+        uuid = device.uuid if device.mig is None else device.mig.parent_uuid
+        groups.setdefault(uuid, []).append(device)
         if device.compute_slices and device.compute_slices <= MOST_SLICES:
-            of[device.uuid if mig is None else mig.parent_uuid] = device.compute_slices
+            of[uuid] = device.compute_slices
     found = []
-    for uuid, (wholes, cut) in groups.items():
-        first = (wholes or cut)[0]
+    for uuid, devices in groups.items():
+        first, cut = devices[0], []
+        if len(devices) > 1 or first.mig is not None:
+            cut = [one for one in devices if one.mig is not None]
+            first = next((one for one in devices if one.mig is None), first)
         if uuid not in of:
             of[uuid] = slices_without(first)
         shares = [_share(one, slices_of(one.mig.profile if one.mig else None), split) for one in cut]
-        itself = _share(wholes[0], 0, split) if wholes else DeviceShare(uuid, 0)
+        itself = _share(first, 0, split) if first.mig is None else DeviceShare(uuid, 0)
         if cut:
             beside = max(0, itself.memory_bytes - sum([one.memory_bytes for one in shares]))
-            itself = itself._replace(used=0, tensor=0, memory_bytes=beside)
+            itself = msgspec.structs.replace(itself, used=0, tensor=0, memory_bytes=beside)
         energy, power = first.metrics.energy_joules_total, first.metrics.power_watts
-        energy_mj = round(energy * 1000) if energy is not None and 0 <= energy < 1e12 and wholes else None
-        watts = power if power is not None and 0 <= power <= MOST_WATTS and wholes else None
+        if first.mig is not None:
+            energy = power = None
+        energy_mj = round(energy * 1000) if energy is not None and 0 <= energy < 1e12 else None
+        watts = power if power is not None and 0 <= power <= MOST_WATTS else None
         found.append(Gpu(uuid, first.model, [*shares, itself], energy_mj, watts))
     return found
 

@@ -24,12 +24,12 @@ class CountedMetrics(Ratios, frozen=True, omit_defaults=True, gc=False):
     tensor_active_ratio: float | None = None
 
 
-class CountedProcess(msgspec.Struct, frozen=True, omit_defaults=True):
+class CountedProcess(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     pod_uid: str | None = None
     sm_utilization_ratio: float | None = None
 
 
-class Holder(msgspec.Struct, frozen=True, omit_defaults=True):
+class Holder(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     namespace: str
     pod: str
     pod_uid: str | None = None
@@ -45,7 +45,7 @@ class CountedInfo(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     mig_mode: str | None = None
 
 
-class CountedDevice(msgspec.Struct, frozen=True, omit_defaults=True):
+class CountedDevice(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     uuid: str
     model: str | None = None
     state: State = "ok"
@@ -58,7 +58,7 @@ class CountedDevice(msgspec.Struct, frozen=True, omit_defaults=True):
     unattributed: Parts | None = None
 
 
-class CountedTick(msgspec.Struct, frozen=True, kw_only=True):
+class CountedTick(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     schema: Version
     cluster: Name
     node: Name
