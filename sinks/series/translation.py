@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from functools import lru_cache
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -286,8 +286,10 @@ def beside(
             yield Beside(("info", device.uuid), Described(bare, device.info), _ONE)
         has_parts = bool([holder for holder in device.holders if holder.parts is not None])
         is_split = has_parts or device.unattributed is not None
-        if (is_split or device.conflict or device.xids) and (rest := _rest(bare, device, is_split=is_split)):
-            yield Beside(("rest", device.uuid), OfDevice("rest", bare, tuple(rest)), list(rest.values()))
+        if is_split or device.conflict or device.xids:
+            rows, values = _rest(device, is_split=is_split)
+            if rows:
+                yield Beside(("rest", device.uuid), OfDevice("rest", bare, rows), values)
         if has_parts:
             yield from _parts(names, where, device, pods)
         if device.events:
@@ -297,14 +299,17 @@ def beside(
             yield Beside(("pod", pod.namespace, pod.pod, pod.pod_uid or ""), PodInfo(where, held(holder)), _ONE)
 
 
-def _rest(bare: DeviceIdentity, device: SeriesDevice, *, is_split: bool) -> dict[Row, float]:
+def _rest(device: SeriesDevice, *, is_split: bool) -> Measured:
     """What is nobody's of a device, and what went wrong on it."""
-    rows = {_row(UNATTRIBUTED[one]): value for one, value in _quantities(device.unattributed).items()}
+    rest = _quantities(device.unattributed)
+    rows, values = _rows("rest", tuple(rest)), list(rest.values())
     if is_split:
-        rows[_row(SPLIT_SCALED)] = float(device.split_scaled)
+        rows, values = (*rows, _row(SPLIT_SCALED)), [*values, float(device.split_scaled)]
     if device.conflict:
-        rows[_row(CONFLICT, sanitised(device.conflict))] = 1.0
-    return rows | {_row(XID_ERRORS, sanitised(code)): float(count) for code, count in device.xids.items() if code}
+        rows, values = (*rows, _row(CONFLICT, sanitised(device.conflict))), [*values, 1.0]
+    for code, count in {sanitised(code): count for code, count in device.xids.items() if code}.items():
+        rows, values = (*rows, _row(XID_ERRORS, code)), [*values, float(count)]
+    return Measured(rows, values)
 
 
 def _parts(names: LabelNames, where: Place, device: SeriesDevice, pods: Pods) -> Iterator[Beside]:
@@ -315,11 +320,11 @@ def _parts(names: LabelNames, where: Place, device: SeriesDevice, pods: Pods) ->
             if holder.parts is not None:
                 split.setdefault(_pod_key(names, pod), []).append(holder)
     for key, holders in split.items():
-        parts = [_quantities(holder.parts) for holder in holders]
-        sums = {one: sum(part.get(one, 0.0) for part in parts) for one in POD_PARTS if any(one in p for p in parts)}
+        sums, *more = [_quantities(holder.parts) for holder in holders]
+        for part in more:
+            sums = {one: sums.get(one, 0.0) + part.get(one, 0.0) for one in POD_PARTS if one in sums or one in part}
         if sums:
-            rows = tuple([_row(POD_PARTS[one]) for one in sums])
-            of = OfDevice("part", identity(where, device, held(holders[0])), rows)
+            of = OfDevice("part", identity(where, device, held(holders[0])), _rows("part", tuple(sums)))
             yield Beside(("part", device.uuid, *key), of, list(sums.values()))
 
 
@@ -344,9 +349,14 @@ def _pod_key(names: LabelNames, pod: HoldingPod) -> tuple[str, ...]:
     return pod.namespace, pod.pod, (pod.pod_uid or "") if names.pod_uid else ""
 
 
-def _quantities(parts: Parts | None) -> Mapping[str, float]:
-    values = ((one, getattr(parts, one, None)) for one in POD_PARTS)
-    return {one: float(value) for one, value in values if value is not None}
+def _quantities(parts: Parts | None) -> dict[str, float]:
+    values = msgspec.structs.astuple(parts) if parts is not None else ()
+    return {one: float(value) for one, value in zip(POD_PARTS, values, strict=False) if value is not None}
+
+
+@lru_cache(maxsize=_MEMO_SIZE)
+def _rows(of: Literal["part", "rest"], quantities: tuple[str, ...]) -> Rows:
+    return tuple([_row((POD_PARTS if of == "part" else UNATTRIBUTED)[one]) for one in quantities])
 
 
 # -- what a device does, by pod
@@ -441,7 +451,6 @@ class _Labelled(NamedTuple):
     """A device as it was labelled last: ``face`` is all of the record that this was made of."""
 
     face: tuple[object, ...]
-    pods: Pods
     bare: DeviceIdentity
     of: DeviceIdentity
     written: list[_Written]
@@ -582,10 +591,7 @@ class Translator:
         if cache.profiles is not self._profiles:
             cache.profiles, cache.devices, cache.beside = self._profiles, {}, {}
         where, found = place(sample), _Found(sample.ts_ms)
-        devices = [
-            self._device(device, self._labelled(where, device, cache), sample, cache, found)
-            for device in sample.devices
-        ]
+        devices = [self._device(where, device, sample, cache, found) for device in sample.devices]
         for names in self._label_names:
             self._beside(names, beside(names, where, devices), cache, found)
         cache.prune(found.keys)
@@ -598,26 +604,28 @@ class Translator:
         return keys, groups
 
     def _device(
-        self, device: SeriesDevice, was: _Labelled, sample: SeriesTick, cache: Cache, found: _Found
+        self, where: Place, device: SeriesDevice, sample: SeriesTick, cache: Cache, found: _Found
     ) -> tuple[SeriesDevice, Pods, DeviceIdentity]:
         """Find the sets of a device's metrics; gives what those beside them are made of."""
-        counts = {} if sample.attribution == "none" else {HOLDERS.name: float(len(was.pods))}
+        pods = device.pods()
+        was = self._labelled(where, device, pods, cache)
+        counts = {} if sample.attribution == "none" else {HOLDERS.name: float(len(pods))}
         if device.xids or (device.info and device.mig is None):  # who says what a GPU is watches its XIDs
             counts[XIDS.name] = float(sum(device.xids.values())) if device.xids else 0.0
             if self._has_last_xid and (last_xid := _last_xid(device, cache)) is not None:
                 counts[LAST_XID.name] = last_xid
-        rest = self._parts(device, was, found) if self._by_pod else _NOTHING
+        rest = self._parts(device, pods, was, found) if self._by_pod else _NOTHING
         for number, one in enumerate(was.written):
             rows, values = one.names.measure(device.metrics, counts, rest)
             if rows:
                 if one.made is None or one.made.rows is not rows:
                     one.made = self._make(SeriesSet(one.labels, rows), was.of, was.of.held)
                 found.add(("metrics", device.uuid, str(number)) if number else device.uuid, one.made, values)
-        return device, was.pods, was.bare
+        return device, pods, was.bare
 
-    def _parts(self, device: SeriesDevice, was: _Labelled, found: "_Found") -> Mapping[str, Value]:
+    def _parts(self, device: SeriesDevice, pods: Pods, was: _Labelled, found: "_Found") -> Mapping[str, Value]:
         """Find the sets of the pods' parts of a device; the rest is what is written of the device itself."""
-        divided = divide(device, was.pods, uids=self._pod_uids)
+        divided = divide(device, pods, uids=self._pod_uids)
         for name, part in divided.parts.items():
             key = ("by_pod", device.uuid, *name)
             of = was.of if part.held is None else was.of._replace(held=part.held)
@@ -693,13 +701,13 @@ class Translator:
         cache.withheld["collision"] += of.about is None or seen.get(number) != of.about
         return False
 
-    def _labelled(self, where: Place, device: SeriesDevice, cache: Cache) -> _Labelled:
+    def _labelled(self, where: Place, device: SeriesDevice, pods: Pods, cache: Cache) -> _Labelled:
         """What labels are made of in a device: what was found before, while the record says the same of it."""
         hardware = (device.index, device.minor, device.vendor, device.model, device.pci_bus_id, device.mig)
-        face = (where, *hardware, device.holders, device.jobs, device.info if self._info else None)
+        holders = [held(one, one.container) for one in device.holders]  # without their parts, which change all the time
+        face = (where, *hardware, holders, device.jobs, device.info if self._info else None)
         was = cache.devices.get(device.uuid)
         if was is None or was.face != face:
-            pods = device.pods()
             job = device.jobs[0] if device.jobs and len(device.jobs) == 1 else None
             info = tuple([device.info.get(name) for name in INFO]) if self._info else ()
             of = identity(where, device, sole_holder(pods), job, info)
@@ -707,7 +715,7 @@ class Translator:
             written = was.written if was and same else self._written(of, self._metric_names, self._counted)
             parts = was.parts if was and same and len(was.parts) <= 2 * len(pods) + 1 else {}
             bare = identity(where, device, info=info)
-            was = cache.devices[device.uuid] = _Labelled(face, pods, bare, of, written, parts)
+            was = cache.devices[device.uuid] = _Labelled(face, bare, of, written, parts)
         return was
 
     def _written(
