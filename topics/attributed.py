@@ -6,7 +6,7 @@ from typing import Annotated, NamedTuple, Protocol, TypeVar
 import msgspec
 
 from topics import samples
-from topics.samples import Device, Event, Sample
+from topics.samples import Device, Event, Job, Sample
 from topics.topic import Number, Topic, UInt
 from topics.workloads import UnwellDevice
 
@@ -35,6 +35,9 @@ class Parts(msgspec.Struct, frozen=True, omit_defaults=True):
 class Holder(msgspec.Struct, frozen=True, omit_defaults=True):
     """A container that holds a device. At most one of ``job``, ``statefulset`` and ``deployment`` is set.
 
+    On a node without a kubelet it is a batch job: its id is ``pod`` and ``pod_uid``, its partition ``namespace``, and
+    ``workload`` is a ``SlurmJob``.
+
     ``observed``: the kubelet did not give it the device, but a process of the pod runs there. ``pod_unknown``:
     gpu.workloads tells of the node's pods, and up to two seconds after the sample does not have this one; so its
     workload and labels are not known, and its uid only if the kubelet says it.
@@ -55,6 +58,21 @@ class Holder(msgspec.Struct, frozen=True, omit_defaults=True):
     parts: Parts | None = None
     observed: bool = False
     pod_unknown: bool = False
+
+
+JOB = "SlurmJob"
+
+
+def holder_of_job(job: Job) -> Holder:
+    """A job of a batch system as the holder of its devices: its partition is the namespace, its account the team."""
+    labels = {"team": job.account, "user": job.user, "partition": job.partition}
+    return Holder(
+        job.partition or "slurm",
+        job.id,
+        pod_uid=job.id,
+        workload=Workload(JOB, job.id),
+        labels={name: value for name, value in labels.items() if value},
+    )
 
 
 class HoldingPod(NamedTuple):
@@ -128,7 +146,9 @@ class AttributedDevice(Device, frozen=True, omit_defaults=True):
     conflict: str | None = None
 
     def pods(self) -> dict[HoldingPod, list[Holder]]:
-        """The pods that hold the device, each with its holders."""
+        """The pods that hold the device, each with its holders. A batch job is none, and has labels of its own."""
+        if self.jobs:
+            return by_pod([one for one in self.holders if one.workload is None or one.workload.kind != JOB])
         return by_pod(self.holders)
 
 

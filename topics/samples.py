@@ -39,11 +39,12 @@ class Process(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Job(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A job of a scheduler without Kubernetes (Slurm) that uses the device."""
+    """A job of a scheduler without Kubernetes (Slurm) that uses the device. ``account`` is whom it is charged to."""
 
     id: str
     user: str | None = None
     partition: str | None = None
+    account: str | None = None
 
 
 class Event(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -21,7 +21,7 @@ from producers.node.cgroups import Places
 from producers.node.config import NodeSettings
 from producers.node.gpus import Gpus
 from producers.node.job_files import JobFiles
-from producers.node.jobs import with_jobs
+from producers.node.jobs import Job, with_jobs
 from producers.node.kubelet import Kubelet
 from producers.publisher import INSTRUMENTS, NodePublisher, first_failure, first_of, not_sent
 from producers.retry_buffer import RetryBuffer
@@ -144,9 +144,12 @@ class NodeProducer:
         containers, devices, mapped = await asyncio.gather(
             self._kubelet.read(within_s), self._gpus.read(within_s), self._job_files.read(within_s)
         )
-        devices = with_jobs(self._gpus.with_events(devices), mapped, self._places.job)
+        devices = with_jobs(self._gpus.with_events(devices), mapped, self._job)
         self._publisher.publish(ts_ms, devices, containers, self._kubelet.in_force)
         self._report_buffer()
+
+    def _job(self, job_id: str) -> Job:
+        return self._job_files.owner(self._places.job(job_id))
 
     def _report_buffer(self) -> None:
         """Log for how long the buffer lasts: at the first tick, and when that is less than wanted, or enough again."""

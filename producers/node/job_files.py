@@ -1,25 +1,27 @@
 """A directory in which a batch system's prolog names the jobs of each device, as in dcgm-exporter's job mapping.
 
-In: files named by GPU index (``0``), or by GPU index and GPU instance (``2.1``), a job id a line.
-Out: the ids by file name. State: what was read of each file, until it changes.
+In: files named by GPU index (``0``), by GPU index and GPU instance (``2.1``), or by UUID, a job id a line; and a file
+of each job in the folder ``jobs``: ``user=``, ``partition=`` and ``account=``, one a line.
+Out: the ids by file name, and what is said of each job. State: what was read of each file, until it changes.
 On failure: what can't be read is left out of that tick, counted by reason, and logged once. If reading does
 not end in time, what was read last stays in force.
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import re
 import stat
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from delivery.instruments import Instruments
 from producers.node import instruments as names
-from producers.node.jobs import as_name
+from producers.node.jobs import Job, as_name
 from producers.node.nvml.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -28,7 +30,9 @@ LARGEST_FILE_BYTES = 64 * 1024
 MOST_ENTRIES = 4096
 SETTLED_AFTER_NS = 2_000_000_000  # a file may change within this without a new time of change: file clocks are coarse
 _LOG_AGAIN_S = 60.0
-_NAME = re.compile(r"[0-9]+(?:\.[0-9]+)?")
+_NAME = re.compile(r"[0-9]+(?:\.[0-9]+)?|(?:GPU|MIG)-[0-9a-fA-F-]+")
+_JOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9_+.-]{0,63}")
+_SAID = ("user", "partition", "account")  # of a job, in its own file
 
 Reason = Literal["directory", "file", "line", "timeout"]
 Jobs = Mapping[str, tuple[str, ...]]
@@ -55,10 +59,11 @@ class JobLines(NamedTuple):
 
 
 class JobMapping(NamedTuple):
-    """What the directory says: job ids by file name, and what is wrong."""
+    """What the directory says: job ids by file name, what is wrong, and whose the jobs are that have a file."""
 
     jobs: dict[str, tuple[str, ...]]
     problems: list[Problem]
+    owners: Mapping[str, Job] = {}
 
 
 def parse(content: bytes) -> JobLines:
@@ -69,12 +74,19 @@ def parse(content: bytes) -> JobLines:
     return JobLines(tuple(distinct[:MOST_JOBS]), len(lines) - len(ids) + len(distinct[MOST_JOBS:]))
 
 
+def owner(job_id: str, content: bytes) -> Job:
+    """What a job's own file says of it. Never raises; what can't be a name is as if it were not there."""
+    lines = dict(line.strip().partition(b"=")[::2] for line in reversed(content.split(b"\n")))  # the first one counts
+    return Job(job_id, *(as_name(lines.get(name.encode(), b"")) for name in _SAID))
+
+
 class Directory:
     """Reads the files of ``directory`` that were changed since; for one thread, and blocking."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._read: dict[str, tuple[tuple[int, ...], JobLines]] = {}
+        self._known: dict[str, Job] = {}
 
     def look(self) -> JobMapping:
         jobs: dict[str, tuple[str, ...]] = {}
@@ -84,6 +96,7 @@ class Directory:
                 entries = list(islice(listed, MOST_ENTRIES + 1))
         except OSError as error:
             self._read.clear()
+            self._known.clear()
             return JobMapping({}, [Problem("directory", self._directory, error.strerror or str(error))])
         if len(entries) > MOST_ENTRIES:
             problems.append(Problem("directory", self._directory, f"more than {MOST_ENTRIES} entries"))
@@ -105,7 +118,17 @@ class Directory:
                 jobs[entry.name] = lines.jobs
         for name in self._read.keys() - {entry.name for entry in files}:
             del self._read[name]
-        return JobMapping(jobs, problems)
+        return JobMapping(jobs, problems, self._owners({one for ids in jobs.values() for one in ids}))
+
+    def _owners(self, jobs: Collection[str]) -> dict[str, Job]:
+        """Whose these jobs are, of those that have a file of their own, which is written before those of their GPUs."""
+        self._known = {job_id: job for job_id, job in self._known.items() if job_id in jobs}
+        for job_id in [one for one in jobs if one not in self._known and _JOB.fullmatch(one)]:
+            path = self._directory / "jobs" / job_id
+            with contextlib.suppress(OSError):
+                if path.is_file():
+                    self._known[job_id] = owner(job_id, _content(str(path)))
+        return dict(self._known)
 
     def _lines(self, entry: "os.DirEntry[str]") -> JobLines:
         """What a file says. Raises OSError if it is none, is too large or can't be read."""
@@ -149,6 +172,7 @@ class JobFiles:
         self._worker = None if self._look is None else Worker("job-files")
         self._reading: asyncio.Future[JobMapping] | None = None
         self._jobs: Jobs = {}
+        self._owners: Mapping[str, Job] = {}
         self._problems: Mapping[tuple[Reason, Path], Problem] = {}
         self._logged_s: dict[tuple[Reason, Path], float] = {}
 
@@ -164,6 +188,15 @@ class JobFiles:
             self._report([Problem("timeout", self._directory, "reading it takes too long")])
         return self._jobs
 
+    def owner(self, known: Job) -> Job:
+        """A job with what its own file says of it, which root wrote, before what its processes show."""
+        said = self._owners.get(known.id)
+        return (
+            known
+            if said is None
+            else Job(known.id, *(by or then for by, then in zip(said[1:], known[1:], strict=True)))
+        )
+
     def troubles(self) -> list[str]:
         """What is wrong with what was read last, for people."""
         return [str(problem) for problem in self._problems.values()]
@@ -177,7 +210,7 @@ class JobFiles:
         if self._reading is None or not self._reading.done():
             return False
         found, self._reading = self._reading.result(), None
-        self._jobs = found.jobs
+        self._jobs, self._owners = found.jobs, found.owners
         self._report(found.problems)
         return True
 

@@ -37,6 +37,7 @@ class Job(NamedTuple):
     id: str
     user: str | None = None
     partition: str | None = None
+    account: str | None = None
 
 
 class Evidence(NamedTuple):
@@ -52,7 +53,8 @@ class Evidence(NamedTuple):
 def with_jobs(
     devices: Iterable[Mapping[str, Any]], mapped: Mapping[str, Sequence[str]], known: Callable[[str], Job]
 ) -> list[Mapping[str, Any]]:
-    """The devices of a tick as in gpu.samples, each with its jobs if it has any. ``mapped``: see :func:`file_name`."""
+    """The devices of a tick as in gpu.samples, each with its jobs if it has any. ``mapped`` has the jobs by the names
+    of files: a device's UUID, or see :func:`file_name`."""
     found = [(device, jobs_of(device, mapped, known)) for device in devices]
     return [{**device, "jobs": jobs} if jobs else device for device, jobs in found]
 
@@ -61,7 +63,7 @@ def jobs_of(
     device: Mapping[str, Any], mapped: Mapping[str, Sequence[str]], known: Callable[[str], Job]
 ) -> list[JobDict]:
     """The jobs of a device, each once: those of its file, then those of its processes. ``known`` gives each by id."""
-    of_file = mapped.get(file_name(device) or "", ())
+    of_file = (*mapped.get(file_name(device) or "", ()), *mapped.get(device.get("uuid") or "", ()))
     of_processes = (process.get("job_id") for process in device.get("processes") or ())
     ids = dict.fromkeys(job_id for job_id in (*of_file, *of_processes) if job_id)
     return [{key: value for key, value in known(job_id)._asdict().items() if value is not None} for job_id in ids]

@@ -8,6 +8,8 @@ what it has by a claim for administration, as monitoring does.
 
 An event names the snapshot of its own time, because another pod may have the device by the tick. Its pods are looked up
 as of the event, at most a minute before the tick: for so long they are remembered.
+
+On a node without a kubelet the jobs of a batch system hold the devices; each tick has its own.
 """
 
 import contextlib
@@ -20,9 +22,9 @@ from streams.attribution.holders import Held, hold, observe, uids_shown
 from streams.attribution.log_time import Listing, Resolved
 from streams.attribution.split import split
 from topics.allocations import Allocations
-from topics.attributed import AttributedDevice, AttributedEvent, AttributedSample, Attribution, Holder
+from topics.attributed import AttributedDevice, AttributedEvent, AttributedSample, Attribution, Holder, holder_of_job
 from topics.device_ids import DeviceIndex, UnknownDeviceId, parse
-from topics.samples import Event, Mig, Sample
+from topics.samples import Device, Event, Mig, Sample
 from topics.workloads import UnwellDevice
 
 EVENT_MS = 60_000  # an event's pods are looked up as of the event, but at most so long before its tick
@@ -90,6 +92,10 @@ def attribute(
         holders = memo.held.holders
         unknown_ids = memo.held.unknown_ids if last is None or memo.held is not last.held else ()
         pod_of = None if now.resolved.shown is None else now.resolved.shown.get
+    elif sample.allocations_seq is None and any(device.jobs for device in sample.devices):
+        holders = {d.uuid: tuple(map(holder_of_job, d.jobs)) for d in sample.devices if d.jobs}
+        now = now._replace(attribution="exact")
+    by_job = now.listing is None and bool(holders)
     tick = _Then(holders, now.attribution)
     then: dict[int | None, _Then] = {}
     for seq, named in earlier.items():
@@ -97,8 +103,11 @@ def attribute(
         then[seq] = _Then(held, named.attribution)
     devices: list[AttributedDevice] = []
     for d in sample.devices:
-        all_holders, conflict = observe(d, holders.get(d.uuid, ()), pod_of)
-        shared = split(d, all_holders)
+        if by_job:
+            shared, conflict = split(_with_jobs_as_pods(d), holders.get(d.uuid, ())), None
+        else:
+            all_holders, conflict = observe(d, holders.get(d.uuid, ()), pod_of)
+            shared = split(d, all_holders)
         events = None if d.events is None else _events(d.events, d.uuid, tick, then)
         one = AttributedDevice(
             d.uuid, d.index, d.vendor, d.model, d.pci_bus_id, d.minor, d.state, d.mig, d.metrics, d.processes, d.jobs,
@@ -123,6 +132,14 @@ def attribute(
         unwell=_unwell(now.resolved.unwell, sample) if now.resolved.unwell else (),
     )
     return Joined(out, unknown_ids), memo
+
+
+def _with_jobs_as_pods(device: Device) -> Device:
+    """A device whose processes show their jobs as others show their pods: a job's id is its holder's uid."""
+    if not device.processes:
+        return device
+    processes = tuple([msgspec.structs.replace(one, pod_uid=one.job_id) for one in device.processes])
+    return msgspec.structs.replace(device, processes=processes)
 
 
 def _unwell(said: Sequence[UnwellDevice], sample: Sample) -> tuple[UnwellDevice, ...]:

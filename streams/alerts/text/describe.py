@@ -21,7 +21,7 @@ from streams.alerts.rules.rule import Kind, Rule
 from streams.alerts.tick import Device, Tick
 from streams.alerts.xids import of_text
 from topics.alerts import Alert, AlertState
-from topics.attributed import Holder
+from topics.attributed import JOB, Holder
 
 Described = tuple[dict[str, str], dict[str, str]]  # an alert's labels and annotations
 Pairs = Iterable[tuple[str, str | int | None]]
@@ -135,6 +135,12 @@ def _about(finding: Finding) -> Pairs:
     if not facts.pods or not (finding.pod_uid or finding.rule.kind == "held_idle" or sole_pod(facts.pods)):
         return
     pod = facts.pods[0]
+    if pod.workload is not None and pod.workload.kind == JOB:
+        yield "job_id", pod.pod
+        yield "job_user", pod.labels.get("user")
+        yield "job_partition", pod.labels.get("partition")
+        yield "job_account", pod.labels.get("team")
+        return
     yield "k8s_namespace_name", pod.namespace
     yield "k8s_pod_name", pod.pod
     yield "k8s_pod_uid", pod.pod_uid

@@ -3,8 +3,6 @@
 import asyncio
 import logging
 import os
-import re
-import subprocess
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -189,14 +187,6 @@ def test_a_directory_of_too_many_entries_is_told(tmp_path: Path, monkeypatch: py
     found = Directory(tmp_path).look()
     assert len(found.jobs) == 2
     assert [problem.reason for problem in found.problems] == ["directory"]
-
-
-def test_the_prolog_in_the_docs_writes_files_that_are_read(tmp_path: Path) -> None:
-    (script,) = re.findall(r"```sh\n(#!/bin/sh\n.*?)```", (ROOT / "docs" / "node.md").read_text(), re.DOTALL)
-    assert "directory=/run/gpu-jobs\n" in script
-    script = script.replace("/run/gpu-jobs", f"{tmp_path}/jobs")
-    subprocess.run(["/bin/sh", "-ec", script], check=True, env={"SLURM_JOB_ID": "4242", "SLURM_JOB_GPUS": "0,11"})
-    assert Directory(tmp_path / "jobs").look() == JobMapping({"0": ("4242",), "11": ("4242",)}, [])
 
 
 class Bench:

@@ -39,7 +39,7 @@ def test_what_is_not_known_of_a_job_is_left_out() -> None:
 
 
 def test_a_device_that_nothing_runs_on_has_the_jobs_of_its_file() -> None:
-    assert jobs_of(device(), {"2": ("7",), "1": ("9",)}, known) == [ALICES._asdict()]
+    assert jobs_of(device(), {"2": ("7",), "1": ("9",)}, known) == [{"id": "7", "user": "alice", "partition": "gpu"}]
 
 
 def test_jobs_of_the_file_and_of_processes_are_told_once_each() -> None:
@@ -85,7 +85,7 @@ def test_a_device_with_jobs_is_one_of_the_contract() -> None:
     (told,) = with_jobs([device("7", "8")], {}, known)
     made = decoder(Sample)(msgspec.json.encode({**tick, "devices": [told]}))
     assert made.devices[0].jobs is not None
-    assert [(job.id, job.user, job.partition) for job in made.devices[0].jobs] == [tuple(ALICES), ("8", None, None)]
+    assert [(one.id, one.user, one.partition) for one in made.devices[0].jobs] == [ALICES[:3], ("8", None, None)]
 
 
 SURE, CLAIMED = Evidence(sure=True, uid=1000), Evidence(sure=False, uid=2000)

@@ -9,10 +9,12 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from streams.attribution.attribute import Named, attribute
+from streams.attribution.log_time import Resolved
 from streams.attribution.split import Split, split
-from tests.streams.attribution.records import gpu
-from topics.attributed import Holder, Parts
-from topics.samples import Device, Process
+from tests.streams.attribution.records import gpu, tick
+from topics.attributed import Holder, Parts, Workload
+from topics.samples import Device, Job, Process
 
 GIB = 1 << 30
 QUANTITIES = {
@@ -318,3 +320,40 @@ def test_a_sole_holder_has_what_it_has_beside_one_that_does_nothing(
     assert msgspec.json.encode((alone.holders[0], alone.unattributed, alone.scaled)) == msgspec.json.encode(
         (beside.holders[0], beside.unattributed, beside.scaled)
     )
+
+
+# -- jobs of a batch system, on a node without a kubelet
+
+
+def test_the_jobs_of_a_device_hold_it_by_their_parts_where_there_is_no_kubelet() -> None:
+    jobs = (Job("41", "ana", "gpu", "vision"), Job("42"))
+    processes = (
+        Process(pid=1, job_id="41", memory_used_bytes=30, sm_utilization_ratio=0.6),
+        Process(pid=2, job_id="42", memory_used_bytes=10, sm_utilization_ratio=0.2),
+    )
+    metrics: dict[str, float | int | None] = {"gpu_utilization_ratio": 0.9, "memory_used_bytes": 50}
+    shared = Device("GPU-a", jobs=jobs, processes=processes, metrics=metrics)
+    sample = msgspec.structs.replace(tick(1, None), devices=(shared, Device("GPU-b")))
+    nothing = Resolved({}, frozenset(), None, {}, {}, frozenset())
+    joined, _ = attribute(sample, 1, 1, Named(None, "none", nothing), {}, None)
+
+    assert joined.sample.attribution == "exact"
+    device, free = joined.sample.devices
+    assert (free.holders, device.conflict, device.pods()) == ((), None, {})
+    assert [(h.namespace, h.pod, h.pod_uid, h.workload) for h in device.holders] == [
+        ("gpu", "41", "41", Workload("SlurmJob", "41")),
+        ("slurm", "42", "42", Workload("SlurmJob", "42")),
+    ]
+    assert device.holders[0].labels == {"team": "vision", "user": "ana", "partition": "gpu"}
+    parts = [*(holder.parts for holder in device.holders), device.unattributed]
+    assert [one and (round(one.utilization_ratio or 0, 6), one.memory_used_bytes) for one in parts] == [
+        (0.6, 30), (0.2, 10), (0.1, 10),
+    ]  # fmt: skip
+    assert device.processes == processes
+
+
+def test_without_jobs_a_node_without_a_kubelet_says_nothing_of_who_holds_its_gpus() -> None:
+    sample = msgspec.structs.replace(tick(1, None), devices=(Device("GPU-a"),))
+    nothing = Resolved({}, frozenset(), None, {}, {}, frozenset())
+    joined, _ = attribute(sample, 1, 1, Named(None, "none", nothing), {}, None)
+    assert joined.sample.attribution == "none"

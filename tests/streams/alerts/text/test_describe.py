@@ -16,7 +16,8 @@ from streams.alerts.rules.rule import Rules
 from streams.alerts.text.describe import MAX_VALUE_BYTES, Described, describe, share_of, silent
 from streams.alerts.tick import Device, Info, Process, Tick
 from tests.streams.alerts.ticks import DEFAULTS, GRACE_S, START_MS, device, found, gpu, holder, mig, overlay, tick
-from topics.attributed import AttributedEvent, Parts, Workload
+from topics.attributed import AttributedEvent, Parts, Workload, holder_of_job
+from topics.samples import Job
 from topics.workloads import UnwellDevice
 
 ROOT = Path(__file__).parents[4]
@@ -31,6 +32,17 @@ def said(rule: str, *ticks: Tick, since_s: float = 0.0, by: Rules = DEFAULTS) ->
 def idle(one: Device, *, seconds: float = 1200.0, by: Rules = DEFAULTS) -> Described:
     """What is said of a device that has been idle for so long."""
     return said("GPUHeldIdle", tick(0, one), tick(GRACE_S + seconds, one), since_s=GRACE_S, by=by)
+
+
+def test_an_idle_job_is_told_of_by_its_id_user_partition_and_account() -> None:
+    job = holder_of_job(Job("4242", "ana", "gpu", "vision"))
+    labels, annotations = idle(device(3, job, busy=0.0))
+    names = {name: value for name, value in labels.items() if name.startswith(("job_", "k8s_"))}
+    where = {"k8s_cluster_name": "c", "k8s_node_name": "n"}
+    assert names == where | {
+        "job_id": "4242", "job_user": "ana", "job_partition": "gpu", "job_account": "vision",
+    }  # fmt: skip
+    assert annotations["summary"] == "gpu/4242 holds GPU 3 of n and has not used it for 20m"
 
 
 @pytest.mark.parametrize("rule", ["GPULost", "GPUMissing"])

@@ -1,0 +1,111 @@
+"""Slurm's prolog and epilog keep the files of jobs as the node producer reads them, and never drain a node."""
+
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from producers.node.job_files import Directory
+from producers.node.jobs import Job, with_jobs
+
+SCRIPTS = Path(__file__).parents[3] / "producers" / "node" / "slurm"
+MIG = "MIG-00000001-0000-4000-8000-000000000000"
+ANA = {"SLURM_JOB_USER": "ana", "SLURM_JOB_PARTITION": "gpu", "SLURM_JOB_ACCOUNT": "vision"}
+
+
+class Node:
+    """A node's job files, and Slurm's scripts."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.read = Directory(directory)
+
+    def run(self, script: str, job: int | str, **environment: str) -> str:
+        """Run a script as slurmd does; gives what it says on standard error. It never fails."""
+        environment = {**ANA, "SLURM_JOB_ID": str(job), "GPUSTREAM_JOB_DIR": str(self.directory), **environment}
+        done = subprocess.run([SCRIPTS / script], env=environment, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout) == (0, "")
+        return done.stderr
+
+    def jobs(self) -> dict[str, tuple[str, ...]]:
+        """What the node producer reads."""
+        found = self.read.look()
+        assert not found.problems
+        return found.jobs
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Node:
+    return Node(tmp_path / "jobs")
+
+
+@pytest.mark.parametrize("gpus", ["0,2,3", "0,2-3"])
+def test_a_job_is_named_for_each_of_its_gpus_until_it_ends(node: Node, gpus: str) -> None:
+    assert node.run("prolog", 4242, SLURM_JOB_GPUS=gpus) == ""
+    assert node.jobs() == {"0": ("4242",), "2": ("4242",), "3": ("4242",)}
+    assert node.read.look().owners == {"4242": Job("4242", "ana", "gpu", "vision")}
+    assert node.run("epilog", 4242) == ""
+    assert node.jobs() == {}
+    assert sorted(path.name for path in node.directory.rglob("*")) == [".lock", "jobs"]
+
+
+def test_a_mig_device_is_named_by_its_uuid(node: Node) -> None:
+    node.run("prolog", 4242, SLURM_JOB_GPUS="5", CUDA_VISIBLE_DEVICES=MIG)
+    assert node.jobs() == {MIG: ("4242",)}
+    device = {"uuid": MIG, "index": 1, "mig": {"gpu_instance": 7}}
+    (found,) = with_jobs([device], node.jobs(), lambda job_id: Job(job_id, "ana"))
+    assert found["jobs"] == [{"id": "4242", "user": "ana"}]
+
+
+def test_without_slurm_job_gpus_the_visible_devices_count(node: Node) -> None:
+    node.run("prolog", 4242, CUDA_VISIBLE_DEVICES="1")
+    assert node.jobs() == {"1": ("4242",)}
+
+
+def test_jobs_share_a_gpu_and_each_takes_only_itself_away(node: Node) -> None:
+    for job in (42, 4242):
+        node.run("prolog", job, SLURM_JOB_GPUS="0")
+    assert node.jobs() == {"0": ("42", "4242")}
+    node.run("epilog", 42, SLURM_JOB_GPUS="0")
+    assert node.jobs() == {"0": ("4242",)}
+
+
+def test_a_job_that_is_requeued_is_named_once_and_may_get_another_gpu(node: Node) -> None:
+    for gpus in ("0", "0"):
+        node.run("prolog", 4242, SLURM_JOB_GPUS=gpus)
+    assert node.jobs() == {"0": ("4242",)}
+    for _ in range(2):
+        node.run("epilog", 4242)
+    node.run("prolog", 4242, SLURM_JOB_GPUS="1")
+    assert node.jobs() == {"1": ("4242",)}
+
+
+def test_a_job_without_gpus_is_named_nowhere(node: Node) -> None:
+    node.run("prolog", 4242)
+    assert node.jobs() == {}
+
+
+def test_prologs_at_the_same_time_lose_no_job(node: Node) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda job: node.run("prolog", job, SLURM_JOB_GPUS="0,1"), range(1, 17)))
+    ids = tuple(sorted(map(str, range(1, 17))))
+    assert {name: tuple(sorted(jobs)) for name, jobs in node.jobs().items()} == {"0": ids, "1": ids}
+
+
+@pytest.mark.parametrize("script", ["prolog", "epilog"])
+def test_neither_script_fails_whatever_is_wrong(tmp_path: Path, script: str) -> None:
+    (tmp_path / "file").touch()
+    broken = Node(tmp_path / "file" / "jobs")
+    said = broken.run(script, 4242, SLURM_JOB_GPUS="0")
+    assert bool(said) == (script == "prolog")
+    assert Node(tmp_path / "jobs").run(script, "", SLURM_JOB_GPUS="0") == ""
+    assert Node(tmp_path / "jobs").run(script, "../4242", SLURM_JOB_GPUS="../0,x,-1") == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("said", [b"user=ana\nuser", b"\xff\nuser=ana", b"user = x\nuser=ana\npartition=\n"])
+def test_what_is_no_name_in_a_jobs_own_file_does_not_count(node: Node, said: bytes) -> None:
+    node.run("prolog", 4242, SLURM_JOB_GPUS="0")
+    (node.directory / "jobs" / "4242").write_bytes(said)
+    assert node.read.look().owners == {"4242": Job("4242", "ana")}
