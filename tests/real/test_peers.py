@@ -1,0 +1,307 @@
+"""What dashboards that were written for other exporters ask, in each of their vocabularies, held against the truth.
+
+One process simulates a fleet and writes it in all profiles at once to a Prometheus. The names, labels and units of a
+vocabulary are written out here as those dashboards have them: nothing is taken from the catalogue.
+"""
+
+import json
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+import pytest
+
+from producers.simulated.fleet import Fleet
+from tests.real.conftest import need
+from tests.real.servers import PrometheusServer, find_prometheus
+
+CLUSTER, NODES, GPUS, RUNS_S = "peers", 4, 8, 8
+ALL = "otel,otel-suffixed,dcgm,dcgm-4.9,dcgm-legacy"
+
+Row = Mapping[str, Any]
+Answer = dict[tuple[str, ...], float]
+"""Values by the values of the labels that are asked for."""
+
+
+class Name(NamedTuple):
+    """A metric as a vocabulary has it: its name, what tells it from others, and its value for 1 in base units."""
+
+    name: str
+    labels: str = ""
+    times: float = 1.0
+
+    def of(self, more: str = "") -> str:
+        return f"{self.name}{{{','.join(filter(None, (self.labels, more)))}}}"
+
+
+class Vocabulary(NamedTuple):
+    """``labels``: what it calls the node, the GPU's UUID, the namespace and the pod. ``names``: by the quantity.
+    ``counts_xids``: its metric of XID errors is how many there were, not the code of the last one."""
+
+    labels: Mapping[str, str]
+    names: Mapping[str, Name]
+    counts_xids: bool = False
+
+
+_MIB, _OLD = 1 / (1 << 20), {"node": "hostname", "gpu": "UUID", "namespace": "namespace", "pod": "pod"}
+_L9 = {
+    "node": "k8s_node_name", "gpu": "gpu_uuid", "namespace": "k8s_namespace_name", "pod": "k8s_pod_name",
+}  # fmt: skip
+
+VOCABULARIES: dict[str, Vocabulary] = {
+    "dcgm-exporter to 4.8": Vocabulary(_OLD, {
+        "gpu_utilization_ratio": Name("DCGM_FI_DEV_GPU_UTIL", times=100),
+        "memory_used_bytes": Name("DCGM_FI_DEV_FB_USED", times=_MIB),
+        "memory_free_bytes": Name("DCGM_FI_DEV_FB_FREE", times=_MIB),
+        "power_watts": Name("DCGM_FI_DEV_POWER_USAGE"),
+        "max_power_limit_watts": Name("DCGM_FI_DEV_POWER_MGMT_LIMIT_MAX"),
+        "energy_joules_total": Name("DCGM_FI_DEV_TOTAL_ENERGY_CONSUMPTION", times=1000),
+        "temperature_celsius": Name("DCGM_FI_DEV_GPU_TEMP"),
+        "sm_clock_hz": Name("DCGM_FI_DEV_SM_CLOCK", times=1e-6),
+        "max_sm_clock_hz": Name("DCGM_FI_DEV_MAX_SM_CLOCK", times=1e-6),
+        "fan_speed_ratio": Name("DCGM_FI_DEV_FAN_SPEED", times=100),
+        "tensor_active_ratio": Name("DCGM_FI_PROF_PIPE_TENSOR_ACTIVE"),
+        "power_violation_seconds_total": Name("DCGM_FI_DEV_POWER_VIOLATION", times=1e9),
+        "nvlink_replay_errors_total": Name("DCGM_FI_DEV_NVLINK_REPLAY_ERROR_COUNT_TOTAL"),
+        "retired_pages_single_bit_total": Name("DCGM_FI_DEV_RETIRED_SBE"),
+        "xid": Name("DCGM_FI_DEV_XID_ERRORS"),
+    }),
+    "dcgm-exporter from 4.9": Vocabulary(_OLD, {
+        "gpu_utilization_ratio": Name("DCGM_FI_DEV_GPU_UTIL_RATIO"),
+        "memory_used_bytes": Name("DCGM_FI_DEV_FB_USED_BYTES"),
+        "memory_free_bytes": Name("DCGM_FI_DEV_FB_FREE_BYTES"),
+        "power_watts": Name("DCGM_FI_DEV_BOARD_POWER_WATTS"),
+        "max_power_limit_watts": Name("DCGM_FI_DEV_BOARD_POWER_LIMIT_MAX_WATTS"),
+        "energy_joules_total": Name("DCGM_FI_DEV_GPU_ENERGY_JOULES_TOTAL"),
+        "temperature_celsius": Name("DCGM_FI_DEV_GPU_TEMP_CELSIUS"),
+        "sm_clock_hz": Name("DCGM_FI_DEV_SM_CLOCK_HERTZ"),
+        "max_sm_clock_hz": Name("DCGM_FI_DEV_SM_MAX_CLOCK_HERTZ"),
+        "fan_speed_ratio": Name("DCGM_FI_DEV_FAN_SPEED_RATIO"),
+        "tensor_active_ratio": Name("DCGM_FI_PROF_TENSOR_UTIL_RATIO"),
+        "power_violation_seconds_total": Name("DCGM_FI_DEV_GPU_POWER_THROTTLE_SECONDS_TOTAL"),
+        "nvlink_replay_errors_total": Name("DCGM_FI_DEV_NVLINK_REPLAY_ERROR_TOTAL"),
+        "retired_pages_single_bit_total": Name("DCGM_FI_DEV_PAGE_RETIRED_SBE_TOTAL"),
+        "xid": Name("DCGM_FI_DEV_XID_ERROR"),
+    }),
+    "pod-devices-exporter": Vocabulary(
+        {"node": "node", "gpu": "uuid", "namespace": "pod_namespace", "pod": "pod_name"},
+        {
+            "gpu_utilization_ratio": Name("dcgm_gpu_utilization", times=100),
+            "memory_used_bytes": Name("dcgm_fb_used", times=_MIB),
+            "memory_free_bytes": Name("dcgm_fb_free", times=_MIB),
+            "power_watts": Name("dcgm_power_usage"),
+            "energy_joules_total": Name("dcgm_total_energy_consumption", times=1000),
+            "temperature_celsius": Name("dcgm_gpu_temp"),
+            "sm_clock_hz": Name("dcgm_sm_clock", times=1e-6),
+            "tensor_active_ratio": Name("dcgm_fi_prof_pipe_tensor_active"),
+            "power_violation_seconds_total": Name("dcgm_power_violation", times=1e6),
+            "nvlink_replay_errors_total": Name("dcgm_nvlink_replay_error_count_total"),
+            "retired_pages_single_bit_total": Name("dcgm_retired_pages_sbe"),
+            "xid": Name("dcgm_xid_errors"),
+        },
+    ),
+    "l9gpu's guide": Vocabulary(_L9, {
+        "gpu_utilization_ratio": Name("gpu_utilization", 'gpu_task_type="compute"'),
+        "memory_used_bytes": Name("gpu_memory_used"),
+        "memory_free_bytes": Name("gpu_memory_free"),
+        "power_watts": Name("gpu_power_draw"),
+        "energy_joules_total": Name("gpu_energy_consumption", times=1000),
+        "temperature_celsius": Name("gpu_temperature", 'gpu_temperature_sensor="edge"'),
+        "sm_clock_hz": Name("gpu_clock_frequency", 'gpu_clock_type="sm"', 1e-6),
+        "fan_speed_ratio": Name("gpu_fan_speed"),
+        "xid": Name("gpu_xid_errors", 'k8s_cluster_name!=""'),
+    }, counts_xids=True),
+    "l9gpu's dashboards": Vocabulary(_L9, {
+        "gpu_utilization_ratio": Name("gpu_utilization_ratio", 'gpu_task_type="compute"'),
+        "memory_used_bytes": Name("gpu_memory_used_bytes"),
+        "memory_free_bytes": Name("gpu_memory_free_bytes"),
+        "power_watts": Name("gpu_power_draw_watts"),
+        "energy_joules_total": Name("gpu_energy_consumption_mJ", times=1000),
+        "temperature_celsius": Name("gpu_temperature_celsius", 'gpu_temperature_sensor="edge"'),
+        "sm_clock_hz": Name("gpu_clock_frequency_MHz", 'gpu_clock_type="sm"', 1e-6),
+        "fan_speed_ratio": Name("gpu_fan_speed_ratio"),
+        "xid": Name("gpu_xid_errors", 'k8s_cluster_name!=""'),
+    }, counts_xids=True),
+}  # fmt: skip
+
+
+class Fed(NamedTuple):
+    """A Prometheus, a time, and what is true then: a row for each device, in the last tick of its node."""
+
+    prometheus: PrometheusServer
+    at_ms: int
+    rows: Sequence[Row]
+
+
+def seed_with_an_error() -> int:
+    """A fleet of which one GPU has an XID error in its first seconds."""
+    for seed in range(1, 1000):
+        for node in (Fleet(NODES, GPUS, cluster=CLUSTER, seed=seed).node(index) for index in range(NODES)):
+            if any(device.get("xids") for device in node.read((RUNS_S - 4) * 1000).devices):
+                return seed
+    raise AssertionError("no seed of 1000")
+
+
+@pytest.fixture(scope="module")
+def fed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fed]:
+    """The fleet after some seconds, with all that it was."""
+    need(find_prometheus)
+    folder = tmp_path_factory.mktemp("peers")
+    with PrometheusServer(folder / "prometheus") as prometheus:
+        command = [sys.executable, "-m", "gpustream", "run", "--simulate", f"{NODES}x{GPUS}", "--cluster", CLUSTER]
+        command += ["--seed", str(seed_with_an_error()), "--truth", str(folder / "truth"), "--names", ALL]
+        command += ["--remote-write", prometheus.write_url, "--duration", f"{RUNS_S}s", "--summary", "json"]
+        command += ["--listen", "off", "--scrape-listen", "off"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout.splitlines()[-1])["lost"] == 0
+        rows = [json.loads(line) for line in (folder / "truth").read_text().splitlines()]
+        last = {row["node"]: row["ts_ms"] for row in rows}
+        at_ms = min(last.values())
+        ticks = {row["node"]: row["ts_ms"] for row in rows if row["ts_ms"] <= at_ms}
+        yield Fed(prometheus, at_ms, [row for row in rows if row["ts_ms"] == ticks[row["node"]]])
+
+
+# -- what is true
+
+
+def pod(row: Row) -> tuple[str, str] | None:
+    """The one pod that holds a device."""
+    pods = {(one["namespace"], one["pod"]) for one in row["reported"]}
+    return next(iter(pods)) if len(pods) == 1 else None
+
+
+def labels(row: Row, by: Sequence[str]) -> tuple[str, ...] | None:
+    """Of a device; None if nobody alone holds it, and that is asked for."""
+    known = {"node": row["node"], "gpu": row["uuid"]}
+    if {"namespace", "pod"} & set(by):
+        if (one := pod(row)) is None:
+            return None
+        known |= dict(zip(("namespace", "pod"), one, strict=True))
+    return tuple(known[name] for name in by)
+
+
+def true(rows: Sequence[Row], key: str, how: Callable[[list[float]], float], by: Sequence[str] = ()) -> Answer:
+    """A quantity of the devices that have it, put together by these labels."""
+    found: dict[tuple[str, ...], list[float]] = defaultdict(list)
+    for row in rows:
+        if key in row["metrics"] and (names := labels(row, by)) is not None:
+            found[names].append(row["metrics"][key])
+    return {names: how(values) for names, values in found.items()}
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+HOW: dict[str, Callable[[list[float]], float]] = {"sum": sum, "avg": mean, "max": max, "count": len}
+
+
+# -- what is asked
+
+
+class Question(NamedTuple):
+    """``how`` the quantity is put together, by what."""
+
+    key: str
+    how: str
+    by: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.how} {self.key} by {','.join(self.by) or 'all'}"
+
+
+QUESTIONS = [
+    *(Question("gpu_utilization_ratio", "avg", by) for by in ((), ("node",), ("gpu",), ("namespace",))),
+    Question("gpu_utilization_ratio", "avg", ("namespace", "pod")),
+    *(Question("memory_used_bytes", "sum", by) for by in ((), ("node",), ("namespace",), ("namespace", "pod"))),
+    *(Question("power_watts", "sum", by) for by in ((), ("node",), ("gpu",), ("namespace", "pod"))),
+    *(Question("temperature_celsius", "max", by) for by in ((), ("node",), ("gpu",))),
+    Question("temperature_celsius", "count", ("namespace",)),
+    Question("temperature_celsius", "count", ("node",)),
+    Question("energy_joules_total", "sum", ("node",)),
+    Question("sm_clock_hz", "avg", ("node",)),
+    Question("max_sm_clock_hz", "max", ("gpu",)),
+    Question("max_power_limit_watts", "sum"),
+    Question("fan_speed_ratio", "max", ("node",)),
+    Question("tensor_active_ratio", "avg", ("node",)),
+    Question("power_violation_seconds_total", "sum", ("gpu",)),
+    Question("nvlink_replay_errors_total", "sum", ("node",)),
+    Question("retired_pages_single_bit_total", "sum", ("node",)),
+]
+ASKED = [(name, one) for name, words in VOCABULARIES.items() for one in QUESTIONS if one.key in words.names]
+every_vocabulary = pytest.mark.parametrize("name", VOCABULARIES)
+
+
+def ask(fed: Fed, words: Vocabulary, expr: str, by: Sequence[str] = ()) -> Answer:
+    return {
+        tuple(series.labels[words.labels[name]] for name in by): series.value
+        for series in fed.prometheus.query(expr, fed.at_ms)
+    }
+
+
+@pytest.mark.parametrize(("name", "question"), ASKED, ids=[f"{name}: {one}" for name, one in ASKED])
+def test_a_query_of_a_dashboard_answers_what_is_true(fed: Fed, name: str, question: Question) -> None:
+    words, (key, how, by) = VOCABULARIES[name], question
+    metric = words.names[key]
+    held = f'{words.labels["pod"]}!=""' if {"namespace", "pod"} & set(by) else ""
+    grouped = f" by ({', '.join(words.labels[one] for one in by)})" if by else ""
+    times = 1 if how == "count" else metric.times
+    expected = {of: value * times for of, value in true(fed.rows, key, HOW[how], by).items()}
+
+    assert expected
+    assert ask(fed, words, f"{how}{grouped} ({metric.of(held)})", by) == pytest.approx(expected, rel=1e-6)
+
+
+@every_vocabulary
+def test_the_share_of_memory_in_use_is_that_of_the_fleet(fed: Fed, name: str) -> None:
+    words = VOCABULARIES[name]
+    used, free = (words.names[f"memory_{part}_bytes"].of() for part in ("used", "free"))
+    truly = [true(fed.rows, f"memory_{part}_bytes", sum)[()] for part in ("used", "free")]
+
+    answer = ask(fed, words, f"sum({used}) / (sum({used}) + sum({free}))")
+    assert answer == {(): pytest.approx(truly[0] / sum(truly))}
+
+
+@every_vocabulary
+def test_a_gpu_with_an_xid_error_is_found_and_no_other_one(fed: Fed, name: str) -> None:
+    words = VOCABULARIES[name]
+    had = {row["node"]: row["xids"] for row in fed.rows if row["xids"]}
+    assert had
+    expected = {
+        (node,): float(sum(codes.values()) if words.counts_xids else max(map(int, codes)))
+        for node, codes in had.items()
+    }
+
+    assert ask(fed, words, f"max by ({words.labels['node']}) ({words.names['xid'].of()}) > 0", ("node",)) == expected
+
+
+@every_vocabulary
+def test_every_pod_that_holds_a_device_alone_is_seen(fed: Fed, name: str) -> None:
+    words = VOCABULARIES[name]
+    alone = {one for row in fed.rows if "memory_used_bytes" in row["metrics"] and (one := pod(row)) is not None}
+    held = f'{words.labels["pod"]}!=""'
+    by = ("namespace", "pod")
+    grouped = ", ".join(words.labels[one] for one in by)
+
+    assert ask(fed, words, f"group by ({grouped}) ({words.names['memory_used_bytes'].of(held)})", by).keys() == alone
+
+
+def test_pods_that_share_devices_are_seen_by_their_parts_which_are_the_devices_with_the_rest(fed: Fed) -> None:
+    shared = [row for row in fed.rows if len({(one["namespace"], one["pod"]) for one in row["reported"]}) > 1]
+    pods = {(one["namespace"], one["pod"]) for one in chain.from_iterable(row["reported"] for row in shared)}
+    words = VOCABULARIES["l9gpu's guide"]
+
+    by = ("namespace", "pod")
+    seen = ask(
+        fed, words, "group by (k8s_namespace_name, k8s_pod_name) (gpu_pod_memory_used_bytes{k8s_pod_name!=''})", by
+    )
+    parts = "sum by (gpu_uuid) ({k8s_node_name!='',__name__=~'gpu_(pod|unattributed)_memory_used_bytes'})"
+    assert shared
+    assert pods <= seen.keys()
+    whole = ask(fed, words, parts, ("gpu",))
+    truly = true(shared, "memory_used_bytes", sum, ("gpu",))
+    assert {of: whole[of] for of in truly} == truly
