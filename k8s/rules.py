@@ -27,6 +27,9 @@ RUNBOOKS = "docs/runbooks"
 Rule = dict[str, Any]
 
 INTERVAL = "1m"
+OTEL = 'k8s_cluster_name!=""'
+"""What has the labels of ``otel``: other profiles, written beside it, have the same names with labels of theirs."""
+
 OWNER = "k8s_workload_kind, k8s_workload_name"
 LEVELS = {
     "namespace": ("pod", "k8s_cluster_name, k8s_namespace_name"),
@@ -71,7 +74,8 @@ class Alert(NamedTuple):
 
 def recording() -> Iterator[Rule]:
     """Of each device and pod, then of namespaces, workloads, nodes and the fleet; a share of a GPU counts as that."""
-    alone = 'k8s_pod_name!=""'
+    alone, of_otel = 'k8s_pod_name!=""', f"{{{OTEL}}}"
+    holders, part = f"gpu_holders{of_otel}", f"gpu_pod_utilization_ratio{of_otel}"
     work = " or ".join(f"max_over_time({one}[{INTERVAL}])" for one in ACTIVITY)
     work_alone = " or ".join(f"max_over_time({one}{{{alone}}}[{INTERVAL}])" for one in ACTIVITY)
     of_pod = f"{DEVICE}, {POD}"
@@ -79,7 +83,7 @@ def recording() -> Iterator[Rule]:
     per_pod = f"{of_pod}, {OWNER}"
     yield _recorded("device:gpu_slices:ratio", _slices())
     yield _recorded(
-        "device:gpu_held:ratio", f"device:gpu_slices:ratio and on ({DEVICE}) (max by ({DEVICE}) (gpu_holders) > 0)"
+        "device:gpu_held:ratio", f"device:gpu_slices:ratio and on ({DEVICE}) (max by ({DEVICE}) ({holders}) > 0)"
     )
     yield _recorded(
         "device:gpu_used:ratio",
@@ -89,26 +93,26 @@ def recording() -> Iterator[Rule]:
     yield _recorded("device:gpu_idle:ratio", f"device:gpu_held:ratio and on ({DEVICE}) ({nothing})")
     yield _recorded(
         "pod:gpu_held:ratio",
-        f"group by ({per_pod}) (gpu_holders{{{alone}}} or gpu_pod_memory_used_bytes)\n"
-        f"  / on ({DEVICE}) group_left () max by ({DEVICE}) (gpu_holders > 0)\n  {slices}",
+        f"group by ({per_pod}) (gpu_holders{{{alone}}} or gpu_pod_memory_used_bytes{of_otel})\n"
+        f"  / on ({DEVICE}) group_left () max by ({DEVICE}) ({holders} > 0)\n  {slices}",
     )
     yield _recorded(
         "pod:gpu_used:ratio",
-        f"max by ({per_pod}) (\n  gpu_pod_utilization_ratio or on ({DEVICE})"
+        f"max by ({per_pod}) (\n  {part} or on ({DEVICE})"
         f' (gpu_utilization{{{alone}}} or gpu_gr_engine_active{{{alone},gpu_mig_uuid!=""}}))\n  {slices}',
     )
     yield _recorded(
         "pod:gpu_idle:ratio",
         f"pod:gpu_held:ratio and on ({of_pod}) (\n"
         f"  max by ({of_pod}) ({work_alone}) < {IDLE_BELOW}\n"
-        f"  or max by ({of_pod}) (max_over_time(gpu_pod_utilization_ratio[{INTERVAL}])) < {IDLE_BELOW})",
+        f"  or max by ({of_pod}) (max_over_time({part}[{INTERVAL}])) < {IDLE_BELOW})",
     )
     for level, (of, by) in LEVELS.items():
         for what in ("held", "used", "idle"):
             yield _recorded(f"{level}:gpu_{what}:sum", f"sum by ({by}) ({of}:gpu_{what}:ratio)")
             yield _recorded(f"{level}:gpu_{what}_hours:sum1h", f"sum_over_time({level}:gpu_{what}:sum[1h]) / 60")
         if of == "device":
-            yield _recorded(f"{level}:gpu:count", f"count by ({by}) (group by ({GPU}) (gpu_holders))")
+            yield _recorded(f"{level}:gpu:count", f"count by ({by}) (group by ({GPU}) ({holders}))")
 
 
 def _recorded(name: str, expr: str) -> Rule:
@@ -117,7 +121,8 @@ def _recorded(name: str, expr: str) -> Rule:
 
 def _slices() -> str:
     """What each device is of a GPU: 1, or a MIG device's compute slices of all that there are."""
-    whole = f'(group by ({DEVICE}) (gpu_holders{{gpu_mig_uuid=""}}) unless on ({GPU}) gpu_holders{{gpu_mig_uuid!=""}})'
+    of_gpus, of_parts = (f'gpu_holders{{{OTEL},gpu_mig_uuid{of}""}}' for of in ("=", "!="))
+    whole = f"(group by ({DEVICE}) ({of_gpus}) unless on ({GPU}) {of_parts})"
     cut = [(own, slices, of) for of, slices in (("!~", 7), ("=~", 4)) for own in range(1, slices + 1)]
     parts = [
         f'group by ({DEVICE}) (gpu_holders{{gpu_mig_profile=~"({own}c[.][0-9]g|{own}g)[.].*",'
@@ -157,7 +162,7 @@ def _codes(kind: XidKind) -> str:
 def gpu_alerts() -> Iterator[Alert]:
     """Called as the alert stream calls them, so that they have its runbooks."""
     for kind, severity in XID_SEVERITIES.items():
-        chosen = f"gpu_xid_errors_total{{{_codes(kind)}}}"
+        chosen = f"gpu_xid_errors_total{{{OTEL},{_codes(kind)}}}"
         yield Alert(
             "GPUXid",
             _risen(chosen, f"{ONE_GPU}, xid", "15m"),
@@ -207,7 +212,7 @@ def gpu_alerts() -> Iterator[Alert]:
         SUBJECT + ": its NVLinks have errors",
         "{{ $value | humanize }} in 5 minutes on {{ $labels.gpu_uuid }}.",
     )
-    alone, part = 'gpu_holders{k8s_pod_name!=""}', "gpu_pod_utilization_ratio"
+    alone, part = 'gpu_holders{k8s_pod_name!=""}', f"gpu_pod_utilization_ratio{{{OTEL}}}"
     yield Alert(
         "GPUHeldIdle",
         f"""
@@ -224,7 +229,7 @@ def gpu_alerts() -> Iterator[Alert]:
     )
     yield Alert(
         "GPUUsedUnallocated",
-        f"(max by ({ONE_GPU}) (gpu_utilization) > 0.05) and on ({GPU}) (max by ({GPU}) (gpu_holders) == 0)",
+        f"(max by ({ONE_GPU}) (gpu_utilization) > 0.05) and on ({GPU}) (max by ({GPU}) (gpu_holders{{{OTEL}}}) == 0)",
         "warning",
         SUBJECT + " works, and no pod was given it",
         "{{ $labels.gpu_uuid }} has a utilization of {{ $value | humanizePercentage }}.",
@@ -232,7 +237,7 @@ def gpu_alerts() -> Iterator[Alert]:
     )
     yield Alert(
         "GPUAttributionConflict",
-        f"max by ({ONE_GPU}, reason) (gpu_attribution_conflict) == 1",
+        f"max by ({ONE_GPU}, reason) (gpu_attribution_conflict{{{OTEL}}}) == 1",
         "warning",
         SUBJECT + ": what runs there is not what it was given to",
         "{{ $labels.gpu_uuid }}: {{ $labels.reason }}.",
@@ -252,9 +257,9 @@ def gpu_alerts() -> Iterator[Alert]:
         )
     yield Alert(
         "NodeSilent",
-        """
-        group by (k8s_cluster_name, k8s_node_name) (gpu_holders offset 10m)
-          unless group by (k8s_cluster_name, k8s_node_name) (gpu_holders)
+        f"""
+        group by (k8s_cluster_name, k8s_node_name) (gpu_holders{{{OTEL}}} offset 10m)
+          unless group by (k8s_cluster_name, k8s_node_name) (gpu_holders{{{OTEL}}})
         """,
         "critical",
         "{{ $labels.k8s_node_name }} sends nothing",
@@ -266,7 +271,8 @@ def gpu_alerts() -> Iterator[Alert]:
 def _did() -> str:
     """What a pod did at the most in an hour, alone on a device or as its part."""
     alone = [f'max_over_time({one}{{k8s_pod_name!=""}}[1h])' for one in ACTIVITY]
-    return " or ".join([*alone, 'label_replace(max_over_time(gpu_pod_utilization_ratio[1h]), "of", "part", "", "")'])
+    part = f"max_over_time(gpu_pod_utilization_ratio{{{OTEL}}}[1h])"
+    return " or ".join([*alone, f'label_replace({part}, "of", "part", "", "")'])
 
 
 # -- alerts on gpustream itself

@@ -210,12 +210,12 @@ def data_source() -> Json:
 
 def choice(name: str, label: str, of: str, *, one: bool = False) -> Json:
     """A variable that is filled by the values of a label, of which one or several may be chosen; All matches what
-    lacks the label, too."""
+    lacks the label, too. But all of ``otel`` has a cluster, and what other profiles write beside it has not."""
     query = f"label_values({of}, {label})"
     several: Json = {
         "multi": True,
         "includeAll": True,
-        "allValue": ".*",
+        "allValue": ".+" if name == "cluster" else ".*",
         "current": {"text": ["All"], "value": ["$__all"]},
     }
     return {

@@ -223,9 +223,10 @@ def test_every_variable_is_used(uid: str) -> None:
     assert dashboard.variables(uid).keys() - used == {"datasource"}
 
 
-def test_all_of_a_variable_matches_what_lacks_the_label_too() -> None:
+def test_all_of_a_variable_matches_what_lacks_the_label_too_but_for_the_cluster() -> None:
     of_all = [one for uid in DASHBOARDS for one in dashboard.variables(uid).values() if one.get("includeAll")]
-    assert {variable["allValue"] for variable in of_all} == {".*"}
+    assert {variable["allValue"] for variable in of_all if variable["name"] != "cluster"} == {".*"}
+    assert {variable["allValue"] for variable in of_all if variable["name"] == "cluster"} == {".+"}
     assert {variable["current"]["value"][0] for variable in of_all} == {"$__all"}
 
 

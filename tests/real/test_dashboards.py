@@ -72,7 +72,7 @@ STAYING = ("producer", "attribution", "alerts", "usage", "remote-write")
 NODES = 4
 CLUSTER, FAULTY = "compose", "faulty"
 WINDOWS = {"idle": "5s", "__rate_interval": "8s", "__range": "16s"}
-ALL = {"cluster": ".*", "namespace": ".*", "node": ".*", "workload": ".*", "job": ".*", "instance": ".*", "team": ".*"}
+ALL = {"cluster": ".+", "namespace": ".*", "node": ".*", "workload": ".*", "job": ".*", "instance": ".*", "team": ".*"}
 """The variables as Grafana fills them for All."""
 
 

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from producers.simulated.fleet import Fleet
+from tests.k8s import dashboard
+from tests.k8s.dashboard import Query
 from tests.real.conftest import need
 from tests.real.servers import PrometheusServer, find_prometheus
 
@@ -305,3 +307,35 @@ def test_pods_that_share_devices_are_seen_by_their_parts_which_are_the_devices_w
     whole = ask(fed, words, parts, ("gpu",))
     truly = true(shared, "memory_used_bytes", sum, ("gpu",))
     assert {of: whole[of] for of in truly} == truly
+
+
+# -- what other names beside them change of ours: nothing
+
+VALUES = {"__rate_interval": "8s", "__range": "16s", "idle": "5s", "price": "2", "gpu": "GPU"}
+OURS = [one for one in dashboard.queries() if "$cluster" in one.expr]
+
+
+@pytest.mark.parametrize("query", OURS, ids=str)
+def test_our_dashboards_answer_as_if_no_other_names_were_written(fed: Fed, query: Query) -> None:
+    there = dashboard.variables(query.board)
+    all_of_each = {name: one.get("allValue", ".*") for name, one in there.items()}
+    of_all = dashboard.filled(query.expr, {**all_of_each, **VALUES})
+    of_the_one = dashboard.filled(query.expr, {**all_of_each, **VALUES, "cluster": CLUSTER})
+
+    found = [
+        {tuple(sorted(one.labels.items())): one.value for one in fed.prometheus.query(expr, fed.at_ms)}
+        for expr in (of_all, of_the_one)
+    ]
+    assert found[0] == pytest.approx(found[1], nan_ok=True)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [one for one in dashboard.rules() if "gpustream_" not in one["expr"]],
+    ids=lambda one: one.get("alert") or one["record"],
+)
+def test_our_rules_find_nothing_without_a_cluster(fed: Fed, rule: Mapping[str, Any]) -> None:
+    if "up{" not in rule["expr"]:
+        assert {one.labels.get("k8s_cluster_name") for one in fed.prometheus.query(rule["expr"], fed.at_ms)} <= {
+            CLUSTER
+        }
