@@ -13,10 +13,11 @@ On failure: :class:`PricesError` with every mistake and the entry that it is in.
 """
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, date, datetime
 from decimal import Decimal, InvalidOperation
 from fnmatch import fnmatchcase
+from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -97,6 +98,7 @@ def load(path: Path) -> Prices:
         found, mistakes = _price(entry)
         wrong += [f"price {number}: {mistake}" for mistake in mistakes]
         entries.append(found)
+    wrong += _overlaps(entries)
     if wrong:
         raise PricesError("\n".join(f"{path}: {mistake}" for mistake in wrong))
     return Prices(str(currency), tuple(entry for entry in entries if entry is not None))
@@ -130,6 +132,21 @@ def _price(entry: Any) -> tuple[Price | None, list[str]]:
     if wrong:
         return None, wrong
     return Price(str(model).strip().lower(), amount, span[0], span[1], tuple(sorted(labels.items()))), []
+
+
+def _overlaps(entries: Sequence[Price | None]) -> Iterator[str]:
+    """The entries that share some time with an earlier one of the same model and node labels. An entry that is for more
+    time, on both sides, is the price for the rest of it."""
+    for (number, first), (later, entry) in combinations(enumerate(entries, 1), 2):
+        if first is None or entry is None or (first.model, first.node_labels) != (entry.model, entry.node_labels):
+            continue
+        span, its = (first.from_ms, first.to_ms), (entry.from_ms, entry.to_ms)
+        both = max(span[0], its[0]), min(span[1], its[1])
+        if both[0] < both[1] and not both == span != its:
+            yield (
+                f"price {later}: price {number} has the same model and node labels, and some of the same time: let one"
+                " end where the other begins"
+            )
 
 
 def milliseconds(at: Any) -> int | None:

@@ -87,12 +87,27 @@ def test_a_price_is_what_the_file_says_and_no_float(tmp_path: Path) -> None:
         ),
         ("currency: EUR\nprices: [{model: a, per_gpu_hour: 1, node_labels: [a]}]", "price 1: `node_labels` must be"),
         ("currency: EUR\nprices: [{model: a, per_gpu_hour: 1, model: b}]", "model stands twice"),
+        (
+            "currency: EUR\nprices: [{model: a, per_gpu_hour: 1, to: 2026-02-01},"
+            " {model: A, per_gpu_hour: 2, from: 2026-01-01}]",
+            "price 2: price 1 has the same model and node labels, and some of the same time",
+        ),
+        (
+            "currency: EUR\nprices: [{model: a, per_gpu_hour: 1}, {model: a, per_gpu_hour: 2, from: 2026-01-01}]",
+            "price 2: price 1 has the same model",
+        ),
     ],
 )
 def test_a_mistake_is_one_sentence(tmp_path: Path, text: str, sentence: str) -> None:
     with pytest.raises(PricesError, match=r"prices\.yaml: ") as raised:
         loaded(tmp_path, text)
     assert sentence in str(raised.value)
+
+
+def test_a_price_for_more_time_than_an_earlier_one_is_for_the_rest(tmp_path: Path) -> None:
+    rows = "[{model: a, per_gpu_hour: 1, from: 1970-01-02, to: 1970-01-03}, {model: a, per_gpu_hour: 2}]"
+    found = loaded(tmp_path, f"currency: EUR\nprices: {rows}")
+    assert [found.of("a", day * 86_400_000, {}) for day in range(3)] == [2, 1, 2]
 
 
 def test_all_mistakes_are_said_at_once(tmp_path: Path) -> None:
