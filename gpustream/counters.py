@@ -6,14 +6,15 @@ On failure: mistakes of the file, each with its line, on standard error. Exit co
           be served.
 """
 
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import click
 
 from gpustream.command import Argument, Command, counted
 from gpustream.topics import FAILED
-from sinks.series.counters import load
-from sinks.series.counters_file import CountersError
+from sinks.series.counters import load, pick
+from sinks.series.counters_file import Counter, CountersError, Mistake
 
 
 @click.group()
@@ -28,12 +29,12 @@ def check(file: Path) -> None:
 
     The file is dcgm-exporter's CSV or YAML, with names of any version. Exit code 1 if a line can't be served; the
     others of such a file are. A file with a mistake, such as a row without a help, is not taken at all, as
-    dcgm-exporter does not take it.
+    dcgm-exporter does not take it; then, too, all lines that can't be served are named.
     """
     try:
         picked = load(file)
     except CountersError as error:
-        for line, text in error.mistakes:
+        for line, text in sorted({*error.mistakes, *_unserved(error.rows)}):
             click.echo(f"{file}:{line}: {text}" if line else f"{file}: {text}", err=True)
         raise SystemExit(FAILED) from error
     for counter, why in picked.left_out:
@@ -41,3 +42,11 @@ def check(file: Path) -> None:
     rows = len(picked.served) + len(picked.left_out)
     click.echo(f"{file}: {len(picked.served)} of {counted(rows, 'row')} can be served")
     raise SystemExit(FAILED if picked.left_out else 0)
+
+
+def _unserved(rows: Iterable[Counter]) -> Iterator[Mistake]:
+    """Those of a file with mistakes that can't be served either."""
+    try:
+        yield from (Mistake(counter.line, f"{counter.name}: {why}") for counter, why in pick(rows).left_out)
+    except CountersError as none:  # nothing of it could be
+        yield from (mistake for mistake in none.mistakes if mistake.line)

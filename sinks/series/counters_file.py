@@ -45,10 +45,11 @@ class Mistake(NamedTuple):
 
 
 class CountersError(ValueError):
-    """A file that nothing can be taken from: all that is wrong with it."""
+    """A file that nothing can be taken from: all that is wrong with it, and the rows of it that can be read."""
 
-    def __init__(self, mistakes: Iterable[Mistake]) -> None:
+    def __init__(self, mistakes: Iterable[Mistake], rows: Iterable[Counter] = ()) -> None:
         self.mistakes = tuple(sorted(mistakes))
+        self.rows = tuple([one for one in rows if one.name and one.type in TYPES])
         super().__init__("; ".join(f"line {line}: {text}" if line else text for line, text in self.mistakes))
 
 
@@ -84,7 +85,7 @@ def parse_csv(text: str) -> tuple[Counter, ...]:
     if not counters and not mistakes:
         mistakes.append(Mistake(0, "has no row: nothing would be served"))
     if mistakes:
-        raise CountersError(mistakes)
+        raise CountersError(mistakes, counters)
     return tuple(counters)
 
 
@@ -185,7 +186,7 @@ def parse_yaml(text: str) -> tuple[Counter, ...] | str:
     again = [one for one in counters if one.name and first.setdefault(one.name, one) is not one]
     mistakes += [Mistake(one.line, f"names {one.name} again: line {first[one.name].line} has it") for one in again]
     if mistakes:
-        raise CountersError(mistakes)
+        raise CountersError(mistakes, counters)
     return file or tuple(counters)
 
 

@@ -29,11 +29,17 @@ def test_each_line_that_can_not_be_served_is_named_with_its_reason(tmp_path: Pat
     ]
 
 
-def test_the_mistakes_of_a_file_are_named_with_their_lines(tmp_path: Path) -> None:
-    done = check(tmp_path / "a.csv", "A,gauge\nB,gauge,x\nC,gouge,x\n")
+def test_the_mistakes_of_a_file_are_named_with_their_lines_and_so_is_what_can_not_be_served(tmp_path: Path) -> None:
+    rows = "A,gauge\nDCGM_EXP_P2P_STATUS,gauge,x\nDCGM_FI_DEV_GPU_TEMP,gouge,x\n"
+    for more in ("", "DCGM_FI_DEV_GPU_TEMP,gauge,x\n"):
+        done = check(tmp_path / "a.csv", rows + more)
 
-    assert (done.exit_code, done.stdout) == (1, "")
-    assert [line.split(": ")[0] for line in done.stderr.splitlines()] == [f"{tmp_path}/a.csv:1", f"{tmp_path}/a.csv:3"]
+        assert (done.exit_code, done.stdout) == (1, "")
+        assert done.stderr.splitlines() == [
+            f"{tmp_path}/a.csv:1: has 2 columns, not name, type and help",
+            f"{tmp_path}/a.csv:2: DCGM_EXP_P2P_STATUS: dcgm-exporter makes it itself",
+            f"{tmp_path}/a.csv:3: has the type 'gouge', which is none of gauge, counter, untyped, label",
+        ]
 
 
 def test_a_file_that_is_not_there_is_a_sentence(tmp_path: Path) -> None:
