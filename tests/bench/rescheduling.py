@@ -1,14 +1,17 @@
 """How long each partition waits when a worker goes: stopped, drained, scaled in, killed, or gone with its node.
 
-python -m tests.bench.rescheduling [MEMBERSHIP ...]
+python -m tests.bench.rescheduling [--sink] [MEMBERSHIP ...]
 
-Three attribution workers share 12 partitions of a simulated fleet. A partition's wait is the longest time from when one
-of its samples was logged until its record in gpu.attributed was. Every sample is counted at the end, by its identity.
+Three workers share 12 partitions of a simulated fleet: of attribution, or remote-write sinks into Prometheus. A
+partition's wait is the longest time from when one of its samples was logged until its record in gpu.attributed was; for
+the sinks, from when that was logged until it was committed. Every sample is counted at the end, by its identity.
 """
 
 import asyncio
+import math
 import sys
 import tempfile
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -18,10 +21,11 @@ from statistics import median
 from typing import NamedTuple
 
 import msgspec
+from confluent_kafka import ConsumerGroupTopicPartitions, TopicPartition
 
 from delivery import topic_admin
-from tests.real.pipeline import Gpustream, Tick, records_of
-from tests.real.servers import KafkaServer
+from tests.real.pipeline import Gpustream, Tick, Truth, records_of, stored
+from tests.real.servers import KafkaServer, PrometheusServer
 
 PARTITIONS = 12
 WORKERS = 3
@@ -55,6 +59,14 @@ class Identity(msgspec.Struct):
         return self.cluster, self.node, self.run_id, self.seq
 
 
+class Wait(NamedTuple):
+    """How long a record of a partition waited that was logged at a time, in ms."""
+
+    partition: int
+    at_ms: float
+    ms: float
+
+
 class Event(NamedTuple):
     """What was done to the workers, from when until when, in ms since the epoch."""
 
@@ -63,7 +75,7 @@ class Event(NamedTuple):
     to_ms: float
 
 
-def main(memberships: Sequence[str]) -> None:
+def main(sink: bool, memberships: Sequence[str]) -> None:
     """Prints a row for each event under each membership."""
     sys.stdout.write("| membership | event | partitions that waited > 1 s | median s | longest s | all together s |\n")
     sys.stdout.write("|---|---|---|---|---|---|\n")
@@ -72,32 +84,46 @@ def main(memberships: Sequence[str]) -> None:
             directory = Path(servers.enter_context(tempfile.TemporaryDirectory()))
             kafka = servers.enter_context(KafkaServer(directory / "kafka"))
             asyncio.run(topic_admin.create(kafka.connection, partitions=PARTITIONS, replication_factor=1))
-            at = ("--kafka", kafka.address)
-            ticks = ("--fleet", "48x1", "--interval", "500ms")
+            at, attribution = ("--kafka", kafka.address), ["stream", "attribution"]
+            prometheus = servers.enter_context(PrometheusServer(directory / "prometheus")) if sink else None
+            command = ["sink", "remote-write", "--url", prometheus.write_url] if prometheus else attribution
+            truth = directory / "truth"
+            ticks = ("--fleet", "48x1", "--interval", "500ms", "--truth", str(truth))
             fleet = Gpustream(directory / "fleet", "produce", "simulated", *at, *ticks)
-            servers.callback(fleet.close)
-            workers = [Gpustream(directory / f"w{n}", *worker(membership, n, *at)) for n in range(WORKERS)]
-            for one in workers:
+            others = [Gpustream(directory / "attribution", *attribution, *at)] if sink else []
+            workers = [
+                Gpustream(directory / f"w{n}", *command, *at, *membership_of(membership, n)) for n in range(WORKERS)
+            ]
+            for one in (fleet, *others, *workers):
                 servers.callback(one.close)
+            for one in (*others, *workers):
                 one.begin()
-            for one in workers:
+            for one in (*others, *workers, fleet):
                 one.start()
-            fleet.start()
+            watch = servers.enter_context(Commits(kafka)) if sink else None
             time.sleep(SETTLED_S)
             events = go_through(workers, MEMBERSHIPS[membership][0])
             fleet.stop()
             time.sleep(SETTLED_S)
             for one in workers:
                 one.stop()
-            asyncio.run(report(membership, kafka.address, events))
+            waits = asyncio.run(watch.waits(kafka.address) if watch else attributed(membership, kafka.address))
+            report(membership, waits, events)
+            if prometheus:
+                expected = Truth.read(truth).points("memory_used_bytes").keys()
+                found = stored(prometheus, "gpu_memory_used", "default", "30m").keys()
+                sys.stdout.write(
+                    f"\n{membership}: {len(expected)} values, {len(expected - found)} not in Prometheus\n\n"
+                )
+            sys.stdout.flush()
 
 
-def worker(membership: str, number: int, *at: str) -> list[str]:
-    """The command of a worker."""
+def membership_of(membership: str, number: int) -> list[str]:
+    """The options of a worker."""
     timeout_s, static, leaves = MEMBERSHIPS[membership]
-    more = ["--instance-id", f"attribution-{number}"] if static else []
+    more = ["--instance-id", f"worker-{number}"] if static else []
     more += ["--leave-on-stop"] if static and leaves else []
-    return ["stream", "attribution", *at, "--session-timeout", f"{timeout_s:.0f}s", *more]
+    return ["--session-timeout", f"{timeout_s:.0f}s", *more]
 
 
 def go_through(workers: Sequence[Gpustream], timeout_s: float) -> list[Event]:
@@ -124,31 +150,68 @@ def go_through(workers: Sequence[Gpustream], timeout_s: float) -> list[Event]:
     return events
 
 
-async def report(membership: str, kafka: str, events: Sequence[Event]) -> None:
-    """Print how long partitions waited in each event, and count the samples."""
+class Commits:
+    """What the sinks' group has committed, looked at five times a second."""
+
+    def __init__(self, kafka: KafkaServer) -> None:
+        self._admin, self._over = kafka.admin(), threading.Event()
+        self._seen: list[tuple[float, dict[int, int]]] = []
+        self._thread = threading.Thread(target=self._look)
+
+    def __enter__(self) -> "Commits":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        group = "gpustream-sink-remote-write"
+        tps = [TopicPartition("gpu.attributed", number) for number in range(PARTITIONS)]
+        while not self._over.wait(0.2):
+            found = self._admin.list_consumer_group_offsets([ConsumerGroupTopicPartitions(group, tps)])[group].result()
+            self._seen.append((time.time() * 1000, {tp.partition: tp.offset for tp in found.topic_partitions}))
+
+    async def waits(self, kafka: str) -> list[Wait]:
+        """How long each record was not committed."""
+        waits = []
+        async for record in records_of(kafka, "gpu.attributed"):
+            at_ms = next((at for at, seen in self._seen if seen[record.partition] > record.offset), math.inf)
+            waits.append(Wait(record.partition, record.timestamp, at_ms - record.timestamp))
+        return waits
+
+
+async def attributed(membership: str, kafka: str) -> list[Wait]:
+    """How long each sample was not in gpu.attributed. Prints how many are lost, or there twice."""
     decode = msgspec.json.Decoder(Identity).decode
     logged = {
         decode(record.value).tick(): (record.partition, record.timestamp)
         async for record in records_of(kafka, "gpu.samples")
     }
-    attributed: dict[Tick, int] = {}
+    found: dict[Tick, int] = {}
     records = 0
     async for record in records_of(kafka, "gpu.attributed"):
-        attributed.setdefault(decode(record.value).tick(), record.timestamp)
+        found.setdefault(decode(record.value).tick(), record.timestamp)
         records += 1
+    lost, twice = len(logged.keys() - found.keys()), records - len(found)
+    sys.stdout.write(f"\n{membership}: {len(logged)} samples, {lost} lost, {twice} records twice\n\n")
+    return [Wait(*logged[tick], at_ms - logged[tick][1]) for tick, at_ms in found.items()]
+
+
+def report(membership: str, waits: Sequence[Wait], events: Sequence[Event]) -> None:
+    """Print how long partitions waited in each event."""
     for event in events:
         longest: dict[int, float] = defaultdict(float)
-        for tick, (partition, at_ms) in logged.items():
-            if event.from_ms - 1000 <= at_ms <= event.to_ms - 2000 and tick in attributed:
-                longest[partition] = max(longest[partition], (attributed[tick] - at_ms) / 1000)
-        waits = [wait for wait in longest.values() if wait > 1.0]
-        middle = f"{median(waits):.1f}" if waits else "-"
-        row = (membership, event.name, f"{len(waits)} of {PARTITIONS}", middle, f"{max(longest.values()):.1f}")
-        sys.stdout.write(f"| {' | '.join(row)} | {sum(waits):.0f} |\n")
-    lost, twice = len(logged.keys() - attributed.keys()), records - len(attributed)
-    sys.stdout.write(f"\n{membership}: {len(logged)} samples, {lost} lost, {twice} records twice\n\n")
-    sys.stdout.flush()
+        for wait in waits:
+            if event.from_ms - 1000 <= wait.at_ms <= event.to_ms - 2000:
+                longest[wait.partition] = max(longest[wait.partition], wait.ms / 1000)
+        long = [wait_s for wait_s in longest.values() if wait_s > 1.0]
+        middle = f"{median(long):.1f}" if long else "-"
+        row = (membership, event.name, f"{len(long)} of {PARTITIONS}", middle, f"{max(longest.values()):.1f}")
+        sys.stdout.write(f"| {' | '.join(row)} | {sum(long):.0f} |\n")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    arguments = sys.argv[1:]
+    main("--sink" in arguments, [one for one in arguments if one != "--sink"])
