@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 _LOOK_EVERY_S = 0.3
 _RETRY_S = 0.5
 _POSITION_S = 0.1
+_LATE_S = 0.05
 _DESCRIBE_S = 3.0
 _HANGING_S = 60.0
 _SILENT_S = 5.0
@@ -353,11 +354,16 @@ class ConsumerGroup(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka
     async def fetch(
         self, active: Collection[Partition], timeout_s: float, max_records: int | None = None
     ) -> Mapping[Partition, Sequence[Any]]:
-        """Records of these partitions, in order; none if none came in time."""
+        """Records of these partitions, in order; none if none came in time.
+
+        While partitions are dealt the client would wait until they are, and that waits for who reads to let go.
+        """
+        tps, timeout_ms = [self._theirs(tp) for tp in active], int(timeout_s * 1000)
         try:
-            records = await self._consumer.getmany(
-                *(self._theirs(tp) for tp in active), timeout_ms=int(timeout_s * 1000), max_records=max_records
-            )
+            async with asyncio.timeout(timeout_s + _LATE_S):
+                records = await self._consumer.getmany(*tps, timeout_ms=timeout_ms, max_records=max_records)
+        except TimeoutError:
+            return {}
         except KafkaError as error:
             self._complain(error)
             await asyncio.sleep(_RETRY_S)

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 
 import msgspec
 import pytest
@@ -12,9 +13,10 @@ from confluent_kafka.admin import NewPartitions
 
 from delivery import group as group_module
 from delivery.clients import OffsetClient
-from delivery.group import MustRestart
+from delivery.group import ConsumerGroup, MustRestart
 from delivery.ledger import Partition
 from delivery.sender import Sender
+from delivery.settings import MemberSettings
 from streams.app import ReaderApp
 from tests.eventually import eventually
 from tests.real.contents import committed, ends, values
@@ -143,6 +145,40 @@ async def test_a_partition_that_is_added_ends_the_process_and_is_not_read(
         with pytest.raises(MustRestart, match=f"{name}-in has 3 partitions, and had 2"):
             await asyncio.wait_for(task, 15)
     assert Partition(f"{name}-in", 2) not in app.reader.commits
+
+
+class Reading:
+    """A member that has a fetch under way when its partitions are taken away, and waits for its end."""
+
+    def __init__(self, kafka: KafkaServer, topic: str) -> None:
+        settings = MemberSettings(group=topic, kafka=kafka.address)
+        self.group = ConsumerGroup(settings, [topic], self, {topic: 2})
+        self.ours: set[Partition] = set()
+        self.let_go = 0
+
+    def has(self, partitions: int) -> bool:
+        return len(self.ours) == partitions
+
+    async def revoked(self) -> None:
+        self.let_go += len(await self.group.fetch(self.ours, 0.1)) == 0
+
+    def assigned(self, tps: set[Partition]) -> None:
+        self.ours = tps
+
+
+async def test_a_fetch_ends_in_its_time_while_partitions_are_dealt_so_that_who_reads_can_let_go(
+    kafka: KafkaServer,
+) -> None:
+    topic = "group-fetching"
+    kafka.create_topics({topic: 2})
+    first, second = Reading(kafka, topic), Reading(kafka, topic)
+    for one, partitions in ((first, 2), (second, 1)):
+        await one.group.connect()
+        one.group.join()
+        await eventually(partial(one.has, partitions))
+    assert (first.let_go, len(first.ours)) == (1, 1)
+    for one in (first, second):
+        await one.group.close()
 
 
 async def test_of_two_processes_with_one_instance_id_the_older_ends_and_the_newer_goes_on(kafka: KafkaServer) -> None:
