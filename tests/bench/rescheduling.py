@@ -21,7 +21,7 @@ from statistics import median
 from typing import NamedTuple
 
 import msgspec
-from confluent_kafka import ConsumerGroupTopicPartitions, TopicPartition
+from confluent_kafka import Consumer, TopicPartition
 
 from delivery import topic_admin
 from tests.real.pipeline import Gpustream, Tick, Truth, records_of, stored
@@ -154,7 +154,8 @@ class Commits:
     """What the sinks' group has committed, looked at five times a second."""
 
     def __init__(self, kafka: KafkaServer) -> None:
-        self._admin, self._over = kafka.admin(), threading.Event()
+        group = {"bootstrap.servers": kafka.address, "group.id": "gpustream-sink-remote-write"}
+        self._consumer, self._over = Consumer(group), threading.Event()  # it asks, and joins nothing
         self._seen: list[tuple[float, dict[int, int]]] = []
         self._thread = threading.Thread(target=self._look)
 
@@ -165,13 +166,13 @@ class Commits:
     def __exit__(self, *_: object) -> None:
         self._over.set()
         self._thread.join()
+        self._consumer.close()
 
     def _look(self) -> None:
-        group = "gpustream-sink-remote-write"
         tps = [TopicPartition("gpu.attributed", number) for number in range(PARTITIONS)]
         while not self._over.wait(0.2):
-            found = self._admin.list_consumer_group_offsets([ConsumerGroupTopicPartitions(group, tps)])[group].result()
-            self._seen.append((time.time() * 1000, {tp.partition: tp.offset for tp in found.topic_partitions}))
+            found = self._consumer.committed(tps, timeout=10)
+            self._seen.append((time.time() * 1000, {tp.partition: tp.offset for tp in found}))
 
     async def waits(self, kafka: str) -> list[Wait]:
         """How long each record was not committed."""
