@@ -81,6 +81,9 @@ OF_EVERY_POD: dict[str, dict[str, Any]] = {
     "runtimeClassName": said(TEXT, "The pods' RuntimeClass, for example nvidia for the node producer."),
     "podLabels": said(TEXTS, "More labels of the pods."),
     "podAnnotations": said(TEXTS, "Annotations of the pods."),
+    "serviceAccountName": said(
+        TEXT, "An account of yours, for example with a role of a cloud; the cluster producer has one of its own."
+    ),
     "podSecurityContext": said(
         of_kubernetes(
             "runAsNonRoot runAsUser runAsGroup fsGroup fsGroupChangePolicy supplementalGroups supplementalGroupsPolicy "
@@ -134,6 +137,7 @@ OF_EVERY_POD: dict[str, dict[str, Any]] = {
 OF_ONE: dict[str, dict[str, dict[str, Any]]] = {
     "node": {
         "maxUnavailable": said({"type": ["string", "integer"]}, "Nodes that are updated at once."),
+        "kubeletDirectory": said(TEXT, "Where the kubelet has its files; /var/lib/k0s/kubelet, for example."),
         "resourceQuota": said(SWITCH, "A ResourceQuota for the pods' priority class, as GKE wants it."),
     },
     "cluster": {
@@ -174,6 +178,7 @@ GLOBAL: dict[str, dict[str, Any]] = {
         pullSecrets=said(several(closed(name=TEXT), "name"), "Secrets of its registry, as `- name: NAME`."),
     ),
     "fullnameOverride": said(TEXT, "What the names of all objects begin with; empty: the release's name."),
+    "commonLabels": said(TEXTS, "More labels of every object; those of pods are `defaults.podLabels`."),
     "kafkaSecret": said(
         TEXT,
         "A Secret of yours whose files every pod sees in /etc/gpustream/kafka; with `strimzi.users` ca.crt is enough, "
@@ -182,7 +187,9 @@ GLOBAL: dict[str, dict[str, Any]] = {
     "keda": closed(
         enabled=said(SWITCH, "Scale by KEDA on lag and CPU, instead of by a HorizontalPodAutoscaler on CPU."),
         pollingInterval=said(COUNT, "Seconds."),
-        authentication=said(TEXT, "A TriggerAuthentication of yours, for a Kafka with TLS or SASL."),
+        authentication=said(
+            TEXT, "A TriggerAuthentication of yours, for a Kafka with TLS or SASL; with `strimzi.users` it has a user."
+        ),
     ),
     "monitors": closed(
         enabled=said(SWITCH, "A PodMonitor, and a ServiceMonitor of the scrape sink, for the Prometheus operator."),

@@ -12,10 +12,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from importlib.metadata import distributions
 from pathlib import Path
 
 from packaging.requirements import Requirement
-from packaging.utils import NormalizedName, canonicalize_name
+from packaging.utils import canonicalize_name
 
 from tests.test_dockerfile import BUILD, PROJECT, ROOT
 
@@ -53,11 +54,14 @@ def compressed_mb(folder: Path) -> float:
     return len(packed.stdout) / 1e6
 
 
-def for_development_only(folder: Path) -> set[NormalizedName]:
-    """What is there of that which only development names, and pip."""
-    dev = {canonicalize_name(Requirement(one).name) for one in PROJECT["project"]["optional-dependencies"]["dev"]}
-    installed = {canonicalize_name(path.name.split("-")[0]) for path in folder.glob("lib/*/site-packages/*.dist-info")}
-    return installed & (dev | {canonicalize_name("pip")})
+def for_development_only(folder: Path) -> set[str]:
+    """What is there of that which only development names and nothing there needs, and pip."""
+    (packages,) = folder.glob("lib/*/site-packages")
+    there = {canonicalize_name(one.name): one for one in distributions(path=[str(packages)])}
+    needed = [line for one in there.values() for line in one.requires or () if "extra ==" not in line]
+    dev = PROJECT["project"]["optional-dependencies"]["dev"]
+    wanted_by_dev, wanted = ({canonicalize_name(Requirement(line).name) for line in lines} for lines in (dev, needed))
+    return {str(name) for name in there if name in wanted_by_dev - wanted or name == "pip"}
 
 
 def main() -> int:

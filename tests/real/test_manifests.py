@@ -604,11 +604,11 @@ def rights(thing: Manifest) -> set[str]:
 
 
 NODE = {"root", "hostPID", "hostPath"}
-KAFKA = {"writable root"}  # of the try
+OF_THE_TRY = {"kafka": {"writable root"}, "prometheus": {"no probes", "no time to stop"}}  # which are not ours
 CUSTOM_METRICS = {"metrics-api": {"token"}}
 GKE = {"node": NODE | {"privileged", "privilege escalation", "capabilities"}}
 MORE = {
-    "try": {"kafka": KAFKA},
+    "try": OF_THE_TRY,
     "base with every component": CUSTOM_METRICS | GKE,
     "base on GKE": GKE,
     "chart gke": GKE,
@@ -806,3 +806,113 @@ def test_a_value_or_an_option_that_there_is_not_is_refused() -> None:
         ran = helm("template", "gpustream", CHART, "--set", wrong)
         assert ran.returncode != 0
         assert "additional properties" in ran.stderr
+
+
+def values_of_a_site(path: Path, values: Manifest) -> Path:
+    """A file of values."""
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+def test_everything_that_a_site_says_is_in_its_pods(tmp_path: Path) -> None:
+    digest = "sha256:" + "1" * 64
+    site: Manifest = {
+        "image": {"digest": digest, "pullSecrets": [{"name": "registry"}]},
+        "options": {"kafka": "k:9092", "listen": "0.0.0.0:9555", "parts-by-pod": True},
+        "commonLabels": {"team": "ml"},
+        "kafkaSecret": "mine",
+        "node": {"kubeletDirectory": "/var/lib/k0s/kubelet"},
+        "scrape": {"enabled": True, "options": {"scrape-listen": "0.0.0.0:9999"}},
+        "monitors": {"enabled": True, "honorLabels": False},
+        "remoteWrite": {
+            "options": {"url": ["http://a", "http://b"], "parts-by-pod": False},
+            "secret": "tokens",
+            "serviceAccountName": "writer",
+            "resources": {"limits": {"cpu": "3"}},
+            "nodeSelector": {"pool": "system"},
+            "tolerations": [{"operator": "Exists"}],
+            "affinity": {"podAntiAffinity": {}},
+            "priorityClassName": "high",
+            "extraArgs": ["--grace=1s"],
+            "extraEnv": [{"name": "A", "value": "b"}],
+            "extraEnvFrom": [{"secretRef": {"name": "more"}}],
+            "extraVolumes": [{"name": "v", "emptyDir": {}}],
+            "extraVolumeMounts": [{"name": "v", "mountPath": "/v"}],
+            "podLabels": {"l": "1"},
+            "podAnnotations": {"a": "2"},
+        },
+    }
+    things = chart(values_of_a_site(tmp_path / "values.yaml", site))
+    assert {thing["metadata"]["labels"]["team"] for thing in things} == {"ml"}
+    for pod in (template["spec"] for template in templates(things)):
+        assert pod["imagePullSecrets"] == [{"name": "registry"}]
+        assert pod["containers"][0]["image"] == f"gpustream@{digest}"
+        assert {"name": "kafka", "secret": {"secretName": "mine", "defaultMode": 0o440}} in pod["volumes"]
+
+    by_name = {pod["spec"]["containers"][0]["name"]: pod for pod in templates(things)}
+    pod, said = by_name["remote-write"]["spec"], site["remoteWrite"]
+    (container,) = pod["containers"]
+    seen = environment({"env": container["env"]}, {})
+    assert (seen["GPUSTREAM_URL"], seen["GPUSTREAM_PARTS_BY_POD"], seen["A"]) == ("http://a\nhttp://b", "false", "b")
+    assert container["args"] == ["sink", "remote-write", "--grace=1s"]
+    assert container["envFrom"] == said["extraEnvFrom"]
+    assert container["resources"] == said["resources"]
+    assert container["ports"] == [{"name": "metrics", "containerPort": 9555}]
+    assert {name: pod[name] for name in pod.keys() & said.keys()} == {
+        name: said[name]
+        for name in ("serviceAccountName", "nodeSelector", "tolerations", "affinity", "priorityClassName")
+    }
+    assert {"name": "v", "emptyDir": {}} in pod["volumes"]
+    assert {"name": "credentials", "secret": {"secretName": "tokens", "defaultMode": 0o440}} in pod["volumes"]
+    metadata = by_name["remote-write"]["metadata"]
+    assert (metadata["labels"]["l"], metadata["annotations"]) == ("1", {"a": "2"})
+    assert {"name": "gpus", "containerPort": 9999} in by_name["scrape"]["spec"]["containers"][0]["ports"]
+    paths = {volume["hostPath"]["path"] for volume in by_name["node"]["spec"]["volumes"] if "hostPath" in volume}
+    assert {str(Path(path).parent) for path in paths} == {"/var/lib/k0s/kubelet"}
+    (monitor,) = [thing for thing in things if thing["kind"] == "ServiceMonitor"]
+    assert monitor["spec"]["endpoints"][0]["honorLabels"] is False
+
+
+SWITCHES = {
+    "monitors.enabled": {"PodMonitor"},
+    "prometheusRule.enabled": {"PrometheusRule"},
+    "dashboards.enabled": {"ConfigMap"},
+    "networkPolicy.enabled": {"NetworkPolicy"},
+    "defaults.autoscaling.enabled": {"HorizontalPodAutoscaler"},
+    "defaults.autoscaling.enabled,keda.enabled": {"ScaledObject"},
+    "strimzi.topics": {"KafkaTopic"},
+    "strimzi.topics,strimzi.users": {"KafkaTopic", "KafkaUser"},
+    "metricsApi.enabled,metricsApi.certificate.enabled": {"Certificate"},
+    "metricsApi.enabled,metricsApi.aggregated": {"APIService"},
+    "node.resourceQuota": {"ResourceQuota"},
+}
+
+
+@pytest.mark.parametrize(("switches", "kinds"), SWITCHES.items(), ids=list(SWITCHES))
+def test_each_switch_brings_its_objects_and_no_other_kind(tmp_path: Path, switches: str, kinds: set[str]) -> None:
+    values: Manifest = {}
+    for switch in switches.split(","):
+        *path, last = switch.split(".")
+        part = values
+        for word in path:
+            part = part.setdefault(word, {})
+        part[last] = True
+    before = {thing["kind"] for thing in chart(values_of_a_site(tmp_path / "none.yaml", {}))}
+    after = {thing["kind"] for thing in chart(values_of_a_site(tmp_path / "values.yaml", values))}
+    assert after - before == kinds
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("strimzi.users=true", "strimzi.users needs strimzi.topics"),
+        ("options.listen=127.0.0.1:9401", "must be 0.0.0.0:PORT"),
+        ("node.resources.limit.cpu=1", "additional properties 'limit' not allowed"),
+        ("image.digest=sha256:12", "does not match pattern"),
+        ("remoteWrite.options.protocol=3", "value must be one of"),
+    ],
+)
+def test_a_value_that_can_not_work_is_refused_with_the_reason(wrong: str, said: str) -> None:
+    ran = helm("template", "gpustream", CHART, "--set", wrong)
+    assert ran.returncode != 0
+    assert said in ran.stderr

@@ -71,6 +71,9 @@ app.kubernetes.io/component: {{ . }}
 app.kubernetes.io/version: {{ $root.Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ $root.Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version }}
+{{- with $root.Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
 {{- end }}
 
 {{- define "gpustream.image" -}}
@@ -91,6 +94,53 @@ helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version }}
 {{- end }}
 {{- end }}
 
+{{- /* In: [root, settings]. Out: the options of a component: what the chart knows, the site's for all, the site's for it. */ -}}
+{{- define "gpustream.options" -}}
+{{- $root := index . 0 }}
+{{- $c := index . 1 }}
+{{- $files := printf "/etc/gpustream/%s" $c.name }}
+{{- $known := dict }}
+{{- if and $root.Values.strimzi.users (ne $root.Values.strimzi.authentication "tls-external") }}
+{{- $known = include "gpustream.strimzi-login" . | fromYaml }}
+{{- end }}
+{{- if eq $c.name "cluster" }}
+{{- $_ := set $known "lease" (printf "%s/%s" $root.Release.Namespace $c.fullname) }}
+{{- else if eq $c.name "scrape" }}
+{{- $_ := set $known "scrape-listen" "0.0.0.0:9400" }}
+{{- else if eq $c.name "parquet" }}
+{{- $_ := set $known "path" "/var/lib/gpustream/usage" }}
+{{- else if and (eq $c.name "alerts") $c.rules }}
+{{- $_ := set $known "rules" "/etc/gpustream/alert-rules/rules.toml" }}
+{{- else if eq $c.name "metrics-api" }}
+{{- $_ := set $known "metrics-listen" "0.0.0.0:8443" }}
+{{- $_ := set $known "serving-cert" (printf "%s/tls.crt" $files) }}
+{{- $_ := set $known "serving-key" (printf "%s/tls.key" $files) }}
+{{- if $c.secret }}
+{{- $_ := set $known "client-token-file" (printf "%s/token" $files) }}
+{{- end }}
+{{- if $c.aggregated }}
+{{- $_ := set $known "custom-metrics" (printf "%s/%s" $root.Release.Namespace $c.fullname) }}
+{{- end }}
+{{- end }}
+{{- /* One by one, as above. */ -}}
+{{- $options := dict }}
+{{- range $some := list $known (eq $c.kind "Job" | ternary (omit $root.Values.options "listen" "cluster") $root.Values.options) ($c.options | default dict) }}
+{{- range $option, $value := $some }}
+{{- $_ := set $options $option $value }}
+{{- end }}
+{{- end }}
+{{- toYaml $options }}
+{{- end }}
+
+{{- /* In: [settings, option, options]. Out: the port where it listens, which the kubelet must reach. */ -}}
+{{- define "gpustream.port" -}}
+{{- $listen := get (index . 2) (index . 1) | toString }}
+{{- if not (regexMatch "^(0\\.0\\.0\\.0|\\[::\\]):[0-9]+$" $listen) }}
+{{- fail (printf "%s: the option %s must be 0.0.0.0:PORT, and is %s: the kubelet and Prometheus ask from outside the pod" (index . 0).name (index . 1) $listen) }}
+{{- end }}
+{{- regexFind "[0-9]+$" $listen }}
+{{- end }}
+
 {{- define "gpustream.topic-prefix" -}}
 {{- index .Values.options "topic-prefix" | default "" -}}
 {{- end }}
@@ -109,4 +159,11 @@ kafka-username: {{ (index . 1).fullname }}
 kafka-password-file: {{ $files }}/password
 {{- end }}
 kafka-ca: {{ $files }}/ca.crt
+{{- end }}
+
+{{- /* The user by which KEDA logs in to a Kafka by Strimzi; nothing if the site has a TriggerAuthentication of its own. */ -}}
+{{- define "gpustream.keda-login" -}}
+{{- if and .Values.keda.enabled .Values.strimzi.users (eq .Values.strimzi.authentication "tls") (not .Values.keda.authentication) -}}
+{{ include "gpustream.fullname" . }}-keda
+{{- end }}
 {{- end }}

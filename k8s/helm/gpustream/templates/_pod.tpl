@@ -9,6 +9,7 @@
 {{- $isApi := eq $c.name "metrics-api" }}
 {{- $secret := $c.secret }}
 {{- $login := and $root.Values.strimzi.users (ne $root.Values.strimzi.authentication "tls-external") }}
+{{- $options := include "gpustream.options" (list $root $c) | fromYaml }}
 metadata:
   labels:
     {{- include "gpustream.selector" (list $root $c.name) | nindent 4 }}
@@ -30,8 +31,8 @@ spec:
   {{- if or $isCluster (and $isApi $c.aggregated) }}
   serviceAccountName: {{ $c.fullname }}
   {{- else }}
-  {{- if and $isNode $root.Values.openshift }}
-  serviceAccountName: {{ $c.fullname }}
+  {{- with and $isNode $root.Values.openshift | ternary $c.fullname $c.serviceAccountName }}
+  serviceAccountName: {{ . }}
   {{- end }}
   automountServiceAccountToken: false
   {{- end }}
@@ -80,34 +81,6 @@ spec:
       args:
         {{- toYaml (concat $c.command $c.extraArgs) | nindent 8 }}
       env:
-        {{- $options := merge (deepCopy ($c.options | default dict)) (deepCopy $root.Values.options) }}
-        {{- if $isJob }}
-        {{- $options = omit $options "listen" "cluster" }}
-        {{- end }}
-        {{- if eq $c.name "scrape" }}
-        {{- $options = merge $options (dict "scrape-listen" "0.0.0.0:9400") }}
-        {{- end }}
-        {{- if and (eq $c.name "alerts") $c.rules }}
-        {{- $options = merge $options (dict "rules" "/etc/gpustream/alert-rules/rules.toml") }}
-        {{- end }}
-        {{- if eq $c.name "parquet" }}
-        {{- $options = merge $options (dict "path" "/var/lib/gpustream/usage") }}
-        {{- end }}
-        {{- if $isApi }}
-        {{- $options = merge $options (dict "metrics-listen" "0.0.0.0:8443" "serving-cert" (printf "%s/tls.crt" $of) "serving-key" (printf "%s/tls.key" $of)) }}
-        {{- if $secret }}
-        {{- $options = merge $options (dict "client-token-file" (printf "%s/token" $of)) }}
-        {{- end }}
-        {{- if $c.aggregated }}
-        {{- $options = merge $options (dict "custom-metrics" (printf "%s/%s" $root.Release.Namespace $c.fullname)) }}
-        {{- end }}
-        {{- end }}
-        {{- if $login }}
-        {{- $options = merge $options (include "gpustream.strimzi-login" (list $root $c) | fromYaml) }}
-        {{- end }}
-        {{- if $isCluster }}
-        {{- $options = merge $options (dict "lease" (printf "%s/%s" $root.Release.Namespace $c.fullname)) }}
-        {{- end }}
         {{- include "gpustream.environment" $options | trim | nindent 8 }}
         {{- if $isNode }}
         - name: NODE_NAME
@@ -136,11 +109,11 @@ spec:
       {{- end }}
       {{- if not $isJob }}
       ports:
-        - {name: metrics, containerPort: 9401}
+        - {name: metrics, containerPort: {{ include "gpustream.port" (list $c "listen" $options) }}}
         {{- if eq $c.name "scrape" }}
-        - {name: gpus, containerPort: 9400}
+        - {name: gpus, containerPort: {{ include "gpustream.port" (list $c "scrape-listen" $options) }}}
         {{- else if $isApi }}
-        - {name: api, containerPort: 8443}
+        - {name: api, containerPort: {{ include "gpustream.port" (list $c "metrics-listen" $options) }}}
         {{- end }}
       startupProbe:
         httpGet: {path: /healthz, port: metrics}
@@ -184,9 +157,9 @@ spec:
   volumes:
     {{- if $isNode }}
     - name: pod-resources # the folder: a mount of the socket would keep the dead one when the kubelet restarts
-      hostPath: {path: /var/lib/kubelet/pod-resources, type: Directory}
+      hostPath: {path: {{ $c.kubeletDirectory }}/pod-resources, type: Directory}
     - name: pods-api # a kubelet before 1.37 has none, and finds this one after its upgrade
-      hostPath: {path: /var/lib/kubelet/pods-api, type: DirectoryOrCreate}
+      hostPath: {path: {{ $c.kubeletDirectory }}/pods-api, type: DirectoryOrCreate}
     {{- end }}
     - name: tmp
       emptyDir: {sizeLimit: 16Mi}
