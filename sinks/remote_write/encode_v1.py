@@ -9,7 +9,7 @@ Label{1 name, 2 value}, Sample{1 double value, 2 int64 timestamp}.
 """
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate, chain
 from struct import Struct
@@ -34,7 +34,12 @@ class _Plan(NamedTuple):
 
 def encode(groups: Sequence[SampleGroup]) -> bytes:
     """The request that writes these groups, uncompressed."""
-    out, start = [], 0
+    return b"".join(pieces(groups))
+
+
+def pieces(groups: Sequence[SampleGroup]) -> Iterator[bytes]:
+    """The same, a tick at a time."""
+    start = 0
     while start < len(groups):
         first, ts_ms, _ = groups[start]
         width = ts_width(ts_ms)
@@ -46,9 +51,8 @@ def encode(groups: Sequence[SampleGroup]) -> bytes:
         arguments = plan.arguments.copy()
         arguments[1::3] = chain.from_iterable([one.values for one in some])
         arguments[2::3] = [timestamp(ts_ms)] * (len(arguments) // 3)
-        out.append(plan.pack.pack(*arguments))
+        yield plan.pack.pack(*arguments)
         start += len(some)
-    return b"".join(out)
 
 
 def _of_one_tick(groups: Sequence[SampleGroup], start: int) -> Sequence[SampleGroup]:

@@ -12,7 +12,8 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from itertools import chain
 from typing import Literal
 
 from cramjam import snappy
@@ -22,6 +23,7 @@ from delivery.instruments import Instruments
 from sinks.receiver import MAX_RETRY_AFTER_S, Http, pause
 from sinks.remote_write import encode_v1, encode_v2
 from sinks.remote_write.policy import UNTIMELY, Answer, Meaning, Protocol, Refusal, meaning, refusal
+from sinks.remote_write.protobuf import varint
 from sinks.series.model import SampleGroup, samples_of
 from sinks.settings import RemoteWriteSettings
 
@@ -40,6 +42,7 @@ _BACKOFF_MAX_S = 5.0
 _PROBE_FIRST_S = 10.0
 _PROBE_MAX_S = 60.0
 _LOG_EVERY_S = 30.0
+_FRAGMENT_BYTES = 64 << 10  # snappy compresses so much at a time, and looks no further back
 _GOLDEN_RATIO = 0.618034
 
 _HEADERS: dict[Protocol, dict[str, str]] = {
@@ -54,6 +57,23 @@ _HEADERS: dict[Protocol, dict[str, str]] = {
         "X-Prometheus-Remote-Write-Version": "2.0.0",
     },
 }
+
+
+def compressed(pieces: Iterable[bytes]) -> bytes:
+    """A block of snappy's, made of the pieces while each is still in the processor's cache.
+
+    A block is the length of all, then what each piece is compressed to: but for its own length, that stands by itself.
+    Source: snappy's format description.
+    """
+    made, some, size, start = list[bytes](), list[bytes](), 0, 0
+    for piece in chain(pieces, [b""]):
+        some.append(piece)
+        size += len(piece)
+        if size - start >= _FRAGMENT_BYTES or not piece:
+            whole = b"".join(some)
+            made.append(bytes(snappy.compress_raw(whole))[len(varint(len(whole))) :])
+            some, start = [], size
+    return b"".join((varint(size), *made))
 
 
 class Client:
@@ -215,8 +235,7 @@ class RemoteWriteSender:
         )
 
     def _encode(self, groups: Sequence[SampleGroup], protocol: Protocol) -> bytes:
-        body = encode_v1.encode(groups) if protocol == "1.0" else self._encoder.encode(groups)
-        return bytes(snappy.compress_raw(body))
+        return compressed(encode_v1.pieces(groups) if protocol == "1.0" else [self._encoder.encode(groups)])
 
     async def _attempt(self, body: bytes, protocol: Protocol, samples: int) -> tuple[Answer, Meaning]:
         """Send a body once. Gives the answer and what it means; both are counted and remembered."""

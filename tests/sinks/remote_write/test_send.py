@@ -5,11 +5,13 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from delivery.dead_letters import Abandoned
 from delivery.instruments import Instruments
 from sinks.remote_write.policy import Answer, Protocol
-from sinks.remote_write.send import SERVER_ERRORS, RemoteWriteSender
+from sinks.remote_write.send import SERVER_ERRORS, RemoteWriteSender, compressed
 from sinks.remote_write.sink import INSTRUMENTS
 from sinks.series.model import Row, SampleGroup, SeriesSet
 from tests.sinks.remote_write.receivers import Receiver
@@ -140,3 +142,10 @@ async def test_500_is_the_requests_fault_where_others_are_accepted_meanwhile() -
     assert poison.reason == "server_error"
     assert good == [None] * 3
     assert others <= 4
+
+
+@given(st.lists(st.tuples(st.binary(max_size=40), st.sampled_from([1, 3, 2_000, 40_000])), max_size=6))
+def test_a_body_that_is_compressed_in_pieces_is_one_block(parts: list[tuple[bytes, int]]) -> None:
+    pieces = [some * times for some, times in parts]
+
+    assert unsnappy(compressed(pieces)) == b"".join(pieces)
