@@ -45,6 +45,7 @@ def said_of(gpu: int) -> dict[str, str]:
         "memory.free": str(81920 - 600 - (4 + gpu) * 1024),
         "power.draw": f"{300 + 10 * gpu}.00",
         "enforced.power.limit": "700.00",
+        "power.max_limit": "750.00",
         "temperature.gpu": str(40 + gpu),
         "temperature.memory": str(50 + gpu),
         "fan.speed": str(30 + gpu),
@@ -52,6 +53,8 @@ def said_of(gpu: int) -> dict[str, str]:
         "clocks.current.graphics": str(1980 - gpu),
         "clocks.current.sm": str(1965 - gpu),
         "clocks.current.memory": "2619",
+        "clocks.max.sm": "1980",
+        "clocks.max.memory": "2620",
         "ecc.errors.corrected.volatile.total": str(gpu),
         "ecc.errors.uncorrected.volatile.total": "0",
         "ecc.errors.corrected.aggregate.total": str(10 + gpu),
@@ -94,7 +97,7 @@ def test_a_node_and_an_nvidia_smi_of_one_opinion_are_a_report_and_fixtures(
     done = make_gpu(tmp_path, "2", machine)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
     report = (tmp_path / "out" / "report.md").read_text()
-    assert "**Of one opinion about all 24 values.**" in report
+    assert "**Of one opinion about all 27 values.**" in report
     ticks = [json.loads(line) for line in (tmp_path / "out" / "ticks.jsonl").read_text().splitlines()]
     assert {device["uuid"] for tick in ticks for device in tick["devices"]} == {UUID.format(0), UUID.format(1)}
     answers = json.loads((tmp_path / "out" / "nvml.json").read_text())
