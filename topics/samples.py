@@ -67,7 +67,8 @@ class Device(msgspec.Struct, frozen=True, omit_defaults=True):
     ``vbios_version``, ``mig_mode`` ("enabled" or "disabled"), ``processes_visible`` ("true" or "false": whether its
     processes are in the producer's procfs; absent until it has had one). ``xids`` counts XID errors by code since the
     producer's start. ``read_ms`` is when the values were read, if that was before the tick; absent: in the tick.
-    ``compute_slices``: into how many the physical GPU can be cut, MIG on or off; 1: it can't be.
+    ``compute_slices``: into how many the physical GPU can be cut, MIG on or off; 1: it can't be. ``jobs`` that are
+    empty: no batch job has it; absent: that is not known, or there is a kubelet.
     """
 
     uuid: str

@@ -114,6 +114,10 @@ class Places:
         """Whose job it is, as far as its processes showed."""
         return self._jobs.of(job_id)
 
+    def has_jobs(self) -> bool:
+        """Whether a process of a job was ever seen."""
+        return self._jobs.any()
+
     def _look(self, pid: int, started: int) -> ProcessPlace | None:
         """Read a place; None if the process ended meanwhile: the id may be another's by now."""
         folder = self._procfs / str(pid)

@@ -144,7 +144,10 @@ class NodeProducer:
         containers, devices, mapped = await asyncio.gather(
             self._kubelet.read(within_s), self._gpus.read(within_s), self._job_files.read(within_s)
         )
-        devices = with_jobs(self._gpus.with_events(devices), mapped, self._job)
+        all_known = self._settings.pod_resources_socket is None and (
+            self._job_files.are_read() or self._places.has_jobs()
+        )
+        devices = with_jobs(self._gpus.with_events(devices), mapped, self._job, all_known=all_known)
         self._publisher.publish(ts_ms, devices, containers, self._kubelet.in_force)
         self._report_buffer()
 

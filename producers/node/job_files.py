@@ -197,6 +197,10 @@ class JobFiles:
             else Job(known.id, *(by or then for by, then in zip(said[1:], known[1:], strict=True)))
         )
 
+    def are_read(self) -> bool:
+        """Whether the files say of each GPU which jobs it has."""
+        return self._directory is not None and not any(reason == "directory" for reason, _ in self._problems)
+
     def troubles(self) -> list[str]:
         """What is wrong with what was read last, for people."""
         return [str(problem) for problem in self._problems.values()]

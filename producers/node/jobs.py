@@ -51,12 +51,16 @@ class Evidence(NamedTuple):
 
 
 def with_jobs(
-    devices: Iterable[Mapping[str, Any]], mapped: Mapping[str, Sequence[str]], known: Callable[[str], Job]
+    devices: Iterable[Mapping[str, Any]],
+    mapped: Mapping[str, Sequence[str]],
+    known: Callable[[str], Job],
+    *,
+    all_known: bool = False,
 ) -> list[Mapping[str, Any]]:
-    """The devices of a tick as in gpu.samples, each with its jobs if it has any. ``mapped`` has the jobs by the names
-    of files: a device's UUID, or see :func:`file_name`."""
+    """The devices of a tick as in gpu.samples, each with its jobs. ``mapped`` has the jobs by the names of files: a
+    device's UUID, or see :func:`file_name`. ``all_known``: a device without a job has none; else it is not known."""
     found = [(device, jobs_of(device, mapped, known)) for device in devices]
-    return [{**device, "jobs": jobs} if jobs else device for device, jobs in found]
+    return [{**device, "jobs": jobs} if jobs or all_known else device for device, jobs in found]
 
 
 def jobs_of(
@@ -182,6 +186,10 @@ class KnownJobs:
             self._users.ask(shown.uid)
         with self._lock:
             remember(self._known, job_id, merged(self._known.get(job_id), shown), most=_REMEMBERED)
+
+    def any(self) -> bool:
+        """Whether a process of a job was ever seen: there is a batch system on this machine."""
+        return bool(self._known)
 
     def of(self, job_id: str) -> Job:
         """All that is known of a job. The user is who Slurm says, else who began its processes, by name or number."""

@@ -92,7 +92,7 @@ def attribute(
         holders = memo.held.holders
         unknown_ids = memo.held.unknown_ids if last is None or memo.held is not last.held else ()
         pod_of = None if now.resolved.shown is None else now.resolved.shown.get
-    elif sample.allocations_seq is None and any(device.jobs for device in sample.devices):
+    elif sample.allocations_seq is None and any(d.jobs is not None for d in sample.devices):
         holders = {d.uuid: tuple(map(holder_of_job, d.jobs)) for d in sample.devices if d.jobs}
         now = now._replace(attribution="exact")
     by_job = now.listing is None and bool(holders)

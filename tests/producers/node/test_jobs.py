@@ -80,6 +80,12 @@ def test_only_devices_with_jobs_are_told_to_have_some_and_none_is_changed() -> N
     assert made == before
 
 
+def test_a_device_without_jobs_says_so_where_all_jobs_are_known() -> None:
+    free = {"uuid": "GPU-a", "index": 0}
+    assert with_jobs([free], {}, known) == [free]
+    assert with_jobs([free], {}, known, all_known=True) == [{**free, "jobs": []}]
+
+
 def test_a_device_with_jobs_is_one_of_the_contract() -> None:
     tick = {"schema": 1, "cluster": "c", "node": "n", "run_id": 1, "seq": 1, "ts_ms": 1}
     (told,) = with_jobs([device("7", "8")], {}, known)

@@ -357,3 +357,6 @@ def test_without_jobs_a_node_without_a_kubelet_says_nothing_of_who_holds_its_gpu
     nothing = Resolved({}, frozenset(), None, {}, {}, frozenset())
     joined, _ = attribute(sample, 1, 1, Named(None, "none", nothing), {}, None)
     assert joined.sample.attribution == "none"
+    free = msgspec.structs.replace(sample, devices=(Device("GPU-a", jobs=()),))
+    joined, _ = attribute(free, 1, 1, Named(None, "none", nothing), {}, None)
+    assert joined.sample.attribution == "exact", "it is known that nobody has it"
