@@ -22,7 +22,7 @@ from rich.text import Text
 from gpustream.alerts import AlertRow
 from gpustream.command import counted
 from gpustream.tally import Summary
-from topics.attributed import AttributedDevice, AttributedSample, Parts
+from topics.attributed import AttributedDevice, AttributedSample, Parts, by_pod
 
 SILENT_S = 60.0
 """A node that has said nothing for this long is left out."""
@@ -166,7 +166,7 @@ class Fleet:
                 for one in device.processes or ()
             ]
         held = []
-        for pod, holders in device.pods().items():  # of a pod's containers one has its parts
+        for pod, holders in by_pod(device.holders).items():  # of a pod's containers one has its parts
             holder = next((one for one in holders if one.parts is not None), holders[0])
             workload = f"{holder.workload.kind}/{holder.workload.name}" if holder.workload else ""
             parts = holder.parts or Parts()

@@ -79,19 +79,21 @@ def score(given: list[tuple[Reading, Holders]]) -> float:
     return sum(reading.held == holders for reading, holders in given) / len(given)
 
 
-def attributed_score(life_s: int, containers: Containers = listed, nodes: int = NODES) -> tuple[float, list[Reading]]:
+def attributed_score(
+    life_s: int, containers: Containers = listed, nodes: int = NODES, seconds: int | None = None
+) -> tuple[float, list[Reading]]:
     """The join's score, and the readings, of a fleet whose nodes find what ``containers`` gives of a tick."""
     fleet = Fleet(nodes, GPUS, seed=7, pod_life_s=life_s)
     given: dict[tuple[str, int], Holders] = {}
     readings: list[Reading] = []
-    for tick, sample in joined(fleet, seconds(life_s), containers):
+    for tick, sample in joined(fleet, seconds or read_for(life_s), containers):
         readings += _readings(tick)
         given.update(_given(sample))
     return score([(reading, given[reading.device, reading.ts_ms]) for reading in readings]), readings
 
 
-def seconds(life_s: int) -> int:
-    """For how long a fleet is read whose pods live so long on average."""
+def read_for(life_s: int) -> int:
+    """For how many seconds a fleet is read whose pods live so long on average."""
     return max(600, 3 * life_s)
 
 
@@ -127,11 +129,11 @@ class Change(NamedTuple):
     begins: bool
 
 
-async def scripted(life_s: int, nodes: int = NODES) -> Containers:
+async def scripted(life_s: int, nodes: int = NODES, seconds: int | None = None) -> Containers:
     """What the node producer's client finds at each tick of a fleet whose kubelets serve both sockets."""
     fleet = Fleet(nodes, GPUS, seed=7, pod_life_s=life_s)
     read: dict[str, list[Tick]] = {}
-    for tick in ticks(fleet, START_MS, 1000, seconds(life_s)):
+    for tick in ticks(fleet, START_MS, 1000, seconds or read_for(life_s)):
         read.setdefault(tick.node.name, []).append(tick)
     found: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for index in range(nodes):

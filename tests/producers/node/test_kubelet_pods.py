@@ -13,6 +13,7 @@ from delivery.instruments import Instruments
 from producers.node import instruments as names
 from producers.node.kubelet import Kubelet
 from producers.node.pods_api import PushedPod, held
+from tests.bench import score
 from tests.eventually import eventually
 from tests.producers.fakes import value
 from tests.producers.node.pod_resources import GPU, GPU_A, GPU_B, Server, pods_on, serving
@@ -250,6 +251,14 @@ def test_a_row_that_was_listed_before_its_pod_began_is_of_the_pod_that_ended() -
     assert held([row], 5, [ended]) == []
     assert held([row], 0, [began]) == [{**row, "pod_uid": ANOTHER}]
     assert held([row], 0, []) == [row]
+
+
+@pytest.mark.slow
+async def test_with_pods_that_live_30_s_more_than_97_of_100_readings_are_given_to_their_holder() -> None:
+    watched, readings = score.attributed_score(30, await score.scripted(30, 1, 120), 1, 120)
+    polled, _ = score.attributed_score(30, nodes=1, seconds=120)
+    assert len(readings) > 900
+    assert polled < 0.97 < watched
 
 
 async def _is(reading: Any, expected: dict[str, str | None]) -> bool:
