@@ -152,9 +152,15 @@ def _why_not(counter: Counter, names: Mapping[str, _Named]) -> str | None:
     for pattern, why in _NOT_HERE:
         if re.fullmatch(pattern, name):
             return why
-    close = difflib.get_close_matches(name, [*names, *AS_LABELS], n=1, cutoff=0.9)
+    close = [one for one in difflib.get_close_matches(name, [*names, *AS_LABELS], n=1, cutoff=0.9) if _typed(name, one)]
     unknown = "gpustream does not read it" if name.upper().startswith("DCGM_") else "no field of DCGM is called that"
     return f"{unknown}; is {close[0]} meant?" if close else unknown
+
+
+def _typed(name: str, one: str) -> bool:
+    """Whether each word of a name may be a slip of the other's: UTLI is one of UTIL, MIN is none of MAX."""
+    pairs = zip(name.split("_"), one.split("_"), strict=False)
+    return all(difflib.SequenceMatcher(None, *pair).ratio() > 0.5 for pair in pairs)
 
 
 def why_not_served(name: str) -> str:

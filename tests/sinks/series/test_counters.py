@@ -150,6 +150,10 @@ def test_a_row_that_can_not_be_served_has_its_reason(row: str, reason: str) -> N
     assert reason in why(row)
 
 
+def test_a_field_of_its_own_is_not_taken_for_another_ones_slip() -> None:
+    assert why("DCGM_FI_DEV_POWER_MGMT_LIMIT_MIN") == "gpustream does not read it"
+
+
 def test_a_row_that_is_there_twice_is_served_once() -> None:
     twice = picked("DCGM_FI_DEV_GPU_TEMP", "DCGM_FI_DEV_GPU_TEMP")
 
