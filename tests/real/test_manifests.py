@@ -796,6 +796,17 @@ def plain(node: Any) -> Any:
     return node
 
 
+def test_the_chart_of_a_release_renders_as_the_folder_does(tmp_path: Path) -> None:
+    subprocess.run([K8S.parent / ".ci" / "dist", tmp_path, "chart"], check=True)
+    tree = subprocess.run(["git", "archive", "HEAD", "k8s"], cwd=K8S.parent, capture_output=True, check=True).stdout
+    subprocess.run(["tar", "--extract"], input=tree, cwd=tmp_path, check=True)
+    (archive,), committed = tmp_path.glob("*.tgz"), tmp_path / "k8s" / "helm" / "gpustream"
+    values = committed / "ci" / "production.yaml"
+    packed, folder = (helm("template", "x", where, "--values", values) for where in (archive, committed))
+    assert packed.returncode == 0, packed.stderr
+    assert packed.stdout == folder.stdout
+
+
 def test_a_value_or_an_option_that_there_is_not_is_refused() -> None:
     for wrong in (
         "attribution.replica=3",
