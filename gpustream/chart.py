@@ -82,7 +82,7 @@ OF_EVERY_POD: dict[str, dict[str, Any]] = {
     "podLabels": said(TEXTS, "More labels of the pods."),
     "podAnnotations": said(TEXTS, "Annotations of the pods."),
     "serviceAccountName": said(
-        TEXT, "An account of yours, for example with a role of a cloud; the cluster producer has one of its own."
+        TEXT, "An account of yours, for example with a role of a cloud; the cluster producer has its own."
     ),
     "podSecurityContext": said(
         of_kubernetes(
