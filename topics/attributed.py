@@ -115,6 +115,12 @@ def by_pod(holders: Sequence[H]) -> dict[HoldingPod, list[H]]:
     return pods
 
 
+def pods_of(holders: Sequence[Holder]) -> dict[HoldingPod, list[Holder]]:
+    """The pods that hold a device, each with its holders. A batch job is no pod, and has labels of its own."""
+    workload = holders[0].workload if holders else None
+    return {} if workload is not None and workload.kind == JOB else by_pod(holders)
+
+
 class AttributedEvent(Event, frozen=True, omit_defaults=True):
     """Something that happened on the device, and who held the device then.
 
@@ -146,10 +152,8 @@ class AttributedDevice(Device, frozen=True, omit_defaults=True):
     conflict: str | None = None
 
     def pods(self) -> dict[HoldingPod, list[Holder]]:
-        """The pods that hold the device, each with its holders. A batch job is none, and has labels of its own."""
-        if self.jobs:
-            return by_pod([one for one in self.holders if one.workload is None or one.workload.kind != JOB])
-        return by_pod(self.holders)
+        """The pods that hold the device, each with its holders."""
+        return pods_of(self.holders)
 
 
 class AttributedSample(Sample, frozen=True, kw_only=True):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from topics.attributed import AttributedEvent, Attribution, Holder, HoldingPod, Parts, by_pod
+from topics.attributed import AttributedEvent, Attribution, Holder, HoldingPod, Parts, pods_of
 from topics.catalogue import CATALOGUE
 from topics.samples import Job, Mig
 from topics.topic import Name, UInt, Version, decoder
@@ -51,7 +51,7 @@ class SeriesDevice(msgspec.Struct, frozen=True, omit_defaults=True):
 
     def pods(self) -> dict[HoldingPod, list[Holder]]:
         """The pods that hold the device, each with its holders."""
-        return by_pod(self.holders)
+        return pods_of(self.holders)
 
 
 class SeriesTick(msgspec.Struct, frozen=True, kw_only=True):

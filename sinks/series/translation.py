@@ -43,7 +43,7 @@ from sinks.series.labels import (
 from sinks.series.model import Row, Rows, SampleGroup, SeriesSet, Subject, Value
 from sinks.series.relabel import Relabelling, Withheld
 from sinks.series.tick import KEYS, Metrics, SeriesDevice, SeriesTick
-from topics.attributed import Holder, HoldingPod, Parts, by_pod
+from topics.attributed import Holder, HoldingPod, Parts, pods_of
 from topics.catalogue import (
     CATALOGUE,
     CONFLICT,
@@ -333,7 +333,7 @@ def _errors(names: LabelNames, where: Place, device: SeriesDevice) -> Iterator[B
     pods: dict[tuple[str, ...], tuple[Held, Counter[str]]] = {}
     for event in device.events or ():
         if event.kind == "xid" and event.code is not None:
-            then = by_pod(event.held_by(device.holders))
+            then = pods_of(event.held_by(device.holders))
             for pod, holders in then.items() if len(then) == 1 else ():
                 _, counts = pods.setdefault(_pod_key(names, pod), (held(holders[0]), Counter()))
                 counts[str(event.code)] += 1

@@ -26,7 +26,7 @@ from sinks.series.labels import (
 )
 from sinks.series.tick import SeriesDevice, SeriesTick
 from tests.topics.records import own_labels
-from topics.attributed import Holder, Workload, by_pod
+from topics.attributed import Holder, Workload, by_pod, holder_of_job
 from topics.profiles import LABELS, PROFILES, ProfileName
 from topics.samples import Job
 
@@ -250,6 +250,13 @@ def test_the_job_of_a_device_is_named_where_there_is_one() -> None:
     assert jobs.items() <= of("otel", jobs=[one]).items()
     assert of("otel", jobs=[one, other]) == of("otel")
     assert of("dcgm", jobs=[one]) == of("dcgm")
+
+
+@pytest.mark.parametrize("label_set", LABELS)
+def test_a_batch_job_that_holds_a_device_has_no_labels_of_a_pod(label_set: Any) -> None:
+    job = Job("12345", "ada", "gpu", "ml")
+    holder = msgspec.to_builtins(holder_of_job(job))
+    assert of(label_set, holder, jobs=[msgspec.to_builtins(job)]) == of(label_set, jobs=[msgspec.to_builtins(job)])
 
 
 def test_what_tenants_wrote_is_on_the_series() -> None:
