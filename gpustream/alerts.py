@@ -113,7 +113,7 @@ def _print_transition(alert: Alert, form: Form) -> None:
         return
     at = alert.ends_at or alert.starts_at
     said = row(alert, at)
-    state = "fires" if alert.state == "firing" else alert.state
+    state = ("changes" if alert.revision else "fires") if alert.state == "firing" else alert.state
     after = "" if alert.is_open else f" after {said.lasted}"
     words = (f"{at.astimezone(UTC):%H:%M:%SZ}", f"{state}{after}", *said[2:])
     click.echo("\t".join(words) if not sys.stdout.isatty() else "  ".join(filter(None, words)))
@@ -134,7 +134,9 @@ class AlertRow(NamedTuple):
 def row(alert: Alert, now: datetime) -> AlertRow:
     """What is said of an alert; one that ended lasted until then."""
     given = alert.labels
+    pods = {gpu.pod for gpu in alert.gpus}
     pod = "/".join(filter(None, (given.get("k8s_namespace_name"), given.get("k8s_pod_name"))))
+    pod = (pods.pop() or pod) if len(pods) == 1 else pod
     workload = "/".join(filter(None, (given.get("k8s_workload_kind"), given.get("k8s_workload_name"))))
     gpu = f" GPU {given['gpu_index']}" if "gpu_index" in given else ""
     mig = f" {given['gpu_mig_profile']}" if "gpu_mig_profile" in given else ""
@@ -143,11 +145,20 @@ def row(alert: Alert, now: datetime) -> AlertRow:
         lasted=lasted((alert.ends_at or now) - alert.starts_at),
         severity=alert.severity,
         alert=alert.name,
-        where=f"{alert.cluster}/{alert.node}{gpu}{mig}",
+        where=_places(alert) or f"{alert.cluster}/{alert.node}{gpu}{mig}",
         who=f"{pod} ({workload})" if pod and workload else pod or workload,
         summary=" ".join(alert.annotations.get("summary", "").split()),
     )
     return AlertRow(*("".join(sign for sign in cell if sign.isprintable()) for cell in said))
+
+
+def _places(alert: Alert) -> str:
+    """Where the GPUs of an alert of several are."""
+    nodes = sorted({gpu.node for gpu in alert.gpus})
+    if len(nodes) > 1:
+        return f"{alert.cluster}: {len(alert.gpus)} GPUs of {len(nodes)} nodes"
+    indices = ", ".join(map(str, sorted({gpu.index for gpu in alert.gpus if gpu.index is not None})))
+    return f"{alert.cluster}/{nodes[0]} GPU {indices}" if nodes and indices else ""
 
 
 def lasted(time: timedelta) -> str:

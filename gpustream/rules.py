@@ -162,7 +162,7 @@ class Trial:
 
     def summary(self) -> str:
         """What was read, in a sentence."""
-        fired = sum(alert.state == "firing" for alert in self.transitions)
+        fired = sum(alert.state == "firing" and not alert.revision for alert in self.transitions)
         read = f"{counted(self._replay.ticks, 'tick')} of {counted(self._replay.nodes, 'node')}"
         again = f", {self._replay.repeats} more were there twice" if self._replay.repeats else ""
         wrong = f", {self.wrong} were none" if self.wrong else ""

@@ -114,6 +114,15 @@ class ActiveAlerts:
         """The topic was created again."""
         self._by_fingerprint.clear()
 
+    def renamed(self, news: Iterable[Alert]) -> list[Alert]:
+        """The ends of open alerts whose labels an update changes: to an Alertmanager those are other alerts."""
+        found = []
+        for alert in news:
+            was, _ = self._by_fingerprint.get(alert.fingerprint, (alert, 0))
+            if was.is_open and was.labels != alert.labels and was.starts_at == alert.starts_at:
+                found.append(msgspec.structs.replace(was, state="resolved", ends_at=datetime.now(UTC)))
+        return found
+
     def count_open(self) -> int:
         """How many are open."""
         return sum(alert.is_open for alert, _ in self._by_fingerprint.values())
@@ -270,6 +279,7 @@ class _AlertmanagerRecord(NamedTuple):
     alert: Alert | None = None
     error: str = ""
     is_news: bool = False
+    is_last: bool = False
 
 
 class AlertmanagerPartition:
@@ -295,7 +305,8 @@ class AlertmanagerPartition:
         for some in batches(records, self._max_alerts, key=lambda record: record.key):
             reads = [self._read(record) for record in some]
             async with notifier.turn:
-                refused = await notifier.send([one.alert for one in reads if one.alert and one.is_news], abandon)
+                news = [one.alert for one in reads if one.alert and one.is_news]
+                refused = await notifier.send([*self._active.renamed(news), *news], abandon)
                 for one in reads:
                     self._settle(one)
             wrong = [one.error or (refused.get(one.alert.fingerprint, "") if one.alert else "") for one in reads]
@@ -320,14 +331,17 @@ class AlertmanagerPartition:
             alert = read(record)
         except Undecodable as error:
             return _AlertmanagerRecord(record, error=str(error))
-        return _AlertmanagerRecord(record, alert, is_news=alert is not None and self._transitions.is_news(alert))
+        if alert is None:
+            return _AlertmanagerRecord(record)
+        is_news, is_last = self._transitions.is_news(alert), self._transitions.is_last(alert)
+        return _AlertmanagerRecord(record, alert, is_news=is_news, is_last=is_last)
 
     def _settle(self, one: _AlertmanagerRecord) -> None:
         if one.error:
             return
         if one.alert is None:
             self._active.remove(one.record.key)
-        elif one.is_news:
+        elif one.is_news or (one.is_last and one.alert.is_open):
             self._active.put(one.alert, one.record.timestamp)
         if one.alert is None or one.is_news:
             self._transitions.learn(one.record, one.alert)

@@ -44,26 +44,32 @@ def batches(items: Iterable[T], most: int, key: Callable[[T], object]) -> Iterat
 
 
 class Transitions:
-    """The newest transition of each alert of a partition, so that one that is written again is no news.
+    """The newest transition or update of each alert of a partition, so that one that is written again is no news.
 
     Open alerts are written again daily, and after a crash. An alert that is over does not fire again with the
     ``starts_at`` that it had; when it fires again, its ``starts_at`` is another, by whichever clock its node then has.
     """
 
     def __init__(self) -> None:
-        self._last: dict[str, tuple[int, bool]] = {}
+        self._last: dict[str, tuple[int, bool, int]] = {}
 
     def is_news(self, alert: Alert) -> bool:
-        """Whether this is a transition that is not known, nor one before a known one."""
-        starts_ms, was_open = self._last.get(alert.fingerprint, (None, False))
-        return starts_ms != milliseconds(alert.starts_at) or (was_open and not alert.is_open)
+        """Whether this is a transition or an update that is not known, nor one before a known one."""
+        starts_ms, was_open, revision = self._last.get(alert.fingerprint, (None, False, 0))
+        return starts_ms != milliseconds(alert.starts_at) or (
+            was_open and (not alert.is_open or alert.revision > revision)
+        )
+
+    def is_last(self, alert: Alert) -> bool:
+        """Whether this is the open alert that is known, perhaps with newer figures."""
+        return self._last.get(alert.fingerprint) == (milliseconds(alert.starts_at), alert.is_open, alert.revision)
 
     def learn(self, record: Record, alert: Alert | None) -> None:
         """Know what a record says, in place of what was before. None: its alert is gone from the topic."""
         if alert is None:
             self._last.pop((record.key or b"").decode("ascii", "replace"), None)
         else:
-            self._last[alert.fingerprint] = milliseconds(alert.starts_at), alert.is_open
+            self._last[alert.fingerprint] = milliseconds(alert.starts_at), alert.is_open, alert.revision
 
     def clear(self) -> None:
         """The topic was created again."""

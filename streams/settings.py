@@ -5,9 +5,13 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import click
+import msgspec
 
-from delivery.settings import DURATION, READABLE_FILE, MemberSettings, Option
+from delivery import prices
+from delivery.settings import DURATION, READABLE_FILE, URL, MemberSettings, Option
 from streams.alerts.rules import rules_file
+from streams.alerts.rules.rule import Rules, Wording
+from topics.alerts import RUNBOOKS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,30 +25,53 @@ class AttributionSettings(MemberSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class UsageSettings(MemberSettings):
-    """How the time of devices that pods share is divided, and which label names a team."""
+class TeamSettings(MemberSettings):
+    team_label: Annotated[str, Option(
+        "--team-label", click.STRING, "usage, alerts: the label that names the team: the pod's own, else its"
+        " namespace's.",
+    )] = "team"  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class UsageSettings(TeamSettings):
+    """How the time of devices that pods share is divided."""
 
     split: Annotated[Literal["used", "equal"], Option(
         "--split", None, "usage: how a device that pods share is divided: used (each pod has what it used, and what"
         " nobody used is divided equally) or equal. It stands in each record.",
     )] = "used"  # fmt: skip
-    team_label: Annotated[str, Option(
-        "--team-label", click.STRING, "usage: the label that names the team: the pod's own, else its namespace's.",
-    )] = "team"  # fmt: skip
     group: str = "gpustream-usage"
 
 
 @dataclass(frozen=True, kw_only=True)
-class AlertSettings(MemberSettings):
+class AlertSettings(TeamSettings):
+    """By which rules ticks are judged, and what alerts say of owners, costs and what to do."""
+
     rules: Annotated[Path | None, Option(
         "--rules", READABLE_FILE, "alerts: a TOML file of rules, laid over the defaults; see `gpustream rules check`.",
         shown="those that come with it",
     )] = None  # fmt: skip
+    prices: Annotated[Path | None, Option(
+        "--prices", READABLE_FILE, "alerts: a file of what a GPU-hour costs, as for `gpustream usage`: alerts about"
+        " idle GPUs say what they cost.", shown="no costs",
+    )] = None  # fmt: skip
+    runbook_url: Annotated[str, Option(
+        "--runbook-url", URL, "alerts: where the runbooks are: an alert's is at this address, with /NAME.md after"
+        " it.",
+    )] = RUNBOOKS  # fmt: skip
     group: str = "gpustream-alerts"
+
+    def load(self) -> Rules:
+        """The rules, with what alerts say beside them. Raises RulesError or PricesError."""
+        listed = prices.load(self.prices) if self.prices is not None else None
+        wording = Wording(self.runbook_url.rstrip("/"), self.team_label, listed)
+        return msgspec.structs.replace(rules_file.load(self.rules), wording=wording)
 
     def mistakes(self) -> list[str]:
         try:
-            rules_file.load(self.rules)
+            self.load()
         except rules_file.RulesError as error:
             return [*super().mistakes(), *map(str, error.mistakes)]
+        except prices.PricesError as error:
+            return [*super().mistakes(), *str(error).splitlines()]
         return super().mistakes()

@@ -7,6 +7,8 @@ TOPICS = {
     "gpu.attributed": "topics.attributed:TOPIC",
     "gpu.alerts": "topics.alerts:TOPIC",
     "gpu.alert-state": "topics.alerts:STATE",
+    "gpu.alert-members": "topics.alerts:MEMBERS",
+    "gpu.alert-groups": "topics.alerts:GROUPS",
     "gpu.usage-minutes": "topics.usage:MINUTES",
     "gpu.usage": "topics.usage:HOURS",
     "gpu.usage-state": "topics.usage:STATE",

@@ -1,4 +1,4 @@
-"""gpu.alerts and gpu.alert-state: the last state of each alert, and what the alert stream remembers.
+"""gpu.alerts, and what the alert stream remembers: gpu.alert-state, gpu.alert-members and gpu.alert-groups.
 
 Source: RFC 3339 for the times, RFC 7693 (BLAKE2) for the fingerprint, CloudEvents 1.0 and its Kafka protocol binding
 for the headers.
@@ -31,17 +31,34 @@ Time = Annotated[datetime, msgspec.Meta(tz=True, description="RFC 3339, UTC, of 
 MAX_TIME_MS = 253_402_300_799_999
 """The last millisecond of the year 9999: RFC 3339 has no later one."""
 
+RUNBOOKS = "https://github.com/gpustream/gpustream/blob/main/docs/runbooks"
+"""Where the runbooks are, unless it is said otherwise: an absolute address works from a notification."""
+
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MILLISECOND = timedelta(milliseconds=1)
 
 
+class AlertGpu(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A GPU or MIG device that an alert is about, and the pod that holds it."""
+
+    uuid: str
+    node: Name
+    index: UInt | None = None
+    pod: str | None = None
+
+
 class Alert(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What an alert has come to. Nothing in it tells when it was written: written again, it has the same bytes.
+    """What an alert has come to.
 
     ``name`` is the rule's, ``starts_at`` and ``ends_at`` the event times at which it fired and was resolved, ``value``
     the figure that the rule judges, when it fired. ``labels`` were frozen then. ``resolved_because``: ``condition`` (it
-    no longer holds), ``pod_ended``, ``policy``, ``rule_removed``, ``device_removed``, ``node_removed``, or ``ticks``
-    (of a node that had been silent).
+    no longer holds), ``pod_ended``, ``policy``, ``rule_removed``, ``device_removed``, ``node_removed``, ``ticks``
+    (of a node that had been silent), or ``grouped`` (an alert of its workload says it now).
+
+    An alert may be about several GPUs: ``gpus`` are those of which it is true now, ``idle`` how many they are, and
+    ``held`` how many the same pods hold in all. If these or the severity change while it fires, it is written again
+    with the next ``revision``. The figures in its annotations are as of when it was written. ``node`` is then that of
+    the first GPU.
     """
 
     schema: Version
@@ -57,11 +74,19 @@ class Alert(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     labels: dict[str, str] = {}
     annotations: dict[str, str] = {}
     resolved_because: str | None = None
+    revision: UInt = 0
+    gpus: tuple[AlertGpu, ...] = ()
+    held: UInt | None = None
+    idle: UInt | None = None
 
     @property
     def is_open(self) -> bool:
         """Whether it goes on: every alert that is not resolved does, whatever else a later version says of it."""
         return self.state != "resolved"
+
+
+Scope = Literal["workload", "pod", "node"]
+"""What an alert of several GPUs is about."""
 
 
 class Tracked(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -70,7 +95,9 @@ class Tracked(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ``since_ms``: from when on it has held. ``ceased_ms``: it no longer does, since then; ``keep_ms``: for how long its
     alert fires on. ``blind_ms``: there is no evidence since then. ``event``: it is no state that lasts, but something
     that happened. ``alert`` is what is written of it to gpu.alerts, ``written_ms`` when it was; an alert without
-    ``written_ms`` is still to be written. A pending condition has neither.
+    ``written_ms`` is still to be written. A pending condition has neither. ``scope``: the alert is a part of one of
+    that scope, and is reported to gpu.alert-members in place of gpu.alerts. ``paused_ms``: for how long in all it did
+    not hold since then, while its alert fired on; ``again_ms``: since when it holds again after the last such time.
     """
 
     name: str
@@ -84,6 +111,9 @@ class Tracked(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     keep_ms: UInt = 0
     alert: Alert | None = None
     written_ms: UInt | None = None
+    scope: Scope | None = None
+    paused_ms: UInt = 0
+    again_ms: UInt | None = None
 
 
 class AlertState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -113,14 +143,66 @@ class AlertState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     memory: Any = None
 
 
+class AlertReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a tick of a node changes in an alert of several GPUs: those of single GPUs that begin, go on or end.
+
+    ``group`` is the fingerprint of the alert that they are parts of, ``ts_ms`` the time of the tick.
+    """
+
+    schema: Version
+    group: Fingerprint
+    scope: Scope
+    cluster: Name
+    node: Name
+    ts_ms: UInt
+    alerts: tuple[Alert, ...]
+
+
+class Member(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A part of an alert of several GPUs, by its own fingerprint.
+
+    It fires since ``starts_ms``, unless it has ended (``ended_ms``). Its condition has held for ``seconds`` as of the
+    last report of it, and for ``before_s`` in earlier firings of it, since the group fires. ``share`` is the part of a
+    GPU that it is about, ``price`` what an hour of such a GPU costs, ``last_active`` when it last worked, ``held`` how
+    many devices its pod holds.
+    """
+
+    fingerprint: Fingerprint
+    gpu: AlertGpu
+    severity: str
+    model: str | None = None
+    starts_ms: UInt
+    ended_ms: UInt | None = None
+    seconds: float | None = None
+    before_s: float = 0.0
+    share: float | None = None
+    price: str | None = None
+    last_active: str | None = None
+    held: UInt = 0
+
+
+class AlertGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """An alert of several GPUs, and its parts, as of the report at ``offset`` of its partition of gpu.alert-members,
+    which was of ``node``."""
+
+    schema: Version
+    group: Fingerprint
+    cluster: Name
+    node: Name
+    offset: int
+    alert: Alert | None = None
+    members: tuple[Member, ...] = ()
+
+
 def fingerprint(name: str, cluster: str, node: str, device: str = "", pod_uid: str = "", key: str = "") -> str:
     """What tells alerts apart: the rule's name, the node, and the device, pod and key that it is about, if any."""
     return blake2b("\0".join((name, cluster, node, device, pod_uid, key)).encode(), digest_size=8).hexdigest()
 
 
 def transition_id(alert: Alert) -> str:
-    """What tells transitions apart: a repeat after a crash has the same one."""
-    return f"{alert.fingerprint}/{milliseconds(alert.starts_at)}/{alert.state}"
+    """What tells transitions and updates apart: a repeat after a crash has the same one."""
+    update = f"/{alert.revision}" if alert.revision else ""
+    return f"{alert.fingerprint}/{milliseconds(alert.starts_at)}/{alert.state}{update}"
 
 
 class EventAttribute(NamedTuple):
@@ -215,7 +297,7 @@ _EXAMPLE = {
     },
     "annotations": {
         "summary": "ml-team/bert-0 holds GPU 0 of gpu-node-1 and has not used it for 15m",
-        "runbook": "docs/runbooks/GPUHeldIdle.md",
+        "runbook": f"{RUNBOOKS}/GPUHeldIdle.md",
     },
 }
 
@@ -264,5 +346,53 @@ STATE = Topic(
             }
         ],
         "memory": {},
+    },
+)
+
+MEMBERS = Topic(
+    name="gpu.alert-members",
+    key="the fingerprint of the alert that they are parts of",
+    record=AlertReport,
+    cleanup="delete",
+    retention_hours=48,
+    by_node=True,
+    promise="Private to the alert stream: what its workers report of single GPUs, for alerts of several GPUs.",
+    example={
+        "schema": 1,
+        "group": "0f3c5b8e9a1d2c47",
+        "scope": "workload",
+        "cluster": "prod-us-east-1",
+        "node": "gpu-node-1",
+        "ts_ms": 1795219152500,
+        "alerts": [_EXAMPLE],
+    },
+)
+
+GROUPS = Topic(
+    name="gpu.alert-groups",
+    key="the alert's fingerprint",
+    record=AlertGroup,
+    cleanup="compact",
+    retention_hours=None,
+    by_node=True,
+    promise="Private to the alert stream, which writes it when it changes and reads it whole when it starts.",
+    example={
+        "schema": 1,
+        "group": "0f3c5b8e9a1d2c47",
+        "cluster": "prod-us-east-1",
+        "node": "gpu-node-1",
+        "offset": 118,
+        "alert": _EXAMPLE | {"fingerprint": "0f3c5b8e9a1d2c47"},
+        "members": [
+            {
+                "fingerprint": _EXAMPLE["fingerprint"],
+                "gpu": {"uuid": "GPU-0f12ab34-5c6d-7e8f-9a0b-1c2d3e4f5a6b", "node": "gpu-node-1", "index": 0},
+                "severity": "warning",
+                "starts_ms": 1795219152500,
+                "seconds": 900.0,
+                "share": 1.0,
+                "held": 8,
+            }
+        ],
     },
 )

@@ -159,9 +159,9 @@ POD_XID_ERRORS = Info(
 
 ALERT_FIRING = Info(
     "gpu_alert_firing",
-    "1 while an alert fires, with the alert's labels, its severity and its fingerprint, which no two alerts share. "
-    "From remote write only.",
-    "bool",
+    "While an alert fires, of how many GPUs it is true (1 if it does not say which), with the alert's labels, its "
+    "severity and its fingerprint, which no two alerts share. From remote write only.",
+    "devices",
     labels=("alertname", "severity", "fingerprint"),
 )
 """With all names and labels, from gpu.alerts."""

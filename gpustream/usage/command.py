@@ -19,16 +19,16 @@ from typing import Any, Literal, NamedTuple
 import click
 import msgspec
 
+from delivery import prices as price_list
 from delivery import values
 from delivery.connection import Connection
+from delivery.prices import PricesError
 from delivery.settings import FILE, READABLE_FILE, Text
 from gpustream import logs
 from gpustream.command import KAFKA, LOG_FORMAT, Command, counted, option
 from gpustream.topics import FAILED, answer
-from gpustream.usage import prices as price_list
 from gpustream.usage import read
 from gpustream.usage.focus import Bill, BillError, Nodes, read_nodes
-from gpustream.usage.prices import PricesError
 from gpustream.usage.read import Range, utc
 from gpustream.usage.table import By, Table, UsageRow, rounded
 from topics.usage import HOUR_MS, MINUTE_MS

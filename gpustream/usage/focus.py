@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from gpustream.usage.prices import milliseconds
+from delivery.prices import milliseconds
 from gpustream.usage.read import Range
 from gpustream.usage.table import CATEGORIES, By, divided, holder, rounded
 from topics.usage import HOUR_MS, Usage

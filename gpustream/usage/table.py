@@ -8,7 +8,7 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Literal, NamedTuple
 
-from gpustream.usage.prices import Prices
+from delivery.prices import Prices
 from topics.usage import HOUR_MS, Usage
 
 By = Literal["namespace", "workload", "team", "pod", "node"]

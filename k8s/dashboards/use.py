@@ -150,7 +150,7 @@ def idle() -> Json:
     devices = idle_devices()
     blocked = f"{alone_or_part(*MEMORY, where)}"
     power = f"{alone_or_part(*POWER, where)}"
-    hours = f'count_over_time(gpu_alert_firing{{{where},alertname="GPUHeldIdle"}}[$__range])'
+    hours = f'sum_over_time(gpu_alert_firing{{{where},alertname="GPUHeldIdle"}}[$__range])'
 
     def of_idle(what: str) -> str:
         """A quantity of the pods that idle, on the devices on which they do."""

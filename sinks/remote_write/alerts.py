@@ -58,6 +58,8 @@ class _AlertState:
     starts_ms: int
     series: SeriesSet | None
     last_ms: int | None
+    revision: int = 0
+    values: tuple[float, ...] = _ONE
 
 
 class Change(NamedTuple):
@@ -89,7 +91,8 @@ class AlertSeries:
             return alert is None
         if alert is None:
             return False
-        return (milliseconds(alert.starts_at), not alert.is_open) <= (known.starts_ms, known.series is None)
+        order = (milliseconds(alert.starts_at), not alert.is_open, alert.revision)
+        return order <= (known.starts_ms, known.series is None, known.revision)
 
     def change(self, fingerprint: str, alert: Alert | None, written_ms: int, now_ms: int) -> Change:
         """What a record writes that was appended at a time."""
@@ -103,12 +106,18 @@ class AlertSeries:
         going_on = known.series if known is not None and known.starts_ms == starts_ms else None
         series = going_on or self._series_of(alert)
         last_ms = _last(known, written_ms, now_ms) if known else -1
+        if ends_ms is None and going_on is not None:  # an update
+            at_ms, series = max(last_ms + 1, min(written_ms, now_ms)), self._series_of(alert)
+            renamed = going_on.labels != series.labels
+            ends = [SampleGroup(going_on, at_ms, _END)] if renamed else []
+            return Change(fingerprint, alert, _written([*ends, SampleGroup(series, at_ms, _values(alert))]))
         if ends_ms is None:
-            groups = [SampleGroup(series, starts_ms, _ONE)] if starts_ms > last_ms else []
+            groups = [SampleGroup(series, starts_ms, _values(alert))] if starts_ms > last_ms else []
             return Change(fingerprint, alert, _written(groups))
         points = [] if going_on else [starts_ms]
         points += _between(starts_ms, max(last_ms, now_ms - BACK_MS), min(ends_ms, now_ms + 1))
-        groups = [SampleGroup(series, ts_ms, _ONE) for ts_ms in points if ts_ms > last_ms]
+        values = known.values if going_on and known is not None else _values(alert)
+        groups = [SampleGroup(series, ts_ms, values) for ts_ms in points if ts_ms > last_ms]
         last_ms = groups[-1].ts_ms if groups else last_ms
         return Change(fingerprint, alert, _written([*groups, SampleGroup(series, max(ends_ms, last_ms + 1), _END)]))
 
@@ -123,7 +132,8 @@ class AlertSeries:
         if alert.is_open:
             series = groups[-1].series if groups else self._series_of(alert)
         last_ms = groups[-1].ts_ms if groups else known.last_ms if known else None
-        self._known[fingerprint] = _AlertState(milliseconds(alert.starts_at), series, last_ms)
+        starts_ms = milliseconds(alert.starts_at)
+        self._known[fingerprint] = _AlertState(starts_ms, series, last_ms, alert.revision, _values(alert))
 
     def recall(self, fingerprint: str, alert: Alert | None) -> None:
         """A state that an earlier life settled: know it, and write nothing."""
@@ -132,7 +142,7 @@ class AlertSeries:
         elif not self.is_replay(fingerprint, alert):
             starts_ms, ends_ms = _times(alert)
             series = self._series_of(alert) if ends_ms is None else None
-            self._known[fingerprint] = _AlertState(starts_ms, series, ends_ms)
+            self._known[fingerprint] = _AlertState(starts_ms, series, ends_ms, alert.revision, _values(alert))
 
     def due(self, now_ms: int) -> list[Repeat]:
         """The next sample of each firing alert that has one by now; there may be more when these are settled."""
@@ -143,7 +153,7 @@ class AlertSeries:
             times: Sequence[int] = [_floor(known.starts_ms, now_ms)] if now_ms >= known.starts_ms else []
             if known.last_ms is not None:
                 times = _between(known.starts_ms, max(known.last_ms, now_ms - BACK_MS), now_ms + 1)
-            due += [Repeat(fingerprint, SampleGroup(known.series, ts_ms, _ONE)) for ts_ms in times[:1]]
+            due += [Repeat(fingerprint, SampleGroup(known.series, ts_ms, known.values)) for ts_ms in times[:1]]
         return due
 
     def repeated(self, repeat: Repeat) -> None:
@@ -181,6 +191,11 @@ def labels(alert: Alert, most: int = MAX_LABELS) -> Labels:
             named[own] = value
     kept = list(named.items())[: max(len(_FIRST), most - 1)]
     return tuple(sorted((name, sanitised(value)) for name, value in kept))
+
+
+def _values(alert: Alert) -> tuple[float, ...]:
+    """Of how many GPUs it is true; 1 if it is not about GPUs."""
+    return (float(len(alert.gpus)),) if alert.gpus else _ONE
 
 
 def _times(alert: Alert) -> tuple[int, int | None]:

@@ -1,9 +1,11 @@
 """The alert stream: judges every node's ticks by the rules, and writes what becomes of each alert.
 
 In: gpu.attributed; gpu.alert-state, whole; of gpu.workloads, which nodes were removed; and what the reader knows of
-offsets. Out: gpu.alerts by fingerprint, gpu.alert-state.
+offsets. Out: gpu.alerts by fingerprint, gpu.alert-state, and to gpu.alert-members what is a part of an alert of several
+GPUs. That topic is an input too: whoever has the partition of such an alert, makes it of the reports of all nodes.
 State: one :class:`~streams.alerts.node.Node` a node, by partition, in the order in which ticks of them were last read;
-a node's state is written whenever it changes.
+a node's state is written whenever it changes. Of each alert of several GPUs its group, in gpu.alert-groups, which is
+written with each report.
 On failure: what can't be decoded goes to gpu.dead-letters; an alert or a state that is too large is left out and
 counted; an output that is not acknowledged ends the process.
 """
@@ -11,16 +13,18 @@ counted; an output that is not acknowledged ends the process.
 import asyncio
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
-from typing import Any, get_args
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, get_args
+
+import msgspec
+from aiokafka.partitioner import murmur2
 
 from delivery.instruments import Instrument, Instruments
 from delivery.ledger import Partition, Slot
 from delivery.sender import Unsendable
-from streams.alerts import machine, memory
+from streams.alerts import groups, machine, memory
 from streams.alerts.memory import NodeAlerts
 from streams.alerts.node import Due, Log, Node, PartitionNodes
-from streams.alerts.rules import rules_file
 from streams.alerts.rules.rule import Rules
 from streams.alerts.tick import decode as decode_tick
 from streams.app import ReaderApp
@@ -28,14 +32,17 @@ from streams.caught_up import Ends
 from streams.reader import Batch, Reads
 from streams.settings import AlertSettings
 from streams.stage import Bookkeeping, Clocks, Malformed, Stream, Writings, decode_record, instruments
-from topics.alerts import MAX_TIME_MS, Severity, kafka_headers
+from topics.alerts import MAX_TIME_MS, Alert, AlertGroup, AlertReport, Severity, kafka_headers
+from topics.topic import MAX_MESSAGE_BYTES
 
 log = logging.getLogger(__name__)
 
 ATTRIBUTED, SAMPLES, WORKLOADS = "gpu.attributed", "gpu.samples", "gpu.workloads"
-ALERTS, STATE = "gpu.alerts", "gpu.alert-state"
+ALERTS, STATE, MEMBERS, GROUPS = "gpu.alerts", "gpu.alert-state", "gpu.alert-members", "gpu.alert-groups"
 
 _LOOK_EVERY_S = 1.0
+
+G = TypeVar("G", AlertReport, AlertGroup)
 
 INSTRUMENTS = (
     Instrument("gpustream_alerts_ticks_total", "counter", "Node ticks read: judged, new_log (judged; the first after"
@@ -70,11 +77,12 @@ class Alerts(Stream[AlertSettings]):
     failed = "looking at the nodes failed"
 
     async def run(self, stop: asyncio.Event) -> None:
-        self._rules = await asyncio.to_thread(rules_file.load, self.settings.rules)
+        self._rules = await asyncio.to_thread(self.settings.load)
         await super().run(stop)
 
     def work(self, partitions: Mapping[str, int]) -> tuple["AlertWorker", Reads]:
-        states, inputs, compacted, watched = (STATE, WORKLOADS), (ATTRIBUTED,), (STATE,), (SAMPLES,)
+        states, inputs = (STATE, GROUPS, WORKLOADS), (ATTRIBUTED, MEMBERS)
+        compacted, watched = (STATE, GROUPS), (SAMPLES,)
         reads = Reads(inputs=inputs, states=states, compacted=compacted, watched=watched, partitions=partitions)
         return AlertWorker(self.instruments, self._rules, partitions=partitions[ATTRIBUTED]), reads
 
@@ -89,7 +97,9 @@ class AlertWorker:
     ) -> None:
         self._instruments, self._rules, self._clocks = instruments, rules, clocks or Clocks()
         self._books = Bookkeeping(instruments, stage="alerts", partitions=partitions)
+        self._count = partitions
         self._partitions: dict[int, PartitionNodes] = {}
+        self._groups: dict[int, dict[bytes, AlertGroup]] = {}
         self._writings = Writings()
 
     # -- records
@@ -101,19 +111,16 @@ class AlertWorker:
         topic, number = batch[0][0].tp
         partition = self._partition(number)
         try:
-            if topic == ATTRIBUTED and self._writings.leftover:
+            if topic in (ATTRIBUTED, MEMBERS) and self._writings.leftover:
                 await asyncio.wait(self._writings.leftover)
+            if topic == MEMBERS:
+                await self._group(number, batch)
+                return
             for slot, record in batch:
                 if not self.app.current(slot):
                     return
                 try:
-                    if topic == STATE:
-                        self._learn(partition, slot, record)
-                    elif topic == WORKLOADS:
-                        partition.note_removal(record.key, record.value, record.timestamp)
-                        self.app.finish(slot)
-                    else:
-                        self._judge(partition, slot, record)
+                    self._take(topic, partition, slot, record)
                 except Malformed as error:
                     await self._books.dead_letter(self.app, slot, record, error.reason, str(error))
             for node in partition.close_quiet() if topic == ATTRIBUTED else ():
@@ -121,6 +128,18 @@ class AlertWorker:
         except Exception as error:
             log.exception("judging failed")
             self.app.fail(f"judging failed: {error!r}")
+
+    def _take(self, topic: str, partition: PartitionNodes, slot: Slot, record: Any) -> None:
+        """Judge a tick, or learn of a state. Raises Malformed."""
+        if topic == STATE:
+            self._learn(partition, slot, record)
+        elif topic == GROUPS:
+            self._learn_group(partition.number, slot, record)
+        elif topic == WORKLOADS:
+            partition.note_removal(record.key, record.value, record.timestamp)
+            self.app.finish(slot)
+        else:
+            self._judge(partition, slot, record)
 
     def _partition(self, number: int) -> PartitionNodes:
         if number not in self._partitions:
@@ -160,6 +179,79 @@ class AlertWorker:
             partition.caught_up.attributed(tick.offset, new_log=outcome == "new_log")
         self._settle(partition, node)
 
+    # -- alerts of several GPUs
+
+    def _learn_group(self, number: int, slot: Slot, record: Any) -> None:
+        """Take on a group as it is in the topic, unless it is known as of a later report. Raises Malformed."""
+        known = self._groups.setdefault(number, {})
+        if record.value is None:
+            if record.key in known and groups.is_over(known[record.key], self._clocks.now_ms()):
+                del known[record.key]
+        else:
+            group = _decoded(groups.decode_group, record)
+            if record.key not in known or known[record.key].offset <= group.offset:
+                known[record.key] = group
+            else:  # written late, by a worker that had lost the partition: ours is to be the last one
+                self._writings.start(self.app, self._write_group(number, record.key, known[record.key]))
+        self.app.finish(slot)
+
+    async def _group(self, number: int, batch: Batch) -> None:
+        """Make of the reports of a batch what they change in the alerts of several GPUs. The alerts are written and,
+        when they are acknowledged, the groups, and then the reports are finished."""
+        known, epoch = self._groups.setdefault(number, {}), self.app.reader.ledger.epoch
+        ended = self.app.reader.input_ends.get(Partition(MEMBERS, number), MAX_TIME_MS)
+        changed: dict[bytes, AlertGroup] = {}
+        steps: list[groups.GroupStep] = []
+        slots: list[Slot] = []
+        for slot, record in batch:
+            try:
+                report = _decoded(groups.decode_report, record)
+            except Malformed as error:
+                await self._books.dead_letter(self.app, slot, record, error.reason, str(error))
+                continue
+            group = changed.get(record.key) or known.get(record.key)
+            if group is not None and slot.offset <= group.offset and group.offset >= ended:  # the log is another one
+                group = msgspec.structs.replace(group, offset=-1)
+            step = groups.step(group, report, slot.offset, self._rules)
+            if step.group is not group:
+                changed[record.key] = step.group
+            steps.append(step)
+            slots.append(slot)
+        sent = [
+            await self.app.sender.send(
+                ALERTS, memory.encode(alert), key=alert.fingerprint.encode(), headers=kafka_headers(alert)
+            )
+            for step in steps
+            for alert in step.alerts
+        ]
+        await self._acknowledged("alert", sent)
+        for key, group in changed.items():
+            await self._write_group(number, key, group)
+        for alert, news in [(alert, step.news) for step in steps for alert in step.alerts]:
+            self._note(alert, "alert" if news else "repeat")
+        if epoch == self.app.reader.ledger.epoch:
+            known |= changed
+            for slot in slots:
+                self.app.finish(slot)
+
+    async def _write_group(self, number: int, key: bytes, group: AlertGroup | None) -> None:
+        value = None if group is None else memory.encode(group)
+        await self._acknowledged("state", [await self.app.sender.send(GROUPS, value, key=key, partition=number)])
+
+    async def _forget_group(self, number: int, key: bytes, group: AlertGroup) -> None:
+        """A group is over for long: its alert is deleted, and what is kept of it."""
+        if group.alert is not None:
+            await self._acknowledged("alert", [await self.app.sender.send(ALERTS, None, key=key)])
+        await self._write_group(number, key, None)
+
+    def _note(self, alert: Alert, record: str) -> None:
+        """Count and log a record of gpu.alerts that was acknowledged."""
+        self._instruments.counter("gpustream_alerts_written_total", record).inc()
+        if record == "alert":
+            state = alert.state if not alert.revision or not alert.is_open else "updated"
+            self._instruments.counter("gpustream_alerts_transitions_total", alert.name, state).inc()
+            log.info("%s", f"{alert.name} {state}: {alert.annotations.get('summary', alert.node)}")
+
     def _node(self, partition: PartitionNodes, key: bytes) -> Node:
         node = partition.nodes.get(key)
         if node is None:
@@ -183,10 +275,15 @@ class AlertWorker:
     async def _write(self, partition: PartitionNodes, node: Node, due: Due, epoch: int) -> None:
         """The alerts, and when they are acknowledged the state, and then whatever has come due since.
         In a later epoch the state is in the topic after all: the ticks have waited for it, and go on from there."""
-        sent = []
-        for _, fingerprint, alert in due.writes:
-            value, headers = (None, []) if alert is None else (memory.encode(alert), kafka_headers(alert))
-            sent.append(await self.app.sender.send(ALERTS, value, key=fingerprint.encode(), headers=headers))
+        sent: list[asyncio.Future[int]] = []
+        for _, fingerprint, written in due.writes:
+            key, value = fingerprint.encode(), memory.encode(written) if written is not None else None
+            if isinstance(written, AlertReport):
+                place = (murmur2(key) & 0x7FFFFFFF) % self._count
+                sent.append(await self.app.sender.send(MEMBERS, value, key=key, partition=place))
+            else:
+                headers = [] if written is None else kafka_headers(written)
+                sent.append(await self.app.sender.send(ALERTS, value, key=key, headers=headers))
         await self._acknowledged("alert", sent)
         if epoch != self.app.reader.ledger.epoch:
             return
@@ -199,12 +296,12 @@ class AlertWorker:
             return
         delay_s = max(0, self._clocks.now_ms() - due.state.logged_ms) / 1000
         for kind, _, alert in due.writes:
-            self._instruments.counter("gpustream_alerts_written_total", kind).inc()
-            if kind == "alert" and alert is not None:
-                self._instruments.counter("gpustream_alerts_transitions_total", alert.name, alert.state).inc()
+            if isinstance(alert, Alert):
+                self._note(alert, kind)
+            else:
+                self._instruments.counter("gpustream_alerts_written_total", kind).inc()
+            if kind in ("alert", "report"):
                 self._instruments.histogram("gpustream_alerts_delay_seconds").observe(delay_s)
-                what = f"{alert.name} {alert.state}: {alert.annotations.get('summary', alert.node)}"
-                log.info("%s", what)
         node.written(due.state)
         self._settle(partition, node)
 
@@ -258,6 +355,9 @@ class AlertWorker:
             self._settle(partition, node)
             if node.settled() and node.current is not None and machine.is_over(node.current):
                 self._writings.start(self.app, self._delete(partition, node, node.current))
+        kept = self._groups.get(number, {})
+        for key in [key for key, group in kept.items() if groups.is_over(group, self._clocks.now_ms())]:
+            self._writings.start(self.app, self._forget_group(number, key, kept.pop(key)))
 
     def observe(self) -> None:
         gauge = self._instruments.gauge
@@ -283,6 +383,7 @@ class AlertWorker:
     def drop(self, partitions: frozenset[int]) -> None:
         for number in partitions:
             self._partitions.pop(number, None)
+            self._groups.pop(number, None)
 
     def committed(self, offsets: Mapping[Partition, int]) -> None:
         """Nothing is kept for what may be read again."""
@@ -295,5 +396,18 @@ class AlertWorker:
             if tp.topic == ATTRIBUTED:
                 samples_end = ends.get(Partition(SAMPLES, tp.partition))
                 self._partition(tp.partition).caught_up.ends(Ends(asked_s, end, samples_end))
-        for topic in (ATTRIBUTED, STATE):
+        for topic in (ATTRIBUTED, MEMBERS, STATE, GROUPS):
             self._instruments.gauge("gpustream_alerts_lag_records", topic).set(lags[topic])
+
+
+def _decoded(decode: Callable[[bytes], G], record: Any) -> G:
+    """The record of a topic that is keyed by the group. Raises Malformed."""
+    if record.value is None or len(record.value) > MAX_MESSAGE_BYTES:
+        raise Malformed("undecodable", "no value" if record.value is None else "too large")
+    try:
+        found = decode(record.value)
+    except msgspec.DecodeError as error:
+        raise Malformed("undecodable", str(error)) from error
+    if record.key != found.group.encode():
+        raise Malformed("key", f"the key {record.key!r:.300} is not {found.group}")
+    return found

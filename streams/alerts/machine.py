@@ -13,6 +13,9 @@ resolved:
 - A firing one is resolved in the tick in which it has not held for the rule's ``keep_firing``; without evidence it
   fires on. It is resolved at once when the pod that it is about is gone, or the rule is.
 - Two firings of one alert never start at the same time, whatever the node's clock does.
+- What is true of several devices for one reason is one alert (:func:`_scope`): then what becomes of the conditions of a
+  tick is reported to ``streams/alerts/groups.py``, which makes that alert.
+- An alert that fires for ``critical_after`` becomes critical, which is an update of it.
 """
 
 from typing import Literal, NamedTuple
@@ -20,19 +23,21 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from streams.alerts.conditions import evaluate
-from streams.alerts.conditions.finding import Finding
+from streams.alerts.conditions.finding import Finding, uid_and_key
 from streams.alerts.memory import Identity, Memory, NodeAlerts, identity
-from streams.alerts.rules.rule import Rule, Rules
+from streams.alerts.rules.rule import Kind, Rule, Rules
 from streams.alerts.text.describe import Described, describe, in_the_end, silent
 from streams.alerts.tick import Tick
-from topics.alerts import MAX_TIME_MS, Alert, Tracked, fingerprint, milliseconds, time
+from topics.alerts import MAX_TIME_MS, Alert, AlertReport, Scope, Tracked, fingerprint, milliseconds, time
 
 MAX_GAP_MS = 60_000  # a pending condition of which nothing is known for longer begins again
 REPEAT_MS = 24 * 3_600_000  # how often an open alert is written again
+REPORT_MS = 3_600_000  # how often what is a part of an alert is reported again, for its figures
 DELETE_MS = 7 * 24 * 3_600_000  # how long a resolved alert stays
 FORGET_MS = 24 * 3_600_000  # after so long without a tick a node is taken to be removed
 LEAVING_MS = 120_000  # for how long a node that was removed from the cluster may send ticks before its machine is off
 YOUNG_MS = 10_000  # what was pending for less is not written yet; rising counters are written once in so long
+_TOGETHER: tuple[Kind, ...] = ("missing", "lost", "not_answering")  # of several GPUs of a node, of one cause
 _replace = msgspec.structs.replace
 
 
@@ -44,11 +49,12 @@ class LogPosition(NamedTuple):
 
 
 class Write(NamedTuple):
-    """A record of gpu.alerts: a transition, an open alert as it was written before, or the end of one (None)."""
+    """A record of gpu.alerts: a transition, an open alert as it was written before, or the end of one (None); or one of
+    gpu.alert-members: a report of transitions, or of open alerts for their figures (renewal)."""
 
-    kind: Literal["alert", "repeat", "deletion"]
+    kind: Literal["alert", "repeat", "deletion", "report", "renewal"]
     fingerprint: str
-    alert: Alert | None
+    alert: Alert | AlertReport | None
 
 
 class Step(NamedTuple):
@@ -59,7 +65,18 @@ class Step(NamedTuple):
 
     @property
     def alerts(self) -> list[Alert]:
-        return [alert for kind, _, alert in self.writes if alert is not None and kind == "alert"]
+        """The transitions, those of alerts that are parts of another one too."""
+        found: list[Alert] = []
+        for kind, _, written in self.writes:
+            if isinstance(written, AlertReport):
+                found += written.alerts if kind == "report" else ()
+            elif written is not None and kind == "alert":
+                found.append(written)
+        return found
+
+    @property
+    def reports(self) -> list[AlertReport]:
+        return [written for _, _, written in self.writes if isinstance(written, AlertReport)]
 
 
 class _Now(NamedTuple):
@@ -68,6 +85,7 @@ class _Now(NamedTuple):
     tick: Tick
     rules: Rules
     state: NodeAlerts
+    findings: list[Finding]
 
 
 # -- a tick
@@ -104,7 +122,7 @@ def step(state: NodeAlerts, tick: Tick, place: LogPosition, rules: Rules) -> Ste
     after = arrived(state, tick, place, memory)
     if not findings and not state.tracked and not state.resolved:
         return Step(after)
-    now = _Now(tick, rules, state)
+    now = _Now(tick, rules, state, findings)
     found: dict[Identity, Finding] = {(f.rule.name, f.device, f.pod_uid, f.key): f for f in findings}
     tracked: list[Tracked] = []
     writes = list(announced)
@@ -114,10 +132,14 @@ def step(state: NodeAlerts, tick: Tick, place: LogPosition, rules: Rules) -> Ste
             later, alert = _ended(one, now, "ticks")
         else:
             later, alert = (_pending if one.alert is None else _firing)(one, finding, now)
+        if later is not None and later.alert is not None and later.scope is None and _is_in_groups(later, now):
+            # an earlier version wrote it as an alert of its own
+            writes.append(_transition(_resolved(later.alert, one, tick.ts_ms, "grouped")))
+            alert, later = later.alert, _replace(later, scope=_scope_of_pod(later.alert))
         if later is not None:
             tracked.append(later)
         if alert is not None:
-            writes.append(Write("repeat" if alert is one.alert else "alert", alert.fingerprint, alert))
+            writes.append(_written(alert, later or one, tick.ts_ms, repeat=alert is one.alert))
     for (name, device, pod_uid, key), finding in found.items():
         if finding.holds:
             since_ms = max(tick.ts_ms, finding.since_ms)
@@ -125,7 +147,7 @@ def step(state: NodeAlerts, tick: Tick, place: LogPosition, rules: Rules) -> Ste
             one, alert = _fired_if_due(one, finding, now)
             tracked.append(one)
             if alert is not None:
-                writes.append(_transition(alert))
+                writes.append(_written(alert, one, tick.ts_ms))
     unchanged = len(tracked) == len(state.tracked) and all(a is b for a, b in zip(tracked, state.tracked, strict=True))
     return _closed(after if unchanged else _replace(after, tracked=tuple(tracked)), writes, tick.ts_ms)
 
@@ -160,9 +182,22 @@ def _firing(one: Tracked, finding: Finding | None, now: _Now) -> tuple[Tracked |
             return _ended(one, now, because)
         if one.ceased_ms != ceased_ms:
             one = _replace(one, ceased_ms=ceased_ms)
-    if one.written_ms is not None and 0 <= now_ms - one.written_ms < REPEAT_MS:
+    critical_ms = finding.rule.critical_ms if finding is not None and holds else 0
+    if one.alert is not None and critical_ms and now_ms - one.since_ms >= critical_ms:
+        one = _escalated(one, one.alert)
+    every_ms = REPEAT_MS if one.scope is None else REPORT_MS
+    if one.written_ms is not None and 0 <= now_ms - one.written_ms < every_ms:
         return one, None
     return _replace(one, written_ms=now_ms), one.alert
+
+
+def _escalated(one: Tracked, alert: Alert) -> Tracked:
+    """It fires for so long that it is critical, which is to be written."""
+    if alert.severity == "critical":
+        return one
+    labels = {**alert.labels, "severity": "critical"}
+    alert = _replace(alert, severity="critical", labels=labels, revision=alert.revision + 1)
+    return _replace(one, alert=alert, written_ms=None)
 
 
 def _holds(one: Tracked, finding: Finding | None, now: _Now) -> bool | None:
@@ -177,18 +212,84 @@ def _fired_if_due(one: Tracked, finding: Finding, now: _Now) -> tuple[Tracked, A
     now_ms = now.tick.ts_ms
     if not finding.event and now_ms - one.since_ms < finding.rule.for_ms:
         return one, None
-    described = describe(finding, now.tick, one.since_ms)
+    described = describe(finding, now.tick, one.since_ms, now.rules.wording)
     value = finding.value if finding.value is not None else (now_ms - one.since_ms) / 1000
     alert = _alert(finding.rule, one, now.state, now_ms, float(value), described)
-    return _held(_replace(one, alert=alert, written_ms=now_ms), finding, now), alert
+    if finding.rule.kind == "held_idle":
+        alert = _replace(alert, held=_devices_of(finding, now.tick))
+    scope = _scope(finding, alert, now)
+    return _held(_replace(one, alert=alert, written_ms=now_ms, scope=scope), finding, now), alert
 
 
 def _held(one: Tracked, finding: Finding, now: _Now) -> Tracked:
     """A firing condition that holds in this tick. An event is over with its tick."""
-    ceased_ms, keep_ms = now.tick.ts_ms if finding.event else None, finding.rule.keep_firing_ms
+    now_ms, keep_ms, paused_ms, again_ms = now.tick.ts_ms, finding.rule.keep_firing_ms, one.paused_ms, one.again_ms
+    ceased_ms = now_ms if finding.event else None
     if one.ceased_ms == ceased_ms and one.keep_ms == keep_ms:
         return one
-    return _replace(one, ceased_ms=ceased_ms, keep_ms=keep_ms)
+    if one.ceased_ms is not None and not finding.event:
+        paused_ms, again_ms = paused_ms + max(now_ms - one.ceased_ms, 0), now_ms
+    return _replace(one, ceased_ms=ceased_ms, keep_ms=keep_ms, paused_ms=paused_ms, again_ms=again_ms)
+
+
+# -- what is a part of an alert of several devices
+
+
+def _scope(finding: Finding, alert: Alert, now: _Now) -> Scope | None:
+    """Of what an alert is a part: of that of its pod's workload or, if other GPUs of the node went with it, of that of
+    the node. None: it is an alert of its own, and stays one."""
+    if finding.rule.kind == "held_idle":
+        return _scope_of_pod(alert)
+    if finding.rule.kind not in _TOGETHER:
+        return None
+    name, devices = finding.rule.name, {finding.device}
+    devices |= {t.device for t in now.state.tracked if t.name == name and t.alert is not None and t.scope is None}
+    return "node" if any(f.holds and f.rule.name == name and f.device not in devices for f in now.findings) else None
+
+
+def _scope_of_pod(alert: Alert) -> Scope:
+    return "workload" if "k8s_workload_name" in alert.labels else "pod"
+
+
+def _is_in_groups(one: Tracked, now: _Now) -> bool:
+    rule = now.rules.by_name.get(one.name)
+    return rule is not None and rule.kind == "held_idle"
+
+
+def _devices_of(finding: Finding, tick: Tick) -> int:
+    """How many devices of the node the pod of a finding was given."""
+    pod = (finding.pod_uid, finding.key)
+    held = [device for device in tick.devices for holder in device.holders if uid_and_key(holder) == pod]
+    return len({device.uuid for device in held})
+
+
+def _group(alert: Alert, scope: Scope) -> str:
+    """The fingerprint of the alert that another one is a part of."""
+    whose = {
+        "workload": ("k8s_namespace_name", "k8s_workload_kind", "k8s_workload_name"),
+        "pod": ("k8s_node_name", "k8s_namespace_name", "k8s_pod_name", "k8s_pod_uid"),
+        "node": ("k8s_node_name",),
+    }[scope]
+    key = "/".join((scope, *[alert.labels.get(name, "") for name in whose]))
+    return fingerprint(alert.name, alert.cluster, "", key=key)
+
+
+def _written(alert: Alert, one: Tracked, now_ms: int, *, repeat: bool = False) -> Write:
+    """The record of what has become of an alert: its own or, if it is a part of another, a report. That one has how
+    long the condition has held until now, and when the device last worked."""
+    if one.scope is None:
+        return Write("repeat" if repeat else "alert", alert.fingerprint, alert)
+    if alert.is_open and "gpu_share" in alert.annotations:
+        until_ms = now_ms if one.ceased_ms is None else one.ceased_ms
+        since_ms = one.again_ms or (one.since_ms if "last_active" in alert.annotations else 0)
+        active = {"last_active": f"{time(since_ms):%Y-%m-%dT%H:%M:%SZ}"} if since_ms else {}
+        held_s = max(until_ms - one.since_ms - one.paused_ms, 0) / 1000
+        alert = _replace(alert, value=held_s, annotations={**alert.annotations, **active})
+    group = _group(alert, one.scope)
+    report = AlertReport(
+        schema=1, group=group, scope=one.scope, cluster=alert.cluster, node=alert.node, ts_ms=now_ms, alerts=(alert,)
+    )
+    return Write("renewal" if repeat else "report", group, report)
 
 
 def _ended(one: Tracked, now: _Now, because: str) -> tuple[None, Alert | None]:
@@ -254,7 +355,8 @@ def silence(state: NodeAlerts, rules: Rules, lasted_ms: int) -> NodeAlerts:
         tracked = Tracked(name=rule.name, since_ms=state.last_ts_ms, keep_ms=rule.keep_firing_ms)
         if lasted_ms >= rule.for_ms and all(identity(one) != identity(tracked) for one in state.tracked):
             starts_ms = min(state.last_ts_ms + rule.for_ms, MAX_TIME_MS)
-            alert = _alert(rule, tracked, state, starts_ms, rule.for_ms / 1000, silent(rule, state, state.memory))
+            described = silent(rule, state, state.memory, rules.wording)
+            alert = _alert(rule, tracked, state, starts_ms, rule.for_ms / 1000, described)
             state = _replace(quiet(state), tracked=(*state.tracked, _replace(tracked, alert=alert)))
     return state
 
@@ -284,7 +386,7 @@ def announce(state: NodeAlerts) -> Step:
     writes: list[Write] = []
     for one in state.tracked:
         if one.alert is not None and one.written_ms is None:
-            writes.append(_transition(one.alert))
+            writes.append(_written(one.alert, one, state.last_ts_ms))
             one = _replace(one, written_ms=milliseconds(one.alert.starts_at))
         if one.alert is None or one.alert.is_open:
             tracked.append(one)
@@ -335,7 +437,7 @@ def _resolved(alert: Alert, one: Tracked, at_ms: int, because: str) -> Alert:
     ends_at = max(time(at_ms), alert.starts_at)
     resolved = _replace(alert, state="resolved", ends_at=ends_at, resolved_because=because)
     held_until_ms = at_ms if one.ceased_ms is None else one.ceased_ms
-    return in_the_end(resolved, held_until_ms - one.since_ms)
+    return in_the_end(resolved, held_until_ms - one.since_ms - one.paused_ms)
 
 
 def _transition(alert: Alert) -> Write:
@@ -345,10 +447,22 @@ def _transition(alert: Alert) -> Write:
 def _closed(state: NodeAlerts, writes: list[Write], now_ms: int) -> Step:
     """The step's end: what is resolved is remembered until it is deleted, or fires again."""
     resolved = dict(state.resolved)
-    for _, key, alert in writes:
-        resolved.pop(key, None)
-        if alert is not None and alert.ends_at is not None:
-            resolved[key] = milliseconds(alert.ends_at)
+    reports: dict[tuple[str, bool], AlertReport] = {}
+    alone: list[Write] = []
+    for write in writes:
+        one = write.alert
+        alerts: tuple[Alert, ...] = () if one is None else (one,) if isinstance(one, Alert) else one.alerts
+        for alert in alerts:
+            resolved.pop(alert.fingerprint, None)
+            if alert.ends_at is not None:
+                resolved[alert.fingerprint] = milliseconds(alert.ends_at)
+        if isinstance(one, AlertReport):
+            known = reports.get(place := (one.group, write.kind == "renewal"))
+            reports[place] = one if known is None else _replace(known, alerts=(*known.alerts, *one.alerts))
+        else:
+            alone.append(write)
+    reported = [Write("renewal" if again else "report", group, one) for (group, again), one in reports.items()]
+    writes = [*alone, *reported]
     for key in [key for key, at_ms in resolved.items() if now_ms - at_ms >= DELETE_MS]:
         del resolved[key]
         writes.append(Write("deletion", key, None))

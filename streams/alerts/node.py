@@ -18,13 +18,13 @@ import msgspec
 
 from delivery import replays
 from delivery.ledger import Slot
-from streams.alerts import machine
+from streams.alerts import groups, machine
 from streams.alerts.machine import LogPosition, Step, Write
 from streams.alerts.memory import NodeAlerts, Order, last_tick, order
 from streams.alerts.rules.rule import Rules
 from streams.alerts.tick import Tick
 from streams.caught_up import CaughtUp
-from topics.alerts import Alert
+from topics.alerts import Alert, AlertGroup
 
 Outcome = Literal["judged", "new_log", "replayed", "resumed"]
 """What a tick was: a new one; a new one with which the offsets of gpu.samples begin again; one that had been judged
@@ -250,19 +250,20 @@ class PartitionNodes:
 
 class Replay:
     """Recorded ticks of any number of nodes, in the order in which they were read: which alerts the rules would have
-    given. ``ticks`` and ``repeats`` count what was judged, and what had been before.
+    given, and which updates. ``ticks`` and ``repeats`` count what was judged, and what had been before.
 
     A live worker finds a silent node by the time of the log. Here a node was silent if its own clock says so and, if
     the ticks' log times are known, they do as well: a clock that is set is no silence, nor is a log that stood still
     for everybody. A clock that was set back is not behind the others: its node was heard when its clock showed the
-    most.
+    most. Not ``grouped``: the alerts of single GPUs, which are parts of those.
     """
 
-    def __init__(self, rules: Rules) -> None:
-        self._rules = rules
+    def __init__(self, rules: Rules, *, grouped: bool = True) -> None:
+        self._rules, self._grouped = rules, grouped
         self._states: dict[tuple[str, str], NodeAlerts] = {}
         self._newest_ms: dict[tuple[str, str], int] = {}
-        self._logged_ms = 0
+        self._groups: dict[str, AlertGroup] = {}
+        self._reports = self._logged_ms = 0
         self.ticks = self.repeats = 0
 
     @property
@@ -284,7 +285,19 @@ class Replay:
         self._states[node] = step.state
         self._newest_ms[node] = max(tick.ts_ms, self._newest_ms.get(node, 0))
         self._logged_ms = max(self._logged_ms, logged_ms or 0)
-        return step.alerts
+        return self._written(step)
+
+    def _written(self, step: Step) -> list[Alert]:
+        """What comes of a step, the alerts of several GPUs after the others."""
+        if not self._grouped:
+            return step.alerts
+        found = [one for kind, _, one in step.writes if kind == "alert" and isinstance(one, Alert)]
+        for report in step.reports:
+            self._reports += 1
+            after = groups.step(self._groups.get(report.group), report, self._reports, self._rules)
+            self._groups[report.group] = after.group
+            found += after.alerts if after.news else ()
+        return found
 
     def end(self) -> list[Alert]:
         """The transitions of nodes that sent nothing any more while others did."""
@@ -294,5 +307,5 @@ class Replay:
             lasted_ms = now_ms - self._newest_ms[node]
             if self._logged_ms:
                 lasted_ms = min(lasted_ms, self._logged_ms - state.logged_ms)
-            found += machine.announce(machine.silence(state, self._rules, lasted_ms)).alerts
+            found += self._written(machine.announce(machine.silence(state, self._rules, lasted_ms)))
         return found

@@ -70,6 +70,7 @@ class Tick(msgspec.Struct, frozen=True, kw_only=True):
     ts_ms: UInt
     offset: UInt
     attribution: Attribution
+    node_labels: dict[str, str] = {}
     devices: tuple[Device, ...] = ()
     unwell: tuple[UnwellDevice, ...] = ()
 

@@ -69,7 +69,7 @@ EXPECTED = [
         "where": "c/n GPU 0",
         "who": "ml/bert-0 (Job/bert)",
         "why it ended": "condition",
-        "summary": "ml/bert-0 holds GPU 0 of n and has not used it for 1m",
+        "summary": "Job ml/bert: 1 of 1 GPU idle (for 1m)",
     },
     {
         "fired": "2026-11-21 00:03:31Z",

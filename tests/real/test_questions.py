@@ -478,7 +478,7 @@ def test_how_many_alerts_fire_in_which_namespaces(answers: Answers) -> None:
 
 
 def test_the_gpu_hours_that_were_held_and_idle(answers: Answers) -> None:
-    found = _by(answers.ask(_query("gpu_alert_firing", "count_over_time")), "k8s_namespace_name")
+    found = _by(answers.ask(_query("gpu_alert_firing", "sum_over_time")), "k8s_namespace_name")
 
     assert found == {("ml",): pytest.approx(2 * 6 / 60), ("search",): pytest.approx(2 / 60)}
 

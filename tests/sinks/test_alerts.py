@@ -94,3 +94,13 @@ def test_alerts_are_told_apart_and_what_is_deleted_is_forgotten() -> None:
     assert not known.is_news(one)
     known.clear()
     assert known.is_news(alert("a"))
+
+
+def test_an_update_is_news_once_and_none_after_the_end() -> None:
+    known = Transitions()
+    first, update, end = alert(), alert(revision=1), alert(ends_ms=START_MS + 1, revision=1)
+    for one in (first, update, end):
+        assert known.is_news(one)
+        known.learn(alert_record(one), one)
+        assert not known.is_news(one)
+    assert not any(known.is_news(one) for one in (first, update))

@@ -13,10 +13,11 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import msgspec
 
+from delivery.prices import Prices
 from delivery.values import milliseconds
 from streams.alerts.xids import XidKind
 from streams.idleness import IDLE_BELOW
-from topics.alerts import Severity
+from topics.alerts import RUNBOOKS, Severity
 from topics.attributed import Holder
 
 Kind = Literal[
@@ -43,7 +44,8 @@ class Override(msgspec.Struct, frozen=True, kw_only=True):
 
 class Rule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """A rule; ``kind`` says what it judges, and which of the thresholds it reads.
-    It fires when it has held for ``for_ms``, and resolves when it has not held for ``keep_firing_ms``."""
+    It fires when it has held for ``for_ms``, is critical when it has for ``critical_ms`` (0: never by that), and
+    resolves when it has not held for ``keep_firing_ms``."""
 
     name: str
     kind: Kind
@@ -51,6 +53,7 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     severity: Severity = "warning"
     for_ms: int = 0
     keep_firing_ms: int = 0
+    critical_ms: int = 0
     idle_below: float = IDLE_BELOW
     grace_ms: int = 0
     memory_held_bytes: float = 0.0
@@ -159,10 +162,23 @@ def _policy(pod_alerts: str | None, alerts: str | None, pod_idle: str | None, id
 # -- all rules
 
 
+class Wording(NamedTuple):
+    """What alerts say beside what was found: where runbooks are, which label names a pod's team, what GPUs cost."""
+
+    runbook_url: str = RUNBOOKS
+    team_label: str = "team"
+    prices: Prices | None = None
+
+    @property
+    def currency(self) -> str:
+        return self.prices.currency if self.prices is not None else ""
+
+
 class Rules(msgspec.Struct, frozen=True, dict=True):
     """The rules in force: those that are enabled, or that an override enables for some."""
 
     rules: tuple[Rule, ...]
+    wording: Wording = Wording()
 
     def of(self, kind: Kind) -> tuple[Rule, ...]:
         return self.by_kind.get(kind, ())

@@ -31,7 +31,7 @@ _LARGEST_BYTES = 1 << 20
 _RESERVED = ("alertname", "severity", "xid", "gpu_", "k8s_", "host_", "job_", "cloud_", "service_", "__")
 """The beginnings of names that labels of our own have."""
 
-_FIGURES = ("gpu_share", "wasted_gpu_seconds")
+_FIGURES = ("gpu_share", "wasted_gpu_seconds", "wasted_gpu_hours", "cost", "currency", "gpu_hour_price", "last_active")
 _XID_SEVERITIES = ("driver_severity", "application_severity", "recovered_severity", "unknown_severity")
 
 W = TypeVar("W", bound=str)
@@ -213,6 +213,7 @@ OPTIONS = (
     Option("severity", "severity", severity, (), "`info`, `warning` or `critical`; of `GPUXid` that of hardware."),
     Option("for", "for_ms", duration, (), "How long it must hold before it fires."),
     Option("keep_firing_for", "keep_firing_ms", duration, (), "How long it must not hold before it resolves."),
+    Option("critical_after", "critical_ms", duration, (), "From so long on it is critical; 0s: never."),
     Option("grace", "grace_ms", duration, ("held_idle",), "After a pod got the GPU, for how long it does not count."),
     Option("idle_below", "idle_below", ratio, ("held_idle",), "What is less than this ratio is no work."),
     Option("memory_held", "memory_held_bytes", size, ("held_idle",), "Memory counts as held from so many bytes on."),

@@ -17,15 +17,15 @@ from delivery.values import duration_words
 from streams.alerts.conditions.finding import Facts, Finding, sole_pod
 from streams.alerts.memory import HeldBy, Memory, Seen
 from streams.alerts.rules import rules_file
-from streams.alerts.rules.rule import Kind, Rule
+from streams.alerts.rules.rule import Kind, Rule, Wording
 from streams.alerts.tick import Device, Tick
 from streams.alerts.xids import of_text
-from topics.alerts import Alert, AlertState
+from topics.alerts import Alert, AlertState, time
 from topics.attributed import JOB, Holder
 
 Described = tuple[dict[str, str], dict[str, str]]  # an alert's labels and annotations
 Pairs = Iterable[tuple[str, str | int | None]]
-RUNBOOK = "docs/runbooks/{}.md"  # of the default rule of a kind
+PLAIN = Wording()
 MAX_VALUE_BYTES = 1024  # longer values are cut, at a character: receivers commonly refuse more than 2 KiB
 _NOT_IN_A_NAME = re.compile(r"[^a-zA-Z0-9_]")
 _MOST_NAMED = 8  # of pods or processes in a description
@@ -64,16 +64,19 @@ _NVLINK = {"crc": "CRC errors", "replay": "replays", "recovery": "recoveries"}
 _SLOW: Mapping[Kind, str] = {"thermal_slowdown": "It is at {:.0f} °C", "power_brake": "It draws {:.0f} W"}
 
 
-def describe(finding: Finding, tick: Tick, since_ms: int) -> Described:
+def describe(finding: Finding, tick: Tick, since_ms: int, wording: Wording = PLAIN) -> Described:
     """The labels and annotations of what a tick shows to have held since a time."""
     facts, rule = finding.facts, finding.rule
-    pairs, more = list(_about(finding)), dict[str, str]()
+    pairs, more = list(_about(finding, wording.team_label)), dict[str, str]()
     if rule.kind == "held_idle":
         summary, description, more = _held_idle(finding, tick, since_ms)
+        more |= _price(finding, tick, wording)
     else:
         fields = _fields(finding, tick, since_ms)
         summary = _WORDS[rule.kind][0].format(**fields)
         description = _WORDS[rule.kind][1].format(summary=summary, **fields)
+    if rule.kind == "nvlink_errors":
+        pairs.append(("nvlink_error", finding.key))
     if rule.kind == "xid":
         xid = of_text(facts.text)
         pairs += [("xid", facts.text), ("xid_kind", xid.kind)]
@@ -82,7 +85,7 @@ def describe(finding: Finding, tick: Tick, since_ms: int) -> Described:
         said = _listed(str(one) for one in tick.unwell if one.device_id == finding.device)
         if said:
             description, more = f"{description} The API server says of it: {said}.", {"api_status": said}
-    return _labels(rule, tick.cluster, tick.node, pairs), _annotations(rule, summary, description, more)
+    return _labels(rule, tick.cluster, tick.node, pairs), _annotations(rule, summary, description, more, wording)
 
 
 def in_the_end(alert: Alert, held_ms: int) -> Alert:
@@ -98,12 +101,12 @@ def in_the_end(alert: Alert, held_ms: int) -> Alert:
     return msgspec.structs.replace(alert, value=seconds, annotations=annotations)
 
 
-def silent(rule: Rule, state: AlertState, memory: Memory) -> Described:
+def silent(rule: Rule, state: AlertState, memory: Memory, wording: Wording = PLAIN) -> Described:
     """Those of a node without ticks."""
     held = {(pod.namespace, pod.pod) for seen in memory.devices.values() for pod in seen.pods}
     summary = f"{state.node} has sent nothing for {duration_words(rule.for_ms)}"
     description = f"{summary}. It had {_count(memory.devices, 'GPU')}, held by {_count(held, 'pod')}."
-    return _labels(rule, state.cluster, state.node, ()), _annotations(rule, summary, description, {})
+    return _labels(rule, state.cluster, state.node, ()), _annotations(rule, summary, description, {}, wording)
 
 
 # -- labels
@@ -121,7 +124,7 @@ def _clean(value: str) -> str:
     return value.encode("utf-8", "replace")[:MAX_VALUE_BYTES].decode("utf-8", "ignore")
 
 
-def _about(finding: Finding) -> Pairs:
+def _about(finding: Finding, team_label: str) -> Pairs:
     """The device and the pod that an alert is about, with the pod's and namespace's labels that the rule asks for."""
     facts = finding.facts
     found: Device | Seen | None = facts.device or facts.seen
@@ -150,6 +153,7 @@ def _about(finding: Finding) -> Pairs:
     yield "k8s_job_name", pod.job
     yield "k8s_statefulset_name", pod.statefulset
     yield "k8s_deployment_name", pod.deployment
+    yield "team", pod.labels.get(team_label, pod.namespace_labels.get(team_label))
     for name in finding.rule.copy_labels:
         safe = _NOT_IN_A_NAME.sub("_", name)
         yield f"k8s_pod_label_{safe}", pod.labels.get(name)
@@ -159,9 +163,12 @@ def _about(finding: Finding) -> Pairs:
 # -- words
 
 
-def _annotations(rule: Rule, summary: str, description: str, more: Mapping[str, str]) -> dict[str, str]:
+def _annotations(
+    rule: Rule, summary: str, description: str, more: Mapping[str, str], wording: Wording
+) -> dict[str, str]:
     default = next((known.name for known in rules_file.defaults().values() if known.kind == rule.kind), rule.name)
-    found = {"summary": summary, "description": description, "runbook": RUNBOOK.format(default), **more}
+    runbook = f"{wording.runbook_url}/{default}.md"
+    found = {"summary": summary, "description": description, "runbook": runbook, **more}
     return {name: _clean(text) for name, text in found.items()} | rule.annotations
 
 
@@ -185,7 +192,18 @@ def _held_idle(finding: Finding, tick: Tick, since_ms: int) -> tuple[str, str, d
         f"Wasted so far: {wasted:.0f} GPU-seconds ({share.how})." if wasted is not None else "",
     ]
     more = {} if wasted is None else {"gpu_share": f"{share.ratio:.4g}", "wasted_gpu_seconds": f"{wasted:.0f}"}
+    if since_ms > finding.since_ms:  # else it has not worked since its grace was over
+        more["last_active"] = f"{time(since_ms):%Y-%m-%dT%H:%M:%SZ}"
     return summary, " ".join(filter(None, parts)), more
+
+
+def _price(finding: Finding, tick: Tick, wording: Wording) -> dict[str, str]:
+    """What an hour of the finding's GPU costs, if the list of prices has it."""
+    device = finding.facts.device
+    if wording.prices is None or device is None:
+        return {}
+    price = wording.prices.of(device.model or "", tick.ts_ms, tick.node_labels)
+    return {} if price is None else {"gpu_hour_price": str(price)}
 
 
 def held_memory(facts: Facts) -> float | None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpustream.usage.prices import Price, Prices
+from delivery.prices import Price, Prices
 from gpustream.usage.read import Counting, Range
 from gpustream.usage.table import By, Table, divided
 from tests.usage_records import START_MS, read, usage

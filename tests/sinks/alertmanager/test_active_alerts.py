@@ -35,3 +35,12 @@ def test_an_alert_that_fires_again_is_told_as_it_is_now() -> None:
     assert active.states(active.due(START_MS)) == [alert(starts_ms=START_MS + 2)]
     active.clear()
     assert active.due(START_MS) == []
+
+
+def test_an_alert_whose_severity_changes_ends_under_its_old_labels() -> None:
+    active = ActiveAlerts()
+    was, now = alert(), alert(severity="critical", labels={**alert().labels, "severity": "critical"}, revision=1)
+    active.put(was, START_MS)
+    (ended,) = active.renamed([now])
+    assert (ended.labels, ended.is_open, ended.starts_at) == (was.labels, False, was.starts_at)
+    assert active.renamed([alert(revision=1)]) == []

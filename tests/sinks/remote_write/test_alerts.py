@@ -1,6 +1,7 @@
 """An alert is 1 from its start to its end, whatever happens to the sink in between."""
 
 import asyncio
+import struct
 from collections.abc import Sequence
 
 import msgspec
@@ -22,7 +23,7 @@ from sinks.series.relabel_file import load
 from tests.sinks.alerts import START_MS, alert, alert_record, deleted
 from tests.sinks.records import FakeSender, Read
 from tests.sinks.remote_write.receivers import STALE_BITS, Receiver
-from topics.alerts import Alert
+from topics.alerts import Alert, AlertGpu
 
 MINUTE_MS = 60_000
 END = "end"
@@ -386,3 +387,31 @@ def test_whatever_happens_an_alert_that_fires_is_1_and_one_that_does_not_has_end
                 assert points[-1][0] > now_ms - MINUTE_MS
 
     asyncio.run(run())
+
+
+def of_gpus(count: int, revision: int, severity: str = "warning") -> Alert:
+    gpus = tuple(AlertGpu(uuid=f"GPU-{i}", node="n1", index=i) for i in range(count))
+    labels_now = {**alert().labels, "severity": severity}
+    return alert(gpus=gpus, revision=revision, severity=severity, labels=labels_now)
+
+
+async def test_the_value_of_an_alert_is_of_how_many_gpus_it_is_true_and_an_update_changes_it() -> None:
+    one = Setup()
+    await one.deliver(700, alert_record(of_gpus(3, 0)))
+    await one.deliver(30_000, alert_record(of_gpus(8, 1), at_ms=START_MS + 30_000))
+    await one.quiet(60_500)
+    await one.deliver(61_000, alert_record(of_gpus(8, 1)))
+    ((_, points),) = one.receiver.stored.items()
+    assert [(ts_ms - START_MS, struct.unpack("d", struct.pack("Q", bits))[0]) for ts_ms, bits in points] == [
+        (0, 3.0), (30_000, 8.0), (60_000, 8.0)
+    ]  # fmt: skip
+    assert one.ends() == {"delivered": 2, "duplicate": 1}
+
+
+async def test_a_severity_that_changes_ends_the_series_and_begins_another() -> None:
+    one = Setup()
+    await one.deliver(700, alert_record(of_gpus(2, 0)))
+    await one.deliver(30_000, alert_record(of_gpus(2, 1, "critical"), at_ms=START_MS + 30_000))
+    stored = one.receiver.stored.items()
+    ends = {dict(series)["severity"]: points[-1][1] == STALE_BITS for series, points in stored}
+    assert ends == {"warning": True, "critical": False}

@@ -12,7 +12,17 @@ from delivery.instruments import Instruments
 from delivery.ledger import Ledger, Partition, Slot
 from delivery.sender import Unsendable
 from delivery.settings import DEAD_LETTERS
-from streams.alerts.component import ALERTS, ATTRIBUTED, INSTRUMENTS, SAMPLES, STATE, WORKLOADS, AlertWorker
+from streams.alerts.component import (
+    ALERTS,
+    ATTRIBUTED,
+    GROUPS,
+    INSTRUMENTS,
+    MEMBERS,
+    SAMPLES,
+    STATE,
+    WORKLOADS,
+    AlertWorker,
+)
 from streams.alerts.rules.rule import Rules
 from streams.alerts.tick import Tick
 from streams.app import ReaderApp
@@ -114,7 +124,7 @@ class Worker:
     """A worker that has the partition: what a stage sees of its app. Another stream's has other ``reads``: its input,
     its state, and what it reads beside."""
 
-    reads: tuple[str, str, tuple[str, ...]] = (ATTRIBUTED, STATE, (WORKLOADS,))
+    reads: tuple[str, str, tuple[str, ...]] = (ATTRIBUTED, STATE, (WORKLOADS, MEMBERS, GROUPS))
     stage: Any
 
     def __init__(self, broker: Broker, rules: Rules = SHORT) -> None:

@@ -1,18 +1,20 @@
 """The alert stream's worker: what it writes and in what order, what it finishes, when it says that a node is silent."""
 
+import asyncio
+
 import msgspec
 import pytest
 
 from delivery.ledger import Partition
 from delivery.settings import DEAD_LETTERS
-from streams.alerts.component import ALERTS, ATTRIBUTED, STATE, WORKLOADS
+from streams.alerts.component import ALERTS, ATTRIBUTED, GROUPS, MEMBERS, STATE, WORKLOADS
 from streams.alerts.machine import DELETE_MS, FORGET_MS
 from streams.alerts.memory import NodeAlerts, decode, encode
 from streams.alerts.rules.rule import Rules
 from streams.alerts.tick import Device
 from tests.streams.alerts.fakes import Broker, Record, Worker, settle
 from tests.streams.alerts.stories import later
-from tests.streams.alerts.ticks import START_MS, device, overlay, tick
+from tests.streams.alerts.ticks import START_MS, device, holder, overlay, tick
 from topics.alerts import MAX_TIME_MS, time
 from topics.workloads import NodeWorkloads
 
@@ -596,3 +598,75 @@ async def test_no_error_is_forgotten_by_a_worker_that_takes_over(killed: int) ->
     assert [(alert.state, alert.value, alert.starts_at) for alert in broker.alerts()] == [
         ("firing", 9.0, time(tick(11).ts_ms))
     ]
+
+
+# -- alerts of several GPUs
+
+IDLE = device(0, holder(), busy=0.0)
+SOON = overlay('[rules.GPUHeldIdle]\nfor = "20s"\ngrace = "0s"\nkeep_firing_for = "0s"')
+
+
+async def grouping(seconds: int) -> Worker:
+    """A worker that has read so many ticks of two nodes, whose pods are of one workload, and its own reports."""
+    broker = Broker()
+    for s in range(seconds):
+        broker.log(tick(s, IDLE, node="n"))
+        broker.log(tick(s, device(1, holder("bert-1"), busy=0.0), node="m"))
+    worker = await working(broker, SOON)
+    await worker.live()
+    return worker
+
+
+async def test_a_workloads_alert_is_acknowledged_then_its_group_then_the_reports_are_finished() -> None:
+    worker = await grouping(30)
+    broker = worker.broker
+    assert (len(broker.logs[MEMBERS]), broker.logs[ALERTS]) == (2, [])
+    worker.sender.holding = True
+    reading = asyncio.create_task(worker.read(MEMBERS))
+    await settle()
+    assert {sent.topic for sent in worker.sender.flying} == {ALERTS}
+    worker.sender.land()
+    await settle()
+    assert {sent.topic for sent in worker.sender.flying} == {GROUPS}
+    assert worker.ledger.position(Partition(MEMBERS, 0)) == 0
+    worker.sender.holding = False
+    worker.sender.land()
+    await reading
+    assert worker.ledger.position(Partition(MEMBERS, 0)) == 2
+    assert [(a.state, a.revision, a.idle) for a in broker.alerts()] == [("firing", 0, 1), ("firing", 1, 2)]
+
+
+async def test_another_worker_goes_on_with_a_workloads_alert_as_it_is_in_the_topic() -> None:
+    first = await grouping(30)
+    broker = first.broker
+    await first.read(MEMBERS)
+    for s in range(30, 35):
+        broker.log(tick(s, device(0, holder(), busy=0.9), node="n"))
+    await first.live()
+    second = await working(broker, SOON)
+    await second.read(GROUPS)
+    await second.read(MEMBERS)
+    assert [(a.state, a.revision, a.idle) for a in broker.alerts()] == [
+        ("firing", 0, 1), ("firing", 1, 2), ("firing", 2, 1)
+    ]  # fmt: skip
+
+
+async def test_a_malformed_report_is_dead_lettered_and_holds_nothing_up() -> None:
+    worker = await grouping(30)
+    worker.broker.logs[MEMBERS].insert(0, Record(b"x", b"no report"))
+    await worker.read(MEMBERS)
+    assert len(worker.broker.logs[DEAD_LETTERS]) == 1
+    assert worker.broker.alerts()[-1].idle == 2
+
+
+async def test_the_alert_of_a_workload_that_was_resolved_a_week_ago_is_deleted() -> None:
+    worker = await grouping(30)
+    for node, pod, number in (("n", "bert-0", 0), ("m", "bert-1", 1)):
+        worker.broker.log(tick(30, device(number, holder(pod), busy=0.9), node=node))
+    await worker.live()
+    await worker.read(MEMBERS)
+    assert said(worker.broker)[-1] == ("GPUHeldIdle", "resolved")
+    worker.clocks.started_ms += DELETE_MS + 60_000
+    worker.stage.look_at(0)
+    await settle()
+    assert (worker.broker.logs[ALERTS][-1].value, worker.broker.logs[GROUPS][-1].value) == (None, None)

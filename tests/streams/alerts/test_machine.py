@@ -44,7 +44,7 @@ class Life:
     def take(self, step: machine.Step) -> list[Alert]:
         self.state = step.state
         self.written += step.alerts
-        self.repeated += [alert for kind, _, alert in step.writes if alert is not None and kind == "repeat"]
+        self.repeated += [one for kind, _, one in step.writes if isinstance(one, Alert) and kind == "repeat"]
         self.deleted += [fingerprint for _, fingerprint, alert in step.writes if alert is None]
         return step.alerts
 

@@ -34,7 +34,7 @@ def _device(pod: str, busy: float | None, state: str) -> Device:
 
 
 def transitions(ticks: Sequence[Tick]) -> list[Alert]:
-    replay = Replay(RULES)
+    replay = Replay(RULES, grouped=False)
     return [alert for one in ticks for alert in replay.take(one) if alert.name == "GPUHeldIdle"]
 
 

@@ -166,7 +166,7 @@ def test_on_a_shared_device_each_pod_is_judged_by_its_own_part(
 def test_ten_pods_that_do_nothing_are_idle_though_the_device_they_share_is_not() -> None:
     pods = [holder(f"p{number}", busy=0.009) for number in range(10)]
     one = device(0, *pods, busy=0.09, unattributed=Parts(utilization_ratio=0.0))
-    replay = Replay(DEFAULTS)
+    replay = Replay(DEFAULTS, grouped=False)
     fired = [alert for s in range(0, 7200, 10) for alert in replay.take(tick(s, one))]
     assert [(alert.name, alert.state) for alert in fired] == [(RULE, "firing")] * 10
     assert {alert.labels["k8s_pod_name"] for alert in fired} == {f"p{number}" for number in range(10)}

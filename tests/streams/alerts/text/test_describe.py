@@ -16,6 +16,7 @@ from streams.alerts.rules.rule import Rules
 from streams.alerts.text.describe import MAX_VALUE_BYTES, Described, describe, share_of, silent
 from streams.alerts.tick import Device, Info, Process, Tick
 from tests.streams.alerts.ticks import DEFAULTS, GRACE_S, START_MS, device, found, gpu, holder, mig, overlay, tick
+from topics.alerts import RUNBOOKS
 from topics.attributed import AttributedEvent, Parts, Workload, holder_of_job
 from topics.samples import Job
 from topics.workloads import UnwellDevice
@@ -89,7 +90,7 @@ def test_an_idle_gpu_is_told_of_by_who_holds_it() -> None:
             "ml/bert-0 holds GPU 3 of n and has not used it for 20m. Workload: Job bert. It holds 3.0 GiB of the GPU's "
             "memory. Wasted so far: 1200 GPU-seconds (a whole GPU)."
         ),
-        "runbook": "docs/runbooks/GPUHeldIdle.md",
+        "runbook": f"{RUNBOOKS}/GPUHeldIdle.md",
         "gpu_share": "1",
         "wasted_gpu_seconds": "1200",
     }
@@ -185,13 +186,13 @@ def test_a_rules_own_labels_and_annotations_go_over() -> None:
     labels, annotations = idle(device(0, holder(), busy=0.0), by=by)
     assert labels["team"] == "p"
     assert (annotations["summary"], annotations["dashboard"]) == ("s", "d")
-    assert annotations["runbook"] == "docs/runbooks/GPUHeldIdle.md"
+    assert annotations["runbook"] == f"{RUNBOOKS}/GPUHeldIdle.md"
 
 
 def test_a_rule_of_another_name_has_the_runbook_of_its_kind() -> None:
     by = overlay('[rules.Mine]\nkind = "held_idle"')
     labels, annotations = said("Mine", tick(0, d := device(0, holder(), busy=0.0)), tick(GRACE_S, d), by=by)
-    assert (labels["alertname"], annotations["runbook"]) == ("Mine", "docs/runbooks/GPUHeldIdle.md")
+    assert (labels["alertname"], annotations["runbook"]) == ("Mine", f"{RUNBOOKS}/GPUHeldIdle.md")
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gpustream.usage.prices import Prices, PricesError, load
+from delivery.prices import Prices, PricesError, load
 from tests.usage_records import START_MS
 
 YAML = """

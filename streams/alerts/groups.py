@@ -1,0 +1,160 @@
+"""Alerts of several GPUs: what is true of many for one reason is one alert. Pure.
+
+In: the reports of nodes, in the order of their log, each of the alerts of single GPUs that began, went on or ended in a
+tick; the group as of the report before. Out: the group after it, and its alert if that is to be written.
+
+A group is a pod's workload, a pod, or a node. Its alert fires with the first of its parts and is resolved with the last
+one. If its GPUs, how many its pods hold, or the severity change meanwhile, it is written again with the next revision.
+A report that says nothing new renews the figures.
+"""
+
+from typing import NamedTuple, get_args
+
+import msgspec
+
+from streams.alerts.rules.rule import Rules
+from streams.alerts.text.grouped import grouped, labels_of
+from topics.alerts import Alert, AlertGpu, AlertGroup, AlertReport, Member, Severity, milliseconds, time
+from topics.topic import decoder
+
+DELETE_MS = 7 * 24 * 3_600_000  # how long a group that was resolved is kept, and its alert
+_MOST_ENDED = 1000  # of the parts of a group that goes on; those that ended first are forgotten
+_SEVERITIES = get_args(Severity)  # the worst last
+
+decode_report, decode_group = decoder(AlertReport), decoder(AlertGroup)
+_replace = msgspec.structs.replace
+
+
+class GroupStep(NamedTuple):
+    """The group after a report, and what to write to gpu.alerts, in this order; ``news``: it is no repeat."""
+
+    group: AlertGroup
+    alerts: tuple[Alert, ...] = ()
+    news: bool = True
+
+
+def step(group: AlertGroup | None, report: AlertReport, offset: int, rules: Rules) -> GroupStep:
+    """What a report makes of a group. A report that the group has seen changes nothing."""
+    if group is None:
+        group = AlertGroup(schema=1, group=report.group, cluster=report.cluster, node=report.node, offset=-1)
+    if offset <= group.offset:
+        return GroupStep(group)
+    members = {member.fingerprint: member for member in group.members}
+    ended: Alert | None = None
+    began: Alert | None = None
+    for alert in report.alerts:
+        member = members.get(alert.fingerprint)
+        if member is not None and member.ended_ms is not None and milliseconds(alert.starts_at) == member.starts_ms:
+            continue  # after a crash it is reported again
+        if member is not None or alert.is_open:
+            members[alert.fingerprint] = _member(alert, member)
+        began = began or (alert if alert.is_open else None)
+        ended = ended if alert.is_open else alert
+    over = sorted([m.ended_ms for m in members.values() if m.ended_ms is not None])[:-_MOST_ENDED]
+    kept = [m for m in members.values() if m.ended_ms is None or not over or m.ended_ms > over[-1]]
+    is_open = any(member.ended_ms is None for member in kept)
+    was, now = group.alert, None
+    if was is not None and was.is_open:
+        now = _going_on(was, kept, report, rules) if is_open else _resolved(was, kept, report, ended, rules)
+    elif is_open and began is not None:
+        kept = [_replace(m, before_s=0.0) for m in kept if m.ended_ms is None]  # the rest is of an earlier firing
+        now = _fired(was, began, kept, report, rules)
+    after = _replace(group, node=report.node, offset=offset, alert=now or was, members=tuple(kept))
+    news = was is None or now is None or (was.state, was.revision, was.starts_at) != (
+        now.state, now.revision, now.starts_at
+    )  # fmt: skip
+    return GroupStep(after, () if now is None else (now,), news)
+
+
+def is_over(group: AlertGroup, now_ms: int) -> bool:
+    """Whether nothing of a group has to be kept."""
+    if any(member.ended_ms is None for member in group.members):
+        return False
+    alert = group.alert
+    return alert is None or alert.ends_at is None or now_ms - milliseconds(alert.ends_at) >= DELETE_MS
+
+
+def _member(alert: Alert, before: Member | None) -> Member:
+    labels, figures = alert.labels, alert.annotations
+    pod = labels.get("k8s_pod_name")
+    gpu = AlertGpu(
+        uuid=labels.get("gpu_mig_uuid") or labels.get("gpu_uuid", ""),
+        node=alert.node,
+        index=int(labels["gpu_index"]) if labels.get("gpu_index", "").isdigit() else None,
+        pod=f"{labels.get('k8s_namespace_name', '')}/{pod}" if pod else None,
+    )
+    starts_ms, before_s = milliseconds(alert.starts_at), 0.0
+    if before is not None:
+        before_s = before.before_s + (before.seconds or 0.0 if before.starts_ms != starts_ms else 0.0)
+    return Member(
+        fingerprint=alert.fingerprint,
+        gpu=gpu,
+        severity=alert.severity,
+        model=labels.get("gpu_model"),
+        starts_ms=starts_ms,
+        ended_ms=None if alert.ends_at is None else milliseconds(alert.ends_at),
+        seconds=alert.value,
+        before_s=before_s,
+        share=float(figures["gpu_share"]) if "gpu_share" in figures else None,
+        price=figures.get("gpu_hour_price"),
+        last_active=figures.get("last_active"),
+        held=alert.held or 0,
+    )
+
+
+def _fired(was: Alert | None, first: Alert, members: list[Member], report: AlertReport, rules: Rules) -> Alert:
+    """The alert begins with the first of its parts, and after it ended last."""
+    starts_ms = min(member.starts_ms for member in members if member.ended_ms is None)
+    if was is not None and was.ends_at is not None:
+        starts_ms = max(starts_ms, milliseconds(was.ends_at) + 1)
+    alert = Alert(
+        schema=1, name=first.name, state="firing", fingerprint=report.group, cluster=first.cluster, node=first.node,
+        starts_at=time(starts_ms), severity=first.severity, labels=labels_of(first, report.scope),
+        annotations=first.annotations,
+    )  # fmt: skip
+    return _described(alert, members, report, rules)
+
+
+def _going_on(alert: Alert, members: list[Member], report: AlertReport, rules: Rules) -> Alert:
+    """The alert as it is now: the next revision if more than figures changed."""
+    now = _described(alert, members, report, rules)
+    same = (now.gpus, now.held, now.severity) == (alert.gpus, alert.held, alert.severity)
+    return now if same else _replace(now, revision=alert.revision + 1)
+
+
+def _resolved(
+    alert: Alert, members: list[Member], report: AlertReport, last: Alert | None, rules: Rules
+) -> Alert:  # the GPUs stay those that it was about at last
+    ends_ms = max([member.ended_ms for member in members if member.ended_ms is not None], default=report.ts_ms)
+    ended = _replace(
+        alert, state="resolved", ends_at=max(time(ends_ms), alert.starts_at),
+        resolved_because=last.resolved_because if last is not None else "condition",
+    )  # fmt: skip
+    return _described(ended, members, report, rules)
+
+
+def _described(alert: Alert, members: list[Member], report: AlertReport, rules: Rules) -> Alert:
+    """The alert with what its parts say now."""
+    going = sorted([m for m in members if m.ended_ms is None], key=lambda m: (m.gpu.node, m.gpu.index or 0, m.gpu.uuid))
+    if going:
+        severity = max([alert.severity, *[m.severity for m in going]], key=_rank) if alert.gpus else _worst(going)
+        held = {(m.gpu.node, m.gpu.pod): m.held for m in going}
+        alert = _replace(
+            alert,
+            gpus=tuple(m.gpu for m in going),
+            severity=severity,
+            labels={**alert.labels, "severity": severity},
+            node=going[0].gpu.node if not alert.gpus else alert.node,
+            held=sum(held.values()) or None if report.scope != "node" else None,
+            idle=len(going) if report.scope != "node" else None,
+        )
+    annotations, value = grouped(alert, members, report, rules)
+    return _replace(alert, annotations=annotations, value=value)
+
+
+def _worst(members: list[Member]) -> str:
+    return max([member.severity for member in members], key=_rank)
+
+
+def _rank(severity: str) -> int:
+    return _SEVERITIES.index(severity) if severity in _SEVERITIES else -1

@@ -1,0 +1,125 @@
+"""The labels and annotations of an alert of several GPUs, from its parts. Pure."""
+
+from collections.abc import Iterable, Sequence
+from decimal import Decimal
+from itertools import groupby
+
+from delivery.values import duration_words
+from streams.alerts.rules.rule import Kind, Rules
+from topics.alerts import Alert, AlertGpu, AlertReport, Member, Scope
+
+_OF_DEVICE = ("gpu_uuid", "gpu_index", "gpu_model", "gpu_mig_uuid", "gpu_mig_profile", "k8s_container_name")
+_OF_POD = ("k8s_pod_name", "k8s_pod_uid")
+_NOT_OF: dict[Scope, tuple[str, ...]] = {
+    "workload": (*_OF_DEVICE, *_OF_POD, "k8s_node_name"),
+    "pod": _OF_DEVICE,
+    "node": (*_OF_DEVICE, *_OF_POD),
+}
+_MOST_NAMED = 8  # of pods or nodes in a description
+_HOUR_S = 3600
+
+_OF_NODE: dict[Kind, tuple[str, str]] = {
+    "missing": ("is not there any more", "are not there any more"),
+    "lost": ("is lost: NVML can't reach it any more", "are lost: NVML can't reach them any more"),
+    "not_answering": ("does not answer its driver", "do not answer their driver"),
+}
+POLICY = (
+    "Give back what is not needed. If a pod is to keep idle GPUs, annotate it, or its namespace, with"
+    ' gpustream.dev/idle-after: "2h", or gpustream.dev/alerts: "off".'
+)
+
+
+def labels_of(part: Alert, scope: Scope) -> dict[str, str]:
+    """The labels of an alert, from those of its first part: what is of one device or pod alone is left out."""
+    left_out = set(_NOT_OF[scope])
+    if scope == "node":
+        left_out |= {name for name in part.labels if name.startswith("k8s_") and name not in _PLACE}
+    return {name: value for name, value in part.labels.items() if name not in left_out}
+
+
+_PLACE = ("k8s_cluster_name", "k8s_node_name")
+
+
+def grouped(
+    alert: Alert, members: Sequence[Member], report: AlertReport, rules: Rules
+) -> tuple[dict[str, str], float | None]:
+    """The annotations of an alert, and its value: for how long its condition has held of any of its GPUs."""
+    rule = rules.by_name.get(alert.name)
+    own = rule.annotations if rule is not None else {}
+    value = max([member.seconds for member in members if member.seconds is not None], default=alert.value)
+    if not alert.is_open:
+        figures, words = _waste(members, rules, "In the end")
+        description = f"{alert.annotations.get('description', '')} {words}".strip()
+        return {**alert.annotations, **figures, "description": description, **own}, value
+    if report.scope == "node":
+        kind = rule.kind if rule is not None else "missing"
+        words_of_kind = _OF_NODE.get(kind, ("has a fault", "have a fault"))[len(alert.gpus) > 1]
+        summary = f"{_count(len(alert.gpus), 'GPU')} of {alert.node} {words_of_kind}"
+        description = (
+            f"{summary}: {_places(alert.gpus)}. They went at one time, so the cause is likely one: the driver,"
+        )
+        description += " its module, or the machine."
+        return {**alert.annotations, "summary": summary, "description": description, **own}, value
+    figures, wasted = _waste(members, rules, "Wasted so far")
+    worked = max([m.last_active for m in members if m.ended_ms is None and m.last_active is not None], default=None)
+    who = alert.labels.get("k8s_workload_name") if report.scope == "workload" else alert.labels.get("k8s_pod_name")
+    kind_of = alert.labels.get("k8s_workload_kind", "Workload") if report.scope == "workload" else "Pod"
+    idle, held = alert.idle or 0, max(alert.held or 0, alert.idle or 0)
+    noun = "MIG device" if all(gpu.uuid.startswith("MIG-") for gpu in alert.gpus) else "GPU"
+    others = held - idle
+    work = f", the other {others} work" if others > 1 else ", the other one works" if others else ""
+    long = f" (for {duration_words((value or 0) * 1000)})"
+    summary = (
+        f"{kind_of} {alert.labels.get('k8s_namespace_name')}/{who}: {idle} of {_count(held, noun)} idle{work}{long}"
+    )
+    last = f"The last work was at {worked}." if worked else "None has worked since the grace of its pod was over."
+    pods = sorted({gpu.pod for gpu in alert.gpus if gpu.pod})
+    found = {
+        **{name: text for name, text in alert.annotations.items() if name != "last_active"},
+        "summary": summary,
+        "description": " ".join(filter(None, (f"{summary}. Idle: {_places(alert.gpus)}.", wasted, last, POLICY))),
+        "pods": _listed(pods),
+        "policy": POLICY,
+        **figures,
+        **({"last_active": worked} if worked else {}),
+        **own,
+    }
+    found.pop("gpu_hour_price", None)
+    return found, value
+
+
+def _waste(members: Sequence[Member], rules: Rules, when: str) -> tuple[dict[str, str], str]:
+    """What was wasted, as annotations and as a sentence; nothing if it is not known of any part."""
+    known = [(member, (member.seconds or 0) + member.before_s) for member in members if member.share is not None]
+    if not known:
+        return {}, ""
+    seconds = sum(time_s * (member.share or 0) for member, time_s in known)
+    going = sum(member.share or 0 for member, _ in known if member.ended_ms is None)
+    figures = {"wasted_gpu_seconds": f"{seconds:.0f}", "wasted_gpu_hours": f"{seconds / _HOUR_S:.2f}"}
+    figures |= {"gpu_share": f"{going:.4g}"} if going else {}
+    words = f"{when}: {figures['wasted_gpu_hours']} GPU-hours"
+    priced = [(member, time_s) for member, time_s in known if member.price is not None]
+    if priced and rules.wording.currency:
+        hours = [Decimal(repr(time_s * (m.share or 0) / _HOUR_S)) * Decimal(m.price or "0") for m, time_s in priced]
+        figures |= {"cost": f"{sum(hours):.2f}", "currency": rules.wording.currency}
+        words += f", {figures['cost']} {figures['currency']}"
+    return figures, f"{words}."
+
+
+def _places(gpus: Iterable[AlertGpu]) -> str:
+    """``GPU 0, 1 of gpu-node-1 (ml/bert-0)``, for each node and pod."""
+    found = []
+    for (node, pod), some in groupby(gpus, key=lambda gpu: (gpu.node, gpu.pod)):
+        indices = sorted({gpu.index for gpu in some if gpu.index is not None})
+        numbers = f"GPU {', '.join(map(str, indices))} of " if indices else ""
+        found.append(f"{numbers}{node}{f' ({pod})' if pod else ''}")
+    return _listed(found, "; ")
+
+
+def _listed(names: Sequence[str], between: str = ", ") -> str:
+    more = [f"{len(names) - _MOST_NAMED} more"] if len(names) > _MOST_NAMED else []
+    return between.join([*names[:_MOST_NAMED], *more])
+
+
+def _count(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -1,0 +1,201 @@
+"""Alerts of several GPUs: one alert a workload, or a node, whatever its GPUs are on and in whatever order they go."""
+
+import itertools
+import random
+from decimal import Decimal
+
+import msgspec
+
+from delivery.prices import Price, Prices
+from streams.alerts import groups
+from streams.alerts.machine import LogPosition, begin, step
+from streams.alerts.memory import NodeAlerts
+from streams.alerts.node import Replay
+from streams.alerts.rules.rule import Rules, Wording
+from streams.alerts.tick import Device
+from tests.streams.alerts.ticks import DEFAULTS, START_MS, device, gpu, holder, overlay, tick
+from topics.alerts import Alert, AlertGroup, AlertReport, fingerprint, milliseconds, time, transition_id
+from topics.attributed import Holder
+
+SOON = overlay("""
+[rules.GPUHeldIdle]
+for = "30s"
+grace = "0s"
+critical_after = "100s"
+keep_firing_for = "0s"
+[rules.GPUMissing]
+for = "10s"
+""")
+
+
+def held(count: int, pod: Holder, *, idle: int | None = None, first: int = 0) -> list[Device]:
+    """GPUs of a pod, of which the first so many are idle."""
+    quiet = count if idle is None else idle
+    return [device(first + i, pod, busy=0.0 if i < quiet else 0.9, model="NVIDIA H100") for i in range(count)]
+
+
+def fired(rules: Rules, *moments: tuple[range, str, list[Device]]) -> list[Alert]:
+    """What becomes of ticks of nodes at some seconds."""
+    replay = Replay(rules)
+    return [
+        alert
+        for seconds, node, devices in moments
+        for s in seconds
+        for alert in replay.take(tick(s, *devices, node=node))
+    ]
+
+
+def said(alerts: list[Alert]) -> list[tuple[str, int, int | None, int | None]]:
+    return [(alert.state, alert.revision, alert.idle, alert.held) for alert in alerts]
+
+
+def test_an_idle_pod_of_eight_gpus_is_one_alert_with_its_gpus_inside() -> None:
+    (alert,) = fired(SOON, (range(60), "n", held(8, holder())))
+    assert [(one.uuid, one.node, one.index) for one in alert.gpus] == [(gpu(i), "n", i) for i in range(8)]
+    assert (alert.idle, alert.held, alert.name) == (8, 8, "GPUHeldIdle")
+    assert "8 of 8 GPUs idle" in alert.annotations["summary"]
+    assert {name for name in alert.labels if name.startswith("gpu_")} == set()
+
+
+def test_idle_gpus_beside_working_ones_are_another_sentence() -> None:
+    (alert,) = fired(SOON, (range(60), "n", held(8, holder(), idle=3)))
+    assert "3 of 8 GPUs idle, the other 5 work" in alert.annotations["summary"]
+
+
+def test_a_gang_on_three_nodes_is_one_alert() -> None:
+    pods = {f"n{i}": held(8, holder(f"bert-{i}"), first=8 * i) for i in range(3)}
+    replay = Replay(SOON)
+    found = [
+        alert
+        for s in range(60)
+        for node, devices in pods.items()
+        for alert in replay.take(tick(s, *devices, node=node))
+    ]
+    assert said(found) == [("firing", 0, 8, 8), ("firing", 1, 16, 16), ("firing", 2, 24, 24)]
+    assert len({(alert.fingerprint, alert.starts_at, tuple(alert.labels.items())) for alert in found}) == 1
+    assert {one.node for one in found[-1].gpus} == set(pods)
+
+
+def test_growing_and_shrinking_are_updates_and_the_last_gpu_that_works_ends_it() -> None:
+    found = fired(
+        SOON,
+        (range(40), "n", held(4, holder(), idle=2)),
+        (range(40, 80), "n", held(4, holder(), idle=4)),
+        (range(80, 90), "n", held(4, holder(), idle=1)),
+        (range(90, 95), "n", held(4, holder(), idle=0)),
+    )
+    assert said(found) == [
+        ("firing", 0, 2, 4), ("firing", 1, 4, 4), ("firing", 2, 1, 4), ("resolved", 2, 1, 4)
+    ]  # fmt: skip
+    assert len({alert.fingerprint for alert in found}) == 1
+    assert len({transition_id(alert) for alert in found}) == 4
+    assert found[-1].resolved_because == "condition"
+
+
+def test_it_is_a_warning_and_then_critical_in_one_rule() -> None:
+    found = fired(SOON, (range(200), "n", held(2, holder())))
+    assert [(alert.severity, alert.labels["severity"], alert.revision) for alert in found] == [
+        ("warning", "warning", 0), ("critical", "critical", 1)
+    ]  # fmt: skip
+    assert milliseconds(found[0].starts_at) == START_MS + 30_000
+
+
+def test_it_says_what_is_wasted_and_costs_and_whose_it_is() -> None:
+    prices = Prices("EUR", (Price("nvidia h100*", Decimal("3.60"), 0, 2**62, ()),))
+    rules = msgspec.structs.replace(SOON, wording=Wording("https://wiki.example.org/gpu", "squad", prices))
+    pod = holder(labels={"squad": "vision"})
+    (first, last) = fired(rules, (range(1), "n", held(2, pod, idle=0)), (range(1, 50), "n", held(2, pod)),
+                          (range(50, 51), "n", held(2, pod, idle=0)))  # fmt: skip
+    assert first.labels["team"] == "vision"
+    assert (first.annotations["cost"], first.annotations["currency"]) == ("0.06", "EUR")
+    assert last.annotations["wasted_gpu_seconds"] == "98"
+    assert first.annotations["runbook"] == "https://wiki.example.org/gpu/GPUHeldIdle.md"
+    assert first.annotations["last_active"] == f"{time(START_MS + 1000):%Y-%m-%dT%H:%M:%SZ}"
+    assert "gpustream.dev/idle-after" in first.annotations["policy"]
+
+
+def test_gpus_that_go_at_once_are_one_alert_of_the_node_and_one_that_goes_alone_is_its_own() -> None:
+    eight = [device(i) for i in range(8)]
+    all_gone = fired(SOON, (range(5), "n", eight), (range(5, 30), "n", []), (range(30, 70), "n", eight))
+    assert [(alert.name, alert.state, len(alert.gpus)) for alert in all_gone] == [
+        ("GPUMissing", "firing", 8), ("GPUMissing", "resolved", 8)
+    ]  # fmt: skip
+    assert "8 GPUs of n are not there any more" in all_gone[0].annotations["summary"]
+    one_gone = fired(SOON, (range(5), "n", eight), (range(5, 30), "n", eight[1:]))
+    assert [(alert.labels["gpu_uuid"], alert.gpus) for alert in one_gone] == [(gpu(0), ())]
+
+
+def test_kinds_of_nvlink_errors_are_told_apart_by_a_label() -> None:
+    counters = ("nvlink_crc_errors_total", "nvlink_replay_errors_total")
+    found = fired(
+        DEFAULTS,
+        (range(1), "n", [device(0, **dict.fromkeys(counters, 0))]),
+        (range(1, 3), "n", [device(0, **dict.fromkeys(counters, 900))]),
+    )
+    assert sorted(alert.labels["nvlink_error"] for alert in found) == ["crc", "replay"]
+
+
+# -- whatever is read again
+
+
+def reports() -> list[AlertReport]:
+    """Those of three nodes, whose pods idle, work and idle again."""
+    made: list[AlertReport] = []
+    states: dict[str, NodeAlerts] = {}
+    story = [(range(40), 4), (range(40, 45), 1), (range(45, 90), 3), (range(90, 95), 0), (range(95, 140), 2)]
+    for (seconds, idle), node in itertools.product(story, ("n0", "n1", "n2")):
+        for s in seconds:
+            one = tick(s, *held(4, holder(f"bert-{node}"), idle=idle), node=node)
+            place = LogPosition(s, one.ts_ms)
+            after = step(states.get(node) or begin(one, place), one, place, SOON)
+            states[node] = after.state
+            made += after.reports
+    return made
+
+
+def test_a_report_that_is_read_again_changes_nothing_and_gives_the_same_bytes() -> None:
+    log = [*reports()]
+    chance = random.Random(3)
+    whole: list[bytes] = []
+    group: AlertGroup | None = None
+    for offset, report in enumerate(log):
+        durable = group
+        after = groups.step(group, report, offset, SOON)
+        group = msgspec.json.decode(msgspec.json.encode(after.group), type=AlertGroup)
+        whole += [msgspec.json.encode(alert) for alert in after.alerts]
+        again = groups.step(durable, report, offset, SOON)
+        assert [msgspec.json.encode(one) for one in again.alerts] == [msgspec.json.encode(one) for one in after.alerts]
+        known = chance.randint(0, offset)
+        assert groups.step(group, log[known], known, SOON).alerts == ()
+    assert len(whole) == len(log)
+
+
+def test_a_report_that_was_sent_twice_says_nothing_new() -> None:
+    group: AlertGroup | None = None
+    states: list[tuple[str, int]] = []
+    for offset, report in enumerate([twice for one in reports() for twice in (one, one)]):
+        after = groups.step(group, report, offset, SOON)
+        group = after.group
+        states += [(alert.state, alert.revision) for alert in after.alerts if after.news]
+    assert len(states) == len(set(states)) or states.count(("firing", 0)) > 1
+    assert [state for state, revision in states if state == "resolved" or not revision][:2] == ["firing", "resolved"]
+
+
+# -- from the version before
+
+
+def test_an_alert_that_the_version_before_has_open_ends_and_its_workloads_goes_on_since_then() -> None:
+    one = held(1, holder())
+    place = LogPosition(0, START_MS)
+    state = begin(tick(0, *one), place)
+    for s in range(40):
+        state = step(state, tick(s, *one), LogPosition(s, START_MS + s * 1000), SOON).state
+    (tracked,) = state.tracked
+    old = msgspec.structs.replace(state, tracked=(msgspec.structs.replace(tracked, scope=None),))
+    after = step(old, tick(40, *one), LogPosition(40, START_MS + 40_000), SOON)
+    (ended,) = [w.alert for w in after.writes if isinstance(w.alert, Alert)]
+    assert (ended.state, ended.resolved_because) == ("resolved", "grouped")
+    assert ended.fingerprint == fingerprint("GPUHeldIdle", "c", "n", gpu(), "uid-bert-0")
+    (report,) = after.reports
+    alert = groups.step(None, report, 0, SOON).alerts[0]
+    assert (alert.state, alert.starts_at) == ("firing", ended.starts_at)
