@@ -13,6 +13,7 @@ BENCHMARKS = (
     "rescheduling",
     "score",
     "idle",
+    "noise",
     "usage",
     "bookkeeping",
     "alerts",

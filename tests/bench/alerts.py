@@ -30,6 +30,7 @@ from delivery import topic_admin
 from delivery.connection import Connection
 from delivery.sender import Sender
 from producers.simulated.fleet import Fleet
+from sinks.alertmanager import FINGERPRINT
 from tests.bench.attribution import cpu_s
 from tests.bench.score import joined
 from tests.real.pipeline import Gpustream, lag, read_all
@@ -47,8 +48,8 @@ for = "{FOR_S}s"
 grace = "0s"
 """
 
-Told = tuple[str, str, int]
-"""Which alert began when: the GPU, the pod, milliseconds since the epoch."""
+Told = tuple[str, int]
+"""Which alert began when: its fingerprint, milliseconds since the epoch."""
 
 
 def main(seconds: int, nodes: int) -> None:
@@ -107,8 +108,7 @@ def watch(manager: AlertmanagerServer, seconds: int) -> dict[Told, int]:
     until_s = time.monotonic() + seconds
     while time.monotonic() < until_s:
         for one in manager.alerts():
-            labels = one["labels"]
-            key = labels.get("gpu_uuid", ""), labels.get("k8s_pod_name", ""), _ms(one["startsAt"])
+            key = one["labels"][FINGERPRINT], _ms(one["startsAt"])
             had.setdefault(key, _ms(one["updatedAt"]))
         time.sleep(0.5)
     return had
@@ -120,12 +120,13 @@ async def log_times(kafka: str) -> dict[Told, tuple[int, int]]:
     found: dict[Told, tuple[int, int]] = {}
     for record in await read_all(kafka, "gpu.alerts"):
         alert = decode(record.value) if record.value else None
-        if alert is not None and alert.name == "GPUHeldIdle" and alert.state == "firing" and alert.value is not None:
+        idle = alert is not None and alert.name == "GPUHeldIdle" and alert.state == "firing" and not alert.revision
+        if alert is not None and idle and alert.value is not None:
             starts_ms = milliseconds(alert.starts_at)
             due_ms = starts_ms - round((alert.value - FOR_S) * 1000)
             if starts_ms - due_ms > TICK_MS:
                 continue
-            found[alert.labels["gpu_uuid"], alert.labels["k8s_pod_name"], starts_ms] = record.timestamp, due_ms
+            found.setdefault((alert.fingerprint, starts_ms), (record.timestamp, due_ms))
     return found
 
 

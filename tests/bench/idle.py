@@ -148,9 +148,9 @@ class Query:
 
 
 def rules(for_ms: int, grace_ms: int) -> Rules:
-    """GPUHeldIdle alone, with this duration."""
+    """GPUHeldIdle alone, with this duration, and ended by the first work."""
     (idle,) = load(None).of("held_idle")
-    return Rules((msgspec.structs.replace(idle, for_ms=for_ms, grace_ms=grace_ms),))
+    return Rules((msgspec.structs.replace(idle, for_ms=for_ms, grace_ms=grace_ms, keep_firing_ms=0),))
 
 
 def scores(fleet: Fleet, ticks: int, for_ms: int, grace_ms: int) -> dict[str, Score]:

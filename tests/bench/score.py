@@ -97,12 +97,14 @@ def read_for(life_s: int) -> int:
     return max(600, 3 * life_s)
 
 
-def joined(fleet: Fleet, count: int, containers: Containers = listed) -> Iterator[tuple[Tick, AttributedSample]]:
-    """The fleet's ticks, a second apart, and what the join makes of each with all that the fleet's producers say."""
+def joined(
+    fleet: Fleet, count: int, containers: Containers = listed, step_s: int = 1
+) -> Iterator[tuple[Tick, AttributedSample]]:
+    """The fleet's ticks, so many seconds apart, and what the join makes of each with all that its producers say."""
     states: dict[str, join.NodeState] = {}
     snapshots: dict[str, tuple[int, list[dict[str, Any]]]] = {}
     waiting: dict[tuple[str, int], Tick] = {}
-    for tick in ticks(fleet, START_MS, 1000, count):
+    for tick in ticks(fleet, START_MS, step_s * 1000, count):
         name, now_s = tick.node.name, tick.ts_ms / 1000
         waiting[name, tick.seq] = tick
         seq, content = snapshots.get(name, (0, []))
