@@ -146,7 +146,8 @@ class AlertState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class AlertReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a tick of a node changes in an alert of several GPUs: those of single GPUs that begin, go on or end.
 
-    ``group`` is the fingerprint of the alert that they are parts of, ``ts_ms`` the time of the tick.
+    ``group`` is the fingerprint of the alert that they are parts of, ``ts_ms`` the time of the tick, ``position`` its
+    offset in gpu.attributed and ``logged_ms`` when it was logged there. ``phase`` tells reports of one tick apart.
     """
 
     schema: Version
@@ -155,7 +156,18 @@ class AlertReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     cluster: Name
     node: Name
     ts_ms: UInt
+    position: UInt = 0
+    logged_ms: UInt = 0
+    phase: UInt = 0
     alerts: tuple[Alert, ...]
+
+
+class Seen(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The last report of a node: position, phase and log time of its tick."""
+
+    position: int
+    phase: int
+    logged_ms: int
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -182,8 +194,10 @@ class Member(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class AlertGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An alert of several GPUs, and its parts, as of the report at ``offset`` of its partition of gpu.alert-members,
-    which was of ``node``."""
+    """An alert of several GPUs, and its parts, as of the report at ``offset`` of its partition of gpu.alert-members.
+
+    That report was of ``node``. ``seen`` is the last report of each node: what it sends again after a crash is not new.
+    """
 
     schema: Version
     group: Fingerprint
@@ -192,6 +206,7 @@ class AlertGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     offset: int
     alert: Alert | None = None
     members: tuple[Member, ...] = ()
+    seen: dict[str, Seen] = {}
 
 
 def fingerprint(name: str, cluster: str, node: str, device: str = "", pod_uid: str = "", key: str = "") -> str:

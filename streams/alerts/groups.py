@@ -14,11 +14,12 @@ import msgspec
 
 from streams.alerts.rules.rule import Rules
 from streams.alerts.text.grouped import grouped, labels_of
-from topics.alerts import Alert, AlertGpu, AlertGroup, AlertReport, Member, Severity, milliseconds, time
+from topics.alerts import Alert, AlertGpu, AlertGroup, AlertReport, Member, Seen, Severity, milliseconds, time
 from topics.topic import decoder
 
 DELETE_MS = 7 * 24 * 3_600_000  # how long a group that was resolved is kept, and its alert
 _MOST_ENDED = 1000  # of the parts of a group that goes on; those that ended first are forgotten
+_SENT_MS = 24 * 3_600_000  # a node that has nothing in the group sends nothing again from before that
 _SEVERITIES = get_args(Severity)  # the worst last
 
 decode_report, decode_group = decoder(AlertReport), decoder(AlertGroup)
@@ -37,8 +38,13 @@ def step(group: AlertGroup | None, report: AlertReport, offset: int, rules: Rule
     """What a report makes of a group. A report that the group has seen changes nothing."""
     if group is None:
         group = AlertGroup(schema=1, group=report.group, cluster=report.cluster, node=report.node, offset=-1)
-    if offset <= group.offset:
+    last = group.seen.get(report.node)
+    sent_again = last is not None and (
+        (report.position, report.phase) <= (last.position, last.phase) and report.logged_ms <= last.logged_ms
+    )
+    if offset <= group.offset or sent_again:
         return GroupStep(group)
+    seen = {**group.seen, report.node: Seen(report.position, report.phase, report.logged_ms)}
     members = {member.fingerprint: member for member in group.members}
     ended: Alert | None = None
     began: Alert | None = None
@@ -59,7 +65,9 @@ def step(group: AlertGroup | None, report: AlertReport, offset: int, rules: Rule
     elif is_open and began is not None:
         kept = [_replace(m, before_s=0.0) for m in kept if m.ended_ms is None]  # the rest is of an earlier firing
         now = _fired(was, began, kept, report, rules)
-    after = _replace(group, node=report.node, offset=offset, alert=now or was, members=tuple(kept))
+    nodes = {member.gpu.node for member in kept} | {report.node}
+    seen = {node: one for node, one in seen.items() if node in nodes or report.logged_ms - one.logged_ms < _SENT_MS}
+    after = _replace(group, node=report.node, offset=offset, alert=now or was, members=tuple(kept), seen=seen)
     news = was is None or now is None or (was.state, was.revision, was.starts_at) != (
         now.state, now.revision, now.starts_at
     )  # fmt: skip

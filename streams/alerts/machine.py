@@ -457,6 +457,8 @@ def _closed(state: NodeAlerts, writes: list[Write], now_ms: int) -> Step:
             if alert.ends_at is not None:
                 resolved[alert.fingerprint] = milliseconds(alert.ends_at)
         if isinstance(one, AlertReport):
+            phase = 2 * state.silent + (write.kind == "renewal")
+            one = _replace(one, position=state.position, logged_ms=state.logged_ms, phase=phase)
             known = reports.get(place := (one.group, write.kind == "renewal"))
             reports[place] = one if known is None else _replace(known, alerts=(*known.alerts, *one.alerts))
         else:

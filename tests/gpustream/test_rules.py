@@ -22,6 +22,7 @@ RULES = """
 [rules.GPUHeldIdle]
 for = "60s"
 grace = "10s"
+keep_firing_for = "0s"
 
 [[rules.GPUHeldIdle.overrides]]
 namespace = "other"
@@ -95,8 +96,8 @@ def test_every_mistake_is_named_with_its_line(file: Path) -> None:
     result = rules("check", str(file))
     assert (result.exit_code, result.stdout) == (1, "")
     assert [line.partition(": ")[0] for line in result.stderr.splitlines()] == [
-        f"{file}:11",
         f"{file}:12",
+        f"{file}:13",
         "2 mistakes",
     ]
 

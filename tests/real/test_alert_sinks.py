@@ -137,9 +137,10 @@ async def hook(respond: Respond = lambda *_: 204) -> AsyncIterator[Hook]:
 
 
 def notified(by: Hook, pod: str) -> list[str]:
-    """What Alertmanager notified of a pod's alert, in order."""
+    """What Alertmanager notified of the alert of a pod, or of its job, in order."""
     groups = [json.loads(body)["alerts"] for _, body, _ in by.accepted]
-    return [one["status"] for some in groups for one in some if one["labels"]["k8s_pod_name"] == pod]
+    names = ((one["labels"], one["status"]) for some in groups for one in some)
+    return [status for of, status in names if (of.get("k8s_pod_name") or of["k8s_workload_name"][6:]) == pod]
 
 
 async def test_alerts_fire_and_end_in_alertmanager_and_are_notified_once_through_kills_of_the_sink(

@@ -14,7 +14,7 @@ from cloudevents.core.bindings.kafka import KafkaMessage, from_kafka_event
 
 from delivery import topic_admin
 from delivery.sender import Sender
-from streams.alerts import machine, memory
+from streams.alerts import groups, machine, memory
 from streams.alerts.machine import LogPosition
 from streams.alerts.memory import NodeAlerts
 from streams.alerts.rules import rules_file
@@ -25,8 +25,9 @@ from tests.real.pipeline import Gpustream, lag, read_all
 from tests.real.servers import KafkaServer
 from tests.sinks.alerts import assert_says
 from tests.streams.alerts.ticks import START_MS, device, holder
-from topics.alerts import Alert, milliseconds, transition_id
+from topics.alerts import Alert, AlertGroup, milliseconds, transition_id
 from topics.alerts import time as time_of
+from topics.attributed import Workload
 from topics.samples import Event
 from topics.topic import node_key
 
@@ -56,7 +57,8 @@ def life(node: int) -> list[Tick]:
     """The ticks of a node: its pods come, work, idle and go; it grows hot, and has errors."""
     chance, ticks, xids = Random(node), list[Tick](), 0
     while len(ticks) < TICKS:
-        held = [holder(f"pod-{node}-{chance.randint(0, 3)}")] if chance.random() < 0.8 else []
+        job = Workload("Job", f"job-{node}")
+        held = [holder(f"pod-{node}-{chance.randint(0, 3)}", workload=job)] if chance.random() < 0.8 else []
         busy, hot, xid = chance.choice([0.0, 0.0, 0.9, None]), chance.random() < 0.3, chance.random() < 0.1
         for _ in range(chance.randint(1, 25)):
             at_ms = START_MS + len(ticks) * TICK_MS
@@ -86,12 +88,17 @@ def expected(lives: list[list[Tick]], by: Rules) -> dict[str, bytes]:
     found: dict[str, bytes] = {}
     for ticks in lives:
         now: NodeAlerts | None = None
-        for one in ticks:
+        kept: dict[str, AlertGroup] = {}
+        for number, one in enumerate(ticks):
             tick = msgspec.json.decode(msgspec.json.encode(one), type=Tick)
-            place = LogPosition(0, 0)
+            place = LogPosition(number, 0)
             step = machine.step(now or machine.begin(tick, place), tick, place, by)
             now = step.state
-            found |= {transition_id(alert): memory.encode(alert) for alert in step.alerts}
+            written = [alert for _, _, alert in step.writes if isinstance(alert, Alert)]
+            for report in step.reports:
+                after = groups.step(kept.get(report.group), report, number, by)
+                kept[report.group], written = after.group, [*written, *after.alerts]
+            found |= {transition_id(alert): memory.encode(alert) for alert in written}
     return found
 
 

@@ -16,6 +16,7 @@ from gpustream.cli import main
 from streams.alerts.tick import Tick
 from tests.real.servers import KafkaServer
 from tests.streams.alerts.ticks import device, holder, tick
+from topics.attributed import Workload
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(240)]
 
@@ -26,7 +27,8 @@ GAP_S = 3.0
 
 def idle(node: str) -> Iterable[Tick]:
     """A pod that does nothing for two minutes."""
-    return [tick(i, device(0, holder(f"pod-{node}"), busy=0.0), node=node) for i in range(120)]
+    pod = holder(f"pod-{node}", workload=Workload("Job", node))
+    return [tick(i, device(0, pod, busy=0.0), node=node) for i in range(120)]
 
 
 async def write(kafka: str, node: str, partition: int) -> None:

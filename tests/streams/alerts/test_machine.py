@@ -318,16 +318,18 @@ def test_every_firing_is_followed_by_at_most_one_resolved_of_its_fingerprint(tic
     open_alerts: dict[str, Alert] = {}
     for alert in life.written:
         before = open_alerts.pop(alert.fingerprint, None)
-        assert (before is None) == (alert.state == "firing")
-        if before is None:
+        assert (before is None) == (alert.state == "firing" and not alert.revision)
+        if alert.is_open:
             open_alerts[alert.fingerprint] = alert
-        else:
-            assert (alert.labels, alert.starts_at) == (before.labels, before.starts_at)
+        if before is not None:
+            assert alert.starts_at == before.starts_at
+            assert {**alert.labels, "severity": ""} == {**before.labels, "severity": ""}
+        if alert.ends_at is not None or not alert.is_open:
             assert alert.ends_at is not None
             assert alert.ends_at >= alert.starts_at
     assert life.state is not None
     still_open = [one.alert for one in life.state.tracked if one.alert is not None]
-    assert {alert.fingerprint: alert for alert in still_open} == open_alerts
+    assert {transition_id(alert) for alert in still_open} == {transition_id(alert) for alert in open_alerts.values()}
 
 
 def _since(ms: int, ticks: list[Tick]) -> list[Tick]:
