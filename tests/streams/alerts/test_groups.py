@@ -154,7 +154,6 @@ def reports() -> list[AlertReport]:
 
 def test_a_report_that_is_read_again_changes_nothing_and_gives_the_same_bytes() -> None:
     log = [*reports()]
-    chance = random.Random(3)
     whole: list[bytes] = []
     group: AlertGroup | None = None
     for offset, report in enumerate(log):
