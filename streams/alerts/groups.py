@@ -84,12 +84,12 @@ def is_over(group: AlertGroup, now_ms: int) -> bool:
 
 def _member(alert: Alert, before: Member | None) -> Member:
     labels, figures = alert.labels, alert.annotations
-    pod = labels.get("k8s_pod_name")
+    pod, job = labels.get("k8s_pod_name"), labels.get("job_id")
     gpu = AlertGpu(
         uuid=labels.get("gpu_mig_uuid") or labels.get("gpu_uuid", ""),
         node=alert.node,
         index=int(labels["gpu_index"]) if labels.get("gpu_index", "").isdigit() else None,
-        pod=f"{labels.get('k8s_namespace_name', '')}/{pod}" if pod else None,
+        pod=f"{labels.get('k8s_namespace_name', '')}/{pod}" if pod else f"job {job}" if job else None,
     )
     starts_ms, before_s = milliseconds(alert.starts_at), 0.0
     if before is not None:

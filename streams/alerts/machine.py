@@ -248,7 +248,7 @@ def _scope(finding: Finding, alert: Alert, now: _Now) -> Scope | None:
 
 
 def _scope_of_pod(alert: Alert) -> Scope:
-    return "workload" if "k8s_workload_name" in alert.labels else "pod"
+    return "workload" if {"k8s_workload_name", "job_id"} & alert.labels.keys() else "pod"
 
 
 def _is_in_groups(one: Tracked, now: _Now) -> bool:
@@ -266,7 +266,7 @@ def _devices_of(finding: Finding, tick: Tick) -> int:
 def _group(alert: Alert, scope: Scope) -> str:
     """The fingerprint of the alert that another one is a part of."""
     whose = {
-        "workload": ("k8s_namespace_name", "k8s_workload_kind", "k8s_workload_name"),
+        "workload": ("k8s_namespace_name", "k8s_workload_kind", "k8s_workload_name", "job_id"),
         "pod": ("k8s_node_name", "k8s_namespace_name", "k8s_pod_name", "k8s_pod_uid"),
         "node": ("k8s_node_name",),
     }[scope]

@@ -143,6 +143,7 @@ def _about(finding: Finding, team_label: str) -> Pairs:
         yield "job_user", pod.labels.get("user")
         yield "job_partition", pod.labels.get("partition")
         yield "job_account", pod.labels.get("team")
+        yield "team", pod.labels.get(team_label)
         return
     yield "k8s_namespace_name", pod.namespace
     yield "k8s_pod_name", pod.pod

@@ -1,6 +1,6 @@
 """The labels and annotations of an alert of several GPUs, from its parts. Pure."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from decimal import Decimal
 from itertools import groupby
 
@@ -62,16 +62,12 @@ def grouped(
         return {**alert.annotations, "summary": summary, "description": description, **own}, value
     figures, wasted = _waste(members, rules, "Wasted so far")
     worked = max([m.last_active for m in members if m.ended_ms is None and m.last_active is not None], default=None)
-    who = alert.labels.get("k8s_workload_name") if report.scope == "workload" else alert.labels.get("k8s_pod_name")
-    kind_of = alert.labels.get("k8s_workload_kind", "Workload") if report.scope == "workload" else "Pod"
     idle, held = alert.idle or 0, max(alert.held or 0, alert.idle or 0)
     noun = "MIG device" if all(gpu.uuid.startswith("MIG-") for gpu in alert.gpus) else "GPU"
     others = held - idle
     work = f", the other {others} work" if others > 1 else ", the other one works" if others else ""
     long = f" (for {duration_words((value or 0) * 1000)})"
-    summary = (
-        f"{kind_of} {alert.labels.get('k8s_namespace_name')}/{who}: {idle} of {_count(held, noun)} idle{work}{long}"
-    )
+    summary = f"{_whose(alert.labels)}: {idle} of {_count(held, noun)} idle{work}{long}"
     last = f"The last work was at {worked}." if worked else "None has worked since the grace of its pod was over."
     pods = sorted({gpu.pod for gpu in alert.gpus if gpu.pod})
     found = {
@@ -86,6 +82,15 @@ def grouped(
     }
     found.pop("gpu_hour_price", None)
     return found, value
+
+
+def _whose(labels: Mapping[str, str]) -> str:
+    """``Job ml-team/bert``, ``Pod ml-team/bert-0``, or ``Job 4242`` of a batch system."""
+    if "job_id" in labels:
+        return f"Job {labels['job_id']}"
+    kind = labels.get("k8s_workload_kind", "Pod")
+    name = labels.get("k8s_workload_name") or labels.get("k8s_pod_name")
+    return f"{kind} {labels.get('k8s_namespace_name')}/{name}"
 
 
 def _waste(members: Sequence[Member], rules: Rules, when: str) -> tuple[dict[str, str], str]:
