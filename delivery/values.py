@@ -16,6 +16,7 @@ from topics import TOPICS
 _DAY_MS = 86_400_000
 _LONGEST_MS = 3650 * _DAY_MS
 _DURATION = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,9})?)\s*(ms|s|m|h|d|)", re.ASCII)
+_DURATIONS = re.compile("".join(f"(?:[0-9]{{1,12}}{unit})?" for unit in ("d", "h", "m", "s", "ms")), re.ASCII)
 _DURATION_MS = {"ms": 1, "s": 1_000, "": 1_000, "m": 60_000, "h": 3_600_000, "d": _DAY_MS}
 _SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)\s*(B|KiB|MiB|GiB|)", re.ASCII)
 _SIZE_BYTES = {"": 1, "B": 1, "KiB": 1024, "MiB": 1024**2, "GiB": 1024**3}
@@ -45,11 +46,14 @@ class Address(NamedTuple):
 
 
 def milliseconds(text: str) -> int:
-    """``500ms``, ``30s``, ``15m``, ``2h``, ``7d``; a bare number is seconds."""
-    match = _DURATION.fullmatch(text.strip())
-    if match is None:
-        raise ValueError(f"{text[:80]!r} is not a duration: write 500ms, 30s, 15m, 2h or 7d (a bare number is seconds)")
-    ms = round(float(match[1]) * _DURATION_MS[match[2]])
+    """``500ms``, ``30s``, ``15m``, ``2h``, ``7d``, ``1h30m``; a bare number is seconds."""
+    one, given = _DURATION.fullmatch(text.strip()), text.strip()
+    if one is None and not (given and _DURATIONS.fullmatch(given)):
+        raise ValueError(
+            f"{text[:80]!r} is not a duration: write 500ms, 30s, 15m, 2h, 7d or 1h30m (a bare number is seconds)"
+        )
+    parts = [one.groups()] if one is not None else _DURATION.findall(given)
+    ms = sum(round(float(count) * _DURATION_MS[unit]) for count, unit in parts)
     if ms > _LONGEST_MS:
         raise ValueError(f"{text[:80]!r} is longer than ten years")
     return ms

@@ -71,7 +71,8 @@ def main(minutes: int) -> None:
     truths: dict[str, Truth] = {}
     idle: dict[tuple[Pod, str], int] = {}
     spells: list[Idleness] = []
-    for made, sample in joined(Fleet(NODES, GPUS, seed=SEED, pod_life_s=POD_LIFE_S), minutes * 60 // STEP_S, step_s=STEP_S):
+    fleet = Fleet(NODES, GPUS, seed=SEED, pod_life_s=POD_LIFE_S)
+    for made, sample in joined(fleet, minutes * 60 // STEP_S, step_s=STEP_S):
         node = made.node.name
         now = {((node, *pod), uuid) for uuid, pod in truths.setdefault(node, Truth(0)).see(made)}
         over = [key for key in idle if key[0][0] == node and key not in now]

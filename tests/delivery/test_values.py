@@ -31,7 +31,7 @@ def test_a_duration_is_seconds(text: str, seconds: float) -> None:
 
 @pytest.mark.parametrize("text", ["", "s", "-1s", "1w", "1S", "1 0s", "nan", "inf", "1e3", "0x10"])
 def test_what_is_no_duration_is_refused_with_the_right_spelling(text: str) -> None:
-    with pytest.raises(ValueError, match="500ms, 30s, 15m, 2h or 7d"):
+    with pytest.raises(ValueError, match="500ms, 30s, 15m, 2h, 7d or 1h30m"):
         values.duration(text)
 
 
@@ -232,7 +232,7 @@ def test_a_duration_is_read_in_whole_milliseconds(text: str, ms: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", " ", "h", "1w", "-1s", "1e3", "1h30m", "١s", "1.s", ".5s", "nan", "1" * 13, "4000d"]
+    "text", ["", " ", "h", "1w", "-1s", "1e3", "30m1h", "١s", "1.s", ".5s", "nan", "1" * 13, "4000d"]
 )
 def test_what_is_no_duration_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"is not a duration|ten years"):

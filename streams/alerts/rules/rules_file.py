@@ -26,6 +26,7 @@ DEFAULTS = Path(__file__).with_name("defaults.toml")
 _SIZE = re.compile(r"([0-9]{1,15})\s*(B|KiB|MiB|GiB)?", re.ASCII)
 _BYTES = {None: 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 _NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]{0,199}")
+_TEMPLATE = re.compile(r"\{\{|\$\{?[A-Za-z_]|\{[A-Za-z_][A-Za-z0-9_.]*\}")  # {{ .Labels }}, ${pod}, $labels, {pod}
 _LONGEST_TEXT = 4096
 _LARGEST_BYTES = 1 << 20
 _RESERVED = ("alertname", "severity", "xid", "gpu_", "k8s_", "host_", "job_", "cloud_", "service_", "__")
@@ -136,6 +137,26 @@ def text(value: Any) -> str:
     return value
 
 
+def glob(value: Any) -> str:
+    """A pattern as fnmatch has it. One that can't match what it is meant for is a mistake."""
+    given, rest = text(value), value
+    while "[" in rest:
+        rest = rest.partition("[")[2]
+        end = rest.find("]", 2 if rest.startswith("!") else 1)
+        if end < 0:
+            raise ValueError(f"{given[:80]!r} has a [ without a ]: close it, or write [[] for the sign itself")
+        rest = rest[end + 1 :]
+    return given
+
+
+def plain(value: Any) -> str:
+    """Text in which nothing is expanded, and which does not look as if it were."""
+    given = text(value)
+    if _TEMPLATE.search(given):
+        raise ValueError(f"{given[:80]!r} looks like a template, and nothing is expanded here: write the text itself")
+    return given
+
+
 def names(value: Any) -> tuple[str, ...]:
     return () if value == [] else texts(value)
 
@@ -204,16 +225,19 @@ def _shown(value: Any) -> str:
 
 severity, kind = partial(_one_of, get_args(Severity)), partial(_one_of, KINDS)
 texts, codes = partial(_one_or_several, text), partial(_one_or_several, count)
-globs_by_label = partial(_by_name, 'app = "vllm*"', text, texts)
-labels = partial(_by_name, 'team = "platform"', label_name, text)
+globs = partial(_one_or_several, glob)
+globs_by_label = partial(_by_name, 'app = "vllm*"', text, globs)
+labels = partial(_by_name, 'team = "platform"', label_name, plain)
 annotations = partial(_by_name, 'runbook = "https://..."', annotation_name, text)
+
+_STATES: tuple[Kind, ...] = tuple(kind for kind in KINDS if kind != "xid")  # that last; an XID error is an event
 
 OPTIONS = (
     Option("enabled", "enabled", switch, (), "Whether it is judged; an override may enable it for some."),
     Option("severity", "severity", severity, (), "`info`, `warning` or `critical`; of `GPUXid` that of hardware."),
-    Option("for", "for_ms", duration, (), "How long it must hold before it fires."),
+    Option("for", "for_ms", duration, _STATES, "How long it must hold before it fires; an XID error fires at once."),
     Option("keep_firing_for", "keep_firing_ms", duration, (), "How long it must not hold before it resolves."),
-    Option("critical_after", "critical_ms", duration, (), "From so long on it is critical; 0s: never."),
+    Option("critical_after", "critical_ms", duration, _STATES, "From so long on it is critical; 0s: never."),
     Option("grace", "grace_ms", duration, ("held_idle",), "After a pod got the GPU, for how long it does not count."),
     Option("idle_below", "idle_below", ratio, ("held_idle",), "What is less than this ratio is no work."),
     Option("memory_held", "memory_held_bytes", size, ("held_idle",), "Memory counts as held from so many bytes on."),
@@ -234,9 +258,9 @@ OPTIONS = (
 )  # fmt: skip
 
 SELECTORS = (
-    Option("namespace", "namespace", texts, (), "The pod's namespace."),
-    Option("workload_kind", "workload_kind", texts, (), "The kind at the top of the pod's owner chain."),
-    Option("workload", "workload", texts, (), "Its name."),
+    Option("namespace", "namespace", globs, (), "The pod's namespace."),
+    Option("workload_kind", "workload_kind", globs, (), "The kind at the top of the pod's owner chain."),
+    Option("workload", "workload", globs, (), "Its name."),
     Option("pod_labels", "pod_labels", globs_by_label, (), "Labels of the pod."),
     Option("namespace_labels", "namespace_labels", globs_by_label, (), "Labels of the pod's namespace."),
     Option("xid", "xid", codes, ("xid",), "Codes of XID errors."),
@@ -368,7 +392,8 @@ def _values(
             usable = [o.key for o in options.values() if not o.kinds or of is None or of in o.kinds]
             wrong.append(((*at, key), f"is not known{_close(key, usable)}"))
         elif option.kinds and of is not None and of not in option.kinds:
-            wrong.append(((*at, key), f"is not read by rules of kind {of}"))
+            why = ": an XID error is an event, which fires at once" if option.kinds == _STATES else ""
+            wrong.append(((*at, key), f"is not read by rules of kind {of}{why}"))
         else:
             try:
                 found[option.field] = option.parse(value)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from delivery.values import duration_words
 from streams.alerts.rules import rules_file
+from streams.alerts.rules.rule import KINDS, Rule
 from streams.alerts.rules.rules_file import OPTIONS, SELECTORS, Option
 from streams.alerts.xids import XID_KINDS, XIDS
 from topics.reference import generate
@@ -51,7 +52,7 @@ def markdown() -> str:
             rule.severity,
             duration_words(rule.for_ms) if rule.for_ms else "at once",
             duration_words(rule.keep_firing_ms) if rule.keep_firing_ms else "",
-            ", ".join(f"`{option.key}` {option.shown(rule)}" for option in OPTIONS if rule.kind in option.kinds),
+            ", ".join(f"`{option.key}` {option.shown(rule)}" for option in OPTIONS if _is_further(option, rule)),
         )
         for rule in rules_file.defaults().values()
     ]
@@ -67,8 +68,16 @@ def markdown() -> str:
     return _MARKED.sub(lambda found: found[1] + tables[found[2]], PAGE.read_text(encoding="utf-8"))
 
 
+def _is_further(option: Option, rule: Rule) -> bool:
+    """Whether the row of a rule has an option that has no column."""
+    if option.key == "critical_after":
+        return rule.critical_ms > 0
+    return rule.kind in option.kinds and option.key != "for"
+
+
 def _option(option: Option) -> Sequence[str]:
-    return f"`{option.key}`", ", ".join(f"`{kind}`" for kind in option.kinds) or "any", option.what
+    kinds = ", ".join(f"`{kind}`" for kind in option.kinds) if len(option.kinds) < len(KINDS) - 1 else "all but `xid`"
+    return f"`{option.key}`", kinds or "any", option.what
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -260,7 +260,7 @@ def test_a_pod_or_its_namespace_silences_what_is_about_the_pod(fields: dict[str,
         ("-5m", None, 900),
         ("", None, 900),
         ("9999999999h", None, 900),
-        ("1h30m", None, 900),
+        ("1h30m", None, 5400),
     ],
 )
 def test_a_pod_or_its_namespace_sets_how_long_its_gpus_may_be_idle(

@@ -75,7 +75,7 @@ def test_a_setting_is_read(line: str, field: str, value: object) -> None:
     assert getattr(rule(parsed(f"[rules.GPUHeldIdle]\n{line}")), field) == value
 
 
-NEGATIVE = "is not a duration: write 500ms, 30s, 15m, 2h or 7d (a bare number is seconds)"
+NEGATIVE = "is not a duration: write 500ms, 30s, 15m, 2h, 7d or 1h30m (a bare number is seconds)"
 
 
 @pytest.mark.parametrize(
@@ -128,6 +128,7 @@ NEGATIVE = "is not a duration: write 500ms, 30s, 15m, 2h or 7d (a bare number is
         ('overrides = [{ namespace = "a" }]', "changes nothing"),
         ('overrides = [{ for = "1m" }]', "must say for what it is"),
         ('overrides = [{ namespace = [], for = "1m" }]', "must not be empty"),
+        ('overrides = [{ namespace = "ml-[ab", for = "1m" }]', "has a [ without a ]"),
         ('overrides = [{ namespace = [1], for = "1m" }]', "must be text, not 1"),
         ('overrides = [{ namespace = "a", kind = "xid" }]', "is not known"),
         ('overrides = [{ xid = 31, for = "1m" }]', "is not read by rules of kind held_idle"),
@@ -162,6 +163,8 @@ def test_a_mistake_is_named_at_its_line(line: str, words: str) -> None:
             (2, "rules.GPUXid.overrides[1].xid"),
             "at least",
         ),
+        ("[rules.GPUXid]\nfor = '1m'", (2, "rules.GPUXid.for"), "an XID error is an event, which fires at once"),
+        ("[rules.GPULost]\nlabels = { who = '{{ .Pod }}' }", (2, "rules.GPULost.labels.who"), "looks like a template"),
         ("[rules.GPUMissing]\nforget = 0", (2, "rules.GPUMissing.forget"), "must be at least 1s"),
         ("[rules.GPUNvlinkErrors]\nat_least = 0.5", (2, "rules.GPUNvlinkErrors.at_least"), "a whole number"),
         ("for = 5", (1, "for"), "is not known"),
