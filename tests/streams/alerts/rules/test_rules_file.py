@@ -224,7 +224,7 @@ namespace = [
 severity = "high"
 
 [rules.GPUXid]
-for = 1
+keep_firing_for = 1
 idle_below = 0.5
 
 [other]
