@@ -15,13 +15,14 @@ parquet: {kind: StatefulSet, command: [sink, parquet], topic: gpu.usage, group: 
 metricsApi: {kind: Deployment, command: [sink, metrics-api]}
 {{- end }}
 
+{{- /* 38: the pods of a StatefulSet have a label with its name and 11 characters more, of 63. */ -}}
 {{- define "gpustream.fullname" -}}
 {{- if .Values.fullnameOverride }}
-{{- .Values.fullnameOverride | trunc 40 | trimSuffix "-" }}
+{{- .Values.fullnameOverride | trunc 38 | trimSuffix "-" }}
 {{- else if contains .Chart.Name .Release.Name }}
-{{- .Release.Name | trunc 40 | trimSuffix "-" }}
+{{- .Release.Name | trunc 38 | trimSuffix "-" }}
 {{- else }}
-{{- printf "%s-%s" .Release.Name .Chart.Name | trunc 40 | trimSuffix "-" }}
+{{- printf "%s-%s" .Release.Name .Chart.Name | trunc 38 | trimSuffix "-" }}
 {{- end }}
 {{- end }}
 
