@@ -8,6 +8,7 @@ ROOT = Path(__file__).parents[2]
 CONSUMERS = ROOT / "docs" / "consumers"
 
 _FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_IN_A_LIST = re.compile(r"^ *```(\w+)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 
 
 class Block(NamedTuple):
@@ -18,10 +19,10 @@ class Block(NamedTuple):
     text: str
 
 
-def blocks(page: str, language: str, section: str | None = None) -> list[Block]:
-    """The blocks of `docs/PAGE` in one language, of one section or all."""
+def blocks(page: str, language: str, section: str | None = None, *, indented: bool = False) -> list[Block]:
+    """The blocks of `docs/PAGE` in one language, of one section or all; ``indented``: those in lists, too."""
     found = []
     for part in re.split(r"^## ", (ROOT / "docs" / page).read_text(), flags=re.MULTILINE):
         title = part.partition("\n")[0]
-        found += [Block(title, *match) for match in _FENCE.findall(part)]
+        found += [Block(title, *match) for match in (_IN_A_LIST if indented else _FENCE).findall(part)]
     return [block for block in found if block.language == language and section in (None, block.section)]

@@ -1,0 +1,166 @@
+"""``make upgrade``: this tree and an older commit side by side on a real Kafka, in both directions, and back.
+
+In:       the older commit, by default that of ``tests/real/upgrade_records``, which ``--record`` writes.
+Out:      a line for each step. Exit code 1 if a tick was lost, came twice or was dead-lettered.
+
+The older commit is checked out into a folder of its own, and runs with this tree's Python and libraries.
+"""
+
+import argparse
+import asyncio
+import gzip
+import json
+import subprocess
+import tempfile
+from collections import Counter
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import click
+
+from delivery import topic_admin
+from tests.eventually import eventually
+from tests.real.pipeline import Gpustream, Truth, lag, read_all
+from tests.real.process import Server
+from tests.real.servers import KafkaServer
+
+ROOT = Path(__file__).parents[2]
+RECORDS = Path(__file__).parent / "upgrade_records"
+OLD = "d9fbcfc"
+"""The last commit before the topics of usage, and before the consumer groups of today."""
+
+TOPICS = ("gpu.samples", "gpu.allocations", "gpu.workloads", "gpu.attributed", "gpu.alerts", "gpu.alert-state")
+GROUP = "gpustream-attribution"
+TICKS = 20
+
+
+class Version(Gpustream):
+    """A process of the tree in a folder."""
+
+    def __init__(self, tree: Path, directory: Path, *arguments: str) -> None:
+        super().__init__(directory, *arguments)
+        run = f"import os, sys, runpy; os.chdir({str(tree)!r}); sys.path.insert(0, {str(tree)!r}); "
+        self.python = ["-c", run + "sys.argv[0] = 'gpustream'; runpy.run_module('gpustream', run_name='__main__')"]
+
+    def stop(self) -> None:
+        """Ends it in good order. What it says of itself is the affair of its own version."""
+        Server.stop(self)
+
+
+class Trial:
+    """Runs processes of two trees on one Kafka."""
+
+    def __init__(self, kafka: KafkaServer, directory: Path) -> None:
+        self._kafka, self._directory, self._count = kafka, directory, 0
+
+    def process(self, tree: Path, *arguments: str) -> Version:
+        self._count += 1
+        directory = self._directory / f"{self._count}"
+        return Version(tree, directory, *arguments, "--kafka", self._kafka.address)
+
+    async def sample(self, tree: Path) -> Truth:
+        """A fleet of that tree samples some ticks; what it sampled."""
+        truth = self._directory / f"truth-{self._count}.jsonl"
+        fleet = (
+            "produce",
+            "simulated",
+            "--fleet",
+            "2x4",
+            "--interval",
+            "100ms",
+            "--pod-life",
+            "3s",
+            "--truth",
+            str(truth),
+        )
+        with self.process(tree, *fleet) as sampling:
+            await eventually(lambda: truth.exists() and len(Truth.read(truth).ticks) >= TICKS)
+            sampling.stop()
+        return Truth.read(truth)
+
+    async def attribute(self, tree: Path, expected: Truth) -> None:
+        """Attribution and alerts of that tree go on in their groups until they have taken everything."""
+
+        async def taken() -> bool:
+            groups = (GROUP, "gpu.samples"), ("gpustream-alerts", "gpu.attributed")
+            return not any([await lag(self._kafka.address, group, [topic]) for group, topic in groups])
+
+        attribution, alerts = (self.process(tree, "stream", name) for name in ("attribution", "alerts"))
+        with attribution, alerts:
+            await eventually(lambda: self.all_there(expected))
+            await eventually(taken)
+            attribution.stop()
+            alerts.stop()
+
+    async def all_there(self, expected: Truth) -> bool:
+        return {tick for tick, _ in await self.attributed()} >= expected.ticks
+
+    async def attributed(self) -> list[tuple[tuple[str, str, int, int], str]]:
+        """The ticks of gpu.attributed, and how they were joined."""
+        rows = [json.loads(record.value) for record in await read_all(self._kafka.address, "gpu.attributed")]
+        return [((row["cluster"], row["node"], row["run_id"], row["seq"]), row["attribution"]) for row in rows]
+
+    async def check(self, expected: Truth) -> str:
+        """Whether each tick came once, exactly, and nothing was dead-lettered. Raises AssertionError."""
+        found = await self.attributed()
+        assert Counter(tick for tick, _ in found) == Counter(expected.ticks)
+        assert {how for _, how in found} == {"exact"}
+        assert await read_all(self._kafka.address, "gpu.dead-letters") == []
+        return f"{len(found)} ticks, each once, all exact, no dead letter"
+
+    async def record(self) -> dict[str, list[dict[str, Any]]]:
+        """What the topics have."""
+        return {
+            topic: [
+                {"partition": row.partition, "ts_ms": row.timestamp, "key": _text(row.key), "value": _text(row.value)}
+                for row in await read_all(self._kafka.address, topic)
+            ]
+            for topic in TOPICS
+        }
+
+
+def _text(content: bytes | None) -> str | None:
+    return None if content is None else content.decode()
+
+
+def both(*truths: Truth) -> Truth:
+    return Truth(set().union(*(truth.ticks for truth in truths)))
+
+
+async def trial(kafka: KafkaServer, directory: Path, old: Path, *, record: bool) -> None:
+    """All the steps: old with old, new streams, new producers, and old streams again."""
+    await topic_admin.create(kafka.connection, partitions=2, replication_factor=1)
+    on = Trial(kafka, directory)
+    sampled = await on.sample(old)
+    await on.attribute(old, sampled)
+    click.echo(f"old producers, old streams: {await on.check(sampled)}")
+    if record:
+        text = json.dumps(await on.record()).encode()
+        (RECORDS / "records.json.gz").write_bytes(gzip.compress(text, mtime=0))
+        for schema in sorted((old / "topics" / "schemas").glob("*.json")):
+            (RECORDS / schema.name).write_bytes(schema.read_bytes())
+    for producers, streams in (("old", "new"), ("new", "new"), ("new", "old"), ("old", "new")):
+        trees = {"old": old, "new": ROOT}
+        sampled = both(sampled, await on.sample(trees[producers]))
+        await on.attribute(trees[streams], sampled)
+        click.echo(f"{producers} producers, {streams} streams: {await on.check(sampled)}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("commit", nargs="?", default=OLD)
+    parser.add_argument("--record", action="store_true", help="write the older commit's records and schemas, too")
+    given = parser.parse_args()
+    with ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        old = directory / "old"
+        git = ["git", "-C", str(ROOT), "worktree"]
+        subprocess.run([*git, "add", "--quiet", "--detach", str(old), given.commit], check=True)
+        stack.callback(subprocess.run, [*git, "remove", "--force", str(old)], check=True)
+        kafka = stack.enter_context(KafkaServer(directory / "kafka"))
+        asyncio.run(trial(kafka, directory, old, record=given.record))
+
+
+if __name__ == "__main__":
+    main()
