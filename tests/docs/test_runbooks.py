@@ -1,0 +1,35 @@
+"""Each runbook has commands of its own, and each command of gpustream in one is a command line that is right."""
+
+import shlex
+from pathlib import Path
+
+import click
+import pytest
+
+from gpustream.cli import main
+from tests.docs.page import ROOT, blocks
+
+RUNBOOKS = sorted((ROOT / "docs" / "runbooks").glob("*.md"))
+OURS = [
+    (path.stem, line.strip())
+    for path in RUNBOOKS
+    for block in blocks(f"runbooks/{path.name}", "sh", indented=True)
+    for line in block.text.splitlines()
+    if line.strip().startswith("gpustream ")
+]
+
+
+@pytest.mark.parametrize("path", RUNBOOKS, ids=lambda path: path.stem)
+def test_a_runbook_has_commands(path: Path) -> None:
+    assert blocks(f"runbooks/{path.name}", "sh", indented=True)
+
+
+@pytest.mark.parametrize(("name", "line"), OURS)
+def test_a_command_of_a_runbook_is_right(name: str, line: str) -> None:
+    command: click.Command | None = main
+    words = shlex.split(line.replace("HOST:PORT", "127.0.0.1:9092"), comments=True)[1:]
+    while isinstance(command, click.Group):
+        word, *words = words
+        command = command.get_command(click.Context(command), word)
+    assert command is not None, name
+    command.make_context(command.name, words)
