@@ -19,11 +19,10 @@ from k8s.dashboards.queries import ACTIVITY, DEVICE, GPU, IDLE_BELOW, POD, WORKL
 from sinks import SINKS
 from streams import STREAMS
 from streams.alerts.xids import XIDS, XidKind
-from topics.alerts import Severity
+from topics.alerts import RUNBOOKS, Severity
 from topics.reference import generate
 
 K8S = Path(__file__).parent
-RUNBOOKS = "docs/runbooks"
 Rule = dict[str, Any]
 
 INTERVAL = "1m"

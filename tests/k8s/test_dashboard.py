@@ -21,6 +21,7 @@ from tests.k8s.dashboard import DASHBOARDS, K8S, Query
 from tests.test_compose import config
 from tests.topics.records import own_labels
 from topics import catalogue
+from topics.alerts import RUNBOOKS
 from topics.profiles import PROFILES
 
 WIDTH = 24
@@ -272,7 +273,8 @@ def test_every_alert_has_a_severity_words_and_a_runbook_with_commands() -> None:
     assert {rule["labels"]["severity"] for rule in ALERTS} == {"critical", "warning", "info"}
     for rule in ALERTS:
         assert rule["annotations"].keys() == {"summary", "description", "runbook"}
-        text = (K8S.parent / rule["annotations"]["runbook"]).read_text()
+        name = rule["annotations"]["runbook"].removeprefix(f"{RUNBOOKS}/")
+        text = (K8S.parent / "docs" / "runbooks" / name).read_text()
         assert text.startswith(f"# {rule['alert']}\n")
         assert "\n## What to do\n" in text
         if rule["alert"].startswith("Gpustream"):
