@@ -8,6 +8,7 @@ tick, for 1.0 and 2.0. CPU time of this process only.
 
 import argparse
 import asyncio
+import gc
 import random
 import subprocess
 import sys
@@ -243,6 +244,7 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=64)
     parser.add_argument("--ticks", type=int, default=20)
     options = parser.parse_args()
+    gc.set_threshold(100_000, 50, 100)  # as a process that serves does
     size = options.nodes, options.ticks
     warm = log(*size)
     logs = (("warm", warm), ("warm, shared", log(*size, shared=True)), ("cold label sets", log(*size, cold=True)))
